@@ -1,0 +1,438 @@
+"""TrainState: Flax's train state with a stack of wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
+import types
+from typing import Any, ClassVar
+
+from flax import core
+from flax import linen as nn
+from flax import struct
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax.training import train_state as flax_train_state
+import jax
+import jax.numpy as jnp
+import optax
+
+from flaxshard import gradients
+from flaxshard import nnx_module
+from flaxshard import registry
+from flaxshard import trees
+from flaxshard.wrappers import base
+
+PyTree = Any
+
+
+class TrainState(flax_train_state.TrainState):
+  """Flax's `TrainState` with wrappers around loss, gradients and update.
+
+  With no wrappers it is Flax's class, to the leaf. With some, it has one more
+  field, `wrapper_states`: a dict of their states by name. Other collections
+  (`batch_stats`) are fields of their own, as in Flax's ImageNet example.
+
+  Attributes:
+    step: int32 scalar, the number of applied updates; a skipped step does not
+      count.
+    apply_fn: Usually `model.apply`. Static.
+    params: The parameters.
+    tx: The optax optimizer. Static.
+    opt_state: Exactly what `tx.init(params)` makes.
+    wrappers: The wrappers, outermost first. Static.
+    wrapper_states: Their states by name; `{}` without wrappers.
+
+  Example:
+    >>> import flaxshard as fs
+    >>> state = fs.TrainState.create(
+    ...     apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1),
+    ...     wrappers=[fs.LossScale(1024.0)])
+    >>> loss, grads = state.value_and_grad(lambda p: p["w"].sum())
+    >>> state = state.apply_gradients(grads=grads)
+    >>> state.params["w"].round(4).tolist(), int(state.step)
+    ([0.8999999761581421, 0.8999999761581421], 1)
+  """
+
+  wrappers: tuple[base.Wrapper, ...] = struct.field(
+    pytree_node=False, default=(), kw_only=True
+  )
+  wrapper_states: ClassVar[Mapping[str, PyTree]] = types.MappingProxyType({})
+
+  @classmethod
+  def create(  # type: ignore[override]
+    cls,
+    *,
+    apply_fn: Callable[..., Any] | None,
+    params: PyTree,
+    tx: optax.GradientTransformation,
+    wrappers: Sequence[base.Wrapper] = (),
+    **collections: PyTree,
+  ) -> TrainState:
+    """Creates a state at step 0.
+
+    Args:
+      apply_fn: Usually `model.apply`.
+      params: A tree of arrays.
+      tx: The optax optimizer.
+      wrappers: Wrappers such as `LossScale("dynamic")`, outermost first.
+      **collections: Further trees of arrays, each a field of its own, such as
+        `batch_stats=variables["batch_stats"]`.
+
+    Returns:
+      A state whose every leaf is a strongly typed array in a buffer of its own.
+
+    Raises:
+      TypeError: `wrappers` or a leaf of `params` is of a wrong type.
+      ValueError: The same wrapper twice, or a collection with a name that the
+        state has already.
+    """
+    wrappers = base.check(wrappers)
+    _check_collections(cls, collections)
+    trees.check_arrays("params", params)
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+      raise TypeError(f"tx must be an optax GradientTransformation, got {tx!r}")
+    fields: dict[str, PyTree] = dict(collections)
+    if wrappers:
+      fields["wrapper_states"] = base.init(wrappers, params, tx)
+    with_opt = _with_optimizer(params)
+    arrays = dict(
+      step=jnp.zeros((), jnp.int32),
+      params=params,
+      opt_state=tx.init(with_opt),
+      **fields,
+    )
+    return _with_fields(cls, tuple(fields))(
+      apply_fn=apply_fn, tx=tx, wrappers=wrappers, **trees.own_buffers(arrays)
+    )
+
+  def value_and_grad(
+    self,
+    loss_fn: Callable[..., Any],
+    *args: Any,
+    has_aux: bool = False,
+  ) -> tuple[Any, PyTree]:
+    """Differentiates `loss_fn(params, *args)` through the wrappers.
+
+    Args:
+      loss_fn: Returns a scalar loss, or `(loss, aux)` with `has_aux`.
+      *args: Further arguments of `loss_fn`.
+      has_aux: Whether `loss_fn` returns auxiliary output.
+
+    Returns:
+      `(loss, grads)` or `((loss, aux), grads)`; loss and gradients are
+      unscaled. Leaves of `params` that are not floating-point have the gradient
+      None.
+    """
+    params = base.working_params(
+      self.wrappers, self.wrapper_states, self.params
+    )
+    # Integer leaves would be refused; asking for it changes nothing else.
+    allow_int = any(
+      not jnp.issubdtype(jnp.result_type(p), jnp.inexact)
+      for p in jax.tree.leaves(params)
+    )
+    if not self.wrappers:
+      grad_fn = jax.value_and_grad(
+        loss_fn, has_aux=has_aux, allow_int=allow_int
+      )
+      value, grads = grad_fn(params, *args)
+    else:
+
+      def scaled(params: PyTree, *args: Any) -> tuple[jax.Array, Any]:
+        value = loss_fn(params, *args)
+        loss = value[0] if has_aux else value
+        # The loss goes out by the side: unscaling it could overflow.
+        return self.scale_loss(loss), value
+
+      grad_fn = jax.value_and_grad(scaled, has_aux=True, allow_int=allow_int)
+      (_, value), grads = grad_fn(params, *args)
+      grads = self.unscale_gradients(grads)
+    return value, gradients.none_without_gradient(grads) if allow_int else grads
+
+  def scale_loss(self, loss: jax.Array) -> jax.Array:
+    """Returns the loss to differentiate, for a gradient taken by hand."""
+    return base.scale_loss(self.wrappers, self.wrapper_states, loss)
+
+  def unscale_gradients(self, grads: PyTree) -> PyTree:
+    """Undoes `scale_loss` on the gradients of a scaled loss."""
+    return base.unscale_gradients(self.wrappers, self.wrapper_states, grads)
+
+  def apply_gradients(self, *, grads: PyTree, **replaced: PyTree) -> TrainState:  # type: ignore[override]
+    """Applies unscaled gradients through the wrappers.
+
+    Args:
+      grads: Gradients like `params`. Where a leaf has none (None, `float0`, an
+        integer), parameter and slots stay as they are.
+      **replaced: New values of other fields of the state, such as
+        `batch_stats`. They are held back with everything else when a wrapper
+        skips the step, so they must keep structure, shapes and dtypes.
+
+    Returns:
+      The next state.
+
+    Raises:
+      ValueError: `grads` or a replaced field does not match the state; the
+        message names the first path that differs.
+      TypeError: A replaced name is not a field of the state.
+    """
+    difference = trees.first_difference(
+      grads, self.params, dtypes=False, none_is_leaf=True
+    )
+    if difference:
+      raise ValueError(f"grads do not match params at {difference}.")
+    if not self.wrappers:
+      return _update(self, grads, replaced)
+    reserved = {"step", "params", "opt_state", "wrapper_states", "wrappers"}
+    fields = _fields(type(self))
+    for name in replaced:
+      if name in reserved or name not in fields:
+        allowed = sorted(set(fields) - reserved)
+        raise TypeError(
+          f"apply_gradients: {name!r} cannot be replaced; allowed: grads, "
+          f"{', '.join(allowed)}.{registry.near(name, allowed)}"
+        )
+    static = {
+      k: v
+      for k, v in replaced.items()
+      if not fields[k].metadata.get("pytree_node", True)
+    }
+    collections = {k: v for k, v in replaced.items() if k not in static}
+    for name, new in collections.items():
+      difference = trees.first_difference(new, getattr(self, name))
+      if difference:
+        raise ValueError(f"{name} does not match the state at {difference}.")
+
+    def update(target: base.Target, grads: PyTree) -> base.Target:
+      state = self.replace(
+        step=target.step, params=target.params, opt_state=target.opt_state
+      )
+      state = _update(state, grads, {})
+      opt_state = jax.tree.map(_keep_dtype, state.opt_state, target.opt_state)
+      return target._replace(
+        step=state.step,
+        params=state.params,
+        opt_state=opt_state,
+        collections=collections,
+      )
+
+    target = base.apply(
+      self.wrappers,
+      base.Target(
+        jnp.asarray(self.step, jnp.int32),
+        self.params,
+        self.opt_state,
+        {name: getattr(self, name) for name in collections},
+        dict(self.wrapper_states),
+      ),
+      gradients.none_without_gradient(grads),
+      update,
+    )
+    return self.replace(
+      step=target.step,
+      params=target.params,
+      opt_state=target.opt_state,
+      wrapper_states=target.wrapper_states,
+      **target.collections,
+      **static,
+    )
+
+  def minimize(
+    self, loss_fn: Callable[..., Any], *args: Any, has_aux: bool = False
+  ) -> tuple[TrainState, Any]:
+    """Takes the gradient of `loss_fn(params, *args)` and applies it.
+
+    Args:
+      loss_fn: As in `value_and_grad`.
+      *args: Further arguments of `loss_fn`.
+      has_aux: Whether `loss_fn` returns auxiliary output.
+
+    Returns:
+      `(state, loss)` or `(state, (loss, aux))`; the loss before the update.
+    """
+    value, grads = self.value_and_grad(loss_fn, *args, has_aux=has_aux)
+    return self.apply_gradients(grads=grads), value
+
+
+def create_train_state(
+  model: Any,
+  rng: Any,
+  sample_input: Any,
+  tx: optax.GradientTransformation,
+  *,
+  wrappers: Sequence[base.Wrapper] = (),
+) -> TrainState:
+  """Initializes a model and returns its `TrainState`.
+
+  Args:
+    model: A Linen module, or an NNX module (which is initialized already: its
+      parameters are split off, `rng` and `sample_input` are not used and may be
+      None).
+    rng: A PRNG key, or a dict of keys by stream name, as `model.init` takes it.
+    sample_input: One input, arrays or `jax.ShapeDtypeStruct`s; a tuple is a
+      list of positional arguments.
+    tx: The optax optimizer.
+    wrappers: Wrappers such as `LossScale("dynamic")`, outermost first. Those
+      that read a precision policy take it from `model.policy`, or from
+      `model.dtype`.
+
+  Returns:
+    A state at step 0. `state.apply_fn(variables, *args)` applies the model;
+    each collection that it has besides `params` is a field under its own name.
+
+  Raises:
+    TypeError: `model` or `wrappers` is of a wrong type.
+    ValueError: The model has no parameters, or a collection with a name that
+      the state has already.
+
+  Example:
+    >>> import flaxshard as fs, flax.linen as nn
+    >>> state = fs.create_train_state(
+    ...     nn.Dense(2), jax.random.key(0), jnp.ones((1, 3)), optax.adam(1e-3),
+    ...     wrappers=[fs.LossScale("dynamic")])
+    >>> sorted(state.params), sorted(state.wrapper_states)
+    (['bias', 'kernel'], ['loss_scale'])
+  """
+  wrappers = base.with_policy(base.check(wrappers), _policy_of(model))
+  if nnx_module.is_module(model):
+    apply_fn, variables = nnx_module.split(model)
+  elif isinstance(model, nn.Module):
+    apply_fn = model.apply
+    inputs = sample_input if isinstance(sample_input, tuple) else (sample_input,)
+    inputs = jax.tree.map(
+      lambda x: (
+        jnp.zeros(x.shape, x.dtype)
+        if isinstance(x, jax.ShapeDtypeStruct)
+        else jnp.asarray(x)
+      ),
+      inputs,
+    )
+    variables = nn.meta.unbox(jax.jit(model.init)(rng, *inputs))
+  else:
+    raise TypeError(
+      "model must be an instance of flax.linen.Module or flax.nnx.Module, "
+      f"got {model!r}."
+    )
+  if not jax.tree.leaves(variables.get("params", {})):
+    raise ValueError(
+      f"model={type(model).__name__} has no parameters: its collections are "
+      f"{sorted(variables)}, 'params' must be one with arrays in it."
+    )
+  if OVERWRITE_WITH_GRADIENT in variables:
+    # Flax's fp8 modules: their scaling histories train with the parameters.
+    owg = variables.pop(OVERWRITE_WITH_GRADIENT)
+    params = {"params": variables["params"], OVERWRITE_WITH_GRADIENT: owg}
+    variables = {**variables, "params": params}
+  return TrainState.create(
+    apply_fn=apply_fn, tx=tx, wrappers=wrappers, **variables
+  )
+
+
+def _policy_of(model: Any) -> Any:
+  policy = getattr(model, "policy", None)
+  if policy is not None:
+    return policy
+  dtype = getattr(model, "dtype", None)
+  if dtype is not None and jnp.dtype(dtype) == jnp.float16:
+    return "mixed_float16"
+  return None
+
+
+def _with_optimizer(params: PyTree) -> PyTree:
+  """The part of the parameters that the optimizer sees, as Flax has it."""
+  if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
+    return params["params"]
+  return params
+
+
+def _fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
+  return {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+
+
+@functools.cache
+def _with_fields(cls: type, names: tuple[str, ...]) -> Any:
+  """Returns `cls` with the fields that it has not got yet."""
+  names = tuple(n for n in names if n not in _fields(cls))
+  if not names:
+    return cls
+  # kw_only: a subclass of the user's may have fields with defaults.
+  body = {name: struct.field(kw_only=True) for name in names}
+  annotations = {name: "Any" for name in names}
+  return types.new_class(
+    cls.__name__,
+    (cls,),
+    exec_body=lambda ns: ns.update(
+      body,
+      __annotations__=annotations,
+      __module__=cls.__module__,
+      __doc__=cls.__doc__,
+    ),
+  )
+
+
+def _keep_dtype(new: Any, old: Any) -> Any:
+  # float32 gradients of float16 parameters must not turn their slots float32.
+  return new.astype(old.dtype) if new.dtype != old.dtype else new
+
+
+def _update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
+  """Flax's own update; leaves without a gradient keep parameter and slots."""
+  flax_update = flax_train_state.TrainState.apply_gradients
+  given = dict(
+    jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda x: x is None)
+  )
+  fixed = {
+    path
+    for path, _ in jax.tree_util.tree_leaves_with_path(state.params)
+    if not gradients.overwrites(path)
+    and not gradients.has_gradient(path, given[path])
+  }
+  if not fixed:
+    return flax_update(state, grads=grads, **replaced)
+  filled = jax.tree_util.tree_map_with_path(
+    lambda path, p: jnp.zeros_like(p) if path in fixed else given[path],
+    state.params,
+  )
+  new = flax_update(state, grads=filled, **replaced)
+  params = _keep(fixed, new.params, state.params)
+  if _with_optimizer(params) is not params:
+    fixed = {path[1:] for path in fixed}
+  return new.replace(
+    params=params,
+    opt_state=_keep_slots(state.tx, fixed, new.opt_state, state.opt_state),
+  )
+
+
+def _keep(fixed: set[trees.Path], new: PyTree, old: PyTree) -> PyTree:
+  return jax.tree_util.tree_map_with_path(
+    lambda path, n, o: o if path in fixed else n, new, old
+  )
+
+
+def _keep_slots(
+  tx: Any, fixed: set[trees.Path], new: PyTree, old: PyTree
+) -> PyTree:
+  whole = lambda _: True  # each copy of the parameters in the state at once
+  slots: list[PyTree] = []
+  optax.tree_utils.tree_map_params(tx, slots.append, old, is_leaf=whole)
+  kept = iter(slots)
+  return optax.tree_utils.tree_map_params(
+    tx, lambda n: _keep(fixed, n, next(kept)), new, is_leaf=whole
+  )
+
+
+def _check_collections(cls: type, collections: Mapping[str, PyTree]) -> None:
+  arguments = ["apply_fn", "params", "tx", "wrappers"]
+  own = set(_fields(cls))
+  for name, tree in collections.items():
+    inherited = own & set(_fields(TrainState))
+    if name in inherited or (name not in own and hasattr(cls, name)):
+      raise ValueError(
+        f"a collection cannot be named {name!r}: a TrainState has that already."
+      )
+    if name not in own and registry.near(name, arguments):
+      raise TypeError(
+        f"create: unknown argument {name!r}.{registry.near(name, arguments)}"
+      )
+    if name not in own:
+      trees.check_arrays(name, tree)

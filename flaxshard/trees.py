@@ -1,0 +1,103 @@
+"""Paths in pytrees, and where two of them first differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+Path = tuple[Any, ...]
+
+
+def path_string(path: Path) -> str:
+  """Returns a key path as `Dense_0/kernel`; the root is `<root>`."""
+  return jax.tree_util.keystr(path, simple=True, separator="/") or "<root>"
+
+
+def dtype_of(leaf: Any) -> Any:
+  """Returns the dtype that a leaf has or, a Python number, gets in JAX."""
+  return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+
+
+def check_arrays(argument: str, tree: PyTree) -> None:
+  """Raises a TypeError, with its path, at a leaf that is not an array."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    try:
+      dtype_of(leaf)
+    except (TypeError, ValueError) as e:
+      raise TypeError(
+        f"{argument}[{path_string(path)}] must be an array, got {leaf!r}."
+      ) from e
+
+
+def first_difference(
+  given: PyTree,
+  wanted: PyTree,
+  *,
+  dtypes: bool = True,
+  none_is_leaf: bool = False,
+) -> str | None:
+  """Returns where and how `given` first differs from `wanted`, or None.
+
+  Args:
+    given: A tree of arrays or `jax.ShapeDtypeStruct`s.
+    wanted: The tree to compare it with.
+    dtypes: Compare dtypes as well as shapes.
+    none_is_leaf: Let None in `given` stand for a leaf of `wanted`.
+
+  Returns:
+    A sentence such as `"a/b: shape (2,), where (3,) is expected"`.
+
+  Example:
+    >>> first_difference({"a": {"b": jnp.ones(2)}}, {"a": {"b": jnp.ones(3)}})
+    'a/b: shape (2,), where (3,) is expected'
+  """
+  has = _leaves(given, none_is_leaf)
+  wants = _leaves(wanted, False)
+  for path, want in wants.items():
+    if path not in has:
+      return f"{path}: missing, where {_describe(want)} is expected"
+    leaf = has[path]
+    if leaf is None:
+      continue
+    shape, dtype = jnp.shape(leaf), dtype_of(leaf)
+    if shape != jnp.shape(want):
+      return f"{path}: shape {shape}, where {jnp.shape(want)} is expected"
+    if dtypes and dtype != dtype_of(want):
+      return f"{path}: dtype {dtype}, where {dtype_of(want)} is expected"
+  for path, leaf in has.items():
+    if path not in wants and leaf is not None:
+      return f"{path}: {_describe(leaf)}, where nothing is expected"
+  return None
+
+
+def _leaves(tree: PyTree, none_is_leaf: bool) -> dict[str, Any]:
+  is_leaf = (lambda x: x is None) if none_is_leaf else None
+  flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+  return {path_string(path): leaf for path, leaf in flat}
+
+
+def _describe(leaf: Any) -> str:
+  return f"{dtype_of(leaf)}{list(jnp.shape(leaf))}"
+
+
+def own_buffers(tree: PyTree) -> PyTree:
+  """Makes every leaf a strongly typed array that no other leaf shares.
+
+  A weak type would recompile the second step, and a shared buffer cannot be
+  donated twice.
+  """
+  seen: set[int] = set()
+
+  def own(x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    if getattr(x, "weak_type", False):
+      x = jax.lax.convert_element_type(x, x.dtype)
+    if id(x) in seen:
+      x = jnp.copy(x)
+    seen.add(id(x))
+    return x
+
+  return jax.tree.map(own, tree)

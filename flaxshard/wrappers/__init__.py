@@ -1,0 +1,23 @@
+"""Wrappers around the optimizer: the protocol, and those that exist."""
+
+from flaxshard.wrappers.base import Next
+from flaxshard.wrappers.base import Target
+from flaxshard.wrappers.base import Wrapper
+from flaxshard.wrappers.config import from_config
+from flaxshard.wrappers.config import to_config
+from flaxshard.wrappers.loss_scale import DynamicLossScale
+from flaxshard.wrappers.loss_scale import FixedLossScale
+from flaxshard.wrappers.loss_scale import LossScale
+from flaxshard.wrappers.loss_scale import LossScaleState
+
+__all__ = [
+  "DynamicLossScale",
+  "FixedLossScale",
+  "LossScale",
+  "LossScaleState",
+  "Next",
+  "Target",
+  "Wrapper",
+  "from_config",
+  "to_config",
+]

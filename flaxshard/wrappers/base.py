@@ -1,0 +1,203 @@
+"""The wrapper protocol, and the stack that a TrainState carries.
+
+A wrapper changes how a loss becomes gradients and how gradients become
+parameters. It is a frozen dataclass of hyper-parameters; its state is a pytree
+in `TrainState.wrapper_states`. When gradients are applied a wrapper is handed
+`next`, the apply inside it, and decides when and on what to call it, as the
+optimizer wrappers of TensorFlow call `self._opt.apply_gradients`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+import functools
+import re
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+
+PyTree = Any
+
+
+class Target(NamedTuple):
+  """What one apply may change: a train state without its static parts.
+
+  Attributes:
+    step: int32 scalar, the number of updates applied.
+    params: The parameters.
+    opt_state: The optimizer's state.
+    collections: The other collections that this step replaces, by field name.
+    wrapper_states: The states of the wrappers, by wrapper name.
+  """
+
+  step: jax.Array
+  params: PyTree
+  opt_state: PyTree
+  collections: dict[str, PyTree]
+  wrapper_states: dict[str, PyTree]
+
+
+Next = Callable[[Target, PyTree], Target]
+
+
+@runtime_checkable
+class Wrapper(Protocol):
+  """The protocol of a wrapper: a frozen, hashable dataclass with these methods.
+
+  Its name, the key of its state, is its attribute `name` if it has one, else
+  its class name in snake case (`LossScale` → `loss_scale`).
+
+  Example:
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class SignGradients:
+    ...   def init(self, params, tx): return ()
+    ...   def working_params(self, state, params): return params
+    ...   def scale_loss(self, state, loss): return loss
+    ...   def unscale_gradients(self, state, grads): return grads
+    ...   def apply(self, state, target, grads, next):
+    ...     return next(target, jax.tree.map(jax.numpy.sign, grads)), state
+    ...   def partition_specs(self, state): return ()
+    >>> isinstance(SignGradients(), Wrapper)
+    True
+  """
+
+  def init(self, params: PyTree, tx: Any) -> PyTree:
+    """Returns the wrapper's first state."""
+    ...
+
+  def working_params(self, state: PyTree, params: PyTree) -> PyTree:
+    """Returns the parameters that the loss is differentiated at."""
+    ...
+
+  def scale_loss(self, state: PyTree, loss: jax.Array) -> jax.Array:
+    """Returns the loss that is differentiated."""
+    ...
+
+  def unscale_gradients(self, state: PyTree, grads: PyTree) -> PyTree:
+    """Returns the gradients of the loss as the user wrote it."""
+    ...
+
+  def apply(
+    self, state: PyTree, target: Target, grads: PyTree, next: Next
+  ) -> tuple[Target, PyTree]:
+    """Applies gradients by way of `next`; returns the target and the state."""
+    ...
+
+  def partition_specs(self, state: PyTree) -> PyTree:
+    """Returns a tree like `state`: a PartitionSpec for each leaf."""
+    ...
+
+
+def name_of(wrapper: Wrapper | type) -> str:
+  """Returns the key of a wrapper's state in `wrapper_states`."""
+  cls = wrapper if isinstance(wrapper, type) else type(wrapper)
+  snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+  return getattr(wrapper, "name", snake)
+
+
+def check(wrappers: Iterable[Wrapper]) -> tuple[Wrapper, ...]:
+  """Checks a list of wrappers, outermost first, and returns it as a tuple.
+
+  Raises:
+    TypeError: An entry is not a wrapper, or cannot be hashed.
+    ValueError: The same wrapper twice.
+  """
+  if isinstance(wrappers, (str, Mapping)) or not isinstance(wrappers, Iterable):
+    raise TypeError(
+      "wrappers must be a sequence of wrappers such as "
+      f"[LossScale('dynamic')], got {wrappers!r}."
+    )
+  wrappers = tuple(wrappers)
+  names: list[str] = []
+  for i, wrapper in enumerate(wrappers):
+    if isinstance(wrapper, type) or not isinstance(wrapper, Wrapper):
+      methods = [m for m in vars(Wrapper) if not m.startswith("_")]
+      missing = [m for m in methods if not hasattr(wrapper, m)]
+      raise TypeError(
+        f"wrappers[{i}] must be an instance of a wrapper, got {wrapper!r}"
+        + (f", which has no {', '.join(missing)}." if missing else ".")
+      )
+    try:
+      hash(wrapper)
+    except TypeError as e:
+      raise TypeError(
+        f"wrappers[{i}]={wrapper!r} must be hashable: a frozen dataclass of "
+        f"plain numbers and strings, without arrays ({e})."
+      ) from e
+    if name_of(wrapper) in names:
+      raise ValueError(
+        f"wrappers[{i}]: {name_of(wrapper)!r} is given twice; "
+        f"got {[name_of(w) for w in wrappers]}."
+      )
+    names.append(name_of(wrapper))
+  return wrappers
+
+
+def with_policy(wrappers: tuple[Wrapper, ...], policy: Any) -> tuple:
+  """Gives `policy` to the wrappers that have such a field and left it open."""
+  if policy is None:
+    return wrappers
+  return tuple(
+    dataclasses.replace(w, policy=policy)  # type: ignore[type-var]
+    if getattr(w, "policy", policy) is None
+    else w
+    for w in wrappers
+  )
+
+
+def init(wrappers: tuple[Wrapper, ...], params: PyTree, tx: Any) -> dict:
+  """Returns the first states of a stack, by wrapper name."""
+  return {name_of(w): w.init(params, tx) for w in wrappers}
+
+
+def working_params(
+  wrappers: tuple[Wrapper, ...], states: Mapping[str, PyTree], params: PyTree
+) -> PyTree:
+  """Returns the parameters that the loss is differentiated at."""
+  for w in reversed(wrappers):
+    params = w.working_params(states[name_of(w)], params)
+  return params
+
+
+def scale_loss(
+  wrappers: tuple[Wrapper, ...], states: Mapping[str, PyTree], loss: jax.Array
+) -> jax.Array:
+  """Scales a loss by every wrapper, innermost first."""
+  for w in reversed(wrappers):
+    loss = w.scale_loss(states[name_of(w)], loss)
+  return loss
+
+
+def unscale_gradients(
+  wrappers: tuple[Wrapper, ...], states: Mapping[str, PyTree], grads: PyTree
+) -> PyTree:
+  """Undoes `scale_loss` on gradients, outermost first."""
+  for w in wrappers:
+    grads = w.unscale_gradients(states[name_of(w)], grads)
+  return grads
+
+
+def apply(
+  wrappers: tuple[Wrapper, ...], target: Target, grads: PyTree, update: Next
+) -> Target:
+  """Applies gradients through the stack; `update` is the optimizer's own step.
+
+  The states of the wrappers travel in the target, so that a wrapper that calls
+  `next` under a condition, or twice, carries the inner ones along.
+  """
+
+  def apply_from(i: int, target: Target, grads: PyTree) -> Target:
+    if i == len(wrappers):
+      return update(target, grads)
+    name = name_of(wrappers[i])
+    target, state = wrappers[i].apply(
+      target.wrapper_states[name],
+      target,
+      grads,
+      functools.partial(apply_from, i + 1),
+    )
+    states = {**target.wrapper_states, name: state}
+    return target._replace(wrapper_states=states)
+
+  return apply_from(0, target, grads)

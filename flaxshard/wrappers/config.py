@@ -1,0 +1,145 @@
+"""Wrappers from configs and back.
+
+A config holds plain values: a tuple of `(name, arguments)` pairs, outermost
+wrapper first. A dataclass among the arguments is a dict whose `type` names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from typing import Any
+
+from flaxshard import registry
+from flaxshard.policy import Policy
+from flaxshard.wrappers import base
+from flaxshard.wrappers import loss_scale
+
+_WRAPPERS: dict[str, type] = {"loss_scale": loss_scale.LossScale}
+_VALUES: dict[str, type] = {
+  "dynamic": loss_scale.DynamicLossScale,
+  "fixed": loss_scale.FixedLossScale,
+  "policy": Policy,
+}
+
+
+def from_config(config: Iterable[Any]) -> tuple[base.Wrapper, ...]:
+  """Builds the wrappers that a config names.
+
+  Args:
+    config: A sequence of `(name, arguments)` pairs; a bare name takes the
+      defaults. Names: `"loss_scale"`, or `"package.module:Class"` for one's
+      own. Tuples, lists and dicts may come as `ml_collections` holds them.
+
+  Returns:
+    The wrappers, outermost first.
+
+  Raises:
+    ValueError: An unknown name or argument (the message lists what exists), or
+      a value that the wrapper refuses.
+    TypeError: An entry of another form.
+
+  Example:
+    >>> from_config((("loss_scale", {"scale": 128}),))[0].scale
+    128.0
+  """
+  if isinstance(config, (str, Mapping)) or not isinstance(config, Iterable):
+    raise TypeError(
+      "wrappers must be a sequence of (name, arguments) pairs such as "
+      f"(('loss_scale', {{'scale': 'dynamic'}}),), got {config!r}."
+    )
+  return base.check(
+    [_build(f"wrappers[{i}]", entry) for i, entry in enumerate(config)]
+  )
+
+
+def to_config(
+  wrappers: Sequence[base.Wrapper],
+) -> tuple[tuple[str, dict[str, Any]], ...]:
+  """Returns the config of some wrappers: the inverse of `from_config`.
+
+  Args:
+    wrappers: The wrappers, outermost first.
+
+  Returns:
+    `(name, arguments)` pairs of plain values, without the arguments that have
+    their default.
+
+  Example:
+    >>> to_config([loss_scale.LossScale("dynamic")])
+    (('loss_scale', {'scale': 'dynamic'}),)
+  """
+  return tuple((_name(w), _arguments(w)) for w in base.check(wrappers))
+
+
+def _build(where: str, entry: Any) -> Any:
+  if isinstance(entry, str):
+    entry = (entry, {})
+  if (
+    not isinstance(entry, Sequence)
+    or len(entry) != 2
+    or not isinstance(entry[1], Mapping)
+    and not hasattr(entry[1], "to_dict")
+  ):
+    raise TypeError(
+      f"{where} must be a name or a pair (name, dict of arguments), "
+      f"got {entry!r}."
+    )
+  name, arguments = entry
+  cls = registry.lookup(where, name, _WRAPPERS)
+  return _construct(f"{where} ({name!r})", cls, arguments)
+
+
+def _construct(where: str, cls: type, arguments: Any) -> Any:
+  if not dataclasses.is_dataclass(cls):
+    raise TypeError(f"{where} must name a dataclass, got {cls!r}.")
+  known = [f.name for f in dataclasses.fields(cls) if f.init]
+  kwargs = {}
+  for key, value in dict(arguments).items():
+    if key not in known:
+      raise ValueError(
+        f"{where}: unknown argument {key!r}; {cls.__name__} takes "
+        f"{', '.join(known)}.{registry.near(key, known)}"
+      )
+    kwargs[key] = _value(f"{where}: {key}", value)
+  try:
+    return cls(**kwargs)
+  except TypeError as e:
+    raise TypeError(f"{where}: {e}") from e
+  except ValueError as e:
+    raise ValueError(f"{where}: {e}") from e
+
+
+def _value(where: str, value: Any) -> Any:
+  if isinstance(value, Mapping) or hasattr(value, "to_dict"):
+    value = dict(value)
+    if "type" not in value:
+      raise ValueError(
+        f"{where}: a dict needs a 'type', one of {', '.join(_VALUES)}; "
+        f"got {value!r}."
+      )
+    cls = registry.lookup(f"{where}: type", value.pop("type"), _VALUES)
+    return _construct(where, cls, value)
+  if isinstance(value, list):  # JSON has no tuples, and no list is hashable
+    return tuple(_value(where, v) for v in value)
+  return value
+
+
+def _name(instance: Any) -> str:
+  cls = type(instance)
+  for name, known in (*_WRAPPERS.items(), *_VALUES.items()):
+    if cls is known:
+      return name
+  return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _arguments(instance: Any) -> dict[str, Any]:
+  arguments = {}
+  for i, field in enumerate(dataclasses.fields(instance)):
+    value = getattr(instance, field.name)
+    # A wrapper's first argument is what it is about: it is always written.
+    if field.init and (value != field.default or i == 0):
+      if dataclasses.is_dataclass(value):
+        value = {"type": _name(value), **_arguments(value)}
+      arguments[field.name] = value
+  return arguments

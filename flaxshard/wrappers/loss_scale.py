@@ -1,0 +1,374 @@
+"""Loss scaling, fixed or dynamic, as a wrapper."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar, NamedTuple
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxshard import gradients
+from flaxshard.policy import Policy
+from flaxshard.wrappers import base
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+def _number(argument: str, value: Any) -> float:
+  """Checks a positive finite float32; returns it as a Python float."""
+  if isinstance(value, (bool, np.bool_)) or not isinstance(
+    value, (int, float, np.integer, np.floating)
+  ):
+    raise TypeError(f"{argument} must be a number, got {value!r}.")
+  if not (0 < value <= _FLOAT32_MAX) or np.float32(value) == 0:
+    raise ValueError(
+      f"{argument} must be positive and finite in float32, got {value!r}."
+    )
+  return float(value)
+
+
+def _count(argument: str, value: Any) -> None:
+  if isinstance(value, (bool, np.bool_)) or not isinstance(
+    value, (int, np.integer)
+  ):
+    raise TypeError(f"{argument} must be an integer, got {value!r}.")
+  if not 1 <= value < 2**31:
+    raise ValueError(f"{argument} must be at least 1, got {value!r}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedLossScale:
+  """A scale that never changes; non-finite gradients are applied as they are.
+
+  Args:
+    loss_scale: Positive and finite.
+
+  Raises:
+    ValueError, TypeError: A value that is not.
+
+  Example:
+    >>> FixedLossScale(128).loss_scale
+    128.0
+  """
+
+  loss_scale: float
+
+  def __post_init__(self) -> None:
+    value = _number("FixedLossScale: loss_scale", self.loss_scale)
+    object.__setattr__(self, "loss_scale", value)
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale:
+  """The rule by which a dynamic scale moves, after TF's `DynamicLossScale`.
+
+  After `growth_interval` finite steps in a row the scale is multiplied by
+  `growth_factor`, as long as the product is finite and at most `max_scale`.
+  A step with a non-finite gradient is skipped whole; the `hysteresis`-th such
+  step in a row, and each further one, multiplies the scale by `backoff_factor`,
+  not below `min_scale`.
+
+  Args:
+    initial_scale: The first scale, between `min_scale` and `max_scale`.
+    growth_interval: Finite steps in a row before the scale grows.
+    growth_factor: Greater than 1.
+    backoff_factor: Between 0 and 1; None is `1 / growth_factor`.
+    min_scale: The floor.
+    max_scale: The ceiling; by default the largest finite float32.
+    hysteresis: Non-finite steps in a row before the scale backs off.
+
+  Raises:
+    ValueError, TypeError: A value outside of these.
+
+  Example:
+    >>> DynamicLossScale(initial_scale=2.0**10, growth_interval=100).min_scale
+    1.0
+  """
+
+  initial_scale: float = 2.0**15
+  growth_interval: int = 2000
+  growth_factor: float = 2.0
+  backoff_factor: float | None = None
+  min_scale: float = 1.0
+  max_scale: float = _FLOAT32_MAX
+  hysteresis: int = 1
+
+  def __post_init__(self) -> None:
+    def where(field: str) -> str:
+      return f"DynamicLossScale: {field}"
+
+    numbers = ["initial_scale", "growth_factor", "min_scale", "max_scale"]
+    if self.backoff_factor is not None:
+      numbers.append("backoff_factor")
+    for field in numbers:
+      value = _number(where(field), getattr(self, field))
+      object.__setattr__(self, field, value)
+    for field in ("growth_interval", "hysteresis"):
+      _count(where(field), getattr(self, field))
+      object.__setattr__(self, field, int(getattr(self, field)))
+    if not self.growth_factor > 1:
+      raise ValueError(
+        f"{where('growth_factor')} must be greater than 1, "
+        f"got {self.growth_factor!r}."
+      )
+    if self.backoff_factor is not None and not self.backoff_factor < 1:
+      raise ValueError(
+        f"{where('backoff_factor')} must be between 0 and 1, "
+        f"got {self.backoff_factor!r}."
+      )
+    if not self.min_scale <= self.initial_scale <= self.max_scale:
+      raise ValueError(
+        f"{where('initial_scale')} must lie between min_scale="
+        f"{self.min_scale!r} and max_scale={self.max_scale!r}, "
+        f"got {self.initial_scale!r}."
+      )
+
+  def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
+    """Returns the state after a step whose gradients were `finite` or not.
+
+    Args:
+      state: The state before the step.
+      finite: bool scalar, agreed by all replicas.
+    """
+    scale = state.scale
+    grown = scale * np.float32(self.growth_factor)
+    may_grow = jnp.isfinite(grown) & (grown <= np.float32(self.max_scale))
+    due = state.good_steps + 1 >= self.growth_interval
+    if self.backoff_factor is None:
+      lower = scale / np.float32(self.growth_factor)
+    else:
+      lower = scale * np.float32(self.backoff_factor)
+    lower = jnp.maximum(lower, np.float32(self.min_scale))
+    bad_steps = jnp.where(finite, 0, state.bad_steps + 1)
+    up = jnp.where(due & may_grow, grown, scale)
+    down = jnp.where(bad_steps >= self.hysteresis, lower, scale)
+    return LossScaleState(
+      scale=jnp.where(finite, up, down),
+      good_steps=jnp.where(finite & ~due, state.good_steps + 1, 0),
+      skipped_steps=state.skipped_steps + jnp.where(finite, 0, 1),
+      bad_steps=bad_steps,
+    )
+
+
+class LossScaleState(NamedTuple):
+  """The state of `LossScale`.
+
+  Attributes:
+    scale: float32 scalar, what the next loss is multiplied by.
+    good_steps: int32 scalar, finite steps since the scale last changed.
+    skipped_steps: int32 scalar, steps skipped since the beginning.
+    bad_steps: int32 scalar, non-finite steps since the last finite one.
+  """
+
+  scale: jax.Array
+  good_steps: jax.Array
+  skipped_steps: jax.Array
+  bad_steps: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+  """Scales the loss, unscales the gradients, skips steps that overflowed.
+
+  float16 gradients under 6e-8 are lost as zeros; multiplied by a scale they are
+  not. A dynamic scale looks for the largest one that does not overflow: a step
+  with a non-finite gradient changes nothing but the scale: not parameters,
+  optimizer state, `step`, schedules, nor the collections that
+  `apply_gradients` was handed.
+
+  Scaling is done in float32, so the loss should be float32 too (a float16 loss
+  has a float16 cotangent, in which scales over 2**15 overflow).
+
+  Args:
+    scale: `"dynamic"`; `"auto"`, which is dynamic if a parameter or the
+      policy's compute dtype is float16, and otherwise no scaling at all; a
+      number, a fixed scale; a `DynamicLossScale` or a `FixedLossScale`.
+    policy: What `"auto"` reads. None takes the model's `policy`, or else its
+      `dtype`, in `create_train_state`.
+    warn_at_floor: Tell (RuntimeWarning) when a dynamic scale stands at its
+      floor and steps still fail. It costs nothing on steps that do not, but it
+      is a host callback, and JAX's persistent compilation cache does not store
+      programs with those. Left out on TPU, where callbacks slow the dispatch.
+
+  Raises:
+    ValueError, TypeError: A value outside of these.
+
+  Example:
+    >>> import flaxshard as fs, optax
+    >>> state = fs.TrainState.create(
+    ...     apply_fn=None, params={"w": jnp.ones(3)}, tx=optax.sgd(0.1),
+    ...     wrappers=[fs.LossScale("dynamic")])
+    >>> state, loss = state.minimize(lambda p: (p["w"] ** 2).sum())
+    >>> float(loss), float(state.wrapper_states["loss_scale"].scale)
+    (3.0, 32768.0)
+
+  References:
+    Micikevicius et al., Mixed Precision Training, 2018 (arXiv:1710.03740);
+    `tf.keras.mixed_precision.LossScaleOptimizer`. Hysteresis as in Megatron-LM.
+  """
+
+  name: ClassVar[str] = "loss_scale"
+
+  scale: str | float | DynamicLossScale | FixedLossScale = "dynamic"
+  policy: Policy | None = None
+  warn_at_floor: bool = True
+
+  def __post_init__(self) -> None:
+    scale = self.scale
+    if isinstance(scale, str):
+      if scale not in ("dynamic", "auto"):
+        raise ValueError(
+          f"LossScale: scale={scale!r}; allowed: 'dynamic', 'auto', a positive "
+          "number, a DynamicLossScale or a FixedLossScale."
+        )
+    elif not isinstance(scale, (DynamicLossScale, FixedLossScale)):
+      try:
+        value = _number("LossScale: scale", scale)
+      except TypeError as e:
+        raise TypeError(
+          f"LossScale: scale={scale!r}; allowed: 'dynamic', 'auto', a positive "
+          "number, a DynamicLossScale or a FixedLossScale."
+        ) from e
+      object.__setattr__(self, "scale", value)
+    if isinstance(self.policy, str):
+      object.__setattr__(self, "policy", Policy(self.policy))
+    if self.policy is not None and not isinstance(self.policy, Policy):
+      raise TypeError(
+        f"LossScale: policy must be a Policy or its name, got {self.policy!r}."
+      )
+    if not isinstance(self.warn_at_floor, bool):
+      raise TypeError(
+        f"LossScale: warn_at_floor must be a bool, got {self.warn_at_floor!r}."
+      )
+
+  @property
+  def rule(self) -> DynamicLossScale | FixedLossScale:
+    """How the scale moves, once `"auto"` has decided that there is one."""
+    if isinstance(self.scale, str):
+      return DynamicLossScale()
+    if isinstance(self.scale, float):
+      return FixedLossScale(self.scale)
+    return self.scale
+
+  def init(self, params: Any, tx: Any) -> LossScaleState | tuple[()]:
+    """Returns the first state; `()` where `"auto"` finds nothing to scale."""
+    del tx
+    if self.scale == "auto" and not self._finds_float16(params):
+      return ()
+    rule = self.rule
+    fixed = isinstance(rule, FixedLossScale)
+    return LossScaleState(
+      scale=jnp.array(
+        rule.loss_scale if fixed else rule.initial_scale, jnp.float32
+      ),
+      good_steps=jnp.zeros((), jnp.int32),
+      skipped_steps=jnp.zeros((), jnp.int32),
+      bad_steps=jnp.zeros((), jnp.int32),
+    )
+
+  def working_params(self, state: Any, params: Any) -> Any:
+    """Returns `params`."""
+    del state
+    return params
+
+  def scale_loss(self, state: Any, loss: jax.Array) -> jax.Array:
+    """Returns the loss times the scale, in float32 (float64 stays)."""
+    if not state:
+      return loss
+    loss = jnp.asarray(loss)
+    dtype = jnp.promote_types(loss.dtype, jnp.float32)
+    return loss.astype(dtype) * self._scale(state).astype(dtype)
+
+  def unscale_gradients(self, state: Any, grads: Any) -> Any:
+    """Returns the gradients over the scale, in float32 or wider."""
+    if not state:
+      return grads
+    scale = self._scale(state)
+
+    def unscale(g: jax.Array) -> jax.Array:
+      # A division: the reciprocal of 2**127 is subnormal and reads as zero.
+      g = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+      return g / scale.astype(g.real.dtype)
+
+    return gradients.map_gradients(unscale, grads)
+
+  def apply(
+    self, state: Any, target: base.Target, grads: Any, next: base.Next
+  ) -> tuple[base.Target, Any]:
+    """Calls `next` if all gradients are finite; moves a dynamic scale."""
+    if not state:
+      return next(target, grads), state
+    rule = self.rule
+    if isinstance(rule, FixedLossScale):
+      # The configured scale replaces one that a checkpoint brought along.
+      return next(target, grads), state._replace(scale=self._scale(state))
+    finite = gradients.all_finite(grads)
+    # A branch keeps donated buffers in place, where a select of new and old
+    # would copy parameters and optimizer state. The update comes first.
+    target = jax.lax.cond(
+      finite, next, lambda target, grads: target, target, grads
+    )
+    new_state = rule.update(state, finite)
+    if self.warn_at_floor:
+      at_floor = ~finite & (state.scale <= np.float32(rule.min_scale))
+      told = _warn_at_floor(at_floor, state.scale, new_state.skipped_steps)
+      new_state = new_state._replace(skipped_steps=told)
+    return target, new_state
+
+  def partition_specs(self, state: Any) -> Any:
+    """Replicated scalars."""
+    return jax.tree.map(lambda _: jax.sharding.PartitionSpec(), state)
+
+  def _scale(self, state: LossScaleState) -> jax.Array:
+    rule = self.rule
+    if isinstance(rule, FixedLossScale):
+      return jnp.array(rule.loss_scale, jnp.float32)
+    return state.scale
+
+  def _finds_float16(self, params: Any) -> bool:
+    if self.policy is not None and self.policy.compute_dtype == jnp.float16:
+      return True
+    return any(
+      getattr(x, "dtype", None) == jnp.float16 for x in jax.tree.leaves(params)
+    )
+
+
+def _warn_at_floor(
+  at_floor: jax.Array, scale: jax.Array, skipped_steps: jax.Array
+) -> jax.Array:
+  """Warns on the host where `at_floor`; returns `skipped_steps` unchanged."""
+
+  def on_host(at_floor: Any, scale: Any, skipped_steps: Any) -> Any:
+    if at_floor:  # vmap turns branches into selects and calls both
+      warnings.warn(
+        f"LossScale: the scale stands at its floor, {float(scale):g}, and "
+        f"gradients are still not finite ({int(skipped_steps)} steps skipped "
+        "so far). Scaling cannot help here: look for the source with "
+        "flaxshard.nonfinite_leaves(grads), or lower min_scale.",
+        RuntimeWarning,
+        stacklevel=2,
+      )
+    return np.asarray(skipped_steps)
+
+  def call(*args: jax.Array) -> jax.Array:
+    # Pure, so that the step keeps JAX's fast dispatch; a debug callback costs
+    # ten microseconds per leaf of the state on every step.
+    return jax.pure_callback(
+      on_host,
+      jax.ShapeDtypeStruct((), jnp.int32),
+      *args,
+      vmap_method="sequential",
+    )
+
+  def warn(*args: jax.Array) -> jax.Array:
+    return jax.lax.platform_dependent(
+      *args, tpu=lambda *args: args[-1], default=call
+    )
+
+  return jax.lax.cond(
+    at_floor, warn, lambda *args: args[-1], at_floor, scale, skipped_steps
+  )
