@@ -120,7 +120,8 @@ def split(module: nnx.Module) -> tuple[Apply, dict[str, Any]]:
   """
   graphdef, state = nnx.split(module)
   values, treedef = jax.tree.flatten(state)
-  leaves, variables = [], {}
+  leaves: list[tuple[str, tuple[str, ...]]] = []
+  variables: dict[str, Any] = {}
   for (path, variable), value in zip(
     nnx.to_flat_state(state), values, strict=True
   ):

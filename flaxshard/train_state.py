@@ -8,7 +8,6 @@ import functools
 import types
 from typing import Any, ClassVar
 
-from flax import core
 from flax import linen as nn
 from flax import struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
@@ -21,6 +20,7 @@ from flaxshard import gradients
 from flaxshard import nnx_module
 from flaxshard import registry
 from flaxshard import trees
+from flaxshard import update
 from flaxshard.wrappers import base
 
 PyTree = Any
@@ -60,7 +60,7 @@ class TrainState(flax_train_state.TrainState):
   wrapper_states: ClassVar[Mapping[str, PyTree]] = types.MappingProxyType({})
 
   @classmethod
-  def create(  # type: ignore[override]
+  def create(
     cls,
     *,
     apply_fn: Callable[..., Any] | None,
@@ -95,14 +95,14 @@ class TrainState(flax_train_state.TrainState):
     fields: dict[str, PyTree] = dict(collections)
     if wrappers:
       fields["wrapper_states"] = base.init(wrappers, params, tx)
-    with_opt = _with_optimizer(params)
     arrays = dict(
       step=jnp.zeros((), jnp.int32),
       params=params,
-      opt_state=tx.init(with_opt),
+      opt_state=tx.init(update.with_optimizer(params)),
       **fields,
     )
-    return _with_fields(cls, tuple(fields))(
+    state_class: Any = _with_fields(cls, tuple(fields))
+    return state_class(
       apply_fn=apply_fn, tx=tx, wrappers=wrappers, **trees.own_buffers(arrays)
     )
 
@@ -158,7 +158,7 @@ class TrainState(flax_train_state.TrainState):
     """Undoes `scale_loss` on the gradients of a scaled loss."""
     return base.unscale_gradients(self.wrappers, self.wrapper_states, grads)
 
-  def apply_gradients(self, *, grads: PyTree, **replaced: PyTree) -> TrainState:  # type: ignore[override]
+  def apply_gradients(self, *, grads: PyTree, **replaced: PyTree) -> TrainState:
     """Applies unscaled gradients through the wrappers.
 
     Args:
@@ -182,7 +182,7 @@ class TrainState(flax_train_state.TrainState):
     if difference:
       raise ValueError(f"grads do not match params at {difference}.")
     if not self.wrappers:
-      return _update(self, grads, replaced)
+      return update.flax_update(self, grads, replaced)
     reserved = {"step", "params", "opt_state", "wrapper_states", "wrappers"}
     fields = _fields(type(self))
     for name in replaced:
@@ -203,16 +203,15 @@ class TrainState(flax_train_state.TrainState):
       if difference:
         raise ValueError(f"{name} does not match the state at {difference}.")
 
-    def update(target: base.Target, grads: PyTree) -> base.Target:
+    def innermost(target: base.Target, grads: PyTree) -> base.Target:
       state = self.replace(
         step=target.step, params=target.params, opt_state=target.opt_state
       )
-      state = _update(state, grads, {})
-      opt_state = jax.tree.map(_keep_dtype, state.opt_state, target.opt_state)
+      state = update.flax_update(state, grads, {})
       return target._replace(
         step=state.step,
         params=state.params,
-        opt_state=opt_state,
+        opt_state=update.keep_dtypes(state.opt_state, target.opt_state),
         collections=collections,
       )
 
@@ -226,7 +225,7 @@ class TrainState(flax_train_state.TrainState):
         dict(self.wrapper_states),
       ),
       gradients.none_without_gradient(grads),
-      update,
+      innermost,
     )
     return self.replace(
       step=target.step,
@@ -294,11 +293,14 @@ def create_train_state(
     (['bias', 'kernel'], ['loss_scale'])
   """
   wrappers = base.with_policy(base.check(wrappers), _policy_of(model))
+  apply_fn: Any
   if nnx_module.is_module(model):
     apply_fn, variables = nnx_module.split(model)
   elif isinstance(model, nn.Module):
     apply_fn = model.apply
-    inputs = sample_input if isinstance(sample_input, tuple) else (sample_input,)
+    inputs = (
+      sample_input if isinstance(sample_input, tuple) else (sample_input,)
+    )
     inputs = jax.tree.map(
       lambda x: (
         jnp.zeros(x.shape, x.dtype)
@@ -338,15 +340,8 @@ def _policy_of(model: Any) -> Any:
   return None
 
 
-def _with_optimizer(params: PyTree) -> PyTree:
-  """The part of the parameters that the optimizer sees, as Flax has it."""
-  if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
-    return params["params"]
-  return params
-
-
 def _fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
-  return {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+  return {f.name: f for f in dataclasses.fields(cls)}
 
 
 @functools.cache
@@ -367,57 +362,6 @@ def _with_fields(cls: type, names: tuple[str, ...]) -> Any:
       __module__=cls.__module__,
       __doc__=cls.__doc__,
     ),
-  )
-
-
-def _keep_dtype(new: Any, old: Any) -> Any:
-  # float32 gradients of float16 parameters must not turn their slots float32.
-  return new.astype(old.dtype) if new.dtype != old.dtype else new
-
-
-def _update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
-  """Flax's own update; leaves without a gradient keep parameter and slots."""
-  flax_update = flax_train_state.TrainState.apply_gradients
-  given = dict(
-    jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda x: x is None)
-  )
-  fixed = {
-    path
-    for path, _ in jax.tree_util.tree_leaves_with_path(state.params)
-    if not gradients.overwrites(path)
-    and not gradients.has_gradient(path, given[path])
-  }
-  if not fixed:
-    return flax_update(state, grads=grads, **replaced)
-  filled = jax.tree_util.tree_map_with_path(
-    lambda path, p: jnp.zeros_like(p) if path in fixed else given[path],
-    state.params,
-  )
-  new = flax_update(state, grads=filled, **replaced)
-  params = _keep(fixed, new.params, state.params)
-  if _with_optimizer(params) is not params:
-    fixed = {path[1:] for path in fixed}
-  return new.replace(
-    params=params,
-    opt_state=_keep_slots(state.tx, fixed, new.opt_state, state.opt_state),
-  )
-
-
-def _keep(fixed: set[trees.Path], new: PyTree, old: PyTree) -> PyTree:
-  return jax.tree_util.tree_map_with_path(
-    lambda path, n, o: o if path in fixed else n, new, old
-  )
-
-
-def _keep_slots(
-  tx: Any, fixed: set[trees.Path], new: PyTree, old: PyTree
-) -> PyTree:
-  whole = lambda _: True  # each copy of the parameters in the state at once
-  slots: list[PyTree] = []
-  optax.tree_utils.tree_map_params(tx, slots.append, old, is_leaf=whole)
-  kept = iter(slots)
-  return optax.tree_utils.tree_map_params(
-    tx, lambda n: _keep(fixed, n, next(kept)), new, is_leaf=whole
   )
 
 

@@ -76,10 +76,7 @@ def _build(where: str, entry: Any) -> Any:
   if isinstance(entry, str):
     entry = (entry, {})
   if (
-    not isinstance(entry, Sequence)
-    or len(entry) != 2
-    or not isinstance(entry[1], Mapping)
-    and not hasattr(entry[1], "to_dict")
+    not isinstance(entry, Sequence) or len(entry) != 2 or not _is_dict(entry[1])
   ):
     raise TypeError(
       f"{where} must be a name or a pair (name, dict of arguments), "
@@ -111,7 +108,7 @@ def _construct(where: str, cls: type, arguments: Any) -> Any:
 
 
 def _value(where: str, value: Any) -> Any:
-  if isinstance(value, Mapping) or hasattr(value, "to_dict"):
+  if _is_dict(value):
     value = dict(value)
     if "type" not in value:
       raise ValueError(
@@ -123,6 +120,10 @@ def _value(where: str, value: Any) -> Any:
   if isinstance(value, list):  # JSON has no tuples, and no list is hashable
     return tuple(_value(where, v) for v in value)
   return value
+
+
+def _is_dict(value: Any) -> bool:
+  return isinstance(value, Mapping) or hasattr(value, "to_dict")  # ConfigDict
 
 
 def _name(instance: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, ClassVar, NamedTuple
 import warnings
 
@@ -260,11 +259,12 @@ class LossScale:
     if self.scale == "auto" and not self._finds_float16(params):
       return ()
     rule = self.rule
-    fixed = isinstance(rule, FixedLossScale)
+    if isinstance(rule, FixedLossScale):
+      scale = rule.loss_scale
+    else:
+      scale = rule.initial_scale
     return LossScaleState(
-      scale=jnp.array(
-        rule.loss_scale if fixed else rule.initial_scale, jnp.float32
-      ),
+      scale=jnp.array(scale, jnp.float32),
       good_steps=jnp.zeros((), jnp.int32),
       skipped_steps=jnp.zeros((), jnp.int32),
       bad_steps=jnp.zeros((), jnp.int32),

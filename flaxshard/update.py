@@ -1,0 +1,78 @@
+"""The innermost update: Flax's own, for trees where some leaves stay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax.training import train_state
+import jax
+import jax.numpy as jnp
+import optax
+
+from flaxshard import gradients
+from flaxshard import trees
+
+PyTree = Any
+
+
+def with_optimizer(params: PyTree) -> PyTree:
+  """The part of the parameters that the optimizer sees, as Flax has it."""
+  if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
+    return params["params"]
+  return params
+
+
+def keep_dtypes(new: PyTree, old: PyTree) -> PyTree:
+  """Casts the leaves of `new` to the dtypes that `old` has."""
+  # float32 gradients of float16 parameters must not turn their slots float32.
+  return jax.tree.map(
+    lambda n, o: n.astype(o.dtype) if n.dtype != o.dtype else n, new, old
+  )
+
+
+def flax_update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
+  """Flax's own update; leaves without a gradient keep parameter and slots."""
+  apply_gradients = train_state.TrainState.apply_gradients
+  given = dict(
+    jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda x: x is None)
+  )
+  fixed = {
+    path
+    for path, _ in jax.tree_util.tree_leaves_with_path(state.params)
+    if not gradients.overwrites(path)
+    and not gradients.has_gradient(path, given[path])
+  }
+  if not fixed:
+    return apply_gradients(state, grads=grads, **replaced)
+  filled = jax.tree_util.tree_map_with_path(
+    lambda path, p: jnp.zeros_like(p) if path in fixed else given[path],
+    state.params,
+  )
+  new = apply_gradients(state, grads=filled, **replaced)
+  params = _keep(fixed, new.params, state.params)
+  if with_optimizer(params) is not params:
+    fixed = {path[1:] for path in fixed}
+  return new.replace(
+    params=params,
+    opt_state=_keep_slots(state.tx, fixed, new.opt_state, state.opt_state),
+  )
+
+
+def _keep(fixed: set[trees.Path], new: PyTree, old: PyTree) -> PyTree:
+  return jax.tree_util.tree_map_with_path(
+    lambda path, n, o: o if path in fixed else n, new, old
+  )
+
+
+def _keep_slots(
+  tx: Any, fixed: set[trees.Path], new: PyTree, old: PyTree
+) -> PyTree:
+  whole = lambda _: True  # each copy of the parameters in the state at once
+  slots: list[PyTree] = []
+  optax.tree_utils.tree_map_params(tx, slots.append, old, is_leaf=whole)
+  kept = iter(slots)
+  return optax.tree_utils.tree_map_params(
+    tx, lambda n: _keep(fixed, n, next(kept)), new, is_leaf=whole
+  )
