@@ -58,6 +58,8 @@ class TrainState(flax_train_state.TrainState):
     pytree_node=False, default=(), kw_only=True
   )
   wrapper_states: ClassVar[Mapping[str, PyTree]] = types.MappingProxyType({})
+  # The class as it was declared, where `create` added fields to it.
+  _base_class: ClassVar[type | None] = None
 
   @classmethod
   def create(
@@ -236,6 +238,17 @@ class TrainState(flax_train_state.TrainState):
       **static,
     )
 
+  def without_wrappers(self) -> TrainState:
+    """Returns the state that a plain Flax program would have here.
+
+    The same step, parameters, optimizer state and collections; no wrappers and
+    no field for their states.
+    """
+    fields = _fields(type(self))
+    names = tuple(n for n in fields if n not in ("wrappers", "wrapper_states"))
+    plain_class: Any = _with_fields(self._base_class or type(self), names)
+    return plain_class(**{name: getattr(self, name) for name in names})
+
   def minimize(
     self, loss_fn: Callable[..., Any], *args: Any, has_aux: bool = False
   ) -> tuple[TrainState, Any]:
@@ -359,6 +372,7 @@ def _with_fields(cls: type, names: tuple[str, ...]) -> Any:
     exec_body=lambda ns: ns.update(
       body,
       __annotations__=annotations,
+      _base_class=cls,
       __module__=cls.__module__,
       __doc__=cls.__doc__,
     ),

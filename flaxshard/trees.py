@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -19,6 +20,10 @@ def path_string(path: Path) -> str:
 def dtype_of(leaf: Any) -> Any:
   """Returns the dtype that a leaf has or, a Python number, gets in JAX."""
   return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+
+
+def _shape_of(leaf: Any) -> tuple[int, ...]:
+  return tuple(leaf.shape) if hasattr(leaf, "shape") else jnp.shape(leaf)
 
 
 def check_arrays(argument: str, tree: PyTree) -> None:
@@ -62,9 +67,9 @@ def first_difference(
     leaf = has[path]
     if leaf is None:
       continue
-    shape, dtype = jnp.shape(leaf), dtype_of(leaf)
-    if shape != jnp.shape(want):
-      return f"{path}: shape {shape}, where {jnp.shape(want)} is expected"
+    shape, dtype = _shape_of(leaf), dtype_of(leaf)
+    if shape != _shape_of(want):
+      return f"{path}: shape {shape}, where {_shape_of(want)} is expected"
     if dtypes and dtype != dtype_of(want):
       return f"{path}: dtype {dtype}, where {dtype_of(want)} is expected"
   for path, leaf in has.items():
@@ -80,7 +85,16 @@ def _leaves(tree: PyTree, none_is_leaf: bool) -> dict[str, Any]:
 
 
 def _describe(leaf: Any) -> str:
-  return f"{dtype_of(leaf)}{list(jnp.shape(leaf))}"
+  return f"{dtype_of(leaf)}{list(_shape_of(leaf))}"
+
+
+def data_fields(node: Any) -> list[str]:
+  """Returns the names of a Flax dataclass's fields that are pytree nodes."""
+  return [
+    field.name
+    for field in dataclasses.fields(node)
+    if field.metadata.get("pytree_node", True)
+  ]
 
 
 def own_buffers(tree: PyTree) -> PyTree:

@@ -46,7 +46,8 @@ class Wrapper(Protocol):
   """The protocol of a wrapper: a frozen, hashable dataclass with these methods.
 
   Its name, the key of its state, is its attribute `name` if it has one, else
-  its class name in snake case (`LossScale` → `loss_scale`).
+  its class name in snake case (`LossScale` → `loss_scale`). It may also have
+  `metrics(state)`, a dict of scalars that the training loop logs.
 
   Example:
     >>> @dataclasses.dataclass(frozen=True)
@@ -176,6 +177,17 @@ def unscale_gradients(
   for w in wrappers:
     grads = w.unscale_gradients(states[name_of(w)], grads)
   return grads
+
+
+def metrics(
+  wrappers: tuple[Wrapper, ...], states: Mapping[str, PyTree]
+) -> dict[str, jax.Array]:
+  """Returns what the wrappers have to log."""
+  values: dict[str, jax.Array] = {}
+  for w in wrappers:
+    if hasattr(w, "metrics"):
+      values.update(w.metrics(states[name_of(w)]))
+  return values
 
 
 def apply(

@@ -191,7 +191,7 @@ class LossScale:
     warn_at_floor: Tell (RuntimeWarning) when a dynamic scale stands at its
       floor and steps still fail. It costs nothing on steps that do not, but it
       is a host callback, and JAX's persistent compilation cache does not store
-      programs with those. Left out on TPU, where callbacks slow the dispatch.
+      programs with those.
 
   Raises:
     ValueError, TypeError: A value outside of these.
@@ -319,6 +319,15 @@ class LossScale:
       new_state = new_state._replace(skipped_steps=told)
     return target, new_state
 
+  def metrics(self, state: Any) -> dict[str, jax.Array]:
+    """Returns `loss_scale` and `skipped_steps`, to be logged."""
+    if not state:
+      return {}
+    return {
+      "loss_scale": self._scale(state),
+      "skipped_steps": state.skipped_steps,
+    }
+
   def partition_specs(self, state: Any) -> Any:
     """Replicated scalars."""
     return jax.tree.map(lambda _: jax.sharding.PartitionSpec(), state)
@@ -364,11 +373,6 @@ def _warn_at_floor(
       vmap_method="sequential",
     )
 
-  def warn(*args: jax.Array) -> jax.Array:
-    return jax.lax.platform_dependent(
-      *args, tpu=lambda *args: args[-1], default=call
-    )
-
   return jax.lax.cond(
-    at_floor, warn, lambda *args: args[-1], at_floor, scale, skipped_steps
+    at_floor, call, lambda *args: args[-1], at_floor, scale, skipped_steps
   )

@@ -1,0 +1,34 @@
+"""A small convolutional network on scikit-learn's digits, in float16.
+
+python -m flaxshard --config=configs/digits.py --workdir=/tmp/digits
+"""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+  """Returns the config."""
+  config = ml_collections.ConfigDict()
+
+  config.model = {"name": "cnn", "features": (32, 64), "dense": 128}
+  config.data = {"name": "digits"}
+  config.batch_size = 64  # over all devices
+  config.num_train_steps = 600
+  config.seed = 0  # of initialization, data order and dropout
+
+  config.learning_rate = 2e-3  # the schedule's peak
+  config.schedule = {"name": "cosine", "warmup_steps": 50}
+  config.optimizer = {"name": "adamw", "weight_decay": 1e-4}
+
+  config.precision = "mixed_float16"  # or "float32", "mixed_bfloat16"
+  config.wrappers = (("loss_scale", {"scale": "dynamic"}),)  # outermost first
+  config.mesh = {"replica": -1}  # devices to split a batch over; -1: all
+
+  config.log_every_steps = 20
+  config.eval_every_steps = 100
+  config.checkpoint_every_steps = 100
+  config.max_to_keep = 3  # checkpoints
+  config.writer = "tensorboard"  # or "clu" (needs TensorFlow), "none"
+  config.profile_steps = ()  # (first, last): a trace in workdir/profile
+  config.on_nonfinite = "stop"  # or "continue"
+  return config

@@ -1,0 +1,47 @@
+"""ResNet-50 on ImageNet in float16, with a dynamic loss scale.
+
+    pip install 'flaxshard[train,imagenet]'
+    python -m flaxshard --config=configs/imagenet.py --workdir=/tmp/imagenet \
+      --config.data.data_dir=$HOME/tensorflow_datasets
+
+The schedule is the usual one of 90 epochs. It was not run: what was run is the
+loader, on a few made-up images that TensorFlow Datasets had prepared as
+`imagenet2012`, and one training step of the model on a batch of them. The
+prepared files have to be ArrayRecord files; without them, the error says how to
+make them.
+"""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+  """Returns the config."""
+  config = ml_collections.ConfigDict()
+
+  config.model = {"name": "resnet"}  # the defaults are ResNet-50
+  config.data = {
+    "name": "imagenet",
+    "data_dir": "",  # empty: $TFDS_DATA_DIR, or ~/tensorflow_datasets
+    "image_size": 224,
+  }
+
+  config.batch_size = 1024  # over all devices
+  config.num_train_steps = 112_590  # 90 epochs of 1,251 steps
+  config.learning_rate = 0.4  # 0.1 for every 256 images of a batch
+  config.optimizer = {
+    "name": "sgd",
+    "momentum": 0.9,
+    "nesterov": True,
+    "weight_decay": 1e-4,  # not of biases and normalization scales
+  }
+  config.schedule = {"name": "cosine", "warmup_steps": 6_255}  # 5 epochs
+  config.seed = 0
+
+  config.precision = "mixed_float16"
+  config.wrappers = (("loss_scale", {"scale": "dynamic"}),)
+  config.mesh = {"replica": -1}  # data parallel over all devices
+
+  config.log_every_steps = 100
+  config.eval_every_steps = 1_251  # once an epoch
+  config.checkpoint_every_steps = 1_251
+  return config

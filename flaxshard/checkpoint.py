@@ -1,0 +1,270 @@
+"""Checkpoints: a plain Flax one, and the wrappers' states beside it.
+
+    checkpoints/1200/default/         step, params, opt_state, collections
+                     wrappers/        the wrappers' states; absent when empty
+                     input_iterator/  where the data stands; absent without data
+
+The item `default` is what a plain Flax program writes, so that one reads it
+with its usual strict call, and ours reads a plain one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import logging
+import os
+import types
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from flaxshard import trees
+from flaxshard.train_state import TrainState
+
+_log = logging.getLogger(__name__)
+
+_PLAIN = "default"
+_WRAPPERS = "wrappers"
+_DATA = "input_iterator"
+
+
+class Checkpointer:
+  """Saves and restores train states, over Orbax's `CheckpointManager`.
+
+  Saves are asynchronous; leaving the context waits for the last one.
+
+  Args:
+    directory: Where the checkpoints lie; made if it does not exist.
+    max_to_keep: How many of the newest to keep; None keeps all.
+
+  Raises:
+    ValueError: `directory` cannot be written, or `max_to_keep` is below 1.
+
+  Example:
+    >>> import flaxshard as fs, jax.numpy as jnp, optax, tempfile
+    >>> state = fs.TrainState.create(
+    ...     apply_fn=None, params={"w": jnp.ones(3)}, tx=optax.adam(0.1),
+    ...     wrappers=[fs.LossScale("dynamic")])
+    >>> with Checkpointer(tempfile.mkdtemp()) as checkpointer:
+    ...   checkpointer.save(1, state)
+    ...   state = checkpointer.restore(state)
+    ...   checkpointer.latest_step()
+    1
+  """
+
+  def __init__(
+    self, directory: str | os.PathLike[str], *, max_to_keep: int | None = None
+  ):
+    if max_to_keep is not None and max_to_keep < 1:
+      raise ValueError(
+        f"max_to_keep must be at least 1, or None, got {max_to_keep!r}."
+      )
+    self.directory = os.path.abspath(os.fspath(directory))
+    check_writable("directory", self.directory)
+    self._manager = ocp.CheckpointManager(
+      self.directory,
+      options=ocp.CheckpointManagerOptions(
+        max_to_keep=max_to_keep, step_prefix=None
+      ),
+      # Named here, or a fresh process could not restore them.
+      item_handlers={
+        _PLAIN: ocp.StandardCheckpointHandler(),
+        _WRAPPERS: ocp.StandardCheckpointHandler(),
+        _DATA: grain.checkpoint.CheckpointHandler(),
+      },
+    )
+
+  def __enter__(self) -> Checkpointer:
+    """Returns itself."""
+    return self
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: types.TracebackType | None,
+  ) -> None:
+    """Waits for the last save, and closes the manager."""
+    self._manager.close()
+
+  def latest_step(self) -> int | None:
+    """Returns the newest step that was saved, or None."""
+    return self._manager.latest_step()
+
+  def all_steps(self) -> Sequence[int]:
+    """Returns the steps that were saved, in ascending order."""
+    return sorted(self._manager.all_steps())
+
+  def wait(self) -> None:
+    """Waits until what was saved is on disk."""
+    self._manager.wait_until_finished()
+
+  def save(
+    self,
+    step: int,
+    state: TrainState,
+    data: grain.DatasetIterator | None = None,
+  ) -> None:
+    """Saves a state; a step that is there already is left as it is.
+
+    Args:
+      step: The number to save under: usually the batches consumed.
+      state: The state. It may be donated as soon as this returns.
+      data: The iterator to save the position of.
+
+    Raises:
+      TypeError: A leaf of the state is not an array.
+    """
+    if step in self._manager.all_steps():
+      return
+    trees.check_arrays("state", state)
+    items: dict[str, Any] = {
+      _PLAIN: ocp.args.StandardSave(state.without_wrappers())
+    }
+    if jax.tree.leaves(state.wrapper_states):
+      items[_WRAPPERS] = ocp.args.StandardSave(_nonempty(state.wrapper_states))
+    if data is not None:
+      items[_DATA] = grain.checkpoint.CheckpointSave(data)
+    self._manager.save(step, args=ocp.args.Composite(**items))
+
+  def restore(
+    self,
+    state: TrainState,
+    step: int | None = None,
+    data: grain.DatasetIterator | None = None,
+  ) -> TrainState:
+    """Restores a checkpoint into the structure and shardings of `state`.
+
+    A wrapper that the checkpoint does not have keeps its state from `state`; a
+    state of a wrapper that `state` does not have stays on disk. Both are told
+    in the log.
+
+    Args:
+      state: A state of the same model and optimizer.
+      step: The step to restore; None is the latest.
+      data: An iterator to set to where it stood.
+
+    Returns:
+      The restored state.
+
+    Raises:
+      ValueError: There is no such checkpoint, it has no position of the data,
+        or its tree differs from `state`; the message names the first path that
+        differs. Nothing on disk is changed.
+    """
+    steps = self.all_steps()
+    step = self.latest_step() if step is None else step
+    if step is None or step not in steps:
+      raise ValueError(
+        f"no checkpoint of step {step} in {self.directory}; there are {steps}."
+      )
+    where = os.path.join(self.directory, str(step))
+    saved = self._manager.item_metadata(step)
+    plain = state.without_wrappers()
+    _check_same(where, _PLAIN, saved[_PLAIN], plain)
+    items: dict[str, Any] = {_PLAIN: ocp.args.StandardRestore(_abstract(plain))}
+
+    mine = _nonempty(state.wrapper_states)
+    theirs = saved.get(_WRAPPERS) or {}
+    for name in sorted(mine.keys() - theirs.keys()):
+      _log.info("%s has no state of wrapper %r: it starts fresh", where, name)
+    for name in sorted(theirs.keys() - mine.keys()):
+      _log.info("%s has a state of wrapper %r: left alone", where, name)
+    common = {name: mine[name] for name in mine.keys() & theirs.keys()}
+    if common:
+      _check_same(
+        where, _WRAPPERS, {name: theirs[name] for name in common}, common
+      )
+      # Orbax restores an item whole: those of others come and are let go.
+      others = {n: _shapes(t) for n, t in theirs.items() if n not in common}
+      items[_WRAPPERS] = ocp.args.StandardRestore(
+        {**_abstract(common, like=state), **others}
+      )
+    if data is not None:
+      if not os.path.isdir(os.path.join(where, _DATA)):
+        raise ValueError(f"{where} has no {_DATA}: where the data stood.")
+      items[_DATA] = grain.checkpoint.CheckpointRestore(data)
+
+    restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+    _check_restored(where, restored[_PLAIN], plain)
+    fields = {
+      name: getattr(restored[_PLAIN], name)
+      for name in trees.data_fields(plain)
+    }
+    if common:
+      states = {name: restored[_WRAPPERS][name] for name in common}
+      _check_restored(where, states, common)
+      fields["wrapper_states"] = {**state.wrapper_states, **states}
+    return state.replace(**fields)
+
+
+def check_writable(argument: str, directory: str) -> None:
+  """Raises a ValueError unless `directory` exists, or is made, and is ours."""
+  try:
+    os.makedirs(directory, exist_ok=True)
+    probe = os.path.join(directory, f".write_test_{os.getpid()}")
+    with open(probe, "w"):
+      pass
+    os.remove(probe)
+  except OSError as e:
+    raise ValueError(
+      f"{argument}={directory!r} cannot be written: {e.strerror or e}."
+    ) from e
+
+
+def _nonempty(states: Any) -> dict[str, Any]:
+  return {name: s for name, s in states.items() if jax.tree.leaves(s)}
+
+
+def _shapes(metadata: Any) -> Any:
+  return jax.tree.map(
+    lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype), metadata
+  )
+
+
+def _abstract(tree: Any, like: Any = None) -> Any:
+  """Shapes, dtypes and shardings of a tree of arrays, to restore into.
+
+  Leaves that no computation has placed yet (an optimizer's count) are put on
+  every device of the mesh that the others lie on: they come back committed,
+  and jit refuses arrays committed to different devices.
+  """
+  mesh = next(
+    (
+      x.sharding.mesh
+      for x in jax.tree.leaves(tree if like is None else like)
+      if isinstance(x, jax.Array)
+      and isinstance(x.sharding, jax.sharding.NamedSharding)
+    ),
+    None,
+  )
+  replicated = None
+  if mesh is not None:
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+  def abstract(x: Any) -> jax.ShapeDtypeStruct:
+    sharding = x.sharding if isinstance(x, jax.Array) else replicated
+    if replicated is not None and not getattr(x, "committed", False):
+      sharding = replicated
+    return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
+
+  return jax.tree.map(abstract, tree)
+
+
+def _check_same(where: str, item: str, saved: Any, wanted: Any) -> None:
+  difference = trees.first_difference(saved, wanted)
+  if difference:
+    raise ValueError(
+      f"{where} was written by another model or optimizer: in its item "
+      f"{item!r}, {difference}."
+    )
+
+
+def _check_restored(where: str, restored: Any, wanted: Any) -> None:
+  # Orbax casts dtypes and fills gaps without a word.
+  difference = trees.first_difference(restored, wanted)
+  if difference:
+    raise ValueError(f"{where} was not restored faithfully: {difference}.")

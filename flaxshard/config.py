@@ -1,0 +1,144 @@
+"""The fields of a training config: what each may be, and their defaults.
+
+A config is a plain `ml_collections` file with `get_config()`. `check` refuses
+what it does not know before anything is built or compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_collections
+
+from flaxshard import registry
+from flaxshard import wrappers
+from flaxshard.policy import Policy
+
+# A check returns what is allowed, if the value is not.
+Check = Callable[[Any], str | None]
+
+
+def _integer(least: int) -> Check:
+  def check(value: Any) -> str | None:
+    ok = isinstance(value, int) and not isinstance(value, bool)
+    return None if ok and value >= least else f"an integer of at least {least}"
+
+  return check
+
+
+def _positive(value: Any) -> str | None:
+  ok = isinstance(value, (int, float)) and not isinstance(value, bool)
+  return None if ok and 0 < value < float("inf") else "a positive number"
+
+
+def _named(value: Any) -> str | None:
+  ok = isinstance(value, (Mapping, ml_collections.ConfigDict)) and isinstance(
+    value.get("name"), str
+  )
+  return None if ok else "a dict with a 'name' and the arguments of what it is"
+
+
+def _one_of(*allowed: str) -> Check:
+  return lambda value: (
+    None if value in allowed else f"one of {', '.join(map(repr, allowed))}"
+  )
+
+
+def _precision(value: Any) -> str | None:
+  try:
+    Policy(value)
+  except (TypeError, ValueError) as e:
+    return str(e).partition("allowed: ")[2].rstrip(".")
+  return None
+
+
+def _steps(value: Any) -> str | None:
+  ok = isinstance(value, (tuple, list)) and (
+    not value
+    or (
+      len(value) == 2
+      and all(isinstance(v, int) for v in value)
+      and 0 < value[0] <= value[1]
+    )
+  )
+  return None if ok else "(), or (first step, last step)"
+
+
+def _mesh(value: Any) -> str | None:
+  ok = (
+    isinstance(value, (Mapping, ml_collections.ConfigDict))
+    and set(value) == {"replica"}
+    and isinstance(value["replica"], int)
+    and (value["replica"] == -1 or value["replica"] > 0)
+  )
+  return None if ok else "{'replica': n}, n devices, or -1 for all of them"
+
+
+_REQUIRED: dict[str, Check] = {
+  "model": _named,
+  "data": _named,
+  "batch_size": _integer(1),
+  "num_train_steps": _integer(1),
+  "learning_rate": _positive,
+  "seed": _integer(0),
+  "wrappers": lambda value: None,  # from_config says more
+  "mesh": _mesh,
+  "precision": _precision,
+  "log_every_steps": _integer(1),
+  "eval_every_steps": _integer(1),
+  "checkpoint_every_steps": _integer(1),
+}
+_OPTIONAL: dict[str, tuple[Check, Any]] = {
+  "optimizer": (_named, {"name": "adamw"}),
+  "schedule": (_named, {"name": "constant"}),
+  "on_nonfinite": (_one_of("stop", "continue"), "stop"),
+  "profile_steps": (_steps, ()),
+  "writer": (_one_of("tensorboard", "clu", "none"), "tensorboard"),
+  "max_to_keep": (_integer(1), 3),
+}
+
+
+def check(config: Any) -> ml_collections.ConfigDict:
+  """Returns a locked copy of a config, with the defaults of optional fields.
+
+  Args:
+    config: A `ConfigDict`, or a dict.
+
+  Returns:
+    A locked `ConfigDict` with every field.
+
+  Raises:
+    ValueError: A field is missing, unknown (the message lists near names), or
+      has a value that is not allowed.
+    TypeError: `config` is no config; `wrappers` has another form.
+  """
+  if not isinstance(config, (Mapping, ml_collections.ConfigDict)):
+    raise TypeError(f"config must be a ConfigDict, got {type(config)}.")
+  known = [*_REQUIRED, *_OPTIONAL]
+  for name in config:
+    if name not in known:
+      raise ValueError(
+        f"config.{name} is not a field; the fields are {', '.join(known)}."
+        f"{registry.near(name, known)}"
+      )
+  values = {}
+  for name, field_check in _REQUIRED.items():
+    if name not in config:
+      raise ValueError(f"config.{name} is missing.")
+    values[name] = (field_check, config[name])
+  for name, (field_check, default) in _OPTIONAL.items():
+    values[name] = (field_check, config.get(name, default))
+  for name, (field_check, value) in values.items():
+    allowed = field_check(value)
+    if allowed:
+      raise ValueError(f"config.{name} must be {allowed}; got {value!r}.")
+  wrappers.from_config(config["wrappers"])
+  # Not frozen: a FrozenConfigDict cannot hold the dicts in `wrappers`.
+  checked = ml_collections.ConfigDict(
+    {
+      name: value.to_dict() if hasattr(value, "to_dict") else value
+      for name, (_, value) in values.items()
+    }
+  )
+  return checked.lock()

@@ -1,0 +1,305 @@
+"""Data: sources, and batches through Grain.
+
+`config.data` names a factory and its arguments. A factory returns `Splits`:
+random-access sources of examples, each a dict with `inputs` and integer
+`labels`. `"digits"`, `"text"` and `"imagenet"` come with flaxshard; one's own is
+named `"package.module:factory"`:
+
+    config.data = {"name": "my_project.data:flowers", "image_size": 64}
+
+    def flowers(image_size: int) -> flaxshard.data.Splits: ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import inspect
+import pathlib
+import sysconfig
+from typing import Any, Protocol, SupportsIndex
+
+import grain
+import numpy as np
+
+from flaxshard import registry
+
+Example = dict[str, Any]
+
+
+class Source(Protocol):
+  """A random-access source of examples, as Grain takes them."""
+
+  def __len__(self) -> int:
+    """Returns the number of examples."""
+    ...
+
+  def __getitem__(self, index: SupportsIndex) -> Example:
+    """Returns example `index`."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+  """What a data factory returns.
+
+  Attributes:
+    train: Examples `{"inputs": array, "labels": int array}`.
+    eval: The held-out examples, alike.
+    num_classes: Labels lie in `[0, num_classes)`.
+    augment: Applied to each training example with a seeded generator.
+  """
+
+  train: Source
+  eval: Source
+  num_classes: int
+  augment: Callable[[Example, np.random.Generator], Example] | None = None
+
+
+def load(config: Mapping[str, Any]) -> Splits:
+  """Calls the factory that `config.data` names with its other fields.
+
+  Args:
+    config: `{"name": ..., **arguments}`.
+
+  Returns:
+    The splits.
+
+  Raises:
+    ValueError: An unknown name or argument; an empty split.
+    TypeError: The factory returned something else.
+
+  Example:
+    >>> splits = load({"name": "digits"})
+    >>> len(splits.train), len(splits.eval), splits.num_classes
+    (1437, 360, 10)
+  """
+  arguments = dict(config)
+  if "name" not in arguments:
+    raise ValueError(
+      f"config.data must have a 'name', got {arguments!r}; allowed: "
+      f"{', '.join(_FACTORIES)}, or 'package.module:factory'."
+    )
+  name = arguments.pop("name")
+  factory = registry.lookup("config.data.name", name, _FACTORIES)
+  if isinstance(factory, str):
+    factory = registry.lookup("config.data.name", factory, {})
+  known = inspect.signature(factory).parameters
+  takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
+  for key in arguments:
+    if key not in known and not takes_any:
+      raise ValueError(
+        f"config.data: unknown field {key!r}; {name!r} takes "
+        f"{', '.join(known) or 'no arguments'}.{registry.near(key, known)}"
+      )
+  splits = factory(**arguments)
+  if not isinstance(splits, Splits):
+    raise TypeError(
+      f"config.data: {name!r} must return flaxshard.data.Splits, "
+      f"got {type(splits).__name__}."
+    )
+  for split in ("train", "eval"):
+    if not len(getattr(splits, split)):
+      raise ValueError(f"config.data: {name!r} has no {split} examples.")
+  return splits
+
+
+def train_iterator(
+  splits: Splits,
+  *,
+  batch_size: int,
+  seed: int,
+  process_index: int = 0,
+  process_count: int = 1,
+) -> grain.DatasetIterator:
+  """Returns an endless iterator over this process's part of global batches.
+
+  The order is a function of `seed` alone: each epoch is shuffled anew, batch n
+  has the same examples however many processes share it, and
+  `get_state` / `set_state` continue exactly.
+
+  Args:
+    splits: The data.
+    batch_size: The global batch size, a multiple of `process_count`.
+    seed: Seeds shuffling and augmentation.
+    process_index: This process.
+    process_count: All of them.
+
+  Returns:
+    An iterator over dicts of arrays `[batch_size / process_count, ...]`.
+  """
+  dataset = grain.MapDataset.source(splits.train).seed(seed).shuffle().repeat()
+  dataset = dataset[process_index::process_count]
+  if splits.augment is not None:
+    dataset = dataset.random_map(_Augment(splits.augment))
+  dataset = dataset.batch(batch_size // process_count, drop_remainder=True)
+  return iter(dataset.to_iter_dataset(_READ_OPTIONS))
+
+
+def eval_batches(
+  splits: Splits,
+  *,
+  batch_size: int,
+  process_index: int = 0,
+  process_count: int = 1,
+) -> grain.IterDataset:
+  """Returns this process's part of the held-out batches, each example once.
+
+  The last batch is filled up to `batch_size`; `mask` (bool `[batch]`) is False
+  where it is.
+  """
+  padded = -(-len(splits.eval) // batch_size) * batch_size
+  dataset = grain.MapDataset.source(_Padded(splits.eval, padded))
+  dataset = dataset[process_index::process_count]
+  dataset = dataset.batch(batch_size // process_count, drop_remainder=True)
+  return dataset.to_iter_dataset(_READ_OPTIONS)
+
+
+def digits() -> Splits:
+  """scikit-learn's 1,797 handwritten digits; every fifth one is held out.
+
+  Inputs are float32 `[8, 8, 1]` in [0, 1], labels int32 scalars in [0, 10).
+  """
+  try:
+    from sklearn import datasets
+  except ImportError as e:
+    raise ImportError(
+      "config.data 'digits' needs scikit-learn: pip install 'flaxshard[train]'"
+    ) from e
+  images, labels = datasets.load_digits(return_X_y=True)
+  inputs = (images / 16.0).astype(np.float32).reshape(-1, 8, 8, 1)
+  labels = labels.astype(np.int32)
+  held_out = np.arange(len(labels)) % 5 == 0
+  return Splits(
+    train=Arrays(inputs[~held_out], labels[~held_out]),
+    eval=Arrays(inputs[held_out], labels[held_out]),
+    num_classes=10,
+  )
+
+
+def text(
+  path: str = "", suffix: str = ".py", length: int = 128, eval_every: int = 20
+) -> Splits:
+  """Bytes of text files, cut into windows for a byte-level language model.
+
+  Inputs and labels are int32 `[length]`: bytes, and the byte after each.
+
+  Args:
+    path: A folder, searched through; empty: the standard library of the running
+      Python, without installed packages.
+    suffix: Which files, by the end of their names.
+    length: Bytes in a window.
+    eval_every: Every n-th file, by sorted path, is held out.
+
+  Raises:
+    ValueError: `path` is no folder, or has too few bytes in such files.
+  """
+  root = pathlib.Path(path or sysconfig.get_paths()["stdlib"]).expanduser()
+  if not root.is_dir():
+    raise ValueError(f"config.data.path={path!r} is not a folder.")
+  for argument, value, least in (
+    ("length", length, 1),
+    ("eval_every", eval_every, 2),
+  ):
+    if not isinstance(value, int) or value < least:
+      raise ValueError(
+        f"config.data.{argument} must be an integer of at least {least}, "
+        f"got {value!r}."
+      )
+  installed = {"site-packages", "dist-packages", "__pycache__"}
+  files = sorted(
+    f
+    for f in root.rglob(f"*{suffix}")
+    if f.is_file() and (path or not installed & set(f.parts))
+  )
+  held_out = files[eval_every - 1 :: eval_every]
+  sources = {}
+  for split, chosen in (
+    ("train", [f for f in files if f not in set(held_out)]),
+    ("eval", held_out),
+  ):
+    joined = b"\0".join(f.read_bytes() for f in chosen)
+    if len(joined) <= length:
+      raise ValueError(
+        f"config.data.path={str(root)!r} has {len(files)} files that end in "
+        f"{suffix!r}; the {split} split gets {len(joined)} bytes of them, at "
+        f"least {length + 1} are needed."
+      )
+    sources[split] = Windows(np.frombuffer(joined, np.uint8), length)
+  return Splits(sources["train"], sources["eval"], num_classes=256)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Arrays:
+  """A source over arrays that are in memory.
+
+  Attributes:
+    inputs: `[examples, ...]`.
+    labels: `[examples, ...]`.
+  """
+
+  inputs: np.ndarray
+  labels: np.ndarray
+
+  def __len__(self) -> int:
+    """Returns the number of examples."""
+    return len(self.labels)
+
+  def __getitem__(self, index: SupportsIndex) -> Example:
+    """Returns example `index`."""
+    return {"inputs": self.inputs[index], "labels": self.labels[index]}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Windows:
+  """A source of windows over a sequence of tokens, without overlap.
+
+  Attributes:
+    tokens: `[tokens]`, integers.
+    length: Tokens in a window.
+  """
+
+  tokens: np.ndarray
+  length: int
+
+  def __len__(self) -> int:
+    """Returns the number of windows."""
+    return (len(self.tokens) - 1) // self.length
+
+  def __getitem__(self, index: SupportsIndex) -> Example:
+    """Returns window `index` and its labels, one token later."""
+    start = int(index) * self.length
+    window = self.tokens[start : start + self.length + 1].astype(np.int32)
+    return {"inputs": window[:-1], "labels": window[1:]}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Padded:
+  source: Source
+  length: int
+
+  def __len__(self) -> int:
+    return self.length
+
+  def __getitem__(self, index: SupportsIndex) -> Example:
+    index = int(index)
+    real = index < len(self.source)
+    return {**self.source[index if real else 0], "mask": np.bool_(real)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Augment(grain.transforms.RandomMap):
+  fn: Callable[[Example, np.random.Generator], Example]
+
+  def random_map(self, element: Example, rng: np.random.Generator) -> Example:
+    return self.fn(element, rng)
+
+
+_READ_OPTIONS = grain.ReadOptions(num_threads=4, prefetch_buffer_size=16)
+
+# The one that needs more packages is named, not imported.
+_FACTORIES: dict[str, Any] = {
+  "digits": digits,
+  "text": text,
+  "imagenet": "flaxshard.imagenet:imagenet",
+}

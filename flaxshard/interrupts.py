@@ -1,0 +1,38 @@
+"""Ctrl-C and SIGTERM as a question that the loop asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+import contextlib
+import signal
+import threading
+from typing import Any
+
+
+@contextlib.contextmanager
+def caught() -> Iterator[Callable[[], int | None]]:
+  """Catches SIGINT and SIGTERM; yields a function that tells which came.
+
+  The second one goes where it went before, so that an impatient Ctrl-C still
+  ends the program. Outside of the main thread, where Python cannot catch
+  signals, nothing is caught.
+  """
+  received: list[int] = []
+  before: dict[int, Any] = {}
+
+  def restore() -> None:
+    for signum, handler in before.items():
+      signal.signal(signum, handler)
+
+  def on_signal(signum: int, frame: Any) -> None:
+    del frame
+    received.append(signum)
+    restore()
+
+  if threading.current_thread() is threading.main_thread():
+    for signum in (signal.SIGINT, signal.SIGTERM):
+      before[signum] = signal.signal(signum, on_signal)
+  try:
+    yield lambda: received[0] if received else None
+  finally:
+    restore()

@@ -1,0 +1,77 @@
+"""A small convolutional network for small images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import linen as nn
+import jax
+
+from flaxshard.policy import Policy
+
+
+class CNN(nn.Module):
+  """Convolutions with pooling, one hidden dense layer, logits.
+
+  Attributes:
+    num_classes: Number of logits.
+    policy: Precision policy.
+    features: Channels of each 3x3 convolution; 2x2 max pooling follows each.
+    dense: Width of the hidden dense layer.
+    dropout: Rate of the dropout before the logits, from the stream `"dropout"`,
+      only when training.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> model = CNN(num_classes=10)
+    >>> x = jnp.zeros((2, 8, 8, 1))
+    >>> model.apply(model.init(jax.random.key(0), x), x).shape
+    (2, 10)
+  """
+
+  num_classes: int
+  policy: Policy = Policy()
+  features: tuple[int, ...] = (32, 64)
+  dense: int = 128
+  dropout: float = 0.0
+
+  @nn.compact
+  def __call__(self, inputs: jax.Array, train: bool = False) -> jax.Array:
+    """Computes logits.
+
+    Args:
+      inputs: Float images, [batch, height, width, channels].
+      train: Whether dropout is on.
+
+    Returns:
+      Logits, float32 [batch, num_classes].
+
+    Raises:
+      ValueError: The inputs do not have four dimensions, or pooling leaves no
+        pixel of them.
+    """
+    if inputs.ndim != 4:
+      raise ValueError(
+        "inputs must have shape [batch, height, width, channels], "
+        f"got {inputs.shape}."
+      )
+    # Pooling less than a window would leave an empty image without an error.
+    smallest = 2 ** len(self.features)
+    if min(inputs.shape[1:3]) < smallest:
+      raise ValueError(
+        f"inputs must be at least {smallest}x{smallest} pixels for "
+        f"{len(self.features)} poolings (features={self.features}), "
+        f"got shape {inputs.shape}."
+      )
+    dtypes: dict[str, Any] = dict(
+      dtype=self.policy.compute_dtype, param_dtype=self.policy.param_dtype
+    )
+    x = inputs
+    for i, features in enumerate(self.features):
+      x = nn.Conv(features, (3, 3), name=f"conv{i}", **dtypes)(x)
+      x = nn.max_pool(nn.relu(x), (2, 2), (2, 2))
+    x = x.reshape(x.shape[0], -1)
+    x = nn.relu(nn.Dense(self.dense, name="dense", **dtypes)(x))
+    x = nn.Dropout(self.dropout, deterministic=not train)(x)
+    logits = nn.Dense(self.num_classes, name="head", **dtypes)(x)
+    return logits.astype(self.policy.output_dtype)

@@ -1,0 +1,109 @@
+"""The optimizer and the learning-rate schedule that a config names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import inspect
+from typing import Any
+
+import jax
+import optax
+
+from flaxshard import registry
+
+
+def sgd(
+  learning_rate: optax.ScalarOrSchedule,
+  momentum: float | None = None,
+  nesterov: bool = False,
+  weight_decay: float = 0.0,
+) -> optax.GradientTransformation:
+  """`optax.sgd`, with weight decay on what has more than one dimension."""
+  update = optax.sgd(learning_rate, momentum=momentum, nesterov=nesterov)
+  if not weight_decay:
+    return update
+  # Biases and normalization scales are not decayed.
+  matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+  return optax.chain(
+    optax.add_decayed_weights(weight_decay, mask=matrices), update
+  )
+
+
+_OPTIMIZERS: dict[str, Any] = {
+  "adafactor": optax.adafactor,
+  "adam": optax.adam,
+  "adamw": optax.adamw,
+  "lamb": optax.lamb,
+  "lion": optax.lion,
+  "rmsprop": optax.rmsprop,
+  "sgd": sgd,
+}
+
+
+def _constant(learning_rate: float, num_train_steps: int) -> optax.Schedule:
+  del num_train_steps
+  return optax.constant_schedule(learning_rate)
+
+
+def _cosine(
+  learning_rate: float, num_train_steps: int, warmup_steps: int = 0
+) -> optax.Schedule:
+  return optax.warmup_cosine_decay_schedule(
+    0.0 if warmup_steps else learning_rate,
+    learning_rate,
+    warmup_steps,
+    max(num_train_steps, warmup_steps + 1),
+  )
+
+
+_SCHEDULES: dict[str, Any] = {"constant": _constant, "cosine": _cosine}
+
+
+def create(
+  config: Mapping[str, Any],
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+  """Builds `config.optimizer` with `config.schedule`.
+
+  Args:
+    config: A checked config. `optimizer` names an optimizer of optax, or
+      `"package.module:function"`; its other fields are arguments, but for
+      `clip_by_global_norm`. `schedule` is `"constant"`, or `"cosine"` with
+      `warmup_steps`, or a function of one's own of `learning_rate` and
+      `num_train_steps`.
+
+  Returns:
+    `(tx, schedule)`; the schedule takes the number of applied updates.
+
+  Raises:
+    ValueError: An unknown name or argument.
+  """
+  schedule = _call(
+    "config.schedule",
+    dict(config["schedule"]),
+    _SCHEDULES,
+    learning_rate=config["learning_rate"],
+    num_train_steps=config["num_train_steps"],
+  )
+  arguments = dict(config["optimizer"])
+  max_norm = arguments.pop("clip_by_global_norm", None)
+  tx = _call(
+    "config.optimizer", arguments, _OPTIMIZERS, learning_rate=schedule
+  )
+  if max_norm is not None:
+    tx = optax.chain(optax.clip_by_global_norm(max_norm), tx)
+  return tx, schedule
+
+
+def _call(
+  field: str, arguments: dict[str, Any], builtin: dict, **given: Any
+) -> Any:
+  name = arguments.pop("name")
+  function = registry.lookup(f"{field}.name", name, builtin)
+  known = [n for n in inspect.signature(function).parameters if n not in given]
+  for key in arguments:
+    if key not in known:
+      raise ValueError(
+        f"{field}: unknown field {key!r}; {name!r} takes {', '.join(known)}."
+        f"{registry.near(key, known)}"
+      )
+  return function(**given, **arguments)
