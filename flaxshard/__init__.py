@@ -1,5 +1,8 @@
 """flaxshard: TensorFlow's distributed-training wrappers for Flax."""
 
+import importlib
+from typing import Any, TYPE_CHECKING
+
 from flaxshard import wrappers
 from flaxshard.gradients import nonfinite_leaves
 from flaxshard.policy import Policy
@@ -9,15 +12,42 @@ from flaxshard.wrappers import DynamicLossScale
 from flaxshard.wrappers import FixedLossScale
 from flaxshard.wrappers import LossScale
 
+if TYPE_CHECKING:
+  from flaxshard import checkpoint
+  from flaxshard import data
+  from flaxshard import models
+  from flaxshard import train
+  from flaxshard.checkpoint import Checkpointer
+
 __version__ = "0.1.0"
 
 __all__ = [
+  "Checkpointer",
   "DynamicLossScale",
   "FixedLossScale",
   "LossScale",
   "Policy",
   "TrainState",
+  "checkpoint",
   "create_train_state",
+  "data",
+  "models",
   "nonfinite_leaves",
+  "train",
   "wrappers",
 ]
+
+# Imported when asked for: Orbax, Grain and what the loop needs take a second.
+_LAZY = ("checkpoint", "data", "models", "train")
+
+
+def __getattr__(name: str) -> Any:
+  if name == "Checkpointer":
+    return importlib.import_module("flaxshard.checkpoint").Checkpointer
+  if name in _LAZY:
+    return importlib.import_module(f"flaxshard.{name}")
+  raise AttributeError(f"module 'flaxshard' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})

@@ -1,31 +1,53 @@
-"""Trains the model of a config: `python -m flaxshard --config=... --workdir=...`
+"""Trains the model of a config file.
 
-Flags only; the loop is in `flaxshard.train`.
+  python -m flaxshard --config=configs/digits.py --workdir=/tmp/digits
+
+Any field of the config can be set from here:
+
+  --config.batch_size=256 --config.learning_rate=1e-3
+  --config.model.features='(16, 32)' --config.optimizer.name=lion
+  --config.precision=float32 --config.wrappers='()'
+  --config.wrappers="(('loss_scale', {'scale': 1024.0}),)"
+  --config.data.name=my_package.my_module:my_factory
+
+A field that the config does not have is an error that names near ones; the
+config file itself has a comment at each. The workdir gets
+
+  checkpoints/       Orbax checkpoints, one every config.checkpoint_every_steps
+  metrics.jsonl      one JSON object a line, every config.log_every_steps
+  events.out.*       the same for TensorBoard
+  training.png       loss, accuracy and loss scale over steps
+  config.json        the config as it ran
+  profile/           a trace, with --config.profile_steps='(10, 20)'
+
+Running the same command again goes on from the last checkpoint; Ctrl-C and
+SIGTERM save one first. A second Ctrl-C stops at once.
 """
+
+# Flags only; the loop is in flaxshard/train.py.
 
 import logging
 
 from absl import app
 from absl import flags
 from absl import logging as absl_logging
+import jax
 from ml_collections import config_flags
+
+from flaxshard import train
 
 FLAGS = flags.FLAGS
 
 config_flags.DEFINE_config_file(
   "config",
   None,
-  "The training config: a Python file with get_config(), such as "
-  "configs/digits.py. Any of its fields can be set by "
-  "--config.FIELD=VALUE, e.g. --config.batch_size=256 or "
-  "--config.model.features='(16, 32)'.",
+  "The training config: a Python file with get_config().",
   lock_config=True,
 )
 flags.DEFINE_string(
   "workdir",
   None,
-  "Where checkpoints, metrics.jsonl, TensorBoard events and training.png go. A "
-  "workdir that has a checkpoint is continued.",
+  "Where everything goes; one that has a checkpoint is continued.",
 )
 flags.mark_flags_as_required(["config", "workdir"])
 
@@ -44,13 +66,8 @@ def main(argv: list[str]) -> None:
     # JAX and Orbax have a lot to say at INFO.
     absl_logging.set_verbosity(absl_logging.WARNING)
 
-  # Here and not above: --help needs no JAX.
-  import jax
-
-  from flaxshard import train
-
   log.info(
-    "JAX %s, process %d of %d, %d %s devices",
+    "JAX %s, process %d of %d, %d %s device(s)",
     jax.__version__,
     jax.process_index(),
     jax.process_count(),

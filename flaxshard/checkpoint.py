@@ -18,6 +18,7 @@ from typing import Any
 
 import grain
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -124,8 +125,9 @@ class Checkpointer:
     items: dict[str, Any] = {
       _PLAIN: ocp.args.StandardSave(state.without_wrappers())
     }
-    if jax.tree.leaves(state.wrapper_states):
-      items[_WRAPPERS] = ocp.args.StandardSave(_nonempty(state.wrapper_states))
+    wrapper_states = _nonempty(state.wrapper_states)
+    if wrapper_states:
+      items[_WRAPPERS] = ocp.args.StandardSave(wrapper_states)
     if data is not None:
       items[_DATA] = grain.checkpoint.CheckpointSave(data)
     self._manager.save(step, args=ocp.args.Composite(**items))
@@ -155,6 +157,7 @@ class Checkpointer:
         or its tree differs from `state`; the message names the first path that
         differs. Nothing on disk is changed.
     """
+    self.wait()
     steps = self.all_steps()
     step = self.latest_step() if step is None else step
     if step is None or step not in steps:
@@ -191,8 +194,7 @@ class Checkpointer:
     restored = self._manager.restore(step, args=ocp.args.Composite(**items))
     _check_restored(where, restored[_PLAIN], plain)
     fields = {
-      name: getattr(restored[_PLAIN], name)
-      for name in trees.data_fields(plain)
+      name: getattr(restored[_PLAIN], name) for name in trees.data_fields(plain)
     }
     if common:
       states = {name: restored[_WRAPPERS][name] for name in common}
@@ -255,12 +257,20 @@ def _abstract(tree: Any, like: Any = None) -> Any:
 
 
 def _check_same(where: str, item: str, saved: Any, wanted: Any) -> None:
+  wanted = jax.tree.map(_as_saved, wanted)
   difference = trees.first_difference(saved, wanted)
   if difference:
     raise ValueError(
       f"{where} was written by another model or optimizer: in its item "
       f"{item!r}, {difference}."
     )
+
+
+def _as_saved(x: Any) -> Any:
+  """PRNG keys lie on disk as the integers that they consist of."""
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    return jax.eval_shape(jax.random.key_data, x)
+  return x
 
 
 def _check_restored(where: str, restored: Any, wanted: Any) -> None:

@@ -2,8 +2,8 @@
 
 `config.data` names a factory and its arguments. A factory returns `Splits`:
 random-access sources of examples, each a dict with `inputs` and integer
-`labels`. `"digits"`, `"text"` and `"imagenet"` come with flaxshard; one's own is
-named `"package.module:factory"`:
+`labels`. `"digits"`, `"text"` and `"imagenet"` come with flaxshard; one's own
+is named `"package.module:factory"`:
 
     config.data = {"name": "my_project.data:flowers", "image_size": 64}
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import inspect
 import pathlib
 import sysconfig
 from typing import Any, Protocol, SupportsIndex
@@ -74,33 +73,17 @@ def load(config: Mapping[str, Any]) -> Splits:
     >>> len(splits.train), len(splits.eval), splits.num_classes
     (1437, 360, 10)
   """
-  arguments = dict(config)
-  if "name" not in arguments:
-    raise ValueError(
-      f"config.data must have a 'name', got {arguments!r}; allowed: "
-      f"{', '.join(_FACTORIES)}, or 'package.module:factory'."
-    )
-  name = arguments.pop("name")
-  factory = registry.lookup("config.data.name", name, _FACTORIES)
-  if isinstance(factory, str):
-    factory = registry.lookup("config.data.name", factory, {})
-  known = inspect.signature(factory).parameters
-  takes_any = any(p.kind is p.VAR_KEYWORD for p in known.values())
-  for key in arguments:
-    if key not in known and not takes_any:
-      raise ValueError(
-        f"config.data: unknown field {key!r}; {name!r} takes "
-        f"{', '.join(known) or 'no arguments'}.{registry.near(key, known)}"
-      )
-  splits = factory(**arguments)
+  splits = registry.call("config.data", config, _FACTORIES)
   if not isinstance(splits, Splits):
     raise TypeError(
-      f"config.data: {name!r} must return flaxshard.data.Splits, "
+      f"config.data: {config['name']!r} must return flaxshard.data.Splits, "
       f"got {type(splits).__name__}."
     )
   for split in ("train", "eval"):
     if not len(getattr(splits, split)):
-      raise ValueError(f"config.data: {name!r} has no {split} examples.")
+      raise ValueError(
+        f"config.data: {config['name']!r} has no {split} examples."
+      )
   return splits
 
 
@@ -129,9 +112,10 @@ def train_iterator(
     An iterator over dicts of arrays `[batch_size / process_count, ...]`.
   """
   dataset = grain.MapDataset.source(splits.train).seed(seed).shuffle().repeat()
-  dataset = dataset[process_index::process_count]
   if splits.augment is not None:
     dataset = dataset.random_map(_Augment(splits.augment))
+  # After what is random: its seeds count examples of all processes.
+  dataset = dataset[process_index::process_count]
   dataset = dataset.batch(batch_size // process_count, drop_remainder=True)
   return iter(dataset.to_iter_dataset(_READ_OPTIONS))
 
@@ -229,6 +213,16 @@ def text(
   return Splits(sources["train"], sources["eval"], num_classes=256)
 
 
+def imagenet(**arguments: Any) -> Splits:
+  """ImageNet through TensorFlow Datasets: see `flaxshard.imagenet`."""
+  # Not above: that module imports this one.
+  from flaxshard import imagenet as module
+
+  return registry.construct(
+    "config.data ('imagenet')", module.imagenet, arguments
+  )
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrays:
   """A source over arrays that are in memory.
@@ -297,9 +291,8 @@ class _Augment(grain.transforms.RandomMap):
 
 _READ_OPTIONS = grain.ReadOptions(num_threads=4, prefetch_buffer_size=16)
 
-# The one that needs more packages is named, not imported.
 _FACTORIES: dict[str, Any] = {
   "digits": digits,
   "text": text,
-  "imagenet": "flaxshard.imagenet:imagenet",
+  "imagenet": imagenet,
 }

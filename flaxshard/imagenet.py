@@ -7,6 +7,7 @@ by Pillow; only preparing the files needs TensorFlow.
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 from typing import Any, SupportsIndex
 
@@ -77,7 +78,9 @@ def imagenet(
   try:
     builder = tfds.builder(dataset, data_dir=data_dir or None)
   except ValueError as e:
-    raise ValueError(f"config.data.dataset={dataset!r}: {e}") from e
+    # TFDS goes on to list every dataset there is.
+    reason = str(e).partition("\n")[0]
+    raise ValueError(f"config.data.dataset={dataset!r}: {reason}") from e
   if not builder.info.splits:
     raise ValueError(_not_prepared(builder, dataset, data_dir))
   features = builder.info.features
@@ -155,7 +158,8 @@ class CenterCropped:
     """Returns example `index`, inputs float32 `[image_size, image_size, 3]`."""
     example = self.source[index]
     image = example["inputs"]
-    box = center_box(*image.shape[:2])
+    height, width, _ = image.shape
+    box = center_box(height, width)
     return {
       **example,
       "inputs": normalize(resize(image, box, self.image_size)),
@@ -180,7 +184,8 @@ class RandomCropAndFlip:
       rng: Draws the crop and the flip.
     """
     image = example["inputs"]
-    box = random_box(*image.shape[:2], rng)
+    height, width, _ = image.shape
+    box = random_box(height, width, rng)
     image = resize(image, box, self.image_size)
     if rng.random() < 0.5:
       image = image[:, ::-1]
@@ -189,8 +194,6 @@ class RandomCropAndFlip:
 
 def decode(data: bytes) -> np.ndarray:
   """Decodes an image file to uint8 `[h, w, 3]`."""
-  import io
-
   from PIL import Image
 
   with Image.open(io.BytesIO(data)) as image:

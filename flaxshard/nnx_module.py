@@ -8,6 +8,7 @@ from typing import Any
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
 
 _NAMES: dict[type, str] = {
   nnx.Param: "params",
@@ -128,7 +129,8 @@ def split(module: nnx.Module) -> tuple[Apply, dict[str, Any]]:
     # Orbax keeps the keys of dicts as strings, so ours are strings already.
     key = (_collection_of(type(variable)), tuple(map(str, path)))
     leaves.append(key)
-    _put(variables.setdefault(key[0], {}), key[1], value)
+    # A copy: donating the state must not delete the arrays of the module.
+    _put(variables.setdefault(key[0], {}), key[1], jnp.copy(value))
   return Apply(graphdef, treedef, tuple(leaves)), variables
 
 

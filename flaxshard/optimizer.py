@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-import inspect
 from typing import Any
 
 import jax
@@ -77,33 +76,18 @@ def create(
   Raises:
     ValueError: An unknown name or argument.
   """
-  schedule = _call(
+  schedule = registry.call(
     "config.schedule",
-    dict(config["schedule"]),
+    config["schedule"],
     _SCHEDULES,
     learning_rate=config["learning_rate"],
     num_train_steps=config["num_train_steps"],
   )
   arguments = dict(config["optimizer"])
   max_norm = arguments.pop("clip_by_global_norm", None)
-  tx = _call(
+  tx = registry.call(
     "config.optimizer", arguments, _OPTIMIZERS, learning_rate=schedule
   )
   if max_norm is not None:
     tx = optax.chain(optax.clip_by_global_norm(max_norm), tx)
   return tx, schedule
-
-
-def _call(
-  field: str, arguments: dict[str, Any], builtin: dict, **given: Any
-) -> Any:
-  name = arguments.pop("name")
-  function = registry.lookup(f"{field}.name", name, builtin)
-  known = [n for n in inspect.signature(function).parameters if n not in given]
-  for key in arguments:
-    if key not in known:
-      raise ValueError(
-        f"{field}: unknown field {key!r}; {name!r} takes {', '.join(known)}."
-        f"{registry.near(key, known)}"
-      )
-  return function(**given, **arguments)

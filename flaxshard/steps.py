@@ -106,7 +106,7 @@ def train_step(
 
 
 def eval_step(state: TrainState, metrics: Metrics, batch: Batch) -> Metrics:
-  """Merges a held-out batch, which has a bool `mask` `[batch]`, into metrics."""
+  """Merges a held-out batch, with a bool `mask` `[batch]`, into metrics."""
   logits, _ = _apply(state, state.params, batch, None)
   return metrics.merge(
     Metrics.single_from_model_output(

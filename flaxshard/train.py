@@ -60,7 +60,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
   config = config_lib.check(config)
   checkpoint.check_writable("workdir", workdir)
   workdir = os.path.abspath(workdir)
-  writers.require("training.png", "matplotlib")
+  writers.require_packages(config.writer)
   mesh = _make_mesh(config)
   splits = data.load(config.data)
   tx, schedule = optimizer.create(config)
@@ -105,6 +105,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     write_events, close_events = writers.event_writer(config.writer, workdir)
     stack.callback(close_events)
     show = stack.enter_context(_progress_bar(first_step, config))
+    before_step = stack.enter_context(_profiler(config.profile_steps, workdir))
 
     to_device = _batch_to_device(mesh)
     progress = _replicate(steps.init_progress(state), mesh)
@@ -123,7 +124,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     train_iter.start_prefetch()
     timer = timer_lib.Timer(first_step)
     for step in range(first_step + 1, config.num_train_steps + 1):
-      _profile(config.profile_steps, step, workdir, state)
+      before_step(step, state)
       state, progress = train_step(
         state,
         progress,
@@ -189,7 +190,10 @@ def _create_state(
 ) -> TrainState:
   policy = Policy(config.precision)
   model = models.create(
-    config.model, num_classes=splits.num_classes, policy=policy
+    config.model,
+    num_classes=splits.num_classes,
+    policy=policy,
+    seed=config.seed,
   )
   state = create_train_state(
     model,
@@ -315,24 +319,29 @@ def _progress_bar(
   first_step: int, config: Any
 ) -> Iterator[Callable[[int, Mapping[str, Any]], None]]:
   """Yields what shows a row: a log line, and a bar with ETA on a terminal."""
+
+  def show(step: int, row: Mapping[str, Any]) -> None:
+    _log.info("step %d: %s", step, _format(row))
+
+  if not sys.stderr.isatty():
+    yield show
+    return
+  writers.require("the progress bar", "tqdm")
   from tqdm import tqdm
   from tqdm.contrib import logging as tqdm_logging
 
+  total = config.num_train_steps
   with (
-    tqdm(
-      total=config.num_train_steps,
-      initial=first_step,
-      unit="step",
-      disable=not sys.stderr.isatty(),
-    ) as bar,
+    tqdm(total=total, initial=first_step, unit="step") as bar,
+    # Log lines go above the bar.
     tqdm_logging.logging_redirect_tqdm([logging.getLogger("flaxshard")]),
   ):
 
-    def show(step: int, row: Mapping[str, Any]) -> None:
+    def show_both(step: int, row: Mapping[str, Any]) -> None:
+      show(step, row)
       bar.update(step - bar.n)
-      _log.info("step %d: %s", step, _format(row))
 
-    yield show
+    yield show_both
 
 
 def _format(row: Mapping[str, Any]) -> str:
@@ -343,20 +352,36 @@ def _format(row: Mapping[str, Any]) -> str:
   )
 
 
-def _profile(
-  profile_steps: tuple[int, ...], step: int, workdir: str, state: TrainState
-) -> None:
-  if not profile_steps:
-    return
-  first, last = profile_steps
+@contextlib.contextmanager
+def _profiler(
+  profile_steps: tuple[int, ...], workdir: str
+) -> Iterator[Callable[[int, TrainState], None]]:
+  """Yields what is called before each step, to trace those asked for."""
+  first, last = profile_steps or (0, 0)
   where = os.path.join(workdir, "profile")
-  if step == first:
-    jax.block_until_ready(state)
-    jax.profiler.start_trace(where)
-  elif step == last + 1:
-    jax.block_until_ready(state)
+  running = False
+
+  def before_step(step: int, state: TrainState) -> None:
+    nonlocal running
+    if running != (first <= step <= last):
+      jax.block_until_ready(state)
+      if running:
+        stop()
+      else:
+        jax.profiler.start_trace(where)
+        running = True
+
+  def stop() -> None:
+    nonlocal running
     jax.profiler.stop_trace()
-    _log.info("profiled steps %d to %d: %s", first, last, where)
+    running = False
+    _log.info("profiled from step %d: %s", first, where)
+
+  try:
+    yield before_step
+  finally:
+    if running:
+      stop()
 
 
 def _exit_interrupted(signum: int, step: int, workdir: str) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import types
-from typing import Any, ClassVar
+from typing import Any, cast, ClassVar
 
+from flax import core
 from flax import linen as nn
 from flax import struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
@@ -57,7 +58,7 @@ class TrainState(flax_train_state.TrainState):
   wrappers: tuple[base.Wrapper, ...] = struct.field(
     pytree_node=False, default=(), kw_only=True
   )
-  wrapper_states: ClassVar[Mapping[str, PyTree]] = types.MappingProxyType({})
+  wrapper_states: ClassVar[Mapping[str, PyTree]] = core.FrozenDict()
   # The class as it was declared, where `create` added fields to it.
   _base_class: ClassVar[type | None] = None
 
@@ -94,7 +95,15 @@ class TrainState(flax_train_state.TrainState):
     trees.check_arrays("params", params)
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
       raise TypeError(f"tx must be an optax GradientTransformation, got {tx!r}")
-    fields: dict[str, PyTree] = dict(collections)
+    own = _fields(cls)
+    static = {
+      k: v
+      for k, v in collections.items()
+      if k in own and not own[k].metadata.get("pytree_node", True)
+    }
+    fields: dict[str, PyTree] = {
+      k: v for k, v in collections.items() if k not in static
+    }
     if wrappers:
       fields["wrapper_states"] = base.init(wrappers, params, tx)
     arrays = dict(
@@ -103,9 +112,14 @@ class TrainState(flax_train_state.TrainState):
       opt_state=tx.init(update.with_optimizer(params)),
       **fields,
     )
-    state_class: Any = _with_fields(cls, tuple(fields))
+    # mypy takes no class with fields for hashable.
+    state_class = _with_fields(cast(Any, cls), tuple(fields))
     return state_class(
-      apply_fn=apply_fn, tx=tx, wrappers=wrappers, **trees.own_buffers(arrays)
+      apply_fn=apply_fn,
+      tx=tx,
+      wrappers=wrappers,
+      **static,
+      **trees.own_buffers(arrays),
     )
 
   def value_and_grad(

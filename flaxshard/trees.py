@@ -103,15 +103,26 @@ def own_buffers(tree: PyTree) -> PyTree:
   A weak type would recompile the second step, and a shared buffer cannot be
   donated twice.
   """
-  seen: set[int] = set()
+  seen: set[Any] = set()
 
   def own(x: Any) -> jax.Array:
     x = jnp.asarray(x)
     if getattr(x, "weak_type", False):
       x = jax.lax.convert_element_type(x, x.dtype)
-    if id(x) in seen:
+    if not seen.isdisjoint(_buffers(x)):
       x = jnp.copy(x)
-    seen.add(id(x))
+    seen.update(_buffers(x))
     return x
 
   return jax.tree.map(own, tree)
+
+
+def _buffers(x: jax.Array) -> set[Any]:
+  """What tells the memory of an array: two Arrays may lie on the same."""
+  if isinstance(x, jax.core.Tracer):
+    return {id(x)}
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    x = jax.random.key_data(x)
+  return {
+    (s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards
+  }

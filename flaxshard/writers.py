@@ -59,9 +59,7 @@ def read_rows(path: str) -> list[dict[str, Any]]:
   return rows
 
 
-def event_writer(
-  name: str, workdir: str
-) -> tuple[Write, Callable[[], None]]:
+def event_writer(name: str, workdir: str) -> tuple[Write, Callable[[], None]]:
   """Returns how to write scalars for TensorBoard, and how to close it.
 
   Args:
@@ -72,15 +70,15 @@ def event_writer(
   Raises:
     ImportError: The package is not installed.
   """
+  require_packages(name)
   if name == "none":
     return (lambda step, values: None), (lambda: None)
   if name == "clu":
-    require("config.writer='clu'", "tensorflow", "pip install tensorflow")
     from clu import metric_writers
 
     writer = metric_writers.create_default_writer(workdir, asynchronous=False)
-    return (lambda step, v: writer.write_scalars(step, _numbers(v))), writer.close
-  require("config.writer='tensorboard'", "tensorboardX", _TRAIN)
+    write_clu = lambda step, v: writer.write_scalars(step, _numbers(v))
+    return write_clu, writer.close
   import tensorboardX
 
   summary = tensorboardX.SummaryWriter(workdir)
@@ -91,6 +89,19 @@ def event_writer(
     summary.flush()
 
   return write, summary.close
+
+
+def require_packages(writer: str) -> None:
+  """Raises an ImportError unless there is what a run writes its metrics with.
+
+  Args:
+    writer: The name of an event writer.
+  """
+  require("training.png", "matplotlib")
+  if writer == "tensorboard":
+    require("config.writer='tensorboard'", "tensorboardX")
+  elif writer == "clu":
+    require("config.writer='clu'", "tensorflow", "pip install tensorflow")
 
 
 _TRAIN = "pip install 'flaxshard[train]'"
@@ -119,7 +130,8 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
     return [p[0] for p in points], [p[1] for p in points]
 
   scaled = any(r.get("loss_scale") is not None for r in rows)
-  canvas = figure.Figure(figsize=(8, 9 if scaled else 6.2), layout="constrained")
+  height = 9 if scaled else 6.2
+  canvas = figure.Figure(figsize=(8, height), layout="constrained")
   axes = canvas.subplots(3 if scaled else 2, 1, sharex=True)
   for ax, name in zip(axes[:2], ("loss", "accuracy"), strict=True):
     ax.plot(*series(f"train_{name}"), color="#3060a0", label=f"train_{name}")

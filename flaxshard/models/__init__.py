@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-import dataclasses
 from typing import Any
 
 from flax import linen as nn
+from flax import nnx
 
 from flaxshard import registry
 from flaxshard.models.cnn import CNN
@@ -23,23 +23,27 @@ MODELS: Mapping[str, type[nn.Module]] = {
 }
 
 
-def create(config: Any, *, num_classes: int, policy: Policy) -> nn.Module:
+def create(
+  config: Any, *, num_classes: int, policy: Policy, seed: int = 0
+) -> nn.Module | nnx.Module:
   """Makes the model that a config names.
 
   Args:
     config: A dict or ConfigDict with the `"name"` of the model and values of
       its fields; lists become tuples. Names: `"cnn"`, `"resnet"`,
-      `"transformer"`, or `"package.module:Class"` for a Linen module of one's
-      own that has the fields `num_classes` and `policy`.
+      `"transformer"`, or `"package.module:Class"` for a module of one's own
+      that takes `num_classes` and `policy`, an NNX one also `rngs`. A Linen
+      module is called with `train=`; an NNX one is put in its mode.
     num_classes: Number of classes of the data, or size of its vocabulary.
     policy: Precision policy.
+    seed: Of the random streams that an NNX module is initialized with.
 
   Returns:
-    The module, not initialized.
+    The module; a Linen one is not initialized.
 
   Raises:
-    TypeError: `config` is not a dict, the name is not that of a Linen module,
-      or a field without a default has no value.
+    TypeError: `config` is not a dict, the name is not that of a module, or an
+      argument without a default has no value.
     ValueError: No name, or an unknown name or field; the message lists what
       exists.
 
@@ -48,52 +52,16 @@ def create(config: Any, *, num_classes: int, policy: Policy) -> nn.Module:
     ...     # doctest: +ELLIPSIS
     CNN(...dense = 64...)
   """
-  if not _is_dict(config):
-    raise TypeError(
-      f"config.model must be a dict such as {{'name': 'cnn'}}, got {config!r}."
-    )
-  fields = dict(config)
-  if "name" not in fields:
-    raise ValueError(
-      f"config.model needs a 'name', one of {', '.join(MODELS)}, or "
-      f"'package.module:Class'; got {fields!r}."
-    )
-  name = fields.pop("name")
-  cls = registry.lookup("config.model.name", name, MODELS)
-  if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-    raise TypeError(
-      f"config.model.name: {name!r} must be a Linen module class, got {cls!r}."
-    )
-  given = {"num_classes": num_classes, "policy": policy}
-  reserved = {"parent", "name"}  # of Linen, for submodules
-  known = [f.name for f in dataclasses.fields(cls) if f.init]
-  for field in given:
-    if field not in known:
+  given: dict[str, Any] = {"num_classes": num_classes, "policy": policy}
+  if registry.is_dict(config) and "name" in config:
+    cls = registry.lookup("config.model.name", config["name"], MODELS)
+    if not (isinstance(cls, type) and issubclass(cls, (nn.Module, nnx.Module))):
       raise TypeError(
-        f"config.model.name: {name!r} must have the field {field!r}; it has "
-        f"{', '.join(f for f in known if f not in reserved)}."
+        f"config.model.name: {config['name']!r} must be a Linen or NNX module "
+        f"class, got {cls!r}."
       )
-  allowed = [f for f in known if f not in reserved and f not in given]
-  for field in fields:
-    if field not in allowed:
-      raise ValueError(
-        f"config.model: unknown field {field!r}; {cls.__name__} takes "
-        f"{', '.join(allowed)}.{registry.near(field, allowed)}"
-      )
-  kwargs = {field: _plain(value) for field, value in fields.items()}
-  try:
-    return cls(**kwargs, **given)
-  except TypeError as e:
-    raise TypeError(f"config.model ({name!r}): {e}") from e
-
-
-def _plain(value: Any) -> Any:
-  if _is_dict(value):
-    return {k: _plain(v) for k, v in dict(value).items()}
-  if isinstance(value, (list, tuple)):
-    return tuple(_plain(v) for v in value)
-  return value
-
-
-def _is_dict(value: Any) -> bool:
-  return isinstance(value, Mapping) or hasattr(value, "to_dict")  # ConfigDict
+    if issubclass(cls, nnx.Module):
+      given["rngs"] = nnx.Rngs(seed)
+  # Linen's own fields, for submodules.
+  hidden = ("parent", "name")
+  return registry.call("config.model", config, MODELS, hidden=hidden, **given)

@@ -76,7 +76,9 @@ def _build(where: str, entry: Any) -> Any:
   if isinstance(entry, str):
     entry = (entry, {})
   if (
-    not isinstance(entry, Sequence) or len(entry) != 2 or not _is_dict(entry[1])
+    not isinstance(entry, Sequence)
+    or len(entry) != 2
+    or not registry.is_dict(entry[1])
   ):
     raise TypeError(
       f"{where} must be a name or a pair (name, dict of arguments), "
@@ -90,25 +92,17 @@ def _build(where: str, entry: Any) -> Any:
 def _construct(where: str, cls: type, arguments: Any) -> Any:
   if not dataclasses.is_dataclass(cls):
     raise TypeError(f"{where} must name a dataclass, got {cls!r}.")
-  known = [f.name for f in dataclasses.fields(cls) if f.init]
-  kwargs = {}
-  for key, value in dict(arguments).items():
-    if key not in known:
-      raise ValueError(
-        f"{where}: unknown argument {key!r}; {cls.__name__} takes "
-        f"{', '.join(known)}.{registry.near(key, known)}"
-      )
-    kwargs[key] = _value(f"{where}: {key}", value)
+  values = {k: _value(f"{where}: {k}", v) for k, v in dict(arguments).items()}
   try:
-    return cls(**kwargs)
-  except TypeError as e:
-    raise TypeError(f"{where}: {e}") from e
-  except ValueError as e:
-    raise ValueError(f"{where}: {e}") from e
+    return registry.construct(where, cls, values)
+  except (TypeError, ValueError) as e:
+    if str(e).startswith(where):
+      raise
+    raise type(e)(f"{where}: {e}") from e
 
 
 def _value(where: str, value: Any) -> Any:
-  if _is_dict(value):
+  if registry.is_dict(value):
     value = dict(value)
     if "type" not in value:
       raise ValueError(
@@ -117,13 +111,7 @@ def _value(where: str, value: Any) -> Any:
       )
     cls = registry.lookup(f"{where}: type", value.pop("type"), _VALUES)
     return _construct(where, cls, value)
-  if isinstance(value, list):  # JSON has no tuples, and no list is hashable
-    return tuple(_value(where, v) for v in value)
   return value
-
-
-def _is_dict(value: Any) -> bool:
-  return isinstance(value, Mapping) or hasattr(value, "to_dict")  # ConfigDict
 
 
 def _name(instance: Any) -> str:

@@ -289,10 +289,15 @@ class LossScale:
       return grads
     scale = self._scale(state)
 
+    # XLA turns a division by a broadcast scalar into a multiplication with its
+    # reciprocal, and that of 2**127 is subnormal and reads as zero: the largest
+    # scales are taken off in two steps, which the barrier keeps apart.
+    part = jnp.where(scale > 2.0**125, np.float32(0.25), np.float32(1.0))
+    part, rest = jax.lax.optimization_barrier((part, scale * part))
+
     def unscale(g: jax.Array) -> jax.Array:
-      # A division: the reciprocal of 2**127 is subnormal and reads as zero.
       g = g.astype(jnp.promote_types(g.dtype, jnp.float32))
-      return g / scale.astype(g.real.dtype)
+      return g * part.astype(g.real.dtype) / rest.astype(g.real.dtype)
 
     return gradients.map_gradients(unscale, grads)
 
@@ -307,17 +312,25 @@ class LossScale:
       # The configured scale replaces one that a checkpoint brought along.
       return next(target, grads), state._replace(scale=self._scale(state))
     finite = gradients.all_finite(grads)
+
+    new_state = rule.update(state, finite)
+    at_floor = state.scale <= np.float32(rule.min_scale)
+
+    def apply(target: Any, grads: Any, skipped_steps: Any) -> Any:
+      return next(target, grads), skipped_steps
+
+    def skip(target: Any, grads: Any, skipped_steps: Any) -> Any:
+      del grads
+      if self.warn_at_floor:
+        skipped_steps = _warn(at_floor, state.scale, skipped_steps)
+      return target, skipped_steps
+
     # A branch keeps donated buffers in place, where a select of new and old
     # would copy parameters and optimizer state. The update comes first.
-    target = jax.lax.cond(
-      finite, next, lambda target, grads: target, target, grads
+    target, skipped_steps = jax.lax.cond(
+      finite, apply, skip, target, grads, new_state.skipped_steps
     )
-    new_state = rule.update(state, finite)
-    if self.warn_at_floor:
-      at_floor = ~finite & (state.scale <= np.float32(rule.min_scale))
-      told = _warn_at_floor(at_floor, state.scale, new_state.skipped_steps)
-      new_state = new_state._replace(skipped_steps=told)
-    return target, new_state
+    return target, new_state._replace(skipped_steps=skipped_steps)
 
   def metrics(self, state: Any) -> dict[str, jax.Array]:
     """Returns `loss_scale` and `skipped_steps`, to be logged."""
@@ -346,7 +359,7 @@ class LossScale:
     )
 
 
-def _warn_at_floor(
+def _warn(
   at_floor: jax.Array, scale: jax.Array, skipped_steps: jax.Array
 ) -> jax.Array:
   """Warns on the host where `at_floor`; returns `skipped_steps` unchanged."""

@@ -1,0 +1,209 @@
+"""Which leaves are gradients, and whether all of them are finite."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+import flaxshard as fs
+from flaxshard import gradients
+
+OWG = "_overwrite_with_gradient"
+BAD = [np.inf, -np.inf, np.nan]
+
+# Shared, so that each shape is compiled once.
+all_finite = jax.jit(gradients.all_finite)
+
+
+def mixed_tree():
+  return {
+    "params": {
+      "float": jnp.array([1.0, -2.0]),
+      "half": jnp.array([3.0], jnp.float16),
+      "int": jnp.array([4], jnp.int32),
+      "bool": jnp.array([True]),
+      "float0": np.zeros((2,), jax.dtypes.float0),
+      "none": None,
+    },
+    OWG: {"scale": jnp.array([5.0])},
+  }
+
+
+def test_only_inexact_leaves_outside_overwrite_have_a_gradient():
+  found = {
+    gradients.path_string(path)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(
+      mixed_tree(), is_leaf=lambda x: x is None
+    )
+    if gradients.has_gradient(path, leaf)
+  }
+  assert found == {"params/float", "params/half"}
+
+
+def test_a_bare_array_is_a_tree_too():
+  assert gradients.has_gradient((), jnp.ones(2))
+  assert not gradients.has_gradient((), None)
+  assert not gradients.overwrites(())
+
+
+def test_overwrite_is_only_the_outermost_collection():
+  # Flax looks for the collection at the root: a module may use the name below.
+  tree = {"layer": {OWG: jnp.ones(1)}}
+  ((path, leaf),) = jax.tree_util.tree_leaves_with_path(tree)
+  assert not gradients.overwrites(path)
+  assert gradients.has_gradient(path, leaf)
+
+
+def test_map_gradients_leaves_the_rest_alone():
+  tree = mixed_tree()
+  doubled = gradients.map_gradients(lambda g: g * 2, tree)
+  np.testing.assert_array_equal(doubled["params"]["float"], [2.0, -4.0])
+  assert doubled["params"]["half"].dtype == jnp.float16
+  assert float(doubled["params"]["half"][0]) == 6.0
+  for name in ("int", "bool", "float0", "none"):
+    assert doubled["params"][name] is tree["params"][name]
+  assert doubled[OWG]["scale"] is tree[OWG]["scale"]
+
+
+def test_map_gradients_takes_python_numbers_and_numpy():
+  out = gradients.map_gradients(lambda g: g + 1, {"a": 1.5, "b": np.ones(2)})
+  assert float(out["a"]) == 2.5
+  np.testing.assert_array_equal(out["b"], [2.0, 2.0])
+
+
+def test_none_without_gradient():
+  tree = mixed_tree()
+  out = gradients.none_without_gradient(tree)
+  for name in ("int", "bool", "float0", "none"):
+    assert out["params"][name] is None
+  assert out["params"]["float"] is tree["params"]["float"]
+  assert out[OWG]["scale"] is tree[OWG]["scale"]
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_one_bad_value_in_any_dtype(value, dtype):
+  good = {"a": jnp.ones(3, dtype), "b": jnp.ones((2, 2), dtype)}
+  bad = {"a": good["a"], "b": good["b"].at[1, 0].set(value)}
+  assert bool(all_finite(good))
+  assert not bool(all_finite(bad))
+
+
+def test_complex_gradients_are_checked_in_both_parts():
+  z = jnp.ones(3, jnp.complex64)
+  assert bool(all_finite(z))
+  assert not bool(all_finite(z.at[1].set(complex(0.0, np.inf))))
+  assert not bool(all_finite(z.at[1].set(complex(np.nan, 0.0))))
+
+
+@pytest.mark.parametrize("value", BAD)
+def test_large_matrices_are_checked_to_the_corners(value):
+  # Large float32 leaves take another way (a product with zeros) on CPU.
+  x = np.ones((130, 257), np.float32)
+  for where in [(0, 0), (0, -1), (-1, 0), (-1, -1), (64, 100)]:
+    y = x.copy()
+    y[where] = value
+    assert not bool(all_finite(y)), where
+  assert bool(all_finite(x))
+
+
+def test_large_values_and_subnormals_are_finite():
+  # 0 * x and sums over x must not turn extremes into infinities.
+  x = np.full((130, 257), np.finfo(np.float32).max, np.float32)
+  x[::2] *= -1
+  x[1] = 1e-42
+  assert bool(all_finite(x))
+
+
+def test_large_stacks_of_matrices():
+  x = np.ones((3, 80, 90), np.float32)
+  assert bool(all_finite(x))
+  x[2, 79, 89] = np.nan
+  assert not bool(all_finite(x))
+
+
+def test_leaves_without_gradient_are_not_looked_at():
+  tree = {"params": {"w": jnp.ones(2), "n": None}, OWG: {"s": jnp.inf}}
+  assert bool(gradients.all_finite(tree))
+
+
+def test_no_leaves_are_finite():
+  assert bool(gradients.all_finite({}))
+  assert bool(gradients.all_finite({"a": None}))
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P()])
+@pytest.mark.parametrize("shape", [(8, 8), (128, 256)])
+def test_sharded_arrays_are_checked_as_wholes(spec, shape):
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  sharding = NamedSharding(mesh, spec)
+  good = np.ones(shape, np.float32)
+  bad = good.copy()
+  bad[5, 3] = np.nan  # lies in one shard only
+  assert bool(all_finite(jax.device_put(good, sharding)))
+  flag = all_finite(jax.device_put(bad, sharding))
+  assert [bool(s.data) for s in flag.addressable_shards] == [False] * len(
+    flag.addressable_shards
+  )
+
+
+def test_flag_is_agreed_inside_shard_map():
+  mesh = jax.make_mesh(
+    (4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+  )
+
+  @jax.jit
+  @functools.partial(
+    jax.shard_map, mesh=mesh, in_specs=(P("x", "y"), P()), out_specs=P("x", "y")
+  )
+  def flags(a, b):
+    flag = gradients.all_finite({"a": a, "b": b})
+    # An agreed flag varies over no axis: a cond may hold collectives then.
+    assert not jax.typeof(flag).manual_axis_type.varying
+    return jnp.full((1, 1), flag)
+
+  ones = np.ones((4, 2), np.float32)
+  bad = ones.copy()
+  bad[2, 1] = np.inf
+  assert np.asarray(flags(ones, ones)).all()
+  assert not np.asarray(flags(bad, ones)).any()
+  assert not np.asarray(flags(ones, bad)).any()
+
+
+def test_nonfinite_leaves_in_tree_order():
+  grads = {
+    "Dense_0": {"bias": jnp.ones(2), "kernel": jnp.full((2, 2), jnp.inf)},
+    "Dense_1": [jnp.ones(1), jnp.array([1.0, jnp.nan])],
+    "count": jnp.array(3),
+    "none": None,
+    "scalar": -np.inf,
+  }
+  assert fs.nonfinite_leaves(grads) == ["Dense_0/kernel", "Dense_1/1", "scalar"]
+
+
+def test_nonfinite_leaves_of_finite_and_of_bare_trees():
+  assert fs.nonfinite_leaves({"a": jnp.ones(2)}) == []
+  assert fs.nonfinite_leaves({}) == []
+  assert fs.nonfinite_leaves(jnp.array([jnp.nan])) == ["<root>"]
+
+
+def test_nonfinite_leaves_passes_over_what_is_no_gradient():
+  tree = {"params": {"w": jnp.ones(1)}, OWG: {"s": jnp.array([jnp.inf])}}
+  assert fs.nonfinite_leaves(tree) == []
+
+
+def test_nonfinite_leaves_of_a_sharded_array():
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  x = np.ones(8, np.float32)
+  x[6] = np.nan
+  x = jax.device_put(x, NamedSharding(mesh, P("x")))
+  assert fs.nonfinite_leaves({"w": x}) == ["w"]
+
+
+def test_nonfinite_leaves_says_so_when_traced():
+  with pytest.raises(TypeError, match=r"grads\[a/b\] is traced.*jax\.jit"):
+    jax.jit(lambda g: fs.nonfinite_leaves(g))({"a": {"b": jnp.ones(2)}})

@@ -1,0 +1,202 @@
+"""ImageNet: crops, normalization, and the wiring to TensorFlow Datasets."""
+
+import io
+import pickle
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from flaxshard import data
+from flaxshard import imagenet
+
+Image = pytest.importorskip("PIL.Image")
+
+SIZES = [(30, 40), (64, 20), (1, 50), (48, 48)]
+
+
+def _encode(image, mode="RGB"):
+  file = io.BytesIO()
+  Image.fromarray(image).convert(mode).save(file, "PNG")
+  return file.getvalue()
+
+
+class FakeImage:
+  pass
+
+
+class FakeClassLabel:
+  num_classes = 7
+
+
+class FakeBuilder:
+  """What `imagenet` uses of a TFDS builder."""
+
+  def __init__(self, name, data_dir):
+    if name == "no_such":
+      raise ValueError("Dataset no_such not found.\nAvailable datasets: ...")
+    self.data_dir = f"{data_dir}/{name}/1.0.0"
+    self.name = name
+    features = {"image": FakeImage(), "label": FakeClassLabel()}
+    if name == "words":
+      del features["image"]
+    self.info = types.SimpleNamespace(
+      features=features,
+      splits={} if name == "unprepared" else {"train": 4, "validation": 3},
+    )
+
+  def as_data_source(self, split, decoders):
+    assert decoders == {"image": "skipped"}
+    if self.name == "tfrecord":
+      raise NotImplementedError("not random access")
+    if split not in self.info.splits:
+      raise ValueError(f"Unknown split {split!r}.")
+    return [
+      {"image": _encode(np.full((h, w, 3), 10 * i, np.uint8)), "label": i}
+      for i, (h, w) in enumerate(SIZES[: self.info.splits[split]])
+    ]
+
+
+@pytest.fixture
+def fake_tfds(monkeypatch):
+  fake = types.ModuleType("tensorflow_datasets")
+  fake.builder = lambda name, data_dir: FakeBuilder(name, data_dir)
+  fake.decode = types.SimpleNamespace(SkipDecoding=lambda: "skipped")
+  fake.features = types.SimpleNamespace(
+    Image=FakeImage, ClassLabel=FakeClassLabel
+  )
+  monkeypatch.setitem(sys.modules, "tensorflow_datasets", fake)
+
+
+def _load(**fields):
+  return data.load({"name": "imagenet", "data_dir": "/d", **fields})
+
+
+def _constant(value, size):
+  image = np.full((size, size, 3), value, np.float32)
+  return (image - imagenet.MEAN) / imagenet.STD
+
+
+def test_splits(fake_tfds):
+  splits = _load(image_size=16)
+  assert (len(splits.train), len(splits.eval)) == (4, 3)
+  assert splits.num_classes == 7
+  for i, (h, w) in enumerate(SIZES):
+    example = splits.train[i]
+    assert example["inputs"].shape == (h, w, 3)
+    assert example["inputs"].dtype == np.uint8
+    augmented = splits.augment(example, np.random.default_rng(i))
+    assert augmented["inputs"].dtype == np.float32
+    np.testing.assert_allclose(augmented["inputs"], _constant(10 * i, 16))
+    assert augmented["labels"] == i
+  for i in range(3):
+    example = splits.eval[i]
+    assert example["inputs"].dtype == np.float32
+    np.testing.assert_allclose(example["inputs"], _constant(10 * i, 16))
+    assert isinstance(example["labels"], np.int32)
+    assert example["labels"] == i
+
+
+def test_batches(fake_tfds):
+  splits = _load(image_size=8)
+  batches = [
+    next(data.train_iterator(splits, batch_size=4, seed=1)) for _ in range(2)
+  ]
+  np.testing.assert_array_equal(batches[0]["inputs"], batches[1]["inputs"])
+  assert batches[0]["inputs"].shape == (4, 8, 8, 3)
+  assert sorted(batches[0]["labels"]) == [0, 1, 2, 3]
+  (batch,) = data.eval_batches(splits, batch_size=4)
+  assert batch["inputs"].shape == (4, 8, 8, 3)
+  assert batch["mask"].tolist() == [True, True, True, False]
+
+
+def test_splits_can_be_sent_to_workers(fake_tfds):
+  splits = _load(image_size=8)
+  sent = pickle.loads(pickle.dumps(splits))
+  np.testing.assert_array_equal(
+    sent.eval[1]["inputs"], splits.eval[1]["inputs"]
+  )
+
+
+@pytest.mark.parametrize(
+  ("fields", "match"),
+  [
+    ({"dataset": "unprepared"}, "'unprepared' is not prepared .* in /d/unprep"),
+    ({"dataset": "tfrecord"}, r"python -c .*data_dir='/d', file_format='array"),
+    ({"dataset": "no_such"}, r"dataset='no_such': Dataset no_such not found.$"),
+    ({"dataset": "words"}, "must have the features image"),
+    ({"eval_split": "test"}, "config.data.eval_split='test': Unknown split"),
+    ({"image_size": 0}, "image_size must be a positive integer, got 0"),
+    ({"size": 8}, "unknown argument 'size'"),
+  ],
+)
+def test_refuses(fake_tfds, fields, match):
+  with pytest.raises(ValueError, match=match):
+    _load(**fields)
+
+
+def test_without_the_package(monkeypatch):
+  monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
+  with pytest.raises(
+    ImportError, match=r"tensorflow_datasets: pip install 'flaxshard\[imagenet"
+  ):
+    _load()
+
+
+def test_gray_images_become_rgb():
+  image = np.arange(12, dtype=np.uint8).reshape(3, 4)
+  decoded = imagenet.decode(_encode(image, "L"))
+  np.testing.assert_array_equal(decoded, np.stack([image] * 3, -1))
+
+
+def test_center_is_that_of_resizing_and_cropping():
+  rng = np.random.default_rng(0)
+  image = rng.integers(0, 256, (256, 300, 3), np.uint8)
+  resized = imagenet.resize(image, imagenet.center_box(256, 300), 224)
+  np.testing.assert_array_equal(resized, image[16:240, 38:262])
+
+
+def test_resize_scales_the_box():
+  image = np.zeros((8, 8, 3), np.uint8)
+  image[2:6, 4:8] = 200
+  np.testing.assert_array_equal(
+    imagenet.resize(image, (4, 2, 8, 6), 4), np.full((4, 4, 3), 200)
+  )
+
+
+def test_random_boxes_lie_inside_and_vary():
+  rng = np.random.default_rng(0)
+  height, width = 200, 300
+  boxes = [imagenet.random_box(height, width, rng) for _ in range(300)]
+  left, upper, right, lower = np.array(boxes).T
+  assert left.min() >= 0 and upper.min() >= 0
+  assert right.max() <= width and lower.max() <= height
+  area = (right - left) * (lower - upper) / (height * width)
+  ratio = (right - left) / (lower - upper)
+  assert 0.075 < area.min() < 0.15 and 0.85 < area.max() <= 1
+  assert 0.73 < ratio.min() < 0.8 and 1.25 < ratio.max() < 1.36
+
+
+@pytest.mark.parametrize(
+  ("height", "width", "box"),
+  [(300, 3, (0, 148, 3, 152)), (3, 300, (148, 0, 152, 3))],
+)
+def test_thin_images_are_cropped_in_the_center(height, width, box):
+  class Whole:  # draws that never fit
+    def uniform(self, low, high):
+      return high
+
+  assert imagenet.random_box(height, width, Whole()) == box
+
+
+def test_augment_flips_half_of_the_images():
+  image = np.zeros((32, 32, 3), np.uint8)
+  image[:] = np.arange(32, dtype=np.uint8)[:, None] * 4  # a ramp, left to right
+  augment = imagenet.RandomCropAndFlip(8)
+  rng = np.random.default_rng(0)
+  flipped = 0
+  for _ in range(200):
+    row = augment({"inputs": image}, rng)["inputs"][0, :, 0]
+    flipped += row[0] > row[-1]
+  assert 70 < flipped < 130

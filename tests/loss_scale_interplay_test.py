@@ -1,0 +1,285 @@
+"""LossScale beside what else a train step is made of."""
+
+from flax.training import train_state as flax_train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+
+X = np.array([[1.0, 2.0], [-1.0, 0.5], [0.25, -2.0], [3.0, 1.0]], np.float32)
+Y = np.array([1.0, -1.0, 0.5, 2.0], np.float32)
+OVERFLOW = 2  # the batch whose gradients are not finite
+
+
+def batches(n=6, bad=OVERFLOW):
+  x = np.stack([X * (1 + i / n) for i in range(n)])
+  y = np.stack([Y] * n)
+  if bad is not None:
+    x[bad, 1, 0] = np.inf
+  return x, y
+
+
+def make_params():
+  return {"w": jnp.array([0.5, -0.25]), "b": jnp.array(0.125)}
+
+
+def loss_fn(params, x, y):
+  return ((x @ params["w"] + params["b"] - y) ** 2).mean()
+
+
+def create(tx, scale=2.0**10):
+  return fs.TrainState.create(
+    apply_fn=None,
+    params=make_params(),
+    tx=tx,
+    wrappers=[fs.LossScale(fs.DynamicLossScale(scale))],
+  )
+
+
+def train_step(state, batch):
+  return state.minimize(loss_fn, *batch)
+
+
+jitted_step = jax.jit(train_step)
+
+
+def train(state, data, step=jitted_step):
+  losses = []
+  for batch in zip(*data, strict=True):
+    state, loss = step(state, batch)
+    losses.append(float(loss))
+  return state, losses
+
+
+def reference(tx, data, bad=OVERFLOW):
+  """Plain Flax on the good batches only."""
+  state = flax_train_state.TrainState.create(
+    apply_fn=None, params=make_params(), tx=tx
+  )
+
+  @jax.jit
+  def step(state, batch):
+    return state.apply_gradients(grads=jax.grad(loss_fn)(state.params, *batch))
+
+  for i, batch in enumerate(zip(*data, strict=True)):
+    if i != bad:
+      state = step(state, batch)
+  return state
+
+
+def assert_close(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), a, b
+  )
+
+
+def assert_equal(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def frozen_labels(params):
+  return {name: "frozen" if name == "b" else "train" for name in params}
+
+
+OPTIMIZERS = {
+  "sgd": lambda: optax.sgd(0.1),
+  "adamw": lambda: optax.adamw(0.1),
+  "clip_by_global_norm": lambda: optax.chain(
+    optax.clip_by_global_norm(0.5), optax.adam(0.1)
+  ),
+  "frozen": lambda: optax.multi_transform(
+    {"train": optax.adam(0.1), "frozen": optax.set_to_zero()}, frozen_labels
+  ),
+  "schedule": lambda: optax.adam(optax.cosine_decay_schedule(0.1, 6)),
+  "inject": lambda: optax.inject_hyperparams(optax.sgd)(
+    learning_rate=optax.linear_schedule(0.1, 0.0, 6), momentum=0.9
+  ),
+  "multi_steps": lambda: optax.MultiSteps(optax.adam(0.1), 2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_skipped_step_is_as_if_its_batch_had_not_been(name):
+  tx = OPTIMIZERS[name]()
+  data = batches()
+  state, losses = train(create(tx), data)
+  wanted = reference(tx, data)
+  assert_close(state.params, wanted.params)
+  assert_close(state.opt_state, wanted.opt_state)
+  assert int(state.step) == int(wanted.step) == 5
+  assert not np.isfinite(losses[OVERFLOW])
+  assert np.isfinite(np.delete(losses, OVERFLOW)).all()
+  assert float(state.wrapper_states["loss_scale"].scale) == 2.0**9
+
+
+def test_clip_by_global_norm_clips_unscaled_gradients():
+  # The norm is 5; times the scale it would be 5120, and the result the same,
+  # but for a threshold between the two.
+  tx = optax.chain(optax.clip_by_global_norm(10.0), optax.sgd(1.0))
+  state = fs.TrainState.create(
+    apply_fn=None,
+    params={"w": jnp.zeros(2)},
+    tx=tx,
+    wrappers=[fs.LossScale(1024.0)],
+  )
+  loss_fn = lambda p: 3 * p["w"][0] + 4 * p["w"][1]
+  state, _ = state.minimize(loss_fn)
+  np.testing.assert_array_equal(state.params["w"], [-3.0, -4.0])
+  state, _ = state.minimize(lambda p: 10 * loss_fn(p))
+  np.testing.assert_allclose(state.params["w"], [-9.0, -12.0], rtol=1e-6)
+
+
+def test_multi_steps_does_not_accumulate_a_skipped_micro_step():
+  state = fs.TrainState.create(
+    apply_fn=None,
+    params={"w": jnp.zeros(1)},
+    tx=optax.MultiSteps(optax.sgd(1.0), every_k_schedule=2),
+    wrappers=[fs.LossScale("dynamic")],
+  )
+  step = jax.jit(lambda s, g: s.apply_gradients(grads={"w": g}))
+  seen = []
+  for g in (1.0, np.inf, 3.0, np.nan, 8.0, 2.0):
+    state = step(state, np.array([g], np.float32))
+    seen.append(
+      (
+        float(state.params["w"][0]),
+        float(state.opt_state.acc_grads["w"][0]),
+        int(state.opt_state.mini_step),
+        int(state.opt_state.gradient_step),
+        int(state.step),
+      )
+    )
+  assert seen == [
+    (0.0, 1.0, 1, 0, 1),
+    (0.0, 1.0, 1, 0, 1),
+    (-2.0, 0.0, 0, 1, 2),
+    (-2.0, 0.0, 0, 1, 2),
+    (-2.0, 8.0, 1, 1, 3),
+    (-7.0, 0.0, 0, 2, 4),
+  ]
+
+
+def test_frozen_parameters_stay():
+  state, _ = train(create(OPTIMIZERS["frozen"]()), batches())
+  assert float(state.params["b"]) == 0.125
+  assert (np.asarray(state.params["w"]) != [0.5, -0.25]).all()
+
+
+def test_frozen_parameters_are_checked_like_the_others():
+  # A NaN in a frozen branch comes from an overflow of the whole as well.
+  state = create(OPTIMIZERS["frozen"]())
+  grads = {"w": jnp.ones(2), "b": jnp.array(jnp.nan)}
+  skipped = state.apply_gradients(grads=grads)
+  assert int(skipped.step) == 0
+  np.testing.assert_array_equal(skipped.params["w"], [0.5, -0.25])
+
+
+def test_a_schedule_counts_applied_updates():
+  boundaries = optax.piecewise_constant_schedule(1.0, {2: 0.125})
+  state = fs.TrainState.create(
+    apply_fn=None,
+    params={"w": jnp.zeros(1)},
+    tx=optax.sgd(boundaries),
+    wrappers=[fs.LossScale("dynamic")],
+  )
+  step = jax.jit(lambda s, g: s.apply_gradients(grads={"w": g}))
+  seen = []
+  for g in (1.0, np.inf, np.nan, 1.0, 1.0):
+    state = step(state, np.array([g], np.float32))
+    seen.append(float(state.params["w"][0]))
+  # The third update, not the third step, is the first at the lower rate.
+  assert seen == [-1.0, -1.0, -1.0, -2.0, -2.125]
+  assert int(optax.tree.get(state.opt_state, "count")) == 3
+
+
+def test_checkpointed_losses():
+  def rematerialized(params, x, y):
+    return jax.checkpoint(loss_fn)(params, x, y)
+
+  state = create(optax.sgd(0.1))
+  batch = (X, Y)
+  loss, grads = jax.jit(lambda s, b: s.value_and_grad(loss_fn, *b))(
+    state, batch
+  )
+  loss2, grads2 = jax.jit(lambda s, b: s.value_and_grad(rematerialized, *b))(
+    state, batch
+  )
+  # By hand: residuals X @ w + b - Y.
+  residuals = X @ np.array([0.5, -0.25]) + 0.125 - Y
+  np.testing.assert_allclose(loss, (residuals**2).mean(), rtol=1e-6)
+  np.testing.assert_allclose(grads["w"], 2 * residuals @ X / 4, rtol=1e-5)
+  np.testing.assert_allclose(grads["b"], 2 * residuals.mean(), rtol=1e-5)
+  assert_close((loss2, grads2), (loss, grads))
+
+
+def test_checkpointing_the_scaled_loss():
+  state = create(optax.sgd(0.1))
+
+  @jax.jit
+  def by_hand(state, x, y):
+    scaled = lambda p: state.scale_loss(jax.checkpoint(loss_fn)(p, x, y))
+    return state.unscale_gradients(jax.grad(scaled)(state.params))
+
+  assert_close(by_hand(state, X, Y), jax.grad(loss_fn)(state.params, X, Y))
+
+
+@pytest.mark.parametrize("name", ["adamw", "multi_steps"])
+def test_scan_over_steps_equals_a_loop(name):
+  data = batches()
+  state = create(OPTIMIZERS[name]())
+  looped, losses = train(state, data)
+  scanned, scanned_losses = jax.jit(
+    lambda state, data: jax.lax.scan(train_step, state, data)
+  )(state, data)
+  assert_close(scanned, looped)
+  np.testing.assert_allclose(scanned_losses, losses, rtol=1e-6)
+  assert int(scanned.step) == 5
+  got = scanned.wrapper_states["loss_scale"]
+  assert (float(got.scale), int(got.good_steps)) == (2.0**9, 3)
+  assert int(got.skipped_steps) == 1
+
+
+def test_donation_over_good_and_skipped_steps():
+  data = batches()
+  tx = optax.adam(0.1)
+  donating = jax.jit(train_step, donate_argnums=0)
+  kept, losses = train(create(tx), data)
+  first = create(tx)
+  donated, donated_losses = train(first, data, donating)
+  assert_equal(donated, kept)
+  np.testing.assert_array_equal(donated_losses, losses)
+  # It was a donation: the first state is gone, skipped leaves included.
+  assert all(x.is_deleted() for x in jax.tree.leaves(first))
+
+
+def test_donation_when_the_very_first_step_is_skipped():
+  data = batches(n=3, bad=0)
+  tx = optax.adam(0.1)
+  donating = jax.jit(train_step, donate_argnums=0)
+  donated, _ = train(create(tx), data, donating)
+  wanted = reference(tx, data, bad=0)
+  assert_close(donated.params, wanted.params)
+  assert int(donated.step) == 2
+
+
+def test_ensembles_under_vmap_skip_one_by_one():
+  # A batched flag turns the branch into a select: one member's overflow must
+  # not hold back the others.
+  state = create(optax.adam(0.1))
+  states = jax.tree.map(lambda x: jnp.stack([x, x]), state)
+  x = np.stack([X, X])
+  x[1, 0, 0] = np.inf
+  step = jax.jit(jax.vmap(train_step, in_axes=(0, (0, None))))
+  states, _ = step(states, (x, Y))
+  member, _ = jitted_step(state, (X, Y))
+  np.testing.assert_allclose(
+    states.params["w"][0], member.params["w"], rtol=1e-6
+  )
+  np.testing.assert_array_equal(states.params["w"][1], state.params["w"])
+  assert states.step.tolist() == [1, 0]
+  assert states.wrapper_states["loss_scale"].scale.tolist() == [1024, 512]

@@ -1,0 +1,314 @@
+"""The built-in models: sizes, dtypes, modes, and the registry."""
+
+import functools
+import sys
+import types
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import pytest
+
+from flaxshard import models
+from flaxshard.policy import Policy
+
+POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
+IMAGES = jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
+TOKENS = jax.random.randint(jax.random.key(1), (2, 12), 0, 50)
+SMALL = {
+  "cnn": ({"features": [4, 8], "dense": 16}, IMAGES, (2, 10)),
+  "resnet": ({"stage_sizes": [1, 1], "width": 4}, IMAGES, (2, 10)),
+  "transformer": (
+    {
+      "num_layers": 2,
+      "num_heads": 2,
+      "embed_dim": 16,
+      "mlp_dim": 32,
+      "max_length": 16,
+    },
+    TOKENS,
+    (2, 12, 50),
+  ),
+}
+
+
+class OwnModel(nn.Module):
+  num_classes: int
+  policy: Policy
+  widths: tuple = ()
+
+
+class ModelWithoutPolicy(nn.Module):
+  num_classes: int
+
+
+def _create(name, policy="float32", **fields):
+  config, inputs, shape = SMALL[name]
+  model = models.create(
+    {"name": name, **config, **fields},
+    num_classes=shape[-1],
+    policy=Policy(policy),
+  )
+  return model, inputs, shape
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _init(model, inputs):
+  return model.init(jax.random.key(0), inputs)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _apply(model, variables, inputs, train=False, key=None):
+  rngs = None if key is None else {"dropout": key}
+  return model.apply(variables, inputs, train=train, rngs=rngs)
+
+
+def _count(variables):
+  return sum(x.size for x in jax.tree.leaves(variables["params"]))
+
+
+def test_resnet50_has_its_parameters():
+  model = models.ResNet(num_classes=1000)
+  images = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
+  variables = jax.eval_shape(model.init, jax.random.key(0), images)
+  assert _count(variables) == 25_557_032
+  # Mean and variance for each of the 26,560 normalized channels.
+  statistics = jax.tree.leaves(variables["batch_stats"])
+  assert sum(x.size for x in statistics) == 2 * 26_560
+
+
+def test_resnet_strides_in_the_3x3_convolution():
+  model = models.ResNet(num_classes=10)
+  images = jax.ShapeDtypeStruct((1, 64, 64, 3), jnp.float32)
+  _, state = jax.eval_shape(
+    lambda key, x: model.init_with_output(
+      key, x, capture_intermediates=True, mutable=True
+    ),
+    jax.random.key(0),
+    images,
+  )
+  block = state["intermediates"]["stage1_block0"]
+  (first,), (second,) = (block[f"Conv_{i}"]["__call__"] for i in (0, 1))
+  assert first.shape == (1, 16, 16, 128)
+  assert second.shape == (1, 8, 8, 128)
+
+
+def test_resnet_blocks_start_as_their_shortcuts():
+  model, inputs, _ = _create("resnet")
+  params = _init(model, inputs)["params"]
+  for block in ("stage0_block0", "stage1_block0"):
+    assert not params[block]["BatchNorm_2"]["scale"].any()
+    assert params[block]["BatchNorm_1"]["scale"].all()
+
+
+def test_resnet_updates_its_statistics_only_in_training():
+  model, inputs, _ = _create("resnet", policy="mixed_float16")
+  variables = _init(model, inputs)
+  evaluated, trained = jax.jit(
+    lambda v: tuple(
+      model.apply(v, inputs, train=train, mutable=["batch_stats"])[1]
+      for train in (False, True)
+    )
+  )(variables)
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    evaluated["batch_stats"],
+    variables["batch_stats"],
+  )
+  before, after = (
+    v["batch_stats"]["stem_norm"]["mean"] for v in (variables, trained)
+  )
+  assert not np.array_equal(before, after)
+  for leaf in jax.tree.leaves(trained["batch_stats"]):
+    assert leaf.dtype == jnp.float32
+
+
+def test_parameter_counts_of_the_small_models():
+  key = jax.random.key(0)
+  cnn, images, _ = _create("cnn")
+  convolutions = (3 * 9 * 4 + 4) + (4 * 9 * 8 + 8)
+  dense = (4 * 4 * 8 * 16 + 16) + (16 * 10 + 10)
+  assert _count(jax.eval_shape(cnn.init, key, images)) == convolutions + dense
+  transformer, tokens, _ = _create("transformer")
+  attention = 4 * (16 * 16 + 16)
+  mlp = (16 * 32 + 32) + (32 * 16 + 16)
+  block = attention + mlp + 2 * 2 * 16
+  tables = (50 + 16 + 50) * 16  # embeddings, positions, head
+  assert (
+    _count(jax.eval_shape(transformer.init, key, tokens))
+    == 2 * block + tables + 2 * 16
+  )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", models.MODELS)
+def test_logits_and_gradients_in_every_policy(name, policy):
+  model, inputs, shape = _create(name, policy)
+  variables = _init(model, inputs)
+  for leaf in jax.tree.leaves(variables):
+    assert leaf.dtype == jnp.float32
+
+  def loss_fn(params):
+    logits, _ = model.apply(
+      {**variables, "params": params},
+      inputs,
+      train=True,
+      mutable=["batch_stats"],
+    )
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[..., 0]), logits
+
+  @jax.jit
+  def both(params):
+    trained = jax.value_and_grad(loss_fn, has_aux=True)(params)
+    return trained, model.apply({**variables, "params": params}, inputs)
+
+  ((_, trained), grads), evaluated = both(variables["params"])
+  for logits in (trained, evaluated):
+    assert logits.shape == shape
+    assert logits.dtype == jnp.float32
+  for leaf in jax.tree.leaves((trained, evaluated, grads)):
+    assert np.isfinite(leaf).all()
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_compute_dtype_is_the_policys(name):
+  model, inputs, _ = _create(name, "mixed_float16")
+  jaxpr = jax.make_jaxpr(model.init)(jax.random.key(0), inputs)
+  products = [
+    equation
+    for equation in _equations(jaxpr.jaxpr)
+    if equation.primitive.name in ("dot_general", "conv_general_dilated")
+  ]
+  assert products
+  for equation in products:
+    assert {v.aval.dtype for v in equation.invars} == {jnp.dtype(jnp.float16)}
+
+
+def _equations(jaxpr):
+  for equation in jaxpr.eqns:
+    yield equation
+    for inner in jax.tree.leaves(list(equation.params.values())):
+      inner = getattr(inner, "jaxpr", inner)  # of a ClosedJaxpr
+      if hasattr(inner, "eqns"):
+        yield from _equations(inner)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_transformer_is_causal(policy):
+  model, tokens, _ = _create("transformer", policy)
+  variables = _init(model, tokens)
+  logits = _apply(model, variables, tokens)
+  for t in (0, 5, 11):
+    changed = _apply(model, variables, tokens.at[:, t].add(1))
+    np.testing.assert_array_equal(logits[:, :t], changed[:, :t])
+    assert not np.array_equal(logits[:, t], changed[:, t])
+    assert t == 11 or not np.array_equal(logits[:, -1], changed[:, -1])
+
+
+def test_transformer_in_float16_takes_large_activations():
+  model, tokens, _ = _create("transformer", "mixed_float16")
+  variables = _init(model, tokens)
+  embedding = variables["params"]["embed"]["embedding"]
+  variables["params"]["embed"]["embedding"] = embedding * 1e4
+  assert np.isfinite(_apply(model, variables, tokens)).all()
+
+
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_dropout_only_in_training(name):
+  model, inputs, _ = _create(name, dropout=0.5)
+  variables = _init(model, inputs)
+  plain, _, _ = _create(name)
+  evaluated = _apply(model, variables, inputs)
+  np.testing.assert_array_equal(evaluated, _apply(plain, variables, inputs))
+  first, second, again = (
+    _apply(model, variables, inputs, True, jax.random.key(seed))
+    for seed in (1, 2, 1)
+  )
+  assert not np.array_equal(first, second)
+  assert not np.array_equal(first, evaluated)
+  np.testing.assert_array_equal(first, again)
+  # Without dropout, training asks for no stream.
+  jax.eval_shape(lambda: plain.apply(variables, inputs, train=True))
+
+
+@pytest.mark.parametrize("name", ["cnn", "resnet"])
+def test_images_need_four_dimensions(name):
+  model, inputs, _ = _create(name)
+  with pytest.raises(ValueError, match=r"inputs must have shape .*\(16, 16, 3"):
+    model.init(jax.random.key(0), inputs[0])
+
+
+def test_cnn_refuses_images_that_pooling_would_empty():
+  model, inputs, _ = _create("cnn")
+  jax.eval_shape(model.init, jax.random.key(0), inputs[:, :4, :4])
+  with pytest.raises(ValueError, match=r"at least 4x4 pixels .*\(2, 16, 3, 3"):
+    model.init(jax.random.key(0), inputs[:, :, :3])
+
+
+@pytest.mark.parametrize(
+  ("inputs", "fields", "error", "match"),
+  [
+    (jnp.zeros((1, 17), int), {}, ValueError, "length 17; .*max_length=16"),
+    (jnp.zeros((12,), int), {}, ValueError, r"\[batch, length\], got \(12,\)"),
+    (jnp.zeros((1, 12)), {}, TypeError, "integer tokens, got float32"),
+    (TOKENS, {"num_heads": 3}, ValueError, "num_heads=3 must divide embed_dim"),
+  ],
+)
+def test_transformer_refuses(inputs, fields, error, match):
+  model, _, _ = _create("transformer", **fields)
+  with pytest.raises(error, match=match):
+    model.init(jax.random.key(0), inputs)
+
+
+def test_create_takes_config_dicts():
+  config = ml_collections.ConfigDict(
+    {"name": "resnet", "stage_sizes": [1, 2], "width": 8}
+  )
+  policy = Policy("mixed_bfloat16")
+  expected = models.ResNet(7, policy, stage_sizes=(1, 2), width=8)
+  for form in (config, ml_collections.FrozenConfigDict(config)):
+    model = models.create(form, num_classes=7, policy=policy)
+    assert model == expected
+    hash(model)  # so it can be static under jit
+
+
+def test_create_takes_ones_own_model(monkeypatch):
+  module = types.ModuleType("own_models")
+  module.OwnModel = OwnModel
+  monkeypatch.setitem(sys.modules, "own_models", module)
+  model = models.create(
+    {"name": "own_models:OwnModel", "widths": [[1, 2], [3]]},
+    num_classes=3,
+    policy=Policy(),
+  )
+  assert model == OwnModel(3, Policy(), widths=((1, 2), (3,)))
+
+
+@pytest.mark.parametrize(
+  ("config", "error", "match"),
+  [
+    ("cnn", TypeError, "config.model must be a dict .*'cnn'"),
+    ({"width": 1}, ValueError, "must have a 'name' .cnn, resnet"),
+    ({"name": "resnt"}, ValueError, "Did you mean 'resnet'"),
+    ({"name": "math:sqrt"}, TypeError, "must be a Linen or NNX module class"),
+    ({"name": "own_models:None_"}, ValueError, "own_models"),
+    (
+      {"name": "cnn", "densee": 1},
+      ValueError,
+      "unknown argument 'densee'; CNN takes features, dense, dropout. "
+      "Did you mean 'dense'",
+    ),
+    ({"name": "cnn", "num_classes": 3}, ValueError, "unknown argument 'num_cla"),
+  ],
+)
+def test_create_refuses(config, error, match):
+  with pytest.raises(error, match=match):
+    models.create(config, num_classes=10, policy=Policy())
+
+
+def test_create_needs_the_fields_that_it_gives(monkeypatch):
+  monkeypatch.setitem(models.MODELS, "partial", ModelWithoutPolicy)
+  with pytest.raises(TypeError, match="unexpected keyword argument 'policy'"):
+    models.create({"name": "partial"}, num_classes=2, policy=Policy())

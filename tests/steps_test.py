@@ -1,0 +1,405 @@
+"""The train and the eval step, on models of a few numbers."""
+
+import functools
+
+from flax import nnx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+from flaxshard import steps
+
+X = np.array([[1.0, 2.0], [-0.5, 0.25], [3.0, -1.0], [0.0, 1.5]], np.float32)
+LABELS = np.array([0, 2, 1, 2], np.int32)
+BATCH = {"inputs": X, "labels": LABELS}
+RNG = jax.random.key(0)
+
+train_step = jax.jit(steps.train_step)
+eval_step = jax.jit(steps.eval_step)
+
+
+class Linear(nn.Module):
+  features: int = 3
+
+  @nn.compact
+  def __call__(self, x, train=False):
+    del train
+    return nn.Dense(self.features, name="out")(x)
+
+
+class Normed(nn.Module):
+  @nn.compact
+  def __call__(self, x, train=False):
+    x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
+    return nn.Dense(3, name="out")(x)
+
+
+class Dropped(nn.Module):
+  @nn.compact
+  def __call__(self, x, train=False):
+    x = nn.Dense(32)(x)
+    x = nn.Dropout(0.5, deterministic=not train)(x)
+    return nn.Dense(3)(x)
+
+
+class NnxNormed(nnx.Module):
+  def __init__(self, rngs, rate=0.0):
+    self.norm = nnx.BatchNorm(2, momentum=0.5, rngs=rngs)
+    self.hidden = nnx.Linear(2, 32, rngs=rngs)
+    self.dropout = nnx.Dropout(rate, rngs=rngs)
+    self.out = nnx.Linear(32, 3, rngs=rngs)
+
+  def __call__(self, x):
+    return self.out(self.dropout(self.hidden(self.norm(x))))
+
+
+SGD = optax.sgd(0.5)
+DYNAMIC = (fs.LossScale("dynamic"),)
+
+
+# One state of a kind, so that its step is compiled once.
+@functools.cache
+def create(model=Linear(), tx=SGD, wrappers=()):  # noqa: B008
+  return fs.create_train_state(
+    model, jax.random.key(1), X, tx, wrappers=wrappers
+  )
+
+
+def run(state, batches, first_step=1, progress=None):
+  progress = steps.init_progress(state) if progress is None else progress
+  for i, batch in enumerate(batches):
+    state, progress = train_step(
+      state, progress, batch, RNG, jnp.int32(first_step + i)
+    )
+  return state, progress
+
+
+def cross_entropy(logits, labels):
+  logits = np.asarray(logits, np.float64)
+  log_sums = np.log(np.exp(logits).sum(-1))
+  chosen = np.take_along_axis(logits, labels[..., None], -1)[..., 0]
+  return log_sums - chosen
+
+
+def linear(params, x=X):
+  return x @ np.asarray(params["out"]["kernel"]) + np.asarray(
+    params["out"]["bias"]
+  )
+
+
+def mean_metrics(batches_logits):
+  """The mean loss and accuracy over all labels of (logits, labels) pairs."""
+  losses = [cross_entropy(logits, labels) for logits, labels in batches_logits]
+  correct = [
+    np.argmax(logits, -1) == labels for logits, labels in batches_logits
+  ]
+  mean = lambda parts: np.concatenate([p.ravel() for p in parts]).mean()
+  return {"loss": mean(losses), "accuracy": mean(correct)}
+
+
+def assert_metrics(metrics, wanted, rtol=1e-5):
+  given = metrics.compute()
+  assert sorted(given) == ["accuracy", "loss"]
+  for key, value in wanted.items():
+    np.testing.assert_allclose(given[key], value, rtol=rtol, err_msg=key)
+
+
+def assert_trees_equal(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+def with_inputs(value):
+  inputs = X.copy()
+  inputs[1, 0] = value
+  return {**BATCH, "inputs": inputs}
+
+
+# Training.
+
+
+def test_metrics_and_update_are_those_of_numpy():
+  state = create()
+  before = jax.device_get(state.params)
+  new_state, progress = run(state, [BATCH])
+  logits = linear(before)
+  # The loss before the update.
+  assert_metrics(progress.metrics, mean_metrics([(logits, LABELS)]))
+  assert int(progress.bad_step) == 0
+  assert progress.bad_leaves.tolist() == [False, False]
+
+  softmax = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+  d_logits = (softmax - np.eye(3)[LABELS]) / 4
+  assert int(new_state.step) == 1
+  for name, gradient in (("kernel", X.T @ d_logits), ("bias", d_logits.sum(0))):
+    np.testing.assert_allclose(
+      new_state.params["out"][name],
+      before["out"][name] - 0.5 * gradient,
+      rtol=1e-5,
+      atol=1e-6,
+    )
+
+
+def test_metrics_are_means_over_labels_since_the_last_look():
+  state = create()
+  first = jax.device_get(state.params)
+  state, progress = run(state, [BATCH])
+  second = jax.device_get(state.params)
+  # A batch of another size weighs by its labels.
+  small = {"inputs": X[:1], "labels": LABELS[:1]}
+  state, progress = run(state, [small], 2, progress)
+  assert_metrics(
+    progress.metrics,
+    mean_metrics(
+      [(linear(first), LABELS), (linear(second, X[:1]), LABELS[:1])]
+    ),
+  )
+
+
+def test_labels_may_have_more_dimensions():
+  class Bytes(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+      del train
+      return nn.Embed(5, 5, name="embed")(x)
+
+  tokens = np.array([[0, 1, 2], [3, 4, 0]], np.int32)
+  labels = np.array([[1, 2, 3], [4, 0, 1]], np.int32)
+  state = fs.create_train_state(Bytes(), RNG, tokens, optax.sgd(0.1))
+  table = np.asarray(state.params["embed"]["embedding"])
+  _, progress = run(state, [{"inputs": tokens, "labels": labels}])
+  assert_metrics(progress.metrics, mean_metrics([(table[tokens], labels)]))
+  metrics = eval_step(
+    state,
+    steps.Metrics.empty(),
+    {"inputs": tokens, "labels": labels, "mask": np.array([False, True])},
+  )
+  assert_metrics(metrics, mean_metrics([(table[tokens[1:]], labels[1:])]))
+  assert int(metrics.loss.count) == 3
+
+
+def test_the_loss_is_taken_in_float32():
+  class Half(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+      del train
+      return nn.Dense(3, dtype=jnp.float16, name="out")(x)
+
+  state = create(Half())
+  _, progress = run(state, [BATCH])
+  assert progress.metrics.loss.total.dtype == jnp.float32
+  logits = state.apply_fn({"params": state.params}, X)
+  assert logits.dtype == jnp.float16
+  assert_metrics(progress.metrics, mean_metrics([(np.asarray(logits), LABELS)]))
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_a_skipped_step_is_not_in_the_metrics_and_not_bad(value):
+  state = create(Normed(), optax.adam(0.1), DYNAMIC)
+  state, progress = run(state, [BATCH])
+  mean = jax.device_get(progress.metrics.compute())
+  state_2, progress_2 = run(state, [with_inputs(value)], 2, progress)
+
+  assert int(state_2.step) == 1
+  scale = state_2.wrapper_states["loss_scale"]
+  assert (int(scale.skipped_steps), float(scale.scale)) == (1, 2.0**14)
+  assert progress_2.metrics.compute() == mean
+  assert int(progress_2.metrics.loss.count) == 4
+  assert int(progress_2.bad_step) == 0
+  assert not np.any(progress_2.bad_leaves)
+  # Nothing has changed but the scale, batch statistics neither.
+  for field in ("params", "opt_state", "batch_stats"):
+    assert_trees_equal(getattr(state_2, field), getattr(state, field))
+
+  # And on it goes.
+  state_3, progress_3 = run(state_2, [BATCH], 3, progress_2)
+  assert int(state_3.step) == 2
+  assert int(progress_3.metrics.loss.count) == 8
+  assert np.isfinite(progress_3.metrics.compute()["loss"])
+
+
+def test_loss_scaling_does_not_change_the_numbers():
+  plain, plain_progress = run(create(), [BATCH] * 3)
+  scaled, progress = run(create(wrappers=(fs.LossScale(2.0**10),)), [BATCH] * 3)
+  for a, b in zip(
+    jax.tree.leaves(plain.params), jax.tree.leaves(scaled.params), strict=True
+  ):
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+  assert_metrics(progress.metrics, plain_progress.metrics.compute())
+
+
+def test_the_first_bad_step_and_what_it_broke():
+  # The logits are +-3e38, so the loss of class 1 is infinite; the gradients are
+  # finite, and the one of the kernel is too large for the update.
+  class Steep(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+      del train
+      slope = self.param("slope", lambda _: jnp.array([1.0, -1.0]))
+      offset = self.param("offset", lambda _: jnp.zeros(2))
+      unused = self.param("unused", lambda _: jnp.ones(2))
+      return x * slope + offset + 0 * unused
+
+  def batch(x):
+    return {
+      "inputs": np.array([[x]], np.float32),
+      "labels": np.array([1], np.int32),
+    }
+
+  state = fs.create_train_state(
+    Steep(), RNG, batch(1.0)["inputs"], optax.sgd(10.0)
+  )
+  state, progress = run(state, [batch(1e-3)], 7)
+  assert int(progress.bad_step) == 0
+  state, progress = run(state, [batch(3e38)], 8, progress)
+  assert int(state.step) == 2
+  assert int(progress.bad_step) == 8
+  assert not np.any(np.isfinite(state.params["slope"]))
+  assert np.all(np.isfinite(state.params["offset"]))
+  assert steps.bad_paths(state, progress) == ["slope"]
+
+  # Later ones break more, and are not the first.
+  state, progress = run(state, [batch(1.0), batch(1.0)], 9, progress)
+  assert not np.any(np.isfinite(state.params["offset"]))
+  assert int(progress.bad_step) == 8
+  assert steps.bad_paths(state, progress) == ["slope"]
+
+
+def test_a_fixed_scale_skips_nothing():
+  state = create(wrappers=(fs.LossScale(8.0),))
+  state, progress = run(state, [BATCH, with_inputs(np.inf), BATCH], 4)
+  assert int(state.step) == 3
+  assert int(progress.bad_step) == 5
+  assert steps.bad_paths(state, progress) == ["out/bias", "out/kernel"]
+
+
+def test_no_bad_paths_without_a_bad_step():
+  state, progress = run(create(), [BATCH])
+  assert steps.bad_paths(state, progress) == []
+
+
+def test_batch_statistics_are_updated():
+  state, _ = run(create(Normed()), [BATCH])
+  stats = state.batch_stats["BatchNorm_0"]
+  np.testing.assert_allclose(stats["mean"], 0.5 * X.mean(0), rtol=1e-6)
+  np.testing.assert_allclose(stats["var"], 0.5 + 0.5 * X.var(0), rtol=1e-6)
+
+
+def test_dropout_depends_on_the_step_and_the_key():
+  state = create(Dropped())
+
+  def loss(step, rng=RNG):
+    _, progress = train_step(
+      state, steps.init_progress(state), BATCH, rng, jnp.int32(step)
+    )
+    return float(progress.metrics.compute()["loss"])
+
+  assert loss(1) == loss(1)
+  assert len({loss(1), loss(2), loss(3), loss(1, jax.random.key(9))}) == 4
+
+
+# Evaluation.
+
+
+def test_eval_step_leaves_out_what_is_masked():
+  state = create()
+  metrics = steps.Metrics.empty()
+  mask = np.array([True, True, False, True])
+  # What fills up a batch may be anything.
+  inputs = X.copy()
+  inputs[2] = np.nan
+  batch = {"inputs": inputs, "labels": LABELS, "mask": mask}
+  metrics = eval_step(state, metrics, batch)
+  logits = linear(state.params)
+  wanted = [(logits[mask], LABELS[mask])]
+  assert_metrics(metrics, mean_metrics(wanted))
+
+  # Batches together are one mean, and not a mean of means.
+  last = np.array([False, False, True, False])
+  metrics = eval_step(state, metrics, {**BATCH, "mask": last})
+  wanted += [(logits[last], LABELS[last])]
+  assert_metrics(metrics, mean_metrics(wanted))
+  assert int(metrics.loss.count) == 4
+  nothing = np.zeros(4, bool)
+  metrics = eval_step(state, metrics, {**BATCH, "mask": nothing})
+  assert_metrics(metrics, mean_metrics(wanted))
+
+
+def test_eval_step_takes_the_running_statistics_and_no_dropout():
+  batch = {**BATCH, "mask": np.ones(4, bool)}
+  state, _ = run(create(Normed()), [BATCH])
+  metrics = eval_step(state, steps.Metrics.empty(), batch)
+  stats = state.batch_stats["BatchNorm_0"]
+  norm = state.params["BatchNorm_0"]
+  x = (X - stats["mean"]) / np.sqrt(stats["var"] + 1e-5)
+  x = x * norm["scale"] + norm["bias"]
+  assert_metrics(metrics, mean_metrics([(linear(state.params, x), LABELS)]))
+
+  state = create(Dropped())
+  metrics = eval_step(state, steps.Metrics.empty(), batch)
+  logits = state.apply_fn({"params": state.params}, X, train=False)
+  assert_metrics(metrics, mean_metrics([(np.asarray(logits), LABELS)]))
+
+
+# NNX.
+
+
+@functools.cache
+def create_nnx(rate=0.0, wrappers=()):
+  return fs.create_train_state(
+    NnxNormed(nnx.Rngs(0), rate), None, None, SGD, wrappers=wrappers
+  )
+
+
+def nnx_logits(state, mean, var):
+  params = jax.device_get(state.params)
+  x = (X - mean) / np.sqrt(var + 1e-5)
+  x = x * params["norm"]["scale"] + params["norm"]["bias"]
+  x = x @ params["hidden"]["kernel"] + params["hidden"]["bias"]
+  return x @ params["out"]["kernel"] + params["out"]["bias"]
+
+
+def test_nnx():
+  state = create_nnx()
+  new_state, progress = run(state, [BATCH])
+  # Batch statistics in training, their averages in evaluation.
+  wanted = nnx_logits(state, X.mean(0), X.var(0))
+  assert_metrics(progress.metrics, mean_metrics([(wanted, LABELS)]), rtol=1e-4)
+  stats = new_state.batch_stats["norm"]
+  np.testing.assert_allclose(stats["mean"], 0.5 * X.mean(0), rtol=1e-6)
+  np.testing.assert_allclose(stats["var"], 0.5 + 0.5 * X.var(0), rtol=1e-6)
+  assert int(new_state.step) == 1
+  metrics = eval_step(
+    new_state, steps.Metrics.empty(), {**BATCH, "mask": np.ones(4, bool)}
+  )
+  wanted = nnx_logits(new_state, stats["mean"], stats["var"])
+  assert_metrics(metrics, mean_metrics([(wanted, LABELS)]), rtol=1e-4)
+
+
+def test_nnx_dropout_moves_on_and_is_off_in_evaluation():
+  state = create_nnx(rate=0.5)
+  assert "rngs" in state.__dataclass_fields__
+  loss = lambda s: float(run(s, [BATCH])[1].metrics.compute()["loss"])
+  assert loss(state) == loss(state)
+  new_state, _ = run(state, [BATCH])
+  # Of the random streams, and of nothing else.
+  assert loss(state) != loss(state.replace(rngs=new_state.rngs))
+  batch = {**BATCH, "mask": np.ones(4, bool)}
+  metrics = eval_step(state, steps.Metrics.empty(), batch)
+  wanted = nnx_logits(state, np.zeros(2), np.ones(2))
+  assert_metrics(metrics, mean_metrics([(wanted, LABELS)]), rtol=1e-4)
+
+
+def test_nnx_skipped_step_holds_everything():
+  state = create_nnx(rate=0.5, wrappers=DYNAMIC)
+  new_state, progress = run(state, [with_inputs(np.inf)])
+  assert int(new_state.wrapper_states["loss_scale"].skipped_steps) == 1
+  assert int(progress.bad_step) == 0
+  assert int(progress.metrics.loss.count) == 0
+  for field in ("step", "params", "batch_stats"):
+    assert_trees_equal(getattr(new_state, field), getattr(state, field))

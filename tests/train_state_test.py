@@ -1,0 +1,682 @@
+"""TrainState: Flax's own without wrappers, and what is added with them."""
+
+import re
+from typing import Any
+
+import flax
+from flax import linen as nn
+from flax import struct
+from flax.training import train_state as flax_train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+
+X = np.array([[1.0, 2.0, -1.0], [0.5, -0.25, 3.0]], np.float32)
+Y = np.array([[1.0], [-2.0]], np.float32)
+
+
+class Mlp(nn.Module):
+  dtype: Any = None
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.tanh(nn.Dense(4, dtype=self.dtype)(x))
+    return nn.Dense(1, dtype=self.dtype)(x)
+
+
+class Norm(nn.Module):
+  @nn.compact
+  def __call__(self, x, train=True):
+    x = nn.Dense(4)(x)
+    return nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
+
+
+def make_params():
+  return {"w": jnp.array([1.0, -2.0]), "b": {"c": jnp.array(0.5)}}
+
+
+def create(wrappers=(), tx=None, params=None, **collections):
+  return fs.TrainState.create(
+    apply_fn=None,
+    params=make_params() if params is None else params,
+    tx=tx or optax.sgd(0.5),
+    wrappers=wrappers,
+    **collections,
+  )
+
+
+def quadratic(params, scale=1.0, shift=0.0):
+  return scale * (params["w"] ** 2).sum() + params["b"]["c"] + shift
+
+
+def assert_trees_equal(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    assert x.dtype == y.dtype
+    np.testing.assert_array_equal(x, y)
+
+
+# Without wrappers it is Flax's class.
+
+
+def normalized_hlo(compiled):
+  """Optimized HLO without the names and places that things come from."""
+  text = compiled.as_text()
+  # Tables of files and frames stand between the header and the computations.
+  header, _, body = text.partition("\n")
+  layout = re.search(r"entry_computation_layout=\S+", header).group()
+  start = re.search(r"^(%|ENTRY)", body, re.MULTILINE).start()
+  body = re.sub(r', metadata=\{(?:"[^"]*"|[^}"])*\}', "", body[start:])
+  body = re.sub(r"\(([^()]*: [^()]*)\) ->", "() ->", body)
+  names: dict[str, str] = {}
+  body = re.sub(
+    r"%[\w.\-]+", lambda m: names.setdefault(m[0], f"%{len(names)}"), body
+  )
+  return layout + "\n" + body
+
+
+def mlp_loss(params, x, y):
+  return ((Mlp().apply({"params": params}, x) - y) ** 2).mean()
+
+
+def compiled_step(state_class, donate, **kwargs):
+  params = Mlp().init(jax.random.key(0), X)["params"]
+  state = state_class.create(
+    apply_fn=Mlp().apply, params=params, tx=optax.adamw(0.1), **kwargs
+  )
+  # Flax's step is a Python int until the first update.
+  state = state.replace(step=jnp.zeros((), jnp.int32))
+
+  def step(state, x, y):
+    if isinstance(state, fs.TrainState):
+      loss, grads = state.value_and_grad(mlp_loss, x, y)
+    else:
+      loss, grads = jax.value_and_grad(mlp_loss)(state.params, x, y)
+    return state.apply_gradients(grads=grads), loss
+
+  step = jax.jit(step, donate_argnums=(0,) if donate else ())
+  return step.lower(state, X, Y).compile()
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_the_compiled_step_is_flaxs_own(donate):
+  bare = normalized_hlo(compiled_step(flax_train_state.TrainState, donate))
+  assert "fusion" in bare
+  assert normalized_hlo(compiled_step(fs.TrainState, donate)) == bare
+  # "auto" finds nothing to scale in float32: it is compiled away.
+  off = compiled_step(fs.TrainState, donate, wrappers=[fs.LossScale("auto")])
+  assert normalized_hlo(off) == bare
+  on = compiled_step(fs.TrainState, donate, wrappers=[fs.LossScale(8)])
+  assert normalized_hlo(on) != bare
+
+
+def test_leaves_and_paths_are_flaxs_own():
+  params, tx = make_params(), optax.adam(0.1)
+  flax_state = flax_train_state.TrainState.create(
+    apply_fn=None, params=params, tx=tx
+  )
+  ours = create(params=params, tx=tx)
+  assert isinstance(ours, flax_train_state.TrainState)
+  theirs = jax.tree_util.tree_leaves_with_path(flax_state)
+  leaves = jax.tree_util.tree_leaves_with_path(ours)
+  assert [p for p, _ in leaves] == [p for p, _ in theirs]
+  for (_, a), (_, b) in zip(leaves, theirs, strict=True):
+    np.testing.assert_array_equal(a, b)
+  to_keys = lambda s: flax.traverse_util.flatten_dict(
+    flax.serialization.to_state_dict(s), keep_empty_nodes=True
+  ).keys()
+  assert to_keys(ours) == to_keys(flax_state)
+
+
+def test_without_wrappers_there_are_no_states_of_them():
+  state = create()
+  assert dict(state.wrapper_states) == {}
+  assert state.wrappers == ()
+  assert "wrapper_states" not in flax.serialization.to_state_dict(state)
+
+
+def test_serialization_goes_there_and_back():
+  make = lambda tx, m: create(
+    [fs.LossScale("dynamic")], tx=tx, batch_stats={"m": jnp.full(2, m)}
+  )
+  tx = optax.adam(0.1)
+  state, blank = make(tx, 1.0), make(tx, 0.0)
+  state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+  restored = flax.serialization.from_bytes(
+    blank, flax.serialization.to_bytes(state)
+  )
+  assert_trees_equal(restored, state)
+
+
+def test_updates_are_flaxs_own():
+  tx = optax.adam(0.1)
+  theirs = flax_train_state.TrainState.create(
+    apply_fn=None, params=make_params(), tx=tx
+  )
+  ours = create(tx=tx)
+  for _ in range(3):
+    grads = jax.grad(quadratic)(theirs.params)
+    theirs = theirs.apply_gradients(grads=grads)
+    ours, _ = ours.minimize(quadratic)
+  assert_trees_equal(ours.params, theirs.params)
+  assert_trees_equal(ours.opt_state, theirs.opt_state)
+  assert int(ours.step) == 3
+
+
+# The second step does not recompile.
+
+
+@pytest.mark.parametrize(
+  "wrappers",
+  [[], [fs.LossScale(fs.DynamicLossScale(8))], [fs.LossScale(8)]],
+)
+@pytest.mark.parametrize("param", [2.0, np.float32(2.0), jnp.float16(2.0)])
+def test_the_second_step_does_not_recompile(wrappers, param):
+  # A Python number is weakly typed; step is a Python int in Flax.
+  state = create(wrappers, tx=optax.adam(0.5), params={"w": param})
+  assert not any(x.weak_type for x in jax.tree.leaves(state))
+  step = jax.jit(lambda s: s.minimize(lambda p: (p["w"] ** 2).sum())[0])
+  for _ in range(3):
+    state = step(state)
+  assert step._cache_size() == 1
+  assert int(state.step) == 3
+
+
+def test_states_of_equal_wrappers_share_a_compiled_step():
+  tx = optax.sgd(0.5)
+  step = jax.jit(lambda s: s.minimize(quadratic)[0])
+  for _ in range(2):
+    step(create([fs.LossScale("dynamic")], tx=tx))
+    step(create([fs.LossScale("dynamic")], tx=tx, batch_stats={"m": 1.0}))
+  assert step._cache_size() == 2
+
+
+# Loss and gradients.
+
+
+@pytest.mark.parametrize("wrappers", [(), (fs.LossScale(1024.0),)])
+def test_value_and_grad(wrappers):
+  state = create(wrappers)
+  loss, grads = state.value_and_grad(quadratic)
+  assert float(loss) == 5.5
+  np.testing.assert_array_equal(grads["w"], [2.0, -4.0])
+  assert float(grads["b"]["c"]) == 1.0
+
+
+@pytest.mark.parametrize("wrappers", [(), (fs.LossScale(1024.0),)])
+def test_value_and_grad_with_arguments_and_aux(wrappers):
+  state = create(wrappers)
+
+  def loss_fn(params, scale, shift):
+    loss = quadratic(params, scale, shift)
+    return loss, {"twice": 2 * loss, "name": jnp.arange(2)}
+
+  @jax.jit
+  def grad_step(state, scale):
+    return state.value_and_grad(loss_fn, scale, 1.0, has_aux=True)
+
+  (loss, aux), grads = grad_step(state, 2.0)
+  assert float(loss) == 11.5
+  assert float(aux["twice"]) == 23.0
+  np.testing.assert_array_equal(aux["name"], [0, 1])
+  np.testing.assert_array_equal(grads["w"], [4.0, -8.0])
+
+
+def test_by_hand_equals_value_and_grad():
+  state = create([fs.LossScale(1024.0)])
+
+  @jax.jit
+  def by_hand(state):
+    scaled = lambda p: state.scale_loss(quadratic(p))
+    return state.unscale_gradients(jax.grad(scaled)(state.params))
+
+  scaled = jax.grad(lambda p: state.scale_loss(quadratic(p)))(state.params)
+  np.testing.assert_array_equal(scaled["w"], [2048.0, -4096.0])
+  assert_trees_equal(by_hand(state), state.value_and_grad(quadratic)[1])
+
+
+@pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
+def test_minimize(wrappers):
+  state = create(wrappers)
+  new, loss = state.minimize(quadratic)
+  assert float(loss) == 5.5  # that of before the update
+  np.testing.assert_array_equal(new.params["w"], [0.0, 0.0])
+  assert float(new.params["b"]["c"]) == 0.0
+  assert int(new.step) == 1
+  assert int(state.step) == 0
+  aux_fn = lambda p, k: (quadratic(p), k)
+  new, (loss, aux) = state.minimize(aux_fn, 7, has_aux=True)
+  assert (float(loss), int(aux)) == (5.5, 7)
+  np.testing.assert_array_equal(new.params["w"], [0.0, 0.0])
+
+
+def test_a_loss_that_is_not_scalar_is_refused():
+  for wrappers in ((), (fs.LossScale(8),)):
+    with pytest.raises(TypeError, match="scalar"):
+      create(wrappers).value_and_grad(lambda p: p["w"])
+
+
+# What is applied.
+
+
+@pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
+@pytest.mark.parametrize(
+  ("grads", "match"),
+  [
+    ({"w": jnp.ones(2)}, "at b/c: missing"),
+    ({"w": jnp.ones(3), "b": {"c": 1.0}}, r"at w: shape \(3,\).*\(2,\)"),
+    (
+      {"w": jnp.ones(2), "b": {"c": 1.0, "d": 1.0}},
+      "at b/d: .* where nothing is expected",
+    ),
+    ({"w": jnp.ones(2), "b": {"c": jnp.ones(1)}}, r"at b/c: shape \(1,\)"),
+  ],
+)
+def test_gradients_that_do_not_match(wrappers, grads, match):
+  with pytest.raises(ValueError, match=f"grads do not match params {match}"):
+    create(wrappers).apply_gradients(grads=grads)
+
+
+@pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
+def test_replaced_fields(wrappers):
+  state = create(wrappers, batch_stats={"m": jnp.zeros(2)})
+  grads = jax.tree.map(jnp.ones_like, state.params)
+  new = state.apply_gradients(grads=grads, batch_stats={"m": jnp.ones(2)})
+  np.testing.assert_array_equal(new.batch_stats["m"], [1.0, 1.0])
+  np.testing.assert_array_equal(state.batch_stats["m"], [0.0, 0.0])
+  # What is not named stays.
+  new = new.apply_gradients(grads=grads)
+  np.testing.assert_array_equal(new.batch_stats["m"], [1.0, 1.0])
+
+
+def test_unknown_replaced_fields_name_what_is_near():
+  state = create([fs.LossScale("dynamic")], batch_stats={"m": jnp.zeros(2)})
+  grads = jax.tree.map(jnp.ones_like, state.params)
+  with pytest.raises(
+    TypeError, match=r"'batch_stat' cannot be repl.*Did you mean 'batch_sta"
+  ):
+    state.apply_gradients(grads=grads, batch_stat={"m": jnp.ones(2)})
+  for name in ("step", "params", "opt_state", "wrapper_states"):
+    with pytest.raises(TypeError, match=f"'{name}' cannot be replaced"):
+      state.apply_gradients(grads=grads, **{name: None})
+  with pytest.raises(TypeError):
+    create().apply_gradients(grads=grads, batch_stats={})
+
+
+@pytest.mark.parametrize(
+  ("stats", "match"),
+  [
+    ({"m": jnp.zeros(2, jnp.float16)}, "at m: dtype float16, where float32"),
+    ({"m": jnp.zeros(3)}, r"at m: shape \(3,\)"),
+    ({"n": jnp.zeros(2)}, "at m: missing"),
+    ({"m": jnp.zeros(2), "n": 1.0}, "at n: .*nothing is expected"),
+  ],
+)
+def test_replaced_fields_that_cannot_be_held_back(stats, match):
+  state = create([fs.LossScale("dynamic")], batch_stats={"m": jnp.zeros(2)})
+  grads = jax.tree.map(jnp.ones_like, state.params)
+  with pytest.raises(
+    ValueError, match=f"batch_stats does not match the state {match}"
+  ):
+    state.apply_gradients(grads=grads, batch_stats=stats)
+
+
+def test_gradients_may_come_in_another_dtype():
+  state = create([fs.LossScale("dynamic")])
+  grads = {"w": jnp.ones(2, jnp.float16), "b": {"c": np.float32(1)}}
+  new = state.apply_gradients(grads=grads)
+  assert new.params["w"].dtype == jnp.float32
+  np.testing.assert_array_equal(new.params["w"], [0.5, -2.5])
+
+
+@pytest.mark.parametrize("scale", [fs.DynamicLossScale(16), 16])
+def test_float16_parameters_keep_their_dtypes(scale):
+  params = {"w": jnp.array([1.0, -2.0], jnp.float16)}
+  state = create([fs.LossScale(scale)], tx=optax.adam(0.5), params=params)
+  dtypes = jax.tree.map(lambda x: x.dtype, state)
+  step = jax.jit(lambda s: s.minimize(lambda p: (p["w"] ** 2).sum())[0])
+  for _ in range(3):
+    state = step(state)
+    assert jax.tree.map(lambda x: x.dtype, state) == dtypes
+  assert step._cache_size() == 1
+  assert state.opt_state[0].mu["w"].dtype == jnp.float16
+  # Adam's steps are as long as the learning rate while the gradients agree.
+  assert float(state.params["w"][1]) == pytest.approx(-0.5, abs=0.1)
+
+
+def test_shared_buffers_are_donated_safely():
+  x = jnp.ones(3)
+  state = create(
+    [fs.LossScale("dynamic")],
+    params={"a": x, "b": x},
+    batch_stats={"m": x},
+  )
+  step = jax.jit(
+    lambda s: s.minimize(lambda p: (p["a"] * 2 + p["b"]).sum())[0],
+    donate_argnums=0,
+  )
+  state = step(step(state))
+  np.testing.assert_array_equal(state.params["a"], np.full(3, -1.0))
+  np.testing.assert_array_equal(state.params["b"], np.zeros(3))
+  np.testing.assert_array_equal(state.batch_stats["m"], np.ones(3))
+
+
+def test_buffers_shared_under_two_names_are_donated_safely():
+  x = jnp.ones(3)
+  state = create(params={"a": x, "b": jax.device_put(x, x.sharding)})
+  step = jax.jit(
+    lambda s: s.minimize(lambda p: (p["a"] * 2 + p["b"]).sum())[0],
+    donate_argnums=0,
+  )
+  state = step(state)
+  np.testing.assert_array_equal(state.params["a"], np.zeros(3))
+  np.testing.assert_array_equal(state.params["b"], np.full(3, 0.5))
+
+
+def test_slots_that_are_the_parameters_are_donated_safely():
+  # As with Lookahead and averages, whose slots are the parameters at first.
+  def update(updates, anchor, params):
+    return jax.tree.map(lambda u, a, p: a - p - u, updates, anchor, params), (
+      anchor
+    )
+
+  tx = optax.GradientTransformation(lambda params: params, update)
+  params = {"w": jnp.full(2, 3.0)}
+  state = create([fs.LossScale("dynamic")], tx=tx, params=params)
+  step = jax.jit(
+    lambda s: s.apply_gradients(grads={"w": jnp.ones(2)}), donate_argnums=0
+  )
+  state = step(step(state))
+  np.testing.assert_array_equal(state.params["w"], [2.0, 2.0])
+  np.testing.assert_array_equal(state.opt_state["w"], [3.0, 3.0])
+
+
+# Creating.
+
+
+def test_wrong_arguments_of_create():
+  with pytest.raises(TypeError, match=r"params\[b/c\] must be an array"):
+    create(params={"w": jnp.ones(1), "b": {"c": "x"}})
+  with pytest.raises(TypeError, match=r"batch_stats\[m\] must be an array"):
+    create(batch_stats={"m": "x"})
+  with pytest.raises(TypeError, match="tx must be an optax"):
+    create(tx=0.1)
+  with pytest.raises(TypeError, match=r"'wrapers'\. Did you mean 'wrappers'"):
+    create(wrapers=[fs.LossScale()])
+  with pytest.raises(TypeError, match="wrappers must be a sequence"):
+    create(fs.LossScale())
+  with pytest.raises(TypeError, match=r"wrappers\[0\] must be an instance"):
+    create([fs.LossScale])
+  with pytest.raises(ValueError, match="'loss_scale' is given twice"):
+    create([fs.LossScale(), fs.LossScale(8)])
+
+
+@pytest.mark.parametrize(
+  "name", ["step", "opt_state", "wrapper_states", "minimize", "replace"]
+)
+def test_collections_do_not_take_a_name_that_is_taken(name):
+  with pytest.raises(ValueError, match=f"cannot be named '{name}'"):
+    create(**{name: {"m": jnp.ones(1)}})
+
+
+class EmaState(fs.TrainState):
+  """A subclass as users write it, with a default and a static field."""
+
+  ema: Any = None
+  note: str = struct.field(pytree_node=False, default="none")
+
+  def averaged(self):
+    return jax.tree.map(lambda e: e * 2, self.ema)
+
+
+@pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
+def test_subclasses_with_fields_of_their_own(wrappers):
+  state = EmaState.create(
+    apply_fn=None,
+    params=make_params(),
+    tx=optax.sgd(0.5),
+    wrappers=wrappers,
+    ema={"w": jnp.zeros(2)},
+    note="first",
+    batch_stats={"m": jnp.ones(1)},
+  )
+  assert isinstance(state, EmaState)
+  assert state.note == "first"
+  step = jax.jit(
+    lambda s, g: s.apply_gradients(
+      grads=g, ema={"w": s.ema["w"] + 1.0}, note="later"
+    )
+  )
+  good = jax.tree.map(jnp.ones_like, state.params)
+  new = step(state, good)
+  np.testing.assert_array_equal(new.averaged()["w"], [2.0, 2.0])
+  np.testing.assert_array_equal(new.params["w"], [0.5, -2.5])
+  assert new.note == "later"
+  assert float(new.batch_stats["m"][0]) == 1.0
+  if wrappers:
+    bad = {"w": jnp.array([jnp.inf, 0.0]), "b": {"c": 1.0}}
+    skipped = step(new, bad)
+    np.testing.assert_array_equal(skipped.ema["w"], [1.0, 1.0])
+    assert int(skipped.step) == 1
+
+
+def test_a_subclass_field_with_a_default_may_be_left_out():
+  state = EmaState.create(
+    apply_fn=None, params=make_params(), tx=optax.sgd(0.5)
+  )
+  assert state.ema is None
+  new, _ = state.minimize(quadratic)
+  np.testing.assert_array_equal(new.params["w"], [0.0, 0.0])
+
+
+# create_train_state, for Linen.
+
+
+def assert_close(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), a, b)
+
+
+def test_linen():
+  key = jax.random.key(1)
+  state = fs.create_train_state(
+    Mlp(), key, X, optax.adam(0.1), wrappers=[fs.LossScale("dynamic")]
+  )
+  variables = Mlp().init(key, X)
+  assert_close(state.params, variables["params"])
+  np.testing.assert_allclose(
+    state.apply_fn({"params": state.params}, X),
+    Mlp().apply(variables, X),
+    rtol=1e-5,
+  )
+  assert int(state.step) == 0
+  assert not any(x.weak_type for x in jax.tree.leaves(state))
+  before = mlp_loss(state.params, X, Y)
+  step = jax.jit(lambda s: s.minimize(mlp_loss, X, Y))
+  for _ in range(20):
+    state, loss = step(state)
+  assert float(loss) < 0.5 * float(before)
+  assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
+def test_linen_with_batch_stats(wrappers):
+  model = Norm()
+  state = fs.create_train_state(
+    model, jax.random.key(1), X, optax.sgd(0.1), wrappers=wrappers
+  )
+  assert set(state.batch_stats["BatchNorm_0"]) == {"mean", "var"}
+
+  @jax.jit
+  def step(state, x):
+    def loss_fn(params):
+      variables = {"params": params, "batch_stats": state.batch_stats}
+      out, new = state.apply_fn(variables, x, mutable=["batch_stats"])
+      return (out**3).mean(), new
+
+    (_, new), grads = state.value_and_grad(loss_fn, has_aux=True)
+    return state.apply_gradients(grads=grads, batch_stats=new["batch_stats"])
+
+  dense = X @ state.params["Dense_0"]["kernel"]
+  new = step(state, X)
+  stats = new.batch_stats["BatchNorm_0"]
+  np.testing.assert_allclose(stats["mean"], dense.mean(0) / 2, rtol=1e-5)
+  np.testing.assert_allclose(stats["var"], 0.5 + dense.var(0) / 2, rtol=1e-4)
+  if wrappers:
+    skipped = step(new, X * np.inf)
+    assert_trees_equal(skipped.batch_stats, new.batch_stats)
+    assert_trees_equal(skipped.params, new.params)
+    assert int(skipped.step) == 1
+
+
+class TwoInputs(nn.Module):
+  @nn.compact
+  def __call__(self, x, mask):
+    return nn.Dense(2)(x) * mask
+
+
+def test_linen_with_several_inputs_and_abstract_ones():
+  key = jax.random.key(2)
+  mask = np.ones((2, 1), np.float32)
+  wanted = TwoInputs().init(key, X, mask)["params"]
+  for inputs in (
+    (X, mask),
+    jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (X, mask)),
+    (jax.ShapeDtypeStruct(X.shape, X.dtype), mask),
+  ):
+    state = fs.create_train_state(TwoInputs(), key, inputs, optax.sgd(0.1))
+    assert_close(state.params, wanted)
+
+
+class Streams(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    noise = jax.random.normal(self.make_rng("noise"), x.shape)
+    return nn.Dense(1)(x + noise)
+
+
+def test_linen_with_several_random_streams():
+  rngs = {"params": jax.random.key(0), "noise": jax.random.key(1)}
+  state = fs.create_train_state(Streams(), rngs, X, optax.sgd(0.1))
+  assert_close(state.params, Streams().init(rngs, X)["params"])
+
+
+class Boxed(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    init = nn.with_partitioning(nn.initializers.ones, ("in", "out"))
+    return nn.Dense(2, kernel_init=init)(x)
+
+
+def test_partitioning_metadata_is_taken_off():
+  state = fs.create_train_state(
+    Boxed(), jax.random.key(0), X, optax.sgd(0.5), wrappers=[fs.LossScale(8)]
+  )
+  np.testing.assert_array_equal(state.params["Dense_0"]["kernel"], 1.0)
+  new, _ = state.minimize(lambda p: p["Dense_0"]["kernel"].sum())
+  np.testing.assert_array_equal(new.params["Dense_0"]["kernel"], 0.5)
+
+
+@pytest.mark.parametrize(
+  ("model", "on"),
+  [
+    (Mlp(), False),
+    (Mlp(dtype=jnp.float16), True),
+    (Mlp(dtype="float16"), True),
+    (Mlp(dtype=jnp.bfloat16), False),
+  ],
+)
+def test_auto_takes_the_policy_of_the_model(model, on):
+  state = fs.create_train_state(
+    model,
+    jax.random.key(0),
+    X,
+    optax.sgd(0.1),
+    wrappers=[fs.LossScale("auto")],
+  )
+  assert (state.wrapper_states["loss_scale"] != ()) == on
+
+
+class WithPolicy(nn.Module):
+  policy: Any = None
+
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(1, dtype=self.policy.compute_dtype)(x)
+
+
+def test_auto_takes_a_policy_before_a_dtype_and_the_users_before_both():
+  make = lambda policy, wrapper: fs.create_train_state(
+    WithPolicy(fs.Policy(policy)),
+    jax.random.key(0),
+    X,
+    optax.sgd(0.1),
+    wrappers=[wrapper],
+  ).wrapper_states["loss_scale"]
+  auto = fs.LossScale("auto")
+  assert make("mixed_float16", auto) != ()
+  assert make("float32", auto) == ()
+  assert make("mixed_float16", fs.LossScale("auto", policy="float32")) == ()
+
+
+class NoParams(nn.Module):
+  def __call__(self, x):
+    return x
+
+
+class TakenName(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    self.variable("step", "count", lambda: jnp.zeros(()))
+    return nn.Dense(1)(x)
+
+
+def test_models_that_cannot_be():
+  make = lambda model, **kwargs: fs.create_train_state(
+    model, jax.random.key(0), X, optax.sgd(0.1), **kwargs
+  )
+  for model in (Mlp, lambda x: x, None, {"w": jnp.ones(1)}):
+    with pytest.raises(TypeError, match="model must be an instance of flax"):
+      make(model)
+  with pytest.raises(ValueError, match="model=NoParams has no parameters"):
+    make(NoParams())
+  with pytest.raises(ValueError, match="cannot be named 'step'"):
+    make(TakenName())
+  with pytest.raises(ValueError, match="'loss_scale' is given twice"):
+    make(Mlp(), wrappers=[fs.LossScale(), fs.LossScale(8)])
+  with pytest.raises(TypeError, match=r"wrappers\[0\] must be an instance"):
+    make(Mlp(), wrappers=[fs.LossScale])
+
+
+def test_fp8_modules_train_with_their_histories():
+  dense = nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+  state = fs.create_train_state(
+    dense,
+    jax.random.key(0),
+    jnp.ones((4, 16)),
+    optax.sgd(0.1),
+    wrappers=[fs.LossScale(1024.0)],
+  )
+  x = jnp.full((4, 16), 3.0)
+
+  def loss_fn(variables):
+    return (state.apply_fn(variables, x) ** 2).mean()
+
+  new, _ = jax.jit(lambda s: s.minimize(loss_fn))(state)
+  histories = lambda s: {
+    jax.tree_util.keystr(p): np.asarray(a)
+    for p, a in jax.tree_util.tree_leaves_with_path(
+      s.params["_overwrite_with_gradient"]
+    )
+    if "input_amax_history" in jax.tree_util.keystr(p)
+  }
+  (before,), (after,) = histories(state).values(), histories(new).values()
+  assert (before == 0).all()
+  # The largest input, neither scaled nor taken off with a learning rate.
+  assert after.max() == 3.0
+  kernel = lambda s: np.asarray(s.params["params"]["kernel"])
+  assert (kernel(new) != kernel(state)).any()

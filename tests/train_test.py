@@ -1,0 +1,417 @@
+"""The training loop, end to end on tiny runs."""
+
+import json
+import logging
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+from flax import nnx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import pytest
+
+from flaxshard import data
+from flaxshard import interrupts
+from flaxshard import train
+from flaxshard import writers
+
+_ROOT = pathlib.Path(__file__).parent.parent
+
+
+def _config(**fields) -> ml_collections.ConfigDict:
+  values = dict(
+    model={"name": "cnn", "features": (4,), "dense": 8},
+    data={"name": "digits"},
+    batch_size=16,
+    num_train_steps=8,
+    learning_rate=1e-2,
+    seed=0,
+    wrappers=(("loss_scale", {"scale": "dynamic"}),),
+    mesh={"replica": -1},
+    precision="mixed_float16",
+    log_every_steps=2,
+    eval_every_steps=4,
+    checkpoint_every_steps=4,
+    on_nonfinite="stop",
+    writer="none",
+  )
+  return ml_collections.ConfigDict({**values, **fields})
+
+
+def _rows(workdir) -> list[dict]:
+  return writers.read_rows(os.path.join(workdir, "metrics.jsonl"))
+
+
+def _without_timing(rows) -> list[dict]:
+  return [
+    {k: v for k, v in row.items() if k != "steps_per_second"} for row in rows
+  ]
+
+
+def _assert_same(a, b) -> None:
+  jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y), a, b)
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+  """A run of eight steps, for others to be compared with."""
+  workdir = str(tmp_path_factory.mktemp("undisturbed"))
+  config = _config(writer="tensorboard")
+  return workdir, train.train_and_evaluate(config, workdir)
+
+
+def _stop_at(monkeypatch, stop_step: int, signum: int) -> None:
+  """Lets the loop see a signal at a step, without one being sent."""
+  calls = []
+
+  def came():
+    calls.append(1)
+    return signum if len(calls) >= stop_step else None
+
+  class Caught:
+    def __enter__(self):
+      return came
+
+    def __exit__(self, *args):
+      return None
+
+  monkeypatch.setattr(interrupts, "caught", Caught)
+
+
+def test_workdir_after_a_run(undisturbed) -> None:
+  workdir, state = undisturbed
+  rows = _rows(workdir)
+  assert [r["step"] for r in rows] == [2, 4, 6, 8]
+  assert set(rows[0]) == {
+    "step",
+    "train_loss",
+    "train_accuracy",
+    "learning_rate",
+    "loss_scale",
+    "skipped_steps",
+    "steps_per_second",
+  }
+  assert {"eval_loss", "eval_accuracy"} < set(rows[1])
+  assert rows[-1]["loss_scale"] == 2.0**15
+  assert rows[-1]["learning_rate"] == pytest.approx(1e-2)
+  assert 0 < rows[-1]["train_loss"] < rows[0]["train_loss"] < 3
+  assert int(state.step) == 8
+  names = set(os.listdir(workdir))
+  assert {"checkpoints", "config.json", "training.png"} < names
+  assert any(name.startswith("events.out") for name in names)
+  assert sorted(os.listdir(os.path.join(workdir, "checkpoints"))) == ["4", "8"]
+  with open(os.path.join(workdir, "config.json")) as f:
+    assert json.load(f)["model"]["name"] == "cnn"
+
+
+def test_the_batch_is_split_over_the_devices(undisturbed, tmp_path) -> None:
+  """One device and eight train alike; the state is on all of them."""
+  _, state = undisturbed
+  kernel = state.params["head"]["kernel"]
+  assert len(kernel.sharding.device_set) == 8
+  alone = train.train_and_evaluate(_config(mesh={"replica": 1}), str(tmp_path))
+  jax.tree.map(
+    # Eight sums of two in float16 round otherwise than one of sixteen.
+    lambda a, b: np.testing.assert_allclose(a, b, atol=2e-2),
+    jax.device_get(state.params),
+    jax.device_get(alone.params),
+  )
+
+
+def test_a_finished_run_is_not_trained_again(undisturbed, caplog) -> None:
+  workdir, state = undisturbed
+  before = _rows(workdir)
+  with caplog.at_level(logging.INFO, "flaxshard"):
+    again = train.train_and_evaluate(_config(), workdir)
+  _assert_same(again.params, state.params)
+  assert _rows(workdir) == before
+  assert "nothing to train" in caplog.text
+
+
+def test_interrupted_and_resumed_is_bit_for_bit_the_same(
+  undisturbed, tmp_path, monkeypatch, caplog
+) -> None:
+  reference, state = undisturbed
+  workdir = str(tmp_path)
+  caplog.set_level(logging.INFO, "flaxshard")
+  with monkeypatch.context() as patch:
+    _stop_at(patch, 5, signal.SIGTERM)
+    with pytest.raises(SystemExit) as stopped:
+      train.train_and_evaluate(_config(), workdir)
+  assert stopped.value.code == 128 + signal.SIGTERM
+  assert "SIGTERM: saved step 5" in caplog.text
+  assert "the same command goes on from there" in caplog.text
+
+  resumed = train.train_and_evaluate(_config(), workdir)
+  assert "resuming from step 5" in caplog.text
+  _assert_same(resumed.params, state.params)
+  _assert_same(resumed.opt_state, state.opt_state)
+  _assert_same(resumed.wrapper_states, state.wrapper_states)
+  assert [r["step"] for r in _rows(workdir)] == [2, 4, 5, 6, 8]
+  assert (
+    _without_timing(_rows(workdir))[-1] == _without_timing(_rows(reference))[-1]
+  )
+
+
+def test_killed_between_checkpoints_trains_nothing_twice(
+  undisturbed, tmp_path, monkeypatch
+) -> None:
+  """Rows after the last checkpoint are written anew, the data continues."""
+  reference, state = undisturbed
+  workdir = str(tmp_path)
+  original = writers.MetricsFile.write
+
+  def write(self, step, values):
+    original(self, step, values)
+    if step == 6:
+      raise KeyboardInterrupt  # the row is there, the checkpoint is of step 4
+
+  with monkeypatch.context() as patch:
+    patch.setattr(writers.MetricsFile, "write", write)
+    with pytest.raises(KeyboardInterrupt):
+      train.train_and_evaluate(_config(), workdir)
+  assert [r["step"] for r in _rows(workdir)] == [2, 4, 6]
+  resumed = train.train_and_evaluate(_config(), workdir)
+  _assert_same(resumed.params, state.params)
+  assert _without_timing(_rows(workdir)) == _without_timing(_rows(reference))
+
+
+def test_skipped_steps_are_counted_and_not_averaged(tmp_path) -> None:
+  """A scale that overflows float16 at once: steps are skipped, then go on."""
+  rule = {"type": "dynamic", "initial_scale": 2.0**30}
+  config = _config(wrappers=(("loss_scale", {"scale": rule}),))
+  state = train.train_and_evaluate(config, str(tmp_path))
+  rows = _rows(str(tmp_path))
+  skipped = rows[-1]["skipped_steps"]
+  assert skipped >= 4
+  assert int(state.step) == 8 - skipped
+  assert rows[-1]["loss_scale"] == 2.0 ** (30 - skipped)
+  # No step of the first rows was applied, so there is no loss to average.
+  assert rows[0]["train_loss"] is None
+  assert rows[0]["skipped_steps"] == 2
+
+
+def spoiled() -> data.Splits:
+  """Digits of which training example 0 is infinite."""
+  splits = data.digits()
+  inputs = np.array(splits.train.inputs[:64])
+  inputs[0] = np.inf
+  return data.Splits(
+    data.Arrays(inputs, splits.train.labels[:64]), splits.eval, 10
+  )
+
+
+@pytest.fixture
+def importable(monkeypatch):
+  """Makes the factories here nameable in configs."""
+  monkeypatch.setitem(
+    sys.modules, "train_test_factories", sys.modules[__name__]
+  )
+  return "train_test_factories:"
+
+
+def test_a_nonfinite_loss_stops_with_step_and_paths(
+  importable, tmp_path, caplog
+) -> None:
+  config = _config(
+    data={"name": importable + "spoiled"}, wrappers=(), precision="float32"
+  )
+  with pytest.raises(FloatingPointError) as stopped:
+    train.train_and_evaluate(config, str(tmp_path))
+  message = str(stopped.value)
+  assert message.startswith("step ")
+  # Batches of 16 of 64 examples: the bad one is in the first four.
+  assert int(message.split()[1].rstrip(":")) <= 4
+  assert "conv0/kernel" in message
+  # No checkpoint holds the spoiled parameters.
+  steps = os.listdir(os.path.join(tmp_path, "checkpoints"))
+  assert "8" not in steps
+  config.on_nonfinite = "continue"
+  with caplog.at_level(logging.WARNING, "flaxshard"):
+    train.train_and_evaluate(config, str(tmp_path / "on"))
+  assert "the loss is not finite" in caplog.text
+  assert [r["step"] for r in _rows(str(tmp_path / "on"))] == [2, 4, 6, 8]
+
+
+class TinyNNX(nnx.Module):
+  """An NNX model with statistics and a random stream."""
+
+  def __init__(self, *, num_classes, policy, rngs, width: int = 8):
+    dtype = policy.compute_dtype
+    self.hidden = nnx.Linear(64, width, dtype=dtype, rngs=rngs)
+    self.norm = nnx.BatchNorm(width, rngs=rngs)
+    self.dropout = nnx.Dropout(0.2, rngs=rngs)
+    self.out = nnx.Linear(width, num_classes, dtype=dtype, rngs=rngs)
+
+  def __call__(self, x):
+    x = x.reshape(x.shape[0], -1)
+    return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
+
+
+def test_nnx_model_trains_and_resumes(
+  importable, tmp_path, monkeypatch
+) -> None:
+  config = _config(model={"name": importable + "TinyNNX", "width": 16})
+  state = train.train_and_evaluate(config, str(tmp_path / "a"))
+  assert int(state.rngs["dropout"]["rngs"]["count"]) == 8
+  assert np.abs(state.batch_stats["norm"]["mean"]).max() > 0
+  with monkeypatch.context() as patch:
+    _stop_at(patch, 3, signal.SIGINT)
+    with pytest.raises(SystemExit):
+      train.train_and_evaluate(config, str(tmp_path / "b"))
+  resumed = train.train_and_evaluate(config, str(tmp_path / "b"))
+  _assert_same(resumed.params, state.params)
+  _assert_same(resumed.batch_stats, state.batch_stats)
+
+
+class CountingModel(nn.Module):
+  """A model with an integer parameter."""
+
+  num_classes: int
+  policy: object
+
+  @nn.compact
+  def __call__(self, x, train: bool = False):
+    self.param("count", lambda key: jnp.zeros((), jnp.int32))
+    return nn.Dense(self.num_classes)(x.reshape(x.shape[0], -1))
+
+
+@pytest.mark.parametrize(
+  "fields, message",
+  [
+    (dict(batch_size=12), "config.batch_size=12 cannot be divided by 8"),
+    (dict(mesh={"replica": 9}), "config.mesh.replica=9: there are 8"),
+    (dict(precision="float16"), "config.precision must be"),
+    (dict(model={"name": "cnn", "depth": 3}), "depth"),
+    (
+      dict(model={"name": "train_test_factories:CountingModel"}),
+      "count is int32",
+    ),
+  ],
+)
+def test_bad_configs_are_refused_before_compilation(
+  importable, tmp_path, monkeypatch, fields, message
+) -> None:
+  def compiles(*args):
+    raise AssertionError("compiled")
+
+  monkeypatch.setattr(train, "_compile_train_step", compiles)
+  with pytest.raises(ValueError, match=message):
+    train.train_and_evaluate(_config(**fields), str(tmp_path))
+
+
+def test_a_workdir_that_cannot_be_written_is_refused(tmp_path) -> None:
+  blocked = tmp_path / "file"
+  blocked.write_text("")
+  with pytest.raises(ValueError, match=r"workdir=.*cannot be written"):
+    train.train_and_evaluate(_config(), str(blocked / "below"))
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_kept(
+  undisturbed,
+) -> None:
+  workdir, _ = undisturbed
+  before = {
+    f: f.read_bytes() for f in pathlib.Path(workdir).rglob("*") if f.is_file()
+  }
+  config = _config(model={"name": "cnn", "features": (5,), "dense": 8})
+  with pytest.raises(ValueError, match=r"params/conv0/bias: shape \(4,\)"):
+    train.train_and_evaluate(config, workdir)
+  after = {
+    f: f.read_bytes() for f in pathlib.Path(workdir).rglob("*") if f.is_file()
+  }
+  assert after == before
+
+
+@pytest.mark.parametrize("field, value", [("batch_size", 32), ("seed", 1)])
+def test_another_data_order_cannot_be_continued(
+  undisturbed, field, value
+) -> None:
+  workdir, _ = undisturbed
+  with pytest.raises(ValueError, match=f"config.{field}={value}, but"):
+    train.train_and_evaluate(_config(**{field: value}), workdir)
+
+
+def test_missing_packages_are_named_at_the_start(tmp_path, monkeypatch) -> None:
+  real = writers.importlib.util.find_spec
+  for package, config in (
+    ("matplotlib", _config()),
+    ("tensorboardX", _config(writer="tensorboard")),
+  ):
+    monkeypatch.setattr(
+      writers.importlib.util,
+      "find_spec",
+      lambda name, gone=package: None if name == gone else real(name),
+    )
+    with pytest.raises(ImportError, match=rf"{package}.*pip install"):
+      train.train_and_evaluate(config, str(tmp_path / package))
+    assert not (tmp_path / package / "metrics.jsonl").exists()
+
+
+def test_profile_and_progress_bar(tmp_path, monkeypatch, capsys) -> None:
+  """A trace of the steps asked for; a bar on a terminal and none in a pipe."""
+  config = _config(profile_steps=(2, 3), num_train_steps=4)
+  monkeypatch.setattr(
+    type(sys.stderr), "isatty", lambda self: True, raising=False
+  )
+  train.train_and_evaluate(config, str(tmp_path / "a"))
+  assert "4/4" in capsys.readouterr().err
+  traces = list((tmp_path / "a" / "profile").rglob("*.xplane.pb"))
+  assert len(traces) == 1
+  monkeypatch.setattr(
+    type(sys.stderr), "isatty", lambda self: False, raising=False
+  )
+  config = _config(num_train_steps=4, profile_steps=(4, 9))
+  train.train_and_evaluate(config, str(tmp_path / "b"))
+  assert "/4" not in capsys.readouterr().err
+  # The run ended inside the stretch: its trace is written all the same.
+  assert len(list((tmp_path / "b" / "profile").rglob("*.xplane.pb"))) == 1
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess:
+  return subprocess.run(
+    [sys.executable, "-m", "flaxshard", *arguments],
+    cwd=_ROOT,
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+
+
+def test_a_misspelt_field_is_an_error_that_lists_near_names(tmp_path) -> None:
+  result = _run(
+    "--config=configs/digits.py",
+    f"--workdir={tmp_path}",
+    "--config.batch_siz=3",
+  )
+  assert result.returncode != 0
+  assert 'Did you mean "batch_size"' in result.stderr
+
+
+def test_help_says_what_can_be_set() -> None:
+  result = _run("--help")
+  for part in ("--config.batch_size=", "--workdir", "metrics.jsonl", "Ctrl-C"):
+    assert part in result.stdout, part
+
+
+def test_importing_touches_no_device_and_only_what_it_needs() -> None:
+  code = """
+import sys
+import flaxshard
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+heavy = {"orbax.checkpoint", "grain", "clu", "matplotlib", "tensorflow"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+assert flaxshard.Checkpointer is flaxshard.checkpoint.Checkpointer
+"""
+  result = subprocess.run(
+    [sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True
+  )
+  assert result.returncode == 0, result.stderr

@@ -1,0 +1,152 @@
+"""Paths, differences between trees, buffers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxshard import trees
+
+
+def test_path_strings():
+  tree = {"a": [jnp.ones(1), {"b c": jnp.ones(1)}]}
+  paths = [p for p, _ in jax.tree_util.tree_leaves_with_path(tree)]
+  assert [trees.path_string(p) for p in paths] == ["a/0", "a/1/b c"]
+  assert trees.path_string(()) == "<root>"
+
+
+def test_dtypes_are_those_in_jax():
+  assert trees.dtype_of(1.5) == jnp.float32
+  assert trees.dtype_of(1) == jnp.int32
+  assert trees.dtype_of(True) == jnp.bool_
+  assert trees.dtype_of(np.ones(1, np.float16)) == jnp.float16
+  assert trees.dtype_of(jax.ShapeDtypeStruct((), jnp.bfloat16)) == jnp.bfloat16
+
+
+@pytest.mark.parametrize("leaf", ["text", object(), max])
+def test_check_arrays_names_the_path(leaf):
+  with pytest.raises(TypeError, match=r"params\[a/1\] must be an array"):
+    trees.check_arrays("params", {"a": [1.0, leaf]})
+
+
+def test_check_arrays_takes_arrays_numbers_and_none():
+  trees.check_arrays("params", {"a": np.ones(2), "b": 1, "c": None, "d": 2.5})
+
+
+@pytest.mark.parametrize(
+  ("given", "wanted", "message"),
+  [
+    (
+      {"a": {}},
+      {"a": {"b": np.ones((2, 3), np.float32)}},
+      "a/b: missing, where float32[2, 3] is expected",
+    ),
+    (
+      {"a": np.ones(2), "b": np.ones((), np.int32)},
+      {"a": np.ones(2)},
+      "b: int32[], where nothing is expected",
+    ),
+    (
+      {"a": np.ones((2, 1))},
+      {"a": np.ones(2)},
+      "a: shape (2, 1), where (2,) is expected",
+    ),
+    (
+      {"a": np.ones(2, np.float16)},
+      {"a": np.ones(2, np.float32)},
+      "a: dtype float16, where float32 is expected",
+    ),
+    (
+      np.ones(2),
+      np.ones(3),
+      "<root>: shape (2,), where (3,) is expected",
+    ),
+    (
+      {"a": None},
+      {"a": np.ones(1, np.float32)},
+      "a: missing, where float32[1] is expected",
+    ),
+  ],
+)
+def test_first_difference(given, wanted, message):
+  assert trees.first_difference(given, wanted) == message
+
+
+def test_the_first_of_several_differences():
+  given = {"a": np.ones(1), "b": np.ones(9), "c": np.ones(9)}
+  wanted = {"a": np.ones(1), "b": np.ones(2), "c": np.ones(3)}
+  assert trees.first_difference(given, wanted).startswith("b: shape (9,)")
+
+
+def test_no_difference():
+  a = {"x": [np.ones(2, np.float32), 1.0]}
+  b = {"x": [jax.ShapeDtypeStruct((2,), jnp.float32), np.float32(3)]}
+  assert trees.first_difference(a, b) is None
+  assert trees.first_difference({}, {}) is None
+
+
+def test_dtypes_and_none_can_be_left_out():
+  half = {"a": np.ones(2, np.float16)}
+  single = {"a": np.ones(2, np.float32)}
+  assert trees.first_difference(half, single, dtypes=False) is None
+  none = {"a": None}
+  assert trees.first_difference(none, single, none_is_leaf=True) is None
+  # None stands for a leaf, not for a subtree of several.
+  nested = {"a": {"b": np.ones(1, np.float32)}}
+  difference = trees.first_difference(none, nested, none_is_leaf=True)
+  assert difference == "a/b: missing, where float32[1] is expected"
+
+
+def test_own_buffers_are_strongly_typed():
+  out = trees.own_buffers({"a": 1.5, "b": 2, "c": jnp.asarray(3.0) * 2})
+  assert [x.weak_type for x in jax.tree.leaves(out)] == [False] * 3
+  assert [x.dtype.name for x in jax.tree.leaves(out)] == [
+    "float32",
+    "int32",
+    "float32",
+  ]
+  assert [float(x) for x in jax.tree.leaves(out)] == [1.5, 2.0, 6.0]
+
+
+def pointers(tree):
+  return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)]
+
+
+def test_own_buffers_are_shared_by_no_two_leaves():
+  x = jnp.arange(3.0)
+  out = trees.own_buffers({"a": x, "b": x, "c": [x]})
+  assert out["a"] is x  # a leaf that is fine already costs no copy
+  assert len(set(pointers(out))) == 3
+  for leaf in jax.tree.leaves(out):
+    np.testing.assert_array_equal(leaf, [0.0, 1.0, 2.0])
+
+
+def test_arrays_that_share_a_buffer_under_two_names():
+  # device_put may answer with another Array on the same memory.
+  x = jnp.arange(4.0)
+  out = trees.own_buffers({"a": x, "b": jax.device_put(x, x.sharding)})
+  assert len(set(pointers(out))) == 2
+
+
+def test_own_buffers_keeps_keys_and_shardings():
+  key = jax.random.key(7)
+  mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+  x = jax.device_put(jnp.arange(8.0), sharding)
+  out = trees.own_buffers({"k": key, "l": key, "x": x, "y": x})
+  assert out["x"].sharding == out["y"].sharding == sharding
+  np.testing.assert_array_equal(out["y"], np.arange(8.0))
+  for name in ("k", "l"):
+    assert jax.random.key_data(out[name]).tolist() == [0, 7]
+
+
+def test_numpy_memory_is_not_donated():
+  # On CPU JAX may read a NumPy array in place; giving its memory to XLA would
+  # let a training step write into the caller's array.
+  raw = np.zeros(1 << 16, np.float32)
+  out = trees.own_buffers({"a": raw, "b": raw})
+  step = jax.jit(lambda t: jax.tree.map(lambda x: x + 1, t), donate_argnums=0)
+  out = step(out)
+  assert (raw == 0).all()
+  assert (np.asarray(out["a"]) == 1).all()
+  assert (np.asarray(out["b"]) == 1).all()

@@ -1,0 +1,252 @@
+"""Wrappers from configs and back."""
+
+import dataclasses
+import json
+
+import jax
+import ml_collections
+import pytest
+
+import flaxshard as fs
+from flaxshard.wrappers import from_config
+from flaxshard.wrappers import to_config
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine:
+  """A wrapper of the user's, with a tuple and an argument that is not one."""
+
+  factors: tuple[float, ...] = (1.0,)
+  rule: fs.DynamicLossScale | None = None
+  made: int = dataclasses.field(default=3, init=False)
+
+  def init(self, params, tx):
+    return ()
+
+  def working_params(self, state, params):
+    return params
+
+  def scale_loss(self, state, loss):
+    return loss
+
+  def unscale_gradients(self, state, grads):
+    return grads
+
+  def apply(self, state, target, grads, next):
+    return next(target, grads), state
+
+  def partition_specs(self, state):
+    return jax.tree.map(lambda _: jax.sharding.PartitionSpec(), state)
+
+
+@pytest.fixture
+def mine(monkeypatch):
+  """The name that configs have for `Mine`, importable under it."""
+  import sys
+  import types
+
+  module = types.ModuleType("some_users_module")
+  module.Mine = Mine
+  module.not_a_dataclass = dict
+  monkeypatch.setitem(sys.modules, "some_users_module", module)
+  monkeypatch.setattr(Mine, "__module__", "some_users_module")
+  return "some_users_module:Mine"
+
+
+WRAPPERS = [
+  fs.LossScale(),
+  fs.LossScale("auto"),
+  fs.LossScale("auto", policy="mixed_float16"),
+  fs.LossScale("auto", policy=fs.Policy()),
+  fs.LossScale(0.1),
+  fs.LossScale(2.0**127),
+  fs.LossScale(fs.FixedLossScale(3)),
+  fs.LossScale(fs.DynamicLossScale()),
+  fs.LossScale(
+    fs.DynamicLossScale(
+      initial_scale=1 / 3,
+      growth_interval=7,
+      growth_factor=1.1,
+      backoff_factor=0.7,
+      min_scale=0.3,
+      max_scale=1e30,
+      hysteresis=4,
+    ),
+    warn_at_floor=False,
+  ),
+]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS, ids=repr)
+@pytest.mark.parametrize("form", ["plain", "json", "config_dict"])
+def test_round_trips_are_exact(wrapper, form):
+  config = to_config([wrapper])
+  if form == "json":
+    config = json.loads(json.dumps(config))
+  if form == "config_dict":
+    config = ml_collections.ConfigDict({"wrappers": config}).wrappers
+  assert from_config(config) == (wrapper,)
+
+
+def test_configs_as_they_are_written():
+  assert to_config([fs.LossScale(128)]) == (("loss_scale", {"scale": 128.0}),)
+  assert to_config(
+    [fs.LossScale(fs.DynamicLossScale(8, hysteresis=2), warn_at_floor=False)]
+  ) == (
+    (
+      "loss_scale",
+      {
+        "scale": {"type": "dynamic", "initial_scale": 8.0, "hysteresis": 2},
+        "warn_at_floor": False,
+      },
+    ),
+  )
+  assert to_config([fs.LossScale("auto", policy="mixed_float16")]) == (
+    (
+      "loss_scale",
+      {"scale": "auto", "policy": {"type": "policy", "name": "mixed_float16"}},
+    ),
+  )
+  assert to_config([]) == ()
+
+
+@pytest.mark.parametrize(
+  "config",
+  [
+    ("loss_scale",),
+    ["loss_scale"],
+    (("loss_scale", {}),),
+    [["loss_scale", {}]],
+    [["loss_scale", ml_collections.ConfigDict()]],
+    [["loss_scale", ml_collections.FrozenConfigDict({"scale": "dynamic"})]],
+    ml_collections.ConfigDict({"w": [["loss_scale", {}]]}).w,
+    ml_collections.ConfigDict({"w": (("loss_scale", {}),)}).w,
+  ],
+  ids=repr,
+)
+def test_forms_of_the_same_config(config):
+  assert from_config(config) == (fs.LossScale(),)
+
+
+def test_nested_config_dicts():
+  config = ml_collections.ConfigDict(
+    {
+      "wrappers": [
+        ["loss_scale", {"scale": {"type": "dynamic", "initial_scale": 8.0}}]
+      ]
+    }
+  )
+  wanted = (fs.LossScale(fs.DynamicLossScale(8.0)),)
+  assert from_config(config.wrappers) == wanted
+
+
+def test_a_config_is_not_changed_by_reading_it():
+  arguments = {"scale": {"type": "fixed", "loss_scale": 4.0}}
+  config = (("loss_scale", arguments),)
+  for _ in range(2):
+    assert from_config(config) == (fs.LossScale(fs.FixedLossScale(4.0)),)
+  assert arguments == {"scale": {"type": "fixed", "loss_scale": 4.0}}
+
+
+def test_policies_by_name():
+  config = (("loss_scale", {"scale": "auto", "policy": "mixed_float16"}),)
+  assert from_config(config) == (
+    fs.LossScale("auto", policy=fs.Policy("mixed_float16")),
+  )
+
+
+def test_ones_own_wrapper(mine):
+  wrapper = Mine(factors=(1.0, 2.5), rule=fs.DynamicLossScale(4.0))
+  config = to_config([fs.LossScale(8), wrapper])
+  assert config[1] == (
+    mine,
+    {
+      "factors": (1.0, 2.5),
+      "rule": {"type": "dynamic", "initial_scale": 4.0},
+    },
+  )
+  assert from_config(config) == (fs.LossScale(8), wrapper)
+  # JSON has no tuples, and a list cannot be hashed.
+  again = from_config(json.loads(json.dumps(config)))
+  assert again == (fs.LossScale(8), wrapper)
+  assert hash(again[1]) == hash(wrapper)
+
+
+def test_order_is_kept(mine):
+  assert from_config([mine, "loss_scale"]) == (Mine(), fs.LossScale())
+  assert from_config(["loss_scale", mine]) == (fs.LossScale(), Mine())
+
+
+def test_unknown_names():
+  with pytest.raises(ValueError) as e:
+    from_config((("los_scale", {}),))
+  message = str(e.value)
+  assert "wrappers[0]: unknown name 'los_scale'" in message
+  assert "allowed: " in message
+  assert "'package.module:attribute'" in message
+  assert "Did you mean 'loss_scale'?" in message
+
+
+def test_unknown_arguments():
+  with pytest.raises(ValueError) as e:
+    from_config(["loss_scale", ("loss_scale", {"scal": 8})])
+  message = str(e.value)
+  assert "wrappers[1] ('loss_scale'): unknown argument 'scal'" in message
+  assert "LossScale takes scale, policy, warn_at_floor." in message
+  assert "Did you mean 'scale'?" in message
+
+
+def test_unknown_arguments_of_nested_values():
+  arguments = {"scale": {"type": "dynamic", "growth": 8}}
+  with pytest.raises(ValueError) as e:
+    from_config([("loss_scale", arguments)])
+  message = str(e.value)
+  assert "wrappers[0] ('loss_scale'): scale: unknown argument 'growth'" in (
+    message
+  )
+  for name in ("initial_scale", "growth_interval", "hysteresis"):
+    assert name in message
+
+
+def test_unknown_types_of_nested_values():
+  with pytest.raises(ValueError, match=r"scale: type: unknown name 'dynamo'.*"):
+    from_config([("loss_scale", {"scale": {"type": "dynamo"}})])
+  with pytest.raises(ValueError, match="needs a 'type', one of dynamic, fixed"):
+    from_config([("loss_scale", {"scale": {"initial_scale": 8.0}})])
+
+
+def test_refused_values_say_where():
+  with pytest.raises(
+    ValueError, match=r"wrappers\[0\] \('loss_scale'\): LossScale: scale must"
+  ):
+    from_config([("loss_scale", {"scale": -1})])
+  with pytest.raises(TypeError, match=r"scale: DynamicLossScale: growth_inter"):
+    from_config(
+      [("loss_scale", {"scale": {"type": "dynamic", "growth_interval": 1.5}})]
+    )
+
+
+@pytest.mark.parametrize("config", ["loss_scale", {"loss_scale": {}}, None, 3])
+def test_the_whole_is_a_sequence(config):
+  with pytest.raises(TypeError, match="wrappers must be a sequence of"):
+    from_config(config)
+
+
+@pytest.mark.parametrize(
+  "entry", [3, None, ("loss_scale",), ("loss_scale", 8), ("a", {}, {}), {}]
+)
+def test_entries_are_names_or_pairs(entry):
+  with pytest.raises(TypeError, match=r"wrappers\[0\] must be a name or a pai"):
+    from_config([entry])
+
+
+def test_names_of_something_else(mine):
+  with pytest.raises(TypeError, match="must name a dataclass"):
+    from_config([(f"{mine.split(':')[0]}:not_a_dataclass", {})])
+  with pytest.raises(TypeError, match="must be an instance of a wrapper"):
+    from_config(["flaxshard.policy:Policy"])
+
+
+def test_the_same_wrapper_twice():
+  with pytest.raises(ValueError, match="'loss_scale' is given twice"):
+    from_config(["loss_scale", "loss_scale"])
