@@ -118,10 +118,18 @@ class Checkpointer:
 
     Raises:
       TypeError: A leaf of the state is not an array.
+      ValueError: A leaf of the state has no elements.
     """
     if step in self._manager.all_steps():
       return
     trees.check_arrays("state", state)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+      if 0 in np.shape(leaf):
+        # Orbax refuses it too, and then hangs when the process exits.
+        raise ValueError(
+          f"state[{trees.path_string(path)}] has no elements, shape "
+          f"{np.shape(leaf)}: Orbax cannot save that."
+        )
     items: dict[str, Any] = {
       _PLAIN: ocp.args.StandardSave(state.without_wrappers())
     }

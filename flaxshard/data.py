@@ -194,7 +194,7 @@ def text(
   files = sorted(
     f
     for f in root.rglob(f"*{suffix}")
-    if f.is_file() and (path or not installed & set(f.parts))
+    if f.is_file() and (path or not installed & set(f.relative_to(root).parts))
   )
   held_out = files[eval_every - 1 :: eval_every]
   sources = {}

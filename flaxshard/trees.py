@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PyTree = Any
 Path = tuple[Any, ...]
@@ -30,6 +31,9 @@ def check_arrays(argument: str, tree: PyTree) -> None:
   """Raises a TypeError, with its path, at a leaf that is not an array."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     try:
+      # The names of dtypes, and dtypes, have a result type too.
+      if isinstance(leaf, (str, type, np.dtype)):
+        raise TypeError("not an array")
       dtype_of(leaf)
     except (TypeError, ValueError) as e:
       raise TypeError(

@@ -81,7 +81,8 @@ def event_writer(name: str, workdir: str) -> tuple[Write, Callable[[], None]]:
     return write_clu, writer.close
   import tensorboardX
 
-  summary = tensorboardX.SummaryWriter(workdir)
+  # Its flush writes only what its own thread has come to.
+  summary = tensorboardX.SummaryWriter(workdir, flush_secs=1)
 
   def write(step: int, values: Mapping[str, float | int | None]) -> None:
     for key, value in _numbers(values).items():
@@ -149,7 +150,7 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
     for row in rows:
       total = row.get("skipped_steps")
       if total is not None:
-        if total > before:
+        if total > before and row.get("loss_scale") is not None:
           marked.append((row["step"], row["loss_scale"], total - before))
         before = total
     if marked:

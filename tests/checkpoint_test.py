@@ -6,6 +6,8 @@ import hashlib
 import json
 import logging
 import pathlib
+import subprocess
+import sys
 from typing import Any, ClassVar
 
 from flax import nnx
@@ -496,6 +498,35 @@ def test_a_leaf_that_is_not_an_array(path):
       assert checkpointer.latest_step() is None
   save(path, state, step=1)
   assert_plain_equal(restore(path, create(wrappers=dynamic(), seed=1)), state)
+
+
+_EMPTY_LEAF = """
+import sys
+import jax.numpy as jnp
+import optax
+import flaxshard as fs
+from flaxshard import checkpoint
+
+params = {"a": jnp.ones(2), "empty": jnp.zeros((0, 3))}
+state = fs.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+with checkpoint.Checkpointer(sys.argv[1]) as checkpointer:
+  checkpointer.save(1, state)
+"""
+
+
+def test_a_leaf_without_elements(path):
+  # Orbax cannot save one. If it is left to find out, the process hangs for
+  # minutes when it exits, so this is in a process of its own.
+  done = subprocess.run(
+    [sys.executable, "-c", _EMPTY_LEAF, str(path)],
+    capture_output=True,
+    text=True,
+    timeout=30,
+  )
+  last_line = done.stderr.strip().splitlines()[-1]
+  assert last_line.startswith("ValueError: ")
+  assert "params/empty" in last_line
+  assert done.returncode == 1
 
 
 # Shardings.

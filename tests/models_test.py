@@ -300,7 +300,11 @@ def test_create_takes_ones_own_model(monkeypatch):
       "unknown argument 'densee'; CNN takes features, dense, dropout. "
       "Did you mean 'dense'",
     ),
-    ({"name": "cnn", "num_classes": 3}, ValueError, "unknown argument 'num_cla"),
+    (
+      {"name": "cnn", "num_classes": 3},
+      ValueError,
+      "unknown argument 'num_cla",
+    ),
   ],
 )
 def test_create_refuses(config, error, match):
