@@ -102,7 +102,9 @@ def require_packages(writer: str) -> None:
   if writer == "tensorboard":
     require("config.writer='tensorboard'", "tensorboardX")
   elif writer == "clu":
-    require("config.writer='clu'", "tensorflow", "pip install tensorflow")
+    for package in ("tensorflow", "tensorboard"):
+      remedy = "pip install tensorflow tensorboard"
+      require("config.writer='clu'", package, remedy)
 
 
 _TRAIN = "pip install 'flaxshard[train]'"
@@ -161,7 +163,8 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
         color="#c02020",
         label=f"skipped steps ({before} in all)",
       )
-      for step, scale, count in marked:
+      # Where there are many, the numbers would cover each other.
+      for step, scale, count in marked if len(marked) <= 30 else ():
         ax.annotate(
           f"{count}",
           (step, scale),

@@ -1,0 +1,45 @@
+"""Prints how long `import flaxshard` takes beside what it depends on.
+
+Fresh processes, in turn; the time is Python's own, inside the process.
+
+  python benchmarks/import_time.py
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+
+_DEPENDENCIES = (
+  "import numpy, jax, flax.linen, flax.nnx, flax.training.train_state, optax"
+)
+
+
+def seconds(statement: str) -> float:
+  """Returns how long a statement takes in a fresh process."""
+  code = (
+    "import time; t = time.perf_counter()\n"
+    f"{statement}\nprint(time.perf_counter() - t)"
+  )
+  output = subprocess.run(
+    [sys.executable, "-c", code], check=True, capture_output=True, text=True
+  )
+  return float(output.stdout)
+
+
+def main() -> None:
+  """Prints both medians and the ratio, run by run."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--runs", type=int, default=9)
+  runs = parser.parse_args().runs
+  pairs = [
+    (seconds(_DEPENDENCIES), seconds("import flaxshard"))
+    for _ in range(runs + 1)
+  ][1:]  # the first one warms the disk
+  print(f"dependencies: {statistics.median(p[0] for p in pairs):.2f} s")
+  print(f"flaxshard:    {statistics.median(p[1] for p in pairs):.2f} s")
+  print(f"ratio:        {statistics.median(b / a for a, b in pairs):.2f}")
+
+
+if __name__ == "__main__":
+  main()
