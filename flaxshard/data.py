@@ -213,16 +213,6 @@ def text(
   return Splits(sources["train"], sources["eval"], num_classes=256)
 
 
-def imagenet(**arguments: Any) -> Splits:
-  """ImageNet through TensorFlow Datasets: see `flaxshard.imagenet`."""
-  # Not above: that module imports this one.
-  from flaxshard import imagenet as module
-
-  return registry.construct(
-    "config.data ('imagenet')", module.imagenet, arguments
-  )
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arrays:
   """A source over arrays that are in memory.
@@ -294,5 +284,5 @@ _READ_OPTIONS = grain.ReadOptions(num_threads=4, prefetch_buffer_size=16)
 _FACTORIES: dict[str, Any] = {
   "digits": digits,
   "text": text,
-  "imagenet": imagenet,
+  "imagenet": "flaxshard.imagenet:imagenet",
 }

@@ -41,7 +41,10 @@ def lookup(argument: str, name: Any, builtin: Mapping[str, Any]) -> Any:
   if not isinstance(name, str):
     raise TypeError(f"{argument} must be a string, got {name!r}; {allowed}.")
   if name in builtin:
-    return builtin[name]
+    # A built-in may be a name too: what it needs is imported when asked for.
+    if not isinstance(builtin[name], str):
+      return builtin[name]
+    name = builtin[name]
   module_name, colon, attribute = name.partition(":")
   if not colon:
     raise ValueError(
