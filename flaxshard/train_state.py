@@ -395,6 +395,7 @@ def _with_fields(cls: type, names: tuple[str, ...]) -> Any:
 
 def _check_collections(cls: type, collections: Mapping[str, PyTree]) -> None:
   arguments = ["apply_fn", "params", "tx", "wrappers"]
+  reserved = ("strategy", "rules")  # arguments of versions to come
   own = set(_fields(cls))
   for name, tree in collections.items():
     inherited = own & set(_fields(TrainState))
@@ -402,7 +403,9 @@ def _check_collections(cls: type, collections: Mapping[str, PyTree]) -> None:
       raise ValueError(
         f"a collection cannot be named {name!r}: a TrainState has that already."
       )
-    if name not in own and registry.near(name, arguments):
+    if name not in own and (
+      name in reserved or registry.near(name, arguments)
+    ):
       raise TypeError(
         f"create: unknown argument {name!r}.{registry.near(name, arguments)}"
       )

@@ -1,0 +1,412 @@
+"""Checkpoints: what lies on disk, shardings, random keys."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import pathlib
+from typing import Any, ClassVar
+
+from flax import nnx
+import flax.linen as nn
+from flax.training import train_state as flax_train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import flaxshard as fs
+from flaxshard import checkpoint
+from flaxshard import data
+
+P = jax.sharding.PartitionSpec
+X = np.array([[1.0, 2.0], [-0.5, 0.25]], np.float32)
+
+
+class Normed(nn.Module):
+  features: int = 3
+
+  @nn.compact
+  def __call__(self, x, train=True):
+    x = nn.BatchNorm(use_running_average=not train)(x)
+    return nn.Dense(self.features)(x)
+
+
+class FlaxState(flax_train_state.TrainState):
+  """As in Flax's ImageNet example."""
+
+  batch_stats: Any
+
+
+MODEL = Normed()
+TX = optax.adam(0.125)
+
+
+@functools.cache
+def _initialized(model, tx, wrappers, seed):
+  return fs.create_train_state(
+    model, jax.random.key(seed), X, tx, wrappers=wrappers
+  )
+
+
+def create(model=MODEL, tx=TX, wrappers=(), seed=0):
+  # A copy, for one test donates it.
+  return jax.tree.map(jnp.copy, _initialized(model, tx, tuple(wrappers), seed))
+
+
+def create_flax(seed=0):
+  variables = MODEL.init(jax.random.key(seed), X)
+  return FlaxState.create(
+    apply_fn=MODEL.apply,
+    params=variables["params"],
+    tx=TX,
+    batch_stats=variables["batch_stats"],
+  ).replace(step=jnp.zeros((), jnp.int32))
+
+
+def dynamic():
+  return [fs.LossScale("dynamic")]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def trained(state, steps=3):
+  """Takes steps by hand, so that no leaf is what it began with."""
+  for _ in range(steps):
+    grads = jax.tree.map(lambda p: p + 1.0, state.params)
+    batch_stats = jax.tree.map(lambda s: s + 0.5, state.batch_stats)
+    state = state.apply_gradients(grads=grads, batch_stats=batch_stats)
+  return state
+
+
+def assert_trees_equal(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    assert x.dtype == y.dtype
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      x, y = jax.random.key_data(x), jax.random.key_data(y)
+    np.testing.assert_array_equal(x, y)
+
+
+def assert_plain_equal(a, b):
+  """Compares step, parameters, optimizer state and batch statistics."""
+  for field in ("step", "params", "opt_state", "batch_stats"):
+    assert_trees_equal(getattr(a, field), getattr(b, field))
+
+
+def save(path, state, step=3, **kwargs):
+  with checkpoint.Checkpointer(path) as checkpointer:
+    checkpointer.save(step, state, **kwargs)
+
+
+def restore(path, state, step=None, **kwargs):
+  # A new manager, as in a new process.
+  with checkpoint.Checkpointer(path) as checkpointer:
+    return checkpointer.restore(state, step, **kwargs)
+
+
+def save_flax(path, state, step=3):
+  """What a plain Flax program does."""
+  with ocp.CheckpointManager(path) as manager:
+    manager.save(step, args=ocp.args.StandardSave(state))
+    manager.wait_until_finished()
+
+
+def abstract(state):
+  return jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+
+
+def hashes(path):
+  return {
+    str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
+    for file in sorted(pathlib.Path(path).rglob("*"))
+    if file.is_file()
+  }
+
+
+def messages(caplog):
+  return [
+    r.getMessage() for r in caplog.records if r.name == "flaxshard.checkpoint"
+  ]
+
+
+@pytest.fixture
+def path(tmp_path):
+  return tmp_path / "checkpoints"
+
+
+def make_splits():
+  numbers = np.arange(12)
+  source = data.Arrays(numbers * 2.0, numbers)
+  return data.Splits(source, source, num_classes=12)
+
+
+# What lies on disk.
+
+
+def test_layout(path):
+  state = create(wrappers=dynamic())
+  splits = make_splits()
+  iterator = data.train_iterator(splits, batch_size=4, seed=0)
+  with checkpoint.Checkpointer(path) as checkpointer:
+    checkpointer.save(1, state)
+    checkpointer.save(2, create())
+    # "auto" finds nothing to scale in float32: a wrapper without a state.
+    checkpointer.save(3, create(wrappers=[fs.LossScale("auto")]))
+    checkpointer.save(4, state, data=iterator)
+  items = {
+    step: sorted(p.name for p in (path / step).iterdir() if p.is_dir())
+    for step in ("1", "2", "3", "4")
+  }
+  assert items == {
+    "1": ["default", "wrappers"],
+    "2": ["default"],
+    "3": ["default"],
+    "4": ["default", "input_iterator", "wrappers"],
+  }
+
+
+def metadata(path, item="default"):
+  return json.loads((path / "3" / item / "_METADATA").read_text())
+
+
+@pytest.mark.parametrize("wrappers", [[], dynamic()], ids=["none", "scaled"])
+def test_the_plain_item_is_that_of_a_plain_program(tmp_path, wrappers):
+  save(tmp_path / "ours", trained(create(wrappers=wrappers)))
+  save_flax(tmp_path / "plain", trained(create_flax()))
+  assert metadata(tmp_path / "ours") == metadata(tmp_path / "plain")
+
+
+def test_wrapper_states_have_their_names(path):
+  save(path, create(wrappers=dynamic()))
+  with ocp.StandardCheckpointer() as checkpointer:
+    restored = checkpointer.restore(path / "3" / "wrappers")
+  assert sorted(restored) == ["loss_scale"]
+  assert float(restored["loss_scale"]["scale"]) == 2.0**15
+
+
+def test_a_plain_program_reads_ours(path):
+  state = trained(create(wrappers=dynamic()))
+  save(path, state)
+  target = abstract(create_flax(seed=1))
+  with ocp.CheckpointManager(path) as manager:
+    restored = manager.restore(3, args=ocp.args.StandardRestore(target))
+  assert type(restored) is FlaxState
+  assert_plain_equal(restored, state)
+  with ocp.StandardCheckpointer() as checkpointer:
+    restored = checkpointer.restore(path / "3" / "default", target)
+  assert_plain_equal(restored, state)
+  # Its next step is ours.
+  assert_plain_equal(trained(restored, 1), trained(state.without_wrappers(), 1))
+
+
+def test_ours_reads_a_plain_one(path, caplog):
+  plain = trained(create_flax())
+  save_flax(path, plain)
+  fresh = create(wrappers=dynamic(), seed=1)
+  with caplog.at_level(logging.INFO, "flaxshard"):
+    restored = restore(path, fresh)
+  assert_plain_equal(restored, plain)
+  assert_trees_equal(restored.wrapper_states, fresh.wrapper_states)
+  (message,) = messages(caplog)
+  assert "'loss_scale'" in message and "starts fresh" in message
+  assert str(path / "3") in message
+  assert_plain_equal(restore(path, create(seed=1)), plain)
+
+
+def test_a_wrapper_may_be_dropped_between_runs(path, caplog):
+  state = trained(create(wrappers=dynamic()))
+  save(path, state)
+  before = hashes(path)
+  with caplog.at_level(logging.INFO, "flaxshard"):
+    restored = restore(path, create(seed=1))
+  assert_plain_equal(restored, state)
+  assert dict(restored.wrapper_states) == {}
+  (message,) = messages(caplog)
+  assert "'loss_scale'" in message and "left alone" in message
+  assert hashes(path) == before
+
+
+@dataclasses.dataclass(frozen=True)
+class Another(fs.LossScale):
+  """A second wrapper, beside LossScale."""
+
+  name: ClassVar[str] = "another"
+
+
+def test_one_wrapper_of_two_is_kept(path, caplog):
+  both = trained(create(wrappers=[*dynamic(), Another(4.0)]))
+  save(path, both)
+  with caplog.at_level(logging.INFO, "flaxshard"):
+    restored = restore(path, create(wrappers=dynamic(), seed=1))
+  assert sorted(restored.wrapper_states) == ["loss_scale"]
+  assert_trees_equal(
+    restored.wrapper_states["loss_scale"], both.wrapper_states["loss_scale"]
+  )
+  (message,) = messages(caplog)
+  assert "'another'" in message and "left alone" in message
+
+
+def test_a_wrapper_is_added_beside_another(path, caplog):
+  state = trained(create(wrappers=dynamic()))
+  save(path, state)
+  fresh = create(wrappers=[*dynamic(), Another(4.0)], seed=1)
+  with caplog.at_level(logging.INFO, "flaxshard"):
+    restored = restore(path, fresh)
+  assert_trees_equal(
+    dict(restored.wrapper_states),
+    {
+      "loss_scale": state.wrapper_states["loss_scale"],
+      "another": fresh.wrapper_states["another"],
+    },
+  )
+  assert int(restored.wrapper_states["loss_scale"].good_steps) == 3
+  (message,) = messages(caplog)
+  assert "'another'" in message and "starts fresh" in message
+
+
+# Shardings.
+
+
+def test_replicated_over_a_mesh(path):
+  mesh = jax.sharding.Mesh(np.array(jax.devices()), ("replica",))
+  assert mesh.size == 8
+  everywhere = jax.sharding.NamedSharding(mesh, P())
+  put = lambda state: jax.device_put(state, everywhere)
+  state = trained(put(create(wrappers=dynamic())))
+  save(path, state)
+  restored = restore(path, put(create(wrappers=dynamic(), seed=1)))
+  assert_plain_equal(restored, state)
+  assert_trees_equal(restored.wrapper_states, state.wrapper_states)
+  for leaf in jax.tree.leaves(restored):
+    assert leaf.sharding == everywhere
+    assert leaf.committed
+  assert int(restored.opt_state[0].count) == 3
+  # A batch that is committed to the same mesh goes with it.
+  step = jax.jit(lambda s, x: trained(s, 1).replace(step=s.step + x.sum()))
+  batch = jax.device_put(
+    np.ones(8, np.int32), jax.sharding.NamedSharding(mesh, P("replica"))
+  )
+  assert int(step(restored, batch).step) == 11
+
+
+def test_leaves_that_nothing_has_placed_go_to_the_mesh_of_the_others(path):
+  # An optimizer's count, say, in a state whose parameters alone were sharded:
+  # restored, it is committed, and must not be to the first device.
+  mesh = jax.sharding.Mesh(np.array(jax.devices()), ("replica",))
+  split = jax.sharding.NamedSharding(mesh, P("replica"))
+  params = {"w": jax.device_put(jnp.arange(16.0), split)}
+  make = lambda p: fs.TrainState.create(
+    apply_fn=None, params=p, tx=TX, wrappers=dynamic()
+  )
+  state = make(params).apply_gradients(grads=params)
+  save(path, state)
+  fresh = make(jax.tree.map(jnp.zeros_like, params))
+  restored = restore(path, fresh)
+  assert restored.params["w"].sharding == split
+  assert (
+    restored.opt_state[0]
+    .mu["w"]
+    .sharding.is_equivalent_to(fresh.opt_state[0].mu["w"].sharding, 1)
+  )
+  for leaf in jax.tree.leaves(restored):
+    assert len(leaf.devices()) == 8
+  new_state = jax.jit(lambda s: s.apply_gradients(grads=s.params))(restored)
+  wanted = state.apply_gradients(grads=state.params)
+  np.testing.assert_allclose(new_state.params["w"], wanted.params["w"])
+  assert int(new_state.opt_state[0].count) == 2
+  assert int(new_state.wrapper_states["loss_scale"].good_steps) == 2
+
+
+def test_another_sharding_than_it_was_saved_in(path):
+  devices = np.array(jax.devices())
+  x = jnp.arange(16.0)
+
+  def make(size, spec, value):
+    mesh = jax.sharding.Mesh(devices[:size], ("replica",))
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    state = fs.TrainState.create(
+      apply_fn=None, params={"w": value}, tx=TX, wrappers=dynamic()
+    )
+    everywhere = jax.sharding.NamedSharding(mesh, P())
+    return jax.tree.map(
+      lambda a: jax.device_put(a, sharding if a.ndim else everywhere), state
+    )
+
+  save(path, make(8, P("replica"), x))
+  for size, spec in ((2, P("replica")), (4, P()), (1, P())):
+    target = make(size, spec, x * 0)
+    restored = restore(path, target)
+    np.testing.assert_array_equal(restored.params["w"], x)
+    for a, b in zip(
+      jax.tree.leaves(restored), jax.tree.leaves(target), strict=True
+    ):
+      assert a.sharding == b.sharding
+
+
+def test_onto_one_device(path):
+  state = trained(create(wrappers=dynamic()))
+  save(path, state)
+  restored = restore(path, create(wrappers=dynamic(), seed=1))
+  assert_plain_equal(
+    jax.jit(lambda s: trained(s, 1))(restored), trained(state, 1)
+  )
+
+
+# Random keys.
+
+
+class Dropped(nnx.Module):
+  def __init__(self, rngs):
+    self.linear = nnx.Linear(2, 3, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+  def __call__(self, x):
+    return self.dropout(self.linear(x))
+
+
+def test_random_streams(path):
+  def make(seed):
+    module = Dropped(nnx.Rngs(seed))
+    return fs.create_train_state(module, None, None, TX, wrappers=dynamic())
+
+  def draw(state):
+    variables = {"params": state.params, "rngs": state.rngs}
+    output, new = state.apply_fn(variables, X, mutable=["rngs"], mode="train")
+    return output, state.replace(rngs=new["rngs"])
+
+  _, state = draw(make(0))
+  keys = [
+    leaf
+    for leaf in jax.tree.leaves(state.rngs)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+  ]
+  assert keys
+  save(path, state)
+  restored = restore(path, make(1))
+  assert_trees_equal(restored.rngs, state.rngs)
+  np.testing.assert_array_equal(draw(restored)[0], draw(state)[0])
+
+
+def make_keyed(key):
+  return fs.TrainState.create(
+    apply_fn=None, params={"w": jnp.ones(2)}, tx=TX, keys={"dropout": key}
+  )
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_keys(path, impl):
+  state = make_keyed(jax.random.split(jax.random.key(3, impl=impl), 4))
+  save(path, state)
+  fresh = make_keyed(jax.random.split(jax.random.key(0, impl=impl), 4))
+  restored = restore(path, fresh)
+  assert restored.keys["dropout"].dtype == state.keys["dropout"].dtype
+  assert_trees_equal(restored.keys, state.keys)
+
+
+def test_a_key_of_another_kind(path):
+  save(path, make_keyed(jax.random.key(3, impl="threefry2x32")))
+  with pytest.raises(ValueError, match=r"keys/dropout: "):
+    restore(path, make_keyed(jax.random.key(3, impl="rbg")))

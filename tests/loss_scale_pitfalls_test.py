@@ -1,0 +1,383 @@
+"""LossScale: every pitfall that its peers fell into has a test."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+
+# Compiled once for each kind of state.
+apply_step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+
+
+def create(params, tx, scale="dynamic", **kwargs):
+  return fs.TrainState.create(
+    apply_fn=None,
+    params=params,
+    tx=tx,
+    wrappers=[fs.LossScale(scale, **kwargs)],
+  )
+
+
+def scale_state(state):
+  return state.wrapper_states["loss_scale"]
+
+
+def assert_trees_equal(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    assert x.dtype == y.dtype
+    np.testing.assert_array_equal(x, y)
+
+
+# Pitfall: scaling in another precision than float32.
+
+
+def half_loss(params, x):
+  # float16 compute and a float32 loss; the mean keeps cotangents in range.
+  y = params["w"].astype(jnp.float16) * x
+  return y.astype(jnp.float32).mean()
+
+
+def test_small_float16_gradients_survive():
+  # 2**-12 / 8 times 2**-12 is 2**-27: under float16's smallest number.
+  x = jnp.full(8, 2.0**-12, jnp.float16)
+  params = {"w": jnp.ones(8)}
+
+  def loss_fn(params, x):
+    return half_loss(params, x) * jnp.float32(2.0**-12)
+
+  bare = jax.grad(loss_fn)(params, x)
+  assert (np.asarray(bare["w"]) == 0).all()
+  state = create(params, optax.sgd(1.0), 2.0**16)
+  loss, grads = jax.jit(lambda s, x: s.value_and_grad(loss_fn, x))(state, x)
+  assert float(loss) == 2.0**-24
+  assert grads["w"].dtype == jnp.float32
+  np.testing.assert_array_equal(grads["w"], np.full(8, 2.0**-27, np.float32))
+
+
+@pytest.mark.parametrize("power", [16, 127])
+def test_a_scaled_loss_does_not_overflow(power):
+  state = create({"w": jnp.ones(1)}, optax.sgd(1.0), 2.0**power)
+  # Neither number is one in float16.
+  for dtype in ("float16", "bfloat16", "float32"):
+    scaled = state.scale_loss(jnp.ones((), dtype))
+    assert scaled.dtype == jnp.float32
+    assert float(scaled) == 2.0**power
+
+
+def test_a_scale_beyond_float16_with_float16_compute():
+  state = create({"w": jnp.full(8, 2.0)}, optax.sgd(1.0), 2.0**16)
+  loss, grads = state.value_and_grad(half_loss, jnp.full(8, 2.0, jnp.float16))
+  assert float(loss) == 4.0  # 2**18 when scaled
+  np.testing.assert_array_equal(grads["w"], np.full(8, 0.25))
+
+
+def test_the_largest_scale_with_float16_compute():
+  state = create({"w": jnp.full(8, 2.0)}, optax.sgd(1.0), 2.0**127)
+
+  def loss_fn(params, x):
+    return half_loss(params, x) * 2.0**-120
+
+  x = jnp.full(8, 2.0, jnp.float16)
+  loss, grads = jax.jit(lambda s, x: s.value_and_grad(loss_fn, x))(state, x)
+  assert float(loss) == 2.0**-118
+  np.testing.assert_array_equal(grads["w"], np.full(8, 2.0**-122))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_unscaling_the_largest_scale_is_exact(jit):
+  # The reciprocal of 2**127 is subnormal and would be flushed to zero.
+  state = create({"w": jnp.ones(3)}, optax.sgd(1.0), 2.0**127)
+  unscale = lambda state, grads: state.unscale_gradients(grads)
+  unscale = jax.jit(unscale) if jit else unscale
+  scaled = np.array([1.0, -1.5, 2.0**-20], np.float32) * np.float32(2.0**127)
+  np.testing.assert_array_equal(
+    unscale(state, {"w": scaled})["w"], [1.0, -1.5, 2.0**-20]
+  )
+
+
+def test_the_reported_loss_is_not_touched_by_the_scale():
+  # 1000 * 2**127 overflows; gradients are fine, and so is the loss reported.
+  state = create({"w": jnp.array([1000.0])}, optax.sgd(1.0), 2.0**127)
+  loss, grads = state.value_and_grad(lambda p: p["w"].sum())
+  assert float(loss) == 1000.0
+  assert float(grads["w"][0]) == 1.0
+
+
+def test_float16_gradients_are_unscaled_in_float32():
+  state = create({"w": jnp.ones(1, jnp.float16)}, optax.sgd(1.0), 2.0**16)
+  grads = state.unscale_gradients({"w": jnp.ones(1, jnp.float16)})
+  assert grads["w"].dtype == jnp.float32
+  assert float(grads["w"][0]) == 2.0**-16
+
+
+def test_complex_gradients_are_unscaled_in_both_parts():
+  state = create({"w": jnp.ones(1, jnp.complex64)}, optax.sgd(1.0), 4.0)
+  grads = state.unscale_gradients({"w": jnp.array([4.0 + 8.0j], jnp.complex64)})
+  assert complex(grads["w"][0]) == 1 + 2j
+
+
+# Pitfall: a skipped step that costs a copy of the state, or half happens.
+
+
+def mlp_state(wrappers):
+  key = jax.random.key(0)
+  params = {
+    f"w{i}": jax.random.normal(jax.random.fold_in(key, i), (512, 512)) / 32
+    for i in range(3)
+  }
+  return fs.TrainState.create(
+    apply_fn=None, params=params, tx=optax.adam(1e-3), wrappers=wrappers
+  )
+
+
+def mlp_loss(params, x):
+  for w in params.values():
+    x = jnp.tanh(x @ w)
+  return (x**2).mean()
+
+
+def compiled_mlp_step(wrappers):
+  step = jax.jit(lambda s, x: s.minimize(mlp_loss, x), donate_argnums=0)
+  x = jnp.ones((4, 512))
+  return step.lower(mlp_state(wrappers), x).compile()
+
+
+def test_a_donated_adam_state_is_updated_in_place():
+  bare = compiled_mlp_step([]).memory_analysis()
+  ours = compiled_mlp_step([fs.LossScale("dynamic")])
+  memory = ours.memory_analysis()
+  gradients = 3 * 512 * 512 * 4
+  # Selecting after the fact would take a copy of the state: three times this.
+  assert memory.temp_size_in_bytes <= bare.temp_size_in_bytes + 1.1 * gradients
+  # All of the state is donated: the outputs lie where the inputs lay.
+  assert memory.alias_size_in_bytes >= 3 * gradients
+  assert "conditional(" in ours.as_text()
+
+
+def test_a_fixed_scale_needs_no_conditional():
+  assert "conditional(" not in compiled_mlp_step([fs.LossScale(8)]).as_text()
+
+
+def test_nothing_but_the_scale_moves_on_a_skipped_step():
+  tx = optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.adam(optax.linear_schedule(1.0, 0.0, 4)),
+  )
+  state = fs.TrainState.create(
+    apply_fn=None,
+    params={"a": jnp.ones(2), "b": jnp.ones(3)},
+    tx=tx,
+    wrappers=[fs.LossScale("dynamic")],
+    batch_stats={"mean": jnp.zeros(2)},
+  )
+  step = jax.jit(
+    lambda s, g, stats: s.apply_gradients(grads=g, batch_stats=stats)
+  )
+  good = {"a": jnp.ones(2), "b": jnp.ones(3)}
+  state = step(state, good, {"mean": jnp.full(2, 5.0)})
+  assert int(state.step) == 1
+  assert int(optax.tree.get(state.opt_state[1][1], "count")) == 1
+  bad = {"a": jnp.ones(2), "b": jnp.array([1.0, jnp.inf, 1.0])}
+  skipped = step(state, bad, {"mean": jnp.full(2, jnp.nan)})
+  assert int(skipped.step) == 1
+  assert int(optax.tree.get(skipped.opt_state[1][1], "count")) == 1
+  np.testing.assert_array_equal(skipped.batch_stats["mean"], [5.0, 5.0])
+  assert_trees_equal(skipped.params, state.params)
+  assert_trees_equal(skipped.opt_state, state.opt_state)
+  assert float(scale_state(skipped).scale) == 2.0**14
+  assert int(scale_state(skipped).skipped_steps) == 1
+
+
+def test_the_check_comes_before_a_clip():
+  # A global norm of inf clips every gradient to 0 (and inf to NaN): a check
+  # that sees the clipped gradients lets some of those through.
+  tx = optax.chain(optax.clip(1.0), optax.sgd(1.0))
+  state = create({"w": jnp.zeros(2)}, tx)
+  skipped = apply_step(state, {"w": jnp.array([jnp.inf, 1.0])})
+  np.testing.assert_array_equal(skipped.params["w"], [0.0, 0.0])
+  assert int(skipped.step) == 0
+  assert float(scale_state(skipped).scale) == 2.0**14
+  clipped = apply_step(state, {"w": jnp.array([1e30, 0.5])})
+  np.testing.assert_array_equal(clipped.params["w"], [-1.0, -0.5])
+
+
+# Pitfall: shards and replicas that do not agree.
+
+
+def mesh8():
+  return jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
+@pytest.mark.parametrize("shape", [(8, 16), (128, 256)])
+def test_one_bad_shard_skips_the_step_on_every_shard(spec, shape):
+  mesh = mesh8()
+  sharding = NamedSharding(mesh, spec)
+  put = lambda x: jax.device_put(np.asarray(x, np.float32), sharding)
+  params = {"v": put(np.ones(shape)), "w": put(np.ones(shape))}
+  state = create(params, optax.adam(0.5))
+  step = jax.jit(lambda s, g: s.apply_gradients(grads=g))
+  grads = {"v": put(np.ones(shape)), "w": put(np.ones(shape))}
+  state = step(state, grads)
+  for name in ("v", "w"):
+    np.testing.assert_allclose(state.params[name], np.full(shape, 0.5), 1e-5)
+  bad = np.ones(shape, np.float32)
+  bad[5, 11] = np.inf
+  skipped = step(state, {"v": grads["v"], "w": put(bad)})
+  for old, new in zip(
+    jax.tree.leaves((state.params, state.opt_state, state.step)),
+    jax.tree.leaves((skipped.params, skipped.opt_state, skipped.step)),
+    strict=True,
+  ):
+    assert old.sharding.is_equivalent_to(new.sharding, old.ndim)
+    for a, b in zip(
+      old.addressable_shards, new.addressable_shards, strict=True
+    ):
+      np.testing.assert_array_equal(a.data, b.data)
+  assert float(scale_state(skipped).scale) == 2.0**14
+
+
+def shard_map_specs(state, params_spec):
+  """Specs of a state whose parameters and slots have `params_spec`."""
+  specs = jax.tree.map(lambda _: P(), state)
+  slots = optax.tree_utils.tree_map_params(
+    state.tx, lambda _: params_spec, specs.opt_state
+  )
+  params = jax.tree.map(lambda _: params_spec, state.params)
+  return specs.replace(params=params, opt_state=slots)
+
+
+def test_devices_agree_inside_shard_map_on_local_gradients():
+  state = create({"w": jnp.ones(8)}, optax.adam(0.5))
+  specs = shard_map_specs(state, P("x"))
+
+  @jax.jit
+  @functools.partial(
+    jax.shard_map, mesh=mesh8(), in_specs=(specs, P("x")), out_specs=specs
+  )
+  def step(state, grads):
+    return state.apply_gradients(grads={"w": grads})
+
+  good = step(state, jnp.ones(8))
+  np.testing.assert_allclose(good.params["w"], np.full(8, 0.5), 1e-5)
+  # Keras 3 looks at replica 0: neither it nor the last may be the one.
+  for i in (0, 3, 7):
+    skipped = step(good, jnp.ones(8).at[i].set(jnp.inf))
+    assert_trees_equal(skipped.params, good.params)
+    assert_trees_equal(skipped.opt_state, good.opt_state)
+    assert int(skipped.step) == 1
+    assert float(scale_state(skipped).scale) == 2.0**14
+    assert int(scale_state(skipped).skipped_steps) == 1
+
+
+def test_devices_agree_inside_shard_map_on_a_whole_step():
+  state = create({"w": jnp.ones(2)}, optax.adam(0.5))
+  specs = shard_map_specs(state, P())
+
+  @jax.jit
+  @functools.partial(
+    jax.shard_map, mesh=mesh8(), in_specs=(specs, P("x")), out_specs=specs
+  )
+  def step(state, x):
+    def loss_fn(params):
+      return jax.lax.pmean((params["w"] * x).sum(), "x")
+
+    _, grads = state.value_and_grad(loss_fn)
+    return state.apply_gradients(grads=grads)
+
+  x = jnp.ones((8, 2))
+  good = step(state, x)
+  np.testing.assert_allclose(good.params["w"], [0.5, 0.5], 1e-5)
+  np.testing.assert_allclose(good.opt_state[0].mu["w"], [0.1, 0.1], 1e-6)
+  skipped = step(good, x.at[6, 1].set(jnp.nan))
+  assert_trees_equal(skipped.params, good.params)
+  assert_trees_equal(skipped.opt_state, good.opt_state)
+  assert float(scale_state(skipped).scale) == 2.0**14
+
+
+# Pitfall: a scale at its floor, silently.
+
+FLOOR = fs.DynamicLossScale(initial_scale=2.0)
+
+
+def step_and_wait(step, state, grads):
+  state = step(state, grads)
+  jax.block_until_ready(state)
+  jax.effects_barrier()
+  return state
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_the_user_is_told_at_the_floor(jit):
+  step = lambda state, grads: state.apply_gradients(grads=grads)
+  step = jax.jit(step) if jit else step
+  state = create({"w": jnp.ones(1)}, optax.sgd(1.0), FLOOR)
+  bad = {"w": jnp.array([jnp.nan])}
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    state = step_and_wait(step, state, bad)  # it can still back off
+    state = step_and_wait(step, state, {"w": jnp.zeros(1)})
+  assert float(scale_state(state).scale) == 1.0
+  with pytest.warns(
+    RuntimeWarning, match=r"at its floor, 1,.*2 steps skipped.*nonfinite_leaves"
+  ):
+    state = step_and_wait(step, state, bad)
+  assert int(scale_state(state).skipped_steps) == 2
+  assert float(state.params["w"][0]) == 1.0
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    step_and_wait(step, state, {"w": jnp.zeros(1)})
+
+
+def test_the_user_can_ask_not_to_be_told():
+  state = create({"w": jnp.ones(1)}, optax.sgd(1.0), FLOOR, warn_at_floor=False)
+  bad = {"w": jnp.array([jnp.nan])}
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    for _ in range(3):
+      state = step_and_wait(apply_step, state, bad)
+  assert int(scale_state(state).skipped_steps) == 3
+  text = apply_step.lower(state, bad).compile().as_text()
+  assert "callback" not in text
+
+
+def test_telling_leaves_no_effect_in_the_step():
+  # An effect would take the step off JAX's fast dispatch.
+  state = create({"w": jnp.ones(1)}, optax.sgd(1.0), FLOOR)
+  jaxpr = jax.make_jaxpr(apply_step)(state, {"w": jnp.ones(1)})
+  assert not jaxpr.effects
+
+
+def test_the_user_is_told_inside_scan_and_shard_map():
+  state = create({"w": jnp.ones(8)}, optax.sgd(1.0), FLOOR)
+  bad = jnp.ones((3, 8)).at[:, 4].set(jnp.nan)
+
+  @jax.jit
+  def steps(state, grads):
+    body = lambda s, g: (s.apply_gradients(grads={"w": g}), None)
+    return jax.lax.scan(body, state, grads)[0]
+
+  with pytest.warns(RuntimeWarning, match="steps skipped"):
+    out = steps(state, bad)
+    jax.block_until_ready(out)
+  assert int(scale_state(out).skipped_steps) == 3
+
+  specs = shard_map_specs(state, P("x"))
+  mapped = jax.jit(
+    jax.shard_map(
+      steps, mesh=mesh8(), in_specs=(specs, P(None, "x")), out_specs=specs
+    )
+  )
+  with pytest.warns(RuntimeWarning, match="steps skipped"):
+    out = mapped(state, bad)
+    jax.block_until_ready(out)
+  np.testing.assert_array_equal(out.params["w"], np.ones(8))

@@ -1,0 +1,348 @@
+"""TrainState.create and create_train_state."""
+
+from typing import Any
+
+from flax import linen as nn
+from flax import struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+
+X = np.array([[1.0, 2.0, -1.0], [0.5, -0.25, 3.0]], np.float32)
+Y = np.array([[1.0], [-2.0]], np.float32)
+
+
+class Mlp(nn.Module):
+  dtype: Any = None
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.tanh(nn.Dense(4, dtype=self.dtype)(x))
+    return nn.Dense(1, dtype=self.dtype)(x)
+
+
+class Norm(nn.Module):
+  @nn.compact
+  def __call__(self, x, train=True):
+    x = nn.Dense(4)(x)
+    return nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
+
+
+def make_params():
+  return {"w": jnp.array([1.0, -2.0]), "b": {"c": jnp.array(0.5)}}
+
+
+def create(wrappers=(), tx=None, params=None, **collections):
+  return fs.TrainState.create(
+    apply_fn=None,
+    params=make_params() if params is None else params,
+    tx=tx or optax.sgd(0.5),
+    wrappers=wrappers,
+    **collections,
+  )
+
+
+def quadratic(params, scale=1.0, shift=0.0):
+  return scale * (params["w"] ** 2).sum() + params["b"]["c"] + shift
+
+
+def assert_trees_equal(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    assert x.dtype == y.dtype
+    np.testing.assert_array_equal(x, y)
+
+
+def mlp_loss(params, x, y):
+  return ((Mlp().apply({"params": params}, x) - y) ** 2).mean()
+
+
+# Creating.
+
+
+def test_wrong_arguments_of_create():
+  with pytest.raises(TypeError, match=r"params\[b/c\] must be an array"):
+    create(params={"w": jnp.ones(1), "b": {"c": "x"}})
+  with pytest.raises(TypeError, match=r"batch_stats\[m\] must be an array"):
+    create(batch_stats={"m": "x"})
+  with pytest.raises(TypeError, match="tx must be an optax"):
+    create(tx=0.1)
+  with pytest.raises(TypeError, match=r"'wrapers'\. Did you mean 'wrappers'"):
+    create(wrapers=[fs.LossScale()])
+  with pytest.raises(TypeError, match="wrappers must be a sequence"):
+    create(fs.LossScale())
+  with pytest.raises(TypeError, match=r"wrappers\[0\] must be an instance"):
+    create([fs.LossScale])
+  with pytest.raises(ValueError, match="'loss_scale' is given twice"):
+    create([fs.LossScale(), fs.LossScale(8)])
+
+
+@pytest.mark.parametrize(
+  "name", ["step", "opt_state", "wrapper_states", "minimize", "replace"]
+)
+def test_collections_do_not_take_a_name_that_is_taken(name):
+  with pytest.raises(ValueError, match=f"cannot be named '{name}'"):
+    create(**{name: {"m": jnp.ones(1)}})
+
+
+class EmaState(fs.TrainState):
+  """A subclass as users write it, with a default and a static field."""
+
+  ema: Any = None
+  note: str = struct.field(pytree_node=False, default="none")
+
+  def averaged(self):
+    return jax.tree.map(lambda e: e * 2, self.ema)
+
+
+@pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
+def test_subclasses_with_fields_of_their_own(wrappers):
+  state = EmaState.create(
+    apply_fn=None,
+    params=make_params(),
+    tx=optax.sgd(0.5),
+    wrappers=wrappers,
+    ema={"w": jnp.zeros(2)},
+    note="first",
+    batch_stats={"m": jnp.ones(1)},
+  )
+  assert isinstance(state, EmaState)
+  assert state.note == "first"
+  step = jax.jit(
+    lambda s, g: s.apply_gradients(
+      grads=g, ema={"w": s.ema["w"] + 1.0}, note="later"
+    )
+  )
+  good = jax.tree.map(jnp.ones_like, state.params)
+  new = step(state, good)
+  np.testing.assert_array_equal(new.averaged()["w"], [2.0, 2.0])
+  np.testing.assert_array_equal(new.params["w"], [0.5, -2.5])
+  assert new.note == "later"
+  assert float(new.batch_stats["m"][0]) == 1.0
+  if wrappers:
+    bad = {"w": jnp.array([jnp.inf, 0.0]), "b": {"c": 1.0}}
+    skipped = step(new, bad)
+    np.testing.assert_array_equal(skipped.ema["w"], [1.0, 1.0])
+    assert int(skipped.step) == 1
+
+
+def test_a_subclass_field_with_a_default_may_be_left_out():
+  state = EmaState.create(
+    apply_fn=None, params=make_params(), tx=optax.sgd(0.5)
+  )
+  assert state.ema is None
+  new, _ = state.minimize(quadratic)
+  np.testing.assert_array_equal(new.params["w"], [0.0, 0.0])
+
+
+# create_train_state, for Linen.
+
+
+def assert_close(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), a, b)
+
+
+def test_linen():
+  key = jax.random.key(1)
+  state = fs.create_train_state(
+    Mlp(), key, X, optax.adam(0.1), wrappers=[fs.LossScale("dynamic")]
+  )
+  variables = Mlp().init(key, X)
+  assert_close(state.params, variables["params"])
+  np.testing.assert_allclose(
+    state.apply_fn({"params": state.params}, X),
+    Mlp().apply(variables, X),
+    rtol=1e-5,
+  )
+  assert int(state.step) == 0
+  assert not any(x.weak_type for x in jax.tree.leaves(state))
+  before = mlp_loss(state.params, X, Y)
+  step = jax.jit(lambda s: s.minimize(mlp_loss, X, Y))
+  for _ in range(20):
+    state, loss = step(state)
+  assert float(loss) < 0.5 * float(before)
+  assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
+def test_linen_with_batch_stats(wrappers):
+  model = Norm()
+  state = fs.create_train_state(
+    model, jax.random.key(1), X, optax.sgd(0.1), wrappers=wrappers
+  )
+  assert set(state.batch_stats["BatchNorm_0"]) == {"mean", "var"}
+
+  @jax.jit
+  def step(state, x):
+    def loss_fn(params):
+      variables = {"params": params, "batch_stats": state.batch_stats}
+      out, new = state.apply_fn(variables, x, mutable=["batch_stats"])
+      return (out**3).mean(), new
+
+    (_, new), grads = state.value_and_grad(loss_fn, has_aux=True)
+    return state.apply_gradients(grads=grads, batch_stats=new["batch_stats"])
+
+  dense = X @ state.params["Dense_0"]["kernel"]
+  new = step(state, X)
+  stats = new.batch_stats["BatchNorm_0"]
+  np.testing.assert_allclose(stats["mean"], dense.mean(0) / 2, rtol=1e-5)
+  np.testing.assert_allclose(stats["var"], 0.5 + dense.var(0) / 2, rtol=1e-4)
+  if wrappers:
+    skipped = step(new, X * np.inf)
+    assert_trees_equal(skipped.batch_stats, new.batch_stats)
+    assert_trees_equal(skipped.params, new.params)
+    assert int(skipped.step) == 1
+
+
+class TwoInputs(nn.Module):
+  @nn.compact
+  def __call__(self, x, mask):
+    return nn.Dense(2)(x) * mask
+
+
+def test_linen_with_several_inputs_and_abstract_ones():
+  key = jax.random.key(2)
+  mask = np.ones((2, 1), np.float32)
+  wanted = TwoInputs().init(key, X, mask)["params"]
+  for inputs in (
+    (X, mask),
+    jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (X, mask)),
+    (jax.ShapeDtypeStruct(X.shape, X.dtype), mask),
+  ):
+    state = fs.create_train_state(TwoInputs(), key, inputs, optax.sgd(0.1))
+    assert_close(state.params, wanted)
+
+
+class Streams(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    noise = jax.random.normal(self.make_rng("noise"), x.shape)
+    return nn.Dense(1)(x + noise)
+
+
+def test_linen_with_several_random_streams():
+  rngs = {"params": jax.random.key(0), "noise": jax.random.key(1)}
+  state = fs.create_train_state(Streams(), rngs, X, optax.sgd(0.1))
+  assert_close(state.params, Streams().init(rngs, X)["params"])
+
+
+class Boxed(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    init = nn.with_partitioning(nn.initializers.ones, ("in", "out"))
+    return nn.Dense(2, kernel_init=init)(x)
+
+
+def test_partitioning_metadata_is_taken_off():
+  state = fs.create_train_state(
+    Boxed(), jax.random.key(0), X, optax.sgd(0.5), wrappers=[fs.LossScale(8)]
+  )
+  np.testing.assert_array_equal(state.params["Dense_0"]["kernel"], 1.0)
+  new, _ = state.minimize(lambda p: p["Dense_0"]["kernel"].sum())
+  np.testing.assert_array_equal(new.params["Dense_0"]["kernel"], 0.5)
+
+
+@pytest.mark.parametrize(
+  ("model", "on"),
+  [
+    (Mlp(), False),
+    (Mlp(dtype=jnp.float16), True),
+    (Mlp(dtype="float16"), True),
+    (Mlp(dtype=jnp.bfloat16), False),
+  ],
+)
+def test_auto_takes_the_policy_of_the_model(model, on):
+  state = fs.create_train_state(
+    model,
+    jax.random.key(0),
+    X,
+    optax.sgd(0.1),
+    wrappers=[fs.LossScale("auto")],
+  )
+  assert (state.wrapper_states["loss_scale"] != ()) == on
+
+
+class WithPolicy(nn.Module):
+  policy: Any = None
+
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(1, dtype=self.policy.compute_dtype)(x)
+
+
+def test_auto_takes_a_policy_before_a_dtype_and_the_users_before_both():
+  make = lambda policy, wrapper: fs.create_train_state(
+    WithPolicy(fs.Policy(policy)),
+    jax.random.key(0),
+    X,
+    optax.sgd(0.1),
+    wrappers=[wrapper],
+  ).wrapper_states["loss_scale"]
+  auto = fs.LossScale("auto")
+  assert make("mixed_float16", auto) != ()
+  assert make("float32", auto) == ()
+  assert make("mixed_float16", fs.LossScale("auto", policy="float32")) == ()
+
+
+class NoParams(nn.Module):
+  def __call__(self, x):
+    return x
+
+
+class TakenName(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    self.variable("step", "count", lambda: jnp.zeros(()))
+    return nn.Dense(1)(x)
+
+
+def test_models_that_cannot_be():
+  make = lambda model, **kwargs: fs.create_train_state(
+    model, jax.random.key(0), X, optax.sgd(0.1), **kwargs
+  )
+  for model in (Mlp, lambda x: x, None, {"w": jnp.ones(1)}):
+    with pytest.raises(TypeError, match="model must be an instance of flax"):
+      make(model)
+  with pytest.raises(ValueError, match="model=NoParams has no parameters"):
+    make(NoParams())
+  with pytest.raises(ValueError, match="cannot be named 'step'"):
+    make(TakenName())
+  with pytest.raises(ValueError, match="'loss_scale' is given twice"):
+    make(Mlp(), wrappers=[fs.LossScale(), fs.LossScale(8)])
+  with pytest.raises(TypeError, match=r"wrappers\[0\] must be an instance"):
+    make(Mlp(), wrappers=[fs.LossScale])
+
+
+def test_fp8_modules_train_with_their_histories():
+  dense = nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+  state = fs.create_train_state(
+    dense,
+    jax.random.key(0),
+    jnp.ones((4, 16)),
+    optax.sgd(0.1),
+    wrappers=[fs.LossScale(1024.0)],
+  )
+  x = jnp.full((4, 16), 3.0)
+
+  def loss_fn(variables):
+    return (state.apply_fn(variables, x) ** 2).mean()
+
+  new, _ = jax.jit(lambda s: s.minimize(loss_fn))(state)
+  histories = lambda s: {
+    jax.tree_util.keystr(p): np.asarray(a)
+    for p, a in jax.tree_util.tree_leaves_with_path(
+      s.params["_overwrite_with_gradient"]
+    )
+    if "input_amax_history" in jax.tree_util.keystr(p)
+  }
+  (before,), (after,) = histories(state).values(), histories(new).values()
+  assert (before == 0).all()
+  # The largest input, neither scaled nor taken off with a learning rate.
+  assert after.max() == 3.0
+  kernel = lambda s: np.asarray(s.params["params"]["kernel"])
+  assert (kernel(new) != kernel(state)).any()
