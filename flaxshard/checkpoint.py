@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from flaxshard import fields
 from flaxshard import trees
 from flaxshard.train_state import TrainState
 
@@ -201,14 +202,14 @@ class Checkpointer:
 
     restored = self._manager.restore(step, args=ocp.args.Composite(**items))
     _check_restored(where, restored[_PLAIN], plain)
-    fields = {
-      name: getattr(restored[_PLAIN], name) for name in trees.data_fields(plain)
+    values = {
+      name: getattr(restored[_PLAIN], name) for name in fields.data_names(plain)
     }
     if common:
       states = {name: restored[_WRAPPERS][name] for name in common}
       _check_restored(where, states, common)
-      fields["wrapper_states"] = {**state.wrapper_states, **states}
-    return state.replace(**fields)
+      values["wrapper_states"] = {**state.wrapper_states, **states}
+    return state.replace(**values)
 
 
 def check_writable(argument: str, directory: str) -> None:

@@ -55,7 +55,8 @@ def all_finite(grads: Any) -> jax.Array:
 
   Under `jax.jit` over a sharded mesh the answer is that of the whole arrays;
   inside `jax.shard_map` (with its default `check_vma=True`) it is agreed over
-  the axes that the gradients vary over.
+  the axes that the gradients vary over. With `check_vma=False` JAX does not
+  tell what varies, and the answer is that of each device.
 
   Args:
     grads: A tree of gradients. Leaves without a gradient are not looked at.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
+
+from flaxshard import trees
 
 _NAMES: dict[type, str] = {
   nnx.Param: "params",
@@ -18,7 +20,16 @@ _NAMES: dict[type, str] = {
 }
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+class _Variable(NamedTuple):
+  """Where a variable of the module lies in the collections."""
+
+  path: tuple[Any, ...]  # in the NNX state
+  collection: str
+  treedef: Any  # of the variable with its metadata
+  leaves: tuple[tuple[str, ...], ...]  # paths in the collection
+
+
+@dataclasses.dataclass(frozen=True)
 class Apply:
   """Merges an NNX module from its variables and calls it; see `split`.
 
@@ -28,8 +39,13 @@ class Apply:
   """
 
   graphdef: Any
-  treedef: Any
-  leaves: tuple[tuple[str, tuple[str, ...]], ...]
+  variables: tuple[_Variable, ...]
+
+  def __hash__(self) -> int:
+    # jit asks at every call, and the graph of a large module takes a while.
+    if "_hash" not in self.__dict__:
+      object.__setattr__(self, "_hash", hash((self.graphdef, self.variables)))
+    return self.__dict__["_hash"]
 
   def __call__(
     self,
@@ -46,6 +62,7 @@ class Apply:
       variables: The collections, by name.
       *args: Arguments of the module's call.
       mutable: The collections to return, by name; True for all but `params`.
+        `"intermediates"` may be new: what the call sows.
       method: Another method than `__call__`, or its name.
       mode: `"train"` or `"eval"` calls the module's method of that name first;
         None leaves it in the mode that it was in when it was split.
@@ -56,16 +73,19 @@ class Apply:
 
     Raises:
       ValueError: A collection is missing or unknown, `mode` is neither, or the
-        call changed a collection that `mutable` does not name.
+        call changed a collection that `mutable` does not name (in the mode
+        "eval", and where it sows, that is dropped as in Linen).
     """
-    names = {name for name, _ in self.leaves}
+    names = {v.collection for v in self.variables}
     if isinstance(mutable, bool):
-      asked = names - {"params"} if mutable else set()
+      asked = names - {"params"} | {"intermediates"} if mutable else set()
     else:
       asked = {mutable} if isinstance(mutable, str) else set(mutable)
-    for argument, given in (("variables", variables), ("mutable", asked)):
-      unknown = set(given) - names
-      if unknown:
+    for argument, given in (
+      ("variables", set(variables)),
+      ("mutable", asked - {"intermediates"}),
+    ):
+      if unknown := given - names:
         raise ValueError(
           f"apply_fn: {argument} names {sorted(unknown)}; the module has "
           f"{sorted(names)}."
@@ -79,27 +99,43 @@ class Apply:
       raise ValueError(
         f"apply_fn: mode={mode!r}; allowed: 'train', 'eval', None."
       )
-    before = [_get(variables[name], path) for name, path in self.leaves]
-    state = jax.tree.unflatten(self.treedef, before)
-    module = nnx.merge(self.graphdef, state)
+    module, before = self._merge(variables)
     if mode is not None:
       getattr(module, mode)()
-    call = getattr(module, method) if isinstance(method, str) else module
     if callable(method):
       output = method(module, *args, **kwargs)
     else:
-      output = call(*args, **kwargs)
-    after = jax.tree.leaves(nnx.state(module))
+      output = getattr(module, method or "__call__")(*args, **kwargs)
+
     collections: dict[str, Any] = {}
-    for (name, path), old, new in zip(self.leaves, before, after, strict=True):
-      if name in asked:
-        _put(collections.setdefault(name, {}), path, new)
-      elif new is not old:
-        raise ValueError(
-          f"apply_fn: the call changed {name}[{'/'.join(path)}], which would "
-          f"be lost; pass mutable=[{name!r}], or mode='eval'."
-        )
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+      known = before.get(path)
+      name = known[0] if known else _collection_of(variable)
+      for i, (key, new) in enumerate(_leaves_of(path, variable)):
+        if name in asked:
+          _put(collections.setdefault(name, {}), key, new)
+        elif (
+          known
+          and name != "params"
+          and mode != "eval"
+          and new is not known[1][i]
+        ):
+          raise ValueError(
+            f"apply_fn: the call changed {name}[{'/'.join(key)}], which would "
+            f"be lost; pass mutable=[{name!r}], or mode='eval'."
+          )
     return output if mutable is False else (output, collections)
+
+  def _merge(
+    self, collections: Mapping[str, Any]
+  ) -> tuple[nnx.Module, dict[tuple[Any, ...], tuple[str, list[Any]]]]:
+    """Returns the module, and what went in by path: collection and leaves."""
+    flat, before = [], {}
+    for path, collection, treedef, leaves in self.variables:
+      values = [_get(collections[collection], leaf) for leaf in leaves]
+      flat.append((path, jax.tree.unflatten(treedef, values)))
+      before[path] = (collection, values)
+    return nnx.merge(self.graphdef, nnx.from_flat_state(flat)), before
 
 
 def is_module(model: Any) -> bool:
@@ -111,36 +147,51 @@ def split(module: nnx.Module) -> tuple[Apply, dict[str, Any]]:
   """Splits an NNX module into an apply function and its variables.
 
   Args:
-    module: An initialized module; it is not changed.
+    module: An initialized module; it is not changed, nor are its arrays shared.
 
   Returns:
     `(apply_fn, variables)`. `variables` has a nested dict of arrays for each
     kind of variable: `params`, `batch_stats` and so on as Linen names them, the
-    keys and counters of random streams under `rngs`, any other kind under its
-    class name.
+    keys and counters of random streams under `rngs`, arrays that are no
+    variables under `arrays`, any other kind under its class name.
   """
   graphdef, state = nnx.split(module)
-  values, treedef = jax.tree.flatten(state)
-  leaves: list[tuple[str, tuple[str, ...]]] = []
-  variables: dict[str, Any] = {}
-  for (path, variable), value in zip(
-    nnx.to_flat_state(state), values, strict=True
-  ):
-    # Orbax keeps the keys of dicts as strings, so ours are strings already.
-    key = (_collection_of(type(variable)), tuple(map(str, path)))
-    leaves.append(key)
-    # A copy: donating the state must not delete the arrays of the module.
-    _put(variables.setdefault(key[0], {}), key[1], jnp.copy(value))
-  return Apply(graphdef, treedef, tuple(leaves)), variables
+  found: list[_Variable] = []
+  collections: dict[str, Any] = {}
+  for path, variable in nnx.to_flat_state(state):
+    name = _collection_of(variable)
+    leaves = _leaves_of(path, variable)
+    keys = tuple(key for key, _ in leaves)
+    found.append(_Variable(path, name, jax.tree.structure(variable), keys))
+    for key, value in leaves:
+      # A copy: donating the state must not delete the arrays of the module.
+      _put(collections.setdefault(name, {}), key, jnp.copy(value))
+  return Apply(graphdef, tuple(found)), collections
 
 
-def _collection_of(kind: type) -> str:
-  if issubclass(kind, nnx.RngState):
+def _collection_of(variable: Any) -> str:
+  if not isinstance(variable, nnx.Variable):
+    return "arrays"
+  if isinstance(variable, nnx.RngState):
     return "rngs"
-  for known, name in _NAMES.items():
-    if issubclass(kind, known):
+  for kind, name in _NAMES.items():
+    if isinstance(variable, kind):
       return name
-  return kind.__name__
+  return type(variable).__name__
+
+
+def _leaves_of(
+  path: tuple[Any, ...], variable: Any
+) -> list[tuple[tuple[str, ...], Any]]:
+  """Returns the arrays of a variable, with their paths in its collection."""
+  value = (
+    variable.get_value() if isinstance(variable, nnx.Variable) else variable
+  )
+  # Orbax keeps the keys of dicts as strings, so ours are strings already.
+  return [
+    ((*map(str, path), *trees.path_strings(inner)), leaf)
+    for inner, leaf in jax.tree_util.tree_leaves_with_path(value)
+  ]
 
 
 def _get(tree: Any, path: tuple[str, ...]) -> Any:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from flaxshard import fields
 from flaxshard import nnx_module
 from flaxshard import trees
 from flaxshard.train_state import TrainState
@@ -132,7 +133,7 @@ def _apply(
 ) -> tuple[jax.Array, dict[str, Any]]:
   """Applies the model, for training if there are rngs."""
   own = ("step", "params", "opt_state", "wrapper_states")
-  names = [n for n in trees.data_fields(state) if n not in own]
+  names = [n for n in fields.data_names(state) if n not in own]
   if OVERWRITE_WITH_GRADIENT in params:
     variables = dict(params)
   else:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-import dataclasses
-import functools
-import types
 from typing import Any, cast, ClassVar
 
 from flax import core
 from flax import linen as nn
 from flax import struct
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state as flax_train_state
 import jax
 import jax.numpy as jnp
 import optax
 
+from flaxshard import fields as fields_lib
 from flaxshard import gradients
+from flaxshard import linen_module
 from flaxshard import nnx_module
 from flaxshard import registry
 from flaxshard import trees
 from flaxshard import update
+from flaxshard.policy import Policy
 from flaxshard.wrappers import base
 
 PyTree = Any
@@ -92,14 +91,18 @@ class TrainState(flax_train_state.TrainState):
     """
     wrappers = base.check(wrappers)
     _check_collections(cls, collections)
+    if not jax.tree.leaves(params) or jax.tree_util.all_leaves([params]):
+      raise TypeError(
+        f"params must be a tree of arrays, such as a dict, got {params!r}."
+      )
     trees.check_arrays("params", params)
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
       raise TypeError(f"tx must be an optax GradientTransformation, got {tx!r}")
-    own = _fields(cls)
+    own = fields_lib.of_class(cls)
     static = {
       k: v
       for k, v in collections.items()
-      if k in own and not own[k].metadata.get("pytree_node", True)
+      if k in own and not fields_lib.is_data(own[k])
     }
     fields: dict[str, PyTree] = {
       k: v for k, v in collections.items() if k not in static
@@ -112,8 +115,7 @@ class TrainState(flax_train_state.TrainState):
       opt_state=tx.init(update.with_optimizer(params)),
       **fields,
     )
-    # mypy takes no class with fields for hashable.
-    state_class = _with_fields(cast(Any, cls), tuple(fields))
+    state_class = fields_lib.extend(cast(Any, cls), tuple(fields))
     return state_class(
       apply_fn=apply_fn,
       tx=tx,
@@ -157,7 +159,13 @@ class TrainState(flax_train_state.TrainState):
 
       def scaled(params: PyTree, *args: Any) -> tuple[jax.Array, Any]:
         value = loss_fn(params, *args)
+        if has_aux and not (isinstance(value, tuple) and len(value) == 2):
+          raise TypeError(
+            "loss_fn must return (loss, aux) with has_aux=True, "
+            f"got {type(value).__name__}."
+          )
         loss = value[0] if has_aux else value
+        _check_loss(loss)
         # The loss goes out by the side: unscaling it could overflow.
         return self.scale_loss(loss), value
 
@@ -192,32 +200,27 @@ class TrainState(flax_train_state.TrainState):
         message names the first path that differs.
       TypeError: A replaced name is not a field of the state.
     """
-    difference = trees.first_difference(
-      grads, self.params, dtypes=False, none_is_leaf=True
+    grads = trees.like(
+      "grads", grads, self.params, dtypes=False, none_is_leaf=True
     )
-    if difference:
-      raise ValueError(f"grads do not match params at {difference}.")
     if not self.wrappers:
       return update.flax_update(self, grads, replaced)
     reserved = {"step", "params", "opt_state", "wrapper_states", "wrappers"}
-    fields = _fields(type(self))
+    fields = fields_lib.of_class(type(self))
     for name in replaced:
       if name in reserved or name not in fields:
-        allowed = sorted(set(fields) - reserved)
+        allowed = sorted(set(fields_lib.data_names(self)) - reserved)
         raise TypeError(
           f"apply_gradients: {name!r} cannot be replaced; allowed: grads, "
           f"{', '.join(allowed)}.{registry.near(name, allowed)}"
         )
     static = {
-      k: v
-      for k, v in replaced.items()
-      if not fields[k].metadata.get("pytree_node", True)
+      k: v for k, v in replaced.items() if not fields_lib.is_data(fields[k])
     }
     collections = {k: v for k, v in replaced.items() if k not in static}
     for name, new in collections.items():
-      difference = trees.first_difference(new, getattr(self, name))
-      if difference:
-        raise ValueError(f"{name} does not match the state at {difference}.")
+      new = trees.like(name, new, getattr(self, name))
+      collections[name] = jax.tree.map(trees.strong, new)
 
     def innermost(target: base.Target, grads: PyTree) -> base.Target:
       state = self.replace(
@@ -258,10 +261,17 @@ class TrainState(flax_train_state.TrainState):
     The same step, parameters, optimizer state and collections; no wrappers and
     no field for their states.
     """
-    fields = _fields(type(self))
+    fields = fields_lib.of_class(type(self))
     names = tuple(n for n in fields if n not in ("wrappers", "wrapper_states"))
-    plain_class: Any = _with_fields(self._base_class or type(self), names)
+    plain_class: Any = fields_lib.extend(self._base_class or type(self), names)
     return plain_class(**{name: getattr(self, name) for name in names})
+
+  def __reduce__(self) -> Any:
+    """Pickles by the class as declared and the values of the fields."""
+    values = {
+      name: getattr(self, name) for name in fields_lib.of_class(type(self))
+    }
+    return fields_lib.rebuild, (self._base_class or type(self), values)
 
   def minimize(
     self, loss_fn: Callable[..., Any], *args: Any, has_aux: bool = False
@@ -324,19 +334,7 @@ def create_train_state(
   if nnx_module.is_module(model):
     apply_fn, variables = nnx_module.split(model)
   elif isinstance(model, nn.Module):
-    apply_fn = model.apply
-    inputs = (
-      sample_input if isinstance(sample_input, tuple) else (sample_input,)
-    )
-    inputs = jax.tree.map(
-      lambda x: (
-        jnp.zeros(x.shape, x.dtype)
-        if isinstance(x, jax.ShapeDtypeStruct)
-        else jnp.asarray(x)
-      ),
-      inputs,
-    )
-    variables = nn.meta.unbox(jax.jit(model.init)(rng, *inputs))
+    apply_fn, variables = linen_module.init(model, rng, sample_input)
   else:
     raise TypeError(
       "model must be an instance of flax.linen.Module or flax.nnx.Module, "
@@ -347,67 +345,54 @@ def create_train_state(
       f"model={type(model).__name__} has no parameters: its collections are "
       f"{sorted(variables)}, 'params' must be one with arrays in it."
     )
-  if OVERWRITE_WITH_GRADIENT in variables:
-    # Flax's fp8 modules: their scaling histories train with the parameters.
-    owg = variables.pop(OVERWRITE_WITH_GRADIENT)
-    params = {"params": variables["params"], OVERWRITE_WITH_GRADIENT: owg}
-    variables = {**variables, "params": params}
   return TrainState.create(
     apply_fn=apply_fn, tx=tx, wrappers=wrappers, **variables
   )
 
 
-def _policy_of(model: Any) -> Any:
+def _policy_of(model: Any) -> Policy | None:
+  """The model's own policy; float16 as the `dtype` of a module is one too."""
   policy = getattr(model, "policy", None)
-  if policy is not None:
+  if isinstance(policy, Policy):
     return policy
-  dtype = getattr(model, "dtype", None)
-  if dtype is not None and jnp.dtype(dtype) == jnp.float16:
-    return "mixed_float16"
-  return None
+  try:
+    float16 = jnp.dtype(getattr(model, "dtype", None)) == jnp.float16
+  except TypeError:  # a field of that name for something else
+    float16 = False
+  return Policy("mixed_float16") if float16 else None
 
 
-def _fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
-  return {f.name: f for f in dataclasses.fields(cls)}
-
-
-@functools.cache
-def _with_fields(cls: type, names: tuple[str, ...]) -> Any:
-  """Returns `cls` with the fields that it has not got yet."""
-  names = tuple(n for n in names if n not in _fields(cls))
-  if not names:
-    return cls
-  # kw_only: a subclass of the user's may have fields with defaults.
-  body = {name: struct.field(kw_only=True) for name in names}
-  annotations = {name: "Any" for name in names}
-  return types.new_class(
-    cls.__name__,
-    (cls,),
-    exec_body=lambda ns: ns.update(
-      body,
-      __annotations__=annotations,
-      _base_class=cls,
-      __module__=cls.__module__,
-      __doc__=cls.__doc__,
-    ),
-  )
+def _check_loss(loss: Any) -> None:
+  try:
+    shape, dtype = jnp.shape(loss), jnp.result_type(loss)
+  except TypeError as e:
+    raise TypeError(f"loss_fn must return a scalar, got {loss!r}.") from e
+  if shape or not jnp.issubdtype(dtype, jnp.inexact):
+    raise TypeError(
+      "loss_fn must return a floating-point scalar, got "
+      f"{dtype} of shape {shape}."
+    )
 
 
 def _check_collections(cls: type, collections: Mapping[str, PyTree]) -> None:
   arguments = ["apply_fn", "params", "tx", "wrappers"]
-  reserved = ("strategy", "rules")  # arguments of versions to come
-  own = set(_fields(cls))
+  own = set(fields_lib.of_class(cls))
   for name, tree in collections.items():
-    inherited = own & set(_fields(TrainState))
+    inherited = own & set(fields_lib.of_class(TrainState))
     if name in inherited or (name not in own and hasattr(cls, name)):
       raise ValueError(
         f"a collection cannot be named {name!r}: a TrainState has that already."
       )
-    if name not in own and (
-      name in reserved or registry.near(name, arguments)
-    ):
-      raise TypeError(
-        f"create: unknown argument {name!r}.{registry.near(name, arguments)}"
-      )
     if name not in own:
-      trees.check_arrays(name, tree)
+      try:
+        trees.check_arrays(name, tree)
+      except TypeError as e:
+        raise TypeError(
+          f"create: {name!r} is no argument, and no tree of arrays: {e}"
+          f"{registry.near(name, arguments)}"
+        ) from e
+      if tree is None or name in ("strategy", "rules"):
+        raise TypeError(
+          f"create: {name}={tree!r} is no argument; allowed: "
+          f"{', '.join(arguments)}, and trees of arrays."
+        )

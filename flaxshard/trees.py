@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -16,6 +15,11 @@ Path = tuple[Any, ...]
 def path_string(path: Path) -> str:
   """Returns a key path as `Dense_0/kernel`; the root is `<root>`."""
   return jax.tree_util.keystr(path, simple=True, separator="/") or "<root>"
+
+
+def path_strings(path: Path) -> tuple[str, ...]:
+  """Returns a key path as a tuple of strings."""
+  return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def dtype_of(leaf: Any) -> Any:
@@ -50,6 +54,8 @@ def first_difference(
 ) -> str | None:
   """Returns where and how `given` first differs from `wanted`, or None.
 
+  Leaves are told by their paths, whatever the containers on the way.
+
   Args:
     given: A tree of arrays or `jax.ShapeDtypeStruct`s.
     wanted: The tree to compare it with.
@@ -66,39 +72,63 @@ def first_difference(
   has = _leaves(given, none_is_leaf)
   wants = _leaves(wanted, False)
   for path, want in wants.items():
+    where = "/".join(path) or "<root>"
     if path not in has:
-      return f"{path}: missing, where {_describe(want)} is expected"
+      return f"{where}: missing, where {_describe(want)} is expected"
     leaf = has[path]
     if leaf is None:
       continue
     shape, dtype = _shape_of(leaf), dtype_of(leaf)
     if shape != _shape_of(want):
-      return f"{path}: shape {shape}, where {_shape_of(want)} is expected"
+      return f"{where}: shape {shape}, where {_shape_of(want)} is expected"
     if dtypes and dtype != dtype_of(want):
-      return f"{path}: dtype {dtype}, where {dtype_of(want)} is expected"
+      return f"{where}: dtype {dtype}, where {dtype_of(want)} is expected"
   for path, leaf in has.items():
     if path not in wants and leaf is not None:
-      return f"{path}: {_describe(leaf)}, where nothing is expected"
+      where = "/".join(path) or "<root>"
+      return f"{where}: {_describe(leaf)}, where nothing is expected"
   return None
 
 
-def _leaves(tree: PyTree, none_is_leaf: bool) -> dict[str, Any]:
+def like(
+  argument: str,
+  given: PyTree,
+  wanted: PyTree,
+  *,
+  dtypes: bool = True,
+  none_is_leaf: bool = False,
+) -> PyTree:
+  """Returns `given` in the containers of `wanted`, once its leaves match.
+
+  A FrozenDict for a dict, say, is no difference worth an error.
+
+  Raises:
+    ValueError: `first_difference` finds one; the message names its path.
+    TypeError: A leaf of `given` is not an array.
+  """
+  check_arrays(argument, given)
+  difference = first_difference(
+    given, wanted, dtypes=dtypes, none_is_leaf=none_is_leaf
+  )
+  if difference:
+    raise ValueError(
+      f"{argument} must match the state, but differs at {difference}."
+    )
+  leaves = _leaves(given, none_is_leaf)
+  return jax.tree.unflatten(
+    jax.tree.structure(wanted),
+    [leaves[path] for path in _leaves(wanted, False)],
+  )
+
+
+def _leaves(tree: PyTree, none_is_leaf: bool) -> dict[tuple[str, ...], Any]:
   is_leaf = (lambda x: x is None) if none_is_leaf else None
   flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-  return {path_string(path): leaf for path, leaf in flat}
+  return {path_strings(path): leaf for path, leaf in flat}
 
 
 def _describe(leaf: Any) -> str:
   return f"{dtype_of(leaf)}{list(_shape_of(leaf))}"
-
-
-def data_fields(node: Any) -> list[str]:
-  """Returns the names of a Flax dataclass's fields that are pytree nodes."""
-  return [
-    field.name
-    for field in dataclasses.fields(node)
-    if field.metadata.get("pytree_node", True)
-  ]
 
 
 def own_buffers(tree: PyTree) -> PyTree:
@@ -110,15 +140,21 @@ def own_buffers(tree: PyTree) -> PyTree:
   seen: set[Any] = set()
 
   def own(x: Any) -> jax.Array:
-    x = jnp.asarray(x)
-    if getattr(x, "weak_type", False):
-      x = jax.lax.convert_element_type(x, x.dtype)
+    x = strong(x)
     if not seen.isdisjoint(_buffers(x)):
       x = jnp.copy(x)
     seen.update(_buffers(x))
     return x
 
   return jax.tree.map(own, tree)
+
+
+def strong(x: Any) -> jax.Array:
+  """Returns an array without a weak type, which would recompile a step."""
+  x = jnp.asarray(x)
+  if getattr(x, "weak_type", False):
+    x = jax.lax.convert_element_type(x, x.dtype)
+  return x
 
 
 def _buffers(x: jax.Array) -> set[Any]:

@@ -47,7 +47,7 @@ def flax_update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
   if not fixed:
     return apply_gradients(state, grads=grads, **replaced)
   filled = jax.tree_util.tree_map_with_path(
-    lambda path, p: jnp.zeros_like(p) if path in fixed else given[path],
+    lambda path, p: _zeros(p) if path in fixed else given[path],
     state.params,
   )
   new = apply_gradients(state, grads=filled, **replaced)
@@ -58,6 +58,12 @@ def flax_update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
     params=params,
     opt_state=_keep_slots(state.tx, fixed, new.opt_state, state.opt_state),
   )
+
+
+def _zeros(p: jax.Array) -> jax.Array:
+  # Zeros of an integer parameter are float32: optax computes with gradients.
+  inexact = jnp.issubdtype(p.dtype, jnp.inexact)
+  return jnp.zeros(p.shape, p.dtype if inexact else jnp.float32)
 
 
 def _keep(fixed: set[trees.Path], new: PyTree, old: PyTree) -> PyTree:

@@ -71,7 +71,9 @@ def test_wrong_arguments_of_create():
     create(batch_stats={"m": "x"})
   with pytest.raises(TypeError, match="tx must be an optax"):
     create(tx=0.1)
-  with pytest.raises(TypeError, match=r"'wrapers'\. Did you mean 'wrappers'"):
+  with pytest.raises(
+    TypeError, match=r"'wrapers' is no argument.* Did you mean 'wrappers'"
+  ):
     create(wrapers=[fs.LossScale()])
   with pytest.raises(TypeError, match="wrappers must be a sequence"):
     create(fs.LossScale())

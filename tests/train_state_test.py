@@ -269,7 +269,9 @@ def test_a_loss_that_is_not_scalar_is_refused():
   ],
 )
 def test_gradients_that_do_not_match(wrappers, grads, match):
-  with pytest.raises(ValueError, match=f"grads do not match params {match}"):
+  with pytest.raises(
+    ValueError, match=f"grads must match the state, but differs {match}"
+  ):
     create(wrappers).apply_gradients(grads=grads)
 
 
@@ -312,7 +314,7 @@ def test_replaced_fields_that_cannot_be_held_back(stats, match):
   state = create([fs.LossScale("dynamic")], batch_stats={"m": jnp.zeros(2)})
   grads = jax.tree.map(jnp.ones_like, state.params)
   with pytest.raises(
-    ValueError, match=f"batch_stats does not match the state {match}"
+    ValueError, match=f"batch_stats must match the state, but differs {match}"
   ):
     state.apply_gradients(grads=grads, batch_stats=stats)
 

@@ -9,7 +9,7 @@ optimizer wrappers of TensorFlow call `self._opt.apply_gradients`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 import dataclasses
 import functools
 import re
@@ -104,7 +104,8 @@ def check(wrappers: Iterable[Wrapper]) -> tuple[Wrapper, ...]:
     TypeError: An entry is not a wrapper, or cannot be hashed.
     ValueError: The same wrapper twice.
   """
-  if isinstance(wrappers, (str, Mapping)) or not isinstance(wrappers, Iterable):
+  unordered = isinstance(wrappers, (str, Mapping, Set))
+  if unordered or not isinstance(wrappers, Iterable):
     raise TypeError(
       "wrappers must be a sequence of wrappers such as "
       f"[LossScale('dynamic')], got {wrappers!r}."

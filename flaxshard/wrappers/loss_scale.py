@@ -15,6 +15,7 @@ from flaxshard.policy import Policy
 from flaxshard.wrappers import base
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
+_FLOAT32_TINY = float(np.finfo(np.float32).tiny)
 
 
 def _number(argument: str, value: Any) -> float:
@@ -23,11 +24,17 @@ def _number(argument: str, value: Any) -> float:
     value, (int, float, np.integer, np.floating)
   ):
     raise TypeError(f"{argument} must be a number, got {value!r}.")
-  if not (0 < value <= _FLOAT32_MAX) or np.float32(value) == 0:
+  if not _FLOAT32_TINY <= value <= _FLOAT32_MAX:
     raise ValueError(
-      f"{argument} must be positive and finite in float32, got {value!r}."
+      f"{argument} must be positive and finite, a normal float32, "
+      f"got {value!r}."
     )
   return float(value)
+
+
+def _wide(dtype: Any) -> Any:
+  """Returns float32 for the dtypes below it; float8 promotes to nothing."""
+  return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
 
 
 def _count(argument: str, value: Any) -> None:
@@ -109,12 +116,15 @@ class DynamicLossScale:
     for field in ("growth_interval", "hysteresis"):
       _count(where(field), getattr(self, field))
       object.__setattr__(self, field, int(getattr(self, field)))
-    if not self.growth_factor > 1:
+    if not np.float32(self.growth_factor) > 1:
       raise ValueError(
         f"{where('growth_factor')} must be greater than 1, "
         f"got {self.growth_factor!r}."
       )
-    if self.backoff_factor is not None and not self.backoff_factor < 1:
+    if (
+      self.backoff_factor is not None
+      and not np.float32(self.backoff_factor) < 1
+    ):
       raise ValueError(
         f"{where('backoff_factor')} must be between 0 and 1, "
         f"got {self.backoff_factor!r}."
@@ -138,7 +148,9 @@ class DynamicLossScale:
     may_grow = jnp.isfinite(grown) & (grown <= np.float32(self.max_scale))
     due = state.good_steps + 1 >= self.growth_interval
     if self.backoff_factor is None:
-      lower = scale / np.float32(self.growth_factor)
+      # Behind a barrier, or XLA multiplies with the rounded reciprocal.
+      factor = jax.lax.optimization_barrier(jnp.float32(self.growth_factor))
+      lower = scale / factor
     else:
       lower = scale * np.float32(self.backoff_factor)
     lower = jnp.maximum(lower, np.float32(self.min_scale))
@@ -180,7 +192,10 @@ class LossScale:
   `apply_gradients` was handed.
 
   Scaling is done in float32, so the loss should be float32 too (a float16 loss
-  has a float16 cotangent, in which scales over 2**15 overflow).
+  has a float16 cotangent, in which scales over 2**15 overflow). Unscaled
+  gradients are float32 even where parameters are float16, as they would be lost
+  otherwise; a few of optax's transformations (`apply_if_finite`, `novograd`)
+  need parameters in float32 for that.
 
   Args:
     scale: `"dynamic"`; `"auto"`, which is dynamic if a parameter or the
@@ -190,8 +205,8 @@ class LossScale:
       `dtype`, in `create_train_state`.
     warn_at_floor: Tell (RuntimeWarning) when a dynamic scale stands at its
       floor and steps still fail. It costs nothing on steps that do not, but it
-      is a host callback, and JAX's persistent compilation cache does not store
-      programs with those.
+      is a host callback: programs with one are not stored in JAX's persistent
+      compilation cache, nor can `jax.export` write them.
 
   Raises:
     ValueError, TypeError: A value outside of these.
@@ -280,7 +295,9 @@ class LossScale:
     if not state:
       return loss
     loss = jnp.asarray(loss)
-    dtype = jnp.promote_types(loss.dtype, jnp.float32)
+    if not jnp.issubdtype(loss.dtype, jnp.inexact):
+      raise TypeError(f"loss must be floating-point, got {loss.dtype}.")
+    dtype = _wide(loss.dtype)
     return loss.astype(dtype) * self._scale(state).astype(dtype)
 
   def unscale_gradients(self, state: Any, grads: Any) -> Any:
@@ -296,7 +313,7 @@ class LossScale:
     part, rest = jax.lax.optimization_barrier((part, scale * part))
 
     def unscale(g: jax.Array) -> jax.Array:
-      g = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+      g = g.astype(_wide(g.dtype))
       return g * part.astype(g.real.dtype) / rest.astype(g.real.dtype)
 
     return gradients.map_gradients(unscale, grads)

@@ -1,0 +1,65 @@
+"""Linen modules, initialized: variables and an apply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import linen as nn
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+import jax
+import jax.numpy as jnp
+
+
+def init(
+  model: nn.Module, rng: Any, sample_input: Any
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+  """Initializes a Linen module.
+
+  Args:
+    model: The module.
+    rng: A PRNG key, or a dict of keys by stream name.
+    sample_input: One input, arrays or `jax.ShapeDtypeStruct`s; a tuple is a
+      list of positional arguments.
+
+  Returns:
+    `(model.apply, variables)`; the overwrite-with-gradient collection of
+    Flax's fp8 modules is with the parameters, as they are trained together.
+
+  Raises:
+    TypeError: `rng` is no key.
+    ValueError: `sample_input` is empty.
+  """
+  if not jax.tree.leaves(rng):
+    raise TypeError(f"rng must be a PRNG key or a dict of keys, got {rng!r}.")
+  try:
+    jax.tree.map(jax.random.key_data, rng)
+  except TypeError as e:
+    raise TypeError(
+      f"rng must be a PRNG key or a dict of keys, got {rng!r}."
+    ) from e
+  # A NamedTuple is one argument.
+  inputs = sample_input if type(sample_input) is tuple else (sample_input,)
+  leaves, treedef = jax.tree.flatten(inputs)
+  if not leaves:
+    raise ValueError(
+      f"sample_input must be one input of the model, got {sample_input!r}."
+    )
+  leaves = [
+    jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+    for x in leaves
+  ]
+  # A flag among the inputs, such as train=True, is not to be traced.
+  traced = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape")}
+
+  @jax.jit
+  def initialize(rng: Any, traced: dict[int, Any]) -> Any:
+    every = [traced.get(i, x) for i, x in enumerate(leaves)]
+    return model.init(rng, *jax.tree.unflatten(treedef, every))
+
+  variables = dict(nn.meta.unbox(initialize(rng, traced)))
+  if OVERWRITE_WITH_GRADIENT in variables:
+    owg = variables.pop(OVERWRITE_WITH_GRADIENT)
+    params = {"params": variables["params"], OVERWRITE_WITH_GRADIENT: owg}
+    variables["params"] = params
+  return model.apply, variables
