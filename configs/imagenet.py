@@ -44,4 +44,8 @@ def get_config() -> ml_collections.ConfigDict:
   config.log_every_steps = 100
   config.eval_every_steps = 1_251  # once an epoch
   config.checkpoint_every_steps = 1_251
+  config.max_to_keep = 3  # checkpoints
+  config.writer = "tensorboard"  # or "clu" (needs TensorFlow), "none"
+  config.profile_steps = ()  # (first, last): a trace in workdir/profile
+  config.on_nonfinite = "stop"  # or "continue"
   return config

@@ -10,8 +10,8 @@ Any field of the config can be set from here:
   --config.wrappers="(('loss_scale', {'scale': 1024.0}),)"
   --config.data.name=my_package.my_module:my_factory
 
-A field that the config does not have is an error that names near ones; the
-config file itself has a comment at each. The workdir gets
+A field that the config file does not have is an error that names near ones;
+the file itself has a comment at each. The workdir gets
 
   checkpoints/       Orbax checkpoints, one every config.checkpoint_every_steps
   metrics.jsonl      one JSON object a line, every config.log_every_steps

@@ -19,17 +19,22 @@ from flaxshard.policy import Policy
 Check = Callable[[Any], str | None]
 
 
+def _is_int(value: Any) -> bool:
+  return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _integer(least: int) -> Check:
   def check(value: Any) -> str | None:
-    ok = isinstance(value, int) and not isinstance(value, bool)
-    return None if ok and value >= least else f"an integer of at least {least}"
+    # JAX and Grain count in 32 bits.
+    ok = _is_int(value) and least <= value < 2**31
+    return None if ok else f"an integer of at least {least}, below 2**31"
 
   return check
 
 
 def _positive(value: Any) -> str | None:
   ok = isinstance(value, (int, float)) and not isinstance(value, bool)
-  return None if ok and 0 < value < float("inf") else "a positive number"
+  return None if ok and 0 < value < 1e38 else "a positive number"
 
 
 def _named(value: Any) -> str | None:
@@ -58,7 +63,7 @@ def _steps(value: Any) -> str | None:
     not value
     or (
       len(value) == 2
-      and all(isinstance(v, int) for v in value)
+      and all(_is_int(v) for v in value)
       and 0 < value[0] <= value[1]
     )
   )
@@ -69,7 +74,7 @@ def _mesh(value: Any) -> str | None:
   ok = (
     isinstance(value, (Mapping, ml_collections.ConfigDict))
     and set(value) == {"replica"}
-    and isinstance(value["replica"], int)
+    and _is_int(value["replica"])
     and (value["replica"] == -1 or value["replica"] > 0)
   )
   return None if ok else "{'replica': n}, n devices, or -1 for all of them"
@@ -114,6 +119,8 @@ def check(config: Any) -> ml_collections.ConfigDict:
     TypeError: `config` is no config; `wrappers` has another form.
   """
   if not isinstance(config, (Mapping, ml_collections.ConfigDict)):
+    # A flag's config file that could not be loaded says why when it is used.
+    getattr(config, "model", None)
     raise TypeError(f"config must be a ConfigDict, got {type(config)}.")
   known = [*_REQUIRED, *_OPTIONAL]
   for name in config:

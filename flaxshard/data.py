@@ -79,12 +79,57 @@ def load(config: Mapping[str, Any]) -> Splits:
       f"config.data: {config['name']!r} must return flaxshard.data.Splits, "
       f"got {type(splits).__name__}."
     )
+  _check_splits(f"config.data ({config['name']!r})", splits)
+  return splits
+
+
+def _check_splits(where: str, splits: Splits) -> None:
   for split in ("train", "eval"):
     if not len(getattr(splits, split)):
+      raise ValueError(f"{where} has no {split} examples.")
+  if not splits.num_classes >= 1:
+    raise ValueError(
+      f"{where}: num_classes must be at least 1, got {splits.num_classes!r}."
+    )
+  train: Any = splits.train[0]
+  if splits.augment is not None:
+    train = splits.augment(train, np.random.default_rng(0))
+  shapes = {}
+  for split, example in (("train", train), ("eval", splits.eval[0])):
+    example_of = f"{where}: example 0 of {split}"
+    if not isinstance(example, Mapping) or not {"inputs", "labels"} <= set(
+      example
+    ):
       raise ValueError(
-        f"config.data: {config['name']!r} has no {split} examples."
+        f"{example_of} must be a dict with 'inputs' and 'labels', "
+        f"got {example!r}."
       )
-  return splits
+    arrays = {key: np.asarray(value) for key, value in example.items()}
+    for key, value in arrays.items():
+      if not (
+        np.issubdtype(value.dtype, np.number)
+        or np.issubdtype(value.dtype, np.bool_)
+      ):
+        raise ValueError(f"{example_of}: {key} is {value.dtype}, no number.")
+    check_labels(example_of, arrays["labels"], splits.num_classes)
+    shapes[split] = {k: (v.shape, v.dtype.name) for k, v in arrays.items()}
+  if shapes["train"] != shapes["eval"]:
+    raise ValueError(
+      f"{where}: examples of train and eval differ: {shapes['train']} and "
+      f"{shapes['eval']}."
+    )
+
+
+def check_labels(where: str, labels: Any, num_classes: int) -> None:
+  """Raises a ValueError unless labels are integers in [0, num_classes)."""
+  labels = np.asarray(labels)
+  if not np.issubdtype(labels.dtype, np.integer):
+    raise ValueError(f"{where}: labels must be integers, got {labels.dtype}.")
+  if labels.min() < 0 or labels.max() >= num_classes:
+    raise ValueError(
+      f"{where}: labels must lie in [0, {num_classes}), got "
+      f"{labels.min()} to {labels.max()}."
+    )
 
 
 def train_iterator(
@@ -178,6 +223,8 @@ def text(
   Raises:
     ValueError: `path` is no folder, or has too few bytes in such files.
   """
+  if not isinstance(path, str):
+    raise TypeError(f"config.data.path must be a string, got {path!r}.")
   root = pathlib.Path(path or sysconfig.get_paths()["stdlib"]).expanduser()
   if not root.is_dir():
     raise ValueError(f"config.data.path={path!r} is not a folder.")
@@ -185,7 +232,7 @@ def text(
     ("length", length, 1),
     ("eval_every", eval_every, 2),
   ):
-    if not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
       raise ValueError(
         f"config.data.{argument} must be an integer of at least {least}, "
         f"got {value!r}."
@@ -196,11 +243,11 @@ def text(
     for f in root.rglob(f"*{suffix}")
     if f.is_file() and (path or not installed & set(f.relative_to(root).parts))
   )
-  held_out = files[eval_every - 1 :: eval_every]
+  held_out = set(files[eval_every - 1 :: eval_every])
   sources = {}
   for split, chosen in (
-    ("train", [f for f in files if f not in set(held_out)]),
-    ("eval", held_out),
+    ("train", [f for f in files if f not in held_out]),
+    ("eval", [f for f in files if f in held_out]),
   ):
     joined = b"\0".join(f.read_bytes() for f in chosen)
     if len(joined) <= length:

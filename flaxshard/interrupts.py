@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 import contextlib
+import os
 import signal
 import threading
 from typing import Any
@@ -13,9 +14,9 @@ from typing import Any
 def caught() -> Iterator[Callable[[], int | None]]:
   """Catches SIGINT and SIGTERM; yields a function that tells which came.
 
-  The second one goes where it went before, so that an impatient Ctrl-C still
-  ends the program. Outside of the main thread, where Python cannot catch
-  signals, nothing is caught.
+  The second one ends the process at once, as if nothing had caught it: XLA may
+  be compiling, and does not take an exception well. Outside of the main thread,
+  where Python cannot catch signals, nothing is caught.
   """
   received: list[int] = []
   before: dict[int, Any] = {}
@@ -26,8 +27,10 @@ def caught() -> Iterator[Callable[[], int | None]]:
 
   def on_signal(signum: int, frame: Any) -> None:
     del frame
+    if received:
+      signal.signal(signum, signal.SIG_DFL)
+      os.kill(os.getpid(), signum)
     received.append(signum)
-    restore()
 
   if threading.current_thread() is threading.main_thread():
     for signum in (signal.SIGINT, signal.SIGTERM):

@@ -47,6 +47,10 @@ def _constant(learning_rate: float, num_train_steps: int) -> optax.Schedule:
 def _cosine(
   learning_rate: float, num_train_steps: int, warmup_steps: int = 0
 ) -> optax.Schedule:
+  if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int):
+    raise TypeError(f"warmup_steps must be an integer, got {warmup_steps!r}.")
+  if warmup_steps < 0:
+    raise ValueError(f"warmup_steps must not be negative, got {warmup_steps}.")
   return optax.warmup_cosine_decay_schedule(
     0.0 if warmup_steps else learning_rate,
     learning_rate,
@@ -83,7 +87,14 @@ def create(
     learning_rate=config["learning_rate"],
     num_train_steps=config["num_train_steps"],
   )
+  if not callable(schedule):
+    raise TypeError(
+      f"config.schedule: {config['schedule']['name']!r} must return a function "
+      f"of the step, got {schedule!r}."
+    )
   arguments = dict(config["optimizer"])
+  if arguments.get("name") in _OPTIMIZERS:
+    _check_numbers(arguments)
   max_norm = arguments.pop("clip_by_global_norm", None)
   tx = registry.call(
     "config.optimizer", arguments, _OPTIMIZERS, learning_rate=schedule
@@ -91,3 +102,21 @@ def create(
   if max_norm is not None:
     tx = optax.chain(optax.clip_by_global_norm(max_norm), tx)
   return tx, schedule
+
+
+def _check_numbers(arguments: Mapping[str, Any]) -> None:
+  """Refuses what optax takes and then computes with: strings, NaN, below 0."""
+  for name, value in arguments.items():
+    if name == "name" or value is None or isinstance(value, bool):
+      continue
+    if not isinstance(value, (int, float)):
+      raise TypeError(
+        f"config.optimizer.{name} must be a number, got {value!r}."
+      )
+    if not 0 <= value < float("inf") or (
+      name == "clip_by_global_norm" and not value
+    ):
+      raise ValueError(
+        f"config.optimizer.{name} must be finite and not negative, "
+        f"got {value!r}."
+      )

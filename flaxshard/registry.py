@@ -145,7 +145,13 @@ def construct(
     signature.bind(**kwargs)
   except TypeError as e:
     raise TypeError(f"{where}: {e}.") from e
-  return function(**kwargs)
+  try:
+    return function(**kwargs)
+  except (TypeError, ValueError, ArithmeticError) as e:
+    if str(e).startswith(("config.", where)):
+      raise
+    kind = TypeError if isinstance(e, TypeError) else ValueError
+    raise kind(f"{where}: {e}") from e
 
 
 def plain(value: Any) -> Any:

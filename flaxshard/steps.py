@@ -150,6 +150,12 @@ def _apply(
 
 
 def _losses(logits: jax.Array, batch: Batch) -> jax.Array:
+  if logits.shape[:-1] != batch["labels"].shape or not logits.ndim:
+    raise ValueError(
+      "the model must return logits with the shape of the labels and one more "
+      f"dimension, the classes; got {logits.shape} for labels "
+      f"{batch['labels'].shape}."
+    )
   return optax.softmax_cross_entropy_with_integer_labels(
     logits.astype(jnp.float32), batch["labels"]
   )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -26,6 +25,7 @@ from flaxshard import optimizer
 from flaxshard import steps
 from flaxshard import timer as timer_lib
 from flaxshard import trees
+from flaxshard import workdir as workdir_lib
 from flaxshard import wrappers
 from flaxshard import writers
 from flaxshard.policy import Policy
@@ -58,8 +58,8 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     SystemExit: On Ctrl-C or SIGTERM, after a checkpoint.
   """
   config = config_lib.check(config)
+  workdir = os.path.abspath(os.path.expanduser(workdir))
   checkpoint.check_writable("workdir", workdir)
-  workdir = os.path.abspath(workdir)
   writers.require_packages(config.writer)
   mesh = _make_mesh(config)
   splits = data.load(config.data)
@@ -71,6 +71,8 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     process_count=jax.process_count(),
   )
   train_iter = data.train_iterator(splits, seed=config.seed, **process)
+  arguments = _abstract_arguments(config, state, splits, mesh)
+  _check_model(config, arguments)
 
   with contextlib.ExitStack() as stack:
     interrupted = stack.enter_context(interrupts.caught())
@@ -81,7 +83,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     )
     first_step = checkpointer.latest_step() or 0
     if first_step:
-      _check_continues(config, workdir)
+      workdir_lib.check_continues(config, workdir)
       state = checkpointer.restore(state, data=train_iter)
       _log.info("resuming from step %d in %s", first_step, workdir)
     if first_step >= config.num_train_steps:
@@ -91,28 +93,30 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
         first_step,
         config.num_train_steps,
       )
-      _finish(workdir)
+      workdir_lib.finish(workdir)
       return state
-    _write_config(config, workdir)
+    workdir_lib.write_config(config, workdir)
     if not first_step:
       overview = parameter_overview.get_parameter_overview(
         state.params, include_stats=False
       )
       _log.info("parameters:\n%s", overview)
 
-    metrics_file = writers.MetricsFile(_metrics_path(workdir), first_step)
+    metrics_file = writers.MetricsFile(
+      workdir_lib.metrics_path(workdir), first_step
+    )
     stack.callback(metrics_file.close)
-    write_events, close_events = writers.event_writer(config.writer, workdir)
+    write_events, close_events = writers.event_writer(
+      config.writer, workdir, first_step
+    )
     stack.callback(close_events)
-    show = stack.enter_context(_progress_bar(first_step, config))
     before_step = stack.enter_context(_profiler(config.profile_steps, workdir))
 
-    to_device = _batch_to_device(mesh)
+    to_device = _batch_to_device(splits, mesh)
     progress = _replicate(steps.init_progress(state), mesh)
     rng = _replicate(jax.random.key(config.seed), mesh)
-    train_step = _compile_train_step(
-      state, progress, splits, rng, config.batch_size, mesh
-    )
+    train_step = _compile_train_step(arguments)
+    show = stack.enter_context(_progress_bar(first_step, config))
     eval_step = jax.jit(steps.eval_step)
 
     def evaluate() -> dict[str, float]:
@@ -134,9 +138,10 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       )
 
       signum = interrupted()
-      last = step == config.num_train_steps or signum is not None
+      final = step == config.num_train_steps
+      last = final or signum is not None
       log = step % config.log_every_steps == 0 or last
-      evaluates = step % config.eval_every_steps == 0 or (last and not signum)
+      evaluates = step % config.eval_every_steps == 0 or final
       saves = step % config.checkpoint_every_steps == 0 or last
       if not (log or evaluates or saves):
         continue
@@ -158,12 +163,12 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
           show(step, row)
         if saves:
           checkpointer.save(step, state, data=train_iter)
-      if signum is not None:
+      if signum is not None and not final:
         checkpointer.wait()
         _exit_interrupted(signum, step, workdir)
 
     checkpointer.wait()
-  _finish(workdir)
+  workdir_lib.finish(workdir)
   return state
 
 
@@ -195,13 +200,14 @@ def _create_state(
     policy=policy,
     seed=config.seed,
   )
-  state = create_train_state(
-    model,
-    jax.random.key(config.seed),
-    np.asarray(splits.eval[0]["inputs"])[None],
-    tx,
-    wrappers=wrappers.from_config(config.wrappers),
-  )
+  with _blame(f"config.model ({config.model.name!r}) cannot be initialized"):
+    state = create_train_state(
+      model,
+      jax.random.key(config.seed),
+      np.asarray(splits.eval[0]["inputs"])[None],
+      tx,
+      wrappers=wrappers.from_config(config.wrappers),
+    )
   if policy.compute_dtype == jnp.float16:
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
       if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -212,28 +218,56 @@ def _create_state(
   return _replicate(state, mesh)
 
 
+def _abstract_arguments(
+  config: Any, state: TrainState, splits: data.Splits, mesh: jax.sharding.Mesh
+) -> tuple[Any, ...]:
+  """Shapes, dtypes and shardings of what the train step is called with."""
+
+  def abstract(tree: Any, shape: tuple[int, ...], spec: P) -> Any:
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(
+        (*shape, *np.shape(x)), trees.dtype_of(x), sharding=sharding
+      ),
+      tree,
+    )
+
+  progress = jax.eval_shape(steps.init_progress, state)
+  rng = jax.eval_shape(lambda: jax.random.key(0))
+  example = jax.tree.map(np.asarray, dict(splits.eval[0]))
+  return (
+    *abstract((state, progress), (), P()),
+    abstract(example, (config.batch_size,), P("replica")),
+    *abstract((rng, np.int32(0)), (), P()),
+  )
+
+
+def _check_model(config: Any, arguments: tuple[Any, ...]) -> None:
+  """Traces the train step, before anything is written or compiled."""
+  with _blame(
+    f"config.model ({config.model.name!r}) cannot be trained on config.data "
+    f"({config.data.name!r})"
+  ):
+    jax.eval_shape(steps.train_step, *arguments)
+
+
+@contextlib.contextmanager
+def _blame(what: str) -> Iterator[None]:
+  """Says which field an error comes from that somebody's code raises."""
+  try:
+    yield
+  except (TypeError, ValueError, ArithmeticError, LookupError) as e:
+    kind = TypeError if isinstance(e, TypeError) else ValueError
+    raise kind(f"{what}: {e}") from e
+
+
 def _compile_train_step(
-  state: TrainState,
-  progress: steps.Progress,
-  splits: data.Splits,
-  rng: jax.Array,
-  batch_size: int,
-  mesh: jax.sharding.Mesh,
+  arguments: tuple[Any, ...],
 ) -> Callable[..., tuple[TrainState, steps.Progress]]:
   """Compiles ahead, so that no step that is timed does."""
   start = time.monotonic()
-  sharding = jax.sharding.NamedSharding(mesh, P("replica"))
-  batch = {
-    key: jax.ShapeDtypeStruct(
-      (batch_size, *np.shape(value)), np.asarray(value).dtype, sharding=sharding
-    )
-    for key, value in splits.eval[0].items()
-  }
-  compiled = (
-    jax.jit(steps.train_step, donate_argnums=(0, 1))
-    .lower(state, progress, batch, rng, _replicate(np.int32(0), mesh))
-    .compile()
-  )
+  jitted = jax.jit(steps.train_step, donate_argnums=(0, 1))
+  compiled = jitted.lower(*arguments).compile()
   _log.info("compiled the train step in %.1f s", time.monotonic() - start)
   return compiled
 
@@ -243,21 +277,30 @@ def _replicate(tree: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def _batch_to_device(
-  mesh: jax.sharding.Mesh,
+  splits: data.Splits, mesh: jax.sharding.Mesh
 ) -> Callable[[Mapping[str, np.ndarray]], dict[str, jax.Array]]:
   sharding = jax.sharding.NamedSharding(mesh, P("replica"))
-  return lambda batch: {
-    key: jax.make_array_from_process_local_data(sharding, value)
-    for key, value in batch.items()
-  }
+
+  def to_device(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    # On the device a label out of range would be a NaN, or another class.
+    data.check_labels("config.data", batch["labels"], splits.num_classes)
+    return {
+      key: jax.make_array_from_process_local_data(sharding, value)
+      for key, value in batch.items()
+    }
+
+  return to_device
 
 
 def _train_row(
   state: TrainState, progress: steps.Progress, schedule: Any
 ) -> dict[str, float | int | None]:
   logged = base.metrics(state.wrappers, state.wrapper_states)
-  row = {f"train_{k}": v for k, v in progress.metrics.compute().items()}
-  row |= {"learning_rate": schedule(state.step), **logged}
+  with np.errstate(invalid="ignore"):  # no step applied: no loss to average
+    row = {f"train_{k}": v for k, v in progress.metrics.compute().items()}
+  # Of the last update that was applied.
+  rate = schedule(jnp.maximum(state.step - 1, 0))
+  row |= {"learning_rate": rate, **logged}
   return {key: np.asarray(value).item() for key, value in row.items()}
 
 
@@ -277,41 +320,9 @@ def _check_finite(
     _log.warning("%s", message)
     return
   raise FloatingPointError(
-    f"{message}\nconfig.on_nonfinite='continue' would go on; the last "
-    "checkpoint is from before that step."
+    f"{message}\nconfig.on_nonfinite='continue' would go on; no checkpoint was "
+    "saved since that step."
   )
-
-
-def _check_continues(config: Any, workdir: str) -> None:
-  """Refuses to go on with a checkpoint that counts other batches."""
-  path = os.path.join(workdir, "config.json")
-  if not os.path.exists(path):
-    return
-  with open(path) as f:
-    before = json.load(f)
-  now = json.loads(config.to_json())
-  for field in ("data", "batch_size", "seed"):
-    if before.get(field) != now[field]:
-      raise ValueError(
-        f"config.{field}={now[field]!r}, but {workdir} was trained with "
-        f"{before.get(field)!r}, so its data cannot be continued; go on with "
-        "that, or take another workdir."
-      )
-  changed = [k for k in now if before.get(k) != now[k]]
-  if changed:
-    _log.info("changed since the last run: config.%s", ", ".join(changed))
-
-
-def _write_config(config: Any, workdir: str) -> None:
-  if jax.process_index() == 0:
-    with open(os.path.join(workdir, "config.json"), "w") as f:
-      json.dump(json.loads(config.to_json()), f, indent=2, sort_keys=True)
-
-
-def _metrics_path(workdir: str) -> str:
-  if jax.process_index():
-    return os.path.join(workdir, f"metrics.{jax.process_index()}.jsonl")
-  return os.path.join(workdir, "metrics.jsonl")
 
 
 @contextlib.contextmanager
@@ -321,7 +332,7 @@ def _progress_bar(
   """Yields what shows a row: a log line, and a bar with ETA on a terminal."""
 
   def show(step: int, row: Mapping[str, Any]) -> None:
-    _log.info("step %d: %s", step, _format(row))
+    _log.info("step %d: %s", step, workdir_lib.format_row(row))
 
   if not sys.stderr.isatty():
     yield show
@@ -342,14 +353,6 @@ def _progress_bar(
       bar.update(step - bar.n)
 
     yield show_both
-
-
-def _format(row: Mapping[str, Any]) -> str:
-  return " ".join(
-    f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}"
-    for k, v in row.items()
-    if v is not None
-  )
 
 
 @contextlib.contextmanager
@@ -393,19 +396,3 @@ def _exit_interrupted(signum: int, step: int, workdir: str) -> None:
     workdir,
   )
   raise SystemExit(128 + signum)
-
-
-def _finish(workdir: str) -> None:
-  """Draws the plot and says how it went and where everything lies."""
-  if jax.process_index():
-    return
-  rows = writers.read_rows(_metrics_path(workdir))
-  writers.plot(rows, os.path.join(workdir, "training.png"))
-  final: dict[str, Any] = {}
-  for row in rows:
-    final |= row
-  _log.info(
-    "done: %s\nin %s: checkpoints/, metrics.jsonl, training.png, config.json",
-    _format(final),
-    workdir,
-  )

@@ -50,22 +50,30 @@ def read_rows(path: str) -> list[dict[str, Any]]:
   """Returns the rows of a `metrics.jsonl`; a line cut short is left out."""
   rows = []
   if os.path.exists(path):
-    with open(path) as f:
+    with open(path, errors="replace") as f:
       for line in f:
         try:
-          rows.append(json.loads(line))
+          row = json.loads(line)
         except json.JSONDecodeError:
+          row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+          rows.append(row)
+        else:
           _log.warning("%s: left out a broken line: %r", path, line)
   return rows
 
 
-def event_writer(name: str, workdir: str) -> tuple[Write, Callable[[], None]]:
+def event_writer(
+  name: str, workdir: str, last_step: int = 0
+) -> tuple[Write, Callable[[], None]]:
   """Returns how to write scalars for TensorBoard, and how to close it.
 
   Args:
     name: `"tensorboard"` (tensorboardX, without TensorFlow), `"clu"`
       (`clu.metric_writers`, which needs TensorFlow), or `"none"`.
     workdir: Where the events go.
+    last_step: The step that the run goes on from; TensorBoard drops what an
+      earlier run wrote of later ones.
 
   Raises:
     ImportError: The package is not installed.
@@ -82,7 +90,9 @@ def event_writer(name: str, workdir: str) -> tuple[Write, Callable[[], None]]:
   import tensorboardX
 
   # Its flush writes only what its own thread has come to.
-  summary = tensorboardX.SummaryWriter(workdir, flush_secs=1)
+  summary = tensorboardX.SummaryWriter(
+    workdir, flush_secs=1, purge_step=last_step + 1 if last_step else None
+  )
 
   def write(step: int, values: Mapping[str, float | int | None]) -> None:
     for key, value in _numbers(values).items():

@@ -114,11 +114,12 @@ _INTEGERS = {
 def test_integers(field):
   least = _INTEGERS[field]
   assert config_lib.check(make(**{field: least}))[field] == least
-  for bad in (least - 1, 2.0, "2", True, None):
+  for bad in (least - 1, 2.0, "2", True, None, 2**31):
     with pytest.raises(ValueError) as e:
       config_lib.check(make(**{field: bad}))
     assert str(e.value) == (
-      f"config.{field} must be an integer of at least {least}; got {bad!r}."
+      f"config.{field} must be an integer of at least {least}, below 2**31; "
+      f"got {bad!r}."
     )
 
 

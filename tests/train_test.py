@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -283,13 +284,75 @@ class CountingModel(nn.Module):
     return nn.Dense(self.num_classes)(x.reshape(x.shape[0], -1))
 
 
+class WrongLogits(nn.Module):
+  """A model without a dimension of classes."""
+
+  num_classes: int
+  policy: object
+
+  @nn.compact
+  def __call__(self, x, train: bool = False):
+    return nn.Dense(1)(x.reshape(x.shape[0], -1))[:, 0]
+
+
+class Untrainable(nn.Module):
+  """A model that cannot be told whether it trains."""
+
+  num_classes: int
+  policy: object
+
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(self.num_classes)(x.reshape(x.shape[0], -1))
+
+
+def mislabelled() -> data.Splits:
+  """Digits with five classes declared, and example 0 among the others."""
+  splits = data.digits()
+  order = np.argsort(-splits.train.labels)
+  train_split = data.Arrays(
+    splits.train.inputs[order], splits.train.labels[order]
+  )
+  return data.Splits(train_split, splits.eval, 5)
+
+
+def unlabelled() -> data.Splits:
+  """Examples that are inputs alone."""
+  examples = [{"inputs": np.zeros((8, 8, 1), np.float32)}]
+  return data.Splits(examples, examples, 10)
+
+
 @pytest.mark.parametrize(
   "fields, message",
   [
     (dict(batch_size=12), "config.batch_size=12 cannot be divided by 8"),
     (dict(mesh={"replica": 9}), "config.mesh.replica=9: there are 8"),
     (dict(precision="float16"), "config.precision must be"),
-    (dict(model={"name": "cnn", "depth": 3}), "depth"),
+    (dict(model={"name": "cnn", "depth": 3}), "unknown argument 'depth'"),
+    (dict(model={"name": "cnn", "dense": 0}), "config.model .*dense must be"),
+    (dict(model={"name": "cnn", "dropout": 1.5}), "dropout must lie in"),
+    (dict(data={"name": "train_test_factories:unlabelled"}), "'labels'"),
+    (
+      dict(data={"name": "train_test_factories:mislabelled"}),
+      r"labels must lie in \[0, 5\)",
+    ),
+    (
+      dict(model={"name": "train_test_factories:WrongLogits"}),
+      r"config.model .*must return logits .* got \(16,\)",
+    ),
+    (
+      dict(model={"name": "train_test_factories:Untrainable"}),
+      "config.model .*cannot be trained .*'train'",
+    ),
+    (
+      dict(optimizer={"name": "adamw", "weight_decay": float("nan")}),
+      "config.optimizer.weight_decay must be finite",
+    ),
+    (
+      dict(schedule={"name": "cosine", "warmup_steps": -1}),
+      "config.schedule .*warmup_steps must not be negative",
+    ),
+    (dict(seed=2**40), "config.seed must be"),
     (
       dict(model={"name": "train_test_factories:CountingModel"}),
       "count is int32",
@@ -303,8 +366,9 @@ def test_bad_configs_are_refused_before_compilation(
     raise AssertionError("compiled")
 
   monkeypatch.setattr(train, "_compile_train_step", compiles)
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises((TypeError, ValueError), match=message):
     train.train_and_evaluate(_config(**fields), str(tmp_path))
+  assert os.listdir(tmp_path) == []
 
 
 def test_a_workdir_that_cannot_be_written_is_refused(tmp_path) -> None:
@@ -415,3 +479,33 @@ assert flaxshard.Checkpointer is flaxshard.checkpoint.Checkpointer
     [sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True
   )
   assert result.returncode == 0, result.stderr
+
+
+def test_a_signal_in_the_last_step_loses_no_evaluation(
+  tmp_path, monkeypatch
+) -> None:
+  with monkeypatch.context() as patch:
+    _stop_at(patch, 4, signal.SIGTERM)
+    config = _config(num_train_steps=4, eval_every_steps=100)
+    train.train_and_evaluate(config, str(tmp_path))
+  assert "eval_accuracy" in _rows(str(tmp_path))[-1]
+
+
+def test_a_config_file_that_does_not_exist_is_named(tmp_path) -> None:
+  result = _run("--config=configs/nope.py", f"--workdir={tmp_path}")
+  assert result.returncode != 0
+  assert "configs/nope.py" in result.stderr.splitlines()[-1]
+
+
+def test_broken_leftovers_of_a_run(undisturbed, tmp_path) -> None:
+  """A damaged config.json is named; damaged rows are left out."""
+  workdir, _ = undisturbed
+  copy = str(tmp_path / "copy")
+  shutil.copytree(workdir, copy)
+  with open(os.path.join(copy, "metrics.jsonl"), "ab") as f:
+    f.write(b'5\n{}\n{"step": null}\n\xff\n{"step": 8')
+  train.train_and_evaluate(_config(), copy)
+  with open(os.path.join(copy, "config.json"), "w"):
+    pass
+  with pytest.raises(ValueError, match=r"config.json is broken"):
+    train.train_and_evaluate(_config(), copy)

@@ -165,7 +165,7 @@ def installed(monkeypatch):
 @pytest.mark.parametrize(
   ("name", "package", "remedy"),
   [
-    ("clu", "tensorflow", "pip install tensorflow"),
+    ("clu", "tensorflow", "pip install tensorflow tensorboard"),
     ("tensorboard", "tensorboardX", "pip install 'flaxshard[train]'"),
   ],
 )

@@ -7,6 +7,8 @@ from typing import Any
 from flax import linen as nn
 import jax
 
+from flaxshard.models.fields import check_counts
+from flaxshard.models.fields import check_rate
 from flaxshard.policy import Policy
 
 
@@ -47,9 +49,14 @@ class CNN(nn.Module):
       Logits, float32 [batch, num_classes].
 
     Raises:
-      ValueError: The inputs do not have four dimensions, or pooling leaves no
-        pixel of them.
+      TypeError: A field is not of its type.
+      ValueError: A field is out of range, the inputs do not have four
+        dimensions, or pooling leaves no pixel of them.
     """
+    if not isinstance(self.features, tuple):
+      raise TypeError(f"features must be a tuple, got {self.features!r}.")
+    check_counts(features=self.features, dense=self.dense)
+    check_rate("dropout", self.dropout)
     if inputs.ndim != 4:
       raise ValueError(
         "inputs must have shape [batch, height, width, channels], "

@@ -9,6 +9,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
+from flaxshard.models.fields import check_counts
 from flaxshard.policy import Policy
 
 _he_normal = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
@@ -92,6 +93,7 @@ class ResNet(nn.Module):
     Raises:
       ValueError: The inputs do not have four dimensions.
     """
+    check_counts(stage_sizes=self.stage_sizes, width=self.width)
     if inputs.ndim != 4:
       raise ValueError(
         "inputs must have shape [batch, height, width, channels], "

@@ -8,6 +8,8 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
+from flaxshard.models.fields import check_counts
+from flaxshard.models.fields import check_rate
 from flaxshard.policy import Policy
 
 _normal = nn.initializers.normal(0.02)
@@ -97,9 +99,10 @@ class Transformer(nn.Module):
       up to and including t.
 
     Raises:
-      TypeError: The tokens are not integers.
-      ValueError: The inputs do not have two dimensions or are longer than
-        `max_length`, or `num_heads` does not divide `embed_dim`.
+      TypeError: The tokens are not integers, or a field is not of its type.
+      ValueError: A field is out of range, the inputs do not have two
+        dimensions or are longer than `max_length`, or `num_heads` does not
+        divide `embed_dim`.
     """
     self._check(inputs)
     length = inputs.shape[1]
@@ -136,6 +139,14 @@ class Transformer(nn.Module):
     return logits.astype(self.policy.output_dtype)
 
   def _check(self, inputs: jax.Array) -> None:
+    check_counts(
+      num_layers=self.num_layers,
+      num_heads=self.num_heads,
+      embed_dim=self.embed_dim,
+      mlp_dim=self.mlp_dim,
+      max_length=self.max_length,
+    )
+    check_rate("dropout", self.dropout)
     if not jnp.issubdtype(inputs.dtype, jnp.integer):
       raise TypeError(f"inputs must be integer tokens, got {inputs.dtype}.")
     if inputs.ndim != 2:

@@ -93,12 +93,7 @@ def _construct(where: str, cls: type, arguments: Any) -> Any:
   if not dataclasses.is_dataclass(cls):
     raise TypeError(f"{where} must name a dataclass, got {cls!r}.")
   values = {k: _value(f"{where}: {k}", v) for k, v in dict(arguments).items()}
-  try:
-    return registry.construct(where, cls, values)
-  except (TypeError, ValueError) as e:
-    if str(e).startswith(where):
-      raise
-    raise type(e)(f"{where}: {e}") from e
+  return registry.construct(where, cls, values)
 
 
 def _value(where: str, value: Any) -> Any:
