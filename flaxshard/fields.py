@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
 import functools
 import types
@@ -26,15 +26,17 @@ def data_names(node: Any) -> list[str]:
   return [field.name for field in dataclasses.fields(node) if is_data(field)]
 
 
-@functools.cache
-def extend(cls: Any, names: tuple[str, ...]) -> Any:
+def extend(cls: Any, names: Iterable[str]) -> Any:
   """Returns a subclass of `cls` with the fields that it has not got yet.
 
-  The same class for the same names: jit takes it for the same tree.
+  The same class for the same fields: jit takes it for the same tree.
   """
-  names = tuple(name for name in names if name not in of_class(cls))
-  if not names:
-    return cls
+  missing = sorted(set(names) - set(of_class(cls)))
+  return _extend(cls, tuple(missing)) if missing else cls
+
+
+@functools.cache
+def _extend(cls: Any, names: tuple[str, ...]) -> Any:
   # kw_only: a subclass of the user's may have fields with defaults.
   body = {name: struct.field(kw_only=True) for name in names}
   annotations = {name: "Any" for name in names}
@@ -53,4 +55,4 @@ def extend(cls: Any, names: tuple[str, ...]) -> Any:
 
 def rebuild(cls: Any, values: Mapping[str, Any]) -> Any:
   """Makes a node of `cls` with the fields among the values: to unpickle."""
-  return extend(cls, tuple(values))(**values)
+  return extend(cls, values)(**values)

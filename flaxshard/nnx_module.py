@@ -76,7 +76,7 @@ class Apply:
         call changed a collection that `mutable` does not name (in the mode
         "eval", and where it sows, that is dropped as in Linen).
     """
-    names = {v.collection for v in self.variables}
+    names = {v.collection for v in self.variables if v.leaves}
     if isinstance(mutable, bool):
       asked = names - {"params"} | {"intermediates"} if mutable else set()
     else:

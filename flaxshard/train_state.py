@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast, ClassVar
+from typing import Any, ClassVar
 
 from flax import core
 from flax import linen as nn
@@ -115,7 +115,7 @@ class TrainState(flax_train_state.TrainState):
       opt_state=tx.init(update.with_optimizer(params)),
       **fields,
     )
-    state_class = fields_lib.extend(cast(Any, cls), tuple(fields))
+    state_class = fields_lib.extend(cls, fields)
     return state_class(
       apply_fn=apply_fn,
       tx=tx,
@@ -203,6 +203,7 @@ class TrainState(flax_train_state.TrainState):
     grads = trees.like(
       "grads", grads, self.params, dtypes=False, none_is_leaf=True
     )
+    grads = gradients.map_gradients(lambda g: g, grads)  # NumPy's into JAX's
     if not self.wrappers:
       return update.flax_update(self, grads, replaced)
     reserved = {"step", "params", "opt_state", "wrapper_states", "wrappers"}
@@ -363,15 +364,13 @@ def _policy_of(model: Any) -> Policy | None:
 
 
 def _check_loss(loss: Any) -> None:
-  try:
-    shape, dtype = jnp.shape(loss), jnp.result_type(loss)
-  except TypeError as e:
-    raise TypeError(f"loss_fn must return a scalar, got {loss!r}.") from e
-  if shape or not jnp.issubdtype(dtype, jnp.inexact):
-    raise TypeError(
-      "loss_fn must return a floating-point scalar, got "
-      f"{dtype} of shape {shape}."
-    )
+  got = repr(loss)
+  if hasattr(loss, "dtype") or isinstance(loss, (bool, int, float, complex)):
+    shape, dtype = jnp.shape(loss), trees.dtype_of(loss)
+    if not shape and jnp.issubdtype(dtype, jnp.inexact):
+      return
+    got = f"{dtype} of shape {shape}"
+  raise TypeError(f"loss_fn must return a floating-point scalar, got {got}.")
 
 
 def _check_collections(cls: type, collections: Mapping[str, PyTree]) -> None:

@@ -45,7 +45,24 @@ def flax_update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
     and not gradients.has_gradient(path, given[path])
   }
   if not fixed:
-    return apply_gradients(state, grads=grads, **replaced)
+    narrow = [
+      p
+      for p, g in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(grads), strict=True
+      )
+      if p.dtype.itemsize < 2 and p.dtype != g.dtype
+    ]
+    if not narrow:
+      return apply_gradients(state, grads=grads, **replaced)
+    # float8 does not promote: update in float32, store as before.
+    wide = state.replace(
+      params=_widen(state.params), opt_state=_widen(state.opt_state)
+    )
+    new = apply_gradients(wide, grads=grads, **replaced)
+    return new.replace(
+      params=keep_dtypes(new.params, state.params),
+      opt_state=keep_dtypes(new.opt_state, state.opt_state),
+    )
   filled = jax.tree_util.tree_map_with_path(
     lambda path, p: _zeros(p) if path in fixed else given[path],
     state.params,
@@ -58,6 +75,14 @@ def flax_update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
     params=params,
     opt_state=_keep_slots(state.tx, fixed, new.opt_state, state.opt_state),
   )
+
+
+def _widen(tree: PyTree) -> PyTree:
+  def widen(x: jax.Array) -> jax.Array:
+    float8 = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 2
+    return x.astype(jnp.float32) if float8 else x
+
+  return jax.tree.map(widen, tree)
 
 
 def _zeros(p: jax.Array) -> jax.Array:

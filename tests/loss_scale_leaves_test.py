@@ -114,6 +114,75 @@ def test_integers_and_float0_pass_through(name):
   assert grads["i"] is None
 
 
+def integer_optimizers():
+  return {
+    "clip": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.5)),
+    "noisy_sgd": optax.noisy_sgd(0.5, eta=0.0, key=jax.random.key(0)),
+    "multi_steps": optax.MultiSteps(
+      optax.adam(0.5), every_k_schedule=2
+    ).gradient_transformation(),
+  }
+
+
+@pytest.mark.parametrize("name", integer_optimizers())
+@pytest.mark.parametrize("scale", [None, 1024.0, "dynamic"])
+def test_integers_beside_transformations_of_the_whole(name, scale):
+  tx = integer_optimizers()[name]
+  params = {"w": jnp.full(2, 2.0), "i": jnp.array([7, 8]), "b": jnp.array(True)}
+  wrappers = [] if scale is None else [fs.LossScale(scale)]
+  state = fs.TrainState.create(
+    apply_fn=None, params=params, tx=tx, wrappers=wrappers
+  )
+  loss_fn = lambda p: jnp.where(p["b"], (p["w"] * p["i"]).sum(), 0.0)
+  step = jax.jit(lambda s: s.minimize(loss_fn)[0])
+  dtypes = jax.tree.map(lambda x: x.dtype, state)
+  # What the optimizer does to the one leaf that it can train.
+  alone = {"w": params["w"]}
+  slots_alone = tx.init(alone)
+  for _ in range(4):
+    updates, slots_alone = tx.update(
+      {"w": jnp.array([7.0, 8.0])}, slots_alone, alone
+    )
+    alone = optax.apply_updates(alone, updates)
+    state = step(state)
+    assert jax.tree.map(lambda x: x.dtype, state) == dtypes
+    np.testing.assert_array_equal(state.params["i"], [7, 8])
+    assert bool(state.params["b"])
+    np.testing.assert_allclose(state.params["w"], alone["w"], atol=1e-6)
+  assert (np.asarray(state.params["w"]) < 2).all()
+  assert step._cache_size() == 1
+  assert int(state.step) == 4
+
+
+FLOAT8 = [jnp.float8_e4m3fn, jnp.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+@pytest.mark.parametrize(
+  "scale", [64.0, fs.DynamicLossScale(64.0, growth_interval=9)]
+)
+def test_float8_parameters(dtype, scale):
+  # The gradient of a float8 parameter is float8 while it is scaled.
+  params = {"w": jnp.array([1.0, -2.0], dtype), "v": jnp.ones(2)}
+  state = create(params, optax.sgd(0.5), scale)
+
+  def loss_fn(p):
+    return (p["w"].astype(jnp.float32) * p["v"] * 0.5).sum()
+
+  loss, grads = jax.jit(lambda s: s.value_and_grad(loss_fn))(state)
+  assert float(loss) == -0.5
+  assert grads["w"].dtype == grads["v"].dtype == jnp.float32
+  np.testing.assert_array_equal(grads["w"], [0.5, 0.5])
+  np.testing.assert_array_equal(grads["v"], [0.5, -1.0])
+  new = apply_step(state, grads)
+  assert new.params["w"].dtype == dtype
+  assert new.params["v"].dtype == jnp.float32
+  np.testing.assert_array_equal(new.params["w"].astype(float), [0.75, -2.25])
+  np.testing.assert_array_equal(new.params["v"], [0.75, 1.5])
+  assert int(new.step) == 1
+  assert jax.tree.structure(apply_step(new, grads)) == jax.tree.structure(new)
+
+
 def owg_optimizers():
   labels = lambda params: jax.tree.map(lambda _: "a", params)
   return {

@@ -91,6 +91,69 @@ def test_collections_do_not_take_a_name_that_is_taken(name):
     create(**{name: {"m": jnp.ones(1)}})
 
 
+@pytest.mark.parametrize("name", ["ema_params", "target_params", "params_axes"])
+@pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
+def test_collections_whose_names_resemble_arguments(name, wrappers):
+  state = create(wrappers, **{name: {"w": jnp.full(2, 3.0)}})
+  np.testing.assert_array_equal(getattr(state, name)["w"], [3.0, 3.0])
+  new = state.apply_gradients(
+    grads=jax.tree.map(jnp.ones_like, state.params),
+    **{name: {"w": jnp.full(2, 4.0)}},
+  )
+  np.testing.assert_array_equal(getattr(new, name)["w"], [4.0, 4.0])
+  np.testing.assert_array_equal(new.params["w"], [0.5, -2.5])
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "match"),
+  [
+    (
+      {"wrapers": [fs.LossScale()]},
+      r"'wrapers' is no argument.* Did you mean 'wrappers'",
+    ),
+    ({"strategy": None}, "strategy=None is no argument; allowed: .*wrappers"),
+    ({"rules": None}, "rules=None is no argument; allowed: .*wrappers"),
+    ({"rules": {"m": np.ones(1)}}, "rules=.* is no argument"),
+    ({"batch_stats": None}, "batch_stats=None is no argument"),
+  ],
+)
+def test_collections_that_are_none(kwargs, match):
+  with pytest.raises(TypeError, match=match):
+    create(**kwargs)
+
+
+@pytest.mark.parametrize(
+  "params", [np.ones(2), jnp.ones(2), 1.0, None, {}, {"a": {}}, "w"]
+)
+def test_params_that_are_no_tree_of_arrays(params):
+  with pytest.raises(TypeError, match="params must be a tree of arrays"):
+    fs.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+
+
+@pytest.mark.parametrize(
+  "wrappers",
+  [{fs.LossScale()}, frozenset(), {"loss_scale": fs.LossScale()}, {}, "", 8],
+)
+def test_wrappers_without_an_order(wrappers):
+  with pytest.raises(TypeError, match="wrappers must be a sequence of"):
+    create(wrappers)
+  with pytest.raises(TypeError, match="wrappers must be a sequence of"):
+    fs.create_train_state(
+      Mlp(), jax.random.key(0), X, optax.sgd(0.1), wrappers=wrappers
+    )
+
+
+def test_wrappers_may_come_from_an_iterator():
+  wanted = (fs.LossScale(8),)
+  assert create(iter(wanted)).wrappers == wanted
+  assert create(w for w in wanted).wrappers == wanted
+  state = fs.create_train_state(
+    Mlp(), jax.random.key(0), X, optax.sgd(0.1), wrappers=iter(wanted)
+  )
+  assert state.wrappers == wanted
+  assert float(state.wrapper_states["loss_scale"].scale) == 8.0
+
+
 class EmaState(fs.TrainState):
   """A subclass as users write it, with a default and a static field."""
 

@@ -1,5 +1,9 @@
 """Paths, differences between trees, buffers."""
 
+import collections
+from typing import Any, NamedTuple
+
+from flax import core
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,6 +99,76 @@ def test_dtypes_and_none_can_be_left_out():
   nested = {"a": {"b": np.ones(1, np.float32)}}
   difference = trees.first_difference(none, nested, none_is_leaf=True)
   assert difference == "a/b: missing, where float32[1] is expected"
+
+
+class Pair(NamedTuple):
+  a: Any
+  b: Any
+
+
+@pytest.mark.parametrize(
+  ("given", "wanted"),
+  [
+    ({"a": 1.0, "b": 2.0}, Pair(3.0, 4.0)),
+    (Pair(1.0, 2.0), {"a": 3.0, "b": 4.0}),
+    ([1.0, 2.0], (3.0, 4.0)),
+    ((1.0, 2.0), [3.0, 4.0]),
+    (core.freeze({"a": 1.0, "b": 2.0}), {"a": 3.0, "b": 4.0}),
+    ({"a": 1.0, "b": 2.0}, core.freeze({"a": 3.0, "b": 4.0})),
+    ({"b": 2.0, "a": 1.0}, {"a": 3.0, "b": 4.0}),
+    (
+      collections.OrderedDict(b=2.0, a=1.0),
+      collections.OrderedDict(a=3.0, b=4.0),
+    ),
+    (collections.OrderedDict(b=2.0, a=1.0), {"a": 3.0, "b": 4.0}),
+  ],
+)
+def test_like_takes_other_containers(given, wanted):
+  assert trees.first_difference(given, wanted) is None
+  out = trees.like("grads", given, wanted)
+  assert type(out) is type(wanted)
+  assert jax.tree.structure(out) == jax.tree.structure(wanted)
+  assert jax.tree.leaves(out) == [1.0, 2.0]
+
+
+def test_paths_that_read_alike_are_told_apart():
+  wanted = {"a/b": np.zeros(1), "a": {"b": np.zeros(1)}}
+  given = {"a": {"b": np.ones(1)}, "a/b": np.full(1, 2.0)}
+  out = trees.like("grads", given, wanted)
+  assert float(out["a"]["b"][0]) == 1.0
+  assert float(out["a/b"][0]) == 2.0
+  one = {"a": {"b": np.ones(1)}}
+  assert "missing" in trees.first_difference(one, wanted)
+  assert "missing" in trees.first_difference({"a/b": np.ones(1)}, wanted)
+  assert "where nothing" in trees.first_difference(wanted, one)
+  # A number and its string in one dict cannot be sorted by JAX; in two they
+  # are one path.
+  assert trees.first_difference({1: np.ones(1)}, {"1": np.ones(1)}) is None
+
+
+def test_like_keeps_none_and_names_what_is_wrong():
+  wanted = {"a": np.ones(1), "b": {"c": np.ones(2)}}
+  out = trees.like(
+    "grads", {"a": None, "b": {"c": np.ones(2)}}, wanted, none_is_leaf=True
+  )
+  assert out["a"] is None
+  np.testing.assert_array_equal(out["b"]["c"], [1.0, 1.0])
+  with pytest.raises(
+    TypeError, match=r"grads\[b/c\] must be an array, got 'x'"
+  ):
+    trees.like("grads", {"a": np.ones(1), "b": {"c": "x"}}, wanted)
+  with pytest.raises(
+    ValueError, match=r"grads must match the state, but differs at b/c: shape"
+  ):
+    trees.like("grads", {"a": np.ones(1), "b": {"c": np.ones(3)}}, wanted)
+
+
+@pytest.mark.parametrize(
+  "leaf", ["float32", jnp.float32, np.float32, np.dtype("float32"), float]
+)
+def test_dtypes_are_no_arrays(leaf):
+  with pytest.raises(TypeError, match=r"params\[w\] must be an array"):
+    trees.check_arrays("params", {"w": leaf})
 
 
 def test_own_buffers_are_strongly_typed():

@@ -1,0 +1,164 @@
+"""Fields of train states; classes that get more than they declare."""
+
+import copy
+import pickle
+from typing import Any
+
+from flax import struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+from flaxshard import fields as fields_lib
+
+
+def _init(params):
+  return {"trace": jax.tree.map(jnp.zeros_like, params)}
+
+
+def _update(updates, state, params=None):
+  del params
+  trace = jax.tree.map(lambda t, u: 0.5 * t + u, state["trace"], updates)
+  return jax.tree.map(lambda t: -t, trace), {"trace": trace}
+
+
+# Of functions that pickle finds, as those inside optax's are not.
+TX = optax.GradientTransformation(_init, _update)
+
+
+def apply_fn(variables, x):
+  return variables["params"]["w"] * x
+
+
+class Declared(fs.TrainState):
+  """A subclass as users write it."""
+
+  ema: Any = None
+  note: str = struct.field(pytree_node=False, default="none")
+
+
+def create(cls=fs.TrainState, wrappers=(), **collections):
+  return cls.create(
+    apply_fn=apply_fn,
+    params={"w": jnp.array([1.0, -2.0])},
+    tx=TX,
+    wrappers=wrappers,
+    **collections,
+  )
+
+
+def test_names_of_fields():
+  names = set(fields_lib.of_class(Declared))
+  assert names == set(fields_lib.of_class(fs.TrainState)) | {"ema", "note"}
+  state = create(Declared, [fs.LossScale(8)], batch_stats={"m": jnp.ones(1)})
+  assert set(fields_lib.data_names(state)) == {
+    "step",
+    "params",
+    "opt_state",
+    "ema",
+    "batch_stats",
+    "wrapper_states",
+  }
+  fields = fields_lib.of_class(type(state))
+  assert fields_lib.is_data(fields["batch_stats"])
+  assert not fields_lib.is_data(fields["note"])
+  assert not fields_lib.is_data(fields["wrappers"])
+
+
+def test_extended_classes_are_the_same_for_the_same_names():
+  a = fields_lib.extend(fs.TrainState, ("batch_stats", "cache"))
+  assert a is fields_lib.extend(fs.TrainState, ("batch_stats", "cache"))
+  assert a is not fields_lib.extend(fs.TrainState, ("batch_stats",))
+  assert issubclass(a, fs.TrainState)
+  assert a.__name__ == "TrainState"
+  assert a._base_class is fs.TrainState
+  assert a.__module__ == fs.TrainState.__module__
+  assert fields_lib.extend(fs.TrainState, ()) is fs.TrainState
+  assert fields_lib.extend(Declared, ("ema", "note")) is Declared
+
+
+STATES = {
+  "plain": {},
+  "wrappers": {"wrappers": [fs.LossScale("dynamic")]},
+  "off": {"wrappers": [fs.LossScale("auto")]},
+  "collections": {"batch_stats": {"m": np.full(2, 3.0, np.float32)}},
+  "both": {
+    "wrappers": [fs.LossScale(fs.DynamicLossScale(8.0, hysteresis=2))],
+    "batch_stats": {"m": np.full(2, 3.0, np.float32)},
+    "ema_params": {"w": np.zeros(2, np.float32)},
+  },
+  "subclass": {
+    "cls": Declared,
+    "wrappers": [fs.LossScale("dynamic")],
+    "ema": {"w": np.zeros(2, np.float32)},
+    "note": "first",
+    "cache": {"m": np.full(2, 3.0, np.float32)},
+  },
+}
+COPIES = {
+  "pickle": lambda state: pickle.loads(pickle.dumps(state)),
+  "protocol 2": lambda state: pickle.loads(pickle.dumps(state, 2)),
+  "copy": copy.copy,
+  "deepcopy": copy.deepcopy,
+}
+
+
+def take_step(state):
+  return state.minimize(lambda p: (p["w"] ** 2).sum())[0]
+
+
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("how", COPIES)
+def test_states_pickle_and_copy(kind, how):
+  state = take_step(create(**STATES[kind]))
+  same = COPIES[how](state)
+  names = fields_lib.of_class(type(state))
+  assert list(fields_lib.of_class(type(same))) == list(names)
+  for name in fields_lib.data_names(state):
+    old, new = getattr(state, name), getattr(same, name)
+    assert jax.tree.structure(new) == jax.tree.structure(old)
+    for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+      assert a.dtype == b.dtype
+      np.testing.assert_array_equal(a, b)
+  assert same.wrappers == state.wrappers
+  assert same.apply_fn is apply_fn
+  assert int(same.step) == 1
+  assert isinstance(same, STATES[kind].get("cls", fs.TrainState))
+  if kind == "subclass":
+    assert same.note == "first"
+  # It goes on as the first one would.
+  a, b = take_step(same), take_step(state)
+  np.testing.assert_array_equal(a.params["w"], b.params["w"])
+  np.testing.assert_array_equal(
+    a.opt_state["trace"]["w"], b.opt_state["trace"]["w"]
+  )
+  assert int(a.step) == 2
+
+
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_are_the_same_tree_and_do_not_recompile(kind, how):
+  step = jax.jit(lambda state: take_step(state))
+  state = step(create(**STATES[kind]))
+  same = COPIES[how](state)
+  assert type(same) is type(state)
+  assert jax.tree.structure(same) == jax.tree.structure(state)
+  step(same)
+  assert step._cache_size() == 1
+
+
+def test_a_state_without_wrappers_is_the_one_created_without():
+  stats = {"m": np.full(2, 3.0, np.float32)}
+  plain = create(batch_stats=stats)
+  state = create(wrappers=[fs.LossScale(8)], batch_stats=stats)
+  bare = state.without_wrappers()
+  assert bare.wrappers == ()
+  assert fields_lib.data_names(bare) == fields_lib.data_names(plain)
+  assert type(bare) is type(plain)
+  assert jax.tree.structure(bare) == jax.tree.structure(plain)
+  same = pickle.loads(pickle.dumps(bare))
+  np.testing.assert_array_equal(same.batch_stats["m"], stats["m"])
+  assert "wrapper_states" not in fields_lib.data_names(same)

@@ -1,0 +1,347 @@
+"""What NNX modules may hold, and make of it in a call."""
+
+import warnings
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+from flaxshard import nnx_module
+
+X = np.array([[1.0, 2.0, -1.0], [0.5, -0.25, 3.0]], np.float32)
+
+
+class Remat(nnx.Module):
+  def __init__(self, rngs):
+    self.block = nnx.Linear(3, 3, rngs=rngs)
+    self.head = nnx.Linear(3, 2, rngs=rngs)
+
+  def __call__(self, x):
+    block = nnx.remat(lambda module, x: jnp.tanh(module(x)))
+    return self.head(block(self.block, x))
+
+
+class RematNorm(nnx.Module):
+  def __init__(self, rngs):
+    self.block = nnx.Linear(3, 3, rngs=rngs)
+    self.norm = nnx.BatchNorm(3, momentum=0.5, rngs=rngs)
+
+  def __call__(self, x):
+    block = nnx.remat(lambda module, x: jnp.tanh(module(x)))
+    return self.norm(block(self.block, x))
+
+
+class RematInside(nnx.Module):
+  """The layer with running averages is itself rematerialized."""
+
+  def __init__(self, rngs):
+    self.norm = nnx.BatchNorm(3, momentum=0.5, rngs=rngs)
+
+  def __call__(self, x):
+    return nnx.remat(lambda module, x: module(x))(self.norm, x)
+
+
+def assert_close(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), a, b
+  )
+
+
+# Transformations inside a module.
+
+
+def test_remat_inside_with_parameters_alone():
+  module = Remat(nnx.Rngs(0))
+  apply_fn, variables = nnx_module.split(module)
+  assert set(variables) == {"params"}
+  wanted = module.head(jnp.tanh(module.block(X)))
+  for apply in (apply_fn, jax.jit(apply_fn)):
+    out = apply({"params": variables["params"]}, X)
+    np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_remat_inside_is_differentiated():
+  module = Remat(nnx.Rngs(0))
+  state = fs.create_train_state(
+    module, None, None, optax.sgd(0.5), wrappers=[fs.LossScale("dynamic")]
+  )
+  apply_fn = state.apply_fn
+  loss_fn = lambda params: (apply_fn({"params": params}, X) ** 2).mean()
+
+  def plain(params):
+    x = jnp.tanh(X @ params["block"]["kernel"] + params["block"]["bias"])
+    x = x @ params["head"]["kernel"] + params["head"]["bias"]
+    return (x**2).mean()
+
+  step = jax.jit(lambda s: s.minimize(loss_fn))
+  new, loss = step(state)
+  wanted, grads = jax.value_and_grad(plain)(state.params)
+  np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+  assert_close(
+    new.params, jax.tree.map(lambda p, g: p - 0.5 * g, state.params, grads)
+  )
+  step(new)
+  assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("kind", [RematNorm, RematInside])
+def test_remat_with_batch_norm(kind):
+  module = kind(nnx.Rngs(0))
+  apply_fn, variables = nnx_module.split(module)
+  assert set(variables) == {"params", "batch_stats"}
+  # In the mode "eval" nothing changes, whatever may.
+  out = apply_fn(variables, X, mode="eval")
+  both, new = apply_fn(variables, X, mode="eval", mutable=True)
+  np.testing.assert_array_equal(out, both)
+  assert_close(new["batch_stats"], variables["batch_stats"])
+  # A call of the module itself changes its averages.
+  trained, new = apply_fn(variables, X, mutable=["batch_stats"])
+  np.testing.assert_allclose(trained, module(X), rtol=1e-5, atol=1e-6)
+  wanted = nnx_module.split(module)[1]["batch_stats"]
+  assert_close(new["batch_stats"], wanted)
+  assert not np.allclose(
+    new["batch_stats"]["norm"]["mean"], variables["batch_stats"]["norm"]["mean"]
+  )
+  module.eval()
+  np.testing.assert_allclose(
+    apply_fn({**variables, **new}, X, mode="eval"), module(X), rtol=1e-5
+  )
+
+
+# What a call adds.
+
+
+class Sows(nnx.Module):
+  def __init__(self, rngs):
+    self.dense = nnx.Linear(3, 2, rngs=rngs)
+
+  def __call__(self, x):
+    x = self.dense(x)
+    with warnings.catch_warnings():
+      # Newer Flax prefers nnx.capture.
+      warnings.simplefilter("ignore", DeprecationWarning)
+      self.sow(nnx.Intermediate, "hidden", x)
+    return x * 2
+
+
+def test_what_is_sown_is_returned_where_it_is_asked_for():
+  module = Sows(nnx.Rngs(0))
+  apply_fn, variables = nnx_module.split(module)
+  assert set(variables) == {"params"}
+  wanted = module.dense(X)
+  for call in (
+    lambda v: apply_fn(v, X, mutable=["intermediates"]),
+    lambda v: apply_fn(v, X, mutable="intermediates"),
+    lambda v: apply_fn(v, X, mutable=True),
+  ):
+    for fn in (call, jax.jit(call)):
+      out, new = fn(variables)
+      assert set(new) == {"intermediates"}
+      (hidden,) = jax.tree.leaves(new["intermediates"])
+      assert set(new["intermediates"]) == {"hidden"}
+      np.testing.assert_allclose(hidden, wanted, rtol=1e-5, atol=1e-6)
+      np.testing.assert_allclose(out, wanted * 2, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [None, "train", "eval"])
+def test_what_is_sown_is_dropped_otherwise(mode):
+  module = Sows(nnx.Rngs(0))
+  apply_fn, variables = nnx_module.split(module)
+  out = apply_fn(variables, X, mode=mode)
+  np.testing.assert_allclose(out, module.dense(X) * 2, rtol=1e-5, atol=1e-6)
+  out, new = apply_fn(variables, X, mode=mode, mutable=["params"])
+  assert set(new) == {"params"}
+  assert_close(new["params"], variables["params"])
+
+
+class Perturbs(nnx.Module):
+  def __init__(self, rngs):
+    self.dense = nnx.Linear(3, 2, rngs=rngs)
+
+  def __call__(self, x):
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore", DeprecationWarning)
+      x = self.perturb("hidden", self.dense(x))
+    return x * 2
+
+
+def test_perturb():
+  module = Perturbs(nnx.Rngs(0))
+  apply_fn, variables = nnx_module.split(module)
+  assert set(variables) == {"params"}
+  wanted = module.dense(X) * 2
+  loss_fn = lambda params: (apply_fn({"params": params}, X) ** 2).sum()
+  for apply in (apply_fn, jax.jit(apply_fn)):
+    np.testing.assert_allclose(apply(variables, X), wanted, rtol=1e-5)
+  grads = jax.jit(jax.grad(loss_fn))(variables["params"])
+  np.testing.assert_allclose(
+    grads["dense"]["bias"], 4 * np.asarray(wanted).sum(0), rtol=1e-5
+  )
+  # After a call of its own the module may hold the perturbation.
+  module(X)
+  apply_fn, variables = nnx_module.split(module)
+  np.testing.assert_allclose(apply_fn(variables, X), wanted, rtol=1e-5)
+
+
+# What a module may hold.
+
+
+class Nested(nnx.Module):
+  def __init__(self):
+    self.tree = nnx.Param({"a": jnp.ones(3), "b": {"c": jnp.full(3, 2.0)}})
+    self.w = nnx.Param(jnp.full(3, 5.0))
+
+  def __call__(self, x):
+    tree = self.tree.get_value()
+    return (x * tree["a"] + tree["b"]["c"]) * self.w[...]
+
+
+def test_a_parameter_that_is_a_tree():
+  state = fs.create_train_state(
+    Nested(), None, None, optax.sgd(0.5), wrappers=[fs.LossScale("dynamic")]
+  )
+  paths = [
+    jax.tree_util.keystr(path, simple=True, separator="/")
+    for path, _ in jax.tree_util.tree_leaves_with_path(state.params)
+  ]
+  assert sorted(paths) == ["tree/a", "tree/b/c", "w"]
+  x = np.ones(3, np.float32)
+  loss_fn = lambda p: state.apply_fn({"params": p}, x).sum()
+  step = jax.jit(lambda s: s.minimize(loss_fn))
+  new, loss = step(state)
+  assert float(loss) == 45.0
+  np.testing.assert_array_equal(new.params["tree"]["a"], [-1.5] * 3)
+  np.testing.assert_array_equal(new.params["tree"]["b"]["c"], [-0.5] * 3)
+  np.testing.assert_array_equal(new.params["w"], [3.5] * 3)
+  step(new)
+  assert step._cache_size() == 1
+
+
+class WithNone(nnx.Module):
+  def __init__(self, kind, beside):
+    self.w = nnx.Param(jnp.full(2, 5.0))
+    self.nothing = kind(None)
+    if beside:
+      self.something = kind(jnp.ones(2))
+
+  def __call__(self, x):
+    assert self.nothing.get_value() is None
+    return x * self.w[...]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("kind", [nnx.Param, nnx.Variable, nnx.BatchStat])
+def test_a_variable_that_is_none(kind, beside):
+  state = fs.create_train_state(
+    WithNone(kind, beside), None, None, optax.sgd(0.5)
+  )
+  apply_fn, variables = nnx_module.split(WithNone(kind, beside))
+  assert set(state.params) >= {"w"}
+  assert "nothing" not in state.params
+  x = np.ones(2, np.float32)
+  np.testing.assert_array_equal(apply_fn(variables, x), [5.0, 5.0])
+  out, _ = jax.jit(lambda v: apply_fn(v, x, mutable=True))(variables)
+  np.testing.assert_array_equal(out, [5.0, 5.0])
+  # Every collection of the state is enough.
+  given = {name: getattr(state, name) for name in variables}
+  np.testing.assert_array_equal(state.apply_fn(given, x), [5.0, 5.0])
+
+
+class RawArray(nnx.Module):
+  def __init__(self, rngs=None):
+    self.w = nnx.Param(jnp.full(4, 2.0))
+    self.raw = nnx.data(jnp.ones(4))
+
+  def __call__(self, x):
+    return x * self.w[...] + self.raw
+
+
+def test_arrays_that_are_no_variables():
+  state = fs.create_train_state(
+    RawArray(), None, None, optax.sgd(0.5), wrappers=[fs.LossScale("dynamic")]
+  )
+  assert set(state.params) == {"w"}
+  assert set(state.arrays) == {"raw"}
+  np.testing.assert_array_equal(state.arrays["raw"], np.ones(4))
+  out = state.apply_fn(
+    {"params": state.params, "arrays": {"raw": jnp.full(4, 7.0)}}, jnp.ones(4)
+  )
+  np.testing.assert_array_equal(out, np.full(4, 9.0))
+  with pytest.raises(ValueError, match=r"variables lack \['arrays'\]"):
+    state.apply_fn({"params": state.params}, jnp.ones(4))
+
+
+def test_arrays_that_are_no_variables_under_eval_shape():
+  tx = optax.sgd(0.5)
+  make = lambda: fs.create_train_state(
+    RawArray(), None, None, tx, wrappers=[fs.LossScale("dynamic")]
+  )
+  real, abstract = make(), jax.eval_shape(make)
+  assert set(abstract.arrays) == {"raw"}
+  assert abstract.arrays["raw"].shape == (4,)
+  assert abstract.arrays["raw"].dtype == jnp.float32
+  assert jax.tree.structure(abstract) == jax.tree.structure(real)
+  for a, b in zip(
+    jax.tree.leaves(abstract), jax.tree.leaves(real), strict=True
+  ):
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+# States of a module.
+
+
+class Net(nnx.Module):
+  def __init__(self, rngs):
+    self.dense = nnx.Linear(3, 2, rngs=rngs)
+    self.norm = nnx.BatchNorm(2, rngs=rngs)
+    self.raw = nnx.data(jnp.ones(2))
+
+  def __call__(self, x):
+    return self.norm(self.dense(x)) * self.raw
+
+
+def test_donating_the_state_leaves_the_module_alone():
+  module = Net(nnx.Rngs(0))
+  kernel = np.array(module.dense.kernel[...])
+  state = fs.create_train_state(
+    module, None, None, optax.sgd(0.5), wrappers=[fs.LossScale("dynamic")]
+  )
+  step = jax.jit(
+    lambda s: s.apply_gradients(grads=jax.tree.map(jnp.ones_like, s.params)),
+    donate_argnums=0,
+  )
+  new = step(state)
+  assert state.params["dense"]["kernel"].is_deleted()
+  for leaf in jax.tree.leaves(nnx.state(module)):
+    assert not leaf.is_deleted()
+  np.testing.assert_array_equal(module.dense.kernel[...], kernel)
+  np.testing.assert_allclose(
+    new.params["dense"]["kernel"], kernel - 0.5, rtol=1e-6
+  )
+  assert np.isfinite(module(X)).all()
+
+
+@pytest.mark.parametrize("kind", [Net, RematNorm, RawArray])
+@pytest.mark.parametrize("again", [False, True])
+def test_states_of_one_module_share_a_compiled_step(kind, again):
+  module, tx = kind(nnx.Rngs(0)), optax.adam(0.1)
+  make = lambda m: fs.create_train_state(
+    m, None, None, tx, wrappers=[fs.LossScale("dynamic")]
+  )
+  # Another module that is made in the same way is as good.
+  one, two = make(module), make(kind(nnx.Rngs(1)) if again else module)
+  assert jax.tree.structure(one) == jax.tree.structure(two)
+  assert hash(jax.tree.structure(one)) == hash(jax.tree.structure(two))
+  assert one.apply_fn == two.apply_fn
+  assert hash(one.apply_fn) == hash(two.apply_fn)
+  step = jax.jit(
+    lambda s: s.apply_gradients(grads=jax.tree.map(jnp.ones_like, s.params))
+  )
+  for state in (one, two, step(one)):
+    step(state)
+  assert step._cache_size() == 1

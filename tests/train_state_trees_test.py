@@ -1,0 +1,217 @@
+"""TrainState: losses, gradients and collections of unexpected kinds."""
+
+import collections
+from typing import Any, NamedTuple
+
+from flax import core
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+
+
+class Pair(NamedTuple):
+  w: Any
+  b: Any
+
+
+def create(wrappers=(), tx=None, params=None, **collections):
+  return fs.TrainState.create(
+    apply_fn=None,
+    params={"w": jnp.array([1.0, -2.0])} if params is None else params,
+    tx=tx or optax.sgd(0.5),
+    wrappers=wrappers,
+    **collections,
+  )
+
+
+STACKS = [(), (fs.LossScale("dynamic"),), (fs.LossScale(8),)]
+
+
+# Losses.
+
+WRONG_LOSSES = [
+  (lambda p: 3, "floating-point scalar, got int32"),
+  (lambda p: jnp.int32(3), "floating-point scalar, got int32"),
+  (lambda p: p["w"].sum() > 0, "floating-point scalar, got bool"),
+  (lambda p: p["w"], r"scalar, got float32 of shape \(2,\)"),
+  (lambda p: p["w"][:1], r"scalar, got float32 of shape \(1,\)"),
+  (lambda p: None, "scalar, got None"),
+  (lambda p: (p["w"].sum(), {}), "must return a floating-point scalar, got"),
+  (
+    lambda p: {"loss": p["w"].sum()},
+    "must return a floating-point scalar, got",
+  ),
+  (lambda p: "loss", "must return a floating-point scalar, got 'loss'"),
+]
+
+
+@pytest.mark.parametrize(("loss_fn", "match"), WRONG_LOSSES)
+@pytest.mark.parametrize("scale", ["dynamic", "auto", 8])
+def test_wrong_losses(loss_fn, match, scale):
+  state = create([fs.LossScale(scale)])
+  for call in (
+    lambda s: s.value_and_grad(loss_fn),
+    lambda s: s.minimize(loss_fn),
+    lambda s: s.value_and_grad(lambda p: (loss_fn(p), 0), has_aux=True),
+    jax.jit(lambda s: s.value_and_grad(loss_fn)),
+  ):
+    with pytest.raises(TypeError, match=match):
+      call(state)
+
+
+@pytest.mark.parametrize(
+  ("loss_fn", "got"),
+  [
+    (lambda p: (p["w"].sum(), 1, 2), "tuple"),
+    (lambda p: (p["w"].sum(),), "tuple"),
+    (lambda p: [p["w"].sum(), 1], "list"),
+    (lambda p: 1.0, "float"),
+    (lambda p: None, "NoneType"),
+    (lambda p: p["w"].sum(), ""),
+    (lambda p: p["w"], ""),  # of two elements: it could be unpacked
+  ],
+)
+@pytest.mark.parametrize("scale", ["dynamic", 8])
+def test_wrong_losses_with_aux(loss_fn, got, scale):
+  state = create([fs.LossScale(scale)])
+  for call in (
+    lambda s: s.value_and_grad(loss_fn, has_aux=True),
+    jax.jit(lambda s: s.minimize(loss_fn, has_aux=True)),
+  ):
+    with pytest.raises(
+      TypeError, match=rf"return \(loss, aux\) with has_aux=True, got .*{got}"
+    ):
+      call(state)
+
+
+# Gradients.
+
+W, B = np.array([1.0, -2.0], np.float32), np.array([4.0], np.float32)
+
+
+@pytest.mark.parametrize(
+  ("params", "grads"),
+  [
+    (Pair(W, B), {"w": W, "b": B}),
+    ({"w": W, "b": B}, Pair(W, B)),
+    ((W, B), [W, B]),
+    ([W, B], (W, B)),
+    ({"w": W, "b": B}, core.freeze({"w": W, "b": B})),
+    (core.freeze({"w": W, "b": B}), {"w": W, "b": B}),
+    ({"w": W, "b": B}, {"b": B, "w": W}),
+    (
+      collections.OrderedDict(w=W, b=B),
+      collections.OrderedDict(b=B, w=W),
+    ),
+    ({"o": {"w": W}, "l": [B]}, core.freeze({"l": (B,), "o": {"w": W}})),
+  ],
+)
+@pytest.mark.parametrize("wrappers", STACKS)
+def test_gradients_in_other_containers(params, grads, wrappers):
+  state = create(wrappers, tx=optax.adam(0.5), params=params)
+  step = jax.jit(lambda s, g: s.apply_gradients(grads=g))
+  # The gradients happen to be the parameters: here in their own containers.
+  wanted = step(state, state.params)
+  got = step(state, grads)
+  assert jax.tree.structure(got) == jax.tree.structure(state)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+    assert a.dtype == b.dtype
+    np.testing.assert_array_equal(a, b)
+  for new, old in zip(
+    jax.tree.leaves(got.params), jax.tree.leaves(state.params), strict=True
+  ):
+    # The first step of Adam goes against the sign of each gradient.
+    np.testing.assert_allclose(new, old - 0.5 * np.sign(old), rtol=1e-4)
+
+
+@pytest.mark.parametrize("wrappers", STACKS)
+def test_none_in_another_container(wrappers):
+  state = create(wrappers, optax.adam(0.5), Pair(W, B))
+  new = state.apply_gradients(grads={"w": jnp.asarray(W), "b": None})
+  np.testing.assert_array_equal(new.params.b, B)
+  np.testing.assert_allclose(new.params.w, [0.5, -1.5], rtol=1e-4)
+
+
+@pytest.mark.parametrize("wrappers", STACKS)
+@pytest.mark.parametrize("grads", [Pair(W, B), {"w": W, "b": B}])
+def test_numpy_gradients_of_a_named_tuple_outside_of_jit(wrappers, grads):
+  # Flax asks whether a string is "in" the gradients: NumPy compares with it.
+  state = create(wrappers, params=Pair(W, B))
+  new = state.apply_gradients(grads=grads)
+  np.testing.assert_array_equal(new.params.w, W / 2)
+  np.testing.assert_array_equal(new.params.b, B / 2)
+
+
+@pytest.mark.parametrize("wrappers", STACKS)
+def test_paths_that_read_alike(wrappers):
+  params = {"a/b": jnp.zeros(1), "a": {"b": jnp.zeros(1)}}
+  state = create(wrappers, params=params)
+  grads = {"a": {"b": jnp.ones(1)}, "a/b": jnp.full(1, 2.0)}
+  new = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
+  assert float(new.params["a"]["b"][0]) == -0.5
+  assert float(new.params["a/b"][0]) == -1.0
+  for short in ({"a": {"b": jnp.ones(1)}}, {"a/b": jnp.ones(1)}):
+    with pytest.raises(ValueError, match="at a/b: missing"):
+      state.apply_gradients(grads=short)
+  # One of them without a gradient is that one alone.
+  new = state.apply_gradients(grads={"a": {"b": None}, "a/b": jnp.ones(1)})
+  assert float(new.params["a"]["b"][0]) == 0.0
+  assert float(new.params["a/b"][0]) == -0.5
+
+
+@pytest.mark.parametrize("wrappers", STACKS)
+@pytest.mark.parametrize("leaf", ["float32", "text", jnp.float32, max])
+def test_gradients_that_are_no_arrays(wrappers, leaf):
+  state = create(wrappers, params={"w": jnp.ones(1), "b": {"c": jnp.ones(1)}})
+  with pytest.raises(TypeError, match=r"grads\[b/c\] must be an array"):
+    state.apply_gradients(grads={"w": jnp.ones(1), "b": {"c": leaf}})
+
+
+# Collections.
+
+
+def test_collections_in_other_containers_under_a_dynamic_scale():
+  stats = core.freeze({"m": {"mean": jnp.zeros(2)}})
+  state = create([fs.LossScale("dynamic")], batch_stats=stats)
+  step = jax.jit(
+    lambda s, g: s.apply_gradients(
+      grads={"w": g}, batch_stats={"m": {"mean": jnp.full(2, 7.0)}}
+    )
+  )
+  good = step(state, jnp.ones(2))
+  bad = step(good.replace(batch_stats=stats), jnp.array([jnp.nan, 0.0]))
+  for new, mean in ((good, 7.0), (bad, 0.0)):
+    assert isinstance(new.batch_stats, core.FrozenDict)
+    np.testing.assert_array_equal(new.batch_stats["m"]["mean"], [mean] * 2)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+  assert int(bad.step) == 1
+  assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("scale", [8, "dynamic"])
+def test_weakly_typed_collections_do_not_recompile(scale):
+  state = create([fs.LossScale(scale)], tx=optax.adam(0.5), ema=jnp.zeros(()))
+  weak = jnp.asarray(2.0)
+  assert weak.weak_type
+
+  @jax.jit
+  def step(state):
+    return state.apply_gradients(
+      grads={"w": jnp.ones(2)}, ema=jnp.asarray(2.0) * 1.5
+    )
+
+  for _ in range(3):
+    state = step(state)
+    assert not any(x.weak_type for x in jax.tree.leaves(state))
+  assert step._cache_size() == 1
+  assert float(state.ema) == 3.0
+  # Outside of jit, and a Python number.
+  for value in (weak, 2.0):
+    new = state.apply_gradients(grads={"w": jnp.ones(2)}, ema=value)
+    assert not new.ema.weak_type
+    step(new)
+  assert step._cache_size() == 1
