@@ -82,7 +82,8 @@ class TrainState(flax_train_state.TrainState):
         `batch_stats=variables["batch_stats"]`.
 
     Returns:
-      A state whose every leaf is a strongly typed array in a buffer of its own.
+      A state whose every leaf is a strongly typed array; no two share a buffer.
+      Parameters that are JAX arrays keep theirs: donating the state takes them.
 
     Raises:
       TypeError: `wrappers` or a leaf of `params` is of a wrong type.

@@ -6,16 +6,13 @@ import os
 import pathlib
 import shutil
 import signal
-import subprocess
 import sys
 
 from flax import nnx
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import pytest
+import tiny
 
 from flaxshard import data
 from flaxshard import interrupts
@@ -23,26 +20,6 @@ from flaxshard import train
 from flaxshard import writers
 
 _ROOT = pathlib.Path(__file__).parent.parent
-
-
-def _config(**fields) -> ml_collections.ConfigDict:
-  values = dict(
-    model={"name": "cnn", "features": (4,), "dense": 8},
-    data={"name": "digits"},
-    batch_size=16,
-    num_train_steps=8,
-    learning_rate=1e-2,
-    seed=0,
-    wrappers=(("loss_scale", {"scale": "dynamic"}),),
-    mesh={"replica": -1},
-    precision="mixed_float16",
-    log_every_steps=2,
-    eval_every_steps=4,
-    checkpoint_every_steps=4,
-    on_nonfinite="stop",
-    writer="none",
-  )
-  return ml_collections.ConfigDict({**values, **fields})
 
 
 def _rows(workdir) -> list[dict]:
@@ -64,7 +41,7 @@ def _assert_same(a, b) -> None:
 def undisturbed(tmp_path_factory):
   """A run of eight steps, for others to be compared with."""
   workdir = str(tmp_path_factory.mktemp("undisturbed"))
-  config = _config(writer="tensorboard")
+  config = tiny.config(writer="tensorboard")
   return workdir, train.train_and_evaluate(config, workdir)
 
 
@@ -117,7 +94,9 @@ def test_the_batch_is_split_over_the_devices(undisturbed, tmp_path) -> None:
   _, state = undisturbed
   kernel = state.params["head"]["kernel"]
   assert len(kernel.sharding.device_set) == 8
-  alone = train.train_and_evaluate(_config(mesh={"replica": 1}), str(tmp_path))
+  alone = train.train_and_evaluate(
+    tiny.config(mesh={"replica": 1}), str(tmp_path)
+  )
   jax.tree.map(
     # Eight sums of two in float16 round otherwise than one of sixteen.
     lambda a, b: np.testing.assert_allclose(a, b, atol=2e-2),
@@ -130,7 +109,7 @@ def test_a_finished_run_is_not_trained_again(undisturbed, caplog) -> None:
   workdir, state = undisturbed
   before = _rows(workdir)
   with caplog.at_level(logging.INFO, "flaxshard"):
-    again = train.train_and_evaluate(_config(), workdir)
+    again = train.train_and_evaluate(tiny.config(), workdir)
   _assert_same(again.params, state.params)
   assert _rows(workdir) == before
   assert "nothing to train" in caplog.text
@@ -145,12 +124,12 @@ def test_interrupted_and_resumed_is_bit_for_bit_the_same(
   with monkeypatch.context() as patch:
     _stop_at(patch, 5, signal.SIGTERM)
     with pytest.raises(SystemExit) as stopped:
-      train.train_and_evaluate(_config(), workdir)
+      train.train_and_evaluate(tiny.config(), workdir)
   assert stopped.value.code == 128 + signal.SIGTERM
   assert "SIGTERM: saved step 5" in caplog.text
   assert "the same command goes on from there" in caplog.text
 
-  resumed = train.train_and_evaluate(_config(), workdir)
+  resumed = train.train_and_evaluate(tiny.config(), workdir)
   assert "resuming from step 5" in caplog.text
   _assert_same(resumed.params, state.params)
   _assert_same(resumed.opt_state, state.opt_state)
@@ -177,9 +156,9 @@ def test_killed_between_checkpoints_trains_nothing_twice(
   with monkeypatch.context() as patch:
     patch.setattr(writers.MetricsFile, "write", write)
     with pytest.raises(KeyboardInterrupt):
-      train.train_and_evaluate(_config(), workdir)
+      train.train_and_evaluate(tiny.config(), workdir)
   assert [r["step"] for r in _rows(workdir)] == [2, 4, 6]
-  resumed = train.train_and_evaluate(_config(), workdir)
+  resumed = train.train_and_evaluate(tiny.config(), workdir)
   _assert_same(resumed.params, state.params)
   assert _without_timing(_rows(workdir)) == _without_timing(_rows(reference))
 
@@ -187,7 +166,7 @@ def test_killed_between_checkpoints_trains_nothing_twice(
 def test_skipped_steps_are_counted_and_not_averaged(tmp_path) -> None:
   """A scale that overflows float16 at once: steps are skipped, then go on."""
   rule = {"type": "dynamic", "initial_scale": 2.0**30}
-  config = _config(wrappers=(("loss_scale", {"scale": rule}),))
+  config = tiny.config(wrappers=(("loss_scale", {"scale": rule}),))
   state = train.train_and_evaluate(config, str(tmp_path))
   rows = _rows(str(tmp_path))
   skipped = rows[-1]["skipped_steps"]
@@ -221,7 +200,7 @@ def importable(monkeypatch):
 def test_a_nonfinite_loss_stops_with_step_and_paths(
   importable, tmp_path, caplog
 ) -> None:
-  config = _config(
+  config = tiny.config(
     data={"name": importable + "spoiled"}, wrappers=(), precision="float32"
   )
   with pytest.raises(FloatingPointError) as stopped:
@@ -259,7 +238,7 @@ class TinyNNX(nnx.Module):
 def test_nnx_model_trains_and_resumes(
   importable, tmp_path, monkeypatch
 ) -> None:
-  config = _config(model={"name": importable + "TinyNNX", "width": 16})
+  config = tiny.config(model={"name": importable + "TinyNNX", "width": 16})
   state = train.train_and_evaluate(config, str(tmp_path / "a"))
   assert int(state.rngs["dropout"]["rngs"]["count"]) == 8
   assert np.abs(state.batch_stats["norm"]["mean"]).max() > 0
@@ -272,112 +251,6 @@ def test_nnx_model_trains_and_resumes(
   _assert_same(resumed.batch_stats, state.batch_stats)
 
 
-class CountingModel(nn.Module):
-  """A model with an integer parameter."""
-
-  num_classes: int
-  policy: object
-
-  @nn.compact
-  def __call__(self, x, train: bool = False):
-    self.param("count", lambda key: jnp.zeros((), jnp.int32))
-    return nn.Dense(self.num_classes)(x.reshape(x.shape[0], -1))
-
-
-class WrongLogits(nn.Module):
-  """A model without a dimension of classes."""
-
-  num_classes: int
-  policy: object
-
-  @nn.compact
-  def __call__(self, x, train: bool = False):
-    return nn.Dense(1)(x.reshape(x.shape[0], -1))[:, 0]
-
-
-class Untrainable(nn.Module):
-  """A model that cannot be told whether it trains."""
-
-  num_classes: int
-  policy: object
-
-  @nn.compact
-  def __call__(self, x):
-    return nn.Dense(self.num_classes)(x.reshape(x.shape[0], -1))
-
-
-def mislabelled() -> data.Splits:
-  """Digits with five classes declared, and example 0 among the others."""
-  splits = data.digits()
-  order = np.argsort(-splits.train.labels)
-  train_split = data.Arrays(
-    splits.train.inputs[order], splits.train.labels[order]
-  )
-  return data.Splits(train_split, splits.eval, 5)
-
-
-def unlabelled() -> data.Splits:
-  """Examples that are inputs alone."""
-  examples = [{"inputs": np.zeros((8, 8, 1), np.float32)}]
-  return data.Splits(examples, examples, 10)
-
-
-@pytest.mark.parametrize(
-  "fields, message",
-  [
-    (dict(batch_size=12), "config.batch_size=12 cannot be divided by 8"),
-    (dict(mesh={"replica": 9}), "config.mesh.replica=9: there are 8"),
-    (dict(precision="float16"), "config.precision must be"),
-    (dict(model={"name": "cnn", "depth": 3}), "unknown argument 'depth'"),
-    (dict(model={"name": "cnn", "dense": 0}), "config.model .*dense must be"),
-    (dict(model={"name": "cnn", "dropout": 1.5}), "dropout must lie in"),
-    (dict(data={"name": "train_test_factories:unlabelled"}), "'labels'"),
-    (
-      dict(data={"name": "train_test_factories:mislabelled"}),
-      r"labels must lie in \[0, 5\)",
-    ),
-    (
-      dict(model={"name": "train_test_factories:WrongLogits"}),
-      r"config.model .*must return logits .* got \(16,\)",
-    ),
-    (
-      dict(model={"name": "train_test_factories:Untrainable"}),
-      "config.model .*cannot be trained .*'train'",
-    ),
-    (
-      dict(optimizer={"name": "adamw", "weight_decay": float("nan")}),
-      "config.optimizer.weight_decay must be finite",
-    ),
-    (
-      dict(schedule={"name": "cosine", "warmup_steps": -1}),
-      "config.schedule .*warmup_steps must not be negative",
-    ),
-    (dict(seed=2**40), "config.seed must be"),
-    (
-      dict(model={"name": "train_test_factories:CountingModel"}),
-      "count is int32",
-    ),
-  ],
-)
-def test_bad_configs_are_refused_before_compilation(
-  importable, tmp_path, monkeypatch, fields, message
-) -> None:
-  def compiles(*args):
-    raise AssertionError("compiled")
-
-  monkeypatch.setattr(train, "_compile_train_step", compiles)
-  with pytest.raises((TypeError, ValueError), match=message):
-    train.train_and_evaluate(_config(**fields), str(tmp_path))
-  assert os.listdir(tmp_path) == []
-
-
-def test_a_workdir_that_cannot_be_written_is_refused(tmp_path) -> None:
-  blocked = tmp_path / "file"
-  blocked.write_text("")
-  with pytest.raises(ValueError, match=r"workdir=.*cannot be written"):
-    train.train_and_evaluate(_config(), str(blocked / "below"))
-
-
 def test_a_checkpoint_of_another_model_is_refused_and_kept(
   undisturbed,
 ) -> None:
@@ -385,7 +258,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_kept(
   before = {
     f: f.read_bytes() for f in pathlib.Path(workdir).rglob("*") if f.is_file()
   }
-  config = _config(model={"name": "cnn", "features": (5,), "dense": 8})
+  config = tiny.config(model={"name": "cnn", "features": (5,), "dense": 8})
   with pytest.raises(ValueError, match=r"params/conv0/bias: shape \(4,\)"):
     train.train_and_evaluate(config, workdir)
   after = {
@@ -400,28 +273,12 @@ def test_another_data_order_cannot_be_continued(
 ) -> None:
   workdir, _ = undisturbed
   with pytest.raises(ValueError, match=f"config.{field}={value}, but"):
-    train.train_and_evaluate(_config(**{field: value}), workdir)
-
-
-def test_missing_packages_are_named_at_the_start(tmp_path, monkeypatch) -> None:
-  real = writers.importlib.util.find_spec
-  for package, config in (
-    ("matplotlib", _config()),
-    ("tensorboardX", _config(writer="tensorboard")),
-  ):
-    monkeypatch.setattr(
-      writers.importlib.util,
-      "find_spec",
-      lambda name, gone=package: None if name == gone else real(name),
-    )
-    with pytest.raises(ImportError, match=rf"{package}.*pip install"):
-      train.train_and_evaluate(config, str(tmp_path / package))
-    assert not (tmp_path / package / "metrics.jsonl").exists()
+    train.train_and_evaluate(tiny.config(**{field: value}), workdir)
 
 
 def test_profile_and_progress_bar(tmp_path, monkeypatch, capsys) -> None:
   """A trace of the steps asked for; a bar on a terminal and none in a pipe."""
-  config = _config(profile_steps=(2, 3), num_train_steps=4)
+  config = tiny.config(profile_steps=(2, 3), num_train_steps=4)
   monkeypatch.setattr(
     type(sys.stderr), "isatty", lambda self: True, raising=False
   )
@@ -432,53 +289,11 @@ def test_profile_and_progress_bar(tmp_path, monkeypatch, capsys) -> None:
   monkeypatch.setattr(
     type(sys.stderr), "isatty", lambda self: False, raising=False
   )
-  config = _config(num_train_steps=4, profile_steps=(4, 9))
+  config = tiny.config(num_train_steps=4, profile_steps=(4, 9))
   train.train_and_evaluate(config, str(tmp_path / "b"))
   assert "/4" not in capsys.readouterr().err
   # The run ended inside the stretch: its trace is written all the same.
   assert len(list((tmp_path / "b" / "profile").rglob("*.xplane.pb"))) == 1
-
-
-def _run(*arguments: str) -> subprocess.CompletedProcess:
-  return subprocess.run(
-    [sys.executable, "-m", "flaxshard", *arguments],
-    cwd=_ROOT,
-    capture_output=True,
-    text=True,
-    timeout=120,
-  )
-
-
-def test_a_misspelt_field_is_an_error_that_lists_near_names(tmp_path) -> None:
-  result = _run(
-    "--config=configs/digits.py",
-    f"--workdir={tmp_path}",
-    "--config.batch_siz=3",
-  )
-  assert result.returncode != 0
-  assert 'Did you mean "batch_size"' in result.stderr
-
-
-def test_help_says_what_can_be_set() -> None:
-  result = _run("--help")
-  for part in ("--config.batch_size=", "--workdir", "metrics.jsonl", "Ctrl-C"):
-    assert part in result.stdout, part
-
-
-def test_importing_touches_no_device_and_only_what_it_needs() -> None:
-  code = """
-import sys
-import flaxshard
-from jax._src import xla_bridge
-assert not xla_bridge.backends_are_initialized()
-heavy = {"orbax.checkpoint", "grain", "clu", "matplotlib", "tensorflow"}
-assert not heavy & set(sys.modules), heavy & set(sys.modules)
-assert flaxshard.Checkpointer is flaxshard.checkpoint.Checkpointer
-"""
-  result = subprocess.run(
-    [sys.executable, "-c", code], cwd=_ROOT, capture_output=True, text=True
-  )
-  assert result.returncode == 0, result.stderr
 
 
 def test_a_signal_in_the_last_step_loses_no_evaluation(
@@ -486,15 +301,9 @@ def test_a_signal_in_the_last_step_loses_no_evaluation(
 ) -> None:
   with monkeypatch.context() as patch:
     _stop_at(patch, 4, signal.SIGTERM)
-    config = _config(num_train_steps=4, eval_every_steps=100)
+    config = tiny.config(num_train_steps=4, eval_every_steps=100)
     train.train_and_evaluate(config, str(tmp_path))
   assert "eval_accuracy" in _rows(str(tmp_path))[-1]
-
-
-def test_a_config_file_that_does_not_exist_is_named(tmp_path) -> None:
-  result = _run("--config=configs/nope.py", f"--workdir={tmp_path}")
-  assert result.returncode != 0
-  assert "configs/nope.py" in result.stderr.splitlines()[-1]
 
 
 def test_broken_leftovers_of_a_run(undisturbed, tmp_path) -> None:
@@ -504,8 +313,8 @@ def test_broken_leftovers_of_a_run(undisturbed, tmp_path) -> None:
   shutil.copytree(workdir, copy)
   with open(os.path.join(copy, "metrics.jsonl"), "ab") as f:
     f.write(b'5\n{}\n{"step": null}\n\xff\n{"step": 8')
-  train.train_and_evaluate(_config(), copy)
+  train.train_and_evaluate(tiny.config(), copy)
   with open(os.path.join(copy, "config.json"), "w"):
     pass
   with pytest.raises(ValueError, match=r"config.json is broken"):
-    train.train_and_evaluate(_config(), copy)
+    train.train_and_evaluate(tiny.config(), copy)

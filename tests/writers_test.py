@@ -295,7 +295,9 @@ def test_plot_without_skipped_steps(tmp_path, drawn):
 def test_plot_takes_no_display(tmp_path, monkeypatch):
   # pyplot would choose a backend, and keep every figure.
   monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-  writers.plot(ROWS, str(tmp_path / "training.png"))
+  path = tmp_path / "training.png"
+  writers.plot(ROWS, str(path))
+  assert pixels(path) == (744, 960)
 
 
 def test_plot_of_no_rows(tmp_path):
