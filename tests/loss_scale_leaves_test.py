@@ -177,7 +177,11 @@ def test_float8_parameters(dtype, scale):
   new = apply_step(state, grads)
   assert new.params["w"].dtype == dtype
   assert new.params["v"].dtype == jnp.float32
-  np.testing.assert_array_equal(new.params["w"].astype(float), [0.75, -2.25])
+  # Updated in float32, then rounded to what float8 holds: e5m2 has no -2.25.
+  wanted = jnp.array([0.75, -2.25]).astype(dtype)
+  np.testing.assert_array_equal(
+    new.params["w"].astype(float), wanted.astype(float)
+  )
   np.testing.assert_array_equal(new.params["v"], [0.75, 1.5])
   assert int(new.step) == 1
   assert jax.tree.structure(apply_step(new, grads)) == jax.tree.structure(new)
