@@ -68,9 +68,7 @@ class Checkpointer:
     check_writable("directory", self.directory)
     self._manager = ocp.CheckpointManager(
       self.directory,
-      options=ocp.CheckpointManagerOptions(
-        max_to_keep=max_to_keep, step_prefix=None
-      ),
+      options=ocp.CheckpointManagerOptions(max_to_keep=max_to_keep),
       # Named here, or a fresh process could not restore them.
       item_handlers={
         _PLAIN: ocp.StandardCheckpointHandler(),

@@ -34,10 +34,35 @@ def keep_dtypes(new: PyTree, old: PyTree) -> PyTree:
 
 def flax_update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
   """Flax's own update; leaves without a gradient keep parameter and slots."""
-  apply_gradients = train_state.TrainState.apply_gradients
   given = dict(
     jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda x: x is None)
   )
+  params = jax.tree_util.tree_leaves_with_path(state.params)
+  if not any(
+    _is_float8(p)
+    and gradients.has_gradient(path, given[path])
+    and given[path].dtype != p.dtype
+    for path, p in params
+  ):
+    return _update(state, grads, given, replaced)
+  # float8 does not promote: update in float32, store as before.
+  wide = state.replace(
+    params=_widen(state.params), opt_state=_widen(state.opt_state)
+  )
+  new = _update(wide, grads, given, replaced)
+  return new.replace(
+    params=keep_dtypes(new.params, state.params),
+    opt_state=keep_dtypes(new.opt_state, state.opt_state),
+  )
+
+
+def _update(
+  state: Any,
+  grads: PyTree,
+  given: Mapping[trees.Path, Any],
+  replaced: Mapping[str, Any],
+) -> Any:
+  apply_gradients = train_state.TrainState.apply_gradients
   fixed = {
     path
     for path, _ in jax.tree_util.tree_leaves_with_path(state.params)
@@ -45,24 +70,7 @@ def flax_update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
     and not gradients.has_gradient(path, given[path])
   }
   if not fixed:
-    narrow = [
-      p
-      for p, g in zip(
-        jax.tree.leaves(state.params), jax.tree.leaves(grads), strict=True
-      )
-      if p.dtype.itemsize < 2 and p.dtype != g.dtype
-    ]
-    if not narrow:
-      return apply_gradients(state, grads=grads, **replaced)
-    # float8 does not promote: update in float32, store as before.
-    wide = state.replace(
-      params=_widen(state.params), opt_state=_widen(state.opt_state)
-    )
-    new = apply_gradients(wide, grads=grads, **replaced)
-    return new.replace(
-      params=keep_dtypes(new.params, state.params),
-      opt_state=keep_dtypes(new.opt_state, state.opt_state),
-    )
+    return apply_gradients(state, grads=grads, **replaced)
   filled = jax.tree_util.tree_map_with_path(
     lambda path, p: _zeros(p) if path in fixed else given[path],
     state.params,
@@ -77,12 +85,14 @@ def flax_update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
   )
 
 
-def _widen(tree: PyTree) -> PyTree:
-  def widen(x: jax.Array) -> jax.Array:
-    float8 = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 2
-    return x.astype(jnp.float32) if float8 else x
+def _is_float8(x: jax.Array) -> bool:
+  return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 2
 
-  return jax.tree.map(widen, tree)
+
+def _widen(tree: PyTree) -> PyTree:
+  return jax.tree.map(
+    lambda x: x.astype(jnp.float32) if _is_float8(x) else x, tree
+  )
 
 
 def _zeros(p: jax.Array) -> jax.Array:

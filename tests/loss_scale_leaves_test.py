@@ -187,6 +187,20 @@ def test_float8_parameters(dtype, scale):
   assert jax.tree.structure(apply_step(new, grads)) == jax.tree.structure(new)
 
 
+def test_float8_beside_an_integer_parameter():
+  params = {"w": jnp.array([1.0, -2.0], jnp.float8_e4m3fn), "n": jnp.arange(2)}
+  state = create(params, optax.adam(0.5), 64.0)
+  loss_fn = lambda p: (p["w"].astype(jnp.float32) * 0.5).sum()
+  new, loss = jax.jit(lambda s: s.minimize(loss_fn))(state)
+  assert float(loss) == -0.5
+  assert new.params["w"].dtype == jnp.float8_e4m3fn
+  np.testing.assert_array_equal(new.params["w"].astype(float), [0.5, -2.5])
+  np.testing.assert_array_equal(new.params["n"], [0, 1])
+  assert jax.tree.map(lambda x: x.dtype, new.opt_state) == jax.tree.map(
+    lambda x: x.dtype, state.opt_state
+  )
+
+
 def owg_optimizers():
   labels = lambda params: jax.tree.map(lambda _: "a", params)
   return {
