@@ -6,8 +6,12 @@ from typing import Any, TYPE_CHECKING
 from flaxshard import wrappers
 from flaxshard.gradients import nonfinite_leaves
 from flaxshard.policy import Policy
+from flaxshard.replica import get_replica_context
+from flaxshard.replica import ReplicaContext
+from flaxshard.strategy import Strategy
 from flaxshard.train_state import create_train_state
 from flaxshard.train_state import TrainState
+from flaxshard.values import PerReplica
 from flaxshard.wrappers import DynamicLossScale
 from flaxshard.wrappers import FixedLossScale
 from flaxshard.wrappers import LossScale
@@ -26,11 +30,15 @@ __all__ = [
   "DynamicLossScale",
   "FixedLossScale",
   "LossScale",
+  "PerReplica",
   "Policy",
+  "ReplicaContext",
+  "Strategy",
   "TrainState",
   "checkpoint",
   "create_train_state",
   "data",
+  "get_replica_context",
   "models",
   "nonfinite_leaves",
   "train",

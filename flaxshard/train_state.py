@@ -18,8 +18,10 @@ from flaxshard import gradients
 from flaxshard import linen_module
 from flaxshard import nnx_module
 from flaxshard import registry
+from flaxshard import replica
 from flaxshard import trees
 from flaxshard import update
+from flaxshard import values
 from flaxshard.policy import Policy
 from flaxshard.wrappers import base
 
@@ -42,6 +44,8 @@ class TrainState(flax_train_state.TrainState):
     opt_state: Exactly what `tx.init(params)` makes.
     wrappers: The wrappers, outermost first. Static.
     wrapper_states: Their states by name; `{}` without wrappers.
+    per_replica: The collections that a replica has its own of, inside
+      `Strategy.run`; outside they are `PerReplica`. Static.
 
   Example:
     >>> import flaxshard as fs
@@ -55,6 +59,9 @@ class TrainState(flax_train_state.TrainState):
   """
 
   wrappers: tuple[base.Wrapper, ...] = struct.field(
+    pytree_node=False, default=(), kw_only=True
+  )
+  per_replica: tuple[tuple[str, Any], ...] = struct.field(
     pytree_node=False, default=(), kw_only=True
   )
   wrapper_states: ClassVar[Mapping[str, PyTree]] = core.FrozenDict()
@@ -183,12 +190,24 @@ class TrainState(flax_train_state.TrainState):
     """Undoes `scale_loss` on the gradients of a scaled loss."""
     return base.unscale_gradients(self.wrappers, self.wrapper_states, grads)
 
-  def apply_gradients(self, *, grads: PyTree, **replaced: PyTree) -> TrainState:
+  def apply_gradients(
+    self,
+    *,
+    grads: PyTree,
+    skip_gradients_aggregation: bool = False,
+    **replaced: PyTree,
+  ) -> TrainState:
     """Applies unscaled gradients through the wrappers.
+
+    In a replica context gradients are averaged over the replicas first, unless
+    a wrapper reduces them itself. So are replaced collections, but for those
+    that each replica keeps for itself.
 
     Args:
       grads: Gradients like `params`. Where a leaf has none (None, `float0`, an
         integer), parameter and slots stay as they are.
+      skip_gradients_aggregation: The gradients are the same on all replicas
+        already. Averaging them once more would change nothing but the time.
       **replaced: New values of other fields of the state, such as
         `batch_stats`. They are held back with everything else when a wrapper
         skips the step, so they must keep structure, shapes and dtypes.
@@ -205,6 +224,26 @@ class TrainState(flax_train_state.TrainState):
       "grads", grads, self.params, dtypes=False, none_is_leaf=True
     )
     grads = gradients.map_gradients(lambda g: g, grads)  # NumPy's into JAX's
+    if replica.get_replica_context() is None:
+      return self._apply(grads, replaced)
+    replaced = {
+      name: tree
+      if name in dict(self.per_replica) or not self._has_collection(name)
+      else replica.mean_collection(trees.like(name, tree, getattr(self, name)))
+      for name, tree in replaced.items()
+    }
+    if skip_gradients_aggregation or base.reduces_gradients(self.wrappers):
+      return self._apply(grads, replaced)
+    # Before the wrappers: reduced gradients carry one replica's NaN to all.
+    grads = replica.mean_gradients(grads)
+    with replica.agreed_gradients():
+      return self._apply(grads, replaced)
+
+  def _has_collection(self, name: str) -> bool:
+    return name in fields_lib.data_names(self)
+
+  def _apply(self, grads: PyTree, replaced: dict[str, PyTree]) -> TrainState:
+    """Applies gradients as they are."""
     if not self.wrappers:
       return update.flax_update(self, grads, replaced)
     reserved = {"step", "params", "opt_state", "wrapper_states", "wrappers"}
@@ -261,12 +300,21 @@ class TrainState(flax_train_state.TrainState):
     """Returns the state that a plain Flax program would have here.
 
     The same step, parameters, optimizer state and collections; no wrappers and
-    no field for their states.
+    no field for their states. Collections that each replica has its own of
+    are averaged.
     """
     fields = fields_lib.of_class(type(self))
-    names = tuple(n for n in fields if n not in ("wrappers", "wrapper_states"))
+    dropped = ("wrappers", "wrapper_states", "per_replica")
+    names = tuple(n for n in fields if n not in dropped)
     plain_class: Any = fields_lib.extend(self._base_class or type(self), names)
-    return plain_class(**{name: getattr(self, name) for name in names})
+    return plain_class(
+      **{
+        name: values.merged(getattr(self, name))
+        if fields_lib.is_data(fields[name])
+        else getattr(self, name)
+        for name in names
+      }
+    )
 
   def __reduce__(self) -> Any:
     """Pickles by the class as declared and the values of the fields."""

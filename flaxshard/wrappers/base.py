@@ -47,7 +47,9 @@ class Wrapper(Protocol):
 
   Its name, the key of its state, is its attribute `name` if it has one, else
   its class name in snake case (`LossScale` → `loss_scale`). It may also have
-  `metrics(state)`, a dict of scalars that the training loop logs.
+  `metrics(state)`, a dict of scalars that the training loop logs, and
+  `reduces_gradients = True`: then gradients come to it as each replica's own,
+  where otherwise they are averaged over the replicas before any wrapper.
 
   Example:
     >>> @dataclasses.dataclass(frozen=True)
@@ -146,6 +148,11 @@ def with_policy(wrappers: tuple[Wrapper, ...], policy: Any) -> tuple:
     else w
     for w in wrappers
   )
+
+
+def reduces_gradients(wrappers: tuple[Wrapper, ...]) -> bool:
+  """Whether a wrapper takes the reduction over replicas on itself."""
+  return any(getattr(w, "reduces_gradients", False) for w in wrappers)
 
 
 def init(wrappers: tuple[Wrapper, ...], params: PyTree, tx: Any) -> dict:

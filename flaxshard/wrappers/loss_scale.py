@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard import gradients
+from flaxshard import replica
 from flaxshard.policy import Policy
 from flaxshard.wrappers import base
 
@@ -328,7 +329,7 @@ class LossScale:
     if isinstance(rule, FixedLossScale):
       # The configured scale replaces one that a checkpoint brought along.
       return next(target, grads), state._replace(scale=self._scale(state))
-    finite = gradients.all_finite(grads)
+    finite = replica.agree(gradients.all_finite(grads))
 
     new_state = rule.update(state, finite)
     at_floor = state.scale <= np.float32(rule.min_scale)
@@ -403,6 +404,12 @@ def _warn(
       vmap_method="sequential",
     )
 
+  at_floor &= replica.is_first()
   return jax.lax.cond(
-    at_floor, call, lambda *args: args[-1], at_floor, scale, skipped_steps
+    at_floor,
+    replica.fully_manual(call),
+    lambda *args: args[-1],
+    at_floor,
+    scale,
+    skipped_steps,
   )

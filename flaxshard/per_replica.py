@@ -1,0 +1,322 @@
+"""Functions that run once per replica, compiled: what `Strategy.run` calls.
+
+The arguments are sorted into what each replica has its own part of and what is
+mirrored; the function becomes the body of a `jax.shard_map` that is manual over
+the replicas and leaves the logical devices to XLA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+from flax.training import train_state as flax_train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxshard import replica
+from flaxshard import trees
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.values import Agreed
+from flaxshard.values import is_per_replica
+from flaxshard.values import PerReplica
+from flaxshard.wrappers import base
+
+PyTree = Any
+
+P = jax.sharding.PartitionSpec
+
+
+def is_state(x: Any) -> bool:
+  """Whether `x` is a TrainState, Flax's own or ours."""
+  return isinstance(x, flax_train_state.TrainState)
+
+
+def compile(
+  mesh: jax.sharding.Mesh,
+  fn: Callable[..., PyTree],
+  donate_argnums: Sequence[int] = (),
+) -> Callable[..., PyTree]:
+  """Returns `fn`, run once per replica; see `Strategy.jit`."""
+  context = replica.ReplicaContext(mesh.shape[mesh_lib.REPLICA])
+  layouts: dict[Any, _Layout] = {}
+
+  @functools.lru_cache(maxsize=128)
+  def program(
+    treedef: Any, shardings: tuple[Any, ...]
+  ) -> Callable[..., PyTree]:
+    """Returns what is jitted for one structure and layout of arguments."""
+    layout = layouts[treedef]
+
+    def once(*leaves: jax.Array) -> PyTree:
+      out: Any = None  # the structure of what comes back, and its layout
+
+      def per_replica(*leaves: jax.Array) -> tuple[list[Any], list[Any]]:
+        nonlocal out
+        args, kwargs = _local(jax.tree.unflatten(treedef, leaves))
+        with replica.entered(context):
+          returned = _global(fn(*args, **kwargs))
+        out_leaves, structure = jax.tree.flatten(returned)
+        out = structure, _layout(returned)
+        parts: tuple[list[Any], list[Any]] = ([], [])
+        for leaf, own in zip(out_leaves, out[1].own, strict=True):
+          parts[own].append(leaf)
+        return parts
+
+      mirrored, own = jax.shard_map(
+        per_replica,
+        mesh=mesh,
+        in_specs=tuple(map(_replica_spec, shardings, layout.mirrored)),
+        out_specs=(P(), P(mesh_lib.REPLICA)),
+        axis_names={mesh_lib.REPLICA},
+        # Gradients stay this replica's own until they are reduced, however
+        # they were taken, and groups of replicas can be reduced.
+        check_vma=False,
+      )(*leaves)
+      structure, out_layout = out
+      parts = iter(mirrored), iter(own)
+      out_leaves = [next(parts[own]) for own in out_layout.own]
+      for treedef_, start in out_layout.states:
+        # A state comes back laid out as it came, so that nothing recompiles.
+        came = [s for t, s in layout.states if t == treedef_]
+        for i in range(treedef_.num_leaves):
+          sharding = _sharding(mesh, own=out_layout.own[start + i])
+          if came:
+            sharding = shardings[came[0] + i]
+          out_leaves[start + i] = mesh_lib.constrain(
+            out_leaves[start + i], sharding
+          )
+      tree = jax.tree.unflatten(structure, out_leaves)
+      return jax.tree.map(
+        lambda x: x.value if isinstance(x, Agreed) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, Agreed),
+      )
+
+    donated = [
+      i
+      for i, (positional, argument, *_) in enumerate(layout.paths)
+      if positional.idx == 0 and argument.idx in donate_argnums
+    ]
+    return jax.jit(once, donate_argnums=donated)
+
+  def placed(
+    args: Any, kwargs: Any
+  ) -> tuple[Callable[..., PyTree], list[jax.Array]]:
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    layout = layouts.get(treedef)
+    if layout is None:
+      layout = layouts[treedef] = _layout((args, kwargs))
+    for i, leaf in enumerate(leaves):
+      sharding = getattr(leaf, "sharding", None)
+      if sharding not in layout.seen[i]:
+        leaves[i] = _place(mesh, leaf, layout, i)
+        layout.seen[i].add(leaves[i].sharding)
+    shardings = tuple([leaf.sharding for leaf in leaves])
+    return program(treedef, shardings), leaves
+
+  @functools.wraps(fn)
+  def call(*args: Any, **kwargs: Any) -> PyTree:
+    compiled, leaves = placed(args, kwargs)
+    return compiled(*leaves)
+
+  def lower(*args: Any, **kwargs: Any) -> Any:
+    compiled, leaves = placed(args, kwargs)
+    return compiled.lower(*leaves)
+
+  call.lower = lower  # type: ignore[attr-defined]
+  return call
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+  """What the leaves of a tree of arguments or outputs are.
+
+  Attributes:
+    own: Of each leaf, whether its first dimension is the replicas.
+    mirrored: Of each leaf, whether it is whole on each replica however it is
+      sharded: the leaves of a TrainState that are not `own`.
+    paths: Of each leaf, where it is.
+    states: Of each TrainState, its structure and its first leaf.
+    seen: Of each leaf, the shardings that it can have.
+  """
+
+  own: tuple[bool, ...]
+  mirrored: tuple[bool, ...]
+  paths: tuple[Any, ...]
+  states: tuple[tuple[Any, int], ...]
+  seen: tuple[set[Any], ...]
+
+
+def _layout(tree: PyTree) -> _Layout:
+  own: list[bool] = []
+  mirrored: list[bool] = []
+  paths: list[Any] = []
+  states: list[tuple[Any, int]] = []
+  nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_node)
+  for path, node in nodes:
+    inner = [p for p, _ in jax.tree_util.tree_leaves_with_path(node)]
+    paths += [(*path, *p) for p in inner]
+    if is_state(node):
+      states.append((jax.tree.structure(node), len(own)))
+      own += jax.tree.leaves(_own_leaves(node))
+      mirrored += [not x for x in own[states[-1][1] :]]
+    else:
+      own += [is_per_replica(node)] * len(inner)
+      mirrored += [isinstance(node, Agreed)] * len(inner)
+  seen = tuple(set[Any]() for _ in own)
+  return _Layout(
+    tuple(own), tuple(mirrored), tuple(paths), tuple(states), seen
+  )
+
+
+def _is_node(x: Any) -> bool:
+  return is_state(x) or isinstance(x, (PerReplica, Agreed))
+
+
+def _own_leaves(state: Any) -> Any:
+  """Returns a state of booleans: which leaves have the replicas in front."""
+  marked = jax.tree.map(
+    lambda x: jax.tree.map(lambda _: is_per_replica(x), x),
+    state,
+    is_leaf=is_per_replica,
+  )
+  states = {}
+  for wrapper in getattr(state, "wrappers", ()):
+    name = base.name_of(wrapper)
+    specs = wrapper.partition_specs(state.wrapper_states[name])
+    states[name] = jax.tree.map(
+      lambda spec: mesh_lib.REPLICA in spec,
+      specs,
+      is_leaf=lambda x: isinstance(x, P),
+    )
+  return marked.replace(wrapper_states=states) if states else marked
+
+
+def _local(tree: PyTree) -> PyTree:
+  """Puts this replica's own value in the place of every `PerReplica`."""
+
+  def local(node: Any) -> Any:
+    if is_per_replica(node):
+      return jax.tree.map(_only, node.value)
+    if not is_state(node):
+      return node
+    fields = {}
+    for field in dataclasses.fields(node):
+      value = getattr(node, field.name)
+      if any(map(is_per_replica, jax.tree.leaves(value, is_leaf=is_per_replica))):
+        fields[field.name] = value
+    if not fields:
+      return node
+    if not hasattr(node, "per_replica"):
+      raise TypeError(
+        f"run: {type(node).__name__}.{next(iter(fields))} is a PerReplica; only "
+        "a flaxshard.TrainState can have one."
+      )
+    local_fields = {name: _local(value) for name, value in fields.items()}
+    # What these fields look like from outside travels with the state.
+    return node.replace(
+      **local_fields,
+      per_replica=tuple(
+        (name, jax.tree.structure(value)) for name, value in fields.items()
+      ),
+    )
+
+  return jax.tree.map(local, tree, is_leaf=_is_node)
+
+
+def _only(x: jax.Array) -> jax.Array:
+  if x.shape[:1] != (1,):
+    raise ValueError(
+      "run: a PerReplica must have the replicas as its first dimension; a "
+      f"replica's part of one has shape {x.shape}."
+    )
+  return x[0]
+
+
+def _global(tree: PyTree) -> PyTree:
+  """Undoes `_local`: what each replica has its own of becomes `PerReplica`."""
+
+  def expand(x: Any) -> jax.Array:
+    return jnp.asarray(x)[None]
+
+  def outside(node: Any) -> Any:
+    if isinstance(node, Agreed):
+      return node
+    if not is_state(node):
+      return PerReplica(expand(node))
+    per_replica = getattr(node, "per_replica", ())
+    fields = {
+      name: jax.tree.unflatten(
+        treedef, map(expand, jax.tree.leaves(getattr(node, name)))
+      )
+      for name, treedef in per_replica
+    }
+    return node.replace(**fields, per_replica=()) if fields else node
+
+  return jax.tree.map(outside, tree, is_leaf=_is_node)
+
+
+def _sharding(
+  mesh: jax.sharding.Mesh, *, own: bool
+) -> jax.sharding.NamedSharding:
+  return jax.sharding.NamedSharding(mesh, P(mesh_lib.REPLICA) if own else P())
+
+
+def _replica_spec(sharding: jax.sharding.NamedSharding, mirrored: bool) -> P:
+  """Returns what a sharding says of the replicas."""
+  if mirrored:
+    return P()
+  return P(*(
+    mesh_lib.REPLICA if mesh_lib.REPLICA in mesh_lib.names_of(entry) else None
+    for entry in sharding.spec
+  ))
+
+
+def _place(
+  mesh: jax.sharding.Mesh, leaf: Any, layout: _Layout, index: int
+) -> jax.Array:
+  """Returns the leaf on the mesh, where it is not there already."""
+  where = trees.path_string(layout.paths[index][1:])
+  if isinstance(leaf, jax.core.Tracer):
+    raise TypeError(
+      f"run: argument {where} is traced: a Strategy compiles by itself. Call "
+      "it outside of jax.jit; for several steps in one program there is "
+      "run_steps."
+    )
+  trees.check_arrays(f"run: argument {where}", leaf)
+  own = layout.own[index]
+  replicas = mesh.shape[mesh_lib.REPLICA]
+  if own and (not np.ndim(leaf) or np.shape(leaf)[0] != replicas):
+    raise ValueError(
+      f"run: argument {where}, a PerReplica, must have the {replicas} replicas "
+      f"as its first dimension, got shape {np.shape(leaf)}."
+    )
+  target = _sharding(mesh, own=own)
+  sharding = getattr(leaf, "sharding", None)
+  if isinstance(sharding, jax.sharding.NamedSharding):
+    if sharding.mesh == mesh:
+      first = sharding.spec[0] if sharding.spec else None
+      if not own or mesh_lib.REPLICA in mesh_lib.names_of(first):
+        # Equal shardings must be equal objects, or a program is compiled twice.
+        target = jax.sharding.NamedSharding(
+          mesh, _canonical(sharding.spec), memory_kind=sharding.memory_kind
+        )
+    elif not own and not sharding.is_fully_replicated:
+      raise ValueError(
+        f"run: argument {where} is sharded on another mesh: {sharding}. Shard "
+        f"it on strategy.mesh, {mesh}."
+      )
+  return jax.device_put(leaf, target)
+
+
+def _canonical(spec: P) -> P:
+  """Writes a spec as XLA's outputs have it."""
+  entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in spec]
+  entries = [None if e == () else e for e in entries]
+  while entries and entries[-1] is None:
+    entries.pop()
+  return P(*entries)

@@ -1,0 +1,239 @@
+"""The replica context: which replica this is, and collectives over them.
+
+`Strategy.run` traces a function once for all replicas. While it does, the
+context of that trace can be asked for from anywhere below, as
+`tf.distribute.get_replica_context` can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+import contextlib
+import contextvars
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flaxshard import gradients
+from flaxshard.partitioning import mesh as mesh_lib
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaContext:
+  """What a function inside `Strategy.run` may know and ask.
+
+  Attributes:
+    num_replicas_in_sync: The number of replicas.
+    gradients_agree: Whether the gradients being applied are the same on all
+      replicas: reduced already.
+
+  Example:
+    >>> import flaxshard as fs
+    >>> strategy = fs.Strategy()
+    >>> def who(x):
+    ...   context = fs.get_replica_context()
+    ...   mine = x + context.replica_id_in_sync_group
+    ...   return context.all_reduce("sum", mine) / context.num_replicas_in_sync
+    >>> n = strategy.num_replicas_in_sync
+    >>> float(strategy.run(who, args=(1.0,))[0]) == 1 + (n - 1) / 2
+    True
+  """
+
+  num_replicas_in_sync: int
+  gradients_agree: bool = False
+
+  @property
+  def replica_id_in_sync_group(self) -> jax.Array:
+    """int32 scalar, this replica's number; each replica has its own value."""
+    return jax.lax.axis_index(mesh_lib.REPLICA)
+
+  def all_reduce(self, reduce_op: str, value: PyTree) -> PyTree:
+    """Returns the sum or the mean over the replicas, on each of them.
+
+    Args:
+      reduce_op: `"sum"` or `"mean"`. The mean of integers is float32.
+      value: A tree of arrays, `[...]`, this replica's.
+
+    Returns:
+      A tree of arrays `[...]`, the same on all replicas.
+
+    Raises:
+      ValueError: Another `reduce_op`.
+    """
+    check_reduce_op(reduce_op)
+    value = jax.tree.map(_number, value)
+    reduce = jax.lax.psum if reduce_op == "sum" else jax.lax.pmean
+    return reduce(value, mesh_lib.REPLICA)
+
+  def all_gather(self, value: PyTree, axis: int) -> PyTree:
+    """Returns the replicas' values, concatenated along an axis, on each.
+
+    Args:
+      value: A tree of arrays, this replica's.
+      axis: Of every array, to concatenate along.
+
+    Raises:
+      ValueError: An array has no such axis.
+    """
+
+    def gather(x: Any) -> jax.Array:
+      x = jnp.asarray(x)
+      check_axis("all_gather", axis, x.shape)
+      return jax.lax.all_gather(
+        x, mesh_lib.REPLICA, axis=axis % x.ndim, tiled=True
+      )
+
+    return jax.tree.map(gather, value)
+
+
+_current: contextvars.ContextVar[ReplicaContext | None] = (
+  contextvars.ContextVar("replica_context", default=None)
+)
+
+
+def get_replica_context() -> ReplicaContext | None:
+  """Returns the context of the replica that is traced; None outside of `run`.
+
+  After `tf.distribute.get_replica_context`.
+
+  Example:
+    >>> get_replica_context() is None
+    True
+  """
+  return _current.get()
+
+
+@contextlib.contextmanager
+def entered(context: ReplicaContext) -> Iterator[None]:
+  """Makes `context` the current one."""
+  token = _current.set(context)
+  try:
+    yield
+  finally:
+    _current.reset(token)
+
+
+@contextlib.contextmanager
+def agreed_gradients() -> Iterator[None]:
+  """Says, for the time being, that gradients are the same on all replicas."""
+  context = _current.get()
+  assert context is not None
+  with entered(dataclasses.replace(context, gradients_agree=True)):
+    yield
+
+
+def agree(finite: jax.Array) -> jax.Array:
+  """Returns whether the flag, of gradients being applied, holds everywhere.
+
+  It costs a collective of one scalar, and nothing where the gradients are the
+  same on all replicas.
+  """
+  context = _current.get()
+  if context is None or context.gradients_agree:
+    return finite
+  bad = jax.lax.psum((~finite).astype(jnp.int32), mesh_lib.REPLICA)
+  return bad == 0
+
+
+def mean_gradients(grads: PyTree) -> PyTree:
+  """Averages gradients over the replicas.
+
+  Flax's overwrite-with-gradient leaves are no gradients but new statistics, the
+  largest values seen: of those the largest is taken.
+  """
+  leaves, treedef = jax.tree_util.tree_flatten_with_path(
+    grads, is_leaf=lambda x: x is None
+  )
+  means = {
+    i: g for i, (path, g) in enumerate(leaves) if gradients.has_gradient(path, g)
+  }
+  largest = {
+    i: g
+    for i, (path, g) in enumerate(leaves)
+    if g is not None and gradients.overwrites(path)
+  }
+  # One collective each, of all leaves at once.
+  reduced = {i: g for i, (_, g) in enumerate(leaves)}
+  if means:
+    reduced |= jax.lax.pmean(means, mesh_lib.REPLICA)
+  if largest:
+    reduced |= jax.lax.pmax(largest, mesh_lib.REPLICA)
+  return jax.tree.unflatten(treedef, reduced.values())
+
+
+def mean_collection(tree: PyTree) -> PyTree:
+  """Makes a collection the same on all replicas.
+
+  Floating-point leaves are averaged, as TensorFlow does with the moving
+  statistics of BatchNorm; of others (counters, keys) the first replica's hold.
+  """
+  first = is_first()
+
+  def reduce(x: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+      return jax.lax.pmean(x, mesh_lib.REPLICA)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      data = reduce(jax.random.key_data(x))
+      return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    mine = jnp.where(first, x, jnp.zeros_like(x))
+    return jax.lax.psum(_number(mine), mesh_lib.REPLICA).astype(x.dtype)
+
+  return jax.tree.map(reduce, tree)
+
+
+def is_first() -> jax.Array:
+  """Returns whether this is the first replica; True where there are none."""
+  if _current.get() is None:
+    return jnp.array(True)
+  return jax.lax.axis_index(mesh_lib.REPLICA) == 0
+
+
+def fully_manual(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+  """Returns `fn` with no mesh axis left to XLA, which callbacks ask for.
+
+  Arguments and results are whole on all logical devices of a replica.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  manual = {n for n, t in types.items() if t == jax.sharding.AxisType.Manual}
+  if not manual or manual == set(types):
+    return fn
+  return jax.shard_map(
+    fn,
+    mesh=mesh,
+    in_specs=jax.sharding.PartitionSpec(),
+    out_specs=jax.sharding.PartitionSpec(),
+    axis_names=set(types) - manual,
+    check_vma=False,
+  )
+
+
+def check_reduce_op(reduce_op: Any) -> None:
+  """Raises a ValueError unless `reduce_op` is "sum" or "mean"."""
+  if reduce_op not in ("sum", "mean"):
+    raise ValueError(
+      f"reduce_op={reduce_op!r} is no reduction; allowed: 'sum', 'mean'."
+    )
+
+
+def check_axis(where: str, axis: Any, shape: tuple[int, ...]) -> None:
+  """Raises unless `axis` is one of a value of that shape."""
+  if isinstance(axis, bool) or not isinstance(axis, int):
+    raise TypeError(f"{where}: axis must be an integer, got {axis!r}.")
+  ndim = len(shape)
+  if not -ndim <= axis < ndim:
+    allowed = f"{-ndim} to {ndim - 1}" if ndim else "none, it is a scalar"
+    raise ValueError(
+      f"{where}: axis={axis} is none of a value of shape {shape}; allowed: "
+      f"{allowed}."
+    )
+
+
+def _number(x: Any) -> jax.Array:
+  """Returns an array that can be summed: booleans count as 0 and 1."""
+  x = jnp.asarray(x)
+  return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x

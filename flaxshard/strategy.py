@@ -1,0 +1,440 @@
+"""Strategy: replicas, each on its logical devices, as one JAX mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from flaxshard import per_replica
+from flaxshard import steps_loop
+from flaxshard import values
+from flaxshard.partitioning import annotations
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning.device_assignment import DeviceAssignment
+from flaxshard.values import ValueContext
+
+PyTree = Any
+
+P = jax.sharding.PartitionSpec
+
+
+class Strategy:
+  """TPUStrategy's model of the world, on one `jax.sharding.Mesh`.
+
+  A strategy has replicas, which each see a part of every batch, and each
+  replica has logical devices, over which tensors can be split. `Strategy()` is
+  one replica per device.
+
+  Args:
+    device_assignment: Which devices make which replica; the mesh has exactly
+      its order.
+    devices: The devices to use, in this order; None: all of them.
+    mesh_shape: Names and sizes of the mesh's axes, such as `{"replica": 4,
+      "model": 2}`; one may be -1, what is left. Without it the logical devices
+      of an assignment have an axis for each prime factor of their number:
+      `m0`, `m1`, ...
+    axis_type: The type of the mesh's axes.
+
+  Attributes:
+    mesh: The mesh, the axis `"replica"` first.
+    device_assignment: As it was given.
+
+  Raises:
+    ValueError, TypeError: The arguments do not fit each other or the devices.
+
+  Example:
+    >>> strategy = Strategy(mesh_shape={"replica": -1, "model": 1})
+    >>> strategy.num_replicas_in_sync == jax.device_count()
+    True
+    >>> losses = strategy.run(lambda x: x * 2, args=(1.5,))
+    >>> float(strategy.reduce("mean", losses))
+    3.0
+
+  References:
+    `tf.distribute.TPUStrategy`.
+  """
+
+  def __init__(
+    self,
+    device_assignment: DeviceAssignment | None = None,
+    *,
+    devices: Sequence[Any] | None = None,
+    mesh_shape: Mapping[str, int] | None = None,
+    axis_type: jax.sharding.AxisType = jax.sharding.AxisType.Auto,
+  ):
+    if device_assignment is not None and not isinstance(
+      device_assignment, DeviceAssignment
+    ):
+      raise TypeError(
+        "device_assignment must be a DeviceAssignment, "
+        f"got {device_assignment!r}."
+      )
+    if devices is not None:
+      devices = _check_devices(devices)
+    named = None
+    if device_assignment is not None:
+      laid = mesh_lib.assigned_devices(device_assignment, devices)
+      if mesh_shape is not None:
+        named = mesh_lib.named_sizes(mesh_shape, laid.size)
+        if named[mesh_lib.REPLICA] != len(laid):
+          raise ValueError(
+            f"mesh_shape={dict(mesh_shape)!r} has {named[mesh_lib.REPLICA]} "
+            f"replicas; device_assignment has {len(laid)}."
+          )
+    else:
+      devices = jax.devices() if devices is None else devices
+      if mesh_shape is not None:
+        named = mesh_lib.named_sizes(mesh_shape, len(devices))
+      replicas = len(devices) if named is None else named[mesh_lib.REPLICA]
+      laid = mesh_lib.lay_out(devices, len(devices) // replicas)
+    if named is not None:
+      named.pop(mesh_lib.REPLICA)
+    self.device_assignment = device_assignment
+    self.mesh = mesh_lib.make(laid, named, axis_type)
+
+  def __repr__(self) -> str:
+    return f"Strategy({', '.join(f'{k}={v}' for k, v in self.mesh.shape.items())})"
+
+  @property
+  def num_replicas_in_sync(self) -> int:
+    """The number of replicas."""
+    return self.mesh.shape[mesh_lib.REPLICA]
+
+  @property
+  def num_logical_devices(self) -> int:
+    """The number of logical devices of each replica."""
+    return mesh_lib.num_logical_devices(self.mesh)
+
+  @property
+  def num_hosts(self) -> int:
+    """The number of processes whose devices are in the mesh."""
+    return len({d.process_index for d in self.mesh.devices.flat})
+
+  @property
+  def num_replicas_per_host(self) -> int:
+    """The number of replicas of a host; 1 where a replica spans several."""
+    return max(self.num_replicas_in_sync // self.num_hosts, 1)
+
+  def run(
+    self,
+    fn: Callable[..., PyTree],
+    args: Sequence[PyTree] = (),
+    kwargs: Mapping[str, PyTree] | None = None,
+  ) -> PyTree:
+    """Runs a function once on each replica, all in one compiled program.
+
+    A TrainState is mirrored: every replica sees all of it, but for the leaves
+    that are a replica's own (`PerReplica` fields, leaves of wrapper states that
+    say so). A `PerReplica`, and an array that is sharded over the mesh axis
+    `"replica"`, such as a batch from `distribute_dataset`, arrive as this
+    replica's part. Anything else is mirrored, NumPy arrays too.
+
+    Inside, `get_replica_context()` has collectives, and
+    `TrainState.apply_gradients` averages gradients over the replicas. Over its
+    logical devices a replica is a program for `jax.jit`: annotations hold, XLA
+    does the rest.
+
+    Args:
+      fn: The function; compiled once, and again for other structures, shapes
+        or shardings of the arguments.
+      args: Its positional arguments, trees of arrays.
+      kwargs: Its keyword arguments, trees of arrays.
+
+    Returns:
+      What `fn` returns: a TrainState as one, which must come out the same on
+      all replicas; every other array as a `PerReplica`.
+
+    Raises:
+      TypeError: An argument is not an array, or is traced: `run` is called
+        outside of `jax.jit`.
+      ValueError: An argument is sharded on another mesh, or a `PerReplica` has
+        another number of replicas.
+
+    Example:
+      >>> strategy = Strategy()
+      >>> out = strategy.run(lambda x: {"twice": 2 * x}, args=(3.0,))
+      >>> len(out["twice"]) == strategy.num_replicas_in_sync
+      True
+    """
+    if isinstance(args, (str, Mapping)) or not isinstance(args, Sequence):
+      raise TypeError(f"run: args must be a tuple of arguments, got {args!r}.")
+    return self._compiled(fn)(*args, **(kwargs or {}))
+
+  def jit(
+    self,
+    fn: Callable[..., PyTree],
+    *,
+    donate_argnums: int | Sequence[int] = (),
+  ) -> Callable[..., PyTree]:
+    """Returns what `run` compiles, to be called many times.
+
+    Args:
+      fn: As in `run`.
+      donate_argnums: Which positional arguments, such as the state, may be
+        overwritten.
+
+    Returns:
+      A function of the arguments of `fn`. Its `lower(*args)` gives the program,
+      as that of `jax.jit` does.
+    """
+    if isinstance(donate_argnums, int):
+      donate_argnums = (donate_argnums,)
+    return self._compiled(fn, tuple(donate_argnums))
+
+  def run_steps(
+    self,
+    step_fn: Callable[..., PyTree],
+    state: PyTree,
+    batches: PyTree,
+    *,
+    reduce: PyTree = None,
+    donate_state: bool = False,
+  ) -> tuple[PyTree, PyTree]:
+    """Runs several steps in one program, a loop on the device.
+
+    Args:
+      step_fn: `step_fn(state, batch)` returns the next state, or `(state,
+        outputs)`; it is run on each replica as in `run`.
+      state: The TrainState.
+      batches: A list of batches, or one tree of arrays `[steps, ...]`; sharded
+        over replicas as in `run`.
+      reduce: What is done with the outputs of the last step: `"sum"`, `"mean"`
+        over the replicas, or None, which returns them as `PerReplica`; or a
+        dict of these by output.
+      donate_state: Whether the state may be overwritten.
+
+    Returns:
+      `(state, outputs)`; outputs is None if `step_fn` returns only a state.
+
+    Raises:
+      ValueError: No batches, or batches whose number of steps differs; a step
+        that changes the shape, dtype or structure of the state; an unknown
+        reduction.
+
+    Example:
+      >>> import flaxshard as fs, optax
+      >>> strategy = fs.Strategy()
+      >>> state = fs.TrainState.create(
+      ...     apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(0.1),
+      ...     strategy=strategy)
+      >>> step = lambda state, x: state.minimize(lambda p: p["w"] * x)
+      >>> state, loss = strategy.run_steps(
+      ...     step, state, jnp.ones(5), reduce="mean")
+      >>> round(float(state.params["w"]), 6), round(float(loss), 6)
+      (0.5, 0.6)
+    """
+    batches = steps_loop.stack(batches)
+    loop = steps_loop.create(step_fn, reduce)
+    donate_argnums = (0,) if donate_state else ()
+    return self._compiled(loop, donate_argnums)(state, batches)
+
+  def reduce(
+    self, reduce_op: str, value: PyTree, axis: int | None = None
+  ) -> PyTree:
+    """Combines the replicas' values into one.
+
+    Args:
+      reduce_op: `"sum"` or `"mean"`. The mean of integers is float32.
+      value: A tree of `PerReplica`; under `"mean"` also of arrays, which are
+        the same on all replicas and stay as they are.
+      axis: A dimension of a replica's value that is reduced too, such as the
+        batch; None: none is.
+
+    Returns:
+      A tree of arrays.
+
+    Raises:
+      ValueError: Another `reduce_op`, the sum of a value that is not
+        `PerReplica`, or no such axis.
+
+    Example:
+      >>> strategy = Strategy(devices=jax.devices()[:1])
+      >>> ids = strategy.distribute_values_from_function(
+      ...     lambda context: context.replica_id_in_sync_group + 1)
+      >>> int(strategy.reduce("sum", ids))
+      1
+    """
+    return values.reduce(self.mesh, reduce_op, value, axis)
+
+  def gather(self, value: PyTree, axis: int) -> PyTree:
+    """Concatenates the replicas' values along one of their dimensions.
+
+    Args:
+      value: A tree of `PerReplica`.
+      axis: The dimension of a replica's value.
+
+    Returns:
+      A tree of arrays.
+
+    Raises:
+      ValueError: A value is not `PerReplica`, or has no such axis.
+    """
+    return values.gather(self.mesh, value, axis)
+
+  def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
+    """Returns the values of this process's replicas, in order.
+
+    Args:
+      value: A tree of `PerReplica`, or of arrays, which are the same on all.
+
+    Returns:
+      A tree like `value` for each replica that has a device in this process;
+      the arrays are on the devices of their replica.
+    """
+    return values.local_results(self.mesh, value)
+
+  def distribute_values_from_function(
+    self, value_fn: Callable[[ValueContext], PyTree]
+  ) -> PyTree:
+    """Makes a value of its own for each replica.
+
+    Args:
+      value_fn: Returns a tree of arrays, for a context that has
+        `replica_id_in_sync_group` and `num_replicas_in_sync`. It is called for
+        the replicas of this process.
+
+    Returns:
+      A tree of `PerReplica`.
+
+    Raises:
+      ValueError: The trees differ between replicas.
+
+    Example:
+      >>> strategy = Strategy()
+      >>> ids = strategy.distribute_values_from_function(
+      ...     lambda context: np.int32(context.replica_id_in_sync_group))
+      >>> int(ids[0])
+      0
+    """
+    return values.from_function(self.mesh, value_fn)
+
+  def split_to_logical_devices(
+    self, tensor: Any, partition_dimensions: Sequence[int]
+  ) -> jax.Array:
+    """Splits a tensor over the logical devices of a replica.
+
+    In `run` the tensor is this replica's, in `jax.jit` the whole. Outside of a
+    trace the array is moved.
+
+    Args:
+      tensor: An array.
+      partition_dimensions: The number of pieces of each dimension; their
+        product is the number of logical devices. The pieces go to the logical
+        devices in row-major order, as far as the mesh axes allow it: where
+        different primes are mixed, axes stay in the order of the mesh.
+
+    Returns:
+      The same values.
+
+    Raises:
+      ValueError: A number for each dimension of the tensor is not given, does
+        not divide it, or the product is not the number of logical devices.
+
+    Example:
+      >>> strategy = Strategy(mesh_shape={"replica": -1})
+      >>> strategy.split_to_logical_devices(jnp.ones((4, 2)), [1, 1]).shape
+      (4, 2)
+
+    References:
+      `tf.distribute.TPUStrategy.experimental_split_to_logical_devices`.
+    """
+    return annotations.split(self.mesh, tensor, partition_dimensions)
+
+  def replicate_to_logical_devices(self, tensor: Any) -> jax.Array:
+    """Puts a whole copy of a tensor on each logical device of a replica.
+
+    Args:
+      tensor: An array.
+
+    Returns:
+      The same values.
+
+    References:
+      `tf.distribute.TPUStrategy.experimental_replicate_to_logical_devices`.
+    """
+    return annotations.replicate(self.mesh, tensor)
+
+  def assign_to_logical_device(
+    self, tensor: Any, logical_device_id: int
+  ) -> jax.Array:
+    """Puts a tensor on one logical device of a replica.
+
+    Outside of a trace the array is moved there, what is computed from it stays
+    there, and gradients flow back. JAX knows no single device in a traced
+    program of several: there the value is taken from that device and all have
+    it. `on_logical_device` has work done there alone in both.
+
+    Args:
+      tensor: An array.
+      logical_device_id: The number of the logical device.
+
+    Returns:
+      The same values.
+
+    Raises:
+      ValueError: There is no such logical device.
+
+    References:
+      `tf.distribute.TPUStrategy.experimental_assign_to_logical_device`.
+    """
+    return annotations.assign(self.mesh, tensor, logical_device_id)
+
+  def on_logical_device(
+    self, logical_device_id: int, fn: Callable[..., PyTree], *args: PyTree
+  ) -> PyTree:
+    """Has one logical device of each replica compute `fn(*args)`.
+
+    Traced, that is a conditional, and all logical devices get the result.
+    Outside of a trace the arguments are moved there, and the result stays.
+
+    Args:
+      logical_device_id: The number of the logical device.
+      fn: A function of arrays.
+      *args: Trees of arrays.
+
+    Returns:
+      What `fn` returns.
+
+    Raises:
+      ValueError: There is no such logical device.
+
+    Example:
+      >>> strategy = Strategy()
+      >>> float(strategy.on_logical_device(0, jnp.sum, jnp.ones(3)))
+      3.0
+    """
+    return annotations.on_device(self.mesh, logical_device_id, fn, *args)
+
+  def _compiled(
+    self, fn: Callable[..., PyTree], donate_argnums: tuple[int, ...] = ()
+  ) -> Callable[..., PyTree]:
+    if not callable(fn):
+      raise TypeError(f"fn must be a function, got {fn!r}.")
+    try:
+      hash(fn)
+    except TypeError as e:
+      raise TypeError(f"fn must be hashable, as functions are: {e}.") from e
+    return _compile(self.mesh, fn, donate_argnums)
+
+
+@functools.lru_cache(maxsize=256)
+def _compile(
+  mesh: jax.sharding.Mesh, fn: Any, donate_argnums: tuple[int, ...]
+) -> Callable[..., PyTree]:
+  return per_replica.compile(mesh, fn, donate_argnums)
+
+
+def _check_devices(devices: Any) -> list[Any]:
+  devices = list(np.ravel(np.array(devices, object)))
+  for device in devices:
+    if not hasattr(device, "process_index"):
+      raise TypeError(f"devices must be JAX devices, got {device!r}.")
+  if not devices or len(set(devices)) != len(devices):
+    raise ValueError(
+      f"devices must be at least one, and none twice, got {devices}."
+    )
+  return devices

@@ -1,0 +1,266 @@
+"""Values that each replica has its own of, and what becomes of them outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxshard import replica
+from flaxshard import trees
+from flaxshard.partitioning import mesh as mesh_lib
+
+PyTree = Any
+
+P = jax.sharding.PartitionSpec
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class PerReplica:
+  """A value that each replica has its own of.
+
+  Inside `Strategy.run` a replica finds its own value in its place; what a
+  replica returns, other than a TrainState, comes back as one of these.
+
+  Attributes:
+    value: An array `[replicas, ...]`, or a tree of such.
+
+  Example:
+    >>> losses = PerReplica(jnp.array([1.0, 3.0]))
+    >>> float(losses[1]), np.mean(losses).item()
+    (3.0, 2.0)
+
+  References:
+    `tf.distribute.DistributedValues`.
+  """
+
+  value: Any
+
+  def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+    """Returns the values of all replicas, `[replicas, ...]`."""
+    del copy
+    return np.asarray(self.value, dtype)
+
+  def __getitem__(self, index: int) -> Any:
+    """Returns the value of replica `index`."""
+    return jax.tree.map(lambda x: x[index], self.value)
+
+  def __len__(self) -> int:
+    """Returns the number of replicas."""
+    return len(jax.tree.leaves(self.value)[0])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Agreed:
+  """What a function returns that is the same on all replicas: one comes back.
+
+  Attributes:
+    value: A tree of arrays.
+  """
+
+  value: Any
+
+
+def is_per_replica(x: Any) -> bool:
+  """Whether `x` is a `PerReplica`."""
+  return isinstance(x, PerReplica)
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueContext:
+  """Which replica a value is made for.
+
+  Attributes:
+    replica_id_in_sync_group: The number of the replica.
+    num_replicas_in_sync: How many there are.
+
+  References:
+    `tf.distribute.experimental.ValueContext`.
+  """
+
+  replica_id_in_sync_group: int
+  num_replicas_in_sync: int
+
+
+def reduce(
+  mesh: jax.sharding.Mesh, reduce_op: str, value: PyTree, axis: int | None
+) -> PyTree:
+  """Combines the replicas' values; see `Strategy.reduce`."""
+  replica.check_reduce_op(reduce_op)
+
+  def one(path: Any, x: Any) -> Any:
+    if is_per_replica(x):
+      return jax.tree.map(
+        lambda v: _reducer(mesh, reduce_op, _axis("reduce", axis, v))(v),
+        x.value,
+      )
+    if reduce_op == "sum":
+      raise ValueError(
+        f"reduce: value[{trees.path_string(path)}] must be a PerReplica, got "
+        f"{x!r}: the sum of what is the same on all replicas is not defined."
+      )
+    if axis is None:
+      return x
+    replica.check_axis("reduce", axis, np.shape(x))
+    return jnp.mean(jnp.asarray(x), axis)
+
+  return _map(one, value)
+
+
+def gather(mesh: jax.sharding.Mesh, value: PyTree, axis: int) -> PyTree:
+  """Concatenates the replicas' values; see `Strategy.gather`."""
+
+  def one(path: Any, x: Any) -> Any:
+    if not is_per_replica(x):
+      raise ValueError(
+        f"gather: value[{trees.path_string(path)}] must be a PerReplica, got "
+        f"{x!r}."
+      )
+    return jax.tree.map(
+      lambda v: _gatherer(mesh, _axis("gather", axis, v))(v), x.value
+    )
+
+  return _map(one, value)
+
+
+def local_replicas(mesh: jax.sharding.Mesh) -> list[int]:
+  """Returns the numbers of the replicas with a device in this process."""
+  me = jax.process_index()
+  return [
+    i
+    for i, devices in enumerate(mesh.devices)
+    if any(d.process_index == me for d in np.ravel(devices))
+  ]
+
+
+def local_results(mesh: jax.sharding.Mesh, value: PyTree) -> tuple[PyTree, ...]:
+  """Returns this process's replicas' values; see `Strategy.local_results`."""
+
+  def of(index: int) -> Callable[[Any, Any], Any]:
+    def one(path: Any, x: Any) -> Any:
+      if not is_per_replica(x):
+        return x
+      return jax.tree.map(lambda v: _local_value(mesh, index, v), x.value)
+
+    return one
+
+  return tuple(_map(of(i), value) for i in local_replicas(mesh))
+
+
+def from_function(
+  mesh: jax.sharding.Mesh, value_fn: Callable[[ValueContext], PyTree]
+) -> PyTree:
+  """See `Strategy.distribute_values_from_function`."""
+  mine = local_replicas(mesh)
+  count = mesh.shape[mesh_lib.REPLICA]
+  values = [value_fn(ValueContext(i, count)) for i in mine]
+  for i, value in zip(mine, values, strict=True):
+    trees.check_arrays(f"value_fn of replica {i}", value)
+    difference = trees.first_difference(value, values[0])
+    if difference:
+      raise ValueError(
+        f"value_fn must return alike values, but that of replica {i} differs "
+        f"from that of replica {mine[0]} at {difference}."
+      )
+  sharding = jax.sharding.NamedSharding(mesh, P(mesh_lib.REPLICA))
+
+  def put(*parts: Any) -> PerReplica:
+    shape = (count, *np.shape(parts[0]))
+    if any(isinstance(x, jax.Array) for x in parts):
+      local: Any = jnp.stack([trees.strong(x) for x in parts])
+    else:
+      local = np.stack(parts)
+    # The parts of this process only: other processes have the others.
+    return PerReplica(
+      jax.make_array_from_process_local_data(sharding, local, shape)
+    )
+
+  return jax.tree.map(put, *values)
+
+
+def merged(tree: PyTree) -> PyTree:
+  """Returns a tree with one value for each `PerReplica`, in eager code.
+
+  The mean of floating-point values; of others (counters, keys) the first.
+  """
+
+  def one(x: Any) -> Any:
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+      return jnp.mean(x, axis=0, dtype=x.dtype)
+    return x[0]
+
+  return jax.tree.map(
+    lambda x: jax.tree.map(one, x.value) if is_per_replica(x) else x,
+    tree,
+    is_leaf=is_per_replica,
+  )
+
+
+def _map(fn: Callable[[Any, Any], Any], value: PyTree) -> PyTree:
+  return jax.tree_util.tree_map_with_path(fn, value, is_leaf=is_per_replica)
+
+
+def _axis(where: str, axis: int | None, x: Any) -> int | None:
+  """Returns the dimension of `[replicas, ...]` for one of a replica's value."""
+  if axis is None:
+    return None
+  shape = np.shape(x)[1:]
+  replica.check_axis(where, axis, shape)
+  return axis % len(shape) + 1
+
+
+@functools.lru_cache
+def _reducer(
+  mesh: jax.sharding.Mesh, reduce_op: str, axis: int | None
+) -> Callable[[Any], jax.Array]:
+  axes = (0,) if axis is None else (0, axis)
+  fn = jnp.sum if reduce_op == "sum" else jnp.mean
+  return _compiled(mesh, lambda x: fn(x, axis=axes))
+
+
+@functools.lru_cache
+def _gatherer(
+  mesh: jax.sharding.Mesh, axis: int
+) -> Callable[[Any], jax.Array]:
+  return _compiled(mesh, lambda x: jnp.concatenate(list(x), axis=axis - 1))
+
+
+def _compiled(
+  mesh: jax.sharding.Mesh, fn: Callable[[Any], jax.Array]
+) -> Callable[[Any], jax.Array]:
+  # On every process the whole result, so that each can look at it.
+  whole = jax.sharding.NamedSharding(mesh, P())
+  compiled = jax.jit(fn, out_shardings=whole)
+
+  def call(x: Any) -> jax.Array:
+    if not isinstance(getattr(x, "sharding", None), jax.sharding.NamedSharding):
+      x = jax.device_put(x, jax.sharding.NamedSharding(mesh, P()))
+    return compiled(x)
+
+  return call
+
+
+def _local_value(mesh: jax.sharding.Mesh, index: int, x: Any) -> jax.Array:
+  """Returns `x[index]` on the devices of its replica, without communication."""
+  sharding = getattr(x, "sharding", None)
+  if (
+    not isinstance(sharding, jax.sharding.NamedSharding)
+    or not sharding.spec
+    or sharding.spec[0] != mesh_lib.REPLICA
+  ):
+    return jnp.asarray(x)[index]
+  devices = mesh_lib.replica(mesh, index)
+  parts = [
+    shard.data[0]
+    for shard in x.addressable_shards
+    if shard.index[0].start in (index, None)
+  ]
+  rest = jax.sharding.NamedSharding(devices, P(*sharding.spec[1:]))
+  return jax.make_array_from_single_device_arrays(x.shape[1:], rest, parts)
