@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxshard import agreement
 from flaxshard import replica
 from flaxshard import trees
 from flaxshard.partitioning import mesh as mesh_lib
@@ -43,11 +44,10 @@ def compile(
   """Returns `fn`, run once per replica; see `Strategy.jit`."""
   context = replica.ReplicaContext(mesh.shape[mesh_lib.REPLICA])
   layouts: dict[Any, _Layout] = {}
+  checked: set[Any] = set()
 
   @functools.lru_cache(maxsize=128)
-  def program(
-    treedef: Any, shardings: tuple[Any, ...]
-  ) -> Callable[..., PyTree]:
+  def program(treedef: Any, shardings: tuple[Any, ...]) -> Any:
     """Returns what is jitted for one structure and layout of arguments."""
     layout = layouts[treedef]
 
@@ -103,9 +103,7 @@ def compile(
     ]
     return jax.jit(once, donate_argnums=donated)
 
-  def placed(
-    args: Any, kwargs: Any
-  ) -> tuple[Callable[..., PyTree], list[jax.Array]]:
+  def placed(args: Any, kwargs: Any) -> tuple[Any, list[jax.Array]]:
     leaves, treedef = jax.tree.flatten((args, kwargs))
     layout = layouts.get(treedef)
     if layout is None:
@@ -116,7 +114,11 @@ def compile(
         leaves[i] = _place(mesh, leaf, layout, i)
         layout.seen[i].add(leaves[i].sharding)
     shardings = tuple([leaf.sharding for leaf in leaves])
-    return program(treedef, shardings), leaves
+    compiled = program(treedef, shardings)
+    if compiled not in checked:
+      _check_agreement(compiled.trace(*leaves), layout, shardings)
+      checked.add(compiled)
+    return compiled, leaves
 
   @functools.wraps(fn)
   def call(*args: Any, **kwargs: Any) -> PyTree:
@@ -168,9 +170,7 @@ def _layout(tree: PyTree) -> _Layout:
       own += [is_per_replica(node)] * len(inner)
       mirrored += [isinstance(node, Agreed)] * len(inner)
   seen = tuple(set[Any]() for _ in own)
-  return _Layout(
-    tuple(own), tuple(mirrored), tuple(paths), tuple(states), seen
-  )
+  return _Layout(tuple(own), tuple(mirrored), tuple(paths), tuple(states), seen)
 
 
 def _is_node(x: Any) -> bool:
@@ -207,14 +207,14 @@ def _local(tree: PyTree) -> PyTree:
     fields = {}
     for field in dataclasses.fields(node):
       value = getattr(node, field.name)
-      if any(map(is_per_replica, jax.tree.leaves(value, is_leaf=is_per_replica))):
+      if _has_per_replica(value):
         fields[field.name] = value
     if not fields:
       return node
     if not hasattr(node, "per_replica"):
       raise TypeError(
-        f"run: {type(node).__name__}.{next(iter(fields))} is a PerReplica; only "
-        "a flaxshard.TrainState can have one."
+        f"run: {type(node).__name__}.{next(iter(fields))} is a PerReplica; "
+        "only a flaxshard.TrainState can have one."
       )
     local_fields = {name: _local(value) for name, value in fields.items()}
     # What these fields look like from outside travels with the state.
@@ -226,6 +226,11 @@ def _local(tree: PyTree) -> PyTree:
     )
 
   return jax.tree.map(local, tree, is_leaf=_is_node)
+
+
+def _has_per_replica(tree: PyTree) -> bool:
+  leaves = jax.tree.leaves(tree, is_leaf=is_per_replica)
+  return any(map(is_per_replica, leaves))
 
 
 def _only(x: jax.Array) -> jax.Array:
@@ -266,14 +271,46 @@ def _sharding(
   return jax.sharding.NamedSharding(mesh, P(mesh_lib.REPLICA) if own else P())
 
 
+def _check_agreement(
+  traced: Any, layout: _Layout, shardings: Sequence[Any]
+) -> None:
+  """Raises where a state would come back different from each replica."""
+  eqn = agreement.find(traced.jaxpr, "shard_map")
+  given = [
+    agreement.Agreement.DIFFERS
+    if mesh_lib.REPLICA in _replica_spec(sharding, mirrored)
+    else agreement.Agreement.AGREES
+    for sharding, mirrored in zip(shardings, layout.mirrored, strict=True)
+  ]
+  returned = _layout(traced.out_info)
+  # The outputs of the body: what is one for all replicas, then the others.
+  found = agreement.outputs(eqn.params["jaxpr"], given)
+  shared = [i for i, own in enumerate(returned.own) if not own]
+  bad = [
+    trees.path_string(returned.paths[i])
+    for i, one in zip(shared, found, strict=False)
+    if one == agreement.Agreement.DIFFERS
+  ]
+  if bad:
+    raise ValueError(
+      "run: a TrainState must come back the same from every replica, but these "
+      f"follow from a replica's own data: {', '.join(bad[:8])}"
+      f"{', ...' if len(bad) > 8 else ''}. state.apply_gradients averages "
+      "gradients and the collections it is handed; otherwise use "
+      "get_replica_context().all_reduce('mean', ...)."
+    )
+
+
 def _replica_spec(sharding: jax.sharding.NamedSharding, mirrored: bool) -> P:
   """Returns what a sharding says of the replicas."""
   if mirrored:
     return P()
-  return P(*(
-    mesh_lib.REPLICA if mesh_lib.REPLICA in mesh_lib.names_of(entry) else None
-    for entry in sharding.spec
-  ))
+  return P(
+    *(
+      mesh_lib.REPLICA if mesh_lib.REPLICA in mesh_lib.names_of(entry) else None
+      for entry in sharding.spec
+    )
+  )
 
 
 def _place(

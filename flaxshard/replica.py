@@ -149,7 +149,9 @@ def mean_gradients(grads: PyTree) -> PyTree:
     grads, is_leaf=lambda x: x is None
   )
   means = {
-    i: g for i, (path, g) in enumerate(leaves) if gradients.has_gradient(path, g)
+    i: g
+    for i, (path, g) in enumerate(leaves)
+    if gradients.has_gradient(path, g)
   }
   largest = {
     i: g

@@ -49,8 +49,8 @@ def stack(batches: PyTree) -> PyTree:
     )
   if len(set(counts.values())) > 1:
     raise ValueError(
-      "run_steps: all leaves of batches must have the same number of steps, got "
-      f"{ {path: n for path, (n,) in counts.items()} }."
+      "run_steps: all leaves of batches must have the same number of steps, "
+      f"got { {path: n for path, (n,) in counts.items()} }."
     )
   return batches
 

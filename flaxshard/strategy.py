@@ -12,7 +12,7 @@ import numpy as np
 from flaxshard import per_replica
 from flaxshard import steps_loop
 from flaxshard import values
-from flaxshard.partitioning import annotations
+from flaxshard.partitioning import annotations as annotate
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning.device_assignment import DeviceAssignment
 from flaxshard.values import ValueContext
@@ -97,7 +97,9 @@ class Strategy:
     self.mesh = mesh_lib.make(laid, named, axis_type)
 
   def __repr__(self) -> str:
-    return f"Strategy({', '.join(f'{k}={v}' for k, v in self.mesh.shape.items())})"
+    return (
+      f"Strategy({', '.join(f'{k}={v}' for k, v in self.mesh.shape.items())})"
+    )
 
   @property
   def num_replicas_in_sync(self) -> int:
@@ -342,7 +344,7 @@ class Strategy:
     References:
       `tf.distribute.TPUStrategy.experimental_split_to_logical_devices`.
     """
-    return annotations.split(self.mesh, tensor, partition_dimensions)
+    return annotate.split(self.mesh, tensor, partition_dimensions)
 
   def replicate_to_logical_devices(self, tensor: Any) -> jax.Array:
     """Puts a whole copy of a tensor on each logical device of a replica.
@@ -356,7 +358,7 @@ class Strategy:
     References:
       `tf.distribute.TPUStrategy.experimental_replicate_to_logical_devices`.
     """
-    return annotations.replicate(self.mesh, tensor)
+    return annotate.replicate(self.mesh, tensor)
 
   def assign_to_logical_device(
     self, tensor: Any, logical_device_id: int
@@ -381,7 +383,7 @@ class Strategy:
     References:
       `tf.distribute.TPUStrategy.experimental_assign_to_logical_device`.
     """
-    return annotations.assign(self.mesh, tensor, logical_device_id)
+    return annotate.assign(self.mesh, tensor, logical_device_id)
 
   def on_logical_device(
     self, logical_device_id: int, fn: Callable[..., PyTree], *args: PyTree
@@ -407,7 +409,7 @@ class Strategy:
       >>> float(strategy.on_logical_device(0, jnp.sum, jnp.ones(3)))
       3.0
     """
-    return annotations.on_device(self.mesh, logical_device_id, fn, *args)
+    return annotate.on_device(self.mesh, logical_device_id, fn, *args)
 
   def _compiled(
     self, fn: Callable[..., PyTree], donate_argnums: tuple[int, ...] = ()

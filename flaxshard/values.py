@@ -226,9 +226,7 @@ def _reducer(
 
 
 @functools.lru_cache
-def _gatherer(
-  mesh: jax.sharding.Mesh, axis: int
-) -> Callable[[Any], jax.Array]:
+def _gatherer(mesh: jax.sharding.Mesh, axis: int) -> Callable[[Any], jax.Array]:
   return _compiled(mesh, lambda x: jnp.concatenate(list(x), axis=axis - 1))
 
 

@@ -258,8 +258,10 @@ def lay_out(devices: Sequence[Any], num_logical_devices: int) -> np.ndarray:
       )
     shape = (len(part) // num_logical_devices, num_logical_devices)
     if part[0].platform == "tpu":
-      part = mesh_utils.create_device_mesh(
+      grid = mesh_utils.create_device_mesh(
         shape, part, allow_split_physical_axes=True
       )
-    laid.append(np.array(part, object).reshape(shape))
+    else:
+      grid = np.array(part, object).reshape(shape)
+    laid.append(grid)
   return np.concatenate(laid)

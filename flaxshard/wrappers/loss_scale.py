@@ -382,8 +382,8 @@ def _warn(
 ) -> jax.Array:
   """Warns on the host where `at_floor`; returns `skipped_steps` unchanged."""
 
-  def on_host(at_floor: Any, scale: Any, skipped_steps: Any) -> Any:
-    if at_floor:  # vmap turns branches into selects and calls both
+  def on_host(tell: Any, scale: Any, skipped_steps: Any) -> Any:
+    if tell:  # vmap turns branches into selects and calls both
       warnings.warn(
         f"LossScale: the scale stands at its floor, {float(scale):g}, and "
         f"gradients are still not finite ({int(skipped_steps)} steps skipped "
@@ -404,12 +404,11 @@ def _warn(
       vmap_method="sequential",
     )
 
-  at_floor &= replica.is_first()
   return jax.lax.cond(
     at_floor,
     replica.fully_manual(call),
     lambda *args: args[-1],
-    at_floor,
+    at_floor & replica.is_first(),
     scale,
     skipped_steps,
   )
