@@ -11,10 +11,11 @@ with its usual strict call, and ours reads a plain one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+import json
 import logging
 import os
 import types
-from typing import Any
+from typing import Any, Protocol
 
 import grain
 import jax
@@ -31,6 +32,25 @@ _log = logging.getLogger(__name__)
 _PLAIN = "default"
 _WRAPPERS = "wrappers"
 _DATA = "input_iterator"
+
+
+class Positioned(Protocol):
+  """An iterator that knows where it stands: Grain's, a `DistributedIterator`.
+
+  States are bytes, or what JSON can hold.
+  """
+
+  def get_state(self) -> Any:
+    """Returns where it stands."""
+    ...
+
+  def set_state(self, state: Any) -> None:
+    """Goes on from a state."""
+    ...
+
+  def start_prefetch(self) -> None:
+    """Begins to read ahead."""
+    ...
 
 
 class Checkpointer:
@@ -106,7 +126,7 @@ class Checkpointer:
     self,
     step: int,
     state: TrainState,
-    data: grain.DatasetIterator | None = None,
+    data: Positioned | None = None,
   ) -> None:
     """Saves a state; a step that is there already is left as it is.
 
@@ -116,7 +136,8 @@ class Checkpointer:
       data: The iterator to save the position of.
 
     Raises:
-      TypeError: A leaf of the state is not an array.
+      TypeError: A leaf of the state is not an array, or `data` cannot tell
+        where it stands.
       ValueError: A leaf of the state has no elements.
     """
     if step in self._manager.all_steps():
@@ -129,21 +150,22 @@ class Checkpointer:
           f"state[{trees.path_string(path)}] has no elements, shape "
           f"{np.shape(leaf)}: Orbax cannot save that."
         )
+    position = None if data is None else _Position(data)
     items: dict[str, Any] = {
       _PLAIN: ocp.args.StandardSave(state.without_wrappers())
     }
     wrapper_states = _nonempty(state.wrapper_states)
     if wrapper_states:
       items[_WRAPPERS] = ocp.args.StandardSave(wrapper_states)
-    if data is not None:
-      items[_DATA] = grain.checkpoint.CheckpointSave(data)
+    if position is not None:
+      items[_DATA] = grain.checkpoint.CheckpointSave(position)
     self._manager.save(step, args=ocp.args.Composite(**items))
 
   def restore(
     self,
     state: TrainState,
     step: int | None = None,
-    data: grain.DatasetIterator | None = None,
+    data: Positioned | None = None,
   ) -> TrainState:
     """Restores a checkpoint into the structure and shardings of `state`.
 
@@ -196,7 +218,7 @@ class Checkpointer:
     if data is not None:
       if not os.path.isdir(os.path.join(where, _DATA)):
         raise ValueError(f"{where} has no {_DATA}: where the data stood.")
-      items[_DATA] = grain.checkpoint.CheckpointRestore(data)
+      items[_DATA] = grain.checkpoint.CheckpointRestore(_Position(data))
 
     restored = self._manager.restore(step, args=ocp.args.Composite(**items))
     _check_restored(where, restored[_PLAIN], plain)
@@ -222,6 +244,38 @@ def check_writable(argument: str, directory: str) -> None:
     raise ValueError(
       f"{argument}={directory!r} cannot be written: {e.strerror or e}."
     ) from e
+
+
+class _Position:
+  """A position as the text that Grain's handler writes for its own iterators.
+
+  It is taken when this is made: an error in the middle of a save would leave
+  Orbax hanging when the process exits.
+  """
+
+  def __init__(self, data: Positioned):
+    self._data = data
+    state = data.get_state()
+    self._is_text = isinstance(state, bytes)
+    try:
+      self._text = state if self._is_text else _json(state)
+    except (TypeError, ValueError) as e:
+      raise TypeError(
+        f"data.get_state() must be bytes, or what JSON can hold: {e}."
+      ) from e
+
+  def get_state(self) -> bytes:
+    return self._text
+
+  def set_state(self, text: bytes) -> None:
+    self._data.set_state(text if self._is_text else json.loads(text))
+
+  def start_prefetch(self) -> None:
+    self._data.start_prefetch()
+
+
+def _json(state: Any) -> bytes:
+  return json.dumps(state, indent=4).encode()
 
 
 def _nonempty(states: Any) -> dict[str, Any]:

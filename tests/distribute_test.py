@@ -1,0 +1,622 @@
+"""Distributed datasets: what comes out, in what order, and where it stands."""
+
+import gc
+import itertools
+import threading
+import time
+import traceback
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+from flaxshard import checkpoint
+from flaxshard import data
+from flaxshard import distribute
+from flaxshard import steps
+
+P = jax.sharding.PartitionSpec
+MESH = jax.sharding.Mesh(np.array(jax.devices()), ("replica",))
+PREFETCHES = (0, 1, 2, 5)
+
+
+def distributed(iterable, mesh=MESH, **options):
+  return distribute.distribute_dataset(mesh, iterable, **options)
+
+
+def examples(count, start=0):
+  return {"x": np.arange(start, start + count, dtype=np.int32)}
+
+
+def epoch(size, batch):
+  """Batches of `batch` of `size` numbered examples, the last one short."""
+  return [examples(min(batch, size - i), i) for i in range(0, size, batch)]
+
+
+def seen(batches):
+  """The real examples in batches."""
+  return [
+    x
+    for batch in batches
+    for x in np.asarray(batch["x"])[np.asarray(batch["mask"])].tolist()
+  ]
+
+
+def threads():
+  return [t for t in threading.enumerate() if t.name == "flaxshard-prefetch"]
+
+
+def assert_no_threads(timeout=5.0):
+  deadline = time.monotonic() + timeout
+  while threads() and time.monotonic() < deadline:
+    time.sleep(0.005)
+  assert not threads()
+
+
+@pytest.fixture(autouse=True)
+def no_threads_stay():
+  yield
+  if threads():  # an iterator in a cycle, with the error that a test looked at
+    gc.collect()
+  assert_no_threads()
+
+
+# What comes out.
+
+
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+def test_every_example_once_in_order(prefetch):
+  dataset = distributed(epoch(43, 16), prefetch=prefetch)
+  for _ in range(2):  # a list starts anew with each iter()
+    batches = list(dataset)
+    assert [b["x"].shape for b in batches] == [(16,)] * 3
+    assert seen(batches) == list(range(43))
+
+
+def test_batches_lie_over_the_replicas():
+  devices = np.array(jax.devices()).reshape(4, 2)
+  mesh = jax.sharding.Mesh(devices, ("replica", "model"))
+  (batch,) = distributed([examples(8)], mesh)
+  for x in (batch["x"], batch["mask"]):
+    assert x.sharding == jax.sharding.NamedSharding(mesh, P("replica"))
+  shards = {s.device: s.data.tolist() for s in batch["x"].addressable_shards}
+  for replica in range(4):
+    for device in devices[replica]:
+      assert shards[device] == [2 * replica, 2 * replica + 1]
+
+
+def test_a_short_batch_compiles_nothing_and_metrics_leave_padding_out():
+  traces = []
+
+  @jax.jit
+  def evaluate(metrics, batch):
+    traces.append(1)
+    values = batch["x"].astype(jnp.float32)
+    return metrics.merge(
+      steps.Metrics.single_from_model_output(
+        loss=values, correct=values > 20, mask=batch["mask"]
+      )
+    )
+
+  metrics = jax.device_put(
+    steps.Metrics.empty(), jax.sharding.NamedSharding(MESH, P())
+  )
+  for batch in distributed(epoch(43, 16)):
+    metrics = evaluate(metrics, batch)
+  assert len(traces) == 1
+  assert metrics.compute() == {
+    "loss": pytest.approx(np.arange(43).mean()),
+    "accuracy": pytest.approx((np.arange(43) > 20).mean()),
+  }
+
+
+def test_a_masked_loss_has_the_gradient_of_the_real_examples():
+  w = jnp.float32(2.0)
+  xs = np.array([1.0, -3.0, 0.5], np.float32)
+
+  @jax.jit
+  def gradient(w, batch):
+    # Would be NaN for rows of zeros.
+    loss = lambda w: jnp.sum(jnp.log(w * batch["x"] ** 2) * batch["mask"])
+    return jax.grad(loss)(w) / batch["mask"].sum()
+
+  (batch,) = distributed([{"x": xs}])
+  np.testing.assert_allclose(gradient(w, batch), 1 / w)
+
+
+def test_leaves_keep_structure_and_values():
+  batch = {
+    "image": np.random.default_rng(0).random((8, 2, 3), np.float32),
+    "label": {"class": np.arange(8), "weight": (np.ones(8, np.float16),)},
+    "nothing": None,
+  }
+  (out,) = distributed([batch])
+  mask = out.pop("mask")
+  assert mask.tolist() == [True] * 8
+  assert jax.tree.structure(out) == jax.tree.structure(batch)
+  for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(batch), strict=True):
+    np.testing.assert_array_equal(a, b)
+  assert out["label"]["class"].dtype == jnp.int32
+  assert out["label"]["weight"][0].dtype == jnp.float16
+  assert batch.keys() == {"image", "label", "nothing"}  # as it was
+
+
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+def test_a_source_may_reuse_its_arrays(prefetch):
+  def source(rows, count):
+    x = np.zeros((rows, 64), np.int32)
+    for i in range(count):
+      x[:] = i
+      yield {"x": x}
+    x[:] = -1
+
+  batches = list(distributed(source(8, 6), prefetch=prefetch))
+  assert [b["x"][3, 5].item() for b in batches] == list(range(6))
+  assert all((b["x"] == b["x"][0, 0]).all() for b in batches)
+  batches = list(
+    distribute.distribute_datasets_from_function(
+      MESH, lambda _: source(1, 16), prefetch=prefetch
+    )
+  )
+  assert [b["x"][:, 0].tolist() for b in batches] == [
+    list(range(8)),
+    list(range(8, 16)),
+  ]
+
+
+def test_x64_as_the_reader_has_it():
+  big = {"x": np.full(8, 2**40)}
+  with jax.enable_x64(True):
+    (batch,) = distributed([big])
+    assert batch["x"].dtype == jnp.int64 and batch["x"][0] == 2**40
+  with pytest.raises(ValueError, match=r"batch\[x\] is int64, from 1099511627"):
+    list(distributed([big]))
+
+
+# Iterables.
+
+
+def test_a_generator_goes_on_where_it_was_left():
+  dataset = distributed(iter(epoch(64, 8)))
+  first = list(itertools.islice(dataset, 3))
+  rest = list(dataset)
+  assert seen(first + rest) == list(range(64))
+  assert list(dataset) == []
+
+
+def test_grain_datasets_start_anew_and_their_iterators_do_not():
+  source = grain.MapDataset.range(24).map(lambda i: {"x": i}).batch(8)
+  for iterable in (source, source.to_iter_dataset()):
+    dataset = distributed(iterable)
+    assert seen(dataset) == seen(dataset) == list(range(24))
+  dataset = distributed(iter(source.to_iter_dataset()))
+  assert seen(dataset) == list(range(24))
+  assert seen(dataset) == []
+
+
+def test_iterations_do_not_disturb_each_other():
+  dataset = distributed(epoch(40, 8))
+  a, b = iter(dataset), iter(dataset)
+  assert seen([next(a), next(a), next(b), next(a), next(b)]) == [
+    *range(16),
+    *range(8),
+    *range(16, 24),
+    *range(8, 16),
+  ]
+
+
+# Reading ahead.
+
+
+class Counting:
+  """A source that knows how many batches were taken."""
+
+  def __init__(self, count=100):
+    self.taken = 0
+    self.count = count
+
+  def __iter__(self):
+    return self
+
+  def __next__(self):
+    if self.taken == self.count:
+      raise StopIteration
+    self.taken += 1
+    return examples(8, 8 * (self.taken - 1))
+
+
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+def test_reads_as_far_ahead_as_asked(prefetch):
+  source = Counting()
+  iterator = iter(distributed(source, prefetch=prefetch))
+  assert source.taken == 0  # nothing before it is needed
+  for i in range(1, 4):
+    next(iterator)
+    deadline = time.monotonic() + 5
+    while source.taken < i + prefetch and time.monotonic() < deadline:
+      time.sleep(0.002)
+    time.sleep(0.02)
+    assert source.taken == i + prefetch
+  assert len(threads()) == (prefetch > 0)
+  iterator.close()
+
+
+def test_starts_to_read_when_told():
+  source = Counting()
+  with iter(distributed(source)) as iterator:
+    iterator.start_prefetch()
+    iterator.start_prefetch()
+    deadline = time.monotonic() + 5
+    while source.taken < 2 and time.monotonic() < deadline:
+      time.sleep(0.002)
+    assert len(threads()) == 1
+    assert seen([next(iterator)]) == list(range(8))
+
+
+def test_overlaps_reading_with_the_reader():
+  wait = 0.02
+
+  def source():
+    for i in range(10):
+      time.sleep(wait)
+      yield examples(8, i)
+
+  seconds = {}
+  for prefetch in (0, 2):
+    start = time.monotonic()
+    for _ in distributed(source(), prefetch=prefetch):
+      time.sleep(wait)  # a step
+    seconds[prefetch] = time.monotonic() - start
+  assert seconds[2] < 0.8 * seconds[0]
+
+
+# How it ends.
+
+
+def failing(error, after=3):
+  for i in range(after):
+    yield examples(8, 8 * i)
+  raise error
+
+
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+@pytest.mark.parametrize("error", [KeyError("disk"), SystemExit(3)])
+def test_an_error_comes_after_the_batches_before_it(prefetch, error):
+  iterator = iter(distributed(failing(error), prefetch=prefetch))
+  assert seen([next(iterator) for _ in range(3)]) == list(range(24))
+  with pytest.raises(type(error)) as e:
+    next(iterator)
+  assert e.value is error
+  lines = "".join(traceback.format_exception(e.value))
+  assert "in failing" in lines and "raise error" in lines
+  # A generator that has raised is at its end.
+  with pytest.raises(StopIteration):
+    next(iterator)
+
+
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+def test_after_an_error_the_source_says_what_comes(prefetch):
+  class Flaky(Counting):
+    failed = False
+
+    def __next__(self):
+      if self.taken == 2 and not self.failed:
+        self.failed = True
+        raise OSError("try again")
+      return super().__next__()
+
+  iterator = iter(distributed(Flaky(count=4), prefetch=prefetch))
+  batches = [next(iterator), next(iterator)]
+  with pytest.raises(OSError, match="try again"):
+    next(iterator)
+  assert seen([*batches, *iterator]) == list(range(32))
+
+
+def test_errors_leave_no_cycle_behind():
+  gc.collect()
+  gc.disable()
+  try:
+    iterator = iter(distributed(failing(KeyError("disk"), after=0)))
+    with pytest.raises(KeyError) as e:
+      next(iterator)
+    del iterator, e
+    assert_no_threads()
+  finally:
+    gc.enable()
+
+
+@pytest.mark.parametrize("how", ["drop", "close", "with", "break", "raise"])
+def test_the_thread_ends_with_its_iterator(how):
+  closed = threading.Event()
+
+  def source():
+    try:
+      for i in itertools.count():
+        yield examples(8, i)
+    finally:
+      closed.set()
+
+  class Epochs:
+    def __iter__(self):
+      return source()
+
+  dataset = distributed(Epochs())
+  if how == "break":
+    for _ in dataset:
+      assert len(threads()) == 1
+      break
+  elif how == "raise":
+    with pytest.raises(ZeroDivisionError):
+      for _ in dataset:
+        raise ZeroDivisionError
+  else:
+    iterator = iter(dataset)
+    next(iterator)
+    assert len(threads()) == 1
+    if how == "close":
+      iterator.close()
+      assert not threads()  # close waits
+      iterator.close()
+    elif how == "with":
+      with iterator:
+        next(iterator)
+      assert not threads()
+    del iterator
+  gc.collect()
+  assert closed.wait(5)
+  assert_no_threads()
+
+
+def test_a_closed_iterator_says_so():
+  iterator = iter(distributed(epoch(40, 8)))
+  next(iterator)
+  iterator.close()
+  for method in (iterator.__next__, iterator.start_prefetch):
+    with pytest.raises(ValueError, match="the iterator was closed"):
+      method()
+
+
+def test_close_wakes_who_waits():
+  hold = threading.Event()
+
+  def source():
+    yield examples(8)
+    hold.wait(10)
+    yield examples(8)
+
+  iterator = iter(distributed(source()))
+  next(iterator)
+  errors = []
+
+  def wait():
+    try:
+      next(iterator)  # what was being read
+      next(iterator)
+    except ValueError as e:
+      errors.append(str(e))
+
+  waiting = threading.Thread(target=wait)
+  waiting.start()
+  time.sleep(0.02)
+  closing = threading.Thread(target=iterator.close)
+  closing.start()
+  time.sleep(0.02)
+  hold.set()
+  closing.join(5)
+  waiting.join(5)
+  assert errors == ["the iterator was closed."]
+
+
+def test_close_does_not_wait_forever(caplog, monkeypatch):
+  monkeypatch.setattr("flaxshard.input_pipeline.iterators._CLOSE_TIMEOUT", 0.05)
+  hold = threading.Event()
+
+  def source():
+    yield examples(8)
+    hold.wait(10)
+
+  iterator = iter(distributed(source()))
+  next(iterator)
+  iterator.close()
+  assert "the source has not returned a batch" in caplog.text
+  hold.set()
+
+
+# Where it stands.
+
+
+@pytest.mark.parametrize("prefetch", PREFETCHES)
+def test_the_position_is_that_of_the_batch_handed_out(prefetch):
+  source = grain.MapDataset.range(80).map(lambda i: {"x": i}).shuffle(seed=1)
+  dataset = distributed(source.batch(8).to_iter_dataset(), prefetch=prefetch)
+  whole = seen(dataset)
+  assert sorted(whole) == list(range(80))
+  for count in (0, 1, 4, 10):
+    iterator = iter(dataset)
+    head = list(itertools.islice(iterator, count))
+    time.sleep(0.01)  # lets it read ahead
+    state = iterator.get_state()
+    resumed = iter(dataset)
+    resumed.set_state(state)
+    assert resumed.get_state() == state
+    assert seen(head) + seen(resumed) == whole
+    # And back, in the same iterator, at its end too.
+    assert seen(head) + seen(iterator) == whole
+    iterator.set_state(state)
+    assert seen(head) + seen(iterator) == whole
+
+
+def test_dropped_and_joined_batches_count_in_the_position():
+  source = grain.MapDataset.range(80).map(lambda i: {"x": i}).batch(4)
+  dataset = distribute.distribute_datasets_from_function(
+    MESH, lambda _: source.to_iter_dataset(), drop_remainder=True
+  )
+  iterator = iter(dataset)
+  assert seen([next(iterator)]) == list(range(32))
+  assert iterator.get_state() == {"next_index": 8}
+  state = iterator.get_state()
+  assert seen(iterator) == list(range(32, 64))  # 64 to 79 fill no batch
+  iterator.set_state(state)
+  assert seen(iterator) == list(range(32, 64))
+
+
+def test_a_source_without_a_position_says_so():
+  iterator = iter(distributed(epoch(16, 8)))
+  for method in (iterator.get_state, lambda: iterator.set_state({})):
+    with pytest.raises(TypeError, match="source, a list_iterator, has no get_"):
+      method()
+
+
+def tiny_state():
+  return fs.TrainState.create(
+    apply_fn=None, params={"w": jnp.ones(3)}, tx=optax.sgd(0.1)
+  )
+
+
+def make_splits():
+  numbers = np.arange(40, dtype=np.int32)
+  source = data.Arrays(numbers[:, None].astype(np.float32), numbers)
+  return data.Splits(train=source, eval=source, num_classes=40)
+
+
+def train_iterator():
+  return data.train_iterator(make_splits(), batch_size=8, seed=3)
+
+
+def labels(iterator, count):
+  return [np.asarray(next(iterator)["labels"]).tolist() for _ in range(count)]
+
+
+def test_checkpoints_are_those_of_the_grain_iterator(tmp_path):
+  plain = train_iterator()
+  wanted = labels(plain, 9)
+  with checkpoint.Checkpointer(tmp_path) as checkpointer:
+    with iter(distributed(train_iterator())) as iterator:
+      assert labels(iterator, 4) == wanted[:4]
+      time.sleep(0.01)
+      checkpointer.save(4, tiny_state(), data=iterator)
+      assert labels(iterator, 2) == wanted[4:6]
+    # Into a distributed one, and into Grain's own.
+    with iter(distributed(train_iterator())) as iterator:
+      checkpointer.restore(tiny_state(), data=iterator)
+      assert labels(iterator, 5) == wanted[4:]
+    plain = train_iterator()
+    checkpointer.restore(tiny_state(), data=plain)
+    assert labels(plain, 5) == wanted[4:]
+    checkpointer.save(9, tiny_state(), data=plain)
+  a, b = (
+    (tmp_path / step / "input_iterator" / "process_0-of-1.json").read_text()
+    for step in ("4", "9")
+  )
+  assert a.replace("4", "9") == b
+
+
+def test_a_position_that_cannot_be_saved_is_refused_before(tmp_path):
+  class Odd(Counting):
+    def get_state(self):
+      return {"taken": np.int64(self.taken)}
+
+    def set_state(self, state):
+      self.taken = state["taken"]
+
+  with checkpoint.Checkpointer(tmp_path) as checkpointer:
+    with iter(distributed(Odd())) as iterator:
+      with pytest.raises(TypeError, match=r"data\.get_state\(\) must be bytes"):
+        checkpointer.save(1, tiny_state(), data=iterator)
+    with pytest.raises(TypeError, match="has no get_state"):
+      checkpointer.save(1, tiny_state(), data=iter(distributed([])))
+    assert checkpointer.all_steps() == []
+
+
+def test_positions_in_bytes(tmp_path):
+  loader = grain.DataLoader(
+    data_source=make_splits().train,
+    sampler=grain.samplers.SequentialSampler(40, grain.sharding.NoSharding()),
+    operations=[grain.transforms.Batch(8)],
+  )
+  with checkpoint.Checkpointer(tmp_path) as checkpointer:
+    with iter(distributed(loader)) as iterator:
+      labels(iterator, 2)
+      checkpointer.save(2, tiny_state(), data=iterator)
+    with iter(distributed(loader)) as iterator:
+      checkpointer.restore(tiny_state(), data=iterator)
+      assert labels(iterator, 1) == [list(range(16, 24))]
+
+
+# From a function.
+
+
+def test_a_function_gets_the_context_and_gives_replicas_batches():
+  contexts = []
+
+  def dataset_fn(context):
+    contexts.append(context)
+    size = context.get_per_replica_batch_size(32)
+    return epoch(43, size)
+
+  dataset = distribute.distribute_datasets_from_function(MESH, dataset_fn)
+  assert contexts == [distribute.InputContext(1, 0, 8)]
+  for _ in range(2):
+    batches = list(dataset)
+    assert [b["x"].shape for b in batches] == [(32,), (32,)]
+    assert seen(batches) == list(range(43))
+  assert len(contexts) == 1
+  for i, shard in enumerate(batches[0]["x"].addressable_shards):
+    assert shard.data.tolist() == list(range(4 * i, 4 * i + 4))
+
+
+def test_a_function_has_the_options_of_a_dataset():
+  dataset = distribute.distribute_datasets_from_function(
+    MESH,
+    lambda context: epoch(40, 2),
+    batch_size=16,
+    drop_remainder=True,
+    mask="real",
+    prefetch=0,
+  )
+  assert [b["x"].shape for b in dataset] == [(16,)] * 2
+  assert all("real" in b for b in dataset)
+  with pytest.raises(TypeError, match="unexpected keyword argument 'prefech'"):
+    distribute.distribute_datasets_from_function(MESH, lambda _: [], prefech=1)
+  with pytest.raises(
+    ValueError, match=r"batch\[x\] has 3 examples, batch\[a\]"
+  ):
+    list(
+      distribute.distribute_datasets_from_function(
+        MESH, lambda _: [{"a": np.ones(2), "x": np.ones(3)}]
+      )
+    )
+
+
+def test_per_replica_batch_sizes():
+  context = distribute.InputContext(2, 1, num_replicas_in_sync=8)
+  assert context.get_per_replica_batch_size(64) == 8
+  for size in (63, 0, -8, 4):
+    with pytest.raises(ValueError, match=f"global_batch_size={size} must be a"):
+      context.get_per_replica_batch_size(size)
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+  ("iterable", "got"),
+  [(examples(8), "dict"), ("data", "str"), (None, "NoneType"), (3, "int")],
+)
+def test_what_is_no_iterable_of_batches(iterable, got):
+  with pytest.raises(TypeError, match=f"iterable must be an .* got {got}"):
+    distributed(iterable)
+
+
+@pytest.mark.parametrize("prefetch", [-1, 1.5, True, None])
+def test_what_is_no_prefetch(prefetch):
+  with pytest.raises(ValueError, match="prefetch must be a number of batches"):
+    distributed([], prefetch=prefetch)
+
+
+def test_an_empty_iterable_has_no_batches():
+  assert list(distributed([])) == []

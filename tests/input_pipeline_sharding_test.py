@@ -1,0 +1,183 @@
+"""Where rows go: partition specs, pipelines, single batches."""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxshard import distribute
+from flaxshard.input_pipeline import sharding
+
+P = jax.sharding.PartitionSpec
+
+
+def make_mesh(*shape):
+  names = ("replica", "m0", "m1")[: len(shape)]
+  devices = np.array(jax.devices()[: np.prod(shape)])
+  return jax.sharding.Mesh(devices.reshape(shape), names)
+
+
+MESH = make_mesh(2, 2, 2)
+
+
+def images(rows=4):
+  return np.arange(rows * 4 * 2, dtype=np.float32).reshape(rows, 4, 2)
+
+
+def shards(x):
+  return {s.device: np.asarray(s.data) for s in x.addressable_shards}
+
+
+def test_a_batch_is_split_over_replicas_and_repeated_within_them():
+  batch = {"image": images(), "label": np.arange(4)}
+  out = distribute.shard_batch(MESH, batch)
+  assert out.keys() == batch.keys()  # no mask, no padding
+  for key, x in batch.items():
+    assert out[key].sharding == jax.sharding.NamedSharding(MESH, P("replica"))
+    np.testing.assert_array_equal(out[key], x)
+    parts = shards(out[key])
+    for (replica, *_), device in np.ndenumerate(MESH.devices):
+      part = x[2 * replica : 2 * replica + 2]
+      np.testing.assert_array_equal(parts[device], part)
+
+
+def test_a_batch_is_split_over_logical_devices_as_its_spec_says():
+  batch = {"image": images(), "label": np.arange(4)}
+  spec = {"image": P("replica", ("m0", "m1"))}
+  out = distribute.shard_batch(MESH, batch, spec)
+  assert out["label"].sharding.spec == P("replica")
+  parts = shards(out["image"])
+  for (r, i, j), device in np.ndenumerate(MESH.devices):
+    part = batch["image"][2 * r : 2 * r + 2, 2 * i + j : 2 * i + j + 1]
+    np.testing.assert_array_equal(parts[device], part)
+
+
+@pytest.mark.parametrize(
+  "spec",
+  [
+    {"in": {"image": P("replica", "m0")}},
+    {"in/image": P("replica", "m0")},
+    {"in": P("replica", "m0")},
+    {"in": P("replica", "m0"), "out": P("replica")},
+    {"in": P("replica"), "in/image": P("replica", "m0")},
+  ],
+)
+def test_specs_by_path(spec):
+  batch = {"in": {"image": images()}, "out": (np.arange(4),)}
+  out = distribute.shard_batch(MESH, batch, spec)
+  assert out["in"]["image"].sharding.spec == P("replica", "m0")
+  assert out["out"][0].sharding.spec == P("replica")
+
+
+def test_datasets_take_specs_and_split_the_mask_as_the_rows():
+  spec = {"image": P(("replica", "m1"), "m0"), "label": P()}
+  batches = [{"image": images(3), "label": np.arange(3)}]
+  (batch,) = distribute.distribute_dataset(MESH, batches, spec=spec)
+  assert batch["image"].sharding.spec == spec["image"]
+  assert batch["label"].sharding.spec == P()
+  assert batch["mask"].sharding.spec == P(("replica", "m1"))
+  assert batch["mask"].tolist() == [True] * 3 + [False]
+  assert batch["label"].tolist() == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize(
+  ("spec", "error", "message"),
+  [
+    (
+      "replica",
+      TypeError,
+      "spec must be a PartitionSpec, .* got 'replica' for",
+    ),
+    ({"image": None}, TypeError, "got None for image"),
+    (P("model"), ValueError, "must name axes of the mesh.* got 'model'"),
+    (P("replica", ("m0", "m0")), ValueError, "each once, got 'm0'"),
+    (P(P.UNCONSTRAINED), ValueError, "must name axes of the mesh"),
+    ({"label": P("replica", "m0")}, ValueError, r"batch\[label\] has 1 dim"),
+    ({"imgae": P("replica")}, ValueError, "spec names 'imgae'; the batch has"),
+    ({"image": P("replica", None, ("m0", "m1"))}, ValueError, r"has 2 in dim"),
+  ],
+)
+def test_specs_that_do_not_fit(spec, error, message):
+  batch = {"image": images(), "label": np.arange(4)}
+  with pytest.raises(error, match=message):
+    distribute.shard_batch(MESH, batch, spec)
+  with pytest.raises(error, match=message):
+    list(distribute.distribute_dataset(MESH, [batch], spec=spec))
+
+
+def test_rows_that_cannot_be_divided():
+  batch = {"x": np.ones(3)}
+  with pytest.raises(
+    ValueError, match=r"batch\[x\] has 3 in .*0.* splits in 2"
+  ):
+    distribute.shard_batch(MESH, batch)
+
+
+def test_what_was_given_can_be_changed_afterwards():
+  for shape in ((8,), (64, 1024)):
+    x = np.zeros(shape, np.float32)
+    out = distribute.shard_batch(MESH, {"x": x})
+    x[:] = 1
+    assert not out["x"].any()
+
+
+def test_device_arrays_are_resharded():
+  x = jnp.arange(8)
+  out = distribute.shard_batch(MESH, {"x": x})
+  assert out["x"].sharding.spec == P("replica")
+  assert out["x"].tolist() == list(range(8))
+
+
+# Pipelines.
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+  process_index: int
+
+
+def mesh_of(processes, *names):
+  """A stand-in for a mesh, by the processes of its devices."""
+  devices = np.vectorize(Device, otypes=[object])(np.array(processes))
+  shape = dict(zip(names, devices.shape, strict=True))
+
+  class Mesh(types.SimpleNamespace):
+    __hash__ = object.__hash__
+
+  return Mesh(devices=devices, axis_names=names, shape=shape)
+
+
+@pytest.mark.parametrize(
+  ("processes", "names", "wanted", "own"),
+  [
+    ([0, 0, 1, 1], ["replica"], ((0, 1), (2, 3)), 0),
+    ([1, 1, 0, 0], ["replica"], ((0, 1), (2, 3)), 1),
+    ([1, 0, 1, 0], ["replica"], ((0, 2), (1, 3)), 1),
+    ([[0, 1], [0, 1]], ["replica", "m0"], ((0, 1),), 0),
+    ([[2, 3], [0, 1]], ["replica", "m0"], ((0,), (1,)), 1),
+    ([[0, 1], [0, 1]], ["m0", "replica"], ((0,), (1,)), 0),
+  ],
+)
+def test_pipelines_follow_the_mesh(processes, names, wanted, own):
+  mesh = mesh_of(processes, *names)
+  assert sharding.pipelines(mesh) == wanted
+  assert sharding.pipeline_id(mesh) == own
+
+
+@pytest.mark.parametrize(
+  "processes", [[[0], [0], [1]], [[0, 0], [0, 1]], [[0, 1], [1, 2], [2, 0]]]
+)
+def test_processes_that_share_unevenly(processes):
+  with pytest.raises(ValueError, match="must hold equally many replicas"):
+    sharding.pipelines(mesh_of(processes, "replica", "m0"))
+
+
+def test_meshes_that_cannot_be_fed():
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+  with pytest.raises(ValueError, match=r"an axis 'replica', got .*'data'"):
+    distribute.distribute_dataset(mesh, [])
+  with pytest.raises(ValueError, match=r"mesh has no device of this process"):
+    sharding.pipeline_id(mesh_of([1, 2], "replica"))
