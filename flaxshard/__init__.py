@@ -4,12 +4,12 @@ import importlib
 from typing import Any, TYPE_CHECKING
 
 from flaxshard import wrappers
+from flaxshard.create import create_train_state
 from flaxshard.gradients import nonfinite_leaves
 from flaxshard.policy import Policy
 from flaxshard.replica import get_replica_context
 from flaxshard.replica import ReplicaContext
 from flaxshard.strategy import Strategy
-from flaxshard.train_state import create_train_state
 from flaxshard.train_state import TrainState
 from flaxshard.values import PerReplica
 from flaxshard.wrappers import DynamicLossScale

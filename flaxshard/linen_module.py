@@ -30,14 +30,19 @@ def init(
     TypeError: `rng` is no key.
     ValueError: `sample_input` is empty.
   """
-  if not jax.tree.leaves(rng):
-    raise TypeError(f"rng must be a PRNG key or a dict of keys, got {rng!r}.")
-  try:
-    jax.tree.map(jax.random.key_data, rng)
-  except TypeError as e:
-    raise TypeError(
-      f"rng must be a PRNG key or a dict of keys, got {rng!r}."
-    ) from e
+  initialize, args = prepare(model, rng, sample_input)
+  return model.apply, nn.meta.unbox(jax.jit(initialize)(*args))
+
+
+def prepare(
+  model: nn.Module, rng: Any, sample_input: Any
+) -> tuple[Callable[..., dict[str, Any]], tuple[Any, dict[int, Any]]]:
+  """Returns the function that initializes a module, to be jitted, and its args.
+
+  Takes what `init` takes. The variables that the function returns are in the
+  boxes of their partitioning metadata, where they have any.
+  """
+  check_rng(rng)
   # A NamedTuple is one argument.
   inputs = sample_input if type(sample_input) is tuple else (sample_input,)
   leaves, treedef = jax.tree.flatten(inputs)
@@ -52,14 +57,24 @@ def init(
   # A flag among the inputs, such as train=True, is not to be traced.
   traced = {i: x for i, x in enumerate(leaves) if hasattr(x, "shape")}
 
-  @jax.jit
-  def initialize(rng: Any, traced: dict[int, Any]) -> Any:
+  def initialize(rng: Any, traced: dict[int, Any]) -> dict[str, Any]:
     every = [traced.get(i, x) for i, x in enumerate(leaves)]
-    return model.init(rng, *jax.tree.unflatten(treedef, every))
+    variables = dict(model.init(rng, *jax.tree.unflatten(treedef, every)))
+    if OVERWRITE_WITH_GRADIENT in variables:
+      owg = variables.pop(OVERWRITE_WITH_GRADIENT)
+      params = {"params": variables["params"], OVERWRITE_WITH_GRADIENT: owg}
+      variables["params"] = params
+    return variables
 
-  variables = dict(nn.meta.unbox(initialize(rng, traced)))
-  if OVERWRITE_WITH_GRADIENT in variables:
-    owg = variables.pop(OVERWRITE_WITH_GRADIENT)
-    params = {"params": variables["params"], OVERWRITE_WITH_GRADIENT: owg}
-    variables["params"] = params
-  return model.apply, variables
+  return initialize, (rng, traced)
+
+
+def check_rng(rng: Any) -> None:
+  """Raises a TypeError unless `rng` is a PRNG key, or a dict of keys."""
+  message = f"rng must be a PRNG key or a dict of keys, got {rng!r}."
+  if not jax.tree.leaves(rng):
+    raise TypeError(message)
+  try:
+    jax.tree.map(jax.random.key_data, rng)
+  except TypeError as e:
+    raise TypeError(message) from e

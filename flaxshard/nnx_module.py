@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
+from flax import linen as nn
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -143,11 +144,36 @@ def is_module(model: Any) -> bool:
   return isinstance(model, nnx.Module)
 
 
-def split(module: nnx.Module) -> tuple[Apply, dict[str, Any]]:
+def construct(function: Callable[[nnx.Rngs], Any], rng: Any) -> nnx.Module:
+  """Calls a function of `nnx.Rngs` that returns a module.
+
+  Args:
+    function: The function.
+    rng: A PRNG key, or a dict of keys by stream name.
+
+  Raises:
+    TypeError: The function returns something else.
+  """
+  module = function(
+    nnx.Rngs(**rng) if isinstance(rng, Mapping) else nnx.Rngs(rng)
+  )
+  if not is_module(module):
+    raise TypeError(
+      "model must be an instance of flax.linen.Module or flax.nnx.Module, or a "
+      f"function that returns the latter, got {function!r}, which returned "
+      f"{module!r}."
+    )
+  return module
+
+
+def split(
+  module: nnx.Module, *, boxed: bool = False
+) -> tuple[Apply, dict[str, Any]]:
   """Splits an NNX module into an apply function and its variables.
 
   Args:
     module: An initialized module; it is not changed, nor are its arrays shared.
+    boxed: Whether to box arrays that have partitioning metadata, as Linen does.
 
   Returns:
     `(apply_fn, variables)`. `variables` has a nested dict of arrays for each
@@ -165,7 +191,10 @@ def split(module: nnx.Module) -> tuple[Apply, dict[str, Any]]:
     found.append(_Variable(path, name, jax.tree.structure(variable), keys))
     for key, value in leaves:
       # A copy: donating the state must not delete the arrays of the module.
-      _put(collections.setdefault(name, {}), key, jnp.copy(value))
+      value = jnp.copy(value)
+      if boxed:
+        value = _box(variable, value)
+      _put(collections.setdefault(name, {}), key, value)
   return Apply(graphdef, tuple(found)), collections
 
 
@@ -178,6 +207,22 @@ def _collection_of(variable: Any) -> str:
     if isinstance(variable, kind):
       return name
   return type(variable).__name__
+
+
+def _box(variable: Any, value: Any) -> Any:
+  """Boxes an array with the names of its dimensions, if it has any."""
+  if not isinstance(variable, nnx.Variable):
+    return value
+  metadata = variable.get_metadata()
+  names = metadata.get("out_sharding")
+  names = getattr(names, "sharding", names)  # of a jax.experimental Format
+  names = getattr(names, "spec", names)  # of a NamedSharding
+  if not names:
+    return value
+  rules = metadata.get("sharding_rules") or ()
+  return nn.LogicallyPartitioned(
+    value, tuple(names), rules=tuple(map(tuple, rules))
+  )
 
 
 def _leaves_of(

@@ -28,8 +28,8 @@ from flaxshard import trees
 from flaxshard import workdir as workdir_lib
 from flaxshard import wrappers
 from flaxshard import writers
+from flaxshard.create import create_train_state
 from flaxshard.policy import Policy
-from flaxshard.train_state import create_train_state
 from flaxshard.train_state import TrainState
 from flaxshard.wrappers import base
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from flax import core
-from flax import linen as nn
 from flax import struct
 from flax.training import train_state as flax_train_state
 import jax
@@ -15,14 +14,12 @@ import optax
 
 from flaxshard import fields as fields_lib
 from flaxshard import gradients
-from flaxshard import linen_module
-from flaxshard import nnx_module
+from flaxshard import placement
 from flaxshard import registry
 from flaxshard import replica
 from flaxshard import trees
 from flaxshard import update
 from flaxshard import values
-from flaxshard.policy import Policy
 from flaxshard.wrappers import base
 
 PyTree = Any
@@ -76,6 +73,7 @@ class TrainState(flax_train_state.TrainState):
     params: PyTree,
     tx: optax.GradientTransformation,
     wrappers: Sequence[base.Wrapper] = (),
+    strategy: placement.HasMesh | None = None,
     **collections: PyTree,
   ) -> TrainState:
     """Creates a state at step 0.
@@ -85,6 +83,10 @@ class TrainState(flax_train_state.TrainState):
       params: A tree of arrays.
       tx: The optax optimizer.
       wrappers: Wrappers such as `LossScale("dynamic")`, outermost first.
+      strategy: A `Strategy`, to put the state on its mesh. Parameters and
+        collections that are split over that mesh stay so, the others go to
+        every device; the optimizer's slots lie as their parameters do, and the
+        states of wrappers as `partition_specs` says.
       **collections: Further trees of arrays, each a field of its own, such as
         `batch_stats=variables["batch_stats"]`.
 
@@ -93,11 +95,13 @@ class TrainState(flax_train_state.TrainState):
       Parameters that are JAX arrays keep theirs: donating the state takes them.
 
     Raises:
-      TypeError: `wrappers` or a leaf of `params` is of a wrong type.
-      ValueError: The same wrapper twice, or a collection with a name that the
-        state has already.
+      TypeError: `wrappers`, `strategy` or a leaf of `params` is of a wrong
+        type.
+      ValueError: The same wrapper twice, a collection with a name that the
+        state has already, or an array that is split over another mesh.
     """
     wrappers = base.check(wrappers)
+    mesh = None if strategy is None else placement.mesh_of(strategy)
     _check_collections(cls, collections)
     if not jax.tree.leaves(params) or jax.tree_util.all_leaves([params]):
       raise TypeError(
@@ -112,24 +116,25 @@ class TrainState(flax_train_state.TrainState):
       for k, v in collections.items()
       if k in own and not fields_lib.is_data(own[k])
     }
-    fields: dict[str, PyTree] = {
-      k: v for k, v in collections.items() if k not in static
-    }
-    if wrappers:
-      fields["wrapper_states"] = base.init(wrappers, params, tx)
-    arrays = dict(
-      step=jnp.zeros((), jnp.int32),
-      params=params,
-      opt_state=tx.init(update.with_optimizer(params)),
-      **fields,
-    )
-    state_class = fields_lib.extend(cls, fields)
-    return state_class(
-      apply_fn=apply_fn,
-      tx=tx,
-      wrappers=wrappers,
-      **static,
-      **trees.own_buffers(arrays),
+    given = {k: v for k, v in collections.items() if k not in static}
+    given["params"] = params
+
+    def init(params: PyTree) -> dict[str, PyTree]:
+      made: dict[str, PyTree] = dict(
+        step=jnp.zeros((), jnp.int32),
+        opt_state=tx.init(update.with_optimizer(params)),
+      )
+      if wrappers:
+        made["wrapper_states"] = base.init(wrappers, params, tx)
+      return made
+
+    if mesh is None:
+      arrays = trees.own_buffers({**given, **init(params)})
+    else:
+      given = trees.own_buffers(given)
+      arrays = placement.complete(init, given, mesh, wrappers)
+    return fields_lib.extend(cls, arrays)(
+      apply_fn=apply_fn, tx=tx, wrappers=wrappers, **static, **arrays
     )
 
   def value_and_grad(
@@ -340,78 +345,6 @@ class TrainState(flax_train_state.TrainState):
     return self.apply_gradients(grads=grads), value
 
 
-def create_train_state(
-  model: Any,
-  rng: Any,
-  sample_input: Any,
-  tx: optax.GradientTransformation,
-  *,
-  wrappers: Sequence[base.Wrapper] = (),
-) -> TrainState:
-  """Initializes a model and returns its `TrainState`.
-
-  Args:
-    model: A Linen module, or an NNX module (which is initialized already: its
-      parameters are split off, `rng` and `sample_input` are not used and may be
-      None).
-    rng: A PRNG key, or a dict of keys by stream name, as `model.init` takes it.
-    sample_input: One input, arrays or `jax.ShapeDtypeStruct`s; a tuple is a
-      list of positional arguments.
-    tx: The optax optimizer.
-    wrappers: Wrappers such as `LossScale("dynamic")`, outermost first. Those
-      that read a precision policy take it from `model.policy`, or from
-      `model.dtype`.
-
-  Returns:
-    A state at step 0. `state.apply_fn(variables, *args)` applies the model;
-    each collection that it has besides `params` is a field under its own name.
-
-  Raises:
-    TypeError: `model` or `wrappers` is of a wrong type.
-    ValueError: The model has no parameters, or a collection with a name that
-      the state has already.
-
-  Example:
-    >>> import flaxshard as fs, flax.linen as nn
-    >>> state = fs.create_train_state(
-    ...     nn.Dense(2), jax.random.key(0), jnp.ones((1, 3)), optax.adam(1e-3),
-    ...     wrappers=[fs.LossScale("dynamic")])
-    >>> sorted(state.params), sorted(state.wrapper_states)
-    (['bias', 'kernel'], ['loss_scale'])
-  """
-  wrappers = base.with_policy(base.check(wrappers), _policy_of(model))
-  apply_fn: Any
-  if nnx_module.is_module(model):
-    apply_fn, variables = nnx_module.split(model)
-  elif isinstance(model, nn.Module):
-    apply_fn, variables = linen_module.init(model, rng, sample_input)
-  else:
-    raise TypeError(
-      "model must be an instance of flax.linen.Module or flax.nnx.Module, "
-      f"got {model!r}."
-    )
-  if not jax.tree.leaves(variables.get("params", {})):
-    raise ValueError(
-      f"model={type(model).__name__} has no parameters: its collections are "
-      f"{sorted(variables)}, 'params' must be one with arrays in it."
-    )
-  return TrainState.create(
-    apply_fn=apply_fn, tx=tx, wrappers=wrappers, **variables
-  )
-
-
-def _policy_of(model: Any) -> Policy | None:
-  """The model's own policy; float16 as the `dtype` of a module is one too."""
-  policy = getattr(model, "policy", None)
-  if isinstance(policy, Policy):
-    return policy
-  try:
-    float16 = jnp.dtype(getattr(model, "dtype", None)) == jnp.float16
-  except TypeError:  # a field of that name for something else
-    float16 = False
-  return Policy("mixed_float16") if float16 else None
-
-
 def _check_loss(loss: Any) -> None:
   got = repr(loss)
   if hasattr(loss, "dtype") or isinstance(loss, (bool, int, float, complex)):
@@ -423,7 +356,7 @@ def _check_loss(loss: Any) -> None:
 
 
 def _check_collections(cls: type, collections: Mapping[str, PyTree]) -> None:
-  arguments = ["apply_fn", "params", "tx", "wrappers"]
+  arguments = ["apply_fn", "params", "tx", "wrappers", "strategy"]
   own = set(fields_lib.of_class(cls))
   for name, tree in collections.items():
     inherited = own & set(fields_lib.of_class(TrainState))
@@ -439,7 +372,7 @@ def _check_collections(cls: type, collections: Mapping[str, PyTree]) -> None:
           f"create: {name!r} is no argument, and no tree of arrays: {e}"
           f"{registry.near(name, arguments)}"
         ) from e
-      if tree is None or name in ("strategy", "rules"):
+      if tree is None or name == "rules":
         raise TypeError(
           f"create: {name}={tree!r} is no argument; allowed: "
           f"{', '.join(arguments)}, and trees of arrays."

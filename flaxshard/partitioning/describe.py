@@ -1,0 +1,296 @@
+"""A table of what lies where: the arrays of a state, on which devices."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Sequence
+import dataclasses
+import functools
+import html
+import math
+from typing import Any
+
+from flax.training import train_state
+import jax
+
+from flaxshard import fields as fields_lib
+from flaxshard import trees
+
+PyTree = Any
+
+# What is whole on every device and at least so large gets a mark.
+_LARGE = 2**20
+# A grid of more devices could not be read.
+_MAX_GRID = 16
+_HEADER = ("shape", "dtype", "spec", "per device", "whole")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """One array.
+
+  Attributes:
+    path: Its path in the group, such as `Dense_0/kernel`.
+    shape: Its shape.
+    dtype: The name of its dtype.
+    sharding: Where it lies; None if that is not known.
+    nbytes: Bytes of the whole array.
+    bytes_per_device: Bytes of a part, on each device that holds one.
+    large: Whether it is at least 1 MiB and whole on each of several devices.
+  """
+
+  path: str
+  shape: tuple[int, ...]
+  dtype: str
+  sharding: jax.sharding.Sharding | None
+  nbytes: int
+  bytes_per_device: int
+  large: bool
+
+  @property
+  def spec(self) -> str:
+    """How it is split, such as `P(None, 'model')`, or its one device."""
+    if self.sharding is None:
+      return "not placed"
+    if isinstance(self.sharding, jax.sharding.NamedSharding):
+      entries = map(repr, self.sharding.spec)
+      return f"P({', '.join(entries)})"
+    if len(self.sharding.device_set) == 1:
+      device: Any = next(iter(self.sharding.device_set))
+      return f"{device.platform}:{device.id}"
+    return str(self.sharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+  """The arrays of one field of a state, such as `params`.
+
+  Attributes:
+    name: The field.
+    rows: The arrays.
+  """
+
+  name: str
+  rows: tuple[Row, ...]
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes of all arrays."""
+    return sum(row.nbytes for row in self.rows)
+
+  @property
+  def bytes_per_device(self) -> int:
+    """Bytes on the device that holds most."""
+    return max(_bytes_by_device(self.rows).values(), default=0)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Description:
+  """What lies where: `str()` is a table, a notebook shows it in colours.
+
+  Attributes:
+    groups: The arrays by field.
+  """
+
+  groups: tuple[Group, ...]
+
+  @property
+  def rows(self) -> tuple[Row, ...]:
+    """All arrays."""
+    return tuple(row for group in self.groups for row in group.rows)
+
+  @property
+  def num_devices(self) -> int:
+    """Number of devices that hold something."""
+    return len(_bytes_by_device(self.rows))
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes of all arrays, each counted once."""
+    return sum(row.nbytes for row in self.rows)
+
+  @property
+  def bytes_per_device(self) -> int:
+    """Bytes on the device that holds most."""
+    return max(_bytes_by_device(self.rows).values(), default=0)
+
+  def __repr__(self) -> str:
+    return f"Description({self._summary()})"
+
+  def __str__(self) -> str:
+    table: list[Sequence[str]] = []
+    for group in self.groups:
+      table.append((group.name, *_HEADER))
+      table.extend((f"  {row.path}", *_cells(row)) for row in group.rows)
+      table.append(("  total", "", "", "", *_sizes(group)))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for name, shape, dtype, spec, *sizes in table:
+      text = zip((name, shape, dtype, spec), widths[:4], strict=True)
+      numbers = zip(sizes, widths[4:], strict=True)
+      cells = [cell.ljust(width) for cell, width in text]
+      cells += [cell.rjust(width) for cell, width in numbers]
+      lines.append("  ".join(cells).rstrip())
+    lines.append(self._summary())
+    if any(row.large for row in self.rows):
+      lines.append(f"* at least {_size(_LARGE)}, and whole on every device")
+    return "\n".join(lines)
+
+  def _repr_html_(self) -> str:
+    lines = ['<table style="border-collapse: collapse; text-align: left">']
+    for group in self.groups:
+      lines.append(_html_row("th", (group.name, *_HEADER, "devices")))
+      for row in group.rows:
+        lines.append(_html_row("td", (row.path, *_cells(row)), _grid(row)))
+      lines.append(
+        _html_row("td", ("total", "", "", "", *_sizes(group), ""), bold=True)
+      )
+    lines.append("</table>")
+    lines.append(f"<p>{html.escape(self._summary())}</p>")
+    if any(row.large for row in self.rows):
+      lines.append(
+        f"<p>* at least {_size(_LARGE)}, and whole on every device</p>"
+      )
+    return "\n".join(lines)
+
+  def _summary(self) -> str:
+    return (
+      f"arrays: {len(self.rows)}, {_size(self.nbytes)} in all; devices: "
+      f"{self.num_devices}, at most {_size(self.bytes_per_device)} on each"
+    )
+
+
+def describe(state: PyTree) -> Description:
+  """Says which part of every array lies on which device.
+
+  Args:
+    state: A TrainState, or any tree of arrays; `jax.ShapeDtypeStruct`s with a
+      sharding do too.
+
+  Returns:
+    A description whose `str()` is a table with the shape, the dtype, the spec
+    and the bytes per device of every array, for each field of the state, and
+    with totals. Arrays of 1 MiB or more that are whole on every device have a
+    mark. In a notebook it shows, for up to 16 devices, which of them holds
+    which part; the parts of an array differ in colour.
+
+  Raises:
+    TypeError: A leaf is not an array.
+
+  Example:
+    >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("replica",))
+    >>> sharding = jax.sharding.NamedSharding(mesh, jax.P(None, "replica"))
+    >>> kernel = jax.ShapeDtypeStruct((512, 64), "float32", sharding=sharding)
+    >>> print(describe({"kernel": kernel}))
+    tree      shape      dtype    spec                per device      whole
+      kernel  (512, 64)  float32  P(None, 'replica')   128.0 KiB  128.0 KiB
+      total                                            128.0 KiB  128.0 KiB
+    arrays: 1, 128.0 KiB in all; devices: 1, at most 128.0 KiB on each
+  """
+  trees.check_arrays("state", state)
+  fields = {"tree": state}
+  if isinstance(state, train_state.TrainState):
+    names = fields_lib.data_names(state)
+    fields = {name: getattr(state, name) for name in names}
+  groups = (
+    Group(
+      name,
+      tuple(
+        # A field that is an array, such as `step`, goes by its own name.
+        _row(trees.path_string(path) if path else name, leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+      ),
+    )
+    for name, tree in fields.items()
+  )
+  return Description(tuple(group for group in groups if group.rows))
+
+
+def _row(path: str, leaf: Any) -> Row:
+  dtype, shape = trees.dtype_of(leaf), tuple(getattr(leaf, "shape", ()))
+  traced = isinstance(leaf, jax.core.Tracer)
+  sharding = None if traced else getattr(leaf, "sharding", None)
+  nbytes = math.prod(shape) * dtype.itemsize
+  part = 0
+  large = False
+  if sharding is not None:
+    part = math.prod(sharding.shard_shape(shape)) * dtype.itemsize
+    several = len(sharding.device_set) > 1
+    large = several and part == nbytes and nbytes >= _LARGE
+  return Row(path, shape, str(dtype), sharding, nbytes, part, large)
+
+
+def _bytes_by_device(rows: Iterable[Row]) -> dict[Any, int]:
+  held: dict[Any, int] = collections.defaultdict(int)
+  for row in rows:
+    if row.sharding is not None:
+      for device in row.sharding.device_set:
+        held[device] += row.bytes_per_device
+  return held
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+  mark = "* " if row.large else ""
+  return (
+    str(row.shape),
+    row.dtype,
+    row.spec,
+    mark + _size(row.bytes_per_device),
+    _size(row.nbytes),
+  )
+
+
+def _sizes(group: Group) -> tuple[str, str]:
+  return _size(group.bytes_per_device), _size(group.nbytes)
+
+
+def _size(nbytes: int) -> str:
+  if nbytes < 2**10:
+    return f"{nbytes} B"
+  power = min((nbytes.bit_length() - 1) // 10, 4)
+  return f"{nbytes / 2 ** (10 * power):.1f} {'KMGT'[power - 1]}iB"
+
+
+def _html_row(
+  tag: str, cells: Iterable[str], markup: str = "", *, bold: bool = False
+) -> str:
+  style = ' style="padding: 1px 8px; text-align: left"'
+  parts = [html.escape(cell) for cell in cells]
+  if bold:
+    parts = [f"<b>{part}</b>" if part else "" for part in parts]
+  if markup:
+    parts.append(markup)
+  return f"<tr>{''.join(f'<{tag}{style}>{p}</{tag}>' for p in parts)}</tr>"
+
+
+def _grid(row: Row) -> str:
+  """Returns the parts of an array as a table, with the devices of each."""
+  if row.sharding is None:
+    return "–"
+  count = len(row.sharding.device_set)
+  if count > _MAX_GRID:
+    return f"{count} devices"
+  return _grid_of(row.sharding, row.shape)
+
+
+@functools.lru_cache
+def _grid_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str:
+  # A part is told by where it starts: device numbers by that.
+  parts: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
+  placed: dict[Any, Any] = dict(sharding.devices_indices_map(shape))
+  for device, index in placed.items():
+    parts[tuple(s.start or 0 for s in index)].append(device.id)
+  split = [d for d in range(len(shape)) if len({key[d] for key in parts}) > 1]
+  lines: dict[Any, list[str]] = collections.defaultdict(list)
+  for i, start in enumerate(sorted(parts)):
+    hue = round(360 * i / len(parts))
+    colour = f"hsl({hue}, 70%, 82%)" if len(parts) > 1 else "#eee"
+    devices = " ".join(map(str, sorted(parts[start])))
+    # Of several dimensions that are split the first goes down, which takes
+    # more room, and the others to the right.
+    lines[start[split[0]] if len(split) > 1 else 0].append(
+      f'<td style="background: {colour}; color: #000; padding: 1px 6px; '
+      f'border: 1px solid #fff; text-align: center">{devices}</td>'
+    )
+  rows = "".join(f"<tr>{''.join(cells)}</tr>" for cells in lines.values())
+  return f'<table style="border-collapse: collapse">{rows}</table>'
