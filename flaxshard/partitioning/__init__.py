@@ -1,0 +1,9 @@
+"""Where replicas and arrays lie on devices."""
+
+from flaxshard.partitioning.device_assignment import DeviceAssignment
+from flaxshard.partitioning.topology import Topology
+
+__all__ = [
+  "DeviceAssignment",
+  "Topology",
+]
