@@ -6,6 +6,8 @@ from typing import Any, TYPE_CHECKING
 from flaxshard import wrappers
 from flaxshard.create import create_train_state
 from flaxshard.gradients import nonfinite_leaves
+from flaxshard.partitioning import DeviceAssignment
+from flaxshard.partitioning import Topology
 from flaxshard.policy import Policy
 from flaxshard.replica import get_replica_context
 from flaxshard.replica import ReplicaContext
@@ -27,6 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
   "Checkpointer",
+  "DeviceAssignment",
   "DynamicLossScale",
   "FixedLossScale",
   "LossScale",
@@ -34,6 +37,7 @@ __all__ = [
   "Policy",
   "ReplicaContext",
   "Strategy",
+  "Topology",
   "TrainState",
   "checkpoint",
   "create_train_state",
