@@ -1,0 +1,204 @@
+"""Prints what `Strategy.run` and `run_steps` cost beside hand-written JAX.
+
+  bare       `jax.jit(jax.shard_map(step))`, by hand: Flax's TrainState, the
+             gradients' `pmean`, specs for every argument.
+  run        The same step through `Strategy.jit`, flaxshard's TrainState.
+  jit loop   The step, jitted, called once per batch.
+  run_steps  The same steps as one loop on the device.
+
+Each variant is compiled and warmed up; they take turns in every round, in a
+random order, and the ratios are of one round.
+
+  python benchmarks/strategy.py --replicas 8
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+import platform
+import random
+import statistics
+import time
+from typing import Any
+
+from flax import linen as nn
+from flax.training import train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import flaxshard as fs
+
+P = jax.sharding.PartitionSpec
+
+
+class Mlp(nn.Module):
+  """Two layers, or as many as asked for."""
+
+  features: int
+  layers: int = 2
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns ten logits."""
+    for _ in range(self.layers - 1):
+      x = nn.relu(nn.Dense(self.features)(x))
+    return nn.Dense(10)(x)
+
+
+def make_step(mean: Callable[[Any], Any]) -> Callable[..., Any]:
+  def step(state: Any, batch: Any) -> Any:
+    def loss_fn(params: Any) -> jax.Array:
+      logits = state.apply_fn({"params": params}, batch["x"])
+      losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits, batch["y"]
+      )
+      return losses.mean()
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    return state.apply_gradients(grads=mean(grads)), loss
+
+  return step
+
+
+def rounds(
+  variants: dict[str, Callable[[], None]], count: int
+) -> dict[str, list[float]]:
+  times: dict[str, list[float]] = {name: [] for name in variants}
+  names = list(variants)
+  for fn in variants.values():
+    fn()
+  for _ in range(count):
+    random.shuffle(names)
+    for name in names:
+      start = time.perf_counter()
+      variants[name]()
+      times[name].append(time.perf_counter() - start)
+  return times
+
+
+def report(times: dict[str, list[float]], yardstick: str, per: int) -> None:
+  for name, seconds in times.items():
+    ratios = [a / b for a, b in zip(seconds, times[yardstick], strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    print(
+      f"| {name} | {1e3 * statistics.median(seconds) / per:.3f} ms "
+      f"| {middle:.3f} ({low:.3f}-{high:.3f}) |"
+    )
+
+
+def problem(layers: int, features: int, batch_size: int, mesh: Any) -> Any:
+  model = Mlp(features, layers)
+  rng = np.random.default_rng(0)
+  batch = {
+    "x": rng.normal(size=(batch_size, 64)).astype(np.float32),
+    "y": rng.integers(0, 10, batch_size, dtype=np.int32),
+  }
+  params = model.init(jax.random.key(0), batch["x"][:1])["params"]
+  fields = dict(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
+  mirrored = jax.sharding.NamedSharding(mesh, P())
+  sharded = jax.sharding.NamedSharding(mesh, P("replica"))
+
+  def state(cls: Any) -> Any:
+    state = cls.create(**fields)
+    return jax.device_put(jax.tree.map(jnp.copy, state), mirrored)
+
+  return state, jax.device_put(batch, sharded)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--replicas", type=int, default=1)
+  parser.add_argument("--rounds", type=int, default=20)
+  args = parser.parse_args()
+  jax.config.update("jax_num_cpu_devices", args.replicas)
+  strategy = fs.Strategy(devices=jax.devices()[: args.replicas])
+  mesh = strategy.mesh
+  print(
+    f"{args.replicas} replicas, {jax.devices()[0].device_kind}, JAX "
+    f"{jax.__version__}, Python {platform.python_version()}\n"
+  )
+
+  # Virtual CPU devices deadlock with many steps in flight: `run` waits too.
+  wait = jax.block_until_ready if args.replicas > 1 else lambda x: x
+  by_hand = make_step(lambda grads: jax.lax.pmean(grads, "replica"))
+
+  def local(state: Any, batch: Any) -> Any:
+    state, loss = by_hand(state, batch)
+    return state, loss[None]
+
+  bare = jax.jit(
+    jax.shard_map(
+      local,
+      mesh=mesh,
+      in_specs=(P(), P("replica")),
+      out_specs=(P(), P("replica")),
+      check_vma=False,
+    ),
+    donate_argnums=0,
+  )
+  run = strategy.jit(make_step(lambda grads: grads), donate_argnums=0)
+  for layers, features, batch_size in ((4, 256, 256), (40, 64, 64)):
+    make_state, batch = problem(layers, features, batch_size, mesh)
+    states = {
+      "bare": make_state(train_state.TrainState),
+      "run": make_state(fs.TrainState),
+    }
+
+    def advance(name: str, fn: Any, batch: Any = batch, states: Any = states):
+      for _ in range(50):
+        states[name], _ = wait(fn(states[name], batch))
+      jax.block_until_ready(states[name])
+
+    times = rounds(
+      {
+        "bare": lambda f=advance: f("bare", bare),
+        "run": lambda f=advance: f("run", run),
+      },
+      args.rounds,
+    )
+    print(f"MLP, {layers} layers of {features}, batch {batch_size}, Adam\n")
+    print("| step | time | ratio |\n|---|---|---|")
+    report(times, "bare", 50)
+    print()
+
+  make_state, batch = problem(2, 32, 16, mesh)
+  jitted = jax.jit(make_step(lambda grads: grads))
+  many = jax.tree.map(
+    lambda x: jax.device_put(
+      jnp.stack([x] * 100),
+      jax.sharding.NamedSharding(mesh, P(None, "replica")),
+    ),
+    batch,
+  )
+  state = make_state(fs.TrainState)
+
+  def loop() -> None:
+    new = state
+    for _ in range(100):
+      new, _ = wait(jitted(new, batch))
+    jax.block_until_ready(new)
+
+  def loop_run() -> None:
+    new = make_state(fs.TrainState)
+    for _ in range(100):
+      new, _ = run(new, batch)
+    jax.block_until_ready(new)
+
+  step = make_step(lambda grads: grads)
+
+  def steps() -> None:
+    jax.block_until_ready(strategy.run_steps(step, state, many, reduce="mean"))
+
+  times = rounds(
+    {"run_steps": steps, "jit loop": loop, "run loop": loop_run}, args.rounds
+  )
+  print("MLP, 2 layers of 32, batch 16, Adam, 100 steps\n")
+  print("| steps | time of a step | ratio |\n|---|---|---|")
+  report(times, "run_steps", 100)
+
+
+if __name__ == "__main__":
+  main()
