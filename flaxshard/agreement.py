@@ -12,6 +12,7 @@ import enum
 from typing import Any
 
 from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import specs as specs_lib
 
 
 class Agreement(enum.IntEnum):
@@ -72,7 +73,7 @@ def _equation(eqn: Any, given: list[Agreement]) -> list[Agreement]:
   worst = max(given, default=Agreement.AGREES)
   count = len(eqn.outvars)
   axes = params.get("axes", params.get("axis_name", ()))
-  over_replicas = mesh_lib.REPLICA in mesh_lib.names_of(axes)
+  over_replicas = mesh_lib.REPLICA in specs_lib.axes_of(axes)
   if name == "axis_index":
     return [Agreement.DIFFERS if over_replicas else Agreement.AGREES] * count
   if over_replicas and name.startswith(_REDUCTIONS):

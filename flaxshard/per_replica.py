@@ -21,6 +21,7 @@ from flaxshard import agreement
 from flaxshard import replica
 from flaxshard import trees
 from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import specs as specs_lib
 from flaxshard.values import Agreed
 from flaxshard.values import is_per_replica
 from flaxshard.values import PerReplica
@@ -311,7 +312,7 @@ def _replica_spec(sharding: jax.sharding.NamedSharding, mirrored: bool) -> P:
     return P()
   return P(
     *(
-      mesh_lib.REPLICA if mesh_lib.REPLICA in mesh_lib.names_of(entry) else None
+      mesh_lib.REPLICA if mesh_lib.REPLICA in specs_lib.axes_of(entry) else None
       for entry in sharding.spec
     )
   )
@@ -340,24 +341,17 @@ def _place(
   sharding = getattr(leaf, "sharding", None)
   if isinstance(sharding, jax.sharding.NamedSharding):
     if sharding.mesh == mesh:
-      first = sharding.spec[0] if sharding.spec else None
-      if not own or mesh_lib.REPLICA in mesh_lib.names_of(first):
-        # Equal shardings must be equal objects, or a program is compiled twice.
-        target = jax.sharding.NamedSharding(
-          mesh, _canonical(sharding.spec), memory_kind=sharding.memory_kind
-        )
+      # Written as XLA gives it back, or the next step would compile again.
+      dims = tuple(map(specs_lib.axes_of, sharding.spec))
+      spec = specs_lib.shortest(dims, mesh)
+      if own and mesh_lib.REPLICA not in specs_lib.axes_of((*spec, None)[0]):
+        spec = P(mesh_lib.REPLICA, *spec[1:])
+      target = jax.sharding.NamedSharding(
+        mesh, spec, memory_kind=sharding.memory_kind
+      )
     elif not own and not sharding.is_fully_replicated:
       raise ValueError(
         f"run: argument {where} is sharded on another mesh: {sharding}. Shard "
         f"it on strategy.mesh, {mesh}."
       )
   return jax.device_put(leaf, target)
-
-
-def _canonical(spec: P) -> P:
-  """Writes a spec as XLA's outputs have it."""
-  entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in spec]
-  entries = [None if e == () else e for e in entries]
-  while entries and entries[-1] is None:
-    entries.pop()
-  return P(*entries)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import functools
 from typing import Any
 
 import jax
 import numpy as np
 
+from flaxshard import distribute
 from flaxshard import per_replica
 from flaxshard import steps_loop
 from flaxshard import values
 from flaxshard.partitioning import annotations as annotate
+from flaxshard.partitioning import describe
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning.device_assignment import DeviceAssignment
 from flaxshard.values import ValueContext
@@ -313,6 +315,86 @@ class Strategy:
       0
     """
     return values.from_function(self.mesh, value_fn)
+
+  def distribute_dataset(
+    self, dataset: Iterable[PyTree], **options: Any
+  ) -> distribute.DistributedDataset:
+    """Feeds batches to the replicas, while a thread reads ahead.
+
+    Args:
+      dataset: Global batches: trees of arrays `[batch, ...]`; of several
+        processes each gives its own part.
+      **options: `prefetch`, `batch_size`, `mask`, `drop_remainder`, `bucket`,
+        `bucket_dims`, `spec`, as `flaxshard.distribute.distribute_dataset` has
+        them.
+
+    Returns:
+      An iterable of batches, split over the replicas. A short batch is padded,
+      and `batch["mask"]` says which examples are real.
+
+    Raises:
+      ValueError, TypeError: An option that cannot be.
+
+    Example:
+      >>> strategy = Strategy()
+      >>> n = strategy.num_replicas_in_sync
+      >>> batches = [{"x": np.ones(2 * n)}, {"x": np.ones(n)}]
+      >>> for batch in strategy.distribute_dataset(batches):
+      ...   print(float(batch["mask"].mean()))
+      1.0
+      0.5
+    """
+    return distribute.distribute_dataset(self.mesh, dataset, **options)
+
+  def distribute_datasets_from_function(
+    self,
+    dataset_fn: Callable[[distribute.InputContext], Iterable[PyTree]],
+    **options: Any,
+  ) -> distribute.DistributedDataset:
+    """Feeds what a function makes for each process; one replica's batches.
+
+    Args:
+      dataset_fn: Gets an `InputContext`, returns the batches of its pipeline,
+        `context.get_per_replica_batch_size(global_batch_size)` examples each.
+      **options: As for `distribute_dataset`.
+
+    Returns:
+      An iterable of batches, as of `distribute_dataset`.
+    """
+    return distribute.distribute_datasets_from_function(
+      self.mesh, dataset_fn, **options
+    )
+
+  def shard_batch(self, batch: PyTree, spec: PyTree = None) -> PyTree:
+    """Splits one batch over the replicas, as it is.
+
+    Args:
+      batch: A tree of arrays `[batch, ...]`; of several processes each gives
+        its own part.
+      spec: A `PartitionSpec`, or a dict of them by path, to split it over
+        logical devices too; None: `PartitionSpec("replica")`.
+
+    Returns:
+      A tree of arrays on the mesh.
+
+    Raises:
+      ValueError: A leaf cannot be divided so; the message names it.
+    """
+    spec = P(mesh_lib.REPLICA) if spec is None else spec
+    return distribute.shard_batch(self.mesh, batch, spec)
+
+  def describe(self, state: PyTree) -> describe.Description:
+    """Prints what lies where, with bytes per device.
+
+    Args:
+      state: A TrainState, or any tree of arrays.
+
+    Returns:
+      What it printed; a notebook shows it as a coloured grid.
+    """
+    description = describe.describe(state)
+    print(description)
+    return description
 
   def split_to_logical_devices(
     self, tensor: Any, partition_dimensions: Sequence[int]

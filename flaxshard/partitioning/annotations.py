@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import specs as specs_lib
 
 PyTree = Any
 
@@ -193,7 +194,7 @@ def _replica_spec(mesh: jax.sharding.Mesh, x: Any) -> list[str | None]:
     sharding.mesh.shape.get(mesh_lib.REPLICA) == mesh.shape[mesh_lib.REPLICA]
   ):
     for i, names in enumerate(sharding.spec):
-      if mesh_lib.REPLICA in mesh_lib.names_of(names):
+      if mesh_lib.REPLICA in specs_lib.axes_of(names):
         spec[i] = mesh_lib.REPLICA
   return spec
 

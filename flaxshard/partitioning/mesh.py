@@ -115,11 +115,6 @@ def constrain(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def names_of(entry: Any) -> tuple[Any, ...]:
-  """Returns the axes that an entry of a PartitionSpec names."""
-  return entry if isinstance(entry, tuple) else (entry,)
-
-
 def _choose(
   names: Sequence[str], sizes: Mapping[str, int], pieces: Sequence[int]
 ) -> list[tuple[str, ...]] | None:
