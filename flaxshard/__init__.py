@@ -7,6 +7,7 @@ from flaxshard import wrappers
 from flaxshard.create import create_train_state
 from flaxshard.gradients import nonfinite_leaves
 from flaxshard.partitioning import DeviceAssignment
+from flaxshard.partitioning import FSDP
 from flaxshard.partitioning import Topology
 from flaxshard.policy import Policy
 from flaxshard.replica import get_replica_context
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+  "FSDP",
   "Checkpointer",
   "DeviceAssignment",
   "DynamicLossScale",

@@ -1,9 +1,11 @@
 """Where replicas and arrays lie on devices."""
 
 from flaxshard.partitioning.device_assignment import DeviceAssignment
+from flaxshard.partitioning.rules import FSDP
 from flaxshard.partitioning.topology import Topology
 
 __all__ = [
+  "FSDP",
   "DeviceAssignment",
   "Topology",
 ]

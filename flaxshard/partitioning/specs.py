@@ -48,7 +48,9 @@ def check(what: str, spec: Any, shape: tuple[int, ...], mesh: Mesh) -> Dims:
       f"{what}: a spec has no more entries than there are dimensions; {facts}"
     )
   if spec.unreduced or spec.reduced:
-    raise ValueError(f"{what}: an array that lies still is reduced; {facts}")
+    raise ValueError(
+      f"{what}: unreduced and reduced axes are not for arrays at rest; {facts}"
+    )
   seen: set[str] = set()
   for i, entry in enumerate(spec):
     for axis in axes_of(entry):

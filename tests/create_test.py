@@ -1,0 +1,495 @@
+"""create_train_state and TrainState.create with a strategy: sharded birth."""
+
+import dataclasses
+import math
+import types
+from typing import Any
+
+from flax import linen as nn
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+from flaxshard import create
+from flaxshard.partitioning.rules import FSDP
+
+P = jax.sharding.PartitionSpec
+MESH = jax.sharding.Mesh(
+  np.array(jax.devices()).reshape(4, 2), ("replica", "model")
+)
+STRATEGY = types.SimpleNamespace(mesh=MESH)
+X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(2, 16)
+KEY = jax.random.key(0)
+
+
+def put(x, *spec, mesh=MESH):
+  return jax.device_put(x, jax.sharding.NamedSharding(mesh, P(*spec)))
+
+
+def specs(tree):
+  """The specs by path, but for the empty ones; all lie on the mesh."""
+  found = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    assert leaf.committed
+    assert not getattr(leaf, "weak_type", False)
+    assert isinstance(leaf.sharding, jax.sharding.NamedSharding)
+    assert leaf.sharding.mesh == MESH
+    if leaf.sharding.spec != P():
+      name = jax.tree_util.keystr(path, simple=True, separator="/")
+      found[name] = leaf.sharding.spec
+  return found
+
+
+def assert_same(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    assert x.dtype == y.dtype
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      x, y = jax.random.key_data(x), jax.random.key_data(y)
+    np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+  """A wrapper with a copy of the parameters for each of four replicas."""
+
+  specs: Any = None
+
+  def init(self, params, tx):
+    copies = lambda p: jnp.broadcast_to(p, (4, *p.shape))
+    return {"local": jax.tree.map(copies, params), "count": 0}
+
+  def working_params(self, state, params):
+    return params
+
+  def scale_loss(self, state, loss):
+    return loss
+
+  def unscale_gradients(self, state, grads):
+    return grads
+
+  def apply(self, state, target, grads, next):
+    return next(target, grads), state
+
+  def partition_specs(self, state):
+    if self.specs is not None:
+      return self.specs
+    local = jax.tree.map(lambda _: P("replica"), state["local"])
+    return {"local": local, "count": P()}
+
+
+class Norm(nn.Module):
+  @nn.compact
+  def __call__(self, x, train=True):
+    x = nn.Dense(8, name="in")(x)
+    x = nn.BatchNorm(use_running_average=not train, name="norm")(x)
+    return nn.Dense(4, name="out")(x)
+
+
+RULES = (("in/kernel", P("replica", "model")), ("in/bias", P("model")))
+
+
+MODEL, ADAM = Norm(), optax.adam(0.1)
+
+
+def make(model=MODEL, rng=KEY, x=X, tx=ADAM, **kwargs):
+  return fs.create_train_state(model, rng, x, tx, **kwargs)
+
+
+# Linen.
+
+
+def test_every_leaf_lies_on_the_mesh():
+  wrappers = [fs.LossScale("dynamic"), Local()]
+  state = make(wrappers=wrappers, strategy=STRATEGY, rules=RULES)
+  wanted = {"in/kernel": P("replica", "model"), "in/bias": P("model")}
+  assert specs(state.params) == wanted
+  assert specs(state.opt_state) == {
+    f"0/{slot}/{path}": spec
+    for slot in ("mu", "nu")
+    for path, spec in wanted.items()
+  }
+  local = state.wrapper_states["local"]["local"]
+  paths = ["in/kernel", "in/bias", "norm/scale", "norm/bias"]
+  paths += ["out/kernel", "out/bias"]
+  assert specs(local) == dict.fromkeys(paths, P("replica"))
+  assert specs(state.wrapper_states["loss_scale"]) == {}
+  assert specs(state.batch_stats) == {}
+  assert specs(state.step) == {}
+  assert len(specs(state)) == 2 + 4 + 6
+  shards = state.params["in"]["kernel"].addressable_shards
+  assert {shard.data.shape for shard in shards} == {(4, 4)}
+  # The values are those that a state without a strategy has.
+  assert_same(state, make(wrappers=wrappers))
+
+
+def test_without_rules_all_is_replicated():
+  state = make(strategy=STRATEGY)
+  assert specs(state) == {}
+  shards = state.params["in"]["kernel"].addressable_shards
+  assert [shard.data.shape for shard in shards] == [(16, 8)] * 8
+
+
+class Annotated(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    init = nn.initializers.ones
+    x = nn.Dense(8, kernel_init=nn.with_partitioning(init, ("replica",)))(x)
+    init = nn.with_logical_partitioning(init, ("in", "out"))
+    mean = self.variable(
+      "stats", "mean", nn.with_partitioning(jnp.zeros, ("model",)), (8,)
+    )
+    return nn.Dense(4, kernel_init=init)(x + mean.value)
+
+
+def test_metadata_and_logical_names():
+  with nn.logical_axis_rules((("in", "model"), ("out", None))):
+    state = make(Annotated(), strategy=STRATEGY)
+  wanted = {"Dense_0/kernel": P("replica"), "Dense_1/kernel": P("model")}
+  assert specs(state.params) == wanted
+  assert specs(state.stats) == {"mean": P("model")}
+  rules = (("in", None), ("out", "replica"))
+  state = make(Annotated(), strategy=STRATEGY, rules=rules)
+  assert specs(state.params) == {**wanted, "Dense_1/kernel": P(None, "replica")}
+  assert isinstance(state.params["Dense_0"]["kernel"], jax.Array)
+  assert isinstance(state.stats["mean"], jax.Array)
+  with pytest.raises(ValueError, match=r"params\[Dense_1/kernel\] has the log"):
+    make(Annotated(), strategy=STRATEGY)
+  assert jax.tree.leaves(make(Annotated()).params)[0].shape == (8,)
+
+
+def test_a_mesh_in_the_context_changes_nothing():
+  with jax.set_mesh(MESH):
+    state = make(
+      Annotated(), strategy=STRATEGY, rules=(("in", None), ("out", "model"))
+    )
+  assert specs(state.params) == {
+    "Dense_0/kernel": P("replica"),
+    "Dense_1/kernel": P(None, "model"),
+  }
+
+
+class Large(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(512)(nn.relu(nn.Dense(1024)(x)))
+
+
+class LargeNNX(nnx.Module):
+  def __init__(self, rngs):
+    self.wide = nnx.Linear(512, 1024, rngs=rngs)
+    self.narrow = nnx.Linear(1024, 512, rngs=rngs)
+
+  def __call__(self, x):
+    return self.narrow(nnx.relu(self.wide(x)))
+
+
+@pytest.mark.parametrize("model", [Large(), lambda rngs: LargeNNX(rngs)])
+def test_no_device_holds_the_state_whole(model):
+  mesh = jax.sharding.Mesh(np.array(jax.devices()), ("replica",))
+  init = create._initializer(model, KEY, np.ones((1, 512), np.float32))
+  birth = create._birth(
+    init, optax.adam(0.1), (fs.LossScale("dynamic"),), mesh, "fsdp"
+  )
+  nbytes = sum(
+    math.prod(x.shape) * x.dtype.itemsize
+    for x in jax.tree.leaves(jax.eval_shape(birth.make, *birth.args))
+  )
+  memory = birth.make.lower(*birth.args).compile().memory_analysis()
+  assert nbytes > 12e6
+  # Eight devices; the biases are small and stay whole.
+  assert memory.output_size_in_bytes < 0.13 * nbytes
+  assert memory.temp_size_in_bytes < 0.13 * nbytes
+  # The input that tells the shapes is no part of it.
+  assert memory.argument_size_in_bytes < 1000
+
+
+def test_keys_and_inputs_that_lie_elsewhere():
+  make_dense = lambda **kwargs: make(
+    nn.Dense(8), tx=optax.sgd(0.1), strategy=STRATEGY, **kwargs
+  )
+  wanted = nn.Dense(8).init(KEY, X)["params"]
+  for rng in (
+    jax.random.PRNGKey(0),
+    {"params": KEY},
+    jax.device_put(KEY, jax.devices()[3]),
+    put(KEY),
+  ):
+    assert_same(make_dense(rng=rng).params, wanted)
+  for x in (
+    jax.ShapeDtypeStruct(X.shape, X.dtype),
+    jax.device_put(X, jax.devices()[3]),
+    put(X, "model"),
+  ):
+    assert_same(make_dense(x=x).params, wanted)
+  other = jax.sharding.Mesh(MESH.devices[::-1], MESH.axis_names)
+  with pytest.raises(
+    ValueError, match=r"sample_input\)\[1/0\] is split over an"
+  ):
+    make_dense(x=put(X, "model", mesh=other))
+
+
+def test_shapes_alone():
+  state = jax.eval_shape(lambda: make(strategy=STRATEGY, rules=RULES))
+  assert state.params["in"]["kernel"].shape == (16, 8)
+  state = jax.eval_shape(
+    lambda params: fs.TrainState.create(
+      apply_fn=None, params=params, tx=optax.adam(0.1), strategy=STRATEGY
+    ),
+    {"w": X},
+  )
+  assert state.opt_state[0].mu["w"].shape == X.shape
+
+
+def test_fp8_modules():
+  dense = nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+  state = make(dense, strategy=STRATEGY, rules=(("kernel$", P("model")),))
+  assert specs(state.params) == {"params/kernel": P("model")}
+  assert specs(state.opt_state) == {
+    "0/mu/kernel": P("model"),
+    "0/nu/kernel": P("model"),
+  }
+  assert len(state.params["_overwrite_with_gradient"]) > 0
+
+
+def test_a_donated_state_shares_no_buffer():
+  # Its state is the parameters, twice.
+  tx = optax.GradientTransformation(
+    lambda params: (params, params), lambda grads, state, params: (grads, state)
+  )
+  for state in (
+    make(tx=tx, strategy=STRATEGY, rules=RULES),
+    fs.TrainState.create(
+      apply_fn=None, params={"w": X, "v": X}, tx=tx, strategy=STRATEGY
+    ),
+  ):
+    step = jax.jit(
+      lambda state: state.apply_gradients(grads=state.params), donate_argnums=0
+    )
+    before = jax.device_get(state.params)
+    after = jax.device_get(step(state))
+    assert_same(after.params, jax.tree.map(lambda p: p * 2, before))
+    for copy in after.opt_state:
+      assert_same(copy, before)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "error", "match"),
+  [
+    ({"rules": "fsdp"}, ValueError, "rules='fsdp' need a strategy.*=None"),
+    ({"rules": ()}, ValueError, r"rules=\(\) need a strategy"),
+    ({"strategy": 3}, TypeError, "strategy must be a Strategy or None, got 3"),
+    ({"strategy": MESH}, TypeError, "strategy must be a Strategy or None, got"),
+    (
+      {"strategy": STRATEGY, "rules": (("norm/mean", P("model")),)},
+      ValueError,
+      "matches nothing: the paths in params are in/bias",
+    ),
+    (
+      {"strategy": STRATEGY, "rules": (("out/kernel", P(None, "modle")),)},
+      ValueError,
+      r"params\[out/kernel\]: the mesh has no axis 'modle'",
+    ),
+    (
+      {"strategy": STRATEGY, "wrappers": [Local((P(),))]},
+      ValueError,
+      "wrapper 'local': partition_specs must return a tree like the state",
+    ),
+    (
+      {"strategy": STRATEGY, "wrappers": [fs.LossScale, fs.LossScale]},
+      TypeError,
+      r"wrappers\[0\] must be an instance",
+    ),
+  ],
+)
+def test_what_cannot_be_done(kwargs, error, match):
+  with pytest.raises(error, match=match):
+    make(**kwargs)
+
+
+class OneSpec(Local):
+  def init(self, params, tx):
+    return {"x": jnp.zeros((6, 2))}
+
+  def partition_specs(self, state):
+    return {"x": self.specs}
+
+
+@pytest.mark.parametrize(
+  ("spec", "error", "match"),
+  [
+    (P("replica"), ValueError, r"dimension 0, of 6, cannot be divided by 4"),
+    (P("data"), ValueError, "the mesh has no axis 'data'"),
+    ("replica", TypeError, "must be a PartitionSpec, got 'replica'"),
+  ],
+)
+def test_wrong_specs_of_wrappers(spec, error, match):
+  with pytest.raises(
+    error, match=rf"wrapper 'one_spec': partition_specs\[x\]: {match}"
+  ):
+    make(wrappers=[OneSpec(spec)], strategy=STRATEGY)
+
+
+# NNX.
+
+
+class Net(nnx.Module):
+  def __init__(self, rngs, names=None):
+    init = nnx.initializers.lecun_normal()
+    if names:
+      init = nnx.with_partitioning(init, names)
+    self.dense = nnx.Linear(16, 8, kernel_init=init, rngs=rngs)
+    self.norm = nnx.BatchNorm(8, rngs=rngs)
+    self.drop = nnx.Dropout(0.5, rngs=rngs)
+    self.raw = nnx.data(jnp.ones(8))
+    self.policy = fs.Policy("mixed_float16")
+
+  def __call__(self, x):
+    return self.drop(self.norm(self.dense(x))) * self.raw
+
+
+def call(state):
+  names = ("params", "batch_stats", "rngs", "arrays")
+  variables = {name: getattr(state, name) for name in names}
+  out, _ = state.apply_fn(variables, X, mutable=["batch_stats", "rngs"])
+  return np.asarray(out)
+
+
+@pytest.mark.parametrize("instance", [False, True])
+def test_nnx(instance):
+  function = lambda rngs: Net(rngs)
+  kwargs = dict(wrappers=[fs.LossScale("auto")], strategy=STRATEGY)
+  rules = (("dense/kernel", P("replica", "model")),)
+  model = Net(nnx.Rngs(KEY)) if instance else function
+  state = make(model, x=None, rules=rules, **kwargs)
+  assert specs(state) == {
+    "params/dense/kernel": P("replica", "model"),
+    "opt_state/0/mu/dense/kernel": P("replica", "model"),
+    "opt_state/0/nu/dense/kernel": P("replica", "model"),
+  }
+  plain = make(function, x=None, wrappers=[fs.LossScale("auto")])
+  for name in ("params", "batch_stats", "rngs", "arrays", "opt_state"):
+    assert_same(getattr(state, name), getattr(plain, name))
+  # The policy is the module's.
+  assert float(state.wrapper_states["loss_scale"].scale) == 2.0**15
+  np.testing.assert_allclose(call(state), call(plain), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("instance", [False, True])
+def test_nnx_metadata(instance):
+  def model(rngs):
+    return Net(rngs, (None, "model"))
+
+  if instance:
+    with jax.set_mesh(MESH):
+      model = model(nnx.Rngs(KEY))
+  state = make(model, x=None, strategy=STRATEGY)
+  assert specs(state.params) == {"dense/kernel": P(None, "model")}
+  state = make(model, x=None, strategy=STRATEGY, rules=(("model", "replica"),))
+  assert specs(state.params) == {"dense/kernel": P(None, "replica")}
+  state = make(model, x=None, strategy=STRATEGY, rules=FSDP(min_size=64))
+  assert specs(state.params) == {"dense/kernel": P("replica", "model")}
+  assert call(state).shape == (2, 8)
+
+
+def test_nnx_logical_names():
+  rules = (("in", "replica"), ("out", None))
+  function = lambda rngs: Net(rngs, ("in", "out"))
+  state = make(function, x=None, strategy=STRATEGY, rules=rules)
+  assert specs(state.params) == {"dense/kernel": P("replica")}
+  with nn.logical_axis_rules(rules):
+    state = make(function, x=None, strategy=STRATEGY)
+  assert specs(state.params) == {"dense/kernel": P("replica")}
+  with pytest.raises(ValueError, match=r"no rule says what 'in' stands for"):
+    make(function, x=None, strategy=STRATEGY)
+
+  class Renamed(nnx.Module):
+    def __init__(self, rngs):
+      self.w = nnx.Param(
+        jnp.ones((16, 8)),
+        out_sharding=P("in", "model"),
+        sharding_rules=(("in", "replica"),),
+      )
+
+  state = make(lambda rngs: Renamed(rngs), x=None, strategy=STRATEGY)
+  assert specs(state.params) == {"w": P("replica", "model")}
+
+
+@pytest.mark.parametrize("strategy", [None, STRATEGY])
+def test_functions_that_make_modules(strategy):
+  streams = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
+  state = make(lambda rngs: Net(rngs), streams, None, strategy=strategy)
+  wanted = Net(nnx.Rngs(**streams))
+  np.testing.assert_array_equal(
+    np.asarray(state.params["dense"]["kernel"]), wanted.dense.kernel[...]
+  )
+  match = "model must be an instance of flax"
+  for wrong in (lambda rngs: 3, lambda: Net(nnx.Rngs(0)), Net, 3):
+    with pytest.raises(TypeError, match=match):
+      make(wrong, x=None, strategy=strategy)
+  for rng in (None, 3):
+    with pytest.raises(TypeError, match="rng must be a PRNG key or a dict"):
+      make(lambda rngs: Net(rngs), rng, None, strategy=strategy)
+
+  class Empty(nnx.Module):
+    pass
+
+  with pytest.raises(ValueError, match="has no parameters"):
+    make(lambda rngs: Empty(), x=None, strategy=strategy)
+
+
+# TrainState.create.
+
+
+def test_given_parameters_keep_their_sharding():
+  params = {
+    "split": put(X, None, "model"),
+    "whole": put(X),
+    "one": jnp.asarray(X),
+    "numpy": X,
+  }
+  state = fs.TrainState.create(
+    apply_fn=None,
+    params=params,
+    tx=ADAM,
+    wrappers=[Local()],
+    strategy=STRATEGY,
+    batch_stats={"mean": put(X, "model"), "var": X},
+  )
+  assert specs(state.params) == {"split": P(None, "model")}
+  assert specs(state.batch_stats) == {"mean": P("model")}
+  assert specs(state.opt_state) == {
+    "0/mu/split": P(None, "model"),
+    "0/nu/split": P(None, "model"),
+  }
+  assert len(specs(state.wrapper_states)) == 4
+  assert specs(state.step) == {}
+  plain = fs.TrainState.create(
+    apply_fn=None,
+    params=jax.device_get(params),
+    tx=ADAM,
+    wrappers=[Local()],
+    batch_stats={"mean": X, "var": X},
+  )
+  assert_same(state, plain)
+  new = jax.jit(lambda s: s.apply_gradients(grads=s.params))(state)
+  assert new.params["split"].sharding.spec == P(None, "model")
+
+
+def test_parameters_on_another_mesh():
+  other = jax.sharding.Mesh(MESH.devices[::-1], MESH.axis_names)
+  make = lambda **kwargs: fs.TrainState.create(
+    apply_fn=None, tx=optax.sgd(0.1), strategy=STRATEGY, **kwargs
+  )
+  split = {"w": put(X, "model", mesh=other)}
+  with pytest.raises(
+    ValueError, match=r"params\[w\] is split over another mes"
+  ):
+    make(params=split)
+  with pytest.raises(ValueError, match=r"batch_stats\[w\] is split over anoth"):
+    make(params={"w": X}, batch_stats=split)
+  assert specs(make(params={"w": put(X, mesh=other)})) == {}

@@ -1,0 +1,97 @@
+"""Where slots lie: as their parameters, whatever the optimizer."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from flaxshard import placement
+
+P = jax.sharding.PartitionSpec
+PARAMS = {
+  "a": {"kernel": jnp.ones((256, 512)), "bias": jnp.ones(512)},
+  "kernel": jnp.ones((4, 2)),
+}
+SPECS = {
+  "a": {"kernel": P("replica", "model"), "bias": P("model")},
+  "kernel": P(None, "model"),
+}
+A, BIAS, KERNEL = SPECS["a"]["kernel"], SPECS["a"]["bias"], SPECS["kernel"]
+
+
+def matrices(params):
+  return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+def looks_at_its_arrays(params):
+  first = jax.tree.leaves(params)[0]
+  return {"m": jax.tree.map(jnp.zeros_like, params), "d": first.sum()}
+
+
+OPTIMIZERS = {
+  "sgd": (optax.sgd(0.1), 0),
+  "momentum": (optax.sgd(0.1, momentum=0.9), 1),
+  "adam": (optax.adam(0.1), 2),
+  "schedule": (optax.adamw(optax.constant_schedule(0.1)), 2),
+  "chain": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), 2),
+  "multi_steps": (optax.MultiSteps(optax.adam(0.1), 2), 3),
+  "inject": (optax.inject_hyperparams(optax.adam)(0.1), 2),
+  "apply_if_finite": (optax.apply_if_finite(optax.adam(0.1), 3), 2),
+  "schedule_free": (optax.contrib.schedule_free_adamw(0.1), 2),
+  "users": (optax.GradientTransformation(looks_at_its_arrays, None), 1),
+}
+
+
+def specs_of(tx):
+  state = jax.eval_shape(tx.init, PARAMS)
+  specs = placement.slot_specs(state, PARAMS, SPECS)
+  assert jax.tree.structure(specs) == jax.tree.structure(state)
+  return state, specs
+
+
+@pytest.mark.parametrize(("tx", "copies"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_slots_follow_their_parameters(tx, copies):
+  state, specs = specs_of(tx)
+  split = [spec for spec in jax.tree.leaves(specs) if spec != P()]
+  assert sorted(map(str, split)) == sorted(map(str, [A, BIAS, KERNEL] * copies))
+  for leaf, spec in zip(
+    jax.tree.leaves(state), jax.tree.leaves(specs), strict=True
+  ):
+    if spec == A:
+      assert leaf.shape == (256, 512)
+
+
+def test_masked_slots():
+  for mask in (matrices, matrices(PARAMS)):
+    _, specs = specs_of(optax.masked(optax.adam(0.1), mask))
+    assert specs.inner_state[0].mu["a"]["kernel"] == A
+    assert specs.inner_state[0].nu["kernel"] == KERNEL
+
+
+def test_slots_of_several_optimizers():
+  label = lambda p: jax.tree.map(lambda m: "m" if m else "v", matrices(p))
+  tx = optax.multi_transform(
+    {"m": optax.adam(0.1), "v": optax.sgd(0.1, momentum=0.9)}, label
+  )
+  _, specs = specs_of(tx)
+  assert specs.inner_states["m"].inner_state[0].nu["a"]["kernel"] == A
+  assert specs.inner_states["v"].inner_state[0].trace["a"]["bias"] == BIAS
+
+
+def test_factored_slots_are_replicated():
+  state, specs = specs_of(optax.adafactor(0.1, min_dim_size_to_factor=128))
+  assert state[0].v_row["a"]["kernel"].shape == (256,)
+  assert specs[0].v_row["a"]["kernel"] == P()
+  assert specs[0].v_col["a"]["kernel"] == P()
+  # Those that are not factored have the shape of the parameter.
+  assert specs[0].v["a"]["bias"] == BIAS
+  assert specs[0].v["kernel"] == KERNEL
+
+
+def test_slots_with_dimensions_in_front():
+  state, specs = specs_of(optax.scale_by_lbfgs(memory_size=3))
+  memory = "diff_params_memory"
+  assert getattr(state, memory)["a"]["kernel"].shape == (3, 256, 512)
+  assert getattr(specs, memory)["a"]["kernel"] == P(None, "replica", "model")
+  assert getattr(specs, memory)["a"]["bias"] == P(None, "model")
+  assert specs.params["a"]["kernel"] == A
