@@ -20,18 +20,21 @@ class HostBatch(NamedTuple):
 
   Attributes:
     tree: The structure.
-    paths: The paths of the leaves, in order.
     arrays: The leaves.
   """
 
   tree: Any
-  paths: list[str]
   arrays: list[Array]
 
   @property
   def rows(self) -> int:
     """The number of examples."""
     return self.arrays[0].shape[0]
+
+  @property
+  def paths(self) -> list[str]:
+    """The paths of the leaves, in order."""
+    return _paths(self.tree)
 
 
 def flatten(batch: PyTree) -> HostBatch:
@@ -42,18 +45,23 @@ def flatten(batch: PyTree) -> HostBatch:
       rows than the first, or integers that wrap around on the device.
     TypeError: A leaf is not numeric.
   """
-  flat, tree = jax.tree_util.tree_flatten_with_path(batch)
-  if not flat:
+  leaves, tree = jax.tree.flatten(batch)
+  if not leaves:
     raise ValueError(f"a batch must have arrays, got {batch!r}.")
-  paths = [trees.path_string(path) for path, _ in flat]
-  arrays = [_array(path, x) for path, (_, x) in zip(paths, flat, strict=True)]
-  for path, x in zip(paths, arrays, strict=True):
-    if len(x) != len(arrays[0]):
+  arrays: list[Array] = []
+  for i, leaf in enumerate(leaves):
+    try:
+      arrays.append(_array(leaf))
+    except (TypeError, ValueError) as e:
+      kind = TypeError if isinstance(e, TypeError) else ValueError
+      raise kind(f"batch[{_paths(tree)[i]}] {e}") from e
+    if len(arrays[i]) != len(arrays[0]):
       raise ValueError(
-        f"batch[{path}] has {len(x)} examples, batch[{paths[0]}] has "
-        f"{len(arrays[0])}; the leading dimension is the batch."
+        f"batch[{_paths(tree)[i]}] has {len(arrays[i])} examples, "
+        f"batch[{_paths(tree)[0]}] has {len(arrays[0])}; the leading dimension "
+        "is the batch."
       )
-  return HostBatch(tree, paths, arrays)
+  return HostBatch(tree, arrays)
 
 
 def dtype_of(x: Array) -> np.dtype:
@@ -61,7 +69,7 @@ def dtype_of(x: Array) -> np.dtype:
   return np.dtype(jax.dtypes.canonicalize_dtype(x.dtype.newbyteorder("=")))
 
 
-def join(path: str, arrays: Sequence[Array], shape: Sequence[int]) -> Array:
+def join(path: str, arrays: Sequence[Array], shape: tuple[int, ...]) -> Array:
   """Joins arrays along their rows and pads them to a shape.
 
   New rows repeat the first one: what is finite on every example is finite on
@@ -79,7 +87,7 @@ def join(path: str, arrays: Sequence[Array], shape: Sequence[int]) -> Array:
   Raises:
     ValueError: A number overflows in that dtype.
   """
-  whole = len(arrays) == 1 and arrays[0].shape == tuple(shape)
+  whole = len(arrays) == 1 and arrays[0].shape == shape
   if whole and isinstance(arrays[0], jax.Array) and jax.process_count() == 1:
     return trees.strong(arrays[0])
   dtype = dtype_of(arrays[0])
@@ -101,36 +109,41 @@ def join(path: str, arrays: Sequence[Array], shape: Sequence[int]) -> Array:
   return out
 
 
-def _array(path: str, x: Any) -> Array:
+def _array(x: Any) -> Array:
   """Returns a leaf as an array, if it can be one on the device unharmed."""
-  where = f"batch[{path}]"
   if isinstance(x, jax.Array):
     if not x.is_fully_addressable:
       raise ValueError(
-        f"{where} lies on devices of other processes: it is sharded already."
+        "lies on devices of other processes: it is sharded already."
       )
   elif isinstance(x, np.ma.MaskedArray):
-    raise TypeError(f"{where} is a masked array, whose mask would be lost.")
+    raise TypeError("is a masked array, whose mask would be lost.")
   else:
     x = np.asarray(x)
   if x.dtype == object:
     raise ValueError(
-      f"{where} is an array of objects, shape {x.shape}: rows of different "
-      "lengths must be padded into one array first."
+      f"is an array of objects, shape {x.shape}: rows of different lengths "
+      "must be padded into one array first."
     )
   if not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
-    raise TypeError(f"{where} must be numbers or booleans, got {x.dtype}.")
+    raise TypeError(f"must be numbers or booleans, got {x.dtype}.")
   if not x.ndim:
     raise ValueError(
-      f"{where} is a single number: every leaf must be an array with the "
-      "examples in its leading dimension."
+      "is a single number: every leaf must be an array with the examples in "
+      "its leading dimension."
     )
   dtype = dtype_of(x)
   if x.dtype.kind in "iu" and dtype.itemsize < x.dtype.itemsize and x.size:
     low, high, allowed = int(x.min()), int(x.max()), np.iinfo(dtype)
     if low < allowed.min or high > allowed.max:
       raise ValueError(
-        f"{where} is {x.dtype}, from {low} to {high}, and would wrap around in "
+        f"is {x.dtype}, from {low} to {high}, and would wrap around in "
         f"{dtype}: cast it, or set jax_enable_x64."
       )
   return x
+
+
+def _paths(tree: Any) -> list[str]:
+  numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
+  flat = jax.tree_util.tree_leaves_with_path(numbered)
+  return [trees.path_string(path) for path, _ in flat]

@@ -99,6 +99,8 @@ class _Layout:
     multiples: What the dimensions that vary are padded to multiples of; 0 is
       the batch's.
     mask: The key of the mask, None for none.
+    mask_leaf: Which leaf that is; None: it is to be added.
+    mask_sharding: As the rows are split.
   """
 
   tree: Any
@@ -106,6 +108,8 @@ class _Layout:
   rows: int
   multiples: dict[int, int]
   mask: str | None
+  mask_leaf: int | None
+  mask_sharding: jax.sharding.NamedSharding
 
 
 class Padder:
@@ -146,35 +150,26 @@ class Padder:
       longest = max(lengths[dim] for lengths in sizes)
       padded[dim] = _bucket(longest, layout.multiples[dim])
 
-    arrays, shardings = [], []
+    arrays = []
     for i, leaf in enumerate(layout.leaves):
-      shape = [
+      shape = tuple(
         padded[dim] if isinstance(size, str) else size
         for dim, size in enumerate(leaf.shape)
-      ]
+      )
       arrays.append(host.join(leaf.path, [p.arrays[i] for p in parts], shape))
-      shardings.append(leaf.sharding)
-    paths = [leaf.path for leaf in layout.leaves]
-    own = layout.mask in paths
-    if layout.mask is not None:
-      real = np.zeros(tuple(padded.values()), bool)
-      start = 0
-      for part, lengths in zip(parts, sizes, strict=True):
-        stop = start + part.rows
-        real[(slice(start, stop), *map(slice, lengths.values()))] = True
-        start = stop
-      if own:
-        i = paths.index(layout.mask)
-        arrays[i] = _both(layout.mask, np.asarray(arrays[i]), real)
-      else:
-        widest = max(layout.leaves, key=lambda leaf: leaf.parts[0])
-        spec = P(*widest.sharding.spec[:1])
-        arrays.append(real)
-        shardings.append(jax.sharding.NamedSharding(self._mesh, spec))
-    out = sharding.put(self._mesh, arrays, shardings)
-    if layout.mask is None or own:
+    shardings = [leaf.sharding for leaf in layout.leaves]
+    if layout.mask is None:
+      out = sharding.put(self._mesh, arrays, shardings)
       return jax.tree.unflatten(layout.tree, out)
-    *leaves, mask = out
+    real = _real([part.rows for part in parts], sizes, padded)
+    if layout.mask_leaf is not None:
+      given = np.asarray(arrays[layout.mask_leaf])
+      arrays[layout.mask_leaf] = _both(layout.mask, given, real)
+      out = sharding.put(self._mesh, arrays, shardings)
+      return jax.tree.unflatten(layout.tree, out)
+    *leaves, mask = sharding.put(
+      self._mesh, [*arrays, real], [*shardings, layout.mask_sharding]
+    )
     return {**jax.tree.unflatten(layout.tree, leaves), layout.mask: mask}
 
 
@@ -213,7 +208,18 @@ def _layout(
   if not rows:
     raise ValueError("the first batch has no examples: give the batch_size.")
   mask = config.mask if is_dict else None
-  return _Layout(first.tree, leaves, rows, multiples, mask)
+  widest = max(leaves, key=lambda leaf: leaf.parts[0])
+  return _Layout(
+    tree=first.tree,
+    leaves=leaves,
+    rows=rows,
+    multiples=multiples,
+    mask=mask,
+    mask_leaf=first.paths.index(mask) if mask in first.paths else None,
+    mask_sharding=jax.sharding.NamedSharding(
+      mesh, P(*widest.sharding.spec[:1])
+    ),
+  )
 
 
 def _sizes(layout: _Layout, batch: host.HostBatch) -> dict[int, int]:
@@ -222,6 +228,11 @@ def _sizes(layout: _Layout, batch: host.HostBatch) -> dict[int, int]:
   Raises:
     ValueError: The batch is not like the first, or leaves differ in them.
   """
+  if batch.tree == layout.tree and all(
+    x.shape[1:] == leaf.shape[1:] and host.dtype_of(x) == leaf.dtype
+    for x, leaf in zip(batch.arrays, layout.leaves, strict=True)
+  ):
+    return {}  # as nearly always
   wanted = {leaf.path: leaf for leaf in layout.leaves}
   given = {}
   sizes: dict[int, tuple[int, str]] = {}
@@ -282,6 +293,19 @@ def _padded_rows(layout: _Layout, rows: int, bucket: str | None) -> int:
 def _bucket(size: int, multiple: int) -> int:
   """Returns a multiple times the least power of two that reaches a size."""
   return multiple << (max(-(-size // multiple), 1) - 1).bit_length()
+
+
+def _real(
+  rows: Sequence[int], sizes: Sequence[dict[int, int]], padded: dict[int, int]
+) -> np.ndarray:
+  """Returns where padded parts have what was given."""
+  real = np.zeros(tuple(padded.values()), bool)
+  start = 0
+  for count, lengths in zip(rows, sizes, strict=True):
+    where = slice(start, start + count), *map(slice, lengths.values())
+    real[where] = True
+    start += count
+  return real
 
 
 def _both(key: str, given: np.ndarray, real: np.ndarray) -> np.ndarray:

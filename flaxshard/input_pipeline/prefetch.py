@@ -41,7 +41,10 @@ class Prefetch:
 
   def __init__(self, read: Callable[[], Item], size: int):
     self._read = read
-    self._free = threading.Semaphore(size)
+    # One entry for each item that may be read: a semaphore, but in C.
+    self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
+    for _ in range(size):
+      self._free.put(None)
     self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
     self._stopped = False
     # JAX's settings are the thread's own.
@@ -55,13 +58,13 @@ class Prefetch:
   def get(self) -> Item:
     """Returns the next item, once it is there."""
     item = self._items.get()
-    self._free.release()
+    self._free.put(None)
     return item
 
   def stop(self) -> None:
     """Lets the thread end after the read it is in, without waiting for it."""
     self._stopped = True
-    self._free.release()
+    self._free.put(None)
 
   def join(self, timeout: float | None = None) -> bool:
     """Waits for the thread to end, and returns whether it has."""
@@ -73,7 +76,7 @@ class Prefetch:
     with jax.enable_x64(self._x64):
       error: BaseException | None = None
       while error is None:
-        self._free.acquire()
+        self._free.get()
         if self._stopped:
           error = ValueError("the iterator was closed.")
           item = Item(error=error)
