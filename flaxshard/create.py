@@ -86,13 +86,12 @@ def create_train_state(
       "strategy=None."
     )
   mesh = None if strategy is None else placement.mesh_of(strategy)
-  apply_fn: Any
   if mesh is None and _is_function(model):
     linen_module.check_rng(rng)
     model = nnx_module.construct(model, rng)
   if nnx_module.is_module(model):
-    apply_fn, variables = nnx_module.split(model, boxed=True)
-    policy = _policy_of(model)
+    apply_fn, variables = nnx_module.split(model, boxed=mesh is not None)
+    about = _about(model, apply_fn)
   else:
     init = _initializer(model, rng, sample_input)
     if mesh is not None:
@@ -100,18 +99,28 @@ def create_train_state(
       arrays = birth.make(*birth.args)
       return fields_lib.extend(TrainState, arrays)(**birth.static, **arrays)
     variables = jax.jit(init.initialize)(*init.args)
-    apply_fn, policy = init.about()
-  _check_params(model, variables)
-  arrays = specs_lib.unbox(variables)
-  if mesh is not None:
-    arrays = placement.put(arrays, _specs(variables, mesh, rules), mesh)
+    about = init.about()
+  _check_params(about.name, variables)
+  if mesh is None:
+    arrays = nn.meta.unbox(variables)
+  else:
+    specs = _specs(variables, mesh, rules)
+    arrays = placement.put(specs_lib.unbox(variables), specs, mesh)
   return TrainState.create(
-    apply_fn=apply_fn,
+    apply_fn=about.apply_fn,
     tx=tx,
-    wrappers=base.with_policy(wrappers, policy),
+    wrappers=base.with_policy(wrappers, about.policy),
     strategy=strategy,
     **arrays,
   )
+
+
+class _About(NamedTuple):
+  """What the variables of a model are not."""
+
+  name: str
+  apply_fn: Any
+  policy: Policy | None
 
 
 class _Initializer(NamedTuple):
@@ -119,8 +128,8 @@ class _Initializer(NamedTuple):
 
   initialize: Callable[..., dict[str, PyTree]]  # variables, in their boxes
   args: tuple[Any, ...]
-  # The apply function and the policy, once `initialize` has been traced.
-  about: Callable[[], tuple[Callable[..., Any], Policy | None]]
+  # The apply function, and what it is of, once `initialize` has been traced.
+  about: Callable[[], _About]
 
 
 class _Birth(NamedTuple):
@@ -134,7 +143,7 @@ class _Birth(NamedTuple):
 def _initializer(model: Any, rng: Any, sample_input: Any) -> _Initializer:
   if isinstance(model, nn.Module):
     initialize, args = linen_module.prepare(model, rng, sample_input)
-    about = model.apply, _policy_of(model)
+    about = _about(model, model.apply)
     return _Initializer(initialize, args, lambda: about)
   if not _is_function(model):
     raise TypeError(
@@ -142,14 +151,14 @@ def _initializer(model: Any, rng: Any, sample_input: Any) -> _Initializer:
       f"function of nnx.Rngs that returns the latter, got {model!r}."
     )
   linen_module.check_rng(rng)
-  traced: list[Any] = []
+  traced: list[_About] = []
 
   def initialize_nnx(rng: Any) -> dict[str, PyTree]:
     # Where the variables lie is settled for all of them together.
     with nnx.use_eager_sharding(False):
       module = nnx_module.construct(model, rng)
     apply_fn, variables = nnx_module.split(module, boxed=True)
-    traced.append((apply_fn, _policy_of(module)))
+    traced.append(_about(module, apply_fn))
     return variables
 
   return _Initializer(initialize_nnx, (rng,), lambda: traced[0])
@@ -163,10 +172,12 @@ def _birth(
   rules: rules_lib.Rules,
 ) -> _Birth:
   variables = jax.eval_shape(init.initialize, *init.args)
-  apply_fn, policy = init.about()
-  _check_params(apply_fn, variables)
+  about = init.about()
+  _check_params(about.name, variables)
   static = dict(
-    apply_fn=apply_fn, tx=tx, wrappers=base.with_policy(wrappers, policy)
+    apply_fn=about.apply_fn,
+    tx=tx,
+    wrappers=base.with_policy(wrappers, about.policy),
   )
 
   def make(*args: Any) -> dict[str, PyTree]:
@@ -218,12 +229,16 @@ def _is_function(model: Any) -> bool:
   return True
 
 
-def _check_params(model: Any, variables: Mapping[str, PyTree]) -> None:
+def _check_params(model: str, variables: Mapping[str, PyTree]) -> None:
   if not jax.tree.leaves(variables.get("params", {})):
     raise ValueError(
-      f"model={type(model).__name__} has no parameters: its collections are "
+      f"model={model} has no parameters: its collections are "
       f"{sorted(variables)}, 'params' must be one with arrays in it."
     )
+
+
+def _about(module: Any, apply_fn: Any) -> _About:
+  return _About(type(module).__name__, apply_fn, _policy_of(module))
 
 
 def _policy_of(model: Any) -> Policy | None:

@@ -1,4 +1,4 @@
-"""Linen modules, initialized: variables and an apply."""
+"""Linen modules: how they are initialized."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 
-def init(
+def prepare(
   model: nn.Module, rng: Any, sample_input: Any
-) -> tuple[Callable[..., Any], dict[str, Any]]:
-  """Initializes a Linen module.
+) -> tuple[Callable[..., dict[str, Any]], tuple[Any, dict[int, Any]]]:
+  """Returns a function that initializes a Linen module, and its arguments.
 
   Args:
     model: The module.
@@ -23,24 +23,14 @@ def init(
       list of positional arguments.
 
   Returns:
-    `(model.apply, variables)`; the overwrite-with-gradient collection of
-    Flax's fp8 modules is with the parameters, as they are trained together.
+    `(initialize, args)`; `jax.jit(initialize)(*args)` returns the variables, in
+    the boxes of their partitioning metadata where they have any. The
+    overwrite-with-gradient collection of Flax's fp8 modules is with the
+    parameters, as they are trained together.
 
   Raises:
     TypeError: `rng` is no key.
     ValueError: `sample_input` is empty.
-  """
-  initialize, args = prepare(model, rng, sample_input)
-  return model.apply, nn.meta.unbox(jax.jit(initialize)(*args))
-
-
-def prepare(
-  model: nn.Module, rng: Any, sample_input: Any
-) -> tuple[Callable[..., dict[str, Any]], tuple[Any, dict[int, Any]]]:
-  """Returns the function that initializes a module, to be jitted, and its args.
-
-  Takes what `init` takes. The variables that the function returns are in the
-  boxes of their partitioning metadata, where they have any.
   """
   check_rng(rng)
   # A NamedTuple is one argument.

@@ -163,14 +163,20 @@ def test_metadata_and_logical_names():
 
 
 def test_a_mesh_in_the_context_changes_nothing():
+  rules = (("in", None), ("out", "model"))
   with jax.set_mesh(MESH):
-    state = make(
-      Annotated(), strategy=STRATEGY, rules=(("in", None), ("out", "model"))
+    state = make(Annotated(), strategy=STRATEGY, rules=rules)
+    # Without a strategy Flax puts the parameters there, as it always does.
+    plain = make(
+      nn.Dense(
+        8, kernel_init=nn.with_partitioning(nn.initializers.ones, ("model",))
+      )
     )
   assert specs(state.params) == {
     "Dense_0/kernel": P("replica"),
     "Dense_1/kernel": P(None, "model"),
   }
+  assert plain.params["kernel"].sharding.spec == P("model")
 
 
 class Large(nn.Module):
@@ -298,6 +304,11 @@ def test_a_donated_state_shares_no_buffer():
       {"strategy": STRATEGY, "wrappers": [Local((P(),))]},
       ValueError,
       "wrapper 'local': partition_specs must return a tree like the state",
+    ),
+    (
+      {"strategy": STRATEGY, "model": nn.Dropout(0.5, deterministic=True)},
+      ValueError,
+      "model=Dropout has no parameters",
     ),
     (
       {"strategy": STRATEGY, "wrappers": [fs.LossScale, fs.LossScale]},
@@ -438,7 +449,7 @@ def test_functions_that_make_modules(strategy):
   class Empty(nnx.Module):
     pass
 
-  with pytest.raises(ValueError, match="has no parameters"):
+  with pytest.raises(ValueError, match="model=Empty has no parameters"):
     make(lambda rngs: Empty(), x=None, strategy=strategy)
 
 

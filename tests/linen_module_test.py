@@ -15,6 +15,11 @@ from flaxshard import linen_module
 X = np.array([[1.0, 2.0, -1.0], [0.5, -0.25, 3.0]], np.float32)
 
 
+def init(model, rng, x):
+  initialize, args = linen_module.prepare(model, rng, x)
+  return jax.jit(initialize)(*args)
+
+
 def create(model, rng=None, sample_input=X, scale=None):
   return fs.create_train_state(
     model,
@@ -30,15 +35,19 @@ def assert_close(a, b):
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), a, b)
 
 
-def test_init_returns_the_apply_and_the_variables():
+def test_the_variables_are_those_of_the_module():
   key = jax.random.key(3)
   model = nn.Sequential([nn.Dense(4), nn.BatchNorm(use_running_average=True)])
-  apply_fn, variables = linen_module.init(model, key, X)
+  variables = init(model, key, X)
   assert_close(variables, dict(model.init(key, X)))
   assert set(variables) == {"params", "batch_stats"}
-  np.testing.assert_array_equal(
-    apply_fn(variables, X), model.apply(variables, X)
-  )
+
+
+def test_partitioning_metadata_stays_on():
+  kernel_init = nn.with_partitioning(nn.initializers.ones, (None, "model"))
+  variables = init(nn.Dense(4, kernel_init=kernel_init), jax.random.key(0), X)
+  assert variables["params"]["kernel"].names == (None, "model")
+  assert isinstance(variables["params"]["bias"], jax.Array)
 
 
 @pytest.mark.parametrize("rng", [jax.random.key(1), jax.random.PRNGKey(1)])
@@ -52,12 +61,12 @@ def test_keys_old_and_new_and_in_a_dict(rng):
   "rng", [None, 0, 1.5, {}, "key", {"params": None}, {"params": 0}]
 )
 def test_what_is_no_key_is_refused(rng):
-  for init in (
-    lambda: linen_module.init(nn.Dense(2), rng, X),
+  for make in (
+    lambda: linen_module.prepare(nn.Dense(2), rng, X),
     lambda: fs.create_train_state(nn.Dense(2), rng, X, optax.sgd(0.1)),
   ):
     with pytest.raises(TypeError, match="rng must be a PRNG key or a dict"):
-      init()
+      make()
 
 
 @pytest.mark.parametrize("sample_input", [None, (), {}, (None,)])
@@ -110,7 +119,7 @@ def test_a_flag_among_the_inputs_stays_static(train, features):
 
 def test_overwrite_with_gradient_goes_with_the_parameters():
   dense = nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp)
-  _, variables = linen_module.init(dense, jax.random.key(0), jnp.ones((4, 16)))
+  variables = init(dense, jax.random.key(0), jnp.ones((4, 16)))
   assert set(variables) == {"params"}
   assert set(variables["params"]) == {"params", "_overwrite_with_gradient"}
   assert set(variables["params"]["params"]) == {"kernel", "bias"}
