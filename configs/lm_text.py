@@ -48,7 +48,15 @@ def get_config() -> ml_collections.ConfigDict:
   config.precision = "float32"
   # "auto": dynamic in mixed_float16, otherwise compiled away.
   config.wrappers = (("loss_scale", {"scale": "auto"}),)
-  config.mesh = {"replica": -1}  # devices to split a batch over; -1: all
+  config.mesh = {
+    "replica": -1,  # replicas share a batch; -1: as many as fit
+    "logical_devices": 1,  # of each replica, or by name:
+    "axes": (),  # (("model", 2),)
+    "rules": (),  # of parameters: ("fsdp",), (("kernel$", (None, "model")),)
+    "split": {},  # of batches, into pieces: {"inputs": (1, 2, 4, 1)}
+    "per_replica": False,  # run the step on each replica, as Strategy.run does
+    "virtual_devices": 0,  # n: rehearse on n virtual CPU devices
+  }
 
   config.log_every_steps = 50
   config.eval_every_steps = 500

@@ -8,6 +8,7 @@ Any field of the config can be set from here:
   --config.model.features='(16, 32)' --config.optimizer.name=lion
   --config.precision=float32 --config.wrappers='()'
   --config.wrappers="(('loss_scale', {'scale': 1024.0}),)"
+  --config.mesh.replica=4 --config.mesh.virtual_devices=8
   --config.data.name=my_package.my_module:my_factory
 
 A field that the config file does not have is an error that names near ones;
@@ -31,7 +32,6 @@ import logging
 from absl import app
 from absl import flags
 from absl import logging as absl_logging
-import jax
 from ml_collections import config_flags
 
 from flaxshard import train
@@ -66,14 +66,6 @@ def main(argv: list[str]) -> None:
     # JAX and Orbax have a lot to say at INFO.
     absl_logging.set_verbosity(absl_logging.WARNING)
 
-  log.info(
-    "JAX %s, process %d of %d, %d %s device(s)",
-    jax.__version__,
-    jax.process_index(),
-    jax.process_count(),
-    jax.device_count(),
-    jax.default_backend(),
-  )
   train.train_and_evaluate(FLAGS.config, FLAGS.workdir)
 
 

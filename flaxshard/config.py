@@ -13,6 +13,7 @@ import ml_collections
 
 from flaxshard import registry
 from flaxshard import wrappers
+from flaxshard.partitioning import rules
 from flaxshard.policy import Policy
 
 # A check returns what is allowed, if the value is not.
@@ -38,9 +39,7 @@ def _positive(value: Any) -> str | None:
 
 
 def _named(value: Any) -> str | None:
-  ok = isinstance(value, (Mapping, ml_collections.ConfigDict)) and isinstance(
-    value.get("name"), str
-  )
+  ok = _is_dict(value) and isinstance(value.get("name"), str)
   return None if ok else "a dict with a 'name' and the arguments of what it is"
 
 
@@ -70,14 +69,86 @@ def _steps(value: Any) -> str | None:
   return None if ok else "(), or (first step, last step)"
 
 
-def _mesh(value: Any) -> str | None:
-  ok = (
-    isinstance(value, (Mapping, ml_collections.ConfigDict))
-    and set(value) == {"replica"}
-    and _is_int(value["replica"])
-    and (value["replica"] == -1 or value["replica"] > 0)
+def _is_dict(value: Any) -> bool:
+  return isinstance(value, (Mapping, ml_collections.ConfigDict))
+
+
+def _replicas(value: Any) -> str | None:
+  ok = _is_int(value) and (value == -1 or value > 0)
+  return None if ok else "a number of replicas, or -1 for as many as fit"
+
+
+def _axes(value: Any) -> str | None:
+  ok = isinstance(value, (tuple, list)) and all(
+    isinstance(axis, (tuple, list))
+    and len(axis) == 2
+    and isinstance(axis[0], str)
+    and axis[0] not in ("", "replica")
+    and _is_int(axis[1])
+    and axis[1] > 0
+    for axis in value
   )
-  return None if ok else "{'replica': n}, n devices, or -1 for all of them"
+  ok = ok and len({axis[0] for axis in value}) == len(value)
+  return None if ok else "pairs (name, size), such as (('model', 2),)"
+
+
+def _rules(value: Any) -> str | None:
+  try:
+    rules.from_config(value or None)
+  except (TypeError, ValueError) as e:
+    return f"(), 'fsdp', or a sequence of rules: {e}"
+  return None
+
+
+def _split(value: Any) -> str | None:
+  ok = _is_dict(value) and all(
+    isinstance(pieces, (tuple, list)) and all(map(_is_int, pieces))
+    for pieces in value.values()
+  )
+  return (
+    None if ok else "a dict of pieces by key, such as {'inputs': (1, 2, 4, 1)}"
+  )
+
+
+def _bool(value: Any) -> str | None:
+  return None if isinstance(value, bool) else "True or False"
+
+
+_MESH: dict[str, tuple[Check, Any]] = {
+  "replica": (_replicas, -1),
+  "logical_devices": (_integer(1), 1),
+  "axes": (_axes, ()),
+  "rules": (_rules, ()),
+  "split": (_split, {}),
+  "per_replica": (_bool, False),
+  "virtual_devices": (_integer(0), 0),
+}
+
+
+def _mesh(value: Any) -> str | None:
+  return None if _is_dict(value) else f"a dict with {', '.join(_MESH)}"
+
+
+def _check_mesh(mesh: Any) -> dict[str, Any]:
+  """Returns `config.mesh` with its defaults."""
+  for name in mesh:
+    if name not in _MESH:
+      raise ValueError(
+        f"config.mesh.{name} is not a field; the fields are "
+        f"{', '.join(_MESH)}.{registry.near(name, _MESH)}"
+      )
+  values = {}
+  for name, (field_check, default) in _MESH.items():
+    value = values[name] = mesh.get(name, default)
+    allowed = field_check(value)
+    if allowed:
+      raise ValueError(f"config.mesh.{name} must be {allowed}; got {value!r}.")
+  if values["axes"] and values["logical_devices"] != 1:
+    raise ValueError(
+      f"config.mesh.logical_devices={values['logical_devices']} must be 1 "
+      f"where config.mesh.axes={values['axes']!r} give names and sizes."
+    )
+  return values
 
 
 _REQUIRED: dict[str, Check] = {
@@ -141,6 +212,7 @@ def check(config: Any) -> ml_collections.ConfigDict:
     if allowed:
       raise ValueError(f"config.{name} must be {allowed}; got {value!r}.")
   wrappers.from_config(config["wrappers"])
+  values["mesh"] = (_mesh, _check_mesh(config["mesh"]))
   # Not frozen: a FrozenConfigDict cannot hold the dicts in `wrappers`.
   checked = ml_collections.ConfigDict(
     {

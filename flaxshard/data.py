@@ -162,6 +162,7 @@ def train_iterator(
   # After what is random: its seeds count examples of all processes.
   dataset = dataset[process_index::process_count]
   dataset = dataset.batch(batch_size // process_count, drop_remainder=True)
+  dataset = dataset.map(_CheckLabels(splits.num_classes))
   return iter(dataset.to_iter_dataset(_READ_OPTIONS))
 
 
@@ -181,6 +182,7 @@ def eval_batches(
   dataset = grain.MapDataset.source(_Padded(splits.eval, padded))
   dataset = dataset[process_index::process_count]
   dataset = dataset.batch(batch_size // process_count, drop_remainder=True)
+  dataset = dataset.map(_CheckLabels(splits.num_classes))
   return dataset.to_iter_dataset(_READ_OPTIONS)
 
 
@@ -324,6 +326,16 @@ class _Augment(grain.transforms.RandomMap):
 
   def random_map(self, element: Example, rng: np.random.Generator) -> Example:
     return self.fn(element, rng)
+
+
+@dataclasses.dataclass(frozen=True)
+class _CheckLabels(grain.transforms.Map):
+  num_classes: int
+
+  def map(self, element: Example) -> Example:
+    # On the device a label out of range would be a NaN, or another class.
+    check_labels("config.data", element["labels"], self.num_classes)
+    return element
 
 
 _READ_OPTIONS = grain.ReadOptions(num_threads=4, prefetch_buffer_size=16)

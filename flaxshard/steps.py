@@ -9,11 +9,14 @@ import flax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from flaxshard import fields
 from flaxshard import nnx_module
+from flaxshard import replica
 from flaxshard import trees
+from flaxshard import values
 from flaxshard.train_state import TrainState
 
 Batch = Mapping[str, jax.Array]
@@ -71,9 +74,13 @@ def train_step(
   Returns:
     The next state and progress.
   """
+  context = replica.get_replica_context()
+  key = rng
+  if context is not None:
+    key = jax.random.fold_in(rng, context.replica_id_in_sync_group)
 
   def loss_fn(params: Any) -> tuple[jax.Array, Any]:
-    rngs = {"dropout": jax.random.fold_in(rng, step)}
+    rngs = {"dropout": jax.random.fold_in(key, step)}
     logits, collections = _apply(state, params, batch, rngs)
     losses = _losses(logits, batch)
     return losses.mean(), (losses, logits, collections)
@@ -115,6 +122,23 @@ def eval_step(state: TrainState, metrics: Metrics, batch: Batch) -> Metrics:
       correct=_correct(logits, batch),
       mask=batch["mask"],
     )
+  )
+
+
+def over_replicas(progress: Progress) -> Progress:
+  """Returns the progress of all replicas together, on the host."""
+  if not values.is_per_replica(progress.bad_step):
+    return progress
+  bad_steps: Any = np.asarray(progress.bad_step)
+  return Progress(
+    metrics=jax.tree.map(
+      lambda x: np.sum(x, axis=0),
+      progress.metrics,
+      is_leaf=values.is_per_replica,
+    ),
+    # The first; 0 is none.
+    bad_step=min(bad_steps[bad_steps > 0], default=bad_steps[0]),
+    bad_leaves=np.any(np.asarray(progress.bad_leaves), axis=0),
   )
 
 

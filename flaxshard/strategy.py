@@ -123,6 +123,16 @@ class Strategy:
     """The number of replicas of a host; 1 where a replica spans several."""
     return max(self.num_replicas_in_sync // self.num_hosts, 1)
 
+  @property
+  def waits(self) -> bool:
+    """Whether each step is waited for: on several virtual CPU devices.
+
+    With many steps in flight XLA's CPU runtime deadlocks (JAX 0.10.2), so that
+    a loop around `jax.jit` should wait too.
+    """
+    devices = self.mesh.devices
+    return devices.size > 1 and devices.flat[0].platform == "cpu"
+
   def run(
     self,
     fn: Callable[..., PyTree],
@@ -502,14 +512,17 @@ class Strategy:
       hash(fn)
     except TypeError as e:
       raise TypeError(f"fn must be hashable, as functions are: {e}.") from e
-    return _compile(self.mesh, fn, donate_argnums)
+    return _compile(self.mesh, fn, donate_argnums, self.waits)
 
 
 @functools.lru_cache(maxsize=256)
 def _compile(
-  mesh: jax.sharding.Mesh, fn: Any, donate_argnums: tuple[int, ...]
+  mesh: jax.sharding.Mesh,
+  fn: Any,
+  donate_argnums: tuple[int, ...],
+  waits: bool,
 ) -> Callable[..., PyTree]:
-  return per_replica.compile(mesh, fn, donate_argnums)
+  return per_replica.compile(mesh, fn, donate_argnums, waits)
 
 
 def _check_devices(devices: Any) -> list[Any]:

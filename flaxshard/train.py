@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -22,6 +23,7 @@ from flaxshard import data
 from flaxshard import interrupts
 from flaxshard import models
 from flaxshard import optimizer
+from flaxshard import parallel
 from flaxshard import steps
 from flaxshard import timer as timer_lib
 from flaxshard import trees
@@ -29,7 +31,10 @@ from flaxshard import workdir as workdir_lib
 from flaxshard import wrappers
 from flaxshard import writers
 from flaxshard.create import create_train_state
+from flaxshard.partitioning import describe
+from flaxshard.partitioning import rules as rules_lib
 from flaxshard.policy import Policy
+from flaxshard.strategy import Strategy
 from flaxshard.train_state import TrainState
 from flaxshard.wrappers import base
 
@@ -61,21 +66,28 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
   workdir = os.path.abspath(os.path.expanduser(workdir))
   checkpoint.check_writable("workdir", workdir)
   writers.require_packages(config.writer)
-  mesh = _make_mesh(config)
+  strategy = parallel.create_strategy(config)
   splits = data.load(config.data)
+  specs = parallel.batch_specs(config, strategy, splits.eval[0])
   tx, schedule = optimizer.create(config)
-  state = _create_state(config, splits, tx, mesh)
+  state = _create_state(config, splits, tx, strategy)
   process = dict(
-    batch_size=config.batch_size,
-    process_index=jax.process_index(),
-    process_count=jax.process_count(),
+    batch_size=config.batch_size, **parallel.input_pipeline(strategy)
   )
-  train_iter = data.train_iterator(splits, seed=config.seed, **process)
-  arguments = _abstract_arguments(config, state, splits, mesh)
+  arguments = _abstract_arguments(config, state, splits, strategy, specs)
   _check_model(config, arguments)
 
   with contextlib.ExitStack() as stack:
     interrupted = stack.enter_context(interrupts.caught())
+    train_iter = stack.enter_context(
+      iter(
+        strategy.distribute_dataset(
+          data.train_iterator(splits, seed=config.seed, **process),
+          mask=None,
+          spec=specs,
+        )
+      )
+    )
     checkpointer = stack.enter_context(
       checkpoint.Checkpointer(
         os.path.join(workdir, "checkpoints"), max_to_keep=config.max_to_keep
@@ -101,6 +113,8 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
         state.params, include_stats=False
       )
       _log.info("parameters:\n%s", overview)
+      if strategy.mesh.size > 1:
+        _log.info("what lies where:\n%s", describe.describe(state))
 
     metrics_file = writers.MetricsFile(
       workdir_lib.metrics_path(workdir), first_step
@@ -112,29 +126,29 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     stack.callback(close_events)
     before_step = stack.enter_context(_profiler(config.profile_steps, workdir))
 
-    to_device = _batch_to_device(splits, mesh)
-    progress = _replicate(steps.init_progress(state), mesh)
-    rng = _replicate(jax.random.key(config.seed), mesh)
-    train_step = _compile_train_step(arguments)
+    mirrored = functools.partial(
+      jax.device_put, device=jax.sharding.NamedSharding(strategy.mesh, P())
+    )
+    progress = parallel.init_progress(config, strategy, state)
+    rng = mirrored(jax.random.key(config.seed))
+    train_step = _compile_train_step(config, strategy, arguments)
+    eval_step = parallel.waiting(strategy, jax.jit(steps.eval_step))
     show = stack.enter_context(_progress_bar(first_step, config))
-    eval_step = jax.jit(steps.eval_step)
 
     def evaluate() -> dict[str, float]:
-      metrics = _replicate(steps.Metrics.empty(), mesh)
-      for batch in data.eval_batches(splits, **process):
-        metrics = eval_step(state, metrics, to_device(batch))
+      metrics = mirrored(steps.Metrics.empty())
+      batches = strategy.distribute_dataset(
+        data.eval_batches(splits, **process), spec=specs
+      )
+      for batch in batches:
+        metrics = eval_step(state, metrics, batch)
       return {f"eval_{k}": float(v) for k, v in metrics.compute().items()}
 
-    train_iter.start_prefetch()
     timer = timer_lib.Timer(first_step)
     for step in range(first_step + 1, config.num_train_steps + 1):
       before_step(step, state)
       state, progress = train_step(
-        state,
-        progress,
-        to_device(next(train_iter)),
-        rng,
-        _replicate(np.int32(step), mesh),
+        state, progress, next(train_iter), rng, mirrored(np.int32(step))
       )
 
       signum = interrupted()
@@ -146,7 +160,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       if not (log or evaluates or saves):
         continue
 
-      seen = jax.device_get(progress)  # waits for the step
+      seen = steps.over_replicas(jax.device_get(progress))  # waits for the step
       steps_per_second = timer.lap(step) if log else None
       with timer.paused():
         _check_finite(config, state, seen)
@@ -154,7 +168,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
         if log:
           row = _train_row(state, seen, schedule)
           row["steps_per_second"] = steps_per_second
-          progress = _replicate(steps.init_progress(state), mesh)
+          progress = parallel.init_progress(config, strategy, state)
         if evaluates:
           row |= evaluate()
         if row:
@@ -172,26 +186,8 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
   return state
 
 
-def _make_mesh(config: Any) -> jax.sharding.Mesh:
-  """One mesh axis, `replica`: the batch is split over it."""
-  devices = jax.devices()
-  count = config.mesh.replica
-  if count > len(devices):
-    raise ValueError(
-      f"config.mesh.replica={count}: there are {len(devices)} devices."
-    )
-  devices = devices[: count if count > 0 else None]
-  if config.batch_size % len(devices):
-    raise ValueError(
-      f"config.batch_size={config.batch_size} cannot be divided by "
-      f"{len(devices)} devices; allowed: a multiple of that, or another "
-      "config.mesh.replica."
-    )
-  return jax.sharding.Mesh(np.array(devices), ("replica",))
-
-
 def _create_state(
-  config: Any, splits: data.Splits, tx: Any, mesh: jax.sharding.Mesh
+  config: Any, splits: data.Splits, tx: Any, strategy: Strategy
 ) -> TrainState:
   policy = Policy(config.precision)
   model = models.create(
@@ -200,13 +196,20 @@ def _create_state(
     policy=policy,
     seed=config.seed,
   )
-  with _blame(f"config.model ({config.model.name!r}) cannot be initialized"):
+  rules = rules_lib.from_config(config.mesh.rules or None)
+  with _blame(
+    f"config.model ({config.model.name!r})"
+    + (f" with config.mesh.rules={config.mesh.rules!r}" if rules else "")
+    + " cannot be initialized"
+  ):
     state = create_train_state(
       model,
       jax.random.key(config.seed),
       np.asarray(splits.eval[0]["inputs"])[None],
       tx,
       wrappers=wrappers.from_config(config.wrappers),
+      strategy=strategy,
+      rules=rules,
     )
   if policy.compute_dtype == jnp.float16:
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
@@ -215,30 +218,36 @@ def _create_state(
           f"config.precision={config.precision!r} needs floating-point "
           f"parameters; {trees.path_string(path)} is {leaf.dtype}."
         )
-  return _replicate(state, mesh)
+  return state
 
 
 def _abstract_arguments(
-  config: Any, state: TrainState, splits: data.Splits, mesh: jax.sharding.Mesh
+  config: Any,
+  state: TrainState,
+  splits: data.Splits,
+  strategy: Strategy,
+  specs: Mapping[str, P],
 ) -> tuple[Any, ...]:
   """Shapes, dtypes and shardings of what the train step is called with."""
 
-  def abstract(tree: Any, shape: tuple[int, ...], spec: P) -> Any:
-    sharding = jax.sharding.NamedSharding(mesh, spec)
-    return jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(
-        (*shape, *np.shape(x)), trees.dtype_of(x), sharding=sharding
-      ),
-      tree,
+  def abstract(x: Any, shape: tuple[int, ...] = (), spec: Any = ()) -> Any:
+    return jax.ShapeDtypeStruct(
+      (*shape, *np.shape(x)),
+      trees.dtype_of(x),
+      sharding=jax.sharding.NamedSharding(strategy.mesh, P(*spec)),
     )
 
   progress = jax.eval_shape(steps.init_progress, state)
   rng = jax.eval_shape(lambda: jax.random.key(0))
-  example = jax.tree.map(np.asarray, dict(splits.eval[0]))
   return (
-    *abstract((state, progress), (), P()),
-    abstract(example, (config.batch_size,), P("replica")),
-    *abstract((rng, np.int32(0)), (), P()),
+    jax.tree.map(lambda x: abstract(x, spec=x.sharding.spec), state),
+    jax.tree.map(abstract, progress),
+    {
+      key: abstract(np.asarray(x), (config.batch_size,), specs[key])
+      for key, x in splits.eval[0].items()
+    },
+    abstract(rng),
+    abstract(np.int32(0)),
   )
 
 
@@ -262,34 +271,21 @@ def _blame(what: str) -> Iterator[None]:
 
 
 def _compile_train_step(
-  arguments: tuple[Any, ...],
+  config: Any, strategy: Strategy, arguments: tuple[Any, ...]
 ) -> Callable[..., tuple[TrainState, steps.Progress]]:
   """Compiles ahead, so that no step that is timed does."""
+  if config.mesh.per_replica:
+    return strategy.jit(steps.train_step, donate_argnums=(0, 1))
   start = time.monotonic()
-  jitted = jax.jit(steps.train_step, donate_argnums=(0, 1))
+  jitted = jax.jit(
+    steps.train_step,
+    donate_argnums=(0, 1),
+    # The state comes back as it lay, whatever XLA would like better.
+    out_shardings=jax.tree.map(lambda x: x.sharding, arguments[:2]),
+  )
   compiled = jitted.lower(*arguments).compile()
   _log.info("compiled the train step in %.1f s", time.monotonic() - start)
-  return compiled
-
-
-def _replicate(tree: Any, mesh: jax.sharding.Mesh) -> Any:
-  return jax.device_put(tree, jax.sharding.NamedSharding(mesh, P()))
-
-
-def _batch_to_device(
-  splits: data.Splits, mesh: jax.sharding.Mesh
-) -> Callable[[Mapping[str, np.ndarray]], dict[str, jax.Array]]:
-  sharding = jax.sharding.NamedSharding(mesh, P("replica"))
-
-  def to_device(batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    # On the device a label out of range would be a NaN, or another class.
-    data.check_labels("config.data", batch["labels"], splits.num_classes)
-    return {
-      key: jax.make_array_from_process_local_data(sharding, value)
-      for key, value in batch.items()
-    }
-
-  return to_device
+  return parallel.waiting(strategy, compiled)
 
 
 def _train_row(

@@ -1,0 +1,140 @@
+"""What `config.mesh` asks for: a strategy, and where batches are split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import logging
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from flaxshard import steps
+from flaxshard.input_pipeline import sharding
+from flaxshard.partitioning import annotations as annotate
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.strategy import Strategy
+from flaxshard.train_state import TrainState
+
+_log = logging.getLogger(__name__)
+
+P = jax.sharding.PartitionSpec
+
+
+def create_strategy(config: Any) -> Strategy:
+  """Returns the strategy of a checked config.
+
+  Raises:
+    ValueError: There are too few devices, or `batch_size` is no multiple of the
+      replicas; virtual devices, but JAX has started without them.
+  """
+  mesh = config.mesh
+  if mesh.virtual_devices:
+    _use_virtual_devices(mesh.virtual_devices)
+  devices = jax.devices()
+  named = dict(mesh.axes)
+  logical = math.prod(named.values()) if named else mesh.logical_devices
+  where = f"config.mesh.replica={mesh.replica}"
+  replicas = len(devices) // logical if mesh.replica == -1 else mesh.replica
+  if not 0 < replicas * logical <= len(devices):
+    raise ValueError(
+      f"{where} of {logical} logical devices each: there are {len(devices)} "
+      "devices."
+    )
+  if config.batch_size % replicas:
+    raise ValueError(
+      f"config.batch_size={config.batch_size} must be a multiple of the "
+      f"{replicas} replicas of {where}."
+    )
+  axes = named or mesh_lib.prime_axes(logical)
+  strategy = Strategy(
+    devices=devices[: replicas * logical],
+    mesh_shape={mesh_lib.REPLICA: replicas, **axes},
+  )
+  _log.info(
+    "JAX %s, process %d of %d, %d %s devices, %r",
+    jax.__version__,
+    jax.process_index(),
+    jax.process_count(),
+    strategy.mesh.size,
+    devices[0].platform,
+    strategy,
+  )
+  return strategy
+
+
+def _use_virtual_devices(count: int) -> None:
+  try:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+    devices = jax.devices()
+  except RuntimeError as e:  # JAX runs already, or XLA_FLAGS say it too
+    devices = jax.devices()
+    reason = f" ({e})"
+  else:
+    reason = ""
+  if len(devices) != count or devices[0].platform != "cpu":
+    raise ValueError(
+      f"config.mesh.virtual_devices={count}: JAX has started with "
+      f"{len(devices)} {devices[0].platform} devices already{reason}."
+    )
+
+
+def batch_specs(
+  config: Any, strategy: Strategy, example: Mapping[str, Any]
+) -> dict[str, P]:
+  """Returns how each array of a batch is split, by `config.mesh.split`.
+
+  Args:
+    config: A checked config.
+    strategy: Its strategy.
+    example: An example without the batch dimension.
+
+  Raises:
+    ValueError: `config.mesh.split` names no array, or cannot split it.
+  """
+  split = dict(config.mesh.split)
+  specs = {key: P(mesh_lib.REPLICA) for key in example}
+  for key, pieces in split.items():
+    where = f"config.mesh.split.{key}={tuple(pieces)!r}"
+    if key not in example:
+      raise ValueError(f"{where}: a batch has {', '.join(sorted(example))}.")
+    replicas = strategy.num_replicas_in_sync
+    shape = (config.batch_size // replicas, *np.shape(example[key]))
+    try:
+      spec = annotate.partition_spec(strategy.mesh, shape, pieces)
+    except ValueError as e:
+      raise ValueError(f"{where}: {e}") from e
+    first = () if spec[0] is None else spec[0]
+    axes = (
+      mesh_lib.REPLICA,
+      *(first if isinstance(first, tuple) else (first,)),
+    )
+    specs[key] = P(axes, *spec[1:])
+  return specs
+
+
+def input_pipeline(strategy: Strategy) -> dict[str, int]:
+  """Returns which part of each batch this process reads, and of how many."""
+  return dict(
+    process_index=sharding.pipeline_id(strategy.mesh),
+    process_count=len(sharding.pipelines(strategy.mesh)),
+  )
+
+
+def init_progress(config: Any, strategy: Strategy, state: TrainState) -> Any:
+  """Returns the progress of no step: of each replica, or of all together."""
+  if config.mesh.per_replica:
+    return strategy.distribute_values_from_function(
+      lambda context: steps.init_progress(state)
+    )
+  mirrored = jax.sharding.NamedSharding(strategy.mesh, P())
+  return jax.device_put(steps.init_progress(state), mirrored)
+
+
+def waiting(strategy: Strategy, fn: Callable[..., Any]) -> Callable[..., Any]:
+  """Returns `fn`, waited for where steps in flight would deadlock."""
+  if not strategy.waits:
+    return fn
+  return lambda *args: jax.block_until_ready(fn(*args))
