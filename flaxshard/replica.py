@@ -66,6 +66,11 @@ class ReplicaContext:
     """
     check_reduce_op(reduce_op)
     value = jax.tree.map(_number, value)
+    if self.num_replicas_in_sync == 1:
+      # XLA fails on a reduction over one device of what is sharded over others.
+      return (
+        jax.tree.map(lambda x: x / 1, value) if reduce_op == "mean" else value
+      )
     reduce = jax.lax.psum if reduce_op == "sum" else jax.lax.pmean
     return reduce(value, mesh_lib.REPLICA)
 
@@ -83,6 +88,8 @@ class ReplicaContext:
     def gather(x: Any) -> jax.Array:
       x = jnp.asarray(x)
       check_axis("all_gather", axis, x.shape)
+      if self.num_replicas_in_sync == 1:
+        return x
       return jax.lax.all_gather(
         x, mesh_lib.REPLICA, axis=axis % x.ndim, tiled=True
       )
@@ -134,6 +141,8 @@ def agree(finite: jax.Array) -> jax.Array:
   """
   context = _current.get()
   if context is None or context.gradients_agree:
+    return finite
+  if context.num_replicas_in_sync == 1:
     return finite
   bad = jax.lax.psum((~finite).astype(jnp.int32), mesh_lib.REPLICA)
   return bad == 0

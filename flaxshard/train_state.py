@@ -229,12 +229,11 @@ class TrainState(flax_train_state.TrainState):
       "grads", grads, self.params, dtypes=False, none_is_leaf=True
     )
     grads = gradients.map_gradients(lambda g: g, grads)  # NumPy's into JAX's
-    if replica.get_replica_context() is None:
+    context = replica.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
       return self._apply(grads, replaced)
     replaced = {
-      name: tree
-      if name in dict(self.per_replica) or not self._has_collection(name)
-      else replica.mean_collection(trees.like(name, tree, getattr(self, name)))
+      name: self._agreed(name, tree) if self._has_collection(name) else tree
       for name, tree in replaced.items()
     }
     if skip_gradients_aggregation or base.reduces_gradients(self.wrappers):
@@ -246,6 +245,19 @@ class TrainState(flax_train_state.TrainState):
 
   def _has_collection(self, name: str) -> bool:
     return name in fields_lib.data_names(self)
+
+  def _agreed(self, name: str, new: PyTree) -> PyTree:
+    """Averages a collection, but for what each replica has its own of."""
+    leaves, treedef = jax.tree.flatten(
+      trees.like(name, new, getattr(self, name))
+    )
+    outside = dict(self.per_replica).get(name, treedef)
+    agreed = jax.tree.map(
+      lambda x: x if values.is_per_replica(x) else replica.mean_collection(x),
+      jax.tree.unflatten(outside, leaves),
+      is_leaf=values.is_per_replica,
+    )
+    return jax.tree.unflatten(treedef, jax.tree.leaves(agreed))
 
   def _apply(self, grads: PyTree, replaced: dict[str, PyTree]) -> TrainState:
     """Applies gradients as they are."""
