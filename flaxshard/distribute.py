@@ -104,7 +104,7 @@ def distribute_dataset(
     mesh: A mesh with an axis `"replica"`.
     iterable: Batches: a list, a generator, a Grain dataset or iterator. Each
       `iter()` of the result starts a new epoch if one of `iterable` does.
-      Arrays are copied before the next is read.
+      NumPy arrays are copied before the next batch is read.
     prefetch: How many batches to read and transfer ahead; 0 for no thread.
     batch_size: Examples in a global batch.
     mask: The key of the mask in batches that are dicts. None, or batches of
@@ -138,9 +138,8 @@ def distribute_dataset(
     [0 1 2 3] [ True  True  True  True]
     [4 5 6 4] [ True  True  True False]
   """
-  if isinstance(iterable, (Mapping, str, bytes)) or not isinstance(
-    iterable, Iterable
-  ):
+  iterates = hasattr(iterable, "__iter__") or hasattr(iterable, "__getitem__")
+  if isinstance(iterable, (Mapping, str, bytes)) or not iterates:
     raise TypeError(
       "iterable must be an iterable of batches, got "
       f"{type(iterable).__name__}; shard_batch takes a single batch."

@@ -198,6 +198,15 @@ def test_grain_datasets_start_anew_and_their_iterators_do_not():
   assert seen(dataset) == []
 
 
+def test_sequences_of_the_old_kind():
+  class Sequence:
+    def __getitem__(self, i):
+      return epoch(20, 8)[i]
+
+  dataset = distributed(Sequence())
+  assert seen(dataset) == seen(dataset) == list(range(20))
+
+
 def test_iterations_do_not_disturb_each_other():
   dataset = distributed(epoch(40, 8))
   a, b = iter(dataset), iter(dataset)
