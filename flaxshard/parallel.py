@@ -129,8 +129,13 @@ def init_progress(config: Any, strategy: Strategy, state: TrainState) -> Any:
     return strategy.distribute_values_from_function(
       lambda context: steps.init_progress(state)
     )
-  mirrored = jax.sharding.NamedSharding(strategy.mesh, P())
-  return jax.device_put(steps.init_progress(state), mirrored)
+  return mirrored(strategy, steps.init_progress(state))
+
+
+def mirrored(strategy: Strategy, tree: Any) -> Any:
+  """Returns a tree of arrays, whole on every device of the strategy."""
+  sharding = jax.sharding.NamedSharding(strategy.mesh, P())
+  return jax.tree.map(lambda x: mesh_lib.put(x, sharding), tree)
 
 
 def waiting(strategy: Strategy, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ import jax
 
 from flaxshard import trees
 from flaxshard import update
+from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.wrappers import base
@@ -41,7 +42,7 @@ def mesh_of(strategy: HasMesh) -> jax.sharding.Mesh:
 
 def put(tree: PyTree, specs: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
   """Puts the arrays of a tree on the mesh; those that lie right stay."""
-  return jax.device_put(tree, _shardings(specs, mesh))
+  return jax.tree.map(mesh_lib.put, tree, _shardings(specs, mesh))
 
 
 def complete(

@@ -126,9 +126,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     stack.callback(close_events)
     before_step = stack.enter_context(_profiler(config.profile_steps, workdir))
 
-    mirrored = functools.partial(
-      jax.device_put, device=jax.sharding.NamedSharding(strategy.mesh, P())
-    )
+    mirrored = functools.partial(parallel.mirrored, strategy)
     progress = parallel.init_progress(config, strategy, state)
     rng = mirrored(jax.random.key(config.seed))
     train_step = _compile_train_step(config, strategy, arguments)

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 from jax.experimental import mesh_utils
+import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.partitioning.device_assignment import DeviceAssignment
@@ -43,8 +44,7 @@ def make(
     {'replica': 1, 'm0': 2, 'm1': 3}
   """
   if logical_axes is None:
-    factors = _prime_factors(devices.shape[1])
-    logical_axes = {f"m{i}": size for i, size in enumerate(factors)}
+    logical_axes = prime_axes(devices.shape[1])
   shape = (devices.shape[0], *logical_axes.values())
   names = (REPLICA, *logical_axes)
   return jax.sharding.Mesh(
@@ -108,6 +108,22 @@ def partition_spec(
   return P(*(names[0] if len(names) == 1 else names or None for names in spec))
 
 
+def put(x: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
+  """Puts an array on the mesh, also where that has other processes' devices.
+
+  Each process gives the same array.
+  """
+  if sharding.is_fully_addressable or not (
+    isinstance(x, jax.Array) and x.is_fully_addressable
+  ):
+    return jax.device_put(x, sharding)
+  # JAX takes NumPy arrays for that, not committed arrays nor keys.
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    data = put(jax.random.key_data(x), sharding)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  return jax.device_put(np.asarray(x), sharding)
+
+
 def constrain(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
   """Lays a traced array out; where axes are Explicit, that is its type."""
   if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types:
@@ -132,14 +148,21 @@ def _choose(
   return None
 
 
-def _prime_factors(number: int) -> list[int]:
-  factors, divisor = [], 2
-  while number > 1:
-    while number % divisor == 0:
-      factors.append(divisor)
-      number //= divisor
+def prime_axes(count: int) -> dict[str, int]:
+  """Returns the axes of so many logical devices without names of their own.
+
+  Example:
+    >>> prime_axes(12)
+    {'m0': 2, 'm1': 2, 'm2': 3}
+  """
+  axes: dict[str, int] = {}
+  divisor = 2
+  while count > 1:
+    while count % divisor == 0:
+      axes[f"m{len(axes)}"] = divisor
+      count //= divisor
     divisor += 1
-  return factors
+  return axes
 
 
 def assigned_devices(
