@@ -1,0 +1,85 @@
+"""A strategy over the devices of two processes."""
+
+import socket
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+SCRIPT = """
+import sys
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+rank = int(sys.argv[2])
+jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, rank)
+import flaxshard as fs
+
+inputs = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+strategy = fs.Strategy(mesh_shape={"replica": 2, "model": 2})
+assert (strategy.num_hosts, strategy.num_replicas_per_host) == (2, 1)
+state = fs.create_train_state(
+  nn.Dense(8), jax.random.key(0), inputs[:1], optax.sgd(0.1),
+  wrappers=[fs.LossScale("dynamic")],
+  strategy=strategy,
+  rules=[("kernel", jax.sharding.PartitionSpec(None, "model"))],
+)
+
+def step(state, batch):
+  def loss_fn(params):
+    return (state.apply_fn({"params": params}, batch["x"]) ** 2).mean()
+  return state.minimize(loss_fn)
+
+batch = strategy.shard_batch({"x": inputs[4 * rank : 4 * rank + 4]})
+state, losses = strategy.run(step, args=(state, batch))
+loss = strategy.reduce("mean", losses)
+state, last = strategy.run_steps(step, state, [batch] * 2, reduce="mean")
+rows = strategy.gather(strategy.run(lambda b: b["x"], args=(batch,)), 0)
+np.testing.assert_array_equal(rows, inputs)
+ids = strategy.distribute_values_from_function(
+  lambda context: np.int32(context.replica_id_in_sync_group))
+(mine,) = strategy.local_results(ids)
+assert int(np.asarray(mine.addressable_data(0))) == rank
+assert int(strategy.reduce("sum", ids)) == 1
+print(float(loss), float(last), int(state.step))
+"""
+
+
+def test_two_processes_train_as_one():
+  with socket.socket() as s:
+    s.bind(("localhost", 0))
+    port = s.getsockname()[1]
+  processes = [
+    subprocess.Popen(
+      [sys.executable, "-c", SCRIPT, str(port), str(rank)],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for rank in (0, 1)
+  ]
+  try:
+    outs = [process.communicate(timeout=120) for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  assert [p.returncode for p in processes] == [0, 0], outs
+  results = {out.splitlines()[-1] for out, _ in outs}
+  assert len(results) == 1
+  loss, last, step = map(float, results.pop().split())
+  assert step == 3
+  assert loss > last > 0
+  # On one device, by hand.
+  assert abs(loss - _loss_by_hand()) < 1e-5
+
+
+def _loss_by_hand() -> float:
+  inputs = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+  variables = nn.Dense(8).init(jax.random.key(0), inputs[:1])
+  return float((nn.Dense(8).apply(variables, inputs) ** 2).mean())
