@@ -142,8 +142,3 @@ def _fixed_point(
     if new == carry:
       return carry
     carry = new
-
-
-def find(jaxpr: Any, primitive: str) -> Any:
-  """Returns the first equation of that name in a jaxpr, at its top level."""
-  return next(e for e in jaxpr.eqns if e.primitive.name == primitive)

@@ -41,14 +41,12 @@ def compile(
   mesh: jax.sharding.Mesh,
   fn: Callable[..., PyTree],
   donate_argnums: Sequence[int] = (),
+  waits: bool = False,
 ) -> Callable[..., PyTree]:
   """Returns `fn`, run once per replica; see `Strategy.jit`."""
   context = replica.ReplicaContext(mesh.shape[mesh_lib.REPLICA])
   layouts: dict[Any, _Layout] = {}
-  checked: set[Any] = set()
   recent: dict[Any, tuple[list[Any], Any]] = {}
-  # With many steps in flight, XLA's virtual CPU devices deadlock.
-  waits = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
   @functools.lru_cache(maxsize=128)
   def program(treedef: Any, shardings: tuple[Any, ...]) -> Any:
@@ -62,7 +60,9 @@ def compile(
         nonlocal out
         args, kwargs = _local(jax.tree.unflatten(treedef, leaves))
         with replica.entered(context):
-          returned = _global(fn(*args, **kwargs))
+          returned = fn(*args, **kwargs)
+        trees.check_arrays("run: what fn returned", returned)
+        returned = _global(returned)
         out_leaves, structure = jax.tree.flatten(returned)
         out = structure, _layout(returned)
         parts: tuple[list[Any], list[Any]] = ([], [])
@@ -70,26 +70,35 @@ def compile(
           parts[own].append(leaf)
         return parts
 
-      mirrored, own = jax.shard_map(
+      in_specs = tuple(map(_replica_spec, shardings, layout.mirrored))
+      parallel = jax.shard_map(
         per_replica,
         mesh=mesh,
-        in_specs=tuple(map(_replica_spec, shardings, layout.mirrored)),
+        in_specs=in_specs,
         out_specs=(P(), P(mesh_lib.REPLICA)),
         axis_names={mesh_lib.REPLICA},
         # Gradients stay this replica's own until they are reduced, however
         # they were taken, and groups of replicas can be reduced.
         check_vma=False,
-      )(*leaves)
+      )
+      # Traced once, for the check and for the call.
+      body = jax.jit(parallel, inline=True)
+      traced = body.trace(*leaves)
       structure, out_layout = out
+      _check_agreement(traced.jaxpr, in_specs, out_layout)
+      mirrored, own = body(*leaves)
       parts = iter(mirrored), iter(own)
       out_leaves = [next(parts[own]) for own in out_layout.own]
+      came = list(layout.states)
       for treedef_, start in out_layout.states:
         # A state comes back laid out as it came, so that nothing recompiles.
-        came = [s for t, s in layout.states if t == treedef_]
+        like = [state for state in came if state[0] == treedef_]
+        if like:
+          came.remove(like[0])
         for i in range(treedef_.num_leaves):
           sharding = _sharding(mesh, own=out_layout.own[start + i])
-          if came:
-            sharding = shardings[came[0] + i]
+          if like:
+            sharding = shardings[like[0][1] + i]
           out_leaves[start + i] = mesh_lib.constrain(
             out_leaves[start + i], sharding
           )
@@ -109,21 +118,28 @@ def compile(
 
   def placed(args: Any, kwargs: Any) -> tuple[Any, list[jax.Array]]:
     """Returns the program for arguments, and their leaves, on the mesh."""
+    if replica.get_replica_context() is not None:
+      raise TypeError(
+        "run: called inside of run, where this replica's program is traced. "
+        "Call the function itself."
+      )
     leaves, treedef = jax.tree.flatten((args, kwargs))
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     # Step after step these are the same objects, which compare fast.
     known, compiled = recent.get(treedef, (None, None))
-    if shardings == known:
+    if shardings == known and not any([x.is_deleted() for x in leaves]):
       return compiled, leaves
     if treedef not in layouts:
       layouts[treedef] = _layout((args, kwargs))
     layout = layouts[treedef]
+    if any(i >= len(args) for i in donate_argnums):
+      raise ValueError(
+        f"donate_argnums={tuple(donate_argnums)} must be positions of "
+        f"arguments, of which there are {len(args)}."
+      )
     leaves = [_place(mesh, leaf, layout, i) for i, leaf in enumerate(leaves)]
     shardings = [leaf.sharding for leaf in leaves]
     compiled = program(treedef, tuple(shardings))
-    if compiled not in checked:
-      _check_agreement(compiled.trace(*leaves), layout, shardings)
-      checked.add(compiled)
     recent[treedef] = shardings, compiled
     return compiled, leaves
 
@@ -194,7 +210,7 @@ def _own_leaves(state: Any) -> Any:
     name = base.name_of(wrapper)
     specs = wrapper.partition_specs(state.wrapper_states[name])
     states[name] = jax.tree.map(
-      lambda spec: mesh_lib.REPLICA in spec,
+      lambda spec: mesh_lib.REPLICA in specs_lib.axes_of((*spec, None)[0]),
       specs,
       is_leaf=lambda x: isinstance(x, P),
     )
@@ -250,21 +266,27 @@ def _only(x: jax.Array) -> jax.Array:
 def _global(tree: PyTree) -> PyTree:
   """Undoes `_local`: what each replica has its own of becomes `PerReplica`."""
 
-  def expand(x: Any) -> jax.Array:
-    return jnp.asarray(x)[None]
+  def expand(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
   def outside(node: Any) -> Any:
     if isinstance(node, Agreed):
       return node
+    if is_per_replica(node):
+      raise TypeError(
+        "run: fn returned a PerReplica; it returns what this replica has, and "
+        "a PerReplica of all of them comes back."
+      )
     if not is_state(node):
       return PerReplica(expand(node))
-    per_replica = getattr(node, "per_replica", ())
-    fields = {
-      name: jax.tree.unflatten(
-        treedef, map(expand, jax.tree.leaves(getattr(node, name)))
+    fields = {}
+    for name, treedef in getattr(node, "per_replica", ()):
+      leaves = jax.tree.leaves(getattr(node, name))
+      fields[name] = jax.tree.map(
+        lambda x: expand(x) if is_per_replica(x) else x,
+        jax.tree.unflatten(treedef, leaves),
+        is_leaf=is_per_replica,
       )
-      for name, treedef in per_replica
-    }
     return node.replace(**fields, per_replica=()) if fields else node
 
   return jax.tree.map(outside, tree, is_leaf=_is_node)
@@ -277,23 +299,21 @@ def _sharding(
 
 
 def _check_agreement(
-  traced: Any, layout: _Layout, shardings: Sequence[Any]
+  jaxpr: Any, in_specs: Sequence[P], returned: _Layout
 ) -> None:
   """Raises where a state would come back different from each replica."""
-  eqn = agreement.find(traced.jaxpr, "shard_map")
   given = [
     agreement.Agreement.DIFFERS
-    if mesh_lib.REPLICA in _replica_spec(sharding, mirrored)
+    if mesh_lib.REPLICA in spec
     else agreement.Agreement.AGREES
-    for sharding, mirrored in zip(shardings, layout.mirrored, strict=True)
+    for spec in in_specs
   ]
-  returned = _layout(traced.out_info)
-  # The outputs of the body: what is one for all replicas, then the others.
-  found = agreement.outputs(eqn.params["jaxpr"], given)
+  # The outputs are what is one for all replicas, then the others.
   shared = [i for i, own in enumerate(returned.own) if not own]
+  found = agreement.outputs(jaxpr, given)[: len(shared)]
   bad = [
     trees.path_string(returned.paths[i])
-    for i, one in zip(shared, found, strict=False)
+    for i, one in zip(shared, found, strict=True)
     if one == agreement.Agreement.DIFFERS
   ]
   if bad:
@@ -322,19 +342,19 @@ def _place(
   mesh: jax.sharding.Mesh, leaf: Any, layout: _Layout, index: int
 ) -> jax.Array:
   """Returns the leaf on the mesh, where it is not there already."""
-  where = trees.path_string(layout.paths[index][1:])
+  where = f"run: argument {trees.path_string(layout.paths[index][1:])}"
   if isinstance(leaf, jax.core.Tracer):
-    raise TypeError(
-      f"run: argument {where} is traced: a Strategy compiles by itself. Call "
-      "it outside of jax.jit; for several steps in one program there is "
-      "run_steps."
-    )
-  trees.check_arrays(f"run: argument {where}", leaf)
+    raise _traced(where)
+  trees.check_arrays(where, leaf)
+  if trees.dtype_of(leaf) == jax.dtypes.float0:
+    raise TypeError(f"{where} is of dtype float0, which no device can hold.")
+  if isinstance(leaf, jax.Array) and leaf.is_deleted():
+    raise ValueError(f"{where} is deleted: it was donated to an earlier call.")
   own = layout.own[index]
   replicas = mesh.shape[mesh_lib.REPLICA]
   if own and (not np.ndim(leaf) or np.shape(leaf)[0] != replicas):
     raise ValueError(
-      f"run: argument {where}, a PerReplica, must have the {replicas} replicas "
+      f"{where}, a PerReplica, must have the {replicas} replicas "
       f"as its first dimension, got shape {np.shape(leaf)}."
     )
   target = _sharding(mesh, own=own)
@@ -351,7 +371,17 @@ def _place(
       )
     elif not own and not sharding.is_fully_replicated:
       raise ValueError(
-        f"run: argument {where} is sharded on another mesh: {sharding}. Shard "
-        f"it on strategy.mesh, {mesh}."
+        f"{where} is sharded on another mesh: {sharding}. Shard it "
+        f"on strategy.mesh, {mesh}."
       )
-  return jax.device_put(leaf, target)
+  placed = mesh_lib.put(leaf, target)
+  if isinstance(placed, jax.core.Tracer):
+    raise _traced(where)
+  return placed
+
+
+def _traced(where: str) -> TypeError:
+  return TypeError(
+    f"{where} is traced: a Strategy compiles by itself. Call it outside of "
+    "jax.jit; for several steps in one program there is run_steps."
+  )

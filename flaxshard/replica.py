@@ -223,11 +223,11 @@ def fully_manual(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
   )
 
 
-def check_reduce_op(reduce_op: Any) -> None:
+def check_reduce_op(reduce_op: Any, argument: str = "reduce_op") -> None:
   """Raises a ValueError unless `reduce_op` is "sum" or "mean"."""
   if reduce_op not in ("sum", "mean"):
     raise ValueError(
-      f"reduce_op={reduce_op!r} is no reduction; allowed: 'sum', 'mean'."
+      f"{argument}={reduce_op!r} is no reduction; allowed: 'sum', 'mean'."
     )
 
 

@@ -24,11 +24,13 @@ def stack(batches: PyTree) -> PyTree:
 
   Args:
     batches: A list of batches, which may be sharded over replicas, or such a
-      tree already.
+      tree already. In a `PerReplica` the steps come after the replicas.
 
   Raises:
+    TypeError: A leaf is not an array.
     ValueError: No batches, or batches or leaves that do not match.
   """
+  trees.check_arrays("run_steps: batches", batches)
   if isinstance(batches, list):
     if not batches:
       raise ValueError("run_steps: batches must be at least one, got [].")
@@ -39,10 +41,16 @@ def stack(batches: PyTree) -> PyTree:
           f"run_steps: batches[{i}] must be like batches[0], but differs at "
           f"{difference}."
         )
-    batches = jax.tree.map(_stack, *batches)
-  leaves = jax.tree_util.tree_leaves_with_path(batches)
-  counts = {trees.path_string(p): np.shape(x)[:1] for p, x in leaves}
-  if not leaves or () in counts.values() or (0,) in counts.values():
+    batches = jax.tree.map(_stack, *batches, is_leaf=values.is_per_replica)
+  counts = {}
+  for path, x in jax.tree_util.tree_leaves_with_path(
+    batches, is_leaf=values.is_per_replica
+  ):
+    axis = 1 if values.is_per_replica(x) else 0
+    for inner, leaf in jax.tree_util.tree_leaves_with_path(x):
+      where = trees.path_string((*path, *inner))
+      counts[where] = np.shape(leaf)[axis : axis + 1]
+  if not counts or () in counts.values() or (0,) in counts.values():
     raise ValueError(
       "run_steps: batches must be arrays with at least one step as their first "
       f"dimension, got {counts}."
@@ -56,15 +64,30 @@ def stack(batches: PyTree) -> PyTree:
 
 
 def _stack(*parts: Any) -> Any:
+  if values.is_per_replica(parts[0]):
+    stack = functools.partial(_stack_arrays, 1)
+    return values.PerReplica(jax.tree.map(stack, *(x.value for x in parts)))
+  return _stack_arrays(0, *parts)
+
+
+def _stack_arrays(axis: int, *parts: Any) -> Any:
   if not all(isinstance(x, jax.Array) for x in parts):
-    return np.stack(parts)
+    return np.stack(parts, axis)
   sharding = parts[0].sharding
   if isinstance(sharding, jax.sharding.NamedSharding):
-    sharding = jax.sharding.NamedSharding(
-      sharding.mesh, P(None, *sharding.spec)
-    )
-    return jax.jit(lambda *xs: jnp.stack(xs), out_shardings=sharding)(*parts)
-  return jnp.stack(parts)
+    return _stacker(sharding, axis)(*parts)
+  return jnp.stack(parts, axis)
+
+
+@functools.lru_cache
+def _stacker(
+  sharding: jax.sharding.NamedSharding, axis: int
+) -> Callable[..., jax.Array]:
+  spec = [*sharding.spec, *(None,) * axis]
+  stacked = jax.sharding.NamedSharding(
+    sharding.mesh, P(*spec[:axis], None, *spec[axis:])
+  )
+  return jax.jit(lambda *xs: jnp.stack(xs, axis), out_shardings=stacked)
 
 
 def create(step_fn: Callable[..., PyTree], reduce: PyTree) -> Any:
@@ -72,7 +95,7 @@ def create(step_fn: Callable[..., PyTree], reduce: PyTree) -> Any:
   ops, treedef = jax.tree.flatten(reduce, is_leaf=lambda x: x is None)
   for op in ops:
     if op is not None:
-      replica.check_reduce_op(op)
+      replica.check_reduce_op(op, "run_steps: reduce")
   return _create(step_fn, treedef, tuple(ops))
 
 

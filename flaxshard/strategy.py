@@ -176,6 +176,10 @@ class Strategy:
     """
     if isinstance(args, (str, Mapping)) or not isinstance(args, Sequence):
       raise TypeError(f"run: args must be a tuple of arguments, got {args!r}.")
+    if not isinstance(kwargs, (Mapping, type(None))):
+      raise TypeError(
+        f"run: kwargs must be a dict of arguments, got {kwargs!r}"
+      )
     return self._compiled(fn)(*args, **(kwargs or {}))
 
   def jit(
@@ -194,9 +198,18 @@ class Strategy:
     Returns:
       A function of the arguments of `fn`. Its `lower(*args)` gives the program,
       as that of `jax.jit` does.
+
+    Raises:
+      ValueError: `donate_argnums` are no positions of arguments; in a call, an
+        argument that was donated to an earlier one.
     """
     if isinstance(donate_argnums, int):
       donate_argnums = (donate_argnums,)
+    if any(type(i) is not int or i < 0 for i in donate_argnums):
+      raise ValueError(
+        "jit: donate_argnums must be positions of arguments, 0 or more, got "
+        f"{donate_argnums!r}."
+      )
     return self._compiled(fn, tuple(donate_argnums))
 
   def run_steps(
@@ -215,7 +228,7 @@ class Strategy:
         outputs)`; it is run on each replica as in `run`.
       state: The TrainState.
       batches: A list of batches, or one tree of arrays `[steps, ...]`; sharded
-        over replicas as in `run`.
+        over replicas as in `run`. A `PerReplica` is `[replicas, steps, ...]`.
       reduce: What is done with the outputs of the last step: `"sum"`, `"mean"`
         over the replicas, or None, which returns them as `PerReplica`; or a
         dict of these by output.
@@ -241,6 +254,7 @@ class Strategy:
       >>> round(float(state.params["w"]), 6), round(float(loss), 6)
       (0.5, 0.6)
     """
+    _check_function("step_fn", step_fn)
     batches = steps_loop.stack(batches)
     loop = steps_loop.create(step_fn, reduce)
     donate_argnums = (0,) if donate_state else ()
@@ -506,12 +520,7 @@ class Strategy:
   def _compiled(
     self, fn: Callable[..., PyTree], donate_argnums: tuple[int, ...] = ()
   ) -> Callable[..., PyTree]:
-    if not callable(fn):
-      raise TypeError(f"fn must be a function, got {fn!r}.")
-    try:
-      hash(fn)
-    except TypeError as e:
-      raise TypeError(f"fn must be hashable, as functions are: {e}.") from e
+    _check_function("fn", fn)
     return _compile(self.mesh, fn, donate_argnums, self.waits)
 
 
@@ -523,6 +532,17 @@ def _compile(
   waits: bool,
 ) -> Callable[..., PyTree]:
   return per_replica.compile(mesh, fn, donate_argnums, waits)
+
+
+def _check_function(argument: str, fn: Any) -> None:
+  if not callable(fn):
+    raise TypeError(f"{argument} must be a function, got {fn!r}.")
+  try:
+    hash(fn)
+  except TypeError as e:
+    raise TypeError(
+      f"{argument} must be hashable, as functions are: {e}."
+    ) from e
 
 
 def _check_devices(devices: Any) -> list[Any]:

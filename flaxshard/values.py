@@ -49,6 +49,9 @@ class PerReplica:
 
   def __getitem__(self, index: int) -> Any:
     """Returns the value of replica `index`."""
+    # JAX would clamp it, and a loop over the replicas would never end.
+    if not -len(self) <= index < len(self):
+      raise IndexError(f"PerReplica: there is no replica {index}: {len(self)}.")
     return jax.tree.map(lambda x: x[index], self.value)
 
   def __len__(self) -> int:
@@ -94,12 +97,16 @@ def reduce(
 ) -> PyTree:
   """Combines the replicas' values; see `Strategy.reduce`."""
   replica.check_reduce_op(reduce_op)
+  trees.check_arrays("reduce: value", value)
+
+  def axes(v: Any) -> tuple[int, ...]:
+    return () if axis is None else (_axis("reduce", axis, v),)
 
   def one(path: Any, x: Any) -> Any:
     if is_per_replica(x):
       return jax.tree.map(
-        lambda v: _reducer(mesh, reduce_op, _axis("reduce", axis, v))(v),
-        x.value,
+        lambda v: _reducer(mesh, reduce_op, (0, *axes(v)))(v),
+        _inside(mesh, "reduce", path, x),
       )
     if reduce_op == "sum":
       raise ValueError(
@@ -124,7 +131,8 @@ def gather(mesh: jax.sharding.Mesh, value: PyTree, axis: int) -> PyTree:
         f"{x!r}."
       )
     return jax.tree.map(
-      lambda v: _gatherer(mesh, _axis("gather", axis, v))(v), x.value
+      lambda v: _gatherer(mesh, _axis("gather", axis, v))(v),
+      _inside(mesh, "gather", path, x),
     )
 
   return _map(one, value)
@@ -147,7 +155,10 @@ def local_results(mesh: jax.sharding.Mesh, value: PyTree) -> tuple[PyTree, ...]:
     def one(path: Any, x: Any) -> Any:
       if not is_per_replica(x):
         return x
-      return jax.tree.map(lambda v: _local_value(mesh, index, v), x.value)
+      return jax.tree.map(
+        lambda v: _local_value(mesh, index, v),
+        _inside(mesh, "local_results", path, x),
+      )
 
     return one
 
@@ -158,6 +169,8 @@ def from_function(
   mesh: jax.sharding.Mesh, value_fn: Callable[[ValueContext], PyTree]
 ) -> PyTree:
   """See `Strategy.distribute_values_from_function`."""
+  if not callable(value_fn):
+    raise TypeError(f"value_fn must be a function, got {value_fn!r}.")
   mine = local_replicas(mesh)
   count = mesh.shape[mesh_lib.REPLICA]
   values = [value_fn(ValueContext(i, count)) for i in mine]
@@ -207,10 +220,23 @@ def _map(fn: Callable[[Any, Any], Any], value: PyTree) -> PyTree:
   return jax.tree_util.tree_map_with_path(fn, value, is_leaf=is_per_replica)
 
 
-def _axis(where: str, axis: int | None, x: Any) -> int | None:
+def _inside(
+  mesh: jax.sharding.Mesh, where: str, path: Any, x: PerReplica
+) -> PyTree:
+  """Returns what is in a PerReplica, once it is one of these replicas."""
+  replicas = mesh.shape[mesh_lib.REPLICA]
+  for leaf in jax.tree.leaves(x.value):
+    if np.shape(leaf)[:1] != (replicas,):
+      raise ValueError(
+        f"{where}: value[{trees.path_string(path)}], a PerReplica, must have "
+        f"the {replicas} replicas as its first dimension, got shape "
+        f"{np.shape(leaf)}."
+      )
+  return x.value
+
+
+def _axis(where: str, axis: int, x: Any) -> int:
   """Returns the dimension of `[replicas, ...]` for one of a replica's value."""
-  if axis is None:
-    return None
   shape = np.shape(x)[1:]
   replica.check_axis(where, axis, shape)
   return axis % len(shape) + 1
@@ -218,9 +244,8 @@ def _axis(where: str, axis: int | None, x: Any) -> int | None:
 
 @functools.lru_cache
 def _reducer(
-  mesh: jax.sharding.Mesh, reduce_op: str, axis: int | None
+  mesh: jax.sharding.Mesh, reduce_op: str, axes: tuple[int, ...]
 ) -> Callable[[Any], jax.Array]:
-  axes = (0,) if axis is None else (0, axis)
   fn = jnp.sum if reduce_op == "sum" else jnp.mean
   return _compiled(mesh, lambda x: fn(x, axis=axes))
 
@@ -247,14 +272,15 @@ def _compiled(
 
 def _local_value(mesh: jax.sharding.Mesh, index: int, x: Any) -> jax.Array:
   """Returns `x[index]` on the devices of its replica, without communication."""
+  devices = mesh_lib.replica(mesh, index)
   sharding = getattr(x, "sharding", None)
   if (
     not isinstance(sharding, jax.sharding.NamedSharding)
-    or not sharding.spec
-    or sharding.spec[0] != mesh_lib.REPLICA
+    or sharding.mesh != mesh
+    or mesh_lib.REPLICA not in (*sharding.spec, None)[:1]
   ):
-    return jnp.asarray(x)[index]
-  devices = mesh_lib.replica(mesh, index)
+    whole = jax.sharding.NamedSharding(devices, P())
+    return jax.device_put(jnp.asarray(x)[index], whole)
   parts = [
     shard.data[0]
     for shard in x.addressable_shards
