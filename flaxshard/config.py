@@ -73,6 +73,11 @@ def _is_dict(value: Any) -> bool:
   return isinstance(value, (Mapping, ml_collections.ConfigDict))
 
 
+def _unwrapped(value: Any) -> Any:
+  """Returns a dict for a ConfigDict."""
+  return value.to_dict() if hasattr(value, "to_dict") else value
+
+
 def _replicas(value: Any) -> str | None:
   ok = _is_int(value) and (value == -1 or value > 0)
   return None if ok else "a number of replicas, or -1 for as many as fit"
@@ -89,15 +94,12 @@ def _axes(value: Any) -> str | None:
     for axis in value
   )
   ok = ok and len({axis[0] for axis in value}) == len(value)
-  return None if ok else "pairs (name, size), such as (('model', 2),)"
-
-
-def _rules(value: Any) -> str | None:
-  try:
-    rules.from_config(value or None)
-  except (TypeError, ValueError) as e:
-    return f"(), 'fsdp', or a sequence of rules: {e}"
-  return None
+  return (
+    None
+    if ok
+    else "pairs (name, size), such as (('model', 2),), of different names that "
+    "are not 'replica'"
+  )
 
 
 def _split(value: Any) -> str | None:
@@ -118,7 +120,7 @@ _MESH: dict[str, tuple[Check, Any]] = {
   "replica": (_replicas, -1),
   "logical_devices": (_integer(1), 1),
   "axes": (_axes, ()),
-  "rules": (_rules, ()),
+  "rules": (lambda value: None, ()),  # from_config says more
   "split": (_split, {}),
   "per_replica": (_bool, False),
   "virtual_devices": (_integer(0), 0),
@@ -142,7 +144,13 @@ def _check_mesh(mesh: Any) -> dict[str, Any]:
     value = values[name] = mesh.get(name, default)
     allowed = field_check(value)
     if allowed:
-      raise ValueError(f"config.mesh.{name} must be {allowed}; got {value!r}.")
+      raise ValueError(
+        f"config.mesh.{name} must be {allowed}; got {_unwrapped(value)!r}."
+      )
+  try:
+    rules.from_config(values["rules"])
+  except (TypeError, ValueError) as e:
+    raise ValueError(f"config.mesh.{e}") from e
   if values["axes"] and values["logical_devices"] != 1:
     raise ValueError(
       f"config.mesh.logical_devices={values['logical_devices']} must be 1 "
@@ -210,14 +218,13 @@ def check(config: Any) -> ml_collections.ConfigDict:
   for name, (field_check, value) in values.items():
     allowed = field_check(value)
     if allowed:
-      raise ValueError(f"config.{name} must be {allowed}; got {value!r}.")
+      raise ValueError(
+        f"config.{name} must be {allowed}; got {_unwrapped(value)!r}."
+      )
   wrappers.from_config(config["wrappers"])
   values["mesh"] = (_mesh, _check_mesh(config["mesh"]))
   # Not frozen: a FrozenConfigDict cannot hold the dicts in `wrappers`.
   checked = ml_collections.ConfigDict(
-    {
-      name: value.to_dict() if hasattr(value, "to_dict") else value
-      for name, (_, value) in values.items()
-    }
+    {name: _unwrapped(value) for name, (_, value) in values.items()}
   )
   return checked.lock()

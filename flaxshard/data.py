@@ -104,6 +104,11 @@ def _check_splits(where: str, splits: Splits) -> None:
         f"{example_of} must be a dict with 'inputs' and 'labels', "
         f"got {example!r}."
       )
+    if "mask" in example:
+      raise ValueError(
+        f"{example_of} has a 'mask', which here tells what fills up the last "
+        "batch; call it otherwise."
+      )
     arrays = {key: np.asarray(value) for key, value in example.items()}
     for key, value in arrays.items():
       if not (
@@ -161,9 +166,8 @@ def train_iterator(
     dataset = dataset.random_map(_Augment(splits.augment))
   # After what is random: its seeds count examples of all processes.
   dataset = dataset[process_index::process_count]
-  dataset = dataset.batch(batch_size // process_count, drop_remainder=True)
-  dataset = dataset.map(_CheckLabels(splits.num_classes))
-  return iter(dataset.to_iter_dataset(_READ_OPTIONS))
+  dataset = dataset.map(_CheckShapes(_shapes(splits.eval[0])))
+  return iter(_batch(dataset, splits, batch_size // process_count))
 
 
 def eval_batches(
@@ -179,9 +183,16 @@ def eval_batches(
   where it is.
   """
   padded = -(-len(splits.eval) // batch_size) * batch_size
-  dataset = grain.MapDataset.source(_Padded(splits.eval, padded))
-  dataset = dataset[process_index::process_count]
-  dataset = dataset.batch(batch_size // process_count, drop_remainder=True)
+  source = _Padded(splits.eval, padded)
+  dataset = grain.MapDataset.source(source)[process_index::process_count]
+  dataset = dataset.map(_CheckShapes(_shapes(source[0])))
+  return _batch(dataset, splits, batch_size // process_count)
+
+
+def _batch(
+  dataset: grain.MapDataset, splits: Splits, size: int
+) -> grain.IterDataset:
+  dataset = dataset.batch(size, drop_remainder=True)
   dataset = dataset.map(_CheckLabels(splits.num_classes))
   return dataset.to_iter_dataset(_READ_OPTIONS)
 
@@ -326,6 +337,24 @@ class _Augment(grain.transforms.RandomMap):
 
   def random_map(self, element: Example, rng: np.random.Generator) -> Example:
     return self.fn(element, rng)
+
+
+def _shapes(example: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+  return {key: np.shape(x) for key, x in example.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _CheckShapes(grain.transforms.Map):
+  shapes: Mapping[str, tuple[int, ...]]
+
+  def map(self, element: Example) -> Example:
+    shapes = _shapes(element)
+    if shapes != self.shapes:
+      raise ValueError(
+        f"config.data: every example must have the shapes {self.shapes}, got "
+        f"{shapes}."
+      )
+    return element
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 import logging
 import math
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from flaxshard import registry
 from flaxshard import steps
 from flaxshard.input_pipeline import sharding
 from flaxshard.partitioning import annotations as annotate
@@ -38,9 +39,10 @@ def create_strategy(config: Any) -> Strategy:
   where = f"config.mesh.replica={mesh.replica}"
   replicas = len(devices) // logical if mesh.replica == -1 else mesh.replica
   if not 0 < replicas * logical <= len(devices):
+    each = f"axes={mesh.axes!r}" if named else f"logical_devices={logical}"
     raise ValueError(
-      f"{where} of {logical} logical devices each: there are {len(devices)} "
-      "devices."
+      f"{where} with config.mesh.{each} needs {max(replicas, 1) * logical} "
+      f"devices; there are {len(devices)}."
     )
   if config.batch_size % replicas:
     raise ValueError(
@@ -53,11 +55,12 @@ def create_strategy(config: Any) -> Strategy:
     mesh_shape={mesh_lib.REPLICA: replicas, **axes},
   )
   _log.info(
-    "JAX %s, process %d of %d, %d %s devices, %r",
+    "JAX %s, process %d of %d, %d of %d %s devices, %r",
     jax.__version__,
     jax.process_index(),
     jax.process_count(),
     strategy.mesh.size,
+    len(devices),
     devices[0].platform,
     strategy,
   )
@@ -66,8 +69,8 @@ def create_strategy(config: Any) -> Strategy:
 
 def _use_virtual_devices(count: int) -> None:
   try:
-    jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
+    jax.config.update("jax_platforms", "cpu")
     devices = jax.devices()
   except RuntimeError as e:  # JAX runs already, or XLA_FLAGS say it too
     devices = jax.devices()
@@ -99,7 +102,10 @@ def batch_specs(
   for key, pieces in split.items():
     where = f"config.mesh.split.{key}={tuple(pieces)!r}"
     if key not in example:
-      raise ValueError(f"{where}: a batch has {', '.join(sorted(example))}.")
+      raise ValueError(
+        f"{where}: a batch has {', '.join(sorted(example))}."
+        f"{registry.near(key, example)}"
+      )
     replicas = strategy.num_replicas_in_sync
     shape = (config.batch_size // replicas, *np.shape(example[key]))
     try:
@@ -138,8 +144,32 @@ def mirrored(strategy: Strategy, tree: Any) -> Any:
   return jax.tree.map(lambda x: mesh_lib.put(x, sharding), tree)
 
 
-def waiting(strategy: Strategy, fn: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns `fn`, waited for where steps in flight would deadlock."""
+def jit_train_step(config: Any, strategy: Strategy, carried: Any) -> Any:
+  """Returns the train step, jitted: for all replicas together, or for each.
+
+  Args:
+    config: A checked config.
+    strategy: Its strategy.
+    carried: The state and progress, which are donated and come back.
+  """
+  if config.mesh.per_replica:
+    return strategy.jit(steps.train_step, donate_argnums=(0, 1))
+  jitted = jax.jit(
+    steps.train_step,
+    donate_argnums=(0, 1),
+    # They come back as they lay, whatever XLA would like better.
+    out_shardings=jax.tree.map(lambda x: x.sharding, carried),
+  )
+  return waiting(strategy, jitted)
+
+
+def waiting(strategy: Strategy, jitted: Any) -> Any:
+  """Returns a jitted function, waited for where calls would deadlock."""
   if not strategy.waits:
-    return fn
-  return lambda *args: jax.block_until_ready(fn(*args))
+    return jitted
+
+  def call(*args: Any) -> Any:
+    return jax.block_until_ready(jitted(*args))
+
+  call.lower = jitted.lower  # type: ignore[attr-defined]
+  return call

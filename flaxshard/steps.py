@@ -74,13 +74,9 @@ def train_step(
   Returns:
     The next state and progress.
   """
-  context = replica.get_replica_context()
-  key = rng
-  if context is not None:
-    key = jax.random.fold_in(rng, context.replica_id_in_sync_group)
 
   def loss_fn(params: Any) -> tuple[jax.Array, Any]:
-    rngs = {"dropout": jax.random.fold_in(key, step)}
+    rngs = {"dropout": jax.random.fold_in(_own_keys(rng), step)}
     logits, collections = _apply(state, params, batch, rngs)
     losses = _losses(logits, batch)
     return losses.mean(), (losses, logits, collections)
@@ -130,15 +126,15 @@ def over_replicas(progress: Progress) -> Progress:
   if not values.is_per_replica(progress.bad_step):
     return progress
   bad_steps: Any = np.asarray(progress.bad_step)
+  first = min(bad_steps[bad_steps > 0], default=bad_steps[0])  # 0 is none
   return Progress(
     metrics=jax.tree.map(
       lambda x: np.sum(x, axis=0),
       progress.metrics,
       is_leaf=values.is_per_replica,
     ),
-    # The first; 0 is none.
-    bad_step=min(bad_steps[bad_steps > 0], default=bad_steps[0]),
-    bad_leaves=np.any(np.asarray(progress.bad_leaves), axis=0),
+    bad_step=first,
+    bad_leaves=np.any(np.asarray(progress.bad_leaves)[bad_steps == first], 0),
   )
 
 
@@ -162,15 +158,51 @@ def _apply(
     variables = dict(params)
   else:
     variables = {"params": params}
-  variables.update({name: getattr(state, name) for name in names})
+  collections = {name: getattr(state, name) for name in names}
   train = rngs is not None
+  variables.update(_own_keys(collections) if train else collections)
   kwargs: dict[str, Any]
   if isinstance(state.apply_fn, nnx_module.Apply):
     kwargs = {"mode": "train" if train else "eval"}
   else:
     kwargs = {"train": train, **({"rngs": rngs} if train else {})}
   mutable = names if train else []
-  return state.apply_fn(variables, batch["inputs"], mutable=mutable, **kwargs)
+  logits, new = state.apply_fn(
+    variables, batch["inputs"], mutable=mutable, **kwargs
+  )
+  return logits, _shared_keys(new, collections)
+
+
+def _own_keys(tree: Any) -> Any:
+  """Gives a replica PRNG keys of its own; NNX modules carry theirs along."""
+  context = replica.get_replica_context()
+  if context is None:
+    return tree
+
+  def fold(x: jax.Array) -> jax.Array:
+    if not _is_key(x):
+      return x
+    fold_in = lambda key: jax.random.fold_in(
+      key, context.replica_id_in_sync_group
+    )
+    return jax.vmap(fold_in)(x.reshape(-1)).reshape(x.shape)
+
+  return jax.tree.map(fold, tree)
+
+
+def _shared_keys(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+  """Puts back the keys that those of the replicas come from."""
+  if replica.get_replica_context() is None:
+    return new
+  return jax.tree.map(
+    lambda x, before: before if _is_key(before) else x,
+    new,
+    {name: old[name] for name in new},
+  )
+
+
+def _is_key(x: jax.Array) -> bool:
+  return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _losses(logits: jax.Array, batch: Batch) -> jax.Array:

@@ -74,8 +74,9 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
   process = dict(
     batch_size=config.batch_size, **parallel.input_pipeline(strategy)
   )
-  arguments = _abstract_arguments(config, state, splits, strategy, specs)
-  _check_model(config, arguments)
+  train_step, lowered = _lower_train_step(
+    config, state, splits, strategy, specs
+  )
 
   with contextlib.ExitStack() as stack:
     interrupted = stack.enter_context(interrupts.caught())
@@ -129,7 +130,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     mirrored = functools.partial(parallel.mirrored, strategy)
     progress = parallel.init_progress(config, strategy, state)
     rng = mirrored(jax.random.key(config.seed))
-    train_step = _compile_train_step(config, strategy, arguments)
+    _compile(lowered)
     eval_step = parallel.waiting(strategy, jax.jit(steps.eval_step))
     show = stack.enter_context(_progress_bar(first_step, config))
 
@@ -138,8 +139,9 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       batches = strategy.distribute_dataset(
         data.eval_batches(splits, **process), spec=specs
       )
-      for batch in batches:
-        metrics = eval_step(state, metrics, batch)
+      with iter(batches) as eval_iter:
+        for batch in eval_iter:
+          metrics = eval_step(state, metrics, batch)
       return {f"eval_{k}": float(v) for k, v in metrics.compute().items()}
 
     timer = timer_lib.Timer(first_step)
@@ -194,12 +196,7 @@ def _create_state(
     policy=policy,
     seed=config.seed,
   )
-  rules = rules_lib.from_config(config.mesh.rules or None)
-  with _blame(
-    f"config.model ({config.model.name!r})"
-    + (f" with config.mesh.rules={config.mesh.rules!r}" if rules else "")
-    + " cannot be initialized"
-  ):
+  with _blame(f"config.model ({config.model.name!r}) cannot be initialized"):
     state = create_train_state(
       model,
       jax.random.key(config.seed),
@@ -207,7 +204,7 @@ def _create_state(
       tx,
       wrappers=wrappers.from_config(config.wrappers),
       strategy=strategy,
-      rules=rules,
+      rules=rules_lib.from_config(config.mesh.rules),
     )
   if policy.compute_dtype == jnp.float16:
     for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
@@ -219,43 +216,33 @@ def _create_state(
   return state
 
 
-def _abstract_arguments(
+def _lower_train_step(
   config: Any,
   state: TrainState,
   splits: data.Splits,
   strategy: Strategy,
   specs: Mapping[str, P],
-) -> tuple[Any, ...]:
-  """Shapes, dtypes and shardings of what the train step is called with."""
+) -> tuple[Callable[..., tuple[TrainState, steps.Progress]], Any]:
+  """Traces the train step, before anything is written or compiled."""
 
-  def abstract(x: Any, shape: tuple[int, ...] = (), spec: Any = ()) -> Any:
-    return jax.ShapeDtypeStruct(
-      (*shape, *np.shape(x)),
-      trees.dtype_of(x),
-      sharding=jax.sharding.NamedSharding(strategy.mesh, P(*spec)),
+  def zeros(x: Any, spec: P) -> jax.Array:
+    return jnp.zeros(
+      (config.batch_size, *np.shape(x)),
+      jax.dtypes.canonicalize_dtype(trees.dtype_of(x)),
+      device=jax.sharding.NamedSharding(strategy.mesh, spec),
     )
 
-  progress = jax.eval_shape(steps.init_progress, state)
-  rng = jax.eval_shape(lambda: jax.random.key(0))
-  return (
-    jax.tree.map(lambda x: abstract(x, spec=x.sharding.spec), state),
-    jax.tree.map(abstract, progress),
-    {
-      key: abstract(np.asarray(x), (config.batch_size,), specs[key])
-      for key, x in splits.eval[0].items()
-    },
-    abstract(rng),
-    abstract(np.int32(0)),
-  )
-
-
-def _check_model(config: Any, arguments: tuple[Any, ...]) -> None:
-  """Traces the train step, before anything is written or compiled."""
+  batch = {
+    key: zeros(np.asarray(x), specs[key]) for key, x in splits.eval[0].items()
+  }
+  progress = parallel.init_progress(config, strategy, state)
+  rng, step = parallel.mirrored(strategy, (jax.random.key(0), np.int32(0)))
+  train_step = parallel.jit_train_step(config, strategy, (state, progress))
   with _blame(
     f"config.model ({config.model.name!r}) cannot be trained on config.data "
     f"({config.data.name!r})"
   ):
-    jax.eval_shape(steps.train_step, *arguments)
+    return train_step, train_step.lower(state, progress, batch, rng, step)
 
 
 @contextlib.contextmanager
@@ -264,26 +251,17 @@ def _blame(what: str) -> Iterator[None]:
   try:
     yield
   except (TypeError, ValueError, ArithmeticError, LookupError) as e:
+    if str(e).startswith("rules"):
+      raise ValueError(f"config.mesh.{e}") from e
     kind = TypeError if isinstance(e, TypeError) else ValueError
     raise kind(f"{what}: {e}") from e
 
 
-def _compile_train_step(
-  config: Any, strategy: Strategy, arguments: tuple[Any, ...]
-) -> Callable[..., tuple[TrainState, steps.Progress]]:
+def _compile(lowered: Any) -> None:
   """Compiles ahead, so that no step that is timed does."""
-  if config.mesh.per_replica:
-    return strategy.jit(steps.train_step, donate_argnums=(0, 1))
   start = time.monotonic()
-  jitted = jax.jit(
-    steps.train_step,
-    donate_argnums=(0, 1),
-    # The state comes back as it lay, whatever XLA would like better.
-    out_shardings=jax.tree.map(lambda x: x.sharding, arguments[:2]),
-  )
-  compiled = jitted.lower(*arguments).compile()
+  lowered.compile()  # the first call finds it
   _log.info("compiled the train step in %.1f s", time.monotonic() - start)
-  return parallel.waiting(strategy, compiled)
 
 
 def _train_row(

@@ -11,6 +11,20 @@ from flaxshard import config as config_lib
 _CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 
 
+def mesh(**fields):
+  """Returns `config.mesh` with all its fields."""
+  defaults = dict(
+    replica=-1,
+    logical_devices=1,
+    axes=(),
+    rules=(),
+    split={},
+    per_replica=False,
+    virtual_devices=0,
+  )
+  return {**defaults, **fields}
+
+
 def make(**fields):
   """Returns a config with only the fields that have no default."""
   config = dict(
@@ -21,7 +35,7 @@ def make(**fields):
     learning_rate=1e-2,
     seed=0,
     wrappers=(("loss_scale", {"scale": "dynamic"}),),
-    mesh={"replica": -1},
+    mesh=mesh(),
     precision="float32",
     log_every_steps=2,
     eval_every_steps=4,
@@ -180,23 +194,113 @@ def test_precisions(name):
   assert config_lib.check(make(precision=name)).precision == name
 
 
-@pytest.mark.parametrize(
-  "bad",
-  [{}, {"replica": 0}, {"replica": -2}, {"replica": 2.0}, {"data": 2}, 8, None],
-)
-def test_bad_meshes(bad):
+@pytest.mark.parametrize("bad", [8, None, (), "replica"])
+def test_a_mesh_is_a_dict(bad):
   with pytest.raises(ValueError) as e:
     config_lib.check(make(mesh=bad))
-  message = str(e.value)
-  assert message.startswith("config.mesh must be {'replica': n}")
-  assert message.endswith(f"; got {bad!r}.")
-
-
-@pytest.mark.parametrize("replicas", [-1, 1, 8])
-def test_meshes(replicas):
-  assert config_lib.check(make(mesh={"replica": replicas})).mesh.replica == (
-    replicas
+  assert str(e.value) == (
+    f"config.mesh must be a dict with {', '.join(mesh())}; got {bad!r}."
   )
+
+
+def test_the_fields_of_a_mesh_have_defaults():
+  for of in (dict, ml_collections.ConfigDict):
+    checked = config_lib.check(of(make(mesh={})))
+    assert checked.mesh.to_dict() == mesh()
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {"replica": 1},
+    {"replica": 8, "logical_devices": 4, "split": {"inputs": (1, 2, 2, 1)}},
+    {"axes": (("x", 2), ("y", 1)), "rules": "fsdp"},
+    {"rules": (("kernel$", (None, "replica")), ("bias", None), "fsdp")},
+    {"rules": {"name": "fsdp", "min_size": 64}},
+    {"per_replica": True, "virtual_devices": 8},
+  ],
+)
+def test_meshes(fields):
+  for of in (dict, ml_collections.ConfigDict):
+    checked = config_lib.check(of(make(mesh=fields)))
+    assert checked.mesh.to_dict() == mesh(**fields)
+    assert config_lib.check(checked).to_dict() == checked.to_dict()
+
+
+@pytest.mark.parametrize(
+  ("field", "bads"),
+  {
+    "replica": (0, -2, 2.0, "8", True, None),
+    "logical_devices": (0, -1, 2.0, "8", True, None, 2**31),
+    "axes": (
+      "model",
+      {"model": 2},
+      ("model", 2),
+      (("model", 2, 2),),
+      (("model", 0),),
+      (("model", 2.0),),
+      (("", 2),),
+      ((2, 2),),
+      (("replica", 2),),
+      (("model", 2), ("model", 2)),
+      None,
+    ),
+    "split": (
+      None,
+      8,
+      (("inputs", (1, 2)),),
+      {"inputs": 8},
+      {"inputs": (1, 2.0)},
+      {"inputs": (1, True)},
+      {"inputs": "12"},
+    ),
+    "per_replica": (0, 1, "yes", None),
+    "virtual_devices": (-1, 8.0, "8", True, None, 2**31),
+  }.items(),
+)
+def test_bad_fields_of_a_mesh(field, bads):
+  for bad in bads:
+    for of in (dict, ml_collections.ConfigDict):
+      with pytest.raises(ValueError) as e:
+        config_lib.check(of(make(mesh={field: bad})))
+      message = str(e.value)
+      assert message.startswith(f"config.mesh.{field} must be "), message
+      assert message.endswith(f"; got {bad!r}."), message
+
+
+@pytest.mark.parametrize(
+  ("bad", "message"),
+  [
+    (0, "must be None, 'fsdp', .*, got 0"),
+    ({"name": "fsdb"}, "name: unknown name 'fsdb'; allowed: fsdp"),
+    (({"name": "fsdp", "min_sise": 3},), "'min_sise'.*Did you mean 'min_size'"),
+    (
+      ({"name": "fsdp", "min_size": -1},),
+      "min_size must be at least 0, got -1",
+    ),
+  ],
+)
+def test_bad_rules(bad, message):
+  with pytest.raises(ValueError, match=rf"^config\.mesh\.rules.*{message}"):
+    config_lib.check(make(mesh={"rules": bad}))
+
+
+def test_axes_have_sizes_of_their_own():
+  with pytest.raises(ValueError) as e:
+    config_lib.check(make(mesh={"axes": (("x", 2),), "logical_devices": 2}))
+  assert str(e.value) == (
+    "config.mesh.logical_devices=2 must be 1 where config.mesh.axes="
+    "(('x', 2),) give names and sizes."
+  )
+
+
+def test_an_unknown_field_of_a_mesh():
+  with pytest.raises(ValueError) as e:
+    config_lib.check(make(mesh={"replicas": 8}))
+  assert str(e.value).startswith("config.mesh.replicas is not a field; ")
+  for field in mesh():
+    assert field in str(e.value)
+  assert "Did you mean 'replica'" in str(e.value)
 
 
 @pytest.mark.parametrize(
