@@ -16,11 +16,15 @@ from flaxshard.partitioning import specs as specs_lib
 
 
 class Agreement(enum.IntEnum):
-  """Whether a value is the same on every replica."""
+  """Whether a value is the same on every replica.
+
+  What is computed from several values has the greatest of theirs: a ring of
+  exchanges adds what differs to what is not known, and may make it agree.
+  """
 
   AGREES = 0
-  UNKNOWN = 1
-  DIFFERS = 2
+  DIFFERS = 1
+  UNKNOWN = 2
 
 
 _REDUCTIONS = ("psum", "pmax", "pmin", "all_gather", "pbroadcast")
@@ -39,6 +43,31 @@ _CALLS = (
   "custom_vjp_call_jaxpr",
   "shard_map",
 )
+
+
+def check(jaxpr: Any, differ: Sequence[bool], paths: Sequence[str]) -> None:
+  """Raises a ValueError where what must be the same on all replicas is not.
+
+  Args:
+    jaxpr: A `Jaxpr`, or a `ClosedJaxpr`. Its first outputs must be the same.
+    differ: Of each input, whether it is a replica's own.
+    paths: Where those outputs are in what `fn` returned.
+  """
+  given = [Agreement.DIFFERS if x else Agreement.AGREES for x in differ]
+  found = outputs(jaxpr, given)[: len(paths)]
+  bad = [
+    path
+    for path, one in zip(paths, found, strict=True)
+    if one == Agreement.DIFFERS
+  ]
+  if bad:
+    raise ValueError(
+      "run: a TrainState must come back the same from every replica, but these "
+      f"follow from a replica's own data: {', '.join(bad[:8])}"
+      f"{', ...' if len(bad) > 8 else ''}. state.apply_gradients averages "
+      "gradients and the collections it is handed; otherwise use "
+      "get_replica_context().all_reduce('mean', ...)."
+    )
 
 
 def outputs(jaxpr: Any, inputs: Sequence[Agreement]) -> list[Agreement]:
@@ -76,12 +105,13 @@ def _equation(eqn: Any, given: list[Agreement]) -> list[Agreement]:
   over_replicas = mesh_lib.REPLICA in specs_lib.axes_of(axes)
   if name == "axis_index":
     return [Agreement.DIFFERS if over_replicas else Agreement.AGREES] * count
+  unknown = [Agreement.UNKNOWN if worst else Agreement.AGREES] * count
   if over_replicas and name.startswith(_REDUCTIONS):
     if params.get("axis_index_groups") is None:
       return [Agreement.AGREES] * count
-    return [min(worst, Agreement.UNKNOWN)] * count
+    return unknown
   if name in _CALLBACKS or (over_replicas and name.startswith(_EXCHANGES)):
-    return [min(worst, Agreement.UNKNOWN)] * count
+    return unknown
   if name == "cond":
     branches = [outputs(b, given[1:]) for b in params["branches"]]
     return [max(given[0], *each) for each in zip(*branches, strict=True)]
@@ -99,7 +129,7 @@ def _equation(eqn: Any, given: list[Agreement]) -> list[Agreement]:
     if len(body.invars) == len(given) and len(body.outvars) == count:
       return outputs(body, given)
   if bodies or name in _CALLS:
-    return [min(worst, Agreement.UNKNOWN)] * count
+    return unknown
   return [worst] * count
 
 
@@ -124,8 +154,7 @@ def _scan(params: Any, given: list[Agreement], count: int) -> list[Agreement]:
   elif hasattr(params.get("ft_in"), "unpack"):  # JAX 0.12
     consts, carry, xs = map(list, params["ft_in"].update(given).unpack())
   else:
-    worst = max(given, default=Agreement.AGREES)
-    return [min(worst, Agreement.UNKNOWN)] * count
+    return [Agreement.UNKNOWN if any(given) else Agreement.AGREES] * count
 
   def step(carry: list[Agreement]) -> list[Agreement]:
     return outputs(params["jaxpr"], consts + carry + xs)[: len(carry)]

@@ -25,6 +25,7 @@ import orbax.checkpoint as ocp
 
 from flaxshard import fields
 from flaxshard import trees
+from flaxshard import values
 from flaxshard.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -179,7 +180,8 @@ class Checkpointer:
       data: An iterator to set to where it stood.
 
     Returns:
-      The restored state.
+      The restored state. What each replica has its own of was saved as one,
+      `TrainState.without_wrappers`; all replicas get that.
 
     Raises:
       ValueError: There is no such checkpoint, it has no position of the data,
@@ -222,14 +224,15 @@ class Checkpointer:
 
     restored = self._manager.restore(step, args=ocp.args.Composite(**items))
     _check_restored(where, restored[_PLAIN], plain)
-    values = {
-      name: getattr(restored[_PLAIN], name) for name in fields.data_names(plain)
+    new = {
+      name: values.spread(getattr(restored[_PLAIN], name), getattr(state, name))
+      for name in fields.data_names(plain)
     }
     if common:
       states = {name: restored[_WRAPPERS][name] for name in common}
       _check_restored(where, states, common)
-      values["wrapper_states"] = {**state.wrapper_states, **states}
-    return state.replace(**values)
+      new["wrapper_states"] = {**state.wrapper_states, **states}
+    return state.replace(**new)
 
 
 def check_writable(argument: str, directory: str) -> None:

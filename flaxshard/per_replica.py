@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax.training import train_state as flax_train_state
 import jax
@@ -46,7 +46,7 @@ def compile(
   """Returns `fn`, run once per replica; see `Strategy.jit`."""
   context = replica.ReplicaContext(mesh.shape[mesh_lib.REPLICA])
   layouts: dict[Any, _Layout] = {}
-  recent: dict[Any, tuple[list[Any], Any]] = {}
+  recent: dict[Any, _Recent] = {}
 
   @functools.lru_cache(maxsize=128)
   def program(treedef: Any, shardings: tuple[Any, ...]) -> Any:
@@ -85,7 +85,12 @@ def compile(
       body = jax.jit(parallel, inline=True)
       traced = body.trace(*leaves)
       structure, out_layout = out
-      _check_agreement(traced.jaxpr, in_specs, out_layout)
+      if context.num_replicas_in_sync > 1:
+        agreement.check(
+          traced.jaxpr,
+          [mesh_lib.REPLICA in spec for spec in in_specs],
+          out_layout.shared_paths(),
+        )
       mirrored, own = body(*leaves)
       parts = iter(mirrored), iter(own)
       out_leaves = [next(parts[own]) for own in out_layout.own]
@@ -116,37 +121,51 @@ def compile(
     ]
     return jax.jit(once, donate_argnums=donated)
 
-  def placed(args: Any, kwargs: Any) -> tuple[Any, list[jax.Array]]:
+  def placed(args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
     """Returns the program for arguments, and their leaves, on the mesh."""
+    if any(i >= len(args) for i in donate_argnums):
+      raise ValueError(
+        f"donate_argnums={tuple(donate_argnums)} must be positions of "
+        f"arguments, of which there are {len(args)}."
+      )
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    if treedef not in layouts:
+      layouts[treedef] = _layout((args, kwargs))
+    layout = layouts[treedef]
+    leaves = [_place(mesh, leaf, layout, i) for i, leaf in enumerate(leaves)]
+    return program(treedef, tuple(leaf.sharding for leaf in leaves)), leaves
+
+  @functools.wraps(fn)
+  def call(*args: Any, **kwargs: Any) -> PyTree:
     if replica.get_replica_context() is not None:
       raise TypeError(
         "run: called inside of run, where this replica's program is traced. "
         "Call the function itself."
       )
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+    given = [getattr(leaf, "sharding", None) for leaf in leaves]
     # Step after step these are the same objects, which compare fast.
-    known, compiled = recent.get(treedef, (None, None))
-    if shardings == known and not any([x.is_deleted() for x in leaves]):
-      return compiled, leaves
-    if treedef not in layouts:
-      layouts[treedef] = _layout((args, kwargs))
-    layout = layouts[treedef]
-    if any(i >= len(args) for i in donate_argnums):
-      raise ValueError(
-        f"donate_argnums={tuple(donate_argnums)} must be positions of "
-        f"arguments, of which there are {len(args)}."
+    last = recent.get(treedef)
+    if (
+      last is None
+      or last.given != given
+      or any([leaves[i].is_deleted() for i in last.stay])
+    ):
+      compiled, leaves = placed(args, kwargs)
+      stays = [
+        leaf.sharding == x for leaf, x in zip(leaves, given, strict=True)
+      ]
+      last = _Recent(
+        compiled,
+        given,
+        stay=[i for i, stay in enumerate(stays) if stay],
+        move=[i for i, stay in enumerate(stays) if not stay],
       )
-    leaves = [_place(mesh, leaf, layout, i) for i, leaf in enumerate(leaves)]
-    shardings = [leaf.sharding for leaf in leaves]
-    compiled = program(treedef, tuple(shardings))
-    recent[treedef] = shardings, compiled
-    return compiled, leaves
-
-  @functools.wraps(fn)
-  def call(*args: Any, **kwargs: Any) -> PyTree:
-    compiled, leaves = placed(args, kwargs)
-    out = compiled(*leaves)
+    else:
+      for i in last.move:
+        leaves[i] = _place(mesh, leaves[i], layouts[treedef], i)
+    out = last.compiled(*leaves)
+    recent[treedef] = last
     return jax.block_until_ready(out) if waits else out
 
   def lower(*args: Any, **kwargs: Any) -> Any:
@@ -155,6 +174,15 @@ def compile(
 
   call.lower = lower  # type: ignore[attr-defined]
   return call
+
+
+class _Recent(NamedTuple):
+  """What was called last with arguments of one structure."""
+
+  compiled: Any
+  given: list[Any]  # the shardings of the leaves; None: no JAX array
+  stay: list[int]  # the leaves that were on the mesh
+  move: list[int]  # those that are put there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +201,14 @@ class _Layout:
   mirrored: tuple[bool, ...]
   paths: tuple[Any, ...]
   states: tuple[tuple[Any, int], ...]
+
+  def shared_paths(self) -> list[str]:
+    """Returns where the leaves are that are one for all replicas."""
+    return [
+      trees.path_string(path)
+      for path, own in zip(self.paths, self.own, strict=True)
+      if not own
+    ]
 
 
 def _layout(tree: PyTree) -> _Layout:
@@ -298,34 +334,6 @@ def _sharding(
   return jax.sharding.NamedSharding(mesh, P(mesh_lib.REPLICA) if own else P())
 
 
-def _check_agreement(
-  jaxpr: Any, in_specs: Sequence[P], returned: _Layout
-) -> None:
-  """Raises where a state would come back different from each replica."""
-  given = [
-    agreement.Agreement.DIFFERS
-    if mesh_lib.REPLICA in spec
-    else agreement.Agreement.AGREES
-    for spec in in_specs
-  ]
-  # The outputs are what is one for all replicas, then the others.
-  shared = [i for i, own in enumerate(returned.own) if not own]
-  found = agreement.outputs(jaxpr, given)[: len(shared)]
-  bad = [
-    trees.path_string(returned.paths[i])
-    for i, one in zip(shared, found, strict=True)
-    if one == agreement.Agreement.DIFFERS
-  ]
-  if bad:
-    raise ValueError(
-      "run: a TrainState must come back the same from every replica, but these "
-      f"follow from a replica's own data: {', '.join(bad[:8])}"
-      f"{', ...' if len(bad) > 8 else ''}. state.apply_gradients averages "
-      "gradients and the collections it is handed; otherwise use "
-      "get_replica_context().all_reduce('mean', ...)."
-    )
-
-
 def _replica_spec(sharding: jax.sharding.NamedSharding, mirrored: bool) -> P:
   """Returns what a sharding says of the replicas."""
   if mirrored:
@@ -340,7 +348,7 @@ def _replica_spec(sharding: jax.sharding.NamedSharding, mirrored: bool) -> P:
 
 def _place(
   mesh: jax.sharding.Mesh, leaf: Any, layout: _Layout, index: int
-) -> jax.Array:
+) -> Any:
   """Returns the leaf on the mesh, where it is not there already."""
   where = f"run: argument {trees.path_string(layout.paths[index][1:])}"
   if isinstance(leaf, jax.core.Tracer):
@@ -361,9 +369,11 @@ def _place(
   sharding = getattr(leaf, "sharding", None)
   if isinstance(sharding, jax.sharding.NamedSharding):
     if sharding.mesh == mesh:
-      # Written as XLA gives it back, or the next step would compile again.
-      dims = tuple(map(specs_lib.axes_of, sharding.spec))
-      spec = specs_lib.shortest(dims, mesh)
+      spec = sharding.spec
+      if layout.mirrored[index]:
+        # Written as XLA gives it back, or the next step would compile again.
+        dims = tuple(map(specs_lib.axes_of, spec))
+        spec = specs_lib.shortest(dims, mesh)
       if own and mesh_lib.REPLICA not in specs_lib.axes_of((*spec, None)[0]):
         spec = P(mesh_lib.REPLICA, *spec[1:])
       target = jax.sharding.NamedSharding(
@@ -371,9 +381,11 @@ def _place(
       )
     elif not own and not sharding.is_fully_replicated:
       raise ValueError(
-        f"{where} is sharded on another mesh: {sharding}. Shard it "
-        f"on strategy.mesh, {mesh}."
+        f"{where} is sharded on another mesh, of other axes or devices, or in "
+        f"another order: {sharding}. Shard it on strategy.mesh, {mesh}."
       )
+  if isinstance(leaf, jax.ShapeDtypeStruct):  # which `lower` takes
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
   placed = mesh_lib.put(leaf, target)
   if isinstance(placed, jax.core.Tracer):
     raise _traced(where)

@@ -75,6 +75,13 @@ class Strategy:
         "device_assignment must be a DeviceAssignment, "
         f"got {device_assignment!r}."
       )
+    if axis_type not in (
+      jax.sharding.AxisType.Auto,
+      jax.sharding.AxisType.Explicit,
+    ):
+      raise ValueError(
+        f"axis_type={axis_type!r} must be AxisType.Auto or AxisType.Explicit."
+      )
     if devices is not None:
       devices = _check_devices(devices)
     named = None
@@ -197,7 +204,7 @@ class Strategy:
 
     Returns:
       A function of the arguments of `fn`. Its `lower(*args)` gives the program,
-      as that of `jax.jit` does.
+      as that of `jax.jit` does, also for `jax.ShapeDtypeStruct`s.
 
     Raises:
       ValueError: `donate_argnums` are no positions of arguments; in a call, an

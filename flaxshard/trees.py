@@ -159,10 +159,13 @@ def strong(x: Any) -> jax.Array:
 
 def _buffers(x: jax.Array) -> set[Any]:
   """What tells the memory of an array: two Arrays may lie on the same."""
-  if isinstance(x, jax.core.Tracer):
-    return {id(x)}
+  traced = {id(x)}
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-    x = jax.random.key_data(x)
+    x = jax.random.key_data(
+      x
+    )  # traced, under `jit`, also of a key with a value
+  if isinstance(x, jax.core.Tracer):
+    return traced
   return {
     (s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards
   }

@@ -216,6 +216,27 @@ def merged(tree: PyTree) -> PyTree:
   )
 
 
+def spread(tree: PyTree, like: PyTree) -> PyTree:
+  """Undoes `merged`: a `PerReplica` where `like` has one, all replicas alike.
+
+  Args:
+    tree: A tree with one value for each `PerReplica` of `like`.
+    like: The tree as it is to be.
+  """
+
+  def one(old: jax.Array, x: jax.Array) -> jax.Array:
+    return jax.device_put(jnp.broadcast_to(x, old.shape), old.sharding)
+
+  return jax.tree.map(
+    lambda old, x: (
+      jax.tree.map(one, old, PerReplica(x)) if is_per_replica(old) else x
+    ),
+    like,
+    tree,
+    is_leaf=is_per_replica,
+  )
+
+
 def _map(fn: Callable[[Any, Any], Any], value: PyTree) -> PyTree:
   return jax.tree_util.tree_map_with_path(fn, value, is_leaf=is_per_replica)
 
@@ -252,7 +273,14 @@ def _reducer(
 
 @functools.lru_cache
 def _gatherer(mesh: jax.sharding.Mesh, axis: int) -> Callable[[Any], jax.Array]:
-  return _compiled(mesh, lambda x: jnp.concatenate(list(x), axis=axis - 1))
+  whole = jax.sharding.NamedSharding(mesh, P())
+  return _compiled(
+    mesh,
+    # What is split cannot be taken apart where axes are Explicit.
+    lambda x: jnp.concatenate(
+      list(mesh_lib.constrain(x, whole)), axis=axis - 1
+    ),
+  )
 
 
 def _compiled(
@@ -263,8 +291,8 @@ def _compiled(
   compiled = jax.jit(fn, out_shardings=whole)
 
   def call(x: Any) -> jax.Array:
-    if not isinstance(getattr(x, "sharding", None), jax.sharding.NamedSharding):
-      x = jax.device_put(x, jax.sharding.NamedSharding(mesh, P()))
+    if getattr(getattr(x, "sharding", None), "mesh", None) != mesh:
+      x = mesh_lib.put(x, whole)
     return compiled(x)
 
   return call
