@@ -161,9 +161,8 @@ def _buffers(x: jax.Array) -> set[Any]:
   """What tells the memory of an array: two Arrays may lie on the same."""
   traced = {id(x)}
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-    x = jax.random.key_data(
-      x
-    )  # traced, under `jit`, also of a key with a value
+    # Under `jit` that is traced, though the key may have a value.
+    x = jax.random.key_data(x)
   if isinstance(x, jax.core.Tracer):
     return traced
   return {
