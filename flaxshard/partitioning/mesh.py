@@ -63,9 +63,13 @@ def num_logical_devices(mesh: jax.sharding.Mesh) -> int:
 
 
 def logical_device(mesh: jax.sharding.Mesh, index: int) -> jax.sharding.Mesh:
-  """Returns the mesh of logical device `index` of every replica."""
+  """Returns the mesh of logical device `index` of every replica.
+
+  Its axis is Auto: eager computations on a part of the devices cannot enter
+  the context that Explicit axes ask for.
+  """
   devices = mesh.devices.reshape(mesh.devices.shape[0], -1)[:, index]
-  return jax.sharding.Mesh(devices, (REPLICA,), axis_types=mesh.axis_types[:1])
+  return jax.sharding.Mesh(devices, (REPLICA,))
 
 
 def replica(mesh: jax.sharding.Mesh, index: int) -> jax.sharding.Mesh:
@@ -92,7 +96,7 @@ def partition_spec(
   Example:
     >>> devices = np.array(jax.devices() * 8)[:8].reshape(1, 8)
     >>> partition_spec(make(devices), (1, 2, 4, 1))
-    PartitionSpec(None, 'm0', ('m1', 'm2'), None)
+    P(None, 'm0', ('m1', 'm2'), None)
   """
   sizes = {name: mesh.shape[name] for name in logical_axes(mesh)}
   spec = _choose(
