@@ -83,6 +83,7 @@ def compile(
       )
       # Traced once, for the check and for the call.
       body = jax.jit(parallel, inline=True)
+      leaves = tuple(map(_gathered, leaves, shardings, layout.mirrored))
       traced = body.trace(*leaves)
       structure, out_layout = out
       if context.num_replicas_in_sync > 1:
@@ -344,6 +345,20 @@ def _replica_spec(sharding: jax.sharding.NamedSharding, mirrored: bool) -> P:
       for entry in sharding.spec
     )
   )
+
+
+def _gathered(
+  x: jax.Array, sharding: jax.sharding.NamedSharding, mirrored: bool
+) -> jax.Array:
+  """Makes what is split over replicas, but mirrored, whole on each of them."""
+  dims = [specs_lib.axes_of(entry) for entry in sharding.spec]
+  if not mirrored or mesh_lib.REPLICA not in sum(dims, ()):
+    return x
+  spec = P(
+    *(tuple(a for a in d if a != mesh_lib.REPLICA) or None for d in dims)
+  )
+  # Where axes are Explicit, shard_map does not do that by itself.
+  return mesh_lib.constrain(x, jax.sharding.NamedSharding(sharding.mesh, spec))
 
 
 def _place(
