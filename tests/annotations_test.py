@@ -561,7 +561,7 @@ def test_logical_device_ids_are_integers(index):
     np.array([None]),
     jax.ShapeDtypeStruct((4, 4), jnp.float32),
   ],
-  ids=str,
+  ids=lambda value: type(value).__name__,
 )
 def test_tensors_are_arrays(value):
   for call in (
