@@ -1,0 +1,484 @@
+"""Strategies whose replicas have several devices, from end to end."""
+
+import collections
+import functools
+import re
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+
+P = jax.sharding.PartitionSpec
+NamedSharding = jax.sharding.NamedSharding
+EXPLICIT = jax.sharding.AxisType.Explicit
+MESH_SHAPE = (2, 2, 1, 2)  # four chips of two cores, as on a TPU v3-8
+
+
+def topology():
+  return fs.Topology.from_devices(mesh_shape=MESH_SHAPE)
+
+
+def strategy(replicas, logical, **options):
+  """A strategy without names of its own for the logical axes."""
+  devices = jax.devices()[: replicas * logical]
+  return fs.Strategy(
+    fs.DeviceAssignment.build(
+      fs.Topology.from_devices(devices, mesh_shape=(1, 1, replicas, logical)),
+      (1, 1, 1, logical),
+      num_replicas=replicas,
+      device_order_mode="mesh",
+    ),
+    **options,
+  )
+
+
+def device_ids(x):
+  return sorted(d.id for d in x.sharding.device_set)
+
+
+def assert_close(got, want, rtol=1e-4, atol=1e-6):
+  jax.tree.map(
+    lambda g, w: np.testing.assert_allclose(g, w, rtol=rtol, atol=atol),
+    got,
+    want,
+  )
+
+
+# Construction
+
+
+@pytest.mark.parametrize("mode", ["ring", "mesh"])
+@pytest.mark.parametrize(
+  "shape, replicas, axes",
+  [
+    ((1, 1, 1, 2), 4, {"m0": 2}),
+    ((1, 1, 1, 2), 3, {"m0": 2}),
+    ((2, 1, 1, 1), 4, {"m0": 2}),
+    ((1, 2, 1, 2), 2, {"m0": 2, "m1": 2}),
+    ((2, 2, 1, 2), 1, {"m0": 2, "m1": 2, "m2": 2}),
+    ((1, 1, 1, 1), 8, {}),
+  ],
+)
+def test_the_mesh_has_the_order_of_the_assignment(shape, replicas, axes, mode):
+  if shape[-1] == 1 or replicas == 3:
+    mode = "auto"  # there is no ring
+  assignment = fs.DeviceAssignment.build(
+    topology(), shape, num_replicas=replicas, device_order_mode=mode
+  )
+  s = fs.Strategy(assignment)
+  assert s.device_assignment is assignment
+  assert list(s.mesh.shape.items()) == [("replica", replicas), *axes.items()]
+  assert s.num_replicas_in_sync == replicas
+  assert s.num_logical_devices == assignment.num_cores_per_replica
+  assert (s.num_hosts, s.num_replicas_per_host) == (1, replicas)
+  laid = s.mesh.devices.reshape(replicas, -1)
+  for (replica, core), device in np.ndenumerate(laid):
+    at = assignment.coordinates(replica, core)
+    assert device is assignment.topology.device_at(at)
+
+
+def test_an_assignment_may_leave_devices_over():
+  assignment = fs.DeviceAssignment.build(
+    topology(), (1, 1, 1, 2), num_replicas=3
+  )
+  s = fs.Strategy(assignment)
+  x = np.arange(6.0)
+  out = s.run(lambda x: x * 2, (s.shard_batch(x),))
+  np.testing.assert_array_equal(s.gather(out, axis=0), 2 * x)
+  assert device_ids(out.value) == [0, 1, 2, 3, 4, 5]
+
+
+def by_hand():
+  cores = [[[0, 0, 0, 1], [1, 1, 0, 0]], [[0, 1, 0, 1], [1, 0, 0, 0]]]
+  return fs.DeviceAssignment(fs.Topology(MESH_SHAPE), cores)
+
+
+def test_an_assignment_by_hand_takes_the_devices_in_order():
+  for options, ids in (
+    ({}, [1, 6, 5, 2]),
+    ({"devices": jax.devices()[::-1]}, [6, 1, 2, 5]),
+    ({"mesh_shape": {"model": -1, "replica": 2}}, [1, 6, 5, 2]),
+  ):
+    s = fs.Strategy(by_hand(), **options)
+    assert [d.id for d in s.mesh.devices.flat] == ids
+  assert list(s.mesh.shape.items()) == [("replica", 2), ("model", 2)]
+
+
+def test_devices_in_the_order_given():
+  few = [jax.devices()[i] for i in (5, 0, 3)]
+  assert fs.Strategy(devices=few).mesh.devices.tolist() == few
+  s = fs.Strategy(devices=jax.devices()[6:0:-1], mesh_shape={"m": 3, "n": -1})
+  assert list(s.mesh.shape.items()) == [("replica", 1), ("m", 3), ("n", 2)]
+  assert [d.id for d in s.mesh.devices.flat] == [6, 5, 4, 3, 2, 1]
+  assert repr(s) == "Strategy(replica=1, m=3, n=2)"
+
+
+@pytest.mark.parametrize(
+  "options, error, message",
+  [
+    ({"device_assignment": [[0]]}, TypeError, "device_assignment must be"),
+    ({"device_assignment": topology()}, TypeError, "got Topology"),
+    ({"devices": []}, ValueError, "at least one"),
+    ({"devices": jax.devices()[:1] * 2}, ValueError, "none twice"),
+    ({"devices": [0, 1]}, TypeError, "must be JAX devices, got 0"),
+    ({"devices": "cpu"}, TypeError, "must be JAX devices, got 'cpu'"),
+    ({"mesh_shape": {"replica": 3}}, ValueError, "the number of devices, 8"),
+    ({"mesh_shape": [8]}, TypeError, "must be a dict of axis sizes"),
+    ({"axis_type": "Auto"}, ValueError, "AxisType.Auto or AxisType.Explicit"),
+    (
+      {"device_assignment": by_hand(), "devices": jax.devices()[:4]},
+      ValueError,
+      "needs device 6 of task 0",
+    ),
+    (
+      {"device_assignment": by_hand(), "mesh_shape": {"replica": 4}},
+      ValueError,
+      "has 4 replicas; device_assignment has 2",
+    ),
+    (
+      {"device_assignment": by_hand(), "mesh_shape": {"model": 2}},
+      ValueError,
+      "the number of devices, 4",
+    ),
+  ],
+)
+def test_strategies_that_cannot_be(options, error, message):
+  with pytest.raises(error, match=re.escape(message)):
+    fs.Strategy(**options)
+
+
+# Annotations, in run
+
+
+PARTITIONS = [
+  (4,),
+  (1, 4),
+  (2, 2),
+  (4, 1),
+  (1, 2, 2),
+  (2, 1, 2),
+  (1, 2, 1, 2),
+  (2, 1, 1, 1, 2),
+]
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, EXPLICIT])
+def test_each_replica_splits_its_own(axis_type):
+  s = strategy(2, 4, axis_type=axis_type)
+  xs = [
+    np.arange(2 * np.prod(p) * 2 ** len(p)).reshape(2, *(2 * n for n in p))
+    for p in PARTITIONS
+  ]
+  batch = [jax.device_put(x, NamedSharding(s.mesh, P("replica"))) for x in xs]
+
+  @s.jit
+  def split_and_undo(xs):
+    split = [
+      s.split_to_logical_devices(x[0] * 3, p)
+      for x, p in zip(xs, PARTITIONS, strict=True)
+    ]
+    return split, [s.replicate_to_logical_devices(x) / 3 for x in split]
+
+  split, undone = split_and_undo(batch)
+  for x, p, y, z in zip(xs, PARTITIONS, split, undone, strict=True):
+    np.testing.assert_array_equal(y, 3 * x)
+    np.testing.assert_array_equal(z, x)
+    assert {i.data.shape for i in y.value.addressable_shards} == {
+      (1, *(2 for _ in p))
+    }
+    for shard in y.value.addressable_shards:
+      replica, *core = np.argwhere(s.mesh.devices == shard.device)[0]
+      tile = np.unravel_index(2 * core[0] + core[1], p)
+      at = (replica, *(slice(2 * i, 2 * i + 2) for i in tile))
+      np.testing.assert_array_equal(shard.data[0], 3 * x[at])
+    whole = {i.data.shape for i in z.value.addressable_shards}
+    assert whole == {(1, *x.shape[1:])}
+
+
+def test_each_replica_works_on_one_of_its_devices():
+  s = strategy(2, 4)
+  calls = collections.Counter()
+
+  def host(replica, x):
+    calls[int(replica)] += 1
+    return np.asarray(x) * 2
+
+  def fn(x):
+    context = fs.get_replica_context()
+    replica = context.replica_id_in_sync_group
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    twice = jax.pure_callback(host, out, replica, x)
+    return twice, context.all_reduce("sum", x + replica)
+
+  x = np.arange(3, dtype=np.float32)
+  twice, total = s.run(lambda x: s.on_logical_device(2, fn, x), (x,))
+  np.testing.assert_array_equal(twice, [2 * x] * 2)
+  np.testing.assert_array_equal(total, [2 * x + 1] * 2)
+  assert calls == {0: 1, 1: 1}
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, EXPLICIT])
+def test_loops_and_gradients_on_one_device(axis_type):
+  s = strategy(2, 3, axis_type=axis_type)
+  rnn = nn.RNN(nn.SimpleCell(2))
+  x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(2, 3, 2)
+  params = rnn.init(jax.random.key(0), x)
+
+  def loss(params, x, move):
+    if move:
+      x = s.split_to_logical_devices(x, [1, 3, 1])
+      h = s.on_logical_device(1, rnn.apply, params, x)
+      return (s.assign_to_logical_device(h, 2) ** 2).sum()
+    return (rnn.apply(params, x) ** 2).sum()
+
+  def calls(params, x):
+    grads = jax.grad(jax.checkpoint(loss, static_argnums=2))(params, x, True)
+    by_row = jax.lax.scan(
+      lambda c, row: (c + loss(params, row[None], True), None), 0.0, x
+    )[0]
+    return grads, by_row
+
+  grads, by_row = s.run(calls, (params, x))
+  want, grad = jax.jit(jax.value_and_grad(loss), static_argnums=2)(
+    params, x, False
+  )
+  np.testing.assert_allclose(by_row, [want] * 2, rtol=1e-5)
+  for of_one in s.local_results(grads):
+    assert_close(of_one, grad)
+
+
+def test_what_run_refuses():
+  s, other = strategy(2, 4), strategy(1, 8)
+  x = np.ones((8, 8), np.float32)
+  for call in (
+    lambda x: other.on_logical_device(7, jnp.sin, x),
+    lambda x: other.assign_to_logical_device(x, 7),
+    lambda x: other.split_to_logical_devices(x, [8, 1]),
+    lambda x: other.replicate_to_logical_devices(x),
+  ):
+    with pytest.raises(ValueError, match="is traced on the mesh"):
+      s.run(call, (x,))
+  with pytest.raises(ValueError, match="closes over a traced float32"):
+    s.run(lambda x: s.on_logical_device(1, lambda: 2 * x), (x,))
+  with pytest.raises(ValueError, match="on one logical device alone"):
+    s.run(
+      lambda x: s.on_logical_device(
+        1, lambda x: s.split_to_logical_devices(x, [2, 2]), x
+      ),
+      (x,),
+    )
+
+
+# Training
+
+
+class Net(nn.Module):
+  """A small image model."""
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.relu(nn.Conv(4, (3, 3), use_bias=False)(x))
+    return nn.Dense(3)(x.max((1, 2)))
+
+
+@functools.cache
+def images():
+  rng = np.random.default_rng(0)
+  return {
+    "image": rng.normal(size=(4, 16, 16, 2)).astype(np.float32),
+    "label": rng.integers(0, 3, 4),
+  }
+
+
+def cross_entropy(logits, labels):
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+  return losses.mean()
+
+
+def image_step(s, pieces=None, device=None):
+  def step(state, batch):
+    image, label = batch["image"], batch["label"]
+    apply = lambda params, x: state.apply_fn({"params": params}, x)
+
+    def loss_fn(params):
+      if pieces is not None:
+        split = s.split_to_logical_devices(image, pieces)
+        logits = s.replicate_to_logical_devices(apply(params, split))
+        return cross_entropy(logits, s.replicate_to_logical_devices(label))
+      if device is not None:
+        apply_again = jax.checkpoint(apply)
+        logits = s.on_logical_device(device, apply_again, params, image)
+        return cross_entropy(logits, label)
+      return cross_entropy(apply(params, image), label)
+
+    return state.minimize(loss_fn)
+
+  return step
+
+
+def image_state(s):
+  model = Net()
+  params = model.init(jax.random.key(0), images()["image"])["params"]
+  return fs.TrainState.create(
+    apply_fn=model.apply, params=params, tx=optax.adam(1e-2), strategy=s
+  )
+
+
+@functools.cache
+def trained():
+  """Three steps on one device."""
+  s = strategy(1, 1)
+  state = image_state(s)
+  return s.run_steps(image_step(s), state, [images()] * 3, reduce="mean")
+
+
+def assert_trained(state, loss):
+  want, want_loss = trained()
+  np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+  assert_close(state.params, want.params, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("pieces, device", [([1, 2, 2, 1], None), (None, 3)])
+def test_training_in_pieces_is_training(pieces, device):
+  s = strategy(2, 4)
+  batches = s.shard_batch(
+    jax.tree.map(lambda x: np.stack([x] * 3), images()), P(None, "replica")
+  )
+  step = image_step(s, pieces, device)
+  assert_trained(*s.run_steps(step, image_state(s), batches, reduce="mean"))
+
+
+def test_neighbours_exchange_rims_and_no_one_has_the_whole_image():
+  s = strategy(1, 8)
+  step = s.jit(image_step(s, [1, 2, 4, 1]))
+  state = image_state(s)
+  text = step.lower(state, images()).compile().as_text()
+  assert "collective-permute" in text
+  assert "all-gather" not in text and "all-to-all" not in text
+  # Of 16 by 16 the first convolution sees 8 by 4.
+  shapes = re.findall(r"= f32\[4,(\d+),(\d+),4\]\S* convolution\(", text)
+  assert ("8", "4") in shapes and ("16", "16") not in shapes
+  for _ in range(3):
+    state, loss = step(state, images())
+  assert_trained(state, loss[0])
+
+
+class Half(nn.Module):
+  """One stage of two."""
+
+  features: int
+
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(self.features, use_bias=False)(nn.tanh(x))
+
+
+STAGES = {"first": Half(8), "second": Half(3)}
+
+
+def stages(s, place):
+  """Returns a loss of both stages, each on its logical device if asked."""
+
+  def loss_fn(params, batch):
+    x, label = batch
+    for i, (name, stage) in enumerate(STAGES.items()):
+      apply = lambda p, x, stage=stage: stage.apply({"params": p}, x)
+      if place:
+        x = s.on_logical_device(i, apply, params[name], x)
+      else:
+        x = apply(params[name], x)
+    if place:
+      label = s.assign_to_logical_device(label, 1)
+    return cross_entropy(x, label)
+
+  return loss_fn
+
+
+def stage_params(s, place):
+  shapes = {"first": (6, 4), "second": (6, 8)}
+  params = {
+    name: stage.init(jax.random.key(i), jnp.ones(shapes[name]))["params"]
+    for i, (name, stage) in enumerate(STAGES.items())
+  }
+  if not place:
+    return params
+  return {
+    name: jax.tree.map(lambda x, i=i: s.assign_to_logical_device(x, i), tree)
+    for i, (name, tree) in enumerate(params.items())
+  }
+
+
+def stage_batch():
+  rng = np.random.default_rng(1)
+  return rng.normal(size=(6, 4)).astype(np.float32), rng.integers(0, 3, 6)
+
+
+def adam():
+  # Adam corrects its bias for all parameters in one program, on one device.
+  labels = {name: name for name in STAGES}
+  return optax.partition({name: optax.adam(0.05) for name in STAGES}, labels)
+
+
+@functools.cache
+def unsplit():
+  """The state and losses of three steps on one device."""
+  state = fs.TrainState.create(
+    apply_fn=None, params=stage_params(None, False), tx=adam()
+  )
+  step = jax.jit(lambda s, batch: s.minimize(stages(None, False), batch))
+  losses = []
+  for _ in range(3):
+    state, loss = step(state, stage_batch())
+    losses.append(float(loss))
+  return state, losses
+
+
+def test_two_stages_train_eagerly():
+  s = strategy(2, 2)
+  want, want_losses = unsplit()
+  state = fs.TrainState.create(
+    apply_fn=None, params=stage_params(s, True), tx=adam()
+  )
+  losses = []
+  for _ in range(3):
+    loss, grads = state.value_and_grad(stages(s, True), stage_batch())
+    state = state.apply_gradients(grads=grads)
+    losses.append(float(loss))
+  np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
+  assert losses[-1] < losses[0]
+  assert_close(state.params, want.params)
+  assert int(state.step) == 3
+  places = {
+    name: tuple(d.id for d in s.mesh.devices[:, i])
+    for i, name in enumerate(STAGES)
+  }
+  for name, place in places.items():
+    for x in jax.tree.leaves((state.params[name], grads[name])):
+      assert tuple(device_ids(x)) == place
+  slots = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+  assert {tuple(device_ids(x)) for x in slots} == set(places.values())
+
+
+def test_two_stages_train_in_one_program():
+  s = strategy(2, 2)
+  batch = s.shard_batch(stage_batch())
+  step = lambda state, batch: state.minimize(stages(s, True), batch)
+  create = lambda: fs.TrainState.create(
+    apply_fn=None, params=stage_params(None, False), tx=adam()
+  )
+  want, want_losses = unsplit()
+
+  def check(one_step, loss_of):
+    state = create()
+    for want_loss in want_losses:
+      state, loss = one_step(state, batch)
+      np.testing.assert_allclose(loss_of(loss), want_loss, rtol=1e-5)
+    assert_close(state.params, want.params)
+
+  check(jax.jit(step), lambda loss: loss)  # the batch as a whole
+  check(s.jit(step), functools.partial(s.reduce, "mean"))
