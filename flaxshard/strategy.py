@@ -253,11 +253,11 @@ class Strategy:
       >>> import flaxshard as fs, optax
       >>> strategy = fs.Strategy()
       >>> state = fs.TrainState.create(
-      ...     apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(0.1),
+      ...     apply_fn=None, params={"w": np.ones(())}, tx=optax.sgd(0.1),
       ...     strategy=strategy)
       >>> step = lambda state, x: state.minimize(lambda p: p["w"] * x)
       >>> state, loss = strategy.run_steps(
-      ...     step, state, jnp.ones(5), reduce="mean")
+      ...     step, state, np.ones(5), reduce="mean")
       >>> round(float(state.params["w"]), 6), round(float(loss), 6)
       (0.5, 0.6)
     """
@@ -451,7 +451,7 @@ class Strategy:
 
     Example:
       >>> strategy = Strategy(mesh_shape={"replica": -1})
-      >>> strategy.split_to_logical_devices(jnp.ones((4, 2)), [1, 1]).shape
+      >>> strategy.split_to_logical_devices(np.ones((4, 2)), [1, 1]).shape
       (4, 2)
 
     References:
@@ -519,8 +519,8 @@ class Strategy:
 
     Example:
       >>> strategy = Strategy()
-      >>> float(strategy.on_logical_device(0, jnp.sum, jnp.ones(3)))
-      3.0
+      >>> strategy.on_logical_device(0, lambda x: 2 * x, np.ones(2)).tolist()
+      [2.0, 2.0]
     """
     return annotate.on_device(self.mesh, logical_device_id, fn, *args)
 

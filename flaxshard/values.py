@@ -52,7 +52,7 @@ class PerReplica:
     # JAX would clamp it, and a loop over the replicas would never end.
     if not -len(self) <= index < len(self):
       raise IndexError(f"PerReplica: there is no replica {index}: {len(self)}.")
-    return jax.tree.map(lambda x: x[index], self.value)
+    return jax.tree.map(lambda x: _at(x, index), self.value)
 
   def __len__(self) -> int:
     """Returns the number of replicas."""
@@ -207,7 +207,7 @@ def merged(tree: PyTree) -> PyTree:
   def one(x: Any) -> Any:
     if jnp.issubdtype(x.dtype, jnp.inexact):
       return jnp.mean(x, axis=0, dtype=x.dtype)
-    return x[0]
+    return _at(x, 0)
 
   return jax.tree.map(
     lambda x: jax.tree.map(one, x.value) if is_per_replica(x) else x,
@@ -298,6 +298,16 @@ def _compiled(
   return call
 
 
+def _at(x: Any, index: int) -> Any:
+  """Returns `x[index]`, also of what is split along an Explicit axis."""
+  sharding = getattr(x, "sharding", None)
+  if isinstance(sharding, jax.sharding.NamedSharding) and (
+    jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+  ):
+    x = jax.device_put(x, jax.sharding.NamedSharding(sharding.mesh, P()))
+  return x[index]
+
+
 def _local_value(mesh: jax.sharding.Mesh, index: int, x: Any) -> jax.Array:
   """Returns `x[index]` on the devices of its replica, without communication."""
   devices = mesh_lib.replica(mesh, index)
@@ -308,7 +318,7 @@ def _local_value(mesh: jax.sharding.Mesh, index: int, x: Any) -> jax.Array:
     or mesh_lib.REPLICA not in (*sharding.spec, None)[:1]
   ):
     whole = jax.sharding.NamedSharding(devices, P())
-    return jax.device_put(jnp.asarray(x)[index], whole)
+    return jax.device_put(_at(jnp.asarray(x), index), whole)
   parts = [
     shard.data[0]
     for shard in x.addressable_shards

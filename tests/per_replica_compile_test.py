@@ -1,0 +1,132 @@
+"""What run compiles, how often, and into how much memory."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from regression import compilations
+from regression import create
+from regression import loss_fn
+from regression import sharded
+from regression import split
+from regression import train_step
+
+import flaxshard as fs
+
+P = jax.sharding.PartitionSpec
+
+EIGHT = fs.Strategy()
+SPLIT = fs.Strategy(mesh_shape={"replica": 2, "model": 4})
+ONE = fs.Strategy(devices=jax.devices()[:1])
+
+
+def replica_id():
+  return fs.get_replica_context().replica_id_in_sync_group
+
+
+def counted():
+  """A train step that counts how often it is traced."""
+
+  def step(state, batch):
+    step.traces += 1
+    return state.minimize(loss_fn, batch)
+
+  step.traces = 0
+  return step
+
+
+@pytest.mark.parametrize("donate", [(), 0], ids=["kept", "donated"])
+@pytest.mark.parametrize(
+  ("strategy", "spec"),
+  [
+    (EIGHT, None),
+    (EIGHT, P(None, "replica")),
+    (SPLIT, P("model")),
+    (SPLIT, P(("replica", "model"))),
+    (ONE, P("replica")),
+  ],
+)
+def test_steps_compile_once(strategy, spec, donate):
+  state = create()  # on one device
+  if spec is not None:
+    state = split(create(strategy), strategy.mesh, spec)
+  step = counted()
+  run = strategy.jit(step, donate_argnums=donate)
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")  # such as that donated buffers are not used
+    state, _ = run(state, sharded(strategy, 0))
+    with compilations(0):
+      for i in (1, 2):
+        before = state
+        state, _ = run(state, sharded(strategy, i))
+        assert before.params["w1"].is_deleted() == (donate == 0)
+  assert step.traces == 1 and int(state.step) == 3
+
+
+def test_other_arguments_compile_once():
+  traces = []
+
+  def fn(*args):
+    traces.append(args)
+    return args
+
+  run = EIGHT.jit(fn)
+  own = EIGHT.run(lambda: jnp.ones(3) * replica_id())
+  run(own, 1.0, np.ones(2), {"a": 3})
+  with compilations(0):
+    for i in range(3):
+      own, *_ = run(own, 2.0 + i, np.zeros(2), {"a": i})
+  assert len(traces) == 1
+  np.testing.assert_array_equal(np.asarray(own)[:, 0], np.arange(8.0))
+  run(own, 2.0, np.zeros(3), {"a": 0})
+  assert len(traces) == 2
+
+
+def test_numbers_are_checked_on_every_call():
+  run = EIGHT.jit(lambda x, y: x * y)
+  assert float(run(jnp.ones(()), 2.0)[0]) == 2.0
+  assert float(run(jnp.ones(()), 3.0)[0]) == 3.0
+  with pytest.raises(
+    TypeError, match=r"argument 1.* must be an array, got 'a'"
+  ):
+    run(jnp.ones(()), "a")
+  first = EIGHT.jit(lambda x: x)
+  first(fs.PerReplica(np.ones((8, 2))))
+  with pytest.raises(ValueError, match="must have the 8 replicas"):
+    first(fs.PerReplica(np.ones((4, 2))))
+
+
+def test_memory_of_a_donated_state_is_used_again():
+  state = create(EIGHT)
+  args = state, sharded(EIGHT, 0)
+  size = sum(x.nbytes for x in jax.tree.leaves(state))
+  lowered = EIGHT.jit(train_step, donate_argnums=0).lower(*args)
+  memory = lowered.compile().memory_analysis()
+  assert memory.alias_size_in_bytes == size
+  assert memory.argument_size_in_bytes == size + (8 + 1) * 2 * 4
+
+
+def test_lower_takes_shapes():
+  args = create(EIGHT), sharded(EIGHT, 0)
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), args
+  )
+  step = EIGHT.jit(train_step)
+  assert step.lower(*shapes).as_text() == step.lower(*args).as_text()
+  with pytest.raises(TypeError, match="ShapeDtypeStruct"):
+    step(*shapes)
+
+
+def test_a_deleted_argument_is_told():
+  step = EIGHT.jit(train_step, donate_argnums=0)
+  state = create(EIGHT)
+  step(state, sharded(EIGHT, 0))
+  with pytest.raises(ValueError, match="argument 0/step is deleted"):
+    step(state, sharded(EIGHT, 0))
+  # A state that was not on the mesh shares its memory with the one that is.
+  state = create()
+  step(state, sharded(EIGHT, 0))
+  with pytest.raises(ValueError, match="argument 0/step is deleted"):
+    step(state, sharded(EIGHT, 0))

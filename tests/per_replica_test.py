@@ -1,0 +1,286 @@
+"""What run makes of arguments and results."""
+
+import dataclasses
+import functools
+
+from flax import struct
+from flax.training import train_state as flax_train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from regression import assert_close
+from regression import batch
+from regression import compilations
+from regression import create
+from regression import loss_fn
+from regression import sharded
+from regression import split
+from regression import X
+
+import flaxshard as fs
+
+P = jax.sharding.PartitionSpec
+NamedSharding = jax.sharding.NamedSharding
+
+EIGHT = fs.Strategy()
+SPLIT = fs.Strategy(mesh_shape={"replica": 2, "model": 4})
+
+
+def replica_id():
+  return fs.get_replica_context().replica_id_in_sync_group
+
+
+def test_what_is_split_over_replicas_arrives_in_parts():
+  rows = np.arange(32.0, dtype=np.float32).reshape(16, 2)
+  columns = jax.device_put(
+    rows.T, NamedSharding(EIGHT.mesh, P(None, "replica"))
+  )
+  args = EIGHT.shard_batch({"rows": rows}), columns, rows
+  parts, part_of_columns, whole = EIGHT.run(lambda *args: args, args=args)
+  np.testing.assert_array_equal(parts["rows"], rows.reshape(8, 2, 2))
+  wanted = rows.T.reshape(2, 8, 2).swapaxes(0, 1)
+  np.testing.assert_array_equal(part_of_columns, wanted)
+  np.testing.assert_array_equal(whole, np.stack([rows] * 8))
+
+
+def test_what_is_split_over_both_arrives_split_over_logical_devices():
+  x = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+  args = [
+    jax.device_put(x, NamedSharding(SPLIT.mesh, spec))
+    for spec in (
+      P("replica", "model"),
+      P(("replica", "model")),
+      P(("model", "replica")),
+      P("model", "replica"),
+    )
+  ]
+  *rows, columns = SPLIT.run(lambda *args: args, args=args)
+  for part in rows:
+    np.testing.assert_array_equal(part, x.reshape(2, 4, 8))
+  wanted = x.reshape(8, 2, 4).swapaxes(0, 1)
+  np.testing.assert_array_equal(columns, wanted)
+
+
+def test_python_numbers_and_keys_are_mirrored():
+  fn = lambda x, flag, key: (2 * x, ~flag, jax.random.key_data(key))
+  key = jax.random.key(3)
+  twice, flag, data = EIGHT.run(fn, args=(1.5, np.bool_(False), key))
+  assert np.asarray(twice).tolist() == [3.0] * 8
+  assert np.asarray(flag).all()
+  np.testing.assert_array_equal(data[7], jax.random.key_data(key))
+
+
+def test_constants_of_the_function_are_mirrored():
+  constant, key = jnp.arange(3.0), jax.random.key(0)
+  state = create(EIGHT)
+
+  def fn(x):
+    noise = jax.random.normal(key, (3,))
+    return state.replace(step=state.step + 1), x * constant + noise
+
+  new, out = EIGHT.run(fn, args=(2.0,))
+  assert int(new.step) == 1
+  wanted = 2 * np.arange(3.0) + jax.random.normal(key, (3,))
+  np.testing.assert_allclose(np.asarray(out), [wanted] * 8, rtol=1e-6)
+
+
+# What comes back.
+
+
+@struct.dataclass
+class Output:
+  loss: jax.Array
+  other: jax.Array | None = None
+
+
+def test_results_keep_their_structure():
+  def fn(x):
+    number = replica_id()
+    out = Output(x + number)
+    return {"out": out, "list": [number > 3, 1, None], "half": jnp.bfloat16(2)}
+
+  got = EIGHT.run(fn, args=(0.5,))
+  assert got["out"].other is None and got["list"][2] is None
+  assert np.asarray(got["out"].loss).tolist() == [0.5 + i for i in range(8)]
+  assert np.asarray(got["list"][0]).tolist() == [i > 3 for i in range(8)]
+  assert np.asarray(got["list"][1]).tolist() == [1] * 8
+  assert got["half"].value.dtype == jnp.bfloat16
+  assert EIGHT.run(lambda: None) is None
+
+
+def test_a_state_comes_back_as_one_wherever_it_is():
+  fn = lambda state: {"a": [state.replace(step=state.step + 2)], "b": 1}
+  got = EIGHT.run(fn, args=(create(EIGHT),))
+  assert int(got["a"][0].step) == 2
+  assert_close(got["a"][0].params, create().params, 0, 0)
+  assert isinstance(got["b"], fs.PerReplica)
+
+
+def test_a_train_state_of_flax():
+  tx = optax.sgd(0.1)
+
+  def step(state, batch):
+    grads = jax.grad(loss_fn)(state.params, batch)
+    grads = fs.get_replica_context().all_reduce("mean", grads)
+    return state.apply_gradients(grads=grads)
+
+  state = flax_train_state.TrainState.create(
+    apply_fn=None, params=create().params, tx=tx
+  )
+  new = EIGHT.run(step, args=(state, sharded(EIGHT, 0)))
+  assert type(new) is flax_train_state.TrainState
+  wanted = state.apply_gradients(
+    grads=jax.grad(loss_fn)(state.params, batch(0))
+  )
+  assert_close(new.params, wanted.params)
+  own = state.replace(
+    params=EIGHT.distribute_values_from_function(lambda _: state.params)
+  )
+  with pytest.raises(
+    TypeError, match=r"TrainState.params is a PerReplica; onl"
+  ):
+    EIGHT.run(step, args=(own, sharded(EIGHT, 0)))
+
+
+def test_each_of_two_states_comes_back_where_it_was():
+  student = create(SPLIT)
+  teacher = split(create(SPLIT), SPLIT.mesh, P(None, "model"))
+
+  def fn(teacher, student, batch):
+    student, _ = student.minimize(loss_fn, batch)
+    average = lambda a, b: 0.5 * (a + b)
+    params = jax.tree.map(average, teacher.params, student.params)
+    return teacher.replace(params=params), student
+
+  new = SPLIT.run(fn, args=(teacher, student, sharded(SPLIT, 0)))
+  for before, after in zip((teacher, student), new, strict=True):
+    assert after.params["w1"].sharding == before.params["w1"].sharding
+
+
+@pytest.mark.parametrize(
+  ("fn", "error", "message"),
+  [
+    (lambda: {"a": "x"}, TypeError, r"what fn returned\[a\] must be an array"),
+    (lambda: fs.PerReplica(jnp.ones(8)), TypeError, "fn returned a PerReplic"),
+  ],
+)
+def test_what_cannot_come_back(fn, error, message):
+  with pytest.raises(error, match=message):
+    EIGHT.run(fn)
+
+
+def test_an_error_of_the_function_comes_through():
+  with pytest.raises(ZeroDivisionError):
+    EIGHT.run(lambda: 1 // 0)
+
+
+@pytest.mark.parametrize(
+  ("args", "message"),
+  [
+    ((1.0, {"a": fs.PerReplica(np.ones((4, 2)))}), r"argument 1/a/value, a Pe"),
+    ((fs.PerReplica(np.ones(16)),), r"the 8 replicas .* got shape \(16,\)"),
+    ((fs.PerReplica(1.0),), r"got shape \(\)"),
+    (
+      (jax.device_put(X[0], NamedSharding(SPLIT.mesh, P("model"))),),
+      "argument 0 is sharded on another mesh",
+    ),
+  ],
+)
+def test_arguments_that_lie_wrong(args, message):
+  with pytest.raises(ValueError, match=message):
+    EIGHT.run(lambda *args: 1, args=args)
+
+
+def test_what_is_the_same_on_another_mesh_is_moved():
+  x = jax.device_put(X[0], NamedSharding(SPLIT.mesh, P()))
+  got = EIGHT.run(lambda x: x.sum(), args=(x,))
+  np.testing.assert_allclose(np.asarray(got), [X[0].sum()] * 8, rtol=1e-5)
+
+
+def test_arguments_without_a_value():
+  float0 = np.zeros(3, jax.dtypes.float0)
+  with pytest.raises(TypeError, match="argument 0/a is of dtype float0"):
+    EIGHT.run(lambda x: 1, args=({"a": float0},))
+
+
+run = lambda x: EIGHT.run(lambda x: x, args=(x,))
+
+
+@pytest.mark.parametrize(
+  ("call", "message"),
+  [
+    (lambda: jax.jit(run)(1.0), "argument 0 is traced"),
+    (lambda: jax.jit(lambda x: run(np.ones(2)))(1.0), "argument 0 is traced"),
+    (lambda: jax.grad(lambda x: run(x)[0])(1.0), "argument 0 is traced"),
+    (lambda: jax.vmap(run)(jnp.ones(2)), "argument 0 is traced"),
+    (lambda: EIGHT.run(run, args=(1.0,)), "called inside of run"),
+    (lambda: EIGHT.run(lambda: run(1.0)), "called inside of run"),
+  ],
+)
+def test_run_is_called_outside_of_traces(call, message):
+  with pytest.raises(TypeError, match=message):
+    call()
+
+
+class Callables:
+  """Everything that is a function."""
+
+  factor = 2.0
+
+  def method(self, x):
+    return self.factor * x
+
+  __call__ = method
+
+  @classmethod
+  def of_class(cls, x):
+    return cls.factor * x
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+  factor: float
+
+  def __call__(self, x):
+    return self.factor * x
+
+
+@pytest.mark.parametrize(
+  "fn",
+  [
+    Callables().method,
+    Callables(),
+    Callables.of_class,
+    Scale(2.0),
+    functools.partial(jnp.multiply, 2.0),
+    jax.jit(lambda x: 2.0 * x),
+    jax.checkpoint(lambda x: 2.0 * x),
+  ],
+)
+def test_callables(fn):
+  assert np.asarray(EIGHT.run(fn, args=(1.5,))).tolist() == [3.0] * 8
+
+
+def test_methods_and_equal_callables_compile_once():
+  instance = Callables()
+  for one, other in (
+    (instance.method, instance.method),
+    (Scale(3.0), Scale(3.0)),
+  ):
+    EIGHT.run(one, args=(1.5,))
+    with compilations(0):
+      EIGHT.run(other, args=(1.5,))
+
+
+def test_callbacks(capfd):
+  def fn(x):
+    jax.debug.print("replica {}", replica_id())
+    return jax.pure_callback(np.negative, x, x)
+
+  out = EIGHT.run(fn, args=(np.float32(2.0),))
+  jax.effects_barrier()
+  assert np.asarray(out).tolist() == [-2.0] * 8
+  printed = capfd.readouterr().out.split("\n")
+  assert sorted(filter(None, printed)) == [f"replica {i}" for i in range(8)]

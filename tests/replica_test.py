@@ -1,0 +1,327 @@
+"""The replica context, and what it reduces."""
+
+import dataclasses
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from regression import assert_close
+from regression import batch
+from regression import create
+from regression import loss_fn
+from regression import PARAMS
+from regression import sharded
+from regression import train_step
+from regression import X
+
+import flaxshard as fs
+from flaxshard import replica
+
+P = jax.sharding.PartitionSpec
+
+EIGHT = fs.Strategy()
+SPATIAL = fs.Strategy(mesh_shape={"replica": 2, "model": 4})
+ONE = fs.Strategy(devices=jax.devices()[:1])
+
+
+def test_there_is_no_context_outside_of_run():
+  assert fs.get_replica_context() is None
+  with pytest.raises(KeyError):
+    EIGHT.run(lambda: {}["a"])
+  assert fs.get_replica_context() is None
+
+
+@pytest.mark.parametrize("strategy", [EIGHT, SPATIAL, ONE])
+def test_collectives(strategy):
+  n = strategy.num_replicas_in_sync
+
+  def fn(x):
+    context = fs.get_replica_context()
+    mine = x + context.replica_id_in_sync_group
+    return {
+      "count": context.num_replicas_in_sync,
+      "sum": context.all_reduce("sum", mine),
+      "mean of integers": context.all_reduce("mean", mine),
+      "true": context.all_reduce("sum", mine > 0),
+      "tree": context.all_reduce("mean", {"a": mine * 1.5, "b": None}),
+      "gathered": context.all_gather(jnp.stack([mine, -mine])[None], -1),
+    }
+
+  out = strategy.run(fn, args=(np.int32(0),))
+  ids = np.arange(n)
+  wanted = {
+    "count": n,
+    "sum": ids.sum(),
+    "mean of integers": ids.mean(),
+    "true": n - 1,
+    "tree": {"a": 1.5 * ids.mean(), "b": None},
+    "gathered": [np.stack([ids, -ids], 1).ravel()],
+  }
+  for i in range(n):
+    mine = jax.tree.map(
+      lambda x, i=i: np.asarray(x[i]).tolist(),
+      out,
+      is_leaf=lambda x: isinstance(x, fs.PerReplica),
+    )
+    assert mine == jax.tree.map(lambda x: np.asarray(x).tolist(), wanted)
+  assert out["mean of integers"].value.dtype == jnp.float32
+  assert out["sum"].value.dtype == jnp.int32
+
+
+@pytest.mark.parametrize(
+  ("fn", "error", "message"),
+  [
+    (lambda c: c.all_reduce("max", 1), ValueError, "'max' is no reduction"),
+    (lambda c: c.all_gather(jnp.ones(2), 1), ValueError, "allowed: -1 to 0"),
+    (lambda c: c.all_gather(1.0, 0), ValueError, "none, it is a scalar"),
+    (lambda c: c.all_gather(jnp.ones(2), True), TypeError, "an integer"),
+  ],
+)
+def test_what_cannot_be_reduced(fn, error, message):
+  with pytest.raises(error, match=message):
+    EIGHT.run(lambda: fn(fs.get_replica_context()))
+
+
+def test_keys_differ_by_replica():
+  def fn(key):
+    number = fs.get_replica_context().replica_id_in_sync_group
+    return jax.random.uniform(jax.random.fold_in(key, number))
+
+  drawn = np.asarray(EIGHT.run(fn, args=(jax.random.key(0),)))
+  wanted = [
+    jax.random.uniform(jax.random.fold_in(jax.random.key(0), i))
+    for i in range(8)
+  ]
+  np.testing.assert_array_equal(drawn, wanted)
+
+
+def test_mean_gradients_leaf_by_leaf():
+  # What Flax overwrites parameters with are maxima, not gradients.
+  def fn():
+    number = fs.get_replica_context().replica_id_in_sync_group
+    grads = {
+      "_overwrite_with_gradient": {"amax": number * 1.0},
+      "params": {
+        "w": number * 2.0,
+        "none": None,
+        "integer": jnp.int32(3),
+        "float0": np.zeros(2, jax.dtypes.float0),
+      },
+    }
+    return {
+      path: value
+      for path, value in replica.mean_gradients(grads)["params"].items()
+      if path in ("w", "integer")
+    } | replica.mean_gradients(grads)["_overwrite_with_gradient"]
+
+  out = jax.tree.map(
+    lambda x: np.unique(np.asarray(x)).tolist(),
+    EIGHT.run(fn),
+    is_leaf=lambda x: isinstance(x, fs.PerReplica),
+  )
+  assert out == {"amax": [7.0], "w": [7.0], "integer": [3]}
+
+
+def test_mean_gradients_keeps_what_is_no_gradient():
+  float0 = np.zeros(2, jax.dtypes.float0)
+  kept = []
+
+  def fn():
+    grads = {"none": None, "float0": float0, "w": jnp.ones(())}
+    kept.append(replica.mean_gradients(grads))
+
+  EIGHT.run(fn)
+  assert kept[0]["none"] is None and kept[0]["float0"] is float0
+
+
+def test_mean_collection():
+  key = jax.random.key(5)
+
+  def fn(context):
+    number = context.replica_id_in_sync_group
+    return replica.mean_collection(
+      {
+        "mean": number * 1.0,
+        "half": (number * 2).astype(jnp.bfloat16),
+        "count": number + 3,
+        "byte": (number + 250).astype(jnp.uint8),
+        "flag": number == 0,
+        "key": jax.random.fold_in(key, number),
+      }
+    )
+
+  out = EIGHT.run(lambda: fn(fs.get_replica_context()))
+  wanted = {
+    "mean": np.float32(3.5),
+    "half": jnp.bfloat16(7),
+    "count": np.int32(3),
+    "byte": np.uint8(250),
+    "flag": np.bool_(True),
+    "key": jax.random.fold_in(key, 0),
+  }
+  for i in (0, 7):
+    for name, value in wanted.items():
+      assert out[name][i].dtype == value.dtype, name
+      if name == "key":
+        got = jax.random.key_data(out[name][i])
+        np.testing.assert_array_equal(got, jax.random.key_data(value))
+      else:
+        assert out[name][i] == value, name
+
+
+def test_leaves_without_gradient_stay():
+  params = {**PARAMS, "none": np.ones(2, np.float32), "integer": np.arange(3)}
+
+  def step(state, batch):
+    grads = jax.grad(loss_fn, allow_int=True)(state.params, batch)
+    return state.apply_gradients(grads={**grads, "none": None})
+
+  def state():
+    return fs.TrainState.create(
+      apply_fn=None,
+      params=jax.tree.map(jnp.array, params),
+      tx=optax.adam(1e-2),
+      wrappers=[fs.LossScale("dynamic")],
+    )
+
+  got = EIGHT.run(step, args=(state(), sharded(EIGHT, 0)))
+  wanted = step(state(), batch(0))
+  assert_close((got.params, got.opt_state), (wanted.params, wanted.opt_state))
+  np.testing.assert_array_equal(got.params["none"], params["none"])
+
+
+class Module(nnx.Module):
+  """BatchNorm and Dropout: a collection of statistics, one of keys."""
+
+  def __init__(self, rngs):
+    self.norm = nnx.BatchNorm(8, momentum=0.5, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+    self.out = nnx.Linear(8, 1, rngs=rngs)
+
+  def __call__(self, x):
+    return self.out(self.dropout(self.norm(x)))[:, 0]
+
+
+@pytest.fixture(scope="module")
+def nnx_state():
+  return fs.create_train_state(
+    Module(nnx.Rngs(0)),
+    jax.random.key(0),
+    X[0],
+    optax.sgd(0.1),
+    wrappers=[fs.LossScale("dynamic")],
+  )
+
+
+def nnx_step(state, batch):
+  def loss_fn(params):
+    out, replaced = state.apply_fn(
+      {"params": params, "batch_stats": state.batch_stats, "rngs": state.rngs},
+      batch["x"],
+      mutable=["batch_stats", "rngs"],
+    )
+    return ((out - batch["y"]) ** 2).mean(), replaced
+
+  (loss, replaced), grads = state.value_and_grad(loss_fn, has_aux=True)
+  return state.apply_gradients(grads=grads, **replaced), loss
+
+
+def test_collections_become_the_same_on_all_replicas(nnx_state):
+  state, _ = EIGHT.run(nnx_step, args=(nnx_state, sharded(EIGHT, 0)))
+  parts = X[0].reshape(8, 2, 8)
+  for name, moment in ("mean", parts.mean(1)), ("var", parts.var(1)):
+    before = np.asarray(nnx_state.batch_stats["norm"][name])
+    wanted = 0.5 * before + 0.5 * moment.mean(0)
+    got = state.batch_stats["norm"][name]
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+  counts = [x for x in jax.tree.leaves(state.rngs) if x.dtype == jnp.uint32]
+  assert [int(x) for x in counts] == [1]
+
+
+def test_collections_are_held_back_with_a_skipped_step(nnx_state):
+  args = nnx_state, sharded(EIGHT, 0, bad=3)
+  state, _ = EIGHT.run(nnx_step, args=args)
+  assert int(state.step) == 0
+  assert_close(state.batch_stats, nnx_state.batch_stats, 0, 0)
+
+
+def test_a_collection_must_match_the_state(nnx_state):
+  def step(state):
+    grads = jax.tree.map(jnp.ones_like, state.params)
+    return state.apply_gradients(grads=grads, batch_stats={"norm": {}})
+
+  with pytest.raises(
+    ValueError, match=r"batch_stats must match the state.*mea"
+  ):
+    EIGHT.run(step, args=(nnx_state,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+  """Steps on local copies of the parameters, `[replicas, ...]`, as AGN will."""
+
+  replicas: int
+  reduces_gradients = True
+
+  def init(self, params, tx):
+    copies = lambda p: jnp.stack([p] * self.replicas)
+    return {"params": jax.tree.map(copies, params), "steps": jnp.zeros(())}
+
+  def working_params(self, state, params):
+    return jax.tree.map(lambda p: p[0], state["params"])
+
+  def scale_loss(self, state, loss):
+    return loss
+
+  def unscale_gradients(self, state, grads):
+    return grads
+
+  def apply(self, state, target, grads, next):
+    local = jax.tree.map(lambda p, g: p - g[None], state["params"], grads)
+    with replica.agreed_gradients():
+      target = next(target, replica.mean_gradients(grads))
+    return target, {"params": local, "steps": state["steps"] + 1}
+
+  def partition_specs(self, state):
+    split = jax.tree.map(lambda _: P("replica"), state["params"])
+    return {"params": split, "steps": P()}
+
+
+@pytest.mark.parametrize("strategy", [EIGHT, SPATIAL, ONE])
+def test_a_wrapper_may_keep_gradients_and_state_local(strategy):
+  n = strategy.num_replicas_in_sync
+  state = create(
+    strategy, [fs.LossScale("dynamic"), Local(n)], tx=optax.sgd(1.0)
+  )
+  new, _ = strategy.run(train_step, args=(state, sharded(strategy, 0)))
+  local = new.wrapper_states["local"]["params"]
+  split = jax.sharding.NamedSharding(strategy.mesh, P("replica"))
+  assert local["w1"].sharding.is_equivalent_to(split, 3)
+  assert int(new.step) == int(new.wrapper_states["local"]["steps"]) == 1
+  parts = jax.tree.map(lambda x: x.reshape(n, 16 // n, *x.shape[1:]), batch(0))
+  for i in range(n):
+    part = jax.tree.map(lambda x, i=i: x[i], parts)
+    grads = jax.grad(loss_fn)(state.params, part)
+    wanted = jax.tree.map(lambda p, g: p - g, state.params, grads)
+    mine = jax.tree.map(lambda x, i=i: x[i], local)
+    assert_close(mine, wanted, 1e-4, 1e-5)
+  center = jax.tree.map(lambda x: x.mean(0), local)
+  assert_close(new.params, center, 1e-4, 1e-5)
+
+  # The flag has to be agreed by itself: no replica takes the step.
+  bad = sharded(strategy, 0, bad=0)
+  skipped, _ = strategy.run(train_step, args=(new, bad))
+  assert_close(skipped.wrapper_states["local"], new.wrapper_states["local"])
+  assert int(skipped.step) == 1
+  assert int(skipped.wrapper_states["loss_scale"].skipped_steps) == 1
+
+
+def test_the_floor_of_the_scale_is_told_from_inside_a_run():
+  state = create(SPATIAL, [fs.LossScale(fs.DynamicLossScale(1.0))])
+  with pytest.warns(RuntimeWarning, match="stands at its floor"):
+    jax.block_until_ready(
+      SPATIAL.run(train_step, args=(state, sharded(SPATIAL, 0, bad=3)))
+    )

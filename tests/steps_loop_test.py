@@ -1,0 +1,252 @@
+"""run_steps: a loop on the device, as a loop in Python would have it."""
+
+from flax import core
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from regression import assert_close
+from regression import batch
+from regression import compilations
+from regression import create
+from regression import loss_fn
+from regression import sharded
+from regression import train_step
+from regression import X
+from regression import Y
+
+import flaxshard as fs
+from flaxshard import steps_loop
+
+P = jax.sharding.PartitionSpec
+
+STRATEGY = fs.Strategy()
+DYNAMIC = (fs.LossScale("dynamic"),)
+
+
+@pytest.fixture(scope="module")
+def batches():
+  return [sharded(STRATEGY, i) for i in range(3)]
+
+
+def with_outputs(state, batch):
+  state, loss = state.minimize(loss_fn, batch)
+  number = fs.get_replica_context().replica_id_in_sync_group
+  return state, {
+    "loss": loss,
+    "count": number + 1,
+    "positive": loss > 0,
+    "key": jax.random.fold_in(jax.random.key(0), number),
+    "number": 1.5,
+    "row": batch["x"][0],
+  }
+
+
+def in_python(state, batches):
+  for one in batches:
+    state, outputs = STRATEGY.run(with_outputs, args=(state, one))
+  return state, outputs
+
+
+@pytest.fixture(scope="module")
+def wanted(batches):
+  return in_python(create(STRATEGY, DYNAMIC), batches)
+
+
+def test_it_equals_a_loop_in_python(batches, wanted):
+  state, outputs = STRATEGY.run_steps(
+    with_outputs, create(STRATEGY, DYNAMIC), batches
+  )
+  assert_close(state, wanted[0], 0, 1e-7)
+  key = lambda out: jax.random.key_data(out.pop("key").value)
+  np.testing.assert_array_equal(key(outputs), key(dict(wanted[1])))
+  for name, value in outputs.items():
+    assert isinstance(value, fs.PerReplica)
+    last = np.asarray(wanted[1][name])
+    np.testing.assert_allclose(np.asarray(value), last, rtol=1e-6)
+
+
+def test_each_output_is_reduced_as_asked(batches, wanted):
+  reduce = {
+    "loss": "mean",
+    "count": "sum",
+    "positive": "sum",
+    "key": None,
+    "number": "sum",
+    "row": None,
+  }
+  state, outputs = STRATEGY.run_steps(
+    with_outputs, create(STRATEGY, DYNAMIC), batches, reduce=reduce
+  )
+  assert_close(state.params, wanted[0].params)
+  mean = float(STRATEGY.reduce("mean", wanted[1]["loss"]))
+  np.testing.assert_allclose(float(outputs["loss"]), mean, rtol=1e-6)
+  assert int(outputs["count"]) == 36
+  assert int(outputs["positive"]) == 8
+  assert float(outputs["number"]) == 12.0
+  rows = X[2].reshape(8, 2, 8)[:, 0]
+  np.testing.assert_array_equal(np.asarray(outputs["row"]), rows)
+  assert isinstance(outputs["key"], fs.PerReplica)
+
+
+def test_stacked_batches_are_steps_too(batches, wanted):
+  where = jax.sharding.NamedSharding(STRATEGY.mesh, P(None, "replica"))
+  stacked = jax.device_put({"x": X, "y": Y}, where)
+  state, loss = STRATEGY.run_steps(
+    train_step, create(STRATEGY, DYNAMIC), stacked, reduce="mean"
+  )
+  assert_close(state.params, wanted[0].params)
+  assert loss.shape == ()
+
+
+def test_a_list_of_numpy_batches_is_seen_by_every_replica():
+  state, losses = STRATEGY.run_steps(
+    train_step, create(STRATEGY), [batch(i) for i in range(3)]
+  )
+  alone = create()
+  step = jax.jit(train_step)
+  for i in range(3):
+    alone, _ = step(alone, batch(i))
+  assert_close(state.params, alone.params, 1e-4, 1e-5)
+  assert np.ptp(np.asarray(losses)) == 0
+
+
+# As many as replicas: which dimension is which is not told by the sizes.
+@pytest.mark.parametrize("steps", [3, 8])
+def test_batches_that_each_replica_has_its_own_of(steps):
+  def own(i):
+    return STRATEGY.distribute_values_from_function(
+      lambda context: jnp.full(2, 10.0 * i + context.replica_id_in_sync_group)
+    )
+
+  def step(state, x):
+    count = jax.lax.pmax(x[0], "replica").astype(jnp.int32)
+    return state.replace(step=10 * state.step + count // 10), x[1]
+
+  state, last = STRATEGY.run_steps(
+    step, create(STRATEGY), [own(i) for i in range(steps)]
+  )
+  assert str(int(state.step)) == "1234567"[: steps - 1]
+  wanted = 10.0 * (steps - 1) + np.arange(8)
+  np.testing.assert_array_equal(np.asarray(last), wanted)
+
+
+def test_a_skipped_step_in_the_middle():
+  batches = [sharded(STRATEGY, i, bad=9 if i == 1 else None) for i in range(3)]
+  state, _ = STRATEGY.run_steps(
+    train_step, create(STRATEGY, DYNAMIC), batches, reduce="mean"
+  )
+  alone, step = create(), jax.jit(train_step)
+  for i in (0, 2):
+    alone, _ = step(alone, batch(i))
+  assert_close(state.params, alone.params, 1e-4, 1e-5)
+  scale = state.wrapper_states["loss_scale"]
+  assert (int(state.step), int(scale.skipped_steps)) == (2, 1)
+  assert float(scale.scale) == 2.0**14
+
+
+@pytest.mark.parametrize("reduce", [None, "sum"])
+def test_a_step_that_returns_only_the_state(batches, reduce):
+  state, outputs = STRATEGY.run_steps(
+    only_state, create(STRATEGY), batches, reduce=reduce
+  )
+  assert int(state.step) == 3 and outputs is None
+
+
+def only_state(state, batch):
+  return state.minimize(loss_fn, batch)[0]
+
+
+def test_own_collections_stay_own(batches):
+  state = create(STRATEGY, seen={"sum": jnp.zeros(())})
+  own = STRATEGY.distribute_values_from_function(lambda _: state.seen)
+  state = state.replace(seen=own)
+
+  def step(state, batch):
+    loss, grads = state.value_and_grad(loss_fn, batch)
+    seen = {"sum": state.seen["sum"] + batch["y"].sum()}
+    return state.apply_gradients(grads=grads, seen=seen), loss
+
+  state, _ = STRATEGY.run_steps(step, state, batches, reduce="mean")
+  wanted = Y.reshape(3, 8, 2).sum((0, 2))
+  np.testing.assert_allclose(np.asarray(state.seen["sum"]), wanted, rtol=1e-5)
+
+
+def test_donation(batches):
+  state = create(STRATEGY)
+  kept, _ = STRATEGY.run_steps(train_step, state, batches)
+  assert not state.params["w1"].is_deleted()
+  new, _ = STRATEGY.run_steps(train_step, state, batches, donate_state=True)
+  assert_close(new, kept, 0, 0)
+  assert all(x.is_deleted() for x in jax.tree.leaves(state))
+  with pytest.raises(ValueError, match="argument 0/step is deleted: it was d"):
+    STRATEGY.run_steps(train_step, state, batches, donate_state=True)
+
+
+def test_nothing_compiles_twice(batches):
+  state, _ = STRATEGY.run_steps(train_step, create(STRATEGY), batches)
+  with compilations(0):
+    state, _ = STRATEGY.run_steps(train_step, state, batches[::-1])
+    STRATEGY.run_steps(train_step, state, batches)
+
+
+def test_it_is_one_program_with_a_loop(batches):
+  loop = STRATEGY.jit(steps_loop.create(train_step, "mean"))
+  text = loop.lower(create(STRATEGY), steps_loop.stack(batches)).as_text()
+  assert text.count("stablehlo.while") == 1
+
+
+@pytest.mark.parametrize(
+  ("given", "error", "message"),
+  [
+    ([], ValueError, r"must be at least one, got \[\]"),
+    (None, ValueError, "at least one step"),
+    (1.0, ValueError, "at least one step"),
+    ({"x": X[:0]}, ValueError, "at least one step"),
+    (["a"], TypeError, r"batches\[0\] must be an array, got 'a'"),
+    ({"x": X, "y": Y[:2]}, ValueError, "same number of steps.*'y': 2"),
+    (
+      [batch(0), {**batch(1), "y": Y[1][:8]}],
+      ValueError,
+      r"batches\[1\] must be like batches\[0\], but differs at y: shape \(8,\)",
+    ),
+  ],
+)
+def test_batches_that_are_no_steps(given, error, message):
+  with pytest.raises(error, match=message):
+    STRATEGY.run_steps(train_step, create(), given)
+
+
+@pytest.mark.parametrize(
+  ("reduce", "message"),
+  [
+    ("max", "run_steps: reduce='max' is no reduction"),
+    (3, "run_steps: reduce=3 is no reduction"),
+    ({"a": "sum"}, "reduce={'a': 'sum'} must be None"),
+  ],
+)
+def test_what_is_no_reduction(batches, reduce, message):
+  with pytest.raises(ValueError, match=message):
+    STRATEGY.run_steps(train_step, create(STRATEGY), batches, reduce=reduce)
+
+
+@pytest.mark.parametrize(
+  ("step", "error", "message"),
+  [
+    (lambda s, b: None, ValueError, "at step: missing"),
+    (lambda s, b: s.replace(step=1.0), ValueError, "at step: dtype float32"),
+    (
+      lambda s, b: s.replace(params={**s.params, "w1": s.params["w2"]}),
+      ValueError,
+      r"step_fn must return a state like.* at params/w1: shape \(8,\)",
+    ),
+    (
+      lambda s, b: s.replace(params=core.freeze(s.params)),
+      TypeError,
+      "FrozenDict",
+    ),
+  ],
+)
+def test_a_step_must_return_a_state_like_its_own(batches, step, error, message):
+  with pytest.raises(error, match=message):
+    STRATEGY.run_steps(step, create(STRATEGY), batches)

@@ -1,0 +1,329 @@
+"""Strategy: the same training on any number of replicas, and its errors."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from regression import assert_close
+from regression import batch
+from regression import create
+from regression import loss_fn
+from regression import sharded
+from regression import split
+from regression import train_step
+
+import flaxshard as fs
+from flaxshard.partitioning import DeviceAssignment
+from flaxshard.partitioning import Topology
+
+P = jax.sharding.PartitionSpec
+Explicit = jax.sharding.AxisType.Explicit
+
+STRATEGIES = {
+  "1": fs.Strategy(devices=jax.devices()[:1]),
+  "2": fs.Strategy(devices=jax.devices()[:2]),
+  "4": fs.Strategy(devices=jax.devices()[:4]),
+  "8": fs.Strategy(),
+  "2x4": fs.Strategy(mesh_shape={"replica": 2, "model": 4}),
+  "1x8": fs.Strategy(mesh_shape={"replica": 1, "model": 8}),
+  "explicit": fs.Strategy(
+    mesh_shape={"replica": 2, "model": 4}, axis_type=Explicit
+  ),
+}
+EIGHT = STRATEGIES["8"]
+DYNAMIC = (fs.LossScale("dynamic"),)
+WHO = lambda: fs.get_replica_context().replica_id_in_sync_group
+
+
+@pytest.fixture(scope="module")
+def wanted():
+  """Three steps on one device."""
+  state, losses = create(wrappers=DYNAMIC), []
+  step = jax.jit(train_step)
+  for i in range(3):
+    state, loss = step(state, batch(i))
+    losses.append(float(loss))
+  return state, losses
+
+
+def assert_trained(state, wanted):
+  assert_close(
+    (state.step, state.params, state.opt_state),
+    (wanted.step, wanted.params, wanted.opt_state),
+  )
+
+
+# Ways to write the step: gradients are averaged once in all of them.
+
+
+def by_hand(state, batch):
+  loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+  return state.apply_gradients(grads=grads), loss
+
+
+def averaged_by_the_user(state, batch):
+  loss, grads = state.value_and_grad(loss_fn, batch)
+  grads = fs.get_replica_context().all_reduce("mean", grads)
+  return state.apply_gradients(grads=grads), loss
+
+
+def averaged_by_the_user_alone(state, batch):
+  loss, grads = state.value_and_grad(loss_fn, batch)
+  grads = fs.get_replica_context().all_reduce("mean", grads)
+  state = state.apply_gradients(grads=grads, skip_gradients_aggregation=True)
+  return state, loss
+
+
+def loss_averaged_by_the_user(state, batch):
+  def mean_loss(params):
+    loss = loss_fn(params, batch)
+    return fs.get_replica_context().all_reduce("mean", loss)
+
+  return state.minimize(mean_loss)
+
+
+def jitted_by_the_user(state, batch):
+  return jitted_train_step(state, batch)
+
+
+jitted_train_step = jax.jit(train_step)
+
+
+@pytest.mark.parametrize(
+  ("name", "step"),
+  [(name, train_step) for name in STRATEGIES if name != "1x8"]
+  + [
+    ("8", by_hand),
+    ("8", averaged_by_the_user),
+    ("8", averaged_by_the_user_alone),
+    ("2x4", loss_averaged_by_the_user),
+    ("4", jitted_by_the_user),
+  ],
+)
+def test_run_trains_as_on_one_device(name, step, wanted):
+  strategy = STRATEGIES[name]
+  # Compiled without a replica context, the same function averages nothing.
+  jitted_train_step(create(wrappers=DYNAMIC), batch(0))
+  state = create(strategy, DYNAMIC)
+  losses = []
+  for i in range(3):
+    state, loss = strategy.run(step, args=(state, sharded(strategy, i)))
+    assert isinstance(loss, fs.PerReplica)
+    losses.append(float(strategy.reduce("mean", loss)))
+  assert_trained(state, wanted[0])
+  np.testing.assert_allclose(losses, wanted[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["8", "2x4"])
+def test_global_view_trains_as_on_one_device(name, wanted):
+  strategy = STRATEGIES[name]
+  state, step = create(strategy, DYNAMIC), jax.jit(train_step)
+  for i in range(3):
+    state, _ = jax.block_until_ready(step(state, sharded(strategy, i)))
+  assert_trained(state, wanted[0])
+
+
+@pytest.mark.parametrize("name", ["8", "2x4", "explicit"])
+def test_run_steps_trains_as_on_one_device(name, wanted):
+  strategy = STRATEGIES[name]
+  state, loss = strategy.run_steps(
+    train_step,
+    create(strategy, DYNAMIC),
+    [sharded(strategy, i) for i in range(3)],
+    reduce="mean",
+  )
+  assert_trained(state, wanted[0])
+  np.testing.assert_allclose(float(loss), wanted[1][-1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("name", "spec"),
+  [
+    ("2x4", P(None, "model")),
+    ("2x4", P(("replica", "model"))),
+    ("explicit", P("model", "replica")),
+  ],
+)
+def test_a_split_state_trains_as_a_whole_one_and_stays_split(
+  name, spec, wanted
+):
+  strategy = STRATEGIES[name]
+  state = split(create(strategy, DYNAMIC), strategy.mesh, spec)
+  step = strategy.jit(train_step, donate_argnums=0)
+  for i in range(3):
+    state, _ = step(state, sharded(strategy, i))
+  assert_trained(state, wanted[0])
+  for matrix in (state.params["w1"], state.opt_state[0].nu["w1"]):
+    where = jax.sharding.NamedSharding(strategy.mesh, spec)
+    assert matrix.sharding.is_equivalent_to(where, 2)
+
+
+def test_a_state_on_one_device_is_moved(wanted):
+  state = create(wrappers=DYNAMIC)
+  for i in range(3):
+    state, _ = EIGHT.run(train_step, args=(state, sharded(EIGHT, i)))
+  assert_trained(state, wanted[0])
+  assert state.params["w1"].sharding.device_set == set(jax.devices())
+
+
+@pytest.mark.parametrize("step", [train_step, averaged_by_the_user_alone])
+def test_one_replica_that_is_not_finite_skips_the_step_of_all(step):
+  state = create(EIGHT, DYNAMIC)
+  new, losses = EIGHT.run(step, args=(state, sharded(EIGHT, 0, bad=5)))
+  assert_close((new.step, new.params), (state.step, state.params), 0, 0)
+  assert_close(new.opt_state, state.opt_state, 0, 0)
+  assert float(new.wrapper_states["loss_scale"].scale) == 2.0**14
+  # Examples 4 and 5 are those of replica 2.
+  finite = np.isfinite(np.asarray(losses))
+  assert finite.tolist() == [i != 2 for i in range(8)]
+
+
+def all_reduces(strategy, step, *args):
+  """The types of what a compiled step reduces."""
+  text = strategy.jit(step).lower(*args).compile().as_text()
+  return re.findall(r"= (\(.*\)|\S+) all-reduce(?:-start)?\(", text)
+
+
+def test_gradients_are_reduced_at_once_and_the_flag_costs_nothing():
+  args = create(EIGHT, DYNAMIC), sharded(EIGHT, 0)
+  (found,) = all_reduces(EIGHT, train_step, *args)
+  assert sorted(re.findall(r"\w+\[[\d,]*\]", found)) == ["f32[8,8]", "f32[8]"]
+
+
+def test_a_flag_that_may_differ_is_reduced_by_itself():
+  args = create(EIGHT, DYNAMIC), sharded(EIGHT, 0)
+  found = all_reduces(EIGHT, averaged_by_the_user_alone, *args)
+  assert sum(x.startswith("s32[]") for x in found) == 1
+
+
+def test_run_passes_keyword_arguments():
+  out = EIGHT.run(lambda x, *, y: x - y, args=(3.0,), kwargs={"y": np.ones(2)})
+  np.testing.assert_array_equal(np.asarray(out), np.full((8, 2), 2.0))
+
+
+def test_run_without_arguments():
+  for name, strategy in STRATEGIES.items():
+    ids = strategy.run(WHO)
+    count = strategy.num_replicas_in_sync
+    assert np.asarray(ids).tolist() == list(range(count)), name
+
+
+def test_strategies_share_a_function():
+  def scaled(x):
+    return x * fs.get_replica_context().num_replicas_in_sync
+
+  for strategy in (EIGHT, STRATEGIES["2x4"], fs.Strategy(), STRATEGIES["4"]):
+    count = strategy.num_replicas_in_sync
+    out = np.asarray(strategy.run(scaled, args=(1.5,)))
+    assert out.tolist() == [1.5 * count] * count
+
+
+def test_devices_in_another_order():
+  reverse = fs.Strategy(devices=jax.devices()[::-1])
+  assert reverse.mesh.devices.tolist() == jax.devices()[::-1]
+  results = reverse.local_results(reverse.run(WHO))
+  assert [int(x) for x in results] == list(range(8))
+  assert [x.devices() for x in results] == [{d} for d in jax.devices()[::-1]]
+  # What is the same everywhere comes along; a batch does not.
+  state, _ = reverse.run(train_step, args=(create(EIGHT), sharded(reverse, 0)))
+  assert int(state.step) == 1
+  with pytest.raises(ValueError, match="argument 1/x is sharded on another"):
+    reverse.run(train_step, args=(state, sharded(EIGHT, 0)))
+
+
+@pytest.mark.parametrize(
+  ("name", "sizes"),
+  [
+    ("8", (8, 1, 1, 8)),
+    ("2x4", (2, 4, 1, 2)),
+    ("1x8", (1, 8, 1, 1)),
+    ("1", (1, 1, 1, 1)),
+  ],
+)
+def test_sizes(name, sizes):
+  strategy = STRATEGIES[name]
+  assert sizes == (
+    strategy.num_replicas_in_sync,
+    strategy.num_logical_devices,
+    strategy.num_hosts,
+    strategy.num_replicas_per_host,
+  )
+  assert strategy.mesh.axis_names[0] == "replica"
+
+
+def test_repr():
+  assert repr(STRATEGIES["2x4"]) == "Strategy(replica=2, model=4)"
+
+
+def test_a_device_assignment_gives_the_order_of_the_mesh():
+  topology = Topology.from_devices(mesh_shape=(2, 2, 1, 2))
+  assignment = DeviceAssignment.build(
+    topology, computation_shape=[1, 2, 1, 1], num_replicas=4
+  )
+  strategy = fs.Strategy(assignment)
+  assert strategy.device_assignment is assignment
+  assert dict(strategy.mesh.shape) == {"replica": 4, "m0": 2}
+  np.testing.assert_array_equal(strategy.mesh.devices, assignment.devices)
+  named = fs.Strategy(assignment, mesh_shape={"replica": -1, "model": 2})
+  assert dict(named.mesh.shape) == {"replica": 4, "model": 2}
+  assert np.asarray(named.run(WHO)).tolist() == [0, 1, 2, 3]
+  with pytest.raises(ValueError, match="has 2 replicas; device_assignment ha"):
+    fs.Strategy(assignment, mesh_shape={"replica": 2, "model": 4})
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "error", "message"),
+  [
+    (dict(device_assignment=3), TypeError, "device_assignment must be a"),
+    (dict(devices=[]), ValueError, "devices must be at least one"),
+    (dict(devices=[jax.devices()[0]] * 2), ValueError, "none twice"),
+    (dict(devices="cpu"), TypeError, "devices must be JAX devices"),
+    (dict(mesh_shape={"replica": 3}), ValueError, "number of devices, 8"),
+    (dict(mesh_shape=[8]), TypeError, "must be a dict of axis sizes"),
+    (dict(axis_type="auto"), ValueError, "axis_type='auto' must be"),
+    (
+      dict(axis_type=jax.sharding.AxisType.Manual),
+      ValueError,
+      "AxisType.Auto or AxisType.Explicit",
+    ),
+  ],
+)
+def test_what_makes_no_strategy(kwargs, error, message):
+  with pytest.raises(error, match=message):
+    fs.Strategy(**kwargs)
+
+
+@pytest.mark.parametrize(
+  ("call", "error", "message"),
+  [
+    (lambda s: s.run(3), TypeError, "fn must be a function, got 3"),
+    (lambda s: s.run(jnp.sum, 1.0), TypeError, "args must be a tuple"),
+    (lambda s: s.run(jnp.sum, (1,), 2), TypeError, "kwargs must be a dict"),
+    (lambda s: s.run(jnp.sum, ("a",)), TypeError, "argument 0.* got 'a'"),
+    (lambda s: s.run(lambda: "a"), TypeError, "what fn returned.* got 'a'"),
+    (lambda s: s.jit(jnp.sum, donate_argnums=-1), ValueError, "0 or more"),
+    (lambda s: s.jit(jnp.sum, donate_argnums="x"), ValueError, "got 'x'"),
+    (
+      lambda s: s.jit(jnp.sum, donate_argnums=1)(1.0),
+      ValueError,
+      "of which there are 1",
+    ),
+    (lambda s: s.run_steps(3, 0, 0), TypeError, "step_fn must be a functio"),
+  ],
+)
+def test_what_cannot_be_run(call, error, message):
+  with pytest.raises(error, match=message):
+    call(EIGHT)
+
+
+def test_an_unhashable_function_is_told():
+  class Step:
+    __hash__ = None
+
+    def __call__(self, x):
+      return x
+
+  with pytest.raises(TypeError, match="fn must be hashable"):
+    EIGHT.run(Step(), args=(1.0,))

@@ -1,0 +1,241 @@
+"""PerReplica values, and what becomes of them outside of run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from regression import compilations
+
+import flaxshard as fs
+from flaxshard import values
+
+P = jax.sharding.PartitionSpec
+NamedSharding = jax.sharding.NamedSharding
+
+EIGHT = fs.Strategy()
+SPLIT = fs.Strategy(mesh_shape={"replica": 2, "model": 4})
+EXPLICIT = fs.Strategy(axis_type=jax.sharding.AxisType.Explicit)
+ONE = fs.Strategy(devices=jax.devices()[:1])
+STRATEGIES = [EIGHT, SPLIT, EXPLICIT, ONE]
+
+
+def rows(context):
+  """`[2, 3]`, another one for each replica."""
+  first = 6 * context.replica_id_in_sync_group
+  return np.arange(first, first + 6, dtype=np.float32).reshape(2, 3)
+
+
+def test_a_per_replica_is_a_sequence_of_values():
+  losses = fs.PerReplica(jnp.array([1.0, 3.0]))
+  assert [float(x) for x in losses] == [1.0, 3.0]
+  assert len(losses) == 2 and float(losses[-1]) == 3.0
+  assert np.mean(losses) == 2.0
+  assert np.asarray(losses, np.float64).dtype == np.float64
+  tree = fs.PerReplica({"a": jnp.arange(2), "b": jnp.ones((2, 3))})
+  assert len(tree) == 2 and tree[1]["b"].shape == (3,)
+  with pytest.raises(IndexError, match="there is no replica 2"):
+    losses[2]
+
+
+def test_a_per_replica_is_a_pytree():
+  doubled = jax.tree.map(lambda x: 2 * x, fs.PerReplica(jnp.arange(3)))
+  assert isinstance(doubled, fs.PerReplica)
+  assert np.asarray(doubled).tolist() == [0, 2, 4]
+  assert values.is_per_replica(doubled) and not values.is_per_replica([doubled])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_values_from_a_function(strategy):
+  n = strategy.num_replicas_in_sync
+  made = strategy.distribute_values_from_function(
+    lambda context: {
+      "rows": rows(context),
+      "id": context.replica_id_in_sync_group,
+      "of": context.num_replicas_in_sync,
+      "key": jax.random.key(context.replica_id_in_sync_group),
+      "none": None,
+    }
+  )
+  wanted = np.arange(6.0 * n).reshape(n, 2, 3)
+  np.testing.assert_array_equal(np.asarray(made["rows"]), wanted)
+  assert np.asarray(made["id"]).tolist() == list(range(n))
+  assert np.asarray(made["of"]).tolist() == [n] * n
+  assert made["none"] is None
+  last = jax.random.key_data(made["key"][n - 1])
+  np.testing.assert_array_equal(
+    last, jax.random.key_data(jax.random.key(n - 1))
+  )
+  split = NamedSharding(strategy.mesh, P("replica"))
+  assert made["rows"].value.sharding.is_equivalent_to(split, 3)
+  assert made["rows"].value.dtype == jnp.float32
+
+
+def test_a_replica_finds_its_own_value():
+  made = EIGHT.distribute_values_from_function(rows)
+  sums = EIGHT.run(lambda x: x.sum(), args=(made,))
+  wanted = np.arange(48.0).reshape(8, 6).sum(1)
+  np.testing.assert_array_equal(np.asarray(sums), wanted)
+
+
+@pytest.mark.parametrize(
+  ("value_fn", "error", "message"),
+  [
+    (3, TypeError, "value_fn must be a function, got 3"),
+    (lambda c: "a", TypeError, "value_fn of replica 0.* got 'a'"),
+    (
+      lambda c: {"a": np.ones(c.replica_id_in_sync_group)},
+      ValueError,
+      r"that of replica 1 differs from that of replica 0 at a: shape \(1,\)",
+    ),
+    (
+      lambda c: {str(c.replica_id_in_sync_group): 1},
+      ValueError,
+      "at 0: missing",
+    ),
+  ],
+)
+def test_values_that_cannot_be_distributed(value_fn, error, message):
+  with pytest.raises(error, match=message):
+    EIGHT.distribute_values_from_function(value_fn)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_reduce(strategy):
+  n = strategy.num_replicas_in_sync
+  value = strategy.distribute_values_from_function(rows)
+  array = np.arange(6.0 * n, dtype=np.float32).reshape(n, 2, 3)
+  for op, fn in ("sum", np.sum), ("mean", np.mean):
+    got = strategy.reduce(op, {"a": value})["a"]
+    np.testing.assert_allclose(got, fn(array, axis=0), rtol=1e-6)
+    for axis in (0, 1, -1):
+      got = strategy.reduce(op, value, axis=axis)
+      wanted = fn(array, axis=(0, axis + 1 if axis >= 0 else axis))
+      np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+def test_reduce_of_integers_and_booleans():
+  ids = EIGHT.distribute_values_from_function(
+    lambda context: np.int32(context.replica_id_in_sync_group)
+  )
+  total, mean = EIGHT.reduce("sum", ids), EIGHT.reduce("mean", ids)
+  assert (int(total), total.dtype) == (28, jnp.int32)
+  assert (float(mean), mean.dtype) == (3.5, jnp.float32)
+  odd = jax.tree.map(lambda x: x % 2 == 1, ids)
+  assert int(EIGHT.reduce("sum", odd)) == 4
+
+
+def test_the_mean_of_what_is_the_same_everywhere():
+  tree = {"a": np.arange(3.0), "b": 2.0}
+  same = EIGHT.reduce("mean", tree)
+  assert same["a"] is tree["a"] and same["b"] == 2.0
+  assert float(EIGHT.reduce("mean", np.arange(3.0), axis=0)) == 1.0
+  with pytest.raises(ValueError, match=r"value\[a\] must be a PerReplica"):
+    EIGHT.reduce("sum", tree)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gather(strategy):
+  n = strategy.num_replicas_in_sync
+  value = strategy.distribute_values_from_function(rows)
+  array = np.arange(6.0 * n).reshape(n, 2, 3)
+  for axis in (0, 1, -1):
+    got = strategy.gather([value], axis)[0]
+    np.testing.assert_array_equal(got, np.concatenate(array, axis))
+
+
+@pytest.mark.parametrize(
+  ("call", "error", "message"),
+  [
+    (lambda v: EIGHT.reduce("max", v), ValueError, "'max' is no reduction"),
+    (lambda v: EIGHT.reduce("mean", "a"), TypeError, "reduce: value.* got 'a'"),
+    (lambda v: EIGHT.reduce("sum", v, axis=2), ValueError, "allowed: -2 to 1"),
+    (lambda v: EIGHT.reduce("sum", v, axis=1.0), TypeError, "an integer"),
+    (lambda v: EIGHT.gather(v, 2), ValueError, "gather: axis=2 is none of"),
+    (lambda v: EIGHT.gather(v, None), TypeError, "axis must be an integer"),
+    (lambda v: EIGHT.gather({"a": 1.0}, 0), ValueError, r"value\[a\] must be"),
+    (lambda v: SPLIT.reduce("sum", v), ValueError, "must have the 2 replicas"),
+    (lambda v: SPLIT.gather(v, 0), ValueError, "must have the 2 replicas"),
+    (lambda v: SPLIT.local_results({"a": v}), ValueError, r"value\[a\], a Per"),
+  ],
+)
+def test_what_cannot_be_combined(call, error, message):
+  with pytest.raises(error, match=message):
+    call(EIGHT.distribute_values_from_function(rows))
+
+
+def test_nothing_compiles_twice():
+  value = EIGHT.distribute_values_from_function(rows)
+
+  def combine():
+    EIGHT.reduce("mean", value)
+    EIGHT.gather(value, 0)
+    EIGHT.local_results(value)
+
+  combine()
+  with compilations(0):
+    combine()
+
+
+def test_local_results_lie_on_the_devices_of_their_replica():
+  value = SPLIT.distribute_values_from_function(rows)
+  results = SPLIT.local_results({"a": value, "b": 2.0})
+  for i, result in enumerate(results):
+    assert result["b"] == 2.0
+    wanted = np.arange(6.0 * i, 6.0 * i + 6).reshape(2, 3)
+    np.testing.assert_array_equal(result["a"], wanted)
+    assert result["a"].devices() == set(SPLIT.mesh.devices[i])
+    for shard in result["a"].addressable_shards:
+      assert shard.data.shape == (2, 3)
+
+
+def test_local_results_stay_split_over_logical_devices():
+  fn = lambda x: SPLIT.split_to_logical_devices(x + replica_id(), [1, 4])
+  replica_id = lambda: fs.get_replica_context().replica_id_in_sync_group
+  x = np.arange(16.0).reshape(2, 8)
+  results = SPLIT.local_results(SPLIT.run(fn, args=(x,)))
+  for i, result in enumerate(results):
+    np.testing.assert_array_equal(result, x + i)
+    assert result.devices() == set(SPLIT.mesh.devices[i])
+    assert {s.data.shape for s in result.addressable_shards} == {(2, 2)}
+
+
+@pytest.mark.parametrize("made_by", ["numpy", "one device", "another order"])
+def test_values_from_elsewhere(made_by):
+  value = np.arange(16.0, dtype=np.float32).reshape(8, 2)
+  if made_by == "one device":
+    value = jnp.asarray(value)
+  elif made_by == "another order":
+    reverse = fs.Strategy(devices=jax.devices()[::-1])
+    value = jax.device_put(value, NamedSharding(reverse.mesh, P("replica")))
+  value = fs.PerReplica(value)
+  np.testing.assert_array_equal(EIGHT.reduce("sum", value), [56.0, 64.0])
+  np.testing.assert_array_equal(EIGHT.gather(value, 0), np.arange(16.0))
+  for i, result in enumerate(EIGHT.local_results(value)):
+    assert result.tolist() == [2 * i, 2 * i + 1]
+    assert result.devices() == {jax.devices()[i]}
+
+
+def test_merged_and_spread():
+  keys = jax.random.split(jax.random.key(0), 8)
+  tree = {
+    "mean": EIGHT.distribute_values_from_function(rows),
+    "count": fs.PerReplica(jnp.arange(8)),
+    "key": fs.PerReplica(keys),
+    "shared": jnp.ones(3),
+  }
+  merged = values.merged(tree)
+  wanted = np.arange(48.0).reshape(8, 2, 3).mean(0)
+  np.testing.assert_allclose(merged["mean"], wanted, rtol=1e-6)
+  assert int(merged["count"]) == 0
+  assert (
+    jax.random.key_data(merged["key"]) == jax.random.key_data(keys[0])
+  ).all()
+  assert merged["shared"] is tree["shared"]
+
+  spread = values.spread(merged, tree)
+  assert jax.tree.structure(spread) == jax.tree.structure(tree)
+  for i in (0, 7):
+    np.testing.assert_array_equal(spread["mean"][i], merged["mean"])
+    assert spread["key"][i] == merged["key"]
+  where = spread["mean"].value.sharding
+  assert where == tree["mean"].value.sharding
