@@ -7,13 +7,12 @@ import functools
 from typing import Any
 
 import jax
-import numpy as np
 
 from flaxshard import distribute
+from flaxshard import logical_devices
 from flaxshard import per_replica
 from flaxshard import steps_loop
 from flaxshard import values
-from flaxshard.partitioning import annotations as annotate
 from flaxshard.partitioning import describe
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning.device_assignment import DeviceAssignment
@@ -68,42 +67,10 @@ class Strategy:
     mesh_shape: Mapping[str, int] | None = None,
     axis_type: jax.sharding.AxisType = jax.sharding.AxisType.Auto,
   ):
-    if device_assignment is not None and not isinstance(
-      device_assignment, DeviceAssignment
-    ):
-      raise TypeError(
-        "device_assignment must be a DeviceAssignment, "
-        f"got {device_assignment!r}."
-      )
-    if axis_type not in (
-      jax.sharding.AxisType.Auto,
-      jax.sharding.AxisType.Explicit,
-    ):
-      raise ValueError(
-        f"axis_type={axis_type!r} must be AxisType.Auto or AxisType.Explicit."
-      )
-    if devices is not None:
-      devices = _check_devices(devices)
-    named = None
-    if device_assignment is not None:
-      laid = mesh_lib.assigned_devices(device_assignment, devices)
-      if mesh_shape is not None:
-        named = mesh_lib.named_sizes(mesh_shape, laid.size)
-        if named[mesh_lib.REPLICA] != len(laid):
-          raise ValueError(
-            f"mesh_shape={dict(mesh_shape)!r} has {named[mesh_lib.REPLICA]} "
-            f"replicas; device_assignment has {len(laid)}."
-          )
-    else:
-      devices = jax.devices() if devices is None else devices
-      if mesh_shape is not None:
-        named = mesh_lib.named_sizes(mesh_shape, len(devices))
-      replicas = len(devices) if named is None else named[mesh_lib.REPLICA]
-      laid = mesh_lib.lay_out(devices, len(devices) // replicas)
-    if named is not None:
-      named.pop(mesh_lib.REPLICA)
     self.device_assignment = device_assignment
-    self.mesh = mesh_lib.make(laid, named, axis_type)
+    self.mesh = mesh_lib.create(
+      device_assignment, devices, mesh_shape, axis_type
+    )
 
   def __repr__(self) -> str:
     return (
@@ -170,10 +137,11 @@ class Strategy:
       all replicas; every other array as a `PerReplica`.
 
     Raises:
-      TypeError: An argument is not an array, or is traced: `run` is called
-        outside of `jax.jit`.
-      ValueError: An argument is sharded on another mesh, or a `PerReplica` has
-        another number of replicas.
+      TypeError: An argument or a result is not an array, or an argument is
+        traced: `run` is called outside of `jax.jit` and of `run`.
+      ValueError: An argument is sharded on another mesh, or was donated; a
+        `PerReplica` has another number of replicas; a TrainState would not
+        come out the same on all replicas.
 
     Example:
       >>> strategy = Strategy()
@@ -339,6 +307,7 @@ class Strategy:
       ValueError: The trees differ between replicas.
 
     Example:
+      >>> import numpy as np
       >>> strategy = Strategy()
       >>> ids = strategy.distribute_values_from_function(
       ...     lambda context: np.int32(context.replica_id_in_sync_group))
@@ -367,6 +336,7 @@ class Strategy:
       ValueError, TypeError: An option that cannot be.
 
     Example:
+      >>> import numpy as np
       >>> strategy = Strategy()
       >>> n = strategy.num_replicas_in_sync
       >>> batches = [{"x": np.ones(2 * n)}, {"x": np.ones(n)}]
@@ -427,102 +397,10 @@ class Strategy:
     print(description)
     return description
 
-  def split_to_logical_devices(
-    self, tensor: Any, partition_dimensions: Sequence[int]
-  ) -> jax.Array:
-    """Splits a tensor over the logical devices of a replica.
-
-    In `run` the tensor is this replica's, in `jax.jit` the whole. Outside of a
-    trace the array is moved.
-
-    Args:
-      tensor: An array.
-      partition_dimensions: The number of pieces of each dimension; their
-        product is the number of logical devices. The pieces go to the logical
-        devices in row-major order, as far as the mesh axes allow it: where
-        different primes are mixed, axes stay in the order of the mesh.
-
-    Returns:
-      The same values.
-
-    Raises:
-      ValueError: A number for each dimension of the tensor is not given, does
-        not divide it, or the product is not the number of logical devices.
-
-    Example:
-      >>> strategy = Strategy(mesh_shape={"replica": -1})
-      >>> strategy.split_to_logical_devices(np.ones((4, 2)), [1, 1]).shape
-      (4, 2)
-
-    References:
-      `tf.distribute.TPUStrategy.experimental_split_to_logical_devices`.
-    """
-    return annotate.split(self.mesh, tensor, partition_dimensions)
-
-  def replicate_to_logical_devices(self, tensor: Any) -> jax.Array:
-    """Puts a whole copy of a tensor on each logical device of a replica.
-
-    Args:
-      tensor: An array.
-
-    Returns:
-      The same values.
-
-    References:
-      `tf.distribute.TPUStrategy.experimental_replicate_to_logical_devices`.
-    """
-    return annotate.replicate(self.mesh, tensor)
-
-  def assign_to_logical_device(
-    self, tensor: Any, logical_device_id: int
-  ) -> jax.Array:
-    """Puts a tensor on one logical device of a replica.
-
-    Outside of a trace the array is moved there, what is computed from it stays
-    there, and gradients flow back. JAX knows no single device in a traced
-    program of several: there the value is taken from that device and all have
-    it. `on_logical_device` has work done there alone in both.
-
-    Args:
-      tensor: An array.
-      logical_device_id: The number of the logical device.
-
-    Returns:
-      The same values.
-
-    Raises:
-      ValueError: There is no such logical device.
-
-    References:
-      `tf.distribute.TPUStrategy.experimental_assign_to_logical_device`.
-    """
-    return annotate.assign(self.mesh, tensor, logical_device_id)
-
-  def on_logical_device(
-    self, logical_device_id: int, fn: Callable[..., PyTree], *args: PyTree
-  ) -> PyTree:
-    """Has one logical device of each replica compute `fn(*args)`.
-
-    Traced, that is a conditional, and all logical devices get the result.
-    Outside of a trace the arguments are moved there, and the result stays.
-
-    Args:
-      logical_device_id: The number of the logical device.
-      fn: A function of arrays.
-      *args: Trees of arrays.
-
-    Returns:
-      What `fn` returns.
-
-    Raises:
-      ValueError: There is no such logical device.
-
-    Example:
-      >>> strategy = Strategy()
-      >>> strategy.on_logical_device(0, lambda x: 2 * x, np.ones(2)).tolist()
-      [2.0, 2.0]
-    """
-    return annotate.on_device(self.mesh, logical_device_id, fn, *args)
+  split_to_logical_devices = logical_devices.split_to_logical_devices
+  replicate_to_logical_devices = logical_devices.replicate_to_logical_devices
+  assign_to_logical_device = logical_devices.assign_to_logical_device
+  on_logical_device = logical_devices.on_logical_device
 
   def _compiled(
     self, fn: Callable[..., PyTree], donate_argnums: tuple[int, ...] = ()
@@ -550,15 +428,3 @@ def _check_function(argument: str, fn: Any) -> None:
     raise TypeError(
       f"{argument} must be hashable, as functions are: {e}."
     ) from e
-
-
-def _check_devices(devices: Any) -> list[Any]:
-  devices = list(np.ravel(np.array(devices, object)))
-  for device in devices:
-    if not hasattr(device, "process_index"):
-      raise TypeError(f"devices must be JAX devices, got {device!r}.")
-  if not devices or len(set(devices)) != len(devices):
-    raise ValueError(
-      f"devices must be at least one, and none twice, got {devices}."
-    )
-  return devices
