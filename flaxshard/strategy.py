@@ -218,7 +218,7 @@ class Strategy:
         reduction.
 
     Example:
-      >>> import flaxshard as fs, optax
+      >>> import flaxshard as fs, numpy as np, optax
       >>> strategy = fs.Strategy()
       >>> state = fs.TrainState.create(
       ...     apply_fn=None, params={"w": np.ones(())}, tx=optax.sgd(0.1),

@@ -25,6 +25,50 @@ REPLICA = "replica"
 P = jax.sharding.PartitionSpec
 
 
+def create(
+  device_assignment: DeviceAssignment | None,
+  devices: Sequence[Any] | None,
+  mesh_shape: Mapping[str, int] | None,
+  axis_type: jax.sharding.AxisType,
+) -> jax.sharding.Mesh:
+  """Returns the mesh of a Strategy, whose arguments these are."""
+  if device_assignment is not None and not isinstance(
+    device_assignment, DeviceAssignment
+  ):
+    raise TypeError(
+      "device_assignment must be a DeviceAssignment, got "
+      f"{device_assignment!r}."
+    )
+  if axis_type not in (
+    jax.sharding.AxisType.Auto,
+    jax.sharding.AxisType.Explicit,
+  ):
+    raise ValueError(
+      f"axis_type={axis_type!r} must be AxisType.Auto or AxisType.Explicit."
+    )
+  if devices is not None:
+    devices = _check_devices(devices)
+  named = None
+  if device_assignment is not None:
+    laid = assigned_devices(device_assignment, devices)
+    if mesh_shape is not None:
+      named = named_sizes(mesh_shape, laid.size)
+      if named[REPLICA] != len(laid):
+        raise ValueError(
+          f"mesh_shape={dict(mesh_shape)!r} has {named[REPLICA]} replicas; "
+          f"device_assignment has {len(laid)}."
+        )
+  else:
+    devices = jax.devices() if devices is None else devices
+    if mesh_shape is not None:
+      named = named_sizes(mesh_shape, len(devices))
+    replicas = len(devices) if named is None else named[REPLICA]
+    laid = lay_out(devices, len(devices) // replicas)
+  if named is not None:
+    named.pop(REPLICA)
+  return make(laid, named, axis_type)
+
+
 def make(
   devices: np.ndarray,
   logical_axes: Mapping[str, int] | None = None,
@@ -287,3 +331,15 @@ def lay_out(devices: Sequence[Any], num_logical_devices: int) -> np.ndarray:
       grid = np.array(part, object).reshape(shape)
     laid.append(grid)
   return np.concatenate(laid)
+
+
+def _check_devices(devices: Any) -> list[Any]:
+  devices = list(np.ravel(np.array(devices, object)))
+  for device in devices:
+    if not hasattr(device, "process_index"):
+      raise TypeError(f"devices must be JAX devices, got {device!r}.")
+  if not devices or len(set(devices)) != len(devices):
+    raise ValueError(
+      f"devices must be at least one, and none twice, got {devices}."
+    )
+  return devices
