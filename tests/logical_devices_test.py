@@ -237,16 +237,16 @@ def test_loops_and_gradients_on_one_device(axis_type):
     return (rnn.apply(params, x) ** 2).sum()
 
   def calls(params, x):
-    grads = jax.grad(jax.checkpoint(loss, static_argnums=2))(params, x, True)
+    again = jax.checkpoint(loss, static_argnums=2)
+    grads = jax.grad(again, argnums=(0, 1))(params, x, True)
     by_row = jax.lax.scan(
       lambda c, row: (c + loss(params, row[None], True), None), 0.0, x
     )[0]
     return grads, by_row
 
   grads, by_row = s.run(calls, (params, x))
-  want, grad = jax.jit(jax.value_and_grad(loss), static_argnums=2)(
-    params, x, False
-  )
+  unsplit = jax.value_and_grad(loss, argnums=(0, 1))
+  want, grad = jax.jit(unsplit, static_argnums=2)(params, x, False)
   np.testing.assert_allclose(by_row, [want] * 2, rtol=1e-5)
   for of_one in s.local_results(grads):
     assert_close(of_one, grad)
