@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+import contextlib
 import logging
 import math
 from typing import Any
@@ -68,19 +69,14 @@ def create_strategy(config: Any) -> Strategy:
 
 
 def _use_virtual_devices(count: int) -> None:
-  try:
+  with contextlib.suppress(RuntimeError):  # JAX runs; so with as many, perhaps
     jax.config.update("jax_num_cpu_devices", count)
     jax.config.update("jax_platforms", "cpu")
-    devices = jax.devices()
-  except RuntimeError as e:  # JAX runs already, or XLA_FLAGS say it too
-    devices = jax.devices()
-    reason = f" ({e})"
-  else:
-    reason = ""
+  devices = jax.devices()
   if len(devices) != count or devices[0].platform != "cpu":
     raise ValueError(
       f"config.mesh.virtual_devices={count}: JAX has started with "
-      f"{len(devices)} {devices[0].platform} devices already{reason}."
+      f"{len(devices)} {devices[0].platform} devices already."
     )
 
 
@@ -131,11 +127,10 @@ def input_pipeline(strategy: Strategy) -> dict[str, int]:
 
 def init_progress(config: Any, strategy: Strategy, state: TrainState) -> Any:
   """Returns the progress of no step: of each replica, or of all together."""
+  progress = jax.device_get(steps.init_progress(state))
   if config.mesh.per_replica:
-    return strategy.distribute_values_from_function(
-      lambda context: steps.init_progress(state)
-    )
-  return mirrored(strategy, steps.init_progress(state))
+    return strategy.distribute_values_from_function(lambda context: progress)
+  return mirrored(strategy, progress)
 
 
 def mirrored(strategy: Strategy, tree: Any) -> Any:

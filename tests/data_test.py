@@ -427,3 +427,56 @@ def test_load_errors(own_module):
 def test_an_empty_split_is_refused(own_module, split, sizes):
   with pytest.raises(ValueError, match=f"has no {split} examples"):
     data.load({"name": f"{own_module}:numbers", **sizes})
+
+
+# Examples that are not like the others.
+
+
+class Odd:
+  """A source of which one example is different."""
+
+  def __init__(self, source, at, **fields):
+    self.source, self.at, self.fields = source, at, fields
+
+  def __len__(self):
+    return len(self.source)
+
+  def __getitem__(self, index):
+    example = self.source[index]
+    return {**example, **self.fields} if int(index) == self.at else example
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    (
+      {"inputs": np.zeros(2, np.float32)},
+      r"shapes \{'inputs': \(1,\), 'labels': \(\)\}, got \{'inputs': \(2,\)",
+    ),
+    ({"extra": 1}, r"got \{.*'extra': \(\)\}"),
+    ({"labels": np.int32(12)}, r"labels must lie in \[0, 12\), got \d+ to 12"),
+    ({"labels": np.int32(-1)}, r"labels must lie in \[0, 12\), got -1 to"),
+    ({"labels": np.float32(1)}, "labels must be integers, got float64"),
+  ],
+)
+def test_an_odd_example_is_an_error_where_it_comes(fields, message):
+  splits = make_splits()
+  train = data.Splits(Odd(splits.train, 7, **fields), splits.eval, 12)
+  drawn = labels(take(data.train_iterator(splits, batch_size=3, seed=0), 4))
+  iterator = data.train_iterator(train, batch_size=3, seed=0)
+  take(iterator, drawn.index(7) // 3)
+  with pytest.raises(ValueError, match=rf"^config\.data: .*{message}"):
+    next(iterator)
+  held_out = data.Splits(splits.train, Odd(splits.eval, 7, **fields), 12)
+  batches = iter(data.eval_batches(held_out, batch_size=4))
+  next(batches)
+  with pytest.raises(ValueError, match=r"^config\.data: "):
+    next(batches)
+
+
+def test_a_mask_of_ones_own_would_be_lost(monkeypatch):
+  source = Odd(make_source(8), 0, mask=True)
+  splits = data.Splits(source, source, 8)
+  monkeypatch.setitem(data._FACTORIES, "masked", lambda: splits)
+  with pytest.raises(ValueError, match="example 0 of train has a 'mask'"):
+    data.load({"name": "masked"})

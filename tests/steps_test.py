@@ -403,3 +403,109 @@ def test_nnx_skipped_step_holds_everything():
   assert int(progress.metrics.loss.count) == 0
   for field in ("step", "params", "batch_stats"):
     assert_trees_equal(getattr(new_state, field), getattr(state, field))
+
+
+# Replicas.
+
+
+class NormedDropped(nn.Module):
+  @nn.compact
+  def __call__(self, x, train=False):
+    x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
+    x = nn.Dense(32)(x)
+    x = nn.Dropout(0.5, deterministic=not train)(x)
+    return nn.Dense(3)(x)
+
+
+def each_replica(state, batch, step=1):
+  """Takes a step on two replicas; returns state and progress."""
+  strategy = fs.Strategy(devices=jax.devices()[:2])
+  progress = strategy.distribute_values_from_function(
+    lambda context: steps.init_progress(state)
+  )
+  return strategy.run(
+    steps.train_step,
+    (state, progress, strategy.shard_batch(batch), RNG, np.int32(step)),
+  )
+
+
+def test_replicas_have_statistics_and_dropout_of_their_own():
+  """By hand: each on its half of the batch, then means."""
+  state = create(NormedDropped())
+  new_state, progress = each_replica(state, BATCH, step=5)
+
+  def replica(index):
+    half = slice(2 * index, 2 * index + 2)
+    key = jax.random.fold_in(jax.random.fold_in(RNG, index), 5)
+
+    def loss_fn(params):
+      logits, new = state.apply_fn(
+        {"params": params, "batch_stats": state.batch_stats},
+        X[half],
+        train=True,
+        mutable=["batch_stats"],
+        rngs={"dropout": key},
+      )
+      losses = optax.softmax_cross_entropy_with_integer_labels(
+        logits, LABELS[half]
+      )
+      return losses.mean(), (logits, new["batch_stats"])
+
+    return jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+
+  (first, grads_0), (second, grads_1) = map(
+    jax.jit(replica, static_argnums=0), (0, 1)
+  )
+  mean = lambda a, b: jax.tree.map(lambda x, y: (x + y) / 2, a, b)
+  wanted = jax.tree.map(
+    lambda p, g: p - 0.5 * g, state.params, mean(grads_0, grads_1)
+  )
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+  jax.tree.map(close, jax.device_get(new_state.params), jax.device_get(wanted))
+  jax.tree.map(
+    close,
+    jax.device_get(new_state.batch_stats),
+    jax.device_get(mean(first[1][1], second[1][1])),
+  )
+  logits = np.concatenate([first[1][0], second[1][0]])
+  together = steps.over_replicas(jax.device_get(progress))
+  assert_metrics(together.metrics, mean_metrics([(logits, LABELS)]))
+  assert int(together.bad_step) == 0
+
+
+def test_nnx_replicas_draw_from_streams_of_their_own():
+  state = create_nnx(rate=0.5)
+  # Replicas that see the same lose the same, but for what is dropped.
+  same = {"inputs": X[[0, 1, 0, 1]], "labels": LABELS[[0, 1, 0, 1]]}
+  new_state, progress = each_replica(state, same)
+  losses = np.asarray(progress.metrics.loss.total)
+  assert losses[0] != losses[1]
+  stream = state.rngs["dropout"]["rngs"]
+  new_stream = new_state.rngs["dropout"]["rngs"]
+  # The keys that theirs come from stay; the counter is one for all.
+  assert new_stream["key"] == stream["key"]
+  assert int(new_stream["count"]) == int(stream["count"]) + 1
+  _, plain = each_replica(create_nnx(), same)
+  losses = np.asarray(plain.metrics.loss.total)
+  assert losses[0] == losses[1]
+
+
+def test_the_first_bad_step_of_any_replica():
+  metrics = steps.Metrics.single_from_model_output(
+    loss=jnp.array([1.0, 2.0]), correct=jnp.array([1.0, 0.0])
+  )
+  progress = steps.Progress(
+    metrics=jax.tree.map(
+      lambda x: fs.PerReplica(np.broadcast_to(x, (4,))), metrics
+    ),
+    bad_step=fs.PerReplica(np.array([9, 0, 7, 7], np.int32)),
+    bad_leaves=fs.PerReplica(
+      np.array([[1, 1, 1], [0, 0, 0], [1, 0, 0], [0, 1, 0]], bool)
+    ),
+  )
+  together = steps.over_replicas(progress)
+  assert together.bad_step == 7
+  assert together.bad_leaves.tolist() == [True, True, False]
+  assert_metrics(together.metrics, {"loss": 1.5, "accuracy": 0.5})
+  assert int(together.metrics.loss.count) == 8
+  assert steps.over_replicas(together) is together

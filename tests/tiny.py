@@ -1,6 +1,11 @@
 """A config that trains in a second, for the tests that need one."""
 
+import os
+
 import ml_collections
+
+from flaxshard import interrupts
+from flaxshard import writers
 
 
 def config(**fields) -> ml_collections.ConfigDict:
@@ -22,3 +27,34 @@ def config(**fields) -> ml_collections.ConfigDict:
     writer="none",
   )
   return ml_collections.ConfigDict({**values, **fields})
+
+
+def rows(workdir) -> list[dict]:
+  """Returns what a run has written to `metrics.jsonl`."""
+  return writers.read_rows(os.path.join(workdir, "metrics.jsonl"))
+
+
+def untimed_rows(workdir) -> list[dict]:
+  """Returns the rows, but for what the clock says."""
+  return [
+    {k: v for k, v in row.items() if k != "steps_per_second"}
+    for row in rows(workdir)
+  ]
+
+
+def stop_at(monkeypatch, stop_step: int, signum: int) -> None:
+  """Lets the loop see a signal at a step, without one being sent."""
+  calls = []
+
+  def came():
+    calls.append(1)
+    return signum if len(calls) >= stop_step else None
+
+  class Caught:
+    def __enter__(self):
+      return came
+
+    def __exit__(self, *args):
+      return None
+
+  monkeypatch.setattr(interrupts, "caught", Caught)

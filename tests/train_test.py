@@ -15,21 +15,8 @@ import pytest
 import tiny
 
 from flaxshard import data
-from flaxshard import interrupts
 from flaxshard import train
 from flaxshard import writers
-
-_ROOT = pathlib.Path(__file__).parent.parent
-
-
-def _rows(workdir) -> list[dict]:
-  return writers.read_rows(os.path.join(workdir, "metrics.jsonl"))
-
-
-def _without_timing(rows) -> list[dict]:
-  return [
-    {k: v for k, v in row.items() if k != "steps_per_second"} for row in rows
-  ]
 
 
 def _assert_same(a, b) -> None:
@@ -45,27 +32,9 @@ def undisturbed(tmp_path_factory):
   return workdir, train.train_and_evaluate(config, workdir)
 
 
-def _stop_at(monkeypatch, stop_step: int, signum: int) -> None:
-  """Lets the loop see a signal at a step, without one being sent."""
-  calls = []
-
-  def came():
-    calls.append(1)
-    return signum if len(calls) >= stop_step else None
-
-  class Caught:
-    def __enter__(self):
-      return came
-
-    def __exit__(self, *args):
-      return None
-
-  monkeypatch.setattr(interrupts, "caught", Caught)
-
-
 def test_workdir_after_a_run(undisturbed) -> None:
   workdir, state = undisturbed
-  rows = _rows(workdir)
+  rows = tiny.rows(workdir)
   assert [r["step"] for r in rows] == [2, 4, 6, 8]
   assert set(rows[0]) == {
     "step",
@@ -89,29 +58,13 @@ def test_workdir_after_a_run(undisturbed) -> None:
     assert json.load(f)["model"]["name"] == "cnn"
 
 
-def test_the_batch_is_split_over_the_devices(undisturbed, tmp_path) -> None:
-  """One device and eight train alike; the state is on all of them."""
-  _, state = undisturbed
-  kernel = state.params["head"]["kernel"]
-  assert len(kernel.sharding.device_set) == 8
-  alone = train.train_and_evaluate(
-    tiny.config(mesh={"replica": 1}), str(tmp_path)
-  )
-  jax.tree.map(
-    # Eight sums of two in float16 round otherwise than one of sixteen.
-    lambda a, b: np.testing.assert_allclose(a, b, atol=2e-2),
-    jax.device_get(state.params),
-    jax.device_get(alone.params),
-  )
-
-
 def test_a_finished_run_is_not_trained_again(undisturbed, caplog) -> None:
   workdir, state = undisturbed
-  before = _rows(workdir)
+  before = tiny.rows(workdir)
   with caplog.at_level(logging.INFO, "flaxshard"):
     again = train.train_and_evaluate(tiny.config(), workdir)
   _assert_same(again.params, state.params)
-  assert _rows(workdir) == before
+  assert tiny.rows(workdir) == before
   assert "nothing to train" in caplog.text
 
 
@@ -122,7 +75,7 @@ def test_interrupted_and_resumed_is_bit_for_bit_the_same(
   workdir = str(tmp_path)
   caplog.set_level(logging.INFO, "flaxshard")
   with monkeypatch.context() as patch:
-    _stop_at(patch, 5, signal.SIGTERM)
+    tiny.stop_at(patch, 5, signal.SIGTERM)
     with pytest.raises(SystemExit) as stopped:
       train.train_and_evaluate(tiny.config(), workdir)
   assert stopped.value.code == 128 + signal.SIGTERM
@@ -134,10 +87,8 @@ def test_interrupted_and_resumed_is_bit_for_bit_the_same(
   _assert_same(resumed.params, state.params)
   _assert_same(resumed.opt_state, state.opt_state)
   _assert_same(resumed.wrapper_states, state.wrapper_states)
-  assert [r["step"] for r in _rows(workdir)] == [2, 4, 5, 6, 8]
-  assert (
-    _without_timing(_rows(workdir))[-1] == _without_timing(_rows(reference))[-1]
-  )
+  assert [r["step"] for r in tiny.rows(workdir)] == [2, 4, 5, 6, 8]
+  assert tiny.untimed_rows(workdir)[-1] == tiny.untimed_rows(reference)[-1]
 
 
 def test_killed_between_checkpoints_trains_nothing_twice(
@@ -157,10 +108,10 @@ def test_killed_between_checkpoints_trains_nothing_twice(
     patch.setattr(writers.MetricsFile, "write", write)
     with pytest.raises(KeyboardInterrupt):
       train.train_and_evaluate(tiny.config(), workdir)
-  assert [r["step"] for r in _rows(workdir)] == [2, 4, 6]
+  assert [r["step"] for r in tiny.rows(workdir)] == [2, 4, 6]
   resumed = train.train_and_evaluate(tiny.config(), workdir)
   _assert_same(resumed.params, state.params)
-  assert _without_timing(_rows(workdir)) == _without_timing(_rows(reference))
+  assert tiny.untimed_rows(workdir) == tiny.untimed_rows(reference)
 
 
 def test_skipped_steps_are_counted_and_not_averaged(tmp_path) -> None:
@@ -168,7 +119,7 @@ def test_skipped_steps_are_counted_and_not_averaged(tmp_path) -> None:
   rule = {"type": "dynamic", "initial_scale": 2.0**30}
   config = tiny.config(wrappers=(("loss_scale", {"scale": rule}),))
   state = train.train_and_evaluate(config, str(tmp_path))
-  rows = _rows(str(tmp_path))
+  rows = tiny.rows(str(tmp_path))
   skipped = rows[-1]["skipped_steps"]
   assert skipped >= 4
   assert int(state.step) == 8 - skipped
@@ -217,7 +168,7 @@ def test_a_nonfinite_loss_stops_with_step_and_paths(
   with caplog.at_level(logging.WARNING, "flaxshard"):
     train.train_and_evaluate(config, str(tmp_path / "on"))
   assert "the loss is not finite" in caplog.text
-  assert [r["step"] for r in _rows(str(tmp_path / "on"))] == [2, 4, 6, 8]
+  assert [r["step"] for r in tiny.rows(str(tmp_path / "on"))] == [2, 4, 6, 8]
 
 
 class TinyNNX(nnx.Module):
@@ -243,7 +194,7 @@ def test_nnx_model_trains_and_resumes(
   assert int(state.rngs["dropout"]["rngs"]["count"]) == 8
   assert np.abs(state.batch_stats["norm"]["mean"]).max() > 0
   with monkeypatch.context() as patch:
-    _stop_at(patch, 3, signal.SIGINT)
+    tiny.stop_at(patch, 3, signal.SIGINT)
     with pytest.raises(SystemExit):
       train.train_and_evaluate(config, str(tmp_path / "b"))
   resumed = train.train_and_evaluate(config, str(tmp_path / "b"))
@@ -300,10 +251,10 @@ def test_a_signal_in_the_last_step_loses_no_evaluation(
   tmp_path, monkeypatch
 ) -> None:
   with monkeypatch.context() as patch:
-    _stop_at(patch, 4, signal.SIGTERM)
+    tiny.stop_at(patch, 4, signal.SIGTERM)
     config = tiny.config(num_train_steps=4, eval_every_steps=100)
     train.train_and_evaluate(config, str(tmp_path))
-  assert "eval_accuracy" in _rows(str(tmp_path))[-1]
+  assert "eval_accuracy" in tiny.rows(str(tmp_path))[-1]
 
 
 def test_broken_leftovers_of_a_run(undisturbed, tmp_path) -> None:
