@@ -224,3 +224,9 @@ def test_numpy_memory_is_not_donated():
   assert (raw == 0).all()
   assert (np.asarray(out["a"]) == 1).all()
   assert (np.asarray(out["b"]) == 1).all()
+
+
+def test_own_buffers_under_jit_takes_keys_with_a_value():
+  key = jax.random.key(0)
+  owned = jax.jit(lambda: trees.own_buffers({"a": key, "b": key}))()
+  assert owned["a"] == key and owned["b"] == key
