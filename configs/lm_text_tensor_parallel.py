@@ -1,6 +1,6 @@
 """The text config, its layers split over two logical devices of each replica.
 
-python -m flaxshard --config=configs/lm_text_tensor_parallel.py --workdir=/tmp/tp
+python -m flaxshard --config=configs/lm_text_tensor_parallel.py --workdir=/tmp/t
 
 The layout of Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053): attention
 heads and the MLP's hidden units lie on one device or the other, and one sum per

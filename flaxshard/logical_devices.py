@@ -34,7 +34,9 @@ def split_to_logical_devices(
 
   Raises:
     ValueError: A number for each dimension of the tensor is not given, does
-      not divide it, or the product is not the number of logical devices.
+      not divide it, or the product is not the number of logical devices; in a
+      trace on another mesh, or within a function on one logical device.
+    TypeError: `tensor` is not an array, or the numbers are not integers.
 
   Example:
     >>> import flaxshard as fs, numpy as np
@@ -74,6 +76,10 @@ def assign_to_logical_device(
   program of several: there the value is taken from that device and all have
   it. `on_logical_device` has work done there alone in both.
 
+  An update over parameters on different devices cannot be one program: eagerly,
+  `optax.partition` gives each device an optimizer of its own, which
+  `optax.adam` needs, and `LossScale` cannot span them.
+
   Args:
     strategy: The strategy.
     tensor: An array.
@@ -83,7 +89,10 @@ def assign_to_logical_device(
     The same values.
 
   Raises:
-    ValueError: There is no such logical device.
+    ValueError: There is no such logical device; in a trace on another mesh,
+      within a function on one logical device, or in `jax.jit` where the axes
+      are Explicit.
+    TypeError: What should be an array is none.
 
   References:
     `tf.distribute.TPUStrategy.experimental_assign_to_logical_device`.
@@ -99,8 +108,9 @@ def on_logical_device(
 ) -> PyTree:
   """Has one logical device of each replica compute `fn(*args)`.
 
-  Traced, that is a conditional, and all logical devices get the result.
-  Outside of a trace the arguments are moved there, and the result stays.
+  Traced, that is a conditional, and all logical devices get the result; traced
+  values are handed in as arguments, where a closure may be refused. Outside of
+  a trace the arguments are moved there, and the result stays.
 
   Args:
     strategy: The strategy.
@@ -112,7 +122,10 @@ def on_logical_device(
     What `fn` returns.
 
   Raises:
-    ValueError: There is no such logical device.
+    ValueError: There is no such logical device; in a trace on another mesh,
+      within a function on one logical device, or in `jax.jit` where the axes
+      are Explicit.
+    TypeError: What should be an array is none.
 
   Example:
     >>> import flaxshard as fs, numpy as np

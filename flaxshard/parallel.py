@@ -16,6 +16,7 @@ from flaxshard import steps
 from flaxshard.input_pipeline import sharding
 from flaxshard.partitioning import annotations as annotate
 from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import specs as specs_lib
 from flaxshard.strategy import Strategy
 from flaxshard.train_state import TrainState
 
@@ -51,8 +52,10 @@ def create_strategy(config: Any) -> Strategy:
       f"{replicas} replicas of {where}."
     )
   axes = named or mesh_lib.prime_axes(logical)
+  used = replicas * logical
   strategy = Strategy(
-    devices=devices[: replicas * logical],
+    # All of them are laid out as suits the network.
+    devices=None if used == len(devices) else devices[:used],
     mesh_shape={mesh_lib.REPLICA: replicas, **axes},
   )
   _log.info(
@@ -148,6 +151,12 @@ def jit_train_step(config: Any, strategy: Strategy, carried: Any) -> Any:
     carried: The state and progress, which are donated and come back.
   """
   if config.mesh.per_replica:
+    specs = [x.sharding.spec for x in jax.tree.leaves(carried[0])]
+    if any(mesh_lib.REPLICA in specs_lib.axes_of(d) for s in specs for d in s):
+      _log.warning(
+        "config.mesh.per_replica: each replica sees the whole state. What "
+        "config.mesh.rules split over 'replica' is gathered for every step."
+      )
     return strategy.jit(steps.train_step, donate_argnums=(0, 1))
   jitted = jax.jit(
     steps.train_step,

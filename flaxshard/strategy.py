@@ -33,7 +33,8 @@ class Strategy:
   Args:
     device_assignment: Which devices make which replica; the mesh has exactly
       its order.
-    devices: The devices to use, in this order; None: all of them.
+    devices: The devices to use, in this order; None: all of them, those of a
+      replica next to each other, slices outermost.
     mesh_shape: Names and sizes of the mesh's axes, such as `{"replica": 4,
       "model": 2}`; one may be -1, what is left. Without it the logical devices
       of an assignment have an axis for each prime factor of their number:

@@ -59,11 +59,14 @@ def create(
           f"device_assignment has {len(laid)}."
         )
   else:
-    devices = jax.devices() if devices is None else devices
+    every = jax.devices() if devices is None else devices
     if mesh_shape is not None:
-      named = named_sizes(mesh_shape, len(devices))
-    replicas = len(devices) if named is None else named[REPLICA]
-    laid = lay_out(devices, len(devices) // replicas)
+      named = named_sizes(mesh_shape, len(every))
+    replicas = len(every) if named is None else named[REPLICA]
+    if devices is None:
+      laid = lay_out(every, len(every) // replicas)
+    else:
+      laid = np.array(every, object).reshape(replicas, -1)
   if named is not None:
     named.pop(REPLICA)
   return make(laid, named, axis_type)
