@@ -239,13 +239,15 @@ def test_one_device_goes_on_as_eight_replicas(images_alone, tmp_path) -> None:
   ],
 )
 def test_text_trains_as_on_one_device(
-  mesh, kernel, bias, text_alone, tmp_path
+  mesh, kernel, bias, text_alone, tmp_path, caplog
 ) -> None:
   state = train.train_and_evaluate(transformer(mesh), str(tmp_path))
   assert_same_rows(str(tmp_path), text_alone[0])
   mlp = state.params["block0"]["mlp_in"]
   assert mlp["kernel"].sharding.spec == kernel
   assert mlp["bias"].sharding.spec == bias
+  gathers = "is gathered for every step" in caplog.text
+  assert gathers == ("per_replica" in mesh)
   # The optimizer's slots lie as their parameters do.
   for x, like in zip(
     jax.tree.leaves(optax.tree.get(state.opt_state, "trace")),
@@ -293,7 +295,12 @@ def test_replicas_with_statistics_and_dropout_resume_exactly(tmp_path) -> None:
 
 
 def test_one_replica_without_a_finite_loss_stops_all(tmp_path) -> None:
-  mesh = {"per_replica": True, "axes": (("model", 2),)}
+  mesh = {
+    "per_replica": True,
+    "axes": (("model", 2),),
+    # Only the devices of that replica look for what is not finite, together.
+    "rules": (("dense/kernel", (None, "model")), ("head/kernel", ("model",))),
+  }
   with pytest.raises(FloatingPointError) as e:
     train.train_and_evaluate(
       config(mesh, data={"name": f"{_FACTORIES}spoiled"}), str(tmp_path)
