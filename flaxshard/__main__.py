@@ -9,6 +9,7 @@ Any field of the config can be set from here:
   --config.precision=float32 --config.wrappers='()'
   --config.wrappers="(('loss_scale', {'scale': 1024.0}),)"
   --config.mesh.replica=4 --config.mesh.virtual_devices=8
+  --config.mesh.axes="(('model', 2),)" --config.mesh.rules="('fsdp',)"
   --config.data.name=my_package.my_module:my_factory
 
 A field that the config file does not have is an error that names near ones;

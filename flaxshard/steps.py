@@ -68,7 +68,8 @@ def train_step(
     progress: The progress so far.
     batch: `inputs` and int `labels`, `[batch, ...]`; logits have one more
       dimension than labels, the classes.
-    rng: A key for the whole run; each step folds its number into it.
+    rng: A key for the whole run; each step folds its number into it, and each
+      replica its own.
     step: int32 scalar, the batches consumed, this one included.
 
   Returns:

@@ -160,7 +160,8 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       if not (log or evaluates or saves):
         continue
 
-      seen = steps.over_replicas(jax.device_get(progress))  # waits for the step
+      # Waits for the step. Other processes may have some of the replicas.
+      seen = steps.over_replicas(jax.device_get(mirrored(progress)))
       steps_per_second = timer.lap(step) if log else None
       with timer.paused():
         _check_finite(config, state, seen)
