@@ -224,7 +224,7 @@ def _lower_train_step(
   strategy: Strategy,
   specs: Mapping[str, P],
 ) -> tuple[Callable[..., tuple[TrainState, steps.Progress]], Any]:
-  """Traces the train step, before anything is written or compiled."""
+  """Traces both steps, before anything is written or compiled."""
 
   def zeros(x: Any, spec: P) -> jax.Array:
     return jnp.zeros(
@@ -243,6 +243,9 @@ def _lower_train_step(
     f"config.model ({config.model.name!r}) cannot be trained on config.data "
     f"({config.data.name!r})"
   ):
+    mask = np.ones(config.batch_size, bool)
+    metrics = steps.Metrics.empty()
+    jax.eval_shape(steps.eval_step, state, metrics, {**batch, "mask": mask})
     return train_step, train_step.lower(state, progress, batch, rng, step)
 
 

@@ -50,6 +50,18 @@ class WrongLogits(nn.Module):
     return nn.Dense(1)(x.reshape(x.shape[0], -1))[:, 0]
 
 
+class WrongInEvaluation(nn.Module):
+  """A model without a dimension of classes, but for training."""
+
+  num_classes: int
+  policy: object
+
+  @nn.compact
+  def __call__(self, x, train: bool = False):
+    logits = nn.Dense(self.num_classes)(x.reshape(x.shape[0], -1))
+    return logits if train else logits.argmax(-1)
+
+
 class Untrainable(nn.Module):
   """A model that cannot be told whether it trains."""
 
@@ -92,6 +104,10 @@ def unlabelled() -> data.Splits:
     ),
     (
       dict(model={"name": "train_errors_factories:WrongLogits"}),
+      r"config.model .*must return logits .* got \(16,\)",
+    ),
+    (
+      dict(model={"name": "train_errors_factories:WrongInEvaluation"}),
       r"config.model .*must return logits .* got \(16,\)",
     ),
     (
