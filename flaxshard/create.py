@@ -16,6 +16,7 @@ from flaxshard import fields as fields_lib
 from flaxshard import linen_module
 from flaxshard import nnx_module
 from flaxshard import placement
+from flaxshard import trees
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.policy import Policy
@@ -180,10 +181,18 @@ def _birth(
     wrappers=base.with_policy(wrappers, about.policy),
   )
 
+  num_replicas = placement.check_replicas(mesh, static["wrappers"])
+
   def make(*args: Any) -> dict[str, PyTree]:
     arrays = specs_lib.unbox(init.initialize(*args))
-    state = TrainState.create(**static, **arrays)
-    return {name: getattr(state, name) for name in fields_lib.data_names(state)}
+    plain = TrainState.create(**{**static, "wrappers": ()}, **arrays)
+    fields = {n: getattr(plain, n) for n in fields_lib.data_names(plain)}
+    if static["wrappers"]:
+      params = arrays.pop("params")
+      fields["wrapper_states"] = base.init(
+        static["wrappers"], params, tx, arrays, num_replicas
+      )
+    return trees.own_buffers(fields)
 
   args = placement.put(
     init.args,

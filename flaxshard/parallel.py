@@ -111,12 +111,7 @@ def batch_specs(
       spec = annotate.partition_spec(strategy.mesh, shape, pieces)
     except ValueError as e:
       raise ValueError(f"{where}: {e}") from e
-    first = () if spec[0] is None else spec[0]
-    axes = (
-      mesh_lib.REPLICA,
-      *(first if isinstance(first, tuple) else (first,)),
-    )
-    specs[key] = P(axes, *spec[1:])
+    specs[key] = P((mesh_lib.REPLICA, *specs_lib.axes_of(spec[0])), *spec[1:])
   return specs
 
 

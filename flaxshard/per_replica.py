@@ -247,7 +247,7 @@ def _own_leaves(state: Any) -> Any:
     name = base.name_of(wrapper)
     specs = wrapper.partition_specs(state.wrapper_states[name])
     states[name] = jax.tree.map(
-      lambda spec: mesh_lib.REPLICA in specs_lib.axes_of((*spec, None)[0]),
+      base.is_per_replica,
       specs,
       is_leaf=lambda x: isinstance(x, P),
     )

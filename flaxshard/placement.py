@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import jax
 
+from flaxshard import slots
 from flaxshard import trees
-from flaxshard import update
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
@@ -40,13 +40,24 @@ def mesh_of(strategy: HasMesh) -> jax.sharding.Mesh:
   return mesh
 
 
+def check_replicas(
+  mesh: jax.sharding.Mesh | None, wrappers: tuple[base.Wrapper, ...]
+) -> int:
+  """Returns the number of replicas, once the wrappers fit it."""
+  if mesh is None:  # where the state will be used, nobody knows
+    return 1
+  num_replicas = mesh.shape[mesh_lib.REPLICA]
+  base.check_replicas(wrappers, num_replicas)
+  return num_replicas
+
+
 def put(tree: PyTree, specs: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
   """Puts the arrays of a tree on the mesh; those that lie right stay."""
   return jax.tree.map(mesh_lib.put, tree, _shardings(specs, mesh))
 
 
 def complete(
-  init: Callable[[PyTree], dict[str, PyTree]],
+  init: Callable[[Mapping[str, PyTree]], dict[str, PyTree]],
   given: Mapping[str, PyTree],
   mesh: jax.sharding.Mesh,
   wrappers: tuple[base.Wrapper, ...],
@@ -54,7 +65,7 @@ def complete(
   """Returns the arrays of a state: those given, and what `init` makes of them.
 
   Args:
-    init: Makes further fields by name, from the parameters.
+    init: Makes further fields by name, from those given.
     given: The parameters and collections by name. Those that are split over
       the mesh stay so, the others go to every device.
     mesh: The mesh.
@@ -65,10 +76,9 @@ def complete(
     for name, tree in given.items()
   }
   given = {name: put(tree, specs[name], mesh) for name, tree in given.items()}
-  params = given["params"]
-  make = lambda params: trees.own_buffers(init(params))
-  born = jit(make, (params,), mesh, params, specs, wrappers)
-  return {**given, **born(params)}
+  make = lambda given: trees.own_buffers(init(given))
+  born = jit(make, (given,), mesh, given["params"], specs, wrappers)
+  return {**given, **born(given)}
 
 
 def jit(
@@ -98,62 +108,27 @@ def jit(
     if name in specs:
       fields[name] = specs[name]
     elif name == "opt_state":
-      fields[name] = slot_specs(tree, params, specs["params"])
+      fields[name] = slots.specs(tree, params, specs["params"])
     elif name == "wrapper_states":
-      fields[name] = wrapper_specs(wrappers, tree, mesh)
+      fields[name] = wrapper_specs(
+        wrappers, tree, params, specs["params"], mesh
+      )
     else:
       fields[name] = jax.tree.map(lambda _: P(), tree)
   return jax.jit(make, out_shardings=_shardings(fields, mesh))
 
 
-def slot_specs(opt_state: PyTree, params: PyTree, specs: PyTree) -> PyTree:
-  """Returns the specs of an optimizer's state, whose slots follow parameters.
-
-  A slot is a leaf whose path ends with that of a parameter, as in every
-  optimizer of optax, and whose shape does so too: L-BFGS keeps several of each
-  in one array. Anything else is replicated: counts, and the row and column
-  statistics of Adafactor.
-
-  Args:
-    opt_state: The state, or shapes and dtypes of it.
-    params: The parameters, or shapes and dtypes of them.
-    specs: Their specs.
-
-  Example:
-    >>> import jax.numpy as jnp, optax
-    >>> params = {"w": jnp.ones((4, 2))}
-    >>> state = optax.sgd(0.1, momentum=0.9).init(params)
-    >>> slot_specs(state, params, {"w": P("replica")})[0].trace
-    {'w': P('replica',)}
-  """
-  # By path, not by optax.tree_utils.tree_map_params: that calls `tx.init` on a
-  # placeholder, which L-BFGS and inits that look at their arrays cannot take.
-  shapes = jax.tree_util.tree_leaves_with_path(update.with_optimizer(params))
-  followed = {
-    trees.path_strings(path): (tuple(p.shape), spec)
-    for (path, p), spec in zip(
-      shapes, jax.tree.leaves(update.with_optimizer(specs)), strict=True
-    )
-  }
-
-  def spec_of(path: trees.Path, slot: Any) -> P:
-    names, slot_shape = trees.path_strings(path), tuple(slot.shape)
-    for start in range(len(names)):
-      shape, spec = followed.get(names[start:], ((), P()))
-      more = len(slot_shape) - len(shape)
-      if tuple(spec) and slot_shape[more:] == shape:
-        return P(*(None,) * more, *spec)
-    return P()
-
-  return jax.tree_util.tree_map_with_path(spec_of, opt_state)
-
-
 def wrapper_specs(
   wrappers: tuple[base.Wrapper, ...],
   states: Mapping[str, PyTree],
+  params: PyTree,
+  param_specs: PyTree,
   mesh: jax.sharding.Mesh,
 ) -> dict[str, PyTree]:
   """Returns the specs that the wrappers ask for, by wrapper name.
+
+  What a replica has its own copies of, parameters and slots, lies within it as
+  the parameters do: over its logical devices.
 
   Raises:
     TypeError, ValueError: `partition_specs` of a wrapper answers with another
@@ -162,15 +137,7 @@ def wrapper_specs(
   result = {}
   for wrapper in wrappers:
     name = base.name_of(wrapper)
-    given = wrapper.partition_specs(states[name])
     treedef: Any = jax.tree.structure(states[name])
-    try:
-      flat = treedef.flatten_up_to(given)
-    except ValueError as e:
-      raise ValueError(
-        f"wrapper {name!r}: partition_specs must return a tree like the state, "
-        f"with a PartitionSpec for each leaf, got {given!r}."
-      ) from e
     leaves = jax.tree_util.tree_leaves_with_path(states[name])
     dims = [
       specs_lib.check(
@@ -179,12 +146,30 @@ def wrapper_specs(
         tuple(leaf.shape),
         mesh,
       )
-      for (path, leaf), spec in zip(leaves, flat, strict=True)
+      for (path, leaf), spec in zip(
+        leaves, base.partition_specs(wrapper, states[name]), strict=True
+      )
     ]
+    followed = slots.specs(states[name], params, param_specs)
     result[name] = treedef.unflatten(
-      [specs_lib.shortest(d, mesh) for d in dims]
+      [
+        specs_lib.shortest(_within_replica(d, spec), mesh)
+        for d, spec in zip(dims, jax.tree.leaves(followed), strict=True)
+      ]
     )
   return result
+
+
+def _within_replica(dims: specs_lib.Dims, followed: P) -> specs_lib.Dims:
+  """Splits a replica's own copy further, by the axes that are left."""
+  if not dims or mesh_lib.REPLICA not in dims[0]:
+    return dims
+  taken = set().union(*dims)
+  entries = (*followed, *(None,) * len(dims))
+  return tuple(
+    d or tuple(a for a in specs_lib.axes_of(entry) if a not in taken)
+    for d, entry in zip(dims, entries, strict=False)
+  )
 
 
 def _shardings(specs: PyTree, mesh: jax.sharding.Mesh) -> PyTree:

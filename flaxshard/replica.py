@@ -7,7 +7,7 @@ context of that trace can be asked for from anywhere below, as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import contextvars
 import dataclasses
@@ -20,6 +20,8 @@ from flaxshard import gradients
 from flaxshard.partitioning import mesh as mesh_lib
 
 PyTree = Any
+# Replica numbers, as `lax.psum` takes them; None: all replicas are one group.
+Groups = Sequence[Sequence[int]] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,13 +68,8 @@ class ReplicaContext:
     """
     check_reduce_op(reduce_op)
     value = jax.tree.map(_number, value)
-    if self.num_replicas_in_sync == 1:
-      # XLA fails on a reduction over one device of what is sharded over others.
-      return (
-        jax.tree.map(lambda x: x / 1, value) if reduce_op == "mean" else value
-      )
-    reduce = jax.lax.psum if reduce_op == "sum" else jax.lax.pmean
-    return reduce(value, mesh_lib.REPLICA)
+    with entered(self):
+      return reduced(reduce_op, value)
 
   def all_gather(self, value: PyTree, axis: int) -> PyTree:
     """Returns the replicas' values, concatenated along an axis, on each.
@@ -88,7 +85,7 @@ class ReplicaContext:
     def gather(x: Any) -> jax.Array:
       x = jnp.asarray(x)
       check_axis("all_gather", axis, x.shape)
-      if self.num_replicas_in_sync == 1:
+      if self.num_replicas_in_sync == 1:  # as in `reduced`
         return x
       return jax.lax.all_gather(
         x, mesh_lib.REPLICA, axis=axis % x.ndim, tiled=True
@@ -133,6 +130,32 @@ def agreed_gradients() -> Iterator[None]:
     yield
 
 
+def count() -> int:
+  """Returns the number of replicas; 1 outside of `run`."""
+  context = _current.get()
+  return 1 if context is None else context.num_replicas_in_sync
+
+
+def reduced(op: str, tree: PyTree, groups: Groups = None) -> PyTree:
+  """Returns the "sum", "mean" or "max" of arrays over the replicas.
+
+  Args:
+    op: What to take.
+    tree: A tree of arrays, this replica's; all go in one collective.
+    groups: Groups of as many replicas each, within which it is taken; None:
+      all replicas are one.
+  """
+  if count() == 1:
+    # XLA fails on a reduction over one device of what is sharded over others.
+    return jax.tree.map(lambda x: x / 1, tree) if op == "mean" else tree
+  collectives: dict[str, Any] = {
+    "sum": jax.lax.psum,
+    "mean": jax.lax.pmean,
+    "max": jax.lax.pmax,
+  }
+  return collectives[op](tree, mesh_lib.REPLICA, axis_index_groups=groups)
+
+
 def agree(finite: jax.Array) -> jax.Array:
   """Returns whether the flag, of gradients being applied, holds everywhere.
 
@@ -140,19 +163,21 @@ def agree(finite: jax.Array) -> jax.Array:
   same on all replicas.
   """
   context = _current.get()
-  if context is None or context.gradients_agree:
+  if count() == 1 or (context is not None and context.gradients_agree):
     return finite
-  if context.num_replicas_in_sync == 1:
-    return finite
-  bad = jax.lax.psum((~finite).astype(jnp.int32), mesh_lib.REPLICA)
-  return bad == 0
+  return reduced("sum", (~finite).astype(jnp.int32)) == 0
 
 
-def mean_gradients(grads: PyTree) -> PyTree:
-  """Averages gradients over the replicas.
+def reduce_gradients(op: str, grads: PyTree, groups: Groups = None) -> PyTree:
+  """Sums or averages gradients over the replicas.
 
   Flax's overwrite-with-gradient leaves are no gradients but new statistics, the
   largest values seen: of those the largest is taken.
+
+  Args:
+    op: "sum" or "mean".
+    grads: This replica's gradients.
+    groups: As in `reduced`.
   """
   leaves, treedef = jax.tree_util.tree_flatten_with_path(
     grads, is_leaf=lambda x: x is None
@@ -168,32 +193,33 @@ def mean_gradients(grads: PyTree) -> PyTree:
     if g is not None and gradients.overwrites(path)
   }
   # One collective each, of all leaves at once.
-  reduced = {i: g for i, (_, g) in enumerate(leaves)}
+  new = {i: g for i, (_, g) in enumerate(leaves)}
   if means:
-    reduced |= jax.lax.pmean(means, mesh_lib.REPLICA)
+    new |= reduced(op, means, groups)
   if largest:
-    reduced |= jax.lax.pmax(largest, mesh_lib.REPLICA)
-  return jax.tree.unflatten(treedef, reduced.values())
+    new |= reduced("max", largest, groups)
+  return jax.tree.unflatten(treedef, new.values())
 
 
-def mean_collection(tree: PyTree) -> PyTree:
-  """Makes a collection the same on all replicas.
+def mean_collection(tree: PyTree, groups: Groups = None) -> PyTree:
+  """Makes a collection the same on all replicas, or on those of a group.
 
   Floating-point leaves are averaged, as TensorFlow does with the moving
   statistics of BatchNorm; of others (counters, keys) the first replica's hold.
   """
-  first = is_first()
+  firsts = [min(group) for group in groups or [[0]]]
 
   def reduce(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.inexact):
-      return jax.lax.pmean(x, mesh_lib.REPLICA)
+      return reduced("mean", x, groups)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
       data = reduce(jax.random.key_data(x))
       return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    first = jnp.isin(jax.lax.axis_index(mesh_lib.REPLICA), jnp.array(firsts))
     mine = jnp.where(first, x, jnp.zeros_like(x))
-    return jax.lax.psum(_number(mine), mesh_lib.REPLICA).astype(x.dtype)
+    return reduced("sum", _number(mine), groups).astype(x.dtype)
 
-  return jax.tree.map(reduce, tree)
+  return tree if count() == 1 else jax.tree.map(reduce, tree)
 
 
 def is_first() -> jax.Array:

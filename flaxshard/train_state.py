@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+import functools
 from typing import Any, ClassVar
 
 from flax import core
@@ -102,6 +103,7 @@ class TrainState(flax_train_state.TrainState):
     """
     wrappers = base.check(wrappers)
     mesh = None if strategy is None else placement.mesh_of(strategy)
+    num_replicas = placement.check_replicas(mesh, wrappers)
     _check_collections(cls, collections)
     if not jax.tree.leaves(params) or jax.tree_util.all_leaves([params]):
       raise TypeError(
@@ -118,18 +120,9 @@ class TrainState(flax_train_state.TrainState):
     }
     given = {k: v for k, v in collections.items() if k not in static}
     given["params"] = params
-
-    def init(params: PyTree) -> dict[str, PyTree]:
-      made: dict[str, PyTree] = dict(
-        step=jnp.zeros((), jnp.int32),
-        opt_state=tx.init(update.with_optimizer(params)),
-      )
-      if wrappers:
-        made["wrapper_states"] = base.init(wrappers, params, tx)
-      return made
-
+    init = functools.partial(_init, tx, wrappers, num_replicas)
     if mesh is None:
-      arrays = trees.own_buffers({**given, **init(params)})
+      arrays = trees.own_buffers({**given, **init(given)})
     else:
       given = trees.own_buffers(given)
       arrays = placement.complete(init, given, mesh, wrappers)
@@ -212,7 +205,7 @@ class TrainState(flax_train_state.TrainState):
       grads: Gradients like `params`. Where a leaf has none (None, `float0`, an
         integer), parameter and slots stay as they are.
       skip_gradients_aggregation: The gradients are the same on all replicas
-        already. Averaging them once more would change nothing but the time.
+        already: they are not reduced, by `CrossShard` neither.
       **replaced: New values of other fields of the state, such as
         `batch_stats`. They are held back with everything else when a wrapper
         skips the step, so they must keep structure, shapes and dtypes.
@@ -229,17 +222,17 @@ class TrainState(flax_train_state.TrainState):
       "grads", grads, self.params, dtypes=False, none_is_leaf=True
     )
     grads = gradients.map_gradients(lambda g: g, grads)  # NumPy's into JAX's
-    context = replica.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
+    if replica.get_replica_context() is None:
       return self._apply(grads, replaced)
     replaced = {
       name: self._agreed(name, tree) if self._has_collection(name) else tree
       for name, tree in replaced.items()
     }
-    if skip_gradients_aggregation or base.reduces_gradients(self.wrappers):
-      return self._apply(grads, replaced)
-    # Before the wrappers: reduced gradients carry one replica's NaN to all.
-    grads = replica.mean_gradients(grads)
+    if not skip_gradients_aggregation:
+      if base.reduces_gradients(self.wrappers):
+        return self._apply(grads, replaced)
+      # Before the wrappers: reduced gradients carry one replica's NaN to all.
+      grads = replica.reduce_gradients("mean", grads)
     with replica.agreed_gradients():
       return self._apply(grads, replaced)
 
@@ -253,7 +246,11 @@ class TrainState(flax_train_state.TrainState):
     )
     outside = dict(self.per_replica).get(name, treedef)
     agreed = jax.tree.map(
-      lambda x: x if values.is_per_replica(x) else replica.mean_collection(x),
+      lambda x: (
+        x
+        if values.is_per_replica(x)
+        else base.reduce_collection(self.wrappers, x)
+      ),
       jax.tree.unflatten(outside, leaves),
       is_leaf=values.is_per_replica,
     )
@@ -355,6 +352,26 @@ class TrainState(flax_train_state.TrainState):
     """
     value, grads = self.value_and_grad(loss_fn, *args, has_aux=has_aux)
     return self.apply_gradients(grads=grads), value
+
+
+def _init(
+  tx: optax.GradientTransformation,
+  wrappers: tuple[base.Wrapper, ...],
+  num_replicas: int,
+  given: Mapping[str, PyTree],
+) -> dict[str, PyTree]:
+  """Returns the fields of a state that follow from those given."""
+  params = given["params"]
+  made: dict[str, PyTree] = dict(
+    step=jnp.zeros((), jnp.int32),
+    opt_state=tx.init(update.with_optimizer(params)),
+  )
+  if wrappers:
+    collections = {k: v for k, v in given.items() if k != "params"}
+    made["wrapper_states"] = base.init(
+      wrappers, params, tx, collections, num_replicas
+    )
+  return made
 
 
 def _check_loss(loss: Any) -> None:

@@ -116,7 +116,12 @@ def test_every_leaf_lies_on_the_mesh():
   local = state.wrapper_states["local"]["local"]
   paths = ["in/kernel", "in/bias", "norm/scale", "norm/bias"]
   paths += ["out/kernel", "out/bias"]
-  assert specs(local) == dict.fromkeys(paths, P("replica"))
+  assert specs(local) == {
+    **dict.fromkeys(paths, P("replica")),
+    # Within a replica its own copies lie as the parameters do.
+    "in/kernel": P("replica", None, "model"),
+    "in/bias": P("replica", "model"),
+  }
   assert specs(state.wrapper_states["loss_scale"]) == {}
   assert specs(state.batch_stats) == {}
   assert specs(state.step) == {}

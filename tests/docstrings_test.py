@@ -28,7 +28,7 @@ MODULES = {
   "flaxshard.partitioning.rules": 3,
   "flaxshard.partitioning.specs": 1,
   "flaxshard.partitioning.topology": 3,
-  "flaxshard.placement": 1,
+  "flaxshard.slots": 1,
   "flaxshard.policy": 1,
   "flaxshard.registry": 2,
   "flaxshard.replica": 2,

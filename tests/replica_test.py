@@ -98,7 +98,7 @@ def test_keys_differ_by_replica():
   np.testing.assert_array_equal(drawn, wanted)
 
 
-def test_mean_gradients_leaf_by_leaf():
+def test_reduce_gradients_leaf_by_leaf():
   # What Flax overwrites parameters with are maxima, not gradients.
   def fn():
     number = fs.get_replica_context().replica_id_in_sync_group
@@ -113,9 +113,11 @@ def test_mean_gradients_leaf_by_leaf():
     }
     return {
       path: value
-      for path, value in replica.mean_gradients(grads)["params"].items()
+      for path, value in replica.reduce_gradients("mean", grads)[
+        "params"
+      ].items()
       if path in ("w", "integer")
-    } | replica.mean_gradients(grads)["_overwrite_with_gradient"]
+    } | replica.reduce_gradients("mean", grads)["_overwrite_with_gradient"]
 
   out = jax.tree.map(
     lambda x: np.unique(np.asarray(x)).tolist(),
@@ -125,13 +127,13 @@ def test_mean_gradients_leaf_by_leaf():
   assert out == {"amax": [7.0], "w": [7.0], "integer": [3]}
 
 
-def test_mean_gradients_keeps_what_is_no_gradient():
+def test_reduce_gradients_keeps_what_is_no_gradient():
   float0 = np.zeros(2, jax.dtypes.float0)
   kept = []
 
   def fn():
     grads = {"none": None, "float0": float0, "w": jnp.ones(())}
-    kept.append(replica.mean_gradients(grads))
+    kept.append(replica.reduce_gradients("mean", grads))
 
   EIGHT.run(fn)
   assert kept[0]["none"] is None and kept[0]["float0"] is float0
@@ -282,7 +284,7 @@ class Local:
   def apply(self, state, target, grads, next):
     local = jax.tree.map(lambda p, g: p - g[None], state["params"], grads)
     with replica.agreed_gradients():
-      target = next(target, replica.mean_gradients(grads))
+      target = next(target, replica.reduce_gradients("mean", grads))
     return target, {"params": local, "steps": state["steps"] + 1}
 
   def partition_specs(self, state):

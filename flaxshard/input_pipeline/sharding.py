@@ -13,6 +13,7 @@ import numpy as np
 
 from flaxshard import trees
 from flaxshard.input_pipeline import host
+from flaxshard.partitioning import specs as specs_lib
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
@@ -132,7 +133,7 @@ def check_specs(mesh: jax.sharding.Mesh, spec: PyTree) -> dict[str, P]:
         "spec must be a PartitionSpec, or a dict of them by path, got "
         f"{given!r} for {path}."
       )
-    names = [name for entry in given for name in _axes(entry)]
+    names = [name for entry in given for name in specs_lib.axes_of(entry)]
     for name in names:
       if name not in mesh.axis_names or names.count(name) > 1:
         raise ValueError(
@@ -155,7 +156,10 @@ def make_leaves(
         f"spec {spec} has {len(spec)} entries, batch[{path}] has {x.ndim} "
         "dimensions; in a dict by path, a leaf gets its own."
       )
-    axes = [_axes(entry) for entry in (*spec, *[None] * (x.ndim - len(spec)))]
+    axes = [
+      specs_lib.axes_of(entry)
+      for entry in (*spec, *[None] * (x.ndim - len(spec)))
+    ]
     if len(pipelines(mesh)) > 1 and "replica" not in axes[0]:
       raise ValueError(
         f"spec {spec} for batch[{path}] must split its leading dimension over "
@@ -224,10 +228,3 @@ def check_paths(
 
 def _covers(key: str, path: str) -> bool:
   return key in (trees.path_string(()), path) or path.startswith(f"{key}/")
-
-
-def _axes(entry: Any) -> tuple[Any, ...]:
-  """The mesh axes that an entry of a PartitionSpec names."""
-  if entry is None:
-    return ()
-  return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)

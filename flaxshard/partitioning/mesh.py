@@ -242,11 +242,10 @@ def assigned_devices(
   if len(by_process) == 1:
     (local,) = by_process.values()
     by_process = {t: local[t * chips : (t + 1) * chips] for t in range(tasks)}
-  found = np.empty(assignment.core_assignment.shape[:2], object)
-  for index in np.ndindex(found.shape):
-    at = assignment.core_assignment[index]
-    task = topology.task_ordinal_at_coordinates(at)
-    chip = topology.tpu_device_ordinal_at_coordinates(at)
+  numbers = topology.indices_at(assignment.core_assignment)
+  found = np.empty(numbers.shape, object)
+  for index, number in np.ndenumerate(numbers):
+    task, chip = divmod(int(number), chips)
     if chip >= len(by_process.get(task, ())):
       raise ValueError(
         f"device_assignment has {tasks} tasks of {chips} devices, and needs "

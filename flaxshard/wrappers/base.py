@@ -13,9 +13,15 @@ from collections.abc import Callable, Iterable, Mapping, Set
 import dataclasses
 import functools
 import re
+import types
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
+
+from flaxshard import replica
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import specs as specs_lib
 
 PyTree = Any
 
@@ -49,7 +55,18 @@ class Wrapper(Protocol):
   its class name in snake case (`LossScale` → `loss_scale`). It may also have
   `metrics(state)`, a dict of scalars that the training loop logs, and
   `reduces_gradients = True`: then gradients come to it as each replica's own,
-  where otherwise they are averaged over the replicas before any wrapper.
+  where otherwise they are averaged over the replicas before any wrapper. Such a
+  wrapper may have `reduce_collection(x)` for the new values of collections,
+  which otherwise are averaged too.
+
+  It may have `init_collections(state, collections)`, which gets the state's
+  other collections when it is made and returns the wrapper's state, and
+  `swap_collections(state, collections)`, which is called when `Strategy.run`
+  begins and ends, and returns both: what a replica sees are its own then.
+
+  What each replica has its own of, by `partition_specs`, `init` makes for one:
+  with a first dimension of 1. `check_replicas(num_replicas)`, if there is one,
+  is called before the state is made for that many.
 
   Example:
     >>> @dataclasses.dataclass(frozen=True)
@@ -155,9 +172,93 @@ def reduces_gradients(wrappers: tuple[Wrapper, ...]) -> bool:
   return any(getattr(w, "reduces_gradients", False) for w in wrappers)
 
 
-def init(wrappers: tuple[Wrapper, ...], params: PyTree, tx: Any) -> dict:
-  """Returns the first states of a stack, by wrapper name."""
-  return {name_of(w): w.init(params, tx) for w in wrappers}
+def reduce_collection(wrappers: tuple[Wrapper, ...], x: jax.Array) -> jax.Array:
+  """Makes an array of a collection what the replicas are to go on with."""
+  reductions = [
+    w.reduce_collection for w in wrappers if hasattr(w, "reduce_collection")
+  ]
+  for reduce in reductions or [replica.mean_collection]:
+    x = reduce(x)
+  return x
+
+
+def check_replicas(wrappers: tuple[Wrapper, ...], num_replicas: int) -> None:
+  """Raises, or warns, where wrappers do not fit that many replicas."""
+  for w in wrappers:
+    if hasattr(w, "check_replicas"):
+      w.check_replicas(num_replicas)
+
+
+def partition_specs(wrapper: Wrapper, state: PyTree) -> list[Any]:
+  """Returns the spec of each leaf of a wrapper's state."""
+  given = wrapper.partition_specs(state)
+  treedef: Any = jax.tree.structure(state)
+  try:
+    return treedef.flatten_up_to(given)
+  except ValueError as e:
+    raise ValueError(
+      f"wrapper {name_of(wrapper)!r}: partition_specs must return a tree like "
+      f"the state, with a PartitionSpec for each leaf, got {given!r}."
+    ) from e
+
+
+def is_per_replica(spec: Any) -> bool:
+  """Whether a leaf of that spec has the replicas as its first dimension."""
+  # What is no PartitionSpec is refused where the state is placed.
+  entries = (*spec, None) if isinstance(spec, jax.P) else (None,)
+  return mesh_lib.REPLICA in specs_lib.axes_of(entries[0])
+
+
+def init(
+  wrappers: tuple[Wrapper, ...],
+  params: PyTree,
+  tx: Any,
+  collections: Mapping[str, PyTree] = types.MappingProxyType({}),
+  num_replicas: int = 1,
+) -> dict[str, PyTree]:
+  """Returns the first states of a stack, by wrapper name.
+
+  Args:
+    wrappers: The stack.
+    params: The parameters.
+    tx: The optimizer.
+    collections: The other collections of the train state, by name.
+    num_replicas: How many replicas there are.
+  """
+
+  def init_one(w: Wrapper) -> PyTree:
+    state = w.init(params, tx)
+    if hasattr(w, "init_collections"):
+      state = w.init_collections(state, dict(collections))
+    if num_replicas == 1:
+      return state
+    return jax.tree.unflatten(
+      jax.tree.structure(state),
+      [
+        jnp.repeat(x, num_replicas, axis=0)
+        if is_per_replica(spec) and x.shape[:1] == (1,)
+        else x
+        for x, spec in zip(
+          jax.tree.leaves(state), partition_specs(w, state), strict=True
+        )
+      ],
+    )
+
+  return {name_of(w): init_one(w) for w in wrappers}
+
+
+def swap_collections(
+  wrappers: tuple[Wrapper, ...],
+  states: Mapping[str, PyTree],
+  collections: dict[str, PyTree],
+) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+  """Puts a replica's own collections for those of all, or back."""
+  states = dict(states)
+  for w in wrappers:
+    if hasattr(w, "swap_collections"):
+      name = name_of(w)
+      states[name], collections = w.swap_collections(states[name], collections)
+  return states, collections
 
 
 def working_params(

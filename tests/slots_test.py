@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from flaxshard import placement
+from flaxshard import slots
 
 P = jax.sharding.PartitionSpec
 PARAMS = {
@@ -44,7 +44,7 @@ OPTIMIZERS = {
 
 def specs_of(tx):
   state = jax.eval_shape(tx.init, PARAMS)
-  specs = placement.slot_specs(state, PARAMS, SPECS)
+  specs = slots.specs(state, PARAMS, SPECS)
   assert jax.tree.structure(specs) == jax.tree.structure(state)
   return state, specs
 
