@@ -15,6 +15,8 @@ from flaxshard.replica import ReplicaContext
 from flaxshard.strategy import Strategy
 from flaxshard.train_state import TrainState
 from flaxshard.values import PerReplica
+from flaxshard.wrappers import AGN
+from flaxshard.wrappers import CrossShard
 from flaxshard.wrappers import DynamicLossScale
 from flaxshard.wrappers import FixedLossScale
 from flaxshard.wrappers import LossScale
@@ -29,8 +31,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+  "AGN",
   "FSDP",
   "Checkpointer",
+  "CrossShard",
   "DeviceAssignment",
   "DynamicLossScale",
   "FixedLossScale",

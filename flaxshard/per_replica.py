@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard import agreement
+from flaxshard import fields as fields_lib
 from flaxshard import replica
 from flaxshard import trees
 from flaxshard.partitioning import mesh as mesh_lib
@@ -262,6 +263,7 @@ def _local(tree: PyTree) -> PyTree:
       return jax.tree.map(_only, node.value)
     if not is_state(node):
       return node
+    node = _swapped(node)
     fields = {}
     for field in dataclasses.fields(node):
       value = getattr(node, field.name)
@@ -284,6 +286,26 @@ def _local(tree: PyTree) -> PyTree:
     )
 
   return jax.tree.map(local, tree, is_leaf=_is_node)
+
+
+def _swapped(state: Any) -> Any:
+  """Puts a replica's own collections into a state, or takes them out."""
+  wrappers = getattr(state, "wrappers", ())
+  if not any(hasattr(w, "swap_collections") for w in wrappers):
+    return state
+  own = ("step", "params", "opt_state", "wrapper_states")
+  names = [n for n in fields_lib.data_names(state) if n not in own]
+  collections = {name: getattr(state, name) for name in names}
+  for name, tree in collections.items():
+    if _has_per_replica(tree):
+      raise TypeError(
+        f"run: TrainState.{name} is a PerReplica; a wrapper of the state keeps "
+        "what each replica has of it already."
+      )
+  states, collections = base.swap_collections(
+    wrappers, state.wrapper_states, collections
+  )
+  return state.replace(wrapper_states=states, **collections)
 
 
 def _has_per_replica(tree: PyTree) -> bool:
@@ -316,6 +338,7 @@ def _global(tree: PyTree) -> PyTree:
       )
     if not is_state(node):
       return PerReplica(expand(node))
+    node = _swapped(node)
     fields = {}
     for name, treedef in getattr(node, "per_replica", ()):
       leaves = jax.tree.leaves(getattr(node, name))
@@ -377,8 +400,9 @@ def _place(
   replicas = mesh.shape[mesh_lib.REPLICA]
   if own and (not np.ndim(leaf) or np.shape(leaf)[0] != replicas):
     raise ValueError(
-      f"{where}, a PerReplica, must have the {replicas} replicas "
-      f"as its first dimension, got shape {np.shape(leaf)}."
+      f"{where}, which each replica has its own of, must have the {replicas} "
+      f"replicas as its first dimension, got shape {np.shape(leaf)}. A "
+      "TrainState is made for replicas with create_train_state(strategy=...)."
     )
   target = _sharding(mesh, own=own)
   sharding = getattr(leaf, "sharding", None)

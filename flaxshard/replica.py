@@ -124,8 +124,7 @@ def entered(context: ReplicaContext) -> Iterator[None]:
 @contextlib.contextmanager
 def agreed_gradients() -> Iterator[None]:
   """Says, for the time being, that gradients are the same on all replicas."""
-  context = _current.get()
-  assert context is not None
+  context = _current.get() or ReplicaContext(1)
   with entered(dataclasses.replace(context, gradients_agree=True)):
     yield
 

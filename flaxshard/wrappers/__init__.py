@@ -1,16 +1,22 @@
 """Wrappers around the optimizer: the protocol, and those that exist."""
 
+from flaxshard.wrappers.agn import AGN
+from flaxshard.wrappers.agn import AGNState
 from flaxshard.wrappers.base import Next
 from flaxshard.wrappers.base import Target
 from flaxshard.wrappers.base import Wrapper
 from flaxshard.wrappers.config import from_config
 from flaxshard.wrappers.config import to_config
+from flaxshard.wrappers.cross_shard import CrossShard
 from flaxshard.wrappers.loss_scale import DynamicLossScale
 from flaxshard.wrappers.loss_scale import FixedLossScale
 from flaxshard.wrappers.loss_scale import LossScale
 from flaxshard.wrappers.loss_scale import LossScaleState
 
 __all__ = [
+  "AGN",
+  "AGNState",
+  "CrossShard",
   "DynamicLossScale",
   "FixedLossScale",
   "LossScale",

@@ -57,7 +57,8 @@ class Wrapper(Protocol):
   `reduces_gradients = True`: then gradients come to it as each replica's own,
   where otherwise they are averaged over the replicas before any wrapper. Such a
   wrapper may have `reduce_collection(x)` for the new values of collections,
-  which otherwise are averaged too.
+  which otherwise are averaged too. With `local_updates = True` what is applied
+  inside of it is one replica's own, and no wrapper there may reduce.
 
   It may have `init_collections(state, collections)`, which gets the state's
   other collections when it is made and returns the wrapper's state, and
@@ -152,6 +153,12 @@ def check(wrappers: Iterable[Wrapper]) -> tuple[Wrapper, ...]:
         f"got {[name_of(w) for w in wrappers]}."
       )
     names.append(name_of(wrapper))
+    outer = [w for w in wrappers[:i] if getattr(w, "local_updates", False)]
+    if outer and getattr(wrapper, "reduces_gradients", False):
+      raise ValueError(
+        f"wrappers[{i}]: {names[-1]!r} reduces gradients over replicas, which "
+        f"{name_of(outer[0])!r} around it keeps local; put it before."
+      )
   return wrappers
 
 

@@ -1,0 +1,452 @@
+"""AGN: replicas that step alone and commit to a center once in a while."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+import warnings
+
+from flax.training import train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxshard import gradients
+from flaxshard import replica
+from flaxshard import trees
+from flaxshard import update
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.wrappers import base
+from flaxshard.wrappers import commits
+from flaxshard.wrappers.commits import Center
+
+PyTree = Any
+P = jax.sharding.PartitionSpec
+
+# Commits one after another are stable from about this many local steps for
+# each replica on (measured with the original).
+_STABLE_PERIOD = 0.64
+
+# The fields of the state that are not a replica's own.
+_MIRRORED = ("local_step", "commits", "outer_opt_state")
+
+
+class AGNState(NamedTuple):
+  """The state of `AGN`. Leaves `[replicas, ...]` are the replicas' own.
+
+  Attributes:
+    local_params: `[replicas, ...]`, the parameters that each goes on with.
+    local_opt_state: `[replicas, ...]`, the optimizer's state for them.
+    grad_accum: `[replicas, ...]`, float32 or wider, what has come together for
+      the next commit; None for leaves without a gradient.
+    local_step: int32 scalar, steps that each replica has taken.
+    commits: int32 scalar, how often they have committed.
+    collections: `[replicas, ...]`, the other collections, such as
+      `batch_stats`, as each replica has them; by name.
+    outer_opt_state: The state of `outer_tx`, for the center; `()` without.
+  """
+
+  local_params: PyTree
+  local_opt_state: PyTree
+  grad_accum: PyTree
+  local_step: jax.Array
+  commits: jax.Array
+  collections: dict[str, PyTree]
+  outer_opt_state: PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class AGN:
+  """Accumulated gradient normalization: local steps, rare commits.
+
+  Every replica steps on a copy of the parameters of its own, with slots of its
+  own, and adds up its gradients. Every `communication_period` steps it commits
+  their mean: the center, `state.params`, is updated with it by the same
+  optimizer in the center's own slots, and the replica goes on from the center.
+  Between commits nothing is communicated, so that over a period there is
+  1/period of the traffic of data parallelism.
+
+  Losses are differentiated at the local parameters. `state.params` and
+  `state.opt_state` are the center: what is evaluated, exported, and restored
+  without the wrapper. `state.step` counts local steps. Schedules in `tx` count
+  updates: a replica's its local steps, the center's its commits. Collections
+  such as `batch_stats` are a replica's own inside of `Strategy.run`; outside
+  there is their mean at the last commit.
+
+  Args:
+    communication_period: Local steps from commit to commit.
+    commit: `"sequential"`: the replicas commit one after another, in their
+      order, and each goes on from the center as it is after its own commit, as
+      with a parameter server. `"mean"` or `"sum"`: the center is updated once,
+      with the mean or the sum of all, and all go on from the same.
+    share_step_count: The original's Adam has one pair of beta powers for local
+      steps and commits: the step count of the optimizer then advances
+      period + 1 times a period. By default the center has its own.
+    outer_tx: Another optimizer for the center, any of optax. `state.opt_state`,
+      what `tx` has for the center, then stays as it is.
+    commit_delta: Commit by how much the local parameters have changed since the
+      last commit, the sum and not the mean over the period, instead of the mean
+      gradient. With `commit="mean"` and `outer_tx=optax.sgd(1.0)` the center is
+      the mean of the local parameters (local SGD); with
+      `optax.sgd(0.7, momentum=0.9, nesterov=True)` this is DiLoCo.
+
+  Raises:
+    ValueError, TypeError: A value outside of these.
+
+  Example:
+    >>> import flaxshard as fs, optax
+    >>> state = fs.TrainState.create(
+    ...     apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(0.25),
+    ...     wrappers=[fs.AGN(communication_period=2)])
+    >>> for _ in range(3):
+    ...   state, loss = state.minimize(lambda p: 2 * p["w"])
+    ...   local = state.wrapper_states["agn"].local_params["w"][0]
+    ...   print(float(local), float(state.params["w"]))
+    0.5 1.0
+    0.5 0.5
+    0.0 0.5
+
+  References:
+    Hermans, Accumulated Gradient Normalization, 2017 (arXiv:1710.02368);
+    `tf.contrib.opt.AGNOptimizer`. Local SGD: Stich, 2018 (arXiv:1805.09767).
+    DiLoCo: Douillard et al., 2023 (arXiv:2311.08105).
+  """
+
+  name: ClassVar[str] = "agn"
+  reduces_gradients: ClassVar[bool] = True
+  local_updates: ClassVar[bool] = True
+
+  communication_period: int = 10
+  commit: str = "sequential"
+  share_step_count: bool = False
+  outer_tx: Any = None
+  commit_delta: bool = False
+
+  def __post_init__(self) -> None:
+    period = self.communication_period
+    if isinstance(period, (bool, np.bool_)) or not isinstance(
+      period, (int, np.integer)
+    ):
+      raise TypeError(
+        f"AGN: communication_period must be an integer, got {period!r}."
+      )
+    if not 1 <= period < 2**31:
+      raise ValueError(
+        f"AGN: communication_period must be at least 1, got {period!r}."
+      )
+    object.__setattr__(self, "communication_period", int(period))
+    if self.commit not in ("sequential", "mean", "sum"):
+      raise ValueError(
+        f"AGN: commit={self.commit!r}; allowed: 'sequential', 'mean', 'sum'."
+      )
+    for name in ("share_step_count", "commit_delta"):
+      if not isinstance(getattr(self, name), bool):
+        raise TypeError(
+          f"AGN: {name} must be a bool, got {getattr(self, name)!r}."
+        )
+    if self.outer_tx is not None:
+      if not all(hasattr(self.outer_tx, n) for n in ("init", "update")):
+        raise TypeError(
+          "AGN: outer_tx must be an optax GradientTransformation or None, got "
+          f"{self.outer_tx!r}."
+        )
+      if self.share_step_count:
+        raise ValueError(
+          "AGN: share_step_count=True shares the count of one optimizer; with "
+          f"outer_tx={self.outer_tx!r} there are two."
+        )
+
+  # -- The wrapper protocol.
+
+  def init(self, params: PyTree, tx: Any) -> AGNState:
+    """Returns the first state, of one replica."""
+
+    def accumulator(path: trees.Path, p: jax.Array) -> jax.Array | None:
+      if not gradients.has_gradient(path, p):
+        return None
+      return jnp.zeros((1, *p.shape), _accumulated(p.dtype))
+
+    with_optimizer = update.with_optimizer(params)
+    return AGNState(
+      local_params=_for_one(params),
+      local_opt_state=_for_one(tx.init(with_optimizer)),
+      grad_accum=jax.tree_util.tree_map_with_path(accumulator, params),
+      local_step=jnp.zeros((), jnp.int32),
+      commits=jnp.zeros((), jnp.int32),
+      collections={},
+      outer_opt_state=(
+        () if self.outer_tx is None else self.outer_tx.init(with_optimizer)
+      ),
+    )
+
+  def init_collections(
+    self, state: AGNState, collections: dict[str, PyTree]
+  ) -> AGNState:
+    """Returns the state with collections for each replica."""
+    return state._replace(collections=_for_one(collections))
+
+  def check_replicas(self, num_replicas: int) -> None:
+    """Warns where sequential commits are too frequent to be stable."""
+    least = _STABLE_PERIOD * num_replicas
+    if self.commit == "sequential" and self.communication_period < least:
+      warnings.warn(
+        f"AGN: communication_period={self.communication_period} is short for "
+        f"sequential commits of {num_replicas} replicas: each replica's commit "
+        f"was computed {num_replicas - 1} commits ago, and below about "
+        f"{_STABLE_PERIOD} * {num_replicas} = {least:.1f} local steps training "
+        "may diverge. Use a longer period, a lower learning rate, or "
+        "commit='mean'.",
+        UserWarning,
+        stacklevel=2,
+      )
+
+  def working_params(self, state: AGNState, params: PyTree) -> PyTree:
+    """Returns this replica's parameters."""
+    del params
+    return self._own(state).local_params
+
+  def scale_loss(self, state: AGNState, loss: jax.Array) -> jax.Array:
+    """Returns the loss as it is."""
+    del state
+    return loss
+
+  def unscale_gradients(self, state: AGNState, grads: PyTree) -> PyTree:
+    """Returns the gradients as they are."""
+    del state
+    return grads
+
+  def reduce_collection(self, x: jax.Array) -> jax.Array:
+    """Returns a replica's statistics as they are, until they are committed."""
+    return x
+
+  def swap_collections(
+    self, state: AGNState, collections: dict[str, PyTree]
+  ) -> tuple[AGNState, dict[str, PyTree]]:
+    """Puts a replica's own collections for the committed ones, or back."""
+    theirs = {name: collections[name] for name in state.collections}
+    own = jax.tree.map(lambda x: x[0], state.collections)
+    return (
+      state._replace(collections=_for_one(theirs)),
+      {**collections, **own},
+    )
+
+  def partition_specs(self, state: AGNState) -> AGNState:
+    """A first dimension for the replicas, but for the counters."""
+    specs = {
+      field: P() if field in _MIRRORED else P(mesh_lib.REPLICA)
+      for field in state._fields
+    }
+    return AGNState(
+      **{
+        field: jax.tree.map(lambda _, spec=specs[field]: spec, value)
+        for field, value in state._asdict().items()
+      }
+    )
+
+  def metrics(self, state: AGNState) -> dict[str, jax.Array]:
+    """Returns `commits`, to be logged."""
+    return {"commits": state.commits}
+
+  def apply(
+    self, state: AGNState, target: base.Target, grads: PyTree, next: base.Next
+  ) -> tuple[base.Target, AGNState]:
+    """Steps on the local copy; commits to the center when it is time."""
+    if replica.get_replica_context() is not None:
+      self.check_replicas(replica.count())
+    own = self._own(state)
+    new = next(
+      target._replace(params=own.local_params, opt_state=own.local_opt_state),
+      grads,
+    )
+    applied = new.step != target.step  # or a wrapper inside has skipped it
+    accum = _accumulate(
+      own.grad_accum,
+      _change(own.local_params, new.params) if self.commit_delta else grads,
+      applied,
+    )
+    local_step = state.local_step + applied
+    due = applied & (local_step % self.communication_period == 0)
+
+    def commit(
+      center: Center,
+      local: Center,
+      accum: PyTree,
+      collections: dict[str, PyTree],
+      committed: dict[str, PyTree],
+    ) -> Any:
+      del committed
+      center, local = self._commit(target, next, center, local, accum, grads)
+      collections = {
+        name: replica.mean_collection(x) for name, x in collections.items()
+      }
+      accum = jax.tree.map(jnp.zeros_like, accum)
+      return center, local, accum, collections, collections
+
+    # The one place with collectives. Its predicate is the same on all replicas,
+    # so that it stays a branch, and its operands are donated buffers.
+    center_opt_state = (
+      target.opt_state if self.outer_tx is None else state.outer_opt_state
+    )
+    committed = {
+      name: jax.tree.map(lambda x: x[0], state.collections[name])
+      for name in new.collections
+      if name in state.collections
+    }
+    center, local, accum, collections, committed = jax.lax.cond(
+      due,
+      commit,
+      lambda *operands: operands,
+      Center(target.params, center_opt_state),
+      Center(new.params, new.opt_state),
+      accum,
+      {name: new.collections[name] for name in committed},
+      committed,
+    )
+    if replica.get_replica_context() is None:
+      committed = collections  # nobody sees them but this one
+    target = new._replace(
+      params=center.params,
+      collections={**new.collections, **collections},
+      opt_state=(
+        center.opt_state if self.outer_tx is None else target.opt_state
+      ),
+    )
+    return target, AGNState(
+      local_params=_for_one(local.params),
+      local_opt_state=_for_one(local.opt_state),
+      grad_accum=_for_one(accum),
+      local_step=local_step,
+      commits=state.commits + due,
+      collections={**state.collections, **_for_one(committed)},
+      outer_opt_state=() if self.outer_tx is None else center.opt_state,
+    )
+
+  # -- Commits.
+
+  def _commit(
+    self,
+    target: base.Target,
+    next: base.Next,
+    center: Center,
+    local: Center,
+    accum: PyTree,
+    grads: PyTree,
+  ) -> tuple[Center, Center]:
+    """Returns the center and the replica's copy after a commit."""
+    counts = _counts(local.opt_state) if self.share_step_count else {}
+    counts = replica.reduced("max", counts) if counts else counts
+
+    def apply(center: Center, grads: PyTree) -> Center:
+      if self.outer_tx is not None:
+        return _apply_tx(self.outer_tx, center, grads)
+      new = next(
+        target._replace(
+          params=center.params,
+          opt_state=_with_counts(center.opt_state, counts),
+        ),
+        grads,
+      )
+      return Center(new.params, new.opt_state)
+
+    given = self._committed(accum, grads, local.params)
+    with replica.agreed_gradients():
+      if self.commit == "sequential":
+        center, pulled = commits.sequential(apply, center, given)
+      else:
+        center, pulled = commits.combined(self.commit, apply, center, given)
+    counts = _counts(center.opt_state) if self.share_step_count else {}
+    return center, Center(pulled, _with_counts(local.opt_state, counts))
+
+  def _committed(self, accum: PyTree, grads: PyTree, params: PyTree) -> PyTree:
+    """Returns what a replica commits; None where it has no gradient."""
+
+    def one(path: trees.Path, a: Any, g: Any, p: jax.Array) -> Any:
+      if g is None:
+        return None
+      if gradients.overwrites(path):  # the newest, no sum of them
+        return p
+      return a if self.commit_delta else a / self.communication_period
+
+    return jax.tree_util.tree_map_with_path(
+      one, accum, grads, params, is_leaf=lambda x: x is None
+    )
+
+  def _own(self, state: AGNState) -> AGNState:
+    """Returns the state of the one replica that this program is for."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.local_params):
+      if leaf.shape[0] != 1:
+        raise ValueError(
+          f"AGN: local_params[{trees.path_string(path)}] is of "
+          f"{leaf.shape[0]} replicas, which each have a loss of their own: "
+          "take the step in Strategy.run."
+        )
+    return AGNState(
+      **{
+        field: value
+        if field in _MIRRORED
+        else jax.tree.map(lambda x: x[0], value)
+        for field, value in state._asdict().items()
+      }
+    )
+
+
+def _for_one(tree: PyTree) -> PyTree:
+  """Returns a tree with a first dimension for the one replica."""
+  return jax.tree.map(lambda x: x[None], tree)
+
+
+def _accumulated(dtype: Any) -> Any:
+  """Returns float32 for dtypes below it, which lose what is added up."""
+  return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
+
+
+def _change(old: PyTree, new: PyTree) -> PyTree:
+  """Returns how far parameters have gone, in the direction of gradients."""
+  return jax.tree.map(
+    lambda o, n: o.astype(_accumulated(o.dtype)) - n.astype(o.dtype), old, new
+  )
+
+
+def _accumulate(accum: PyTree, change: PyTree, applied: jax.Array) -> PyTree:
+  def add(a: Any, x: Any) -> Any:
+    if a is None or x is None:
+      return a
+    return a + jnp.where(applied, x, jnp.zeros_like(x)).astype(a.dtype)
+
+  return jax.tree.map(add, accum, change, is_leaf=lambda x: x is None)
+
+
+def _apply_tx(tx: Any, center: Center, grads: PyTree) -> Center:
+  state = train_state.TrainState(
+    step=0,
+    apply_fn=None,  # type: ignore[arg-type]
+    params=center.params,
+    tx=tx,
+    opt_state=center.opt_state,
+  )
+  new = update.flax_update(state, grads, {})
+  return Center(new.params, update.keep_dtypes(new.opt_state, center.opt_state))
+
+
+def _is_count(path: trees.Path, leaf: Any) -> bool:
+  return (
+    trees.path_strings(path[-1:]) in (("count",), ("step_count",))
+    and not leaf.shape
+    and jnp.issubdtype(leaf.dtype, jnp.integer)
+  )
+
+
+def _counts(opt_state: PyTree) -> dict[str, jax.Array]:
+  """Returns the step counts in an optimizer's state, by path."""
+  return {
+    trees.path_string(path): leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state)
+    if _is_count(path, leaf)
+  }
+
+
+def _with_counts(opt_state: PyTree, counts: dict[str, jax.Array]) -> PyTree:
+  """Returns an optimizer's state with those step counts."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, leaf: counts.get(trees.path_string(path), leaf), opt_state
+  )

@@ -1,0 +1,204 @@
+"""How the replicas' commits reach the center: together, or one after another.
+
+`update(center, grads)` is one update of the center, a pair of the parameters
+and of what the optimizer keeps for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from flaxshard import elementwise
+from flaxshard import replica
+from flaxshard import slots
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.wrappers import parts
+from flaxshard.wrappers.parts import Parts
+
+PyTree = Any
+P = jax.sharding.PartitionSpec
+
+
+class Center(NamedTuple):
+  """What all replicas have together.
+
+  Attributes:
+    params: The parameters.
+    opt_state: The state of the optimizer that updates them.
+  """
+
+  params: PyTree
+  opt_state: PyTree
+
+
+Update = Callable[[Center, PyTree], Center]
+
+
+def combined(
+  op: str, update: Update, center: Center, grads: PyTree
+) -> tuple[Center, PyTree]:
+  """Updates the center once, with the sum or the mean of all commits.
+
+  Args:
+    op: "sum" or "mean".
+    update: One update of the center.
+    center: The center.
+    grads: What this replica commits; None where it has nothing.
+
+  Returns:
+    The new center, and the parameters that this replica goes on with.
+  """
+  center = update(center, replica.reduce_gradients(op, grads))
+  return center, center.params
+
+
+def sequential(
+  update: Update, center: Center, grads: PyTree
+) -> tuple[Center, PyTree]:
+  """Updates the center with one commit after another, in replica order.
+
+  As a parameter server that is sharded over the replicas: each gets its part of
+  everybody's commit, applies them in turn to its part of the center, and sends
+  everybody the parameters as they were after their commit. That needs an update
+  that treats elements by themselves; with any other, each commit is sent whole
+  to all replicas, which all do all updates.
+
+  Args:
+    update: One update of the center.
+    center: The center.
+    grads: What this replica commits; None where it has nothing.
+
+  Returns:
+    The new center, and the parameters that this replica goes on with: those
+    right after its own commit.
+  """
+  if replica.count() == 1:
+    center = update(center, grads)
+    return center, center.params
+  split = _Split.of(center, grads)
+  if all(_is_real(g) for g in jax.tree.leaves(grads)) and (
+    elementwise.is_elementwise(
+      update,
+      (center, grads),
+      (split.center.shapes, split.grads.shapes),
+      (split.center.dims, split.grads.dims),
+    )
+  ):
+    return _in_parts(update, center, grads, split)
+  return _whole(update, center, grads)
+
+
+class _Split(NamedTuple):
+  """How center and commits are divided over the replicas."""
+
+  center: Parts
+  grads: Parts
+  pulled: Parts  # the parameters that a commit can change
+
+  @classmethod
+  def of(cls, center: Center, grads: PyTree) -> _Split:
+    count = replica.count()
+    given = jax.tree.leaves(grads, is_leaf=lambda g: g is None)
+    treedef: Any = jax.tree.structure(grads, is_leaf=lambda g: g is None)
+    params = treedef.flatten_up_to(center.params)
+    dims = [
+      elementwise.WHOLE if g is None else parts.dim_of(p.shape, count)
+      for g, p in zip(given, params, strict=True)
+    ]
+    # Where an optimizer's slots are divided is found as where they are placed.
+    specs = [
+      P(*(None,) * d, mesh_lib.REPLICA) if d != elementwise.WHOLE else P()
+      for d in dims
+    ]
+    slot_specs = slots.specs(
+      center.opt_state, center.params, treedef.unflatten(specs)
+    )
+    slot_dims = jax.tree.map(
+      lambda spec: len(spec) - 1 if tuple(spec) else elementwise.WHOLE,
+      slot_specs,
+    )
+    changed = [i for i, g in enumerate(given) if g is not None]
+    some = [dims[i] for i in changed]
+    return cls(
+      Parts.of(center, Center(treedef.unflatten(dims), slot_dims), count),
+      Parts.of(grads, some, count),
+      Parts.of([params[i] for i in changed], some, count),
+    )
+
+
+def _in_parts(
+  update: Update, center: Center, grads: PyTree, split: _Split
+) -> tuple[Center, PyTree]:
+  number = jax.lax.axis_index(mesh_lib.REPLICA)
+  changed = [
+    g is not None for g in jax.tree.leaves(grads, is_leaf=lambda g: g is None)
+  ]
+  pick = lambda params: [
+    p for p, one in zip(jax.tree.leaves(params), changed, strict=True) if one
+  ]
+  # A row makes room for the parameters that follow from its commit.
+  dtype = _common_dtype(grads, center.params)
+  rows = _exchange(split.grads.to_rows(grads, dtype))
+
+  def commit(k: jax.Array, carry: tuple[Center, jax.Array]) -> Any:
+    part, rows = carry
+    part = update(part, split.grads.from_row(rows[k]))
+    row = split.pulled.to_row(pick(part.params), dtype)
+    return part, rows.at[k].set(row)
+
+  part = split.center.part_of(center, number)
+  part, rows = jax.lax.fori_loop(0, replica.count(), commit, (part, rows))
+  new = split.center.gather(part)
+  back = split.pulled.from_rows(
+    _exchange(rows.astype(_narrowest(dtype, pick(center.params))))
+  )
+  own = iter(back)
+  pulled = [
+    next(own) if one else p
+    for p, one in zip(jax.tree.leaves(new.params), changed, strict=True)
+  ]
+  return new, jax.tree.unflatten(jax.tree.structure(new.params), pulled)
+
+
+def _exchange(rows: jax.Array) -> jax.Array:
+  """Sends row i to replica i; row i of the result is from replica i."""
+  return jax.lax.all_to_all(rows, mesh_lib.REPLICA, 0, 0)
+
+
+def _whole(
+  update: Update, center: Center, grads: PyTree
+) -> tuple[Center, PyTree]:
+  number = jax.lax.axis_index(mesh_lib.REPLICA)
+
+  def commit(k: jax.Array, carry: tuple[Center, PyTree]) -> Any:
+    center, pulled = carry
+    mine = number == k
+    sent = jax.tree.map(lambda g: jnp.where(mine, g, jnp.zeros_like(g)), grads)
+    center = update(center, replica.reduced("sum", sent))
+    pulled = jax.tree.map(
+      lambda new, old: jnp.where(mine, new, old), center.params, pulled
+    )
+    return center, pulled
+
+  # One commit at a time: all of them at once are a copy for each replica.
+  return jax.lax.fori_loop(0, replica.count(), commit, (center, center.params))
+
+
+def _is_real(x: jax.Array) -> bool:
+  return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _common_dtype(*trees: PyTree) -> Any:
+  """Returns a dtype that holds every number of some trees."""
+  wide = any(x.dtype == jnp.float64 for x in jax.tree.leaves(trees))
+  return jnp.float64 if wide else jnp.float32
+
+
+def _narrowest(dtype: Any, params: list[jax.Array]) -> Any:
+  """Returns the dtype that parameters can be sent in."""
+  dtypes = {p.dtype for p in params}
+  return dtypes.pop() if len(dtypes) == 1 else dtype
