@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from flaxshard import divergence
 from flaxshard import fields
 from flaxshard import trees
 from flaxshard import values
@@ -151,6 +152,10 @@ class Checkpointer:
           f"state[{trees.path_string(path)}] has no elements, shape "
           f"{np.shape(leaf)}: Orbax cannot save that."
         )
+    note = divergence.note(state)
+    if note:
+      _log.info("step %d: %s", step, note)
+      state = divergence.of_first_replica(state)
     position = None if data is None else _Position(data)
     items: dict[str, Any] = {
       _PLAIN: ocp.args.StandardSave(state.without_wrappers())

@@ -7,18 +7,22 @@ import contextlib
 import logging
 import math
 from typing import Any
+import warnings
 
 import jax
 import numpy as np
 
+from flaxshard import divergence
 from flaxshard import registry
 from flaxshard import steps
+from flaxshard import wrappers
 from flaxshard.input_pipeline import sharding
 from flaxshard.partitioning import annotations as annotate
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.strategy import Strategy
 from flaxshard.train_state import TrainState
+from flaxshard.wrappers import base
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +34,8 @@ def create_strategy(config: Any) -> Strategy:
 
   Raises:
     ValueError: There are too few devices, or `batch_size` is no multiple of the
-      replicas; virtual devices, but JAX has started without them.
+      replicas; virtual devices, but JAX has started without them; wrappers that
+      do not fit the replicas.
   """
   mesh = config.mesh
   if mesh.virtual_devices:
@@ -51,6 +56,7 @@ def create_strategy(config: Any) -> Strategy:
       f"config.batch_size={config.batch_size} must be a multiple of the "
       f"{replicas} replicas of {where}."
     )
+  _check_wrappers(config, replicas)
   axes = named or mesh_lib.prime_axes(logical)
   used = replicas * logical
   strategy = Strategy(
@@ -69,6 +75,23 @@ def create_strategy(config: Any) -> Strategy:
     strategy,
   )
   return strategy
+
+
+def _check_wrappers(config: Any, replicas: int) -> None:
+  made = wrappers.from_config(config.wrappers)
+  reducing = [base.name_of(w) for w in made if base.reduces_gradients((w,))]
+  if replicas > 1 and reducing and not config.mesh.per_replica:
+    raise ValueError(
+      f"config.wrappers: {', '.join(reducing)} reduces the gradients of "
+      f"{replicas} replicas, which config.mesh.per_replica=False does not keep "
+      "apart; set config.mesh.per_replica=True."
+    )
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # they come again when the state is made
+    try:
+      base.check_replicas(made, replicas)
+    except ValueError as e:
+      raise ValueError(f"config.wrappers: {e}") from e
 
 
 def _use_virtual_devices(count: int) -> None:
@@ -144,10 +167,21 @@ def jit_train_step(config: Any, strategy: Strategy, carried: Any) -> Any:
     config: A checked config.
     strategy: Its strategy.
     carried: The state and progress, which are donated and come back.
+
+  Raises:
+    ValueError: Groups of replicas differ, and `config.mesh.rules` splits over
+      all of them.
   """
   if config.mesh.per_replica:
-    specs = [x.sharding.spec for x in jax.tree.leaves(carried[0])]
-    if any(mesh_lib.REPLICA in specs_lib.axes_of(d) for s in specs for d in s):
+    plain = jax.tree.leaves(carried[0].without_wrappers())
+    split = any(map(divergence.is_split, plain))
+    note = divergence.note(carried[0])
+    if split and note:
+      raise ValueError(
+        "config.mesh.rules: nothing can be split over 'replica' here. "
+        f"config.wrappers: {note}"
+      )
+    if split:
       _log.warning(
         "config.mesh.per_replica: each replica sees the whole state. What "
         "config.mesh.rules split over 'replica' is gathered for every step."

@@ -20,6 +20,7 @@ import numpy as np
 from flaxshard import checkpoint
 from flaxshard import config as config_lib
 from flaxshard import data
+from flaxshard import divergence
 from flaxshard import interrupts
 from flaxshard import models
 from flaxshard import optimizer
@@ -109,6 +110,9 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       workdir_lib.finish(workdir)
       return state
     workdir_lib.write_config(config, workdir)
+    note = divergence.note(state)
+    if note:
+      _log.warning("%s", note)
     if not first_step:
       overview = parameter_overview.get_parameter_overview(
         state.params, include_stats=False
@@ -139,9 +143,10 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       batches = strategy.distribute_dataset(
         data.eval_batches(splits, **process), spec=specs
       )
+      evaluated = divergence.of_first_replica(state)
       with iter(batches) as eval_iter:
         for batch in eval_iter:
-          metrics = eval_step(state, metrics, batch)
+          metrics = eval_step(evaluated, metrics, batch)
       return {f"eval_{k}": float(v) for k, v in metrics.compute().items()}
 
     timer = timer_lib.Timer(first_step)

@@ -12,6 +12,7 @@ MODULES = {
   "flaxshard.create": 1,
   "flaxshard.data": 1,
   "flaxshard.distribute": 3,
+  "flaxshard.divergence": 1,
   "flaxshard.logical_devices": 2,
   "flaxshard.models": 1,
   "flaxshard.models.cnn": 1,
@@ -39,6 +40,7 @@ MODULES = {
   "flaxshard.wrappers": 0,
   "flaxshard.wrappers.base": 1,
   "flaxshard.wrappers.config": 2,
+  "flaxshard.wrappers.cross_shard": 1,
   "flaxshard.wrappers.loss_scale": 3,
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 from flax.training import train_state
 import jax
 
+from flaxshard import divergence
 from flaxshard import fields as fields_lib
 from flaxshard import trees
 
@@ -90,9 +91,11 @@ class Description:
 
   Attributes:
     groups: The arrays by field.
+    note: What the wrappers of a state tell of replicas that differ, or None.
   """
 
   groups: tuple[Group, ...]
+  note: str | None = None
 
   @property
   def rows(self) -> tuple[Row, ...]:
@@ -134,6 +137,8 @@ class Description:
     lines.append(self._summary())
     if any(row.large for row in self.rows):
       lines.append(f"* at least {_size(_LARGE)}, and whole on every device")
+    if self.note:
+      lines.append(self.note)
     return "\n".join(lines)
 
   def _repr_html_(self) -> str:
@@ -151,6 +156,8 @@ class Description:
       lines.append(
         f"<p>* at least {_size(_LARGE)}, and whole on every device</p>"
       )
+    if self.note:
+      lines.append(f"<p>{html.escape(self.note)}</p>")
     return "\n".join(lines)
 
   def _summary(self) -> str:
@@ -172,7 +179,8 @@ def describe(state: PyTree) -> Description:
     and the bytes per device of every array, for each field of the state, and
     with totals. Arrays of 1 MiB or more that are whole on every device have a
     mark. In a notebook it shows, for up to 16 devices, which of them holds
-    which part; the parts of an array differ in colour.
+    which part; the parts of an array differ in colour. Under the table it says
+    if replicas differ by design, as with the groups of `CrossShard`.
 
   Raises:
     TypeError: A leaf is not an array.
@@ -203,7 +211,9 @@ def describe(state: PyTree) -> Description:
     )
     for name, tree in fields.items()
   )
-  return Description(tuple(group for group in groups if group.rows))
+  return Description(
+    tuple(group for group in groups if group.rows), divergence.note(state)
+  )
 
 
 def _row(path: str, leaf: Any) -> Row:

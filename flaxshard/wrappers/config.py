@@ -13,9 +13,13 @@ from typing import Any
 from flaxshard import registry
 from flaxshard.policy import Policy
 from flaxshard.wrappers import base
+from flaxshard.wrappers import cross_shard
 from flaxshard.wrappers import loss_scale
 
-_WRAPPERS: dict[str, type] = {"loss_scale": loss_scale.LossScale}
+_WRAPPERS: dict[str, type] = {
+  "cross_shard": cross_shard.CrossShard,
+  "loss_scale": loss_scale.LossScale,
+}
 _VALUES: dict[str, type] = {
   "dynamic": loss_scale.DynamicLossScale,
   "fixed": loss_scale.FixedLossScale,
@@ -28,8 +32,9 @@ def from_config(config: Iterable[Any]) -> tuple[base.Wrapper, ...]:
 
   Args:
     config: A sequence of `(name, arguments)` pairs; a bare name takes the
-      defaults. Names: `"loss_scale"`, or `"package.module:Class"` for one's
-      own. Tuples, lists and dicts may come as `ml_collections` holds them.
+      defaults. Names: `"cross_shard"`, `"loss_scale"`, or
+      `"package.module:Class"` for one's own. Tuples, lists and dicts may come
+      as `ml_collections` holds them.
 
   Returns:
     The wrappers, outermost first.

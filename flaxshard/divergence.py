@@ -1,0 +1,106 @@
+"""States of which groups of replicas have their own, though none is marked so.
+
+Where a wrapper reduces groups of replicas apart, an array that its sharding
+calls replicated differs between devices. Reading it gives what one device has,
+XLA mixes them, and so does Orbax, which has each replica write a part.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import specs as specs_lib
+
+PyTree = Any
+
+P = jax.sharding.PartitionSpec
+
+
+def note(state: PyTree) -> str | None:
+  """Returns what the wrappers tell of replicas that differ; None: they agree.
+
+  Args:
+    state: A TrainState. Its wrappers may have a method `divergence()`, which
+      returns a sentence, or None.
+  """
+  wrappers = getattr(state, "wrappers", ())
+  notes = [w.divergence() for w in wrappers if hasattr(w, "divergence")]
+  return " ".join(filter(None, notes)) or None
+
+
+def of_first_replica(state: PyTree) -> PyTree:
+  """Returns a state with what replica 0 has, on every device.
+
+  Args:
+    state: A TrainState.
+
+  Returns:
+    The state as it is, where its replicas agree. Otherwise what is not split
+    over the replicas is sent from the first to all; the others' is lost.
+
+  Example:
+    >>> import flaxshard as fs, optax
+    >>> state = fs.TrainState.create(
+    ...     apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
+    >>> of_first_replica(state) is state
+    True
+  """
+  if note(state) is None:
+    return state
+  leaves, treedef = jax.tree.flatten(state)
+  which = [i for i, x in enumerate(leaves) if _may_differ(x)]
+  if which:
+    send = _sender(tuple(leaves[i].sharding for i in which))
+    sent = jax.block_until_ready(send([leaves[i] for i in which]))
+    for i, x in zip(which, sent, strict=True):
+      leaves[i] = x
+  return jax.tree.unflatten(treedef, leaves)
+
+
+def is_split(x: Any) -> bool:
+  """Whether an array is split over the replicas."""
+  sharding = getattr(x, "sharding", None)
+  return isinstance(sharding, jax.sharding.NamedSharding) and any(
+    mesh_lib.REPLICA in specs_lib.axes_of(entry) for entry in sharding.spec
+  )
+
+
+def _may_differ(x: Any) -> bool:
+  sharding = getattr(x, "sharding", None)
+  return (
+    isinstance(sharding, jax.sharding.NamedSharding)
+    and sharding.mesh.shape.get(mesh_lib.REPLICA, 1) > 1
+    and not is_split(x)
+  )
+
+
+@functools.lru_cache
+def _sender(shardings: tuple[jax.sharding.NamedSharding, ...]) -> Any:
+  """Returns what sends arrays of these shardings, all on one mesh."""
+
+  def send(x: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+      data = send(jax.random.key_data(x))
+      return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if x.dtype == jnp.bool_:
+      return send(x.astype(jnp.int32)) == 1
+    first = jax.lax.axis_index(mesh_lib.REPLICA) == 0
+    mine = jnp.where(first, x, jnp.zeros_like(x))
+    return jax.lax.psum(mine, mesh_lib.REPLICA)
+
+  return jax.jit(
+    jax.shard_map(
+      lambda xs: jax.tree.map(send, xs),
+      mesh=shardings[0].mesh,
+      in_specs=P(),
+      out_specs=P(),
+      axis_names={mesh_lib.REPLICA},
+      check_vma=False,
+    ),
+    out_shardings=list(shardings),
+  )
