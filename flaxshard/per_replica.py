@@ -7,7 +7,7 @@ the replicas and leaves the logical devices to XLA.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -263,7 +263,7 @@ def _local(tree: PyTree) -> PyTree:
       return jax.tree.map(_only, node.value)
     if not is_state(node):
       return node
-    node = _swapped(node)
+    node = _entered(node)
     fields = {}
     for field in dataclasses.fields(node):
       value = getattr(node, field.name)
@@ -288,11 +288,29 @@ def _local(tree: PyTree) -> PyTree:
   return jax.tree.map(local, tree, is_leaf=_is_node)
 
 
-def _swapped(state: Any) -> Any:
-  """Puts a replica's own collections into a state, or takes them out."""
+def _entered(state: Any) -> Any:
+  """Returns a state as a replica sees it: its own wrapper states."""
   wrappers = getattr(state, "wrappers", ())
-  if not any(hasattr(w, "swap_collections") for w in wrappers):
+  if not wrappers:
     return state
+  return _swapped(state, base.own(wrappers, state.wrapper_states))
+
+
+def _left(state: Any) -> Any:
+  """Undoes `_entered`."""
+  wrappers = getattr(state, "wrappers", ())
+  if not wrappers:
+    return state
+  state = _swapped(state, state.wrapper_states)
+  return state.replace(
+    wrapper_states=base.of_replicas(wrappers, state.wrapper_states)
+  )
+
+
+def _swapped(state: Any, states: Mapping[str, PyTree]) -> Any:
+  """Puts a replica's own collections for the others, or back."""
+  if not any(hasattr(w, "swap_collections") for w in state.wrappers):
+    return state.replace(wrapper_states=states)
   own = ("step", "params", "opt_state", "wrapper_states")
   names = [n for n in fields_lib.data_names(state) if n not in own]
   collections = {name: getattr(state, name) for name in names}
@@ -303,7 +321,7 @@ def _swapped(state: Any) -> Any:
         "what each replica has of it already."
       )
   states, collections = base.swap_collections(
-    wrappers, state.wrapper_states, collections
+    state.wrappers, states, collections
   )
   return state.replace(wrapper_states=states, **collections)
 
@@ -338,7 +356,7 @@ def _global(tree: PyTree) -> PyTree:
       )
     if not is_state(node):
       return PerReplica(expand(node))
-    node = _swapped(node)
+    node = _left(node)
     fields = {}
     for name, treedef in getattr(node, "per_replica", ()):
       leaves = jax.tree.leaves(getattr(node, name))
@@ -399,10 +417,14 @@ def _place(
   own = layout.own[index]
   replicas = mesh.shape[mesh_lib.REPLICA]
   if own and (not np.ndim(leaf) or np.shape(leaf)[0] != replicas):
+    kind = "a PerReplica"
+    if "wrapper_states" in trees.path_strings(layout.paths[index]):
+      kind = (
+        "which create_train_state(..., strategy=...) makes for each replica"
+      )
     raise ValueError(
-      f"{where}, which each replica has its own of, must have the {replicas} "
-      f"replicas as its first dimension, got shape {np.shape(leaf)}. A "
-      "TrainState is made for replicas with create_train_state(strategy=...)."
+      f"{where}, {kind}, must have the {replicas} replicas "
+      f"as its first dimension, got shape {np.shape(leaf)}."
     )
   target = _sharding(mesh, own=own)
   sharding = getattr(leaf, "sharding", None)

@@ -148,9 +148,7 @@ class TrainState(flax_train_state.TrainState):
       unscaled. Leaves of `params` that are not floating-point have the gradient
       None.
     """
-    params = base.working_params(
-      self.wrappers, self.wrapper_states, self.params
-    )
+    params = base.working_params(self.wrappers, self._own_states(), self.params)
     # Integer leaves would be refused; asking for it changes nothing else.
     allow_int = any(
       not jnp.issubdtype(jnp.result_type(p), jnp.inexact)
@@ -182,11 +180,17 @@ class TrainState(flax_train_state.TrainState):
 
   def scale_loss(self, loss: jax.Array) -> jax.Array:
     """Returns the loss to differentiate, for a gradient taken by hand."""
-    return base.scale_loss(self.wrappers, self.wrapper_states, loss)
+    return base.scale_loss(self.wrappers, self._own_states(), loss)
 
   def unscale_gradients(self, grads: PyTree) -> PyTree:
     """Undoes `scale_loss` on the gradients of a scaled loss."""
-    return base.unscale_gradients(self.wrappers, self.wrapper_states, grads)
+    return base.unscale_gradients(self.wrappers, self._own_states(), grads)
+
+  def _own_states(self) -> dict[str, PyTree]:
+    """Returns the states of the wrappers as one replica has them."""
+    if not self.wrappers or replica.get_replica_context() is not None:
+      return dict(self.wrapper_states)
+    return base.own(self.wrappers, self.wrapper_states)
 
   def apply_gradients(
     self,
@@ -296,16 +300,19 @@ class TrainState(flax_train_state.TrainState):
         self.params,
         self.opt_state,
         {name: getattr(self, name) for name in collections},
-        dict(self.wrapper_states),
+        self._own_states(),
       ),
       gradients.none_without_gradient(grads),
       innermost,
     )
+    states = target.wrapper_states
+    if replica.get_replica_context() is None:
+      states = base.of_replicas(self.wrappers, states)
     return self.replace(
       step=target.step,
       params=target.params,
       opt_state=target.opt_state,
-      wrapper_states=target.wrapper_states,
+      wrapper_states=states,
       **target.collections,
       **static,
     )

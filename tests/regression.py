@@ -26,16 +26,18 @@ ADAM = optax.adam(1e-2)
 
 def create(strategy=None, wrappers=(), tx=ADAM, **collections):
   """A state, mirrored on the mesh of a strategy if there is one."""
+  # A strategy compiles what is born on its mesh: only where that is needed.
+  own = any(getattr(w, "reduces_gradients", False) for w in wrappers)
   state = fs.TrainState.create(
     apply_fn=None,
     params=jax.tree.map(jnp.array, PARAMS),
     tx=tx,
     wrappers=wrappers,
+    strategy=strategy if own else None,
     **collections,
   )
-  if strategy is None:
+  if strategy is None or own:
     return state
-  # Quicker than with `strategy=`, which compiles what is born on the mesh.
   return jax.device_put(state, jax.sharding.NamedSharding(strategy.mesh, P()))
 
 

@@ -263,17 +263,15 @@ def test_a_collection_must_match_the_state(nnx_state):
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-  """Steps on local copies of the parameters, `[replicas, ...]`, as AGN will."""
+  """Steps on local copies of the parameters."""
 
-  replicas: int
   reduces_gradients = True
 
   def init(self, params, tx):
-    copies = lambda p: jnp.stack([p] * self.replicas)
-    return {"params": jax.tree.map(copies, params), "steps": jnp.zeros(())}
+    return {"params": params, "steps": jnp.zeros(())}
 
   def working_params(self, state, params):
-    return jax.tree.map(lambda p: p[0], state["params"])
+    return state["params"]
 
   def scale_loss(self, state, loss):
     return loss
@@ -282,7 +280,7 @@ class Local:
     return grads
 
   def apply(self, state, target, grads, next):
-    local = jax.tree.map(lambda p, g: p - g[None], state["params"], grads)
+    local = jax.tree.map(lambda p, g: p - g, state["params"], grads)
     with replica.agreed_gradients():
       target = next(target, replica.reduce_gradients("mean", grads))
     return target, {"params": local, "steps": state["steps"] + 1}
@@ -296,7 +294,7 @@ class Local:
 def test_a_wrapper_may_keep_gradients_and_state_local(strategy):
   n = strategy.num_replicas_in_sync
   state = create(
-    strategy, [fs.LossScale("dynamic"), Local(n)], tx=optax.sgd(1.0)
+    strategy, [fs.LossScale("dynamic"), Local()], tx=optax.sgd(1.0)
   )
   new, _ = strategy.run(train_step, args=(state, sharded(strategy, 0)))
   local = new.wrapper_states["local"]["params"]

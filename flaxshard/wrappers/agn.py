@@ -164,12 +164,12 @@ class AGN:
     def accumulator(path: trees.Path, p: jax.Array) -> jax.Array | None:
       if not gradients.has_gradient(path, p):
         return None
-      return jnp.zeros((1, *p.shape), _accumulated(p.dtype))
+      return jnp.zeros(p.shape, _accumulated(p.dtype))
 
     with_optimizer = update.with_optimizer(params)
     return AGNState(
-      local_params=_for_one(params),
-      local_opt_state=_for_one(tx.init(with_optimizer)),
+      local_params=params,
+      local_opt_state=tx.init(with_optimizer),
       grad_accum=jax.tree_util.tree_map_with_path(accumulator, params),
       local_step=jnp.zeros((), jnp.int32),
       commits=jnp.zeros((), jnp.int32),
@@ -183,7 +183,7 @@ class AGN:
     self, state: AGNState, collections: dict[str, PyTree]
   ) -> AGNState:
     """Returns the state with collections for each replica."""
-    return state._replace(collections=_for_one(collections))
+    return state._replace(collections=collections)
 
   def check_replicas(self, num_replicas: int) -> None:
     """Warns where sequential commits are too frequent to be stable."""
@@ -203,7 +203,7 @@ class AGN:
   def working_params(self, state: AGNState, params: PyTree) -> PyTree:
     """Returns this replica's parameters."""
     del params
-    return self._own(state).local_params
+    return state.local_params
 
   def scale_loss(self, state: AGNState, loss: jax.Array) -> jax.Array:
     """Returns the loss as it is."""
@@ -223,11 +223,10 @@ class AGN:
     self, state: AGNState, collections: dict[str, PyTree]
   ) -> tuple[AGNState, dict[str, PyTree]]:
     """Puts a replica's own collections for the committed ones, or back."""
-    theirs = {name: collections[name] for name in state.collections}
-    own = jax.tree.map(lambda x: x[0], state.collections)
+    other = {name: collections[name] for name in state.collections}
     return (
-      state._replace(collections=_for_one(theirs)),
-      {**collections, **own},
+      state._replace(collections=other),
+      {**collections, **state.collections},
     )
 
   def partition_specs(self, state: AGNState) -> AGNState:
@@ -253,15 +252,16 @@ class AGN:
     """Steps on the local copy; commits to the center when it is time."""
     if replica.get_replica_context() is not None:
       self.check_replicas(replica.count())
-    own = self._own(state)
     new = next(
-      target._replace(params=own.local_params, opt_state=own.local_opt_state),
+      target._replace(
+        params=state.local_params, opt_state=state.local_opt_state
+      ),
       grads,
     )
     applied = new.step != target.step  # or a wrapper inside has skipped it
     accum = _accumulate(
-      own.grad_accum,
-      _change(own.local_params, new.params) if self.commit_delta else grads,
+      state.grad_accum,
+      _change(state.local_params, new.params) if self.commit_delta else grads,
       applied,
     )
     local_step = state.local_step + applied
@@ -288,7 +288,7 @@ class AGN:
       target.opt_state if self.outer_tx is None else state.outer_opt_state
     )
     committed = {
-      name: jax.tree.map(lambda x: x[0], state.collections[name])
+      name: state.collections[name]
       for name in new.collections
       if name in state.collections
     }
@@ -312,12 +312,12 @@ class AGN:
       ),
     )
     return target, AGNState(
-      local_params=_for_one(local.params),
-      local_opt_state=_for_one(local.opt_state),
-      grad_accum=_for_one(accum),
+      local_params=local.params,
+      local_opt_state=local.opt_state,
+      grad_accum=accum,
       local_step=local_step,
       commits=state.commits + due,
-      collections={**state.collections, **_for_one(committed)},
+      collections={**state.collections, **committed},
       outer_opt_state=() if self.outer_tx is None else center.opt_state,
     )
 
@@ -336,7 +336,8 @@ class AGN:
     counts = _counts(local.opt_state) if self.share_step_count else {}
     counts = replica.reduced("max", counts) if counts else counts
 
-    def apply(center: Center, grads: PyTree) -> Center:
+    def apply(center: Center, accum: PyTree) -> Center:
+      grads = self._mean(accum)
       if self.outer_tx is not None:
         return _apply_tx(self.outer_tx, center, grads)
       new = next(
@@ -348,7 +349,7 @@ class AGN:
       )
       return Center(new.params, new.opt_state)
 
-    given = self._committed(accum, grads, local.params)
+    given = _committed(accum, grads, local.params)
     with replica.agreed_gradients():
       if self.commit == "sequential":
         center, pulled = commits.sequential(apply, center, given)
@@ -357,42 +358,14 @@ class AGN:
     counts = _counts(center.opt_state) if self.share_step_count else {}
     return center, Center(pulled, _with_counts(local.opt_state, counts))
 
-  def _committed(self, accum: PyTree, grads: PyTree, params: PyTree) -> PyTree:
-    """Returns what a replica commits; None where it has no gradient."""
-
-    def one(path: trees.Path, a: Any, g: Any, p: jax.Array) -> Any:
-      if g is None:
-        return None
-      if gradients.overwrites(path):  # the newest, no sum of them
-        return p
-      return a if self.commit_delta else a / self.communication_period
-
-    return jax.tree_util.tree_map_with_path(
-      one, accum, grads, params, is_leaf=lambda x: x is None
+  def _mean(self, accum: PyTree) -> PyTree:
+    """Returns the gradients that an update of the center is made with."""
+    if self.commit_delta:
+      return accum
+    # Here, where it is one pass with the update and needs no memory.
+    return gradients.map_gradients(
+      lambda a: a / self.communication_period, accum
     )
-
-  def _own(self, state: AGNState) -> AGNState:
-    """Returns the state of the one replica that this program is for."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state.local_params):
-      if leaf.shape[0] != 1:
-        raise ValueError(
-          f"AGN: local_params[{trees.path_string(path)}] is of "
-          f"{leaf.shape[0]} replicas, which each have a loss of their own: "
-          "take the step in Strategy.run."
-        )
-    return AGNState(
-      **{
-        field: value
-        if field in _MIRRORED
-        else jax.tree.map(lambda x: x[0], value)
-        for field, value in state._asdict().items()
-      }
-    )
-
-
-def _for_one(tree: PyTree) -> PyTree:
-  """Returns a tree with a first dimension for the one replica."""
-  return jax.tree.map(lambda x: x[None], tree)
 
 
 def _accumulated(dtype: Any) -> Any:
@@ -414,6 +387,20 @@ def _accumulate(accum: PyTree, change: PyTree, applied: jax.Array) -> PyTree:
     return a + jnp.where(applied, x, jnp.zeros_like(x)).astype(a.dtype)
 
   return jax.tree.map(add, accum, change, is_leaf=lambda x: x is None)
+
+
+def _committed(accum: PyTree, grads: PyTree, params: PyTree) -> PyTree:
+  """Returns what a replica commits; None where it has no gradient."""
+
+  def one(path: trees.Path, a: Any, g: Any, p: jax.Array) -> Any:
+    if g is None:
+      return None
+    # Of statistics that overwrite the newest, no sum of them.
+    return p if gradients.overwrites(path) else a
+
+  return jax.tree_util.tree_map_with_path(
+    one, accum, grads, params, is_leaf=lambda x: x is None
+  )
 
 
 def _apply_tx(tx: Any, center: Center, grads: PyTree) -> Center:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxshard import replica
+from flaxshard import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 
@@ -65,9 +66,11 @@ class Wrapper(Protocol):
   `swap_collections(state, collections)`, which is called when `Strategy.run`
   begins and ends, and returns both: what a replica sees are its own then.
 
-  What each replica has its own of, by `partition_specs`, `init` makes for one:
-  with a first dimension of 1. `check_replicas(num_replicas)`, if there is one,
-  is called before the state is made for that many.
+  All methods see one replica's own state. Where its `partition_specs` begins
+  with "replica", each replica has its own of a leaf: the state that lies in a
+  TrainState then has the replicas as the first dimension.
+  `check_replicas(num_replicas)`, if there is one, is called before a state is
+  made for that many.
 
   Example:
     >>> @dataclasses.dataclass(frozen=True)
@@ -232,26 +235,69 @@ def init(
     collections: The other collections of the train state, by name.
     num_replicas: How many replicas there are.
   """
-
-  def init_one(w: Wrapper) -> PyTree:
+  states = {}
+  for w in wrappers:
     state = w.init(params, tx)
     if hasattr(w, "init_collections"):
       state = w.init_collections(state, dict(collections))
-    if num_replicas == 1:
-      return state
-    return jax.tree.unflatten(
-      jax.tree.structure(state),
+    states[name_of(w)] = state
+  return of_replicas(wrappers, states, num_replicas)
+
+
+def of_replicas(
+  wrappers: tuple[Wrapper, ...],
+  states: Mapping[str, PyTree],
+  num_replicas: int = 1,
+) -> dict[str, PyTree]:
+  """Gives what replicas have their own of a first dimension for them."""
+  return _map_own(
+    lambda path, x: jnp.broadcast_to(x, (num_replicas, *x.shape)),
+    wrappers,
+    states,
+  )
+
+
+def own(
+  wrappers: tuple[Wrapper, ...], states: Mapping[str, PyTree]
+) -> dict[str, PyTree]:
+  """Undoes `of_replicas` for one replica.
+
+  Raises:
+    ValueError: The states are of several.
+  """
+
+  def one(path: str, x: jax.Array) -> jax.Array:
+    if x.shape[:1] != (1,):
+      raise ValueError(
+        f"wrapper_states[{path}] is of {x.shape[0]} replicas, each of which "
+        "takes a step of its own: take it in Strategy.run."
+      )
+    return x[0]
+
+  return _map_own(one, wrappers, states)
+
+
+def _map_own(
+  fn: Callable[[str, jax.Array], jax.Array],
+  wrappers: tuple[Wrapper, ...],
+  states: Mapping[str, PyTree],
+) -> dict[str, PyTree]:
+  """Applies `fn(path, leaf)` to the leaves that replicas have their own of."""
+  new = dict(states)
+  for w in wrappers:
+    name = name_of(w)
+    leaves = jax.tree_util.tree_leaves_with_path(states[name])
+    specs = partition_specs(w, states[name])
+    new[name] = jax.tree.unflatten(
+      jax.tree.structure(states[name]),
       [
-        jnp.repeat(x, num_replicas, axis=0)
-        if is_per_replica(spec) and x.shape[:1] == (1,)
+        fn(f"{name}/{trees.path_string(path)}", x)
+        if is_per_replica(spec)
         else x
-        for x, spec in zip(
-          jax.tree.leaves(state), partition_specs(w, state), strict=True
-        )
+        for (path, x), spec in zip(leaves, specs, strict=True)
       ],
     )
-
-  return {name_of(w): init_one(w) for w in wrappers}
+  return new
 
 
 def swap_collections(
