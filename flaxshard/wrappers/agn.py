@@ -185,6 +185,31 @@ class AGN:
     """Returns the state with collections for each replica."""
     return state._replace(collections=collections)
 
+  def restart(
+    self, state: AGNState, target: base.Target, saved: dict[str, jax.Array]
+  ) -> AGNState:
+    """Returns a state in which all replicas begin at the center.
+
+    Args:
+      state: A first state.
+      target: The center, from a checkpoint that has no state for as many
+        replicas.
+      saved: The scalars of a replica's state that it has, by path.
+    """
+    # Schedules go on where they were: the local one is ahead of the center's.
+    counts = {
+      path.removeprefix("local_opt_state/"): x for path, x in saved.items()
+    }
+    local_step = saved.get("local_step", state.local_step)
+    return state._replace(
+      local_params=target.params,
+      local_opt_state=_with_counts(target.opt_state, counts),
+      grad_accum=jax.tree.map(jnp.zeros_like, state.grad_accum),
+      local_step=local_step - local_step % self.communication_period,
+      commits=saved.get("commits", state.commits),
+      collections={n: target.collections[n] for n in state.collections},
+    )
+
   def check_replicas(self, num_replicas: int) -> None:
     """Warns where sequential commits are too frequent to be stable."""
     least = _STABLE_PERIOD * num_replicas
@@ -435,5 +460,10 @@ def _counts(opt_state: PyTree) -> dict[str, jax.Array]:
 def _with_counts(opt_state: PyTree, counts: dict[str, jax.Array]) -> PyTree:
   """Returns an optimizer's state with those step counts."""
   return jax.tree_util.tree_map_with_path(
-    lambda path, leaf: counts.get(trees.path_string(path), leaf), opt_state
+    lambda path, leaf: (
+      counts.get(trees.path_string(path), leaf)
+      if _is_count(path, leaf)
+      else leaf
+    ),
+    opt_state,
   )

@@ -66,6 +66,11 @@ class Wrapper(Protocol):
   `swap_collections(state, collections)`, which is called when `Strategy.run`
   begins and ends, and returns both: what a replica sees are its own then.
 
+  `restart(state, target, saved)` is for a checkpoint without a state of the
+  wrapper, or with one of another number of replicas: from a first state, what
+  was restored, and the scalars by path that the checkpoint has of one replica's
+  state, it makes the state to go on with.
+
   All methods see one replica's own state. Where its `partition_specs` begins
   with "replica", each replica has its own of a leaf: the state that lies in a
   TrainState then has the replicas as the first dimension.
