@@ -79,6 +79,10 @@ def _may_differ(x: Any) -> bool:
   )
 
 
+def _same_size(dtype: Any) -> Any:
+  return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
+
+
 @functools.lru_cache
 def _sender(shardings: tuple[jax.sharding.NamedSharding, ...]) -> Any:
   """Returns what sends arrays of these shardings, all on one mesh."""
@@ -87,8 +91,14 @@ def _sender(shardings: tuple[jax.sharding.NamedSharding, ...]) -> Any:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
       data = send(jax.random.key_data(x))
       return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if jnp.iscomplexobj(x):
+      return jax.lax.complex(send(x.real), send(x.imag))
     if x.dtype == jnp.bool_:
       return send(x.astype(jnp.int32)) == 1
+    if jnp.issubdtype(x.dtype, jnp.floating):
+      # As bits, which no sum rounds; -0.0 + 0.0 would be 0.0.
+      bits = send(jax.lax.bitcast_convert_type(x, _same_size(x.dtype)))
+      return jax.lax.bitcast_convert_type(bits, x.dtype)
     first = jax.lax.axis_index(mesh_lib.REPLICA) == 0
     mine = jnp.where(first, x, jnp.zeros_like(x))
     return jax.lax.psum(mine, mesh_lib.REPLICA)

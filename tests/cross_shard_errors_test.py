@@ -1,0 +1,128 @@
+"""CrossShard: what it refuses, what it tells, and its configs."""
+
+import re
+import warnings
+
+import grouped
+import jax
+import ml_collections
+import numpy as np
+import pytest
+
+import flaxshard as fs
+
+P = jax.sharding.PartitionSpec
+
+pytestmark = pytest.mark.filterwarnings("ignore:CrossShard. the replicas")
+
+
+@pytest.fixture(scope="module")
+def strategy():
+  return fs.Strategy()
+
+
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    (("max",), "CrossShard: reduction='max' is no reduction; allowed: 'sum', "),
+    ((None,), "CrossShard: reduction=None is no reduction"),
+    (("mean", ()), r"group_assignment=\(\) must have no empty group, and at"),
+    (("mean", ((0, 1), ())), "must have no empty group"),
+    (("mean", ((0, 1), (2,))), r"one size; the sizes are \[2, 1\]"),
+    (("mean", ((0, 1), (1, 2))), r"; 1 is in \(0, 1\) and in \(1, 2\)"),
+    (("mean", ((0, 0), (1, 2))), r"; 0 is twice in \(0, 0\)"),
+    (("mean", ((0, -1), (1, 2))), "-1 is no replica: below 0"),
+  ],
+)
+def test_what_can_never_be_is_refused_at_once(arguments, message) -> None:
+  with pytest.raises(ValueError, match=message):
+    fs.CrossShard(*arguments)
+
+
+@pytest.mark.parametrize(
+  "groups",
+  [3, "01", ("01", "23"), (0, 1), ((0, 1.0), (2, 3)), ((True, False),), {0: 1}],
+)
+def test_groups_of_another_form_are_refused(groups) -> None:
+  message = "CrossShard: group_assignment=.* must be a sequence of groups"
+  with pytest.raises(TypeError, match=message):
+    fs.CrossShard("mean", groups)
+
+
+@pytest.mark.parametrize(
+  "groups, message",
+  [
+    (((0, 1), (2, 3)), r"the 8 replicas, 0 to 7, .*; \(4, 5, 6, 7\) in no gr"),
+    (((0, 1, 2, 3), (4, 5, 6, 8)), r"; \(7\) in no group, \(8\) no replica\."),
+    ((tuple(range(9)),), r"; \(8\) no replica\."),
+  ],
+)
+def test_groups_of_other_replicas_are_refused(
+  strategy, groups, message
+) -> None:
+  wrapper = fs.CrossShard("mean", groups)
+  with pytest.raises(ValueError, match=message):
+    grouped.create(strategy, wrapper)
+  state = grouped.create(
+    None, wrapper, batch_stats={"m": np.zeros(5, np.float32)}
+  )
+  with pytest.raises(ValueError, match=message):
+    strategy.run(
+      grouped.train_step, args=(state, strategy.shard_batch(grouped.X))
+    )
+
+  def with_collection(state, x):
+    return state.apply_gradients(grads=state.params, batch_stats={"m": x[0]})
+
+  with pytest.raises(ValueError, match=message):
+    strategy.run(with_collection, args=(state, strategy.shard_batch(grouped.X)))
+
+
+def test_groups_are_plain_tuples() -> None:
+  wanted = fs.CrossShard("mean", grouped.HALVES)
+  lists = [list(group) for group in grouped.HALVES]
+  for groups in (lists, np.array(lists), [np.array(g) for g in lists]):
+    wrapper = fs.CrossShard("mean", groups)
+    assert wrapper == wanted and hash(wrapper) == hash(wanted)
+    assert {type(i) for g in wrapper.group_assignment for i in g} == {int}
+
+
+def test_configs() -> None:
+  stack = (fs.CrossShard("sum", grouped.HALVES), fs.LossScale("dynamic"))
+  config = fs.wrappers.to_config(stack)
+  arguments = {"reduction": "sum", "group_assignment": grouped.HALVES}
+  assert config[0] == ("cross_shard", arguments)
+  assert fs.wrappers.from_config(config) == stack
+  lists = [list(group) for group in grouped.HALVES]
+  held = ml_collections.ConfigDict(
+    {"wrappers": [("cross_shard", {**arguments, "group_assignment": lists})]}
+  )
+  assert fs.wrappers.from_config(held.wrappers) == stack[:1]
+  assert fs.wrappers.from_config(["cross_shard"]) == (fs.CrossShard(),)
+  with pytest.raises(ValueError, match=r"wrappers\[0\] \('cross_shard'\): Cro"):
+    fs.wrappers.from_config([("cross_shard", {"reduction": "max"})])
+
+
+def test_groups_that_differ_are_told(strategy, capsys) -> None:
+  told = r"reduced in groups \(0, 2, 4, 6\), \(1, 3, 5, 7\), .* replica 0, \(0"
+  with pytest.warns(UserWarning, match=told):
+    state = grouped.create(strategy, fs.CrossShard("mean", grouped.HALVES))
+  with pytest.warns(UserWarning, match=told):
+    strategy.run(
+      grouped.train_step, args=(state, strategy.shard_batch(2 * grouped.X))
+    )
+  description = strategy.describe(state)
+  assert re.search(told, capsys.readouterr().out.splitlines()[-1])
+  assert re.search(told, description._repr_html_())
+
+  many = fs.CrossShard("mean", [[i] for i in range(16)])
+  assert "reduced in 16 groups of 1" in many.divergence()
+
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    for groups in (None, grouped.GROUPINGS["one group, reordered"]):
+      state = grouped.create(strategy, fs.CrossShard("mean", groups))
+      strategy.run(
+        grouped.train_step, args=(state, strategy.shard_batch(grouped.X))
+      )
+      assert strategy.describe(state).note is None

@@ -1,0 +1,206 @@
+"""CrossShard beside what else a train step is made of."""
+
+import flax.linen as nn
+import grouped
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+
+P = jax.sharding.PartitionSpec
+
+pytestmark = pytest.mark.filterwarnings("ignore:CrossShard. the replicas")
+
+
+@pytest.fixture(scope="module")
+def strategy():
+  return fs.Strategy()
+
+
+@pytest.mark.parametrize("outside", [True, False])
+@pytest.mark.parametrize("groups", [None, grouped.HALVES])
+def test_beside_loss_scale(strategy, groups, outside) -> None:
+  """Overflow on one replica of one group has all skip, in either order."""
+  cross = fs.CrossShard("mean", groups)
+  scale = fs.LossScale(fs.DynamicLossScale(2.0**4, growth_interval=2))
+  wrappers = (scale, cross) if outside else (cross, scale)
+  state = grouped.create(strategy, *wrappers)
+  bare = grouped.create(strategy, cross)
+  step = strategy.jit(grouped.train_step)
+  good = strategy.shard_batch(grouped.X)
+  bad = grouped.X.copy()
+  bad[11] = np.inf  # of replica 5
+
+  new, _ = step(state, strategy.shard_batch(bad))
+  for key, before in grouped.make_params().items():
+    for held in grouped.on_each(new.params[key]):
+      np.testing.assert_array_equal(held, before)
+  found = [grouped.on_each(x) for x in new.wrapper_states["loss_scale"]]
+  assert np.array_equal(found, np.repeat([[8.0], [0], [1], [1]], 8, axis=1))
+  assert int(new.step) == 0
+
+  new, _ = step(new, good)
+  wanted, _ = step(bare, good)
+  for key in new.params:
+    grouped.assert_close(
+      grouped.on_each(new.params[key]), grouped.on_each(wanted.params[key])
+    )
+
+  found = grouped.collectives(step.lower(state, good).compile().as_text())
+  sizes = sorted(c.nbytes for c in found)
+  # The flag is a collective of its own unless reduced gradients carry it.
+  flag = [] if groups is None and not outside else [4]
+  assert sizes == [*flag, grouped.GRADIENT_BYTES]
+  assert {c.kind for c in found} == {"all-reduce"}
+
+
+def test_run_steps(strategy) -> None:
+  groups = grouped.GROUPINGS["reordered"]
+  wrappers = (fs.CrossShard("mean", groups), fs.LossScale("dynamic"))
+  tx = optax.adam(0.1)
+  batches = [grouped.X, grouped.X[::-1].copy(), 2 * grouped.X]
+  shards = [strategy.shard_batch(x) for x in batches]
+  state = grouped.create(strategy, *wrappers, tx=tx)
+  looped, _ = strategy.run_steps(grouped.train_step, state, shards)
+  for x in shards:
+    state, _ = strategy.run(grouped.train_step, args=(state, x))
+  for a, b in zip(jax.tree.leaves(looped), jax.tree.leaves(state), strict=True):
+    np.testing.assert_allclose(
+      grouped.on_each(a), grouped.on_each(b), rtol=1e-5, atol=1e-6
+    )
+  assert int(looped.step) == 3
+  assert not np.array_equal(*grouped.on_each(looped.params["w"])[:2])
+
+
+@pytest.mark.parametrize("groups", [None, ((0, 2), (3, 1))])
+def test_replicas_of_two_logical_devices(groups) -> None:
+  strategy = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
+  put = lambda x, *spec: jax.device_put(
+    x, jax.NamedSharding(strategy.mesh, P(*spec))
+  )
+  w = np.linspace(-1, 1, 20, dtype=np.float32).reshape(5, 4)
+  b = np.ones(4, np.float32)
+  params = {"w": put(w, None, "model"), "b": put(b)}
+  state = grouped.create(strategy, fs.CrossShard("sum", groups), params=params)
+  step = strategy.jit(grouped.train_step)
+  x = strategy.shard_batch(grouped.X)
+  new, _ = step(state, x)
+  assert new.params["w"].sharding.spec == P(None, "model")
+  for shard in new.params["w"].addressable_shards:
+    replica = int(np.argwhere(strategy.mesh.devices == shard.device)[0][0])
+    group = next(g for g in groups or [range(4)] if replica in g)
+    grads = [
+      jax.grad(grouped.loss_fn)({"w": w, "b": b}, grouped.X[4 * i : 4 * i + 4])[
+        "w"
+      ]
+      for i in group
+    ]
+    wanted = (w - sum(grads))[shard.index]
+    np.testing.assert_allclose(shard.data, wanted, rtol=1e-5, atol=1e-6)
+
+  found = grouped.collectives(step.lower(state, x).compile().as_text())
+  gradients = [c for c in found if c.nbytes >= 4 * 10]
+  (one,) = gradients  # a half of w, and the bias: whole, or a half too
+  assert one.kind == "all-reduce"
+  assert one.nbytes in (4 * (10 + 4), 4 * (10 + 2))
+  if groups:
+    assert {frozenset(g) for g in one.groups} == {
+      frozenset(2 * i + half for i in g) for g in groups for half in (0, 1)
+    }
+
+
+def test_collections_are_averaged_within_groups(strategy) -> None:
+  state = grouped.create(
+    strategy,
+    fs.CrossShard("sum", grouped.HALVES),
+    batch_stats={"mean": np.zeros(2), "count": np.int32(0)},
+  )
+
+  def step(state, x):
+    stats = {
+      "mean": x[0, :2],
+      "count": fs.get_replica_context().replica_id_in_sync_group + 7,
+    }
+    _, grads = state.value_and_grad(grouped.loss_fn, x)
+    return state.apply_gradients(grads=grads, batch_stats=stats)
+
+  new = strategy.run(step, args=(state, strategy.shard_batch(grouped.X)))
+  firsts = grouped.X[::2, :2]  # the first row of each replica
+  for i, held in enumerate(grouped.on_each(new.batch_stats["mean"])):
+    wanted = firsts[grouped.group_of(i, grouped.HALVES)].mean(0)
+    np.testing.assert_allclose(held, wanted, rtol=1e-5)
+  assert [int(x) for x in grouped.on_each(new.batch_stats["count"])] == [
+    7,
+    8,
+  ] * 4
+
+
+class Normed(nn.Module):
+  @nn.compact
+  def __call__(self, x, train=False):
+    return nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
+
+
+def test_batch_norm(strategy) -> None:
+  """Statistics, and what is trained with them, are those of each group."""
+  groups = grouped.GROUPINGS["interleaved"]
+  state = fs.create_train_state(
+    Normed(),
+    jax.random.key(0),
+    grouped.X,
+    optax.sgd(1.0),
+    wrappers=[fs.CrossShard("mean", groups), fs.LossScale("dynamic")],
+    strategy=strategy,
+  )
+
+  def step(state, x):
+    def loss_fn(params):
+      variables = {"params": params, "batch_stats": state.batch_stats}
+      y, new = state.apply_fn(variables, x, train=True, mutable=["batch_stats"])
+      return (y**2 * x).mean(), new
+
+    (_, new), grads = state.value_and_grad(loss_fn, has_aux=True)
+    return state.apply_gradients(grads=grads, **new)
+
+  new = strategy.run(step, args=(state, strategy.shard_batch(grouped.X)))
+  stats = new.batch_stats["BatchNorm_0"]
+  for i in range(8):
+    rows = [grouped.rows_of([j]) for j in grouped.group_of(i, groups)]
+    mean = 0.5 * np.mean([x.mean(0) for x in rows], 0)
+    var = 0.5 + 0.5 * np.mean([x.var(0) for x in rows], 0)
+    held = {k: grouped.on_each(x)[i] for k, x in stats.items()}
+    grouped.assert_close(held, {"mean": mean, "var": var})
+  assert int(new.step) == 1
+
+
+def test_leaves_without_a_gradient_and_leaves_to_overwrite(strategy) -> None:
+  fp8 = "_overwrite_with_gradient"
+  params = {
+    "params": {"w": np.ones(2, np.float32), "frozen": np.ones(2, np.float32)},
+    fp8: {"scale": np.zeros((), np.float32)},
+  }
+  state = grouped.create(
+    strategy, fs.CrossShard("sum", grouped.HALVES), params=params
+  )
+
+  def step(state, x):
+    i = fs.get_replica_context().replica_id_in_sync_group
+    return state.apply_gradients(
+      grads={
+        "params": {"w": x[0, :2], "frozen": None},
+        fp8: {"scale": i.astype(jnp.float32)},
+      }
+    )
+
+  new = strategy.run(step, args=(state, strategy.shard_batch(grouped.X)))
+  for i in range(8):
+    wanted = 1 - grouped.X[::2, :2][grouped.group_of(i, grouped.HALVES)].sum(0)
+    w = grouped.on_each(new.params["params"]["w"])[i]
+    np.testing.assert_allclose(w, wanted, rtol=1e-5, atol=1e-6)
+    assert grouped.on_each(new.params["params"]["frozen"])[i].tolist() == [1, 1]
+    assert (
+      grouped.on_each(new.params[fp8]["scale"])[i] == 6 + i % 2
+    )  # the largest
