@@ -53,6 +53,15 @@ def compile(
   def program(treedef: Any, shardings: tuple[Any, ...]) -> Any:
     """Returns what is jitted for one structure and layout of arguments."""
     layout = layouts[treedef]
+    given = jax.tree.unflatten(treedef, shardings)
+    within = dataclasses.replace(
+      context,
+      param_specs=tuple(
+        jax.tree.map(_logical_spec, node.params)
+        for node in jax.tree.leaves(given, is_leaf=is_state)
+        if is_state(node)
+      ),
+    )
 
     def once(*leaves: jax.Array) -> PyTree:
       out: Any = None  # the structure of what comes back, and its layout
@@ -60,7 +69,7 @@ def compile(
       def per_replica(*leaves: jax.Array) -> tuple[list[Any], list[Any]]:
         nonlocal out
         args, kwargs = _local(jax.tree.unflatten(treedef, leaves))
-        with replica.entered(context):
+        with replica.entered(within):
           returned = fn(*args, **kwargs)
         trees.check_arrays("run: what fn returned", returned)
         returned = _global(returned)
@@ -392,14 +401,22 @@ def _gathered(
   x: jax.Array, sharding: jax.sharding.NamedSharding, mirrored: bool
 ) -> jax.Array:
   """Makes what is split over replicas, but mirrored, whole on each of them."""
-  dims = [specs_lib.axes_of(entry) for entry in sharding.spec]
-  if not mirrored or mesh_lib.REPLICA not in sum(dims, ()):
+  if not mirrored or mesh_lib.REPLICA not in sum(
+    map(specs_lib.axes_of, sharding.spec), ()
+  ):
     return x
-  spec = P(
+  # Where axes are Explicit, shard_map does not do that by itself.
+  return mesh_lib.constrain(
+    x, jax.sharding.NamedSharding(sharding.mesh, _logical_spec(sharding))
+  )
+
+
+def _logical_spec(sharding: jax.sharding.NamedSharding) -> P:
+  """Returns what a sharding says of the logical devices."""
+  dims = map(specs_lib.axes_of, sharding.spec)
+  return P(
     *(tuple(a for a in d if a != mesh_lib.REPLICA) or None for d in dims)
   )
-  # Where axes are Explicit, shard_map does not do that by itself.
-  return mesh_lib.constrain(x, jax.sharding.NamedSharding(sharding.mesh, spec))
 
 
 def _place(

@@ -32,6 +32,8 @@ class ReplicaContext:
     num_replicas_in_sync: The number of replicas.
     gradients_agree: Whether the gradients being applied are the same on all
       replicas: reduced already.
+    param_specs: Of each TrainState that was given, how its parameters are split
+      within a replica.
 
   Example:
     >>> import flaxshard as fs
@@ -47,6 +49,7 @@ class ReplicaContext:
 
   num_replicas_in_sync: int
   gradients_agree: bool = False
+  param_specs: tuple[PyTree, ...] = ()
 
   @property
   def replica_id_in_sync_group(self) -> jax.Array:
@@ -228,6 +231,33 @@ def is_first() -> jax.Array:
   return jax.lax.axis_index(mesh_lib.REPLICA) == 0
 
 
+def specs_within(params: PyTree) -> PyTree | None:
+  """Returns how parameters are split over logical devices; None: not at all."""
+  context = _current.get()
+  structure: Any = jax.tree.structure(params)
+  for specs in () if context is None else context.param_specs:
+    if jax.tree.structure(specs) == structure and any(jax.tree.leaves(specs)):
+      return specs
+  return None
+
+
+def on_logical_devices(
+  fn: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
+) -> Callable[..., PyTree]:
+  """Returns `fn`, called on each logical device with its part."""
+  mesh = jax.sharding.get_abstract_mesh()
+  types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+  manual = jax.sharding.AxisType.Manual
+  return jax.shard_map(
+    fn,
+    mesh=mesh,
+    in_specs=in_specs,
+    out_specs=out_specs,
+    axis_names={name for name, kind in types if kind != manual},
+    check_vma=False,
+  )
+
+
 def fully_manual(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
   """Returns `fn` with no mesh axis left to XLA, which callbacks ask for.
 
@@ -238,14 +268,8 @@ def fully_manual(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
   manual = {n for n, t in types.items() if t == jax.sharding.AxisType.Manual}
   if not manual or manual == set(types):
     return fn
-  return jax.shard_map(
-    fn,
-    mesh=mesh,
-    in_specs=jax.sharding.PartitionSpec(),
-    out_specs=jax.sharding.PartitionSpec(),
-    axis_names=set(types) - manual,
-    check_vma=False,
-  )
+  whole = jax.sharding.PartitionSpec()
+  return on_logical_devices(fn, whole, whole)
 
 
 def check_reduce_op(reduce_op: Any, argument: str = "reduce_op") -> None:

@@ -367,6 +367,7 @@ class AGN:
         return _apply_tx(self.outer_tx, center, grads)
       new = next(
         target._replace(
+          step=jnp.zeros((), jnp.int32),  # the local step has counted
           params=center.params,
           opt_state=_with_counts(center.opt_state, counts),
         ),

@@ -88,8 +88,34 @@ def sequential(
       (split.center.dims, split.grads.dims),
     )
   ):
-    return _in_parts(update, center, grads, split)
+    return _on_each_part(update, center, grads)
   return _whole(update, center, grads)
+
+
+def _on_each_part(
+  update: Update, center: Center, grads: PyTree
+) -> tuple[Center, PyTree]:
+  """Lets the logical devices of each replica exchange what they have."""
+  in_parts = lambda center, grads: _in_parts(
+    update, center, grads, _Split.of(center, grads)
+  )
+  specs = replica.specs_within(center.params)
+  # What it takes from around it, JAX has no way to hand to each device.
+  taken = jax.make_jaxpr(update)(center, grads).consts
+  if specs is None or any(isinstance(x, jax.core.Tracer) for x in taken):
+    return in_parts(center, grads)
+  center_specs = Center(
+    specs, slots.specs(center.opt_state, center.params, specs)
+  )
+  grad_specs = jax.tree.map(
+    lambda g, spec: None if g is None else spec,
+    grads,
+    specs,
+    is_leaf=lambda x: x is None,
+  )
+  return replica.on_logical_devices(
+    in_parts, (center_specs, grad_specs), (center_specs, specs)
+  )(center, grads)
 
 
 class _Split(NamedTuple):

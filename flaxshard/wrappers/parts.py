@@ -96,6 +96,16 @@ class Leaf:
     return jax.lax.slice_in_dim(x, 0, self.shape[self.dim], axis=self.dim)
 
 
+  def gathered(self, part: jax.Array) -> jax.Array:
+    """Returns the leaf that the replicas have the parts of."""
+    if self.dim == elementwise.WHOLE:
+      return part
+    x = jax.lax.all_gather(
+      part, mesh_lib.REPLICA, axis=self.dim, tiled=True
+    )
+    return jax.lax.slice_in_dim(x, 0, self.shape[self.dim], axis=self.dim)
+
+
 @dataclasses.dataclass(frozen=True)
 class Parts:
   """How the leaves of a tree are divided.
@@ -171,26 +181,8 @@ class Parts:
 
   def gather(self, part: PyTree) -> PyTree:
     """Returns the tree that the replicas have the parts of."""
-    flat = self.treedef.flatten_up_to(part)
-    whole = list(flat)
-    for dtype in {x.dtype for x in flat}:
-      chosen = [
-        i
-        for i, leaf in enumerate(self.leaves)
-        if leaf.dim != elementwise.WHOLE and flat[i].dtype == dtype
-      ]
-      some = Parts(
-        jax.tree.structure([0] * len(chosen)),
-        tuple(self.leaves[i] for i in chosen),
-      )
-      if not chosen:
-        continue
-      rows = jax.lax.all_gather(
-        some.to_row([flat[i] for i in chosen], dtype), mesh_lib.REPLICA
-      )
-      for i, x in zip(chosen, some.from_rows(rows), strict=True):
-        whole[i] = x
-    return self.treedef.unflatten(whole)
+    # Leaf by leaf: all of them in one buffer would be a second copy.
+    return self._map("gathered", part)
 
   def _cut(self, rows: jax.Array) -> PyTree:
     """Returns what each leaf has of a row, or of several."""
