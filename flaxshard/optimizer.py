@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+import dataclasses
 from typing import Any
 
 import jax
@@ -37,6 +38,46 @@ _OPTIMIZERS: dict[str, Any] = {
   "rmsprop": optax.rmsprop,
   "sgd": sgd,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+  """An optimizer as a config names it: equal where name and arguments are.
+
+  It can be used where optax's `GradientTransformation` can.
+
+  Args:
+    name: One of optax's that configs know, or `"package.module:function"`.
+    arguments: Pairs of names and values; plain numbers.
+
+  Raises:
+    ValueError, TypeError: An unknown name or argument.
+
+  Example:
+    >>> tx = Optimizer("sgd", (("learning_rate", 0.7), ("momentum", 0.9)))
+    >>> tx.init(jax.numpy.ones(2))[0].trace.tolist()
+    [0.0, 0.0]
+  """
+
+  name: str
+  arguments: tuple[tuple[str, Any], ...] = ()
+
+  def __post_init__(self) -> None:
+    where = f"optimizer {self.name!r}"
+    arguments = dict(self.arguments)
+    if self.name in _OPTIMIZERS:
+      _check_numbers(arguments, where)
+    function = registry.lookup("optimizer", self.name, _OPTIMIZERS)
+    tx = registry.construct(where, function, arguments)
+    object.__setattr__(self, "_tx", tx)
+
+  def init(self, params: Any) -> Any:
+    """Returns the first state."""
+    return self._tx.init(params)  # type: ignore[attr-defined]
+
+  def update(self, updates: Any, state: Any, params: Any = None) -> Any:
+    """Returns the updates to apply, and the next state."""
+    return self._tx.update(updates, state, params)  # type: ignore[attr-defined]
 
 
 def _constant(learning_rate: float, num_train_steps: int) -> optax.Schedule:
@@ -104,19 +145,18 @@ def create(
   return tx, schedule
 
 
-def _check_numbers(arguments: Mapping[str, Any]) -> None:
+def _check_numbers(
+  arguments: Mapping[str, Any], where: str = "config.optimizer"
+) -> None:
   """Refuses what optax takes and then computes with: strings, NaN, below 0."""
   for name, value in arguments.items():
     if name == "name" or value is None or isinstance(value, bool):
       continue
     if not isinstance(value, (int, float)):
-      raise TypeError(
-        f"config.optimizer.{name} must be a number, got {value!r}."
-      )
+      raise TypeError(f"{where}.{name} must be a number, got {value!r}.")
     if not 0 <= value < float("inf") or (
       name == "clip_by_global_norm" and not value
     ):
       raise ValueError(
-        f"config.optimizer.{name} must be finite and not negative, "
-        f"got {value!r}."
+        f"{where}.{name} must be finite and not negative, got {value!r}."
       )

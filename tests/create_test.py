@@ -500,7 +500,7 @@ def test_given_parameters_keep_their_sharding():
   )
   assert_same(state, of_four(plain))
   step = lambda s: s.apply_gradients(grads=s.params)
-  new = STRATEGY.run(step, args=(state,))
+  new = fs.Strategy(mesh_shape=dict(STRATEGY.mesh.shape)).run(step, (state,))
   assert new.params["split"].sharding.spec == P(None, "model")
 
 

@@ -1,7 +1,8 @@
 """Wrappers from configs and back.
 
 A config holds plain values: a tuple of `(name, arguments)` pairs, outermost
-wrapper first. A dataclass among the arguments is a dict whose `type` names it.
+wrapper first. A dataclass among the arguments is a dict whose `type` names it;
+an optimizer is `{"type": "optimizer", "name": "sgd", "learning_rate": 0.7}`.
 """
 
 from __future__ import annotations
@@ -11,18 +12,22 @@ import dataclasses
 from typing import Any
 
 from flaxshard import registry
+from flaxshard.optimizer import Optimizer
 from flaxshard.policy import Policy
+from flaxshard.wrappers import agn
 from flaxshard.wrappers import base
 from flaxshard.wrappers import cross_shard
 from flaxshard.wrappers import loss_scale
 
 _WRAPPERS: dict[str, type] = {
+  "agn": agn.AGN,
   "cross_shard": cross_shard.CrossShard,
   "loss_scale": loss_scale.LossScale,
 }
 _VALUES: dict[str, type] = {
   "dynamic": loss_scale.DynamicLossScale,
   "fixed": loss_scale.FixedLossScale,
+  "optimizer": Optimizer,
   "policy": Policy,
 }
 
@@ -32,7 +37,7 @@ def from_config(config: Iterable[Any]) -> tuple[base.Wrapper, ...]:
 
   Args:
     config: A sequence of `(name, arguments)` pairs; a bare name takes the
-      defaults. Names: `"cross_shard"`, `"loss_scale"`, or
+      defaults. Names: `"agn"`, `"cross_shard"`, `"loss_scale"`, or
       `"package.module:Class"` for one's own. Tuples, lists and dicts may come
       as `ml_collections` holds them.
 
@@ -110,6 +115,9 @@ def _value(where: str, value: Any) -> Any:
         f"got {value!r}."
       )
     cls = registry.lookup(f"{where}: type", value.pop("type"), _VALUES)
+    if cls is Optimizer:
+      name = value.pop("name", None)
+      value = {"name": name, "arguments": tuple(value.items())}
     return _construct(where, cls, value)
   return value
 
@@ -128,7 +136,14 @@ def _arguments(instance: Any) -> dict[str, Any]:
     value = getattr(instance, field.name)
     # A wrapper's first argument is what it is about: it is always written.
     if field.init and (value != field.default or i == 0):
-      if dataclasses.is_dataclass(value):
+      if isinstance(value, Optimizer):
+        value = dict(type="optimizer", name=value.name, **dict(value.arguments))
+      elif dataclasses.is_dataclass(value):
         value = {"type": _name(value), **_arguments(value)}
+      elif hasattr(value, "update"):
+        raise ValueError(
+          f"{_name(instance)}: {field.name}={value!r} cannot be written into a "
+          "config; flaxshard.optimizer.Optimizer('sgd', (...)) can."
+        )
       arguments[field.name] = value
   return arguments
