@@ -134,7 +134,8 @@ class Checkpointer:
 
     Args:
       step: The number to save under: usually the batches consumed.
-      state: The state. It may be donated as soon as this returns.
+      state: The state. It may be donated as soon as this returns. Of groups of
+        replicas that differ, what replica 0 has is saved, and the log says so.
       data: The iterator to save the position of.
 
     Raises:

@@ -41,7 +41,8 @@ def of_first_replica(state: PyTree) -> PyTree:
 
   Returns:
     The state as it is, where its replicas agree. Otherwise what is not split
-    over the replicas is sent from the first to all; the others' is lost.
+    over the replicas is sent from the first to all, bit for bit: a collective
+    of the state's size, and a second copy of it on each device.
 
   Example:
     >>> import flaxshard as fs, optax

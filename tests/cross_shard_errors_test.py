@@ -4,14 +4,11 @@ import re
 import warnings
 
 import grouped
-import jax
 import ml_collections
 import numpy as np
 import pytest
 
 import flaxshard as fs
-
-P = jax.sharding.PartitionSpec
 
 pytestmark = pytest.mark.filterwarnings("ignore:CrossShard. the replicas")
 

@@ -11,8 +11,6 @@ import pytest
 
 import flaxshard as fs
 
-P = jax.sharding.PartitionSpec
-
 pytestmark = pytest.mark.filterwarnings("ignore:CrossShard. the replicas")
 
 

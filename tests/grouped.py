@@ -1,6 +1,7 @@
 """A small model on eight replicas in groups, for the tests of CrossShard."""
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -71,6 +72,7 @@ def rows_of(replicas):
   return np.concatenate([X[2 * i : 2 * i + 2] for i in replicas])
 
 
+@functools.cache
 def local_gradients():
   """One replica's after the other, by `jax.grad` on its part of the batch."""
   grad = jax.jit(jax.grad(loss_fn))
