@@ -1,0 +1,108 @@
+"""AGN restated in plain NumPy, for the tests: float64, one loop, no tricks."""
+
+import numpy as np
+
+
+class SGD:
+  """SGD with momentum, `optax.sgd`."""
+
+  def __init__(self, rate, momentum=0.0, nesterov=False):
+    self.rate, self.momentum, self.nesterov = rate, momentum, nesterov
+
+  def init(self, params):
+    return {k: np.zeros_like(p) for k, p in params.items()}
+
+  def apply(self, params, slots, grads):
+    slots = {k: self.momentum * slots[k] + g for k, g in grads.items()}
+    step = slots
+    if self.nesterov:
+      step = {k: g + self.momentum * slots[k] for k, g in grads.items()}
+    return {k: p - self.rate * step[k] for k, p in params.items()}, slots
+
+
+class Adam:
+  """Adam, `optax.adam(rate)`; a schedule gets the number of updates so far."""
+
+  def __init__(self, rate):
+    self.rate = rate if callable(rate) else lambda count: rate
+
+  def init(self, params):
+    zeros = {k: np.zeros_like(p) for k, p in params.items()}
+    return zeros, dict(zeros), 0
+
+  def apply(self, params, slots, grads):
+    m, v, count = slots
+    m = {k: 0.9 * m[k] + 0.1 * g for k, g in grads.items()}
+    v = {k: 0.999 * v[k] + 0.001 * g**2 for k, g in grads.items()}
+    rate, count = self.rate(count), count + 1
+    new = {
+      k: p
+      - rate
+      * (m[k] / (1 - 0.9**count))
+      / (np.sqrt(v[k] / (1 - 0.999**count)) + 1e-8)
+      for k, p in params.items()
+    }
+    return new, (m, v, count)
+
+
+class Clipped:
+  """Another optimizer behind clipping by the global norm."""
+
+  def __init__(self, norm, inner):
+    self.norm, self.inner = norm, inner
+    self.init = inner.init
+
+  def apply(self, params, slots, grads):
+    norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
+    factor = min(1.0, self.norm / norm)
+    return self.inner.apply(
+      params, slots, {k: g * factor for k, g in grads.items()}
+    )
+
+
+class AGN:
+  """All replicas of AGN, one after another."""
+
+  def __init__(
+    self, params, opt, replicas, period, commit, outer=None, delta=False
+  ):
+    self.opt, self.outer = opt, outer or opt
+    self.period, self.commit, self.delta = period, commit, delta
+    self.center = {k: np.array(p, np.float64) for k, p in params.items()}
+    self.center_slots = self.outer.init(self.center)
+    self.local = [dict(self.center) for _ in range(replicas)]
+    self.slots = [opt.init(self.center) for _ in range(replicas)]
+    zeros = {k: np.zeros_like(p) for k, p in self.center.items()}
+    self.accum = [dict(zeros) for _ in range(replicas)]
+    self.step = 0
+
+  def take(self, grad_fn):
+    """One step of all: `grad_fn(replica, its parameters)` has gradients."""
+    self.step += 1
+    for i, params in enumerate(self.local):
+      grads = grad_fn(i, params)
+      self.local[i], self.slots[i] = self.opt.apply(
+        params, self.slots[i], grads
+      )
+      change = grads
+      if self.delta:
+        change = {k: params[k] - p for k, p in self.local[i].items()}
+      self.accum[i] = {k: a + change[k] for k, a in self.accum[i].items()}
+    if self.step % self.period:
+      return
+    divisor = 1 if self.delta else self.period
+    commits = [{k: a / divisor for k, a in acc.items()} for acc in self.accum]
+    if self.commit != "sequential":
+      total = {k: sum(c[k] for c in commits) for k in self.center}
+      if self.commit == "mean":
+        total = {k: t / len(commits) for k, t in total.items()}
+      commits = [total]
+    pulled = []
+    for grads in commits:
+      self.center, self.center_slots = self.outer.apply(
+        self.center, self.center_slots, grads
+      )
+      pulled.append(self.center)
+    for i in range(len(self.local)):
+      self.local[i] = dict(pulled[min(i, len(pulled) - 1)])
+      self.accum[i] = {k: np.zeros_like(a) for k, a in self.accum[i].items()}
