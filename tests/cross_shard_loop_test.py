@@ -48,11 +48,12 @@ def on_each(x):
 
 def test_trains_as_one_replica_with_the_whole_batch(tmp_path) -> None:
   alone = str(tmp_path / "alone")
-  train.train_and_evaluate(config({"replica": 1}, ()), alone)
-  mesh = {"per_replica": True, "replica": 4, "logical_devices": 2}
+  once = dict(eval_every_steps=4, checkpoint_every_steps=4)
+  train.train_and_evaluate(config({"replica": 1}, (), **once), alone)
+  mesh = {"per_replica": True, "replica": 4}
   stack = (("loss_scale", {"scale": "dynamic"}), cross_shard(((3, 1, 0, 2),)))
   workdir = str(tmp_path / "four")
-  state = train.train_and_evaluate(config(mesh, stack), workdir)
+  state = train.train_and_evaluate(config(mesh, stack, **once), workdir)
   assert set(state.wrapper_states) == {"loss_scale", "cross_shard"}
   pairs = zip(tiny.untimed_rows(workdir), tiny.untimed_rows(alone), strict=True)
   for row, wanted in pairs:
