@@ -19,20 +19,21 @@ from typing import Any, Protocol
 
 import grain
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
 from flaxshard import divergence
 from flaxshard import fields
+from flaxshard import templates
 from flaxshard import trees
 from flaxshard import values
+from flaxshard import wrapper_checkpoint
 from flaxshard.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
 _PLAIN = "default"
-_WRAPPERS = "wrappers"
+_WRAPPERS = wrapper_checkpoint.ITEM
 _DATA = "input_iterator"
 
 
@@ -94,7 +95,8 @@ class Checkpointer:
       # Named here, or a fresh process could not restore them.
       item_handlers={
         _PLAIN: ocp.StandardCheckpointHandler(),
-        _WRAPPERS: ocp.StandardCheckpointHandler(),
+        # This one, unlike Standard's, can leave out what is not wanted.
+        _WRAPPERS: ocp.PyTreeCheckpointHandler(),
         _DATA: grain.checkpoint.CheckpointHandler(),
       },
     )
@@ -161,9 +163,9 @@ class Checkpointer:
     items: dict[str, Any] = {
       _PLAIN: ocp.args.StandardSave(state.without_wrappers())
     }
-    wrapper_states = _nonempty(state.wrapper_states)
+    wrapper_states = wrapper_checkpoint.nonempty(state.wrapper_states)
     if wrapper_states:
-      items[_WRAPPERS] = ocp.args.StandardSave(wrapper_states)
+      items[_WRAPPERS] = ocp.args.PyTreeSave(wrapper_states)
     if position is not None:
       items[_DATA] = grain.checkpoint.CheckpointSave(position)
     self._manager.save(step, args=ocp.args.Composite(**items))
@@ -204,40 +206,29 @@ class Checkpointer:
     where = os.path.join(self.directory, str(step))
     saved = self._manager.item_metadata(step)
     plain = state.without_wrappers()
-    _check_same(where, _PLAIN, saved[_PLAIN], plain)
-    items: dict[str, Any] = {_PLAIN: ocp.args.StandardRestore(_abstract(plain))}
-
-    mine = _nonempty(state.wrapper_states)
-    theirs = saved.get(_WRAPPERS) or {}
-    for name in sorted(mine.keys() - theirs.keys()):
-      _log.info("%s has no state of wrapper %r: it starts fresh", where, name)
-    for name in sorted(theirs.keys() - mine.keys()):
-      _log.info("%s has a state of wrapper %r: left alone", where, name)
-    common = {name: mine[name] for name in mine.keys() & theirs.keys()}
-    if common:
-      _check_same(
-        where, _WRAPPERS, {name: theirs[name] for name in common}, common
-      )
-      # Orbax restores an item whole: those of others come and are let go.
-      others = {n: _shapes(t) for n, t in theirs.items() if n not in common}
-      items[_WRAPPERS] = ocp.args.StandardRestore(
-        {**_abstract(common, like=state), **others}
-      )
+    templates.check_same(where, _PLAIN, saved[_PLAIN], plain)
+    items: dict[str, Any] = {
+      _PLAIN: ocp.args.StandardRestore(templates.abstract(plain))
+    }
+    plan = wrapper_checkpoint.plan(where, state, saved.get(_WRAPPERS) or {})
+    wrapper_args = plan.args()
+    if wrapper_args is not None:
+      items[_WRAPPERS] = wrapper_args
     if data is not None:
       if not os.path.isdir(os.path.join(where, _DATA)):
         raise ValueError(f"{where} has no {_DATA}: where the data stood.")
       items[_DATA] = grain.checkpoint.CheckpointRestore(_Position(data))
 
     restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-    _check_restored(where, restored[_PLAIN], plain)
+    templates.check_restored(where, restored[_PLAIN], plain)
     new = {
       name: values.spread(getattr(restored[_PLAIN], name), getattr(state, name))
       for name in fields.data_names(plain)
     }
-    if common:
-      states = {name: restored[_WRAPPERS][name] for name in common}
-      _check_restored(where, states, common)
-      new["wrapper_states"] = {**state.wrapper_states, **states}
+    if state.wrapper_states:
+      new["wrapper_states"] = plan.finish(
+        restored[_PLAIN], restored.get(_WRAPPERS)
+      )
     return state.replace(**new)
 
 
@@ -285,66 +276,3 @@ class _Position:
 
 def _json(state: Any) -> bytes:
   return json.dumps(state, indent=4).encode()
-
-
-def _nonempty(states: Any) -> dict[str, Any]:
-  return {name: s for name, s in states.items() if jax.tree.leaves(s)}
-
-
-def _shapes(metadata: Any) -> Any:
-  return jax.tree.map(
-    lambda m: jax.ShapeDtypeStruct(m.shape, m.dtype), metadata
-  )
-
-
-def _abstract(tree: Any, like: Any = None) -> Any:
-  """Shapes, dtypes and shardings of a tree of arrays, to restore into.
-
-  Leaves that no computation has placed yet (an optimizer's count) are put on
-  every device of the mesh that the others lie on: they come back committed,
-  and jit refuses arrays committed to different devices.
-  """
-  mesh = next(
-    (
-      x.sharding.mesh
-      for x in jax.tree.leaves(tree if like is None else like)
-      if isinstance(x, jax.Array)
-      and isinstance(x.sharding, jax.sharding.NamedSharding)
-    ),
-    None,
-  )
-  replicated = None
-  if mesh is not None:
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-
-  def abstract(x: Any) -> jax.ShapeDtypeStruct:
-    sharding = x.sharding if isinstance(x, jax.Array) else replicated
-    if replicated is not None and not getattr(x, "committed", False):
-      sharding = replicated
-    return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
-
-  return jax.tree.map(abstract, tree)
-
-
-def _check_same(where: str, item: str, saved: Any, wanted: Any) -> None:
-  wanted = jax.tree.map(_as_saved, wanted)
-  difference = trees.first_difference(saved, wanted)
-  if difference:
-    raise ValueError(
-      f"{where} was written by another model or optimizer: in its item "
-      f"{item!r}, {difference}."
-    )
-
-
-def _as_saved(x: Any) -> Any:
-  """PRNG keys lie on disk as the integers that they consist of."""
-  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-    return jax.eval_shape(jax.random.key_data, x)
-  return x
-
-
-def _check_restored(where: str, restored: Any, wanted: Any) -> None:
-  # Orbax casts dtypes and fills gaps without a word.
-  difference = trees.first_difference(restored, wanted)
-  if difference:
-    raise ValueError(f"{where} was not restored faithfully: {difference}.")

@@ -127,9 +127,8 @@ def hashes(path):
 
 
 def messages(caplog):
-  return [
-    r.getMessage() for r in caplog.records if r.name == "flaxshard.checkpoint"
-  ]
+  loggers = ("flaxshard.checkpoint", "flaxshard.wrapper_checkpoint")
+  return [r.getMessage() for r in caplog.records if r.name in loggers]
 
 
 @pytest.fixture
