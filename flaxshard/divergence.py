@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
+from flaxshard.wrappers import base
 
 PyTree = Any
 
@@ -25,12 +26,9 @@ def note(state: PyTree) -> str | None:
   """Returns what the wrappers tell of replicas that differ; None: they agree.
 
   Args:
-    state: A TrainState. Its wrappers may have a method `divergence()`, which
-      returns a sentence, or None.
+    state: A TrainState.
   """
-  wrappers = getattr(state, "wrappers", ())
-  notes = [w.divergence() for w in wrappers if hasattr(w, "divergence")]
-  return " ".join(filter(None, notes)) or None
+  return base.divergence(getattr(state, "wrappers", ()))
 
 
 def of_first_replica(state: PyTree) -> PyTree:

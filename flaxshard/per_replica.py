@@ -54,6 +54,7 @@ def compile(
     """Returns what is jitted for one structure and layout of arguments."""
     layout = layouts[treedef]
     given = jax.tree.unflatten(treedef, shardings)
+    _check_wrappers(mesh, given)
     within = dataclasses.replace(
       context,
       param_specs=tuple(
@@ -295,6 +296,25 @@ def _local(tree: PyTree) -> PyTree:
     )
 
   return jax.tree.map(local, tree, is_leaf=_is_node)
+
+
+def _check_wrappers(mesh: jax.sharding.Mesh, tree: PyTree) -> None:
+  """Raises where the wrappers of a TrainState, of shardings, cannot run."""
+  for state in jax.tree.leaves(tree, is_leaf=is_state):
+    wrappers = getattr(state, "wrappers", ())
+    base.check_replicas(wrappers, mesh.shape[mesh_lib.REPLICA])
+    note = base.divergence(wrappers)
+    if note is None:
+      continue
+    once = jax.tree.map(lambda _: (), state.wrapper_states)
+    for path, sharding in jax.tree_util.tree_leaves_with_path(
+      state.replace(wrapper_states=once)
+    ):
+      if mesh_lib.REPLICA in sum(map(specs_lib.axes_of, sharding.spec), ()):
+        raise ValueError(
+          f"run: state[{trees.path_string(path)}] is split over 'replica', "
+          f"{sharding.spec}, which groups that differ cannot be. {note}"
+        )
 
 
 def _entered(state: Any) -> Any:

@@ -155,7 +155,24 @@ def reduced(op: str, tree: PyTree, groups: Groups = None) -> PyTree:
     "mean": jax.lax.pmean,
     "max": jax.lax.pmax,
   }
-  return collectives[op](tree, mesh_lib.REPLICA, axis_index_groups=groups)
+  wide = jax.tree.map(_for_cpu, tree)
+  new = collectives[op](wide, mesh_lib.REPLICA, axis_index_groups=groups)
+  return jax.tree.map(
+    lambda x, sent, given: x if sent is given else x.astype(given.dtype),
+    new,
+    wide,
+    tree,
+  )
+
+
+def _for_cpu(x: Any) -> Any:
+  """Returns float32 for bfloat16 and float8 on virtual devices."""
+  # XLA's CPU compiler aborts on their sum where it splits a replica further.
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+  if narrow and x.dtype != jnp.float16 and device and device.platform == "cpu":
+    return x.astype(jnp.float32)
+  return x
 
 
 def agree(finite: jax.Array) -> jax.Array:

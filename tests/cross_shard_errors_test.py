@@ -4,8 +4,11 @@ import re
 import warnings
 
 import grouped
+import jax
+import jax.numpy as jnp
 import ml_collections
 import numpy as np
+import optax
 import pytest
 
 import flaxshard as fs
@@ -123,3 +126,37 @@ def test_groups_that_differ_are_told(strategy, capsys) -> None:
         grouped.train_step, args=(state, strategy.shard_batch(grouped.X))
       )
       assert strategy.describe(state).note is None
+
+
+def test_groups_that_differ_have_nothing_split_over_them(strategy) -> None:
+  split = jax.sharding.NamedSharding(
+    strategy.mesh, jax.sharding.PartitionSpec("replica")
+  )
+  with pytest.warns(UserWarning, match="reduced in groups"):
+    state = fs.TrainState.create(
+      apply_fn=None,
+      params={"w": jax.device_put(jnp.zeros(16), split)},
+      tx=optax.sgd(1.0),
+      wrappers=[fs.CrossShard("mean", grouped.HALVES)],
+      strategy=strategy,
+    )
+  step = lambda state, x: state.minimize(lambda p: (p["w"] * x.mean()).sum())
+  with (
+    pytest.warns(UserWarning, match="reduced in groups"),
+    pytest.raises(ValueError, match=r"state\[params/w\] is split over 'rep"),
+  ):
+    strategy.run(step, args=(state, strategy.shard_batch(grouped.X)))
+
+
+def test_replicas_that_commit_to_a_center_agree(strategy) -> None:
+  wrappers = [fs.CrossShard("mean", grouped.HALVES), fs.AGN(6)]
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    state = fs.TrainState.create(
+      apply_fn=None,
+      params={"w": jnp.zeros(16)},
+      tx=optax.sgd(1.0),
+      wrappers=wrappers,
+      strategy=strategy,
+    )
+    assert strategy.describe(state).note is None

@@ -98,6 +98,20 @@ def test_keys_differ_by_replica():
   np.testing.assert_array_equal(drawn, wanted)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_dtypes_on_logical_devices(dtype):
+  # XLA's CPU compiler aborts the process on a bfloat16 sum here.
+  def fn(x):
+    context = fs.get_replica_context()
+    mine = x * (context.replica_id_in_sync_group + 1)
+    return context.all_reduce("sum", mine.astype(dtype))
+
+  n = SPATIAL.num_replicas_in_sync
+  out = SPATIAL.run(fn, args=(np.ones((2, 2), np.float32),))
+  assert out.value.dtype == dtype
+  assert np.asarray(out[0], np.float32).tolist() == [[n * (n + 1) / 2] * 2] * 2
+
+
 def test_reduce_gradients_leaf_by_leaf():
   # What Flax overwrites parameters with are maxima, not gradients.
   def fn():

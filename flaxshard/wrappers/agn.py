@@ -275,8 +275,6 @@ class AGN:
     self, state: AGNState, target: base.Target, grads: PyTree, next: base.Next
   ) -> tuple[base.Target, AGNState]:
     """Steps on the local copy; commits to the center when it is time."""
-    if replica.get_replica_context() is not None:
-      self.check_replicas(replica.count())
     new = next(
       target._replace(
         params=state.local_params, opt_state=state.local_opt_state

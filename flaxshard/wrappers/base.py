@@ -15,6 +15,7 @@ import functools
 import re
 import types
 from typing import Any, NamedTuple, Protocol, runtime_checkable
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,8 @@ class Wrapper(Protocol):
   with "replica", each replica has its own of a leaf: the state that lies in a
   TrainState then has the replicas as the first dimension.
   `check_replicas(num_replicas)`, if there is one, is called before a state is
-  made for that many.
+  made for that many. `divergence()` returns a sentence where groups of replicas
+  come to differ in what a TrainState has once for all, else None.
 
   Example:
     >>> @dataclasses.dataclass(frozen=True)
@@ -202,6 +204,17 @@ def check_replicas(wrappers: tuple[Wrapper, ...], num_replicas: int) -> None:
   for w in wrappers:
     if hasattr(w, "check_replicas"):
       w.check_replicas(num_replicas)
+  note = divergence(wrappers)
+  if note:
+    warnings.warn(note, UserWarning, stacklevel=2)
+
+
+def divergence(wrappers: tuple[Wrapper, ...]) -> str | None:
+  """Returns what wrappers tell of replicas that differ; None: they agree."""
+  if any(getattr(w, "local_updates", False) for w in wrappers):
+    return None  # what all have together is reduced over all
+  notes = [w.divergence() for w in wrappers if hasattr(w, "divergence")]
+  return " ".join(filter(None, notes)) or None
 
 
 def partition_specs(wrapper: Wrapper, state: PyTree) -> list[Any]:

@@ -89,7 +89,7 @@ class CrossShard:
     return groups if groups and len(groups) > 1 else None
 
   def check_replicas(self, num_replicas: int) -> None:
-    """Raises unless the groups are those of all replicas; warns of several.
+    """Raises unless the groups are those of all replicas.
 
     Args:
       num_replicas: How many replicas there are.
@@ -97,10 +97,23 @@ class CrossShard:
     Raises:
       ValueError: A replica is in no group, or a number is no replica's.
     """
-    self._check_groups(num_replicas)
-    note = self.divergence()
-    if note:
-      warnings.warn(note, UserWarning, stacklevel=2)
+    groups = self.group_assignment
+    if groups is None:
+      return
+    named = {i for group in groups for i in group}
+    missing = sorted(set(range(num_replicas)) - named)
+    unknown = sorted(named - set(range(num_replicas)))
+    problems = []
+    if missing:
+      problems.append(f"{_listed(missing)} in no group")
+    if unknown:
+      problems.append(f"{_listed(unknown)} no replica")
+    if problems:
+      raise ValueError(
+        f"CrossShard: group_assignment={groups!r} must have each of the "
+        f"{num_replicas} replicas, 0 to {num_replicas - 1}, in one group; "
+        f"{', '.join(problems)}."
+      )
 
   def divergence(self) -> str | None:
     """Returns what to tell of replicas that differ, or None."""
@@ -163,31 +176,12 @@ class CrossShard:
 
   def reduce_collection(self, x: jax.Array) -> jax.Array:
     """Returns the mean of an array of a collection, within the groups."""
-    self._check_groups(replica.count())
+    self.check_replicas(replica.count())
     return replica.mean_collection(x, self.groups)
 
   def partition_specs(self, state: Any) -> Any:
     """Returns `()`, like the state."""
     return state
-
-  def _check_groups(self, num_replicas: int) -> None:
-    groups = self.group_assignment
-    if groups is None:
-      return
-    named = {i for group in groups for i in group}
-    missing = sorted(set(range(num_replicas)) - named)
-    unknown = sorted(named - set(range(num_replicas)))
-    problems = []
-    if missing:
-      problems.append(f"{_listed(missing)} in no group")
-    if unknown:
-      problems.append(f"{_listed(unknown)} no replica")
-    if problems:
-      raise ValueError(
-        f"CrossShard: group_assignment={groups!r} must have each of the "
-        f"{num_replicas} replicas, 0 to {num_replicas - 1}, in one group; "
-        f"{', '.join(problems)}."
-      )
 
 
 def _normalized(value: Any) -> Groups:

@@ -95,14 +95,11 @@ class Leaf:
     x = x.reshape(whole)
     return jax.lax.slice_in_dim(x, 0, self.shape[self.dim], axis=self.dim)
 
-
   def gathered(self, part: jax.Array) -> jax.Array:
     """Returns the leaf that the replicas have the parts of."""
     if self.dim == elementwise.WHOLE:
       return part
-    x = jax.lax.all_gather(
-      part, mesh_lib.REPLICA, axis=self.dim, tiled=True
-    )
+    x = jax.lax.all_gather(part, mesh_lib.REPLICA, axis=self.dim, tiled=True)
     return jax.lax.slice_in_dim(x, 0, self.shape[self.dim], axis=self.dim)
 
 
