@@ -194,7 +194,8 @@ class AGN:
       state: A first state.
       target: The center, from a checkpoint that has no state for as many
         replicas.
-      saved: The scalars of a replica's state that it has, by path.
+      saved: What it has for any number of replicas, by path: what they share,
+        and the scalars of the first.
     """
     # Schedules go on where they were: the local one is ahead of the center's.
     counts = {
@@ -208,6 +209,12 @@ class AGN:
       local_step=local_step - local_step % self.communication_period,
       commits=saved.get("commits", state.commits),
       collections={n: target.collections[n] for n in state.collections},
+      outer_opt_state=jax.tree_util.tree_map_with_path(
+        lambda path, x: saved.get(
+          f"outer_opt_state/{trees.path_string(path)}", x
+        ),
+        state.outer_opt_state,
+      ),
     )
 
   def check_replicas(self, num_replicas: int) -> None:

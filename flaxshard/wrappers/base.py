@@ -69,8 +69,9 @@ class Wrapper(Protocol):
 
   `restart(state, target, saved)` is for a checkpoint without a state of the
   wrapper, or with one of another number of replicas: from a first state, what
-  was restored, and the scalars by path that the checkpoint has of one replica's
-  state, it makes the state to go on with.
+  was restored, and what the checkpoint has for any number of replicas, by path
+  (what they share, and the scalars of the first), it makes the state to go on
+  with.
 
   All methods see one replica's own state. Where its `partition_specs` begins
   with "replica", each replica has its own of a leaf: the state that lies in a
