@@ -18,6 +18,7 @@ from flaxshard import replica
 from flaxshard import trees
 from flaxshard import values
 from flaxshard.train_state import TrainState
+from flaxshard.wrappers import base
 
 Batch = Mapping[str, jax.Array]
 
@@ -37,7 +38,8 @@ class Progress(NamedTuple):
     metrics: Of the applied steps; skipped ones have no loss worth averaging.
     bad_step: int32 scalar, the first applied step with a non-finite loss; 0 if
       there was none.
-    bad_leaves: bool `[leaves of params]`, those non-finite after that step.
+    bad_leaves: bool `[leaves of params]`, those non-finite after that step, of
+      what the next loss would be taken at.
   """
 
   metrics: Metrics
@@ -100,7 +102,7 @@ def train_step(
       [~jnp.all(jnp.isfinite(p)) for p in jax.tree.leaves(params)]
     ),
     lambda _, leaves: leaves,
-    new_state.params,
+    _working_params(new_state),
     progress.bad_leaves,
   )
   return new_state, Progress(
@@ -147,6 +149,13 @@ def bad_paths(state: TrainState, progress: Progress) -> list[str]:
     for (path, _), bad in zip(paths, progress.bad_leaves, strict=True)
     if bad
   ]
+
+
+def _working_params(state: TrainState) -> Any:
+  states = state.wrapper_states
+  if replica.get_replica_context() is None:
+    states = base.own(state.wrappers, states)
+  return base.working_params(state.wrappers, states, state.params)
 
 
 def _apply(

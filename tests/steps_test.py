@@ -223,6 +223,15 @@ def test_a_skipped_step_is_not_in_the_metrics_and_not_bad(value):
   assert np.isfinite(progress_3.metrics.compute()["loss"])
 
 
+def test_the_parameters_that_the_loss_is_taken_at_are_looked_at():
+  # Between commits the center, `state.params`, is as it was.
+  agn = (fs.AGN(communication_period=2),)
+  state, progress = run(create(wrappers=agn), [with_inputs(np.nan)])
+  assert all(np.isfinite(p).all() for p in jax.tree.leaves(state.params))
+  assert int(progress.bad_step) == 1
+  assert steps.bad_paths(state, progress) == ["out/bias", "out/kernel"]
+
+
 def test_loss_scaling_does_not_change_the_numbers():
   plain, plain_progress = run(create(), [BATCH] * 3)
   scaled, progress = run(create(wrappers=(fs.LossScale(2.0**10),)), [BATCH] * 3)
