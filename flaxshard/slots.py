@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from typing import Any
 
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 import jax
 
 from flaxshard import trees
-from flaxshard import update
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
+
+
+def with_optimizer(params: PyTree) -> PyTree:
+  """The part of the parameters that the optimizer sees, as Flax has it."""
+  if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
+    return params["params"]
+  return params
+
+
+def parameter_of(
+  path: trees.Path, params: Container[Any]
+) -> tuple[str, ...] | None:
+  """Returns the parameter whose path a slot's path ends with, if any."""
+  # By path, not by optax.tree_utils.tree_map_params: that calls `tx.init` on a
+  # placeholder, which L-BFGS and inits that look at their arrays cannot take.
+  names = trees.path_strings(path)
+  tails = (names[start:] for start in range(len(names)))
+  return next((tail for tail in tails if tail in params), None)
 
 
 def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
@@ -33,23 +52,19 @@ def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
     >>> specs(state, params, {"w": P("replica")})[0].trace
     {'w': P('replica',)}
   """
-  # By path, not by optax.tree_utils.tree_map_params: that calls `tx.init` on a
-  # placeholder, which L-BFGS and inits that look at their arrays cannot take.
-  shapes = jax.tree_util.tree_leaves_with_path(update.with_optimizer(params))
-  followed = {
+  shapes = jax.tree_util.tree_leaves_with_path(with_optimizer(params))
+  followed: dict[tuple[str, ...] | None, tuple[tuple[int, ...], P]] = {
     trees.path_strings(path): (tuple(p.shape), spec)
     for (path, p), spec in zip(
-      shapes, jax.tree.leaves(update.with_optimizer(param_specs)), strict=True
+      shapes, jax.tree.leaves(with_optimizer(param_specs)), strict=True
     )
   }
 
   def spec_of(path: trees.Path, slot: Any) -> P:
-    names, slot_shape = trees.path_strings(path), tuple(slot.shape)
-    for start in range(len(names)):
-      shape, spec = followed.get(names[start:], ((), P()))
-      more = len(slot_shape) - len(shape)
-      if tuple(spec) and slot_shape[more:] == shape:
-        return P(*(None,) * more, *spec)
+    shape, spec = followed.get(parameter_of(path, followed), ((), P()))
+    more = len(slot.shape) - len(shape)
+    if tuple(spec) and more >= 0 and tuple(slot.shape[more:]) == shape:
+      return P(*(None,) * more, *spec)
     return P()
 
   return jax.tree_util.tree_map_with_path(spec_of, opt_state)

@@ -18,6 +18,7 @@ from flaxshard import gradients
 from flaxshard import placement
 from flaxshard import registry
 from flaxshard import replica
+from flaxshard import slots
 from flaxshard import trees
 from flaxshard import update
 from flaxshard import values
@@ -371,7 +372,7 @@ def _init(
   params = given["params"]
   made: dict[str, PyTree] = dict(
     step=jnp.zeros((), jnp.int32),
-    opt_state=tx.init(update.with_optimizer(params)),
+    opt_state=tx.init(slots.with_optimizer(params)),
   )
   if wrappers:
     collections = {k: v for k, v in given.items() if k != "params"}

@@ -5,23 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 import jax
 import jax.numpy as jnp
-import optax
 
 from flaxshard import gradients
+from flaxshard import slots
 from flaxshard import trees
 
 PyTree = Any
-
-
-def with_optimizer(params: PyTree) -> PyTree:
-  """The part of the parameters that the optimizer sees, as Flax has it."""
-  if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
-    return params["params"]
-  return params
 
 
 def keep_dtypes(new: PyTree, old: PyTree) -> PyTree:
@@ -77,11 +69,12 @@ def _update(
   )
   new = apply_gradients(state, grads=filled, **replaced)
   params = _keep(fixed, new.params, state.params)
-  if with_optimizer(params) is not params:
+  seen = slots.with_optimizer(params)
+  if seen is not params:
     fixed = {path[1:] for path in fixed}
   return new.replace(
     params=params,
-    opt_state=_keep_slots(state.tx, fixed, new.opt_state, state.opt_state),
+    opt_state=_keep_slots(seen, fixed, new.opt_state, state.opt_state),
   )
 
 
@@ -108,12 +101,15 @@ def _keep(fixed: set[trees.Path], new: PyTree, old: PyTree) -> PyTree:
 
 
 def _keep_slots(
-  tx: Any, fixed: set[trees.Path], new: PyTree, old: PyTree
+  params: PyTree, fixed: set[trees.Path], new: PyTree, old: PyTree
 ) -> PyTree:
-  whole = lambda _: True  # each copy of the parameters in the state at once
-  slots: list[PyTree] = []
-  optax.tree_utils.tree_map_params(tx, slots.append, old, is_leaf=whole)
-  kept = iter(slots)
-  return optax.tree_utils.tree_map_params(
-    tx, lambda n: _keep(fixed, n, next(kept)), new, is_leaf=whole
-  )
+  stays = {
+    trees.path_strings(path): path in fixed
+    for path, _ in jax.tree_util.tree_leaves_with_path(params)
+  }
+
+  def keep(path: trees.Path, n: jax.Array, o: jax.Array) -> jax.Array:
+    followed = slots.parameter_of(path, stays)
+    return o if followed and stays[followed] else n
+
+  return jax.tree_util.tree_map_with_path(keep, new, old)

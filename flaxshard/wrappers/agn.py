@@ -13,6 +13,7 @@ import numpy as np
 
 from flaxshard import gradients
 from flaxshard import replica
+from flaxshard import slots
 from flaxshard import trees
 from flaxshard import update
 from flaxshard.partitioning import mesh as mesh_lib
@@ -166,7 +167,7 @@ class AGN:
         return None
       return jnp.zeros(p.shape, _accumulated(p.dtype))
 
-    with_optimizer = update.with_optimizer(params)
+    with_optimizer = slots.with_optimizer(params)
     return AGNState(
       local_params=params,
       local_opt_state=tx.init(with_optimizer),

@@ -1,0 +1,261 @@
+"""AGN with loss scaling, collections, leaves without a gradient, run_steps."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+
+FOUR = fs.Strategy(devices=jax.devices()[:4])
+PARAMS = {"w": np.arange(6, dtype=np.float32) / 4, "b": np.float32(0.5)}
+# Powers of two, so that sums are exact in any order.
+XS = np.array([0.5, 1.0, 2.0, 4.0], np.float32)
+ONES = np.ones(4, np.float32)
+SGD = optax.sgd(0.25)
+
+
+def loss_fn(params, x, bad=1.0):
+  return (params["w"].sum() * x + params["b"] * x) * bad
+
+
+def step(state, x, bad):
+  return state.minimize(loss_fn, x[0], bad[0])[0]
+
+
+RUN = FOUR.jit(step)
+
+
+def create(wrappers, params=PARAMS, tx=None, strategy=FOUR, **collections):
+  return fs.TrainState.create(
+    apply_fn=None,
+    params=params,
+    tx=tx or SGD,
+    wrappers=wrappers,
+    strategy=strategy,
+    **collections,
+  )
+
+
+def run(state, bad=ONES):
+  return RUN(state, FOUR.shard_batch(XS), FOUR.shard_batch(bad))
+
+
+def agn(state):
+  return state.wrapper_states["agn"]
+
+
+BAD = np.array([1, 1, np.inf, 1], np.float32)
+SCALE = fs.DynamicLossScale(8.0, growth_interval=2)
+
+
+@pytest.mark.parametrize("commit", ["mean", "sequential"])
+@pytest.mark.parametrize("scale_first", [True, False])
+def test_loss_scaling_in_either_order(scale_first, commit):
+  wrappers = [fs.LossScale(SCALE), fs.AGN(3, commit=commit)]
+  state = create(wrappers if scale_first else wrappers[::-1])
+  plain = create([fs.AGN(3, commit=commit)])
+  for i in range(4):
+    if i == 1:  # one replica overflows in mid-period: nobody takes the step
+      before = state
+      state = run(state, BAD)
+      for a, b in zip(
+        jax.tree.leaves((before.params, agn(before), before.step)),
+        jax.tree.leaves((state.params, agn(state), state.step)),
+        strict=True,
+      ):
+        np.testing.assert_array_equal(a, b)
+      scale = state.wrapper_states["loss_scale"]
+      assert (float(scale.scale), int(scale.skipped_steps)) == (4.0, 1)
+    state, plain = run(state), run(plain)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+      (state.params, state.opt_state, agn(state), state.step),
+      (plain.params, plain.opt_state, agn(plain), plain.step),
+    )
+  # Steps are counted once, though a commit updates the center too.
+  scale = state.wrapper_states["loss_scale"]
+  assert (float(scale.scale), int(scale.good_steps)) == (8.0, 1)
+  assert int(agn(state).commits) == 1
+
+
+def test_an_overflow_at_the_commit_puts_it_off():
+  state = create([fs.LossScale(SCALE), fs.AGN(2, commit="mean")])
+  state = run(run(state), BAD)
+  assert int(agn(state).commits) == 0
+  np.testing.assert_array_equal(agn(state).grad_accum["b"], XS)
+  state = run(state)
+  assert int(agn(state).commits) == 1
+  wanted = PARAMS["b"] - 0.25 * XS.mean()
+  np.testing.assert_array_equal(state.params["b"], wanted)
+
+
+def test_run_steps():
+  wrappers = [fs.LossScale("dynamic"), fs.AGN(3)]
+  state, other = create(wrappers), create(wrappers)
+  for _ in range(7):
+    state = run(state)
+
+  def both(state, batch):
+    return step(state, *batch)
+
+  batches = jax.tree.map(
+    lambda x: fs.PerReplica(np.repeat(x[:, None, None], 7, axis=1)),
+    (XS, ONES),
+  )
+  other, _ = FOUR.run_steps(both, other, batches)
+  jax.tree.map(np.testing.assert_array_equal, state, other)
+  assert int(agn(other).commits) == 2
+
+
+def test_leaves_without_a_gradient():
+  params = {
+    "w": np.ones(6, np.float32),
+    "count": np.arange(5, dtype=np.int32),
+    "frozen": np.ones(3, np.float32),
+    "stopped": np.ones(3, np.float32),
+  }
+  frozen = lambda params: {k: "f" if k == "frozen" else "t" for k in params}
+  tx = optax.multi_transform(
+    {"t": optax.sgd(0.25, momentum=0.5), "f": optax.set_to_zero()}, frozen
+  )
+  for commit in ("mean", "sequential"):
+    state = create([fs.AGN(3, commit=commit)], params, tx)
+
+    def stopping(state, x):
+      def loss(p):
+        return (p["w"].sum() + p["frozen"].sum() + p["stopped"].sum()) * x[0]
+
+      _, grads = state.value_and_grad(loss)
+      return state.apply_gradients(grads={**grads, "stopped": None})
+
+    for _ in range(3):
+      state = FOUR.run(stopping, args=(state, FOUR.shard_batch(XS)))
+    for tree in (state.params, agn(state).local_params):
+      for key in ("count", "frozen", "stopped"):
+        wanted = np.broadcast_to(params[key], tree[key].shape)
+        np.testing.assert_array_equal(tree[key], wanted)
+      assert not np.array_equal(tree["w"], np.ones(tree["w"].shape))
+    assert agn(state).grad_accum["count"] is None
+    assert agn(state).local_params["count"].dtype == params["count"].dtype
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("commit", ["mean", "sequential"])
+def test_the_accumulator_is_wide(dtype, commit):
+  params = {"w": jnp.ones(16, dtype)}
+  state = create([fs.AGN(64, commit=commit)], params, optax.sgd(2.0**-6))
+
+  def tiny(state, x):
+    return state.minimize(lambda p: (p["w"].astype(jnp.float32) * x[0]).sum())
+
+  x = FOUR.shard_batch(np.full(4, 1 + 2.0**-6, np.float32))
+  for _ in range(3):
+    state, _ = FOUR.run(tiny, args=(state, x))
+  own = agn(state)
+  assert own.grad_accum["w"].dtype == jnp.float32
+  assert own.local_params["w"].dtype == state.params["w"].dtype == dtype
+  # In bfloat16 the sum of three would have been rounded.
+  gradient = np.float32(jnp.asarray(1 + 2.0**-6, dtype))
+  np.testing.assert_array_equal(own.grad_accum["w"], 3 * gradient)
+
+
+class Net(nn.Module):
+  @nn.compact
+  def __call__(self, x, train=True):
+    x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
+    return nn.Dense(2)(x)
+
+
+def norm_step(state, x):
+  def loss(params):
+    y, new = state.apply_fn(
+      {"params": params, "batch_stats": state.batch_stats},
+      x,
+      mutable=["batch_stats"],
+    )
+    return (y**2).mean(), new
+
+  (_, new), grads = state.value_and_grad(loss, has_aux=True)
+  state = state.apply_gradients(grads=grads, **new)
+  return state, state.batch_stats["BatchNorm_0"]["mean"]
+
+
+@pytest.mark.parametrize("commit", ["mean", "sequential"])
+def test_batch_statistics_are_a_replicas_own_until_it_commits(commit):
+  x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+  x += np.arange(8)[:, None]
+  state = fs.create_train_state(
+    Net(),
+    jax.random.key(0),
+    x,
+    optax.sgd(0.1),
+    wrappers=[fs.LossScale("dynamic"), fs.AGN(3, commit=commit)],
+    strategy=FOUR,
+  )
+  step = FOUR.jit(norm_step)
+  batch = FOUR.shard_batch(x)
+  means = x.reshape(4, 2, 3).mean(1)
+  own, committed = np.zeros((4, 3)), np.zeros(3)
+  for i in range(1, 8):
+    state, seen = step(state, batch)
+    own = 0.5 * own + 0.5 * means
+    if i % 3 == 0:
+      own = np.broadcast_to(own.mean(0), (4, 3))
+      committed = own[0]
+    np.testing.assert_allclose(seen.value, own, rtol=1e-5)
+    stats = state.batch_stats["BatchNorm_0"]["mean"]
+    np.testing.assert_allclose(stats, committed, rtol=1e-5, atol=1e-7)
+    stored = agn(state).collections["batch_stats"]["BatchNorm_0"]["mean"]
+    np.testing.assert_allclose(stored, own, rtol=1e-5)
+    assert stored.sharding.spec == jax.sharding.PartitionSpec("replica")
+
+
+def test_batch_statistics_of_one_replica():
+  x = np.ones((4, 3), np.float32) * np.arange(3)
+  state = fs.create_train_state(
+    Net(), jax.random.key(0), x, optax.sgd(0.1), wrappers=[fs.AGN(3)]
+  )
+  for _ in range(2):
+    state, _ = jax.jit(norm_step)(state, x)
+  stats = state.batch_stats["BatchNorm_0"]["mean"]
+  np.testing.assert_allclose(stats, 0.75 * np.arange(3))
+
+
+def test_a_collection_that_is_per_replica_already():
+  state = create([fs.AGN(4)], batch_stats={"mean": jnp.zeros(3)})
+  own = FOUR.distribute_values_from_function(lambda c: {"mean": np.zeros(3)})
+  with pytest.raises(TypeError, match="batch_stats is a PerReplica; a wrapper"):
+    FOUR.run(lambda state: state, args=(state.replace(batch_stats=own),))
+
+
+def test_groups_in_step_that_commit_to_one_center():
+  groups = ((0, 1), (2, 3))
+  state = create([fs.CrossShard("mean", groups), fs.AGN(2, commit="mean")])
+  for _ in range(3):
+    state = run(state)
+  local = np.asarray(agn(state).local_params["b"])
+  assert local[0] == local[1] != local[2] == local[3]
+  wanted = PARAMS["b"] - 0.25 * XS.mean()
+  np.testing.assert_allclose(state.params["b"], wanted)
+  for device in state.params["b"].addressable_shards:
+    np.testing.assert_allclose(device.data, wanted)
+
+
+def test_gradients_by_hand_and_skipped_aggregation():
+  state, other = create([fs.AGN(3)]), create([fs.AGN(3)])
+
+  def by_hand(state, x, skip):
+    params = agn(state).local_params  # this replica's own
+    grads = jax.grad(loss_fn)(params, x[0])
+    return state.apply_gradients(grads=grads, skip_gradients_aggregation=skip)
+
+  x = FOUR.shard_batch(XS)
+  for _ in range(3):
+    state = run(state)
+    other = FOUR.run(lambda s, x: by_hand(s, x, False), args=(other, x))
+  jax.tree.map(np.testing.assert_array_equal, agn(state), agn(other))
+  skipping = FOUR.run(lambda s, x: by_hand(s, x, True), args=(other, x))
+  jax.tree.map(np.testing.assert_array_equal, agn(run(other)), agn(skipping))
