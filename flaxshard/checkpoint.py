@@ -178,9 +178,11 @@ class Checkpointer:
   ) -> TrainState:
     """Restores a checkpoint into the structure and shardings of `state`.
 
-    A wrapper that the checkpoint does not have keeps its state from `state`; a
-    state of a wrapper that `state` does not have stays on disk. Both are told
-    in the log.
+    A wrapper that the checkpoint does not have keeps its state from `state`;
+    one with `restart`, such as `AGN`, begins at the restored parameters. So it
+    does where the checkpoint is of another number of replicas: what each of
+    those had its own of is dropped, with a warning. A state of a wrapper that
+    `state` does not have stays on disk. All of that is told in the log.
 
     Args:
       state: A state of the same model and optimizer.

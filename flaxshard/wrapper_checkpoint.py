@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 
 from flaxshard import fields
@@ -95,31 +94,33 @@ class Plan:
   ) -> None:
     """Says what another number of replicas could not go on with."""
     name = base.name_of(wrapper)
+    template = self.state.wrapper_states[name]
     dropped = [
       trees.path_strings(path)[0]
-      for path, x in jax.tree_util.tree_leaves_with_path(self.item[name])
-      if x is ocp.PLACEHOLDER
+      for (path, _), own in zip(
+        jax.tree_util.tree_leaves_with_path(template),
+        _per_replica(wrapper, template),
+        strict=True,
+      )
+      if own
     ]
-    was = {path: np.asarray(x) for path, x in saved.items() if _is_counter(x)}
-    now = {
-      path: np.asarray(x) for path, x in _by_path(new).items() if path in was
-    }
+    was = {path: int(x) for path, x in saved.items() if _is_counter(x)}
+    now = {path: x for path, x in _by_path(new).items() if path in was}
     back = [
-      f"{path} goes back from {was[path]} to {x}: {was[path] - x} accumulated "
-      "steps are lost"
+      f"; {path} goes back from {was[path]} to {int(x)} (accumulated steps "
+      f"lost: {was[path] - int(x)})"
       for path, x in now.items()
-      if x < was[path]
+      if int(x) < was[path]
     ]
     _log.warning(
-      "%s has a state of wrapper %r of %d replicas, where there are %d now: "
-      "they all begin at the restored parameters. Dropped are the replicas' "
-      "own %s%s.",
+      "%s has the state of wrapper %r for %d replicas, now there are %d: each "
+      "begins at the restored parameters. Dropped are the replicas' own %s%s.",
       self.where,
       name,
       self.counts[name],
-      _num_replicas(wrapper, self.state.wrapper_states[name]),
+      _num_replicas(wrapper, template),
       ", ".join(dict.fromkeys(dropped)),
-      "".join(f"; {text}" for text in back),
+      "".join(back),
     )
 
 
@@ -295,4 +296,5 @@ def _restart(
     lambda x: x.sharding, templates.abstract(template, like=state)
   )
   # Born where it is to lie: no device ever has the replicas' own of all.
-  return jax.jit(make, out_shardings=shardings)(target, saved)
+  made = jax.jit(make, out_shardings=shardings)(target, saved)
+  return jax.block_until_ready(made)  # as what Orbax reads is

@@ -1,0 +1,537 @@
+"""Checkpoints of AGN: exact resume, other numbers of replicas, the center."""
+
+import dataclasses
+import functools
+import logging
+import shutil
+import sys
+from typing import Any, ClassVar
+
+import flax.linen as nn
+from flax.training import train_state as flax_train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+import tensorstore
+import tiny
+
+import flaxshard as fs
+from flaxshard import checkpoint
+from flaxshard import train
+from flaxshard import writers
+
+P = jax.sharding.PartitionSpec
+X = np.random.default_rng(0).normal(size=(8, 16, 2)).astype(np.float32)
+
+
+class Normed(nn.Module):
+  @nn.compact
+  def __call__(self, x, train=True):
+    x = nn.BatchNorm(use_running_average=not train)(x)
+    return nn.Dense(3)(x)
+
+
+class FlaxState(flax_train_state.TrainState):
+  """As in Flax's ImageNet example."""
+
+  batch_stats: Any
+
+
+MODEL = Normed()
+TX = optax.adam(0.125)
+MEAN = fs.AGN(3, commit="mean")
+SCALED = fs.LossScale("dynamic")
+OUTER = fs.AGN(
+  3,
+  commit="mean",
+  commit_delta=True,
+  outer_tx=optax.sgd(0.7, momentum=0.9, nesterov=True),
+)
+
+
+@functools.cache
+def strategy_of(replicas):
+  return fs.Strategy(devices=jax.devices()[:replicas])
+
+
+@functools.cache
+def _initialized(replicas, wrappers, seed):
+  return fs.create_train_state(
+    MODEL,
+    jax.random.key(seed),
+    X[0],
+    TX,
+    wrappers=wrappers,
+    strategy=replicas and strategy_of(replicas),
+  )
+
+
+def create(replicas, *wrappers, seed=0):
+  """Returns a state; `replicas=None` is one without a strategy."""
+  return jax.tree.map(jnp.copy, _initialized(replicas, wrappers, seed))
+
+
+def train_step(state, x):
+  def loss_fn(params):
+    variables = {"params": params, "batch_stats": state.batch_stats}
+    out, new = state.apply_fn(variables, x, mutable=["batch_stats"])
+    return ((out - 1.0) ** 2).mean(), new["batch_stats"]
+
+  (_, stats), grads = state.value_and_grad(loss_fn, has_aux=True)
+  return state.apply_gradients(grads=grads, batch_stats=stats)
+
+
+@functools.cache
+def compiled(replicas):
+  if replicas is None:
+    return jax.jit(train_step)
+  return strategy_of(replicas).jit(train_step)
+
+
+def trained(state, replicas, steps):
+  for x in X[:steps]:
+    if replicas is not None:
+      x = strategy_of(replicas).shard_batch(x)
+    state = compiled(replicas)(state, x)
+  return state
+
+
+@functools.cache
+def after_seven(*wrappers):
+  """Two commits of eight replicas, and one more step."""
+  return trained(create(8, *wrappers), 8, 7)
+
+
+def save(path, state, step=7):
+  with checkpoint.Checkpointer(path) as checkpointer:
+    checkpointer.save(step, state)
+
+
+def restore(path, state, step=None):
+  # A new manager, as in a new process.
+  with checkpoint.Checkpointer(path) as checkpointer:
+    return checkpointer.restore(state, step)
+
+
+def assert_trees_equal(given, wanted):
+  assert jax.tree.structure(given) == jax.tree.structure(wanted)
+  jax.tree.map(np.testing.assert_array_equal, given, wanted)
+
+
+def assert_plain_equal(given, wanted):
+  for field in ("step", "params", "opt_state", "batch_stats"):
+    a, b = getattr(given, field), getattr(wanted, field)
+    assert_trees_equal(jax.device_get(a), jax.device_get(b))
+
+
+def assert_lies_like(given, wanted):
+  for (path, a), b in zip(
+    jax.tree_util.tree_leaves_with_path(given),
+    jax.tree.leaves(wanted),
+    strict=True,
+  ):
+    assert a.sharding == b.sharding, jax.tree_util.keystr(path)
+    assert a.dtype == b.dtype and not a.weak_type
+
+
+def assert_begins_at_center(state, replicas, *, count, local_step, commits):
+  """Every replica of AGN is where `state` is, and has accumulated nothing."""
+  agn = state.wrapper_states["agn"]
+  spread = lambda tree: jax.tree.map(
+    lambda x: np.broadcast_to(x, (replicas, *x.shape)), jax.device_get(tree)
+  )
+  assert_trees_equal(jax.device_get(agn.local_params), spread(state.params))
+  adam, center = agn.local_opt_state[0], state.opt_state[0]
+  assert_trees_equal(jax.device_get(adam.mu), spread(center.mu))
+  assert_trees_equal(jax.device_get(adam.nu), spread(center.nu))
+  assert adam.count.tolist() == [count] * replicas
+  assert_trees_equal(
+    jax.device_get(agn.grad_accum),
+    spread(jax.tree.map(np.zeros_like, jax.device_get(state.params))),
+  )
+  assert (int(agn.local_step), int(agn.commits)) == (local_step, commits)
+  assert_trees_equal(
+    jax.device_get(agn.collections["batch_stats"]), spread(state.batch_stats)
+  )
+
+
+def messages(caplog, level=logging.WARNING):
+  return [
+    r.getMessage()
+    for r in caplog.records
+    if r.name.startswith("flaxshard") and r.levelno >= level
+  ]
+
+
+@pytest.fixture
+def path(tmp_path):
+  return tmp_path / "checkpoints"
+
+
+# Exact resume.
+
+
+@pytest.mark.parametrize(
+  "wrappers",
+  [(SCALED, MEAN), (fs.AGN(3),), (SCALED, OUTER)],
+  ids=["mean", "sequential", "outer"],
+)
+def test_resume_in_mid_period_is_exact(path, wrappers, caplog):
+  state = trained(create(4, *wrappers), 4, 4)
+  agn = state.wrapper_states["agn"]
+  assert (int(agn.local_step), int(agn.commits)) == (4, 1)
+  for tree in (agn.local_params, agn.grad_accum, agn.collections):
+    last = np.asarray(jax.tree.leaves(tree)[-1])
+    assert not (last[0] == last[1]).any()  # each replica has its own
+  save(path, state)
+  fresh = create(4, *wrappers, seed=1)
+  restored = restore(path, fresh)
+  assert_trees_equal(restored, state)
+  assert_lies_like(restored, fresh)
+  assert_trees_equal(trained(restored, 4, 6), trained(state, 4, 6))
+  assert messages(caplog) == []
+
+
+class Small(nn.Module):
+  """A model with statistics and dropout, which replicas have their own of."""
+
+  num_classes: int
+  policy: object
+
+  @nn.compact
+  def __call__(self, x, train=False):
+    x = nn.Dense(8)(x.reshape(x.shape[0], -1))
+    x = nn.relu(nn.BatchNorm(use_running_average=not train)(x))
+    x = nn.Dropout(0.5, deterministic=not train)(x)
+    return nn.Dense(self.num_classes)(x)
+
+
+def test_the_loop_resumes_in_mid_period(tmp_path, monkeypatch):
+  monkeypatch.setitem(
+    sys.modules, "checkpoint_agn_factories", sys.modules[__name__]
+  )
+  monkeypatch.setattr(writers, "plot", lambda rows, path: None)
+  config = tiny.config(
+    model={"name": "checkpoint_agn_factories:Small"},
+    mesh={"per_replica": True, "replica": 4},
+    wrappers=(
+      ("loss_scale", {"scale": "dynamic"}),
+      ("agn", {"communication_period": 3}),
+    ),
+    num_train_steps=7,
+    log_every_steps=1,
+    eval_every_steps=7,
+    checkpoint_every_steps=4,
+  )
+  state = train.train_and_evaluate(config, str(tmp_path / "a"))
+  shutil.copytree(tmp_path / "a", tmp_path / "b")
+  shutil.rmtree(tmp_path / "b" / "checkpoints" / "7")
+  resumed = train.train_and_evaluate(config, str(tmp_path / "b"))
+  # Each run has an optimizer of its own, which is static.
+  assert_trees_equal(jax.tree.leaves(resumed), jax.tree.leaves(state))
+  rows = tiny.untimed_rows(tmp_path / "a")
+  assert [row["commits"] for row in rows] == [0, 0, 1, 1, 1, 2, 2]
+  assert tiny.untimed_rows(tmp_path / "b") == rows
+  assert int(state.wrapper_states["agn"].local_step) == 7
+
+
+# Without the wrapper: the center.
+
+
+@pytest.mark.parametrize("wrappers", [(MEAN,), (SCALED, OUTER)])
+def test_a_plain_program_reads_the_center(path, wrappers):
+  state = after_seven(*wrappers)
+  # The center and the committed statistics are not those of any replica now.
+  agn = state.wrapper_states["agn"]
+  kernel = np.asarray(state.params["Dense_0"]["kernel"])
+  assert not (kernel == np.asarray(agn.local_params["Dense_0"]["kernel"])).any()
+  save(path, state)
+
+  variables = MODEL.init(jax.random.key(1), X[0])
+  plain = FlaxState.create(apply_fn=MODEL.apply, tx=TX, **variables)
+  plain = plain.replace(step=jnp.zeros((), jnp.int32))
+  target = jax.tree.map(ocp.utils.to_shape_dtype_struct, plain)
+  with ocp.CheckpointManager(path) as manager:
+    read = manager.restore(7, args=ocp.args.StandardRestore(target))
+  assert_plain_equal(read, state)
+  with ocp.StandardCheckpointer() as checkpointer:
+    read = checkpointer.restore(path / "7" / "default", target)
+  assert_plain_equal(read, state)
+  assert_plain_equal(restore(path, create(None, seed=1)), state)
+  restored = restore(path, create(8, seed=1))
+  assert_plain_equal(restored, state)
+  assert dict(restored.wrapper_states) == {}
+
+
+def test_the_statistics_are_the_mean_of_the_last_commit(path):
+  state = trained(create(8, fs.AGN(6)), 8, 6)
+  own = state.wrapper_states["agn"].collections["batch_stats"]
+  wanted = jax.tree.map(lambda x: np.asarray(x).mean(0), own)
+  save(path, trained(state, 8, 2))
+  restored = restore(path, create(None, seed=1))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+    jax.device_get(restored.batch_stats),
+    wanted,
+  )
+
+
+# A wrapper that is new.
+
+
+@pytest.mark.parametrize("wrappers", [(MEAN,), (SCALED, MEAN)])
+def test_agn_begins_at_the_center_of_a_plain_checkpoint(path, wrappers, caplog):
+  plain = trained(create(None), None, 5)
+  save(path, plain)
+  fresh = create(8, *wrappers, seed=1)
+  with caplog.at_level(logging.INFO, "flaxshard"):
+    restored = restore(path, fresh)
+  assert_plain_equal(restored, plain)
+  # Its own schedule goes on where the optimizer was.
+  assert_begins_at_center(restored, 8, count=5, local_step=0, commits=0)
+  assert_lies_like(restored, fresh)
+  told = messages(caplog, logging.INFO)
+  assert len(told) == len(wrappers)
+  assert told[0] == (
+    f"{path / '7'} has no state of wrapper 'agn': it starts fresh from the "
+    "restored parameters"
+  )
+  if len(wrappers) == 2:
+    assert told[1].endswith("'loss_scale': it starts fresh")
+  new = trained(restored, 8, 3)
+  assert int(new.wrapper_states["agn"].commits) == 1
+  assert int(new.step) == 8
+
+
+def test_agn_is_added_beside_a_wrapper_that_goes_on(path):
+  state = trained(create(8, SCALED), 8, 4)
+  save(path, state)
+  restored = restore(path, create(8, SCALED, MEAN, seed=1))
+  assert_begins_at_center(restored, 8, count=4, local_step=0, commits=0)
+  scale = restored.wrapper_states["loss_scale"]
+  assert_trees_equal(scale, state.wrapper_states["loss_scale"])
+  assert int(scale.good_steps) == 4
+
+
+def test_what_begins_at_the_center_can_be_donated_with_it(path):
+  save(path, trained(create(None), None, 1))
+  restored = restore(path, create(8, MEAN, seed=1))
+  wanted = trained(restored, 8, 1)
+  step = strategy_of(8).jit(train_step, donate_argnums=0)
+  assert_trees_equal(step(restored, strategy_of(8).shard_batch(X[0])), wanted)
+  # One replica's copy has the center's shape but for a dimension of 1.
+  restored = restore(path, create(None, MEAN, seed=1))
+  wanted = jax.device_get(trained(restored, None, 1))
+  step = jax.jit(train_step, donate_argnums=0)
+  assert_trees_equal(jax.device_get(step(restored, X[0])), wanted)
+
+
+# Another number of replicas.
+
+
+def test_eight_replicas_go_on_as_four_and_as_eight_again(path, caplog):
+  state = after_seven(SCALED, MEAN)
+  save(path, state)
+  fresh = create(4, SCALED, MEAN, seed=1)
+  four = restore(path, fresh)
+  assert messages(caplog) == [
+    f"{path / '7'} has the state of wrapper 'agn' for 8 replicas, now there "
+    "are 4: each begins at the restored parameters. Dropped are the replicas' "
+    "own local_params, local_opt_state, grad_accum, collections; local_step "
+    "goes back from 7 to 6 (accumulated steps lost: 1)."
+  ]
+  assert_plain_equal(four, state)
+  assert int(state.opt_state[0].count) == 2
+  assert_begins_at_center(four, 4, count=7, local_step=6, commits=2)
+  assert_lies_like(four, fresh)
+  assert_trees_equal(
+    jax.device_get(four.wrapper_states["loss_scale"]),
+    jax.device_get(state.wrapper_states["loss_scale"]),
+  )
+
+  four = trained(four, 4, 3)
+  assert int(four.wrapper_states["agn"].commits) == 3
+  save(path, four, 10)
+  caplog.clear()
+  eight = restore(path, create(8, SCALED, MEAN, seed=1))
+  assert_begins_at_center(eight, 8, count=10, local_step=9, commits=3)
+  # At the end of a period nothing had accumulated.
+  (message,) = messages(caplog)
+  assert "for 4 replicas, now there are 8" in message
+  assert message.endswith("local_opt_state, grad_accum, collections.")
+  eight = trained(eight, 8, 3)
+  assert (int(eight.step), int(eight.opt_state[0].count)) == (13, 4)
+
+
+def test_eight_replicas_go_on_as_one_and_as_eight_again(path, caplog):
+  state = after_seven(SCALED, MEAN)
+  save(path, state)
+  fresh = create(None, SCALED, MEAN, seed=1)
+  one = restore(path, fresh)
+  assert_plain_equal(one, state)
+  assert_begins_at_center(one, 1, count=7, local_step=6, commits=2)
+  assert "for 8 replicas, now there are 1:" in messages(caplog)[0]
+  one = trained(one, None, 5)
+  assert int(one.wrapper_states["agn"].commits) == 3
+  save(path, one, 12)
+  caplog.clear()
+  eight = restore(path, create(8, SCALED, MEAN, seed=1))
+  assert_begins_at_center(eight, 8, count=12, local_step=9, commits=3)
+  assert (
+    "goes back from 11 to 9 (accumulated steps lost: 2)." in messages(caplog)[0]
+  )
+
+
+def test_the_outer_optimizer_goes_on(path, caplog):
+  state = after_seven(SCALED, OUTER)
+  save(path, state)
+  fresh = create(4, SCALED, OUTER, seed=1)
+  restored = restore(path, fresh)
+  outer = state.wrapper_states["agn"].outer_opt_state
+  assert all(np.any(x) for x in jax.tree.leaves(outer))
+  agn = restored.wrapper_states["agn"]
+  assert_trees_equal(jax.device_get(agn.outer_opt_state), jax.device_get(outer))
+  assert_begins_at_center(restored, 4, count=7, local_step=6, commits=2)
+  assert_lies_like(restored, fresh)
+  assert (
+    "own local_params, local_opt_state, grad_accum, collections; "
+    in (messages(caplog)[0])
+  )
+
+
+def split_state(replicas, model, seed=0):
+  strategy = fs.Strategy(mesh_shape={"replica": replicas, "model": model})
+  rng = np.random.default_rng(seed)
+  params = {
+    "w": jax.device_put(
+      rng.normal(size=(3, 8)).astype(np.float32),
+      jax.sharding.NamedSharding(strategy.mesh, P(None, "model")),
+    ),
+    "b": np.zeros(8, np.float32),
+  }
+  state = fs.TrainState.create(
+    apply_fn=None, params=params, tx=TX, wrappers=[MEAN], strategy=strategy
+  )
+  return strategy, state
+
+
+def split_step(state, x):
+  loss_fn = lambda p: ((x @ p["w"] + p["b"]) ** 2).mean()
+  return state.minimize(loss_fn)[0]
+
+
+def test_replicas_of_several_logical_devices(path, caplog):
+  x = X[0].reshape(-1)[:24].reshape(8, 3)
+  strategy, state = split_state(4, 2)
+  step = strategy.jit(split_step)
+  for _ in range(4):
+    state = step(state, strategy.shard_batch(x))
+  save(path, state)
+
+  _, fresh = split_state(4, 2, seed=1)
+  same = restore(path, fresh)
+  assert_trees_equal(same, state)
+  assert_lies_like(same, fresh)
+
+  strategy, fresh = split_state(2, 4, seed=1)
+  restored = restore(path, fresh)
+  assert_lies_like(restored, fresh)
+  agn = restored.wrapper_states["agn"]
+  assert agn.local_params["w"].sharding.spec == P("replica", None, "model")
+  shapes = {s.data.shape for s in agn.local_params["w"].addressable_shards}
+  assert shapes == {(1, 3, 2)}
+  np.testing.assert_array_equal(restored.params["w"], state.params["w"])
+  for own in np.asarray(agn.local_params["w"]):
+    np.testing.assert_array_equal(own, state.params["w"])
+  assert agn.local_opt_state[0].count.tolist() == [4, 4]
+  assert "for 4 replicas, now there are 2:" in messages(caplog)[0]
+  new = strategy.jit(split_step)(restored, strategy.shard_batch(x))
+  assert_lies_like(new, fresh)
+  assert int(new.wrapper_states["agn"].local_step) == 4
+
+
+def bytes_read():
+  name = "/tensorstore/kvstore/file/bytes_read"
+  (metric,) = tensorstore.experimental_collect_matching_metrics(name)
+  return metric["values"][0]["value"]
+
+
+def test_what_is_dropped_is_not_read(path):
+  def make(replicas, *wrappers):
+    return fs.TrainState.create(
+      apply_fn=None,
+      params={"w": np.random.default_rng(0).random((64, 1024), np.float32)},
+      tx=TX,
+      wrappers=wrappers,
+      strategy=strategy_of(replicas),
+    )
+
+  # What cannot be compressed: local parameters, and noise for slots and sums.
+  state = make(8, MEAN)
+  agn = state.wrapper_states["agn"]
+  noise = jax.random.normal(jax.random.key(0), (8, 64, 1024))
+  slots, rest = agn.local_opt_state[0], agn.local_opt_state[1:]
+  agn = agn._replace(
+    grad_accum={"w": noise},
+    local_opt_state=(slots._replace(mu={"w": noise}, nu={"w": noise}), *rest),
+  )
+  save(path, state.replace(wrapper_states={"agn": agn}))
+  size = 4 * 64 * 1024
+  before = bytes_read()
+  restore(path, make(8, MEAN))
+  assert bytes_read() - before > 20 * size
+  for other in (make(4, MEAN), make(8)):
+    before = bytes_read()
+    restore(path, other)
+    assert bytes_read() - before < 1.2 * size  # the parameters
+
+
+# What does not fit.
+
+
+@dataclasses.dataclass(frozen=True)
+class Careless(fs.AGN):
+  name: ClassVar[str] = "careless"
+
+  def restart(self, state, target, saved):
+    return state._replace(local_step=jnp.zeros(2, jnp.int32))
+
+
+def test_a_restart_that_returns_another_state_is_refused(path):
+  save(path, create(8))
+  with pytest.raises(
+    ValueError,
+    match=r"'careless': restart .* at local_step: shape \(2,\), where \(\)",
+  ):
+    restore(path, create(8, Careless(3, commit="mean")))
+
+
+def test_another_outer_optimizer_is_refused(path):
+  save(path, after_seven(MEAN))
+  for replicas in (8, 4):
+    with pytest.raises(
+      ValueError,
+      match=r"'wrappers', agn/outer_opt_state/0/trace/BatchNorm_0/bias: miss",
+    ):
+      restore(path, create(replicas, OUTER))
+
+
+def test_a_state_that_differs_in_more_than_replicas_is_refused(path):
+  state = after_seven(MEAN)
+  agn = state.wrapper_states["agn"]
+  bent = agn._replace(local_step=jnp.zeros(3, jnp.int32))
+  save(path, state.replace(wrapper_states={"agn": bent}))
+  cut = agn._replace(grad_accum=jax.tree.map(lambda x: x[:5], agn.grad_accum))
+  save(path, state.replace(wrapper_states={"agn": cut}), 8)
+  for replicas in (8, 4):
+    with pytest.raises(
+      ValueError, match=r"agn/local_step: shape \(3,\), where \(\) is expected"
+    ):
+      restore(path, create(replicas, MEAN), 7)
+    with pytest.raises(
+      ValueError, match=r"agn/grad_accum/BatchNorm_0/bias: shape \(5, 2\), wh"
+    ):
+      restore(path, create(replicas, MEAN), 8)
