@@ -127,8 +127,8 @@ def wrapper_specs(
 ) -> dict[str, PyTree]:
   """Returns the specs that the wrappers ask for, by wrapper name.
 
-  What a replica has its own copies of, parameters and slots, lies within it as
-  the parameters do: over its logical devices.
+  Copies of parameters, and slots, lie as the parameters do where a wrapper does
+  not say more than that each replica has its own.
 
   Raises:
     TypeError, ValueError: `partition_specs` of a wrapper answers with another
@@ -153,16 +153,16 @@ def wrapper_specs(
     followed = slots.specs(states[name], params, param_specs)
     result[name] = treedef.unflatten(
       [
-        specs_lib.shortest(_within_replica(d, spec), mesh)
+        specs_lib.shortest(_completed(d, spec), mesh)
         for d, spec in zip(dims, jax.tree.leaves(followed), strict=True)
       ]
     )
   return result
 
 
-def _within_replica(dims: specs_lib.Dims, followed: P) -> specs_lib.Dims:
-  """Splits a replica's own copy further, by the axes that are left."""
-  if not dims or mesh_lib.REPLICA not in dims[0]:
+def _completed(dims: specs_lib.Dims, followed: P) -> specs_lib.Dims:
+  """Splits what only replicas are said to split, or nothing, as `followed`."""
+  if set(sum(dims, ())) - {mesh_lib.REPLICA}:
     return dims
   taken = set().union(*dims)
   entries = (*followed, *(None,) * len(dims))

@@ -1,4 +1,4 @@
-"""The slots of an optimizer: which lie as which parameters."""
+"""The slots of an optimizer, which lie as their parameters, and its counts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 import jax
+import jax.numpy as jnp
 
 from flaxshard import trees
 
@@ -68,3 +69,30 @@ def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
     return P()
 
   return jax.tree_util.tree_map_with_path(spec_of, opt_state)
+
+
+def _is_count(path: trees.Path, leaf: Any) -> bool:
+  return (
+    trees.path_strings(path[-1:]) in (("count",), ("step_count",))
+    and not leaf.shape
+    and jnp.issubdtype(leaf.dtype, jnp.integer)
+  )
+
+
+def counts(opt_state: PyTree) -> dict[str, jax.Array]:
+  """Returns the step counts in an optimizer's state, by path."""
+  return {
+    trees.path_string(path): leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state)
+    if _is_count(path, leaf)
+  }
+
+
+def with_counts(opt_state: PyTree, new: Mapping[str, jax.Array]) -> PyTree:
+  """Returns an optimizer's state with those step counts."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, leaf: (
+      new.get(trees.path_string(path), leaf) if _is_count(path, leaf) else leaf
+    ),
+    opt_state,
+  )

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any, ClassVar, NamedTuple
 import warnings
 
-from flax.training import train_state
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +14,6 @@ from flaxshard import gradients
 from flaxshard import replica
 from flaxshard import slots
 from flaxshard import trees
-from flaxshard import update
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.wrappers import base
 from flaxshard.wrappers import commits
@@ -165,7 +163,7 @@ class AGN:
     def accumulator(path: trees.Path, p: jax.Array) -> jax.Array | None:
       if not gradients.has_gradient(path, p):
         return None
-      return jnp.zeros(p.shape, _accumulated(p.dtype))
+      return jnp.zeros(p.shape, commits.accumulated(p.dtype))
 
     with_optimizer = slots.with_optimizer(params)
     return AGNState(
@@ -205,7 +203,7 @@ class AGN:
     local_step = saved.get("local_step", state.local_step)
     return state._replace(
       local_params=target.params,
-      local_opt_state=_with_counts(target.opt_state, counts),
+      local_opt_state=slots.with_counts(target.opt_state, counts),
       grad_accum=jax.tree.map(jnp.zeros_like, state.grad_accum),
       local_step=local_step - local_step % self.communication_period,
       commits=saved.get("commits", state.commits),
@@ -290,9 +288,11 @@ class AGN:
       grads,
     )
     applied = new.step != target.step  # or a wrapper inside has skipped it
-    accum = _accumulate(
+    accum = commits.accumulate(
       state.grad_accum,
-      _change(state.local_params, new.params) if self.commit_delta else grads,
+      commits.change(state.local_params, new.params)
+      if self.commit_delta
+      else grads,
       applied,
     )
     local_step = state.local_step + applied
@@ -364,31 +364,31 @@ class AGN:
     grads: PyTree,
   ) -> tuple[Center, Center]:
     """Returns the center and the replica's copy after a commit."""
-    counts = _counts(local.opt_state) if self.share_step_count else {}
+    counts = slots.counts(local.opt_state) if self.share_step_count else {}
     counts = replica.reduced("max", counts) if counts else counts
 
     def apply(center: Center, accum: PyTree) -> Center:
       grads = self._mean(accum)
       if self.outer_tx is not None:
-        return _apply_tx(self.outer_tx, center, grads)
+        return commits.apply_tx(self.outer_tx, center, grads)
       new = next(
         target._replace(
           step=jnp.zeros((), jnp.int32),  # the local step has counted
           params=center.params,
-          opt_state=_with_counts(center.opt_state, counts),
+          opt_state=slots.with_counts(center.opt_state, counts),
         ),
         grads,
       )
       return Center(new.params, new.opt_state)
 
-    given = _committed(accum, grads, local.params)
+    given = commits.to_commit(accum, grads, local.params)
     with replica.agreed_gradients():
       if self.commit == "sequential":
         center, pulled = commits.sequential(apply, center, given)
       else:
         center, pulled = commits.combined(self.commit, apply, center, given)
-    counts = _counts(center.opt_state) if self.share_step_count else {}
-    return center, Center(pulled, _with_counts(local.opt_state, counts))
+    counts = slots.counts(center.opt_state) if self.share_step_count else {}
+    return center, Center(pulled, slots.with_counts(local.opt_state, counts))
 
   def _mean(self, accum: PyTree) -> PyTree:
     """Returns the gradients that an update of the center is made with."""
@@ -398,79 +398,3 @@ class AGN:
     return gradients.map_gradients(
       lambda a: a / self.communication_period, accum
     )
-
-
-def _accumulated(dtype: Any) -> Any:
-  """Returns float32 for dtypes below it, which lose what is added up."""
-  return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
-
-
-def _change(old: PyTree, new: PyTree) -> PyTree:
-  """Returns how far parameters have gone, in the direction of gradients."""
-  return jax.tree.map(
-    lambda o, n: o.astype(_accumulated(o.dtype)) - n.astype(o.dtype), old, new
-  )
-
-
-def _accumulate(accum: PyTree, change: PyTree, applied: jax.Array) -> PyTree:
-  def add(a: Any, x: Any) -> Any:
-    if a is None or x is None:
-      return a
-    return a + jnp.where(applied, x, jnp.zeros_like(x)).astype(a.dtype)
-
-  return jax.tree.map(add, accum, change, is_leaf=lambda x: x is None)
-
-
-def _committed(accum: PyTree, grads: PyTree, params: PyTree) -> PyTree:
-  """Returns what a replica commits; None where it has no gradient."""
-
-  def one(path: trees.Path, a: Any, g: Any, p: jax.Array) -> Any:
-    if g is None:
-      return None
-    # Of statistics that overwrite the newest, no sum of them.
-    return p if gradients.overwrites(path) else a
-
-  return jax.tree_util.tree_map_with_path(
-    one, accum, grads, params, is_leaf=lambda x: x is None
-  )
-
-
-def _apply_tx(tx: Any, center: Center, grads: PyTree) -> Center:
-  state = train_state.TrainState(
-    step=0,
-    apply_fn=None,  # type: ignore[arg-type]
-    params=center.params,
-    tx=tx,
-    opt_state=center.opt_state,
-  )
-  new = update.flax_update(state, grads, {})
-  return Center(new.params, update.keep_dtypes(new.opt_state, center.opt_state))
-
-
-def _is_count(path: trees.Path, leaf: Any) -> bool:
-  return (
-    trees.path_strings(path[-1:]) in (("count",), ("step_count",))
-    and not leaf.shape
-    and jnp.issubdtype(leaf.dtype, jnp.integer)
-  )
-
-
-def _counts(opt_state: PyTree) -> dict[str, jax.Array]:
-  """Returns the step counts in an optimizer's state, by path."""
-  return {
-    trees.path_string(path): leaf
-    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state)
-    if _is_count(path, leaf)
-  }
-
-
-def _with_counts(opt_state: PyTree, counts: dict[str, jax.Array]) -> PyTree:
-  """Returns an optimizer's state with those step counts."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, leaf: (
-      counts.get(trees.path_string(path), leaf)
-      if _is_count(path, leaf)
-      else leaf
-    ),
-    opt_state,
-  )

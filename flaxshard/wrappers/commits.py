@@ -1,4 +1,4 @@
-"""How the replicas' commits reach the center: together, or one after another.
+"""What replicas commit, and how it reaches the center: together, or in turn.
 
 `update(center, grads)` is one update of the center, a pair of the parameters
 and of what the optimizer keeps for them.
@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from flax.training import train_state
 import jax
 import jax.numpy as jnp
 
 from flaxshard import elementwise
+from flaxshard import gradients
 from flaxshard import replica
 from flaxshard import slots
+from flaxshard import trees
+from flaxshard import update
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.wrappers import parts
 from flaxshard.wrappers.parts import Parts
@@ -228,3 +232,52 @@ def _narrowest(dtype: Any, params: list[jax.Array]) -> Any:
   """Returns the dtype that parameters can be sent in."""
   dtypes = {p.dtype for p in params}
   return dtypes.pop() if len(dtypes) == 1 else dtype
+
+
+def accumulated(dtype: Any) -> Any:
+  """Returns float32 for dtypes below it, which lose what is added up."""
+  return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
+
+
+def accumulate(accum: PyTree, change: PyTree, applied: jax.Array) -> PyTree:
+  """Adds what a step brings to the accumulators, if it was applied."""
+
+  def add(a: Any, x: Any) -> Any:
+    if a is None or x is None:
+      return a
+    return a + jnp.where(applied, x, jnp.zeros_like(x)).astype(a.dtype)
+
+  return jax.tree.map(add, accum, change, is_leaf=lambda x: x is None)
+
+
+def change(old: PyTree, new: PyTree) -> PyTree:
+  """Returns how far parameters have gone, in the direction of gradients."""
+  wide = lambda x: x.astype(accumulated(x.dtype))
+  return jax.tree.map(lambda o, n: wide(o) - wide(n), old, new)
+
+
+def to_commit(accum: PyTree, grads: PyTree, params: PyTree) -> PyTree:
+  """Returns what a replica commits; None where it has no gradient."""
+
+  def one(path: trees.Path, a: Any, g: Any, p: jax.Array) -> Any:
+    if g is None:
+      return None
+    # Of statistics that overwrite the newest, no sum of them.
+    return p if gradients.overwrites(path) else a
+
+  return jax.tree_util.tree_map_with_path(
+    one, accum, grads, params, is_leaf=lambda x: x is None
+  )
+
+
+def apply_tx(tx: Any, center: Center, grads: PyTree) -> Center:
+  """Updates the center with an optimizer of its own."""
+  state = train_state.TrainState(
+    step=0,
+    apply_fn=None,  # type: ignore[arg-type]
+    params=center.params,
+    tx=tx,
+    opt_state=center.opt_state,
+  )
+  new = update.flax_update(state, grads, {})
+  return Center(new.params, update.keep_dtypes(new.opt_state, center.opt_state))
