@@ -1,0 +1,145 @@
+"""Which updates treat elements by themselves, and which only seem to."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from flaxshard import elementwise
+from flaxshard import slots
+
+P = jax.sharding.PartitionSpec
+PARAMS = {"w": jnp.ones((8, 3)), "b": jnp.ones(16), "scalar": jnp.ones(())}
+DIMS = {"w": 0, "b": 0, "scalar": elementwise.WHOLE}
+
+
+def half(x, dim):
+  shape = [n // 2 if d == dim else n for d, n in enumerate(x.shape)]
+  return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+
+def treats_elements_alone(tx):
+  state = tx.init(PARAMS)
+  specs = {k: P("replica") if d == 0 else P() for k, d in DIMS.items()}
+  slot_dims = jax.tree.map(
+    lambda spec: 0 if tuple(spec) else elementwise.WHOLE,
+    slots.specs(state, PARAMS, specs),
+  )
+
+  def update(center, grads):
+    params, state = center
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+  args = ((PARAMS, state), PARAMS)
+  dims = ((DIMS, slot_dims), DIMS)
+  parts = jax.tree.map(half, args, dims)
+  return elementwise.is_elementwise(update, args, parts, dims)
+
+
+def matrices(params):
+  return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+def labels(params):
+  return {key: "a" if key == "w" else "b" for key in params}
+
+
+SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 5, 50)
+
+
+@pytest.mark.parametrize(
+  "tx",
+  [
+    optax.sgd(0.1),
+    optax.sgd(SCHEDULE, momentum=0.9, nesterov=True),
+    optax.adam(0.1, mu_dtype=jnp.bfloat16),
+    optax.adamw(SCHEDULE, mask=matrices),
+    optax.lion(0.1),
+    optax.rmsprop(0.1),
+    optax.adagrad(0.1),
+    optax.radam(0.1),
+    optax.amsgrad(0.1),
+    optax.chain(optax.clip(1.0), optax.adam(0.1)),
+    optax.multi_transform({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, labels),
+    optax.MultiSteps(optax.adam(0.1), 3),
+    optax.inject_hyperparams(optax.adam)(0.1),
+    optax.ema(0.9),
+  ],
+)
+def test_updates_that_do(tx):
+  assert treats_elements_alone(tx)
+
+
+@pytest.mark.parametrize(
+  "tx",
+  [
+    optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+    optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(0.1)),
+    optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
+    optax.lamb(0.1),
+    optax.lars(0.1),
+    optax.adafactor(0.1),
+    optax.novograd(0.1),
+    optax.contrib.muon(0.1),
+    optax.apply_if_finite(optax.adam(0.1), 3),
+    optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(0.1)),
+  ],
+)
+def test_updates_that_do_not(tx):
+  assert not treats_elements_alone(tx)
+
+
+X, PART = jnp.ones((8, 4)), jax.ShapeDtypeStruct((4, 4), jnp.float32)
+
+
+@pytest.mark.parametrize(
+  ("fn", "dim", "does"),
+  [
+    (lambda x: jnp.where(x > 0, x, jnp.exp(x)), 0, True),
+    (lambda x: jax.nn.relu(x) + jax.jit(jnp.tanh)(x), 0, True),
+    (lambda x: x + jnp.full_like(x, 2), 0, True),
+    (jnp.zeros_like, 0, True),
+    (lambda x: x - x.mean(0), 0, False),
+    (lambda x: x - x.mean(1, keepdims=True), 0, False),  # could be; is not told
+    (lambda x: x[::-1], 0, False),
+    (lambda x: jnp.cumsum(x, 0), 0, False),
+    (lambda x: jnp.sort(x, 0), 0, False),
+    (lambda x: jnp.roll(x, 1, 0), 0, False),
+    (lambda x: x + jnp.arange(x.shape[0])[:, None], 0, False),
+    (lambda x: x + jax.random.normal(jax.random.key(0), x.shape), 0, False),
+    (lambda x: x * x.shape[0] ** -0.5, 0, False),  # the number is another one
+    (lambda x: x.T if x.shape[0] == x.shape[1] else x, 0, False),
+    (lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), 0, False),
+    (lambda x: jax.lax.scan(lambda c, y: (c, y), 0.0, x)[1], 0, False),
+    (lambda x: x @ jnp.eye(4), 0, False),
+  ],
+)
+def test_functions(fn, dim, does):
+  assert elementwise.is_elementwise(fn, (X,), (PART,), (dim,)) is does
+
+
+def test_parts_along_different_dimensions_do_not_meet():
+  x = jnp.ones((4, 4))
+  parts = [jax.ShapeDtypeStruct(s, x.dtype) for s in ((2, 4), (4, 2))]
+  add = lambda x, y: x + y
+  assert not elementwise.is_elementwise(add, (x, x), parts, (0, 1))
+  assert elementwise.is_elementwise(add, (x, x), parts[:1] * 2, (0, 0))
+  # Nor does what only is as large as the whole.
+  whole = jax.ShapeDtypeStruct((4, 4), x.dtype)
+  dims = (0, elementwise.WHOLE)
+  assert not elementwise.is_elementwise(add, (x, x), (parts[0], whole), dims)
+
+
+def test_what_all_have_must_stay_the_same_for_all():
+  scalar = jnp.ones(())
+
+  def leaks(state):
+    x, s = state
+    return x, s + x.sum()
+
+  args, parts = ((X, scalar),), ((PART, scalar),)
+  dims = ((0, elementwise.WHOLE),)
+  assert not elementwise.is_elementwise(leaks, args, parts, dims)
+  keeps = lambda state: (state[0] * state[1], state[1] + 1)
+  assert elementwise.is_elementwise(keeps, args, parts, dims)

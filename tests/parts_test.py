@@ -1,0 +1,79 @@
+"""Trees in parts: nothing is lost on the way, in any shape."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import flaxshard as fs
+from flaxshard import elementwise
+from flaxshard import replica
+from flaxshard.wrappers import parts
+
+TREE = {
+  "even": np.arange(32.0, dtype=np.float32).reshape(2, 16),
+  "uneven": np.arange(7.0, dtype=np.float32),
+  "small": np.arange(2.0, dtype=np.float32),
+  "scalar": np.float32(3.0),
+  "four": np.arange(3 * 5 * 2.0, dtype=np.float32).reshape(3, 1, 5, 2),
+}
+
+
+@pytest.mark.parametrize(
+  ("shape", "count", "dim"),
+  [
+    ((), 8, elementwise.WHOLE),
+    ((16,), 8, 0),
+    ((3, 16), 8, 1),
+    ((16, 8), 8, 0),  # the first of those that need no padding
+    ((7, 9), 8, 0),  # 8/7 against 16/9
+    ((3, 3, 64, 128), 8, 2),
+  ],
+)
+def test_the_dimension_that_needs_the_least_padding(shape, count, dim):
+  assert parts.dim_of(shape, count) == dim
+
+
+def divided(count):
+  dims = jax.tree.map(lambda x: parts.dim_of(x.shape, count), TREE)
+  return parts.Parts.of(TREE, dims, count)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_rows_hold_all_parts(count):
+  split = divided(count)
+  rows = split.to_rows(TREE, np.float32)
+  assert rows.shape == (count, split.width)
+  jax.tree.map(np.testing.assert_array_equal, split.from_rows(rows), TREE)
+  for i in range(count):
+    part = split.part_of(TREE, i)
+    np.testing.assert_array_equal(split.to_row(part, np.float32), rows[i])
+    jax.tree.map(np.testing.assert_array_equal, split.from_row(rows[i]), part)
+    shapes = jax.tree.map(lambda x: x.shape, part)
+    assert shapes == jax.tree.map(lambda x: x.shape, split.shapes)
+
+
+def test_narrow_leaves_travel_in_a_wider_row():
+  tree = [jnp.arange(4, dtype=jnp.bfloat16), jnp.arange(3.0)]
+  split = parts.Parts.of(tree, [0, 0], 2)
+  back = split.from_rows(split.to_rows(tree, np.float32))
+  assert [x.dtype for x in back] == [x.dtype for x in tree]
+  jax.tree.map(np.testing.assert_array_equal, back, tree)
+
+
+def test_gathered_from_the_replicas():
+  strategy = fs.Strategy(devices=jax.devices()[:3])
+
+  def fn(tree):
+    split = divided(replica.count())
+    number = fs.get_replica_context().replica_id_in_sync_group
+    return split.gather(split.part_of(tree, number))
+
+  out = strategy.run(fn, args=(TREE,))
+  jax.tree.map(
+    lambda x, y: np.testing.assert_array_equal(x, np.stack([y] * 3)),
+    jax.tree.map(
+      lambda x: x.value, out, is_leaf=lambda x: isinstance(x, fs.PerReplica)
+    ),
+    TREE,
+  )
