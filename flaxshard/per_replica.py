@@ -24,6 +24,7 @@ from flaxshard import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.values import Agreed
+from flaxshard.values import has_per_replica
 from flaxshard.values import is_per_replica
 from flaxshard.values import PerReplica
 from flaxshard.wrappers import base
@@ -277,7 +278,7 @@ def _local(tree: PyTree) -> PyTree:
     fields = {}
     for field in dataclasses.fields(node):
       value = getattr(node, field.name)
-      if _has_per_replica(value):
+      if has_per_replica(value):
         fields[field.name] = value
     if not fields:
       return node
@@ -344,7 +345,7 @@ def _swapped(state: Any, states: Mapping[str, PyTree]) -> Any:
   names = [n for n in fields_lib.data_names(state) if n not in own]
   collections = {name: getattr(state, name) for name in names}
   for name, tree in collections.items():
-    if _has_per_replica(tree):
+    if has_per_replica(tree):
       raise TypeError(
         f"run: TrainState.{name} is a PerReplica; a wrapper of the state keeps "
         "what each replica has of it already."
@@ -353,11 +354,6 @@ def _swapped(state: Any, states: Mapping[str, PyTree]) -> Any:
     state.wrappers, states, collections
   )
   return state.replace(wrapper_states=states, **collections)
-
-
-def _has_per_replica(tree: PyTree) -> bool:
-  leaves = jax.tree.leaves(tree, is_leaf=is_per_replica)
-  return any(map(is_per_replica, leaves))
 
 
 def _only(x: jax.Array) -> jax.Array:

@@ -76,6 +76,12 @@ def is_per_replica(x: Any) -> bool:
   return isinstance(x, PerReplica)
 
 
+def has_per_replica(tree: PyTree) -> bool:
+  """Whether there is a `PerReplica` in a tree."""
+  leaves = jax.tree.leaves(tree, is_leaf=is_per_replica)
+  return any(map(is_per_replica, leaves))
+
+
 @dataclasses.dataclass(frozen=True)
 class ValueContext:
   """Which replica a value is made for.

@@ -227,6 +227,8 @@ def test_batch_statistics_of_one_replica():
 def test_a_collection_that_is_per_replica_already():
   state = create([fs.AGN(4)], batch_stats={"mean": jnp.zeros(3)})
   own = FOUR.distribute_values_from_function(lambda c: {"mean": np.zeros(3)})
+  with pytest.raises(TypeError, match="'batch_stats' is a PerReplica; each"):
+    create([fs.AGN(4)], batch_stats=own)
   with pytest.raises(TypeError, match="batch_stats is a PerReplica; a wrapper"):
     FOUR.run(lambda state: state, args=(state.replace(batch_stats=own),))
 

@@ -14,6 +14,7 @@ from flaxshard import gradients
 from flaxshard import replica
 from flaxshard import slots
 from flaxshard import trees
+from flaxshard import values
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.wrappers import base
 from flaxshard.wrappers import commits
@@ -181,7 +182,17 @@ class AGN:
   def init_collections(
     self, state: AGNState, collections: dict[str, PyTree]
   ) -> AGNState:
-    """Returns the state with collections for each replica."""
+    """Returns the state with collections for each replica.
+
+    Raises:
+      TypeError: A collection is each replica's own already.
+    """
+    for name, tree in collections.items():
+      if values.has_per_replica(tree):
+        raise TypeError(
+          f"AGN: the collection {name!r} is a PerReplica; each replica has its "
+          "own of every collection anyway. Give it as one."
+        )
     return state._replace(collections=collections)
 
   def restart(
@@ -314,7 +325,8 @@ class AGN:
       return center, local, accum, collections, collections
 
     # The one place with collectives. Its predicate is the same on all replicas,
-    # so that it stays a branch, and its operands are donated buffers.
+    # so that it stays a branch. The local step is outside of it: inside of both
+    # branches it was measured to cost copies of everything it updates.
     center_opt_state = (
       target.opt_state if self.outer_tx is None else state.outer_opt_state
     )
