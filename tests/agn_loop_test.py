@@ -1,0 +1,67 @@
+"""AGN in the training loop: the configs that come with it, shortened."""
+
+import importlib
+import signal
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from flaxshard import data
+from flaxshard import train
+from flaxshard import writers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_plots():
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(writers, "plot", lambda rows, path: None)
+    yield
+
+
+def shortened(name):
+  config = importlib.import_module(f"configs.{name}").get_config()
+  loss_scale, (agn, arguments) = config.wrappers
+  config.wrappers = (
+    loss_scale,
+    (agn, {**arguments, "communication_period": 4}),
+  )
+  config.model = {"name": "cnn", "features": (4,), "dense": 8}
+  config.num_train_steps = 6
+  config.log_every_steps = config.eval_every_steps = 3
+  config.checkpoint_every_steps = 100
+  config.writer = "none"
+  return config
+
+
+@pytest.mark.parametrize("name", ["digits_agn", "digits_diloco"])
+def test_stopped_in_mid_period_it_goes_on_to_the_same(
+  name, tmp_path, monkeypatch
+) -> None:
+  whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+  state = train.train_and_evaluate(shortened(name), whole)
+  with monkeypatch.context() as patch:
+    tiny.stop_at(patch, 3, signal.SIGTERM)
+    with pytest.raises(SystemExit):
+      train.train_and_evaluate(shortened(name), parts)
+  again = train.train_and_evaluate(shortened(name), parts)
+
+  for a, b in zip(
+    jax.tree.leaves(jax.device_get(again)),
+    jax.tree.leaves(jax.device_get(state)),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(a, b)
+  assert tiny.untimed_rows(parts) == tiny.untimed_rows(whole)
+
+  assert [row["commits"] for row in tiny.rows(whole)] == [0, 1]
+  own = state.wrapper_states["agn"].local_params["head"]["kernel"]
+  copies = np.asarray(own)
+  assert copies.shape[0] == 8
+  assert not np.array_equal(copies[0], copies[1])  # two steps after a commit
+  # What is evaluated is the center.
+  held_out = data.digits().eval
+  logits = state.apply_fn({"params": state.params}, held_out.inputs)
+  accuracy = (np.argmax(logits, -1) == held_out.labels).mean()
+  assert tiny.rows(whole)[-1]["eval_accuracy"] == pytest.approx(accuracy)
