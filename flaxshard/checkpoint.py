@@ -2,6 +2,7 @@
 
     checkpoints/1200/default/         step, params, opt_state, collections
                      wrappers/        the wrappers' states; absent when empty
+                     flaxshard/       who wrote it, and a crc32 of every file
                      input_iterator/  where the data stands; absent without data
 
 The item `default` is what a plain Flax program writes, so that one reads it
@@ -10,7 +11,7 @@ with its usual strict call, and ours reads a plain one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import json
 import logging
 import os
@@ -19,22 +20,20 @@ from typing import Any, Protocol
 
 import grain
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
-from flaxshard import divergence
-from flaxshard import fields
-from flaxshard import templates
-from flaxshard import trees
-from flaxshard import values
+from flaxshard import integrity
+from flaxshard import step_checkpoint
 from flaxshard import wrapper_checkpoint
 from flaxshard.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
-_PLAIN = "default"
-_WRAPPERS = wrapper_checkpoint.ITEM
 _DATA = "input_iterator"
+
+# For who keeps a manager of their own.
+restore = step_checkpoint.restore
+save_args = step_checkpoint.save_args
 
 
 class Positioned(Protocol):
@@ -64,8 +63,10 @@ class Checkpointer:
   Args:
     directory: Where the checkpoints lie; made if it does not exist.
     max_to_keep: How many of the newest to keep; None keeps all.
+    config: The training config, for every checkpoint to say: what JSON holds.
 
   Raises:
+    TypeError: JSON cannot hold `config`.
     ValueError: `directory` cannot be written, or `max_to_keep` is below 1.
 
   Example:
@@ -81,12 +82,24 @@ class Checkpointer:
   """
 
   def __init__(
-    self, directory: str | os.PathLike[str], *, max_to_keep: int | None = None
+    self,
+    directory: str | os.PathLike[str],
+    *,
+    max_to_keep: int | None = None,
+    config: Mapping[str, Any] | None = None,
+    plain_item: str = "default",
   ):
+    step_checkpoint.check_plain_item(plain_item)
+    self._plain_item = plain_item
     if max_to_keep is not None and max_to_keep < 1:
       raise ValueError(
         f"max_to_keep must be at least 1, or None, got {max_to_keep!r}."
       )
+    try:
+      json.dumps(config)
+    except (TypeError, ValueError) as e:
+      raise TypeError(f"config must be what JSON can hold: {e}.") from e
+    self._config = config
     self.directory = os.path.abspath(os.fspath(directory))
     check_writable("directory", self.directory)
     self._manager = ocp.CheckpointManager(
@@ -94,12 +107,18 @@ class Checkpointer:
       options=ocp.CheckpointManagerOptions(max_to_keep=max_to_keep),
       # Named here, or a fresh process could not restore them.
       item_handlers={
-        _PLAIN: ocp.StandardCheckpointHandler(),
+        plain_item: ocp.StandardCheckpointHandler(),
         # This one, unlike Standard's, can leave out what is not wanted.
-        _WRAPPERS: ocp.PyTreeCheckpointHandler(),
+        wrapper_checkpoint.ITEM: ocp.PyTreeCheckpointHandler(),
         _DATA: grain.checkpoint.CheckpointHandler(),
+        # The last one: it digests what the others have written.
+        integrity.ITEM: integrity.Handler(),
       },
     )
+    self._damaged = {
+      step for step in self._manager.all_steps() if self._is_empty(step)
+    }
+    self._restored_step: int | None = None
 
   def __enter__(self) -> Checkpointer:
     """Returns itself."""
@@ -115,12 +134,21 @@ class Checkpointer:
     self._manager.close()
 
   def latest_step(self) -> int | None:
-    """Returns the newest step that was saved, or None."""
-    return self._manager.latest_step()
+    """Returns the newest of `all_steps`, or None."""
+    return max(self.all_steps(), default=None)
 
   def all_steps(self) -> Sequence[int]:
-    """Returns the steps that were saved, in ascending order."""
-    return sorted(self._manager.all_steps())
+    """Returns the steps that were saved, in ascending order.
+
+    Not those that are known to be damaged: empty directories, and what
+    `restore` could not read.
+    """
+    return sorted(set(self._manager.all_steps()) - self._damaged)
+
+  @property
+  def restored_step(self) -> int | None:
+    """The step that `restore` read last, or None."""
+    return self._restored_step
 
   def wait(self) -> None:
     """Waits until what was saved is on disk."""
@@ -134,6 +162,9 @@ class Checkpointer:
   ) -> None:
     """Saves a state; a step that is there already is left as it is.
 
+    The directories of steps that are known to be damaged are renamed first, to
+    `300.damaged`, as Orbax saves no step below one that it sees.
+
     Args:
       step: The number to save under: usually the batches consumed.
       state: The state. It may be donated as soon as this returns. Of groups of
@@ -143,32 +174,50 @@ class Checkpointer:
     Raises:
       TypeError: A leaf of the state is not an array, or `data` cannot tell
         where it stands.
-      ValueError: A leaf of the state has no elements.
+      ValueError: A leaf of the state has no elements, or there is a checkpoint
+        of a later step.
     """
-    if step in self._manager.all_steps():
+    if step in self.all_steps():
       return
-    trees.check_arrays("state", state)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-      if 0 in np.shape(leaf):
-        # Orbax refuses it too, and then hangs when the process exits.
-        raise ValueError(
-          f"state[{trees.path_string(path)}] has no elements, shape "
-          f"{np.shape(leaf)}: Orbax cannot save that."
-        )
-    note = divergence.note(state)
-    if note:
-      _log.info("step %d: %s", step, note)
-      state = divergence.of_first_replica(state)
+    latest = self.latest_step()
+    if latest is not None and step < latest:
+      raise ValueError(
+        f"step={step} cannot be saved in {self.directory}, which has step "
+        f"{latest}: restoring takes the latest. Move later steps away, or take "
+        "another directory."
+      )
     position = None if data is None else _Position(data)
-    items: dict[str, Any] = {
-      _PLAIN: ocp.args.StandardSave(state.without_wrappers())
-    }
-    wrapper_states = wrapper_checkpoint.nonempty(state.wrapper_states)
-    if wrapper_states:
-      items[_WRAPPERS] = ocp.args.PyTreeSave(wrapper_states)
+    items: dict[str, Any] = dict(
+      step_checkpoint.save_args(state, plain_item=self._plain_item).items()
+    )
     if position is not None:
       items[_DATA] = grain.checkpoint.CheckpointSave(position)
+    items[integrity.ITEM] = integrity.Save(
+      integrity.metadata(state, step, tuple(items), self._config)
+    )
+    self._set_damaged_aside()
     self._manager.save(step, args=ocp.args.Composite(**items))
+
+  def _set_damaged_aside(self) -> None:
+    """Renames the directories of damaged steps: nothing is deleted."""
+    if not self._damaged:
+      return
+    self.wait()
+    ocp.multihost.sync_global_processes("flaxshard:damaged")
+    if jax.process_index() == 0:
+      for step in sorted(self._damaged):
+        if os.path.isdir(self._path(step)):
+          aside = integrity.set_aside(self._path(step))
+          _log.warning("%s is damaged: now %s", self._path(step), aside)
+    ocp.multihost.sync_global_processes("flaxshard:damaged_aside")
+    self._damaged.clear()
+    self._manager.reload()
+
+  def _path(self, step: int) -> str:
+    return os.path.join(self.directory, str(step))
+
+  def _is_empty(self, step: int) -> bool:
+    return integrity.is_empty(self._path(step))
 
   def restore(
     self,
@@ -178,6 +227,9 @@ class Checkpointer:
   ) -> TrainState:
     """Restores a checkpoint into the structure and shardings of `state`.
 
+    A damaged one, with a file that is not what was saved, is told in the log
+    and passed over: the one before it is restored. `restored_step` tells which.
+
     A wrapper that the checkpoint does not have keeps its state from `state`;
     one with `restart`, such as `AGN`, begins at the restored parameters. So it
     does where the checkpoint is of another number of replicas: what each of
@@ -186,7 +238,7 @@ class Checkpointer:
 
     Args:
       state: A state of the same model and optimizer.
-      step: The step to restore; None is the latest.
+      step: The step to restore; None is the latest that is not damaged.
       data: An iterator to set to where it stood.
 
     Returns:
@@ -194,44 +246,61 @@ class Checkpointer:
       `TrainState.without_wrappers`; all replicas get that.
 
     Raises:
-      ValueError: There is no such checkpoint, it has no position of the data,
-        or its tree differs from `state`; the message names the first path that
-        differs. Nothing on disk is changed.
+      ValueError: There is no such checkpoint, or `step` is damaged, or all
+        are, it has no position of the data, or its tree differs from `state`;
+        the message names the file, or the first path that differs. Nothing on
+        disk is changed.
     """
     self.wait()
-    steps = self.all_steps()
-    step = self.latest_step() if step is None else step
-    if step is None or step not in steps:
+    there = sorted(self._manager.all_steps(), reverse=True)
+    if not there or (step is not None and step not in there):
       raise ValueError(
-        f"no checkpoint of step {step} in {self.directory}; there are {steps}."
+        f"no checkpoint of step {step} in {self.directory}; there are "
+        f"{self.all_steps()}."
       )
-    where = os.path.join(self.directory, str(step))
-    saved = self._manager.item_metadata(step)
-    plain = state.without_wrappers()
-    templates.check_same(where, _PLAIN, saved[_PLAIN], plain)
-    items: dict[str, Any] = {
-      _PLAIN: ocp.args.StandardRestore(templates.abstract(plain))
-    }
-    plan = wrapper_checkpoint.plan(where, state, saved.get(_WRAPPERS) or {})
-    wrapper_args = plan.args()
-    if wrapper_args is not None:
-      items[_WRAPPERS] = wrapper_args
+    damages = []
+    for candidate in there if step is None else [step]:
+      try:
+        restored = self._restore(state, candidate, data)
+      except integrity.Damaged as e:
+        if step is not None:
+          raise
+        _log.warning("step %d is damaged, passed over: %s", candidate, e)
+        self._damaged.add(candidate)
+        damages.append(str(e))
+        continue
+      self._restored_step = candidate
+      return restored
+    raise ValueError(
+      f"{self.directory} has no checkpoint that is complete: "
+      + " ".join(damages)
+    )
+
+  def _restore(
+    self, state: TrainState, step: int, data: Positioned | None
+  ) -> TrainState:
+    where = self._path(step)
+    verified = integrity.verify_together(where)
+    with integrity.reading(where, verified):
+      opened = step_checkpoint.open_step(where)
+    plan = opened.plan(state)
+    position = None
     if data is not None:
       if not os.path.isdir(os.path.join(where, _DATA)):
         raise ValueError(f"{where} has no {_DATA}: where the data stood.")
-      items[_DATA] = grain.checkpoint.CheckpointRestore(_Position(data))
+      position = _Position(data)
 
-    restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-    templates.check_restored(where, restored[_PLAIN], plain)
-    new = {
-      name: values.spread(getattr(restored[_PLAIN], name), getattr(state, name))
-      for name in fields.data_names(plain)
-    }
-    if state.wrapper_states:
-      new["wrapper_states"] = plan.finish(
-        restored[_PLAIN], restored.get(_WRAPPERS)
-      )
-    return state.replace(**new)
+    with integrity.reading(where, verified):
+      read = plan.read()
+      if position is not None:
+        position_args = grain.checkpoint.CheckpointRestore(position)
+        self._manager.restore(
+          step, args=ocp.args.Composite(**{_DATA: position_args})
+        )
+    restored = plan.finish(read)
+    if position is not None:
+      position.go()
+    return restored
 
 
 def check_writable(argument: str, directory: str) -> None:
@@ -270,9 +339,14 @@ class _Position:
     return self._text
 
   def set_state(self, text: bytes) -> None:
-    self._data.set_state(text if self._is_text else json.loads(text))
+    self._read = text if self._is_text else json.loads(text)
 
   def start_prefetch(self) -> None:
+    """Does nothing: what is read goes to the data once all is read."""
+
+  def go(self) -> None:
+    """Sets the data to what was read."""
+    self._data.set_state(self._read)
     self._data.start_prefetch()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import functools
+import json
 import logging
 import os
 import signal
@@ -92,13 +93,17 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     )
     checkpointer = stack.enter_context(
       checkpoint.Checkpointer(
-        os.path.join(workdir, "checkpoints"), max_to_keep=config.max_to_keep
+        os.path.join(workdir, "checkpoints"),
+        max_to_keep=config.max_to_keep,
+        config=json.loads(config.to_json()),
       )
     )
-    first_step = checkpointer.latest_step() or 0
-    if first_step:
+    if checkpointer.latest_step() is not None:
       workdir_lib.check_continues(config, workdir)
       state = checkpointer.restore(state, data=train_iter)
+    # Not the latest, where that is damaged.
+    first_step = checkpointer.restored_step or 0
+    if first_step:
       _log.info("resuming from step %d in %s", first_step, workdir)
     if first_step >= config.num_train_steps:
       _log.info(

@@ -160,10 +160,10 @@ def test_layout(path):
     for step in ("1", "2", "3", "4")
   }
   assert items == {
-    "1": ["default", "wrappers"],
-    "2": ["default"],
-    "3": ["default"],
-    "4": ["default", "input_iterator", "wrappers"],
+    "1": ["default", "flaxshard", "wrappers"],
+    "2": ["default", "flaxshard"],
+    "3": ["default", "flaxshard"],
+    "4": ["default", "flaxshard", "input_iterator", "wrappers"],
   }
 
 
