@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from flaxshard import trees
 
 PyTree = Any
+Path = tuple[str, ...]
 
 
 def abstract(tree: PyTree, like: PyTree = None) -> PyTree:
@@ -46,28 +48,23 @@ def on_every_device(tree: PyTree) -> jax.sharding.NamedSharding | None:
   return None
 
 
-def as_saved(tree: PyTree) -> PyTree:
-  """Returns a tree with PRNG keys as the integers that lie on disk."""
-  return jax.tree.map(
-    lambda x: (
-      jax.eval_shape(jax.random.key_data, x)
-      if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-      else x
-    ),
-    tree,
-  )
-
-
-def check_same(where: str, item: str, saved: PyTree, wanted: PyTree) -> None:
+def check_same(
+  where: str,
+  item: str,
+  saved: Mapping[Path, Any],
+  wanted: Mapping[Path, Any],
+) -> None:
   """Raises a ValueError unless an item on disk has the tree that is wanted.
 
   Args:
     where: The directory of the checkpoint.
     item: The item in it.
-    saved: Its metadata.
-    wanted: Arrays, or shapes and dtypes of them.
+    saved: Its metadata, by path; of PRNG keys, the integers that lie on disk.
+    wanted: Arrays, or shapes and dtypes of them, by path.
   """
-  difference = trees.first_difference(saved, as_saved(wanted))
+  difference = trees.difference_by_path(
+    saved, {path: _as_saved(x) for path, x in wanted.items()}
+  )
   if difference:
     raise ValueError(
       f"{where} was written by another model or optimizer: in its item "
@@ -75,9 +72,18 @@ def check_same(where: str, item: str, saved: PyTree, wanted: PyTree) -> None:
     )
 
 
-def check_restored(where: str, restored: PyTree, wanted: PyTree) -> None:
-  """Raises a ValueError unless all came back as it was asked for."""
-  # Orbax casts dtypes and fills gaps without a word.
-  difference = trees.first_difference(restored, wanted)
+def _as_saved(x: Any) -> Any:
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    return jax.eval_shape(jax.random.key_data, x)
+  return x
+
+
+def check_restored(
+  where: str, restored: Mapping[Path, Any], wanted: Mapping[Path, Any]
+) -> None:
+  """Raises a ValueError unless all came back, by path, as it was asked for."""
+  # Orbax casts dtypes and fills gaps without a word. What kind of PRNG key it
+  # is, one sees only now.
+  difference = trees.difference_by_path(restored, wanted)
   if difference:
     raise ValueError(f"{where} was not restored faithfully: {difference}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -69,8 +70,18 @@ def first_difference(
     >>> first_difference({"a": {"b": jnp.ones(2)}}, {"a": {"b": jnp.ones(3)}})
     'a/b: shape (2,), where (3,) is expected'
   """
-  has = _leaves(given, none_is_leaf)
-  wants = _leaves(wanted, False)
+  return difference_by_path(
+    by_path(given, none_is_leaf), by_path(wanted), dtypes=dtypes
+  )
+
+
+def difference_by_path(
+  has: Mapping[tuple[str, ...], Any],
+  wants: Mapping[tuple[str, ...], Any],
+  *,
+  dtypes: bool = True,
+) -> str | None:
+  """Returns `first_difference` of two trees that are given as `by_path`."""
   for path, want in wants.items():
     where = "/".join(path) or "<root>"
     if path not in has:
@@ -114,14 +125,17 @@ def like(
     raise ValueError(
       f"{argument} must match the state, but differs at {difference}."
     )
-  leaves = _leaves(given, none_is_leaf)
+  leaves = by_path(given, none_is_leaf)
   return jax.tree.unflatten(
     jax.tree.structure(wanted),
-    [leaves[path] for path in _leaves(wanted, False)],
+    [leaves[path] for path in by_path(wanted)],
   )
 
 
-def _leaves(tree: PyTree, none_is_leaf: bool) -> dict[tuple[str, ...], Any]:
+def by_path(
+  tree: PyTree, none_is_leaf: bool = False
+) -> dict[tuple[str, ...], Any]:
+  """Returns the leaves of a tree by `path_strings`."""
   is_leaf = (lambda x: x is None) if none_is_leaf else None
   flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
   return {path_strings(path): leaf for path, leaf in flat}

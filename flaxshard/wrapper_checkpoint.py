@@ -6,7 +6,7 @@ number of replicas, a wrapper with `restart` begins at what was restored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 import dataclasses
 import logging
 from typing import Any
@@ -52,21 +52,12 @@ class Plan:
   counts: dict[str, int | None]
   item: dict[str, PyTree]
 
-  def args(self) -> ocp.args.PyTreeRestore | None:
-    """Returns the arguments to read the item with; None: nothing of it."""
-    if not any(x is not ocp.PLACEHOLDER for x in jax.tree.leaves(self.item)):
-      return None
-    return ocp.args.PyTreeRestore(
-      item=self.item,
-      restore_args=ocp.checkpoint_utils.construct_restore_args(self.item),
-    )
-
   def finish(self, plain: TrainState, read: PyTree) -> dict[str, PyTree]:
     """Returns the states of the wrappers.
 
     Args:
       plain: What was restored without the wrappers.
-      read: The item as `args` had it read.
+      read: What was read for `item`.
 
     Raises:
       ValueError: Something did not come back as it was saved, or `restart` of
@@ -74,8 +65,11 @@ class Plan:
     """
     states = dict(self.state.wrapper_states)
     for name in self.reads:
-      wanted = {name: states[name]}
-      templates.check_restored(self.where, {name: read[name]}, wanted)
+      templates.check_restored(
+        self.where,
+        trees.by_path({name: read[name]}),
+        trees.by_path({name: states[name]}),
+      )
       states[name] = read[name]
     for wrapper in self.state.wrappers:
       name = base.name_of(wrapper)
@@ -124,13 +118,19 @@ class Plan:
     )
 
 
-def plan(where: str, state: TrainState, saved: Mapping[str, PyTree]) -> Plan:
+def plan(
+  where: str,
+  state: TrainState,
+  saved: Mapping[str, PyTree],
+  elsewhere: Collection[str] = (),
+) -> Plan:
   """Compares the wrappers of a state with those of a checkpoint.
 
   Args:
     where: The directory of the checkpoint.
     state: The state that is restored into.
     saved: The metadata of the states on disk, by wrapper name.
+    elsewhere: The wrappers whose states come from another place.
 
   Raises:
     ValueError: A state on disk is another than that of `state`, in more than
@@ -139,7 +139,7 @@ def plan(where: str, state: TrainState, saved: Mapping[str, PyTree]) -> Plan:
   mine = nonempty(state.wrapper_states)
   able = {base.name_of(w): w for w in state.wrappers if hasattr(w, "restart")}
   counts: dict[str, int | None] = {}
-  for name in sorted(mine.keys() - saved.keys()):
+  for name in sorted(mine.keys() - saved.keys() - set(elsewhere)):
     begins = ""
     if name in able:
       counts[name] = None
@@ -160,7 +160,9 @@ def plan(where: str, state: TrainState, saved: Mapping[str, PyTree]) -> Plan:
       if had not in (None, _num_replicas(able[name], wanted)):
         wanted = _of_replicas(able[name], wanted, had)
         counts[name] = had
-    templates.check_same(where, ITEM, {name: theirs}, {name: wanted})
+    templates.check_same(
+      where, ITEM, trees.by_path({name: theirs}), trees.by_path({name: wanted})
+    )
     if name in counts:
       everywhere = templates.on_every_device(state)
       item[name] = _kept(able[name], wanted, everywhere)

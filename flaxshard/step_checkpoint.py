@@ -1,0 +1,286 @@
+"""One step of a checkpoint: what is written, and how it becomes a state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+import logging
+import os
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from flaxshard import divergence
+from flaxshard import fields
+from flaxshard import foreign_checkpoint
+from flaxshard import stored
+from flaxshard import templates
+from flaxshard import trees
+from flaxshard import values
+from flaxshard import wrapper_checkpoint
+from flaxshard.train_state import TrainState
+
+_log = logging.getLogger(__name__)
+
+PyTree = Any
+Path = tuple[str, ...]
+
+_WRAPPERS = wrapper_checkpoint.ITEM
+_LOSS_SCALE = foreign_checkpoint.LOSS_SCALE[-1]
+
+
+def save_args(
+  state: TrainState, *, plain_item: str = "default"
+) -> ocp.args.Composite:
+  """Returns what Orbax is to save of a state, for a manager of one's own.
+
+  The manager needs nothing special: `restore` reads what it wrote, in any
+  process. Items of one's own may be added to those returned.
+
+  Args:
+    state: The state. Of groups of replicas that differ, what replica 0 has is
+      saved, and the log says so.
+    plain_item: The item for what a plain Flax program has: `"default"`, where
+      Orbax's `CheckpointManager` has it, or `"state"`, as in Orbax v1.
+
+  Returns:
+    The arguments of the items: `plain_item` and, unless the wrappers have no
+    states, `wrappers`.
+
+  Raises:
+    TypeError: `state` is no `TrainState`, or a leaf of it is not an array.
+    ValueError: A leaf has no elements, or `plain_item` is another name.
+
+  Example:
+    >>> import flaxshard as fs, jax.numpy as jnp, optax, tempfile
+    >>> state = fs.TrainState.create(
+    ...     apply_fn=None, params={"w": jnp.ones(3)}, tx=optax.adam(0.1),
+    ...     wrappers=[fs.LossScale("dynamic")])
+    >>> with ocp.CheckpointManager(tempfile.mkdtemp()) as manager:
+    ...   saved = manager.save(1, args=fs.checkpoint.save_args(state))
+    ...   state = fs.checkpoint.restore(manager, state)
+  """
+  check_state(state)
+  check_plain_item(plain_item)
+  trees.check_arrays("state", state)
+  for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+    if 0 in np.shape(leaf):
+      # Orbax refuses it too, and then hangs when the process exits.
+      raise ValueError(
+        f"state[{trees.path_string(path)}] has no elements, shape "
+        f"{np.shape(leaf)}: Orbax cannot save that."
+      )
+  note = divergence.note(state)
+  if note:
+    _log.info("step %d: %s", int(state.step), note)
+    state = divergence.of_first_replica(state)
+  items: dict[str, Any] = {
+    plain_item: ocp.args.StandardSave(state.without_wrappers())
+  }
+  wrapper_states = wrapper_checkpoint.nonempty(state.wrapper_states)
+  if wrapper_states:
+    items[_WRAPPERS] = ocp.args.PyTreeSave(wrapper_states)
+  return ocp.args.Composite(**items)
+
+
+def restore(
+  manager: Any,
+  state: TrainState,
+  step: int | None = None,
+  *,
+  plain_item: str | None = None,
+) -> TrainState:
+  """Restores a checkpoint, whoever wrote it, into the shardings of `state`.
+
+  It may be of flaxshard or of a plain Flax program: by Orbax's
+  `CheckpointManager` or `StandardCheckpointer`, by Orbax v1, or by
+  `flax.training.checkpoints`, as Orbax's or as msgpack files. A field
+  `dynamic_scale` (Flax's `DynamicScale`) becomes the state of `LossScale`;
+  `optax.apply_if_finite` and `optax.MultiSteps` around the whole optimizer are
+  taken off, or start fresh, as `state` has them or not. What is left alone,
+  dropped or started fresh is told in the log.
+
+  Args:
+    manager: Orbax's manager, or a path: a directory of steps
+      (`1200`, `checkpoint_1200`), or one checkpoint.
+    state: A state of the same model and optimizer.
+    step: The step to restore; None is the latest.
+    plain_item: The item that the train state is in; None is the first there is
+      of `default`, `state` and `pytree`.
+
+  Returns:
+    The restored state; see `Checkpointer.restore`.
+
+  Raises:
+    TypeError: `state` is no `TrainState`.
+    ValueError: There is no such checkpoint, or its tree differs from `state`;
+      the message names the first path that differs. Nothing is cast or filled.
+  """
+  check_state(state)
+  plan = open_step(find(manager, step), plain_item).plan(state)
+  return plan.finish(plan.read())
+
+
+def find(manager: Any, step: int | None) -> stored.Directory:
+  """Returns where a step of a manager, or of a directory, lies."""
+  if isinstance(manager, (str, os.PathLike)):
+    path = stored.as_path(manager)
+    if step is None and stored.is_one(path):
+      return path
+    return stored.step_path(path, step)
+  if not hasattr(manager, "directory"):
+    raise TypeError(
+      f"manager must be an Orbax CheckpointManager or a path, got {manager!r}."
+    )
+  if hasattr(manager, "wait_until_finished"):
+    manager.wait_until_finished()  # the newest may be on its way
+  return stored.step_path(manager.directory, step)
+
+
+def check_state(state: Any) -> None:
+  """Raises a TypeError unless it is a state of ours."""
+  if not isinstance(state, TrainState):
+    raise TypeError(
+      f"state must be a flaxshard TrainState, got {type(state).__name__}."
+    )
+
+
+def check_plain_item(plain_item: Any) -> None:
+  """Raises a ValueError unless others find an item of that name."""
+  # Further items sort after these: Orbax v1 may take the first for the state.
+  if plain_item not in ("default", "state"):
+    raise ValueError(f"plain_item={plain_item!r}; allowed: 'default', 'state'.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+  """What lies in a step.
+
+  Attributes:
+    where: The step.
+    plain: The train state.
+    wrappers: Shapes and dtypes of the wrappers' states, by name.
+  """
+
+  where: stored.Directory
+  plain: stored.Tree
+  wrappers: Mapping[str, PyTree]
+
+  def plan(self, state: TrainState) -> Plan:
+    """Compares the step with the state that it is to be restored into.
+
+    Raises:
+      ValueError: They differ; the message names the first path.
+    """
+    where = str(self.where)
+    plain = state.without_wrappers()
+    wanted = trees.by_path(templates.abstract(plain))
+    mine = wrapper_checkpoint.nonempty(state.wrapper_states)
+    scale = mine.get(_LOSS_SCALE)
+    scales: dict[Path, Any] = {}
+    if scale is not None and _LOSS_SCALE not in self.wrappers:
+      abstract = trees.by_path(templates.abstract(scale, like=state))
+      scales = {
+        (*foreign_checkpoint.LOSS_SCALE, *path): x
+        for path, x in abstract.items()
+      }
+    moves = foreign_checkpoint.plan(self.plain.leaves, {**wanted, **scales})
+    wanted |= {path: scales[path] for path in moves.sources if path in scales}
+    has = {
+      path: wanted[path]
+      if isinstance(x, stored.Number) and x.fits(wanted.get(path, x))
+      else x
+      for path, x in moves.renamed(self.plain.leaves).items()
+    }
+    templates.check_same(
+      where,
+      self.plain.item,
+      has,
+      {path: x for path, x in wanted.items() if path not in moves.fresh},
+    )
+    elsewhere = {path[1] for path in moves.sources if path in scales}
+    wrappers = wrapper_checkpoint.plan(where, state, self.wrappers, elsewhere)
+    for note in moves.notes:
+      _log.info("%s: %s", where, note)
+    return Plan(self, state, plain, wanted, moves, wrappers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """What is read of a step, and where it goes.
+
+  Attributes:
+    opened: The step.
+    state: The state that is restored into.
+    plain: That without its wrappers.
+    wanted: What is to be there in the end, by path.
+    moves: Which saved leaf goes where.
+    wrappers: What becomes of the wrappers.
+  """
+
+  opened: Opened
+  state: TrainState
+  plain: TrainState
+  wanted: Mapping[Path, jax.ShapeDtypeStruct]
+  moves: foreign_checkpoint.Plan
+  wrappers: wrapper_checkpoint.Plan
+
+  def read(self) -> tuple[dict[Path, Any], PyTree]:
+    """Reads leaves by their saved paths, and the item of the wrappers."""
+    leaves = self.opened.plain.read(
+      {source: self.wanted[path] for path, source in self.moves.sources.items()}
+    )
+    directory = stored.items(self.opened.where).get(_WRAPPERS)
+    if directory is None:
+      return leaves, {}
+    return leaves, stored.read_item(directory, self.wrappers.item)
+
+  def finish(self, read: tuple[dict[Path, Any], PyTree]) -> TrainState:
+    """Returns the restored state.
+
+    Args:
+      read: What `read` returned.
+
+    Raises:
+      ValueError: Something did not come back as it was asked for.
+    """
+    leaves, wrapper_item = read
+    found = {path: leaves[s] for path, s in self.moves.sources.items()}
+    for path, x in trees.by_path(self.plain).items():
+      if path in self.moves.fresh:
+        found[path] = jax.device_put(x, self.wanted[path].sharding)
+    where = str(self.opened.where)
+    templates.check_restored(where, found, dict(self.wanted))
+    restored = jax.tree.unflatten(
+      jax.tree.structure(self.plain),
+      [found[path] for path in trees.by_path(self.plain)],
+    )
+    new = {
+      name: values.spread(getattr(restored, name), getattr(self.state, name))
+      for name in fields.data_names(self.plain)
+    }
+    if self.state.wrapper_states:
+      states = self.wrappers.finish(restored, wrapper_item)
+      scale = {
+        path[-1]: x
+        for path, x in found.items()
+        if path[:2] == foreign_checkpoint.LOSS_SCALE
+      }
+      if scale:
+        states[_LOSS_SCALE] = states[_LOSS_SCALE]._replace(**scale)
+      new["wrapper_states"] = states
+    return self.state.replace(**new)
+
+
+def open_step(where: stored.Directory, plain_item: str | None = None) -> Opened:
+  """Reads what lies in a step, without the values.
+
+  Raises:
+    ValueError: There is no train state in it.
+  """
+  plain = stored.plain(where, plain_item)
+  directory = stored.items(where).get(_WRAPPERS)
+  wrappers = {} if directory is None else stored.metadata(directory)
+  return Opened(stored.as_path(where), plain, wrappers)

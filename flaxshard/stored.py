@@ -1,0 +1,237 @@
+"""What lies on disk in one step of a checkpoint, whoever wrote it.
+
+    1200/default/, 1200/state/, 1200/pytree/   Orbax's managers, v0 and v1
+    1200/                                      Orbax's StandardCheckpointer
+    checkpoint_1200/, checkpoint_1200          Flax's own: Orbax, msgpack
+
+All but the last are read by the same handler: they differ in names only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import pathlib
+import re
+from typing import Any
+
+from flax import serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from flaxshard import trees
+
+PyTree = Any
+Path = tuple[str, ...]
+# A pathlib.Path, or what a manager has in its place for a bucket.
+Directory = Any
+
+PLAIN_ITEMS = ("default", "state", "pytree")
+_METADATA = "_METADATA"
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+  """A Python number on disk: it has a value, but no dtype of its own.
+
+  Attributes:
+    dtype: The widest of its kind.
+  """
+
+  dtype: Any
+  shape: tuple[int, ...] = ()
+
+  def fits(self, wanted: Any) -> bool:
+    """Whether a scalar of the wanted dtype may have its value."""
+    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    return tuple(wanted.shape) == () and any(
+      jnp.issubdtype(self.dtype, kind) and jnp.issubdtype(wanted.dtype, kind)
+      for kind in kinds
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+  """A tree on disk.
+
+  Attributes:
+    item: The name of the item that it is, or of its file.
+    leaves: What has a shape and a dtype, and `Number`s, by path. PRNG keys are
+      the integers that lie on disk.
+    read: Reads leaves: given shapes, dtypes and shardings of some by path, it
+      returns those arrays. It may return them in another dtype than asked for.
+  """
+
+  item: str
+  leaves: Mapping[Path, Any]
+  read: Callable[[Mapping[Path, jax.ShapeDtypeStruct]], dict[Path, Any]]
+
+
+def as_path(path: Any) -> Directory:
+  """Returns a string as a path; a path is one already."""
+  return path if hasattr(path, "iterdir") else pathlib.Path(path)
+
+
+def step_path(directory: Directory, step: int | None) -> Directory:
+  """Returns where a step lies in a directory of them; None is the newest.
+
+  Raises:
+    ValueError: There is no such step.
+  """
+  directory = as_path(directory)
+  found: dict[int, Directory] = {}
+  if directory.is_dir():
+    for path in sorted(directory.iterdir()):
+      # Also with a prefix and zeros in front, as managers can be told.
+      match = re.fullmatch(r"(?:[A-Za-z]\w*[_-])?(\d+)", path.name)
+      if match:
+        found[int(match[1])] = path
+  wanted = max(found, default=None) if step is None else step
+  if wanted not in found:
+    raise ValueError(
+      f"no checkpoint of step {wanted} in {directory}; there are "
+      f"{sorted(found)}."
+    )
+  return found[wanted]
+
+
+def is_one(path: Directory) -> bool:
+  """Whether a path is one checkpoint, and not a directory of several."""
+  path = as_path(path)
+  return path.is_file() or (path / _METADATA).exists() or bool(items(path))
+
+
+def items(where: Directory) -> dict[str, Directory]:
+  """Returns the trees that Orbax wrote into a step, by name."""
+  where = as_path(where)
+  if not where.is_dir():
+    return {}
+  return {
+    path.name: path
+    for path in sorted(where.iterdir())
+    if (path / _METADATA).exists()
+  }
+
+
+def plain(where: Directory, item: str | None = None) -> Tree:
+  """Returns the train state of a step.
+
+  Args:
+    where: The directory of the step, or the file.
+    item: The item that it is in; None looks for one.
+
+  Raises:
+    ValueError: There is none, or it cannot be read.
+  """
+  where = as_path(where)
+  if where.is_file():
+    return _msgpack_tree(where)
+  if item is None and (where / _METADATA).exists():
+    return orbax_tree(where, where.name)
+  there = items(where)
+  names = PLAIN_ITEMS if item is None else (item,)
+  for name in names:
+    if name in there:
+      return orbax_tree(there[name], name)
+  raise ValueError(
+    f"{where} has no train state in an item {' or '.join(map(repr, names))}; "
+    f"there are {sorted(there)}."
+  )
+
+
+def orbax_tree(directory: Directory, item: str) -> Tree:
+  """Returns a tree that Orbax wrote."""
+  saved = metadata(directory)
+  leaves = {
+    path: Number(x.dtype) if _is_number(x) else x
+    for path, x in trees.by_path(saved).items()
+  }
+
+  def read(
+    wanted: Mapping[Path, jax.ShapeDtypeStruct],
+  ) -> dict[Path, Any]:
+    def one(path: Any, x: Any) -> Any:
+      asked = wanted.get(trees.path_strings(path))
+      if asked is None:
+        return ocp.PLACEHOLDER
+      return x.dtype.type(0).item() if _is_number(x) else asked
+
+    tree = jax.tree_util.tree_map_with_path(one, saved)
+    found = trees.by_path(read_item(directory, tree))
+    return {
+      path: _placed("/".join(path), found[path], asked)
+      for path, asked in wanted.items()
+    }
+
+  return Tree(item, leaves, read)
+
+
+def metadata(directory: Directory) -> PyTree:
+  """Returns shapes and dtypes of what lies in an item."""
+  handler = ocp.PyTreeCheckpointHandler()
+  return handler.metadata(as_path(directory)).tree
+
+
+def read_item(directory: Directory, item: PyTree) -> PyTree:
+  """Reads what an item asks for; `ocp.PLACEHOLDER` is left out."""
+  if all(x is ocp.PLACEHOLDER for x in jax.tree.leaves(item)):
+    return item
+  return ocp.PyTreeCheckpointHandler().restore(
+    as_path(directory),
+    args=ocp.args.PyTreeRestore(
+      item=item,
+      restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+    ),
+  )
+
+
+def _is_number(x: Any) -> bool:
+  return isinstance(x, ocp.metadata.value.ScalarMetadata)
+
+
+def _msgpack_tree(file: Directory) -> Tree:
+  try:
+    saved = serialization.msgpack_restore(file.read_bytes())
+    found = trees.by_path(saved)
+  except Exception as e:  # whatever msgpack makes of another kind of file
+    raise ValueError(f"{file} is no checkpoint of Flax: {e}") from e
+  leaves: dict[Path, Any] = {}
+  for path, x in found.items():
+    if isinstance(x, (bool, int, float, complex)):
+      leaves[path] = Number(np.result_type(type(x)))
+    elif isinstance(x, (np.ndarray, np.generic)):
+      leaves[path] = jax.ShapeDtypeStruct(np.shape(x), x.dtype)
+    else:
+      raise ValueError(
+        f"{file}: {'/'.join(path)} must be an array, got {x!r}: what Flax "
+        "wrote from several processes cannot be read."
+      )
+
+  def read(
+    wanted: Mapping[Path, jax.ShapeDtypeStruct],
+  ) -> dict[Path, Any]:
+    return {
+      path: _placed("/".join(path), found[path], asked)
+      for path, asked in wanted.items()
+    }
+
+  return Tree(file.name, leaves, read)
+
+
+def _placed(name: str, x: Any, asked: jax.ShapeDtypeStruct) -> Any:
+  """Returns what was read as an array that lies as asked for."""
+  if isinstance(x, jax.Array):
+    return x
+  if not isinstance(x, (np.ndarray, np.generic)):
+    number = np.asarray(x, asked.dtype)
+    if number.item() != x:
+      raise ValueError(f"{name}: {x!r} is not exact in {asked.dtype}.")
+    x = number
+  if asked.sharding is None:
+    return jnp.asarray(x)
+  # Each device is handed its own part.
+  return jax.make_array_from_callback(
+    np.shape(x), asked.sharding, lambda index: x[index]
+  )
