@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 
+from factors import factorizations
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -31,18 +32,6 @@ X = np.arange(32, dtype=np.float32).reshape(8, 4)
 
 def batch(mesh=MESH, x=X):
   return jax.device_put(x, NamedSharding(mesh, P("replica")))
-
-
-def factorizations(count, rank):
-  """Every tuple of `rank` positive integers with that product."""
-  if rank == 1:
-    return [(count,)]
-  return [
-    (first, *rest)
-    for first in range(1, count + 1)
-    if count % first == 0
-    for rest in factorizations(count // first, rank - 1)
-  ]
 
 
 def tensor(pieces):

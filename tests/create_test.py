@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import plain_wrapper
 import pytest
 
 import flaxshard as fs
@@ -54,25 +55,13 @@ def assert_same(a, b):
 
 
 @dataclasses.dataclass(frozen=True)
-class Local:
+class Local(plain_wrapper.Plain):
   """A wrapper with a copy of the parameters for each replica."""
 
   specs: Any = None
 
   def init(self, params, tx):
     return {"local": params, "count": 0}
-
-  def working_params(self, state, params):
-    return params
-
-  def scale_loss(self, state, loss):
-    return loss
-
-  def unscale_gradients(self, state, grads):
-    return grads
-
-  def apply(self, state, target, grads, next):
-    return next(target, grads), state
 
   def partition_specs(self, state):
     if self.specs is not None:

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import pathlib
-import time
 
 import jax
 import numpy as np
@@ -343,14 +342,11 @@ def test_builds_that_are_refused(arguments, error, message):
     ((16, 20, 28, 1), 1, "ring"),
   ],
 )
-def test_a_full_slice_is_laid_out_at_once(shape, num_replicas, mode):
+def test_a_full_slice_is_laid_out_on_every_chip(shape, num_replicas, mode):
   topology = fs.Topology((16, 20, 28, 1))
-  seconds = []
-  for _ in range(3):
-    start = time.perf_counter()
-    assignment = fs.DeviceAssignment.build(
-      topology, shape, num_replicas=num_replicas, device_order_mode=mode
-    )
-    seconds.append(time.perf_counter() - start)
+  assignment = fs.DeviceAssignment.build(
+    topology, shape, num_replicas=num_replicas, device_order_mode=mode
+  )
   assert assignment.core_assignment.shape[:2] == (num_replicas, np.prod(shape))
-  assert min(seconds) < 0.1
+  chips = assignment.core_assignment.reshape(-1, 4)
+  assert len(np.unique(chips, axis=0)) == num_replicas * np.prod(shape)

@@ -5,6 +5,7 @@ import itertools
 import math
 import types
 
+from factors import factorizations
 import jax
 import numpy as np
 import pytest
@@ -36,18 +37,6 @@ def devices(*shape):
 
 def ids(array):
   return [[d.id for d in row] for row in array]
-
-
-def factorizations(count, rank):
-  """Every tuple of `rank` positive integers with that product."""
-  if rank == 1:
-    return [(count,)]
-  return [
-    (first, *rest)
-    for first in range(1, count + 1)
-    if count % first == 0
-    for rest in factorizations(count // first, rank - 1)
-  ]
 
 
 # make

@@ -5,37 +5,14 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
+from plain_wrapper import Plain
 import pytest
 
 import flaxshard as fs
 from flaxshard.wrappers import base
 from flaxshard.wrappers import Wrapper
-
-
-@dataclasses.dataclass(frozen=True)
-class Plain:
-  """Changes nothing; the others override what they are about."""
-
-  def init(self, params, tx):
-    return ()
-
-  def working_params(self, state, params):
-    return params
-
-  def scale_loss(self, state, loss):
-    return loss
-
-  def unscale_gradients(self, state, grads):
-    return grads
-
-  def apply(self, state, target, grads, next):
-    return next(target, grads), state
-
-  def partition_specs(self, state):
-    return jax.tree.map(lambda _: P(), state)
 
 
 @dataclasses.dataclass(frozen=True)

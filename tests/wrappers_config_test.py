@@ -3,8 +3,8 @@
 import dataclasses
 import json
 
-import jax
 import ml_collections
+from plain_wrapper import Plain
 import pytest
 
 import flaxshard as fs
@@ -13,30 +13,12 @@ from flaxshard.wrappers import to_config
 
 
 @dataclasses.dataclass(frozen=True)
-class Mine:
+class Mine(Plain):
   """A wrapper of the user's, with a tuple and an argument that is not one."""
 
   factors: tuple[float, ...] = (1.0,)
   rule: fs.DynamicLossScale | None = None
   made: int = dataclasses.field(default=3, init=False)
-
-  def init(self, params, tx):
-    return ()
-
-  def working_params(self, state, params):
-    return params
-
-  def scale_loss(self, state, loss):
-    return loss
-
-  def unscale_gradients(self, state, grads):
-    return grads
-
-  def apply(self, state, target, grads, next):
-    return next(target, grads), state
-
-  def partition_specs(self, state):
-    return jax.tree.map(lambda _: jax.sharding.PartitionSpec(), state)
 
 
 @pytest.fixture

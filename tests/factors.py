@@ -1,0 +1,13 @@
+"""Numbers as products, for tests of meshes."""
+
+
+def factorizations(count, rank):
+  """Every tuple of `rank` positive integers with that product."""
+  if rank == 1:
+    return [(count,)]
+  return [
+    (first, *rest)
+    for first in range(1, count + 1)
+    if count % first == 0
+    for rest in factorizations(count // first, rank - 1)
+  ]
