@@ -1,0 +1,170 @@
+"""The step that AGN's benchmarks take, and what its compiled program sends."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any
+import warnings
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import flaxshard as fs
+
+REPLICAS = 8
+PERIODS = (1, 4, 10, 40)
+COMMITS = ("sequential", "mean", "sum")
+BLOCK = max(PERIODS)  # steps: whole periods of every variant
+
+_KINDS = (
+  "all-reduce",
+  "all-gather",
+  "all-to-all",
+  "collective-permute",
+  "reduce-scatter",
+)
+
+
+class Mlp(nn.Module):
+  """Hidden layers of one width, and ten logits."""
+
+  features: int
+  layers: int
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns ten logits."""
+    for _ in range(self.layers):
+      x = nn.relu(nn.Dense(self.features)(x))
+    return nn.Dense(10)(x)
+
+
+def step(state: Any, batch: Any) -> Any:
+  def loss_fn(params: Any) -> jax.Array:
+    logits = state.apply_fn({"params": params}, batch["x"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    return losses.mean()
+
+  loss, grads = state.value_and_grad(loss_fn)
+  return state.apply_gradients(grads=grads), loss
+
+
+def create(
+  strategy: fs.Strategy, model: Any, tx: Any, wrapper: Any, seed: int = 0
+) -> Any:
+  params = _init(model, seed)
+  with warnings.catch_warnings():  # of periods too short, on purpose here
+    warnings.simplefilter("ignore")
+    return fs.TrainState.create(
+      apply_fn=model.apply,
+      params=params,
+      tx=tx,
+      wrappers=[wrapper],
+      strategy=strategy,
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _init(model: Any, seed: int) -> Any:
+  return model.init(jax.random.key(seed), jnp.zeros((1, 64)))["params"]
+
+
+def print_head(line: str) -> None:
+  print(f"{line}\n{re.sub(r'[^|]', '-', line)}")
+
+
+def num_bytes(tree: Any) -> int:
+  return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+  """Bytes of a step on one device.
+
+  Attributes:
+    operands: Of its collectives.
+    sent: Sent, where all of them go around a ring.
+  """
+
+  operands: float = 0.0
+  sent: float = 0.0
+
+  def __add__(self, other: Traffic) -> Traffic:
+    """Returns the traffic of both."""
+    return Traffic(self.operands + other.operands, self.sent + other.sent)
+
+  def times(self, count: float) -> Traffic:
+    """Returns the traffic of so many."""
+    return Traffic(count * self.operands, count * self.sent)
+
+
+def traffic(text: str, replicas: int, period: int) -> Traffic:
+  """Returns the traffic of a step, from its compiled program.
+
+  Loops count as often as they go around; what is in a conditional, its larger
+  branch, once a period.
+  """
+  lines: dict[str, list[str]] = {}
+  current = entry = ""
+  for line in text.splitlines():
+    header = re.match(r"(ENTRY )?%?(\S+) \(.*\{$", line)
+    if header:
+      current = header[2]
+      lines[current] = []
+      entry = current if header[1] else entry
+    elif " = " in line:
+      lines[current].append(line)
+
+  def of(name: str) -> tuple[Traffic, Traffic]:
+    """Returns what is sent always, and what in conditionals."""
+    always, seldom = Traffic(), Traffic()
+    for line in lines[name]:
+      always += _collective(line, replicas)
+      count = 1
+      if " while(" in line:
+        found = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+        if found is None:
+          raise ValueError(f"a loop of unknown length: {line.strip()[:200]}")
+        count = int(found[1])
+      for called in re.findall(r"(?:calls|to_apply|body)=%?([\w.\-]+)", line):
+        often, rarely = of(called)
+        always += often.times(count)
+        seldom += rarely.times(count)
+      branches = re.findall(
+        r"(?:true_computation|false_computation)=%?([\w.\-]+)", line
+      )
+      for some in re.findall(r"branch_computations=\{([^}]*)\}", line):
+        branches += [n.strip().lstrip("%") for n in some.split(",")]
+      if branches:
+        sums = [often + rarely for often, rarely in map(of, branches)]
+        seldom += max(sums, key=lambda t: t.operands)
+    return always, seldom
+
+  always, seldom = of(entry)
+  return always + seldom.times(1 / period)
+
+
+def _collective(line: str, replicas: int) -> Traffic:
+  match = re.search(rf" = (.*?) ({'|'.join(_KINDS)})(?:-start)?\(", line)
+  if not match:
+    return Traffic()
+  out = sum(
+    (1 if kind == "pred" else int(bits) // 8)
+    * int(np.prod([int(n) for n in shape.split(",") if n]))
+    for kind, bits, shape in re.findall(
+      r"(pred|bf|f|s|u)(\d*)\[([\d,]*)\]", match[1]
+    )
+  )
+  others = replicas - 1
+  if match[2] == "all-reduce":
+    return Traffic(out, 2 * out * others / replicas)
+  if match[2] == "all-gather":  # a part each, passed on to all
+    return Traffic(out / replicas, out * others / replicas)
+  if match[2] == "all-to-all":
+    return Traffic(out, out * others / replicas)
+  raise ValueError(f"not reckoned with: {line.strip()[:200]}")
