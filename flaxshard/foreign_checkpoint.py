@@ -21,6 +21,8 @@ _DYNAMIC_SCALE_LEAVES = {
   (_DYNAMIC_SCALE, "scale"),
 }
 _OPT_STATE: Path = ("opt_state",)
+# Where the array is in nnx.Variable and nn.Partitioned, if they were saved.
+_BOX = "value"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +143,8 @@ def plan(saved: Mapping[Path, Any], wanted: Mapping[Path, Any]) -> Plan:
       if path[:length] in places:
         source = (*places[path[:length]], *path[length:])
         break
+    if source not in saved:
+      source = (*source, _BOX)
     if source in saved and source not in dropped:
       sources[path] = source
   return Plan(sources, frozenset(fresh), frozenset(dropped), tuple(notes))

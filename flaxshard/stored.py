@@ -30,6 +30,8 @@ Directory = Any
 
 PLAIN_ITEMS = ("default", "state", "pytree")
 _METADATA = "_METADATA"
+# Also with a prefix and zeros in front, as managers can be told.
+_STEP = re.compile(r"(?:[A-Za-z]\w*[_-])?(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +86,7 @@ def step_path(directory: Directory, step: int | None) -> Directory:
   found: dict[int, Directory] = {}
   if directory.is_dir():
     for path in sorted(directory.iterdir()):
-      # Also with a prefix and zeros in front, as managers can be told.
-      match = re.fullmatch(r"(?:[A-Za-z]\w*[_-])?(\d+)", path.name)
-      if match:
+      if match := _STEP.fullmatch(path.name):
         found[int(match[1])] = path
   wanted = max(found, default=None) if step is None else step
   if wanted not in found:
@@ -100,7 +100,9 @@ def step_path(directory: Directory, step: int | None) -> Directory:
 def is_one(path: Directory) -> bool:
   """Whether a path is one checkpoint, and not a directory of several."""
   path = as_path(path)
-  return path.is_file() or (path / _METADATA).exists() or bool(items(path))
+  if path.is_file() or (path / _METADATA).exists():
+    return True
+  return any(not _STEP.fullmatch(name) for name in items(path))
 
 
 def items(where: Directory) -> dict[str, Directory]:
@@ -225,7 +227,7 @@ def _placed(name: str, x: Any, asked: jax.ShapeDtypeStruct) -> Any:
   if isinstance(x, jax.Array):
     return x
   if not isinstance(x, (np.ndarray, np.generic)):
-    number = np.asarray(x, asked.dtype)
+    number = np.asarray(x).astype(asked.dtype)
     if number.item() != x:
       raise ValueError(f"{name}: {x!r} is not exact in {asked.dtype}.")
     x = number

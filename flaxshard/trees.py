@@ -32,6 +32,10 @@ def _shape_of(leaf: Any) -> tuple[int, ...]:
   return tuple(leaf.shape) if hasattr(leaf, "shape") else jnp.shape(leaf)
 
 
+def _is_key(dtype: Any) -> bool:
+  return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def check_arrays(argument: str, tree: PyTree) -> None:
   """Raises a TypeError, with its path, at a leaf that is not an array."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -90,7 +94,8 @@ def difference_by_path(
     if leaf is None:
       continue
     shape, dtype = _shape_of(leaf), dtype_of(leaf)
-    if shape != _shape_of(want):
+    told_by_dtype = dtypes and _is_key(dtype) != _is_key(dtype_of(want))
+    if not told_by_dtype and shape != _shape_of(want):
       return f"{where}: shape {shape}, where {_shape_of(want)} is expected"
     if dtypes and dtype != dtype_of(want):
       return f"{where}: dtype {dtype}, where {dtype_of(want)} is expected"
