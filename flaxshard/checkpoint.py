@@ -352,3 +352,9 @@ class _Position:
 
 def _json(state: Any) -> bytes:
   return json.dumps(state, indent=4).encode()
+
+
+if __name__ == "__main__":
+  from flaxshard import inspect_checkpoint
+
+  raise SystemExit(inspect_checkpoint.main())

@@ -14,6 +14,7 @@ MODULES = {
   "flaxshard.distribute": 3,
   "flaxshard.elementwise": 1,
   "flaxshard.divergence": 1,
+  "flaxshard.integrity": 1,
   "flaxshard.logical_devices": 2,
   "flaxshard.models": 1,
   "flaxshard.models.cnn": 1,

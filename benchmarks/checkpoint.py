@@ -1,0 +1,125 @@
+"""What a checkpoint costs: the time `save` blocks, and all of it.
+
+  python benchmarks/checkpoint.py
+  python benchmarks/checkpoint.py --megabytes 100 --rounds 20
+
+The same parameters, Adam state and state of `LossScale`, saved by
+`flaxshard.Checkpointer` and by Orbax's own asynchronous `CheckpointManager`,
+one after the other in turns, in one process. Each save is waited for before the
+next begins. Then what was saved is verified, and restored.
+"""
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+import flaxshard as fs
+from flaxshard import integrity
+
+
+def make_state(megabytes: float, layers: int) -> fs.TrainState:
+  """Returns parameters, and twice as much of Adam: so many MB in all."""
+  width = int((megabytes * 1e6 / 12 / layers) ** 0.5)
+  keys = jax.random.split(jax.random.key(0), layers)
+  params = {
+    f"layer_{i}": jax.random.normal(key, (width, width))
+    for i, key in enumerate(keys)
+  }
+  state = fs.TrainState.create(
+    apply_fn=None,
+    params=params,
+    tx=optax.adam(1e-3),
+    wrappers=[fs.LossScale("dynamic")],
+  )
+  # Random numbers in all of it, which compression makes no smaller.
+  return jax.block_until_ready(
+    jax.jit(lambda s: s.apply_gradients(grads=s.params))(state)
+  )
+
+
+def saved_by_orbax(state, directory, step):
+  """Returns the seconds that a save blocks, and until it is on disk."""
+  with ocp.CheckpointManager(directory) as manager:
+    start = time.perf_counter()
+    manager.save(
+      step,
+      args=ocp.args.Composite(
+        default=ocp.args.StandardSave(state.without_wrappers()),
+        wrappers=ocp.args.StandardSave(state.wrapper_states),
+      ),
+    )
+    blocked = time.perf_counter()
+    manager.wait_until_finished()
+    return blocked - start, time.perf_counter() - start
+
+
+def saved_by_us(state, directory, step):
+  with fs.Checkpointer(directory) as checkpointer:
+    start = time.perf_counter()
+    checkpointer.save(step, state)
+    blocked = time.perf_counter()
+    checkpointer.wait()
+    return blocked - start, time.perf_counter() - start
+
+
+def row(name, seconds, ratios):
+  low, middle, high = np.percentile(ratios, (25, 50, 75))
+  print(
+    f"| {name:>18} | {np.median(seconds):8.3f} s | "
+    f"{middle:5.2f} ({low:.2f}-{high:.2f}) |"
+  )
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--megabytes", type=float, default=400)
+  parser.add_argument("--layers", type=int, default=12)
+  parser.add_argument("--rounds", type=int, default=15)
+  args = parser.parse_args()
+  state = make_state(args.megabytes, args.layers)
+  size = sum(x.nbytes for x in jax.tree.leaves(state.without_wrappers()))
+  ways = {"Orbax": saved_by_orbax, "flaxshard": saved_by_us}
+  blocked = {name: [] for name in ways}
+  total = {name: [] for name in ways}
+  verifying, restoring = [], []
+  with tempfile.TemporaryDirectory() as folder:
+    for i in range(args.rounds + 1):
+      # Each goes first in every other round.
+      for name in sorted(ways, reverse=bool(i % 2)):
+        directory = os.path.join(folder, name)
+        times = ways[name](state, directory, 1)
+        if name == "flaxshard":
+          start = time.perf_counter()
+          assert integrity.verify(os.path.join(directory, "1"))
+          verified = time.perf_counter() - start
+          with fs.Checkpointer(directory) as checkpointer:
+            start = time.perf_counter()
+            jax.block_until_ready(checkpointer.restore(state))
+            restored = time.perf_counter() - start
+        shutil.rmtree(directory)
+        if not i:
+          continue  # the first round makes threads and caches
+        blocked[name].append(times[0])
+        total[name].append(times[1])
+        if name == "flaxshard":
+          verifying.append(verified)
+          restoring.append(restored)
+  ratios = lambda t: np.divide(t["flaxshard"], t["Orbax"])
+  print(f"{size / 1e6:.0f} MB, {args.rounds} rounds, medians.\n")
+  for label, times in (("blocked", blocked), ("on disk", total)):
+    row(f"Orbax, {label}", times["Orbax"], np.ones(args.rounds))
+    row(f"flaxshard, {label}", times["flaxshard"], ratios(times))
+  share = np.divide(verifying, restoring)
+  row("restore", restoring, np.ones(args.rounds))
+  row("of it, verify", verifying, share)
+
+
+if __name__ == "__main__":
+  main()
