@@ -1,0 +1,406 @@
+"""Checkpoints of older layouts: Flax's DynamicScale, optax's own wrappers."""
+
+import functools
+import logging
+from typing import Any
+
+import flax
+from flax.training import checkpoints
+from flax.training import dynamic_scale as dynamic_scale_lib
+from flax.training import train_state as flax_train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import flaxshard as fs
+from flaxshard import foreign_checkpoint
+
+STEP = 7
+ADAM = optax.adam(0.125)
+PARAMS = {
+  "w": np.arange(8, dtype=np.float32).reshape(2, 4),
+  "half": np.ones(3, np.float16),
+}
+SCALED = fs.LossScale("dynamic")
+
+
+class FlaxState(flax_train_state.TrainState):
+  """As in Flax's ImageNet and WMT examples."""
+
+  dynamic_scale: Any = None
+
+
+def flax_state(tx=ADAM, dynamic_scale=None, params=PARAMS, **fields):
+  """A state in which no leaf is what it began with."""
+  params = jax.tree.map(jnp.asarray, params)
+  state = FlaxState.create(
+    apply_fn=None, params=params, tx=tx, dynamic_scale=dynamic_scale
+  )
+  step = jax.jit(lambda s: s.apply_gradients(grads=s.params))
+  for _ in range(3):
+    state = step(state)
+  return state.replace(**fields)
+
+
+def ours(tx=ADAM, wrappers=(SCALED,), **kwargs):
+  params = jax.tree.map(lambda x: jnp.zeros_like(jnp.asarray(x)), PARAMS)
+  return fs.TrainState.create(
+    apply_fn=None, params=params, tx=tx, wrappers=wrappers, **kwargs
+  )
+
+
+def scaled_steps(state):
+  """Two finite steps of Flax's DynamicScale, and one that overflows first."""
+
+  @jax.jit
+  def step(state, x):
+    grad_fn = state.dynamic_scale.value_and_grad(lambda p: (p["w"] * x).sum())
+    scale, finite, _, grads = grad_fn(state.params)
+    # It unscales in float32, and the slots of float16 would become that.
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+    new = state.apply_gradients(grads=grads)
+    keep = lambda a, b: jnp.where(finite, a, b)
+    return new.replace(
+      params=jax.tree.map(keep, new.params, state.params),
+      opt_state=jax.tree.map(keep, new.opt_state, state.opt_state),
+      dynamic_scale=scale,
+    )
+
+  for x in (np.inf, 1.0, 1.0):
+    state = step(state, np.float32(x))
+  return state
+
+
+def save_v0(path, state):
+  with ocp.CheckpointManager(path) as manager:
+    manager.save(STEP, args=ocp.args.StandardSave(state))
+
+
+def save_flax(path, state):
+  checkpoints.save_checkpoint(str(path), jax.device_get(state), STEP)
+
+
+def save_msgpack(path, state):
+  was = flax.config.flax_use_orbax_checkpointing
+  flax.config.update("flax_use_orbax_checkpointing", False)
+  try:
+    save_flax(path, state)
+  finally:
+    flax.config.update("flax_use_orbax_checkpointing", was)
+  assert (path / f"checkpoint_{STEP}").is_file()
+
+
+SAVES = {"orbax": save_v0, "flax": save_flax, "msgpack": save_msgpack}
+
+
+@pytest.fixture(params=list(SAVES))
+def save(request):
+  return SAVES[request.param]
+
+
+def assert_same(given, wanted):
+  given, wanted = jax.tree.leaves(given), jax.tree.leaves(wanted)
+  for x, y in zip(given, wanted, strict=True):
+    assert isinstance(x, jax.Array)
+    assert x.dtype == jnp.asarray(y).dtype and not x.weak_type
+    np.testing.assert_array_equal(x, y)
+
+
+@pytest.fixture
+def told(caplog):
+  caplog.set_level(logging.INFO, "flaxshard")
+  return lambda: [
+    r.getMessage().split(": ", 1)[-1]
+    for r in caplog.records
+    if r.name.startswith("flaxshard")
+  ]
+
+
+# A field `dynamic_scale`.
+
+
+def test_dynamic_scale_becomes_loss_scale(save, tmp_path, told):
+  plain = scaled_steps(
+    flax_state(dynamic_scale=dynamic_scale_lib.DynamicScale())
+  )
+  assert float(plain.dynamic_scale.scale) == 2.0**15
+  assert int(plain.dynamic_scale.fin_steps) == 2
+  save(tmp_path, plain)
+  restored = fs.checkpoint.restore(tmp_path, ours())
+  for field in ("step", "params", "opt_state"):
+    assert_same(getattr(restored, field), getattr(plain, field))
+  scale = restored.wrapper_states["loss_scale"]
+  assert_same(
+    scale, type(scale)(np.float32(2.0**15), *map(np.int32, (2, 0, 0)))
+  )
+  assert told() == [
+    "its field 'dynamic_scale' becomes the state of wrapper 'loss_scale'"
+  ]
+  # And it goes on from there.
+  step = jax.jit(lambda s: s.minimize(lambda p: (p["w"] ** 2).sum())[0])
+  new = step(restored)
+  assert int(new.wrapper_states["loss_scale"].good_steps) == 3
+
+
+def test_dynamic_scale_that_was_never_used(save, tmp_path):
+  # Its counter and scale are Python numbers then.
+  scale = dynamic_scale_lib.DynamicScale(scale=1024.0)
+  save(tmp_path, flax_state(dynamic_scale=scale))
+  restored = fs.checkpoint.restore(tmp_path, ours())
+  scale = restored.wrapper_states["loss_scale"]
+  assert_same(scale, type(scale)(np.float32(1024), *map(np.int32, (0, 0, 0))))
+
+
+@pytest.mark.parametrize("wrappers", [(), (fs.LossScale("auto"),)])
+def test_dynamic_scale_without_loss_scale(wrappers, tmp_path, told):
+  scale = dynamic_scale_lib.DynamicScale()
+  plain = flax_state(dynamic_scale=scale, params={"w": PARAMS["w"]})
+  save_v0(tmp_path, plain)
+  state = fs.TrainState.create(
+    apply_fn=None, params={"w": jnp.zeros((2, 4))}, tx=ADAM, wrappers=wrappers
+  )
+  # An "auto" that finds nothing to scale has no state either.
+  assert not jax.tree.leaves(state.wrapper_states)
+  restored = fs.checkpoint.restore(tmp_path, state)
+  assert_same(restored.params["w"], plain.params["w"])
+  assert told() == ["it has a field 'dynamic_scale': left alone"]
+
+
+def test_without_dynamic_scale_the_wrapper_starts_fresh(save, tmp_path, told):
+  save(tmp_path, flax_state())  # the field is None: float32, say
+  restored = fs.checkpoint.restore(tmp_path, ours())
+  assert float(restored.wrapper_states["loss_scale"].scale) == 2.0**15
+  assert told() == ["it starts fresh"]
+
+
+def test_a_state_that_has_the_field_itself(tmp_path, told):
+  scale = dynamic_scale_lib.DynamicScale(
+    fin_steps=jnp.int32(5), scale=jnp.float32(8.0)
+  )
+  save_v0(tmp_path, flax_state(dynamic_scale=scale))
+  fresh = dynamic_scale_lib.DynamicScale(
+    fin_steps=jnp.int32(0), scale=jnp.float32(1.0)
+  )
+  state = ours(wrappers=(), dynamic_scale=fresh)
+  restored = fs.checkpoint.restore(tmp_path, state)
+  assert_same(restored.dynamic_scale, scale)
+  assert told() == []
+
+
+def test_a_dynamic_scale_of_another_layout(tmp_path):
+  save_v0(tmp_path, flax_state(dynamic_scale={"factor": jnp.float32(2.0)}))
+  with pytest.raises(
+    ValueError, match=r"dynamic_scale/factor: float32\[\], where nothing is exp"
+  ):
+    fs.checkpoint.restore(tmp_path, ours())
+
+
+# optax's wrappers around the whole optimizer.
+
+
+def finite(tx):
+  return optax.apply_if_finite(tx, 3)
+
+
+def multi(tx):
+  return optax.MultiSteps(tx, 2)
+
+
+def skipping(tx):
+  return optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite)
+
+
+AROUND = {
+  "bare": lambda tx: tx,
+  "finite": finite,
+  "multi": multi,
+  "skipping": skipping,
+  "multi_in_finite": lambda tx: finite(multi(tx)),
+  "finite_in_multi": lambda tx: multi(finite(tx)),
+}
+NAMES = {"finite": "optax.apply_if_finite", "multi": "optax.MultiSteps"}
+
+
+def kinds(name):
+  return {
+    NAMES[part.replace("skipping", "multi")]
+    for part in name.split("_in_")
+    if part != "bare"
+  }
+
+
+def layers(opt_state):
+  """Returns the states around an optimizer by kind, and the optimizer's."""
+  found = {}
+  while True:
+    if hasattr(opt_state, "total_notfinite"):
+      found["optax.apply_if_finite"] = opt_state._replace(inner_state=())
+      opt_state = opt_state.inner_state
+    elif hasattr(opt_state, "acc_grads"):
+      found["optax.MultiSteps"] = opt_state._replace(inner_opt_state=())
+      opt_state = opt_state.inner_opt_state
+    else:
+      return found, opt_state
+
+
+@functools.cache
+def trained(source):
+  return flax_state(AROUND[source](ADAM))
+
+
+@pytest.mark.parametrize("target", [n for n in AROUND if n != "skipping"])
+@pytest.mark.parametrize("source", [n for n in AROUND if n != "skipping"])
+def test_layers_come_and_go(source, target, tmp_path, told):
+  plain = trained(source)
+  save_v0(tmp_path, plain)
+  state = ours(AROUND[target](ADAM))
+  restored = fs.checkpoint.restore(tmp_path, state)
+  assert_same(restored.params, plain.params)
+  has, core = layers(plain.opt_state)
+  got, got_core = layers(restored.opt_state)
+  fresh, _ = layers(state.opt_state)
+  assert_same(got_core, core)
+  assert list(got) == list(fresh)
+  for kind, layer in got.items():
+    assert_same(layer, has.get(kind, fresh[kind]))
+  notes = [m for m in told() if "optax" in m]
+  assert len(notes) == len(kinds(source) ^ kinds(target))
+  for kind in kinds(source) - kinds(target):
+    more = " and accumulated gradients" if "Multi" in kind else ""
+    note = f"{kind} around its optimizer is taken off, with its counts{more}"
+    assert note in notes
+  for kind in kinds(target) - kinds(source):
+    assert f"it has no state of {kind}: that starts fresh" in notes
+  if source == "bare":  # what came back can be trained
+    jax.block_until_ready(restored.apply_gradients(grads=restored.params))
+
+
+@pytest.mark.parametrize("source", ["finite", "skipping"])
+def test_layers_from_files_of_flax(source, save, tmp_path):
+  tx = optax.sgd(0.1)  # which has no state
+  plain = flax_state(AROUND[source](tx), dynamic_scale_lib.DynamicScale())
+  save(tmp_path, plain)
+  restored = fs.checkpoint.restore(tmp_path, ours(tx))
+  assert_same(restored.params, plain.params)
+  assert restored.opt_state == tx.init(PARAMS)
+  assert float(restored.wrapper_states["loss_scale"].scale) == 2.0**16
+  tx = optax.sgd(0.1, momentum=0.9)
+  with pytest.raises(ValueError, match=r"opt_state/0/trace/half: missing"):
+    fs.checkpoint.restore(tmp_path, ours(tx))
+
+
+def test_the_same_layer_with_other_parts(tmp_path):
+  # Not known: nothing is made up for it.
+  save_v0(tmp_path, flax_state(multi(ADAM)))
+  with pytest.raises(ValueError, match=r"skip_state/num_not_finite: missing, "):
+    fs.checkpoint.restore(tmp_path, ours(skipping(ADAM)))
+
+
+# Not known.
+
+
+@pytest.mark.parametrize(
+  ("tx", "difference"),
+  [
+    (
+      optax.chain(optax.identity(), ADAM),
+      r"opt_state/0/count: missing, where int32\[\] is expected",
+    ),
+    (
+      optax.chain(finite(ADAM)),
+      r"opt_state/0/count: missing, where int32\[\] is expected",
+    ),
+    (
+      optax.adam(0.1, mu_dtype=jnp.bfloat16),
+      r"opt_state/0/mu/half: dtype bfloat16, where float16 is expected",
+    ),
+  ],
+)
+def test_an_optimizer_that_is_not_known(tx, difference, save, tmp_path):
+  save(tmp_path, flax_state(tx))
+  with pytest.raises(ValueError, match=difference) as e:
+    fs.checkpoint.restore(tmp_path, ours())
+  assert str(tmp_path) in str(e.value)
+
+
+def test_files_that_are_something_else(tmp_path):
+  file = tmp_path / "checkpoint_3"
+  file.write_bytes(b"\xc1 no msgpack")
+  with pytest.raises(ValueError, match="checkpoint_3 is no checkpoint of Flax"):
+    fs.checkpoint.restore(file, ours())
+  file.write_bytes(flax.serialization.msgpack_serialize({"params": "text"}))
+  with pytest.raises(ValueError, match="params must be an array, got 'text'"):
+    fs.checkpoint.restore(tmp_path, ours())
+
+
+# Where they are read from, and to.
+
+
+def test_one_of_several_files(tmp_path):
+  for step in (2, 10):
+    state = flax_state(step=step)
+    (tmp_path / f"checkpoint_{step}").write_bytes(
+      flax.serialization.to_bytes(state)
+    )
+  for given, step, wanted in (
+    (tmp_path, None, 10),
+    (tmp_path, 2, 2),
+    (tmp_path / "checkpoint_2", None, 2),
+    (str(tmp_path / "checkpoint_2"), None, 2),
+  ):
+    assert int(fs.checkpoint.restore(given, ours(), step).step) == wanted
+
+
+def test_onto_a_mesh(save, tmp_path):
+  plain = flax_state(finite(ADAM), dynamic_scale_lib.DynamicScale())
+  save(tmp_path, plain)
+  strategy = fs.Strategy(mesh_shape={"replica": 2, "model": 4})
+  state = fs.TrainState.create(
+    apply_fn=None,
+    params=jax.device_put(
+      jax.tree.map(jnp.zeros_like, PARAMS),
+      {
+        "w": strategy_sharding(strategy, "replica", "model"),
+        "half": strategy_sharding(strategy),
+      },
+    ),
+    tx=multi(ADAM),
+    wrappers=(SCALED,),
+    strategy=strategy,
+  )
+  restored = fs.checkpoint.restore(tmp_path, state)
+  assert_same(restored.params, plain.params)
+  for x, y in zip(
+    jax.tree.leaves(restored), jax.tree.leaves(state), strict=True
+  ):
+    assert x.sharding == y.sharding
+  (part, *_) = restored.params["w"].addressable_shards
+  assert part.data.shape == (1, 1)
+
+
+def strategy_sharding(strategy, *spec):
+  return jax.sharding.NamedSharding(
+    strategy.mesh, jax.sharding.PartitionSpec(*spec)
+  )
+
+
+# The plan itself.
+
+
+def test_a_layer_twice():
+  names = ("notfinite_count", "last_finite", "total_notfinite")
+  saved = {("opt_state", n): 1 for n in names}
+  saved |= {("opt_state", "inner_state", n): 2 for n in names}
+  saved[("opt_state", "inner_state", "inner_state", "count")] = 3
+  wanted = {("opt_state", n): 0 for n in names}
+  wanted[("opt_state", "inner_state", "count")] = 0
+  plan = foreign_checkpoint.plan(saved, wanted)
+  assert plan.renamed(saved) == {
+    **{("opt_state", n): 1 for n in names},
+    ("opt_state", "inner_state", "count"): 3,
+  }
+  assert not plan.fresh
+  assert len(plan.dropped) == 3
