@@ -35,7 +35,7 @@ _CALLS = frozenset(
 
 
 class _MixesError(Exception):
-  """An equation combines elements of different places."""
+  """An equation combines elements of different places, or knows the shape."""
 
 
 def is_elementwise(
@@ -61,54 +61,78 @@ def is_elementwise(
     >>> is_elementwise(lambda x: x / x.sum(), args, parts, (0,))
     False
   """
-  jaxpr = jax.make_jaxpr(fn)(*args)
-  tags = jax.tree.leaves(dims)
-  wanted = tags[: len(jaxpr.jaxpr.outvars)]
+  whole = jax.make_jaxpr(fn)(*args)
   try:
-    found = _outputs(jaxpr, tags)
+    part = jax.make_jaxpr(fn)(*parts)
+  except Exception:  # of the optimizer's: its state is of certain shapes
+    return False
+  if any(isinstance(x, jax.core.Tracer) for x in whole.consts):
+    return False  # what it takes from around it may differ between replicas
+  tags = jax.tree.leaves(dims)
+  try:
+    _same_values(whole.consts, part.consts)
+    found = _outputs(whole, part, tags)
   except _MixesError:
     return False
-  of_parts = jax.make_jaxpr(fn)(*parts)
-  # A scale that follows from a shape is a number in the program.
-  return _text(jaxpr) == _text(of_parts) and all(
+  return all(
     tag == want or (tag == UNIFORM and want != WHOLE)
-    for tag, want in zip(found, wanted, strict=True)
+    for tag, want in zip(found, tags[: len(found)], strict=True)
   )
 
 
-def _outputs(jaxpr: Any, tags: Sequence[int]) -> list[int]:
-  jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-  known = dict(zip(jaxpr.invars, tags, strict=True))
+def _outputs(whole: Any, part: Any, tags: Sequence[int]) -> list[int]:
+  """Returns the tags of the outputs of a program, and of the one of parts."""
+  whole, part = (getattr(x, "jaxpr", x) for x in (whole, part))
+  known = dict(zip(whole.invars, tags, strict=True))
 
   def read(atom: Any) -> int:
     return WHOLE if hasattr(atom, "val") else known.get(atom, WHOLE)
 
-  for eqn in jaxpr.eqns:
+  if len(whole.eqns) != len(part.eqns):
+    raise _MixesError
+  for eqn, other in zip(whole.eqns, part.eqns, strict=True):
+    if eqn.primitive is not other.primitive:
+      raise _MixesError
+    literals = [
+      [x.val for x in e.invars if hasattr(x, "val")] for e in (eqn, other)
+    ]
+    _same_values(*literals)
     given = [read(x) for x in eqn.invars]
-    known.update(zip(eqn.outvars, _equation(eqn, given), strict=True))
-  return [read(x) for x in jaxpr.outvars]
+    known.update(zip(eqn.outvars, _equation(eqn, other, given), strict=True))
+  return [read(x) for x in whole.outvars]
 
 
-def _equation(eqn: Any, given: list[int]) -> list[int]:
+def _equation(eqn: Any, other: Any, given: list[int]) -> list[int]:
   name, params = eqn.primitive.name, eqn.params
-  inner = params.get("jaxpr", params.get("call_jaxpr"))
-  if name in _CALLS and inner is not None:
-    return _outputs(inner, given)
+  if name in _CALLS:
+    (key,) = [k for k in ("jaxpr", "call_jaxpr") if k in params]
+    return _outputs(params[key], other.params[key], given)
   if name == "cond" and given[0] == WHOLE:
-    branches = [_outputs(b, given[1:]) for b in params["branches"]]
+    branches = [
+      _outputs(a, b, given[1:])
+      for a, b in zip(params["branches"], other.params["branches"], strict=True)
+    ]
     return [_common(tags) for tags in zip(*branches, strict=True)]
   if name == "optimization_barrier":
     return given
-  if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
-    return [UNIFORM if eqn.outvars[0].aval.shape else WHOLE]
-  if name in _ELEMENTWISE:
-    arrays = [
-      tag for x, tag in zip(eqn.invars, given, strict=True) if x.aval.shape
-    ]
-    return [_common(arrays)] * len(eqn.outvars)
-  if max(given, default=WHOLE) > WHOLE:
+  if set(given) <= {WHOLE}:
+    if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
+      return [UNIFORM if eqn.outvars[0].aval.shape else WHOLE]
+    # It is the same in both programs, whatever it does; but for collectives.
+    if name == "axis_index" or str(eqn) != str(other):
+      raise _MixesError
+    return [WHOLE] * len(eqn.outvars)
+  if name not in _ELEMENTWISE or _plain(params) != _plain(other.params):
     raise _MixesError
-  return [WHOLE] * len(eqn.outvars)
+  arrays = [
+    tag for x, tag in zip(eqn.invars, given, strict=True) if x.aval.shape
+  ]
+  return [_common(arrays)] * len(eqn.outvars)
+
+
+def _plain(params: dict[str, Any]) -> dict[str, str]:
+  """Returns the parameters of an equation that say what is computed."""
+  return {k: str(v) for k, v in params.items() if k != "sharding"}
 
 
 def _common(tags: Sequence[int]) -> int:
@@ -121,21 +145,14 @@ def _common(tags: Sequence[int]) -> int:
   return UNIFORM if tags else WHOLE
 
 
-def _text(jaxpr: Any) -> list[Any]:
-  """Returns what a program does, without the shapes that it does it on."""
-  text: list[Any] = []
-  jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-  for eqn in jaxpr.eqns:
-    literals = [
-      np.asarray(x.val).tolist() if hasattr(x, "val") else None
-      for x in eqn.invars
-    ]
-    nested = [
-      _text(x)
-      for value in eqn.params.values()
-      for x in (value if isinstance(value, (tuple, list)) else [value])
-      if hasattr(x, "eqns") or hasattr(x, "jaxpr")
-    ]
-    exact = {k: v for k, v in eqn.params.items() if k in ("y", "new_dtype")}
-    text.append((eqn.primitive.name, literals, nested, str(exact)))
-  return text
+def _same_values(some: Sequence[Any], others: Sequence[Any]) -> None:
+  """Raises unless constants are the same: one may follow from a shape."""
+  if len(some) != len(others) or not all(
+    np.array_equal(np.asarray(a), np.asarray(b), equal_nan=_is_float(a))
+    for a, b in zip(some, others, strict=True)
+  ):
+    raise _MixesError
+
+
+def _is_float(x: Any) -> bool:
+  return np.issubdtype(np.asarray(x).dtype, np.inexact)

@@ -54,19 +54,13 @@ def compile(
   def program(treedef: Any, shardings: tuple[Any, ...]) -> Any:
     """Returns what is jitted for one structure and layout of arguments."""
     layout = layouts[treedef]
-    given = jax.tree.unflatten(treedef, shardings)
-    _check_wrappers(mesh, given)
-    within = dataclasses.replace(
-      context,
-      param_specs=tuple(
-        jax.tree.map(_logical_spec, node.params)
-        for node in jax.tree.leaves(given, is_leaf=is_state)
-        if is_state(node)
-      ),
-    )
+    _check_wrappers(mesh, jax.tree.unflatten(treedef, shardings))
 
     def once(*leaves: jax.Array) -> PyTree:
       out: Any = None  # the structure of what comes back, and its layout
+      within = dataclasses.replace(
+        context, param_specs=_param_specs(treedef, leaves, shardings)
+      )
 
       def per_replica(*leaves: jax.Array) -> tuple[list[Any], list[Any]]:
         nonlocal out
@@ -299,22 +293,49 @@ def _local(tree: PyTree) -> PyTree:
   return jax.tree.map(local, tree, is_leaf=_is_node)
 
 
+def _param_specs(
+  treedef: Any, leaves: Sequence[Any], shardings: Sequence[Any]
+) -> tuple[Any, ...]:
+  """Returns how the parameters of TrainStates are split in a replica."""
+  nodes = (
+    jax.tree.leaves(jax.tree.unflatten(treedef, x), is_leaf=is_state)
+    for x in (leaves, shardings)
+  )
+  return tuple(
+    (
+      jax.tree.map(_logical_spec, split.params),
+      [x.shape for x in jax.tree.leaves(state.params)],
+    )
+    for state, split in zip(*nodes, strict=True)
+    if is_state(state)
+  )
+
+
 def _check_wrappers(mesh: jax.sharding.Mesh, tree: PyTree) -> None:
   """Raises where the wrappers of a TrainState, of shardings, cannot run."""
   for state in jax.tree.leaves(tree, is_leaf=is_state):
     wrappers = getattr(state, "wrappers", ())
     base.check_replicas(wrappers, mesh.shape[mesh_lib.REPLICA])
     note = base.divergence(wrappers)
-    if note is None:
+    if note is not None:
+      note = f"which groups that differ cannot be. {note}"
+    elif any(getattr(w, "local_updates", False) for w in wrappers):
+      note = (
+        "and would be gathered at every step, where replicas that step alone "
+        "have nothing to communicate. Split over logical axes."
+      )
+    else:
       continue
-    once = jax.tree.map(lambda _: (), state.wrapper_states)
-    for path, sharding in jax.tree_util.tree_leaves_with_path(
-      state.replace(wrapper_states=once)
-    ):
+    mirrored = jax.tree.map(
+      lambda x: () if is_per_replica(x) else x,
+      state.replace(wrapper_states=()),
+      is_leaf=is_per_replica,
+    )
+    for path, sharding in jax.tree_util.tree_leaves_with_path(mirrored):
       if mesh_lib.REPLICA in sum(map(specs_lib.axes_of, sharding.spec), ()):
         raise ValueError(
           f"run: state[{trees.path_string(path)}] is split over 'replica', "
-          f"{sharding.spec}, which groups that differ cannot be. {note}"
+          f"{sharding.spec}, {note}"
         )
 
 

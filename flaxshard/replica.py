@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import contextvars
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 
 from flaxshard import gradients
 from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import specs as specs_lib
 
 PyTree = Any
 # Replica numbers, as `lax.psum` takes them; None: all replicas are one group.
@@ -33,7 +35,7 @@ class ReplicaContext:
     gradients_agree: Whether the gradients being applied are the same on all
       replicas: reduced already.
     param_specs: Of each TrainState that was given, how its parameters are split
-      within a replica.
+      within a replica, and their shapes.
 
   Example:
     >>> import flaxshard as fs
@@ -49,7 +51,7 @@ class ReplicaContext:
 
   num_replicas_in_sync: int
   gradients_agree: bool = False
-  param_specs: tuple[PyTree, ...] = ()
+  param_specs: tuple[tuple[PyTree, list[tuple[int, ...]]], ...] = ()
 
   @property
   def replica_id_in_sync_group(self) -> jax.Array:
@@ -249,13 +251,29 @@ def is_first() -> jax.Array:
 
 
 def specs_within(params: PyTree) -> PyTree | None:
-  """Returns how parameters are split over logical devices; None: not at all."""
+  """Returns how parameters are split over logical devices; None: not at all.
+
+  Also None where two TrainStates with like parameters have them split unlike.
+  """
   context = _current.get()
+  shapes = [x.shape for x in jax.tree.leaves(params)]
   structure: Any = jax.tree.structure(params)
-  for specs in () if context is None else context.param_specs:
-    if jax.tree.structure(specs) == structure and any(jax.tree.leaves(specs)):
-      return specs
-  return None
+  found: list[PyTree] = []
+  for specs, theirs in () if context is None else context.param_specs:
+    if jax.tree.structure(specs) == structure and theirs == shapes:
+      found.append(specs)
+  if not found or any(specs != found[0] for specs in found):
+    return None
+  return found[0] if any(jax.tree.leaves(found[0])) else None
+
+
+def part_of(x: Any, spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
+  """Returns the shape and dtype that a logical device has of an array."""
+  sizes = jax.sharding.get_abstract_mesh().shape
+  shape = list(x.shape)
+  for i, entry in enumerate(spec):
+    shape[i] //= math.prod(sizes[axis] for axis in specs_lib.axes_of(entry))
+  return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
 
 def on_logical_devices(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flaxshard import trees
 
 PyTree = Any
+Path = trees.Path
 P = jax.sharding.PartitionSpec
 
 
@@ -22,24 +23,42 @@ def with_optimizer(params: PyTree) -> PyTree:
   return params
 
 
-def parameter_of(
-  path: trees.Path, params: Container[Any]
-) -> tuple[str, ...] | None:
-  """Returns the parameter whose path a slot's path ends with, if any."""
-  # By path, not by optax.tree_utils.tree_map_params: that calls `tx.init` on a
+def parameters_of(opt_state: PyTree, params: PyTree) -> list[Path | None]:
+  """Returns the path of the parameter that each leaf is a slot of, if any.
+
+  A subtree is a copy of the parameters, in every optimizer of optax, if all of
+  its leaves have paths of parameters.
+
+  Args:
+    opt_state: The state of an optimizer, or any tree with such copies.
+    params: The parameters that the optimizer sees.
+  """
+  # Not by optax.tree_utils.tree_map_params: that calls `tx.init` on a
   # placeholder, which L-BFGS and inits that look at their arrays cannot take.
-  names = trees.path_strings(path)
-  tails = (names[start:] for start in range(len(names)))
-  return next((tail for tail in tails if tail in params), None)
+  known = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+  paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(opt_state)]
+  strays = {
+    path[:start]
+    for path in paths
+    for start in range(len(path) + 1)
+    if path[start:] not in known
+  }
+
+  def parameter(path: Path) -> Path | None:
+    for start in range(len(path) + 1):
+      if path[:start] not in strays:
+        return path[start:]
+    return None
+
+  return [parameter(path) for path in paths]
 
 
 def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
   """Returns the specs of an optimizer's state, whose slots follow parameters.
 
-  A slot is a leaf whose path ends with that of a parameter, as in every
-  optimizer of optax, and whose shape does so too: L-BFGS keeps several of each
-  in one array. Anything else is replicated: counts, and the row and column
-  statistics of Adafactor.
+  A slot has the shape of its parameter, or ends with it: L-BFGS keeps several
+  of each in one array. Anything else is replicated: counts, and the row and
+  column statistics of Adafactor.
 
   Args:
     opt_state: The state, or shapes and dtypes of it.
@@ -53,22 +72,27 @@ def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
     >>> specs(state, params, {"w": P("replica")})[0].trace
     {'w': P('replica',)}
   """
-  shapes = jax.tree_util.tree_leaves_with_path(with_optimizer(params))
-  followed: dict[tuple[str, ...] | None, tuple[tuple[int, ...], P]] = {
-    trees.path_strings(path): (tuple(p.shape), spec)
+  seen = with_optimizer(params)
+  followed = {
+    path: (tuple(p.shape), spec)
     for (path, p), spec in zip(
-      shapes, jax.tree.leaves(with_optimizer(param_specs)), strict=True
+      jax.tree_util.tree_leaves_with_path(seen),
+      jax.tree.leaves(with_optimizer(param_specs)),
+      strict=True,
     )
   }
 
-  def spec_of(path: trees.Path, slot: Any) -> P:
-    shape, spec = followed.get(parameter_of(path, followed), ((), P()))
+  def spec_of(slot: Any, parameter: Path | None) -> P:
+    shape, spec = followed.get(parameter or (), ((), P()))
     more = len(slot.shape) - len(shape)
     if tuple(spec) and more >= 0 and tuple(slot.shape[more:]) == shape:
       return P(*(None,) * more, *spec)
     return P()
 
-  return jax.tree_util.tree_map_with_path(spec_of, opt_state)
+  leaves, treedef = jax.tree.flatten(opt_state)
+  return jax.tree.unflatten(
+    treedef, list(map(spec_of, leaves, parameters_of(opt_state, seen)))
+  )
 
 
 def _is_count(path: trees.Path, leaf: Any) -> bool:

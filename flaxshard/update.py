@@ -103,13 +103,13 @@ def _keep(fixed: set[trees.Path], new: PyTree, old: PyTree) -> PyTree:
 def _keep_slots(
   params: PyTree, fixed: set[trees.Path], new: PyTree, old: PyTree
 ) -> PyTree:
-  stays = {
-    trees.path_strings(path): path in fixed
-    for path, _ in jax.tree_util.tree_leaves_with_path(params)
-  }
-
-  def keep(path: trees.Path, n: jax.Array, o: jax.Array) -> jax.Array:
-    followed = slots.parameter_of(path, stays)
-    return o if followed and stays[followed] else n
-
-  return jax.tree_util.tree_map_with_path(keep, new, old)
+  kept = [
+    o if parameter in fixed else n
+    for n, o, parameter in zip(
+      jax.tree.leaves(new),
+      jax.tree.leaves(old),
+      slots.parameters_of(old, params),
+      strict=True,
+    )
+  ]
+  return jax.tree.unflatten(jax.tree.structure(new), kept)

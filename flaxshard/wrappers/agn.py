@@ -376,29 +376,38 @@ class AGN:
     grads: PyTree,
   ) -> tuple[Center, Center]:
     """Returns the center and the replica's copy after a commit."""
-    counts = slots.counts(local.opt_state) if self.share_step_count else {}
-    counts = replica.reduced("max", counts) if counts else counts
+    committed = commits.to_commit(accum, grads, local.params)
+    given = commits.were_given(committed, grads)
+    counts = {}
+    if self.share_step_count:
+      counts = replica.reduced("max", slots.counts(local.opt_state))
 
-    def apply(center: Center, accum: PyTree) -> Center:
+    def apply(old: Center, accum: PyTree, shared: Any) -> Center:
+      counts, given = shared
       grads = self._mean(accum)
       if self.outer_tx is not None:
-        return commits.apply_tx(self.outer_tx, center, grads)
+        return commits.keep(
+          old, commits.apply_tx(self.outer_tx, old, grads), given
+        )
       new = next(
         target._replace(
           step=jnp.zeros((), jnp.int32),  # the local step has counted
-          params=center.params,
-          opt_state=slots.with_counts(center.opt_state, counts),
+          params=old.params,
+          opt_state=slots.with_counts(old.opt_state, counts),
         ),
         grads,
       )
-      return Center(new.params, new.opt_state)
+      return commits.keep(old, Center(new.params, new.opt_state), given)
 
-    given = commits.to_commit(accum, grads, local.params)
     with replica.agreed_gradients():
       if self.commit == "sequential":
-        center, pulled = commits.sequential(apply, center, given)
+        center, pulled = commits.sequential(
+          apply, center, committed, (counts, given)
+        )
       else:
-        center, pulled = commits.combined(self.commit, apply, center, given)
+        center, pulled = commits.combined(
+          self.commit, apply, center, committed, (counts, given)
+        )
     counts = slots.counts(center.opt_state) if self.share_step_count else {}
     return center, Center(pulled, slots.with_counts(local.opt_state, counts))
 

@@ -1,7 +1,7 @@
 """What replicas commit, and how it reaches the center: together, or in turn.
 
-`update(center, grads)` is one update of the center, a pair of the parameters
-and of what the optimizer keeps for them.
+`update(center, grads, shared)` is one update of the center, a pair of the
+parameters and of what the optimizer keeps for them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Center(NamedTuple):
   opt_state: PyTree
 
 
-Update = Callable[[Center, PyTree], Center]
+Update = Callable[[Center, PyTree, PyTree], Center]
 
 
 def combined(
-  op: str, update: Update, center: Center, grads: PyTree
+  op: str, update: Update, center: Center, grads: PyTree, shared: PyTree
 ) -> tuple[Center, PyTree]:
   """Updates the center once, with the sum or the mean of all commits.
 
@@ -52,16 +52,17 @@ def combined(
     update: One update of the center.
     center: The center.
     grads: What this replica commits; None where it has nothing.
+    shared: What else `update` gets, the same on all replicas.
 
   Returns:
     The new center, and the parameters that this replica goes on with.
   """
-  center = update(center, replica.reduce_gradients(op, grads))
+  center = update(center, replica.reduce_gradients(op, grads), shared)
   return center, center.params
 
 
 def sequential(
-  update: Update, center: Center, grads: PyTree
+  update: Update, center: Center, grads: PyTree, shared: PyTree
 ) -> tuple[Center, PyTree]:
   """Updates the center with one commit after another, in replica order.
 
@@ -75,51 +76,63 @@ def sequential(
     update: One update of the center.
     center: The center.
     grads: What this replica commits; None where it has nothing.
+    shared: What else `update` gets, the same on all replicas.
 
   Returns:
     The new center, and the parameters that this replica goes on with: those
     right after its own commit.
   """
-  if replica.count() == 1:
-    center = update(center, grads)
+  if replica.count() == 1 or not jax.tree.leaves(grads):
+    center = update(center, grads, shared)
     return center, center.params
-  split = _Split.of(center, grads)
+  specs = replica.specs_within(center.params)
+  if specs is None:
+    specs = jax.tree.map(lambda _: P(), center.params)
+  specs = _specs_of(center, grads, specs)
+  # Checked for what each device has of it: the update might look at shapes.
+  split = _Split.of(*jax.tree.map(replica.part_of, (center, grads), specs))
   if all(_is_real(g) for g in jax.tree.leaves(grads)) and (
     elementwise.is_elementwise(
       update,
-      (center, grads),
-      (split.center.shapes, split.grads.shapes),
-      (split.center.dims, split.grads.dims),
+      (center, grads, shared),
+      (split.center.shapes, split.grads.shapes, shared),
+      (
+        split.center.dims,
+        split.grads.dims,
+        jax.tree.map(lambda _: elementwise.WHOLE, shared),
+      ),
     )
   ):
-    return _on_each_part(update, center, grads)
-  return _whole(update, center, grads)
+    return _on_each_part(update, center, grads, shared, specs)
+  return _whole(update, center, grads, shared)
+
+
+def _specs_of(
+  center: Center, grads: PyTree, specs: PyTree
+) -> tuple[Center, PyTree]:
+  """Returns how the center and what is committed are split in a replica."""
+  slot_specs = slots.specs(center.opt_state, center.params, specs)
+  grad_specs = jax.tree.map(
+    lambda spec, g: None if g is None else spec, specs, grads
+  )
+  return Center(specs, slot_specs), grad_specs
 
 
 def _on_each_part(
-  update: Update, center: Center, grads: PyTree
+  update: Update, center: Center, grads: PyTree, shared: PyTree, specs: Any
 ) -> tuple[Center, PyTree]:
   """Lets the logical devices of each replica exchange what they have."""
-  in_parts = lambda center, grads: _in_parts(
-    update, center, grads, _Split.of(center, grads)
+  in_parts = lambda center, grads, shared: _in_parts(
+    update, center, grads, shared, _Split.of(center, grads)
   )
-  specs = replica.specs_within(center.params)
-  # What it takes from around it, JAX has no way to hand to each device.
-  taken = jax.make_jaxpr(update)(center, grads).consts
-  if specs is None or any(isinstance(x, jax.core.Tracer) for x in taken):
-    return in_parts(center, grads)
-  center_specs = Center(
-    specs, slots.specs(center.opt_state, center.params, specs)
-  )
-  grad_specs = jax.tree.map(
-    lambda g, spec: None if g is None else spec,
-    grads,
-    specs,
-    is_leaf=lambda x: x is None,
-  )
+  if not any(jax.tree.leaves(specs)):
+    return in_parts(center, grads, shared)
+  center_specs, grad_specs = specs
   return replica.on_logical_devices(
-    in_parts, (center_specs, grad_specs), (center_specs, specs)
-  )(center, grads)
+    in_parts,
+    (center_specs, grad_specs, P()),
+    (center_specs, center_specs.params),
+  )(center, grads, shared)
 
 
 class _Split(NamedTuple):
@@ -132,9 +145,9 @@ class _Split(NamedTuple):
   @classmethod
   def of(cls, center: Center, grads: PyTree) -> _Split:
     count = replica.count()
-    given = jax.tree.leaves(grads, is_leaf=lambda g: g is None)
-    treedef: Any = jax.tree.structure(grads, is_leaf=lambda g: g is None)
-    params = treedef.flatten_up_to(center.params)
+    treedef: Any = jax.tree.structure(center.params)
+    params = jax.tree.leaves(center.params)
+    given = treedef.flatten_up_to(grads)
     dims = [
       elementwise.WHOLE if g is None else parts.dim_of(p.shape, count)
       for g, p in zip(given, params, strict=True)
@@ -161,12 +174,11 @@ class _Split(NamedTuple):
 
 
 def _in_parts(
-  update: Update, center: Center, grads: PyTree, split: _Split
+  update: Update, center: Center, grads: PyTree, shared: PyTree, split: _Split
 ) -> tuple[Center, PyTree]:
   number = jax.lax.axis_index(mesh_lib.REPLICA)
-  changed = [
-    g is not None for g in jax.tree.leaves(grads, is_leaf=lambda g: g is None)
-  ]
+  treedef: Any = jax.tree.structure(center.params)
+  changed = [g is not None for g in treedef.flatten_up_to(grads)]
   pick = lambda params: [
     p for p, one in zip(jax.tree.leaves(params), changed, strict=True) if one
   ]
@@ -176,7 +188,7 @@ def _in_parts(
 
   def commit(k: jax.Array, carry: tuple[Center, jax.Array]) -> Any:
     part, rows = carry
-    part = update(part, split.grads.from_row(rows[k]))
+    part = update(part, split.grads.from_row(rows[k]), shared)
     row = split.pulled.to_row(pick(part.params), dtype)
     return part, rows.at[k].set(row)
 
@@ -191,7 +203,7 @@ def _in_parts(
     next(own) if one else p
     for p, one in zip(jax.tree.leaves(new.params), changed, strict=True)
   ]
-  return new, jax.tree.unflatten(jax.tree.structure(new.params), pulled)
+  return new, treedef.unflatten(pulled)
 
 
 def _exchange(rows: jax.Array) -> jax.Array:
@@ -200,7 +212,7 @@ def _exchange(rows: jax.Array) -> jax.Array:
 
 
 def _whole(
-  update: Update, center: Center, grads: PyTree
+  update: Update, center: Center, grads: PyTree, shared: PyTree
 ) -> tuple[Center, PyTree]:
   number = jax.lax.axis_index(mesh_lib.REPLICA)
 
@@ -208,7 +220,7 @@ def _whole(
     center, pulled = carry
     mine = number == k
     sent = jax.tree.map(lambda g: jnp.where(mine, g, jnp.zeros_like(g)), grads)
-    center = update(center, replica.reduced("sum", sent))
+    center = update(center, replica.reduced("sum", sent), shared)
     pulled = jax.tree.map(
       lambda new, old: jnp.where(mine, new, old), center.params, pulled
     )
@@ -257,17 +269,68 @@ def change(old: PyTree, new: PyTree) -> PyTree:
 
 
 def to_commit(accum: PyTree, grads: PyTree, params: PyTree) -> PyTree:
-  """Returns what a replica commits; None where it has no gradient."""
+  """Returns what a replica commits; None where it has no gradient.
 
-  def one(path: trees.Path, a: Any, g: Any, p: jax.Array) -> Any:
-    if g is None:
-      return None
+  Args:
+    accum: What has come together.
+    grads: The gradients of this step, for which leaves that have none now, but
+      had some in the period, make no difference.
+    params: The replica's parameters.
+  """
+
+  def one(path: trees.Path, p: jax.Array, a: Any, g: Any) -> Any:
     # Of statistics that overwrite the newest, no sum of them.
-    return p if gradients.overwrites(path) else a
+    return p if gradients.overwrites(path) and g is not None else a
 
-  return jax.tree_util.tree_map_with_path(
-    one, accum, grads, params, is_leaf=lambda x: x is None
+  return jax.tree_util.tree_map_with_path(one, params, accum, grads)
+
+
+def were_given(committed: PyTree, grads: PyTree) -> dict[str, jax.Array]:
+  """Returns whether anything has come together for leaves without a gradient.
+
+  Args:
+    committed: What a replica commits.
+    grads: The gradients of this step.
+
+  Returns:
+    A bool scalar by path, the same on all replicas, for each leaf that has no
+    gradient in this step and may have had some before.
+  """
+  given = dict(
+    jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda g: g is None)
   )
+  came = {
+    trees.path_string(path): jnp.any(x != 0).astype(jnp.int32)
+    for path, x in jax.tree_util.tree_leaves_with_path(committed)
+    if given[path] is None
+  }
+  some = replica.reduced("max", came) if came else came
+  return {path: x > 0 for path, x in some.items()}
+
+
+def keep(old: Center, new: Center, given: dict[str, jax.Array]) -> Center:
+  """Returns the new center, but for leaves to which nothing was given."""
+
+  def chosen(path: trees.Path | None, o: jax.Array, n: jax.Array) -> jax.Array:
+    name = None if path is None else trees.path_string(path)
+    return jnp.where(given[name], n, o) if name in given else n
+
+  if not given:
+    return new
+  params = jax.tree_util.tree_map_with_path(chosen, old.params, new.params)
+  followed = slots.parameters_of(old.opt_state, old.params)
+  opt_state = jax.tree.unflatten(
+    jax.tree.structure(old.opt_state),
+    list(
+      map(
+        chosen,
+        followed,
+        jax.tree.leaves(old.opt_state),
+        jax.tree.leaves(new.opt_state),
+      )
+    ),
+  )
+  return Center(params, opt_state)
 
 
 def apply_tx(tx: Any, center: Center, grads: PyTree) -> Center:
