@@ -1,0 +1,221 @@
+"""Saved on eight devices, restored on two, on one, and back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import flaxshard as fs
+from flaxshard import stored
+
+P = jax.sharding.PartitionSpec
+TX = optax.adam(0.125)
+SCALED = fs.LossScale("dynamic")
+
+# A layer split over the model axis, one over the replicas (FSDP), one over
+# both, and the kinds of leaves that are easily spoiled.
+SPECS = {
+  "tensor": P(None, "model"),
+  "fsdp": P("replica"),
+  "both": P("replica", "model"),
+  "brain": P("model"),
+  "half": P("replica"),
+}
+
+
+def arrays():
+  rng = np.random.default_rng(0)
+  return dict(
+    params={
+      "tensor": rng.normal(size=(4, 8)).astype(np.float32),
+      "fsdp": rng.normal(size=(8, 4)).astype(np.float32),
+      "both": rng.normal(size=(8, 8)).astype(np.float32),
+      "brain": np.asarray(jnp.asarray(rng.normal(size=8), jnp.bfloat16)),
+      "half": np.asarray([2.0**-24, 0.25] * 4, np.float16),
+      "empty": {},
+    },
+    rngs={
+      "dropout": jax.random.key(5, impl="rbg"),
+      "each": jax.random.split(jax.random.key(6), 8),
+      "unsafe": jax.random.key(7, impl="unsafe_rbg"),
+    },
+    counters={
+      "seen": np.int32(2**31 - 1),
+      "small": np.asarray([-128, 127], np.int8),
+      "mask": np.array([True, False]),
+      "none": {},
+    },
+  )
+
+
+def mesh_of(shape):
+  """A strategy; None is no mesh at all."""
+  if shape is None:
+    return None
+  count = int(np.prod(shape))
+  return fs.Strategy(
+    devices=jax.devices()[:count],
+    mesh_shape=dict(zip(("replica", "model"), shape, strict=True)),
+  )
+
+
+def create(shape, zeros=False):
+  fields = arrays()
+  if zeros:
+    fields = jax.tree.map(
+      lambda x: (
+        jax.random.clone(x)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        else np.zeros_like(x)
+      ),
+      fields,
+    )
+  strategy = mesh_of(shape)
+  if strategy is not None:
+    put = lambda x, *spec: jax.device_put(
+      x, jax.sharding.NamedSharding(strategy.mesh, P(*spec))
+    )
+    fields["params"] = {
+      name: put(x, *SPECS[name]) if name in SPECS else x
+      for name, x in fields["params"].items()
+    }
+    fields["rngs"]["each"] = put(fields["rngs"]["each"], "replica")
+  else:
+    fields = jax.tree.map(jnp.asarray, fields)
+  return fs.TrainState.create(
+    apply_fn=None, tx=TX, wrappers=[SCALED], strategy=strategy, **fields
+  )
+
+
+@jax.jit
+def step(state):
+  loss = lambda p: sum(
+    jnp.sum(jnp.asarray(x, jnp.float32) ** 2) for x in jax.tree.leaves(p)
+  )
+  return state.minimize(loss)[0]
+
+
+def as_numpy(tree):
+  return jax.tree.map(
+    lambda x: (
+      (str(jax.random.key_impl(x)), np.asarray(jax.random.key_data(x)))
+      if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+      else np.asarray(x)
+    ),
+    tree,
+  )
+
+
+def assert_same(given, wanted):
+  given, wanted = as_numpy(given), as_numpy(wanted)
+  assert jax.tree.structure(given) == jax.tree.structure(wanted)
+  for x, y in zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True):
+    if isinstance(x, str):
+      assert x == y
+    else:
+      assert x.dtype == y.dtype
+      np.testing.assert_array_equal(x, y)
+
+
+def assert_lies_like(given, wanted):
+  for x, y in zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True):
+    assert x.dtype == y.dtype and x.committed == y.committed
+    assert x.sharding == y.sharding
+    assert [s.data.shape for s in x.addressable_shards] == [
+      s.data.shape for s in y.addressable_shards
+    ]
+
+
+def save(path, state):
+  with fs.Checkpointer(path) as checkpointer:
+    checkpointer.save(1, state)
+
+
+def restore(path, state):
+  with fs.Checkpointer(path) as checkpointer:
+    return checkpointer.restore(state)
+
+
+SHAPES = [(4, 2), (2, 4), (2, 1), (1, 2), (1, 1), None]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+  """A state after one step on 4x2 devices, and where it lies."""
+  state = create((4, 2))
+  taken = step(state)
+  # The step may lay them otherwise than they were.
+  state = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), taken, state)
+  path = tmp_path_factory.mktemp("anywhere") / "checkpoints"
+  save(path, state)
+  return path, state
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_there_and_back(saved, shape, tmp_path, monkeypatch):
+  path, state = saved
+  asked = []
+  whole = stored.read_item
+
+  def read_item(directory, item):
+    asked.extend(
+      x for x in jax.tree.leaves(item) if isinstance(x, jax.ShapeDtypeStruct)
+    )
+    return whole(directory, item)
+
+  monkeypatch.setattr(stored, "read_item", read_item)
+  fresh = create(shape, zeros=True)
+  restored = restore(path, fresh)
+  assert_same(restored, state.replace(wrapper_states=restored.wrapper_states))
+  assert_same(restored.wrapper_states, state.wrapper_states)
+  if shape is not None:
+    assert_lies_like(restored, fresh)
+    # Orbax was asked for nothing but what each device is to have.
+    wanted = [x.sharding for x in jax.tree.leaves(fresh)]
+    assert len(asked) == len(wanted)
+    assert {x.sharding for x in asked} == set(wanted)
+    replicas, model = shape
+    parts = {
+      name: restored.opt_state[0].mu[name].addressable_shards[0].data.shape
+      for name in ("tensor", "fsdp", "both")
+    }
+    assert parts == {
+      "tensor": (4, 8 // model),
+      "fsdp": (8 // replicas, 4),
+      "both": (8 // replicas, 8 // model),
+    }
+  # And back to where it came from.
+  save(tmp_path / "back", restored)
+  again = restore(tmp_path / "back", create((4, 2), zeros=True))
+  assert_same(again, state)
+  assert_lies_like(again, state)
+
+
+def test_it_trains_on_alike(saved):
+  path, state = saved
+  wanted = jax.device_get(step(state).params)
+  for shape in ((2, 1), None):
+    given = step(restore(path, create(shape, zeros=True)))
+    assert int(given.step) == 2
+    for x, y in zip(
+      jax.tree.leaves(given.params), jax.tree.leaves(wanted), strict=True
+    ):
+      np.testing.assert_allclose(
+        np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=1e-3
+      )
+
+
+def test_onto_a_mesh_from_one_device_and_a_plain_program(tmp_path):
+  plain = create(None).without_wrappers()
+  with ocp.CheckpointManager(tmp_path) as manager:
+    manager.save(3, args=ocp.args.StandardSave(plain))
+    manager.wait_until_finished()
+    fresh = create((4, 2), zeros=True)
+    restored = fs.checkpoint.restore(manager, fresh)
+  assert_same(
+    restored.replace(wrapper_states={}),
+    create((4, 2)).replace(wrapper_states={}),
+  )
+  assert_lies_like(restored, fresh)
