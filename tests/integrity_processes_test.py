@@ -1,0 +1,92 @@
+"""Digests, and falling back, with two processes that save together."""
+
+import socket
+import subprocess
+import sys
+
+SCRIPT = """
+import sys
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+rank = int(sys.argv[2])
+jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, rank)
+import pathlib
+import flaxshard as fs
+from flaxshard import integrity
+from jax.experimental import multihost_utils
+
+path = pathlib.Path(sys.argv[3])
+strategy = fs.Strategy(mesh_shape={"replica": 4})
+def make(value):
+  state = fs.TrainState.create(
+    apply_fn=None, params={"w": jnp.full(8, value)}, tx=optax.adam(0.1),
+    wrappers=[fs.LossScale("dynamic")])
+  return jax.device_put(
+    state, jax.NamedSharding(strategy.mesh, jax.P()))
+
+with fs.Checkpointer(path) as checkpointer:
+  for step in (1, 2, 3):
+    checkpointer.save(step, make(float(step)))
+  checkpointer.wait()
+  multihost_utils.sync_global_devices("saved")
+  metadata = integrity.read_metadata(path / "3")
+  assert (metadata["processes"], metadata["devices"]) == (2, 4), metadata
+  assert metadata["mesh"] == {"replica": 4}
+  for step in (1, 2, 3):
+    assert integrity.verify_together(path / str(step))
+  # A file of each of the two later steps; who compares it is not said.
+  if rank == 0:
+    for step, name in ((3, "default/_METADATA"), (2, "wrappers/_METADATA")):
+      file = path / str(step) / name
+      file.write_bytes(file.read_bytes()[:-1])
+  multihost_utils.sync_global_devices("damaged")
+  state = checkpointer.restore(make(0.0))
+  assert checkpointer.restored_step == 1
+  shard = state.params["w"].addressable_data(0)
+  np.testing.assert_array_equal(shard, np.ones_like(shard))
+  checkpointer.save(2, make(5.0))
+  checkpointer.wait()
+  multihost_utils.sync_global_devices("saved again")
+  assert list(checkpointer.all_steps()) == [1, 2]
+  state = checkpointer.restore(make(0.0))
+  assert checkpointer.restored_step == 2
+names = sorted(p.name for p in path.iterdir())
+assert names == ["1", "2", "2.damaged", "3.damaged"], names
+print("same")
+"""
+
+
+def test_two_processes_pass_over_the_same_steps(tmp_path):
+  with socket.socket() as s:
+    s.bind(("localhost", 0))
+    port = s.getsockname()[1]
+  processes = [
+    subprocess.Popen(
+      [
+        sys.executable,
+        "-c",
+        SCRIPT,
+        str(port),
+        str(rank),
+        str(tmp_path / "checkpoints"),
+      ],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for rank in range(2)
+  ]
+  try:
+    outs = [process.communicate(timeout=120) for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  assert [p.returncode for p in processes] == [0, 0], outs
+  for out, err in outs:
+    assert out.splitlines()[-1] == "same"
+    assert err.count("passed over") == 2
