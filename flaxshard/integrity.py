@@ -40,6 +40,7 @@ _DIGESTS = "digests.json"
 # Orbax's own, of the step: completed, but for the time, before we are called.
 _STEP_METADATA = "_CHECKPOINT_METADATA"
 _LATER = "commit_timestamp_nsecs"
+_TEMPORARY = ".orbax-checkpoint-tmp"
 
 _CHUNK = 1 << 20
 _THREADS = 4
@@ -81,9 +82,11 @@ def metadata(
 
 def _described(wrapper: Any) -> Any:
   try:
-    return wrappers_lib.to_config([wrapper])[0]
+    config = wrappers_lib.to_config([wrapper])[0]
+    json.dumps(config)
   except (TypeError, ValueError):
     return repr(wrapper)  # one of somebody's own, or with a function in it
+  return config
 
 
 def read_metadata(step_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -133,10 +136,10 @@ class Handler(ocp.AsyncCheckpointHandler):
     """
     item_dir = os.fspath(directory)
     step_dir = os.path.dirname(item_dir)
-    text = json.dumps(self._metadata, indent=2, default=repr)
+    text = json.dumps(self._metadata, indent=2)
     with open(os.path.join(item_dir, _METADATA), "w") as f:
       f.write(text)
-    files = _digests(step_dir, _walk(step_dir, besides=item_dir))
+    files = _digests(_walk(step_dir, besides=item_dir))
     body = text.encode()
     files[f"{ITEM}/{_METADATA}"] = [len(body), zlib.crc32(body)]
     digests: dict[str, Any] = {"files": files, "step_metadata": None}
@@ -323,22 +326,24 @@ def _read_json(path: str) -> dict[str, Any]:
   return value
 
 
-def _walk(step_dir: str, besides: str) -> list[str]:
-  """Returns the files of a step's items but one, relative to the step."""
-  names = []
+def _walk(step_dir: str, besides: str) -> dict[str, str]:
+  """Returns the files of a step's items but one, by their names to be."""
+  paths = {}
   for folder, _, files in os.walk(step_dir):
     if folder == step_dir or f"{folder}/".startswith(f"{besides}/"):
       continue
-    names += [
-      os.path.relpath(os.path.join(folder, file), step_dir) for file in files
-    ]
-  return sorted(names)
+    for file in files:
+      path = os.path.join(folder, file)
+      item, _, rest = os.path.relpath(path, step_dir).partition("/")
+      # An item of Orbax's own, metrics, is given its name after ours.
+      paths[f"{item.partition(_TEMPORARY)[0]}/{rest}"] = path
+  return dict(sorted(paths.items()))
 
 
-def _digests(step_dir: str, names: Sequence[str]) -> dict[str, list[int]]:
+def _digests(paths: Mapping[str, str]) -> dict[str, list[int]]:
   with futures.ThreadPoolExecutor(_THREADS) as pool:  # crc32 leaves the GIL
-    paths = (os.path.join(step_dir, name) for name in names)
-    return dict(zip(names, map(list, pool.map(_digest, paths)), strict=True))
+    found = pool.map(_digest, paths.values())
+    return dict(zip(paths, map(list, found), strict=True))
 
 
 def _digest(path: str) -> tuple[int, int]:

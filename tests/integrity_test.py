@@ -172,6 +172,24 @@ def test_a_config_that_json_cannot_hold(tmp_path):
   assert not (tmp_path / "new").exists()
 
 
+def test_metrics_that_orbax_writes_beside(tmp_path):
+  options = ocp.CheckpointManagerOptions(best_fn=lambda m: m["loss"])
+  handlers = {
+    "default": ocp.StandardCheckpointHandler(),
+    "flaxshard": integrity.Handler(),
+  }
+  args = ocp.args.Composite(
+    default=ocp.args.StandardSave(create().without_wrappers()),
+    flaxshard=integrity.Save(integrity.metadata(create(), 1, ["default"])),
+  )
+  with ocp.CheckpointManager(
+    tmp_path, item_handlers=handlers, options=options
+  ) as manager:
+    manager.save(1, args=args, metrics={"loss": 0.5})
+  assert "metrics/metrics" in digests(tmp_path / "1")["files"]
+  assert integrity.verify(tmp_path / "1")
+
+
 # What is found.
 
 
