@@ -24,7 +24,6 @@ import orbax.checkpoint as ocp
 
 from flaxshard import integrity
 from flaxshard import step_checkpoint
-from flaxshard import wrapper_checkpoint
 from flaxshard.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -32,6 +31,7 @@ _log = logging.getLogger(__name__)
 _DATA = "input_iterator"
 
 # For who keeps a manager of their own.
+item_handlers = step_checkpoint.item_handlers
 restore = step_checkpoint.restore
 save_args = step_checkpoint.save_args
 
@@ -107,9 +107,7 @@ class Checkpointer:
       options=ocp.CheckpointManagerOptions(max_to_keep=max_to_keep),
       # Named here, or a fresh process could not restore them.
       item_handlers={
-        plain_item: ocp.StandardCheckpointHandler(),
-        # This one, unlike Standard's, can leave out what is not wanted.
-        wrapper_checkpoint.ITEM: ocp.PyTreeCheckpointHandler(),
+        **step_checkpoint.item_handlers(plain_item=plain_item),
         _DATA: grain.checkpoint.CheckpointHandler(),
         # The last one: it digests what the others have written.
         integrity.ITEM: integrity.Handler(),

@@ -36,8 +36,9 @@ def save_args(
 ) -> ocp.args.Composite:
   """Returns what Orbax is to save of a state, for a manager of one's own.
 
-  The manager needs nothing special: `restore` reads what it wrote, in any
-  process. Items of one's own may be added to those returned.
+  A manager that is used through this and `restore` alone needs nothing special,
+  in any process; see `item_handlers` for others. Items of one's own go with
+  these: `ocp.args.Composite(**save_args(state), data=...)`.
 
   Args:
     state: The state. Of groups of replicas that differ, what replica 0 has is
@@ -83,6 +84,35 @@ def save_args(
   if wrapper_states:
     items[_WRAPPERS] = ocp.args.PyTreeSave(wrapper_states)
   return ocp.args.Composite(**items)
+
+
+def item_handlers(
+  *, plain_item: str = "default"
+) -> dict[str, ocp.CheckpointHandler]:
+  """Returns handlers to make an Orbax manager of one's own with.
+
+  A manager without any takes a step for a single item once it has read one
+  with Orbax's own calls, and then refuses `save_args`. With these it does both.
+
+  Args:
+    plain_item: As in `save_args`.
+
+  Returns:
+    Handlers by item, for `ocp.CheckpointManager(directory, item_handlers=...)`.
+
+  Raises:
+    ValueError: `plain_item` is another name.
+
+  Example:
+    >>> sorted(item_handlers())
+    ['default', 'wrappers']
+  """
+  check_plain_item(plain_item)
+  return {
+    plain_item: ocp.StandardCheckpointHandler(),
+    # This one, unlike Standard's, can leave out what is not wanted.
+    _WRAPPERS: ocp.PyTreeCheckpointHandler(),
+  }
 
 
 def restore(

@@ -612,3 +612,59 @@ def test_save_args_checks_before_orbax_would_hang():
     fs.checkpoint.save_args(state.replace(params={"half": "text"}))
   with pytest.raises(ValueError, match=r"params/half.* has no elements"):
     fs.checkpoint.save_args(state.replace(params={"half": jnp.ones((0, 2))}))
+
+
+# Managers of one's own.
+
+
+def test_a_manager_of_ones_own(tmp_path):
+  state, target = stirred(our_state("both")), our_state("both")
+  options = ocp.CheckpointManagerOptions(
+    step_prefix="step", step_format_fixed_length=6
+  )
+  with ocp.CheckpointManager(tmp_path, options=options) as manager:
+    for step in (1, 20):
+      manager.save(
+        step,
+        args=ocp.args.Composite(
+          **fs.checkpoint.save_args(state.replace(step=jnp.int32(step))),
+          more=ocp.args.JsonSave({"a": 1}),
+        ),
+      )
+      # The newest may still be on its way.
+      restored = fs.checkpoint.restore(manager, target)
+      assert int(restored.step) == step
+    assert int(fs.checkpoint.restore(manager, target, 1).step) == 1
+  assert (tmp_path / "step_000020" / "wrappers").is_dir()
+  assert int(fs.checkpoint.restore(str(tmp_path), target).step) == 20
+
+
+def test_a_manager_with_handlers_also_reads_by_orbax_itself(tmp_path):
+  state = stirred(our_state("loss_scale"))
+  write_own_manager(tmp_path, state)
+  template = jax.tree.map(
+    ocp.utils.to_shape_dtype_struct, state.without_wrappers()
+  )
+  handlers = fs.checkpoint.item_handlers()
+  with ocp.CheckpointManager(tmp_path, item_handlers=handlers) as manager:
+    assert sorted(manager.item_metadata(STEP).keys()) == ["default", "wrappers"]
+    read = manager.restore(
+      STEP,
+      args=ocp.args.Composite(
+        default=ocp.args.StandardRestore(template),
+        wrappers=ocp.args.PyTreeRestore(),
+      ),
+    )
+    assert_same(plain_of(read["default"]), plain_of(state))
+    scale = read["wrappers"]["loss_scale"]["scale"]
+    assert scale == state.wrapper_states["loss_scale"].scale
+    manager.save(STEP + 1, args=fs.checkpoint.save_args(state))
+  assert (tmp_path / str(STEP + 1) / "wrappers").is_dir()
+
+
+def test_a_training_checkpointer_of_v1(tmp_path):
+  state = stirred(flax_state())
+  with ocp_v1.training.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(STEP, state)
+    restored = fs.checkpoint.restore(checkpointer, our_state("loss_scale"))
+  assert_same(plain_of(restored), plain_of(state))
