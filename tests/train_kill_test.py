@@ -95,10 +95,10 @@ def killed_again_and_again(
       time.sleep(rng.random() * 0.3)
     process.send_signal(signal.SIGKILL)
     told = process.communicate()[1]
-    assert process.returncode == -signal.SIGKILL, told
+    assert process.returncode == -signal.SIGKILL, (process.returncode, told)
     there = _steps(workdir)
-    # What has the name of a step is one.
-    for step in there:
+    # The three that are kept are complete; an older one may be half deleted.
+    for step in there[-3:]:
       assert integrity.verify(os.path.join(workdir, "checkpoints", str(step)))
     assert max(there, default=0) >= before
     left = sorted(
