@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -113,6 +114,27 @@ X, PART = jnp.ones((8, 4)), jax.ShapeDtypeStruct((4, 4), jnp.float32)
     (lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x), 0, False),
     (lambda x: jax.lax.scan(lambda c, y: (c, y), 0.0, x)[1], 0, False),
     (lambda x: x @ jnp.eye(4), 0, False),
+    # A number that follows from the shape, on many ways.
+    (lambda x: x / jnp.ones_like(x).sum(), 0, False),
+    (lambda x: x * jnp.linalg.norm(jnp.ones(x.shape)), 0, False),
+    (lambda x: x * jnp.full(x.shape, 2).sum(), 0, False),
+    (lambda x: x * jnp.arange(x.size).sum(), 0, False),
+    (lambda x: x * jnp.asarray(np.array([x.size]))[0], 0, False),
+    (
+      lambda x: x * jax.lax.fori_loop(0, x.shape[0], lambda _, c: c + 1.0, 1.0),
+      0,
+      False,
+    ),
+    (
+      lambda x: jax.lax.reduce_precision(x, 8, 3 if x.size > 16 else 20),
+      0,
+      False,
+    ),
+    (
+      lambda x: x * jnp.array([3.0, 2.0, 1.0])[jnp.minimum(x.ndim, 1)],
+      0,
+      True,
+    ),
   ],
 )
 def test_functions(fn, dim, does):
@@ -143,3 +165,31 @@ def test_what_all_have_must_stay_the_same_for_all():
   assert not elementwise.is_elementwise(leaks, args, parts, dims)
   keeps = lambda state: (state[0] * state[1], state[1] + 1)
   assert elementwise.is_elementwise(keeps, args, parts, dims)
+
+
+def test_what_is_taken_from_around_may_differ():
+  def outer(y):
+    fn = lambda x: x * y
+    return jnp.array(elementwise.is_elementwise(fn, (X,), (PART,), (0,)))
+
+  assert not jax.jit(outer)(2.0)
+
+
+def test_which_replica_it_is():
+  def fn(x):
+    times = lambda x: x * jax.lax.axis_index("replica")
+    return x * elementwise.is_elementwise(times, (X,), (PART,), (0,))
+
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("replica",))
+  spec = P("replica")
+  out = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)(X)
+  np.testing.assert_array_equal(out, np.zeros_like(X))
+
+
+def test_updates_that_cannot_be_traced_on_parts():
+  def refuses(x):
+    if x.shape[0] != 8:
+      raise ValueError("eight rows, please")
+    return x
+
+  assert not elementwise.is_elementwise(refuses, (X,), (PART,), (0,))

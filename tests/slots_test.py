@@ -6,6 +6,7 @@ import optax
 import pytest
 
 from flaxshard import slots
+from flaxshard import trees
 
 P = jax.sharding.PartitionSpec
 PARAMS = {
@@ -95,3 +96,44 @@ def test_slots_with_dimensions_in_front():
   assert getattr(specs, memory)["a"]["kernel"] == P(None, "replica", "model")
   assert getattr(specs, memory)["a"]["bias"] == P(None, "model")
   assert specs.params["a"]["kernel"] == A
+
+
+def test_names_of_fields_are_no_parameters():
+  # Parameters with the names of what an optimizer has of its own.
+  params = {
+    "count": jnp.ones((4, 2)),
+    "mu": {"count": jnp.ones((4, 2))},
+    "w": jnp.ones((4, 2)),
+  }
+  state = optax.adam(optax.constant_schedule(0.1)).init(params)
+  paths = {
+    "/".join(map(str, names)): parameter and trees.path_string(parameter)
+    for names, parameter in zip(
+      (
+        trees.path_strings(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(state)
+      ),
+      slots.parameters_of(state, params),
+      strict=True,
+    )
+  }
+  assert paths == {
+    "0/count": None,
+    "0/mu/count": "count",
+    "0/mu/mu/count": "mu/count",
+    "0/mu/w": "w",
+    "0/nu/count": "count",
+    "0/nu/mu/count": "mu/count",
+    "0/nu/w": "w",
+    "1/count": None,
+  }
+
+
+def test_counts():
+  state = optax.adam(optax.constant_schedule(0.1)).init(PARAMS)
+  assert sorted(slots.counts(state)) == ["0/count", "1/count"]
+  new = slots.with_counts(state, {"0/count": jnp.int32(7)})
+  assert (int(new[0].count), int(new[1].count)) == (7, 0)
+  assert new[0].mu is state[0].mu or jax.tree.all(
+    jax.tree.map(lambda a, b: (a == b).all(), new[0].mu, state[0].mu)
+  )

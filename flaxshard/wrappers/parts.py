@@ -21,9 +21,11 @@ PyTree = Any
 
 def dim_of(shape: Sequence[int], count: int) -> int:
   """Returns the dimension of which equal parts need the least padding."""
+  if 0 in shape:
+    return elementwise.WHOLE
   return min(
     range(len(shape)),
-    key=lambda d: -(-shape[d] // count) * count / max(shape[d], 1),
+    key=lambda d: -(-shape[d] // count) * count / shape[d],
     default=elementwise.WHOLE,
   )
 
@@ -89,7 +91,8 @@ class Leaf:
     """Undoes `to_rows`."""
     if self.dim == elementwise.WHOLE:
       return rows[0].reshape(self.shape)
-    x = jnp.moveaxis(rows.reshape(-1, *self.part.shape), 0, self.dim)
+    x = rows.reshape(self.count, *self.part.shape)
+    x = jnp.moveaxis(x, 0, self.dim)
     whole = list(self.shape)
     whole[self.dim] = self.step * self.count
     x = x.reshape(whole)

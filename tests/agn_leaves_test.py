@@ -1,0 +1,184 @@
+"""AGN on parameters and optimizers that are out of the ordinary."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from plain_wrapper import Plain
+import pytest
+
+import flaxshard as fs
+
+P = jax.sharding.PartitionSpec
+FOUR = fs.Strategy(devices=jax.devices()[:4])
+SPLIT = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
+COMMITS = pytest.mark.parametrize("commit", ["sequential", "mean"])
+
+pytestmark = pytest.mark.filterwarnings("ignore:AGN. communication_period")
+
+
+def create(params, tx, *wrappers, strategy=FOUR):
+  return fs.TrainState.create(
+    apply_fn=None, params=params, tx=tx, wrappers=wrappers, strategy=strategy
+  )
+
+
+def apply(state, grads, strategy=FOUR):
+  return strategy.run(
+    lambda state: state.apply_gradients(grads=grads), args=(state,)
+  )
+
+
+def agn(state):
+  return state.wrapper_states["agn"]
+
+
+def put(x, *spec):
+  return jax.device_put(x, jax.sharding.NamedSharding(SPLIT.mesh, P(*spec)))
+
+
+ONES = np.ones(2, np.float32)
+
+
+@COMMITS
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_gradient_that_is_not_there_at_the_commit(commit, delta):
+  # The first step is about both, the second, which commits, about one.
+  tx = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.25))
+  wrapper = fs.AGN(2, commit=commit, commit_delta=delta)
+  params = {"a": ONES, "b": ONES, "never": ONES}
+  state = create(params, tx, wrapper)
+  state = apply(state, {"a": ONES, "b": ONES, "never": None})
+  local = 1 - 0.25 * 1.5
+  np.testing.assert_array_equal(agn(state).local_params["b"], local)
+  state = apply(state, {"a": ONES, "b": None, "never": None})
+  commits = np.repeat((1 - local) if delta else 0.5, 4)
+  if commit == "mean":
+    commits = commits[:1]
+  b, pulled = 1.0, []
+  for g in commits:
+    b -= 0.25 * (g + 0.5 * b)
+    pulled.append(b)
+  np.testing.assert_allclose(state.params["b"], b)
+  np.testing.assert_allclose(
+    agn(state).local_params["b"][:, 0], np.resize(pulled, 4)
+  )
+  np.testing.assert_array_equal(agn(state).grad_accum["b"], 0)
+  # What never had a gradient does not decay.
+  np.testing.assert_array_equal(state.params["never"], 1)
+  np.testing.assert_array_equal(agn(state).local_params["never"], 1)
+
+
+def test_an_update_that_knows_how_large_its_arrays_are():
+  # Large on all devices together, small on each.
+  large = lambda params: jax.tree.map(lambda p: p.size > 12, params)
+  tx = optax.chain(optax.add_decayed_weights(1.0, mask=large), optax.sgd(0.5))
+  w = np.ones((8, 8), np.float32)
+  state = create({"w": put(w, None, "model")}, tx, fs.AGN(1), strategy=SPLIT)
+  state = apply(state, {"w": jnp.zeros((8, 8))}, SPLIT)
+  np.testing.assert_allclose(state.params["w"], 0.5**4)
+
+
+def test_an_optimizer_whose_state_depends_on_sizes():
+  tx = optax.masked(
+    optax.sgd(0.1, momentum=0.9),
+    lambda params: jax.tree.map(lambda p: p.size > 3, params),
+  )
+  state = create({"w": np.ones(4, np.float32)}, tx, fs.AGN(1))
+  state = apply(state, {"w": jnp.ones(4)})
+  momentum, w = 0.0, 1.0
+  for _ in range(4):
+    momentum = 0.9 * momentum + 1
+    w -= 0.1 * momentum
+  np.testing.assert_allclose(state.params["w"], w, rtol=1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighted(Plain):
+  """Each replica weighs gradients by its number, even those of the center."""
+
+  def apply(self, state, target, grads, next):
+    number = fs.get_replica_context().replica_id_in_sync_group
+    return next(target, jax.tree.map(lambda g: g * number, grads)), state
+
+
+@COMMITS
+def test_a_center_that_would_differ_between_replicas(commit):
+  wrapper = fs.AGN(1, commit=commit)
+  state = create(
+    {"w": np.ones(8, np.float32)}, optax.sgd(1.0), wrapper, Weighted()
+  )
+  with pytest.raises(
+    ValueError, match=r"the same from every replica.*params/w"
+  ):
+    apply(state, {"w": jnp.ones(8)})
+
+
+def test_parameters_that_are_split_over_replicas():
+  w = jax.device_put(
+    np.ones((4, 2), np.float32),
+    jax.sharding.NamedSharding(FOUR.mesh, P("replica")),
+  )
+  state = create({"w": w}, optax.sgd(1.0), fs.AGN(4))
+  with pytest.raises(
+    ValueError, match=r"state\[params/w\] is split over 'replica'.*gathered at"
+  ):
+    apply(state, {"w": jnp.ones((4, 2))})
+
+
+def test_two_states_in_one_run():
+  one = {"w": put(np.ones((4, 2), np.float32), None, "model")}
+  two = {"w": np.ones(3, np.float32)}
+  tx = optax.sgd(0.25)
+  states = [create(p, tx, fs.AGN(1), strategy=SPLIT) for p in (one, two)]
+  states = SPLIT.run(
+    lambda *states: tuple(
+      s.apply_gradients(grads=jax.tree.map(jnp.ones_like, s.params))
+      for s in states
+    ),
+    args=tuple(states),
+  )
+  for state in states:
+    np.testing.assert_array_equal(state.params["w"], 0.0)
+    mine = np.asarray(agn(state).local_params["w"]).reshape(4, -1)[:, 0]
+    np.testing.assert_array_equal(mine, [0.75, 0.5, 0.25, 0.0])
+
+
+@COMMITS
+def test_odd_trees(commit):
+  params = {
+    "w": np.ones(4, np.float32),
+    "none": None,
+    "empty": np.ones((3, 0), np.float32),
+    "tuple": (np.ones(1, np.float32), {}),
+  }
+  state = create(params, optax.adam(0.25), fs.AGN(1, commit=commit))
+  grads = jax.tree.map(jnp.ones_like, params)
+  new = apply(state, grads)
+  assert jax.tree.structure(new.params) == jax.tree.structure(params)
+  updates = 4 if commit == "sequential" else 1
+  for leaf in (new.params["w"], new.params["tuple"][0]):
+    np.testing.assert_allclose(leaf, 1 - 0.25 * updates, atol=1e-4)
+
+
+@COMMITS
+def test_nothing_to_commit(commit):
+  state = create({"w": ONES}, optax.sgd(0.25), fs.AGN(1, commit=commit))
+  new = apply(state, {"w": None})
+  np.testing.assert_array_equal(new.params["w"], ONES)
+  assert int(agn(new).commits) == 1
+
+
+@pytest.mark.parametrize("wrappers", [(), (fs.AGN(1),)])
+def test_a_frozen_leaf_that_is_called_as_a_field_of_the_optimizer(wrappers):
+  params = {"w": ONES, "count": np.int32(3), "mu": {"w": ONES}}
+  state = create(params, optax.adam(0.01), *wrappers)
+  for _ in range(3):
+    state = apply(state, {"w": jnp.ones(2), "count": None, "mu": {"w": None}})
+  slots = agn(state).local_opt_state[0] if wrappers else state.opt_state[0]
+  np.testing.assert_array_equal(slots.count, 3)
+  np.testing.assert_allclose(np.ravel(slots.mu["w"]), 0.271, rtol=1e-5)
+  np.testing.assert_array_equal(np.ravel(slots.mu["mu"]["w"]), 0)
+  assert int(state.params["count"]) == 3
