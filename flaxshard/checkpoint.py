@@ -4,6 +4,7 @@
                      wrappers/        the wrappers' states; absent when empty
                      flaxshard/       who wrote it, and a crc32 of every file
                      input_iterator/  where the data stands; absent without data
+                     metrics/         what was measured; absent without metrics
 
 The item `default` is what a plain Flax program writes, so that one reads it
 with its usual strict call, and ours reads a plain one.
@@ -11,24 +12,31 @@ with its usual strict call, and ours reads a plain one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import json
 import logging
+import math
 import os
 import types
-from typing import Any, Protocol
+from typing import Any
+import weakref
 
 import grain
 import jax
 import orbax.checkpoint as ocp
 
+from flaxshard import data_position
 from flaxshard import integrity
+from flaxshard import lock
+from flaxshard import pending_saves
+from flaxshard import preservation
 from flaxshard import step_checkpoint
 from flaxshard.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
 _DATA = "input_iterator"
+_METRICS = "metrics"  # as Orbax names it
 
 # For who keeps a manager of their own.
 item_handlers = step_checkpoint.item_handlers
@@ -36,38 +44,27 @@ restore = step_checkpoint.restore
 save_args = step_checkpoint.save_args
 
 
-class Positioned(Protocol):
-  """An iterator that knows where it stands: Grain's, a `DistributedIterator`.
-
-  States are bytes, or what JSON can hold.
-  """
-
-  def get_state(self) -> Any:
-    """Returns where it stands."""
-    ...
-
-  def set_state(self, state: Any) -> None:
-    """Goes on from a state."""
-    ...
-
-  def start_prefetch(self) -> None:
-    """Begins to read ahead."""
-    ...
-
-
 class Checkpointer:
   """Saves and restores train states, over Orbax's `CheckpointManager`.
 
-  Saves are asynchronous; leaving the context waits for the last one.
+  Saves are asynchronous; leaving the context, or the program, waits for the
+  last one. From its first save until it is closed, or gone, no other process
+  can save in the directory; all can restore.
 
   Args:
     directory: Where the checkpoints lie; made if it does not exist.
     max_to_keep: How many of the newest to keep; None keeps all.
+    keep_every: Keep those at multiples of so many steps, too.
+    best_metric: Keep those, too, that are the best by a metric that is given to
+      `save`. One that is missing, None or not finite is worse than any number.
+    best_mode: `"max"`, or `"min"` where a lower metric is better.
+    keep_best: How many of the best to keep.
     config: The training config, for every checkpoint to say: what JSON holds.
 
   Raises:
     TypeError: JSON cannot hold `config`.
-    ValueError: `directory` cannot be written, or `max_to_keep` is below 1.
+    ValueError: `directory` cannot be written, or an argument about what to keep
+      has a value that is not allowed.
 
   Example:
     >>> import flaxshard as fs, jax.numpy as jnp, optax, tempfile
@@ -86,15 +83,23 @@ class Checkpointer:
     directory: str | os.PathLike[str],
     *,
     max_to_keep: int | None = None,
+    keep_every: int | None = None,
+    best_metric: str | None = None,
+    best_mode: str = "max",
+    keep_best: int = 1,
     config: Mapping[str, Any] | None = None,
     plain_item: str = "default",
   ):
     step_checkpoint.check_plain_item(plain_item)
     self._plain_item = plain_item
-    if max_to_keep is not None and max_to_keep < 1:
-      raise ValueError(
-        f"max_to_keep must be at least 1, or None, got {max_to_keep!r}."
-      )
+    policy = preservation.policy(
+      max_to_keep,
+      keep_every=keep_every,
+      best_metric=best_metric,
+      best_mode=best_mode,
+      keep_best=keep_best,
+    )
+    self._best = (best_metric, best_mode)
     try:
       json.dumps(config)
     except (TypeError, ValueError) as e:
@@ -104,7 +109,14 @@ class Checkpointer:
     check_writable("directory", self.directory)
     self._manager = ocp.CheckpointManager(
       self.directory,
-      options=ocp.CheckpointManagerOptions(max_to_keep=max_to_keep),
+      options=ocp.CheckpointManagerOptions(
+        preservation_policy=policy,
+        # Where a directory cannot be made in the background, Orbax's threads
+        # wait for it, for 20 minutes, and so does the end of the program.
+        async_options=ocp.options.AsyncOptions(
+          create_directories_asynchronously=False
+        ),
+      ),
       # Named here, or a fresh process could not restore them.
       item_handlers={
         **step_checkpoint.item_handlers(plain_item=plain_item),
@@ -117,6 +129,8 @@ class Checkpointer:
       step for step in self._manager.all_steps() if self._is_empty(step)
     }
     self._restored_step: int | None = None
+    self._saving: int | None = None
+    self._unlock: Callable[[], Any] | None = None
 
   def __enter__(self) -> Checkpointer:
     """Returns itself."""
@@ -128,8 +142,27 @@ class Checkpointer:
     error: BaseException | None,
     traceback: types.TracebackType | None,
   ) -> None:
-    """Waits for the last save, and closes the manager."""
-    self._manager.close()
+    """Does `close`; of two errors, the one that came first is raised."""
+    try:
+      self.close()
+    except pending_saves.SaveError as e:
+      if error is None:
+        raise
+      _log.error("%s", e)
+
+  def close(self) -> None:
+    """Waits for the last save, and lets others save in the directory.
+
+    Raises:
+      SaveError: It failed.
+    """
+    try:
+      self.wait()
+    finally:
+      self._manager.close()
+      if self._unlock is not None:
+        self._unlock()
+        self._unlock = None
 
   def latest_step(self) -> int | None:
     """Returns the newest of `all_steps`, or None."""
@@ -148,15 +181,48 @@ class Checkpointer:
     """The step that `restore` read last, or None."""
     return self._restored_step
 
+  def best_step(self) -> int | None:
+    """Returns the step whose `best_metric` is best, the latest of equal ones.
+
+    None where no step has such a number, or there is no `best_metric`.
+    """
+    self.wait()
+    ranks = {
+      preservation.rank(self._manager.metrics(step), *self._best): step
+      for step in self.all_steps()
+    }
+    ranks.pop(-math.inf, None)
+    return ranks[max(ranks)] if ranks else None
+
   def wait(self) -> None:
-    """Waits until what was saved is on disk."""
-    self._manager.wait_until_finished()
+    """Waits until what was saved is on disk.
+
+    Raises:
+      SaveError: It could not be written.
+    """
+    step, self._saving = self._saving, None
+    try:
+      self._manager.wait_until_finished()
+    except Exception as e:
+      if step is None:
+        raise
+      raise pending_saves.failed(self.directory, step, e) from e
+
+  def check(self) -> None:
+    """Raises if a save has failed in the background; waits for none.
+
+    Raises:
+      SaveError: The last save could not be written.
+    """
+    if self._saving is not None and not self._manager.is_saving_in_progress():
+      self.wait()
 
   def save(
     self,
     step: int,
     state: TrainState,
-    data: Positioned | None = None,
+    data: data_position.Positioned | None = None,
+    metrics: Mapping[str, Any] | None = None,
   ) -> None:
     """Saves a state; a step that is there already is left as it is.
 
@@ -168,12 +234,14 @@ class Checkpointer:
       state: The state. It may be donated as soon as this returns. Of groups of
         replicas that differ, what replica 0 has is saved, and the log says so.
       data: The iterator to save the position of.
+      metrics: Numbers to save with it, by name, for `best_metric`.
 
     Raises:
-      TypeError: A leaf of the state is not an array, or `data` cannot tell
-        where it stands.
-      ValueError: A leaf of the state has no elements, or there is a checkpoint
-        of a later step.
+      TypeError: A leaf of the state is not an array, `data` cannot tell where
+        it stands, or a metric is no number.
+      ValueError: A leaf of the state has no elements, there is a checkpoint of
+        a later step, or another process saves in the directory.
+      SaveError: This step, or the one before, could not be written.
     """
     if step in self.all_steps():
       return
@@ -184,17 +252,31 @@ class Checkpointer:
         f"{latest}: restoring takes the latest. Move later steps away, or take "
         "another directory."
       )
-    position = None if data is None else _Position(data)
+    position = None if data is None else data_position.Position(data)
     items: dict[str, Any] = dict(
       step_checkpoint.save_args(state, plain_item=self._plain_item).items()
     )
     if position is not None:
       items[_DATA] = grain.checkpoint.CheckpointSave(position)
+    if metrics is not None:
+      metrics = preservation.as_json(metrics)
+      items[_METRICS] = ocp.args.JsonSave(metrics)
     items[integrity.ITEM] = integrity.Save(
       integrity.metadata(state, step, tuple(items), self._config)
     )
+    self.wait()
+    if self._unlock is None:
+      unlock = lock.acquire("directory", self.directory, again=True)
+      self._unlock = weakref.finalize(self._manager, unlock)
     self._set_damaged_aside()
-    self._manager.save(step, args=ocp.args.Composite(**items))
+    pending_saves.expect(self._manager)
+    try:
+      self._manager.save(
+        step, metrics=metrics, args=ocp.args.Composite(**items)
+      )
+    except Exception as e:
+      raise pending_saves.failed(self.directory, step, e) from e
+    self._saving = step
 
   def _set_damaged_aside(self) -> None:
     """Renames the directories of damaged steps: nothing is deleted."""
@@ -221,7 +303,7 @@ class Checkpointer:
     self,
     state: TrainState,
     step: int | None = None,
-    data: Positioned | None = None,
+    data: data_position.Positioned | None = None,
   ) -> TrainState:
     """Restores a checkpoint into the structure and shardings of `state`.
 
@@ -275,7 +357,7 @@ class Checkpointer:
     )
 
   def _restore(
-    self, state: TrainState, step: int, data: Positioned | None
+    self, state: TrainState, step: int, data: data_position.Positioned | None
   ) -> TrainState:
     where = self._path(step)
     verified = integrity.verify_together(where)
@@ -286,7 +368,7 @@ class Checkpointer:
     if data is not None:
       if not os.path.isdir(os.path.join(where, _DATA)):
         raise ValueError(f"{where} has no {_DATA}: where the data stood.")
-      position = _Position(data)
+      position = data_position.Position(data)
 
     with integrity.reading(where, verified):
       read = plan.read()
@@ -313,43 +395,6 @@ def check_writable(argument: str, directory: str) -> None:
     raise ValueError(
       f"{argument}={directory!r} cannot be written: {e.strerror or e}."
     ) from e
-
-
-class _Position:
-  """A position as the text that Grain's handler writes for its own iterators.
-
-  It is taken when this is made: an error in the middle of a save would leave
-  Orbax hanging when the process exits.
-  """
-
-  def __init__(self, data: Positioned):
-    self._data = data
-    state = data.get_state()
-    self._is_text = isinstance(state, bytes)
-    try:
-      self._text = state if self._is_text else _json(state)
-    except (TypeError, ValueError) as e:
-      raise TypeError(
-        f"data.get_state() must be bytes, or what JSON can hold: {e}."
-      ) from e
-
-  def get_state(self) -> bytes:
-    return self._text
-
-  def set_state(self, text: bytes) -> None:
-    self._read = text if self._is_text else json.loads(text)
-
-  def start_prefetch(self) -> None:
-    """Does nothing: what is read goes to the data once all is read."""
-
-  def go(self) -> None:
-    """Sets the data to what was read."""
-    self._data.set_state(self._read)
-    self._data.start_prefetch()
-
-
-def _json(state: Any) -> bytes:
-  return json.dumps(state, indent=4).encode()
 
 
 if __name__ == "__main__":

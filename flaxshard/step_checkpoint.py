@@ -9,12 +9,12 @@ import os
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
 from flaxshard import divergence
 from flaxshard import fields
 from flaxshard import foreign_checkpoint
+from flaxshard import saveable
 from flaxshard import stored
 from flaxshard import templates
 from flaxshard import trees
@@ -52,7 +52,8 @@ def save_args(
 
   Raises:
     TypeError: `state` is no `TrainState`, or a leaf of it is not an array.
-    ValueError: A leaf has no elements, or `plain_item` is another name.
+    ValueError: A leaf has no elements, or was deleted, or `plain_item` is
+      another name.
 
   Example:
     >>> import flaxshard as fs, jax.numpy as jnp, optax, tempfile
@@ -65,14 +66,7 @@ def save_args(
   """
   check_state(state)
   check_plain_item(plain_item)
-  trees.check_arrays("state", state)
-  for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-    if 0 in np.shape(leaf):
-      # Orbax refuses it too, and then hangs when the process exits.
-      raise ValueError(
-        f"state[{trees.path_string(path)}] has no elements, shape "
-        f"{np.shape(leaf)}: Orbax cannot save that."
-      )
+  saveable.check("state", state)
   note = divergence.note(state)
   if note:
     _log.info("step %d: %s", int(state.step), note)
@@ -280,7 +274,9 @@ class Plan:
     found = {path: leaves[s] for path, s in self.moves.sources.items()}
     for path, x in trees.by_path(self.plain).items():
       if path in self.moves.fresh:
-        found[path] = jax.device_put(x, self.wanted[path].sharding)
+        # A copy: what is restored may be donated.
+        sharding = self.wanted[path].sharding
+        found[path] = jax.device_put(x, sharding, may_alias=False)
     where = str(self.opened.where)
     templates.check_restored(where, found, dict(self.wanted))
     restored = jax.tree.unflatten(
