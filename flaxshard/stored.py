@@ -87,7 +87,7 @@ def step_path(directory: Directory, step: int | None) -> Directory:
   if directory.is_dir():
     for path in sorted(directory.iterdir()):
       if match := _STEP.fullmatch(path.name):
-        found[int(match[1])] = path
+        found.setdefault(int(match[1]), path)  # 7 before checkpoint_7
   wanted = max(found, default=None) if step is None else step
   if wanted not in found:
     raise ValueError(

@@ -299,6 +299,17 @@ def test_the_same_layer_with_other_parts(tmp_path):
     fs.checkpoint.restore(tmp_path, ours(skipping(ADAM)))
 
 
+def test_what_starts_fresh_has_its_own_memory(tmp_path):
+  save_v0(tmp_path, trained("bare"))
+  state = ours(multi(ADAM))
+  restored = fs.checkpoint.restore(tmp_path, state)
+  overwrite = jax.jit(
+    lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0
+  )
+  jax.block_until_ready(overwrite(restored.opt_state))
+  assert_same(state.opt_state, multi(ADAM).init(state.params))
+
+
 # Not known.
 
 
@@ -352,6 +363,10 @@ def test_one_of_several_files(tmp_path):
     (str(tmp_path / "checkpoint_2"), None, 2),
   ):
     assert int(fs.checkpoint.restore(given, ours(), step).step) == wanted
+  # Of two with the same number, that of a manager.
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / "2", flax_state(step=22))
+  assert int(fs.checkpoint.restore(tmp_path, ours(), 2).step) == 22
 
 
 def test_onto_a_mesh(save, tmp_path):
