@@ -229,6 +229,11 @@ def verify(
           f"{os.path.join(where, item)} is missing; {_STEP_METADATA} has it."
         )
   if not os.path.isdir(os.path.join(where, ITEM)):
+    if known is None and _is_remnant(where):
+      raise Damaged(
+        f"{os.path.join(where, ITEM)} is missing, and {_STEP_METADATA}, which "
+        "later steps have: half deleted."
+      )
     _log.info("%s has no digests: it is read without a check", where)
     return False
   digests = _read_digests(os.path.join(where, ITEM, _DIGESTS))
@@ -245,6 +250,24 @@ def verify(
     more = f" ({len(wrong) - 1} more files are damaged)" if wrong[1:] else ""
     raise Damaged(f"{wrong[0]}{more}.")
   return True
+
+
+def _is_remnant(where: str) -> bool:
+  """Whether this is what a process left that was killed while it deleted.
+
+  Orbax deletes in any order. Once the digests are gone, and its own list of the
+  items, only the steps that were written since tell that there had been any.
+  """
+  folder, name = os.path.split(os.path.abspath(where))
+  flat = os.path.exists(os.path.join(where, "_METADATA"))
+  if flat or not name.isdecimal():
+    return False  # no manager of ours has written it
+  return any(
+    other.isdecimal()
+    and int(other) > int(name)
+    and os.path.isdir(os.path.join(folder, other, ITEM))
+    for other in os.listdir(folder)
+  )
 
 
 def verify_together(step_dir: str | os.PathLike[str]) -> bool:

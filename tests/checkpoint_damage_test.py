@@ -262,6 +262,23 @@ def test_another_model_or_no_position_is_no_damage(path):
     assert list(checkpointer.all_steps()) == [1, 2, 3, 4]
 
 
+def test_a_step_that_was_being_deleted(path):
+  for name in ("flaxshard", "wrappers"):
+    shutil.rmtree(path / "1" / name)
+  (path / "1" / "_CHECKPOINT_METADATA").unlink()
+  with checkpoint.Checkpointer(path) as checkpointer:
+    with pytest.raises(
+      ValueError, match=r"/1/flaxshard is missing, .* half del"
+    ):
+      checkpointer.restore(initial(), 1)
+  # As the only one it may be of anybody.
+  for name in ("2", "3"):
+    shutil.rmtree(path / name)
+  with checkpoint.Checkpointer(path) as checkpointer:
+    state = checkpointer.restore(initial())
+  np.testing.assert_array_equal(state.params["w"], trained(1).params["w"])
+
+
 # Saving after falling back.
 
 
