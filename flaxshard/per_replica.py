@@ -7,36 +7,27 @@ the replicas and leaves the logical devices to XLA.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-from flax.training import train_state as flax_train_state
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from flaxshard import agreement
-from flaxshard import fields as fields_lib
 from flaxshard import replica
+from flaxshard import replica_view as view
 from flaxshard import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.values import Agreed
-from flaxshard.values import has_per_replica
 from flaxshard.values import is_per_replica
-from flaxshard.values import PerReplica
 from flaxshard.wrappers import base
 
 PyTree = Any
 
 P = jax.sharding.PartitionSpec
-
-
-def is_state(x: Any) -> bool:
-  """Whether `x` is a TrainState, Flax's own or ours."""
-  return isinstance(x, flax_train_state.TrainState)
 
 
 def compile(
@@ -64,11 +55,11 @@ def compile(
 
       def per_replica(*leaves: jax.Array) -> tuple[list[Any], list[Any]]:
         nonlocal out
-        args, kwargs = _local(jax.tree.unflatten(treedef, leaves))
+        args, kwargs = view.inside(jax.tree.unflatten(treedef, leaves))
         with replica.entered(within):
           returned = fn(*args, **kwargs)
         trees.check_arrays("run: what fn returned", returned)
-        returned = _global(returned)
+        returned = view.outside(returned)
         out_leaves, structure = jax.tree.flatten(returned)
         out = structure, _layout(returned)
         parts: tuple[list[Any], list[Any]] = ([], [])
@@ -223,13 +214,13 @@ def _layout(tree: PyTree) -> _Layout:
   mirrored: list[bool] = []
   paths: list[Any] = []
   states: list[tuple[Any, int]] = []
-  nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_node)
+  nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=view.is_node)
   for path, node in nodes:
     inner = [p for p, _ in jax.tree_util.tree_leaves_with_path(node)]
     paths += [(*path, *p) for p in inner]
-    if is_state(node):
+    if view.is_state(node):
       states.append((jax.tree.structure(node), len(own)))
-      own += jax.tree.leaves(_own_leaves(node))
+      own += jax.tree.leaves(view.own_leaves(node))
       mirrored += [not x for x in own[states[-1][1] :]]
     else:
       own += [is_per_replica(node)] * len(inner)
@@ -237,68 +228,12 @@ def _layout(tree: PyTree) -> _Layout:
   return _Layout(tuple(own), tuple(mirrored), tuple(paths), tuple(states))
 
 
-def _is_node(x: Any) -> bool:
-  return is_state(x) or isinstance(x, (PerReplica, Agreed))
-
-
-def _own_leaves(state: Any) -> Any:
-  """Returns a state of booleans: which leaves have the replicas in front."""
-  marked = jax.tree.map(
-    lambda x: jax.tree.map(lambda _: is_per_replica(x), x),
-    state,
-    is_leaf=is_per_replica,
-  )
-  states = {}
-  for wrapper in getattr(state, "wrappers", ()):
-    name = base.name_of(wrapper)
-    specs = wrapper.partition_specs(state.wrapper_states[name])
-    states[name] = jax.tree.map(
-      base.is_per_replica,
-      specs,
-      is_leaf=lambda x: isinstance(x, P),
-    )
-  return marked.replace(wrapper_states=states) if states else marked
-
-
-def _local(tree: PyTree) -> PyTree:
-  """Puts this replica's own value in the place of every `PerReplica`."""
-
-  def local(node: Any) -> Any:
-    if is_per_replica(node):
-      return jax.tree.map(_only, node.value)
-    if not is_state(node):
-      return node
-    node = _entered(node)
-    fields = {}
-    for field in dataclasses.fields(node):
-      value = getattr(node, field.name)
-      if has_per_replica(value):
-        fields[field.name] = value
-    if not fields:
-      return node
-    if not hasattr(node, "per_replica"):
-      raise TypeError(
-        f"run: {type(node).__name__}.{next(iter(fields))} is a PerReplica; "
-        "only a flaxshard.TrainState can have one."
-      )
-    local_fields = {name: _local(value) for name, value in fields.items()}
-    # What these fields look like from outside travels with the state.
-    return node.replace(
-      **local_fields,
-      per_replica=tuple(
-        (name, jax.tree.structure(value)) for name, value in fields.items()
-      ),
-    )
-
-  return jax.tree.map(local, tree, is_leaf=_is_node)
-
-
 def _param_specs(
   treedef: Any, leaves: Sequence[Any], shardings: Sequence[Any]
 ) -> tuple[Any, ...]:
   """Returns how the parameters of TrainStates are split in a replica."""
   nodes = (
-    jax.tree.leaves(jax.tree.unflatten(treedef, x), is_leaf=is_state)
+    jax.tree.leaves(jax.tree.unflatten(treedef, x), is_leaf=view.is_state)
     for x in (leaves, shardings)
   )
   return tuple(
@@ -307,13 +242,13 @@ def _param_specs(
       [x.shape for x in jax.tree.leaves(state.params)],
     )
     for state, split in zip(*nodes, strict=True)
-    if is_state(state)
+    if view.is_state(state)
   )
 
 
 def _check_wrappers(mesh: jax.sharding.Mesh, tree: PyTree) -> None:
   """Raises where the wrappers of a TrainState, of shardings, cannot run."""
-  for state in jax.tree.leaves(tree, is_leaf=is_state):
+  for state in jax.tree.leaves(tree, is_leaf=view.is_state):
     wrappers = getattr(state, "wrappers", ())
     base.check_replicas(wrappers, mesh.shape[mesh_lib.REPLICA])
     note = base.divergence(wrappers)
@@ -337,83 +272,6 @@ def _check_wrappers(mesh: jax.sharding.Mesh, tree: PyTree) -> None:
           f"run: state[{trees.path_string(path)}] is split over 'replica', "
           f"{sharding.spec}, {note}"
         )
-
-
-def _entered(state: Any) -> Any:
-  """Returns a state as a replica sees it: its own wrapper states."""
-  wrappers = getattr(state, "wrappers", ())
-  if not wrappers:
-    return state
-  return _swapped(state, base.own(wrappers, state.wrapper_states))
-
-
-def _left(state: Any) -> Any:
-  """Undoes `_entered`."""
-  wrappers = getattr(state, "wrappers", ())
-  if not wrappers:
-    return state
-  state = _swapped(state, state.wrapper_states)
-  return state.replace(
-    wrapper_states=base.of_replicas(wrappers, state.wrapper_states)
-  )
-
-
-def _swapped(state: Any, states: Mapping[str, PyTree]) -> Any:
-  """Puts a replica's own collections for the others, or back."""
-  if not any(hasattr(w, "swap_collections") for w in state.wrappers):
-    return state.replace(wrapper_states=states)
-  own = ("step", "params", "opt_state", "wrapper_states")
-  names = [n for n in fields_lib.data_names(state) if n not in own]
-  collections = {name: getattr(state, name) for name in names}
-  for name, tree in collections.items():
-    if has_per_replica(tree):
-      raise TypeError(
-        f"run: TrainState.{name} is a PerReplica; a wrapper of the state keeps "
-        "what each replica has of it already."
-      )
-  states, collections = base.swap_collections(
-    state.wrappers, states, collections
-  )
-  return state.replace(wrapper_states=states, **collections)
-
-
-def _only(x: jax.Array) -> jax.Array:
-  if x.shape[:1] != (1,):
-    raise ValueError(
-      "run: a PerReplica must have the replicas as its first dimension; a "
-      f"replica's part of one has shape {x.shape}."
-    )
-  return x[0]
-
-
-def _global(tree: PyTree) -> PyTree:
-  """Undoes `_local`: what each replica has its own of becomes `PerReplica`."""
-
-  def expand(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
-
-  def outside(node: Any) -> Any:
-    if isinstance(node, Agreed):
-      return node
-    if is_per_replica(node):
-      raise TypeError(
-        "run: fn returned a PerReplica; it returns what this replica has, and "
-        "a PerReplica of all of them comes back."
-      )
-    if not is_state(node):
-      return PerReplica(expand(node))
-    node = _left(node)
-    fields = {}
-    for name, treedef in getattr(node, "per_replica", ()):
-      leaves = jax.tree.leaves(getattr(node, name))
-      fields[name] = jax.tree.map(
-        lambda x: expand(x) if is_per_replica(x) else x,
-        jax.tree.unflatten(treedef, leaves),
-        is_leaf=is_per_replica,
-      )
-    return node.replace(**fields, per_replica=()) if fields else node
-
-  return jax.tree.map(outside, tree, is_leaf=_is_node)
 
 
 def _sharding(
