@@ -55,7 +55,7 @@ with fs.Checkpointer(path) as checkpointer:
   assert list(checkpointer.all_steps()) == [1, 2]
   state = checkpointer.restore(make(0.0))
   assert checkpointer.restored_step == 2
-names = sorted(p.name for p in path.iterdir())
+names = sorted(p.name for p in path.iterdir() if p.is_dir())
 assert names == ["1", "2", "2.damaged", "3.damaged"], names
 print("same")
 """
