@@ -38,7 +38,11 @@ def get_config() -> ml_collections.ConfigDict:
   config.log_every_steps = 20
   config.eval_every_steps = 100
   config.checkpoint_every_steps = 100
-  config.max_to_keep = 3  # checkpoints
+  config.checkpoint_every_minutes = 0.0  # too, as rows are logged; 0: never
+  config.max_to_keep = 3  # the newest; and, for as long as the run goes on:
+  config.keep_every_steps = 0  # those at multiples of it; 0: none
+  config.best_metric = "none"  # or the best by "eval_accuracy", "eval_loss"
+  config.keep_best = 1  # so many of the best
   config.writer = "tensorboard"  # or "clu" (needs TensorFlow), "none"
   config.profile_steps = ()  # (first, last): a trace in workdir/profile
   config.on_nonfinite = "stop"  # or "continue"

@@ -38,6 +38,11 @@ def _positive(value: Any) -> str | None:
   return None if ok and 0 < value < 1e38 else "a positive number"
 
 
+def _positive_or_zero(value: Any) -> str | None:
+  ok = value == 0 and not isinstance(value, bool)
+  return None if ok or _positive(value) is None else "a positive number, or 0"
+
+
 def _named(value: Any) -> str | None:
   ok = _is_dict(value) and isinstance(value.get("name"), str)
   return None if ok else "a dict with a 'name' and the arguments of what it is"
@@ -159,6 +164,9 @@ def _check_mesh(mesh: Any) -> dict[str, Any]:
   return values
 
 
+# What `config.best_metric` may be, and which of its values are good.
+BEST_MODES = {"eval_accuracy": "max", "eval_loss": "min"}
+
 _REQUIRED: dict[str, Check] = {
   "model": _named,
   "data": _named,
@@ -180,7 +188,35 @@ _OPTIONAL: dict[str, tuple[Check, Any]] = {
   "profile_steps": (_steps, ()),
   "writer": (_one_of("tensorboard", "clu", "none"), "tensorboard"),
   "max_to_keep": (_integer(1), 3),
+  "checkpoint_every_minutes": (_positive_or_zero, 0),
+  "keep_every_steps": (_integer(0), 0),
+  "best_metric": (_one_of("none", *BEST_MODES), "none"),
+  "keep_best": (_integer(1), 1),
 }
+
+
+def _check_what_is_kept(values: Mapping[str, Any]) -> None:
+  """Refuses to keep the best of, or every n-th of, what is never saved."""
+  every = values["checkpoint_every_steps"]
+  kept = values["keep_every_steps"]
+  if kept % every:
+    raise ValueError(
+      f"config.keep_every_steps={kept} must be a multiple of "
+      f"config.checkpoint_every_steps={every}, or 0: others are not saved."
+    )
+  if values["best_metric"] == "none":
+    if values["keep_best"] != 1:
+      raise ValueError(
+        f"config.keep_best={values['keep_best']} needs config.best_metric, "
+        f"one of {', '.join(map(repr, BEST_MODES))}."
+      )
+  elif every % values["eval_every_steps"]:
+    raise ValueError(
+      f"config.checkpoint_every_steps={every} must be a multiple of "
+      f"config.eval_every_steps={values['eval_every_steps']} with "
+      f"config.best_metric={values['best_metric']!r}: a checkpoint is as good "
+      "as its evaluation."
+    )
 
 
 def check(config: Any) -> ml_collections.ConfigDict:
@@ -221,6 +257,7 @@ def check(config: Any) -> ml_collections.ConfigDict:
       raise ValueError(
         f"config.{name} must be {allowed}; got {_unwrapped(value)!r}."
       )
+  _check_what_is_kept({name: value for name, (_, value) in values.items()})
   wrappers.from_config(config["wrappers"])
   values["mesh"] = (_mesh, _check_mesh(config["mesh"]))
   # Not frozen: a FrozenConfigDict cannot hold the dicts in `wrappers`.

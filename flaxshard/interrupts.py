@@ -9,6 +9,9 @@ import signal
 import threading
 from typing import Any
 
+import jax
+from jax.experimental import multihost_utils
+
 
 @contextlib.contextmanager
 def caught() -> Iterator[Callable[[], int | None]]:
@@ -16,7 +19,8 @@ def caught() -> Iterator[Callable[[], int | None]]:
 
   The second one ends the process at once, as if nothing had caught it: XLA may
   be compiling, and does not take an exception well. Outside of the main thread,
-  where Python cannot catch signals, nothing is caught.
+  where Python cannot catch signals, nothing is caught. SIGTERM is left to JAX
+  where it has all processes stop at the same step: see `preempted`.
   """
   received: list[int] = []
   before: dict[int, Any] = {}
@@ -33,9 +37,37 @@ def caught() -> Iterator[Callable[[], int | None]]:
     received.append(signum)
 
   if threading.current_thread() is threading.main_thread():
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    signums = [signal.SIGINT]
+    if not _preemption_service():
+      signums.append(signal.SIGTERM)
+    for signum in signums:
       before[signum] = signal.signal(signum, on_signal)
   try:
     yield lambda: received[0] if received else None
   finally:
     restore()
+
+
+def preempted(step: int) -> int | None:
+  """Returns SIGTERM where all processes are to stop after this step, or None.
+
+  With `jax.distributed`, JAX tells all processes of a SIGTERM, or another
+  notice of its preemption service, that came to one, and finds a step that none
+  has passed. To be asked in every step; without `jax.distributed`, it is free.
+
+  Args:
+    step: The step that was taken.
+
+  References:
+    https://docs.jax.dev/en/latest/_autosummary/jax.experimental.multihost_utils.reached_preemption_sync_point.html
+  """
+  if _preemption_service() and multihost_utils.reached_preemption_sync_point(
+    step
+  ):
+    return signal.SIGTERM
+  return None
+
+
+def _preemption_service() -> bool:
+  enabled = getattr(jax.config, "jax_enable_preemption_service", False)
+  return jax.distributed.is_initialized() and enabled

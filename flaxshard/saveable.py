@@ -46,8 +46,8 @@ def check(argument: str, tree: Any) -> None:
     if isinstance(leaf, jax.Array):
       if leaf.is_deleted():
         raise ValueError(
-          f"{name} was deleted: save a state before it is donated, or what came "
-          "of it."
+          f"{name} was deleted: save a state before it is donated, or what "
+          "came of it."
         )
     elif jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
       raise TypeError(

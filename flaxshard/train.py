@@ -15,6 +15,7 @@ from typing import Any
 
 from clu import parameter_overview
 import jax
+from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,9 +24,11 @@ from flaxshard import config as config_lib
 from flaxshard import data
 from flaxshard import divergence
 from flaxshard import interrupts
+from flaxshard import lock
 from flaxshard import models
 from flaxshard import optimizer
 from flaxshard import parallel
+from flaxshard import profiler
 from flaxshard import steps
 from flaxshard import timer as timer_lib
 from flaxshard import trees
@@ -58,11 +61,15 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
 
   Raises:
     ValueError, TypeError: The config is not usable, `workdir` cannot be
-      written, or it holds a checkpoint of another model or another data order.
+      written, another run writes in it, or it holds a checkpoint of another
+      model or another data order.
     ImportError: A package that the config asks for is not installed.
     FloatingPointError: The loss became infinite or NaN, no wrapper had the step
       skipped, and `config.on_nonfinite` is "stop".
-    SystemExit: On Ctrl-C or SIGTERM, after a checkpoint.
+    SaveError: A checkpoint could not be written; it is raised in the step after
+      it is known.
+    SystemExit: On Ctrl-C, SIGTERM or JAX's notice of preemption, after a
+      checkpoint.
   """
   config = config_lib.check(config)
   workdir = os.path.abspath(os.path.expanduser(workdir))
@@ -81,6 +88,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
   )
 
   with contextlib.ExitStack() as stack:
+    stack.callback(lock.acquire("workdir", workdir))
     interrupted = stack.enter_context(interrupts.caught())
     train_iter = stack.enter_context(
       iter(
@@ -91,13 +99,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
         )
       )
     )
-    checkpointer = stack.enter_context(
-      checkpoint.Checkpointer(
-        os.path.join(workdir, "checkpoints"),
-        max_to_keep=config.max_to_keep,
-        config=json.loads(config.to_json()),
-      )
-    )
+    checkpointer = stack.enter_context(_checkpointer(config, workdir))
     if checkpointer.latest_step() is not None:
       workdir_lib.check_continues(config, workdir)
       state = checkpointer.restore(state, data=train_iter)
@@ -134,7 +136,9 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       config.writer, workdir, first_step
     )
     stack.callback(close_events)
-    before_step = stack.enter_context(_profiler(config.profile_steps, workdir))
+    before_step = stack.enter_context(
+      profiler.traced(config.profile_steps, workdir)
+    )
 
     mirrored = functools.partial(parallel.mirrored, strategy)
     progress = parallel.init_progress(config, strategy, state)
@@ -155,18 +159,22 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       return {f"eval_{k}": float(v) for k, v in metrics.compute().items()}
 
     timer = timer_lib.Timer(first_step)
+    save_time = time.monotonic()
     for step in range(first_step + 1, config.num_train_steps + 1):
       before_step(step, state)
       state, progress = train_step(
         state, progress, next(train_iter), rng, mirrored(np.int32(step))
       )
 
-      signum = interrupted()
+      checkpointer.check()
+      signum = interrupted() or interrupts.preempted(step)
       final = step == config.num_train_steps
       last = final or signum is not None
       log = step % config.log_every_steps == 0 or last
       evaluates = step % config.eval_every_steps == 0 or final
       saves = step % config.checkpoint_every_steps == 0 or last
+      if log and not saves:
+        saves = _is_due(config.checkpoint_every_minutes, save_time)
       if not (log or evaluates or saves):
         continue
 
@@ -187,7 +195,9 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
           write_events(step, row)
           show(step, row)
         if saves:
-          checkpointer.save(step, state, data=train_iter)
+          measured = None if config.best_metric == "none" else row
+          checkpointer.save(step, state, data=train_iter, metrics=measured)
+          save_time = time.monotonic()
       if signum is not None and not final:
         checkpointer.wait()
         _exit_interrupted(signum, step, workdir)
@@ -257,6 +267,29 @@ def _lower_train_step(
     metrics = steps.Metrics.empty()
     jax.eval_shape(steps.eval_step, state, metrics, {**batch, "mask": mask})
     return train_step, train_step.lower(state, progress, batch, rng, step)
+
+
+def _checkpointer(config: Any, workdir: str) -> checkpoint.Checkpointer:
+  best = config.best_metric
+  return checkpoint.Checkpointer(
+    os.path.join(workdir, "checkpoints"),
+    max_to_keep=config.max_to_keep,
+    keep_every=config.keep_every_steps or None,
+    best_metric=None if best == "none" else best,
+    best_mode=config_lib.BEST_MODES.get(best, "max"),
+    keep_best=config.keep_best,
+    config=json.loads(config.to_json()),
+  )
+
+
+def _is_due(minutes: float, since: float) -> bool:
+  """Returns whether so much time has passed, on the clock of process 0."""
+  if not minutes:
+    return False
+  due = time.monotonic() - since >= 60 * minutes
+  if jax.process_count() > 1:
+    due = bool(multihost_utils.broadcast_one_to_all(np.array(due)))
+  return due
 
 
 @contextlib.contextmanager
@@ -339,38 +372,6 @@ def _progress_bar(
       bar.update(step - bar.n)
 
     yield show_both
-
-
-@contextlib.contextmanager
-def _profiler(
-  profile_steps: tuple[int, ...], workdir: str
-) -> Iterator[Callable[[int, TrainState], None]]:
-  """Yields what is called before each step, to trace those asked for."""
-  first, last = profile_steps or (0, 0)
-  where = os.path.join(workdir, "profile")
-  running = False
-
-  def before_step(step: int, state: TrainState) -> None:
-    nonlocal running
-    if running != (first <= step <= last):
-      jax.block_until_ready(state)
-      if running:
-        stop()
-      else:
-        jax.profiler.start_trace(where)
-        running = True
-
-  def stop() -> None:
-    nonlocal running
-    jax.profiler.stop_trace()
-    running = False
-    _log.info("profiled from step %d: %s", first, where)
-
-  try:
-    yield before_step
-  finally:
-    if running:
-      stop()
 
 
 def _exit_interrupted(signum: int, step: int, workdir: str) -> None:

@@ -59,6 +59,10 @@ def test_defaults_are_filled_in(of):
     profile_steps=(),
     writer="tensorboard",
     max_to_keep=3,
+    checkpoint_every_minutes=0,
+    keep_every_steps=0,
+    best_metric="none",
+    keep_best=1,
   )
 
 
@@ -70,6 +74,10 @@ def test_what_is_given_is_kept():
     profile_steps=(3, 3),
     writer="none",
     max_to_keep=1,
+    checkpoint_every_minutes=0.5,
+    keep_every_steps=8,
+    best_metric="eval_loss",
+    keep_best=2,
   )
   checked = config_lib.check(make(**fields))
   assert checked.to_dict() == make(**fields)
@@ -122,6 +130,42 @@ _INTEGERS = {
   "checkpoint_every_steps": 1,
   "max_to_keep": 1,
 }
+
+
+@pytest.mark.parametrize(
+  "fields, message",
+  [
+    (
+      dict(keep_every_steps=6),
+      "config.keep_every_steps=6 must be a multiple of "
+      "config.checkpoint_every_steps=4, or 0: others are not saved.",
+    ),
+    (
+      dict(keep_best=2),
+      "config.keep_best=2 needs config.best_metric, one of 'eval_accuracy', "
+      "'eval_loss'.",
+    ),
+    (
+      dict(best_metric="eval_loss", eval_every_steps=3),
+      "config.checkpoint_every_steps=4 must be a multiple of "
+      "config.eval_every_steps=3 with config.best_metric='eval_loss': a "
+      "checkpoint is as good as its evaluation.",
+    ),
+    (
+      dict(best_metric="accuracy"),
+      "config.best_metric must be one of 'none', 'eval_accuracy', 'eval_loss'; "
+      "got 'accuracy'.",
+    ),
+    (
+      dict(checkpoint_every_minutes=-1),
+      "config.checkpoint_every_minutes must be a positive number, or 0; got -1.",
+    ),
+  ],
+)
+def test_what_to_keep(fields, message):
+  with pytest.raises(ValueError) as e:
+    config_lib.check(make(**fields))
+  assert str(e.value) == message
 
 
 @pytest.mark.parametrize("field", list(_INTEGERS))
