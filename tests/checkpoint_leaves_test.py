@@ -1,0 +1,219 @@
+"""Every leaf comes back as it was saved, or not at all."""
+
+import functools
+from typing import Any
+
+import checkpoint_states as states
+from flax import nnx
+import flax.linen as nn
+from flax.training import train_state as flax_train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import flaxshard as fs
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+  """Returns a function of a writer's name: the directory and the state."""
+  root = tmp_path_factory.mktemp("written")
+
+  @functools.cache
+  def one(writer):
+    return root / writer, states.write(root / writer, writer)
+
+  return one
+
+
+# Other optimizers, NNX, and what a plain program may have for arrays.
+
+SCHEDULE = optax.linear_schedule(0.1, 0.0, 100)
+OPTIMIZERS = {
+  "sgd": optax.sgd(0.1),
+  "momentum": optax.sgd(SCHEDULE, momentum=0.9, nesterov=True),
+  "chain": optax.chain(
+    optax.clip_by_global_norm(1.0), optax.adamw(SCHEDULE, weight_decay=0.01)
+  ),
+  "lion": optax.lion(1e-3, mu_dtype=jnp.bfloat16),
+  "factored": optax.adafactor(1e-2),
+  "hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=SCHEDULE),
+  "masked": optax.multi_transform(
+    {"train": optax.adam(0.1), "keep": optax.set_to_zero()},
+    lambda params: {
+      name: "keep" if name == "half" else "train" for name in params
+    },
+  ),
+  "accumulated": optax.MultiSteps(optax.adam(0.1), 3),
+}
+
+
+def plain_read(path, target):
+  """Reads with Orbax's usual strict call."""
+  template = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
+  with ocp.CheckpointManager(path) as manager:
+    return manager.restore(states.STEP, args=ocp.args.StandardRestore(template))
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_optimizers(name, tmp_path):
+  tx = OPTIMIZERS[name]
+  plain, ours = (
+    states.stirred(states.flax_state(tx)),
+    states.stirred(states.our_state("loss_scale", tx)),
+  )
+  states.write_v0(tmp_path / "plain", plain)
+  states.write_ours(tmp_path / "ours", ours)
+  restored = fs.checkpoint.restore(
+    tmp_path / "plain", states.our_state("loss_scale", tx)
+  )
+  states.assert_same(states.plain_of(restored), states.plain_of(plain))
+  restored = plain_read(tmp_path / "ours", states.flax_state(tx))
+  states.assert_same(states.plain_of(restored), states.plain_of(ours))
+
+
+class Net(nnx.Module):
+  def __init__(self, rngs):
+    self.linear = nnx.Linear(4, 3, rngs=rngs)
+    self.norm = nnx.BatchNorm(3, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+class NNXState(flax_train_state.TrainState):
+  batch_stats: Any
+  rngs: Any
+
+
+def nnx_state(pure=True):
+  split = nnx.split(Net(nnx.Rngs(1)), nnx.Param, nnx.BatchStat, ...)[1:]
+  params, stats, rngs = map(nnx.to_pure_dict, split) if pure else split
+  state = NNXState.create(
+    apply_fn=None, params=params, tx=states.TX, batch_stats=stats, rngs=rngs
+  )
+  return state.replace(step=jnp.int32(0))
+
+
+@pytest.mark.parametrize("pure", [True, False], ids=["dicts", "variables"])
+def test_nnx(pure, tmp_path):
+  ours = fs.create_train_state(
+    Net(nnx.Rngs(0)), None, None, states.TX, wrappers=[states.SCALED]
+  )
+  plain = states.stirred(nnx_state(pure))
+  states.write_v0(tmp_path / "plain", plain)
+  restored = fs.checkpoint.restore(tmp_path / "plain", ours)
+  names = ("step", "params", "opt_state", "batch_stats", "rngs")
+  for field in names:
+    given, wanted = getattr(restored, field), getattr(plain, field)
+    if not pure:
+      given, wanted = jax.tree.leaves(given), jax.tree.leaves(wanted)
+    states.assert_same(
+      jax.tree.map(states.as_numpy, given),
+      jax.tree.map(states.as_numpy, wanted),
+    )
+  if pure:
+    states.write_ours(tmp_path / "ours", states.stirred(ours))
+    restored = plain_read(tmp_path / "ours", plain)
+    for field in names:
+      states.assert_same(
+        jax.tree.map(states.as_numpy, getattr(restored, field)),
+        jax.tree.map(states.as_numpy, getattr(states.stirred(ours), field)),
+      )
+
+
+def test_linen_with_boxes(tmp_path):
+  model = nn.Dense(
+    3, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, None))
+  )
+  x = jnp.ones((1, 2))
+  params = model.init(jax.random.key(0), x)["params"]
+  plain = flax_train_state.TrainState.create(
+    apply_fn=None, params=params, tx=states.TX
+  ).replace(step=jnp.int32(5))
+  states.write_v0(tmp_path, plain)
+  ours = fs.create_train_state(model, jax.random.key(1), x, states.TX)
+  restored = fs.checkpoint.restore(tmp_path, ours)
+  assert int(restored.step) == 5
+  states.assert_same(
+    jax.tree.map(states.as_numpy, restored.params),
+    jax.tree.map(states.as_numpy, nn.meta.unbox(params)),
+  )
+
+
+def test_numpy_leaves_and_numbers(tmp_path):
+  # A state that was fetched to the host, whose step has never been traced.
+  plain = states.stirred(states.flax_state())
+  host = jax.tree.map(
+    lambda x: (
+      x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x)
+    ),
+    plain,
+  ).replace(step=7)
+  states.write_v0(tmp_path, host)
+  restored = fs.checkpoint.restore(tmp_path, states.our_state("both"))
+  states.assert_same(
+    states.plain_of(restored), states.plain_of(plain.replace(step=jnp.int32(7)))
+  )
+
+
+def test_a_number_that_does_not_fit(tmp_path):
+  states.write_v0(tmp_path, states.flax_state().replace(step=2**40))
+  with pytest.raises(
+    ValueError, match="step: 1099511627776 is not exact in int32"
+  ):
+    fs.checkpoint.restore(tmp_path, states.our_state("none"))
+  states.write_v0(tmp_path / "float", states.flax_state().replace(step=1.0))
+  with pytest.raises(ValueError, match="step: dtype float64, where int32 is"):
+    fs.checkpoint.restore(tmp_path / "float", states.our_state("none"))
+
+
+# Nothing is cast or filled.
+
+
+def swapped(collection, name, leaf):
+  state = states.our_state("none")
+  tree = {**getattr(state, collection), name: leaf}
+  return state.replace(**{collection: tree})
+
+
+@pytest.mark.parametrize(
+  ("state", "difference"),
+  [
+    (
+      lambda: swapped("params", "half", jnp.ones(3)),
+      "params/half: dtype float16, where float32 is expected",
+    ),
+    (
+      lambda: swapped("counters", "seen", jnp.float32(0)),
+      "counters/seen: dtype int32, where float32 is expected",
+    ),
+    (
+      lambda: swapped("params", "more", jnp.ones(3)),
+      r"params/more: missing, where float32\[3\] is expected",
+    ),
+    (
+      lambda: swapped("rngs", "raw", jax.random.key(0)),
+      r"rngs/raw: dtype uint32, where key<fry> is expected",
+    ),
+    (
+      lambda: swapped("rngs", "dropout", jax.random.key(0, impl="unsafe_rbg")),
+      r"rngs/dropout: dtype key<rbg>, where key<urbg> is expected",
+    ),
+    (
+      lambda: swapped("rngs", "dropout", jax.random.PRNGKey(0, impl="rbg")),
+      r"rngs/dropout: dtype key<rbg>, where uint32 is expected",
+    ),
+    (
+      lambda: swapped("rngs", "dropout", jax.random.key(0)),
+      r"rngs/dropout: shape \(4,\), where \(2,\) is expected",
+    ),
+  ],
+)
+@pytest.mark.parametrize("writer", ["v0", "v1_pytree", "both"])
+def test_what_differs_is_an_error(written, writer, state, difference):
+  path, _ = written(writer)
+  with pytest.raises(ValueError, match=difference) as e:
+    fs.checkpoint.restore(path, state())
+  assert str(path / str(states.STEP)) in str(e.value)

@@ -1,0 +1,131 @@
+"""save_args, restore and item_handlers, for Orbax managers of one's own."""
+
+import checkpoint_states as states
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from orbax.checkpoint import v1 as ocp_v1
+import pytest
+
+import flaxshard as fs
+
+# Arguments.
+
+
+def test_arguments_that_are_wrong(tmp_path):
+  path = tmp_path / "v0"
+  states.write(path, "v0")
+  with pytest.raises(TypeError, match="state must be a flaxshard TrainState"):
+    fs.checkpoint.restore(path, states.flax_state())
+  with pytest.raises(TypeError, match="state must be a flaxshard TrainState"):
+    fs.checkpoint.save_args(states.flax_state())
+  with pytest.raises(TypeError, match="manager must be an Orbax Checkpoint"):
+    fs.checkpoint.restore(3, states.our_state("none"))
+  with pytest.raises(
+    ValueError, match=r"no checkpoint of step 7 .* are .1200."
+  ):
+    fs.checkpoint.restore(path, states.our_state("none"), 7)
+  with pytest.raises(ValueError, match=r"no checkpoint .* there are \[\]"):
+    fs.checkpoint.restore(tmp_path / "nowhere", states.our_state("none"))
+  for call in (
+    lambda name: fs.checkpoint.save_args(
+      states.our_state("none"), plain_item=name
+    ),
+    lambda name: fs.Checkpointer(tmp_path, plain_item=name),
+  ):
+    with pytest.raises(ValueError, match="plain_item='zzz'; allowed: 'defa"):
+      call("zzz")
+
+
+def test_the_item_of_the_train_state(tmp_path):
+  state = states.stirred(states.flax_state())
+  with ocp.CheckpointManager(tmp_path) as manager:
+    manager.save(
+      3,
+      args=ocp.args.Composite(
+        train=ocp.args.StandardSave(state),
+        other=ocp.args.StandardSave({"x": jnp.ones(1)}),
+      ),
+    )
+  restored = fs.checkpoint.restore(
+    tmp_path, states.our_state("none"), plain_item="train"
+  )
+  states.assert_same(states.plain_of(restored), states.plain_of(state))
+  with pytest.raises(
+    ValueError,
+    match=r"3 has no train state in an item 'default' or 'state' or"
+    r" 'pytree'; there are \['other', 'train'\]",
+  ):
+    fs.checkpoint.restore(tmp_path, states.our_state("none"))
+
+
+def test_save_args_checks_before_orbax_would_hang():
+  state = states.our_state("none")
+  with pytest.raises(TypeError, match=r"params/half.* must be an array"):
+    fs.checkpoint.save_args(state.replace(params={"half": "text"}))
+  with pytest.raises(ValueError, match=r"params/half.* has no elements"):
+    fs.checkpoint.save_args(state.replace(params={"half": jnp.ones((0, 2))}))
+
+
+# Managers of one's own.
+
+
+def test_a_manager_of_ones_own(tmp_path):
+  state, target = (
+    states.stirred(states.our_state("both")),
+    states.our_state("both"),
+  )
+  options = ocp.CheckpointManagerOptions(
+    step_prefix="step", step_format_fixed_length=6
+  )
+  with ocp.CheckpointManager(tmp_path, options=options) as manager:
+    for step in (1, 20):
+      manager.save(
+        step,
+        args=ocp.args.Composite(
+          **fs.checkpoint.save_args(state.replace(step=jnp.int32(step))),
+          more=ocp.args.JsonSave({"a": 1}),
+        ),
+      )
+      # The newest may still be on its way.
+      restored = fs.checkpoint.restore(manager, target)
+      assert int(restored.step) == step
+    assert int(fs.checkpoint.restore(manager, target, 1).step) == 1
+  assert (tmp_path / "step_000020" / "wrappers").is_dir()
+  assert int(fs.checkpoint.restore(str(tmp_path), target).step) == 20
+
+
+def test_a_manager_with_handlers_also_reads_by_orbax_itself(tmp_path):
+  state = states.stirred(states.our_state("loss_scale"))
+  states.write_own_manager(tmp_path, state)
+  template = jax.tree.map(
+    ocp.utils.to_shape_dtype_struct, state.without_wrappers()
+  )
+  handlers = fs.checkpoint.item_handlers()
+  with ocp.CheckpointManager(tmp_path, item_handlers=handlers) as manager:
+    assert sorted(manager.item_metadata(states.STEP).keys()) == [
+      "default",
+      "wrappers",
+    ]
+    read = manager.restore(
+      states.STEP,
+      args=ocp.args.Composite(
+        default=ocp.args.StandardRestore(template),
+        wrappers=ocp.args.PyTreeRestore(),
+      ),
+    )
+    states.assert_same(states.plain_of(read["default"]), states.plain_of(state))
+    scale = read["wrappers"]["loss_scale"]["scale"]
+    assert scale == state.wrapper_states["loss_scale"].scale
+    manager.save(states.STEP + 1, args=fs.checkpoint.save_args(state))
+  assert (tmp_path / str(states.STEP + 1) / "wrappers").is_dir()
+
+
+def test_a_training_checkpointer_of_v1(tmp_path):
+  state = states.stirred(states.flax_state())
+  with ocp_v1.training.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(states.STEP, state)
+    restored = fs.checkpoint.restore(
+      checkpointer, states.our_state("loss_scale")
+    )
+  states.assert_same(states.plain_of(restored), states.plain_of(state))
