@@ -34,6 +34,7 @@ class ReplicaContext:
     num_replicas_in_sync: The number of replicas.
     gradients_agree: Whether the gradients being applied are the same on all
       replicas: reduced already.
+    skips_aggregation: Whether the user said so; a flag is agreed on regardless.
     param_specs: Of each TrainState that was given, how its parameters are split
       within a replica, and their shapes.
 
@@ -51,6 +52,7 @@ class ReplicaContext:
 
   num_replicas_in_sync: int
   gradients_agree: bool = False
+  skips_aggregation: bool = False
   param_specs: tuple[tuple[PyTree, list[tuple[int, ...]]], ...] = ()
 
   @property
@@ -127,10 +129,14 @@ def entered(context: ReplicaContext) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def agreed_gradients() -> Iterator[None]:
+def agreed_gradients(*, says_the_user: bool = False) -> Iterator[None]:
   """Says, for the time being, that gradients are the same on all replicas."""
   context = _current.get() or ReplicaContext(1)
-  with entered(dataclasses.replace(context, gradients_agree=True)):
+  if says_the_user:
+    context = dataclasses.replace(context, skips_aggregation=True)
+  else:
+    context = dataclasses.replace(context, gradients_agree=True)
+  with entered(context):
     yield
 
 

@@ -233,11 +233,13 @@ class TrainState(flax_train_state.TrainState):
       name: self._agreed(name, tree) if self._has_collection(name) else tree
       for name, tree in replaced.items()
     }
-    if not skip_gradients_aggregation:
-      if base.reduces_gradients(self.wrappers):
+    if skip_gradients_aggregation:
+      with replica.agreed_gradients(says_the_user=True):
         return self._apply(grads, replaced)
-      # Before the wrappers: reduced gradients carry one replica's NaN to all.
-      grads = replica.reduce_gradients("mean", grads)
+    if base.reduces_gradients(self.wrappers):
+      return self._apply(grads, replaced)
+    # Before the wrappers: reduced gradients carry one replica's NaN to all.
+    grads = replica.reduce_gradients("mean", grads)
     with replica.agreed_gradients():
       return self._apply(grads, replaced)
 

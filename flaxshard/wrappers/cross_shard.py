@@ -166,7 +166,7 @@ class CrossShard:
       )
       return next(target, grads), state
     self.check_replicas(context.num_replicas_in_sync)
-    if context.gradients_agree:
+    if context.skips_aggregation:
       return next(target, grads), state
     grads = replica.reduce_gradients(self.reduction, grads, self.groups)
     if self.groups:
