@@ -69,7 +69,7 @@ def acquire(
     if not again:
       raise ValueError(_taken(argument, directory, "this process"))
     _held[path][1] += 1
-    return lambda: _release(path)
+    return _once(path)
   try:
     file = _lock(path)
   except OSError as e:
@@ -83,7 +83,7 @@ def acquire(
     )
     return lambda: None
   _held[path] = [file, 1]
-  return lambda: _release(path)
+  return _once(path)
 
 
 def _lock(path: str) -> int:
@@ -111,6 +111,12 @@ def _is_named(file: int, path: str) -> bool:
     return os.path.samestat(os.fstat(file), os.stat(path))
   except FileNotFoundError:
     return False
+
+
+def _once(path: str) -> Callable[[], None]:
+  """Returns a function that releases the lock when it is first called."""
+  left = [path]
+  return lambda: _release(left.pop()) if left else None
 
 
 def _release(path: str) -> None:
