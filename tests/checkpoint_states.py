@@ -61,8 +61,8 @@ STACKS = {
 
 @functools.cache
 def our_state(stack, tx=TX):
-  strategy = fs.Strategy(devices=jax.devices()[:2]) if "agn" in stack else None
-  if stack == "both":
+  strategy = None
+  if AGN in STACKS[stack]:
     strategy = fs.Strategy(devices=jax.devices()[:2])
   return fs.TrainState.create(
     apply_fn=None,

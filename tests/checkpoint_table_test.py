@@ -45,9 +45,6 @@ def test_flaxshard_reads(written, writer, stack, caplog):
     if writer in ("v0", "state_item", *states.STACKS):
       with fs.Checkpointer(path) as checkpointer:
         restored = checkpointer.restore(fresh)
-    elif writer == "state_item":
-      state = states.stirred(states.our_state("both"))
-      states.write_ours(path, state, plain_item="state")
     elif writer == "own_manager":
       with ocp.CheckpointManager(path) as manager:
         restored = fs.checkpoint.restore(manager, fresh)
