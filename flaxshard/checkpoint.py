@@ -31,12 +31,12 @@ from flaxshard import lock
 from flaxshard import pending_saves
 from flaxshard import preservation
 from flaxshard import step_checkpoint
+from flaxshard import step_names
 from flaxshard.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
 _DATA = "input_iterator"
-_METRICS = "metrics"  # as Orbax names it
 
 # For who keeps a manager of their own.
 item_handlers = step_checkpoint.item_handlers
@@ -111,6 +111,7 @@ class Checkpointer:
       self.directory,
       options=ocp.CheckpointManagerOptions(
         preservation_policy=policy,
+        step_name_format=step_names.Readable(),
         # Where a directory cannot be made in the background, Orbax's threads
         # wait for it, for 20 minutes, and so does the end of the program.
         async_options=ocp.options.AsyncOptions(
@@ -127,7 +128,7 @@ class Checkpointer:
     )
     self._damaged = {
       step for step in self._manager.all_steps() if self._is_empty(step)
-    }
+    } | step_names.damaged_metrics(self.directory)
     self._restored_step: int | None = None
     self._saving: int | None = None
     self._unlock: Callable[[], Any] | None = None
@@ -260,7 +261,7 @@ class Checkpointer:
       items[_DATA] = grain.checkpoint.CheckpointSave(position)
     if metrics is not None:
       metrics = preservation.as_json(metrics)
-      items[_METRICS] = ocp.args.JsonSave(metrics)
+      items[step_names.METRICS] = ocp.args.JsonSave(metrics)
     items[integrity.ITEM] = integrity.Save(
       integrity.metadata(state, step, tuple(items), self._config)
     )
@@ -332,7 +333,7 @@ class Checkpointer:
         disk is changed.
     """
     self.wait()
-    there = sorted(self._manager.all_steps(), reverse=True)
+    there = sorted({*self._manager.all_steps(), *self._damaged}, reverse=True)
     if not there or (step is not None and step not in there):
       raise ValueError(
         f"no checkpoint of step {step} in {self.directory}; there are "

@@ -109,6 +109,26 @@ def test_metrics_on_disk(path):
     assert checkpointer.best_step() is None
 
 
+@pytest.mark.parametrize("broken", [b"", b"{\xff", b"[1]"])
+def test_damaged_metrics(path, broken):
+  """Orbax's manager cannot be made of them; the step before is restored."""
+  kwargs = dict(max_to_keep=2, best_metric="accuracy")
+  save_all(path, {1: 0.5, 2: 0.9}, **kwargs)
+  file = path / "2" / "metrics" / "metrics"
+  file.write_bytes(broken)
+  with checkpoint.Checkpointer(path, **kwargs) as checkpointer:
+    assert list(checkpointer.all_steps()) == [1]
+    assert checkpointer.best_step() == 1
+    np.testing.assert_array_equal(
+      checkpointer.restore(create()).params["w"], np.full(3, 1)
+    )
+    with pytest.raises(ValueError, match=f"{file} has"):
+      checkpointer.restore(create(), 2)
+    checkpointer.save(2, create(2), metrics={"accuracy": 0.7})
+    assert checkpointer.best_step() == 2
+  assert (path / "2.damaged" / "metrics" / "metrics").read_bytes() == broken
+
+
 @pytest.mark.parametrize("bad", ["high", [1.0], np.ones(2), 1j])
 def test_a_metric_that_is_no_number(path, bad):
   with checkpoint.Checkpointer(path) as checkpointer:

@@ -1,0 +1,53 @@
+"""Which directories are steps, for an Orbax manager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import json
+import os
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+METRICS = "metrics"  # the item and the file in it, as Orbax names them
+
+
+class Readable:
+  """Orbax's own names of steps, without those whose metrics are damaged.
+
+  A manager reads the metrics of all steps when it is made, and cannot be made
+  where one cannot be read.
+  """
+
+  def __init__(self) -> None:
+    self._names = ocp.path.step.standard_name_format()
+
+  def build_name(self, step: int) -> str:
+    """Returns the name of a step's directory."""
+    return self._names.build_name(step)
+
+  def find_all(self, base_path: Any) -> Iterator[Any]:
+    """Returns what Orbax knows of the steps."""
+    damaged = damaged_metrics(base_path)
+    found = self._names.find_all(base_path)
+    return (step for step in found if step.step not in damaged)
+
+  def find_step(self, base_path: Any, step: int) -> Any:
+    """Returns what Orbax knows of a step."""
+    return self._names.find_step(base_path, step)
+
+
+def damaged_metrics(directory: str | os.PathLike[str]) -> set[int]:
+  """Returns the steps in a directory whose metrics are not a JSON object."""
+  steps = set()
+  for name in os.listdir(directory):
+    path = os.path.join(directory, name, METRICS, METRICS)
+    if name.isdecimal() and os.path.exists(path):
+      try:
+        with open(path, "rb") as f:
+          good = isinstance(json.load(f), dict)
+      except (OSError, ValueError):
+        good = False
+      if not good:
+        steps.add(int(name))
+  return steps
