@@ -158,7 +158,8 @@ _INTEGERS = {
     ),
     (
       dict(checkpoint_every_minutes=-1),
-      "config.checkpoint_every_minutes must be a positive number, or 0; got -1.",
+      "config.checkpoint_every_minutes must be a positive number, or 0; got "
+      "-1.",
     ),
   ],
 )
