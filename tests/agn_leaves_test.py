@@ -110,9 +110,7 @@ def test_a_center_that_would_differ_between_replicas(commit):
   state = create(
     {"w": np.ones(8, np.float32)}, optax.sgd(1.0), wrapper, Weighted()
   )
-  with pytest.raises(
-    ValueError, match=r"same from every replica.*params/w"
-  ):
+  with pytest.raises(ValueError, match=r"same from every replica.*params/w"):
     apply(state, {"w": jnp.ones(8)})
 
 
