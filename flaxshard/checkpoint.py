@@ -60,6 +60,8 @@ class Checkpointer:
     best_mode: `"max"`, or `"min"` where a lower metric is better.
     keep_best: How many of the best to keep.
     config: The training config, for every checkpoint to say: what JSON holds.
+    plain_item: What the item that a plain Flax program reads is called;
+      `"state"` is what a training checkpointer of Orbax v1 looks for.
 
   Raises:
     TypeError: JSON cannot hold `config`.
