@@ -66,9 +66,10 @@ class ResNet(nn.Module):
   Example:
     >>> model = ResNet(num_classes=10, stage_sizes=(1, 1), width=8)
     >>> x = jnp.zeros((2, 32, 32, 3))
-    >>> variables = model.init(jax.random.key(0), x)
-    >>> logits, updated = model.apply(
-    ...     variables, x, train=True, mutable=["batch_stats"])
+    >>> variables = jax.jit(model.init)(jax.random.key(0), x)
+    >>> apply = jax.jit(lambda variables, x: model.apply(
+    ...     variables, x, train=True, mutable=["batch_stats"]))
+    >>> logits, updated = apply(variables, x)
     >>> logits.shape, sorted(updated)
     ((2, 10), ['batch_stats'])
   """
