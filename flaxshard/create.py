@@ -185,12 +185,12 @@ def _birth(
 
   def make(*args: Any) -> dict[str, PyTree]:
     arrays = specs_lib.unbox(init.initialize(*args))
-    plain = TrainState.create(**{**static, "wrappers": ()}, **arrays)
-    fields = {n: getattr(plain, n) for n in fields_lib.data_names(plain)}
-    if static["wrappers"]:
-      params = arrays.pop("params")
-      fields["wrapper_states"] = base.init(
-        static["wrappers"], params, tx, arrays, num_replicas
+    state = TrainState.create(**static, **arrays)
+    fields = {n: getattr(state, n) for n in fields_lib.data_names(state)}
+    if state.wrappers:  # they are of one replica yet
+      own = base.own(state.wrappers, state.wrapper_states)
+      fields["wrapper_states"] = base.of_replicas(
+        state.wrappers, own, num_replicas
       )
     return trees.own_buffers(fields)
 

@@ -64,8 +64,8 @@ def of_first_replica(state: PyTree) -> PyTree:
 def is_split(x: Any) -> bool:
   """Whether an array is split over the replicas."""
   sharding = getattr(x, "sharding", None)
-  return isinstance(sharding, jax.sharding.NamedSharding) and any(
-    mesh_lib.REPLICA in specs_lib.axes_of(entry) for entry in sharding.spec
+  return isinstance(sharding, jax.sharding.NamedSharding) and (
+    mesh_lib.REPLICA in specs_lib.axes_in(sharding.spec)
   )
 
 

@@ -118,10 +118,9 @@ def plan(saved: Mapping[Path, Any], wanted: Mapping[Path, Any]) -> Plan:
       )
 
   scale = {p for p in saved if p[0] == _DYNAMIC_SCALE}
-  foreign_scale = {p[1:] for p in scale} == {
-    ("fin_steps",),
-    ("scale",),
-  } and not (any(p[0] == _DYNAMIC_SCALE for p in wanted))
+  foreign_scale = scale == _DYNAMIC_SCALE_LEAVES and not any(
+    p[0] == _DYNAMIC_SCALE for p in wanted
+  )
   if foreign_scale:
     dropped.update(scale)
     if any(p[: len(LOSS_SCALE)] == LOSS_SCALE for p in wanted):

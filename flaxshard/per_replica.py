@@ -267,7 +267,7 @@ def _check_wrappers(mesh: jax.sharding.Mesh, tree: PyTree) -> None:
       is_leaf=is_per_replica,
     )
     for path, sharding in jax.tree_util.tree_leaves_with_path(mirrored):
-      if mesh_lib.REPLICA in sum(map(specs_lib.axes_of, sharding.spec), ()):
+      if mesh_lib.REPLICA in specs_lib.axes_in(sharding.spec):
         raise ValueError(
           f"run: state[{trees.path_string(path)}] is split over 'replica', "
           f"{sharding.spec}, {note}"
@@ -296,9 +296,7 @@ def _gathered(
   x: jax.Array, sharding: jax.sharding.NamedSharding, mirrored: bool
 ) -> jax.Array:
   """Makes what is split over replicas, but mirrored, whole on each of them."""
-  if not mirrored or mesh_lib.REPLICA not in sum(
-    map(specs_lib.axes_of, sharding.spec), ()
-  ):
+  if not mirrored or mesh_lib.REPLICA not in specs_lib.axes_in(sharding.spec):
     return x
   # Where axes are Explicit, shard_map does not do that by itself.
   return mesh_lib.constrain(

@@ -44,11 +44,9 @@ def own_leaves(state: Any) -> Any:
   states = {}
   for wrapper in getattr(state, "wrappers", ()):
     name = base.name_of(wrapper)
-    specs = wrapper.partition_specs(state.wrapper_states[name])
-    states[name] = jax.tree.map(
-      base.is_per_replica,
-      specs,
-      is_leaf=lambda x: isinstance(x, jax.P),
+    states[name] = jax.tree.unflatten(
+      jax.tree.structure(state.wrapper_states[name]),
+      base.own_leaves(wrapper, state.wrapper_states[name]),
     )
   return marked.replace(wrapper_states=states) if states else marked
 

@@ -93,7 +93,7 @@ class Plan:
       trees.path_strings(path)[0]
       for (path, _), own in zip(
         jax.tree_util.tree_leaves_with_path(template),
-        _per_replica(wrapper, template),
+        base.own_leaves(wrapper, template),
         strict=True,
       )
       if own
@@ -184,14 +184,10 @@ def _is_counter(x: Any) -> bool:
   return not x.shape and jnp.issubdtype(x.dtype, jnp.integer)
 
 
-def _per_replica(wrapper: base.Wrapper, state: PyTree) -> list[bool]:
-  return [base.is_per_replica(s) for s in base.partition_specs(wrapper, state)]
-
-
 def _num_replicas(wrapper: base.Wrapper, state: PyTree) -> int:
   """Returns the number of replicas that a state is of."""
   leaves = zip(
-    jax.tree.leaves(state), _per_replica(wrapper, state), strict=True
+    jax.tree.leaves(state), base.own_leaves(wrapper, state), strict=True
   )
   return next((x.shape[0] for x, own in leaves if own), 1)
 
@@ -206,7 +202,7 @@ def _saved_replicas(
   }
   for (path, _), own in zip(
     jax.tree_util.tree_leaves_with_path(wanted),
-    _per_replica(wrapper, wanted),
+    base.own_leaves(wrapper, wanted),
     strict=True,
   ):
     shape = shapes.get(trees.path_strings(path))
@@ -223,7 +219,7 @@ def _of_replicas(wrapper: base.Wrapper, state: PyTree, count: int) -> PyTree:
       (count, *x.shape[1:]) if own else x.shape, x.dtype, sharding=x.sharding
     )
     for x, own in zip(
-      jax.tree.leaves(state), _per_replica(wrapper, state), strict=True
+      jax.tree.leaves(state), base.own_leaves(wrapper, state), strict=True
     )
   )
 
@@ -245,7 +241,7 @@ def _kept(wrapper: base.Wrapper, wanted: PyTree, everywhere: Any) -> PyTree:
     )
 
   treedef: Any = jax.tree.structure(wanted)
-  own = _per_replica(wrapper, wanted)
+  own = base.own_leaves(wrapper, wanted)
   return treedef.unflatten(map(one, jax.tree.leaves(wanted), own))
 
 
@@ -269,7 +265,7 @@ def _restart(
   num_replicas = _num_replicas(wrapper, template)
   own = _by_path(
     jax.tree.unflatten(
-      jax.tree.structure(template), _per_replica(wrapper, template)
+      jax.tree.structure(template), base.own_leaves(wrapper, template)
     )
   )
   names = set(fields.data_names(plain)) - {"step", "params", "opt_state"}

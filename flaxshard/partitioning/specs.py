@@ -26,6 +26,11 @@ def axes_of(entry: Any) -> tuple[Any, ...]:
   return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
 
 
+def axes_in(spec: P) -> set[str]:
+  """Returns all mesh axes in a PartitionSpec."""
+  return {axis for entry in spec for axis in axes_of(entry)}
+
+
 def check(what: str, spec: Any, shape: tuple[int, ...], mesh: Mesh) -> Dims:
   """Returns the axes that split each dimension, once `spec` fits `shape`.
 

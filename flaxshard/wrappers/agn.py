@@ -8,7 +8,6 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from flaxshard import gradients
 from flaxshard import replica
@@ -16,6 +15,7 @@ from flaxshard import slots
 from flaxshard import trees
 from flaxshard import values
 from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.wrappers import arguments
 from flaxshard.wrappers import base
 from flaxshard.wrappers import commits
 from flaxshard.wrappers.commits import Center
@@ -124,16 +124,7 @@ class AGN:
 
   def __post_init__(self) -> None:
     period = self.communication_period
-    if isinstance(period, (bool, np.bool_)) or not isinstance(
-      period, (int, np.integer)
-    ):
-      raise TypeError(
-        f"AGN: communication_period must be an integer, got {period!r}."
-      )
-    if not 1 <= period < 2**31:
-      raise ValueError(
-        f"AGN: communication_period must be at least 1, got {period!r}."
-      )
+    arguments.check_count("AGN: communication_period", period)
     object.__setattr__(self, "communication_period", int(period))
     if self.commit not in ("sequential", "mean", "sum"):
       raise ValueError(

@@ -190,6 +190,11 @@ def reduces_gradients(wrappers: tuple[Wrapper, ...]) -> bool:
   return any(getattr(w, "reduces_gradients", False) for w in wrappers)
 
 
+def own_leaves(wrapper: Wrapper, state: PyTree) -> list[bool]:
+  """Returns which leaves of a wrapper's state replicas have their own of."""
+  return [is_per_replica(spec) for spec in partition_specs(wrapper, state)]
+
+
 def reduce_collection(wrappers: tuple[Wrapper, ...], x: jax.Array) -> jax.Array:
   """Makes an array of a collection what the replicas are to go on with."""
   reductions = [
@@ -306,14 +311,13 @@ def _map_own(
   for w in wrappers:
     name = name_of(w)
     leaves = jax.tree_util.tree_leaves_with_path(states[name])
-    specs = partition_specs(w, states[name])
     new[name] = jax.tree.unflatten(
       jax.tree.structure(states[name]),
       [
-        fn(f"{name}/{trees.path_string(path)}", x)
-        if is_per_replica(spec)
-        else x
-        for (path, x), spec in zip(leaves, specs, strict=True)
+        fn(f"{name}/{trees.path_string(path)}", x) if mine else x
+        for (path, x), mine in zip(
+          leaves, own_leaves(w, states[name]), strict=True
+        )
       ],
     )
   return new

@@ -13,6 +13,7 @@ import numpy as np
 from flaxshard import gradients
 from flaxshard import replica
 from flaxshard.policy import Policy
+from flaxshard.wrappers import arguments
 from flaxshard.wrappers import base
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -36,15 +37,6 @@ def _number(argument: str, value: Any) -> float:
 def _wide(dtype: Any) -> Any:
   """Returns float32 for the dtypes below it; float8 promotes to nothing."""
   return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
-
-
-def _count(argument: str, value: Any) -> None:
-  if isinstance(value, (bool, np.bool_)) or not isinstance(
-    value, (int, np.integer)
-  ):
-    raise TypeError(f"{argument} must be an integer, got {value!r}.")
-  if not 1 <= value < 2**31:
-    raise ValueError(f"{argument} must be at least 1, got {value!r}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +107,7 @@ class DynamicLossScale:
       value = _number(where(field), getattr(self, field))
       object.__setattr__(self, field, value)
     for field in ("growth_interval", "hysteresis"):
-      _count(where(field), getattr(self, field))
+      arguments.check_count(where(field), getattr(self, field))
       object.__setattr__(self, field, int(getattr(self, field)))
     if not np.float32(self.growth_factor) > 1:
       raise ValueError(

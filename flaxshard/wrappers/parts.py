@@ -5,7 +5,7 @@ A row is one array of a dimension: the leaves' parts, one after another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import math
 from typing import Any
@@ -127,13 +127,10 @@ class Parts:
     )
     return cls(jax.tree.structure(tree), leaves)
 
-  def _map(self, method: str, tree: PyTree, *args: Any) -> PyTree:
+  def _map(self, fn: Callable[..., Any], tree: PyTree, *args: Any) -> PyTree:
     leaves = self.treedef.flatten_up_to(tree)
     return self.treedef.unflatten(
-      [
-        getattr(leaf, method)(x, *args)
-        for leaf, x in zip(self.leaves, leaves, strict=True)
-      ]
+      [fn(leaf, x, *args) for leaf, x in zip(self.leaves, leaves, strict=True)]
     )
 
   @property
@@ -153,16 +150,16 @@ class Parts:
 
   def part_of(self, tree: PyTree, number: jax.Array) -> PyTree:
     """Returns a replica's part of a tree that it has whole."""
-    return self._map("part_of", tree, number)
+    return self._map(Leaf.part_of, tree, number)
 
   def to_rows(self, tree: PyTree, dtype: Any) -> jax.Array:
     """Returns the rows of all parts of a tree, `[count, width]`."""
-    leaves = jax.tree.leaves(self._map("to_rows", tree))
+    leaves = jax.tree.leaves(self._map(Leaf.to_rows, tree))
     return jnp.concatenate([x.astype(dtype) for x in leaves], axis=1)
 
   def from_rows(self, rows: jax.Array) -> PyTree:
     """Undoes `to_rows`."""
-    return self._map("from_rows", self._cut(rows))
+    return self._map(Leaf.from_rows, self._cut(rows))
 
   def to_row(self, part: PyTree, dtype: Any) -> jax.Array:
     """Returns a part as a row."""
@@ -182,7 +179,7 @@ class Parts:
   def gather(self, part: PyTree) -> PyTree:
     """Returns the tree that the replicas have the parts of."""
     # Leaf by leaf: all of them in one buffer would be a second copy.
-    return self._map("gathered", part)
+    return self._map(Leaf.gathered, part)
 
   def _cut(self, rows: jax.Array) -> PyTree:
     """Returns what each leaf has of a row, or of several."""
