@@ -21,11 +21,8 @@ ratios are of one round.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 import platform
-import random
 import statistics
-import time
 from typing import Any
 import warnings
 
@@ -43,6 +40,8 @@ from agn_step import traffic
 import jax
 import numpy as np
 import optax
+from timing import quartiles
+from timing import rounds
 
 import flaxshard as fs
 
@@ -120,10 +119,7 @@ def _compare(
   head = "commit, period", "operands", "sent", "state", "temp", "time"
   print_head(row(*head, "quartiles"))
   for variant, seconds in times.items():
-    ratios = [
-      a / b for a, b in zip(seconds, times["data parallel"], strict=True)
-    ]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    low, middle, high = quartiles(seconds, times["data parallel"])
     print(
       row(
         variant,
@@ -134,22 +130,6 @@ def _compare(
       )
     )
   print()
-
-
-def rounds(
-  variants: dict[str, Callable[[], None]], count: int
-) -> dict[str, list[float]]:
-  times: dict[str, list[float]] = {name: [] for name in variants}
-  names = list(variants)
-  for fn in variants.values():
-    fn()
-  for _ in range(count):
-    random.shuffle(names)
-    for name in names:
-      start = time.perf_counter()
-      variants[name]()
-      times[name].append(time.perf_counter() - start)
-  return times
 
 
 def main() -> None:

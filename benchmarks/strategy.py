@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 import platform
-import random
 import statistics
-import time
 from typing import Any
 
 from flax import linen as nn
@@ -28,6 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from timing import quartiles
+from timing import rounds
 
 import flaxshard as fs
 
@@ -63,26 +63,9 @@ def make_step(mean: Callable[[Any], Any]) -> Callable[..., Any]:
   return step
 
 
-def rounds(
-  variants: dict[str, Callable[[], None]], count: int
-) -> dict[str, list[float]]:
-  times: dict[str, list[float]] = {name: [] for name in variants}
-  names = list(variants)
-  for fn in variants.values():
-    fn()
-  for _ in range(count):
-    random.shuffle(names)
-    for name in names:
-      start = time.perf_counter()
-      variants[name]()
-      times[name].append(time.perf_counter() - start)
-  return times
-
-
 def report(times: dict[str, list[float]], yardstick: str, per: int) -> None:
   for name, seconds in times.items():
-    ratios = [a / b for a, b in zip(seconds, times[yardstick], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    low, middle, high = quartiles(seconds, times[yardstick])
     print(
       f"| {name} | {1e3 * statistics.median(seconds) / per:.3f} ms "
       f"| {middle:.3f} ({low:.3f}-{high:.3f}) |"

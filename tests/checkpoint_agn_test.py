@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import logging
 import shutil
-import sys
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -195,27 +194,10 @@ def test_resume_in_mid_period_is_exact(path, wrappers, caplog):
   assert messages(caplog) == []
 
 
-class Small(nn.Module):
-  """A model with statistics and dropout, which replicas have their own of."""
-
-  num_classes: int
-  policy: object
-
-  @nn.compact
-  def __call__(self, x, train=False):
-    x = nn.Dense(8)(x.reshape(x.shape[0], -1))
-    x = nn.relu(nn.BatchNorm(use_running_average=not train)(x))
-    x = nn.Dropout(0.5, deterministic=not train)(x)
-    return nn.Dense(self.num_classes)(x)
-
-
 def test_the_loop_resumes_in_mid_period(tmp_path, monkeypatch):
-  monkeypatch.setitem(
-    sys.modules, "checkpoint_agn_factories", sys.modules[__name__]
-  )
   monkeypatch.setattr(writers, "plot", lambda rows, path: None)
   config = tiny.config(
-    model={"name": "checkpoint_agn_factories:Small"},
+    model={"name": "normed:Normed"},
     mesh={"per_replica": True, "replica": 4},
     wrappers=(
       ("loss_scale", {"scale": "dynamic"}),

@@ -1,6 +1,5 @@
 """Every leaf comes back as it was saved, or not at all."""
 
-import functools
 from typing import Any
 
 import checkpoint_states as states
@@ -20,13 +19,7 @@ import flaxshard as fs
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
   """Returns a function of a writer's name: the directory and the state."""
-  root = tmp_path_factory.mktemp("written")
-
-  @functools.cache
-  def one(writer):
-    return root / writer, states.write(root / writer, writer)
-
-  return one
+  return states.written_in(tmp_path_factory.mktemp("written"))
 
 
 # Other optimizers, NNX, and what a plain program may have for arrays.

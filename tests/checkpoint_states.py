@@ -187,3 +187,13 @@ def write(directory, writer):
   else:
     write_own_manager(directory, state)
   return state
+
+
+def written_in(root):
+  """Returns a function of a writer's name: the directory and the state."""
+
+  @functools.cache
+  def one(writer):
+    return root / writer, write(root / writer, writer)
+
+  return one

@@ -1,6 +1,5 @@
 """Who writes a checkpoint, and who reads it: all pairs."""
 
-import functools
 import logging
 import pickle
 import subprocess
@@ -19,13 +18,7 @@ import flaxshard as fs
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
   """Returns a function of a writer's name: the directory and the state."""
-  root = tmp_path_factory.mktemp("written")
-
-  @functools.cache
-  def one(writer):
-    return root / writer, states.write(root / writer, writer)
-
-  return one
+  return states.written_in(tmp_path_factory.mktemp("written"))
 
 
 def told(caplog):

@@ -7,6 +7,7 @@ import grouped
 import jax
 import numpy as np
 import optax
+from plain_wrapper import Plain
 import pytest
 
 import flaxshard as fs
@@ -143,29 +144,14 @@ def test_clipping_before_and_after_the_reduction(strategy) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Clip:
+class Clip(Plain):
   """Clips gradients by their norm, as a wrapper."""
 
   limit: float
 
-  def init(self, params, tx):
-    return ()
-
-  def working_params(self, state, params):
-    return params
-
-  def scale_loss(self, state, loss):
-    return loss
-
-  def unscale_gradients(self, state, grads):
-    return grads
-
   def apply(self, state, target, grads, next):
     clip = optax.clip_by_global_norm(self.limit)
     return next(target, clip.update(grads, clip.init(grads))[0]), state
-
-  def partition_specs(self, state):
-    return ()
 
 
 def test_gradients_that_agree_are_not_reduced(strategy) -> None:

@@ -1,20 +1,11 @@
 """Digests, and falling back, with two processes that save together."""
 
-import socket
-import subprocess
-import sys
+import two_processes
 
 SCRIPT = """
-import sys
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-rank = int(sys.argv[2])
-jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, rank)
 import pathlib
 import flaxshard as fs
 from flaxshard import integrity
@@ -62,31 +53,7 @@ print("same")
 
 
 def test_two_processes_pass_over_the_same_steps(tmp_path):
-  with socket.socket() as s:
-    s.bind(("localhost", 0))
-    port = s.getsockname()[1]
-  processes = [
-    subprocess.Popen(
-      [
-        sys.executable,
-        "-c",
-        SCRIPT,
-        str(port),
-        str(rank),
-        str(tmp_path / "checkpoints"),
-      ],
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for rank in range(2)
-  ]
-  try:
-    outs = [process.communicate(timeout=120) for process in processes]
-  finally:
-    for process in processes:
-      process.kill()
-  assert [p.returncode for p in processes] == [0, 0], outs
+  outs = two_processes.run(SCRIPT, str(tmp_path / "checkpoints"))
   for out, err in outs:
     assert out.splitlines()[-1] == "same"
     assert err.count("passed over") == 2

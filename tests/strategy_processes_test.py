@@ -1,24 +1,14 @@
 """A strategy over the devices of two processes."""
 
-import socket
-import subprocess
-import sys
-
 import flax.linen as nn
 import jax
 import numpy as np
+import two_processes
 
 SCRIPT = """
-import sys
 import flax.linen as nn
-import jax
 import numpy as np
 import optax
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-rank = int(sys.argv[2])
-jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, rank)
 import flaxshard as fs
 
 inputs = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
@@ -52,24 +42,7 @@ print(float(loss), float(last), int(state.step))
 
 
 def test_two_processes_train_as_one():
-  with socket.socket() as s:
-    s.bind(("localhost", 0))
-    port = s.getsockname()[1]
-  processes = [
-    subprocess.Popen(
-      [sys.executable, "-c", SCRIPT, str(port), str(rank)],
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for rank in (0, 1)
-  ]
-  try:
-    outs = [process.communicate(timeout=120) for process in processes]
-  finally:
-    for process in processes:
-      process.kill()
-  assert [p.returncode for p in processes] == [0, 0], outs
+  outs = two_processes.run(SCRIPT)
   results = {out.splitlines()[-1] for out, _ in outs}
   assert len(results) == 1
   loss, last, step = map(float, results.pop().split())

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 
-import flax.linen as nn
 import jax
 import numpy as np
 import optax
@@ -80,20 +79,6 @@ def mislabelled() -> data.Splits:
   return data.Splits(
     data.Arrays(IMAGES.train.inputs, labels), digits().eval, 10
   )
-
-
-class Normed(nn.Module):
-  """A model with statistics and dropout, which replicas have their own of."""
-
-  num_classes: int
-  policy: object
-
-  @nn.compact
-  def __call__(self, x, train=False):
-    x = nn.Dense(16)(x.reshape(x.shape[0], -1))
-    x = nn.relu(nn.BatchNorm(use_running_average=not train)(x))
-    x = nn.Dropout(0.5, deterministic=not train)(x)
-    return nn.Dense(self.num_classes)(x)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -276,7 +261,7 @@ def test_fsdp_trains_as_on_one_device_and_goes_on_there(
 def test_replicas_with_statistics_and_dropout_resume_exactly(tmp_path) -> None:
   """However far ahead the data has been read when a checkpoint is saved."""
   fields = dict(
-    model={"name": f"{_FACTORIES}Normed"},
+    model={"name": "normed:Normed"},
     wrappers=(("loss_scale", {"scale": "dynamic"}),),
   )
   mesh = {"per_replica": True, "replica": 4}

@@ -1,0 +1,39 @@
+"""A script that two processes run together, `sys.argv[1]` their port."""
+
+import socket
+import subprocess
+import sys
+
+# Two virtual devices each; `rank` is the number of the process.
+PREAMBLE = """
+import sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+rank = int(sys.argv[2])
+jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, rank)
+"""
+
+
+def run(script: str, *args: str) -> list[tuple[str, str]]:
+  """Returns what both have written to their standard output and error."""
+  with socket.socket() as s:
+    s.bind(("localhost", 0))
+    port = s.getsockname()[1]
+  processes = [
+    subprocess.Popen(
+      [sys.executable, "-c", PREAMBLE + script, str(port), str(rank), *args],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for rank in range(2)
+  ]
+  try:
+    outs = [process.communicate(timeout=120) for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  assert [p.returncode for p in processes] == [0, 0], outs
+  return outs
