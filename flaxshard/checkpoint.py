@@ -114,11 +114,6 @@ class Checkpointer:
       options=ocp.CheckpointManagerOptions(
         preservation_policy=policy,
         step_name_format=step_names.Readable(),
-        # Where a directory cannot be made in the background, Orbax's threads
-        # wait for it, for 20 minutes, and so does the end of the program.
-        async_options=ocp.options.AsyncOptions(
-          create_directories_asynchronously=False
-        ),
       ),
       # Named here, or a fresh process could not restore them.
       item_handlers={
@@ -274,6 +269,7 @@ class Checkpointer:
     self._set_damaged_aside()
     pending_saves.expect(self._manager)
     try:
+      _probe(self.directory)
       self._manager.save(
         step, metrics=metrics, args=ocp.args.Composite(**items)
       )
@@ -390,14 +386,22 @@ def check_writable(argument: str, directory: str) -> None:
   """Raises a ValueError unless `directory` exists, or is made, and is ours."""
   try:
     os.makedirs(directory, exist_ok=True)
-    probe = os.path.join(directory, f".write_test_{os.getpid()}")
-    with open(probe, "w"):
-      pass
-    os.remove(probe)
+    _probe(directory)
   except OSError as e:
     raise ValueError(
       f"{argument}={directory!r} cannot be written: {e.strerror or e}."
     ) from e
+
+
+def _probe(directory: str) -> None:
+  """Makes a directory and removes it.
+
+  Where Orbax cannot make one in the background, its threads wait for it, for 20
+  minutes, and so does the end of the program.
+  """
+  probe = os.path.join(directory, f".write_test_{os.getpid()}")
+  os.mkdir(probe)
+  os.rmdir(probe)
 
 
 if __name__ == "__main__":
