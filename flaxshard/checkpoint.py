@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import os
+import socket
 import types
 from typing import Any
 import weakref
@@ -30,8 +31,10 @@ from flaxshard import integrity
 from flaxshard import lock
 from flaxshard import pending_saves
 from flaxshard import preservation
+from flaxshard import processes
 from flaxshard import step_checkpoint
 from flaxshard import step_names
+from flaxshard import stored
 from flaxshard.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -107,13 +110,14 @@ class Checkpointer:
     except (TypeError, ValueError) as e:
       raise TypeError(f"config must be what JSON can hold: {e}.") from e
     self._config = config
+    check_writable("directory", os.fspath(directory))
     self.directory = os.path.abspath(os.fspath(directory))
-    check_writable("directory", self.directory)
+    names = step_names.Readable()
     self._manager = ocp.CheckpointManager(
       self.directory,
       options=ocp.CheckpointManagerOptions(
         preservation_policy=policy,
-        step_name_format=step_names.Readable(),
+        step_name_format=names,
       ),
       # Named here, or a fresh process could not restore them.
       item_handlers={
@@ -123,9 +127,11 @@ class Checkpointer:
         integrity.ITEM: integrity.Handler(),
       },
     )
-    self._damaged = {
-      step for step in self._manager.all_steps() if self._is_empty(step)
-    } | step_names.damaged_metrics(self.directory)
+    self._damaged = names.left_out | {
+      step
+      for step in self._manager.all_steps()
+      if integrity.is_empty(self._path(step))
+    }
     self._restored_step: int | None = None
     self._saving: int | None = None
     self._unlock: Callable[[], Any] | None = None
@@ -169,10 +175,11 @@ class Checkpointer:
   def all_steps(self) -> Sequence[int]:
     """Returns the steps that were saved, in ascending order.
 
-    Not those that are known to be damaged: empty directories, and what
-    `restore` could not read.
+    Those of `flax.training.checkpoints` are among them, and stay, whatever is
+    to be kept. Not among them are those that are known to be damaged: empty
+    directories, and what `restore` could not read.
     """
-    return sorted(set(self._manager.all_steps()) - self._damaged)
+    return sorted(set(self._there()) - self._damaged)
 
   @property
   def restored_step(self) -> int | None:
@@ -241,35 +248,36 @@ class Checkpointer:
         a later step, or another process saves in the directory.
       SaveError: This step, or the one before, could not be written.
     """
-    if step in self.all_steps():
+    there = self.all_steps()
+    if step in there:
       return
-    latest = self.latest_step()
-    if latest is not None and step < latest:
+    if there and step < there[-1]:
       raise ValueError(
         f"step={step} cannot be saved in {self.directory}, which has step "
-        f"{latest}: restoring takes the latest. Move later steps away, or take "
-        "another directory."
+        f"{there[-1]}: restoring takes the latest. Move later steps away, or "
+        "take another directory."
       )
-    position = None if data is None else data_position.Position(data)
-    items: dict[str, Any] = dict(
-      step_checkpoint.save_args(state, plain_item=self._plain_item).items()
-    )
-    if position is not None:
-      items[_DATA] = grain.checkpoint.CheckpointSave(position)
-    if metrics is not None:
-      metrics = preservation.as_json(metrics)
-      items[step_names.METRICS] = ocp.args.JsonSave(metrics)
+    state_items = step_checkpoint.save_args(state, plain_item=self._plain_item)
+    own: dict[str, Any] = {}
+    with processes.together(TypeError, ValueError, pending_saves.SaveError):
+      if data is not None:
+        position = data_position.Position(data)
+        own[_DATA] = grain.checkpoint.CheckpointSave(position)
+      if metrics is not None:
+        metrics = preservation.as_json(metrics)
+        own[step_names.METRICS] = ocp.args.JsonSave(metrics)
+      self.wait()
+      if self._unlock is None:
+        unlock = lock.acquire("directory", self.directory, again=True)
+        self._unlock = weakref.finalize(self._manager, unlock)
+      self._probe(step)
+    items = {**dict(state_items.items()), **own}
     items[integrity.ITEM] = integrity.Save(
       integrity.metadata(state, step, tuple(items), self._config)
     )
-    self.wait()
-    if self._unlock is None:
-      unlock = lock.acquire("directory", self.directory, again=True)
-      self._unlock = weakref.finalize(self._manager, unlock)
     self._set_damaged_aside()
     pending_saves.expect(self._manager)
     try:
-      _probe(self.directory)
       self._manager.save(
         step, metrics=metrics, args=ocp.args.Composite(**items)
       )
@@ -277,11 +285,22 @@ class Checkpointer:
       raise pending_saves.failed(self.directory, step, e) from e
     self._saving = step
 
+  def _probe(self, step: int) -> None:
+    """Raises where no directory can be made; process 0 makes all of them.
+
+    Orbax makes them in the background. Where it cannot, its other threads wait
+    for them for 20 minutes, and so does the end of the program.
+    """
+    if jax.process_index() == 0:
+      try:
+        _make_and_remove(self.directory)
+      except OSError as e:
+        raise pending_saves.failed(self.directory, step, e) from e
+
   def _set_damaged_aside(self) -> None:
     """Renames the directories of damaged steps: nothing is deleted."""
     if not self._damaged:
       return
-    self.wait()
     ocp.multihost.sync_global_processes("flaxshard:damaged")
     if jax.process_index() == 0:
       for step in sorted(self._damaged):
@@ -289,14 +308,20 @@ class Checkpointer:
           aside = integrity.set_aside(self._path(step))
           _log.warning("%s is damaged: now %s", self._path(step), aside)
     ocp.multihost.sync_global_processes("flaxshard:damaged_aside")
-    self._damaged.clear()
     self._manager.reload()
+    # Flax's own are in nobody's way.
+    self._damaged &= set(stored.steps(self.directory, stored.FLAX))
 
   def _path(self, step: int) -> str:
     return os.path.join(self.directory, str(step))
 
-  def _is_empty(self, step: int) -> bool:
-    return integrity.is_empty(self._path(step))
+  def _there(self) -> dict[int, str]:
+    """Returns where the steps lie, the damaged ones too."""
+    flax = stored.steps(self.directory, stored.FLAX)
+    mine = {*self._manager.all_steps(), *self._damaged} - set(flax)
+    return {step: str(path) for step, path in flax.items()} | {
+      step: self._path(step) for step in mine
+    }
 
   def restore(
     self,
@@ -331,75 +356,61 @@ class Checkpointer:
         disk is changed.
     """
     self.wait()
-    there = sorted({*self._manager.all_steps(), *self._damaged}, reverse=True)
-    if not there or (step is not None and step not in there):
-      raise ValueError(
-        f"no checkpoint of step {step} in {self.directory}; there are "
-        f"{self.all_steps()}."
-      )
-    damages = []
-    for candidate in there if step is None else [step]:
+    there = self._there()
+
+    def read(number: int) -> TrainState:
       try:
-        restored = self._restore(state, candidate, data)
-      except integrity.Damaged as e:
-        if step is not None:
-          raise
-        _log.warning("step %d is damaged, passed over: %s", candidate, e)
-        self._damaged.add(candidate)
-        damages.append(str(e))
-        continue
-      self._restored_step = candidate
-      return restored
-    raise ValueError(
-      f"{self.directory} has no checkpoint that is complete: "
-      + " ".join(damages)
+        return self._restore(state, number, there[number], data)
+      except integrity.Damaged:
+        self._damaged.add(number)
+        raise
+
+    self._restored_step, restored = step_checkpoint.read_newest(
+      self.directory, there, step, read
     )
+    return restored
 
   def _restore(
-    self, state: TrainState, step: int, data: data_position.Positioned | None
+    self,
+    state: TrainState,
+    step: int,
+    where: str,
+    data: data_position.Positioned | None,
   ) -> TrainState:
-    where = self._path(step)
-    verified = integrity.verify_together(where)
-    with integrity.reading(where, verified):
-      opened = step_checkpoint.open_step(where)
-    plan = opened.plan(state)
-    position = None
-    if data is not None:
-      if not os.path.isdir(os.path.join(where, _DATA)):
-        raise ValueError(f"{where} has no {_DATA}: where the data stood.")
-      position = data_position.Position(data)
-
-    with integrity.reading(where, verified):
-      read = plan.read()
-      if position is not None:
-        position_args = grain.checkpoint.CheckpointRestore(position)
-        self._manager.restore(
-          step, args=ocp.args.Composite(**{_DATA: position_args})
-        )
-    restored = plan.finish(read)
-    if position is not None:
-      position.go()
+    plan = step_checkpoint.open_step(where).plan(state)
+    if data is None:
+      return plan.restore()
+    if not os.path.isdir(os.path.join(where, _DATA)):
+      raise ValueError(f"{where} has no {_DATA}: where the data stood.")
+    position = data_position.Position(data)
+    args = ocp.args.Composite(
+      **{_DATA: grain.checkpoint.CheckpointRestore(position)}
+    )
+    restored = plan.restore(also=lambda: self._manager.restore(step, args=args))
+    position.go()
     return restored
 
 
 def check_writable(argument: str, directory: str) -> None:
   """Raises a ValueError unless `directory` exists, or is made, and is ours."""
+  if "://" in directory:
+    raise ValueError(
+      f"{argument}={directory!r} must be a directory of a file system; mount "
+      "the bucket, or take Orbax's manager with `flaxshard.checkpoint."
+      "save_args` and `restore`."
+    )
   try:
     os.makedirs(directory, exist_ok=True)
-    _probe(directory)
+    _make_and_remove(directory)
   except OSError as e:
     raise ValueError(
       f"{argument}={directory!r} cannot be written: {e.strerror or e}."
     ) from e
 
 
-def _probe(directory: str) -> None:
-  """Makes a directory and removes it.
-
-  Where Orbax cannot make one in the background, its threads wait for it, for 20
-  minutes, and so does the end of the program.
-  """
-  probe = os.path.join(directory, f".write_test_{os.getpid()}")
+def _make_and_remove(directory: str) -> None:
+  name = f".write_test_{socket.gethostname()}_{os.getpid()}"
+  probe = os.path.join(directory, name)
   os.mkdir(probe)
   os.rmdir(probe)
 

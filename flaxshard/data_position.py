@@ -9,7 +9,8 @@ from typing import Any, Protocol
 class Positioned(Protocol):
   """An iterator that knows where it stands: Grain's, a `DistributedIterator`.
 
-  States are bytes, or what JSON can hold.
+  States are bytes, or what JSON can hold. Where it has a `start_prefetch`, that
+  is called after `set_state`: it begins to read ahead.
   """
 
   def get_state(self) -> Any:
@@ -18,10 +19,6 @@ class Positioned(Protocol):
 
   def set_state(self, state: Any) -> None:
     """Goes on from a state."""
-    ...
-
-  def start_prefetch(self) -> None:
-    """Begins to read ahead."""
     ...
 
 
@@ -33,6 +30,12 @@ class Position:
   """
 
   def __init__(self, data: Positioned):
+    for method in ("get_state", "set_state"):
+      if not callable(getattr(data, method, None)):
+        raise TypeError(
+          f"data must be an iterator that can tell where it stands, got "
+          f"{data!r}, which has no {method}: a Grain dataset's iterator has."
+        )
     self._data = data
     state = data.get_state()
     self._is_text = isinstance(state, bytes)
@@ -57,7 +60,8 @@ class Position:
   def go(self) -> None:
     """Sets the data to what was read."""
     self._data.set_state(self._read)
-    self._data.start_prefetch()
+    if hasattr(self._data, "start_prefetch"):
+      self._data.start_prefetch()
 
 
 def _json(state: Any) -> bytes:

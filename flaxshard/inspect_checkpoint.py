@@ -27,8 +27,8 @@ from flaxshard import stored
 _TOLD_APART = ("wrappers", "config")
 
 
-def steps(directory: str | os.PathLike[str]) -> list[int]:
-  """Returns the steps that have a directory, in ascending order.
+def steps(directory: str | os.PathLike[str]) -> dict[int, str]:
+  """Returns where the steps lie, in ascending order.
 
   Args:
     directory: Where the checkpoints lie.
@@ -39,10 +39,10 @@ def steps(directory: str | os.PathLike[str]) -> list[int]:
   where = os.fspath(directory)
   if not os.path.isdir(where):
     raise ValueError(f"there is no directory {where}.")
-  found = sorted(int(name) for name in os.listdir(where) if _is_step(name))
+  found = stored.steps(where)
   if not found:
     raise ValueError(f"{where} has no checkpoints.")
-  return found
+  return {step: str(path) for step, path in found.items()}
 
 
 def status(
@@ -79,15 +79,16 @@ def overview(
   """
   where = os.fspath(directory)
   lines, damaged = [where], []
-  for step in steps(where):
-    step_dir = os.path.join(where, str(step))
+  there = steps(where)
+  for step, step_dir in there.items():
     told, bad = status(step_dir, contents)
     lines.append(f"  {step:>8}  {_size(_bytes_in(step_dir)):>9}  {told}")
     damaged += [step] * bad
   rest = sorted(
     name
     for name in os.listdir(where)
-    if not _is_step(name) and os.path.isdir(os.path.join(where, name))
+    if os.path.isdir(path := os.path.join(where, name))
+    and path not in there.values()
   )
   if rest:
     lines.append(f"  not counted: {', '.join(rest)}")
@@ -168,18 +169,16 @@ def _show(directory: str, step: int | None, verify: bool) -> int:
     directory = below
   there = steps(directory)
   if step is not None and step not in there:
-    raise ValueError(f"{directory} has no step {step}; there are {there}.")
+    raise ValueError(
+      f"{directory} has no step {step}; there are {list(there)}."
+    )
   text, damaged = overview(directory, verify)
   print(text)
   if step is None:
     step = max(set(there) - set(damaged), default=None)
   if step is not None and step not in damaged:
-    print(f"\n{describe(os.path.join(directory, str(step)))}")
+    print(f"\n{describe(there[step])}")
   return 1 if damaged else 0
-
-
-def _is_step(name: str) -> bool:
-  return name.isdecimal()
 
 
 def _wrapper(wrapper: Any) -> str:
@@ -193,10 +192,12 @@ def _plain(value: Any) -> str:
   return value if isinstance(value, str) else json.dumps(value)
 
 
-def _bytes_in(directory: str) -> int:
+def _bytes_in(path: str) -> int:
+  if os.path.isfile(path):
+    return os.path.getsize(path)
   return sum(
     os.path.getsize(os.path.join(folder, name))
-    for folder, _, names in os.walk(directory)
+    for folder, _, names in os.walk(path)
     for name in names
   )
 

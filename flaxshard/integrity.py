@@ -22,11 +22,10 @@ from typing import Any
 import zlib
 
 import jax
-from jax.experimental import multihost_utils
-import numpy as np
 import orbax.checkpoint as ocp
 
 import flaxshard
+from flaxshard import processes
 from flaxshard import templates
 from flaxshard import wrappers as wrappers_lib
 from flaxshard.train_state import TrainState
@@ -214,6 +213,8 @@ def verify(
     False
   """
   where = os.fspath(step_dir)
+  if os.path.isfile(where) or "://" in where:
+    return False  # of Flax, which writes a state as a file; or in a bucket
   if not os.path.isdir(where):
     raise Damaged(f"{where} is missing, or no directory.")
   if is_empty(where):
@@ -274,21 +275,11 @@ def verify_together(step_dir: str | os.PathLike[str]) -> bool:
   """Does `verify`, each process its part; all processes have the same answer.
 
   Raises:
-    Damaged: As `verify`; where another process found it, without the file.
+    Damaged: As `verify`; where another process found it, with its number.
   """
-  if jax.process_count() == 1:
-    return verify(step_dir)
-  error, answer = None, False
-  try:
-    answer = verify(step_dir, jax.process_index(), jax.process_count())
-  except Damaged as e:
-    error = e
-  good = multihost_utils.process_allgather(np.array(error is None))
-  if error is not None:
-    raise error
-  if not good.all():
-    raise Damaged(f"{step_dir} is damaged: process {good.argmin()} has more.")
-  return answer
+  with processes.together(Damaged):
+    verified = verify(step_dir, jax.process_index(), jax.process_count())
+  return verified
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 import dataclasses
 import logging
 import os
@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 from flaxshard import divergence
 from flaxshard import fields
 from flaxshard import foreign_checkpoint
+from flaxshard import integrity
 from flaxshard import saveable
 from flaxshard import stored
 from flaxshard import templates
@@ -126,11 +127,14 @@ def restore(
   taken off, or start fresh, as `state` has them or not. What is left alone,
   dropped or started fresh is told in the log.
 
+  What `Checkpointer` has written is compared with its digests first. A damaged
+  step is told in the log and passed over.
+
   Args:
     manager: Orbax's manager, or a path: a directory of steps
       (`1200`, `checkpoint_1200`), or one checkpoint.
     state: A state of the same model and optimizer.
-    step: The step to restore; None is the latest.
+    step: The step to restore; None is the latest that is not damaged.
     plain_item: The item that the train state is in; None is the first there is
       of `default`, `state` and `pytree`.
 
@@ -139,28 +143,64 @@ def restore(
 
   Raises:
     TypeError: `state` is no `TrainState`.
-    ValueError: There is no such checkpoint, or its tree differs from `state`;
-      the message names the first path that differs. Nothing is cast or filled.
+    ValueError: There is no such checkpoint, or it is damaged, or its tree
+      differs from `state`; the message names the file, or the first path that
+      differs. Nothing is cast or filled, or changed on disk.
   """
   check_state(state)
-  plan = open_step(find(manager, step), plain_item).plan(state)
-  return plan.finish(plan.read())
 
+  def read(where: stored.Directory) -> TrainState:
+    return open_step(where, plain_item).plan(state).restore()
 
-def find(manager: Any, step: int | None) -> stored.Directory:
-  """Returns where a step of a manager, or of a directory, lies."""
   if isinstance(manager, (str, os.PathLike)):
-    path = stored.as_path(manager)
-    if step is None and stored.is_one(path):
-      return path
-    return stored.step_path(path, step)
-  if not hasattr(manager, "directory"):
+    directory = stored.as_path(manager)
+    if step is None and stored.is_one(directory):
+      return read(directory)
+  elif hasattr(manager, "directory"):
+    directory = manager.directory
+    if hasattr(manager, "wait_until_finished"):
+      manager.wait_until_finished()  # the newest may be on its way
+  else:
     raise TypeError(
       f"manager must be an Orbax CheckpointManager or a path, got {manager!r}."
     )
-  if hasattr(manager, "wait_until_finished"):
-    manager.wait_until_finished()  # the newest may be on its way
-  return stored.step_path(manager.directory, step)
+  there = stored.steps(directory)
+  return read_newest(directory, there, step, lambda i: read(there[i]))[1]
+
+
+def read_newest(
+  directory: stored.Directory,
+  steps: Collection[int],
+  step: int | None,
+  read: Callable[[int], TrainState],
+) -> tuple[int, TrainState]:
+  """Reads the newest step that is not damaged; returns its number, too.
+
+  Args:
+    directory: Where the steps lie.
+    steps: The steps that are there.
+    step: The only one to read; None is any.
+    read: Reads a step, or raises `integrity.Damaged`.
+
+  Raises:
+    ValueError: There is no such step, or it is damaged, or all are.
+  """
+  if not steps or (step is not None and step not in steps):
+    raise ValueError(
+      f"no checkpoint of step {step} in {directory}; there are {sorted(steps)}."
+    )
+  if step is not None:
+    return step, read(step)
+  damages = []
+  for newest in sorted(steps, reverse=True):
+    try:
+      return newest, read(newest)
+    except integrity.Damaged as e:
+      _log.warning("step %d is damaged, passed over: %s", newest, e)
+      damages.append(str(e))
+  raise ValueError(
+    f"{directory} has no checkpoint that is complete: " + " ".join(damages)
+  )
 
 
 def check_state(state: Any) -> None:
@@ -186,11 +226,13 @@ class Opened:
     where: The step.
     plain: The train state.
     wrappers: Shapes and dtypes of the wrappers' states, by name.
+    verified: Whether its files are known to be what was saved.
   """
 
   where: stored.Directory
   plain: stored.Tree
   wrappers: Mapping[str, PyTree]
+  verified: bool
 
   def plan(self, state: TrainState) -> Plan:
     """Compares the step with the state that it is to be restored into.
@@ -251,8 +293,24 @@ class Plan:
   moves: foreign_checkpoint.Plan
   wrappers: wrapper_checkpoint.Plan
 
-  def read(self) -> tuple[dict[Path, Any], PyTree]:
-    """Reads leaves by their saved paths, and the item of the wrappers."""
+  def restore(self, also: Callable[[], Any] | None = None) -> TrainState:
+    """Reads the step; returns the restored state.
+
+    Args:
+      also: Reads what else is wanted of the step.
+
+    Raises:
+      Damaged: Something cannot be read.
+      ValueError: Something did not come back as it was asked for.
+    """
+    with integrity.reading(str(self.opened.where), self.opened.verified):
+      leaves, wrapper_item = self._read()
+      if also is not None:
+        also()
+    return self._finish(leaves, wrapper_item)
+
+  def _read(self) -> tuple[dict[Path, Any], PyTree]:
+    """Returns leaves by their saved paths, and the item of the wrappers."""
     leaves = self.opened.plain.read(
       {source: self.wanted[path] for path, source in self.moves.sources.items()}
     )
@@ -261,16 +319,9 @@ class Plan:
       return leaves, {}
     return leaves, stored.read_item(directory, self.wrappers.item)
 
-  def finish(self, read: tuple[dict[Path, Any], PyTree]) -> TrainState:
-    """Returns the restored state.
-
-    Args:
-      read: What `read` returned.
-
-    Raises:
-      ValueError: Something did not come back as it was asked for.
-    """
-    leaves, wrapper_item = read
+  def _finish(
+    self, leaves: Mapping[Path, Any], wrapper_item: PyTree
+  ) -> TrainState:
     found = {path: leaves[s] for path, s in self.moves.sources.items()}
     for path, x in trees.by_path(self.plain).items():
       if path in self.moves.fresh:
@@ -301,12 +352,18 @@ class Plan:
 
 
 def open_step(where: stored.Directory, plain_item: str | None = None) -> Opened:
-  """Reads what lies in a step, without the values.
+  """Verifies a step, and reads what lies in it, without the values.
+
+  Args:
+    where: The step.
+    plain_item: The item that the train state is in; None looks for it.
 
   Raises:
-    ValueError: There is no train state in it.
+    Damaged: It is not what was saved, or there is no train state in it.
   """
-  plain = stored.plain(where, plain_item)
-  directory = stored.items(where).get(_WRAPPERS)
-  wrappers = {} if directory is None else stored.metadata(directory)
-  return Opened(stored.as_path(where), plain, wrappers)
+  verified = integrity.verify_together(where)
+  with integrity.reading(str(where), verified):
+    plain = stored.plain(where, plain_item)
+    directory = stored.items(where).get(_WRAPPERS)
+    wrappers = {} if directory is None else stored.metadata(directory)
+  return Opened(stored.as_path(where), plain, wrappers, verified)

@@ -21,6 +21,7 @@ class Readable:
 
   def __init__(self) -> None:
     self._names = ocp.path.step.standard_name_format()
+    self.left_out: set[int] = set()  # of the last `find_all`
 
   def build_name(self, step: int) -> str:
     """Returns the name of a step's directory."""
@@ -28,16 +29,16 @@ class Readable:
 
   def find_all(self, base_path: Any) -> Iterator[Any]:
     """Returns what Orbax knows of the steps."""
-    damaged = damaged_metrics(base_path)
+    self.left_out = _damaged_metrics(base_path)
     found = self._names.find_all(base_path)
-    return (step for step in found if step.step not in damaged)
+    return (step for step in found if step.step not in self.left_out)
 
   def find_step(self, base_path: Any, step: int) -> Any:
     """Returns what Orbax knows of a step."""
     return self._names.find_step(base_path, step)
 
 
-def damaged_metrics(directory: str | os.PathLike[str]) -> set[int]:
+def _damaged_metrics(directory: str | os.PathLike[str]) -> set[int]:
   """Returns the steps in a directory whose metrics are not a JSON object."""
   steps = set()
   for name in os.listdir(directory):

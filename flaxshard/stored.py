@@ -30,8 +30,9 @@ Directory = Any
 
 PLAIN_ITEMS = ("default", "state", "pytree")
 _METADATA = "_METADATA"
-# Also with a prefix and zeros in front, as managers can be told.
-_STEP = re.compile(r"(?:[A-Za-z]\w*[_-])?(\d+)")
+# Names of steps. Managers can be told of a prefix, and of zeros in front.
+ANY = re.compile(r"(?:[A-Za-z]\w*[_-])?(\d+)")
+FLAX = re.compile(r"checkpoint_(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,25 +77,22 @@ def as_path(path: Any) -> Directory:
   return path if hasattr(path, "iterdir") else pathlib.Path(path)
 
 
-def step_path(directory: Directory, step: int | None) -> Directory:
-  """Returns where a step lies in a directory of them; None is the newest.
+def steps(
+  directory: Directory, names: re.Pattern[str] = ANY
+) -> dict[int, Directory]:
+  """Returns where the steps in a directory lie, in ascending order.
 
-  Raises:
-    ValueError: There is no such step.
+  Args:
+    directory: Where to look; only at names. `7` comes before `checkpoint_7`.
+    names: Which ones count: `ANY`, or `FLAX`.
   """
-  directory = as_path(directory)
   found: dict[int, Directory] = {}
+  directory = as_path(directory)
   if directory.is_dir():
     for path in sorted(directory.iterdir()):
-      if match := _STEP.fullmatch(path.name):
-        found.setdefault(int(match[1]), path)  # 7 before checkpoint_7
-  wanted = max(found, default=None) if step is None else step
-  if wanted not in found:
-    raise ValueError(
-      f"no checkpoint of step {wanted} in {directory}; there are "
-      f"{sorted(found)}."
-    )
-  return found[wanted]
+      if match := names.fullmatch(path.name):
+        found.setdefault(int(match[1]), path)
+  return dict(sorted(found.items()))
 
 
 def is_one(path: Directory) -> bool:
@@ -102,7 +100,7 @@ def is_one(path: Directory) -> bool:
   path = as_path(path)
   if path.is_file() or (path / _METADATA).exists():
     return True
-  return any(not _STEP.fullmatch(name) for name in items(path))
+  return any(not ANY.fullmatch(name) for name in items(path))
 
 
 def items(where: Directory) -> dict[str, Directory]:

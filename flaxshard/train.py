@@ -28,6 +28,7 @@ from flaxshard import lock
 from flaxshard import models
 from flaxshard import optimizer
 from flaxshard import parallel
+from flaxshard import processes
 from flaxshard import profiler
 from flaxshard import steps
 from flaxshard import timer as timer_lib
@@ -72,10 +73,12 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       checkpoint.
   """
   config = config_lib.check(config)
-  workdir = os.path.abspath(os.path.expanduser(workdir))
-  checkpoint.check_writable("workdir", workdir)
-  writers.require_packages(config.writer)
   strategy = parallel.create_strategy(config)
+  workdir = os.path.expanduser(workdir)
+  with processes.together(ValueError):
+    checkpoint.check_writable("workdir", workdir)
+  workdir = os.path.abspath(workdir)
+  writers.require_packages(config.writer)
   splits = data.load(config.data)
   specs = parallel.batch_specs(config, strategy, splits.eval[0])
   tx, schedule = optimizer.create(config)
@@ -88,7 +91,9 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
   )
 
   with contextlib.ExitStack() as stack:
-    stack.callback(lock.acquire("workdir", workdir))
+    with processes.together(ValueError):
+      unlock = lock.acquire("workdir", workdir)
+    stack.callback(unlock)
     interrupted = stack.enter_context(interrupts.caught())
     train_iter = stack.enter_context(
       iter(

@@ -334,6 +334,44 @@ def test_a_step_before_the_latest_is_refused(path):
   assert contents(path) == before
 
 
+# A manager of one's own.
+
+
+def test_restore_passes_over_what_is_damaged(path, caplog):
+  flipped(path / "3" / "default" / "_METADATA")
+  (path / "7").mkdir()
+  before = contents(path)
+  # Named, as Orbax refuses to be made where a step has no items at all.
+  with ocp.CheckpointManager(
+    path, item_handlers=checkpoint.item_handlers()
+  ) as manager:
+    for where in (manager, path):
+      caplog.clear()
+      assert_is(checkpoint.restore(where, initial()), 2)
+      empty, other = warnings(caplog)
+      assert empty == f"step 7 is damaged, passed over: {path / '7'} is empty."
+      assert other.startswith(
+        f"step 3 is damaged, passed over: {path / '3'}/default/_METADATA has"
+      )
+      assert_is(checkpoint.restore(where, initial(), 1), 1)
+      with pytest.raises(ValueError, match="/3/default/_METADATA has crc32"):
+        checkpoint.restore(where, initial(), 3)
+  with pytest.raises(ValueError, match="/3/default/_METADATA has crc32"):
+    checkpoint.restore(path / "3", initial())
+  assert contents(path) == before
+
+
+def test_restore_finds_nothing_that_is_complete(path):
+  for step in (1, 2, 3):
+    removed(path / str(step) / "default" / "_METADATA")
+  with pytest.raises(
+    ValueError,
+    match=r"has no checkpoint that is complete: .*3.* is missing.*"
+    r"2.* is missing.*1.* is missing",
+  ):
+    checkpoint.restore(path, initial())
+
+
 # Steps without digests.
 
 

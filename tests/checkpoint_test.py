@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tiny
 
 import flaxshard as fs
 from flaxshard import checkpoint
-from flaxshard import data
+from flaxshard import train
 
 X = np.array([[1.0, 2.0], [-0.5, 0.25]], np.float32)
 
@@ -315,6 +316,17 @@ def test_an_unwritable_directory(tmp_path):
   assert file.read_text() == "content"
 
 
+@pytest.mark.parametrize("bucket", ["gs://bucket/run", "s3://bucket/run"])
+def test_a_bucket_is_refused(bucket, monkeypatch, tmp_path):
+  monkeypatch.chdir(tmp_path)
+  message = f"'{bucket}' must be a directory of a file system; mount"
+  with pytest.raises(ValueError, match=f"directory={message}"):
+    checkpoint.Checkpointer(bucket)
+  with pytest.raises(ValueError, match=f"workdir={message}"):
+    train.train_and_evaluate(tiny.config(), bucket)
+  assert not list(tmp_path.iterdir())
+
+
 def test_check_writable_leaves_nothing_behind(path):
   checkpoint.check_writable("workdir", str(path))
   assert list(path.iterdir()) == []
@@ -362,49 +374,3 @@ def test_a_leaf_without_elements(path):
   assert last_line.startswith("ValueError: ")
   assert "params/empty" in last_line
   assert done.returncode == 1
-
-
-# Where the data stands.
-
-
-def make_splits():
-  numbers = np.arange(12)
-  source = data.Arrays(numbers * 2.0, numbers)
-  return data.Splits(source, source, num_classes=12)
-
-
-def take(iterator, count):
-  return [next(iterator)["labels"].tolist() for _ in range(count)]
-
-
-def make_iterator(seed=0):
-  return data.train_iterator(make_splits(), batch_size=5, seed=seed)
-
-
-def test_the_data_goes_on_where_it_stood(path):
-  whole = take(make_iterator(), 9)
-  iterator = make_iterator()
-  iterator.start_prefetch()
-  assert take(iterator, 4) == whole[:4]
-  state = create(wrappers=dynamic())
-  with checkpoint.Checkpointer(path) as checkpointer:
-    checkpointer.save(4, state, data=iterator)
-    # The save is asynchronous, its position that of the call.
-    assert take(iterator, 2) == whole[4:6]
-  fresh = make_iterator()
-  restored = restore(path, create(wrappers=dynamic(), seed=1), data=fresh)
-  assert take(fresh, 5) == whole[4:]
-  assert_plain_equal(restored, state)
-  # The state alone, too.
-  assert_plain_equal(restore(path, create(seed=1)), state)
-
-
-def test_a_checkpoint_without_a_position(path):
-  save(path, create())
-  before = hashes(path)
-  iterator = make_iterator()
-  with pytest.raises(ValueError, match=r"/3 has no input_iterator"):
-    restore(path, create(), data=iterator)
-  assert hashes(path) == before
-  # It stands where it stood.
-  assert take(iterator, 2) == take(make_iterator(), 2)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -114,6 +115,21 @@ def test_a_plain_checkpoint(state, tmp_path, capsys):
   assert "complete, without digests" in out
   assert "not written by flaxshard" in out
   assert "  params/kernel  float32[2,3]\n" in out
+
+
+def test_files_of_flax(state, tmp_path, capsys):
+  content = flax.serialization.to_bytes(state.without_wrappers())
+  (tmp_path / "checkpoint_2").write_bytes(content)
+  (tmp_path / "checkpoint_10").write_bytes(content[:50])
+  code, out, _ = run(capsys, tmp_path)
+  assert code == 1
+  lines = out.splitlines()
+  size = f"{len(content)} B"
+  assert lines[1] == f"  {2:>8}  {size:>9}  complete, without digests"
+  assert "checkpoint_10 is no checkpoint of Flax" in lines[2]
+  assert "checkpoint_2: 3 arrays, 40 B" in lines
+  assert "  params/kernel  float32[2,3]" in lines
+  assert not any("not counted" in line for line in lines)
 
 
 def test_wrappers_that_no_config_can_hold(tmp_path):
