@@ -6,15 +6,26 @@ import logging
 import os
 import shutil
 import threading
+import time
+from typing import Any
 import weakref
 
 import jax
 import orbax.checkpoint as ocp
 
+try:
+  from orbax.checkpoint._src.futures import future as orbax_future
+  from orbax.checkpoint._src.futures import signaling_client
+except ImportError:  # private, so they may be elsewhere one day
+  orbax_future = signaling_client = None
+
 _log = logging.getLogger(__name__)
 
 # A manager lives as long as its save: the thread that ends it refers to it.
 _managers: weakref.WeakSet[ocp.CheckpointManager] = weakref.WeakSet()
+
+# What is left of steps that could not be saved, in each directory.
+_left: dict[str, set[str]] = {}
 
 
 class SaveError(RuntimeError):
@@ -22,7 +33,12 @@ class SaveError(RuntimeError):
 
 
 def expect(manager: ocp.CheckpointManager) -> None:
-  """Has the end of the program wait for what a manager saves."""
+  """Has the end of the program wait for what a manager saves.
+
+  Also removes what could not be removed when an earlier save failed.
+  """
+  for path in _left.pop(os.fspath(manager.directory), ()):
+    shutil.rmtree(path, ignore_errors=True)
   _managers.add(manager)
 
 
@@ -34,16 +50,82 @@ def failed(directory: str, step: int, error: Exception) -> SaveError:
     step: The step that could not be saved.
     error: What Orbax raised.
   """
+  for manager in list(_managers):
+    if os.fspath(manager.directory) == directory:
+      _forget_errors(manager)
+  _release_threads()
   if jax.process_index() == 0:
     # On a full disk, others may be waiting for the room.
     unfinished = os.path.join(directory, f"{step}.orbax-checkpoint-tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    if not _remove(unfinished):
+      _left.setdefault(directory, set()).add(unfinished)
   reason = (str(error).splitlines() or [""])[0]
   return SaveError(
     f"step {step} could not be saved in {directory}: {type(error).__name__}: "
     f"{reason}\nThe state in memory and the earlier checkpoints are as they "
     "were."
   )
+
+
+def _remove(directory: str) -> bool:
+  """Removes a directory that others may still write in; returns if it is gone.
+
+  TensorStore goes on with what it has begun when one of its writes fails.
+  """
+  for _ in range(50):
+    shutil.rmtree(directory, ignore_errors=True)
+    time.sleep(0.01)
+    if not os.path.lexists(directory):
+      return True
+  return False
+
+
+def _forget_errors(manager: ocp.CheckpointManager) -> None:
+  """Clears what else went wrong in a save, or the next one would raise it."""
+  for _ in range(10):  # it has several, and tells one at a time
+    try:
+      manager.check_for_errors()
+    except Exception as e:
+      _log.info("%s: and also: %s", manager.directory, e)
+    else:
+      return
+
+
+def _release_threads() -> None:
+  """Ends Orbax's threads that wait for what no thread will do any more.
+
+  One makes directories, and others wait for it to signal that they are there.
+  Where it fails, they wait for 20 minutes, and so does the end of the program.
+  Of several processes, that is left to Orbax: they share the signals.
+  """
+  if orbax_future is None or jax.process_count() > 1:
+    return
+  contract = orbax_future.AwaitableSignalsContract
+  client = signaling_client.get_signaling_client()
+  # Listed before the signals are read: who has ended by now has sent its own.
+  threads = [
+    thread
+    for thread in threading.enumerate()
+    if isinstance(thread, orbax_future._SignalingThread)
+  ]
+  to_come = {(t._operation_id, s) for t in threads for s in t._send_signals}
+
+  def is_lost(save: str, signal: Any) -> bool:
+    key = contract.get_unique_awaitable_singal_key(signal, save)
+    return (save, signal) not in to_come and not client.key_value_try_get(key)
+
+  lost = {
+    t._operation_id
+    for t in threads
+    if any(is_lost(t._operation_id, s) for s in t._receive_signals)
+  }
+  waiting = [t for t in threads if t._operation_id in lost]
+  for thread in waiting:
+    thread.cancel()  # it looks when it wakes up
+  for thread in waiting:
+    orbax_future.set_signals(
+      thread._receive_signals, operation_id=thread._operation_id
+    )
 
 
 def _at_exit() -> None:
@@ -53,6 +135,7 @@ def _at_exit() -> None:
     except Exception:
       # Nobody is left to raise it to.
       _log.exception("the last checkpoint in %s is lost", manager.directory)
+      _release_threads()
 
 
 # `atexit` runs when no thread can be started any more, and Orbax starts some to
