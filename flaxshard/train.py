@@ -68,7 +68,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     FloatingPointError: The loss became infinite or NaN, no wrapper had the step
       skipped, and `config.on_nonfinite` is "stop".
     SaveError: A checkpoint could not be written; it is raised in the step after
-      it is known.
+      it is known, of several processes at the next row or save.
     SystemExit: On Ctrl-C, SIGTERM or JAX's notice of preemption, after a
       checkpoint.
   """
@@ -136,11 +136,11 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     metrics_file = writers.MetricsFile(
       workdir_lib.metrics_path(workdir), first_step
     )
-    stack.callback(metrics_file.close)
+    stack.enter_context(writers.closing(metrics_file.close))
     write_events, close_events = writers.event_writer(
       config.writer, workdir, first_step
     )
-    stack.callback(close_events)
+    stack.enter_context(writers.closing(close_events))
     before_step = stack.enter_context(
       profiler.traced(config.profile_steps, workdir)
     )
@@ -171,8 +171,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
         state, progress, next(train_iter), rng, mirrored(np.int32(step))
       )
 
-      checkpointer.check()
-      signum = interrupted() or interrupts.preempted(step)
+      signum = interrupts.agreed(step, interrupted())
       final = step == config.num_train_steps
       last = final or signum is not None
       log = step % config.log_every_steps == 0 or last
@@ -180,7 +179,10 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       saves = step % config.checkpoint_every_steps == 0 or last
       if log and not saves:
         saves = _is_due(config.checkpoint_every_minutes, save_time)
-      if not (log or evaluates or saves):
+      waits = log or evaluates or saves
+      if waits or jax.process_count() == 1:
+        checkpointer.check()
+      if not waits:
         continue
 
       # Waits for the step. Other processes may have some of the replicas.

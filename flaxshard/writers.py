@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
 import importlib.util
 import json
 import logging
 import math
 import os
+import time
 from typing import Any
 
 _log = logging.getLogger(__name__)
@@ -30,20 +32,23 @@ class MetricsFile:
   def __init__(self, path: str, last_step: int):
     kept = [row for row in read_rows(path) if row["step"] <= last_step]
     fresh = f"{path}.tmp"
-    with open(fresh, "w") as f:
+    with naming(fresh), open(fresh, "w") as f:
       f.writelines(json.dumps(row) + "\n" for row in kept)
     os.replace(fresh, path)
+    self._path = path
     self._file = open(path, "a")
 
   def write(self, step: int, values: Mapping[str, float | int | None]) -> None:
     """Appends a row."""
     row = {"step": step, **{k: _finite(v) for k, v in values.items()}}
-    self._file.write(json.dumps(row) + "\n")
-    self._file.flush()
+    with naming(self._path):
+      self._file.write(json.dumps(row) + "\n")
+      self._file.flush()
 
   def close(self) -> None:
     """Closes the file."""
-    self._file.close()
+    with naming(self._path):
+      self._file.close()
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
@@ -87,19 +92,68 @@ def event_writer(
     writer = metric_writers.create_default_writer(workdir, asynchronous=False)
     write_clu = lambda step, v: writer.write_scalars(step, _numbers(v))
     return write_clu, writer.close
-  import tensorboardX
+  from tensorboardX import event_file_writer
+  from tensorboardX.proto import event_pb2
+  from tensorboardX.proto import summary_pb2
 
-  # Its flush writes only what its own thread has come to.
-  summary = tensorboardX.SummaryWriter(
-    workdir, flush_secs=1, purge_step=last_step + 1 if last_step else None
-  )
+  path = os.path.join(workdir, "events")
+  # Without the thread of a SummaryWriter: on a full disk it ends, and what is
+  # written next waits for it, for ever.
+  events = event_file_writer.EventsWriter(path)
+  if last_step:
+    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    events.write_event(
+      event_pb2.Event(
+        wall_time=time.time(), step=last_step + 1, session_log=start
+      )
+    )
 
   def write(step: int, values: Mapping[str, float | int | None]) -> None:
-    for key, value in _numbers(values).items():
-      summary.add_scalar(key, value, step)
-    summary.flush()
+    value = [
+      summary_pb2.Summary.Value(tag=key, simple_value=number)
+      for key, number in _numbers(values).items()
+    ]
+    event = event_pb2.Event(
+      wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=value)
+    )
+    with naming(f"{path}.out.tfevents"):
+      events.write_event(event)
+      events.flush()
 
-  return write, summary.close
+  def close() -> None:
+    with naming(f"{path}.out.tfevents"):
+      events.close()
+
+  return write, close
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+  """Has an OSError name the file: that of a full disk does not."""
+  try:
+    yield
+  except OSError as e:
+    if e.filename is None:
+      e.filename = path
+    raise
+
+
+@contextlib.contextmanager
+def closing(close: Callable[[], None]) -> Iterator[None]:
+  """Closes a file in the end; of two errors, the one that came first is raised.
+
+  Args:
+    close: Closes it.
+  """
+  try:
+    yield
+  except BaseException:
+    try:
+      close()
+    except OSError as e:
+      _log.error("%s", e)
+    raise
+  close()
 
 
 def require_packages(writer: str) -> None:
@@ -191,7 +245,8 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
     ax.spines[["top", "right"]].set_visible(False)
   axes[-1].set_xlabel("step (batches consumed)")
   axes[-1].xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-  canvas.savefig(path, dpi=120)
+  with naming(path):
+    canvas.savefig(path, dpi=120)
 
 
 def _numbers(
