@@ -32,6 +32,7 @@ from flaxshard import lock
 from flaxshard import pending_saves
 from flaxshard import preservation
 from flaxshard import processes
+from flaxshard import save_barrier
 from flaxshard import step_checkpoint
 from flaxshard import step_names
 from flaxshard import stored
@@ -118,6 +119,9 @@ class Checkpointer:
       options=ocp.CheckpointManagerOptions(
         preservation_policy=policy,
         step_name_format=names,
+        async_options=ocp.options.AsyncOptions(
+          barrier_sync_fn=save_barrier.create()
+        ),
       ),
       # Named here, or a fresh process could not restore them.
       item_handlers={
@@ -216,10 +220,17 @@ class Checkpointer:
   def check(self) -> None:
     """Raises if a save has failed in the background; waits for none.
 
+    Of several processes all must call it, and all raise; they wait for each
+    other, so it is best called where the program waits for its devices.
+
     Raises:
       SaveError: The last save could not be written.
     """
-    if self._saving is not None and not self._manager.is_saving_in_progress():
+    ended = self._saving is not None and (
+      not self._manager.is_saving_in_progress()
+    )
+    # Saves end in all processes together: another's ends in no time.
+    if processes.anywhere(ended):
       self.wait()
 
   def save(

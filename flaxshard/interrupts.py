@@ -19,8 +19,9 @@ def caught() -> Iterator[Callable[[], int | None]]:
 
   The second one ends the process at once, as if nothing had caught it: XLA may
   be compiling, and does not take an exception well. Outside of the main thread,
-  where Python cannot catch signals, nothing is caught. SIGTERM is left to JAX
-  where it has all processes stop at the same step: see `preempted`.
+  where Python cannot catch signals, nothing is caught. Where JAX has all
+  processes stop at the same step, SIGTERM is left to it, and it gets one for a
+  SIGINT, which may have come to this process alone: see `agreed`.
   """
   received: list[int] = []
   before: dict[int, Any] = {}
@@ -35,6 +36,8 @@ def caught() -> Iterator[Callable[[], int | None]]:
       signal.signal(signum, signal.SIG_DFL)
       os.kill(os.getpid(), signum)
     received.append(signum)
+    if _preemption_service():
+      os.kill(os.getpid(), signal.SIGTERM)
 
   if threading.current_thread() is threading.main_thread():
     signums = [signal.SIGINT]
@@ -48,23 +51,29 @@ def caught() -> Iterator[Callable[[], int | None]]:
     restore()
 
 
-def preempted(step: int) -> int | None:
-  """Returns SIGTERM where all processes are to stop after this step, or None.
+def agreed(step: int, signum: int | None) -> int | None:
+  """Returns the signal for which to stop after this step, or None.
 
   With `jax.distributed`, JAX tells all processes of a SIGTERM, or another
   notice of its preemption service, that came to one, and finds a step that none
-  has passed. To be asked in every step; without `jax.distributed`, it is free.
+  has passed: until then it is None. To be asked in every step; without
+  `jax.distributed`, it is free.
 
   Args:
     step: The step that was taken.
+    signum: The signal that this process has caught, or None.
+
+  Returns:
+    Without JAX's preemption service, `signum`. With it, at the step that is
+    agreed on, SIGTERM in the processes that have caught none.
 
   References:
     https://docs.jax.dev/en/latest/_autosummary/jax.experimental.multihost_utils.reached_preemption_sync_point.html
   """
-  if _preemption_service() and multihost_utils.reached_preemption_sync_point(
-    step
-  ):
-    return signal.SIGTERM
+  if not _preemption_service():
+    return signum
+  if multihost_utils.reached_preemption_sync_point(step):
+    return signum or signal.SIGTERM
   return None
 
 

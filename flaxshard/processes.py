@@ -53,3 +53,18 @@ def together(*kinds: type[Exception]) -> Iterator[None]:
       reason = bytes(message).rstrip(b"\0").decode(errors="replace")
       kind = (*kinds, RuntimeError)[code - 1]
       raise kind(f"process {process}: {reason}")
+
+
+def anywhere(flag: bool) -> bool:
+  """Returns whether a flag is set in any process; all must ask.
+
+  Args:
+    flag: That of this process.
+
+  Example:
+    >>> anywhere(True)
+    True
+  """
+  if jax.process_count() == 1:
+    return flag
+  return bool(multihost_utils.process_allgather(np.array(flag)).any())

@@ -21,17 +21,17 @@ from flaxshard import interrupts
 from flaxshard import train
 
 asked = []
-original = interrupts.preempted
+original = interrupts.agreed
 
-def preempted(step):
+def agreed(step, signum):
   if step == 3:
     os.kill(os.getpid(), signal.SIGTERM)
   if step > 3:
     time.sleep(0.1)
   asked.append(step)
-  return original(step)
+  return original(step, signum)
 
-interrupts.preempted = preempted
+interrupts.agreed = agreed
 config = tiny.config(
   num_train_steps=200, eval_every_steps=1000, checkpoint_every_steps=1000,
   log_every_steps=1000,
@@ -74,4 +74,5 @@ def test_without_jax_distributed_nobody_is_asked(step, monkeypatch) -> None:
     raise AssertionError(step)
 
   monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", asked)
-  assert interrupts.preempted(step) is None
+  assert interrupts.agreed(step, None) is None
+  assert interrupts.agreed(step, 2) == 2
