@@ -81,10 +81,14 @@ def _remove(directory: str) -> bool:
 
 
 def _forget_errors(manager: ocp.CheckpointManager) -> None:
-  """Clears what else went wrong in a save, or the next one would raise it."""
-  for _ in range(10):  # it has several, and tells one at a time
+  """Waits for the rest of a save; the next would raise what else went wrong.
+
+  Where the step's metadata cannot be written, a manager waits for no more.
+  """
+  waits = getattr(manager, "_checkpointer", manager)
+  for _ in range(10):  # it may have several errors, and tells one at a time
     try:
-      manager.check_for_errors()
+      waits.wait_until_finished()
     except Exception as e:
       _log.info("%s: and also: %s", manager.directory, e)
     else:
@@ -135,6 +139,7 @@ def _at_exit() -> None:
     except Exception:
       # Nobody is left to raise it to.
       _log.exception("the last checkpoint in %s is lost", manager.directory)
+      _forget_errors(manager)
       _release_threads()
 
 

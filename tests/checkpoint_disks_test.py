@@ -1,0 +1,445 @@
+"""Disks that are really full and really read-only, and no permission to write.
+
+Each test is a process in a mount namespace of its own, with a small tmpfs.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+_TESTS = pathlib.Path(__file__).parent
+
+_MOUNT = 'mount -t tmpfs -o "$1" tmpfs "$2" && shift 2 && exec "$@"'
+
+_SETUP = """
+import os, subprocess, sys, threading, time
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tiny
+import flaxshard as fs
+from flaxshard import checkpoint, inspect_checkpoint, integrity, train, writers
+from flaxshard.pending_saves import SaveError
+
+disk = sys.argv[1]
+path = os.path.join(disk, "checkpoints")
+filler = os.path.join(disk, "filler")
+
+
+def create(value, size=1000):
+  noise = value + jax.random.normal(jax.random.key(0), (size,))
+  return fs.TrainState.create(
+    apply_fn=None, params={"w": noise}, tx=optax.sgd(0.1)
+  )
+
+
+def assert_is(state, value, size=1000):
+  wanted = create(value, size).params["w"]
+  np.testing.assert_array_equal(state.params["w"], wanted)
+
+
+def fill(leave=0):
+  '''Takes the room of the disk, but for so many bytes.'''
+  with open(filler, "ab", buffering=0) as f:
+    try:
+      for size in (1 << 16, 1 << 12, 1):
+        while room() - size >= leave:
+          f.write(bytes(size))
+    except OSError:
+      assert leave == 0
+
+
+def room():
+  found = os.statvfs(disk)
+  return found.f_bavail * found.f_frsize
+
+
+def leave_files(count):
+  '''Takes the inodes of the disk, but for so many.'''
+  taken = os.path.join(disk, "taken")
+  os.makedirs(taken, exist_ok=True)
+  names = os.listdir(taken)
+  for name in names:
+    os.remove(os.path.join(taken, name))
+  for i in range(os.statvfs(disk).f_favail - count):
+    open(os.path.join(taken, str(i)), "w").close()
+
+
+def mount(*args):
+  subprocess.run(["mount", *args, disk], check=True)
+
+
+def set_read_only(yes=True):
+  '''With a mount on top, as files may be open.'''
+  if yes:
+    mount("--bind", disk)
+    mount("-o", "remount,bind,ro")
+  else:
+    subprocess.run(["umount", disk], check=True)
+
+
+def error_of(do, *args, kind=SaveError):
+  '''Returns what is raised, and asserts that it comes soon.'''
+  start = time.monotonic()
+  try:
+    do(*args)
+  except kind as e:
+    assert time.monotonic() - start < 30
+    return str(e)
+  raise AssertionError("nothing was raised")
+
+
+def error_of_check(checkpointer):
+  '''As a loop does, in which a step takes 10 ms.'''
+  def steps():
+    for _ in range(1000):
+      checkpointer.check()
+      time.sleep(0.01)
+
+  return error_of(steps)
+
+
+def lies_there():
+  return sorted(set(os.listdir(path)) - {".lock"})
+
+"""
+
+
+def _run(code, disk, options=None, timeout=60):
+  """Runs a script; `options` are those of a tmpfs that is mounted for it."""
+  command = [sys.executable, "-c", _SETUP + code, str(disk)]
+  if options is not None:
+    namespace = ["unshare", "-Urm", "sh", "-c", _MOUNT, "sh", options]
+    command = [*namespace, str(disk), *command]
+  # The end of the process is tested, too: hanging, it runs into the timeout.
+  done = subprocess.run(
+    command,
+    cwd=_TESTS.parent,
+    env={
+      **os.environ,
+      "XLA_FLAGS": "",
+      "PYTHONPATH": os.pathsep.join(map(str, (_TESTS.parent, _TESTS))),
+    },
+    capture_output=True,
+    text=True,
+    timeout=timeout,
+  )
+  assert done.returncode == 0, done.stderr[-4000:]
+  return done
+
+
+@pytest.fixture(scope="module")
+def may_mount(tmp_path_factory):
+  """Skips where there are no user namespaces, or no tmpfs in them."""
+  there = str(tmp_path_factory.mktemp("mount"))
+  try:
+    done = subprocess.run(
+      ["unshare", "-Urm", "sh", "-c", _MOUNT, "sh", "size=4m", there, "true"],
+      capture_output=True,
+      text=True,
+    )
+  except FileNotFoundError as e:
+    pytest.skip(f"no mount namespace: {e}")
+  if done.returncode:
+    pytest.skip(f"no tmpfs in a mount namespace: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def disk(tmp_path, may_mount):
+  return tmp_path
+
+
+_FILLS_UP = """
+size = 300_000  # 1.2 MB, which no compression makes much smaller
+
+def create_more(value):
+  # Of many writes some go on when one fails.
+  state = create(value, size)
+  more = {f"w{i}": jnp.arange(20_000.0) for i in range(30)}
+  return state.replace(params=state.params | more)
+
+checkpointer = fs.Checkpointer(path)
+checkpointer.save(1, create(1.0))
+checkpointer.wait()
+state = create_more(2.0)
+fill(leave=500_000)
+checkpointer.save(2, state)  # begins as any other
+error = error_of_check(checkpointer)
+assert error.startswith(f"step 2 could not be saved in {path}: "), error
+assert "No space left on device" in error, error
+checkpointer.check()  # told once
+# What was written of it took the room of others.
+assert lies_there() == ["1"] and room() > 400_000, (lies_there(), room())
+assert list(checkpointer.all_steps()) == [1]
+assert_is(checkpointer.restore(create(0.0)), 1.0)
+assert_is(state, 2.0, size)
+
+os.remove(filler)
+checkpointer.save(2, state)
+checkpointer.wait()
+assert_is(checkpointer.restore(create_more(0.0)), 2.0, size)
+assert_is(checkpointer.restore(create(0.0), step=1), 1.0)
+
+# The program ends here, and nobody asks for the last one.
+fill()
+checkpointer.save(3, state)
+"""
+
+
+def test_a_disk_that_fills_up(disk):
+  done = _run(_FILLS_UP, disk, "size=8m")
+  assert f"the last checkpoint in {disk}/checkpoints is lost" in done.stderr
+
+
+_NO_FILES = """
+checkpointer = fs.Checkpointer(path)
+checkpointer.save(1, create(1.0))
+checkpointer.wait()
+threads = threading.active_count()
+state = create(2.0)
+fill()
+leave_files(0)
+error = error_of(checkpointer.save, 2, state)
+assert error.startswith(f"step 2 could not be saved in {path}: OSError: ")
+assert "No space left on device" in error, error
+os.remove(filler)
+# Files run out at every point of a save: some of its directories are made, or
+# all of them and some of the files, or all but the last.
+for step, count in enumerate((1, 2, 3, 4, 8, 12, 16, 20, 22), start=2):
+  leave_files(count)
+
+  def save():
+    checkpointer.save(step, state)
+    raise SaveError(error_of_check(checkpointer))
+
+  # Of this step: one save may have several errors.
+  error = error_of(save)
+  assert f"{path}/{step}.orbax-checkpoint-tmp" in error, (count, error)
+  assert lies_there() == ["1"], (count, lies_there())
+  checkpointer.check()
+leave_files(1000)
+for _ in range(100):
+  if threading.active_count() <= threads:
+    break
+  time.sleep(0.1)
+assert threading.active_count() <= threads, threading.enumerate()
+checkpointer.save(20, state)
+checkpointer.wait()
+assert lies_there() == ["1", "20"]
+assert_is(checkpointer.restore(create(0.0), step=1), 1.0)
+assert_is(checkpointer.restore(create(0.0)), 2.0)
+leave_files(2)
+checkpointer.save(21, state)
+"""
+
+
+def test_a_disk_without_room_for_another_file(disk):
+  done = _run(_NO_FILES, disk, "size=8m,nr_inodes=200")
+  assert f"the last checkpoint in {disk}/checkpoints is lost" in done.stderr
+
+
+_READ_ONLY = """
+checkpointer = fs.Checkpointer(path)
+checkpointer.save(1, create(1.0))
+checkpointer.wait()
+
+# Between two saves.
+set_read_only()
+error = error_of(checkpointer.save, 2, create(2.0))
+assert error.startswith(f"step 2 could not be saved in {path}: OSError: ")
+assert "Read-only file system" in error, error
+assert_is(checkpointer.restore(create(0.0)), 1.0)
+set_read_only(False)
+
+# In a save, when its directories are to be made, and when its files are there.
+def before_directories():
+  probe = checkpointer._probe
+  def then(step):
+    probe(step)
+    set_read_only()
+  checkpointer._probe = then
+  return lambda: setattr(checkpointer, "_probe", probe)
+
+def before_the_end():
+  finalize = integrity.Handler.finalize
+  def then(self, directory):
+    set_read_only()
+    return finalize(self, directory)
+  integrity.Handler.finalize = then
+  return lambda: setattr(integrity.Handler, "finalize", finalize)
+
+for when in (before_directories, before_the_end):
+  undo = when()
+  checkpointer.save(2, create(2.0))
+  error = error_of_check(checkpointer)
+  assert "Read-only file system" in error, error
+  undo()
+  assert list(checkpointer.all_steps()) == [1]
+  set_read_only(False)
+  # What could not be removed is, as soon as it can be.
+  checkpointer.save(3, create(3.0))
+  checkpointer.wait()
+  assert lies_there() == ["1", "3"], lies_there()
+  assert_is(checkpointer.restore(create(0.0)), 3.0)
+  checkpointer.close()
+  subprocess.run(["rm", "-r", path + "/3"], check=True)
+  checkpointer = fs.Checkpointer(path)
+checkpointer.save(2, create(2.0))
+checkpointer.close()
+
+# All of it is: it can be read.
+mount("-o", "remount,ro")
+for there in (path, os.path.join(disk, "new")):
+  error = error_of(fs.Checkpointer, there, kind=ValueError)
+  wanted = f"directory={there!r} cannot be written: Read-only file system."
+  assert error == wanted, error
+error = error_of(train.train_and_evaluate, tiny.config(), disk, kind=ValueError)
+wanted = f"workdir={disk!r} cannot be written: Read-only file system."
+assert error == wanted, error
+assert_is(fs.checkpoint.restore(path, create(0.0)), 2.0)
+assert_is(fs.checkpoint.restore(path, create(0.0), step=1), 1.0)
+assert inspect_checkpoint.main([path, "--verify"]) == 0
+"""
+
+
+def test_a_read_only_disk(disk):
+  done = _run(_READ_ONLY, disk, "size=8m")
+  assert done.stdout.count("complete, verified") == 2
+
+
+_LOOP = """
+full_at = None
+original = checkpoint.Checkpointer.save
+
+def save(self, step, *args, **kwargs):
+  if step == full_at:
+    self.wait()
+    fill()
+  original(self, step, *args, **kwargs)
+
+checkpoint.Checkpointer.save = save
+workdir = os.path.join(disk, "run")
+path = os.path.join(workdir, "checkpoints")
+config = tiny.config(
+  num_train_steps=12, checkpoint_every_steps=2, log_every_steps=1,
+  eval_every_steps=10**6, writer="tensorboard",
+)
+full_at = 6
+error = error_of(train.train_and_evaluate, config, workdir)
+assert error.startswith(f"step 6 could not be saved in {path}: "), error
+assert "No space left on device" in error, error
+assert lies_there() == ["2", "4"], lies_there()
+# Seen at the next step, or when the next is to be saved.
+assert tiny.rows(workdir)[-1]["step"] in (6, 7, 8)
+assert ".lock" not in os.listdir(workdir)
+
+# With room again, it goes on, and ends as if nothing had been.
+full_at = None
+os.remove(filler)
+state = train.train_and_evaluate(config, workdir)
+whole = os.path.join(disk, "whole")
+wanted = train.train_and_evaluate(config, whole)
+for found, leaf in zip(*map(jax.tree.leaves, (state, wanted)), strict=True):
+  np.testing.assert_array_equal(found, leaf)
+assert tiny.untimed_rows(workdir) == tiny.untimed_rows(whole)
+
+# Where no checkpoint is due, what cannot be written is the metrics.
+other = os.path.join(disk, "other")
+show = train.workdir_lib.format_row
+train.workdir_lib.format_row = lambda row: fill() or show(row)
+config.update(checkpoint_every_steps=10**6, num_train_steps=200, writer="none")
+error = error_of(train.train_and_evaluate, config, other, kind=OSError)
+metrics = os.path.join(other, "metrics.jsonl")
+assert error == f"[Errno 28] No space left on device: {metrics!r}", error
+assert 1 < len(tiny.rows(other)) < 200
+"""
+
+
+def test_the_loop_on_a_disk_that_fills_up(disk):
+  _run(_LOOP, disk, "size=16m", timeout=120)
+
+
+_WRITERS = """
+def write(do):
+  for step in range(2, 1000):
+    do(step, {"loss": 1.0, "accuracy": 0.5})
+
+metrics = os.path.join(disk, "metrics.jsonl")
+file = writers.MetricsFile(metrics, 0)
+file.write(1, {"loss": 2.0})
+write_events, close_events = writers.event_writer("tensorboard", disk)
+write_events(1, {"loss": 2.0})
+fill()
+full = "[Errno 28] No space left on device"
+assert error_of(write, file.write, kind=OSError) == f"{full}: {metrics!r}"
+assert error_of(file.close, kind=OSError) == f"{full}: {metrics!r}"
+rows = writers.read_rows(metrics)  # but for the last, cut short
+assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+error = error_of(writers.MetricsFile, metrics, 9, kind=OSError)
+assert error == f"{full}: {metrics + '.tmp'!r}"
+assert writers.read_rows(metrics) == rows
+png = os.path.join(disk, "training.png")
+assert error_of(writers.plot, rows, png, kind=OSError) == f"{full}: {png!r}"
+events = os.path.join(disk, "events.out.tfevents")
+assert error_of(write, write_events, kind=OSError) == f"{full}: {events!r}"
+# With room again, nothing waits for a thread that has ended.
+time.sleep(1.5)
+os.remove(filler)
+write(write_events)
+close_events()
+"""
+
+
+def test_writers_name_the_file(disk):
+  _run(_WRITERS, disk, "size=4m")
+
+
+_NO_PERMISSION = """
+checkpointer = fs.Checkpointer(path)
+checkpointer.save(1, create(1.0))
+checkpointer.wait()
+for folder, _, _ in os.walk(disk):
+  os.chmod(folder, 0o555)
+root = os.geteuid() == 0
+if root:
+  os.seteuid(65534)  # root may do all
+error = error_of(checkpointer.save, 2, create(2.0))
+assert error.startswith(
+  f"step 2 could not be saved in {path}: PermissionError: "
+), error
+assert_is(checkpointer.restore(create(0.0)), 1.0)
+error = error_of(fs.Checkpointer, path, kind=ValueError)
+assert error == f"directory={path!r} cannot be written: Permission denied."
+for workdir in (disk, os.path.join(disk, "new")):
+  error = error_of(
+    train.train_and_evaluate, tiny.config(), workdir, kind=ValueError
+  )
+  assert error == f"workdir={workdir!r} cannot be written: Permission denied."
+assert_is(fs.checkpoint.restore(path, create(0.0)), 1.0)
+assert inspect_checkpoint.main([path, "--verify"]) == 0
+if root:
+  os.seteuid(0)
+for folder, _, _ in os.walk(disk):
+  os.chmod(folder, 0o755)
+checkpointer.save(2, create(2.0))
+checkpointer.wait()
+assert_is(checkpointer.restore(create(0.0)), 2.0)
+"""
+
+
+def test_no_permission_to_write(tmp_path_factory):
+  # pytest's own directory is not for others to pass through.
+  base = tmp_path_factory.getbasetemp()
+  modes = {p: p.stat().st_mode for p in (base, base.parent)}
+  for path, mode in modes.items():
+    os.chmod(path, mode | 0o111)
+  try:
+    done = _run(_NO_PERMISSION, tmp_path_factory.mktemp("disk"))
+  finally:
+    for path, mode in modes.items():
+      os.chmod(path, mode)
+  assert "complete, verified" in done.stdout
