@@ -371,6 +371,7 @@ def write(do):
 metrics = os.path.join(disk, "metrics.jsonl")
 file = writers.MetricsFile(metrics, 0)
 file.write(1, {"loss": 2.0})
+threads = threading.active_count()
 write_events, close_events = writers.event_writer("tensorboard", disk)
 write_events(1, {"loss": 2.0})
 fill()
@@ -386,8 +387,8 @@ png = os.path.join(disk, "training.png")
 assert error_of(writers.plot, rows, png, kind=OSError) == f"{full}: {png!r}"
 events = os.path.join(disk, "events.out.tfevents")
 assert error_of(write, write_events, kind=OSError) == f"{full}: {events!r}"
-# With room again, nothing waits for a thread that has ended.
-time.sleep(1.5)
+# With room again, nothing waits for a thread that has ended: there is none.
+assert threading.active_count() == threads
 os.remove(filler)
 write(write_events)
 close_events()

@@ -140,6 +140,30 @@ def test_tensorboard_events(tmp_path):
   ]
 
 
+def test_events_of_a_resumed_run_replace_later_ones(tmp_path):
+  from tensorboardX.proto import event_pb2
+
+  write, close = writers.event_writer("tensorboard", str(tmp_path), 4)
+  write(6, {"train_loss": 0.5})
+  close()
+  (file,) = tmp_path.iterdir()
+  start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+  event = event_pb2.Event(step=5, session_log=start).SerializeToString()
+  assert event in file.read_bytes()
+  assert read_events(tmp_path) == [(6, "train_loss", 0.5)]
+
+
+def test_of_two_errors_the_first_is_raised(caplog):
+  def close():
+    raise OSError(28, "No space left on device", "metrics.jsonl")
+
+  with pytest.raises(KeyError), writers.closing(close):
+    raise KeyError
+  assert "No space left on device: 'metrics.jsonl'" in caplog.text
+  with pytest.raises(OSError, match="metrics"), writers.closing(close):
+    pass
+
+
 def test_no_events(tmp_path):
   write, close = writers.event_writer("none", str(tmp_path))
   write(2, {"train_loss": 0.5})
