@@ -61,7 +61,7 @@ def status(
     with integrity.reading(os.fspath(step_dir), verified=False):
       stored.plain(stored.as_path(step_dir))
     return "complete, without digests", False
-  except ValueError as e:
+  except integrity.Damaged as e:
     return f"damaged: {e}", True
 
 
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   jax.config.update("jax_platforms", "cpu")
   try:
     return _show(args.directory, args.step, args.verify)
-  except ValueError as e:
+  except (OSError, ValueError) as e:
     print(f"error: {e}", file=sys.stderr)
     return 1 if isinstance(e, integrity.Damaged) else 2
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -41,6 +42,8 @@ _STEP_METADATA = "_CHECKPOINT_METADATA"
 _LATER = "commit_timestamp_nsecs"
 _TEMPORARY = ".orbax-checkpoint-tmp"
 
+# What a disk says of a file that is broken, where it sees it.
+_DAMAGE = {errno.EIO, errno.EBADMSG, errno.ENODATA, errno.EISDIR, errno.ENOTDIR}
 _CHUNK = 1 << 20
 _THREADS = 4
 
@@ -95,7 +98,26 @@ def read_metadata(step_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
     Damaged: It cannot be read.
   """
   path = os.path.join(step_dir, ITEM, _METADATA)
-  return _read_json(path) if os.path.exists(path) else None
+  return read_json(path) if os.path.exists(path) else None
+
+
+def read_json(path: str) -> dict[str, Any]:
+  """Returns the object in a JSON file.
+
+  Raises:
+    Damaged: It is missing, or holds something else.
+    ValueError: It is there, and this process cannot read it.
+  """
+  try:
+    with open(path, "rb") as f:
+      value = json.load(f)
+  except OSError as e:
+    raise Damaged(f"{_wrong(path, e)}.") from e
+  except ValueError as e:
+    raise Damaged(f"{path} is not JSON: {e}.") from e
+  if not isinstance(value, dict):
+    raise Damaged(f"{path} is not a JSON object.")
+  return value
 
 
 class Handler(ocp.AsyncCheckpointHandler):
@@ -144,7 +166,7 @@ class Handler(ocp.AsyncCheckpointHandler):
     digests: dict[str, Any] = {"files": files, "step_metadata": None}
     step_metadata = os.path.join(step_dir, _STEP_METADATA)
     if os.path.exists(step_metadata):
-      known = _read_json(step_metadata)
+      known = read_json(step_metadata)
       known.pop(_LATER, None)
       digests["step_metadata"] = known
     digests["crc32"] = _own_crc(digests)
@@ -154,7 +176,7 @@ class Handler(ocp.AsyncCheckpointHandler):
   def restore(self, directory: Any, args: Any = None) -> dict[str, Any]:
     """Returns what the file `metadata` says."""
     del args
-    return _read_json(os.path.join(directory, _METADATA))
+    return read_json(os.path.join(directory, _METADATA))
 
 
 @ocp.args.register_with_handler(Handler, for_save=True)
@@ -204,6 +226,7 @@ def verify(
   Raises:
     Damaged: A file is missing, or is not what was saved, or the step is empty,
       or an item is missing that it had; the message names the first.
+    ValueError: A file is there, and this process cannot read it.
 
   Example:
     >>> import pathlib, tempfile
@@ -213,6 +236,13 @@ def verify(
     False
   """
   where = os.fspath(step_dir)
+  try:
+    return _verify(where, part, parts, contents)
+  except OSError as e:
+    raise Damaged(f"{_wrong(e.filename or where, e)}.") from e
+
+
+def _verify(where: str, part: int, parts: int, contents: bool) -> bool:
   if os.path.isfile(where) or "://" in where:
     return False  # of Flax, which writes a state as a file; or in a bucket
   if not os.path.isdir(where):
@@ -222,7 +252,7 @@ def verify(
   step_metadata = os.path.join(where, _STEP_METADATA)
   known = None
   if os.path.exists(step_metadata):
-    known = _read_json(step_metadata)
+    known = read_json(step_metadata)
     items = known.get("item_handlers")
     for item in sorted(items) if isinstance(items, dict) else ():
       if not os.path.isdir(os.path.join(where, item)):
@@ -277,7 +307,7 @@ def verify_together(step_dir: str | os.PathLike[str]) -> bool:
   Raises:
     Damaged: As `verify`; where another process found it, with its number.
   """
-  with processes.together(Damaged):
+  with processes.together(Damaged, ValueError):
     verified = verify(step_dir, jax.process_index(), jax.process_count())
   return verified
 
@@ -291,8 +321,8 @@ def reading(step_dir: str, verified: bool) -> Iterator[None]:
   """
   try:
     yield
-  except (MemoryError, jax.errors.JaxRuntimeError, Damaged):
-    raise  # what it was read into, or named already
+  except (MemoryError, PermissionError, jax.errors.JaxRuntimeError, Damaged):
+    raise  # what it was read into, or who reads, or named already
   except Exception as e:  # Orbax raises that too, and no kind of it
     if verified or jax.process_count() > 1:
       raise
@@ -314,7 +344,7 @@ def set_aside(step_dir: str) -> str:
 
 
 def _read_digests(path: str) -> dict[str, Any]:
-  digests = _read_json(path)
+  digests = read_json(path)
   if digests.get("crc32") != _own_crc(digests):
     raise Damaged(f"{path} is not what was written: its own crc32 differs.")
   return digests
@@ -325,19 +355,18 @@ def _own_crc(digests: Mapping[str, Any]) -> int:
   return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-def _read_json(path: str) -> dict[str, Any]:
-  try:
-    with open(path, "rb") as f:
-      value = json.load(f)
-  except FileNotFoundError as e:
-    raise Damaged(f"{path} is missing.") from e
-  except OSError as e:
-    raise Damaged(f"{path} cannot be read: {e.strerror or e}.") from e
-  except ValueError as e:
-    raise Damaged(f"{path} is not JSON: {e}.") from e
-  if not isinstance(value, dict):
-    raise Damaged(f"{path} is not a JSON object.")
-  return value
+def _wrong(path: str, error: OSError) -> str:
+  """Returns what is wrong with a file.
+
+  Raises:
+    ValueError: It is not the file: this process may not read it, or cannot now.
+  """
+  if isinstance(error, FileNotFoundError):
+    return f"{path} is missing"
+  told = f"{path} cannot be read: {error.strerror or error}"
+  if error.errno not in _DAMAGE:
+    raise ValueError(f"{told}.") from error
+  return told
 
 
 def _walk(step_dir: str, besides: str) -> dict[str, str]:
@@ -384,10 +413,8 @@ def _compare(
         return f"{path} has {found:,} bytes, {size:,} were written"
       if contents and (now := _digest(path)[1]) != crc:
         return f"{path} has crc32 {now:08x}, {crc:08x} was written"
-    except FileNotFoundError:
-      return f"{path} is missing"
     except OSError as e:
-      return f"{path} cannot be read: {e.strerror or e}"
+      return _wrong(path, e)
     return None
 
   with futures.ThreadPoolExecutor(_THREADS) as pool:

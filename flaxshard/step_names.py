@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-import json
 import os
 from typing import Any
 
 import orbax.checkpoint as ocp
+
+from flaxshard import integrity
 
 METRICS = "metrics"  # the item and the file in it, as Orbax names them
 
@@ -45,10 +46,7 @@ def _damaged_metrics(directory: str | os.PathLike[str]) -> set[int]:
     path = os.path.join(directory, name, METRICS, METRICS)
     if name.isdecimal() and os.path.exists(path):
       try:
-        with open(path, "rb") as f:
-          good = isinstance(json.load(f), dict)
-      except (OSError, ValueError):
-        good = False
-      if not good:
+        integrity.read_json(path)
+      except integrity.Damaged:
         steps.add(int(name))
   return steps

@@ -15,7 +15,7 @@ _TESTS = pathlib.Path(__file__).parent
 _MOUNT = 'mount -t tmpfs -o "$1" tmpfs "$2" && shift 2 && exec "$@"'
 
 _SETUP = """
-import os, subprocess, sys, threading, time
+import os, shutil, subprocess, sys, threading, time
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -422,8 +422,27 @@ for workdir in (disk, os.path.join(disk, "new")):
   assert error == f"workdir={workdir!r} cannot be written: Permission denied."
 assert_is(fs.checkpoint.restore(path, create(0.0)), 1.0)
 assert inspect_checkpoint.main([path, "--verify"]) == 0
+# Nor to read one step: that is not damaged, and no other one is taken for it.
+hidden = os.path.join(path, "1", "default")
+secret = os.path.join(hidden, "_METADATA")
+other = os.path.join(path, "0")
 if root:
   os.seteuid(0)
+os.chmod(path, 0o755)
+shutil.copytree(os.path.join(path, "1"), other)
+os.chmod(secret, 0o000)
+if root:
+  os.seteuid(65534)
+told = f"{secret} cannot be read: Permission denied."
+error = error_of(checkpointer.restore, create(0.0), kind=ValueError)
+assert error == told, error
+error = error_of(fs.checkpoint.restore, path, create(0.0), kind=ValueError)
+assert error == told, error
+assert inspect_checkpoint.main([path, "--verify"]) == 2
+if root:
+  os.seteuid(0)
+os.chmod(secret, 0o644)
+shutil.rmtree(other)
 for folder, _, _ in os.walk(disk):
   os.chmod(folder, 0o755)
 checkpointer.save(2, create(2.0))
