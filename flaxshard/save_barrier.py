@@ -12,10 +12,13 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+import time
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+
+from flaxshard import pending_saves
 
 # All processes make their managers in the same order: Orbax syncs there, too.
 _numbers = itertools.count()
@@ -27,6 +30,9 @@ _COMMITTED = "async_commit_complete"
 _ENDS = "set_value_start"  # also where a save begins
 _ENDED = "set_value_end"
 _ENDING_THREAD = "save_finalize"
+
+# How many seconds a failed save's other writers are waited for.
+_PATIENCE = 2.0
 
 
 def create() -> ocp.multihost.BarrierSyncFn:
@@ -94,6 +100,7 @@ class _Save:
     if error is None or self._failed:
       return
     self._failed = True
+    _let_writers_end()
     reason = (str(error).splitlines() or [""])[0]
     _client().key_value_set(
       f"{self._name}/{jax.process_index()}",
@@ -107,6 +114,21 @@ class _Save:
     if told:
       self._failed = True
       raise RuntimeError("; ".join(sorted(told)))
+
+
+def _let_writers_end() -> None:
+  """Waits for what still writes, or the same step, saved anew, would have it.
+
+  A writer that waits for a directory of process 0 ends soon where that is
+  there, and minutes after process 0 has removed it, for it does when all fail.
+  """
+  if pending_saves.orbax_future is None:
+    return
+  until = time.monotonic() + _PATIENCE
+  for thread in threading.enumerate():
+    if isinstance(thread, pending_saves.orbax_future._SignalingThread):
+      # Its own would raise.
+      threading.Thread.join(thread, max(0.0, until - time.monotonic()))
 
 
 def _client() -> Any:

@@ -1,5 +1,6 @@
 """A script that two processes run together, `sys.argv[1]` their port."""
 
+from concurrent import futures
 import socket
 import subprocess
 import sys
@@ -31,7 +32,9 @@ def run(script: str, *args: str) -> list[tuple[str, str]]:
     for rank in range(2)
   ]
   try:
-    outs = [process.communicate(timeout=120) for process in processes]
+    # Both at once: who has a pipe full waits, and the other one for it.
+    with futures.ThreadPoolExecutor(2) as pool:
+      outs = list(pool.map(lambda p: p.communicate(timeout=120), processes))
   finally:
     for process in processes:
       process.kill()
