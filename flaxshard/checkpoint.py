@@ -259,6 +259,8 @@ class Checkpointer:
         a later step, or another process saves in the directory.
       SaveError: This step, or the one before, could not be written.
     """
+    if os.path.isdir(self._path(step)):
+      self._manager.reload()  # another checkpointer may have saved it
     there = self.all_steps()
     if step in there:
       return
@@ -287,7 +289,7 @@ class Checkpointer:
       integrity.metadata(state, step, tuple(items), self._config)
     )
     self._set_damaged_aside()
-    pending_saves.expect(self._manager)
+    pending_saves.expect(self._manager, step)
     try:
       self._manager.save(
         step, metrics=metrics, args=ocp.args.Composite(**items)

@@ -316,15 +316,14 @@ def verify_together(step_dir: str | os.PathLike[str]) -> bool:
 def reading(step_dir: str, verified: bool) -> Iterator[None]:
   """Takes Orbax's errors at a step without digests for damage.
 
-  A step that was verified is whole, so its errors are something else. Several
-  processes cannot go on together from an error that one of them has.
+  A step that was verified is whole, so its errors are something else.
   """
   try:
     yield
   except (MemoryError, PermissionError, jax.errors.JaxRuntimeError, Damaged):
     raise  # what it was read into, or who reads, or named already
   except Exception as e:  # Orbax raises that too, and no kind of it
-    if verified or jax.process_count() > 1:
+    if verified:
       raise
     reason = (str(e).splitlines() or [""])[0]
     raise Damaged(

@@ -21,8 +21,11 @@ except ImportError:  # private, so they may be elsewhere one day
 
 _log = logging.getLogger(__name__)
 
-# A manager lives as long as its save: the thread that ends it refers to it.
-_managers: weakref.WeakSet[ocp.CheckpointManager] = weakref.WeakSet()
+# The step that each saves. A manager lives as long as its save: the thread that
+# ends it refers to it.
+_managers: weakref.WeakKeyDictionary[ocp.CheckpointManager, int] = (
+  weakref.WeakKeyDictionary()
+)
 
 # What is left of steps that could not be saved, in each directory.
 _left: dict[str, set[str]] = {}
@@ -32,14 +35,18 @@ class SaveError(RuntimeError):
   """A checkpoint could not be written; the message names step and directory."""
 
 
-def expect(manager: ocp.CheckpointManager) -> None:
-  """Has the end of the program wait for what a manager saves.
+def expect(manager: ocp.CheckpointManager, step: int) -> None:
+  """Has the end of the program wait for what a manager is about to save.
 
   Also removes what could not be removed when an earlier save failed.
+
+  Args:
+    manager: The manager.
+    step: The step that it saves.
   """
   for path in _left.pop(os.fspath(manager.directory), ()):
     shutil.rmtree(path, ignore_errors=True)
-  _managers.add(manager)
+  _managers[manager] = step
 
 
 def failed(directory: str, step: int, error: Exception) -> SaveError:
@@ -52,19 +59,25 @@ def failed(directory: str, step: int, error: Exception) -> SaveError:
   """
   for manager in list(_managers):
     if os.fspath(manager.directory) == directory:
-      _forget_errors(manager)
-  _release_threads()
-  if jax.process_index() == 0:
-    # On a full disk, others may be waiting for the room.
-    unfinished = os.path.join(directory, f"{step}.orbax-checkpoint-tmp")
-    if not _remove(unfinished):
-      _left.setdefault(directory, set()).add(unfinished)
+      _end(manager)
+  _clear(directory, step)
   reason = (str(error).splitlines() or [""])[0]
+  # Of TensorStore, and longer than all the rest.
+  reason = reason.partition(" [tensorstore_spec=")[0]
   return SaveError(
     f"step {step} could not be saved in {directory}: {type(error).__name__}: "
     f"{reason}\nThe state in memory and the earlier checkpoints are as they "
     "were."
   )
+
+
+def _clear(directory: str, step: int) -> None:
+  """Removes what was written of a step that could not be saved."""
+  if jax.process_index() == 0:
+    # On a full disk, others may be waiting for the room.
+    unfinished = os.path.join(directory, f"{step}.orbax-checkpoint-tmp")
+    if not _remove(unfinished):
+      _left.setdefault(directory, set()).add(unfinished)
 
 
 def _remove(directory: str) -> bool:
@@ -78,6 +91,15 @@ def _remove(directory: str) -> bool:
     if not os.path.lexists(directory):
       return True
   return False
+
+
+def _end(manager: ocp.CheckpointManager) -> None:
+  """Leaves nothing of a save that failed to wait for, or to be raised."""
+  _forget_errors(manager)
+  try:
+    _release_threads()
+  except AttributeError as e:
+    _log.warning("of another Orbax, whose threads may wait on: %s", e)
 
 
 def _forget_errors(manager: ocp.CheckpointManager) -> None:
@@ -133,14 +155,14 @@ def _release_threads() -> None:
 
 
 def _at_exit() -> None:
-  for manager in list(_managers):
+  for manager, step in list(_managers.items()):
     try:
       manager.wait_until_finished()
     except Exception:
       # Nobody is left to raise it to.
       _log.exception("the last checkpoint in %s is lost", manager.directory)
-      _forget_errors(manager)
-      _release_threads()
+      _end(manager)
+      _clear(os.fspath(manager.directory), step)
 
 
 # `atexit` runs when no thread can be started any more, and Orbax starts some to

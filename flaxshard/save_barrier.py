@@ -35,12 +35,18 @@ _ENDING_THREAD = "save_finalize"
 _PATIENCE = 2.0
 
 
-def create() -> ocp.multihost.BarrierSyncFn:
+def create() -> ocp.multihost.BarrierSyncFn | None:
   """Returns a barrier for the `AsyncOptions` of one manager.
 
   All processes' saves end together, and fail in all if they fail in one: with
   its own error in that one, with a RuntimeError that tells it in the others.
+
+  Returns:
+    None, for Orbax's own barrier, where Orbax does not say how to reach the
+    other processes.
   """
+  if not hasattr(ocp.multihost, "get_jax_distributed_client"):
+    return None
   save = _Save(f"flaxshard/saves/{next(_numbers)}")
 
   def barrier(*, key: str, timeout_ms: int) -> None:
@@ -55,6 +61,7 @@ class _Save:
 
   def __init__(self, name: str):
     self._name = name
+    self._number = 0  # of the save, the same in all processes
     self._lock = threading.Lock()
     self._came: set[str] = set()
     self._failed = False  # whether this process raises already
@@ -80,8 +87,12 @@ class _Save:
   def _begin(self) -> None:
     self._came.clear()
     self._failed = False
-    if jax.process_index() == 0:
-      _client().key_value_delete(f"{self._name}/")
+    self._number += 1
+
+  @property
+  def _told(self) -> str:
+    """Where the errors of this save lie."""
+    return f"{self._name}/{self._number}"
 
   def _wait(self, key: str, timeout_ms: int) -> None:
     ocp.multihost.get_barrier_sync_fn()(
@@ -103,14 +114,14 @@ class _Save:
     _let_writers_end()
     reason = (str(error).splitlines() or [""])[0]
     _client().key_value_set(
-      f"{self._name}/{jax.process_index()}",
+      f"{self._told}/{jax.process_index()}",
       f"process {jax.process_index()}: {type(error).__name__}: {reason}",
     )
 
   def _raise_what_others_tell(self) -> None:
     if self._failed:
       return
-    told = [text for _, text in _client().key_value_dir_get(f"{self._name}/")]
+    told = [text for _, text in _client().key_value_dir_get(f"{self._told}/")]
     if told:
       self._failed = True
       raise RuntimeError("; ".join(sorted(told)))

@@ -15,6 +15,7 @@ from flaxshard import divergence
 from flaxshard import fields
 from flaxshard import foreign_checkpoint
 from flaxshard import integrity
+from flaxshard import processes
 from flaxshard import saveable
 from flaxshard import stored
 from flaxshard import templates
@@ -303,7 +304,9 @@ class Plan:
       Damaged: Something cannot be read.
       ValueError: Something did not come back as it was asked for.
     """
-    with integrity.reading(str(self.opened.where), self.opened.verified):
+    # Several processes cannot go on together from an error of one.
+    verified = self.opened.verified or jax.process_count() > 1
+    with integrity.reading(str(self.opened.where), verified):
       leaves, wrapper_item = self._read()
       if also is not None:
         also()
@@ -362,7 +365,10 @@ def open_step(where: stored.Directory, plain_item: str | None = None) -> Opened:
     Damaged: It is not what was saved, or there is no train state in it.
   """
   verified = integrity.verify_together(where)
-  with integrity.reading(str(where), verified):
+  with (
+    processes.together(integrity.Damaged, ValueError),
+    integrity.reading(str(where), verified),
+  ):
     plain = stored.plain(where, plain_item)
     directory = stored.items(where).get(_WRAPPERS)
     wrappers = {} if directory is None else stored.metadata(directory)

@@ -198,8 +198,9 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
         if evaluates:
           row |= evaluate()
         if row:
-          metrics_file.write(step, row)
-          write_events(step, row)
+          with processes.together(OSError):
+            metrics_file.write(step, row)
+            write_events(step, row)
           show(step, row)
         if saves:
           measured = None if config.best_metric == "none" else row

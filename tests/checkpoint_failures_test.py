@@ -131,12 +131,31 @@ def test_a_full_disk(path):
   assert lines[0].startswith(
     f"SaveError: step 2 could not be saved in {path}: ValueError: "
   )
-  assert "File too large" in lines[0]
+  assert "File too large" in lines[0] and "tensorstore_spec" not in lines[0]
   assert "earlier checkpoints are as they were" in lines[1]
   # What was written of it is gone, for it takes the room of others.
   assert lines[2:] == ["[1] ['.lock', '1']", "[1, 3] ['1', '3']"]
   assert_holds(path, 1.0, step=1)
   assert_holds(path, 2.0, step=3, size=100_000)
+
+
+_FULL_AT_THE_END = """
+import resource
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+checkpointer = fs.Checkpointer(path)
+checkpointer.save(1, create())
+checkpointer.wait()
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+checkpointer.save(2, create(2.0, 100_000))
+"""
+
+
+def test_a_disk_that_is_full_when_the_program_ends(path):
+  done = run(_FULL_AT_THE_END, path)
+  assert done.returncode == 0
+  assert f"the last checkpoint in {path} is lost" in done.stderr
+  assert sorted(os.listdir(path)) == ["1"]
+  assert_holds(path, 1.0)
 
 
 _GONE = """
@@ -269,6 +288,23 @@ def test_two_processes_cannot_write_in_one_directory(path, holder):
     assert (path / ".lock").exists()
     checkpointer.save(1, create())
   assert sorted(os.listdir(path)) == ["1"]
+
+
+def test_two_checkpointers_of_one_program(path):
+  with (
+    checkpoint.Checkpointer(path) as one,
+    checkpoint.Checkpointer(path) as two,
+  ):
+    one.save(1, create(1.0))
+    two.save(2, create(2.0))
+    one.wait()
+    two.wait()
+    # What is there is left as it is, whoever saved it.
+    two.save(1, create(3.0))
+    one.save(2, create(3.0))
+    assert one.all_steps() == two.all_steps() == [1, 2]
+  assert_holds(path, 1.0, step=1)
+  assert_holds(path, 2.0, step=2)
 
 
 def test_reading_needs_no_lock(path):
