@@ -21,7 +21,7 @@ import optax
 import orbax.checkpoint as ocp
 
 import flaxshard as fs
-from flaxshard import integrity
+from flaxshard.checkpoint import integrity
 
 
 def make_state(megabytes: float, layers: int) -> fs.TrainState:

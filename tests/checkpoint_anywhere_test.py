@@ -8,7 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import flaxshard as fs
-from flaxshard import stored
+from flaxshard.checkpoint import stored
 
 P = jax.sharding.PartitionSpec
 TX = optax.adam(0.125)

@@ -19,8 +19,8 @@ import tiny
 import flaxshard as fs
 from flaxshard import checkpoint
 from flaxshard import data
-from flaxshard import integrity
 from flaxshard import train
+from flaxshard.checkpoint import integrity
 
 
 @functools.cache

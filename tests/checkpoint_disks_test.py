@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -22,8 +23,9 @@ import numpy as np
 import optax
 import tiny
 import flaxshard as fs
-from flaxshard import checkpoint, inspect_checkpoint, integrity, train, writers
-from flaxshard.pending_saves import SaveError
+from flaxshard import checkpoint, train, writers
+from flaxshard.checkpoint import inspection, integrity
+from flaxshard.checkpoint.pending_saves import SaveError
 
 disk = sys.argv[1]
 path = os.path.join(disk, "checkpoints")
@@ -302,7 +304,7 @@ wanted = f"workdir={disk!r} cannot be written: Read-only file system."
 assert error == wanted, error
 assert_is(fs.checkpoint.restore(path, create(0.0)), 2.0)
 assert_is(fs.checkpoint.restore(path, create(0.0), step=1), 1.0)
-assert inspect_checkpoint.main([path, "--verify"]) == 0
+assert inspection.main([path, "--verify"]) == 0
 """
 
 
@@ -421,7 +423,7 @@ for workdir in (disk, os.path.join(disk, "new")):
   )
   assert error == f"workdir={workdir!r} cannot be written: Permission denied."
 assert_is(fs.checkpoint.restore(path, create(0.0)), 1.0)
-assert inspect_checkpoint.main([path, "--verify"]) == 0
+assert inspection.main([path, "--verify"]) == 0
 # Nor to read one step: that is not damaged, and no other one is taken for it.
 hidden = os.path.join(path, "1", "default")
 secret = os.path.join(hidden, "_METADATA")
@@ -438,7 +440,7 @@ error = error_of(checkpointer.restore, create(0.0), kind=ValueError)
 assert error == told, error
 error = error_of(fs.checkpoint.restore, path, create(0.0), kind=ValueError)
 assert error == told, error
-assert inspect_checkpoint.main([path, "--verify"]) == 2
+assert inspection.main([path, "--verify"]) == 2
 if root:
   os.seteuid(0)
 os.chmod(secret, 0o644)
@@ -451,15 +453,9 @@ assert_is(checkpointer.restore(create(0.0)), 2.0)
 """
 
 
-def test_no_permission_to_write(tmp_path_factory):
+def test_no_permission_to_write():
   # pytest's own directory is not for others to pass through.
-  base = tmp_path_factory.getbasetemp()
-  modes = {p: p.stat().st_mode for p in (base, base.parent)}
-  for path, mode in modes.items():
-    os.chmod(path, mode | 0o111)
-  try:
-    done = _run(_NO_PERMISSION, tmp_path_factory.mktemp("disk"))
-  finally:
-    for path, mode in modes.items():
-      os.chmod(path, mode)
+  with tempfile.TemporaryDirectory() as disk:
+    os.chmod(disk, 0o755)
+    done = _run(_NO_PERMISSION, disk)
   assert "complete, verified" in done.stdout

@@ -15,10 +15,10 @@ import tiny
 
 import flaxshard as fs
 from flaxshard import checkpoint
-from flaxshard import integrity
 from flaxshard import lock
-from flaxshard import pending_saves
 from flaxshard import train
+from flaxshard.checkpoint import integrity
+from flaxshard.checkpoint import pending_saves
 
 _ROOT = pathlib.Path(__file__).parent.parent
 

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import flaxshard as fs
-from flaxshard import foreign_checkpoint
+from flaxshard.checkpoint import foreign
 
 STEP = 7
 ADAM = optax.adam(0.125)
@@ -438,7 +438,7 @@ def test_a_layer_twice():
   saved[("opt_state", "inner_state", "inner_state", "count")] = 3
   wanted = {("opt_state", n): 0 for n in names}
   wanted[("opt_state", "inner_state", "count")] = 0
-  plan = foreign_checkpoint.plan(saved, wanted)
+  plan = foreign.plan(saved, wanted)
   assert plan.renamed(saved) == {
     **{("opt_state", n): 1 for n in names},
     ("opt_state", "inner_state", "count"): 3,

@@ -127,8 +127,8 @@ def hashes(path):
 
 
 def messages(caplog):
-  loggers = ("flaxshard.checkpoint", "flaxshard.wrapper_checkpoint")
-  return [r.getMessage() for r in caplog.records if r.name in loggers]
+  name = "flaxshard.checkpoint.wrappers_item"
+  return [r.getMessage() for r in caplog.records if r.name == name]
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import tiny
 
 import flaxshard as fs
 from flaxshard import checkpoint
-from flaxshard import preservation
 from flaxshard import train
+from flaxshard.checkpoint import preservation
 
 
 def create(value=1.0):

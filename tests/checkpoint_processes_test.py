@@ -18,8 +18,8 @@ _SETUP = """
 import os, resource, time
 sys.path[:0] = [sys.argv[3], os.path.dirname(sys.argv[3])]
 path = sys.argv[4]
-from flaxshard import integrity
-from flaxshard import pending_saves
+from flaxshard.checkpoint import integrity
+from flaxshard.checkpoint import pending_saves
 from jax.experimental import multihost_utils
 
 none = resource.RLIM_INFINITY

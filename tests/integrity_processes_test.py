@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pathlib
 import flaxshard as fs
-from flaxshard import integrity
+from flaxshard.checkpoint import integrity
 from jax.experimental import multihost_utils
 
 path = pathlib.Path(sys.argv[3])

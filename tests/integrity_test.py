@@ -19,7 +19,7 @@ import pytest
 import flaxshard as fs
 from flaxshard import checkpoint
 from flaxshard import data
-from flaxshard import integrity
+from flaxshard.checkpoint import integrity
 
 P = jax.sharding.PartitionSpec
 

@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from flaxshard import integrity
+from flaxshard.checkpoint import integrity
 
 # Steps are short, and each is saved: most kills come in the middle of a save.
 _RUN = """

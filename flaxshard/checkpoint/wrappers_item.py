@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from flaxshard import fields
-from flaxshard import templates
 from flaxshard import trees
+from flaxshard.checkpoint import templates
 from flaxshard.train_state import TrainState
 from flaxshard.wrappers import base
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from flaxshard import pending_saves
+from flaxshard.checkpoint import pending_saves
 
 # All processes make their managers in the same order: Orbax syncs there, too.
 _numbers = itertools.count()

@@ -8,7 +8,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from flaxshard import integrity
+from flaxshard.checkpoint import integrity
 
 METRICS = "metrics"  # the item and the file in it, as Orbax names them
 

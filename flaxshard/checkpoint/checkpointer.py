@@ -1,14 +1,4 @@
-"""Checkpoints: a plain Flax one, and the wrappers' states beside it.
-
-    checkpoints/1200/default/         step, params, opt_state, collections
-                     wrappers/        the wrappers' states; absent when empty
-                     flaxshard/       who wrote it, and a crc32 of every file
-                     input_iterator/  where the data stands; absent without data
-                     metrics/         what was measured; absent without metrics
-
-The item `default` is what a plain Flax program writes, so that one reads it
-with its usual strict call, and ours reads a plain one.
-"""
+"""Checkpoints of a training, over Orbax's `CheckpointManager`."""
 
 from __future__ import annotations
 
@@ -26,26 +16,21 @@ import grain
 import jax
 import orbax.checkpoint as ocp
 
-from flaxshard import data_position
-from flaxshard import integrity
 from flaxshard import lock
-from flaxshard import pending_saves
-from flaxshard import preservation
 from flaxshard import processes
-from flaxshard import save_barrier
-from flaxshard import step_checkpoint
-from flaxshard import step_names
-from flaxshard import stored
+from flaxshard.checkpoint import data_position
+from flaxshard.checkpoint import integrity
+from flaxshard.checkpoint import one_step
+from flaxshard.checkpoint import pending_saves
+from flaxshard.checkpoint import preservation
+from flaxshard.checkpoint import save_barrier
+from flaxshard.checkpoint import step_names
+from flaxshard.checkpoint import stored
 from flaxshard.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
 _DATA = "input_iterator"
-
-# For who keeps a manager of their own.
-item_handlers = step_checkpoint.item_handlers
-restore = step_checkpoint.restore
-save_args = step_checkpoint.save_args
 
 
 class Checkpointer:
@@ -96,7 +81,7 @@ class Checkpointer:
     config: Mapping[str, Any] | None = None,
     plain_item: str = "default",
   ):
-    step_checkpoint.check_plain_item(plain_item)
+    one_step.check_plain_item(plain_item)
     self._plain_item = plain_item
     policy = preservation.policy(
       max_to_keep,
@@ -125,7 +110,7 @@ class Checkpointer:
       ),
       # Named here, or a fresh process could not restore them.
       item_handlers={
-        **step_checkpoint.item_handlers(plain_item=plain_item),
+        **one_step.item_handlers(plain_item=plain_item),
         _DATA: grain.checkpoint.CheckpointHandler(),
         # The last one: it digests what the others have written.
         integrity.ITEM: integrity.Handler(),
@@ -270,7 +255,7 @@ class Checkpointer:
         f"{there[-1]}: restoring takes the latest. Move later steps away, or "
         "take another directory."
       )
-    state_items = step_checkpoint.save_args(state, plain_item=self._plain_item)
+    state_items = one_step.save_args(state, plain_item=self._plain_item)
     own: dict[str, Any] = {}
     with processes.together(TypeError, ValueError, pending_saves.SaveError):
       if data is not None:
@@ -378,7 +363,7 @@ class Checkpointer:
         self._damaged.add(number)
         raise
 
-    self._restored_step, restored = step_checkpoint.read_newest(
+    self._restored_step, restored = one_step.read_newest(
       self.directory, there, step, read
     )
     return restored
@@ -390,7 +375,7 @@ class Checkpointer:
     where: str,
     data: data_position.Positioned | None,
   ) -> TrainState:
-    plan = step_checkpoint.open_step(where).plan(state)
+    plan = one_step.open_step(where).plan(state)
     if data is None:
       return plan.restore()
     if not os.path.isdir(os.path.join(where, _DATA)):
@@ -426,9 +411,3 @@ def _make_and_remove(directory: str) -> None:
   probe = os.path.join(directory, name)
   os.mkdir(probe)
   os.rmdir(probe)
-
-
-if __name__ == "__main__":
-  from flaxshard import inspect_checkpoint
-
-  raise SystemExit(inspect_checkpoint.main())

@@ -21,8 +21,8 @@ from typing import Any
 
 import jax
 
-from flaxshard import integrity
-from flaxshard import stored
+from flaxshard.checkpoint import integrity
+from flaxshard.checkpoint import stored
 
 _TOLD_APART = ("wrappers", "config")
 

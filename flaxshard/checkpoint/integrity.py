@@ -27,8 +27,8 @@ import orbax.checkpoint as ocp
 
 import flaxshard
 from flaxshard import processes
-from flaxshard import templates
 from flaxshard import wrappers as wrappers_lib
+from flaxshard.checkpoint import templates
 from flaxshard.train_state import TrainState
 
 _log = logging.getLogger(__name__)

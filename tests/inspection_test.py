@@ -14,7 +14,7 @@ import pytest
 
 import flaxshard as fs
 from flaxshard import checkpoint
-from flaxshard import inspect_checkpoint
+from flaxshard.checkpoint import inspection
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def path(state, tmp_path):
 
 def run(capsys, *argv):
   """Runs `main`, and returns its status, stdout and stderr."""
-  code = inspect_checkpoint.main([str(a) for a in argv])
+  code = inspection.main([str(a) for a in argv])
   said = capsys.readouterr()
   return code, said.out, said.err
 
@@ -141,7 +141,7 @@ def test_wrappers_that_no_config_can_hold(tmp_path):
   )
   with checkpoint.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, state)
-  text = inspect_checkpoint.describe(tmp_path / "1")
+  text = inspection.describe(tmp_path / "1")
   assert "  wrapper: AGN(communication_period=4" in text
 
 

@@ -13,15 +13,15 @@ import orbax.checkpoint as ocp
 
 from flaxshard import divergence
 from flaxshard import fields
-from flaxshard import foreign_checkpoint
-from flaxshard import integrity
 from flaxshard import processes
-from flaxshard import saveable
-from flaxshard import stored
-from flaxshard import templates
 from flaxshard import trees
 from flaxshard import values
-from flaxshard import wrapper_checkpoint
+from flaxshard.checkpoint import foreign
+from flaxshard.checkpoint import integrity
+from flaxshard.checkpoint import saveable
+from flaxshard.checkpoint import stored
+from flaxshard.checkpoint import templates
+from flaxshard.checkpoint import wrappers_item
 from flaxshard.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 PyTree = Any
 Path = tuple[str, ...]
 
-_WRAPPERS = wrapper_checkpoint.ITEM
-_LOSS_SCALE = foreign_checkpoint.LOSS_SCALE[-1]
+_WRAPPERS = wrappers_item.ITEM
+_LOSS_SCALE = foreign.LOSS_SCALE[-1]
 
 
 def save_args(
@@ -76,7 +76,7 @@ def save_args(
   items: dict[str, Any] = {
     plain_item: ocp.args.StandardSave(state.without_wrappers())
   }
-  wrapper_states = wrapper_checkpoint.nonempty(state.wrapper_states)
+  wrapper_states = wrappers_item.nonempty(state.wrapper_states)
   if wrapper_states:
     items[_WRAPPERS] = ocp.args.PyTreeSave(wrapper_states)
   return ocp.args.Composite(**items)
@@ -244,16 +244,13 @@ class Opened:
     where = str(self.where)
     plain = state.without_wrappers()
     wanted = trees.by_path(templates.abstract(plain))
-    mine = wrapper_checkpoint.nonempty(state.wrapper_states)
+    mine = wrappers_item.nonempty(state.wrapper_states)
     scale = mine.get(_LOSS_SCALE)
     scales: dict[Path, Any] = {}
     if scale is not None and _LOSS_SCALE not in self.wrappers:
       abstract = trees.by_path(templates.abstract(scale, like=state))
-      scales = {
-        (*foreign_checkpoint.LOSS_SCALE, *path): x
-        for path, x in abstract.items()
-      }
-    moves = foreign_checkpoint.plan(self.plain.leaves, {**wanted, **scales})
+      scales = {(*foreign.LOSS_SCALE, *path): x for path, x in abstract.items()}
+    moves = foreign.plan(self.plain.leaves, {**wanted, **scales})
     wanted |= {path: scales[path] for path in moves.sources if path in scales}
     has = {
       path: wanted[path]
@@ -268,7 +265,7 @@ class Opened:
       {path: x for path, x in wanted.items() if path not in moves.fresh},
     )
     elsewhere = {path[1] for path in moves.sources if path in scales}
-    wrappers = wrapper_checkpoint.plan(where, state, self.wrappers, elsewhere)
+    wrappers = wrappers_item.plan(where, state, self.wrappers, elsewhere)
     for note in moves.notes:
       _log.info("%s: %s", where, note)
     return Plan(self, state, plain, wanted, moves, wrappers)
@@ -291,8 +288,8 @@ class Plan:
   state: TrainState
   plain: TrainState
   wanted: Mapping[Path, jax.ShapeDtypeStruct]
-  moves: foreign_checkpoint.Plan
-  wrappers: wrapper_checkpoint.Plan
+  moves: foreign.Plan
+  wrappers: wrappers_item.Plan
 
   def restore(self, also: Callable[[], Any] | None = None) -> TrainState:
     """Reads the step; returns the restored state.
@@ -346,7 +343,7 @@ class Plan:
       scale = {
         path[-1]: x
         for path, x in found.items()
-        if path[:2] == foreign_checkpoint.LOSS_SCALE
+        if path[:2] == foreign.LOSS_SCALE
       }
       if scale:
         states[_LOSS_SCALE] = states[_LOSS_SCALE]._replace(**scale)
