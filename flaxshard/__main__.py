@@ -22,9 +22,9 @@ the file itself has a comment at each. The workdir gets
   config.json        the config as it ran
   profile/           a trace, with --config.profile_steps='(10, 20)'
 
-Running the same command again goes on from the last checkpoint; Ctrl-C, SIGTERM
-and JAX's notice of preemption save one first. A second Ctrl-C stops at once. Two
-runs in one workdir are refused.
+Running the same command again goes on from the last checkpoint; Ctrl-C,
+SIGTERM and JAX's notice of preemption save one first. A second Ctrl-C stops at
+once. Two runs in one workdir are refused.
 """
 
 # Flags only; the loop is in flaxshard/train.py.

@@ -10,6 +10,7 @@ import sys
 import tempfile
 
 import pytest
+import xla_flags
 
 _TESTS = pathlib.Path(__file__).parent
 
@@ -123,7 +124,7 @@ def _run(code, disk, options=None, timeout=60):
     cwd=_TESTS.parent,
     env={
       **os.environ,
-      "XLA_FLAGS": "",
+      "XLA_FLAGS": xla_flags.FAST,
       "PYTHONPATH": os.pathsep.join(map(str, (_TESTS.parent, _TESTS))),
     },
     capture_output=True,

@@ -2,7 +2,13 @@
 
 import os
 
+import xla_flags
+
+_FLAGS = ("--xla_force_host_platform_device_count=8", xla_flags.FAST)
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_FLAG = "--xla_force_host_platform_device_count=8"
-if _FLAG not in os.environ.get("XLA_FLAGS", ""):
-  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}".strip()
+_given = os.environ.get("XLA_FLAGS", "").split()
+_names = {flag.partition("=")[0] for flag in _given}
+os.environ["XLA_FLAGS"] = " ".join(
+  [*_given, *(x for x in _FLAGS if x.partition("=")[0] not in _names)]
+)

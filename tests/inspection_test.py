@@ -145,7 +145,7 @@ def test_wrappers_that_no_config_can_hold(tmp_path):
   assert "  wrapper: AGN(communication_period=4" in text
 
 
-def test_errors_from_the_command_line(path, tmp_path):
+def test_errors(path, tmp_path, capsys):
   nothing = tmp_path / "nothing"
   nothing.mkdir()
   for arguments, sentence in (
@@ -153,12 +153,17 @@ def test_errors_from_the_command_line(path, tmp_path):
     ([nothing], f"{nothing} has no checkpoints."),
     ([path, "--step", "4"], f"{path} has no step 4; there are [1, 20]."),
   ):
-    done = subprocess.run(
-      [sys.executable, "-m", "flaxshard.checkpoint", *map(str, arguments)],
-      capture_output=True,
-      text=True,
-      timeout=60,
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr == f"error: {sentence}\n"
+    assert run(capsys, *arguments) == (2, "", f"error: {sentence}\n")
+
+
+def test_the_command(path):
+  done = subprocess.run(
+    [sys.executable, "-m", "flaxshard.checkpoint", path, "--step", "4"],
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  assert done.returncode == 2
+  assert done.stdout == ""
+  sentence = f"{path} has no step 4; there are [1, 20]."
+  assert done.stderr == f"error: {sentence}\n"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import xla_flags
 
 _ROOT = pathlib.Path(__file__).parent.parent
 _README = (_ROOT / "README.md").read_text()
@@ -45,7 +46,7 @@ def test_commands_run(command: str, tmp_path: pathlib.Path) -> None:
   result = subprocess.run(
     [sys.executable, *arguments, *short],
     cwd=_ROOT,
-    env={**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"},
+    env={**os.environ, "XLA_FLAGS": xla_flags.FAST, "JAX_PLATFORMS": "cpu"},
     capture_output=True,
     text=True,
     timeout=300,

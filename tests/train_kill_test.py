@@ -12,6 +12,7 @@ import tempfile
 import time
 
 import numpy as np
+import xla_flags
 
 from flaxshard.checkpoint import integrity
 
@@ -46,7 +47,7 @@ def _start(workdir: str, steps: int) -> subprocess.Popen:
       os.path.dirname(__file__),
       str(steps),
     ],
-    env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+    env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags.FAST},
     stdout=subprocess.DEVNULL,
     stderr=subprocess.PIPE,
     text=True,
@@ -121,7 +122,7 @@ def killed_again_and_again(
 
 
 def test_killed_once(tmp_path):
-  killed_again_and_again(str(tmp_path), kills=1, steps=20)
+  killed_again_and_again(str(tmp_path), kills=1, steps=8)
 
 
 if __name__ == "__main__":
