@@ -237,6 +237,16 @@ def test_an_empty_directory_is_no_step(path, caplog):
   assert message == f"step 7 is damaged, passed over: {path / '7'} is empty."
 
 
+def test_an_empty_directory_that_comes_later(path, caplog):
+  with checkpoint.Checkpointer(path) as checkpointer:
+    (path / "4").mkdir()
+    checkpointer.save(4, trained(4))
+    checkpointer.wait()
+    assert_is(checkpointer.restore(initial()), 4)
+  (message,) = warnings(caplog)
+  assert message == f"{path / '4'} is damaged: now {path / '4'}.damaged"
+
+
 def test_what_a_killed_save_left_is_no_step(path, caplog):
   for name in ("4.orbax-checkpoint-tmp", "5.orbax-checkpoint-tmp-1234"):
     shutil.copytree(path / "3", path / name)

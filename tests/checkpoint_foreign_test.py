@@ -390,9 +390,15 @@ def test_a_run_goes_on_from_files_of_flax(tmp_path, caplog):
     checkpointer.save(13, state.replace(step=state.step + 3))
     assert int(checkpointer.restore(ours()).step) == 13
     assert checkpointer.all_steps() == [2, 10, 13]
+    # Of two with the same number, that of a manager.
+    write_flax(tmp_path, 99)
+    (tmp_path / "checkpoint_99").rename(tmp_path / "checkpoint_13")
+    assert int(checkpointer.restore(ours()).step) == 13
+    assert checkpointer.all_steps() == [2, 10, 13]
   # Nobody else's file is renamed or deleted.
   names = sorted(path.name for path in tmp_path.iterdir())
-  assert names == ["13", "checkpoint_10", "checkpoint_11", "checkpoint_2"]
+  theirs = [f"checkpoint_{step}" for step in (10, 11, 13, 2)]
+  assert names == ["13", *theirs]
 
 
 def test_onto_a_mesh(save, tmp_path):

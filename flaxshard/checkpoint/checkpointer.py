@@ -98,12 +98,12 @@ class Checkpointer:
     self._config = config
     check_writable("directory", os.fspath(directory))
     self.directory = os.path.abspath(os.fspath(directory))
-    names = step_names.Readable()
+    self._names = step_names.Readable()
     self._manager = ocp.CheckpointManager(
       self.directory,
       options=ocp.CheckpointManagerOptions(
         preservation_policy=policy,
-        step_name_format=names,
+        step_name_format=self._names,
         async_options=ocp.options.AsyncOptions(
           barrier_sync_fn=save_barrier.create()
         ),
@@ -116,11 +116,8 @@ class Checkpointer:
         integrity.ITEM: integrity.Handler(),
       },
     )
-    self._damaged = names.left_out | {
-      step
-      for step in self._manager.all_steps()
-      if integrity.is_empty(self._path(step))
-    }
+    self._damaged: set[int] = set()
+    self._note_damaged()
     self._restored_step: int | None = None
     self._saving: int | None = None
     self._unlock: Callable[[], Any] | None = None
@@ -246,6 +243,7 @@ class Checkpointer:
     """
     if os.path.isdir(self._path(step)):
       self._manager.reload()  # another checkpointer may have saved it
+      self._note_damaged()
     there = self.all_steps()
     if step in there:
       return
@@ -295,6 +293,14 @@ class Checkpointer:
       except OSError as e:
         raise pending_saves.failed(self.directory, step, e) from e
 
+  def _note_damaged(self) -> None:
+    """Notes the steps that are seen to be damaged, without reading them."""
+    self._damaged |= self._names.left_out | {
+      step
+      for step in self._manager.all_steps()
+      if integrity.is_empty(self._path(step))
+    }
+
   def _set_damaged_aside(self) -> None:
     """Renames the directories of damaged steps: nothing is deleted."""
     if not self._damaged:
@@ -316,7 +322,7 @@ class Checkpointer:
   def _there(self) -> dict[int, str]:
     """Returns where the steps lie, the damaged ones too."""
     flax = stored.steps(self.directory, stored.FLAX)
-    mine = {*self._manager.all_steps(), *self._damaged} - set(flax)
+    mine = {*self._manager.all_steps(), *(self._damaged - set(flax))}
     return {step: str(path) for step, path in flax.items()} | {
       step: self._path(step) for step in mine
     }
