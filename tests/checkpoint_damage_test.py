@@ -21,6 +21,7 @@ from flaxshard import checkpoint
 from flaxshard import data
 from flaxshard import train
 from flaxshard.checkpoint import integrity
+from flaxshard.checkpoint import own_item
 
 
 @functools.cache
@@ -455,6 +456,6 @@ def test_the_loop_goes_on_from_the_step_before(tmp_path, caplog):
   assert rows == tiny.untimed_rows(str(tmp_path / "whole"))
   assert [row["step"] for row in rows] == [2, 4, 6]
   # What the config was is in every checkpoint.
-  metadata = integrity.read_metadata(checkpoints / "6")
+  metadata = own_item.read_metadata(checkpoints / "6")
   assert metadata["config"] == json.loads((workdir / "config.json").read_text())
   assert metadata["step"] == 6

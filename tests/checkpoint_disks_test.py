@@ -25,7 +25,7 @@ import optax
 import tiny
 import flaxshard as fs
 from flaxshard import checkpoint, train, writers
-from flaxshard.checkpoint import inspection, integrity
+from flaxshard.checkpoint import inspection, integrity, own_item
 from flaxshard.checkpoint.pending_saves import SaveError
 
 disk = sys.argv[1]
@@ -268,12 +268,12 @@ def before_directories():
   return lambda: setattr(checkpointer, "_probe", probe)
 
 def before_the_end():
-  finalize = integrity.Handler.finalize
+  finalize = own_item.Handler.finalize
   def then(self, directory):
     set_read_only()
     return finalize(self, directory)
-  integrity.Handler.finalize = then
-  return lambda: setattr(integrity.Handler, "finalize", finalize)
+  own_item.Handler.finalize = then
+  return lambda: setattr(own_item.Handler, "finalize", finalize)
 
 for when in (before_directories, before_the_end):
   undo = when()

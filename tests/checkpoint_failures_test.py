@@ -17,7 +17,7 @@ import flaxshard as fs
 from flaxshard import checkpoint
 from flaxshard import lock
 from flaxshard import train
-from flaxshard.checkpoint import integrity
+from flaxshard.checkpoint import own_item
 from flaxshard.checkpoint import pending_saves
 
 _ROOT = pathlib.Path(__file__).parent.parent
@@ -185,14 +185,14 @@ def test_a_directory_that_is_gone_and_an_end_that_does_not_hang(path):
 
 def fail_at(monkeypatch, step):
   """Has Orbax fail in the middle of a save of one step."""
-  original = integrity.Handler.finalize
+  original = own_item.Handler.finalize
 
   def finalize(self, directory):
     if f"{os.sep}{step}." in os.fspath(directory):
       raise OSError(28, "No space left on device")
     return original(self, directory)
 
-  monkeypatch.setattr(integrity.Handler, "finalize", finalize)
+  monkeypatch.setattr(own_item.Handler, "finalize", finalize)
 
 
 def test_leaving_the_context_raises_what_failed(path, monkeypatch):
@@ -217,13 +217,13 @@ def test_an_error_in_the_context_comes_first(path, monkeypatch, caplog):
 
 def test_check_does_not_wait(path, monkeypatch):
   """Neither while a save runs nor when none does."""
-  original = integrity.Handler.finalize
+  original = own_item.Handler.finalize
 
   def finalize(self, directory):
     time.sleep(0.5)
     return original(self, directory)
 
-  monkeypatch.setattr(integrity.Handler, "finalize", finalize)
+  monkeypatch.setattr(own_item.Handler, "finalize", finalize)
   with checkpoint.Checkpointer(path) as checkpointer:
     checkpointer.check()
     checkpointer.save(1, create())

@@ -19,11 +19,12 @@ import os, resource, time
 sys.path[:0] = [sys.argv[3], os.path.dirname(sys.argv[3])]
 path = sys.argv[4]
 from flaxshard.checkpoint import integrity
+from flaxshard.checkpoint import own_item
 from flaxshard.checkpoint import pending_saves
 from jax.experimental import multihost_utils
 
 none = resource.RLIM_INFINITY
-finalize = integrity.Handler.finalize
+finalize = own_item.Handler.finalize
 
 def full(self, directory):
   # The save before may not have come here.
@@ -33,14 +34,14 @@ def full(self, directory):
 
 def break_disk(how):
   if how == "finalize" and rank == 0:
-    integrity.Handler.finalize = full
+    own_item.Handler.finalize = full
   elif how == f"write {rank}":
     import signal
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, none))
 
 def mend_disk():
-  integrity.Handler.finalize = finalize
+  own_item.Handler.finalize = finalize
   resource.setrlimit(resource.RLIMIT_FSIZE, (none, none))
 
 def error_of(call):

@@ -9,6 +9,7 @@ import optax
 import pathlib
 import flaxshard as fs
 from flaxshard.checkpoint import integrity
+from flaxshard.checkpoint import own_item
 from jax.experimental import multihost_utils
 
 path = pathlib.Path(sys.argv[3])
@@ -25,7 +26,7 @@ with fs.Checkpointer(path) as checkpointer:
     checkpointer.save(step, make(float(step)))
   checkpointer.wait()
   multihost_utils.sync_global_devices("saved")
-  metadata = integrity.read_metadata(path / "3")
+  metadata = own_item.read_metadata(path / "3")
   assert (metadata["processes"], metadata["devices"]) == (2, 4), metadata
   assert metadata["mesh"] == {"replica": 4}
   for step in (1, 2, 3):

@@ -20,6 +20,7 @@ import flaxshard as fs
 from flaxshard import checkpoint
 from flaxshard import data
 from flaxshard.checkpoint import integrity
+from flaxshard.checkpoint import own_item
 
 P = jax.sharding.PartitionSpec
 
@@ -90,7 +91,7 @@ def test_every_file_has_its_size_and_crc32(saved):
 
 
 def test_what_the_metadata_say(saved):
-  assert integrity.read_metadata(saved) == {
+  assert own_item.read_metadata(saved) == {
     "flaxshard": fs.__version__,
     "jax": jax.__version__,
     "orbax": ocp.__version__,
@@ -115,7 +116,7 @@ def test_metadata_of_a_mesh_and_of_what_no_config_can_hold():
   params = jax.device_put(
     state.params, jax.sharding.NamedSharding(mesh, P("model"))
   )
-  found = integrity.metadata(state.replace(params=params), 7, ["default"])
+  found = own_item.metadata(state.replace(params=params), 7, ["default"])
   assert found["mesh"] == {"replica": 4, "model": 2}
   assert found["devices"] == 8
   assert found["config"] is None
@@ -161,8 +162,8 @@ def test_a_process_without_flaxshard_reads_on(tmp_path):
 def test_a_state_without_wrappers_has_no_such_item(tmp_path):
   with checkpoint.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(0, create(scaled=False))
-  assert integrity.read_metadata(tmp_path / "0")["items"] == ["default"]
-  assert integrity.read_metadata(tmp_path / "0")["wrappers"] == []
+  assert own_item.read_metadata(tmp_path / "0")["items"] == ["default"]
+  assert own_item.read_metadata(tmp_path / "0")["wrappers"] == []
   assert integrity.verify(tmp_path / "0")
 
 
@@ -176,11 +177,11 @@ def test_metrics_that_orbax_writes_beside(tmp_path):
   options = ocp.CheckpointManagerOptions(best_fn=lambda m: m["loss"])
   handlers = {
     "default": ocp.StandardCheckpointHandler(),
-    "flaxshard": integrity.Handler(),
+    "flaxshard": own_item.Handler(),
   }
   args = ocp.args.Composite(
     default=ocp.args.StandardSave(create().without_wrappers()),
-    flaxshard=integrity.Save(integrity.metadata(create(), 1, ["default"])),
+    flaxshard=own_item.Save(own_item.metadata(create(), 1, ["default"])),
   )
   with ocp.CheckpointManager(
     tmp_path, item_handlers=handlers, options=options
@@ -304,7 +305,7 @@ def test_a_step_without_digests_is_not_verified(tmp_path, caplog):
   (record,) = caplog.records
   assert record.levelno == logging.INFO
   assert "has no digests" in record.getMessage()
-  assert integrity.read_metadata(tmp_path / "3") is None
+  assert own_item.read_metadata(tmp_path / "3") is None
   # What Orbax itself says of the step holds.
   shutil.rmtree(tmp_path / "3" / "default")
   with pytest.raises(integrity.Damaged, match="/3/default is missing"):

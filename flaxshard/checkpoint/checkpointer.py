@@ -21,6 +21,7 @@ from flaxshard import processes
 from flaxshard.checkpoint import data_position
 from flaxshard.checkpoint import integrity
 from flaxshard.checkpoint import one_step
+from flaxshard.checkpoint import own_item
 from flaxshard.checkpoint import pending_saves
 from flaxshard.checkpoint import preservation
 from flaxshard.checkpoint import save_barrier
@@ -113,7 +114,7 @@ class Checkpointer:
         **one_step.item_handlers(plain_item=plain_item),
         _DATA: grain.checkpoint.CheckpointHandler(),
         # The last one: it digests what the others have written.
-        integrity.ITEM: integrity.Handler(),
+        integrity.ITEM: own_item.Handler(),
       },
     )
     self._damaged: set[int] = set()
@@ -268,8 +269,8 @@ class Checkpointer:
         self._unlock = weakref.finalize(self._manager, unlock)
       self._probe(step)
     items = {**dict(state_items.items()), **own}
-    items[integrity.ITEM] = integrity.Save(
-      integrity.metadata(state, step, tuple(items), self._config)
+    items[integrity.ITEM] = own_item.Save(
+      own_item.metadata(state, step, tuple(items), self._config)
     )
     self._set_damaged_aside()
     pending_saves.expect(self._manager, step)

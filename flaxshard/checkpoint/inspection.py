@@ -22,6 +22,7 @@ from typing import Any
 import jax
 
 from flaxshard.checkpoint import integrity
+from flaxshard.checkpoint import own_item
 from flaxshard.checkpoint import stored
 
 _TOLD_APART = ("wrappers", "config")
@@ -106,7 +107,7 @@ def describe(step_dir: str | os.PathLike[str]) -> str:
   """
   where = os.fspath(step_dir)
   lines = [where]
-  metadata = integrity.read_metadata(where)
+  metadata = own_item.read_metadata(where)
   if metadata is None:
     lines.append("  not written by flaxshard, or by one without digests")
   else:

@@ -1,20 +1,10 @@
-"""Whether a checkpoint is what was saved.
-
-Every step has one more item, `flaxshard/`, after `default` in the alphabet, so
-that what takes a step's first item reads on as before:
-
-    checkpoints/1200/flaxshard/metadata       what wrote it, and with what: JSON
-                               digests.json   size and crc32 of every file
-
-Who has no flaxshard reads `metadata` with `ocp.args.JsonRestore`.
-"""
+"""Whether a step is what was saved; `own_item` writes what that is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent import futures
 import contextlib
-import dataclasses
 import errno
 import json
 import logging
@@ -23,24 +13,14 @@ from typing import Any
 import zlib
 
 import jax
-import orbax.checkpoint as ocp
 
-import flaxshard
 from flaxshard import processes
-from flaxshard import wrappers as wrappers_lib
-from flaxshard.checkpoint import templates
-from flaxshard.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
 ITEM = "flaxshard"
-
-_METADATA = "metadata"  # as Orbax names it for JSON
-_DIGESTS = "digests.json"
-# Orbax's own, of the step: completed, but for the time, before we are called.
-_STEP_METADATA = "_CHECKPOINT_METADATA"
-_LATER = "commit_timestamp_nsecs"
-_TEMPORARY = ".orbax-checkpoint-tmp"
+DIGESTS = "digests.json"
+STEP_METADATA = "_CHECKPOINT_METADATA"  # Orbax's own, of the step
 
 # What a disk says of a file that is broken, where it sees it.
 _DAMAGE = {errno.EIO, errno.EBADMSG, errno.ENODATA, errno.EISDIR, errno.ENOTDIR}
@@ -50,55 +30,6 @@ _THREADS = 4
 
 class Damaged(ValueError):
   """A step is not what was saved; the message names the file."""
-
-
-def metadata(
-  state: TrainState,
-  step: int,
-  items: Sequence[str],
-  config: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-  """Returns what the file `metadata` is to say.
-
-  Args:
-    state: The state that is saved.
-    step: The number it is saved under.
-    items: The names of the step's other items.
-    config: The training config, as JSON can hold it.
-  """
-  everywhere = templates.on_every_device(state)
-  mesh = None if everywhere is None else everywhere.mesh
-  return {
-    "flaxshard": flaxshard.__version__,
-    "jax": jax.__version__,
-    "orbax": ocp.__version__,
-    "step": int(step),
-    "items": sorted(items),
-    "wrappers": [_described(w) for w in state.wrappers],
-    "processes": jax.process_count(),
-    "devices": None if mesh is None else mesh.size,
-    "mesh": None if mesh is None else dict(mesh.shape),
-    "config": None if config is None else dict(config),
-  }
-
-
-def _described(wrapper: Any) -> Any:
-  try:
-    config = wrappers_lib.to_config([wrapper])[0]
-    json.dumps(config)
-  except (TypeError, ValueError):
-    return repr(wrapper)  # one of somebody's own, or with a function in it
-  return config
-
-
-def read_metadata(step_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
-  """Returns what the file `metadata` of a step says; None if it has none.
-
-  Raises:
-    Damaged: It cannot be read.
-  """
-  path = os.path.join(step_dir, ITEM, _METADATA)
-  return read_json(path) if os.path.exists(path) else None
 
 
 def read_json(path: str) -> dict[str, Any]:
@@ -118,83 +49,6 @@ def read_json(path: str) -> dict[str, Any]:
   if not isinstance(value, dict):
     raise Damaged(f"{path} is not a JSON object.")
   return value
-
-
-class Handler(ocp.AsyncCheckpointHandler):
-  """Orbax's handler of the item.
-
-  It must be the last of a manager's. `CompositeCheckpointHandler.finalize`
-  calls the handlers in their order, in the background thread of the primary
-  process, after the barrier at which all processes have written everything, and
-  before the step's directory gets its name: what is digested is complete, and
-  the digests are there when the step is.
-  """
-
-  def __init__(self) -> None:
-    self._metadata: Mapping[str, Any] = {}
-    # What the step says its item is: a process without flaxshard finds Orbax's
-    # own, where `CheckpointManager.restore(step)` restores every item there is.
-    self.typestr = ocp.JsonCheckpointHandler.typestr
-
-  async def async_save(
-    self, directory: Any, args: Save
-  ) -> list[ocp.future.Future]:
-    """Keeps what is to be written when all else is."""
-    del directory
-    self._metadata = args.metadata
-    return []
-
-  def save(self, directory: Any, args: Save) -> None:
-    """As `async_save`."""
-    del directory
-    self._metadata = args.metadata
-
-  def finalize(self, directory: Any) -> None:
-    """Writes both files.
-
-    Args:
-      directory: That of the item, still with its temporary name.
-    """
-    item_dir = os.fspath(directory)
-    step_dir = os.path.dirname(item_dir)
-    text = json.dumps(self._metadata, indent=2)
-    with open(os.path.join(item_dir, _METADATA), "w") as f:
-      f.write(text)
-    files = _digests(_walk(step_dir, besides=item_dir))
-    body = text.encode()
-    files[f"{ITEM}/{_METADATA}"] = [len(body), zlib.crc32(body)]
-    digests: dict[str, Any] = {"files": files, "step_metadata": None}
-    step_metadata = os.path.join(step_dir, _STEP_METADATA)
-    if os.path.exists(step_metadata):
-      known = read_json(step_metadata)
-      known.pop(_LATER, None)
-      digests["step_metadata"] = known
-    digests["crc32"] = _own_crc(digests)
-    with open(os.path.join(item_dir, _DIGESTS), "w") as f:
-      json.dump(digests, f, indent=1)
-
-  def restore(self, directory: Any, args: Any = None) -> dict[str, Any]:
-    """Returns what the file `metadata` says."""
-    del args
-    return read_json(os.path.join(directory, _METADATA))
-
-
-@ocp.args.register_with_handler(Handler, for_save=True)
-@dataclasses.dataclass
-class Save(ocp.args.CheckpointArgs):
-  """What Orbax hands to `Handler.async_save`.
-
-  Attributes:
-    metadata: What `metadata` returned.
-  """
-
-  metadata: Mapping[str, Any]
-
-
-@ocp.args.register_with_handler(Handler, for_restore=True)
-@dataclasses.dataclass
-class Restore(ocp.args.CheckpointArgs):
-  """What Orbax hands to `Handler.restore`: nothing."""
 
 
 def is_empty(step_dir: str | os.PathLike[str]) -> bool:
@@ -249,7 +103,7 @@ def _verify(where: str, part: int, parts: int, contents: bool) -> bool:
     raise Damaged(f"{where} is missing, or no directory.")
   if is_empty(where):
     raise Damaged(f"{where} is empty.")
-  step_metadata = os.path.join(where, _STEP_METADATA)
+  step_metadata = os.path.join(where, STEP_METADATA)
   known = None
   if os.path.exists(step_metadata):
     known = read_json(step_metadata)
@@ -257,17 +111,17 @@ def _verify(where: str, part: int, parts: int, contents: bool) -> bool:
     for item in sorted(items) if isinstance(items, dict) else ():
       if not os.path.isdir(os.path.join(where, item)):
         raise Damaged(
-          f"{os.path.join(where, item)} is missing; {_STEP_METADATA} has it."
+          f"{os.path.join(where, item)} is missing; {STEP_METADATA} has it."
         )
   if not os.path.isdir(os.path.join(where, ITEM)):
     if known is None and _is_remnant(where):
       raise Damaged(
-        f"{os.path.join(where, ITEM)} is missing, and {_STEP_METADATA}, which "
+        f"{os.path.join(where, ITEM)} is missing, and {STEP_METADATA}, which "
         "later steps have: half deleted."
       )
     _log.info("%s has no digests: it is read without a check", where)
     return False
-  digests = _read_digests(os.path.join(where, ITEM, _DIGESTS))
+  digests = _read_digests(os.path.join(where, ITEM, DIGESTS))
   wanted = digests["step_metadata"]
   if wanted is not None:
     if known is None:
@@ -344,12 +198,13 @@ def set_aside(step_dir: str) -> str:
 
 def _read_digests(path: str) -> dict[str, Any]:
   digests = read_json(path)
-  if digests.get("crc32") != _own_crc(digests):
+  if digests.get("crc32") != own_crc(digests):
     raise Damaged(f"{path} is not what was written: its own crc32 differs.")
   return digests
 
 
-def _own_crc(digests: Mapping[str, Any]) -> int:
+def own_crc(digests: Mapping[str, Any]) -> int:
+  """Returns the crc32 of the digests themselves."""
   rest = {key: value for key, value in digests.items() if key != "crc32"}
   return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
@@ -368,21 +223,8 @@ def _wrong(path: str, error: OSError) -> str:
   return told
 
 
-def _walk(step_dir: str, besides: str) -> dict[str, str]:
-  """Returns the files of a step's items but one, by their names to be."""
-  paths = {}
-  for folder, _, files in os.walk(step_dir):
-    if folder == step_dir or f"{folder}/".startswith(f"{besides}/"):
-      continue
-    for file in files:
-      path = os.path.join(folder, file)
-      item, _, rest = os.path.relpath(path, step_dir).partition("/")
-      # An item of Orbax's own, metrics, is given its name after ours.
-      paths[f"{item.partition(_TEMPORARY)[0]}/{rest}"] = path
-  return dict(sorted(paths.items()))
-
-
-def _digests(paths: Mapping[str, str]) -> dict[str, list[int]]:
+def digests_of(paths: Mapping[str, str]) -> dict[str, list[int]]:
+  """Returns the size and the crc32 of each of some files."""
   with futures.ThreadPoolExecutor(_THREADS) as pool:  # crc32 leaves the GIL
     found = pool.map(_digest, paths.values())
     return dict(zip(paths, map(list, found), strict=True))
