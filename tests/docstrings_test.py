@@ -38,5 +38,7 @@ def test_there_are_examples():
 def test_examples(name):
   results = doctest.testmod(importlib.import_module(name))
   assert results.failed == 0
-  # One that doctest does not find does not run.
-  assert results.attempted == MODULES[name]
+  # One that doctest does not find does not run; from 3.13 on, it counts those
+  # that it skips among the attempted.
+  ran = results.attempted - getattr(results, "skipped", 0)
+  assert ran == MODULES[name]
