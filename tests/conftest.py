@@ -4,7 +4,7 @@ import os
 
 import xla_flags
 
-_FLAGS = ("--xla_force_host_platform_device_count=8", xla_flags.FAST)
+_FLAGS = ["--xla_force_host_platform_device_count=8", *xla_flags.FAST.split()]
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _given = os.environ.get("XLA_FLAGS", "").split()

@@ -5,10 +5,18 @@ import socket
 import subprocess
 import sys
 
-# Two virtual devices each; `rank` is the number of the process.
+# Two virtual devices each; `rank` is the number of the process. One that raises
+# ends at once: JAX's own end of a program waits for the other process.
 PREAMBLE = """
-import sys
+import os, sys
 import jax
+
+def end_at_once(*error):
+  sys.__excepthook__(*error)
+  sys.stderr.flush()
+  os._exit(1)
+
+sys.excepthook = end_at_once
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
