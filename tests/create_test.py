@@ -51,7 +51,7 @@ def assert_same(a, b):
     assert x.dtype == y.dtype
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
       x, y = jax.random.key_data(x), jax.random.key_data(y)
-    np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-6)
 
 
 @dataclasses.dataclass(frozen=True)
