@@ -1,4 +1,4 @@
-"""What one process finds, all of a program's processes raise."""
+"""What one process finds, all of a program's processes raise, or are told."""
 
 from __future__ import annotations
 
@@ -68,3 +68,17 @@ def anywhere(flag: bool) -> bool:
   if jax.process_count() == 1:
     return flag
   return bool(multihost_utils.process_allgather(np.array(flag)).any())
+
+
+def brief(error: BaseException) -> str:
+  """Returns an error's kind and the first line of what it says.
+
+  Args:
+    error: The error.
+
+  Example:
+    >>> brief(KeyError("w"))
+    "KeyError: 'w'"
+  """
+  first = (str(error).splitlines() or [""])[0]
+  return f"{type(error).__name__}: {first}"

@@ -45,9 +45,8 @@ def write_config(config: Any, workdir: str) -> None:
   """Writes `config.json`, whole or not at all."""
   if jax.process_index() == 0:
     path = os.path.join(workdir, "config.json")
-    with writers.naming(f"{path}.tmp"), open(f"{path}.tmp", "w") as f:
+    with writers.replacing(path) as f:
       json.dump(json.loads(config.to_json()), f, indent=2, sort_keys=True)
-    os.replace(f"{path}.tmp", path)
 
 
 def metrics_path(workdir: str) -> str:

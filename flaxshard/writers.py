@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import time
-from typing import Any
+from typing import Any, IO
 
 _log = logging.getLogger(__name__)
 
@@ -31,10 +31,8 @@ class MetricsFile:
 
   def __init__(self, path: str, last_step: int):
     kept = [row for row in read_rows(path) if row["step"] <= last_step]
-    fresh = f"{path}.tmp"
-    with naming(fresh), open(fresh, "w") as f:
+    with replacing(path) as f:
       f.writelines(json.dumps(row) + "\n" for row in kept)
-    os.replace(fresh, path)
     self._path = path
     self._file = open(path, "a")
 
@@ -96,32 +94,30 @@ def event_writer(
   from tensorboardX.proto import event_pb2
   from tensorboardX.proto import summary_pb2
 
-  path = os.path.join(workdir, "events")
   # Without the thread of a SummaryWriter: on a full disk it ends, and what is
   # written next waits for it, for ever.
-  events = event_file_writer.EventsWriter(path)
+  events = event_file_writer.EventsWriter(os.path.join(workdir, "events"))
+  named = os.path.join(workdir, "events.out.tfevents")
+
+  def add(step: int, **what: Any) -> None:
+    event = event_pb2.Event(wall_time=time.time(), step=step, **what)
+    events.write_event(event)
+
   if last_step:
     start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-    events.write_event(
-      event_pb2.Event(
-        wall_time=time.time(), step=last_step + 1, session_log=start
-      )
-    )
+    add(last_step + 1, session_log=start)
 
   def write(step: int, values: Mapping[str, float | int | None]) -> None:
     value = [
       summary_pb2.Summary.Value(tag=key, simple_value=number)
       for key, number in _numbers(values).items()
     ]
-    event = event_pb2.Event(
-      wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=value)
-    )
-    with naming(f"{path}.out.tfevents"):
-      events.write_event(event)
+    with naming(named):
+      add(step, summary=summary_pb2.Summary(value=value))
       events.flush()
 
   def close() -> None:
-    with naming(f"{path}.out.tfevents"):
+    with naming(named):
       events.close()
 
   return write, close
@@ -136,6 +132,15 @@ def naming(path: str) -> Iterator[None]:
     if e.filename is None:
       e.filename = path
     raise
+
+
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[IO[str]]:
+  """Opens a file that takes its name only when it is whole."""
+  fresh = f"{path}.tmp"
+  with naming(fresh), open(fresh, "w") as f:
+    yield f
+  os.replace(fresh, path)
 
 
 @contextlib.contextmanager

@@ -179,10 +179,7 @@ def reading(step_dir: str, verified: bool) -> Iterator[None]:
   except Exception as e:  # Orbax raises that too, and no kind of it
     if verified:
       raise
-    reason = (str(e).splitlines() or [""])[0]
-    raise Damaged(
-      f"{step_dir} cannot be read: {type(e).__name__}: {reason}"
-    ) from e
+    raise Damaged(f"{step_dir} cannot be read: {processes.brief(e)}") from e
 
 
 def set_aside(step_dir: str) -> str:

@@ -13,6 +13,8 @@ import weakref
 import jax
 import orbax.checkpoint as ocp
 
+from flaxshard import processes
+
 try:
   from orbax.checkpoint._src.futures import future as orbax_future
   from orbax.checkpoint._src.futures import signaling_client
@@ -61,13 +63,11 @@ def failed(directory: str, step: int, error: Exception) -> SaveError:
     if os.fspath(manager.directory) == directory:
       _end(manager)
   _clear(directory, step)
-  reason = (str(error).splitlines() or [""])[0]
   # Of TensorStore, and longer than all the rest.
-  reason = reason.partition(" [tensorstore_spec=")[0]
+  reason = processes.brief(error).partition(" [tensorstore_spec=")[0]
   return SaveError(
-    f"step {step} could not be saved in {directory}: {type(error).__name__}: "
-    f"{reason}\nThe state in memory and the earlier checkpoints are as they "
-    "were."
+    f"step {step} could not be saved in {directory}: {reason}\nThe state in "
+    "memory and the earlier checkpoints are as they were."
   )
 
 
@@ -117,6 +117,14 @@ def _forget_errors(manager: ocp.CheckpointManager) -> None:
       return
 
 
+def writers() -> list[Any]:
+  """Returns Orbax's threads that write, or wait for what others write."""
+  if orbax_future is None:
+    return []
+  kind = orbax_future._SignalingThread
+  return [t for t in threading.enumerate() if isinstance(t, kind)]
+
+
 def _release_threads() -> None:
   """Ends Orbax's threads that wait for what no thread will do any more.
 
@@ -129,11 +137,7 @@ def _release_threads() -> None:
   contract = orbax_future.AwaitableSignalsContract
   client = signaling_client.get_signaling_client()
   # Listed before the signals are read: who has ended by now has sent its own.
-  threads = [
-    thread
-    for thread in threading.enumerate()
-    if isinstance(thread, orbax_future._SignalingThread)
-  ]
+  threads = writers()
   to_come = {(t._operation_id, s) for t in threads for s in t._send_signals}
 
   def is_lost(save: str, signal: Any) -> bool:

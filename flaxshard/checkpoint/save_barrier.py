@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from flaxshard import processes
 from flaxshard.checkpoint import pending_saves
 
 # All processes make their managers in the same order: Orbax syncs there, too.
@@ -112,10 +113,9 @@ class _Save:
       return
     self._failed = True
     _let_writers_end()
-    reason = (str(error).splitlines() or [""])[0]
     _client().key_value_set(
       f"{self._told}/{jax.process_index()}",
-      f"process {jax.process_index()}: {type(error).__name__}: {reason}",
+      f"process {jax.process_index()}: {processes.brief(error)}",
     )
 
   def _raise_what_others_tell(self) -> None:
@@ -133,13 +133,10 @@ def _let_writers_end() -> None:
   A writer that waits for a directory of process 0 ends soon where that is
   there, and minutes after process 0 has removed it, for it does when all fail.
   """
-  if pending_saves.orbax_future is None:
-    return
   until = time.monotonic() + _PATIENCE
-  for thread in threading.enumerate():
-    if isinstance(thread, pending_saves.orbax_future._SignalingThread):
-      # Its own would raise.
-      threading.Thread.join(thread, max(0.0, until - time.monotonic()))
+  for thread in pending_saves.writers():
+    # Its own would raise.
+    threading.Thread.join(thread, max(0.0, until - time.monotonic()))
 
 
 def _client() -> Any:
