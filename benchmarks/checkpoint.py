@@ -21,7 +21,7 @@ import optax
 import orbax.checkpoint as ocp
 
 import flaxshard as fs
-from flaxshard.checkpoint import integrity
+from flaxshard.checkpoint import digests
 
 
 def make_state(megabytes: float, layers: int) -> fs.TrainState:
@@ -100,7 +100,7 @@ def main():
         times = ways[name](state, directory, 1)
         if name == "flaxshard":
           start = time.perf_counter()
-          assert integrity.verify(os.path.join(directory, "1"))
+          assert digests.verify(os.path.join(directory, "1"))
           verified = time.perf_counter() - start
           with fs.Checkpointer(directory) as checkpointer:
             start = time.perf_counter()

@@ -41,7 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from flaxshard import distribute
+from flaxshard.data import distribute
 
 Batch = dict[str, np.ndarray]
 Feed = Callable[[jax.sharding.Mesh, Iterator[Batch]], Iterator[Any]]

@@ -4,17 +4,17 @@ import importlib
 from typing import Any, TYPE_CHECKING
 
 from flaxshard import wrappers
-from flaxshard.create import create_train_state
-from flaxshard.gradients import nonfinite_leaves
+from flaxshard.core.gradients import nonfinite_leaves
+from flaxshard.core.policy import Policy
 from flaxshard.partitioning import DeviceAssignment
 from flaxshard.partitioning import FSDP
 from flaxshard.partitioning import Topology
-from flaxshard.policy import Policy
-from flaxshard.replica import get_replica_context
-from flaxshard.replica import ReplicaContext
-from flaxshard.strategy import Strategy
-from flaxshard.train_state import TrainState
-from flaxshard.values import PerReplica
+from flaxshard.replicas.context import get_replica_context
+from flaxshard.replicas.context import ReplicaContext
+from flaxshard.replicas.values import PerReplica
+from flaxshard.state.create import create_train_state
+from flaxshard.state.train_state import TrainState
+from flaxshard.strategy.strategy import Strategy
 from flaxshard.wrappers import AGN
 from flaxshard.wrappers import CrossShard
 from flaxshard.wrappers import DynamicLossScale
@@ -59,9 +59,15 @@ __all__ = [
 _LAZY = ("checkpoint", "data", "models", "train")
 
 
+# Names from before the modules stood in packages.
+_ALIASES = {"divergence": "flaxshard.state.replica_groups"}
+
+
 def __getattr__(name: str) -> Any:
   if name == "Checkpointer":
     return importlib.import_module("flaxshard.checkpoint").Checkpointer
+  if name in _ALIASES:
+    return importlib.import_module(_ALIASES[name])
   if name in _LAZY:
     return importlib.import_module(f"flaxshard.{name}")
   raise AttributeError(f"module 'flaxshard' has no attribute {name!r}")

@@ -36,7 +36,7 @@ from absl import flags
 from absl import logging as absl_logging
 from ml_collections import config_flags
 
-from flaxshard import train
+from flaxshard.train import loop
 
 FLAGS = flags.FLAGS
 
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
     # JAX and Orbax have a lot to say at INFO.
     absl_logging.set_verbosity(absl_logging.WARNING)
 
-  train.train_and_evaluate(FLAGS.config, FLAGS.workdir)
+  loop.train_and_evaluate(FLAGS.config, FLAGS.workdir)
 
 
 if __name__ == "__main__":

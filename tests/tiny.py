@@ -4,8 +4,8 @@ import os
 
 import ml_collections
 
-from flaxshard import interrupts
-from flaxshard import writers
+from flaxshard.train import metrics as metrics_lib
+from flaxshard.train import preemption
 
 
 def config(**fields) -> ml_collections.ConfigDict:
@@ -31,7 +31,7 @@ def config(**fields) -> ml_collections.ConfigDict:
 
 def rows(workdir) -> list[dict]:
   """Returns what a run has written to `metrics.jsonl`."""
-  return writers.read_rows(os.path.join(workdir, "metrics.jsonl"))
+  return metrics_lib.read_rows(os.path.join(workdir, "metrics.jsonl"))
 
 
 def untimed_rows(workdir) -> list[dict]:
@@ -57,4 +57,4 @@ def stop_at(monkeypatch, stop_step: int, signum: int) -> None:
     def __exit__(self, *args):
       return None
 
-  monkeypatch.setattr(interrupts, "caught", Caught)
+  monkeypatch.setattr(preemption, "caught", Caught)

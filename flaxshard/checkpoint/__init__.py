@@ -12,10 +12,10 @@ with its usual strict call, and ours reads a plain one.
 
 from flaxshard.checkpoint.checkpointer import check_writable
 from flaxshard.checkpoint.checkpointer import Checkpointer
-from flaxshard.checkpoint.one_step import item_handlers
-from flaxshard.checkpoint.one_step import restore
-from flaxshard.checkpoint.one_step import save_args
 from flaxshard.checkpoint.pending_saves import SaveError
+from flaxshard.checkpoint.step import item_handlers
+from flaxshard.checkpoint.step import restore
+from flaxshard.checkpoint.step import save_args
 
 __all__ = [
   "Checkpointer",

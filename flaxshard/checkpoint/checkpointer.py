@@ -16,18 +16,18 @@ import grain
 import jax
 import orbax.checkpoint as ocp
 
-from flaxshard import lock
-from flaxshard import processes
-from flaxshard.checkpoint import data_position
-from flaxshard.checkpoint import integrity
-from flaxshard.checkpoint import one_step
-from flaxshard.checkpoint import own_item
+from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import iterator_state
+from flaxshard.checkpoint import metadata_item
 from flaxshard.checkpoint import pending_saves
-from flaxshard.checkpoint import preservation
+from flaxshard.checkpoint import policies
+from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import save_barrier
+from flaxshard.checkpoint import step as step_lib
 from flaxshard.checkpoint import step_names
-from flaxshard.checkpoint import stored
-from flaxshard.train_state import TrainState
+from flaxshard.core import lock
+from flaxshard.core import multihost
+from flaxshard.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
@@ -82,9 +82,9 @@ class Checkpointer:
     config: Mapping[str, Any] | None = None,
     plain_item: str = "default",
   ):
-    one_step.check_plain_item(plain_item)
+    step_lib.check_plain_item(plain_item)
     self._plain_item = plain_item
-    policy = preservation.policy(
+    policy = policies.policy(
       max_to_keep,
       keep_every=keep_every,
       best_metric=best_metric,
@@ -111,10 +111,10 @@ class Checkpointer:
       ),
       # Named here, or a fresh process could not restore them.
       item_handlers={
-        **one_step.item_handlers(plain_item=plain_item),
+        **step_lib.item_handlers(plain_item=plain_item),
         _DATA: grain.checkpoint.CheckpointHandler(),
         # The last one: it digests what the others have written.
-        integrity.ITEM: own_item.Handler(),
+        digests.ITEM: metadata_item.Handler(),
       },
     )
     self._damaged: set[int] = set()
@@ -180,7 +180,7 @@ class Checkpointer:
     """
     self.wait()
     ranks = {
-      preservation.rank(self._manager.metrics(step), *self._best): step
+      policies.rank(self._manager.metrics(step), *self._best): step
       for step in self.all_steps()
     }
     ranks.pop(-math.inf, None)
@@ -213,14 +213,14 @@ class Checkpointer:
       not self._manager.is_saving_in_progress()
     )
     # Saves end in all processes together: another's ends in no time.
-    if processes.anywhere(ended):
+    if multihost.anywhere(ended):
       self.wait()
 
   def save(
     self,
     step: int,
     state: TrainState,
-    data: data_position.Positioned | None = None,
+    data: iterator_state.Positioned | None = None,
     metrics: Mapping[str, Any] | None = None,
   ) -> None:
     """Saves a state; a step that is there already is left as it is.
@@ -254,14 +254,14 @@ class Checkpointer:
         f"{there[-1]}: restoring takes the latest. Move later steps away, or "
         "take another directory."
       )
-    state_items = one_step.save_args(state, plain_item=self._plain_item)
+    state_items = step_lib.save_args(state, plain_item=self._plain_item)
     own: dict[str, Any] = {}
-    with processes.together(TypeError, ValueError, pending_saves.SaveError):
+    with multihost.together(TypeError, ValueError, pending_saves.SaveError):
       if data is not None:
-        position = data_position.Position(data)
+        position = iterator_state.Position(data)
         own[_DATA] = grain.checkpoint.CheckpointSave(position)
       if metrics is not None:
-        metrics = preservation.as_json(metrics)
+        metrics = policies.as_json(metrics)
         own[step_names.METRICS] = ocp.args.JsonSave(metrics)
       self.wait()
       if self._unlock is None:
@@ -269,8 +269,8 @@ class Checkpointer:
         self._unlock = weakref.finalize(self._manager, unlock)
       self._probe(step)
     items = {**dict(state_items.items()), **own}
-    items[integrity.ITEM] = own_item.Save(
-      own_item.metadata(state, step, tuple(items), self._config)
+    items[digests.ITEM] = metadata_item.Save(
+      metadata_item.metadata(state, step, tuple(items), self._config)
     )
     self._set_damaged_aside()
     pending_saves.expect(self._manager, step)
@@ -299,7 +299,7 @@ class Checkpointer:
     self._damaged |= self._names.left_out | {
       step
       for step in self._manager.all_steps()
-      if integrity.is_empty(self._path(step))
+      if digests.is_empty(self._path(step))
     }
 
   def _set_damaged_aside(self) -> None:
@@ -310,19 +310,19 @@ class Checkpointer:
     if jax.process_index() == 0:
       for step in sorted(self._damaged):
         if os.path.isdir(self._path(step)):
-          aside = integrity.set_aside(self._path(step))
+          aside = digests.set_aside(self._path(step))
           _log.warning("%s is damaged: now %s", self._path(step), aside)
     ocp.multihost.sync_global_processes("flaxshard:damaged_aside")
     self._manager.reload()
     # Flax's own are in nobody's way.
-    self._damaged &= set(stored.steps(self.directory, stored.FLAX))
+    self._damaged &= set(reader.steps(self.directory, reader.FLAX))
 
   def _path(self, step: int) -> str:
     return os.path.join(self.directory, str(step))
 
   def _there(self) -> dict[int, str]:
     """Returns where the steps lie, the damaged ones too."""
-    flax = stored.steps(self.directory, stored.FLAX)
+    flax = reader.steps(self.directory, reader.FLAX)
     mine = {*self._manager.all_steps(), *(self._damaged - set(flax))}
     return {step: str(path) for step, path in flax.items()} | {
       step: self._path(step) for step in mine
@@ -332,7 +332,7 @@ class Checkpointer:
     self,
     state: TrainState,
     step: int | None = None,
-    data: data_position.Positioned | None = None,
+    data: iterator_state.Positioned | None = None,
   ) -> TrainState:
     """Restores a checkpoint into the structure and shardings of `state`.
 
@@ -366,11 +366,11 @@ class Checkpointer:
     def read(number: int) -> TrainState:
       try:
         return self._restore(state, number, there[number], data)
-      except integrity.Damaged:
+      except digests.Damaged:
         self._damaged.add(number)
         raise
 
-    self._restored_step, restored = one_step.read_newest(
+    self._restored_step, restored = step_lib.read_newest(
       self.directory, there, step, read
     )
     return restored
@@ -380,14 +380,14 @@ class Checkpointer:
     state: TrainState,
     step: int,
     where: str,
-    data: data_position.Positioned | None,
+    data: iterator_state.Positioned | None,
   ) -> TrainState:
-    plan = one_step.open_step(where).plan(state)
+    plan = step_lib.open_step(where).plan(state)
     if data is None:
       return plan.restore()
     if not os.path.isdir(os.path.join(where, _DATA)):
       raise ValueError(f"{where} has no {_DATA}: where the data stood.")
-    position = data_position.Position(data)
+    position = iterator_state.Position(data)
     args = ocp.args.Composite(
       **{_DATA: grain.checkpoint.CheckpointRestore(position)}
     )

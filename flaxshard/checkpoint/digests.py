@@ -14,7 +14,7 @@ import zlib
 
 import jax
 
-from flaxshard import processes
+from flaxshard.core import multihost
 
 _log = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ def verify_together(step_dir: str | os.PathLike[str]) -> bool:
   Raises:
     Damaged: As `verify`; where another process found it, with its number.
   """
-  with processes.together(Damaged, ValueError):
+  with multihost.together(Damaged, ValueError):
     verified = verify(step_dir, jax.process_index(), jax.process_count())
   return verified
 
@@ -179,7 +179,7 @@ def reading(step_dir: str, verified: bool) -> Iterator[None]:
   except Exception as e:  # Orbax raises that too, and no kind of it
     if verified:
       raise
-    raise Damaged(f"{step_dir} cannot be read: {processes.brief(e)}") from e
+    raise Damaged(f"{step_dir} cannot be read: {multihost.brief(e)}") from e
 
 
 def set_aside(step_dir: str) -> str:

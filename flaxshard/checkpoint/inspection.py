@@ -21,9 +21,9 @@ from typing import Any
 
 import jax
 
-from flaxshard.checkpoint import integrity
-from flaxshard.checkpoint import own_item
-from flaxshard.checkpoint import stored
+from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import metadata_item
+from flaxshard.checkpoint import reader
 
 _TOLD_APART = ("wrappers", "config")
 
@@ -40,7 +40,7 @@ def steps(directory: str | os.PathLike[str]) -> dict[int, str]:
   where = os.fspath(directory)
   if not os.path.isdir(where):
     raise ValueError(f"there is no directory {where}.")
-  found = stored.steps(where)
+  found = reader.steps(where)
   if not found:
     raise ValueError(f"{where} has no checkpoints.")
   return {step: str(path) for step, path in found.items()}
@@ -56,13 +56,13 @@ def status(
     contents: Whether to read all files, and not only their sizes.
   """
   try:
-    if integrity.verify(step_dir, contents=contents):
+    if digests.verify(step_dir, contents=contents):
       return ("complete, verified" if contents else "complete"), False
     # Without digests, what can be told is whether there is a train state.
-    with integrity.reading(os.fspath(step_dir), verified=False):
-      stored.plain(stored.as_path(step_dir))
+    with digests.reading(os.fspath(step_dir), verified=False):
+      reader.plain(reader.as_path(step_dir))
     return "complete, without digests", False
-  except integrity.Damaged as e:
+  except digests.Damaged as e:
     return f"damaged: {e}", True
 
 
@@ -107,7 +107,7 @@ def describe(step_dir: str | os.PathLike[str]) -> str:
   """
   where = os.fspath(step_dir)
   lines = [where]
-  metadata = own_item.read_metadata(where)
+  metadata = metadata_item.read_metadata(where)
   if metadata is None:
     lines.append("  not written by flaxshard, or by one without digests")
   else:
@@ -118,13 +118,13 @@ def describe(step_dir: str | os.PathLike[str]) -> str:
       lines.append(f"  wrapper: {_wrapper(wrapper)}")
     for key, value in (metadata.get("config") or {}).items():
       lines.append(f"  config.{key}: {_plain(value)}")
-  path = stored.as_path(where)
-  with integrity.reading(where, verified=False):
-    plain = stored.plain(path)
+  path = reader.as_path(where)
+  with digests.reading(where, verified=False):
+    plain = reader.plain(path)
     trees = {plain.item: plain}
-    for item, at in stored.items(path).items():
+    for item, at in reader.items(path).items():
       if item not in trees:
-        trees[item] = stored.orbax_tree(at, item)
+        trees[item] = reader.orbax_tree(at, item)
   for item, tree in trees.items():
     size = sum(_bytes_of(x) for x in tree.leaves.values())
     lines.append(f"{item}: {len(tree.leaves)} arrays, {_size(size)}")
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _show(args.directory, args.step, args.verify)
   except (OSError, ValueError) as e:
     print(f"error: {e}", file=sys.stderr)
-    return 1 if isinstance(e, integrity.Damaged) else 2
+    return 1 if isinstance(e, digests.Damaged) else 2
 
 
 def _show(directory: str, step: int | None, verify: bool) -> int:

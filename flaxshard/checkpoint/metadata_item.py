@@ -23,9 +23,9 @@ import orbax.checkpoint as ocp
 
 import flaxshard
 from flaxshard import wrappers as wrappers_lib
-from flaxshard.checkpoint import integrity
+from flaxshard.checkpoint import digests as integrity
 from flaxshard.checkpoint import templates
-from flaxshard.train_state import TrainState
+from flaxshard.state.train_state import TrainState
 
 _METADATA = "metadata"  # as Orbax names it for JSON
 # What Orbax completes in the step's metadata after we were called.

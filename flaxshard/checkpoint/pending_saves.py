@@ -13,7 +13,7 @@ import weakref
 import jax
 import orbax.checkpoint as ocp
 
-from flaxshard import processes
+from flaxshard.core import multihost
 
 try:
   from orbax.checkpoint._src.futures import future as orbax_future
@@ -64,7 +64,7 @@ def failed(directory: str, step: int, error: Exception) -> SaveError:
       _end(manager)
   _clear(directory, step)
   # Of TensorStore, and longer than all the rest.
-  reason = processes.brief(error).partition(" [tensorstore_spec=")[0]
+  reason = multihost.brief(error).partition(" [tensorstore_spec=")[0]
   return SaveError(
     f"step {step} could not be saved in {directory}: {reason}\nThe state in "
     "memory and the earlier checkpoints are as they were."

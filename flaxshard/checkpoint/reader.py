@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from flaxshard import trees
+from flaxshard.core import trees
 
 PyTree = Any
 Path = tuple[str, ...]

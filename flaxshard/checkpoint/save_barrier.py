@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from flaxshard import processes
 from flaxshard.checkpoint import pending_saves
+from flaxshard.core import multihost
 
 # All processes make their managers in the same order: Orbax syncs there, too.
 _numbers = itertools.count()
@@ -115,7 +115,7 @@ class _Save:
     _let_writers_end()
     _client().key_value_set(
       f"{self._told}/{jax.process_index()}",
-      f"process {jax.process_index()}: {processes.brief(error)}",
+      f"process {jax.process_index()}: {multihost.brief(error)}",
     )
 
   def _raise_what_others_tell(self) -> None:

@@ -11,26 +11,26 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from flaxshard import divergence
-from flaxshard import fields
-from flaxshard import processes
-from flaxshard import trees
-from flaxshard import values
-from flaxshard.checkpoint import foreign
-from flaxshard.checkpoint import integrity
-from flaxshard.checkpoint import saveable
-from flaxshard.checkpoint import stored
+from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import migrate
+from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import templates
-from flaxshard.checkpoint import wrappers_item
-from flaxshard.train_state import TrainState
+from flaxshard.checkpoint import validation
+from flaxshard.checkpoint import wrapper_states as wrapper_states_lib
+from flaxshard.core import multihost
+from flaxshard.core import trees
+from flaxshard.replicas import values
+from flaxshard.state import fields as fields_lib
+from flaxshard.state import replica_groups
+from flaxshard.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
 PyTree = Any
 Path = tuple[str, ...]
 
-_WRAPPERS = wrappers_item.ITEM
-_LOSS_SCALE = foreign.LOSS_SCALE[-1]
+_WRAPPERS = wrapper_states_lib.ITEM
+_LOSS_SCALE = migrate.LOSS_SCALE[-1]
 
 
 def save_args(
@@ -68,15 +68,15 @@ def save_args(
   """
   check_state(state)
   check_plain_item(plain_item)
-  saveable.check("state", state)
-  note = divergence.note(state)
+  validation.check("state", state)
+  note = replica_groups.note(state)
   if note:
     _log.info("step %d: %s", int(state.step), note)
-    state = divergence.of_first_replica(state)
+    state = replica_groups.of_first_replica(state)
   items: dict[str, Any] = {
     plain_item: ocp.args.StandardSave(state.without_wrappers())
   }
-  wrapper_states = wrappers_item.nonempty(state.wrapper_states)
+  wrapper_states = wrapper_states_lib.nonempty(state.wrapper_states)
   if wrapper_states:
     items[_WRAPPERS] = ocp.args.PyTreeSave(wrapper_states)
   return ocp.args.Composite(**items)
@@ -150,12 +150,12 @@ def restore(
   """
   check_state(state)
 
-  def read(where: stored.Directory) -> TrainState:
+  def read(where: reader.Directory) -> TrainState:
     return open_step(where, plain_item).plan(state).restore()
 
   if isinstance(manager, (str, os.PathLike)):
-    directory = stored.as_path(manager)
-    if step is None and stored.is_one(directory):
+    directory = reader.as_path(manager)
+    if step is None and reader.is_one(directory):
       return read(directory)
   elif hasattr(manager, "directory"):
     directory = manager.directory
@@ -165,12 +165,12 @@ def restore(
     raise TypeError(
       f"manager must be an Orbax CheckpointManager or a path, got {manager!r}."
     )
-  there = stored.steps(directory)
+  there = reader.steps(directory)
   return read_newest(directory, there, step, lambda i: read(there[i]))[1]
 
 
 def read_newest(
-  directory: stored.Directory,
+  directory: reader.Directory,
   steps: Collection[int],
   step: int | None,
   read: Callable[[int], TrainState],
@@ -181,7 +181,7 @@ def read_newest(
     directory: Where the steps lie.
     steps: The steps that are there.
     step: The only one to read; None is any.
-    read: Reads a step, or raises `integrity.Damaged`.
+    read: Reads a step, or raises `digests.Damaged`.
 
   Raises:
     ValueError: There is no such step, or it is damaged, or all are.
@@ -196,7 +196,7 @@ def read_newest(
   for newest in sorted(steps, reverse=True):
     try:
       return newest, read(newest)
-    except integrity.Damaged as e:
+    except digests.Damaged as e:
       _log.warning("step %d is damaged, passed over: %s", newest, e)
       damages.append(str(e))
   raise ValueError(
@@ -230,8 +230,8 @@ class Opened:
     verified: Whether its files are known to be what was saved.
   """
 
-  where: stored.Directory
-  plain: stored.Tree
+  where: reader.Directory
+  plain: reader.Tree
   wrappers: Mapping[str, PyTree]
   verified: bool
 
@@ -244,17 +244,17 @@ class Opened:
     where = str(self.where)
     plain = state.without_wrappers()
     wanted = trees.by_path(templates.abstract(plain))
-    mine = wrappers_item.nonempty(state.wrapper_states)
+    mine = wrapper_states_lib.nonempty(state.wrapper_states)
     scale = mine.get(_LOSS_SCALE)
     scales: dict[Path, Any] = {}
     if scale is not None and _LOSS_SCALE not in self.wrappers:
       abstract = trees.by_path(templates.abstract(scale, like=state))
-      scales = {(*foreign.LOSS_SCALE, *path): x for path, x in abstract.items()}
-    moves = foreign.plan(self.plain.leaves, {**wanted, **scales})
+      scales = {(*migrate.LOSS_SCALE, *path): x for path, x in abstract.items()}
+    moves = migrate.plan(self.plain.leaves, {**wanted, **scales})
     wanted |= {path: scales[path] for path in moves.sources if path in scales}
     has = {
       path: wanted[path]
-      if isinstance(x, stored.Number) and x.fits(wanted.get(path, x))
+      if isinstance(x, reader.Number) and x.fits(wanted.get(path, x))
       else x
       for path, x in moves.renamed(self.plain.leaves).items()
     }
@@ -265,7 +265,7 @@ class Opened:
       {path: x for path, x in wanted.items() if path not in moves.fresh},
     )
     elsewhere = {path[1] for path in moves.sources if path in scales}
-    wrappers = wrappers_item.plan(where, state, self.wrappers, elsewhere)
+    wrappers = wrapper_states_lib.plan(where, state, self.wrappers, elsewhere)
     for note in moves.notes:
       _log.info("%s: %s", where, note)
     return Plan(self, state, plain, wanted, moves, wrappers)
@@ -288,8 +288,8 @@ class Plan:
   state: TrainState
   plain: TrainState
   wanted: Mapping[Path, jax.ShapeDtypeStruct]
-  moves: foreign.Plan
-  wrappers: wrappers_item.Plan
+  moves: migrate.Plan
+  wrappers: wrapper_states_lib.Plan
 
   def restore(self, also: Callable[[], Any] | None = None) -> TrainState:
     """Reads the step; returns the restored state.
@@ -303,7 +303,7 @@ class Plan:
     """
     # Several processes cannot go on together from an error of one.
     verified = self.opened.verified or jax.process_count() > 1
-    with integrity.reading(str(self.opened.where), verified):
+    with digests.reading(str(self.opened.where), verified):
       leaves, wrapper_item = self._read()
       if also is not None:
         also()
@@ -314,10 +314,10 @@ class Plan:
     leaves = self.opened.plain.read(
       {source: self.wanted[path] for path, source in self.moves.sources.items()}
     )
-    directory = stored.items(self.opened.where).get(_WRAPPERS)
+    directory = reader.items(self.opened.where).get(_WRAPPERS)
     if directory is None:
       return leaves, {}
-    return leaves, stored.read_item(directory, self.wrappers.item)
+    return leaves, reader.read_item(directory, self.wrappers.item)
 
   def _finish(
     self, leaves: Mapping[Path, Any], wrapper_item: PyTree
@@ -336,14 +336,14 @@ class Plan:
     )
     new = {
       name: values.spread(getattr(restored, name), getattr(self.state, name))
-      for name in fields.data_names(self.plain)
+      for name in fields_lib.data_names(self.plain)
     }
     if self.state.wrapper_states:
       states = self.wrappers.finish(restored, wrapper_item)
       scale = {
         path[-1]: x
         for path, x in found.items()
-        if path[:2] == foreign.LOSS_SCALE
+        if path[:2] == migrate.LOSS_SCALE
       }
       if scale:
         states[_LOSS_SCALE] = states[_LOSS_SCALE]._replace(**scale)
@@ -351,7 +351,7 @@ class Plan:
     return self.state.replace(**new)
 
 
-def open_step(where: stored.Directory, plain_item: str | None = None) -> Opened:
+def open_step(where: reader.Directory, plain_item: str | None = None) -> Opened:
   """Verifies a step, and reads what lies in it, without the values.
 
   Args:
@@ -361,12 +361,12 @@ def open_step(where: stored.Directory, plain_item: str | None = None) -> Opened:
   Raises:
     Damaged: It is not what was saved, or there is no train state in it.
   """
-  verified = integrity.verify_together(where)
+  verified = digests.verify_together(where)
   with (
-    processes.together(integrity.Damaged, ValueError),
-    integrity.reading(str(where), verified),
+    multihost.together(digests.Damaged, ValueError),
+    digests.reading(str(where), verified),
   ):
-    plain = stored.plain(where, plain_item)
-    directory = stored.items(where).get(_WRAPPERS)
-    wrappers = {} if directory is None else stored.metadata(directory)
-  return Opened(stored.as_path(where), plain, wrappers, verified)
+    plain = reader.plain(where, plain_item)
+    directory = reader.items(where).get(_WRAPPERS)
+    wrappers = {} if directory is None else reader.metadata(directory)
+  return Opened(reader.as_path(where), plain, wrappers, verified)

@@ -8,7 +8,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from flaxshard.checkpoint import integrity
+from flaxshard.checkpoint import digests
 
 METRICS = "metrics"  # the item and the file in it, as Orbax names them
 
@@ -46,7 +46,7 @@ def _damaged_metrics(directory: str | os.PathLike[str]) -> set[int]:
     path = os.path.join(directory, name, METRICS, METRICS)
     if name.isdecimal() and os.path.exists(path):
       try:
-        integrity.read_json(path)
-      except integrity.Damaged:
+        digests.read_json(path)
+      except digests.Damaged:
         steps.add(int(name))
   return steps

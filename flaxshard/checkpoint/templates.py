@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxshard import trees
+from flaxshard.core import trees
 
 PyTree = Any
 Path = tuple[str, ...]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxshard import trees
+from flaxshard.core import trees
 
 _KINDS = (jnp.number, jnp.bool_, jax.dtypes.prng_key)
 

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from flaxshard import fields
-from flaxshard import trees
 from flaxshard.checkpoint import templates
-from flaxshard.train_state import TrainState
+from flaxshard.core import trees
+from flaxshard.state import fields as fields_lib
+from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
 
 _log = logging.getLogger(__name__)
@@ -268,7 +268,7 @@ def _restart(
       jax.tree.structure(template), base.own_leaves(wrapper, template)
     )
   )
-  names = set(fields.data_names(plain)) - {"step", "params", "opt_state"}
+  names = set(fields_lib.data_names(plain)) - {"step", "params", "opt_state"}
   target = base.Target(
     jnp.asarray(plain.step),
     plain.params,

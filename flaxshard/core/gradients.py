@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxshard.trees import dtype_of
-from flaxshard.trees import path_string
+from flaxshard.core.trees import dtype_of
+from flaxshard.core.trees import path_string
 
 # Below this many elements the plain test costs nothing that can be measured.
 _LARGE = 1 << 14

@@ -9,7 +9,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 import jax
 import jax.numpy as jnp
 
-from flaxshard import trees
+from flaxshard.core import trees
 
 PyTree = Any
 Path = trees.Path

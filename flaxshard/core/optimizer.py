@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import optax
 
-from flaxshard import registry
+from flaxshard.core import registry
 
 
 def sgd(

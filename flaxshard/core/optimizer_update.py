@@ -9,9 +9,9 @@ from flax.training import train_state
 import jax
 import jax.numpy as jnp
 
-from flaxshard import gradients
-from flaxshard import slots
-from flaxshard import trees
+from flaxshard.core import gradients
+from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import trees
 
 PyTree = Any
 
@@ -69,7 +69,7 @@ def _update(
   )
   new = apply_gradients(state, grads=filled, **replaced)
   params = _keep(fixed, new.params, state.params)
-  seen = slots.with_optimizer(params)
+  seen = opt_state_lib.with_optimizer(params)
   if seen is not params:
     fixed = {path[1:] for path in fixed}
   return new.replace(
@@ -108,7 +108,7 @@ def _keep_slots(
     for n, o, parameter in zip(
       jax.tree.leaves(new),
       jax.tree.leaves(old),
-      slots.parameters_of(old, params),
+      opt_state_lib.parameters_of(old, params),
       strict=True,
     )
   ]

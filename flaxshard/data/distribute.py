@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 
-from flaxshard.input_pipeline import padding
-from flaxshard.input_pipeline import sharding
-from flaxshard.input_pipeline.iterators import DistributedDataset
-from flaxshard.input_pipeline.iterators import DistributedIterator
-from flaxshard.input_pipeline.sharding import shard_batch
+from flaxshard.data import padding
+from flaxshard.data import sharding
+from flaxshard.data.iterators import DistributedDataset
+from flaxshard.data.iterators import DistributedIterator
+from flaxshard.data.sharding import shard_batch
 
 __all__ = [
   "DistributedDataset",

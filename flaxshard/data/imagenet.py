@@ -13,9 +13,9 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from flaxshard.data import Example
-from flaxshard.data import Source
-from flaxshard.data import Splits
+from flaxshard.data.sources import Example
+from flaxshard.data.sources import Source
+from flaxshard.data.sources import Splits
 
 Box = tuple[float, float, float, float]
 

@@ -13,8 +13,8 @@ import weakref
 
 import jax
 
-from flaxshard.input_pipeline import padding
-from flaxshard.input_pipeline import prefetch as prefetch_lib
+from flaxshard.data import padding
+from flaxshard.data import prefetch as prefetch_lib
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class DistributedIterator:
 
   Example:
     >>> import grain, numpy as np
-    >>> from flaxshard import distribute
+    >>> from flaxshard.data import distribute
     >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("replica",))
     >>> source = grain.MapDataset.range(8).batch(2).to_iter_dataset()
     >>> with iter(distribute.distribute_dataset(mesh, source)) as iterator:

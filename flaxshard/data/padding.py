@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxshard import trees
-from flaxshard.input_pipeline import host
-from flaxshard.input_pipeline import sharding
+from flaxshard.core import trees
+from flaxshard.data import host_batch
+from flaxshard.data import sharding
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
@@ -20,7 +20,7 @@ P = jax.sharding.PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
-  """How batches are padded: `flaxshard.distribute.distribute_dataset` tells.
+  """How batches are padded; see `flaxshard.data.distribute`.
 
   Attributes:
     batch_size: Rows of a global batch; None: those of the first.
@@ -136,7 +136,7 @@ class Padder:
       ValueError: The batch is not like the first, or has no place for a mask.
       TypeError: A leaf is not numeric.
     """
-    parts = [host.flatten(batch) for batch in batches]
+    parts = [host_batch.flatten(batch) for batch in batches]
     if self._layout is None:
       is_dict = isinstance(batches[0], Mapping)
       self._layout = _layout(self._mesh, self._config, parts, is_dict)
@@ -156,7 +156,9 @@ class Padder:
         padded[dim] if isinstance(size, str) else size
         for dim, size in enumerate(leaf.shape)
       )
-      arrays.append(host.join(leaf.path, [p.arrays[i] for p in parts], shape))
+      arrays.append(
+        host_batch.join(leaf.path, [p.arrays[i] for p in parts], shape)
+      )
     shardings = [leaf.sharding for leaf in layout.leaves]
     if layout.mask is None:
       out = sharding.put(self._mesh, arrays, shardings)
@@ -176,7 +178,7 @@ class Padder:
 def _layout(
   mesh: jax.sharding.Mesh,
   config: Padding,
-  parts: Sequence[host.HostBatch],
+  parts: Sequence[host_batch.HostBatch],
   is_dict: bool,
 ) -> _Layout:
   first, count = parts[0], len(sharding.pipelines(mesh))
@@ -222,14 +224,14 @@ def _layout(
   )
 
 
-def _sizes(layout: _Layout, batch: host.HostBatch) -> dict[int, int]:
+def _sizes(layout: _Layout, batch: host_batch.HostBatch) -> dict[int, int]:
   """Returns how long the dimensions after the batch's are that vary.
 
   Raises:
     ValueError: The batch is not like the first, or leaves differ in them.
   """
   if batch.tree == layout.tree and all(
-    x.shape[1:] == leaf.shape[1:] and host.dtype_of(x) == leaf.dtype
+    x.shape[1:] == leaf.shape[1:] and host_batch.dtype_of(x) == leaf.dtype
     for x, leaf in zip(batch.arrays, layout.leaves, strict=True)
   ):
     return {}  # as nearly always
@@ -250,7 +252,7 @@ def _sizes(layout: _Layout, batch: host.HostBatch) -> dict[int, int]:
           )
       if isinstance(want, str):
         shape[dim] = want
-    given[path] = _Abstract(tuple(shape), host.dtype_of(x))
+    given[path] = _Abstract(tuple(shape), host_batch.dtype_of(x))
   difference = trees.first_difference(given, wanted)
   if difference:
     raise ValueError(

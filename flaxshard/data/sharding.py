@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from flaxshard import trees
-from flaxshard.input_pipeline import host
+from flaxshard.core import trees
+from flaxshard.data import host_batch
 from flaxshard.partitioning import specs as specs_lib
 
 PyTree = Any
@@ -68,13 +68,13 @@ def shard_batch(
     >>> [shard.data.tolist() for shard in batch["x"].addressable_shards]
     [[0, 1], [2, 3]]
   """
-  flat = host.flatten(batch)
+  flat = host_batch.flatten(batch)
   leaves = make_leaves(mesh, flat, check_specs(mesh, spec))
   count = len(pipelines(mesh))
   arrays = []
   for leaf, x in zip(leaves, flat.arrays, strict=True):
     check_divisible(leaf, (len(x) * count, *x.shape[1:]))
-    arrays.append(host.join(leaf.path, [x], x.shape))
+    arrays.append(host_batch.join(leaf.path, [x], x.shape))
   out = put(mesh, arrays, [leaf.sharding for leaf in leaves])
   return jax.tree.unflatten(flat.tree, out)
 
@@ -144,7 +144,7 @@ def check_specs(mesh: jax.sharding.Mesh, spec: PyTree) -> dict[str, P]:
 
 
 def make_leaves(
-  mesh: jax.sharding.Mesh, batch: host.HostBatch, specs: Mapping[str, P]
+  mesh: jax.sharding.Mesh, batch: host_batch.HostBatch, specs: Mapping[str, P]
 ) -> list[Leaf]:
   """Returns what the leaves of a batch are like, in every batch."""
   check_paths("spec", specs, batch.paths)
@@ -169,7 +169,7 @@ def make_leaves(
     leaves.append(
       Leaf(
         path=path,
-        dtype=host.dtype_of(x),
+        dtype=host_batch.dtype_of(x),
         shape=("batch", *x.shape[1:]),
         parts=parts,
         sharding=jax.sharding.NamedSharding(mesh, spec),
@@ -190,7 +190,7 @@ def check_divisible(leaf: Leaf, shape: Iterable[int | str]) -> None:
 
 def put(
   mesh: jax.sharding.Mesh,
-  arrays: Sequence[host.Array],
+  arrays: Sequence[host_batch.Array],
   shardings: Sequence[jax.sharding.NamedSharding],
 ) -> list[jax.Array]:
   """Puts this process's rows on its devices, as parts of global arrays."""

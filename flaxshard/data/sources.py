@@ -21,7 +21,7 @@ from typing import Any, Protocol, SupportsIndex
 import grain
 import numpy as np
 
-from flaxshard import registry
+from flaxshard.core import registry
 
 Example = dict[str, Any]
 
@@ -372,5 +372,5 @@ _READ_OPTIONS = grain.ReadOptions(num_threads=4, prefetch_buffer_size=16)
 _FACTORIES: dict[str, Any] = {
   "digits": digits,
   "text": text,
-  "imagenet": "flaxshard.imagenet:imagenet",
+  "imagenet": "flaxshard.data.imagenet:imagenet",
 }

@@ -8,11 +8,11 @@ from typing import Any
 from flax import linen as nn
 from flax import nnx
 
-from flaxshard import registry
+from flaxshard.core import registry
+from flaxshard.core.policy import Policy
 from flaxshard.models.cnn import CNN
 from flaxshard.models.resnet import ResNet
 from flaxshard.models.transformer import Transformer
-from flaxshard.policy import Policy
 
 __all__ = ["CNN", "MODELS", "ResNet", "Transformer", "create"]
 

@@ -7,9 +7,9 @@ from typing import Any
 from flax import linen as nn
 import jax
 
+from flaxshard.core.policy import Policy
 from flaxshard.models.fields import check_counts
 from flaxshard.models.fields import check_rate
-from flaxshard.policy import Policy
 
 
 class CNN(nn.Module):

@@ -9,8 +9,8 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
+from flaxshard.core.policy import Policy
 from flaxshard.models.fields import check_counts
-from flaxshard.policy import Policy
 
 _he_normal = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 

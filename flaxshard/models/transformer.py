@@ -8,9 +8,9 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
+from flaxshard.core.policy import Policy
 from flaxshard.models.fields import check_counts
 from flaxshard.models.fields import check_rate
-from flaxshard.policy import Policy
 
 _normal = nn.initializers.normal(0.02)
 

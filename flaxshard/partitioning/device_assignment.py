@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flaxshard.partitioning import coordinates as coordinates_lib
-from flaxshard.partitioning import layouts
+from flaxshard.partitioning import device_layout
 from flaxshard.partitioning.coordinates import Lengths
 from flaxshard.partitioning.topology import Topology
 
@@ -132,7 +132,9 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
       raise TypeError(
         f"{where}: span_slices must be a bool, got {span_slices!r}."
       )
-    cores = layouts.lay_out(topology, shape, stride, count, mode, span_slices)
+    cores = device_layout.lay_out(
+      topology, shape, stride, count, mode, span_slices
+    )
     return cls(topology, cores)
 
   # -- What there is.

@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 from flax import linen as nn
 import jax
 
-from flaxshard import registry
-from flaxshard import trees
+from flaxshard.core import registry
+from flaxshard.core import trees
 from flaxshard.partitioning import specs
 from flaxshard.partitioning.specs import Mesh
 

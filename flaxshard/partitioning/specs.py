@@ -9,8 +9,8 @@ from typing import Any
 from flax import linen as nn
 import jax
 
-from flaxshard import registry
-from flaxshard import trees
+from flaxshard.core import registry
+from flaxshard.core import trees
 
 PyTree = Any
 P = jax.sharding.PartitionSpec

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxshard import replica
-from flaxshard import trees
+from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.replicas import context as replica_context
 
 PyTree = Any
 
@@ -102,7 +102,7 @@ def reduce(
   mesh: jax.sharding.Mesh, reduce_op: str, value: PyTree, axis: int | None
 ) -> PyTree:
   """Combines the replicas' values; see `Strategy.reduce`."""
-  replica.check_reduce_op(reduce_op)
+  replica_context.check_reduce_op(reduce_op)
   trees.check_arrays("reduce: value", value)
 
   def axes(v: Any) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ def reduce(
       )
     if axis is None:
       return x
-    replica.check_axis("reduce", axis, np.shape(x))
+    replica_context.check_axis("reduce", axis, np.shape(x))
     return jnp.mean(jnp.asarray(x), axis)
 
   return _map(one, value)
@@ -265,7 +265,7 @@ def _inside(
 def _axis(where: str, axis: int, x: Any) -> int:
   """Returns the dimension of `[replicas, ...]` for one of a replica's value."""
   shape = np.shape(x)[1:]
-  replica.check_axis(where, axis, shape)
+  replica_context.check_axis(where, axis, shape)
   return axis % len(shape) + 1
 
 

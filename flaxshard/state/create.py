@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from flaxshard import fields as fields_lib
-from flaxshard import linen_module
-from flaxshard import nnx_module
-from flaxshard import placement
-from flaxshard import trees
+from flaxshard.core import trees
+from flaxshard.core.policy import Policy
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
-from flaxshard.policy import Policy
-from flaxshard.train_state import TrainState
+from flaxshard.state import fields as fields_lib
+from flaxshard.state import linen_module
+from flaxshard.state import nnx_adapter
+from flaxshard.state import sharding as sharding_lib
+from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
 
 PyTree = Any
@@ -33,7 +33,7 @@ def create_train_state(
   tx: optax.GradientTransformation,
   *,
   wrappers: Sequence[base.Wrapper] = (),
-  strategy: placement.HasMesh | None = None,
+  strategy: sharding_lib.HasMesh | None = None,
   rules: rules_lib.Rules = None,
 ) -> TrainState:
   """Initializes a model and returns its `TrainState`.
@@ -86,12 +86,12 @@ def create_train_state(
       f"rules={rules!r} need a strategy, whose mesh they are about; got "
       "strategy=None."
     )
-  mesh = None if strategy is None else placement.mesh_of(strategy)
+  mesh = None if strategy is None else sharding_lib.mesh_of(strategy)
   if mesh is None and _is_function(model):
     linen_module.check_rng(rng)
-    model = nnx_module.construct(model, rng)
-  if nnx_module.is_module(model):
-    apply_fn, variables = nnx_module.split(model, boxed=mesh is not None)
+    model = nnx_adapter.construct(model, rng)
+  if nnx_adapter.is_module(model):
+    apply_fn, variables = nnx_adapter.split(model, boxed=mesh is not None)
     about = _about(model, apply_fn)
   else:
     init = _initializer(model, rng, sample_input)
@@ -106,7 +106,7 @@ def create_train_state(
     arrays = nn.meta.unbox(variables)
   else:
     specs = _specs(variables, mesh, rules)
-    arrays = placement.put(specs_lib.unbox(variables), specs, mesh)
+    arrays = sharding_lib.put(specs_lib.unbox(variables), specs, mesh)
   return TrainState.create(
     apply_fn=about.apply_fn,
     tx=tx,
@@ -157,8 +157,8 @@ def _initializer(model: Any, rng: Any, sample_input: Any) -> _Initializer:
   def initialize_nnx(rng: Any) -> dict[str, PyTree]:
     # Where the variables lie is settled for all of them together.
     with nnx.use_eager_sharding(False):
-      module = nnx_module.construct(model, rng)
-    apply_fn, variables = nnx_module.split(module, boxed=True)
+      module = nnx_adapter.construct(model, rng)
+    apply_fn, variables = nnx_adapter.split(module, boxed=True)
     traced.append(_about(module, apply_fn))
     return variables
 
@@ -181,7 +181,7 @@ def _birth(
     wrappers=base.with_policy(wrappers, about.policy),
   )
 
-  num_replicas = placement.check_replicas(mesh, static["wrappers"])
+  num_replicas = sharding_lib.check_replicas(mesh, static["wrappers"])
 
   def make(*args: Any) -> dict[str, PyTree]:
     arrays = specs_lib.unbox(init.initialize(*args))
@@ -194,13 +194,13 @@ def _birth(
       )
     return trees.own_buffers(fields)
 
-  args = placement.put(
+  args = sharding_lib.put(
     init.args,
     rules_lib.resolve(None, mesh, init.args, argument="(rng, sample_input)"),
     mesh,
   )
   return _Birth(
-    placement.jit(
+    sharding_lib.jit(
       make,
       args,
       mesh,

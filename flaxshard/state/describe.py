@@ -13,9 +13,9 @@ from typing import Any
 from flax.training import train_state
 import jax
 
-from flaxshard import divergence
-from flaxshard import fields as fields_lib
-from flaxshard import trees
+from flaxshard.core import trees
+from flaxshard.state import fields as fields_lib
+from flaxshard.state import replica_groups
 
 PyTree = Any
 
@@ -212,7 +212,7 @@ def describe(state: PyTree) -> Description:
     for name, tree in fields.items()
   )
   return Description(
-    tuple(group for group in groups if group.rows), divergence.note(state)
+    tuple(group for group in groups if group.rows), replica_groups.note(state)
   )
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from flaxshard import trees
+from flaxshard.core import trees
 
 _NAMES: dict[type, str] = {
   nnx.Param: "params",

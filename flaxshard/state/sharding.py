@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import jax
 
-from flaxshard import slots
-from flaxshard import trees
+from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
@@ -108,7 +108,7 @@ def jit(
     if name in specs:
       fields[name] = specs[name]
     elif name == "opt_state":
-      fields[name] = slots.specs(tree, params, specs["params"])
+      fields[name] = opt_state_lib.specs(tree, params, specs["params"])
     elif name == "wrapper_states":
       fields[name] = wrapper_specs(
         wrappers, tree, params, specs["params"], mesh
@@ -150,7 +150,7 @@ def wrapper_specs(
         leaves, base.partition_specs(wrapper, states[name]), strict=True
       )
     ]
-    followed = slots.specs(states[name], params, param_specs)
+    followed = opt_state_lib.specs(states[name], params, param_specs)
     result[name] = treedef.unflatten(
       [
         specs_lib.shortest(_completed(d, spec), mesh)

@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from flaxshard import fields as fields_lib
-from flaxshard import gradients
-from flaxshard import placement
-from flaxshard import registry
-from flaxshard import replica
-from flaxshard import slots
-from flaxshard import trees
-from flaxshard import update
-from flaxshard import values
+from flaxshard.core import gradients
+from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import optimizer_update
+from flaxshard.core import registry
+from flaxshard.core import trees
+from flaxshard.replicas import context as replica_context
+from flaxshard.replicas import values
+from flaxshard.state import fields as fields_lib
+from flaxshard.state import sharding as sharding_lib
 from flaxshard.wrappers import base
 
 PyTree = Any
@@ -75,7 +75,7 @@ class TrainState(flax_train_state.TrainState):
     params: PyTree,
     tx: optax.GradientTransformation,
     wrappers: Sequence[base.Wrapper] = (),
-    strategy: placement.HasMesh | None = None,
+    strategy: sharding_lib.HasMesh | None = None,
     **collections: PyTree,
   ) -> TrainState:
     """Creates a state at step 0.
@@ -103,8 +103,8 @@ class TrainState(flax_train_state.TrainState):
         state has already, or an array that is split over another mesh.
     """
     wrappers = base.check(wrappers)
-    mesh = None if strategy is None else placement.mesh_of(strategy)
-    num_replicas = placement.check_replicas(mesh, wrappers)
+    mesh = None if strategy is None else sharding_lib.mesh_of(strategy)
+    num_replicas = sharding_lib.check_replicas(mesh, wrappers)
     _check_collections(cls, collections)
     if not jax.tree.leaves(params) or jax.tree_util.all_leaves([params]):
       raise TypeError(
@@ -126,7 +126,7 @@ class TrainState(flax_train_state.TrainState):
       arrays = trees.own_buffers({**given, **init(given)})
     else:
       given = trees.own_buffers(given)
-      arrays = placement.complete(init, given, mesh, wrappers)
+      arrays = sharding_lib.complete(init, given, mesh, wrappers)
     return fields_lib.extend(cls, arrays)(
       apply_fn=apply_fn, tx=tx, wrappers=wrappers, **static, **arrays
     )
@@ -189,7 +189,7 @@ class TrainState(flax_train_state.TrainState):
 
   def _own_states(self) -> dict[str, PyTree]:
     """Returns the states of the wrappers as one replica has them."""
-    if not self.wrappers or replica.get_replica_context() is not None:
+    if not self.wrappers or replica_context.get_replica_context() is not None:
       return dict(self.wrapper_states)
     return base.own(self.wrappers, self.wrapper_states)
 
@@ -227,20 +227,20 @@ class TrainState(flax_train_state.TrainState):
       "grads", grads, self.params, dtypes=False, none_is_leaf=True
     )
     grads = gradients.map_gradients(lambda g: g, grads)  # NumPy's into JAX's
-    if replica.get_replica_context() is None:
+    if replica_context.get_replica_context() is None:
       return self._apply(grads, replaced)
     replaced = {
       name: self._agreed(name, tree) if self._has_collection(name) else tree
       for name, tree in replaced.items()
     }
     if skip_gradients_aggregation:
-      with replica.agreed_gradients(says_the_user=True):
+      with replica_context.agreed_gradients(says_the_user=True):
         return self._apply(grads, replaced)
     if base.reduces_gradients(self.wrappers):
       return self._apply(grads, replaced)
     # Before the wrappers: reduced gradients carry one replica's NaN to all.
-    grads = replica.reduce_gradients("mean", grads)
-    with replica.agreed_gradients():
+    grads = replica_context.reduce_gradients("mean", grads)
+    with replica_context.agreed_gradients():
       return self._apply(grads, replaced)
 
   def _has_collection(self, name: str) -> bool:
@@ -266,7 +266,7 @@ class TrainState(flax_train_state.TrainState):
   def _apply(self, grads: PyTree, replaced: dict[str, PyTree]) -> TrainState:
     """Applies gradients as they are."""
     if not self.wrappers:
-      return update.flax_update(self, grads, replaced)
+      return optimizer_update.flax_update(self, grads, replaced)
     reserved = {"step", "params", "opt_state", "wrapper_states", "wrappers"}
     fields = fields_lib.of_class(type(self))
     for name in replaced:
@@ -288,11 +288,13 @@ class TrainState(flax_train_state.TrainState):
       state = self.replace(
         step=target.step, params=target.params, opt_state=target.opt_state
       )
-      state = update.flax_update(state, grads, {})
+      state = optimizer_update.flax_update(state, grads, {})
       return target._replace(
         step=state.step,
         params=state.params,
-        opt_state=update.keep_dtypes(state.opt_state, target.opt_state),
+        opt_state=optimizer_update.keep_dtypes(
+          state.opt_state, target.opt_state
+        ),
         collections=collections,
       )
 
@@ -309,7 +311,7 @@ class TrainState(flax_train_state.TrainState):
       innermost,
     )
     states = target.wrapper_states
-    if replica.get_replica_context() is None:
+    if replica_context.get_replica_context() is None:
       states = base.of_replicas(self.wrappers, states)
     return self.replace(
       step=target.step,
@@ -374,7 +376,7 @@ def _init(
   params = given["params"]
   made: dict[str, PyTree] = dict(
     step=jnp.zeros((), jnp.int32),
-    opt_state=tx.init(slots.with_optimizer(params)),
+    opt_state=tx.init(opt_state_lib.with_optimizer(params)),
   )
   if wrappers:
     collections = {k: v for k, v in given.items() if k != "params"}

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from flaxshard.partitioning import annotations as annotate
-from flaxshard.placement import HasMesh
+from flaxshard.partitioning import logical_devices
+from flaxshard.state.sharding import HasMesh
 
 PyTree = Any
 
@@ -47,7 +47,7 @@ def split_to_logical_devices(
   References:
     `tf.distribute.TPUStrategy.experimental_split_to_logical_devices`.
   """
-  return annotate.split(strategy.mesh, tensor, partition_dimensions)
+  return logical_devices.split(strategy.mesh, tensor, partition_dimensions)
 
 
 def replicate_to_logical_devices(strategy: HasMesh, tensor: Any) -> jax.Array:
@@ -63,7 +63,7 @@ def replicate_to_logical_devices(strategy: HasMesh, tensor: Any) -> jax.Array:
   References:
     `tf.distribute.TPUStrategy.experimental_replicate_to_logical_devices`.
   """
-  return annotate.replicate(strategy.mesh, tensor)
+  return logical_devices.replicate(strategy.mesh, tensor)
 
 
 def assign_to_logical_device(
@@ -97,7 +97,7 @@ def assign_to_logical_device(
   References:
     `tf.distribute.TPUStrategy.experimental_assign_to_logical_device`.
   """
-  return annotate.assign(strategy.mesh, tensor, logical_device_id)
+  return logical_devices.assign(strategy.mesh, tensor, logical_device_id)
 
 
 def on_logical_device(
@@ -133,4 +133,4 @@ def on_logical_device(
     >>> strategy.on_logical_device(0, lambda x: 2 * x, np.ones(2)).tolist()
     [2.0, 2.0]
   """
-  return annotate.on_device(strategy.mesh, logical_device_id, fn, *args)
+  return logical_devices.on_device(strategy.mesh, logical_device_id, fn, *args)

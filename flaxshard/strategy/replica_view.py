@@ -14,11 +14,11 @@ from flax.training import train_state as flax_train_state
 import jax
 import jax.numpy as jnp
 
-from flaxshard import fields as fields_lib
-from flaxshard.values import Agreed
-from flaxshard.values import has_per_replica
-from flaxshard.values import is_per_replica
-from flaxshard.values import PerReplica
+from flaxshard.replicas.values import Agreed
+from flaxshard.replicas.values import has_per_replica
+from flaxshard.replicas.values import is_per_replica
+from flaxshard.replicas.values import PerReplica
+from flaxshard.state import fields as fields_lib
 from flaxshard.wrappers import base
 
 PyTree = Any

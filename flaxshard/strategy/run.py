@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from flaxshard import agreement
-from flaxshard import replica
-from flaxshard import replica_view as view
-from flaxshard import trees
+from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
-from flaxshard.values import Agreed
-from flaxshard.values import is_per_replica
+from flaxshard.replicas import context as replica_context
+from flaxshard.replicas.values import Agreed
+from flaxshard.replicas.values import is_per_replica
+from flaxshard.strategy import replica_view
+from flaxshard.strategy import replication_check
 from flaxshard.wrappers import base
 
 PyTree = Any
@@ -37,7 +37,7 @@ def compile(
   waits: bool = False,
 ) -> Callable[..., PyTree]:
   """Returns `fn`, run once per replica; see `Strategy.jit`."""
-  context = replica.ReplicaContext(mesh.shape[mesh_lib.REPLICA])
+  context = replica_context.ReplicaContext(mesh.shape[mesh_lib.REPLICA])
   layouts: dict[Any, _Layout] = {}
   recent: dict[Any, _Recent] = {}
 
@@ -55,11 +55,11 @@ def compile(
 
       def per_replica(*leaves: jax.Array) -> tuple[list[Any], list[Any]]:
         nonlocal out
-        args, kwargs = view.inside(jax.tree.unflatten(treedef, leaves))
-        with replica.entered(within):
+        args, kwargs = replica_view.inside(jax.tree.unflatten(treedef, leaves))
+        with replica_context.entered(within):
           returned = fn(*args, **kwargs)
         trees.check_arrays("run: what fn returned", returned)
-        returned = view.outside(returned)
+        returned = replica_view.outside(returned)
         out_leaves, structure = jax.tree.flatten(returned)
         out = structure, _layout(returned)
         parts: tuple[list[Any], list[Any]] = ([], [])
@@ -84,7 +84,7 @@ def compile(
       traced = body.trace(*leaves)
       structure, out_layout = out
       if context.num_replicas_in_sync > 1:
-        agreement.check(
+        replication_check.check(
           traced.jaxpr,
           [mesh_lib.REPLICA in spec for spec in in_specs],
           out_layout.shared_paths(),
@@ -135,7 +135,7 @@ def compile(
 
   @functools.wraps(fn)
   def call(*args: Any, **kwargs: Any) -> PyTree:
-    if replica.get_replica_context() is not None:
+    if replica_context.get_replica_context() is not None:
       raise TypeError(
         "run: called inside of run, where this replica's program is traced. "
         "Call the function itself."
@@ -214,13 +214,15 @@ def _layout(tree: PyTree) -> _Layout:
   mirrored: list[bool] = []
   paths: list[Any] = []
   states: list[tuple[Any, int]] = []
-  nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=view.is_node)
+  nodes = jax.tree_util.tree_leaves_with_path(
+    tree, is_leaf=replica_view.is_node
+  )
   for path, node in nodes:
     inner = [p for p, _ in jax.tree_util.tree_leaves_with_path(node)]
     paths += [(*path, *p) for p in inner]
-    if view.is_state(node):
+    if replica_view.is_state(node):
       states.append((jax.tree.structure(node), len(own)))
-      own += jax.tree.leaves(view.own_leaves(node))
+      own += jax.tree.leaves(replica_view.own_leaves(node))
       mirrored += [not x for x in own[states[-1][1] :]]
     else:
       own += [is_per_replica(node)] * len(inner)
@@ -233,7 +235,9 @@ def _param_specs(
 ) -> tuple[Any, ...]:
   """Returns how the parameters of TrainStates are split in a replica."""
   nodes = (
-    jax.tree.leaves(jax.tree.unflatten(treedef, x), is_leaf=view.is_state)
+    jax.tree.leaves(
+      jax.tree.unflatten(treedef, x), is_leaf=replica_view.is_state
+    )
     for x in (leaves, shardings)
   )
   return tuple(
@@ -242,13 +246,13 @@ def _param_specs(
       [x.shape for x in jax.tree.leaves(state.params)],
     )
     for state, split in zip(*nodes, strict=True)
-    if view.is_state(state)
+    if replica_view.is_state(state)
   )
 
 
 def _check_wrappers(mesh: jax.sharding.Mesh, tree: PyTree) -> None:
   """Raises where the wrappers of a TrainState, of shardings, cannot run."""
-  for state in jax.tree.leaves(tree, is_leaf=view.is_state):
+  for state in jax.tree.leaves(tree, is_leaf=replica_view.is_state):
     wrappers = getattr(state, "wrappers", ())
     base.check_replicas(wrappers, mesh.shape[mesh_lib.REPLICA])
     note = base.divergence(wrappers)

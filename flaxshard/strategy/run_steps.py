@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxshard import replica
-from flaxshard import trees
-from flaxshard import values
+from flaxshard.core import trees
+from flaxshard.replicas import context as replica_context
+from flaxshard.replicas import values
 
 PyTree = Any
 
@@ -95,7 +95,7 @@ def create(step_fn: Callable[..., PyTree], reduce: PyTree) -> Any:
   ops, treedef = jax.tree.flatten(reduce, is_leaf=lambda x: x is None)
   for op in ops:
     if op is not None:
-      replica.check_reduce_op(op, "run_steps: reduce")
+      replica_context.check_reduce_op(op, "run_steps: reduce")
   return _create(step_fn, treedef, tuple(ops))
 
 
@@ -126,7 +126,7 @@ def _create(step_fn: Any, treedef: Any, ops: tuple[str | None, ...]) -> Any:
 
 
 def _reduced(reduce: PyTree, outputs: PyTree) -> PyTree:
-  context = replica.get_replica_context()
+  context = replica_context.get_replica_context()
   assert context is not None
 
   def one(op: str | None, part: PyTree) -> PyTree:

@@ -8,15 +8,15 @@ from typing import Any
 
 import jax
 
-from flaxshard import distribute
-from flaxshard import logical_devices
-from flaxshard import per_replica
-from flaxshard import steps_loop
-from flaxshard import values
-from flaxshard.partitioning import describe
+from flaxshard.data import distribute
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning.device_assignment import DeviceAssignment
-from flaxshard.values import ValueContext
+from flaxshard.replicas import values
+from flaxshard.replicas.values import ValueContext
+from flaxshard.state import describe
+from flaxshard.strategy import logical_devices
+from flaxshard.strategy import run as run_lib
+from flaxshard.strategy import run_steps as run_steps_lib
 
 PyTree = Any
 
@@ -231,8 +231,8 @@ class Strategy:
       (0.5, 0.6)
     """
     _check_function("step_fn", step_fn)
-    batches = steps_loop.stack(batches)
-    loop = steps_loop.create(step_fn, reduce)
+    batches = run_steps_lib.stack(batches)
+    loop = run_steps_lib.create(step_fn, reduce)
     donate_argnums = (0,) if donate_state else ()
     return self._compiled(loop, donate_argnums)(state, batches)
 
@@ -326,7 +326,7 @@ class Strategy:
       dataset: Global batches: trees of arrays `[batch, ...]`; of several
         processes each gives its own part.
       **options: `prefetch`, `batch_size`, `mask`, `drop_remainder`, `bucket`,
-        `bucket_dims`, `spec`, as `flaxshard.distribute.distribute_dataset` has
+        `bucket_dims`, `spec`, as `data.distribute.distribute_dataset` has
         them.
 
     Returns:
@@ -417,7 +417,7 @@ def _compile(
   donate_argnums: tuple[int, ...],
   waits: bool,
 ) -> Callable[..., PyTree]:
-  return per_replica.compile(mesh, fn, donate_argnums, waits)
+  return run_lib.compile(mesh, fn, donate_argnums, waits)
 
 
 def _check_function(argument: str, fn: Any) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import ml_collections
 
-from flaxshard import registry
 from flaxshard import wrappers
+from flaxshard.core import registry
+from flaxshard.core.policy import Policy
 from flaxshard.partitioning import rules
-from flaxshard.policy import Policy
 
 # A check returns what is allowed, if the value is not.
 Check = Callable[[Any], str | None]

@@ -20,28 +20,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard import checkpoint
-from flaxshard import config as config_lib
-from flaxshard import data
-from flaxshard import divergence
-from flaxshard import interrupts
-from flaxshard import lock
 from flaxshard import models
-from flaxshard import optimizer
-from flaxshard import parallel
-from flaxshard import processes
-from flaxshard import profiler
-from flaxshard import steps
-from flaxshard import timer as timer_lib
-from flaxshard import trees
-from flaxshard import workdir as workdir_lib
 from flaxshard import wrappers
-from flaxshard import writers
-from flaxshard.create import create_train_state
-from flaxshard.partitioning import describe
+from flaxshard.core import lock
+from flaxshard.core import multihost
+from flaxshard.core import optimizer
+from flaxshard.core import trees
+from flaxshard.core.policy import Policy
+from flaxshard.data import sources
 from flaxshard.partitioning import rules as rules_lib
-from flaxshard.policy import Policy
-from flaxshard.strategy import Strategy
-from flaxshard.train_state import TrainState
+from flaxshard.state import describe
+from flaxshard.state import replica_groups
+from flaxshard.state.create import create_train_state
+from flaxshard.state.train_state import TrainState
+from flaxshard.strategy.strategy import Strategy
+from flaxshard.train import config as config_lib
+from flaxshard.train import metrics as metrics_lib
+from flaxshard.train import preemption
+from flaxshard.train import profiler
+from flaxshard.train import setup
+from flaxshard.train import steps
+from flaxshard.train import timer as timer_lib
+from flaxshard.train import workdir as workdir_lib
 from flaxshard.wrappers import base
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
   """Trains the model of a config, or goes on where its workdir stands.
 
   Args:
-    config: An `ml_collections.ConfigDict`; `flaxshard.config` has its fields.
+    config: An `ml_collections.ConfigDict`; see `flaxshard.train.config`.
     workdir: Where everything goes: `checkpoints/`, `metrics.jsonl`, TensorBoard
       events, `training.png` and `config.json`.
 
@@ -73,32 +73,30 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       checkpoint.
   """
   config = config_lib.check(config)
-  strategy = parallel.create_strategy(config)
+  strategy = setup.create_strategy(config)
   workdir = os.path.expanduser(workdir)
-  with processes.together(ValueError):
+  with multihost.together(ValueError):
     checkpoint.check_writable("workdir", workdir)
   workdir = os.path.abspath(workdir)
-  writers.require_packages(config.writer)
-  splits = data.load(config.data)
-  specs = parallel.batch_specs(config, strategy, splits.eval[0])
+  metrics_lib.require_packages(config.writer)
+  splits = sources.load(config.data)
+  specs = setup.batch_specs(config, strategy, splits.eval[0])
   tx, schedule = optimizer.create(config)
   state = _create_state(config, splits, tx, strategy)
-  process = dict(
-    batch_size=config.batch_size, **parallel.input_pipeline(strategy)
-  )
+  process = dict(batch_size=config.batch_size, **setup.input_pipeline(strategy))
   train_step, lowered = _lower_train_step(
     config, state, splits, strategy, specs
   )
 
   with contextlib.ExitStack() as stack:
-    with processes.together(ValueError):
+    with multihost.together(ValueError):
       unlock = lock.acquire("workdir", workdir)
     stack.callback(unlock)
-    interrupted = stack.enter_context(interrupts.caught())
+    interrupted = stack.enter_context(preemption.caught())
     train_iter = stack.enter_context(
       iter(
         strategy.distribute_dataset(
-          data.train_iterator(splits, seed=config.seed, **process),
+          sources.train_iterator(splits, seed=config.seed, **process),
           mask=None,
           spec=specs,
         )
@@ -122,7 +120,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       workdir_lib.finish(workdir)
       return state
     workdir_lib.write_config(config, workdir)
-    note = divergence.note(state)
+    note = replica_groups.note(state)
     if note:
       _log.warning("%s", note)
     if not first_step:
@@ -133,31 +131,31 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       if strategy.mesh.size > 1:
         _log.info("what lies where:\n%s", describe.describe(state))
 
-    metrics_file = writers.MetricsFile(
+    metrics_file = metrics_lib.MetricsFile(
       workdir_lib.metrics_path(workdir), first_step
     )
-    stack.enter_context(writers.closing(metrics_file.close))
-    write_events, close_events = writers.event_writer(
+    stack.enter_context(metrics_lib.closing(metrics_file.close))
+    write_events, close_events = metrics_lib.event_writer(
       config.writer, workdir, first_step
     )
-    stack.enter_context(writers.closing(close_events))
+    stack.enter_context(metrics_lib.closing(close_events))
     before_step = stack.enter_context(
       profiler.traced(config.profile_steps, workdir)
     )
 
-    mirrored = functools.partial(parallel.mirrored, strategy)
-    progress = parallel.init_progress(config, strategy, state)
+    mirrored = functools.partial(setup.mirrored, strategy)
+    progress = setup.init_progress(config, strategy, state)
     rng = mirrored(jax.random.key(config.seed))
     _compile(lowered)
-    eval_step = parallel.waiting(strategy, jax.jit(steps.eval_step))
+    eval_step = setup.waiting(strategy, jax.jit(steps.eval_step))
     show = stack.enter_context(_progress_bar(first_step, config))
 
     def evaluate() -> dict[str, float]:
       metrics = mirrored(steps.Metrics.empty())
       batches = strategy.distribute_dataset(
-        data.eval_batches(splits, **process), spec=specs
+        sources.eval_batches(splits, **process), spec=specs
       )
-      evaluated = divergence.of_first_replica(state)
+      evaluated = replica_groups.of_first_replica(state)
       with iter(batches) as eval_iter:
         for batch in eval_iter:
           metrics = eval_step(evaluated, metrics, batch)
@@ -171,7 +169,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
         state, progress, next(train_iter), rng, mirrored(np.int32(step))
       )
 
-      signum = interrupts.agreed(step, interrupted())
+      signum = preemption.agreed(step, interrupted())
       final = step == config.num_train_steps
       last = final or signum is not None
       log = step % config.log_every_steps == 0 or last
@@ -194,11 +192,11 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
         if log:
           row = _train_row(state, seen, schedule)
           row["steps_per_second"] = steps_per_second
-          progress = parallel.init_progress(config, strategy, state)
+          progress = setup.init_progress(config, strategy, state)
         if evaluates:
           row |= evaluate()
         if row:
-          with processes.together(OSError):
+          with multihost.together(OSError):
             metrics_file.write(step, row)
             write_events(step, row)
           show(step, row)
@@ -216,7 +214,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
 
 
 def _create_state(
-  config: Any, splits: data.Splits, tx: Any, strategy: Strategy
+  config: Any, splits: sources.Splits, tx: Any, strategy: Strategy
 ) -> TrainState:
   policy = Policy(config.precision)
   model = models.create(
@@ -248,7 +246,7 @@ def _create_state(
 def _lower_train_step(
   config: Any,
   state: TrainState,
-  splits: data.Splits,
+  splits: sources.Splits,
   strategy: Strategy,
   specs: Mapping[str, P],
 ) -> tuple[Callable[..., tuple[TrainState, steps.Progress]], Any]:
@@ -264,9 +262,9 @@ def _lower_train_step(
   batch = {
     key: zeros(np.asarray(x), specs[key]) for key, x in splits.eval[0].items()
   }
-  progress = parallel.init_progress(config, strategy, state)
-  rng, step = parallel.mirrored(strategy, (jax.random.key(0), np.int32(0)))
-  train_step = parallel.jit_train_step(config, strategy, (state, progress))
+  progress = setup.init_progress(config, strategy, state)
+  rng, step = setup.mirrored(strategy, (jax.random.key(0), np.int32(0)))
+  train_step = setup.jit_train_step(config, strategy, (state, progress))
   with _blame(
     f"config.model ({config.model.name!r}) cannot be trained on config.data "
     f"({config.data.name!r})"
@@ -364,7 +362,7 @@ def _progress_bar(
   if not sys.stderr.isatty():
     yield show
     return
-  writers.require("the progress bar", "tqdm")
+  metrics_lib.require("the progress bar", "tqdm")
   from tqdm import tqdm
   from tqdm.contrib import logging as tqdm_logging
 

@@ -9,7 +9,7 @@ import os
 
 import jax
 
-from flaxshard.train_state import TrainState
+from flaxshard.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 

@@ -12,16 +12,16 @@ import warnings
 import jax
 import numpy as np
 
-from flaxshard import divergence
-from flaxshard import registry
-from flaxshard import steps
 from flaxshard import wrappers
-from flaxshard.input_pipeline import sharding
-from flaxshard.partitioning import annotations as annotate
+from flaxshard.core import registry
+from flaxshard.data import sharding
+from flaxshard.partitioning import logical_devices
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
-from flaxshard.strategy import Strategy
-from flaxshard.train_state import TrainState
+from flaxshard.state import replica_groups
+from flaxshard.state.train_state import TrainState
+from flaxshard.strategy.strategy import Strategy
+from flaxshard.train import steps
 from flaxshard.wrappers import base
 
 _log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def batch_specs(
     replicas = strategy.num_replicas_in_sync
     shape = (config.batch_size // replicas, *np.shape(example[key]))
     try:
-      spec = annotate.partition_spec(strategy.mesh, shape, pieces)
+      spec = logical_devices.partition_spec(strategy.mesh, shape, pieces)
     except ValueError as e:
       raise ValueError(f"{where}: {e}") from e
     specs[key] = P((mesh_lib.REPLICA, *specs_lib.axes_of(spec[0])), *spec[1:])
@@ -174,8 +174,8 @@ def jit_train_step(config: Any, strategy: Strategy, carried: Any) -> Any:
   """
   if config.mesh.per_replica:
     plain = jax.tree.leaves(carried[0].without_wrappers())
-    split = any(map(divergence.is_split, plain))
-    note = divergence.note(carried[0])
+    split = any(map(replica_groups.is_split, plain))
+    note = replica_groups.note(carried[0])
     if split and note:
       raise ValueError(
         "config.mesh.rules: nothing can be split over 'replica' here. "

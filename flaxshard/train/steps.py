@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from flaxshard import fields
-from flaxshard import nnx_module
-from flaxshard import replica
-from flaxshard import trees
-from flaxshard import values
-from flaxshard.train_state import TrainState
+from flaxshard.core import trees
+from flaxshard.replicas import context as replica_context
+from flaxshard.replicas import values
+from flaxshard.state import fields as fields_lib
+from flaxshard.state import nnx_adapter
+from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
 
 Batch = Mapping[str, jax.Array]
@@ -153,7 +153,7 @@ def bad_paths(state: TrainState, progress: Progress) -> list[str]:
 
 def _working_params(state: TrainState) -> Any:
   states = state.wrapper_states
-  if replica.get_replica_context() is None:
+  if replica_context.get_replica_context() is None:
     states = base.own(state.wrappers, states)
   return base.working_params(state.wrappers, states, state.params)
 
@@ -163,7 +163,7 @@ def _apply(
 ) -> tuple[jax.Array, dict[str, Any]]:
   """Applies the model, for training if there are rngs."""
   own = ("step", "params", "opt_state", "wrapper_states")
-  names = [n for n in fields.data_names(state) if n not in own]
+  names = [n for n in fields_lib.data_names(state) if n not in own]
   if OVERWRITE_WITH_GRADIENT in params:
     variables = dict(params)
   else:
@@ -172,7 +172,7 @@ def _apply(
   train = rngs is not None
   variables.update(_own_keys(collections) if train else collections)
   kwargs: dict[str, Any]
-  if isinstance(state.apply_fn, nnx_module.Apply):
+  if isinstance(state.apply_fn, nnx_adapter.Apply):
     kwargs = {"mode": "train" if train else "eval"}
   else:
     kwargs = {"train": train, **({"rngs": rngs} if train else {})}
@@ -185,7 +185,7 @@ def _apply(
 
 def _own_keys(tree: Any) -> Any:
   """Gives a replica PRNG keys of its own; NNX modules carry theirs along."""
-  context = replica.get_replica_context()
+  context = replica_context.get_replica_context()
   if context is None:
     return tree
 
@@ -202,7 +202,7 @@ def _own_keys(tree: Any) -> Any:
 
 def _shared_keys(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
   """Puts back the keys that those of the replicas come from."""
-  if replica.get_replica_context() is None:
+  if replica_context.get_replica_context() is None:
     return new
   return jax.tree.map(
     lambda x, before: before if _is_key(before) else x,

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from flaxshard import writers
+from flaxshard.train import metrics as metrics_lib
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def write_config(config: Any, workdir: str) -> None:
   """Writes `config.json`, whole or not at all."""
   if jax.process_index() == 0:
     path = os.path.join(workdir, "config.json")
-    with writers.replacing(path) as f:
+    with metrics_lib.replacing(path) as f:
       json.dump(json.loads(config.to_json()), f, indent=2, sort_keys=True)
 
 
@@ -69,8 +69,8 @@ def finish(workdir: str) -> None:
   """Draws the plot and says how it went and where everything lies."""
   if jax.process_index():
     return
-  rows = writers.read_rows(metrics_path(workdir))
-  writers.plot(rows, os.path.join(workdir, "training.png"))
+  rows = metrics_lib.read_rows(metrics_path(workdir))
+  metrics_lib.plot(rows, os.path.join(workdir, "training.png"))
   final: dict[str, Any] = {}
   for row in rows:
     final |= row

@@ -9,16 +9,16 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-from flaxshard import gradients
-from flaxshard import replica
-from flaxshard import slots
-from flaxshard import trees
-from flaxshard import values
+from flaxshard.core import gradients
+from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.replicas import context as replica_context
+from flaxshard.replicas import values
+from flaxshard.wrappers import agn_commit as commits
 from flaxshard.wrappers import arguments
 from flaxshard.wrappers import base
-from flaxshard.wrappers import commits
-from flaxshard.wrappers.commits import Center
+from flaxshard.wrappers.agn_commit import Center
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
@@ -157,7 +157,7 @@ class AGN:
         return None
       return jnp.zeros(p.shape, commits.accumulated(p.dtype))
 
-    with_optimizer = slots.with_optimizer(params)
+    with_optimizer = opt_state_lib.with_optimizer(params)
     return AGNState(
       local_params=params,
       local_opt_state=tx.init(with_optimizer),
@@ -205,7 +205,7 @@ class AGN:
     local_step = saved.get("local_step", state.local_step)
     return state._replace(
       local_params=target.params,
-      local_opt_state=slots.with_counts(target.opt_state, counts),
+      local_opt_state=opt_state_lib.with_counts(target.opt_state, counts),
       grad_accum=jax.tree.map(jnp.zeros_like, state.grad_accum),
       local_step=local_step - local_step % self.communication_period,
       commits=saved.get("commits", state.commits),
@@ -310,7 +310,8 @@ class AGN:
       del committed
       center, local = self._commit(target, next, center, local, accum, grads)
       collections = {
-        name: replica.mean_collection(x) for name, x in collections.items()
+        name: replica_context.mean_collection(x)
+        for name, x in collections.items()
       }
       accum = jax.tree.map(jnp.zeros_like, accum)
       return center, local, accum, collections, collections
@@ -336,7 +337,7 @@ class AGN:
       {name: new.collections[name] for name in committed},
       committed,
     )
-    if replica.get_replica_context() is None:
+    if replica_context.get_replica_context() is None:
       committed = collections  # nobody sees them but this one
     target = new._replace(
       params=center.params,
@@ -371,7 +372,9 @@ class AGN:
     given = commits.were_given(committed, grads)
     counts = {}
     if self.share_step_count:
-      counts = replica.reduced("max", slots.counts(local.opt_state))
+      counts = replica_context.reduced(
+        "max", opt_state_lib.counts(local.opt_state)
+      )
 
     def apply(old: Center, accum: PyTree, shared: Any) -> Center:
       counts, given = shared
@@ -384,13 +387,13 @@ class AGN:
         target._replace(
           step=jnp.zeros((), jnp.int32),  # the local step has counted
           params=old.params,
-          opt_state=slots.with_counts(old.opt_state, counts),
+          opt_state=opt_state_lib.with_counts(old.opt_state, counts),
         ),
         grads,
       )
       return commits.keep(old, Center(new.params, new.opt_state), given)
 
-    with replica.agreed_gradients():
+    with replica_context.agreed_gradients():
       if self.commit == "sequential":
         center, pulled = commits.sequential(
           apply, center, committed, (counts, given)
@@ -399,8 +402,12 @@ class AGN:
         center, pulled = commits.combined(
           self.commit, apply, center, committed, (counts, given)
         )
-    counts = slots.counts(center.opt_state) if self.share_step_count else {}
-    return center, Center(pulled, slots.with_counts(local.opt_state, counts))
+    counts = (
+      opt_state_lib.counts(center.opt_state) if self.share_step_count else {}
+    )
+    return center, Center(
+      pulled, opt_state_lib.with_counts(local.opt_state, counts)
+    )
 
   def _mean(self, accum: PyTree) -> PyTree:
     """Returns the gradients that an update of the center is made with."""

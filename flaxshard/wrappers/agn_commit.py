@@ -13,15 +13,15 @@ from flax.training import train_state
 import jax
 import jax.numpy as jnp
 
-from flaxshard import elementwise
-from flaxshard import gradients
-from flaxshard import replica
-from flaxshard import slots
-from flaxshard import trees
-from flaxshard import update
+from flaxshard.core import gradients
+from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import optimizer_update as update
+from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.wrappers import parts
-from flaxshard.wrappers.parts import Parts
+from flaxshard.replicas import context as replica_context
+from flaxshard.wrappers import agn_rows
+from flaxshard.wrappers import elementwise
+from flaxshard.wrappers.agn_rows import Parts
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
@@ -57,7 +57,7 @@ def combined(
   Returns:
     The new center, and the parameters that this replica goes on with.
   """
-  center = update(center, replica.reduce_gradients(op, grads), shared)
+  center = update(center, replica_context.reduce_gradients(op, grads), shared)
   return center, center.params
 
 
@@ -82,15 +82,17 @@ def sequential(
     The new center, and the parameters that this replica goes on with: those
     right after its own commit.
   """
-  if replica.count() == 1 or not jax.tree.leaves(grads):
+  if replica_context.count() == 1 or not jax.tree.leaves(grads):
     center = update(center, grads, shared)
     return center, center.params
-  specs = replica.specs_within(center.params)
+  specs = replica_context.specs_within(center.params)
   if specs is None:
     specs = jax.tree.map(lambda _: P(), center.params)
   specs = _specs_of(center, grads, specs)
   # Checked for what each device has of it: the update might look at shapes.
-  split = _Split.of(*jax.tree.map(replica.part_of, (center, grads), specs))
+  split = _Split.of(
+    *jax.tree.map(replica_context.part_of, (center, grads), specs)
+  )
   if all(_is_real(g) for g in jax.tree.leaves(grads)) and (
     elementwise.is_elementwise(
       update,
@@ -111,7 +113,7 @@ def _specs_of(
   center: Center, grads: PyTree, specs: PyTree
 ) -> tuple[Center, PyTree]:
   """Returns how the center and what is committed are split in a replica."""
-  slot_specs = slots.specs(center.opt_state, center.params, specs)
+  slot_specs = opt_state_lib.specs(center.opt_state, center.params, specs)
   grad_specs = jax.tree.map(
     lambda spec, g: None if g is None else spec, specs, grads
   )
@@ -128,7 +130,7 @@ def _on_each_part(
   if not any(jax.tree.leaves(specs)):
     return in_parts(center, grads, shared)
   center_specs, grad_specs = specs
-  return replica.on_logical_devices(
+  return replica_context.on_logical_devices(
     in_parts,
     (center_specs, grad_specs, P()),
     (center_specs, center_specs.params),
@@ -144,12 +146,12 @@ class _Split(NamedTuple):
 
   @classmethod
   def of(cls, center: Center, grads: PyTree) -> _Split:
-    count = replica.count()
+    count = replica_context.count()
     treedef: Any = jax.tree.structure(center.params)
     params = jax.tree.leaves(center.params)
     given = treedef.flatten_up_to(grads)
     dims = [
-      elementwise.WHOLE if g is None else parts.dim_of(p.shape, count)
+      elementwise.WHOLE if g is None else agn_rows.dim_of(p.shape, count)
       for g, p in zip(given, params, strict=True)
     ]
     # Where an optimizer's slots are divided is found as where they are placed.
@@ -157,7 +159,7 @@ class _Split(NamedTuple):
       P(*(None,) * d, mesh_lib.REPLICA) if d != elementwise.WHOLE else P()
       for d in dims
     ]
-    slot_specs = slots.specs(
+    slot_specs = opt_state_lib.specs(
       center.opt_state, center.params, treedef.unflatten(specs)
     )
     slot_dims = jax.tree.map(
@@ -193,7 +195,9 @@ def _in_parts(
     return part, rows.at[k].set(row)
 
   part = split.center.part_of(center, number)
-  part, rows = jax.lax.fori_loop(0, replica.count(), commit, (part, rows))
+  part, rows = jax.lax.fori_loop(
+    0, replica_context.count(), commit, (part, rows)
+  )
   new = split.center.gather(part)
   back = split.pulled.from_rows(
     _exchange(rows.astype(_narrowest(dtype, pick(center.params))))
@@ -220,14 +224,16 @@ def _whole(
     center, pulled = carry
     mine = number == k
     sent = jax.tree.map(lambda g: jnp.where(mine, g, jnp.zeros_like(g)), grads)
-    center = update(center, replica.reduced("sum", sent), shared)
+    center = update(center, replica_context.reduced("sum", sent), shared)
     pulled = jax.tree.map(
       lambda new, old: jnp.where(mine, new, old), center.params, pulled
     )
     return center, pulled
 
   # One commit at a time: all of them at once are a copy for each replica.
-  return jax.lax.fori_loop(0, replica.count(), commit, (center, center.params))
+  return jax.lax.fori_loop(
+    0, replica_context.count(), commit, (center, center.params)
+  )
 
 
 def _is_real(x: jax.Array) -> bool:
@@ -304,7 +310,7 @@ def were_given(committed: PyTree, grads: PyTree) -> dict[str, jax.Array]:
     for path, x in jax.tree_util.tree_leaves_with_path(committed)
     if given[path] is None
   }
-  some = replica.reduced("max", came) if came else came
+  some = replica_context.reduced("max", came) if came else came
   return {path: x > 0 for path, x in some.items()}
 
 
@@ -318,7 +324,7 @@ def keep(old: Center, new: Center, given: dict[str, jax.Array]) -> Center:
   if not given:
     return new
   params = jax.tree_util.tree_map_with_path(chosen, old.params, new.params)
-  followed = slots.parameters_of(old.opt_state, old.params)
+  followed = opt_state_lib.parameters_of(old.opt_state, old.params)
   opt_state = jax.tree.unflatten(
     jax.tree.structure(old.opt_state),
     list(

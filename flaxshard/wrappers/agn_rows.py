@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flaxshard import elementwise
 from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.wrappers import elementwise
 
 PyTree = Any
 

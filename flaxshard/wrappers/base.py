@@ -20,10 +20,10 @@ import warnings
 import jax
 import jax.numpy as jnp
 
-from flaxshard import replica
-from flaxshard import trees
+from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
+from flaxshard.replicas import context as replica_context
 
 PyTree = Any
 
@@ -200,7 +200,7 @@ def reduce_collection(wrappers: tuple[Wrapper, ...], x: jax.Array) -> jax.Array:
   reductions = [
     w.reduce_collection for w in wrappers if hasattr(w, "reduce_collection")
   ]
-  for reduce in reductions or [replica.mean_collection]:
+  for reduce in reductions or [replica_context.mean_collection]:
     x = reduce(x)
   return x
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
-from flaxshard import registry
-from flaxshard.optimizer import Optimizer
-from flaxshard.policy import Policy
+from flaxshard.core import registry
+from flaxshard.core.optimizer import Optimizer
+from flaxshard.core.policy import Policy
 from flaxshard.wrappers import agn
 from flaxshard.wrappers import base
 from flaxshard.wrappers import cross_shard
@@ -143,7 +143,7 @@ def _arguments(instance: Any) -> dict[str, Any]:
       elif hasattr(value, "update"):
         raise ValueError(
           f"{_name(instance)}: {field.name}={value!r} cannot be written into a "
-          "config; flaxshard.optimizer.Optimizer('sgd', (...)) can."
+          "config; flaxshard.core.optimizer.Optimizer('sgd', (...)) can."
         )
       arguments[field.name] = value
   return arguments

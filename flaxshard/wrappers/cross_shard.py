@@ -10,7 +10,7 @@ import warnings
 
 import jax
 
-from flaxshard import replica
+from flaxshard.replicas import context as replica_context
 from flaxshard.wrappers import base
 
 Groups = tuple[tuple[int, ...], ...]
@@ -77,7 +77,7 @@ class CrossShard:
   group_assignment: Groups | None = None
 
   def __post_init__(self) -> None:
-    replica.check_reduce_op(self.reduction, "CrossShard: reduction")
+    replica_context.check_reduce_op(self.reduction, "CrossShard: reduction")
     if self.group_assignment is not None:
       groups = _normalized(self.group_assignment)
       object.__setattr__(self, "group_assignment", groups)
@@ -155,7 +155,7 @@ class CrossShard:
     self, state: Any, target: base.Target, grads: Any, next: base.Next
   ) -> tuple[base.Target, Any]:
     """Calls `next` on the reduced gradients."""
-    context = replica.get_replica_context()
+    context = replica_context.get_replica_context()
     if context is None:
       warnings.warn(
         "CrossShard: apply_gradients is called outside of Strategy.run, where "
@@ -168,16 +168,16 @@ class CrossShard:
     self.check_replicas(context.num_replicas_in_sync)
     if context.skips_aggregation:
       return next(target, grads), state
-    grads = replica.reduce_gradients(self.reduction, grads, self.groups)
+    grads = replica_context.reduce_gradients(self.reduction, grads, self.groups)
     if self.groups:
       return next(target, grads), state
-    with replica.agreed_gradients():
+    with replica_context.agreed_gradients():
       return next(target, grads), state
 
   def reduce_collection(self, x: jax.Array) -> jax.Array:
     """Returns the mean of an array of a collection, within the groups."""
-    self.check_replicas(replica.count())
-    return replica.mean_collection(x, self.groups)
+    self.check_replicas(replica_context.count())
+    return replica_context.mean_collection(x, self.groups)
 
   def partition_specs(self, state: Any) -> Any:
     """Returns `()`, like the state."""

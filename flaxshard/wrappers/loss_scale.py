@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxshard import gradients
-from flaxshard import replica
-from flaxshard.policy import Policy
+from flaxshard.core import gradients
+from flaxshard.core.policy import Policy
+from flaxshard.replicas import context as replica_context
 from flaxshard.wrappers import arguments
 from flaxshard.wrappers import base
 
@@ -321,7 +321,7 @@ class LossScale:
     if isinstance(rule, FixedLossScale):
       # The configured scale replaces one that a checkpoint brought along.
       return next(target, grads), state._replace(scale=self._scale(state))
-    finite = replica.agree(gradients.all_finite(grads))
+    finite = replica_context.agree(gradients.all_finite(grads))
 
     new_state = rule.update(state, finite)
     at_floor = state.scale <= np.float32(rule.min_scale)
@@ -398,9 +398,9 @@ def _warn(
 
   return jax.lax.cond(
     at_floor,
-    replica.fully_manual(call),
+    replica_context.fully_manual(call),
     lambda *args: args[-1],
-    at_floor & replica.is_first(),
+    at_floor & replica_context.is_first(),
     scale,
     skipped_steps,
   )

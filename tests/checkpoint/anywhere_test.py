@@ -8,7 +8,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import flaxshard as fs
-from flaxshard.checkpoint import stored
+from flaxshard.checkpoint import reader
 
 P = jax.sharding.PartitionSpec
 TX = optax.adam(0.125)
@@ -157,7 +157,7 @@ def saved(tmp_path_factory):
 def test_there_and_back(saved, shape, tmp_path, monkeypatch):
   path, state = saved
   asked = []
-  whole = stored.read_item
+  whole = reader.read_item
 
   def read_item(directory, item):
     asked.extend(
@@ -165,7 +165,7 @@ def test_there_and_back(saved, shape, tmp_path, monkeypatch):
     )
     return whole(directory, item)
 
-  monkeypatch.setattr(stored, "read_item", read_item)
+  monkeypatch.setattr(reader, "read_item", read_item)
   fresh = create(shape, zeros=True)
   restored = restore(path, fresh)
   assert_same(restored, state.replace(wrapper_states=restored.wrapper_states))

@@ -20,8 +20,8 @@ import flaxshard as fs
 from flaxshard import checkpoint
 from flaxshard import data
 from flaxshard import train
-from flaxshard.checkpoint import integrity
-from flaxshard.checkpoint import own_item
+from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import metadata_item
 
 
 @functools.cache
@@ -308,7 +308,7 @@ def test_the_damaged_step_is_set_aside_when_saved_anew(path, caplog):
   with checkpoint.Checkpointer(path) as checkpointer:
     assert list(checkpointer.all_steps()) == [1, 2, 3]
     assert_is(checkpointer.restore(initial()), 3)
-  assert integrity.verify(path / "3")
+  assert digests.verify(path / "3")
 
 
 def test_a_step_between_can_be_saved(tmp_path):
@@ -456,6 +456,6 @@ def test_the_loop_goes_on_from_the_step_before(tmp_path, caplog):
   assert rows == tiny.untimed_rows(str(tmp_path / "whole"))
   assert [row["step"] for row in rows] == [2, 4, 6]
   # What the config was is in every checkpoint.
-  metadata = own_item.read_metadata(checkpoints / "6")
+  metadata = metadata_item.read_metadata(checkpoints / "6")
   assert metadata["config"] == json.loads((workdir / "config.json").read_text())
   assert metadata["step"] == 6

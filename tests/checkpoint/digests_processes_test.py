@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pathlib
 import flaxshard as fs
-from flaxshard.checkpoint import integrity
-from flaxshard.checkpoint import own_item
+from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import metadata_item
 from jax.experimental import multihost_utils
 
 path = pathlib.Path(sys.argv[3])
@@ -26,11 +26,11 @@ with fs.Checkpointer(path) as checkpointer:
     checkpointer.save(step, make(float(step)))
   checkpointer.wait()
   multihost_utils.sync_global_devices("saved")
-  metadata = own_item.read_metadata(path / "3")
+  metadata = metadata_item.read_metadata(path / "3")
   assert (metadata["processes"], metadata["devices"]) == (2, 4), metadata
   assert metadata["mesh"] == {"replica": 4}
   for step in (1, 2, 3):
-    assert integrity.verify_together(path / str(step))
+    assert digests.verify_together(path / str(step))
   # A file of each of the two later steps; who compares it is not said.
   if rank == 0:
     for step, name in ((3, "default/_METADATA"), (2, "wrappers/_METADATA")):

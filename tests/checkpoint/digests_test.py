@@ -19,8 +19,8 @@ import pytest
 import flaxshard as fs
 from flaxshard import checkpoint
 from flaxshard import data
-from flaxshard.checkpoint import integrity
-from flaxshard.checkpoint import own_item
+from flaxshard.checkpoint import digests as integrity
+from flaxshard.checkpoint import metadata_item
 
 P = jax.sharding.PartitionSpec
 
@@ -91,7 +91,7 @@ def test_every_file_has_its_size_and_crc32(saved):
 
 
 def test_what_the_metadata_say(saved):
-  assert own_item.read_metadata(saved) == {
+  assert metadata_item.read_metadata(saved) == {
     "flaxshard": fs.__version__,
     "jax": jax.__version__,
     "orbax": ocp.__version__,
@@ -116,7 +116,7 @@ def test_metadata_of_a_mesh_and_of_what_no_config_can_hold():
   params = jax.device_put(
     state.params, jax.sharding.NamedSharding(mesh, P("model"))
   )
-  found = own_item.metadata(state.replace(params=params), 7, ["default"])
+  found = metadata_item.metadata(state.replace(params=params), 7, ["default"])
   assert found["mesh"] == {"replica": 4, "model": 2}
   assert found["devices"] == 8
   assert found["config"] is None
@@ -162,8 +162,8 @@ def test_a_process_without_flaxshard_reads_on(tmp_path):
 def test_a_state_without_wrappers_has_no_such_item(tmp_path):
   with checkpoint.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(0, create(scaled=False))
-  assert own_item.read_metadata(tmp_path / "0")["items"] == ["default"]
-  assert own_item.read_metadata(tmp_path / "0")["wrappers"] == []
+  assert metadata_item.read_metadata(tmp_path / "0")["items"] == ["default"]
+  assert metadata_item.read_metadata(tmp_path / "0")["wrappers"] == []
   assert integrity.verify(tmp_path / "0")
 
 
@@ -177,11 +177,13 @@ def test_metrics_that_orbax_writes_beside(tmp_path):
   options = ocp.CheckpointManagerOptions(best_fn=lambda m: m["loss"])
   handlers = {
     "default": ocp.StandardCheckpointHandler(),
-    "flaxshard": own_item.Handler(),
+    "flaxshard": metadata_item.Handler(),
   }
   args = ocp.args.Composite(
     default=ocp.args.StandardSave(create().without_wrappers()),
-    flaxshard=own_item.Save(own_item.metadata(create(), 1, ["default"])),
+    flaxshard=metadata_item.Save(
+      metadata_item.metadata(create(), 1, ["default"])
+    ),
   )
   with ocp.CheckpointManager(
     tmp_path, item_handlers=handlers, options=options
@@ -305,7 +307,7 @@ def test_a_step_without_digests_is_not_verified(tmp_path, caplog):
   (record,) = caplog.records
   assert record.levelno == logging.INFO
   assert "has no digests" in record.getMessage()
-  assert own_item.read_metadata(tmp_path / "3") is None
+  assert metadata_item.read_metadata(tmp_path / "3") is None
   # What Orbax itself says of the step holds.
   shutil.rmtree(tmp_path / "3" / "default")
   with pytest.raises(integrity.Damaged, match="/3/default is missing"):

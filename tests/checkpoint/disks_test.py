@@ -12,7 +12,7 @@ import sys
 import pytest
 import xla_flags
 
-_TESTS = pathlib.Path(__file__).parent
+_TESTS = pathlib.Path(__file__).parents[1]
 
 _MOUNT = 'mount -t tmpfs -o "$1" tmpfs "$2" && shift 2 && exec "$@"'
 
@@ -24,8 +24,9 @@ import numpy as np
 import optax
 import tiny
 import flaxshard as fs
-from flaxshard import checkpoint, train, writers
-from flaxshard.checkpoint import inspection, integrity, own_item
+from flaxshard import checkpoint, train
+from flaxshard.train import loop, metrics as metrics_lib
+from flaxshard.checkpoint import digests, inspection, metadata_item
 from flaxshard.checkpoint.pending_saves import SaveError
 
 disk = sys.argv[1]
@@ -271,12 +272,12 @@ def before_directories():
   return lambda: setattr(checkpointer, "_probe", probe)
 
 def before_the_end():
-  finalize = own_item.Handler.finalize
+  finalize = metadata_item.Handler.finalize
   def then(self, directory):
     set_read_only()
     return finalize(self, directory)
-  own_item.Handler.finalize = then
-  return lambda: setattr(own_item.Handler, "finalize", finalize)
+  metadata_item.Handler.finalize = then
+  return lambda: setattr(metadata_item.Handler, "finalize", finalize)
 
 for when in (before_directories, before_the_end):
   undo = when()
@@ -355,8 +356,8 @@ assert tiny.untimed_rows(workdir) == tiny.untimed_rows(whole)
 
 # Where no checkpoint is due, what cannot be written is the metrics.
 other = os.path.join(disk, "other")
-show = train.workdir_lib.format_row
-train.workdir_lib.format_row = lambda row: fill() or show(row)
+show = loop.workdir_lib.format_row
+loop.workdir_lib.format_row = lambda row: fill() or show(row)
 config.update(checkpoint_every_steps=10**6, num_train_steps=200, writer="none")
 error = error_of(train.train_and_evaluate, config, other, kind=OSError)
 metrics = os.path.join(other, "metrics.jsonl")
@@ -375,22 +376,22 @@ def write(do):
     do(step, {"loss": 1.0, "accuracy": 0.5})
 
 metrics = os.path.join(disk, "metrics.jsonl")
-file = writers.MetricsFile(metrics, 0)
+file = metrics_lib.MetricsFile(metrics, 0)
 file.write(1, {"loss": 2.0})
 threads = threading.active_count()
-write_events, close_events = writers.event_writer("tensorboard", disk)
+write_events, close_events = metrics_lib.event_writer("tensorboard", disk)
 write_events(1, {"loss": 2.0})
 fill()
 full = "[Errno 28] No space left on device"
 assert error_of(write, file.write, kind=OSError) == f"{full}: {metrics!r}"
 assert error_of(file.close, kind=OSError) == f"{full}: {metrics!r}"
-rows = writers.read_rows(metrics)  # but for the last, cut short
+rows = metrics_lib.read_rows(metrics)  # but for the last, cut short
 assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-error = error_of(writers.MetricsFile, metrics, 9, kind=OSError)
+error = error_of(metrics_lib.MetricsFile, metrics, 9, kind=OSError)
 assert error == f"{full}: {metrics + '.tmp'!r}"
-assert writers.read_rows(metrics) == rows
+assert metrics_lib.read_rows(metrics) == rows
 png = os.path.join(disk, "training.png")
-assert error_of(writers.plot, rows, png, kind=OSError) == f"{full}: {png!r}"
+assert error_of(metrics_lib.plot, rows, png, kind=OSError) == f"{full}: {png!r}"
 events = os.path.join(disk, "events.out.tfevents")
 assert error_of(write, write_events, kind=OSError) == f"{full}: {events!r}"
 # With room again, nothing waits for a thread that has ended: there is none.

@@ -15,10 +15,10 @@ import tiny
 import flaxshard as fs
 from flaxshard import checkpoint
 from flaxshard import train
-from flaxshard.checkpoint import own_item
+from flaxshard.checkpoint import metadata_item
 from flaxshard.checkpoint import pending_saves
 
-_ROOT = pathlib.Path(__file__).parent.parent
+_ROOT = pathlib.Path(__file__).parents[2]
 
 _SETUP = """
 import os, signal, sys, time
@@ -183,14 +183,14 @@ def test_a_directory_that_is_gone_and_an_end_that_does_not_hang(path):
 
 def fail_at(monkeypatch, step):
   """Has Orbax fail in the middle of a save of one step."""
-  original = own_item.Handler.finalize
+  original = metadata_item.Handler.finalize
 
   def finalize(self, directory):
     if f"{os.sep}{step}." in os.fspath(directory):
       raise OSError(28, "No space left on device")
     return original(self, directory)
 
-  monkeypatch.setattr(own_item.Handler, "finalize", finalize)
+  monkeypatch.setattr(metadata_item.Handler, "finalize", finalize)
 
 
 def test_leaving_the_context_raises_what_failed(path, monkeypatch):
@@ -215,13 +215,13 @@ def test_an_error_in_the_context_comes_first(path, monkeypatch, caplog):
 
 def test_check_does_not_wait(path, monkeypatch):
   """Neither while a save runs nor when none does."""
-  original = own_item.Handler.finalize
+  original = metadata_item.Handler.finalize
 
   def finalize(self, directory):
     time.sleep(0.5)
     return original(self, directory)
 
-  monkeypatch.setattr(own_item.Handler, "finalize", finalize)
+  monkeypatch.setattr(metadata_item.Handler, "finalize", finalize)
   with checkpoint.Checkpointer(path) as checkpointer:
     checkpointer.check()
     checkpointer.save(1, create())

@@ -127,7 +127,7 @@ def hashes(path):
 
 
 def messages(caplog):
-  name = "flaxshard.checkpoint.wrappers_item"
+  name = "flaxshard.checkpoint.wrapper_states"
   return [r.getMessage() for r in caplog.records if r.name == name]
 
 

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import flaxshard as fs
-from flaxshard.checkpoint import foreign
+from flaxshard.checkpoint import migrate
 
 STEP = 7
 ADAM = optax.adam(0.125)
@@ -444,7 +444,7 @@ def test_a_layer_twice():
   saved[("opt_state", "inner_state", "inner_state", "count")] = 3
   wanted = {("opt_state", n): 0 for n in names}
   wanted[("opt_state", "inner_state", "count")] = 0
-  plan = foreign.plan(saved, wanted)
+  plan = migrate.plan(saved, wanted)
   assert plan.renamed(saved) == {
     **{("opt_state", n): 1 for n in names},
     ("opt_state", "inner_state", "count"): 3,

@@ -11,7 +11,7 @@ import tiny
 import flaxshard as fs
 from flaxshard import checkpoint
 from flaxshard import train
-from flaxshard.checkpoint import preservation
+from flaxshard.checkpoint import policies
 
 
 def create(value=1.0):
@@ -167,9 +167,9 @@ def test_bad_arguments(path, kwargs, message):
 
 def test_ranks():
   order = [None, {}, {"a": float("nan")}, {"a": 1}, {"a": 2.5}]
-  ranks = [preservation.rank(metrics, "a", "max") for metrics in order]
+  ranks = [policies.rank(metrics, "a", "max") for metrics in order]
   assert ranks == [-np.inf, -np.inf, -np.inf, 1.0, 2.5]
-  assert preservation.rank({"a": 2.5}, "a", "min") == -2.5
+  assert policies.rank({"a": 2.5}, "a", "min") == -2.5
 
 
 def test_the_loop_keeps_the_best_and_saves_by_the_clock(tmp_path, monkeypatch):

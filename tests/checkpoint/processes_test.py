@@ -11,20 +11,20 @@ import two_processes
 
 import flaxshard as fs
 
-_TESTS = str(pathlib.Path(__file__).parent)
+_TESTS = str(pathlib.Path(__file__).parents[1])
 
 # A disk is full for one process alone: its files cannot have 20 bytes.
 _SETUP = """
 import os, resource, time
 sys.path[:0] = [sys.argv[3], os.path.dirname(sys.argv[3])]
 path = sys.argv[4]
-from flaxshard.checkpoint import integrity
-from flaxshard.checkpoint import own_item
+from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import metadata_item
 from flaxshard.checkpoint import pending_saves
 from jax.experimental import multihost_utils
 
 none = resource.RLIM_INFINITY
-finalize = own_item.Handler.finalize
+finalize = metadata_item.Handler.finalize
 
 def full(self, directory):
   # The save before may not have come here.
@@ -34,14 +34,14 @@ def full(self, directory):
 
 def break_disk(how):
   if how == "finalize" and rank == 0:
-    own_item.Handler.finalize = full
+    metadata_item.Handler.finalize = full
   elif how == f"write {rank}":
     import signal
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, none))
 
 def mend_disk():
-  own_item.Handler.finalize = finalize
+  metadata_item.Handler.finalize = finalize
   resource.setrlimit(resource.RLIMIT_FSIZE, (none, none))
 
 def error_of(call):
@@ -63,7 +63,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import flaxshard as fs
-from checkpoint_processes_test import create, assert_same
+from checkpoint.processes_test import create, assert_same
 
 strategy = fs.Strategy(mesh_shape={"replica": 4})
 
@@ -169,14 +169,14 @@ def test_a_save_that_fails_in_one_process_fails_in_both(tmp_path):
 _LOOP = """
 import signal
 import tiny
-from flaxshard import interrupts
+from flaxshard.train import preemption
 from flaxshard import train
 
 workdir, path = path, os.path.join(path, "checkpoints")
 config = tiny.config(
   num_train_steps=400, checkpoint_every_steps=4, log_every_steps=2,
   eval_every_steps=1000)
-agreed = interrupts.agreed
+agreed = preemption.agreed
 seen = []
 
 step = 8
@@ -188,7 +188,7 @@ def finalize_fails(number, signum):
   time.sleep(0.05)
   return agreed(number, signum)
 
-interrupts.agreed = finalize_fails
+preemption.agreed = finalize_fails
 told = error_of(lambda: train.train_and_evaluate(config, workdir))
 mend_disk()
 assert told and told.startswith(f"step 8 could not be saved in {path}"), told
@@ -204,7 +204,7 @@ def interrupted(step, signum):
   return agreed(step, signum)
 
 del seen[:]
-interrupts.agreed = interrupted
+preemption.agreed = interrupted
 with config.unlocked():
   config.log_every_steps = config.checkpoint_every_steps = 1000
 try:

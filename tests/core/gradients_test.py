@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import flaxshard as fs
-from flaxshard import gradients
+from flaxshard.core import gradients
 
 OWG = "_overwrite_with_gradient"
 BAD = [np.inf, -np.inf, np.nan]

@@ -13,14 +13,14 @@ import pytest
 import tiny
 
 import flaxshard as fs
-from flaxshard import lock
 from flaxshard import train
+from flaxshard.core import lock
 
-_ROOT = pathlib.Path(__file__).parent.parent
+_ROOT = pathlib.Path(__file__).parents[2]
 
 _HOLD = """
 import sys
-from flaxshard import lock
+from flaxshard.core import lock
 release = lock.acquire("directory", sys.argv[1])
 print("held", flush=True)
 sys.stdin.read()

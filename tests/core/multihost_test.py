@@ -6,14 +6,14 @@ import sys
 import pytest
 import two_processes
 
-from flaxshard import processes
+from flaxshard.core import multihost
 
 
 def test_one_process_has_its_own_error():
-  with processes.together(ValueError):
+  with multihost.together(ValueError):
     pass
   error = KeyError("mine")
-  with pytest.raises(KeyError) as e, processes.together(ValueError):
+  with pytest.raises(KeyError) as e, multihost.together(ValueError):
     raise error
   assert e.value is error
 
@@ -23,12 +23,12 @@ import os
 import jax.numpy as jnp
 import optax
 import flaxshard as fs
-from flaxshard import processes
+from flaxshard.core import multihost
 
 def raised(error, *kinds):
   # The error that this process gets where only process 1 has one.
   try:
-    with processes.together(*kinds):
+    with multihost.together(*kinds):
       if error is not None and rank == 1:
         raise error
   except Exception as e:
@@ -78,7 +78,7 @@ print("same")
 
 HOLDER = """
 import sys
-from flaxshard import lock
+from flaxshard.core import lock
 lock.acquire("directory", sys.argv[1])
 print("locked", flush=True)
 sys.stdin.read()

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from flaxshard import slots
-from flaxshard import trees
+from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import trees
 
 P = jax.sharding.PartitionSpec
 PARAMS = {
@@ -45,7 +45,7 @@ OPTIMIZERS = {
 
 def specs_of(tx):
   state = jax.eval_shape(tx.init, PARAMS)
-  specs = slots.specs(state, PARAMS, SPECS)
+  specs = opt_state_lib.specs(state, PARAMS, SPECS)
   assert jax.tree.structure(specs) == jax.tree.structure(state)
   return state, specs
 
@@ -113,7 +113,7 @@ def test_names_of_fields_are_no_parameters():
         trees.path_strings(path)
         for path, _ in jax.tree_util.tree_leaves_with_path(state)
       ),
-      slots.parameters_of(state, params),
+      opt_state_lib.parameters_of(state, params),
       strict=True,
     )
   }
@@ -131,8 +131,8 @@ def test_names_of_fields_are_no_parameters():
 
 def test_counts():
   state = optax.adam(optax.constant_schedule(0.1)).init(PARAMS)
-  assert sorted(slots.counts(state)) == ["0/count", "1/count"]
-  new = slots.with_counts(state, {"0/count": jnp.int32(7)})
+  assert sorted(opt_state_lib.counts(state)) == ["0/count", "1/count"]
+  new = opt_state_lib.with_counts(state, {"0/count": jnp.int32(7)})
   assert (int(new[0].count), int(new[1].count)) == (7, 0)
   assert new[0].mu is state[0].mu or jax.tree.all(
     jax.tree.map(lambda a, b: (a == b).all(), new[0].mu, state[0].mu)

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from flaxshard import optimizer
+from flaxshard.core import optimizer
 
 PARAMS = {
   "kernel": jnp.array([[1.0, -2.0], [0.5, 4.0]]),

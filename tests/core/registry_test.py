@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from flaxshard import registry
+from flaxshard.core import registry
 
 BUILTIN = {"digits": 1, "digits_npz": 2, "imagenet": 3}
 

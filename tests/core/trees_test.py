@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxshard import trees
+from flaxshard.core import trees
 
 
 def test_path_strings():

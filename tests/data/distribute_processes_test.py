@@ -11,7 +11,7 @@ import jax
 import numpy as np
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
-from flaxshard import distribute
+from flaxshard.data import distribute
 """
 
 

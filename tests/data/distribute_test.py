@@ -16,8 +16,8 @@ import pytest
 import flaxshard as fs
 from flaxshard import checkpoint
 from flaxshard import data
-from flaxshard import distribute
-from flaxshard import steps
+from flaxshard.data import distribute
+from flaxshard.train import steps
 
 P = jax.sharding.PartitionSpec
 MESH = jax.sharding.Mesh(np.array(jax.devices()), ("replica",))
@@ -421,7 +421,7 @@ def test_close_wakes_who_waits():
 
 
 def test_close_does_not_wait_forever(caplog, monkeypatch):
-  monkeypatch.setattr("flaxshard.input_pipeline.iterators._CLOSE_TIMEOUT", 0.05)
+  monkeypatch.setattr("flaxshard.data.iterators._CLOSE_TIMEOUT", 0.05)
   hold = threading.Event()
 
   def source():

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from flaxshard.input_pipeline import host
+from flaxshard.data import host_batch
 
 RAGGED = np.empty(2, object)
 RAGGED[:] = [[1, 2], [3]]
@@ -44,23 +44,25 @@ def test_leaves_that_are_refused(leaf, error, message):
     batch = {"a": {"b": leaf}, "x": np.ones(3)}
     message = r"batch\[a/b/1\] has 3 examples, batch\[a/b/0\] has 2"
   with pytest.raises(error, match=message):
-    host.flatten(batch)
+    host_batch.flatten(batch)
 
 
 @pytest.mark.parametrize("batch", [{}, None, (), {"a": None}])
 def test_a_batch_without_arrays(batch):
   with pytest.raises(ValueError, match="a batch must have arrays, got"):
-    host.flatten(batch)
+    host_batch.flatten(batch)
 
 
 def test_numbers_that_overflow_are_refused():
   x = np.array([1.0, 1e300])
   for shape in ((2,), (4,)):
     with pytest.raises(ValueError, match=r"batch\[x\] has finite .* float32"):
-      host.join("x", [x], shape)
+      host_batch.join("x", [x], shape)
   # Infinity is none that overflows.
   x = np.array([np.inf, -np.inf, np.nan, 1 / 3])
-  np.testing.assert_array_equal(host.join("x", [x], (4,)), x.astype(np.float32))
+  np.testing.assert_array_equal(
+    host_batch.join("x", [x], (4,)), x.astype(np.float32)
+  )
 
 
 @pytest.mark.parametrize(
@@ -72,10 +74,10 @@ def test_numbers_that_overflow_are_refused():
 )
 def test_values_and_dtypes_are_those_of_jax(dtype):
   x = np.array([0, 1, 2, 3]).astype(dtype)
-  out = host.join("x", [x], (4,))
+  out = host_batch.join("x", [x], (4,))
   native = x.astype(x.dtype.newbyteorder("="))
   wanted = jnp.asarray(native)
-  assert out.dtype == wanted.dtype == host.dtype_of(x)
+  assert out.dtype == wanted.dtype == host_batch.dtype_of(x)
   np.testing.assert_array_equal(out, wanted)
   assert not np.shares_memory(out, x)
 
@@ -84,7 +86,7 @@ def test_what_is_joined_and_padded():
   a = np.arange(6).reshape(2, 3)
   b = np.arange(10, 14).reshape(1, 4)
   np.testing.assert_array_equal(
-    host.join("x", [a, b], (5, 5)),
+    host_batch.join("x", [a, b], (5, 5)),
     [
       [0, 1, 2, 0, 0],
       [3, 4, 5, 0, 0],
@@ -95,11 +97,13 @@ def test_what_is_joined_and_padded():
   )
   empty = np.ones((0, 3))
   np.testing.assert_array_equal(
-    host.join("x", [empty], (2, 3)), np.zeros((2, 3))
+    host_batch.join("x", [empty], (2, 3)), np.zeros((2, 3))
   )
 
 
 def test_device_arrays_stay_on_the_device():
   x = jnp.arange(4)
-  assert host.join("x", [x], (4,)) is x
-  np.testing.assert_array_equal(host.join("x", [x], (6,)), [0, 1, 2, 3, 0, 0])
+  assert host_batch.join("x", [x], (4,)) is x
+  np.testing.assert_array_equal(
+    host_batch.join("x", [x], (6,)), [0, 1, 2, 3, 0, 0]
+  )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flaxshard import data
-from flaxshard import imagenet
+from flaxshard.data import imagenet
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxshard import distribute
-from flaxshard import steps
+from flaxshard.data import distribute
+from flaxshard.train import steps
 
 P = jax.sharding.PartitionSpec
 MESH = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("replica",))

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxshard import distribute
-from flaxshard.input_pipeline import sharding
+from flaxshard.data import distribute
+from flaxshard.data import sharding
 
 P = jax.sharding.PartitionSpec
 

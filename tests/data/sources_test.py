@@ -5,6 +5,7 @@ import pytest
 from sklearn import datasets
 
 from flaxshard import data
+from flaxshard.data import sources
 
 
 def make_splits(num_train=12, num_eval=10, **kwargs):
@@ -354,6 +355,7 @@ def own_module(tmp_path, monkeypatch):
     """
 import numpy as np
 from flaxshard import data
+from flaxshard.data import sources
 
 def _source(size):
   numbers = np.arange(size)
@@ -477,6 +479,6 @@ def test_an_odd_example_is_an_error_where_it_comes(fields, message):
 def test_a_mask_of_ones_own_would_be_lost(monkeypatch):
   source = Odd(make_source(8), 0, mask=True)
   splits = data.Splits(source, source, 8)
-  monkeypatch.setitem(data._FACTORIES, "masked", lambda: splits)
+  monkeypatch.setitem(sources._FACTORIES, "masked", lambda: splits)
   with pytest.raises(ValueError, match="example 0 of train has a 'mask'"):
     data.load({"name": "masked"})

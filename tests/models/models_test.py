@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flaxshard import models
-from flaxshard.policy import Policy
+from flaxshard.core.policy import Policy
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 IMAGES = jax.random.normal(jax.random.key(1), (2, 16, 16, 3))

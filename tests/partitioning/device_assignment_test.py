@@ -13,7 +13,7 @@ import flaxshard as fs
 
 GOLDEN = json.loads(
   (
-    pathlib.Path(__file__).parent / "testdata/device_assignment.json"
+    pathlib.Path(__file__).parents[1] / "testdata/device_assignment.json"
   ).read_text()
 )
 ORIGIN = [0, 0, 0, 0]

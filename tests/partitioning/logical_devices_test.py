@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxshard.partitioning import annotations
+from flaxshard.partitioning import logical_devices
 from flaxshard.partitioning import mesh as mesh_lib
 
 P = jax.sharding.PartitionSpec
@@ -98,12 +98,12 @@ def test_split_into_every_partition(replicas, logical):
   ]
   tensors = [tensor(p) for p in partitions]
   for pieces, x in zip(partitions, tensors, strict=True):
-    assert_split(mesh, annotations.split(mesh, x, pieces), x, pieces)
+    assert_split(mesh, logical_devices.split(mesh, x, pieces), x, pieces)
 
   @jax.jit
   def plus_one(tensors):
     return [
-      annotations.split(mesh, x, list(pieces)) + 1
+      logical_devices.split(mesh, x, list(pieces)) + 1
       for pieces, x in zip(partitions, tensors, strict=True)
     ]
 
@@ -115,7 +115,7 @@ def test_a_split_over_replicas_stays_where_the_partition_leaves_it():
   x = np.arange(2 * 4 * 4 * 4).reshape(2, 4, 4, 4).astype(np.float32)
 
   def split(x):
-    return annotations.split(MESH, x, [1, 2, 2, 1])
+    return logical_devices.split(MESH, x, [1, 2, 2, 1])
 
   for array in (split(batch(x=x)), jax.jit(split)(batch(x=x))):
     assert_equal(array, x)
@@ -126,8 +126,8 @@ def test_a_split_over_replicas_stays_where_the_partition_leaves_it():
       np.testing.assert_array_equal(shard.data, at)
   # The batch is split as asked: then each replica has all of it.
   for array in (
-    annotations.split(MESH, batch(), [4, 1]),
-    jax.jit(lambda x: annotations.split(MESH, x, [4, 1]))(batch()),
+    logical_devices.split(MESH, batch(), [4, 1]),
+    jax.jit(lambda x: logical_devices.split(MESH, x, [4, 1]))(batch()),
   ):
     assert_split(MESH, array, X, (4, 1))
 
@@ -140,14 +140,14 @@ def test_split_moves_what_lies_elsewhere():
     jax.device_put(X, NamedSharding(MESH, P("m0", ("replica", "m1")))),
     nnx.Param(jnp.asarray(X)),
   ):
-    array = annotations.split(MESH, x, (2, 2))
+    array = logical_devices.split(MESH, x, (2, 2))
     assert shard_shapes(array) <= {(4, 2), (4, 1)}
     assert_equal(array, X)
 
 
 def test_split_under_transformations():
   def square(x):
-    return (annotations.split(MESH, x, [2, 2]) ** 3).sum()
+    return (logical_devices.split(MESH, x, [2, 2]) ** 3).sum()
 
   b = batch()
   for transform in (lambda f: f, jax.jit, jax.checkpoint):
@@ -157,7 +157,7 @@ def test_split_under_transformations():
     np.testing.assert_allclose(second(b), 6 * X)
 
   def rows(x):
-    return annotations.split(MESH, x, [4]) * 2
+    return logical_devices.split(MESH, x, [4]) * 2
 
   for mapped in (jax.vmap(rows), jax.jit(jax.vmap(rows))):
     array = mapped(b)
@@ -201,7 +201,7 @@ def test_split_under_transformations():
 )
 def test_partitions_that_cannot_be(pieces, error, message):
   def split(x):
-    return annotations.split(MESH, x, pieces)
+    return logical_devices.split(MESH, x, pieces)
 
   for call in (split, jax.jit(split)):
     with pytest.raises(error) as e:
@@ -212,18 +212,18 @@ def test_partitions_that_cannot_be(pieces, error, message):
 
 def test_partitions_are_any_sequence_of_integers():
   for pieces in ([2, 2], (2, 2), np.array([2, 2]), [np.int8(2), np.int64(2)]):
-    array = annotations.split(MESH, X, pieces)
+    array = logical_devices.split(MESH, X, pieces)
     assert array.sharding.spec == P("m0", "m1")
 
 
 def test_named_axes_split_as_far_as_they_can():
   mesh = make(1, 8, logical_axes={"model": 2, "data": 4})
   x = tensor((1, 2, 4, 1))
-  array = annotations.split(mesh, x, [1, 2, 4, 1])
+  array = logical_devices.split(mesh, x, [1, 2, 4, 1])
   assert array.sharding.spec == P(None, "model", "data", None)
   assert_split(make(1, 8), array, x, (1, 2, 4, 1))
   with pytest.raises(ValueError, match=r"\[1, 2, 2, 2\] cannot be made of"):
-    annotations.split(mesh, tensor((1, 2, 2, 2)), (1, 2, 2, 2))
+    logical_devices.split(mesh, tensor((1, 2, 2, 2)), (1, 2, 2, 2))
 
 
 # replicate
@@ -233,13 +233,13 @@ def test_replicate_gathers_from_logical_devices_alone():
   spread = jax.device_put(X, NamedSharding(MESH, P("replica", ("m0", "m1"))))
 
   def undone(x):
-    x = annotations.split(MESH, x, [1, 4]) * 2
-    return annotations.replicate(MESH, x) / 2
+    x = logical_devices.split(MESH, x, [1, 4]) * 2
+    return logical_devices.replicate(MESH, x) / 2
 
   for array in (
-    annotations.replicate(MESH, spread),
+    logical_devices.replicate(MESH, spread),
     jax.jit(undone)(spread),
-    jax.vmap(lambda x: annotations.replicate(MESH, x))(spread),
+    jax.vmap(lambda x: logical_devices.replicate(MESH, x))(spread),
   ):
     assert_equal(array, X)
     assert array.sharding.spec[0] == "replica"
@@ -247,13 +247,13 @@ def test_replicate_gathers_from_logical_devices_alone():
   text = jax.jit(undone).lower(spread).compile().as_text()
   # Of a replica's quarters, not of the other replica's half.
   assert "all-gather" in text and "f32[8," not in text.split("ENTRY")[1]
-  whole = jax.jit(lambda x: annotations.replicate(MESH, x) + 0)(X)
+  whole = jax.jit(lambda x: logical_devices.replicate(MESH, x) + 0)(X)
   assert shard_shapes(whole) == {(8, 4)}
 
 
 def test_replicate_is_differentiable():
   def cube(x):
-    return (annotations.replicate(MESH, x) ** 3).sum()
+    return (logical_devices.replicate(MESH, x) ** 3).sum()
 
   for grad in (jax.grad(cube), jax.jit(jax.grad(cube))):
     np.testing.assert_allclose(grad(batch()), 3 * X**2)
@@ -268,31 +268,35 @@ def test_assign_puts_arrays_on_one_logical_device(replicas, logical):
   for i in range(logical):
     mine = [replica * logical + i for replica in range(replicas)]
     for x, shape in ((X, (8, 4)), (batch(mesh), (8 // replicas, 4))):
-      array = annotations.assign(mesh, x, i)
+      array = logical_devices.assign(mesh, x, i)
       assert_equal(array, X)
       assert device_ids(array) == mine
       assert shard_shapes(array) == {shape}
     later = jnp.tanh(array) @ X.T
     assert device_ids(later) == mine  # computation follows data
-    assert device_ids(annotations.assign(mesh, later, 0))[0] == 0
+    assert device_ids(logical_devices.assign(mesh, later, 0))[0] == 0
 
 
 def test_results_of_an_eager_call_stay_on_the_device():
-  out = annotations.on_device(
+  out = logical_devices.on_device(
     MESH, 2, lambda x, k: {"y": x * k, "z": (jnp.ones(3), True, None)}, X, 2.0
   )
   assert {tuple(device_ids(x)) for x in jax.tree.leaves(out)} == {(2, 6)}
   np.testing.assert_array_equal(out["y"], 2 * X)
   assert out["z"][2] is None
   made = []
-  annotations.on_device(MESH, 3, lambda: made.append(jnp.zeros(2)))
+  logical_devices.on_device(MESH, 3, lambda: made.append(jnp.zeros(2)))
   assert device_ids(made[0]) == [3]  # on the first replica's
 
 
 def two_stages(mesh, params, x):
-  h = annotations.on_device(mesh, 1, lambda w, x: jnp.tanh(x @ w), params[0], x)
-  h = annotations.assign(mesh, h, 2)
-  return annotations.on_device(mesh, 3, lambda w, h: (h @ w) ** 2, params[1], h)
+  h = logical_devices.on_device(
+    mesh, 1, lambda w, x: jnp.tanh(x @ w), params[0], x
+  )
+  h = logical_devices.assign(mesh, h, 2)
+  return logical_devices.on_device(
+    mesh, 3, lambda w, h: (h @ w) ** 2, params[1], h
+  )
 
 
 def one_stage(params, x):
@@ -365,8 +369,8 @@ def test_stages_under_transformations_in_jit():
 
 
 def test_gradients_land_where_the_parameters_are():
-  params = [annotations.assign(MESH, w, 1 + 2 * i) for i, w in enumerate(W)]
-  b = annotations.assign(MESH, batch(), 1)
+  params = [logical_devices.assign(MESH, w, 1 + 2 * i) for i, w in enumerate(W)]
+  b = logical_devices.assign(MESH, batch(), 1)
   grads, gx = jax.grad(lambda p, x: two_stages(MESH, p, x).sum(), (0, 1))(
     params, b
   )
@@ -405,8 +409,8 @@ VALUES = {
 @pytest.mark.parametrize("traced", [False, True])
 def test_every_dtype_comes_through(traced):
   def through(values):
-    moved = {k: annotations.assign(MESH, v, 1) for k, v in values.items()}
-    return annotations.on_device(MESH, 2, lambda v: [v, {"v": v}], moved)
+    moved = {k: logical_devices.assign(MESH, v, 1) for k, v in values.items()}
+    return logical_devices.on_device(MESH, 2, lambda v: [v, {"v": v}], moved)
 
   values = {k: jnp.asarray(v) for k, v in VALUES.items()}
   first, second = (jax.jit(through) if traced else through)(values)
@@ -447,7 +451,9 @@ def outside_of_conditionals(text):
 
 def test_work_is_in_one_branch_and_its_result_reduced():
   def product(w, x):
-    return annotations.on_device(MESH, 2, lambda w, x: jnp.tanh(x @ w), w, x)
+    return logical_devices.on_device(
+      MESH, 2, lambda w, x: jnp.tanh(x @ w), w, x
+    )
 
   def grads(w, x):
     return jax.grad(lambda w: product(w, x).sum())(w)
@@ -475,8 +481,8 @@ def test_one_device_calls_back():
       jax.debug.callback(lambda: calls.update([name]))
       return x * 2
 
-    y = annotations.on_device(mesh, 3, lambda x: fn(x, "first"), x)
-    return annotations.on_device(mesh, 5, lambda x: fn(x, "second"), y)
+    y = logical_devices.on_device(mesh, 3, lambda x: fn(x, "first"), x)
+    return logical_devices.on_device(mesh, 5, lambda x: fn(x, "second"), y)
 
   np.testing.assert_array_equal(both(X), 4 * X)
   jax.effects_barrier()
@@ -493,13 +499,17 @@ def test_what_a_traced_function_may_do():
 
   @jax.jit
   def calls(x):
-    none = annotations.on_device(MESH, 0, lambda x: None, x)
-    made = annotations.on_device(MESH, 1, lambda: (jnp.arange(3), 2.0, True))
-    closed = annotations.on_device(MESH, 2, lambda y: x + y, 1.0)
+    none = logical_devices.on_device(MESH, 0, lambda x: None, x)
+    made = logical_devices.on_device(
+      MESH, 1, lambda: (jnp.arange(3), 2.0, True)
+    )
+    closed = logical_devices.on_device(MESH, 2, lambda y: x + y, 1.0)
     looped = jax.value_and_grad(
-      lambda x: annotations.on_device(MESH, 3, loops, x, 2)
+      lambda x: logical_devices.on_device(MESH, 3, loops, x, 2)
     )(x)
-    noise = annotations.on_device(MESH, 3, jax.random.normal, jax.random.key(1))
+    noise = logical_devices.on_device(
+      MESH, 3, jax.random.normal, jax.random.key(1)
+    )
     return none, made, closed, looped, noise
 
   none, made, closed, looped, noise = calls(X / 8)
@@ -519,22 +529,24 @@ def test_what_a_traced_function_may_do():
 @pytest.mark.parametrize("traced", [False, True])
 def test_no_such_logical_device(index, traced):
   for where, call in {
-    "assign_to_logical_device": lambda x: annotations.assign(MESH, x, index),
-    "on_logical_device": lambda x: annotations.on_device(
+    "assign_to_logical_device": lambda x: logical_devices.assign(
+      MESH, x, index
+    ),
+    "on_logical_device": lambda x: logical_devices.on_device(
       MESH, index, jnp.sin, x
     ),
   }.items():
     with pytest.raises(ValueError, match=f"{where}: logical_device_id={index}"):
       (jax.jit(call) if traced else call)(X)
   with pytest.raises(ValueError, match="allowed: 0 to 3"):
-    annotations.assign(MESH, X, index)
+    logical_devices.assign(MESH, X, index)
 
 
 @pytest.mark.parametrize("index", [1.0, True, "1", None, [1], np.array(1)])
 def test_logical_device_ids_are_integers(index):
   with pytest.raises(TypeError, match="logical_device_id must be an integer"):
-    annotations.assign(MESH, X, index)
-  assert device_ids(annotations.assign(MESH, X, np.int64(1))) == [1, 5]
+    logical_devices.assign(MESH, X, index)
+  assert device_ids(logical_devices.assign(MESH, X, np.int64(1))) == [1, 5]
 
 
 @pytest.mark.parametrize(
@@ -554,9 +566,9 @@ def test_logical_device_ids_are_integers(index):
 )
 def test_tensors_are_arrays(value):
   for call in (
-    lambda: annotations.split(MESH, value, [2, 2]),
-    lambda: annotations.replicate(MESH, value),
-    lambda: annotations.assign(MESH, value, 1),
+    lambda: logical_devices.split(MESH, value, [2, 2]),
+    lambda: logical_devices.replicate(MESH, value),
+    lambda: logical_devices.assign(MESH, value, 1),
   ):
     with pytest.raises(TypeError, match=r"_device.*: tensor must be an array"):
       call()
@@ -566,7 +578,7 @@ def test_tensors_are_arrays(value):
 def test_functions_take_and_return_arrays(traced):
   def call(fn, *args):
     def on_device(x):
-      return annotations.on_device(MESH, 1, fn, x, *args)
+      return logical_devices.on_device(MESH, 1, fn, x, *args)
 
     return (jax.jit(on_device) if traced else on_device)(X)
 
@@ -580,16 +592,22 @@ def test_functions_take_and_return_arrays(traced):
 
 def test_no_annotations_within_a_branch():
   inner = {
-    "split_to_logical_devices": lambda x: annotations.split(MESH, x, [2, 2]),
-    "replicate_to_logical_devices": lambda x: annotations.replicate(MESH, x),
-    "assign_to_logical_device": lambda x: annotations.assign(MESH, x, 1),
-    "on_logical_device": lambda x: annotations.on_device(MESH, 1, jnp.sin, x),
+    "split_to_logical_devices": lambda x: logical_devices.split(
+      MESH, x, [2, 2]
+    ),
+    "replicate_to_logical_devices": lambda x: logical_devices.replicate(
+      MESH, x
+    ),
+    "assign_to_logical_device": lambda x: logical_devices.assign(MESH, x, 1),
+    "on_logical_device": lambda x: logical_devices.on_device(
+      MESH, 1, jnp.sin, x
+    ),
   }
   for where, fn in inner.items():
     with pytest.raises(ValueError, match=f"{where}: .* alone"):
-      jax.jit(lambda x, fn=fn: annotations.on_device(MESH, 1, fn, x))(X)
+      jax.jit(lambda x, fn=fn: logical_devices.on_device(MESH, 1, fn, x))(X)
   # Eagerly it is one move after the other, and the result comes back.
-  array = annotations.on_device(MESH, 2, inner["on_logical_device"], X)
+  array = logical_devices.on_device(MESH, 2, inner["on_logical_device"], X)
   assert device_ids(array) == [2, 6]
 
 
@@ -597,10 +615,10 @@ def test_no_annotations_on_another_mesh():
   other = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
   turned = make(4, 2)
   for call in (
-    lambda x: annotations.split(MESH, x, [2, 2]),
-    lambda x: annotations.replicate(MESH, x),
-    lambda x: annotations.assign(MESH, x, 1),
-    lambda x: annotations.on_device(MESH, 3, jnp.sin, x),
+    lambda x: logical_devices.split(MESH, x, [2, 2]),
+    lambda x: logical_devices.replicate(MESH, x),
+    lambda x: logical_devices.assign(MESH, x, 1),
+    lambda x: logical_devices.on_device(MESH, 3, jnp.sin, x),
   ):
     for mesh in (other, turned):
       with (
@@ -617,8 +635,8 @@ def test_no_annotations_on_another_mesh():
 def test_values_on_the_mesh_are_handed_in():
   @jax.jit
   def closes(x):
-    y = annotations.assign(MESH, x, 1)
-    return annotations.on_device(MESH, 2, lambda x: x + y, x)
+    y = logical_devices.assign(MESH, x, 1)
+    return logical_devices.on_device(MESH, 2, lambda x: x + y, x)
 
   with pytest.raises(ValueError, match=r"closes over a traced float32\[8,4\]"):
     closes(X)
@@ -631,10 +649,10 @@ def test_explicit_axes_are_split_by_their_types():
   mesh = make(2, 4, axis_type=EXPLICIT)
 
   def split(x):
-    return annotations.split(mesh, x, [1, 4]) * 2
+    return logical_devices.split(mesh, x, [1, 4]) * 2
 
   def undone(x):
-    return annotations.replicate(mesh, split(x)) / 2
+    return logical_devices.replicate(mesh, split(x)) / 2
 
   b = batch(mesh)
   for array in (split(b), jax.jit(split)(b)):
@@ -648,8 +666,8 @@ def test_explicit_axes_are_split_by_their_types():
 def test_explicit_axes_take_no_branches_in_jit():
   mesh = make(2, 4, axis_type=EXPLICIT)
   with pytest.raises(ValueError, match=r"axis_type=AxisType\.Auto, got"):
-    jax.jit(lambda x: annotations.assign(mesh, x, 1))(X)
-  array = annotations.on_device(mesh, 1, lambda x: x @ x.T, batch(mesh))
+    jax.jit(lambda x: logical_devices.assign(mesh, x, 1))(X)
+  array = logical_devices.on_device(mesh, 1, lambda x: x @ x.T, batch(mesh))
   np.testing.assert_array_equal(array, X @ X.T)
   assert device_ids(array) == [1, 5]
 
@@ -657,10 +675,10 @@ def test_explicit_axes_take_no_branches_in_jit():
 def test_one_logical_device_has_it_all():
   mesh = make(8, 1)
   calls = {
-    "split": lambda x: annotations.split(mesh, x, [1, 1]),
-    "replicate": lambda x: annotations.replicate(mesh, x),
-    "assign": lambda x: annotations.assign(mesh, x, 0),
-    "on_device": lambda x: annotations.on_device(mesh, 0, lambda: x * 1),
+    "split": lambda x: logical_devices.split(mesh, x, [1, 1]),
+    "replicate": lambda x: logical_devices.replicate(mesh, x),
+    "assign": lambda x: logical_devices.assign(mesh, x, 0),
+    "on_device": lambda x: logical_devices.on_device(mesh, 0, lambda: x * 1),
   }
   for call in itertools.chain(calls.values(), map(jax.jit, calls.values())):
     array = call(batch(mesh))

@@ -18,7 +18,7 @@ from regression import train_step
 from regression import X
 
 import flaxshard as fs
-from flaxshard import replica
+from flaxshard.replicas import context as replica_context
 
 P = jax.sharding.PartitionSpec
 
@@ -127,11 +127,13 @@ def test_reduce_gradients_leaf_by_leaf():
     }
     return {
       path: value
-      for path, value in replica.reduce_gradients("mean", grads)[
+      for path, value in replica_context.reduce_gradients("mean", grads)[
         "params"
       ].items()
       if path in ("w", "integer")
-    } | replica.reduce_gradients("mean", grads)["_overwrite_with_gradient"]
+    } | replica_context.reduce_gradients("mean", grads)[
+      "_overwrite_with_gradient"
+    ]
 
   out = jax.tree.map(
     lambda x: np.unique(np.asarray(x)).tolist(),
@@ -147,7 +149,7 @@ def test_reduce_gradients_keeps_what_is_no_gradient():
 
   def fn():
     grads = {"none": None, "float0": float0, "w": jnp.ones(())}
-    kept.append(replica.reduce_gradients("mean", grads))
+    kept.append(replica_context.reduce_gradients("mean", grads))
 
   EIGHT.run(fn)
   assert kept[0]["none"] is None and kept[0]["float0"] is float0
@@ -158,7 +160,7 @@ def test_mean_collection():
 
   def fn(context):
     number = context.replica_id_in_sync_group
-    return replica.mean_collection(
+    return replica_context.mean_collection(
       {
         "mean": number * 1.0,
         "half": (number * 2).astype(jnp.bfloat16),
@@ -295,8 +297,8 @@ class Local:
 
   def apply(self, state, target, grads, next):
     local = jax.tree.map(lambda p, g: p - g, state["params"], grads)
-    with replica.agreed_gradients():
-      target = next(target, replica.reduce_gradients("mean", grads))
+    with replica_context.agreed_gradients():
+      target = next(target, replica_context.reduce_gradients("mean", grads))
     return target, {"params": local, "steps": state["steps"] + 1}
 
   def partition_specs(self, state):

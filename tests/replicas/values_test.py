@@ -7,7 +7,7 @@ import pytest
 from regression import compilations
 
 import flaxshard as fs
-from flaxshard import values
+from flaxshard.replicas import values
 
 P = jax.sharding.PartitionSpec
 NamedSharding = jax.sharding.NamedSharding

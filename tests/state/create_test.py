@@ -15,8 +15,8 @@ import plain_wrapper
 import pytest
 
 import flaxshard as fs
-from flaxshard import create
 from flaxshard.partitioning.rules import FSDP
+from flaxshard.state import create
 
 P = jax.sharding.PartitionSpec
 MESH = jax.sharding.Mesh(

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import flaxshard as fs
-from flaxshard.partitioning.describe import describe
+from flaxshard.state.describe import describe
 
 P = jax.sharding.PartitionSpec
 MESH = jax.sharding.Mesh(

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import flaxshard as fs
-from flaxshard import fields as fields_lib
+from flaxshard.state import fields as fields_lib
 
 
 def _init(params):

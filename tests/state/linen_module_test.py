@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import flaxshard as fs
-from flaxshard import linen_module
+from flaxshard.state import linen_module
 
 X = np.array([[1.0, 2.0, -1.0], [0.5, -0.25, 3.0]], np.float32)
 

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import flaxshard as fs
-from flaxshard import nnx_module
+from flaxshard.state import nnx_adapter
 
 X = np.array(
   [[1.0, 2.0, -1.0], [0.5, -0.25, 3.0], [-2.0, 1.0, 0.0], [0.1, 0.2, 0.3]],
@@ -53,14 +53,14 @@ def assert_same(a, b):
 
 
 def test_is_module():
-  assert nnx_module.is_module(make())
-  assert not nnx_module.is_module(Net)
-  assert not nnx_module.is_module(None)
+  assert nnx_adapter.is_module(make())
+  assert not nnx_adapter.is_module(Net)
+  assert not nnx_adapter.is_module(None)
 
 
 def test_split_names_collections_as_linen_does():
   module = make()
-  _, variables = nnx_module.split(module)
+  _, variables = nnx_adapter.split(module)
   assert set(variables) == {"params", "batch_stats", "rngs"}
   assert set(variables["params"]) == {"dense", "norm"}
   np.testing.assert_array_equal(
@@ -81,7 +81,7 @@ def test_other_kinds_of_variables():
       self.cache = nnx.Cache(jnp.zeros(1))
       self.layers = nnx.List([nnx.Param(jnp.full(1, 5.0))])
 
-  _, variables = nnx_module.split(Module())
+  _, variables = nnx_adapter.split(Module())
   assert float(variables["Kept"]["kept"][0]) == 3.0
   assert float(variables["cache"]["cache"][0]) == 0.0
   # Orbax has string keys only.
@@ -90,16 +90,16 @@ def test_other_kinds_of_variables():
 
 def test_values_are_those_of_the_module_itself():
   module, same = make(), make()
-  apply_fn, variables = nnx_module.split(module)
+  apply_fn, variables = nnx_adapter.split(module)
   before = as_dict(variables)
   out, new = jax.jit(lambda v, x: apply_fn(v, x, mutable=True))(variables, X)
   np.testing.assert_allclose(out, same(X), rtol=1e-5, atol=1e-6)
   assert set(new) == {"batch_stats", "rngs"}
-  _, wanted = nnx_module.split(same)
+  _, wanted = nnx_adapter.split(same)
   assert_same(new["batch_stats"], wanted["batch_stats"])
   assert_same(new["rngs"], wanted["rngs"])
   # Neither the module nor what was split off has changed.
-  assert_same(variables, nnx_module.split(module)[1])
+  assert_same(variables, nnx_adapter.split(module)[1])
   for name, value in as_dict(variables).items():
     np.testing.assert_array_equal(value, before[name])
   # The second call has another mask, as the module's own would.
@@ -110,7 +110,7 @@ def test_values_are_those_of_the_module_itself():
 
 def test_eval_and_train_mode():
   module, same = make(), make()
-  apply_fn, variables = nnx_module.split(module)
+  apply_fn, variables = nnx_adapter.split(module)
   out = apply_fn(variables, X, mode="eval")
   same.eval()
   np.testing.assert_allclose(out, same(X), rtol=1e-5, atol=1e-6)
@@ -119,14 +119,14 @@ def test_eval_and_train_mode():
     out, module.dense(X) / np.sqrt(1 + 1e-5), rtol=1e-4, atol=1e-5
   )
   # A module split in eval mode stays in it, unless asked.
-  apply_eval, eval_variables = nnx_module.split(same)
+  apply_eval, eval_variables = nnx_adapter.split(same)
   np.testing.assert_allclose(apply_eval(eval_variables, X), out, rtol=1e-6)
   trained, _ = apply_eval(eval_variables, X, mode="train", mutable=True)
   np.testing.assert_allclose(trained, make()(X), rtol=1e-5, atol=1e-6)
 
 
 def test_mutable_says_what_is_returned():
-  apply_fn, variables = nnx_module.split(make())
+  apply_fn, variables = nnx_adapter.split(make())
   both = ["batch_stats", "rngs"]
   _, new = apply_fn(variables, X, mutable=both)
   assert set(new) == set(both)
@@ -141,7 +141,7 @@ def test_mutable_says_what_is_returned():
 
 
 def test_a_change_that_would_be_lost_is_an_error():
-  apply_fn, variables = nnx_module.split(make())
+  apply_fn, variables = nnx_adapter.split(make())
   with pytest.raises(
     ValueError, match=r"changed rngs\[drop/rngs/count\].*mutable=\['rngs'\]"
   ):
@@ -154,7 +154,7 @@ def test_a_change_that_would_be_lost_is_an_error():
 
 def test_other_methods():
   module = make()
-  apply_fn, variables = nnx_module.split(module)
+  apply_fn, variables = nnx_adapter.split(module)
   wanted = module.dense(X)
   np.testing.assert_allclose(
     apply_fn(variables, X, method="twice"), wanted * 2, rtol=1e-5
@@ -183,7 +183,7 @@ def test_other_methods():
   ],
 )
 def test_wrong_calls(change, kwargs, match):
-  apply_fn, variables = nnx_module.split(make())
+  apply_fn, variables = nnx_adapter.split(make())
   variables = {
     k: v for k, v in {**variables, **change}.items() if v is not None
   }
@@ -235,7 +235,7 @@ def test_training_equals_training_the_module_itself(wrappers, donate):
     np.testing.assert_allclose(
       loss, nnx_step(module, optimizer, X * (i + 1)), rtol=1e-4
     )
-  wanted = nnx_module.split(module)[1]
+  wanted = nnx_adapter.split(module)[1]
   assert_same(state.params, wanted["params"])
   assert_same(state.batch_stats, wanted["batch_stats"])
   assert_same(state.rngs, wanted["rngs"])

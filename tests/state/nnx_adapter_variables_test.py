@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import flaxshard as fs
-from flaxshard import nnx_module
+from flaxshard.state import nnx_adapter
 
 X = np.array([[1.0, 2.0, -1.0], [0.5, -0.25, 3.0]], np.float32)
 
@@ -57,7 +57,7 @@ def assert_close(a, b):
 
 def test_remat_inside_with_parameters_alone():
   module = Remat(nnx.Rngs(0))
-  apply_fn, variables = nnx_module.split(module)
+  apply_fn, variables = nnx_adapter.split(module)
   assert set(variables) == {"params"}
   wanted = module.head(jnp.tanh(module.block(X)))
   for apply in (apply_fn, jax.jit(apply_fn)):
@@ -92,7 +92,7 @@ def test_remat_inside_is_differentiated():
 @pytest.mark.parametrize("kind", [RematNorm, RematInside])
 def test_remat_with_batch_norm(kind):
   module = kind(nnx.Rngs(0))
-  apply_fn, variables = nnx_module.split(module)
+  apply_fn, variables = nnx_adapter.split(module)
   assert set(variables) == {"params", "batch_stats"}
   # In the mode "eval" nothing changes, whatever may.
   out = apply_fn(variables, X, mode="eval")
@@ -102,7 +102,7 @@ def test_remat_with_batch_norm(kind):
   # A call of the module itself changes its averages.
   trained, new = apply_fn(variables, X, mutable=["batch_stats"])
   np.testing.assert_allclose(trained, module(X), rtol=1e-5, atol=1e-6)
-  wanted = nnx_module.split(module)[1]["batch_stats"]
+  wanted = nnx_adapter.split(module)[1]["batch_stats"]
   assert_close(new["batch_stats"], wanted)
   assert not np.allclose(
     new["batch_stats"]["norm"]["mean"], variables["batch_stats"]["norm"]["mean"]
@@ -131,7 +131,7 @@ class Sows(nnx.Module):
 
 def test_what_is_sown_is_returned_where_it_is_asked_for():
   module = Sows(nnx.Rngs(0))
-  apply_fn, variables = nnx_module.split(module)
+  apply_fn, variables = nnx_adapter.split(module)
   assert set(variables) == {"params"}
   wanted = module.dense(X)
   for call in (
@@ -151,7 +151,7 @@ def test_what_is_sown_is_returned_where_it_is_asked_for():
 @pytest.mark.parametrize("mode", [None, "train", "eval"])
 def test_what_is_sown_is_dropped_otherwise(mode):
   module = Sows(nnx.Rngs(0))
-  apply_fn, variables = nnx_module.split(module)
+  apply_fn, variables = nnx_adapter.split(module)
   out = apply_fn(variables, X, mode=mode)
   np.testing.assert_allclose(out, module.dense(X) * 2, rtol=1e-5, atol=1e-6)
   out, new = apply_fn(variables, X, mode=mode, mutable=["params"])
@@ -172,7 +172,7 @@ class Perturbs(nnx.Module):
 
 def test_perturb():
   module = Perturbs(nnx.Rngs(0))
-  apply_fn, variables = nnx_module.split(module)
+  apply_fn, variables = nnx_adapter.split(module)
   assert set(variables) == {"params"}
   wanted = module.dense(X) * 2
   loss_fn = lambda params: (apply_fn({"params": params}, X) ** 2).sum()
@@ -184,7 +184,7 @@ def test_perturb():
   )
   # After a call of its own the module may hold the perturbation.
   module(X)
-  apply_fn, variables = nnx_module.split(module)
+  apply_fn, variables = nnx_adapter.split(module)
   np.testing.assert_allclose(apply_fn(variables, X), wanted, rtol=1e-5)
 
 
@@ -240,7 +240,7 @@ def test_a_variable_that_is_none(kind, beside):
   state = fs.create_train_state(
     WithNone(kind, beside), None, None, optax.sgd(0.5)
   )
-  apply_fn, variables = nnx_module.split(WithNone(kind, beside))
+  apply_fn, variables = nnx_adapter.split(WithNone(kind, beside))
   assert set(state.params) >= {"w"}
   assert "nothing" not in state.params
   x = np.ones(2, np.float32)

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import flaxshard as fs
-from flaxshard import divergence
+from flaxshard.state import replica_groups
 
 P = jax.sharding.PartitionSpec
 
@@ -83,7 +83,7 @@ def test_the_state_of_replica_0_goes_to_all(diverged) -> None:
   state, wanted = diverged
   for x in (state.params["b"], *jax.tree.leaves(state.opt_state)):
     assert len({held.tobytes() for held in grouped.on_each(x)}) > 1
-  new = divergence.of_first_replica(state)
+  new = replica_groups.of_first_replica(state)
   assert new.params["w"].sharding == state.params["w"].sharding
   assert_everywhere(new, wanted)
 

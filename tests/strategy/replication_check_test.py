@@ -10,8 +10,8 @@ from regression import loss_fn
 from regression import sharded
 
 import flaxshard as fs
-from flaxshard import agreement
-from flaxshard.agreement import Agreement
+from flaxshard.strategy import replication_check
+from flaxshard.strategy.replication_check import Agreement
 
 P = jax.sharding.PartitionSpec
 
@@ -33,7 +33,7 @@ def found(fn):
     check_vma=False,
   )
   jaxpr = jax.make_jaxpr(sharded)(jnp.ones(4), jnp.ones(16))
-  return agreement.outputs(jaxpr, [AGREES, DIFFERS])
+  return replication_check.outputs(jaxpr, [AGREES, DIFFERS])
 
 
 @jax.custom_vjp

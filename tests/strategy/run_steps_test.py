@@ -16,7 +16,7 @@ from regression import X
 from regression import Y
 
 import flaxshard as fs
-from flaxshard import steps_loop
+from flaxshard.strategy import run_steps as run_steps_lib
 
 P = jax.sharding.PartitionSpec
 
@@ -191,8 +191,8 @@ def test_nothing_compiles_twice(batches):
 
 
 def test_it_is_one_program_with_a_loop(batches):
-  loop = STRATEGY.jit(steps_loop.create(train_step, "mean"))
-  text = loop.lower(create(STRATEGY), steps_loop.stack(batches)).as_text()
+  loop = STRATEGY.jit(run_steps_lib.create(train_step, "mean"))
+  text = loop.lower(create(STRATEGY), run_steps_lib.stack(batches)).as_text()
   assert text.count("stablehlo.while") == 1
 
 

@@ -8,13 +8,13 @@ import tiny
 
 from flaxshard import data
 from flaxshard import train
-from flaxshard import writers
+from flaxshard.train import metrics as metrics_lib
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_plots():
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(writers, "plot", lambda rows, path: None)
+    patch.setattr(metrics_lib, "plot", lambda rows, path: None)
     yield
 
 

@@ -6,9 +6,9 @@ import pathlib
 import ml_collections
 import pytest
 
-from flaxshard import config as config_lib
+from flaxshard.train import config as config_lib
 
-_CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
+_CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
 
 def mesh(**fields):

@@ -11,7 +11,8 @@ import tiny
 from flaxshard import checkpoint
 from flaxshard import data
 from flaxshard import train
-from flaxshard import writers
+from flaxshard.train import loop
+from flaxshard.train import metrics as metrics_lib
 
 GROUPS = ((2, 0), (3, 1))
 FSDP = {"rules": ({"name": "fsdp", "min_size": 64},)}
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:CrossShard. the replicas")
 @pytest.fixture(scope="module", autouse=True)
 def no_plots():
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(writers, "plot", lambda rows, path: None)
+    patch.setattr(metrics_lib, "plot", lambda rows, path: None)
     yield
 
 
@@ -143,9 +144,7 @@ def test_groups_evaluate_and_save_that_of_replica_0(tmp_path, caplog) -> None:
 def test_what_cannot_be_is_refused_before_anything_is_compiled(
   mesh, groups, message, monkeypatch, tmp_path
 ) -> None:
-  monkeypatch.setattr(
-    train, "_compile", lambda lowered: pytest.fail("compiled")
-  )
+  monkeypatch.setattr(loop, "_compile", lambda lowered: pytest.fail("compiled"))
   with pytest.raises(ValueError, match=f"^{message}"):
     made = config(mesh, (cross_shard(groups),))
     train.train_and_evaluate(made, str(tmp_path))

@@ -14,7 +14,7 @@ import time
 import numpy as np
 import xla_flags
 
-from flaxshard.checkpoint import integrity
+from flaxshard.checkpoint import digests
 
 # Steps are short, and each is saved: most kills come in the middle of a save.
 _RUN = """
@@ -44,7 +44,7 @@ def _start(workdir: str, steps: int) -> subprocess.Popen:
       "-c",
       _RUN,
       workdir,
-      os.path.dirname(__file__),
+      str(pathlib.Path(__file__).parents[1]),
       str(steps),
     ],
     env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags.FAST},
@@ -100,7 +100,7 @@ def killed_again_and_again(
     there = _steps(workdir)
     # The three that are kept are complete; an older one may be half deleted.
     for step in there[-3:]:
-      assert integrity.verify(os.path.join(workdir, "checkpoints", str(step)))
+      assert digests.verify(os.path.join(workdir, "checkpoints", str(step)))
     assert max(there, default=0) >= before
     left = sorted(
       path.name

@@ -13,9 +13,10 @@ import tiny
 
 from flaxshard import data
 from flaxshard import train
-from flaxshard import writers
+from flaxshard.train import loop
+from flaxshard.train import metrics as metrics_lib
 
-_ROOT = pathlib.Path(__file__).parent.parent
+_ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -135,7 +136,7 @@ def test_bad_configs_are_refused_before_compilation(
   def compiles(*args):
     raise AssertionError("compiled")
 
-  monkeypatch.setattr(train, "_compile", compiles)
+  monkeypatch.setattr(loop, "_compile", compiles)
   with pytest.raises((TypeError, ValueError), match=message):
     train.train_and_evaluate(tiny.config(**fields), str(tmp_path))
   assert os.listdir(tmp_path) == []
@@ -149,13 +150,13 @@ def test_a_workdir_that_cannot_be_written_is_refused(tmp_path) -> None:
 
 
 def test_missing_packages_are_named_at_the_start(tmp_path, monkeypatch) -> None:
-  real = writers.importlib.util.find_spec
+  real = metrics_lib.importlib.util.find_spec
   for package, config in (
     ("matplotlib", tiny.config()),
     ("tensorboardX", tiny.config(writer="tensorboard")),
   ):
     monkeypatch.setattr(
-      writers.importlib.util,
+      metrics_lib.importlib.util,
       "find_spec",
       lambda name, gone=package: None if name == gone else real(name),
     )

@@ -19,11 +19,12 @@ import xla_flags
 
 from flaxshard import data
 from flaxshard import train
-from flaxshard import writers
+from flaxshard.train import loop
+from flaxshard.train import metrics as metrics_lib
 
 P = jax.sharding.PartitionSpec
 
-_ROOT = pathlib.Path(__file__).parent.parent
+_ROOT = pathlib.Path(__file__).parents[2]
 _FACTORIES = "train_parallel_factories:"
 
 IMAGES = data.digits()
@@ -87,7 +88,7 @@ def importable():
   """Makes the factories here nameable in configs; draws no plots."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setitem(sys.modules, _FACTORIES[:-1], sys.modules[__name__])
-    patch.setattr(writers, "plot", lambda rows, path: None)
+    patch.setattr(metrics_lib, "plot", lambda rows, path: None)
     yield
 
 
@@ -155,9 +156,9 @@ def text_alone(tmp_path_factory):
 def lowered(monkeypatch):
   """Collects the train steps that are compiled."""
   steps = []
-  original = train._compile
+  original = loop._compile
   monkeypatch.setattr(
-    train, "_compile", lambda step: (steps.append(step), original(step))
+    loop, "_compile", lambda step: (steps.append(step), original(step))
   )
   return steps
 
@@ -344,9 +345,7 @@ def test_a_bad_label_in_the_middle_ends_the_run(tmp_path) -> None:
 def test_a_bad_mesh_is_refused_before_anything_is_written(
   monkeypatch, tmp_path, mesh, message
 ) -> None:
-  monkeypatch.setattr(
-    train, "_compile", lambda lowered: pytest.fail("compiled")
-  )
+  monkeypatch.setattr(loop, "_compile", lambda lowered: pytest.fail("compiled"))
   with pytest.raises(ValueError, match=rf"^config\.mesh\.{message}"):
     train.train_and_evaluate(config(mesh), str(tmp_path))
   assert os.listdir(tmp_path) == []

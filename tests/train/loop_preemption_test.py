@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-_TESTS = pathlib.Path(__file__).parent
+_TESTS = pathlib.Path(__file__).parents[1]
 
 # SIGTERM comes in step 3; JAX asks for signals once a second.
 _RUN = """
@@ -17,11 +17,11 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.distributed.initialize(sys.argv[2], num_processes=1, process_id=0)
 import tiny
-from flaxshard import interrupts
+from flaxshard.train import preemption
 from flaxshard import train
 
 asked = []
-original = interrupts.agreed
+original = preemption.agreed
 
 def agreed(step, signum):
   if step == 3:
@@ -31,7 +31,7 @@ def agreed(step, signum):
   asked.append(step)
   return original(step, signum)
 
-interrupts.agreed = agreed
+preemption.agreed = agreed
 config = tiny.config(
   num_train_steps=200, eval_every_steps=1000, checkpoint_every_steps=1000,
   log_every_steps=1000,
@@ -68,11 +68,11 @@ def test_a_notice_of_preemption_saves_and_ends(tmp_path) -> None:
 def test_without_jax_distributed_nobody_is_asked(step, monkeypatch) -> None:
   from jax.experimental import multihost_utils
 
-  from flaxshard import interrupts
+  from flaxshard.train import preemption
 
   def asked(step):
     raise AssertionError(step)
 
   monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", asked)
-  assert interrupts.agreed(step, None) is None
-  assert interrupts.agreed(step, 2) == 2
+  assert preemption.agreed(step, None) is None
+  assert preemption.agreed(step, 2) == 2

@@ -16,7 +16,7 @@ import tiny
 
 from flaxshard import data
 from flaxshard import train
-from flaxshard import writers
+from flaxshard.train import metrics as metrics_lib
 
 
 def _assert_same(a, b) -> None:
@@ -97,7 +97,7 @@ def test_killed_between_checkpoints_trains_nothing_twice(
   """Rows after the last checkpoint are written anew, the data continues."""
   reference, state = undisturbed
   workdir = str(tmp_path)
-  original = writers.MetricsFile.write
+  original = metrics_lib.MetricsFile.write
 
   def write(self, step, values):
     original(self, step, values)
@@ -105,7 +105,7 @@ def test_killed_between_checkpoints_trains_nothing_twice(
       raise KeyboardInterrupt  # the row is there, the checkpoint is of step 4
 
   with monkeypatch.context() as patch:
-    patch.setattr(writers.MetricsFile, "write", write)
+    patch.setattr(metrics_lib.MetricsFile, "write", write)
     with pytest.raises(KeyboardInterrupt):
       train.train_and_evaluate(tiny.config(), workdir)
   assert [r["step"] for r in tiny.rows(workdir)] == [2, 4, 6]

@@ -12,7 +12,7 @@ from matplotlib import image
 import numpy as np
 import pytest
 
-from flaxshard import writers
+from flaxshard.train import metrics as metrics_lib
 
 
 def read_lines(path):
@@ -28,7 +28,7 @@ def path(tmp_path):
 
 
 def test_rows_are_on_disk_at_once(path):
-  file = writers.MetricsFile(str(path), 0)
+  file = metrics_lib.MetricsFile(str(path), 0)
   file.write(2, {"train_loss": 0.5, "skipped_steps": 1})
   assert read_lines(path) == [
     {"step": 2, "train_loss": 0.5, "skipped_steps": 1}
@@ -40,7 +40,7 @@ def test_rows_are_on_disk_at_once(path):
 
 
 def test_what_is_not_finite_is_null(path):
-  file = writers.MetricsFile(str(path), 0)
+  file = metrics_lib.MetricsFile(str(path), 0)
   values = {
     "a": float("nan"),
     "b": float("inf"),
@@ -58,11 +58,11 @@ def test_what_is_not_finite_is_null(path):
 
 
 def test_a_resumed_run_drops_rows_that_it_writes_again(path):
-  file = writers.MetricsFile(str(path), 0)
+  file = metrics_lib.MetricsFile(str(path), 0)
   for step in (2, 4, 6, 8):
     file.write(step, {"loss": 1.0 / step, "scale": None})
   file.close()
-  file = writers.MetricsFile(str(path), 4)
+  file = metrics_lib.MetricsFile(str(path), 4)
   assert [row["step"] for row in read_lines(path)] == [2, 4]
   file.write(6, {"loss": 0.0})
   file.close()
@@ -77,7 +77,7 @@ def test_a_resumed_run_drops_rows_that_it_writes_again(path):
 
 def test_a_new_run_starts_an_empty_file(path):
   path.write_text('{"step": 2}\n')
-  writers.MetricsFile(str(path), 0).close()
+  metrics_lib.MetricsFile(str(path), 0).close()
   assert path.read_text() == ""
 
 
@@ -85,12 +85,12 @@ def test_a_line_cut_short_is_left_out(path, caplog):
   # The last write of a process that was killed.
   path.write_text('{"step": 2, "loss": 0.5}\n{"step": 4, "lo')
   with caplog.at_level(logging.WARNING, "flaxshard"):
-    assert writers.read_rows(str(path)) == [{"step": 2, "loss": 0.5}]
+    assert metrics_lib.read_rows(str(path)) == [{"step": 2, "loss": 0.5}]
   (record,) = caplog.records
   assert str(path) in record.getMessage()
   assert '{"step": 4, "lo' in record.getMessage()
   # The next row does not go on in that line.
-  file = writers.MetricsFile(str(path), 4)
+  file = metrics_lib.MetricsFile(str(path), 4)
   file.write(6, {"loss": 0.25})
   file.close()
   assert read_lines(path) == [
@@ -100,7 +100,7 @@ def test_a_line_cut_short_is_left_out(path, caplog):
 
 
 def test_no_file_has_no_rows(path):
-  assert writers.read_rows(str(path)) == []
+  assert metrics_lib.read_rows(str(path)) == []
 
 
 # Events.
@@ -128,7 +128,7 @@ def read_events(folder):
 
 
 def test_tensorboard_events(tmp_path):
-  write, close = writers.event_writer("tensorboard", str(tmp_path))
+  write, close = metrics_lib.event_writer("tensorboard", str(tmp_path))
   write(2, {"train_loss": 0.5, "loss_scale": 2.0**15, "absent": None})
   write(4, {"eval_accuracy": 0.25, "skipped_steps": 3})
   close()
@@ -143,7 +143,7 @@ def test_tensorboard_events(tmp_path):
 def test_events_of_a_resumed_run_replace_later_ones(tmp_path):
   from tensorboardX.proto import event_pb2
 
-  write, close = writers.event_writer("tensorboard", str(tmp_path), 4)
+  write, close = metrics_lib.event_writer("tensorboard", str(tmp_path), 4)
   write(6, {"train_loss": 0.5})
   close()
   (file,) = tmp_path.iterdir()
@@ -157,15 +157,15 @@ def test_of_two_errors_the_first_is_raised(caplog):
   def close():
     raise OSError(28, "No space left on device", "metrics.jsonl")
 
-  with pytest.raises(KeyError), writers.closing(close):
+  with pytest.raises(KeyError), metrics_lib.closing(close):
     raise KeyError
   assert "No space left on device: 'metrics.jsonl'" in caplog.text
-  with pytest.raises(OSError, match="metrics"), writers.closing(close):
+  with pytest.raises(OSError, match="metrics"), metrics_lib.closing(close):
     pass
 
 
 def test_no_events(tmp_path):
-  write, close = writers.event_writer("none", str(tmp_path))
+  write, close = metrics_lib.event_writer("none", str(tmp_path))
   write(2, {"train_loss": 0.5})
   close()
   assert list(tmp_path.iterdir()) == []
@@ -196,7 +196,7 @@ def installed(monkeypatch):
 def test_a_missing_package(tmp_path, installed, name, package, remedy):
   installed(package)
   with pytest.raises(ImportError) as e:
-    writers.event_writer(name, str(tmp_path))
+    metrics_lib.event_writer(name, str(tmp_path))
   message = str(e.value)
   assert message.startswith(f"config.writer={name!r} needs {package}")
   assert message.endswith(remedy)
@@ -204,16 +204,16 @@ def test_a_missing_package(tmp_path, installed, name, package, remedy):
 
 
 def test_require(installed):
-  writers.require("this", "json")
+  metrics_lib.require("this", "json")
   with pytest.raises(ImportError) as e:
-    writers.require("this", "flaxshard_no_such_package")
+    metrics_lib.require("this", "flaxshard_no_such_package")
   assert str(e.value) == (
     "this needs flaxshard_no_such_package, not installed: "
     "pip install 'flaxshard[train]'"
   )
   installed("json")
   with pytest.raises(ImportError, match=r"that needs json, .*: get it"):
-    writers.require("that", "json", "get it")
+    metrics_lib.require("that", "json", "get it")
 
 
 # The plot.
@@ -268,7 +268,7 @@ def pixels(path):
 
 def test_plot_without_a_loss_scale(tmp_path, drawn):
   path = tmp_path / "training.png"
-  writers.plot(ROWS, str(path))
+  metrics_lib.plot(ROWS, str(path))
   assert pixels(path) == (744, 960)
   loss, accuracy = drawn[0].axes
   assert lines(loss) == {
@@ -288,7 +288,7 @@ def test_plot_without_a_loss_scale(tmp_path, drawn):
 
 def test_plot_marks_skipped_steps(tmp_path, drawn):
   path = tmp_path / "training.png"
-  writers.plot(scaled_rows(), str(path))
+  metrics_lib.plot(scaled_rows(), str(path))
   assert pixels(path) == (1080, 960)
   *_, scale = drawn[0].axes
   assert scale.get_ylabel() == "loss scale"
@@ -310,7 +310,7 @@ def test_plot_marks_skipped_steps(tmp_path, drawn):
 
 def test_plot_without_skipped_steps(tmp_path, drawn):
   rows = [{**row, "skipped_steps": 0} for row in scaled_rows()]
-  writers.plot(rows, str(tmp_path / "training.png"))
+  metrics_lib.plot(rows, str(tmp_path / "training.png"))
   *_, scale = drawn[0].axes
   assert list(lines(scale)) == ["loss_scale"]
   assert scale.texts == [] or not any(t.get_text() for t in scale.texts)
@@ -320,13 +320,13 @@ def test_plot_takes_no_display(tmp_path, monkeypatch):
   # pyplot would choose a backend, and keep every figure.
   monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
   path = tmp_path / "training.png"
-  writers.plot(ROWS, str(path))
+  metrics_lib.plot(ROWS, str(path))
   assert pixels(path) == (744, 960)
 
 
 def test_plot_of_no_rows(tmp_path):
   path = tmp_path / "training.png"
-  writers.plot([], str(path))
+  metrics_lib.plot([], str(path))
   assert image.imread(path).shape[:2] == (744, 960)
 
 
@@ -335,5 +335,5 @@ def test_plot_of_a_scale_that_is_not_finite(tmp_path):
   rows = scaled_rows()
   rows[-1]["loss_scale"] = None
   path = tmp_path / "training.png"
-  writers.plot(rows, str(path))
+  metrics_lib.plot(rows, str(path))
   assert pixels(path) == (1080, 960)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import tiny
 
-from flaxshard import config as config_lib
-from flaxshard import parallel
+from flaxshard.train import config as config_lib
+from flaxshard.train import setup
 
 P = jax.sharding.PartitionSpec
 
@@ -24,7 +24,7 @@ def make(batch_size=16, **mesh):
 
 def create(**mesh):
   config = make(**mesh)
-  return config, parallel.create_strategy(config)
+  return config, setup.create_strategy(config)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_the_mesh(mesh, wanted, caplog):
 def test_what_the_devices_do_not_allow(mesh, message):
   config = make(**mesh)
   with pytest.raises(ValueError) as e:
-    parallel.create_strategy(config)
+    setup.create_strategy(config)
   assert str(e.value) == message
   assert jax.device_count() == 8
 
@@ -135,7 +135,7 @@ def test_what_the_devices_do_not_allow(mesh, message):
 def test_batches_lie_in_pieces(mesh, pieces, wanted):
   split = {"inputs": pieces} if pieces else {}
   config, strategy = create(**mesh, split=split)
-  specs = parallel.batch_specs(config, strategy, EXAMPLE)
+  specs = setup.batch_specs(config, strategy, EXAMPLE)
   assert specs == {"inputs": wanted, "labels": P("replica")}
 
   images = np.arange(16 * 64, dtype=np.float32).reshape(16, 8, 8, 1)
@@ -165,7 +165,7 @@ def test_batches_lie_in_pieces(mesh, pieces, wanted):
 
 def test_any_array_of_a_batch_can_be_split():
   config, strategy = create(logical_devices=2, split={"labels": (2,)})
-  specs = parallel.batch_specs(config, strategy, EXAMPLE)
+  specs = setup.batch_specs(config, strategy, EXAMPLE)
   assert specs == {"inputs": P("replica"), "labels": P(("replica", "m0"))}
 
 
@@ -209,14 +209,14 @@ def test_any_array_of_a_batch_can_be_split():
 def test_bad_splits(mesh, key, pieces, message):
   config, strategy = create(**mesh, split={key: pieces})
   with pytest.raises(ValueError, match=message) as e:
-    parallel.batch_specs(config, strategy, EXAMPLE)
+    setup.batch_specs(config, strategy, EXAMPLE)
   assert str(e.value).startswith(f"config.mesh.split.{key}={pieces!r}: ")
 
 
 def test_mirrored_arrays_are_whole_on_every_device():
   _, strategy = create(logical_devices=2)
   tree = {"step": np.int32(3), "key": jax.random.key(0)}
-  placed = parallel.mirrored(strategy, tree)
+  placed = setup.mirrored(strategy, tree)
   assert int(placed["step"]) == 3
   for x in placed.values():
     assert x.sharding.is_fully_replicated
@@ -231,7 +231,7 @@ def test_calls_are_waited_for_on_virtual_devices(monkeypatch, replicas, waits):
     jax, "block_until_ready", lambda x: waited.append(x) or wait(x)
   )
   _, strategy = create(replica=replicas)
-  doubled = parallel.waiting(strategy, jax.jit(lambda x: 2 * x))
+  doubled = setup.waiting(strategy, jax.jit(lambda x: 2 * x))
   assert float(doubled(np.float32(2))) == 4
   assert bool(waited) == waits
   assert "stablehlo" in doubled.lower(np.float32(2)).as_text()
@@ -239,7 +239,7 @@ def test_calls_are_waited_for_on_virtual_devices(monkeypatch, replicas, waits):
 
 def test_every_process_of_one_reads_all_of_a_batch():
   _, strategy = create(logical_devices=2)
-  assert parallel.input_pipeline(strategy) == {
+  assert setup.input_pipeline(strategy) == {
     "process_index": 0,
     "process_count": 1,
   }

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import flaxshard as fs
-from flaxshard import steps
+from flaxshard.train import steps
 
 X = np.array([[1.0, 2.0], [-0.5, 0.25], [3.0, -1.0], [0.0, 1.5]], np.float32)
 LABELS = np.array([0, 2, 1, 2], np.int32)

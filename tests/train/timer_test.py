@@ -2,7 +2,7 @@
 
 import pytest
 
-from flaxshard import timer as timer_lib
+from flaxshard.train import timer as timer_lib
 
 
 class Clock:

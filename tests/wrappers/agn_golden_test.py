@@ -10,7 +10,7 @@ import pytest
 
 import flaxshard as fs
 
-FIGURES = pathlib.Path(__file__).parent / "testdata" / "agn.json"
+FIGURES = pathlib.Path(__file__).parents[1] / "testdata" / "agn.json"
 CASES = json.loads(FIGURES.read_text())["cases"]
 
 

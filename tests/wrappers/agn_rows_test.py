@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import flaxshard as fs
-from flaxshard import elementwise
-from flaxshard import replica
-from flaxshard.wrappers import parts
+from flaxshard.replicas import context as replica_context
+from flaxshard.wrappers import agn_rows
+from flaxshard.wrappers import elementwise
 
 TREE = {
   "even": np.arange(32.0, dtype=np.float32).reshape(2, 16),
@@ -31,12 +31,12 @@ TREE = {
   ],
 )
 def test_the_dimension_that_needs_the_least_padding(shape, count, dim):
-  assert parts.dim_of(shape, count) == dim
+  assert agn_rows.dim_of(shape, count) == dim
 
 
 def divided(count):
-  dims = jax.tree.map(lambda x: parts.dim_of(x.shape, count), TREE)
-  return parts.Parts.of(TREE, dims, count)
+  dims = jax.tree.map(lambda x: agn_rows.dim_of(x.shape, count), TREE)
+  return agn_rows.Parts.of(TREE, dims, count)
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
@@ -55,7 +55,7 @@ def test_rows_hold_all_parts(count):
 
 def test_narrow_leaves_travel_in_a_wider_row():
   tree = [jnp.arange(4, dtype=jnp.bfloat16), jnp.arange(3.0)]
-  split = parts.Parts.of(tree, [0, 0], 2)
+  split = agn_rows.Parts.of(tree, [0, 0], 2)
   back = split.from_rows(split.to_rows(tree, np.float32))
   assert [x.dtype for x in back] == [x.dtype for x in tree]
   jax.tree.map(np.testing.assert_array_equal, back, tree)
@@ -65,7 +65,7 @@ def test_gathered_from_the_replicas():
   strategy = fs.Strategy(devices=jax.devices()[:3])
 
   def fn(tree):
-    split = divided(replica.count())
+    split = divided(replica_context.count())
     number = fs.get_replica_context().replica_id_in_sync_group
     return split.gather(split.part_of(tree, number))
 

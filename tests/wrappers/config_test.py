@@ -226,7 +226,7 @@ def test_names_of_something_else(mine):
   with pytest.raises(TypeError, match="must name a dataclass"):
     from_config([(f"{mine.split(':')[0]}:not_a_dataclass", {})])
   with pytest.raises(TypeError, match="must be an instance of a wrapper"):
-    from_config(["flaxshard.policy:Policy"])
+    from_config(["flaxshard.core.policy:Policy"])
 
 
 def test_the_same_wrapper_twice():

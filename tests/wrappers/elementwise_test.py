@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from flaxshard import elementwise
-from flaxshard import slots
+from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.wrappers import elementwise
 
 P = jax.sharding.PartitionSpec
 PARAMS = {"w": jnp.ones((8, 3)), "b": jnp.ones(16), "scalar": jnp.ones(())}
@@ -24,7 +24,7 @@ def treats_elements_alone(tx):
   specs = {k: P("replica") if d == 0 else P() for k, d in DIMS.items()}
   slot_dims = jax.tree.map(
     lambda spec: 0 if tuple(spec) else elementwise.WHOLE,
-    slots.specs(state, PARAMS, specs),
+    opt_state_lib.specs(state, PARAMS, specs),
   )
 
   def update(center, grads):

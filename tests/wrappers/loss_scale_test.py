@@ -15,7 +15,7 @@ import flaxshard as fs
 from flaxshard.wrappers import LossScaleState
 
 GOLDEN = json.loads(
-  (pathlib.Path(__file__).parent / "testdata/loss_scale.json").read_text()
+  (pathlib.Path(__file__).parents[1] / "testdata/loss_scale.json").read_text()
 )
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 

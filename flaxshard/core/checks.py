@@ -1,0 +1,167 @@
+"""Checks of arguments: one function for each kind of value.
+
+Each returns the value in its plain Python type, or raises an error that names
+the argument, what is allowed, and the value it got: a TypeError for a value of
+the wrong type, a ValueError for one out of range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+import difflib
+import math
+from typing import Any
+
+import numpy as np
+
+# JAX and Grain count steps, replicas and seeds in int32.
+INT32_MAX = 2**31 - 1
+
+
+def integer(
+  argument: str,
+  value: Any,
+  *,
+  minimum: int | None = None,
+  maximum: int = INT32_MAX,
+) -> int:
+  """Returns `value` as an `int`.
+
+  NumPy integers are accepted, booleans are not: `True` is almost always a
+  mistake where a count is expected.
+
+  Args:
+    argument: Name of the argument, for the error message.
+    value: The value to check.
+    minimum: Smallest allowed value; None means no lower bound.
+    maximum: Largest allowed value.
+
+  Raises:
+    TypeError: `value` is not an integer.
+    ValueError: `value` is below `minimum` or above `maximum`.
+
+  Example:
+    >>> integer("batch_size", np.int64(8), minimum=1)
+    8
+  """
+  allowed = "an integer"
+  if minimum is not None:
+    allowed += f" of at least {minimum}"
+  if isinstance(value, (bool, np.bool_)) or not isinstance(
+    value, (int, np.integer)
+  ):
+    raise TypeError(f"{argument} must be {allowed}, got {value!r}.")
+  if value > maximum:
+    raise ValueError(f"{argument} must be at most {maximum}, got {value!r}.")
+  if minimum is not None and value < minimum:
+    raise ValueError(f"{argument} must be {allowed}, got {value!r}.")
+  return int(value)
+
+
+def number(
+  argument: str,
+  value: Any,
+  *,
+  minimum: float | None = None,
+  above: float | None = None,
+  below: float | None = None,
+) -> float:
+  """Returns `value` as a finite `float`.
+
+  Args:
+    argument: Name of the argument, for the error message.
+    value: The value to check: a Python or NumPy number, but no boolean.
+    minimum: Smallest allowed value; None means no such bound.
+    above: Lower bound that is itself not allowed.
+    below: Upper bound that is itself not allowed.
+
+  Raises:
+    TypeError: `value` is not a real number.
+    ValueError: `value` is not finite or out of range.
+
+  Example:
+    >>> number("learning_rate", 1, above=0)
+    1.0
+  """
+  bounds = {"of at least": minimum, "above": above, "below": below}
+  given = [f"{k} {v:g}" for k, v in bounds.items() if v is not None]
+  allowed = " and ".join(["a finite number", *given])
+  if isinstance(value, (bool, np.bool_)) or not isinstance(
+    value, (int, float, np.integer, np.floating)
+  ):
+    raise TypeError(f"{argument} must be {allowed}, got {value!r}.")
+  in_range = (
+    math.isfinite(value)
+    and (minimum is None or value >= minimum)
+    and (above is None or value > above)
+    and (below is None or value < below)
+  )
+  if not in_range:
+    raise ValueError(f"{argument} must be {allowed}, got {value!r}.")
+  return float(value)
+
+
+def boolean(argument: str, value: Any) -> bool:
+  """Returns `value` as a `bool`.
+
+  Args:
+    argument: Name of the argument, for the error message.
+    value: The value to check.
+
+  Raises:
+    TypeError: `value` is not a boolean.
+
+  Example:
+    >>> boolean("donate", True)
+    True
+  """
+  if not isinstance(value, (bool, np.bool_)):
+    raise TypeError(f"{argument} must be True or False, got {value!r}.")
+  return bool(value)
+
+
+def one_of(argument: str, value: Any, allowed: Iterable[Any]) -> Any:
+  """Returns `value` if it is one of a few allowed values.
+
+  Args:
+    argument: Name of the argument, for the error message.
+    value: The value to check; it may be of any type.
+    allowed: The allowed values, in the order in which the message lists them.
+
+  Raises:
+    ValueError: `value` is none of them; the message lists them, and names the
+      nearest one if `value` looks like a misspelling of it.
+
+  Example:
+    >>> one_of("reduction", "mean", ("sum", "mean"))
+    'mean'
+  """
+  allowed = list(allowed)
+  # By type as well: 1 == True, and an array compares element by element.
+  if any(type(value) is type(a) and value == a for a in allowed):
+    return value
+  hint = ""
+  if isinstance(value, str):
+    hint = did_you_mean(value, [a for a in allowed if isinstance(a, str)])
+  raise ValueError(
+    f"{argument} must be one of {', '.join(map(repr, allowed))}, got "
+    f"{value!r}.{hint}"
+  )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+  """Returns a hint for a misspelt name, to be appended to an error message.
+
+  Args:
+    name: The name that was not found.
+    known: The names that exist.
+
+  Returns:
+    A sentence with a space in front, or "" if no known name is similar.
+
+  Example:
+    >>> did_you_mean("dynamc", ["dynamic", "auto"])
+    " Did you mean 'dynamic'?"
+  """
+  matches = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
+  return f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""

@@ -1,0 +1,5 @@
+"""The training loop that `python -m flaxshard` runs."""
+
+from flaxshard.train.loop import train_and_evaluate
+
+__all__ = ["train_and_evaluate"]

@@ -1,0 +1,73 @@
+"""Each checker: what it accepts and returns, what it refuses and how."""
+
+import math
+
+import numpy as np
+import pytest
+
+from flaxshard.core import checks
+
+
+@pytest.mark.parametrize(
+  ("call", "returned"),
+  [
+    (lambda: checks.integer("n", 3), 3),
+    (lambda: checks.integer("n", np.int64(3), minimum=3), 3),
+    (lambda: checks.integer("n", -(2**40)), -(2**40)),
+    (lambda: checks.integer("n", 2**31 - 1), 2**31 - 1),
+    (lambda: checks.number("x", 1), 1.0),
+    (lambda: checks.number("x", np.float32(0.5), above=0), 0.5),
+    (lambda: checks.number("x", 0, minimum=0, below=1), 0.0),
+    (lambda: checks.boolean("b", np.True_), True),
+    (lambda: checks.one_of("o", None, ("sum", None)), None),
+    (lambda: checks.one_of("o", "sum", ("sum", None)), "sum"),
+  ],
+)
+def test_accepts_and_returns_plain_python(call, returned):
+  value = call()
+  assert value == returned
+  assert type(value) is type(returned)
+
+
+@pytest.mark.parametrize(
+  ("call", "kind", "facts"),
+  [
+    (lambda: checks.integer("n", True), TypeError, ("n", "integer", "True")),
+    (lambda: checks.integer("n", 1.0), TypeError, ("n", "integer", "1.0")),
+    (lambda: checks.integer("n", "1"), TypeError, ("n", "'1'")),
+    (lambda: checks.integer("n", 0, minimum=1), ValueError, ("n", "1", "0")),
+    (lambda: checks.integer("n", 2**31), ValueError, ("n", "2147483647")),
+    (lambda: checks.number("x", True), TypeError, ("x", "number", "True")),
+    (lambda: checks.number("x", "1"), TypeError, ("x", "number", "'1'")),
+    (lambda: checks.number("x", 1j), TypeError, ("x", "1j")),
+    (lambda: checks.number("x", math.nan), ValueError, ("x", "finite", "nan")),
+    (lambda: checks.number("x", math.inf), ValueError, ("x", "finite", "inf")),
+    (lambda: checks.number("x", 0, above=0), ValueError, ("x", "above 0")),
+    (lambda: checks.number("x", 1, below=1), ValueError, ("x", "below 1")),
+    (lambda: checks.number("x", -1, minimum=0), ValueError, ("x", "least 0")),
+    (lambda: checks.boolean("b", 1), TypeError, ("b", "True or False", "1")),
+    (
+      lambda: checks.one_of("o", "avg", ("sum", "mean")),
+      ValueError,
+      ("o", "'sum', 'mean'", "'avg'"),
+    ),
+    (
+      lambda: checks.one_of("o", "dynamc", ("auto", "dynamic")),
+      ValueError,
+      ("o", "'dynamc'", "Did you mean 'dynamic'?"),
+    ),
+    (lambda: checks.one_of("o", True, (1, 2)), ValueError, ("o", "True")),
+    (
+      lambda: checks.one_of("o", np.ones(2), ("sum",)),
+      ValueError,
+      ("o", "'sum'"),
+    ),
+  ],
+)
+def test_refuses_and_names_argument_value_and_what_is_allowed(
+  call, kind, facts
+):
+  with pytest.raises(kind) as e:
+    call()
+  for fact in facts:
+    assert fact in str(e.value)
