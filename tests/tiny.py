@@ -57,4 +57,4 @@ def stop_at(monkeypatch, stop_step: int, signum: int) -> None:
     def __exit__(self, *args):
       return None
 
-  monkeypatch.setattr(preemption, "caught", Caught)
+  monkeypatch.setattr(preemption, "catch_signals", Caught)

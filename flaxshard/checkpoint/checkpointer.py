@@ -213,7 +213,7 @@ class Checkpointer:
       not self._manager.is_saving_in_progress()
     )
     # Saves end in all processes together: another's ends in no time.
-    if multihost.anywhere(ended):
+    if multihost.any_process(ended):
       self.wait()
 
   def save(
@@ -256,7 +256,9 @@ class Checkpointer:
       )
     state_items = step_lib.save_args(state, plain_item=self._plain_item)
     own: dict[str, Any] = {}
-    with multihost.together(TypeError, ValueError, pending_saves.SaveError):
+    with multihost.raise_on_all_processes(
+      TypeError, ValueError, pending_saves.SaveError
+    ):
       if data is not None:
         position = iterator_state.Position(data)
         own[_DATA] = grain.checkpoint.CheckpointSave(position)

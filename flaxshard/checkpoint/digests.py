@@ -161,13 +161,13 @@ def verify_together(step_dir: str | os.PathLike[str]) -> bool:
   Raises:
     Damaged: As `verify`; where another process found it, with its number.
   """
-  with multihost.together(Damaged, ValueError):
+  with multihost.raise_on_all_processes(Damaged, ValueError):
     verified = verify(step_dir, jax.process_index(), jax.process_count())
   return verified
 
 
 @contextlib.contextmanager
-def reading(step_dir: str, verified: bool) -> Iterator[None]:
+def errors_as_damage(step_dir: str, verified: bool) -> Iterator[None]:
   """Takes Orbax's errors at a step without digests for damage.
 
   A step that was verified is whole, so its errors are something else.
@@ -179,7 +179,9 @@ def reading(step_dir: str, verified: bool) -> Iterator[None]:
   except Exception as e:  # Orbax raises that too, and no kind of it
     if verified:
       raise
-    raise Damaged(f"{step_dir} cannot be read: {multihost.brief(e)}") from e
+    raise Damaged(
+      f"{step_dir} cannot be read: {multihost.summarize_error(e)}"
+    ) from e
 
 
 def set_aside(step_dir: str) -> str:

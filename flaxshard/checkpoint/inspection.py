@@ -59,7 +59,7 @@ def status(
     if digests.verify(step_dir, contents=contents):
       return ("complete, verified" if contents else "complete"), False
     # Without digests, what can be told is whether there is a train state.
-    with digests.reading(os.fspath(step_dir), verified=False):
+    with digests.errors_as_damage(os.fspath(step_dir), verified=False):
       reader.plain(reader.as_path(step_dir))
     return "complete, without digests", False
   except digests.Damaged as e:
@@ -119,7 +119,7 @@ def describe(step_dir: str | os.PathLike[str]) -> str:
     for key, value in (metadata.get("config") or {}).items():
       lines.append(f"  config.{key}: {_plain(value)}")
   path = reader.as_path(where)
-  with digests.reading(where, verified=False):
+  with digests.errors_as_damage(where, verified=False):
     plain = reader.plain(path)
     trees = {plain.item: plain}
     for item, at in reader.items(path).items():

@@ -51,7 +51,7 @@ _KINDS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class LeafMapping:
   """Which saved leaf goes where.
 
   Attributes:
@@ -75,7 +75,7 @@ class Plan:
     }
 
 
-def plan(saved: Mapping[Path, Any], wanted: Mapping[Path, Any]) -> Plan:
+def plan(saved: Mapping[Path, Any], wanted: Mapping[Path, Any]) -> LeafMapping:
   """Finds where the leaves of a saved train state go.
 
   Args:
@@ -146,7 +146,9 @@ def plan(saved: Mapping[Path, Any], wanted: Mapping[Path, Any]) -> Plan:
       source = (*source, _BOX)
     if source in saved and source not in dropped:
       sources[path] = source
-  return Plan(sources, frozenset(fresh), frozenset(dropped), tuple(notes))
+  return LeafMapping(
+    sources, frozenset(fresh), frozenset(dropped), tuple(notes)
+  )
 
 
 def _layers(

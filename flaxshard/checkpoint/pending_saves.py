@@ -64,7 +64,7 @@ def failed(directory: str, step: int, error: Exception) -> SaveError:
       _end(manager)
   _clear(directory, step)
   # Of TensorStore, and longer than all the rest.
-  reason = multihost.brief(error).partition(" [tensorstore_spec=")[0]
+  reason = multihost.summarize_error(error).partition(" [tensorstore_spec=")[0]
   return SaveError(
     f"step {step} could not be saved in {directory}: {reason}\nThe state in "
     "memory and the earlier checkpoints are as they were."

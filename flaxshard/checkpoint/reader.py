@@ -36,7 +36,7 @@ FLAX = re.compile(r"checkpoint_(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Number:
+class SavedScalar:
   """A Python number on disk: it has a value, but no dtype of its own.
 
   Attributes:
@@ -56,12 +56,12 @@ class Number:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tree:
+class SavedTree:
   """A tree on disk.
 
   Attributes:
     item: The name of the item that it is, or of its file.
-    leaves: What has a shape and a dtype, and `Number`s, by path. PRNG keys are
+    leaves: Arrays and `SavedScalar`s, by path. PRNG keys are
       the integers that lie on disk.
     read: Reads leaves: given shapes, dtypes and shardings of some by path, it
       returns those arrays. It may return them in another dtype than asked for.
@@ -115,7 +115,7 @@ def items(where: Directory) -> dict[str, Directory]:
   }
 
 
-def plain(where: Directory, item: str | None = None) -> Tree:
+def plain(where: Directory, item: str | None = None) -> SavedTree:
   """Returns the train state of a step.
 
   Args:
@@ -141,11 +141,11 @@ def plain(where: Directory, item: str | None = None) -> Tree:
   )
 
 
-def orbax_tree(directory: Directory, item: str) -> Tree:
+def orbax_tree(directory: Directory, item: str) -> SavedTree:
   """Returns a tree that Orbax wrote."""
   saved = metadata(directory)
   leaves = {
-    path: Number(x.dtype) if _is_number(x) else x
+    path: SavedScalar(x.dtype) if _is_number(x) else x
     for path, x in trees.by_path(saved).items()
   }
 
@@ -165,7 +165,7 @@ def orbax_tree(directory: Directory, item: str) -> Tree:
       for path, asked in wanted.items()
     }
 
-  return Tree(item, leaves, read)
+  return SavedTree(item, leaves, read)
 
 
 def metadata(directory: Directory) -> PyTree:
@@ -191,7 +191,7 @@ def _is_number(x: Any) -> bool:
   return isinstance(x, ocp.metadata.value.ScalarMetadata)
 
 
-def _msgpack_tree(file: Directory) -> Tree:
+def _msgpack_tree(file: Directory) -> SavedTree:
   try:
     saved = serialization.msgpack_restore(file.read_bytes())
     found = trees.by_path(saved)
@@ -200,7 +200,7 @@ def _msgpack_tree(file: Directory) -> Tree:
   leaves: dict[Path, Any] = {}
   for path, x in found.items():
     if isinstance(x, (bool, int, float, complex)):
-      leaves[path] = Number(np.result_type(type(x)))
+      leaves[path] = SavedScalar(np.result_type(type(x)))
     elif isinstance(x, (np.ndarray, np.generic)):
       leaves[path] = jax.ShapeDtypeStruct(np.shape(x), x.dtype)
     else:
@@ -217,7 +217,7 @@ def _msgpack_tree(file: Directory) -> Tree:
       for path, asked in wanted.items()
     }
 
-  return Tree(file.name, leaves, read)
+  return SavedTree(file.name, leaves, read)
 
 
 def _placed(name: str, x: Any, asked: jax.ShapeDtypeStruct) -> Any:

@@ -52,7 +52,7 @@ def create() -> ocp.multihost.BarrierSyncFn | None:
 
   def barrier(*, key: str, timeout_ms: int) -> None:
     if jax.process_count() > 1:
-      save.come(key, timeout_ms)
+      save.barrier(key, timeout_ms)
 
   return barrier
 
@@ -67,15 +67,15 @@ class _Save:
     self._came: set[str] = set()
     self._failed = False  # whether this process raises already
 
-  def come(self, key: str, timeout_ms: int) -> None:
+  def barrier(self, key: str, timeout_ms: int) -> None:
     ends = threading.current_thread().name == _ENDING_THREAD
     if _WRITTEN in key or _COMMITTED in key:
       stage = _WRITTEN if _WRITTEN in key else _COMMITTED
       self._wait_once(stage, timeout_ms)
-      self._raise_what_others_tell()
+      self._raise_published_errors()
       return
     if _ENDS in key and ends:
-      self._tell(sys.exc_info()[1])
+      self._publish_error(sys.exc_info()[1])
       for stage in (_WRITTEN, _COMMITTED):
         self._wait_once(stage, timeout_ms)
     self._wait(key, timeout_ms)
@@ -83,7 +83,7 @@ class _Save:
       self._begin()
     elif _ENDED in key and ends:
       # As after it was committed, where a step could not be deleted.
-      self._raise_what_others_tell()
+      self._raise_published_errors()
 
   def _begin(self) -> None:
     self._came.clear()
@@ -107,7 +107,7 @@ class _Save:
     if not came:
       self._wait(stage, timeout_ms)
 
-  def _tell(self, error: BaseException | None) -> None:
+  def _publish_error(self, error: BaseException | None) -> None:
     """Has the others know of an error of this process's own."""
     if error is None or self._failed:
       return
@@ -115,10 +115,10 @@ class _Save:
     _let_writers_end()
     _client().key_value_set(
       f"{self._told}/{jax.process_index()}",
-      f"process {jax.process_index()}: {multihost.brief(error)}",
+      f"process {jax.process_index()}: {multihost.summarize_error(error)}",
     )
 
-  def _raise_what_others_tell(self) -> None:
+  def _raise_published_errors(self) -> None:
     if self._failed:
       return
     told = [text for _, text in _client().key_value_dir_get(f"{self._told}/")]

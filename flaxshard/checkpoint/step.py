@@ -220,7 +220,7 @@ def check_plain_item(plain_item: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
+class CheckpointStep:
   """What lies in a step.
 
   Attributes:
@@ -231,11 +231,11 @@ class Opened:
   """
 
   where: reader.Directory
-  plain: reader.Tree
+  plain: reader.SavedTree
   wrappers: Mapping[str, PyTree]
   verified: bool
 
-  def plan(self, state: TrainState) -> Plan:
+  def plan(self, state: TrainState) -> RestorePlan:
     """Compares the step with the state that it is to be restored into.
 
     Raises:
@@ -254,7 +254,7 @@ class Opened:
     wanted |= {path: scales[path] for path in moves.sources if path in scales}
     has = {
       path: wanted[path]
-      if isinstance(x, reader.Number) and x.fits(wanted.get(path, x))
+      if isinstance(x, reader.SavedScalar) and x.fits(wanted.get(path, x))
       else x
       for path, x in moves.renamed(self.plain.leaves).items()
     }
@@ -268,11 +268,11 @@ class Opened:
     wrappers = wrapper_states_lib.plan(where, state, self.wrappers, elsewhere)
     for note in moves.notes:
       _log.info("%s: %s", where, note)
-    return Plan(self, state, plain, wanted, moves, wrappers)
+    return RestorePlan(self, state, plain, wanted, moves, wrappers)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RestorePlan:
   """What is read of a step, and where it goes.
 
   Attributes:
@@ -284,12 +284,12 @@ class Plan:
     wrappers: What becomes of the wrappers.
   """
 
-  opened: Opened
+  opened: CheckpointStep
   state: TrainState
   plain: TrainState
   wanted: Mapping[Path, jax.ShapeDtypeStruct]
-  moves: migrate.Plan
-  wrappers: wrapper_states_lib.Plan
+  moves: migrate.LeafMapping
+  wrappers: wrapper_states_lib.WrapperRestorePlan
 
   def restore(self, also: Callable[[], Any] | None = None) -> TrainState:
     """Reads the step; returns the restored state.
@@ -303,7 +303,7 @@ class Plan:
     """
     # Several processes cannot go on together from an error of one.
     verified = self.opened.verified or jax.process_count() > 1
-    with digests.reading(str(self.opened.where), verified):
+    with digests.errors_as_damage(str(self.opened.where), verified):
       leaves, wrapper_item = self._read()
       if also is not None:
         also()
@@ -335,7 +335,9 @@ class Plan:
       [found[path] for path in trees.by_path(self.plain)],
     )
     new = {
-      name: values.spread(getattr(restored, name), getattr(self.state, name))
+      name: values.broadcast_to_replicas(
+        getattr(restored, name), getattr(self.state, name)
+      )
       for name in fields_lib.data_names(self.plain)
     }
     if self.state.wrapper_states:
@@ -351,7 +353,9 @@ class Plan:
     return self.state.replace(**new)
 
 
-def open_step(where: reader.Directory, plain_item: str | None = None) -> Opened:
+def open_step(
+  where: reader.Directory, plain_item: str | None = None
+) -> CheckpointStep:
   """Verifies a step, and reads what lies in it, without the values.
 
   Args:
@@ -363,10 +367,10 @@ def open_step(where: reader.Directory, plain_item: str | None = None) -> Opened:
   """
   verified = digests.verify_together(where)
   with (
-    multihost.together(digests.Damaged, ValueError),
-    digests.reading(str(where), verified),
+    multihost.raise_on_all_processes(digests.Damaged, ValueError),
+    digests.errors_as_damage(str(where), verified),
   ):
     plain = reader.plain(where, plain_item)
     directory = reader.items(where).get(_WRAPPERS)
     wrappers = {} if directory is None else reader.metadata(directory)
-  return Opened(reader.as_path(where), plain, wrappers, verified)
+  return CheckpointStep(reader.as_path(where), plain, wrappers, verified)

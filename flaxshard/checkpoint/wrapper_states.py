@@ -34,7 +34,7 @@ def nonempty(states: Mapping[str, PyTree]) -> dict[str, PyTree]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class WrapperRestorePlan:
   """What is to be read, and what to be begun again.
 
   Attributes:
@@ -93,7 +93,7 @@ class Plan:
       trees.path_strings(path)[0]
       for (path, _), own in zip(
         jax.tree_util.tree_leaves_with_path(template),
-        base.own_leaves(wrapper, template),
+        base.per_replica_mask(wrapper, template),
         strict=True,
       )
       if own
@@ -123,7 +123,7 @@ def plan(
   state: TrainState,
   saved: Mapping[str, PyTree],
   elsewhere: Collection[str] = (),
-) -> Plan:
+) -> WrapperRestorePlan:
   """Compares the wrappers of a state with those of a checkpoint.
 
   Args:
@@ -169,7 +169,7 @@ def plan(
     else:
       item[name] = wanted
       reads.append(name)
-  return Plan(where, state, tuple(reads), counts, item)
+  return WrapperRestorePlan(where, state, tuple(reads), counts, item)
 
 
 def _by_path(tree: PyTree) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _is_counter(x: Any) -> bool:
 def _num_replicas(wrapper: base.Wrapper, state: PyTree) -> int:
   """Returns the number of replicas that a state is of."""
   leaves = zip(
-    jax.tree.leaves(state), base.own_leaves(wrapper, state), strict=True
+    jax.tree.leaves(state), base.per_replica_mask(wrapper, state), strict=True
   )
   return next((x.shape[0] for x, own in leaves if own), 1)
 
@@ -202,7 +202,7 @@ def _saved_replicas(
   }
   for (path, _), own in zip(
     jax.tree_util.tree_leaves_with_path(wanted),
-    base.own_leaves(wrapper, wanted),
+    base.per_replica_mask(wrapper, wanted),
     strict=True,
   ):
     shape = shapes.get(trees.path_strings(path))
@@ -219,7 +219,7 @@ def _of_replicas(wrapper: base.Wrapper, state: PyTree, count: int) -> PyTree:
       (count, *x.shape[1:]) if own else x.shape, x.dtype, sharding=x.sharding
     )
     for x, own in zip(
-      jax.tree.leaves(state), base.own_leaves(wrapper, state), strict=True
+      jax.tree.leaves(state), base.per_replica_mask(wrapper, state), strict=True
     )
   )
 
@@ -241,7 +241,7 @@ def _kept(wrapper: base.Wrapper, wanted: PyTree, everywhere: Any) -> PyTree:
     )
 
   treedef: Any = jax.tree.structure(wanted)
-  own = base.own_leaves(wrapper, wanted)
+  own = base.per_replica_mask(wrapper, wanted)
   return treedef.unflatten(map(one, jax.tree.leaves(wanted), own))
 
 
@@ -265,7 +265,7 @@ def _restart(
   num_replicas = _num_replicas(wrapper, template)
   own = _by_path(
     jax.tree.unflatten(
-      jax.tree.structure(template), base.own_leaves(wrapper, template)
+      jax.tree.structure(template), base.per_replica_mask(wrapper, template)
     )
   )
   names = set(fields_lib.data_names(plain)) - {"step", "params", "opt_state"}
@@ -280,12 +280,12 @@ def _restart(
   def make(target: base.Target, saved: dict[str, jax.Array]) -> PyTree:
     saved = {path: x[0] if own[path] else x for path, x in saved.items()}
     wrappers = (wrapper,)
-    first = base.own(
+    first = base.drop_replica_axis(
       wrappers,
       base.init(wrappers, target.params, state.tx, target.collections),
     )
     new = wrapper.restart(first[name], target, saved)
-    states = base.of_replicas(wrappers, {name: new}, num_replicas)
+    states = base.add_replica_axis(wrappers, {name: new}, num_replicas)
     new = trees.like(f"wrapper {name!r}: restart", states[name], template)
     # What has its own memory can be donated together with the parameters.
     return trees.own_buffers((target, new))[1]

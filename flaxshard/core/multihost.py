@@ -13,7 +13,7 @@ _BYTES = 2048  # of a message, which all processes must make the same room for
 
 
 @contextlib.contextmanager
-def together(*kinds: type[Exception]) -> Iterator[None]:
+def raise_on_all_processes(*kinds: type[Exception]) -> Iterator[None]:
   """Ends a block with an error in all processes, where it has one in any.
 
   Otherwise those without the error would go on, and wait for the others in the
@@ -28,7 +28,7 @@ def together(*kinds: type[Exception]) -> Iterator[None]:
     Exception: This process's own, or one that says which process had which.
 
   Example:
-    >>> with together(ValueError):
+    >>> with raise_on_all_processes(ValueError):
     ...   pass
   """
   if jax.process_count() == 1:
@@ -55,14 +55,14 @@ def together(*kinds: type[Exception]) -> Iterator[None]:
       raise kind(f"process {process}: {reason}")
 
 
-def anywhere(flag: bool) -> bool:
+def any_process(flag: bool) -> bool:
   """Returns whether a flag is set in any process; all must ask.
 
   Args:
     flag: That of this process.
 
   Example:
-    >>> anywhere(True)
+    >>> any_process(True)
     True
   """
   if jax.process_count() == 1:
@@ -70,14 +70,14 @@ def anywhere(flag: bool) -> bool:
   return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
-def brief(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
   """Returns an error's kind and the first line of what it says.
 
   Args:
     error: The error.
 
   Example:
-    >>> brief(KeyError("w"))
+    >>> summarize_error(KeyError("w"))
     "KeyError: 'w'"
   """
   first = (str(error).splitlines() or [""])[0]

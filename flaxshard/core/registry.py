@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-import difflib
 import importlib
 import inspect
 import types
 from typing import Any
 
-
-def near(name: str, known: Iterable[str]) -> str:
-  """Returns `" Did you mean 'x'?"` for the nearest known name, or `""`."""
-  matches = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
-  return f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""
+from flaxshard.core import checks
 
 
 def lookup(argument: str, name: Any, builtin: Mapping[str, Any]) -> Any:
@@ -48,7 +43,8 @@ def lookup(argument: str, name: Any, builtin: Mapping[str, Any]) -> Any:
   module_name, colon, attribute = name.partition(":")
   if not colon:
     raise ValueError(
-      f"{argument}: unknown name {name!r}; {allowed}.{near(name, builtin)}"
+      f"{argument}: unknown name {name!r}; {allowed}."
+      f"{checks.did_you_mean(name, builtin)}"
     )
   try:
     module = importlib.import_module(module_name)
@@ -61,7 +57,7 @@ def lookup(argument: str, name: Any, builtin: Mapping[str, Any]) -> Any:
   except AttributeError as e:
     raise ValueError(
       f"{argument}: module {module_name!r} has no attribute {attribute!r}."
-      f"{near(attribute, vars(module))}"
+      f"{checks.did_you_mean(attribute, vars(module))}"
     ) from e
 
 
@@ -137,7 +133,7 @@ def construct(
       raise ValueError(
         f"{where}: unknown argument {key!r}; "
         f"{getattr(function, '__name__', 'it')} takes "
-        f"{', '.join(known) or 'none'}.{near(key, known)}"
+        f"{', '.join(known) or 'none'}.{checks.did_you_mean(key, known)}"
       )
   kwargs = {key: plain(value) for key, value in arguments.items()}
   kwargs |= given

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 from flax import linen as nn
 import jax
 
+from flaxshard.core import checks
 from flaxshard.core import registry
 from flaxshard.core import trees
 from flaxshard.partitioning import specs
@@ -280,7 +281,7 @@ def _check_axes(where: str, axes: Any, mesh: Mesh) -> None:
     if axis not in mesh.axis_names:
       raise ValueError(
         f"{where}: the mesh has no axis {axis!r}; mesh axes: "
-        f"{dict(mesh.shape)}.{registry.near(axis, mesh.axis_names)}"
+        f"{dict(mesh.shape)}.{checks.did_you_mean(axis, mesh.axis_names)}"
       )
 
 
@@ -352,7 +353,7 @@ def _raise_unused(
   raise ValueError(
     f"{rule.source} matches nothing: the paths in {argument} are "
     f"{', '.join(paths[:20])}{', …' if len(paths) > 20 else ''}."
-    f"{registry.near(rule.regex.pattern, paths)}"
+    f"{checks.did_you_mean(rule.regex.pattern, paths)}"
   )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from flax import linen as nn
 import jax
 
-from flaxshard.core import registry
+from flaxshard.core import checks
 from flaxshard.core import trees
 
 PyTree = Any
@@ -67,7 +67,7 @@ def check(what: str, spec: Any, shape: tuple[int, ...], mesh: Mesh) -> Dims:
       if axis not in sizes:
         raise ValueError(
           f"{what}: the mesh has no axis {axis!r}; {facts}"
-          f"{registry.near(axis, sizes)}"
+          f"{checks.did_you_mean(axis, sizes)}"
         )
       if axis in seen:
         raise ValueError(
@@ -169,7 +169,7 @@ def _of_names(
         f"{where} has the logical names {names!r}, and no rule says what "
         f"{name!r} stands for; allowed: {sorted(known)}, or a rule such as "
         f"({name!r}, None) in `rules` or flax.linen.logical_axis_rules."
-        f"{registry.near(name, known)}"
+        f"{checks.did_you_mean(name, known)}"
       )
   try:
     return nn.logical_to_mesh_axes(names, rules)  # type: ignore[return-value]

@@ -32,9 +32,9 @@ class ReplicaContext:
 
   Attributes:
     num_replicas_in_sync: The number of replicas.
-    gradients_agree: Whether the gradients being applied are the same on all
+    gradients_reduced: Whether the gradients being applied are the same on all
       replicas: reduced already.
-    skips_aggregation: Whether the user said so; a flag is agreed on regardless.
+    aggregation_skipped: Whether the user said so.
     param_specs: Of each TrainState that was given, how its parameters are split
       within a replica, and their shapes.
 
@@ -51,8 +51,8 @@ class ReplicaContext:
   """
 
   num_replicas_in_sync: int
-  gradients_agree: bool = False
-  skips_aggregation: bool = False
+  gradients_reduced: bool = False
+  aggregation_skipped: bool = False
   param_specs: tuple[tuple[PyTree, list[tuple[int, ...]]], ...] = ()
 
   @property
@@ -75,8 +75,8 @@ class ReplicaContext:
     """
     check_reduce_op(reduce_op)
     value = jax.tree.map(_number, value)
-    with entered(self):
-      return reduced(reduce_op, value)
+    with activate(self):
+      return reduce_over_replicas(reduce_op, value)
 
   def all_gather(self, value: PyTree, axis: int) -> PyTree:
     """Returns the replicas' values, concatenated along an axis, on each.
@@ -92,7 +92,7 @@ class ReplicaContext:
     def gather(x: Any) -> jax.Array:
       x = jnp.asarray(x)
       check_axis("all_gather", axis, x.shape)
-      if self.num_replicas_in_sync == 1:  # as in `reduced`
+      if self.num_replicas_in_sync == 1:  # as in `reduce_over_replicas`
         return x
       return jax.lax.all_gather(
         x, mesh_lib.REPLICA, axis=axis % x.ndim, tiled=True
@@ -119,7 +119,7 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 @contextlib.contextmanager
-def entered(context: ReplicaContext) -> Iterator[None]:
+def activate(context: ReplicaContext) -> Iterator[None]:
   """Makes `context` the current one."""
   token = _current.set(context)
   try:
@@ -129,24 +129,26 @@ def entered(context: ReplicaContext) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def agreed_gradients(*, says_the_user: bool = False) -> Iterator[None]:
+def gradients_already_reduced(*, by_user: bool = False) -> Iterator[None]:
   """Says, for the time being, that gradients are the same on all replicas."""
   context = _current.get() or ReplicaContext(1)
-  if says_the_user:
-    context = dataclasses.replace(context, skips_aggregation=True)
+  if by_user:
+    context = dataclasses.replace(context, aggregation_skipped=True)
   else:
-    context = dataclasses.replace(context, gradients_agree=True)
-  with entered(context):
+    context = dataclasses.replace(context, gradients_reduced=True)
+  with activate(context):
     yield
 
 
-def count() -> int:
+def num_replicas() -> int:
   """Returns the number of replicas; 1 outside of `run`."""
   context = _current.get()
   return 1 if context is None else context.num_replicas_in_sync
 
 
-def reduced(op: str, tree: PyTree, groups: Groups = None) -> PyTree:
+def reduce_over_replicas(
+  op: str, tree: PyTree, groups: Groups = None
+) -> PyTree:
   """Returns the "sum", "mean" or "max" of arrays over the replicas.
 
   Args:
@@ -155,7 +157,7 @@ def reduced(op: str, tree: PyTree, groups: Groups = None) -> PyTree:
     groups: Groups of as many replicas each, within which it is taken; None:
       all replicas are one.
   """
-  if count() == 1:
+  if num_replicas() == 1:
     # XLA fails on a reduction over one device of what is sharded over others.
     return jax.tree.map(lambda x: x / 1, tree) if op == "mean" else tree
   collectives: dict[str, Any] = {
@@ -183,16 +185,16 @@ def _for_cpu(x: Any) -> Any:
   return x
 
 
-def agree(finite: jax.Array) -> jax.Array:
+def all_replicas(finite: jax.Array) -> jax.Array:
   """Returns whether the flag, of gradients being applied, holds everywhere.
 
   It costs a collective of one scalar, and nothing where the gradients are the
   same on all replicas.
   """
   context = _current.get()
-  if count() == 1 or (context is not None and context.gradients_agree):
+  if num_replicas() == 1 or (context is not None and context.gradients_reduced):
     return finite
-  return reduced("sum", (~finite).astype(jnp.int32)) == 0
+  return reduce_over_replicas("sum", (~finite).astype(jnp.int32)) == 0
 
 
 def reduce_gradients(op: str, grads: PyTree, groups: Groups = None) -> PyTree:
@@ -204,7 +206,7 @@ def reduce_gradients(op: str, grads: PyTree, groups: Groups = None) -> PyTree:
   Args:
     op: "sum" or "mean".
     grads: This replica's gradients.
-    groups: As in `reduced`.
+    groups: As in `reduce_over_replicas`.
   """
   leaves, treedef = jax.tree_util.tree_flatten_with_path(
     grads, is_leaf=lambda x: x is None
@@ -222,9 +224,9 @@ def reduce_gradients(op: str, grads: PyTree, groups: Groups = None) -> PyTree:
   # One collective each, of all leaves at once.
   new = {i: g for i, (_, g) in enumerate(leaves)}
   if means:
-    new |= reduced(op, means, groups)
+    new |= reduce_over_replicas(op, means, groups)
   if largest:
-    new |= reduced("max", largest, groups)
+    new |= reduce_over_replicas("max", largest, groups)
   return jax.tree.unflatten(treedef, new.values())
 
 
@@ -238,18 +240,18 @@ def mean_collection(tree: PyTree, groups: Groups = None) -> PyTree:
 
   def reduce(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.inexact):
-      return reduced("mean", x, groups)
+      return reduce_over_replicas("mean", x, groups)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
       data = reduce(jax.random.key_data(x))
       return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     first = jnp.isin(jax.lax.axis_index(mesh_lib.REPLICA), jnp.array(firsts))
     mine = jnp.where(first, x, jnp.zeros_like(x))
-    return reduced("sum", _number(mine), groups).astype(x.dtype)
+    return reduce_over_replicas("sum", _number(mine), groups).astype(x.dtype)
 
-  return tree if count() == 1 else jax.tree.map(reduce, tree)
+  return tree if num_replicas() == 1 else jax.tree.map(reduce, tree)
 
 
-def is_first() -> jax.Array:
+def is_first_replica() -> jax.Array:
   """Returns whether this is the first replica; True where there are none."""
   if _current.get() is None:
     return jnp.array(True)

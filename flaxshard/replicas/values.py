@@ -61,7 +61,7 @@ class PerReplica:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Agreed:
+class Replicated:
   """What a function returns that is the same on all replicas: one comes back.
 
   Attributes:
@@ -204,7 +204,7 @@ def from_function(
   return jax.tree.map(put, *values)
 
 
-def merged(tree: PyTree) -> PyTree:
+def mean_over_replicas(tree: PyTree) -> PyTree:
   """Returns a tree with one value for each `PerReplica`, in eager code.
 
   The mean of floating-point values; of others (counters, keys) the first.
@@ -222,8 +222,8 @@ def merged(tree: PyTree) -> PyTree:
   )
 
 
-def spread(tree: PyTree, like: PyTree) -> PyTree:
-  """Undoes `merged`: a `PerReplica` where `like` has one, all replicas alike.
+def broadcast_to_replicas(tree: PyTree, like: PyTree) -> PyTree:
+  """Broadcasts to a `PerReplica` wherever `like` has one.
 
   Args:
     tree: A tree with one value for each `PerReplica` of `like`.

@@ -188,8 +188,8 @@ def _birth(
     state = TrainState.create(**static, **arrays)
     fields = {n: getattr(state, n) for n in fields_lib.data_names(state)}
     if state.wrappers:  # they are of one replica yet
-      own = base.own(state.wrappers, state.wrapper_states)
-      fields["wrapper_states"] = base.of_replicas(
+      own = base.drop_replica_axis(state.wrappers, state.wrapper_states)
+      fields["wrapper_states"] = base.add_replica_axis(
         state.wrappers, own, num_replicas
       )
     return trees.own_buffers(fields)

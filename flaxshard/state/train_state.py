@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
-from flaxshard.core import registry
 from flaxshard.core import trees
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import values
@@ -191,7 +191,7 @@ class TrainState(flax_train_state.TrainState):
     """Returns the states of the wrappers as one replica has them."""
     if not self.wrappers or replica_context.get_replica_context() is not None:
       return dict(self.wrapper_states)
-    return base.own(self.wrappers, self.wrapper_states)
+    return base.drop_replica_axis(self.wrappers, self.wrapper_states)
 
   def apply_gradients(
     self,
@@ -234,13 +234,13 @@ class TrainState(flax_train_state.TrainState):
       for name, tree in replaced.items()
     }
     if skip_gradients_aggregation:
-      with replica_context.agreed_gradients(says_the_user=True):
+      with replica_context.gradients_already_reduced(by_user=True):
         return self._apply(grads, replaced)
     if base.reduces_gradients(self.wrappers):
       return self._apply(grads, replaced)
     # Before the wrappers: reduced gradients carry one replica's NaN to all.
     grads = replica_context.reduce_gradients("mean", grads)
-    with replica_context.agreed_gradients():
+    with replica_context.gradients_already_reduced():
       return self._apply(grads, replaced)
 
   def _has_collection(self, name: str) -> bool:
@@ -274,7 +274,7 @@ class TrainState(flax_train_state.TrainState):
         allowed = sorted(set(fields_lib.data_names(self)) - reserved)
         raise TypeError(
           f"apply_gradients: {name!r} cannot be replaced; allowed: grads, "
-          f"{', '.join(allowed)}.{registry.near(name, allowed)}"
+          f"{', '.join(allowed)}.{checks.did_you_mean(name, allowed)}"
         )
     static = {
       k: v for k, v in replaced.items() if not fields_lib.is_data(fields[k])
@@ -312,7 +312,7 @@ class TrainState(flax_train_state.TrainState):
     )
     states = target.wrapper_states
     if replica_context.get_replica_context() is None:
-      states = base.of_replicas(self.wrappers, states)
+      states = base.add_replica_axis(self.wrappers, states)
     return self.replace(
       step=target.step,
       params=target.params,
@@ -335,7 +335,7 @@ class TrainState(flax_train_state.TrainState):
     plain_class: Any = fields_lib.extend(self._base_class or type(self), names)
     return plain_class(
       **{
-        name: values.merged(getattr(self, name))
+        name: values.mean_over_replicas(getattr(self, name))
         if fields_lib.is_data(fields[name])
         else getattr(self, name)
         for name in names
@@ -411,7 +411,7 @@ def _check_collections(cls: type, collections: Mapping[str, PyTree]) -> None:
       except TypeError as e:
         raise TypeError(
           f"create: {name!r} is no argument, and no tree of arrays: {e}"
-          f"{registry.near(name, arguments)}"
+          f"{checks.did_you_mean(name, arguments)}"
         ) from e
       if tree is None or name == "rules":
         raise TypeError(

@@ -14,10 +14,10 @@ from flax.training import train_state as flax_train_state
 import jax
 import jax.numpy as jnp
 
-from flaxshard.replicas.values import Agreed
 from flaxshard.replicas.values import has_per_replica
 from flaxshard.replicas.values import is_per_replica
 from flaxshard.replicas.values import PerReplica
+from flaxshard.replicas.values import Replicated
 from flaxshard.state import fields as fields_lib
 from flaxshard.wrappers import base
 
@@ -30,11 +30,11 @@ def is_state(x: Any) -> bool:
 
 
 def is_node(x: Any) -> bool:
-  """Whether `x` is looked at as one: a TrainState, `PerReplica`, `Agreed`."""
-  return is_state(x) or isinstance(x, (PerReplica, Agreed))
+  """Returns whether `x` is a TrainState, a `PerReplica` or a `Replicated`."""
+  return is_state(x) or isinstance(x, (PerReplica, Replicated))
 
 
-def own_leaves(state: Any) -> Any:
+def per_replica_mask(state: Any) -> Any:
   """Returns a state of booleans: which leaves have the replicas in front."""
   marked = jax.tree.map(
     lambda x: jax.tree.map(lambda _: is_per_replica(x), x),
@@ -46,12 +46,12 @@ def own_leaves(state: Any) -> Any:
     name = base.name_of(wrapper)
     states[name] = jax.tree.unflatten(
       jax.tree.structure(state.wrapper_states[name]),
-      base.own_leaves(wrapper, state.wrapper_states[name]),
+      base.per_replica_mask(wrapper, state.wrapper_states[name]),
     )
   return marked.replace(wrapper_states=states) if states else marked
 
 
-def inside(tree: PyTree) -> PyTree:
+def to_local(tree: PyTree) -> PyTree:
   """Puts this replica's own value in the place of every `PerReplica`."""
 
   def local(node: Any) -> Any:
@@ -59,7 +59,7 @@ def inside(tree: PyTree) -> PyTree:
       return jax.tree.map(_only, node.value)
     if not is_state(node):
       return node
-    node = _entered(node)
+    node = _wrapper_states_to_local(node)
     fields = {}
     for field in dataclasses.fields(node):
       value = getattr(node, field.name)
@@ -72,7 +72,7 @@ def inside(tree: PyTree) -> PyTree:
         f"run: {type(node).__name__}.{next(iter(fields))} is a PerReplica; "
         "only a flaxshard.TrainState can have one."
       )
-    local_fields = {name: inside(value) for name, value in fields.items()}
+    local_fields = {name: to_local(value) for name, value in fields.items()}
     # What these fields look like from outside travels with the state.
     return node.replace(
       **local_fields,
@@ -84,14 +84,14 @@ def inside(tree: PyTree) -> PyTree:
   return jax.tree.map(local, tree, is_leaf=is_node)
 
 
-def outside(tree: PyTree) -> PyTree:
-  """Undoes `inside`: what each replica has its own of becomes `PerReplica`."""
+def to_global(tree: PyTree) -> PyTree:
+  """Undoes `to_local`: per-replica values become `PerReplica`."""
 
   def expand(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
 
   def one(node: Any) -> Any:
-    if isinstance(node, Agreed):
+    if isinstance(node, Replicated):
       return node
     if is_per_replica(node):
       raise TypeError(
@@ -100,7 +100,7 @@ def outside(tree: PyTree) -> PyTree:
       )
     if not is_state(node):
       return PerReplica(expand(node))
-    node = _left(node)
+    node = _wrapper_states_to_global(node)
     fields = {}
     for name, treedef in getattr(node, "per_replica", ()):
       leaves = jax.tree.leaves(getattr(node, name))
@@ -114,22 +114,22 @@ def outside(tree: PyTree) -> PyTree:
   return jax.tree.map(one, tree, is_leaf=is_node)
 
 
-def _entered(state: Any) -> Any:
+def _wrapper_states_to_local(state: Any) -> Any:
   """Returns a state as a replica sees it: its own wrapper states."""
   wrappers = getattr(state, "wrappers", ())
   if not wrappers:
     return state
-  return _swapped(state, base.own(wrappers, state.wrapper_states))
+  return _swapped(state, base.drop_replica_axis(wrappers, state.wrapper_states))
 
 
-def _left(state: Any) -> Any:
-  """Undoes `_entered`."""
+def _wrapper_states_to_global(state: Any) -> Any:
+  """Undoes `_wrapper_states_to_local`."""
   wrappers = getattr(state, "wrappers", ())
   if not wrappers:
     return state
   state = _swapped(state, state.wrapper_states)
   return state.replace(
-    wrapper_states=base.of_replicas(wrappers, state.wrapper_states)
+    wrapper_states=base.add_replica_axis(wrappers, state.wrapper_states)
   )
 
 

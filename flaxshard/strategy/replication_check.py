@@ -15,14 +15,14 @@ from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 
 
-class Agreement(enum.IntEnum):
+class Replication(enum.IntEnum):
   """Whether a value is the same on every replica.
 
   What is computed from several values has the greatest of theirs: a ring of
   exchanges adds what differs to what is not known, and may make it agree.
   """
 
-  AGREES = 0
+  REPLICATED = 0
   DIFFERS = 1
   UNKNOWN = 2
 
@@ -53,12 +53,12 @@ def check(jaxpr: Any, differ: Sequence[bool], paths: Sequence[str]) -> None:
     differ: Of each input, whether it is a replica's own.
     paths: Where those outputs are in what `fn` returned.
   """
-  given = [Agreement.DIFFERS if x else Agreement.AGREES for x in differ]
+  given = [Replication.DIFFERS if x else Replication.REPLICATED for x in differ]
   found = outputs(jaxpr, given)[: len(paths)]
   bad = [
     path
     for path, one in zip(paths, found, strict=True)
-    if one == Agreement.DIFFERS
+    if one == Replication.DIFFERS
   ]
   if bad:
     raise ValueError(
@@ -70,7 +70,7 @@ def check(jaxpr: Any, differ: Sequence[bool], paths: Sequence[str]) -> None:
     )
 
 
-def outputs(jaxpr: Any, inputs: Sequence[Agreement]) -> list[Agreement]:
+def outputs(jaxpr: Any, inputs: Sequence[Replication]) -> list[Replication]:
   """Returns what holds for the outputs of a jaxpr.
 
   What the analysis does not know is UNKNOWN, never DIFFERS.
@@ -82,12 +82,12 @@ def outputs(jaxpr: Any, inputs: Sequence[Agreement]) -> list[Agreement]:
   jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
   known = dict(zip(jaxpr.invars, inputs, strict=True))
 
-  def read(atom: Any) -> Agreement:
+  def read(atom: Any) -> Replication:
     # Literals and constants are in the program, which all replicas share.
     return (
-      Agreement.AGREES
+      Replication.REPLICATED
       if hasattr(atom, "val")
-      else known.get(atom, Agreement.AGREES)
+      else known.get(atom, Replication.REPLICATED)
     )
 
   for eqn in jaxpr.eqns:
@@ -97,18 +97,20 @@ def outputs(jaxpr: Any, inputs: Sequence[Agreement]) -> list[Agreement]:
   return [read(x) for x in jaxpr.outvars]
 
 
-def _equation(eqn: Any, given: list[Agreement]) -> list[Agreement]:
+def _equation(eqn: Any, given: list[Replication]) -> list[Replication]:
   name, params = eqn.primitive.name, eqn.params
-  worst = max(given, default=Agreement.AGREES)
+  worst = max(given, default=Replication.REPLICATED)
   count = len(eqn.outvars)
   axes = params.get("axes", params.get("axis_name", ()))
   over_replicas = mesh_lib.REPLICA in specs_lib.axes_of(axes)
   if name == "axis_index":
-    return [Agreement.DIFFERS if over_replicas else Agreement.AGREES] * count
-  unknown = [Agreement.UNKNOWN if worst else Agreement.AGREES] * count
+    return [
+      Replication.DIFFERS if over_replicas else Replication.REPLICATED
+    ] * count
+  unknown = [Replication.UNKNOWN if worst else Replication.REPLICATED] * count
   if over_replicas and name.startswith(_REDUCTIONS):
     if params.get("axis_index_groups") is None:
-      return [Agreement.AGREES] * count
+      return [Replication.REPLICATED] * count
     return unknown
   if name in _CALLBACKS or (over_replicas and name.startswith(_EXCHANGES)):
     return unknown
@@ -133,11 +135,11 @@ def _equation(eqn: Any, given: list[Agreement]) -> list[Agreement]:
   return [worst] * count
 
 
-def _while(params: Any, given: list[Agreement]) -> list[Agreement]:
+def _while(params: Any, given: list[Replication]) -> list[Replication]:
   first, second = params["cond_nconsts"], params["body_nconsts"]
   condition, body = given[:first], given[first : first + second]
 
-  def step(carry: list[Agreement]) -> list[Agreement]:
+  def step(carry: list[Replication]) -> list[Replication]:
     (goes_on,) = outputs(params["cond_jaxpr"], condition + carry)
     return [
       max(x, goes_on) for x in outputs(params["body_jaxpr"], body + carry)
@@ -146,7 +148,9 @@ def _while(params: Any, given: list[Agreement]) -> list[Agreement]:
   return _fixed_point(step, given[first + second :])
 
 
-def _scan(params: Any, given: list[Agreement], count: int) -> list[Agreement]:
+def _scan(
+  params: Any, given: list[Replication], count: int
+) -> list[Replication]:
   if "num_consts" in params:
     first, last = params["num_consts"], params["num_carry"]
     last += first
@@ -154,9 +158,11 @@ def _scan(params: Any, given: list[Agreement], count: int) -> list[Agreement]:
   elif hasattr(params.get("ft_in"), "unpack"):  # JAX 0.12
     consts, carry, xs = map(list, params["ft_in"].update(given).unpack())
   else:
-    return [Agreement.UNKNOWN if any(given) else Agreement.AGREES] * count
+    return [
+      Replication.UNKNOWN if any(given) else Replication.REPLICATED
+    ] * count
 
-  def step(carry: list[Agreement]) -> list[Agreement]:
+  def step(carry: list[Replication]) -> list[Replication]:
     return outputs(params["jaxpr"], consts + carry + xs)[: len(carry)]
 
   carry = _fixed_point(step, carry)
@@ -164,8 +170,9 @@ def _scan(params: Any, given: list[Agreement], count: int) -> list[Agreement]:
 
 
 def _fixed_point(
-  step: Callable[[list[Agreement]], list[Agreement]], carry: list[Agreement]
-) -> list[Agreement]:
+  step: Callable[[list[Replication]], list[Replication]],
+  carry: list[Replication],
+) -> list[Replication]:
   while True:
     new = [max(x, y) for x, y in zip(carry, step(carry), strict=True)]
     if new == carry:

@@ -19,8 +19,8 @@ from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
-from flaxshard.replicas.values import Agreed
 from flaxshard.replicas.values import is_per_replica
+from flaxshard.replicas.values import Replicated
 from flaxshard.strategy import replica_view
 from flaxshard.strategy import replication_check
 from flaxshard.wrappers import base
@@ -55,11 +55,13 @@ def compile(
 
       def per_replica(*leaves: jax.Array) -> tuple[list[Any], list[Any]]:
         nonlocal out
-        args, kwargs = replica_view.inside(jax.tree.unflatten(treedef, leaves))
-        with replica_context.entered(within):
+        args, kwargs = replica_view.to_local(
+          jax.tree.unflatten(treedef, leaves)
+        )
+        with replica_context.activate(within):
           returned = fn(*args, **kwargs)
         trees.check_arrays("run: what fn returned", returned)
-        returned = replica_view.outside(returned)
+        returned = replica_view.to_global(returned)
         out_leaves, structure = jax.tree.flatten(returned)
         out = structure, _layout(returned)
         parts: tuple[list[Any], list[Any]] = ([], [])
@@ -107,9 +109,9 @@ def compile(
           )
       tree = jax.tree.unflatten(structure, out_leaves)
       return jax.tree.map(
-        lambda x: x.value if isinstance(x, Agreed) else x,
+        lambda x: x.value if isinstance(x, Replicated) else x,
         tree,
-        is_leaf=lambda x: isinstance(x, Agreed),
+        is_leaf=lambda x: isinstance(x, Replicated),
       )
 
     donated = [
@@ -222,11 +224,11 @@ def _layout(tree: PyTree) -> _Layout:
     paths += [(*path, *p) for p in inner]
     if replica_view.is_state(node):
       states.append((jax.tree.structure(node), len(own)))
-      own += jax.tree.leaves(replica_view.own_leaves(node))
+      own += jax.tree.leaves(replica_view.per_replica_mask(node))
       mirrored += [not x for x in own[states[-1][1] :]]
     else:
       own += [is_per_replica(node)] * len(inner)
-      mirrored += [isinstance(node, Agreed)] * len(inner)
+      mirrored += [isinstance(node, Replicated)] * len(inner)
   return _Layout(tuple(own), tuple(mirrored), tuple(paths), tuple(states))
 
 

@@ -132,7 +132,7 @@ def _reduced(reduce: PyTree, outputs: PyTree) -> PyTree:
   def one(op: str | None, part: PyTree) -> PyTree:
     if op is None:
       return part
-    return values.Agreed(context.all_reduce(op, part))
+    return values.Replicated(context.all_reduce(op, part))
 
   try:
     return jax.tree.map(one, reduce, outputs, is_leaf=lambda x: x is None)

@@ -12,7 +12,7 @@ from typing import Any
 import ml_collections
 
 from flaxshard import wrappers
-from flaxshard.core import registry
+from flaxshard.core import checks
 from flaxshard.core.policy import Policy
 from flaxshard.partitioning import rules
 
@@ -142,7 +142,7 @@ def _check_mesh(mesh: Any) -> dict[str, Any]:
     if name not in _MESH:
       raise ValueError(
         f"config.mesh.{name} is not a field; the fields are "
-        f"{', '.join(_MESH)}.{registry.near(name, _MESH)}"
+        f"{', '.join(_MESH)}.{checks.did_you_mean(name, _MESH)}"
       )
   values = {}
   for name, (field_check, default) in _MESH.items():
@@ -242,7 +242,7 @@ def check(config: Any) -> ml_collections.ConfigDict:
     if name not in known:
       raise ValueError(
         f"config.{name} is not a field; the fields are {', '.join(known)}."
-        f"{registry.near(name, known)}"
+        f"{checks.did_you_mean(name, known)}"
       )
   values = {}
   for name, field_check in _REQUIRED.items():

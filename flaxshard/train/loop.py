@@ -75,7 +75,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
   config = config_lib.check(config)
   strategy = setup.create_strategy(config)
   workdir = os.path.expanduser(workdir)
-  with multihost.together(ValueError):
+  with multihost.raise_on_all_processes(ValueError):
     checkpoint.check_writable("workdir", workdir)
   workdir = os.path.abspath(workdir)
   metrics_lib.require_packages(config.writer)
@@ -89,10 +89,10 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
   )
 
   with contextlib.ExitStack() as stack:
-    with multihost.together(ValueError):
+    with multihost.raise_on_all_processes(ValueError):
       unlock = lock.acquire("workdir", workdir)
     stack.callback(unlock)
-    interrupted = stack.enter_context(preemption.caught())
+    interrupted = stack.enter_context(preemption.catch_signals())
     train_iter = stack.enter_context(
       iter(
         strategy.distribute_dataset(
@@ -134,20 +134,20 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     metrics_file = metrics_lib.MetricsFile(
       workdir_lib.metrics_path(workdir), first_step
     )
-    stack.enter_context(metrics_lib.closing(metrics_file.close))
+    stack.enter_context(metrics_lib.close_on_exit(metrics_file.close))
     write_events, close_events = metrics_lib.event_writer(
       config.writer, workdir, first_step
     )
-    stack.enter_context(metrics_lib.closing(close_events))
+    stack.enter_context(metrics_lib.close_on_exit(close_events))
     before_step = stack.enter_context(
-      profiler.traced(config.profile_steps, workdir)
+      profiler.profile_steps(config.profile_steps, workdir)
     )
 
-    mirrored = functools.partial(setup.mirrored, strategy)
+    mirrored = functools.partial(setup.replicate, strategy)
     progress = setup.init_progress(config, strategy, state)
     rng = mirrored(jax.random.key(config.seed))
     _compile(lowered)
-    eval_step = setup.waiting(strategy, jax.jit(steps.eval_step))
+    eval_step = setup.block_if_virtual_cpu(strategy, jax.jit(steps.eval_step))
     show = stack.enter_context(_progress_bar(first_step, config))
 
     def evaluate() -> dict[str, float]:
@@ -196,7 +196,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
         if evaluates:
           row |= evaluate()
         if row:
-          with multihost.together(OSError):
+          with multihost.raise_on_all_processes(OSError):
             metrics_file.write(step, row)
             write_events(step, row)
           show(step, row)
@@ -223,7 +223,9 @@ def _create_state(
     policy=policy,
     seed=config.seed,
   )
-  with _blame(f"config.model ({config.model.name!r}) cannot be initialized"):
+  with _errors_name_field(
+    f"config.model ({config.model.name!r}) cannot be initialized"
+  ):
     state = create_train_state(
       model,
       jax.random.key(config.seed),
@@ -263,9 +265,9 @@ def _lower_train_step(
     key: zeros(np.asarray(x), specs[key]) for key, x in splits.eval[0].items()
   }
   progress = setup.init_progress(config, strategy, state)
-  rng, step = setup.mirrored(strategy, (jax.random.key(0), np.int32(0)))
+  rng, step = setup.replicate(strategy, (jax.random.key(0), np.int32(0)))
   train_step = setup.jit_train_step(config, strategy, (state, progress))
-  with _blame(
+  with _errors_name_field(
     f"config.model ({config.model.name!r}) cannot be trained on config.data "
     f"({config.data.name!r})"
   ):
@@ -299,7 +301,7 @@ def _is_due(minutes: float, since: float) -> bool:
 
 
 @contextlib.contextmanager
-def _blame(what: str) -> Iterator[None]:
+def _errors_name_field(what: str) -> Iterator[None]:
   """Says which field an error comes from that somebody's code raises."""
   try:
     yield

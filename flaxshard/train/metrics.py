@@ -31,7 +31,7 @@ class MetricsFile:
 
   def __init__(self, path: str, last_step: int):
     kept = [row for row in read_rows(path) if row["step"] <= last_step]
-    with replacing(path) as f:
+    with atomic_write(path) as f:
       f.writelines(json.dumps(row) + "\n" for row in kept)
     self._path = path
     self._file = open(path, "a")
@@ -39,13 +39,13 @@ class MetricsFile:
   def write(self, step: int, values: Mapping[str, float | int | None]) -> None:
     """Appends a row."""
     row = {"step": step, **{k: _finite(v) for k, v in values.items()}}
-    with naming(self._path):
+    with add_filename_to_oserror(self._path):
       self._file.write(json.dumps(row) + "\n")
       self._file.flush()
 
   def close(self) -> None:
     """Closes the file."""
-    with naming(self._path):
+    with add_filename_to_oserror(self._path):
       self._file.close()
 
 
@@ -112,19 +112,19 @@ def event_writer(
       summary_pb2.Summary.Value(tag=key, simple_value=number)
       for key, number in _numbers(values).items()
     ]
-    with naming(named):
+    with add_filename_to_oserror(named):
       add(step, summary=summary_pb2.Summary(value=value))
       events.flush()
 
   def close() -> None:
-    with naming(named):
+    with add_filename_to_oserror(named):
       events.close()
 
   return write, close
 
 
 @contextlib.contextmanager
-def naming(path: str) -> Iterator[None]:
+def add_filename_to_oserror(path: str) -> Iterator[None]:
   """Has an OSError name the file: that of a full disk does not."""
   try:
     yield
@@ -135,16 +135,16 @@ def naming(path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replacing(path: str) -> Iterator[IO[str]]:
+def atomic_write(path: str) -> Iterator[IO[str]]:
   """Opens a file that takes its name only when it is whole."""
   fresh = f"{path}.tmp"
-  with naming(fresh), open(fresh, "w") as f:
+  with add_filename_to_oserror(fresh), open(fresh, "w") as f:
     yield f
   os.replace(fresh, path)
 
 
 @contextlib.contextmanager
-def closing(close: Callable[[], None]) -> Iterator[None]:
+def close_on_exit(close: Callable[[], None]) -> Iterator[None]:
   """Closes a file in the end; of two errors, the one that came first is raised.
 
   Args:
@@ -250,7 +250,7 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
     ax.spines[["top", "right"]].set_visible(False)
   axes[-1].set_xlabel("step (batches consumed)")
   axes[-1].xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-  with naming(path):
+  with add_filename_to_oserror(path):
     canvas.savefig(path, dpi=120)
 
 

@@ -14,12 +14,12 @@ from jax.experimental import multihost_utils
 
 
 @contextlib.contextmanager
-def caught() -> Iterator[Callable[[], int | None]]:
+def catch_signals() -> Iterator[Callable[[], int | None]]:
   """Catches SIGINT and SIGTERM; yields a function that tells which came.
 
-  The second one ends the process at once, as if nothing had caught it: XLA may
+  The second one ends the process at once, as without a handler: XLA may
   be compiling, and does not take an exception well. Outside of the main thread,
-  where Python cannot catch signals, nothing is caught. Where JAX has all
+  where Python cannot catch signals, no signal is caught. Where JAX has all
   processes stop at the same step, SIGTERM is left to it, and it gets one for a
   SIGINT, which may have come to this process alone: see `agreed`.
   """
@@ -61,11 +61,11 @@ def agreed(step: int, signum: int | None) -> int | None:
 
   Args:
     step: The step that was taken.
-    signum: The signal that this process has caught, or None.
+    signum: The signal that this process has catch_signals, or None.
 
   Returns:
     Without JAX's preemption service, `signum`. With it, at the step that is
-    agreed on, SIGTERM in the processes that have caught none.
+    agreed on, SIGTERM in the processes that have catch_signals none.
 
   References:
     https://docs.jax.dev/en/latest/_autosummary/jax.experimental.multihost_utils.reached_preemption_sync_point.html

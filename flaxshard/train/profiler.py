@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def traced(
+def profile_steps(
   profile_steps: tuple[int, ...], workdir: str
 ) -> Iterator[Callable[[int, TrainState], None]]:
   """Yields what is called before each step, to trace those asked for.

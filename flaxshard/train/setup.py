@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from flaxshard import wrappers
-from flaxshard.core import registry
+from flaxshard.core import checks
 from flaxshard.data import sharding
 from flaxshard.partitioning import logical_devices
 from flaxshard.partitioning import mesh as mesh_lib
@@ -126,7 +126,7 @@ def batch_specs(
     if key not in example:
       raise ValueError(
         f"{where}: a batch has {', '.join(sorted(example))}."
-        f"{registry.near(key, example)}"
+        f"{checks.did_you_mean(key, example)}"
       )
     replicas = strategy.num_replicas_in_sync
     shape = (config.batch_size // replicas, *np.shape(example[key]))
@@ -151,10 +151,10 @@ def init_progress(config: Any, strategy: Strategy, state: TrainState) -> Any:
   progress = jax.device_get(steps.init_progress(state))
   if config.mesh.per_replica:
     return strategy.distribute_values_from_function(lambda context: progress)
-  return mirrored(strategy, progress)
+  return replicate(strategy, progress)
 
 
-def mirrored(strategy: Strategy, tree: Any) -> Any:
+def replicate(strategy: Strategy, tree: Any) -> Any:
   """Returns a tree of arrays, whole on every device of the strategy."""
   sharding = jax.sharding.NamedSharding(strategy.mesh, P())
   return jax.tree.map(lambda x: mesh_lib.put(x, sharding), tree)
@@ -193,10 +193,10 @@ def jit_train_step(config: Any, strategy: Strategy, carried: Any) -> Any:
     # They come back as they lay, whatever XLA would like better.
     out_shardings=jax.tree.map(lambda x: x.sharding, carried),
   )
-  return waiting(strategy, jitted)
+  return block_if_virtual_cpu(strategy, jitted)
 
 
-def waiting(strategy: Strategy, jitted: Any) -> Any:
+def block_if_virtual_cpu(strategy: Strategy, jitted: Any) -> Any:
   """Returns a jitted function, waited for where calls would deadlock."""
   if not strategy.waits:
     return jitted

@@ -154,7 +154,7 @@ def bad_paths(state: TrainState, progress: Progress) -> list[str]:
 def _working_params(state: TrainState) -> Any:
   states = state.wrapper_states
   if replica_context.get_replica_context() is None:
-    states = base.own(state.wrappers, states)
+    states = base.drop_replica_axis(state.wrappers, states)
   return base.working_params(state.wrappers, states, state.params)
 
 

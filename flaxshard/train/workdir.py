@@ -45,7 +45,7 @@ def write_config(config: Any, workdir: str) -> None:
   """Writes `config.json`, whole or not at all."""
   if jax.process_index() == 0:
     path = os.path.join(workdir, "config.json")
-    with metrics_lib.replacing(path) as f:
+    with metrics_lib.atomic_write(path) as f:
       json.dump(json.loads(config.to_json()), f, indent=2, sort_keys=True)
 
 

@@ -18,7 +18,7 @@ from flaxshard.replicas import values
 from flaxshard.wrappers import agn_commit as commits
 from flaxshard.wrappers import arguments
 from flaxshard.wrappers import base
-from flaxshard.wrappers.agn_commit import Center
+from flaxshard.wrappers.agn_commit import ModelState
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
@@ -292,7 +292,7 @@ class AGN:
     applied = new.step != target.step  # or a wrapper inside has skipped it
     accum = commits.accumulate(
       state.grad_accum,
-      commits.change(state.local_params, new.params)
+      commits.param_delta(state.local_params, new.params)
       if self.commit_delta
       else grads,
       applied,
@@ -301,8 +301,8 @@ class AGN:
     due = applied & (local_step % self.communication_period == 0)
 
     def commit(
-      center: Center,
-      local: Center,
+      center: ModelState,
+      local: ModelState,
       accum: PyTree,
       collections: dict[str, PyTree],
       committed: dict[str, PyTree],
@@ -331,8 +331,8 @@ class AGN:
       due,
       commit,
       lambda *operands: operands,
-      Center(target.params, center_opt_state),
-      Center(new.params, new.opt_state),
+      ModelState(target.params, center_opt_state),
+      ModelState(new.params, new.opt_state),
       accum,
       {name: new.collections[name] for name in committed},
       committed,
@@ -362,21 +362,21 @@ class AGN:
     self,
     target: base.Target,
     next: base.Next,
-    center: Center,
-    local: Center,
+    center: ModelState,
+    local: ModelState,
     accum: PyTree,
     grads: PyTree,
-  ) -> tuple[Center, Center]:
+  ) -> tuple[ModelState, ModelState]:
     """Returns the center and the replica's copy after a commit."""
-    committed = commits.to_commit(accum, grads, local.params)
-    given = commits.were_given(committed, grads)
+    committed = commits.commit_gradients(accum, grads, local.params)
+    given = commits.received_gradient(committed, grads)
     counts = {}
     if self.share_step_count:
-      counts = replica_context.reduced(
+      counts = replica_context.reduce_over_replicas(
         "max", opt_state_lib.counts(local.opt_state)
       )
 
-    def apply(old: Center, accum: PyTree, shared: Any) -> Center:
+    def apply(old: ModelState, accum: PyTree, shared: Any) -> ModelState:
       counts, given = shared
       grads = self._mean(accum)
       if self.outer_tx is not None:
@@ -391,9 +391,9 @@ class AGN:
         ),
         grads,
       )
-      return commits.keep(old, Center(new.params, new.opt_state), given)
+      return commits.keep(old, ModelState(new.params, new.opt_state), given)
 
-    with replica_context.agreed_gradients():
+    with replica_context.gradients_already_reduced():
       if self.commit == "sequential":
         center, pulled = commits.sequential(
           apply, center, committed, (counts, given)
@@ -405,7 +405,7 @@ class AGN:
     counts = (
       opt_state_lib.counts(center.opt_state) if self.share_step_count else {}
     )
-    return center, Center(
+    return center, ModelState(
       pulled, opt_state_lib.with_counts(local.opt_state, counts)
     )
 

@@ -27,7 +27,7 @@ PyTree = Any
 P = jax.sharding.PartitionSpec
 
 
-class Center(NamedTuple):
+class ModelState(NamedTuple):
   """What all replicas have together.
 
   Attributes:
@@ -39,12 +39,12 @@ class Center(NamedTuple):
   opt_state: PyTree
 
 
-Update = Callable[[Center, PyTree, PyTree], Center]
+Update = Callable[[ModelState, PyTree, PyTree], ModelState]
 
 
 def combined(
-  op: str, update: Update, center: Center, grads: PyTree, shared: PyTree
-) -> tuple[Center, PyTree]:
+  op: str, update: Update, center: ModelState, grads: PyTree, shared: PyTree
+) -> tuple[ModelState, PyTree]:
   """Updates the center once, with the sum or the mean of all commits.
 
   Args:
@@ -62,8 +62,8 @@ def combined(
 
 
 def sequential(
-  update: Update, center: Center, grads: PyTree, shared: PyTree
-) -> tuple[Center, PyTree]:
+  update: Update, center: ModelState, grads: PyTree, shared: PyTree
+) -> tuple[ModelState, PyTree]:
   """Updates the center with one commit after another, in replica order.
 
   As a parameter server that is sharded over the replicas: each gets its part of
@@ -82,7 +82,7 @@ def sequential(
     The new center, and the parameters that this replica goes on with: those
     right after its own commit.
   """
-  if replica_context.count() == 1 or not jax.tree.leaves(grads):
+  if replica_context.num_replicas() == 1 or not jax.tree.leaves(grads):
     center = update(center, grads, shared)
     return center, center.params
   specs = replica_context.specs_within(center.params)
@@ -110,19 +110,19 @@ def sequential(
 
 
 def _specs_of(
-  center: Center, grads: PyTree, specs: PyTree
-) -> tuple[Center, PyTree]:
+  center: ModelState, grads: PyTree, specs: PyTree
+) -> tuple[ModelState, PyTree]:
   """Returns how the center and what is committed are split in a replica."""
   slot_specs = opt_state_lib.specs(center.opt_state, center.params, specs)
   grad_specs = jax.tree.map(
     lambda spec, g: None if g is None else spec, specs, grads
   )
-  return Center(specs, slot_specs), grad_specs
+  return ModelState(specs, slot_specs), grad_specs
 
 
 def _on_each_part(
-  update: Update, center: Center, grads: PyTree, shared: PyTree, specs: Any
-) -> tuple[Center, PyTree]:
+  update: Update, center: ModelState, grads: PyTree, shared: PyTree, specs: Any
+) -> tuple[ModelState, PyTree]:
   """Lets the logical devices of each replica exchange what they have."""
   in_parts = lambda center, grads, shared: _in_parts(
     update, center, grads, shared, _Split.of(center, grads)
@@ -142,11 +142,11 @@ class _Split(NamedTuple):
 
   center: Parts
   grads: Parts
-  pulled: Parts  # the parameters that a commit can change
+  new_local_params: Parts  # the parameters that a commit can change
 
   @classmethod
-  def of(cls, center: Center, grads: PyTree) -> _Split:
-    count = replica_context.count()
+  def of(cls, center: ModelState, grads: PyTree) -> _Split:
+    count = replica_context.num_replicas()
     treedef: Any = jax.tree.structure(center.params)
     params = jax.tree.leaves(center.params)
     given = treedef.flatten_up_to(grads)
@@ -169,15 +169,19 @@ class _Split(NamedTuple):
     changed = [i for i, g in enumerate(given) if g is not None]
     some = [dims[i] for i in changed]
     return cls(
-      Parts.of(center, Center(treedef.unflatten(dims), slot_dims), count),
+      Parts.of(center, ModelState(treedef.unflatten(dims), slot_dims), count),
       Parts.of(grads, some, count),
       Parts.of([params[i] for i in changed], some, count),
     )
 
 
 def _in_parts(
-  update: Update, center: Center, grads: PyTree, shared: PyTree, split: _Split
-) -> tuple[Center, PyTree]:
+  update: Update,
+  center: ModelState,
+  grads: PyTree,
+  shared: PyTree,
+  split: _Split,
+) -> tuple[ModelState, PyTree]:
   number = jax.lax.axis_index(mesh_lib.REPLICA)
   treedef: Any = jax.tree.structure(center.params)
   changed = [g is not None for g in treedef.flatten_up_to(grads)]
@@ -188,26 +192,26 @@ def _in_parts(
   dtype = _common_dtype(grads, center.params)
   rows = _exchange(split.grads.to_rows(grads, dtype))
 
-  def commit(k: jax.Array, carry: tuple[Center, jax.Array]) -> Any:
+  def commit(k: jax.Array, carry: tuple[ModelState, jax.Array]) -> Any:
     part, rows = carry
     part = update(part, split.grads.from_row(rows[k]), shared)
-    row = split.pulled.to_row(pick(part.params), dtype)
+    row = split.new_local_params.to_row(pick(part.params), dtype)
     return part, rows.at[k].set(row)
 
   part = split.center.part_of(center, number)
   part, rows = jax.lax.fori_loop(
-    0, replica_context.count(), commit, (part, rows)
+    0, replica_context.num_replicas(), commit, (part, rows)
   )
   new = split.center.gather(part)
-  back = split.pulled.from_rows(
+  back = split.new_local_params.from_rows(
     _exchange(rows.astype(_narrowest(dtype, pick(center.params))))
   )
   own = iter(back)
-  pulled = [
+  new_local_params = [
     next(own) if one else p
     for p, one in zip(jax.tree.leaves(new.params), changed, strict=True)
   ]
-  return new, treedef.unflatten(pulled)
+  return new, treedef.unflatten(new_local_params)
 
 
 def _exchange(rows: jax.Array) -> jax.Array:
@@ -216,23 +220,27 @@ def _exchange(rows: jax.Array) -> jax.Array:
 
 
 def _whole(
-  update: Update, center: Center, grads: PyTree, shared: PyTree
-) -> tuple[Center, PyTree]:
+  update: Update, center: ModelState, grads: PyTree, shared: PyTree
+) -> tuple[ModelState, PyTree]:
   number = jax.lax.axis_index(mesh_lib.REPLICA)
 
-  def commit(k: jax.Array, carry: tuple[Center, PyTree]) -> Any:
-    center, pulled = carry
+  def commit(k: jax.Array, carry: tuple[ModelState, PyTree]) -> Any:
+    center, new_local_params = carry
     mine = number == k
     sent = jax.tree.map(lambda g: jnp.where(mine, g, jnp.zeros_like(g)), grads)
-    center = update(center, replica_context.reduced("sum", sent), shared)
-    pulled = jax.tree.map(
-      lambda new, old: jnp.where(mine, new, old), center.params, pulled
+    center = update(
+      center, replica_context.reduce_over_replicas("sum", sent), shared
     )
-    return center, pulled
+    new_local_params = jax.tree.map(
+      lambda new, old: jnp.where(mine, new, old),
+      center.params,
+      new_local_params,
+    )
+    return center, new_local_params
 
   # One commit at a time: all of them at once are a copy for each replica.
   return jax.lax.fori_loop(
-    0, replica_context.count(), commit, (center, center.params)
+    0, replica_context.num_replicas(), commit, (center, center.params)
   )
 
 
@@ -268,13 +276,13 @@ def accumulate(accum: PyTree, change: PyTree, applied: jax.Array) -> PyTree:
   return jax.tree.map(add, accum, change, is_leaf=lambda x: x is None)
 
 
-def change(old: PyTree, new: PyTree) -> PyTree:
+def param_delta(old: PyTree, new: PyTree) -> PyTree:
   """Returns how far parameters have gone, in the direction of gradients."""
   wide = lambda x: x.astype(accumulated(x.dtype))
   return jax.tree.map(lambda o, n: wide(o) - wide(n), old, new)
 
 
-def to_commit(accum: PyTree, grads: PyTree, params: PyTree) -> PyTree:
+def commit_gradients(accum: PyTree, grads: PyTree, params: PyTree) -> PyTree:
   """Returns what a replica commits; None where it has no gradient.
 
   Args:
@@ -291,7 +299,7 @@ def to_commit(accum: PyTree, grads: PyTree, params: PyTree) -> PyTree:
   return jax.tree_util.tree_map_with_path(one, params, accum, grads)
 
 
-def were_given(committed: PyTree, grads: PyTree) -> dict[str, jax.Array]:
+def received_gradient(committed: PyTree, grads: PyTree) -> dict[str, jax.Array]:
   """Returns whether anything has come together for leaves without a gradient.
 
   Args:
@@ -310,11 +318,13 @@ def were_given(committed: PyTree, grads: PyTree) -> dict[str, jax.Array]:
     for path, x in jax.tree_util.tree_leaves_with_path(committed)
     if given[path] is None
   }
-  some = replica_context.reduced("max", came) if came else came
+  some = replica_context.reduce_over_replicas("max", came) if came else came
   return {path: x > 0 for path, x in some.items()}
 
 
-def keep(old: Center, new: Center, given: dict[str, jax.Array]) -> Center:
+def keep(
+  old: ModelState, new: ModelState, given: dict[str, jax.Array]
+) -> ModelState:
   """Returns the new center, but for leaves to which nothing was given."""
 
   def chosen(path: trees.Path | None, o: jax.Array, n: jax.Array) -> jax.Array:
@@ -336,10 +346,10 @@ def keep(old: Center, new: Center, given: dict[str, jax.Array]) -> Center:
       )
     ),
   )
-  return Center(params, opt_state)
+  return ModelState(params, opt_state)
 
 
-def apply_tx(tx: Any, center: Center, grads: PyTree) -> Center:
+def apply_tx(tx: Any, center: ModelState, grads: PyTree) -> ModelState:
   """Updates the center with an optimizer of its own."""
   state = train_state.TrainState(
     step=0,
@@ -349,4 +359,6 @@ def apply_tx(tx: Any, center: Center, grads: PyTree) -> Center:
     opt_state=center.opt_state,
   )
   new = update.flax_update(state, grads, {})
-  return Center(new.params, update.keep_dtypes(new.opt_state, center.opt_state))
+  return ModelState(
+    new.params, update.keep_dtypes(new.opt_state, center.opt_state)
+  )

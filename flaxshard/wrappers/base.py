@@ -190,9 +190,9 @@ def reduces_gradients(wrappers: tuple[Wrapper, ...]) -> bool:
   return any(getattr(w, "reduces_gradients", False) for w in wrappers)
 
 
-def own_leaves(wrapper: Wrapper, state: PyTree) -> list[bool]:
+def per_replica_mask(wrapper: Wrapper, state: PyTree) -> list[bool]:
   """Returns which leaves of a wrapper's state replicas have their own of."""
-  return [is_per_replica(spec) for spec in partition_specs(wrapper, state)]
+  return [has_replica_axis(spec) for spec in partition_specs(wrapper, state)]
 
 
 def reduce_collection(wrappers: tuple[Wrapper, ...], x: jax.Array) -> jax.Array:
@@ -236,7 +236,7 @@ def partition_specs(wrapper: Wrapper, state: PyTree) -> list[Any]:
     ) from e
 
 
-def is_per_replica(spec: Any) -> bool:
+def has_replica_axis(spec: Any) -> bool:
   """Whether a leaf of that spec has the replicas as its first dimension."""
   # What is no PartitionSpec is refused where the state is placed.
   entries = (*spec, None) if isinstance(spec, jax.P) else (None,)
@@ -265,26 +265,26 @@ def init(
     if hasattr(w, "init_collections"):
       state = w.init_collections(state, dict(collections))
     states[name_of(w)] = state
-  return of_replicas(wrappers, states, num_replicas)
+  return add_replica_axis(wrappers, states, num_replicas)
 
 
-def of_replicas(
+def add_replica_axis(
   wrappers: tuple[Wrapper, ...],
   states: Mapping[str, PyTree],
   num_replicas: int = 1,
 ) -> dict[str, PyTree]:
   """Gives what replicas have their own of a first dimension for them."""
-  return _map_own(
+  return _map_per_replica(
     lambda path, x: jnp.broadcast_to(x, (num_replicas, *x.shape)),
     wrappers,
     states,
   )
 
 
-def own(
+def drop_replica_axis(
   wrappers: tuple[Wrapper, ...], states: Mapping[str, PyTree]
 ) -> dict[str, PyTree]:
-  """Undoes `of_replicas` for one replica.
+  """Undoes `add_replica_axis` for one replica.
 
   Raises:
     ValueError: The states are of several.
@@ -298,10 +298,10 @@ def own(
       )
     return x[0]
 
-  return _map_own(one, wrappers, states)
+  return _map_per_replica(one, wrappers, states)
 
 
-def _map_own(
+def _map_per_replica(
   fn: Callable[[str, jax.Array], jax.Array],
   wrappers: tuple[Wrapper, ...],
   states: Mapping[str, PyTree],
@@ -316,7 +316,7 @@ def _map_own(
       [
         fn(f"{name}/{trees.path_string(path)}", x) if mine else x
         for (path, x), mine in zip(
-          leaves, own_leaves(w, states[name]), strict=True
+          leaves, per_replica_mask(w, states[name]), strict=True
         )
       ],
     )

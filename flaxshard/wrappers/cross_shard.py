@@ -166,17 +166,17 @@ class CrossShard:
       )
       return next(target, grads), state
     self.check_replicas(context.num_replicas_in_sync)
-    if context.skips_aggregation:
+    if context.aggregation_skipped:
       return next(target, grads), state
     grads = replica_context.reduce_gradients(self.reduction, grads, self.groups)
     if self.groups:
       return next(target, grads), state
-    with replica_context.agreed_gradients():
+    with replica_context.gradients_already_reduced():
       return next(target, grads), state
 
   def reduce_collection(self, x: jax.Array) -> jax.Array:
     """Returns the mean of an array of a collection, within the groups."""
-    self.check_replicas(replica_context.count())
+    self.check_replicas(replica_context.num_replicas())
     return replica_context.mean_collection(x, self.groups)
 
   def partition_specs(self, state: Any) -> Any:

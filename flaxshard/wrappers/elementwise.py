@@ -34,7 +34,7 @@ _CALLS = frozenset(
 )
 
 
-class _MixesError(Exception):
+class _NotElementwise(Exception):
   """An equation combines elements of different places, or knows the shape."""
 
 
@@ -72,7 +72,7 @@ def is_elementwise(
   try:
     _same_values(whole.consts, part.consts)
     found = _outputs(whole, part, tags)
-  except _MixesError:
+  except _NotElementwise:
     return False
   return all(
     tag == want or (tag == UNIFORM and want != WHOLE)
@@ -89,10 +89,10 @@ def _outputs(whole: Any, part: Any, tags: Sequence[int]) -> list[int]:
     return WHOLE if hasattr(atom, "val") else known.get(atom, WHOLE)
 
   if len(whole.eqns) != len(part.eqns):
-    raise _MixesError
+    raise _NotElementwise
   for eqn, other in zip(whole.eqns, part.eqns, strict=True):
     if eqn.primitive is not other.primitive:
-      raise _MixesError
+      raise _NotElementwise
     literals = [
       [x.val for x in e.invars if hasattr(x, "val")] for e in (eqn, other)
     ]
@@ -120,10 +120,10 @@ def _equation(eqn: Any, other: Any, given: list[int]) -> list[int]:
       return [UNIFORM if eqn.outvars[0].aval.shape else WHOLE]
     # It is the same in both programs, whatever it does; but for collectives.
     if name == "axis_index" or str(eqn) != str(other):
-      raise _MixesError
+      raise _NotElementwise
     return [WHOLE] * len(eqn.outvars)
   if name not in _ELEMENTWISE or _plain(params) != _plain(other.params):
-    raise _MixesError
+    raise _NotElementwise
   arrays = [
     tag for x, tag in zip(eqn.invars, given, strict=True) if x.aval.shape
   ]
@@ -139,7 +139,7 @@ def _common(tags: Sequence[int]) -> int:
   """Returns the tag of what is computed from arrays, element by element."""
   kinds = set(tags) - {UNIFORM}
   if len(kinds) > 1:  # parts along different dimensions, or a part and a whole
-    raise _MixesError
+    raise _NotElementwise
   if kinds:
     return kinds.pop()
   return UNIFORM if tags else WHOLE
@@ -151,7 +151,7 @@ def _same_values(some: Sequence[Any], others: Sequence[Any]) -> None:
     np.array_equal(np.asarray(a), np.asarray(b), equal_nan=_is_float(a))
     for a, b in zip(some, others, strict=True)
   ):
-    raise _MixesError
+    raise _NotElementwise
 
 
 def _is_float(x: Any) -> bool:

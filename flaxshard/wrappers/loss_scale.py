@@ -321,7 +321,7 @@ class LossScale:
     if isinstance(rule, FixedLossScale):
       # The configured scale replaces one that a checkpoint brought along.
       return next(target, grads), state._replace(scale=self._scale(state))
-    finite = replica_context.agree(gradients.all_finite(grads))
+    finite = replica_context.all_replicas(gradients.all_finite(grads))
 
     new_state = rule.update(state, finite)
     at_floor = state.scale <= np.float32(rule.min_scale)
@@ -400,7 +400,7 @@ def _warn(
     at_floor,
     replica_context.fully_manual(call),
     lambda *args: args[-1],
-    at_floor & replica_context.is_first(),
+    at_floor & replica_context.is_first_replica(),
     scale,
     skipped_steps,
   )

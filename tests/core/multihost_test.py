@@ -10,10 +10,13 @@ from flaxshard.core import multihost
 
 
 def test_one_process_has_its_own_error():
-  with multihost.together(ValueError):
+  with multihost.raise_on_all_processes(ValueError):
     pass
   error = KeyError("mine")
-  with pytest.raises(KeyError) as e, multihost.together(ValueError):
+  with (
+    pytest.raises(KeyError) as e,
+    multihost.raise_on_all_processes(ValueError),
+  ):
     raise error
   assert e.value is error
 
@@ -28,7 +31,7 @@ from flaxshard.core import multihost
 def raised(error, *kinds):
   # The error that this process gets where only process 1 has one.
   try:
-    with multihost.together(*kinds):
+    with multihost.raise_on_all_processes(*kinds):
       if error is not None and rank == 1:
         raise error
   except Exception as e:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from flaxshard.core import checks
 from flaxshard.core import registry
 
 BUILTIN = {"digits": 1, "digits_npz": 2, "imagenet": 3}
@@ -37,10 +38,10 @@ def test_nothing_near_gives_no_hint():
 
 
 def test_near_names_several():
-  assert registry.near("digit", BUILTIN) == (
+  assert checks.did_you_mean("digit", BUILTIN) == (
     " Did you mean 'digits' or 'digits_npz'?"
   )
-  assert registry.near("digit", []) == ""
+  assert checks.did_you_mean("digit", []) == ""
 
 
 @pytest.mark.parametrize("name", [None, 3, ("a",), len])

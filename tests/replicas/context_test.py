@@ -297,7 +297,7 @@ class Local:
 
   def apply(self, state, target, grads, next):
     local = jax.tree.map(lambda p, g: p - g, state["params"], grads)
-    with replica_context.agreed_gradients():
+    with replica_context.gradients_already_reduced():
       target = next(target, replica_context.reduce_gradients("mean", grads))
     return target, {"params": local, "steps": state["steps"] + 1}
 

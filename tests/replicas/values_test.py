@@ -223,7 +223,7 @@ def test_merged_and_spread():
     "key": fs.PerReplica(keys),
     "shared": jnp.ones(3),
   }
-  merged = values.merged(tree)
+  merged = values.mean_over_replicas(tree)
   wanted = np.arange(48.0).reshape(8, 2, 3).mean(0)
   np.testing.assert_allclose(merged["mean"], wanted, rtol=1e-6)
   assert int(merged["count"]) == 0
@@ -232,7 +232,7 @@ def test_merged_and_spread():
   ).all()
   assert merged["shared"] is tree["shared"]
 
-  spread = values.spread(merged, tree)
+  spread = values.broadcast_to_replicas(merged, tree)
   assert jax.tree.structure(spread) == jax.tree.structure(tree)
   for i in (0, 7):
     np.testing.assert_array_equal(spread["mean"][i], merged["mean"])

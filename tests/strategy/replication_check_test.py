@@ -11,12 +11,12 @@ from regression import sharded
 
 import flaxshard as fs
 from flaxshard.strategy import replication_check
-from flaxshard.strategy.replication_check import Agreement
+from flaxshard.strategy.replication_check import Replication
 
 P = jax.sharding.PartitionSpec
 
 STRATEGY = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
-AGREES, DIFFERS, UNKNOWN = Agreement
+REPLICATED, DIFFERS, UNKNOWN = Replication
 
 mean = lambda tree: jax.lax.pmean(tree, "replica")
 replica_id = lambda: jax.lax.axis_index("replica")
@@ -33,7 +33,7 @@ def found(fn):
     check_vma=False,
   )
   jaxpr = jax.make_jaxpr(sharded)(jnp.ones(4), jnp.ones(16))
-  return replication_check.outputs(jaxpr, [AGREES, DIFFERS])
+  return replication_check.outputs(jaxpr, [REPLICATED, DIFFERS])
 
 
 @jax.custom_vjp
@@ -175,7 +175,7 @@ UNKNOWING = {
 
 @pytest.mark.parametrize("name", AGREEING)
 def test_agrees(name):
-  assert set(found(AGREEING[name])) == {AGREES}
+  assert set(found(AGREEING[name])) == {REPLICATED}
 
 
 @pytest.mark.parametrize("name", DIFFERING)
@@ -189,23 +189,23 @@ def test_what_is_not_known_is_no_error(name):
 
 
 def test_a_reduction_of_what_is_not_known_agrees():
-  assert set(found(lambda x, y: scatter_and_gather(y))) == {AGREES}
+  assert set(found(lambda x, y: scatter_and_gather(y))) == {REPLICATED}
 
 
 def test_outputs_are_told_apart():
   assert found(lambda x, y: (x, y, mean(y), shifted(y)[2])) == [
-    AGREES,
+    REPLICATED,
     DIFFERS,
-    AGREES,
+    REPLICATED,
     DIFFERS,
   ]
   two = lambda c, row: ((c[0] + row, c[1] * 2), (row, c[1]))
   out = lambda x, y: jax.lax.scan(two, (0.0, 1.0), y)
-  assert found(out) == [DIFFERS, AGREES, DIFFERS, AGREES]
+  assert found(out) == [DIFFERS, REPLICATED, DIFFERS, REPLICATED]
 
 
 def test_an_output_that_is_an_input():
-  assert found(lambda x, y: (y, x, y)) == [DIFFERS, AGREES, DIFFERS]
+  assert found(lambda x, y: (y, x, y)) == [DIFFERS, REPLICATED, DIFFERS]
 
 
 def by_hand(state, grads):

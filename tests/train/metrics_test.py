@@ -157,10 +157,13 @@ def test_of_two_errors_the_first_is_raised(caplog):
   def close():
     raise OSError(28, "No space left on device", "metrics.jsonl")
 
-  with pytest.raises(KeyError), metrics_lib.closing(close):
+  with pytest.raises(KeyError), metrics_lib.close_on_exit(close):
     raise KeyError
   assert "No space left on device: 'metrics.jsonl'" in caplog.text
-  with pytest.raises(OSError, match="metrics"), metrics_lib.closing(close):
+  with (
+    pytest.raises(OSError, match="metrics"),
+    metrics_lib.close_on_exit(close),
+  ):
     pass
 
 

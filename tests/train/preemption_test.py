@@ -41,7 +41,7 @@ def send(signum):
 
 @pytest.mark.parametrize("signum", SIGNALS)
 def test_a_signal_sets_the_flag(signum, handlers):
-  with preemption.caught() as interrupted:
+  with preemption.catch_signals() as interrupted:
     assert interrupted() is None
     send(signum)
     assert interrupted() == signum
@@ -51,7 +51,7 @@ def test_a_signal_sets_the_flag(signum, handlers):
 
 
 def test_handlers_are_restored(handlers):
-  with preemption.caught():
+  with preemption.catch_signals():
     for signum in SIGNALS:
       assert signal.getsignal(signum) is not handlers[signum]
   for signum in SIGNALS:
@@ -62,7 +62,7 @@ def test_handlers_are_restored(handlers):
 
 @pytest.mark.parametrize("signum", [None, *SIGNALS])
 def test_handlers_are_restored_after_an_error(signum, handlers):
-  with pytest.raises(KeyError), preemption.caught():
+  with pytest.raises(KeyError), preemption.catch_signals():
     if signum:
       send(signum)
     raise KeyError
@@ -76,7 +76,7 @@ def test_a_second_signal_ends_the_process_at_once(first, second):
   code = f"""
 import os
 from flaxshard.train import preemption
-with preemption.caught() as interrupted:
+with preemption.catch_signals() as interrupted:
   os.kill(os.getpid(), {int(first)})
   print(interrupted(), flush=True)
   os.kill(os.getpid(), {int(second)})
@@ -94,7 +94,7 @@ def test_in_a_thread_nothing_is_caught(handlers):
   answers = []
 
   def work():
-    with preemption.caught() as interrupted:
+    with preemption.catch_signals() as interrupted:
       answers.append(signal.getsignal(signal.SIGTERM))
       signal.raise_signal(signal.SIGTERM)
       answers.append(interrupted())
@@ -108,7 +108,7 @@ def test_in_a_thread_nothing_is_caught(handlers):
 
 def test_one_after_another():
   for _ in range(2):
-    with preemption.caught() as interrupted:
+    with preemption.catch_signals() as interrupted:
       assert interrupted() is None
       send(signal.SIGTERM)
       assert interrupted() == signal.SIGTERM

@@ -216,7 +216,7 @@ def test_bad_splits(mesh, key, pieces, message):
 def test_mirrored_arrays_are_whole_on_every_device():
   _, strategy = create(logical_devices=2)
   tree = {"step": np.int32(3), "key": jax.random.key(0)}
-  placed = setup.mirrored(strategy, tree)
+  placed = setup.replicate(strategy, tree)
   assert int(placed["step"]) == 3
   for x in placed.values():
     assert x.sharding.is_fully_replicated
@@ -231,7 +231,7 @@ def test_calls_are_waited_for_on_virtual_devices(monkeypatch, replicas, waits):
     jax, "block_until_ready", lambda x: waited.append(x) or wait(x)
   )
   _, strategy = create(replica=replicas)
-  doubled = setup.waiting(strategy, jax.jit(lambda x: 2 * x))
+  doubled = setup.block_if_virtual_cpu(strategy, jax.jit(lambda x: 2 * x))
   assert float(doubled(np.float32(2))) == 4
   assert bool(waited) == waits
   assert "stablehlo" in doubled.lower(np.float32(2)).as_text()

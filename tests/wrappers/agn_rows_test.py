@@ -65,7 +65,7 @@ def test_gathered_from_the_replicas():
   strategy = fs.Strategy(devices=jax.devices()[:3])
 
   def fn(tree):
-    split = divided(replica_context.count())
+    split = divided(replica_context.num_replicas())
     number = fs.get_replica_context().replica_id_in_sync_group
     return split.gather(split.part_of(tree, number))
 
