@@ -1,8 +1,9 @@
 """Checks of arguments: one function for each kind of value.
 
 Each returns the value in its plain Python type, or raises an error that names
-the argument, what is allowed, and the value it got: a TypeError for a value of
-the wrong type, a ValueError for one out of range.
+the argument, what is allowed, and the value it got: an ArgumentTypeError (both
+a TypeError and a ValueError) for a value of the wrong type, a ValueError for
+one out of range.
 """
 
 from __future__ import annotations
@@ -13,6 +14,15 @@ import math
 from typing import Any
 
 import numpy as np
+
+
+class ArgumentTypeError(TypeError, ValueError):
+  """An argument of the wrong type.
+
+  It is a ValueError too, so that one `except ValueError` handles every invalid
+  argument, whether its type is wrong or its value is out of range.
+  """
+
 
 # JAX and Grain count steps, replicas and seeds in int32.
 INT32_MAX = 2**31 - 1
@@ -37,7 +47,7 @@ def integer(
     maximum: Largest allowed value.
 
   Raises:
-    TypeError: `value` is not an integer.
+    ArgumentTypeError: `value` is not an integer.
     ValueError: `value` is below `minimum` or above `maximum`.
 
   Example:
@@ -50,7 +60,7 @@ def integer(
   if isinstance(value, (bool, np.bool_)) or not isinstance(
     value, (int, np.integer)
   ):
-    raise TypeError(f"{argument} must be {allowed}, got {value!r}.")
+    raise ArgumentTypeError(f"{argument} must be {allowed}, got {value!r}.")
   if value > maximum:
     raise ValueError(f"{argument} must be at most {maximum}, got {value!r}.")
   if minimum is not None and value < minimum:
@@ -76,7 +86,7 @@ def number(
     below: Upper bound that is itself not allowed.
 
   Raises:
-    TypeError: `value` is not a real number.
+    ArgumentTypeError: `value` is not a real number.
     ValueError: `value` is not finite or out of range.
 
   Example:
@@ -89,7 +99,7 @@ def number(
   if isinstance(value, (bool, np.bool_)) or not isinstance(
     value, (int, float, np.integer, np.floating)
   ):
-    raise TypeError(f"{argument} must be {allowed}, got {value!r}.")
+    raise ArgumentTypeError(f"{argument} must be {allowed}, got {value!r}.")
   in_range = (
     math.isfinite(value)
     and (minimum is None or value >= minimum)
@@ -109,14 +119,14 @@ def boolean(argument: str, value: Any) -> bool:
     value: The value to check.
 
   Raises:
-    TypeError: `value` is not a boolean.
+    ArgumentTypeError: `value` is not a boolean.
 
   Example:
     >>> boolean("donate", True)
     True
   """
   if not isinstance(value, (bool, np.bool_)):
-    raise TypeError(f"{argument} must be True or False, got {value!r}.")
+    raise ArgumentTypeError(f"{argument} must be True or False, got {value!r}.")
   return bool(value)
 
 

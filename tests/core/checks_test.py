@@ -71,3 +71,9 @@ def test_refuses_and_names_argument_value_and_what_is_allowed(
     call()
   for fact in facts:
     assert fact in str(e.value)
+
+
+def test_a_wrong_type_is_a_value_error_too():
+  # One `except ValueError` handles wrong types and values out of range.
+  with pytest.raises(ValueError, match="True"):
+    checks.integer("n", True)
