@@ -1,4 +1,4 @@
-"""Every snippet of the README runs."""
+"""Every snippet and every command of the README runs."""
 
 import os
 import pathlib
@@ -7,12 +7,18 @@ import shlex
 import subprocess
 import sys
 
+from absl import flags
+from ml_collections import config_flags
+import numpy as np
 import pytest
+import tiny
 import xla_flags
 
-_ROOT = pathlib.Path(__file__).parent.parent
+from flaxshard import train
+
+_ROOT = pathlib.Path(__file__).parents[1]
 _README = (_ROOT / "README.md").read_text()
-# The two set-up commands make a virtual environment: .ci/run runs those.
+# The two set-up commands make virtual environments: .ci/run runs those.
 _COMMANDS = [
   line
   for block in re.findall(r"```bash\n(.*?)```", _README, re.S)
@@ -21,30 +27,58 @@ _COMMANDS = [
 ]
 
 
+def _short(command: str, workdir: pathlib.Path) -> list[str]:
+  """Returns the command's flags, for two steps without an evaluation."""
+  arguments = [
+    f"--workdir={workdir}" if argument.startswith("--workdir") else argument
+    for argument in shlex.split(command)[3:]
+  ]
+  arguments += [
+    "--config.num_train_steps=2",
+    "--config.log_every_steps=1",
+    "--config.eval_every_steps=1000000",
+  ]
+  if "lm_text" in command:
+    arguments += [
+      f"--config.data.path={_ROOT / 'flaxshard'}",
+      "--config.data.eval_every=10",
+      "--config.model.num_layers=1",
+    ]
+  return arguments
+
+
 def test_python_snippets_run_in_order() -> None:
   snippets = re.findall(r"```python\n(.*?)```", _README, re.S)
   assert len(snippets) >= 8
   names: dict[str, object] = {}
   for snippet in snippets:
     exec(compile(snippet, "README.md", "exec"), names)
-  # The last state of the tour came from the snippet with its own wrapper.
+  # The last snippet makes a state with its own wrapper.
   assert set(names["state"].wrapper_states) == {"loss_scale", "sign_gradients"}
 
 
 @pytest.mark.parametrize("command", _COMMANDS)
-def test_commands_run(command: str, tmp_path: pathlib.Path) -> None:
-  arguments = shlex.split(command)[1:]
-  arguments = [
-    f"--workdir={tmp_path}" if a.startswith("--workdir") else a
-    for a in arguments
-  ]
-  # A few steps of the command as it stands, on one device.
-  short = ["--config.num_train_steps=2", "--config.eval_every_steps=1000000"]
-  if "lm_text" in command:
-    short += ["--config.data.path=" + str(_ROOT / "flaxshard")]
-    short += ["--config.data.eval_every=10", "--config.model.num_layers=1"]
+def test_command_trains(
+  command: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.chdir(_ROOT)
+  values = flags.FlagValues()
+  config_flags.DEFINE_config_file(
+    "config", None, "", flag_values=values, lock_config=True
+  )
+  flags.DEFINE_string("workdir", None, "", flag_values=values)
+  # config_flags looks for the fields to override in sys.argv.
+  monkeypatch.setattr(sys, "argv", ["flaxshard", *_short(command, tmp_path)])
+  values(sys.argv)
+  train.train_and_evaluate(values.config, values.workdir)
+  assert [row["step"] for row in tiny.rows(tmp_path)] == [1, 2]
+  assert all(np.isfinite(row["train_loss"]) for row in tiny.rows(tmp_path))
+  assert (tmp_path / "training.png").exists()
+
+
+def test_first_command_as_a_program(tmp_path: pathlib.Path) -> None:
   result = subprocess.run(
-    [sys.executable, *arguments, *short],
+    [sys.executable, "-m", "flaxshard", *_short(_COMMANDS[0], tmp_path)],
     cwd=_ROOT,
     env={**os.environ, "XLA_FLAGS": xla_flags.FAST, "JAX_PLATFORMS": "cpu"},
     capture_output=True,
@@ -53,10 +87,9 @@ def test_commands_run(command: str, tmp_path: pathlib.Path) -> None:
   )
   assert result.returncode == 0, result.stderr
   assert "done: step=2" in result.stderr
-  assert (tmp_path / "training.png").exists()
 
 
-def test_there_is_a_command_for_the_main_job_and_one_for_the_tests() -> None:
+def test_has_one_command_for_the_main_job_and_one_for_the_tests() -> None:
   for part in ("--config=configs/digits.py", "-m pytest"):
     lines = [
       line
