@@ -13,6 +13,8 @@ _COMPUTE_DTYPES = {
   "mixed_float16": jnp.float16,
   "mixed_bfloat16": jnp.bfloat16,
 }
+# The names of the policies.
+NAMES = tuple(_COMPUTE_DTYPES)
 
 
 @dataclasses.dataclass(frozen=True)
