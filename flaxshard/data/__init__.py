@@ -4,15 +4,15 @@ import importlib
 from typing import Any, TYPE_CHECKING
 
 if TYPE_CHECKING:
+  from flaxshard.data.batching import eval_batches
+  from flaxshard.data.batching import train_iterator
+  from flaxshard.data.builtin import digits
+  from flaxshard.data.builtin import text
   from flaxshard.data.sources import Arrays
-  from flaxshard.data.sources import digits
-  from flaxshard.data.sources import eval_batches
   from flaxshard.data.sources import Example
   from flaxshard.data.sources import load
   from flaxshard.data.sources import Source
   from flaxshard.data.sources import Splits
-  from flaxshard.data.sources import text
-  from flaxshard.data.sources import train_iterator
   from flaxshard.data.sources import Windows
 
 __all__ = [
@@ -28,12 +28,20 @@ __all__ = [
   "train_iterator",
 ]
 
+_MODULES = {
+  "digits": "builtin",
+  "eval_batches": "batching",
+  "text": "builtin",
+  "train_iterator": "batching",
+}
+
 
 def __getattr__(name: str) -> Any:
-  # Imported on first use: Grain takes a second, and Strategy needs only the
-  # modules that distribute batches.
+  # Importing Grain takes about a second, and Strategy imports this package
+  # without needing Grain: import these names when they are first used.
   if name in __all__:
-    return getattr(importlib.import_module("flaxshard.data.sources"), name)
+    module = _MODULES.get(name, "sources")
+    return getattr(importlib.import_module(f"flaxshard.data.{module}"), name)
   raise AttributeError(f"module 'flaxshard.data' has no attribute {name!r}")
 
 

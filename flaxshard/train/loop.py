@@ -27,6 +27,7 @@ from flaxshard.core import multihost
 from flaxshard.core import optimizer
 from flaxshard.core import trees
 from flaxshard.core.policy import Policy
+from flaxshard.data import batching
 from flaxshard.data import sources
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.state import describe
@@ -96,7 +97,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     train_iter = stack.enter_context(
       iter(
         strategy.distribute_dataset(
-          sources.train_iterator(splits, seed=config.seed, **process),
+          batching.train_iterator(splits, seed=config.seed, **process),
           mask=None,
           spec=specs,
         )
@@ -153,7 +154,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     def evaluate() -> dict[str, float]:
       metrics = mirrored(steps.Metrics.empty())
       batches = strategy.distribute_dataset(
-        sources.eval_batches(splits, **process), spec=specs
+        batching.eval_batches(splits, **process), spec=specs
       )
       evaluated = replica_groups.of_first_replica(state)
       with iter(batches) as eval_iter:

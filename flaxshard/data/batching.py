@@ -1,0 +1,163 @@
+"""Batches of a data source, through Grain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any, SupportsIndex
+
+import grain
+import numpy as np
+
+from flaxshard.data import sources
+from flaxshard.data.sources import Example
+from flaxshard.data.sources import Source
+from flaxshard.data.sources import Splits
+
+# Elements are whole batches: Grain's default would buffer 500 of them.
+_READ_OPTIONS = grain.ReadOptions(num_threads=4, prefetch_buffer_size=16)
+
+
+def train_iterator(
+  splits: Splits,
+  *,
+  batch_size: int,
+  seed: int,
+  process_index: int = 0,
+  process_count: int = 1,
+) -> grain.DatasetIterator:
+  """Returns an endless iterator over this process's part of global batches.
+
+  The order depends on `seed` alone. Each epoch has another order. Batch n has
+  the same examples for any number of processes. `get_state` and `set_state` of
+  the iterator continue at the exact position.
+
+  Args:
+    splits: The data.
+    batch_size: Number of examples in a global batch, a multiple of
+      `process_count`.
+    seed: Seed of shuffling and augmentation.
+    process_index: Index of this process, from 0.
+    process_count: Number of processes that share each batch.
+
+  Returns:
+    An iterator over dicts of arrays `[batch_size / process_count, ...]`.
+
+  Example:
+    >>> from flaxshard import data
+    >>> iterator = train_iterator(data.digits(), batch_size=32, seed=0)
+    >>> next(iterator)["inputs"].shape
+    (32, 8, 8, 1)
+  """
+  dataset = grain.MapDataset.source(splits.train).seed(seed).shuffle().repeat()
+  if splits.augment is not None:
+    dataset = dataset.random_map(_Augment(splits.augment))
+  # Split after the random transformations: Grain seeds each example by its
+  # index, and only before the split is that the index in the global order.
+  dataset = dataset[process_index::process_count]
+  dataset = dataset.map(_CheckShapes(_shapes(splits.eval[0])))
+  return iter(_batch(dataset, splits, batch_size // process_count))
+
+
+def eval_batches(
+  splits: Splits,
+  *,
+  batch_size: int,
+  process_index: int = 0,
+  process_count: int = 1,
+) -> grain.IterDataset:
+  """Returns this process's part of the evaluation batches, in order.
+
+  Every example occurs once. The last batch is padded to `batch_size`.
+
+  Args:
+    splits: The data.
+    batch_size: Number of examples in a global batch, a multiple of
+      `process_count`.
+    process_index: Index of this process, from 0.
+    process_count: Number of processes that share each batch.
+
+  Returns:
+    A dataset of dicts of arrays `[batch_size / process_count, ...]`. Their
+    entry `mask`, bool `[batch]`, is False for padding.
+
+  Example:
+    >>> from flaxshard import data
+    >>> batches = list(eval_batches(data.digits(), batch_size=200))
+    >>> [int(batch["mask"].sum()) for batch in batches]
+    [200, 160]
+  """
+  # All processes evaluate in lockstep: each needs as many batches.
+  padded_length = -(-len(splits.eval) // batch_size) * batch_size
+  source = _Padded(splits.eval, padded_length)
+  dataset = grain.MapDataset.source(source)[process_index::process_count]
+  dataset = dataset.map(_CheckShapes(_shapes(source[0])))
+  return _batch(dataset, splits, batch_size // process_count)
+
+
+def _batch(
+  dataset: grain.MapDataset, splits: Splits, size: int
+) -> grain.IterDataset:
+  # Nothing is dropped: training repeats for ever, evaluation is padded.
+  dataset = dataset.batch(size, drop_remainder=True)
+  dataset = dataset.map(_CheckLabels(splits.num_classes))
+  return dataset.to_iter_dataset(_READ_OPTIONS)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Padded:
+  """A source padded to a length with copies of example 0, and a mask."""
+
+  source: Source
+  length: int
+
+  def __len__(self) -> int:
+    return self.length
+
+  def __getitem__(self, index: SupportsIndex) -> Example:
+    index = int(index)
+    is_real = index < len(self.source)
+    example = self.source[index if is_real else 0]
+    return {**example, "mask": np.bool_(is_real)}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Augment(grain.transforms.RandomMap):
+  augment: Callable[[Example, np.random.Generator], Example]
+
+  def random_map(self, element: Example, rng: np.random.Generator) -> Example:
+    return self.augment(element, rng)
+
+
+@dataclasses.dataclass(frozen=True)
+class _CheckShapes(grain.transforms.Map):
+  """Raises at an example of another shape: Grain's error does not show it."""
+
+  shapes: Mapping[str, tuple[int, ...]]
+
+  def map(self, element: Example) -> Example:
+    shapes = _shapes(element)
+    if shapes != self.shapes:
+      raise ValueError(
+        f"config.data: every example must have the shapes {self.shapes}, got "
+        f"{shapes}."
+      )
+    return element
+
+
+@dataclasses.dataclass(frozen=True)
+class _CheckLabels(grain.transforms.Map):
+  """Raises at a batch with a label out of range.
+
+  On the device, such a label gives a NaN or is taken for another class.
+  """
+
+  num_classes: int
+
+  def map(self, element: Example) -> Example:
+    sources.check_labels("config.data", element["labels"], self.num_classes)
+    return element
+
+
+def _shapes(example: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+  return {key: np.shape(x) for key, x in example.items()}

@@ -1,0 +1,105 @@
+"""Built-in data: handwritten digits and text files."""
+
+from __future__ import annotations
+
+import pathlib
+import sysconfig
+
+import numpy as np
+
+from flaxshard.core import checks
+from flaxshard.data.sources import Arrays
+from flaxshard.data.sources import Splits
+from flaxshard.data.sources import Windows
+
+
+def digits() -> Splits:
+  """Loads scikit-learn's 1,797 images of handwritten digits.
+
+  Every fifth image is an evaluation example. Inputs are float32 `[8, 8, 1]` in
+  [0, 1], labels int32 scalars in [0, 10).
+
+  Returns:
+    The splits: 1,437 training and 360 evaluation examples.
+
+  Raises:
+    ImportError: scikit-learn is not installed.
+
+  Example:
+    >>> digits().train[0]["inputs"].shape
+    (8, 8, 1)
+  """
+  try:
+    from sklearn import datasets
+  except ImportError as e:
+    raise ImportError(
+      "config.data 'digits' needs scikit-learn: pip install 'flaxshard[train]'"
+    ) from e
+  images, labels = datasets.load_digits(return_X_y=True)
+  # Pixels are whole numbers from 0 to 16.
+  inputs = (images / 16.0).astype(np.float32).reshape(-1, 8, 8, 1)
+  labels = labels.astype(np.int32)
+  is_eval = np.arange(len(labels)) % 5 == 0
+  return Splits(
+    train=Arrays(inputs[~is_eval], labels[~is_eval]),
+    eval=Arrays(inputs[is_eval], labels[is_eval]),
+    num_classes=10,
+  )
+
+
+def text(
+  path: str = "", suffix: str = ".py", length: int = 128, eval_every: int = 20
+) -> Splits:
+  """Loads text files as windows of bytes, for a byte-level language model.
+
+  Inputs and labels are int32 `[length]`; a label is the byte after its input.
+
+  Args:
+    path: A folder, searched recursively. `""` is the standard library of the
+      running Python, without installed packages.
+    suffix: The ending of the names of the files to load.
+    length: Number of bytes in a window.
+    eval_every: Every n-th file, sorted by path, is evaluation data.
+
+  Returns:
+    The splits.
+
+  Raises:
+    TypeError: An argument is of a wrong type.
+    ValueError: `path` is not a folder, or a split is smaller than one window;
+      `length` or `eval_every` is out of range.
+
+  Example:
+    >>> splits = text(length=16)
+    >>> splits.train[0]["inputs"].shape, splits.num_classes
+    ((16,), 256)
+  """
+  if not isinstance(path, str):
+    raise TypeError(f"config.data.path must be a string, got {path!r}.")
+  length = checks.integer("config.data.length", length, minimum=1)
+  eval_every = checks.integer("config.data.eval_every", eval_every, minimum=2)
+  root = pathlib.Path(path or sysconfig.get_paths()["stdlib"]).expanduser()
+  if not root.is_dir():
+    raise ValueError(f"config.data.path={path!r} is not a folder.")
+  # Installed packages are in a subfolder of the standard library.
+  excluded = {"site-packages", "dist-packages", "__pycache__"}
+  files = sorted(
+    file
+    for file in root.rglob(f"*{suffix}")
+    if file.is_file()
+    and (path or not excluded & set(file.relative_to(root).parts))
+  )
+  # Whole files, so that no window of evaluation data is near a training window.
+  eval_files = files[eval_every - 1 :: eval_every]
+  train_files = [f for i, f in enumerate(files, 1) if i % eval_every]
+  windows = {}
+  for split, chosen in (("train", train_files), ("eval", eval_files)):
+    joined = b"\0".join(file.read_bytes() for file in chosen)
+    if len(joined) <= length:
+      raise ValueError(
+        f"config.data.path={str(root)!r} has {len(files)} files with the "
+        f"suffix {suffix!r}: the {split} split has {len(joined)} bytes, but "
+        f"needs at least {length + 1}."
+      )
+    windows[split] = Windows(np.frombuffer(joined, np.uint8), length)
+  return Splits(windows["train"], windows["eval"], num_classes=256)

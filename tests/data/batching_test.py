@@ -1,0 +1,226 @@
+"""Training and evaluation batches: order, position, processes, padding."""
+
+import numpy as np
+import pytest
+
+from flaxshard import data
+
+
+def make_source(size):
+  numbers = np.arange(size, dtype=np.int32)
+  return data.Arrays(numbers[:, None] * np.float32(0.5), numbers)
+
+
+def make_splits(num_train=12, num_eval=10, **kwargs):
+  """Splits whose labels are the indices of the examples."""
+  return data.Splits(
+    train=make_source(num_train),
+    eval=make_source(num_eval),
+    num_classes=max(num_train, num_eval),
+    **kwargs,
+  )
+
+
+def jitter(example, rng):
+  noise = rng.integers(1 << 30, size=example["inputs"].shape)
+  return {**example, "inputs": example["inputs"] + noise}
+
+
+def take(iterator, count):
+  return [next(iterator) for _ in range(count)]
+
+
+def labels(batches):
+  return np.concatenate([b["labels"] for b in batches]).tolist()
+
+
+def assert_batches_equal(given, wanted):
+  assert len(given) == len(wanted)
+  for a, b in zip(given, wanted, strict=True):
+    assert sorted(a) == sorted(b)
+    for key in a:
+      assert a[key].dtype == b[key].dtype
+      np.testing.assert_array_equal(a[key], b[key])
+
+
+# Training.
+
+
+def test_the_order_depends_on_the_seed_alone():
+  splits = make_splits(100)
+  first, again, other = (
+    take(data.train_iterator(splits, batch_size=8, seed=seed), 30)
+    for seed in (3, 3, 4)
+  )
+  assert_batches_equal(first, again)
+  assert labels(first) != labels(other)
+  for batch in first:
+    np.testing.assert_array_equal(batch["inputs"][:, 0], batch["labels"] * 0.5)
+
+
+# 5 does not divide 12: batches cross the end of an epoch. 24 is two epochs.
+@pytest.mark.parametrize("batch_size", [5, 24])
+def test_each_epoch_has_every_example_once_in_a_new_order(batch_size):
+  iterator = data.train_iterator(make_splits(12), batch_size=batch_size, seed=0)
+  drawn = labels(take(iterator, 120 // batch_size))
+  epochs = [tuple(drawn[i : i + 12]) for i in range(0, 120, 12)]
+  for epoch in epochs:
+    assert sorted(epoch) == list(range(12))
+  assert len(set(epochs)) == 10
+  assert tuple(range(12)) not in epochs
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_restored_state_continues_at_the_exact_position(prefetch):
+  def create():
+    splits = make_splits(12, augment=jitter)
+    iterator = data.train_iterator(splits, batch_size=5, seed=1)
+    if prefetch:
+      iterator.start_prefetch()
+    return iterator
+
+  whole = take(create(), 9)
+  first = create()
+  before = take(first, 4)
+  state = first.get_state()  # prefetched batches do not count
+  second = create()
+  second.set_state(state)
+  assert_batches_equal(before + take(second, 5), whole)
+  # Reading the state does not disturb the iterator.
+  assert_batches_equal(take(first, 5), whole[4:])
+  first.set_state(state)
+  assert_batches_equal(take(first, 5), whole[4:])
+
+
+def test_resuming_after_every_batch_changes_nothing():
+  splits = make_splits(12)
+  straight = data.train_iterator(splits, batch_size=5, seed=1)
+  state = straight.get_state()
+  for _ in range(4):
+    resumed = data.train_iterator(splits, batch_size=5, seed=1)
+    resumed.set_state(state)
+    assert_batches_equal([next(resumed)], [next(straight)])
+    state = resumed.get_state()
+    assert state == straight.get_state()
+
+
+@pytest.mark.parametrize("augment", [None, jitter])
+def test_processes_share_the_batches_of_one_process(augment):
+  # 15 examples: batches of the processes cross the end of an epoch.
+  splits = make_splits(15, augment=augment)
+
+  def read(**process):
+    iterator = data.train_iterator(splits, batch_size=8, seed=2, **process)
+    return take(iterator, 6)
+
+  whole = read()
+  parts = [read(process_index=i, process_count=4) for i in range(4)]
+  for n, batch in enumerate(whole):
+    assert all(len(part[n]["labels"]) == 2 for part in parts)
+    joined = {key: np.concatenate([p[n][key] for p in parts]) for key in batch}
+    # The order within a global batch may differ.
+    for values in (batch, joined):
+      order = np.argsort(values["inputs"][:, 0], kind="stable")
+      values |= {key: value[order] for key, value in values.items()}
+    assert_batches_equal([joined], [batch])
+
+
+def test_augmentation_is_seeded_per_example_and_epoch():
+  splits = make_splits(12, augment=jitter)
+
+  def noise(seed):
+    iterator = data.train_iterator(splits, batch_size=12, seed=seed)
+    by_label = []
+    for batch in take(iterator, 2):
+      drawn = batch["inputs"][:, 0] - batch["labels"] * 0.5
+      by_label.append(drawn[np.argsort(batch["labels"])])
+    return np.stack(by_label)
+
+  first = noise(5)
+  np.testing.assert_array_equal(first, noise(5))
+  assert not np.any(first == noise(6))
+  assert len(np.unique(first)) == first.size
+
+
+# Evaluation.
+
+
+@pytest.mark.parametrize("process_count", [1, 4])
+@pytest.mark.parametrize("num_eval", [1, 10, 16])
+def test_evaluation_examples_occur_once(process_count, num_eval):
+  # Evaluation examples are not augmented.
+  splits = make_splits(num_eval=num_eval, augment=jitter)
+  seen = []
+  for i in range(process_count):
+    batches = list(
+      data.eval_batches(
+        splits, batch_size=8, process_index=i, process_count=process_count
+      )
+    )
+    assert len(batches) == -(-num_eval // 8)  # the same in every process
+    for batch in batches:
+      mask = batch["mask"]
+      assert mask.dtype == np.bool_
+      assert batch["inputs"].shape == (8 // process_count, 1)
+      np.testing.assert_array_equal(
+        batch["inputs"][mask, 0], batch["labels"][mask] * 0.5
+      )
+      seen += batch["labels"][mask].tolist()
+  assert sorted(seen) == list(range(num_eval))
+
+
+def test_only_the_last_evaluation_batch_is_padded():
+  dataset = data.eval_batches(make_splits(), batch_size=8)
+  batches = list(dataset)
+  assert labels(batches)[:10] == list(range(10))
+  assert batches[0]["mask"].tolist() == [True] * 8
+  assert batches[1]["mask"].tolist() == [True] * 2 + [False] * 6
+  assert_batches_equal(list(dataset), batches)  # can be read again
+
+
+# Invalid examples.
+
+
+class WithOneOddExample:
+  """A source that replaces fields of one example."""
+
+  def __init__(self, source, at, fields):
+    self.source, self.at, self.fields = source, at, fields
+
+  def __len__(self):
+    return len(self.source)
+
+  def __getitem__(self, index):
+    example = self.source[index]
+    return {**example, **self.fields} if int(index) == self.at else example
+
+
+@pytest.mark.parametrize(
+  ("fields", "facts"),
+  [
+    ({"inputs": np.zeros(2, np.float32)}, ["'inputs': (1,)", "'inputs': (2,)"]),
+    ({"extra": 1}, ["'extra': ()"]),
+    ({"labels": np.int32(12)}, ["labels", "[0, 12)", "12"]),
+    ({"labels": np.int32(-1)}, ["labels", "[0, 12)", "-1"]),
+    ({"labels": np.float32(1)}, ["labels", "integers", "float64"]),
+  ],
+)
+def test_an_invalid_example_raises_when_it_is_read(fields, facts):
+  splits = make_splits()
+  drawn = labels(take(data.train_iterator(splits, batch_size=3, seed=0), 4))
+  odd = WithOneOddExample(splits.train, 7, fields)
+  iterator = data.train_iterator(
+    data.Splits(odd, splits.eval, 12), batch_size=3, seed=0
+  )
+  take(iterator, drawn.index(7) // 3)
+  with pytest.raises(ValueError, match=r"^config\.data: ") as e:
+    next(iterator)
+  for fact in facts:
+    assert fact in str(e.value)
+  odd = WithOneOddExample(splits.eval, 7, fields)
+  batches = iter(
+    data.eval_batches(data.Splits(splits.train, odd, 12), batch_size=4)
+  )
+  next(batches)
+  with pytest.raises(ValueError, match=r"^config\.data: "):
+    next(batches)
