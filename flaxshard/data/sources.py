@@ -201,6 +201,6 @@ def check_labels(where: str, labels: Any, num_classes: int) -> None:
     raise ValueError(f"{where}: labels must be integers, got {labels.dtype}.")
   if labels.min() < 0 or labels.max() >= num_classes:
     raise ValueError(
-      f"{where}: labels must be in [0, {num_classes}), got values from "
+      f"{where}: labels must lie in [0, {num_classes}), got "
       f"{labels.min()} to {labels.max()}."
     )
