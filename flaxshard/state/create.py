@@ -1,23 +1,27 @@
-"""create_train_state: from a model to its TrainState, born where it lies."""
+"""Initializes a model directly into a sharded TrainState."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax import linen as nn
 from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from flaxshard.core import checks
 from flaxshard.core import trees
 from flaxshard.core.policy import Policy
+from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.state import fields as fields_lib
-from flaxshard.state import linen_module
 from flaxshard.state import nnx_adapter
 from flaxshard.state import sharding as sharding_lib
 from flaxshard.state.train_state import TrainState
@@ -35,228 +39,352 @@ def create_train_state(
   wrappers: Sequence[base.Wrapper] = (),
   strategy: sharding_lib.HasMesh | None = None,
   rules: rules_lib.Rules = None,
+  abstract: bool = False,
 ) -> TrainState:
   """Initializes a model and returns its `TrainState`.
 
-  With a strategy every leaf lies on its mesh from the start: what initializes
-  the model, the optimizer and the wrappers is compiled into one function whose
-  results are split, so no process ever holds the parameters whole.
+  With a strategy, every leaf is created in its final sharding: the model, the
+  optimizer and the wrappers are initialized by one compiled function with
+  sharded outputs, so no process ever holds all parameters.
+
+  With `abstract=True`, nothing is allocated or compiled. The state then has a
+  `jax.ShapeDtypeStruct` (shape, dtype, sharding) for every array. Pass it to
+  `Checkpointer.restore` to resume with only one state in memory.
 
   Args:
-    model: A Linen module; or an NNX module (which is initialized already: its
-      parameters are split off, `rng` and `sample_input` are not used and may be
-      None); or a function that makes an NNX module from `nnx.Rngs`
-      (`sample_input` is not used).
-    rng: A PRNG key, or a dict of keys by stream name, as `model.init` takes it.
-    sample_input: One input, arrays or `jax.ShapeDtypeStruct`s; a tuple is a
-      list of positional arguments.
+    model: A Linen module, an NNX module, or a function that takes `nnx.Rngs`
+      and returns an NNX module. An NNX module is initialized already: its
+      arrays are copied, and `rng` and `sample_input` may be None. For a
+      function, `sample_input` may be None.
+    rng: A PRNG key, or a dict of keys by stream name, as in `model.init`.
+    sample_input: One input of the model: arrays or `jax.ShapeDtypeStruct`s. A
+      tuple is a list of positional arguments.
     tx: The optax optimizer.
-    wrappers: Wrappers such as `LossScale("dynamic")`, outermost first. Those
-      that read a precision policy take it from `model.policy`, or from
-      `model.dtype`.
-    strategy: A `Strategy`, to put the state on its mesh. The optimizer's slots
-      lie as their parameters do, the states of wrappers as `partition_specs`
-      says, the other collections as their metadata says; the rest, as `step`,
-      is on every device.
-    rules: How the parameters are split over the mesh: None (their metadata,
+    wrappers: Wrappers such as `LossScale("dynamic")`, outermost first. Wrappers
+      with a precision policy take it from `model.policy` or `model.dtype`.
+    strategy: The `Strategy` whose mesh holds the state. Optimizer slots are
+      sharded like their parameters, wrapper states by `partition_specs`, other
+      collections by their metadata. Everything else is replicated.
+    rules: How the parameters are split over the mesh: None (by their metadata,
       else replicated), `"fsdp"`, or a sequence of rules; see
       `flaxshard.partitioning.rules`. Needs a strategy.
+    abstract: Whether to return shapes, dtypes and shardings for the arrays.
+      Without a strategy, the sharding is that of the default device.
 
   Returns:
-    A state at step 0. `state.apply_fn(variables, *args)` applies the model;
-    each collection that it has besides `params` is a field under its own name.
+    A state at step 0. `state.apply_fn(variables, *args)` applies the model.
+    Each collection other than `params` is a field under its own name.
 
   Raises:
-    TypeError: `model`, `wrappers`, `strategy` or a rule is of a wrong type.
-    ValueError: The model has no parameters, or a collection with a name that
-      the state has already; a rule that cannot be followed, or rules without a
-      strategy.
+    TypeError: `model`, `rng`, `wrappers`, `strategy`, `abstract` or a rule has
+      a wrong type.
+    ValueError: The model has no parameters, `sample_input` is empty, a
+      collection has the name of a TrainState field, a rule cannot be applied,
+      or `rules` are given without a strategy.
 
   Example:
     >>> import flaxshard as fs, flax.linen as nn
-    >>> state = fs.create_train_state(
-    ...     nn.Dense(2), jax.random.key(0), jnp.ones((1, 3)), optax.adam(1e-3),
-    ...     wrappers=[fs.LossScale("dynamic")])
+    >>> args = nn.Dense(2), jax.random.key(0), jnp.ones((1, 3)), optax.adam(0.1)
+    >>> state = fs.create_train_state(*args, wrappers=[fs.LossScale("dynamic")])
     >>> sorted(state.params), sorted(state.wrapper_states)
     (['bias', 'kernel'], ['loss_scale'])
+    >>> abstract_state = fs.create_train_state(*args, abstract=True)
+    >>> abstract_state.params["kernel"].shape
+    (3, 2)
   """
   wrappers = base.check(wrappers)
+  abstract = checks.boolean("abstract", abstract)
   if strategy is None and rules is not None:
     raise ValueError(
-      f"rules={rules!r} need a strategy, whose mesh they are about; got "
-      "strategy=None."
+      f"rules={rules!r} need a strategy, whose mesh they split parameters "
+      "over; got strategy=None."
     )
+  if strategy is None and not abstract:
+    return _create_eagerly(model, rng, sample_input, tx, wrappers)
   mesh = None if strategy is None else sharding_lib.mesh_of(strategy)
-  if mesh is None and _is_function(model):
-    linen_module.check_rng(rng)
-    model = nnx_adapter.construct(model, rng)
-  if nnx_adapter.is_module(model):
-    apply_fn, variables = nnx_adapter.split(model, boxed=mesh is not None)
-    about = _about(model, apply_fn)
-  else:
-    init = _initializer(model, rng, sample_input)
-    if mesh is not None:
-      birth = _birth(init, tx, wrappers, mesh, rules)
-      arrays = birth.make(*birth.args)
-      return fields_lib.extend(TrainState, arrays)(**birth.static, **arrays)
-    variables = jax.jit(init.initialize)(*init.args)
-    about = init.about()
-  _check_params(about.name, variables)
-  if mesh is None:
-    arrays = nn.meta.unbox(variables)
-  else:
-    specs = _specs(variables, mesh, rules)
-    arrays = sharding_lib.put(specs_lib.unbox(variables), specs, mesh)
-  return TrainState.create(
-    apply_fn=about.apply_fn,
-    tx=tx,
-    wrappers=base.with_policy(wrappers, about.policy),
-    strategy=strategy,
-    **arrays,
+  plan = plan_creation(
+    model, rng, sample_input, tx, wrappers=wrappers, mesh=mesh, rules=rules
   )
+  return plan.abstract_state() if abstract else plan.create_state()
 
 
-class _About(NamedTuple):
-  """What the variables of a model are not."""
-
-  name: str
-  apply_fn: Any
-  policy: Policy | None
-
-
-class _Initializer(NamedTuple):
-  """How a model is initialized."""
-
-  initialize: Callable[..., dict[str, PyTree]]  # variables, in their boxes
-  args: tuple[Any, ...]
-  # The apply function, and what it is of, once `initialize` has been traced.
-  about: Callable[[], _About]
-
-
-class _Birth(NamedTuple):
-  """What makes a state on a mesh."""
-
-  make: Any  # jitted: the arrays of the state, by field
-  args: tuple[Any, ...]
-  static: dict[str, Any]  # the other fields
-
-
-def _initializer(model: Any, rng: Any, sample_input: Any) -> _Initializer:
-  if isinstance(model, nn.Module):
-    initialize, args = linen_module.prepare(model, rng, sample_input)
-    about = _about(model, model.apply)
-    return _Initializer(initialize, args, lambda: about)
-  if not _is_function(model):
-    raise TypeError(
-      "model must be an instance of flax.linen.Module or flax.nnx.Module, or a "
-      f"function of nnx.Rngs that returns the latter, got {model!r}."
-    )
-  linen_module.check_rng(rng)
-  traced: list[_About] = []
-
-  def initialize_nnx(rng: Any) -> dict[str, PyTree]:
-    # Where the variables lie is settled for all of them together.
-    with nnx.use_eager_sharding(False):
-      module = nnx_adapter.construct(model, rng)
-    apply_fn, variables = nnx_adapter.split(module, boxed=True)
-    traced.append(_about(module, apply_fn))
-    return variables
-
-  return _Initializer(initialize_nnx, (rng,), lambda: traced[0])
-
-
-def _birth(
-  init: _Initializer,
+def _create_eagerly(
+  model: Any,
+  rng: Any,
+  sample_input: Any,
   tx: optax.GradientTransformation,
   wrappers: tuple[base.Wrapper, ...],
-  mesh: jax.sharding.Mesh,
-  rules: rules_lib.Rules,
-) -> _Birth:
-  variables = jax.eval_shape(init.initialize, *init.args)
-  about = init.about()
-  _check_params(about.name, variables)
-  static = dict(
-    apply_fn=about.apply_fn,
+) -> TrainState:
+  """Creates a state without a strategy."""
+  apply_fn: Any
+  if isinstance(model, nn.Module):
+    initialize, args = _linen_initializer(model, rng, sample_input)
+    apply_fn, variables = model.apply, jax.jit(initialize)(*args)
+  else:
+    if not isinstance(model, nnx.Module):
+      _check_function(model)
+      _check_rng(rng)
+      # Not under jit: without a mesh the function may use concrete values.
+      model = nnx_adapter.construct(model, rng)
+    apply_fn, variables = nnx_adapter.split(model)
+  _check_params(model, variables)
+  return TrainState.create(
+    apply_fn=apply_fn,
     tx=tx,
-    wrappers=base.with_policy(wrappers, about.policy),
+    wrappers=base.with_policy(wrappers, _policy_of(model)),
+    # `nn.meta.unbox` applies sharding constraints of a mesh in the context.
+    **nn.meta.unbox(variables),
   )
 
-  num_replicas = sharding_lib.check_replicas(mesh, static["wrappers"])
 
-  def make(*args: Any) -> dict[str, PyTree]:
+@dataclasses.dataclass(frozen=True)
+class CreationPlan:
+  """A traced creation of a train state: nothing is allocated or compiled yet.
+
+  Attributes:
+    create_fields: Takes `args` and returns the array fields of the state.
+    args: Arrays, or `jax.ShapeDtypeStruct`s of them.
+    arg_shardings: Shardings of `args`; None leaves them where they are.
+    static_fields: The other fields of the state.
+    abstract_fields: Shape, dtype and sharding of what `create_fields` returns.
+  """
+
+  create_fields: Callable[..., dict[str, PyTree]]
+  args: tuple[Any, ...]
+  arg_shardings: PyTree
+  static_fields: Mapping[str, Any]
+  abstract_fields: Mapping[str, PyTree]
+
+  def abstract_state(self) -> TrainState:
+    """Returns the state with a `jax.ShapeDtypeStruct` for every array."""
+    return self._assemble(self.abstract_fields)
+
+  def create_state(self) -> TrainState:
+    """Compiles and runs `create_fields`; returns the state."""
+    jitted, args = self.jit()
+    return self._assemble(jitted(*args))
+
+  def jit(self) -> tuple[Any, tuple[Any, ...]]:
+    """Returns `create_fields` under `jax.jit`, and its arguments placed."""
+    args = self.args
+    if self.arg_shardings is not None:
+      args = jax.tree.map(mesh_lib.put, args, self.arg_shardings)
+    shardings = jax.tree.map(lambda x: x.sharding, self.abstract_fields)
+    return jax.jit(self.create_fields, out_shardings=shardings), args
+
+  def _assemble(self, fields: Mapping[str, PyTree]) -> TrainState:
+    cls = fields_lib.extend(TrainState, fields)
+    return cls(**self.static_fields, **fields)
+
+
+def plan_creation(
+  model: Any,
+  rng: Any,
+  sample_input: Any,
+  tx: optax.GradientTransformation,
+  *,
+  wrappers: tuple[base.Wrapper, ...] = (),
+  mesh: jax.sharding.Mesh | None = None,
+  rules: rules_lib.Rules = None,
+) -> CreationPlan:
+  """Traces the creation of a train state.
+
+  Args:
+    model: As in `create_train_state`, like the following four.
+    rng: See there.
+    sample_input: See there.
+    tx: See there.
+    wrappers: See there.
+    mesh: The mesh of the strategy; None is the default device.
+    rules: How the parameters are split over the mesh.
+  """
+  init = _initializer(model, rng, sample_input)
+  specs, arg_shardings = {}, None
+  if mesh is not None:
+    for name, tree in init.variables.items():
+      # The rules are about the parameters alone.
+      specs[name] = rules_lib.resolve(
+        rules if name == "params" else None, mesh, tree, argument=name
+      )
+    arg_specs = (
+      (specs,)
+      if init.args_are_variables
+      else rules_lib.resolve(
+        None, mesh, init.args, argument="(rng, sample_input)"
+      )
+    )
+    arg_shardings = sharding_lib.shardings_of(arg_specs, mesh)
+  wrappers = base.with_policy(wrappers, init.policy)
+  num_replicas = sharding_lib.check_replicas(mesh, wrappers)
+  static_fields = dict(apply_fn=init.apply_fn, tx=tx, wrappers=wrappers)
+
+  def create_fields(*args: Any) -> dict[str, PyTree]:
     arrays = specs_lib.unbox(init.initialize(*args))
-    state = TrainState.create(**static, **arrays)
+    state = TrainState.create(**static_fields, **arrays)
     fields = {n: getattr(state, n) for n in fields_lib.data_names(state)}
-    if state.wrappers:  # they are of one replica yet
-      own = base.drop_replica_axis(state.wrappers, state.wrapper_states)
+    if wrappers:
+      # Created without a strategy, the states are those of one replica.
+      single = base.drop_replica_axis(wrappers, state.wrapper_states)
       fields["wrapper_states"] = base.add_replica_axis(
-        state.wrappers, own, num_replicas
+        wrappers, single, num_replicas
       )
     return trees.own_buffers(fields)
 
-  args = sharding_lib.put(
+  return CreationPlan(
+    create_fields,
     init.args,
-    rules_lib.resolve(None, mesh, init.args, argument="(rng, sample_input)"),
-    mesh,
-  )
-  return _Birth(
-    sharding_lib.jit(
-      make,
-      args,
-      mesh,
-      specs_lib.unbox(variables["params"]),
-      _specs(variables, mesh, rules),
-      static["wrappers"],
+    arg_shardings,
+    static_fields,
+    sharding_lib.abstract_fields(
+      jax.eval_shape(create_fields, *init.args), specs, wrappers, mesh
     ),
-    args,
-    static,
   )
 
 
-def _specs(
-  variables: Mapping[str, PyTree],
-  mesh: jax.sharding.Mesh,
-  rules: rules_lib.Rules,
-) -> dict[str, PyTree]:
-  """Returns the specs of the variables; the rules are about the parameters."""
-  return {
-    name: rules_lib.resolve(
-      rules if name == "params" else None, mesh, tree, argument=name
+@dataclasses.dataclass(frozen=True)
+class _Initializer:
+  """How the variables of a model are initialized.
+
+  Attributes:
+    initialize: Takes `args` and returns the variables.
+    args: Arrays, or `jax.ShapeDtypeStruct`s of them.
+    variables: Shapes and dtypes of the variables, in the boxes of their
+      partitioning metadata.
+    apply_fn: Applies the model to variables and inputs.
+    policy: The precision policy of the model.
+    args_are_variables: Whether `args` is `(variables,)`.
+  """
+
+  initialize: Callable[..., dict[str, PyTree]]
+  args: tuple[Any, ...]
+  variables: dict[str, PyTree]
+  apply_fn: Any
+  policy: Policy | None
+  args_are_variables: bool = False
+
+
+def _initializer(model: Any, rng: Any, sample_input: Any) -> _Initializer:
+  """Traces the initialization of a Linen or NNX model."""
+  if isinstance(model, nn.Module):
+    initialize, args = _linen_initializer(model, rng, sample_input)
+    variables = jax.eval_shape(initialize, *args)
+    _check_params(model, variables)
+    return _Initializer(
+      initialize, args, variables, model.apply, _policy_of(model)
     )
-    for name, tree in variables.items()
+  if isinstance(model, nnx.Module):
+    apply_fn, variables = nnx_adapter.split(model, boxed=True, copy=False)
+    _check_params(model, variables)
+    return _Initializer(
+      # Copies: donating the state must not delete the arrays of the module.
+      lambda variables: jax.tree.map(jnp.copy, variables),
+      (specs_lib.unbox(variables),),
+      variables,
+      apply_fn,
+      _policy_of(model),
+      args_are_variables=True,
+    )
+  _check_function(model)
+  _check_rng(rng)
+  traced: list[tuple[Any, Policy | None]] = []
+
+  def initialize_nnx(rng: Any) -> dict[str, PyTree]:
+    # NNX would place each variable by itself; `rules` place all of them.
+    with nnx.use_eager_sharding(False):
+      module = nnx_adapter.construct(model, rng)
+    apply_fn, variables = nnx_adapter.split(module, boxed=True)
+    _check_params(module, variables)
+    traced.append((apply_fn, _policy_of(module)))
+    return variables
+
+  variables = jax.eval_shape(initialize_nnx, rng)
+  return _Initializer(initialize_nnx, (rng,), variables, *traced[0])
+
+
+def _linen_initializer(
+  model: nn.Module, rng: Any, sample_input: Any
+) -> tuple[Callable[..., dict[str, PyTree]], tuple[Any, dict[int, Any]]]:
+  """Returns a traceable function that initializes `model`, and its arguments.
+
+  The variables are in the boxes of their partitioning metadata.
+  """
+  _check_rng(rng)
+  # A NamedTuple is one argument.
+  inputs = sample_input if type(sample_input) is tuple else (sample_input,)
+  leaves, treedef = jax.tree.flatten(inputs)
+  if not leaves:
+    raise ValueError(
+      f"sample_input must be one input of the model, got {sample_input!r}."
+    )
+  # Only arrays are traced: a model may branch on a flag such as train=True.
+  arrays = {
+    i: x
+    for i, x in enumerate(leaves)
+    if isinstance(x, (jax.Array, np.ndarray, np.generic))
   }
 
+  def initialize(rng: Any, arrays: dict[int, Any]) -> dict[str, PyTree]:
+    given = [
+      jnp.zeros(x.shape, x.dtype)
+      if isinstance(x, jax.ShapeDtypeStruct)
+      else arrays.get(i, x)
+      for i, x in enumerate(leaves)
+    ]
+    variables = dict(model.init(rng, *jax.tree.unflatten(treedef, given)))
+    # The optimizer updates fp8 scales too, so they are part of the parameters.
+    if OVERWRITE_WITH_GRADIENT in variables:
+      scales = variables.pop(OVERWRITE_WITH_GRADIENT)
+      params = {"params": variables["params"], OVERWRITE_WITH_GRADIENT: scales}
+      variables["params"] = params
+    return variables
 
-def _is_function(model: Any) -> bool:
-  """Whether `model` may make an NNX module; a bare class is a lapse."""
-  if isinstance(model, (type, nn.Module, nnx.Module)) or not callable(model):
-    return False
+  return initialize, (rng, arrays)
+
+
+def _check_function(model: Any) -> None:
+  """Raises a TypeError unless `model` can be called with `nnx.Rngs`."""
+  # A module class would be callable too, but it stands for a forgotten `()`.
+  if callable(model) and not isinstance(model, type):
+    try:
+      inspect.signature(model).bind(None)
+      return
+    except (TypeError, ValueError):
+      pass
+  raise TypeError(
+    "model must be an instance of flax.linen.Module or flax.nnx.Module, or a "
+    f"function of nnx.Rngs that returns the latter, got {model!r}."
+  )
+
+
+def _check_rng(rng: Any) -> None:
+  """Raises a TypeError unless `rng` is a PRNG key or a dict of keys."""
+  message = f"rng must be a PRNG key or a dict of keys, got {rng!r}."
+  if not jax.tree.leaves(rng):
+    raise TypeError(message)
   try:
-    inspect.signature(model).bind(None)
-  except (TypeError, ValueError):
-    return False
-  return True
+    jax.eval_shape(lambda rng: jax.tree.map(jax.random.key_data, rng), rng)
+  except TypeError as e:
+    raise TypeError(message) from e
 
 
-def _check_params(model: str, variables: Mapping[str, PyTree]) -> None:
+def _check_params(model: Any, variables: Mapping[str, PyTree]) -> None:
   if not jax.tree.leaves(variables.get("params", {})):
     raise ValueError(
-      f"model={model} has no parameters: its collections are "
+      f"model={type(model).__name__} has no parameters: its collections are "
       f"{sorted(variables)}, 'params' must be one with arrays in it."
     )
 
 
-def _about(module: Any, apply_fn: Any) -> _About:
-  return _About(type(module).__name__, apply_fn, _policy_of(module))
-
-
 def _policy_of(model: Any) -> Policy | None:
-  """The model's own policy; float16 as the `dtype` of a module is one too."""
+  """Returns the precision policy of a model, from its `policy` or `dtype`.
+
+  A model with `dtype=jnp.float16` but no policy has "mixed_float16".
+  """
   policy = getattr(model, "policy", None)
   if isinstance(policy, Policy):
     return policy
   try:
     float16 = jnp.dtype(getattr(model, "dtype", None)) == jnp.float16
-  except TypeError:  # a field of that name for something else
+  except TypeError:  # The model uses the name `dtype` for something else.
     float16 = False
   return Policy("mixed_float16") if float16 else None

@@ -167,13 +167,15 @@ def construct(function: Callable[[nnx.Rngs], Any], rng: Any) -> nnx.Module:
 
 
 def split(
-  module: nnx.Module, *, boxed: bool = False
+  module: nnx.Module, *, boxed: bool = False, copy: bool = True
 ) -> tuple[Apply, dict[str, Any]]:
   """Splits an NNX module into an apply function and its variables.
 
   Args:
-    module: An initialized module; it is not changed, nor are its arrays shared.
+    module: An initialized module; it is not changed.
     boxed: Whether to box arrays that have partitioning metadata, as Linen does.
+    copy: Whether to copy the arrays, so that donating them does not delete
+      those of the module. Without copies nothing is allocated.
 
   Returns:
     `(apply_fn, variables)`. `variables` has a nested dict of arrays for each
@@ -190,8 +192,8 @@ def split(
     keys = tuple(key for key, _ in leaves)
     found.append(_Variable(path, name, jax.tree.structure(variable), keys))
     for key, value in leaves:
-      # A copy: donating the state must not delete the arrays of the module.
-      value = jnp.copy(value)
+      if copy:
+        value = jnp.copy(value)
       if boxed:
         value = _box(variable, value)
       _put(collections.setdefault(name, {}), key, value)

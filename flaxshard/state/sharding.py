@@ -51,71 +51,98 @@ def check_replicas(
   return num_replicas
 
 
-def put(tree: PyTree, specs: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
-  """Puts the arrays of a tree on the mesh; those that lie right stay."""
-  return jax.tree.map(mesh_lib.put, tree, _shardings(specs, mesh))
+def shardings_of(specs: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
+  """Returns the NamedSharding on the mesh for each PartitionSpec of a tree."""
+  return jax.tree.map(lambda s: jax.sharding.NamedSharding(mesh, s), specs)
 
 
-def complete(
+def complete_fields(
   init: Callable[[Mapping[str, PyTree]], dict[str, PyTree]],
   given: Mapping[str, PyTree],
   mesh: jax.sharding.Mesh,
   wrappers: tuple[base.Wrapper, ...],
 ) -> dict[str, PyTree]:
-  """Returns the arrays of a state: those given, and what `init` makes of them.
+  """Places the given fields of a state and creates its other fields.
 
   Args:
-    init: Makes further fields by name, from those given.
-    given: The parameters and collections by name. Those that are split over
-      the mesh stay so, the others go to every device.
+    init: Takes the given fields and returns the other fields, by name.
+    given: The parameters and collections, by name. Arrays that are split over
+      the mesh keep their sharding; all others are replicated.
     mesh: The mesh.
     wrappers: The wrappers of the state.
+
+  Returns:
+    All fields by name.
   """
   specs = {
     name: rules_lib.resolve(None, mesh, tree, argument=name)
     for name, tree in given.items()
   }
-  given = {name: put(tree, specs[name], mesh) for name, tree in given.items()}
-  make = lambda given: trees.own_buffers(init(given))
-  born = jit(make, (given,), mesh, given["params"], specs, wrappers)
-  return {**given, **born(given)}
+  given = jax.tree.map(mesh_lib.put, dict(given), shardings_of(specs, mesh))
+
+  def create_fields(given: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    return trees.own_buffers(init(given))
+
+  created = jax.eval_shape(create_fields, given)
+  abstract = abstract_fields({**given, **created}, specs, wrappers, mesh)
+  jitted = jax.jit(
+    create_fields,
+    out_shardings={
+      name: jax.tree.map(lambda x: x.sharding, abstract[name])
+      for name in created
+    },
+  )
+  return {**given, **jitted(given)}
 
 
-def jit(
-  make: Callable[..., dict[str, PyTree]],
-  args: tuple[Any, ...],
-  mesh: jax.sharding.Mesh,
-  params: PyTree,
+def abstract_fields(
+  fields: Mapping[str, PyTree],
   specs: Mapping[str, PyTree],
   wrappers: tuple[base.Wrapper, ...],
-) -> Callable[..., dict[str, PyTree]]:
-  """Compiles what makes the fields of a state, so that they are born sharded.
+  mesh: jax.sharding.Mesh | None,
+) -> dict[str, PyTree]:
+  """Returns shapes, dtypes and shardings of the fields of a state.
 
   Args:
-    make: Returns fields of a train state by name, from `args`.
-    args: Its arguments, or shapes and dtypes of them.
-    mesh: The mesh.
-    params: The parameters, or shapes and dtypes of them.
-    specs: The PartitionSpecs of the parameters and of the other collections.
+    fields: All array fields by name: arrays, or shapes and dtypes of them.
+    specs: PartitionSpecs of the parameters and of the other collections, by
+      name. Optimizer slots follow their parameters, wrapper states follow
+      `partition_specs`, and everything else is replicated.
     wrappers: The wrappers of the state.
-
-  Returns:
-    The jitted `make`.
+    mesh: The mesh; None puts everything on the default device.
   """
-  abstract = jax.eval_shape(make, *args)
-  fields: dict[str, PyTree] = {}
-  for name, tree in abstract.items():
-    if name in specs:
-      fields[name] = specs[name]
-    elif name == "opt_state":
-      fields[name] = opt_state_lib.specs(tree, params, specs["params"])
-    elif name == "wrapper_states":
-      fields[name] = wrapper_specs(
-        wrappers, tree, params, specs["params"], mesh
-      )
-    else:
-      fields[name] = jax.tree.map(lambda _: P(), tree)
-  return jax.jit(make, out_shardings=_shardings(fields, mesh))
+  if mesh is None:
+    default = jax.sharding.SingleDeviceSharding(_default_device())
+    shardings = jax.tree.map(lambda _: default, dict(fields))
+  else:
+    params = fields["params"]
+    all_specs: dict[str, PyTree] = {}
+    for name, tree in fields.items():
+      if name in specs:
+        all_specs[name] = specs[name]
+      elif name == "opt_state":
+        all_specs[name] = opt_state_lib.specs(tree, params, specs["params"])
+      elif name == "wrapper_states":
+        all_specs[name] = wrapper_specs(
+          wrappers, tree, params, specs["params"], mesh
+        )
+      else:
+        all_specs[name] = jax.tree.map(lambda _: P(), tree)
+    shardings = shardings_of(all_specs, mesh)
+  return jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    dict(fields),
+    shardings,
+  )
+
+
+def _default_device() -> jax.Device:
+  """Returns the device where JAX creates arrays."""
+  config: Any = jax.config  # its options are not declared to type checkers
+  device = config.jax_default_device
+  if device is None or isinstance(device, str):  # None or a platform's name
+    device = jax.local_devices(backend=device)[0]
+  return device
 
 
 def wrapper_specs(
@@ -170,7 +197,3 @@ def _completed(dims: specs_lib.Dims, followed: P) -> specs_lib.Dims:
     d or tuple(a for a in specs_lib.axes_of(entry) if a not in taken)
     for d, entry in zip(dims, entries, strict=False)
   )
-
-
-def _shardings(specs: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
-  return jax.tree.map(lambda s: jax.sharding.NamedSharding(mesh, s), specs)

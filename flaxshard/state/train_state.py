@@ -126,7 +126,7 @@ class TrainState(flax_train_state.TrainState):
       arrays = trees.own_buffers({**given, **init(given)})
     else:
       given = trees.own_buffers(given)
-      arrays = sharding_lib.complete(init, given, mesh, wrappers)
+      arrays = sharding_lib.complete_fields(init, given, mesh, wrappers)
     return fields_lib.extend(cls, arrays)(
       apply_fn=apply_fn, tx=tx, wrappers=wrappers, **static, **arrays
     )

@@ -4,7 +4,9 @@ import dataclasses
 import math
 import types
 from typing import Any
+import warnings
 
+import compilations
 from flax import linen as nn
 from flax import nnx
 import jax
@@ -198,15 +200,21 @@ class LargeNNX(nnx.Module):
 @pytest.mark.parametrize("model", [Large(), lambda rngs: LargeNNX(rngs)])
 def test_no_device_holds_the_state_whole(model):
   mesh = jax.sharding.Mesh(np.array(jax.devices()), ("replica",))
-  init = create._initializer(model, KEY, np.ones((1, 512), np.float32))
-  birth = create._birth(
-    init, optax.adam(0.1), (fs.LossScale("dynamic"),), mesh, "fsdp"
+  plan = create.plan_creation(
+    model,
+    KEY,
+    np.ones((1, 512), np.float32),
+    optax.adam(0.1),
+    wrappers=(fs.LossScale("dynamic"),),
+    mesh=mesh,
+    rules="fsdp",
   )
   nbytes = sum(
     math.prod(x.shape) * x.dtype.itemsize
-    for x in jax.tree.leaves(jax.eval_shape(birth.make, *birth.args))
+    for x in jax.tree.leaves(plan.abstract_fields)
   )
-  memory = birth.make.lower(*birth.args).compile().memory_analysis()
+  jitted, args = plan.jit()
+  memory = jitted.lower(*args).compile().memory_analysis()
   assert nbytes > 12e6
   # Eight devices; the biases are small and stay whole.
   assert memory.output_size_in_bytes < 0.13 * nbytes
@@ -506,3 +514,87 @@ def test_parameters_on_another_mesh():
   with pytest.raises(ValueError, match=r"batch_stats\[w\] is split over anoth"):
     make(params={"w": X}, batch_stats=split)
   assert specs(make(params={"w": put(X, mesh=other)})) == {}
+
+
+# abstract=True.
+
+
+class Nested(nn.Module):
+  """Has a collection with a PRNG key besides its parameters."""
+
+  @nn.compact
+  def __call__(self, x):
+    self.variable("keys", "noise", lambda: jax.random.key(3))
+    return nn.Dense(8, dtype=jnp.bfloat16)(x)
+
+
+def assert_abstract(model, x=X, **kwargs):
+  """Compares the abstract state with the concrete one, leaf by leaf."""
+  concrete = make(model, x=x, **kwargs)
+  before = jax.live_arrays()
+  with compilations.count() as compiled:
+    state = make(model, x=x, abstract=True, **kwargs)
+  assert compiled.total == 0
+  known = set(map(id, before))
+  assert all(id(array) in known for array in jax.live_arrays())
+  assert type(state) is type(concrete)
+  # Each call of a function makes its own initializers, so apply_fn differs.
+  assert jax.tree.structure(state.replace(apply_fn=None)) == jax.tree.structure(
+    concrete.replace(apply_fn=None)
+  )
+  flat = jax.tree_util.tree_leaves_with_path(state)
+  for (path, leaf), wanted in zip(flat, jax.tree.leaves(concrete), strict=True):
+    where = jax.tree_util.keystr(path)
+    assert isinstance(leaf, jax.ShapeDtypeStruct), where
+    assert leaf.shape == wanted.shape, where
+    assert leaf.dtype == wanted.dtype, where
+    assert leaf.sharding == wanted.sharding, where
+  return state
+
+
+@pytest.mark.parametrize(
+  "wrappers", [(), (fs.LossScale("dynamic"), fs.AGN(communication_period=2))]
+)
+def test_abstract_linen_state_equals_the_concrete_state(wrappers):
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # AGN on its stability without replicas
+    for model in (Norm(), Nested()):
+      assert_abstract(model, wrappers=wrappers)
+      assert_abstract(model, wrappers=wrappers, strategy=STRATEGY)
+    state = assert_abstract(
+      Norm(), wrappers=wrappers, strategy=STRATEGY, rules=RULES
+    )
+  if wrappers:
+    local = state.wrapper_states["agn"].local_params["in"]["kernel"]
+    assert local.shape == (4, 16, 8)
+    assert local.sharding.spec == P("replica", None, "model")
+
+
+def test_abstract_nnx_state_equals_the_concrete_state():
+  named = lambda rngs: Net(rngs, (None, "model"))
+  for model in (Net(nnx.Rngs(KEY)), lambda rngs: Net(rngs)):
+    assert_abstract(model, x=None, wrappers=[fs.LossScale("auto")])
+    assert_abstract(model, x=None, strategy=STRATEGY)
+  state = assert_abstract(named, x=None, strategy=STRATEGY)
+  assert state.params["dense"]["kernel"].sharding.spec == P(None, "model")
+  key = jax.tree.leaves(state.rngs)[0]
+  assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+  module = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
+  assert_same_avals(make(module, x=None, abstract=True), state)
+
+
+def assert_same_avals(a, b):
+  assert jax.tree.map(jnp.shape, a.params) == jax.tree.map(jnp.shape, b.params)
+
+
+def test_abstract_state_of_an_abstract_input():
+  abstract_x = jax.ShapeDtypeStruct(X.shape, X.dtype)
+  state = assert_abstract(Norm(), x=abstract_x, strategy=STRATEGY)
+  assert "in" in state.params
+  with jax.default_device(jax.devices()[3]):
+    assert_abstract(Norm(), x=abstract_x)
+
+
+def test_invalid_abstract_raises():
+  with pytest.raises(TypeError, match="abstract must be True or False, got 1"):
+    make(abstract=1)

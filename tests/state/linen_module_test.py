@@ -10,13 +10,13 @@ import optax
 import pytest
 
 import flaxshard as fs
-from flaxshard.state import linen_module
+from flaxshard.state import create as create_lib
 
 X = np.array([[1.0, 2.0, -1.0], [0.5, -0.25, 3.0]], np.float32)
 
 
 def init(model, rng, x):
-  initialize, args = linen_module.prepare(model, rng, x)
+  initialize, args = create_lib._linen_initializer(model, rng, x)
   return jax.jit(initialize)(*args)
 
 
@@ -62,7 +62,7 @@ def test_keys_old_and_new_and_in_a_dict(rng):
 )
 def test_what_is_no_key_is_refused(rng):
   for make in (
-    lambda: linen_module.prepare(nn.Dense(2), rng, X),
+    lambda: create_lib._linen_initializer(nn.Dense(2), rng, X),
     lambda: fs.create_train_state(nn.Dense(2), rng, X, optax.sgd(0.1)),
   ):
     with pytest.raises(TypeError, match="rng must be a PRNG key or a dict"):
