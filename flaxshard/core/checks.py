@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 
+# JAX and Grain count steps, replicas and seeds in int32.
+INT32_MAX = 2**31 - 1
+
 
 class ArgumentTypeError(TypeError, ValueError):
   """An argument of the wrong type.
@@ -22,10 +25,6 @@ class ArgumentTypeError(TypeError, ValueError):
   It is a ValueError too, so that one `except ValueError` handles every invalid
   argument, whether its type is wrong or its value is out of range.
   """
-
-
-# JAX and Grain count steps, replicas and seeds in int32.
-INT32_MAX = 2**31 - 1
 
 
 def integer(
@@ -55,16 +54,19 @@ def integer(
     8
   """
   allowed = "an integer"
-  if minimum is not None:
+  if minimum is not None and maximum != INT32_MAX:
+    allowed += f" between {minimum} and {maximum}"
+  elif minimum is not None:
     allowed += f" of at least {minimum}"
+  # bool is a subclass of int.
   if isinstance(value, (bool, np.bool_)) or not isinstance(
     value, (int, np.integer)
   ):
     raise ArgumentTypeError(f"{argument} must be {allowed}, got {value!r}.")
-  if value > maximum:
-    raise ValueError(f"{argument} must be at most {maximum}, got {value!r}.")
   if minimum is not None and value < minimum:
     raise ValueError(f"{argument} must be {allowed}, got {value!r}.")
+  if value > maximum:
+    raise ValueError(f"{argument} must be at most {maximum}, got {value!r}.")
   return int(value)
 
 
@@ -100,8 +102,12 @@ def number(
     value, (int, float, np.integer, np.floating)
   ):
     raise ArgumentTypeError(f"{argument} must be {allowed}, got {value!r}.")
+  try:
+    is_finite = math.isfinite(value)
+  except OverflowError:  # an int that no float can hold
+    is_finite = False
   in_range = (
-    math.isfinite(value)
+    is_finite
     and (minimum is None or value >= minimum)
     and (above is None or value > above)
     and (below is None or value < below)
@@ -128,6 +134,27 @@ def boolean(argument: str, value: Any) -> bool:
   if not isinstance(value, (bool, np.bool_)):
     raise ArgumentTypeError(f"{argument} must be True or False, got {value!r}.")
   return bool(value)
+
+
+def string(argument: str, value: Any) -> str:
+  """Returns `value` if it is a string that is not empty.
+
+  Args:
+    argument: Name of the argument, for the error message.
+    value: The value to check.
+
+  Raises:
+    ArgumentTypeError: `value` is not a string, or is empty.
+
+  Example:
+    >>> string("job", "worker")
+    'worker'
+  """
+  if not isinstance(value, str) or not value:
+    raise ArgumentTypeError(
+      f"{argument} must be a non-empty string, got {value!r}."
+    )
+  return value
 
 
 def one_of(argument: str, value: Any, allowed: Iterable[Any]) -> Any:
@@ -160,7 +187,7 @@ def one_of(argument: str, value: Any, allowed: Iterable[Any]) -> Any:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-  """Returns a hint for a misspelt name, to be appended to an error message.
+  """Returns a hint for a misspelled name, for the end of an error message.
 
   Args:
     name: The name that was not found.

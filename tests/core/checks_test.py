@@ -1,4 +1,4 @@
-"""Each checker: what it accepts and returns, what it refuses and how."""
+"""The argument checks: accepted values, and the errors for all others."""
 
 import math
 
@@ -19,11 +19,12 @@ from flaxshard.core import checks
     (lambda: checks.number("x", np.float32(0.5), above=0), 0.5),
     (lambda: checks.number("x", 0, minimum=0, below=1), 0.0),
     (lambda: checks.boolean("b", np.True_), True),
+    (lambda: checks.string("s", "a"), "a"),
     (lambda: checks.one_of("o", None, ("sum", None)), None),
     (lambda: checks.one_of("o", "sum", ("sum", None)), "sum"),
   ],
 )
-def test_accepts_and_returns_plain_python(call, returned):
+def test_valid_value_is_returned_in_plain_python_type(call, returned):
   value = call()
   assert value == returned
   assert type(value) is type(returned)
@@ -37,15 +38,28 @@ def test_accepts_and_returns_plain_python(call, returned):
     (lambda: checks.integer("n", "1"), TypeError, ("n", "'1'")),
     (lambda: checks.integer("n", 0, minimum=1), ValueError, ("n", "1", "0")),
     (lambda: checks.integer("n", 2**31), ValueError, ("n", "2147483647")),
+    (
+      lambda: checks.integer("n", -1, minimum=0, maximum=3),
+      ValueError,
+      ("n", "between 0 and 3", "-1"),
+    ),
+    (
+      lambda: checks.integer("n", 4, minimum=0, maximum=3),
+      ValueError,
+      ("n", "3", "4"),
+    ),
     (lambda: checks.number("x", True), TypeError, ("x", "number", "True")),
     (lambda: checks.number("x", "1"), TypeError, ("x", "number", "'1'")),
     (lambda: checks.number("x", 1j), TypeError, ("x", "1j")),
     (lambda: checks.number("x", math.nan), ValueError, ("x", "finite", "nan")),
     (lambda: checks.number("x", math.inf), ValueError, ("x", "finite", "inf")),
+    (lambda: checks.number("x", 10**400), ValueError, ("x", "finite")),
     (lambda: checks.number("x", 0, above=0), ValueError, ("x", "above 0")),
     (lambda: checks.number("x", 1, below=1), ValueError, ("x", "below 1")),
     (lambda: checks.number("x", -1, minimum=0), ValueError, ("x", "least 0")),
     (lambda: checks.boolean("b", 1), TypeError, ("b", "True or False", "1")),
+    (lambda: checks.string("s", 1), TypeError, ("s", "string", "1")),
+    (lambda: checks.string("s", ""), TypeError, ("s", "string", "''")),
     (
       lambda: checks.one_of("o", "avg", ("sum", "mean")),
       ValueError,
@@ -64,16 +78,14 @@ def test_accepts_and_returns_plain_python(call, returned):
     ),
   ],
 )
-def test_refuses_and_names_argument_value_and_what_is_allowed(
-  call, kind, facts
-):
+def test_invalid_value_raises_and_names_argument_and_value(call, kind, facts):
   with pytest.raises(kind) as e:
     call()
   for fact in facts:
     assert fact in str(e.value)
 
 
-def test_a_wrong_type_is_a_value_error_too():
+def test_wrong_type_is_a_value_error_too():
   # One `except ValueError` handles wrong types and values out of range.
   with pytest.raises(ValueError, match="True"):
     checks.integer("n", True)
