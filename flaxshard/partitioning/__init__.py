@@ -1,7 +1,7 @@
 """Where replicas and arrays lie on devices."""
 
 from flaxshard.partitioning.device_assignment import DeviceAssignment
-from flaxshard.partitioning.rules import FSDP
+from flaxshard.partitioning.fsdp import FSDP
 from flaxshard.partitioning.topology import Topology
 
 __all__ = [

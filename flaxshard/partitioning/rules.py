@@ -1,34 +1,32 @@
-"""Rules that say how parameters are split over a mesh, and what resolves them.
+"""Partitioning rules: which mesh axes split the dimensions of each parameter.
 
-`rules` is one of
+The argument `rules` of `create_train_state` is one of:
 
-- None: what the parameters say themselves, else replicated. That is Flax's
-  metadata, of `nn.with_partitioning` (mesh axes), or of
+- None. Each parameter follows its own metadata, and is replicated if it has
+  none. Metadata is that of `nn.with_partitioning` (mesh axes), that of
   `nn.with_logical_partitioning` and `nnx.with_partitioning` (logical names), or
-  the sharding of an array that lies on the mesh already.
-- `"fsdp"`, the same as `FSDP()`.
-- A sequence of
-  - pairs `(regex, PartitionSpec)`. The first whose regex is found (`re.search`)
-    in a parameter's path, such as `block0/mlp_in/kernel`, gives the spec, in
-    place of what the parameter says itself.
-  - pairs `(logical name, mesh axis or tuple of axes or None)`, as in
-    `flax.linen.logical_axis_rules` and in front of those in force. A name
-    without a rule that is a mesh axis stands for that axis; any other is an
-    error. Names that no parameter has are passed over: activations have some.
-  - last, `"fsdp"` or an `FSDP`, which splits a dimension that the rest leaves
-    whole. A regex rule with the empty `PartitionSpec()` keeps a parameter
-    whole, from FSDP too.
+  the sharding of an array that is already on the mesh.
+- `"fsdp"`, which is the same as `FSDP()`.
+- A sequence of these entries:
+  - Pairs `(regex, PartitionSpec)`. The first pair whose regex is found
+    (`re.search`) in the path of a parameter, such as `block0/mlp_in/kernel`,
+    sets its spec. The metadata of the parameter is then ignored.
+  - Pairs `(logical name, axes)`, where `axes` is a mesh axis, a tuple of mesh
+    axes, or None. They are tried before the rules of the context manager
+    `flax.linen.logical_axis_rules`. A logical name that has no rule but equals
+    a mesh axis stands for this axis; any other name without a rule is an error.
+    A rule may name what no parameter has, because activations may have it.
+  - As the last entry `"fsdp"` or an `FSDP`. It splits one more dimension of
+    every large parameter. A regex with the empty `PartitionSpec()` excludes a
+    parameter from FSDP.
 
-Nothing is guessed: what cannot be done, or has no effect, is an error before
-anything is compiled.
+A rule that cannot be followed or has no effect raises an error before anything
+is compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-import dataclasses
-import logging
-import math
 import re
 from typing import Any, NamedTuple
 
@@ -38,69 +36,21 @@ import jax
 from flaxshard.core import checks
 from flaxshard.core import registry
 from flaxshard.core import trees
+from flaxshard.partitioning import fsdp as fsdp_lib
 from flaxshard.partitioning import specs
+from flaxshard.partitioning.fsdp import FSDP
 from flaxshard.partitioning.specs import Mesh
+from flaxshard.partitioning.specs import RuleError
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
 
-_log = logging.getLogger(__name__)
-
-_FORMS = (
+_ALLOWED = (
   "allowed: a pair (regex, PartitionSpec), a pair (logical name, mesh axis or "
   "tuple of axes or None), and last 'fsdp' or an FSDP"
 )
 
-
-@dataclasses.dataclass(frozen=True)
-class FSDP:
-  """Splits every large parameter over an axis: fully sharded data parallel.
-
-  Of the dimensions that no other rule splits, the largest that the axis divides
-  is split; the first of equals. Parameters that are split over the axis already
-  stay as they are. One line in the log says what stays whole.
-
-  Source: stage 3 of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054); which
-  dimension, and a smallest size, as in big_vision's `fsdp`.
-
-  Attributes:
-    axis: The mesh axis, or a tuple of several.
-    min_size: Parameters with fewer elements stay whole.
-
-  Raises:
-    TypeError: A field is of a wrong type.
-    ValueError: `min_size` is negative, or `axis` is empty.
-
-  Example:
-    >>> mesh = jax.sharding.AbstractMesh((4, 2), ("replica", "model"))
-    >>> kernel = jax.ShapeDtypeStruct((512, 2048), "float32")
-    >>> resolve(FSDP(min_size=1024), mesh, {"kernel": kernel})
-    {'kernel': P(None, 'replica')}
-  """
-
-  axis: str | tuple[str, ...] = "replica"
-  min_size: int = 2**14
-
-  def __post_init__(self) -> None:
-    if not isinstance(self.axis, (str, tuple)) or not all(
-      isinstance(a, str) for a in specs.axes_of(self.axis)
-    ):
-      raise TypeError(
-        f"FSDP: axis must be a mesh axis or a tuple of them, got {self.axis!r}."
-      )
-    if not self.axis:
-      raise ValueError(f"FSDP: axis must not be empty, got {self.axis!r}.")
-    if isinstance(self.min_size, bool) or not isinstance(self.min_size, int):
-      raise TypeError(
-        f"FSDP: min_size must be a number of elements, got {self.min_size!r}."
-      )
-    if self.min_size < 0:
-      raise ValueError(
-        f"FSDP: min_size must be at least 0, got {self.min_size}."
-      )
-
-
-# A rule is a pair, an FSDP or its name; see the docstring of the module.
+# A rule is a pair, an FSDP, or "fsdp"; see the docstring of the module.
 Rules = Sequence[Any] | FSDP | str | None
 
 
@@ -112,21 +62,22 @@ def resolve(
   Args:
     rules: None, `"fsdp"`, an `FSDP`, or a sequence of pairs that may end with
       one of those two; see the docstring of the module.
-    mesh: The mesh that is split over.
+    mesh: The mesh over which the parameters are split.
     params: A tree of arrays or `jax.ShapeDtypeStruct`s, with or without Flax's
       metadata boxes (`nn.Partitioned`, `nn.LogicallyPartitioned`).
-    argument: How to call the tree in errors.
+    argument: Name of the tree, for error messages.
 
   Returns:
-    A tree like `params` without boxes. The specs are in their shortest form,
-    without axes of size 1 and without Nones at the end.
+    A tree of PartitionSpecs with the structure of `params` without boxes. The
+    specs have no axes of size 1 and no Nones at the end.
 
   Raises:
-    TypeError: A rule is of none of the forms.
-    ValueError: An unknown mesh axis or logical name, an axis twice in a spec, a
-      spec longer than the shape, a dimension that the axes do not divide, a
-      rule that applies to nothing, or an array on another mesh. The message
-      names the rule, the path, the shape and the axes.
+    TypeError: An entry of `rules` has none of the allowed forms.
+    RuleError: A rule has an unknown mesh axis, matches no parameter, or gives a
+      spec that does not fit the shape. The message names the rule, the path,
+      the shape and the mesh axes. A RuleError is a ValueError.
+    ValueError: The metadata of a parameter has an unknown name or does not fit
+      its shape, or an array is on another mesh.
 
   Example:
     >>> mesh = jax.sharding.AbstractMesh((4, 2), ("replica", "model"))
@@ -137,237 +88,207 @@ def resolve(
     >>> resolve((("mlp_in/kernel", P(None, "model")), "fsdp"), mesh, params)
     {'mlp_in': {'kernel': P('replica', 'model')}, 'norm': {'scale': P()}}
   """
-  regexes, logical, fsdp = _parse(rules, mesh)
-  leaves = []
-  applied: set[int] = set()
-  shadowed: dict[int, int] = {}  # a rule, and the one that is in front of it
-  has_names = False
-  for path, value, box in specs.leaves_of(params):
+  parsed = _parse(rules, "rules")
+  _check_mesh_axes(parsed, mesh)
+  leaves: list[fsdp_lib.Leaf] = []
+  used: set[int] = set()
+  # Position of a rule -> position of the earlier rule that took its parameter.
+  shadowed: dict[int, int] = {}
+  has_logical_names = False
+  for path, value, box in specs.iterate_leaves(params):
     name = trees.path_string(path)
-    where = f"{argument}[{name}]"
-    has_names |= isinstance(box, nn.LogicallyPartitioned)
-    found = [rule for rule in regexes if rule.regex.search(name)]
-    if found:
-      first, *later = found
-      applied.add(first.position)
-      shadowed.update({rule.position: first.position for rule in later})
-      source, spec = first.source, first.spec
-    else:
-      source, spec = specs.of_leaf(where, value, box, logical, mesh)
     shape = tuple(value.shape)
-    dims = specs.check(f"{source}: {where}", spec, shape, mesh)
-    leaves.append(_Leaf(name, shape, dims, bool(found) and not tuple(spec)))
+    leaf_name = f"{argument}[{name}]"
+    has_logical_names |= isinstance(box, nn.LogicallyPartitioned)
+    matching = [rule for rule in parsed.regexes if rule.regex.search(name)]
+    if matching:
+      first, *later = matching
+      used.add(first.position)
+      shadowed.update({rule.position: first.position for rule in later})
+      try:
+        dims = specs.check(
+          f"{first.description}: {leaf_name}", first.spec, shape, mesh
+        )
+      except ValueError as e:
+        raise RuleError(str(e)) from e
+    else:
+      source, spec = specs.spec_of_leaf(
+        leaf_name, value, box, parsed.logical, mesh
+      )
+      dims = specs.check(f"{source}: {leaf_name}", spec, shape, mesh)
+    keep_whole = bool(matching) and not tuple(matching[0].spec)
+    leaves.append(fsdp_lib.Leaf(name, shape, dims, keep_whole))
 
-  for rule in regexes:
-    if rule.position not in applied:
+  for rule in parsed.regexes:
+    if rule.position not in used:
       _raise_unused(rule, shadowed, argument, [leaf.path for leaf in leaves])
-  if logical and not has_names:
-    raise ValueError(
-      f"rules: the pairs {logical!r} are about logical names, and no leaf of "
-      f"{argument} has any; {_FORMS}."
+  if parsed.logical and not has_logical_names:
+    raise RuleError(
+      f"rules: the pairs {parsed.logical!r} are for logical names, and no leaf "
+      f"of {argument} has logical names; {_ALLOWED}."
     )
-  if fsdp:
-    leaves = _split_largest(fsdp, mesh, leaves)
+  if parsed.fsdp:
+    leaves = fsdp_lib.split_leaves(parsed.fsdp, mesh, leaves)
   return jax.tree.unflatten(
     jax.tree.structure(specs.unbox(params)),
     [specs.shortest(leaf.dims, mesh) for leaf in leaves],
   )
 
 
-def from_config(value: Any) -> Rules:
-  """Returns the rules that a config holds as plain values.
+def from_config(value: Any, *, argument: str = "rules") -> Rules:
+  """Converts the plain values of a config to rules.
 
   Args:
     value: None, `"fsdp"`, a dict `{"name": "fsdp", ...}` with fields of `FSDP`,
-      or a sequence of pairs that may end with one of those two. The second of a
-      pair tells what the pair is: a tuple is the PartitionSpec of a regex rule,
-      as in `("mlp_in/kernel", (None, "model"))`; a string or None is what a
-      logical name stands for, as in `("mlp", "model")`; a dict is that for
-      several axes, as in `("mlp", {"axes": ("m0", "m1")})`. Lists are tuples.
+      or a sequence of pairs that may end with one of those two. The type of the
+      second element decides what a pair is. A tuple is the PartitionSpec of a
+      regex, as in `("mlp_in/kernel", (None, "model"))`. A string or None is the
+      mesh axis of a logical name, as in `("mlp", "model")`. A dict gives a
+      logical name several axes, as in `("mlp", {"axes": ("m0", "m1")})`. Lists
+      are read as tuples.
+    argument: Name of the value, for error messages.
 
   Returns:
-    Rules for `resolve`, which refuses what is none.
+    Rules for `resolve`.
 
   Raises:
-    TypeError: `value` is of another type.
-    ValueError: An unknown name or argument.
+    TypeError: `value` or an entry has none of the allowed forms.
+    ValueError: An unknown name or argument, or an invalid regex.
 
   Example:
     >>> from_config((("mlp_in/kernel", (None, "model")), "fsdp"))
     (('mlp_in/kernel', P(None, 'model')), 'fsdp')
   """
-  if value is None or isinstance(value, str):
-    return value
+  rules: Rules
   if registry.is_dict(value):
-    return registry.call("rules", value, {"fsdp": FSDP})
-  if not isinstance(value, (tuple, list)):
-    raise TypeError(
-      "rules must be None, 'fsdp', a dict with the name 'fsdp', or a sequence "
-      f"of pairs, got {value!r}."
+    rules = registry.call(argument, value, {"fsdp": FSDP})
+  elif isinstance(value, (tuple, list)):
+    rules = tuple(
+      _entry_from_config(f"{argument}[{i}]", entry)
+      for i, entry in enumerate(registry.plain(value))
     )
-  return tuple(
-    _entry_from_config(f"rules[{i}]", entry)
-    for i, entry in enumerate(registry.plain(value))
-  )
+  elif value is None or isinstance(value, str):
+    rules = value
+  else:
+    raise TypeError(
+      f"{argument} must be None, 'fsdp', a dict with the name 'fsdp', or a "
+      f"sequence of pairs, got {value!r}."
+    )
+  # A form error is reported now, under the name that the config has for it.
+  _parse(rules, argument)
+  return rules
 
 
-class _Regex(NamedTuple):
+class _RegexRule(NamedTuple):
   position: int
   regex: re.Pattern[str]
   spec: P
 
   @property
-  def source(self) -> str:
+  def description(self) -> str:
     return f"rules[{self.position}]={(self.regex.pattern, self.spec)!r}"
 
 
-class _Leaf(NamedTuple):
-  path: str
-  shape: tuple[int, ...]
-  dims: specs.Dims
-  whole: bool  # because a rule says so
+class _ParsedRules(NamedTuple):
+  regexes: list[_RegexRule]
+  logical: tuple[tuple[str, Any], ...]
+  fsdp: FSDP | None
+  # The mesh axes of the logical rules and of FSDP, with the rule's description.
+  axes: list[tuple[str, Any]]
 
 
-def _parse(
-  rules: Rules, mesh: Mesh
-) -> tuple[list[_Regex], tuple[tuple[str, Any], ...], FSDP | None]:
-  """Returns the regex rules, the logical ones, and the FSDP."""
+def _parse(rules: Rules, argument: str) -> _ParsedRules:
+  """Sorts the rules by their forms; needs no mesh and no parameters."""
   if rules is None:
     rules = ()
   elif isinstance(rules, (str, FSDP)):
     rules = (rules,)
+  # A PartitionSpec is a sequence too.
   elif isinstance(rules, P) or not isinstance(rules, Sequence):
     raise TypeError(
-      f"rules must be None, 'fsdp', an FSDP or a sequence, got {rules!r}; "
-      f"{_FORMS}."
+      f"{argument} must be None, 'fsdp', an FSDP or a sequence, got {rules!r}; "
+      f"{_ALLOWED}."
     )
-  regexes, logical, fsdp = [], [], None
+  parsed = _ParsedRules([], (), None, [])
   for i, rule in enumerate(rules):
-    where = f"rules[{i}]"
+    name = f"{argument}[{i}]"
     if isinstance(rule, (str, FSDP)):
       if isinstance(rule, str) and rule != "fsdp":
-        raise ValueError(f"{where}: unknown name {rule!r}; {_FORMS}.")
+        raise RuleError(f"{name}: unknown name {rule!r}; {_ALLOWED}.")
       if i < len(rules) - 1:
-        raise ValueError(
-          f"{where}={rule!r} must come last, got {rules!r}; {_FORMS}."
+        raise RuleError(
+          f"{name}={rule!r} must be the last entry, got {rules!r}; {_ALLOWED}."
         )
       fsdp = FSDP() if isinstance(rule, str) else rule
-      _check_axes(f"{where}={fsdp!r}", fsdp.axis, mesh)
+      parsed.axes.append((f"{name}={fsdp!r}", fsdp.axis))
+      parsed = parsed._replace(fsdp=fsdp)
       continue
-    pair = isinstance(rule, (tuple, list)) and len(rule) == 2
-    if not pair or not isinstance(rule[0], str):
-      raise TypeError(f"{where} must be a rule, got {rule!r}; {_FORMS}.")
-    name, value = rule
+    is_pair = isinstance(rule, (tuple, list)) and len(rule) == 2
+    if not is_pair or not isinstance(rule[0], str):
+      raise TypeError(f"{name} must be a rule, got {rule!r}; {_ALLOWED}.")
+    pattern, value = rule
+    if isinstance(value, P):
+      # JAX refuses to iterate over a spec with unreduced or reduced axes.
+      entries = () if value.unreduced or value.reduced else tuple(value)
+    else:
+      entries = (value,)
+    axes = [axis for entry in entries for axis in specs.axes_of(entry)]
+    if not all(isinstance(axis, str) for axis in axes):
+      raise TypeError(
+        f"{name}: the second of a pair must be a PartitionSpec, such as "
+        "PartitionSpec(None, 'model'), or the mesh axes of a logical name, got "
+        f"{rule!r}; {_ALLOWED}."
+      )
     if isinstance(value, P):
       try:
-        regexes.append(_Regex(i, re.compile(name), value))
+        parsed.regexes.append(_RegexRule(i, re.compile(pattern), value))
       except re.error as e:
-        raise ValueError(f"{where}: {name!r} is no regex: {e}.") from e
-    elif all(isinstance(a, str) for a in specs.axes_of(value)):
-      _check_axes(f"{where}={rule!r}", value, mesh)
-      value = tuple(value) if isinstance(value, list) else value
-      logical.append((name, value))
+        raise RuleError(f"{name}: {pattern!r} is not a regex: {e}.") from e
     else:
-      raise TypeError(
-        f"{where}: the second of a pair must be a PartitionSpec, such as "
-        "PartitionSpec(None, 'model'), or what a logical name stands for, got "
-        f"{rule!r}; {_FORMS}."
-      )
-  return regexes, tuple(logical), fsdp
+      parsed.axes.append((f"{name}={rule!r}", value))
+      # Flax's logical_to_mesh_axes takes tuples, not lists.
+      pair = (pattern, tuple(value) if isinstance(value, list) else value)
+      parsed = parsed._replace(logical=(*parsed.logical, pair))
+  return parsed
 
 
-def _check_axes(where: str, axes: Any, mesh: Mesh) -> None:
-  for axis in specs.axes_of(axes):
-    if axis not in mesh.axis_names:
-      raise ValueError(
-        f"{where}: the mesh has no axis {axis!r}; mesh axes: "
-        f"{dict(mesh.shape)}.{checks.did_you_mean(axis, mesh.axis_names)}"
-      )
-
-
-def _split_largest(fsdp: FSDP, mesh: Mesh, leaves: list[_Leaf]) -> list[_Leaf]:
-  axes = specs.axes_of(fsdp.axis)
-  count = math.prod(mesh.shape[a] for a in axes)
-  split, small, indivisible = [], [], []
-  for i, leaf in enumerate(leaves):
-    free = [
-      d
-      for d, size in enumerate(leaf.shape)
-      if not leaf.dims[d] and size % count == 0
-    ]
-    if leaf.whole:
-      continue
-    elif any(a in axes for dim in leaf.dims for a in dim):
-      split.append(leaf.path)
-    elif math.prod(leaf.shape) < fsdp.min_size:
-      small.append(leaf.path)
-    elif not free:
-      indivisible.append(leaf.path)
-    else:
-      split.append(leaf.path)
-      largest = max(free, key=lambda d: leaf.shape[d])
-      dims = (*leaf.dims[:largest], axes, *leaf.dims[largest + 1 :])
-      leaves[i] = leaf._replace(dims=dims)
-  if not split and count > 1:
-    raise ValueError(
-      f"rules: {fsdp!r} splits nothing: {len(small)} of {len(leaves)} "
-      f"parameters are smaller than min_size ({_few(small)}), and in "
-      f"{len(indivisible)} the axis, of size {count}, divides no dimension "
-      f"that is whole ({_few(indivisible)}); allowed: a smaller min_size, "
-      "another axis, or other rules."
-    )
-  _log.info(
-    "fsdp: %d of %d parameters are split over %r; %d with fewer than %d "
-    "elements are not: %s",
-    len(split),
-    len(leaves),
-    fsdp.axis,
-    len(small),
-    fsdp.min_size,
-    _few(small),
-  )
-  if indivisible:
-    _log.warning(
-      "fsdp: %d large parameters are not split, as %r, of size %d, divides no "
-      "dimension that is whole: %s",
-      len(indivisible),
-      fsdp.axis,
-      count,
-      _few(indivisible),
-    )
-  return leaves
-
-
-def _few(paths: Sequence[str]) -> str:
-  return ", ".join((*paths[:3], *(["…"] if len(paths) > 3 else []))) or "none"
+def _check_mesh_axes(parsed: _ParsedRules, mesh: Mesh) -> None:
+  for description, axes in parsed.axes:
+    for axis in specs.axes_of(axes):
+      if axis not in mesh.axis_names:
+        raise RuleError(
+          f"{description}: the mesh has no axis {axis!r}; mesh axes: "
+          f"{dict(mesh.shape)}.{checks.did_you_mean(axis, mesh.axis_names)}"
+        )
 
 
 def _raise_unused(
-  rule: _Regex, shadowed: Mapping[int, int], argument: str, paths: list[str]
+  rule: _RegexRule, shadowed: Mapping[int, int], argument: str, paths: list[str]
 ) -> None:
   if rule.position in shadowed:
-    raise ValueError(
-      f"{rule.source} applies to nothing: earlier rules, such as "
-      f"rules[{shadowed[rule.position]}], match all that it matches."
+    raise RuleError(
+      f"{rule.description} is never used: earlier rules, such as "
+      f"rules[{shadowed[rule.position]}], match all its parameters."
     )
-  raise ValueError(
-    f"{rule.source} matches nothing: the paths in {argument} are "
+  raise RuleError(
+    f"{rule.description} matches no parameter: the paths in {argument} are "
     f"{', '.join(paths[:20])}{', …' if len(paths) > 20 else ''}."
     f"{checks.did_you_mean(rule.regex.pattern, paths)}"
   )
 
 
-def _entry_from_config(where: str, entry: Any) -> Any:
+def _entry_from_config(name: str, entry: Any) -> Any:
+  """Converts one entry of a config's rules; `_parse` refuses unknown forms."""
   if registry.is_dict(entry):
-    return registry.call(where, entry, {"fsdp": FSDP})
+    return registry.call(name, entry, {"fsdp": FSDP})
   if not isinstance(entry, tuple) or len(entry) != 2:
     return entry
-  name, value = entry
+  pattern, value = entry
   if registry.is_dict(value):
     if set(value) != {"axes"}:
       raise ValueError(
-        f"{where}: a dict in a pair must have 'axes', the mesh axes that a "
-        f"logical name stands for, and nothing else; got {entry!r}."
+        f"{name}: a dict in a pair must have the key 'axes', the mesh axes of "
+        f"a logical name, and no other key; got {entry!r}."
       )
-    return name, value["axes"]
-  return name, P(*value) if isinstance(value, tuple) else value
+    return pattern, value["axes"]
+  return pattern, P(*value) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""PartitionSpecs: what arrays and Flax's metadata say, and whether they fit."""
+"""PartitionSpecs: reads them from Flax's metadata and checks that they fit."""
 
 from __future__ import annotations
 
@@ -19,8 +19,20 @@ Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 Dims = tuple[tuple[str, ...], ...]
 
 
+class RuleError(ValueError):
+  """A partitioning rule that cannot be followed.
+
+  The message starts with `rules`, the argument's name in `create_train_state`.
+  """
+
+
 def axes_of(entry: Any) -> tuple[Any, ...]:
-  """Returns the mesh axes in an entry of a PartitionSpec."""
+  """Returns the mesh axes in one entry of a PartitionSpec.
+
+  Example:
+    >>> axes_of(None), axes_of("model"), axes_of(("m0", "m1"))
+    ((), ('model',), ('m0', 'm1'))
+  """
   if entry is None:
     return ()
   return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
@@ -32,10 +44,19 @@ def axes_in(spec: P) -> set[str]:
 
 
 def check(what: str, spec: Any, shape: tuple[int, ...], mesh: Mesh) -> Dims:
-  """Returns the axes that split each dimension, once `spec` fits `shape`.
+  """Checks that a PartitionSpec fits a shape and a mesh.
+
+  Args:
+    what: Names the array and the source of its spec, for error messages.
+    spec: The PartitionSpec.
+    shape: The shape of the array.
+    mesh: The mesh.
+
+  Returns:
+    The axes that split each dimension; as many tuples as dimensions.
 
   Raises:
-    TypeError: `spec` is no PartitionSpec, or an entry is of a wrong type.
+    TypeError: `spec` is not a PartitionSpec, or an entry has the wrong type.
     ValueError: An unknown axis, an axis twice, more entries than dimensions, or
       a dimension that the axes do not divide. The message starts with `what`.
 
@@ -45,16 +66,18 @@ def check(what: str, spec: Any, shape: tuple[int, ...], mesh: Mesh) -> Dims:
     ((), ('model',))
   """
   sizes = dict(mesh.shape)
-  facts = f"got {spec} for the shape {shape}; mesh axes: {sizes}."
+  context = f"got {spec} for the shape {shape}; mesh axes: {sizes}."
   if not isinstance(spec, P):
     raise TypeError(f"{what}: must be a PartitionSpec, got {spec!r}.")
   if len(spec) > len(shape):
     raise ValueError(
-      f"{what}: a spec has no more entries than there are dimensions; {facts}"
+      f"{what}: the spec has more entries than the array has dimensions; "
+      f"{context}"
     )
+  # Such axes describe pending sums inside a traced function.
   if spec.unreduced or spec.reduced:
     raise ValueError(
-      f"{what}: unreduced and reduced axes are not for arrays at rest; {facts}"
+      f"{what}: the spec must not have unreduced or reduced axes; {context}"
     )
   seen: set[str] = set()
   for i, entry in enumerate(spec):
@@ -62,34 +85,38 @@ def check(what: str, spec: Any, shape: tuple[int, ...], mesh: Mesh) -> Dims:
       if not isinstance(axis, str):
         raise TypeError(
           f"{what}: entry {i} must be a mesh axis, a tuple of them or None; "
-          f"{facts}"
+          f"{context}"
         )
       if axis not in sizes:
         raise ValueError(
-          f"{what}: the mesh has no axis {axis!r}; {facts}"
+          f"{what}: the mesh has no axis {axis!r}; {context}"
           f"{checks.did_you_mean(axis, sizes)}"
         )
       if axis in seen:
         raise ValueError(
-          f"{what}: the axis {axis!r} cannot split twice; {facts}"
+          f"{what}: the axis {axis!r} must not be used twice; {context}"
         )
       seen.add(axis)
     count = math.prod(sizes[a] for a in axes_of(entry))
     if shape[i] % count:
       raise ValueError(
-        f"{what}: dimension {i}, of {shape[i]}, cannot be divided by {count}, "
-        f"the size of {entry!r}; {facts}"
+        f"{what}: dimension {i}, of size {shape[i]}, cannot be divided by "
+        f"{count}, the size of {entry!r}; {context}"
       )
   dims = tuple(axes_of(entry) for entry in spec)
   return (*dims, *((),) * (len(shape) - len(dims)))
 
 
 def shortest(dims: Sequence[tuple[str, ...]], mesh: Mesh) -> P:
-  """Returns a spec without axes of size 1 and without Nones at its end.
+  """Returns the spec without axes of size 1 and without Nones at its end.
 
-  JAX holds `P("a")`, `P("a", None)` and, where the axis has one device, `P()`
-  for three shardings, and what XLA gives back may be any of them: a step would
-  compile again.
+  JAX treats `P("a")`, `P("a", None)` and, if the axis has one device, `P()` as
+  three different shardings. XLA may return an output with any of them, and the
+  next call would then compile again.
+
+  Args:
+    dims: For each dimension, the mesh axes that split it.
+    mesh: The mesh.
   """
   kept = [tuple(a for a in axes if mesh.shape[a] > 1) for axes in dims]
   while kept and not kept[-1]:
@@ -98,80 +125,96 @@ def shortest(dims: Sequence[tuple[str, ...]], mesh: Mesh) -> P:
 
 
 def unbox(tree: PyTree) -> PyTree:
-  """Takes Flax's metadata boxes off, without the constraints that they put."""
+  """Replaces Flax's metadata boxes in a tree by the arrays in them."""
 
-  def value(leaf: Any) -> Any:
+  def unbox_leaf(leaf: Any) -> Any:
+    # `Partitioned.unbox` would add a sharding constraint to the array.
     if isinstance(leaf, nn.Partitioned):
       return unbox(leaf.unbox(apply_constraint=False))
     return unbox(leaf.unbox()) if nn.meta.is_axis_metadata(leaf) else leaf
 
-  return jax.tree.map(value, tree, is_leaf=nn.meta.is_axis_metadata)
+  return jax.tree.map(unbox_leaf, tree, is_leaf=nn.meta.is_axis_metadata)
 
 
-def leaves_of(tree: PyTree) -> Iterator[tuple[trees.Path, Any, Any]]:
-  """Yields the path, the array and the box, or None, of every leaf."""
+def iterate_leaves(tree: PyTree) -> Iterator[tuple[trees.Path, Any, Any]]:
+  """Yields the path, the array, and the metadata box or None, of each leaf."""
   flat = jax.tree_util.tree_leaves_with_path(
     tree, is_leaf=nn.meta.is_axis_metadata
   )
   for path, leaf in flat:
     box = leaf if nn.meta.is_axis_metadata(leaf) else None
+    # A box may hold a tree.
     for inner, value in jax.tree_util.tree_leaves_with_path(unbox(leaf)):
       yield (*path, *inner), value, box
 
 
-def of_leaf(
-  where: str, value: Any, box: Any, rules: Sequence[Any], mesh: Mesh
-) -> tuple[str, Any]:
-  """Returns what a leaf says of itself, after how to call that in errors.
+def spec_of_leaf(
+  name: str, value: Any, box: Any, rules: Sequence[Any], mesh: Mesh
+) -> tuple[str, P]:
+  """Returns the spec that a leaf's metadata or sharding gives.
 
   Args:
-    where: How to call the leaf.
+    name: Name of the leaf, for error messages.
     value: An array or a `jax.ShapeDtypeStruct`.
-    box: Its metadata, or None.
-    rules: Pairs of a logical name and what it stands for; those of the box and
-      of `flax.linen.logical_axis_rules` come after them.
+    box: Its metadata box, or None.
+    rules: Pairs of a logical name and its mesh axes. They are tried before
+      those of the box and of `flax.linen.logical_axis_rules`.
     mesh: The mesh.
+
+  Returns:
+    The source of the spec, for error messages, and the spec.
+
+  Raises:
+    TypeError: The box is of an unknown type.
+    ValueError: A logical name has no rule, or the array is on another mesh.
   """
   if isinstance(box, nn.LogicallyPartitioned):
     rules = (*rules, *(box.rules or ()), *nn.get_logical_axis_rules())
-    return f"logical names {box.names!r}", _of_names(where, box, rules, mesh)
+    return (
+      f"logical names {box.names!r}",
+      _spec_of_logical_names(name, box, rules, mesh),
+    )
   if isinstance(box, nn.Partitioned):
     return f"metadata {box.names!r}", P(*box.names)
   if box is not None:
     raise TypeError(
-      f"{where}: cannot read partitioning metadata of type "
+      f"{name}: cannot read partitioning metadata of type "
       f"{type(box).__name__}; allowed: nn.Partitioned, nn.LogicallyPartitioned."
     )
-  # A traced array does not tell where it lies.
-  traced = isinstance(value, jax.core.Tracer)
-  sharding = None if traced else getattr(value, "sharding", None)
+  sharding = None
+  # A traced array has no sharding on devices.
+  if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) and not isinstance(
+    value, jax.core.Tracer
+  ):
+    sharding = value.sharding
   if sharding is None or sharding.is_fully_replicated:
     return "no rule", P()
   if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh == mesh:
     return "its sharding", sharding.spec
   raise ValueError(
-    f"{where} is split over another mesh: {sharding}; allowed: an array on one "
+    f"{name} is split over another mesh: {sharding}; allowed: an array on one "
     f"device, a replicated one, or a NamedSharding on {mesh}."
   )
 
 
-def _of_names(
-  where: str, box: nn.LogicallyPartitioned, rules: Sequence[Any], mesh: Mesh
+def _spec_of_logical_names(
+  leaf_name: str, box: nn.LogicallyPartitioned, rules: Sequence[Any], mesh: Mesh
 ) -> P:
+  """Translates the logical names of a box to mesh axes."""
   names = tuple(box.names)
   known = {name for name, _ in rules}
-  # As in NNX: a name without a rule is that of a mesh axis.
+  # As in NNX, a name without a rule may be that of a mesh axis.
   rules = (*rules, *((a, a) for a in mesh.axis_names if a not in known))
   known |= set(mesh.axis_names)
   for name in names:
     if isinstance(name, str) and name not in known:
       raise ValueError(
-        f"{where} has the logical names {names!r}, and no rule says what "
-        f"{name!r} stands for; allowed: {sorted(known)}, or a rule such as "
+        f"{leaf_name} has the logical names {names!r}, and no rule maps "
+        f"{name!r} to a mesh axis; allowed: {sorted(known)}, or a rule such as "
         f"({name!r}, None) in `rules` or flax.linen.logical_axis_rules."
         f"{checks.did_you_mean(name, known)}"
       )
   try:
     return nn.logical_to_mesh_axes(names, rules)  # type: ignore[return-value]
   except ValueError as e:
-    raise ValueError(f"{where} has the logical names {names!r}: {e}") from e
+    raise ValueError(f"{leaf_name} has the logical names {names!r}: {e}") from e

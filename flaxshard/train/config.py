@@ -153,9 +153,9 @@ def _check_mesh(mesh: Any) -> dict[str, Any]:
         f"config.mesh.{name} must be {allowed}; got {_unwrapped(value)!r}."
       )
   try:
-    rules.from_config(values["rules"])
-  except (TypeError, ValueError) as e:
-    raise ValueError(f"config.mesh.{e}") from e
+    rules.from_config(values["rules"], argument="config.mesh.rules")
+  except TypeError as e:
+    raise ValueError(str(e)) from e
   if values["axes"] and values["logical_devices"] != 1:
     raise ValueError(
       f"config.mesh.logical_devices={values['logical_devices']} must be 1 "

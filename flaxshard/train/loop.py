@@ -30,6 +30,7 @@ from flaxshard.core.policy import Policy
 from flaxshard.data import batching
 from flaxshard.data import sources
 from flaxshard.partitioning import rules as rules_lib
+from flaxshard.partitioning import specs as specs_lib
 from flaxshard.state import describe
 from flaxshard.state import replica_groups
 from flaxshard.state.create import create_train_state
@@ -306,9 +307,10 @@ def _errors_name_field(what: str) -> Iterator[None]:
   """Says which field an error comes from that somebody's code raises."""
   try:
     yield
+  except specs_lib.RuleError as e:
+    # Its message starts with "rules", which the config has in `mesh`.
+    raise ValueError(f"config.mesh.{e}") from e
   except (TypeError, ValueError, ArithmeticError, LookupError) as e:
-    if str(e).startswith("rules"):
-      raise ValueError(f"config.mesh.{e}") from e
     kind = TypeError if isinstance(e, TypeError) else ValueError
     raise kind(f"{what}: {e}") from e
 

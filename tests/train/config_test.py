@@ -321,7 +321,7 @@ def test_bad_fields_of_a_mesh(field, bads):
     (({"name": "fsdp", "min_sise": 3},), "'min_sise'.*Did you mean 'min_size'"),
     (
       ({"name": "fsdp", "min_size": -1},),
-      "min_size must be at least 0, got -1",
+      "min_size must be .* at least 0, got -1",
     ),
   ],
 )

@@ -326,10 +326,10 @@ def test_a_bad_label_in_the_middle_ends_the_run(tmp_path) -> None:
     ({"split": {"input": (1,)}}, r"split.input=\(1,\): a batch has inputs, l"),
     ({**SPATIAL, "logical_devices": 4}, "split.inputs=.* devices, 4, got 8"),
     ({"rules": ("fsdb",)}, r"rules\[0\]: unknown name 'fsdb'"),
-    ({"rules": ("fsdp",)}, "rules: FSDP.* splits nothing"),
+    ({"rules": ("fsdp",)}, "rules: FSDP.* splits no parameter"),
     (
       {"rules": (("kernell", ("replica",)),)},
-      r"rules\[0\]=.*matches nothing.*conv0/kernel.*Did you mean",
+      r"rules\[0\]=.*matches no parameter.*conv0/kernel.*Did you mean",
     ),
     (
       {"rules": (("dense/kernel", (None, "model")),)},
@@ -337,7 +337,7 @@ def test_a_bad_label_in_the_middle_ends_the_run(tmp_path) -> None:
     ),
     (
       {"rules": (("conv0/kernel", ("replica",)),)},
-      r"rules\[0\]=.*dimension 0, of 3, cannot be divided by 8",
+      r"rules\[0\]=.*dimension 0, of size 3, cannot be divided by 8",
     ),
     ({"rules": (3,)}, r"rules\[0\] must be a rule, got 3"),
   ],

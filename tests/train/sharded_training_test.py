@@ -7,7 +7,7 @@ import pytest
 
 import flaxshard as fs
 from flaxshard.models import Transformer
-from flaxshard.partitioning.rules import FSDP
+from flaxshard.partitioning import FSDP
 
 P = jax.sharding.PartitionSpec
 MESH_SHAPE = {"replica": 4, "model": 2}
