@@ -20,6 +20,7 @@ from flaxshard.core import trees
 from flaxshard.state import fields as fields_lib
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
+from flaxshard.wrappers import stack
 
 _log = logging.getLogger(__name__)
 
@@ -137,7 +138,9 @@ def plan(
       the number of replicas; the message names the first path that differs.
   """
   mine = nonempty(state.wrapper_states)
-  able = {base.name_of(w): w for w in state.wrappers if hasattr(w, "restart")}
+  able = {
+    base.name_of(w): w for w in state.wrappers if base.overrides(w, "restart")
+  }
   counts: dict[str, int | None] = {}
   for name in sorted(mine.keys() - saved.keys() - set(elsewhere)):
     begins = ""
@@ -280,12 +283,12 @@ def _restart(
   def make(target: base.Target, saved: dict[str, jax.Array]) -> PyTree:
     saved = {path: x[0] if own[path] else x for path, x in saved.items()}
     wrappers = (wrapper,)
-    first = base.drop_replica_axis(
+    first = stack.drop_replica_axis(
       wrappers,
-      base.init(wrappers, target.params, state.tx, target.collections),
+      stack.init(wrappers, target.params, state.tx, target.collections),
     )
-    new = wrapper.restart(first[name], target, saved)
-    states = base.add_replica_axis(wrappers, {name: new}, num_replicas)
+    new = base.adapt(wrapper).restart(first[name], target, saved)
+    states = stack.add_replica_axis(wrappers, {name: new}, num_replicas)
     new = trees.like(f"wrapper {name!r}: restart", states[name], template)
     # What has its own memory can be donated together with the parameters.
     return trees.own_buffers((target, new))[1]

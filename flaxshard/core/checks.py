@@ -186,12 +186,15 @@ def one_of(argument: str, value: Any, allowed: Iterable[Any]) -> Any:
   )
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(
+  name: str, known: Iterable[str], *, cutoff: float = 0.6
+) -> str:
   """Returns a hint for a misspelled name, for the end of an error message.
 
   Args:
     name: The name that was not found.
     known: The names that exist.
+    cutoff: The least similarity of a name that is suggested, between 0 and 1.
 
   Returns:
     A sentence with a space in front, or "" if no known name is similar.
@@ -200,5 +203,5 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     >>> did_you_mean("dynamc", ["dynamic", "auto"])
     " Did you mean 'dynamic'?"
   """
-  matches = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
+  matches = difflib.get_close_matches(name, list(known), n=2, cutoff=cutoff)
   return f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""

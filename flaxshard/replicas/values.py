@@ -13,6 +13,7 @@ import numpy as np
 
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
 
 PyTree = Any
@@ -74,6 +75,17 @@ class Replicated:
 def is_per_replica(x: Any) -> bool:
   """Whether `x` is a `PerReplica`."""
   return isinstance(x, PerReplica)
+
+
+def has_replica_axis(spec: Any) -> bool:
+  """Returns whether a PartitionSpec makes an array per replica.
+
+  Such an array has a leading axis, one row for each replica, sharded over
+  `"replica"`.
+  """
+  # Anything else than a PartitionSpec is refused when the state is placed.
+  entries = (*spec, None) if isinstance(spec, P) else (None,)
+  return mesh_lib.REPLICA in specs_lib.axes_of(entries[0])
 
 
 def has_per_replica(tree: PyTree) -> bool:

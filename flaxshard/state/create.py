@@ -26,6 +26,7 @@ from flaxshard.state import nnx_adapter
 from flaxshard.state import sharding as sharding_lib
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
+from flaxshard.wrappers import stack
 
 PyTree = Any
 
@@ -131,7 +132,7 @@ def _create_eagerly(
   return TrainState.create(
     apply_fn=apply_fn,
     tx=tx,
-    wrappers=base.with_policy(wrappers, _policy_of(model)),
+    wrappers=stack.with_policy(wrappers, _policy_of(model)),
     # `nn.meta.unbox` applies sharding constraints of a mesh in the context.
     **nn.meta.unbox(variables),
   )
@@ -214,7 +215,7 @@ def plan_creation(
       )
     )
     arg_shardings = sharding_lib.shardings_of(arg_specs, mesh)
-  wrappers = base.with_policy(wrappers, init.policy)
+  wrappers = stack.with_policy(wrappers, init.policy)
   num_replicas = sharding_lib.check_replicas(mesh, wrappers)
   static_fields = dict(apply_fn=init.apply_fn, tx=tx, wrappers=wrappers)
 
@@ -224,8 +225,8 @@ def plan_creation(
     fields = {n: getattr(state, n) for n in fields_lib.data_names(state)}
     if wrappers:
       # Created without a strategy, the states are those of one replica.
-      single = base.drop_replica_axis(wrappers, state.wrapper_states)
-      fields["wrapper_states"] = base.add_replica_axis(
+      single = stack.drop_replica_axis(wrappers, state.wrapper_states)
+      fields["wrapper_states"] = stack.add_replica_axis(
         wrappers, single, num_replicas
       )
     return trees.own_buffers(fields)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
-from flaxshard.wrappers import base
+from flaxshard.wrappers import stack
 
 PyTree = Any
 
@@ -28,7 +28,7 @@ def note(state: PyTree) -> str | None:
   Args:
     state: A TrainState.
   """
-  return base.divergence(getattr(state, "wrappers", ()))
+  return stack.divergence(getattr(state, "wrappers", ()))
 
 
 def of_first_replica(state: PyTree) -> PyTree:

@@ -18,6 +18,7 @@ from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.wrappers import base
+from flaxshard.wrappers import stack
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
@@ -47,7 +48,7 @@ def check_replicas(
   if mesh is None:  # where the state will be used, nobody knows
     return 1
   num_replicas = mesh.shape[mesh_lib.REPLICA]
-  base.check_replicas(wrappers, num_replicas)
+  stack.check_replicas(wrappers, num_replicas)
   return num_replicas
 
 

@@ -23,6 +23,7 @@ from flaxshard.replicas import values
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import sharding as sharding_lib
 from flaxshard.wrappers import base
+from flaxshard.wrappers import stack
 
 PyTree = Any
 
@@ -149,7 +150,9 @@ class TrainState(flax_train_state.TrainState):
       unscaled. Leaves of `params` that are not floating-point have the gradient
       None.
     """
-    params = base.working_params(self.wrappers, self._own_states(), self.params)
+    params = stack.working_params(
+      self.wrappers, self._own_states(), self.params
+    )
     # Integer leaves would be refused; asking for it changes nothing else.
     allow_int = any(
       not jnp.issubdtype(jnp.result_type(p), jnp.inexact)
@@ -181,17 +184,17 @@ class TrainState(flax_train_state.TrainState):
 
   def scale_loss(self, loss: jax.Array) -> jax.Array:
     """Returns the loss to differentiate, for a gradient taken by hand."""
-    return base.scale_loss(self.wrappers, self._own_states(), loss)
+    return stack.scale_loss(self.wrappers, self._own_states(), loss)
 
   def unscale_gradients(self, grads: PyTree) -> PyTree:
     """Undoes `scale_loss` on the gradients of a scaled loss."""
-    return base.unscale_gradients(self.wrappers, self._own_states(), grads)
+    return stack.unscale_gradients(self.wrappers, self._own_states(), grads)
 
   def _own_states(self) -> dict[str, PyTree]:
     """Returns the states of the wrappers as one replica has them."""
     if not self.wrappers or replica_context.get_replica_context() is not None:
       return dict(self.wrapper_states)
-    return base.drop_replica_axis(self.wrappers, self.wrapper_states)
+    return stack.drop_replica_axis(self.wrappers, self.wrapper_states)
 
   def apply_gradients(
     self,
@@ -236,7 +239,7 @@ class TrainState(flax_train_state.TrainState):
     if skip_gradients_aggregation:
       with replica_context.gradients_already_reduced(by_user=True):
         return self._apply(grads, replaced)
-    if base.reduces_gradients(self.wrappers):
+    if stack.reduces_gradients(self.wrappers):
       return self._apply(grads, replaced)
     # Before the wrappers: reduced gradients carry one replica's NaN to all.
     grads = replica_context.reduce_gradients("mean", grads)
@@ -256,7 +259,7 @@ class TrainState(flax_train_state.TrainState):
       lambda x: (
         x
         if values.is_per_replica(x)
-        else base.reduce_collection(self.wrappers, x)
+        else stack.reduce_collection(self.wrappers, x)
       ),
       jax.tree.unflatten(outside, leaves),
       is_leaf=values.is_per_replica,
@@ -298,7 +301,7 @@ class TrainState(flax_train_state.TrainState):
         collections=collections,
       )
 
-    target = base.apply(
+    target = stack.apply(
       self.wrappers,
       base.Target(
         jnp.asarray(self.step, jnp.int32),
@@ -312,7 +315,7 @@ class TrainState(flax_train_state.TrainState):
     )
     states = target.wrapper_states
     if replica_context.get_replica_context() is None:
-      states = base.add_replica_axis(self.wrappers, states)
+      states = stack.add_replica_axis(self.wrappers, states)
     return self.replace(
       step=target.step,
       params=target.params,
@@ -321,6 +324,26 @@ class TrainState(flax_train_state.TrainState):
       **target.collections,
       **static,
     )
+
+  def metrics(self) -> dict[str, jax.Array]:
+    """Returns the wrappers' metrics, for a training loop to log.
+
+    A subclass or a model may have a field or collection of the name `metrics`;
+    it hides this method.
+
+    Returns:
+      Scalar arrays by name: `loss_scale` (float32) and `skipped_steps` (int32)
+      of `LossScale`, `commits` (int32) of `AGN`. Empty without wrappers.
+
+    Example:
+      >>> import flaxshard as fs
+      >>> state = fs.TrainState.create(
+      ...     apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1),
+      ...     wrappers=[fs.LossScale("dynamic")])
+      >>> {name: float(x) for name, x in state.metrics().items()}
+      {'loss_scale': 32768.0, 'skipped_steps': 0.0}
+    """
+    return stack.metrics(self.wrappers, self.wrapper_states)
 
   def without_wrappers(self) -> TrainState:
     """Returns the state that a plain Flax program would have here.
@@ -380,7 +403,7 @@ def _init(
   )
   if wrappers:
     collections = {k: v for k, v in given.items() if k != "params"}
-    made["wrapper_states"] = base.init(
+    made["wrapper_states"] = stack.init(
       wrappers, params, tx, collections, num_replicas
     )
   return made

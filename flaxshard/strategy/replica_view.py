@@ -20,6 +20,7 @@ from flaxshard.replicas.values import PerReplica
 from flaxshard.replicas.values import Replicated
 from flaxshard.state import fields as fields_lib
 from flaxshard.wrappers import base
+from flaxshard.wrappers import stack
 
 PyTree = Any
 
@@ -119,7 +120,9 @@ def _wrapper_states_to_local(state: Any) -> Any:
   wrappers = getattr(state, "wrappers", ())
   if not wrappers:
     return state
-  return _swapped(state, base.drop_replica_axis(wrappers, state.wrapper_states))
+  return _swapped(
+    state, stack.drop_replica_axis(wrappers, state.wrapper_states)
+  )
 
 
 def _wrapper_states_to_global(state: Any) -> Any:
@@ -129,13 +132,13 @@ def _wrapper_states_to_global(state: Any) -> Any:
     return state
   state = _swapped(state, state.wrapper_states)
   return state.replace(
-    wrapper_states=base.add_replica_axis(wrappers, state.wrapper_states)
+    wrapper_states=stack.add_replica_axis(wrappers, state.wrapper_states)
   )
 
 
 def _swapped(state: Any, states: Mapping[str, PyTree]) -> Any:
   """Puts a replica's own collections for the others, or back."""
-  if not any(hasattr(w, "swap_collections") for w in state.wrappers):
+  if not any(base.overrides(w, "swap_collections") for w in state.wrappers):
     return state.replace(wrapper_states=states)
   own = ("step", "params", "opt_state", "wrapper_states")
   names = [n for n in fields_lib.data_names(state) if n not in own]
@@ -146,7 +149,7 @@ def _swapped(state: Any, states: Mapping[str, PyTree]) -> Any:
         f"run: TrainState.{name} is a PerReplica; a wrapper of the state keeps "
         "what each replica has of it already."
       )
-  states, collections = base.swap_collections(
+  states, collections = stack.swap_collections(
     state.wrappers, states, collections
   )
   return state.replace(wrapper_states=states, **collections)

@@ -23,7 +23,7 @@ from flaxshard.replicas.values import is_per_replica
 from flaxshard.replicas.values import Replicated
 from flaxshard.strategy import replica_view
 from flaxshard.strategy import replication_check
-from flaxshard.wrappers import base
+from flaxshard.wrappers import stack
 
 PyTree = Any
 
@@ -256,11 +256,11 @@ def _check_wrappers(mesh: jax.sharding.Mesh, tree: PyTree) -> None:
   """Raises where the wrappers of a TrainState, of shardings, cannot run."""
   for state in jax.tree.leaves(tree, is_leaf=replica_view.is_state):
     wrappers = getattr(state, "wrappers", ())
-    base.check_replicas(wrappers, mesh.shape[mesh_lib.REPLICA])
-    note = base.divergence(wrappers)
+    stack.check_replicas(wrappers, mesh.shape[mesh_lib.REPLICA])
+    note = stack.divergence(wrappers)
     if note is not None:
       note = f"which groups that differ cannot be. {note}"
-    elif any(getattr(w, "local_updates", False) for w in wrappers):
+    elif stack.has_local_updates(wrappers):
       note = (
         "and would be gathered at every step, where replicas that step alone "
         "have nothing to communicate. Split over logical axes."

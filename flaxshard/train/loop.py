@@ -44,7 +44,7 @@ from flaxshard.train import setup
 from flaxshard.train import steps
 from flaxshard.train import timer as timer_lib
 from flaxshard.train import workdir as workdir_lib
-from flaxshard.wrappers import base
+from flaxshard.wrappers import stack as wrapper_stack
 
 _log = logging.getLogger(__name__)
 
@@ -325,7 +325,7 @@ def _compile(lowered: Any) -> None:
 def _train_row(
   state: TrainState, progress: steps.Progress, schedule: Any
 ) -> dict[str, float | int | None]:
-  logged = base.metrics(state.wrappers, state.wrapper_states)
+  logged = wrapper_stack.metrics(state.wrappers, state.wrapper_states)
   with np.errstate(invalid="ignore"):  # no step applied: no loss to average
     row = {f"train_{k}": v for k, v in progress.metrics.compute().items()}
   # Of the last update that was applied.

@@ -23,6 +23,7 @@ from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.train import steps
 from flaxshard.wrappers import base
+from flaxshard.wrappers import stack
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def create_strategy(config: Any) -> Strategy:
 
 def _check_wrappers(config: Any, replicas: int) -> None:
   made = wrappers.from_config(config.wrappers)
-  reducing = [base.name_of(w) for w in made if base.reduces_gradients((w,))]
+  reducing = [base.name_of(w) for w in made if stack.reduces_gradients((w,))]
   if replicas > 1 and reducing and not config.mesh.per_replica:
     raise ValueError(
       f"config.wrappers: {', '.join(reducing)} reduces the gradients of "
@@ -89,7 +90,7 @@ def _check_wrappers(config: Any, replicas: int) -> None:
   with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # they come again when the state is made
     try:
-      base.check_replicas(made, replicas)
+      stack.check_replicas(made, replicas)
     except ValueError as e:
       raise ValueError(f"config.wrappers: {e}") from e
 

@@ -18,7 +18,7 @@ from flaxshard.replicas import values
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import nnx_adapter
 from flaxshard.state.train_state import TrainState
-from flaxshard.wrappers import base
+from flaxshard.wrappers import stack
 
 Batch = Mapping[str, jax.Array]
 
@@ -154,8 +154,8 @@ def bad_paths(state: TrainState, progress: Progress) -> list[str]:
 def _working_params(state: TrainState) -> Any:
   states = state.wrapper_states
   if replica_context.get_replica_context() is None:
-    states = base.drop_replica_axis(state.wrappers, states)
-  return base.working_params(state.wrappers, states, state.params)
+    states = stack.drop_replica_axis(state.wrappers, states)
+  return stack.working_params(state.wrappers, states, state.params)
 
 
 def _apply(

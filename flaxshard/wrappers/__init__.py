@@ -1,7 +1,8 @@
-"""Wrappers around the optimizer: the protocol, and those that exist."""
+"""Wrappers around loss, gradients and update: the base class and built-ins."""
 
 from flaxshard.wrappers.agn import AGN
 from flaxshard.wrappers.agn import AGNState
+from flaxshard.wrappers.base import Base
 from flaxshard.wrappers.base import Next
 from flaxshard.wrappers.base import Target
 from flaxshard.wrappers.base import Wrapper
@@ -16,6 +17,7 @@ from flaxshard.wrappers.loss_scale import LossScaleState
 __all__ = [
   "AGN",
   "AGNState",
+  "Base",
   "CrossShard",
   "DynamicLossScale",
   "FixedLossScale",

@@ -9,6 +9,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 
+from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
@@ -16,7 +17,6 @@ from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import values
 from flaxshard.wrappers import agn_commit as commits
-from flaxshard.wrappers import arguments
 from flaxshard.wrappers import base
 from flaxshard.wrappers.agn_commit import ModelState
 
@@ -56,7 +56,7 @@ class AGNState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class AGN:
+class AGN(base.Base):
   """Accumulated gradient normalization: local steps, rare commits.
 
   Every replica steps on a copy of the parameters of its own, with slots of its
@@ -124,8 +124,8 @@ class AGN:
 
   def __post_init__(self) -> None:
     period = self.communication_period
-    arguments.check_count("AGN: communication_period", period)
-    object.__setattr__(self, "communication_period", int(period))
+    period = checks.integer("AGN: communication_period", period, minimum=1)
+    object.__setattr__(self, "communication_period", period)
     if self.commit not in ("sequential", "mean", "sum"):
       raise ValueError(
         f"AGN: commit={self.commit!r}; allowed: 'sequential', 'mean', 'sum'."
@@ -237,16 +237,6 @@ class AGN:
     """Returns this replica's parameters."""
     del params
     return state.local_params
-
-  def scale_loss(self, state: AGNState, loss: jax.Array) -> jax.Array:
-    """Returns the loss as it is."""
-    del state
-    return loss
-
-  def unscale_gradients(self, state: AGNState, grads: PyTree) -> PyTree:
-    """Returns the gradients as they are."""
-    del state
-    return grads
 
   def reduce_collection(self, x: jax.Array) -> jax.Array:
     """Returns a replica's statistics as they are, until they are committed."""

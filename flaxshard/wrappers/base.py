@@ -1,35 +1,43 @@
-"""The wrapper protocol, and the stack that a TrainState carries.
+"""The interface of wrappers: the base class `Base` and the protocol `Wrapper`.
 
 A wrapper changes how a loss becomes gradients and how gradients become
-parameters. It is a frozen dataclass of hyper-parameters; its state is a pytree
-in `TrainState.wrapper_states`. When gradients are applied a wrapper is handed
-`next`, the apply inside it, and decides when and on what to call it, as the
-optimizer wrappers of TensorFlow call `self._opt.apply_gradients`.
+parameters. It is a frozen dataclass of hyper-parameters. Its state is a pytree
+in `TrainState.wrapper_states`. `apply` receives `next`, which applies gradients
+through the wrappers inside and the optimizer. The wrapper decides when to call
+`next`, and with which gradients, as the optimizer wrappers of TensorFlow call
+`self._opt.apply_gradients`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
 import dataclasses
-import functools
+import inspect
 import re
-import types
-from typing import Any, NamedTuple, Protocol, runtime_checkable
-import warnings
+from typing import (
+  Any,
+  ClassVar,
+  NamedTuple,
+  Protocol,
+  runtime_checkable,
+  Self,
+)
 
 import jax
-import jax.numpy as jnp
 
-from flaxshard.core import trees
-from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import specs as specs_lib
+from flaxshard.core import checks
+from flaxshard.core.policy import Policy
 from flaxshard.replicas import context as replica_context
+from flaxshard.replicas import values
 
 PyTree = Any
 
+# A name that is at least this similar to a hook counts as a misspelling of it.
+_MISSPELT = 0.8
+
 
 class Target(NamedTuple):
-  """What one apply may change: a train state without its static parts.
+  """The part of a train state that an update may change.
 
   Attributes:
     step: int32 scalar, the number of updates applied.
@@ -51,74 +59,247 @@ Next = Callable[[Target, PyTree], Target]
 
 @runtime_checkable
 class Wrapper(Protocol):
-  """The protocol of a wrapper: a frozen, hashable dataclass with these methods.
+  """The six methods that every wrapper has.
 
-  Its name, the key of its state, is its attribute `name` if it has one, else
-  its class name in snake case (`LossScale` → `loss_scale`). It may also have
-  `metrics(state)`, a dict of scalars that the training loop logs, and
-  `reduces_gradients = True`: then gradients come to it as each replica's own,
-  where otherwise they are averaged over the replicas before any wrapper. Such a
-  wrapper may have `reduce_collection(x)` for the new values of collections,
-  which otherwise are averaged too. With `local_updates = True` what is applied
-  inside of it is one replica's own, and no wrapper there may reduce.
-
-  It may have `init_collections(state, collections)`, which gets the state's
-  other collections when it is made and returns the wrapper's state, and
-  `swap_collections(state, collections)`, which is called when `Strategy.run`
-  begins and ends, and returns both: what a replica sees are its own then.
-
-  `restart(state, target, saved)` is for a checkpoint without a state of the
-  wrapper, or with one of another number of replicas: from a first state, what
-  was restored, and what the checkpoint has for any number of replicas, by path
-  (what they share, and the scalars of the first), it makes the state to go on
-  with.
-
-  All methods see one replica's own state. Where its `partition_specs` begins
-  with "replica", each replica has its own of a leaf: the state that lies in a
-  TrainState then has the replicas as the first dimension.
-  `check_replicas(num_replicas)`, if there is one, is called before a state is
-  made for that many. `divergence()` returns a sentence where groups of replicas
-  come to differ in what a TrainState has once for all, else None.
+  Inherit from `Base`, which has a default for each of them and for every
+  optional hook. A class that does not inherit must define all six methods. It
+  may also define any of the optional hooks of `Base`, with the same signatures.
+  It must be hashable.
 
   Example:
-    >>> @dataclasses.dataclass(frozen=True)
-    ... class SignGradients:
-    ...   def init(self, params, tx): return ()
-    ...   def working_params(self, state, params): return params
-    ...   def scale_loss(self, state, loss): return loss
-    ...   def unscale_gradients(self, state, grads): return grads
-    ...   def apply(self, state, target, grads, next):
-    ...     return next(target, jax.tree.map(jax.numpy.sign, grads)), state
-    ...   def partition_specs(self, state): return ()
-    >>> isinstance(SignGradients(), Wrapper)
+    >>> isinstance(Base(), Wrapper)
     True
   """
 
   def init(self, params: PyTree, tx: Any) -> PyTree:
-    """Returns the wrapper's first state."""
+    """See `Base.init`."""
     ...
 
   def working_params(self, state: PyTree, params: PyTree) -> PyTree:
-    """Returns the parameters that the loss is differentiated at."""
+    """See `Base.working_params`."""
     ...
 
   def scale_loss(self, state: PyTree, loss: jax.Array) -> jax.Array:
-    """Returns the loss that is differentiated."""
+    """See `Base.scale_loss`."""
     ...
 
   def unscale_gradients(self, state: PyTree, grads: PyTree) -> PyTree:
-    """Returns the gradients of the loss as the user wrote it."""
+    """See `Base.unscale_gradients`."""
     ...
 
   def apply(
     self, state: PyTree, target: Target, grads: PyTree, next: Next
   ) -> tuple[Target, PyTree]:
-    """Applies gradients by way of `next`; returns the target and the state."""
+    """See `Base.apply`."""
     ...
 
   def partition_specs(self, state: PyTree) -> PyTree:
-    """Returns a tree like `state`: a PartitionSpec for each leaf."""
+    """See `Base.partition_specs`."""
     ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+  """A wrapper that changes nothing: override the methods that you need.
+
+  Subclass it as a frozen dataclass whose fields are the hyper-parameters. The
+  key of its state in `TrainState.wrapper_states` is the class attribute `name`
+  if there is one, else the class name in snake case (`LossScale` becomes
+  `loss_scale`).
+
+  A public attribute of a subclass whose name is almost that of a hook, such as
+  `reduces_gradient`, is a TypeError when the class is defined.
+
+  A leaf of a wrapper's state is replicated or per replica. `partition_specs`
+  says which. In a TrainState a per-replica leaf has a leading axis, one row for
+  each replica, sharded over `"replica"`. Inside the methods below that axis is
+  gone: they see the state of one replica.
+
+  Attributes:
+    reduces_gradients: Class attribute. True: the wrapper reduces the gradients
+      over the replicas itself, and receives each replica's own gradients.
+      False: gradients are averaged over the replicas before any wrapper.
+    local_updates: Class attribute. True: the updates applied inside this
+      wrapper belong to one replica, so no wrapper inside may reduce gradients.
+
+  Raises:
+    TypeError: On subclassing, if an attribute is a misspelt hook.
+
+  Example:
+    >>> import flaxshard as fs, jax.numpy as jnp, optax
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class SignGradients(fs.wrappers.Base):
+    ...   def apply(self, state, target, grads, next):
+    ...     return next(target, jax.tree.map(jnp.sign, grads)), state
+    >>> state = fs.TrainState.create(
+    ...     apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(0.25),
+    ...     wrappers=[SignGradients()])
+    >>> float(state.apply_gradients(grads={"w": jnp.float32(8)}).params["w"])
+    0.75
+  """
+
+  reduces_gradients: ClassVar[bool] = False
+  local_updates: ClassVar[bool] = False
+
+  def __init_subclass__(cls, **kwargs: Any) -> None:
+    super().__init_subclass__(**kwargs)
+    # A field without a default is an annotation only, no class attribute.
+    _check_spelling(cls.__name__, {*vars(cls), *inspect.get_annotations(cls)})
+
+  # -- The way of a step: from parameters to gradients to an update.
+
+  def init(self, params: PyTree, tx: Any) -> PyTree:
+    """Returns the first state of the wrapper: `()`, nothing to remember.
+
+    Args:
+      params: The parameters.
+      tx: The optax optimizer.
+    """
+    del params, tx
+    return ()
+
+  def working_params(self, state: PyTree, params: PyTree) -> PyTree:
+    """Returns the parameters at which the loss is differentiated: `params`."""
+    del state
+    return params
+
+  def scale_loss(self, state: PyTree, loss: jax.Array) -> jax.Array:
+    """Returns the scalar loss that is differentiated: `loss`."""
+    del state
+    return loss
+
+  def unscale_gradients(self, state: PyTree, grads: PyTree) -> PyTree:
+    """Undoes `scale_loss` on gradients: returns `grads`."""
+    del state
+    return grads
+
+  def apply(
+    self, state: PyTree, target: Target, grads: PyTree, next: Next
+  ) -> tuple[Target, PyTree]:
+    """Applies gradients: calls `next` with them.
+
+    Args:
+      state: The wrapper's state.
+      target: The part of the train state that the update may change.
+      grads: Unscaled gradients like the parameters; None where there is none.
+      next: Applies gradients through the inner wrappers and the optimizer. It
+        takes a target and gradients and returns the new target.
+
+    Returns:
+      The new target, and the wrapper's new state.
+    """
+    return next(target, grads), state
+
+  def partition_specs(self, state: PyTree) -> PyTree:
+    """Returns a PartitionSpec for each leaf of `state`: all replicated.
+
+    A spec that begins with `"replica"` makes the leaf per replica.
+    """
+    return jax.tree.map(lambda _: jax.P(), state)
+
+  # -- Other collections, such as batch statistics.
+
+  def init_collections(
+    self, state: PyTree, collections: dict[str, PyTree]
+  ) -> PyTree:
+    """Returns the first state, given the collections: `state` as it is.
+
+    Args:
+      state: The result of `init`.
+      collections: The other collections of the train state, by name.
+    """
+    del collections
+    return state
+
+  def swap_collections(
+    self, state: PyTree, collections: dict[str, PyTree]
+  ) -> tuple[PyTree, dict[str, PyTree]]:
+    """Exchanges the train state's collections for a replica's own ones.
+
+    `Strategy.run` calls it when it begins and again when it ends, so that a
+    replica sees the collections that the wrapper keeps for it.
+
+    Returns:
+      The state and the collections, exchanged. The default keeps both.
+    """
+    return state, collections
+
+  def reduce_collection(self, x: jax.Array) -> jax.Array:
+    """Reduces one array of a collection over the replicas.
+
+    Where several wrappers override it, each is called in turn, outermost first.
+
+    Args:
+      x: This replica's new value.
+
+    Returns:
+      The value to go on with. The default: the mean of floating-point arrays,
+      the first replica's value of others.
+    """
+    return replica_context.mean_collection(x)
+
+  # -- Before training, and at a restore.
+
+  def with_policy(self, policy: Policy) -> Self:
+    """Returns the wrapper for a model of that precision policy: itself."""
+    del policy
+    return self
+
+  def check_replicas(self, num_replicas: int) -> None:
+    """Raises or warns if the wrapper does not fit that many replicas."""
+    del num_replicas
+
+  def divergence(self) -> str | None:
+    """Returns a sentence if groups of replicas get different parameters.
+
+    None, the default, says that all replicas hold the same ones.
+    """
+    return None
+
+  def restart(
+    self, state: PyTree, target: Target, saved: dict[str, jax.Array]
+  ) -> PyTree:
+    """Makes a state from a checkpoint that has none for so many replicas.
+
+    Args:
+      state: A first state.
+      target: The restored parameters, optimizer state and collections.
+      saved: The saved leaves that do not depend on the number of replicas, by
+        path: the replicated ones, and the first replica's scalars. Empty if the
+        checkpoint has no state of this wrapper.
+
+    Returns:
+      The state to go on with. The default: the first state. Without an
+      override, a checkpoint for another number of replicas is an error.
+    """
+    del target, saved
+    return state
+
+  # -- For the training loop.
+
+  def metrics(self, state: PyTree) -> dict[str, jax.Array]:
+    """Returns scalars to log, by name: none."""
+    del state
+    return {}
+
+  def warning(
+    self, previous: Mapping[str, float] | None, current: Mapping[str, float]
+  ) -> str | None:
+    """Returns a warning to log, if the metrics show that training goes wrong.
+
+    Args:
+      previous: The metrics of the wrappers when they were last logged, by
+        name; None the first time.
+      current: The metrics now.
+
+    Returns:
+      A message; None, the default, if there is nothing to report.
+    """
+    del previous, current
+    return None
+
+
+_HOOKS = frozenset(name for name in vars(Base) if not name.startswith("_"))
 
 
 def name_of(wrapper: Wrapper | type) -> str:
@@ -128,12 +309,38 @@ def name_of(wrapper: Wrapper | type) -> str:
   return getattr(wrapper, "name", snake)
 
 
+def adapt(wrapper: Wrapper) -> Base:
+  """Returns a `Base` with the hooks of a wrapper.
+
+  This is the one place that looks at the attributes of a wrapper that does not
+  inherit from `Base`.
+  """
+  if isinstance(wrapper, Base):
+    return wrapper
+  adapted = Base()
+  for name in _HOOKS & set(dir(wrapper)):
+    # An attribute of the instance hides the default of the class.
+    object.__setattr__(adapted, name, getattr(wrapper, name))
+  return adapted
+
+
+def overrides(wrapper: Wrapper, hook: str) -> bool:
+  """Returns whether a wrapper has an own version of a hook of `Base`."""
+  own = getattr(adapt(wrapper), hook)
+  return getattr(own, "__func__", own) is not getattr(Base, hook)
+
+
 def check(wrappers: Iterable[Wrapper]) -> tuple[Wrapper, ...]:
-  """Checks a list of wrappers, outermost first, and returns it as a tuple.
+  """Checks wrappers and returns them as a tuple.
+
+  Args:
+    wrappers: A sequence of wrappers, outermost first.
 
   Raises:
-    TypeError: An entry is not a wrapper, or cannot be hashed.
-    ValueError: The same wrapper twice.
+    TypeError: An entry is not a wrapper, has a misspelt hook, or cannot be
+      hashed.
+    ValueError: The same wrapper is given twice, or a wrapper reduces gradients
+      inside one that keeps them local.
   """
   unordered = isinstance(wrappers, (str, Mapping, Set))
   if unordered or not isinstance(wrappers, Iterable):
@@ -144,257 +351,76 @@ def check(wrappers: Iterable[Wrapper]) -> tuple[Wrapper, ...]:
   wrappers = tuple(wrappers)
   names: list[str] = []
   for i, wrapper in enumerate(wrappers):
-    if isinstance(wrapper, type) or not isinstance(wrapper, Wrapper):
-      methods = [m for m in vars(Wrapper) if not m.startswith("_")]
-      missing = [m for m in methods if not hasattr(wrapper, m)]
-      raise TypeError(
-        f"wrappers[{i}] must be an instance of a wrapper, got {wrapper!r}"
-        + (f", which has no {', '.join(missing)}." if missing else ".")
-      )
-    try:
-      hash(wrapper)
-    except TypeError as e:
-      raise TypeError(
-        f"wrappers[{i}]={wrapper!r} must be hashable: a frozen dataclass of "
-        f"plain numbers and strings, without arrays ({e})."
-      ) from e
-    if name_of(wrapper) in names:
+    _check_wrapper(f"wrappers[{i}]", wrapper)
+    name = name_of(wrapper)
+    if name in names:
       raise ValueError(
-        f"wrappers[{i}]: {name_of(wrapper)!r} is given twice; "
+        f"wrappers[{i}]: {name!r} is given twice; "
         f"got {[name_of(w) for w in wrappers]}."
       )
-    names.append(name_of(wrapper))
-    outer = [w for w in wrappers[:i] if getattr(w, "local_updates", False)]
-    if outer and getattr(wrapper, "reduces_gradients", False):
+    names.append(name)
+    outer = [w for w in wrappers[:i] if adapt(w).local_updates]
+    if outer and adapt(wrapper).reduces_gradients:
       raise ValueError(
-        f"wrappers[{i}]: {names[-1]!r} reduces gradients over replicas, which "
-        f"{name_of(outer[0])!r} around it keeps local; put it before."
+        f"wrappers[{i}]: {name!r} reduces gradients over replicas, but "
+        f"{name_of(outer[0])!r} around it keeps them local; put {name!r} first."
       )
   return wrappers
 
 
-def with_policy(wrappers: tuple[Wrapper, ...], policy: Any) -> tuple:
-  """Gives `policy` to the wrappers that have such a field and left it open."""
-  if policy is None:
-    return wrappers
-  return tuple(
-    dataclasses.replace(w, policy=policy)  # type: ignore[type-var]
-    if getattr(w, "policy", policy) is None
-    else w
-    for w in wrappers
-  )
-
-
-def reduces_gradients(wrappers: tuple[Wrapper, ...]) -> bool:
-  """Whether a wrapper takes the reduction over replicas on itself."""
-  return any(getattr(w, "reduces_gradients", False) for w in wrappers)
-
-
-def per_replica_mask(wrapper: Wrapper, state: PyTree) -> list[bool]:
-  """Returns which leaves of a wrapper's state replicas have their own of."""
-  return [has_replica_axis(spec) for spec in partition_specs(wrapper, state)]
-
-
-def reduce_collection(wrappers: tuple[Wrapper, ...], x: jax.Array) -> jax.Array:
-  """Makes an array of a collection what the replicas are to go on with."""
-  reductions = [
-    w.reduce_collection for w in wrappers if hasattr(w, "reduce_collection")
-  ]
-  for reduce in reductions or [replica_context.mean_collection]:
-    x = reduce(x)
-  return x
-
-
-def check_replicas(wrappers: tuple[Wrapper, ...], num_replicas: int) -> None:
-  """Raises, or warns, where wrappers do not fit that many replicas."""
-  for w in wrappers:
-    if hasattr(w, "check_replicas"):
-      w.check_replicas(num_replicas)
-  note = divergence(wrappers)
-  if note:
-    warnings.warn(note, UserWarning, stacklevel=2)
-
-
-def divergence(wrappers: tuple[Wrapper, ...]) -> str | None:
-  """Returns what wrappers tell of replicas that differ; None: they agree."""
-  if any(getattr(w, "local_updates", False) for w in wrappers):
-    return None  # what all have together is reduced over all
-  notes = [w.divergence() for w in wrappers if hasattr(w, "divergence")]
-  return " ".join(filter(None, notes)) or None
-
-
-def partition_specs(wrapper: Wrapper, state: PyTree) -> list[Any]:
-  """Returns the spec of each leaf of a wrapper's state."""
-  given = wrapper.partition_specs(state)
-  treedef: Any = jax.tree.structure(state)
+def _check_wrapper(where: str, wrapper: Any) -> None:
+  """Raises a TypeError unless a value is a hashable wrapper."""
+  if isinstance(wrapper, type) or not isinstance(wrapper, Wrapper):
+    methods = [m for m in vars(Wrapper) if not m.startswith("_")]
+    missing = [m for m in methods if m not in dir(wrapper)]
+    raise TypeError(
+      f"{where} must be an instance of a wrapper, got {wrapper!r}"
+      + (f", which has no {', '.join(missing)}." if missing else ".")
+    )
+  if not isinstance(wrapper, Base):
+    _check_spelling(f"{where}, a {type(wrapper).__name__}", dir(wrapper))
   try:
-    return treedef.flatten_up_to(given)
-  except ValueError as e:
-    raise ValueError(
-      f"wrapper {name_of(wrapper)!r}: partition_specs must return a tree like "
-      f"the state, with a PartitionSpec for each leaf, got {given!r}."
+    hash(wrapper)
+  except TypeError as e:
+    # Wrappers are static fields of the state: jit compares them by hash.
+    raise TypeError(
+      f"{where}={wrapper!r} must be hashable: a frozen dataclass of "
+      f"plain numbers and strings, without arrays ({e})."
     ) from e
 
 
-def has_replica_axis(spec: Any) -> bool:
-  """Whether a leaf of that spec has the replicas as its first dimension."""
-  # What is no PartitionSpec is refused where the state is placed.
-  entries = (*spec, None) if isinstance(spec, jax.P) else (None,)
-  return mesh_lib.REPLICA in specs_lib.axes_of(entries[0])
+def _check_spelling(where: str, names: Iterable[str]) -> None:
+  """Raises a TypeError if a public name is almost that of a hook."""
+  for name in names:
+    if name.startswith("_") or name in _HOOKS:
+      continue
+    hint = checks.did_you_mean(name, _HOOKS, cutoff=_MISSPELT)
+    if hint:
+      raise TypeError(
+        f"{where}: {name!r} is not a hook of a wrapper.{hint} Begin the name "
+        "of a helper with an underscore."
+      )
 
 
-def init(
-  wrappers: tuple[Wrapper, ...],
-  params: PyTree,
-  tx: Any,
-  collections: Mapping[str, PyTree] = types.MappingProxyType({}),
-  num_replicas: int = 1,
-) -> dict[str, PyTree]:
-  """Returns the first states of a stack, by wrapper name.
-
-  Args:
-    wrappers: The stack.
-    params: The parameters.
-    tx: The optimizer.
-    collections: The other collections of the train state, by name.
-    num_replicas: How many replicas there are.
-  """
-  states = {}
-  for w in wrappers:
-    state = w.init(params, tx)
-    if hasattr(w, "init_collections"):
-      state = w.init_collections(state, dict(collections))
-    states[name_of(w)] = state
-  return add_replica_axis(wrappers, states, num_replicas)
-
-
-def add_replica_axis(
-  wrappers: tuple[Wrapper, ...],
-  states: Mapping[str, PyTree],
-  num_replicas: int = 1,
-) -> dict[str, PyTree]:
-  """Gives what replicas have their own of a first dimension for them."""
-  return _map_per_replica(
-    lambda path, x: jnp.broadcast_to(x, (num_replicas, *x.shape)),
-    wrappers,
-    states,
-  )
-
-
-def drop_replica_axis(
-  wrappers: tuple[Wrapper, ...], states: Mapping[str, PyTree]
-) -> dict[str, PyTree]:
-  """Undoes `add_replica_axis` for one replica.
+def partition_specs(wrapper: Wrapper, state: PyTree) -> list[jax.P]:
+  """Returns the PartitionSpec of each leaf of a wrapper's state.
 
   Raises:
-    ValueError: The states are of several.
+    ValueError: The wrapper's `partition_specs` returns another structure.
   """
-
-  def one(path: str, x: jax.Array) -> jax.Array:
-    if x.shape[:1] != (1,):
-      raise ValueError(
-        f"wrapper_states[{path}] is of {x.shape[0]} replicas, each of which "
-        "takes a step of its own: take it in Strategy.run."
-      )
-    return x[0]
-
-  return _map_per_replica(one, wrappers, states)
-
-
-def _map_per_replica(
-  fn: Callable[[str, jax.Array], jax.Array],
-  wrappers: tuple[Wrapper, ...],
-  states: Mapping[str, PyTree],
-) -> dict[str, PyTree]:
-  """Applies `fn(path, leaf)` to the leaves that replicas have their own of."""
-  new = dict(states)
-  for w in wrappers:
-    name = name_of(w)
-    leaves = jax.tree_util.tree_leaves_with_path(states[name])
-    new[name] = jax.tree.unflatten(
-      jax.tree.structure(states[name]),
-      [
-        fn(f"{name}/{trees.path_string(path)}", x) if mine else x
-        for (path, x), mine in zip(
-          leaves, per_replica_mask(w, states[name]), strict=True
-        )
-      ],
-    )
-  return new
+  specs = wrapper.partition_specs(state)
+  treedef: Any = jax.tree.structure(state)
+  try:
+    return treedef.flatten_up_to(specs)
+  except ValueError as e:
+    raise ValueError(
+      f"wrapper {name_of(wrapper)!r}: partition_specs must return a tree like "
+      f"the state, with a PartitionSpec for each leaf, got {specs!r}."
+    ) from e
 
 
-def swap_collections(
-  wrappers: tuple[Wrapper, ...],
-  states: Mapping[str, PyTree],
-  collections: dict[str, PyTree],
-) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
-  """Puts a replica's own collections for those of all, or back."""
-  states = dict(states)
-  for w in wrappers:
-    if hasattr(w, "swap_collections"):
-      name = name_of(w)
-      states[name], collections = w.swap_collections(states[name], collections)
-  return states, collections
-
-
-def working_params(
-  wrappers: tuple[Wrapper, ...], states: Mapping[str, PyTree], params: PyTree
-) -> PyTree:
-  """Returns the parameters that the loss is differentiated at."""
-  for w in reversed(wrappers):
-    params = w.working_params(states[name_of(w)], params)
-  return params
-
-
-def scale_loss(
-  wrappers: tuple[Wrapper, ...], states: Mapping[str, PyTree], loss: jax.Array
-) -> jax.Array:
-  """Scales a loss by every wrapper, innermost first."""
-  for w in reversed(wrappers):
-    loss = w.scale_loss(states[name_of(w)], loss)
-  return loss
-
-
-def unscale_gradients(
-  wrappers: tuple[Wrapper, ...], states: Mapping[str, PyTree], grads: PyTree
-) -> PyTree:
-  """Undoes `scale_loss` on gradients, outermost first."""
-  for w in wrappers:
-    grads = w.unscale_gradients(states[name_of(w)], grads)
-  return grads
-
-
-def metrics(
-  wrappers: tuple[Wrapper, ...], states: Mapping[str, PyTree]
-) -> dict[str, jax.Array]:
-  """Returns what the wrappers have to log."""
-  values: dict[str, jax.Array] = {}
-  for w in wrappers:
-    if hasattr(w, "metrics"):
-      values.update(w.metrics(states[name_of(w)]))
-  return values
-
-
-def apply(
-  wrappers: tuple[Wrapper, ...], target: Target, grads: PyTree, update: Next
-) -> Target:
-  """Applies gradients through the stack; `update` is the optimizer's own step.
-
-  The states of the wrappers travel in the target, so that a wrapper that calls
-  `next` under a condition, or twice, carries the inner ones along.
-  """
-
-  def apply_from(i: int, target: Target, grads: PyTree) -> Target:
-    if i == len(wrappers):
-      return update(target, grads)
-    name = name_of(wrappers[i])
-    target, state = wrappers[i].apply(
-      target.wrapper_states[name],
-      target,
-      grads,
-      functools.partial(apply_from, i + 1),
-    )
-    states = {**target.wrapper_states, name: state}
-    return target._replace(wrapper_states=states)
-
-  return apply_from(0, target, grads)
+def per_replica_mask(wrapper: Wrapper, state: PyTree) -> list[bool]:
+  """Returns, for each leaf of a wrapper's state, whether it is per replica."""
+  return [
+    values.has_replica_axis(spec) for spec in partition_specs(wrapper, state)
+  ]

@@ -20,7 +20,7 @@ _MAX_LISTED = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class CrossShard:
+class CrossShard(base.Base):
   """Reduces gradients over the replicas, or within equal groups of them.
 
   Inside `Strategy.run` the gradients of all parameters are reduced in one
@@ -131,26 +131,6 @@ class CrossShard:
       f"replica 0, {_listed(first)}."
     )
 
-  def init(self, params: Any, tx: Any) -> tuple[()]:
-    """Returns `()`: there is nothing to remember."""
-    del params, tx
-    return ()
-
-  def working_params(self, state: Any, params: Any) -> Any:
-    """Returns `params`."""
-    del state
-    return params
-
-  def scale_loss(self, state: Any, loss: jax.Array) -> jax.Array:
-    """Returns `loss`."""
-    del state
-    return loss
-
-  def unscale_gradients(self, state: Any, grads: Any) -> Any:
-    """Returns `grads`."""
-    del state
-    return grads
-
   def apply(
     self, state: Any, target: base.Target, grads: Any, next: base.Next
   ) -> tuple[base.Target, Any]:
@@ -178,10 +158,6 @@ class CrossShard:
     """Returns the mean of an array of a collection, within the groups."""
     self.check_replicas(replica_context.num_replicas())
     return replica_context.mean_collection(x, self.groups)
-
-  def partition_specs(self, state: Any) -> Any:
-    """Returns `()`, like the state."""
-    return state
 
 
 def _normalized(value: Any) -> Groups:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import dataclasses
+import math
 from typing import Any, ClassVar, NamedTuple
 import warnings
 
@@ -10,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.core.policy import Policy
 from flaxshard.replicas import context as replica_context
-from flaxshard.wrappers import arguments
 from flaxshard.wrappers import base
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -107,8 +109,8 @@ class DynamicLossScale:
       value = _number(where(field), getattr(self, field))
       object.__setattr__(self, field, value)
     for field in ("growth_interval", "hysteresis"):
-      arguments.check_count(where(field), getattr(self, field))
-      object.__setattr__(self, field, int(getattr(self, field)))
+      count = checks.integer(where(field), getattr(self, field), minimum=1)
+      object.__setattr__(self, field, count)
     if not np.float32(self.growth_factor) > 1:
       raise ValueError(
         f"{where('growth_factor')} must be greater than 1, "
@@ -128,6 +130,17 @@ class DynamicLossScale:
         f"{self.min_scale!r} and max_scale={self.max_scale!r}, "
         f"got {self.initial_scale!r}."
       )
+
+  def steps_to_floor(self, scale: float) -> int:
+    """Returns how many skipped steps in a row take a scale to `min_scale`."""
+    if scale <= self.min_scale:
+      return 0
+    factor = 1 / self.growth_factor
+    if self.backoff_factor is not None:
+      factor = self.backoff_factor
+    backoffs = math.log(self.min_scale / scale) / math.log(factor)
+    # The first `hysteresis - 1` skipped steps leave the scale as it is.
+    return math.ceil(backoffs) + self.hysteresis - 1
 
   def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
     """Returns the state after a step whose gradients were `finite` or not.
@@ -175,7 +188,7 @@ class LossScaleState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class LossScale:
+class LossScale(base.Base):
   """Scales the loss, unscales the gradients, skips steps that overflowed.
 
   float16 gradients under 6e-8 are lost as zeros; multiplied by a scale they are
@@ -196,10 +209,11 @@ class LossScale:
       number, a fixed scale; a `DynamicLossScale` or a `FixedLossScale`.
     policy: What `"auto"` reads. None takes the model's `policy`, or else its
       `dtype`, in `create_train_state`.
-    warn_at_floor: Tell (RuntimeWarning) when a dynamic scale stands at its
-      floor and steps still fail. It costs nothing on steps that do not, but it
-      is a host callback: programs with one are not stored in JAX's persistent
-      compilation cache, nor can `jax.export` write them.
+    warn_at_floor: Raise a RuntimeWarning from the compiled step when it skips
+      while a dynamic scale stands at its floor. This puts a host callback into
+      the step: JAX's persistent compilation cache does not store a program with
+      one, and `jax.export` cannot write it. The training loop warns from the
+      metrics without a callback, and so can your loop: see `warning`.
 
   Raises:
     ValueError, TypeError: A value outside of these.
@@ -222,7 +236,7 @@ class LossScale:
 
   scale: str | float | DynamicLossScale | FixedLossScale = "dynamic"
   policy: Policy | None = None
-  warn_at_floor: bool = True
+  warn_at_floor: bool = False
 
   def __post_init__(self) -> None:
     scale = self.scale
@@ -247,10 +261,7 @@ class LossScale:
       raise TypeError(
         f"LossScale: policy must be a Policy or its name, got {self.policy!r}."
       )
-    if not isinstance(self.warn_at_floor, bool):
-      raise TypeError(
-        f"LossScale: warn_at_floor must be a bool, got {self.warn_at_floor!r}."
-      )
+    checks.boolean("LossScale: warn_at_floor", self.warn_at_floor)
 
   @property
   def rule(self) -> DynamicLossScale | FixedLossScale:
@@ -260,6 +271,12 @@ class LossScale:
     if isinstance(self.scale, float):
       return FixedLossScale(self.scale)
     return self.scale
+
+  def with_policy(self, policy: Policy) -> LossScale:
+    """Returns the wrapper with the model's policy, unless it has one."""
+    if self.policy is not None:
+      return self
+    return dataclasses.replace(self, policy=policy)
 
   def init(self, params: Any, tx: Any) -> LossScaleState | tuple[()]:
     """Returns the first state; `()` where `"auto"` finds nothing to scale."""
@@ -277,11 +294,6 @@ class LossScale:
       skipped_steps=jnp.zeros((), jnp.int32),
       bad_steps=jnp.zeros((), jnp.int32),
     )
-
-  def working_params(self, state: Any, params: Any) -> Any:
-    """Returns `params`."""
-    del state
-    return params
 
   def scale_loss(self, state: Any, loss: jax.Array) -> jax.Array:
     """Returns the loss times the scale, in float32 (float64 stays)."""
@@ -351,9 +363,27 @@ class LossScale:
       "skipped_steps": state.skipped_steps,
     }
 
-  def partition_specs(self, state: Any) -> Any:
-    """Replicated scalars."""
-    return jax.tree.map(lambda _: jax.sharding.PartitionSpec(), state)
+  def warning(
+    self, previous: Mapping[str, float] | None, current: Mapping[str, float]
+  ) -> str | None:
+    """Warns if steps were skipped while the scale stood at its floor.
+
+    Args:
+      previous: `metrics` when they were last logged; None the first time.
+      current: `metrics` now.
+    """
+    rule = self.rule
+    if isinstance(rule, FixedLossScale) or "loss_scale" not in current:
+      return None
+    if current["loss_scale"] > rule.min_scale:
+      return None
+    if previous is None:
+      previous = {"loss_scale": rule.initial_scale, "skipped_steps": 0}
+    skipped = current["skipped_steps"] - previous["skipped_steps"]
+    # Skipped steps that only took the scale down to its floor are no failure.
+    if skipped <= rule.steps_to_floor(previous["loss_scale"]):
+      return None
+    return _floor_message(current["loss_scale"], current["skipped_steps"])
 
   def _scale(self, state: LossScaleState) -> jax.Array:
     rule = self.rule
@@ -369,6 +399,15 @@ class LossScale:
     )
 
 
+def _floor_message(scale: float, skipped_steps: float) -> str:
+  return (
+    f"LossScale: the scale stands at its floor, {scale:g}, and gradients are "
+    f"still not finite ({int(skipped_steps)} steps skipped so far). Scaling "
+    "cannot help here: look for the source with "
+    "flaxshard.nonfinite_leaves(grads), or lower min_scale."
+  )
+
+
 def _warn(
   at_floor: jax.Array, scale: jax.Array, skipped_steps: jax.Array
 ) -> jax.Array:
@@ -376,14 +415,8 @@ def _warn(
 
   def on_host(tell: Any, scale: Any, skipped_steps: Any) -> Any:
     if tell:  # vmap turns branches into selects and calls both
-      warnings.warn(
-        f"LossScale: the scale stands at its floor, {float(scale):g}, and "
-        f"gradients are still not finite ({int(skipped_steps)} steps skipped "
-        "so far). Scaling cannot help here: look for the source with "
-        "flaxshard.nonfinite_leaves(grads), or lower min_scale.",
-        RuntimeWarning,
-        stacklevel=2,
-      )
+      message = _floor_message(float(scale), int(skipped_steps))
+      warnings.warn(message, RuntimeWarning, stacklevel=2)
     return np.asarray(skipped_steps)
 
   def call(*args: jax.Array) -> jax.Array:

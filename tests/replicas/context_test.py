@@ -335,8 +335,10 @@ def test_a_wrapper_may_keep_gradients_and_state_local(strategy):
   assert int(skipped.wrapper_states["loss_scale"].skipped_steps) == 1
 
 
-def test_the_floor_of_the_scale_is_told_from_inside_a_run():
-  state = create(SPATIAL, [fs.LossScale(fs.DynamicLossScale(1.0))])
+def test_callback_warns_at_the_floor_inside_run():
+  state = create(
+    SPATIAL, [fs.LossScale(fs.DynamicLossScale(1.0), warn_at_floor=True)]
+  )
   with pytest.warns(RuntimeWarning, match="stands at its floor"):
     jax.block_until_ready(
       SPATIAL.run(train_step, args=(state, sharded(SPATIAL, 0, bad=3)))

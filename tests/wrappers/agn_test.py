@@ -260,8 +260,8 @@ def test_a_state_of_one_replica_in_run():
     ({"communication_period": 0}, ValueError, "at least 1, got 0"),
     ({"communication_period": -3}, ValueError, "at least 1, got -3"),
     ({"communication_period": 2**31}, ValueError, "got 2147483648"),
-    ({"communication_period": 2.0}, TypeError, "an integer, got 2.0"),
-    ({"communication_period": True}, TypeError, "an integer, got True"),
+    ({"communication_period": 2.0}, TypeError, "period .* got 2.0"),
+    ({"communication_period": True}, TypeError, "period .* got True"),
     ({"commit": "max"}, ValueError, "'max'; allowed: 'sequential', 'mean'"),
     ({"commit": None}, ValueError, "commit=None; allowed"),
     ({"share_step_count": 1}, TypeError, "share_step_count must be a bool"),
@@ -286,7 +286,7 @@ def test_numpy_periods_are_numbers():
 
 def test_nothing_inside_may_reduce():
   with pytest.raises(
-    ValueError, match=r"'cross_shard' reduces gradients .* which 'agn' around"
+    ValueError, match=r"'cross_shard' reduces gradients .* 'agn'"
   ):
     create(None, fs.CrossShard(), optax.sgd(0.1), wrappers=[fs.AGN()])
   create(None, fs.AGN(), optax.sgd(0.1), wrappers=[fs.CrossShard()])

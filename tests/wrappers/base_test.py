@@ -12,6 +12,7 @@ import pytest
 
 import flaxshard as fs
 from flaxshard.wrappers import base
+from flaxshard.wrappers import stack
 from flaxshard.wrappers import Wrapper
 
 
@@ -67,6 +68,9 @@ class HTTPLog2(Plain):
 @dataclasses.dataclass(frozen=True)
 class WithPolicy(Plain):
   policy: Any = None
+
+  def with_policy(self, policy):
+    return dataclasses.replace(self, policy=self.policy or policy)
 
 
 def create(wrappers, params=None, tx=None):
@@ -157,11 +161,11 @@ def test_the_same_wrapper_twice():
 
 def test_policies_fill_what_was_left_open():
   given = WithPolicy(policy="mine")
-  wrappers = base.with_policy((given, SignGradients()), "model's")
+  wrappers = stack.with_policy((given, SignGradients()), "model's")
   assert wrappers == (given, SignGradients())
-  (filled,) = base.with_policy((WithPolicy(),), "model's")
+  (filled,) = stack.with_policy((WithPolicy(),), "model's")
   assert filled.policy == "model's"
-  assert base.with_policy((WithPolicy(),), None) == (WithPolicy(),)
+  assert stack.with_policy((WithPolicy(),), None) == (WithPolicy(),)
 
 
 def test_states_by_name():

@@ -54,7 +54,7 @@ WRAPPERS = [
       max_scale=1e30,
       hysteresis=4,
     ),
-    warn_at_floor=False,
+    warn_at_floor=True,
   ),
 ]
 
@@ -73,13 +73,13 @@ def test_round_trips_are_exact(wrapper, form):
 def test_configs_as_they_are_written():
   assert to_config([fs.LossScale(128)]) == (("loss_scale", {"scale": 128.0}),)
   assert to_config(
-    [fs.LossScale(fs.DynamicLossScale(8, hysteresis=2), warn_at_floor=False)]
+    [fs.LossScale(fs.DynamicLossScale(8, hysteresis=2), warn_at_floor=True)]
   ) == (
     (
       "loss_scale",
       {
         "scale": {"type": "dynamic", "initial_scale": 8.0, "hysteresis": 2},
-        "warn_at_floor": False,
+        "warn_at_floor": True,
       },
     ),
   )

@@ -1,0 +1,259 @@
+"""The wrappers of a TrainState as one stack: each function calls them in turn.
+
+Wrappers are ordered outermost first. Their states are a dict by wrapper name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import functools
+import types
+from typing import Any
+import warnings
+
+import jax
+import jax.numpy as jnp
+
+from flaxshard.core import trees
+from flaxshard.core.policy import Policy
+from flaxshard.replicas import context as replica_context
+from flaxshard.wrappers import base
+
+PyTree = Any
+Wrappers = tuple[base.Wrapper, ...]
+States = Mapping[str, PyTree]
+
+
+def with_policy(wrappers: Wrappers, policy: Policy | None) -> Wrappers:
+  """Returns the wrappers for a model of that precision policy."""
+  if policy is None:
+    return wrappers
+  # A wrapper that does not inherit from Base must not become its adapter.
+  return tuple(
+    base.adapt(w).with_policy(policy) if base.overrides(w, "with_policy") else w
+    for w in wrappers
+  )
+
+
+def reduces_gradients(wrappers: Wrappers) -> bool:
+  """Returns whether a wrapper reduces gradients over the replicas itself."""
+  return any(base.adapt(w).reduces_gradients for w in wrappers)
+
+
+def has_local_updates(wrappers: Wrappers) -> bool:
+  """Returns whether a wrapper lets each replica take steps of its own."""
+  return any(base.adapt(w).local_updates for w in wrappers)
+
+
+def check_replicas(wrappers: Wrappers, num_replicas: int) -> None:
+  """Raises or warns if wrappers do not fit a number of replicas."""
+  for w in wrappers:
+    base.adapt(w).check_replicas(num_replicas)
+  note = divergence(wrappers)
+  if note:
+    warnings.warn(note, UserWarning, stacklevel=2)
+
+
+def divergence(wrappers: Wrappers) -> str | None:
+  """Returns how replicas come to hold different parameters; None if not."""
+  # A wrapper with local updates reduces over all replicas when they commit.
+  if has_local_updates(wrappers):
+    return None
+  notes = [base.adapt(w).divergence() for w in wrappers]
+  return " ".join(note for note in notes if note) or None
+
+
+# -- Their states.
+
+
+def init(
+  wrappers: Wrappers,
+  params: PyTree,
+  tx: Any,
+  collections: Mapping[str, PyTree] = types.MappingProxyType({}),
+  num_replicas: int = 1,
+) -> dict[str, PyTree]:
+  """Returns the first states of the wrappers, by wrapper name.
+
+  Args:
+    wrappers: The wrappers.
+    params: The parameters.
+    tx: The optax optimizer.
+    collections: The other collections of the train state, by name.
+    num_replicas: Length of the replica axis of the per-replica leaves.
+  """
+  states = {
+    base.name_of(w): base.adapt(w).init_collections(
+      w.init(params, tx), dict(collections)
+    )
+    for w in wrappers
+  }
+  return add_replica_axis(wrappers, states, num_replicas)
+
+
+def add_replica_axis(
+  wrappers: Wrappers, states: States, num_replicas: int = 1
+) -> dict[str, PyTree]:
+  """Adds a leading replica axis to the per-replica leaves, by broadcasting."""
+  return _map_per_replica(
+    lambda path, x: jnp.broadcast_to(x, (num_replicas, *x.shape)),
+    wrappers,
+    states,
+  )
+
+
+def drop_replica_axis(wrappers: Wrappers, states: States) -> dict[str, PyTree]:
+  """Drops the leading replica axis, of length 1, of the per-replica leaves.
+
+  Raises:
+    ValueError: There are several replicas.
+  """
+
+  def take_only_row(path: str, x: jax.Array) -> jax.Array:
+    if x.shape[:1] != (1,):
+      raise ValueError(
+        f"wrapper_states[{path}] is of {x.shape[0]} replicas, each of which "
+        "takes a step of its own: take it in Strategy.run."
+      )
+    return x[0]
+
+  return _map_per_replica(take_only_row, wrappers, states)
+
+
+def _map_per_replica(
+  fn: Callable[[str, jax.Array], jax.Array], wrappers: Wrappers, states: States
+) -> dict[str, PyTree]:
+  """Applies `fn(path, leaf)` to the per-replica leaves of states."""
+  mapped = dict(states)
+  for w in wrappers:
+    name = base.name_of(w)
+    leaves = jax.tree_util.tree_leaves_with_path(states[name])
+    treedef: Any = jax.tree.structure(states[name])
+    mask = base.per_replica_mask(w, states[name])
+    mapped[name] = treedef.unflatten(
+      fn(f"{name}/{trees.path_string(path)}", x) if is_per_replica else x
+      for (path, x), is_per_replica in zip(leaves, mask, strict=True)
+    )
+  return mapped
+
+
+# -- Other collections.
+
+
+def swap_collections(
+  wrappers: Wrappers, states: States, collections: dict[str, PyTree]
+) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+  """Exchanges the train state's collections for a replica's own ones."""
+  states = dict(states)
+  for w in wrappers:
+    name = base.name_of(w)
+    states[name], collections = base.adapt(w).swap_collections(
+      states[name], collections
+    )
+  return states, collections
+
+
+def reduce_collection(wrappers: Wrappers, x: jax.Array) -> jax.Array:
+  """Reduces a collection's array over the replicas (default: mean)."""
+  reducing = [
+    base.adapt(w) for w in wrappers if base.overrides(w, "reduce_collection")
+  ]
+  if not reducing:
+    return replica_context.mean_collection(x)
+  for w in reducing:
+    x = w.reduce_collection(x)
+  return x
+
+
+# -- A step.
+
+
+def working_params(
+  wrappers: Wrappers, states: States, params: PyTree
+) -> PyTree:
+  """Returns the parameters at which the loss is differentiated."""
+  for w in reversed(wrappers):
+    params = w.working_params(states[base.name_of(w)], params)
+  return params
+
+
+def scale_loss(
+  wrappers: Wrappers, states: States, loss: jax.Array
+) -> jax.Array:
+  """Scales a loss by every wrapper, innermost first."""
+  for w in reversed(wrappers):
+    loss = w.scale_loss(states[base.name_of(w)], loss)
+  return loss
+
+
+def unscale_gradients(
+  wrappers: Wrappers, states: States, grads: PyTree
+) -> PyTree:
+  """Undoes `scale_loss` on gradients, outermost first."""
+  for w in wrappers:
+    grads = w.unscale_gradients(states[base.name_of(w)], grads)
+  return grads
+
+
+def apply(
+  wrappers: Wrappers, target: base.Target, grads: PyTree, update: base.Next
+) -> base.Target:
+  """Applies gradients through the wrappers.
+
+  Args:
+    wrappers: The wrappers.
+    target: The part of the train state that the update may change. It holds
+      the states of the wrappers too, so that a wrapper that calls `next` under
+      a condition, or twice, updates those of the inner wrappers with it.
+    grads: Unscaled gradients like the parameters.
+    update: The optimizer's update, called by the innermost wrapper.
+
+  Returns:
+    The new target.
+  """
+
+  def apply_from(i: int, target: base.Target, grads: PyTree) -> base.Target:
+    if i == len(wrappers):
+      return update(target, grads)
+    name = base.name_of(wrappers[i])
+    target, state = wrappers[i].apply(
+      target.wrapper_states[name],
+      target,
+      grads,
+      functools.partial(apply_from, i + 1),
+    )
+    states = {**target.wrapper_states, name: state}
+    return target._replace(wrapper_states=states)
+
+  return apply_from(0, target, grads)
+
+
+# -- For the training loop.
+
+
+def metrics(wrappers: Wrappers, states: States) -> dict[str, jax.Array]:
+  """Returns the scalars that the wrappers want to have logged, by name."""
+  scalars: dict[str, jax.Array] = {}
+  for w in wrappers:
+    scalars.update(base.adapt(w).metrics(states[base.name_of(w)]))
+  return scalars
+
+
+def warnings_of(
+  wrappers: Wrappers,
+  previous: Mapping[str, float] | None,
+  current: Mapping[str, float],
+) -> list[str]:
+  """Returns the warnings that the wrappers' metrics give rise to.
+
+  Args:
+    wrappers: The wrappers.
+    previous: The result of `metrics`, as Python numbers, when it was last
+      logged; None the first time. It may hold further entries.
+    current: The same now.
+
+  Returns:
+    One message for each wrapper that has something to report.
+  """
+  messages = [base.adapt(w).warning(previous, current) for w in wrappers]
+  return [message for message in messages if message]
