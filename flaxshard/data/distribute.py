@@ -1,8 +1,8 @@
-"""Feeds a mesh: host batches in, global arrays out, read ahead and padded.
+"""Distributes host batches over a mesh: prefetched, padded, as global arrays.
 
-`Strategy.distribute_dataset` and `Strategy.distribute_datasets_from_function`
-are these functions on the strategy's mesh. The names are TensorFlow's
-(`tf.distribute.Strategy`, `DistributedDataset`, `InputContext`).
+`Strategy.distribute_dataset`, `Strategy.distribute_datasets_from_function` and
+`Strategy.shard_batch` call these functions with the mesh of the strategy. The
+names are those of `tf.distribute`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any
 
 import jax
 
+from flaxshard.core import checks
 from flaxshard.data import padding
 from flaxshard.data import sharding
 from flaxshard.data.iterators import DistributedDataset
 from flaxshard.data.iterators import DistributedIterator
 from flaxshard.data.sharding import shard_batch
+from flaxshard.partitioning import mesh as mesh_lib
 
 __all__ = [
   "DistributedDataset",
@@ -33,18 +35,21 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
-  """What an input function knows of the run: `tf.distribute.InputContext`.
+  """The input pipeline that an input function creates a dataset for.
 
   Attributes:
-    num_input_pipelines: How many pipelines feed the replicas: one for each
-      process, or for the processes together that share replicas.
-    input_pipeline_id: Which of them this is, from 0.
-    num_replicas_in_sync: The replicas, of all pipelines.
+    num_input_pipelines: Number of pipelines that feed the replicas: one for
+      each process, or for each group of processes with the same replicas.
+    input_pipeline_id: Index of this pipeline, from 0.
+    num_replicas_in_sync: Number of replicas of all pipelines.
 
   Example:
     >>> context = InputContext(2, 0, num_replicas_in_sync=8)
     >>> context.get_per_replica_batch_size(32)
     4
+
+  References:
+    `tf.distribute.InputContext`.
   """
 
   num_input_pipelines: int = 1
@@ -52,10 +57,14 @@ class InputContext:
   num_replicas_in_sync: int = 1
 
   def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-    """Returns a replica's part of a global batch size.
+    """Returns the batch size of one replica.
+
+    Args:
+      global_batch_size: Number of examples in a global batch.
 
     Raises:
-      ValueError: `global_batch_size` cannot be divided by the replicas.
+      ValueError: `global_batch_size` is not a positive multiple of the number
+        of replicas.
     """
     if global_batch_size < 1 or global_batch_size % self.num_replicas_in_sync:
       raise ValueError(
@@ -77,57 +86,65 @@ def distribute_dataset(
   bucket_dims: Any = None,
   spec: PyTree = sharding.OVER_REPLICAS,
 ) -> DistributedDataset:
-  """Distributes batches over a mesh, while a thread reads ahead.
+  """Distributes batches over a mesh and reads ahead in a thread.
 
-  A batch is a pytree of arrays `[batch, ...]`. All batches have the structure,
-  dtypes and shapes of the first. The number of examples is brought to one
-  size, so that nothing is compiled twice: `batch_size`, or that of the first
-  batch, rounded up to a multiple of the replicas. Rows that are missing repeat
-  the first one of the batch, and `batch[mask]`, bool `[batch]`, is False there.
-  It is in every batch, for the same reason. A mask that a batch brings along
-  keeps its False entries. What is averaged over a batch must heed the mask: the
-  sum over real examples by their number, both over all replicas.
+  A batch is a pytree of arrays `[batch, ...]`. All batches must have the
+  structure, dtypes and shapes of the first one. Only the number of rows may
+  differ.
 
-  With `bucket="power_of_two"` dimensions after the first may differ between
-  batches: they are padded with zeros to a power of two. The mask then has them
-  too: with `bucket_dims=(1,)` it is `[batch, length]`, for tokens and their
-  labels. Batches may also have more rows than the first: those are padded to a
+  Rows: every batch is padded to the same number of rows, so that a train step
+  compiles once. That number is `batch_size`, or the number of rows of the first
+  batch, rounded up to a multiple of the replicas. Padding repeats the first row
+  of the batch.
+
+  Mask: `batch[mask]`, bool `[batch]`, is False for padding. Every batch has it,
+  even without padding, so that all have the same structure. If a batch has a
+  mask already, its False entries stay False. To average over the real examples
+  of a batch, divide their sum by their number, both over all replicas.
+
+  Buckets: with `bucket="power_of_two"` dimensions after the first may differ
+  between batches. They are padded with zeros to a power of two. The mask then
+  has these dimensions too: with `bucket_dims=(1,)` it is `[batch, length]`.
+  Batches may also have more rows than the first one. Their rows are padded to a
   power of two times the replicas.
 
-  In a run of several processes each gives its own part of every batch, the rows
-  of its own replicas, and sees the global arrays. No process knows what another
-  one reads: all must have as many batches, of as many rows, or say
-  `batch_size`; once out of examples, a process may give batches of no rows. In
-  a bucket, they must agree on the length.
+  Several processes: each process passes the rows of its own replicas, and gets
+  the global arrays. Processes do not compare their data, so all must pass
+  equally many batches with equally many rows, or set `batch_size`. A process
+  without further examples then passes batches of zero rows. With `bucket`, the
+  padded lengths must be the same in all processes.
 
   Args:
     mesh: A mesh with an axis `"replica"`.
-    iterable: Batches: a list, a generator, a Grain dataset or iterator. Each
-      `iter()` of the result starts a new epoch if one of `iterable` does.
+    iterable: The batches: a list, a generator, a Grain dataset or iterator.
+      Each `iter()` of the result starts a new epoch if `iter(iterable)` does.
       NumPy arrays are copied before the next batch is read.
-    prefetch: How many batches to read and transfer ahead; 0 for no thread.
-    batch_size: Examples in a global batch.
-    mask: The key of the mask in batches that are dicts. None, or batches of
-      another kind: no mask, and what would need padding is an error.
+    prefetch: Number of batches to read and transfer ahead; 0 for no thread.
+    batch_size: Number of examples in a global batch.
+    mask: The key of the mask, for batches that are dicts. With None, and for
+      other batches, there is no mask, and a batch that needs padding is an
+      error.
     drop_remainder: Drop batches with fewer examples than `batch_size`.
-    bucket: None, or "power_of_two".
-    bucket_dims: The dimensions that vary, in leaves that have them; or a dict
-      of such tuples by path, where leaves not named do not vary. Default: (1,).
-    spec: A `PartitionSpec` for every leaf, or a dict of them by path, where
-      leaves not named get `P("replica")`. `P("replica", "m0")` splits images
-      further over a logical axis.
+    bucket: None or `"power_of_two"`.
+    bucket_dims: The dimensions that vary: a tuple, for all leaves that have
+      them, or a nested dict of tuples by path, where leaves that are not named
+      do not vary. The default is `(1,)`.
+    spec: A `PartitionSpec` for every leaf, or a nested dict of them by path,
+      where leaves that are not named get `P("replica")`. `P("replica", "m0")`
+      splits images over a logical axis too.
 
   Returns:
-    An iterable of trees of `jax.Array`s. What iterating may raise:
-      ValueError: A leaf is ragged or a single number, has other rows than its
-        siblings, or dtype, shape or structure differ from the first batch; an
-        integer would wrap around on the device. The message has the path.
+    An iterable of trees of global `jax.Array`s. Iterating may raise
+      ValueError: A leaf is ragged or a scalar, has another number of rows than
+        the others, or differs from the first batch in shape, dtype or
+        structure; or its integers do not fit their dtype on the device. The
+        message names the path.
       TypeError: A leaf is not numeric.
-      Anything that `iterable` raises, after the batches before it.
+      Any error of `iterable`, after the batches before it.
 
   Raises:
-    ValueError: An argument cannot be, or does not fit the mesh.
-    TypeError: `iterable` is none, or a single batch.
+    ValueError: An argument is invalid or does not fit the mesh.
+    TypeError: `iterable` is not an iterable, or is a single batch.
 
   Example:
     >>> import numpy as np
@@ -137,50 +154,49 @@ def distribute_dataset(
     ...   print(batch["x"], batch["mask"])
     [0 1 2 3] [ True  True  True  True]
     [4 5 6 4] [ True  True  True False]
+
+  References:
+    `tf.distribute.Strategy.experimental_distribute_dataset`.
   """
-  iterates = hasattr(iterable, "__iter__") or hasattr(iterable, "__getitem__")
-  if isinstance(iterable, (Mapping, str, bytes)) or not iterates:
-    raise TypeError(
-      "iterable must be an iterable of batches, got "
-      f"{type(iterable).__name__}; shard_batch takes a single batch."
-    )
-  if (
-    isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0
-  ):
-    raise ValueError(
-      f"prefetch must be a number of batches, from 0, got {prefetch!r}."
-    )
-  config = padding.Padding(
-    batch_size=batch_size,
-    mask=mask,
-    drop_remainder=drop_remainder,
-    bucket=bucket,
-    bucket_dims=bucket_dims,
-    spec=spec,
+  return _distribute(
+    mesh,
+    iterable,
+    padding.Padding(
+      batch_size=batch_size,
+      mask=mask,
+      drop_remainder=drop_remainder,
+      bucket=bucket,
+      bucket_dims=bucket_dims,
+      spec=spec,
+    ),
+    prefetch=prefetch,
+    joined=1,
   )
-  config.check(mesh)
-  return DistributedDataset(mesh, iterable, config, prefetch)
 
 
 def distribute_datasets_from_function(
   mesh: jax.sharding.Mesh,
   dataset_fn: Callable[[InputContext], Iterable[PyTree]],
+  *,
+  prefetch: int = 2,
   **options: Any,
 ) -> DistributedDataset:
-  """Distributes what a function makes for this process's pipeline.
+  """Distributes the dataset that a function creates for this process.
 
-  As in TensorFlow, its batches are those of one replica: each step takes one
-  for every replica of this process and joins them, the first one for the first.
+  Its batches are per replica: each global batch takes one batch for every
+  replica of this process, in the order of the replicas.
 
   Args:
     mesh: A mesh with an axis `"replica"`.
-    dataset_fn: Gets an `InputContext`, returns an iterable of batches of
-      `context.get_per_replica_batch_size(global_batch_size)` examples: those of
-      pipeline `context.input_pipeline_id` alone.
-    **options: As for `distribute_dataset`; `batch_size` is the global one.
+    dataset_fn: Takes an `InputContext` and returns an iterable of the batches
+      of pipeline `context.input_pipeline_id`. Each has
+      `context.get_per_replica_batch_size(global_batch_size)` examples.
+    prefetch: Number of global batches to read and transfer ahead.
+    **options: The other options of `distribute_dataset`. Its `batch_size` is
+      the number of examples in a global batch.
 
   Returns:
-    An iterable of trees of `jax.Array`s, as `distribute_dataset` returns.
+    An iterable of trees of global arrays, as of `distribute_dataset`.
 
   Raises:
     ValueError, TypeError: As `distribute_dataset`.
@@ -196,13 +212,42 @@ def distribute_datasets_from_function(
     ...   print(batch["x"])
     [0 0 0 0 1 1 1 1]
     [2 2 2 2 3 3 3 3]
+
+  References:
+    `tf.distribute.Strategy.distribute_datasets_from_function`.
   """
   pipelines = sharding.pipelines(mesh)
   context = InputContext(
     num_input_pipelines=len(pipelines),
     input_pipeline_id=sharding.pipeline_id(mesh),
-    num_replicas_in_sync=mesh.shape["replica"],
+    num_replicas_in_sync=mesh.shape[mesh_lib.REPLICA],
   )
-  dataset = distribute_dataset(mesh, dataset_fn(context), **options)
-  dataset.joined = len(pipelines[0])
-  return dataset
+  return _distribute(
+    mesh,
+    dataset_fn(context),
+    padding.Padding(**options),
+    prefetch=prefetch,
+    # All pipelines feed equally many replicas.
+    joined=len(pipelines[0]),
+  )
+
+
+def _distribute(
+  mesh: jax.sharding.Mesh,
+  iterable: Iterable[PyTree],
+  config: padding.Padding,
+  *,
+  prefetch: int,
+  joined: int,
+) -> DistributedDataset:
+  # A class with __getitem__ alone can be iterated over, but is no Iterable.
+  iterates = isinstance(iterable, Iterable) or hasattr(iterable, "__getitem__")
+  # A dict and a string are iterables too, but of keys and characters.
+  if isinstance(iterable, (Mapping, str, bytes)) or not iterates:
+    raise TypeError(
+      "iterable must be an iterable of batches, got "
+      f"{type(iterable).__name__}; shard_batch takes a single batch."
+    )
+  prefetch = checks.integer("prefetch", prefetch, minimum=0)
+  config.check(mesh)
+  return DistributedDataset(mesh, iterable, config, prefetch, joined)

@@ -16,11 +16,11 @@ Array = np.ndarray | jax.Array
 
 
 class HostBatch(NamedTuple):
-  """A batch whose leaves are arrays with as many rows.
+  """A flattened batch. All arrays have the same number of rows.
 
   Attributes:
-    tree: The structure.
-    arrays: The leaves.
+    tree: The tree structure of the batch.
+    arrays: The leaves, `[batch, ...]`.
   """
 
   tree: Any
@@ -33,17 +33,29 @@ class HostBatch(NamedTuple):
 
   @property
   def paths(self) -> list[str]:
-    """The paths of the leaves, in order."""
+    """The paths of the leaves, such as `"image"`, in the order of `arrays`."""
     return _paths(self.tree)
 
 
 def flatten(batch: PyTree) -> HostBatch:
-  """Takes a batch apart.
+  """Flattens a batch and checks its leaves.
+
+  Args:
+    batch: A pytree of arrays `[batch, ...]`, of NumPy or JAX.
+
+  Returns:
+    The tree structure and the arrays, not copied.
 
   Raises:
-    ValueError: There are no leaves; one is ragged, a single number, has other
-      rows than the first, or integers that wrap around on the device.
+    ValueError: There is no leaf. A leaf is ragged, a scalar, or has another
+      number of rows than the first leaf. Its integers do not fit the dtype
+      that JAX gives them. The message names the path.
     TypeError: A leaf is not numeric.
+
+  Example:
+    >>> batch = flatten({"image": np.ones((2, 3)), "label": np.ones(2)})
+    >>> batch.paths, batch.rows
+    (['image', 'label'], 2)
   """
   leaves, tree = jax.tree.flatten(batch)
   if not leaves:
@@ -51,15 +63,17 @@ def flatten(batch: PyTree) -> HostBatch:
   arrays: list[Array] = []
   for i, leaf in enumerate(leaves):
     try:
-      arrays.append(_array(leaf))
+      array = _check_leaf(leaf)
     except (TypeError, ValueError) as e:
+      # Paths are only computed for errors: they take longer than the checks.
       kind = TypeError if isinstance(e, TypeError) else ValueError
       raise kind(f"batch[{_paths(tree)[i]}] {e}") from e
-    if len(arrays[i]) != len(arrays[0]):
+    arrays.append(array)
+    if len(array) != len(arrays[0]):
+      paths = _paths(tree)
       raise ValueError(
-        f"batch[{_paths(tree)[i]}] has {len(arrays[i])} examples, "
-        f"batch[{_paths(tree)[0]}] has {len(arrays[0])}; the leading dimension "
-        "is the batch."
+        f"batch[{paths[i]}] has {len(array)} examples, batch[{paths[0]}] has "
+        f"{len(arrays[0])}; the leading dimension is the batch."
       )
   return HostBatch(tree, arrays)
 
@@ -70,30 +84,42 @@ def dtype_of(x: Array) -> np.dtype:
 
 
 def join(path: str, arrays: Sequence[Array], shape: tuple[int, ...]) -> Array:
-  """Joins arrays along their rows and pads them to a shape.
+  """Concatenates arrays along the rows and pads them to a shape.
 
-  New rows repeat the first one: what is finite on every example is finite on
-  them. New positions in a row are zero.
+  New rows are copies of row 0. New positions within a row are zero.
 
   Args:
-    path: The path of the leaf, for errors.
-    arrays: One or more, of one dtype, none larger than `shape`.
-    shape: What to pad to.
+    path: The path of the leaf, for error messages.
+    arrays: One or more arrays of the same dtype, each within `shape`.
+    shape: The shape of the result.
 
   Returns:
-    An array of the dtype it has on the device, sharing no memory with a NumPy
-    array: a source may reuse its own, and a CPU device may alias them.
+    An array of the dtype that it gets on the device. It shares no memory with
+    a NumPy array of `arrays`.
 
   Raises:
-    ValueError: A number overflows in that dtype.
+    ValueError: A finite number overflows in that dtype.
+
+  Example:
+    >>> join("x", [np.array([1, 2]), np.array([3])], (4,)).tolist()
+    [1, 2, 3, 1]
   """
-  whole = len(arrays) == 1 and arrays[0].shape == shape
-  if whole and isinstance(arrays[0], jax.Array) and jax.process_count() == 1:
+  unchanged = len(arrays) == 1 and arrays[0].shape == shape
+  # In several processes, each has only its rows of the global array: JAX
+  # assembles that from host arrays.
+  if (
+    unchanged
+    and isinstance(arrays[0], jax.Array)
+    and (jax.process_count() == 1)
+  ):
     return trees.strong(arrays[0])
   dtype = dtype_of(arrays[0])
   try:
+    # float64 to float32 overflows to infinity, silently by default.
     with np.errstate(over="raise"):
-      if whole:
+      if unchanged:
+        # A copy: a source may reuse its array for the next batch, and a JAX
+        # array on the CPU may alias the memory of a NumPy array.
         return np.array(arrays[0], dtype, order="C")
       out = np.zeros(shape, dtype)
       rows = 0
@@ -105,12 +131,14 @@ def join(path: str, arrays: Sequence[Array], shape: tuple[int, ...]) -> Array:
       f"batch[{path}] has finite numbers that overflow in {dtype}."
     ) from e
   if rows:
+    # Not zeros: what is finite for every example, such as its logarithm or
+    # norm, is finite for padding too, and so are its gradients.
     out[rows:] = out[:1]
   return out
 
 
-def _array(x: Any) -> Array:
-  """Returns a leaf as an array, if it can be one on the device unharmed."""
+def _check_leaf(x: Any) -> Array:
+  """Returns a leaf as an array, or raises if JAX would change its values."""
   if isinstance(x, jax.Array):
     if not x.is_fully_addressable:
       raise ValueError(
@@ -125,19 +153,21 @@ def _array(x: Any) -> Array:
       f"is an array of objects, shape {x.shape}: rows of different lengths "
       "must be padded into one array first."
     )
+  # jnp knows bfloat16 and float8 as numbers, NumPy does not.
   if not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
     raise TypeError(f"must be numbers or booleans, got {x.dtype}.")
   if not x.ndim:
     raise ValueError(
-      "is a single number: every leaf must be an array with the examples in "
-      "its leading dimension."
+      "is a scalar: every leaf must be an array whose leading dimension is the "
+      "batch."
     )
   dtype = dtype_of(x)
+  # JAX casts int64 to int32 without a check, so large ids would wrap around.
   if x.dtype.kind in "iu" and dtype.itemsize < x.dtype.itemsize and x.size:
     low, high, allowed = int(x.min()), int(x.max()), np.iinfo(dtype)
     if low < allowed.min or high > allowed.max:
       raise ValueError(
-        f"is {x.dtype}, from {low} to {high}, and would wrap around in "
+        f"is {x.dtype} with values from {low} to {high}, which do not fit "
         f"{dtype}: cast it, or set jax_enable_x64."
       )
   return x

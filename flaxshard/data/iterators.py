@@ -1,4 +1,4 @@
-"""Iterators over global batches, and where they stand."""
+"""Iterators over global batches, with a position that can be saved."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 import itertools
 import logging
 import types
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 import weakref
 
 import jax
@@ -20,12 +20,31 @@ _log = logging.getLogger(__name__)
 
 PyTree = Any
 
+_CLOSE_TIMEOUT = 5  # seconds
+
+
+@runtime_checkable
+class _Positioned(Protocol):
+  """A source with a position, such as a Grain iterator."""
+
+  def get_state(self) -> Any: ...
+
+  def set_state(self, state: Any) -> None: ...
+
 
 class DistributedDataset:
-  """An iterable of global batches: what `distribute_dataset` returns.
+  """An iterable of global batches, made by `distribute_dataset`.
 
-  If `iterable` can be iterated over only once, as a generator can, so can this:
-  every `iter()` gives the one iterator, and nothing read ahead is lost.
+  Every `iter()` starts a new epoch if `iter()` of the source does. Otherwise,
+  as with a generator, every `iter()` returns the same iterator, so that no
+  batch that was read ahead is lost.
+
+  Args:
+    mesh: The mesh that batches are put on.
+    iterable: The host batches.
+    config: How batches are padded.
+    prefetch: Number of batches to read ahead; 0 for no thread.
+    joined: Number of host batches that are concatenated into one global batch.
   """
 
   def __init__(
@@ -34,36 +53,39 @@ class DistributedDataset:
     iterable: Iterable[PyTree],
     config: padding.Padding,
     prefetch: int,
+    joined: int = 1,
   ):
-    self.joined = 1  # batches of the iterable in one of these
     self._mesh = mesh
     self._iterable = iterable
     self._config = config
     self._prefetch = prefetch
-    self._only: DistributedIterator | None = None
+    self._joined = joined
+    self._single_iterator: DistributedIterator | None = None
 
   def __iter__(self) -> DistributedIterator:
-    """Returns an iterator over an epoch."""
-    if self._only is not None:
-      return self._only
+    """Returns an iterator over one epoch."""
+    if self._single_iterator is not None:
+      return self._single_iterator
     source = iter(self._iterable)
     padder = padding.Padder(self._mesh, self._config)
-    iterator = DistributedIterator(source, padder, self._prefetch, self.joined)
+    iterator = DistributedIterator(source, padder, self._prefetch, self._joined)
+    # Generators and Grain iterators return themselves: there is one epoch.
     if source is self._iterable:
-      self._only = iterator
+      self._single_iterator = iterator
     return iterator
 
 
 class DistributedIterator:
-  """Yields global batches: what iterating over a `DistributedDataset` gives.
+  """An iterator over the global batches of a `DistributedDataset`.
 
-  The thread that reads ahead starts with the first batch, or `start_prefetch`,
-  and ends with the last one, with `close` or a `with` block, or when nobody
-  holds the iterator any more. Until then the source is the thread's; then it
-  stands where the thread has read to.
+  A thread reads ahead. It starts with the first batch, or with
+  `start_prefetch`. It ends after the last batch, with `close` or the `with`
+  block, or when the iterator is garbage-collected. Do not use the source while
+  the thread runs; afterwards the source is where the thread has read to.
 
-  The position is that of the batch handed out last, however far the thread has
-  read; `flaxshard.Checkpointer` saves and restores it as it does Grain's.
+  The position is that of the last batch returned, however far the thread has
+  read. `flaxshard.Checkpointer` saves and restores it as that of a Grain
+  iterator.
 
   Example:
     >>> import grain, numpy as np
@@ -89,10 +111,10 @@ class DistributedIterator:
     joined: int,
   ):
     self._source = source
-    # Without self, so that the thread does not keep it.
-    self._read = functools.partial(_read, source, padder, joined)
-    self._size = prefetch
-    self._state = _state_of(source)
+    # A partial without `self`: the thread must not keep the iterator alive.
+    self._read = functools.partial(_read_batch, source, padder, joined)
+    self._prefetch_size = prefetch
+    self._state = _copy_state(source)
     self._prefetch: prefetch_lib.Prefetch | None = None
     self._finalizer: weakref.finalize | None = None
     self._ended = False
@@ -103,7 +125,7 @@ class DistributedIterator:
     return self
 
   def __next__(self) -> PyTree:
-    """Returns the next batch, or raises what the source raised."""
+    """Returns the next batch, or raises the error of the source."""
     self._check_open()
     if self._ended:
       raise StopIteration
@@ -112,54 +134,61 @@ class DistributedIterator:
     if item.error is None:
       self._state = item.state
       return item.batch
-    # The thread has ended. What comes next is for the source to say.
-    self._stop()
+    # The thread has ended. After an error, the next call reads on: the source
+    # decides whether it can.
+    self._stop_prefetch()
     self._ended = isinstance(item.error, StopIteration)
     try:
       raise item.error
     finally:
-      del item  # the traceback has this frame: no cycle with the error
+      # The traceback refers to this frame: without `item` there is no cycle.
+      del item
 
   def start_prefetch(self) -> None:
-    """Starts reading ahead now, and not only with the first batch."""
+    """Starts to read ahead now, instead of with the first batch."""
     self._check_open()
-    if self._size and self._prefetch is None and not self._ended:
-      self._prefetch = prefetch_lib.Prefetch(self._read, self._size)
+    if self._prefetch_size and self._prefetch is None and not self._ended:
+      self._prefetch = prefetch_lib.Prefetch(self._read, self._prefetch_size)
       self._finalizer = weakref.finalize(self, self._prefetch.stop)
 
   def get_state(self) -> Any:
-    """Returns where the source stood after the batch handed out last.
+    """Returns the position of the source after the last batch returned.
 
     Raises:
-      TypeError: The source's iterator has no `get_state` and `set_state`.
+      TypeError: The source has no `get_state` and `set_state`.
     """
-    self._check_state()
+    self._positioned_source()
     return copy.deepcopy(self._state)
 
   def set_state(self, state: Any) -> None:
-    """Goes on from a state of `get_state`; what was read ahead is let go.
+    """Continues from a state of `get_state`; drops what was read ahead.
+
+    Args:
+      state: A state of an iterator over the same source.
 
     Raises:
-      TypeError: The source's iterator has no `get_state` and `set_state`.
+      TypeError: The source has no `get_state` and `set_state`.
+      ValueError: The iterator was closed.
     """
     self._check_open()
-    self._check_state()
+    source = self._positioned_source()
     prefetch = self._prefetch
-    self._stop()
+    self._stop_prefetch()
     if prefetch is not None:
-      prefetch.join()  # the source is not ours before
-    self._source.set_state(state)  # type: ignore[attr-defined]
-    self._state = _state_of(self._source)
+      # The thread may be in the middle of a read of the source.
+      prefetch.join()
+    source.set_state(state)
+    self._state = _copy_state(source)
     self._ended = False
 
   def close(self) -> None:
-    """Ends the thread, waiting for the read that it is in."""
+    """Stops the thread and waits for its current read, up to 5 seconds."""
     prefetch, self._closed = self._prefetch, True
-    self._stop()
+    self._stop_prefetch()
     if prefetch is not None and not prefetch.join(_CLOSE_TIMEOUT):
       _log.warning(
-        "the source has not returned a batch for %d s: its thread ends when it "
-        "does",
+        "the source has not returned a batch for %d s; its thread ends when "
+        "the source returns",
         _CLOSE_TIMEOUT,
       )
 
@@ -176,8 +205,9 @@ class DistributedIterator:
     """Closes the iterator."""
     self.close()
 
-  def _stop(self) -> None:
+  def _stop_prefetch(self) -> None:
     if self._finalizer is not None:
+      # Runs Prefetch.stop now, and no second time at garbage collection.
       self._finalizer()
     self._prefetch = self._finalizer = None
 
@@ -185,25 +215,24 @@ class DistributedIterator:
     if self._closed:
       raise ValueError("the iterator was closed.")
 
-  def _check_state(self) -> None:
-    if not _has_state(self._source):
+  def _positioned_source(self) -> _Positioned:
+    if not isinstance(self._source, _Positioned):
       raise TypeError(
-        f"the iterator's source, a {type(self._source).__name__}, has no "
-        "get_state and set_state: a Grain dataset's iterator has."
+        f"the source, a {type(self._source).__name__}, has no get_state and "
+        "set_state; the iterator of a Grain dataset has them."
       )
+    return self._source
 
 
-_CLOSE_TIMEOUT = 5  # seconds
-
-
-def _read(
+def _read_batch(
   source: Iterator[PyTree], padder: padding.Padder, joined: int
 ) -> prefetch_lib.Item:
-  """Reads the next batch that is not dropped."""
+  """Reads the next global batch that is not dropped."""
   try:
     while True:
       batches = [
-        # The padder copies, but the source may reuse its arrays before.
+        # The padder copies only after all are read, but the source may reuse
+        # its arrays for the next batch.
         copy.deepcopy(batch) if joined > 1 else batch
         for batch in itertools.islice(source, joined)
       ]
@@ -211,15 +240,15 @@ def _read(
         raise StopIteration
       batch = padder(batches)
       if batch is not None:
-        return prefetch_lib.Item(batch, _state_of(source))
+        return prefetch_lib.Item(batch, _copy_state(source))
   except BaseException as error:
+    # SystemExit too: it is raised again in the thread that calls `next`.
     return prefetch_lib.Item(error=error)
 
 
-def _has_state(source: Any) -> bool:
-  return hasattr(source, "get_state") and hasattr(source, "set_state")
-
-
-def _state_of(source: Any) -> Any:
-  # A copy: some sources go on counting in the state that they return.
-  return copy.deepcopy(source.get_state()) if _has_state(source) else None
+def _copy_state(source: Any) -> Any:
+  """Returns a copy of the position of a source; None if it has none."""
+  if not isinstance(source, _Positioned):
+    return None
+  # Some sources return the object that they count in.
+  return copy.deepcopy(source.get_state())

@@ -1,4 +1,4 @@
-"""Brings batches to few shapes, with a mask of what is real in them."""
+"""Pads batches to few shapes, with a mask that marks the real examples."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from flaxshard.core import checks
 from flaxshard.core import trees
 from flaxshard.data import host_batch
 from flaxshard.data import sharding
@@ -17,18 +18,23 @@ from flaxshard.data import sharding
 PyTree = Any
 P = jax.sharding.PartitionSpec
 
+# Stands for the size of a dimension that varies, in the shape of a leaf.
+_VARYING = "any"
+
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
-  """How batches are padded; see `flaxshard.data.distribute`.
+  """How batches are padded; `distribute.distribute_dataset` has the details.
 
   Attributes:
-    batch_size: Rows of a global batch; None: those of the first.
-    mask: The key of the mask; None: no mask, so no padding.
-    drop_remainder: Whether batches of fewer rows are dropped.
-    bucket: None or "power_of_two".
-    bucket_dims: Dimensions that vary, of all leaves or by path; None: (1,).
-    spec: A `PartitionSpec` of all leaves, or by path.
+    batch_size: Number of rows in a global batch; None takes it from the first
+      batch.
+    mask: The key of the mask in a batch; None for no mask and no padding.
+    drop_remainder: Whether batches with fewer rows are dropped.
+    bucket: None or `"power_of_two"`.
+    bucket_dims: Dimensions that vary: a tuple for all leaves, or a nested dict
+      of tuples by path. None stands for `(1,)`.
+    spec: A `PartitionSpec` for all leaves, or a nested dict of them by path.
   """
 
   batch_size: int | None = None
@@ -39,68 +45,62 @@ class Padding:
   spec: PyTree = sharding.OVER_REPLICAS
 
   def check(self, mesh: jax.sharding.Mesh) -> None:
-    """Raises at a field that cannot be, or does not fit the mesh."""
-    size, count = self.batch_size, len(sharding.pipelines(mesh))
-    if size is not None and (
-      isinstance(size, bool) or not isinstance(size, int) or size < 1
-    ):
-      raise ValueError(
-        f"batch_size must be an integer of at least 1, or None, got {size!r}."
-      )
-    if size is not None and size % count:
-      raise ValueError(
-        f"batch_size={size}, of the global batch, must be a multiple of the "
-        f"{count} input pipelines."
-      )
+    """Raises a ValueError if a field is invalid or does not fit the mesh."""
+    count = len(sharding.pipelines(mesh))
+    if self.batch_size is not None:
+      checks.integer("batch_size", self.batch_size, minimum=1)
+      if self.batch_size % count:
+        raise ValueError(
+          f"batch_size={self.batch_size}, of the global batch, must be a "
+          f"multiple of the {count} input pipelines."
+        )
     if not (self.mask is None or (isinstance(self.mask, str) and self.mask)):
       raise ValueError(f"mask must be a key or None, got {self.mask!r}.")
-    if not isinstance(self.drop_remainder, bool):
-      raise ValueError(
-        f"drop_remainder must be a bool, got {self.drop_remainder!r}."
-      )
-    if self.bucket not in (None, "power_of_two"):
-      raise ValueError(
-        f"bucket must be None or 'power_of_two', got {self.bucket!r}."
-      )
+    checks.boolean("drop_remainder", self.drop_remainder)
+    checks.one_of("bucket", self.bucket, (None, "power_of_two"))
     if self.bucket is not None and self.mask is None:
       raise ValueError(
-        f"bucket={self.bucket!r} pads: it needs a mask, got mask=None."
+        f"bucket={self.bucket!r} pads batches, which needs a mask, got "
+        "mask=None."
       )
     if self.bucket is None and self.bucket_dims is not None:
       raise ValueError(
         f"bucket_dims={self.bucket_dims!r} needs bucket='power_of_two'."
       )
-    for path, dims in self.varying().items():
+    for path, dims in self.varying_dims().items():
       if not isinstance(dims, tuple) or not all(
         isinstance(dim, int) and dim >= 1 for dim in dims
       ):
         raise ValueError(
-          "bucket_dims must be a tuple of dimensions after the batch's, 0, or "
-          f"a dict of such by path, got {dims!r} for {path}."
+          "bucket_dims must be a tuple of dimensions from 1 on (0 is the "
+          f"batch), or a dict of such tuples by path, got {dims!r} for {path}."
         )
     sharding.check_specs(mesh, self.spec)
 
-  def varying(self) -> dict[str, Any]:
-    """Returns which dimensions may vary, by path."""
+  def varying_dims(self) -> dict[str, Any]:
+    """Returns the dimensions that may vary, by path."""
     if self.bucket is None:
       return {}
-    given = (1,) if self.bucket_dims is None else self.bucket_dims
-    return sharding.by_path(given)
+    return sharding.by_path(
+      (1,) if self.bucket_dims is None else self.bucket_dims
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-  """What the first batch says of all of them.
+  """The properties that all batches share, taken from the first one.
 
   Attributes:
-    tree: The structure.
+    tree: The tree structure.
     leaves: The leaves.
-    rows: Of a full batch on this process.
-    multiples: What the dimensions that vary are padded to multiples of; 0 is
-      the batch's.
-    mask: The key of the mask, None for none.
-    mask_leaf: Which leaf that is; None: it is to be added.
-    mask_sharding: As the rows are split.
+    rows: Number of rows in a full batch of this process.
+    multiples: By dimension, the number that its padded size is a multiple of.
+      Has the batch dimension, 0, and the dimensions that vary.
+    mask: The key of the mask; None for no mask.
+    mask_leaf: Index of the leaf that is the mask; None if batches have none, so
+      that one is added.
+    mask_sharding: Sharding of the mask: its rows are split as the rows of the
+      leaf with the most parts.
   """
 
   tree: Any
@@ -113,9 +113,14 @@ class _Layout:
 
 
 class Padder:
-  """Pads the batches of one iterator, and puts them on the mesh.
+  """Pads the batches of one iterator and puts them on a mesh.
 
-  What the first batch is like, all of them must be.
+  All batches must have the structure, dtypes and shapes of the first one, but
+  for the number of rows and the dimensions that vary.
+
+  Args:
+    mesh: The mesh.
+    config: How to pad.
   """
 
   def __init__(self, mesh: jax.sharding.Mesh, config: Padding):
@@ -127,28 +132,29 @@ class Padder:
     """Joins host batches into one, pads it, and puts it on the mesh.
 
     Args:
-      batches: One or more, whose rows follow one another in the result.
+      batches: One or more host batches, whose rows are concatenated.
 
     Returns:
-      The batch as global arrays, or None if it is to be dropped.
+      The batch as global arrays; None if the batch is dropped.
 
     Raises:
-      ValueError: The batch is not like the first, or has no place for a mask.
+      ValueError: The batch differs from the first one, or needs a mask and
+        cannot have one.
       TypeError: A leaf is not numeric.
     """
     parts = [host_batch.flatten(batch) for batch in batches]
     if self._layout is None:
       is_dict = isinstance(batches[0], Mapping)
-      self._layout = _layout(self._mesh, self._config, parts, is_dict)
+      self._layout = _create_layout(self._mesh, self._config, parts, is_dict)
     layout = self._layout
-    sizes = [_sizes(layout, part) for part in parts]
+    lengths = [_check_batch(layout, part) for part in parts]
     rows = sum(part.rows for part in parts)
     if self._config.drop_remainder and rows < layout.rows:
       return None
     padded = {0: _padded_rows(layout, rows, self._config.bucket)}
-    for dim in sizes[0]:
-      longest = max(lengths[dim] for lengths in sizes)
-      padded[dim] = _bucket(longest, layout.multiples[dim])
+    for dim in lengths[0]:
+      longest = max(part[dim] for part in lengths)
+      padded[dim] = _round_to_bucket(longest, layout.multiples[dim])
 
     arrays = []
     for i, leaf in enumerate(layout.leaves):
@@ -160,34 +166,35 @@ class Padder:
         host_batch.join(leaf.path, [p.arrays[i] for p in parts], shape)
       )
     shardings = [leaf.sharding for leaf in layout.leaves]
-    if layout.mask is None:
-      out = sharding.put(self._mesh, arrays, shardings)
+    if layout.mask is not None:
+      mask = _create_mask([part.rows for part in parts], lengths, padded)
+      if layout.mask_leaf is None:
+        arrays.append(mask)
+        shardings.append(layout.mask_sharding)
+      else:
+        given = np.asarray(arrays[layout.mask_leaf])
+        arrays[layout.mask_leaf] = _combine_masks(layout.mask, given, mask)
+    out = sharding.put(self._mesh, arrays, shardings)
+    if layout.mask is None or layout.mask_leaf is not None:
       return jax.tree.unflatten(layout.tree, out)
-    real = _real([part.rows for part in parts], sizes, padded)
-    if layout.mask_leaf is not None:
-      given = np.asarray(arrays[layout.mask_leaf])
-      arrays[layout.mask_leaf] = _both(layout.mask, given, real)
-      out = sharding.put(self._mesh, arrays, shardings)
-      return jax.tree.unflatten(layout.tree, out)
-    *leaves, mask = sharding.put(
-      self._mesh, [*arrays, real], [*shardings, layout.mask_sharding]
-    )
-    return {**jax.tree.unflatten(layout.tree, leaves), layout.mask: mask}
+    batch = jax.tree.unflatten(layout.tree, out[:-1])
+    return {**batch, layout.mask: out[-1]}
 
 
-def _layout(
+def _create_layout(
   mesh: jax.sharding.Mesh,
   config: Padding,
   parts: Sequence[host_batch.HostBatch],
   is_dict: bool,
 ) -> _Layout:
+  """Returns the layout of the batches of which `parts` are the first."""
   first, count = parts[0], len(sharding.pipelines(mesh))
   if config.bucket is not None and not is_dict:
     raise ValueError(
-      f"bucket={config.bucket!r} adds a mask: batches must be dicts, got "
+      f"bucket={config.bucket!r} adds a mask, so batches must be dicts, got "
       f"{first.tree}."
     )
-  varying = config.varying()
+  varying = config.varying_dims()
   sharding.check_paths("bucket_dims", varying, first.paths)
   specs = sharding.check_specs(mesh, config.spec)
   leaves = []
@@ -195,22 +202,25 @@ def _layout(
   for leaf in sharding.make_leaves(mesh, first, specs):
     shape = list(leaf.shape)
     for dim in sharding.lookup(varying, leaf.path, ()):
+      # A tuple for all leaves also names dimensions that some do not have.
       if dim < len(shape):
-        shape[dim] = "any"
+        shape[dim] = _VARYING
     sharding.check_divisible(leaf, shape)
     for dim, (size, split) in enumerate(zip(shape, leaf.parts, strict=True)):
       if isinstance(size, str):
+        # One padded size for all leaves: every sharding has to divide it.
         multiples[dim] = math.lcm(multiples.get(dim, 1), split)
     leaves.append(dataclasses.replace(leaf, shape=tuple(shape)))
+  # A process pads its own rows: the pipelines together make up the multiple.
   multiples[0] //= math.gcd(multiples[0], count)
   if config.batch_size is not None:
-    rows = config.batch_size // count
+    rows = int(config.batch_size) // count
   else:
     rows = sum(part.rows for part in parts)
   if not rows:
     raise ValueError("the first batch has no examples: give the batch_size.")
   mask = config.mask if is_dict else None
-  widest = max(leaves, key=lambda leaf: leaf.parts[0])
+  most_parts = max(leaves, key=lambda leaf: leaf.parts[0])
   return _Layout(
     tree=first.tree,
     leaves=leaves,
@@ -219,40 +229,45 @@ def _layout(
     mask=mask,
     mask_leaf=first.paths.index(mask) if mask in first.paths else None,
     mask_sharding=jax.sharding.NamedSharding(
-      mesh, P(*widest.sharding.spec[:1])
+      mesh, P(*most_parts.sharding.spec[:1])
     ),
   )
 
 
-def _sizes(layout: _Layout, batch: host_batch.HostBatch) -> dict[int, int]:
-  """Returns how long the dimensions after the batch's are that vary.
+def _check_batch(
+  layout: _Layout, batch: host_batch.HostBatch
+) -> dict[int, int]:
+  """Returns the sizes of the dimensions that vary, by dimension.
 
   Raises:
-    ValueError: The batch is not like the first, or leaves differ in them.
+    ValueError: The batch differs from the first one, or two leaves have
+      different sizes in a dimension that varies.
   """
+  # The usual case, without computing any path.
   if batch.tree == layout.tree and all(
     x.shape[1:] == leaf.shape[1:] and host_batch.dtype_of(x) == leaf.dtype
     for x, leaf in zip(batch.arrays, layout.leaves, strict=True)
   ):
-    return {}  # as nearly always
+    return {}
   wanted = {leaf.path: leaf for leaf in layout.leaves}
   given = {}
   sizes: dict[int, tuple[int, str]] = {}
   for path, x in zip(batch.paths, batch.arrays, strict=True):
     shape: list[int | str] = list(x.shape)
-    like = wanted[path].shape if path in wanted else ("batch",)
-    for dim, want in enumerate(like[: x.ndim]):
-      if want == "any":
-        size, other = sizes.setdefault(dim, (x.shape[dim], path))
-        if x.shape[dim] != size:
+    pattern = wanted[path].shape if path in wanted else (sharding.BATCH,)
+    for dim, size in enumerate(pattern[: x.ndim]):
+      if size == _VARYING:
+        other_size, other = sizes.setdefault(dim, (x.shape[dim], path))
+        if x.shape[dim] != other_size:
           raise ValueError(
-            f"batch[{path}] has {x.shape[dim]} in dimension {dim}, "
-            f"batch[{other}] has {size}, and one mask is for both; bucket_dims "
-            "as a dict by path names the leaves that vary."
+            f"batch[{path}] has size {x.shape[dim]} in dimension {dim}, "
+            f"batch[{other}] has {other_size}, but there is one mask for both; "
+            "bucket_dims as a dict by path names the leaves that vary."
           )
-      if isinstance(want, str):
-        shape[dim] = want
-    given[path] = _Abstract(tuple(shape), host_batch.dtype_of(x))
+      if isinstance(size, str):
+        # The same name on both sides compares as equal below.
+        shape[dim] = size
+    given[path] = _ShapeAndDtype(tuple(shape), host_batch.dtype_of(x))
   difference = trees.first_difference(given, wanted)
   if difference:
     raise ValueError(
@@ -260,6 +275,7 @@ def _sizes(layout: _Layout, batch: host_batch.HostBatch) -> dict[int, int]:
       "with bucket='power_of_two' and bucket_dims."
     )
   if batch.tree != layout.tree:
+    # The same paths in other containers, such as a list for a tuple.
     raise ValueError(
       f"a batch is a {batch.tree}, the first one was a {layout.tree}."
     )
@@ -267,62 +283,65 @@ def _sizes(layout: _Layout, batch: host_batch.HostBatch) -> dict[int, int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Abstract:
+class _ShapeAndDtype:
+  """Like `jax.ShapeDtypeStruct`, which takes no names for sizes."""
+
   shape: tuple[int | str, ...]
   dtype: np.dtype
 
 
 def _padded_rows(layout: _Layout, rows: int, bucket: str | None) -> int:
+  """Returns the number of rows that a batch of this process is padded to."""
   multiple = layout.multiples[0]
-  full = -(-layout.rows // multiple) * multiple
-  if rows > full:
+  padded = -(-layout.rows // multiple) * multiple
+  if rows > padded:
     if bucket is None:
       raise ValueError(
-        f"a batch has {rows} examples, the first one or batch_size says "
-        f"{layout.rows}: give the largest as batch_size, or "
+        f"a batch has {rows} examples, but the first one or batch_size has "
+        f"{layout.rows}: give the largest number as batch_size, or "
         "bucket='power_of_two'."
       )
-    full = _bucket(rows, multiple)
-  if rows != full and layout.mask is None:
+    padded = _round_to_bucket(rows, multiple)
+  if rows != padded and layout.mask is None:
     raise ValueError(
-      f"a batch has {rows} examples and would be padded to {full}, but has no "
-      "mask to tell: give dicts and a mask; or batches of equal size, a "
-      f"multiple of {multiple}, with drop_remainder=True for a short last one."
+      f"a batch has {rows} examples and would be padded to {padded}, but has "
+      "no mask to mark the padding: use dicts and a mask; or batches of equal "
+      f"size, a multiple of {multiple}, with drop_remainder=True for a short "
+      "last one."
     )
-  return full
+  return padded
 
 
-def _bucket(size: int, multiple: int) -> int:
-  """Returns a multiple times the least power of two that reaches a size."""
+def _round_to_bucket(size: int, multiple: int) -> int:
+  """Returns the least `multiple * 2**n` that is not below a size."""
   return multiple << (max(-(-size // multiple), 1) - 1).bit_length()
 
 
-def _real(
-  rows: Sequence[int], sizes: Sequence[dict[int, int]], padded: dict[int, int]
+def _create_mask(
+  rows: Sequence[int], lengths: Sequence[dict[int, int]], padded: dict[int, int]
 ) -> np.ndarray:
-  """Returns where padded parts have what was given."""
-  real = np.zeros(tuple(padded.values()), bool)
+  """Returns a mask of the padded shape: True for values of the host batches."""
+  mask = np.zeros(tuple(padded.values()), bool)
   start = 0
-  for count, lengths in zip(rows, sizes, strict=True):
-    where = slice(start, start + count), *map(slice, lengths.values())
-    real[where] = True
+  for count, sizes in zip(rows, lengths, strict=True):
+    mask[slice(start, start + count), *map(slice, sizes.values())] = True
     start += count
-  return real
+  return mask
 
 
-def _both(key: str, given: np.ndarray, real: np.ndarray) -> np.ndarray:
-  """Returns a mask that the batch has, without what is padding."""
+def _combine_masks(key: str, given: np.ndarray, mask: np.ndarray) -> np.ndarray:
+  """Returns a batch's own mask with False for the padding as well."""
   if given.dtype != bool:
     raise ValueError(
-      f"batch[{key}] must be a bool array [batch, ...], got {given.dtype}; "
-      "another mask= names another key for what tells padding."
+      f"batch[{key}] must be a bool array [batch, ...], got {given.dtype}; the "
+      "argument mask= gives the mask of padding another key."
     )
-  rank = max(given.ndim, real.ndim)
-  shapes = [x.shape + (1,) * (rank - x.ndim) for x in (given, real)]
+  rank = max(given.ndim, mask.ndim)
+  shapes = [x.shape + (1,) * (rank - x.ndim) for x in (given, mask)]
   try:
-    return given.reshape(shapes[0]) & real.reshape(shapes[1])
+    return given.reshape(shapes[0]) & mask.reshape(shapes[1])
   except ValueError as e:
     raise ValueError(
-      f"batch[{key}] has shape {given.shape} when padded, the mask of padding "
-      f"{real.shape}: they do not go together."
+      f"batch[{key}] has the shape {given.shape} after padding, which cannot "
+      f"be combined with the mask of padding, {mask.shape}."
     ) from e

@@ -1,4 +1,4 @@
-"""Reads ahead, in a thread."""
+"""A thread that reads items ahead."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ import numpy as np
 
 
 class Item(NamedTuple):
-  """What a read gave.
+  """The result of one read.
 
   Attributes:
     batch: The batch.
-    state: Where the source stood after it; None if it cannot tell.
-    error: What was raised instead, StopIteration at the end.
+    state: The position of the source after the batch; None if the source has
+      no state.
+    error: The error that was raised instead; `StopIteration` at the end.
   """
 
   batch: Any = None
@@ -29,25 +30,26 @@ class Item(NamedTuple):
 
 
 class Prefetch:
-  """A thread that reads up to `size` items ahead, until one has an error.
+  """Reads up to `size` items ahead in a thread, until a read fails.
 
-  It holds nothing of whoever reads from it, so that its owner can be collected
-  and stop it.
+  The thread holds no reference to the object that created it. So that object
+  can be garbage-collected, and stop the thread in its finalizer.
 
   Args:
-    read: Makes the next item; its errors become items.
-    size: How many items to have ready, at least 1.
+    read: Returns the next item. It reports errors as items.
+    size: Number of items to read ahead, at least 1.
   """
 
   def __init__(self, read: Callable[[], Item], size: int):
     self._read = read
-    # One entry for each item that may be read: a semaphore, but in C.
+    # A SimpleQueue as a semaphore, one entry for each free place: it is
+    # written in C, threading.Semaphore in Python.
     self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
     for _ in range(size):
       self._free.put(None)
     self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
     self._stopped = False
-    # JAX's settings are the thread's own.
+    # jax.enable_x64 is thread-local: pass its value on to the thread.
     self._x64 = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
     self._thread = threading.Thread(
       target=self._run, name="flaxshard-prefetch", daemon=True
@@ -56,18 +58,27 @@ class Prefetch:
     self._thread.start()
 
   def get(self) -> Item:
-    """Returns the next item, once it is there."""
+    """Returns the next item; waits until it is read."""
     item = self._items.get()
     self._free.put(None)
     return item
 
   def stop(self) -> None:
-    """Lets the thread end after the read it is in, without waiting for it."""
+    """Asks the thread to end after its current read; does not wait."""
     self._stopped = True
+    # Wakes the thread if it waits for a free place.
     self._free.put(None)
 
   def join(self, timeout: float | None = None) -> bool:
-    """Waits for the thread to end, and returns whether it has."""
+    """Waits for the thread to end.
+
+    Args:
+      timeout: Seconds to wait at most; None waits without a limit.
+
+    Returns:
+      Whether the thread has ended.
+    """
+    # A finalizer may run in this very thread, which cannot wait for itself.
     if self._thread is not threading.current_thread():
       self._thread.join(timeout)
     return not self._thread.is_alive()
@@ -78,23 +89,27 @@ class Prefetch:
       while error is None:
         self._free.get()
         if self._stopped:
+          # For a reader that waits in `get` now.
           error = ValueError("the iterator was closed.")
           item = Item(error=error)
         else:
           item = self._read()
           error = item.error
         self._items.put(item)
-        del item  # or a batch would lie here until the next is read
+        # Else this variable would keep a batch alive during the next read.
+        del item
 
 
 _running: weakref.WeakSet[Prefetch] = weakref.WeakSet()
 
 
+# Exit handlers run in reverse order: this one runs before that of JAX, which
+# was imported earlier, and which releases the devices that threads still use.
 @atexit.register
 def _stop_all(timeout: float = 2.0) -> None:
-  """Ends the threads before JAX, imported earlier, lets go of its devices."""
   deadline = time.monotonic() + timeout
   prefetches = list(_running)
+  # Stop all before waiting for the first: they share the timeout.
   for prefetch in prefetches:
     prefetch.stop()
   for prefetch in prefetches:

@@ -1,4 +1,4 @@
-"""Where the rows of a batch go: partition specs, processes, devices."""
+"""Shardings of batches: which process and which devices get which rows."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ import numpy as np
 
 from flaxshard.core import trees
 from flaxshard.data import host_batch
+from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
 
-OVER_REPLICAS = P("replica")
+OVER_REPLICAS = P(mesh_lib.REPLICA)
+
+# Stands for the size of the leading dimension, in the shape of a `Leaf`.
+BATCH = "batch"
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-  """What a leaf is like in every batch.
+  """The properties of a leaf that all batches share.
 
   Attributes:
-    path: Its path.
+    path: The path of the leaf, such as `"image"`.
     dtype: Its dtype on the device.
-    shape: Its shape; dimensions that may differ have a word for a size.
-    parts: Into how many parts each dimension is split.
-    sharding: Of the global array.
+    shape: Its shape. Dimensions that vary have a name instead of a size.
+    parts: Number of parts that the mesh splits each dimension into.
+    sharding: The sharding of the global array.
   """
 
   path: str
@@ -43,24 +47,25 @@ class Leaf:
 def shard_batch(
   mesh: jax.sharding.Mesh, batch: PyTree, spec: PyTree = OVER_REPLICAS
 ) -> PyTree:
-  """Puts one batch on a mesh, as it is.
+  """Puts one batch on a mesh, without padding.
 
   Args:
     mesh: A mesh with an axis `"replica"`.
-    batch: A pytree of arrays `[batch, ...]`. In a run of several processes,
-      each gives the rows of its own replicas. NumPy arrays are copied.
-    spec: A `PartitionSpec` for every leaf, or a dict of them by path; leaves
-      that it does not name get `P("replica")`.
+    batch: A pytree of arrays `[batch, ...]`, with the rows of this process's
+      replicas. NumPy arrays are copied.
+    spec: A `PartitionSpec` for every leaf, or a dict of them by path. Leaves
+      that the dict does not name get `P("replica")`.
 
   Returns:
-    The tree as global `jax.Array`s `[batch * input pipelines, ...]`, of the
-    dtypes that `jnp.asarray` gives.
+    A tree like `batch` of global arrays `[batch * input pipelines, ...]`, with
+    the dtypes of `jnp.asarray`.
 
   Raises:
-    ValueError: A leaf is ragged or a single number, has other rows than the
-      first, cannot be divided as `spec` says, or has numbers that its dtype on
-      the device cannot hold; `spec` does not fit. The message has the path.
-    TypeError: A leaf is not numeric, or `spec` holds no `PartitionSpec`.
+    ValueError: A leaf is ragged or a scalar, has another number of rows than
+      the first leaf, cannot be divided by `spec`, or has values that do not fit
+      its dtype on the device; or `spec` does not fit the mesh or the batch. The
+      message names the path.
+    TypeError: A leaf is not numeric, or `spec` is not a `PartitionSpec`.
 
   Example:
     >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("replica",))
@@ -75,46 +80,55 @@ def shard_batch(
   for leaf, x in zip(leaves, flat.arrays, strict=True):
     check_divisible(leaf, (len(x) * count, *x.shape[1:]))
     arrays.append(host_batch.join(leaf.path, [x], x.shape))
-  out = put(mesh, arrays, [leaf.sharding for leaf in leaves])
-  return jax.tree.unflatten(flat.tree, out)
+  global_arrays = put(mesh, arrays, [leaf.sharding for leaf in leaves])
+  return jax.tree.unflatten(flat.tree, global_arrays)
 
 
 @functools.cache
 def pipelines(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], ...]:
-  """Returns which replicas each input pipeline feeds.
+  """Returns the replicas that each input pipeline feeds.
 
-  A process has a pipeline of its own, or shares that of the processes that
-  hold other devices of the same replicas, and must read what they read.
+  Processes whose devices belong to the same replicas share a pipeline: each
+  must read the same rows. Usually every process has a pipeline to itself.
+
+  Args:
+    mesh: A mesh with an axis `"replica"`.
+
+  Returns:
+    For each pipeline the indices of its replicas, in order.
 
   Raises:
-    ValueError: There is no axis `"replica"`, or the processes do not hold
-      equally many of its replicas.
+    ValueError: There is no axis `"replica"`, or the processes have different
+      numbers of replicas, or replicas in part only.
   """
-  if "replica" not in mesh.axis_names:
+  if mesh_lib.REPLICA not in mesh.axis_names:
     raise ValueError(
       f"mesh must have an axis 'replica', got the axes {mesh.axis_names}."
     )
-  axis = mesh.axis_names.index("replica")
-  held: dict[int, set[int]] = {}
+  axis = mesh.axis_names.index(mesh_lib.REPLICA)
+  replicas_of: dict[int, set[int]] = {}
   for index, device in np.ndenumerate(mesh.devices):
-    held.setdefault(device.process_index, set()).add(index[axis])
-  groups = sorted({tuple(sorted(replicas)) for replicas in held.values()})
-  uniform = len({len(group) for group in groups}) == 1
-  if not uniform or sum(map(len, groups)) != mesh.shape["replica"]:
+    replicas_of.setdefault(device.process_index, set()).add(index[axis])
+  groups = sorted({tuple(sorted(group)) for group in replicas_of.values()})
+  same_size = len({len(group) for group in groups}) == 1
+  # Distinct groups that together have as many replicas as the mesh: disjoint.
+  disjoint = sum(map(len, groups)) == mesh.shape[mesh_lib.REPLICA]
+  if not same_size or not disjoint:
+    by_process = {p: sorted(r) for p, r in sorted(replicas_of.items())}
     raise ValueError(
-      "mesh: its processes must hold equally many replicas, or the same ones, "
-      f"got { ({p: sorted(r) for p, r in sorted(held.items())}) }."
+      "mesh: processes must have equally many replicas, and two processes the "
+      f"same replicas or none in common, got {by_process}."
     )
   return tuple(groups)
 
 
 def pipeline_id(mesh: jax.sharding.Mesh) -> int:
-  """Returns which of the pipelines this process has.
+  """Returns the index of this process's input pipeline.
 
   Raises:
-    ValueError: None of the mesh's devices is its own.
+    ValueError: No device of the mesh belongs to this process.
   """
-  axis = mesh.axis_names.index("replica")
+  axis = mesh.axis_names.index(mesh_lib.REPLICA)
   for index, device in np.ndenumerate(mesh.devices):
     if device.process_index == jax.process_index():
       groups = pipelines(mesh)
@@ -125,19 +139,28 @@ def pipeline_id(mesh: jax.sharding.Mesh) -> int:
 
 
 def check_specs(mesh: jax.sharding.Mesh, spec: PyTree) -> dict[str, P]:
-  """Returns partition specs by path, once they fit the mesh."""
+  """Returns partition specs by path, checked against the mesh.
+
+  Args:
+    mesh: The mesh.
+    spec: A `PartitionSpec`, or a nested dict of them.
+
+  Raises:
+    TypeError: An entry is not a `PartitionSpec`.
+    ValueError: An axis is not of the mesh, or is named twice.
+  """
   table = by_path(spec)
-  for path, given in table.items():
-    if not isinstance(given, P):
+  for path, entry in table.items():
+    if not isinstance(entry, P):
       raise TypeError(
         "spec must be a PartitionSpec, or a dict of them by path, got "
-        f"{given!r} for {path}."
+        f"{entry!r} for {path}."
       )
-    names = [name for entry in given for name in specs_lib.axes_of(entry)]
+    names = [name for dim in entry for name in specs_lib.axes_of(dim)]
     for name in names:
       if name not in mesh.axis_names or names.count(name) > 1:
         raise ValueError(
-          f"spec {given} for {path} must name axes of the mesh, "
+          f"spec {entry} for {path} must name axes of the mesh, "
           f"{mesh.axis_names}, each once, got {name!r}."
         )
   return table
@@ -146,7 +169,16 @@ def check_specs(mesh: jax.sharding.Mesh, spec: PyTree) -> dict[str, P]:
 def make_leaves(
   mesh: jax.sharding.Mesh, batch: host_batch.HostBatch, specs: Mapping[str, P]
 ) -> list[Leaf]:
-  """Returns what the leaves of a batch are like, in every batch."""
+  """Returns the properties of each leaf of a batch.
+
+  Args:
+    mesh: The mesh.
+    batch: The first batch, on the host.
+    specs: Partition specs by path, checked against the mesh.
+
+  Raises:
+    ValueError: A spec does not fit the batch.
+  """
   check_paths("spec", specs, batch.paths)
   leaves = []
   for path, x in zip(batch.paths, batch.arrays, strict=True):
@@ -154,13 +186,13 @@ def make_leaves(
     if len(spec) > x.ndim:
       raise ValueError(
         f"spec {spec} has {len(spec)} entries, batch[{path}] has {x.ndim} "
-        "dimensions; in a dict by path, a leaf gets its own."
+        "dimensions; a dict by path gives each leaf its spec."
       )
     axes = [
       specs_lib.axes_of(entry)
       for entry in (*spec, *[None] * (x.ndim - len(spec)))
     ]
-    if len(pipelines(mesh)) > 1 and "replica" not in axes[0]:
+    if len(pipelines(mesh)) > 1 and mesh_lib.REPLICA not in axes[0]:
       raise ValueError(
         f"spec {spec} for batch[{path}] must split its leading dimension over "
         "'replica': each process has some of the rows."
@@ -170,7 +202,7 @@ def make_leaves(
       Leaf(
         path=path,
         dtype=host_batch.dtype_of(x),
-        shape=("batch", *x.shape[1:]),
+        shape=(BATCH, *x.shape[1:]),
         parts=parts,
         sharding=jax.sharding.NamedSharding(mesh, spec),
       )
@@ -179,12 +211,17 @@ def make_leaves(
 
 
 def check_divisible(leaf: Leaf, shape: Iterable[int | str]) -> None:
-  """Raises unless dimensions can be split as a leaf's are."""
+  """Raises a ValueError unless the sharding of a leaf divides a shape.
+
+  Args:
+    leaf: The leaf.
+    shape: Sizes of its dimensions. Names of dimensions that vary are ignored.
+  """
   for dim, (size, parts) in enumerate(zip(shape, leaf.parts, strict=True)):
     if isinstance(size, int) and size % parts:
       raise ValueError(
-        f"batch[{leaf.path}] has {size} in dimension {dim}, which "
-        f"{leaf.sharding.spec} splits in {parts}; it must be a multiple."
+        f"batch[{leaf.path}] has size {size} in dimension {dim}, which must be "
+        f"a multiple of {parts}: {leaf.sharding.spec} splits it in {parts}."
       )
 
 
@@ -193,24 +230,31 @@ def put(
   arrays: Sequence[host_batch.Array],
   shardings: Sequence[jax.sharding.NamedSharding],
 ) -> list[jax.Array]:
-  """Puts this process's rows on its devices, as parts of global arrays."""
+  """Assembles global arrays from the rows of each pipeline."""
   count = len(pipelines(mesh))
+  # JAX would infer the shapes from the sharding, and multiply every dimension
+  # that is split over processes. Only the batch is: a process has whole rows.
   shapes = [(len(x) * count, *x.shape[1:]) for x in arrays]
   return jax.make_array_from_process_local_data(
     list(shardings), list(arrays), shapes
   )
 
 
-def by_path(given: Any) -> dict[str, Any]:
-  """Returns what stands in nested dicts by path; what is no dict, for all."""
+def by_path(values: Any) -> dict[str, Any]:
+  """Flattens nested dicts into one dict by path.
+
+  Example:
+    >>> by_path({"a": {"b": 1}}), by_path(2)
+    ({'a/b': 1}, {'<root>': 2})
+  """
   flat = jax.tree_util.tree_leaves_with_path(
-    given, is_leaf=lambda x: not isinstance(x, Mapping)
+    values, is_leaf=lambda x: not isinstance(x, Mapping)
   )
   return {trees.path_string(path): value for path, value in flat}
 
 
 def lookup(table: Mapping[str, Any], path: str, default: Any) -> Any:
-  """Returns the entry of a path, or of the nearest node above it."""
+  """Returns the entry of a path or of its nearest ancestor in a table."""
   keys = [key for key in table if _covers(key, path)]
   return table[max(keys, key=len)] if keys else default
 
@@ -218,7 +262,7 @@ def lookup(table: Mapping[str, Any], path: str, default: Any) -> Any:
 def check_paths(
   argument: str, table: Mapping[str, Any], paths: Sequence[str]
 ) -> None:
-  """Raises if an entry of a table is nobody's."""
+  """Raises a ValueError if an entry of a table matches no path."""
   for key in table:
     if not any(_covers(key, path) for path in paths):
       raise ValueError(

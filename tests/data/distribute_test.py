@@ -1,4 +1,4 @@
-"""Distributed datasets: what comes out, in what order, and where it stands."""
+"""Distributed datasets: values, order, reading ahead, errors, position."""
 
 import gc
 import itertools
@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 
+import compilations
 import grain
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from flaxshard.train import steps
 
 P = jax.sharding.PartitionSpec
 MESH = jax.sharding.Mesh(np.array(jax.devices()), ("replica",))
-PREFETCHES = (0, 1, 2, 5)
+PREFETCHES = pytest.mark.parametrize("prefetch", [0, 1, 5])
 
 
 def distributed(iterable, mesh=MESH, **options):
@@ -33,12 +34,11 @@ def examples(count, start=0):
 
 
 def epoch(size, batch):
-  """Batches of `batch` of `size` numbered examples, the last one short."""
+  """Batches of `size` numbered examples; the last one may be short."""
   return [examples(min(batch, size - i), i) for i in range(0, size, batch)]
 
 
-def seen(batches):
-  """The real examples in batches."""
+def real_examples(batches):
   return [
     x
     for batch in batches
@@ -50,34 +50,38 @@ def threads():
   return [t for t in threading.enumerate() if t.name == "flaxshard-prefetch"]
 
 
-def assert_no_threads(timeout=5.0):
+def wait_until(condition, timeout=5.0):
   deadline = time.monotonic() + timeout
-  while threads() and time.monotonic() < deadline:
-    time.sleep(0.005)
-  assert not threads()
+  while not condition() and time.monotonic() < deadline:
+    time.sleep(0.002)
+  assert condition()
+
+
+def assert_no_threads():
+  wait_until(lambda: not threads())
 
 
 @pytest.fixture(autouse=True)
-def no_threads_stay():
+def no_thread_survives():
   yield
-  if threads():  # an iterator in a cycle, with the error that a test looked at
+  if threads():  # an iterator in a cycle with an error that a test looked at
     gc.collect()
   assert_no_threads()
 
 
-# What comes out.
+# Values.
 
 
-@pytest.mark.parametrize("prefetch", PREFETCHES)
-def test_every_example_once_in_order(prefetch):
+@PREFETCHES
+def test_every_example_occurs_once_in_order(prefetch):
   dataset = distributed(epoch(43, 16), prefetch=prefetch)
-  for _ in range(2):  # a list starts anew with each iter()
+  for _ in range(2):  # each iter() of a list starts a new epoch
     batches = list(dataset)
     assert [b["x"].shape for b in batches] == [(16,)] * 3
-    assert seen(batches) == list(range(43))
+    assert real_examples(batches) == list(range(43))
 
 
-def test_batches_lie_over_the_replicas():
+def test_rows_are_split_over_the_replicas():
   devices = np.array(jax.devices()).reshape(4, 2)
   mesh = jax.sharding.Mesh(devices, ("replica", "model"))
   (batch,) = distributed([examples(8)], mesh)
@@ -89,25 +93,25 @@ def test_batches_lie_over_the_replicas():
       assert shards[device] == [2 * replica, 2 * replica + 1]
 
 
-def test_a_short_batch_compiles_nothing_and_metrics_leave_padding_out():
-  traces = []
-
-  @jax.jit
-  def evaluate(metrics, batch):
-    traces.append(1)
-    values = batch["x"].astype(jnp.float32)
-    return metrics.merge(
-      steps.Metrics.single_from_model_output(
-        loss=values, correct=values > 20, mask=batch["mask"]
-      )
+@jax.jit
+def evaluate(metrics, batch):
+  values = batch["x"].astype(jnp.float32)
+  return metrics.merge(
+    steps.Metrics.single_from_model_output(
+      loss=values, correct=values > 20, mask=batch["mask"]
     )
+  )
 
+
+def test_a_short_batch_needs_no_compilation_and_metrics_ignore_padding():
   metrics = jax.device_put(
     steps.Metrics.empty(), jax.sharding.NamedSharding(MESH, P())
   )
-  for batch in distributed(epoch(43, 16)):
-    metrics = evaluate(metrics, batch)
-  assert len(traces) == 1
+  batches = list(distributed(epoch(43, 16)))
+  with compilations.count() as compiled:
+    for batch in batches:
+      metrics = evaluate(metrics, batch)
+  assert compiled.total == 1
   assert metrics.compute() == {
     "loss": pytest.approx(np.arange(43).mean()),
     "accuracy": pytest.approx((np.arange(43) > 20).mean()),
@@ -120,7 +124,7 @@ def test_a_masked_loss_has_the_gradient_of_the_real_examples():
 
   @jax.jit
   def gradient(w, batch):
-    # Would be NaN for rows of zeros.
+    # Padding with zeros would give NaN.
     loss = lambda w: jnp.sum(jnp.log(w * batch["x"] ** 2) * batch["mask"])
     return jax.grad(loss)(w) / batch["mask"].sum()
 
@@ -128,24 +132,23 @@ def test_a_masked_loss_has_the_gradient_of_the_real_examples():
   np.testing.assert_allclose(gradient(w, batch), 1 / w)
 
 
-def test_leaves_keep_structure_and_values():
+def test_structure_values_and_dtypes_are_kept():
   batch = {
     "image": np.random.default_rng(0).random((8, 2, 3), np.float32),
     "label": {"class": np.arange(8), "weight": (np.ones(8, np.float16),)},
     "nothing": None,
   }
   (out,) = distributed([batch])
-  mask = out.pop("mask")
-  assert mask.tolist() == [True] * 8
+  assert out.pop("mask").tolist() == [True] * 8
   assert jax.tree.structure(out) == jax.tree.structure(batch)
   for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(batch), strict=True):
     np.testing.assert_array_equal(a, b)
   assert out["label"]["class"].dtype == jnp.int32
   assert out["label"]["weight"][0].dtype == jnp.float16
-  assert batch.keys() == {"image", "label", "nothing"}  # as it was
+  assert batch.keys() == {"image", "label", "nothing"}  # not written to
 
 
-@pytest.mark.parametrize("prefetch", PREFETCHES)
+@PREFETCHES
 def test_a_source_may_reuse_its_arrays(prefetch):
   def source(rows, count):
     x = np.zeros((rows, 64), np.int32)
@@ -156,7 +159,7 @@ def test_a_source_may_reuse_its_arrays(prefetch):
 
   batches = list(distributed(source(8, 6), prefetch=prefetch))
   assert [b["x"][3, 5].item() for b in batches] == list(range(6))
-  assert all((b["x"] == b["x"][0, 0]).all() for b in batches)
+  assert all((np.asarray(b["x"]) == b["x"][0, 0]).all() for b in batches)
   batches = list(
     distribute.distribute_datasets_from_function(
       MESH, lambda _: source(1, 16), prefetch=prefetch
@@ -168,49 +171,51 @@ def test_a_source_may_reuse_its_arrays(prefetch):
   ]
 
 
-def test_x64_as_the_reader_has_it():
+def test_the_thread_uses_the_x64_setting_of_the_caller():
   big = {"x": np.full(8, 2**40)}
   with jax.enable_x64(True):
     (batch,) = distributed([big])
     assert batch["x"].dtype == jnp.int64 and batch["x"][0] == 2**40
-  with pytest.raises(ValueError, match=r"batch\[x\] is int64, from 1099511627"):
+  with pytest.raises(ValueError, match=r"batch\[x\] is int64.*1099511627776"):
     list(distributed([big]))
 
 
 # Iterables.
 
 
-def test_a_generator_goes_on_where_it_was_left():
+def test_a_generator_continues_where_the_last_iteration_stopped():
   dataset = distributed(iter(epoch(64, 8)))
   first = list(itertools.islice(dataset, 3))
   rest = list(dataset)
-  assert seen(first + rest) == list(range(64))
+  assert real_examples(first + rest) == list(range(64))
   assert list(dataset) == []
 
 
-def test_grain_datasets_start_anew_and_their_iterators_do_not():
+def test_grain_datasets_restart_and_grain_iterators_do_not():
   source = grain.MapDataset.range(24).map(lambda i: {"x": i}).batch(8)
   for iterable in (source, source.to_iter_dataset()):
     dataset = distributed(iterable)
-    assert seen(dataset) == seen(dataset) == list(range(24))
+    for _ in range(2):
+      assert real_examples(dataset) == list(range(24))
   dataset = distributed(iter(source.to_iter_dataset()))
-  assert seen(dataset) == list(range(24))
-  assert seen(dataset) == []
+  assert real_examples(dataset) == list(range(24))
+  assert real_examples(dataset) == []
 
 
-def test_sequences_of_the_old_kind():
+def test_a_class_with_getitem_alone_is_an_iterable():
   class Sequence:
     def __getitem__(self, i):
       return epoch(20, 8)[i]
 
   dataset = distributed(Sequence())
-  assert seen(dataset) == seen(dataset) == list(range(20))
+  for _ in range(2):
+    assert real_examples(dataset) == list(range(20))
 
 
-def test_iterations_do_not_disturb_each_other():
+def test_iterators_of_one_dataset_are_independent():
   dataset = distributed(epoch(40, 8))
   a, b = iter(dataset), iter(dataset)
-  assert seen([next(a), next(a), next(b), next(a), next(b)]) == [
+  assert real_examples([next(a), next(a), next(b), next(a), next(b)]) == [
     *range(16),
     *range(8),
     *range(16, 24),
@@ -218,72 +223,72 @@ def test_iterations_do_not_disturb_each_other():
   ]
 
 
+def test_an_empty_iterable_has_no_batches():
+  assert list(distributed([])) == []
+
+
 # Reading ahead.
 
 
 class Counting:
-  """A source that knows how many batches were taken."""
+  """An iterator that counts the batches read."""
 
   def __init__(self, count=100):
-    self.taken = 0
+    self.read = 0
     self.count = count
 
   def __iter__(self):
     return self
 
   def __next__(self):
-    if self.taken == self.count:
+    if self.read == self.count:
       raise StopIteration
-    self.taken += 1
-    return examples(8, 8 * (self.taken - 1))
+    self.read += 1
+    return examples(8, 8 * (self.read - 1))
 
 
-@pytest.mark.parametrize("prefetch", PREFETCHES)
-def test_reads_as_far_ahead_as_asked(prefetch):
+@PREFETCHES
+def test_reads_ahead_as_many_batches_as_requested(prefetch):
   source = Counting()
   iterator = iter(distributed(source, prefetch=prefetch))
-  assert source.taken == 0  # nothing before it is needed
+  assert source.read == 0
   for i in range(1, 4):
     next(iterator)
-    deadline = time.monotonic() + 5
-    while source.taken < i + prefetch and time.monotonic() < deadline:
-      time.sleep(0.002)
-    time.sleep(0.02)
-    assert source.taken == i + prefetch
+    wait_until(lambda i=i: source.read >= i + prefetch)
+    time.sleep(0.01)
+    assert source.read == i + prefetch
   assert len(threads()) == (prefetch > 0)
   iterator.close()
 
 
-def test_starts_to_read_when_told():
+def test_start_prefetch_reads_before_the_first_batch_is_requested():
   source = Counting()
   with iter(distributed(source)) as iterator:
     iterator.start_prefetch()
     iterator.start_prefetch()
-    deadline = time.monotonic() + 5
-    while source.taken < 2 and time.monotonic() < deadline:
-      time.sleep(0.002)
+    wait_until(lambda: source.read == 2)
     assert len(threads()) == 1
-    assert seen([next(iterator)]) == list(range(8))
+    assert real_examples([next(iterator)]) == list(range(8))
 
 
-def test_overlaps_reading_with_the_reader():
-  wait = 0.02
+def test_reading_overlaps_with_the_steps():
+  seconds_of_work = 0.02
 
   def source():
     for i in range(10):
-      time.sleep(wait)
+      time.sleep(seconds_of_work)
       yield examples(8, i)
 
   seconds = {}
   for prefetch in (0, 2):
     start = time.monotonic()
     for _ in distributed(source(), prefetch=prefetch):
-      time.sleep(wait)  # a step
+      time.sleep(seconds_of_work)
     seconds[prefetch] = time.monotonic() - start
   assert seconds[2] < 0.8 * seconds[0]
 
 
-# How it ends.
+# Errors and the end.
 
 
 def failing(error, after=3):
@@ -292,28 +297,29 @@ def failing(error, after=3):
   raise error
 
 
-@pytest.mark.parametrize("prefetch", PREFETCHES)
+@pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("error", [KeyError("disk"), SystemExit(3)])
-def test_an_error_comes_after_the_batches_before_it(prefetch, error):
+def test_an_error_is_raised_after_the_batches_before_it(prefetch, error):
   iterator = iter(distributed(failing(error), prefetch=prefetch))
-  assert seen([next(iterator) for _ in range(3)]) == list(range(24))
+  batches = [next(iterator) for _ in range(3)]
+  assert real_examples(batches) == list(range(24))
   with pytest.raises(type(error)) as e:
     next(iterator)
   assert e.value is error
   lines = "".join(traceback.format_exception(e.value))
   assert "in failing" in lines and "raise error" in lines
-  # A generator that has raised is at its end.
+  # A generator ends with its first error.
   with pytest.raises(StopIteration):
     next(iterator)
 
 
-@pytest.mark.parametrize("prefetch", PREFETCHES)
-def test_after_an_error_the_source_says_what_comes(prefetch):
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_source_may_continue_after_an_error(prefetch):
   class Flaky(Counting):
     failed = False
 
     def __next__(self):
-      if self.taken == 2 and not self.failed:
+      if self.read == 2 and not self.failed:
         self.failed = True
         raise OSError("try again")
       return super().__next__()
@@ -322,10 +328,10 @@ def test_after_an_error_the_source_says_what_comes(prefetch):
   batches = [next(iterator), next(iterator)]
   with pytest.raises(OSError, match="try again"):
     next(iterator)
-  assert seen([*batches, *iterator]) == list(range(32))
+  assert real_examples([*batches, *iterator]) == list(range(32))
 
 
-def test_errors_leave_no_cycle_behind():
+def test_an_error_leaves_no_reference_cycle():
   gc.collect()
   gc.disable()
   try:
@@ -368,7 +374,7 @@ def test_the_thread_ends_with_its_iterator(how):
     assert len(threads()) == 1
     if how == "close":
       iterator.close()
-      assert not threads()  # close waits
+      assert not threads()  # close waits for the thread
       iterator.close()
     elif how == "with":
       with iterator:
@@ -380,16 +386,16 @@ def test_the_thread_ends_with_its_iterator(how):
   assert_no_threads()
 
 
-def test_a_closed_iterator_says_so():
+def test_a_closed_iterator_raises():
   iterator = iter(distributed(epoch(40, 8)))
   next(iterator)
   iterator.close()
   for method in (iterator.__next__, iterator.start_prefetch):
-    with pytest.raises(ValueError, match="the iterator was closed"):
+    with pytest.raises(ValueError, match="closed"):
       method()
 
 
-def test_close_wakes_who_waits():
+def test_close_wakes_a_waiting_reader():
   hold = threading.Event()
 
   def source():
@@ -401,27 +407,30 @@ def test_close_wakes_who_waits():
   next(iterator)
   errors = []
 
-  def wait():
+  def read():
     try:
-      next(iterator)  # what was being read
+      next(iterator)  # the batch that is being read
       next(iterator)
     except ValueError as e:
       errors.append(str(e))
 
-  waiting = threading.Thread(target=wait)
-  waiting.start()
+  reader = threading.Thread(target=read)
+  reader.start()
   time.sleep(0.02)
-  closing = threading.Thread(target=iterator.close)
-  closing.start()
+  closer = threading.Thread(target=iterator.close)
+  closer.start()
   time.sleep(0.02)
   hold.set()
-  closing.join(5)
-  waiting.join(5)
-  assert errors == ["the iterator was closed."]
+  closer.join(5)
+  reader.join(5)
+  assert len(errors) == 1 and "closed" in errors[0]
 
 
-def test_close_does_not_wait_forever(caplog, monkeypatch):
-  monkeypatch.setattr("flaxshard.data.iterators._CLOSE_TIMEOUT", 0.05)
+def test_close_warns_about_a_source_that_does_not_return(caplog, monkeypatch):
+  join = threading.Thread.join
+  monkeypatch.setattr(
+    threading.Thread, "join", lambda self, timeout=None: join(self, 0.05)
+  )
   hold = threading.Event()
 
   def source():
@@ -431,52 +440,53 @@ def test_close_does_not_wait_forever(caplog, monkeypatch):
   iterator = iter(distributed(source()))
   next(iterator)
   iterator.close()
-  assert "the source has not returned a batch" in caplog.text
+  assert "source has not returned a batch" in caplog.text
   hold.set()
 
 
-# Where it stands.
+# Position.
 
 
-@pytest.mark.parametrize("prefetch", PREFETCHES)
-def test_the_position_is_that_of_the_batch_handed_out(prefetch):
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_position_is_that_of_the_last_batch_returned(prefetch):
   source = grain.MapDataset.range(80).map(lambda i: {"x": i}).shuffle(seed=1)
   dataset = distributed(source.batch(8).to_iter_dataset(), prefetch=prefetch)
-  whole = seen(dataset)
+  whole = real_examples(dataset)
   assert sorted(whole) == list(range(80))
-  for count in (0, 1, 4, 10):
+  for count in (0, 1, 10):
     iterator = iter(dataset)
-    head = list(itertools.islice(iterator, count))
-    time.sleep(0.01)  # lets it read ahead
+    head = real_examples(itertools.islice(iterator, count))
+    time.sleep(0.01)  # so that the thread reads ahead
     state = iterator.get_state()
     resumed = iter(dataset)
     resumed.set_state(state)
     assert resumed.get_state() == state
-    assert seen(head) + seen(resumed) == whole
-    # And back, in the same iterator, at its end too.
-    assert seen(head) + seen(iterator) == whole
+    assert head + real_examples(resumed) == whole
+    # Back in the same iterator too, even from its end.
+    assert head + real_examples(iterator) == whole
     iterator.set_state(state)
-    assert seen(head) + seen(iterator) == whole
+    assert head + real_examples(iterator) == whole
 
 
-def test_dropped_and_joined_batches_count_in_the_position():
+def test_the_position_counts_dropped_and_joined_batches():
   source = grain.MapDataset.range(80).map(lambda i: {"x": i}).batch(4)
   dataset = distribute.distribute_datasets_from_function(
     MESH, lambda _: source.to_iter_dataset(), drop_remainder=True
   )
   iterator = iter(dataset)
-  assert seen([next(iterator)]) == list(range(32))
-  assert iterator.get_state() == {"next_index": 8}
+  assert real_examples([next(iterator)]) == list(range(32))
   state = iterator.get_state()
-  assert seen(iterator) == list(range(32, 64))  # 64 to 79 fill no batch
-  iterator.set_state(state)
-  assert seen(iterator) == list(range(32, 64))
+  assert state == {"next_index": 8}
+  for _ in range(2):
+    # Examples 64 to 79 do not fill a global batch.
+    assert real_examples(iterator) == list(range(32, 64))
+    iterator.set_state(state)
 
 
-def test_a_source_without_a_position_says_so():
+def test_a_source_without_a_position_raises():
   iterator = iter(distributed(epoch(16, 8)))
   for method in (iterator.get_state, lambda: iterator.set_state({})):
-    with pytest.raises(TypeError, match="source, a list_iterator, has no get_"):
+    with pytest.raises(TypeError, match=r"list_iterator.*get_state"):
       method()
 
 
@@ -500,7 +510,7 @@ def labels(iterator, count):
   return [np.asarray(next(iterator)["labels"]).tolist() for _ in range(count)]
 
 
-def test_checkpoints_are_those_of_the_grain_iterator(tmp_path):
+def test_checkpoints_are_interchangeable_with_those_of_grain(tmp_path):
   plain = train_iterator()
   wanted = labels(plain, 9)
   with checkpoint.Checkpointer(tmp_path) as checkpointer:
@@ -509,7 +519,6 @@ def test_checkpoints_are_those_of_the_grain_iterator(tmp_path):
       time.sleep(0.01)
       checkpointer.save(4, tiny_state(), data=iterator)
       assert labels(iterator, 2) == wanted[4:6]
-    # Into a distributed one, and into Grain's own.
     with iter(distributed(train_iterator())) as iterator:
       checkpointer.restore(tiny_state(), data=iterator)
       assert labels(iterator, 5) == wanted[4:]
@@ -524,24 +533,24 @@ def test_checkpoints_are_those_of_the_grain_iterator(tmp_path):
   assert a.replace("4", "9") == b
 
 
-def test_a_position_that_cannot_be_saved_is_refused_before(tmp_path):
+def test_a_position_that_cannot_be_saved_raises_before_the_save(tmp_path):
   class Odd(Counting):
     def get_state(self):
-      return {"taken": np.int64(self.taken)}
+      return {"read": np.int64(self.read)}
 
     def set_state(self, state):
-      self.taken = state["taken"]
+      self.read = state["read"]
 
   with checkpoint.Checkpointer(tmp_path) as checkpointer:
     with iter(distributed(Odd())) as iterator:
-      with pytest.raises(TypeError, match=r"data\.get_state\(\) must be bytes"):
+      with pytest.raises(TypeError, match=r"data\.get_state\(\)"):
         checkpointer.save(1, tiny_state(), data=iterator)
-    with pytest.raises(TypeError, match="has no get_state"):
+    with pytest.raises(TypeError, match="get_state"):
       checkpointer.save(1, tiny_state(), data=iter(distributed([])))
     assert checkpointer.all_steps() == []
 
 
-def test_positions_in_bytes(tmp_path):
+def test_a_position_in_bytes_can_be_saved(tmp_path):
   loader = grain.DataLoader(
     data_source=make_splits().train,
     sampler=grain.samplers.SequentialSampler(40, grain.sharding.NoSharding()),
@@ -556,29 +565,27 @@ def test_positions_in_bytes(tmp_path):
       assert labels(iterator, 1) == [list(range(16, 24))]
 
 
-# From a function.
+# Datasets from a function.
 
 
-def test_a_function_gets_the_context_and_gives_replicas_batches():
+def test_a_function_gets_the_context_and_returns_batches_of_replicas():
   contexts = []
 
   def dataset_fn(context):
     contexts.append(context)
-    size = context.get_per_replica_batch_size(32)
-    return epoch(43, size)
+    return epoch(43, context.get_per_replica_batch_size(32))
 
   dataset = distribute.distribute_datasets_from_function(MESH, dataset_fn)
-  assert contexts == [distribute.InputContext(1, 0, 8)]
   for _ in range(2):
     batches = list(dataset)
     assert [b["x"].shape for b in batches] == [(32,), (32,)]
-    assert seen(batches) == list(range(43))
-  assert len(contexts) == 1
+    assert real_examples(batches) == list(range(43))
+  assert contexts == [distribute.InputContext(1, 0, 8)]
   for i, shard in enumerate(batches[0]["x"].addressable_shards):
     assert shard.data.tolist() == list(range(4 * i, 4 * i + 4))
 
 
-def test_a_function_has_the_options_of_a_dataset():
+def test_datasets_from_a_function_take_the_options_of_a_dataset():
   dataset = distribute.distribute_datasets_from_function(
     MESH,
     lambda context: epoch(40, 2),
@@ -589,23 +596,15 @@ def test_a_function_has_the_options_of_a_dataset():
   )
   assert [b["x"].shape for b in dataset] == [(16,)] * 2
   assert all("real" in b for b in dataset)
-  with pytest.raises(TypeError, match="unexpected keyword argument 'prefech'"):
+  with pytest.raises(TypeError, match="'prefech'"):
     distribute.distribute_datasets_from_function(MESH, lambda _: [], prefech=1)
-  with pytest.raises(
-    ValueError, match=r"batch\[x\] has 3 examples, batch\[a\]"
-  ):
-    list(
-      distribute.distribute_datasets_from_function(
-        MESH, lambda _: [{"a": np.ones(2), "x": np.ones(3)}]
-      )
-    )
 
 
-def test_per_replica_batch_sizes():
+def test_per_replica_batch_size():
   context = distribute.InputContext(2, 1, num_replicas_in_sync=8)
   assert context.get_per_replica_batch_size(64) == 8
-  for size in (63, 0, -8, 4):
-    with pytest.raises(ValueError, match=f"global_batch_size={size} must be a"):
+  for size in (63, 0, -8):
+    with pytest.raises(ValueError, match=f"global_batch_size={size} .*8"):
       context.get_per_replica_batch_size(size)
 
 
@@ -613,19 +612,14 @@ def test_per_replica_batch_sizes():
 
 
 @pytest.mark.parametrize(
-  ("iterable", "got"),
-  [(examples(8), "dict"), ("data", "str"), (None, "NoneType"), (3, "int")],
+  ("iterable", "got"), [(examples(8), "dict"), ("data", "str"), (3, "int")]
 )
-def test_what_is_no_iterable_of_batches(iterable, got):
-  with pytest.raises(TypeError, match=f"iterable must be an .* got {got}"):
+def test_an_invalid_iterable_raises(iterable, got):
+  with pytest.raises(TypeError, match=f"iterable must be .* {got}"):
     distributed(iterable)
 
 
-@pytest.mark.parametrize("prefetch", [-1, 1.5, True, None])
-def test_what_is_no_prefetch(prefetch):
-  with pytest.raises(ValueError, match="prefetch must be a number of batches"):
+@pytest.mark.parametrize("prefetch", [-1, True])
+def test_invalid_prefetch_raises(prefetch):
+  with pytest.raises(ValueError, match=f"prefetch must be .* got {prefetch}"):
     distributed([], prefetch=prefetch)
-
-
-def test_an_empty_iterable_has_no_batches():
-  assert list(distributed([])) == []
