@@ -1,7 +1,7 @@
 """ImageNet, through TensorFlow Datasets.
 
-Prepared ArrayRecord files are read without TensorFlow, and images are decoded
-by Pillow; only preparing the files needs TensorFlow.
+Preparing the dataset as ArrayRecord files needs TensorFlow. Reading it does
+not: TensorFlow Datasets reads the files, and Pillow decodes the images.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
+from flaxshard.core import checks
 from flaxshard.data.sources import Example
 from flaxshard.data.sources import Source
 from flaxshard.data.sources import Splits
 
+# Left, upper, right and lower edge in pixels, as Pillow has it.
 Box = tuple[float, float, float, float]
 
-# Mean and deviation of the pixels of ImageNet, by channel, of 255.
+# Mean and standard deviation of ImageNet's pixels in [0, 255], by channel.
 MEAN = np.array([0.485, 0.456, 0.406], np.float32) * 255
 STD = np.array([0.229, 0.224, 0.225], np.float32) * 255
 
@@ -32,41 +34,39 @@ def imagenet(
   train_split: str = "train",
   eval_split: str = "validation",
 ) -> Splits:
-  """ImageNet's 1,281,167 training and 50,000 validation images.
+  """Loads ImageNet: 1,281,167 training and 50,000 validation images.
 
-  Inputs are float32 `[image_size, image_size, 3]`, normalized by channel;
-  labels are int32 scalars. Training images are cropped at random, to 8 % of
-  their area at least, resized, and flipped half of the time; validation images
-  are resized to 256/224 of the size by their shorter side and cropped in the
-  centre.
+  Inputs are float32 `[image_size, image_size, 3]`, normalized by channel.
+  Labels are int32 scalars. Training images are cropped at random to 8 to 100 %
+  of their area, resized, and flipped with probability 1/2. Validation images
+  are resized so that their shorter side is 256/224 of the size, and cropped at
+  the center.
 
   Args:
-    data_dir: Where TensorFlow Datasets keeps prepared datasets; None or `""` is
-      its default, `$TFDS_DATA_DIR` or `~/tensorflow_datasets`.
+    data_dir: The folder of prepared datasets. None and `""` stand for the
+      default of TensorFlow Datasets: `$TFDS_DATA_DIR` or
+      `~/tensorflow_datasets`.
     image_size: Height and width of the inputs.
-    dataset: Its name there, or that of another dataset with the features
-      `image` and `label`, such as `"imagenette/160px-v2"`.
-    train_split: Which split to train on; slices such as `"train[:99%]"` work.
-    eval_split: Which split is held out.
+    dataset: The name of the dataset in TensorFlow Datasets. It must have the
+      features `image` and `label`, as `"imagenette/160px-v2"` has.
+    train_split: The training split. Slices such as `"train[:99%]"` work.
+    eval_split: The evaluation split.
 
   Returns:
-    The splits. Examples of the train split hold the whole uint8 images; its
-    `augment` makes them inputs.
+    The splits. Training examples are whole uint8 images; `Splits.augment`
+    crops and normalizes them.
 
   Raises:
     ImportError: TensorFlow Datasets or Pillow is not installed.
     ValueError: The dataset is not prepared in `data_dir` as ArrayRecord files,
-      has no such split or other features; `image_size` is not positive.
+      has no such split, or has other features; or `image_size` is not positive.
 
   Example:
     >>> splits = imagenet(data_dir="/data/tfds")  # doctest: +SKIP
     >>> splits.eval[0]["inputs"].shape  # doctest: +SKIP
     (224, 224, 3)
   """
-  if not isinstance(image_size, int) or image_size < 1:
-    raise ValueError(
-      f"config.data.image_size must be a positive integer, got {image_size!r}."
-    )
+  image_size = checks.integer("config.data.image_size", image_size, minimum=1)
   try:
     import PIL.Image  # noqa: F401
     import tensorflow_datasets as tfds
@@ -78,7 +78,7 @@ def imagenet(
   try:
     builder = tfds.builder(dataset, data_dir=data_dir or None)
   except ValueError as e:
-    # TFDS goes on to list every dataset there is.
+    # The other lines of the message list all datasets of TFDS.
     reason = str(e).partition("\n")[0]
     raise ValueError(f"config.data.dataset={dataset!r}: {reason}") from e
   if not builder.info.splits:
@@ -90,8 +90,8 @@ def imagenet(
   ):
     if name not in features or not isinstance(features[name], kind):
       raise ValueError(
-        f"config.data.dataset={dataset!r} must have the features image (an "
-        f"Image) and label (a ClassLabel); it has {features!r}."
+        f"config.data.dataset={dataset!r} must have the features 'image' (an "
+        f"Image) and 'label' (a ClassLabel), got {features!r}."
       )
   sources = []
   for argument, split in (
@@ -99,10 +99,12 @@ def imagenet(
     ("eval_split", eval_split),
   ):
     try:
+      # `Images` decodes with Pillow, which needs no TensorFlow.
       source = builder.as_data_source(
         split, decoders={"image": tfds.decode.SkipDecoding()}
       )
-    except NotImplementedError as e:  # files of another format
+    except NotImplementedError as e:
+      # The files have another format, TFRecord by default.
       raise ValueError(_not_prepared(builder, dataset, data_dir)) from e
     except ValueError as e:
       raise ValueError(f"config.data.{argument}={split!r}: {e}") from e
@@ -117,10 +119,10 @@ def imagenet(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Images:
-  """A source of whole images.
+  """A source of decoded images of any size.
 
   Attributes:
-    source: Examples `{"image": bytes of an image file, "label": int}`.
+    source: Examples `{"image": contents of an image file, "label": int}`.
   """
 
   source: Any
@@ -140,11 +142,11 @@ class Images:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CenterCropped:
-  """A source of the centres of another one's images.
+  """A source of the cropped, resized and normalized images of a source.
 
   Attributes:
     source: Examples with inputs uint8 `[h, w, 3]`.
-    image_size: Height and width of the inputs that come out.
+    image_size: Height and width of the results.
   """
 
   source: Source
@@ -168,10 +170,10 @@ class CenterCropped:
 
 @dataclasses.dataclass(frozen=True)
 class RandomCropAndFlip:
-  """Crops an image at random, resizes it, and flips it half of the time.
+  """The training augmentation: random crop, resizing, random flip.
 
   Attributes:
-    image_size: Height and width of the inputs that come out.
+    image_size: Height and width of the results.
   """
 
   image_size: int
@@ -180,8 +182,8 @@ class RandomCropAndFlip:
     """Returns the example with inputs float32 `[image_size, image_size, 3]`.
 
     Args:
-      example: Its inputs are uint8 `[h, w, 3]`.
-      rng: Draws the crop and the flip.
+      example: An example with inputs uint8 `[h, w, 3]`.
+      rng: The generator of the crop and the flip.
     """
     image = example["inputs"]
     height, width, _ = image.shape
@@ -193,19 +195,21 @@ class RandomCropAndFlip:
 
 
 def decode(data: bytes) -> np.ndarray:
-  """Decodes an image file to uint8 `[h, w, 3]`."""
+  """Decodes the contents of an image file to uint8 `[h, w, 3]`."""
+  # Imported here, so that this module can be imported without Pillow.
   from PIL import Image
 
   with Image.open(io.BytesIO(data)) as image:
+    # ImageNet has a few gray and CMYK images.
     return np.asarray(image.convert("RGB"))
 
 
 def resize(image: np.ndarray, box: Box, size: int) -> np.ndarray:
-  """Resizes a part of an image, bilinearly and with antialiasing.
+  """Resizes a part of an image bilinearly, with antialiasing.
 
   Args:
     image: uint8 `[h, w, 3]`.
-    box: Left, upper, right and lower edge of the part, in pixels.
+    box: The part; its edges may be fractions of pixels.
     size: Height and width of the result.
 
   Returns:
@@ -220,15 +224,19 @@ def resize(image: np.ndarray, box: Box, size: int) -> np.ndarray:
 
 
 def normalize(image: np.ndarray) -> np.ndarray:
-  """Takes uint8 `[..., 3]` to float32 of mean 0 and deviation 1, on average."""
+  """Normalizes uint8 `[..., 3]` by ImageNet's mean and deviation to float32."""
   return (image.astype(np.float32) - MEAN) / STD
 
 
 def center_box(height: int, width: int) -> Box:
-  """Returns the central square of 224/256 of an image's shorter side.
+  """Returns the central square with 224/256 of the shorter side of an image.
 
-  Resized to 224, it is what resizing the shorter side to 256 and cropping 224
-  gives, with one interpolation and nothing rounded.
+  Resizing this square to 224 equals resizing the shorter side to 256 and then
+  cropping 224, but interpolates only once and rounds no size.
+
+  Args:
+    height: Height of the image.
+    width: Width of the image.
 
   Example:
     >>> center_box(256, 300)
@@ -240,20 +248,24 @@ def center_box(height: int, width: int) -> Box:
 
 
 def random_box(height: int, width: int, rng: np.random.Generator) -> Box:
-  """Draws a crop as Inception was trained with.
+  """Draws a random crop, as in the training of Inception.
 
   Args:
-    height: Of the image.
-    width: Of the image.
+    height: Height of the image.
+    width: Width of the image.
     rng: The generator.
 
   Returns:
-    A box of whole pixels that has 8 to 100 % of the image's area and sides in a
-    ratio of 3/4 to 4/3, up to rounding. If none of ten draws fits into the
-    image, the largest central box in that ratio.
+    A box of whole pixels with 8 to 100 % of the image's area and an aspect
+    ratio from 3/4 to 4/3, up to rounding. If none of ten draws fits into the
+    image: the largest central box with such a ratio.
+
+  References:
+    Szegedy et al., Going deeper with convolutions, 2014 (arXiv:1409.4842).
   """
   for _ in range(10):
     area = rng.uniform(0.08, 1.0) * height * width
+    # Uniform in the logarithm, so that 3/4 and 4/3 are equally likely.
     ratio = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
     w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
     if 0 < w <= width and 0 < h <= height:
@@ -267,12 +279,13 @@ def random_box(height: int, width: int, rng: np.random.Generator) -> Box:
 
 
 def _not_prepared(builder: Any, dataset: str, data_dir: str | None) -> str:
+  """Returns an error message with the command that prepares a dataset."""
   where = f", data_dir={data_dir!r}" if data_dir else ""
   return (
     f"config.data.dataset={dataset!r} is not prepared as ArrayRecord files in "
-    f"{builder.data_dir}. This prepares it, once, with tensorflow and "
-    "importlib_resources installed (ImageNet's ILSVRC2012_img_train.tar and "
-    "ILSVRC2012_img_val.tar have to lie in downloads/manual of the data_dir): "
+    f"{builder.data_dir}. To prepare it, install tensorflow and "
+    "importlib_resources, put ImageNet's ILSVRC2012_img_train.tar and "
+    "ILSVRC2012_img_val.tar into downloads/manual of the data_dir, and run: "
     f'python -c "import tensorflow_datasets as tfds; tfds.builder({dataset!r}'
     f"{where}, file_format='array_record').download_and_prepare()\""
   )

@@ -1,4 +1,4 @@
-"""ImageNet: crops, normalization, and the wiring to TensorFlow Datasets."""
+"""ImageNet: crops, normalization, and reading with TensorFlow Datasets."""
 
 import io
 import pickle
@@ -31,7 +31,7 @@ class FakeClassLabel:
 
 
 class FakeBuilder:
-  """What `imagenet` uses of a TFDS builder."""
+  """The part of a TFDS builder that `imagenet` uses."""
 
   def __init__(self, name, data_dir):
     if name == "no_such":
@@ -78,7 +78,7 @@ def _constant(value, size):
   return (image - imagenet.MEAN) / imagenet.STD
 
 
-def test_splits(fake_tfds):
+def test_examples_are_decoded_cropped_and_normalized(fake_tfds):
   splits = _load(image_size=16)
   assert (len(splits.train), len(splits.eval)) == (4, 3)
   assert splits.num_classes == 7
@@ -98,7 +98,7 @@ def test_splits(fake_tfds):
     assert example["labels"] == i
 
 
-def test_batches(fake_tfds):
+def test_batches_are_reproducible_and_padded(fake_tfds):
   splits = _load(image_size=8)
   batches = [
     next(data.train_iterator(splits, batch_size=4, seed=1)) for _ in range(2)
@@ -111,7 +111,7 @@ def test_batches(fake_tfds):
   assert batch["mask"].tolist() == [True, True, True, False]
 
 
-def test_splits_can_be_sent_to_workers(fake_tfds):
+def test_splits_can_be_pickled(fake_tfds):
   splits = _load(image_size=8)
   sent = pickle.loads(pickle.dumps(splits))
   np.testing.assert_array_equal(
@@ -120,44 +120,44 @@ def test_splits_can_be_sent_to_workers(fake_tfds):
 
 
 @pytest.mark.parametrize(
-  ("fields", "match"),
+  ("fields", "facts"),
   [
-    ({"dataset": "unprepared"}, "'unprepared' is not prepared .* in /d/unprep"),
-    ({"dataset": "tfrecord"}, r"python -c .*data_dir='/d', file_format='array"),
-    ({"dataset": "no_such"}, r"dataset='no_such': Dataset no_such not found.$"),
-    ({"dataset": "words"}, "must have the features image"),
-    ({"eval_split": "test"}, "config.data.eval_split='test': Unknown split"),
-    ({"image_size": 0}, "image_size must be a positive integer, got 0"),
-    ({"size": 8}, "unknown argument 'size'"),
+    ({"dataset": "unprepared"}, ["'unprepared'", "/d/unprepared"]),
+    ({"dataset": "tfrecord"}, ["python -c", "data_dir='/d'", "'array_record'"]),
+    ({"dataset": "no_such"}, ["dataset='no_such'", "not found."]),
+    ({"dataset": "words"}, ["dataset='words'", "'image'"]),
+    ({"eval_split": "test"}, ["eval_split='test'", "Unknown split"]),
+    ({"image_size": 0}, ["config.data.image_size", "got 0"]),
   ],
 )
-def test_refuses(fake_tfds, fields, match):
-  with pytest.raises(ValueError, match=match):
+def test_invalid_arguments_raise(fake_tfds, fields, facts):
+  with pytest.raises(ValueError) as e:
     _load(**fields)
+  for fact in facts:
+    assert fact in str(e.value)
+  assert "Available datasets" not in str(e.value)
 
 
-def test_without_the_package(monkeypatch):
+def test_a_missing_package_raises_with_the_command_to_install_it(monkeypatch):
   monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
-  with pytest.raises(
-    ImportError, match=r"tensorflow_datasets: pip install 'flaxshard\[imagenet"
-  ):
+  with pytest.raises(ImportError, match=r"tensorflow_datasets.*\[imagenet\]"):
     _load()
 
 
-def test_gray_images_become_rgb():
+def test_gray_images_are_converted_to_rgb():
   image = np.arange(12, dtype=np.uint8).reshape(3, 4)
   decoded = imagenet.decode(_encode(image, "L"))
   np.testing.assert_array_equal(decoded, np.stack([image] * 3, -1))
 
 
-def test_center_is_that_of_resizing_and_cropping():
+def test_the_center_box_equals_resizing_and_cropping():
   rng = np.random.default_rng(0)
   image = rng.integers(0, 256, (256, 300, 3), np.uint8)
   resized = imagenet.resize(image, imagenet.center_box(256, 300), 224)
   np.testing.assert_array_equal(resized, image[16:240, 38:262])
 
 
-def test_resize_scales_the_box():
+def test_resize_takes_the_box_only():
   image = np.zeros((8, 8, 3), np.uint8)
   image[2:6, 4:8] = 200
   np.testing.assert_array_equal(
@@ -165,7 +165,7 @@ def test_resize_scales_the_box():
   )
 
 
-def test_random_boxes_lie_inside_and_vary():
+def test_random_boxes_are_inside_the_image_with_the_stated_sizes():
   rng = np.random.default_rng(0)
   height, width = 200, 300
   boxes = [imagenet.random_box(height, width, rng) for _ in range(300)]
@@ -182,12 +182,12 @@ def test_random_boxes_lie_inside_and_vary():
   ("height", "width", "box"),
   [(300, 3, (0, 148, 3, 152)), (3, 300, (148, 0, 152, 3))],
 )
-def test_thin_images_are_cropped_in_the_center(height, width, box):
-  class Whole:  # draws that never fit
+def test_thin_images_are_cropped_at_the_center(height, width, box):
+  class Largest:  # its draws never fit
     def uniform(self, low, high):
       return high
 
-  assert imagenet.random_box(height, width, Whole()) == box
+  assert imagenet.random_box(height, width, Largest()) == box
 
 
 def test_augment_flips_half_of_the_images():
