@@ -1,4 +1,4 @@
-"""The optimizer and the learning-rate schedule that a config names."""
+"""Builds the optimizer and the learning-rate schedule that a config names."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import optax
 
+from flaxshard.core import checks
 from flaxshard.core import registry
 
 
@@ -18,14 +19,22 @@ def sgd(
   nesterov: bool = False,
   weight_decay: float = 0.0,
 ) -> optax.GradientTransformation:
-  """`optax.sgd`, with weight decay on what has more than one dimension."""
+  """Returns `optax.sgd` with weight decay.
+
+  Args:
+    learning_rate: A number, or a schedule.
+    momentum: Decay rate of the momentum; None is plain SGD.
+    nesterov: Whether to use Nesterov momentum.
+    weight_decay: Factor of the parameters that is added to their gradients.
+      Arrays of one dimension (biases, normalization scales) do not decay.
+  """
   update = optax.sgd(learning_rate, momentum=momentum, nesterov=nesterov)
   if not weight_decay:
+    # No decay must leave the optimizer state of plain `optax.sgd`.
     return update
-  # Biases and normalization scales are not decayed.
-  matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+  decays = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
   return optax.chain(
-    optax.add_decayed_weights(weight_decay, mask=matrices), update
+    optax.add_decayed_weights(weight_decay, mask=decays), update
   )
 
 
@@ -42,16 +51,18 @@ _OPTIMIZERS: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-  """An optimizer as a config names it: equal where name and arguments are.
+  """An optax optimizer by name, hashable and comparable.
 
-  It can be used where optax's `GradientTransformation` can.
+  Two of them are equal if name and arguments are equal. It has the `init` and
+  `update` of an `optax.GradientTransformation`.
 
   Args:
-    name: One of optax's that configs know, or `"package.module:function"`.
-    arguments: Pairs of names and values; plain numbers.
+    name: `"adafactor"`, `"adam"`, `"adamw"`, `"lamb"`, `"lion"`, `"rmsprop"`,
+      `"sgd"`, or `"package.module:function"`.
+    arguments: Pairs of argument names and values.
 
   Raises:
-    ValueError, TypeError: An unknown name or argument.
+    TypeError, ValueError: The name or an argument is unknown or not allowed.
 
   Example:
     >>> tx = Optimizer("sgd", (("learning_rate", 0.7), ("momentum", 0.9)))
@@ -61,23 +72,27 @@ class Optimizer:
 
   name: str
   arguments: tuple[tuple[str, Any], ...] = ()
+  # Built once, not compared: optax's functions are equal only to themselves.
+  _tx: optax.GradientTransformation = dataclasses.field(
+    init=False, repr=False, compare=False
+  )
 
   def __post_init__(self) -> None:
     where = f"optimizer {self.name!r}"
     arguments = dict(self.arguments)
     if self.name in _OPTIMIZERS:
-      _check_numbers(arguments, where)
+      _check_numbers(where, arguments)
     function = registry.lookup("optimizer", self.name, _OPTIMIZERS)
     tx = registry.construct(where, function, arguments)
     object.__setattr__(self, "_tx", tx)
 
   def init(self, params: Any) -> Any:
-    """Returns the first state."""
-    return self._tx.init(params)  # type: ignore[attr-defined]
+    """Returns the initial optimizer state."""
+    return self._tx.init(params)
 
   def update(self, updates: Any, state: Any, params: Any = None) -> Any:
-    """Returns the updates to apply, and the next state."""
-    return self._tx.update(updates, state, params)  # type: ignore[attr-defined]
+    """Returns `(updates, state)`: the updates to add, and the next state."""
+    return self._tx.update(updates, state, params)
 
 
 def _constant(learning_rate: float, num_train_steps: int) -> optax.Schedule:
@@ -88,14 +103,12 @@ def _constant(learning_rate: float, num_train_steps: int) -> optax.Schedule:
 def _cosine(
   learning_rate: float, num_train_steps: int, warmup_steps: int = 0
 ) -> optax.Schedule:
-  if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int):
-    raise TypeError(f"warmup_steps must be an integer, got {warmup_steps!r}.")
-  if warmup_steps < 0:
-    raise ValueError(f"warmup_steps must not be negative, got {warmup_steps}.")
+  warmup_steps = checks.integer("warmup_steps", warmup_steps, minimum=0)
   return optax.warmup_cosine_decay_schedule(
     0.0 if warmup_steps else learning_rate,
     learning_rate,
     warmup_steps,
+    # optax needs at least one step of decay, also where a run ends in warmup.
     max(num_train_steps, warmup_steps + 1),
   )
 
@@ -109,17 +122,18 @@ def create(
   """Builds `config.optimizer` with `config.schedule`.
 
   Args:
-    config: A checked config. `optimizer` names an optimizer of optax, or
-      `"package.module:function"`; its other fields are arguments, but for
-      `clip_by_global_norm`. `schedule` is `"constant"`, or `"cosine"` with
-      `warmup_steps`, or a function of one's own of `learning_rate` and
-      `num_train_steps`.
+    config: A checked config. `optimizer` has the name of an optimizer and its
+      arguments, as in `Optimizer`, and may have `clip_by_global_norm`, the
+      largest norm of the gradients. `schedule` has the name `"constant"`,
+      `"cosine"` (argument: `warmup_steps`), or `"package.module:function"` for
+      a function of `learning_rate` and `num_train_steps` that returns a
+      schedule.
 
   Returns:
     `(tx, schedule)`; the schedule takes the number of applied updates.
 
   Raises:
-    ValueError: An unknown name or argument.
+    TypeError, ValueError: A name or an argument is unknown or not allowed.
   """
   schedule = registry.call(
     "config.schedule",
@@ -134,29 +148,23 @@ def create(
       f"of the step, got {schedule!r}."
     )
   arguments = dict(config["optimizer"])
-  if arguments.get("name") in _OPTIMIZERS:
-    _check_numbers(arguments)
   max_norm = arguments.pop("clip_by_global_norm", None)
+  if max_norm is not None:
+    checks.number("config.optimizer.clip_by_global_norm", max_norm, above=0)
+  if arguments.get("name") in _OPTIMIZERS:
+    _check_numbers("config.optimizer", arguments)
   tx = registry.call(
     "config.optimizer", arguments, _OPTIMIZERS, learning_rate=schedule
   )
   if max_norm is not None:
+    # In front: the gradients are clipped, the weight decay is not.
     tx = optax.chain(optax.clip_by_global_norm(max_norm), tx)
   return tx, schedule
 
 
-def _check_numbers(
-  arguments: Mapping[str, Any], where: str = "config.optimizer"
-) -> None:
-  """Refuses what optax takes and then computes with: strings, NaN, below 0."""
+def _check_numbers(where: str, arguments: Mapping[str, Any]) -> None:
+  """Checks numbers that optax would accept and compute NaN or ascent with."""
   for name, value in arguments.items():
-    if name == "name" or value is None or isinstance(value, bool):
-      continue
-    if not isinstance(value, (int, float)):
-      raise TypeError(f"{where}.{name} must be a number, got {value!r}.")
-    if not 0 <= value < float("inf") or (
-      name == "clip_by_global_norm" and not value
-    ):
-      raise ValueError(
-        f"{where}.{name} must be finite and not negative, got {value!r}."
-      )
+    # optax gives None and booleans a meaning of their own.
+    if name != "name" and value is not None and not isinstance(value, bool):
+      checks.number(f"{where}.{name}", value, minimum=0)

@@ -1,4 +1,4 @@
-"""Names in configs: what exists, and how one's own code is named."""
+"""Looks up and calls what a config names: a built-in, or code of the user."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ import inspect
 import types
 from typing import Any
 
+import ml_collections
+
 from flaxshard.core import checks
 
 
 def lookup(argument: str, name: Any, builtin: Mapping[str, Any]) -> Any:
-  """Resolves a built-in name, or `"package.module:attribute"`.
+  """Returns the object that a name stands for.
 
   Args:
-    argument: The argument or config field that held the name, for errors.
-    name: The name to resolve.
-    builtin: The names that come with flaxshard.
+    argument: The argument or config field that holds the name, for errors.
+    name: A built-in name, or `"package.module:attribute"`.
+    builtin: The built-in objects by name. A string among them is a name of the
+      form `"package.module:attribute"`, imported only when it is asked for.
 
   Returns:
     The built-in object, or the attribute of the imported module.
 
   Raises:
     TypeError: The name is not a string.
-    ValueError: Nothing goes by that name.
+    ValueError: The name is unknown, or its module or attribute does not exist.
 
   Example:
     >>> lookup("config.data.name", "math:sqrt", {})(9.0)
@@ -36,7 +39,6 @@ def lookup(argument: str, name: Any, builtin: Mapping[str, Any]) -> Any:
   if not isinstance(name, str):
     raise TypeError(f"{argument} must be a string, got {name!r}; {allowed}.")
   if name in builtin:
-    # A built-in may be a name too: what it needs is imported when asked for.
     if not isinstance(builtin[name], str):
       return builtin[name]
     name = builtin[name]
@@ -48,9 +50,9 @@ def lookup(argument: str, name: Any, builtin: Mapping[str, Any]) -> Any:
     )
   try:
     module = importlib.import_module(module_name)
-  except (ImportError, ValueError) as e:
+  except (ImportError, ValueError) as e:  # ValueError: the name is empty
     raise ValueError(
-      f"{argument}: {name!r} names a module that cannot be imported: {e}"
+      f"{argument}: module {module_name!r} cannot be imported: {e}"
     ) from e
   try:
     return getattr(module, attribute)
@@ -69,23 +71,24 @@ def call(
   hidden: Iterable[str] = (),
   **given: Any,
 ) -> Any:
-  """Calls what a config names, with its other fields as arguments.
+  """Calls the function that a config names, with the config's other fields.
 
   Args:
-    field: The config's field, for errors.
+    field: Path of the config, such as `"config.model"`, for errors.
     config: A dict or ConfigDict: a `"name"`, as in `lookup`, and arguments.
-      Lists among them become tuples.
-    builtin: The names that come with flaxshard.
-    hidden: Parameters that no config may set.
+      Lists among the arguments become tuples.
+    builtin: The built-in functions by name.
+    hidden: Parameters that a config may not set.
     **given: Arguments that do not come from the config.
 
   Returns:
-    What the call returns.
+    The result of the call.
 
   Raises:
-    TypeError: `config` is no dict, its name names nothing that takes arguments,
-      or an argument is missing.
-    ValueError: An unknown name or argument; the message lists what exists.
+    TypeError: `config` is not a dict, the name does not stand for a callable,
+      an argument is missing, or the function raises a TypeError.
+    ValueError: The config has no name, an unknown name or argument (the message
+      lists the known ones), or the function raises a ValueError.
 
   Example:
     >>> functions = {"power": lambda base, exponent=2: base**exponent}
@@ -104,8 +107,9 @@ def call(
     )
   name = arguments.pop("name")
   function = lookup(f"{field}.name", name, builtin)
-  where = f"{field} ({name!r})"
-  return construct(where, function, arguments, hidden=hidden, given=given)
+  return construct(
+    f"{field} ({name!r})", function, arguments, hidden=hidden, given=given
+  )
 
 
 def construct(
@@ -116,7 +120,21 @@ def construct(
   hidden: Iterable[str] = (),
   given: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Any:
-  """Calls `function(**arguments, **given)`, its arguments checked by name."""
+  """Calls `function(**arguments, **given)` and puts `where` before errors.
+
+  The function's own errors name its arguments only: this is the one place that
+  adds the field of the config.
+
+  Args:
+    where: The field and the name in it, such as `"config.model ('cnn')"`.
+    function: The function or class.
+    arguments: Arguments from a config, checked against the signature.
+    hidden: Parameters that `arguments` may not set.
+    given: Arguments that do not come from the config.
+
+  Raises:
+    TypeError, ValueError: As in `call`.
+  """
   if not callable(function):
     raise TypeError(f"{where} must name something callable, got {function!r}.")
   signature = inspect.signature(function)
@@ -135,7 +153,7 @@ def construct(
         f"{getattr(function, '__name__', 'it')} takes "
         f"{', '.join(known) or 'none'}.{checks.did_you_mean(key, known)}"
       )
-  kwargs = {key: plain(value) for key, value in arguments.items()}
+  kwargs = {key: to_plain(value) for key, value in arguments.items()}
   kwargs |= given
   try:
     signature.bind(**kwargs)
@@ -144,21 +162,21 @@ def construct(
   try:
     return function(**kwargs)
   except (TypeError, ValueError, ArithmeticError) as e:
-    if str(e).startswith(("config.", where)):
-      raise
-    kind = TypeError if isinstance(e, TypeError) else ValueError
+    is_type_error = isinstance(e, TypeError)
+    kind = checks.ArgumentTypeError if is_type_error else ValueError
     raise kind(f"{where}: {e}") from e
 
 
-def plain(value: Any) -> Any:
-  """Returns a config's value as dicts and tuples, which can be hashed."""
+def to_plain(value: Any) -> Any:
+  """Returns a config value with dicts for ConfigDicts and tuples for lists."""
   if is_dict(value):
-    return {k: plain(v) for k, v in dict(value).items()}
+    return {k: to_plain(v) for k, v in dict(value).items()}
   if isinstance(value, (list, tuple)):
-    return tuple(plain(v) for v in value)
+    # Tuples: `jax.jit` hashes models and wrappers, and lists have no hash.
+    return tuple(to_plain(v) for v in value)
   return value
 
 
 def is_dict(value: Any) -> bool:
-  """Whether a value is a dict, or a ConfigDict."""
-  return isinstance(value, Mapping) or hasattr(value, "to_dict")
+  """Returns whether a value is a dict or a ConfigDict."""
+  return isinstance(value, (Mapping, ml_collections.ConfigDict))

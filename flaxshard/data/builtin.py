@@ -75,12 +75,12 @@ def text(
     ((16,), 256)
   """
   if not isinstance(path, str):
-    raise TypeError(f"config.data.path must be a string, got {path!r}.")
-  length = checks.integer("config.data.length", length, minimum=1)
-  eval_every = checks.integer("config.data.eval_every", eval_every, minimum=2)
+    raise TypeError(f"path must be a string, got {path!r}.")
+  length = checks.integer("length", length, minimum=1)
+  eval_every = checks.integer("eval_every", eval_every, minimum=2)
   root = pathlib.Path(path or sysconfig.get_paths()["stdlib"]).expanduser()
   if not root.is_dir():
-    raise ValueError(f"config.data.path={path!r} is not a folder.")
+    raise ValueError(f"path={path!r} is not a folder.")
   # Installed packages are in a subfolder of the standard library.
   excluded = {"site-packages", "dist-packages", "__pycache__"}
   files = sorted(
@@ -97,7 +97,7 @@ def text(
     joined = b"\0".join(file.read_bytes() for file in chosen)
     if len(joined) <= length:
       raise ValueError(
-        f"config.data.path={str(root)!r} has {len(files)} files with the "
+        f"path={str(root)!r} has {len(files)} files with the "
         f"suffix {suffix!r}: the {split} split has {len(joined)} bytes, but "
         f"needs at least {length + 1}."
       )

@@ -66,7 +66,7 @@ def imagenet(
     >>> splits.eval[0]["inputs"].shape  # doctest: +SKIP
     (224, 224, 3)
   """
-  image_size = checks.integer("config.data.image_size", image_size, minimum=1)
+  image_size = checks.integer("image_size", image_size, minimum=1)
   try:
     import PIL.Image  # noqa: F401
     import tensorflow_datasets as tfds
@@ -80,7 +80,7 @@ def imagenet(
   except ValueError as e:
     # The other lines of the message list all datasets of TFDS.
     reason = str(e).partition("\n")[0]
-    raise ValueError(f"config.data.dataset={dataset!r}: {reason}") from e
+    raise ValueError(f"dataset={dataset!r}: {reason}") from e
   if not builder.info.splits:
     raise ValueError(_not_prepared(builder, dataset, data_dir))
   features = builder.info.features
@@ -90,7 +90,7 @@ def imagenet(
   ):
     if name not in features or not isinstance(features[name], kind):
       raise ValueError(
-        f"config.data.dataset={dataset!r} must have the features 'image' (an "
+        f"dataset={dataset!r} must have the features 'image' (an "
         f"Image) and 'label' (a ClassLabel), got {features!r}."
       )
   sources = []
@@ -107,7 +107,7 @@ def imagenet(
       # The files have another format, TFRecord by default.
       raise ValueError(_not_prepared(builder, dataset, data_dir)) from e
     except ValueError as e:
-      raise ValueError(f"config.data.{argument}={split!r}: {e}") from e
+      raise ValueError(f"{argument}={split!r}: {e}") from e
     sources.append(Images(source))
   return Splits(
     train=sources[0],
@@ -282,7 +282,7 @@ def _not_prepared(builder: Any, dataset: str, data_dir: str | None) -> str:
   """Returns an error message with the command that prepares a dataset."""
   where = f", data_dir={data_dir!r}" if data_dir else ""
   return (
-    f"config.data.dataset={dataset!r} is not prepared as ArrayRecord files in "
+    f"dataset={dataset!r} is not prepared as ArrayRecord files in "
     f"{builder.data_dir}. To prepare it, install tensorflow and "
     "importlib_resources, put ImageNet's ILSVRC2012_img_train.tar and "
     "ILSVRC2012_img_val.tar into downloads/manual of the data_dir, and run: "

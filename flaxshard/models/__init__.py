@@ -1,4 +1,4 @@
-"""Models by name: the built-in ones, and one's own."""
+"""Built-in models, and `create`, which makes a model from a config."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ MODELS: Mapping[str, type[nn.Module]] = {
 def create(
   config: Any, *, num_classes: int, policy: Policy, seed: int = 0
 ) -> nn.Module | nnx.Module:
-  """Makes the model that a config names.
+  """Creates the model that a config names.
 
   Args:
     config: A dict or ConfigDict with the `"name"` of the model and values of
-      its fields; lists become tuples. Names: `"cnn"`, `"resnet"`,
-      `"transformer"`, or `"package.module:Class"` for a module of one's own
-      that takes `num_classes` and `policy`, an NNX one also `rngs`. A Linen
-      module is called with `train=`; an NNX one is put in its mode.
+      its fields; lists become tuples. The name is `"cnn"`, `"resnet"`,
+      `"transformer"`, or `"package.module:Class"` for a module class that takes
+      `num_classes` and `policy`, and `rngs` if it is an NNX class. The training
+      loop calls a Linen module with `train=`, and calls `train()` or `eval()`
+      of an NNX module.
     num_classes: Number of classes of the data, or size of its vocabulary.
     policy: Precision policy.
-    seed: Of the random streams that an NNX module is initialized with.
+    seed: Seed of `nnx.Rngs`; Linen modules are initialized later.
 
   Returns:
-    The module; a Linen one is not initialized.
+    The module. An NNX module is initialized, a Linen module is not.
 
   Raises:
-    TypeError: `config` is not a dict, the name is not that of a module, or an
-      argument without a default has no value.
-    ValueError: No name, or an unknown name or field; the message lists what
-      exists.
+    TypeError: `config` is not a dict, the name does not stand for a module
+      class, or an argument without a default has no value.
+    ValueError: The name is missing, or a name or field is unknown; the message
+      lists the known ones.
 
   Example:
     >>> create({"name": "cnn", "dense": 64}, num_classes=10, policy=Policy())
@@ -62,6 +63,6 @@ def create(
       )
     if issubclass(cls, nnx.Module):
       given["rngs"] = nnx.Rngs(seed)
-  # Linen's own fields, for submodules.
+  # Every Linen module has the fields `parent` and `name`, set by Flax.
   hidden = ("parent", "name")
   return registry.call("config.model", config, MODELS, hidden=hidden, **given)

@@ -1,4 +1,4 @@
-"""A small convolutional network for small images."""
+"""A convolutional network for small images."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 from flax import linen as nn
 import jax
 
+from flaxshard.core import checks
 from flaxshard.core.policy import Policy
-from flaxshard.models.fields import check_counts
-from flaxshard.models.fields import check_rate
 
 
 class CNN(nn.Module):
-  """Convolutions with pooling, one hidden dense layer, logits.
+  """Convolutions with max pooling, a hidden dense layer, and logits.
 
   Attributes:
     num_classes: Number of logits.
     policy: Precision policy.
-    features: Channels of each 3x3 convolution; 2x2 max pooling follows each.
+    features: Number of channels of each 3x3 convolution; 2x2 max pooling
+      follows each convolution.
     dense: Width of the hidden dense layer.
-    dropout: Rate of the dropout before the logits, from the stream `"dropout"`,
-      only when training.
+    dropout: Dropout rate before the logits, in [0, 1). Dropout is active in
+      training only and uses the random stream `"dropout"`.
 
   Example:
     >>> import jax.numpy as jnp
@@ -43,26 +43,28 @@ class CNN(nn.Module):
 
     Args:
       inputs: Float images, [batch, height, width, channels].
-      train: Whether dropout is on.
+      train: Whether dropout is active.
 
     Returns:
       Logits, float32 [batch, num_classes].
 
     Raises:
-      TypeError: A field is not of its type.
+      TypeError: A field has a wrong type.
       ValueError: A field is out of range, the inputs do not have four
-        dimensions, or pooling leaves no pixel of them.
+        dimensions, or are too small for the pooling.
     """
-    if not isinstance(self.features, tuple):
-      raise TypeError(f"features must be a tuple, got {self.features!r}.")
-    check_counts(features=self.features, dense=self.dense)
-    check_rate("dropout", self.dropout)
+    for i, features in enumerate(self.features):
+      checks.integer(f"features[{i}]", features, minimum=1)
+    checks.integer("dense", self.dense, minimum=1)
+    # Flax's Dropout accepts any number, and turns 1.5 into wrong values.
+    checks.number("dropout", self.dropout, minimum=0, below=1)
+    # Flax's Conv takes three dimensions as one image without a batch.
     if inputs.ndim != 4:
       raise ValueError(
         "inputs must have shape [batch, height, width, channels], "
         f"got {inputs.shape}."
       )
-    # Pooling less than a window would leave an empty image without an error.
+    # `nn.max_pool` of less than one window returns an empty image, no error.
     smallest = 2 ** len(self.features)
     if min(inputs.shape[1:3]) < smallest:
       raise ValueError(

@@ -1,4 +1,10 @@
-"""ResNet-50, version 1.5: the stride is in the 3x3 convolution."""
+"""ResNet-50, version 1.5.
+
+Sources: He et al., "Deep Residual Learning for Image Recognition", 2016
+(arXiv:1512.03385). Version 1.5 has the stride of a block in its 3x3
+convolution instead of the first 1x1 convolution. The initial values follow
+Goyal et al., "Accurate, Large Minibatch SGD", 2017 (arXiv:1706.02677).
+"""
 
 from __future__ import annotations
 
@@ -9,8 +15,8 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
+from flaxshard.core import checks
 from flaxshard.core.policy import Policy
-from flaxshard.models.fields import check_counts
 
 _he_normal = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 
@@ -19,10 +25,11 @@ class Bottleneck(nn.Module):
   """A residual block: 1x1, 3x3 and 1x1 convolutions around a shortcut.
 
   Attributes:
-    features: Channels of the inner convolutions; four times as many come out.
-    stride: Of the 3x3 convolution and of the shortcut.
-    conv: Makes a convolution.
-    norm: Makes a normalization layer.
+    features: Number of channels of the first two convolutions; the output has
+      four times as many.
+    stride: Stride of the 3x3 convolution and of the shortcut.
+    conv: Creates a convolution.
+    norm: Creates a normalization layer.
   """
 
   features: int
@@ -38,7 +45,7 @@ class Bottleneck(nn.Module):
     x = self.conv(self.features, (3, 3), self.stride, padding=1)(x)
     x = nn.relu(self.norm()(x))
     x = self.conv(4 * self.features, (1, 1))(x)
-    # With a zero scale a block starts as its shortcut, which helps early steps.
+    # Scale 0: the block starts as its shortcut (Goyal et al., section 5.1).
     x = self.norm(scale_init=nn.initializers.zeros)(x)
     shortcut = inputs
     if shortcut.shape != x.shape:
@@ -52,16 +59,16 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
   """ResNet with bottleneck blocks; the defaults are ResNet-50.
 
-  Batch statistics are float32 in every policy and live in the collection
-  `"batch_stats"`. Under `jit` they are those of the global batch, however it is
-  sharded.
+  Batch statistics are float32 in every policy, in the collection
+  `"batch_stats"`. Under `jit` they are statistics of the global batch, for any
+  sharding of the batch.
 
   Attributes:
     num_classes: Number of logits.
     policy: Precision policy.
-    stage_sizes: Blocks in each stage; a stage halves the image (the first one
-      does not) and doubles the channels.
-    width: Channels after the stem.
+    stage_sizes: Number of blocks in each stage. Every stage but the first
+      halves height and width and doubles the channels.
+    width: Number of channels after the stem.
 
   Example:
     >>> model = ResNet(num_classes=10, stage_sizes=(1, 1), width=8)
@@ -85,22 +92,27 @@ class ResNet(nn.Module):
 
     Args:
       inputs: Float images, [batch, height, width, 3].
-      train: Whether to normalize by the statistics of the batch and update the
-        running ones (`mutable=["batch_stats"]`).
+      train: Whether to normalize by the statistics of the batch and to update
+        the running statistics; needs `mutable=["batch_stats"]`.
 
     Returns:
       Logits, float32 [batch, num_classes].
 
     Raises:
-      ValueError: The inputs do not have four dimensions.
+      TypeError: A field has a wrong type.
+      ValueError: A field is out of range, or the inputs do not have four
+        dimensions.
     """
-    check_counts(stage_sizes=self.stage_sizes, width=self.width)
+    for i, blocks in enumerate(self.stage_sizes):
+      checks.integer(f"stage_sizes[{i}]", blocks, minimum=1)
+    checks.integer("width", self.width, minimum=1)
+    # Flax's Conv takes three dimensions as one image without a batch.
     if inputs.ndim != 4:
       raise ValueError(
         "inputs must have shape [batch, height, width, channels], "
         f"got {inputs.shape}."
       )
-    # Padding is a number: "SAME" would depend on whether the size is even.
+    # Explicit padding: with a stride, "SAME" pads even sizes on one side only.
     conv = functools.partial(
       nn.Conv,
       use_bias=False,

@@ -1,4 +1,8 @@
-"""A decoder-only Transformer language model."""
+"""A decoder-only Transformer language model.
+
+Sources: Vaswani et al., "Attention Is All You Need", 2017 (arXiv:1706.03762),
+with the normalization in front of each branch as in GPT-2.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,20 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
+from flaxshard.core import checks
 from flaxshard.core.policy import Policy
-from flaxshard.models.fields import check_counts
-from flaxshard.models.fields import check_rate
 
 _normal = nn.initializers.normal(0.02)
 
 
 class Block(nn.Module):
-  """Causal attention and an MLP, each behind a LayerNorm and a residual.
+  """Causal attention and an MLP, each a residual branch with a LayerNorm.
 
   Attributes:
     policy: Precision policy.
-    num_heads: Attention heads.
+    num_heads: Number of attention heads.
     mlp_dim: Width of the MLP.
-    dropout: Rate of the dropout on both residual branches.
+    dropout: Dropout rate at the end of both residual branches.
   """
 
   policy: Policy
@@ -56,19 +59,21 @@ class Block(nn.Module):
 class Transformer(nn.Module):
   """A decoder-only language model over tokens, such as the bytes of a text.
 
-  LayerNorm comes first in a block; it and the attention's softmax are float32
-  in every policy. Positions are learned; the head has weights of its own.
+  LayerNorm and the softmax of the attention are float32 in every policy. The
+  position embeddings are learned. The head does not share the weights of the
+  token embedding.
 
   Attributes:
     num_classes: Size of the vocabulary: 256 for bytes.
     policy: Precision policy.
-    num_layers: Blocks.
-    num_heads: Attention heads; they divide `embed_dim`.
+    num_layers: Number of blocks.
+    num_heads: Number of attention heads; must divide `embed_dim`.
     embed_dim: Width of the residual stream.
     mlp_dim: Width of the MLPs.
-    max_length: Number of positions, so the longest input.
-    dropout: Rate of the dropout on the embeddings and on every residual branch,
-      from the stream `"dropout"`, only when training.
+    max_length: Number of positions, the largest length of an input.
+    dropout: Dropout rate of the embeddings and of every residual branch, in
+      [0, 1). Dropout is active in training only and uses the random stream
+      `"dropout"`.
 
   Example:
     >>> model = Transformer(num_classes=256, num_layers=1)
@@ -88,23 +93,24 @@ class Transformer(nn.Module):
 
   @nn.compact
   def __call__(self, inputs: jax.Array, train: bool = False) -> jax.Array:
-    """Computes the logits of every next token.
+    """Computes the logits of the next token at every position.
 
     Args:
       inputs: Tokens, int32 [batch, length].
-      train: Whether dropout is on.
+      train: Whether dropout is active.
 
     Returns:
-      Logits, float32 [batch, length, num_classes]; those at t see the tokens
-      up to and including t.
+      Logits, float32 [batch, length, num_classes]. The logits at position t
+      depend on the tokens up to and including t.
 
     Raises:
-      TypeError: The tokens are not integers, or a field is not of its type.
+      TypeError: The tokens are not integers, or a field has a wrong type.
       ValueError: A field is out of range, the inputs do not have two
         dimensions or are longer than `max_length`, or `num_heads` does not
         divide `embed_dim`.
     """
-    self._check(inputs)
+    self._check_fields()
+    self._check_inputs(inputs)
     length = inputs.shape[1]
     dtypes: dict[str, Any] = dict(
       dtype=self.policy.compute_dtype, param_dtype=self.policy.param_dtype
@@ -138,15 +144,20 @@ class Transformer(nn.Module):
     )
     return logits.astype(self.policy.output_dtype)
 
-  def _check(self, inputs: jax.Array) -> None:
-    check_counts(
-      num_layers=self.num_layers,
-      num_heads=self.num_heads,
-      embed_dim=self.embed_dim,
-      mlp_dim=self.mlp_dim,
-      max_length=self.max_length,
-    )
-    check_rate("dropout", self.dropout)
+  def _check_fields(self) -> None:
+    checks.integer("num_layers", self.num_layers, minimum=1)
+    checks.integer("num_heads", self.num_heads, minimum=1)
+    checks.integer("embed_dim", self.embed_dim, minimum=1)
+    checks.integer("mlp_dim", self.mlp_dim, minimum=1)
+    checks.integer("max_length", self.max_length, minimum=1)
+    # Flax's Dropout accepts any number, and turns 1.5 into wrong values.
+    checks.number("dropout", self.dropout, minimum=0, below=1)
+    if self.embed_dim % self.num_heads:
+      raise ValueError(
+        f"num_heads={self.num_heads} must divide embed_dim={self.embed_dim}."
+      )
+
+  def _check_inputs(self, inputs: jax.Array) -> None:
     if not jnp.issubdtype(inputs.dtype, jnp.integer):
       raise TypeError(f"inputs must be integer tokens, got {inputs.dtype}.")
     if inputs.ndim != 2:
@@ -155,30 +166,26 @@ class Transformer(nn.Module):
       )
     if inputs.shape[1] > self.max_length:
       raise ValueError(
-        f"inputs have length {inputs.shape[1]}; allowed: up to "
-        f"max_length={self.max_length}."
-      )
-    if self.embed_dim % self.num_heads:
-      raise ValueError(
-        f"num_heads={self.num_heads} must divide embed_dim={self.embed_dim}."
+        f"inputs must have a length of at most max_length={self.max_length}, "
+        f"got {inputs.shape[1]}."
       )
 
 
 def _causal_attention(
   query: jax.Array, key: jax.Array, value: jax.Array
 ) -> jax.Array:
-  """Attends from each position to itself and to those before it.
+  """Attends from each position to itself and to earlier positions.
 
   Args:
     query: [batch, length, heads, dim].
-    key: Like `query`.
-    value: Like `query`.
+    key: Array like `query`.
+    value: Array like `query`.
 
   Returns:
-    Like `value`, of its dtype.
+    Array of the shape and dtype of `value`.
   """
   length, dim = query.shape[1], query.shape[-1]
-  # Products come out as float32, where neither they nor the mask overflow.
+  # float32: products and the mask value would overflow in float16.
   logits = jnp.einsum(
     "bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32
   )

@@ -165,7 +165,7 @@ def from_config(value: Any, *, argument: str = "rules") -> Rules:
   elif isinstance(value, (tuple, list)):
     rules = tuple(
       _entry_from_config(f"{argument}[{i}]", entry)
-      for i, entry in enumerate(registry.plain(value))
+      for i, entry in enumerate(registry.to_plain(value))
     )
   elif value is None or isinstance(value, str):
     rules = value

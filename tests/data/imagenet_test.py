@@ -127,7 +127,7 @@ def test_splits_can_be_pickled(fake_tfds):
     ({"dataset": "no_such"}, ["dataset='no_such'", "not found."]),
     ({"dataset": "words"}, ["dataset='words'", "'image'"]),
     ({"eval_split": "test"}, ["eval_split='test'", "Unknown split"]),
-    ({"image_size": 0}, ["config.data.image_size", "got 0"]),
+    ({"image_size": 0}, ["image_size", "got 0"]),
   ],
 )
 def test_invalid_arguments_raise(fake_tfds, fields, facts):

@@ -1,4 +1,4 @@
-"""The built-in models: sizes, dtypes, modes, and the registry."""
+"""The built-in models, and models from configs."""
 
 import functools
 import sys
@@ -34,7 +34,7 @@ SMALL = {
 }
 
 
-class OwnModel(nn.Module):
+class CustomModel(nn.Module):
   num_classes: int
   policy: Policy
   widths: tuple = ()
@@ -69,7 +69,7 @@ def _count(variables):
   return sum(x.size for x in jax.tree.leaves(variables["params"]))
 
 
-def test_resnet50_has_its_parameters():
+def test_resnet50_has_as_many_parameters_as_published():
   model = models.ResNet(num_classes=1000)
   images = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
   variables = jax.eval_shape(model.init, jax.random.key(0), images)
@@ -79,7 +79,7 @@ def test_resnet50_has_its_parameters():
   assert sum(x.size for x in statistics) == 2 * 26_560
 
 
-def test_resnet_strides_in_the_3x3_convolution():
+def test_resnet_has_its_stride_in_the_3x3_convolution():
   model = models.ResNet(num_classes=10)
   images = jax.ShapeDtypeStruct((1, 64, 64, 3), jnp.float32)
   _, state = jax.eval_shape(
@@ -95,7 +95,7 @@ def test_resnet_strides_in_the_3x3_convolution():
   assert second.shape == (1, 8, 8, 128)
 
 
-def test_resnet_blocks_start_as_their_shortcuts():
+def test_resnet_block_equals_its_shortcut_at_first():
   model, inputs, _ = _create("resnet")
   params = _init(model, inputs)["params"]
   for block in ("stage0_block0", "stage1_block0"):
@@ -103,7 +103,7 @@ def test_resnet_blocks_start_as_their_shortcuts():
     assert params[block]["BatchNorm_1"]["scale"].all()
 
 
-def test_resnet_updates_its_statistics_only_in_training():
+def test_resnet_updates_batch_statistics_in_training_only():
   model, inputs, _ = _create("resnet", policy="mixed_float16")
   variables = _init(model, inputs)
   evaluated, trained = jax.jit(
@@ -125,7 +125,7 @@ def test_resnet_updates_its_statistics_only_in_training():
     assert leaf.dtype == jnp.float32
 
 
-def test_parameter_counts_of_the_small_models():
+def test_number_of_parameters_of_cnn_and_transformer():
   key = jax.random.key(0)
   cnn, images, _ = _create("cnn")
   convolutions = (3 * 9 * 4 + 4) + (4 * 9 * 8 + 8)
@@ -144,7 +144,7 @@ def test_parameter_counts_of_the_small_models():
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", models.MODELS)
-def test_logits_and_gradients_in_every_policy(name, policy):
+def test_logits_and_gradients_are_finite_float32(name, policy):
   model, inputs, shape = _create(name, policy)
   variables = _init(model, inputs)
   for leaf in jax.tree.leaves(variables):
@@ -173,7 +173,7 @@ def test_logits_and_gradients_in_every_policy(name, policy):
 
 
 @pytest.mark.parametrize("name", models.MODELS)
-def test_compute_dtype_is_the_policys(name):
+def test_products_have_the_compute_dtype_of_the_policy(name):
   model, inputs, _ = _create(name, "mixed_float16")
   jaxpr = jax.make_jaxpr(model.init)(jax.random.key(0), inputs)
   products = [
@@ -207,7 +207,7 @@ def test_transformer_is_causal(policy):
     assert t == 11 or not np.array_equal(logits[:, -1], changed[:, -1])
 
 
-def test_transformer_in_float16_takes_large_activations():
+def test_transformer_in_float16_does_not_overflow():
   model, tokens, _ = _create("transformer", "mixed_float16")
   variables = _init(model, tokens)
   embedding = variables["params"]["embed"]["embedding"]
@@ -216,7 +216,7 @@ def test_transformer_in_float16_takes_large_activations():
 
 
 @pytest.mark.parametrize("name", ["cnn", "transformer"])
-def test_dropout_only_in_training(name):
+def test_dropout_in_training_only(name):
   model, inputs, _ = _create(name, dropout=0.5)
   variables = _init(model, inputs)
   plain, _, _ = _create(name)
@@ -229,40 +229,49 @@ def test_dropout_only_in_training(name):
   assert not np.array_equal(first, second)
   assert not np.array_equal(first, evaluated)
   np.testing.assert_array_equal(first, again)
-  # Without dropout, training asks for no stream.
+  # Without dropout, training needs no random stream.
   jax.eval_shape(lambda: plain.apply(variables, inputs, train=True))
 
 
-@pytest.mark.parametrize("name", ["cnn", "resnet"])
-def test_images_need_four_dimensions(name):
-  model, inputs, _ = _create(name)
-  with pytest.raises(ValueError, match=r"inputs must have shape .*\(16, 16, 3"):
-    model.init(jax.random.key(0), inputs[0])
-
-
-def test_cnn_refuses_images_that_pooling_would_empty():
-  model, inputs, _ = _create("cnn")
-  jax.eval_shape(model.init, jax.random.key(0), inputs[:, :4, :4])
-  with pytest.raises(ValueError, match=r"at least 4x4 pixels .*\(2, 16, 3, 3"):
-    model.init(jax.random.key(0), inputs[:, :, :3])
-
-
 @pytest.mark.parametrize(
-  ("inputs", "fields", "error", "match"),
+  ("name", "inputs", "fields", "error", "facts"),
   [
-    (jnp.zeros((1, 17), int), {}, ValueError, "length 17; .*max_length=16"),
-    (jnp.zeros((12,), int), {}, ValueError, r"\[batch, length\], got \(12,\)"),
-    (jnp.zeros((1, 12)), {}, TypeError, "integer tokens, got float32"),
-    (TOKENS, {"num_heads": 3}, ValueError, "num_heads=3 must divide embed_dim"),
+    ("cnn", IMAGES[0], {}, ValueError, ["inputs", "(16, 16, 3)"]),
+    ("resnet", IMAGES[0], {}, ValueError, ["inputs", "(16, 16, 3)"]),
+    ("cnn", IMAGES[:, :, :3], {}, ValueError, ["4x4", "(2, 16, 3, 3)"]),
+    ("transformer", TOKENS[0], {}, ValueError, ["inputs", "(12,)"]),
+    ("transformer", TOKENS * 1.0, {}, TypeError, ["inputs", "float32"]),
+    ("transformer", TOKENS, {"max_length": 11}, ValueError, ["11", "got 12"]),
+    (
+      "transformer",
+      TOKENS,
+      {"num_heads": 3},
+      ValueError,
+      ["num_heads=3", "embed_dim=16"],
+    ),
+    ("cnn", IMAGES, {"features": (4, 0)}, ValueError, ["features[1]", "0"]),
+    ("cnn", IMAGES, {"dense": "8"}, TypeError, ["dense", "'8'"]),
+    ("cnn", IMAGES, {"dropout": 1}, ValueError, ["dropout", "1"]),
+    ("resnet", IMAGES, {"stage_sizes": (0,)}, ValueError, ["stage_sizes[0]"]),
+    ("resnet", IMAGES, {"width": 0}, ValueError, ["width"]),
+    ("transformer", TOKENS, {"num_layers": 0}, ValueError, ["num_layers"]),
+    ("transformer", TOKENS, {"dropout": "x"}, TypeError, ["dropout"]),
   ],
 )
-def test_transformer_refuses(inputs, fields, error, match):
-  model, _, _ = _create("transformer", **fields)
-  with pytest.raises(error, match=match):
-    model.init(jax.random.key(0), inputs)
+def test_invalid_field_or_input_raises(name, inputs, fields, error, facts):
+  model, _, _ = _create(name, **fields)
+  with pytest.raises(error) as e:
+    jax.eval_shape(model.init, jax.random.key(0), inputs)
+  for fact in facts:
+    assert fact in str(e.value)
 
 
-def test_create_takes_config_dicts():
+def test_cnn_accepts_images_of_one_pixel_after_pooling():
+  model, inputs, _ = _create("cnn")
+  jax.eval_shape(model.init, jax.random.key(0), inputs[:, :4, :4])
+
+
+def test_create_accepts_config_dicts():
   config = ml_collections.ConfigDict(
     {"name": "resnet", "stage_sizes": [1, 2], "width": 8}
   )
@@ -271,48 +280,45 @@ def test_create_takes_config_dicts():
   for form in (config, ml_collections.FrozenConfigDict(config)):
     model = models.create(form, num_classes=7, policy=policy)
     assert model == expected
-    hash(model)  # so it can be static under jit
+    hash(model)  # jax.jit needs it for static arguments
 
 
-def test_create_takes_ones_own_model(monkeypatch):
-  module = types.ModuleType("own_models")
-  module.OwnModel = OwnModel
-  monkeypatch.setitem(sys.modules, "own_models", module)
+def test_create_imports_custom_models(monkeypatch):
+  module = types.ModuleType("custom_models")
+  module.CustomModel = CustomModel
+  monkeypatch.setitem(sys.modules, "custom_models", module)
   model = models.create(
-    {"name": "own_models:OwnModel", "widths": [[1, 2], [3]]},
+    {"name": "custom_models:CustomModel", "widths": [[1, 2], [3]]},
     num_classes=3,
     policy=Policy(),
   )
-  assert model == OwnModel(3, Policy(), widths=((1, 2), (3,)))
+  assert model == CustomModel(3, Policy(), widths=((1, 2), (3,)))
 
 
 @pytest.mark.parametrize(
-  ("config", "error", "match"),
+  ("config", "error", "facts"),
   [
-    ("cnn", TypeError, "config.model must be a dict .*'cnn'"),
-    ({"width": 1}, ValueError, "must have a 'name' .cnn, resnet"),
-    ({"name": "resnt"}, ValueError, "Did you mean 'resnet'"),
-    ({"name": "math:sqrt"}, TypeError, "must be a Linen or NNX module class"),
-    ({"name": "own_models:None_"}, ValueError, "own_models"),
+    ("cnn", TypeError, ["config.model", "'cnn'"]),
+    ({"width": 1}, ValueError, ["'name'", "cnn, resnet"]),
+    ({"name": "resnt"}, ValueError, ["config.model.name", "'resnet'"]),
+    ({"name": "math:sqrt"}, TypeError, ["config.model.name", "'math:sqrt'"]),
+    # Flax's own fields and those that `create` sets are not listed.
     (
       {"name": "cnn", "densee": 1},
       ValueError,
-      "unknown argument 'densee'; CNN takes features, dense, dropout. "
-      "Did you mean 'dense'",
+      ["'densee'", "takes features, dense, dropout.", "Did you mean 'dense'"],
     ),
-    (
-      {"name": "cnn", "num_classes": 3},
-      ValueError,
-      "unknown argument 'num_cla",
-    ),
+    ({"name": "cnn", "num_classes": 3}, ValueError, ["'num_classes'"]),
   ],
 )
-def test_create_refuses(config, error, match):
-  with pytest.raises(error, match=match):
+def test_create_with_invalid_config_raises(config, error, facts):
+  with pytest.raises(error) as e:
     models.create(config, num_classes=10, policy=Policy())
+  for fact in facts:
+    assert fact in str(e.value)
 
 
-def test_create_needs_the_fields_that_it_gives(monkeypatch):
+def test_create_of_a_model_without_policy_raises(monkeypatch):
   monkeypatch.setitem(models.MODELS, "partial", ModelWithoutPolicy)
-  with pytest.raises(TypeError, match="unexpected keyword argument 'policy'"):
+  with pytest.raises(TypeError, match=r"config.model .*'policy'"):
     models.create({"name": "partial"}, num_classes=2, policy=Policy())

@@ -97,7 +97,7 @@ def unlabelled() -> data.Splits:
     (dict(precision="float16"), "config.precision must be"),
     (dict(model={"name": "cnn", "depth": 3}), "unknown argument 'depth'"),
     (dict(model={"name": "cnn", "dense": 0}), "config.model .*dense must be"),
-    (dict(model={"name": "cnn", "dropout": 1.5}), "dropout must lie in"),
+    (dict(model={"name": "cnn", "dropout": 1.5}), "dropout must be"),
     (dict(data={"name": "train_errors_factories:unlabelled"}), "'labels'"),
     (
       dict(data={"name": "train_errors_factories:mislabelled"}),
@@ -117,11 +117,11 @@ def unlabelled() -> data.Splits:
     ),
     (
       dict(optimizer={"name": "adamw", "weight_decay": float("nan")}),
-      "config.optimizer.weight_decay must be finite",
+      "config.optimizer.weight_decay must be a finite",
     ),
     (
       dict(schedule={"name": "cosine", "warmup_steps": -1}),
-      "config.schedule .*warmup_steps must not be negative",
+      "config.schedule .*warmup_steps must be an integer",
     ),
     (dict(seed=2**40), "config.seed must be"),
     (
