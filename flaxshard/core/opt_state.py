@@ -1,4 +1,7 @@
-"""The slots of an optimizer, which lie as their parameters, and its counts."""
+"""The leaves of an optimizer's state: slots of parameters, and step counts.
+
+A slot is an array that belongs to one parameter, such as Adam's first moment.
+"""
 
 from __future__ import annotations
 
@@ -16,54 +19,66 @@ Path = trees.Path
 P = jax.sharding.PartitionSpec
 
 
-def with_optimizer(params: PyTree) -> PyTree:
-  """The part of the parameters that the optimizer sees, as Flax has it."""
+def optimized_params(params: PyTree) -> PyTree:
+  """Returns the parameters that Flax passes to the optimizer.
+
+  These are all parameters, without Flax's overwrite-with-gradient collection
+  (the statistics of fp8 layers) if there is one.
+  """
   if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
     return params["params"]
   return params
 
 
 def parameters_of(opt_state: PyTree, params: PyTree) -> list[Path | None]:
-  """Returns the path of the parameter that each leaf is a slot of, if any.
+  """Returns, for each leaf of an optimizer's state, the path of its parameter.
 
-  A subtree is a copy of the parameters, in every optimizer of optax, if all of
-  its leaves have paths of parameters.
+  In every optimizer of optax the slots form subtrees with the structure of the
+  parameters, or of some of them. So a subtree consists of slots if all its
+  leaves have paths of parameters.
 
   Args:
-    opt_state: The state of an optimizer, or any tree with such copies.
-    params: The parameters that the optimizer sees.
+    opt_state: The state of an optimizer, or any tree with such subtrees.
+    params: The parameters that the optimizer updates.
+
+  Returns:
+    A path for each slot, None for every other leaf, in the order of the leaves.
   """
-  # Not by optax.tree_utils.tree_map_params: that calls `tx.init` on a
-  # placeholder, which L-BFGS and inits that look at their arrays cannot take.
+  # Not optax.tree_utils.tree_map_params: it calls `tx.init` on placeholders,
+  # which fails for L-BFGS and for optimizers that compute with the parameters.
   known = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
   paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(opt_state)]
-  strays = {
+  # The roots of subtrees that have a leaf which is not a slot. A leaf alone
+  # does not decide: `count` may be a parameter and a field of the optimizer.
+  mixed = {
     path[:start]
     for path in paths
     for start in range(len(path) + 1)
     if path[start:] not in known
   }
 
-  def parameter(path: Path) -> Path | None:
+  def find_parameter(path: Path) -> Path | None:
+    # The largest subtree first.
     for start in range(len(path) + 1):
-      if path[:start] not in strays:
+      if path[:start] not in mixed:
         return path[start:]
     return None
 
-  return [parameter(path) for path in paths]
+  return [find_parameter(path) for path in paths]
 
 
 def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
-  """Returns the specs of an optimizer's state, whose slots follow parameters.
-
-  A slot has the shape of its parameter, or ends with it: L-BFGS keeps several
-  of each in one array. Anything else is replicated: counts, and the row and
-  column statistics of Adafactor.
+  """Returns partition specs for an optimizer's state: slots follow parameters.
 
   Args:
-    opt_state: The state, or shapes and dtypes of it.
-    params: The parameters, or shapes and dtypes of them.
-    param_specs: Their specs.
+    opt_state: The state, or its shapes and dtypes.
+    params: The parameters, or their shapes and dtypes.
+    param_specs: The partition specs of the parameters.
+
+  Returns:
+    A tree like `opt_state` of partition specs. All other leaves than slots are
+    replicated, such as step counts, and Adafactor's statistics of rows and
+    columns.
 
   Example:
     >>> import jax.numpy as jnp, optax
@@ -72,39 +87,38 @@ def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
     >>> specs(state, params, {"w": P("replica")})[0].trace
     {'w': P('replica',)}
   """
-  seen = with_optimizer(params)
-  followed = {
+  optimized = optimized_params(params)
+  by_path = {
     path: (tuple(p.shape), spec)
     for (path, p), spec in zip(
-      jax.tree_util.tree_leaves_with_path(seen),
-      jax.tree.leaves(with_optimizer(param_specs)),
+      jax.tree_util.tree_leaves_with_path(optimized),
+      jax.tree.leaves(optimized_params(param_specs)),
       strict=True,
     )
   }
 
-  def spec_of(slot: Any, parameter: Path | None) -> P:
-    shape, spec = followed.get(parameter or (), ((), P()))
-    more = len(slot.shape) - len(shape)
-    if tuple(spec) and more >= 0 and tuple(slot.shape[more:]) == shape:
-      return P(*(None,) * more, *spec)
+  def spec_of_leaf(leaf: Any, parameter: Path | None) -> P:
+    shape, spec = by_path.get(parameter or (), ((), P()))
+    # L-BFGS keeps several slots of a parameter in one array, so a slot may have
+    # more dimensions in front.
+    extra = len(leaf.shape) - len(shape)
+    if tuple(spec) and extra >= 0 and tuple(leaf.shape[extra:]) == shape:
+      return P(*(None,) * extra, *spec)
     return P()
 
   leaves, treedef = jax.tree.flatten(opt_state)
-  return jax.tree.unflatten(
-    treedef, list(map(spec_of, leaves, parameters_of(opt_state, seen)))
-  )
-
-
-def _is_count(path: trees.Path, leaf: Any) -> bool:
-  return (
-    trees.path_strings(path[-1:]) in (("count",), ("step_count",))
-    and not leaf.shape
-    and jnp.issubdtype(leaf.dtype, jnp.integer)
-  )
+  parameters = parameters_of(opt_state, optimized)
+  return jax.tree.unflatten(treedef, map(spec_of_leaf, leaves, parameters))
 
 
 def counts(opt_state: PyTree) -> dict[str, jax.Array]:
-  """Returns the step counts in an optimizer's state, by path."""
+  """Returns the step counts in an optimizer's state, by path.
+
+  Example:
+    >>> import jax.numpy as jnp, optax
+    >>> list(counts(optax.adam(0.1).init({"w": jnp.ones(2)})))
+    ['0/count']
+  """
   return {
     trees.path_string(path): leaf
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state)
@@ -113,10 +127,24 @@ def counts(opt_state: PyTree) -> dict[str, jax.Array]:
 
 
 def with_counts(opt_state: PyTree, new: Mapping[str, jax.Array]) -> PyTree:
-  """Returns an optimizer's state with those step counts."""
+  """Returns an optimizer's state with other step counts.
+
+  Args:
+    opt_state: The state.
+    new: Step counts by path; counts that it does not have stay.
+  """
   return jax.tree_util.tree_map_with_path(
     lambda path, leaf: (
       new.get(trees.path_string(path), leaf) if _is_count(path, leaf) else leaf
     ),
     opt_state,
+  )
+
+
+def _is_count(path: Path, leaf: Any) -> bool:
+  # optax has no type for a count: these are the names of its fields.
+  return (
+    trees.path_strings(path[-1:]) in (("count",), ("step_count",))
+    and not leaf.shape
+    and jnp.issubdtype(leaf.dtype, jnp.integer)
   )

@@ -399,7 +399,7 @@ def _init(
   params = given["params"]
   made: dict[str, PyTree] = dict(
     step=jnp.zeros((), jnp.int32),
-    opt_state=tx.init(opt_state_lib.with_optimizer(params)),
+    opt_state=tx.init(opt_state_lib.optimized_params(params)),
   )
   if wrappers:
     collections = {k: v for k, v in given.items() if k != "params"}

@@ -157,7 +157,7 @@ class AGN(base.Base):
         return None
       return jnp.zeros(p.shape, commits.accumulated(p.dtype))
 
-    with_optimizer = opt_state_lib.with_optimizer(params)
+    with_optimizer = opt_state_lib.optimized_params(params)
     return AGNState(
       local_params=params,
       local_opt_state=tx.init(with_optimizer),
