@@ -58,15 +58,17 @@ def integer(
     allowed += f" between {minimum} and {maximum}"
   elif minimum is not None:
     allowed += f" of at least {minimum}"
+  elif maximum != INT32_MAX:
+    allowed += f" of at most {maximum}"
   # bool is a subclass of int.
   if isinstance(value, (bool, np.bool_)) or not isinstance(
     value, (int, np.integer)
   ):
     raise ArgumentTypeError(f"{argument} must be {allowed}, got {value!r}.")
-  if minimum is not None and value < minimum:
-    raise ValueError(f"{argument} must be {allowed}, got {value!r}.")
-  if value > maximum:
+  if value > INT32_MAX == maximum:
     raise ValueError(f"{argument} must be at most {maximum}, got {value!r}.")
+  if value > maximum or (minimum is not None and value < minimum):
+    raise ValueError(f"{argument} must be {allowed}, got {value!r}.")
   return int(value)
 
 

@@ -1,4 +1,4 @@
-"""Device assignments: on which cores the replicas of a computation run."""
+"""DeviceAssignment: the cores on which the replicas of a computation run."""
 
 from __future__ import annotations
 
@@ -8,33 +8,35 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flaxshard.core import checks
 from flaxshard.partitioning import coordinates as coordinates_lib
 from flaxshard.partitioning import device_layout
 from flaxshard.partitioning.coordinates import Lengths
 from flaxshard.partitioning.topology import Topology
 
-_MODES = ("auto", "ring", "mesh")
+_ORDER_MODES = ("auto", "ring", "mesh")
 
 
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class DeviceAssignment:
-  """Which core of a topology is which logical core of which replica.
+  """Assigns a core of a topology to each logical core of each replica.
 
-  After `tf.tpu.experimental.DeviceAssignment`. A core belongs to one replica at
-  most; cores may be left over. Mostly made by `DeviceAssignment.build`.
+  A core belongs to at most one replica; some cores may be unused. Most programs
+  create an assignment with `DeviceAssignment.build`.
 
   Args:
-    topology: The cores there are.
-    core_assignment: ints [replicas, cores per replica, 4]: coordinates.
+    topology: The topology with the cores.
+    core_assignment: ints [replicas, cores per replica, 4]: the coordinates of
+      each logical core.
 
   Attributes:
-    topology: As given.
+    topology: The topology.
     core_assignment: int32 [replicas, cores per replica, 4], read-only.
 
   Raises:
-    ValueError: A wrong shape; coordinates outside of the mesh, of a missing
-      device, or given twice.
-    TypeError: Something else than a Topology or integers.
+    ValueError: The array has the wrong shape, or coordinates are outside of the
+      mesh, have no device, or are given twice.
+    TypeError: `topology` is not a Topology, or a coordinate is not an integer.
 
   Example:
     >>> topology = Topology((2, 2, 1, 2))
@@ -44,29 +46,33 @@ class DeviceAssignment:
 Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
     >>> assignment.tpu_ordinal(replica=1)
     3
+
+  Source: `tf.tpu.experimental.DeviceAssignment`.
   """
 
   topology: Topology
   core_assignment: np.ndarray
-  _indices: np.ndarray
+  _device_numbers: np.ndarray  # [replicas, cores per replica]
 
   def __init__(
     self, topology: Topology, core_assignment: npt.ArrayLike
   ) -> None:
     _check_topology("DeviceAssignment", topology)
-    where = "DeviceAssignment: core_assignment"
-    coordinates = coordinates_lib.integers(
-      where, core_assignment, None, None, 4
+    argument = "DeviceAssignment: core_assignment"
+    coordinates = coordinates_lib.integer_array(
+      argument, core_assignment, None, None, 4
     )
-    coordinates_lib.occupants(where, coordinates, topology.mesh_shape)
+    # Raises for coordinates that are given twice.
+    coordinates_lib.lookup_table(argument, coordinates, topology.mesh_shape)
     fields = {
       "topology": topology,
-      "core_assignment": coordinates_lib.read_only(
+      "core_assignment": coordinates_lib.make_read_only(
         coordinates.astype(np.int32)
       ),
-      "_indices": topology.indices_at(coordinates, where),
+      "_device_numbers": topology.device_numbers(coordinates, argument),
     }
     for name, value in fields.items():
+      # A frozen dataclass refuses plain assignment.
       object.__setattr__(self, name, value)
 
   @classmethod
@@ -80,64 +86,70 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
     *,
     span_slices: bool = False,
   ) -> DeviceAssignment:
-    """Lays replicas out on a topology, each on a box of cores.
+    """Assigns a box of cores to each replica, in the order of TensorFlow.
 
-    After `tf.tpu.experimental.DeviceAssignment.build`, core by core.
+    In mesh order the replicas form a grid that is as close to a cube as fits.
+    Replicas are numbered through this grid with the cores of a chip fastest,
+    then x, y and z. The cores of a replica are numbered with the cores of a
+    chip fastest, then z, y and x.
 
-    In mesh order, replicas form a grid as near to a cube as fits, its position
-    counting the cores of a chip first, then x, y and z; the cores of a replica
-    count the cores of a chip first, then z, y and x. In ring order the replicas
-    follow one another along a ring of boxes, and the chips of a replica along a
-    ring in its box, so that neighbours in number are neighbours in the network.
+    In ring order the replicas follow each other along a ring of boxes, and the
+    chips of a replica along a ring in its box. Replicas with neighboring
+    numbers are then neighbors in the network.
 
-    Slices are filled one after the other: the slow network between them is
-    outermost, and no replica straddles two unless `span_slices` says so. In a
-    slice with missing devices, the replicas are runs of devices, task by task,
-    instead of boxes.
+    Slices are filled one after the other, so that the slow network between them
+    is outermost. A replica lies within one slice unless `span_slices` is True.
+    In a slice with missing devices a replica is a run of devices in the order
+    of the tasks, not a box.
 
     Args:
-      topology: The cores there are.
-      computation_shape: Four ints: the cores of a replica along x, y, z and on
-        a chip. None is one core.
-      computation_stride: Four ints: the distances between them; replicas
-        interleave. None is all ones.
-      num_replicas: How many replicas, at least 1.
-      device_order_mode: `"ring"`, `"mesh"`, or `"auto"`: rings where they can
-        be formed. They take whole chips, stride 1, and slices without missing
-        devices that are as full as can be. With an odd side they are none,
-        and x is counted through first: `"ring"` warns.
-      span_slices: Let replicas lie on several slices: a computation shape that
-        is n times a slice along z takes n slices, the same part of each; its
-        cores are ordered slice by slice.
+      topology: The topology with the cores.
+      computation_shape: Four ints: the number of cores of a replica along x, y,
+        z and on a chip. None means one core.
+      computation_stride: Four ints: the distances between the cores of a
+        replica. Other replicas take the cores in between. None means all ones.
+      num_replicas: Number of replicas, at least 1.
+      device_order_mode: `"ring"`, `"mesh"`, or `"auto"`, which means rings if
+        they are possible. Rings need whole chips, a stride of 1, and slices
+        without missing devices that are full of replicas. A box with an odd
+        side has no ring: its chips are numbered with x fastest, and `"ring"`
+        then warns.
+      span_slices: Whether a replica may lie on several slices. A computation
+        shape of n times the z length of a slice then takes n slices, the same
+        part of each, and its cores are numbered slice by slice.
+
+    Returns:
+      The assignment.
 
     Raises:
-      ValueError: The replicas do not fit; the order cannot be had; a value that
-        is none of the allowed.
-      TypeError: Something else than integers, a string, a Topology.
+      ValueError: The replicas do not fit, the order is not possible, or an
+        argument is out of range.
+      TypeError: An argument has the wrong type.
 
     Example:
       >>> assignment = DeviceAssignment.build(
       ...   Topology((4, 4, 1, 1)), [2, 2, 1, 1], num_replicas=4
       ... )
-      >>> assignment.core_assignment[:, 0].tolist()  # the replicas, in a ring
+      >>> assignment.core_assignment[:, 0].tolist()  # replicas along a ring
       [[0, 0, 0, 0], [2, 0, 0, 0], [2, 2, 0, 0], [0, 2, 0, 0]]
+
+    Source: `tf.tpu.experimental.DeviceAssignment.build`.
     """
     where = "DeviceAssignment.build"
     _check_topology(where, topology)
-    shape = _four(f"{where}: computation_shape", computation_shape)
-    stride = _four(f"{where}: computation_stride", computation_stride)
-    count = coordinates_lib.integer(f"{where}: num_replicas", num_replicas, 1)
-    mode = _mode(f"{where}: device_order_mode", device_order_mode)
-    if not isinstance(span_slices, bool):
-      raise TypeError(
-        f"{where}: span_slices must be a bool, got {span_slices!r}."
-      )
+    mode = checks.string(f"{where}: device_order_mode", device_order_mode)
     cores = device_layout.lay_out(
-      topology, shape, stride, count, mode, span_slices
+      topology,
+      _lengths_or_ones(f"{where}: computation_shape", computation_shape),
+      _lengths_or_ones(f"{where}: computation_stride", computation_stride),
+      checks.integer(f"{where}: num_replicas", num_replicas, minimum=1),
+      # Accept upper case too, as in TensorFlow's DeviceOrderMode.RING.
+      checks.one_of(f"{where}: device_order_mode", mode.lower(), _ORDER_MODES),
+      checks.boolean(f"{where}: span_slices", span_slices),
     )
     return cls(topology, cores)
 
-  # -- What there is.
+  # -- Sizes.
 
   @property
   def num_replicas(self) -> int:
@@ -151,19 +163,19 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
 
   @property
   def devices(self) -> np.ndarray:
-    """The jax devices: an object array [replicas, cores per replica].
+    """The JAX devices: an object array [replicas, cores per replica].
 
     Raises:
       ValueError: The topology was made without devices.
     """
     if self.topology.devices is None:
       raise ValueError(
-        "DeviceAssignment.devices: the topology must have devices, got "
-        f"{self.topology!r} without; Topology.from_devices makes one with them."
+        f"DeviceAssignment.devices: {self.topology!r} has no devices; create "
+        "the topology with Topology.from_devices."
       )
-    return self.topology.devices.ravel()[self._indices]
+    return self.topology.devices.ravel()[self._device_numbers]
 
-  # -- What is where.
+  # -- Lookups.
 
   def coordinates(
     self, replica: int, logical_core: int
@@ -171,59 +183,67 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
     """Returns the coordinates of a logical core of a replica.
 
     Args:
-      replica: From 0 on, in this as in all methods below.
-      logical_core: From 0 on, likewise.
+      replica: Number of the replica, from 0.
+      logical_core: Number of the logical core, from 0.
 
     Raises:
-      ValueError: There is no such replica, or no such logical core.
-      TypeError: An index is not an integer.
+      ValueError: A number is out of range.
+      TypeError: A number is not an integer.
     """
-    x, y, z, core = self.core_assignment[self._check(replica, logical_core)]
+    position = self._check_position(replica, logical_core)
+    x, y, z, core = self.core_assignment[position]
     return int(x), int(y), int(z), int(core)
 
   def lookup_replicas(self, task_id: int, logical_core: int) -> list[int]:
-    """Returns the replicas that have a logical core on a task, ascending.
+    """Returns the replicas whose logical core is on a task, in ascending order.
 
     Args:
-      task_id: From 0 on.
-      logical_core: From 0 on.
+      task_id: Number of the task, from 0.
+      logical_core: Number of the logical core, from 0.
 
     Raises:
-      ValueError: No replica has, or there is no such task or logical core.
-      TypeError: An index is not an integer.
+      ValueError: A number is out of range, or there is no such replica.
+      TypeError: A number is not an integer.
     """
-    tasks = self.topology.num_tasks
-    task_id = coordinates_lib.integer("task_id", task_id, 0, tasks)
-    _, logical_core = self._check(0, logical_core)
-    on_task = self._indices[:, logical_core] // self.topology.num_tpus_per_task
-    replicas = np.flatnonzero(on_task == task_id).tolist()
+    task_id = coordinates_lib.index("task_id", task_id, self.topology.num_tasks)
+    _, logical_core = self._check_position(0, logical_core)
+    numbers = self._device_numbers[:, logical_core]
+    tasks = numbers // self.topology.num_tpus_per_task
+    replicas = np.flatnonzero(tasks == task_id).tolist()
     if not replicas:
       raise ValueError(
         f"task_id must be a task with logical core {logical_core} of a "
-        f"replica, one of {np.unique(on_task).tolist()}, got {task_id}."
+        f"replica, one of {np.unique(tasks).tolist()}, got {task_id}."
       )
     return replicas
 
   def tpu_ordinal(self, replica: int = 0, logical_core: int = 0) -> int:
-    """Returns the number of a logical core's device within its task.
+    """Returns the number, within its task, of a logical core's device.
 
-    Args and errors are those of `coordinates`.
+    Args:
+      replica: Number of the replica, from 0.
+      logical_core: Number of the logical core, from 0.
+
+    Raises:
+      ValueError: A number is out of range.
+      TypeError: A number is not an integer.
     """
-    index = int(self._indices[self._check(replica, logical_core)])
-    return index % self.topology.num_tpus_per_task
+    position = self._check_position(replica, logical_core)
+    return int(self._device_numbers[position]) % self.topology.num_tpus_per_task
 
   def host_device(
     self, replica: int = 0, logical_core: int = 0, job: str | None = None
   ) -> str:
-    """Returns TensorFlow's name of a logical core's host.
+    """Returns TensorFlow's name of the host of a logical core.
 
     Args:
-      replica: From 0 on.
-      logical_core: From 0 on.
-      job: What the name begins with, `/job:...`, or None.
+      replica: Number of the replica, from 0.
+      logical_core: Number of the logical core, from 0.
+      job: The job in the name, as in `/job:worker/task:0`; None leaves it out.
 
     Raises:
-      ValueError, TypeError: As `coordinates`.
+      ValueError: A number is out of range.
+      TypeError: A number is not an integer, or `job` is not a string.
     """
     coordinates = self.coordinates(replica, logical_core)
     return self.topology.cpu_device_name_at_coordinates(coordinates, job)
@@ -231,21 +251,28 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
   def tpu_device(
     self, replica: int = 0, logical_core: int = 0, job: str | None = None
   ) -> str:
-    """Returns TensorFlow's name of a logical core's device.
+    """Returns TensorFlow's name of the device of a logical core.
 
-    Args and errors are those of `host_device`.
+    Args:
+      replica: Number of the replica, from 0.
+      logical_core: Number of the logical core, from 0.
+      job: The job in the name, as in `/job:worker/task:0`; None leaves it out.
+
+    Raises:
+      ValueError: A number is out of range.
+      TypeError: A number is not an integer, or `job` is not a string.
     """
     coordinates = self.coordinates(replica, logical_core)
     return self.topology.tpu_device_name_at_coordinates(coordinates, job)
 
-  def _check(self, replica: int, logical_core: int) -> tuple[int, int]:
-    replicas, cores = self.core_assignment.shape[:2]
+  def _check_position(self, replica: int, logical_core: int) -> tuple[int, int]:
+    cores = self.num_cores_per_replica
     return (
-      coordinates_lib.integer("replica", replica, 0, replicas),
-      coordinates_lib.integer("logical_core", logical_core, 0, cores),
+      coordinates_lib.index("replica", replica, self.num_replicas),
+      coordinates_lib.index("logical_core", logical_core, cores),
     )
 
-  # -- As a value.
+  # -- Equality.
 
   def _key(self) -> tuple[Any, ...]:
     cores = self.core_assignment
@@ -267,22 +294,12 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
     )
 
 
-# -- Arguments.
-
-
 def _check_topology(where: str, topology: Any) -> None:
   if not isinstance(topology, Topology):
     raise TypeError(f"{where}: topology must be a Topology, got {topology!r}.")
 
 
-def _four(argument: str, value: Any) -> Lengths:
-  return coordinates_lib.lengths(argument, (1,) * 4 if value is None else value)
-
-
-def _mode(argument: str, value: Any) -> str:
-  allowed = ", ".join(map(repr, _MODES))
-  if not isinstance(value, str):
-    raise TypeError(f"{argument} must be one of {allowed}, got {value!r}.")
-  if value.lower() not in _MODES:
-    raise ValueError(f"{argument} must be one of {allowed}, got {value!r}.")
-  return value.lower()
+def _lengths_or_ones(argument: str, value: Any) -> Lengths:
+  return coordinates_lib.mesh_lengths(
+    argument, (1,) * 4 if value is None else value
+  )

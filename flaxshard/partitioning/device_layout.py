@@ -1,4 +1,8 @@
-"""Layouts: where a device assignment puts its replicas and their cores."""
+"""The layout of a device assignment: where replicas and their cores lie.
+
+Positions and sizes agree with TensorFlow's, also where other choices would be
+as good; see `DeviceAssignment.build`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from flaxshard.partitioning import coordinates as coordinates_lib
 from flaxshard.partitioning.coordinates import Lengths
 from flaxshard.partitioning.topology import Topology
 
-# Whose arguments the errors are about.
+# The public function whose arguments the errors are about.
 _WHERE = "DeviceAssignment.build"
 
 
@@ -24,95 +28,125 @@ def lay_out(
   mode: str,
   span_slices: bool,
 ) -> np.ndarray:
-  """Returns where the cores are: int64 [replicas, cores per replica, 4].
+  """Returns the coordinates of the cores of all replicas.
 
-  The arguments are those of `DeviceAssignment.build`, one by one correct.
+  Args:
+    topology: The topology.
+    shape: The computation shape, checked.
+    stride: The computation stride, checked.
+    num_replicas: Number of replicas, at least 1.
+    mode: "auto", "ring" or "mesh".
+    span_slices: Whether a replica may lie on several slices.
+
+  Returns:
+    int64 [replicas, cores per replica, 4].
 
   Raises:
-    ValueError: Together they are not.
+    ValueError: The arguments do not fit together, or do not fit the topology.
   """
-  mesh = topology.slice_shape
-  spanned, part = _part(topology, shape, stride) if span_slices else (1, shape)
+  slice_shape = topology.slice_shape
+  # `part` is the shape of the part of a replica that lies on one slice.
+  spanned, part = 1, shape
+  if span_slices:
+    spanned, part = _divide_over_slices(topology, shape, stride)
+  # The box that `stride` interleaved replicas along each axis share.
   footprint = np.multiply(part, stride)
-  if (footprint > mesh).any():
-    hint = (
-      "" if span_slices else "; span_slices=True lets a replica lie on more"
-    )
-    raise ValueError(
-      f"{_WHERE}: computation_shape times computation_stride must fit in "
-      f"{mesh}, a slice of {topology!r}, got {shape} times {stride}"
-      f"{hint if topology.num_slices > 1 else ''}."
-    )
-  counts = (mesh // footprint * stride).tolist()
-  most, cores = math.prod(counts), math.prod(part)
+  _check_footprint(topology, shape, stride, footprint, span_slices)
+  # The most replicas that fit along each axis of a slice.
+  counts = (slice_shape // footprint * stride).tolist()
+  capacity, cores = math.prod(counts), math.prod(part)
   slices = _devices_by_slice(topology)
-  whole = [len(devices) == math.prod(mesh) for devices in slices]
-  room = [
-    most if whole[n] else min(most, len(devices) // cores)
+  is_whole = [len(devices) == math.prod(slice_shape) for devices in slices]
+  capacities = [
+    capacity if is_whole[n] else min(capacity, len(devices) // cores)
     for n, devices in enumerate(slices)
   ]
-  taken = _fill(room, spanned, num_replicas)
-  if (total := sum(count for _, count in taken)) < num_replicas:
+  groups = _fill_slices(capacities, spanned, num_replicas)
+  total = sum(count for _, count in groups)
+  if total < num_replicas:
     raise ValueError(
       f"{_WHERE}: num_replicas must be at most {total}, with computation_shape "
       f"{shape} and computation_stride {stride} in {topology!r}, got "
       f"{num_replicas}."
     )
-  degraded = not all(whole[n] for group, _ in taken for n in group)
-  if degraded and max(stride) > 1:
+  all_whole = all(is_whole[n] for group, _ in groups for n in group)
+  if not all_whole and max(stride) > 1:
     raise ValueError(
       f"{_WHERE}: computation_stride must be all ones in slices with missing "
       f"devices, got {stride} in {topology!r}."
     )
-  full = part[3] == mesh[3] and all(count == most for _, count in taken)
-  rings = full and max(stride) == 1 and not degraded
-  if mode == "ring" and not rings:
+  # All replicas have one order, so every slice must have rings.
+  is_full = part[3] == slice_shape[3] and all(n == capacity for _, n in groups)
+  has_rings = is_full and max(stride) == 1 and all_whole
+  if mode == "ring" and not has_rings:
     raise ValueError(
       f"{_WHERE}: device_order_mode must be 'auto' or 'mesh' here, got 'ring': "
-      f"rings take whole chips, stride 1 and slices full of replicas ({most}) "
-      f"without missing devices, got {num_replicas} replicas of shape {shape} "
-      f"and stride {stride} in {topology!r}."
+      "rings need whole chips, stride 1, and slices without missing devices "
+      f"that are full of replicas ({capacity}); got {num_replicas} replicas of "
+      f"shape {shape} and stride {stride} in {topology!r}."
     )
-
-  if mode == "ring" and not (_folds(counts[:3]) and _folds(part[:3])):
+  if mode == "ring" and not (_has_ring(counts[:3]) and _has_ring(part[:3])):
     warnings.warn(
-      f"{_WHERE}: device_order_mode='ring': an odd side does not fold into a "
-      f"ring, so x is counted through first; the sides are {part[:3]} chips, "
-      f"{tuple(counts[:3])} replicas.",
+      f"{_WHERE}: device_order_mode='ring': a box with an odd side has no "
+      "ring, so its chips are numbered with x fastest; the sides are "
+      f"{part[:3]} chips, {tuple(counts[:3])} replicas.",
       stacklevel=3,
     )
 
-  def on_slice(n: int, count: int) -> np.ndarray:
-    if not whole[n]:
-      return slices[n][: count * cores].reshape(count, cores, 4)
-    if rings and mode != "mesh":
-      boxes = _rings(part, counts)
+  def lay_out_slice(number: int, count: int) -> np.ndarray:
+    """Returns the cores of `count` replicas: int64 [replicas, cores, 4]."""
+    if not is_whole[number]:
+      return slices[number][: count * cores].reshape(count, cores, 4)
+    if has_rings and mode != "mesh":
+      boxes = _ring_order(part, counts)
     else:
-      boxes = _grid(part, stride, counts, count)
-    return boxes + np.array([0, 0, n * mesh[2], 0])
+      boxes = _mesh_order(part, stride, counts, count)
+    # Slices are stacked along z.
+    return boxes + np.array([0, 0, number * slice_shape[2], 0])
 
   return np.concatenate(
     [
-      np.concatenate([on_slice(n, count) for n in group], axis=1)
-      for group, count in taken
+      np.concatenate([lay_out_slice(n, count) for n in group], axis=1)
+      for group, count in groups
     ]
   )
 
 
-def _part(
+def _check_footprint(
+  topology: Topology,
+  shape: Lengths,
+  stride: Lengths,
+  footprint: np.ndarray,
+  span_slices: bool,
+) -> None:
+  """Raises a ValueError if a replica does not fit on a slice."""
+  slice_shape = topology.slice_shape
+  if (footprint <= slice_shape).all():
+    return
+  hint = ""
+  if topology.num_slices > 1 and not span_slices:
+    hint = "; span_slices=True allows a replica to lie on several slices"
+  raise ValueError(
+    f"{_WHERE}: computation_shape times computation_stride must fit in "
+    f"{slice_shape}, a slice of {topology!r}, got {shape} times {stride}{hint}."
+  )
+
+
+def _divide_over_slices(
   topology: Topology, shape: Lengths, stride: Lengths
 ) -> tuple[int, Lengths]:
-  """Returns on how many slices a replica lies, and its shape on each."""
+  """Returns the number of slices of a replica, and its shape on each slice."""
   x, y, z, cores = shape
-  depth, reach = topology.slice_shape[2], z * stride[2]
-  if reach <= depth:
+  depth, length = topology.slice_shape[2], z * stride[2]
+  if length <= depth:
     return 1, shape
-  spanned = reach // depth
-  if reach % depth or z % spanned or spanned > topology.num_slices:
+  spanned = length // depth
+  if length % depth or z % spanned or spanned > topology.num_slices:
     raise ValueError(
-      f"{_WHERE}: computation_shape[2] times computation_stride[2] must be "
-      f"that of one slice, {depth}, or of up to {topology.num_slices} of them, "
-      f"the same on each, got {z} times {stride[2]}."
+      f"{_WHERE}: computation_shape[2] times computation_stride[2] must be at "
+      f"most the z length of a slice, {depth}, or a multiple of it for up to "
+      f"{topology.num_slices} slices, with equal parts on each; got {z} times "
+      f"{stride[2]}."
     )
   return spanned, (x, y, z // spanned, cores)
 
@@ -124,95 +158,107 @@ def _devices_by_slice(topology: Topology) -> list[np.ndarray]:
   return [devices[numbers == n] for n in range(topology.num_slices)]
 
 
-def _fill(
-  room: Sequence[int], spanned: int, num_replicas: int
+def _fill_slices(
+  capacities: Sequence[int], spanned: int, num_replicas: int
 ) -> list[tuple[range, int]]:
-  """Returns groups of slices and the replicas on each, one after the other.
+  """Distributes replicas over groups of `spanned` slices, one group at a time.
 
-  A group, of `spanned` slices, takes as many as there is room for in each.
+  Args:
+    capacities: The number of replicas that each slice has room for.
+    spanned: Number of slices in a group.
+    num_replicas: Number of replicas.
+
+  Returns:
+    The slices of each group, and the number of its replicas. Together they may
+    have fewer than `num_replicas`.
   """
-  taken = []
-  for first in range(0, len(room) - spanned + 1, spanned):
+  groups = []
+  for first in range(0, len(capacities) - spanned + 1, spanned):
     group = range(first, first + spanned)
-    count = min(num_replicas, *(room[n] for n in group))
+    count = min(num_replicas, *(capacities[n] for n in group))
     num_replicas -= count
     if count:
-      taken.append((group, count))
-  return taken
+      groups.append((group, count))
+  return groups
 
 
-def _grid(
+def _mesh_order(
   shape: Lengths, stride: Lengths, counts: Sequence[int], num_replicas: int
 ) -> np.ndarray:
-  """Returns mesh order: int64 [replicas, cores, 4].
+  """Returns the cores in mesh order: int64 [replicas, cores, 4].
 
-  The grid of the replicas is as near to a cube as fits, its scarcest dimension
-  chosen first; among equals the cores of a chip, then x, y and z, as replicas
-  next to each other should be on one chip, or else on one host.
+  The grid of the replicas is as close to a cube as fits. Its sides are chosen
+  in the order of `counts`, the smallest first. Of equal counts the cores of a
+  chip are first, then x, y and z, so that replicas with neighboring numbers are
+  on one chip, or else on one host.
   """
   grid = [1] * 4
-  left = num_replicas
+  remaining = num_replicas
   for i, axis in enumerate(sorted((3, 0, 1, 2), key=lambda a: counts[a])):
-    # With floating point, as TensorFlow does it: some roots are rounded up.
-    grid[axis] = min(math.ceil(left ** (1 / (4 - i))), counts[axis])
-    left = -(-left // grid[axis])
-  position = coordinates_lib.count_through(grid)[:num_replicas]
-  # Replicas interleave within a footprint, `stride` of them along each axis.
+    # In floating point, as in TensorFlow: it rounds some exact roots up.
+    side = math.ceil(remaining ** (1 / (4 - i)))
+    grid[axis] = min(side, counts[axis])
+    remaining = -(-remaining // grid[axis])
+  position = coordinates_lib.all_coordinates(grid)[:num_replicas]
+  # `stride` replicas interleave along each axis of a footprint.
   footprint, strides = np.multiply(shape, stride), np.array(stride)
-  first = position // strides * footprint + position % strides
-  inside = np.indices(shape).reshape(4, -1).T * strides
-  return first[:, None] + inside
+  first_core = position // strides * footprint + position % strides
+  offsets = np.indices(shape).reshape(4, -1).T * strides
+  return first_core[:, None] + offsets
 
 
-def _rings(shape: Lengths, counts: Sequence[int]) -> np.ndarray:
-  """Returns ring order: int64 [replicas, cores, 4], all boxes of a slice."""
-  boxes, chips = _ring(counts[:3]) * shape[:3], _ring(shape[:3])
+def _ring_order(shape: Lengths, counts: Sequence[int]) -> np.ndarray:
+  """Returns the cores of a full slice in ring order: [replicas, cores, 4]."""
+  boxes = _ring_of_chips(counts[:3]) * shape[:3]
+  chips = _ring_of_chips(shape[:3])
   order = np.empty((len(boxes), len(chips), shape[3], 4), np.int64)
   order[..., :3] = (boxes[:, None] + chips)[:, :, None]
   order[..., 3] = np.arange(shape[3])
   return order.reshape(len(boxes), -1, 4)
 
 
-def _ring(sides: Sequence[int]) -> np.ndarray:
-  """Orders the chips of a box so that it is one hop from each to the next.
+def _ring_of_chips(sides: Sequence[int]) -> np.ndarray:
+  """Orders the chips of a box so that each is one hop from the next.
 
-  And one hop from the last to the first. An all-reduce, in which every chip
-  sends to the next one, then shares no link with itself.
+  The last chip is one hop from the first one too. In an all-reduce along such a
+  ring, where every chip sends to the next one, no two transfers share a link.
 
-  The way back must not be blocked, so the chips with x = 0 are kept for it. In
-  a row, walk x = 1, 2, ... Fold the rows over y, each second one backwards, and
-  come home along x = 0: a loop through the layer, from and to its corner
-  (0, 0). Fold these loops over z, each second one backwards, and come home
-  along the corners. A box of 4 x 2 x 2, by the order of its chips:
+  The chips with x = 0 are kept for the way back. The path goes through each row
+  along x = 1, 2, ..., and through every second row backwards. After the last
+  row of a layer it returns along x = 0 to the corner (0, 0): a ring through the
+  layer. The layers are joined along z in the same way: every second one is
+  traversed backwards, and the path returns along the corners. The order of the
+  chips in a box of 4 x 2 x 2:
 
       z = 0:  0  1  2  3      z = 1:  15 14 13 12
               7  6  5  4               8  9 10 11
 
-  With one side only, the ring is a line: it is the torus that closes it. With
-  an odd side, folding ends at the wrong end, and the chips are counted through
-  as they are, x first; TensorFlow does the same.
+  A box with a single side longer than 1 is a line, which the torus closes. A
+  box with an odd side has no such ring; its chips are numbered with x fastest,
+  as in TensorFlow.
 
   Args:
-    sides: The lengths of the box, three.
+    sides: The three side lengths of the box.
 
   Returns:
     int64 [chips, 3].
   """
-  if not _folds(sides):
-    return coordinates_lib.count_through((*sides, 1))[:, :3]
+  if not _has_ring(sides):
+    return coordinates_lib.all_coordinates((*sides, 1))[:, :3]
   path = np.zeros((0, 3), np.int64)
   for axis in range(3):
     unit = np.eye(3, dtype=np.int64)[axis]
-    lane = np.arange(1, sides[axis])[:, None] * unit
+    # The chips on this axis, without the origin.
+    line = np.arange(1, sides[axis])[:, None] * unit
     if not len(path):
-      path = lane
+      path = line
       continue
     layers = [path[:: 1 - 2 * (i % 2)] + i * unit for i in range(sides[axis])]
-    path = np.concatenate([*layers, lane[::-1]])
+    path = np.concatenate([*layers, line[::-1]])
   return np.concatenate([np.zeros((1, 3), np.int64), path])
 
 
-def _folds(sides: Sequence[int]) -> bool:
-  """Whether a box has a ring: its sides are even, or a line is all it has."""
-  wide = [side for side in sides if side > 1]
-  return len(wide) < 2 or not any(side % 2 for side in wide)
+def _has_ring(sides: Sequence[int]) -> bool:
+  """Returns whether a box is a line, or has only even sides longer than 1."""
+  long_sides = [side for side in sides if side > 1]
+  return len(long_sides) < 2 or not any(side % 2 for side in long_sides)

@@ -1,4 +1,4 @@
-"""Topologies: which task's device lies where in a mesh of cores."""
+"""Topology: the mesh of cores of a machine, and the tasks that drive them."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from flaxshard.core import checks
 from flaxshard.partitioning import coordinates as coordinates_lib
-from flaxshard.partitioning import topology_proto
+from flaxshard.partitioning import devices as devices_lib
 
 
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class Topology:
-  """A mesh of cores, and which of them each task drives.
+  """A mesh of cores, and the task that drives each core.
 
-  After `tf.tpu.experimental.Topology`. A mesh has four dimensions: x, y and z
-  of a chip, and the core on the chip. The tasks are the processes, all with the
-  same number of devices. Places of the mesh may have no device.
+  The mesh has four dimensions: x, y and z of a chip, and the core on the chip.
+  Tasks are processes; all have the same number of devices. A place of the mesh
+  may have no device.
 
-  Several slices, which a slower network connects, are stacked along z: with Z
+  Several slices, connected by a slower network, are stacked along z: with Z
   chips along z in a slice, chip z of slice s has the coordinate `z + s * Z`.
 
   Args:
-    mesh_shape: Four lengths: x, y, z and the cores of a chip.
-    device_coordinates: ints [tasks, devices per task, 4]. None is one task with
-      a device in every place: cores innermost, then x, y and z.
-    devices: jax devices [tasks, devices per task], or None.
-    num_slices: How many slices are stacked along z.
+    mesh_shape: Four lengths: x, y, z, and the cores of a chip.
+    device_coordinates: ints [tasks, devices per task, 4]. None means one task
+      that has a device in every place, numbered with cores fastest, then x, y
+      and z.
+    devices: JAX devices [tasks, devices per task], or None.
+    num_slices: Number of slices that are stacked along z.
 
   Attributes:
     mesh_shape: A tuple of four ints.
@@ -40,9 +42,10 @@ class Topology:
     num_slices: An int.
 
   Raises:
-    ValueError: A wrong shape, coordinates outside of the mesh, two devices in
-      one place or one device twice, slices that do not divide z.
-    TypeError: Something else than integers.
+    ValueError: An array has the wrong shape, coordinates are outside of the
+      mesh, two devices have the same place, a device is given twice, or
+      `num_slices` does not divide the z length.
+    TypeError: A value is not an integer.
 
   Example:
     >>> topology = Topology((2, 2, 1, 2))
@@ -50,13 +53,15 @@ class Topology:
     Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8)
     >>> topology.tpu_device_name_at_coordinates((1, 0, 0, 1))
     '/task:0/device:TPU:3'
+
+  Source: `tf.tpu.experimental.Topology`.
   """
 
   mesh_shape: tuple[int, int, int, int]
   device_coordinates: np.ndarray
   devices: np.ndarray | None
   num_slices: int
-  _occupants: np.ndarray
+  _device_numbers: np.ndarray  # [*mesh_shape]; -1 without a device
 
   def __init__(
     self,
@@ -65,30 +70,33 @@ class Topology:
     devices: Any = None,
     num_slices: int = 1,
   ) -> None:
-    shape = coordinates_lib.lengths("Topology: mesh_shape", mesh_shape)
-    num_slices = coordinates_lib.integer("Topology: num_slices", num_slices, 1)
+    shape = coordinates_lib.mesh_lengths("Topology: mesh_shape", mesh_shape)
+    num_slices = checks.integer("Topology: num_slices", num_slices, minimum=1)
     if shape[2] % num_slices:
       raise ValueError(
         "Topology: mesh_shape[2] must be a multiple of num_slices="
-        f"{num_slices}, as slices are stacked along z, got {shape[2]}."
+        f"{num_slices}, because slices are stacked along z, got {shape[2]}."
       )
-    where = "Topology: device_coordinates"
+    argument = "Topology: device_coordinates"
     if device_coordinates is None:
-      coordinates = coordinates_lib.count_through(shape)[None]
+      coordinates = coordinates_lib.all_coordinates(shape)[None]
     else:
-      coordinates = coordinates_lib.integers(
-        where, device_coordinates, None, None, 4
+      coordinates = coordinates_lib.integer_array(
+        argument, device_coordinates, None, None, 4
       )
     fields = {
       "mesh_shape": shape,
-      "device_coordinates": coordinates_lib.read_only(
+      "device_coordinates": coordinates_lib.make_read_only(
         coordinates.astype(np.int32)
       ),
       "devices": _device_array(devices, coordinates.shape[:2]),
       "num_slices": num_slices,
-      "_occupants": coordinates_lib.occupants(where, coordinates, shape),
+      "_device_numbers": coordinates_lib.lookup_table(
+        argument, coordinates, shape
+      ),
     }
     for name, value in fields.items():
+      # A frozen dataclass refuses plain assignment.
       object.__setattr__(self, name, value)
 
   @classmethod
@@ -97,66 +105,39 @@ class Topology:
     devices: Iterable[jax.Device] | None = None,
     mesh_shape: npt.ArrayLike | None = None,
   ) -> Topology:
-    """Reads a topology off jax devices.
+    """Reads a topology from JAX devices.
 
-    Tasks are the processes, ascending. TPUs tell where they are; the least
-    coordinates of each slice become zeros. Other devices lie in a mesh of shape
-    (devices per process, processes per slice, slices, 1), each process' devices
-    as they are given. A GPU's slice is what JAX calls so: its node. Within a
-    task, devices are numbered with cores innermost, then x, y and z.
+    Tasks are the processes in ascending order. TPUs have coordinates of their
+    own, which are shifted so that each slice starts at zeros. Other devices get
+    a mesh of shape (devices per process, processes per slice, slices, 1), and
+    each process keeps the order of its devices. The slice of a GPU is what JAX
+    calls its slice: its node. Within a task, devices are numbered with cores
+    fastest, then x, y and z.
 
     Args:
-      devices: None is `jax.devices()`.
-      mesh_shape: Four lengths for devices other than TPUs, which fill that
-        mesh slice by slice, process by process: cores innermost, then x, y and
-        z. So can eight CPU devices rehearse a TPU layout, (2, 2, 1, 2) say. For
-        TPUs it must be the shape that they have.
+      devices: The devices; None means `jax.devices()`.
+      mesh_shape: Four lengths. Devices other than TPUs fill this mesh slice by
+        slice and process by process, with cores fastest, then x, y and z. Eight
+        CPU devices can thus stand in for a TPU of shape (2, 2, 1, 2). For TPUs
+        it must be the shape that they have.
 
     Raises:
-      ValueError: No devices; two in one place; processes with different numbers
-        of devices; slices of different shapes; another number of devices than
-        the mesh has places.
-      TypeError: Something else than devices.
+      ValueError: There are no devices, two have the same place, processes have
+        different numbers of devices, slices have different shapes, or the mesh
+        has another number of places than there are devices.
+      TypeError: An element is not a device.
 
     Example:
       >>> Topology.from_devices(jax.devices()[:1]).mesh_shape
       (1, 1, 1, 1)
     """
     return cls(
-      *coordinates_lib.of_devices(
+      *devices_lib.read_topology(
         jax.devices() if devices is None else devices, mesh_shape
       )
     )
 
-  @classmethod
-  def from_serialized(cls, serialized: bytes) -> Topology:
-    """Reads what `serialized` wrote, or TensorFlow's `TopologyProto`.
-
-    Args:
-      serialized: The bytes.
-
-    Raises:
-      ValueError: The bytes are no topology.
-      TypeError: Something else than bytes.
-
-    Example:
-      >>> topology = Topology((4, 4, 1, 2))
-      >>> Topology.from_serialized(topology.serialized()) == topology
-      True
-    """
-    mesh_shape, coordinates, num_slices = topology_proto.decode(serialized)
-    return cls(mesh_shape, coordinates, num_slices=num_slices)
-
-  def serialized(self) -> bytes:
-    """Returns the topology as TensorFlow's `TopologyProto`, but its devices.
-
-    `num_slices` is written where it is not 1, in a field that TensorFlow skips.
-    """
-    return topology_proto.encode(
-      self.mesh_shape, self.device_coordinates, self.num_slices
-    )
-
-  # -- What there is.
+  # -- Sizes.
 
   @property
   def mesh_rank(self) -> int:
@@ -165,7 +146,7 @@ class Topology:
 
   @property
   def slice_shape(self) -> tuple[int, int, int, int]:
-    """The mesh of one slice."""
+    """The shape of the mesh of one slice."""
     x, y, z, cores = self.mesh_shape
     return x, y, z // self.num_slices, cores
 
@@ -176,65 +157,72 @@ class Topology:
 
   @property
   def num_tpus_per_task(self) -> int:
-    """The number of devices of each task, of whatever kind."""
+    """The number of devices of each task, TPUs or not."""
     return self.device_coordinates.shape[1]
 
   @functools.cached_property
   def missing_devices(self) -> np.ndarray:
-    """int64 [missing, 4], read-only: the places without a device."""
-    return coordinates_lib.read_only(np.argwhere(self._occupants < 0))
+    """The places without a device: int64 [missing, 4], read-only."""
+    missing = np.argwhere(self._device_numbers < 0)
+    return coordinates_lib.make_read_only(missing)
 
-  # -- What is where.
+  # -- Lookups.
 
-  def indices_at(
+  def device_numbers(
     self, coordinates: np.ndarray, argument: str = "coordinates"
   ) -> np.ndarray:
-    """Returns which devices are at coordinates, counted through all tasks.
+    """Returns the numbers of the devices at coordinates.
 
     Args:
       coordinates: ints [..., 4].
-      argument: What holds them, for errors.
+      argument: Name of the coordinates, for error messages.
 
     Returns:
-      int32 [...]: the device's number plus its task's number times
-      `num_tpus_per_task`.
+      int32 [...]: the number of a task times `num_tpus_per_task`, plus the
+      number of the device within the task.
 
     Raises:
-      ValueError: Coordinates outside of the mesh, or of a missing device.
+      ValueError: Coordinates are outside of the mesh, or have no device.
     """
     coordinates_lib.check_inside(argument, coordinates, self.mesh_shape)
-    found = self._occupants[tuple(np.moveaxis(coordinates, -1, 0))]
-    wanted = "must be where the topology has a device"
-    coordinates_lib.refuse(found < 0, argument, coordinates, wanted)
-    return found
+    numbers = self._device_numbers[tuple(np.moveaxis(coordinates, -1, 0))]
+    condition = "must be a place with a device"
+    coordinates_lib.raise_if_any(numbers < 0, argument, coordinates, condition)
+    return numbers
 
-  def _task_and_tpu(self, coordinates: npt.ArrayLike) -> tuple[int, int]:
-    checked = coordinates_lib.integers("device_coordinates", coordinates, 4)
-    index = int(self.indices_at(checked, "device_coordinates"))
-    return divmod(index, self.num_tpus_per_task)
+  def _task_and_device(self, coordinates: npt.ArrayLike) -> tuple[int, int]:
+    argument = "device_coordinates"
+    checked = coordinates_lib.integer_array(argument, coordinates, 4)
+    number = int(self.device_numbers(checked, argument))
+    return divmod(number, self.num_tpus_per_task)
 
   def task_ordinal_at_coordinates(
     self, device_coordinates: npt.ArrayLike
   ) -> int:
-    """Returns the number of the task that has the device at coordinates.
+    """Returns the number of the task that drives the device at coordinates.
 
     Args:
-      device_coordinates: Four ints, in this as in all methods below.
+      device_coordinates: Four ints: x, y, z, and the core.
 
     Raises:
-      ValueError: They are outside of the mesh, or a missing device's.
+      ValueError: They are outside of the mesh, or have no device.
       TypeError: They are not integers.
     """
-    return self._task_and_tpu(device_coordinates)[0]
+    return self._task_and_device(device_coordinates)[0]
 
   def tpu_device_ordinal_at_coordinates(
     self, device_coordinates: npt.ArrayLike
   ) -> int:
-    """Returns the number of the device at coordinates within its task.
+    """Returns the number, within its task, of the device at coordinates.
 
-    Args and errors are those of `task_ordinal_at_coordinates`.
+    Args:
+      device_coordinates: Four ints: x, y, z, and the core.
+
+    Raises:
+      ValueError: They are outside of the mesh, or have no device.
+      TypeError: They are not integers.
     """
-    return self._task_and_tpu(device_coordinates)[1]
+    return self._task_and_device(device_coordinates)[1]
 
   def cpu_device_name_at_coordinates(
     self, device_coordinates: npt.ArrayLike, job: str | None = None
@@ -242,45 +230,55 @@ class Topology:
     """Returns TensorFlow's name of the host of the device at coordinates.
 
     Args:
-      device_coordinates: Four ints.
-      job: What the name begins with, `/job:...`, or None.
+      device_coordinates: Four ints: x, y, z, and the core.
+      job: The job in the name, as in `/job:worker/task:0`; None leaves it out.
 
     Raises:
-      ValueError, TypeError: As `task_ordinal_at_coordinates`.
+      ValueError: The coordinates are outside of the mesh, or have no device.
+      TypeError: They are not integers, or `job` is not a string.
     """
-    task, _ = self._task_and_tpu(device_coordinates)
-    return f"{_job(job)}/task:{task}/device:CPU:0"
+    task, _ = self._task_and_device(device_coordinates)
+    return f"{_job_prefix(job)}/task:{task}/device:CPU:0"
 
   def tpu_device_name_at_coordinates(
     self, device_coordinates: npt.ArrayLike, job: str | None = None
   ) -> str:
     """Returns TensorFlow's name of the device at coordinates.
 
-    Args and errors are those of `cpu_device_name_at_coordinates`.
-    """
-    task, tpu = self._task_and_tpu(device_coordinates)
-    return f"{_job(job)}/task:{task}/device:TPU:{tpu}"
-
-  def device_at(self, device_coordinates: npt.ArrayLike) -> jax.Device:
-    """Returns the jax device at coordinates.
-
-    Args are those of `task_ordinal_at_coordinates`, and so are its errors.
+    Args:
+      device_coordinates: Four ints: x, y, z, and the core.
+      job: The job in the name, as in `/job:worker/task:0`; None leaves it out.
 
     Raises:
-      ValueError: The topology was made without `devices`.
+      ValueError: The coordinates are outside of the mesh, or have no device.
+      TypeError: They are not integers, or `job` is not a string.
+    """
+    task, device = self._task_and_device(device_coordinates)
+    return f"{_job_prefix(job)}/task:{task}/device:TPU:{device}"
+
+  def device_at(self, device_coordinates: npt.ArrayLike) -> jax.Device:
+    """Returns the JAX device at coordinates.
+
+    Args:
+      device_coordinates: Four ints: x, y, z, and the core.
+
+    Raises:
+      ValueError: The topology was made without `devices`, or the coordinates
+        are outside of the mesh or have no device.
+      TypeError: They are not integers.
     """
     if self.devices is None:
       raise ValueError(
-        "Topology.device_at: the topology must have devices, got "
-        f"{self!r} without; Topology.from_devices makes one with them."
+        f"Topology.device_at: {self!r} has no devices; create the topology "
+        "with Topology.from_devices."
       )
-    return self.devices[self._task_and_tpu(device_coordinates)]
+    return self.devices[self._task_and_device(device_coordinates)]
 
-  # -- As a value.
+  # -- Equality.
 
   def _key(self) -> tuple[Any, ...]:
     cores, devices = self.device_coordinates, self.devices
-    # There is one object for a device, so its id says which it is.
+    # JAX has one object for each device, so its id identifies the device.
     ids = None if devices is None else tuple(id(d) for d in devices.flat)
     return self.mesh_shape, self.num_slices, cores.shape, cores.tobytes(), ids
 
@@ -300,13 +298,12 @@ class Topology:
     )
 
 
-def _job(job: str | None) -> str:
-  if job is not None and not isinstance(job, str):
-    raise TypeError(f"job must be a string or None, got {job!r}.")
-  return "" if job is None else f"/job:{job}"
+def _job_prefix(job: str | None) -> str:
+  return "" if job is None else f"/job:{checks.string('job', job)}"
 
 
 def _device_array(devices: Any, shape: tuple[int, ...]) -> np.ndarray | None:
+  """Returns the argument `devices` as a read-only array of the given shape."""
   if devices is None:
     return None
   array = np.array(devices, dtype=object)
@@ -315,13 +312,13 @@ def _device_array(devices: Any, shape: tuple[int, ...]) -> np.ndarray | None:
       "Topology: devices must have the shape of device_coordinates without its "
       f"last dimension, {list(shape)}, got {list(array.shape)}."
     )
-  numbers = {id(device): i for i, device in enumerate(array.flat)}
+  last_positions = {id(device): i for i, device in enumerate(array.flat)}
   for i, device in enumerate(array.flat):
-    # Of a device given twice, the later one is left in the dict.
-    if device is None or numbers[id(device)] != i:
+    # The dict keeps only the last position of a device that is given twice.
+    if device is None or last_positions[id(device)] != i:
       index = [int(n) for n in np.unravel_index(i, shape)]
       raise ValueError(
-        f"Topology: devices{index} must be a device that is nowhere else, "
+        f"Topology: devices{index} must be a device that is given only once, "
         f"got {device!r}."
       )
-  return coordinates_lib.read_only(array)
+  return coordinates_lib.make_read_only(array)

@@ -328,7 +328,7 @@ def _at(x: Any, index: int) -> Any:
 
 def _local_value(mesh: jax.sharding.Mesh, index: int, x: Any) -> jax.Array:
   """Returns `x[index]` on the devices of its replica, without communication."""
-  devices = mesh_lib.replica(mesh, index)
+  devices = mesh_lib.replica_mesh(mesh, index)
   sharding = getattr(x, "sharding", None)
   if (
     not isinstance(sharding, jax.sharding.NamedSharding)

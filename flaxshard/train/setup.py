@@ -15,8 +15,8 @@ import numpy as np
 from flaxshard import wrappers
 from flaxshard.core import checks
 from flaxshard.data import sharding
-from flaxshard.partitioning import logical_devices
 from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import partitions
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
@@ -132,7 +132,7 @@ def batch_specs(
     replicas = strategy.num_replicas_in_sync
     shape = (config.batch_size // replicas, *np.shape(example[key]))
     try:
-      spec = logical_devices.partition_spec(strategy.mesh, shape, pieces)
+      spec = partitions.partition_spec(strategy.mesh, shape, pieces)
     except ValueError as e:
       raise ValueError(f"{where}: {e}") from e
     specs[key] = P((mesh_lib.REPLICA, *specs_lib.axes_of(spec[0])), *spec[1:])

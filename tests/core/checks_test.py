@@ -46,7 +46,7 @@ def test_valid_value_is_returned_in_plain_python_type(call, returned):
     (
       lambda: checks.integer("n", 4, minimum=0, maximum=3),
       ValueError,
-      ("n", "3", "4"),
+      ("n", "between 0 and 3", "4"),
     ),
     (lambda: checks.number("x", True), TypeError, ("x", "number", "True")),
     (lambda: checks.number("x", "1"), TypeError, ("x", "number", "'1'")),

@@ -1,4 +1,4 @@
-"""Device assignments: TensorFlow's layouts, rings, slices, what is refused."""
+"""Device assignments: TensorFlow's layouts, rings, lookups and errors."""
 
 import dataclasses
 import itertools
@@ -19,10 +19,13 @@ GOLDEN = json.loads(
 ORIGIN = [0, 0, 0, 0]
 
 
-def in_blocks(mesh_shape, host_block):
-  """One task per block of chips; x fastest everywhere, cores innermost."""
+def topology_in_blocks(mesh_shape, host_block):
+  """Returns a topology with one task for each block of chips.
 
-  def count(shape):
+  Blocks and chips are numbered with x fastest, the cores of a chip innermost.
+  """
+
+  def all_positions(shape):
     return [c[::-1] for c in itertools.product(*map(range, shape[::-1]))]
 
   blocks = [n // m for n, m in zip(mesh_shape, host_block, strict=False)]
@@ -30,10 +33,10 @@ def in_blocks(mesh_shape, host_block):
     [
       [b * m + c for b, m, c in zip(block, host_block, chip, strict=True)]
       + [core]
-      for chip in count(host_block)
+      for chip in all_positions(host_block)
       for core in range(mesh_shape[3])
     ]
-    for block in count(blocks)
+    for block in all_positions(blocks)
   ]
   return fs.Topology(mesh_shape, tasks)
 
@@ -50,8 +53,8 @@ def build(topology, case, mode=None):
 
 @pytest.mark.filterwarnings("ignore:.*odd side")
 @pytest.mark.parametrize("case", GOLDEN["cases"])
-def test_golden(case):
-  topology = in_blocks(case["mesh_shape"], case["host_block"])
+def test_assignment_agrees_with_tensorflow(case):
+  topology = topology_in_blocks(case["mesh_shape"], case["host_block"])
   if "error" in case:
     with pytest.raises(ValueError, match=r"device_order_mode .* got 'ring'"):
       build(topology, case)
@@ -61,7 +64,8 @@ def test_golden(case):
   assert assignment.core_assignment.dtype == np.int32
   replicas = range(min(assignment.num_replicas, 8))
   last = assignment.num_cores_per_replica - 1
-  # Of eight replicas: the first core's host and ordinal, the last's device.
+  # The first core's host and ordinal and the last core's device of up to
+  # eight replicas are recorded.
   assert [assignment.host_device(r) for r in replicas] == case["host_device"]
   assert [assignment.tpu_ordinal(r) for r in replicas] == case["tpu_ordinal"]
   assert [assignment.tpu_device(r, last) for r in replicas] == (
@@ -72,8 +76,8 @@ def test_golden(case):
 # -- Layouts, by hand.
 
 
-def test_a_ring_of_chips():
-  # What the picture in the documentation says: one replica on 4 x 2 x 2.
+def test_ring_has_the_order_in_the_documentation():
+  # The picture in `device_layout`: one replica on 4 x 2 x 2 chips.
   ring = fs.DeviceAssignment.build(
     fs.Topology((4, 2, 2, 1)), (4, 2, 2, 1), device_order_mode="ring"
   )
@@ -86,9 +90,7 @@ def test_a_ring_of_chips():
   ]
 
 
-@pytest.mark.parametrize(
-  "sides", [(2, 2, 1), (4, 1, 6), (1, 2, 4), (6, 4, 2), (4, 6, 8)]
-)
+@pytest.mark.parametrize("sides", [(2, 2, 1), (4, 1, 6), (4, 6, 8)])
 def test_rings_are_closed_and_visit_every_chip(sides):
   mesh = (*sides, 2)
   for shape, num_replicas in ((mesh, 1), ((1, 1, 1, 2), np.prod(sides))):
@@ -103,9 +105,9 @@ def test_rings_are_closed_and_visit_every_chip(sides):
     assert set(hops) == {1}
 
 
-def test_an_odd_side_has_no_ring():
+def test_odd_side_has_no_ring_and_warns():
   topology = fs.Topology((4, 3, 1, 1))
-  with pytest.warns(UserWarning, match=r"odd side .* \(4, 3, 1\) chips"):
+  with pytest.warns(UserWarning, match=r"odd side .*\(4, 3, 1\) chips"):
     asked = fs.DeviceAssignment.build(
       topology, (4, 3, 1, 1), device_order_mode="ring"
     )
@@ -116,20 +118,20 @@ def test_an_odd_side_has_no_ring():
     [1, 1],
   ]
   assert asked == fs.DeviceAssignment.build(topology, (4, 3, 1, 1))
-  # A line has one, if the torus closes it.
+  # A line is a ring that the torus closes.
   line = fs.DeviceAssignment.build(
     fs.Topology((1, 3, 1, 1)), (1, 3, 1, 1), device_order_mode="ring"
   )
   assert line.core_assignment[0, :, 1].tolist() == [0, 1, 2]
 
 
-def test_mesh_order():
+def test_mesh_order_numbers_cores_first():
   topology = fs.Topology((4, 4, 1, 2))
   assignment = fs.DeviceAssignment.build(
     topology, (2, 1, 1, 1), num_replicas=16, device_order_mode="Mesh"
   )
   first = assignment.core_assignment[:, 0]
-  # Cores first, then x, y: each replica two chips wide.
+  # Cores fastest, then x and y. Each replica is two chips wide.
   assert first[:6].tolist() == [
     [0, 0, 0, 0],
     [0, 0, 0, 1],
@@ -150,7 +152,7 @@ def test_strides_interleave_replicas():
   assert assignment.core_assignment[..., 0].tolist() == [[0, 2], [1, 3]]
 
 
-def test_missing_devices_are_passed_over_in_the_order_of_tasks():
+def test_replicas_skip_missing_devices_in_the_order_of_tasks():
   tasks = [[[x, y, 0, 0] for x in (0, 1)] for y in (3, 0, 1)]
   topology = fs.Topology((2, 4, 1, 1), tasks)
   for mode in ("auto", "mesh"):
@@ -171,8 +173,8 @@ def test_missing_devices_are_passed_over_in_the_order_of_tasks():
 # -- Look-ups.
 
 
-def test_look_ups():
-  topology = in_blocks((4, 2, 1, 2), (2, 2, 1))
+def test_lookups():
+  topology = topology_in_blocks((4, 2, 1, 2), (2, 2, 1))
   assignment = fs.DeviceAssignment.build(topology, (1, 2, 1, 1), num_replicas=6)
   assert assignment.topology is topology
   assert (assignment.num_replicas, assignment.num_cores_per_replica) == (6, 2)
@@ -187,36 +189,33 @@ def test_look_ups():
   assert assignment.lookup_replicas(1, 0) == [4, 5]
 
 
-def test_devices():
+def test_devices_are_in_the_order_of_the_assignment():
   devices = jax.devices()
   topology = fs.Topology.from_devices(mesh_shape=(2, 2, 1, 2))
   assignment = fs.DeviceAssignment.build(topology, (2, 1, 1, 2), num_replicas=2)
   assert assignment.devices.tolist() == [devices[:4], devices[4:]]
-  # The devices lie in the assignment's order.
   swapped = fs.DeviceAssignment(topology, assignment.core_assignment[:, ::-1])
   assert swapped.devices.tolist() == [devices[3::-1], devices[:3:-1]]
   without = fs.DeviceAssignment.build(fs.Topology((2, 2, 1, 2)))
-  with pytest.raises(ValueError, match="must have devices"):
+  with pytest.raises(ValueError, match=r"Topology\.from_devices"):
     without.devices  # noqa: B018
 
 
 @pytest.mark.parametrize(
   ("method", "arguments", "error", "message"),
   [
-    ("coordinates", (-1, 0), ValueError, "replica must be .* 0 and 1, got -1"),
+    ("coordinates", (-1, 0), ValueError, "replica .* 0 and 1, got -1"),
     ("coordinates", (0, 2), ValueError, "logical_core .* 0 and 1, got 2"),
-    ("tpu_ordinal", (2,), ValueError, "replica must be .* got 2"),
-    ("host_device", (0, -1), ValueError, "logical_core must be .* got -1"),
-    ("tpu_device", (0, 1.0), TypeError, "logical_core .* integer, got 1.0"),
-    ("tpu_device", (True,), TypeError, "replica .* integer, got True"),
-    ("tpu_device", (0, 0, 1), TypeError, "job must be a string or None"),
-    ("lookup_replicas", (2, 0), ValueError, "task_id must be .* got 2"),
-    ("lookup_replicas", (0, -1), ValueError, "logical_core must be .* got -1"),
+    ("tpu_ordinal", (2,), ValueError, "replica .* got 2"),
+    ("host_device", (0, -1), ValueError, "logical_core .* got -1"),
+    ("tpu_device", (0, 1.0), TypeError, "logical_core .* integer .* got 1.0"),
+    ("lookup_replicas", (2, 0), ValueError, "task_id .* got 2"),
+    ("lookup_replicas", (0, -1), ValueError, "logical_core .* got -1"),
     ("lookup_replicas", (1, 0), ValueError, r"one of \[0\], got 1"),
   ],
 )
-def test_look_ups_out_of_range(method, arguments, error, message):
-  topology = in_blocks((4, 1, 1, 1), (2, 1, 1))
+def test_lookup_out_of_range_raises(method, arguments, error, message):
+  topology = topology_in_blocks((4, 1, 1, 1), (2, 1, 1))
   assignment = fs.DeviceAssignment(
     topology, [[ORIGIN, [2, 0, 0, 0]], [[1, 0, 0, 0], [3, 0, 0, 0]]]
   )
@@ -224,7 +223,7 @@ def test_look_ups_out_of_range(method, arguments, error, message):
     getattr(assignment, method)(*arguments)
 
 
-def test_an_assignment_is_a_value():
+def test_assignment_is_immutable_hashable_and_equal_by_value():
   cores = [[[1, 0, 0, 0]], [ORIGIN]]
   topologies = [fs.Topology((2, 1, 1, 1)), fs.Topology((2, 1, 1, 1))]
   one, two = (fs.DeviceAssignment(topology, cores) for topology in topologies)
@@ -242,107 +241,76 @@ def test_an_assignment_is_a_value():
     one.core_assignment[0, 0, 0] = 0
 
 
-# -- What is refused.
+# -- Errors.
 
 
 @pytest.mark.parametrize(
-  ("cores", "error", "message"),
+  ("cores", "error", "facts"),
   [
-    ([ORIGIN], ValueError, r" .* got shape \[1, 4\]"),
-    ([[[0, 0, 0]]], ValueError, r" .* got shape \[1, 1, 3\]"),
-    (np.zeros((0, 1, 4), int), ValueError, " .* got shape"),
-    ([[ORIGIN, ORIGIN], [ORIGIN]], ValueError, " must be"),
-    ([[[0.0] * 4]], TypeError, " must be integers"),
-    ([[[0, 0, 0, -1]]], ValueError, r"\[0, 0\] must be from 0 on"),
-    (
-      [[ORIGIN], [[0, 2, 0, 0]]],
-      ValueError,
-      r"\[1, 0\] .* below .* got \[0, 2",
-    ),
-    ([[[1, 1, 0, 0]]], ValueError, r"\[0, 0\] must be where .* got \[1, 1"),
-    ([[ORIGIN, ORIGIN]], ValueError, r"\[0, 0\] must have a place of its own"),
-    (
-      [[ORIGIN], [ORIGIN]],
-      ValueError,
-      r"\[0, 0\] must have a place of its own",
-    ),
+    ([ORIGIN], ValueError, ("got shape [1, 4]",)),
+    (np.zeros((0, 1, 4), int), ValueError, ("got shape [0, 1, 4]",)),
+    ([[ORIGIN, ORIGIN], [ORIGIN]], ValueError, ("[n, n, 4]",)),
+    ([[[0.0] * 4]], TypeError, ("integers",)),
+    ([[[0, 0, 0, -1]]], ValueError, ("[0, 0]", "got [0, 0, 0, -1]")),
+    ([[ORIGIN], [[0, 2, 0, 0]]], ValueError, ("[1, 0]", "got [0, 2, 0, 0]")),
+    ([[[1, 1, 0, 0]]], ValueError, ("a device", "got [1, 1, 0, 0]")),
+    ([[ORIGIN], [ORIGIN]], ValueError, ("[0, 0]", "another core")),
   ],
 )
-def test_assignments_that_are_none(cores, error, message):
+def test_invalid_core_assignment_raises(cores, error, facts):
   topology = fs.Topology((2, 2, 1, 1), [[ORIGIN, [1, 0, 0, 0], [0, 1, 0, 0]]])
-  with pytest.raises(
-    error, match=f"DeviceAssignment: core_assignment.*{message}"
-  ):
+  with pytest.raises(error, match="core_assignment") as e:
     fs.DeviceAssignment(topology, cores)
+  for fact in facts:
+    assert fact in str(e.value)
 
 
 @pytest.mark.parametrize(
-  ("arguments", "error", "message"),
+  ("arguments", "error", "facts"),
   [
-    ({"topology": b""}, TypeError, "topology must be a Topology, got b''"),
-    ({"num_replicas": 0}, ValueError, "num_replicas must be .* got 0"),
-    ({"num_replicas": -1}, ValueError, "num_replicas must be .* got -1"),
-    ({"num_replicas": 2.0}, TypeError, "num_replicas must be .* got 2.0"),
-    ({"num_replicas": True}, TypeError, "num_replicas must be .* got True"),
-    ({"num_replicas": 33}, ValueError, "num_replicas .* at most 32, .* got 33"),
+    ({"topology": b""}, TypeError, ("got b''",)),
+    ({"num_replicas": 0}, ValueError, ("at least 1", "got 0")),
+    ({"num_replicas": 2.0}, TypeError, ("integer", "got 2.0")),
+    ({"num_replicas": 33}, ValueError, ("at most 32", "got 33")),
     (
       {"num_replicas": 5, "computation_shape": (2, 2, 1, 2)},
       ValueError,
-      "num_replicas .* at most 4",
+      ("4",),
     ),
+    ({"computation_shape": (2, 2, 1)}, ValueError, ("[3]",)),
+    ({"computation_shape": (2, 2, 1, 0)}, ValueError, ("positive",)),
+    ({"computation_shape": (5, 1, 1, 1)}, ValueError, ("fit", "(4, 4, 1, 2)")),
+    ({"computation_stride": (1, 1, 1, -1)}, ValueError, ("positive", "-1")),
     (
-      {"computation_shape": (2, 2, 1)},
+      {"computation_stride": (3, 1, 1, 1), "computation_shape": (2,) * 4},
       ValueError,
-      r"computation_shape .* \[3\]",
+      ("fit", "got (2, 2, 2, 2) times (3, 1, 1, 1)"),
     ),
-    ({"computation_shape": (2, 2, 1, 0)}, ValueError, "computation_shape must"),
-    (
-      {"computation_shape": (2, 2, 1.5, 1)},
-      TypeError,
-      "computation_shape must",
-    ),
-    (
-      {"computation_shape": (5, 1, 1, 1)},
-      ValueError,
-      "computation_shape .* fit",
-    ),
-    ({"computation_stride": (1, 1, 1)}, ValueError, "computation_stride must"),
-    (
-      {"computation_stride": (1, 1, 1, -1)},
-      ValueError,
-      "computation_stride .*-1",
-    ),
-    (
-      {"computation_shape": (2,) * 4, "computation_stride": (3, 1, 1, 1)},
-      ValueError,
-      r"computation_stride must fit .* got \(2, 2, 2, 2\) times \(3, 1, 1, 1\)",
-    ),
-    (
-      {"device_order_mode": "snake"},
-      ValueError,
-      "device_order_mode must be one of 'auto', 'ring', 'mesh', got 'snake'",
-    ),
-    ({"device_order_mode": 1}, TypeError, "device_order_mode must be one of"),
-    ({"span_slices": 1}, TypeError, "span_slices must be a bool, got 1"),
+    ({"device_order_mode": "snake"}, ValueError, ("'auto', 'ring'", "'snake'")),
+    ({"device_order_mode": 1}, TypeError, ("string", "got 1")),
+    ({"span_slices": 1}, TypeError, ("True or False", "got 1")),
   ],
 )
-def test_builds_that_are_refused(arguments, error, message):
-  with pytest.raises(error, match=message):
+def test_invalid_argument_of_build_raises(arguments, error, facts):
+  with pytest.raises(error) as e:
     fs.DeviceAssignment.build(
       **{"topology": fs.Topology((4, 4, 1, 2)), **arguments}
     )
+  for fact in (next(iter(arguments)), *facts):
+    assert fact in str(e.value)
 
 
 @pytest.mark.parametrize(
   ("shape", "num_replicas", "mode"),
   [
-    ((1, 1, 1, 1), 8960, "ring"),
     ((1, 1, 1, 1), 8960, "mesh"),
     ((2, 2, 2, 1), 1120, "ring"),
     ((16, 20, 28, 1), 1, "ring"),
   ],
 )
-def test_a_full_slice_is_laid_out_on_every_chip(shape, num_replicas, mode):
+def test_assignment_of_a_full_slice_has_every_chip_once(
+  shape, num_replicas, mode
+):
   topology = fs.Topology((16, 20, 28, 1))
   assignment = fs.DeviceAssignment.build(
     topology, shape, num_replicas=num_replicas, device_order_mode=mode

@@ -1,4 +1,4 @@
-"""Topologies: coordinates, names, devices, and what is refused."""
+"""Topologies: coordinates, names, devices, and errors."""
 
 import dataclasses
 import pickle
@@ -27,7 +27,7 @@ def gpu(process, **attributes):
   return SimpleNamespace(platform="gpu", process_index=process, **attributes)
 
 
-def test_tasks_and_ordinals_at_coordinates():
+def test_lookups_at_coordinates():
   topology = fs.Topology((2, 2, 1, 2), TWO_HOSTS)
   assert topology.mesh_shape == (2, 2, 1, 2)
   assert topology.mesh_rank == 4
@@ -48,10 +48,10 @@ def test_tasks_and_ordinals_at_coordinates():
   assert tpu_name([1, 1, 0, 0], "w") == "/job:w/task:1/device:TPU:2"
 
 
-def test_without_coordinates_one_task_has_all_cores():
+def test_default_coordinates_give_one_task_all_cores():
   topology = fs.Topology([2, 2, 2, 2])
   assert topology.num_tasks == 1
-  # The cores of a chip, then x, y and z.
+  # Cores vary fastest, then x, y and z.
   assert topology.device_coordinates[0, :5].tolist() == [
     [0, 0, 0, 0],
     [0, 0, 0, 1],
@@ -62,7 +62,7 @@ def test_without_coordinates_one_task_has_all_cores():
   assert topology.device_coordinates[0, 8].tolist() == [0, 0, 1, 0]
 
 
-def test_missing_devices():
+def test_missing_devices_have_no_task_and_no_name():
   topology = fs.Topology((2, 2, 1, 2), TWO_HOSTS[1:])
   assert topology.missing_devices.tolist() == TWO_HOSTS[0]
   for method in (
@@ -71,15 +71,11 @@ def test_missing_devices():
     topology.cpu_device_name_at_coordinates,
     topology.tpu_device_name_at_coordinates,
   ):
-    with pytest.raises(
-      ValueError,
-      match=r"device_coordinates must be where the topology has a device, got "
-      r"\[1, 0, 0, 1\]",
-    ):
+    with pytest.raises(ValueError, match=r"got \[1, 0, 0, 1\]"):
       method([1, 0, 0, 1])
 
 
-def test_a_topology_is_a_value():
+def test_topology_is_immutable_hashable_and_equal_by_value():
   one, two = (fs.Topology((2, 2, 1, 2), TWO_HOSTS) for _ in range(2))
   others = [
     fs.Topology((2, 2, 1, 2), TWO_HOSTS[::-1]),
@@ -102,7 +98,7 @@ def test_a_topology_is_a_value():
   )
 
 
-def test_the_arguments_are_left_alone():
+def test_topology_copies_its_arguments():
   coordinates = np.array(TWO_HOSTS, np.int32)
   devices = np.array([list("abcd"), list("efgh")], object)
   topology = fs.Topology((2, 2, 1, 2), coordinates, devices)
@@ -111,126 +107,66 @@ def test_the_arguments_are_left_alone():
   assert topology.device_at((1, 1, 0, 0)) == "g"
 
 
-# The message for TWO_HOSTS, as TensorFlow 2.21 writes it.
-SERIALIZED = (
-  b"\x0a\x04\x02\x02\x01\x02\x10\x02\x18\x04\x22\x20"
-  + np.array(TWO_HOSTS, np.uint8).tobytes()
-)
-
-
-def test_serialized_is_tensorflows_topology_proto():
-  topology = fs.Topology((2, 2, 1, 2), TWO_HOSTS)
-  assert topology.serialized() == SERIALIZED
-  assert fs.Topology.from_serialized(SERIALIZED) == topology
-  # A hardware feature, as TensorFlow may add; integers one by one.
-  assert fs.Topology.from_serialized(SERIALIZED + b"\x2a\x02\x08\x02")
-  singly = b"\x08\x01\x08\x02\x08\x01\x08\x01\x10\x01\x18\x01"
-  singly += b"\x20\x00\x20\x01\x20\x00\x20\x00"
-  assert fs.Topology.from_serialized(singly) == fs.Topology(
-    (1, 2, 1, 1), [[[0, 1, 0, 0]]]
-  )
-
-
-def test_serialized_round_trip():
-  topology = fs.Topology((200, 1, 4, 1), [[[150, 0, 3, 0]]], num_slices=2)
-  assert fs.Topology.from_serialized(topology.serialized()) == topology
+MESH = (1, 1, 2, 1)
+ZEROS = [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
-  ("serialized", "error", "message"),
+  ("arguments", "error", "facts"),
   [
-    ("text", TypeError, "serialized must be bytes"),
-    (b"", ValueError, "serialized must be a whole TopologyProto"),
-    (SERIALIZED[:-1], ValueError, "serialized must be a whole TopologyProto"),
-    (SERIALIZED[:12], ValueError, "serialized must be a whole TopologyProto"),
-    (SERIALIZED + b"\x4d", ValueError, "wire type 5"),
-    (SERIALIZED + b"\x18\x03", ValueError, "whole TopologyProto"),
-    (SERIALIZED + b"\x18\x00", ValueError, "whole TopologyProto"),
-    (SERIALIZED[:-1] + b"\x09", ValueError, "must be from 0 on and below"),
-    (
-      b"\x0a\x04\x01\x01\x01\x01\x10\x01\x18\x01\x20\x00\x20\x00\x20\x00\x20"
-      + b"\xff" * 9
-      + b"\x01",
-      ValueError,
-      r"got \[0, 0, 0, -1\]",
-    ),
+    ([(2, 2, 1)], ValueError, ("mesh_shape", "got shape [3]")),
+    ([(2, 2, 0, 1)], ValueError, ("mesh_shape", "positive")),
+    ([(2, 2, 1.0, 1)], TypeError, ("mesh_shape", "got (2, 2, 1.0, 1)")),
+    ([(True,) * 4], TypeError, ("mesh_shape", "integers")),
+    ([(2**30,) * 4], ValueError, ("mesh_shape", "product")),
+    ([MESH, [ZEROS]], ValueError, ("device_coordinates", "[n, n, 4]")),
+    ([MESH, np.zeros((1, 0, 4), int)], ValueError, ("got shape [1, 0, 4]",)),
+    ([MESH, [[ZEROS], []]], ValueError, ("device_coordinates",)),
+    ([MESH, [[ZEROS, [0, 0, 2, 0]]]], ValueError, ("[0, 1]", "[0, 0, 2, 0]")),
+    ([MESH, [[[0, 0, -1, 0]]]], ValueError, ("[0, 0]", "[0, 0, -1, 0]")),
+    ([MESH, [[ZEROS], [ZEROS]]], ValueError, ("[0, 0]", "another core")),
+    ([(2, 1, 1, 1), None, ["a", "b"]], ValueError, ("devices", "[1, 2]")),
+    ([(2, 1, 1, 1), None, [["a", "a"]]], ValueError, ("devices[0, 0]", "'a'")),
+    ([(2, 1, 1, 1), None, [["a", None]]], ValueError, ("[0, 1]", "None")),
+    ([(2, 1, 4, 1), None, None, 3], ValueError, ("num_slices=3", "got 4")),
+    ([(2, 1, 4, 1), None, None, 0], ValueError, ("num_slices", "got 0")),
   ],
 )
-def test_broken_bytes_are_refused(serialized, error, message):
-  with pytest.raises(error, match=message):
-    fs.Topology.from_serialized(serialized)
-
-
-@pytest.mark.parametrize(
-  ("arguments", "error", "message"),
-  [
-    ([(2, 2, 1)], ValueError, r"mesh_shape must be .* got shape \[3\]"),
-    ([2], ValueError, r"mesh_shape must be .* got shape \[\]"),
-    ([(2, 2, 0, 1)], ValueError, "mesh_shape .* positive .* got"),
-    ([(2, 2, 1.0, 1)], TypeError, r"mesh_shape .* got \(2, 2, 1.0, 1\)"),
-    ([(True,) * 4], TypeError, "mesh_shape must be integers"),
-    ([("2", "2", "1", "1")], TypeError, "mesh_shape must be integers"),
-    ([(2**30,) * 4], ValueError, "mesh_shape .* a product of at most"),
-    ([(1, 1, 1, 1), [[0, 0, 0, 0]]], ValueError, r"shape \[n, n, 4\]"),
-    ([(1, 1, 1, 1), [[[0, 0, 0]]]], ValueError, r"got shape \[1, 1, 3\]"),
-    ([(1, 1, 1, 1), np.zeros((1, 0, 4), int)], ValueError, r"\[1, 0, 4\]"),
-    ([(1, 1, 1, 1), [[[0] * 4], []]], ValueError, "device_coordinates must"),
-    ([(1, 1, 1, 1), [[[0.0] * 4]]], TypeError, "device_coordinates must"),
-    (
-      [(1, 1, 2, 1), [[[0] * 4, [0, 0, 2, 0]]]],
-      ValueError,
-      r"device_coordinates\[0, 1\] must be from 0 on .* got \[0, 0, 2, 0\]",
-    ),
-    (
-      [(1, 1, 2, 1), [[[0, 0, -1, 0]]]],
-      ValueError,
-      r"device_coordinates\[0, 0\] must be from 0 on .* got \[0, 0, -1, 0\]",
-    ),
-    (
-      [(1, 1, 2, 1), [[[0, 0, 1, 0]], [[0, 0, 1, 0]]]],
-      ValueError,
-      r"\[0, 0\] must have a place of its own, .* got \[0, 0, 1, 0\]",
-    ),
-    ([(2, 1, 1, 1), None, ["a", "b"]], ValueError, r"devices .* \[1, 2\]"),
-    ([(2, 1, 1, 1), None, [["a", "a"]]], ValueError, r"devices\[0, 0\] .* 'a'"),
-    ([(2, 1, 1, 1), None, [["a", None]]], ValueError, r"devices\[0, 1\] .* No"),
-    ([(2, 1, 4, 1), None, None, 3], ValueError, "a multiple of num_slices=3"),
-    ([(2, 1, 4, 1), None, None, 0], ValueError, "num_slices must be .* got 0"),
-    ([(2, 1, 4, 1), None, None, 2.0], TypeError, "num_slices .* got 2.0"),
-  ],
-)
-def test_nonsense_is_refused(arguments, error, message):
-  with pytest.raises(error, match=message):
+def test_invalid_arguments_raise(arguments, error, facts):
+  with pytest.raises(error, match="Topology") as e:
     fs.Topology(*arguments)
+  for fact in facts:
+    assert fact in str(e.value)
 
 
 @pytest.mark.parametrize(
   ("coordinates", "error"),
   [
     ((0, 0, 0), ValueError),
-    ((0, 0, 0, -1), ValueError),
     ((2, 0, 0, 0), ValueError),
-    ((0, 0, 0, 0.0), TypeError),
+    ((0.0,) * 4, TypeError),
   ],
 )
-def test_look_ups_count_from_zero(coordinates, error):
+def test_lookup_with_invalid_coordinates_raises(coordinates, error):
   with pytest.raises(error, match="device_coordinates must"):
     fs.Topology((2, 2, 1, 2)).tpu_device_name_at_coordinates(coordinates)
 
 
-def test_other_errors_of_look_ups():
-  topology = fs.Topology((2, 2, 1, 2))
-  with pytest.raises(ValueError, match="must have devices"):
-    topology.device_at((0, 0, 0, 0))
-  with pytest.raises(TypeError, match="job must be a string or None, got 3"):
-    topology.cpu_device_name_at_coordinates((0, 0, 0, 0), job=3)
+def test_lookup_of_a_device_without_devices_raises():
+  with pytest.raises(ValueError, match=r"Topology\.from_devices"):
+    fs.Topology((2, 2, 1, 2)).device_at(ZEROS)
+
+
+def test_invalid_job_raises():
+  with pytest.raises(TypeError, match=r"job .* got 3"):
+    fs.Topology((2, 2, 1, 2)).cpu_device_name_at_coordinates(ZEROS, job=3)
 
 
 # -- From devices.
 
 
-def test_tpus_say_where_they_are():
-  # A part of a larger torus, so that nothing begins at 0; in no order.
+def test_coordinates_of_tpus_are_shifted_to_start_at_zeros():
+  # A part of a larger torus, which starts at (2, 4, 6); not in order.
   devices = [
     tpu((x, y, 6), core, process=3 + (y - 4))
     for core in (1, 0)
@@ -247,16 +183,16 @@ def test_tpus_say_where_they_are():
     assert topology.device_at(at) is device
   same = fs.Topology.from_devices(iter(devices[::-1]), mesh_shape=[2, 2, 1, 2])
   assert same == topology
-  with pytest.raises(ValueError, match=r"mesh_shape .* \(2, 2, 1, 2\), got"):
+  with pytest.raises(ValueError, match=r"mesh_shape .*\(2, 2, 1, 2\), got"):
     fs.Topology.from_devices(devices, mesh_shape=(4, 1, 1, 2))
 
 
-def test_tpus_may_be_missing():
+def test_missing_tpus_leave_places_without_devices():
   devices = [tpu((x, y, 0), process=y) for y in range(3) for x in range(2)]
   topology = fs.Topology.from_devices(devices[:2] + devices[4:])
   assert topology.mesh_shape == (2, 3, 1, 1)
   assert topology.missing_devices.tolist() == [[0, 1, 0, 0], [1, 1, 0, 0]]
-  # Tasks are counted without gaps.
+  # Tasks are numbered without gaps.
   assert topology.task_ordinal_at_coordinates((0, 2, 0, 0)) == 1
 
 
@@ -276,43 +212,50 @@ def test_slices_are_stacked_along_z():
     at = (x, 0, z + 2 * (device.slice_index - 6), 0)
     assert topology.device_at(at) is device
     assert topology.task_ordinal_at_coordinates(at) == device.process_index
-  with pytest.raises(ValueError, match=r"devices must be slices of one shape"):
+  with pytest.raises(ValueError, match="slices of equal shape"):
     fs.Topology.from_devices(devices[3:])
 
 
 @pytest.mark.parametrize(
-  ("devices", "error", "message"),
+  ("devices", "error", "facts"),
   [
-    ([], ValueError, "devices must be at least one"),
-    (7, TypeError, "devices must be a list of devices, got 7"),
-    ([tpu((0, 0, 0)), 7], TypeError, r"devices\[1\] must be a jax device"),
-    ([tpu((0, 0, 0)), gpu(0)], ValueError, "devices must all be TPUs or none"),
+    ([], ValueError, ("at least one",)),
+    (7, TypeError, ("got 7",)),
+    ([tpu((0, 0, 0)), 7], TypeError, ("devices[1]", "got 7")),
+    ([tpu((0, 0, 0)), gpu(0)], ValueError, ("TPUs or none",)),
     (
       [tpu((0, 0, 1)), tpu((0, 0, 0)), tpu((0, 0, 1))],
       ValueError,
-      r"devices\[0\] must have a place of its own",
+      ("devices[0]", "another core"),
     ),
-    ([tpu((0, 0))], ValueError, "devices' coords and core_on_chip must be"),
-    ([tpu((0, 0, 0.5))], TypeError, "devices' coords and core_on_chip must be"),
+    ([tpu((0, 0))], ValueError, ("coords", "[1, 3]")),
+    ([tpu((0, 0, 0.5))], TypeError, ("coords", "0.5")),
     (
       [tpu((x, 0, 0), process=x // 2) for x in range(3)],
       ValueError,
-      r"devices must be equally many in all processes, got \[2, 1\]",
+      ("processes", "[2, 1]"),
     ),
     (
       [gpu(0, slice_index=0), gpu(1, slice_index=1), gpu(2, slice_index=1)],
       ValueError,
-      r"devices must be equally many in all slices, got \[1, 2\]",
+      ("slices", "[1, 2]"),
     ),
   ],
 )
-def test_devices_that_make_no_topology(devices, error, message):
-  with pytest.raises(error, match=f"Topology.from_devices: {message}"):
+def test_invalid_devices_raise(devices, error, facts):
+  with pytest.raises(error, match=r"Topology\.from_devices: devices") as e:
     fs.Topology.from_devices(devices)
+  for fact in facts:
+    assert fact in str(e.value)
 
 
-def test_gpus_by_process_and_node():
-  # GPUs have coords as well; they are not those of a torus.
+def test_partition_index_is_the_slice_index_of_newer_jax():
+  devices = [gpu(p, partition_index=p) for p in (0, 1)]
+  assert fs.Topology.from_devices(devices).num_slices == 2
+
+
+def test_gpus_are_ordered_by_process_and_node():
+  # The coords of GPUs are not those of a torus, and are ignored.
   devices = [gpu(p, slice_index=p // 2, coords=(0,)) for p in (3, 0, 2, 1) * 4]
   topology = fs.Topology.from_devices(devices)
   assert topology.mesh_shape == (4, 2, 2, 1)
@@ -328,7 +271,7 @@ def test_gpus_by_process_and_node():
     fs.Topology.from_devices(devices, mesh_shape=(4, 4, 1, 1))
 
 
-def test_cpu_devices_rehearse_a_tpu_layout():
+def test_cpu_devices_take_a_given_mesh_shape():
   devices = jax.devices()
   topology = fs.Topology.from_devices()
   assert topology.mesh_shape == (8, 1, 1, 1)
@@ -341,15 +284,15 @@ def test_cpu_devices_rehearse_a_tpu_layout():
   assert topology == fs.Topology((2, 2, 1, 2), None, [devices])
   reversed_ = fs.Topology.from_devices(devices[::-1], mesh_shape=(1, 8, 1, 1))
   assert reversed_.device_at((0, 0, 0, 0)) is devices[7]
-  with pytest.raises(ValueError, match=r"the 8 devices .* got \(2, 2, 1, 1\)"):
+  with pytest.raises(ValueError, match=r"devices, 8, got \(2, 2, 1, 1\)"):
     fs.Topology.from_devices(mesh_shape=(2, 2, 1, 1))
   with pytest.raises(TypeError, match="from_devices: mesh_shape must be int"):
     fs.Topology.from_devices(mesh_shape=(8.0, 1, 1, 1))
-  with pytest.raises(ValueError, match=r"devices\[0, 0\] must be a device"):
+  with pytest.raises(ValueError, match=r"devices\[0, 0\] .* only once"):
     fs.Topology.from_devices([devices[0]] * 2)
 
 
-def test_a_mesh_is_filled_process_by_process():
+def test_given_mesh_shape_is_filled_process_by_process():
   devices = [gpu(process) for _ in range(4) for process in (1, 0)]
   topology = fs.Topology.from_devices(devices, mesh_shape=(2, 2, 1, 2))
   np.testing.assert_array_equal(topology.device_coordinates, TWO_HOSTS)
