@@ -88,8 +88,8 @@ def _check_pieces(
   num_devices = mesh_lib.num_logical_devices(mesh)
   if math.prod(pieces) != num_devices:
     raise ValueError(
-      f"{name} must have the number of logical devices, {num_devices}, as "
-      f"product, got {math.prod(pieces)}."
+      f"{name}: the product must be the number of logical devices, "
+      f"{num_devices}, got {math.prod(pieces)}."
     )
   return pieces
 

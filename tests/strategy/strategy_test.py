@@ -277,16 +277,16 @@ def test_a_device_assignment_gives_the_order_of_the_mesh():
   ("kwargs", "error", "message"),
   [
     (dict(device_assignment=3), TypeError, "device_assignment must be a"),
-    (dict(devices=[]), ValueError, "devices must be at least one"),
-    (dict(devices=[jax.devices()[0]] * 2), ValueError, "none twice"),
-    (dict(devices="cpu"), TypeError, "devices must be JAX devices"),
+    (dict(devices=[]), ValueError, "devices must have at least one"),
+    (dict(devices=[jax.devices()[0]] * 2), ValueError, "twice"),
+    (dict(devices="cpu"), TypeError, "must be a JAX device"),
     (dict(mesh_shape={"replica": 3}), ValueError, "number of devices, 8"),
     (dict(mesh_shape=[8]), TypeError, "must be a dict of axis sizes"),
-    (dict(axis_type="auto"), ValueError, "axis_type='auto' must be"),
+    (dict(axis_type="auto"), ValueError, "axis_type must be .*Auto"),
     (
       dict(axis_type=jax.sharding.AxisType.Manual),
       ValueError,
-      "AxisType.Auto or AxisType.Explicit",
+      "axis_type .* got Manual",
     ),
   ],
 )

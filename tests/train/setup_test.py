@@ -183,8 +183,8 @@ def test_any_array_of_a_batch_can_be_split():
     ),
     ({"logical_devices": 8}, "inputs", (2, 4), "for each dimension"),
     ({"logical_devices": 8}, "inputs", (), "for each dimension"),
-    ({"logical_devices": 8}, "inputs", (1, -2, -4, 1), "at least 1 each"),
-    ({"logical_devices": 8}, "inputs", (0, 2, 4, 1), "at least 1 each"),
+    ({"logical_devices": 8}, "inputs", (1, -2, -4, 1), "at least 1"),
+    ({"logical_devices": 8}, "inputs", (0, 2, 4, 1), "at least 1"),
     (
       {"logical_devices": 3},
       "inputs",
