@@ -1,4 +1,12 @@
-"""Gradient trees: which leaves have one, and whether all are finite."""
+"""Gradient trees: which leaves hold a gradient, and whether all are finite.
+
+A tree of gradients is a tree like the parameters. A leaf is one of:
+
+* a gradient: an array of a floating-point or complex dtype;
+* a statistic: a leaf of Flax's overwrite-with-gradient collection. It is not a
+  derivative but a new value that replaces the parameter (fp8 scaling factors);
+* no gradient: None, `float0`, an integer or a boolean.
+"""
 
 from __future__ import annotations
 
@@ -11,55 +19,75 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxshard.core.trees import dtype_of
-from flaxshard.core.trees import path_string
+from flaxshard.core import trees
 
-# Below this many elements the plain test costs nothing that can be measured.
+PyTree = Any
+
+# Below this many elements the plain finite test costs nothing measurable.
 _LARGE = 1 << 14
 
 
-def has_gradient(path: tuple[Any, ...], leaf: Any) -> bool:
-  """Whether a leaf of a gradient tree is a gradient, to be scaled and applied.
+def has_gradient(path: trees.Path, leaf: Any) -> bool:
+  """Returns whether a leaf is a gradient, to be scaled and applied.
 
-  `None`, `float0`, integer and boolean leaves are not; nor are the leaves of
-  Flax's overwrite-with-gradient collection, which are new values (the fp8
-  scaling histories), not derivatives.
+  Args:
+    path: The key path of the leaf in the tree of gradients.
+    leaf: The leaf; None counts as one.
   """
-  if leaf is None or overwrites(path):
+  if leaf is None or is_statistic(path):
     return False
-  return jnp.issubdtype(dtype_of(leaf), jnp.inexact)
+  return jnp.issubdtype(trees.dtype_of(leaf), jnp.inexact)
 
 
-def overwrites(path: tuple[Any, ...]) -> bool:
-  """Whether a path lies in Flax's overwrite-with-gradient collection."""
-  return bool(path) and getattr(path[0], "key", None) == OVERWRITE_WITH_GRADIENT
+def is_statistic(path: trees.Path) -> bool:
+  """Returns whether a path is in Flax's overwrite-with-gradient collection."""
+  # Flax looks for the collection at the root only.
+  return bool(path) and path[0] == jax.tree_util.DictKey(
+    OVERWRITE_WITH_GRADIENT
+  )
 
 
-def map_gradients(fn: Callable[[jax.Array], jax.Array], grads: Any) -> Any:
-  """Applies `fn` to the leaves that are gradients; the others stay."""
+def map_gradients(
+  fn: Callable[[jax.Array], jax.Array], grads: PyTree
+) -> PyTree:
+  """Applies `fn` to the gradients of a tree; other leaves stay as they are."""
   return jax.tree_util.tree_map_with_path(
     lambda path, g: fn(jnp.asarray(g)) if has_gradient(path, g) else g, grads
   )
 
 
-def none_without_gradient(grads: Any) -> Any:
-  """Puts None for the leaves that are neither gradients nor overwrite."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, g: g if overwrites(path) or has_gradient(path, g) else None,
-    grads,
-  )
+def normalize(grads: PyTree) -> PyTree:
+  """Returns a tree of gradients in which None marks every other leaf.
 
-
-def all_finite(grads: Any) -> jax.Array:
-  """Returns whether every gradient in a tree is finite.
-
-  Under `jax.jit` over a sharded mesh the answer is that of the whole arrays;
-  inside `jax.shard_map` (with its default `check_vma=True`) it is agreed over
-  the axes that the gradients vary over. With `check_vma=False` JAX does not
-  tell what varies, and the answer is that of each device.
+  After this a leaf is a `jax.Array` if it is a gradient, and None if it is not.
+  Statistics stay as they are.
 
   Args:
-    grads: A tree of gradients. Leaves without a gradient are not looked at.
+    grads: A tree of gradients; leaves may also be NumPy arrays or numbers.
+
+  Example:
+    >>> normalize({"w": np.float32(1), "step": np.int32(2)})
+    {'step': None, 'w': Array(1., dtype=float32)}
+  """
+
+  def normalize_leaf(path: trees.Path, g: Any) -> Any:
+    if is_statistic(path):
+      return g
+    return jnp.asarray(g) if has_gradient(path, g) else None
+
+  return jax.tree_util.tree_map_with_path(normalize_leaf, grads)
+
+
+def all_finite(grads: PyTree) -> jax.Array:
+  """Returns whether every gradient in a tree is finite.
+
+  Under `jax.jit` over a sharded mesh the result is that of the whole arrays.
+  Inside `jax.shard_map`, with its default `check_vma=True`, it is reduced over
+  the axes along which the gradients vary. With `check_vma=False` JAX does not
+  know along which axes they vary, and each device has its own result.
+
+  Args:
+    grads: A tree of gradients. Leaves without a gradient do not count.
 
   Returns:
     A bool scalar.
@@ -70,20 +98,21 @@ def all_finite(grads: Any) -> jax.Array:
   """
   leaves = jax.tree_util.tree_leaves_with_path(grads)
   flags = [
-    _leaf_finite(jnp.asarray(g)) for path, g in leaves if has_gradient(path, g)
+    _is_finite(jnp.asarray(g)) for path, g in leaves if has_gradient(path, g)
   ]
   finite = functools.reduce(jnp.logical_and, flags, jnp.array(True))
   axes = tuple(sorted(jax.typeof(finite).manual_axis_type.varying))
   if axes:
+    # pmin takes numbers, not booleans.
     finite = jax.lax.pmin(finite.astype(jnp.int32), axes) == 1
   return finite
 
 
-def nonfinite_leaves(grads: Any) -> list[str]:
+def nonfinite_leaves(grads: PyTree) -> list[str]:
   """Returns the paths of the leaves that hold an infinity or a NaN.
 
-  Nothing is computed until it is asked for: call it outside `jax.jit`, on the
-  gradients (or parameters) of a step that went wrong.
+  Call it outside of `jax.jit`, on the gradients or the parameters of a step
+  that went wrong.
 
   Args:
     grads: A tree of concrete arrays.
@@ -92,7 +121,7 @@ def nonfinite_leaves(grads: Any) -> list[str]:
     Paths such as `Dense_0/kernel`, in the order of the tree.
 
   Raises:
-    TypeError: A leaf is traced, as everything is inside `jax.jit`.
+    TypeError: A leaf is traced, as all leaves are inside `jax.jit`.
 
   Example:
     >>> nonfinite_leaves({"a": jnp.ones(2), "b": {"c": jnp.array([jnp.nan])}})
@@ -102,27 +131,29 @@ def nonfinite_leaves(grads: Any) -> list[str]:
   for path, leaf in leaves:
     if isinstance(leaf, jax.core.Tracer):
       raise TypeError(
-        f"nonfinite_leaves: grads[{path_string(path)}] is traced; call it on "
-        "concrete arrays, outside jax.jit."
+        f"nonfinite_leaves: grads[{trees.path_string(path)}] is traced; call "
+        "it on concrete arrays, outside jax.jit."
       )
   return [
-    path_string(path)
+    trees.path_string(path)
     for path, leaf in leaves
     if has_gradient(path, leaf) and not bool(jnp.all(jnp.isfinite(leaf)))
   ]
 
 
-def _leaf_finite(x: jax.Array) -> jax.Array:
+def _is_finite(x: jax.Array) -> jax.Array:
+  """Returns whether all elements of an array are finite."""
   test = lambda x: jnp.all(jnp.isfinite(x))
   if x.ndim < 2 or x.size < _LARGE or x.dtype != np.float32:
     return test(x)
-  # On CPU the test as a reduction is one slow pass: a matrix-vector product
-  # runs at memory bandwidth, and 0 * x is 0 for finite x and NaN for the rest.
-  return jax.lax.platform_dependent(x, cpu=_finite_by_product, default=test)
+  # XLA's CPU backend compiles the reduction to one slow pass. A matrix-vector
+  # product runs at memory bandwidth.
+  return jax.lax.platform_dependent(x, cpu=_is_finite_by_product, default=test)
 
 
-def _finite_by_product(x: jax.Array) -> jax.Array:
+def _is_finite_by_product(x: jax.Array) -> jax.Array:
+  """Multiplies by zeros: 0 * x is 0 for finite x and NaN for the others."""
   zeros = jnp.zeros(x.shape[-1:], x.dtype)
-  # XLA would fold a product with zeros that it can see.
+  # Without the barrier XLA sees the zeros and removes the product.
   zeros = jax.lax.optimization_barrier(zeros)
   return jnp.all(jnp.dot(x, zeros, precision="highest") == 0)

@@ -36,7 +36,8 @@ def flax_update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
   params = jax.tree_util.tree_leaves_with_path(state.params)
   if not any(
     _is_float8(p)
-    and gradients.has_gradient(path, grad_of[path])
+    and grad_of[path] is not None
+    and not gradients.is_statistic(path)
     and grad_of[path].dtype != p.dtype
     for path, p in params
   ):
@@ -73,8 +74,7 @@ def _update(
   without_gradient = {
     path
     for path, _ in jax.tree_util.tree_leaves_with_path(state.params)
-    if not gradients.overwrites(path)
-    and not gradients.has_gradient(path, grad_of[path])
+    if grad_of[path] is None and not gradients.is_statistic(path)
   }
   if not without_gradient:
     return apply_gradients(state, grads=grads, **replaced)

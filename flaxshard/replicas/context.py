@@ -200,34 +200,24 @@ def all_replicas(finite: jax.Array) -> jax.Array:
 def reduce_gradients(op: str, grads: PyTree, groups: Groups = None) -> PyTree:
   """Sums or averages gradients over the replicas.
 
-  Flax's overwrite-with-gradient leaves are no gradients but new statistics, the
-  largest values seen: of those the largest is taken.
+  The statistics among them, the leaves of Flax's overwrite-with-gradient
+  collection, are the largest values seen: their maximum is taken.
 
   Args:
-    op: "sum" or "mean".
-    grads: This replica's gradients.
+    op: `"sum"` or `"mean"`.
+    grads: This replica's gradients, from `gradients.normalize`.
     groups: As in `reduce_over_replicas`.
   """
-  leaves, treedef = jax.tree_util.tree_flatten_with_path(
-    grads, is_leaf=lambda x: x is None
-  )
-  means = {
-    i: g
-    for i, (path, g) in enumerate(leaves)
-    if gradients.has_gradient(path, g)
-  }
-  largest = {
-    i: g
-    for i, (path, g) in enumerate(leaves)
-    if g is not None and gradients.overwrites(path)
-  }
-  # One collective each, of all leaves at once.
-  new = {i: g for i, (_, g) in enumerate(leaves)}
-  if means:
-    new |= reduce_over_replicas(op, means, groups)
-  if largest:
-    new |= reduce_over_replicas("max", largest, groups)
-  return jax.tree.unflatten(treedef, new.values())
+  leaves = jax.tree_util.tree_leaves_with_path(grads)
+  treedef: Any = jax.tree.structure(grads)
+  statistics = [gradients.is_statistic(path) for path, _ in leaves]
+  values = {i: g for i, (_, g) in enumerate(leaves)}
+  # One collective for all gradients, and one for all statistics.
+  for kind, kind_op in ((False, op), (True, "max")):
+    part = {i: g for i, g in values.items() if statistics[i] is kind}
+    if part:
+      values |= reduce_over_replicas(kind_op, part, groups)
+  return treedef.unflatten(values.values())
 
 
 def mean_collection(tree: PyTree, groups: Groups = None) -> PyTree:

@@ -1,9 +1,12 @@
-"""TrainState: Flax's train state with a stack of wrappers."""
+"""TrainState: Flax's train state with wrappers around the optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import dataclasses
 import functools
+import inspect
 from typing import Any, ClassVar
 
 from flax import core
@@ -11,6 +14,7 @@ from flax import struct
 from flax.training import train_state as flax_train_state
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from flaxshard.core import checks
@@ -31,21 +35,27 @@ PyTree = Any
 class TrainState(flax_train_state.TrainState):
   """Flax's `TrainState` with wrappers around loss, gradients and update.
 
-  With no wrappers it is Flax's class, to the leaf. With some, it has one more
-  field, `wrapper_states`: a dict of their states by name. Other collections
-  (`batch_stats`) are fields of their own, as in Flax's ImageNet example.
+  Without wrappers it has the fields and the leaves of Flax's class. With
+  wrappers it has one more field, `wrapper_states`. Other collections of a
+  model, such as `batch_stats`, are fields of their own, as in Flax's ImageNet
+  example.
+
+  A train step calls `value_and_grad` and then `apply_gradients`, or `minimize`,
+  which does both. The same step runs eagerly, under `jax.jit`, and inside
+  `Strategy.run`.
 
   Attributes:
-    step: int32 scalar, the number of applied updates; a skipped step does not
+    step: int32 scalar, the number of applied updates. A skipped step does not
       count.
     apply_fn: Usually `model.apply`. Static.
     params: The parameters.
     tx: The optax optimizer. Static.
-    opt_state: Exactly what `tx.init(params)` makes.
+    opt_state: The optimizer's state, with the structure of `tx.init(params)`.
     wrappers: The wrappers, outermost first. Static.
-    wrapper_states: Their states by name; `{}` without wrappers.
-    per_replica: The collections that a replica has its own of, inside
-      `Strategy.run`; outside they are `PerReplica`. Static.
+    wrapper_states: The wrappers' states by name; `{}` without wrappers.
+    per_replica: Set by `Strategy.run` while it runs a function, else `()`. It
+      holds a pair for each field with `PerReplica` leaves: the field's name and
+      its tree structure outside of `run`. Static.
 
   Example:
     >>> import flaxshard as fs
@@ -61,12 +71,22 @@ class TrainState(flax_train_state.TrainState):
   wrappers: tuple[base.Wrapper, ...] = struct.field(
     pytree_node=False, default=(), kw_only=True
   )
+  # Inside Strategy.run a PerReplica leaf is a plain array, so nothing else
+  # shows that it must not be averaged, and must be a PerReplica again outside.
   per_replica: tuple[tuple[str, Any], ...] = struct.field(
     pytree_node=False, default=(), kw_only=True
   )
+  # Not a field: a state without wrappers must have the leaves of Flax's class.
   wrapper_states: ClassVar[Mapping[str, PyTree]] = core.FrozenDict()
-  # The class as it was declared, where `create` added fields to it.
+  # The declared class, if `create` added fields to it.
   _base_class: ClassVar[type | None] = None
+
+  def __init_subclass__(cls, **kwargs: Any) -> None:
+    # Flax's examples declare a field `metrics`. Without this, dataclasses would
+    # take the inherited method `metrics` as the default of that field.
+    if "metrics" in inspect.get_annotations(cls) and "metrics" not in vars(cls):
+      cls.metrics = dataclasses.field()  # type: ignore[method-assign]
+    super().__init_subclass__(**kwargs)
 
   @classmethod
   def create(
@@ -87,21 +107,29 @@ class TrainState(flax_train_state.TrainState):
       tx: The optax optimizer.
       wrappers: Wrappers such as `LossScale("dynamic")`, outermost first.
       strategy: A `Strategy`, to put the state on its mesh. Parameters and
-        collections that are split over that mesh stay so, the others go to
-        every device; the optimizer's slots lie as their parameters do, and the
-        states of wrappers as `partition_specs` says.
+        collections that are sharded over that mesh keep their sharding; others
+        are replicated. Optimizer slots are sharded like their parameters, and
+        the wrappers' states as their `partition_specs` say.
       **collections: Further trees of arrays, each a field of its own, such as
         `batch_stats=variables["batch_stats"]`.
 
     Returns:
-      A state whose every leaf is a strongly typed array; no two share a buffer.
-      Parameters that are JAX arrays keep theirs: donating the state takes them.
+      A state in which every leaf is a strongly typed array, so that the second
+      step does not recompile. No two leaves share a buffer. Parameters that are
+      JAX arrays keep their buffers: donating the state deletes them.
 
     Raises:
-      TypeError: `wrappers`, `strategy` or a leaf of `params` is of a wrong
+      TypeError: `wrappers`, `strategy`, `tx` or a leaf of `params` has a wrong
         type.
-      ValueError: The same wrapper twice, a collection with a name that the
-        state has already, or an array that is split over another mesh.
+      ValueError: A wrapper is given twice, a collection has the name of another
+        attribute of the state, or an array is sharded over another mesh.
+
+    Example:
+      >>> state = TrainState.create(
+      ...     apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1),
+      ...     batch_stats={"mean": jnp.zeros(2)})
+      >>> int(state.step), state.batch_stats["mean"].tolist()
+      (0, [0.0, 0.0])
     """
     wrappers = base.check(wrappers)
     mesh = None if strategy is None else sharding_lib.mesh_of(strategy)
@@ -112,13 +140,17 @@ class TrainState(flax_train_state.TrainState):
         f"params must be a tree of arrays, such as a dict, got {params!r}."
       )
     trees.check_arrays("params", params)
+    # By attribute, because optax.MultiSteps is no GradientTransformation.
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
-      raise TypeError(f"tx must be an optax GradientTransformation, got {tx!r}")
-    own = fields_lib.of_class(cls)
+      raise TypeError(
+        "tx must be an optax GradientTransformation, such as optax.adam(1e-3), "
+        f"got {repr(tx).splitlines()[0][:80]}."
+      )
+    fields = fields_lib.of_class(cls)
     static = {
-      k: v
-      for k, v in collections.items()
-      if k in own and not fields_lib.is_data(own[k])
+      name: value
+      for name, value in collections.items()
+      if name in fields and not fields_lib.is_data(fields[name])
     }
     given = {k: v for k, v in collections.items() if k not in static}
     given["params"] = params
@@ -132,6 +164,8 @@ class TrainState(flax_train_state.TrainState):
       apply_fn=apply_fn, tx=tx, wrappers=wrappers, **static, **arrays
     )
 
+  # -- A train step.
+
   def value_and_grad(
     self,
     loss_fn: Callable[..., Any],
@@ -140,20 +174,35 @@ class TrainState(flax_train_state.TrainState):
   ) -> tuple[Any, PyTree]:
     """Differentiates `loss_fn(params, *args)` through the wrappers.
 
+    Use it in place of `jax.value_and_grad`, which knows nothing of loss scaling
+    or of a replica's local parameters.
+
     Args:
-      loss_fn: Returns a scalar loss, or `(loss, aux)` with `has_aux`.
+      loss_fn: Returns a floating-point scalar, the loss, or a pair
+        `(loss, aux)` if `has_aux`.
       *args: Further arguments of `loss_fn`.
       has_aux: Whether `loss_fn` returns auxiliary output.
 
     Returns:
-      `(loss, grads)` or `((loss, aux), grads)`; loss and gradients are
-      unscaled. Leaves of `params` that are not floating-point have the gradient
-      None.
+      `(loss, grads)` or `((loss, aux), grads)`, both unscaled. `grads` is a
+      tree like `params`, with None for integer and boolean parameters. With
+      `LossScale` gradients are float32 or wider.
+
+    Raises:
+      TypeError: `loss_fn` does not return a floating-point scalar, or no pair
+        with `has_aux`.
+
+    Example:
+      >>> state = TrainState.create(
+      ...     apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(0.1))
+      >>> loss, grads = state.value_and_grad(lambda p, x: p["w"] * x, 3.0)
+      >>> float(loss), float(grads["w"])
+      (3.0, 3.0)
     """
     params = stack.working_params(
-      self.wrappers, self._own_states(), self.params
+      self.wrappers, self._local_wrapper_states(), self.params
     )
-    # Integer leaves would be refused; asking for it changes nothing else.
+    # jax.grad rejects integer leaves unless allow_int=True.
     allow_int = any(
       not jnp.issubdtype(jnp.result_type(p), jnp.inexact)
       for p in jax.tree.leaves(params)
@@ -165,7 +214,7 @@ class TrainState(flax_train_state.TrainState):
       value, grads = grad_fn(params, *args)
     else:
 
-      def scaled(params: PyTree, *args: Any) -> tuple[jax.Array, Any]:
+      def scaled_loss(params: PyTree, *args: Any) -> tuple[jax.Array, Any]:
         value = loss_fn(params, *args)
         if has_aux and not (isinstance(value, tuple) and len(value) == 2):
           raise TypeError(
@@ -174,27 +223,50 @@ class TrainState(flax_train_state.TrainState):
           )
         loss = value[0] if has_aux else value
         _check_loss(loss)
-        # The loss goes out by the side: unscaling it could overflow.
+        # The unscaled loss is an auxiliary output: to divide the scaled loss by
+        # the scale would not undo an overflow.
         return self.scale_loss(loss), value
 
-      grad_fn = jax.value_and_grad(scaled, has_aux=True, allow_int=allow_int)
+      grad_fn = jax.value_and_grad(
+        scaled_loss, has_aux=True, allow_int=allow_int
+      )
       (_, value), grads = grad_fn(params, *args)
       grads = self.unscale_gradients(grads)
-    return value, gradients.none_without_gradient(grads) if allow_int else grads
+    # Without integer parameters every leaf is a gradient already.
+    return value, gradients.normalize(grads) if allow_int else grads
 
   def scale_loss(self, loss: jax.Array) -> jax.Array:
-    """Returns the loss to differentiate, for a gradient taken by hand."""
-    return stack.scale_loss(self.wrappers, self._own_states(), loss)
+    """Scales a loss, for a step that does not use `value_and_grad`.
+
+    Args:
+      loss: A floating-point scalar.
+
+    Returns:
+      The loss to differentiate. Pass its gradients to `unscale_gradients`.
+
+    Example:
+      >>> import flaxshard as fs
+      >>> state = fs.TrainState.create(
+      ...     apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(0.1),
+      ...     wrappers=[fs.LossScale(8.0)])
+      >>> grads = jax.grad(lambda p: state.scale_loss(3 * p["w"]))(state.params)
+      >>> float(grads["w"]), float(state.unscale_gradients(grads)["w"])
+      (24.0, 3.0)
+    """
+    return stack.scale_loss(self.wrappers, self._local_wrapper_states(), loss)
 
   def unscale_gradients(self, grads: PyTree) -> PyTree:
-    """Undoes `scale_loss` on the gradients of a scaled loss."""
-    return stack.unscale_gradients(self.wrappers, self._own_states(), grads)
+    """Undoes `scale_loss` on the gradients of a scaled loss.
 
-  def _own_states(self) -> dict[str, PyTree]:
-    """Returns the states of the wrappers as one replica has them."""
-    if not self.wrappers or replica_context.get_replica_context() is not None:
-      return dict(self.wrapper_states)
-    return stack.drop_replica_axis(self.wrappers, self.wrapper_states)
+    Args:
+      grads: Gradients like `params`, of the result of `scale_loss`.
+
+    Returns:
+      The gradients of the loss itself, for `apply_gradients`.
+    """
+    return stack.unscale_gradients(
+      self.wrappers, self._local_wrapper_states(), grads
+    )
 
   def apply_gradients(
     self,
@@ -205,18 +277,19 @@ class TrainState(flax_train_state.TrainState):
   ) -> TrainState:
     """Applies unscaled gradients through the wrappers.
 
-    In a replica context gradients are averaged over the replicas first, unless
-    a wrapper reduces them itself. So are replaced collections, but for those
-    that each replica keeps for itself.
+    Inside `Strategy.run` gradients are first averaged over the replicas, unless
+    a wrapper reduces them itself. New values of collections are averaged too,
+    except for leaves that are per replica.
 
     Args:
-      grads: Gradients like `params`. Where a leaf has none (None, `float0`, an
-        integer), parameter and slots stay as they are.
-      skip_gradients_aggregation: The gradients are the same on all replicas
-        already: they are not reduced, by `CrossShard` neither.
+      grads: Gradients like `params`, such as `value_and_grad` returns. Where a
+        leaf is no gradient (None, `float0`, an integer), the parameter and its
+        optimizer slots stay as they are.
+      skip_gradients_aggregation: True if the gradients are the same on all
+        replicas already. They are not reduced then, not even by `CrossShard`.
       **replaced: New values of other fields of the state, such as
-        `batch_stats`. They are held back with everything else when a wrapper
-        skips the step, so they must keep structure, shapes and dtypes.
+        `batch_stats`. A wrapper that skips the step keeps the old values, so
+        structure, shapes and dtypes must not change.
 
     Returns:
       The next state.
@@ -225,69 +298,35 @@ class TrainState(flax_train_state.TrainState):
       ValueError: `grads` or a replaced field does not match the state; the
         message names the first path that differs.
       TypeError: A replaced name is not a field of the state.
+
+    Example:
+      >>> state = TrainState.create(
+      ...     apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(0.25))
+      >>> state = state.apply_gradients(grads={"w": jnp.float32(2)})
+      >>> float(state.params["w"]), int(state.step)
+      (0.5, 1)
     """
     grads = trees.like(
       "grads", grads, self.params, dtypes=False, none_is_leaf=True
     )
-    grads = gradients.map_gradients(lambda g: g, grads)  # NumPy's into JAX's
-    if replica_context.get_replica_context() is None:
-      return self._apply(grads, replaced)
-    replaced = {
-      name: self._agreed(name, tree) if self._has_collection(name) else tree
-      for name, tree in replaced.items()
-    }
-    if skip_gradients_aggregation:
-      with replica_context.gradients_already_reduced(by_user=True):
-        return self._apply(grads, replaced)
-    if stack.reduces_gradients(self.wrappers):
-      return self._apply(grads, replaced)
-    # Before the wrappers: reduced gradients carry one replica's NaN to all.
-    grads = replica_context.reduce_gradients("mean", grads)
-    with replica_context.gradients_already_reduced():
-      return self._apply(grads, replaced)
-
-  def _has_collection(self, name: str) -> bool:
-    return name in fields_lib.data_names(self)
-
-  def _agreed(self, name: str, new: PyTree) -> PyTree:
-    """Averages a collection, but for what each replica has its own of."""
-    leaves, treedef = jax.tree.flatten(
-      trees.like(name, new, getattr(self, name))
-    )
-    outside = dict(self.per_replica).get(name, treedef)
-    agreed = jax.tree.map(
-      lambda x: (
-        x
-        if values.is_per_replica(x)
-        else stack.reduce_collection(self.wrappers, x)
-      ),
-      jax.tree.unflatten(outside, leaves),
-      is_leaf=values.is_per_replica,
-    )
-    return jax.tree.unflatten(treedef, jax.tree.leaves(agreed))
-
-  def _apply(self, grads: PyTree, replaced: dict[str, PyTree]) -> TrainState:
-    """Applies gradients as they are."""
+    # From here on None marks the leaves without a gradient.
+    grads = gradients.normalize(grads)
+    mark: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    in_replica = replica_context.get_replica_context() is not None
+    if in_replica:
+      replaced = self._reduce_collections(replaced)
+      if skip_gradients_aggregation:
+        mark = replica_context.gradients_already_reduced(by_user=True)
+      elif not stack.reduces_gradients(self.wrappers):
+        # Before the wrappers: a reduced gradient carries the NaN of any replica
+        # to all of them, so that LossScale needs no collective of its own.
+        grads = replica_context.reduce_gradients("mean", grads)
+        mark = replica_context.gradients_already_reduced()
     if not self.wrappers:
       return optimizer_update.flax_update(self, grads, replaced)
-    reserved = {"step", "params", "opt_state", "wrapper_states", "wrappers"}
-    fields = fields_lib.of_class(type(self))
-    for name in replaced:
-      if name in reserved or name not in fields:
-        allowed = sorted(set(fields_lib.data_names(self)) - reserved)
-        raise TypeError(
-          f"apply_gradients: {name!r} cannot be replaced; allowed: grads, "
-          f"{', '.join(allowed)}.{checks.did_you_mean(name, allowed)}"
-        )
-    static = {
-      k: v for k, v in replaced.items() if not fields_lib.is_data(fields[k])
-    }
-    collections = {k: v for k, v in replaced.items() if k not in static}
-    for name, new in collections.items():
-      new = trees.like(name, new, getattr(self, name))
-      collections[name] = jax.tree.map(trees.strong, new)
+    collections, static = self._check_replaced(replaced)
 
-    def innermost(target: base.Target, grads: PyTree) -> base.Target:
+    def update(target: base.Target, grads: PyTree) -> base.Target:
       state = self.replace(
         step=target.step, params=target.params, opt_state=target.opt_state
       )
@@ -301,39 +340,115 @@ class TrainState(flax_train_state.TrainState):
         collections=collections,
       )
 
-    target = stack.apply(
-      self.wrappers,
-      base.Target(
-        jnp.asarray(self.step, jnp.int32),
-        self.params,
-        self.opt_state,
-        {name: getattr(self, name) for name in collections},
-        self._own_states(),
-      ),
-      gradients.none_without_gradient(grads),
-      innermost,
+    target = base.Target(
+      # A step that a user made may be weakly typed: lax.cond refuses branches
+      # of different types.
+      step=jnp.asarray(self.step, jnp.int32),
+      params=self.params,
+      opt_state=self.opt_state,
+      # The old values: they stay if a wrapper does not call `update`.
+      collections={name: getattr(self, name) for name in collections},
+      wrapper_states=self._local_wrapper_states(),
     )
-    states = target.wrapper_states
-    if replica_context.get_replica_context() is None:
-      states = stack.add_replica_axis(self.wrappers, states)
+    with mark:
+      target = stack.apply(self.wrappers, target, grads, update)
+    wrapper_states = target.wrapper_states
+    if not in_replica:
+      wrapper_states = stack.add_replica_axis(self.wrappers, wrapper_states)
     return self.replace(
       step=target.step,
       params=target.params,
       opt_state=target.opt_state,
-      wrapper_states=states,
+      wrapper_states=wrapper_states,
       **target.collections,
       **static,
     )
 
+  def minimize(
+    self, loss_fn: Callable[..., Any], *args: Any, has_aux: bool = False
+  ) -> tuple[TrainState, Any]:
+    """Takes one step: `value_and_grad`, then `apply_gradients`.
+
+    Args:
+      loss_fn: As in `value_and_grad`.
+      *args: Further arguments of `loss_fn`.
+      has_aux: Whether `loss_fn` returns auxiliary output.
+
+    Returns:
+      `(state, loss)` or `(state, (loss, aux))`; the loss before the update.
+
+    Example:
+      >>> state = TrainState.create(
+      ...     apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(0.25))
+      >>> state, loss = state.minimize(lambda p: p["w"] ** 2)
+      >>> float(loss), float(state.params["w"])
+      (1.0, 0.5)
+    """
+    value, grads = self.value_and_grad(loss_fn, *args, has_aux=has_aux)
+    return self.apply_gradients(grads=grads), value
+
+  def _local_wrapper_states(self) -> dict[str, PyTree]:
+    """Returns the wrappers' states without the replica axis."""
+    # Strategy.run has dropped the axis already.
+    if not self.wrappers or replica_context.get_replica_context() is not None:
+      return dict(self.wrapper_states)
+    return stack.drop_replica_axis(self.wrappers, self.wrapper_states)
+
+  def _reduce_collections(
+    self, replaced: Mapping[str, PyTree]
+  ) -> dict[str, PyTree]:
+    """Reduces new collections over the replicas, except per-replica leaves."""
+    global_structures = dict(self.per_replica)
+    data_names = fields_lib.data_names(self)
+
+    def reduce_leaf(x: Any) -> Any:
+      if values.is_per_replica(x):
+        return x
+      return stack.reduce_collection(self.wrappers, x)
+
+    reduced = dict(replaced)
+    for name in [n for n in replaced if n in data_names]:
+      leaves, treedef = jax.tree.flatten(
+        trees.like(name, replaced[name], getattr(self, name))
+      )
+      # In the structure from outside of `run` the per-replica leaves show.
+      tree = jax.tree.unflatten(global_structures.get(name, treedef), leaves)
+      tree = jax.tree.map(reduce_leaf, tree, is_leaf=values.is_per_replica)
+      reduced[name] = jax.tree.unflatten(treedef, jax.tree.leaves(tree))
+    return reduced
+
+  def _check_replaced(
+    self, replaced: Mapping[str, PyTree]
+  ) -> tuple[dict[str, PyTree], dict[str, Any]]:
+    """Checks the fields to replace; returns collections and static fields."""
+    reserved = {"step", "params", "opt_state", "wrapper_states", "wrappers"}
+    fields = fields_lib.of_class(type(self))
+    collections, static = {}, {}
+    for name, value in replaced.items():
+      if name in reserved or name not in fields:
+        allowed = sorted(set(fields_lib.data_names(self)) - reserved)
+        raise TypeError(
+          f"apply_gradients: {name!r} cannot be replaced; allowed: grads, "
+          f"{', '.join(allowed)}.{checks.did_you_mean(name, allowed)}"
+        )
+      if not fields_lib.is_data(fields[name]):
+        static[name] = value
+        continue
+      value = trees.like(name, value, getattr(self, name))
+      # A weakly typed leaf would make the next call of the step recompile.
+      collections[name] = jax.tree.map(trees.strong, value)
+    return collections, static
+
+  # -- The wrappers' metrics, and the state without wrappers.
+
   def metrics(self) -> dict[str, jax.Array]:
     """Returns the wrappers' metrics, for a training loop to log.
 
-    A subclass or a model may have a field or collection of the name `metrics`;
-    it hides this method.
+    A field or a collection named `metrics` hides this method.
 
     Returns:
       Scalar arrays by name: `loss_scale` (float32) and `skipped_steps` (int32)
-      of `LossScale`, `commits` (int32) of `AGN`. Empty without wrappers.
+      with `LossScale`, `commits` (int32) with `AGN`; `{}` without wrappers.
 
     Example:
       >>> import flaxshard as fs
@@ -346,11 +461,19 @@ class TrainState(flax_train_state.TrainState):
     return stack.metrics(self.wrappers, self.wrapper_states)
 
   def without_wrappers(self) -> TrainState:
-    """Returns the state that a plain Flax program would have here.
+    """Returns the state of a plain Flax program at this point.
 
-    The same step, parameters, optimizer state and collections; no wrappers and
-    no field for their states. Collections that each replica has its own of
-    are averaged.
+    Returns:
+      A state with the same step, parameters, optimizer state and collections,
+      without wrappers and their states. `PerReplica` collections are averaged.
+
+    Example:
+      >>> import flaxshard as fs
+      >>> state = fs.TrainState.create(
+      ...     apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1),
+      ...     wrappers=[fs.LossScale("dynamic")])
+      >>> state.without_wrappers().wrappers
+      ()
     """
     fields = fields_lib.of_class(type(self))
     dropped = ("wrappers", "wrapper_states", "per_replica")
@@ -366,27 +489,12 @@ class TrainState(flax_train_state.TrainState):
     )
 
   def __reduce__(self) -> Any:
-    """Pickles by the class as declared and the values of the fields."""
-    values = {
+    """Pickles the declared class and the values of the fields."""
+    # pickle finds a class by its name, and an extended class has none.
+    fields = {
       name: getattr(self, name) for name in fields_lib.of_class(type(self))
     }
-    return fields_lib.rebuild, (self._base_class or type(self), values)
-
-  def minimize(
-    self, loss_fn: Callable[..., Any], *args: Any, has_aux: bool = False
-  ) -> tuple[TrainState, Any]:
-    """Takes the gradient of `loss_fn(params, *args)` and applies it.
-
-    Args:
-      loss_fn: As in `value_and_grad`.
-      *args: Further arguments of `loss_fn`.
-      has_aux: Whether `loss_fn` returns auxiliary output.
-
-    Returns:
-      `(state, loss)` or `(state, (loss, aux))`; the loss before the update.
-    """
-    value, grads = self.value_and_grad(loss_fn, *args, has_aux=has_aux)
-    return self.apply_gradients(grads=grads), value
+    return fields_lib.rebuild, (self._base_class or type(self), fields)
 
 
 def _init(
@@ -395,23 +503,25 @@ def _init(
   num_replicas: int,
   given: Mapping[str, PyTree],
 ) -> dict[str, PyTree]:
-  """Returns the fields of a state that follow from those given."""
+  """Returns the fields of a state that are computed from the given fields."""
   params = given["params"]
-  made: dict[str, PyTree] = dict(
+  computed: dict[str, PyTree] = dict(
     step=jnp.zeros((), jnp.int32),
     opt_state=tx.init(opt_state_lib.optimized_params(params)),
   )
   if wrappers:
     collections = {k: v for k, v in given.items() if k != "params"}
-    made["wrapper_states"] = stack.init(
+    computed["wrapper_states"] = stack.init(
       wrappers, params, tx, collections, num_replicas
     )
-  return made
+  return computed
 
 
 def _check_loss(loss: Any) -> None:
+  """Raises a TypeError unless a loss is a floating-point scalar."""
   got = repr(loss)
-  if hasattr(loss, "dtype") or isinstance(loss, (bool, int, float, complex)):
+  arrays = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+  if isinstance(loss, arrays):
     shape, dtype = jnp.shape(loss), trees.dtype_of(loss)
     if not shape and jnp.issubdtype(dtype, jnp.inexact):
       return
@@ -420,24 +530,30 @@ def _check_loss(loss: Any) -> None:
 
 
 def _check_collections(cls: type, collections: Mapping[str, PyTree]) -> None:
+  """Raises unless collections can be fields of a state of class `cls`."""
   arguments = ["apply_fn", "params", "tx", "wrappers", "strategy"]
-  own = set(fields_lib.of_class(cls))
+  fields = set(fields_lib.of_class(cls))
+  inherited = fields & set(fields_lib.of_class(TrainState))
+  # A collection may hide the method `metrics`: Flax's examples have a field of
+  # that name.
+  taken = inherited | (set(dir(cls)) - fields - {"metrics"})
   for name, tree in collections.items():
-    inherited = own & set(fields_lib.of_class(TrainState))
-    if name in inherited or (name not in own and hasattr(cls, name)):
+    if name in taken:
       raise ValueError(
-        f"a collection cannot be named {name!r}: a TrainState has that already."
+        f"a collection cannot be named {name!r}: a TrainState has an attribute "
+        "of that name."
       )
-    if name not in own:
-      try:
-        trees.check_arrays(name, tree)
-      except TypeError as e:
-        raise TypeError(
-          f"create: {name!r} is no argument, and no tree of arrays: {e}"
-          f"{checks.did_you_mean(name, arguments)}"
-        ) from e
-      if tree is None or name == "rules":
-        raise TypeError(
-          f"create: {name}={tree!r} is no argument; allowed: "
-          f"{', '.join(arguments)}, and trees of arrays."
-        )
+    if name in fields:
+      continue
+    try:
+      trees.check_arrays(name, tree)
+    except TypeError as e:
+      raise TypeError(
+        f"create: {name!r} is no argument, and no tree of arrays: {e}"
+        f"{checks.did_you_mean(name, arguments)}"
+      ) from e
+    if tree is None or name == "rules":
+      raise TypeError(
+        f"create: {name}={tree!r} is no argument; allowed: "
+        f"{', '.join(arguments)}, and trees of arrays."
+      )

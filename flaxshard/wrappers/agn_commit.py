@@ -294,7 +294,7 @@ def commit_gradients(accum: PyTree, grads: PyTree, params: PyTree) -> PyTree:
 
   def one(path: trees.Path, p: jax.Array, a: Any, g: Any) -> Any:
     # Of statistics that overwrite the newest, no sum of them.
-    return p if gradients.overwrites(path) and g is not None else a
+    return p if gradients.is_statistic(path) and g is not None else a
 
   return jax.tree_util.tree_map_with_path(one, params, accum, grads)
 

@@ -11,6 +11,7 @@ import pytest
 
 import flaxshard as fs
 from flaxshard.core import gradients
+from flaxshard.core import trees
 
 OWG = "_overwrite_with_gradient"
 BAD = [np.inf, -np.inf, np.nan]
@@ -35,7 +36,7 @@ def mixed_tree():
 
 def test_only_inexact_leaves_outside_overwrite_have_a_gradient():
   found = {
-    gradients.path_string(path)
+    trees.path_string(path)
     for path, leaf in jax.tree_util.tree_leaves_with_path(
       mixed_tree(), is_leaf=lambda x: x is None
     )
@@ -47,14 +48,14 @@ def test_only_inexact_leaves_outside_overwrite_have_a_gradient():
 def test_a_bare_array_is_a_tree_too():
   assert gradients.has_gradient((), jnp.ones(2))
   assert not gradients.has_gradient((), None)
-  assert not gradients.overwrites(())
+  assert not gradients.is_statistic(())
 
 
 def test_overwrite_is_only_the_outermost_collection():
   # Flax looks for the collection at the root: a module may use the name below.
   tree = {"layer": {OWG: jnp.ones(1)}}
   ((path, leaf),) = jax.tree_util.tree_leaves_with_path(tree)
-  assert not gradients.overwrites(path)
+  assert not gradients.is_statistic(path)
   assert gradients.has_gradient(path, leaf)
 
 
@@ -75,9 +76,10 @@ def test_map_gradients_takes_python_numbers_and_numpy():
   np.testing.assert_array_equal(out["b"], [2.0, 2.0])
 
 
-def test_none_without_gradient():
-  tree = mixed_tree()
-  out = gradients.none_without_gradient(tree)
+def test_normalize_marks_leaves_without_a_gradient_with_none():
+  tree = mixed_tree() | {"numpy": np.ones(2)}
+  out = gradients.normalize(tree)
+  assert isinstance(out["numpy"], jax.Array)
   for name in ("int", "bool", "float0", "none"):
     assert out["params"][name] is None
   assert out["params"]["float"] is tree["params"]["float"]
