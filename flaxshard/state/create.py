@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-import inspect
 from typing import Any
 
 from flax import linen as nn
-from flax import nnx
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
 from flaxshard.core import checks
 from flaxshard.core import trees
-from flaxshard.core.policy import Policy
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.state import fields as fields_lib
-from flaxshard.state import nnx_adapter
+from flaxshard.state import initialization
 from flaxshard.state import sharding as sharding_lib
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
@@ -84,7 +78,7 @@ def create_train_state(
       or `rules` are given without a strategy.
 
   Example:
-    >>> import flaxshard as fs, flax.linen as nn
+    >>> import flaxshard as fs, flax.linen as nn, jax.numpy as jnp
     >>> args = nn.Dense(2), jax.random.key(0), jnp.ones((1, 3)), optax.adam(0.1)
     >>> state = fs.create_train_state(*args, wrappers=[fs.LossScale("dynamic")])
     >>> sorted(state.params), sorted(state.wrapper_states)
@@ -101,7 +95,14 @@ def create_train_state(
       "over; got strategy=None."
     )
   if strategy is None and not abstract:
-    return _create_eagerly(model, rng, sample_input, tx, wrappers)
+    facts, variables = initialization.run(model, rng, sample_input)
+    return TrainState.create(
+      apply_fn=facts.apply_fn,
+      tx=tx,
+      wrappers=stack.with_policy(wrappers, facts.policy),
+      # `unbox` applies the sharding constraints of a mesh in the context.
+      **nn.meta.unbox(variables),
+    )
   mesh = None if strategy is None else sharding_lib.mesh_of(strategy)
   plan = plan_creation(
     model, rng, sample_input, tx, wrappers=wrappers, mesh=mesh, rules=rules
@@ -109,38 +110,9 @@ def create_train_state(
   return plan.abstract_state() if abstract else plan.create_state()
 
 
-def _create_eagerly(
-  model: Any,
-  rng: Any,
-  sample_input: Any,
-  tx: optax.GradientTransformation,
-  wrappers: tuple[base.Wrapper, ...],
-) -> TrainState:
-  """Creates a state without a strategy."""
-  apply_fn: Any
-  if isinstance(model, nn.Module):
-    initialize, args = _linen_initializer(model, rng, sample_input)
-    apply_fn, variables = model.apply, jax.jit(initialize)(*args)
-  else:
-    if not isinstance(model, nnx.Module):
-      _check_function(model)
-      _check_rng(rng)
-      # Not under jit: without a mesh the function may use concrete values.
-      model = nnx_adapter.construct(model, rng)
-    apply_fn, variables = nnx_adapter.split(model)
-  _check_params(model, variables)
-  return TrainState.create(
-    apply_fn=apply_fn,
-    tx=tx,
-    wrappers=stack.with_policy(wrappers, _policy_of(model)),
-    # `nn.meta.unbox` applies sharding constraints of a mesh in the context.
-    **nn.meta.unbox(variables),
-  )
-
-
 @dataclasses.dataclass(frozen=True)
 class CreationPlan:
-  """A traced creation of a train state: nothing is allocated or compiled yet.
+  """A traced creation of a train state; nothing is allocated or compiled yet.
 
   Attributes:
     create_fields: Takes `args` and returns the array fields of the state.
@@ -199,25 +171,23 @@ def plan_creation(
     mesh: The mesh of the strategy; None is the default device.
     rules: How the parameters are split over the mesh.
   """
-  init = _initializer(model, rng, sample_input)
-  specs, arg_shardings = {}, None
+  init = initialization.trace(model, rng, sample_input)
+  specs: dict[str, PyTree] = {}
+  arg_shardings = None
   if mesh is not None:
     for name, tree in init.variables.items():
       # The rules are about the parameters alone.
-      specs[name] = rules_lib.resolve(
-        rules if name == "params" else None, mesh, tree, argument=name
-      )
-    arg_specs = (
-      (specs,)
-      if init.args_are_variables
-      else rules_lib.resolve(
+      tree_rules = rules if name == "params" else None
+      specs[name] = rules_lib.resolve(tree_rules, mesh, tree, argument=name)
+    arg_specs: PyTree = (specs,)
+    if not init.args_are_variables:
+      arg_specs = rules_lib.resolve(
         None, mesh, init.args, argument="(rng, sample_input)"
       )
-    )
     arg_shardings = sharding_lib.shardings_of(arg_specs, mesh)
-  wrappers = stack.with_policy(wrappers, init.policy)
-  num_replicas = sharding_lib.check_replicas(mesh, wrappers)
-  static_fields = dict(apply_fn=init.apply_fn, tx=tx, wrappers=wrappers)
+  wrappers = stack.with_policy(wrappers, init.model.policy)
+  num_replicas = sharding_lib.count_replicas(mesh, wrappers)
+  static_fields = dict(apply_fn=init.model.apply_fn, tx=tx, wrappers=wrappers)
 
   def create_fields(*args: Any) -> dict[str, PyTree]:
     arrays = specs_lib.unbox(init.initialize(*args))
@@ -240,152 +210,3 @@ def plan_creation(
       jax.eval_shape(create_fields, *init.args), specs, wrappers, mesh
     ),
   )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Initializer:
-  """How the variables of a model are initialized.
-
-  Attributes:
-    initialize: Takes `args` and returns the variables.
-    args: Arrays, or `jax.ShapeDtypeStruct`s of them.
-    variables: Shapes and dtypes of the variables, in the boxes of their
-      partitioning metadata.
-    apply_fn: Applies the model to variables and inputs.
-    policy: The precision policy of the model.
-    args_are_variables: Whether `args` is `(variables,)`.
-  """
-
-  initialize: Callable[..., dict[str, PyTree]]
-  args: tuple[Any, ...]
-  variables: dict[str, PyTree]
-  apply_fn: Any
-  policy: Policy | None
-  args_are_variables: bool = False
-
-
-def _initializer(model: Any, rng: Any, sample_input: Any) -> _Initializer:
-  """Traces the initialization of a Linen or NNX model."""
-  if isinstance(model, nn.Module):
-    initialize, args = _linen_initializer(model, rng, sample_input)
-    variables = jax.eval_shape(initialize, *args)
-    _check_params(model, variables)
-    return _Initializer(
-      initialize, args, variables, model.apply, _policy_of(model)
-    )
-  if isinstance(model, nnx.Module):
-    apply_fn, variables = nnx_adapter.split(model, boxed=True, copy=False)
-    _check_params(model, variables)
-    return _Initializer(
-      # Copies: donating the state must not delete the arrays of the module.
-      lambda variables: jax.tree.map(jnp.copy, variables),
-      (specs_lib.unbox(variables),),
-      variables,
-      apply_fn,
-      _policy_of(model),
-      args_are_variables=True,
-    )
-  _check_function(model)
-  _check_rng(rng)
-  traced: list[tuple[Any, Policy | None]] = []
-
-  def initialize_nnx(rng: Any) -> dict[str, PyTree]:
-    # NNX would place each variable by itself; `rules` place all of them.
-    with nnx.use_eager_sharding(False):
-      module = nnx_adapter.construct(model, rng)
-    apply_fn, variables = nnx_adapter.split(module, boxed=True)
-    _check_params(module, variables)
-    traced.append((apply_fn, _policy_of(module)))
-    return variables
-
-  variables = jax.eval_shape(initialize_nnx, rng)
-  return _Initializer(initialize_nnx, (rng,), variables, *traced[0])
-
-
-def _linen_initializer(
-  model: nn.Module, rng: Any, sample_input: Any
-) -> tuple[Callable[..., dict[str, PyTree]], tuple[Any, dict[int, Any]]]:
-  """Returns a traceable function that initializes `model`, and its arguments.
-
-  The variables are in the boxes of their partitioning metadata.
-  """
-  _check_rng(rng)
-  # A NamedTuple is one argument.
-  inputs = sample_input if type(sample_input) is tuple else (sample_input,)
-  leaves, treedef = jax.tree.flatten(inputs)
-  if not leaves:
-    raise ValueError(
-      f"sample_input must be one input of the model, got {sample_input!r}."
-    )
-  # Only arrays are traced: a model may branch on a flag such as train=True.
-  arrays = {
-    i: x
-    for i, x in enumerate(leaves)
-    if isinstance(x, (jax.Array, np.ndarray, np.generic))
-  }
-
-  def initialize(rng: Any, arrays: dict[int, Any]) -> dict[str, PyTree]:
-    given = [
-      jnp.zeros(x.shape, x.dtype)
-      if isinstance(x, jax.ShapeDtypeStruct)
-      else arrays.get(i, x)
-      for i, x in enumerate(leaves)
-    ]
-    variables = dict(model.init(rng, *jax.tree.unflatten(treedef, given)))
-    # The optimizer updates fp8 scales too, so they are part of the parameters.
-    if OVERWRITE_WITH_GRADIENT in variables:
-      scales = variables.pop(OVERWRITE_WITH_GRADIENT)
-      params = {"params": variables["params"], OVERWRITE_WITH_GRADIENT: scales}
-      variables["params"] = params
-    return variables
-
-  return initialize, (rng, arrays)
-
-
-def _check_function(model: Any) -> None:
-  """Raises a TypeError unless `model` can be called with `nnx.Rngs`."""
-  # A module class would be callable too, but it stands for a forgotten `()`.
-  if callable(model) and not isinstance(model, type):
-    try:
-      inspect.signature(model).bind(None)
-      return
-    except (TypeError, ValueError):
-      pass
-  raise TypeError(
-    "model must be an instance of flax.linen.Module or flax.nnx.Module, or a "
-    f"function of nnx.Rngs that returns the latter, got {model!r}."
-  )
-
-
-def _check_rng(rng: Any) -> None:
-  """Raises a TypeError unless `rng` is a PRNG key or a dict of keys."""
-  message = f"rng must be a PRNG key or a dict of keys, got {rng!r}."
-  if not jax.tree.leaves(rng):
-    raise TypeError(message)
-  try:
-    jax.eval_shape(lambda rng: jax.tree.map(jax.random.key_data, rng), rng)
-  except TypeError as e:
-    raise TypeError(message) from e
-
-
-def _check_params(model: Any, variables: Mapping[str, PyTree]) -> None:
-  if not jax.tree.leaves(variables.get("params", {})):
-    raise ValueError(
-      f"model={type(model).__name__} has no parameters: its collections are "
-      f"{sorted(variables)}, 'params' must be one with arrays in it."
-    )
-
-
-def _policy_of(model: Any) -> Policy | None:
-  """Returns the precision policy of a model, from its `policy` or `dtype`.
-
-  A model with `dtype=jnp.float16` but no policy has "mixed_float16".
-  """
-  policy = getattr(model, "policy", None)
-  if isinstance(policy, Policy):
-    return policy
-  try:
-    float16 = jnp.dtype(getattr(model, "dtype", None)) == jnp.float16
-  except TypeError:  # The model uses the name `dtype` for something else.
-    float16 = False
-  return Policy("mixed_float16") if float16 else None

@@ -1,19 +1,23 @@
-"""NNX modules in the form that Linen models have: variables and an apply."""
+"""Gives NNX modules the interface of Linen modules: variables and `apply`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 from flax import linen as nn
 from flax import nnx
 import jax
+from jax.experimental import layout
 import jax.numpy as jnp
 
+from flaxshard.core import checks
 from flaxshard.core import trees
 
-_NAMES: dict[type, str] = {
+# Linen's names of the collections.
+_COLLECTIONS: dict[type, str] = {
   nnx.Param: "params",
   nnx.BatchStat: "batch_stats",
   nnx.Cache: "cache",
@@ -22,7 +26,7 @@ _NAMES: dict[type, str] = {
 
 
 class _Variable(NamedTuple):
-  """Where a variable of the module lies in the collections."""
+  """The place of a variable of the module in the collections."""
 
   path: tuple[Any, ...]  # in the NNX state
   collection: str
@@ -34,19 +38,26 @@ class _Variable(NamedTuple):
 class Apply:
   """Merges an NNX module from its variables and calls it; see `split`.
 
-  Called as a Linen `apply`: `apply_fn({"params": params, ...}, *args)`, with
-  every collection that the module has. `mutable` names the collections (True:
-  all but `params`) whose new values are returned beside the output.
+  It is called like a Linen `apply`: `apply_fn({"params": params, ...}, *args)`,
+  with every collection of the module. `mutable` names the collections whose new
+  values are returned beside the output; True stands for all but `params`.
   """
 
   graphdef: Any
   variables: tuple[_Variable, ...]
 
+  @functools.cached_property
+  def _hash(self) -> int:
+    return hash((self.graphdef, self.variables))
+
   def __hash__(self) -> int:
-    # jit asks at every call, and the graph of a large module takes a while.
-    if "_hash" not in self.__dict__:
-      object.__setattr__(self, "_hash", hash((self.graphdef, self.variables)))
-    return self.__dict__["_hash"]
+    # `jax.jit` hashes its static arguments at every call. Hashing the graph of
+    # a large module takes longer than dispatching a step.
+    return self._hash
+
+  def __getstate__(self) -> dict[str, Any]:
+    # Without the hash: hashes of strings differ between processes.
+    return {"graphdef": self.graphdef, "variables": self.variables}
 
   def __call__(
     self,
@@ -62,108 +73,93 @@ class Apply:
     Args:
       variables: The collections, by name.
       *args: Arguments of the module's call.
-      mutable: The collections to return, by name; True for all but `params`.
-        `"intermediates"` may be new: what the call sows.
-      method: Another method than `__call__`, or its name.
-      mode: `"train"` or `"eval"` calls the module's method of that name first;
-        None leaves it in the mode that it was in when it was split.
+      mutable: Names of the collections to return; True for all but `params`.
+        `"intermediates"` may be a new collection, with the values that the call
+        sows.
+      method: The method to call, or its name; None for `__call__`.
+      mode: `"train"` or `"eval"` calls the module's method of that name first.
+        None keeps the mode that the module had when it was split.
       **kwargs: Keyword arguments of the module's call.
 
     Returns:
-      The output, or `(output, {name: collection})` where `mutable` asks for it.
+      The output; `(output, {name: collection})` if `mutable` is not False.
 
     Raises:
-      ValueError: A collection is missing or unknown, `mode` is neither, or the
-        call changed a collection that `mutable` does not name (in the mode
-        "eval", and where it sows, that is dropped as in Linen).
+      ValueError: A collection is missing or unknown, `mode` is unknown, or the
+        call changed a collection that `mutable` does not name. In the mode
+        "eval" such changes are dropped. Sown values are dropped in any mode, as
+        in Linen.
     """
-    names = {v.collection for v in self.variables if v.leaves}
-    if isinstance(mutable, bool):
-      asked = names - {"params"} | {"intermediates"} if mutable else set()
-    else:
-      asked = {mutable} if isinstance(mutable, str) else set(mutable)
-    for argument, given in (
-      ("variables", set(variables)),
-      ("mutable", asked - {"intermediates"}),
-    ):
-      if unknown := given - names:
-        raise ValueError(
-          f"apply_fn: {argument} names {sorted(unknown)}; the module has "
-          f"{sorted(names)}."
-        )
-    if missing := names - set(variables):
-      raise ValueError(
-        f"apply_fn: variables lack {sorted(missing)}; the module has "
-        f"{sorted(names)}."
-      )
-    if mode not in (None, "train", "eval"):
-      raise ValueError(
-        f"apply_fn: mode={mode!r}; allowed: 'train', 'eval', None."
-      )
-    module, before = self._merge(variables)
-    if mode is not None:
-      getattr(module, mode)()
+    to_return = self._check_collections(variables, mutable)
+    checks.one_of("apply_fn: mode", mode, ("train", "eval", None))
+    module, given = self._merge(variables)
+    if mode == "train":
+      module.train()
+    elif mode == "eval":
+      module.eval()
     if callable(method):
       output = method(module, *args, **kwargs)
     else:
       output = getattr(module, method or "__call__")(*args, **kwargs)
 
-    collections: dict[str, Any] = {}
+    returned: dict[str, Any] = {}
     for path, variable in nnx.to_flat_state(nnx.state(module)):
-      known = before.get(path)
-      name = known[0] if known else _collection_of(variable)
+      # A variable that was not given is new: the call sowed it.
+      name, old_values = given.get(path, (_collection_of(variable), None))
       for i, (key, new) in enumerate(_leaves_of(path, variable)):
-        if name in asked:
-          _put(collections.setdefault(name, {}), key, new)
+        if name in to_return:
+          _set_leaf(returned.setdefault(name, {}), key, new)
         elif (
-          known
+          old_values is not None
+          # Identity: under jit the values are unknown, and a call that writes
+          # a variable writes a new array.
+          and new is not old_values[i]
           and name != "params"
           and mode != "eval"
-          and new is not known[1][i]
         ):
           raise ValueError(
             f"apply_fn: the call changed {name}[{'/'.join(key)}], which would "
             f"be lost; pass mutable=[{name!r}], or mode='eval'."
           )
-    return output if mutable is False else (output, collections)
+    return output if mutable is False else (output, returned)
+
+  def _check_collections(
+    self,
+    variables: Mapping[str, Any],
+    mutable: bool | str | Sequence[str],
+  ) -> set[str]:
+    """Checks the names of the collections; returns those to be returned."""
+    known = {v.collection for v in self.variables if v.leaves}
+    if isinstance(mutable, bool):
+      to_return = known - {"params"} | {"intermediates"} if mutable else set()
+    else:
+      to_return = {mutable} if isinstance(mutable, str) else set(mutable)
+    for argument, names in (
+      ("variables", set(variables)),
+      ("mutable", to_return - {"intermediates"}),
+    ):
+      if unknown := names - known:
+        raise ValueError(
+          f"apply_fn: {argument} names {sorted(unknown)}; the module has "
+          f"{sorted(known)}."
+        )
+    if missing := known - set(variables):
+      raise ValueError(
+        f"apply_fn: variables lack {sorted(missing)}; the module has "
+        f"{sorted(known)}."
+      )
+    return to_return
 
   def _merge(
     self, collections: Mapping[str, Any]
   ) -> tuple[nnx.Module, dict[tuple[Any, ...], tuple[str, list[Any]]]]:
-    """Returns the module, and what went in by path: collection and leaves."""
-    flat, before = [], {}
+    """Returns the module, and each variable's collection and leaves by path."""
+    flat, given = [], {}
     for path, collection, treedef, leaves in self.variables:
-      values = [_get(collections[collection], leaf) for leaf in leaves]
+      values = [_get_leaf(collections[collection], leaf) for leaf in leaves]
       flat.append((path, jax.tree.unflatten(treedef, values)))
-      before[path] = (collection, values)
-    return nnx.merge(self.graphdef, nnx.from_flat_state(flat)), before
-
-
-def is_module(model: Any) -> bool:
-  """Whether `model` is an instance of `nnx.Module`."""
-  return isinstance(model, nnx.Module)
-
-
-def construct(function: Callable[[nnx.Rngs], Any], rng: Any) -> nnx.Module:
-  """Calls a function of `nnx.Rngs` that returns a module.
-
-  Args:
-    function: The function.
-    rng: A PRNG key, or a dict of keys by stream name.
-
-  Raises:
-    TypeError: The function returns something else.
-  """
-  module = function(
-    nnx.Rngs(**rng) if isinstance(rng, Mapping) else nnx.Rngs(rng)
-  )
-  if not is_module(module):
-    raise TypeError(
-      "model must be an instance of flax.linen.Module or flax.nnx.Module, or a "
-      f"function that returns the latter, got {function!r}, which returned "
-      f"{module!r}."
-    )
-  return module
+      given[path] = (collection, values)
+    return nnx.merge(self.graphdef, nnx.from_flat_state(flat)), given
 
 
 def split(
@@ -172,16 +168,18 @@ def split(
   """Splits an NNX module into an apply function and its variables.
 
   Args:
-    module: An initialized module; it is not changed.
+    module: An initialized module, or one of `nnx.eval_shape` with
+      `copy=False`; it is not changed.
     boxed: Whether to box arrays that have partitioning metadata, as Linen does.
     copy: Whether to copy the arrays, so that donating them does not delete
       those of the module. Without copies nothing is allocated.
 
   Returns:
     `(apply_fn, variables)`. `variables` has a nested dict of arrays for each
-    kind of variable: `params`, `batch_stats` and so on as Linen names them, the
-    keys and counters of random streams under `rngs`, arrays that are no
-    variables under `arrays`, any other kind under its class name.
+    kind of variable. The names are Linen's: `params`, `batch_stats`, `cache`,
+    `intermediates`. Keys and counters of random streams are in `rngs`, arrays
+    outside of variables in `arrays`, and variables of any other kind in a
+    collection with the name of their class.
   """
   graphdef, state = nnx.split(module)
   found: list[_Variable] = []
@@ -192,20 +190,21 @@ def split(
     keys = tuple(key for key, _ in leaves)
     found.append(_Variable(path, name, jax.tree.structure(variable), keys))
     for key, value in leaves:
-      if copy:
+      if copy or isinstance(value, (bool, int, float, complex)):
         value = jnp.copy(value)
       if boxed:
         value = _box(variable, value)
-      _put(collections.setdefault(name, {}), key, value)
+      _set_leaf(collections.setdefault(name, {}), key, value)
   return Apply(graphdef, tuple(found)), collections
 
 
 def _collection_of(variable: Any) -> str:
+  """Returns the name of the collection of a variable or bare array."""
   if not isinstance(variable, nnx.Variable):
     return "arrays"
   if isinstance(variable, nnx.RngState):
     return "rngs"
-  for kind, name in _NAMES.items():
+  for kind, name in _COLLECTIONS.items():
     if isinstance(variable, kind):
       return name
   return type(variable).__name__
@@ -216,9 +215,12 @@ def _box(variable: Any, value: Any) -> Any:
   if not isinstance(variable, nnx.Variable):
     return value
   metadata = variable.get_metadata()
-  names = metadata.get("out_sharding")
-  names = getattr(names, "sharding", names)  # of a jax.experimental Format
-  names = getattr(names, "spec", names)  # of a NamedSharding
+  # NNX accepts names, a PartitionSpec, a NamedSharding or a Format here.
+  names: Any = metadata.get("out_sharding")
+  if isinstance(names, layout.Format):
+    names = names.sharding
+  if isinstance(names, jax.sharding.NamedSharding):
+    names = names.spec
   if not names:
     return value
   rules = metadata.get("sharding_rules") or ()
@@ -234,20 +236,20 @@ def _leaves_of(
   value = (
     variable.get_value() if isinstance(variable, nnx.Variable) else variable
   )
-  # Orbax keeps the keys of dicts as strings, so ours are strings already.
+  # String keys: Orbax restores the keys of dicts as strings.
   return [
     ((*map(str, path), *trees.path_strings(inner)), leaf)
     for inner, leaf in jax.tree_util.tree_leaves_with_path(value)
   ]
 
 
-def _get(tree: Any, path: tuple[str, ...]) -> Any:
+def _get_leaf(tree: Any, path: tuple[str, ...]) -> Any:
   for key in path:
     tree = tree[key]
   return tree
 
 
-def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+def _set_leaf(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
   for key in path[:-1]:
     tree = tree.setdefault(key, {})
   tree[path[-1]] = value

@@ -1,14 +1,14 @@
-"""Where the leaves of a train state lie on the mesh of a strategy.
+"""Shardings of the fields of a train state on the mesh of a strategy.
 
-Parameters and collections lie where their specs say, the slots of the optimizer
-as their parameters, the states of wrappers as the wrappers say, and the rest on
-every device.
+Parameters and collections have given specs. Optimizer slots have the specs of
+their parameters. Wrapper states have the specs that their wrapper asks for.
+Everything else is replicated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -24,28 +24,39 @@ PyTree = Any
 P = jax.sharding.PartitionSpec
 
 
+@runtime_checkable
 class HasMesh(Protocol):
-  """A strategy, as far as placement goes."""
+  """The part of a `Strategy` that this package uses: its mesh."""
 
   @property
   def mesh(self) -> jax.sharding.Mesh:
-    """The mesh that everything lies on."""
+    """The mesh of all devices, with the axis `"replica"` first."""
     ...
 
 
 def mesh_of(strategy: HasMesh) -> jax.sharding.Mesh:
-  """Returns the mesh of a strategy; a TypeError if it is none."""
-  mesh = getattr(strategy, "mesh", None)
-  if not isinstance(mesh, jax.sharding.Mesh):
-    raise TypeError(f"strategy must be a Strategy or None, got {strategy!r}.")
-  return mesh
+  """Returns the mesh of a strategy.
+
+  Raises:
+    TypeError: `strategy` is not a strategy.
+  """
+  if isinstance(strategy, HasMesh):
+    mesh = strategy.mesh
+    if isinstance(mesh, jax.sharding.Mesh):
+      return mesh
+  raise TypeError(f"strategy must be a Strategy or None, got {strategy!r}.")
 
 
-def check_replicas(
+def count_replicas(
   mesh: jax.sharding.Mesh | None, wrappers: tuple[base.Wrapper, ...]
 ) -> int:
-  """Returns the number of replicas, once the wrappers fit it."""
-  if mesh is None:  # where the state will be used, nobody knows
+  """Returns the number of replicas of a mesh; 1 without a mesh.
+
+  Raises:
+    ValueError: A wrapper does not support that number.
+  """
+  if mesh is None:
+    # No check: without a strategy the state may be used on any mesh.
     return 1
   num_replicas = mesh.shape[mesh_lib.REPLICA]
   stack.check_replicas(wrappers, num_replicas)
@@ -153,48 +164,45 @@ def wrapper_specs(
   param_specs: PyTree,
   mesh: jax.sharding.Mesh,
 ) -> dict[str, PyTree]:
-  """Returns the specs that the wrappers ask for, by wrapper name.
+  """Returns the specs of the states of wrappers, by wrapper name.
 
-  Copies of parameters, and slots, lie as the parameters do where a wrapper does
-  not say more than that each replica has its own.
+  A leaf that the wrapper does not split within a replica is split like the
+  parameter that it is a copy or a slot of.
 
   Raises:
-    TypeError, ValueError: `partition_specs` of a wrapper answers with another
-      tree than that of its state, or with specs that do not fit.
+    TypeError: `partition_specs` returns a leaf that is not a PartitionSpec.
+    ValueError: `partition_specs` returns another tree than the state's, or a
+      spec that does not fit a leaf.
   """
   result = {}
   for wrapper in wrappers:
     name = base.name_of(wrapper)
-    treedef: Any = jax.tree.structure(states[name])
     leaves = jax.tree_util.tree_leaves_with_path(states[name])
-    dims = [
-      specs_lib.check(
-        f"wrapper {name!r}: partition_specs[{trees.path_string(path)}]",
-        spec,
-        tuple(leaf.shape),
-        mesh,
-      )
-      for (path, leaf), spec in zip(
-        leaves, base.partition_specs(wrapper, states[name]), strict=True
-      )
-    ]
-    followed = opt_state_lib.specs(states[name], params, param_specs)
-    result[name] = treedef.unflatten(
-      [
-        specs_lib.shortest(_completed(d, spec), mesh)
-        for d, spec in zip(dims, jax.tree.leaves(followed), strict=True)
-      ]
-    )
+    wanted = base.partition_specs(wrapper, states[name])
+    param_like = opt_state_lib.specs(states[name], params, param_specs)
+    specs = []
+    for (path, leaf), spec, param_spec in zip(
+      leaves, wanted, jax.tree.leaves(param_like), strict=True
+    ):
+      where = f"wrapper {name!r}: partition_specs[{trees.path_string(path)}]"
+      dims = specs_lib.check(where, spec, tuple(leaf.shape), mesh)
+      specs.append(specs_lib.shortest(_split_like(dims, param_spec), mesh))
+    treedef: Any = jax.tree.structure(states[name])
+    result[name] = treedef.unflatten(specs)
   return result
 
 
-def _completed(dims: specs_lib.Dims, followed: P) -> specs_lib.Dims:
-  """Splits what only replicas are said to split, or nothing, as `followed`."""
-  if set(sum(dims, ())) - {mesh_lib.REPLICA}:
+def _split_like(dims: specs_lib.Dims, param_spec: P) -> specs_lib.Dims:
+  """Adds the axes of a parameter's spec, unless `dims` has other axes already.
+
+  The axis `"replica"` does not count as another axis.
+  """
+  used = {axis for axes in dims for axis in axes}
+  if used - {mesh_lib.REPLICA}:
     return dims
-  taken = set().union(*dims)
-  entries = (*followed, *(None,) * len(dims))
+  entries = (*param_spec, *(None,) * len(dims))
+  # An axis can split only one dimension, so axes in use are left out.
   return tuple(
-    d or tuple(a for a in specs_lib.axes_of(entry) if a not in taken)
-    for d, entry in zip(dims, entries, strict=False)
+    axes or tuple(a for a in specs_lib.axes_of(entry) if a not in used)
+    for axes, entry in zip(dims, entries, strict=False)
   )

@@ -133,7 +133,7 @@ class TrainState(flax_train_state.TrainState):
     """
     wrappers = base.check(wrappers)
     mesh = None if strategy is None else sharding_lib.mesh_of(strategy)
-    num_replicas = sharding_lib.check_replicas(mesh, wrappers)
+    num_replicas = sharding_lib.count_replicas(mesh, wrappers)
     _check_collections(cls, collections)
     if not jax.tree.leaves(params) or jax.tree_util.all_leaves([params]):
       raise TypeError(

@@ -1,4 +1,4 @@
-"""create_train_state and TrainState.create with a strategy: sharded birth."""
+"""create_train_state and TrainState.create with a strategy and abstractly."""
 
 import dataclasses
 import math
@@ -34,7 +34,7 @@ def put(x, *spec, mesh=MESH):
 
 
 def specs(tree):
-  """The specs by path, but for the empty ones; all lie on the mesh."""
+  """Returns the non-empty specs by path; checks that all are on the mesh."""
   found = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     assert leaf.committed
@@ -58,7 +58,7 @@ def assert_same(a, b):
 
 @dataclasses.dataclass(frozen=True)
 class Local(plain_wrapper.Plain):
-  """A wrapper with a copy of the parameters for each replica."""
+  """A wrapper with a per-replica copy of the parameters."""
 
   specs: Any = None
 
@@ -72,8 +72,8 @@ class Local(plain_wrapper.Plain):
     return {"local": local, "count": P()}
 
 
-def of_four(state):
-  """The state of four replicas, from that of one."""
+def repeat_for_four_replicas(state):
+  """Returns a state with the wrapper `Local` for four replicas."""
   repeat = lambda x: jnp.repeat(x, 4, axis=0)
   local = {**state.wrapper_states["local"]}
   local["local"] = jax.tree.map(repeat, local["local"])
@@ -101,7 +101,7 @@ def make(model=MODEL, rng=KEY, x=X, tx=ADAM, **kwargs):
 # Linen.
 
 
-def test_every_leaf_lies_on_the_mesh():
+def test_every_leaf_has_its_sharding():
   wrappers = [fs.LossScale("dynamic"), Local()]
   state = make(wrappers=wrappers, strategy=STRATEGY, rules=RULES)
   wanted = {"in/kernel": P("replica", "model"), "in/bias": P("model")}
@@ -116,7 +116,7 @@ def test_every_leaf_lies_on_the_mesh():
   paths += ["out/kernel", "out/bias"]
   assert specs(local) == {
     **dict.fromkeys(paths, P("replica")),
-    # Within a replica its own copies lie as the parameters do.
+    # Within a replica, the copies are split like the parameters.
     "in/kernel": P("replica", None, "model"),
     "in/bias": P("replica", "model"),
   }
@@ -126,11 +126,11 @@ def test_every_leaf_lies_on_the_mesh():
   assert len(specs(state)) == 2 + 4 + 6
   shards = state.params["in"]["kernel"].addressable_shards
   assert {shard.data.shape for shard in shards} == {(4, 4)}
-  # The values are those that a state without a strategy has.
-  assert_same(state, of_four(make(wrappers=wrappers)))
+  # The values are equal to those of a state without a strategy.
+  assert_same(state, repeat_for_four_replicas(make(wrappers=wrappers)))
 
 
-def test_without_rules_all_is_replicated():
+def test_without_rules_every_leaf_is_replicated():
   state = make(strategy=STRATEGY)
   assert specs(state) == {}
   shards = state.params["in"]["kernel"].addressable_shards
@@ -149,7 +149,7 @@ class Annotated(nn.Module):
     return nn.Dense(4, kernel_init=init)(x + mean.value)
 
 
-def test_metadata_and_logical_names():
+def test_partitioning_metadata_and_logical_names():
   with nn.logical_axis_rules((("in", "model"), ("out", None))):
     state = make(Annotated(), strategy=STRATEGY)
   wanted = {"Dense_0/kernel": P("replica"), "Dense_1/kernel": P("model")}
@@ -165,11 +165,11 @@ def test_metadata_and_logical_names():
   assert jax.tree.leaves(make(Annotated()).params)[0].shape == (8,)
 
 
-def test_a_mesh_in_the_context_changes_nothing():
+def test_mesh_in_the_context():
   rules = (("in", None), ("out", "model"))
   with jax.set_mesh(MESH):
     state = make(Annotated(), strategy=STRATEGY, rules=rules)
-    # Without a strategy Flax puts the parameters there, as it always does.
+    # Without a strategy, Flax shards the parameters over that mesh.
     plain = make(
       nn.Dense(
         8, kernel_init=nn.with_partitioning(nn.initializers.ones, ("model",))
@@ -198,7 +198,7 @@ class LargeNNX(nnx.Module):
 
 
 @pytest.mark.parametrize("model", [Large(), lambda rngs: LargeNNX(rngs)])
-def test_no_device_holds_the_state_whole(model):
+def test_no_device_holds_the_whole_state(model):
   mesh = jax.sharding.Mesh(np.array(jax.devices()), ("replica",))
   plan = create.plan_creation(
     model,
@@ -216,14 +216,14 @@ def test_no_device_holds_the_state_whole(model):
   jitted, args = plan.jit()
   memory = jitted.lower(*args).compile().memory_analysis()
   assert nbytes > 12e6
-  # Eight devices; the biases are small and stay whole.
+  # One eighth on each device, and the biases, which are not split.
   assert memory.output_size_in_bytes < 0.13 * nbytes
   assert memory.temp_size_in_bytes < 0.13 * nbytes
-  # The input that tells the shapes is no part of it.
+  # jit drops the sample input: its values are not used.
   assert memory.argument_size_in_bytes < 1000
 
 
-def test_keys_and_inputs_that_lie_elsewhere():
+def test_keys_and_inputs_on_any_device():
   make_dense = lambda **kwargs: make(
     nn.Dense(8), tx=optax.sgd(0.1), strategy=STRATEGY, **kwargs
   )
@@ -248,7 +248,7 @@ def test_keys_and_inputs_that_lie_elsewhere():
     make_dense(x=put(X, "model", mesh=other))
 
 
-def test_shapes_alone():
+def test_creation_inside_eval_shape():
   state = jax.eval_shape(lambda: make(strategy=STRATEGY, rules=RULES))
   assert state.params["in"]["kernel"].shape == (16, 8)
   state = jax.eval_shape(
@@ -260,7 +260,7 @@ def test_shapes_alone():
   assert state.opt_state[0].mu["w"].shape == X.shape
 
 
-def test_fp8_modules():
+def test_fp8_scales_are_parameters():
   dense = nn.Dense(16, dot_general_cls=nn.Fp8DirectDotGeneralOp)
   state = make(dense, strategy=STRATEGY, rules=(("kernel$", P("model")),))
   assert specs(state.params) == {"params/kernel": P("model")}
@@ -271,8 +271,8 @@ def test_fp8_modules():
   assert len(state.params["_overwrite_with_gradient"]) > 0
 
 
-def test_a_donated_state_shares_no_buffer():
-  # Its state is the parameters, twice.
+def test_leaves_share_no_buffer():
+  # An optimizer whose state holds the parameters twice.
   tx = optax.GradientTransformation(
     lambda params: (params, params), lambda grads, state, params: (grads, state)
   )
@@ -326,7 +326,7 @@ def test_a_donated_state_shares_no_buffer():
     ),
   ],
 )
-def test_what_cannot_be_done(kwargs, error, match):
+def test_invalid_arguments_raise(kwargs, error, match):
   with pytest.raises(error, match=match):
     make(**kwargs)
 
@@ -347,7 +347,7 @@ class OneSpec(Local):
     ("replica", TypeError, "must be a PartitionSpec, got 'replica'"),
   ],
 )
-def test_wrong_specs_of_wrappers(spec, error, match):
+def test_invalid_partition_specs_of_a_wrapper_raise(spec, error, match):
   with pytest.raises(
     error, match=rf"wrapper 'one_spec': partition_specs\[x\]: {match}"
   ):
@@ -380,7 +380,7 @@ def call(state):
 
 
 @pytest.mark.parametrize("instance", [False, True])
-def test_nnx(instance):
+def test_nnx_module_or_function(instance):
   function = lambda rngs: Net(rngs)
   kwargs = dict(wrappers=[fs.LossScale("auto")], strategy=STRATEGY)
   rules = (("dense/kernel", P("replica", "model")),)
@@ -394,7 +394,7 @@ def test_nnx(instance):
   plain = make(function, x=None, wrappers=[fs.LossScale("auto")])
   for name in ("params", "batch_stats", "rngs", "arrays", "opt_state"):
     assert_same(getattr(state, name), getattr(plain, name))
-  # The policy is the module's.
+  # The policy is that of the module.
   assert float(state.wrapper_states["loss_scale"].scale) == 2.0**15
   np.testing.assert_allclose(call(state), call(plain), rtol=1e-5, atol=1e-6)
 
@@ -440,7 +440,7 @@ def test_nnx_logical_names():
 
 
 @pytest.mark.parametrize("strategy", [None, STRATEGY])
-def test_functions_that_make_modules(strategy):
+def test_nnx_function(strategy):
   streams = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
   state = make(lambda rngs: Net(rngs), streams, None, strategy=strategy)
   wanted = Net(nnx.Rngs(**streams))
@@ -465,7 +465,7 @@ def test_functions_that_make_modules(strategy):
 # TrainState.create.
 
 
-def test_given_parameters_keep_their_sharding():
+def test_create_keeps_the_sharding_of_given_arrays():
   params = {
     "split": put(X, None, "model"),
     "whole": put(X),
@@ -495,13 +495,13 @@ def test_given_parameters_keep_their_sharding():
     wrappers=[Local()],
     batch_stats={"mean": X, "var": X},
   )
-  assert_same(state, of_four(plain))
+  assert_same(state, repeat_for_four_replicas(plain))
   step = lambda s: s.apply_gradients(grads=s.params)
   new = fs.Strategy(mesh_shape=dict(STRATEGY.mesh.shape)).run(step, (state,))
   assert new.params["split"].sharding.spec == P(None, "model")
 
 
-def test_parameters_on_another_mesh():
+def test_create_with_arrays_on_another_mesh():
   other = jax.sharding.Mesh(MESH.devices[::-1], MESH.axis_names)
   make = lambda **kwargs: fs.TrainState.create(
     apply_fn=None, tx=optax.sgd(0.1), strategy=STRATEGY, **kwargs

@@ -1,0 +1,239 @@
+"""Initializes Linen and NNX models, concretely or as shapes only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import inspect
+import reprlib
+from typing import Any
+
+from flax import linen as nn
+from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxshard.core.policy import Policy
+from flaxshard.partitioning import specs as specs_lib
+from flaxshard.state import nnx_adapter
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """Static facts about a model: apply function and precision policy.
+
+  Attributes:
+    apply_fn: Applies the model: `apply_fn(variables, *args)`.
+    policy: The precision policy; None if the model has none.
+  """
+
+  apply_fn: Any
+  policy: Policy | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Initializer:
+  """A traceable initialization of a model; nothing is allocated yet.
+
+  Attributes:
+    initialize: Takes `args` and returns the variables, in the boxes of their
+      partitioning metadata where they have any.
+    args: Arrays, or `jax.ShapeDtypeStruct`s of them.
+    variables: Shapes and dtypes of the variables, in the same boxes. The
+      variables of an existing NNX module have a sharding too.
+    model: Static facts about the model.
+    args_are_variables: Whether `args` is `(variables,)` without boxes.
+  """
+
+  initialize: Callable[..., dict[str, PyTree]]
+  args: tuple[Any, ...]
+  variables: dict[str, PyTree]
+  model: Model
+  args_are_variables: bool = False
+
+
+def run(
+  model: Any, rng: Any, sample_input: Any
+) -> tuple[Model, dict[str, PyTree]]:
+  """Initializes a model on the default device.
+
+  Args:
+    model: As in `create_train_state`, like the other two.
+    rng: See there.
+    sample_input: See there.
+
+  Returns:
+    Static facts about the model, and its variables in the boxes of their
+    partitioning metadata, by collection.
+
+  Raises:
+    TypeError, ValueError: See `create_train_state`.
+  """
+  if isinstance(model, nn.Module):
+    initialize, args = _linen_initializer(model, rng, sample_input)
+    variables = jax.jit(initialize)(*args)
+    apply_fn: Any = model.apply
+  else:
+    if not isinstance(model, nnx.Module):
+      # Not under jit, so the function may use concrete values.
+      model = _construct_nnx(model, rng)
+    apply_fn, variables = nnx_adapter.split(model)
+  _check_params(model, variables)
+  return Model(apply_fn, _policy_of(model)), variables
+
+
+def trace(model: Any, rng: Any, sample_input: Any) -> Initializer:
+  """Traces the initialization of a model; allocates and compiles nothing.
+
+  Args:
+    model: As in `create_train_state`, like the other two.
+    rng: See there.
+    sample_input: See there.
+
+  Raises:
+    TypeError, ValueError: See `create_train_state`.
+  """
+  if isinstance(model, nn.Module):
+    initialize, args = _linen_initializer(model, rng, sample_input)
+    variables = jax.eval_shape(initialize, *args)
+    _check_params(model, variables)
+    facts = Model(model.apply, _policy_of(model))
+    return Initializer(initialize, args, variables, facts)
+
+  if isinstance(model, nnx.Module):
+    apply_fn, variables = nnx_adapter.split(model, boxed=True, copy=False)
+    _check_params(model, variables)
+    return Initializer(
+      # Copies: donating the state must not delete the arrays of the module.
+      lambda variables: jax.tree.map(jnp.copy, variables),
+      (specs_lib.unbox(variables),),
+      variables,
+      Model(apply_fn, _policy_of(model)),
+      args_are_variables=True,
+    )
+
+  traced: list[Model] = []
+
+  def initialize_nnx(rng: Any) -> dict[str, PyTree]:
+    # NNX would shard each variable by its metadata alone, before `rules` do.
+    with nnx.use_eager_sharding(False):
+      module = _construct_nnx(model, rng)
+    apply_fn, variables = nnx_adapter.split(module, boxed=True)
+    _check_params(module, variables)
+    traced.append(Model(apply_fn, _policy_of(module)))
+    return variables
+
+  _check_function(model)
+  _check_rng(rng)  # `eval_shape` would refuse it with an error of its own
+  variables = jax.eval_shape(initialize_nnx, rng)
+  return Initializer(initialize_nnx, (rng,), variables, traced[0])
+
+
+def _linen_initializer(
+  model: nn.Module, rng: Any, sample_input: Any
+) -> tuple[Callable[..., dict[str, PyTree]], tuple[Any, dict[int, Any]]]:
+  """Returns a traceable function that initializes `model`, and its arguments.
+
+  The overwrite-with-gradient collection of Flax's fp8 modules becomes a part of
+  the parameters, where `flax.training.train_state.TrainState` expects it.
+  """
+  _check_rng(rng)
+  # `type(...) is`: a NamedTuple is one argument.
+  inputs = sample_input if type(sample_input) is tuple else (sample_input,)
+  leaves, treedef = jax.tree.flatten(inputs)
+  if not leaves:
+    raise ValueError(
+      f"sample_input must be one input of the model, got {sample_input!r}."
+    )
+  # Only arrays are traced: a model may branch on a flag such as train=True.
+  arrays = {
+    i: x
+    for i, x in enumerate(leaves)
+    if isinstance(x, (jax.Array, np.ndarray, np.generic))
+  }
+
+  def initialize(rng: Any, arrays: dict[int, Any]) -> dict[str, PyTree]:
+    given = [
+      jnp.zeros(x.shape, x.dtype)
+      if isinstance(x, jax.ShapeDtypeStruct)
+      else arrays.get(i, x)
+      for i, x in enumerate(leaves)
+    ]
+    variables = dict(model.init(rng, *jax.tree.unflatten(treedef, given)))
+    if OVERWRITE_WITH_GRADIENT in variables:
+      scales = variables.pop(OVERWRITE_WITH_GRADIENT)
+      params = {"params": variables["params"], OVERWRITE_WITH_GRADIENT: scales}
+      variables["params"] = params
+    return variables
+
+  return initialize, (rng, arrays)
+
+
+def _construct_nnx(function: Any, rng: Any) -> nnx.Module:
+  """Calls a function of `nnx.Rngs` that returns an NNX module."""
+  _check_function(function)
+  _check_rng(rng)
+  rngs = nnx.Rngs(**rng) if isinstance(rng, Mapping) else nnx.Rngs(rng)
+  module = function(rngs)
+  if not isinstance(module, nnx.Module):
+    raise TypeError(
+      "model must be an instance of flax.linen.Module or flax.nnx.Module, or a "
+      f"function that returns the latter, got {function!r}, which returned "
+      f"{reprlib.repr(module)}."
+    )
+  return module
+
+
+def _check_function(model: Any) -> None:
+  """Raises a TypeError unless `model` can be called with `nnx.Rngs`."""
+  # A module class is callable too, but here it is a forgotten `()`.
+  if callable(model) and not isinstance(model, type):
+    try:
+      inspect.signature(model).bind(None)
+      return
+    except (TypeError, ValueError):
+      pass
+  raise TypeError(
+    "model must be an instance of flax.linen.Module or flax.nnx.Module, or a "
+    f"function of nnx.Rngs that returns the latter, got {reprlib.repr(model)}."
+  )
+
+
+def _check_rng(rng: Any) -> None:
+  """Raises a TypeError unless `rng` is a PRNG key or a dict of keys."""
+  # Shortened: `rng` may be the batch, where arguments were exchanged.
+  got = reprlib.repr(rng)
+  message = f"rng must be a PRNG key or a dict of keys, got {got}."
+  if not jax.tree.leaves(rng):
+    raise TypeError(message)
+  try:
+    jax.eval_shape(lambda rng: jax.tree.map(jax.random.key_data, rng), rng)
+  except TypeError as e:
+    raise TypeError(message) from e
+
+
+def _check_params(model: Any, variables: Mapping[str, PyTree]) -> None:
+  if not jax.tree.leaves(variables.get("params", {})):
+    raise ValueError(
+      f"model={type(model).__name__} has no parameters: its collections are "
+      f"{sorted(variables)}, 'params' must be one with arrays in it."
+    )
+
+
+def _policy_of(model: Any) -> Policy | None:
+  """Returns the precision policy of a model, from its `policy` or `dtype`.
+
+  A model with `dtype=jnp.float16` and no policy has "mixed_float16".
+  """
+  policy = getattr(model, "policy", None)
+  if isinstance(policy, Policy):
+    return policy
+  try:
+    float16 = jnp.dtype(getattr(model, "dtype", None)) == jnp.float16
+  except TypeError:
+    float16 = False  # The model uses the name `dtype` for something else.
+  return Policy("mixed_float16") if float16 else None
