@@ -1,267 +1,317 @@
-"""The fields of a training config: what each may be, and their defaults.
+"""The fields of a training config: allowed values and defaults.
 
-A config is a plain `ml_collections` file with `get_config()`. `check` refuses
-what it does not know before anything is built or compiled.
+A config is a plain `ml_collections` file with a `get_config()` function, such
+as `configs/digits.py`. `check` rejects unknown fields and invalid values before
+anything is built or compiled.
+
+Fields that every config has:
+
+- `model`: `{"name": ..., **arguments}`; see `flaxshard.models.create`.
+- `data`: `{"name": ..., **arguments}`; see `flaxshard.data.load`.
+- `batch_size`: Examples in a batch, over all replicas and processes.
+- `num_train_steps`: Step at which training ends.
+- `learning_rate`: Peak of the learning-rate schedule.
+- `seed`: Seed of the initialization, the data order and dropout.
+- `wrappers`: `(name, arguments)` pairs, outermost first; see
+  `flaxshard.wrappers.from_config`.
+- `mesh`: The devices, and how arrays are split over them; see below.
+- `precision`: `"float32"`, `"mixed_float16"` or `"mixed_bfloat16"`.
+- `log_every_steps`, `eval_every_steps`, `checkpoint_every_steps`: Steps between
+  two rows of metrics, two evaluations, two checkpoints.
+
+Fields with a default:
+
+- `optimizer` (`{"name": "adamw"}`), `schedule` (`{"name": "constant"}`): see
+  `flaxshard.core.optimizer.create`.
+- `on_nonfinite` (`"stop"`): What a non-finite loss does when no wrapper skips
+  the step: `"stop"` training or `"continue"`.
+- `profile_steps` (`()`): `(first, last)` step to trace into `workdir/profile`.
+- `writer` (`"tensorboard"`): Event writer; also `"clu"` or `"none"`.
+- `max_to_keep` (3): Number of newest checkpoints to keep.
+- `checkpoint_every_minutes` (0): Saves at the next row of metrics when the last
+  save is at least this many minutes old; 0 turns it off.
+- `keep_every_steps` (0): Also keeps checkpoints at multiples of this; 0 keeps
+  none of them.
+- `best_metric` (`"none"`): Also keeps the checkpoints that are best by
+  `"eval_accuracy"` or `"eval_loss"`.
+- `keep_best` (1): Number of best checkpoints to keep.
+
+Fields of `mesh`, all with a default:
+
+- `replica` (-1): Number of replicas; -1 uses as many as fit the devices.
+- `logical_devices` (1): Devices of each replica.
+- `axes` (`()`): `(name, size)` pairs: named logical axes instead of a number
+  of logical devices.
+- `rules` (`()`): How parameters are split; see
+  `flaxshard.partitioning.rules.from_config`.
+- `split` (`{}`): Pieces that an array of the batch is split into over the
+  logical devices, by key: one number for each dimension.
+- `per_replica` (False): Runs the step once per replica, as `Strategy.run` does.
+- `virtual_devices` (0): Number of virtual CPU devices to run on instead of the
+  devices of this machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import ml_collections
 
 from flaxshard import wrappers
 from flaxshard.core import checks
-from flaxshard.core.policy import Policy
+from flaxshard.core import policy
 from flaxshard.partitioning import rules
 
-# A check returns what is allowed, if the value is not.
-Check = Callable[[Any], str | None]
+# Whether a larger or a smaller value of a `config.best_metric` is better.
+BEST_MODES = {"eval_accuracy": "max", "eval_loss": "min"}
 
 
 def _is_int(value: Any) -> bool:
   return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _integer(least: int) -> Check:
-  def check(value: Any) -> str | None:
-    # JAX and Grain count in 32 bits.
-    ok = _is_int(value) and least <= value < 2**31
-    return None if ok else f"an integer of at least {least}, below 2**31"
-
-  return check
+def _check_positive(field: str, value: Any) -> float:
+  # Below float32's largest number, 3.4e38: schedules compute in float32.
+  return checks.number(field, value, above=0, below=1e38)
 
 
-def _positive(value: Any) -> str | None:
-  ok = isinstance(value, (int, float)) and not isinstance(value, bool)
-  return None if ok and 0 < value < 1e38 else "a positive number"
+def _check_not_negative(field: str, value: Any) -> float:
+  return checks.number(field, value, minimum=0, below=1e38)
 
 
-def _positive_or_zero(value: Any) -> str | None:
-  ok = value == 0 and not isinstance(value, bool)
-  return None if ok or _positive(value) is None else "a positive number, or 0"
-
-
-def _named(value: Any) -> str | None:
-  ok = _is_dict(value) and isinstance(value.get("name"), str)
-  return None if ok else "a dict with a 'name' and the arguments of what it is"
-
-
-def _one_of(*allowed: str) -> Check:
-  return lambda value: (
-    None if value in allowed else f"one of {', '.join(map(repr, allowed))}"
-  )
-
-
-def _precision(value: Any) -> str | None:
-  try:
-    Policy(value)
-  except (TypeError, ValueError) as e:
-    return str(e).partition("allowed: ")[2].rstrip(".")
-  return None
-
-
-def _steps(value: Any) -> str | None:
-  ok = isinstance(value, (tuple, list)) and (
-    not value
-    or (
-      len(value) == 2
-      and all(_is_int(v) for v in value)
-      and 0 < value[0] <= value[1]
+def _check_named(field: str, value: Any) -> Any:
+  if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    raise ValueError(
+      f"{field} must be a dict with a 'name' and the arguments of what it "
+      f"names, got {value!r}."
     )
+  return value
+
+
+def _check_profile_steps(field: str, value: Any) -> Any:
+  is_range = isinstance(value, (tuple, list)) and (
+    len(value) == 0
+    or (len(value) == 2 and all(map(_is_int, value)) and value[0] > 0)
   )
-  return None if ok else "(), or (first step, last step)"
+  if not is_range or list(value) != sorted(value):
+    raise ValueError(
+      f"{field} must be () or (first step, last step), got {value!r}."
+    )
+  return value
 
 
-def _is_dict(value: Any) -> bool:
-  return isinstance(value, (Mapping, ml_collections.ConfigDict))
+def _check_replicas(field: str, value: Any) -> int:
+  if not _is_int(value) or not (value == -1 or value > 0):
+    raise ValueError(
+      f"{field} must be a number of replicas, or -1 for as many as fit, got "
+      f"{value!r}."
+    )
+  return value
 
 
-def _unwrapped(value: Any) -> Any:
-  """Returns a dict for a ConfigDict."""
-  return value.to_dict() if hasattr(value, "to_dict") else value
-
-
-def _replicas(value: Any) -> str | None:
-  ok = _is_int(value) and (value == -1 or value > 0)
-  return None if ok else "a number of replicas, or -1 for as many as fit"
-
-
-def _axes(value: Any) -> str | None:
-  ok = isinstance(value, (tuple, list)) and all(
-    isinstance(axis, (tuple, list))
-    and len(axis) == 2
-    and isinstance(axis[0], str)
-    and axis[0] not in ("", "replica")
-    and _is_int(axis[1])
-    and axis[1] > 0
-    for axis in value
-  )
-  ok = ok and len({axis[0] for axis in value}) == len(value)
+def _is_axis(value: Any) -> bool:
   return (
-    None
-    if ok
-    else "pairs (name, size), such as (('model', 2),), of different names that "
-    "are not 'replica'"
+    isinstance(value, (tuple, list))
+    and len(value) == 2
+    and isinstance(value[0], str)
+    # The strategy adds the axis "replica" itself.
+    and value[0] not in ("", "replica")
+    and _is_int(value[1])
+    and value[1] > 0
   )
 
 
-def _split(value: Any) -> str | None:
-  ok = _is_dict(value) and all(
+def _check_axes(field: str, value: Any) -> Any:
+  if (
+    not isinstance(value, (tuple, list))
+    or not all(map(_is_axis, value))
+    or len({name for name, _ in value}) < len(value)
+  ):
+    raise ValueError(
+      f"{field} must be (name, size) pairs such as (('model', 2),), with "
+      f"different names other than 'replica', got {value!r}."
+    )
+  return value
+
+
+def _check_split(field: str, value: Any) -> Any:
+  if not isinstance(value, dict) or not all(
     isinstance(pieces, (tuple, list)) and all(map(_is_int, pieces))
     for pieces in value.values()
-  )
-  return (
-    None if ok else "a dict of pieces by key, such as {'inputs': (1, 2, 4, 1)}"
-  )
+  ):
+    raise ValueError(
+      f"{field} must be a dict from keys of the batch to numbers of pieces, "
+      f"such as {{'inputs': (1, 2, 4, 1)}}, got {value!r}."
+    )
+  return value
 
 
-def _bool(value: Any) -> str | None:
-  return None if isinstance(value, bool) else "True or False"
-
-
-_MESH: dict[str, tuple[Check, Any]] = {
-  "replica": (_replicas, -1),
-  "logical_devices": (_integer(1), 1),
-  "axes": (_axes, ()),
-  "rules": (lambda value: None, ()),  # from_config says more
-  "split": (_split, {}),
-  "per_replica": (_bool, False),
-  "virtual_devices": (_integer(0), 0),
-}
-
-
-def _mesh(value: Any) -> str | None:
-  return None if _is_dict(value) else f"a dict with {', '.join(_MESH)}"
-
-
-def _check_mesh(mesh: Any) -> dict[str, Any]:
-  """Returns `config.mesh` with its defaults."""
-  for name in mesh:
-    if name not in _MESH:
-      raise ValueError(
-        f"config.mesh.{name} is not a field; the fields are "
-        f"{', '.join(_MESH)}.{checks.did_you_mean(name, _MESH)}"
-      )
-  values = {}
-  for name, (field_check, default) in _MESH.items():
-    value = values[name] = mesh.get(name, default)
-    allowed = field_check(value)
-    if allowed:
-      raise ValueError(
-        f"config.mesh.{name} must be {allowed}; got {_unwrapped(value)!r}."
-      )
+def _check_rules(field: str, value: Any) -> Any:
   try:
-    rules.from_config(values["rules"], argument="config.mesh.rules")
+    rules.from_config(value, argument=field)
   except TypeError as e:
+    # Every invalid field is a ValueError.
     raise ValueError(str(e)) from e
-  if values["axes"] and values["logical_devices"] != 1:
+  return value
+
+
+def _check_mesh(field: str, value: Any) -> dict[str, Any]:
+  if not isinstance(value, dict):
     raise ValueError(
-      f"config.mesh.logical_devices={values['logical_devices']} must be 1 "
-      f"where config.mesh.axes={values['axes']!r} give names and sizes."
+      f"{field} must be a dict with {', '.join(_MESH_FIELDS)}, got {value!r}."
     )
-  return values
+  mesh = _check_fields(field, _MESH_FIELDS, value)
+  if mesh["axes"] and mesh["logical_devices"] != 1:
+    raise ValueError(
+      f"{field}.logical_devices={mesh['logical_devices']} must be 1 if "
+      f"{field}.axes={mesh['axes']!r} names the axes of the logical devices."
+    )
+  return mesh
 
 
-# What `config.best_metric` may be, and which of its values are good.
-BEST_MODES = {"eval_accuracy": "max", "eval_loss": "min"}
+# The default of a field that every config must have.
+_REQUIRED: Any = object()
 
-_REQUIRED: dict[str, Check] = {
-  "model": _named,
-  "data": _named,
-  "batch_size": _integer(1),
-  "num_train_steps": _integer(1),
-  "learning_rate": _positive,
-  "seed": _integer(0),
-  "wrappers": lambda value: None,  # from_config says more
-  "mesh": _mesh,
-  "precision": _precision,
-  "log_every_steps": _integer(1),
-  "eval_every_steps": _integer(1),
-  "checkpoint_every_steps": _integer(1),
+
+class _Field(NamedTuple):
+  """A field: `check(name, value)` returns the value or raises."""
+
+  check: Callable[[str, Any], Any]
+  default: Any = _REQUIRED
+
+
+_ONE_OR_MORE = functools.partial(checks.integer, minimum=1)
+_ZERO_OR_MORE = functools.partial(checks.integer, minimum=0)
+
+
+def _one_of(*allowed: str) -> Callable[[str, Any], Any]:
+  return functools.partial(checks.one_of, allowed=allowed)
+
+
+_MESH_FIELDS = {
+  "replica": _Field(_check_replicas, -1),
+  "logical_devices": _Field(_ONE_OR_MORE, 1),
+  "axes": _Field(_check_axes, ()),
+  "rules": _Field(_check_rules, ()),
+  "split": _Field(_check_split, {}),
+  "per_replica": _Field(checks.boolean, False),
+  "virtual_devices": _Field(_ZERO_OR_MORE, 0),
 }
-_OPTIONAL: dict[str, tuple[Check, Any]] = {
-  "optimizer": (_named, {"name": "adamw"}),
-  "schedule": (_named, {"name": "constant"}),
-  "on_nonfinite": (_one_of("stop", "continue"), "stop"),
-  "profile_steps": (_steps, ()),
-  "writer": (_one_of("tensorboard", "clu", "none"), "tensorboard"),
-  "max_to_keep": (_integer(1), 3),
-  "checkpoint_every_minutes": (_positive_or_zero, 0),
-  "keep_every_steps": (_integer(0), 0),
-  "best_metric": (_one_of("none", *BEST_MODES), "none"),
-  "keep_best": (_integer(1), 1),
+
+_FIELDS = {
+  "model": _Field(_check_named),
+  "data": _Field(_check_named),
+  "batch_size": _Field(_ONE_OR_MORE),
+  "num_train_steps": _Field(_ONE_OR_MORE),
+  "learning_rate": _Field(_check_positive),
+  "seed": _Field(_ZERO_OR_MORE),
+  # Checked by `wrappers.from_config`, which raises a TypeError for a wrong type.
+  "wrappers": _Field(lambda field, value: value),
+  "mesh": _Field(_check_mesh),
+  "precision": _Field(_one_of(*policy.NAMES)),
+  "log_every_steps": _Field(_ONE_OR_MORE),
+  "eval_every_steps": _Field(_ONE_OR_MORE),
+  "checkpoint_every_steps": _Field(_ONE_OR_MORE),
+  "optimizer": _Field(_check_named, {"name": "adamw"}),
+  "schedule": _Field(_check_named, {"name": "constant"}),
+  "on_nonfinite": _Field(_one_of("stop", "continue"), "stop"),
+  "profile_steps": _Field(_check_profile_steps, ()),
+  "writer": _Field(_one_of("tensorboard", "clu", "none"), "tensorboard"),
+  "max_to_keep": _Field(_ONE_OR_MORE, 3),
+  "checkpoint_every_minutes": _Field(_check_not_negative, 0),
+  "keep_every_steps": _Field(_ZERO_OR_MORE, 0),
+  "best_metric": _Field(_one_of("none", *BEST_MODES), "none"),
+  "keep_best": _Field(_ONE_OR_MORE, 1),
 }
-
-
-def _check_what_is_kept(values: Mapping[str, Any]) -> None:
-  """Refuses to keep the best of, or every n-th of, what is never saved."""
-  every = values["checkpoint_every_steps"]
-  kept = values["keep_every_steps"]
-  if kept % every:
-    raise ValueError(
-      f"config.keep_every_steps={kept} must be a multiple of "
-      f"config.checkpoint_every_steps={every}, or 0: others are not saved."
-    )
-  if values["best_metric"] == "none":
-    if values["keep_best"] != 1:
-      raise ValueError(
-        f"config.keep_best={values['keep_best']} needs config.best_metric, "
-        f"one of {', '.join(map(repr, BEST_MODES))}."
-      )
-  elif every % values["eval_every_steps"]:
-    raise ValueError(
-      f"config.checkpoint_every_steps={every} must be a multiple of "
-      f"config.eval_every_steps={values['eval_every_steps']} with "
-      f"config.best_metric={values['best_metric']!r}: a checkpoint is as good "
-      "as its evaluation."
-    )
 
 
 def check(config: Any) -> ml_collections.ConfigDict:
-  """Returns a locked copy of a config, with the defaults of optional fields.
+  """Checks a config and fills in the defaults.
 
   Args:
-    config: A `ConfigDict`, or a dict.
+    config: A `ConfigDict` or a dict.
 
   Returns:
-    A locked `ConfigDict` with every field.
+    A locked copy with every field of this module's docstring.
 
   Raises:
-    ValueError: A field is missing, unknown (the message lists near names), or
-      has a value that is not allowed.
-    TypeError: `config` is no config; `wrappers` has another form.
+    ValueError: A field is missing or unknown (the message lists similar names),
+      or its value is not allowed.
+    TypeError: `config` is not a config, or `wrappers` is not a sequence of
+      names and `(name, arguments)` pairs.
+
+  Example:
+    >>> config = check({
+    ...   "model": {"name": "cnn"}, "data": {"name": "digits"},
+    ...   "batch_size": 64, "num_train_steps": 100, "learning_rate": 1e-3,
+    ...   "seed": 0, "wrappers": (), "mesh": {}, "precision": "float32",
+    ...   "log_every_steps": 10, "eval_every_steps": 50,
+    ...   "checkpoint_every_steps": 50})
+    >>> config.optimizer.name, config.mesh.replica
+    ('adamw', -1)
   """
   if not isinstance(config, (Mapping, ml_collections.ConfigDict)):
-    # A flag's config file that could not be loaded says why when it is used.
+    # absl's flag holds a config file that failed to load as an object that
+    # raises the file's error when any attribute is read.
     getattr(config, "model", None)
     raise TypeError(f"config must be a ConfigDict, got {type(config)}.")
-  known = [*_REQUIRED, *_OPTIONAL]
-  for name in config:
-    if name not in known:
+  given = {name: _to_dict(config[name]) for name in config}
+  checked = _check_fields("config", _FIELDS, given)
+  _check_kept_checkpoints(checked)
+  wrappers.from_config(checked["wrappers"])
+  # Locked, not frozen: a FrozenConfigDict cannot hold the dicts in `wrappers`.
+  return ml_collections.ConfigDict(checked).lock()
+
+
+def _check_fields(
+  where: str, fields: Mapping[str, _Field], given: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns the checked value or the default of each field."""
+  for name in given:
+    if name not in fields:
       raise ValueError(
-        f"config.{name} is not a field; the fields are {', '.join(known)}."
-        f"{checks.did_you_mean(name, known)}"
+        f"{where}.{name} is not a field; the fields are {', '.join(fields)}."
+        f"{checks.did_you_mean(name, fields)}"
       )
   values = {}
-  for name, field_check in _REQUIRED.items():
-    if name not in config:
-      raise ValueError(f"config.{name} is missing.")
-    values[name] = (field_check, config[name])
-  for name, (field_check, default) in _OPTIONAL.items():
-    values[name] = (field_check, config.get(name, default))
-  for name, (field_check, value) in values.items():
-    allowed = field_check(value)
-    if allowed:
+  for name, field in fields.items():
+    value = given.get(name, field.default)
+    if value is _REQUIRED:
+      raise ValueError(f"{where}.{name} is missing.")
+    values[name] = field.check(f"{where}.{name}", value)
+  return values
+
+
+def _to_dict(value: Any) -> Any:
+  # A deep copy: changing the checked config leaves the given one as it is.
+  if isinstance(value, ml_collections.ConfigDict):
+    return value.to_dict()
+  if isinstance(value, Mapping):
+    return {key: _to_dict(item) for key, item in value.items()}
+  return value
+
+
+def _check_kept_checkpoints(config: Mapping[str, Any]) -> None:
+  """Raises if a checkpoint is to be kept that is never saved or rated."""
+  every = config["checkpoint_every_steps"]
+  keep_every = config["keep_every_steps"]
+  if keep_every % every:
+    raise ValueError(
+      f"config.keep_every_steps={keep_every} must be 0 or a multiple of "
+      f"config.checkpoint_every_steps={every}: other steps are not saved."
+    )
+  if config["best_metric"] == "none":
+    if config["keep_best"] != 1:
       raise ValueError(
-        f"config.{name} must be {allowed}; got {_unwrapped(value)!r}."
+        f"config.keep_best={config['keep_best']} needs config.best_metric, "
+        f"one of {', '.join(map(repr, BEST_MODES))}."
       )
-  _check_what_is_kept({name: value for name, (_, value) in values.items()})
-  wrappers.from_config(config["wrappers"])
-  values["mesh"] = (_mesh, _check_mesh(config["mesh"]))
-  # Not frozen: a FrozenConfigDict cannot hold the dicts in `wrappers`.
-  checked = ml_collections.ConfigDict(
-    {name: _unwrapped(value) for name, (_, value) in values.items()}
-  )
-  return checked.lock()
+  elif every % config["eval_every_steps"]:
+    raise ValueError(
+      f"config.checkpoint_every_steps={every} must be a multiple of "
+      f"config.eval_every_steps={config['eval_every_steps']} with "
+      f"config.best_metric={config['best_metric']!r}: a checkpoint is rated by "
+      "the evaluation of its step."
+    )

@@ -1,4 +1,4 @@
-"""What a config may hold."""
+"""The fields of a config: defaults, required fields, and invalid values."""
 
 import importlib.util
 import pathlib
@@ -26,7 +26,7 @@ def mesh(**fields):
 
 
 def make(**fields):
-  """Returns a config with only the fields that have no default."""
+  """Returns a config with only the required fields, and `fields`."""
   config = dict(
     model={"name": "cnn", "features": (4,)},
     data={"name": "digits"},
@@ -48,11 +48,12 @@ def make(**fields):
 REQUIRED = list(make())
 
 
-@pytest.mark.parametrize("of", [dict, ml_collections.ConfigDict])
-def test_defaults_are_filled_in(of):
-  checked = config_lib.check(of(make()))
+@pytest.mark.parametrize("kind", [dict, ml_collections.ConfigDict])
+def test_defaults_are_filled_in(kind):
+  checked = config_lib.check(kind(make(mesh={})))
   assert isinstance(checked, ml_collections.ConfigDict)
   assert checked.to_dict() == make(
+    mesh=mesh(),
     optimizer={"name": "adamw"},
     schedule={"name": "constant"},
     on_nonfinite="stop",
@@ -64,10 +65,12 @@ def test_defaults_are_filled_in(of):
     best_metric="none",
     keep_best=1,
   )
+  assert config_lib.check(checked).to_dict() == checked.to_dict()
 
 
-def test_what_is_given_is_kept():
+def test_given_values_are_kept():
   fields = dict(
+    learning_rate=1,
     optimizer={"name": "sgd", "momentum": 0.9},
     schedule={"name": "cosine", "warmup_steps": 2},
     on_nonfinite="continue",
@@ -78,15 +81,12 @@ def test_what_is_given_is_kept():
     keep_every_steps=8,
     best_metric="eval_loss",
     keep_best=2,
+    precision="mixed_bfloat16",
+    wrappers=(),
   )
   checked = config_lib.check(make(**fields))
   assert checked.to_dict() == make(**fields)
   assert checked.optimizer.momentum == 0.9
-
-
-def test_a_config_with_all_fields_passes_again():
-  checked = config_lib.check(make())
-  assert config_lib.check(checked).to_dict() == checked.to_dict()
 
 
 def test_the_result_is_a_locked_copy():
@@ -100,294 +100,211 @@ def test_the_result_is_a_locked_copy():
   assert not config.is_locked
 
 
-@pytest.mark.parametrize("field", REQUIRED)
-def test_a_missing_field(field):
-  config = make()
-  del config[field]
-  with pytest.raises(ValueError, match=rf"^config\.{field} is missing"):
-    config_lib.check(config)
-
-
-def test_an_unknown_field():
-  with pytest.raises(ValueError) as e:
-    config_lib.check(make(bach_size=16))
-  message = str(e.value)
-  assert message.startswith("config.bach_size is not a field")
-  for field in (*REQUIRED, "optimizer", "profile_steps", "max_to_keep"):
-    assert field in message
-  assert message.endswith("Did you mean 'batch_size'?")
-  with pytest.raises(ValueError) as e:
-    config_lib.check(make(zzzz=1))
-  assert "Did you mean" not in str(e.value)
-
-
-_INTEGERS = {
-  "batch_size": 1,
-  "num_train_steps": 1,
-  "seed": 0,
-  "log_every_steps": 1,
-  "eval_every_steps": 1,
-  "checkpoint_every_steps": 1,
-  "max_to_keep": 1,
-}
+def test_missing_fields_raise():
+  for field in REQUIRED:
+    config = make()
+    del config[field]
+    with pytest.raises(ValueError, match=rf"^config\.{field} is missing"):
+      config_lib.check(config)
 
 
 @pytest.mark.parametrize(
-  "fields, message",
+  ("where", "config", "fields", "hint"),
+  [
+    ("config.bach_size", make(bach_size=16), REQUIRED, "'batch_size'"),
+    ("config.zzzz", make(zzzz=1), ["profile_steps", "max_to_keep"], None),
+    ("config.mesh.replicas", make(mesh={"replicas": 8}), mesh(), "'replica'"),
+  ],
+)
+def test_unknown_fields_raise_with_the_known_and_similar_ones(
+  where, config, fields, hint
+):
+  with pytest.raises(ValueError) as e:
+    config_lib.check(config)
+  message = str(e.value)
+  assert message.startswith(f"{where} is not a field")
+  for field in fields:
+    assert field in message
+  assert ("Did you mean" in message) == (hint is not None)
+  assert hint is None or hint in message
+
+
+_WRONG_NAMED = ("cnn", {}, {"size": 1}, {"name": 3}, None)
+
+
+@pytest.mark.parametrize(
+  ("field", "invalid", "allowed"),
+  [
+    # The checkers of `core.checks` have their own tests: one value each.
+    *((field, (0, True, 2**31), "1") for field in REQUIRED if "every" in field),
+    ("batch_size", (0, 2.0, "2", None), "1"),
+    ("num_train_steps", (0,), "1"),
+    ("seed", (-1, True), "0"),
+    ("learning_rate", (0, float("inf"), "0.1", True, 1e39), "above 0"),
+    ("max_to_keep", (0,), "1"),
+    ("keep_every_steps", (-4,), "0"),
+    ("keep_best", (0,), "1"),
+    ("checkpoint_every_minutes", (-1, "1", True), "0"),
+    ("on_nonfinite", ("stopp", 3), "'stop', 'continue'"),
+    ("writer", ("stdout", None), "'tensorboard', 'clu', 'none'"),
+    ("best_metric", ("accuracy",), "'none', 'eval_accuracy', 'eval_loss'"),
+    ("precision", ("float7", 3, ["float32"]), "'float32', 'mixed_float16'"),
+    ("model", _WRONG_NAMED, "'name'"),
+    ("data", _WRONG_NAMED, "'name'"),
+    ("optimizer", _WRONG_NAMED, "'name'"),
+    ("schedule", _WRONG_NAMED, "'name'"),
+    (
+      "profile_steps",
+      ((3,), (0, 2), (3, 2), (1, 2, 3), (1.0, 2), ("1", "2"), 3, None),
+      "(first step, last step)",
+    ),
+    ("mesh", (8, None, (), "replica"), "virtual_devices"),
+    ("mesh.replica", (0, -2, 2.0, "8", True, None), "-1"),
+    ("mesh.logical_devices", (0, "8"), "1"),
+    ("mesh.virtual_devices", (-1, "8"), "0"),
+    ("mesh.per_replica", (1, "yes"), "True or False"),
+    (
+      "mesh.axes",
+      (
+        "model",
+        {"model": 2},
+        ("model", 2),
+        (("model", 2, 2),),
+        (("model", 0),),
+        (("model", 2.0),),
+        (("", 2),),
+        ((2, 2),),
+        (("replica", 2),),
+        (("model", 2), ("model", 2)),
+        None,
+      ),
+      "(('model', 2),)",
+    ),
+    (
+      "mesh.split",
+      (
+        None,
+        8,
+        (("inputs", (1, 2)),),
+        {"inputs": 8},
+        {"inputs": (1, 2.0)},
+        {"inputs": (1, True)},
+        {"inputs": "12"},
+      ),
+      "{'inputs': (1, 2, 4, 1)}",
+    ),
+  ],
+)
+def test_invalid_values_raise_with_field_value_and_what_is_allowed(
+  field, invalid, allowed
+):
+  for value in invalid:
+    name = field.removeprefix("mesh.")
+    fields = {name: value}
+    if name != field:
+      fields = {"mesh": fields}
+    for kind in (dict, ml_collections.ConfigDict):
+      with pytest.raises(ValueError) as e:
+        config_lib.check(kind(make(**fields)))
+      message = str(e.value)
+      assert message.startswith(f"config.{field} must be "), message
+      assert allowed in message
+      # A number that is too large is answered with the largest allowed one.
+      assert repr(value) in message, message
+
+
+@pytest.mark.parametrize(
+  ("fields", "facts"),
   [
     (
       dict(keep_every_steps=6),
-      "config.keep_every_steps=6 must be a multiple of "
-      "config.checkpoint_every_steps=4, or 0: others are not saved.",
+      ("config.keep_every_steps=6", "config.checkpoint_every_steps=4"),
     ),
-    (
-      dict(keep_best=2),
-      "config.keep_best=2 needs config.best_metric, one of 'eval_accuracy', "
-      "'eval_loss'.",
-    ),
+    (dict(keep_best=2), ("config.keep_best=2", "config.best_metric")),
     (
       dict(best_metric="eval_loss", eval_every_steps=3),
-      "config.checkpoint_every_steps=4 must be a multiple of "
-      "config.eval_every_steps=3 with config.best_metric='eval_loss': a "
-      "checkpoint is as good as its evaluation.",
+      (
+        "config.checkpoint_every_steps=4",
+        "config.eval_every_steps=3",
+        "config.best_metric='eval_loss'",
+      ),
     ),
     (
-      dict(best_metric="accuracy"),
-      "config.best_metric must be one of 'none', 'eval_accuracy', 'eval_loss'; "
-      "got 'accuracy'.",
-    ),
-    (
-      dict(checkpoint_every_minutes=-1),
-      "config.checkpoint_every_minutes must be a positive number, or 0; got "
-      "-1.",
+      dict(mesh={"axes": (("x", 2),), "logical_devices": 2}),
+      ("config.mesh.logical_devices=2", "config.mesh.axes=(('x', 2),)"),
     ),
   ],
 )
-def test_what_to_keep(fields, message):
+def test_contradicting_fields_raise_with_both(fields, facts):
   with pytest.raises(ValueError) as e:
     config_lib.check(make(**fields))
-  assert str(e.value) == message
+  for fact in facts:
+    assert fact in str(e.value)
 
 
-@pytest.mark.parametrize("field", list(_INTEGERS))
-def test_integers(field):
-  least = _INTEGERS[field]
-  assert config_lib.check(make(**{field: least}))[field] == least
-  for bad in (least - 1, 2.0, "2", True, None, 2**31):
-    with pytest.raises(ValueError) as e:
-      config_lib.check(make(**{field: bad}))
-    assert str(e.value) == (
-      f"config.{field} must be an integer of at least {least}, below 2**31; "
-      f"got {bad!r}."
-    )
-
-
-@pytest.mark.parametrize(
-  "bad", [0, -0.1, float("inf"), float("nan"), "0.1", True, None]
-)
-def test_bad_learning_rates(bad):
-  with pytest.raises(ValueError) as e:
-    config_lib.check(make(learning_rate=bad))
-  assert str(e.value) == (
-    f"config.learning_rate must be a positive number; got {bad!r}."
-  )
-
-
-def test_a_learning_rate_may_be_an_integer():
-  assert config_lib.check(make(learning_rate=1)).learning_rate == 1
-
-
-@pytest.mark.parametrize("field", ["model", "data", "optimizer", "schedule"])
-@pytest.mark.parametrize("bad", ["cnn", {}, {"size": 1}, {"name": 3}, None])
-def test_what_is_named_needs_a_name(field, bad):
-  with pytest.raises(ValueError) as e:
-    config_lib.check(make(**{field: bad}))
-  message = str(e.value)
-  assert message.startswith(f"config.{field} must be a dict with a 'name'")
-  assert message.endswith(f"; got {bad!r}.")
-
-
-@pytest.mark.parametrize(
-  ("field", "allowed"),
-  [
-    ("on_nonfinite", "'stop', 'continue'"),
-    ("writer", "'tensorboard', 'clu', 'none'"),
-  ],
-)
-@pytest.mark.parametrize("bad", ["stopp", 3, None])
-def test_one_of_some_words(field, allowed, bad):
-  with pytest.raises(ValueError) as e:
-    config_lib.check(make(**{field: bad}))
-  assert str(e.value) == (
-    f"config.{field} must be one of {allowed}; got {bad!r}."
-  )
-
-
-@pytest.mark.parametrize("bad", ["float7", "", 3, None, ["float32"]])
-def test_bad_precisions(bad):
-  with pytest.raises(ValueError) as e:
-    config_lib.check(make(precision=bad))
-  message = str(e.value)
-  assert message.startswith("config.precision must be ")
-  for name in ("float32", "mixed_float16", "mixed_bfloat16"):
-    assert name in message
-  assert message.endswith(f"; got {bad!r}.")
-
-
-@pytest.mark.parametrize("name", ["float32", "mixed_float16", "mixed_bfloat16"])
-def test_precisions(name):
-  assert config_lib.check(make(precision=name)).precision == name
-
-
-@pytest.mark.parametrize("bad", [8, None, (), "replica"])
-def test_a_mesh_is_a_dict(bad):
-  with pytest.raises(ValueError) as e:
-    config_lib.check(make(mesh=bad))
-  assert str(e.value) == (
-    f"config.mesh must be a dict with {', '.join(mesh())}; got {bad!r}."
-  )
-
-
-def test_the_fields_of_a_mesh_have_defaults():
-  for of in (dict, ml_collections.ConfigDict):
-    checked = config_lib.check(of(make(mesh={})))
-    assert checked.mesh.to_dict() == mesh()
-
-
-@pytest.mark.parametrize(
-  "fields",
-  [
+@pytest.mark.parametrize("kind", [dict, ml_collections.ConfigDict])
+def test_valid_meshes_are_kept(kind):
+  for fields in (
     {"replica": 1},
     {"replica": 8, "logical_devices": 4, "split": {"inputs": (1, 2, 2, 1)}},
     {"axes": (("x", 2), ("y", 1)), "rules": "fsdp"},
     {"rules": (("kernel$", (None, "replica")), ("bias", None), "fsdp")},
     {"rules": {"name": "fsdp", "min_size": 64}},
     {"per_replica": True, "virtual_devices": 8},
-  ],
-)
-def test_meshes(fields):
-  for of in (dict, ml_collections.ConfigDict):
-    checked = config_lib.check(of(make(mesh=fields)))
+  ):
+    checked = config_lib.check(kind(make(mesh=fields)))
     assert checked.mesh.to_dict() == mesh(**fields)
     assert config_lib.check(checked).to_dict() == checked.to_dict()
 
 
 @pytest.mark.parametrize(
-  ("field", "bads"),
-  {
-    "replica": (0, -2, 2.0, "8", True, None),
-    "logical_devices": (0, -1, 2.0, "8", True, None, 2**31),
-    "axes": (
-      "model",
-      {"model": 2},
-      ("model", 2),
-      (("model", 2, 2),),
-      (("model", 0),),
-      (("model", 2.0),),
-      (("", 2),),
-      ((2, 2),),
-      (("replica", 2),),
-      (("model", 2), ("model", 2)),
-      None,
-    ),
-    "split": (
-      None,
-      8,
-      (("inputs", (1, 2)),),
-      {"inputs": 8},
-      {"inputs": (1, 2.0)},
-      {"inputs": (1, True)},
-      {"inputs": "12"},
-    ),
-    "per_replica": (0, 1, "yes", None),
-    "virtual_devices": (-1, 8.0, "8", True, None, 2**31),
-  }.items(),
-)
-def test_bad_fields_of_a_mesh(field, bads):
-  for bad in bads:
-    for of in (dict, ml_collections.ConfigDict):
-      with pytest.raises(ValueError) as e:
-        config_lib.check(of(make(mesh={field: bad})))
-      message = str(e.value)
-      assert message.startswith(f"config.mesh.{field} must be "), message
-      assert message.endswith(f"; got {bad!r}."), message
-
-
-@pytest.mark.parametrize(
-  ("bad", "message"),
+  ("value", "facts"),
   [
-    (0, "must be None, 'fsdp', .*, got 0"),
-    ({"name": "fsdb"}, "name: unknown name 'fsdb'; allowed: fsdp"),
-    (({"name": "fsdp", "min_sise": 3},), "'min_sise'.*Did you mean 'min_size'"),
-    (
-      ({"name": "fsdp", "min_size": -1},),
-      "min_size must be .* at least 0, got -1",
-    ),
+    (0, ("'fsdp'", "0")),
+    ({"name": "fsdb"}, ("'fsdb'", "fsdp")),
+    (({"name": "fsdp", "min_sise": 3},), ("'min_sise'", "'min_size'")),
+    (({"name": "fsdp", "min_size": -1},), ("min_size", "0", "-1")),
   ],
 )
-def test_bad_rules(bad, message):
-  with pytest.raises(ValueError, match=rf"^config\.mesh\.rules.*{message}"):
-    config_lib.check(make(mesh={"rules": bad}))
-
-
-def test_axes_have_sizes_of_their_own():
+def test_invalid_rules_raise_with_the_field(value, facts):
   with pytest.raises(ValueError) as e:
-    config_lib.check(make(mesh={"axes": (("x", 2),), "logical_devices": 2}))
-  assert str(e.value) == (
-    "config.mesh.logical_devices=2 must be 1 where config.mesh.axes="
-    "(('x', 2),) give names and sizes."
-  )
-
-
-def test_an_unknown_field_of_a_mesh():
-  with pytest.raises(ValueError) as e:
-    config_lib.check(make(mesh={"replicas": 8}))
-  assert str(e.value).startswith("config.mesh.replicas is not a field; ")
-  for field in mesh():
-    assert field in str(e.value)
-  assert "Did you mean 'replica'" in str(e.value)
+    config_lib.check(make(mesh={"rules": value}))
+  message = str(e.value)
+  assert message.startswith("config.mesh.rules")
+  for fact in facts:
+    assert fact in message
 
 
 @pytest.mark.parametrize(
-  "bad", [(3,), (0, 2), (3, 2), (1, 2, 3), (1.0, 2), ("1", "2"), 3, None]
+  ("value", "kind", "facts"),
+  [
+    ((("loss_scal", {}),), ValueError, ("'loss_scal'", "'loss_scale'")),
+    ((("loss_scale", {"scales": 1.0}),), ValueError, ("'scales'", "'scale'")),
+    ((("loss_scale", {"scale": -1}),), ValueError, ("scale", "-1")),
+    (None, TypeError, ("wrappers",)),
+    ((3,), TypeError, ("wrappers",)),
+  ],
 )
-def test_bad_profile_steps(bad):
-  with pytest.raises(ValueError) as e:
-    config_lib.check(make(profile_steps=bad))
-  assert str(e.value) == (
-    f"config.profile_steps must be (), or (first step, last step); got {bad!r}."
-  )
+def test_invalid_wrappers_raise(value, kind, facts):
+  with pytest.raises(kind) as e:
+    config_lib.check(make(wrappers=value))
+  for fact in facts:
+    assert fact in str(e.value)
 
 
-def test_wrappers_are_checked():
-  assert config_lib.check(make(wrappers=())).wrappers == ()
-  with pytest.raises(
-    ValueError, match=r"unknown name 'loss_scal'.*'loss_scale'"
-  ):
-    config_lib.check(make(wrappers=(("loss_scal", {}),)))
-  with pytest.raises(ValueError, match=r"'scales'.*Did you mean 'scale'"):
-    config_lib.check(make(wrappers=(("loss_scale", {"scales": 1.0}),)))
-  with pytest.raises(ValueError, match=r"must be positive.*got -1"):
-    config_lib.check(make(wrappers=(("loss_scale", {"scale": -1}),)))
-  for bad in (None, "loss_scale", {"loss_scale": {}}, (3,)):
-    with pytest.raises(TypeError, match="wrappers"):
-      config_lib.check(make(wrappers=bad))
-
-
-@pytest.mark.parametrize("bad", [None, "digits.py", [("batch_size", 3)]])
-def test_no_config(bad):
-  with pytest.raises(TypeError, match="config must be a ConfigDict, got"):
-    config_lib.check(bad)
+@pytest.mark.parametrize("value", [None, [("batch_size", 3)]])
+def test_other_objects_than_configs_raise(value):
+  with pytest.raises(TypeError, match="config must be a ConfigDict"):
+    config_lib.check(value)
 
 
 @pytest.mark.parametrize(
   "path", sorted(_CONFIGS.glob("*.py")), ids=lambda p: p.stem
 )
-def test_the_configs_that_come_with_flaxshard(path):
+def test_the_shipped_configs_are_valid(path):
   spec = importlib.util.spec_from_file_location(f"_config_{path.stem}", path)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
-  config = module.get_config()
-  checked = config_lib.check(config)
-  given = config.to_dict()
-  assert {k: v for k, v in checked.to_dict().items() if k in given} == given
+  given = module.get_config().to_dict()
+  checked = config_lib.check(given).to_dict()
+  assert {name: checked[name] for name in given} == given
