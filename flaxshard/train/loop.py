@@ -1,343 +1,301 @@
-"""The training loop: set up, restore, train, evaluate, save, say what came."""
+"""The training loop: set up, restore, then train, evaluate and save."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 import contextlib
-import functools
+import dataclasses
 import json
 import logging
 import os
 import signal
-import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from clu import parameter_overview
 import jax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from flaxshard import checkpoint
-from flaxshard import models
-from flaxshard import wrappers
 from flaxshard.core import lock
 from flaxshard.core import multihost
-from flaxshard.core import optimizer
-from flaxshard.core import trees
-from flaxshard.core.policy import Policy
-from flaxshard.data import batching
-from flaxshard.data import sources
-from flaxshard.partitioning import rules as rules_lib
-from flaxshard.partitioning import specs as specs_lib
 from flaxshard.state import describe
 from flaxshard.state import replica_groups
-from flaxshard.state.create import create_train_state
 from flaxshard.state.train_state import TrainState
-from flaxshard.strategy.strategy import Strategy
+from flaxshard.train import charts
 from flaxshard.train import config as config_lib
+from flaxshard.train import devices
 from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import preemption
-from flaxshard.train import profiler
-from flaxshard.train import setup
+from flaxshard.train import report
+from flaxshard.train import setup as setup_lib
 from flaxshard.train import steps
 from flaxshard.train import timer as timer_lib
-from flaxshard.train import workdir as workdir_lib
-from flaxshard.wrappers import stack as wrapper_stack
+from flaxshard.wrappers import stack
 
 _log = logging.getLogger(__name__)
 
-P = jax.sharding.PartitionSpec
-
 
 def train_and_evaluate(config: Any, workdir: str) -> TrainState:
-  """Trains the model of a config, or goes on where its workdir stands.
+  """Trains the model of a config, or continues the run of a workdir.
 
   Args:
-    config: An `ml_collections.ConfigDict`; see `flaxshard.train.config`.
-    workdir: Where everything goes: `checkpoints/`, `metrics.jsonl`, TensorBoard
-      events, `training.png` and `config.json`.
+    config: An `ml_collections.ConfigDict` or a dict; see
+      `flaxshard.train.config`.
+    workdir: The folder for `checkpoints/`, `metrics.jsonl`, TensorBoard events,
+      `training.png` and `config.json`. If it has a checkpoint, training
+      continues from there, with the same result as without an interruption.
 
   Returns:
     The final state.
 
   Raises:
-    ValueError, TypeError: The config is not usable, `workdir` cannot be
-      written, another run writes in it, or it holds a checkpoint of another
-      model or another data order.
-    ImportError: A package that the config asks for is not installed.
-    FloatingPointError: The loss became infinite or NaN, no wrapper had the step
-      skipped, and `config.on_nonfinite` is "stop".
-    SaveError: A checkpoint could not be written; it is raised in the step after
-      it is known, of several processes at the next row or save.
-    SystemExit: On Ctrl-C, SIGTERM or JAX's notice of preemption, after a
-      checkpoint.
+    ValueError, TypeError: The config is invalid, `workdir` cannot be written,
+      another run is using it, or its checkpoint has another model or another
+      data order.
+    ImportError: A package that the config needs is not installed.
+    FloatingPointError: The loss became infinite or NaN, no wrapper skipped the
+      step, and `config.on_nonfinite` is "stop".
+    SaveError: A checkpoint could not be written. It is raised at the next step;
+      with several processes, at the next row of metrics or save.
+    SystemExit: After Ctrl-C, SIGTERM or JAX's notice of preemption, once a
+      checkpoint is saved. The code is 128 plus the number of the signal.
   """
   config = config_lib.check(config)
-  strategy = setup.create_strategy(config)
+  # First, because it can set the number of virtual devices: from here on JAX
+  # has started.
+  strategy = devices.create_strategy(config)
   workdir = os.path.expanduser(workdir)
   with multihost.raise_on_all_processes(ValueError):
     checkpoint.check_writable("workdir", workdir)
   workdir = os.path.abspath(workdir)
-  metrics_lib.require_packages(config.writer)
-  splits = sources.load(config.data)
-  specs = setup.batch_specs(config, strategy, splits.eval[0])
-  tx, schedule = optimizer.create(config)
-  state = _create_state(config, splits, tx, strategy)
-  process = dict(batch_size=config.batch_size, **setup.input_pipeline(strategy))
-  train_step, lowered = _lower_train_step(
-    config, state, splits, strategy, specs
-  )
+  charts.require_packages(config.writer)
+  # Traces the train step, so that an invalid config is found before anything
+  # is written or compiled.
+  setup = setup_lib.create_setup(config, strategy)
 
+  with _open_run(config, setup, workdir) as run:
+    state, first_step = _restore_or_create(config, setup, run)
+    if first_step < config.num_train_steps:
+      state = _train(config, setup, run, state, first_step)
+    else:
+      _log.info(
+        "step %d is done already: nothing to train up to "
+        "config.num_train_steps=%d",
+        first_step,
+        config.num_train_steps,
+      )
+  report.finish(workdir)
+  return state
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+  """Resources that a run holds from its start to its end.
+
+  Attributes:
+    workdir: The workdir, locked: no other run can use it.
+    received_signal: Returns the signal that this process received, or None.
+    train_iter: The training batches; checkpoints hold its position.
+    checkpointer: The checkpointer of `workdir/checkpoints`.
+  """
+
+  workdir: str
+  received_signal: Callable[[], int | None]
+  train_iter: Iterator[Any]
+  checkpointer: checkpoint.Checkpointer
+
+
+@contextlib.contextmanager
+def _open_run(
+  config: Any, setup: setup_lib.Setup, workdir: str
+) -> Iterator[_Run]:
   with contextlib.ExitStack() as stack:
     with multihost.raise_on_all_processes(ValueError):
       unlock = lock.acquire("workdir", workdir)
     stack.callback(unlock)
-    interrupted = stack.enter_context(preemption.catch_signals())
-    train_iter = stack.enter_context(
-      iter(
-        strategy.distribute_dataset(
-          batching.train_iterator(splits, seed=config.seed, **process),
-          mask=None,
-          spec=specs,
-        )
+    # From here on a signal ends the run with a checkpoint.
+    received_signal = stack.enter_context(preemption.catch_signals())
+    train_iter = stack.enter_context(iter(setup.train_batches(config.seed)))
+    best_metric = config.best_metric
+    checkpointer = stack.enter_context(
+      checkpoint.Checkpointer(
+        os.path.join(workdir, "checkpoints"),
+        max_to_keep=config.max_to_keep,
+        keep_every=config.keep_every_steps or None,
+        best_metric=None if best_metric == "none" else best_metric,
+        best_mode=config_lib.BEST_MODES.get(best_metric, "max"),
+        keep_best=config.keep_best,
+        # Through JSON, which turns the tuples into lists.
+        config=json.loads(config.to_json()),
       )
     )
-    checkpointer = stack.enter_context(_checkpointer(config, workdir))
-    if checkpointer.latest_step() is not None:
-      workdir_lib.check_continues(config, workdir)
-      state = checkpointer.restore(state, data=train_iter)
-    # Not the latest, where that is damaged.
-    first_step = checkpointer.restored_step or 0
-    if first_step:
-      _log.info("resuming from step %d in %s", first_step, workdir)
-    if first_step >= config.num_train_steps:
-      _log.info(
-        "step %d is done already: nothing to train up to config."
-        "num_train_steps=%d",
-        first_step,
-        config.num_train_steps,
-      )
-      workdir_lib.finish(workdir)
-      return state
-    workdir_lib.write_config(config, workdir)
-    note = replica_groups.note(state)
-    if note:
-      _log.warning("%s", note)
-    if not first_step:
-      overview = parameter_overview.get_parameter_overview(
-        state.params, include_stats=False
-      )
-      _log.info("parameters:\n%s", overview)
-      if strategy.mesh.size > 1:
-        _log.info("what lies where:\n%s", describe.describe(state))
+    yield _Run(workdir, received_signal, train_iter, checkpointer)
 
-    metrics_file = metrics_lib.MetricsFile(
-      workdir_lib.metrics_path(workdir), first_step
-    )
-    stack.enter_context(metrics_lib.close_on_exit(metrics_file.close))
-    write_events, close_events = metrics_lib.event_writer(
-      config.writer, workdir, first_step
-    )
-    stack.enter_context(metrics_lib.close_on_exit(close_events))
-    before_step = stack.enter_context(
-      profiler.profile_steps(config.profile_steps, workdir)
-    )
 
-    mirrored = functools.partial(setup.replicate, strategy)
-    progress = setup.init_progress(config, strategy, state)
-    rng = mirrored(jax.random.key(config.seed))
-    _compile(lowered)
-    eval_step = setup.block_if_virtual_cpu(strategy, jax.jit(steps.eval_step))
-    show = stack.enter_context(_progress_bar(first_step, config))
+def _restore_or_create(
+  config: Any, setup: setup_lib.Setup, run: _Run
+) -> tuple[TrainState, int]:
+  """Returns the state to train from, and the step that it was saved at."""
+  if run.checkpointer.latest_step() is None:
+    return setup.plan.create_state(), 0
+  metrics_lib.check_continues(config, run.workdir)
+  # Into shapes and shardings: a state of arrays would need its memory twice.
+  state = run.checkpointer.restore(
+    setup.plan.abstract_state(), data=run.train_iter
+  )
+  # Not always the latest step: a damaged one is passed over.
+  first_step = run.checkpointer.restored_step or 0
+  _log.info("resuming from step %d in %s", first_step, run.workdir)
+  return state, first_step
 
-    def evaluate() -> dict[str, float]:
-      metrics = mirrored(steps.Metrics.empty())
-      batches = strategy.distribute_dataset(
-        batching.eval_batches(splits, **process), spec=specs
-      )
-      evaluated = replica_groups.of_first_replica(state)
-      with iter(batches) as eval_iter:
-        for batch in eval_iter:
-          metrics = eval_step(evaluated, metrics, batch)
-      return {f"eval_{k}": float(v) for k, v in metrics.compute().items()}
 
+def _train(
+  config: Any,
+  setup: setup_lib.Setup,
+  run: _Run,
+  state: TrainState,
+  first_step: int,
+) -> TrainState:
+  """Trains from `first_step` to the last step, and returns the final state."""
+  metrics_lib.write_config(config, run.workdir)
+  _log_state(state, first_step)
+  _compile(setup.lowered_train_step)
+  with (
+    report.open_report(
+      run.workdir, config.writer, first_step, config.num_train_steps
+    ) as write_row,
+    timer_lib.profile_steps(
+      config.profile_steps, run.workdir
+    ) as profile_before_step,
+  ):
+    progress = setup.init_progress()
+    rng = setup.replicate(jax.random.key(config.seed))
     timer = timer_lib.Timer(first_step)
     save_time = time.monotonic()
     for step in range(first_step + 1, config.num_train_steps + 1):
-      before_step(step, state)
-      state, progress = train_step(
-        state, progress, next(train_iter), rng, mirrored(np.int32(step))
+      profile_before_step(step, state)
+      state, progress = setup.train_step(
+        state,
+        progress,
+        next(run.train_iter),
+        rng,
+        setup.replicate(np.int32(step)),
       )
 
-      signum = preemption.agreed(step, interrupted())
-      final = step == config.num_train_steps
-      last = final or signum is not None
-      log = step % config.log_every_steps == 0 or last
-      evaluates = step % config.eval_every_steps == 0 or final
-      saves = step % config.checkpoint_every_steps == 0 or last
-      if log and not saves:
-        saves = _is_due(config.checkpoint_every_minutes, save_time)
-      waits = log or evaluates or saves
-      if waits or jax.process_count() == 1:
-        checkpointer.check()
-      if not waits:
+      signum = preemption.agree_on_signal(step, run.received_signal())
+      due = _due(config, step, signum is not None, save_time)
+      if due.any or jax.process_count() == 1:
+        # With several processes this waits for all of them: not at every step.
+        run.checkpointer.check()
+      if not due.any:
         continue
 
-      # Waits for the step. Other processes may have some of the replicas.
-      seen = steps.over_replicas(jax.device_get(mirrored(progress)))
-      steps_per_second = timer.lap(step) if log else None
+      # Waits for the step. Another process may hold some of the replicas.
+      seen = steps.over_replicas(jax.device_get(setup.replicate(progress)))
+      steps_per_second = timer.lap(step) if due.log else None
       with timer.paused():
-        _check_finite(config, state, seen)
+        _check_finite(config.on_nonfinite, state, seen)
         row: dict[str, float | int | None] = {}
-        if log:
-          row = _train_row(state, seen, schedule)
+        if due.log:
+          row = _train_row(state, seen, setup.schedule)
           row["steps_per_second"] = steps_per_second
-          progress = setup.init_progress(config, strategy, state)
-        if evaluates:
-          row |= evaluate()
+          progress = setup.init_progress()
+        if due.evaluate:
+          row |= setup.evaluate(state)
         if row:
-          with multihost.raise_on_all_processes(OSError):
-            metrics_file.write(step, row)
-            write_events(step, row)
-          show(step, row)
-        if saves:
-          measured = None if config.best_metric == "none" else row
-          checkpointer.save(step, state, data=train_iter, metrics=measured)
+          write_row(step, row)
+        if due.save:
+          metrics = None if config.best_metric == "none" else row
+          run.checkpointer.save(
+            step, state, data=run.train_iter, metrics=metrics
+          )
           save_time = time.monotonic()
-      if signum is not None and not final:
-        checkpointer.wait()
-        _exit_interrupted(signum, step, workdir)
+      if signum is not None and step < config.num_train_steps:
+        run.checkpointer.wait()
+        _exit_interrupted(signum, step, run.workdir)
 
-    checkpointer.wait()
-  workdir_lib.finish(workdir)
+    run.checkpointer.wait()
   return state
 
 
-def _create_state(
-  config: Any, splits: sources.Splits, tx: Any, strategy: Strategy
-) -> TrainState:
-  policy = Policy(config.precision)
-  model = models.create(
-    config.model,
-    num_classes=splits.num_classes,
-    policy=policy,
-    seed=config.seed,
+def _log_state(state: TrainState, first_step: int) -> None:
+  note = replica_groups.note(state)
+  if note:
+    _log.warning("%s", note)
+  if first_step:
+    return
+  overview = parameter_overview.get_parameter_overview(
+    state.params, include_stats=False
   )
-  with _errors_name_field(
-    f"config.model ({config.model.name!r}) cannot be initialized"
-  ):
-    state = create_train_state(
-      model,
-      jax.random.key(config.seed),
-      np.asarray(splits.eval[0]["inputs"])[None],
-      tx,
-      wrappers=wrappers.from_config(config.wrappers),
-      strategy=strategy,
-      rules=rules_lib.from_config(config.mesh.rules),
-    )
-  if policy.compute_dtype == jnp.float16:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state.params):
-      if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        raise ValueError(
-          f"config.precision={config.precision!r} needs floating-point "
-          f"parameters; {trees.path_string(path)} is {leaf.dtype}."
-        )
-  return state
+  _log.info("parameters:\n%s", overview)
+  description = describe.describe(state)
+  if description.num_devices > 1:
+    _log.info("what lies where:\n%s", description)
 
 
-def _lower_train_step(
-  config: Any,
-  state: TrainState,
-  splits: sources.Splits,
-  strategy: Strategy,
-  specs: Mapping[str, P],
-) -> tuple[Callable[..., tuple[TrainState, steps.Progress]], Any]:
-  """Traces both steps, before anything is written or compiled."""
-
-  def zeros(x: Any, spec: P) -> jax.Array:
-    return jnp.zeros(
-      (config.batch_size, *np.shape(x)),
-      jax.dtypes.canonicalize_dtype(trees.dtype_of(x)),
-      device=jax.sharding.NamedSharding(strategy.mesh, spec),
-    )
-
-  batch = {
-    key: zeros(np.asarray(x), specs[key]) for key, x in splits.eval[0].items()
-  }
-  progress = setup.init_progress(config, strategy, state)
-  rng, step = setup.replicate(strategy, (jax.random.key(0), np.int32(0)))
-  train_step = setup.jit_train_step(config, strategy, (state, progress))
-  with _errors_name_field(
-    f"config.model ({config.model.name!r}) cannot be trained on config.data "
-    f"({config.data.name!r})"
-  ):
-    mask = np.ones(config.batch_size, bool)
-    metrics = steps.Metrics.empty()
-    jax.eval_shape(steps.eval_step, state, metrics, {**batch, "mask": mask})
-    return train_step, train_step.lower(state, progress, batch, rng, step)
-
-
-def _checkpointer(config: Any, workdir: str) -> checkpoint.Checkpointer:
-  best = config.best_metric
-  return checkpoint.Checkpointer(
-    os.path.join(workdir, "checkpoints"),
-    max_to_keep=config.max_to_keep,
-    keep_every=config.keep_every_steps or None,
-    best_metric=None if best == "none" else best,
-    best_mode=config_lib.BEST_MODES.get(best, "max"),
-    keep_best=config.keep_best,
-    config=json.loads(config.to_json()),
-  )
-
-
-def _is_due(minutes: float, since: float) -> bool:
-  """Returns whether so much time has passed, on the clock of process 0."""
-  if not minutes:
-    return False
-  due = time.monotonic() - since >= 60 * minutes
-  if jax.process_count() > 1:
-    due = bool(multihost_utils.broadcast_one_to_all(np.array(due)))
-  return due
-
-
-@contextlib.contextmanager
-def _errors_name_field(what: str) -> Iterator[None]:
-  """Says which field an error comes from that somebody's code raises."""
-  try:
-    yield
-  except specs_lib.RuleError as e:
-    # Its message starts with "rules", which the config has in `mesh`.
-    raise ValueError(f"config.mesh.{e}") from e
-  except (TypeError, ValueError, ArithmeticError, LookupError) as e:
-    kind = TypeError if isinstance(e, TypeError) else ValueError
-    raise kind(f"{what}: {e}") from e
-
-
-def _compile(lowered: Any) -> None:
-  """Compiles ahead, so that no step that is timed does."""
+def _compile(lowered: jax.stages.Lowered) -> None:
+  """Compiles the train step, so that the timer does not count it."""
   start = time.monotonic()
-  lowered.compile()  # the first call finds it
+  # JAX caches the executable: the first call of the step finds it.
+  lowered.compile()
   _log.info("compiled the train step in %.1f s", time.monotonic() - start)
 
 
+class _Due(NamedTuple):
+  """What to do after a step."""
+
+  log: bool
+  evaluate: bool
+  save: bool
+
+  @property
+  def any(self) -> bool:
+    return self.log or self.evaluate or self.save
+
+
+def _due(config: Any, step: int, stop: bool, save_time: float) -> _Due:
+  """Returns what to do after a step.
+
+  Args:
+    config: A checked config.
+    step: The step just taken.
+    stop: Whether a signal ends the run after this step.
+    save_time: `time.monotonic()` of the last save.
+  """
+  final = step == config.num_train_steps
+  # The last step of a run is logged and saved, whatever its number.
+  last = final or stop
+  log = last or step % config.log_every_steps == 0
+  save = last or step % config.checkpoint_every_steps == 0
+  if log and not save and config.checkpoint_every_minutes:
+    seconds = time.monotonic() - save_time
+    save = seconds >= 60 * config.checkpoint_every_minutes
+    if jax.process_count() > 1:
+      # Clocks differ: all processes save when process 0 does.
+      save = bool(multihost_utils.broadcast_one_to_all(np.array(save)))
+  return _Due(log, final or step % config.eval_every_steps == 0, save)
+
+
 def _train_row(
-  state: TrainState, progress: steps.Progress, schedule: Any
+  state: TrainState, progress: steps.Progress, schedule: optax.Schedule
 ) -> dict[str, float | int | None]:
-  logged = wrapper_stack.metrics(state.wrappers, state.wrapper_states)
-  with np.errstate(invalid="ignore"):  # no step applied: no loss to average
+  # If no step was applied, there is no loss to average: 0 / 0 is NaN.
+  with np.errstate(invalid="ignore"):
     row = {f"train_{k}": v for k, v in progress.metrics.compute().items()}
-  # Of the last update that was applied.
-  rate = schedule(jnp.maximum(state.step - 1, 0))
-  row |= {"learning_rate": rate, **logged}
+  # The rate of the last applied update, which had the step before it.
+  row["learning_rate"] = schedule(jnp.maximum(state.step - 1, 0))
+  row |= stack.metrics(state.wrappers, state.wrapper_states)
   return {key: np.asarray(value).item() for key, value in row.items()}
 
 
 def _check_finite(
-  config: Any, state: TrainState, progress: steps.Progress
+  on_nonfinite: str, state: TrainState, progress: steps.Progress
 ) -> None:
-  """Stops at a non-finite loss, before the state can be saved."""
+  """Raises or warns at a non-finite loss, before the state can be saved."""
   if not progress.bad_step:
     return
   paths = steps.bad_paths(state, progress)
@@ -346,7 +304,7 @@ def _check_finite(
     f"{len(paths)} of {len(progress.bad_leaves)} parameters are not finite "
     f"after it{': ' if paths else '.'}{', '.join(paths)}"
   )
-  if config.on_nonfinite == "continue":
+  if on_nonfinite == "continue":
     _log.warning("%s", message)
     return
   raise FloatingPointError(
@@ -355,42 +313,12 @@ def _check_finite(
   )
 
 
-@contextlib.contextmanager
-def _progress_bar(
-  first_step: int, config: Any
-) -> Iterator[Callable[[int, Mapping[str, Any]], None]]:
-  """Yields what shows a row: a log line, and a bar with ETA on a terminal."""
-
-  def show(step: int, row: Mapping[str, Any]) -> None:
-    _log.info("step %d: %s", step, workdir_lib.format_row(row))
-
-  if not sys.stderr.isatty():
-    yield show
-    return
-  metrics_lib.require("the progress bar", "tqdm")
-  from tqdm import tqdm
-  from tqdm.contrib import logging as tqdm_logging
-
-  total = config.num_train_steps
-  with (
-    tqdm(total=total, initial=first_step, unit="step") as bar,
-    # Log lines go above the bar.
-    tqdm_logging.logging_redirect_tqdm([logging.getLogger("flaxshard")]),
-  ):
-
-    def show_both(step: int, row: Mapping[str, Any]) -> None:
-      show(step, row)
-      bar.update(step - bar.n)
-
-    yield show_both
-
-
 def _exit_interrupted(signum: int, step: int, workdir: str) -> None:
-  name = signal.Signals(signum).name
   _log.warning(
-    "%s: saved step %d in %s; the same command goes on from there",
-    name,
+    "%s: saved step %d in %s; the same command continues from there",
+    signal.Signals(signum).name,
     step,
     workdir,
   )
+  # The exit code that a shell reports for a process ended by the signal.
   raise SystemExit(128 + signum)

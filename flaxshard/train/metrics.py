@@ -1,32 +1,32 @@
-"""Where metrics go: `metrics.jsonl`, TensorBoard events, a plot."""
+"""The text files of a workdir: `metrics.jsonl` and `config.json`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
-import importlib.util
 import json
 import logging
 import math
 import os
-import time
 from typing import Any, IO
+
+import jax
 
 _log = logging.getLogger(__name__)
 
-Row = dict[str, float | int | None]
-Write = Callable[[int, Mapping[str, float | int | None]], None]
+Row = Mapping[str, float | int | None]
 
 
 class MetricsFile:
-  """`metrics.jsonl`: one JSON object a line, on disk as soon as it is written.
+  """Writes `metrics.jsonl`: one JSON object per line.
 
-  A number that is not finite is written as null, which JSON can hold.
+  A row is on disk as soon as it is written. JSON has no NaN and no infinity:
+  numbers that are not finite are written as null.
 
   Args:
-    path: The file. Rows of later steps than `last_step` are dropped: a resumed
-      run writes them again.
-    last_step: The step that the run goes on from.
+    path: The file. Rows of steps after `last_step` are removed, because a
+      resumed run writes them again.
+    last_step: The step that the run continues from.
   """
 
   def __init__(self, path: str, last_step: int):
@@ -36,11 +36,14 @@ class MetricsFile:
     self._path = path
     self._file = open(path, "a")
 
-  def write(self, step: int, values: Mapping[str, float | int | None]) -> None:
+  def write(self, step: int, row: Row) -> None:
     """Appends a row."""
-    row = {"step": step, **{k: _finite(v) for k, v in values.items()}}
+    finite = {
+      key: value if value is None or math.isfinite(value) else None
+      for key, value in row.items()
+    }
     with add_filename_to_oserror(self._path):
-      self._file.write(json.dumps(row) + "\n")
+      self._file.write(json.dumps({"step": step, **finite}) + "\n")
       self._file.flush()
 
   def close(self) -> None:
@@ -49,8 +52,21 @@ class MetricsFile:
       self._file.close()
 
 
+def metrics_path(workdir: str) -> str:
+  """Returns the path of this process's `metrics.jsonl`."""
+  index = jax.process_index()
+  name = f"metrics.{index}.jsonl" if index else "metrics.jsonl"
+  return os.path.join(workdir, name)
+
+
 def read_rows(path: str) -> list[dict[str, Any]]:
-  """Returns the rows of a `metrics.jsonl`; a line cut short is left out."""
+  """Returns the rows of a `metrics.jsonl`, without broken lines.
+
+  A process that was killed while writing leaves an incomplete last line.
+
+  Args:
+    path: The file; it may be missing.
+  """
   rows = []
   if os.path.exists(path):
     with open(path, errors="replace") as f:
@@ -62,70 +78,79 @@ def read_rows(path: str) -> list[dict[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
           rows.append(row)
         else:
-          _log.warning("%s: left out a broken line: %r", path, line)
+          _log.warning("%s: ignored a broken line: %r", path, line)
   return rows
 
 
-def event_writer(
-  name: str, workdir: str, last_step: int = 0
-) -> tuple[Write, Callable[[], None]]:
-  """Returns how to write scalars for TensorBoard, and how to close it.
+def format_row(row: Row) -> str:
+  """Returns a row as one line of text for the log."""
+  return " ".join(
+    f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}"
+    for k, v in row.items()
+    if v is not None
+  )
+
+
+def check_continues(config: Any, workdir: str) -> None:
+  """Raises if a config cannot continue the run of a workdir.
+
+  A checkpoint counts the batches consumed. With other data, another batch size
+  or another seed, that count means other examples. Other changed fields are
+  logged.
 
   Args:
-    name: `"tensorboard"` (tensorboardX, without TensorFlow), `"clu"`
-      (`clu.metric_writers`, which needs TensorFlow), or `"none"`.
-    workdir: Where the events go.
-    last_step: The step that the run goes on from; TensorBoard drops what an
-      earlier run wrote of later ones.
+    config: A checked config.
+    workdir: The workdir, with the `config.json` of its last run.
 
   Raises:
-    ImportError: The package is not installed.
+    ValueError: One of these fields has changed, or `config.json` is broken.
   """
-  require_packages(name)
-  if name == "none":
-    return (lambda step, values: None), (lambda: None)
-  if name == "clu":
-    from clu import metric_writers
+  path = os.path.join(workdir, "config.json")
+  if not os.path.exists(path):
+    _log.warning("%s is missing: cannot check that the config fits", path)
+    return
+  try:
+    with open(path) as f:
+      before = dict(json.load(f))
+  except (ValueError, TypeError) as e:
+    raise ValueError(
+      f"{path} is broken ({e}). Remove it to continue without this check."
+    ) from e
+  now = json.loads(config.to_json())
+  for field in ("data", "batch_size", "seed"):
+    if before.get(field) != now[field]:
+      raise ValueError(
+        f"config.{field}={now[field]!r}, but {workdir} was trained with "
+        f"{before.get(field)!r}, so its data cannot be continued. Use that "
+        "value or another workdir."
+      )
+  changed = [field for field in now if before.get(field) != now[field]]
+  if changed:
+    _log.info("changed since the last run: config.%s", ", ".join(changed))
 
-    writer = metric_writers.create_default_writer(workdir, asynchronous=False)
-    write_clu = lambda step, v: writer.write_scalars(step, _numbers(v))
-    return write_clu, writer.close
-  from tensorboardX import event_file_writer
-  from tensorboardX.proto import event_pb2
-  from tensorboardX.proto import summary_pb2
 
-  # Without the thread of a SummaryWriter: on a full disk it ends, and what is
-  # written next waits for it, for ever.
-  events = event_file_writer.EventsWriter(os.path.join(workdir, "events"))
-  named = os.path.join(workdir, "events.out.tfevents")
+def write_config(config: Any, workdir: str) -> None:
+  """Writes the checked config to `config.json`, from process 0."""
+  if jax.process_index() == 0:
+    with atomic_write(os.path.join(workdir, "config.json")) as f:
+      json.dump(json.loads(config.to_json()), f, indent=2, sort_keys=True)
 
-  def add(step: int, **what: Any) -> None:
-    event = event_pb2.Event(wall_time=time.time(), step=step, **what)
-    events.write_event(event)
 
-  if last_step:
-    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-    add(last_step + 1, session_log=start)
+@contextlib.contextmanager
+def atomic_write(path: str) -> Iterator[IO[str]]:
+  """Opens a temporary file that replaces `path` when the `with` block ends.
 
-  def write(step: int, values: Mapping[str, float | int | None]) -> None:
-    value = [
-      summary_pb2.Summary.Value(tag=key, simple_value=number)
-      for key, number in _numbers(values).items()
-    ]
-    with add_filename_to_oserror(named):
-      add(step, summary=summary_pb2.Summary(value=value))
-      events.flush()
-
-  def close() -> None:
-    with add_filename_to_oserror(named):
-      events.close()
-
-  return write, close
+  After an error or a kill, `path` has its old content.
+  """
+  temporary = f"{path}.tmp"
+  with add_filename_to_oserror(temporary), open(temporary, "w") as f:
+    yield f
+  os.replace(temporary, path)
 
 
 @contextlib.contextmanager
 def add_filename_to_oserror(path: str) -> Iterator[None]:
-  """Has an OSError name the file: that of a full disk does not."""
+  """Adds the file name to an OSError that lacks one, as on a full disk."""
   try:
     yield
   except OSError as e:
@@ -135,20 +160,11 @@ def add_filename_to_oserror(path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def atomic_write(path: str) -> Iterator[IO[str]]:
-  """Opens a file that takes its name only when it is whole."""
-  fresh = f"{path}.tmp"
-  with add_filename_to_oserror(fresh), open(fresh, "w") as f:
-    yield f
-  os.replace(fresh, path)
-
-
-@contextlib.contextmanager
 def close_on_exit(close: Callable[[], None]) -> Iterator[None]:
-  """Closes a file in the end; of two errors, the one that came first is raised.
+  """Calls `close` at the end of the `with` block.
 
-  Args:
-    close: Closes it.
+  If both the block and `close` fail, the error of the block is raised and the
+  other one is logged.
   """
   try:
     yield
@@ -159,106 +175,3 @@ def close_on_exit(close: Callable[[], None]) -> Iterator[None]:
       _log.error("%s", e)
     raise
   close()
-
-
-def require_packages(writer: str) -> None:
-  """Raises an ImportError unless there is what a run writes its metrics with.
-
-  Args:
-    writer: The name of an event writer.
-  """
-  require("training.png", "matplotlib")
-  if writer == "tensorboard":
-    require("config.writer='tensorboard'", "tensorboardX")
-  elif writer == "clu":
-    for package in ("tensorflow", "tensorboard"):
-      remedy = "pip install tensorflow tensorboard"
-      require("config.writer='clu'", package, remedy)
-
-
-_TRAIN = "pip install 'flaxshard[train]'"
-
-
-def require(what: str, package: str, remedy: str = _TRAIN) -> None:
-  """Raises an ImportError that says how to get a package, unless it is here."""
-  if importlib.util.find_spec(package) is None:
-    raise ImportError(f"{what} needs {package}, not installed: {remedy}")
-
-
-def plot(rows: list[dict[str, Any]], path: str) -> None:
-  """Draws loss, accuracy and loss scale over steps into a PNG.
-
-  Steps in whose interval an update was skipped are marked on the loss scale.
-
-  Args:
-    rows: The rows of a `metrics.jsonl`.
-    path: The file to write.
-  """
-  from matplotlib import figure
-  from matplotlib import ticker
-
-  def series(key: str) -> tuple[list[float], list[float]]:
-    points = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
-    return [p[0] for p in points], [p[1] for p in points]
-
-  scaled = any(r.get("loss_scale") is not None for r in rows)
-  height = 9 if scaled else 6.2
-  canvas = figure.Figure(figsize=(8, height), layout="constrained")
-  axes = canvas.subplots(3 if scaled else 2, 1, sharex=True)
-  for ax, name in zip(axes[:2], ("loss", "accuracy"), strict=True):
-    ax.plot(*series(f"train_{name}"), color="#3060a0", label=f"train_{name}")
-    held_out = series(f"eval_{name}")
-    # Evaluations are few: a marker each.
-    ax.plot(*held_out, "o-", color="#c05020", ms=4, label=f"eval_{name}")
-    ax.set_ylabel(name)
-    ax.legend(frameon=False)
-  if scaled:
-    ax = axes[2]
-    steps, scales = series("loss_scale")
-    ax.step(steps, scales, where="post", color="#3060a0", label="loss_scale")
-    ax.set_yscale("log", base=2)
-    before, marked = 0, []
-    for row in rows:
-      total = row.get("skipped_steps")
-      if total is not None:
-        if total > before and row.get("loss_scale") is not None:
-          marked.append((row["step"], row["loss_scale"], total - before))
-        before = total
-    if marked:
-      ax.plot(
-        [m[0] for m in marked],
-        [m[1] for m in marked],
-        "v",
-        color="#c02020",
-        label=f"skipped steps ({before} in all)",
-      )
-      # Where there are many, the numbers would cover each other.
-      for step, scale, count in marked if len(marked) <= 30 else ():
-        ax.annotate(
-          f"{count}",
-          (step, scale),
-          textcoords="offset points",
-          xytext=(0, -13),
-          ha="center",
-          fontsize=8,
-        )
-    ax.margins(y=0.25)
-    ax.set_ylabel("loss scale")
-    ax.legend(frameon=False)
-  for ax in axes:
-    ax.grid(alpha=0.3)
-    ax.spines[["top", "right"]].set_visible(False)
-  axes[-1].set_xlabel("step (batches consumed)")
-  axes[-1].xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-  with add_filename_to_oserror(path):
-    canvas.savefig(path, dpi=120)
-
-
-def _numbers(
-  values: Mapping[str, float | int | None],
-) -> dict[str, float | int]:
-  return {k: v for k, v in values.items() if v is not None}
-
-
-def _finite(value: float | int | None) -> float | int | None:
-  return value if value is None or math.isfinite(value) else None

@@ -1,209 +1,261 @@
-"""What `config.mesh` asks for: a strategy, and where batches are split."""
+"""Builds what a run needs from its config: devices, data, state and steps.
+
+Nothing is written and no step is compiled here, so that an invalid config is
+reported within seconds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import contextlib
+import dataclasses
 import logging
-import math
 from typing import Any
-import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
-from flaxshard import wrappers
-from flaxshard.core import checks
-from flaxshard.data import sharding
-from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import partitions
+from flaxshard import data
+from flaxshard import models
+from flaxshard import wrappers as wrappers_lib
+from flaxshard.core import optimizer
+from flaxshard.core import trees
+from flaxshard.core.policy import Policy
+from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
+from flaxshard.state import create as create_lib
 from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
+from flaxshard.train import devices
 from flaxshard.train import steps
-from flaxshard.wrappers import base
-from flaxshard.wrappers import stack
 
 _log = logging.getLogger(__name__)
 
 P = jax.sharding.PartitionSpec
+TrainStep = Callable[..., tuple[TrainState, steps.Progress]]
 
 
-def create_strategy(config: Any) -> Strategy:
-  """Returns the strategy of a checked config.
+@dataclasses.dataclass(frozen=True)
+class Setup:
+  """Everything that a run needs, built from its config.
 
-  Raises:
-    ValueError: There are too few devices, or `batch_size` is no multiple of the
-      replicas; virtual devices, but JAX has started without them; wrappers that
-      do not fit the replicas.
+  Attributes:
+    strategy: The devices.
+    splits: The data.
+    batch_size: Examples in a batch, over all replicas and processes.
+    batch_specs: How each array of a batch is split.
+    schedule: The learning rate, as a function of the applied updates.
+    plan: Creates the state, or its abstract version to restore into.
+    train_step: `train_step(state, progress, batch, rng, step)` returns the next
+      state and progress. The given state and progress are donated.
+    lowered_train_step: The same step, traced and ready to be compiled.
+    eval_step: `eval_step(state, metrics, batch)` returns the merged metrics.
+    per_replica: Whether the step runs once per replica, as in `Strategy.run`.
   """
-  mesh = config.mesh
-  if mesh.virtual_devices:
-    _use_virtual_devices(mesh.virtual_devices)
-  devices = jax.devices()
-  named = dict(mesh.axes)
-  logical = math.prod(named.values()) if named else mesh.logical_devices
-  where = f"config.mesh.replica={mesh.replica}"
-  replicas = len(devices) // logical if mesh.replica == -1 else mesh.replica
-  if not 0 < replicas * logical <= len(devices):
-    each = f"axes={mesh.axes!r}" if named else f"logical_devices={logical}"
-    raise ValueError(
-      f"{where} with config.mesh.{each} needs {max(replicas, 1) * logical} "
-      f"devices; there are {len(devices)}."
-    )
-  if config.batch_size % replicas:
-    raise ValueError(
-      f"config.batch_size={config.batch_size} must be a multiple of the "
-      f"{replicas} replicas of {where}."
-    )
-  _check_wrappers(config, replicas)
-  axes = named or mesh_lib.prime_axes(logical)
-  used = replicas * logical
-  strategy = Strategy(
-    # All of them are laid out as suits the network.
-    devices=None if used == len(devices) else devices[:used],
-    mesh_shape={mesh_lib.REPLICA: replicas, **axes},
-  )
-  _log.info(
-    "JAX %s, process %d of %d, %d of %d %s devices, %r",
-    jax.__version__,
-    jax.process_index(),
-    jax.process_count(),
-    strategy.mesh.size,
-    len(devices),
-    devices[0].platform,
-    strategy,
-  )
-  return strategy
 
+  strategy: Strategy
+  splits: data.Splits
+  batch_size: int
+  batch_specs: Mapping[str, P]
+  schedule: optax.Schedule
+  plan: create_lib.CreationPlan
+  train_step: TrainStep
+  lowered_train_step: jax.stages.Lowered
+  eval_step: Callable[..., steps.Metrics]
+  per_replica: bool
 
-def _check_wrappers(config: Any, replicas: int) -> None:
-  made = wrappers.from_config(config.wrappers)
-  reducing = [base.name_of(w) for w in made if stack.reduces_gradients((w,))]
-  if replicas > 1 and reducing and not config.mesh.per_replica:
-    raise ValueError(
-      f"config.wrappers: {', '.join(reducing)} reduces the gradients of "
-      f"{replicas} replicas, which config.mesh.per_replica=False does not keep "
-      "apart; set config.mesh.per_replica=True."
-    )
-  with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # they come again when the state is made
-    try:
-      stack.check_replicas(made, replicas)
-    except ValueError as e:
-      raise ValueError(f"config.wrappers: {e}") from e
-
-
-def _use_virtual_devices(count: int) -> None:
-  with contextlib.suppress(RuntimeError):  # JAX runs; so with as many, perhaps
-    jax.config.update("jax_num_cpu_devices", count)
-    jax.config.update("jax_platforms", "cpu")
-  devices = jax.devices()
-  if len(devices) != count or devices[0].platform != "cpu":
-    raise ValueError(
-      f"config.mesh.virtual_devices={count}: JAX has started with "
-      f"{len(devices)} {devices[0].platform} devices already."
+  def train_batches(self, seed: int) -> Iterable[Any]:
+    """Returns the endless training batches, on the devices."""
+    return self.strategy.distribute_dataset(
+      data.train_iterator(self.splits, seed=seed, **self._pipeline()),
+      mask=None,
+      spec=self.batch_specs,
     )
 
+  def evaluate(self, state: TrainState) -> dict[str, float]:
+    """Returns the means of the metrics over the evaluation data."""
+    metrics = self.replicate(steps.Metrics.empty())
+    batches = self.strategy.distribute_dataset(
+      data.eval_batches(self.splits, **self._pipeline()), spec=self.batch_specs
+    )
+    # A checkpoint saves replica 0 as well, if groups of replicas differ.
+    state = replica_groups.of_first_replica(state)
+    with iter(batches) as iterator:
+      for batch in iterator:
+        metrics = self.eval_step(state, metrics, batch)
+    return {f"eval_{k}": float(v) for k, v in metrics.compute().items()}
 
-def batch_specs(
-  config: Any, strategy: Strategy, example: Mapping[str, Any]
-) -> dict[str, P]:
-  """Returns how each array of a batch is split, by `config.mesh.split`.
+  def init_progress(self) -> steps.Progress:
+    """Returns the progress before any step, on the devices."""
+    return _init_progress(
+      self.strategy, self.plan.abstract_state(), self.per_replica
+    )
+
+  def replicate(self, tree: Any) -> Any:
+    """Returns a tree of arrays, whole on every device."""
+    return devices.replicate(self.strategy, tree)
+
+  def _pipeline(self) -> dict[str, int]:
+    return {
+      "batch_size": self.batch_size,
+      **devices.input_pipeline(self.strategy),
+    }
+
+
+def create_setup(config: Any, strategy: Strategy) -> Setup:
+  """Builds everything that a run needs.
 
   Args:
     config: A checked config.
-    strategy: Its strategy.
-    example: An example without the batch dimension.
+    strategy: Its strategy; see `devices.create_strategy`.
 
   Raises:
-    ValueError: `config.mesh.split` names no array, or cannot split it.
+    ValueError, TypeError: The data, the model, the optimizer, the rules and the
+      wrappers do not fit each other. The message names the field.
+    ImportError: A package that the config needs is not installed.
   """
-  split = dict(config.mesh.split)
-  specs = {key: P(mesh_lib.REPLICA) for key in example}
-  for key, pieces in split.items():
-    where = f"config.mesh.split.{key}={tuple(pieces)!r}"
-    if key not in example:
-      raise ValueError(
-        f"{where}: a batch has {', '.join(sorted(example))}."
-        f"{checks.did_you_mean(key, example)}"
-      )
-    replicas = strategy.num_replicas_in_sync
-    shape = (config.batch_size // replicas, *np.shape(example[key]))
-    try:
-      spec = partitions.partition_spec(strategy.mesh, shape, pieces)
-    except ValueError as e:
-      raise ValueError(f"{where}: {e}") from e
-    specs[key] = P((mesh_lib.REPLICA, *specs_lib.axes_of(spec[0])), *spec[1:])
-  return specs
+  splits = data.load(config.data)
+  example = {k: np.asarray(x) for k, x in splits.eval[0].items()}
+  specs = devices.batch_specs(
+    config.mesh.split, config.batch_size, strategy, example
+  )
+  tx, schedule = optimizer.create(config)
+  policy = Policy(config.precision)
+  model = models.create(
+    config.model,
+    num_classes=splits.num_classes,
+    policy=policy,
+    seed=config.seed,
+  )
+  model_field = f"config.model ({config.model.name!r})"
+  with _errors_name_field(f"{model_field} cannot be initialized"):
+    plan = create_lib.plan_creation(
+      model,
+      jax.random.key(config.seed),
+      example["inputs"][None],
+      tx,
+      wrappers=wrappers_lib.from_config(config.wrappers),
+      mesh=strategy.mesh,
+      rules=rules_lib.from_config(config.mesh.rules),
+    )
+  state = plan.abstract_state()
+  if policy.compute_dtype == jnp.float16:
+    _check_floating_point(config.precision, state.params)
 
-
-def input_pipeline(strategy: Strategy) -> dict[str, int]:
-  """Returns which part of each batch this process reads, and of how many."""
-  return dict(
-    process_index=sharding.pipeline_id(strategy.mesh),
-    process_count=len(sharding.pipelines(strategy.mesh)),
+  per_replica = config.mesh.per_replica
+  progress = _init_progress(strategy, state, per_replica)
+  batch = _abstract_batch(strategy, specs, config.batch_size, example)
+  jitted = _jit_train_step(strategy, state, progress, per_replica)
+  with _errors_name_field(
+    f"{model_field} cannot be trained on config.data ({config.data.name!r})"
+  ):
+    lowered = jitted.lower(
+      state,
+      progress,
+      batch,
+      *devices.replicate(strategy, (jax.random.key(0), np.int32(0))),
+    )
+    # Evaluation is compiled much later: trace it now to find its errors.
+    batch["mask"] = np.ones(config.batch_size, bool)
+    jax.eval_shape(steps.eval_step, state, steps.Metrics.empty(), batch)
+  return Setup(
+    strategy=strategy,
+    splits=splits,
+    batch_size=config.batch_size,
+    batch_specs=specs,
+    schedule=schedule,
+    plan=plan,
+    # `Strategy.jit` waits for the results by itself.
+    train_step=jitted
+    if per_replica
+    else devices.block_if_virtual_cpu(strategy, jitted),
+    lowered_train_step=lowered,
+    eval_step=devices.block_if_virtual_cpu(strategy, jax.jit(steps.eval_step)),
+    per_replica=per_replica,
   )
 
 
-def init_progress(config: Any, strategy: Strategy, state: TrainState) -> Any:
-  """Returns the progress of no step: of each replica, or of all together."""
+def _abstract_batch(
+  strategy: Strategy,
+  specs: Mapping[str, P],
+  batch_size: int,
+  example: Mapping[str, np.ndarray],
+) -> dict[str, Any]:
+  return {
+    key: jax.ShapeDtypeStruct(
+      (batch_size, *x.shape),
+      jax.dtypes.canonicalize_dtype(trees.dtype_of(x)),
+      sharding=jax.sharding.NamedSharding(strategy.mesh, specs[key]),
+    )
+    for key, x in example.items()
+  }
+
+
+def _init_progress(
+  strategy: Strategy, state: TrainState, per_replica: bool
+) -> Any:
   progress = jax.device_get(steps.init_progress(state))
-  if config.mesh.per_replica:
+  if per_replica:
     return strategy.distribute_values_from_function(lambda context: progress)
-  return replicate(strategy, progress)
+  return devices.replicate(strategy, progress)
 
 
-def replicate(strategy: Strategy, tree: Any) -> Any:
-  """Returns a tree of arrays, whole on every device of the strategy."""
-  sharding = jax.sharding.NamedSharding(strategy.mesh, P())
-  return jax.tree.map(lambda x: mesh_lib.put(x, sharding), tree)
-
-
-def jit_train_step(config: Any, strategy: Strategy, carried: Any) -> Any:
-  """Returns the train step, jitted: for all replicas together, or for each.
-
-  Args:
-    config: A checked config.
-    strategy: Its strategy.
-    carried: The state and progress, which are donated and come back.
-
-  Raises:
-    ValueError: Groups of replicas differ, and `config.mesh.rules` splits over
-      all of them.
-  """
-  if config.mesh.per_replica:
-    plain = jax.tree.leaves(carried[0].without_wrappers())
-    split = any(map(replica_groups.is_split, plain))
-    note = replica_groups.note(carried[0])
-    if split and note:
-      raise ValueError(
-        "config.mesh.rules: nothing can be split over 'replica' here. "
-        f"config.wrappers: {note}"
-      )
-    if split:
-      _log.warning(
-        "config.mesh.per_replica: each replica sees the whole state. What "
-        "config.mesh.rules split over 'replica' is gathered for every step."
-      )
+def _jit_train_step(
+  strategy: Strategy,
+  state: TrainState,
+  progress: steps.Progress,
+  per_replica: bool,
+) -> Any:
+  """Returns the jitted train step, which donates the state and the progress."""
+  if per_replica:
+    _check_split_over_replicas(state)
     return strategy.jit(steps.train_step, donate_argnums=(0, 1))
-  jitted = jax.jit(
+  return jax.jit(
     steps.train_step,
     donate_argnums=(0, 1),
-    # They come back as they lay, whatever XLA would like better.
-    out_shardings=jax.tree.map(lambda x: x.sharding, carried),
+    # Without them, XLA may choose other shardings for the new state, and the
+    # second step would compile again.
+    out_shardings=jax.tree.map(lambda x: x.sharding, (state, progress)),
   )
-  return block_if_virtual_cpu(strategy, jitted)
 
 
-def block_if_virtual_cpu(strategy: Strategy, jitted: Any) -> Any:
-  """Returns a jitted function, waited for where calls would deadlock."""
-  if not strategy.waits:
-    return jitted
+def _check_split_over_replicas(state: TrainState) -> None:
+  """Warns or raises if `Strategy.run` must gather what rules have split."""
+  leaves = jax.tree.leaves(state.without_wrappers())
+  if not any(map(replica_groups.is_split, leaves)):
+    return
+  note = replica_groups.note(state)
+  if note:
+    raise ValueError(
+      "config.mesh.rules: nothing can be split over 'replica' here. "
+      f"config.wrappers: {note}"
+    )
+  _log.warning(
+    "config.mesh.per_replica: each replica sees the whole state. What "
+    "config.mesh.rules split over 'replica' is gathered for every step."
+  )
 
-  def call(*args: Any) -> Any:
-    return jax.block_until_ready(jitted(*args))
 
-  call.lower = jitted.lower  # type: ignore[attr-defined]
-  return call
+def _check_floating_point(precision: str, params: Any) -> None:
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+      raise ValueError(
+        f"config.precision={precision!r} needs floating-point parameters; "
+        f"{trees.path_string(path)} is {leaf.dtype}."
+      )
+
+
+@contextlib.contextmanager
+def _errors_name_field(context: str) -> Iterator[None]:
+  """Prepends `context` to errors that the user's model or rules raise."""
+  try:
+    yield
+  except specs_lib.RuleError as e:
+    # The message of a RuleError begins with "rules", a field of config.mesh.
+    raise ValueError(f"config.mesh.{e}") from e
+  except (TypeError, ValueError, ArithmeticError, LookupError) as e:
+    kind = TypeError if isinstance(e, TypeError) else ValueError
+    raise kind(f"{context}: {e}") from e

@@ -1,41 +1,103 @@
-"""Time that the loop spends on steps, and on nothing else."""
+"""Measures a run: steps per second, and profiler traces of some steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
+import logging
+import os
 import time
+
+import jax
+
+from flaxshard.state.train_state import TrainState
+
+_log = logging.getLogger(__name__)
 
 
 class Timer:
-  """Counts steps a second, leaving out what happens under `paused`.
+  """Measures steps per second, without the time spent in `paused` blocks.
 
-  Create it when the first step can start: what came before does not count.
+  Create it right before the first step.
 
   Args:
-    step: The step that has just been finished.
+    step: The last step before the measurement, 0 for a new run.
+
+  Example:
+    >>> timer = Timer(step=100)
+    >>> with timer.paused():
+    ...   pass  # evaluate
+    >>> steps_per_second = timer.lap(102)
   """
 
   def __init__(self, step: int):
     self._step = step
-    self._since = time.monotonic()
+    self._start = time.monotonic()
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
-    """Leaves out a stretch: wait for the device before it."""
+    """Does not count the time within the `with` block.
+
+    Wait for the device before the block: steps still running count as pause.
+    """
     start = time.monotonic()
     try:
       yield
     finally:
-      self._since += time.monotonic() - start
+      self._start += time.monotonic() - start
 
   def lap(self, step: int) -> float | None:
-    """Returns the steps a second since the last lap; None if there were none.
+    """Returns the steps per second since the last lap, None without any step.
 
     Args:
       step: The step that the device has just finished.
     """
     now = time.monotonic()
-    steps, seconds = step - self._step, now - self._since
-    self._step, self._since = step, now
+    steps, seconds = step - self._step, now - self._start
+    self._step, self._start = step, now
+    # A clock of low resolution may not have advanced.
     return steps / seconds if steps and seconds > 0 else None
+
+
+@contextlib.contextmanager
+def profile_steps(
+  steps: tuple[int, ...], workdir: str
+) -> Iterator[Callable[[int, TrainState], None]]:
+  """Traces a range of steps with JAX's profiler.
+
+  Args:
+    steps: The first and the last step to trace, or () for none.
+    workdir: The trace is written to its subdirectory `profile/`.
+
+  Yields:
+    A function `before_step(step, state)`, to be called before each step with
+    the state that the step starts from.
+  """
+  first, last = steps or (0, 0)
+  path = os.path.join(workdir, "profile")
+  is_tracing = False
+
+  def before_step(step: int, state: TrainState) -> None:
+    nonlocal is_tracing
+    if is_tracing == (first <= step <= last):
+      return
+    # Steps are dispatched ahead: let those outside of the range finish.
+    jax.block_until_ready(state)
+    if is_tracing:
+      stop_trace()
+    else:
+      jax.profiler.start_trace(path)
+      is_tracing = True
+
+  def stop_trace() -> None:
+    nonlocal is_tracing
+    jax.profiler.stop_trace()
+    is_tracing = False
+    _log.info("profiled from step %d: %s", first, path)
+
+  try:
+    yield before_step
+  finally:
+    # Training may end within the range.
+    if is_tracing:
+      stop_trace()

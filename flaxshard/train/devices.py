@@ -1,0 +1,182 @@
+"""Builds the strategy that `config.mesh` describes, and places arrays on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import contextlib
+import logging
+import math
+from typing import Any
+import warnings
+
+import jax
+import numpy as np
+
+from flaxshard import wrappers as wrappers_lib
+from flaxshard.core import checks
+from flaxshard.data import sharding
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import partitions
+from flaxshard.partitioning import specs as specs_lib
+from flaxshard.strategy.strategy import Strategy
+from flaxshard.wrappers import base
+from flaxshard.wrappers import stack
+
+_log = logging.getLogger(__name__)
+
+P = jax.sharding.PartitionSpec
+
+
+def create_strategy(config: Any) -> Strategy:
+  """Returns the strategy of a checked config.
+
+  Call it before anything else uses JAX: the number of virtual devices cannot be
+  changed later.
+
+  Raises:
+    ValueError: There are too few devices, `batch_size` is not a multiple of the
+      number of replicas, the wrappers do not fit the replicas, or JAX has
+      started without the virtual devices.
+  """
+  mesh = config.mesh
+  if mesh.virtual_devices:
+    _use_virtual_devices(mesh.virtual_devices)
+  devices = jax.devices()
+  named_axes = dict(mesh.axes)
+  if named_axes:
+    logical_field = f"axes={mesh.axes!r}"
+    logical_count = math.prod(named_axes.values())
+  else:
+    logical_field = f"logical_devices={mesh.logical_devices}"
+    logical_count = mesh.logical_devices
+  replicas = mesh.replica
+  if replicas == -1:
+    replicas = len(devices) // logical_count
+  if not 0 < replicas * logical_count <= len(devices):
+    raise ValueError(
+      f"config.mesh.replica={mesh.replica} with config.mesh.{logical_field} "
+      f"needs {max(replicas, 1) * logical_count} devices; there are "
+      f"{len(devices)}."
+    )
+  if config.batch_size % replicas:
+    raise ValueError(
+      f"config.batch_size={config.batch_size} must be a multiple of the "
+      f"{replicas} replicas of config.mesh.replica={mesh.replica}."
+    )
+  _check_wrappers(config.wrappers, replicas, mesh.per_replica)
+  used = replicas * logical_count
+  strategy = Strategy(
+    # With all devices, the mesh follows the topology of the network.
+    devices=None if used == len(devices) else devices[:used],
+    mesh_shape={
+      mesh_lib.REPLICA: replicas,
+      **(named_axes or mesh_lib.prime_axes(logical_count)),
+    },
+  )
+  _log.info(
+    "JAX %s, process %d of %d, %d of %d %s devices, %r",
+    jax.__version__,
+    jax.process_index(),
+    jax.process_count(),
+    used,
+    len(devices),
+    devices[0].platform,
+    strategy,
+  )
+  return strategy
+
+
+def _use_virtual_devices(count: int) -> None:
+  # JAX raises if it has started already, perhaps with the right number.
+  with contextlib.suppress(RuntimeError):
+    jax.config.update("jax_num_cpu_devices", count)
+    jax.config.update("jax_platforms", "cpu")
+  devices = jax.devices()
+  if len(devices) != count or devices[0].platform != "cpu":
+    raise ValueError(
+      f"config.mesh.virtual_devices={count}: JAX has started with "
+      f"{len(devices)} {devices[0].platform} devices already."
+    )
+
+
+def _check_wrappers(
+  wrappers_config: Any, replicas: int, per_replica: bool
+) -> None:
+  """Raises if the wrappers cannot be used with that many replicas."""
+  wrappers = wrappers_lib.from_config(wrappers_config)
+  reducing = [base.name_of(w) for w in wrappers if stack.reduces_gradients((w,))]
+  if replicas > 1 and reducing and not per_replica:
+    raise ValueError(
+      f"config.wrappers: {', '.join(reducing)} reduces the gradients of "
+      f"{replicas} replicas, which config.mesh.per_replica=False does not keep "
+      "apart; set config.mesh.per_replica=True."
+    )
+  with warnings.catch_warnings():
+    # Creating the state gives the same warnings again.
+    warnings.simplefilter("ignore")
+    try:
+      stack.check_replicas(wrappers, replicas)
+    except ValueError as e:
+      raise ValueError(f"config.wrappers: {e}") from e
+
+
+def batch_specs(
+  split: Mapping[str, Any],
+  batch_size: int,
+  strategy: Strategy,
+  example: Mapping[str, Any],
+) -> dict[str, P]:
+  """Returns how each array of a batch is split over the devices.
+
+  Args:
+    split: `config.mesh.split`: pieces per dimension, by key.
+    batch_size: Examples in a batch.
+    strategy: The strategy of the config.
+    example: One example, without the batch dimension.
+
+  Raises:
+    ValueError: `split` has a key that the example lacks, or pieces that do not
+      fit its shape.
+  """
+  specs = {key: P(mesh_lib.REPLICA) for key in example}
+  for key, pieces in dict(split).items():
+    field = f"config.mesh.split.{key}={tuple(pieces)!r}"
+    if key not in example:
+      raise ValueError(
+        f"{field}: a batch has {', '.join(sorted(example))}."
+        f"{checks.did_you_mean(key, example)}"
+      )
+    replicas = strategy.num_replicas_in_sync
+    shape = (batch_size // replicas, *np.shape(example[key]))
+    try:
+      spec = partitions.partition_spec(strategy.mesh, shape, pieces)
+    except ValueError as e:
+      raise ValueError(f"{field}: {e}") from e
+    # Each replica splits its own part of the batch dimension.
+    batch_axes = (mesh_lib.REPLICA, *specs_lib.axes_of(spec[0]))
+    specs[key] = P(batch_axes, *spec[1:])
+  return specs
+
+
+def input_pipeline(strategy: Strategy) -> dict[str, int]:
+  """Returns the arguments with which this process reads its part of a batch."""
+  return {
+    "process_index": sharding.pipeline_id(strategy.mesh),
+    "process_count": len(sharding.pipelines(strategy.mesh)),
+  }
+
+
+def replicate(strategy: Strategy, tree: Any) -> Any:
+  """Returns a tree of arrays, whole on every device of the strategy."""
+  replicated = jax.sharding.NamedSharding(strategy.mesh, P())
+  return jax.tree.map(lambda x: mesh_lib.put(x, replicated), tree)
+
+
+def block_if_virtual_cpu(strategy: Strategy, fn: Any) -> Any:
+  """Returns `fn`, waiting for its results on several virtual CPU devices.
+
+  There XLA can deadlock if several calls are in flight; see `Strategy.waits`.
+  """
+  if not strategy.waits:
+    return fn
+  return lambda *args: jax.block_until_ready(fn(*args))
