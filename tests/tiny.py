@@ -1,4 +1,4 @@
-"""A config that trains in a second, for the tests that need one."""
+"""A training config that runs in a second, shared by the tests of many rooms."""
 
 import os
 
@@ -9,7 +9,11 @@ from flaxshard.train import preemption
 
 
 def config(**fields) -> ml_collections.ConfigDict:
-  """Eight steps on the digits; `fields` replace those here."""
+  """Returns a config of eight steps on the digits.
+
+  Args:
+    **fields: Fields that replace or extend the default ones.
+  """
   values = dict(
     model={"name": "cnn", "features": (4,), "dense": 8},
     data={"name": "digits"},
@@ -30,12 +34,12 @@ def config(**fields) -> ml_collections.ConfigDict:
 
 
 def rows(workdir) -> list[dict]:
-  """Returns what a run has written to `metrics.jsonl`."""
+  """Returns the rows of a run's `metrics.jsonl`."""
   return metrics_lib.read_rows(os.path.join(workdir, "metrics.jsonl"))
 
 
 def untimed_rows(workdir) -> list[dict]:
-  """Returns the rows, but for what the clock says."""
+  """Returns the rows without `steps_per_second`, which differs in every run."""
   return [
     {k: v for k, v in row.items() if k != "steps_per_second"}
     for row in rows(workdir)
@@ -43,18 +47,25 @@ def untimed_rows(workdir) -> list[dict]:
 
 
 def stop_at(monkeypatch, stop_step: int, signum: int) -> None:
-  """Lets the loop see a signal at a step, without one being sent."""
-  calls = []
+  """Makes the next run receive a signal in a step, without sending one.
 
-  def came():
-    calls.append(1)
-    return signum if len(calls) >= stop_step else None
+  Args:
+    monkeypatch: Pytest's fixture.
+    stop_step: The step of that run, from 1; a resumed run counts from 1 too.
+    signum: The number of the signal.
+  """
+  calls = 0
 
-  class Caught:
+  def received_signal():
+    nonlocal calls
+    calls += 1  # the loop asks once per step
+    return signum if calls >= stop_step else None
+
+  class CatchSignals:
     def __enter__(self):
-      return came
+      return received_signal
 
     def __exit__(self, *args):
       return None
 
-  monkeypatch.setattr(preemption, "catch_signals", Caught)
+  monkeypatch.setattr(preemption, "catch_signals", CatchSignals)

@@ -207,7 +207,7 @@ _FIELDS = {
   "num_train_steps": _Field(_ONE_OR_MORE),
   "learning_rate": _Field(_check_positive),
   "seed": _Field(_ZERO_OR_MORE),
-  # Checked by `wrappers.from_config`, which raises a TypeError for a wrong type.
+  # `wrappers.from_config` checks them: a wrong type is a TypeError.
   "wrappers": _Field(lambda field, value: value),
   "mesh": _Field(_check_mesh),
   "precision": _Field(_one_of(*policy.NAMES)),

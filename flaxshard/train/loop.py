@@ -22,6 +22,7 @@ import optax
 from flaxshard import checkpoint
 from flaxshard.core import lock
 from flaxshard.core import multihost
+from flaxshard.data import distribute
 from flaxshard.state import describe
 from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
@@ -105,7 +106,7 @@ class _Run:
 
   workdir: str
   received_signal: Callable[[], int | None]
-  train_iter: Iterator[Any]
+  train_iter: distribute.DistributedIterator
   checkpointer: checkpoint.Checkpointer
 
 

@@ -46,7 +46,7 @@ def catch_signals() -> Iterator[Callable[[], int | None]]:
       os.kill(os.getpid(), signal.SIGTERM)
 
   if threading.current_thread() is threading.main_thread():
-    signums = [signal.SIGINT]
+    signums: list[int] = [signal.SIGINT]
     if not _uses_preemption_service():
       signums.append(signal.SIGTERM)
     for signum in signums:

@@ -6,7 +6,7 @@ reported within seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
 import logging
@@ -23,6 +23,7 @@ from flaxshard import wrappers as wrappers_lib
 from flaxshard.core import optimizer
 from flaxshard.core import trees
 from flaxshard.core.policy import Policy
+from flaxshard.data import distribute
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.state import create as create_lib
@@ -67,7 +68,7 @@ class Setup:
   eval_step: Callable[..., steps.Metrics]
   per_replica: bool
 
-  def train_batches(self, seed: int) -> Iterable[Any]:
+  def train_batches(self, seed: int) -> distribute.DistributedDataset:
     """Returns the endless training batches, on the devices."""
     return self.strategy.distribute_dataset(
       data.train_iterator(self.splits, seed=seed, **self._pipeline()),

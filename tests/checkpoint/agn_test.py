@@ -20,7 +20,7 @@ import tiny
 import flaxshard as fs
 from flaxshard import checkpoint
 from flaxshard import train
-from flaxshard.train import metrics as metrics_lib
+from flaxshard.train import charts
 
 P = jax.sharding.PartitionSpec
 X = np.random.default_rng(0).normal(size=(8, 16, 2)).astype(np.float32)
@@ -195,7 +195,7 @@ def test_resume_in_mid_period_is_exact(path, wrappers, caplog):
 
 
 def test_the_loop_resumes_in_mid_period(tmp_path, monkeypatch):
-  monkeypatch.setattr(metrics_lib, "plot", lambda rows, path: None)
+  monkeypatch.setattr(charts, "plot", lambda rows, path: None)
   config = tiny.config(
     model={"name": "normed:Normed"},
     mesh={"per_replica": True, "replica": 4},

@@ -25,7 +25,7 @@ import optax
 import tiny
 import flaxshard as fs
 from flaxshard import checkpoint, train
-from flaxshard.train import loop, metrics as metrics_lib
+from flaxshard.train import charts, metrics as metrics_lib
 from flaxshard.checkpoint import digests, inspection, metadata_item
 from flaxshard.checkpoint.pending_saves import SaveError
 
@@ -356,8 +356,8 @@ assert tiny.untimed_rows(workdir) == tiny.untimed_rows(whole)
 
 # Where no checkpoint is due, what cannot be written is the metrics.
 other = os.path.join(disk, "other")
-show = loop.workdir_lib.format_row
-loop.workdir_lib.format_row = lambda row: fill() or show(row)
+show = metrics_lib.format_row
+metrics_lib.format_row = lambda row: fill() or show(row)
 config.update(checkpoint_every_steps=10**6, num_train_steps=200, writer="none")
 error = error_of(train.train_and_evaluate, config, other, kind=OSError)
 metrics = os.path.join(other, "metrics.jsonl")
@@ -379,7 +379,7 @@ metrics = os.path.join(disk, "metrics.jsonl")
 file = metrics_lib.MetricsFile(metrics, 0)
 file.write(1, {"loss": 2.0})
 threads = threading.active_count()
-write_events, close_events = metrics_lib.event_writer("tensorboard", disk)
+write_events, close_events = charts.event_writer("tensorboard", disk)
 write_events(1, {"loss": 2.0})
 fill()
 full = "[Errno 28] No space left on device"
@@ -391,7 +391,7 @@ error = error_of(metrics_lib.MetricsFile, metrics, 9, kind=OSError)
 assert error == f"{full}: {metrics + '.tmp'!r}"
 assert metrics_lib.read_rows(metrics) == rows
 png = os.path.join(disk, "training.png")
-assert error_of(metrics_lib.plot, rows, png, kind=OSError) == f"{full}: {png!r}"
+assert error_of(charts.plot, rows, png, kind=OSError) == f"{full}: {png!r}"
 events = os.path.join(disk, "events.out.tfevents")
 assert error_of(write, write_events, kind=OSError) == f"{full}: {events!r}"
 # With room again, nothing waits for a thread that has ended: there is none.

@@ -176,7 +176,7 @@ workdir, path = path, os.path.join(path, "checkpoints")
 config = tiny.config(
   num_train_steps=400, checkpoint_every_steps=4, log_every_steps=2,
   eval_every_steps=1000)
-agreed = preemption.agreed
+agreed = preemption.agree_on_signal
 seen = []
 
 step = 8
@@ -188,7 +188,7 @@ def finalize_fails(number, signum):
   time.sleep(0.05)
   return agreed(number, signum)
 
-preemption.agreed = finalize_fails
+preemption.agree_on_signal = finalize_fails
 told = error_of(lambda: train.train_and_evaluate(config, workdir))
 mend_disk()
 assert told and told.startswith(f"step 8 could not be saved in {path}"), told
@@ -204,7 +204,7 @@ def interrupted(step, signum):
   return agreed(step, signum)
 
 del seen[:]
-preemption.agreed = interrupted
+preemption.agree_on_signal = interrupted
 with config.unlocked():
   config.log_every_steps = config.checkpoint_every_steps = 1000
 try:

@@ -8,13 +8,13 @@ import tiny
 
 from flaxshard import data
 from flaxshard import train
-from flaxshard.train import metrics as metrics_lib
+from flaxshard.train import charts
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_plots():
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(metrics_lib, "plot", lambda rows, path: None)
+    patch.setattr(charts, "plot", lambda rows, path: None)
     yield
 
 

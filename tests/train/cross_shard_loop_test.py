@@ -12,7 +12,7 @@ from flaxshard import checkpoint
 from flaxshard import data
 from flaxshard import train
 from flaxshard.train import loop
-from flaxshard.train import metrics as metrics_lib
+from flaxshard.train import charts
 
 GROUPS = ((2, 0), (3, 1))
 FSDP = {"rules": ({"name": "fsdp", "min_size": 64},)}
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:CrossShard. the replicas")
 @pytest.fixture(scope="module", autouse=True)
 def no_plots():
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(metrics_lib, "plot", lambda rows, path: None)
+    patch.setattr(charts, "plot", lambda rows, path: None)
     yield
 
 

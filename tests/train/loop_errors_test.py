@@ -14,7 +14,7 @@ import tiny
 from flaxshard import data
 from flaxshard import train
 from flaxshard.train import loop
-from flaxshard.train import metrics as metrics_lib
+from flaxshard.train import charts
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -150,13 +150,13 @@ def test_a_workdir_that_cannot_be_written_is_refused(tmp_path) -> None:
 
 
 def test_missing_packages_are_named_at_the_start(tmp_path, monkeypatch) -> None:
-  real = metrics_lib.importlib.util.find_spec
+  real = charts.importlib.util.find_spec
   for package, config in (
     ("matplotlib", tiny.config()),
     ("tensorboardX", tiny.config(writer="tensorboard")),
   ):
     monkeypatch.setattr(
-      metrics_lib.importlib.util,
+      charts.importlib.util,
       "find_spec",
       lambda name, gone=package: None if name == gone else real(name),
     )

@@ -20,7 +20,7 @@ import xla_flags
 from flaxshard import data
 from flaxshard import train
 from flaxshard.train import loop
-from flaxshard.train import metrics as metrics_lib
+from flaxshard.train import charts
 
 P = jax.sharding.PartitionSpec
 
@@ -88,7 +88,7 @@ def importable():
   """Makes the factories here nameable in configs; draws no plots."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setitem(sys.modules, _FACTORIES[:-1], sys.modules[__name__])
-    patch.setattr(metrics_lib, "plot", lambda rows, path: None)
+    patch.setattr(charts, "plot", lambda rows, path: None)
     yield
 
 

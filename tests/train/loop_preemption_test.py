@@ -21,7 +21,7 @@ from flaxshard.train import preemption
 from flaxshard import train
 
 asked = []
-original = preemption.agreed
+original = preemption.agree_on_signal
 
 def agreed(step, signum):
   if step == 3:
@@ -31,7 +31,7 @@ def agreed(step, signum):
   asked.append(step)
   return original(step, signum)
 
-preemption.agreed = agreed
+preemption.agree_on_signal = agreed
 config = tiny.config(
   num_train_steps=200, eval_every_steps=1000, checkpoint_every_steps=1000,
   log_every_steps=1000,
@@ -74,5 +74,5 @@ def test_without_jax_distributed_nobody_is_asked(step, monkeypatch) -> None:
     raise AssertionError(step)
 
   monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", asked)
-  assert preemption.agreed(step, None) is None
-  assert preemption.agreed(step, 2) == 2
+  assert preemption.agree_on_signal(step, None) is None
+  assert preemption.agree_on_signal(step, 2) == 2

@@ -12,6 +12,7 @@ from matplotlib import image
 import numpy as np
 import pytest
 
+from flaxshard.train import charts
 from flaxshard.train import metrics as metrics_lib
 
 
@@ -128,7 +129,7 @@ def read_events(folder):
 
 
 def test_tensorboard_events(tmp_path):
-  write, close = metrics_lib.event_writer("tensorboard", str(tmp_path))
+  write, close = charts.event_writer("tensorboard", str(tmp_path))
   write(2, {"train_loss": 0.5, "loss_scale": 2.0**15, "absent": None})
   write(4, {"eval_accuracy": 0.25, "skipped_steps": 3})
   close()
@@ -143,7 +144,7 @@ def test_tensorboard_events(tmp_path):
 def test_events_of_a_resumed_run_replace_later_ones(tmp_path):
   from tensorboardX.proto import event_pb2
 
-  write, close = metrics_lib.event_writer("tensorboard", str(tmp_path), 4)
+  write, close = charts.event_writer("tensorboard", str(tmp_path), 4)
   write(6, {"train_loss": 0.5})
   close()
   (file,) = tmp_path.iterdir()
@@ -168,7 +169,7 @@ def test_of_two_errors_the_first_is_raised(caplog):
 
 
 def test_no_events(tmp_path):
-  write, close = metrics_lib.event_writer("none", str(tmp_path))
+  write, close = charts.event_writer("none", str(tmp_path))
   write(2, {"train_loss": 0.5})
   close()
   assert list(tmp_path.iterdir()) == []
@@ -199,7 +200,7 @@ def installed(monkeypatch):
 def test_a_missing_package(tmp_path, installed, name, package, remedy):
   installed(package)
   with pytest.raises(ImportError) as e:
-    metrics_lib.event_writer(name, str(tmp_path))
+    charts.event_writer(name, str(tmp_path))
   message = str(e.value)
   assert message.startswith(f"config.writer={name!r} needs {package}")
   assert message.endswith(remedy)
@@ -207,16 +208,16 @@ def test_a_missing_package(tmp_path, installed, name, package, remedy):
 
 
 def test_require(installed):
-  metrics_lib.require("this", "json")
+  charts.require("this", "json")
   with pytest.raises(ImportError) as e:
-    metrics_lib.require("this", "flaxshard_no_such_package")
+    charts.require("this", "flaxshard_no_such_package")
   assert str(e.value) == (
     "this needs flaxshard_no_such_package, not installed: "
     "pip install 'flaxshard[train]'"
   )
   installed("json")
   with pytest.raises(ImportError, match=r"that needs json, .*: get it"):
-    metrics_lib.require("that", "json", "get it")
+    charts.require("that", "json", "get it")
 
 
 # The plot.
@@ -271,7 +272,7 @@ def pixels(path):
 
 def test_plot_without_a_loss_scale(tmp_path, drawn):
   path = tmp_path / "training.png"
-  metrics_lib.plot(ROWS, str(path))
+  charts.plot(ROWS, str(path))
   assert pixels(path) == (744, 960)
   loss, accuracy = drawn[0].axes
   assert lines(loss) == {
@@ -291,7 +292,7 @@ def test_plot_without_a_loss_scale(tmp_path, drawn):
 
 def test_plot_marks_skipped_steps(tmp_path, drawn):
   path = tmp_path / "training.png"
-  metrics_lib.plot(scaled_rows(), str(path))
+  charts.plot(scaled_rows(), str(path))
   assert pixels(path) == (1080, 960)
   *_, scale = drawn[0].axes
   assert scale.get_ylabel() == "loss scale"
@@ -313,7 +314,7 @@ def test_plot_marks_skipped_steps(tmp_path, drawn):
 
 def test_plot_without_skipped_steps(tmp_path, drawn):
   rows = [{**row, "skipped_steps": 0} for row in scaled_rows()]
-  metrics_lib.plot(rows, str(tmp_path / "training.png"))
+  charts.plot(rows, str(tmp_path / "training.png"))
   *_, scale = drawn[0].axes
   assert list(lines(scale)) == ["loss_scale"]
   assert scale.texts == [] or not any(t.get_text() for t in scale.texts)
@@ -323,13 +324,13 @@ def test_plot_takes_no_display(tmp_path, monkeypatch):
   # pyplot would choose a backend, and keep every figure.
   monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
   path = tmp_path / "training.png"
-  metrics_lib.plot(ROWS, str(path))
+  charts.plot(ROWS, str(path))
   assert pixels(path) == (744, 960)
 
 
 def test_plot_of_no_rows(tmp_path):
   path = tmp_path / "training.png"
-  metrics_lib.plot([], str(path))
+  charts.plot([], str(path))
   assert image.imread(path).shape[:2] == (744, 960)
 
 
@@ -338,5 +339,5 @@ def test_plot_of_a_scale_that_is_not_finite(tmp_path):
   rows = scaled_rows()
   rows[-1]["loss_scale"] = None
   path = tmp_path / "training.png"
-  metrics_lib.plot(rows, str(path))
+  charts.plot(rows, str(path))
   assert pixels(path) == (1080, 960)
