@@ -1,4 +1,4 @@
-"""A training config that runs in a second, shared by the tests of many rooms."""
+"""A training config that runs in a second, and helpers for its runs."""
 
 import os
 

@@ -104,7 +104,9 @@ def _check_wrappers(
 ) -> None:
   """Raises if the wrappers cannot be used with that many replicas."""
   wrappers = wrappers_lib.from_config(wrappers_config)
-  reducing = [base.name_of(w) for w in wrappers if stack.reduces_gradients((w,))]
+  reducing = [
+    base.name_of(w) for w in wrappers if stack.reduces_gradients((w,))
+  ]
   if replicas > 1 and reducing and not per_replica:
     raise ValueError(
       f"config.wrappers: {', '.join(reducing)} reduces the gradients of "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
 import json
@@ -175,6 +175,7 @@ def _train(
   ):
     progress = setup.init_progress()
     rng = setup.replicate(jax.random.key(config.seed))
+    wrapper_warnings = _WrapperWarnings(state)
     timer = timer_lib.Timer(first_step)
     save_time = time.monotonic()
     for step in range(first_step + 1, config.num_train_steps + 1):
@@ -204,6 +205,7 @@ def _train(
         if due.log:
           row = _train_row(state, seen, setup.schedule)
           row["steps_per_second"] = steps_per_second
+          wrapper_warnings.log(step, row)
           progress = setup.init_progress()
         if due.evaluate:
           row |= setup.evaluate(state)
@@ -289,8 +291,39 @@ def _train_row(
     row = {f"train_{k}": v for k, v in progress.metrics.compute().items()}
   # The rate of the last applied update, which had the step before it.
   row["learning_rate"] = schedule(jnp.maximum(state.step - 1, 0))
-  row |= stack.metrics(state.wrappers, state.wrapper_states)
-  return {key: np.asarray(value).item() for key, value in row.items()}
+  return {**_to_numbers(row), **_wrapper_metrics(state)}
+
+
+def _wrapper_metrics(state: TrainState) -> dict[str, float]:
+  # Not `state.metrics()`, which a collection of that name would hide.
+  return _to_numbers(stack.metrics(state.wrappers, state.wrapper_states))
+
+
+def _to_numbers(arrays: Mapping[str, Any]) -> dict[str, float]:
+  return {key: np.asarray(value).item() for key, value in arrays.items()}
+
+
+class _WrapperWarnings:
+  """Logs the warnings of the wrappers, such as a loss scale at its floor.
+
+  Of consecutive rows with a warning, only the first one is logged.
+
+  Args:
+    state: The state that training starts from.
+  """
+
+  def __init__(self, state: TrainState):
+    self._wrappers = state.wrappers
+    self._previous = _wrapper_metrics(state)
+    self._has_warned = False
+
+  def log(self, step: int, row: Mapping[str, Any]) -> None:
+    """Logs the warnings that follow from a row of metrics."""
+    messages = stack.warnings_of(self._wrappers, self._previous, row)
+    if not self._has_warned:
+      for message in messages:
+        _log.warning("step %d: %s", step, message)
+    self._previous, self._has_warned = dict(row), bool(messages)
 
 
 def _check_finite(

@@ -1,4 +1,7 @@
-"""A training run that is killed again and again, and ends as if it were not."""
+"""A killed training run ends like an uninterrupted one, bit for bit.
+
+Run as a program, it kills a long run many times.
+"""
 
 import argparse
 import json
@@ -12,11 +15,12 @@ import tempfile
 import time
 
 import numpy as np
+import pytest
 import xla_flags
 
 from flaxshard.checkpoint import digests
 
-# Steps are short, and each is saved: most kills come in the middle of a save.
+# Steps are short and each is saved: most kills interrupt a save.
 _RUN = """
 import json
 import os
@@ -55,8 +59,8 @@ def _start(workdir: str, steps: int) -> subprocess.Popen:
 
 
 def _finish(process: subprocess.Popen) -> None:
-  told = process.communicate()[1]
-  assert process.returncode == 0, told
+  log = process.communicate()[1]
+  assert process.returncode == 0, log
 
 
 def _steps(workdir: str) -> list[int]:
@@ -79,10 +83,10 @@ def _rows(workdir: str) -> list[dict]:
   return [{k: v for k, v in r.items() if k != "steps_per_second"} for r in rows]
 
 
-def killed_again_and_again(
-  folder: str, kills: int, steps: int, seed: int = 0, say=lambda text: None
+def kill_and_compare(
+  folder: str, kills: int, steps: int, seed: int = 0, report=lambda text: None
 ) -> None:
-  """Kills a run `kills` times, and compares its end with that of another."""
+  """Kills a run `kills` times and compares its result with another run's."""
   rng = random.Random(seed)
   whole, workdir = (os.path.join(folder, n) for n in ("whole", "killed"))
   _finish(_start(whole, steps))
@@ -90,25 +94,25 @@ def killed_again_and_again(
     before = max(_steps(workdir), default=0)
     process = _start(workdir, steps)
     if rng.random() < 0.2:
-      time.sleep(rng.random() * 4)  # also while it starts, and restores
+      time.sleep(rng.random() * 4)  # also while it starts and restores
     else:
       _wait_for_step(process, workdir, before + 1)
       time.sleep(rng.random() * 0.3)
     process.send_signal(signal.SIGKILL)
-    told = process.communicate()[1]
-    assert process.returncode == -signal.SIGKILL, (process.returncode, told)
-    there = _steps(workdir)
-    # The three that are kept are complete; an older one may be half deleted.
-    for step in there[-3:]:
+    log = process.communicate()[1]
+    assert process.returncode == -signal.SIGKILL, (process.returncode, log)
+    steps_on_disk = _steps(workdir)
+    # The newest three are kept; an older one may be half deleted.
+    for step in steps_on_disk[-3:]:
       assert digests.verify(os.path.join(workdir, "checkpoints", str(step)))
-    assert max(there, default=0) >= before
-    left = sorted(
+    assert max(steps_on_disk, default=0) >= before
+    leftovers = sorted(
       path.name
       for path in pathlib.Path(workdir, "checkpoints").glob("*")
       if not path.name.isdecimal()
     )
-    say(f"kill {i + 1}: began at {before}, now {there}, and {left}")
-    assert "damaged" not in told
+    report(f"kill {i + 1}: {before} before, {steps_on_disk} now, {leftovers}")
+    assert "damaged" not in log
   _finish(_start(workdir, steps))
   with (
     np.load(os.path.join(whole, "final.npz")) as a,
@@ -121,8 +125,9 @@ def killed_again_and_again(
   assert [row["step"] for row in _rows(workdir)] == list(range(1, steps + 1))
 
 
-def test_killed_once(tmp_path):
-  killed_again_and_again(str(tmp_path), kills=1, steps=8)
+@pytest.mark.slow
+def test_a_killed_run_ends_like_an_uninterrupted_one(tmp_path):
+  kill_and_compare(str(tmp_path), kills=1, steps=8)
 
 
 if __name__ == "__main__":
@@ -132,5 +137,5 @@ if __name__ == "__main__":
   parser.add_argument("--seed", type=int, default=0)
   args = parser.parse_args()
   with tempfile.TemporaryDirectory() as folder:
-    killed_again_and_again(folder, args.kills, args.steps, args.seed, say=print)
+    kill_and_compare(folder, args.kills, args.steps, args.seed, report=print)
   print("the same, bit for bit")

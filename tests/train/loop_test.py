@@ -1,4 +1,4 @@
-"""The training loop, end to end on tiny runs."""
+"""The training loop on one mesh: files, resuming, skipped and bad steps."""
 
 import json
 import logging
@@ -14,26 +14,38 @@ import numpy as np
 import pytest
 import tiny
 
+from flaxshard import checkpoint
 from flaxshard import data
 from flaxshard import train
+from flaxshard.train import charts
 from flaxshard.train import metrics as metrics_lib
 
+_THIS = "loop_test_factories"
 
-def _assert_same(a, b) -> None:
-  jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y), a, b)
-  assert jax.tree.structure(a) == jax.tree.structure(b)
+
+@pytest.fixture(scope="module", autouse=True)
+def importable():
+  """Lets configs name the model and the data of this file."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(sys.modules, _THIS, sys.modules[__name__])
+    yield
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-  """A run of eight steps, for others to be compared with."""
-  workdir = str(tmp_path_factory.mktemp("undisturbed"))
+def whole_run(tmp_path_factory):
+  """An uninterrupted run of eight steps: its workdir and final state."""
+  workdir = str(tmp_path_factory.mktemp("whole"))
   config = tiny.config(writer="tensorboard")
   return workdir, train.train_and_evaluate(config, workdir)
 
 
-def test_workdir_after_a_run(undisturbed) -> None:
-  workdir, state = undisturbed
+def assert_same(a, b) -> None:
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+
+
+def test_a_run_writes_rows_events_plot_config_and_checkpoints(whole_run):
+  workdir, state = whole_run
   rows = tiny.rows(workdir)
   assert [r["step"] for r in rows] == [2, 4, 6, 8]
   assert set(rows[0]) == {
@@ -58,79 +70,99 @@ def test_workdir_after_a_run(undisturbed) -> None:
     assert json.load(f)["model"]["name"] == "cnn"
 
 
-def test_a_finished_run_is_not_trained_again(undisturbed, caplog) -> None:
-  workdir, state = undisturbed
+def test_a_finished_run_is_not_trained_again(whole_run, caplog):
+  workdir, state = whole_run
   before = tiny.rows(workdir)
   with caplog.at_level(logging.INFO, "flaxshard"):
     again = train.train_and_evaluate(tiny.config(), workdir)
-  _assert_same(again.params, state.params)
+  assert_same(again.params, state.params)
   assert tiny.rows(workdir) == before
   assert "nothing to train" in caplog.text
 
 
-def test_interrupted_and_resumed_is_bit_for_bit_the_same(
-  undisturbed, tmp_path, monkeypatch, caplog
-) -> None:
-  reference, state = undisturbed
+def test_interrupted_runs_end_like_an_uninterrupted_one(
+  whole_run, tmp_path, monkeypatch, caplog
+):
+  """First a signal after step 3, then a crash between two checkpoints."""
+  whole_workdir, state = whole_run
   workdir = str(tmp_path)
   caplog.set_level(logging.INFO, "flaxshard")
   with monkeypatch.context() as patch:
-    tiny.stop_at(patch, 5, signal.SIGTERM)
+    tiny.stop_at(patch, 3, signal.SIGTERM)
     with pytest.raises(SystemExit) as stopped:
       train.train_and_evaluate(tiny.config(), workdir)
   assert stopped.value.code == 128 + signal.SIGTERM
-  assert "SIGTERM: saved step 5" in caplog.text
-  assert "the same command goes on from there" in caplog.text
+  assert "SIGTERM: saved step 3" in caplog.text
+  assert [r["step"] for r in tiny.rows(workdir)] == [2, 3]
 
-  resumed = train.train_and_evaluate(tiny.config(), workdir)
-  assert "resuming from step 5" in caplog.text
-  _assert_same(resumed.params, state.params)
-  _assert_same(resumed.opt_state, state.opt_state)
-  _assert_same(resumed.wrapper_states, state.wrapper_states)
-  assert [r["step"] for r in tiny.rows(workdir)] == [2, 4, 5, 6, 8]
-  assert tiny.untimed_rows(workdir)[-1] == tiny.untimed_rows(reference)[-1]
+  write = metrics_lib.MetricsFile.write
 
-
-def test_killed_between_checkpoints_trains_nothing_twice(
-  undisturbed, tmp_path, monkeypatch
-) -> None:
-  """Rows after the last checkpoint are written anew, the data continues."""
-  reference, state = undisturbed
-  workdir = str(tmp_path)
-  original = metrics_lib.MetricsFile.write
-
-  def write(self, step, values):
-    original(self, step, values)
+  def write_and_crash(self, step, row):
+    write(self, step, row)
     if step == 6:
-      raise KeyboardInterrupt  # the row is there, the checkpoint is of step 4
+      raise KeyboardInterrupt  # the row is written, the checkpoint is of step 4
 
   with monkeypatch.context() as patch:
-    patch.setattr(metrics_lib.MetricsFile, "write", write)
+    patch.setattr(metrics_lib.MetricsFile, "write", write_and_crash)
     with pytest.raises(KeyboardInterrupt):
       train.train_and_evaluate(tiny.config(), workdir)
-  assert [r["step"] for r in tiny.rows(workdir)] == [2, 4, 6]
+  assert "resuming from step 3" in caplog.text
+  assert [r["step"] for r in tiny.rows(workdir)] == [2, 3, 4, 6]
+
   resumed = train.train_and_evaluate(tiny.config(), workdir)
-  _assert_same(resumed.params, state.params)
-  assert tiny.untimed_rows(workdir) == tiny.untimed_rows(reference)
+  assert "resuming from step 4" in caplog.text
+  assert_same(resumed.params, state.params)
+  assert_same(resumed.opt_state, state.opt_state)
+  assert_same(resumed.wrapper_states, state.wrapper_states)
+  # The stop after step 3 splits the mean over steps 3 and 4 into two rows.
+  rows, whole_rows = map(tiny.untimed_rows, (workdir, whole_workdir))
+  assert [r["step"] for r in rows] == [2, 3, 4, 6, 8]
+  assert rows[-2:] == whole_rows[-2:]
 
 
-def test_skipped_steps_are_counted_and_not_averaged(tmp_path) -> None:
-  """A scale that overflows float16 at once: steps are skipped, then go on."""
-  rule = {"type": "dynamic", "initial_scale": 2.0**30}
+def test_resuming_restores_into_an_abstract_state(whole_run, monkeypatch):
+  """Memory holds one state, not a new one and the restored one."""
+  workdir, _ = whole_run
+  kernel_shape = (64, 8)
+  restore = checkpoint.Checkpointer.restore
+  kernels = []
+
+  def record_and_restore(self, state, **kwargs):
+    assert all(
+      isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)
+    )
+    kernels.extend(x for x in jax.live_arrays() if x.shape == kernel_shape)
+    return restore(self, state, **kwargs)
+
+  before = [x for x in jax.live_arrays() if x.shape == kernel_shape]
+  monkeypatch.setattr(checkpoint.Checkpointer, "restore", record_and_restore)
+  train.train_and_evaluate(tiny.config(), workdir)
+  assert len(kernels) == len(before)
+
+
+def test_a_loss_scale_at_its_floor_is_warned_of_once(tmp_path, caplog):
+  """Gradients overflow float16 at every step; the scale may not shrink."""
+  rule = {"type": "dynamic", "initial_scale": 2.0**30, "min_scale": 2.0**28}
   config = tiny.config(wrappers=(("loss_scale", {"scale": rule}),))
   state = train.train_and_evaluate(config, str(tmp_path))
   rows = tiny.rows(str(tmp_path))
-  skipped = rows[-1]["skipped_steps"]
-  assert skipped >= 4
-  assert int(state.step) == 8 - skipped
-  assert rows[-1]["loss_scale"] == 2.0 ** (30 - skipped)
-  # No step of the first rows was applied, so there is no loss to average.
-  assert rows[0]["train_loss"] is None
-  assert rows[0]["skipped_steps"] == 2
+  assert [r["skipped_steps"] for r in rows] == [2, 4, 6, 8]
+  assert [r["loss_scale"] for r in rows] == [2.0**28] * 4
+  assert int(state.step) == 0
+  # No step was applied, so there is no loss to average.
+  assert [r["train_loss"] for r in rows] == [None] * 4
+  warned = [r for r in caplog.records if "floor" in r.getMessage()]
+  # The first two steps only took the scale down to its floor.
+  assert [r.getMessage().partition(":")[0] for r in warned] == ["step 4"]
+
+  caplog.clear()
+  config.num_train_steps = 9
+  train.train_and_evaluate(config, str(tmp_path))
+  assert caplog.text.count("floor") == 1  # another run, another stretch
 
 
-def spoiled() -> data.Splits:
-  """Digits of which training example 0 is infinite."""
+def infinite_example() -> data.Splits:
+  """Returns 64 digits of which example 0 is infinite."""
   splits = data.digits()
   inputs = np.array(splits.train.inputs[:64])
   inputs[0] = np.inf
@@ -139,40 +171,29 @@ def spoiled() -> data.Splits:
   )
 
 
-@pytest.fixture
-def importable(monkeypatch):
-  """Makes the factories here nameable in configs."""
-  monkeypatch.setitem(
-    sys.modules, "train_test_factories", sys.modules[__name__]
-  )
-  return "train_test_factories:"
-
-
-def test_a_nonfinite_loss_stops_with_step_and_paths(
-  importable, tmp_path, caplog
-) -> None:
+def test_a_nonfinite_loss_stops_with_step_and_paths(tmp_path, caplog):
   config = tiny.config(
-    data={"name": importable + "spoiled"}, wrappers=(), precision="float32"
+    data={"name": f"{_THIS}:infinite_example"},
+    wrappers=(),
+    precision="float32",
   )
+  workdir = str(tmp_path)
   with pytest.raises(FloatingPointError) as stopped:
-    train.train_and_evaluate(config, str(tmp_path))
+    train.train_and_evaluate(config, workdir)
   message = str(stopped.value)
-  assert message.startswith("step ")
-  # Batches of 16 of 64 examples: the bad one is in the first four.
-  assert int(message.split()[1].rstrip(":")) <= 4
+  # An epoch has four batches of 16 examples: one of them has the bad one.
+  assert int(message.removeprefix("step ").partition(":")[0]) <= 4
   assert "conv0/kernel" in message
   # No checkpoint holds the spoiled parameters.
-  steps = os.listdir(os.path.join(tmp_path, "checkpoints"))
-  assert "8" not in steps
+  assert os.listdir(tmp_path / "checkpoints") == []
   config.on_nonfinite = "continue"
-  with caplog.at_level(logging.WARNING, "flaxshard"):
-    train.train_and_evaluate(config, str(tmp_path / "on"))
+  train.train_and_evaluate(config, workdir)
   assert "the loss is not finite" in caplog.text
-  assert [r["step"] for r in tiny.rows(str(tmp_path / "on"))] == [2, 4, 6, 8]
+  assert [r["step"] for r in tiny.rows(workdir)] == [2, 4, 6, 8]
 
 
 class TinyNNX(nnx.Module):
-  """An NNX model with statistics and a random stream."""
+  """An NNX model with batch statistics and a random stream."""
 
   def __init__(self, *, num_classes, policy, rngs, width: int = 8):
     dtype = policy.compute_dtype
@@ -186,86 +207,110 @@ class TinyNNX(nnx.Module):
     return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
 
 
-def test_nnx_model_trains_and_resumes(
-  importable, tmp_path, monkeypatch
-) -> None:
-  config = tiny.config(model={"name": importable + "TinyNNX", "width": 16})
-  state = train.train_and_evaluate(config, str(tmp_path / "a"))
-  assert int(state.rngs["dropout"]["rngs"]["count"]) == 8
-  assert np.abs(state.batch_stats["norm"]["mean"]).max() > 0
-  with monkeypatch.context() as patch:
-    tiny.stop_at(patch, 3, signal.SIGINT)
-    with pytest.raises(SystemExit):
-      train.train_and_evaluate(config, str(tmp_path / "b"))
-  resumed = train.train_and_evaluate(config, str(tmp_path / "b"))
-  _assert_same(resumed.params, state.params)
-  _assert_same(resumed.batch_stats, state.batch_stats)
-
-
-def test_a_checkpoint_of_another_model_is_refused_and_kept(
-  undisturbed,
-) -> None:
-  workdir, _ = undisturbed
-  before = {
-    f: f.read_bytes() for f in pathlib.Path(workdir).rglob("*") if f.is_file()
-  }
-  config = tiny.config(model={"name": "cnn", "features": (5,), "dense": 8})
-  with pytest.raises(ValueError, match=r"params/conv0/bias: shape \(4,\)"):
-    train.train_and_evaluate(config, workdir)
-  after = {
-    f: f.read_bytes() for f in pathlib.Path(workdir).rglob("*") if f.is_file()
-  }
-  assert after == before
-
-
-@pytest.mark.parametrize("field, value", [("batch_size", 32), ("seed", 1)])
-def test_another_data_order_cannot_be_continued(
-  undisturbed, field, value
-) -> None:
-  workdir, _ = undisturbed
-  with pytest.raises(ValueError, match=f"config.{field}={value}, but"):
-    train.train_and_evaluate(tiny.config(**{field: value}), workdir)
-
-
-def test_profile_and_progress_bar(tmp_path, monkeypatch, capsys) -> None:
-  """A trace of the steps asked for; a bar on a terminal and none in a pipe."""
-  config = tiny.config(profile_steps=(2, 3), num_train_steps=4)
-  monkeypatch.setattr(
-    type(sys.stderr), "isatty", lambda self: True, raising=False
+@pytest.fixture(scope="module")
+def nnx_run(tmp_path_factory):
+  """An NNX run of four steps that gets SIGTERM in the last one."""
+  workdir = tmp_path_factory.mktemp("nnx")
+  config = tiny.config(
+    model={"name": f"{_THIS}:TinyNNX", "width": 16},
+    num_train_steps=4,
+    eval_every_steps=100,
+    checkpoint_every_steps=2,
   )
-  train.train_and_evaluate(config, str(tmp_path / "a"))
-  assert "4/4" in capsys.readouterr().err
-  traces = list((tmp_path / "a" / "profile").rglob("*.xplane.pb"))
-  assert len(traces) == 1
-  monkeypatch.setattr(
-    type(sys.stderr), "isatty", lambda self: False, raising=False
-  )
-  config = tiny.config(num_train_steps=4, profile_steps=(4, 9))
-  train.train_and_evaluate(config, str(tmp_path / "b"))
-  assert "/4" not in capsys.readouterr().err
-  # The run ended inside the stretch: its trace is written all the same.
-  assert len(list((tmp_path / "b" / "profile").rglob("*.xplane.pb"))) == 1
-
-
-def test_a_signal_in_the_last_step_loses_no_evaluation(
-  tmp_path, monkeypatch
-) -> None:
-  with monkeypatch.context() as patch:
+  with pytest.MonkeyPatch.context() as patch:
     tiny.stop_at(patch, 4, signal.SIGTERM)
-    config = tiny.config(num_train_steps=4, eval_every_steps=100)
-    train.train_and_evaluate(config, str(tmp_path))
-  assert "eval_accuracy" in tiny.rows(str(tmp_path))[-1]
+    state = train.train_and_evaluate(config, str(workdir))
+  return workdir, config, state
 
 
-def test_broken_leftovers_of_a_run(undisturbed, tmp_path) -> None:
-  """A damaged config.json is named; damaged rows are left out."""
-  workdir, _ = undisturbed
-  copy = str(tmp_path / "copy")
+def test_an_nnx_model_trains_and_resumes(nnx_run, tmp_path):
+  workdir, config, state = nnx_run
+  assert int(state.rngs["dropout"]["rngs"]["count"]) == 4
+  assert np.abs(state.batch_stats["norm"]["mean"]).max() > 0
+  copy = tmp_path / "copy"
   shutil.copytree(workdir, copy)
-  with open(os.path.join(copy, "metrics.jsonl"), "ab") as f:
+  shutil.rmtree(copy / "checkpoints" / "4")
+  resumed = train.train_and_evaluate(config, str(copy))
+  assert_same(resumed.params, state.params)
+  assert_same(resumed.batch_stats, state.batch_stats)
+  stream, resumed_stream = (s.rngs["dropout"]["rngs"] for s in (state, resumed))
+  assert stream["key"] == resumed_stream["key"]
+  assert int(resumed_stream["count"]) == 4
+
+
+def test_a_signal_in_the_last_step_keeps_the_evaluation(nnx_run):
+  workdir, _, _ = nnx_run
+  assert "eval_accuracy" in tiny.rows(workdir)[-1]
+
+
+def read_files(workdir) -> dict[pathlib.Path, bytes]:
+  files = pathlib.Path(workdir).rglob("*")
+  return {f: f.read_bytes() for f in files if f.is_file()}
+
+
+@pytest.mark.parametrize(
+  ("fields", "facts"),
+  [
+    (
+      dict(model={"name": "cnn", "features": (5,), "dense": 8}),
+      ("params/conv0/bias", "(4,)", "(5,)"),
+    ),
+    # The position of the data would mean other examples.
+    (dict(batch_size=32), ("config.batch_size=32", "16")),
+    (dict(seed=1), ("config.seed=1", "0")),
+  ],
+)
+def test_checkpoints_of_another_run_raise_and_are_kept(
+  whole_run, fields, facts
+):
+  workdir, _ = whole_run
+  before = read_files(workdir)
+  with pytest.raises(ValueError) as e:
+    train.train_and_evaluate(tiny.config(**fields), workdir)
+  for fact in facts:
+    assert fact in str(e.value)
+  assert read_files(workdir) == before
+
+
+def test_broken_files_of_a_run(whole_run, tmp_path):
+  """Broken rows are ignored, a broken config.json is an error."""
+  copy = tmp_path / "copy"
+  shutil.copytree(whole_run[0], copy)
+  with open(copy / "metrics.jsonl", "ab") as f:
     f.write(b'5\n{}\n{"step": null}\n\xff\n{"step": 8')
-  train.train_and_evaluate(tiny.config(), copy)
-  with open(os.path.join(copy, "config.json"), "w"):
-    pass
+  train.train_and_evaluate(tiny.config(), str(copy))
+  (copy / "config.json").write_text("")
   with pytest.raises(ValueError, match=r"config.json is broken"):
-    train.train_and_evaluate(tiny.config(), copy)
+    train.train_and_evaluate(tiny.config(), str(copy))
+
+
+def test_invalid_configs_raise_before_anything_is_written(tmp_path):
+  for fields in (
+    dict(precision="float16"),
+    dict(mesh={"replica": 9}),
+    dict(model={"name": "cnn", "dropout": 1.5}),
+  ):
+    with pytest.raises(ValueError, match="config"):
+      train.train_and_evaluate(tiny.config(**fields), str(tmp_path))
+  assert os.listdir(tmp_path) == []
+
+
+def test_an_unwritable_workdir_raises(tmp_path):
+  file = tmp_path / "file"
+  file.write_text("")
+  with pytest.raises(ValueError, match=r"workdir=.*cannot be written"):
+    train.train_and_evaluate(tiny.config(), str(file / "below"))
+
+
+def test_missing_packages_raise_at_the_start(tmp_path, monkeypatch):
+  find_spec = charts.importlib.util.find_spec
+  for package in ("matplotlib", "tensorboardX"):
+    monkeypatch.setattr(
+      charts.importlib.util,
+      "find_spec",
+      lambda name, gone=package: None if name == gone else find_spec(name),
+    )
+    with pytest.raises(ImportError, match=rf"{package}.*pip install"):
+      config = tiny.config(writer="tensorboard")
+      train.train_and_evaluate(config, str(tmp_path))
+  assert os.listdir(tmp_path) == []

@@ -1,21 +1,26 @@
-"""Signals as a question."""
+"""Signals and JAX's notice of preemption."""
 
 import os
+import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
 
+from jax.experimental import multihost_utils
 import pytest
 
 from flaxshard.train import preemption
+
+_TESTS = pathlib.Path(__file__).parents[1]
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 
 @pytest.fixture(autouse=True)
 def handlers():
-  """Signals of this test go to a list, Ctrl-C raises: never to the runner."""
+  """Keeps signals from the test runner: SIGTERM to a list, Ctrl-C raises."""
   received = []
 
   def on_sigterm(signum, frame):
@@ -40,13 +45,13 @@ def send(signum):
 
 
 @pytest.mark.parametrize("signum", SIGNALS)
-def test_a_signal_sets_the_flag(signum, handlers):
+def test_the_first_signal_is_reported(signum, handlers):
   with preemption.catch_signals() as interrupted:
     assert interrupted() is None
     send(signum)
     assert interrupted() == signum
     assert interrupted() == signum
-  # It was ours: nobody else has seen it.
+  # The previous handler did not get it.
   assert handlers["received"] == []
 
 
@@ -70,8 +75,11 @@ def test_handlers_are_restored_after_an_error(signum, handlers):
     assert signal.getsignal(s) is handlers[s]
 
 
-@pytest.mark.parametrize("first", SIGNALS)
-@pytest.mark.parametrize("second", SIGNALS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("first", "second"),
+  [(signal.SIGINT, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT)],
+)
 def test_a_second_signal_ends_the_process_at_once(first, second):
   code = f"""
 import os
@@ -90,7 +98,7 @@ with preemption.catch_signals() as interrupted:
   assert "Traceback" not in result.stderr
 
 
-def test_in_a_thread_nothing_is_caught(handlers):
+def test_no_signal_is_caught_outside_of_the_main_thread(handlers):
   answers = []
 
   def work():
@@ -106,9 +114,66 @@ def test_in_a_thread_nothing_is_caught(handlers):
   assert handlers["received"] == [signal.SIGTERM]
 
 
-def test_one_after_another():
-  for _ in range(2):
-    with preemption.catch_signals() as interrupted:
-      assert interrupted() is None
-      send(signal.SIGTERM)
-      assert interrupted() == signal.SIGTERM
+def test_without_jax_distributed_no_other_process_is_asked(monkeypatch):
+  def fail(step):
+    raise AssertionError(step)
+
+  monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", fail)
+  assert preemption.agree_on_signal(1, None) is None
+  assert preemption.agree_on_signal(2**31 - 1, 2) == 2
+
+
+# Step 3 sends SIGTERM; JAX looks for signals once a second.
+_RUN = """
+import os, signal, sys, time
+sys.path[:0] = sys.argv[3:]
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.distributed.initialize(sys.argv[2], num_processes=1, process_id=0)
+import tiny
+from flaxshard.train import preemption
+from flaxshard import train
+
+asked = []
+original = preemption.agree_on_signal
+
+def agreed(step, signum):
+  if step == 3:
+    os.kill(os.getpid(), signal.SIGTERM)
+  if step > 3:
+    time.sleep(0.1)
+  asked.append(step)
+  return original(step, signum)
+
+preemption.agree_on_signal = agreed
+config = tiny.config(
+  num_train_steps=200, eval_every_steps=1000, checkpoint_every_steps=1000,
+  log_every_steps=1000,
+)
+try:
+  train.train_and_evaluate(config, sys.argv[1])
+except SystemExit as e:
+  print(e.code, asked[-1], os.listdir(os.path.join(sys.argv[1], "checkpoints")))
+"""
+
+
+@pytest.mark.slow
+def test_the_loop_saves_and_exits_on_jax_s_notice(tmp_path):
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    port = free.getsockname()[1]
+  done = subprocess.run(
+    [
+      *(sys.executable, "-c", _RUN, str(tmp_path), f"localhost:{port}"),
+      *(str(_TESTS.parent), str(_TESTS)),
+    ],
+    capture_output=True,
+    text=True,
+    timeout=100,
+  )
+  assert done.returncode == 0, done.stderr
+  code, step, *names = done.stdout.splitlines()[-1].split()
+  assert code == "143"
+  # Within three seconds; JAX agrees on a later step than the one of the signal.
+  assert 3 < int(step) < 40
+  assert names == [f"['{step}']"]

@@ -1,5 +1,7 @@
-"""Steps a second, by a clock that the tests set."""
+"""Steps per second on a fake clock, and profiler traces."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from flaxshard.train import timer as timer_lib
@@ -20,7 +22,7 @@ def clock(monkeypatch):
   return clock
 
 
-def test_steps_since_the_last_lap(clock):
+def test_a_lap_counts_the_steps_since_the_last_one(clock):
   timer = timer_lib.Timer(0)
   clock.now += 5
   assert timer.lap(10) == 2.0
@@ -28,13 +30,13 @@ def test_steps_since_the_last_lap(clock):
   assert timer.lap(15) == 0.5
 
 
-def test_steps_before_a_resumed_run_do_not_count(clock):
+def test_steps_of_earlier_runs_do_not_count(clock):
   timer = timer_lib.Timer(100)
   clock.now += 4
   assert timer.lap(102) == 0.5
 
 
-def test_paused_time_is_left_out(clock):
+def test_paused_time_does_not_count(clock):
   timer = timer_lib.Timer(0)
   clock.now += 1
   for _ in range(2):
@@ -42,14 +44,14 @@ def test_paused_time_is_left_out(clock):
       clock.now += 50
   clock.now += 1
   assert timer.lap(8) == 4.0
-  # Right after a lap, as the loop does.
+  # The loop pauses right after a lap.
   with timer.paused():
     clock.now += 50
   clock.now += 2
   assert timer.lap(12) == 2.0
 
 
-def test_paused_time_is_left_out_after_an_error_too(clock):
+def test_paused_time_does_not_count_after_an_error(clock):
   timer = timer_lib.Timer(0)
   with pytest.raises(KeyError), timer.paused():
     clock.now += 50
@@ -58,10 +60,41 @@ def test_paused_time_is_left_out_after_an_error_too(clock):
   assert timer.lap(8) == 4.0
 
 
-def test_no_steps_or_no_time_is_no_number(clock):
+def test_a_lap_without_steps_or_time_is_none(clock):
   timer = timer_lib.Timer(3)
   assert timer.lap(4) is None
   clock.now += 1
   assert timer.lap(4) is None
   clock.now += 1
   assert timer.lap(6) == 2.0
+
+
+@pytest.mark.parametrize(
+  ("last_step", "stop"),
+  # The run may end before the last step to trace.
+  [(5, "stop before 4"), (2, "stop before the end")],
+)
+def test_profile_traces_the_given_steps(tmp_path, monkeypatch, last_step, stop):
+  events = []
+  step = 0
+  monkeypatch.setattr(
+    jax.profiler,
+    "start_trace",
+    lambda path: events.append((f"start before {step}", path)),
+  )
+  monkeypatch.setattr(
+    jax.profiler, "stop_trace", lambda: events.append(f"stop before {step}")
+  )
+  with timer_lib.profile_steps((2, 3), str(tmp_path)) as before_step:
+    for step in range(1, last_step + 1):
+      before_step(step, jnp.zeros(()))
+    step = "the end"
+  assert events == [("start before 2", str(tmp_path / "profile")), stop]
+
+
+def test_a_trace_is_written(tmp_path):
+  with timer_lib.profile_steps((1, 1), str(tmp_path)) as before_step:
+    before_step(1, jnp.zeros(()))
+    jnp.zeros(()).block_until_ready()
+    before_step(2, jnp.zeros(()))
+  assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == 1
