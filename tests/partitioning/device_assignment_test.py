@@ -207,10 +207,8 @@ def test_devices_are_in_the_order_of_the_assignment():
     ("coordinates", (-1, 0), ValueError, "replica .* 0 and 1, got -1"),
     ("coordinates", (0, 2), ValueError, "logical_core .* 0 and 1, got 2"),
     ("tpu_ordinal", (2,), ValueError, "replica .* got 2"),
-    ("host_device", (0, -1), ValueError, "logical_core .* got -1"),
     ("tpu_device", (0, 1.0), TypeError, "logical_core .* integer .* got 1.0"),
     ("lookup_replicas", (2, 0), ValueError, "task_id .* got 2"),
-    ("lookup_replicas", (0, -1), ValueError, "logical_core .* got -1"),
     ("lookup_replicas", (1, 0), ValueError, r"one of \[0\], got 1"),
   ],
 )
@@ -248,10 +246,7 @@ def test_assignment_is_immutable_hashable_and_equal_by_value():
   ("cores", "error", "facts"),
   [
     ([ORIGIN], ValueError, ("got shape [1, 4]",)),
-    (np.zeros((0, 1, 4), int), ValueError, ("got shape [0, 1, 4]",)),
-    ([[ORIGIN, ORIGIN], [ORIGIN]], ValueError, ("[n, n, 4]",)),
     ([[[0.0] * 4]], TypeError, ("integers",)),
-    ([[[0, 0, 0, -1]]], ValueError, ("[0, 0]", "got [0, 0, 0, -1]")),
     ([[ORIGIN], [[0, 2, 0, 0]]], ValueError, ("[1, 0]", "got [0, 2, 0, 0]")),
     ([[[1, 1, 0, 0]]], ValueError, ("a device", "got [1, 1, 0, 0]")),
     ([[ORIGIN], [ORIGIN]], ValueError, ("[0, 0]", "another core")),
@@ -270,7 +265,6 @@ def test_invalid_core_assignment_raises(cores, error, facts):
   [
     ({"topology": b""}, TypeError, ("got b''",)),
     ({"num_replicas": 0}, ValueError, ("at least 1", "got 0")),
-    ({"num_replicas": 2.0}, TypeError, ("integer", "got 2.0")),
     ({"num_replicas": 33}, ValueError, ("at most 32", "got 33")),
     (
       {"num_replicas": 5, "computation_shape": (2, 2, 1, 2)},
@@ -278,7 +272,6 @@ def test_invalid_core_assignment_raises(cores, error, facts):
       ("4",),
     ),
     ({"computation_shape": (2, 2, 1)}, ValueError, ("[3]",)),
-    ({"computation_shape": (2, 2, 1, 0)}, ValueError, ("positive",)),
     ({"computation_shape": (5, 1, 1, 1)}, ValueError, ("fit", "(4, 4, 1, 2)")),
     ({"computation_stride": (1, 1, 1, -1)}, ValueError, ("positive", "-1")),
     (

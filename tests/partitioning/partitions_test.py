@@ -19,7 +19,7 @@ def abstract_mesh(axes):
   return jax.sharding.AbstractMesh((2, *axes.values()), ("replica", *axes))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 8, 12, 30, 64])
+@pytest.mark.parametrize("count", [1, 4, 6, 12, 30, 64])
 def test_every_partition_has_a_spec_on_prime_axes(count):
   axes = mesh_lib.prime_axes(count)
   mesh = abstract_mesh(axes)

@@ -78,8 +78,6 @@ def test_first_matching_regex_sets_the_spec():
 @pytest.mark.parametrize(
   ("spec", "shortest"),
   [
-    (P(("model",), None), P("model")),
-    (P(None, None), P()),
     (P((), "model"), P(None, "model")),
     (P(("model", "replica")), P(("model", "replica"))),
   ],
@@ -101,10 +99,8 @@ def test_mesh_axes_of_size_one_are_left_out():
   ("rules", "facts"),
   [
     (P("model"), ("rules must be", "got P(")),
-    ({"a": P("model")}, ("rules must be", "got {")),
     ((3,), ("rules[0]", "got 3")),
     (((3, P()),), ("rules[0]", "got (3, P())")),
-    ((("a", P(), 1),), ("rules[0]", "got ('a', P(), 1)")),
     ((("a", (None, "model")),), ("rules[0]", "PartitionSpec(None, 'model')")),
     ((("embed", P(None, P.UNCONSTRAINED)),), ("rules[0]", "UNCONSTRAINED")),
   ],
@@ -184,12 +180,9 @@ def test_indivisible_dimension_raises():
 @pytest.mark.parametrize(
   ("shape", "spec"),
   [
-    ((8, 32), P(None, "replica")),
-    ((32, 8), P("replica")),
     ((16, 16), P("replica")),  # the first of equal dimensions
-    ((30, 16), P(None, "replica")),  # 30 cannot be divided by 4
-    ((3, 8, 16, 4), P(None, None, "replica")),
-    ((15,), P()),  # smaller than min_size
+    ((3, 30, 16, 4), P(None, None, "replica")),  # 30 cannot be divided by 4
+    ((12,), P()),  # smaller than min_size
     ((16,), P("replica")),
   ],
 )
@@ -198,7 +191,7 @@ def test_fsdp_splits_the_largest_divisible_dimension(shape, spec):
   assert resolve(FSDP(min_size=16), MESH, params)["w"] == spec
 
 
-@pytest.mark.parametrize("rules", ["fsdp", ("fsdp",), FSDP(), (FSDP(),)])
+@pytest.mark.parametrize("rules", ["fsdp", (FSDP(),)])
 def test_fsdp_by_name_has_the_default_fields(rules):
   params = {"w": array(128, 128), "small": array(127, 128)}
   assert split_leaves(resolve(rules, MESH, params)) == {"w": P("replica")}
@@ -257,11 +250,9 @@ def test_fsdp_that_splits_no_parameter_raises():
 @pytest.mark.parametrize(
   ("fields", "error", "facts"),
   [
-    ({"axis": None}, TypeError, ("axis", "None")),
     ({"axis": ["a"]}, TypeError, ("axis", "['a']")),
     ({"axis": ("a", 1)}, TypeError, ("axis", "('a', 1)")),
     ({"axis": ()}, ValueError, ("axis", "()")),
-    ({"min_size": 1.5}, TypeError, ("min_size", "1.5")),
     ({"min_size": -1}, ValueError, ("min_size", "-1")),
   ],
 )
@@ -444,11 +435,9 @@ def test_arrays_on_the_mesh_keep_their_sharding():
   [
     (None, None),
     ("fsdp", "fsdp"),
-    ({"name": "fsdp", "min_size": 8}, FSDP(min_size=8)),
     ({"name": "fsdp", "axis": ["a", "b"]}, FSDP(("a", "b"))),
     ([["k", [None, ["a", "b"]]]], (("k", P(None, ("a", "b"))),)),
     ((("k", ()),), (("k", P()),)),
-    ((("k", P("model")), "fsdp"), (("k", P("model")), "fsdp")),
     ((("mlp", "model"), ("embed", None)), (("mlp", "model"), ("embed", None))),
     ((("mlp", {"axes": ["m0", "m1"]}),), (("mlp", ("m0", "m1")),)),
     (
@@ -475,7 +464,6 @@ def test_rules_from_config(value, rules):
     ("zero", ValueError, ("mesh.rules[0]", "'zero'")),
     ((("a", 3),), TypeError, ("mesh.rules[0]", "('a', 3)")),
     ((("a", (3,)),), TypeError, ("mesh.rules[0]", "P(3")),
-    ((("a",),), TypeError, ("mesh.rules[0]", "('a',)")),
   ],
 )
 def test_invalid_rules_in_config_raise(value, error, facts):
