@@ -1,12 +1,13 @@
-"""What a checkpoint costs: the time `save` blocks, and all of it.
+"""Prints the time that saving and restoring a checkpoint takes.
 
   python benchmarks/checkpoint.py
   python benchmarks/checkpoint.py --megabytes 100 --rounds 80
 
-The same parameters, Adam state and state of `LossScale`, saved by
-`flaxshard.Checkpointer` and by Orbax's own asynchronous `CheckpointManager`,
-one after the other in turns, in one process. Each save is waited for before the
-next begins. Then what was saved is verified, and restored.
+`flaxshard.Checkpointer` and Orbax's own asynchronous `CheckpointManager` save
+the same parameters, Adam state and `LossScale` state in turns, in one process.
+For each save the script measures the time until the call returns, and the time
+until all files are on disk; the next save starts after that. Then it verifies
+and restores the checkpoint of flaxshard.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from flaxshard.checkpoint import digests
 
 
 def make_state(megabytes: float, layers: int) -> fs.TrainState:
-  """Returns parameters, and twice as much of Adam: so many MB in all."""
+  """Returns a state of `megabytes` MB: a third parameters, the rest Adam's."""
   width = int((megabytes * 1e6 / 12 / layers) ** 0.5)
   keys = jax.random.split(jax.random.key(0), layers)
   params = {
@@ -38,14 +39,14 @@ def make_state(megabytes: float, layers: int) -> fs.TrainState:
     tx=optax.adam(1e-3),
     wrappers=[fs.LossScale("dynamic")],
   )
-  # Random numbers in all of it, which compression makes no smaller.
+  # One step fills Adam's state with random numbers, which do not compress.
   return jax.block_until_ready(
     jax.jit(lambda s: s.apply_gradients(grads=s.params))(state)
   )
 
 
-def saved_by_orbax(state, directory, step):
-  """Returns the seconds that a save blocks, and until it is on disk."""
+def save_with_orbax(state, directory, step):
+  """Returns the seconds until `save` returns, and until all is on disk."""
   with ocp.CheckpointManager(directory) as manager:
     start = time.perf_counter()
     manager.save(
@@ -60,7 +61,8 @@ def saved_by_orbax(state, directory, step):
     return blocked - start, time.perf_counter() - start
 
 
-def saved_by_us(state, directory, step):
+def save_with_flaxshard(state, directory, step):
+  """Returns the seconds until `save` returns, and until all is on disk."""
   with fs.Checkpointer(directory) as checkpointer:
     start = time.perf_counter()
     checkpointer.save(step, state)
@@ -69,17 +71,18 @@ def saved_by_us(state, directory, step):
     return blocked - start, time.perf_counter() - start
 
 
-def row(name, seconds, of):
-  """Prints a row; the ratio is that of the means, to `of`."""
+def print_row(name, seconds, reference):
+  """Prints a row; the ratio is that of the means, to `reference`."""
   low, quarter, middle, upper = np.percentile(seconds, (5, 25, 50, 75)) * 1e3
   mean = np.mean(seconds)
   print(
-    f"| {name:>18} | {1e3 * mean:7.1f} | {mean / np.mean(of):5.2f} | "
+    f"| {name:>18} | {1e3 * mean:7.1f} | {mean / np.mean(reference):5.2f} | "
     f"{low:7.1f} | {quarter:7.1f} | {middle:7.1f} | {upper:7.1f} |"
   )
 
 
 def main():
+  """Prints a table."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--megabytes", type=float, default=400)
   parser.add_argument("--layers", type=int, default=12)
@@ -87,17 +90,18 @@ def main():
   args = parser.parse_args()
   state = make_state(args.megabytes, args.layers)
   size = sum(x.nbytes for x in jax.tree.leaves(state.without_wrappers()))
-  ways = {"Orbax": saved_by_orbax, "flaxshard": saved_by_us}
-  blocked = {name: [] for name in ways}
-  total = {name: [] for name in ways}
+  savers = {"Orbax": save_with_orbax, "flaxshard": save_with_flaxshard}
+  blocked = {name: [] for name in savers}
+  total = {name: [] for name in savers}
   verifying, restoring = [], []
   with tempfile.TemporaryDirectory() as folder:
     for i in range(args.rounds + 1):
-      # Each goes first in every other round.
-      for name in sorted(ways, reverse=bool(i % 2)):
+      # Each saver is first in every other round.
+      for name in sorted(savers, reverse=bool(i % 2)):
         directory = os.path.join(folder, name)
-        os.sync()  # what was written before is not this one's to wait for
-        times = ways[name](state, directory, 1)
+        # The save must not wait for files that were written before it.
+        os.sync()
+        times = savers[name](state, directory, 1)
         if name == "flaxshard":
           start = time.perf_counter()
           assert digests.verify(os.path.join(directory, "1"))
@@ -108,7 +112,7 @@ def main():
             restored = time.perf_counter() - start
         shutil.rmtree(directory)
         if not i:
-          continue  # the first round makes threads and caches
+          continue  # the first round starts threads and fills caches
         blocked[name].append(times[0])
         total[name].append(times[1])
         if name == "flaxshard":
@@ -121,9 +125,9 @@ def main():
   )
   for label, times in (("blocked", blocked), ("on disk", total)):
     for name, seconds in times.items():
-      row(f"{name}, {label}", seconds, times["Orbax"])
-  row("restore", restoring, restoring)
-  row("of it, verify", verifying, restoring)
+      print_row(f"{name}, {label}", seconds, times["Orbax"])
+  print_row("restore", restoring, restoring)
+  print_row("of it, verify", verifying, restoring)
 
 
 if __name__ == "__main__":

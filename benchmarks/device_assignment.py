@@ -1,9 +1,9 @@
-"""Prints how long it takes to lay replicas out on 8,960 chips.
+"""Prints how long it takes to assign replicas to 8,960 chips.
 
-The mesh is 16 x 20 x 28 chips of one core, eight of them a host. The topology
-is made beforehand, and timed on its own. With TensorFlow installed its times
-stand beside; they are taken in turn, and it is checked that both assignments
-are the same.
+The mesh has 16 x 20 x 28 chips with one core each, and eight chips per host.
+The topology is created beforehand and timed separately. If TensorFlow is
+installed, the script prints its times too. Both are measured in turn, and the
+script checks that their assignments are equal.
 
   python benchmarks/device_assignment.py
 """
@@ -43,7 +43,10 @@ CASES = [
 
 
 def host_coordinates() -> np.ndarray:
-  """Returns coordinates [hosts, chips per host, 4], everywhere x fastest."""
+  """Returns coordinates [hosts, chips per host, 4].
+
+  Hosts and the chips of a host are numbered with x fastest.
+  """
   blocks = [n // m for n, m in zip(MESH, HOST, strict=False)]
   z, y, x = np.indices(blocks[::-1]).reshape(3, -1, 1)
   dz, dy, dx = np.indices(HOST[::-1]).reshape(3, 1, -1)
@@ -52,14 +55,15 @@ def host_coordinates() -> np.ndarray:
 
 
 def milliseconds(runs: int, *functions: Callable[[], Any]) -> list[float]:
-  """Returns the median time of each function, called in turn."""
+  """Returns the median milliseconds of each function, called in turn."""
   times: list[list[float]] = [[] for _ in functions]
   for _ in range(runs + 1):
     for function, taken in zip(functions, times, strict=True):
       start = time.perf_counter()
       function()
       taken.append((time.perf_counter() - start) * 1e3)
-  return [statistics.median(taken[1:]) for taken in times]  # the first warms up
+  # The first run fills the caches.
+  return [statistics.median(taken[1:]) for taken in times]
 
 
 def main() -> None:
@@ -67,15 +71,17 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--runs", type=int, default=7)
   runs = parser.parse_args().runs
-  logging.disable(logging.WARNING)  # TensorFlow's, of odd sides
+  logging.disable(logging.WARNING)  # TensorFlow warns of odd sides
 
   coordinates = host_coordinates()
   topology = fs.Topology(MESH, coordinates)
-  makes: list[Callable[[], Any]] = [lambda: fs.Topology(MESH, coordinates)]
-  rows = [("topology", makes)]
+  constructors: list[Callable[[], Any]] = [
+    lambda: fs.Topology(MESH, coordinates)
+  ]
+  rows = [("topology", constructors)]
   if tf_topology is not None:
-    its_topology = tf_topology.Topology(None, MESH, coordinates)
-    makes.append(lambda: tf_topology.Topology(None, MESH, coordinates))
+    tensorflow_topology = tf_topology.Topology(None, MESH, coordinates)
+    constructors.append(lambda: tf_topology.Topology(None, MESH, coordinates))
   for shape, count, order in CASES:
     builds: list[Callable[[], Any]] = [
       lambda s=shape, n=count, o=order: fs.DeviceAssignment.build(
@@ -86,11 +92,11 @@ def main() -> None:
       mode = tf_assignment.DeviceOrderMode[order.upper()]
       builds.append(
         lambda s=shape, n=count, m=mode: tf_assignment.device_assignment(
-          its_topology, s, num_replicas=n, device_order_mode=m
+          tensorflow_topology, s, num_replicas=n, device_order_mode=m
         )
       )
-      ours, its = (build().core_assignment for build in builds)
-      np.testing.assert_array_equal(ours, its)
+      actual, expected = (build().core_assignment for build in builds)
+      np.testing.assert_array_equal(actual, expected)
     box = "x".join(map(str, shape[:3]))
     rows.append((f"{count} x {box}, {order}", builds))
 
