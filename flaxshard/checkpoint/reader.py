@@ -146,7 +146,7 @@ def orbax_tree(directory: Directory, item: str) -> SavedTree:
   saved = metadata(directory)
   leaves = {
     path: SavedScalar(x.dtype) if _is_number(x) else x
-    for path, x in trees.by_path(saved).items()
+    for path, x in trees.leaves_by_path(saved).items()
   }
 
   def read(
@@ -159,7 +159,7 @@ def orbax_tree(directory: Directory, item: str) -> SavedTree:
       return x.dtype.type(0).item() if _is_number(x) else asked
 
     tree = jax.tree_util.tree_map_with_path(one, saved)
-    found = trees.by_path(read_item(directory, tree))
+    found = trees.leaves_by_path(read_item(directory, tree))
     return {
       path: _placed("/".join(path), found[path], asked)
       for path, asked in wanted.items()
@@ -194,7 +194,7 @@ def _is_number(x: Any) -> bool:
 def _msgpack_tree(file: Directory) -> SavedTree:
   try:
     saved = serialization.msgpack_restore(file.read_bytes())
-    found = trees.by_path(saved)
+    found = trees.leaves_by_path(saved)
   except Exception as e:  # whatever msgpack makes of another kind of file
     raise ValueError(f"{file} is no checkpoint of Flax: {e}") from e
   leaves: dict[Path, Any] = {}

@@ -243,12 +243,12 @@ class CheckpointStep:
     """
     where = str(self.where)
     plain = state.without_wrappers()
-    wanted = trees.by_path(templates.abstract(plain))
+    wanted = trees.leaves_by_path(templates.abstract(plain))
     mine = wrapper_states_lib.nonempty(state.wrapper_states)
     scale = mine.get(_LOSS_SCALE)
     scales: dict[Path, Any] = {}
     if scale is not None and _LOSS_SCALE not in self.wrappers:
-      abstract = trees.by_path(templates.abstract(scale, like=state))
+      abstract = trees.leaves_by_path(templates.abstract(scale, like=state))
       scales = {(*migrate.LOSS_SCALE, *path): x for path, x in abstract.items()}
     moves = migrate.plan(self.plain.leaves, {**wanted, **scales})
     wanted |= {path: scales[path] for path in moves.sources if path in scales}
@@ -323,7 +323,7 @@ class RestorePlan:
     self, leaves: Mapping[Path, Any], wrapper_item: PyTree
   ) -> TrainState:
     found = {path: leaves[s] for path, s in self.moves.sources.items()}
-    for path, x in trees.by_path(self.plain).items():
+    for path, x in trees.leaves_by_path(self.plain).items():
       if path in self.moves.fresh:
         # A copy: what is restored may be donated.
         sharding = self.wanted[path].sharding
@@ -332,13 +332,13 @@ class RestorePlan:
     templates.check_restored(where, found, dict(self.wanted))
     restored = jax.tree.unflatten(
       jax.tree.structure(self.plain),
-      [found[path] for path in trees.by_path(self.plain)],
+      [found[path] for path in trees.leaves_by_path(self.plain)],
     )
     new = {
       name: values.broadcast_to_replicas(
         getattr(restored, name), getattr(self.state, name)
       )
-      for name in fields_lib.data_names(self.plain)
+      for name in fields_lib.array_field_names(self.plain)
     }
     if self.state.wrapper_states:
       states = self.wrappers.finish(restored, wrapper_item)

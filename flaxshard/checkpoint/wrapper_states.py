@@ -68,8 +68,8 @@ class WrapperRestorePlan:
     for name in self.reads:
       templates.check_restored(
         self.where,
-        trees.by_path({name: read[name]}),
-        trees.by_path({name: states[name]}),
+        trees.leaves_by_path({name: read[name]}),
+        trees.leaves_by_path({name: states[name]}),
       )
       states[name] = read[name]
     for wrapper in self.state.wrappers:
@@ -164,7 +164,10 @@ def plan(
         wanted = _of_replicas(able[name], wanted, had)
         counts[name] = had
     templates.check_same(
-      where, ITEM, trees.by_path({name: theirs}), trees.by_path({name: wanted})
+      where,
+      ITEM,
+      trees.leaves_by_path({name: theirs}),
+      trees.leaves_by_path({name: wanted}),
     )
     if name in counts:
       everywhere = templates.on_every_device(state)
@@ -271,7 +274,11 @@ def _restart(
       jax.tree.structure(template), base.per_replica_mask(wrapper, template)
     )
   )
-  names = set(fields_lib.data_names(plain)) - {"step", "params", "opt_state"}
+  names = set(fields_lib.array_field_names(plain)) - {
+    "step",
+    "params",
+    "opt_state",
+  }
   target = base.Target(
     jnp.asarray(plain.step),
     plain.params,
@@ -289,9 +296,9 @@ def _restart(
     )
     new = base.adapt(wrapper).restart(first[name], target, saved)
     states = stack.add_replica_axis(wrappers, {name: new}, num_replicas)
-    new = trees.like(f"wrapper {name!r}: restart", states[name], template)
+    new = trees.conform(f"wrapper {name!r}: restart", states[name], template)
     # What has its own memory can be donated together with the parameters.
-    return trees.own_buffers((target, new))[1]
+    return trees.unshare_buffers((target, new))[1]
 
   shardings = jax.tree.map(
     lambda x: x.sharding, templates.abstract(template, like=state)

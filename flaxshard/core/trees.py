@@ -1,4 +1,4 @@
-"""Paths in pytrees, and where two of them first differ."""
+"""Paths of leaves, differences between trees, and buffers of arrays."""
 
 from __future__ import annotations
 
@@ -19,12 +19,26 @@ def path_string(path: Path) -> str:
 
 
 def path_strings(path: Path) -> tuple[str, ...]:
-  """Returns a key path as a tuple of strings."""
+  """Returns a key path as a tuple of strings, one for each key."""
   return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
+def leaves_by_path(
+  tree: PyTree, none_is_leaf: bool = False
+) -> dict[tuple[str, ...], Any]:
+  """Returns the leaves of a tree by their `path_strings`, in tree order.
+
+  Args:
+    tree: The tree.
+    none_is_leaf: Whether None is a leaf; JAX treats it as an empty tree.
+  """
+  is_leaf = (lambda x: x is None) if none_is_leaf else None
+  flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+  return {path_strings(path): leaf for path, leaf in flat}
+
+
 def dtype_of(leaf: Any) -> Any:
-  """Returns the dtype that a leaf has or, a Python number, gets in JAX."""
+  """Returns the dtype of an array, or the dtype of a Python number in JAX."""
   return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
@@ -32,15 +46,27 @@ def _shape_of(leaf: Any) -> tuple[int, ...]:
   return tuple(leaf.shape) if hasattr(leaf, "shape") else jnp.shape(leaf)
 
 
+def _describe(leaf: Any) -> str:
+  return f"{dtype_of(leaf)}{list(_shape_of(leaf))}"
+
+
 def _is_key(dtype: Any) -> bool:
   return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def check_arrays(argument: str, tree: PyTree) -> None:
-  """Raises a TypeError, with its path, at a leaf that is not an array."""
+  """Checks that every leaf of a tree is an array or a number.
+
+  Args:
+    argument: Name of the tree, for the error message.
+    tree: The tree.
+
+  Raises:
+    TypeError: A leaf is something else; the message has its path.
+  """
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     try:
-      # The names of dtypes, and dtypes, have a result type too.
+      # `jnp.result_type` accepts dtypes and their names too.
       if isinstance(leaf, (str, type, np.dtype)):
         raise TypeError("not an array")
       dtype_of(leaf)
@@ -59,54 +85,56 @@ def first_difference(
 ) -> str | None:
   """Returns where and how `given` first differs from `wanted`, or None.
 
-  Leaves are told by their paths, whatever the containers on the way.
+  Leaves are compared by path. The types of the containers do not matter.
 
   Args:
     given: A tree of arrays or `jax.ShapeDtypeStruct`s.
     wanted: The tree to compare it with.
-    dtypes: Compare dtypes as well as shapes.
-    none_is_leaf: Let None in `given` stand for a leaf of `wanted`.
+    dtypes: Whether to compare dtypes as well as shapes.
+    none_is_leaf: Whether a None in `given` matches any leaf of `wanted`.
 
   Returns:
-    A sentence such as `"a/b: shape (2,), where (3,) is expected"`.
+    A clause such as `"a/b: shape (2,), where (3,) is expected"`.
 
   Example:
     >>> first_difference({"a": {"b": jnp.ones(2)}}, {"a": {"b": jnp.ones(3)}})
     'a/b: shape (2,), where (3,) is expected'
   """
   return difference_by_path(
-    by_path(given, none_is_leaf), by_path(wanted), dtypes=dtypes
+    leaves_by_path(given, none_is_leaf), leaves_by_path(wanted), dtypes=dtypes
   )
 
 
 def difference_by_path(
-  has: Mapping[tuple[str, ...], Any],
-  wants: Mapping[tuple[str, ...], Any],
+  given: Mapping[tuple[str, ...], Any],
+  wanted: Mapping[tuple[str, ...], Any],
   *,
   dtypes: bool = True,
 ) -> str | None:
-  """Returns `first_difference` of two trees that are given as `by_path`."""
-  for path, want in wants.items():
+  """Returns `first_difference` of two trees, each as `leaves_by_path`."""
+  for path, wanted_leaf in wanted.items():
     where = "/".join(path) or "<root>"
-    if path not in has:
-      return f"{where}: missing, where {_describe(want)} is expected"
-    leaf = has[path]
+    if path not in given:
+      return f"{where}: missing, where {_describe(wanted_leaf)} is expected"
+    leaf = given[path]
     if leaf is None:
       continue
-    shape, dtype = _shape_of(leaf), dtype_of(leaf)
-    told_by_dtype = dtypes and _is_key(dtype) != _is_key(dtype_of(want))
-    if not told_by_dtype and shape != _shape_of(want):
-      return f"{where}: shape {shape}, where {_shape_of(want)} is expected"
-    if dtypes and dtype != dtype_of(want):
-      return f"{where}: dtype {dtype}, where {dtype_of(want)} is expected"
-  for path, leaf in has.items():
-    if path not in wants and leaf is not None:
+    shape, wanted_shape = _shape_of(leaf), _shape_of(wanted_leaf)
+    dtype, wanted_dtype = dtype_of(leaf), dtype_of(wanted_leaf)
+    # A PRNG key and its integers differ in shape too, but the dtypes tell why.
+    skip_shape = dtypes and _is_key(dtype) != _is_key(wanted_dtype)
+    if shape != wanted_shape and not skip_shape:
+      return f"{where}: shape {shape}, where {wanted_shape} is expected"
+    if dtypes and dtype != wanted_dtype:
+      return f"{where}: dtype {dtype}, where {wanted_dtype} is expected"
+  for path, leaf in given.items():
+    if path not in wanted and leaf is not None:
       where = "/".join(path) or "<root>"
       return f"{where}: {_describe(leaf)}, where nothing is expected"
   return None
 
 
-def like(
+def conform(
   argument: str,
   given: PyTree,
   wanted: PyTree,
@@ -114,12 +142,18 @@ def like(
   dtypes: bool = True,
   none_is_leaf: bool = False,
 ) -> PyTree:
-  """Returns `given` in the containers of `wanted`, once its leaves match.
+  """Returns the leaves of `given` in the containers of `wanted`.
 
-  A FrozenDict for a dict, say, is no difference worth an error.
+  Args:
+    argument: Name of `given`, for error messages.
+    given: A tree with the same paths as `wanted`. The containers may differ:
+      a FrozenDict for a dict, say.
+    wanted: A tree of arrays or `jax.ShapeDtypeStruct`s.
+    dtypes: See `first_difference`.
+    none_is_leaf: See `first_difference`.
 
   Raises:
-    ValueError: `first_difference` finds one; the message names its path.
+    ValueError: `first_difference` finds one; the message has its path.
     TypeError: A leaf of `given` is not an array.
   """
   check_arrays(argument, given)
@@ -130,60 +164,52 @@ def like(
     raise ValueError(
       f"{argument} must match the state, but differs at {difference}."
     )
-  leaves = by_path(given, none_is_leaf)
+  leaves = leaves_by_path(given, none_is_leaf)
   return jax.tree.unflatten(
     jax.tree.structure(wanted),
-    [leaves[path] for path in by_path(wanted)],
+    [leaves[path] for path in leaves_by_path(wanted)],
   )
 
 
-def by_path(
-  tree: PyTree, none_is_leaf: bool = False
-) -> dict[tuple[str, ...], Any]:
-  """Returns the leaves of a tree by `path_strings`."""
-  is_leaf = (lambda x: x is None) if none_is_leaf else None
-  flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-  return {path_strings(path): leaf for path, leaf in flat}
+def unshare_buffers(tree: PyTree) -> PyTree:
+  """Returns a tree of strongly typed arrays, no two of which share memory.
 
-
-def _describe(leaf: Any) -> str:
-  return f"{dtype_of(leaf)}{list(_shape_of(leaf))}"
-
-
-def own_buffers(tree: PyTree) -> PyTree:
-  """Makes every leaf a strongly typed array that no other leaf shares.
-
-  A weak type would recompile the second step, and a shared buffer cannot be
-  donated twice.
+  Arrays that already satisfy this are returned without a copy.
   """
   seen: set[Any] = set()
 
-  def own(x: Any) -> jax.Array:
-    x = strong(x)
-    if not seen.isdisjoint(_buffers(x)):
+  def unshare(x: Any) -> jax.Array:
+    x = drop_weak_type(x)
+    # XLA refuses to donate the same buffer twice.
+    if not seen.isdisjoint(_buffers_of(x)):
       x = jnp.copy(x)
-    seen.update(_buffers(x))
+    seen.update(_buffers_of(x))
     return x
 
-  return jax.tree.map(own, tree)
+  return jax.tree.map(unshare, tree)
 
 
-def strong(x: Any) -> jax.Array:
-  """Returns an array without a weak type, which would recompile a step."""
+def drop_weak_type(x: Any) -> jax.Array:
+  """Returns an array without a weak type.
+
+  A weakly typed state would compile the train step twice: the update returns a
+  strongly typed one.
+  """
   x = jnp.asarray(x)
-  if getattr(x, "weak_type", False):
+  if jax.typeof(x).weak_type:
     x = jax.lax.convert_element_type(x, x.dtype)
   return x
 
 
-def _buffers(x: jax.Array) -> set[Any]:
-  """What tells the memory of an array: two Arrays may lie on the same."""
-  traced = {id(x)}
+def _buffers_of(x: jax.Array) -> set[Any]:
+  """Returns what identifies the memory of an array, on each of its devices."""
+  data: Any = x
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-    # Under `jit` that is traced, though the key may have a value.
-    x = jax.random.key_data(x)
-  if isinstance(x, jax.core.Tracer):
-    return traced
+    # Under `jit` this is traced, even if the key is a constant.
+    data = jax.random.key_data(x)
+  if isinstance(data, jax.core.Tracer):
+    return {id(x)}
+  # By address: `jax.device_put` may return a second Array for the same memory.
   return {
-    (s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards
+    (s.device, s.data.unsafe_buffer_pointer()) for s in data.addressable_shards
   }

@@ -112,7 +112,7 @@ def join(path: str, arrays: Sequence[Array], shape: tuple[int, ...]) -> Array:
     and isinstance(arrays[0], jax.Array)
     and (jax.process_count() == 1)
   ):
-    return trees.strong(arrays[0])
+    return trees.drop_weak_type(arrays[0])
   dtype = dtype_of(arrays[0])
   try:
     # float64 to float32 overflows to infinity, silently by default.

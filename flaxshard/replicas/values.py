@@ -205,7 +205,7 @@ def from_function(
   def put(*parts: Any) -> PerReplica:
     shape = (count, *np.shape(parts[0]))
     if any(isinstance(x, jax.Array) for x in parts):
-      local: Any = jnp.stack([trees.strong(x) for x in parts])
+      local: Any = jnp.stack([trees.drop_weak_type(x) for x in parts])
     else:
       local = np.stack(parts)
     # The parts of this process only: other processes have the others.

@@ -192,14 +192,14 @@ def plan_creation(
   def create_fields(*args: Any) -> dict[str, PyTree]:
     arrays = specs_lib.unbox(init.initialize(*args))
     state = TrainState.create(**static_fields, **arrays)
-    fields = {n: getattr(state, n) for n in fields_lib.data_names(state)}
+    fields = {n: getattr(state, n) for n in fields_lib.array_field_names(state)}
     if wrappers:
       # Created without a strategy, the states are those of one replica.
       single = stack.drop_replica_axis(wrappers, state.wrapper_states)
       fields["wrapper_states"] = stack.add_replica_axis(
         wrappers, single, num_replicas
       )
-    return trees.own_buffers(fields)
+    return trees.unshare_buffers(fields)
 
   return CreationPlan(
     create_fields,

@@ -198,7 +198,7 @@ def describe(state: PyTree) -> Description:
   trees.check_arrays("state", state)
   fields = {"tree": state}
   if isinstance(state, train_state.TrainState):
-    names = fields_lib.data_names(state)
+    names = fields_lib.array_field_names(state)
     fields = {name: getattr(state, name) for name in names}
   groups = (
     Group(

@@ -1,4 +1,4 @@
-"""The fields of train states, and classes that get more than they declare."""
+"""Fields of train states, and subclasses with further fields."""
 
 from __future__ import annotations
 
@@ -11,40 +11,48 @@ from typing import Any
 from flax import struct
 
 
-def of_class(cls: Any) -> dict[str, dataclasses.Field[Any]]:
+def fields_by_name(cls: Any) -> dict[str, dataclasses.Field[Any]]:
   """Returns the fields of a dataclass by name."""
   return {field.name: field for field in dataclasses.fields(cls)}
 
 
-def is_data(field: dataclasses.Field[Any]) -> bool:
-  """Whether a field of a Flax dataclass is a node of its pytree."""
+def is_array_field(field: dataclasses.Field[Any]) -> bool:
+  """Returns whether a field of a Flax dataclass holds a pytree of arrays."""
   return field.metadata.get("pytree_node", True)
 
 
-def data_names(node: Any) -> list[str]:
-  """Returns the names of the fields that are pytree nodes."""
-  return [field.name for field in dataclasses.fields(node) if is_data(field)]
+def array_field_names(state: Any) -> list[str]:
+  """Returns the names of the fields that hold pytrees of arrays."""
+  return [
+    field.name for field in dataclasses.fields(state) if is_array_field(field)
+  ]
 
 
 def extend(cls: Any, names: Iterable[str]) -> Any:
-  """Returns a subclass of `cls` with the fields that it has not got yet.
+  """Returns a subclass of a Flax dataclass with further array fields.
 
-  The same class for the same fields: jit takes it for the same tree.
+  Args:
+    cls: The dataclass.
+    names: Names of fields; those that `cls` has already are left out.
+
+  Returns:
+    The subclass; the same class for the same fields, because `jax.jit` compiles
+    a function again for a pytree of another class. `cls` if nothing is missing.
   """
-  missing = sorted(set(names) - set(of_class(cls)))
+  missing = sorted(set(names) - set(fields_by_name(cls)))
   return _extend(cls, tuple(missing)) if missing else cls
 
 
 @functools.cache
 def _extend(cls: Any, names: tuple[str, ...]) -> Any:
-  # kw_only: a subclass of the user's may have fields with defaults.
-  body = {name: struct.field(kw_only=True) for name in names}
+  # kw_only: they follow fields with defaults in the user's subclass.
+  fields = {name: struct.field(kw_only=True) for name in names}
   annotations = {name: "Any" for name in names}
   return types.new_class(
     cls.__name__,
     (cls,),
-    exec_body=lambda ns: ns.update(
-      body,
+    exec_body=lambda namespace: namespace.update(
+      fields,
       __annotations__=annotations,
       _base_class=cls,
       __module__=cls.__module__,
@@ -54,5 +62,8 @@ def _extend(cls: Any, names: tuple[str, ...]) -> Any:
 
 
 def rebuild(cls: Any, values: Mapping[str, Any]) -> Any:
-  """Makes a node of `cls` with the fields among the values: to unpickle."""
+  """Returns an instance of `extend(cls, values)` with these field values.
+
+  Pickle calls it: it could not find the class that `extend` returns by name.
+  """
   return extend(cls, values)(**values)

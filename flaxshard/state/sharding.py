@@ -93,7 +93,7 @@ def complete_fields(
   given = jax.tree.map(mesh_lib.put, dict(given), shardings_of(specs, mesh))
 
   def create_fields(given: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    return trees.own_buffers(init(given))
+    return trees.unshare_buffers(init(given))
 
   created = jax.eval_shape(create_fields, given)
   abstract = abstract_fields({**given, **created}, specs, wrappers, mesh)

@@ -146,19 +146,19 @@ class TrainState(flax_train_state.TrainState):
         "tx must be an optax GradientTransformation, such as optax.adam(1e-3), "
         f"got {repr(tx).splitlines()[0][:80]}."
       )
-    fields = fields_lib.of_class(cls)
+    fields = fields_lib.fields_by_name(cls)
     static = {
       name: value
       for name, value in collections.items()
-      if name in fields and not fields_lib.is_data(fields[name])
+      if name in fields and not fields_lib.is_array_field(fields[name])
     }
     given = {k: v for k, v in collections.items() if k not in static}
     given["params"] = params
     init = functools.partial(_init, tx, wrappers, num_replicas)
     if mesh is None:
-      arrays = trees.own_buffers({**given, **init(given)})
+      arrays = trees.unshare_buffers({**given, **init(given)})
     else:
-      given = trees.own_buffers(given)
+      given = trees.unshare_buffers(given)
       arrays = sharding_lib.complete_fields(init, given, mesh, wrappers)
     return fields_lib.extend(cls, arrays)(
       apply_fn=apply_fn, tx=tx, wrappers=wrappers, **static, **arrays
@@ -306,7 +306,7 @@ class TrainState(flax_train_state.TrainState):
       >>> float(state.params["w"]), int(state.step)
       (0.5, 1)
     """
-    grads = trees.like(
+    grads = trees.conform(
       "grads", grads, self.params, dtypes=False, none_is_leaf=True
     )
     # From here on None marks the leaves without a gradient.
@@ -399,7 +399,7 @@ class TrainState(flax_train_state.TrainState):
   ) -> dict[str, PyTree]:
     """Reduces new collections over the replicas, except per-replica leaves."""
     global_structures = dict(self.per_replica)
-    data_names = fields_lib.data_names(self)
+    data_names = fields_lib.array_field_names(self)
 
     def reduce_leaf(x: Any) -> Any:
       if values.is_per_replica(x):
@@ -409,7 +409,7 @@ class TrainState(flax_train_state.TrainState):
     reduced = dict(replaced)
     for name in [n for n in replaced if n in data_names]:
       leaves, treedef = jax.tree.flatten(
-        trees.like(name, replaced[name], getattr(self, name))
+        trees.conform(name, replaced[name], getattr(self, name))
       )
       # In the structure from outside of `run` the per-replica leaves show.
       tree = jax.tree.unflatten(global_structures.get(name, treedef), leaves)
@@ -422,21 +422,21 @@ class TrainState(flax_train_state.TrainState):
   ) -> tuple[dict[str, PyTree], dict[str, Any]]:
     """Checks the fields to replace; returns collections and static fields."""
     reserved = {"step", "params", "opt_state", "wrapper_states", "wrappers"}
-    fields = fields_lib.of_class(type(self))
+    fields = fields_lib.fields_by_name(type(self))
     collections, static = {}, {}
     for name, value in replaced.items():
       if name in reserved or name not in fields:
-        allowed = sorted(set(fields_lib.data_names(self)) - reserved)
+        allowed = sorted(set(fields_lib.array_field_names(self)) - reserved)
         raise TypeError(
           f"apply_gradients: {name!r} cannot be replaced; allowed: grads, "
           f"{', '.join(allowed)}.{checks.did_you_mean(name, allowed)}"
         )
-      if not fields_lib.is_data(fields[name]):
+      if not fields_lib.is_array_field(fields[name]):
         static[name] = value
         continue
-      value = trees.like(name, value, getattr(self, name))
+      value = trees.conform(name, value, getattr(self, name))
       # A weakly typed leaf would make the next call of the step recompile.
-      collections[name] = jax.tree.map(trees.strong, value)
+      collections[name] = jax.tree.map(trees.drop_weak_type, value)
     return collections, static
 
   # -- The wrappers' metrics, and the state without wrappers.
@@ -475,14 +475,14 @@ class TrainState(flax_train_state.TrainState):
       >>> state.without_wrappers().wrappers
       ()
     """
-    fields = fields_lib.of_class(type(self))
+    fields = fields_lib.fields_by_name(type(self))
     dropped = ("wrappers", "wrapper_states", "per_replica")
     names = tuple(n for n in fields if n not in dropped)
     plain_class: Any = fields_lib.extend(self._base_class or type(self), names)
     return plain_class(
       **{
         name: values.mean_over_replicas(getattr(self, name))
-        if fields_lib.is_data(fields[name])
+        if fields_lib.is_array_field(fields[name])
         else getattr(self, name)
         for name in names
       }
@@ -492,7 +492,8 @@ class TrainState(flax_train_state.TrainState):
     """Pickles the declared class and the values of the fields."""
     # pickle finds a class by its name, and an extended class has none.
     fields = {
-      name: getattr(self, name) for name in fields_lib.of_class(type(self))
+      name: getattr(self, name)
+      for name in fields_lib.fields_by_name(type(self))
     }
     return fields_lib.rebuild, (self._base_class or type(self), fields)
 
@@ -532,8 +533,8 @@ def _check_loss(loss: Any) -> None:
 def _check_collections(cls: type, collections: Mapping[str, PyTree]) -> None:
   """Raises unless collections can be fields of a state of class `cls`."""
   arguments = ["apply_fn", "params", "tx", "wrappers", "strategy"]
-  fields = set(fields_lib.of_class(cls))
-  inherited = fields & set(fields_lib.of_class(TrainState))
+  fields = set(fields_lib.fields_by_name(cls))
+  inherited = fields & set(fields_lib.fields_by_name(TrainState))
   # A collection may hide the method `metrics`: Flax's examples have a field of
   # that name.
   taken = inherited | (set(dir(cls)) - fields - {"metrics"})

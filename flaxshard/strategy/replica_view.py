@@ -141,7 +141,7 @@ def _swapped(state: Any, states: Mapping[str, PyTree]) -> Any:
   if not any(base.overrides(w, "swap_collections") for w in state.wrappers):
     return state.replace(wrapper_states=states)
   own = ("step", "params", "opt_state", "wrapper_states")
-  names = [n for n in fields_lib.data_names(state) if n not in own]
+  names = [n for n in fields_lib.array_field_names(state) if n not in own]
   collections = {name: getattr(state, name) for name in names}
   for name, tree in collections.items():
     if has_per_replica(tree):

@@ -163,7 +163,7 @@ def _apply(
 ) -> tuple[jax.Array, dict[str, Any]]:
   """Applies the model, for training if there are rngs."""
   own = ("step", "params", "opt_state", "wrapper_states")
-  names = [n for n in fields_lib.data_names(state) if n not in own]
+  names = [n for n in fields_lib.array_field_names(state) if n not in own]
   if OVERWRITE_WITH_GRADIENT in params:
     variables = dict(params)
   else:

@@ -125,7 +125,7 @@ class Pair(NamedTuple):
 )
 def test_like_takes_other_containers(given, wanted):
   assert trees.first_difference(given, wanted) is None
-  out = trees.like("grads", given, wanted)
+  out = trees.conform("grads", given, wanted)
   assert type(out) is type(wanted)
   assert jax.tree.structure(out) == jax.tree.structure(wanted)
   assert jax.tree.leaves(out) == [1.0, 2.0]
@@ -134,7 +134,7 @@ def test_like_takes_other_containers(given, wanted):
 def test_paths_that_read_alike_are_told_apart():
   wanted = {"a/b": np.zeros(1), "a": {"b": np.zeros(1)}}
   given = {"a": {"b": np.ones(1)}, "a/b": np.full(1, 2.0)}
-  out = trees.like("grads", given, wanted)
+  out = trees.conform("grads", given, wanted)
   assert float(out["a"]["b"][0]) == 1.0
   assert float(out["a/b"][0]) == 2.0
   one = {"a": {"b": np.ones(1)}}
@@ -148,7 +148,7 @@ def test_paths_that_read_alike_are_told_apart():
 
 def test_like_keeps_none_and_names_what_is_wrong():
   wanted = {"a": np.ones(1), "b": {"c": np.ones(2)}}
-  out = trees.like(
+  out = trees.conform(
     "grads", {"a": None, "b": {"c": np.ones(2)}}, wanted, none_is_leaf=True
   )
   assert out["a"] is None
@@ -156,11 +156,11 @@ def test_like_keeps_none_and_names_what_is_wrong():
   with pytest.raises(
     TypeError, match=r"grads\[b/c\] must be an array, got 'x'"
   ):
-    trees.like("grads", {"a": np.ones(1), "b": {"c": "x"}}, wanted)
+    trees.conform("grads", {"a": np.ones(1), "b": {"c": "x"}}, wanted)
   with pytest.raises(
     ValueError, match=r"grads must match the state, but differs at b/c: shape"
   ):
-    trees.like("grads", {"a": np.ones(1), "b": {"c": np.ones(3)}}, wanted)
+    trees.conform("grads", {"a": np.ones(1), "b": {"c": np.ones(3)}}, wanted)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_dtypes_are_no_arrays(leaf):
 
 
 def test_own_buffers_are_strongly_typed():
-  out = trees.own_buffers({"a": 1.5, "b": 2, "c": jnp.asarray(3.0) * 2})
+  out = trees.unshare_buffers({"a": 1.5, "b": 2, "c": jnp.asarray(3.0) * 2})
   assert [x.weak_type for x in jax.tree.leaves(out)] == [False] * 3
   assert [x.dtype.name for x in jax.tree.leaves(out)] == [
     "float32",
@@ -188,7 +188,7 @@ def pointers(tree):
 
 def test_own_buffers_are_shared_by_no_two_leaves():
   x = jnp.arange(3.0)
-  out = trees.own_buffers({"a": x, "b": x, "c": [x]})
+  out = trees.unshare_buffers({"a": x, "b": x, "c": [x]})
   assert out["a"] is x  # a leaf that is fine already costs no copy
   assert len(set(pointers(out))) == 3
   for leaf in jax.tree.leaves(out):
@@ -198,7 +198,7 @@ def test_own_buffers_are_shared_by_no_two_leaves():
 def test_arrays_that_share_a_buffer_under_two_names():
   # device_put may answer with another Array on the same memory.
   x = jnp.arange(4.0)
-  out = trees.own_buffers({"a": x, "b": jax.device_put(x, x.sharding)})
+  out = trees.unshare_buffers({"a": x, "b": jax.device_put(x, x.sharding)})
   assert len(set(pointers(out))) == 2
 
 
@@ -207,7 +207,7 @@ def test_own_buffers_keeps_keys_and_shardings():
   mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
   x = jax.device_put(jnp.arange(8.0), sharding)
-  out = trees.own_buffers({"k": key, "l": key, "x": x, "y": x})
+  out = trees.unshare_buffers({"k": key, "l": key, "x": x, "y": x})
   assert out["x"].sharding == out["y"].sharding == sharding
   np.testing.assert_array_equal(out["y"], np.arange(8.0))
   for name in ("k", "l"):
@@ -218,7 +218,7 @@ def test_numpy_memory_is_not_donated():
   # On CPU JAX may read a NumPy array in place; giving its memory to XLA would
   # let a training step write into the caller's array.
   raw = np.zeros(1 << 16, np.float32)
-  out = trees.own_buffers({"a": raw, "b": raw})
+  out = trees.unshare_buffers({"a": raw, "b": raw})
   step = jax.jit(lambda t: jax.tree.map(lambda x: x + 1, t), donate_argnums=0)
   out = step(out)
   assert (raw == 0).all()
@@ -228,5 +228,5 @@ def test_numpy_memory_is_not_donated():
 
 def test_own_buffers_under_jit_takes_keys_with_a_value():
   key = jax.random.key(0)
-  owned = jax.jit(lambda: trees.own_buffers({"a": key, "b": key}))()
+  owned = jax.jit(lambda: trees.unshare_buffers({"a": key, "b": key}))()
   assert owned["a"] == key and owned["b"] == key

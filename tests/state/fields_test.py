@@ -51,10 +51,13 @@ def create(cls=fs.TrainState, wrappers=(), **collections):
 
 
 def test_names_of_fields():
-  names = set(fields_lib.of_class(Declared))
-  assert names == set(fields_lib.of_class(fs.TrainState)) | {"ema", "note"}
+  names = set(fields_lib.fields_by_name(Declared))
+  assert names == set(fields_lib.fields_by_name(fs.TrainState)) | {
+    "ema",
+    "note",
+  }
   state = create(Declared, [fs.LossScale(8)], batch_stats={"m": jnp.ones(1)})
-  assert set(fields_lib.data_names(state)) == {
+  assert set(fields_lib.array_field_names(state)) == {
     "step",
     "params",
     "opt_state",
@@ -62,10 +65,10 @@ def test_names_of_fields():
     "batch_stats",
     "wrapper_states",
   }
-  fields = fields_lib.of_class(type(state))
-  assert fields_lib.is_data(fields["batch_stats"])
-  assert not fields_lib.is_data(fields["note"])
-  assert not fields_lib.is_data(fields["wrappers"])
+  fields = fields_lib.fields_by_name(type(state))
+  assert fields_lib.is_array_field(fields["batch_stats"])
+  assert not fields_lib.is_array_field(fields["note"])
+  assert not fields_lib.is_array_field(fields["wrappers"])
 
 
 def test_extended_classes_are_the_same_for_the_same_names():
@@ -115,9 +118,9 @@ def take_step(state):
 def test_states_pickle_and_copy(kind, how):
   state = take_step(create(**STATES[kind]))
   same = COPIES[how](state)
-  names = fields_lib.of_class(type(state))
-  assert list(fields_lib.of_class(type(same))) == list(names)
-  for name in fields_lib.data_names(state):
+  names = fields_lib.fields_by_name(type(state))
+  assert list(fields_lib.fields_by_name(type(same))) == list(names)
+  for name in fields_lib.array_field_names(state):
     old, new = getattr(state, name), getattr(same, name)
     assert jax.tree.structure(new) == jax.tree.structure(old)
     for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
@@ -156,9 +159,11 @@ def test_a_state_without_wrappers_is_the_one_created_without():
   state = create(wrappers=[fs.LossScale(8)], batch_stats=stats)
   bare = state.without_wrappers()
   assert bare.wrappers == ()
-  assert fields_lib.data_names(bare) == fields_lib.data_names(plain)
+  assert fields_lib.array_field_names(bare) == fields_lib.array_field_names(
+    plain
+  )
   assert type(bare) is type(plain)
   assert jax.tree.structure(bare) == jax.tree.structure(plain)
   same = pickle.loads(pickle.dumps(bare))
   np.testing.assert_array_equal(same.batch_stats["m"], stats["m"])
-  assert "wrapper_states" not in fields_lib.data_names(same)
+  assert "wrapper_states" not in fields_lib.array_field_names(same)
