@@ -43,6 +43,7 @@ def integer_array(argument: str, value: Any, *shape: int | None) -> np.ndarray:
     m == n or (n is None and m) for m, n in zip(array.shape, shape, strict=True)
   ):
     raise ValueError(f"{expected} shape {list(array.shape)}.")
+  # Signed or unsigned integers; booleans and floats are other kinds.
   if array.dtype.kind not in "iu":
     raise TypeError(f"{expected} {value!r}.")
   return array.astype(np.int64)
@@ -59,6 +60,7 @@ def mesh_lengths(argument: str, value: Any) -> Lengths:
     ValueError: Not four, not positive, or an absurdly large product.
     TypeError: A length is not an integer.
   """
+  # As Python integers, because the product of int64 could overflow.
   x, y, z, cores = map(int, integer_array(argument, value, 4))
   if min(x, y, z, cores) < 1 or x * y * z * cores > _MAX_CORES:
     raise ValueError(
@@ -109,6 +111,7 @@ def all_coordinates(shape: Sequence[int]) -> np.ndarray:
     [[0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [1, 1, 0, 0]]
   """
   x, y, z, cores = shape
+  # np.indices varies its last axis fastest.
   indices = np.indices((z, y, x, cores)).reshape(4, -1)
   return indices[[2, 1, 0, 3]].T
 

@@ -110,9 +110,11 @@ def split_leaves(fsdp: FSDP, mesh: Mesh, leaves: Sequence[Leaf]) -> list[Leaf]:
       indivisible.append(leaf.path)
     else:
       split.append(leaf.path)
+      # Of equal dimensions `max` returns the first.
       largest = max(free_dims, key=lambda dim: leaf.shape[dim])
       dims = (*leaf.dims[:largest], axes, *leaf.dims[largest + 1 :])
       new_leaves[i] = leaf._replace(dims=dims)
+  # An axis of size 1, as on a single device, is not a mistake in the rules.
   if not split and axis_size > 1:
     raise specs.RuleError(
       f"rules: {fsdp!r} splits no parameter: {len(small)} of {len(leaves)} "
@@ -131,6 +133,7 @@ def split_leaves(fsdp: FSDP, mesh: Mesh, leaves: Sequence[Leaf]) -> list[Leaf]:
     fsdp.min_size,
     _first_paths(small),
   )
+  # A large parameter that stays whole takes its memory on every device.
   if indivisible:
     _log.warning(
       "FSDP: %d large parameters are not split, because %r, of size %d, "

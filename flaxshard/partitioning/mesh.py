@@ -77,7 +77,7 @@ def create(
       # The user's order is kept.
       grid = np.array(all_devices, object).reshape(num_replicas, -1)
   if sizes is not None:
-    sizes.pop(REPLICA)
+    sizes.pop(REPLICA)  # `from_grid` takes the logical axes only
   return from_grid(grid, sizes, axis_type)
 
 
@@ -103,6 +103,7 @@ def from_grid(
     logical_axes = prime_axes(devices.shape[1])
   shape = (devices.shape[0], *logical_axes.values())
   names = (REPLICA, *logical_axes)
+  # jax.make_mesh would reorder the devices, and its axes are Explicit.
   return jax.sharding.Mesh(
     devices.reshape(shape), names, axis_types=(axis_type,) * len(names)
   )
@@ -177,6 +178,7 @@ def prime_axes(count: int) -> dict[str, int]:
   """
   axes: dict[str, int] = {}
   divisor = 2
+  # Only primes divide: `count` has no smaller factors any more.
   while count > 1:
     while count % divisor == 0:
       axes[f"m{len(axes)}"] = divisor
@@ -210,6 +212,7 @@ def assigned_devices(
     by_task.setdefault(device.process_index, []).append(device)
   num_processes = len(by_task)
   num_tasks, per_task = topology.num_tasks, topology.num_tpus_per_task
+  # So one process can stand in for all tasks of a topology.
   if num_processes == 1:
     (local,) = by_task.values()
     by_task = {
@@ -267,6 +270,7 @@ def axis_sizes(mesh_shape: Any, num_devices: int) -> dict[str, int]:
   if open_axes:
     # The product has one factor -1.
     known = -math.prod(sizes.values())
+    # Too large a product must not give 0: the check below then reports it.
     sizes[open_axes[0]] = max(num_devices // known, 1)
   if math.prod(sizes.values()) != num_devices:
     raise ValueError(
@@ -306,7 +310,8 @@ def order_devices(
       )
     shape = (len(in_slice) // num_logical_devices, num_logical_devices)
     if devices_lib.is_tpu(in_slice[0]):
-      # JAX knows the torus of each TPU version.
+      # JAX knows the torus of each TPU version. Without splitting physical axes
+      # it would refuse a replica that takes only a part of one.
       grid = mesh_utils.create_device_mesh(
         shape, in_slice, allow_split_physical_axes=True
       )

@@ -64,6 +64,8 @@ def _check_pieces(
 ) -> tuple[int, ...]:
   """Returns the numbers of pieces, if they fit the shape and the mesh."""
   name = f"partition_dimensions={partition_dimensions!r}"
+  # An array is not a Sequence. A 2D array becomes nested lists, which the check
+  # of each number refuses.
   if isinstance(partition_dimensions, np.ndarray):
     partition_dimensions = partition_dimensions.tolist()
   if not isinstance(partition_dimensions, Sequence) or isinstance(
@@ -109,6 +111,7 @@ def _choose_axes(
   """
   if not pieces:
     return []
+  # A mesh has few axes, so trying all combinations is fast.
   for count in range(len(names) + 1):
     for axes in itertools.combinations(names, count):
       if math.prod(sizes[name] for name in axes) != pieces[0]:

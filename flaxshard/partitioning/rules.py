@@ -116,6 +116,7 @@ def resolve(
         leaf_name, value, box, parsed.logical, mesh
       )
       dims = specs.check(f"{source}: {leaf_name}", spec, shape, mesh)
+    # The spec P() of a regex excludes a parameter from FSDP.
     keep_whole = bool(matching) and not tuple(matching[0].spec)
     leaves.append(fsdp_lib.Leaf(name, shape, dims, keep_whole))
 

@@ -104,6 +104,7 @@ def check(what: str, spec: Any, shape: tuple[int, ...], mesh: Mesh) -> Dims:
         f"{count}, the size of {entry!r}; {context}"
       )
   dims = tuple(axes_of(entry) for entry in spec)
+  # A spec may be shorter than the shape: the other dimensions are not split.
   return (*dims, *((),) * (len(shape) - len(dims)))
 
 
@@ -169,6 +170,7 @@ def spec_of_leaf(
     ValueError: A logical name has no rule, or the array is on another mesh.
   """
   if isinstance(box, nn.LogicallyPartitioned):
+    # Flax takes the first rule of a name whose axes are still unused.
     rules = (*rules, *(box.rules or ()), *nn.get_logical_axis_rules())
     return (
       f"logical names {box.names!r}",
@@ -202,6 +204,7 @@ def _spec_of_logical_names(
 ) -> P:
   """Translates the logical names of a box to mesh axes."""
   names = tuple(box.names)
+  # Flax would replicate a dimension whose name has no rule: a typo would pass.
   known = {name for name, _ in rules}
   # As in NNX, a name without a rule may be that of a mesh axis.
   rules = (*rules, *((a, a) for a in mesh.axis_names if a not in known))

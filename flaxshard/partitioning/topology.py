@@ -280,9 +280,11 @@ class Topology:
     cores, devices = self.device_coordinates, self.devices
     # JAX has one object for each device, so its id identifies the device.
     ids = None if devices is None else tuple(id(d) for d in devices.flat)
+    # The bytes of an array do not contain its shape.
     return self.mesh_shape, self.num_slices, cores.shape, cores.tobytes(), ids
 
   def __eq__(self, other: object) -> bool:
+    # The arrays are read-only, so the values of a topology never change.
     if not isinstance(other, Topology):
       return NotImplemented
     return self is other or self._key() == other._key()
