@@ -22,6 +22,7 @@ from flaxshard.checkpoint import metadata_item
 from flaxshard.checkpoint import pending_saves
 from flaxshard.checkpoint import policies
 from flaxshard.checkpoint import reader
+from flaxshard.checkpoint import restore_plan
 from flaxshard.checkpoint import save_barrier
 from flaxshard.checkpoint import step as step_lib
 from flaxshard.checkpoint import step_names
@@ -338,34 +339,40 @@ class Checkpointer:
   ) -> TrainState:
     """Restores a checkpoint into the structure and shardings of `state`.
 
-    A damaged one, with a file that is not what was saved, is told in the log
-    and passed over: the one before it is restored. `restored_step` tells which.
+    A damaged step, with a file that differs from the one that was saved, is
+    passed over with a warning in the log: the step before it is restored.
+    `restored_step` says which one was.
 
-    A wrapper that the checkpoint does not have keeps its state from `state`;
-    one with `restart`, such as `AGN`, begins at the restored parameters. So it
-    does where the checkpoint is of another number of replicas: what each of
-    those had its own of is dropped, with a warning. A state of a wrapper that
-    `state` does not have stays on disk. All of that is told in the log.
+    A wrapper that the checkpoint lacks keeps its state from `state`, or has its
+    first state if `state` is abstract. A wrapper with `restart`, such as `AGN`,
+    starts from the restored parameters, also if the checkpoint is for another
+    number of replicas: then the replicas' own values are dropped, with a
+    warning. The state of a wrapper that `state` lacks stays on disk. The log
+    says all of that.
 
     Args:
-      state: A state of the same model and optimizer.
+      state: A state of the same model and optimizer, with the shardings to
+        restore into. With `jax.ShapeDtypeStruct`s for arrays (see
+        `create_train_state(..., abstract=True)`) only one state is in memory.
       step: The step to restore; None is the latest that is not damaged.
-      data: An iterator to set to where it stood.
+      data: An iterator to set to the position that was saved with the state.
 
     Returns:
-      The restored state. What each replica has its own of was saved as one,
-      `TrainState.without_wrappers`; all replicas get that.
+      The restored state, with arrays for all leaves. A per-replica collection
+      was saved as one (see `TrainState.without_wrappers`); all replicas get it.
 
     Raises:
-      ValueError: There is no such checkpoint, or `step` is damaged, or all
-        are, it has no position of the data, or its tree differs from `state`;
-        the message names the file, or the first path that differs. Nothing on
-        disk is changed.
+      TypeError: `state` is not a `TrainState`.
+      ValueError: There is no such checkpoint, `step` or every step is damaged,
+        the checkpoint has no position of the data, or its tree differs from
+        `state`. The message names the file, or the first path that differs.
+        Nothing on disk is changed.
     """
+    step_lib.check_state(state)
     self.wait()
     there = self._there()
 
-    def read(number: int) -> TrainState:
+    def restore_step(number: int) -> TrainState:
       try:
         return self._restore(state, number, there[number], data)
       except digests.Damaged:
@@ -373,7 +380,7 @@ class Checkpointer:
         raise
 
     self._restored_step, restored = step_lib.read_newest(
-      self.directory, there, step, read
+      self.directory, there, step, restore_step
     )
     return restored
 
@@ -384,17 +391,20 @@ class Checkpointer:
     where: str,
     data: iterator_state.Positioned | None,
   ) -> TrainState:
-    plan = step_lib.open_step(where).plan(state)
+    """Restores the state, then sets the data, if it is given."""
+    plan = restore_plan.open_step(where).plan(state)
     if data is None:
       return plan.restore()
     if not os.path.isdir(os.path.join(where, _DATA)):
-      raise ValueError(f"{where} has no {_DATA}: where the data stood.")
+      raise ValueError(f"{where} has no {_DATA}: the position of the data.")
     position = iterator_state.Position(data)
     args = ocp.args.Composite(
       **{_DATA: grain.checkpoint.CheckpointRestore(position)}
     )
-    restored = plan.restore(also=lambda: self._manager.restore(step, args=args))
-    position.go()
+    restored = plan.restore()
+    self._manager.restore(step, args=args)
+    # Not before: a damaged step must leave the data where it is.
+    position.apply()
     return restored
 
 

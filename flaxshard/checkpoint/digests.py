@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent import futures
-import contextlib
 import errno
 import json
 import logging
@@ -164,24 +163,6 @@ def verify_together(step_dir: str | os.PathLike[str]) -> bool:
   with multihost.raise_on_all_processes(Damaged, ValueError):
     verified = verify(step_dir, jax.process_index(), jax.process_count())
   return verified
-
-
-@contextlib.contextmanager
-def errors_as_damage(step_dir: str, verified: bool) -> Iterator[None]:
-  """Takes Orbax's errors at a step without digests for damage.
-
-  A step that was verified is whole, so its errors are something else.
-  """
-  try:
-    yield
-  except (MemoryError, PermissionError, jax.errors.JaxRuntimeError, Damaged):
-    raise  # what it was read into, or who reads, or named already
-  except Exception as e:  # Orbax raises that too, and no kind of it
-    if verified:
-      raise
-    raise Damaged(
-      f"{step_dir} cannot be read: {multihost.summarize_error(e)}"
-    ) from e
 
 
 def set_aside(step_dir: str) -> str:

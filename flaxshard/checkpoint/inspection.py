@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+import functools
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from typing import Any
 
 import jax
 
+from flaxshard.checkpoint import damage
 from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import metadata_item
 from flaxshard.checkpoint import reader
@@ -59,8 +61,8 @@ def status(
     if digests.verify(step_dir, contents=contents):
       return ("complete, verified" if contents else "complete"), False
     # Without digests, what can be told is whether there is a train state.
-    with digests.errors_as_damage(os.fspath(step_dir), verified=False):
-      reader.plain(reader.as_path(step_dir))
+    where = os.fspath(step_dir)
+    damage.read(where, lambda: reader.plain(reader.as_path(where)))
     return "complete, without digests", False
   except digests.Damaged as e:
     return f"damaged: {e}", True
@@ -119,12 +121,12 @@ def describe(step_dir: str | os.PathLike[str]) -> str:
     for key, value in (metadata.get("config") or {}).items():
       lines.append(f"  config.{key}: {_plain(value)}")
   path = reader.as_path(where)
-  with digests.errors_as_damage(where, verified=False):
-    plain = reader.plain(path)
-    trees = {plain.item: plain}
-    for item, at in reader.items(path).items():
-      if item not in trees:
-        trees[item] = reader.orbax_tree(at, item)
+  plain = damage.read(where, lambda: reader.plain(path))
+  trees = {plain.item: plain}
+  for item, at in reader.items(path).items():
+    if item not in trees:
+      read_tree = functools.partial(reader.orbax_tree, at, item)
+      trees[item] = damage.read(where, read_tree)
   for item, tree in trees.items():
     size = sum(_bytes_of(x) for x in tree.leaves.values())
     lines.append(f"{item}: {len(tree.leaves)} arrays, {_size(size)}")

@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 import flaxshard
 from flaxshard import wrappers as wrappers_lib
 from flaxshard.checkpoint import digests as integrity
-from flaxshard.checkpoint import templates
+from flaxshard.checkpoint import validation
 from flaxshard.state.train_state import TrainState
 
 _METADATA = "metadata"  # as Orbax names it for JSON
@@ -47,7 +47,7 @@ def metadata(
     items: The names of the step's other items.
     config: The training config, as JSON can hold it.
   """
-  everywhere = templates.on_every_device(state)
+  everywhere = validation.replicated_sharding(state)
   mesh = None if everywhere is None else everywhere.mesh
   return {
     "flaxshard": flaxshard.__version__,

@@ -1,9 +1,11 @@
-"""Train states of another layout: which saved leaf goes where.
+"""Maps the leaves of a saved train state to the leaves of the wanted one.
 
-Loss scaling and skipping were done with a field `dynamic_scale` (Flax's
-ImageNet and WMT examples) or with `optax.apply_if_finite`, accumulation with
-`optax.MultiSteps`: here they become the state of `LossScale`, or are taken off
-or put around the optimizer, as the wanted state has it.
+The two may differ in layout. Loss scaling and skipping may have been done with
+a field of the train state (Flax's `DynamicScale`) or with
+`optax.apply_if_finite`, and accumulation with `optax.MultiSteps`. Fields become
+the state of a wrapper that knows them. optax's two layers around the whole
+optimizer are taken off or put on, as the wanted state has them. Wrapper states
+come and go in the same way.
 """
 
 from __future__ import annotations
@@ -14,34 +16,36 @@ from typing import Any
 
 Path = tuple[str, ...]
 
-LOSS_SCALE: Path = ("wrapper_states", "loss_scale")
-_DYNAMIC_SCALE = "dynamic_scale"
-_DYNAMIC_SCALE_LEAVES = {
-  (_DYNAMIC_SCALE, "fin_steps"),
-  (_DYNAMIC_SCALE, "scale"),
-}
+WRAPPER_STATES = "wrapper_states"
 _OPT_STATE: Path = ("opt_state",)
-# Where the array is in nnx.Variable and nn.Partitioned, if they were saved.
+# The array in an nnx.Variable or a nn.Partitioned that was saved as an object.
 _BOX = "value"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kind:
-  """A transformation of optax around a whole optimizer."""
+class _LayerKind:
+  """An optax transformation around a whole optimizer.
+
+  Attributes:
+    name: Its name in optax.
+    fields: The fields that its state always has, without `inner`.
+    inner: The field that holds the state of the optimizer inside.
+    optional_fields: The fields that its state may have besides.
+  """
 
   name: str
-  own: frozenset[str]  # the fields that it always has
+  fields: frozenset[str]
   inner: str
-  other: frozenset[str] = frozenset()
+  optional_fields: frozenset[str] = frozenset()
 
 
-_KINDS = (
-  _Kind(
+_LAYER_KINDS = (
+  _LayerKind(
     "optax.apply_if_finite",
     frozenset({"notfinite_count", "last_finite", "total_notfinite"}),
     "inner_state",
   ),
-  _Kind(
+  _LayerKind(
     "optax.MultiSteps",
     frozenset({"mini_step", "gradient_step", "acc_grads"}),
     "inner_opt_state",
@@ -49,16 +53,20 @@ _KINDS = (
   ),
 )
 
+# A layer: its kind, and how many of that kind are around it.
+_Layer = tuple[_LayerKind, int]
+
 
 @dataclasses.dataclass(frozen=True)
 class LeafMapping:
-  """Which saved leaf goes where.
+  """Which saved leaf becomes which wanted leaf.
 
   Attributes:
-    sources: The saved path of each wanted one that is read.
-    fresh: The wanted paths that keep what the state has.
+    sources: The saved path of each wanted leaf that the checkpoint has.
+    fresh: The wanted paths that start fresh: those of optimizer layers and of
+      wrapper states that the checkpoint lacks.
     dropped: The saved paths that are not read.
-    notes: What to tell about it.
+    notes: Sentences about it, for the log.
   """
 
   sources: Mapping[Path, Path]
@@ -66,81 +74,98 @@ class LeafMapping:
   dropped: frozenset[Path]
   notes: tuple[str, ...]
 
-  def renamed(self, saved: Mapping[Path, Any]) -> dict[Path, Any]:
-    """Returns what is saved under the paths where it is to go."""
-    taken = {*self.sources.values(), *self.dropped}
+  def rename(self, saved: Mapping[Path, Any]) -> dict[Path, Any]:
+    """Returns the saved leaves, without dropped ones, by their wanted paths.
+
+    A leaf that nothing is mapped to keeps its saved path.
+    """
+    mapped = {*self.sources.values(), *self.dropped}
     return {
-      **{path: x for path, x in saved.items() if path not in taken},
+      **{path: x for path, x in saved.items() if path not in mapped},
       **{path: saved[source] for path, source in self.sources.items()},
     }
 
 
-def plan(saved: Mapping[Path, Any], wanted: Mapping[Path, Any]) -> LeafMapping:
-  """Finds where the leaves of a saved train state go.
+def map_leaves(
+  saved: Mapping[Path, Any],
+  wanted: Mapping[Path, Any],
+  foreign: Mapping[str, Mapping[Path, Path]] | None = None,
+) -> LeafMapping:
+  """Finds the saved leaf for each wanted one, by their paths alone.
 
   Args:
-    saved: What lies on disk, by path.
-    wanted: The leaves to restore; those of a state of `LossScale` under
-      `LOSS_SCALE`, if it is to be had from there.
+    saved: The leaves on disk, by path.
+    wanted: The leaves of the train state to restore, by path.
+    foreign: By wrapper name: the paths in a plain Flax train state that the
+      wrapper can migrate, and the path in its own state that each becomes.
 
   Returns:
-    A plan. What it has no place for is in neither of its parts; shapes and
-    dtypes are not compared.
+    The mapping. A leaf without a counterpart is in none of its parts.
 
   Example:
     >>> saved = {("opt_state", "inner_state", "count"): 0, **{
     ...     ("opt_state", name): 0
     ...     for name in ("notfinite_count", "last_finite", "total_notfinite")}}
-    >>> plan(saved, {("opt_state", "count"): 0}).sources
+    >>> map_leaves(saved, {("opt_state", "count"): 0}).sources
     {('opt_state', 'count'): ('opt_state', 'inner_state', 'count')}
   """
-  has, saved_core = _layers(saved)
-  wants, wanted_core = _layers(wanted)
+  saved_layers, saved_core = _find_layers(saved)
+  wanted_layers, wanted_core = _find_layers(wanted)
   sources: dict[Path, Path] = {}
   fresh: set[Path] = set()
   dropped: set[Path] = set()
   notes: list[str] = []
 
-  # The parts of the optimizer state: what lies inside of all, and each layer.
-  places = {wanted_core: saved_core}
-  for layer, at in wants.items():
-    if layer in has:
-      places[at] = has[layer]
+  # Each wanted part of the optimizer state, and the saved part for it: the
+  # optimizer inside all layers, and every layer that both have.
+  parts = {wanted_core: saved_core}
+  for layer, at in wanted_layers.items():
+    if layer in saved_layers:
+      parts[at] = saved_layers[layer]
       continue
-    fresh.update(_of_layer(wanted, layer, at))
+    fresh.update(_leaves_of_layer(wanted, layer, at))
     notes.append(f"it has no state of {layer[0].name}: that starts fresh")
-  for layer, at in has.items():
-    if layer not in wants:
-      dropped.update(_of_layer(saved, layer, at))
+  for layer, at in saved_layers.items():
+    if layer not in wanted_layers:
+      dropped.update(_leaves_of_layer(saved, layer, at))
+      accumulated = "acc_grads" in layer[0].fields
       notes.append(
         f"{layer[0].name} around its optimizer is taken off, with its counts"
-        + (" and accumulated gradients" if "acc_grads" in layer[0].own else "")
+        + (" and accumulated gradients" if accumulated else "")
       )
 
-  scale = {p for p in saved if p[0] == _DYNAMIC_SCALE}
-  foreign_scale = scale == _DYNAMIC_SCALE_LEAVES and not any(
-    p[0] == _DYNAMIC_SCALE for p in wanted
-  )
-  if foreign_scale:
-    dropped.update(scale)
-    if any(p[: len(LOSS_SCALE)] == LOSS_SCALE for p in wanted):
-      sources[*LOSS_SCALE, "scale"] = (_DYNAMIC_SCALE, "scale")
-      sources[*LOSS_SCALE, "good_steps"] = (_DYNAMIC_SCALE, "fin_steps")
-      notes.append(
-        f"its field {_DYNAMIC_SCALE!r} becomes the state of wrapper "
-        "'loss_scale'"
-      )
+  for name, paths in (foreign or {}).items():
+    field_names = {path[0] for path in paths}
+    known = {path for path in saved if path[0] in field_names} == paths.keys()
+    if not known or any(path[0] in field_names for path in wanted):
+      continue  # another layout, or the wanted state has the field itself
+    fields = ", ".join(map(repr, sorted(field_names)))
+    prefix = (WRAPPER_STATES, name)
+    targets = {(*prefix, *target): path for path, target in paths.items()}
+    if targets.keys() <= wanted.keys() and not has_prefix(saved, prefix):
+      sources |= targets
+      notes.append(f"its field {fields} becomes the state of wrapper {name!r}")
     else:
-      notes.append(f"it has a field {_DYNAMIC_SCALE!r}: left alone")
+      dropped.update(paths)
+      notes.append(f"it has a field {fields}: left alone")
+
+  for name in sorted(_wrapper_names(wanted) - _wrapper_names(saved)):
+    missing = {p for p in wanted if p[:2] == (WRAPPER_STATES, name)}
+    if missing.isdisjoint(sources):
+      notes.append(f"it has no state of wrapper {name!r}: that starts fresh")
+    fresh.update(missing - sources.keys())
+  for name in sorted(_wrapper_names(saved) - _wrapper_names(wanted)):
+    dropped.update(p for p in saved if p[:2] == (WRAPPER_STATES, name))
+    notes.append(f"it has a state of wrapper {name!r}: left alone")
 
   for path in wanted:
-    if path in fresh or path[: len(LOSS_SCALE)] == LOSS_SCALE:
+    if path in fresh or path in sources:
       continue
     source = path
-    # The innermost of the places that it lies in.
+    # Longest first: the innermost part that the path lies in.
     for length in range(len(path), 0, -1):
-      if path[:length] in places:
-        source = (*places[path[:length]], *path[length:])
+      if path[:length] in parts:
+        source = (*parts[path[:length]], *path[length:])
         break
     if source not in saved:
       source = (*source, _BOX)
@@ -151,21 +176,32 @@ def plan(saved: Mapping[Path, Any], wanted: Mapping[Path, Any]) -> LeafMapping:
   )
 
 
-def _layers(
-  leaves: Mapping[Path, Any],
-) -> tuple[dict[tuple[_Kind, int], Path], Path]:
-  """Returns what is around an optimizer, outermost first, and where that is.
+def has_prefix(leaves: Mapping[Path, Any], prefix: Path) -> bool:
+  """Returns whether a path of some leaves begins with `prefix`."""
+  return any(path[: len(prefix)] == prefix for path in leaves)
 
-  The same kind may be there twice, so the layers are numbered.
+
+def _wrapper_names(leaves: Mapping[Path, Any]) -> set[str]:
+  """Returns the names of the wrappers that leaves belong to."""
+  return {path[1] for path in leaves if path[0] == WRAPPER_STATES}
+
+
+def _find_layers(
+  leaves: Mapping[Path, Any],
+) -> tuple[dict[_Layer, Path], Path]:
+  """Returns the layers around an optimizer, and the path of its own state.
+
+  The layers are by their paths, outermost first.
   """
   at = _OPT_STATE
-  layers: dict[tuple[_Kind, int], Path] = {}
+  layers: dict[_Layer, Path] = {}
   while True:
     children = {
       p[len(at)] for p in leaves if len(p) > len(at) and p[: len(at)] == at
     }
-    for kind in _KINDS:
-      if kind.own <= children <= kind.own | kind.other | {kind.inner}:
+    for kind in _LAYER_KINDS:
+      allowed = kind.fields | kind.optional_fields | {kind.inner}
+      if kind.fields <= children <= allowed:
         count = sum(k is kind for k, _ in layers)
         layers[kind, count] = at
         at = (*at, kind.inner)
@@ -174,12 +210,9 @@ def _layers(
       return layers, at
 
 
-def _of_layer(
-  leaves: Mapping[Path, Any], layer: tuple[_Kind, int], at: Path
+def _leaves_of_layer(
+  leaves: Mapping[Path, Any], layer: _Layer, at: Path
 ) -> list[Path]:
-  """Returns the paths of a layer itself, without what is inside of it."""
-  return [
-    p
-    for p in leaves
-    if p[: len(at)] == at and p[len(at)] in layer[0].own | layer[0].other
-  ]
+  """Returns the paths of a layer, without those of the optimizer inside."""
+  names = layer[0].fields | layer[0].optional_fields
+  return [p for p in leaves if p[: len(at)] == at and p[len(at)] in names]

@@ -1,16 +1,17 @@
-"""What lies on disk in one step of a checkpoint, whoever wrote it.
+"""Reads the train state in one step of a checkpoint, written by any program.
 
     1200/default/, 1200/state/, 1200/pytree/   Orbax's managers, v0 and v1
     1200/                                      Orbax's StandardCheckpointer
     checkpoint_1200/, checkpoint_1200          Flax's own: Orbax, msgpack
 
-All but the last are read by the same handler: they differ in names only.
+One Orbax handler reads all but the last: they differ only in names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
+import math
 import pathlib
 import re
 from typing import Any
@@ -21,33 +22,39 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from flaxshard.checkpoint import digests
 from flaxshard.core import trees
 
 PyTree = Any
 Path = tuple[str, ...]
-# A pathlib.Path, or what a manager has in its place for a bucket.
+# A pathlib.Path, or the path type of a manager whose directory is a bucket.
 Directory = Any
 
 PLAIN_ITEMS = ("default", "state", "pytree")
 _METADATA = "_METADATA"
-# Names of steps. Managers can be told of a prefix, and of zeros in front.
+# Names of step directories. A manager may use a prefix and leading zeros.
 ANY = re.compile(r"(?:[A-Za-z]\w*[_-])?(\d+)")
 FLAX = re.compile(r"checkpoint_(\d+)")
+
+# Least number of bytes that are read at once, so that many small leaves are
+# read together.
+_BYTES_AT_ONCE = 32 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedScalar:
-  """A Python number on disk: it has a value, but no dtype of its own.
+  """A saved Python number: it has a value, but no dtype of its own.
 
   Attributes:
-    dtype: The widest of its kind.
+    dtype: The widest dtype of its kind.
+    shape: `()`.
   """
 
   dtype: Any
   shape: tuple[int, ...] = ()
 
   def fits(self, wanted: Any) -> bool:
-    """Whether a scalar of the wanted dtype may have its value."""
+    """Returns whether it may be restored as the wanted shape and dtype."""
     kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     return tuple(wanted.shape) == () and any(
       jnp.issubdtype(self.dtype, kind) and jnp.issubdtype(wanted.dtype, kind)
@@ -60,11 +67,11 @@ class SavedTree:
   """A tree on disk.
 
   Attributes:
-    item: The name of the item that it is, or of its file.
-    leaves: Arrays and `SavedScalar`s, by path. PRNG keys are
-      the integers that lie on disk.
-    read: Reads leaves: given shapes, dtypes and shardings of some by path, it
-      returns those arrays. It may return them in another dtype than asked for.
+    item: The name of its item, or of its file.
+    leaves: Metadata of arrays and `SavedScalar`s, by path. PRNG keys appear as
+      the integers on disk.
+    read: Reads some leaves, given the shape, dtype and sharding to restore
+      each with, by path. An array may have another dtype than was asked for.
   """
 
   item: str
@@ -73,18 +80,20 @@ class SavedTree:
 
 
 def as_path(path: Any) -> Directory:
-  """Returns a string as a path; a path is one already."""
-  return path if hasattr(path, "iterdir") else pathlib.Path(path)
+  """Returns a string as a path; leaves a path, of a bucket too, as it is."""
+  return path if isinstance(path, pathlib.PurePath) else pathlib.Path(path)
 
 
 def steps(
   directory: Directory, names: re.Pattern[str] = ANY
 ) -> dict[int, Directory]:
-  """Returns where the steps in a directory lie, in ascending order.
+  """Returns the path of each step in a directory, in ascending order.
+
+  Only the names of entries are looked at. `7` precedes `checkpoint_7`.
 
   Args:
-    directory: Where to look; only at names. `7` comes before `checkpoint_7`.
-    names: Which ones count: `ANY`, or `FLAX`.
+    directory: The directory to list.
+    names: The names that count as steps: `ANY` or `FLAX`.
   """
   found: dict[int, Directory] = {}
   directory = as_path(directory)
@@ -95,8 +104,8 @@ def steps(
   return dict(sorted(found.items()))
 
 
-def is_one(path: Directory) -> bool:
-  """Whether a path is one checkpoint, and not a directory of several."""
+def is_step(path: Directory) -> bool:
+  """Returns whether a path is one checkpoint, not a directory of several."""
   path = as_path(path)
   if path.is_file() or (path / _METADATA).exists():
     return True
@@ -104,7 +113,7 @@ def is_one(path: Directory) -> bool:
 
 
 def items(where: Directory) -> dict[str, Directory]:
-  """Returns the trees that Orbax wrote into a step, by name."""
+  """Returns the path of each tree that Orbax wrote into a step, by name."""
   where = as_path(where)
   if not where.is_dir():
     return {}
@@ -120,10 +129,11 @@ def plain(where: Directory, item: str | None = None) -> SavedTree:
 
   Args:
     where: The directory of the step, or the file.
-    item: The item that it is in; None looks for one.
+    item: The name of its item; None looks for one of `PLAIN_ITEMS`.
 
   Raises:
-    ValueError: There is none, or it cannot be read.
+    Damaged: The step has no such item.
+    ValueError: Flax wrote the file from several processes.
   """
   where = as_path(where)
   if where.is_file():
@@ -135,50 +145,73 @@ def plain(where: Directory, item: str | None = None) -> SavedTree:
   for name in names:
     if name in there:
       return orbax_tree(there[name], name)
-  raise ValueError(
+  raise digests.Damaged(
     f"{where} has no train state in an item {' or '.join(map(repr, names))}; "
     f"there are {sorted(there)}."
   )
 
 
-def orbax_tree(directory: Directory, item: str) -> SavedTree:
-  """Returns a tree that Orbax wrote."""
-  saved = metadata(directory)
-  leaves = {
-    path: SavedScalar(x.dtype) if _is_number(x) else x
-    for path, x in trees.leaves_by_path(saved).items()
+def orbax_tree(directory: Directory, item: str, *prefix: str) -> SavedTree:
+  """Returns a tree that Orbax wrote.
+
+  Args:
+    directory: The directory of the item.
+    item: The name of the item.
+    *prefix: Keys to put before the path of each leaf.
+  """
+  saved = ocp.PyTreeCheckpointHandler().metadata(as_path(directory)).tree
+  metadata = {
+    (*prefix, *path): x for path, x in trees.leaves_by_path(saved).items()
   }
 
-  def read(
+  def read_leaves(
     wanted: Mapping[Path, jax.ShapeDtypeStruct],
   ) -> dict[Path, Any]:
-    def one(path: Any, x: Any) -> Any:
-      asked = wanted.get(trees.path_strings(path))
+    def request(path: Any, x: Any) -> Any:
+      asked = wanted.get((*prefix, *trees.path_strings(path)))
       if asked is None:
         return ocp.PLACEHOLDER
       return x.dtype.type(0).item() if _is_number(x) else asked
 
-    tree = jax.tree_util.tree_map_with_path(one, saved)
-    found = trees.leaves_by_path(read_item(directory, tree))
+    if not wanted:
+      return {}
+    tree = jax.tree_util.tree_map_with_path(request, saved)
+    found = trees.leaves_by_path(
+      read_item(directory, tree, map(metadata.__getitem__, wanted))
+    )
     return {
-      path: _placed("/".join(path), found[path], asked)
+      path: _place("/".join(path), found[path[len(prefix) :]], asked)
       for path, asked in wanted.items()
     }
 
-  return SavedTree(item, leaves, read)
+  leaves = {
+    path: SavedScalar(x.dtype) if _is_number(x) else x
+    for path, x in metadata.items()
+  }
+  return SavedTree(item, leaves, read_leaves)
 
 
-def metadata(directory: Directory) -> PyTree:
-  """Returns shapes and dtypes of what lies in an item."""
-  handler = ocp.PyTreeCheckpointHandler()
-  return handler.metadata(as_path(directory)).tree
+def read_item(
+  directory: Directory, item: PyTree, leaves: Iterable[Any]
+) -> PyTree:
+  """Reads leaves of an item, few at a time.
 
+  Each leaf is in memory twice while it is read: as it was read, and as it is
+  placed. So the bytes in flight are limited to those of the largest leaf.
 
-def read_item(directory: Directory, item: PyTree) -> PyTree:
-  """Reads what an item asks for; `ocp.PLACEHOLDER` is left out."""
-  if all(x is ocp.PLACEHOLDER for x in jax.tree.leaves(item)):
-    return item
-  return ocp.PyTreeCheckpointHandler().restore(
+  Args:
+    directory: The directory of the item.
+    item: What to restore each leaf with; `ocp.PLACEHOLDER` leaves one out.
+    leaves: Metadata of the leaves to read.
+  """
+  largest = max((_bytes_to_read(x) for x in leaves), default=0)
+  handler = ocp.PyTreeCheckpointHandler(
+    handler_impl=ocp.BasePyTreeCheckpointHandler(
+      # Orbax wants more than the largest request.
+      restore_concurrent_bytes=max(largest, _BYTES_AT_ONCE) + 1
+    )
+  )
+  return handler.restore(
     as_path(directory),
     args=ocp.args.PyTreeRestore(
       item=item,
@@ -187,16 +220,28 @@ def read_item(directory: Directory, item: PyTree) -> PyTree:
   )
 
 
+def _bytes_to_read(x: Any) -> int:
+  """Returns at most how many bytes Orbax reserves to read an array."""
+  chunk = x.storage.chunk_shape if getattr(x, "storage", None) else None
+  # Chunks are read whole, also those that stick out of the array.
+  size = [
+    -(-n // c) * c for n, c in zip(x.shape, chunk or x.shape, strict=True)
+  ]
+  return math.prod(size) * np.dtype(x.dtype).itemsize
+
+
 def _is_number(x: Any) -> bool:
+  """Returns whether metadata is that of a Python number."""
   return isinstance(x, ocp.metadata.value.ScalarMetadata)
 
 
 def _msgpack_tree(file: Directory) -> SavedTree:
+  """Returns the tree in a msgpack file of Flax."""
+  content = file.read_bytes()
   try:
-    saved = serialization.msgpack_restore(file.read_bytes())
-    found = trees.leaves_by_path(saved)
-  except Exception as e:  # whatever msgpack makes of another kind of file
-    raise ValueError(f"{file} is no checkpoint of Flax: {e}") from e
+    found = trees.leaves_by_path(serialization.msgpack_restore(content))
+  except Exception as e:  # msgpack has no one type of error for a wrong file
+    raise digests.Damaged(f"{file} is no checkpoint of Flax: {e}") from e
   leaves: dict[Path, Any] = {}
   for path, x in found.items():
     if isinstance(x, (bool, int, float, complex)):
@@ -205,23 +250,23 @@ def _msgpack_tree(file: Directory) -> SavedTree:
       leaves[path] = jax.ShapeDtypeStruct(np.shape(x), x.dtype)
     else:
       raise ValueError(
-        f"{file}: {'/'.join(path)} must be an array, got {x!r}: what Flax "
-        "wrote from several processes cannot be read."
+        f"{file}: {'/'.join(path)} must be an array, got {x!r}. Files that "
+        "Flax wrote from several processes cannot be read."
       )
 
-  def read(
+  def read_leaves(
     wanted: Mapping[Path, jax.ShapeDtypeStruct],
   ) -> dict[Path, Any]:
     return {
-      path: _placed("/".join(path), found[path], asked)
+      path: _place("/".join(path), found[path], asked)
       for path, asked in wanted.items()
     }
 
-  return SavedTree(file.name, leaves, read)
+  return SavedTree(file.name, leaves, read_leaves)
 
 
-def _placed(name: str, x: Any, asked: jax.ShapeDtypeStruct) -> Any:
-  """Returns what was read as an array that lies as asked for."""
+def _place(name: str, x: Any, asked: jax.ShapeDtypeStruct) -> Any:
+  """Returns a leaf that was read as an array with the wanted sharding."""
   if isinstance(x, jax.Array):
     return x
   if not isinstance(x, (np.ndarray, np.generic)):
@@ -229,9 +274,7 @@ def _placed(name: str, x: Any, asked: jax.ShapeDtypeStruct) -> Any:
     if number.item() != x:
       raise ValueError(f"{name}: {x!r} is not exact in {asked.dtype}.")
     x = number
-  if asked.sharding is None:
-    return jnp.asarray(x)
-  # Each device is handed its own part.
+  # Each device gets only its part.
   return jax.make_array_from_callback(
     np.shape(x), asked.sharding, lambda index: x[index]
   )

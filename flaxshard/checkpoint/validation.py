@@ -1,7 +1,8 @@
-"""Refuses what Orbax cannot save, or cannot give back, before it is written."""
+"""Checks of the leaves of a state: before a save, and around a restore."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,26 +11,30 @@ import numpy as np
 
 from flaxshard.core import trees
 
+PyTree = Any
+Path = tuple[str, ...]
+
 _KINDS = (jnp.number, jnp.bool_, jax.dtypes.prng_key)
 
 
-def check(argument: str, tree: Any) -> None:
-  """Raises an error, with its path, at a leaf that cannot be saved.
+def check_savable(argument: str, tree: PyTree) -> None:
+  """Raises an error at the first leaf that Orbax cannot save and restore.
 
-  Orbax finds some of these out in the middle of a save, some never: a Python
-  number, say, is saved and does not come back as one.
+  Orbax notices some of these leaves in the middle of a save, and others never.
+  A Python number, for example, is saved but not restored as a number.
 
   Args:
-    argument: What the tree is called in the error.
+    argument: Name of the tree, for the error message.
     tree: A tree of arrays.
 
   Raises:
     TypeError: A leaf is not an array of numbers, booleans or random keys, or
-      of a dtype that JAX would change.
-    ValueError: An array has no elements, or was deleted: donated, for example.
+      JAX would change its dtype.
+    ValueError: An array has no elements or was deleted, for example by
+      donating it.
 
   Example:
-    >>> check("state", {"a": jnp.ones(2), "b": jnp.zeros((0, 3))})
+    >>> check_savable("state", {"a": jnp.ones(2), "b": jnp.zeros((0, 3))})
     Traceback (most recent call last):
     ValueError: state[b] has no elements, shape (0, 3): Orbax cannot save that.
   """
@@ -46,16 +51,99 @@ def check(argument: str, tree: Any) -> None:
     if isinstance(leaf, jax.Array):
       if leaf.is_deleted():
         raise ValueError(
-          f"{name} was deleted: save a state before it is donated, or what "
-          "came of it."
+          f"{name} was deleted: save the state before you donate it, or save "
+          "the result of the step that it was donated to."
         )
     elif jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
       raise TypeError(
-        f"{name} is {leaf.dtype}, which JAX has only with jax_enable_x64: it "
-        "would not come back."
+        f"{name} is {leaf.dtype}, which JAX supports only with jax_enable_x64: "
+        "it would be restored as another dtype."
       )
     if 0 in np.shape(leaf):
       raise ValueError(
         f"{name} has no elements, shape {np.shape(leaf)}: Orbax cannot save "
         "that."
       )
+
+
+def abstract(tree: PyTree) -> PyTree:
+  """Returns the shape, dtype and sharding to restore each leaf with.
+
+  Args:
+    tree: A tree of arrays, or of `jax.ShapeDtypeStruct`s with shardings.
+
+  Returns:
+    A tree of `jax.ShapeDtypeStruct`s. Each has a sharding. A leaf that is not
+    placed on a mesh is replicated over the mesh of the other leaves.
+  """
+  replicated = replicated_sharding(tree)
+
+  def describe_leaf(x: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(x, "sharding", None)
+    placed = isinstance(sharding, jax.sharding.NamedSharding) or (
+      isinstance(x, jax.Array) and x.committed
+    )
+    # Restored arrays are committed, and jit refuses arrays that are committed
+    # to different devices: an optimizer's count must not stay on device 0.
+    if replicated is not None and not placed:
+      sharding = replicated
+    if sharding is None:
+      sharding = jax.device_put(0).sharding  # of the default device
+    return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
+
+  return jax.tree.map(describe_leaf, tree)
+
+
+def replicated_sharding(tree: PyTree) -> jax.sharding.NamedSharding | None:
+  """Returns the replicated sharding on the mesh of a tree; None without one."""
+  for x in jax.tree.leaves(tree):
+    sharding = getattr(x, "sharding", None)
+    if isinstance(sharding, jax.sharding.NamedSharding):
+      return jax.sharding.NamedSharding(
+        sharding.mesh, jax.sharding.PartitionSpec()
+      )
+  return None
+
+
+def check_saved(
+  where: str, saved: Mapping[Path, Any], wanted: Mapping[Path, Any]
+) -> None:
+  """Raises a ValueError if a checkpoint has other leaves than a state.
+
+  Args:
+    where: The directory of the checkpoint, for the error message.
+    saved: Metadata of the saved leaves, by their path in the state. PRNG keys
+      are saved as integers.
+    wanted: Shape and dtype of the leaves of the state, by path.
+  """
+  difference = trees.difference_by_path(
+    saved, {path: _as_saved(x) for path, x in wanted.items()}
+  )
+  if difference:
+    raise ValueError(
+      f"{where} was written by another model or optimizer: {difference}."
+    )
+
+
+def _as_saved(x: Any) -> Any:
+  """Returns the shape and dtype with which Orbax saves a leaf."""
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    return jax.eval_shape(jax.random.key_data, x)
+  return x
+
+
+def check_restored(
+  where: str, restored: Mapping[Path, Any], wanted: Mapping[Path, Any]
+) -> None:
+  """Raises a ValueError unless each leaf was restored as requested.
+
+  Args:
+    where: The directory of the checkpoint, for the error message.
+    restored: The restored arrays, by path.
+    wanted: The requested shapes and dtypes, by path.
+  """
+  # Orbax casts dtypes and leaves gaps without an error. The kind of a PRNG key
+  # is known only once it is read.
+  difference = trees.difference_by_path(restored, wanted)
+  if difference:
+    raise ValueError(f"{where} was not restored faithfully: {difference}.")

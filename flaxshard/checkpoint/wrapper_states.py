@@ -1,308 +1,279 @@
-"""The states of wrappers, as a checkpoint gives them back.
+"""Starts the states of wrappers that a checkpoint cannot restore as saved.
 
-A state comes back as it was saved. Where there is none, or one of another
-number of replicas, a wrapper with `restart` begins at what was restored.
+A checkpoint may have no state of a wrapper, or one for another number of
+replicas. A wrapper with a `restart` method then starts from the restored
+parameters. Any other wrapper starts with its first state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
-import logging
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 
-from flaxshard.checkpoint import templates
+from flaxshard.checkpoint import migrate
+from flaxshard.checkpoint import validation
+from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
-from flaxshard.state import fields as fields_lib
-from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
+from flaxshard.wrappers import config as wrappers_config
 from flaxshard.wrappers import stack
 
-_log = logging.getLogger(__name__)
-
 PyTree = Any
+Path = tuple[str, ...]
 
 ITEM = "wrappers"
 
 
 def nonempty(states: Mapping[str, PyTree]) -> dict[str, PyTree]:
-  """Returns the states that have anything to save."""
+  """Returns the states that have leaves to save."""
   return {name: s for name, s in states.items() if jax.tree.leaves(s)}
 
 
-@dataclasses.dataclass(frozen=True)
-class WrapperRestorePlan:
-  """What is to be read, and what to be begun again.
-
-  Attributes:
-    where: The directory of the checkpoint.
-    state: The state that is restored into.
-    reads: The wrappers whose states come back as they were saved.
-    counts: The wrappers that begin again, and the number of replicas that the
-      checkpoint has a state of; None if it has none.
-    item: What is read of the item, with `ocp.PLACEHOLDER` for what is not.
-  """
-
-  where: str
-  state: TrainState
-  reads: tuple[str, ...]
-  counts: dict[str, int | None]
-  item: dict[str, PyTree]
-
-  def finish(self, plain: TrainState, read: PyTree) -> dict[str, PyTree]:
-    """Returns the states of the wrappers.
-
-    Args:
-      plain: What was restored without the wrappers.
-      read: What was read for `item`.
-
-    Raises:
-      ValueError: Something did not come back as it was saved, or `restart` of
-        a wrapper returns no state like the first one.
-    """
-    states = dict(self.state.wrapper_states)
-    for name in self.reads:
-      templates.check_restored(
-        self.where,
-        trees.leaves_by_path({name: read[name]}),
-        trees.leaves_by_path({name: states[name]}),
-      )
-      states[name] = read[name]
-    for wrapper in self.state.wrappers:
-      name = base.name_of(wrapper)
-      if name not in self.counts:
-        continue
-      count = self.counts[name]
-      saved = {} if count is None else _by_path(read[name])
-      new = _restart(wrapper, self.state, plain, saved)
-      if count is not None:
-        self._tell(wrapper, new, saved)
-      states[name] = new
-    return states
-
-  def _tell(
-    self, wrapper: base.Wrapper, new: PyTree, saved: dict[str, jax.Array]
-  ) -> None:
-    """Says what another number of replicas could not go on with."""
-    name = base.name_of(wrapper)
-    template = self.state.wrapper_states[name]
-    dropped = [
-      trees.path_strings(path)[0]
-      for (path, _), own in zip(
-        jax.tree_util.tree_leaves_with_path(template),
-        base.per_replica_mask(wrapper, template),
-        strict=True,
-      )
-      if own
-    ]
-    was = {path: int(x) for path, x in saved.items() if _is_counter(x)}
-    now = {path: x for path, x in _by_path(new).items() if path in was}
-    back = [
-      f"; {path} goes back from {was[path]} to {int(x)} (accumulated steps "
-      f"lost: {was[path] - int(x)})"
-      for path, x in now.items()
-      if int(x) < was[path]
-    ]
-    _log.warning(
-      "%s has the state of wrapper %r for %d replicas, now there are %d: each "
-      "begins at the restored parameters. Dropped are the replicas' own %s%s.",
-      self.where,
-      name,
-      self.counts[name],
-      _num_replicas(wrapper, template),
-      ", ".join(dict.fromkeys(dropped)),
-      "".join(back),
-    )
+def path_of(wrapper: base.Wrapper) -> Path:
+  """Returns the path of a wrapper's state in a train state."""
+  return (migrate.WRAPPER_STATES, base.name_of(wrapper))
 
 
-def plan(
-  where: str,
-  state: TrainState,
-  saved: Mapping[str, PyTree],
-  elsewhere: Collection[str] = (),
-) -> WrapperRestorePlan:
-  """Compares the wrappers of a state with those of a checkpoint.
+def foreign_paths(
+  wrappers: Sequence[base.Wrapper],
+) -> dict[str, dict[Path, Path]]:
+  """Returns which leaves of plain Flax train states wrappers can migrate.
 
   Args:
-    where: The directory of the checkpoint.
-    state: The state that is restored into.
-    saved: The metadata of the states on disk, by wrapper name.
-    elsewhere: The wrappers whose states come from another place.
+    wrappers: The wrappers of the train state. Those of flaxshard are added: a
+      checkpoint may hold a field that the train state has no wrapper for.
 
-  Raises:
-    ValueError: A state on disk is another than that of `state`, in more than
-      the number of replicas; the message names the first path that differs.
+  Returns:
+    By wrapper name: the path in the wrapper's state for each path in a plain
+    train state.
   """
-  mine = nonempty(state.wrapper_states)
-  able = {
-    base.name_of(w): w for w in state.wrappers if base.overrides(w, "restart")
+  known = {
+    base.name_of(cls): cls.foreign_paths
+    for cls in wrappers_config.built_in_wrappers()
   }
-  counts: dict[str, int | None] = {}
-  for name in sorted(mine.keys() - saved.keys() - set(elsewhere)):
-    begins = ""
-    if name in able:
-      counts[name] = None
-      begins = " from the restored parameters"
-    _log.info(
-      "%s has no state of wrapper %r: it starts fresh%s", where, name, begins
-    )
-  for name in sorted(saved.keys() - mine.keys()):
-    _log.info("%s has a state of wrapper %r: left alone", where, name)
-  reads, item = [], {}
-  for name, theirs in saved.items():
-    if name not in mine:
-      item[name] = jax.tree.map(lambda _: ocp.PLACEHOLDER, theirs)
-      continue
-    wanted = templates.abstract(mine[name], like=state)
-    if name in able:
-      had = _saved_replicas(able[name], theirs, wanted)
-      if had not in (None, _num_replicas(able[name], wanted)):
-        wanted = _of_replicas(able[name], wanted, had)
-        counts[name] = had
-    templates.check_same(
-      where,
-      ITEM,
-      trees.leaves_by_path({name: theirs}),
-      trees.leaves_by_path({name: wanted}),
-    )
-    if name in counts:
-      everywhere = templates.on_every_device(state)
-      item[name] = _kept(able[name], wanted, everywhere)
-    else:
-      item[name] = wanted
-      reads.append(name)
-  return WrapperRestorePlan(where, state, tuple(reads), counts, item)
-
-
-def _by_path(tree: PyTree) -> dict[str, Any]:
+  known |= {base.name_of(w): base.adapt(w).foreign_paths for w in wrappers}
   return {
-    trees.path_string(path): x
-    for path, x in jax.tree_util.tree_leaves_with_path(tree)
-    if x is not ocp.PLACEHOLDER
+    name: {
+      tuple(path.split("/")): tuple(own.split("/"))
+      for path, own in paths.items()
+    }
+    for name, paths in known.items()
+    if paths
   }
 
 
-def _is_counter(x: Any) -> bool:
-  return not x.shape and jnp.issubdtype(x.dtype, jnp.integer)
+def leaves_of(tree: PyTree, at: Path) -> dict[Path, Any]:
+  """Returns the leaves of a subtree by their paths in the train state."""
+  return {(*at, *path): x for path, x in trees.leaves_by_path(tree).items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Restart:
+  """A wrapper whose state starts from the restored parameters.
+
+  Attributes:
+    wrapper: The wrapper.
+    template: Shapes, dtypes and shardings of its state.
+    saved_replicas: The number of replicas that the checkpoint has its state
+      for; None if it has no state of the wrapper.
+  """
+
+  wrapper: Any
+  template: PyTree
+  saved_replicas: int | None
+
+  @property
+  def path(self) -> Path:
+    """The path of the state in the train state."""
+    return path_of(self.wrapper)
+
+  def saved_leaves(self) -> dict[Path, jax.ShapeDtypeStruct]:
+    """Returns the leaves that the checkpoint must have."""
+    if self.saved_replicas is None:
+      return {}
+    per_replica = _per_replica_paths(self.wrapper, self.template)
+    return {
+      path: jax.ShapeDtypeStruct(
+        (self.saved_replicas, *x.shape[1:]) if path in per_replica else x.shape,
+        x.dtype,
+        sharding=x.sharding,
+      )
+      for path, x in leaves_of(self.template, self.path).items()
+    }
+
+  def read_leaves(self) -> dict[Path, jax.ShapeDtypeStruct]:
+    """Returns the leaves that are of use for any number of replicas.
+
+    These are the replicated leaves and the scalars of the replicas. The other
+    saved leaves are compared with the state, but not read.
+    """
+    per_replica = _per_replica_paths(self.wrapper, self.template)
+    replicated = validation.replicated_sharding(self.template)
+    leaves = {}
+    for path, x in self.saved_leaves().items():
+      if path not in per_replica:
+        leaves[path] = x
+      elif x.ndim == 1 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        # The devices of now may not divide the number of saved replicas.
+        leaves[path] = jax.ShapeDtypeStruct(
+          x.shape, x.dtype, sharding=replicated or x.sharding
+        )
+    return leaves
+
+  def compute_state(
+    self, tx: Any, target: base.Target, found: Mapping[Path, jax.Array]
+  ) -> PyTree:
+    """Returns the new state of the wrapper.
+
+    Args:
+      tx: The optimizer.
+      target: The restored step, parameters, optimizer state and collections.
+      found: The arrays that were read for `read_leaves`.
+
+    Raises:
+      ValueError: The wrapper's `restart` returns a tree unlike its state.
+    """
+    at, name = self.path, self.path[-1]
+    per_replica = _per_replica_paths(self.wrapper, self.template)
+    count = _num_replicas(self.wrapper, self.template)
+
+    def restart_on_replicas(
+      target: base.Target, found: list[jax.Array]
+    ) -> PyTree:
+      # The wrapper sees one replica: the scalars of the first stand for all.
+      saved = {
+        "/".join(path[len(at) :]): x[0] if path in per_replica else x
+        for path, x in zip(paths, found, strict=True)
+      }
+      wrappers = (self.wrapper,)
+      first = stack.drop_replica_axis(
+        wrappers, stack.init(wrappers, target.params, tx, target.collections)
+      )
+      new = base.adapt(self.wrapper).restart(first[name], target, saved)
+      states = stack.add_replica_axis(wrappers, {name: new}, count)
+      new = trees.conform(
+        f"wrapper {name!r}: restart", states[name], self.template
+      )
+      # Not the buffers of the parameters: a step may donate both.
+      return trees.unshare_buffers((target, new))[1]
+
+    paths = [path for path in self.read_leaves() if path in found]
+    # Sharded outputs: no device ever holds the copies of all replicas.
+    shardings = jax.tree.map(lambda x: x.sharding, self.template)
+    jitted = jax.jit(restart_on_replicas, out_shardings=shardings)
+    return jitted(target, [found[path] for path in paths])
+
+  def describe_loss(self, new: PyTree, found: Mapping[Path, jax.Array]) -> str:
+    """Returns what a restart on another number of replicas loses.
+
+    Args:
+      new: The new state of the wrapper.
+      found: The arrays that were read for `read_leaves`.
+    """
+    at = self.path
+    per_replica = _per_replica_paths(self.wrapper, self.template)
+    lost = [
+      f"; {'/'.join(path[len(at) :])} goes back from {int(found[path])} to "
+      f"{int(x)} (accumulated steps lost: {int(found[path]) - int(x)})"
+      for path, x in leaves_of(new, at).items()
+      if path in found
+      and not x.shape
+      and jnp.issubdtype(x.dtype, jnp.integer)
+      and int(x) < int(found[path])
+    ]
+    dropped = dict.fromkeys(path[len(at)] for path in per_replica)
+    return (
+      f"the state of wrapper {at[-1]!r} for {self.saved_replicas} replicas, "
+      f"now there are {_num_replicas(self.wrapper, self.template)}: each "
+      "begins at the restored parameters. Dropped are the replicas' own "
+      f"{', '.join(dropped)}{''.join(lost)}."
+    )
+
+
+def find_restarts(
+  wrappers: Sequence[base.Wrapper],
+  templates: Mapping[str, PyTree],
+  saved: Mapping[Path, Any],
+) -> list[Restart]:
+  """Returns the wrappers that start from the restored parameters.
+
+  Args:
+    wrappers: The wrappers of the train state.
+    templates: Shapes, dtypes and shardings of their states, by name.
+    saved: The leaves of the checkpoint, by path in the train state.
+  """
+  restarts = []
+  for wrapper in wrappers:
+    template = templates[base.name_of(wrapper)]
+    if not base.overrides(wrapper, "restart") or not jax.tree.leaves(template):
+      continue
+    if not migrate.has_prefix(saved, path_of(wrapper)):
+      restarts.append(Restart(wrapper, template, None))
+      continue
+    # The number of replicas of the first per-replica leaf that was saved.
+    for path in _per_replica_paths(wrapper, template):
+      if path in saved and saved[path].shape:
+        count = saved[path].shape[0]
+        if count != _num_replicas(wrapper, template):
+          restarts.append(Restart(wrapper, template, count))
+        break
+  return restarts
+
+
+def compute_first_leaves(
+  wrappers: Sequence[base.Wrapper],
+  tx: Any,
+  params: PyTree,
+  collections: dict[str, PyTree],
+  template: Mapping[str, PyTree],
+  wanted: Sequence[Path],
+) -> dict[Path, jax.Array]:
+  """Computes leaves that the checkpoint lacks, as a new train state has them.
+
+  Args:
+    wrappers: The wrappers of the train state.
+    tx: The optimizer.
+    params: The restored parameters.
+    collections: The other restored collections, by name.
+    template: Shapes, dtypes and shardings of the train state, by field.
+    wanted: The paths of the leaves, in `opt_state` or `wrapper_states`.
+  """
+
+  def compute_leaves(params: PyTree, collections: Any) -> list[jax.Array]:
+    leaves: dict[Path, Any] = {}
+    if any(path[0] == "opt_state" for path in wanted):
+      first = tx.init(opt_state_lib.optimized_params(params))
+      leaves |= leaves_of(first, ("opt_state",))
+    for wrapper in wrappers:
+      at = path_of(wrapper)
+      if any(path[:2] == at for path in wanted):
+        count = _num_replicas(wrapper, template[at[0]][at[1]])
+        states = stack.init((wrapper,), params, tx, collections, count)
+        leaves |= leaves_of(states, at[:1])
+    # Not the buffers of the parameters: a step may donate both.
+    given = (params, collections)
+    return trees.unshare_buffers((given, [leaves[path] for path in wanted]))[1]
+
+  leaf_templates = trees.leaves_by_path(template)
+  jitted = jax.jit(
+    compute_leaves, out_shardings=[leaf_templates[p].sharding for p in wanted]
+  )
+  return dict(zip(wanted, jitted(params, collections), strict=True))
+
+
+def _per_replica_paths(wrapper: base.Wrapper, state: PyTree) -> list[Path]:
+  """Returns the paths of the per-replica leaves of a wrapper's state."""
+  mask = base.per_replica_mask(wrapper, state)
+  paths = leaves_of(state, path_of(wrapper))
+  return [path for path, own in zip(paths, mask, strict=True) if own]
 
 
 def _num_replicas(wrapper: base.Wrapper, state: PyTree) -> int:
-  """Returns the number of replicas that a state is of."""
-  leaves = zip(
-    jax.tree.leaves(state), base.per_replica_mask(wrapper, state), strict=True
-  )
-  return next((x.shape[0] for x, own in leaves if own), 1)
-
-
-def _saved_replicas(
-  wrapper: base.Wrapper, saved: PyTree, wanted: PyTree
-) -> int | None:
-  """Returns the number of replicas on disk, if there are their own leaves."""
-  shapes = {
-    trees.path_strings(path): x.shape
-    for path, x in jax.tree_util.tree_leaves_with_path(saved)
-  }
-  for (path, _), own in zip(
-    jax.tree_util.tree_leaves_with_path(wanted),
-    base.per_replica_mask(wrapper, wanted),
-    strict=True,
-  ):
-    shape = shapes.get(trees.path_strings(path))
-    if own and shape:
-      return shape[0]
-  return None
-
-
-def _of_replicas(wrapper: base.Wrapper, state: PyTree, count: int) -> PyTree:
-  """Returns what a state would be with so many replicas."""
-  treedef: Any = jax.tree.structure(state)
-  return treedef.unflatten(
-    jax.ShapeDtypeStruct(
-      (count, *x.shape[1:]) if own else x.shape, x.dtype, sharding=x.sharding
-    )
-    for x, own in zip(
-      jax.tree.leaves(state), base.per_replica_mask(wrapper, state), strict=True
-    )
-  )
-
-
-def _kept(wrapper: base.Wrapper, wanted: PyTree, everywhere: Any) -> PyTree:
-  """Marks what is no use to another number of replicas, so as not to read it.
-
-  What all replicas share is kept, and the scalars that each has its own of.
-  """
-
-  def one(x: jax.ShapeDtypeStruct, own: bool) -> Any:
-    if not own:
-      return x
-    if x.ndim > 1 or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-      return ocp.PLACEHOLDER
-    # So many replicas may not divide by those of now.
-    return jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=everywhere or x.sharding
-    )
-
-  treedef: Any = jax.tree.structure(wanted)
-  own = base.per_replica_mask(wrapper, wanted)
-  return treedef.unflatten(map(one, jax.tree.leaves(wanted), own))
-
-
-def _restart(
-  wrapper: Any,
-  state: TrainState,
-  plain: TrainState,
-  saved: dict[str, jax.Array],
-) -> PyTree:
-  """Returns a wrapper's state that begins at what was restored.
-
-  Args:
-    wrapper: The wrapper.
-    state: The state that is restored into.
-    plain: What was restored.
-    saved: What the checkpoint has of the wrapper's state, by path; of the
-      scalars that replicas have their own of, `[replicas]`.
-  """
-  name = base.name_of(wrapper)
-  template = state.wrapper_states[name]
-  num_replicas = _num_replicas(wrapper, template)
-  own = _by_path(
-    jax.tree.unflatten(
-      jax.tree.structure(template), base.per_replica_mask(wrapper, template)
-    )
-  )
-  names = set(fields_lib.array_field_names(plain)) - {
-    "step",
-    "params",
-    "opt_state",
-  }
-  target = base.Target(
-    jnp.asarray(plain.step),
-    plain.params,
-    plain.opt_state,
-    {n: getattr(plain, n) for n in sorted(names)},
-    {},
-  )
-
-  def make(target: base.Target, saved: dict[str, jax.Array]) -> PyTree:
-    saved = {path: x[0] if own[path] else x for path, x in saved.items()}
-    wrappers = (wrapper,)
-    first = stack.drop_replica_axis(
-      wrappers,
-      stack.init(wrappers, target.params, state.tx, target.collections),
-    )
-    new = base.adapt(wrapper).restart(first[name], target, saved)
-    states = stack.add_replica_axis(wrappers, {name: new}, num_replicas)
-    new = trees.conform(f"wrapper {name!r}: restart", states[name], template)
-    # What has its own memory can be donated together with the parameters.
-    return trees.unshare_buffers((target, new))[1]
-
-  shardings = jax.tree.map(
-    lambda x: x.sharding, templates.abstract(template, like=state)
-  )
-  # Born where it is to lie: no device ever has the replicas' own of all.
-  made = jax.jit(make, out_shardings=shardings)(target, saved)
-  return jax.block_until_ready(made)  # as what Orbax reads is
+  """Returns the number of replicas that a wrapper's state is for."""
+  leaves = leaves_of(state, path_of(wrapper))
+  paths = _per_replica_paths(wrapper, state)
+  return leaves[paths[0]].shape[0] if paths else 1

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 import dataclasses
 import inspect
 import re
+import types
 from typing import (
   Any,
   ClassVar,
@@ -121,6 +122,10 @@ class Base:
       False: gradients are averaged over the replicas before any wrapper.
     local_updates: Class attribute. True: the updates applied inside this
       wrapper belong to one replica, so no wrapper inside may reduce gradients.
+    foreign_paths: Class attribute. Leaves of a plain Flax train state that a
+      checkpoint without a state of this wrapper may have instead, such as
+      `"dynamic_scale/scale"`, and the leaf of this wrapper's state that each
+      becomes. The other leaves of the state start fresh.
 
   Raises:
     TypeError: On subclassing, if an attribute is a misspelt hook.
@@ -140,6 +145,7 @@ class Base:
 
   reduces_gradients: ClassVar[bool] = False
   local_updates: ClassVar[bool] = False
+  foreign_paths: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
 
   def __init_subclass__(cls, **kwargs: Any) -> None:
     super().__init_subclass__(**kwargs)

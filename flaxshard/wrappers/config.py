@@ -19,7 +19,7 @@ from flaxshard.wrappers import base
 from flaxshard.wrappers import cross_shard
 from flaxshard.wrappers import loss_scale
 
-_WRAPPERS: dict[str, type] = {
+_WRAPPERS: dict[str, type[base.Base]] = {
   "agn": agn.AGN,
   "cross_shard": cross_shard.CrossShard,
   "loss_scale": loss_scale.LossScale,
@@ -80,6 +80,11 @@ def to_config(
     (('loss_scale', {'scale': 'dynamic'}),)
   """
   return tuple((_name(w), _arguments(w)) for w in base.check(wrappers))
+
+
+def built_in_wrappers() -> tuple[type[base.Base], ...]:
+  """Returns the wrapper classes of flaxshard."""
+  return tuple(_WRAPPERS.values())
 
 
 def _build(where: str, entry: Any) -> Any:

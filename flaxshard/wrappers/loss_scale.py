@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 import dataclasses
 import math
+import types
 from typing import Any, ClassVar, NamedTuple
 import warnings
 
@@ -233,6 +234,10 @@ class LossScale(base.Base):
   """
 
   name: ClassVar[str] = "loss_scale"
+  # Flax's `DynamicScale`, as its ImageNet and WMT examples keep it.
+  foreign_paths: ClassVar[Mapping[str, str]] = types.MappingProxyType(
+    {"dynamic_scale/scale": "scale", "dynamic_scale/fin_steps": "good_steps"}
+  )
 
   scale: str | float | DynamicLossScale | FixedLossScale = "dynamic"
   policy: Policy | None = None

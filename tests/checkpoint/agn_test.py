@@ -278,11 +278,10 @@ def test_agn_begins_at_the_center_of_a_plain_checkpoint(path, wrappers, caplog):
   told = messages(caplog, logging.INFO)
   assert len(told) == len(wrappers)
   assert told[0] == (
-    f"{path / '7'} has no state of wrapper 'agn': it starts fresh from the "
-    "restored parameters"
+    f"{path / '7'}: it has no state of wrapper 'agn': that starts fresh"
   )
   if len(wrappers) == 2:
-    assert told[1].endswith("'loss_scale': it starts fresh")
+    assert told[1].endswith("'loss_scale': that starts fresh")
   new = trained(restored, 8, 3)
   assert int(new.wrapper_states["agn"].commits) == 1
   assert int(new.step) == 8
@@ -496,7 +495,7 @@ def test_another_outer_optimizer_is_refused(path):
   for replicas in (8, 4):
     with pytest.raises(
       ValueError,
-      match=r"'wrappers', agn/outer_opt_state/0/trace/BatchNorm_0/bias: miss",
+      match=r"agn/outer_opt_state/0/trace/BatchNorm_0/bias: missing",
     ):
       restore(path, create(replicas, OUTER))
 

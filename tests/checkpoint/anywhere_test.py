@@ -159,11 +159,11 @@ def test_there_and_back(saved, shape, tmp_path, monkeypatch):
   asked = []
   whole = reader.read_item
 
-  def read_item(directory, item):
+  def read_item(directory, item, leaves):
     asked.extend(
       x for x in jax.tree.leaves(item) if isinstance(x, jax.ShapeDtypeStruct)
     )
-    return whole(directory, item)
+    return whole(directory, item, leaves)
 
   monkeypatch.setattr(reader, "read_item", read_item)
   fresh = create(shape, zeros=True)

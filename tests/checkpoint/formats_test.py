@@ -73,11 +73,11 @@ def test_flaxshard_reads(written, writer, stack, caplog):
   assert len(messages) == len(wants ^ has)
   for name in wants - has:
     (line,) = [m for m in messages if f"'{name}'" in m]
-    assert line.startswith(f"{where} has no state of wrapper")
+    assert line.startswith(f"{where}: it has no state of wrapper")
     assert "starts fresh" in line
   for name in has - wants:
     (line,) = [m for m in messages if f"'{name}'" in m]
-    assert line == f"{where} has a state of wrapper '{name}': left alone"
+    assert line == f"{where}: it has a state of wrapper '{name}': left alone"
 
 
 # The plain reader, in a process that has no flaxshard.

@@ -94,7 +94,7 @@ def test_an_iterator_of_ones_own(tmp_path, position):
   "given, message",
   [
     (iter([1]), "data must be .*list_iterator object .* has no get_state"),
-    (Counter({1}), "get_state.. must be bytes, or what JSON can hold: Object"),
+    (Counter({1}), "get_state.. must return bytes or a value for JSON: Obj"),
   ],
 )
 def test_data_that_cannot_tell(tmp_path, given, message):

@@ -15,9 +15,9 @@ import flaxshard as fs
 def test_arguments_that_are_wrong(tmp_path):
   path = tmp_path / "v0"
   states.write(path, "v0")
-  with pytest.raises(TypeError, match="state must be a flaxshard TrainState"):
+  with pytest.raises(TypeError, match="must be a flaxshard TrainState"):
     fs.checkpoint.restore(path, states.flax_state())
-  with pytest.raises(TypeError, match="state must be a flaxshard TrainState"):
+  with pytest.raises(TypeError, match="must be a flaxshard TrainState"):
     fs.checkpoint.save_args(states.flax_state())
   with pytest.raises(TypeError, match="manager must be an Orbax Checkpoint"):
     fs.checkpoint.restore(3, states.our_state("none"))

@@ -33,8 +33,11 @@ def deleted():
     (lambda: "text", "must be an array, got 'text'"),
     (lambda: object(), "must be an array, got <object"),
     (lambda: jax.ShapeDtypeStruct((3,), "int8"), "must be an array, got Shape"),
-    (lambda: np.ones(2), "is float64, which JAX has only with jax_enable_x64"),
-    (deleted, "was deleted: save a state before it is donated"),
+    (
+      lambda: np.ones(2),
+      "is float64, which JAX supports only with jax_enable_x64",
+    ),
+    (deleted, "was deleted: save the state before you donate"),
     (lambda: jnp.ones((0, 3)), r"has no elements, shape \(0, 3\)"),
   ],
 )

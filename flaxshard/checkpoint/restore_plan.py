@@ -1,0 +1,272 @@
+"""Restores one step of a checkpoint into a train state.
+
+open_step        compares the files with their digests, reads the metadata
+.plan(state)     maps every leaf of the state to a saved leaf
+.restore()       reads the leaves, computes the missing ones
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import logging
+from typing import Any
+
+import jax
+
+from flaxshard.checkpoint import damage
+from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import migrate
+from flaxshard.checkpoint import reader
+from flaxshard.checkpoint import validation
+from flaxshard.checkpoint import wrapper_states
+from flaxshard.core import multihost
+from flaxshard.core import trees
+from flaxshard.replicas import values
+from flaxshard.state import fields as fields_lib
+from flaxshard.state.train_state import TrainState
+from flaxshard.wrappers import base
+
+_log = logging.getLogger(__name__)
+
+PyTree = Any
+Path = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointStep:
+  """An opened step of a checkpoint: which leaves it has, without their values.
+
+  Attributes:
+    directory: The directory of the step, or its file.
+    saved_trees: The train state and, if there are any, the wrapper states.
+      Paths of the latter begin with `wrapper_states`.
+    verified: Whether the files were compared with their digests.
+  """
+
+  directory: reader.Directory
+  saved_trees: tuple[reader.SavedTree, ...]
+  verified: bool
+
+  def plan(self, state: TrainState) -> RestorePlan:
+    """Maps every leaf of a train state to a saved leaf, and compares the two.
+
+    Args:
+      state: The state to restore into: arrays, or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: They differ; the message names the first path.
+    """
+    template = _template(state)
+    targets = trees.leaves_by_path(template)
+    saved: dict[Path, Any] = {}
+    for tree in self.saved_trees:
+      saved |= tree.leaves
+    mapping = migrate.map_leaves(
+      saved, targets, wrapper_states.foreign_paths(state.wrappers)
+    )
+    restarts = wrapper_states.find_restarts(
+      state.wrappers, template.get(migrate.WRAPPER_STATES, {}), saved
+    )
+    # What the checkpoint must have, and what is read of that.
+    expected = {p: x for p, x in targets.items() if p not in mapping.fresh}
+    reads, fresh = dict(expected), set(mapping.fresh)
+    for restart in restarts:
+      expected |= restart.saved_leaves()
+      restarted = wrapper_states.leaves_of(restart.template, restart.path)
+      fresh -= restarted.keys()
+      reads = {p: x for p, x in reads.items() if p not in restarted}
+      reads |= restart.read_leaves()
+    validation.check_saved(
+      str(self.directory),
+      {
+        path: expected[path] if _fits(x, expected.get(path)) else x
+        for path, x in mapping.rename(saved).items()
+      },
+      expected,
+    )
+    for note in mapping.notes:
+      _log.info("%s: %s", self.directory, note)
+    return RestorePlan(
+      self, state, template, reads, mapping.sources, frozenset(fresh), restarts
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RestorePlan:
+  """Where each leaf of a train state comes from.
+
+  Attributes:
+    step: The step to read.
+    state: The state to restore into.
+    template: Shape, dtype and sharding of every leaf of the result, by field.
+      A `PerReplica` stands there as one value, as it is saved.
+    reads: Shape, dtype and sharding of the leaves to read, by their path in
+      the state.
+    sources: The saved path of each of them.
+    fresh: The paths of leaves that the checkpoint lacks.
+    restarts: The wrappers that start from the restored parameters.
+  """
+
+  step: CheckpointStep
+  state: TrainState
+  template: Mapping[str, PyTree]
+  reads: Mapping[Path, jax.ShapeDtypeStruct]
+  sources: Mapping[Path, Path]
+  fresh: frozenset[Path]
+  restarts: Sequence[wrapper_states.Restart]
+
+  def restore(self) -> TrainState:
+    """Reads the leaves of the plan, and returns the restored state.
+
+    Raises:
+      Damaged: The files are damaged.
+      ValueError: A leaf was not restored as it was asked for.
+    """
+    where = str(self.step.directory)
+    found = damage.read(
+      where,
+      lambda: self._read(self.reads),
+      read_again=lambda: [self._read({p: x}) for p, x in self.reads.items()],
+      # Of several processes one cannot pass over a step without the others.
+      proves_damage=not self.step.verified and jax.process_count() == 1,
+    )
+    validation.check_restored(where, found, self.reads)
+    fields = self._complete(found)
+    given = {name: getattr(self.state, name) for name in fields}
+    return self.state.replace(**values.broadcast_to_replicas(fields, given))
+
+  def _read(
+    self, wanted: Mapping[Path, jax.ShapeDtypeStruct]
+  ) -> dict[Path, jax.Array]:
+    """Reads leaves, given by their paths in the state."""
+    found: dict[Path, jax.Array] = {}
+    for tree in self.step.saved_trees:
+      mine = {
+        self.sources[path]: path
+        for path in wanted
+        if self.sources[path] in tree.leaves
+      }
+      read = tree.read({source: wanted[path] for source, path in mine.items()})
+      found |= {path: read[source] for source, path in mine.items()}
+    return found
+
+  def _complete(self, found: Mapping[Path, jax.Array]) -> dict[str, PyTree]:
+    """Returns the fields of the state, with the leaves that were not read."""
+    leaves = {**found, **self._copy_fresh_leaves()}
+    collections = {
+      name: _unflatten(tree, (name,), leaves)
+      for name, tree in self.template.items()
+      if name not in ("step", "opt_state", migrate.WRAPPER_STATES)
+    }
+    params = collections.pop("params")
+    if missing := [path for path in self.fresh if path not in leaves]:
+      leaves |= wrapper_states.compute_first_leaves(
+        self.state.wrappers,
+        self.state.tx,
+        params,
+        collections,
+        self.template,
+        missing,
+      )
+    for restart in self.restarts:
+      target = base.Target(
+        leaves["step",],
+        params,
+        _unflatten(self.template["opt_state"], ("opt_state",), leaves),
+        collections,
+        {},
+      )
+      new = restart.compute_state(self.state.tx, target, found)
+      leaves |= wrapper_states.leaves_of(new, restart.path)
+      if restart.saved_replicas is not None:
+        _log.warning(
+          "%s has %s", self.step.directory, restart.describe_loss(new, found)
+        )
+    fields = {
+      name: _unflatten(tree, (name,), leaves)
+      for name, tree in self.template.items()
+    }
+    # Orbax returns arrays that are complete; so does this function.
+    return jax.block_until_ready(fields)
+
+  def _copy_fresh_leaves(self) -> dict[Path, jax.Array]:
+    """Returns the fresh leaves that the given state has values of."""
+    given = trees.leaves_by_path(
+      {name: getattr(self.state, name) for name in self.template}
+    )
+    targets = trees.leaves_by_path(self.template)
+    return {
+      # A copy: a step may donate the restored state.
+      path: jax.device_put(given[path], targets[path].sharding, may_alias=False)
+      for path in self.fresh
+      if not isinstance(given[path], jax.ShapeDtypeStruct)
+    }
+
+
+def open_step(
+  directory: reader.Directory, plain_item: str | None = None
+) -> CheckpointStep:
+  """Compares the files of a step with their digests, and reads its metadata.
+
+  Args:
+    directory: The directory of the step, or its file.
+    plain_item: The item that holds the train state; None looks for it.
+
+  Raises:
+    Damaged: The files differ from those that were saved, or hold no train
+      state.
+  """
+
+  def read_metadata() -> tuple[reader.SavedTree, ...]:
+    plain = reader.plain(directory, plain_item)
+    wrappers = reader.items(directory).get(wrapper_states.ITEM)
+    if wrappers is None:
+      return (plain,)
+    name = wrapper_states.ITEM
+    return plain, reader.orbax_tree(wrappers, name, migrate.WRAPPER_STATES)
+
+  verified = digests.verify_together(directory)
+  with multihost.raise_on_all_processes(digests.Damaged, ValueError):
+    saved_trees = damage.read(
+      str(directory), read_metadata, proves_damage=not verified
+    )
+  return CheckpointStep(reader.as_path(directory), saved_trees, verified)
+
+
+def _template(state: TrainState) -> dict[str, PyTree]:
+  """Returns shape, dtype and sharding of the leaves to restore, by field."""
+
+  def drop_replica_axis(x: Any) -> PyTree:
+    if not values.is_per_replica(x):
+      return x
+    return jax.tree.map(
+      lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), x.value
+    )
+
+  fields = {
+    name: getattr(state, name) for name in fields_lib.array_field_names(state)
+  }
+  # A collection of the replicas was saved as one, their mean.
+  return validation.abstract(
+    jax.tree.map(drop_replica_axis, fields, is_leaf=values.is_per_replica)
+  )
+
+
+def _fits(saved: Any, wanted: Any) -> bool:
+  """Returns whether a saved Python number may become the wanted leaf."""
+  return (
+    isinstance(saved, reader.SavedScalar)
+    and wanted is not None
+    and saved.fits(wanted)
+  )
+
+
+def _unflatten(
+  tree: PyTree, at: Path, leaves: Mapping[Path, jax.Array]
+) -> PyTree:
+  """Returns a tree with the leaves that lie below a path."""
+  return jax.tree.unflatten(
+    jax.tree.structure(tree),
+    [leaves[path] for path in wrapper_states.leaves_of(tree, at)],
+  )
