@@ -38,7 +38,7 @@ FLAX = re.compile(r"checkpoint_(\d+)")
 
 # Least number of bytes that are read at once, so that many small leaves are
 # read together.
-_BYTES_AT_ONCE = 32 << 20
+_BYTES_AT_ONCE = 16 << 20
 
 
 @dataclasses.dataclass(frozen=True)

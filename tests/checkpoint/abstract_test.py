@@ -1,0 +1,202 @@
+"""Restoring into an abstract train state, and the memory that it needs."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import flax.linen as nn
+from flax.training import train_state as flax_train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import flaxshard as fs
+
+MODEL = nn.Dense(4)
+ADAM = optax.adam(0.125)
+SCALED = fs.LossScale("dynamic")
+AGN = fs.AGN(2, commit="mean")
+
+
+def strategy_of(replicas):
+  return replicas and fs.Strategy(devices=jax.devices()[:replicas])
+
+
+def create(replicas, wrappers, tx=ADAM, abstract=False, seed=0):
+  return fs.create_train_state(
+    MODEL,
+    jax.random.key(seed),
+    jnp.ones((2, 8)),
+    tx,
+    wrappers=wrappers,
+    strategy=strategy_of(replicas),
+    abstract=abstract,
+  )
+
+
+def change(state):
+  """Returns a state whose leaves all differ from those of a new one."""
+  return jax.tree.map(lambda x: jax.device_put(x + 3, x.sharding), state)
+
+
+def assert_same(given, wanted):
+  assert jax.tree.structure(given) == jax.tree.structure(wanted)
+  for x, y in zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True):
+    assert isinstance(x, jax.Array) and not x.weak_type
+    assert (x.dtype, x.sharding) == (y.dtype, y.sharding)
+    np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("replicas", [None, 4])
+@pytest.mark.parametrize(
+  "saved, wrappers",
+  [
+    pytest.param((SCALED, AGN), (SCALED, AGN), id="same_wrappers"),
+    pytest.param((), (SCALED, AGN), id="new_wrappers"),
+    pytest.param((SCALED,), (), id="dropped_wrapper"),
+  ],
+)
+def test_restores_into_an_abstract_state(tmp_path, replicas, saved, wrappers):
+  state = change(create(replicas, saved, seed=1))
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, state)
+    # A new state has the values that the leaves start with.
+    wanted = checkpointer.restore(create(replicas, wrappers))
+    given = checkpointer.restore(create(replicas, wrappers, abstract=True))
+  assert_same(given, wanted)
+  np.testing.assert_array_equal(given.params["kernel"], state.params["kernel"])
+
+
+def test_restores_agn_of_another_number_of_replicas(tmp_path):
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, change(create(8, (AGN,), seed=1)))
+    wanted = checkpointer.restore(create(4, (AGN,)))
+    given = checkpointer.restore(create(4, (AGN,), abstract=True))
+  assert_same(given, wanted)
+
+
+@pytest.mark.parametrize("replicas", [None, 4])
+def test_restores_what_plain_flax_wrote(tmp_path, replicas):
+  params = MODEL.init(jax.random.key(1), jnp.ones((2, 8)))["params"]
+  plain = flax_train_state.TrainState.create(
+    apply_fn=None, params=params, tx=ADAM
+  )
+  with ocp.CheckpointManager(tmp_path) as manager:
+    manager.save(
+      1, args=ocp.args.StandardSave(plain.replace(step=jnp.int32(5)))
+    )
+  tx = optax.MultiSteps(ADAM, 2)
+  target = create(replicas, (SCALED,), tx, abstract=True)
+  given = fs.checkpoint.restore(tmp_path, target)
+  assert_same(
+    given, fs.checkpoint.restore(tmp_path, create(replicas, (SCALED,), tx))
+  )
+  assert int(given.step) == 5 and int(given.opt_state.mini_step) == 0
+  # The leaves that start fresh share no memory with those that were read.
+  strategy = strategy_of(replicas)
+  step = jax.jit(
+    lambda s: s.minimize(lambda p: (p["kernel"] ** 2).sum())[0],
+    donate_argnums=0,
+  )
+  with jax.set_mesh(strategy.mesh) if strategy else jax.disable_jit(False):
+    assert int(step(given).opt_state.mini_step) == 1
+
+
+# Prints how much memory a restore takes at its peak beyond that before it.
+_PROGRAM = """
+import sys
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import flaxshard as fs
+
+directory, kind, *numbers = sys.argv[1:]
+devices, leaves, megabytes = map(int, numbers)
+P = jax.sharding.PartitionSpec
+strategy = fs.Strategy() if devices > 1 else None
+
+def create(read=lambda shape: np.zeros(shape, np.float32), size=megabytes):
+  shape = (8, size * 2**20 // 32)
+  params = {f"w{i}": read(shape) for i in range(leaves)}
+  if strategy:
+    sharding = jax.sharding.NamedSharding(strategy.mesh, P("replica"))
+    params = jax.tree.map(lambda x: jax.device_put(x, sharding), params)
+  return fs.TrainState.create(
+    apply_fn=None, params=params, tx=optax.sgd(0.1),
+    wrappers=[fs.LossScale("dynamic")], strategy=strategy)
+
+def peak():
+  lines = open("/proc/self/status").read().splitlines()
+  (line,) = [line for line in lines if line.startswith("VmHWM")]
+  return int(line.split()[1]) / 1024
+
+if kind == "save":
+  random = np.random.default_rng(0)
+  state = create(lambda shape: random.random(shape, np.float32))
+  with fs.Checkpointer(directory) as checkpointer:
+    checkpointer.save(1, state)
+else:
+  with fs.Checkpointer(directory + "_small") as checkpointer:
+    # What is imported and compiled once does not count.
+    checkpointer.save(1, create(size=1))
+    checkpointer.restore(create(size=1))
+  if kind == "abstract":
+    large = lambda shape: (shape[0], shape[1] * megabytes) if shape else ()
+    state = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(
+        large(x.shape), x.dtype, sharding=x.sharding),
+      create(size=1))
+  with fs.Checkpointer(directory) as checkpointer:
+    open("/proc/self/clear_refs", "w").write("5")  # forgets the peak so far
+    before = peak()
+    if kind == "concrete":
+      state = create()
+    state = jax.block_until_ready(checkpointer.restore(state))
+  print(peak() - before)
+  random = np.random.default_rng(0)
+  for i in range(leaves):
+    x = state.params[f"w{i}"]
+    np.testing.assert_array_equal(x, random.random(x.shape, np.float32))
+"""
+
+
+def run_program(directory, kind, devices, *numbers):
+  flags = f"--xla_force_host_platform_device_count={devices}"
+  done = subprocess.run(
+    [
+      sys.executable,
+      "-c",
+      _PROGRAM,
+      *map(str, (directory, kind, devices, *numbers)),
+    ],
+    capture_output=True,
+    text=True,
+    timeout=300,
+    env={
+      **os.environ,
+      "XLA_FLAGS": flags,
+      # glibc then returns the memory of large arrays at once.
+      "MALLOC_MMAP_THRESHOLD_": "1000000",
+    },
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  not pathlib.Path("/proc/self/clear_refs").exists(), reason="needs Linux"
+)
+@pytest.mark.parametrize("devices", [1, 8])
+def test_restoring_needs_the_state_and_two_leaves(tmp_path, devices):
+  leaves, megabytes = 16, 16
+  numbers = (devices, leaves, megabytes)
+  run_program(tmp_path / "checkpoints", "save", *numbers)
+  needed = float(run_program(tmp_path / "checkpoints", "abstract", *numbers))
+  # One leaf is in memory twice more: as on disk, and as it was read.
+  assert needed < (leaves + 3) * megabytes
