@@ -15,6 +15,7 @@ import math
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from flaxshard.core import gradients
@@ -24,6 +25,8 @@ from flaxshard.partitioning import specs as specs_lib
 PyTree = Any
 # Replica numbers, as `lax.psum` takes them; None: all replicas are one group.
 Groups = Sequence[Sequence[int]] | None
+# The name that marks values in a jaxpr as replicated.
+ASSUMED_REPLICATED = "flaxshard.assume_replicated"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +102,52 @@ class ReplicaContext:
       )
 
     return jax.tree.map(gather, value)
+
+  def assume_replicated(self, value: PyTree) -> PyTree:
+    """Marks arrays as the same on all replicas, for `Strategy.run`'s check.
+
+    `Strategy.run` returns one TrainState for all replicas. Before it compiles,
+    it checks that no leaf differs between them, and raises an error where it
+    cannot show that. This method makes the check accept a value that is the
+    same for a reason the program does not show, such as a kernel that reduces
+    over the replicas by itself.
+
+    Nothing verifies the mark. If the values do differ, if only in their last
+    bit, each device silently keeps its own parameters. An all-reduce written as
+    a ring of `ppermute` is such a case: every replica adds in another order.
+    Use `all_reduce` where you can.
+
+    The mark covers this value alone, not its gradient: mark gradients after
+    they are computed.
+
+    Args:
+      value: A tree of arrays, `[...]`.
+
+    Returns:
+      The same values; no code is compiled for the mark.
+
+    Example:
+      >>> import flaxshard as fs, numpy as np, optax
+      >>> strategy = fs.Strategy()
+      >>> state = fs.TrainState.create(
+      ...     apply_fn=None, params={"w": np.ones(())}, tx=optax.sgd(0.1))
+      >>> def step(state):
+      ...   context = fs.get_replica_context()
+      ...   # io_callback may return something else on each replica.
+      ...   lr = jax.experimental.io_callback(
+      ...       lambda: np.float32(0.5), jax.ShapeDtypeStruct((), "float32"))
+      ...   lr = context.assume_replicated(lr)
+      ...   return state.replace(params={"w": state.params["w"] - lr})
+      >>> float(strategy.run(step, args=(state,)).params["w"])
+      0.5
+    """
+    return assume_replicated(value)
+
+
+def assume_replicated(value: PyTree) -> PyTree:
+  """Marks arrays as replicated; see `ReplicaContext.assume_replicated`."""
+  # An identity whose name stays visible in the jaxpr.
+  return checkpoint_name(value, ASSUMED_REPLICATED)
 
 
 _current: contextvars.ContextVar[ReplicaContext | None] = (

@@ -1,7 +1,8 @@
-"""TrainStates and values as one replica sees them, and as they are outside.
+"""Converts TrainStates and values between the global and the replica's view.
 
-Inside of `Strategy.run` a replica has its own value in the place of a
-`PerReplica`, and its own wrapper states and collections.
+Inside `Strategy.run` a replica has its own row of each per-replica leaf: the
+value itself in place of a `PerReplica`, and its own wrapper states and
+collections.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from flaxshard.replicas.values import is_per_replica
 from flaxshard.replicas.values import PerReplica
 from flaxshard.replicas.values import Replicated
 from flaxshard.state import fields as fields_lib
+from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 
 PyTree = Any
 
+# Wrappers exchange the other fields, the collections.
+_NOT_COLLECTIONS = ("step", "params", "opt_state", "wrapper_states")
+
 
 def is_state(x: Any) -> bool:
-  """Whether `x` is a TrainState, Flax's own or ours."""
+  """Returns whether `x` is a TrainState, Flax's own or ours."""
   return isinstance(x, flax_train_state.TrainState)
 
 
@@ -35,130 +40,158 @@ def is_node(x: Any) -> bool:
   return is_state(x) or isinstance(x, (PerReplica, Replicated))
 
 
+def wrappers_of(state: Any) -> tuple[base.Wrapper, ...]:
+  """Returns the wrappers of a TrainState; Flax's own has none."""
+  return state.wrappers if isinstance(state, TrainState) else ()
+
+
 def per_replica_mask(state: Any) -> Any:
-  """Returns a state of booleans: which leaves have the replicas in front."""
-  marked = jax.tree.map(
+  """Returns a TrainState of booleans: whether each leaf is per replica."""
+  mask = jax.tree.map(
     lambda x: jax.tree.map(lambda _: is_per_replica(x), x),
     state,
     is_leaf=is_per_replica,
   )
   states = {}
-  for wrapper in getattr(state, "wrappers", ()):
+  for wrapper in wrappers_of(state):
     name = base.name_of(wrapper)
     states[name] = jax.tree.unflatten(
       jax.tree.structure(state.wrapper_states[name]),
       base.per_replica_mask(wrapper, state.wrapper_states[name]),
     )
-  return marked.replace(wrapper_states=states) if states else marked
+  return mask.replace(wrapper_states=states) if states else mask
 
 
 def to_local(tree: PyTree) -> PyTree:
-  """Puts this replica's own value in the place of every `PerReplica`."""
+  """Puts this replica's row in place of every per-replica leaf.
 
-  def local(node: Any) -> Any:
+  Args:
+    tree: The arguments in the body of `jax.shard_map`, where a per-replica leaf
+      has one row.
+  """
+
+  def convert_node(node: Any) -> Any:
     if is_per_replica(node):
-      return jax.tree.map(_only, node.value)
-    if not is_state(node):
-      return node
-    node = _wrapper_states_to_local(node)
-    fields = {}
-    for field in dataclasses.fields(node):
-      value = getattr(node, field.name)
-      if has_per_replica(value):
-        fields[field.name] = value
-    if not fields:
-      return node
-    if not hasattr(node, "per_replica"):
-      raise TypeError(
-        f"run: {type(node).__name__}.{next(iter(fields))} is a PerReplica; "
-        "only a flaxshard.TrainState can have one."
-      )
-    local_fields = {name: to_local(value) for name, value in fields.items()}
-    # What these fields look like from outside travels with the state.
-    return node.replace(
-      **local_fields,
-      per_replica=tuple(
-        (name, jax.tree.structure(value)) for name, value in fields.items()
-      ),
-    )
+      return jax.tree.map(_take_only_row, node.value)
+    if is_state(node):
+      return _state_to_local(node)
+    return node
 
-  return jax.tree.map(local, tree, is_leaf=is_node)
+  return jax.tree.map(convert_node, tree, is_leaf=is_node)
 
 
 def to_global(tree: PyTree) -> PyTree:
-  """Undoes `to_local`: per-replica values become `PerReplica`."""
+  """Undoes `to_local`, and makes every other value a `PerReplica`.
 
-  def expand(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
+  Args:
+    tree: What the function returned: TrainStates, and trees of arrays.
 
-  def one(node: Any) -> Any:
+  Raises:
+    TypeError: The function returned a `PerReplica`.
+  """
+
+  def convert_node(node: Any) -> Any:
     if isinstance(node, Replicated):
       return node
     if is_per_replica(node):
       raise TypeError(
-        "run: fn returned a PerReplica; it returns what this replica has, and "
-        "a PerReplica of all of them comes back."
+        "run: fn returned a PerReplica. fn must return this replica's value; "
+        "run returns a PerReplica with the values of all replicas."
       )
-    if not is_state(node):
-      return PerReplica(expand(node))
-    node = _wrapper_states_to_global(node)
-    fields = {}
-    for name, treedef in getattr(node, "per_replica", ()):
-      leaves = jax.tree.leaves(getattr(node, name))
-      fields[name] = jax.tree.map(
-        lambda x: expand(x) if is_per_replica(x) else x,
-        jax.tree.unflatten(treedef, leaves),
-        is_leaf=is_per_replica,
-      )
-    return node.replace(**fields, per_replica=()) if fields else node
+    if is_state(node):
+      return _state_to_global(node)
+    return PerReplica(_add_row_axis(node))
 
-  return jax.tree.map(one, tree, is_leaf=is_node)
+  return jax.tree.map(convert_node, tree, is_leaf=is_node)
+
+
+def _state_to_local(state: Any) -> Any:
+  state = _wrapper_states_to_local(state)
+  fields = {
+    field.name: getattr(state, field.name)
+    for field in dataclasses.fields(state)
+  }
+  fields = {name: x for name, x in fields.items() if has_per_replica(x)}
+  if not fields:
+    return state
+  if not isinstance(state, TrainState):
+    raise TypeError(
+      f"run: {type(state).__name__}.{next(iter(fields))} is a PerReplica; "
+      "only a flaxshard.TrainState can have one."
+    )
+  # The state carries the structure of these fields to the end of `fn`, where
+  # nothing else shows which of their leaves were per replica.
+  return state.replace(
+    **{name: to_local(value) for name, value in fields.items()},
+    per_replica=tuple(
+      (name, jax.tree.structure(value)) for name, value in fields.items()
+    ),
+  )
+
+
+def _state_to_global(state: Any) -> Any:
+  state = _wrapper_states_to_global(state)
+  if not isinstance(state, TrainState) or not state.per_replica:
+    return state
+  fields = {}
+  for name, treedef in state.per_replica:
+    leaves = jax.tree.leaves(getattr(state, name))
+    fields[name] = jax.tree.map(
+      lambda x: _add_row_axis(x) if is_per_replica(x) else x,
+      jax.tree.unflatten(treedef, leaves),
+      is_leaf=is_per_replica,
+    )
+  return state.replace(**fields, per_replica=())
 
 
 def _wrapper_states_to_local(state: Any) -> Any:
-  """Returns a state as a replica sees it: its own wrapper states."""
-  wrappers = getattr(state, "wrappers", ())
+  wrappers = wrappers_of(state)
   if not wrappers:
     return state
-  return _swapped(
+  return _swap_collections(
     state, stack.drop_replica_axis(wrappers, state.wrapper_states)
   )
 
 
 def _wrapper_states_to_global(state: Any) -> Any:
-  """Undoes `_wrapper_states_to_local`."""
-  wrappers = getattr(state, "wrappers", ())
+  wrappers = wrappers_of(state)
   if not wrappers:
     return state
-  state = _swapped(state, state.wrapper_states)
+  state = _swap_collections(state, state.wrapper_states)
   return state.replace(
     wrapper_states=stack.add_replica_axis(wrappers, state.wrapper_states)
   )
 
 
-def _swapped(state: Any, states: Mapping[str, PyTree]) -> Any:
-  """Puts a replica's own collections for the others, or back."""
+def _swap_collections(state: Any, wrapper_states: Mapping[str, PyTree]) -> Any:
+  """Exchanges the state's collections for those that wrappers keep."""
   if not any(base.overrides(w, "swap_collections") for w in state.wrappers):
-    return state.replace(wrapper_states=states)
-  own = ("step", "params", "opt_state", "wrapper_states")
-  names = [n for n in fields_lib.array_field_names(state) if n not in own]
-  collections = {name: getattr(state, name) for name in names}
+    return state.replace(wrapper_states=wrapper_states)
+  collections = {
+    name: getattr(state, name)
+    for name in fields_lib.array_field_names(state)
+    if name not in _NOT_COLLECTIONS
+  }
   for name, tree in collections.items():
     if has_per_replica(tree):
       raise TypeError(
         f"run: TrainState.{name} is a PerReplica; a wrapper of the state keeps "
-        "what each replica has of it already."
+        "this collection per replica already."
       )
-  states, collections = stack.swap_collections(
-    state.wrappers, states, collections
+  wrapper_states, collections = stack.swap_collections(
+    state.wrappers, wrapper_states, collections
   )
-  return state.replace(wrapper_states=states, **collections)
+  return state.replace(wrapper_states=wrapper_states, **collections)
 
 
-def _only(x: jax.Array) -> jax.Array:
+def _take_only_row(x: jax.Array) -> jax.Array:
   if x.shape[:1] != (1,):
     raise ValueError(
       "run: a PerReplica must have the replicas as its first dimension; a "
       f"replica's part of one has shape {x.shape}."
     )
   return x[0]
+
+
+def _add_row_axis(tree: PyTree) -> PyTree:
+  return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)

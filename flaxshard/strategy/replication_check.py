@@ -1,180 +1,280 @@
-"""Which outputs of a traced program are the same on every replica.
+"""Checks that a traced program gives every replica the same TrainState.
 
-A TrainState must come back the same from all replicas. Whether it does can be
-read off the program: what follows from a replica's own data differs, until a
-collective over all replicas makes it agree.
+`Strategy.run` returns one TrainState for all replicas, so its leaves must not
+differ between them. JAX does not check that: `jax.shard_map` trusts
+`out_specs=P()`, and every device keeps its own array. This module follows each
+value through the jaxpr instead, before anything is compiled.
+
+For each value it computes which replicas are known to hold the same one. An
+operation on several values can only tell more replicas apart. Only collectives
+make replicas agree, by the rules in `replication`. A primitive that the check
+cannot follow tells all replicas apart: unknown is an error, never accepted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-import enum
+from collections.abc import Callable, Iterable, Iterator, Sequence
+import dataclasses
 from typing import Any
 
-from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import specs as specs_lib
+from flaxshard.replicas import context as replica_context
+from flaxshard.strategy import replication
+from flaxshard.strategy.replication import Replication
 
-
-class Replication(enum.IntEnum):
-  """Whether a value is the same on every replica.
-
-  What is computed from several values has the greatest of theirs: a ring of
-  exchanges adds what differs to what is not known, and may make it agree.
-  """
-
-  REPLICATED = 0
-  DIFFERS = 1
-  UNKNOWN = 2
-
-
-_REDUCTIONS = ("psum", "pmax", "pmin", "all_gather", "pbroadcast")
-_EXCHANGES = ("ppermute", "all_to_all", "reduce_scatter", "ragged_all_to_all")
-_CALLBACKS = ("pure_callback", "io_callback")
-_CALLS = (
-  "jit",
-  "pjit",
-  "closed_call",
-  "core_call",
-  "remat",
-  "remat2",
-  "checkpoint",
-  "custom_jvp_call",
-  "custom_vjp_call",
-  "custom_vjp_call_jaxpr",
-  "shard_map",
+# These call one jaxpr with their own inputs and outputs.
+_CALLS = frozenset(
+  "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call "
+  "custom_vjp_call shard_map".split()
 )
+# These compute each output from the input in the same place alone.
+_IDENTITIES = frozenset(("optimization_barrier", "pvary", "pcast"))
+# The check cannot look into these. They are trusted to return the same results
+# for the same inputs, as the documentation of `pure_callback` demands.
+_OPAQUE = frozenset(
+  "pure_callback ffi_call pallas_call custom_partitioning "
+  "call_hi_primitive".split()
+)
+# The results of these may differ between devices even for the same inputs.
+_IMPURE = frozenset(("io_callback", "infeed", "rng_uniform"))
+
+_MAX_LISTED = 8
 
 
-def check(jaxpr: Any, differ: Sequence[bool], paths: Sequence[str]) -> None:
-  """Raises a ValueError where what must be the same on all replicas is not.
+def check(
+  jaxpr: Any,
+  inputs: Sequence[Replication],
+  paths: Sequence[str],
+  groups: Sequence[replication.Groups],
+  num_replicas: int,
+) -> None:
+  """Raises if replicas may differ in an output that they must share.
 
   Args:
-    jaxpr: A `Jaxpr`, or a `ClosedJaxpr`. Its first outputs must be the same.
-    differ: Of each input, whether it is a replica's own.
-    paths: Where those outputs are in what `fn` returned.
+    jaxpr: The traced program. Its first `len(paths)` outputs are checked.
+    inputs: The `Replication` of each input.
+    paths: The path of each checked output in what `fn` returned.
+    groups: For each checked output, the groups of replicas within which it must
+      be the same: one group of all replicas, unless a wrapper keeps groups
+      apart.
+    num_replicas: The number of replicas.
+
+  Raises:
+    ValueError: An output may differ; the message names its path, the primitives
+      that make it differ, and the remedy.
   """
-  given = [Replication.DIFFERS if x else Replication.REPLICATED for x in differ]
-  found = outputs(jaxpr, given)[: len(paths)]
-  bad = [
-    path
-    for path, one in zip(paths, found, strict=True)
-    if one == Replication.DIFFERS
-  ]
-  if bad:
+  outputs = propagate(jaxpr, inputs, num_replicas)[: len(paths)]
+  own_data, unknown = [], []
+  for path, found, within in zip(paths, outputs, groups, strict=True):
+    if found.same_within(within):
+      continue
+    if found.causes:
+      unknown.append(f"{path} ({', '.join(sorted(found.causes))})")
+    else:
+      own_data.append(path)
+  problems = []
+  if own_data:
+    problems.append(f"follow from a replica's own data: {_list(own_data)}")
+  if unknown:
+    problems.append(f"may differ after these primitives: {_list(unknown)}")
+  if problems:
     raise ValueError(
       "run: a TrainState must come back the same from every replica, but these "
-      f"follow from a replica's own data: {', '.join(bad[:8])}"
-      f"{', ...' if len(bad) > 8 else ''}. state.apply_gradients averages "
+      f"leaves {'; these '.join(problems)}. state.apply_gradients averages "
       "gradients and the collections it is handed; otherwise use "
-      "get_replica_context().all_reduce('mean', ...)."
+      "get_replica_context().all_reduce('mean', ...). If you know that a value "
+      "is the same on all replicas, bit for bit, mark it with "
+      "get_replica_context().assume_replicated(...)."
     )
 
 
-def outputs(jaxpr: Any, inputs: Sequence[Replication]) -> list[Replication]:
-  """Returns what holds for the outputs of a jaxpr.
-
-  What the analysis does not know is UNKNOWN, never DIFFERS.
+def propagate(
+  jaxpr: Any, inputs: Sequence[Replication], num_replicas: int
+) -> list[Replication]:
+  """Returns the `Replication` of each output of a jaxpr.
 
   Args:
     jaxpr: A `Jaxpr`, or a `ClosedJaxpr`.
-    inputs: What holds for its inputs.
+    inputs: The `Replication` of each input.
+    num_replicas: The number of replicas.
   """
-  jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-  known = dict(zip(jaxpr.invars, inputs, strict=True))
-
-  def read(atom: Any) -> Replication:
-    # Literals and constants are in the program, which all replicas share.
-    return (
-      Replication.REPLICATED
-      if hasattr(atom, "val")
-      else known.get(atom, Replication.REPLICATED)
-    )
-
-  for eqn in jaxpr.eqns:
-    given = [read(x) for x in eqn.invars]
-    for var, value in zip(eqn.outvars, _equation(eqn, given), strict=True):
-      known[var] = value
-  return [read(x) for x in jaxpr.outvars]
+  return _Propagation(num_replicas).run(jaxpr, list(inputs))
 
 
-def _equation(eqn: Any, given: list[Replication]) -> list[Replication]:
-  name, params = eqn.primitive.name, eqn.params
-  worst = max(given, default=Replication.REPLICATED)
-  count = len(eqn.outvars)
-  axes = params.get("axes", params.get("axis_name", ()))
-  over_replicas = mesh_lib.REPLICA in specs_lib.axes_of(axes)
-  if name == "axis_index":
-    return [
-      Replication.DIFFERS if over_replicas else Replication.REPLICATED
-    ] * count
-  unknown = [Replication.UNKNOWN if worst else Replication.REPLICATED] * count
-  if over_replicas and name.startswith(_REDUCTIONS):
-    if params.get("axis_index_groups") is None:
-      return [Replication.REPLICATED] * count
-    return unknown
-  if name in _CALLBACKS or (over_replicas and name.startswith(_EXCHANGES)):
-    return unknown
-  if name == "cond":
-    branches = [outputs(b, given[1:]) for b in params["branches"]]
-    return [max(given[0], *each) for each in zip(*branches, strict=True)]
-  if name == "while":
-    return _while(params, given)
-  if name == "scan":
-    return _scan(params, given, count)
-  bodies = [
-    value
-    for value in params.values()
-    if hasattr(getattr(value, "jaxpr", value), "eqns")
-  ]
-  if name in _CALLS and len(bodies) == 1:
-    body = getattr(bodies[0], "jaxpr", bodies[0])
-    if len(body.invars) == len(given) and len(body.outvars) == count:
-      return outputs(body, given)
-  if bodies or name in _CALLS:
-    return unknown
-  return [worst] * count
+class _Propagation:
+  """Follows values through jaxprs, for one number of replicas."""
+
+  def __init__(self, num_replicas: int):
+    self.num_replicas = num_replicas
+    # One object for all such values: `replication.join` compares by identity.
+    self.replicated = replication.replicated(num_replicas)
+
+  def run(self, jaxpr: Any, inputs: list[Replication]) -> list[Replication]:
+    """Returns the `Replication` of each output of a jaxpr."""
+    jaxpr = _open(jaxpr)
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def look_up(atom: Any) -> Replication:
+      # Literals and constants stand in the program, which all replicas share.
+      # Only literals have a value.
+      if hasattr(atom, "val"):
+        return self.replicated
+      return known.get(atom, self.replicated)
+
+    for eqn in jaxpr.eqns:
+      given = [look_up(atom) for atom in eqn.invars]
+      refs = [atom for atom in eqn.invars if _is_ref(atom)]
+      if refs:
+        # The equation may write any of its inputs to a mutable array.
+        found = self.unfollowed(eqn, given)
+        known |= dict.fromkeys(refs, found)
+        outputs = [found] * len(eqn.outvars)
+      else:
+        outputs = self.equation(eqn, given)
+      known |= zip(eqn.outvars, outputs, strict=True)
+    return [look_up(atom) for atom in jaxpr.outvars]
+
+  def equation(self, eqn: Any, given: list[Replication]) -> list[Replication]:
+    """Returns the `Replication` of each output of an equation."""
+    # An asynchronous collective is two primitives. The second one, `*_done`, is
+    # a function of the result of the first one.
+    name = eqn.primitive.name.removesuffix("_start")
+    params = eqn.params
+    if name == "name":
+      marked = params["name"] == replica_context.ASSUMED_REPLICATED
+      return [self.replicated] if marked else given
+    if name in _IDENTITIES:
+      return given
+    if name == "cond":
+      branches = [self.run(branch, given[1:]) for branch in params["branches"]]
+      return [
+        self.join([given[0], *outputs])
+        for outputs in zip(*branches, strict=True)
+      ]
+    if name == "while":
+      return self.while_loop(params, given)
+    if name == "scan":
+      return self.scan(params, given)
+    if name == "custom_linear_solve":
+      return self.linear_solve(params, given)
+    if name in _CALLS:
+      (body,) = _jaxprs(params.values())
+      return self.run(body, given)
+    over = params.get("axes", params.get("axis_name"))
+    if replication.names_replicas(over):
+      if name == "axis_index":
+        return [replication.per_replica(self.num_replicas)]
+      return [replication.apply_collective(name, params, x) for x in given]
+    return [self.unfollowed(eqn, given)] * len(eqn.outvars)
+
+  def unfollowed(self, eqn: Any, given: list[Replication]) -> Replication:
+    """Returns the output of an equation as a function of all its inputs."""
+    name = eqn.primitive.name
+    # A collective in the body of a kernel, or one that this check has no rule
+    # for, makes the result more than a function of the inputs.
+    if name in _IMPURE or _mentions_replicas(eqn):
+      return replication.per_replica(self.num_replicas, name)
+    found = self.join(given)
+    if name in _OPAQUE and not found.is_replicated:
+      return dataclasses.replace(found, causes=found.causes | {name})
+    return found
+
+  def while_loop(
+    self, params: Any, given: list[Replication]
+  ) -> list[Replication]:
+    """Returns the `Replication` of what a `while` loop carries at its end."""
+    first, second = params["cond_nconsts"], params["body_nconsts"]
+    condition, body = given[:first], given[first : first + second]
+
+    def step(carry: list[Replication]) -> list[Replication]:
+      # Replicas that leave the loop at different times differ in its results.
+      (goes_on,) = self.run(params["cond_jaxpr"], condition + carry)
+      new = self.run(params["body_jaxpr"], body + carry)
+      return [self.join([x, goes_on]) for x in new]
+
+    return self.fixed_point(step, given[first + second :])
+
+  def scan(self, params: Any, given: list[Replication]) -> list[Replication]:
+    """Returns the `Replication` of the carry and of the stacked outputs."""
+    if "num_consts" in params:
+      first, last = params["num_consts"], params["num_carry"]
+      last += first
+      consts, carry, xs = given[:first], given[first:last], given[last:]
+    else:
+      # JAX 0.12 keeps the three lists in one structure.
+      consts, carry, xs = map(list, params["ft_in"].update(given).unpack())
+
+    def step(carry: list[Replication]) -> list[Replication]:
+      return self.run(params["jaxpr"], consts + carry + xs)[: len(carry)]
+
+    carry = self.fixed_point(step, carry)
+    outputs = self.run(params["jaxpr"], consts + carry + xs)
+    return carry + outputs[len(carry) :]
+
+  def linear_solve(
+    self, params: Any, given: list[Replication]
+  ) -> list[Replication]:
+    """Follows the solver of `jax.lax.custom_linear_solve`."""
+    sizes, solve = params["const_lengths"], params["jaxprs"].solve
+    # The inputs are the constants of four functions, then the right-hand side.
+    start = sizes.matvec + sizes.vecmat
+    consts = given[start : start + sizes.solve]
+    return self.run(solve, consts + given[sum(sizes) :])
+
+  def fixed_point(
+    self,
+    step: Callable[[list[Replication]], list[Replication]],
+    carry: list[Replication],
+  ) -> list[Replication]:
+    """Returns the `Replication` of a loop's carry after any number of steps."""
+    while True:
+      new = [self.join([x, y]) for x, y in zip(carry, step(carry), strict=True)]
+      if new == carry:
+        return carry
+      carry = new
+
+  def join(self, given: Iterable[Replication]) -> Replication:
+    """Returns the `Replication` of a function of several values."""
+    return replication.join([self.replicated, *given], self.num_replicas)
 
 
-def _while(params: Any, given: list[Replication]) -> list[Replication]:
-  first, second = params["cond_nconsts"], params["body_nconsts"]
-  condition, body = given[:first], given[first : first + second]
-
-  def step(carry: list[Replication]) -> list[Replication]:
-    (goes_on,) = outputs(params["cond_jaxpr"], condition + carry)
-    return [
-      max(x, goes_on) for x in outputs(params["body_jaxpr"], body + carry)
-    ]
-
-  return _fixed_point(step, given[first + second :])
+def _open(jaxpr: Any) -> Any:
+  """Returns the `Jaxpr` of a `ClosedJaxpr`."""
+  return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def _scan(
-  params: Any, given: list[Replication], count: int
-) -> list[Replication]:
-  if "num_consts" in params:
-    first, last = params["num_consts"], params["num_carry"]
-    last += first
-    consts, carry, xs = given[:first], given[first:last], given[last:]
-  elif hasattr(params.get("ft_in"), "unpack"):  # JAX 0.12
-    consts, carry, xs = map(list, params["ft_in"].update(given).unpack())
-  else:
-    return [
-      Replication.UNKNOWN if any(given) else Replication.REPLICATED
-    ] * count
-
-  def step(carry: list[Replication]) -> list[Replication]:
-    return outputs(params["jaxpr"], consts + carry + xs)[: len(carry)]
-
-  carry = _fixed_point(step, carry)
-  return carry + outputs(params["jaxpr"], consts + carry + xs)[len(carry) :]
+def _is_ref(atom: Any) -> bool:
+  """Returns whether an input of an equation is a mutable array."""
+  return hasattr(atom.aval, "inner_aval")
 
 
-def _fixed_point(
-  step: Callable[[list[Replication]], list[Replication]],
-  carry: list[Replication],
-) -> list[Replication]:
-  while True:
-    new = [max(x, y) for x, y in zip(carry, step(carry), strict=True)]
-    if new == carry:
-      return carry
-    carry = new
+def _jaxprs(values: Iterable[Any]) -> Iterator[Any]:
+  """Yields the jaxprs among the parameters of an equation."""
+  for value in values:
+    if hasattr(_open(value), "eqns"):
+      yield _open(value)
+    elif isinstance(value, (tuple, list)):
+      yield from _jaxprs(value)
+
+
+def _mentions_replicas(eqn: Any) -> bool:
+  """Returns whether an equation, or a jaxpr in it, names the replica axis."""
+  params = dict(eqn.params)
+  if eqn.primitive.name == "call_hi_primitive":
+    # JAX 0.12 keeps the jaxprs of `custom_root` as attributes of an object.
+    for value in eqn.params.values():
+      params |= vars(value)
+  named = any(
+    replication.names_replicas(value)
+    for key, value in params.items()
+    if key != "name" and isinstance(value, (str, tuple))
+  )
+  return named or any(
+    _mentions_replicas(inner)
+    for jaxpr in _jaxprs(params.values())
+    for inner in jaxpr.eqns
+  )
+
+
+def _list(items: list[str]) -> str:
+  more = ", ..." if len(items) > _MAX_LISTED else ""
+  return ", ".join(items[:_MAX_LISTED]) + more

@@ -1,376 +1,327 @@
-"""Functions that run once per replica, compiled: what `Strategy.run` calls.
+"""Compiles functions that run once per replica: the core of `Strategy.run`.
 
-The arguments are sorted into what each replica has its own part of and what is
-mirrored; the function becomes the body of a `jax.shard_map` that is manual over
-the replicas and leaves the logical devices to XLA.
+A call has four stages. The arguments are sorted into per-replica and replicated
+leaves, and put on the mesh (`arguments`). The function becomes the body of a
+`jax.shard_map` that is manual over the replicas; the logical devices are left
+to XLA. The traced body is checked: a TrainState must come back the same from
+every replica (`replication_check`). The results are put back together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import contextvars
 import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
-from flaxshard.replicas.values import is_per_replica
 from flaxshard.replicas.values import Replicated
+from flaxshard.strategy import arguments
 from flaxshard.strategy import replica_view
+from flaxshard.strategy import replication
 from flaxshard.strategy import replication_check
+from flaxshard.strategy.arguments import Layout
 from flaxshard.wrappers import stack
 
 PyTree = Any
-
+Function = Callable[..., PyTree]
 P = jax.sharding.PartitionSpec
 
+# The function that is called. The compiled programs look it up when JAX traces
+# them: if they referred to it, the cache would keep it alive.
+_called: contextvars.ContextVar[Function] = contextvars.ContextVar("called")
 
-def compile(
-  mesh: jax.sharding.Mesh,
-  fn: Callable[..., PyTree],
-  donate_argnums: Sequence[int] = (),
-  waits: bool = False,
-) -> Callable[..., PyTree]:
-  """Returns `fn`, run once per replica; see `Strategy.jit`."""
-  context = replica_context.ReplicaContext(mesh.shape[mesh_lib.REPLICA])
-  layouts: dict[Any, _Layout] = {}
-  recent: dict[Any, _Recent] = {}
 
-  @functools.lru_cache(maxsize=128)
-  def program(treedef: Any, shardings: tuple[Any, ...]) -> Any:
-    """Returns what is jitted for one structure and layout of arguments."""
-    layout = layouts[treedef]
-    _check_wrappers(mesh, jax.tree.unflatten(treedef, shardings))
+class _LastCall(NamedTuple):
+  """The last call with arguments of one structure.
 
-    def once(*leaves: jax.Array) -> PyTree:
-      out: Any = None  # the structure of what comes back, and its layout
-      within = dataclasses.replace(
-        context, param_specs=_param_specs(treedef, leaves, shardings)
-      )
+  Attributes:
+    compiled: The jitted program.
+    shardings: The shardings that the leaves had; None for what is no JAX array.
+    stay: The indices of the leaves that were on the mesh already.
+    move: The indices of the leaves that must be put there.
+  """
 
-      def per_replica(*leaves: jax.Array) -> tuple[list[Any], list[Any]]:
-        nonlocal out
-        args, kwargs = replica_view.to_local(
-          jax.tree.unflatten(treedef, leaves)
-        )
-        with replica_context.activate(within):
-          returned = fn(*args, **kwargs)
-        trees.check_arrays("run: what fn returned", returned)
-        returned = replica_view.to_global(returned)
-        out_leaves, structure = jax.tree.flatten(returned)
-        out = structure, _layout(returned)
-        parts: tuple[list[Any], list[Any]] = ([], [])
-        for leaf, own in zip(out_leaves, out[1].own, strict=True):
-          parts[own].append(leaf)
-        return parts
+  compiled: Any
+  shardings: list[Any]
+  stay: list[int]
+  move: list[int]
 
-      in_specs = tuple(map(_replica_spec, shardings, layout.mirrored))
-      parallel = jax.shard_map(
-        per_replica,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=(P(), P(mesh_lib.REPLICA)),
-        axis_names={mesh_lib.REPLICA},
-        # Gradients stay this replica's own until they are reduced, however
-        # they were taken, and groups of replicas can be reduced.
-        check_vma=False,
-      )
-      # Traced once, for the check and for the call.
-      body = jax.jit(parallel, inline=True)
-      leaves = tuple(map(_gathered, leaves, shardings, layout.mirrored))
-      traced = body.trace(*leaves)
-      structure, out_layout = out
-      if context.num_replicas_in_sync > 1:
-        replication_check.check(
-          traced.jaxpr,
-          [mesh_lib.REPLICA in spec for spec in in_specs],
-          out_layout.shared_paths(),
-        )
-      mirrored, own = body(*leaves)
-      parts = iter(mirrored), iter(own)
-      out_leaves = [next(parts[own]) for own in out_layout.own]
-      came = list(layout.states)
-      for treedef_, start in out_layout.states:
-        # A state comes back laid out as it came, so that nothing recompiles.
-        like = [state for state in came if state[0] == treedef_]
-        if like:
-          came.remove(like[0])
-        for i in range(treedef_.num_leaves):
-          sharding = _sharding(mesh, own=out_layout.own[start + i])
-          if like:
-            sharding = shardings[like[0][1] + i]
-          out_leaves[start + i] = mesh_lib.constrain(
-            out_leaves[start + i], sharding
-          )
-      tree = jax.tree.unflatten(structure, out_leaves)
-      return jax.tree.map(
-        lambda x: x.value if isinstance(x, Replicated) else x,
-        tree,
-        is_leaf=lambda x: isinstance(x, Replicated),
-      )
 
-    donated = [
-      i
-      for i, (positional, argument, *_) in enumerate(layout.paths)
-      if positional.idx == 0 and argument.idx in donate_argnums
-    ]
-    return jax.jit(once, donate_argnums=donated)
+class Program:
+  """The compiled forms of one function, by structure of its arguments.
 
-  def placed(args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
-    """Returns the program for arguments, and their leaves, on the mesh."""
-    if any(i >= len(args) for i in donate_argnums):
-      raise ValueError(
-        f"donate_argnums={tuple(donate_argnums)} must be positions of "
-        f"arguments, of which there are {len(args)}."
-      )
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    if treedef not in layouts:
-      layouts[treedef] = _layout((args, kwargs))
-    layout = layouts[treedef]
-    leaves = [_place(mesh, leaf, layout, i) for i, leaf in enumerate(leaves)]
-    return program(treedef, tuple(leaf.sharding for leaf in leaves)), leaves
+  Args:
+    mesh: The strategy's mesh.
+    donate_argnums: The positions of arguments that may be overwritten.
+    wait: Whether a call blocks until the results are computed.
+    transform: Makes the function to run from the one that is called, when that
+      is traced.
+  """
 
-  @functools.wraps(fn)
-  def call(*args: Any, **kwargs: Any) -> PyTree:
+  def __init__(
+    self,
+    mesh: jax.sharding.Mesh,
+    donate_argnums: Sequence[int] = (),
+    wait: bool = False,
+    transform: Callable[[Function], Function] | None = None,
+  ):
+    self._mesh = mesh
+    self._donate_argnums = donate_argnums
+    self._wait = wait
+    self._transform = transform
+    self._layouts: dict[Any, Layout] = {}
+    self._compiled: dict[Any, Any] = {}
+    self._last_calls: dict[Any, _LastCall] = {}
+
+  def call(self, fn: Function, args: Any, kwargs: Any) -> PyTree:
+    """Calls `fn(*args, **kwargs)` on each replica; see `Strategy.run`."""
     if replica_context.get_replica_context() is not None:
       raise TypeError(
         "run: called inside of run, where this replica's program is traced. "
         "Call the function itself."
       )
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    given = [getattr(leaf, "sharding", None) for leaf in leaves]
-    # Step after step these are the same objects, which compare fast.
-    last = recent.get(treedef)
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+    # In a training loop the shardings are the same objects in each step. Their
+    # comparison is then the only work for each leaf.
+    last = self._last_calls.get(treedef)
     if (
       last is None
-      or last.given != given
+      or last.shardings != shardings
       or any([leaves[i].is_deleted() for i in last.stay])
     ):
-      compiled, leaves = placed(args, kwargs)
+      compiled, leaves = self._prepare(args, kwargs)
       stays = [
-        leaf.sharding == x for leaf, x in zip(leaves, given, strict=True)
+        leaf.sharding == x for leaf, x in zip(leaves, shardings, strict=True)
       ]
-      last = _Recent(
+      last = _LastCall(
         compiled,
-        given,
+        shardings,
         stay=[i for i, stay in enumerate(stays) if stay],
         move=[i for i, stay in enumerate(stays) if not stay],
       )
     else:
+      layout = self._layouts[treedef]
       for i in last.move:
-        leaves[i] = _place(mesh, leaves[i], layouts[treedef], i)
-    out = last.compiled(*leaves)
-    recent[treedef] = last
-    return jax.block_until_ready(out) if waits else out
+        leaves[i] = arguments.place(self._mesh, leaves[i], layout, i)
+    token = _called.set(fn)
+    try:
+      out = last.compiled(*leaves)
+    finally:
+      _called.reset(token)
+    # Only now: a call that raised must sort its arguments again.
+    self._last_calls[treedef] = last
+    return jax.block_until_ready(out) if self._wait else out
 
-  def lower(*args: Any, **kwargs: Any) -> Any:
-    compiled, leaves = placed(args, kwargs)
-    return compiled.lower(*leaves)
+  def lower(self, fn: Function, args: Any, kwargs: Any) -> jax.stages.Lowered:
+    """Lowers the program for arguments, which may be ShapeDtypeStructs."""
+    compiled, leaves = self._prepare(args, kwargs)
+    token = _called.set(fn)
+    try:
+      return compiled.lower(*leaves)
+    finally:
+      _called.reset(token)
 
-  call.lower = lower  # type: ignore[attr-defined]
-  return call
+  def _prepare(self, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
+    """Returns the program for some arguments, and their leaves on the mesh."""
+    if any(i >= len(args) for i in self._donate_argnums):
+      raise ValueError(
+        f"donate_argnums={tuple(self._donate_argnums)} must be positions of "
+        f"arguments, of which there are {len(args)}."
+      )
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    if treedef not in self._layouts:
+      self._layouts[treedef] = arguments.layout_of((args, kwargs))
+    layout = self._layouts[treedef]
+    leaves = [
+      arguments.place(self._mesh, leaf, layout, i)
+      for i, leaf in enumerate(leaves)
+    ]
+    shardings = tuple(leaf.sharding for leaf in leaves)
+    if (treedef, shardings) not in self._compiled:
+      self._compiled[treedef, shardings] = self._jit(treedef, shardings)
+    return self._compiled[treedef, shardings], leaves
+
+  def _jit(self, treedef: Any, shardings: tuple[Any, ...]) -> Any:
+    """Returns the jitted program for one structure and sharding."""
+    layout = self._layouts[treedef]
+    tree = jax.tree.unflatten(treedef, shardings)
+    arguments.check_wrappers(self._mesh, tree)
+    on_replicas = _OnReplicas(
+      self._mesh, treedef, shardings, layout, self._transform
+    )
+    donated = [
+      i
+      for i, (positional, argument, *_) in enumerate(layout.paths)
+      if positional.idx == 0 and argument.idx in self._donate_argnums
+    ]
+    return jax.jit(on_replicas.run, donate_argnums=donated)
 
 
-class _Recent(NamedTuple):
-  """What was called last with arguments of one structure."""
+class CompiledFunction:
+  """The result of `Strategy.jit`: a function that runs once per replica."""
 
-  compiled: Any
-  given: list[Any]  # the shardings of the leaves; None: no JAX array
-  stay: list[int]  # the leaves that were on the mesh
-  move: list[int]  # those that are put there
+  def __init__(self, fn: Function, program: Program):
+    functools.update_wrapper(self, fn)
+    self._fn = fn
+    self._program = program
+
+  def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
+    """Runs the function on each replica."""
+    return self._program.call(self._fn, args, kwargs)
+
+  def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    """Lowers the program, as `jax.jit(...).lower` does."""
+    return self._program.lower(self._fn, args, kwargs)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-  """What the leaves of a tree of arguments or outputs are.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OnReplicas:
+  """Runs the called function, for one structure and sharding of arguments.
 
   Attributes:
-    own: Of each leaf, whether its first dimension is the replicas.
-    mirrored: Of each leaf, whether it is whole on each replica however it is
-      sharded: the leaves of a TrainState that are not `own`.
-    paths: Of each leaf, where it is.
-    states: Of each TrainState, its structure and its first leaf.
+    mesh: The strategy's mesh.
+    treedef: The structure of `(args, kwargs)`.
+    shardings: The sharding of each leaf.
+    layout: What the leaves are.
+    transform: See `Program`.
   """
 
-  own: tuple[bool, ...]
-  mirrored: tuple[bool, ...]
-  paths: tuple[Any, ...]
-  states: tuple[tuple[Any, int], ...]
+  mesh: jax.sharding.Mesh
+  treedef: Any
+  shardings: tuple[Any, ...]
+  layout: Layout
+  transform: Callable[[Function], Function] | None
 
-  def shared_paths(self) -> list[str]:
-    """Returns where the leaves are that are one for all replicas."""
-    return [
-      trees.path_string(path)
-      for path, own in zip(self.paths, self.own, strict=True)
-      if not own
-    ]
-
-
-def _layout(tree: PyTree) -> _Layout:
-  own: list[bool] = []
-  mirrored: list[bool] = []
-  paths: list[Any] = []
-  states: list[tuple[Any, int]] = []
-  nodes = jax.tree_util.tree_leaves_with_path(
-    tree, is_leaf=replica_view.is_node
-  )
-  for path, node in nodes:
-    inner = [p for p, _ in jax.tree_util.tree_leaves_with_path(node)]
-    paths += [(*path, *p) for p in inner]
-    if replica_view.is_state(node):
-      states.append((jax.tree.structure(node), len(own)))
-      own += jax.tree.leaves(replica_view.per_replica_mask(node))
-      mirrored += [not x for x in own[states[-1][1] :]]
-    else:
-      own += [is_per_replica(node)] * len(inner)
-      mirrored += [isinstance(node, Replicated)] * len(inner)
-  return _Layout(tuple(own), tuple(mirrored), tuple(paths), tuple(states))
-
-
-def _param_specs(
-  treedef: Any, leaves: Sequence[Any], shardings: Sequence[Any]
-) -> tuple[Any, ...]:
-  """Returns how the parameters of TrainStates are split in a replica."""
-  nodes = (
-    jax.tree.leaves(
-      jax.tree.unflatten(treedef, x), is_leaf=replica_view.is_state
+  def run(self, *leaves: jax.Array) -> PyTree:
+    """Returns what the function returns, on all replicas; it is jitted."""
+    body = _Body(self, self._context(leaves))
+    in_specs = tuple(
+      map(arguments.replica_spec, self.shardings, self.layout.replicated)
     )
-    for x in (leaves, shardings)
-  )
-  return tuple(
-    (
-      jax.tree.map(_logical_spec, split.params),
-      [x.shape for x in jax.tree.leaves(state.params)],
+    mapped = jax.shard_map(
+      body,
+      mesh=self.mesh,
+      in_specs=in_specs,
+      out_specs=(P(), P(mesh_lib.REPLICA)),
+      axis_names={mesh_lib.REPLICA},
+      # With check_vma=True, jax.grad would sum the gradients of replicated
+      # parameters over the replicas, and groups could not be reduced.
+      check_vma=False,
     )
-    for state, split in zip(*nodes, strict=True)
-    if replica_view.is_state(state)
-  )
-
-
-def _check_wrappers(mesh: jax.sharding.Mesh, tree: PyTree) -> None:
-  """Raises where the wrappers of a TrainState, of shardings, cannot run."""
-  for state in jax.tree.leaves(tree, is_leaf=replica_view.is_state):
-    wrappers = getattr(state, "wrappers", ())
-    stack.check_replicas(wrappers, mesh.shape[mesh_lib.REPLICA])
-    note = stack.divergence(wrappers)
-    if note is not None:
-      note = f"which groups that differ cannot be. {note}"
-    elif stack.has_local_updates(wrappers):
-      note = (
-        "and would be gathered at every step, where replicas that step alone "
-        "have nothing to communicate. Split over logical axes."
+    # Traced once, for the check and for the call.
+    jitted = jax.jit(mapped, inline=True)
+    leaves = tuple(
+      map(
+        arguments.gather_replicated,
+        leaves,
+        self.shardings,
+        self.layout.replicated,
       )
-    else:
-      continue
-    mirrored = jax.tree.map(
-      lambda x: () if is_per_replica(x) else x,
-      state.replace(wrapper_states=()),
-      is_leaf=is_per_replica,
     )
-    for path, sharding in jax.tree_util.tree_leaves_with_path(mirrored):
-      if mesh_lib.REPLICA in specs_lib.axes_in(sharding.spec):
-        raise ValueError(
-          f"run: state[{trees.path_string(path)}] is split over 'replica', "
-          f"{sharding.spec}, {note}"
+    traced = jitted.trace(*leaves)
+    self._check(traced.jaxpr, in_specs, body.results)
+    replicated, per_replica = jitted(*leaves)
+    return self._assemble(body, replicated, per_replica)
+
+  def _context(
+    self, leaves: Sequence[jax.Array]
+  ) -> replica_context.ReplicaContext:
+    return replica_context.ReplicaContext(
+      self.mesh.shape[mesh_lib.REPLICA],
+      param_specs=arguments.param_specs(self.treedef, leaves, self.shardings),
+    )
+
+  def _check(self, jaxpr: Any, in_specs: Sequence[P], results: Layout) -> None:
+    """Raises if a replicated result may differ between replicas."""
+    count = self.mesh.shape[mesh_lib.REPLICA]
+    if count == 1:
+      return
+    same = replication.replicated(count)
+    differs = replication.per_replica(count)
+    groups: list[replication.Groups] = [[range(count)]] * len(results.paths)
+    for state in results.states:
+      for i in range(state.start, state.start + state.treedef.num_leaves):
+        groups[i] = stack.replica_groups(state.wrappers, count)
+    checked = [i for i, x in enumerate(results.per_replica) if not x]
+    replication_check.check(
+      jaxpr,
+      [differs if mesh_lib.REPLICA in spec else same for spec in in_specs],
+      [trees.path_string(results.paths[i]) for i in checked],
+      [groups[i] for i in checked],
+      count,
+    )
+
+  def _assemble(
+    self, body: _Body, replicated: Sequence[Any], per_replica: Sequence[Any]
+  ) -> PyTree:
+    """Puts the results of `jax.shard_map` back into what `fn` returned."""
+    results = body.results
+    parts = iter(replicated), iter(per_replica)
+    leaves = [next(parts[kind]) for kind in results.per_replica]
+    arrived = list(self.layout.states)
+    for state in results.states:
+      # A state leaves with the shardings that it arrived with. Others would
+      # make the next step compile again.
+      like = next((s for s in arrived if s.treedef == state.treedef), None)
+      if like is not None:
+        arrived.remove(like)
+      for i in range(state.treedef.num_leaves):
+        k = state.start + i
+        sharding = (
+          arguments.default_sharding(
+            self.mesh, per_replica=results.per_replica[k]
+          )
+          if like is None
+          else self.shardings[like.start + i]
         )
-
-
-def _sharding(
-  mesh: jax.sharding.Mesh, *, own: bool
-) -> jax.sharding.NamedSharding:
-  return jax.sharding.NamedSharding(mesh, P(mesh_lib.REPLICA) if own else P())
-
-
-def _replica_spec(sharding: jax.sharding.NamedSharding, mirrored: bool) -> P:
-  """Returns what a sharding says of the replicas."""
-  if mirrored:
-    return P()
-  return P(
-    *(
-      mesh_lib.REPLICA if mesh_lib.REPLICA in specs_lib.axes_of(entry) else None
-      for entry in sharding.spec
+        leaves[k] = mesh_lib.constrain(leaves[k], sharding)
+    return jax.tree.map(
+      lambda x: x.value if isinstance(x, Replicated) else x,
+      jax.tree.unflatten(body.treedef, leaves),
+      is_leaf=lambda x: isinstance(x, Replicated),
     )
-  )
 
 
-def _gathered(
-  x: jax.Array, sharding: jax.sharding.NamedSharding, mirrored: bool
-) -> jax.Array:
-  """Makes what is split over replicas, but mirrored, whole on each of them."""
-  if not mirrored or mesh_lib.REPLICA not in specs_lib.axes_in(sharding.spec):
-    return x
-  # Where axes are Explicit, shard_map does not do that by itself.
-  return mesh_lib.constrain(
-    x, jax.sharding.NamedSharding(sharding.mesh, _logical_spec(sharding))
-  )
+class _Body:
+  """The body of the `jax.shard_map`: the function as one replica runs it.
 
+  Attributes:
+    treedef: The structure of what the function returned, once it is traced.
+    results: The layout of that.
+  """
 
-def _logical_spec(sharding: jax.sharding.NamedSharding) -> P:
-  """Returns what a sharding says of the logical devices."""
-  dims = map(specs_lib.axes_of, sharding.spec)
-  return P(
-    *(tuple(a for a in d if a != mesh_lib.REPLICA) or None for d in dims)
-  )
+  treedef: Any
+  results: Layout
 
+  def __init__(
+    self, outer: _OnReplicas, context: replica_context.ReplicaContext
+  ):
+    self._outer = outer
+    self._context = context
 
-def _place(
-  mesh: jax.sharding.Mesh, leaf: Any, layout: _Layout, index: int
-) -> Any:
-  """Returns the leaf on the mesh, where it is not there already."""
-  where = f"run: argument {trees.path_string(layout.paths[index][1:])}"
-  if isinstance(leaf, jax.core.Tracer):
-    raise _traced(where)
-  trees.check_arrays(where, leaf)
-  if trees.dtype_of(leaf) == jax.dtypes.float0:
-    raise TypeError(f"{where} is of dtype float0, which no device can hold.")
-  if isinstance(leaf, jax.Array) and leaf.is_deleted():
-    raise ValueError(f"{where} is deleted: it was donated to an earlier call.")
-  own = layout.own[index]
-  replicas = mesh.shape[mesh_lib.REPLICA]
-  if own and (not np.ndim(leaf) or np.shape(leaf)[0] != replicas):
-    kind = "a PerReplica"
-    if "wrapper_states" in trees.path_strings(layout.paths[index]):
-      kind = (
-        "which create_train_state(..., strategy=...) makes for each replica"
-      )
-    raise ValueError(
-      f"{where}, {kind}, must have the {replicas} replicas "
-      f"as its first dimension, got shape {np.shape(leaf)}."
+  def __call__(self, *leaves: jax.Array) -> tuple[list[Any], list[Any]]:
+    outer = self._outer
+    args, kwargs = replica_view.to_local(
+      jax.tree.unflatten(outer.treedef, leaves)
     )
-  target = _sharding(mesh, own=own)
-  sharding = getattr(leaf, "sharding", None)
-  if isinstance(sharding, jax.sharding.NamedSharding):
-    if sharding.mesh == mesh:
-      spec = sharding.spec
-      if layout.mirrored[index]:
-        # Written as XLA gives it back, or the next step would compile again.
-        dims = tuple(map(specs_lib.axes_of, spec))
-        spec = specs_lib.shortest(dims, mesh)
-      if own and mesh_lib.REPLICA not in specs_lib.axes_of((*spec, None)[0]):
-        spec = P(mesh_lib.REPLICA, *spec[1:])
-      target = jax.sharding.NamedSharding(
-        mesh, spec, memory_kind=sharding.memory_kind
-      )
-    elif not own and not sharding.is_fully_replicated:
-      raise ValueError(
-        f"{where} is sharded on another mesh, of other axes or devices, or in "
-        f"another order: {sharding}. Shard it on strategy.mesh, {mesh}."
-      )
-  if isinstance(leaf, jax.ShapeDtypeStruct):  # which `lower` takes
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
-  placed = mesh_lib.put(leaf, target)
-  if isinstance(placed, jax.core.Tracer):
-    raise _traced(where)
-  return placed
-
-
-def _traced(where: str) -> TypeError:
-  return TypeError(
-    f"{where} is traced: a Strategy compiles by itself. Call it outside of "
-    "jax.jit; for several steps in one program there is run_steps."
-  )
+    fn = _called.get()
+    if outer.transform is not None:
+      fn = outer.transform(fn)
+    with replica_context.activate(self._context):
+      returned = fn(*args, **kwargs)
+    trees.check_arrays("run: what fn returned", returned)
+    returned = replica_view.to_global(returned)
+    out_leaves, self.treedef = jax.tree.flatten(returned)
+    self.results = arguments.layout_of(returned)
+    # The replicated results have one spec, the per-replica ones another.
+    parts: tuple[list[Any], list[Any]] = ([], [])
+    for leaf, kind in zip(out_leaves, self.results.per_replica, strict=True):
+      parts[kind].append(leaf)
+    return parts

@@ -1,8 +1,9 @@
-"""Several steps as one loop on the device: what `Strategy.run_steps` runs."""
+"""Runs several steps as one loop on the device, for `Strategy.run_steps`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+import dataclasses
 import functools
 from typing import Any
 
@@ -23,12 +24,16 @@ def stack(batches: PyTree) -> PyTree:
   """Returns batches as one tree of arrays `[steps, ...]`.
 
   Args:
-    batches: A list of batches, which may be sharded over replicas, or such a
-      tree already. In a `PerReplica` the steps come after the replicas.
+    batches: A list of batches, which may be sharded over replicas, or one tree
+      of stacked batches already.
+
+  Returns:
+    The stacked batches; a `PerReplica` is `[replicas, steps, ...]`.
 
   Raises:
     TypeError: A leaf is not an array.
-    ValueError: No batches, or batches or leaves that do not match.
+    ValueError: There are no batches, the batches differ in structure, shape or
+      dtype, or the leaves have different numbers of steps.
   """
   trees.check_arrays("run_steps: batches", batches)
   if isinstance(batches, list):
@@ -90,54 +95,78 @@ def _stacker(
   return jax.jit(lambda *xs: jnp.stack(xs, axis), out_shardings=stacked)
 
 
-def create(step_fn: Callable[..., PyTree], reduce: PyTree) -> Any:
-  """Returns `loop(state, batches)` over a step; see `Strategy.run_steps`."""
-  ops, treedef = jax.tree.flatten(reduce, is_leaf=lambda x: x is None)
-  for op in ops:
-    if op is not None:
-      replica_context.check_reduce_op(op, "run_steps: reduce")
-  return _create(step_fn, treedef, tuple(ops))
+@dataclasses.dataclass(frozen=True)
+class Loop:
+  """Makes a loop over batches from a step, for `Strategy.run_steps`.
 
+  It is hashable, so that the compiled loop is found again.
 
-@functools.lru_cache(maxsize=128)
-def _create(step_fn: Any, treedef: Any, ops: tuple[str | None, ...]) -> Any:
-  def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-    out = step_fn(state, batch)
-    return out if type(out) is tuple and len(out) == 2 else (out, None)
+  Attributes:
+    treedef: The structure of `reduce`.
+    ops: The leaves of `reduce`: None, "sum" or "mean".
+  """
 
-  def loop(state: PyTree, batches: PyTree) -> tuple[PyTree, PyTree]:
-    first = jax.tree.map(lambda x: x[0], batches)
-    new, outputs = jax.eval_shape(step, state, first)
-    difference = trees.first_difference(new, state)
-    if difference:
-      raise ValueError(
-        "run_steps: step_fn must return a state like the one it is given, but "
-        f"it differs at {difference}."
+  treedef: Any
+  ops: tuple[str | None, ...]
+
+  @classmethod
+  def create(cls, reduce: PyTree) -> Loop:
+    """Returns a loop with a reduction of the last step's outputs.
+
+    Raises:
+      ValueError: A leaf of `reduce` is no reduction.
+    """
+    ops, treedef = jax.tree.flatten(reduce, is_leaf=lambda x: x is None)
+    for op in ops:
+      if op is not None:
+        replica_context.check_reduce_op(op, "run_steps: reduce")
+    return cls(treedef, tuple(ops))
+
+  def __call__(self, step_fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Returns `loop(state, batches)` over a step."""
+
+    def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+      out = step_fn(state, batch)
+      return out if type(out) is tuple and len(out) == 2 else (out, None)
+
+    def loop(state: PyTree, batches: PyTree) -> tuple[PyTree, PyTree]:
+      first = jax.tree.map(lambda x: x[0], batches)
+      new, outputs = jax.eval_shape(step, state, first)
+      difference = trees.first_difference(new, state)
+      if difference:
+        raise ValueError(
+          "run_steps: step_fn must return a state like the one it is given, "
+          f"but it differs at {difference}."
+        )
+      # The outputs are carried, not stacked: only those of the last step are
+      # returned.
+      zeros = jax.tree.map(lambda x: jax.lax.full(x.shape, 0, x.dtype), outputs)
+      (state, outputs), _ = jax.lax.scan(
+        lambda carry, batch: (step(carry[0], batch), None),
+        (state, zeros),
+        batches,
       )
-    blank = jax.tree.map(lambda x: jax.lax.full(x.shape, 0, x.dtype), outputs)
-    (state, outputs), _ = jax.lax.scan(
-      lambda carry, batch: (step(carry[0], batch), None),
-      (state, blank),
-      batches,
-    )
-    return state, _reduced(jax.tree.unflatten(treedef, ops), outputs)
+      return state, self._reduce(outputs)
 
-  return loop
+    return loop
 
+  def _reduce(self, outputs: PyTree) -> PyTree:
+    context = replica_context.get_replica_context()
+    assert context is not None
+    reduce = jax.tree.unflatten(self.treedef, self.ops)
 
-def _reduced(reduce: PyTree, outputs: PyTree) -> PyTree:
-  context = replica_context.get_replica_context()
-  assert context is not None
+    def reduce_part(op: str | None, part: PyTree) -> PyTree:
+      if op is None:
+        return part
+      return values.Replicated(context.all_reduce(op, part))
 
-  def one(op: str | None, part: PyTree) -> PyTree:
-    if op is None:
-      return part
-    return values.Replicated(context.all_reduce(op, part))
-
-  try:
-    return jax.tree.map(one, reduce, outputs, is_leaf=lambda x: x is None)
-  except ValueError as e:
-    raise ValueError(
-      f"run_steps: reduce={reduce!r} must be None, 'sum', 'mean', or a tree of "
-      f"these that matches the outputs, {jax.tree.structure(outputs)}."
-    ) from e
+    try:
+      return jax.tree.map(
+        reduce_part, reduce, outputs, is_leaf=lambda x: x is None
+      )
+    except ValueError as e:
+      raise ValueError(
+        f"run_steps: reduce={reduce!r} must be None, 'sum', 'mean', or a tree "
+        "of these that matches the outputs, "
+        f"{jax.tree.structure(outputs)}."
+      ) from e

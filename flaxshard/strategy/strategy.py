@@ -1,22 +1,23 @@
-"""Strategy: replicas, each on its logical devices, as one JAX mesh."""
+"""Strategy: replicas and their logical devices as one JAX mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-import functools
 from typing import Any
 
 import jax
 
+from flaxshard.core import checks
 from flaxshard.data import distribute
+from flaxshard.partitioning import logical_devices
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning.device_assignment import DeviceAssignment
 from flaxshard.replicas import values
 from flaxshard.replicas.values import ValueContext
 from flaxshard.state import describe
-from flaxshard.strategy import logical_devices
 from flaxshard.strategy import run as run_lib
 from flaxshard.strategy import run_steps as run_steps_lib
+from flaxshard.strategy.function_cache import FunctionCache
 
 PyTree = Any
 
@@ -24,26 +25,27 @@ P = jax.sharding.PartitionSpec
 
 
 class Strategy:
-  """TPUStrategy's model of the world, on one `jax.sharding.Mesh`.
+  """Replicas and their logical devices, on one `jax.sharding.Mesh`.
 
-  A strategy has replicas, which each see a part of every batch, and each
-  replica has logical devices, over which tensors can be split. `Strategy()` is
-  one replica per device.
+  As in `TPUStrategy`, a strategy has replicas, each of which sees a part of
+  every batch. Each replica has logical devices, over which tensors can be
+  split. `Strategy()` is one replica per device.
 
   Args:
-    device_assignment: Which devices make which replica; the mesh has exactly
+    device_assignment: Which devices make up which replica. The mesh has exactly
       its order.
-    devices: The devices to use, in this order; None: all of them, those of a
-      replica next to each other, slices outermost.
-    mesh_shape: Names and sizes of the mesh's axes, such as `{"replica": 4,
-      "model": 2}`; one may be -1, what is left. Without it the logical devices
-      of an assignment have an axis for each prime factor of their number:
-      `m0`, `m1`, ...
-    axis_type: The type of the mesh's axes.
+    devices: The devices to use, in this order. None: all devices; the devices
+      of a replica are next to each other, and slices are the outermost
+      dimension.
+    mesh_shape: Names and sizes of the mesh axes, such as `{"replica": 4,
+      "model": 2}`. One size may be -1: as many as the devices allow. None: the
+      logical devices have one axis, `m0`, `m1`, ..., for each prime factor of
+      their number.
+    axis_type: The type of the mesh axes.
 
   Attributes:
-    mesh: The mesh, the axis `"replica"` first.
-    device_assignment: As it was given.
+    mesh: The mesh. Its first axis is `"replica"`.
+    device_assignment: The argument of that name.
 
   Raises:
     ValueError, TypeError: The arguments do not fit each other or the devices.
@@ -90,20 +92,20 @@ class Strategy:
 
   @property
   def num_hosts(self) -> int:
-    """The number of processes whose devices are in the mesh."""
+    """The number of processes that have a device in the mesh."""
     return len({d.process_index for d in self.mesh.devices.flat})
 
   @property
   def num_replicas_per_host(self) -> int:
-    """The number of replicas of a host; 1 where a replica spans several."""
+    """The number of replicas on a host; 1 if a replica spans several hosts."""
     return max(self.num_replicas_in_sync // self.num_hosts, 1)
 
   @property
   def waits(self) -> bool:
-    """Whether each step is waited for: on several virtual CPU devices.
+    """Whether `run` blocks until a step is done: on virtual CPU devices.
 
-    With many steps in flight XLA's CPU runtime deadlocks (JAX 0.10.2), so that
-    a loop around `jax.jit` should wait too.
+    XLA's CPU runtime deadlocks when many steps on several virtual devices are
+    in flight (JAX 0.10.2). A loop around `jax.jit` should block too.
     """
     devices = self.mesh.devices
     return devices.size > 1 and devices.flat[0].platform == "cpu"
@@ -114,35 +116,42 @@ class Strategy:
     args: Sequence[PyTree] = (),
     kwargs: Mapping[str, PyTree] | None = None,
   ) -> PyTree:
-    """Runs a function once on each replica, all in one compiled program.
+    """Runs a function once on each replica, all replicas in one program.
 
-    A TrainState is mirrored: every replica sees all of it, but for the leaves
-    that are a replica's own (`PerReplica` fields, leaves of wrapper states that
-    say so). A `PerReplica`, and an array that is sharded over the mesh axis
-    `"replica"`, such as a batch from `distribute_dataset`, arrive as this
-    replica's part. Anything else is mirrored, NumPy arrays too.
+    What `fn` sees of an argument:
 
-    Inside, `get_replica_context()` has collectives, and
-    `TrainState.apply_gradients` averages gradients over the replicas. Over its
-    logical devices a replica is a program for `jax.jit`: annotations hold, XLA
-    does the rest.
+      * a TrainState: all of it, replicated, except for its per-replica leaves
+        (`PerReplica` fields, and the leaves of wrapper states that are per
+        replica), of which it sees this replica's row;
+      * a `PerReplica`: this replica's value;
+      * an array that is sharded over the mesh axis `"replica"`, such as a batch
+        of `distribute_dataset`: this replica's part;
+      * any other array, also of NumPy: all of it.
+
+    Inside `fn`, `get_replica_context()` has collectives over the replicas, and
+    `TrainState.apply_gradients` averages gradients over them. XLA partitions
+    the program of a replica over its logical devices, as under `jax.jit`.
+
+    The compiled program is kept for as long as `fn` exists, as by `jax.jit`: a
+    new lambda in each iteration of a loop is compiled each time.
 
     Args:
-      fn: The function; compiled once, and again for other structures, shapes
-        or shardings of the arguments.
-      args: Its positional arguments, trees of arrays.
-      kwargs: Its keyword arguments, trees of arrays.
+      fn: The function. It is compiled once, and again for arguments of another
+        structure, shape or sharding.
+      args: A tuple of its positional arguments, trees of arrays.
+      kwargs: A dict of its keyword arguments, trees of arrays.
 
     Returns:
-      What `fn` returns: a TrainState as one, which must come out the same on
-      all replicas; every other array as a `PerReplica`.
+      What `fn` returns. A TrainState is one TrainState, which must be the same
+      on all replicas; every other array is a `PerReplica`.
 
     Raises:
       TypeError: An argument or a result is not an array, or an argument is
-        traced: `run` is called outside of `jax.jit` and of `run`.
+        traced, because `run` is called inside `jax.jit` or `run`.
       ValueError: An argument is sharded on another mesh, or was donated; a
-        `PerReplica` has another number of replicas; a TrainState would not
-        come out the same on all replicas.
+        `PerReplica` has another number of replicas; a TrainState may differ
+        between replicas. The check of the last case cannot follow every
+        primitive: `ReplicaContext.assume_replicated` marks what it cannot see.
 
     Example:
       >>> strategy = Strategy()
@@ -150,13 +159,18 @@ class Strategy:
       >>> len(out["twice"]) == strategy.num_replicas_in_sync
       True
     """
+    _check_function("fn", fn)
     if isinstance(args, (str, Mapping)) or not isinstance(args, Sequence):
-      raise TypeError(f"run: args must be a tuple of arguments, got {args!r}.")
+      raise TypeError(
+        "run: args must be a tuple of arguments, such as args=(state, batch), "
+        f"got a {type(args).__name__}."
+      )
     if not isinstance(kwargs, (Mapping, type(None))):
       raise TypeError(
-        f"run: kwargs must be a dict of arguments, got {kwargs!r}"
+        "run: kwargs must be a dict of arguments, got a "
+        f"{type(kwargs).__name__}."
       )
-    return self._compiled(fn)(*args, **(kwargs or {}))
+    return self._program(fn).call(fn, tuple(args), dict(kwargs or {}))
 
   def jit(
     self,
@@ -164,29 +178,30 @@ class Strategy:
     *,
     donate_argnums: int | Sequence[int] = (),
   ) -> Callable[..., PyTree]:
-    """Returns what `run` compiles, to be called many times.
+    """Compiles a function that runs once on each replica.
 
     Args:
-      fn: As in `run`.
-      donate_argnums: Which positional arguments, such as the state, may be
-        overwritten.
+      fn: The function, as in `run`.
+      donate_argnums: The positions of arguments, such as the state, whose
+        memory may be overwritten.
 
     Returns:
-      A function of the arguments of `fn`. Its `lower(*args)` gives the program,
-      as that of `jax.jit` does, also for `jax.ShapeDtypeStruct`s.
+      A function of the arguments of `fn`, which returns what `run` does. Its
+      method `lower(*args)` lowers the program, as that of `jax.jit` does; the
+      arguments may be `jax.ShapeDtypeStruct`s.
 
     Raises:
-      ValueError: `donate_argnums` are no positions of arguments; in a call, an
-        argument that was donated to an earlier one.
+      ValueError: `donate_argnums` are not positions of arguments; in a call, an
+        argument was donated to an earlier call.
     """
-    if isinstance(donate_argnums, int):
+    _check_function("fn", fn)
+    if not isinstance(donate_argnums, Iterable):
       donate_argnums = (donate_argnums,)
-    if any(type(i) is not int or i < 0 for i in donate_argnums):
-      raise ValueError(
-        "jit: donate_argnums must be positions of arguments, 0 or more, got "
-        f"{donate_argnums!r}."
-      )
-    return self._compiled(fn, tuple(donate_argnums))
+    donated = tuple(
+      checks.integer("jit: donate_argnums", i, minimum=0)
+      for i in donate_argnums
+    )
+    return run_lib.CompiledFunction(fn, self._program(fn, donated))
 
   def run_steps(
     self,
@@ -197,26 +212,28 @@ class Strategy:
     reduce: PyTree = None,
     donate_state: bool = False,
   ) -> tuple[PyTree, PyTree]:
-    """Runs several steps in one program, a loop on the device.
+    """Runs several steps in one program, as a loop on the devices.
 
     Args:
       step_fn: `step_fn(state, batch)` returns the next state, or `(state,
-        outputs)`; it is run on each replica as in `run`.
+        outputs)`. It runs on each replica as in `run`.
       state: The TrainState.
-      batches: A list of batches, or one tree of arrays `[steps, ...]`; sharded
-        over replicas as in `run`. A `PerReplica` is `[replicas, steps, ...]`.
-      reduce: What is done with the outputs of the last step: `"sum"`, `"mean"`
-        over the replicas, or None, which returns them as `PerReplica`; or a
-        dict of these by output.
-      donate_state: Whether the state may be overwritten.
+      batches: A list of batches, or one tree of arrays `[steps, ...]`, sharded
+        over the replicas as in `run`. A `PerReplica` is `[replicas, steps,
+        ...]`.
+      reduce: How to reduce the outputs of the last step over the replicas:
+        `"sum"`, `"mean"`, or None, which returns them as `PerReplica`; or a
+        tree of these that matches the outputs.
+      donate_state: Whether the memory of `state` may be overwritten.
 
     Returns:
-      `(state, outputs)`; outputs is None if `step_fn` returns only a state.
+      The new state, and the outputs of the last step; the outputs are None if
+      `step_fn` returns only a state.
 
     Raises:
-      ValueError: No batches, or batches whose number of steps differs; a step
-        that changes the shape, dtype or structure of the state; an unknown
-        reduction.
+      ValueError: There are no batches, or the leaves have different numbers of
+        steps; `step_fn` changes the shape, dtype or structure of the state;
+        `reduce` is no reduction.
 
     Example:
       >>> import flaxshard as fs, numpy as np, optax
@@ -232,28 +249,28 @@ class Strategy:
     """
     _check_function("step_fn", step_fn)
     batches = run_steps_lib.stack(batches)
-    loop = run_steps_lib.create(step_fn, reduce)
-    donate_argnums = (0,) if donate_state else ()
-    return self._compiled(loop, donate_argnums)(state, batches)
+    loop = run_steps_lib.Loop.create(reduce)
+    program = self._program(step_fn, (0,) if donate_state else (), loop)
+    return program.call(step_fn, (state, batches), {})
 
   def reduce(
     self, reduce_op: str, value: PyTree, axis: int | None = None
   ) -> PyTree:
-    """Combines the replicas' values into one.
+    """Reduces per-replica values over the replicas.
 
     Args:
       reduce_op: `"sum"` or `"mean"`. The mean of integers is float32.
-      value: A tree of `PerReplica`; under `"mean"` also of arrays, which are
-        the same on all replicas and stay as they are.
-      axis: A dimension of a replica's value that is reduced too, such as the
-        batch; None: none is.
+      value: A tree of `PerReplica`. For `"mean"` also of arrays, which are the
+        same on all replicas and are returned unchanged.
+      axis: A dimension of a replica's value to reduce as well, such as the
+        batch dimension; None: no other dimension.
 
     Returns:
-      A tree of arrays.
+      A tree of arrays, one for all replicas.
 
     Raises:
-      ValueError: Another `reduce_op`, the sum of a value that is not
-        `PerReplica`, or no such axis.
+      ValueError: `reduce_op` is unknown, a value to sum is not a `PerReplica`,
+        or there is no such axis.
 
     Example:
       >>> strategy = Strategy(devices=jax.devices()[:1])
@@ -272,40 +289,41 @@ class Strategy:
       axis: The dimension of a replica's value.
 
     Returns:
-      A tree of arrays.
+      A tree of arrays, one for all replicas.
 
     Raises:
-      ValueError: A value is not `PerReplica`, or has no such axis.
+      ValueError: A value is not a `PerReplica`, or has no such axis.
     """
     return values.gather(self.mesh, value, axis)
 
   def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
-    """Returns the values of this process's replicas, in order.
+    """Returns the values of this process's replicas, in replica order.
 
     Args:
-      value: A tree of `PerReplica`, or of arrays, which are the same on all.
+      value: A tree of `PerReplica`, or of arrays, which are the same on all
+        replicas.
 
     Returns:
-      A tree like `value` for each replica that has a device in this process;
-      the arrays are on the devices of their replica.
+      A tree like `value` for each replica that has a device in this process.
+      The arrays are on the devices of their replica.
     """
     return values.local_results(self.mesh, value)
 
   def distribute_values_from_function(
     self, value_fn: Callable[[ValueContext], PyTree]
   ) -> PyTree:
-    """Makes a value of its own for each replica.
+    """Creates per-replica values, one call for each replica.
 
     Args:
-      value_fn: Returns a tree of arrays, for a context that has
-        `replica_id_in_sync_group` and `num_replicas_in_sync`. It is called for
+      value_fn: Takes a `ValueContext`, with `replica_id_in_sync_group` and
+        `num_replicas_in_sync`, and returns a tree of arrays. It is called for
         the replicas of this process.
 
     Returns:
       A tree of `PerReplica`.
 
     Raises:
-      ValueError: The trees differ between replicas.
+      ValueError: The trees of two replicas differ in structure, shape or dtype.
 
     Example:
       >>> import numpy as np
@@ -320,21 +338,20 @@ class Strategy:
   def distribute_dataset(
     self, dataset: Iterable[PyTree], **options: Any
   ) -> distribute.DistributedDataset:
-    """Feeds batches to the replicas, while a thread reads ahead.
+    """Shards batches over the replicas, and prefetches them in a thread.
 
     Args:
-      dataset: Global batches: trees of arrays `[batch, ...]`; of several
-        processes each gives its own part.
+      dataset: Global batches, trees of arrays `[batch, ...]`. With several
+        processes, each process yields its part of every batch.
       **options: `prefetch`, `batch_size`, `mask`, `drop_remainder`, `bucket`,
-        `bucket_dims`, `spec`, as `data.distribute.distribute_dataset` has
-        them.
+        `bucket_dims`, `spec`: see `data.distribute.distribute_dataset`.
 
     Returns:
-      An iterable of batches, split over the replicas. A short batch is padded,
-      and `batch["mask"]` says which examples are real.
+      An iterable of batches, sharded over the replicas. A short batch is
+      padded, and `batch["mask"]` is 1 for real examples, 0 for padding.
 
     Raises:
-      ValueError, TypeError: An option that cannot be.
+      ValueError, TypeError: An option is invalid.
 
     Example:
       >>> import numpy as np
@@ -353,71 +370,174 @@ class Strategy:
     dataset_fn: Callable[[distribute.InputContext], Iterable[PyTree]],
     **options: Any,
   ) -> distribute.DistributedDataset:
-    """Feeds what a function makes for each process; one replica's batches.
+    """Shards the batches that a function returns for each input pipeline.
 
     Args:
-      dataset_fn: Gets an `InputContext`, returns the batches of its pipeline,
-        `context.get_per_replica_batch_size(global_batch_size)` examples each.
-      **options: As for `distribute_dataset`.
+      dataset_fn: Takes an `InputContext` and returns the batches of its
+        pipeline. Each has
+        `context.get_per_replica_batch_size(global_batch_size)` examples.
+      **options: See `distribute_dataset`.
 
     Returns:
-      An iterable of batches, as of `distribute_dataset`.
+      An iterable of batches: see `distribute_dataset`.
     """
     return distribute.distribute_datasets_from_function(
       self.mesh, dataset_fn, **options
     )
 
   def shard_batch(self, batch: PyTree, spec: PyTree = None) -> PyTree:
-    """Splits one batch over the replicas, as it is.
+    """Shards one batch over the replicas, without padding.
 
     Args:
-      batch: A tree of arrays `[batch, ...]`; of several processes each gives
-        its own part.
-      spec: A `PartitionSpec`, or a dict of them by path, to split it over
-        logical devices too; None: `PartitionSpec("replica")`.
+      batch: A tree of arrays `[batch, ...]`. With several processes, each
+        process passes its part of the batch.
+      spec: A `PartitionSpec`, or a dict of them by path, which may split the
+        batch over logical devices too. None: `PartitionSpec("replica")`.
 
     Returns:
       A tree of arrays on the mesh.
 
     Raises:
-      ValueError: A leaf cannot be divided so; the message names it.
+      ValueError: The spec does not divide a leaf; the message names it.
     """
     spec = P(mesh_lib.REPLICA) if spec is None else spec
     return distribute.shard_batch(self.mesh, batch, spec)
 
   def describe(self, state: PyTree) -> describe.Description:
-    """Prints what lies where, with bytes per device.
+    """Prints how arrays are sharded, with bytes per device.
 
     Args:
       state: A TrainState, or any tree of arrays.
 
     Returns:
-      What it printed; a notebook shows it as a coloured grid.
+      The printed description. A notebook shows it as a colored grid.
     """
     description = describe.describe(state)
     print(description)
     return description
 
-  split_to_logical_devices = logical_devices.split_to_logical_devices
-  replicate_to_logical_devices = logical_devices.replicate_to_logical_devices
-  assign_to_logical_device = logical_devices.assign_to_logical_device
-  on_logical_device = logical_devices.on_logical_device
+  def split_to_logical_devices(
+    self, tensor: Any, partition_dimensions: Sequence[int]
+  ) -> jax.Array:
+    """Splits a tensor over the logical devices of a replica.
 
-  def _compiled(
-    self, fn: Callable[..., PyTree], donate_argnums: tuple[int, ...] = ()
-  ) -> Callable[..., PyTree]:
-    _check_function("fn", fn)
-    return _compile(self.mesh, fn, donate_argnums, self.waits)
+    In `run` the tensor is this replica's, in `jax.jit` the global one. Outside
+    of a trace the array is moved.
+
+    Args:
+      tensor: An array.
+      partition_dimensions: The number of pieces of each dimension. The product
+        is the number of logical devices. The pieces go to the logical devices
+        in row-major order where the mesh axes allow it: axes of different prime
+        sizes stay in the order of the mesh.
+
+    Returns:
+      The same values.
+
+    Raises:
+      ValueError: The numbers do not fit the tensor or the logical devices; in a
+        trace on another mesh, or within a function on one logical device.
+      TypeError: `tensor` is not an array, or a number is not an integer.
+
+    Example:
+      >>> import numpy as np
+      >>> strategy = Strategy()
+      >>> strategy.split_to_logical_devices(np.ones((4, 2)), [1, 1]).shape
+      (4, 2)
+
+    References:
+      `tf.distribute.TPUStrategy.experimental_split_to_logical_devices`.
+    """
+    return logical_devices.split(self.mesh, tensor, partition_dimensions)
+
+  def replicate_to_logical_devices(self, tensor: Any) -> jax.Array:
+    """Puts a whole copy of a tensor on each logical device of a replica.
+
+    Args:
+      tensor: An array.
+
+    Returns:
+      The same values.
+
+    References:
+      `tf.distribute.TPUStrategy.experimental_replicate_to_logical_devices`.
+    """
+    return logical_devices.replicate(self.mesh, tensor)
+
+  def assign_to_logical_device(
+    self, tensor: Any, logical_device_id: int
+  ) -> jax.Array:
+    """Puts a tensor on one logical device of each replica.
+
+    Outside of a trace the array is moved there. Operations on it run there, and
+    gradients flow back. In a trace JAX has no sharding on one of several
+    devices: the value is taken from that device, and all devices receive it.
+    `on_logical_device` runs a function on that device alone in both cases.
+
+    One program cannot update parameters on different devices. Eagerly, give
+    each device its own optimizer with `optax.partition`, which `optax.adam`
+    needs. `LossScale` cannot span devices.
+
+    Args:
+      tensor: An array.
+      logical_device_id: The number of the logical device.
+
+    Returns:
+      The same values.
+
+    Raises:
+      ValueError: There is no such logical device; in a trace on another mesh,
+        within a function on one logical device, or in `jax.jit` where the axes
+        are Explicit.
+      TypeError: `tensor` is not an array, or the number is not an integer.
+
+    References:
+      `tf.distribute.TPUStrategy.experimental_assign_to_logical_device`.
+    """
+    return logical_devices.assign(self.mesh, tensor, logical_device_id)
+
+  def on_logical_device(
+    self, logical_device_id: int, fn: Callable[..., PyTree], *args: PyTree
+  ) -> PyTree:
+    """Computes `fn(*args)` on one logical device of each replica.
+
+    In a trace that is a conditional, and all logical devices receive the
+    result. Outside of a trace the arguments are moved there, and the result
+    stays there.
+
+    Args:
+      logical_device_id: The number of the logical device.
+      fn: A function of arrays. In a trace it must not close over traced values.
+      *args: Trees of arrays.
+
+    Returns:
+      What `fn` returns.
+
+    Raises:
+      ValueError: As `assign_to_logical_device`.
+      TypeError: An argument or a result is not an array, or the number is not
+        an integer.
+
+    Example:
+      >>> import numpy as np
+      >>> strategy = Strategy()
+      >>> strategy.on_logical_device(0, lambda x: 2 * x, np.ones(2)).tolist()
+      [2.0, 2.0]
+    """
+    return logical_devices.on_device(self.mesh, logical_device_id, fn, *args)
+
+  def _program(
+    self,
+    fn: Callable[..., PyTree],
+    donate_argnums: tuple[int, ...] = (),
+    transform: run_steps_lib.Loop | None = None,
+  ) -> run_lib.Program:
+    """Returns the compiled programs of a function."""
+    return _programs.get(fn, self.mesh, donate_argnums, self.waits, transform)
 
 
-@functools.lru_cache(maxsize=256)
-def _compile(
-  mesh: jax.sharding.Mesh,
-  fn: Any,
-  donate_argnums: tuple[int, ...],
-  waits: bool,
-) -> Callable[..., PyTree]:
-  return run_lib.compile(mesh, fn, donate_argnums, waits)
+# One cache for all strategies: equal meshes share what is compiled.
+_programs = FunctionCache(run_lib.Program)
 
 
 def _check_function(argument: str, fn: Any) -> None:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.replicas import context as replica_context
 from flaxshard.wrappers import elementwise
 
 PyTree = Any
@@ -101,7 +102,10 @@ class Leaf:
   def gathered(self, part: jax.Array) -> jax.Array:
     """Returns the leaf that the replicas have the parts of."""
     if self.dim == elementwise.WHOLE:
-      return part
+      # The rows of every replica hold the whole leaf of all replicas, and all
+      # make the same updates. `Strategy.run` cannot see that: it takes the
+      # result of an all_to_all for a replica's own.
+      return replica_context.assume_replicated(part)
     x = jax.lax.all_gather(part, mesh_lib.REPLICA, axis=self.dim, tiled=True)
     return jax.lax.slice_in_dim(x, 0, self.shape[self.dim], axis=self.dim)
 

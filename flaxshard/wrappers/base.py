@@ -262,6 +262,16 @@ class Base:
     """
     return None
 
+  def replica_groups(self) -> replica_context.Groups:
+    """Returns the groups of replicas that keep the same parameters.
+
+    Each replica is in one group. `Strategy.run` checks that a TrainState does
+    not differ within a group. None, the default, means one group of all
+    replicas; if `divergence` returns a sentence, that the groups are not known,
+    and nothing is checked.
+    """
+    return None
+
   def restart(
     self, state: PyTree, target: Target, saved: dict[str, jax.Array]
   ) -> PyTree:

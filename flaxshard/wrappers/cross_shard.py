@@ -131,6 +131,10 @@ class CrossShard(base.Base):
       f"replica 0, {_listed(first)}."
     )
 
+  def replica_groups(self) -> Groups | None:
+    """Returns the groups, if there are several."""
+    return self.groups
+
   def apply(
     self, state: Any, target: base.Target, grads: Any, next: base.Next
   ) -> tuple[base.Target, Any]:

@@ -5,7 +5,7 @@ Wrappers are ordered outermost first. Their states are a dict by wrapper name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import functools
 import types
 from typing import Any
@@ -61,6 +61,20 @@ def divergence(wrappers: Wrappers) -> str | None:
     return None
   notes = [base.adapt(w).divergence() for w in wrappers]
   return " ".join(note for note in notes if note) or None
+
+
+def replica_groups(
+  wrappers: Wrappers, num_replicas: int
+) -> Sequence[Sequence[int]]:
+  """Returns the groups of replicas that hold the same parameters.
+
+  Empty if the wrappers let replicas differ and do not say in which groups.
+  """
+  if divergence(wrappers) is None:
+    return [range(num_replicas)]
+  return next(
+    filter(None, (base.adapt(w).replica_groups() for w in wrappers)), ()
+  )
 
 
 # -- Their states.

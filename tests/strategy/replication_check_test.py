@@ -1,6 +1,11 @@
-"""Which programs give every replica the same state: no false alarms."""
+"""The check of which programs give every replica the same TrainState."""
 
+import functools
+
+import compilations
 import jax
+from jax.experimental import pallas as pl
+from jax.experimental.custom_partitioning import custom_partitioning
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -10,20 +15,23 @@ from regression import loss_fn
 from regression import sharded
 
 import flaxshard as fs
+from flaxshard.replicas import context
 from flaxshard.strategy import replication_check
-from flaxshard.strategy.replication_check import Replication
+from flaxshard.strategy.replication import per_replica
+from flaxshard.strategy.replication import replicated
 
 P = jax.sharding.PartitionSpec
 
 STRATEGY = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
-REPLICATED, DIFFERS, UNKNOWN = Replication
+GROUPS = [[0, 1], [2, 3]]
+RING = [(i, (i + 1) % 4) for i in range(4)]
 
 mean = lambda tree: jax.lax.pmean(tree, "replica")
 replica_id = lambda: jax.lax.axis_index("replica")
 
 
-def found(fn):
-  """What holds for the results of `fn(shared, own)`."""
+def propagate(fn):
+  """Returns the Replication of the results of `fn(shared, own)`."""
   sharded = jax.shard_map(
     lambda x, y: jax.tree.leaves(fn(x, y)),
     mesh=STRATEGY.mesh,
@@ -33,7 +41,18 @@ def found(fn):
     check_vma=False,
   )
   jaxpr = jax.make_jaxpr(sharded)(jnp.ones(4), jnp.ones(16))
-  return replication_check.outputs(jaxpr, [REPLICATED, DIFFERS])
+  inputs = [replicated(4), per_replica(4)]
+  return replication_check.propagate(jaxpr, inputs, 4)
+
+
+def classes(fn):
+  """Returns the classes of replicas, the same for all results of `fn`."""
+  (found,) = {x.classes for x in propagate(fn)}
+  return found
+
+
+def causes(fn):
+  return set().union(*(x.causes for x in propagate(fn)))
 
 
 @jax.custom_vjp
@@ -76,7 +95,54 @@ def shifted(values):
   return jax.lax.scan(shift, first, values)[0]
 
 
-AGREEING = {
+@custom_partitioning
+def partitioned(x):
+  return 2 * x
+
+
+partitioned.def_partition(partition=lambda *_: None, sharding_rule="i -> i")
+
+
+assume_replicated = context.ReplicaContext(4).assume_replicated
+
+
+def kernel_call(x, body):
+  shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+  return pl.pallas_call(body, out_shape=shape, interpret=True)(x)
+
+
+def double_kernel(x_ref, out_ref):
+  out_ref[...] = 2 * x_ref[...]
+
+
+def replica_kernel(x_ref, out_ref):
+  out_ref[...] = x_ref[...] + replica_id()
+
+
+def over_logical_devices(fn, x):
+  mesh = jax.sharding.get_abstract_mesh()
+  return jax.shard_map(
+    fn, mesh=mesh, in_specs=P("model"), out_specs=P(), axis_names={"model"}
+  )(x)
+
+
+def write_to_ref(x, value):
+  ref = jax.new_ref(x)
+  ref[...] = value
+  return ref[...]
+
+
+def write_to_ref_in_loop(x, value):
+  ref = jax.new_ref(x)
+
+  def add(i, _):
+    ref[...] += value
+
+  jax.lax.fori_loop(0, 3, add, None)
+  return ref[...]
+
+
+REPLICATED = {
   "shared": lambda x, y: jnp.sort(x) * 2 + jnp.arange(4),
   "constants": lambda x, y: jnp.ones(3) + np.arange(3),
   "pmean": lambda x, y: x + mean(y),
@@ -125,10 +191,44 @@ AGREEING = {
     lambda f, r: jax.lax.fori_loop(0, 9, lambda _, r: r - f(r) / (2 * r), r),
     lambda g, y: y / g(1.0),
   ),
-  "callback of what agrees": lambda x, y: jax.pure_callback(np.sin, x, x),
+  "pmin": lambda x, y: jax.lax.pmin(y, "replica"),
+  "all_gather, reduced": lambda x, y: jax.lax.all_gather(y, "replica").mean(0),
+  "pbroadcast": lambda x, y: jax.lax.pbroadcast(y, ("replica",), 2),
+  "one group": lambda x, y: jax.lax.psum(
+    y, "replica", axis_index_groups=[[3, 1, 0, 2]]
+  ),
+  "groups of a replicated value": lambda x, y: jax.lax.psum(
+    x, "replica", axis_index_groups=GROUPS
+  ),
+  "groups, then across them": lambda x, y: jax.lax.psum(
+    jax.lax.psum(y, "replica", axis_index_groups=GROUPS),
+    "replica",
+    axis_index_groups=[[0, 2], [1, 3]],
+  ),
+  "ppermute of a replicated value": lambda x, y: jax.lax.ppermute(
+    x, "replica", RING
+  ),
+  "scatter and gather": lambda x, y: scatter_and_gather(y),
+  "nested shard_map": lambda x, y: over_logical_devices(
+    lambda z: mean(jax.lax.psum(z, "model")), y
+  ),
+  "linear solve": lambda x, y: jax.scipy.sparse.linalg.cg(
+    lambda v: mean(y * v), x
+  )[0],
+  "reduce": lambda x, y: jax.lax.reduce(x, 0.0, lambda a, b: a + b, (0,)),
+  "ref": lambda x, y: write_to_ref(x, mean(y)),
+  "pure_callback": lambda x, y: jax.pure_callback(np.sin, x, x),
+  "custom_partitioning": lambda x, y: partitioned(x),
+  "pallas_call": lambda x, y: kernel_call(mean(y), double_kernel),
+  "assume_replicated": lambda x, y: assume_replicated(y),
+  "assume_replicated in a scan": lambda x, y: jax.lax.scan(
+    lambda c, row: (c + assume_replicated(ring(y)).sum() * row, None), 0.0, x
+  )[0],
 }
 
-DIFFERING = {
+OWN_DATA = {
+  "ref": lambda x, y: write_to_ref(x, y),
+  "ref written in a loop": lambda x, y: write_to_ref_in_loop(x, y),
   "own": lambda x, y: y,
   "mixed": lambda x, y: x + y,
   "axis_index": lambda x, y: replica_id(),
@@ -161,91 +261,205 @@ DIFFERING = {
   "logical device": lambda x, y: STRATEGY.on_logical_device(1, jnp.sin, y),
 }
 
-UNKNOWING = {
-  "ring": lambda x, y: ring(y),
-  "scatter_and_gather": lambda x, y: jax.lax.psum_scatter(
-    y, "replica", tiled=True
+# By the name of the primitive that the error must name.
+UNKNOWN = {
+  "ppermute": lambda x, y: jax.lax.ppermute(y, "replica", RING),
+  # A replica without a sender receives zeros.
+  "ppermute, partial": lambda x, y: jax.lax.ppermute(x, "replica", RING[:2]),
+  # Each replica adds in another order, so that the last bits differ.
+  "ppermute, ring": lambda x, y: ring(y),
+  "ppermute, scan": lambda x, y: jax.lax.scan(
+    lambda c, _: (jax.lax.ppermute(c, "replica", RING), None), y, length=3
+  )[0],
+  "ppermute, while": lambda x, y: jax.lax.fori_loop(
+    0, 3, lambda i, c: jax.lax.ppermute(c, "replica", RING), y
   ),
-  "groups": lambda x, y: jax.lax.psum(
-    y, "replica", axis_index_groups=[[0, 1], [2, 3]]
+  "ppermute, cond": lambda x, y: jax.lax.cond(
+    x[0] > 0, lambda: x, lambda: jax.lax.ppermute(y, "replica", RING)
   ),
-  "callback": lambda x, y: y + jax.pure_callback(np.sin, y, y),
+  "ppermute, custom_vjp": lambda x, y: custom_vjp(
+    jax.lax.ppermute(y, "replica", RING)
+  ),
+  "ppermute, vjp": lambda x, y: jax.grad(
+    lambda x: (jax.lax.ppermute(x * y, "replica", RING) ** 2).sum()
+  )(x),
+  "psum over axis_index_groups": lambda x, y: jax.lax.psum(
+    y, "replica", axis_index_groups=GROUPS
+  ),
+  "all_gather over axis_index_groups": lambda x, y: jax.lax.all_gather(
+    y, "replica", axis_index_groups=GROUPS
+  ).sum(0),
+  "reduce_scatter": lambda x, y: jax.lax.psum_scatter(y, "replica", tiled=True),
+  # Each replica receives another part even of a replicated value.
+  "reduce_scatter, replicated": lambda x, y: jax.lax.psum_scatter(
+    x, "replica", tiled=True
+  ),
+  "all_to_all": lambda x, y: jax.lax.all_to_all(x, "replica", 0, 0, tiled=True),
+  "pure_callback": lambda x, y: jax.pure_callback(np.sin, y, y),
+  "io_callback": lambda x, y: jax.experimental.io_callback(np.sin, x, x),
+  "ffi_call": lambda x, y: jax.ffi.ffi_call(
+    "some_kernel", jax.ShapeDtypeStruct((4,), jnp.float32)
+  )(y),
+  "custom_partitioning": lambda x, y: partitioned(y),
+  "pallas_call": lambda x, y: kernel_call(y, double_kernel),
+  "pallas_call, collective": lambda x, y: kernel_call(x, replica_kernel),
+  "rng_uniform": lambda x, y: jax.lax.rng_uniform(0.0, 1.0, (4,)),
 }
 
 
-@pytest.mark.parametrize("name", AGREEING)
-def test_agrees(name):
-  assert set(found(AGREEING[name])) == {REPLICATED}
+@pytest.mark.parametrize("name", REPLICATED)
+def test_replicated_results_pass(name):
+  assert classes(REPLICATED[name]) == (0, 0, 0, 0)
+  assert not causes(REPLICATED[name])
 
 
-@pytest.mark.parametrize("name", DIFFERING)
-def test_differs(name):
-  assert set(found(DIFFERING[name])) == {DIFFERS}
+@pytest.mark.parametrize("name", OWN_DATA)
+def test_results_of_own_data_differ(name):
+  assert classes(OWN_DATA[name]) == (0, 1, 2, 3)
+  assert not causes(OWN_DATA[name])
 
 
-@pytest.mark.parametrize("name", UNKNOWING)
-def test_what_is_not_known_is_no_error(name):
-  assert set(found(UNKNOWING[name])) == {UNKNOWN}
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_results_differ_and_name_the_primitive(name):
+  assert any(classes(UNKNOWN[name]))
+  assert name.split(", ")[0] in causes(UNKNOWN[name])
 
 
-def test_a_reduction_of_what_is_not_known_agrees():
-  assert set(found(lambda x, y: scatter_and_gather(y))) == {REPLICATED}
+def test_groups_are_the_same_within_groups_only():
+  psum = functools.partial(jax.lax.psum, axis_name="replica")
+  grouped = lambda y, groups: psum(y, axis_index_groups=groups)
+  two = lambda x, y: grouped(y, [[0, 3], [1, 2]])
+  assert classes(two) == (0, 1, 1, 0)
+  # In another order a sum may round differently.
+  other_order = lambda x, y: grouped(two(x, y), [[0, 1], [2, 3]])
+  assert classes(other_order) == (0, 0, 1, 1)
+  (found,) = propagate(two)
+  assert found.same_within([[0, 3], [1, 2]])
+  assert not found.same_within([range(4)])
 
 
-def test_outputs_are_told_apart():
-  assert found(lambda x, y: (x, y, mean(y), shifted(y)[2])) == [
-    REPLICATED,
-    DIFFERS,
-    REPLICATED,
-    DIFFERS,
-  ]
+def test_gradient_of_an_assumed_value_is_not_assumed():
+  loss = lambda x, y: assume_replicated(jnp.sin(x * y).sum())
+  assert any(classes(lambda x, y: jax.grad(loss)(x, y)))
+
+
+def test_each_output_is_followed_by_itself():
+  x, y = (0, 0, 0, 0), (0, 1, 2, 3)
+  found = lambda fn: [out.classes for out in propagate(fn)]
+  assert found(lambda x, y: (y, x, y, mean(y))) == [y, x, y, x]
+  assert found(lambda x, y: shifted(y)) == [y, y, y]
+  assert found(lambda x, y: mean((x, y))) == [x, x]
+  assert found(lambda x, y: jax.lax.optimization_barrier((x, y))) == [x, y]
   two = lambda c, row: ((c[0] + row, c[1] * 2), (row, c[1]))
   out = lambda x, y: jax.lax.scan(two, (0.0, 1.0), y)
-  assert found(out) == [DIFFERS, REPLICATED, DIFFERS, REPLICATED]
+  assert found(out) == [y, x, y, x]
 
 
-def test_an_output_that_is_an_input():
-  assert found(lambda x, y: (y, x, y)) == [DIFFERS, REPLICATED, DIFFERS]
+# In Strategy.run.
 
 
-def by_hand(state, grads):
-  new = jax.tree.map(lambda p, g: p - 0.1 * g, state.params, grads)
-  return state.replace(params=new)
+def update_by_hand(reduce):
+  """Returns a step that applies reduced gradients without the optimizer."""
+
+  def step(state, batch):
+    grads = reduce(jax.grad(loss_fn)(state.params, batch))
+    new = jax.tree.map(lambda p, g: p - 0.1 * g, state.params, grads)
+    return state.replace(params=new)
+
+  return step
 
 
-def local_step(state, batch):
-  return by_hand(state, jax.grad(loss_fn)(state.params, batch))
+def sum_over_groups(tree):
+  return jax.lax.psum(tree, "replica", axis_index_groups=GROUPS)
 
 
-def test_a_state_that_would_differ_is_an_error():
-  args = create(STRATEGY), sharded(STRATEGY, 0)
-  with pytest.raises(
-    ValueError,
-    match=r"same from every replica.*own data: params/w1, params/w2\. ",
-  ):
-    STRATEGY.run(local_step, args=args)
+def send_around(tree):
+  return jax.lax.ppermute(tree, "replica", RING)
 
-  averaged = lambda s, b: by_hand(s, mean(jax.grad(loss_fn)(s.params, b)))
-  state = STRATEGY.run(averaged, args=args)
-  wanted = (
-    args[0].params["w2"]
-    - 0.1 * (jax.grad(loss_fn)(args[0].params, jax.device_get(args[1]))["w2"])
+
+@pytest.fixture(scope="module")
+def args():
+  return create(STRATEGY), sharded(STRATEGY, 0)
+
+
+@pytest.mark.parametrize(
+  ("reduce", "cause"),
+  [
+    (lambda grads: grads, "own data: params/w1, params/w2"),
+    # These two left four devices with four different parameters under P().
+    (send_around, r"params/w1 \(ppermute\), params/w2 \(ppermute\)"),
+    (sum_over_groups, r"params/w1 \(psum over axis_index_groups\)"),
+  ],
+)
+def test_step_without_a_full_reduction_raises(args, reduce, cause):
+  step = STRATEGY.jit(update_by_hand(reduce))
+  with compilations.count() as compiled, pytest.raises(ValueError, match=cause):
+    step(*args)
+  assert compiled.total == 0
+
+
+def test_step_with_a_reduction_by_hand_passes(args):
+  new = STRATEGY.run(update_by_hand(mean), args=args)
+  grads = jax.grad(loss_fn)(args[0].params, jax.device_get(args[1]))
+  np.testing.assert_allclose(
+    new.params["w2"],
+    args[0].params["w2"] - 0.1 * grads["w2"],
+    rtol=1e-5,
+    atol=1e-6,
   )
-  np.testing.assert_allclose(state.params["w2"], wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_only_the_leaves_that_differ_are_named():
+def test_step_with_assume_replicated_passes(args):
+  # Each sum has two terms, so that their order makes no difference.
+  pairs = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+
+  def butterfly(tree):
+    for groups in pairs:
+      perm = [p for a, b in groups for p in ((a, b), (b, a))]
+      other = jax.lax.ppermute(tree, "replica", perm)
+      tree = jax.tree.map(jnp.add, tree, other)
+    return jax.tree.map(lambda x: x / 4, tree)
+
+  with pytest.raises(ValueError, match="assume_replicated"):
+    STRATEGY.run(update_by_hand(butterfly), args=args)
+  assumed = lambda tree: fs.get_replica_context().assume_replicated(
+    butterfly(tree)
+  )
+  new = STRATEGY.run(update_by_hand(assumed), args=args)
+  wanted = STRATEGY.run(update_by_hand(mean), args=args)
+  for x in (new.params["w1"], wanted.params["w1"]):
+    shards = [np.asarray(shard.data) for shard in x.addressable_shards]
+    for shard in shards[1:]:
+      np.testing.assert_array_equal(shard, shards[0])
+  np.testing.assert_allclose(
+    new.params["w1"], wanted.params["w1"], rtol=1e-5, atol=1e-6
+  )
+
+
+@pytest.mark.filterwarnings("ignore:CrossShard")
+def test_groups_of_a_wrapper_may_differ_but_not_within(args):
+  groups = fs.CrossShard(group_assignment=GROUPS)
+  state = create(STRATEGY, [groups])
+  train = lambda state, batch: state.minimize(loss_fn, batch)[0]
+  assert int(STRATEGY.run(train, args=(state, args[1])).step) == 1
+  STRATEGY.run(update_by_hand(sum_over_groups), args=(state, args[1]))
+  with pytest.raises(ValueError, match=r"own data: params/w1"):
+    STRATEGY.run(update_by_hand(lambda x: x), args=(state, args[1]))
+  with pytest.raises(ValueError, match=r"params/w1 \(ppermute\)"):
+    STRATEGY.run(update_by_hand(send_around), args=(state, args[1]))
+
+
+def test_only_the_leaves_that_differ_are_named(args):
   step = lambda s, b: {"state": s.replace(step=b["x"].sum().astype(int))}
   with pytest.raises(ValueError, match=r"own data: state/step\. "):
-    STRATEGY.run(step, args=(create(STRATEGY), sharded(STRATEGY, 0)))
+    STRATEGY.run(step, args=args)
 
 
-def test_skipping_the_reduction_of_local_gradients_is_an_error():
+def test_skipping_the_reduction_of_local_gradients_raises(args):
   def step(state, batch):
     _, grads = state.value_and_grad(loss_fn, batch)
     return state.apply_gradients(grads=grads, skip_gradients_aggregation=True)
 
-  args = create(STRATEGY), sharded(STRATEGY, 0)
   with pytest.raises(ValueError, match=r"params/w1, .*opt_state/0/nu/w2\. "):
     STRATEGY.run(step, args=args)
 

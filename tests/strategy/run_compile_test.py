@@ -1,12 +1,12 @@
-"""What run compiles, how often, and into how much memory."""
+"""Strategy.jit: how often it compiles, donation and lowering."""
 
 import warnings
 
+import compilations
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from regression import compilations
 from regression import create
 from regression import loss_fn
 from regression import sharded
@@ -26,8 +26,8 @@ def replica_id():
   return fs.get_replica_context().replica_id_in_sync_group
 
 
-def counted():
-  """A train step that counts how often it is traced."""
+def counting_step():
+  """Returns a train step that counts how often it is traced."""
 
   def step(state, batch):
     step.traces += 1
@@ -52,20 +52,21 @@ def test_steps_compile_once(strategy, spec, donate):
   state = create()  # on one device
   if spec is not None:
     state = split(create(strategy), strategy.mesh, spec)
-  step = counted()
+  step = counting_step()
   run = strategy.jit(step, donate_argnums=donate)
   with warnings.catch_warnings():
     warnings.simplefilter("error")  # such as that donated buffers are not used
     state, _ = run(state, sharded(strategy, 0))
-    with compilations(0):
+    with compilations.count() as compiled:
       for i in (1, 2):
         before = state
         state, _ = run(state, sharded(strategy, i))
         assert before.params["w1"].is_deleted() == (donate == 0)
+  assert compiled.total == 0
   assert step.traces == 1 and int(state.step) == 3
 
 
-def test_other_arguments_compile_once():
+def test_other_values_do_not_compile_again():
   traces = []
 
   def fn(*args):
@@ -75,16 +76,17 @@ def test_other_arguments_compile_once():
   run = EIGHT.jit(fn)
   own = EIGHT.run(lambda: jnp.ones(3) * replica_id())
   run(own, 1.0, np.ones(2), {"a": 3})
-  with compilations(0):
+  with compilations.count() as compiled:
     for i in range(3):
       own, *_ = run(own, 2.0 + i, np.zeros(2), {"a": i})
+  assert compiled.total == 0
   assert len(traces) == 1
   np.testing.assert_array_equal(np.asarray(own)[:, 0], np.arange(8.0))
   run(own, 2.0, np.zeros(3), {"a": 0})
   assert len(traces) == 2
 
 
-def test_numbers_are_checked_on_every_call():
+def test_arguments_are_checked_on_every_call():
   run = EIGHT.jit(lambda x, y: x * y)
   assert float(run(jnp.ones(()), 2.0)[0]) == 2.0
   assert float(run(jnp.ones(()), 3.0)[0]) == 3.0
@@ -98,7 +100,7 @@ def test_numbers_are_checked_on_every_call():
     first(fs.PerReplica(np.ones((4, 2))))
 
 
-def test_memory_of_a_donated_state_is_used_again():
+def test_donated_state_is_aliased():
   state = create(EIGHT)
   args = state, sharded(EIGHT, 0)
   size = sum(x.nbytes for x in jax.tree.leaves(state))
@@ -108,7 +110,7 @@ def test_memory_of_a_donated_state_is_used_again():
   assert memory.argument_size_in_bytes == size + (8 + 1) * 2 * 4
 
 
-def test_lower_takes_shapes():
+def test_lower_accepts_shape_dtype_structs():
   args = create(EIGHT), sharded(EIGHT, 0)
   shapes = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), args
@@ -119,7 +121,7 @@ def test_lower_takes_shapes():
     step(*shapes)
 
 
-def test_a_deleted_argument_is_told():
+def test_donated_argument_raises():
   step = EIGHT.jit(train_step, donate_argnums=0)
   state = create(EIGHT)
   step(state, sharded(EIGHT, 0))

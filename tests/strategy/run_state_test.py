@@ -1,7 +1,8 @@
-"""TrainStates in run: what each replica has its own of."""
+"""Strategy.run with TrainStates that have per-replica leaves."""
 
 import functools
 
+import compilations
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,6 @@ import optax
 import pytest
 from regression import assert_close
 from regression import batch
-from regression import compilations
 from regression import create
 from regression import sharded
 from regression import train_step
@@ -61,7 +61,7 @@ def batch_norm_step(state, batch):
   return state.apply_gradients(grads=grads, **replaced), loss
 
 
-def own_statistics(strategy):
+def per_replica_statistics(strategy):
   state = batch_norm_state()
   return state.replace(
     batch_stats=strategy.distribute_values_from_function(
@@ -83,9 +83,11 @@ def test_batch_norm_over_all_replicas_is_that_of_one_device(strategy):
 
 
 @pytest.mark.parametrize("strategy", [EIGHT, SPLIT, ONE])
-def test_statistics_that_each_replica_has_its_own_of(strategy, tmp_path):
+def test_per_replica_statistics_stay_apart_and_are_averaged_when_saved(
+  strategy, tmp_path
+):
   n = strategy.num_replicas_in_sync
-  state = own_statistics(strategy)
+  state = per_replica_statistics(strategy)
   parts = X.reshape(3, n, 16 // n, 8)
   wanted = np.zeros((n, 8))
   for i in range(2):
@@ -103,23 +105,25 @@ def test_statistics_that_each_replica_has_its_own_of(strategy, tmp_path):
   with fs.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(2, state)
     restored = checkpointer.restore(state)
+  args = restored, sharded(strategy, 2)
   mean = restored.batch_stats["BatchNorm_0"]["mean"]
   np.testing.assert_allclose(
     np.asarray(mean), [wanted.mean(0)] * n, rtol=1e-4, atol=1e-6
   )
-  with compilations(0):
-    strategy.run(batch_norm_step, args=(restored, sharded(strategy, 2)))
+  with compilations.count() as compiled:
+    strategy.run(batch_norm_step, args=args)
+  assert compiled.total == 0
 
 
-def test_a_skipped_step_holds_own_statistics_back():
-  state = own_statistics(EIGHT)
+def test_skipped_step_keeps_per_replica_statistics():
+  state = per_replica_statistics(EIGHT)
   args = state, sharded(EIGHT, 0, bad=3)
   new, _ = EIGHT.run(batch_norm_step, args=args)
   assert int(new.step) == 0
   assert_close(new.batch_stats, state.batch_stats, 0, 0)
 
 
-def test_a_part_of_a_collection_may_be_own():
+def test_one_leaf_of_a_collection_may_be_per_replica():
   statistics = dict(batch_norm_state().batch_stats["BatchNorm_0"])
   mean = statistics["mean"]
   statistics["mean"] = EIGHT.distribute_values_from_function(lambda _: mean)
@@ -135,7 +139,7 @@ def test_a_part_of_a_collection_may_be_own():
   np.testing.assert_allclose(got["var"], wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_own_keys():
+def test_per_replica_keys():
   state = create(EIGHT, tx=SGD, dropout=jnp.zeros(()))
   state = state.replace(
     dropout=EIGHT.distribute_values_from_function(
@@ -154,8 +158,8 @@ def test_own_keys():
     assert float(drawn[i]) == float(jax.random.uniform(mine))
 
 
-def test_what_is_computed_from_what_is_own_may_differ():
-  # Own moments do not agree by themselves, so parameters must be own too.
+def test_parameters_with_per_replica_moments_must_be_per_replica():
+  # Updates computed from per-replica moments differ between replicas.
   own = EIGHT.distribute_values_from_function
   state = create(EIGHT)
   state = state.replace(opt_state=own(lambda _: state.opt_state))

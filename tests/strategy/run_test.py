@@ -1,4 +1,4 @@
-"""What run makes of arguments and results."""
+"""Strategy.run: arguments, results, and the errors about them."""
 
 import dataclasses
 import functools
@@ -12,7 +12,6 @@ import optax
 import pytest
 from regression import assert_close
 from regression import batch
-from regression import compilations
 from regression import create
 from regression import loss_fn
 from regression import sharded
@@ -32,7 +31,7 @@ def replica_id():
   return fs.get_replica_context().replica_id_in_sync_group
 
 
-def test_what_is_split_over_replicas_arrives_in_parts():
+def test_array_sharded_over_replicas_arrives_in_parts():
   rows = np.arange(32.0, dtype=np.float32).reshape(16, 2)
   columns = jax.device_put(
     rows.T, NamedSharding(EIGHT.mesh, P(None, "replica"))
@@ -45,7 +44,7 @@ def test_what_is_split_over_replicas_arrives_in_parts():
   np.testing.assert_array_equal(whole, np.stack([rows] * 8))
 
 
-def test_what_is_split_over_both_arrives_split_over_logical_devices():
+def test_array_sharded_over_both_axes_stays_sharded_over_logical_devices():
   x = np.arange(64.0, dtype=np.float32).reshape(8, 8)
   args = [
     jax.device_put(x, NamedSharding(SPLIT.mesh, spec))
@@ -63,7 +62,7 @@ def test_what_is_split_over_both_arrives_split_over_logical_devices():
   np.testing.assert_array_equal(columns, wanted)
 
 
-def test_python_numbers_and_keys_are_mirrored():
+def test_python_numbers_and_keys_are_replicated():
   fn = lambda x, flag, key: (2 * x, ~flag, jax.random.key_data(key))
   key = jax.random.key(3)
   twice, flag, data = EIGHT.run(fn, args=(1.5, np.bool_(False), key))
@@ -72,7 +71,7 @@ def test_python_numbers_and_keys_are_mirrored():
   np.testing.assert_array_equal(data[7], jax.random.key_data(key))
 
 
-def test_constants_of_the_function_are_mirrored():
+def test_captured_arrays_are_replicated():
   constant, key = jnp.arange(3.0), jax.random.key(0)
   state = create(EIGHT)
 
@@ -86,7 +85,7 @@ def test_constants_of_the_function_are_mirrored():
   np.testing.assert_allclose(np.asarray(out), [wanted] * 8, rtol=1e-6)
 
 
-# What comes back.
+# Results.
 
 
 @struct.dataclass
@@ -110,7 +109,7 @@ def test_results_keep_their_structure():
   assert EIGHT.run(lambda: None) is None
 
 
-def test_a_state_comes_back_as_one_wherever_it_is():
+def test_nested_state_is_returned_as_one_state():
   fn = lambda state: {"a": [state.replace(step=state.step + 2)], "b": 1}
   got = EIGHT.run(fn, args=(create(EIGHT),))
   assert int(got["a"][0].step) == 2
@@ -118,7 +117,7 @@ def test_a_state_comes_back_as_one_wherever_it_is():
   assert isinstance(got["b"], fs.PerReplica)
 
 
-def test_a_train_state_of_flax():
+def test_flax_train_state():
   tx = optax.sgd(0.1)
 
   def step(state, batch):
@@ -144,7 +143,7 @@ def test_a_train_state_of_flax():
     EIGHT.run(step, args=(own, sharded(EIGHT, 0)))
 
 
-def test_each_of_two_states_comes_back_where_it_was():
+def test_two_states_keep_their_shardings():
   student = create(SPLIT)
   teacher = split(create(SPLIT), SPLIT.mesh, P(None, "model"))
 
@@ -166,12 +165,12 @@ def test_each_of_two_states_comes_back_where_it_was():
     (lambda: fs.PerReplica(jnp.ones(8)), TypeError, "fn returned a PerReplic"),
   ],
 )
-def test_what_cannot_come_back(fn, error, message):
+def test_invalid_result_raises(fn, error, message):
   with pytest.raises(error, match=message):
     EIGHT.run(fn)
 
 
-def test_an_error_of_the_function_comes_through():
+def test_error_of_the_function_propagates():
   with pytest.raises(ZeroDivisionError):
     EIGHT.run(lambda: 1 // 0)
 
@@ -188,18 +187,18 @@ def test_an_error_of_the_function_comes_through():
     ),
   ],
 )
-def test_arguments_that_lie_wrong(args, message):
+def test_argument_with_wrong_shape_or_mesh_raises(args, message):
   with pytest.raises(ValueError, match=message):
     EIGHT.run(lambda *args: 1, args=args)
 
 
-def test_what_is_the_same_on_another_mesh_is_moved():
+def test_replicated_array_on_another_mesh_is_moved():
   x = jax.device_put(X[0], NamedSharding(SPLIT.mesh, P()))
   got = EIGHT.run(lambda x: x.sum(), args=(x,))
   np.testing.assert_allclose(np.asarray(got), [X[0].sum()] * 8, rtol=1e-5)
 
 
-def test_arguments_without_a_value():
+def test_float0_argument_raises():
   float0 = np.zeros(3, jax.dtypes.float0)
   with pytest.raises(TypeError, match="argument 0/a is of dtype float0"):
     EIGHT.run(lambda x: 1, args=({"a": float0},))
@@ -219,13 +218,13 @@ run = lambda x: EIGHT.run(lambda x: x, args=(x,))
     (lambda: EIGHT.run(lambda: run(1.0)), "called inside of run"),
   ],
 )
-def test_run_is_called_outside_of_traces(call, message):
+def test_run_inside_a_trace_raises(call, message):
   with pytest.raises(TypeError, match=message):
     call()
 
 
 class Callables:
-  """Everything that is a function."""
+  """An object with methods."""
 
   factor = 2.0
 
@@ -259,22 +258,11 @@ class Scale:
     jax.checkpoint(lambda x: 2.0 * x),
   ],
 )
-def test_callables(fn):
+def test_every_kind_of_callable_runs(fn):
   assert np.asarray(EIGHT.run(fn, args=(1.5,))).tolist() == [3.0] * 8
 
 
-def test_methods_and_equal_callables_compile_once():
-  instance = Callables()
-  for one, other in (
-    (instance.method, instance.method),
-    (Scale(3.0), Scale(3.0)),
-  ):
-    EIGHT.run(one, args=(1.5,))
-    with compilations(0):
-      EIGHT.run(other, args=(1.5,))
-
-
-def test_callbacks(capfd):
+def test_callbacks_run_on_each_replica(capfd):
   def fn(x):
     jax.debug.print("replica {}", replica_id())
     return jax.pure_callback(np.negative, x, x)

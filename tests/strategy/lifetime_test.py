@@ -1,0 +1,177 @@
+"""How long Strategy keeps functions, and when it compiles again."""
+
+import dataclasses
+import functools
+import gc
+import weakref
+
+import compilations
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+from flaxshard.strategy.function_cache import FunctionCache
+
+STRATEGY = fs.Strategy(devices=jax.devices()[:2])
+ONES = np.ones(2, np.float32)
+
+
+class Captured(np.ndarray):
+  """An array that a function captures; it allows weak references."""
+
+
+def captured():
+  return np.ones(2, np.float32).view(Captured)
+
+
+def new_state():
+  return fs.TrainState.create(
+    apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(0.5)
+  )
+
+
+def call_run(fn):
+  STRATEGY.run(fn, args=(ONES,))
+
+
+def call_jit(fn):
+  STRATEGY.jit(fn)(ONES)
+
+
+def call_run_steps(fn):
+  state = new_state()
+  step = functools.partial(call_with_state, fn)
+  STRATEGY.run_steps(step, state, ONES, reduce="mean")
+
+
+def call_with_state(fn, state, x):
+  return state, fn(x)
+
+
+def call_jax(fn):
+  jax.jit(fn)(ONES)
+
+
+@pytest.mark.parametrize("call", [call_jax, call_run, call_jit, call_run_steps])
+def test_functions_and_their_closures_die(call):
+  references = []
+  for _ in range(5):
+    x = captured()
+    fn = lambda y, x=x: y + np.asarray(x)
+    call(fn)
+    references += [weakref.ref(fn), weakref.ref(x)]
+    del fn, x
+  gc.collect()
+  assert [ref() for ref in references] == [None] * 10
+
+
+def test_a_compiled_function_keeps_its_function():
+  x = captured()
+  run = STRATEGY.jit(lambda y: y + np.asarray(x))
+  gc.collect()
+  assert np.asarray(run(ONES)).tolist() == [[2.0, 2.0]] * 2
+
+
+class Model:
+  """Has methods, and is not hashable."""
+
+  __hash__ = None
+
+  def __eq__(self, other):
+    return True
+
+  def scale(self, x):
+    return self.factor * x
+
+  def __init__(self, factor):
+    self.factor = factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+  factor: float
+
+  def __call__(self, x):
+    return self.factor * x
+
+
+class Slots:
+  """Allows no weak references."""
+
+  __slots__ = ()
+
+  def __call__(self, x):
+    return 3.0 * x
+
+
+def step(state, x):
+  return state.minimize(lambda p: (p["w"] * x).mean())
+
+
+def triple(x):
+  return 3.0 * x
+
+
+MODEL = Model(3.0)
+PARTIAL = functools.partial(jnp.multiply, 3.0)
+SLOTS = Slots()
+EQUAL = Scale(3.0)
+
+
+@pytest.mark.parametrize(
+  "get_fn",
+  [
+    lambda: triple,
+    lambda: MODEL.scale,  # a new object at each access
+    lambda: Scale(3.0),  # equal to EQUAL, which is alive
+    lambda: PARTIAL,
+    lambda: SLOTS,
+  ],
+  ids=["function", "method", "equal", "partial", "slots"],
+)
+def test_second_run_does_not_compile(get_fn):
+  STRATEGY.run(EQUAL if get_fn() == EQUAL else get_fn(), args=(ONES,))
+  with compilations.count() as compiled:
+    out = STRATEGY.run(get_fn(), args=(ONES,))
+    again = STRATEGY.jit(get_fn())(ONES)
+  assert compiled.total == 0
+  assert np.asarray(out).tolist() == [[3.0, 3.0]] * 2
+  assert np.asarray(again).tolist() == [[3.0, 3.0]] * 2
+
+
+def test_second_run_steps_does_not_compile():
+  state = new_state()
+  state, _ = STRATEGY.run_steps(step, state, ONES, reduce="mean")
+  with compilations.count() as compiled:
+    STRATEGY.run_steps(step, state, ONES, reduce="mean")
+  assert compiled.total == 0
+
+
+def test_methods_of_two_objects_are_two_functions():
+  outs = [STRATEGY.run(Model(x).scale, args=(ONES,)) for x in (2.0, 5.0)]
+  assert [float(out[0][0]) for out in outs] == [2.0, 5.0]
+
+
+def test_entry_of_a_method_dies_with_its_object():
+  cache = FunctionCache(lambda: object())
+  model = Model(1.0)
+  assert cache.get(model.scale) is cache.get(model.scale)
+  assert len(cache) == 1
+  del model
+  gc.collect()
+  assert len(cache) == 0
+
+
+def test_equal_function_is_called_after_the_first_one_died():
+  first, second = Scale(4.0), Scale(4.0)
+  run = STRATEGY.jit(first)
+  other = STRATEGY.jit(second)
+  run(ONES)
+  del first, run
+  gc.collect()
+  # A new shape is traced again, with a function that is alive.
+  out = other(np.ones(3, np.float32))
+  assert np.asarray(out).tolist() == [[4.0] * 3] * 2
