@@ -434,7 +434,7 @@ def _warn(
       vmap_method="sequential",
     )
 
-  return jax.lax.cond(
+  unchanged = jax.lax.cond(
     at_floor,
     replica_context.fully_manual(call),
     lambda *args: args[-1],
@@ -442,3 +442,6 @@ def _warn(
     scale,
     skipped_steps,
   )
+  # Only the warning differs between replicas. `Strategy.run` cannot know that
+  # of a callback.
+  return replica_context.assume_replicated(unchanged)
