@@ -59,10 +59,10 @@ def save_args(
   check_state(state)
   check_plain_item(plain_item)
   validation.check_savable("state", state)
-  note = replica_groups.note(state)
+  note = replica_groups.describe_divergence(state)
   if note:
     _log.info("step %d: %s", int(state.step), note)
-    state = replica_groups.of_first_replica(state)
+    state = replica_groups.copy_first_replica(state)
   items: dict[str, Any] = {
     plain_item: ocp.args.StandardSave(state.without_wrappers())
   }

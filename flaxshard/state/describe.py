@@ -1,4 +1,4 @@
-"""A table of what lies where: the arrays of a state, on which devices."""
+"""Describes the shardings of a state's arrays, in a table."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from flax.training import train_state
 import jax
+import numpy as np
 
 from flaxshard.core import trees
 from flaxshard.state import fields as fields_lib
@@ -19,9 +20,9 @@ from flaxshard.state import replica_groups
 
 PyTree = Any
 
-# What is whole on every device and at least so large gets a mark.
+# Bytes from which on a replicated array gets a mark: it could be split.
 _LARGE = 2**20
-# A grid of more devices could not be read.
+# Devices up to which a notebook shows the parts of an array, legibly.
 _MAX_GRID = 16
 _HEADER = ("shape", "dtype", "spec", "per device", "whole")
 
@@ -31,13 +32,14 @@ class Row:
   """One array.
 
   Attributes:
-    path: Its path in the group, such as `Dense_0/kernel`.
-    shape: Its shape.
-    dtype: The name of its dtype.
-    sharding: Where it lies; None if that is not known.
+    path: Path of the array in the group, such as `Dense_0/kernel`.
+    shape: Shape of the array.
+    dtype: Name of the dtype.
+    sharding: Sharding of the array; None if it is not on a device.
     nbytes: Bytes of the whole array.
-    bytes_per_device: Bytes of a part, on each device that holds one.
-    large: Whether it is at least 1 MiB and whole on each of several devices.
+    bytes_per_device: Bytes on each device that holds a part.
+    large: Whether the array has 1 MiB or more and is replicated over several
+      devices.
   """
 
   path: str
@@ -50,7 +52,7 @@ class Row:
 
   @property
   def spec(self) -> str:
-    """How it is split, such as `P(None, 'model')`, or its one device."""
+    """The PartitionSpec, such as `P(None, 'model')`, or the single device."""
     if self.sharding is None:
       return "not placed"
     if isinstance(self.sharding, jax.sharding.NamedSharding):
@@ -67,8 +69,8 @@ class Group:
   """The arrays of one field of a state, such as `params`.
 
   Attributes:
-    name: The field.
-    rows: The arrays.
+    name: Name of the field.
+    rows: The arrays of the field.
   """
 
   name: str
@@ -76,22 +78,25 @@ class Group:
 
   @property
   def nbytes(self) -> int:
-    """Bytes of all arrays."""
+    """Bytes of all arrays, each counted once."""
     return sum(row.nbytes for row in self.rows)
 
   @property
   def bytes_per_device(self) -> int:
-    """Bytes on the device that holds most."""
+    """Bytes on the device that holds the most."""
     return max(_bytes_by_device(self.rows).values(), default=0)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Description:
-  """What lies where: `str()` is a table, a notebook shows it in colours.
+  """The arrays of a state with their shardings.
+
+  `str()` is a table. A notebook shows the table with colors.
 
   Attributes:
     groups: The arrays by field.
-    note: What the wrappers of a state tell of replicas that differ, or None.
+    note: A sentence on how the replicas differ, if a wrapper makes them differ;
+      else None.
   """
 
   groups: tuple[Group, ...]
@@ -99,12 +104,12 @@ class Description:
 
   @property
   def rows(self) -> tuple[Row, ...]:
-    """All arrays."""
+    """The arrays of all groups."""
     return tuple(row for group in self.groups for row in group.rows)
 
   @property
   def num_devices(self) -> int:
-    """Number of devices that hold something."""
+    """Number of devices that hold an array."""
     return len(_bytes_by_device(self.rows))
 
   @property
@@ -114,7 +119,7 @@ class Description:
 
   @property
   def bytes_per_device(self) -> int:
-    """Bytes on the device that holds most."""
+    """Bytes on the device that holds the most."""
     return max(_bytes_by_device(self.rows).values(), default=0)
 
   def __repr__(self) -> str:
@@ -134,31 +139,32 @@ class Description:
       cells = [cell.ljust(width) for cell, width in text]
       cells += [cell.rjust(width) for cell, width in numbers]
       lines.append("  ".join(cells).rstrip())
-    lines.append(self._summary())
-    if any(row.large for row in self.rows):
-      lines.append(f"* at least {_size(_LARGE)}, and whole on every device")
-    if self.note:
-      lines.append(self.note)
-    return "\n".join(lines)
+    return "\n".join([*lines, *self._footer()])
 
   def _repr_html_(self) -> str:
     lines = ['<table style="border-collapse: collapse; text-align: left">']
     for group in self.groups:
       lines.append(_html_row("th", (group.name, *_HEADER, "devices")))
       for row in group.rows:
-        lines.append(_html_row("td", (row.path, *_cells(row)), _grid(row)))
+        lines.append(
+          _html_row("td", (row.path, *_cells(row)), _render_grid(row))
+        )
       lines.append(
         _html_row("td", ("total", "", "", "", *_sizes(group), ""), bold=True)
       )
     lines.append("</table>")
-    lines.append(f"<p>{html.escape(self._summary())}</p>")
+    lines.extend(f"<p>{html.escape(line)}</p>" for line in self._footer())
+    return "\n".join(lines)
+
+  def _footer(self) -> list[str]:
+    lines = [self._summary()]
     if any(row.large for row in self.rows):
       lines.append(
-        f"<p>* at least {_size(_LARGE)}, and whole on every device</p>"
+        f"* at least {_size(_LARGE)}, replicated over several devices"
       )
     if self.note:
-      lines.append(f"<p>{html.escape(self.note)}</p>")
-    return "\n".join(lines)
+      lines.append(self.note)
+    return lines
 
   def _summary(self) -> str:
     return (
@@ -168,19 +174,19 @@ class Description:
 
 
 def describe(state: PyTree) -> Description:
-  """Says which part of every array lies on which device.
+  """Describes how the arrays of a state are sharded.
 
   Args:
-    state: A TrainState, or any tree of arrays; `jax.ShapeDtypeStruct`s with a
-      sharding do too.
+    state: A TrainState, or any tree of arrays or of `jax.ShapeDtypeStruct`s
+      with shardings, such as `create_train_state(..., abstract=True)`.
 
   Returns:
-    A description whose `str()` is a table with the shape, the dtype, the spec
-    and the bytes per device of every array, for each field of the state, and
-    with totals. Arrays of 1 MiB or more that are whole on every device have a
-    mark. In a notebook it shows, for up to 16 devices, which of them holds
-    which part; the parts of an array differ in colour. Under the table it says
-    if replicas differ by design, as with the groups of `CrossShard`.
+    A description. Its `str()` is a table: shape, dtype, spec and bytes per
+    device of every array, and totals, for each field of the state. An asterisk
+    marks arrays of 1 MiB or more that are replicated over several devices. If
+    a wrapper makes replicas differ, as `CrossShard` with groups does, a line
+    under the table says how. A notebook also shows which device holds which
+    part of an array, for up to 16 devices; each part has its own color.
 
   Raises:
     TypeError: A leaf is not an array.
@@ -204,7 +210,7 @@ def describe(state: PyTree) -> Description:
     Group(
       name,
       tuple(
-        # A field that is an array, such as `step`, goes by its own name.
+        # A field that is one array, such as `step`, has an empty path.
         _row(trees.path_string(path) if path else name, leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
       ),
@@ -212,22 +218,25 @@ def describe(state: PyTree) -> Description:
     for name, tree in fields.items()
   )
   return Description(
-    tuple(group for group in groups if group.rows), replica_groups.note(state)
+    tuple(group for group in groups if group.rows),
+    replica_groups.describe_divergence(state),
   )
 
 
 def _row(path: str, leaf: Any) -> Row:
-  dtype, shape = trees.dtype_of(leaf), tuple(getattr(leaf, "shape", ()))
-  traced = isinstance(leaf, jax.core.Tracer)
-  sharding = None if traced else getattr(leaf, "sharding", None)
+  dtype, shape = trees.dtype_of(leaf), np.shape(leaf)
+  # A traced array has no device yet.
+  is_traced = isinstance(leaf, jax.core.Tracer)
+  sharding = None if is_traced else getattr(leaf, "sharding", None)
   nbytes = math.prod(shape) * dtype.itemsize
-  part = 0
+  bytes_per_device = 0
   large = False
   if sharding is not None:
-    part = math.prod(sharding.shard_shape(shape)) * dtype.itemsize
-    several = len(sharding.device_set) > 1
-    large = several and part == nbytes and nbytes >= _LARGE
-  return Row(path, shape, str(dtype), sharding, nbytes, part, large)
+    part_shape = sharding.shard_shape(shape)
+    bytes_per_device = math.prod(part_shape) * dtype.itemsize
+    replicated = bytes_per_device == nbytes and len(sharding.device_set) > 1
+    large = replicated and nbytes >= _LARGE
+  return Row(path, shape, str(dtype), sharding, nbytes, bytes_per_device, large)
 
 
 def _bytes_by_device(rows: Iterable[Row]) -> dict[Any, int]:
@@ -273,33 +282,35 @@ def _html_row(
   return f"<tr>{''.join(f'<{tag}{style}>{p}</{tag}>' for p in parts)}</tr>"
 
 
-def _grid(row: Row) -> str:
-  """Returns the parts of an array as a table, with the devices of each."""
+def _render_grid(row: Row) -> str:
+  """Returns an HTML table of the parts of an array, with their devices."""
   if row.sharding is None:
     return "–"
   count = len(row.sharding.device_set)
   if count > _MAX_GRID:
     return f"{count} devices"
-  return _grid_of(row.sharding, row.shape)
+  return _render_parts(row.sharding, row.shape)
 
 
 @functools.lru_cache
-def _grid_of(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str:
-  # A part is told by where it starts: device numbers by that.
+def _render_parts(
+  sharding: jax.sharding.Sharding, shape: tuple[int, ...]
+) -> str:
+  # Device ids by the start of their part, which identifies it.
   parts: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
-  placed: dict[Any, Any] = dict(sharding.devices_indices_map(shape))
-  for device, index in placed.items():
+  indices: dict[Any, Any] = dict(sharding.devices_indices_map(shape))
+  for device, index in indices.items():
     parts[tuple(s.start or 0 for s in index)].append(device.id)
   split = [d for d in range(len(shape)) if len({key[d] for key in parts}) > 1]
   lines: dict[Any, list[str]] = collections.defaultdict(list)
   for i, start in enumerate(sorted(parts)):
     hue = round(360 * i / len(parts))
-    colour = f"hsl({hue}, 70%, 82%)" if len(parts) > 1 else "#eee"
+    color = f"hsl({hue}, 70%, 82%)" if len(parts) > 1 else "#eee"
     devices = " ".join(map(str, sorted(parts[start])))
-    # Of several dimensions that are split the first goes down, which takes
-    # more room, and the others to the right.
+    # If several dimensions are split, the first one runs down, in rows, and
+    # the others run to the right.
     lines[start[split[0]] if len(split) > 1 else 0].append(
-      f'<td style="background: {colour}; color: #000; padding: 1px 6px; '
+      f'<td style="background: {color}; color: #000; padding: 1px 6px; '
       f'border: 1px solid #fff; text-align: center">{devices}</td>'
     )
   rows = "".join(f"<tr>{''.join(cells)}</tr>" for cells in lines.values())

@@ -1,12 +1,14 @@
-"""States of which groups of replicas have their own, though none is marked so.
+"""States whose groups of replicas diverge, by design of a wrapper.
 
-Where a wrapper reduces groups of replicas apart, an array that its sharding
-calls replicated differs between devices. Reading it gives what one device has,
-XLA mixes them, and so does Orbax, which has each replica write a part.
+If a wrapper reduces gradients within groups of replicas, each group has its own
+parameters, although their sharding says replicated. JAX then reads such an
+array from one device, XLA may mix the values of several, and Orbax writes a
+part of the array from each replica.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import functools
 from typing import Any
 
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
+from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import stack
 
 PyTree = Any
@@ -22,94 +25,114 @@ PyTree = Any
 P = jax.sharding.PartitionSpec
 
 
-def note(state: PyTree) -> str | None:
-  """Returns what the wrappers tell of replicas that differ; None: they agree.
+def describe_divergence(state: PyTree) -> str | None:
+  """Returns how the replicas of a state differ, in a sentence.
 
   Args:
-    state: A TrainState.
+    state: A TrainState. Any other tree has no wrappers, and so no groups.
+
+  Returns:
+    The sentence; None if all replicas have the same parameters.
   """
-  return stack.divergence(getattr(state, "wrappers", ()))
+  if not isinstance(state, TrainState):
+    return None
+  return stack.divergence(state.wrappers)
 
 
-def of_first_replica(state: PyTree) -> PyTree:
-  """Returns a state with what replica 0 has, on every device.
+def copy_first_replica(state: PyTree) -> PyTree:
+  """Copies the state of replica 0 to all replicas, if they differ.
 
   Args:
     state: A TrainState.
 
   Returns:
-    The state as it is, where its replicas agree. Otherwise what is not split
-    over the replicas is sent from the first to all, bit for bit: a collective
-    of the state's size, and a second copy of it on each device.
+    `state` itself if its replicas do not differ. Otherwise a state in which
+    every array that is not split over the replicas has the bits of replica 0 on
+    all devices. This takes one collective of the size of the state, and memory
+    for a second state.
 
   Example:
     >>> import flaxshard as fs, optax
     >>> state = fs.TrainState.create(
     ...     apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
-    >>> of_first_replica(state) is state
+    >>> copy_first_replica(state) is state
     True
   """
-  if note(state) is None:
+  if describe_divergence(state) is None:
     return state
   leaves, treedef = jax.tree.flatten(state)
-  which = [i for i, x in enumerate(leaves) if _may_differ(x)]
-  if which:
-    send = _sender(tuple(leaves[i].sharding for i in which))
-    sent = jax.block_until_ready(send([leaves[i] for i in which]))
-    for i, x in zip(which, sent, strict=True):
+  indices = [i for i, x in enumerate(leaves) if _may_differ(x)]
+  if indices:
+    broadcast = _compile_broadcast(tuple(leaves[i].sharding for i in indices))
+    # Wait: XLA's CPU runtime deadlocks with other collectives in flight.
+    copies = jax.block_until_ready(broadcast([leaves[i] for i in indices]))
+    for i, x in zip(indices, copies, strict=True):
       leaves[i] = x
   return jax.tree.unflatten(treedef, leaves)
 
 
-def is_split(x: Any) -> bool:
-  """Whether an array is split over the replicas."""
-  sharding = getattr(x, "sharding", None)
-  return isinstance(sharding, jax.sharding.NamedSharding) and (
-    mesh_lib.REPLICA in specs_lib.axes_in(sharding.spec)
+# The README's name: `flaxshard.divergence.of_first_replica`.
+of_first_replica = copy_first_replica
+
+
+def is_split_over_replicas(x: Any) -> bool:
+  """Returns whether an array is split over the replicas."""
+  return (
+    isinstance(x, jax.Array)
+    and isinstance(x.sharding, jax.sharding.NamedSharding)
+    and mesh_lib.REPLICA in specs_lib.axes_in(x.sharding.spec)
   )
+
+
+note = describe_divergence
+is_split = is_split_over_replicas
 
 
 def _may_differ(x: Any) -> bool:
-  sharding = getattr(x, "sharding", None)
+  """Returns whether several replicas hold the same part of an array."""
   return (
-    isinstance(sharding, jax.sharding.NamedSharding)
-    and sharding.mesh.shape.get(mesh_lib.REPLICA, 1) > 1
-    and not is_split(x)
+    isinstance(x, jax.Array)
+    and isinstance(x.sharding, jax.sharding.NamedSharding)
+    and x.sharding.mesh.shape.get(mesh_lib.REPLICA, 1) > 1
+    and not is_split_over_replicas(x)
   )
 
 
-def _same_size(dtype: Any) -> Any:
-  return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
-
-
 @functools.lru_cache
-def _sender(shardings: tuple[jax.sharding.NamedSharding, ...]) -> Any:
-  """Returns what sends arrays of these shardings, all on one mesh."""
+def _compile_broadcast(
+  shardings: tuple[jax.sharding.NamedSharding, ...],
+) -> Callable[[list[jax.Array]], list[jax.Array]]:
+  """Returns a jitted function that copies arrays of replica 0 to all replicas.
 
-  def send(x: jax.Array) -> jax.Array:
+  Args:
+    shardings: Those of the arrays, all on one mesh.
+  """
+
+  def broadcast(x: jax.Array) -> jax.Array:
+    # `psum` takes neither keys nor booleans.
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-      data = send(jax.random.key_data(x))
+      data = broadcast(jax.random.key_data(x))
       return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    if jnp.iscomplexobj(x):
-      return jax.lax.complex(send(x.real), send(x.imag))
     if x.dtype == jnp.bool_:
-      return send(x.astype(jnp.int32)) == 1
+      return broadcast(x.astype(jnp.int32)) == 1
+    if jnp.iscomplexobj(x):
+      return jax.lax.complex(broadcast(x.real), broadcast(x.imag))
     if jnp.issubdtype(x.dtype, jnp.floating):
-      # As bits, which no sum rounds; -0.0 + 0.0 would be 0.0.
-      bits = send(jax.lax.bitcast_convert_type(x, _same_size(x.dtype)))
+      # The sum of integers keeps every bit; -0.0 + 0.0 would be 0.0.
+      same_size = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
+      bits = broadcast(jax.lax.bitcast_convert_type(x, same_size))
       return jax.lax.bitcast_convert_type(bits, x.dtype)
-    first = jax.lax.axis_index(mesh_lib.REPLICA) == 0
-    mine = jnp.where(first, x, jnp.zeros_like(x))
-    return jax.lax.psum(mine, mesh_lib.REPLICA)
+    is_first = jax.lax.axis_index(mesh_lib.REPLICA) == 0
+    summand = jnp.where(is_first, x, jnp.zeros_like(x))
+    return jax.lax.psum(summand, mesh_lib.REPLICA)
 
   return jax.jit(
     jax.shard_map(
-      lambda xs: jax.tree.map(send, xs),
+      lambda arrays: jax.tree.map(broadcast, arrays),
       mesh=shardings[0].mesh,
       in_specs=P(),
       out_specs=P(),
       axis_names={mesh_lib.REPLICA},
-      check_vma=False,
     ),
     out_shardings=list(shardings),
   )

@@ -226,7 +226,7 @@ def _train(
 
 
 def _log_state(state: TrainState, first_step: int) -> None:
-  note = replica_groups.note(state)
+  note = replica_groups.describe_divergence(state)
   if note:
     _log.warning("%s", note)
   if first_step:

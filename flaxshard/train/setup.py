@@ -83,7 +83,7 @@ class Setup:
       data.eval_batches(self.splits, **self._pipeline()), spec=self.batch_specs
     )
     # A checkpoint saves replica 0 as well, if groups of replicas differ.
-    state = replica_groups.of_first_replica(state)
+    state = replica_groups.copy_first_replica(state)
     with iter(batches) as iterator:
       for batch in iterator:
         metrics = self.eval_step(state, metrics, batch)
@@ -226,9 +226,9 @@ def _jit_train_step(
 def _check_split_over_replicas(state: TrainState) -> None:
   """Warns or raises if `Strategy.run` must gather what rules have split."""
   leaves = jax.tree.leaves(state.without_wrappers())
-  if not any(map(replica_groups.is_split, leaves)):
+  if not any(map(replica_groups.is_split_over_replicas, leaves)):
     return
-  note = replica_groups.note(state)
+  note = replica_groups.describe_divergence(state)
   if note:
     raise ValueError(
       "config.mesh.rules: nothing can be split over 'replica' here. "

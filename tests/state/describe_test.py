@@ -1,7 +1,8 @@
-"""The table of what lies where."""
+"""The table of arrays and shardings."""
 
 from html import parser
 
+from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +23,7 @@ def abstract(shape, *spec, dtype="float32"):
   return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def test_the_table_of_a_tree():
+def test_table_of_a_tree():
   tree = {
     "embed": abstract((1024, 512), "model"),
     "kernel": abstract((512, 512), "replica", "model"),
@@ -40,11 +41,11 @@ tree      shape        dtype    spec                   per device    whole
   table   (512, 1024)  float32  P()                     * 2.0 MiB  2.0 MiB
   total                                                   3.1 MiB  5.0 MiB
 arrays: 5, 5.0 MiB in all; devices: 8, at most 3.1 MiB on each
-* at least 1.0 MiB, and whole on every device"""
+* at least 1.0 MiB, replicated over several devices"""
   assert lines == wanted.splitlines()
 
 
-def test_a_train_state_in_groups():
+def test_groups_of_a_train_state():
   strategy = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
   sharding = jax.sharding.NamedSharding(strategy.mesh, P(None, "model"))
   state = fs.TrainState.create(
@@ -80,7 +81,20 @@ def test_a_train_state_in_groups():
   assert paths["loss_scale/scale"] == "P()"
 
 
-def test_bytes_per_device_are_those_of_the_fullest():
+def test_abstract_state_has_the_description_of_the_state():
+  strategy = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
+  args = nn.Dense(64), jax.random.key(0), np.ones((1, 32)), optax.adam(0.1)
+  kwargs = dict(
+    wrappers=[fs.AGN(communication_period=9)],
+    strategy=strategy,
+    rules=(("kernel", P(None, "model")),),
+  )
+  abstract_state = fs.create_train_state(*args, abstract=True, **kwargs)
+  state = fs.create_train_state(*args, **kwargs)
+  assert str(describe(abstract_state)) == str(describe(state))
+
+
+def test_bytes_per_device_are_of_the_fullest_device():
   one, two = jax.devices()[:2]
   tree = {
     "a": jax.device_put(np.zeros(8, np.float32), one),
@@ -95,7 +109,7 @@ def test_bytes_per_device_are_those_of_the_fullest():
   assert not any(row.large for row in description.rows)
 
 
-def test_what_does_not_lie_on_a_device():
+def test_arrays_without_a_sharding():
   tree = {
     "host": np.zeros(4, np.float32),
     "number": 1.0,
@@ -111,7 +125,7 @@ def test_what_does_not_lie_on_a_device():
   assert rows[0].spec == "not placed"
 
 
-def test_large_arrays_are_marked_where_they_could_be_split():
+def test_large_replicated_arrays_are_marked():
   large = np.zeros((1024, 256), np.float32)
   whole = jax.sharding.NamedSharding(MESH, P())
   rows = describe(
@@ -124,31 +138,29 @@ def test_large_arrays_are_marked_where_they_could_be_split():
   assert [row.large for row in rows] == [True, False, False]
 
 
-def test_random_keys():
+def test_prng_keys():
   whole = jax.sharding.NamedSharding(MESH, P())
   row = describe({"key": jax.device_put(jax.random.key(0), whole)}).rows[0]
   assert (row.dtype, row.nbytes, row.bytes_per_device) == ("key<fry>", 8, 8)
 
 
-def test_leaves_that_are_no_arrays():
-  with pytest.raises(
-    TypeError, match=r"state\[a/b\] must be an array, got 'x'"
-  ):
+def test_leaf_that_is_not_an_array_raises():
+  with pytest.raises(TypeError, match=r"state\[a/b\] .* got 'x'"):
     describe({"a": {"b": "x"}})
 
 
-def test_an_empty_tree():
+def test_empty_tree():
   assert str(describe({})) == (
     "arrays: 0, 0 B in all; devices: 0, at most 0 B on each"
   )
 
 
 class Cells(parser.HTMLParser):
-  """The text and the colours of an HTML, and whether its tags are closed."""
+  """Text and background colors of HTML; checks that its tags are closed."""
 
   def __init__(self, markup):
     super().__init__()
-    self.open, self.text, self.colours = [], [], []
+    self.open, self.text, self.colors = [], [], []
     self.feed(markup)
     assert not self.open
 
@@ -156,7 +168,7 @@ class Cells(parser.HTMLParser):
     self.open.append(tag)
     style = dict(attrs).get("style", "")
     if "background: " in style:
-      self.colours.append(style.partition("background: ")[2].partition(";")[0])
+      self.colors.append(style.partition("background: ")[2].partition(";")[0])
 
   def handle_endtag(self, tag):
     assert self.open.pop() == tag
@@ -167,34 +179,34 @@ class Cells(parser.HTMLParser):
 
 
 def grid(*spec, shape=(8, 8)):
-  """The devices in each cell of an array's grid, and their colours."""
+  """Returns the devices in each cell of an array's grid, and the colors."""
   cells = Cells(describe({"w": abstract(shape, *spec)})._repr_html_())
   start = cells.text.index(str(shape)) + 5
-  return cells.text[start : cells.text.index("total")], cells.colours
+  return cells.text[start : cells.text.index("total")], cells.colors
 
 
-def test_the_grid_shows_which_device_holds_which_part():
+def test_grid_of_parts_and_devices():
   assert grid() == (["0 1 2 3 4 5 6 7"], ["#eee"])
-  devices, colours = grid("replica")
+  devices, colors = grid("replica")
   assert devices == ["0 1", "2 3", "4 5", "6 7"]
-  assert len(set(colours)) == 4
+  assert len(set(colors)) == 4
   assert grid(None, "model")[0] == ["0 2 4 6", "1 3 5 7"]
-  devices, colours = grid("model", "replica")
+  devices, colors = grid("model", "replica")
   assert devices == ["0", "2", "4", "6", "1", "3", "5", "7"]
-  assert len(set(colours)) == 8
+  assert len(set(colors)) == 8
   markup = describe({"w": abstract((8, 8), "model", "replica")})._repr_html_()
   inner = markup[markup.rindex("<table") : markup.index("</table>")]
-  assert inner.count("<tr>") == 2  # the first dimension goes down
+  assert inner.count("<tr>") == 2  # the first dimension runs down
 
 
-def test_html_is_escaped_and_has_the_totals():
+def test_html_is_escaped_and_has_totals_and_footer():
   description = describe({"<b>&": abstract((1024, 1024)), "v": np.zeros(2)})
   markup = description._repr_html_()
   assert "<b>&" not in markup
   cells = Cells(markup)
   assert "<b>&" in cells.text
   assert "* 4.0 MiB" in cells.text
-  assert "* at least 1.0 MiB, and whole on every device" in cells.text
+  assert "* at least 1.0 MiB, replicated over several devices" in cells.text
   assert "total" in cells.text
 
 
@@ -205,7 +217,7 @@ class Device:
     self.id = id
 
 
-def test_many_devices_are_counted():
+def test_grid_of_many_devices_is_their_number():
   class Sharding:
     device_set = frozenset(map(Device, range(32)))
 

@@ -1,4 +1,4 @@
-"""States of which groups of replicas have their own."""
+"""States whose groups of replicas diverge."""
 
 import tempfile
 
@@ -18,7 +18,7 @@ P = jax.sharding.PartitionSpec
 pytestmark = pytest.mark.filterwarnings("ignore:CrossShard. the replicas")
 
 
-# What a sum would not keep, to the bit, or not take.
+# Values whose bits a sum over replicas would change, or whose dtype it refuses.
 ODD = {
   "zero": np.float32(-0.0),
   "nan": np.array([np.nan, np.inf, 1e-45], np.float32),
@@ -31,7 +31,7 @@ ODD = {
 
 @pytest.fixture(scope="module")
 def diverged():
-  """A state, on two logical devices a replica, of groups that differ."""
+  """Returns a state of two groups, and the shards of replica 0 by leaf."""
   strategy = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
   split = jax.NamedSharding(strategy.mesh, P(None, "model"))
   params = {
@@ -69,8 +69,8 @@ def data_of(x):
   return jax.random.key_data(x) if is_key else x
 
 
-def assert_everywhere(state, wanted):
-  """Every device has what replica 0 had."""
+def assert_on_all_devices(state, wanted):
+  """Checks that every device has the bytes that replica 0 had."""
   for x, parts in zip(jax.tree.leaves(carried(state)), wanted, strict=True):
     shards = data_of(x).addressable_shards
     assert len(shards) == 8
@@ -79,25 +79,46 @@ def assert_everywhere(state, wanted):
       assert np.asarray(shard.data).tobytes() == wanted_bytes
 
 
-def test_the_state_of_replica_0_goes_to_all(diverged) -> None:
+def test_copy_first_replica_keeps_every_bit(diverged) -> None:
   state, wanted = diverged
   for x in (state.params["b"], *jax.tree.leaves(state.opt_state)):
     assert len({held.tobytes() for held in grouped.on_each(x)}) > 1
-  new = replica_groups.of_first_replica(state)
+  new = replica_groups.copy_first_replica(state)
   assert new.params["w"].sharding == state.params["w"].sharding
-  assert_everywhere(new, wanted)
+  assert_on_all_devices(new, wanted)
 
 
-def test_a_checkpoint_has_the_group_of_replica_0(diverged, caplog) -> None:
+def test_checkpoint_has_the_state_of_replica_0(diverged, caplog) -> None:
   state, wanted = diverged
   directory = tempfile.mkdtemp()
   with caplog.at_level("INFO", "flaxshard"):
     with fs.Checkpointer(directory) as checkpointer:
       checkpointer.save(1, state)
       restored = checkpointer.restore(state)
-  assert "step 1: CrossShard: " in caplog.text
-  assert "the group of replica 0, (0, 2)." in caplog.text
-  assert_everywhere(restored, wanted)
+  assert "CrossShard" in caplog.text
+  assert "(0, 2)" in caplog.text
+  assert_on_all_devices(restored, wanted)
   plain = ocp.StandardCheckpointer().restore(f"{directory}/1/default")
   wanted = grouped.on_each(state.params["b"])[0]
   np.testing.assert_array_equal(plain["params"]["b"], wanted)
+
+
+def test_states_that_do_not_diverge():
+  state = grouped.create(fs.Strategy(), fs.LossScale(8))
+  assert replica_groups.describe_divergence(state) is None
+  assert replica_groups.describe_divergence({"w": 1}) is None
+  assert replica_groups.copy_first_replica(state) is state
+  assert fs.divergence.of_first_replica(state) is state
+
+
+def test_is_split_over_replicas():
+  mesh = fs.Strategy(mesh_shape={"replica": 4, "model": 2}).mesh
+  for spec, is_split in [
+    (P("replica"), True),
+    (P(None, ("model", "replica")), True),
+    (P("model"), False),
+    (P(), False),
+  ]:
+    x = jax.device_put(np.ones((8, 8)), jax.NamedSharding(mesh, spec))
+    assert replica_groups.is_split_over_replicas(x) == is_split
+  assert not replica_groups.is_split_over_replicas(np.ones(8))
