@@ -1,10 +1,13 @@
-"""The digits config, its images split over eight logical devices.
+r"""Trains digits with each image split over eight logical devices.
 
-python -m flaxshard --config=configs/digits_spatial.py --workdir=/tmp/spatial
+    python -m flaxshard --config=configs/digits_spatial.py \
+      --workdir=/tmp/spatial
 
-Every image of 8x8 pixels lies in eight pieces of 4x2, one on each device; XLA
-exchanges the borders that a convolution needs. Rehearsed on virtual CPU
-devices: real ones take `--config.mesh.virtual_devices=0`.
+An image of 8x8 pixels becomes eight pieces of 4x2, one per device. XLA
+exchanges the borders that a convolution needs.
+
+It runs on virtual CPU devices. On real devices, add
+`--config.mesh.virtual_devices=0`.
 """
 
 import ml_collections
@@ -17,7 +20,7 @@ def get_config() -> ml_collections.ConfigDict:
   config = digits.get_config()
   config.mesh.replica = 1
   config.mesh.logical_devices = 8
-  # Pieces of each dimension: batch, height, width, channels. Labels stay whole.
+  # Pieces of batch, height, width and channels. Labels are not split.
   config.mesh.split = {"inputs": (1, 2, 4, 1)}
-  config.mesh.virtual_devices = 8  # 0: the devices that are there
+  config.mesh.virtual_devices = 8  # 0: the devices of this machine
   return config

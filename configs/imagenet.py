@@ -1,14 +1,15 @@
-r"""ResNet-50 on ImageNet in float16, with a dynamic loss scale.
+r"""Trains ResNet-50 on ImageNet in float16, with a dynamic loss scale.
 
     pip install 'flaxshard[train,imagenet]'
     python -m flaxshard --config=configs/imagenet.py --workdir=/tmp/imagenet \
       --config.data.data_dir=$HOME/tensorflow_datasets
 
-The 90 epochs were not run. What was run is this command with
-`--config.batch_size=4 --config.num_train_steps=1`, on a CPU, on 21 made-up
-images that TensorFlow Datasets had prepared as `imagenet2012`. The prepared
-files have to be ArrayRecord files; without them, the error says how to make
-them.
+The 90 epochs were not run, so there is no accuracy to expect. This command was
+run with `--config.batch_size=4 --config.num_train_steps=1` on a CPU, on 21
+synthetic images that TensorFlow Datasets had prepared as `imagenet2012`.
+
+The prepared files must be ArrayRecord files; if they are missing, the error
+says how to make them.
 """
 
 import ml_collections
@@ -25,9 +26,9 @@ def get_config() -> ml_collections.ConfigDict:
     "image_size": 224,
   }
 
-  config.batch_size = 1024  # over all devices
+  config.batch_size = 1024  # examples, over all devices
   config.num_train_steps = 112_590  # 90 epochs of 1,251 steps
-  config.learning_rate = 0.4  # 0.1 for every 256 images of a batch
+  config.learning_rate = 0.4  # peak of the schedule: 0.1 per 256 examples
   config.optimizer = {
     "name": "sgd",
     "momentum": 0.9,
@@ -35,29 +36,34 @@ def get_config() -> ml_collections.ConfigDict:
     "weight_decay": 1e-4,  # not of biases and normalization scales
   }
   config.schedule = {"name": "cosine", "warmup_steps": 6_255}  # 5 epochs
-  config.seed = 0
+  config.seed = 0  # of initialization, data order and augmentation
 
-  config.precision = "mixed_float16"
-  config.wrappers = (("loss_scale", {"scale": "dynamic"}),)
+  config.precision = "mixed_float16"  # or "float32", "mixed_bfloat16"
+  config.wrappers = (("loss_scale", {"scale": "dynamic"}),)  # outermost first
   config.mesh = {
-    "replica": -1,  # replicas share a batch; -1: as many as fit
-    "logical_devices": 1,  # of each replica, or by name:
-    "axes": (),  # (("model", 2),)
-    "rules": (),  # of parameters: ("fsdp",), (("kernel$", (None, "model")),)
-    "split": {},  # of batches, into pieces: {"inputs": (1, 2, 4, 1)}
-    "per_replica": False,  # run the step on each replica, as Strategy.run does
-    "virtual_devices": 0,  # n: rehearse on n virtual CPU devices
+    "replica": -1,  # number of replicas, which share a batch; -1: all that fit
+    "logical_devices": 1,  # devices of each replica
+    "axes": (),  # or named axes of them, as (("model", 2),)
+    # How parameters are split: ("fsdp",), (("kernel$", (None, "model")),)
+    "rules": (),
+    # Pieces of each array of a batch, by dimension: {"inputs": (1, 2, 4, 1)}
+    "split": {},
+    "per_replica": False,  # run the step once per replica, as Strategy.run
+    "virtual_devices": 0,  # n: run on n virtual CPU devices
   }
 
   config.log_every_steps = 100
-  config.eval_every_steps = 1_251  # once an epoch
+  config.eval_every_steps = 1_251  # one epoch
   config.checkpoint_every_steps = 1_251
-  config.checkpoint_every_minutes = 0.0  # too, as rows are logged; 0: never
-  config.max_to_keep = 3  # the newest; and, for as long as the run goes on:
-  config.keep_every_steps = 0  # those at multiples of it; 0: none
-  config.best_metric = "none"  # or the best by "eval_accuracy", "eval_loss"
-  config.keep_best = 1  # so many of the best
-  config.writer = "tensorboard"  # or "clu" (needs TensorFlow), "none"
-  config.profile_steps = ()  # (first, last): a trace in workdir/profile
-  config.on_nonfinite = "stop"  # or "continue"
+  # Also saves with a row of metrics when the last save is this old; 0: never.
+  config.checkpoint_every_minutes = 0.0
+  config.max_to_keep = 3  # number of newest checkpoints to keep
+  config.keep_every_steps = 0  # also keep those at multiples of n; 0: none
+  # Also keep the best by "eval_accuracy" or "eval_loss".
+  config.best_metric = "none"
+  config.keep_best = 1  # number of best checkpoints to keep
+  config.writer = "tensorboard"  # of events; or "clu" (TensorFlow), "none"
+  config.profile_steps = ()  # (first, last): trace them to workdir/profile
+  # At a non-finite loss that no wrapper skips: "stop" or "continue".
+  config.on_nonfinite = "stop"
   return config

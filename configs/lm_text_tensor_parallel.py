@@ -1,10 +1,12 @@
-"""The text config, its layers split over two logical devices of each replica.
+r"""Trains the text model with its layers split over two devices per replica.
 
-python -m flaxshard --config=configs/lm_text_tensor_parallel.py --workdir=/tmp/t
+    python -m flaxshard --config=configs/lm_text_tensor_parallel.py \
+      --workdir=/tmp/lm_tensor_parallel
 
-The layout of Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053): attention
-heads and the MLP's hidden units lie on one device or the other, and one sum per
-branch brings them together.
+The layout is that of Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053). Each
+device has half of the attention heads and half of the hidden units; one
+all-reduce per attention or MLP block adds the halves. Only the layout differs
+from lm_text.py, not the training.
 """
 
 import ml_collections
@@ -16,7 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
   """Returns the config."""
   config = lm_text.get_config()
   config.mesh.axes = (("model", 2),)
-  # The first regex found in a parameter's path says how it is split.
+  # The first regex found in the path of a parameter gives its PartitionSpec.
   config.mesh.rules = (
     ("(query|key|value|mlp_in)/kernel", (None, "model")),
     ("(query|key|value|mlp_in)/bias", ("model",)),
@@ -24,5 +26,5 @@ def get_config() -> ml_collections.ConfigDict:
     ("embed/embedding", ("model", None)),
     ("head/kernel", (None, "model")),
   )
-  config.mesh.virtual_devices = 8  # 0: the devices that are there
+  config.mesh.virtual_devices = 8  # 0: the devices of this machine
   return config

@@ -2,7 +2,7 @@
 
   python -m flaxshard --config=configs/digits.py --workdir=/tmp/digits
 
-Any field of the config can be set from here:
+Any field of the config can be set on the command line:
 
   --config.batch_size=256 --config.learning_rate=1e-3
   --config.model.features='(16, 32)' --config.optimizer.name=lion
@@ -12,22 +12,22 @@ Any field of the config can be set from here:
   --config.mesh.axes="(('model', 2),)" --config.mesh.rules="('fsdp',)"
   --config.data.name=my_package.my_module:my_factory
 
-A field that the config file does not have is an error that names near ones;
-the file itself has a comment at each. The workdir gets
+A field that the config file does not have is an error that lists similar names.
+The config file has a comment at each field. The run writes to the workdir:
 
-  checkpoints/       Orbax checkpoints, one every config.checkpoint_every_steps
-  metrics.jsonl      one JSON object a line, every config.log_every_steps
-  events.out.*       the same for TensorBoard
-  training.png       loss, accuracy and loss scale over steps
-  config.json        the config as it ran
+  checkpoints/       Orbax checkpoints, every config.checkpoint_every_steps
+  metrics.jsonl      one JSON object per line, every config.log_every_steps
+  events.out.*       the same metrics for TensorBoard
+  training.png       loss, accuracy and loss scale over the steps
+  config.json        the config of the run
   profile/           a trace, with --config.profile_steps='(10, 20)'
 
-Running the same command again goes on from the last checkpoint; Ctrl-C,
-SIGTERM and JAX's notice of preemption save one first. A second Ctrl-C stops at
-once. Two runs in one workdir are refused.
+The same command again continues from the last checkpoint. Ctrl-C, SIGTERM and
+JAX's notice of preemption save a checkpoint and end the run; a second Ctrl-C
+ends it at once. A workdir can be used by one run at a time.
 """
 
-# Flags only; the loop is in flaxshard/train.py.
+# Flags only: the training loop is in flaxshard/train/loop.py.
 
 import logging
 
@@ -49,15 +49,16 @@ config_flags.DEFINE_config_file(
 flags.DEFINE_string(
   "workdir",
   None,
-  "Where everything goes; one that has a checkpoint is continued.",
+  "The folder of the run. If it has a checkpoint, training continues from it.",
 )
 flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main(argv: list[str]) -> None:
-  """Runs the loop."""
+  """Runs the training loop."""
   if len(argv) > 1:
     raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  # Not propagated: absl's handler at the root would print each line again.
   log = logging.getLogger("flaxshard")
   handler = logging.StreamHandler()
   handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> None:
   log.setLevel(logging.INFO)
   log.propagate = False
   if not FLAGS["verbosity"].present:
-    # JAX and Orbax have a lot to say at INFO.
+    # JAX and Orbax log many lines at INFO.
     absl_logging.set_verbosity(absl_logging.WARNING)
 
   loop.train_and_evaluate(FLAGS.config, FLAGS.workdir)

@@ -24,7 +24,6 @@ from flaxshard.core import lock
 from flaxshard.core import multihost
 from flaxshard.data import distribute
 from flaxshard.state import describe
-from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
 from flaxshard.train import charts
 from flaxshard.train import config as config_lib
@@ -78,10 +77,10 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
   # is written or compiled.
   setup = setup_lib.create_setup(config, strategy)
 
-  with _open_run(config, setup, workdir) as run:
-    state, first_step = _restore_or_create(config, setup, run)
+  with _open_run(setup, workdir) as run:
+    state, first_step = _restore_or_create(setup, run)
     if first_step < config.num_train_steps:
-      state = _train(config, setup, run, state, first_step)
+      state = _train(setup, run, state, first_step)
     else:
       _log.info(
         "step %d is done already: nothing to train up to "
@@ -111,16 +110,15 @@ class _Run:
 
 
 @contextlib.contextmanager
-def _open_run(
-  config: Any, setup: setup_lib.Setup, workdir: str
-) -> Iterator[_Run]:
+def _open_run(setup: setup_lib.Setup, workdir: str) -> Iterator[_Run]:
+  config = setup.config
   with contextlib.ExitStack() as stack:
     with multihost.raise_on_all_processes(ValueError):
       unlock = lock.acquire("workdir", workdir)
     stack.callback(unlock)
     # From here on a signal ends the run with a checkpoint.
     received_signal = stack.enter_context(preemption.catch_signals())
-    train_iter = stack.enter_context(iter(setup.train_batches(config.seed)))
+    train_iter = stack.enter_context(iter(setup.train_batches()))
     best_metric = config.best_metric
     checkpointer = stack.enter_context(
       checkpoint.Checkpointer(
@@ -138,12 +136,12 @@ def _open_run(
 
 
 def _restore_or_create(
-  config: Any, setup: setup_lib.Setup, run: _Run
+  setup: setup_lib.Setup, run: _Run
 ) -> tuple[TrainState, int]:
   """Returns the state to train from, and the step that it was saved at."""
   if run.checkpointer.latest_step() is None:
     return setup.plan.create_state(), 0
-  metrics_lib.check_continues(config, run.workdir)
+  metrics_lib.check_continues(setup.config, run.workdir)
   # Into shapes and shardings: a state of arrays would need its memory twice.
   state = run.checkpointer.restore(
     setup.plan.abstract_state(), data=run.train_iter
@@ -155,13 +153,10 @@ def _restore_or_create(
 
 
 def _train(
-  config: Any,
-  setup: setup_lib.Setup,
-  run: _Run,
-  state: TrainState,
-  first_step: int,
+  setup: setup_lib.Setup, run: _Run, state: TrainState, first_step: int
 ) -> TrainState:
   """Trains from `first_step` to the last step, and returns the final state."""
+  config = setup.config
   metrics_lib.write_config(config, run.workdir)
   _log_state(state, first_step)
   _compile(setup.lowered_train_step)
@@ -197,7 +192,7 @@ def _train(
         continue
 
       # Waits for the step. Another process may hold some of the replicas.
-      seen = steps.over_replicas(jax.device_get(setup.replicate(progress)))
+      seen = steps.combine_replicas(jax.device_get(setup.replicate(progress)))
       steps_per_second = timer.lap(step) if due.log else None
       with timer.paused():
         _check_finite(config.on_nonfinite, state, seen)
@@ -226,18 +221,17 @@ def _train(
 
 
 def _log_state(state: TrainState, first_step: int) -> None:
-  note = replica_groups.describe_divergence(state)
-  if note:
-    _log.warning("%s", note)
+  description = describe.describe(state)
+  if description.note:
+    _log.warning("%s", description.note)
   if first_step:
     return
   overview = parameter_overview.get_parameter_overview(
     state.params, include_stats=False
   )
   _log.info("parameters:\n%s", overview)
-  description = describe.describe(state)
   if description.num_devices > 1:
-    _log.info("what lies where:\n%s", description)
+    _log.info("arrays and their shardings:\n%s", description)
 
 
 def _compile(lowered: jax.stages.Lowered) -> None:

@@ -44,9 +44,9 @@ class Setup:
   """Everything that a run needs, built from its config.
 
   Attributes:
+    config: The checked config.
     strategy: The devices.
     splits: The data.
-    batch_size: Examples in a batch, over all replicas and processes.
     batch_specs: How each array of a batch is split.
     schedule: The learning rate, as a function of the applied updates.
     plan: Creates the state, or its abstract version to restore into.
@@ -54,24 +54,24 @@ class Setup:
       state and progress. The given state and progress are donated.
     lowered_train_step: The same step, traced and ready to be compiled.
     eval_step: `eval_step(state, metrics, batch)` returns the merged metrics.
-    per_replica: Whether the step runs once per replica, as in `Strategy.run`.
   """
 
+  config: Any
   strategy: Strategy
   splits: data.Splits
-  batch_size: int
   batch_specs: Mapping[str, P]
   schedule: optax.Schedule
   plan: create_lib.CreationPlan
   train_step: TrainStep
   lowered_train_step: jax.stages.Lowered
   eval_step: Callable[..., steps.Metrics]
-  per_replica: bool
 
-  def train_batches(self, seed: int) -> distribute.DistributedDataset:
+  def train_batches(self) -> distribute.DistributedDataset:
     """Returns the endless training batches, on the devices."""
     return self.strategy.distribute_dataset(
-      data.train_iterator(self.splits, seed=seed, **self._pipeline()),
+      data.train_iterator(
+        self.splits, seed=self.config.seed, **self._pipeline()
+      ),
       mask=None,
       spec=self.batch_specs,
     )
@@ -92,7 +92,7 @@ class Setup:
   def init_progress(self) -> steps.Progress:
     """Returns the progress before any step, on the devices."""
     return _init_progress(
-      self.strategy, self.plan.abstract_state(), self.per_replica
+      self.strategy, self.plan.abstract_state(), self.config.mesh.per_replica
     )
 
   def replicate(self, tree: Any) -> Any:
@@ -101,7 +101,7 @@ class Setup:
 
   def _pipeline(self) -> dict[str, int]:
     return {
-      "batch_size": self.batch_size,
+      "batch_size": self.config.batch_size,
       **devices.input_pipeline(self.strategy),
     }
 
@@ -163,9 +163,9 @@ def create_setup(config: Any, strategy: Strategy) -> Setup:
     batch["mask"] = np.ones(config.batch_size, bool)
     jax.eval_shape(steps.eval_step, state, steps.Metrics.empty(), batch)
   return Setup(
+    config=config,
     strategy=strategy,
     splits=splits,
-    batch_size=config.batch_size,
     batch_specs=specs,
     schedule=schedule,
     plan=plan,
@@ -175,7 +175,6 @@ def create_setup(config: Any, strategy: Strategy) -> Setup:
     else devices.block_if_virtual_cpu(strategy, jitted),
     lowered_train_step=lowered,
     eval_step=devices.block_if_virtual_cpu(strategy, jax.jit(steps.eval_step)),
-    per_replica=per_replica,
   )
 
 
@@ -225,8 +224,10 @@ def _jit_train_step(
 
 def _check_split_over_replicas(state: TrainState) -> None:
   """Warns or raises if `Strategy.run` must gather what rules have split."""
-  leaves = jax.tree.leaves(state.without_wrappers())
-  if not any(map(replica_groups.is_split_over_replicas, leaves)):
+  # Rules split parameters; the slots of the optimizer follow them.
+  if not any(
+    map(replica_groups.is_split_over_replicas, jax.tree.leaves(state.params))
+  ):
     return
   note = replica_groups.describe_divergence(state)
   if note:

@@ -1,6 +1,7 @@
-"""The train and the eval step of the training loop."""
+"""The train step and the eval step of the training loop."""
 
-# No deferred annotations here: clu reads the fields of a Collection as types.
+# No `from __future__ import annotations`: clu's Collection needs the types of
+# its fields, not strings.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -25,21 +26,20 @@ Batch = Mapping[str, jax.Array]
 
 @flax.struct.dataclass
 class Metrics(clu_metrics.Collection):
-  """Means over labels; those under a False `mask` do not count."""
+  """Means over labels, without those where `mask` is False."""
 
   loss: clu_metrics.Average.from_output("loss")  # type: ignore[valid-type]
   accuracy: clu_metrics.Average.from_output("correct")  # type: ignore[valid-type]
 
 
 class Progress(NamedTuple):
-  """What the loop wants to know of the steps since it last looked.
+  """Results of the steps since the last row of metrics.
 
   Attributes:
-    metrics: Of the applied steps; skipped ones have no loss worth averaging.
-    bad_step: int32 scalar, the first applied step with a non-finite loss; 0 if
-      there was none.
-    bad_leaves: bool `[leaves of params]`, those non-finite after that step, of
-      what the next loss would be taken at.
+    metrics: Metrics of the applied steps. A skipped step has no finite loss.
+    bad_step: int32 scalar, the first applied step with a non-finite loss, or 0.
+    bad_leaves: bool `[number of leaves of params]`, whether each parameter is
+      not finite after that step. With AGN these are the local parameters.
   """
 
   metrics: Metrics
@@ -48,7 +48,11 @@ class Progress(NamedTuple):
 
 
 def init_progress(state: TrainState) -> Progress:
-  """Returns the progress of no step."""
+  """Returns the progress before any step.
+
+  Args:
+    state: The state, arrays or `jax.ShapeDtypeStruct`s.
+  """
   return Progress(
     metrics=Metrics.empty(),
     bad_step=jnp.zeros((), jnp.int32),
@@ -68,18 +72,17 @@ def train_step(
   Args:
     state: The train state.
     progress: The progress so far.
-    batch: `inputs` and int `labels`, `[batch, ...]`; logits have one more
-      dimension than labels, the classes.
-    rng: A key for the whole run; each step folds its number into it, and each
-      replica its own.
-    step: int32 scalar, the batches consumed, this one included.
+    batch: `inputs` and integer `labels`, `[batch, ...]`. The model returns
+      logits of the shape of the labels and one more dimension, the classes.
+    rng: The PRNG key of the run. The step and the replica are folded into it.
+    step: int32 scalar, number of batches consumed, including this one.
 
   Returns:
     The next state and progress.
   """
 
   def loss_fn(params: Any) -> tuple[jax.Array, Any]:
-    rngs = {"dropout": jax.random.fold_in(_own_keys(rng), step)}
+    rngs = {"dropout": jax.random.fold_in(_fold_in_replica(rng), step)}
     logits, collections = _apply(state, params, batch, rngs)
     losses = _losses(logits, batch)
     return losses.mean(), (losses, logits, collections)
@@ -94,8 +97,9 @@ def train_step(
     correct=_correct(logits, batch),
     mask=jnp.broadcast_to(applied, losses.shape[:1]),
   )
-  # A loss that is not finite and a step that no wrapper has skipped.
+  # Only the first bad step: later ones have parameters broken by it.
   bad = applied & ~jnp.isfinite(loss) & (progress.bad_step == 0)
+  # A conditional: reading all parameters at every step would cost time.
   bad_leaves = jax.lax.cond(
     bad,
     lambda params, _: jnp.stack(
@@ -113,7 +117,17 @@ def train_step(
 
 
 def eval_step(state: TrainState, metrics: Metrics, batch: Batch) -> Metrics:
-  """Merges a held-out batch, with a bool `mask` `[batch]`, into metrics."""
+  """Merges the metrics of one evaluation batch into `metrics`.
+
+  Args:
+    state: The train state.
+    metrics: The metrics so far.
+    batch: As in `train_step`, with a bool `mask` `[batch]` that is False for
+      padding.
+
+  Returns:
+    The merged metrics.
+  """
   logits, _ = _apply(state, state.params, batch, None)
   return metrics.merge(
     Metrics.single_from_model_output(
@@ -124,12 +138,21 @@ def eval_step(state: TrainState, metrics: Metrics, batch: Batch) -> Metrics:
   )
 
 
-def over_replicas(progress: Progress) -> Progress:
-  """Returns the progress of all replicas together, on the host."""
+def combine_replicas(progress: Progress) -> Progress:
+  """Combines the progress of all replicas.
+
+  Args:
+    progress: NumPy arrays, or `PerReplica` of them.
+
+  Returns:
+    The summed metrics, the first bad step of any replica, and the leaves that
+    are bad after it.
+  """
   if not values.is_per_replica(progress.bad_step):
     return progress
   bad_steps: Any = np.asarray(progress.bad_step)
-  first = min(bad_steps[bad_steps > 0], default=bad_steps[0])  # 0 is none
+  # 0 means no bad step.
+  first = min(bad_steps[bad_steps > 0], default=bad_steps[0])
   return Progress(
     metrics=jax.tree.map(
       lambda x: np.sum(x, axis=0),
@@ -142,7 +165,7 @@ def over_replicas(progress: Progress) -> Progress:
 
 
 def bad_paths(state: TrainState, progress: Progress) -> list[str]:
-  """Returns the paths that `progress.bad_leaves` marks."""
+  """Returns the paths of the parameters marked in `progress.bad_leaves`."""
   paths = jax.tree_util.tree_leaves_with_path(state.params)
   return [
     trees.path_string(path)
@@ -152,6 +175,7 @@ def bad_paths(state: TrainState, progress: Progress) -> list[str]:
 
 
 def _working_params(state: TrainState) -> Any:
+  """Returns the parameters at which the next loss is computed."""
   states = state.wrapper_states
   if replica_context.get_replica_context() is None:
     states = stack.drop_replica_axis(state.wrappers, states)
@@ -161,16 +185,21 @@ def _working_params(state: TrainState) -> Any:
 def _apply(
   state: TrainState, params: Any, batch: Batch, rngs: Any
 ) -> tuple[jax.Array, dict[str, Any]]:
-  """Applies the model, for training if there are rngs."""
-  own = ("step", "params", "opt_state", "wrapper_states")
-  names = [n for n in fields_lib.array_field_names(state) if n not in own]
+  """Applies the model, in training mode if there are `rngs`.
+
+  Returns:
+    The logits, and the new values of the collections.
+  """
+  fixed = ("step", "params", "opt_state", "wrapper_states")
+  names = [n for n in fields_lib.array_field_names(state) if n not in fixed]
   if OVERWRITE_WITH_GRADIENT in params:
+    # Flax's fp8 layers: params holds both collections, by name.
     variables = dict(params)
   else:
     variables = {"params": params}
   collections = {name: getattr(state, name) for name in names}
   train = rngs is not None
-  variables.update(_own_keys(collections) if train else collections)
+  variables.update(_fold_in_replica(collections) if train else collections)
   kwargs: dict[str, Any]
   if isinstance(state.apply_fn, nnx_adapter.Apply):
     kwargs = {"mode": "train" if train else "eval"}
@@ -180,28 +209,33 @@ def _apply(
   logits, new = state.apply_fn(
     variables, batch["inputs"], mutable=mutable, **kwargs
   )
-  return logits, _shared_keys(new, collections)
+  return logits, _restore_keys(new, collections)
 
 
-def _own_keys(tree: Any) -> Any:
-  """Gives a replica PRNG keys of its own; NNX modules carry theirs along."""
+def _fold_in_replica(tree: Any) -> Any:
+  """Folds the replica into the PRNG keys of a tree.
+
+  Otherwise all replicas would drop the same units. NNX modules carry their keys
+  in a collection.
+  """
   context = replica_context.get_replica_context()
   if context is None:
     return tree
 
-  def fold(x: jax.Array) -> jax.Array:
+  def fold_in_leaf(x: jax.Array) -> jax.Array:
     if not _is_key(x):
       return x
     fold_in = lambda key: jax.random.fold_in(
       key, context.replica_id_in_sync_group
     )
+    # fold_in takes one key; a leaf may be an array of keys.
     return jax.vmap(fold_in)(x.reshape(-1)).reshape(x.shape)
 
-  return jax.tree.map(fold, tree)
+  return jax.tree.map(fold_in_leaf, tree)
 
 
-def _shared_keys(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-  """Puts back the keys that those of the replicas come from."""
+def _restore_keys(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+  """Undoes `_fold_in_replica`: the state must be the same on all replicas."""
   if replica_context.get_replica_context() is None:
     return new
   return jax.tree.map(

@@ -477,7 +477,7 @@ def test_replicas_have_statistics_and_dropout_of_their_own():
     jax.device_get(mean(first[1][1], second[1][1])),
   )
   logits = np.concatenate([first[1][0], second[1][0]])
-  together = steps.over_replicas(jax.device_get(progress))
+  together = steps.combine_replicas(jax.device_get(progress))
   assert_metrics(together.metrics, mean_metrics([(logits, LABELS)]))
   assert int(together.bad_step) == 0
 
@@ -512,9 +512,9 @@ def test_the_first_bad_step_of_any_replica():
       np.array([[1, 1, 1], [0, 0, 0], [1, 0, 0], [0, 1, 0]], bool)
     ),
   )
-  together = steps.over_replicas(progress)
+  together = steps.combine_replicas(progress)
   assert together.bad_step == 7
   assert together.bad_leaves.tolist() == [True, True, False]
   assert_metrics(together.metrics, {"loss": 1.5, "accuracy": 0.5})
   assert int(together.metrics.loss.count) == 8
-  assert steps.over_replicas(together) is together
+  assert steps.combine_replicas(together) is together
