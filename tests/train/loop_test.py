@@ -253,7 +253,7 @@ def read_files(workdir) -> dict[pathlib.Path, bytes]:
   [
     (
       dict(model={"name": "cnn", "features": (5,), "dense": 8}),
-      ("params/conv0/bias", "(4,)", "(5,)"),
+      ("conv0/bias", "(4,)", "(5,)"),
     ),
     # The position of the data would mean other examples.
     (dict(batch_size=32), ("config.batch_size=32", "16")),
