@@ -58,7 +58,7 @@ class CheckpointStep:
       ValueError: They differ; the message names the first path.
     """
     template = _template(state)
-    targets = trees.leaves_by_path(template)
+    targets = _leaves_by_path(template)
     saved: dict[Path, Any] = {}
     for tree in self.saved_trees:
       saved |= tree.leaves
@@ -77,14 +77,15 @@ class CheckpointStep:
       fresh -= restarted.keys()
       reads = {p: x for p, x in reads.items() if p not in restarted}
       reads |= restart.read_leaves()
-    validation.check_saved(
-      str(self.directory),
-      {
-        path: expected[path] if _fits(x, expected.get(path)) else x
-        for path, x in mapping.rename(saved).items()
-      },
-      expected,
-    )
+    has = {
+      path: expected[path] if _fits(x, expected.get(path)) else x
+      for path, x in mapping.rename(saved).items()
+    }
+    items = (self.saved_trees[0].item, wrapper_states.ITEM)
+    for item, mine, theirs in zip(
+      items, _split_items(has), _split_items(expected), strict=True
+    ):
+      validation.check_saved(str(self.directory), item, mine, theirs)
     for note in mapping.notes:
       _log.info("%s: %s", self.directory, note)
     return RestorePlan(
@@ -248,9 +249,10 @@ def _template(state: TrainState) -> dict[str, PyTree]:
     name: getattr(state, name) for name in fields_lib.array_field_names(state)
   }
   # A collection of the replicas was saved as one, their mean.
-  return validation.abstract(
+  template = validation.abstract(
     jax.tree.map(drop_replica_axis, fields, is_leaf=values.is_per_replica)
   )
+  return {name: template[name] for name in fields}
 
 
 def _fits(saved: Any, wanted: Any) -> bool:
@@ -260,6 +262,29 @@ def _fits(saved: Any, wanted: Any) -> bool:
     and wanted is not None
     and saved.fits(wanted)
   )
+
+
+def _leaves_by_path(fields: Mapping[str, PyTree]) -> dict[Path, Any]:
+  """Returns the leaves of some fields of a train state, in their order."""
+  leaves: dict[Path, Any] = {}
+  # As a dict they would be sorted, and errors name the first path that differs:
+  # a parameter says more than an optimizer slot.
+  for name, tree in fields.items():
+    leaves |= wrapper_states.leaves_of(tree, (name,))
+  return leaves
+
+
+def _split_items(
+  leaves: Mapping[Path, Any],
+) -> tuple[dict[Path, Any], dict[Path, Any]]:
+  """Divides leaves into those of the train state and of the wrappers' item."""
+  plain, wrappers = {}, {}
+  for path, x in leaves.items():
+    if path[0] == migrate.WRAPPER_STATES:
+      wrappers[path[1:]] = x
+    else:
+      plain[path] = x
+  return plain, wrappers
 
 
 def _unflatten(

@@ -186,15 +186,15 @@ def read_newest(
   Raises:
     ValueError: There is no such step, or it is damaged, or all are.
   """
+  if not reader.as_path(directory).exists():
+    raise ValueError(f"no checkpoint in {directory}: there is no such path.")
   if not steps:
-    if not reader.as_path(directory).exists():
-      raise ValueError(f"there is no directory {directory}.")
-    raise ValueError(f"there is no checkpoint in {directory}.")
+    raise ValueError(f"no checkpoint in {directory}: it has no steps.")
   if step is not None:
     if step not in steps:
       raise ValueError(
-        f"there is no checkpoint of step {step} in {directory}, only of "
-        f"{', '.join(map(str, sorted(steps)))}."
+        f"no checkpoint of step {step} in {directory}; there are "
+        f"{sorted(steps)}."
       )
     return step, read_step(step)
   damages = []

@@ -106,22 +106,27 @@ def replicated_sharding(tree: PyTree) -> jax.sharding.NamedSharding | None:
 
 
 def check_saved(
-  where: str, saved: Mapping[Path, Any], wanted: Mapping[Path, Any]
+  where: str,
+  item: str,
+  saved: Mapping[Path, Any],
+  wanted: Mapping[Path, Any],
 ) -> None:
-  """Raises a ValueError if a checkpoint has other leaves than a state.
+  """Raises a ValueError if an item of a checkpoint has other leaves.
 
   Args:
     where: The directory of the checkpoint, for the error message.
-    saved: Metadata of the saved leaves, by their path in the state. PRNG keys
-      are saved as integers.
-    wanted: Shape and dtype of the leaves of the state, by path.
+    item: The item, for the error message.
+    saved: Metadata of the saved leaves, by path. PRNG keys are saved as
+      integers.
+    wanted: Shape and dtype of the leaves that it must have, by path.
   """
   difference = trees.difference_by_path(
     saved, {path: _as_saved(x) for path, x in wanted.items()}
   )
   if difference:
     raise ValueError(
-      f"{where} was written by another model or optimizer: {difference}."
+      f"{where} was written by another model or optimizer: in its item "
+      f"{item!r}, {difference}."
     )
 
 

@@ -314,23 +314,6 @@ def test_a_step_without_digests_is_not_verified(tmp_path, caplog):
     integrity.verify(tmp_path / "3")
 
 
-def test_reading_takes_errors_for_damage_where_nothing_was_verified():
-  for error in (OSError("io"), ValueError("no\nmore"), KeyError("k")):
-    with pytest.raises(integrity.Damaged, match=r"^/3 cannot be read: \w+: "):
-      with integrity.errors_as_damage("/3", verified=False):
-        raise error
-    with pytest.raises(type(error)) as e:
-      with integrity.errors_as_damage("/3", verified=True):
-        raise error
-    assert e.value is error
-  # No memory is no damage.
-  with (
-    pytest.raises(MemoryError),
-    integrity.errors_as_damage("/3", verified=False),
-  ):
-    raise MemoryError
-
-
 def test_set_aside_takes_the_next_name(tmp_path):
   names = []
   for i in range(3):

@@ -25,15 +25,18 @@ def test_arguments_that_are_wrong(tmp_path):
     ValueError, match=r"no checkpoint of step 7 .* are .1200."
   ):
     fs.checkpoint.restore(path, states.our_state("none"), 7)
-  with pytest.raises(ValueError, match=r"no checkpoint .* there are \[\]"):
+  with pytest.raises(ValueError, match=r"nowhere: there is no such path"):
     fs.checkpoint.restore(tmp_path / "nowhere", states.our_state("none"))
+  (tmp_path / "empty").mkdir()
+  with pytest.raises(ValueError, match=r"empty: it has no steps"):
+    fs.checkpoint.restore(tmp_path / "empty", states.our_state("none"))
   for call in (
     lambda name: fs.checkpoint.save_args(
       states.our_state("none"), plain_item=name
     ),
     lambda name: fs.Checkpointer(tmp_path, plain_item=name),
   ):
-    with pytest.raises(ValueError, match="plain_item='zzz'; allowed: 'defa"):
+    with pytest.raises(ValueError, match="plain_item must be one of 'defa"):
       call("zzz")
 
 
