@@ -1,21 +1,21 @@
-"""Checkpoints: a plain Flax one, and the wrappers' states beside it.
+"""Checkpoints of plain Flax, with the wrappers' states beside them.
 
     checkpoints/1200/default/         step, params, opt_state, collections
-                     wrappers/        the wrappers' states; absent when empty
-                     flaxshard/       who wrote it, and a crc32 of every file
-                     input_iterator/  where the data stands; absent without data
-                     metrics/         what was measured; absent without metrics
+                     wrappers/        states of the wrappers, if they have any
+                     flaxshard/       versions, config, digests of all files
+                     input_iterator/  position in the data, if it was given
+                     metrics/         metrics, if they were given
 
-The item `default` is what a plain Flax program writes, so that one reads it
-with its usual strict call, and ours reads a plain one.
+The item `default` is what a plain Flax program writes. A plain program reads it
+with its usual strict call, and flaxshard reads the checkpoints of plain Flax.
 """
 
-from flaxshard.checkpoint.checkpointer import check_writable
 from flaxshard.checkpoint.checkpointer import Checkpointer
-from flaxshard.checkpoint.pending_saves import SaveError
+from flaxshard.checkpoint.checkpointer import SaveError
 from flaxshard.checkpoint.step import item_handlers
 from flaxshard.checkpoint.step import restore
 from flaxshard.checkpoint.step import save_args
+from flaxshard.core.directories import check_writable
 
 __all__ = [
   "Checkpointer",

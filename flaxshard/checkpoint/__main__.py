@@ -1,4 +1,4 @@
-"""`python -m flaxshard.checkpoint`: see `inspection`."""
+"""Runs `python -m flaxshard.checkpoint`; `inspection` documents it."""
 
 from flaxshard.checkpoint import inspection
 

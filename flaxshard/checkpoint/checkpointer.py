@@ -1,13 +1,13 @@
-"""Checkpoints of a training, over Orbax's `CheckpointManager`."""
+"""Saves and restores the checkpoints of a training run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+import contextlib
 import json
 import logging
 import math
 import os
-import socket
 import types
 from typing import Any
 import weakref
@@ -16,17 +16,18 @@ import grain
 import jax
 import orbax.checkpoint as ocp
 
-from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import digests as digests_lib
+from flaxshard.checkpoint import existing_step
 from flaxshard.checkpoint import iterator_state
 from flaxshard.checkpoint import metadata_item
-from flaxshard.checkpoint import pending_saves
+from flaxshard.checkpoint import orbax_workarounds
 from flaxshard.checkpoint import policies
 from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import restore_plan
-from flaxshard.checkpoint import save_barrier
 from flaxshard.checkpoint import step as step_lib
 from flaxshard.checkpoint import step_names
-from flaxshard.core import lock
+from flaxshard.core import checks
+from flaxshard.core import directories
 from flaxshard.core import multihost
 from flaxshard.state.train_state import TrainState
 
@@ -35,29 +36,38 @@ _log = logging.getLogger(__name__)
 _DATA = "input_iterator"
 
 
-class Checkpointer:
-  """Saves and restores train states, over Orbax's `CheckpointManager`.
+class SaveError(RuntimeError):
+  """A checkpoint could not be written; the message names step and directory."""
 
-  Saves are asynchronous; leaving the context, or the program, waits for the
-  last one. From its first save until it is closed, or gone, no other process
-  can save in the directory; all can restore.
+
+class Checkpointer:
+  """Saves and restores train states, with Orbax's `CheckpointManager`.
+
+  Saves are asynchronous. Leaving the context waits for the last one, and so
+  does the end of the program. From its first save until it is closed or
+  deleted, no other program can save in the directory; others can restore.
 
   Args:
-    directory: Where the checkpoints lie; made if it does not exist.
-    max_to_keep: How many of the newest to keep; None keeps all.
-    keep_every: Keep those at multiples of so many steps, too.
-    best_metric: Keep those, too, that are the best by a metric that is given to
-      `save`. One that is missing, None or not finite is worse than any number.
-    best_mode: `"max"`, or `"min"` where a lower metric is better.
-    keep_best: How many of the best to keep.
-    config: The training config, for every checkpoint to say: what JSON holds.
-    plain_item: What the item that a plain Flax program reads is called;
-      `"state"` is what a training checkpointer of Orbax v1 looks for.
+    directory: Path of the directory of the checkpoints; created if missing.
+    max_to_keep: Number of newest checkpoints to keep; None keeps all.
+    keep_every: Also keep the checkpoints whose step is a multiple of this.
+    best_metric: Also keep the checkpoints with the best value of this metric,
+      which is given to `save`. A missing, None or non-finite value is worse
+      than any number.
+    best_mode: `"max"` if higher values of the metric are better, or `"min"`.
+    keep_best: Number of best checkpoints to keep.
+    config: The training config, stored with every checkpoint. JSON must be able
+      to hold its values.
+    plain_item: Name of the item that a plain Flax program reads, `"default"` or
+      `"state"`; the training checkpointer of Orbax v1 reads `"state"`.
+    digests: Whether to store a crc32 of every file, which `restore` compares.
+      Taking them reads every file once in the background. Without them, only
+      the sizes of the files are stored and compared.
 
   Raises:
-    TypeError: JSON cannot hold `config`.
-    ValueError: `directory` cannot be written, or an argument about what to keep
-      has a value that is not allowed.
+    TypeError: JSON cannot hold `config`, or an argument has a wrong type.
+    ValueError: `directory` cannot be written, or an argument has a value that
+      is not allowed.
 
   Example:
     >>> import flaxshard as fs, jax.numpy as jnp, optax, tempfile
@@ -68,6 +78,7 @@ class Checkpointer:
     ...   checkpointer.save(1, state)
     ...   state = checkpointer.restore(state)
     ...   checkpointer.latest_step()
+    True
     1
   """
 
@@ -82,10 +93,12 @@ class Checkpointer:
     keep_best: int = 1,
     config: Mapping[str, Any] | None = None,
     plain_item: str = "default",
+    digests: bool = True,
   ):
     step_lib.check_plain_item(plain_item)
     self._plain_item = plain_item
-    policy = policies.policy(
+    self._digests = checks.boolean("digests", digests)
+    self._policy = policies.create_policy(
       max_to_keep,
       keep_every=keep_every,
       best_metric=best_metric,
@@ -96,33 +109,42 @@ class Checkpointer:
     try:
       json.dumps(config)
     except (TypeError, ValueError) as e:
-      raise TypeError(f"config must be what JSON can hold: {e}.") from e
+      raise TypeError(f"config must have values JSON can hold: {e}.") from e
     self._config = config
-    check_writable("directory", os.fspath(directory))
+    directories.check_writable("directory", os.fspath(directory))
     self.directory = os.path.abspath(os.fspath(directory))
-    self._names = step_names.Readable()
-    self._manager = ocp.CheckpointManager(
-      self.directory,
-      options=ocp.CheckpointManagerOptions(
-        preservation_policy=policy,
-        step_name_format=self._names,
-        async_options=ocp.options.AsyncOptions(
-          barrier_sync_fn=save_barrier.create()
-        ),
-      ),
-      # Named here, or a fresh process could not restore them.
-      item_handlers={
-        **step_lib.item_handlers(plain_item=plain_item),
-        _DATA: grain.checkpoint.CheckpointHandler(),
-        # The last one: it digests what the others have written.
-        digests.ITEM: metadata_item.Handler(),
-      },
-    )
+    self._names = step_names.ReadableSteps()
+    self._barrier = orbax_workarounds.SaveBarrier()
+    self._manager = self._create_manager()
     self._damaged: set[int] = set()
     self._note_damaged()
     self._restored_step: int | None = None
-    self._saving: int | None = None
-    self._unlock: Callable[[], Any] | None = None
+    self._saving: int | None = None  # the step of the save that may still run
+    self._failed: int | None = None  # the step whose save failed last
+    self._unlock: weakref.finalize[[], Any] | None = None
+    self._closed = False
+
+  def _create_manager(self) -> ocp.CheckpointManager:
+    return ocp.CheckpointManager(
+      self.directory,
+      options=ocp.CheckpointManagerOptions(
+        preservation_policy=self._policy,
+        step_name_format=self._names,
+        async_options=ocp.options.AsyncOptions(
+          barrier_sync_fn=self._barrier,
+          # If they cannot be created in the background, Orbax's other threads
+          # wait for them until a timeout, and so does the end of the program.
+          create_directories_asynchronously=False,
+        ),
+      ),
+      # A fresh process can only restore items whose handlers are named here.
+      item_handlers={
+        **step_lib.item_handlers(plain_item=self._plain_item),
+        _DATA: grain.checkpoint.CheckpointHandler(),
+        # The last handler: it digests the files that the others have written.
+        digests_lib.ITEM: metadata_item.Handler(),
+      },
+    )
 
   def __enter__(self) -> Checkpointer:
     """Returns itself."""
@@ -134,40 +156,51 @@ class Checkpointer:
     error: BaseException | None,
     traceback: types.TracebackType | None,
   ) -> None:
-    """Does `close`; of two errors, the one that came first is raised."""
+    """Closes the checkpointer; an error raised in the context comes first."""
     try:
       self.close()
-    except pending_saves.SaveError as e:
+    except SaveError as e:
       if error is None:
         raise
       _log.error("%s", e)
 
   def close(self) -> None:
-    """Waits for the last save, and lets others save in the directory.
+    """Waits for the last save, and unlocks the directory.
 
     Raises:
-      SaveError: It failed.
+      SaveError: The last save failed.
     """
+    self._closed = True
     try:
       self.wait()
     finally:
-      self._manager.close()
+      self._close_manager()
       if self._unlock is not None:
         self._unlock()
         self._unlock = None
 
+  def _close_manager(self) -> None:
+    # A failed save can have several errors, of which Orbax raises one a call.
+    for _ in range(10):
+      try:
+        self._manager.close()
+      except Exception as e:
+        _log.info("%s: another error of a save: %s", self.directory, e)
+      else:
+        return
+
   def latest_step(self) -> int | None:
-    """Returns the newest of `all_steps`, or None."""
+    """Returns the last of `all_steps`, or None if there are none."""
     return max(self.all_steps(), default=None)
 
   def all_steps(self) -> Sequence[int]:
-    """Returns the steps that were saved, in ascending order.
+    """Returns the saved steps in ascending order.
 
-    Those of `flax.training.checkpoints` are among them, and stay, whatever is
-    to be kept. Not among them are those that are known to be damaged: empty
-    directories, and what `restore` could not read.
+    Checkpoints of `flax.training.checkpoints` are included; they are never
+    deleted. Known damaged steps are not: empty directories, and steps that
+    `restore` could not read.
     """
-    return sorted(set(self._there()) - self._damaged)
+    return sorted(set(self._paths()) - self._damaged)
 
   @property
   def restored_step(self) -> int | None:
@@ -175,9 +208,9 @@ class Checkpointer:
     return self._restored_step
 
   def best_step(self) -> int | None:
-    """Returns the step whose `best_metric` is best, the latest of equal ones.
+    """Returns the step with the best `best_metric`, the latest of equal ones.
 
-    None where no step has such a number, or there is no `best_metric`.
+    Returns None if no step has a finite value, or without `best_metric`.
     """
     self.wait()
     ranks = {
@@ -188,10 +221,10 @@ class Checkpointer:
     return ranks[max(ranks)] if ranks else None
 
   def wait(self) -> None:
-    """Waits until what was saved is on disk.
+    """Waits until the last save is on disk.
 
     Raises:
-      SaveError: It could not be written.
+      SaveError: The save failed.
     """
     step, self._saving = self._saving, None
     try:
@@ -199,21 +232,21 @@ class Checkpointer:
     except Exception as e:
       if step is None:
         raise
-      raise pending_saves.failed(self.directory, step, e) from e
+      raise self._handle_failure(step, e) from e
 
   def check(self) -> None:
-    """Raises if a save has failed in the background; waits for none.
+    """Raises if a save has failed in the background; does not wait for a save.
 
-    Of several processes all must call it, and all raise; they wait for each
-    other, so it is best called where the program waits for its devices.
+    All processes must call it. It synchronizes them, so it is best called where
+    the program waits for its devices.
 
     Raises:
-      SaveError: The last save could not be written.
+      SaveError: The last save failed.
     """
     ended = self._saving is not None and (
       not self._manager.is_saving_in_progress()
     )
-    # Saves end in all processes together: another's ends in no time.
+    # A save ends in all processes at about the same time.
     if multihost.any_process(ended):
       self.wait()
 
@@ -223,112 +256,160 @@ class Checkpointer:
     state: TrainState,
     data: iterator_state.Positioned | None = None,
     metrics: Mapping[str, Any] | None = None,
-  ) -> None:
-    """Saves a state; a step that is there already is left as it is.
+  ) -> bool:
+    """Starts to save a state; does nothing if the step has been saved already.
 
-    The directories of steps that are known to be damaged are renamed first, to
-    `300.damaged`, as Orbax saves no step below one that it sees.
+    Directories of known damaged steps are first renamed, such as `300` to
+    `300.damaged`, as Orbax saves no step before the latest it finds. Of several
+    processes, all must call it.
 
     Args:
-      step: The number to save under: usually the batches consumed.
-      state: The state. It may be donated as soon as this returns. Of groups of
-        replicas that differ, what replica 0 has is saved, and the log says so.
-      data: The iterator to save the position of.
-      metrics: Numbers to save with it, by name, for `best_metric`.
+      step: Number of the step, usually the number of batches consumed.
+      state: The state. It may be donated once this returns. If groups of
+        replicas differ, the state of replica 0 is saved, and this is logged.
+      data: The iterator whose position to save.
+      metrics: Numbers to save by name, for `best_metric`.
+
+    Returns:
+      True, or False if the step has been saved already; that is logged.
 
     Raises:
-      TypeError: A leaf of the state is not an array, `data` cannot tell where
-        it stands, or a metric is no number.
-      ValueError: A leaf of the state has no elements, there is a checkpoint of
-        a later step, or another process saves in the directory.
-      SaveError: This step, or the one before, could not be written.
+      TypeError: A leaf of the state is not an array, `step` is not an integer,
+        `data` has no position, or a metric is not a number.
+      ValueError: A leaf of the state has no elements, a later step exists,
+        the step was saved from a state with another tree or another
+        `state.step`, another program saves in the directory, or the
+        checkpointer is closed.
+      SaveError: This step, or the one before, could not be written. If a
+        process fails in the background, all raise it.
     """
+    if self._closed:
+      raise ValueError(f"the Checkpointer of {self.directory} is closed.")
+    step = checks.integer("step", step, minimum=0)
     if os.path.isdir(self._path(step)):
       self._manager.reload()  # another checkpointer may have saved it
       self._note_damaged()
-    there = self.all_steps()
-    if step in there:
-      return
-    if there and step < there[-1]:
+    saved_steps = self.all_steps()
+    if saved_steps and step < saved_steps[-1] and step not in saved_steps:
       raise ValueError(
         f"step={step} cannot be saved in {self.directory}, which has step "
-        f"{there[-1]}: restoring takes the latest. Move later steps away, or "
-        "take another directory."
+        f"{saved_steps[-1]}: restoring reads the latest step. Move later steps "
+        "away, or use another directory."
       )
     state_items = step_lib.save_args(state, plain_item=self._plain_item)
-    own: dict[str, Any] = {}
-    with multihost.raise_on_all_processes(
-      TypeError, ValueError, pending_saves.SaveError
-    ):
+    if step in saved_steps:
+      with multihost.raise_on_all_processes(ValueError, SaveError):
+        self.wait()
+        existing_step.check_same(self._path(step), state, state_items)
+      _log.info("step %d has been saved in %s already", step, self.directory)
+      return False
+    items: dict[str, Any] = dict(state_items.items())
+    with multihost.raise_on_all_processes(TypeError, ValueError, SaveError):
       if data is not None:
         position = iterator_state.Position(data)
-        own[_DATA] = grain.checkpoint.CheckpointSave(position)
+        items[_DATA] = grain.checkpoint.CheckpointSave(position)
       if metrics is not None:
-        metrics = policies.as_json(metrics)
-        own[step_names.METRICS] = ocp.args.JsonSave(metrics)
+        metrics = policies.to_json(metrics)
+        items[step_names.METRICS] = ocp.args.JsonSave(metrics)
       self.wait()
-      if self._unlock is None:
-        unlock = lock.acquire("directory", self.directory, again=True)
-        self._unlock = weakref.finalize(self._manager, unlock)
-      self._probe(step)
-    items = {**dict(state_items.items()), **own}
-    items[digests.ITEM] = metadata_item.Save(
-      metadata_item.metadata(state, step, tuple(items), self._config)
+      self._lock()
+      # Orbax's other processes would wait for directories that process 0
+      # cannot create.
+      if jax.process_index() == 0:
+        try:
+          directories.make_and_remove(self.directory)
+        except OSError as e:
+          raise self._handle_failure(step, e) from e
+    if self._failed is not None:
+      self._recover()
+    items[digests_lib.ITEM] = metadata_item.Save(
+      metadata_item.metadata(state, step, tuple(items), self._config),
+      self._digests,
     )
-    self._set_damaged_aside()
-    pending_saves.expect(self._manager, step)
+    self._rename_damaged()
+    self._barrier.start_save()
+    orbax_workarounds.wait_at_exit(self._manager, step)
     try:
       self._manager.save(
         step, metrics=metrics, args=ocp.args.Composite(**items)
       )
     except Exception as e:
-      raise pending_saves.failed(self.directory, step, e) from e
+      raise self._handle_failure(step, e) from e
     self._saving = step
+    return True
 
-  def _probe(self, step: int) -> None:
-    """Raises where no directory can be made; process 0 makes all of them.
+  def _lock(self) -> None:
+    """Locks the directory until the checkpointer is closed or deleted."""
+    if self._unlock is None:
+      # The manager lives until its save has ended, even without a checkpointer.
+      self._unlock = weakref.finalize(
+        self._manager,
+        directories.lock("directory", self.directory, reentrant=True),
+      )
 
-    Orbax makes them in the background. Where it cannot, its other threads wait
-    for them for 20 minutes, and so does the end of the program.
-    """
-    if jax.process_index() == 0:
-      try:
-        _make_and_remove(self.directory)
-      except OSError as e:
-        raise pending_saves.failed(self.directory, step, e) from e
+  def _handle_failure(self, step: int, error: Exception) -> SaveError:
+    """Removes what was written of a step; returns the error to raise."""
+    self._failed = step
+    orbax_workarounds.remove_unfinished(self.directory, step)
+    # Orbax forgot the steps that it was going to delete after this save.
+    with contextlib.suppress(OSError):  # the whole directory may be gone
+      self._manager.reload()
+    # TensorStore appends its whole configuration to the first line.
+    reason, _, _ = multihost.summarize_error(error).partition(
+      " [tensorstore_spec="
+    )
+    return SaveError(
+      f"step {step} could not be saved in {self.directory}: {reason}\nThe "
+      "state in memory and the earlier checkpoints are unchanged."
+    )
+
+  def _recover(self) -> None:
+    """Replaces the manager, which may have further errors of a failed save."""
+    self._close_manager()
+    # Now that no thread of the save is left, nothing can be written any more.
+    assert self._failed is not None
+    orbax_workarounds.remove_unfinished(self.directory, self._failed)
+    self._failed = None
+    detached = self._unlock and self._unlock.detach()
+    self._manager = self._create_manager()
+    if detached:
+      self._unlock = weakref.finalize(self._manager, detached[1])
 
   def _note_damaged(self) -> None:
-    """Notes the steps that are seen to be damaged, without reading them."""
+    """Notes the steps whose damage is visible without reading them."""
     self._damaged |= self._names.left_out | {
       step
       for step in self._manager.all_steps()
-      if digests.is_empty(self._path(step))
+      if digests_lib.is_empty(self._path(step))
     }
 
-  def _set_damaged_aside(self) -> None:
-    """Renames the directories of damaged steps: nothing is deleted."""
+  def _rename_damaged(self) -> None:
+    """Renames the directories of damaged steps; nothing is deleted."""
     if not self._damaged:
       return
-    ocp.multihost.sync_global_processes("flaxshard:damaged")
+    # No process may still read a directory that process 0 renames.
+    ocp.multihost.sync_global_processes("flaxshard:before_rename_damaged")
     if jax.process_index() == 0:
       for step in sorted(self._damaged):
         if os.path.isdir(self._path(step)):
-          aside = digests.set_aside(self._path(step))
-          _log.warning("%s is damaged: now %s", self._path(step), aside)
-    ocp.multihost.sync_global_processes("flaxshard:damaged_aside")
+          new_path = digests_lib.set_aside(self._path(step))
+          _log.warning(
+            "%s is damaged: renamed to %s", self._path(step), new_path
+          )
+    ocp.multihost.sync_global_processes("flaxshard:after_rename_damaged")
     self._manager.reload()
-    # Flax's own are in nobody's way.
+    # Flax's checkpoints have other names, which Orbax does not find.
     self._damaged &= set(reader.steps(self.directory, reader.FLAX))
 
   def _path(self, step: int) -> str:
     return os.path.join(self.directory, str(step))
 
-  def _there(self) -> dict[int, str]:
-    """Returns where the steps lie, the damaged ones too."""
+  def _paths(self) -> dict[int, str]:
+    """Returns the path of each step, the damaged ones included."""
     flax = reader.steps(self.directory, reader.FLAX)
-    mine = {*self._manager.all_steps(), *(self._damaged - set(flax))}
+    ours = {*self._manager.all_steps(), *(self._damaged - set(flax))}
     return {step: str(path) for step, path in flax.items()} | {
-      step: self._path(step) for step in mine
+      step: self._path(step) for step in ours
     }
 
   def restore(
@@ -370,12 +451,12 @@ class Checkpointer:
     """
     step_lib.check_state(state)
     self.wait()
-    there = self._there()
+    there = self._paths()
 
     def restore_step(number: int) -> TrainState:
       try:
         return self._restore(state, number, there[number], data)
-      except digests.Damaged:
+      except digests_lib.Damaged:
         self._damaged.add(number)
         raise
 
@@ -406,27 +487,3 @@ class Checkpointer:
     # Not before: a damaged step must leave the data where it is.
     position.apply()
     return restored
-
-
-def check_writable(argument: str, directory: str) -> None:
-  """Raises a ValueError unless `directory` exists, or is made, and is ours."""
-  if "://" in directory:
-    raise ValueError(
-      f"{argument}={directory!r} must be a directory of a file system; mount "
-      "the bucket, or take Orbax's manager with `flaxshard.checkpoint."
-      "save_args` and `restore`."
-    )
-  try:
-    os.makedirs(directory, exist_ok=True)
-    _make_and_remove(directory)
-  except OSError as e:
-    raise ValueError(
-      f"{argument}={directory!r} cannot be written: {e.strerror or e}."
-    ) from e
-
-
-def _make_and_remove(directory: str) -> None:
-  name = f".write_test_{socket.gethostname()}_{os.getpid()}"
-  probe = os.path.join(directory, name)
-  os.mkdir(probe)
-  os.rmdir(probe)

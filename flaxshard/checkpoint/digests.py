@@ -1,4 +1,7 @@
-"""Whether a step is what was saved; `own_item` writes what that is."""
+"""Digests of a step's files: takes them, and compares the files with them.
+
+`metadata_item` writes them into the step when it is saved.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +22,36 @@ _log = logging.getLogger(__name__)
 
 ITEM = "flaxshard"
 DIGESTS = "digests.json"
-STEP_METADATA = "_CHECKPOINT_METADATA"  # Orbax's own, of the step
+STEP_METADATA = "_CHECKPOINT_METADATA"  # Orbax's file of a step's items
 
-# What a disk says of a file that is broken, where it sees it.
+# Errors that a disk reports for a damaged file, rather than for this process.
 _DAMAGE = {errno.EIO, errno.EBADMSG, errno.ENODATA, errno.EISDIR, errno.ENOTDIR}
-_CHUNK = 1 << 20
+_CHUNK_BYTES = 1 << 20
 _THREADS = 4
+
+# Size and crc32 of a file; the crc32 is None where only the size was recorded.
+Digest = list[int | None]
 
 
 class Damaged(ValueError):
-  """A step is not what was saved; the message names the file."""
+  """A step differs from what was saved; the message names the file."""
 
 
 def read_json(path: str) -> dict[str, Any]:
   """Returns the object in a JSON file.
 
+  Args:
+    path: Path of the file.
+
   Raises:
-    Damaged: It is missing, or holds something else.
-    ValueError: It is there, and this process cannot read it.
+    Damaged: The file is missing, or is not a JSON object.
+    ValueError: The file exists, but this process cannot read it.
   """
   try:
     with open(path, "rb") as f:
       value = json.load(f)
   except OSError as e:
-    raise Damaged(f"{_wrong(path, e)}.") from e
+    raise Damaged(f"{_describe_damage(path, e)}.") from e
   except ValueError as e:
     raise Damaged(f"{path} is not JSON: {e}.") from e
   if not isinstance(value, dict):
@@ -51,7 +60,10 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def is_empty(step_dir: str | os.PathLike[str]) -> bool:
-  """Returns whether this is a directory, and nothing is in it."""
+  """Returns whether the directory of a step exists and is empty.
+
+  A process that is killed while it deletes a step can leave one behind.
+  """
   return os.path.isdir(step_dir) and not os.listdir(step_dir)
 
 
@@ -68,52 +80,45 @@ def verify(
   not compared: nothing is read from them.
 
   Args:
-    step_dir: The directory of the step.
-    part: Which of the parts to compare, where several share the work.
-    parts: Into how many parts the files are divided.
-    contents: Whether to read the files; otherwise only their sizes count.
+    step_dir: Path of the directory of the step.
+    part: Index of the part of the files to compare, for several processes.
+    parts: Number of parts that the files are divided into.
+    contents: Whether to read the files; otherwise only sizes are compared.
 
   Returns:
-    False for a step without digests, such as a plain Flax program writes.
+    False for a step without digests: one of a plain Flax program, or one that
+    was saved with `digests=False`, of which only the sizes are compared.
 
   Raises:
-    Damaged: A file is missing, or is not what was saved, or the step is empty,
-      or an item is missing that it had; the message names the first.
-    ValueError: A file is there, and this process cannot read it.
+    Damaged: A file or an item is missing, or a file differs from what was
+      saved, or the step is empty; the message names the first such file.
+    ValueError: A file exists, but this process cannot read it.
 
   Example:
     >>> import pathlib, tempfile
     >>> step = pathlib.Path(tempfile.mkdtemp()) / "3"
     >>> (step / "default").mkdir(parents=True)
-    >>> verify(step)  # a step of somebody else
+    >>> verify(step)  # a step without digests
     False
   """
   where = os.fspath(step_dir)
   try:
     return _verify(where, part, parts, contents)
   except OSError as e:
-    raise Damaged(f"{_wrong(e.filename or where, e)}.") from e
+    raise Damaged(f"{_describe_damage(e.filename or where, e)}.") from e
 
 
 def _verify(where: str, part: int, parts: int, contents: bool) -> bool:
+  # Flax writes a state as one file; a bucket cannot be read as files.
   if os.path.isfile(where) or "://" in where:
-    return False  # of Flax, which writes a state as a file; or in a bucket
+    return False
   if not os.path.isdir(where):
     raise Damaged(f"{where} is missing, or no directory.")
   if is_empty(where):
     raise Damaged(f"{where} is empty.")
-  step_metadata = os.path.join(where, STEP_METADATA)
-  known = None
-  if os.path.exists(step_metadata):
-    known = read_json(step_metadata)
-    items = known.get("item_handlers")
-    for item in sorted(items) if isinstance(items, dict) else ():
-      if not os.path.isdir(os.path.join(where, item)):
-        raise Damaged(
-          f"{os.path.join(where, item)} is missing; {STEP_METADATA} has it."
-        )
+  step_metadata = _check_items(where)
   if not os.path.isdir(os.path.join(where, ITEM)):
-    if known is None and _is_remnant(where):
+    if step_metadata is None and _is_half_deleted(where):
       raise Damaged(
         f"{os.path.join(where, ITEM)} is missing, and {STEP_METADATA}, which "
         "later steps have: half deleted."
@@ -121,31 +126,58 @@ def _verify(where: str, part: int, parts: int, contents: bool) -> bool:
     _log.info("%s has no digests: it is read without a check", where)
     return False
   digests = _read_digests(os.path.join(where, ITEM, DIGESTS))
-  wanted = digests["step_metadata"]
-  if wanted is not None:
-    if known is None:
-      raise Damaged(f"{step_metadata} is missing.")
-    if any(key not in known or known[key] != wanted[key] for key in wanted):
-      raise Damaged(f"{step_metadata} is not what was written.")
+  saved_metadata = digests["step_metadata"]
+  if saved_metadata is not None:
+    path = os.path.join(where, STEP_METADATA)
+    if step_metadata is None:
+      raise Damaged(f"{path} is missing.")
+    # Orbax adds the time of the commit after the digests are taken.
+    if any(
+      key not in step_metadata or step_metadata[key] != value
+      for key, value in saved_metadata.items()
+    ):
+      raise Damaged(f"{path} is not what was written.")
   names = sorted(digests["files"])[part::parts]
   files = {name: digests["files"][name] for name in names}
-  wrong = _compare(where, files, contents)
-  if wrong:
-    more = f" ({len(wrong) - 1} more files are damaged)" if wrong[1:] else ""
-    raise Damaged(f"{wrong[0]}{more}.")
-  return True
+  damages = _compare(where, files, contents)
+  if damages:
+    others = len(damages) - 1
+    more = f" ({others} more files are damaged)" if others else ""
+    raise Damaged(f"{damages[0]}{more}.")
+  # All processes must agree, so this does not depend on the part.
+  return all(crc is not None for _, crc in digests["files"].values())
 
 
-def _is_remnant(where: str) -> bool:
-  """Whether this is what a process left that was killed while it deleted.
+def _check_items(where: str) -> dict[str, Any] | None:
+  """Returns Orbax's metadata of a step, or None if it has none.
 
-  Orbax deletes in any order. Once the digests are gone, and its own list of the
-  items, only the steps that were written since tell that there had been any.
+  Raises:
+    Damaged: An item is missing that the metadata list.
+  """
+  path = os.path.join(where, STEP_METADATA)
+  if not os.path.exists(path):
+    return None
+  step_metadata = read_json(path)
+  items = step_metadata.get("item_handlers")
+  for item in sorted(items) if isinstance(items, dict) else ():
+    if not os.path.isdir(os.path.join(where, item)):
+      raise Damaged(
+        f"{os.path.join(where, item)} is missing; {STEP_METADATA} has it."
+      )
+  return step_metadata
+
+
+def _is_half_deleted(where: str) -> bool:
+  """Returns whether a process was killed while it deleted this step.
+
+  Orbax deletes a step's files in any order. Once the digests and the list of
+  items are gone, only later steps, which have digests, show that this step had
+  some too.
   """
   folder, name = os.path.split(os.path.abspath(where))
-  flat = os.path.exists(os.path.join(where, "_METADATA"))
-  if flat or not name.isdecimal():
-    return False  # no manager of ours has written it
+  is_single_item = os.path.exists(os.path.join(where, "_METADATA"))
+  if is_single_item or not name.isdecimal():
+    return False  # no `Checkpointer` has written it
   return any(
     other.isdecimal()
     and int(other) > int(name)
@@ -155,10 +187,16 @@ def _is_remnant(where: str) -> bool:
 
 
 def verify_together(step_dir: str | os.PathLike[str]) -> bool:
-  """Does `verify`, each process its part; all processes have the same answer.
+  """Verifies a step, each process a part of it, with one result for all.
+
+  Args:
+    step_dir: Path of the directory of the step.
+
+  Returns:
+    As `verify`.
 
   Raises:
-    Damaged: As `verify`; where another process found it, with its number.
+    Damaged: As `verify`, with the number of the process that found the damage.
   """
   with multihost.raise_on_all_processes(Damaged, ValueError):
     verified = verify(step_dir, jax.process_index(), jax.process_count())
@@ -166,54 +204,80 @@ def verify_together(step_dir: str | os.PathLike[str]) -> bool:
 
 
 def set_aside(step_dir: str) -> str:
-  """Renames a directory, so that a step can be saved anew; returns the name."""
-  aside = f"{step_dir}.damaged"
+  """Renames a damaged step, so that the step can be saved again.
+
+  Args:
+    step_dir: Path of the directory of the step.
+
+  Returns:
+    The new path, such as `300.damaged`.
+  """
+  new_path = f"{step_dir}.damaged"
   count = 1
-  while os.path.lexists(aside):
+  while os.path.lexists(new_path):
     count += 1
-    aside = f"{step_dir}.damaged_{count}"
-  os.rename(step_dir, aside)
-  return aside
+    new_path = f"{step_dir}.damaged_{count}"
+  os.rename(step_dir, new_path)
+  return new_path
 
 
 def _read_digests(path: str) -> dict[str, Any]:
   digests = read_json(path)
-  if digests.get("crc32") != own_crc(digests):
+  if digests.get("crc32") != crc_of_digests(digests):
     raise Damaged(f"{path} is not what was written: its own crc32 differs.")
   return digests
 
 
-def own_crc(digests: Mapping[str, Any]) -> int:
-  """Returns the crc32 of the digests themselves."""
+def crc_of_digests(digests: Mapping[str, Any]) -> int:
+  """Returns the crc32 of the content of `digests.json`.
+
+  Args:
+    digests: The content, with or without its own crc32.
+  """
   rest = {key: value for key, value in digests.items() if key != "crc32"}
   return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-def _wrong(path: str, error: OSError) -> str:
-  """Returns what is wrong with a file.
+def _describe_damage(path: str, error: OSError) -> str:
+  """Returns what is wrong with a file that cannot be opened or read.
 
   Raises:
-    ValueError: It is not the file: this process may not read it, or cannot now.
+    ValueError: The file may be intact: this process may not read it, or cannot
+      read it now.
   """
   if isinstance(error, FileNotFoundError):
     return f"{path} is missing"
-  told = f"{path} cannot be read: {error.strerror or error}"
+  message = f"{path} cannot be read: {error.strerror or error}"
   if error.errno not in _DAMAGE:
-    raise ValueError(f"{told}.") from error
-  return told
+    raise ValueError(f"{message}.") from error
+  return message
 
 
-def digests_of(paths: Mapping[str, str]) -> dict[str, list[int]]:
-  """Returns the size and the crc32 of each of some files."""
-  with futures.ThreadPoolExecutor(_THREADS) as pool:  # crc32 leaves the GIL
+def take(paths: Mapping[str, str]) -> dict[str, Digest]:
+  """Returns the size and the crc32 of files.
+
+  Args:
+    paths: Paths of the files, by name.
+  """
+  # crc32 releases the GIL, so threads speed it up.
+  with futures.ThreadPoolExecutor(_THREADS) as pool:
     found = pool.map(_digest, paths.values())
     return dict(zip(paths, map(list, found), strict=True))
+
+
+def take_sizes(paths: Mapping[str, str]) -> dict[str, Digest]:
+  """Returns the size of files, and None for the crc32.
+
+  Args:
+    paths: Paths of the files, by name.
+  """
+  return {name: [os.path.getsize(path), None] for name, path in paths.items()}
 
 
 def _digest(path: str) -> tuple[int, int]:
   """Returns the size and the crc32 of a file."""
   size, crc = 0, 0
-  buffer = memoryview(bytearray(_CHUNK))
+  buffer = memoryview(bytearray(_CHUNK_BYTES))
   with open(path, "rb", buffering=0) as f:
     while count := f.readinto(buffer):
       crc = zlib.crc32(buffer[:count], crc)
@@ -222,21 +286,24 @@ def _digest(path: str) -> tuple[int, int]:
 
 
 def _compare(
-  step_dir: str, files: Mapping[str, Any], contents: bool
+  step_dir: str, files: Mapping[str, Digest], contents: bool
 ) -> list[str]:
-  """Returns what is wrong with each of some files."""
+  """Returns a description of each file that differs from its digest."""
 
-  def one(name: str) -> str | None:
+  def describe_difference(name: str) -> str | None:
     path = os.path.join(step_dir, name)
     size, crc = files[name]
     try:
-      if (found := os.path.getsize(path)) != size:
-        return f"{path} has {found:,} bytes, {size:,} were written"
-      if contents and (now := _digest(path)[1]) != crc:
-        return f"{path} has crc32 {now:08x}, {crc:08x} was written"
+      found_size = os.path.getsize(path)
+      if found_size != size:
+        return f"{path} has {found_size:,} bytes, {size:,} were written"
+      if contents and crc is not None:
+        found_crc = _digest(path)[1]
+        if found_crc != crc:
+          return f"{path} has crc32 {found_crc:08x}, {crc:08x} was written"
     except OSError as e:
-      return _wrong(path, e)
+      return _describe_damage(path, e)
     return None
 
   with futures.ThreadPoolExecutor(_THREADS) as pool:
-    return [wrong for wrong in pool.map(one, files) if wrong]
+    return [d for d in pool.map(describe_difference, files) if d]

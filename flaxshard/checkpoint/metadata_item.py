@@ -1,12 +1,11 @@
-"""The item of a step that says what wrote it, and what every file is.
+"""The item `flaxshard` of a step: what wrote the step, and its digests.
 
-It lies after `default` in the alphabet, so that what takes a step's first item
-reads on as before:
-
-    checkpoints/1200/flaxshard/metadata       what wrote it, and with what: JSON
+    checkpoints/1200/flaxshard/metadata       versions, wrappers, config (JSON)
                                digests.json   size and crc32 of every file
 
-Who has no flaxshard reads `metadata` with `ocp.args.JsonRestore`.
+Its name sorts after `default`: a program that reads the first item of a step
+reads the train state. Without flaxshard, `ocp.args.JsonRestore` reads
+`metadata`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import json
 import os
+import re
 from typing import Any
 import zlib
 
@@ -23,14 +23,21 @@ import orbax.checkpoint as ocp
 
 import flaxshard
 from flaxshard import wrappers as wrappers_lib
-from flaxshard.checkpoint import digests as integrity
+from flaxshard.checkpoint import digests as digests_lib
 from flaxshard.checkpoint import validation
 from flaxshard.state.train_state import TrainState
 
-_METADATA = "metadata"  # as Orbax names it for JSON
-# What Orbax completes in the step's metadata after we were called.
-_LATER = "commit_timestamp_nsecs"
-_TEMPORARY = ".orbax-checkpoint-tmp"
+_METADATA = "metadata"  # the file that Orbax's JSON handler reads
+# Orbax adds this to the step's metadata after our handler was called.
+_COMMIT_TIME = "commit_timestamp_nsecs"
+# Orbax names an item's directory so until the item is complete.
+_TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
+_MANIFEST = "manifest.ocdbt"
+# TensorStore writes a file under a name with this suffix, and then renames it.
+_LOCK_SUFFIX = ".__lock"
+# In the paths of files that each process writes for itself: ocdbt.process_1/d/,
+# array_metadatas/process_1, process_1-of-2.json.
+_PROCESS = re.compile(r"process_(?:replica_)?(\d+)")
 
 
 def metadata(
@@ -39,23 +46,24 @@ def metadata(
   items: Sequence[str],
   config: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-  """Returns what the file `metadata` is to say.
+  """Returns the content of the file `metadata`.
 
   Args:
     state: The state that is saved.
-    step: The number it is saved under.
-    items: The names of the step's other items.
-    config: The training config, as JSON can hold it.
+    step: Number of the step that it is saved under.
+    items: Names of the step's other items.
+    config: The training config, with values that JSON can hold.
   """
-  everywhere = validation.replicated_sharding(state)
-  mesh = None if everywhere is None else everywhere.mesh
+  replicated = validation.replicated_sharding(state)
+  mesh = None if replicated is None else replicated.mesh
   return {
     "flaxshard": flaxshard.__version__,
     "jax": jax.__version__,
     "orbax": ocp.__version__,
-    "step": int(step),
+    "step": step,
+    "state_step": int(state.step),
     "items": sorted(items),
-    "wrappers": [_described(w) for w in state.wrappers],
+    "wrappers": [_wrapper_config(w) for w in state.wrappers],
     "processes": jax.process_count(),
     "devices": None if mesh is None else mesh.size,
     "mesh": None if mesh is None else dict(mesh.shape),
@@ -63,111 +71,207 @@ def metadata(
   }
 
 
-def _described(wrapper: Any) -> Any:
+def _wrapper_config(wrapper: Any) -> Any:
   try:
     config = wrappers_lib.to_config([wrapper])[0]
     json.dumps(config)
   except (TypeError, ValueError):
-    return repr(wrapper)  # one of somebody's own, or with a function in it
+    return repr(wrapper)  # an unregistered wrapper, or a function in it
   return config
 
 
 def read_metadata(step_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
-  """Returns what the file `metadata` of a step says; None if it has none.
+  """Returns the content of the file `metadata` of a step, or None without one.
+
+  Args:
+    step_dir: Path of the directory of the step.
 
   Raises:
-    Damaged: It cannot be read.
+    Damaged: The file cannot be read.
   """
-  path = os.path.join(step_dir, integrity.ITEM, _METADATA)
-  return integrity.read_json(path) if os.path.exists(path) else None
+  path = os.path.join(step_dir, digests_lib.ITEM, _METADATA)
+  return digests_lib.read_json(path) if os.path.exists(path) else None
 
 
 class Handler(ocp.AsyncCheckpointHandler):
-  """Orbax's handler of the item.
+  """Orbax's handler of the item `flaxshard`.
 
-  It must be the last of a manager's. `CompositeCheckpointHandler.finalize`
-  calls the handlers in their order, in the background thread of the primary
-  process, after the barrier at which all processes have written everything, and
-  before the step's directory gets its name: what is digested is complete, and
-  the digests are there when the step is.
+  It must be the last handler of a manager, because Orbax calls handlers in
+  their order. Each process digests its own files once it has written them. When
+  all processes have written everything, process 0 collects those digests and
+  takes the rest, before Orbax gives the step its final name. So a step has its
+  digests from the moment it exists, and no process reads back arrays that
+  another process has written.
   """
 
   def __init__(self) -> None:
-    self._metadata: Mapping[str, Any] = {}
-    # What the step says its item is: a process without flaxshard finds Orbax's
-    # own, where `CheckpointManager.restore(step)` restores every item there is.
+    self._args = Save({})
+    self._own_digests = _OwnDigests("")
+    # Orbax writes this into the step as the type of the item. A process without
+    # flaxshard then restores the item with Orbax's own handler.
     self.typestr = ocp.JsonCheckpointHandler.typestr
 
   async def async_save(
     self, directory: Any, args: Save
   ) -> list[ocp.future.Future]:
-    """Keeps what is to be written when all else is."""
-    del directory
-    self._metadata = args.metadata
-    return []
-
-  def save(self, directory: Any, args: Save) -> None:
-    """As `async_save`."""
-    del directory
-    self._metadata = args.metadata
-
-  def finalize(self, directory: Any) -> None:
-    """Writes both files.
+    """Returns a future that digests the files this process has written.
 
     Args:
-      directory: That of the item, still with its temporary name.
+      directory: Path of the item, still with its temporary name.
+      args: The content of the item.
+    """
+    self._args = args
+    self._own_digests = _OwnDigests(os.fspath(directory))
+    # Orbax waits for the futures in order, so this one runs after the writes.
+    return [self._own_digests] if args.digests else []
+
+  def save(self, directory: Any, args: Save) -> None:
+    """Keeps the content of the item for `finalize`, in a synchronous save.
+
+    Args:
+      directory: Path of the item, still with its temporary name.
+      args: The content of the item.
+    """
+    self._args = args
+    self._own_digests = _OwnDigests(os.fspath(directory))
+
+  def finalize(self, directory: Any) -> None:
+    """Writes the files of the item, in process 0, as the last of the step.
+
+    Args:
+      directory: Path of the item, still with its temporary name.
     """
     item_dir = os.fspath(directory)
     step_dir = os.path.dirname(item_dir)
-    text = json.dumps(self._metadata, indent=2)
+    text = json.dumps(self._args.metadata, indent=2)
     with open(os.path.join(item_dir, _METADATA), "w") as f:
       f.write(text)
-    files = integrity.digests_of(_walk(step_dir, besides=item_dir))
+    if self._args.digests:
+      files = self._take_digests(item_dir)
+    else:
+      files = digests_lib.take_sizes(_files_of_items(item_dir))
     body = text.encode()
-    files[f"{integrity.ITEM}/{_METADATA}"] = [len(body), zlib.crc32(body)]
+    files[f"{digests_lib.ITEM}/{_METADATA}"] = [len(body), zlib.crc32(body)]
     digests: dict[str, Any] = {"files": files, "step_metadata": None}
-    step_metadata = os.path.join(step_dir, integrity.STEP_METADATA)
+    step_metadata = os.path.join(step_dir, digests_lib.STEP_METADATA)
     if os.path.exists(step_metadata):
-      known = integrity.read_json(step_metadata)
-      known.pop(_LATER, None)
-      digests["step_metadata"] = known
-    digests["crc32"] = integrity.own_crc(digests)
-    with open(os.path.join(item_dir, integrity.DIGESTS), "w") as f:
+      content = digests_lib.read_json(step_metadata)
+      content.pop(_COMMIT_TIME, None)
+      digests["step_metadata"] = content
+    digests["crc32"] = digests_lib.crc_of_digests(digests)
+    with open(os.path.join(item_dir, digests_lib.DIGESTS), "w") as f:
       json.dump(digests, f, indent=1)
 
+  def _take_digests(self, item_dir: str) -> dict[str, digests_lib.Digest]:
+    """Returns the digests of all files of the other items."""
+    known = dict(self._own_digests.files)
+    for name in os.listdir(item_dir):
+      if name.startswith(_OWN_DIGESTS):
+        path = os.path.join(item_dir, name)
+        known |= digests_lib.read_json(path)
+        os.remove(path)
+    paths = _files_of_items(item_dir)
+    # Orbax may have merged files of the processes since; take those again.
+    rest = {
+      name: path
+      for name, path in paths.items()
+      if name not in known or known[name][0] != os.path.getsize(path)
+    }
+    known |= digests_lib.take(rest)
+    return {name: known[name] for name in paths}
+
   def restore(self, directory: Any, args: Any = None) -> dict[str, Any]:
-    """Returns what the file `metadata` says."""
+    """Returns the content of the file `metadata`.
+
+    Args:
+      directory: Path of the item.
+      args: Not used.
+    """
     del args
-    return integrity.read_json(os.path.join(directory, _METADATA))
+    return digests_lib.read_json(os.path.join(directory, _METADATA))
+
+
+# Prefix of the files in which the other processes hand process 0 their digests.
+_OWN_DIGESTS = "digests_of_process_"
+
+
+class _OwnDigests:
+  """A future of Orbax that digests the files this process has written.
+
+  Attributes:
+    files: The digests by name, after `result`.
+  """
+
+  def __init__(self, item_dir: str):
+    self.files: dict[str, digests_lib.Digest] = {}
+    self._item_dir = item_dir
+
+  def result(self, timeout: float | None = None) -> None:
+    """Takes the digests; other processes than 0 write them for process 0.
+
+    Args:
+      timeout: Not used.
+    """
+    del timeout
+    process = jax.process_index()
+    own = {
+      name: path
+      for name, path in _files_of_items(self._item_dir).items()
+      if (match := _PROCESS.search(name))
+      and int(match[1]) == process
+      # TensorStore may still replace the manifest, a small file.
+      and os.path.basename(name) != _MANIFEST
+    }
+    self.files = digests_lib.take(own)
+    if process != 0:
+      name = f"{_OWN_DIGESTS}{process}.json"
+      with open(os.path.join(self._item_dir, name), "w") as f:
+        json.dump(self.files, f)
+
+  def cancel(self) -> None:
+    """Does nothing: taking digests cannot be interrupted."""
 
 
 @ocp.args.register_with_handler(Handler, for_save=True)
 @dataclasses.dataclass
 class Save(ocp.args.CheckpointArgs):
-  """What Orbax hands to `Handler.async_save`.
+  """Arguments of `Handler.async_save`.
 
   Attributes:
-    metadata: What `metadata` returned.
+    metadata: The content of the file `metadata`.
+    digests: Whether to read the files for their crc32; otherwise only their
+      sizes are recorded.
   """
 
   metadata: Mapping[str, Any]
+  digests: bool = True
 
 
 @ocp.args.register_with_handler(Handler, for_restore=True)
 @dataclasses.dataclass
 class Restore(ocp.args.CheckpointArgs):
-  """What Orbax hands to `Handler.restore`: nothing."""
+  """Arguments of `Handler.restore`; there are none."""
 
 
-def _walk(step_dir: str, besides: str) -> dict[str, str]:
-  """Returns the files of a step's items but one, by their names to be."""
+def _files_of_items(item_dir: str) -> dict[str, str]:
+  """Returns the paths of the files in the other items of an unfinished step.
+
+  Args:
+    item_dir: Path of this item, still with its temporary name.
+
+  Returns:
+    The paths by the names that the files will have in the finished step.
+  """
+  step_dir = os.path.dirname(item_dir)
   paths = {}
   for folder, _, files in os.walk(step_dir):
-    if folder == step_dir or f"{folder}/".startswith(f"{besides}/"):
+    if folder == step_dir or f"{folder}/".startswith(f"{item_dir}/"):
       continue
     for file in files:
+      if file.endswith(_LOCK_SUFFIX):
+        continue
       path = os.path.join(folder, file)
       item, _, rest = os.path.relpath(path, step_dir).partition("/")
-      # An item of Orbax's own, metrics, is given its name after ours.
-      paths[f"{item.partition(_TEMPORARY)[0]}/{rest}"] = path
+      # Items get their final names one by one, metrics after this item.
+      paths[f"{item.partition(_TEMPORARY_SUFFIX)[0]}/{rest}"] = path
   return dict(sorted(paths.items()))

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: Orbax's policies, put together."""
+"""Chooses which checkpoints to keep, by Orbax's preservation policies."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 from orbax.checkpoint import checkpoint_managers
 
+from flaxshard.core import checks
+
 MODES = ("max", "min")
 
 
-def policy(
+def create_policy(
   max_to_keep: int | None,
   *,
   keep_every: int | None = None,
@@ -20,37 +22,35 @@ def policy(
   best_mode: str = "max",
   keep_best: int = 1,
 ) -> checkpoint_managers.PreservationPolicy:
-  """Returns what tells Orbax which checkpoints to keep.
+  """Returns a policy for Orbax that keeps the newest, the best and some more.
 
-  A checkpoint is kept as long as one of them wants it: the newest, those at
-  multiples of a step, the best. The newest is always among them.
+  A checkpoint is kept if it is one of the newest, its step is a multiple of
+  `keep_every`, or it is one of the best. The newest one is always kept.
 
   Args:
-    max_to_keep: How many of the newest to keep; None keeps all.
-    keep_every: The number of steps of which multiples are kept.
-    best_metric: The metric that tells which are the best.
-    best_mode: `"max"` or `"min"`: which values of it are good.
-    keep_best: How many of the best to keep.
+    max_to_keep: Number of newest checkpoints to keep; None keeps all.
+    keep_every: Keep the checkpoints whose step is a multiple of this.
+    best_metric: Name of the metric that ranks the checkpoints.
+    best_mode: `"max"` if higher values of the metric are better, or `"min"`.
+    keep_best: Number of best checkpoints to keep.
 
   Raises:
-    ValueError: An argument has a value that is not allowed.
+    ValueError: An argument has a wrong type or a value that is not allowed.
 
   References:
     https://orbax.readthedocs.io/en/latest/guides/checkpoint/preservation_policies.html
   """
-  counts = dict(max_to_keep=max_to_keep, keep_every=keep_every)
-  for name, count in counts.items():
-    if count is not None and not _is_count(count):
-      raise ValueError(f"{name} must be at least 1, or None, got {count!r}.")
-  if not _is_count(keep_best):
-    raise ValueError(f"keep_best must be at least 1, got {keep_best!r}.")
-  if best_mode not in MODES:
-    raise ValueError(f"best_mode must be 'max' or 'min', got {best_mode!r}.")
+  if max_to_keep is not None:
+    checks.integer("max_to_keep", max_to_keep, minimum=1)
+  if keep_every is not None:
+    checks.integer("keep_every", keep_every, minimum=1)
+  checks.integer("keep_best", keep_best, minimum=1)
+  checks.one_of("best_mode", best_mode, MODES)
   if best_metric is not None and not (
     isinstance(best_metric, str) and best_metric
   ):
     raise ValueError(
-      f"best_metric must be the name of a metric, or None, got {best_metric!r}."
+      f"best_metric must be the name of a metric or None, got {best_metric!r}."
     )
   if best_metric is None and (keep_best, best_mode) != (1, "max"):
     raise ValueError(
@@ -58,8 +58,8 @@ def policy(
     )
   if keep_every is not None and max_to_keep is None:
     raise ValueError(
-      f"keep_every={keep_every} says what to keep besides the newest, but "
-      "max_to_keep=None keeps all; max_to_keep must be at least 1 with it."
+      f"keep_every={keep_every} adds checkpoints to the newest ones that are "
+      "kept, but max_to_keep=None keeps all: set max_to_keep."
     )
   policies: list[checkpoint_managers.PreservationPolicy] = [
     checkpoint_managers.LatestN(max_to_keep)
@@ -71,24 +71,24 @@ def policy(
       checkpoint_managers.BestN(
         get_metric_fn=lambda metrics: rank(metrics, best_metric, best_mode),
         n=keep_best,
-        # Saved between evaluations: what is not the newest may go.
+        # Checkpoints saved between evaluations are kept only while new.
         keep_checkpoints_without_metrics=False,
       )
     )
   return checkpoint_managers.AnyPreservationPolicy(policies)
 
 
-def _is_count(value: Any) -> bool:
-  whole = isinstance(value, int) and not isinstance(value, bool)
-  return whole and value >= 1
-
-
 def rank(
   metrics: Mapping[str, Any] | None, name: str | None, mode: str
 ) -> float:
-  """Returns a number that is higher the better the metrics are.
+  """Returns a number that is higher for better metrics.
 
-  A metric that is missing, None, or not finite is worse than any number.
+  A missing, None or non-finite value ranks below any number.
+
+  Args:
+    metrics: The metrics of a checkpoint, or None if it has none.
+    name: Name of the metric that ranks it.
+    mode: `"max"` if higher values are better, or `"min"`.
 
   Example:
     >>> rank({"loss": 0.5}, "loss", "min") > rank({"loss": 0.7}, "loss", "min")
@@ -102,8 +102,13 @@ def rank(
   return float(value) if mode == "max" else -float(value)
 
 
-def as_json(metrics: Mapping[str, Any]) -> dict[str, float | int | None]:
-  """Returns metrics as JSON can hold them: null for what is not finite.
+def to_json(metrics: Mapping[str, Any]) -> dict[str, float | int | None]:
+  """Returns metrics with values that JSON can hold.
+
+  Values that are not finite become None.
+
+  Args:
+    metrics: Numbers by name: Python numbers, or arrays without dimensions.
 
   Raises:
     TypeError: A metric is not a number.

@@ -1,4 +1,4 @@
-"""Which directories are steps, for an Orbax manager."""
+"""Finds the steps in a directory, for an Orbax manager."""
 
 from __future__ import annotations
 
@@ -10,32 +10,35 @@ import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import digests
 
-METRICS = "metrics"  # the item and the file in it, as Orbax names them
+METRICS = "metrics"  # Orbax's name of the item and of the file in it
 
 
-class Readable:
-  """Orbax's own names of steps, without those whose metrics are damaged.
+class ReadableSteps:
+  """Orbax's standard step names, without steps whose metrics are damaged.
 
-  A manager reads the metrics of all steps when it is made, and cannot be made
-  where one cannot be read.
+  Orbax's manager reads the metrics of all steps when it is created, and raises
+  if one of them cannot be read.
+
+  Attributes:
+    left_out: The steps that the last `find_all` left out.
   """
 
   def __init__(self) -> None:
     self._names = ocp.path.step.standard_name_format()
-    self.left_out: set[int] = set()  # of the last `find_all`
+    self.left_out: set[int] = set()
 
   def build_name(self, step: int) -> str:
-    """Returns the name of a step's directory."""
+    """Returns the name of the directory of a step."""
     return self._names.build_name(step)
 
   def find_all(self, base_path: Any) -> Iterator[Any]:
-    """Returns what Orbax knows of the steps."""
+    """Returns Orbax's records of the readable steps in a directory."""
     self.left_out = _damaged_metrics(base_path)
     found = self._names.find_all(base_path)
     return (step for step in found if step.step not in self.left_out)
 
   def find_step(self, base_path: Any, step: int) -> Any:
-    """Returns what Orbax knows of a step."""
+    """Returns Orbax's record of a step."""
     return self._names.find_step(base_path, step)
 
 

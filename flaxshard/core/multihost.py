@@ -1,4 +1,4 @@
-"""What one process finds, all of a program's processes raise, or are told."""
+"""Shares errors and flags between the processes of a program."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-_BYTES = 2048  # of a message, which all processes must make the same room for
+# All processes must gather arrays of one size, so messages are cut to it.
+_MESSAGE_BYTES = 2048
 
 
 @contextlib.contextmanager
 def raise_on_all_processes(*kinds: type[Exception]) -> Iterator[None]:
-  """Ends a block with an error in all processes, where it has one in any.
+  """Raises one process's error in all processes.
 
-  Otherwise those without the error would go on, and wait for the others in the
-  next collective. All processes must enter the block, and no collective may be
-  in it that comes after what can fail. With one process it does nothing.
+  Without it, the processes that have no error go on and wait forever for the
+  failed one in their next collective. All processes must enter the block. In
+  the block, no collective may follow what can fail. With one process it does
+  nothing.
 
   Args:
-    *kinds: What errors are raised as in the other processes, where they are of
-      that kind; else as a RuntimeError.
+    *kinds: Exception types to raise again as such in the other processes; an
+      exception of another type is raised there as a RuntimeError.
 
   Raises:
-    Exception: This process's own, or one that says which process had which.
+    Exception: The process's own error, or another process's, with its number.
 
   Example:
     >>> with raise_on_all_processes(ValueError):
@@ -39,27 +41,29 @@ def raise_on_all_processes(*kinds: type[Exception]) -> Iterator[None]:
     yield
   except Exception as e:
     error = e
-  told = np.zeros(_BYTES, np.uint8)
+  # Byte 0 is the kind of the error, from 1; the rest is its message.
+  sent = np.zeros(_MESSAGE_BYTES, np.uint8)
   if error is not None:
-    which = [isinstance(error, kind) for kind in kinds] + [True]
-    text = str(error).encode()[: _BYTES - 1]
-    told[0] = 1 + which.index(True)
-    told[1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
-  heard = multihost_utils.process_allgather(told)
+    matches = [isinstance(error, kind) for kind in kinds] + [True]
+    text = str(error).encode()[: _MESSAGE_BYTES - 1]
+    sent[0] = 1 + matches.index(True)
+    sent[1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
+  received = multihost_utils.process_allgather(sent)
   if error is not None:
     raise error
-  for process, (code, *message) in enumerate(heard.tolist()):
+  for process, (code, *message) in enumerate(received.tolist()):
     if code:
+      # Cutting may have split a character of several bytes.
       reason = bytes(message).rstrip(b"\0").decode(errors="replace")
       kind = (*kinds, RuntimeError)[code - 1]
       raise kind(f"process {process}: {reason}")
 
 
 def any_process(flag: bool) -> bool:
-  """Returns whether a flag is set in any process; all must ask.
+  """Returns whether a flag is set in any process; all processes must call it.
 
   Args:
-    flag: That of this process.
+    flag: The flag of this process.
 
   Example:
     >>> any_process(True)
@@ -71,7 +75,7 @@ def any_process(flag: bool) -> bool:
 
 
 def summarize_error(error: BaseException) -> str:
-  """Returns an error's kind and the first line of what it says.
+  """Returns the type of an error and the first line of its message.
 
   Args:
     error: The error.
@@ -80,5 +84,5 @@ def summarize_error(error: BaseException) -> str:
     >>> summarize_error(KeyError("w"))
     "KeyError: 'w'"
   """
-  first = (str(error).splitlines() or [""])[0]
-  return f"{type(error).__name__}: {first}"
+  first_line = (str(error).splitlines() or [""])[0]
+  return f"{type(error).__name__}: {first_line}"

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from flaxshard import checkpoint
-from flaxshard.core import lock
+from flaxshard.core import directories
 from flaxshard.core import multihost
 from flaxshard.data import distribute
 from flaxshard.state import describe
@@ -70,7 +70,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
   strategy = devices.create_strategy(config)
   workdir = os.path.expanduser(workdir)
   with multihost.raise_on_all_processes(ValueError):
-    checkpoint.check_writable("workdir", workdir)
+    directories.check_writable("workdir", workdir)
   workdir = os.path.abspath(workdir)
   charts.require_packages(config.writer)
   # Traces the train step, so that an invalid config is found before anything
@@ -114,7 +114,7 @@ def _open_run(setup: setup_lib.Setup, workdir: str) -> Iterator[_Run]:
   config = setup.config
   with contextlib.ExitStack() as stack:
     with multihost.raise_on_all_processes(ValueError):
-      unlock = lock.acquire("workdir", workdir)
+      unlock = directories.lock("workdir", workdir)
     stack.callback(unlock)
     # From here on a signal ends the run with a checkpoint.
     received_signal = stack.enter_context(preemption.catch_signals())

@@ -27,7 +27,8 @@ import flaxshard as fs
 from flaxshard import checkpoint, train
 from flaxshard.train import charts, metrics as metrics_lib
 from flaxshard.checkpoint import digests, inspection, metadata_item
-from flaxshard.checkpoint.pending_saves import SaveError
+from flaxshard.core import directories
+from flaxshard.checkpoint import SaveError
 
 disk = sys.argv[1]
 path = os.path.join(disk, "checkpoints")
@@ -264,12 +265,12 @@ set_read_only(False)
 
 # In a save, when its directories are to be made, and when its files are there.
 def before_directories():
-  probe = checkpointer._probe
-  def then(step):
-    probe(step)
+  probe = directories.make_and_remove
+  def then(directory):
+    probe(directory)
     set_read_only()
-  checkpointer._probe = then
-  return lambda: setattr(checkpointer, "_probe", probe)
+  directories.make_and_remove = then
+  return lambda: setattr(directories, "make_and_remove", probe)
 
 def before_the_end():
   finalize = metadata_item.Handler.finalize
@@ -281,8 +282,10 @@ def before_the_end():
 
 for when in (before_directories, before_the_end):
   undo = when()
-  checkpointer.save(2, create(2.0))
-  error = error_of_check(checkpointer)
+  def save():
+    checkpointer.save(2, create(2.0))
+    raise SaveError(error_of_check(checkpointer))
+  error = error_of(save)
   assert "Read-only file system" in error, error
   undo()
   assert list(checkpointer.all_steps()) == [1]

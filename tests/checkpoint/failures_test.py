@@ -16,7 +16,6 @@ import flaxshard as fs
 from flaxshard import checkpoint
 from flaxshard import train
 from flaxshard.checkpoint import metadata_item
-from flaxshard.checkpoint import pending_saves
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -196,7 +195,7 @@ def fail_at(monkeypatch, step):
 def test_leaving_the_context_raises_what_failed(path, monkeypatch):
   fail_at(monkeypatch, 2)
   message = f"step 2 could not be saved in {path}: OSError: .*No space left"
-  with pytest.raises(pending_saves.SaveError, match=message) as e:
+  with pytest.raises(checkpoint.SaveError, match=message) as e:
     with checkpoint.Checkpointer(path) as checkpointer:
       checkpointer.save(1, create(1.0))
       checkpointer.save(2, create(2.0))

@@ -20,7 +20,7 @@ sys.path[:0] = [sys.argv[3], os.path.dirname(sys.argv[3])]
 path = sys.argv[4]
 from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import metadata_item
-from flaxshard.checkpoint import pending_saves
+from flaxshard.checkpoint import SaveError
 from jax.experimental import multihost_utils
 
 none = resource.RLIM_INFINITY
@@ -47,7 +47,7 @@ def mend_disk():
 def error_of(call):
   try:
     call()
-  except pending_saves.SaveError as e:
+  except SaveError as e:
     return str(e).splitlines()[0]
   return None
 

@@ -9,10 +9,10 @@ import two_processes
 from flaxshard.core import multihost
 
 
-def test_one_process_has_its_own_error():
+def test_single_process_raises_its_own_error():
   with multihost.raise_on_all_processes(ValueError):
     pass
-  error = KeyError("mine")
+  error = KeyError("w")
   with (
     pytest.raises(KeyError) as e,
     multihost.raise_on_all_processes(ValueError),
@@ -28,8 +28,8 @@ import optax
 import flaxshard as fs
 from flaxshard.core import multihost
 
-def raised(error, *kinds):
-  # The error that this process gets where only process 1 has one.
+def error_here(error, *kinds):
+  '''Returns the error of this process if only process 1 raises one.'''
   try:
     with multihost.raise_on_all_processes(*kinds):
       if error is not None and rank == 1:
@@ -38,18 +38,18 @@ def raised(error, *kinds):
     return f"{type(e).__name__}: {e}"
   return None
 
-assert raised(None) is None
-mine = [raised(ValueError("ä" * 3000), KeyError, ValueError)]
-mine.append(raised(OSError("full"), KeyError, ValueError))
+assert error_here(None) is None
+errors = [error_here(ValueError("ä" * 3000), KeyError, ValueError)]
+errors.append(error_here(OSError("full"), KeyError, ValueError))
 if rank == 0:
-  assert mine[0].startswith("ValueError: process 1: ää"), mine[0]
-  assert 1000 < len(mine[0]) < 1100
-  assert mine[1] == "RuntimeError: process 1: full", mine[1]
+  assert errors[0].startswith("ValueError: process 1: ää"), errors[0]
+  assert 1000 < len(errors[0]) < 1100
+  assert errors[1] == "RuntimeError: process 1: full", errors[1]
 else:
-  assert mine == ["ValueError: " + "ä" * 3000, "OSError: full"], mine
+  assert errors == ["ValueError: " + "ä" * 3000, "OSError: full"], errors
 
-# Only process 0 takes the lock, which another program has.
-def refused(call):
+# Only process 0 locks the directory; another program holds the lock.
+def error_of(call):
   try:
     call()
   except Exception as e:
@@ -59,11 +59,11 @@ other = "process 0: " if rank == 1 else ""
 state = fs.TrainState.create(
   apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
 with fs.Checkpointer(sys.argv[3]) as checkpointer:
-  told = refused(lambda: checkpointer.save(1, state))
+  message = error_of(lambda: checkpointer.save(1, state))
   wanted = f"ValueError: {other}directory='{sys.argv[3]}' is being written by"
-  assert told.startswith(wanted), told
+  assert message.startswith(wanted), message
 
-  # An iterator that one process cannot ask where it stands.
+  # An iterator with an invalid position in process 1.
   class Data:
     def get_state(self):
       return {1} if rank == 1 else {"next": 1}
@@ -71,24 +71,25 @@ with fs.Checkpointer(sys.argv[3]) as checkpointer:
     def set_state(self, state):
       pass
 
-  told = refused(lambda: checkpointer.save(1, state, data=Data()))
-  # Process 0 cannot have the lock either, and says so.
+  message = error_of(lambda: checkpointer.save(1, state, data=Data()))
+  # Process 0 still cannot lock the directory, and raises its own error.
   kind = {0: "ValueError: directory=", 1: "TypeError: data.get_state() must be"}
-  assert told.startswith(kind[rank]), told
+  assert message.startswith(kind[rank]), message
 assert sorted(os.listdir(sys.argv[3])) == [".lock"]
 print("same")
 """
 
 HOLDER = """
 import sys
-from flaxshard.core import lock
-lock.acquire("directory", sys.argv[1])
+from flaxshard.core import directories
+release = directories.lock("directory", sys.argv[1])
 print("locked", flush=True)
 sys.stdin.read()
 """
 
 
-def test_two_processes_raise_what_one_finds(tmp_path):
+@pytest.mark.slow
+def test_both_processes_raise_the_error_of_one(tmp_path):
   holder = subprocess.Popen(
     [sys.executable, "-c", HOLDER, str(tmp_path)],
     stdin=subprocess.PIPE,

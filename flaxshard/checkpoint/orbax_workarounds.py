@@ -1,0 +1,173 @@
+"""What Orbax does not do when a save fails or the program ends.
+
+Each part says which behavior of Orbax or Python it works around. Its test in
+`orbax_workarounds_test.py` fails once that behavior has changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+import weakref
+
+import jax
+import orbax.checkpoint as ocp
+
+from flaxshard.core import multihost
+
+_log = logging.getLogger(__name__)
+
+# Every process creates its managers in the same order, as Orbax requires.
+_barrier_numbers = itertools.count()
+
+# Seconds to wait for the other writers of a failed save. Threads of the program
+# itself may be among them, and never end.
+_WRITERS_TIMEOUT = 2.0
+
+# The step that each manager saves now. A manager lives at least as long as its
+# save, because Orbax's thread refers to it.
+_unfinished: weakref.WeakKeyDictionary[ocp.CheckpointManager, int] = (
+  weakref.WeakKeyDictionary()
+)
+
+
+class SaveBarrier:
+  """A barrier for Orbax's background threads that passes when a save fails.
+
+  Orbax calls it several times in each save, through
+  `AsyncOptions.barrier_sync_fn`. A process whose part of a save fails skips
+  the next of those barriers, at which the other processes would wait for
+  `AsyncOptions.timeout_secs`, and goes on to the last ones, with its error in
+  flight. Therefore the calls are numbered in each process, and all processes
+  wait at barriers of the same number, whatever Orbax names them. An error is
+  published before the process waits, so after the barrier all processes see it
+  and raise it: the save fails in all of them.
+
+  Orbax also leaves the other writing threads of a failed save alone. They would
+  write into the directory of the same step when it is saved again, so the
+  barrier waits for them first.
+
+  Example:
+    >>> options = ocp.options.AsyncOptions(barrier_sync_fn=SaveBarrier())
+  """
+
+  def __init__(self) -> None:
+    self._name = f"flaxshard/save_barrier/{next(_barrier_numbers)}"
+    self._save = 0  # number of the save, equal in all processes
+    self._calls = itertools.count()
+    self._caller: int | None = None  # the thread that calls `save`
+    self._earlier_threads: set[threading.Thread] = set()
+    self._errors = ""  # of all processes, once the save has failed
+    self._lock = threading.Lock()
+
+  def start_save(self) -> None:
+    """Prepares for the next save; called in all processes before it starts."""
+    self._save += 1
+    self._calls = itertools.count()
+    self._caller = threading.get_ident()
+    self._earlier_threads = set(threading.enumerate())
+    self._errors = ""
+
+  def __call__(self, *, key: str, timeout_ms: int) -> None:
+    """Waits until all processes have called it equally often in this save.
+
+    Args:
+      key: Orbax's name of the barrier; not used.
+      timeout_ms: Milliseconds to wait at most.
+
+    Raises:
+      RuntimeError: The save has failed in another process; the message has its
+        number and its error.
+    """
+    del key
+    # A program may call `save` while it handles an error of its own.
+    in_caller = threading.get_ident() == self._caller
+    error = None if in_caller else sys.exc_info()[1]
+    if error is not None and not self._errors:
+      self._wait_for_writers()
+    if jax.process_count() == 1:
+      return
+    # Two threads of one process would mix up the numbers.
+    with self._lock:
+      if not self._errors:
+        self._errors = self._exchange_errors(error, timeout_ms)
+    if self._errors and error is None:
+      raise RuntimeError(self._errors)
+
+  def _wait_for_writers(self) -> None:
+    """Waits for the threads that were started since the save started."""
+    deadline = time.monotonic() + _WRITERS_TIMEOUT
+    for thread in threading.enumerate():
+      started = thread not in self._earlier_threads
+      if started and thread is not threading.current_thread():
+        # Orbax's own `join` would raise the error of the thread.
+        threading.Thread.join(thread, max(0.0, deadline - time.monotonic()))
+
+  def _exchange_errors(
+    self, error: BaseException | None, timeout_ms: int
+  ) -> str:
+    """Waits at the next barrier; returns the errors published before it."""
+    barrier = f"{self._name}/{self._save}/{next(self._calls)}"
+    client = ocp.multihost.get_jax_distributed_client()
+    if error is not None:
+      process = jax.process_index()
+      client.key_value_set(
+        f"{barrier}/{process}",
+        f"process {process}: {multihost.summarize_error(error)}",
+      )
+    ocp.multihost.get_barrier_sync_fn()(key=barrier, timeout_ms=timeout_ms)
+    published = client.key_value_dir_get(f"{barrier}/")
+    return "; ".join(sorted(text for _, text in published))
+
+
+def remove_unfinished(directory: str, step: int) -> None:
+  """Removes what a failed save has written, which Orbax leaves on the disk.
+
+  Args:
+    directory: Path of the directory of steps.
+    step: The step that could not be saved.
+  """
+  if jax.process_index() != 0:
+    return
+  unfinished = os.path.join(directory, f"{step}.orbax-checkpoint-tmp")
+  # TensorStore finishes the writes it has begun after one of them has failed.
+  for _ in range(50):
+    shutil.rmtree(unfinished, ignore_errors=True)
+    time.sleep(0.01)
+    if not os.path.lexists(unfinished):
+      return
+
+
+def wait_at_exit(manager: ocp.CheckpointManager, step: int) -> None:
+  """Makes the end of the program wait until a save has finished.
+
+  If the save fails then, the error is logged, as nothing can catch it.
+
+  Args:
+    manager: The manager that is about to save.
+    step: The step that it saves.
+  """
+  _unfinished[manager] = step
+
+
+def _finish_saves() -> None:
+  for manager, step in list(_unfinished.items()):
+    try:
+      manager.wait_until_finished()
+    except Exception:
+      directory = os.fspath(manager.directory)
+      _log.exception("the last checkpoint in %s is lost", directory)
+      remove_unfinished(directory, step)
+
+
+# The only private name: functions of `atexit` run too late, after Python has
+# closed the thread pools that Orbax needs to finish a save. Waits for
+# https://github.com/python/cpython/issues/86128, which asks to make it public.
+_register_atexit = getattr(threading, "_register_atexit", None)
+if _register_atexit is not None:
+  _register_atexit(_finish_saves)
