@@ -1,4 +1,4 @@
-"""AGN: replicas that step alone and commit to a center once in a while."""
+"""AGN: replicas take local steps and commit to a center once per period."""
 
 from __future__ import annotations
 
@@ -16,34 +16,38 @@ from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import values
-from flaxshard.wrappers import agn_commit as commits
+from flaxshard.wrappers import agn_commit
+from flaxshard.wrappers import agn_sequential
 from flaxshard.wrappers import base
 from flaxshard.wrappers.agn_commit import ModelState
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
 
-# Commits one after another are stable from about this many local steps for
-# each replica on (measured with the original).
+# Sequential commits are stable if the period is at least this number times the
+# number of replicas (measured with `tf.contrib.opt.AGNOptimizer`).
 _STABLE_PERIOD = 0.64
 
-# The fields of the state that are not a replica's own.
-_MIRRORED = ("local_step", "commits", "outer_opt_state")
+# The replicated fields of the state. The others are per replica.
+_REPLICATED = ("local_step", "commits", "outer_opt_state")
 
 
 class AGNState(NamedTuple):
-  """The state of `AGN`. Leaves `[replicas, ...]` are the replicas' own.
+  """The state of `AGN`.
+
+  Per-replica leaves have the shape `[replicas, ...]` in a TrainState, and
+  `[...]` inside of `Strategy.run`.
 
   Attributes:
-    local_params: `[replicas, ...]`, the parameters that each goes on with.
-    local_opt_state: `[replicas, ...]`, the optimizer's state for them.
-    grad_accum: `[replicas, ...]`, float32 or wider, what has come together for
-      the next commit; None for leaves without a gradient.
-    local_step: int32 scalar, steps that each replica has taken.
-    commits: int32 scalar, how often they have committed.
-    collections: `[replicas, ...]`, the other collections, such as
-      `batch_stats`, as each replica has them; by name.
-    outer_opt_state: The state of `outer_tx`, for the center; `()` without.
+    local_params: Per replica, the parameters of its local steps.
+    local_opt_state: Per replica, the optimizer state of its local steps.
+    grad_accum: Per replica, the sum of gradients or parameter deltas since the
+      last commit, float32 or wider; None for leaves without a gradient.
+    local_step: int32 scalar, number of local steps, the same on all replicas.
+    commits: int32 scalar, number of commits.
+    collections: Per replica, the other collections by name, such as
+      `batch_stats`.
+    outer_opt_state: The state of `outer_tx`; `()` without `outer_tx`.
   """
 
   local_params: PyTree
@@ -57,41 +61,46 @@ class AGNState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AGN(base.Base):
-  """Accumulated gradient normalization: local steps, rare commits.
+  """Accumulated gradient normalization: local steps and rare commits.
 
-  Every replica steps on a copy of the parameters of its own, with slots of its
-  own, and adds up its gradients. Every `communication_period` steps it commits
-  their mean: the center, `state.params`, is updated with it by the same
-  optimizer in the center's own slots, and the replica goes on from the center.
-  Between commits nothing is communicated, so that over a period there is
-  1/period of the traffic of data parallelism.
+  Every replica has its own local parameters and optimizer state. Each train
+  step is a local step: it updates them with the replica's gradients, and adds
+  the gradients to an accumulator. After every `communication_period` local
+  steps the replicas commit. A commit is the mean of the accumulated gradients.
+  It updates the center, `state.params`, with the same optimizer and the slots
+  of the center, `state.opt_state`. The replicas then continue from the center.
+  Nothing is communicated between commits. So the traffic is 1/period of that
+  of data parallelism.
 
-  Losses are differentiated at the local parameters. `state.params` and
-  `state.opt_state` are the center: what is evaluated, exported, and restored
-  without the wrapper. `state.step` counts local steps. Schedules in `tx` count
-  updates: a replica's its local steps, the center's its commits. Collections
-  such as `batch_stats` are a replica's own inside of `Strategy.run`; outside
-  there is their mean at the last commit.
+  Losses are differentiated at the local parameters. The center is evaluated,
+  exported, and restored without the wrapper. `state.step` counts local steps.
+  Schedules in `tx` count updates: local steps for a replica, commits for the
+  center. Collections such as `batch_stats` are per replica inside of
+  `Strategy.run`. Outside they are the mean over the replicas at the last
+  commit.
 
   Args:
-    communication_period: Local steps from commit to commit.
-    commit: `"sequential"`: the replicas commit one after another, in their
-      order, and each goes on from the center as it is after its own commit, as
-      with a parameter server. `"mean"` or `"sum"`: the center is updated once,
-      with the mean or the sum of all, and all go on from the same.
-    share_step_count: The original's Adam has one pair of beta powers for local
-      steps and commits: the step count of the optimizer then advances
-      period + 1 times a period. By default the center has its own.
-    outer_tx: Another optimizer for the center, any of optax. `state.opt_state`,
-      what `tx` has for the center, then stays as it is.
-    commit_delta: Commit by how much the local parameters have changed since the
-      last commit, the sum and not the mean over the period, instead of the mean
-      gradient. With `commit="mean"` and `outer_tx=optax.sgd(1.0)` the center is
-      the mean of the local parameters (local SGD); with
-      `optax.sgd(0.7, momentum=0.9, nesterov=True)` this is DiLoCo.
+    communication_period: Number of local steps per commit.
+    commit: `"sequential"`, `"mean"` or `"sum"`. With `"sequential"` the center
+      is updated with the commit of one replica after another, in replica order.
+      Each replica continues from the center right after its own commit, as with
+      a parameter server. With `"mean"` or `"sum"` the center is updated once,
+      with the mean or the sum of all commits. All replicas continue from it.
+    share_step_count: Share the optimizer's step count between local steps and
+      commits, as the original does with Adam's beta powers. The count then
+      advances period + 1 times per period. By default the center has its own.
+    outer_tx: An optax optimizer for the center, instead of `tx`. Then
+      `state.opt_state`, the state of `tx` for the center, does not change.
+    commit_delta: Commit the parameter delta of the period, old minus new,
+      instead of the mean gradient. With `commit="mean"` and
+      `outer_tx=optax.sgd(1.0)` the center is the mean of the local parameters:
+      local SGD. With `outer_tx=optax.sgd(0.7, momentum=0.9, nesterov=True)`
+      this is DiLoCo.
 
   Raises:
-    ValueError, TypeError: A value outside of these.
+    TypeError: An argument is of a wrong type.
+    ValueError: `communication_period` is below 1, `commit` is unknown, or
+      `share_step_count` is combined with `outer_tx`.
 
   Example:
     >>> import flaxshard as fs, optax
@@ -123,82 +132,87 @@ class AGN(base.Base):
   commit_delta: bool = False
 
   def __post_init__(self) -> None:
-    period = self.communication_period
-    period = checks.integer("AGN: communication_period", period, minimum=1)
+    period = checks.integer(
+      "AGN: communication_period", self.communication_period, minimum=1
+    )
+    # A plain int, also from a NumPy integer: configs hold plain values.
     object.__setattr__(self, "communication_period", period)
-    if self.commit not in ("sequential", "mean", "sum"):
-      raise ValueError(
-        f"AGN: commit={self.commit!r}; allowed: 'sequential', 'mean', 'sum'."
+    checks.one_of("AGN: commit", self.commit, ("sequential", "mean", "sum"))
+    checks.boolean("AGN: share_step_count", self.share_step_count)
+    checks.boolean("AGN: commit_delta", self.commit_delta)
+    if self.outer_tx is None:
+      return
+    # Not by isinstance: optax.MultiSteps is no GradientTransformation.
+    if not {"init", "update"} <= set(dir(self.outer_tx)):
+      raise TypeError(
+        "AGN: outer_tx must be an optax GradientTransformation or None, got "
+        f"{self.outer_tx!r}."
       )
-    for name in ("share_step_count", "commit_delta"):
-      if not isinstance(getattr(self, name), bool):
-        raise TypeError(
-          f"AGN: {name} must be a bool, got {getattr(self, name)!r}."
-        )
-    if self.outer_tx is not None:
-      if not all(hasattr(self.outer_tx, n) for n in ("init", "update")):
-        raise TypeError(
-          "AGN: outer_tx must be an optax GradientTransformation or None, got "
-          f"{self.outer_tx!r}."
-        )
-      if self.share_step_count:
-        raise ValueError(
-          "AGN: share_step_count=True shares the count of one optimizer; with "
-          f"outer_tx={self.outer_tx!r} there are two."
-        )
+    if self.share_step_count:
+      raise ValueError(
+        "AGN: share_step_count=True needs one optimizer for local steps and "
+        f"commits, got outer_tx={self.outer_tx!r} as well."
+      )
 
-  # -- The wrapper protocol.
+  # -- State.
 
   def init(self, params: PyTree, tx: Any) -> AGNState:
-    """Returns the first state, of one replica."""
+    """Returns the first state of one replica, at the center.
 
-    def accumulator(path: trees.Path, p: jax.Array) -> jax.Array | None:
+    Args:
+      params: The parameters.
+      tx: The optax optimizer.
+    """
+
+    def create_accumulator(path: trees.Path, p: jax.Array) -> jax.Array | None:
       if not gradients.has_gradient(path, p):
         return None
-      return jnp.zeros(p.shape, commits.accumulated(p.dtype))
+      return jnp.zeros(p.shape, agn_commit.accumulator_dtype(p.dtype))
 
-    with_optimizer = opt_state_lib.optimized_params(params)
+    optimized = opt_state_lib.optimized_params(params)
     return AGNState(
       local_params=params,
-      local_opt_state=tx.init(with_optimizer),
-      grad_accum=jax.tree_util.tree_map_with_path(accumulator, params),
+      local_opt_state=tx.init(optimized),
+      grad_accum=jax.tree_util.tree_map_with_path(create_accumulator, params),
       local_step=jnp.zeros((), jnp.int32),
       commits=jnp.zeros((), jnp.int32),
       collections={},
       outer_opt_state=(
-        () if self.outer_tx is None else self.outer_tx.init(with_optimizer)
+        () if self.outer_tx is None else self.outer_tx.init(optimized)
       ),
     )
 
   def init_collections(
     self, state: AGNState, collections: dict[str, PyTree]
   ) -> AGNState:
-    """Returns the state with collections for each replica.
+    """Returns the state with the collections, to be kept per replica.
 
     Raises:
-      TypeError: A collection is each replica's own already.
+      TypeError: A collection is a `PerReplica` already.
     """
     for name, tree in collections.items():
       if values.has_per_replica(tree):
         raise TypeError(
-          f"AGN: the collection {name!r} is a PerReplica; each replica has its "
-          "own of every collection anyway. Give it as one."
+          f"AGN: the collection {name!r} must not be a PerReplica: AGN keeps "
+          "every collection per replica itself. Pass the value of one replica."
         )
     return state._replace(collections=collections)
 
   def restart(
     self, state: AGNState, target: base.Target, saved: dict[str, jax.Array]
   ) -> AGNState:
-    """Returns a state in which all replicas begin at the center.
+    """Returns a state in which all replicas start from the center.
+
+    Accumulated gradients are dropped, step counts are kept.
 
     Args:
       state: A first state.
-      target: The center, from a checkpoint that has no state for as many
-        replicas.
-      saved: What it has for any number of replicas, by path: what they share,
-        and the scalars of the first.
+      target: The center, restored from a checkpoint that has no state for this
+        number of replicas.
+      saved: The saved leaves that do not depend on the number of replicas, by
+        path: replicated leaves, and the scalars of the first replica.
     """
-    # Schedules go on where they were: the local one is ahead of the center's.
+    # Schedules continue: local step counts are ahead of those of the center.
     counts = {
       path.removeprefix("local_opt_state/"): x for path, x in saved.items()
     }
@@ -207,6 +221,7 @@ class AGN(base.Base):
       local_params=target.params,
       local_opt_state=opt_state_lib.with_counts(target.opt_state, counts),
       grad_accum=jax.tree.map(jnp.zeros_like, state.grad_accum),
+      # Back to the start of a period: the next commit averages a whole one.
       local_step=local_step - local_step % self.communication_period,
       commits=saved.get("commits", state.commits),
       collections={n: target.collections[n] for n in state.collections},
@@ -218,44 +233,10 @@ class AGN(base.Base):
       ),
     )
 
-  def check_replicas(self, num_replicas: int) -> None:
-    """Warns where sequential commits are too frequent to be stable."""
-    least = _STABLE_PERIOD * num_replicas
-    if self.commit == "sequential" and self.communication_period < least:
-      warnings.warn(
-        f"AGN: communication_period={self.communication_period} is short for "
-        f"sequential commits of {num_replicas} replicas: each replica's commit "
-        f"was computed {num_replicas - 1} commits ago, and below about "
-        f"{_STABLE_PERIOD} * {num_replicas} = {least:.1f} local steps training "
-        "may diverge. Use a longer period, a lower learning rate, or "
-        "commit='mean'.",
-        UserWarning,
-        stacklevel=2,
-      )
-
-  def working_params(self, state: AGNState, params: PyTree) -> PyTree:
-    """Returns this replica's parameters."""
-    del params
-    return state.local_params
-
-  def reduce_collection(self, x: jax.Array) -> jax.Array:
-    """Returns a replica's statistics as they are, until they are committed."""
-    return x
-
-  def swap_collections(
-    self, state: AGNState, collections: dict[str, PyTree]
-  ) -> tuple[AGNState, dict[str, PyTree]]:
-    """Puts a replica's own collections for the committed ones, or back."""
-    other = {name: collections[name] for name in state.collections}
-    return (
-      state._replace(collections=other),
-      {**collections, **state.collections},
-    )
-
   def partition_specs(self, state: AGNState) -> AGNState:
-    """A first dimension for the replicas, but for the counters."""
+    """Returns the specs: counters and `outer_opt_state` are replicated."""
     specs = {
-      field: P() if field in _MIRRORED else P(mesh_lib.REPLICA)
+      field: P() if field in _REPLICATED else P(mesh_lib.REPLICA)
       for field in state._fields
     }
     return AGNState(
@@ -265,30 +246,78 @@ class AGN(base.Base):
       }
     )
 
+  def check_replicas(self, num_replicas: int) -> None:
+    """Warns if sequential commits are too frequent to be stable."""
+    least = _STABLE_PERIOD * num_replicas
+    if self.commit == "sequential" and self.communication_period < least:
+      warnings.warn(
+        f"AGN: communication_period={self.communication_period} is short for "
+        f"sequential commits of {num_replicas} replicas: before a commit is "
+        f"applied, the center changes by {num_replicas - 1} other commits, and "
+        f"below about {_STABLE_PERIOD} * {num_replicas} = {least:.1f} local "
+        "steps training may diverge. Use a longer period, a lower learning "
+        "rate, or commit='mean'.",
+        UserWarning,
+        stacklevel=2,
+      )
+
   def metrics(self, state: AGNState) -> dict[str, jax.Array]:
-    """Returns `commits`, to be logged."""
+    """Returns the number of commits, to be logged."""
     return {"commits": state.commits}
+
+  # -- Collections.
+
+  def reduce_collection(self, x: jax.Array) -> jax.Array:
+    """Returns a replica's collection unchanged: commits average it."""
+    return x
+
+  def swap_collections(
+    self, state: AGNState, collections: dict[str, PyTree]
+  ) -> tuple[AGNState, dict[str, PyTree]]:
+    """Exchanges the committed collections for those of the replica, or back."""
+    swapped = {name: collections[name] for name in state.collections}
+    return (
+      state._replace(collections=swapped),
+      {**collections, **state.collections},
+    )
+
+  # -- A step.
+
+  def working_params(self, state: AGNState, params: PyTree) -> PyTree:
+    """Returns this replica's local parameters."""
+    del params
+    return state.local_params
 
   def apply(
     self, state: AGNState, target: base.Target, grads: PyTree, next: base.Next
   ) -> tuple[base.Target, AGNState]:
-    """Steps on the local copy; commits to the center when it is time."""
+    """Takes a local step, and commits at the end of a period.
+
+    Args:
+      state: The state of this replica.
+      target: The center, and the collections of this replica.
+      grads: The gradients of this replica; None for leaves without.
+      next: Applies gradients with the wrappers inside and the optimizer.
+
+    Returns:
+      The center and collections after the step, and the new state.
+    """
+    # Outside of the conditional: an update in both of its branches was measured
+    # to cost copies of the parameters and slots.
     new = next(
       target._replace(
         params=state.local_params, opt_state=state.local_opt_state
       ),
       grads,
     )
-    applied = new.step != target.step  # or a wrapper inside has skipped it
-    accum = commits.accumulate(
-      state.grad_accum,
-      commits.param_delta(state.local_params, new.params)
-      if self.commit_delta
-      else grads,
-      applied,
-    )
+    # A wrapper inside, such as LossScale, may have skipped the step.
+    applied = new.step != target.step
+    added = grads
+    if self.commit_delta:
+      added = agn_commit.param_delta(state.local_params, new.params)
+    accum = agn_commit.accumulate(state.grad_accum, added, applied)
     local_step = state.local_step + applied
-    due = applied & (local_step % self.communication_period == 0)
+    is_commit = applied & (local_step % self.communication_period == 0)
 
     def commit(
       center: ModelState,
@@ -306,19 +335,19 @@ class AGN(base.Base):
       accum = jax.tree.map(jnp.zeros_like, accum)
       return center, local, accum, collections, collections
 
-    # The one place with collectives. Its predicate is the same on all replicas,
-    # so that it stays a branch. The local step is outside of it: inside of both
-    # branches it was measured to cost copies of everything it updates.
-    center_opt_state = (
-      target.opt_state if self.outer_tx is None else state.outer_opt_state
-    )
+    # The collections that this step replaces, as they were last committed.
     committed = {
       name: state.collections[name]
       for name in new.collections
       if name in state.collections
     }
+    center_opt_state = (
+      target.opt_state if self.outer_tx is None else state.outer_opt_state
+    )
+    # All collectives are in this conditional. Its predicate is replicated: XLA
+    # would turn a per-replica one into a select, and communicate in each step.
     center, local, accum, collections, committed = jax.lax.cond(
-      due,
+      is_commit,
       commit,
       lambda *operands: operands,
       ModelState(target.params, center_opt_state),
@@ -328,7 +357,9 @@ class AGN(base.Base):
       committed,
     )
     if replica_context.get_replica_context() is None:
-      committed = collections  # nobody sees them but this one
+      # A single replica without `Strategy.run`: collections are not swapped,
+      # and the user sees this replica's after every step.
+      committed = collections
     target = new._replace(
       params=center.params,
       collections={**new.collections, **collections},
@@ -341,12 +372,10 @@ class AGN(base.Base):
       local_opt_state=local.opt_state,
       grad_accum=accum,
       local_step=local_step,
-      commits=state.commits + due,
+      commits=state.commits + is_commit,
       collections={**state.collections, **committed},
       outer_opt_state=() if self.outer_tx is None else center.opt_state,
     )
-
-  # -- Commits.
 
   def _commit(
     self,
@@ -357,53 +386,71 @@ class AGN(base.Base):
     accum: PyTree,
     grads: PyTree,
   ) -> tuple[ModelState, ModelState]:
-    """Returns the center and the replica's copy after a commit."""
-    committed = commits.commit_gradients(accum, grads, local.params)
-    given = commits.received_gradient(committed, grads)
+    """Commits the accumulated gradients of all replicas.
+
+    Args:
+      target: The target of this step, for its other fields.
+      next: Applies gradients with the wrappers inside and the optimizer.
+      center: The center.
+      local: This replica's parameters and optimizer state after the step.
+      accum: This replica's accumulated gradients.
+      grads: The gradients of this step.
+
+    Returns:
+      The new center and this replica's new state.
+    """
+    committed = agn_commit.commit_gradients(accum, grads, local.params)
+    received = agn_commit.received_gradient(committed, grads)
     counts = {}
     if self.share_step_count:
+      # Equal on all replicas, but JAX does not know: the maximum makes it so.
       counts = replica_context.reduce_over_replicas(
         "max", opt_state_lib.counts(local.opt_state)
       )
 
-    def apply(old: ModelState, accum: PyTree, shared: Any) -> ModelState:
-      counts, given = shared
-      grads = self._mean(accum)
+    def update_center(
+      old: ModelState, accum: PyTree, shared: tuple[PyTree, PyTree]
+    ) -> ModelState:
+      counts, received = shared
+      grads = self._normalize(accum)
       if self.outer_tx is not None:
-        return commits.keep(
-          old, commits.apply_tx(self.outer_tx, old, grads), given
+        new = agn_commit.apply_outer_tx(self.outer_tx, old, grads)
+      else:
+        updated = next(
+          target._replace(
+            # The local step is what `state.step` counts.
+            step=jnp.zeros((), jnp.int32),
+            params=old.params,
+            opt_state=opt_state_lib.with_counts(old.opt_state, counts),
+          ),
+          grads,
         )
-      new = next(
-        target._replace(
-          step=jnp.zeros((), jnp.int32),  # the local step has counted
-          params=old.params,
-          opt_state=opt_state_lib.with_counts(old.opt_state, counts),
-        ),
-        grads,
-      )
-      return commits.keep(old, ModelState(new.params, new.opt_state), given)
+        new = ModelState(updated.params, updated.opt_state)
+      return agn_commit.keep_without_gradient(old, new, received)
 
+    # Commits are the same on all replicas: wrappers inside must not reduce.
     with replica_context.gradients_already_reduced():
       if self.commit == "sequential":
-        center, pulled = commits.sequential(
-          apply, center, committed, (counts, given)
+        center, new_local_params = agn_sequential.commit_sequentially(
+          update_center, center, committed, (counts, received)
         )
       else:
-        center, pulled = commits.combined(
-          self.commit, apply, center, committed, (counts, given)
+        center, new_local_params = agn_commit.commit_combined(
+          self.commit, update_center, center, committed, (counts, received)
         )
     counts = (
       opt_state_lib.counts(center.opt_state) if self.share_step_count else {}
     )
     return center, ModelState(
-      pulled, opt_state_lib.with_counts(local.opt_state, counts)
+      new_local_params, opt_state_lib.with_counts(local.opt_state, counts)
     )
 
-  def _mean(self, accum: PyTree) -> PyTree:
-    """Returns the gradients that an update of the center is made with."""
+  def _normalize(self, accum: PyTree) -> PyTree:
+    """Returns the gradients of a commit: the mean over the period."""
     if self.commit_delta:
       return accum
-    # Here, where it is one pass with the update and needs no memory.
+    # Divided here and not before it is sent: XLA fuses this into the update,
+    # elsewhere it would take memory for a copy.
     return gradients.map_gradients(
       lambda a: a / self.communication_period, accum
     )

@@ -1,6 +1,7 @@
-"""Trees of which each replica has a part, and rows that hold all of one.
+"""Splits the leaves of a tree into equal parts, and packs a part into a row.
 
-A row is one array of a dimension: the leaves' parts, one after another.
+There is one part per replica. A row is a flat array: the parts of the leaves,
+one after another. So a single collective exchanges the parts of all leaves.
 """
 
 from __future__ import annotations
@@ -20,12 +21,25 @@ from flaxshard.wrappers import elementwise
 PyTree = Any
 
 
-def dim_of(shape: Sequence[int], count: int) -> int:
-  """Returns the dimension of which equal parts need the least padding."""
+def choose_dim(shape: Sequence[int], count: int) -> int:
+  """Returns the dimension that splits into equal parts with least padding.
+
+  Args:
+    shape: The shape of an array.
+    count: Number of parts.
+
+  Returns:
+    A dimension; `WHOLE` for a scalar and an array without elements.
+
+  Example:
+    >>> choose_dim((3, 16), 8)
+    1
+  """
   if 0 in shape:
     return elementwise.WHOLE
   return min(
     range(len(shape)),
+    # The padded size relative to the size.
     key=lambda d: -(-shape[d] // count) * count / shape[d],
     default=elementwise.WHOLE,
   )
@@ -33,13 +47,13 @@ def dim_of(shape: Sequence[int], count: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-  """How a leaf is divided.
+  """The split of one leaf.
 
   Attributes:
-    shape: Its shape.
+    shape: The shape of the leaf.
     dtype: Its dtype.
-    dim: The dimension that is divided, or `WHOLE`.
-    count: Into how many parts.
+    dim: The dimension that is split; `WHOLE` if every part is the whole leaf.
+    count: Number of parts.
   """
 
   shape: tuple[int, ...]
@@ -48,8 +62,8 @@ class Leaf:
   count: int
 
   @property
-  def step(self) -> int:
-    """How much of the divided dimension each part has."""
+  def part_length(self) -> int:
+    """The size of a part in the dimension that is split, rounded up."""
     return -(-self.shape[self.dim] // self.count)
 
   @property
@@ -57,66 +71,68 @@ class Leaf:
     """The shape and dtype of a part."""
     shape = list(self.shape)
     if self.dim != elementwise.WHOLE:
-      shape[self.dim] = self.step
+      shape[self.dim] = self.part_length
     return jax.ShapeDtypeStruct(tuple(shape), self.dtype)
 
   @property
-  def size(self) -> int:
+  def part_size(self) -> int:
     """The number of elements of a part."""
     return math.prod(self.part.shape)
 
-  def padded(self, x: jax.Array) -> jax.Array:
-    """Returns a leaf with zeros at its end, where its parts need them."""
-    missing = self.step * self.count - self.shape[self.dim]
-    widths = [(0, missing if d == self.dim else 0) for d in range(x.ndim)]
-    return jnp.pad(x, widths) if missing else x
-
-  def part_of(self, x: jax.Array, number: jax.Array) -> jax.Array:
-    """Returns one part of a leaf."""
+  def slice_part(self, x: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns part `index` of the leaf `x`."""
     if self.dim == elementwise.WHOLE:
       return x
     return jax.lax.dynamic_slice_in_dim(
-      self.padded(x), number * self.step, self.step, self.dim
+      self._pad(x), index * self.part_length, self.part_length, self.dim
     )
 
-  def to_rows(self, x: jax.Array) -> jax.Array:
-    """Returns all parts of a leaf, `[count, size]`."""
+  def gather_parts(self, part: jax.Array) -> jax.Array:
+    """Returns the leaf from the part of each replica, on all replicas."""
     if self.dim == elementwise.WHOLE:
-      return jnp.broadcast_to(x.reshape(1, -1), (self.count, self.size))
-    x = self.padded(x)
-    split = (*x.shape[: self.dim], self.count, self.step)
+      # Each replica has all commits of the whole leaf, and makes the same
+      # updates. But they came by an all-to-all, whose result `Strategy.run`
+      # takes for per replica.
+      return replica_context.assume_replicated(part)
+    x = jax.lax.all_gather(part, mesh_lib.REPLICA, axis=self.dim, tiled=True)
+    return self._drop_padding(x)
+
+  def to_rows(self, x: jax.Array) -> jax.Array:
+    """Returns all parts of the leaf `x`, flat: `[count, part_size]`."""
+    if self.dim == elementwise.WHOLE:
+      return jnp.broadcast_to(x.reshape(1, -1), (self.count, self.part_size))
+    x = self._pad(x)
+    split = (*x.shape[: self.dim], self.count, self.part_length)
     x = x.reshape(*split, *x.shape[self.dim + 1 :])
-    return jnp.moveaxis(x, self.dim, 0).reshape(self.count, self.size)
+    return jnp.moveaxis(x, self.dim, 0).reshape(self.count, self.part_size)
 
   def from_rows(self, rows: jax.Array) -> jax.Array:
-    """Undoes `to_rows`."""
+    """Returns the leaf from all its parts: undoes `to_rows`."""
     if self.dim == elementwise.WHOLE:
       return rows[0].reshape(self.shape)
     x = rows.reshape(self.count, *self.part.shape)
     x = jnp.moveaxis(x, 0, self.dim)
-    whole = list(self.shape)
-    whole[self.dim] = self.step * self.count
-    x = x.reshape(whole)
-    return jax.lax.slice_in_dim(x, 0, self.shape[self.dim], axis=self.dim)
+    padded = list(self.shape)
+    padded[self.dim] = self.part_length * self.count
+    return self._drop_padding(x.reshape(padded))
 
-  def gathered(self, part: jax.Array) -> jax.Array:
-    """Returns the leaf that the replicas have the parts of."""
-    if self.dim == elementwise.WHOLE:
-      # The rows of every replica hold the whole leaf of all replicas, and all
-      # make the same updates. `Strategy.run` cannot see that: it takes the
-      # result of an all_to_all for a replica's own.
-      return replica_context.assume_replicated(part)
-    x = jax.lax.all_gather(part, mesh_lib.REPLICA, axis=self.dim, tiled=True)
+  def _pad(self, x: jax.Array) -> jax.Array:
+    """Appends zeros, so that all parts have the same size."""
+    missing = self.part_length * self.count - self.shape[self.dim]
+    widths = [(0, missing if d == self.dim else 0) for d in range(x.ndim)]
+    return jnp.pad(x, widths) if missing else x
+
+  def _drop_padding(self, x: jax.Array) -> jax.Array:
     return jax.lax.slice_in_dim(x, 0, self.shape[self.dim], axis=self.dim)
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-  """How the leaves of a tree are divided.
+  """The split of a tree.
 
   Attributes:
     treedef: The structure of the tree.
-    leaves: Its leaves.
+    leaves: The splits of its leaves.
   """
 
   treedef: Any
@@ -124,72 +140,76 @@ class Parts:
 
   @classmethod
   def of(cls, tree: PyTree, dims: PyTree, count: int) -> Parts:
-    """Returns how `tree` is divided, along a dimension for each leaf."""
+    """Returns the split of a tree into `count` parts.
+
+    Args:
+      tree: A tree of arrays, or of shapes and dtypes.
+      dims: The dimension that is split, for each leaf, or `WHOLE`.
+      count: Number of parts.
+    """
     leaves = tuple(
-      Leaf(tuple(x.shape), x.dtype, d, count)
-      for x, d in zip(jax.tree.leaves(tree), jax.tree.leaves(dims), strict=True)
+      Leaf(tuple(x.shape), x.dtype, dim, count)
+      for x, dim in zip(
+        jax.tree.leaves(tree), jax.tree.leaves(dims), strict=True
+      )
     )
     return cls(jax.tree.structure(tree), leaves)
+
+  @property
+  def dims(self) -> PyTree:
+    """The dimension that is split, for each leaf."""
+    return self.treedef.unflatten([leaf.dim for leaf in self.leaves])
+
+  @property
+  def shapes(self) -> PyTree:
+    """The shape and dtype of a part of each leaf."""
+    return self.treedef.unflatten([leaf.part for leaf in self.leaves])
+
+  @property
+  def width(self) -> int:
+    """The number of elements of a row."""
+    return sum(leaf.part_size for leaf in self.leaves)
+
+  def slice_part(self, tree: PyTree, index: jax.Array) -> PyTree:
+    """Returns part `index` of a whole tree."""
+    return self._map(Leaf.slice_part, tree, index)
+
+  def gather_parts(self, part: PyTree) -> PyTree:
+    """Returns the tree from the part of each replica, on all replicas."""
+    # Leaf by leaf: a row of all leaves would be one more copy in memory.
+    return self._map(Leaf.gather_parts, part)
+
+  def to_rows(self, tree: PyTree, dtype: Any) -> jax.Array:
+    """Packs a whole tree into one row per part: `[count, width]`."""
+    leaves = jax.tree.leaves(self._map(Leaf.to_rows, tree))
+    return jnp.concatenate([x.astype(dtype) for x in leaves], axis=1)
+
+  def from_rows(self, rows: jax.Array) -> PyTree:
+    """Returns the whole tree from the rows of all parts: undoes `to_rows`."""
+    return self._map(Leaf.from_rows, self._split_row(rows))
+
+  def to_row(self, part: PyTree, dtype: Any) -> jax.Array:
+    """Packs one part of the tree into a row: `[width]`."""
+    leaves = self.treedef.flatten_up_to(part)
+    return jnp.concatenate([x.reshape(-1).astype(dtype) for x in leaves])
+
+  def from_row(self, row: jax.Array) -> PyTree:
+    """Returns a part of the tree from its row: undoes `to_row`."""
+    return self._map(
+      lambda leaf, x: x.reshape(leaf.part.shape), self._split_row(row)
+    )
+
+  def _split_row(self, rows: jax.Array) -> PyTree:
+    """Returns the flat part of each leaf, from one row or several."""
+    pieces, start = [], 0
+    for leaf in self.leaves:
+      piece = rows[..., start : start + leaf.part_size]
+      pieces.append(piece.astype(leaf.dtype))
+      start += leaf.part_size
+    return self.treedef.unflatten(pieces)
 
   def _map(self, fn: Callable[..., Any], tree: PyTree, *args: Any) -> PyTree:
     leaves = self.treedef.flatten_up_to(tree)
     return self.treedef.unflatten(
       [fn(leaf, x, *args) for leaf, x in zip(self.leaves, leaves, strict=True)]
     )
-
-  @property
-  def dims(self) -> PyTree:
-    """The dimensions that are divided."""
-    return self.treedef.unflatten([leaf.dim for leaf in self.leaves])
-
-  @property
-  def shapes(self) -> PyTree:
-    """The shapes and dtypes of a part of the tree."""
-    return self.treedef.unflatten([leaf.part for leaf in self.leaves])
-
-  @property
-  def width(self) -> int:
-    """The number of elements of a row."""
-    return sum(leaf.size for leaf in self.leaves)
-
-  def part_of(self, tree: PyTree, number: jax.Array) -> PyTree:
-    """Returns a replica's part of a tree that it has whole."""
-    return self._map(Leaf.part_of, tree, number)
-
-  def to_rows(self, tree: PyTree, dtype: Any) -> jax.Array:
-    """Returns the rows of all parts of a tree, `[count, width]`."""
-    leaves = jax.tree.leaves(self._map(Leaf.to_rows, tree))
-    return jnp.concatenate([x.astype(dtype) for x in leaves], axis=1)
-
-  def from_rows(self, rows: jax.Array) -> PyTree:
-    """Undoes `to_rows`."""
-    return self._map(Leaf.from_rows, self._cut(rows))
-
-  def to_row(self, part: PyTree, dtype: Any) -> jax.Array:
-    """Returns a part as a row."""
-    leaves = self.treedef.flatten_up_to(part)
-    return jnp.concatenate([x.reshape(-1).astype(dtype) for x in leaves])
-
-  def from_row(self, row: jax.Array) -> PyTree:
-    """Undoes `to_row`."""
-    cut = self.treedef.flatten_up_to(self._cut(row))
-    return self.treedef.unflatten(
-      [
-        x.reshape(leaf.part.shape)
-        for leaf, x in zip(self.leaves, cut, strict=True)
-      ]
-    )
-
-  def gather(self, part: PyTree) -> PyTree:
-    """Returns the tree that the replicas have the parts of."""
-    # Leaf by leaf: all of them in one buffer would be a second copy.
-    return self._map(Leaf.gathered, part)
-
-  def _cut(self, rows: jax.Array) -> PyTree:
-    """Returns what each leaf has of a row, or of several."""
-    pieces, start = [], 0
-    for leaf in self.leaves:
-      piece = rows[..., start : start + leaf.size]
-      pieces.append(piece.astype(leaf.dtype))
-      start += leaf.size
-    return self.treedef.unflatten(pieces)

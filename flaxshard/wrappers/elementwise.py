@@ -1,9 +1,9 @@
-"""Whether an update treats every element of its arrays by itself.
+"""Decides whether a function works element by element, from its jaxpr.
 
-An optimizer that does, as most do, can be given a part of each parameter and
-the same part of its slots, and gives that part of the result. Clipping by the
-global norm, LAMB or a factored second moment cannot. Which it is can be read
-off the traced update.
+Most optimizers update every element of a parameter from the same element of its
+gradient and slots. So a part of each array is enough to compute that part of
+the result. Clipping by the global norm, LAMB and factored second moments are
+different: there, elements depend on others.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend import core as jax_core
 import numpy as np
 
 PyTree = Any
 
-# What holds for an array: the dimension that is split; or one of these.
-WHOLE = -1  # it follows from nothing that is split
-UNIFORM = -2  # likewise, and all its elements are equal
+# The tag of an array: the dimension along which it is split, or one of these.
+WHOLE = -1  # computed from nothing that is split
+UNIFORM = -2  # the same, and all its elements are equal
 
 _ELEMENTWISE = frozenset(
   "abs add add_any and atan2 cbrt ceil clamp complex conj "
@@ -35,7 +36,7 @@ _CALLS = frozenset(
 
 
 class _NotElementwise(Exception):
-  """An equation combines elements of different places, or knows the shape."""
+  """An equation mixes elements, or its result depends on the shape."""
 
 
 def is_elementwise(
@@ -44,14 +45,18 @@ def is_elementwise(
   parts: Sequence[PyTree],
   dims: PyTree,
 ) -> bool:
-  """Returns whether `fn` of parts is the part of what `fn` of the whole is.
+  """Returns whether `fn` of parts of its arguments gives that part of `fn`.
+
+  `fn` is traced with the whole arguments and with the parts. The two programs
+  are then compared equation by equation. A function that cannot be decided
+  counts as not element-wise.
 
   Args:
-    fn: Returns a tree like its first argument.
+    fn: A function that returns a tree like its first argument.
     args: Its arguments, trees of arrays.
-    parts: The same trees for parts of them, or shapes and dtypes.
-    dims: For each leaf of `args`, the dimension along which `parts` has a part;
-      `WHOLE` where it has it all.
+    parts: The same trees with a part of each array, or its shape and dtype.
+    dims: For each leaf of `args`, the dimension along which `parts` has a part
+      of it; `WHOLE` where it has all of it.
 
   Example:
     >>> import jax.numpy as jnp
@@ -64,95 +69,130 @@ def is_elementwise(
   whole = jax.make_jaxpr(fn)(*args)
   try:
     part = jax.make_jaxpr(fn)(*parts)
-  except Exception:  # of the optimizer's: its state is of certain shapes
+  except Exception:
+    # An optimizer may raise any error for a state of other shapes.
     return False
   if any(isinstance(x, jax.core.Tracer) for x in whole.consts):
-    return False  # what it takes from around it may differ between replicas
+    # A value that `fn` captures from an outer trace: it may be per replica.
+    return False
   tags = jax.tree.leaves(dims)
   try:
-    _same_values(whole.consts, part.consts)
-    found = _outputs(whole, part, tags)
+    _check_same_values(whole.consts, part.consts)
+    output_tags = _program_tags(whole, part, tags)
   except _NotElementwise:
     return False
+  # A uniform array fits any split, but the shape of one that is not split could
+  # be that of a part.
   return all(
     tag == want or (tag == UNIFORM and want != WHOLE)
-    for tag, want in zip(found, tags[: len(found)], strict=True)
+    for tag, want in zip(output_tags, tags[: len(output_tags)], strict=True)
   )
 
 
-def _outputs(whole: Any, part: Any, tags: Sequence[int]) -> list[int]:
-  """Returns the tags of the outputs of a program, and of the one of parts."""
-  whole, part = (getattr(x, "jaxpr", x) for x in (whole, part))
-  known = dict(zip(whole.invars, tags, strict=True))
+def _program_tags(
+  whole: jax_core.ClosedJaxpr | jax_core.Jaxpr,
+  part: jax_core.ClosedJaxpr | jax_core.Jaxpr,
+  input_tags: Sequence[int],
+) -> list[int]:
+  """Returns the tags of a program's outputs.
 
-  def read(atom: Any) -> int:
-    return WHOLE if hasattr(atom, "val") else known.get(atom, WHOLE)
+  Args:
+    whole: The program of the whole arrays.
+    part: The program of the parts.
+    input_tags: The tags of the inputs.
+  """
+  whole, part = _open(whole), _open(part)
+  tags = dict(zip(whole.invars, input_tags, strict=True))
+
+  def tag_of(atom: Any) -> int:
+    # Constants of the program, unlike its inputs, have no tag.
+    if isinstance(atom, jax_core.Literal):
+      return WHOLE
+    return tags.get(atom, WHOLE)
 
   if len(whole.eqns) != len(part.eqns):
     raise _NotElementwise
   for eqn, other in zip(whole.eqns, part.eqns, strict=True):
     if eqn.primitive is not other.primitive:
       raise _NotElementwise
-    literals = [
-      [x.val for x in e.invars if hasattr(x, "val")] for e in (eqn, other)
-    ]
-    _same_values(*literals)
-    given = [read(x) for x in eqn.invars]
-    known.update(zip(eqn.outvars, _equation(eqn, other, given), strict=True))
-  return [read(x) for x in whole.outvars]
+    # Literals differ where they follow from a shape: x / x.shape[0].
+    literals, other_literals = (
+      [x.val for x in e.invars if isinstance(x, jax_core.Literal)]
+      for e in (eqn, other)
+    )
+    _check_same_values(literals, other_literals)
+    given = [tag_of(x) for x in eqn.invars]
+    new = _equation_tags(eqn, other, given)
+    tags.update(zip(eqn.outvars, new, strict=True))
+  return [tag_of(x) for x in whole.outvars]
 
 
-def _equation(eqn: Any, other: Any, given: list[int]) -> list[int]:
+def _equation_tags(eqn: Any, other: Any, given: list[int]) -> list[int]:
+  """Returns the tags of an equation's outputs.
+
+  Args:
+    eqn: The equation of the whole arrays.
+    other: The same equation of the parts.
+    given: The tags of its inputs.
+  """
   name, params = eqn.primitive.name, eqn.params
   if name in _CALLS:
     (key,) = [k for k in ("jaxpr", "call_jaxpr") if k in params]
-    return _outputs(params[key], other.params[key], given)
+    return _program_tags(params[key], other.params[key], given)
+  # The predicate must be the same for all parts.
   if name == "cond" and given[0] == WHOLE:
     branches = [
-      _outputs(a, b, given[1:])
+      _program_tags(a, b, given[1:])
       for a, b in zip(params["branches"], other.params["branches"], strict=True)
     ]
-    return [_common(tags) for tags in zip(*branches, strict=True)]
+    return [_common_tag(tags) for tags in zip(*branches, strict=True)]
   if name == "optimization_barrier":
     return given
   if set(given) <= {WHOLE}:
     if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
       return [UNIFORM if eqn.outvars[0].aval.shape else WHOLE]
-    # It is the same in both programs, whatever it does; but for collectives.
+    # Both programs compute the same from the same inputs, if shapes and
+    # parameters are equal. Only axis_index depends on the replica.
     if name == "axis_index" or str(eqn) != str(other):
       raise _NotElementwise
     return [WHOLE] * len(eqn.outvars)
-  if name not in _ELEMENTWISE or _plain(params) != _plain(other.params):
+  if name not in _ELEMENTWISE or _semantics(params) != _semantics(other.params):
     raise _NotElementwise
+  # Scalars are broadcast to any part.
   arrays = [
     tag for x, tag in zip(eqn.invars, given, strict=True) if x.aval.shape
   ]
-  return [_common(arrays)] * len(eqn.outvars)
+  return [_common_tag(arrays)] * len(eqn.outvars)
 
 
-def _plain(params: dict[str, Any]) -> dict[str, str]:
-  """Returns the parameters of an equation that say what is computed."""
+def _semantics(params: dict[str, Any]) -> dict[str, str]:
+  """Returns the parameters of an equation that affect its values."""
   return {k: str(v) for k, v in params.items() if k != "sharding"}
 
 
-def _common(tags: Sequence[int]) -> int:
-  """Returns the tag of what is computed from arrays, element by element."""
-  kinds = set(tags) - {UNIFORM}
-  if len(kinds) > 1:  # parts along different dimensions, or a part and a whole
+def _common_tag(tags: Sequence[int]) -> int:
+  """Returns the tag of an element-wise result of arrays with these tags."""
+  distinct = set(tags) - {UNIFORM}
+  # Parts along different dimensions, or a part and a whole array.
+  if len(distinct) > 1:
     raise _NotElementwise
-  if kinds:
-    return kinds.pop()
+  if distinct:
+    return distinct.pop()
   return UNIFORM if tags else WHOLE
 
 
-def _same_values(some: Sequence[Any], others: Sequence[Any]) -> None:
-  """Raises unless constants are the same: one may follow from a shape."""
+def _check_same_values(some: Sequence[Any], others: Sequence[Any]) -> None:
+  """Raises unless the constants of two programs are equal."""
   if len(some) != len(others) or not all(
-    np.array_equal(np.asarray(a), np.asarray(b), equal_nan=_is_float(a))
+    np.array_equal(np.asarray(a), np.asarray(b), equal_nan=_is_inexact(a))
     for a, b in zip(some, others, strict=True)
   ):
     raise _NotElementwise
 
 
-def _is_float(x: Any) -> bool:
+def _is_inexact(x: Any) -> bool:
   return np.issubdtype(np.asarray(x).dtype, np.inexact)
+
+
+def _open(program: jax_core.ClosedJaxpr | jax_core.Jaxpr) -> jax_core.Jaxpr:
+  return program.jaxpr if isinstance(program, jax_core.ClosedJaxpr) else program

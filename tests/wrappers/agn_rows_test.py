@@ -31,11 +31,11 @@ TREE = {
   ],
 )
 def test_the_dimension_that_needs_the_least_padding(shape, count, dim):
-  assert agn_rows.dim_of(shape, count) == dim
+  assert agn_rows.choose_dim(shape, count) == dim
 
 
 def divided(count):
-  dims = jax.tree.map(lambda x: agn_rows.dim_of(x.shape, count), TREE)
+  dims = jax.tree.map(lambda x: agn_rows.choose_dim(x.shape, count), TREE)
   return agn_rows.Parts.of(TREE, dims, count)
 
 
@@ -46,7 +46,7 @@ def test_rows_hold_all_parts(count):
   assert rows.shape == (count, split.width)
   jax.tree.map(np.testing.assert_array_equal, split.from_rows(rows), TREE)
   for i in range(count):
-    part = split.part_of(TREE, i)
+    part = split.slice_part(TREE, i)
     np.testing.assert_array_equal(split.to_row(part, np.float32), rows[i])
     jax.tree.map(np.testing.assert_array_equal, split.from_row(rows[i]), part)
     shapes = jax.tree.map(lambda x: x.shape, part)
@@ -67,7 +67,7 @@ def test_gathered_from_the_replicas():
   def fn(tree):
     split = divided(replica_context.num_replicas())
     number = fs.get_replica_context().replica_id_in_sync_group
-    return split.gather(split.part_of(tree, number))
+    return split.gather_parts(split.slice_part(tree, number))
 
   out = strategy.run(fn, args=(TREE,))
   jax.tree.map(

@@ -1,0 +1,263 @@
+"""Sequential AGN commits: a parameter server, sharded over the replicas.
+
+The center is updated with the commit of replica 0, then with that of replica 1,
+and so on. Each replica continues with the parameters right after its commit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.replicas import context as replica_context
+from flaxshard.wrappers import agn_rows
+from flaxshard.wrappers import elementwise
+from flaxshard.wrappers.agn_commit import ModelState
+from flaxshard.wrappers.agn_commit import Update
+from flaxshard.wrappers.agn_rows import Parts
+
+PyTree = Any
+P = jax.sharding.PartitionSpec
+
+
+def commit_sequentially(
+  update: Update, center: ModelState, grads: PyTree, shared: PyTree
+) -> tuple[ModelState, PyTree]:
+  """Updates the center with one commit after another, in replica order.
+
+  If `update` is element-wise, each replica updates one part of the center. An
+  all-to-all sends it that part of every commit. A second one returns that part
+  of the parameters after every commit. With any other update, every commit is
+  sent to all replicas, and all replicas do all updates.
+
+  Args:
+    update: One update of the center.
+    center: The center.
+    grads: The gradients that this replica commits; None for leaves without.
+    shared: Further arguments of `update`.
+
+  Returns:
+    The new center, and the new local parameters: those of the center right
+    after this replica's commit.
+  """
+  if replica_context.num_replicas() == 1 or not jax.tree.leaves(grads):
+    center = update(center, grads, shared)
+    return center, center.params
+  param_specs = replica_context.specs_within(center.params)
+  if param_specs is None:
+    param_specs = jax.tree.map(lambda _: P(), center.params)
+  specs = _specs_within_replica(center, grads, param_specs)
+  # Decided for the shapes on one logical device: an update may depend on them.
+  split = _Split.of(
+    *jax.tree.map(replica_context.part_of, (center, grads), specs)
+  )
+  # Rows are floating-point, so complex gradients cannot be packed.
+  if all(_is_real(g) for g in jax.tree.leaves(grads)) and (
+    elementwise.is_elementwise(
+      update,
+      (center, grads, shared),
+      (split.center.shapes, split.grads.shapes, shared),
+      (
+        split.center.dims,
+        split.grads.dims,
+        jax.tree.map(lambda _: elementwise.WHOLE, shared),
+      ),
+    )
+  ):
+    return _commit_on_logical_devices(update, center, grads, shared, specs)
+  return _commit_whole(update, center, grads, shared)
+
+
+def _specs_within_replica(
+  center: ModelState, grads: PyTree, param_specs: PyTree
+) -> tuple[ModelState, PyTree]:
+  """Returns the specs of center and commits over a replica's logical axes."""
+  slot_specs = opt_state_lib.specs(center.opt_state, center.params, param_specs)
+  grad_specs = jax.tree.map(
+    lambda spec, g: None if g is None else spec, param_specs, grads
+  )
+  return ModelState(param_specs, slot_specs), grad_specs
+
+
+class _Split(NamedTuple):
+  """The split of one commit over the replicas.
+
+  Attributes:
+    center: The center.
+    grads: The gradients that are committed.
+    params: The parameters with a gradient, as a list: no other changes.
+  """
+
+  center: Parts
+  grads: Parts
+  params: Parts
+
+  @classmethod
+  def of(cls, center: ModelState, grads: PyTree) -> _Split:
+    count = replica_context.num_replicas()
+    treedef: Any = jax.tree.structure(center.params)
+    params = jax.tree.leaves(center.params)
+    all_grads = treedef.flatten_up_to(grads)
+    dims = [
+      elementwise.WHOLE if g is None else agn_rows.choose_dim(p.shape, count)
+      for g, p in zip(all_grads, params, strict=True)
+    ]
+    # Slots have to be split as their parameters. `opt_state.specs` finds them,
+    # so express the split as partition specs and read it back.
+    specs = [
+      P(*(None,) * dim, mesh_lib.REPLICA) if dim != elementwise.WHOLE else P()
+      for dim in dims
+    ]
+    slot_specs = opt_state_lib.specs(
+      center.opt_state, center.params, treedef.unflatten(specs)
+    )
+    slot_dims = jax.tree.map(
+      lambda spec: len(spec) - 1 if tuple(spec) else elementwise.WHOLE,
+      slot_specs,
+    )
+    changed = [i for i, g in enumerate(all_grads) if g is not None]
+    changed_dims = [dims[i] for i in changed]
+    return cls(
+      Parts.of(center, ModelState(treedef.unflatten(dims), slot_dims), count),
+      Parts.of(grads, changed_dims, count),
+      Parts.of([params[i] for i in changed], changed_dims, count),
+    )
+
+
+def _commit_on_logical_devices(
+  update: Update,
+  center: ModelState,
+  grads: PyTree,
+  shared: PyTree,
+  specs: tuple[ModelState, PyTree],
+) -> tuple[ModelState, PyTree]:
+  """Runs `_commit_parts` on the shard of each logical device."""
+
+  def commit_shard(
+    center: ModelState, grads: PyTree, shared: PyTree
+  ) -> tuple[ModelState, PyTree]:
+    split = _Split.of(center, grads)
+    return _commit_parts(update, center, grads, shared, split)
+
+  if not any(jax.tree.leaves(specs)):
+    return commit_shard(center, grads, shared)
+  # So that a device exchanges its shard with the same device of the other
+  # replicas: XLA might gather a sharded leaf to reshape it into a row.
+  center_specs, grad_specs = specs
+  return replica_context.on_logical_devices(
+    commit_shard,
+    (center_specs, grad_specs, P()),
+    (center_specs, center_specs.params),
+  )(center, grads, shared)
+
+
+def _commit_parts(
+  update: Update,
+  center: ModelState,
+  grads: PyTree,
+  shared: PyTree,
+  split: _Split,
+) -> tuple[ModelState, PyTree]:
+  """Applies all commits to this replica's part of the center.
+
+  Args:
+    update: One update of the center, element-wise.
+    center: The center.
+    grads: The gradients that this replica commits.
+    shared: Further arguments of `update`.
+    split: The split of center and gradients into parts.
+
+  Returns:
+    The new center and this replica's new local parameters, as
+    `commit_sequentially`.
+  """
+  treedef: Any = jax.tree.structure(center.params)
+  has_gradient = [g is not None for g in treedef.flatten_up_to(grads)]
+
+  def pick_changed(params: PyTree) -> list[jax.Array]:
+    leaves = zip(jax.tree.leaves(params), has_gradient, strict=True)
+    return [p for p, changed in leaves if changed]
+
+  # Row k is replica k's commit before its update, and the parameters after it:
+  # one buffer for both, in a dtype that holds both.
+  dtype = _row_dtype(grads, center.params)
+  rows = _exchange_rows(split.grads.to_rows(grads, dtype))
+
+  def apply_commit(
+    k: jax.Array, carry: tuple[ModelState, jax.Array]
+  ) -> tuple[ModelState, jax.Array]:
+    part, rows = carry
+    part = update(part, split.grads.from_row(rows[k]), shared)
+    row = split.params.to_row(pick_changed(part.params), dtype)
+    return part, rows.at[k].set(row)
+
+  part = split.center.slice_part(center, jax.lax.axis_index(mesh_lib.REPLICA))
+  part, rows = jax.lax.fori_loop(
+    0, replica_context.num_replicas(), apply_commit, (part, rows)
+  )
+  new_center = split.center.gather_parts(part)
+  rows = rows.astype(_common_dtype(pick_changed(center.params), dtype))
+  changed = iter(split.params.from_rows(_exchange_rows(rows)))
+  new_local_params = [
+    next(changed) if has else p
+    for p, has in zip(
+      jax.tree.leaves(new_center.params), has_gradient, strict=True
+    )
+  ]
+  return new_center, treedef.unflatten(new_local_params)
+
+
+def _exchange_rows(rows: jax.Array) -> jax.Array:
+  """Sends row i to replica i; row i of the result is from replica i."""
+  return jax.lax.all_to_all(rows, mesh_lib.REPLICA, 0, 0)
+
+
+def _commit_whole(
+  update: Update, center: ModelState, grads: PyTree, shared: PyTree
+) -> tuple[ModelState, PyTree]:
+  """Applies all commits to the whole center, on every replica."""
+  replica = jax.lax.axis_index(mesh_lib.REPLICA)
+
+  def apply_commit(
+    k: jax.Array, carry: tuple[ModelState, PyTree]
+  ) -> tuple[ModelState, PyTree]:
+    center, new_local_params = carry
+    is_committing = replica == k
+    # The sum of replica k's gradients and zeros broadcasts replica k's.
+    sent = jax.tree.map(
+      lambda g: jnp.where(is_committing, g, jnp.zeros_like(g)), grads
+    )
+    received = replica_context.reduce_over_replicas("sum", sent)
+    center = update(center, received, shared)
+    new_local_params = jax.tree.map(
+      lambda new, old: jnp.where(is_committing, new, old),
+      center.params,
+      new_local_params,
+    )
+    return center, new_local_params
+
+  # One commit at a time: an all-gather would hold a copy for each replica.
+  return jax.lax.fori_loop(
+    0, replica_context.num_replicas(), apply_commit, (center, center.params)
+  )
+
+
+def _is_real(x: jax.Array) -> bool:
+  return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _row_dtype(*trees: PyTree) -> Any:
+  """Returns a dtype that represents every value of some trees exactly."""
+  has_float64 = any(x.dtype == jnp.float64 for x in jax.tree.leaves(trees))
+  return jnp.float64 if has_float64 else jnp.float32
+
+
+def _common_dtype(params: list[jax.Array], default: Any) -> Any:
+  """Returns the dtype of parameters if all have the same, else a default."""
+  # bfloat16 parameters are sent back as bfloat16: half the bytes of float32.
+  dtypes = {p.dtype for p in params}
+  return dtypes.pop() if len(dtypes) == 1 else default
