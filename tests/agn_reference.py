@@ -1,4 +1,4 @@
-"""AGN restated in plain NumPy, for the tests: float64, one loop, no tricks."""
+"""AGN in NumPy, as a reference for the tests: float64, one loop."""
 
 import numpy as np
 
@@ -21,7 +21,7 @@ class SGD:
 
 
 class Adam:
-  """Adam, `optax.adam(rate)`; a schedule gets the number of updates so far."""
+  """Adam, `optax.adam(rate)`. A schedule gets the number of updates so far."""
 
   def __init__(self, rate):
     self.rate = rate if callable(rate) else lambda count: rate
@@ -46,7 +46,7 @@ class Adam:
 
 
 class Clipped:
-  """Another optimizer behind clipping by the global norm."""
+  """Clipping by the global norm, followed by another optimizer."""
 
   def __init__(self, norm, inner):
     self.norm, self.inner = norm, inner
@@ -61,7 +61,7 @@ class Clipped:
 
 
 class AGN:
-  """All replicas of AGN, one after another."""
+  """The center and all replicas of AGN."""
 
   def __init__(
     self, params, opt, replicas, period, commit, outer=None, delta=False
@@ -77,17 +77,17 @@ class AGN:
     self.step = 0
 
   def take(self, grad_fn):
-    """One step of all: `grad_fn(replica, its parameters)` has gradients."""
+    """Takes a step of all replicas, with `grad_fn(replica, params)`."""
     self.step += 1
     for i, params in enumerate(self.local):
       grads = grad_fn(i, params)
       self.local[i], self.slots[i] = self.opt.apply(
         params, self.slots[i], grads
       )
-      change = grads
+      added = grads
       if self.delta:
-        change = {k: params[k] - p for k, p in self.local[i].items()}
-      self.accum[i] = {k: a + change[k] for k, a in self.accum[i].items()}
+        added = {k: params[k] - p for k, p in self.local[i].items()}
+      self.accum[i] = {k: a + added[k] for k, a in self.accum[i].items()}
     if self.step % self.period:
       return
     divisor = 1 if self.delta else self.period
@@ -97,12 +97,12 @@ class AGN:
       if self.commit == "mean":
         total = {k: t / len(commits) for k, t in total.items()}
       commits = [total]
-    pulled = []
+    new_local = []
     for grads in commits:
       self.center, self.center_slots = self.outer.apply(
         self.center, self.center_slots, grads
       )
-      pulled.append(self.center)
+      new_local.append(self.center)
     for i in range(len(self.local)):
-      self.local[i] = dict(pulled[min(i, len(pulled) - 1)])
+      self.local[i] = dict(new_local[min(i, len(new_local) - 1)])
       self.accum[i] = {k: np.zeros_like(a) for k, a in self.accum[i].items()}

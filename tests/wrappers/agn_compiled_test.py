@@ -1,13 +1,14 @@
-"""What a step with AGN compiles to: where collectives are, of what size."""
+"""The compiled AGN step: place and size of its collectives, its memory."""
 
+import functools
 import re
 
+import compilations
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from regression import compilations
 
 import flaxshard as fs
 
@@ -21,7 +22,6 @@ PARAMS = {
   for i in range(3)
 }
 BYTES = 4 * sum(p.size for p in jax.tree.leaves(PARAMS))
-SMALL = 64  # bytes: flags and counters
 ADAM = optax.adam(1e-2)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 OPS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
@@ -37,17 +37,28 @@ def step(state, x):
   return state.minimize(loss_fn, x)
 
 
-def compiled(strategy, wrappers, tx=ADAM, params=PARAMS):
+@functools.cache
+def all_devices():
+  return fs.Strategy()
+
+
+def create(strategy, wrappers, tx=ADAM, params=PARAMS):
+  """Returns the step, a state, and a batch."""
   state = fs.TrainState.create(
     apply_fn=None, params=params, tx=tx, wrappers=wrappers, strategy=strategy
   )
   x = strategy.shard_batch(np.ones((16, SIZE), np.float32))
-  run = strategy.jit(step, donate_argnums=0)
-  return run, state, x
+  return strategy.jit(step, donate_argnums=0), state, x
+
+
+@functools.cache
+def compile_step(*wrappers, tx=ADAM):
+  run, state, x = create(all_devices(), wrappers, tx)
+  return run.lower(state, x).compile()
 
 
 def collectives(text):
-  """Returns `(computation, kind, bytes that come out)` of all collectives."""
+  """Returns `(computation, kind, bytes of the result)` of all collectives."""
   found, computation = [], None
   for line in text.splitlines():
     header = re.match(r"(ENTRY )?%?(\S+) \(.*\{$", line)
@@ -72,7 +83,7 @@ def by_kind(found):
 
 
 def branches(text):
-  """Returns the computations that are branches of conditionals, and theirs."""
+  """Returns the computations of conditionals' branches, and those they call."""
   names = set()
   for match in re.findall(
     r"(?:true_computation|false_computation)=%?([\w.\-]+)"
@@ -96,46 +107,36 @@ def branches(text):
     names = more
 
 
-@pytest.fixture(scope="module")
-def eight():
-  return fs.Strategy()
+def assert_all_in_branches(found, text):
+  assert {name for name, _, _ in found} <= branches(text)
 
 
 @pytest.mark.parametrize("commit", ["mean", "sum"])
-def test_one_reduction_of_the_parameters_inside_the_conditional(eight, commit):
-  run, state, x = compiled(eight, [fs.AGN(10, commit=commit)])
-  text = run.lower(state, x).compile().as_text()
+def test_a_combined_commit_is_one_reduction_inside_the_conditional(commit):
+  text = compile_step(fs.AGN(10, commit=commit)).as_text()
   found = collectives(text)
-  assert len(found) == 1
-  assert found[0][1:] == ("all-reduce", BYTES)
-  assert found[0][0] in branches(text)
+  assert [c[1:] for c in found] == [("all-reduce", BYTES)]
+  assert_all_in_branches(found, text)
 
 
-def test_commits_in_turn_exchange_the_parameters_twice(eight):
-  run, state, x = compiled(eight, [fs.AGN(10)])
-  text = run.lower(state, x).compile().as_text()
+def test_a_sequential_commit_exchanges_the_parameters_twice():
+  text = compile_step(fs.AGN(10)).as_text()
   found = collectives(text)
-  assert {name for name, _, _ in found} <= branches(text)
-  kinds = by_kind(found)
+  assert_all_in_branches(found, text)
   assert [kind for _, kind, _ in found].count("all-to-all") == 2
-  # Every leaf divides by eight. All replicas need the center and its slots.
-  assert kinds == {"all-to-all": 2 * BYTES, "all-gather": 3 * BYTES}
+  # Eight divides every leaf. The all-gather is of the center and its slots.
+  assert by_kind(found) == {"all-to-all": 2 * BYTES, "all-gather": 3 * BYTES}
 
 
-def test_commits_in_turn_of_other_optimizers(eight):
-  run, state, x = compiled(eight, [fs.AGN(10)], tx=CLIPPED)
-  text = run.lower(state, x).compile().as_text()
+def test_a_sequential_commit_that_mixes_elements_reduces_in_a_loop():
+  text = compile_step(fs.AGN(10), tx=CLIPPED).as_text()
   found = collectives(text)
-  assert {name for name, _, _ in found} <= branches(text)
-  assert by_kind(found) == {"all-reduce": BYTES}  # in a loop: eight times
+  assert_all_in_branches(found, text)
+  assert by_kind(found) == {"all-reduce": BYTES}  # the loop runs eight times
 
 
-@pytest.mark.parametrize("commit", ["mean", "sequential"])
-def test_a_scalar_more_with_loss_scaling_around(eight, commit):
-  run, state, x = compiled(
-    eight, [fs.LossScale("dynamic"), fs.AGN(10, commit=commit)]
-  )
-  text = run.lower(state, x).compile().as_text()
+def test_loss_scaling_adds_the_reduction_of_one_scalar():
+  text = compile_step(fs.LossScale("dynamic"), fs.AGN(10, "mean")).as_text()
   outside = [
     (kind, size)
     for name, kind, size in collectives(text)
@@ -144,10 +145,10 @@ def test_a_scalar_more_with_loss_scaling_around(eight, commit):
   assert outside == [("all-reduce", 4)]
 
 
-def test_a_device_holds_its_own_copy_only(eight):
-  _, state, _ = compiled(eight, [fs.AGN(10)])
-  own = state.wrapper_states["agn"]
-  for tree in (own.local_params, own.local_opt_state, own.grad_accum):
+def test_a_device_holds_the_local_copy_of_its_replica_only():
+  _, state, _ = create(all_devices(), [fs.AGN(10)])
+  agn = state.wrapper_states["agn"]
+  for tree in (agn.local_params, agn.local_opt_state, agn.grad_accum):
     for leaf in jax.tree.leaves(tree):
       shards = leaf.addressable_shards
       assert leaf.shape[0] == len(shards) == 8
@@ -156,32 +157,31 @@ def test_a_device_holds_its_own_copy_only(eight):
     assert leaf.sharding.is_fully_replicated
 
 
-def test_memory(eight):
-  plain, state, x = compiled(eight, [])
-  bare = plain.lower(state, x).compile().memory_analysis()
+def test_memory_of_the_state_and_of_a_commit():
+  plain = compile_step().memory_analysis()
   for commit, temporary in (("mean", 0.5), ("sequential", 2.5)):
-    run, state, x = compiled(eight, [fs.AGN(10, commit=commit)])
-    stats = run.lower(state, x).compile().memory_analysis()
-    # Center, two slots, local copy, its two slots, accumulator: seven.
+    stats = compile_step(fs.AGN(10, commit=commit)).memory_analysis()
+    # Center, two slots, local parameters, two slots, accumulator: seven.
     assert stats.argument_size_in_bytes < 7.1 * BYTES
     assert stats.alias_size_in_bytes > 7 * BYTES
-    more = stats.temp_size_in_bytes - bare.temp_size_in_bytes
+    more = stats.temp_size_in_bytes - plain.temp_size_in_bytes
     assert more < temporary * BYTES
 
 
-def test_it_compiles_once(eight):
-  run, state, x = compiled(eight, [fs.LossScale("dynamic"), fs.AGN(6)])
+def test_steps_and_commits_compile_once():
+  run, state, x = create(all_devices(), [fs.LossScale("dynamic"), fs.AGN(6)])
   state, _ = run(state, x)
-  with compilations(0):
+  with compilations.count() as compiled:
     for _ in range(7):
       state, _ = run(state, x)
+  assert compiled.total == 0
   assert int(state.wrapper_states["agn"].commits) == 1
 
 
 SPLIT = {"w": [P(None, "model"), P("model", None)], "b": [P("model"), P()]}
 
 
-def split(strategy):
+def split_params(strategy):
   return {
     name: {
       key: jax.device_put(
@@ -194,13 +194,13 @@ def split(strategy):
 
 
 @pytest.mark.parametrize("commit", ["mean", "sequential"])
-def test_replicas_that_are_split_exchange_their_parts(commit):
+def test_logical_devices_exchange_their_shards(commit):
   strategy = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
-  run, state, x = compiled(
-    strategy, [fs.AGN(3, commit=commit)], params=split(strategy)
+  run, state, x = create(
+    strategy, [fs.AGN(3, commit=commit)], params=split_params(strategy)
   )
-  own = state.wrapper_states["agn"]
-  assert own.local_params["layer1"]["w"].sharding.spec == P("replica", "model")
+  agn = state.wrapper_states["agn"]
+  assert agn.local_params["layer1"]["w"].sharding.spec == P("replica", "model")
   text = run.lower(state, x).compile().as_text()
   per_device = sum(
     p.addressable_shards[0].data.nbytes for p in jax.tree.leaves(state.params)
@@ -216,16 +216,16 @@ def test_replicas_that_are_split_exchange_their_parts(commit):
   ]
   total = sum(size for _, size in over_replicas)
   assert total == per_device * (1 if commit == "mean" else 5)
-  # The values are those of replicas of one device.
+  # The values are those of replicas with one device.
   whole = fs.Strategy(devices=jax.devices()[:4])
-  run2, state2, x2 = compiled(whole, [fs.AGN(3, commit=commit)])
+  run2, state2, x2 = create(whole, [fs.AGN(3, commit=commit)])
   for _ in range(4):
     state, _ = run(state, x)
     state2, _ = run2(state2, x2)
-  own, own2 = state.wrapper_states["agn"], state2.wrapper_states["agn"]
+  agn, agn2 = state.wrapper_states["agn"], state2.wrapper_states["agn"]
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-    (state.params, own.local_params, own.grad_accum),
-    (state2.params, own2.local_params, own2.grad_accum),
+    (state.params, agn.local_params, agn.grad_accum),
+    (state2.params, agn2.local_params, agn2.grad_accum),
   )
-  assert own.local_params["layer1"]["w"].sharding.spec == P("replica", "model")
+  assert agn.local_params["layer1"]["w"].sharding.spec == P("replica", "model")

@@ -1,4 +1,4 @@
-"""AGN beside figures read off the original program, step by step."""
+"""AGN beside numbers of the original program, step by step."""
 
 import json
 import pathlib
@@ -25,7 +25,7 @@ def optimizer(name, hyper):
 
 
 def gradient(kind, problem, params):
-  """The gradients of a worker, as the original's figures were made."""
+  """The gradients of a worker in the run of the original."""
   if kind == "constant":
     return dict(problem)
   return {
@@ -35,7 +35,7 @@ def gradient(kind, problem, params):
 
 
 def step(state, problem, kind):
-  # A loss whose gradient is the listed one.
+  # A loss with the given gradient.
   def loss_fn(params):
     grads = jax.lax.stop_gradient(gradient(kind, problem, params))
     return sum((params[k] * grads[k]).sum() for k in params)
@@ -44,7 +44,7 @@ def step(state, problem, kind):
 
 
 @pytest.mark.parametrize("case", CASES, ids=[c["name"] for c in CASES])
-def test_every_step_of_the_original(case):
+def test_every_step_equals_that_of_the_original(case):
   config = case["config"]
   workers, kind = config["num_workers"], config["gradient_kind"]
   strategy = fs.Strategy(devices=jax.devices()[:workers])
@@ -75,17 +75,17 @@ def test_every_step_of_the_original(case):
   for rows in rounds:
     assert [row["worker"] for row in rows] == list(range(workers))
     state, _ = run(state, problems)
-    own = state.wrapper_states["agn"]
+    agn = state.wrapper_states["agn"]
     for row in rows:
       for name in ("v0", "v1"):
         for ours, theirs in (
-          (own.local_params[name][row["worker"]], row["local"][name]),
-          (own.grad_accum[name][row["worker"]], row["acc"][name]),
+          (agn.local_params[name][row["worker"]], row["local"][name]),
+          (agn.grad_accum[name][row["worker"]], row["acc"][name]),
         ):
           np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5)
-    for name in ("v0", "v1"):  # the center after the last one's commit
+    for name in ("v0", "v1"):  # the center after the last worker's commit
       np.testing.assert_allclose(
         state.params[name], rows[-1]["center"][name], rtol=2e-5, atol=2e-5
       )
-    assert int(own.local_step) == rows[-1]["local_step"] == int(state.step)
-    assert int(own.commits) * workers == rows[-1]["global_step"]
+    assert int(agn.local_step) == rows[-1]["local_step"] == int(state.step)
+    assert int(agn.commits) * workers == rows[-1]["global_step"]

@@ -1,4 +1,4 @@
-"""AGN with loss scaling, collections, leaves without a gradient, run_steps."""
+"""AGN with loss scaling, other collections, CrossShard and run_steps."""
 
 import flax.linen as nn
 import jax
@@ -53,12 +53,12 @@ SCALE = fs.DynamicLossScale(8.0, growth_interval=2)
 
 @pytest.mark.parametrize("commit", ["mean", "sequential"])
 @pytest.mark.parametrize("scale_first", [True, False])
-def test_loss_scaling_in_either_order(scale_first, commit):
+def test_a_skipped_step_changes_nothing_but_the_loss_scale(scale_first, commit):
   wrappers = [fs.LossScale(SCALE), fs.AGN(3, commit=commit)]
   state = create(wrappers if scale_first else wrappers[::-1])
   plain = create([fs.AGN(3, commit=commit)])
   for i in range(4):
-    if i == 1:  # one replica overflows in mid-period: nobody takes the step
+    if i == 1:  # one replica overflows: no replica takes the step
       before = state
       state = run(state, BAD)
       for a, b in zip(
@@ -75,13 +75,13 @@ def test_loss_scaling_in_either_order(scale_first, commit):
       (state.params, state.opt_state, agn(state), state.step),
       (plain.params, plain.opt_state, agn(plain), plain.step),
     )
-  # Steps are counted once, though a commit updates the center too.
+  # A commit, which updates the center too, counts as one good step.
   scale = state.wrapper_states["loss_scale"]
   assert (float(scale.scale), int(scale.good_steps)) == (8.0, 1)
   assert int(agn(state).commits) == 1
 
 
-def test_an_overflow_at_the_commit_puts_it_off():
+def test_an_overflow_at_the_end_of_a_period_postpones_the_commit():
   state = create([fs.LossScale(SCALE), fs.AGN(2, commit="mean")])
   state = run(run(state), BAD)
   assert int(agn(state).commits) == 0
@@ -92,68 +92,39 @@ def test_an_overflow_at_the_commit_puts_it_off():
   np.testing.assert_array_equal(state.params["b"], wanted)
 
 
-def test_run_steps():
+def test_run_steps_equals_single_steps():
   wrappers = [fs.LossScale("dynamic"), fs.AGN(3)]
   state, other = create(wrappers), create(wrappers)
   for _ in range(7):
     state = run(state)
 
-  def both(state, batch):
+  def scan_step(state, batch):
     return step(state, *batch)
 
   batches = jax.tree.map(
     lambda x: fs.PerReplica(np.repeat(x[:, None, None], 7, axis=1)),
     (XS, ONES),
   )
-  other, _ = FOUR.run_steps(both, other, batches)
+  other, _ = FOUR.run_steps(scan_step, other, batches)
   jax.tree.map(np.testing.assert_array_equal, state, other)
   assert int(agn(other).commits) == 2
 
 
-def test_leaves_without_a_gradient():
-  params = {
-    "w": np.ones(6, np.float32),
-    "count": np.arange(5, dtype=np.int32),
-    "frozen": np.ones(3, np.float32),
-    "stopped": np.ones(3, np.float32),
-  }
-  frozen = lambda params: {k: "f" if k == "frozen" else "t" for k in params}
-  tx = optax.multi_transform(
-    {"t": optax.sgd(0.25, momentum=0.5), "f": optax.set_to_zero()}, frozen
-  )
-  for commit in ("mean", "sequential"):
-    state = create([fs.AGN(3, commit=commit)], params, tx)
-
-    def stopping(state, x):
-      def loss(p):
-        return (p["w"].sum() + p["frozen"].sum() + p["stopped"].sum()) * x[0]
-
-      _, grads = state.value_and_grad(loss)
-      return state.apply_gradients(grads={**grads, "stopped": None})
-
-    for _ in range(3):
-      state = FOUR.run(stopping, args=(state, FOUR.shard_batch(XS)))
-    for tree in (state.params, agn(state).local_params):
-      for key in ("count", "frozen", "stopped"):
-        wanted = np.broadcast_to(params[key], tree[key].shape)
-        np.testing.assert_array_equal(tree[key], wanted)
-      assert not np.array_equal(tree["w"], np.ones(tree["w"].shape))
-    assert agn(state).grad_accum["count"] is None
-    assert agn(state).local_params["count"].dtype == params["count"].dtype
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("commit", ["mean", "sequential"])
-def test_the_accumulator_is_wide(dtype, commit):
+@pytest.mark.parametrize(
+  ("dtype", "commit"), [(jnp.bfloat16, "sequential"), (jnp.float16, "mean")]
+)
+def test_gradients_are_accumulated_in_float32(dtype, commit):
   params = {"w": jnp.ones(16, dtype)}
   state = create([fs.AGN(64, commit=commit)], params, optax.sgd(2.0**-6))
 
-  def tiny(state, x):
-    return state.minimize(lambda p: (p["w"].astype(jnp.float32) * x[0]).sum())
+  def tiny_step(state, x):
+    loss_fn = lambda p: (p["w"].astype(jnp.float32) * x[0]).sum()
+    return state.minimize(loss_fn)[0]
 
+  run = FOUR.jit(tiny_step)
   x = FOUR.shard_batch(np.full(4, 1 + 2.0**-6, np.float32))
   for _ in range(3):
-    state, _ = FOUR.run(tiny, args=(state, x))
+    state = run(state, x)
   own = agn(state)
   assert own.grad_accum["w"].dtype == jnp.float32
   assert own.local_params["w"].dtype == state.params["w"].dtype == dtype
@@ -184,7 +155,7 @@ def norm_step(state, x):
 
 
 @pytest.mark.parametrize("commit", ["mean", "sequential"])
-def test_batch_statistics_are_a_replicas_own_until_it_commits(commit):
+def test_batch_statistics_are_per_replica_and_averaged_by_a_commit(commit):
   x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
   x += np.arange(8)[:, None]
   state = fs.create_train_state(
@@ -213,7 +184,7 @@ def test_batch_statistics_are_a_replicas_own_until_it_commits(commit):
     assert stored.sharding.spec == jax.sharding.PartitionSpec("replica")
 
 
-def test_batch_statistics_of_one_replica():
+def test_batch_statistics_of_one_replica_outside_of_run():
   x = np.ones((4, 3), np.float32) * np.arange(3)
   state = fs.create_train_state(
     Net(), jax.random.key(0), x, optax.sgd(0.1), wrappers=[fs.AGN(3)]
@@ -224,16 +195,16 @@ def test_batch_statistics_of_one_replica():
   np.testing.assert_allclose(stats, 0.75 * np.arange(3))
 
 
-def test_a_collection_that_is_per_replica_already():
+def test_a_per_replica_collection_raises():
   state = create([fs.AGN(4)], batch_stats={"mean": jnp.zeros(3)})
-  own = FOUR.distribute_values_from_function(lambda c: {"mean": np.zeros(3)})
-  with pytest.raises(TypeError, match="'batch_stats' is a PerReplica; each"):
-    create([fs.AGN(4)], batch_stats=own)
-  with pytest.raises(TypeError, match="batch_stats is a PerReplica; a wrapper"):
-    FOUR.run(lambda state: state, args=(state.replace(batch_stats=own),))
+  stats = FOUR.distribute_values_from_function(lambda c: {"mean": np.zeros(3)})
+  with pytest.raises(TypeError, match=r"'batch_stats'.*PerReplica"):
+    create([fs.AGN(4)], batch_stats=stats)
+  with pytest.raises(TypeError, match=r"batch_stats.*PerReplica"):
+    FOUR.run(lambda state: state, args=(state.replace(batch_stats=stats),))
 
 
-def test_groups_in_step_that_commit_to_one_center():
+def test_groups_of_cross_shard_commit_to_one_center():
   groups = ((0, 1), (2, 3))
   state = create([fs.CrossShard("mean", groups), fs.AGN(2, commit="mean")])
   for _ in range(3):
@@ -246,11 +217,11 @@ def test_groups_in_step_that_commit_to_one_center():
     np.testing.assert_allclose(device.data, wanted)
 
 
-def test_gradients_by_hand_and_skipped_aggregation():
+def test_gradients_by_hand_are_not_reduced_before_a_commit():
   state, other = create([fs.AGN(3)]), create([fs.AGN(3)])
 
   def by_hand(state, x, skip):
-    params = agn(state).local_params  # this replica's own
+    params = agn(state).local_params  # those of this replica
     grads = jax.grad(loss_fn)(params, x[0])
     return state.apply_gradients(grads=grads, skip_gradients_aggregation=skip)
 

@@ -1,4 +1,4 @@
-"""AGN on parameters and optimizers that are out of the ordinary."""
+"""AGN with unusual parameters, gradients and optimizers."""
 
 import dataclasses
 
@@ -43,9 +43,42 @@ ONES = np.ones(2, np.float32)
 
 
 @COMMITS
+def test_leaves_without_a_gradient_stay(commit):
+  params = {
+    "w": np.ones(6, np.float32),
+    "count": np.arange(5, dtype=np.int32),
+    "frozen": np.ones(3, np.float32),
+    "stopped": np.ones(3, np.float32),
+  }
+  frozen = lambda params: {k: "f" if k == "frozen" else "t" for k in params}
+  tx = optax.multi_transform(
+    {"t": optax.sgd(0.25, momentum=0.5), "f": optax.set_to_zero()}, frozen
+  )
+  state = create(params, tx, fs.AGN(3, commit=commit))
+
+  def step(state):
+    _, grads = state.value_and_grad(
+      lambda p: p["w"].sum() + p["frozen"].sum() + p["stopped"].sum()
+    )
+    return state.apply_gradients(grads={**grads, "stopped": None})
+
+  run = FOUR.jit(step)
+  for _ in range(3):
+    state = run(state)
+  for tree in (state.params, agn(state).local_params):
+    for key in ("count", "frozen", "stopped"):
+      wanted = np.broadcast_to(params[key], tree[key].shape)
+      np.testing.assert_array_equal(tree[key], wanted)
+    assert not np.array_equal(tree["w"], np.ones(tree["w"].shape))
+  assert agn(state).grad_accum["count"] is None
+  assert agn(state).local_params["count"].dtype == params["count"].dtype
+
+
+@COMMITS
 @pytest.mark.parametrize("delta", [False, True])
-def test_a_gradient_that_is_not_there_at_the_commit(commit, delta):
-  # The first step is about both, the second, which commits, about one.
+def test_a_leaf_without_a_gradient_at_the_commit(commit, delta):
+  # Both leaves have a gradient in the first step, one in the second step, at
+  # whose end the replicas commit.
   tx = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.25))
   wrapper = fs.AGN(2, commit=commit, commit_delta=delta)
   params = {"a": ONES, "b": ONES, "never": ONES}
@@ -57,22 +90,22 @@ def test_a_gradient_that_is_not_there_at_the_commit(commit, delta):
   commits = np.repeat((1 - local) if delta else 0.5, 4)
   if commit == "mean":
     commits = commits[:1]
-  b, pulled = 1.0, []
+  b, new_local = 1.0, []
   for g in commits:
     b -= 0.25 * (g + 0.5 * b)
-    pulled.append(b)
+    new_local.append(b)
   np.testing.assert_allclose(state.params["b"], b)
   np.testing.assert_allclose(
-    agn(state).local_params["b"][:, 0], np.resize(pulled, 4)
+    agn(state).local_params["b"][:, 0], np.resize(new_local, 4)
   )
   np.testing.assert_array_equal(agn(state).grad_accum["b"], 0)
-  # What never had a gradient does not decay.
+  # A leaf that never has a gradient does not decay.
   np.testing.assert_array_equal(state.params["never"], 1)
   np.testing.assert_array_equal(agn(state).local_params["never"], 1)
 
 
-def test_an_update_that_knows_how_large_its_arrays_are():
-  # Large on all devices together, small on each.
+def test_an_update_that_depends_on_the_size_of_arrays():
+  # Above 12 elements in total, below on each device.
   large = lambda params: jax.tree.map(lambda p: p.size > 12, params)
   tx = optax.chain(optax.add_decayed_weights(1.0, mask=large), optax.sgd(0.5))
   w = np.ones((8, 8), np.float32)
@@ -97,15 +130,15 @@ def test_an_optimizer_whose_state_depends_on_sizes():
 
 @dataclasses.dataclass(frozen=True)
 class Weighted(Plain):
-  """Each replica weighs gradients by its number, even those of the center."""
+  """Multiplies gradients by the replica index, also those of a commit."""
 
   def apply(self, state, target, grads, next):
-    number = fs.get_replica_context().replica_id_in_sync_group
-    return next(target, jax.tree.map(lambda g: g * number, grads)), state
+    index = fs.get_replica_context().replica_id_in_sync_group
+    return next(target, jax.tree.map(lambda g: g * index, grads)), state
 
 
 @COMMITS
-def test_a_center_that_would_differ_between_replicas(commit):
+def test_a_center_that_would_differ_between_replicas_raises(commit):
   wrapper = fs.AGN(1, commit=commit)
   state = create(
     {"w": np.ones(8, np.float32)}, optax.sgd(1.0), wrapper, Weighted()
@@ -114,7 +147,7 @@ def test_a_center_that_would_differ_between_replicas(commit):
     apply(state, {"w": jnp.ones(8)})
 
 
-def test_parameters_that_are_split_over_replicas():
+def test_parameters_that_are_split_over_replicas_raise():
   w = jax.device_put(
     np.ones((4, 2), np.float32),
     jax.sharding.NamedSharding(FOUR.mesh, P("replica")),
@@ -126,7 +159,7 @@ def test_parameters_that_are_split_over_replicas():
     apply(state, {"w": jnp.ones((4, 2))})
 
 
-def test_two_states_in_one_run():
+def test_two_states_in_one_step():
   one = {"w": put(np.ones((4, 2), np.float32), None, "model")}
   two = {"w": np.ones(3, np.float32)}
   tx = optax.sgd(0.25)
@@ -145,7 +178,7 @@ def test_two_states_in_one_run():
 
 
 @COMMITS
-def test_odd_trees(commit):
+def test_trees_with_empty_leaves_and_containers(commit):
   params = {
     "w": np.ones(4, np.float32),
     "none": None,
@@ -162,7 +195,7 @@ def test_odd_trees(commit):
 
 
 @COMMITS
-def test_nothing_to_commit(commit):
+def test_a_commit_without_any_gradient(commit):
   state = create({"w": ONES}, optax.sgd(0.25), fs.AGN(1, commit=commit))
   new = apply(state, {"w": None})
   np.testing.assert_array_equal(new.params["w"], ONES)
@@ -170,7 +203,7 @@ def test_nothing_to_commit(commit):
 
 
 @pytest.mark.parametrize("wrappers", [(), (fs.AGN(1),)])
-def test_a_frozen_leaf_that_is_called_as_a_field_of_the_optimizer(wrappers):
+def test_a_frozen_leaf_named_as_a_field_of_the_optimizer(wrappers):
   params = {"w": ONES, "count": np.int32(3), "mu": {"w": ONES}}
   state = create(params, optax.adam(0.01), *wrappers)
   for _ in range(3):
