@@ -25,7 +25,7 @@ def matrices(params):
   return jax.tree.map(lambda p: p.ndim > 1, params)
 
 
-def computes_with_the_parameters(params):
+def uses_the_parameters(params):
   first = jax.tree.leaves(params)[0]
   return {"m": jax.tree.map(jnp.zeros_like, params), "d": first.sum()}
 
@@ -39,7 +39,7 @@ OPTIMIZERS = {
   "apply_if_finite": (optax.apply_if_finite(optax.adam(0.1), 3), 2),
   "schedule_free": (optax.contrib.schedule_free_adamw(0.1), 2),
   "custom": (
-    optax.GradientTransformation(computes_with_the_parameters, None),
+    optax.GradientTransformation(uses_the_parameters, None),
     1,
   ),
 }
