@@ -18,6 +18,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
+from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
@@ -356,10 +357,7 @@ def fully_manual(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 def check_reduce_op(reduce_op: Any, argument: str = "reduce_op") -> None:
   """Raises a ValueError unless `reduce_op` is "sum" or "mean"."""
-  if reduce_op not in ("sum", "mean"):
-    raise ValueError(
-      f"{argument}={reduce_op!r} is no reduction; allowed: 'sum', 'mean'."
-    )
+  checks.one_of(argument, reduce_op, ("sum", "mean"))
 
 
 def check_axis(where: str, axis: Any, shape: tuple[int, ...]) -> None:

@@ -9,10 +9,10 @@ from flaxshard.wrappers.base import Wrapper
 from flaxshard.wrappers.config import from_config
 from flaxshard.wrappers.config import to_config
 from flaxshard.wrappers.cross_shard import CrossShard
-from flaxshard.wrappers.loss_scale import DynamicLossScale
-from flaxshard.wrappers.loss_scale import FixedLossScale
 from flaxshard.wrappers.loss_scale import LossScale
-from flaxshard.wrappers.loss_scale import LossScaleState
+from flaxshard.wrappers.loss_scale_rules import DynamicLossScale
+from flaxshard.wrappers.loss_scale_rules import FixedLossScale
+from flaxshard.wrappers.loss_scale_rules import LossScaleState
 
 __all__ = [
   "AGN",

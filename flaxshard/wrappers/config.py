@@ -1,8 +1,9 @@
-"""Wrappers from configs and back.
+"""Builds wrappers from configs, and configs from wrappers.
 
-A config holds plain values: a tuple of `(name, arguments)` pairs, outermost
-wrapper first. A dataclass among the arguments is a dict whose `type` names it;
-an optimizer is `{"type": "optimizer", "name": "sgd", "learning_rate": 0.7}`.
+A config of wrappers is a tuple of `(name, arguments)` pairs, outermost wrapper
+first, of plain values only. A dataclass among the arguments is a dict whose
+`type` names its class; an optimizer is
+`{"type": "optimizer", "name": "sgd", "learning_rate": 0.7}`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
+import optax
+
 from flaxshard.core import registry
 from flaxshard.core.optimizer import Optimizer
 from flaxshard.core.policy import Policy
@@ -18,6 +21,7 @@ from flaxshard.wrappers import agn
 from flaxshard.wrappers import base
 from flaxshard.wrappers import cross_shard
 from flaxshard.wrappers import loss_scale
+from flaxshard.wrappers import loss_scale_rules
 
 _WRAPPERS: dict[str, type[base.Base]] = {
   "agn": agn.AGN,
@@ -25,8 +29,8 @@ _WRAPPERS: dict[str, type[base.Base]] = {
   "loss_scale": loss_scale.LossScale,
 }
 _VALUES: dict[str, type] = {
-  "dynamic": loss_scale.DynamicLossScale,
-  "fixed": loss_scale.FixedLossScale,
+  "dynamic": loss_scale_rules.DynamicLossScale,
+  "fixed": loss_scale_rules.FixedLossScale,
   "optimizer": Optimizer,
   "policy": Policy,
 }
@@ -36,18 +40,18 @@ def from_config(config: Iterable[Any]) -> tuple[base.Wrapper, ...]:
   """Builds the wrappers that a config names.
 
   Args:
-    config: A sequence of `(name, arguments)` pairs; a bare name takes the
-      defaults. Names: `"agn"`, `"cross_shard"`, `"loss_scale"`, or
-      `"package.module:Class"` for one's own. Tuples, lists and dicts may come
-      as `ml_collections` holds them.
+    config: A sequence of `(name, arguments)` pairs, or of bare names for the
+      default arguments. A name is `"agn"`, `"cross_shard"`, `"loss_scale"`, or
+      `"package.module:Class"` for a custom wrapper. The `ConfigDict`s of
+      `ml_collections` may stand for dicts.
 
   Returns:
     The wrappers, outermost first.
 
   Raises:
-    ValueError: An unknown name or argument (the message lists what exists), or
-      a value that the wrapper refuses.
-    TypeError: An entry of another form.
+    ValueError: A name or an argument is unknown (the message lists those that
+      exist), or a wrapper raises it for an argument.
+    TypeError: `config` is not a sequence, or an entry is no name and no pair.
 
   Example:
     >>> from_config((("loss_scale", {"scale": 128}),))[0].scale
@@ -66,20 +70,25 @@ def from_config(config: Iterable[Any]) -> tuple[base.Wrapper, ...]:
 def to_config(
   wrappers: Sequence[base.Wrapper],
 ) -> tuple[tuple[str, dict[str, Any]], ...]:
-  """Returns the config of some wrappers: the inverse of `from_config`.
+  """Returns the config of wrappers: the inverse of `from_config`.
 
   Args:
     wrappers: The wrappers, outermost first.
 
   Returns:
-    `(name, arguments)` pairs of plain values, without the arguments that have
-    their default.
+    `(name, arguments)` pairs of plain values. Arguments that equal their
+    default are left out, except the first.
+
+  Raises:
+    ValueError: An argument, such as an optax transformation, is no plain value.
 
   Example:
     >>> to_config([loss_scale.LossScale("dynamic")])
     (('loss_scale', {'scale': 'dynamic'}),)
   """
-  return tuple((_name(w), _arguments(w)) for w in base.check(wrappers))
+  return tuple(
+    (_name_in_config(w), _arguments_in_config(w)) for w in base.check(wrappers)
+  )
 
 
 def built_in_wrappers() -> tuple[type[base.Base], ...]:
@@ -88,6 +97,7 @@ def built_in_wrappers() -> tuple[type[base.Base], ...]:
 
 
 def _build(where: str, entry: Any) -> Any:
+  """Builds the wrapper of one entry; `where` is its place, for errors."""
   if isinstance(entry, str):
     entry = (entry, {})
   if (
@@ -105,13 +115,17 @@ def _build(where: str, entry: Any) -> Any:
 
 
 def _construct(where: str, cls: type, arguments: Any) -> Any:
+  """Calls a dataclass with the arguments of a config."""
   if not dataclasses.is_dataclass(cls):
     raise TypeError(f"{where} must name a dataclass, got {cls!r}.")
-  values = {k: _value(f"{where}: {k}", v) for k, v in dict(arguments).items()}
+  values = {
+    k: _parse_value(f"{where}: {k}", v) for k, v in dict(arguments).items()
+  }
   return registry.construct(where, cls, values)
 
 
-def _value(where: str, value: Any) -> Any:
+def _parse_value(where: str, value: Any) -> Any:
+  """Returns the dataclass that a dict with a `type` describes."""
   if registry.is_dict(value):
     value = dict(value)
     if "type" not in value:
@@ -127,7 +141,8 @@ def _value(where: str, value: Any) -> Any:
   return value
 
 
-def _name(instance: Any) -> str:
+def _name_in_config(instance: Any) -> str:
+  """Returns the short name of a class, or `"package.module:Class"`."""
   cls = type(instance)
   for name, known in (*_WRAPPERS.items(), *_VALUES.items()):
     if cls is known:
@@ -135,20 +150,27 @@ def _name(instance: Any) -> str:
   return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _arguments(instance: Any) -> dict[str, Any]:
+def _arguments_in_config(instance: Any) -> dict[str, Any]:
+  """Returns the arguments that make a dataclass instance, as plain values."""
   arguments = {}
   for i, field in enumerate(dataclasses.fields(instance)):
     value = getattr(instance, field.name)
-    # A wrapper's first argument is what it is about: it is always written.
+    # The first argument says the most about a wrapper, so that it is written
+    # even if it equals its default.
     if field.init and (value != field.default or i == 0):
       if isinstance(value, Optimizer):
         value = dict(type="optimizer", name=value.name, **dict(value.arguments))
       elif dataclasses.is_dataclass(value):
-        value = {"type": _name(value), **_arguments(value)}
-      elif hasattr(value, "update"):
+        value = {
+          "type": _name_in_config(value),
+          **_arguments_in_config(value),
+        }
+      elif isinstance(value, (optax.GradientTransformation, optax.MultiSteps)):
+        # A transformation is a pair of functions: its arguments are lost.
         raise ValueError(
-          f"{_name(instance)}: {field.name}={value!r} cannot be written into a "
-          "config; flaxshard.core.optimizer.Optimizer('sgd', (...)) can."
+          f"{_name_in_config(instance)}: {field.name}={value!r} cannot be "
+          "written into a config; use "
+          "flaxshard.core.optimizer.Optimizer('sgd', (...))."
         )
       arguments[field.name] = value
   return arguments

@@ -1,4 +1,4 @@
-"""CrossShard: gradients summed or averaged over replicas, or groups of them."""
+"""CrossShard: sums or averages gradients over replicas or groups of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 import warnings
 
 import jax
+import numpy as np
 
 from flaxshard.replicas import context as replica_context
 from flaxshard.wrappers import base
 
 Groups = tuple[tuple[int, ...], ...]
 
-# More groups than that are counted, not listed.
+# A message lists at most so many groups; it counts more.
 _MAX_LISTED = 8
 
 
@@ -23,35 +24,34 @@ _MAX_LISTED = 8
 class CrossShard(base.Base):
   """Reduces gradients over the replicas, or within equal groups of them.
 
-  Inside `Strategy.run` the gradients of all parameters are reduced in one
-  collective, of as many bytes as they have. `"mean"` over N replicas is a step
-  of one replica on the whole batch, at the same learning rate; `"sum"` is N
-  times its gradient. The mean is over the replicas of a group.
+  Inside `Strategy.run` one collective reduces the gradients of all parameters.
+  It transfers as many bytes as the gradients have. A step with the `"mean"` of
+  N replicas equals the step of one replica on the whole batch. `"sum"` gives N
+  times that gradient. The mean is over the replicas of a group.
 
-  Clipping in `tx` is "reduce, then clip". Clipping `grads` before
-  `apply_gradients`, or in a wrapper outside of this one, is "clip per replica,
+  Clipping in `tx` means "reduce, then clip". Clipping `grads` before
+  `apply_gradients`, or in a wrapper around this one, means "clip per replica,
   then reduce".
 
-  With several groups, parameters, optimizer state and collections differ
-  between groups, though their sharding calls them replicated.
-  `divergence.of_first_replica(state)` gives all devices what replica 0 has;
-  the training loop evaluates that, and checkpoints hold it. Nothing may be
-  split over `"replica"` then. Collections are averaged within groups.
+  With several groups, the parameters, the optimizer state and the collections
+  differ between groups, although their sharding says that they are replicated.
+  The training loop evaluates the values of replica 0, and checkpoints save
+  them. Nothing may be sharded over `"replica"`. Collections are averaged within
+  groups.
 
-  Other notes: gradients that `skip_gradients_aggregation=True` says are the
-  same everywhere are not reduced. Outside of `Strategy.run` there is a warning
-  and one shard.
+  With `apply_gradients(..., skip_gradients_aggregation=True)` nothing is
+  reduced. Outside of `Strategy.run` there is one shard; a warning says so.
 
   Args:
     reduction: `"mean"` or `"sum"`.
-    group_assignment: Groups of replica numbers, such as `((0, 2), (1, 3))`:
-      each replica in one group, all of one size, in any order. Lists will do.
-      None, and one group of all, reduce over all replicas.
+    group_assignment: Groups of replica numbers, such as `((0, 2), (1, 3))`.
+      Each replica is in one group, all groups have one size, and their order
+      does not matter. None, or one group of all, reduces over all replicas.
 
   Raises:
-    ValueError: Another reduction; groups that are empty, overlap or differ in
-      size. In `check_replicas`: groups that are not those of all replicas.
-    TypeError: `group_assignment` is no sequence of sequences of integers.
+    ValueError: `reduction` is neither, or groups are empty, overlap or differ
+      in size.
+    TypeError: `group_assignment` is not a sequence of sequences of integers.
 
   Example:
     >>> import flaxshard as fs, numpy as np, optax
@@ -79,23 +79,23 @@ class CrossShard(base.Base):
   def __post_init__(self) -> None:
     replica_context.check_reduce_op(self.reduction, "CrossShard: reduction")
     if self.group_assignment is not None:
-      groups = _normalized(self.group_assignment)
+      groups = _check_groups(self.group_assignment)
       object.__setattr__(self, "group_assignment", groups)
 
   @property
   def groups(self) -> Groups | None:
-    """The groups, if there are several; None: all replicas are one."""
+    """The groups, if there are several; None if all replicas are one group."""
     groups = self.group_assignment
     return groups if groups and len(groups) > 1 else None
 
   def check_replicas(self, num_replicas: int) -> None:
-    """Raises unless the groups are those of all replicas.
+    """Checks that the groups contain each of the replicas.
 
     Args:
-      num_replicas: How many replicas there are.
+      num_replicas: The number of replicas.
 
     Raises:
-      ValueError: A replica is in no group, or a number is no replica's.
+      ValueError: A replica is in no group, or a group has an unknown number.
     """
     groups = self.group_assignment
     if groups is None:
@@ -105,30 +105,30 @@ class CrossShard(base.Base):
     unknown = sorted(named - set(range(num_replicas)))
     problems = []
     if missing:
-      problems.append(f"{_listed(missing)} in no group")
+      problems.append(f"{_format(missing)} in no group")
     if unknown:
-      problems.append(f"{_listed(unknown)} no replica")
+      problems.append(f"{_format(unknown)} no replica")
     if problems:
       raise ValueError(
-        f"CrossShard: group_assignment={groups!r} must have each of the "
-        f"{num_replicas} replicas, 0 to {num_replicas - 1}, in one group; "
+        f"CrossShard: group_assignment={groups!r} must contain each of the "
+        f"{num_replicas} replicas, 0 to {num_replicas - 1}, once; "
         f"{', '.join(problems)}."
       )
 
   def divergence(self) -> str | None:
-    """Returns what to tell of replicas that differ, or None."""
+    """Returns a sentence on the groups, if there are several."""
     groups = self.groups
     if groups is None:
       return None
     if len(groups) > _MAX_LISTED:
       which = f"{len(groups)} groups of {len(groups[0])}"
     else:
-      which = f"groups {', '.join(map(_listed, groups))}"
+      which = f"groups {', '.join(map(_format, groups))}"
     first = next(group for group in groups if 0 in group)
     return (
-      f"CrossShard: the replicas are reduced in {which}, and each group has "
-      "parameters of its own. Evaluated and saved are those of the group of "
-      f"replica 0, {_listed(first)}."
+      f"CrossShard: gradients are reduced in {which}, so each group gets "
+      "different parameters. The parameters of the group of replica 0, "
+      f"{_format(first)}, are evaluated and saved."
     )
 
   def replica_groups(self) -> Groups | None:
@@ -138,13 +138,12 @@ class CrossShard(base.Base):
   def apply(
     self, state: Any, target: base.Target, grads: Any, next: base.Next
   ) -> tuple[base.Target, Any]:
-    """Calls `next` on the reduced gradients."""
+    """Calls `next` with the reduced gradients."""
     context = replica_context.get_replica_context()
     if context is None:
       warnings.warn(
         "CrossShard: apply_gradients is called outside of Strategy.run, where "
-        "there are no replicas: the gradients are taken for those of one "
-        "shard, and not reduced.",
+        "there are no replicas: the gradients are not reduced.",
         UserWarning,
         stacklevel=2,
       )
@@ -154,6 +153,8 @@ class CrossShard(base.Base):
       return next(target, grads), state
     grads = replica_context.reduce_gradients(self.reduction, grads, self.groups)
     if self.groups:
+      # The gradients are equal within a group only: inner wrappers must still
+      # reduce their finite flag over all replicas.
       return next(target, grads), state
     with replica_context.gradients_already_reduced():
       return next(target, grads), state
@@ -164,8 +165,8 @@ class CrossShard(base.Base):
     return replica_context.mean_collection(x, self.groups)
 
 
-def _normalized(value: Any) -> Groups:
-  """Returns groups as tuples, if they can be groups of any replicas."""
+def _check_groups(value: Any) -> Groups:
+  """Returns groups as tuples of tuples; raises if they cannot be groups."""
   where = f"CrossShard: group_assignment={value!r}"
   wrong_type = TypeError(
     f"{where} must be a sequence of groups of replica numbers, such as "
@@ -178,21 +179,21 @@ def _normalized(value: Any) -> Groups:
   except TypeError as e:
     raise wrong_type from e
   if not groups or not all(groups):
-    raise ValueError(f"{where} must have no empty group, and at least one.")
+    raise ValueError(f"{where} must have at least one group and no empty one.")
   owner: dict[int, int] = {}
   for i, group in enumerate(groups):
     for number in group:
       if number < 0:
-        raise ValueError(f"{where}: {number} is no replica: below 0.")
+        raise ValueError(f"{where}: replica numbers are >= 0, got {number}.")
       if number in owner:
         other = groups[owner[number]]
-        both = (
-          f"twice in {_listed(group)}"
+        places = (
+          f"twice in {_format(group)}"
           if owner[number] == i
-          else f"in {_listed(other)} and in {_listed(group)}"
+          else f"in {_format(other)} and in {_format(group)}"
         )
         raise ValueError(
-          f"{where} must have each replica once; {number} is {both}."
+          f"{where} must contain each replica once; {number} is {places}."
         )
       owner[number] = i
   sizes = [len(group) for group in groups]
@@ -204,17 +205,19 @@ def _normalized(value: Any) -> Groups:
 
 
 def _is_sequence(value: Any) -> bool:
-  is_array = getattr(value, "ndim", 0) > 0
-  return is_array or (
-    isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-  )
+  """Returns whether a value is a list, a tuple or an array."""
+  if isinstance(value, (np.ndarray, jax.Array)):
+    return value.ndim > 0
+  return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def _replica_number(value: Any) -> int:
+  """Returns a replica number as an int; a TypeError for another type."""
   if isinstance(value, bool):
-    raise TypeError("a bool is no replica")
+    raise TypeError("a bool is no replica number")
+  # Takes 0-dimensional arrays too, unlike checks.integer.
   return operator.index(value)
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _format(numbers: Sequence[int]) -> str:
   return f"({', '.join(map(str, numbers))})"

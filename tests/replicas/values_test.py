@@ -146,7 +146,7 @@ def test_gather(strategy):
 @pytest.mark.parametrize(
   ("call", "error", "message"),
   [
-    (lambda v: EIGHT.reduce("max", v), ValueError, "'max' is no reduction"),
+    (lambda v: EIGHT.reduce("max", v), ValueError, "'max'"),
     (lambda v: EIGHT.reduce("mean", "a"), TypeError, "reduce: value.* got 'a'"),
     (lambda v: EIGHT.reduce("sum", v, axis=2), ValueError, "allowed: -2 to 1"),
     (lambda v: EIGHT.reduce("sum", v, axis=1.0), TypeError, "an integer"),

@@ -224,8 +224,8 @@ def test_invalid_batches_raise(given, error, message):
 @pytest.mark.parametrize(
   ("reduce", "message"),
   [
-    ("max", "run_steps: reduce='max' is no reduction"),
-    (3, "run_steps: reduce=3 is no reduction"),
+    ("max", r"run_steps: reduce .*'max'"),
+    (3, r"run_steps: reduce .*3"),
     ({"a": "sum"}, "reduce={'a': 'sum'} must be None"),
   ],
 )

@@ -61,7 +61,7 @@ WRAPPERS = [
 
 @pytest.mark.parametrize("wrapper", WRAPPERS, ids=repr)
 @pytest.mark.parametrize("form", ["plain", "json", "config_dict"])
-def test_round_trips_are_exact(wrapper, form):
+def test_round_trip_is_exact(wrapper, form):
   config = to_config([wrapper])
   if form == "json":
     config = json.loads(json.dumps(config))
@@ -70,7 +70,7 @@ def test_round_trips_are_exact(wrapper, form):
   assert from_config(config) == (wrapper,)
 
 
-def test_configs_as_they_are_written():
+def test_to_config_writes_plain_values():
   assert to_config([fs.LossScale(128)]) == (("loss_scale", {"scale": 128.0}),)
   assert to_config(
     [fs.LossScale(fs.DynamicLossScale(8, hysteresis=2), warn_at_floor=True)]
@@ -106,11 +106,11 @@ def test_configs_as_they_are_written():
   ],
   ids=repr,
 )
-def test_forms_of_the_same_config(config):
+def test_from_config_takes_every_form(config):
   assert from_config(config) == (fs.LossScale(),)
 
 
-def test_nested_config_dicts():
+def test_from_config_takes_nested_config_dicts():
   config = ml_collections.ConfigDict(
     {
       "wrappers": [
@@ -122,7 +122,7 @@ def test_nested_config_dicts():
   assert from_config(config.wrappers) == wanted
 
 
-def test_a_config_is_not_changed_by_reading_it():
+def test_from_config_does_not_change_its_argument():
   arguments = {"scale": {"type": "fixed", "loss_scale": 4.0}}
   config = (("loss_scale", arguments),)
   for _ in range(2):
@@ -130,14 +130,14 @@ def test_a_config_is_not_changed_by_reading_it():
   assert arguments == {"scale": {"type": "fixed", "loss_scale": 4.0}}
 
 
-def test_policies_by_name():
+def test_policy_by_name():
   config = (("loss_scale", {"scale": "auto", "policy": "mixed_float16"}),)
   assert from_config(config) == (
     fs.LossScale("auto", policy=fs.Policy("mixed_float16")),
   )
 
 
-def test_ones_own_wrapper(mine):
+def test_custom_wrapper_round_trips(mine):
   wrapper = Mine(factors=(1.0, 2.5), rule=fs.DynamicLossScale(4.0))
   config = to_config([fs.LossScale(8), wrapper])
   assert config[1] == (
@@ -154,81 +154,67 @@ def test_ones_own_wrapper(mine):
   assert hash(again[1]) == hash(wrapper)
 
 
-def test_order_is_kept(mine):
+def test_from_config_keeps_the_order(mine):
   assert from_config([mine, "loss_scale"]) == (Mine(), fs.LossScale())
   assert from_config(["loss_scale", mine]) == (fs.LossScale(), Mine())
 
 
-def test_unknown_names():
-  with pytest.raises(ValueError) as e:
+def test_unknown_name_raises():
+  with pytest.raises(ValueError, match=r"wrappers\[0\].*'los_scale'") as e:
     from_config((("los_scale", {}),))
-  message = str(e.value)
-  assert "wrappers[0]: unknown name 'los_scale'" in message
-  assert "allowed: " in message
-  assert "'package.module:attribute'" in message
-  assert "Did you mean 'loss_scale'?" in message
+  assert "Did you mean 'loss_scale'?" in str(e.value)
 
 
-def test_unknown_arguments():
-  with pytest.raises(ValueError) as e:
+def test_unknown_argument_raises():
+  with pytest.raises(ValueError, match=r"wrappers\[1\].*'scal'") as e:
     from_config(["loss_scale", ("loss_scale", {"scal": 8})])
-  message = str(e.value)
-  assert "wrappers[1] ('loss_scale'): unknown argument 'scal'" in message
-  assert "LossScale takes scale, policy, warn_at_floor." in message
-  assert "Did you mean 'scale'?" in message
+  assert "scale, policy, warn_at_floor" in str(e.value)
 
 
-def test_unknown_arguments_of_nested_values():
+def test_unknown_argument_of_nested_value_raises():
   arguments = {"scale": {"type": "dynamic", "growth": 8}}
-  with pytest.raises(ValueError) as e:
+  with pytest.raises(ValueError, match=r"wrappers\[0\].*scale.*'growth'") as e:
     from_config([("loss_scale", arguments)])
-  message = str(e.value)
-  assert "wrappers[0] ('loss_scale'): scale: unknown argument 'growth'" in (
-    message
-  )
-  for name in ("initial_scale", "growth_interval", "hysteresis"):
-    assert name in message
+  assert "growth_interval" in str(e.value)
 
 
-def test_unknown_types_of_nested_values():
-  with pytest.raises(ValueError, match=r"scale: type: unknown name 'dynamo'.*"):
+def test_unknown_type_of_nested_value_raises():
+  with pytest.raises(ValueError, match=r"scale: type.*'dynamo'"):
     from_config([("loss_scale", {"scale": {"type": "dynamo"}})])
-  with pytest.raises(ValueError, match="needs a 'type', one of dynamic, fixed"):
+  with pytest.raises(ValueError, match=r"'type'.* dynamic, fixed"):
     from_config([("loss_scale", {"scale": {"initial_scale": 8.0}})])
 
 
-def test_refused_values_say_where():
-  with pytest.raises(
-    ValueError, match=r"wrappers\[0\] \('loss_scale'\): LossScale: scale must"
-  ):
+def test_invalid_value_names_its_place():
+  with pytest.raises(ValueError, match=r"wrappers\[0\].*scale.*-1"):
     from_config([("loss_scale", {"scale": -1})])
-  with pytest.raises(TypeError, match=r"scale: DynamicLossScale: growth_inter"):
+  with pytest.raises(TypeError, match=r"scale: .*growth_interval.*1\.5"):
     from_config(
       [("loss_scale", {"scale": {"type": "dynamic", "growth_interval": 1.5}})]
     )
 
 
 @pytest.mark.parametrize("config", ["loss_scale", {"loss_scale": {}}, None, 3])
-def test_the_whole_is_a_sequence(config):
-  with pytest.raises(TypeError, match="wrappers must be a sequence of"):
+def test_config_that_is_no_sequence_raises(config):
+  with pytest.raises(TypeError, match="wrappers"):
     from_config(config)
 
 
 @pytest.mark.parametrize(
-  "entry", [3, None, ("loss_scale",), ("loss_scale", 8), ("a", {}, {}), {}]
+  "entry", [3, ("loss_scale",), ("loss_scale", 8), ("a", {}, {}), {}]
 )
-def test_entries_are_names_or_pairs(entry):
-  with pytest.raises(TypeError, match=r"wrappers\[0\] must be a name or a pai"):
+def test_entry_that_is_no_pair_raises(entry):
+  with pytest.raises(TypeError, match=r"wrappers\[0\]"):
     from_config([entry])
 
 
-def test_names_of_something_else(mine):
+def test_name_of_another_class_raises(mine):
   with pytest.raises(TypeError, match="must name a dataclass"):
     from_config([(f"{mine.split(':')[0]}:not_a_dataclass", {})])
   with pytest.raises(TypeError, match="must be an instance of a wrapper"):
     from_config(["flaxshard.core.policy:Policy"])
 
 
-def test_the_same_wrapper_twice():
+def test_repeated_wrapper_raises():
   with pytest.raises(ValueError, match="'loss_scale' is given twice"):
     from_config(["loss_scale", "loss_scale"])

@@ -1,4 +1,4 @@
-"""CrossShard: what it refuses, what it tells, and its configs."""
+"""CrossShard: errors, warnings and configs."""
 
 import re
 import warnings
@@ -13,7 +13,7 @@ import pytest
 
 import flaxshard as fs
 
-pytestmark = pytest.mark.filterwarnings("ignore:CrossShard. the replicas")
+pytestmark = pytest.mark.filterwarnings("ignore:CrossShard. gradients")
 
 
 @pytest.fixture(scope="module")
@@ -24,28 +24,26 @@ def strategy():
 @pytest.mark.parametrize(
   "arguments, message",
   [
-    (("max",), "CrossShard: reduction='max' is no reduction; allowed: 'sum', "),
-    ((None,), "CrossShard: reduction=None is no reduction"),
-    (("mean", ()), r"group_assignment=\(\) must have no empty group, and at"),
-    (("mean", ((0, 1), ())), "must have no empty group"),
-    (("mean", ((0, 1), (2,))), r"one size; the sizes are \[2, 1\]"),
-    (("mean", ((0, 1), (1, 2))), r"; 1 is in \(0, 1\) and in \(1, 2\)"),
-    (("mean", ((0, 0), (1, 2))), r"; 0 is twice in \(0, 0\)"),
-    (("mean", ((0, -1), (1, 2))), "-1 is no replica: below 0"),
+    (("max",), r"CrossShard: reduction.*'sum'.*'mean'.*'max'"),
+    (("mean", ()), r"group_assignment=\(\)"),
+    (("mean", ((0, 1), ())), "empty"),
+    (("mean", ((0, 1), (2,))), r"sizes are \[2, 1\]"),
+    (("mean", ((0, 1), (1, 2))), r"1 is in \(0, 1\) and in \(1, 2\)"),
+    (("mean", ((0, 0), (1, 2))), r"0 is twice in \(0, 0\)"),
+    (("mean", ((0, -1), (1, 2))), "-1"),
   ],
 )
-def test_what_can_never_be_is_refused_at_once(arguments, message) -> None:
+def test_invalid_arguments_raise(arguments, message) -> None:
   with pytest.raises(ValueError, match=message):
     fs.CrossShard(*arguments)
 
 
 @pytest.mark.parametrize(
   "groups",
-  [3, "01", ("01", "23"), (0, 1), ((0, 1.0), (2, 3)), ((True, False),), {0: 1}],
+  [3, ("01", "23"), (0, 1), ((0, 1.0), (2, 3)), ((True, False),), {0: 1}],
 )
-def test_groups_of_another_form_are_refused(groups) -> None:
-  message = "CrossShard: group_assignment=.* must be a sequence of groups"
-  with pytest.raises(TypeError, match=message):
+def test_wrong_type_of_groups_raises(groups) -> None:
+  with pytest.raises(TypeError, match="group_assignment="):
     fs.CrossShard("mean", groups)
 
 
@@ -57,7 +55,7 @@ def test_groups_of_another_form_are_refused(groups) -> None:
     ((tuple(range(9)),), r"; \(8\) no replica\."),
   ],
 )
-def test_groups_of_other_replicas_are_refused(
+def test_groups_without_a_replica_or_with_an_unknown_one_raise(
   strategy, groups, message
 ) -> None:
   wrapper = fs.CrossShard("mean", groups)
@@ -78,7 +76,7 @@ def test_groups_of_other_replicas_are_refused(
     strategy.run(with_collection, args=(state, strategy.shard_batch(grouped.X)))
 
 
-def test_groups_are_plain_tuples() -> None:
+def test_groups_become_tuples_of_int() -> None:
   wanted = fs.CrossShard("mean", grouped.HALVES)
   lists = [list(group) for group in grouped.HALVES]
   for groups in (lists, np.array(lists), [np.array(g) for g in lists]):
@@ -87,7 +85,7 @@ def test_groups_are_plain_tuples() -> None:
     assert {type(i) for g in wrapper.group_assignment for i in g} == {int}
 
 
-def test_configs() -> None:
+def test_configs_round_trip() -> None:
   stack = (fs.CrossShard("sum", grouped.HALVES), fs.LossScale("dynamic"))
   config = fs.wrappers.to_config(stack)
   arguments = {"reduction": "sum", "group_assignment": grouped.HALVES}
@@ -103,17 +101,17 @@ def test_configs() -> None:
     fs.wrappers.from_config([("cross_shard", {"reduction": "max"})])
 
 
-def test_groups_that_differ_are_told(strategy, capsys) -> None:
-  told = r"reduced in groups \(0, 2, 4, 6\), \(1, 3, 5, 7\), .* replica 0, \(0"
-  with pytest.warns(UserWarning, match=told):
+def test_groups_that_diverge_warn(strategy, capsys) -> None:
+  message = r"groups \(0, 2, 4, 6\), \(1, 3, 5, 7\), .* replica 0, \(0"
+  with pytest.warns(UserWarning, match=message):
     state = grouped.create(strategy, fs.CrossShard("mean", grouped.HALVES))
-  with pytest.warns(UserWarning, match=told):
+  with pytest.warns(UserWarning, match=message):
     strategy.run(
       grouped.train_step, args=(state, strategy.shard_batch(2 * grouped.X))
     )
   description = strategy.describe(state)
-  assert re.search(told, capsys.readouterr().out.splitlines()[-1])
-  assert re.search(told, description._repr_html_())
+  assert re.search(message, capsys.readouterr().out.splitlines()[-1])
+  assert re.search(message, description._repr_html_())
 
   many = fs.CrossShard("mean", [[i] for i in range(16)])
   assert "reduced in 16 groups of 1" in many.divergence()
@@ -128,7 +126,7 @@ def test_groups_that_differ_are_told(strategy, capsys) -> None:
       assert strategy.describe(state).note is None
 
 
-def test_groups_that_differ_have_nothing_split_over_them(strategy) -> None:
+def test_groups_with_a_parameter_sharded_over_replicas_raise(strategy) -> None:
   split = jax.sharding.NamedSharding(
     strategy.mesh, jax.sharding.PartitionSpec("replica")
   )
@@ -148,7 +146,7 @@ def test_groups_that_differ_have_nothing_split_over_them(strategy) -> None:
     strategy.run(step, args=(state, strategy.shard_batch(grouped.X)))
 
 
-def test_replicas_that_commit_to_a_center_agree(strategy) -> None:
+def test_groups_with_agn_do_not_diverge(strategy) -> None:
   wrappers = [fs.CrossShard("mean", grouped.HALVES), fs.AGN(6)]
   with warnings.catch_warnings():
     warnings.simplefilter("error")

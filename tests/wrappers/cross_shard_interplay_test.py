@@ -1,4 +1,4 @@
-"""CrossShard beside what else a train step is made of."""
+"""CrossShard with other wrappers, collections and parts of a train step."""
 
 import flax.linen as nn
 import grouped
@@ -22,8 +22,10 @@ def strategy():
 
 @pytest.mark.parametrize("outside", [True, False])
 @pytest.mark.parametrize("groups", [None, grouped.HALVES])
-def test_beside_loss_scale(strategy, groups, outside) -> None:
-  """Overflow on one replica of one group has all skip, in either order."""
+def test_overflow_on_one_replica_skips_on_all(
+  strategy, groups, outside
+) -> None:
+  """In either order of CrossShard and LossScale."""
   cross = fs.CrossShard("mean", groups)
   scale = fs.LossScale(fs.DynamicLossScale(2.0**4, growth_interval=2))
   wrappers = (scale, cross) if outside else (cross, scale)
@@ -57,7 +59,7 @@ def test_beside_loss_scale(strategy, groups, outside) -> None:
   assert {c.kind for c in found} == {"all-reduce"}
 
 
-def test_run_steps(strategy) -> None:
+def test_run_steps_equals_single_steps(strategy) -> None:
   groups = grouped.GROUPINGS["reordered"]
   wrappers = (fs.CrossShard("mean", groups), fs.LossScale("dynamic"))
   tx = optax.adam(0.1)
@@ -76,7 +78,7 @@ def test_run_steps(strategy) -> None:
 
 
 @pytest.mark.parametrize("groups", [None, ((0, 2), (3, 1))])
-def test_replicas_of_two_logical_devices(groups) -> None:
+def test_replicas_with_two_logical_devices(groups) -> None:
   strategy = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
   put = lambda x, *spec: jax.device_put(
     x, jax.NamedSharding(strategy.mesh, P(*spec))
@@ -144,8 +146,8 @@ class Normed(nn.Module):
     return nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
 
 
-def test_batch_norm(strategy) -> None:
-  """Statistics, and what is trained with them, are those of each group."""
+def test_batch_norm_within_groups(strategy) -> None:
+  """Each group has its own batch statistics and parameters."""
   groups = grouped.GROUPINGS["interleaved"]
   state = fs.create_train_state(
     Normed(),
@@ -176,7 +178,7 @@ def test_batch_norm(strategy) -> None:
   assert int(new.step) == 1
 
 
-def test_leaves_without_a_gradient_and_leaves_to_overwrite(strategy) -> None:
+def test_parameters_without_a_gradient_and_statistics(strategy) -> None:
   fp8 = "_overwrite_with_gradient"
   params = {
     "params": {"w": np.ones(2, np.float32), "frozen": np.ones(2, np.float32)},

@@ -1,4 +1,4 @@
-"""CrossShard: what it reduces, and what that compiles to."""
+"""CrossShard: values of the reduction, and the collectives it compiles to."""
 
 import dataclasses
 import warnings
@@ -26,8 +26,8 @@ def assert_equal(a, b):
 
 @pytest.mark.parametrize("name", grouped.GROUPINGS)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_values_and_traffic(strategy, name, reduction) -> None:
-  """By NumPy; one collective, of the gradients' bytes, for any groups."""
+def test_reduced_values_and_collectives(strategy, name, reduction) -> None:
+  """Values as in NumPy; one collective with the bytes of the gradients."""
   groups = grouped.GROUPINGS[name]
   state = grouped.create(strategy, fs.CrossShard(reduction, groups))
   step = strategy.jit(grouped.train_step)
@@ -54,10 +54,8 @@ def test_values_and_traffic(strategy, name, reduction) -> None:
 @pytest.mark.parametrize(
   "groups", [None, grouped.HALVES, grouped.GROUPINGS["interleaved"]]
 )
-def test_mean_over_replicas_is_one_replica_with_the_whole_batch(
-  strategy, groups
-) -> None:
-  """At one learning rate, for an optimizer with momentum; in each group."""
+def test_mean_equals_one_replica_with_the_whole_batch(strategy, groups) -> None:
+  """At the same learning rate, with momentum, in each group."""
   tx = optax.adam(0.1)
   state = grouped.create(strategy, fs.CrossShard("mean", groups), tx=tx)
   batches = [grouped.X, grouped.X[::-1].copy(), 2 * grouped.X]
@@ -74,7 +72,7 @@ def test_mean_over_replicas_is_one_replica_with_the_whole_batch(
     grouped.assert_close(held, wanted, rtol=1e-4)
 
 
-def test_sum_is_the_mean_with_a_learning_rate_of_n_times(strategy) -> None:
+def test_sum_equals_the_mean_with_n_times_the_learning_rate(strategy) -> None:
   x = strategy.shard_batch(grouped.X)
   of_sum, _ = strategy.run(
     grouped.train_step,
@@ -93,7 +91,7 @@ def test_sum_is_the_mean_with_a_learning_rate_of_n_times(strategy) -> None:
   grouped.assert_close(of_sum.params, of_mean.params)
 
 
-def test_mean_is_what_no_wrapper_does(strategy) -> None:
+def test_mean_equals_the_default_reduction(strategy) -> None:
   x = strategy.shard_batch(grouped.X)
   bare, _ = strategy.run(grouped.train_step, args=(grouped.create(strategy), x))
   state = grouped.create(strategy, fs.CrossShard())
@@ -154,7 +152,7 @@ class Clip(Plain):
     return next(target, clip.update(grads, clip.init(grads))[0]), state
 
 
-def test_gradients_that_agree_are_not_reduced(strategy) -> None:
+def test_skip_gradients_aggregation_reduces_nothing(strategy) -> None:
   state = grouped.create(strategy, fs.CrossShard("sum"))
 
   def step(state, x):
@@ -171,7 +169,7 @@ def test_gradients_that_agree_are_not_reduced(strategy) -> None:
   grouped.assert_close(new.params, wanted.params)
 
 
-def test_one_replica() -> None:
+def test_one_replica_is_not_reduced() -> None:
   strategy = fs.Strategy(devices=jax.devices()[:1])
   for groups in (None, ((0,),)):
     state = grouped.create(strategy, fs.CrossShard("sum", groups))
@@ -182,7 +180,7 @@ def test_one_replica() -> None:
     )
 
 
-def test_no_replica_context_is_one_shard_and_a_warning() -> None:
+def test_outside_run_warns_and_does_not_reduce() -> None:
   state = grouped.create(
     None, fs.CrossShard("sum", grouped.HALVES), fs.LossScale(2.0)
   )

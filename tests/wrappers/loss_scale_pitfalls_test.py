@@ -1,9 +1,11 @@
-"""LossScale: every pitfall that its peers fell into has a test."""
+"""LossScale does not repeat the errors of other loss scaling libraries."""
 
 import functools
 import warnings
 
 import jax
+from jax import export
+from jax.experimental.compilation_cache import compilation_cache
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -13,7 +15,7 @@ import pytest
 
 import flaxshard as fs
 
-# Compiled once for each kind of state.
+# Shared by the tests, so that each kind of state is compiled once.
 apply_step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
 
 
@@ -37,7 +39,7 @@ def assert_trees_equal(a, b):
     np.testing.assert_array_equal(x, y)
 
 
-# Pitfall: scaling in another precision than float32.
+# Scaling is done in float32.
 
 
 def half_loss(params, x):
@@ -46,7 +48,7 @@ def half_loss(params, x):
   return y.astype(jnp.float32).mean()
 
 
-def test_small_float16_gradients_survive():
+def test_small_float16_gradients_do_not_underflow():
   # 2**-12 / 8 times 2**-12 is 2**-27: under float16's smallest number.
   x = jnp.full(8, 2.0**-12, jnp.float16)
   params = {"w": jnp.ones(8)}
@@ -64,23 +66,23 @@ def test_small_float16_gradients_survive():
 
 
 @pytest.mark.parametrize("power", [16, 127])
-def test_a_scaled_loss_does_not_overflow(power):
+def test_scaled_loss_does_not_overflow(power):
   state = create({"w": jnp.ones(1)}, optax.sgd(1.0), 2.0**power)
-  # Neither number is one in float16.
+  # Neither power is a finite float16.
   for dtype in ("float16", "bfloat16", "float32"):
     scaled = state.scale_loss(jnp.ones((), dtype))
     assert scaled.dtype == jnp.float32
     assert float(scaled) == 2.0**power
 
 
-def test_a_scale_beyond_float16_with_float16_compute():
+def test_scale_beyond_float16_with_float16_compute():
   state = create({"w": jnp.full(8, 2.0)}, optax.sgd(1.0), 2.0**16)
   loss, grads = state.value_and_grad(half_loss, jnp.full(8, 2.0, jnp.float16))
   assert float(loss) == 4.0  # 2**18 when scaled
   np.testing.assert_array_equal(grads["w"], np.full(8, 0.25))
 
 
-def test_the_largest_scale_with_float16_compute():
+def test_largest_scale_with_float16_compute():
   state = create({"w": jnp.full(8, 2.0)}, optax.sgd(1.0), 2.0**127)
 
   def loss_fn(params, x):
@@ -93,7 +95,7 @@ def test_the_largest_scale_with_float16_compute():
 
 
 @pytest.mark.parametrize("jit", [False, True])
-def test_unscaling_the_largest_scale_is_exact(jit):
+def test_unscaling_by_the_largest_scale_is_exact(jit):
   # The reciprocal of 2**127 is subnormal and would be flushed to zero.
   state = create({"w": jnp.ones(3)}, optax.sgd(1.0), 2.0**127)
   unscale = lambda state, grads: state.unscale_gradients(grads)
@@ -104,8 +106,8 @@ def test_unscaling_the_largest_scale_is_exact(jit):
   )
 
 
-def test_the_reported_loss_is_not_touched_by_the_scale():
-  # 1000 * 2**127 overflows; gradients are fine, and so is the loss reported.
+def test_returned_loss_does_not_overflow():
+  # The scaled loss, 1000 * 2**127, overflows; its gradients do not.
   state = create({"w": jnp.array([1000.0])}, optax.sgd(1.0), 2.0**127)
   loss, grads = state.value_and_grad(lambda p: p["w"].sum())
   assert float(loss) == 1000.0
@@ -119,13 +121,13 @@ def test_float16_gradients_are_unscaled_in_float32():
   assert float(grads["w"][0]) == 2.0**-16
 
 
-def test_complex_gradients_are_unscaled_in_both_parts():
+def test_complex_gradients_are_unscaled():
   state = create({"w": jnp.ones(1, jnp.complex64)}, optax.sgd(1.0), 4.0)
   grads = state.unscale_gradients({"w": jnp.array([4.0 + 8.0j], jnp.complex64)})
   assert complex(grads["w"][0]) == 1 + 2j
 
 
-# Pitfall: a skipped step that costs a copy of the state, or half happens.
+# A skipped step changes nothing and copies nothing.
 
 
 def mlp_state(wrappers):
@@ -151,23 +153,23 @@ def compiled_mlp_step(wrappers):
   return step.lower(mlp_state(wrappers), x).compile()
 
 
-def test_a_donated_adam_state_is_updated_in_place():
+def test_donated_adam_state_is_updated_in_place():
   bare = compiled_mlp_step([]).memory_analysis()
   ours = compiled_mlp_step([fs.LossScale("dynamic")])
   memory = ours.memory_analysis()
   gradients = 3 * 512 * 512 * 4
-  # Selecting after the fact would take a copy of the state: three times this.
+  # To select between old and new would copy the state: three times this.
   assert memory.temp_size_in_bytes <= bare.temp_size_in_bytes + 1.1 * gradients
-  # All of the state is donated: the outputs lie where the inputs lay.
+  # The outputs use the buffers of the donated state.
   assert memory.alias_size_in_bytes >= 3 * gradients
   assert "conditional(" in ours.as_text()
 
 
-def test_a_fixed_scale_needs_no_conditional():
+def test_fixed_scale_compiles_to_no_conditional():
   assert "conditional(" not in compiled_mlp_step([fs.LossScale(8)]).as_text()
 
 
-def test_nothing_but_the_scale_moves_on_a_skipped_step():
+def test_skipped_step_changes_only_the_scale():
   tx = optax.chain(
     optax.clip_by_global_norm(1.0),
     optax.adam(optax.linear_schedule(1.0, 0.0, 4)),
@@ -197,7 +199,7 @@ def test_nothing_but_the_scale_moves_on_a_skipped_step():
   assert int(scale_state(skipped).skipped_steps) == 1
 
 
-def test_the_check_comes_before_a_clip():
+def test_unclipped_gradients_are_checked():
   # A global norm of inf clips every gradient to 0 (and inf to NaN): a check
   # that sees the clipped gradients lets some of those through.
   tx = optax.chain(optax.clip(1.0), optax.sgd(1.0))
@@ -210,7 +212,7 @@ def test_the_check_comes_before_a_clip():
   np.testing.assert_array_equal(clipped.params["w"], [-1.0, -0.5])
 
 
-# Pitfall: shards and replicas that do not agree.
+# All shards and replicas skip together.
 
 
 def mesh8():
@@ -219,7 +221,7 @@ def mesh8():
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
 @pytest.mark.parametrize("shape", [(8, 16), (128, 256)])
-def test_one_bad_shard_skips_the_step_on_every_shard(spec, shape):
+def test_one_nonfinite_shard_skips_the_step_on_every_shard(spec, shape):
   mesh = mesh8()
   sharding = NamedSharding(mesh, spec)
   put = lambda x: jax.device_put(np.asarray(x, np.float32), sharding)
@@ -247,7 +249,7 @@ def test_one_bad_shard_skips_the_step_on_every_shard(spec, shape):
 
 
 def shard_map_specs(state, params_spec):
-  """Specs of a state whose parameters and slots have `params_spec`."""
+  """Returns specs of a state whose parameters and slots have `params_spec`."""
   specs = jax.tree.map(lambda _: P(), state)
   slots = optax.tree_utils.tree_map_params(
     state.tx, lambda _: params_spec, specs.opt_state
@@ -256,7 +258,7 @@ def shard_map_specs(state, params_spec):
   return specs.replace(params=params, opt_state=slots)
 
 
-def test_devices_agree_inside_shard_map_on_local_gradients():
+def test_local_gradients_in_shard_map_skip_on_all_devices():
   state = create({"w": jnp.ones(8)}, optax.adam(0.5))
   specs = shard_map_specs(state, P("x"))
 
@@ -269,7 +271,7 @@ def test_devices_agree_inside_shard_map_on_local_gradients():
 
   good = step(state, jnp.ones(8))
   np.testing.assert_allclose(good.params["w"], np.full(8, 0.5), 1e-5)
-  # Keras 3 looks at replica 0: neither it nor the last may be the one.
+  # Keras 3 looks at replica 0 only.
   for i in (0, 3, 7):
     skipped = step(good, jnp.ones(8).at[i].set(jnp.inf))
     assert_trees_equal(skipped.params, good.params)
@@ -279,7 +281,7 @@ def test_devices_agree_inside_shard_map_on_local_gradients():
     assert int(scale_state(skipped).skipped_steps) == 1
 
 
-def test_devices_agree_inside_shard_map_on_a_whole_step():
+def test_train_step_in_shard_map_skips_on_all_devices():
   state = create({"w": jnp.ones(2)}, optax.adam(0.5))
   specs = shard_map_specs(state, P())
 
@@ -304,7 +306,7 @@ def test_devices_agree_inside_shard_map_on_a_whole_step():
   assert float(scale_state(skipped).scale) == 2.0**14
 
 
-# Pitfall: a scale at its floor, silently.
+# The user is warned when the scale is at its floor.
 
 FLOOR = fs.DynamicLossScale(initial_scale=2.0)
 
@@ -324,7 +326,7 @@ def test_callback_warns_at_the_floor(jit):
   bad = {"w": jnp.array([jnp.nan])}
   with warnings.catch_warnings():
     warnings.simplefilter("error")
-    state = step_and_wait(step, state, bad)  # it can still back off
+    state = step_and_wait(step, state, bad)  # backs off to the floor
     state = step_and_wait(step, state, {"w": jnp.zeros(1)})
   assert float(scale_state(state).scale) == 1.0
   with pytest.warns(
@@ -338,16 +340,84 @@ def test_callback_warns_at_the_floor(jit):
     step_and_wait(step, state, {"w": jnp.zeros(1)})
 
 
-def test_default_step_does_not_call_the_host():
+def test_default_step_can_be_exported():
+  # jax.export refuses a host callback.
   state = create({"w": jnp.ones(1)}, optax.sgd(1.0), FLOOR)
-  bad = {"w": jnp.array([jnp.nan])}
-  with warnings.catch_warnings():
-    warnings.simplefilter("error")
-    for _ in range(3):
-      state = step_and_wait(apply_step, state, bad)
-  assert int(scale_state(state).skipped_steps) == 3
-  text = apply_step.lower(state, bad).compile().as_text()
-  assert "callback" not in text
+
+  @jax.jit
+  def step(leaves, grads):
+    new = jax.tree.unflatten(jax.tree.structure(state), leaves)
+    return jax.tree.leaves(new.apply_gradients(grads=grads))
+
+  leaves, bad = jax.tree.leaves(state), {"w": jnp.array([jnp.nan])}
+  outputs = export.export(step)(leaves, bad).call(leaves, bad)
+  for got, want in zip(outputs, step(leaves, bad), strict=True):
+    np.testing.assert_array_equal(got, want)
+
+
+def test_default_step_is_stored_in_the_compilation_cache(tmp_path):
+  # JAX does not store a program with a host callback.
+  state = create({"w": jnp.ones(1)}, optax.sgd(1.0), FLOOR)
+  options = {
+    "jax_compilation_cache_dir": str(tmp_path),
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+  }
+  old = {name: getattr(jax.config, name) for name in options}
+  hits = []
+  count_hit = lambda event, **kwargs: hits.append(event.endswith("/cache_hits"))
+
+  def compile_step():
+    # A new function, so that jit does not find the program in memory.
+    step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+    step.lower(state, {"w": jnp.ones(1)}).compile()
+
+  jax.monitoring.register_event_listener(count_hit)
+  compilation_cache.reset_cache()
+  for name, value in options.items():
+    jax.config.update(name, value)
+  try:
+    compile_step()
+    assert any(p.name.endswith("-cache") for p in tmp_path.iterdir())
+    hits.clear()
+    compile_step()
+    assert any(hits)
+  finally:
+    for name, value in old.items():
+      jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    jax.monitoring.unregister_event_listener(count_hit)
+
+
+@pytest.mark.parametrize(
+  ("previous", "current", "warns"),
+  [
+    # (scale, skipped steps) of two logged rows; None before the first row.
+    ((1.0, 5), (1.0, 6), True),
+    ((1.0, 5), (1.0, 5), False),
+    ((2.0, 5), (2.0, 6), False),  # not at the floor
+    ((4.0, 5), (1.0, 7), False),  # the two steps that lowered the scale
+    ((4.0, 5), (1.0, 8), True),
+    (None, (1.0, 1), False),  # from 2.0, the initial scale
+    (None, (1.0, 2), True),
+  ],
+)
+def test_warning_from_the_metrics(previous, current, warns):
+  def row(values):
+    names = ("loss_scale", "skipped_steps")
+    return None if values is None else dict(zip(names, values, strict=True))
+
+  message = fs.LossScale(FLOOR).warning(row(previous), row(current))
+  assert (message is not None) == warns
+  if warns:
+    assert f"{current[1]} steps skipped" in message
+    assert "nonfinite_leaves" in message
+
+
+def test_fixed_and_unused_scales_do_not_warn():
+  row = {"loss_scale": 1.0, "skipped_steps": 9}
+  assert fs.LossScale(1.0).warning(None, row) is None
+  assert fs.LossScale("auto").warning(None, {}) is None
 
 
 def test_callback_adds_no_effect_to_the_step():
