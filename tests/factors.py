@@ -1,8 +1,8 @@
-"""Numbers as products, for tests of meshes."""
+"""Factorizations of integers, for tests of meshes."""
 
 
 def factorizations(count, rank):
-  """Every tuple of `rank` positive integers with that product."""
+  """Returns all tuples of `rank` positive integers with the product `count`."""
   if rank == 1:
     return [(count,)]
   return [

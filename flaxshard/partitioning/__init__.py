@@ -1,4 +1,4 @@
-"""Where replicas and arrays lie on devices."""
+"""Meshes, topologies, device assignments and partitioning rules."""
 
 from flaxshard.partitioning.device_assignment import DeviceAssignment
 from flaxshard.partitioning.fsdp import FSDP
