@@ -1,6 +1,6 @@
-"""Prints how long `import flaxshard` takes beside what it depends on.
+"""Prints how long `import flaxshard` and importing its dependencies take.
 
-Fresh processes, in turn; the time is Python's own, inside the process.
+Each import is in a fresh process, in turn, and is timed inside the process.
 
   python benchmarks/import_time.py
 """
@@ -16,7 +16,7 @@ _DEPENDENCIES = (
 
 
 def seconds(statement: str) -> float:
-  """Returns how long a statement takes in a fresh process."""
+  """Returns the seconds that a statement takes in a fresh process."""
   code = (
     "import time; t = time.perf_counter()\n"
     f"{statement}\nprint(time.perf_counter() - t)"
@@ -28,14 +28,14 @@ def seconds(statement: str) -> float:
 
 
 def main() -> None:
-  """Prints both medians and the ratio, run by run."""
+  """Prints both medians, and the median of the ratios of all runs."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--runs", type=int, default=9)
   runs = parser.parse_args().runs
   pairs = [
     (seconds(_DEPENDENCIES), seconds("import flaxshard"))
     for _ in range(runs + 1)
-  ][1:]  # the first one warms the disk
+  ][1:]  # the first pair reads the files from the disk
   print(f"dependencies: {statistics.median(p[0] for p in pairs):.2f} s")
   print(f"flaxshard:    {statistics.median(p[1] for p in pairs):.2f} s")
   print(f"ratio:        {statistics.median(b / a for a, b in pairs):.2f}")

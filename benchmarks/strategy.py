@@ -1,13 +1,13 @@
-"""Prints what `Strategy.run` and `run_steps` cost beside hand-written JAX.
+"""Prints the cost of `Strategy.run` and `run_steps`, and of hand-written JAX.
 
-  bare       `jax.jit(jax.shard_map(step))`, by hand: Flax's TrainState, the
-             gradients' `pmean`, specs for every argument.
-  run        The same step through `Strategy.jit`, flaxshard's TrainState.
-  jit loop   The step, jitted, called once per batch.
+  bare       `jax.jit(jax.shard_map(step))` by hand, with Flax's TrainState, a
+             `pmean` of the gradients, and specs for every argument.
+  run        The same step through `Strategy.jit`, with flaxshard's TrainState.
+  jit loop   The jitted step, called once per batch.
   run_steps  The same steps as one loop on the device.
 
-Each variant is compiled and warmed up; they take turns in every round, in a
-random order, and the ratios are of one round.
+Each variant is compiled and warmed up. In every round all variants are timed in
+a random order, and the ratios compare times of the same round.
 
   python benchmarks/strategy.py --replicas 8
 """
@@ -35,7 +35,7 @@ P = jax.sharding.PartitionSpec
 
 
 class Mlp(nn.Module):
-  """Two layers, or as many as asked for."""
+  """A perceptron with `layers` layers."""
 
   features: int
   layers: int = 2
@@ -48,7 +48,9 @@ class Mlp(nn.Module):
     return nn.Dense(10)(x)
 
 
-def make_step(mean: Callable[[Any], Any]) -> Callable[..., Any]:
+def make_step(reduce_gradients: Callable[[Any], Any]) -> Callable[..., Any]:
+  """Returns a train step that reduces its gradients with a function."""
+
   def step(state: Any, batch: Any) -> Any:
     def loss_fn(params: Any) -> jax.Array:
       logits = state.apply_fn({"params": params}, batch["x"])
@@ -58,21 +60,27 @@ def make_step(mean: Callable[[Any], Any]) -> Callable[..., Any]:
       return losses.mean()
 
     loss, grads = jax.value_and_grad(loss_fn)(state.params)
-    return state.apply_gradients(grads=mean(grads)), loss
+    return state.apply_gradients(grads=reduce_gradients(grads)), loss
 
   return step
 
 
-def report(times: dict[str, list[float]], yardstick: str, per: int) -> None:
+def report(
+  times: dict[str, list[float]], reference: str, num_steps: int
+) -> None:
+  """Prints the time of a step and its ratio to the reference, per variant."""
   for name, seconds in times.items():
-    low, middle, high = quartiles(seconds, times[yardstick])
+    low, middle, high = quartiles(seconds, times[reference])
     print(
-      f"| {name} | {1e3 * statistics.median(seconds) / per:.3f} ms "
+      f"| {name} | {1e3 * statistics.median(seconds) / num_steps:.3f} ms "
       f"| {middle:.3f} ({low:.3f}-{high:.3f}) |"
     )
 
 
-def problem(layers: int, features: int, batch_size: int, mesh: Any) -> Any:
+def create_problem(
+  layers: int, features: int, batch_size: int, mesh: Any
+) -> Any:
+  """Returns a function that creates a state on the mesh, and a batch."""
   model = Mlp(features, layers)
   rng = np.random.default_rng(0)
   batch = {
@@ -81,17 +89,18 @@ def problem(layers: int, features: int, batch_size: int, mesh: Any) -> Any:
   }
   params = model.init(jax.random.key(0), batch["x"][:1])["params"]
   fields = dict(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
-  mirrored = jax.sharding.NamedSharding(mesh, P())
+  replicated = jax.sharding.NamedSharding(mesh, P())
   sharded = jax.sharding.NamedSharding(mesh, P("replica"))
 
-  def state(cls: Any) -> Any:
+  def create_state(cls: Any) -> Any:
     state = cls.create(**fields)
-    return jax.device_put(jax.tree.map(jnp.copy, state), mirrored)
+    return jax.device_put(jax.tree.map(jnp.copy, state), replicated)
 
-  return state, jax.device_put(batch, sharded)
+  return create_state, jax.device_put(batch, sharded)
 
 
 def main() -> None:
+  """Prints a table for each model."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--replicas", type=int, default=1)
   parser.add_argument("--rounds", type=int, default=20)
@@ -104,17 +113,18 @@ def main() -> None:
     f"{jax.__version__}, Python {platform.python_version()}\n"
   )
 
-  # Virtual CPU devices deadlock with many steps in flight: `run` waits too.
+  # XLA deadlocks on virtual CPU devices with many steps in flight. `run` waits
+  # for each step itself.
   wait = jax.block_until_ready if args.replicas > 1 else lambda x: x
-  by_hand = make_step(lambda grads: jax.lax.pmean(grads, "replica"))
+  bare_step = make_step(lambda grads: jax.lax.pmean(grads, "replica"))
 
-  def local(state: Any, batch: Any) -> Any:
-    state, loss = by_hand(state, batch)
+  def run_on_replica(state: Any, batch: Any) -> Any:
+    state, loss = bare_step(state, batch)
     return state, loss[None]
 
   bare = jax.jit(
     jax.shard_map(
-      local,
+      run_on_replica,
       mesh=mesh,
       in_specs=(P(), P("replica")),
       out_specs=(P(), P("replica")),
@@ -124,7 +134,7 @@ def main() -> None:
   )
   run = strategy.jit(make_step(lambda grads: grads), donate_argnums=0)
   for layers, features, batch_size in ((4, 256, 256), (40, 64, 64)):
-    make_state, batch = problem(layers, features, batch_size, mesh)
+    make_state, batch = create_problem(layers, features, batch_size, mesh)
     states = {
       "bare": make_state(train_state.TrainState),
       "run": make_state(fs.TrainState),
@@ -147,9 +157,9 @@ def main() -> None:
     report(times, "bare", 50)
     print()
 
-  make_state, batch = problem(2, 32, 16, mesh)
+  make_state, batch = create_problem(2, 32, 16, mesh)
   jitted = jax.jit(make_step(lambda grads: grads))
-  many = jax.tree.map(
+  batches = jax.tree.map(
     lambda x: jax.device_put(
       jnp.stack([x] * 100),
       jax.sharding.NamedSharding(mesh, P(None, "replica")),
@@ -158,25 +168,28 @@ def main() -> None:
   )
   state = make_state(fs.TrainState)
 
-  def loop() -> None:
-    new = state
+  def loop_jit() -> None:
+    new_state = state
     for _ in range(100):
-      new, _ = wait(jitted(new, batch))
-    jax.block_until_ready(new)
+      new_state, _ = wait(jitted(new_state, batch))
+    jax.block_until_ready(new_state)
 
   def loop_run() -> None:
-    new = make_state(fs.TrainState)
+    new_state = make_state(fs.TrainState)
     for _ in range(100):
-      new, _ = run(new, batch)
-    jax.block_until_ready(new)
+      new_state, _ = run(new_state, batch)
+    jax.block_until_ready(new_state)
 
   step = make_step(lambda grads: grads)
 
-  def steps() -> None:
-    jax.block_until_ready(strategy.run_steps(step, state, many, reduce="mean"))
+  def run_steps() -> None:
+    jax.block_until_ready(
+      strategy.run_steps(step, state, batches, reduce="mean")
+    )
 
   times = rounds(
-    {"run_steps": steps, "jit loop": loop, "run loop": loop_run}, args.rounds
+    {"run_steps": run_steps, "jit loop": loop_jit, "run loop": loop_run},
+    args.rounds,
   )
   print("MLP, 2 layers of 32, batch 16, Adam, 100 steps\n")
   print("| steps | time of a step | ratio |\n|---|---|---|")

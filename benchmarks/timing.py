@@ -1,4 +1,4 @@
-"""Times of several functions, taken in turn, and their ratios."""
+"""Times several functions in turn, and compares them round by round."""
 
 from collections.abc import Callable, Sequence
 import random
@@ -9,7 +9,15 @@ import time
 def rounds(
   variants: dict[str, Callable[[], None]], count: int
 ) -> dict[str, list[float]]:
-  """Returns the seconds of each variant, called in turn and in any order."""
+  """Returns the seconds of each variant in each round.
+
+  Every variant is called once before the first round. In each round all are
+  called, in a random order.
+
+  Args:
+    variants: Functions by name.
+    count: Number of rounds.
+  """
   times: dict[str, list[float]] = {name: [] for name in variants}
   names = list(variants)
   for fn in variants.values():
@@ -24,8 +32,8 @@ def rounds(
 
 
 def quartiles(
-  seconds: Sequence[float], yardstick: Sequence[float]
+  seconds: Sequence[float], reference: Sequence[float]
 ) -> list[float]:
-  """Returns the quartiles of the ratios to a yardstick, round by round."""
-  ratios = [a / b for a, b in zip(seconds, yardstick, strict=True)]
+  """Returns the quartiles of the ratios to a reference in the same round."""
+  ratios = [a / b for a, b in zip(seconds, reference, strict=True)]
   return statistics.quantiles(ratios, n=4)
