@@ -1,21 +1,23 @@
-"""Prints what AGN costs beside data parallelism, and what it trains to.
+"""Compares AGN with data parallelism, in cost and in accuracy.
 
-By default traffic, temporary memory and step time of periods 1, 4, 10 and 40
-and of the three commits, on eight virtual CPU devices. The yardstick is
-`CrossShard("mean")`: the gradients reduced at every step. Whole periods are
-timed; the variants take turns in every round, in a random order, and the
-ratios are of one round.
+By default it prints traffic, memory and step time for the periods 1, 4, 10 and
+40 and for the three commits, on eight virtual CPU devices. The reference is
+`CrossShard("mean")`, which reduces the gradients at every step. Whole periods
+are timed. In every round all variants are timed in a random order, and the
+ratios compare times of the same round.
 
-  operands  Of all collectives of a step, in copies of the parameters, read off
-            the compiled program: those of a commit divided by the period.
-  sent      What a device sends where all collectives go around a ring.
-  state     What comes in: parameters, slots, and what AGN keeps besides.
-  temp      Temporary memory of a device. Both in copies of the parameters.
+Four columns are in copies of the parameters, per step and device:
+
+  operands  Operands of all collectives in the compiled program. Those of a
+            commit are divided by the period.
+  sent      Bytes sent if all collectives go around a ring.
+  state     The arguments of the step: parameters, slots, and AGN's own state.
+  temp      Temporary memory.
 
   python benchmarks/agn.py
   python benchmarks/agn.py --accuracy --plot=/tmp/agn_accuracy.png
 
-`--accuracy` trains a small network on scikit-learn's digits instead.
+With `--accuracy` it trains a small network on scikit-learn's digits instead.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ import flaxshard as fs
 
 
 def measure(args: argparse.Namespace) -> None:
+  """Prints a table of costs for each optimizer."""
   strategy = fs.Strategy()
   model = Mlp(args.features, args.layers)
   rng = np.random.default_rng(0)
@@ -64,12 +67,13 @@ def measure(args: argparse.Namespace) -> None:
     ),
   }
   for name, tx in optimizers.items():
-    all_of_them = name == "adam"
+    # All commits and periods for one optimizer, a few for the others.
+    is_full = name == "adam"
     variants: dict[str, tuple[Any, int]] = {
       "data parallel": (fs.CrossShard("mean"), 1)
     }
-    for commit in COMMITS if all_of_them else ("sequential", "mean"):
-      for period in PERIODS if all_of_them else (10,):
+    for commit in COMMITS if is_full else ("sequential", "mean"):
+      for period in PERIODS if is_full else (10,):
         wrapper = fs.AGN(communication_period=period, commit=commit)
         variants[f"{commit}, {period}"] = wrapper, period
     _compare(args, name, strategy, model, tx, batch, variants)
@@ -84,6 +88,7 @@ def _compare(
   batch: Any,
   variants: dict[str, tuple[Any, int]],
 ) -> None:
+  """Prints a table with one row for each variant (wrapper, period)."""
   states, compiled, numbers = {}, {}, {}
   for variant, (wrapper, period) in variants.items():
     state = create(strategy, model, tx, wrapper)
@@ -94,11 +99,11 @@ def _compare(
       program = run.lower(state, batch).compile()
       states[variant], _ = run(state, batch)
     compiled[variant] = run
-    bytes_of = traffic(program.as_text(), REPLICAS, period)
+    step_traffic = traffic(program.as_text(), REPLICAS, period)
     memory = program.memory_analysis()
     numbers[variant] = (
-      bytes_of.operands / copy,
-      bytes_of.sent / copy,
+      step_traffic.operands / copy,
+      step_traffic.sent / copy,
       memory.argument_size_in_bytes / copy,
       memory.temp_size_in_bytes / copy,
     )
@@ -133,6 +138,7 @@ def _compare(
 
 
 def main() -> None:
+  """Reads the flags, measures, prints."""
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--rounds", type=int, default=12)
   parser.add_argument("--features", type=int, default=384)
@@ -140,7 +146,9 @@ def main() -> None:
   parser.add_argument("--batch_size", type=int, default=64)
   parser.add_argument("--accuracy", action="store_true")
   parser.add_argument("--seeds", type=int, default=3)
-  parser.add_argument("--plot", default="", help="a PNG, with --accuracy")
+  parser.add_argument(
+    "--plot", default="", help="path of a PNG, with --accuracy"
+  )
   args = parser.parse_args()
   jax.config.update("jax_num_cpu_devices", REPLICAS)
   print(

@@ -1,4 +1,4 @@
-"""What AGN trains to: `python benchmarks/agn.py --accuracy`."""
+"""Measures AGN's accuracy: `python benchmarks/agn.py --accuracy`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ import optax
 import flaxshard as fs
 from flaxshard import data
 
-MODEL = Mlp(64, 1)  # one, so that what is compiled is found again
+# One object, so that compiled functions are found in their caches.
+MODEL = Mlp(64, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Digits:
   splits: data.Splits = dataclasses.field(default_factory=data.digits)
 
   def batches(self, seed: int, steps: int, size: int) -> Any:
-    """Returns batches `[steps, size, ...]` of shuffled epochs."""
+    """Returns arrays [steps, size, ...] from shuffled epochs."""
     inputs, labels = _rows(self.splits.train)
     rng = np.random.default_rng(seed)
     epochs = -(-steps * size // len(labels))
@@ -44,7 +45,7 @@ class Digits:
     return {"x": inputs[chosen], "y": labels[chosen]}
 
   def evaluate(self, state: Any) -> tuple[float, float]:
-    """Returns accuracy and loss of the center on what is held out."""
+    """Returns the held-out accuracy and loss of the center."""
     inputs, labels = _rows(self.splits.eval)
     logits = np.asarray(state.apply_fn({"params": state.params}, inputs))
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -66,20 +67,20 @@ def train(
   size: int,
   every: int,
 ) -> list[tuple[float, float]]:
-  """Returns held-out accuracies and losses, every so many steps."""
+  """Trains; returns held-out accuracy and loss after every `every` steps."""
   digits = Digits()
   state = create(strategy, MODEL, tx, wrapper, seed)
   batches = digits.batches(seed, steps, size)
-  seen = []
+  results = []
   for start in range(0, steps, every):
-    some = jax.tree.map(lambda x, s=start: x[s : s + every], batches)
+    part = jax.tree.map(lambda x, s=start: x[s : s + every], batches)
     with warnings.catch_warnings():
       warnings.simplefilter("ignore")
       state, _ = strategy.run_steps(
-        step, state, some, reduce="mean", donate_state=True
+        step, state, part, reduce="mean", donate_state=True
       )
-    seen.append(digits.evaluate(state))
-  return seen
+    results.append(digits.evaluate(state))
+  return results
 
 
 def _diloco(period: int) -> fs.AGN:
@@ -88,9 +89,10 @@ def _diloco(period: int) -> fs.AGN:
 
 
 def accuracy(args: argparse.Namespace) -> None:
-  """Trains with all commits and periods, all of them as long.
+  """Prints accuracies for all commits and periods, with equally long runs.
 
-  Of two rates that with the higher accuracy is shown, on average over the run.
+  Of two learning rates it shows the one with the higher accuracy, on average
+  over the run.
   """
   strategy = fs.Strategy()
   steps, size = 1200, 64
@@ -107,14 +109,14 @@ def accuracy(args: argparse.Namespace) -> None:
   head = "commit", "period", "rate", "MB sent", "mean", "min-max"
   print_head(row(*head, "MB to .95"))
   curves = {}
-  for name, make in makers.items():
-    per_step = _traffic_of(strategy, make(1))
+  for name, make_wrapper in makers.items():
+    per_step = _step_traffic(strategy, make_wrapper(1))
     for period in PERIODS if name != "data parallel" else (1,):
       sent = per_step.sent / period / 1e6
       best: Any = None
       for rate in (2e-3, 1e-2):
-        wrapper, tx = make(period), optax.adam(rate)
-        seen = np.array(
+        wrapper, tx = make_wrapper(period), optax.adam(rate)
+        results = np.array(
           [
             train(
               strategy, tx, wrapper, seed=s, steps=steps, size=size, every=BLOCK
@@ -122,14 +124,14 @@ def accuracy(args: argparse.Namespace) -> None:
             for s in range(args.seeds)
           ]
         )
-        over_all = seen[..., 0].mean()
-        if best is None or over_all > best[0]:
-          best = over_all, rate, seen[..., 0]
+        average = results[..., 0].mean()
+        if best is None or average > best[0]:
+          best = average, rate, results[..., 0]
       _, rate, accuracies = best
       mean, last = accuracies.mean(0), accuracies[:, -1]
       sent_at = sent * BLOCK * np.arange(1, len(mean) + 1)
       curves[name, period] = sent_at, mean
-      there = sent_at[mean >= 0.95]
+      sent_to_95 = sent_at[mean >= 0.95]
       print(
         row(
           name,
@@ -138,7 +140,7 @@ def accuracy(args: argparse.Namespace) -> None:
           f"{sent_at[-1]:.2f}",
           f"{last.mean():.3f}",
           f"{last.min():.3f}-{last.max():.3f}",
-          f"{there[0]:.2f}" if there.size else "-",
+          f"{sent_to_95[0]:.2f}" if sent_to_95.size else "-",
         ),
         flush=True,
       )
@@ -147,7 +149,8 @@ def accuracy(args: argparse.Namespace) -> None:
     plot(curves, args.plot)
 
 
-def _traffic_of(strategy: fs.Strategy, wrapper: Any) -> Traffic:
+def _step_traffic(strategy: fs.Strategy, wrapper: Any) -> Traffic:
+  """Returns the traffic of a step with a commit."""
   state = create(strategy, MODEL, optax.adam(1e-3), wrapper)
   batch = strategy.shard_batch(
     {"x": np.zeros((64, 64), np.float32), "y": np.zeros(64, np.int32)}
@@ -159,7 +162,7 @@ def _traffic_of(strategy: fs.Strategy, wrapper: Any) -> Traffic:
 
 
 def plot(curves: dict[tuple[str, int], Any], path: str) -> None:
-  """Writes accuracies over what has been sent, a panel for each commit."""
+  """Plots accuracy over the traffic of a device, one panel per commit."""
   from matplotlib import figure
 
   names = [name for name in dict.fromkeys(n for n, _ in curves)][1:]
@@ -182,10 +185,10 @@ def plot(curves: dict[tuple[str, int], Any], path: str) -> None:
 
 
 def trade_off(args: argparse.Namespace) -> None:
-  """Trains sequential commits on as many examples, however they are shared."""
+  """Prints results of sequential commits for the same number of examples."""
   examples, size = 51200, 16
   print(
-    f"Sequential commits, SGD, {size} examples a replica and step; accuracy "
+    f"Sequential commits, SGD, {size} examples per replica and step; accuracy "
     f"and loss, means of {args.seeds} seeds; div.: worse than guessing.\n"
   )
   for rate in (0.3, 1.0):
@@ -198,7 +201,7 @@ def trade_off(args: argparse.Namespace) -> None:
       steps = examples // size // replicas
       cells = []
       for period in PERIODS:
-        ends = [
+        last_results = [
           train(
             strategy,
             tx,
@@ -210,10 +213,13 @@ def trade_off(args: argparse.Namespace) -> None:
           )[-1]
           for seed in range(args.seeds)
         ]
-        bad = sum(not loss < np.log(10) for _, loss in ends)
-        mean, loss = np.mean(ends, axis=0)
+        # Guessing has a loss of log(10), and NaN is not below it.
+        diverged = sum(not loss < np.log(10) for _, loss in last_results)
+        mean, loss = np.mean(last_results, axis=0)
         cells.append(
-          f"{bad} of {len(ends)} div." if bad else f"{mean:.3f}, {loss:.3f}"
+          f"{diverged} of {len(last_results)} div."
+          if diverged
+          else f"{mean:.3f}, {loss:.3f}"
         )
       print(row(replicas, *cells), flush=True)
     print()

@@ -1,4 +1,4 @@
-"""The step that AGN's benchmarks take, and what its compiled program sends."""
+"""The train step of AGN's benchmarks, and the traffic of its program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ import flaxshard as fs
 REPLICAS = 8
 PERIODS = (1, 4, 10, 40)
 COMMITS = ("sequential", "mean", "sum")
-BLOCK = max(PERIODS)  # steps: whole periods of every variant
+# Number of steps in a timed block: whole periods of every variant.
+BLOCK = max(PERIODS)
 
 _KINDS = (
   "all-reduce",
@@ -31,7 +32,7 @@ _KINDS = (
 
 
 class Mlp(nn.Module):
-  """Hidden layers of one width, and ten logits."""
+  """Hidden layers of equal width, and ten logits."""
 
   features: int
   layers: int
@@ -45,6 +46,8 @@ class Mlp(nn.Module):
 
 
 def step(state: Any, batch: Any) -> Any:
+  """Returns the state after a step on a batch, and the loss."""
+
   def loss_fn(params: Any) -> jax.Array:
     logits = state.apply_fn({"params": params}, batch["x"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
@@ -57,8 +60,10 @@ def step(state: Any, batch: Any) -> Any:
 def create(
   strategy: fs.Strategy, model: Any, tx: Any, wrapper: Any, seed: int = 0
 ) -> Any:
+  """Returns a train state of the model with one wrapper."""
   params = _init(model, seed)
-  with warnings.catch_warnings():  # of periods too short, on purpose here
+  # AGN warns of short periods, which are intended here.
+  with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     return fs.TrainState.create(
       apply_fn=model.apply,
@@ -75,39 +80,46 @@ def _init(model: Any, seed: int) -> Any:
 
 
 def print_head(line: str) -> None:
+  """Prints the head of a table."""
   print(f"{line}\n{re.sub(r'[^|]', '-', line)}")
 
 
 def num_bytes(tree: Any) -> int:
+  """Returns the size of all arrays of a tree in bytes."""
   return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-  """Bytes of a step on one device.
+  """Bytes that a step moves on one device.
 
   Attributes:
-    operands: Of its collectives.
-    sent: Sent, where all of them go around a ring.
+    operands: Bytes of the operands of its collectives.
+    sent: Bytes sent if all collectives go around a ring.
   """
 
   operands: float = 0.0
   sent: float = 0.0
 
   def __add__(self, other: Traffic) -> Traffic:
-    """Returns the traffic of both."""
+    """Returns the sum of both."""
     return Traffic(self.operands + other.operands, self.sent + other.sent)
 
   def times(self, count: float) -> Traffic:
-    """Returns the traffic of so many."""
+    """Returns `count` times this traffic."""
     return Traffic(count * self.operands, count * self.sent)
 
 
 def traffic(text: str, replicas: int, period: int) -> Traffic:
-  """Returns the traffic of a step, from its compiled program.
+  """Reads the traffic of a step from the text of its compiled program.
 
-  Loops count as often as they go around; what is in a conditional, its larger
-  branch, once a period.
+  The body of a loop counts as often as the loop runs. A conditional is a
+  commit: its larger branch counts once per period.
+
+  Args:
+    text: The compiled program.
+    replicas: Number of devices.
+    period: Number of steps between commits.
   """
   lines: dict[str, list[str]] = {}
   current = entry = ""
@@ -120,9 +132,9 @@ def traffic(text: str, replicas: int, period: int) -> Traffic:
     elif " = " in line:
       lines[current].append(line)
 
-  def of(name: str) -> tuple[Traffic, Traffic]:
-    """Returns what is sent always, and what in conditionals."""
-    always, seldom = Traffic(), Traffic()
+  def add_computation(name: str) -> tuple[Traffic, Traffic]:
+    """Returns a computation's traffic outside and inside conditionals."""
+    always, in_branches = Traffic(), Traffic()
     for line in lines[name]:
       always += _collective(line, replicas)
       count = 1
@@ -132,24 +144,25 @@ def traffic(text: str, replicas: int, period: int) -> Traffic:
           raise ValueError(f"a loop of unknown length: {line.strip()[:200]}")
         count = int(found[1])
       for called in re.findall(r"(?:calls|to_apply|body)=%?([\w.\-]+)", line):
-        often, rarely = of(called)
-        always += often.times(count)
-        seldom += rarely.times(count)
+        outside, inside = add_computation(called)
+        always += outside.times(count)
+        in_branches += inside.times(count)
       branches = re.findall(
         r"(?:true_computation|false_computation)=%?([\w.\-]+)", line
       )
       for some in re.findall(r"branch_computations=\{([^}]*)\}", line):
         branches += [n.strip().lstrip("%") for n in some.split(",")]
       if branches:
-        sums = [often + rarely for often, rarely in map(of, branches)]
-        seldom += max(sums, key=lambda t: t.operands)
-    return always, seldom
+        sums = [a + b for a, b in map(add_computation, branches)]
+        in_branches += max(sums, key=lambda t: t.operands)
+    return always, in_branches
 
-  always, seldom = of(entry)
-  return always + seldom.times(1 / period)
+  always, in_branches = add_computation(entry)
+  return always + in_branches.times(1 / period)
 
 
 def _collective(line: str, replicas: int) -> Traffic:
+  """Returns the traffic of a line of the program; zeros if no collective."""
   match = re.search(rf" = (.*?) ({'|'.join(_KINDS)})(?:-start)?\(", line)
   if not match:
     return Traffic()
@@ -163,8 +176,9 @@ def _collective(line: str, replicas: int) -> Traffic:
   others = replicas - 1
   if match[2] == "all-reduce":
     return Traffic(out, 2 * out * others / replicas)
-  if match[2] == "all-gather":  # a part each, passed on to all
+  # Each device has one part, and passes on all parts but one.
+  if match[2] == "all-gather":
     return Traffic(out / replicas, out * others / replicas)
   if match[2] == "all-to-all":
     return Traffic(out, out * others / replicas)
-  raise ValueError(f"not reckoned with: {line.strip()[:200]}")
+  raise ValueError(f"unknown collective: {line.strip()[:200]}")

@@ -1,22 +1,22 @@
-"""Prints the steps per second of a training loop, by what feeds it.
+"""Prints the steps per second of a training loop for several input feeds.
 
-One table for each kind of host work that a batch takes, tuned to take about as
-long as a step, and each kind of loop:
+It prints one table for each kind of host work and each kind of loop. The host
+work for a batch takes about as long as a step:
 
-  compute  NumPy: uint8 images are cropped, flipped and normalized.
-  wait     A disk or a network: the thread sleeps.
+  compute  NumPy crops, flips and normalizes uint8 images.
+  wait     The thread sleeps, as for a disk or a network.
 
   free     The loop waits for the last step only.
-  logged   It reads the loss of every step.
+  logged   The loop reads the loss of every step.
 
-A row for each feed:
+The rows are the feeds:
 
-  prefetch_to_device  `flax.jax_utils`, two batches ahead: the yardstick.
-  no prefetch         A batch is made, put on the devices, and the step called.
+  prefetch_to_device  `flax.jax_utils`, two batches ahead: the reference.
+  no prefetch         Creates a batch, puts it on the devices, calls the step.
   distribute_dataset  flaxshard, two batches ahead, with its mask.
 
-All feeds have the same host batches, and the same step on the same devices.
-They are timed in rounds, in a new random order each.
+All feeds get the same host batches, for the same step on the same devices. They
+are timed in rounds, each in a new random order.
 
   python benchmarks/input_pipeline.py --devices 2
 """
@@ -61,17 +61,17 @@ class Conv(nn.Module):
 
 
 def make_step(mesh: jax.sharding.Mesh) -> tuple[Any, Any]:
-  """Returns a state, on every device, and a jitted training step."""
+  """Returns a state that is replicated, and a jitted training step."""
   model = Conv()
   params = model.init(jax.random.key(0), jnp.ones((1, SIZE, SIZE, 3)))["params"]
   state = train_state.TrainState.create(
     apply_fn=model.apply, params=params, tx=optax.sgd(0.01)
   )
-  everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
   @functools.partial(jax.jit, donate_argnums=0)
   def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
-    # Flax's batches have the devices in front.
+    # Flax's prefetch adds a leading axis for the devices.
     images = batch["image"].reshape(-1, SIZE, SIZE, 3)
     labels = batch["label"].reshape(-1)
 
@@ -84,13 +84,14 @@ def make_step(mesh: jax.sharding.Mesh) -> tuple[Any, Any]:
     loss, grads = jax.value_and_grad(loss_fn)(state.params)
     return state.apply_gradients(grads=grads), loss
 
-  return jax.device_put(state, everywhere), step
+  return jax.device_put(state, replicated), step
 
 
 # -- Host work.
 
 
 def raw_batches(batch_size: int) -> Iterator[Batch]:
+  """Yields batches of uint8 images that are larger than the crops."""
   rng = np.random.default_rng(0)
   shape = (batch_size, SIZE + 4, SIZE + 4, 3)
   images = rng.integers(0, 256, shape, np.uint8)
@@ -100,6 +101,7 @@ def raw_batches(batch_size: int) -> Iterator[Batch]:
 
 
 def decode(raw: Batch, i: int) -> Batch:
+  """Crops, flips and normalizes the images of a batch."""
   top, left = i % 5, i // 5 % 5
   image = raw["image"][
     :, top : top + SIZE, left : left + SIZE, :: 1 - i % 2 * 2
@@ -109,7 +111,7 @@ def decode(raw: Batch, i: int) -> Batch:
 
 
 def compute(batch_size: int, seconds: float) -> Iterator[Batch]:
-  """Decodes, as often as it takes."""
+  """Yields batches, and decodes each as often as takes `seconds`."""
   raws = raw_batches(batch_size)
   decode(next(raws), 0)
   start = time.perf_counter()
@@ -124,7 +126,7 @@ def compute(batch_size: int, seconds: float) -> Iterator[Batch]:
 
 
 def wait(batch_size: int, seconds: float) -> Iterator[Batch]:
-  """Sleeps."""
+  """Yields batches after sleeping for `seconds`."""
   batch = decode(next(raw_batches(batch_size)), 0)
   while True:
     time.sleep(seconds)
@@ -172,7 +174,7 @@ def steps_per_second(
   logged: bool,
   steps: int,
 ) -> float:
-  """Returns the speed of one loop, from its first batch on."""
+  """Returns the speed of a loop, measured from its first batch."""
   state, step = make_step_once(mesh)
   state = jax.tree.map(jnp.copy, state)
   batches = itertools.islice(batches, steps)
@@ -189,7 +191,7 @@ make_step_once = functools.cache(make_step)
 
 
 def step_seconds(mesh: jax.sharding.Mesh, batch_size: int) -> float:
-  """Returns the seconds of a step alone, which compiles it too."""
+  """Compiles the step, and returns the seconds that it takes alone."""
   state, step = make_step_once(mesh)
   state = jax.tree.map(jnp.copy, state)
   host = decode(next(raw_batches(batch_size)), 0)
@@ -204,12 +206,12 @@ def step_seconds(mesh: jax.sharding.Mesh, batch_size: int) -> float:
 
 
 def report(speeds: dict[str, list[float]]) -> None:
-  """Prints one table; ratios are to the yardstick in the same round."""
-  yard = speeds["prefetch_to_device"]
+  """Prints a table; ratios are to the reference in the same round."""
+  reference = speeds["prefetch_to_device"]
   print(f"| {'feed':<18} | steps/s | ratio |   quartiles |")
   print(f"|{'-' * 19}:|--------:|------:|------------:|")
   for name, values in speeds.items():
-    ratios = [a / b for a, b in zip(values, yard, strict=True)]
+    ratios = [a / b for a, b in zip(values, reference, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     print(
       f"| {name:<18} | {statistics.median(values):7.1f} | {middle:5.2f} | "
@@ -222,11 +224,14 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   add = parser.add_argument
   add(
-    "--devices", type=int, default=0, help="of CPU, virtual; 0: what is there"
+    "--devices",
+    type=int,
+    default=0,
+    help="virtual CPU devices; 0: all devices of JAX",
   )
   add("--batch-size", type=int, default=64)
   add("--rounds", type=int, default=15)
-  add("--steps", type=int, default=40, help="in a round")
+  add("--steps", type=int, default=40, help="steps in a round")
   args = parser.parse_args()
   if args.devices:
     jax.config.update("jax_platforms", "cpu")
@@ -253,7 +258,7 @@ def main() -> None:
     )
     speeds: dict[str, list[float]] = {name: [] for name in FEEDS}
     for name in FEEDS:
-      run(name)  # compiles, warms up
+      run(name)  # compiles and warms up
     order = random.Random(0)
     for _ in range(args.rounds):
       for name in order.sample(list(FEEDS), len(FEEDS)):

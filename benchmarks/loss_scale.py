@@ -1,16 +1,17 @@
-"""Prints what loss scaling adds to the cost of a training step.
+"""Prints the cost that loss scaling adds to a training step.
 
-One table per model; a row for each way to skip the steps that overflow:
+It prints one table per model, with a row for each way to skip the steps that
+overflow:
 
-  bare             Flax's TrainState, no scaling and no check: the yardstick.
+  bare             Flax's TrainState, no scaling and no check: the reference.
   loss_scale       flaxshard, `LossScale("dynamic")`.
   dynamic_scale    Flax's `DynamicScale`, used as in Flax's ImageNet example.
-  jmp              The pattern of jmp's `DynamicLossScale`, restated here.
-  apply_if_finite  `optax.apply_if_finite` around the optimizer: no scaling.
+  jmp              The pattern of jmp's `DynamicLossScale`, rewritten here.
+  apply_if_finite  `optax.apply_if_finite` around the optimizer, no scaling.
 
-The steps of a model are compiled ahead, warmed up, and timed in rounds, in a
-new random order each: what else the machine does slows a whole round, and the
-ratios to the bare step of the same round hardly feel it.
+The steps of a model are compiled ahead, warmed up, and timed in rounds, each in
+a new random order. Other programs slow a whole round down, which hardly changes
+the ratios to the bare step of the same round.
 
   python benchmarks/loss_scale.py --models mlp --precision float16
 """
@@ -40,7 +41,7 @@ PyTree = Any
 
 
 class Problem(NamedTuple):
-  """What every variant trains: the same model, loss, batch and optimizer."""
+  """The model, loss, batch and optimizer that every variant trains."""
 
   params: PyTree
   loss_fn: Callable[[PyTree, PyTree], jax.Array]
@@ -48,7 +49,7 @@ class Problem(NamedTuple):
   tx: optax.GradientTransformation
 
   def create(self, state_class: Any, **fields: Any) -> Any:
-    """Returns a new train state, in buffers of its own."""
+    """Returns a new train state, whose buffers can be donated."""
     fields = {"apply_fn": None, "tx": self.tx, **fields}
     state = state_class.create(params=self.params, **fields)
     return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
@@ -61,7 +62,7 @@ Step = Callable[[Any, PyTree], tuple[Any, jax.Array]]
 
 
 class Mlp(nn.Module):
-  """Square layers: with a small batch, most of a step is memory traffic."""
+  """Square layers. With a small batch most of a step is memory traffic."""
 
   dtype: Any
   features: int = 1024
@@ -69,14 +70,14 @@ class Mlp(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Returns as many features as it was given."""
+    """Returns an array of the shape of `x`."""
     for _ in range(self.layers):
       x = nn.relu(nn.Dense(self.features, dtype=self.dtype)(x))
     return x.astype(jnp.float32)
 
 
 class Transformer(nn.Module):
-  """A decoder, layer norm before attention and MLP."""
+  """A decoder with layer norm before attention and MLP."""
 
   dtype: Any
   features: int = 256
@@ -102,7 +103,7 @@ class Transformer(nn.Module):
 
 
 class Conv(nn.Module):
-  """Convolutions of 3x3 with stride 2 and group norm, then a linear head."""
+  """3x3 convolutions with stride 2 and group norm, then a linear head."""
 
   dtype: Any
   widths: tuple[int, ...] = (64, 128, 256)
@@ -246,7 +247,7 @@ VARIANTS = {
 
 
 class Run:
-  """One variant, compiled: its state, and the seconds of each round."""
+  """A compiled variant with its state and the seconds of each round."""
 
   def __init__(self, name: str, problem: Problem, donate: bool):
     self.name = name
@@ -260,7 +261,7 @@ class Run:
     self.traffic = cost.get("bytes accessed", float("nan"))
 
   def time(self, batch: PyTree, steps: int) -> float:
-    """Returns the seconds that a step takes, over `steps` in a row."""
+    """Returns the seconds per step, of `steps` steps in a row."""
     start = time.perf_counter()
     for _ in range(steps):
       self.state, loss = self.compiled(self.state, batch)
@@ -271,26 +272,26 @@ class Run:
 def measure(
   problem: Problem, names: list[str], rounds: int, steps: int, donate: bool
 ) -> list[Run]:
-  """Times the variants, all of them in each round, in random order."""
+  """Times all variants in each round, in a random order."""
   runs = [Run(name, problem, donate) for name in names]
   for run in runs:
     run.time(problem.batch, 3)
   order = random.Random(0)
   for _ in range(rounds):
     for run in order.sample(runs, len(runs)):
-      run.time(problem.batch, 1)  # brings its state back into the caches
+      run.time(problem.batch, 1)  # loads its state into the CPU caches
       run.seconds.append(run.time(problem.batch, steps))
   return runs
 
 
 def report(model: str, runs: list[Run], problem: Problem) -> None:
   """Prints the table of one model."""
-  yard = next(run for run in runs if run.name == "bare")
+  reference = next(run for run in runs if run.name == "bare")
   grads = sum(4 * p.size for p in jax.tree.leaves(problem.params))
-  ms = 1e3 * statistics.median(yard.seconds)
+  ms = 1e3 * statistics.median(reference.seconds)
   print(
     f"\n{model}: {grads / 1e6:.1f} MB of gradients; the bare step takes "
-    f"{ms:.2f} ms (median)\nand {yard.temp / 1e6:.1f} MB of temporaries.\n"
+    f"{ms:.2f} ms (median)\nand {reference.temp / 1e6:.1f} MB of temporaries.\n"
   )
   header = ["variant", "median", "quartiles", "min/min", "temp", "bytes"]
   widths = [15, 6, 11, 7, 6, 6]
@@ -304,15 +305,17 @@ def report(model: str, runs: list[Run], problem: Problem) -> None:
   print(line(header))
   print("|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|")
   for run in runs:
-    ratios = [a / b for a, b in zip(run.seconds, yard.seconds, strict=True)]
+    ratios = [
+      a / b for a, b in zip(run.seconds, reference.seconds, strict=True)
+    ]
     low, middle, high = statistics.quantiles(ratios, n=4)
     cells = [
       run.name,
       f"{middle:.2f}",
       f"{low:.2f}-{high:.2f}",
-      f"{min(run.seconds) / min(yard.seconds):.2f}",
-      f"{(run.temp - yard.temp) / grads:+.2f}",
-      f"{run.traffic / yard.traffic:.2f}",
+      f"{min(run.seconds) / min(reference.seconds):.2f}",
+      f"{(run.temp - reference.temp) / grads:+.2f}",
+      f"{run.traffic / reference.traffic:.2f}",
     ]
     print(line(cells))
 
@@ -324,14 +327,19 @@ def main() -> None:
   add("--models", nargs="+", choices=MODELS, default=list(MODELS))
   add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
   precisions = ("float32", "float16", "bfloat16")
-  add("--precision", choices=precisions, default="float32", help="of compute")
-  add("--batch-size", type=int, help="instead of the model's own")
+  add(
+    "--precision",
+    choices=precisions,
+    default="float32",
+    help="dtype of computations",
+  )
+  add("--batch-size", type=int, help="default: depends on the model")
   add("--rounds", type=int, default=50)
   add("--steps", type=int, default=5, help="timed steps in a row, per round")
   add("--donate", action=argparse.BooleanOptionalAction, default=True)
   args = parser.parse_args()
-  # On CPU a step with a host callback compiled in runs otherwise than one
-  # without when dispatch is asynchronous: dispatch all of them alike.
+  # With asynchronous dispatch on CPU, steps with a host callback run
+  # differently from those without. Dispatch all of them in the same way.
   jax.config.update("jax_cpu_enable_async_dispatch", False)
 
   names = list(dict.fromkeys(["bare", *args.variants]))
