@@ -1,4 +1,4 @@
-"""What all other packages use: trees, gradients, precision, registries."""
+"""Trees, gradients, precision policies, registries: used by all packages."""
 
 from flaxshard.core.gradients import nonfinite_leaves
 from flaxshard.core.policy import Policy

@@ -42,14 +42,10 @@ class Policy:
   def __post_init__(self) -> None:
     if not isinstance(self.name, str):
       raise checks.ArgumentTypeError(
-        f"Policy: name must be a string, got {self.name!r}; allowed: "
-        f"{', '.join(map(repr, NAMES))}."
+        f"Policy: name must be a string, one of {', '.join(NAMES)}, got "
+        f"{self.name!r}."
       )
-    if self.name not in NAMES:
-      raise ValueError(
-        f"Policy: name must be known, got {self.name!r}; allowed: "
-        f"{', '.join(map(repr, NAMES))}."
-      )
+    checks.one_of("Policy: name", self.name, NAMES)
 
   @property
   def compute_dtype(self) -> jnp.dtype:

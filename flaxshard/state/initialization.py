@@ -21,6 +21,8 @@ from flaxshard.state import nnx_adapter
 
 PyTree = Any
 
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:
@@ -150,11 +152,7 @@ def _linen_initializer(
       f"sample_input must be one input of the model, got {sample_input!r}."
     )
   # Only arrays are traced: a model may branch on a flag such as train=True.
-  arrays = {
-    i: x
-    for i, x in enumerate(leaves)
-    if isinstance(x, (jax.Array, np.ndarray, np.generic))
-  }
+  arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, _ARRAYS)}
 
   def initialize(rng: Any, arrays: dict[int, Any]) -> dict[str, PyTree]:
     given = [
@@ -163,7 +161,16 @@ def _linen_initializer(
       else arrays.get(i, x)
       for i, x in enumerate(leaves)
     ]
-    variables = dict(model.init(rng, *jax.tree.unflatten(treedef, given)))
+    try:
+      variables = dict(model.init(rng, *jax.tree.unflatten(treedef, given)))
+    except Exception as e:
+      # Flax's message often says only how a layer failed, not on which input.
+      e.add_note(
+        f"{type(model).__name__} was called with sample_input="
+        f"{jax.tree.map(_describe, sample_input)}. A tuple is a list of "
+        "positional arguments, such as (inputs, False)."
+      )
+      raise
     if OVERWRITE_WITH_GRADIENT in variables:
       scales = variables.pop(OVERWRITE_WITH_GRADIENT)
       params = {"params": variables["params"], OVERWRITE_WITH_GRADIENT: scales}
@@ -171,6 +178,13 @@ def _linen_initializer(
     return variables
 
   return initialize, (rng, arrays)
+
+
+def _describe(leaf: Any) -> Any:
+  """Returns dtype and shape of an array, and any other leaf as it is."""
+  if isinstance(leaf, (*_ARRAYS, jax.ShapeDtypeStruct)):
+    return f"{leaf.dtype}{list(leaf.shape)}"
+  return leaf
 
 
 def _construct_nnx(function: Any, rng: Any) -> nnx.Module:

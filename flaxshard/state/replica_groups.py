@@ -84,10 +84,6 @@ def is_split_over_replicas(x: Any) -> bool:
   )
 
 
-note = describe_divergence
-is_split = is_split_over_replicas
-
-
 def _may_differ(x: Any) -> bool:
   """Returns whether several replicas hold the same part of an array."""
   return (

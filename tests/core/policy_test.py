@@ -35,5 +35,5 @@ def test_policy_is_frozen():
 @pytest.mark.parametrize("name", ["float16", jnp.float16])
 def test_invalid_name_raises(name):
   error = ValueError if isinstance(name, str) else TypeError
-  with pytest.raises(error, match=r"name must be .*'mixed_float16'"):
+  with pytest.raises(error, match=r"name must be .*mixed_float16"):
     fs.Policy(name)

@@ -1,9 +1,10 @@
-"""Fields of train states; classes that get more than they declare."""
+"""Fields of train states, and classes with further fields."""
 
 import copy
 import pickle
 from typing import Any
 
+import compilations
 from flax import struct
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ def _update(updates, state, params=None):
   return jax.tree.map(lambda t: -t, trace), {"trace": trace}
 
 
-# Of functions that pickle finds, as those inside optax's are not.
+# Pickle finds these functions by name; those inside optax have none.
 TX = optax.GradientTransformation(_init, _update)
 
 
@@ -34,7 +35,7 @@ def apply_fn(variables, x):
 
 
 class Declared(fs.TrainState):
-  """A subclass as users write it."""
+  """A subclass with an array field and a static field."""
 
   ema: Any = None
   note: str = struct.field(pytree_node=False, default="none")
@@ -50,7 +51,7 @@ def create(cls=fs.TrainState, wrappers=(), **collections):
   )
 
 
-def test_names_of_fields():
+def test_field_names():
   names = set(fields_lib.fields_by_name(Declared))
   assert names == set(fields_lib.fields_by_name(fs.TrainState)) | {
     "ema",
@@ -71,13 +72,12 @@ def test_names_of_fields():
   assert not fields_lib.is_array_field(fields["wrappers"])
 
 
-def test_extended_classes_are_the_same_for_the_same_names():
+def test_extend_returns_the_same_class_for_the_same_names():
   a = fields_lib.extend(fs.TrainState, ("batch_stats", "cache"))
   assert a is fields_lib.extend(fs.TrainState, ("batch_stats", "cache"))
   assert a is not fields_lib.extend(fs.TrainState, ("batch_stats",))
   assert issubclass(a, fs.TrainState)
   assert a.__name__ == "TrainState"
-  assert a._base_class is fs.TrainState
   assert a.__module__ == fs.TrainState.__module__
   assert fields_lib.extend(fs.TrainState, ()) is fs.TrainState
   assert fields_lib.extend(Declared, ("ema", "note")) is Declared
@@ -85,9 +85,6 @@ def test_extended_classes_are_the_same_for_the_same_names():
 
 STATES = {
   "plain": {},
-  "wrappers": {"wrappers": [fs.LossScale("dynamic")]},
-  "off": {"wrappers": [fs.LossScale("auto")]},
-  "collections": {"batch_stats": {"m": np.full(2, 3.0, np.float32)}},
   "both": {
     "wrappers": [fs.LossScale(fs.DynamicLossScale(8.0, hysteresis=2))],
     "batch_stats": {"m": np.full(2, 3.0, np.float32)},
@@ -103,21 +100,22 @@ STATES = {
 }
 COPIES = {
   "pickle": lambda state: pickle.loads(pickle.dumps(state)),
-  "protocol 2": lambda state: pickle.loads(pickle.dumps(state, 2)),
-  "copy": copy.copy,
   "deepcopy": copy.deepcopy,
 }
 
 
+@jax.jit
 def take_step(state):
   return state.minimize(lambda p: (p["w"] ** 2).sum())[0]
 
 
 @pytest.mark.parametrize("kind", STATES)
 @pytest.mark.parametrize("how", COPIES)
-def test_states_pickle_and_copy(kind, how):
+def test_pickled_and_copied_states_are_equal(kind, how):
   state = take_step(create(**STATES[kind]))
   same = COPIES[how](state)
+  assert type(same) is type(state)
+  assert jax.tree.structure(same) == jax.tree.structure(state)
   names = fields_lib.fields_by_name(type(state))
   assert list(fields_lib.fields_by_name(type(same))) == list(names)
   for name in fields_lib.array_field_names(state):
@@ -132,8 +130,11 @@ def test_states_pickle_and_copy(kind, how):
   assert isinstance(same, STATES[kind].get("cls", fs.TrainState))
   if kind == "subclass":
     assert same.note == "first"
-  # It goes on as the first one would.
-  a, b = take_step(same), take_step(state)
+  # The copy trains like the original.
+  b = take_step(state)
+  with compilations.count() as compiled:
+    a = take_step(same)
+  assert compiled.total == 0
   np.testing.assert_array_equal(a.params["w"], b.params["w"])
   np.testing.assert_array_equal(
     a.opt_state["trace"]["w"], b.opt_state["trace"]["w"]
@@ -141,19 +142,7 @@ def test_states_pickle_and_copy(kind, how):
   assert int(a.step) == 2
 
 
-@pytest.mark.parametrize("kind", STATES)
-@pytest.mark.parametrize("how", COPIES)
-def test_copies_are_the_same_tree_and_do_not_recompile(kind, how):
-  step = jax.jit(lambda state: take_step(state))
-  state = step(create(**STATES[kind]))
-  same = COPIES[how](state)
-  assert type(same) is type(state)
-  assert jax.tree.structure(same) == jax.tree.structure(state)
-  step(same)
-  assert step._cache_size() == 1
-
-
-def test_a_state_without_wrappers_is_the_one_created_without():
+def test_without_wrappers_is_equal_to_a_state_created_without():
   stats = {"m": np.full(2, 3.0, np.float32)}
   plain = create(batch_stats=stats)
   state = create(wrappers=[fs.LossScale(8)], batch_stats=stats)

@@ -73,6 +73,15 @@ def test_empty_sample_input_raises(sample_input):
     create(nn.Dense(2), sample_input=sample_input)
 
 
+@pytest.mark.parametrize("sample_input", [(X, X), (X, "flag")])
+def test_error_of_the_model_has_a_note_with_the_sample_input(sample_input):
+  with pytest.raises(TypeError) as e:
+    create(nn.Dense(2), sample_input=sample_input)
+  (note,) = [n for n in e.value.__notes__ if "sample_input" in n]
+  assert "Dense" in note
+  assert "'float32[2, 3]'" in note
+
+
 class Batch(NamedTuple):
   image: Any
   weight: Any
