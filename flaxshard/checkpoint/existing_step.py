@@ -39,11 +39,16 @@ def check_same(
   if saved_step not in (None, int(state.step)):
     difference = f"state.step is {int(state.step)}, {saved_step} was saved"
   item_dirs = reader.items(step_dir)
-  for name, args in items.items():
+  current_items = dict(items.items())
+  # A wrapper's state may be on one side only, and with it the whole item.
+  for name in sorted({*current_items, *item_dirs}):
     saved: Mapping[tuple[str, ...], Any] = {}
+    current: Mapping[tuple[str, ...], Any] = {}
     if name in item_dirs:
       saved = trees.by_path(reader.metadata(item_dirs[name]))
-    current = trees.by_path(jax.tree.map(_to_saved_type, args.item))
+    if name in current_items:
+      types = jax.tree.map(_to_saved_type, current_items[name].item)
+      current = trees.by_path(types)
     difference = difference or trees.difference_by_path(saved, current)
   if difference:
     raise ValueError(

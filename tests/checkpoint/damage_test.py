@@ -245,7 +245,7 @@ def test_an_empty_directory_that_comes_later(path, caplog):
     checkpointer.wait()
     assert_is(checkpointer.restore(initial()), 4)
   (message,) = warnings(caplog)
-  assert message == f"{path / '4'} is damaged: now {path / '4'}.damaged"
+  assert message == f"{path / '4'} is damaged: renamed to {path / '4'}.damaged"
 
 
 def test_what_a_killed_save_left_is_no_step(path, caplog):
@@ -302,7 +302,7 @@ def test_the_damaged_step_is_set_aside_when_saved_anew(path, caplog):
     checkpointer.wait()
     assert list(checkpointer.all_steps()) == [1, 2, 3]
   assert warnings(caplog)[1] == (
-    f"{path / '3'} is damaged: now {path / '3.damaged'}"
+    f"{path / '3'} is damaged: renamed to {path / '3.damaged'}"
   )
   assert contents(path / "3.damaged") == damaged
   with checkpoint.Checkpointer(path) as checkpointer:

@@ -96,6 +96,7 @@ def test_what_the_metadata_say(saved):
     "jax": jax.__version__,
     "orbax": ocp.__version__,
     "step": 3,
+    "state_step": 0,
     "items": ["default", "input_iterator", "wrappers"],
     "wrappers": [["loss_scale", {"scale": "dynamic"}]],
     "processes": 1,
@@ -168,7 +169,7 @@ def test_a_state_without_wrappers_has_no_such_item(tmp_path):
 
 
 def test_a_config_that_json_cannot_hold(tmp_path):
-  with pytest.raises(TypeError, match="config must be what JSON can hold"):
+  with pytest.raises(TypeError, match="config must have values JSON can hold"):
     checkpoint.Checkpointer(tmp_path / "new", config={"f": print})
   assert not (tmp_path / "new").exists()
 

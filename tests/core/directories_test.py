@@ -81,7 +81,7 @@ def test_reentrant_lock_is_held_until_its_last_release(tmp_path):
   directory = str(tmp_path)
   release_1 = directories.lock("directory", directory, reentrant=True)
   release_2 = directories.lock("directory", directory, reentrant=True)
-  with pytest.raises(ValueError, match="workdir=.* by this process"):
+  with pytest.raises(ValueError, match=r"workdir=.* by this process"):
     directories.lock("workdir", directory)
   release_1()
   release_1()  # the second call does nothing
