@@ -58,6 +58,7 @@ def test_steps_and_what_the_newest_holds(path, capsys):
     f"  jax: {jax.__version__}",
     f"  orbax: {ocp.__version__}",
     "  step: 20",
+    "  state_step: 0",
     '  items: ["default", "wrappers"]',
     "  processes: 1",
     "  wrapper: loss_scale(scale=128.0)",
