@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import metadata_item
 from flaxshard.checkpoint import reader
+from flaxshard.checkpoint import validation
 from flaxshard.core import trees
 from flaxshard.state.train_state import TrainState
 
@@ -45,20 +46,13 @@ def check_same(
     saved: Mapping[tuple[str, ...], Any] = {}
     current: Mapping[tuple[str, ...], Any] = {}
     if name in item_dirs:
-      saved = trees.by_path(reader.metadata(item_dirs[name]))
+      saved = reader.orbax_tree(item_dirs[name], name).leaves
     if name in current_items:
-      types = jax.tree.map(_to_saved_type, current_items[name].item)
-      current = trees.by_path(types)
+      types = jax.tree.map(validation.as_saved, current_items[name].item)
+      current = trees.leaves_by_path(types)
     difference = difference or trees.difference_by_path(saved, current)
   if difference:
     raise ValueError(
       f"{step_dir} was saved from another state: {difference}. Save under "
       "another step, or in another directory."
     )
-
-
-def _to_saved_type(x: Any) -> Any:
-  """Returns the shape and dtype that Orbax saves a leaf with."""
-  if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-    return jax.eval_shape(jax.random.key_data, x)  # saved as integers
-  return x

@@ -121,7 +121,7 @@ def check_saved(
     wanted: Shape and dtype of the leaves that it must have, by path.
   """
   difference = trees.difference_by_path(
-    saved, {path: _as_saved(x) for path, x in wanted.items()}
+    saved, {path: as_saved(x) for path, x in wanted.items()}
   )
   if difference:
     raise ValueError(
@@ -130,7 +130,7 @@ def check_saved(
     )
 
 
-def _as_saved(x: Any) -> Any:
+def as_saved(x: Any) -> Any:
   """Returns the shape and dtype with which Orbax saves a leaf."""
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     return jax.eval_shape(jax.random.key_data, x)
