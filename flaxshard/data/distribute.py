@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from flaxshard.core import checks
-from flaxshard.data import padding
+from flaxshard.data import layout
 from flaxshard.data import sharding
 from flaxshard.data.iterators import DistributedDataset
 from flaxshard.data.iterators import DistributedIterator
@@ -161,7 +161,7 @@ def distribute_dataset(
   return _distribute(
     mesh,
     iterable,
-    padding.Padding(
+    layout.Padding(
       batch_size=batch_size,
       mask=mask,
       drop_remainder=drop_remainder,
@@ -216,6 +216,7 @@ def distribute_datasets_from_function(
   References:
     `tf.distribute.Strategy.distribute_datasets_from_function`.
   """
+  # The function is called once: each iteration starts an epoch of its dataset.
   pipelines = sharding.pipelines(mesh)
   context = InputContext(
     num_input_pipelines=len(pipelines),
@@ -225,7 +226,7 @@ def distribute_datasets_from_function(
   return _distribute(
     mesh,
     dataset_fn(context),
-    padding.Padding(**options),
+    layout.Padding(**options),
     prefetch=prefetch,
     # All pipelines feed equally many replicas.
     joined=len(pipelines[0]),
@@ -235,7 +236,7 @@ def distribute_datasets_from_function(
 def _distribute(
   mesh: jax.sharding.Mesh,
   iterable: Iterable[PyTree],
-  config: padding.Padding,
+  config: layout.Padding,
   *,
   prefetch: int,
   joined: int,

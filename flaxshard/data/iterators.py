@@ -13,6 +13,7 @@ import weakref
 
 import jax
 
+from flaxshard.data import layout
 from flaxshard.data import padding
 from flaxshard.data import prefetch as prefetch_lib
 
@@ -51,7 +52,7 @@ class DistributedDataset:
     self,
     mesh: jax.sharding.Mesh,
     iterable: Iterable[PyTree],
-    config: padding.Padding,
+    config: layout.Padding,
     prefetch: int,
     joined: int = 1,
   ):

@@ -84,6 +84,7 @@ def shard_batch(
   return jax.tree.unflatten(flat.tree, global_arrays)
 
 
+# Cached: every batch needs it, and a mesh may have thousands of devices.
 @functools.cache
 def pipelines(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], ...]:
   """Returns the replicas that each input pipeline feeds.
@@ -106,6 +107,7 @@ def pipelines(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], ...]:
       f"mesh must have an axis 'replica', got the axes {mesh.axis_names}."
     )
   axis = mesh.axis_names.index(mesh_lib.REPLICA)
+  # A replica whose devices belong to several processes is in several sets.
   replicas_of: dict[int, set[int]] = {}
   for index, device in np.ndenumerate(mesh.devices):
     replicas_of.setdefault(device.process_index, set()).add(index[axis])
@@ -156,6 +158,7 @@ def check_specs(mesh: jax.sharding.Mesh, spec: PyTree) -> dict[str, P]:
         "spec must be a PartitionSpec, or a dict of them by path, got "
         f"{entry!r} for {path}."
       )
+    # An entry is an axis, a tuple of axes, or None.
     names = [name for dim in entry for name in specs_lib.axes_of(dim)]
     for name in names:
       if name not in mesh.axis_names or names.count(name) > 1:
@@ -255,6 +258,7 @@ def by_path(values: Any) -> dict[str, Any]:
 
 def lookup(table: Mapping[str, Any], path: str, default: Any) -> Any:
   """Returns the entry of a path or of its nearest ancestor in a table."""
+  # Of two entries that cover a path, the longer one is nearer to the leaf.
   keys = [key for key in table if _covers(key, path)]
   return table[max(keys, key=len)] if keys else default
 
@@ -271,4 +275,5 @@ def check_paths(
 
 
 def _covers(key: str, path: str) -> bool:
+  # The root, the path of an entry that is not in a dict, covers every leaf.
   return key in (trees.path_string(()), path) or path.startswith(f"{key}/")

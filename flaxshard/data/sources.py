@@ -151,6 +151,8 @@ def load(config: Mapping[str, Any]) -> Splits:
     raise ValueError(
       f"{name}: num_classes must be at least 1, got {splits.num_classes!r}."
     )
+  # Only the first examples: reading all may take hours. The iterators check
+  # the others when they read them.
   train: Any = splits.train[0]
   if splits.augment is not None:
     train = splits.augment(train, np.random.default_rng(0))
@@ -182,6 +184,7 @@ def _check_example(where: str, example: Any, num_classes: int) -> Any:
     )
   arrays = {key: np.asarray(value) for key, value in example.items()}
   for key, value in arrays.items():
+    # JAX has no arrays of strings or objects.
     if not np.issubdtype(value.dtype, np.number) and value.dtype != np.bool_:
       raise ValueError(f"{where}: {key} must be numeric, got {value.dtype}.")
   check_labels(where, arrays["labels"], num_classes)
