@@ -120,7 +120,7 @@ def create_layout(
   is_dict: bool,
 ) -> Layout:
   """Returns the layout of the batches of which `parts` are the first."""
-  # Joined parts have the same structure: the first one is checked as the others.
+  # `check_batch` compares the other parts with the first one.
   first, count = parts[0], len(sharding.pipelines(mesh))
   if config.bucket is not None and not is_dict:
     raise ValueError(

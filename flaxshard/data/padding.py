@@ -136,7 +136,7 @@ def _combine_masks(key: str, given: np.ndarray, mask: np.ndarray) -> np.ndarray:
       f"batch[{key}] must be a bool array [batch, ...], got {given.dtype}; the "
       "argument mask= gives the mask of padding another key."
     )
-  # A mask of rows applies to all positions of a row, and the other way round.
+  # The mask of lower rank, say of rows, applies to all positions of a row.
   rank = max(given.ndim, mask.ndim)
   shapes = [x.shape + (1,) * (rank - x.ndim) for x in (given, mask)]
   try:
