@@ -62,6 +62,19 @@ def per_replica(num_replicas: int, *causes: str) -> Replication:
   return Replication(tuple(range(num_replicas)), frozenset(causes))
 
 
+def by_groups(groups: Groups, num_replicas: int) -> Replication:
+  """Returns the `Replication` of a value that the replicas of a group share.
+
+  Args:
+    groups: Groups of replicas. A replica without one has its own value.
+    num_replicas: The number of replicas.
+  """
+  group_of = {i: ("group", g) for g, group in enumerate(groups) for i in group}
+  return _classify(
+    (group_of.get(i, ("replica", i)) for i in range(num_replicas)), frozenset()
+  )
+
+
 def join(given: Iterable[Replication], num_replicas: int) -> Replication:
   """Returns the `Replication` of a function of several values.
 

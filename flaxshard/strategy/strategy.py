@@ -118,15 +118,11 @@ class Strategy:
   ) -> PyTree:
     """Runs a function once on each replica, all replicas in one program.
 
-    What `fn` sees of an argument:
-
-      * a TrainState: all of it, replicated, except for its per-replica leaves
-        (`PerReplica` fields, and the leaves of wrapper states that are per
-        replica), of which it sees this replica's row;
-      * a `PerReplica`: this replica's value;
-      * an array that is sharded over the mesh axis `"replica"`, such as a batch
-        of `distribute_dataset`: this replica's part;
-      * any other array, also of NumPy: all of it.
+    `fn` sees this replica's value of a `PerReplica`, and this replica's part of
+    an array that is sharded over the mesh axis `"replica"`, such as a batch of
+    `distribute_dataset`. It sees all of a TrainState, except for per-replica
+    leaves (`PerReplica` fields, and such leaves of wrapper states), of which it
+    sees this replica's row. It sees all of any other array.
 
     Inside `fn`, `get_replica_context()` has collectives over the replicas, and
     `TrainState.apply_gradients` averages gradients over them. XLA partitions
@@ -474,9 +470,9 @@ class Strategy:
     devices: the value is taken from that device, and all devices receive it.
     `on_logical_device` runs a function on that device alone in both cases.
 
-    One program cannot update parameters on different devices. Eagerly, give
-    each device its own optimizer with `optax.partition`, which `optax.adam`
-    needs. `LossScale` cannot span devices.
+    One program cannot update parameters on different devices: eagerly, give
+    each device an optimizer with `optax.partition`. `LossScale` cannot span
+    devices.
 
     Args:
       tensor: An array.

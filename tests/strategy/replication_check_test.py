@@ -449,6 +449,19 @@ def test_groups_of_a_wrapper_may_differ_but_not_within(args):
     STRATEGY.run(update_by_hand(send_around), args=(state, args[1]))
 
 
+@pytest.mark.filterwarnings("ignore:CrossShard")
+def test_state_computed_from_a_state_of_groups_raises(args):
+  groups = fs.CrossShard(group_assignment=GROUPS)
+  student, teacher = create(STRATEGY, [groups]), create(STRATEGY)
+  copy = lambda student, teacher: teacher.replace(params=student.params)
+  with pytest.raises(ValueError, match=r"own data: params/w1, params/w2"):
+    STRATEGY.run(copy, args=(student, teacher))
+  average = lambda student, teacher: copy(
+    student.replace(params=mean(student.params)), teacher
+  )
+  STRATEGY.run(average, args=(student, teacher))
+
+
 def test_only_the_leaves_that_differ_are_named(args):
   step = lambda s, b: {"state": s.replace(step=b["x"].sum().astype(int))}
   with pytest.raises(ValueError, match=r"own data: state/step\. "):

@@ -1,0 +1,188 @@
+"""The program that `Strategy.run` compiles: one function, on all replicas.
+
+The function is the body of a `jax.shard_map` that is manual over the replicas;
+the logical devices are left to XLA. The traced body is checked: a TrainState
+must come back the same from every replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+from typing import Any
+
+import jax
+
+from flaxshard.core import trees
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.replicas import context as replica_context
+from flaxshard.replicas.values import Replicated
+from flaxshard.strategy import arguments
+from flaxshard.strategy import replica_view
+from flaxshard.strategy import replication
+from flaxshard.strategy import replication_check
+from flaxshard.strategy.arguments import Layout
+from flaxshard.wrappers import stack
+
+PyTree = Any
+P = jax.sharding.PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReplicaProgram:
+  """A function on all replicas, for one structure and sharding of arguments.
+
+  Attributes:
+    mesh: The strategy's mesh.
+    treedef: The structure of `(args, kwargs)`.
+    shardings: The sharding of each leaf.
+    layout: What the leaves are.
+    get_function: Returns the function, when the program is traced.
+  """
+
+  mesh: jax.sharding.Mesh
+  treedef: Any
+  shardings: tuple[Any, ...]
+  layout: Layout
+  get_function: Callable[[], Callable[..., PyTree]]
+
+  def run(self, *leaves: jax.Array) -> PyTree:
+    """Returns what the function returns, on all replicas; it is jitted."""
+    body = _Body(self, self._context(leaves))
+    in_specs = tuple(
+      map(arguments.replica_spec, self.shardings, self.layout.replicated)
+    )
+    mapped = jax.shard_map(
+      body,
+      mesh=self.mesh,
+      in_specs=in_specs,
+      out_specs=(P(), P(mesh_lib.REPLICA)),
+      axis_names={mesh_lib.REPLICA},
+      # With check_vma=True, jax.grad would sum the gradients of replicated
+      # parameters over the replicas, and groups could not be reduced.
+      check_vma=False,
+    )
+    # Traced once, for the check and for the call.
+    jitted = jax.jit(mapped, inline=True)
+    leaves = tuple(
+      map(
+        arguments.gather_replicated,
+        leaves,
+        self.shardings,
+        self.layout.replicated,
+      )
+    )
+    traced = jitted.trace(*leaves)
+    self._check(traced.jaxpr, in_specs, body.results)
+    replicated, per_replica = jitted(*leaves)
+    return self._assemble(body, replicated, per_replica)
+
+  def _context(
+    self, leaves: Sequence[jax.Array]
+  ) -> replica_context.ReplicaContext:
+    return replica_context.ReplicaContext(
+      self.mesh.shape[mesh_lib.REPLICA],
+      param_specs=arguments.param_specs(self.treedef, leaves, self.shardings),
+    )
+
+  def _check(self, jaxpr: Any, in_specs: Sequence[P], results: Layout) -> None:
+    """Raises if a replicated result may differ between replicas."""
+    count = self.mesh.shape[mesh_lib.REPLICA]
+    if count == 1:
+      return
+    inputs = [
+      replication.by_groups(groups, count)
+      for groups in _groups_of(self.layout, count)
+    ]
+    for i, spec in enumerate(in_specs):
+      if mesh_lib.REPLICA in spec:
+        inputs[i] = replication.per_replica(count)
+    groups = _groups_of(results, count)
+    checked = [i for i, x in enumerate(results.per_replica) if not x]
+    replication_check.check(
+      jaxpr,
+      inputs,
+      [trees.path_string(results.paths[i]) for i in checked],
+      [groups[i] for i in checked],
+      count,
+    )
+
+  def _assemble(
+    self, body: _Body, replicated: Sequence[Any], per_replica: Sequence[Any]
+  ) -> PyTree:
+    """Puts the results of `jax.shard_map` back into what `fn` returned."""
+    results = body.results
+    parts = iter(replicated), iter(per_replica)
+    leaves = [next(parts[kind]) for kind in results.per_replica]
+    arrived = list(self.layout.states)
+    for state in results.states:
+      # A state leaves with the shardings that it arrived with. Others would
+      # make the next step compile again.
+      like = next((s for s in arrived if s.treedef == state.treedef), None)
+      if like is not None:
+        arrived.remove(like)
+      for i in range(state.treedef.num_leaves):
+        k = state.start + i
+        sharding = (
+          arguments.default_sharding(
+            self.mesh, per_replica=results.per_replica[k]
+          )
+          if like is None
+          else self.shardings[like.start + i]
+        )
+        leaves[k] = mesh_lib.constrain(leaves[k], sharding)
+    return jax.tree.map(
+      lambda x: x.value if isinstance(x, Replicated) else x,
+      jax.tree.unflatten(body.treedef, leaves),
+      is_leaf=lambda x: isinstance(x, Replicated),
+    )
+
+
+def _groups_of(layout: Layout, num_replicas: int) -> list[replication.Groups]:
+  """Returns, for each leaf, the groups of replicas that share its value.
+
+  That is one group of all replicas, but for a TrainState whose wrappers reduce
+  gradients within smaller groups.
+  """
+  groups: list[replication.Groups] = [[range(num_replicas)]] * len(layout.paths)
+  for state in layout.states:
+    count = state.treedef.num_leaves
+    shared = stack.replica_groups(state.wrappers, num_replicas)
+    groups[state.start : state.start + count] = [shared] * count
+  return groups
+
+
+class _Body:
+  """The body of the `jax.shard_map`: the function as one replica runs it.
+
+  Attributes:
+    treedef: The structure of what the function returned, once it is traced.
+    results: The layout of that.
+  """
+
+  treedef: Any
+  results: Layout
+
+  def __init__(
+    self, outer: ReplicaProgram, context: replica_context.ReplicaContext
+  ):
+    self._outer = outer
+    self._context = context
+
+  def __call__(self, *leaves: jax.Array) -> tuple[list[Any], list[Any]]:
+    outer = self._outer
+    args, kwargs = replica_view.to_local(
+      jax.tree.unflatten(outer.treedef, leaves)
+    )
+    fn = outer.get_function()
+    with replica_context.activate(self._context):
+      returned = fn(*args, **kwargs)
+    trees.check_arrays("run: what fn returned", returned)
+    returned = replica_view.to_global(returned)
+    out_leaves, self.treedef = jax.tree.flatten(returned)
+    self.results = arguments.layout_of(returned)
+    # The replicated results have one spec, the per-replica ones another.
+    parts: tuple[list[Any], list[Any]] = ([], [])
+    for leaf, kind in zip(out_leaves, self.results.per_replica, strict=True):
+      parts[kind].append(leaf)
+    return parts
