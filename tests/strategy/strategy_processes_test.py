@@ -1,8 +1,9 @@
-"""A strategy over the devices of two processes."""
+"""Strategy over the devices of two processes."""
 
 import flax.linen as nn
 import jax
 import numpy as np
+import pytest
 import two_processes
 
 SCRIPT = """
@@ -41,18 +42,19 @@ print(float(loss), float(last), int(state.step))
 """
 
 
-def test_two_processes_train_as_one():
+@pytest.mark.slow
+def test_two_processes_equal_one_device():
   outs = two_processes.run(SCRIPT)
   results = {out.splitlines()[-1] for out, _ in outs}
   assert len(results) == 1
   loss, last, step = map(float, results.pop().split())
   assert step == 3
   assert loss > last > 0
-  # On one device, by hand.
   assert abs(loss - _loss_by_hand()) < 1e-5
 
 
 def _loss_by_hand() -> float:
+  # On one device, without flaxshard.
   inputs = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
   variables = nn.Dense(8).init(jax.random.key(0), inputs[:1])
   return float((nn.Dense(8).apply(variables, inputs) ** 2).mean())
