@@ -76,9 +76,9 @@ of_first_replica = copy_first_replica
 
 
 def is_split_over_replicas(x: Any) -> bool:
-  """Returns whether an array is split over the replicas."""
+  """Returns whether an array, or its abstract value, is split over replicas."""
   return (
-    isinstance(x, jax.Array)
+    isinstance(x, (jax.Array, jax.ShapeDtypeStruct))
     and isinstance(x.sharding, jax.sharding.NamedSharding)
     and mesh_lib.REPLICA in specs_lib.axes_in(x.sharding.spec)
   )
