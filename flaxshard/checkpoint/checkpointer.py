@@ -449,7 +449,6 @@ class Checkpointer:
         `state`. The message names the file, or the first path that differs.
         Nothing on disk is changed.
     """
-    step_lib.check_state(state)
     self.wait()
     there = self._paths()
 

@@ -55,8 +55,10 @@ class CheckpointStep:
       state: The state to restore into: arrays, or `jax.ShapeDtypeStruct`s.
 
     Raises:
+      TypeError: `state` is not a `TrainState`.
       ValueError: They differ; the message names the first path.
     """
+    check_state(state)
     template = _template(state)
     targets = _leaves_by_path(template)
     saved: dict[Path, Any] = {}
@@ -235,6 +237,17 @@ def open_step(
   return CheckpointStep(reader.as_path(directory), saved_trees, verified)
 
 
+def check_state(state: Any) -> None:
+  """Raises a TypeError unless `state` is a `flaxshard.TrainState`."""
+  if not isinstance(state, TrainState):
+    kind = type(state)
+    raise TypeError(
+      f"state must be a flaxshard TrainState, got {kind.__module__}."
+      f"{kind.__qualname__}: make one with flaxshard.create_train_state or "
+      "flaxshard.TrainState.create."
+    )
+
+
 def _template(state: TrainState) -> dict[str, PyTree]:
   """Returns shape, dtype and sharding of the leaves to restore, by field."""
 
@@ -270,7 +283,9 @@ def _leaves_by_path(fields: Mapping[str, PyTree]) -> dict[Path, Any]:
   # As a dict they would be sorted, and errors name the first path that differs:
   # a parameter says more than an optimizer slot.
   for name, tree in fields.items():
-    leaves |= wrapper_states.leaves_of(tree, (name,))
+    leaves |= {
+      (name, *path): x for path, x in trees.leaves_by_path(tree).items()
+    }
   return leaves
 
 

@@ -56,7 +56,7 @@ def save_args(
     ...   saved = manager.save(1, args=fs.checkpoint.save_args(state))
     ...   state = fs.checkpoint.restore(manager, state)
   """
-  check_state(state)
+  restore_plan.check_state(state)
   check_plain_item(plain_item)
   validation.check_savable("state", state)
   note = replica_groups.describe_divergence(state)
@@ -141,7 +141,7 @@ def restore(
       from `state`. The message names the file, or the first path that differs.
       Nothing is cast or filled in, and nothing on disk is changed.
   """
-  check_state(state)
+  restore_plan.check_state(state)
 
   def restore_from(where: reader.Directory) -> TrainState:
     return restore_plan.open_step(where, plain_item).plan(state).restore()
@@ -207,17 +207,6 @@ def read_newest(
   raise ValueError(
     f"{directory} has no checkpoint that is complete: " + " ".join(damages)
   )
-
-
-def check_state(state: Any) -> None:
-  """Raises a TypeError unless `state` is a `flaxshard.TrainState`."""
-  if not isinstance(state, TrainState):
-    kind = type(state)
-    raise TypeError(
-      f"state must be a flaxshard TrainState, got {kind.__module__}."
-      f"{kind.__qualname__}: make one with flaxshard.create_train_state or "
-      "flaxshard.TrainState.create."
-    )
 
 
 def check_plain_item(plain_item: Any) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from flaxshard.checkpoint import migrate
-from flaxshard.checkpoint import validation
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.wrappers import base
@@ -31,11 +31,6 @@ ITEM = "wrappers"
 def nonempty(states: Mapping[str, PyTree]) -> dict[str, PyTree]:
   """Returns the states that have leaves to save."""
   return {name: s for name, s in states.items() if jax.tree.leaves(s)}
-
-
-def path_of(wrapper: base.Wrapper) -> Path:
-  """Returns the path of a wrapper's state in a train state."""
-  return (migrate.WRAPPER_STATES, base.name_of(wrapper))
 
 
 def foreign_paths(
@@ -77,28 +72,29 @@ class Restart:
 
   Attributes:
     wrapper: The wrapper.
+    path: The path of its state in the train state.
     template: Shapes, dtypes and shardings of its state.
+    per_replica: The paths of its per-replica leaves.
+    replicas: The number of replicas of the train state.
     saved_replicas: The number of replicas that the checkpoint has its state
       for; None if it has no state of the wrapper.
   """
 
-  wrapper: Any
+  wrapper: base.Wrapper
+  path: Path
   template: PyTree
+  per_replica: tuple[Path, ...]
+  replicas: int
   saved_replicas: int | None
-
-  @property
-  def path(self) -> Path:
-    """The path of the state in the train state."""
-    return path_of(self.wrapper)
 
   def saved_leaves(self) -> dict[Path, jax.ShapeDtypeStruct]:
     """Returns the leaves that the checkpoint must have."""
-    if self.saved_replicas is None:
+    count = self.saved_replicas
+    if count is None:
       return {}
-    per_replica = _per_replica_paths(self.wrapper, self.template)
     return {
       path: jax.ShapeDtypeStruct(
-        (self.saved_replicas, *x.shape[1:]) if path in per_replica else x.shape,
+        (count, *x.shape[1:]) if path in self.per_replica else x.shape,
         x.dtype,
         sharding=x.sharding,
       )
@@ -111,17 +107,16 @@ class Restart:
     These are the replicated leaves and the scalars of the replicas. The other
     saved leaves are compared with the state, but not read.
     """
-    per_replica = _per_replica_paths(self.wrapper, self.template)
-    replicated = validation.replicated_sharding(self.template)
     leaves = {}
     for path, x in self.saved_leaves().items():
-      if path not in per_replica:
+      if path not in self.per_replica:
         leaves[path] = x
       elif x.ndim == 1 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        # The devices of now may not divide the number of saved replicas.
-        leaves[path] = jax.ShapeDtypeStruct(
-          x.shape, x.dtype, sharding=replicated or x.sharding
-        )
+        sharding = x.sharding
+        if isinstance(sharding, jax.sharding.NamedSharding):
+          # The mesh of now may not divide the number of saved replicas.
+          sharding = jax.sharding.NamedSharding(sharding.mesh, jax.P())
+        leaves[path] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return leaves
 
   def compute_state(
@@ -138,15 +133,13 @@ class Restart:
       ValueError: The wrapper's `restart` returns a tree unlike its state.
     """
     at, name = self.path, self.path[-1]
-    per_replica = _per_replica_paths(self.wrapper, self.template)
-    count = _num_replicas(self.wrapper, self.template)
 
     def restart_on_replicas(
       target: base.Target, found: list[jax.Array]
     ) -> PyTree:
       # The wrapper sees one replica: the scalars of the first stand for all.
       saved = {
-        "/".join(path[len(at) :]): x[0] if path in per_replica else x
+        "/".join(path[len(at) :]): x[0] if path in self.per_replica else x
         for path, x in zip(paths, found, strict=True)
       }
       wrappers = (self.wrapper,)
@@ -154,7 +147,7 @@ class Restart:
         wrappers, stack.init(wrappers, target.params, tx, target.collections)
       )
       new = base.adapt(self.wrapper).restart(first[name], target, saved)
-      states = stack.add_replica_axis(wrappers, {name: new}, count)
+      states = stack.add_replica_axis(wrappers, {name: new}, self.replicas)
       new = trees.conform(
         f"wrapper {name!r}: restart", states[name], self.template
       )
@@ -175,7 +168,6 @@ class Restart:
       found: The arrays that were read for `read_leaves`.
     """
     at = self.path
-    per_replica = _per_replica_paths(self.wrapper, self.template)
     lost = [
       f"; {'/'.join(path[len(at) :])} goes back from {int(found[path])} to "
       f"{int(x)} (accumulated steps lost: {int(found[path]) - int(x)})"
@@ -185,11 +177,11 @@ class Restart:
       and jnp.issubdtype(x.dtype, jnp.integer)
       and int(x) < int(found[path])
     ]
-    dropped = dict.fromkeys(path[len(at)] for path in per_replica)
+    dropped = dict.fromkeys(path[len(at)] for path in self.per_replica)
     return (
       f"the state of wrapper {at[-1]!r} for {self.saved_replicas} replicas, "
-      f"now there are {_num_replicas(self.wrapper, self.template)}: each "
-      "begins at the restored parameters. Dropped are the replicas' own "
+      f"now there are {self.replicas}: each begins at "
+      "the restored parameters. Dropped are the replicas' own "
       f"{', '.join(dropped)}{''.join(lost)}."
     )
 
@@ -208,19 +200,26 @@ def find_restarts(
   """
   restarts = []
   for wrapper in wrappers:
-    template = templates[base.name_of(wrapper)]
-    if not base.overrides(wrapper, "restart") or not jax.tree.leaves(template):
+    path = (migrate.WRAPPER_STATES, base.name_of(wrapper))
+    template = templates[path[-1]]
+    if not (base.overrides(wrapper, "restart") and jax.tree.leaves(template)):
       continue
-    if not migrate.has_prefix(saved, path_of(wrapper)):
-      restarts.append(Restart(wrapper, template, None))
-      continue
-    # The number of replicas of the first per-replica leaf that was saved.
-    for path in _per_replica_paths(wrapper, template):
-      if path in saved and saved[path].shape:
-        count = saved[path].shape[0]
-        if count != _num_replicas(wrapper, template):
-          restarts.append(Restart(wrapper, template, count))
-        break
+    mask = base.per_replica_mask(wrapper, template)
+    leaves = leaves_of(template, path)
+    per_replica = tuple(itertools.compress(leaves, mask))
+    replicas = leaves[per_replica[0]].shape[0] if per_replica else 1
+    saved_replicas = None
+    if migrate.has_prefix(saved, path):
+      # That of the first per-replica leaf that the checkpoint has.
+      counts = [
+        saved[p].shape[0] for p in per_replica if p in saved and saved[p].shape
+      ]
+      if not counts or counts[0] == replicas:
+        continue  # it is restored as it was saved
+      saved_replicas = counts[0]
+    restarts.append(
+      Restart(wrapper, path, template, per_replica, replicas, saved_replicas)
+    )
   return restarts
 
 
@@ -249,11 +248,17 @@ def compute_first_leaves(
       first = tx.init(opt_state_lib.optimized_params(params))
       leaves |= leaves_of(first, ("opt_state",))
     for wrapper in wrappers:
-      at = path_of(wrapper)
-      if any(path[:2] == at for path in wanted):
-        count = _num_replicas(wrapper, template[at[0]][at[1]])
-        states = stack.init((wrapper,), params, tx, collections, count)
-        leaves |= leaves_of(states, at[:1])
+      name = base.name_of(wrapper)
+      if any(path[:2] == (migrate.WRAPPER_STATES, name) for path in wanted):
+        state = template[migrate.WRAPPER_STATES][name]
+        mask = base.per_replica_mask(wrapper, state)
+        lengths = [
+          x.shape[0] for x in itertools.compress(jax.tree.leaves(state), mask)
+        ]
+        states = stack.init(
+          (wrapper,), params, tx, collections, lengths[0] if lengths else 1
+        )
+        leaves |= leaves_of(states, (migrate.WRAPPER_STATES,))
     # Not the buffers of the parameters: a step may donate both.
     given = (params, collections)
     return trees.unshare_buffers((given, [leaves[path] for path in wanted]))[1]
@@ -263,17 +268,3 @@ def compute_first_leaves(
     compute_leaves, out_shardings=[leaf_templates[p].sharding for p in wanted]
   )
   return dict(zip(wanted, jitted(params, collections), strict=True))
-
-
-def _per_replica_paths(wrapper: base.Wrapper, state: PyTree) -> list[Path]:
-  """Returns the paths of the per-replica leaves of a wrapper's state."""
-  mask = base.per_replica_mask(wrapper, state)
-  paths = leaves_of(state, path_of(wrapper))
-  return [path for path, own in zip(paths, mask, strict=True) if own]
-
-
-def _num_replicas(wrapper: base.Wrapper, state: PyTree) -> int:
-  """Returns the number of replicas that a wrapper's state is for."""
-  leaves = leaves_of(state, path_of(wrapper))
-  paths = _per_replica_paths(wrapper, state)
-  return leaves[paths[0]].shape[0] if paths else 1
