@@ -1,8 +1,8 @@
-"""The replica context: which replica this is, and collectives over them.
+"""The replica context: the number of a replica, and collectives over replicas.
 
-`Strategy.run` traces a function once for all replicas. While it does, the
-context of that trace can be asked for from anywhere below, as
-`tf.distribute.get_replica_context` can.
+`Strategy.run` traces a function once for all replicas. While it does,
+`get_replica_context` returns the context of that trace, as
+`tf.distribute.get_replica_context` does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 
 PyTree = Any
-# Replica numbers, as `lax.psum` takes them; None: all replicas are one group.
+# Groups of replica numbers, as `axis_index_groups` of `lax.psum`; None means
+# that all replicas are one group.
 Groups = Sequence[Sequence[int]] | None
 # The name that marks values in a jaxpr as replicated.
 ASSUMED_REPLICATED = "flaxshard.assume_replicated"
@@ -32,25 +33,27 @@ ASSUMED_REPLICATED = "flaxshard.assume_replicated"
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaContext:
-  """What a function inside `Strategy.run` may know and ask.
+  """The replicas, and collectives over them, inside `Strategy.run`.
 
   Attributes:
     num_replicas_in_sync: The number of replicas.
-    gradients_reduced: Whether the gradients being applied are the same on all
-      replicas: reduced already.
-    aggregation_skipped: Whether the user said so.
-    param_specs: Of each TrainState that was given, how its parameters are split
-      within a replica, and their shapes.
+    gradients_reduced: True while gradients are applied that are the same on
+      all replicas, because they have been reduced.
+    aggregation_skipped: True while gradients are applied that the user has
+      declared to be the same on all replicas.
+    param_specs: A pair for each TrainState that `run` received: the
+      PartitionSpecs of its parameters over the logical devices of a replica,
+      and the parameters' shapes.
 
   Example:
     >>> import flaxshard as fs
     >>> strategy = fs.Strategy()
-    >>> def who(x):
+    >>> def average_number(x):
     ...   context = fs.get_replica_context()
-    ...   mine = x + context.replica_id_in_sync_group
-    ...   return context.all_reduce("sum", mine) / context.num_replicas_in_sync
+    ...   y = x + context.replica_id_in_sync_group
+    ...   return context.all_reduce("sum", y) / context.num_replicas_in_sync
     >>> n = strategy.num_replicas_in_sync
-    >>> float(strategy.run(who, args=(1.0,))[0]) == 1 + (n - 1) / 2
+    >>> float(strategy.run(average_number, args=(1.0,))[0]) == 1 + (n - 1) / 2
     True
   """
 
@@ -61,48 +64,52 @@ class ReplicaContext:
 
   @property
   def replica_id_in_sync_group(self) -> jax.Array:
-    """int32 scalar, this replica's number; each replica has its own value."""
+    """The number of this replica, an int32 scalar that differs per replica."""
     return jax.lax.axis_index(mesh_lib.REPLICA)
 
   def all_reduce(self, reduce_op: str, value: PyTree) -> PyTree:
-    """Returns the sum or the mean over the replicas, on each of them.
+    """Returns the sum or the mean of arrays over the replicas.
 
     Args:
       reduce_op: `"sum"` or `"mean"`. The mean of integers is float32.
-      value: A tree of arrays, `[...]`, this replica's.
+      value: A tree of arrays `[...]`, the values of this replica.
 
     Returns:
       A tree of arrays `[...]`, the same on all replicas.
 
     Raises:
-      ValueError: Another `reduce_op`.
+      ValueError: `reduce_op` is neither `"sum"` nor `"mean"`.
     """
     check_reduce_op(reduce_op)
-    value = jax.tree.map(_number, value)
+    value = jax.tree.map(_as_number, value)
     with activate(self):
       return reduce_over_replicas(reduce_op, value)
 
   def all_gather(self, value: PyTree, axis: int) -> PyTree:
-    """Returns the replicas' values, concatenated along an axis, on each.
+    """Concatenates the arrays of all replicas along an axis.
 
     Args:
-      value: A tree of arrays, this replica's.
-      axis: Of every array, to concatenate along.
+      value: A tree of arrays, the values of this replica.
+      axis: The axis of every array to concatenate along.
+
+    Returns:
+      A tree of arrays, the same on all replicas.
 
     Raises:
       ValueError: An array has no such axis.
     """
 
-    def gather(x: Any) -> jax.Array:
+    def gather_array(x: Any) -> jax.Array:
       x = jnp.asarray(x)
       check_axis("all_gather", axis, x.shape)
-      if self.num_replicas_in_sync == 1:  # as in `reduce_over_replicas`
+      # XLA fails on a collective over one device: see `reduce_over_replicas`.
+      if self.num_replicas_in_sync == 1:
         return x
       return jax.lax.all_gather(
         x, mesh_lib.REPLICA, axis=axis % x.ndim, tiled=True
       )
 
-    return jax.tree.map(gather, value)
+    return jax.tree.map(gather_array, value)
 
   def assume_replicated(self, value: PyTree) -> PyTree:
     """Marks arrays as the same on all replicas, for `Strategy.run`'s check.
@@ -157,20 +164,21 @@ _current: contextvars.ContextVar[ReplicaContext | None] = (
 
 
 def get_replica_context() -> ReplicaContext | None:
-  """Returns the context of the replica that is traced; None outside of `run`.
-
-  After `tf.distribute.get_replica_context`.
+  """Returns the context of the current replica; None outside `Strategy.run`.
 
   Example:
     >>> get_replica_context() is None
     True
+
+  References:
+    `tf.distribute.get_replica_context`.
   """
   return _current.get()
 
 
 @contextlib.contextmanager
 def activate(context: ReplicaContext) -> Iterator[None]:
-  """Makes `context` the current one."""
+  """Makes `context` the current one within the `with` block."""
   token = _current.set(context)
   try:
     yield
@@ -180,7 +188,12 @@ def activate(context: ReplicaContext) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gradients_already_reduced(*, by_user: bool = False) -> Iterator[None]:
-  """Says, for the time being, that gradients are the same on all replicas."""
+  """Marks gradients as already reduced within the `with` block.
+
+  Args:
+    by_user: True if the user has declared it, so that `CrossShard` does not
+      reduce them either.
+  """
   context = _current.get() or ReplicaContext(1)
   if by_user:
     context = dataclasses.replace(context, aggregation_skipped=True)
@@ -191,7 +204,7 @@ def gradients_already_reduced(*, by_user: bool = False) -> Iterator[None]:
 
 
 def num_replicas() -> int:
-  """Returns the number of replicas; 1 outside of `run`."""
+  """Returns the number of replicas; 1 outside of `Strategy.run`."""
   context = _current.get()
   return 1 if context is None else context.num_replicas_in_sync
 
@@ -199,23 +212,26 @@ def num_replicas() -> int:
 def reduce_over_replicas(
   op: str, tree: PyTree, groups: Groups = None
 ) -> PyTree:
-  """Returns the "sum", "mean" or "max" of arrays over the replicas.
+  """Reduces arrays over the replicas, in one collective.
 
   Args:
-    op: What to take.
-    tree: A tree of arrays, this replica's; all go in one collective.
-    groups: Groups of as many replicas each, within which it is taken; None:
-      all replicas are one.
+    op: `"sum"`, `"mean"` or `"max"`.
+    tree: A tree of arrays, the values of this replica.
+    groups: Groups of equal size to reduce within; None for all replicas.
+
+  Returns:
+    A tree of arrays of the same shapes and dtypes.
   """
   if num_replicas() == 1:
-    # XLA fails on a reduction over one device of what is sharded over others.
+    # XLA fails to reduce over an axis of one device if the array is sharded
+    # over other axes.
     return jax.tree.map(lambda x: x / 1, tree) if op == "mean" else tree
   collectives: dict[str, Any] = {
     "sum": jax.lax.psum,
     "mean": jax.lax.pmean,
     "max": jax.lax.pmax,
   }
-  wide = jax.tree.map(_for_cpu, tree)
+  wide = jax.tree.map(_widen_for_cpu, tree)
   new = collectives[op](wide, mesh_lib.REPLICA, axis_index_groups=groups)
   return jax.tree.map(
     lambda x, sent, given: x if sent is given else x.astype(given.dtype),
@@ -225,9 +241,10 @@ def reduce_over_replicas(
   )
 
 
-def _for_cpu(x: Any) -> Any:
-  """Returns float32 for bfloat16 and float8 on virtual devices."""
-  # XLA's CPU compiler aborts on their sum where it splits a replica further.
+def _widen_for_cpu(x: Any) -> Any:
+  """Casts bfloat16 and float8 to float32 on CPU devices."""
+  # XLA's CPU compiler aborts the process when it sums them over the replicas
+  # and shards them over logical devices at once.
   device = jax.sharding.get_abstract_mesh().abstract_device
   narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
   if narrow and x.dtype != jnp.float16 and device and device.platform == "cpu":
@@ -236,10 +253,14 @@ def _for_cpu(x: Any) -> Any:
 
 
 def all_replicas(finite: jax.Array) -> jax.Array:
-  """Returns whether the flag, of gradients being applied, holds everywhere.
+  """Returns whether a flag is true on all replicas.
 
-  It costs a collective of one scalar, and nothing where the gradients are the
-  same on all replicas.
+  Args:
+    finite: bool scalar, computed from the gradients that are being applied.
+
+  Returns:
+    A bool scalar. It takes a collective of one scalar, or none if the gradients
+    are already reduced: then the flag is the same on all replicas.
   """
   context = _current.get()
   if num_replicas() == 1 or (context is not None and context.gradients_reduced):
@@ -271,44 +292,56 @@ def reduce_gradients(op: str, grads: PyTree, groups: Groups = None) -> PyTree:
 
 
 def mean_collection(tree: PyTree, groups: Groups = None) -> PyTree:
-  """Makes a collection the same on all replicas, or on those of a group.
+  """Averages a collection over the replicas, or over those of a group.
 
-  Floating-point leaves are averaged, as TensorFlow does with the moving
-  statistics of BatchNorm; of others (counters, keys) the first replica's hold.
+  Floating-point leaves are averaged, as TensorFlow averages the moving
+  statistics of BatchNorm. Others (counters, PRNG keys) take the value of the
+  first replica of the group.
+
+  Args:
+    tree: A tree of arrays, the values of this replica.
+    groups: Groups of equal size; None for all replicas.
   """
   firsts = [min(group) for group in groups or [[0]]]
 
-  def reduce(x: jax.Array) -> jax.Array:
+  def mean_or_first(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.inexact):
       return reduce_over_replicas("mean", x, groups)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-      data = reduce(jax.random.key_data(x))
+      data = mean_or_first(jax.random.key_data(x))
       return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    first = jnp.isin(jax.lax.axis_index(mesh_lib.REPLICA), jnp.array(firsts))
-    mine = jnp.where(first, x, jnp.zeros_like(x))
-    return reduce_over_replicas("sum", _number(mine), groups).astype(x.dtype)
+    # The sum of the first replica's value and of zeros from the others.
+    is_first = jnp.isin(jax.lax.axis_index(mesh_lib.REPLICA), jnp.array(firsts))
+    masked = jnp.where(is_first, x, jnp.zeros_like(x))
+    total = reduce_over_replicas("sum", _as_number(masked), groups)
+    return total.astype(x.dtype)
 
-  return tree if num_replicas() == 1 else jax.tree.map(reduce, tree)
+  return tree if num_replicas() == 1 else jax.tree.map(mean_or_first, tree)
 
 
 def is_first_replica() -> jax.Array:
-  """Returns whether this is the first replica; True where there are none."""
+  """Returns a bool scalar: whether this is replica 0, or no replica at all."""
   if _current.get() is None:
     return jnp.array(True)
   return jax.lax.axis_index(mesh_lib.REPLICA) == 0
 
 
 def specs_within(params: PyTree) -> PyTree | None:
-  """Returns how parameters are split over logical devices; None: not at all.
+  """Returns the PartitionSpecs of parameters over logical devices.
 
-  Also None where two TrainStates with like parameters have them split unlike.
+  Args:
+    params: The parameters of a TrainState that `Strategy.run` received.
+
+  Returns:
+    A tree of PartitionSpecs. None if no parameter is sharded, or if two
+    TrainStates have parameters of the same shapes but other PartitionSpecs.
   """
   context = _current.get()
   shapes = [x.shape for x in jax.tree.leaves(params)]
   structure: Any = jax.tree.structure(params)
   found: list[PyTree] = []
-  for specs, theirs in () if context is None else context.param_specs:
-    if jax.tree.structure(specs) == structure and theirs == shapes:
+  for specs, spec_shapes in () if context is None else context.param_specs:
+    if jax.tree.structure(specs) == structure and spec_shapes == shapes:
       found.append(specs)
   if not found or any(specs != found[0] for specs in found):
     return None
@@ -316,7 +349,7 @@ def specs_within(params: PyTree) -> PyTree | None:
 
 
 def part_of(x: Any, spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
-  """Returns the shape and dtype that a logical device has of an array."""
+  """Returns shape and dtype of the part of an array on one logical device."""
   sizes = jax.sharding.get_abstract_mesh().shape
   shape = list(x.shape)
   for i, entry in enumerate(spec):
@@ -327,7 +360,13 @@ def part_of(x: Any, spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
 def on_logical_devices(
   fn: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
 ) -> Callable[..., PyTree]:
-  """Returns `fn`, called on each logical device with its part."""
+  """Returns a function that calls `fn` on each logical device with its part.
+
+  Args:
+    fn: A function of arrays.
+    in_specs: PartitionSpecs of its arguments over the logical axes.
+    out_specs: PartitionSpecs of its results.
+  """
   mesh = jax.sharding.get_abstract_mesh()
   types = zip(mesh.axis_names, mesh.axis_types, strict=True)
   manual = jax.sharding.AxisType.Manual
@@ -342,9 +381,10 @@ def on_logical_devices(
 
 
 def fully_manual(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-  """Returns `fn` with no mesh axis left to XLA, which callbacks ask for.
+  """Returns `fn` in a `shard_map` that is manual over all axes of the mesh.
 
-  Arguments and results are whole on all logical devices of a replica.
+  Host callbacks need that: XLA cannot partition them. Arguments and results are
+  replicated over the logical devices of a replica.
   """
   mesh = jax.sharding.get_abstract_mesh()
   types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -361,19 +401,17 @@ def check_reduce_op(reduce_op: Any, argument: str = "reduce_op") -> None:
 
 
 def check_axis(where: str, axis: Any, shape: tuple[int, ...]) -> None:
-  """Raises unless `axis` is one of a value of that shape."""
-  if isinstance(axis, bool) or not isinstance(axis, int):
-    raise TypeError(f"{where}: axis must be an integer, got {axis!r}.")
+  """Raises unless `axis` is an axis of an array of that shape."""
+  axis = checks.integer(f"{where}: axis", axis)
   ndim = len(shape)
   if not -ndim <= axis < ndim:
-    allowed = f"{-ndim} to {ndim - 1}" if ndim else "none, it is a scalar"
+    allowed = f"; allowed: {-ndim} to {ndim - 1}" if ndim else ", a scalar"
     raise ValueError(
-      f"{where}: axis={axis} is none of a value of shape {shape}; allowed: "
-      f"{allowed}."
+      f"{where}: axis={axis} is no axis of an array of shape {shape}{allowed}."
     )
 
 
-def _number(x: Any) -> jax.Array:
-  """Returns an array that can be summed: booleans count as 0 and 1."""
+def _as_number(x: Any) -> jax.Array:
+  """Returns an array that can be summed: booleans become 0 and 1."""
   x = jnp.asarray(x)
   return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x

@@ -1,4 +1,8 @@
-"""Values that each replica has its own of, and what becomes of them outside."""
+"""Per-replica values: `PerReplica`, and functions over them outside of `run`.
+
+A leaf is per replica if it has a leading axis with one row for each replica,
+sharded over `"replica"`. Otherwise it is replicated: the same on all replicas.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +28,14 @@ P = jax.sharding.PartitionSpec
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class PerReplica:
-  """A value that each replica has its own of.
+  """A value that differs per replica, with the values of all replicas.
 
-  Inside `Strategy.run` a replica finds its own value in its place; what a
-  replica returns, other than a TrainState, comes back as one of these.
+  In an argument of `Strategy.run` each replica sees its own row in place of the
+  `PerReplica`. Everything that a function returns, except TrainStates, becomes
+  a `PerReplica` outside of `run`. `Strategy.reduce` makes one value of it.
 
   Attributes:
-    value: An array `[replicas, ...]`, or a tree of such.
+    value: An array `[replicas, ...]`, or a tree of such arrays.
 
   Example:
     >>> losses = PerReplica(jnp.array([1.0, 3.0]))
@@ -45,15 +50,18 @@ class PerReplica:
 
   def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
     """Returns the values of all replicas, `[replicas, ...]`."""
-    del copy
+    del copy  # A jax.Array is copied to the host in any case.
     return np.asarray(self.value, dtype)
 
   def __getitem__(self, index: int) -> Any:
     """Returns the value of replica `index`."""
-    # JAX would clamp it, and a loop over the replicas would never end.
+    # JAX clamps an index out of range, so that a `for` loop would never end.
     if not -len(self) <= index < len(self):
-      raise IndexError(f"PerReplica: there is no replica {index}: {len(self)}.")
-    return jax.tree.map(lambda x: _at(x, index), self.value)
+      raise IndexError(
+        f"PerReplica: index must be below {len(self)}, the number of replicas, "
+        f"got {index}."
+      )
+    return jax.tree.map(lambda x: _row(x, index), self.value)
 
   def __len__(self) -> int:
     """Returns the number of replicas."""
@@ -63,7 +71,7 @@ class PerReplica:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replicated:
-  """What a function returns that is the same on all replicas: one comes back.
+  """A result that is the same on all replicas: `run` returns `value` itself.
 
   Attributes:
     value: A tree of arrays.
@@ -73,7 +81,7 @@ class Replicated:
 
 
 def is_per_replica(x: Any) -> bool:
-  """Whether `x` is a `PerReplica`."""
+  """Returns whether `x` is a `PerReplica`."""
   return isinstance(x, PerReplica)
 
 
@@ -89,18 +97,18 @@ def has_replica_axis(spec: Any) -> bool:
 
 
 def has_per_replica(tree: PyTree) -> bool:
-  """Whether there is a `PerReplica` in a tree."""
+  """Returns whether a tree contains a `PerReplica`."""
   leaves = jax.tree.leaves(tree, is_leaf=is_per_replica)
   return any(map(is_per_replica, leaves))
 
 
 @dataclasses.dataclass(frozen=True)
 class ValueContext:
-  """Which replica a value is made for.
+  """The argument of `Strategy.distribute_values_from_function`'s function.
 
   Attributes:
-    replica_id_in_sync_group: The number of the replica.
-    num_replicas_in_sync: How many there are.
+    replica_id_in_sync_group: The number of the replica that gets the value.
+    num_replicas_in_sync: The number of replicas.
 
   References:
     `tf.distribute.experimental.ValueContext`.
@@ -113,47 +121,46 @@ class ValueContext:
 def reduce(
   mesh: jax.sharding.Mesh, reduce_op: str, value: PyTree, axis: int | None
 ) -> PyTree:
-  """Combines the replicas' values; see `Strategy.reduce`."""
+  """Reduces per-replica values to one value; see `Strategy.reduce`."""
   replica_context.check_reduce_op(reduce_op)
   trees.check_arrays("reduce: value", value)
 
-  def axes(v: Any) -> tuple[int, ...]:
-    return () if axis is None else (_axis("reduce", axis, v),)
+  def reduce_array(v: Any) -> jax.Array:
+    axes = () if axis is None else (_axis_after_replicas("reduce", axis, v),)
+    return _reducer(mesh, reduce_op, (0, *axes))(v)
 
-  def one(path: Any, x: Any) -> Any:
+  def reduce_leaf(path: Any, x: Any) -> Any:
     if is_per_replica(x):
-      return jax.tree.map(
-        lambda v: _reducer(mesh, reduce_op, (0, *axes(v)))(v),
-        _inside(mesh, "reduce", path, x),
-      )
+      return jax.tree.map(reduce_array, _check_rows(mesh, "reduce", path, x))
     if reduce_op == "sum":
+      # TensorFlow refuses it too: it could mean x or x times the replicas.
       raise ValueError(
         f"reduce: value[{trees.path_string(path)}] must be a PerReplica, got "
-        f"{x!r}: the sum of what is the same on all replicas is not defined."
+        f"{x!r}: the sum of a replicated value is ambiguous."
       )
     if axis is None:
       return x
     replica_context.check_axis("reduce", axis, np.shape(x))
     return jnp.mean(jnp.asarray(x), axis)
 
-  return _map(one, value)
+  return _map_leaves(reduce_leaf, value)
 
 
 def gather(mesh: jax.sharding.Mesh, value: PyTree, axis: int) -> PyTree:
-  """Concatenates the replicas' values; see `Strategy.gather`."""
+  """Concatenates per-replica values; see `Strategy.gather`."""
 
-  def one(path: Any, x: Any) -> Any:
+  def gather_leaf(path: Any, x: Any) -> Any:
     if not is_per_replica(x):
       raise ValueError(
         f"gather: value[{trees.path_string(path)}] must be a PerReplica, got "
         f"{x!r}."
       )
     return jax.tree.map(
-      lambda v: _gatherer(mesh, _axis("gather", axis, v))(v),
-      _inside(mesh, "gather", path, x),
+      lambda v: _gatherer(mesh, _axis_after_replicas("gather", axis, v))(v),
+      _check_rows(mesh, "gather", path, x),
     )
 
-  return _map(one, value)
+  return _map_leaves(gather_leaf, value)
 
 
 def local_replicas(mesh: jax.sharding.Mesh) -> list[int]:
@@ -167,87 +174,89 @@ def local_replicas(mesh: jax.sharding.Mesh) -> list[int]:
 
 
 def local_results(mesh: jax.sharding.Mesh, value: PyTree) -> tuple[PyTree, ...]:
-  """Returns this process's replicas' values; see `Strategy.local_results`."""
+  """Returns the values of local replicas; see `Strategy.local_results`."""
 
-  def of(index: int) -> Callable[[Any, Any], Any]:
-    def one(path: Any, x: Any) -> Any:
-      if not is_per_replica(x):
-        return x
-      return jax.tree.map(
-        lambda v: _local_value(mesh, index, v),
-        _inside(mesh, "local_results", path, x),
-      )
+  def take_leaf(index: int, path: Any, x: Any) -> Any:
+    if not is_per_replica(x):
+      return x
+    return jax.tree.map(
+      lambda v: _local_row(mesh, index, v),
+      _check_rows(mesh, "local_results", path, x),
+    )
 
-    return one
-
-  return tuple(_map(of(i), value) for i in local_replicas(mesh))
+  return tuple(
+    _map_leaves(functools.partial(take_leaf, i), value)
+    for i in local_replicas(mesh)
+  )
 
 
 def from_function(
   mesh: jax.sharding.Mesh, value_fn: Callable[[ValueContext], PyTree]
 ) -> PyTree:
-  """See `Strategy.distribute_values_from_function`."""
+  """Makes a `PerReplica`; see `Strategy.distribute_values_from_function`."""
   if not callable(value_fn):
     raise TypeError(f"value_fn must be a function, got {value_fn!r}.")
-  mine = local_replicas(mesh)
-  count = mesh.shape[mesh_lib.REPLICA]
-  values = [value_fn(ValueContext(i, count)) for i in mine]
-  for i, value in zip(mine, values, strict=True):
+  # Each process calls it for its own replicas only.
+  local = local_replicas(mesh)
+  num_replicas = mesh.shape[mesh_lib.REPLICA]
+  values = [value_fn(ValueContext(i, num_replicas)) for i in local]
+  for i, value in zip(local, values, strict=True):
     trees.check_arrays(f"value_fn of replica {i}", value)
     difference = trees.first_difference(value, values[0])
     if difference:
       raise ValueError(
-        f"value_fn must return alike values, but that of replica {i} differs "
-        f"from that of replica {mine[0]} at {difference}."
+        "value_fn must return values of one structure, with the same shapes "
+        f"and dtypes, but replica {i} differs from replica {local[0]} at "
+        f"{difference}."
       )
   sharding = jax.sharding.NamedSharding(mesh, P(mesh_lib.REPLICA))
 
-  def put(*parts: Any) -> PerReplica:
-    shape = (count, *np.shape(parts[0]))
-    if any(isinstance(x, jax.Array) for x in parts):
-      local: Any = jnp.stack([trees.drop_weak_type(x) for x in parts])
+  def stack_rows(*rows: Any) -> PerReplica:
+    shape = (num_replicas, *np.shape(rows[0]))
+    if any(isinstance(x, jax.Array) for x in rows):
+      local_rows: Any = jnp.stack([trees.drop_weak_type(x) for x in rows])
     else:
-      local = np.stack(parts)
-    # The parts of this process only: other processes have the others.
+      local_rows = np.stack(rows)
     return PerReplica(
-      jax.make_array_from_process_local_data(sharding, local, shape)
+      jax.make_array_from_process_local_data(sharding, local_rows, shape)
     )
 
-  return jax.tree.map(put, *values)
+  return jax.tree.map(stack_rows, *values)
 
 
 def mean_over_replicas(tree: PyTree) -> PyTree:
-  """Returns a tree with one value for each `PerReplica`, in eager code.
+  """Replaces each `PerReplica` of a tree by one value, outside of `run`.
 
-  The mean of floating-point values; of others (counters, keys) the first.
+  Floating-point values are averaged; others (counters, PRNG keys) take the
+  value of replica 0.
   """
 
-  def one(x: Any) -> Any:
+  def mean_or_first(x: Any) -> Any:
     if jnp.issubdtype(x.dtype, jnp.inexact):
       return jnp.mean(x, axis=0, dtype=x.dtype)
-    return _at(x, 0)
+    return _row(x, 0)
 
   return jax.tree.map(
-    lambda x: jax.tree.map(one, x.value) if is_per_replica(x) else x,
+    lambda x: jax.tree.map(mean_or_first, x.value) if is_per_replica(x) else x,
     tree,
     is_leaf=is_per_replica,
   )
 
 
 def broadcast_to_replicas(tree: PyTree, like: PyTree) -> PyTree:
-  """Broadcasts to a `PerReplica` wherever `like` has one.
+  """Gives all replicas the same value wherever `like` has a `PerReplica`.
 
   Args:
     tree: A tree with one value for each `PerReplica` of `like`.
-    like: The tree as it is to be.
+    like: A tree with the structure, shapes and shardings of the result.
   """
 
-  def one(old: jax.Array, x: jax.Array) -> jax.Array:
+  def broadcast(old: jax.Array, x: jax.Array) -> jax.Array:
     return jax.device_put(jnp.broadcast_to(x, old.shape), old.sharding)
 
   return jax.tree.map(
     lambda old, x: (
-      jax.tree.map(one, old, PerReplica(x)) if is_per_replica(old) else x
+      jax.tree.map(broadcast, old, PerReplica(x)) if is_per_replica(old) else x
     ),
     like,
     tree,
@@ -255,27 +264,27 @@ def broadcast_to_replicas(tree: PyTree, like: PyTree) -> PyTree:
   )
 
 
-def _map(fn: Callable[[Any, Any], Any], value: PyTree) -> PyTree:
+def _map_leaves(fn: Callable[[Any, Any], Any], value: PyTree) -> PyTree:
+  """Maps `fn(path, leaf)` over a tree in which a `PerReplica` is a leaf."""
   return jax.tree_util.tree_map_with_path(fn, value, is_leaf=is_per_replica)
 
 
-def _inside(
+def _check_rows(
   mesh: jax.sharding.Mesh, where: str, path: Any, x: PerReplica
 ) -> PyTree:
-  """Returns what is in a PerReplica, once it is one of these replicas."""
+  """Returns the value of a `PerReplica`, if it has a row for each replica."""
   replicas = mesh.shape[mesh_lib.REPLICA]
   for leaf in jax.tree.leaves(x.value):
     if np.shape(leaf)[:1] != (replicas,):
       raise ValueError(
         f"{where}: value[{trees.path_string(path)}], a PerReplica, must have "
-        f"the {replicas} replicas as its first dimension, got shape "
-        f"{np.shape(leaf)}."
+        f"{replicas} rows, one for each replica, got shape {np.shape(leaf)}."
       )
   return x.value
 
 
-def _axis(where: str, axis: int, x: Any) -> int:
-  """Returns the dimension of `[replicas, ...]` for one of a replica's value."""
+def _axis_after_replicas(where: str, axis: int, x: Any) -> int:
+  """Returns the axis of an array `[replicas, ...]` for an axis of its rows."""
   shape = np.shape(x)[1:]
   replica_context.check_axis(where, axis, shape)
   return axis % len(shape) + 1
@@ -294,7 +303,7 @@ def _gatherer(mesh: jax.sharding.Mesh, axis: int) -> Callable[[Any], jax.Array]:
   whole = jax.sharding.NamedSharding(mesh, P())
   return _compiled(
     mesh,
-    # What is split cannot be taken apart where axes are Explicit.
+    # With Explicit axes JAX refuses to iterate over a sharded axis.
     lambda x: jnp.concatenate(
       list(mesh_lib.constrain(x, whole)), axis=axis - 1
     ),
@@ -304,21 +313,26 @@ def _gatherer(mesh: jax.sharding.Mesh, axis: int) -> Callable[[Any], jax.Array]:
 def _compiled(
   mesh: jax.sharding.Mesh, fn: Callable[[Any], jax.Array]
 ) -> Callable[[Any], jax.Array]:
-  # On every process the whole result, so that each can look at it.
+  # Replicated, so that every process can read the whole result.
   whole = jax.sharding.NamedSharding(mesh, P())
   compiled = jax.jit(fn, out_shardings=whole)
 
-  def call(x: Any) -> jax.Array:
-    if getattr(getattr(x, "sharding", None), "mesh", None) != mesh:
+  def put_and_call(x: Any) -> jax.Array:
+    sharding = x.sharding if isinstance(x, jax.Array) else None
+    if (
+      not isinstance(sharding, jax.sharding.NamedSharding)
+      or sharding.mesh != mesh
+    ):
       x = mesh_lib.put(x, whole)
     return compiled(x)
 
-  return call
+  return put_and_call
 
 
-def _at(x: Any, index: int) -> Any:
-  """Returns `x[index]`, also of what is split along an Explicit axis."""
-  sharding = getattr(x, "sharding", None)
+def _row(x: Any, index: int) -> Any:
+  """Returns `x[index]`."""
+  # JAX refuses to index an axis that is sharded over an Explicit mesh axis.
+  sharding = x.sharding if isinstance(x, jax.Array) else None
   if isinstance(sharding, jax.sharding.NamedSharding) and (
     jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
   ):
@@ -326,17 +340,18 @@ def _at(x: Any, index: int) -> Any:
   return x[index]
 
 
-def _local_value(mesh: jax.sharding.Mesh, index: int, x: Any) -> jax.Array:
+def _local_row(mesh: jax.sharding.Mesh, index: int, x: Any) -> jax.Array:
   """Returns `x[index]` on the devices of its replica, without communication."""
   devices = mesh_lib.replica_mesh(mesh, index)
-  sharding = getattr(x, "sharding", None)
+  sharding = x.sharding if isinstance(x, jax.Array) else None
   if (
     not isinstance(sharding, jax.sharding.NamedSharding)
     or sharding.mesh != mesh
     or mesh_lib.REPLICA not in (*sharding.spec, None)[:1]
   ):
     whole = jax.sharding.NamedSharding(devices, P())
-    return jax.device_put(_at(jnp.asarray(x), index), whole)
+    return jax.device_put(_row(jnp.asarray(x), index), whole)
+  # A shard without a start holds all rows: the mesh has one replica.
   parts = [
     shard.data[0]
     for shard in x.addressable_shards

@@ -1,4 +1,4 @@
-"""PerReplica values, and what becomes of them outside of run."""
+"""PerReplica values, and the functions over them outside of run."""
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,12 @@ STRATEGIES = [EIGHT, SPLIT, EXPLICIT, ONE]
 
 
 def rows(context):
-  """`[2, 3]`, another one for each replica."""
+  """Returns a `[2, 3]` array that differs per replica."""
   first = 6 * context.replica_id_in_sync_group
   return np.arange(first, first + 6, dtype=np.float32).reshape(2, 3)
 
 
-def test_a_per_replica_is_a_sequence_of_values():
+def test_per_replica_is_a_sequence():
   losses = fs.PerReplica(jnp.array([1.0, 3.0]))
   assert [float(x) for x in losses] == [1.0, 3.0]
   assert len(losses) == 2 and float(losses[-1]) == 3.0
@@ -33,11 +33,11 @@ def test_a_per_replica_is_a_sequence_of_values():
   assert np.asarray(losses, np.float64).dtype == np.float64
   tree = fs.PerReplica({"a": jnp.arange(2), "b": jnp.ones((2, 3))})
   assert len(tree) == 2 and tree[1]["b"].shape == (3,)
-  with pytest.raises(IndexError, match="there is no replica 2"):
+  with pytest.raises(IndexError, match="got 2"):
     losses[2]
 
 
-def test_a_per_replica_is_a_pytree():
+def test_per_replica_is_a_pytree():
   doubled = jax.tree.map(lambda x: 2 * x, fs.PerReplica(jnp.arange(3)))
   assert isinstance(doubled, fs.PerReplica)
   assert np.asarray(doubled).tolist() == [0, 2, 4]
@@ -45,7 +45,7 @@ def test_a_per_replica_is_a_pytree():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_values_from_a_function(strategy):
+def test_from_function(strategy):
   n = strategy.num_replicas_in_sync
   made = strategy.distribute_values_from_function(
     lambda context: {
@@ -70,7 +70,7 @@ def test_values_from_a_function(strategy):
   assert made["rows"].value.dtype == jnp.float32
 
 
-def test_a_replica_finds_its_own_value():
+def test_replica_sees_its_own_row():
   made = EIGHT.distribute_values_from_function(rows)
   sums = EIGHT.run(lambda x: x.sum(), args=(made,))
   wanted = np.arange(48.0).reshape(8, 6).sum(1)
@@ -85,7 +85,7 @@ def test_a_replica_finds_its_own_value():
     (
       lambda c: {"a": np.ones(c.replica_id_in_sync_group)},
       ValueError,
-      r"that of replica 1 differs from that of replica 0 at a: shape \(1,\)",
+      r"replica 1 differs from replica 0 at a: shape \(1,\)",
     ),
     (
       lambda c: {str(c.replica_id_in_sync_group): 1},
@@ -94,13 +94,13 @@ def test_a_replica_finds_its_own_value():
     ),
   ],
 )
-def test_values_that_cannot_be_distributed(value_fn, error, message):
+def test_invalid_value_fn_raises(value_fn, error, message):
   with pytest.raises(error, match=message):
     EIGHT.distribute_values_from_function(value_fn)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_reduce(strategy):
+def test_reduce_over_replicas_and_axes(strategy):
   n = strategy.num_replicas_in_sync
   value = strategy.distribute_values_from_function(rows)
   array = np.arange(6.0 * n, dtype=np.float32).reshape(n, 2, 3)
@@ -124,7 +124,7 @@ def test_reduce_of_integers_and_booleans():
   assert int(EIGHT.reduce("sum", odd)) == 4
 
 
-def test_the_mean_of_what_is_the_same_everywhere():
+def test_mean_of_replicated_value():
   tree = {"a": np.arange(3.0), "b": 2.0}
   same = EIGHT.reduce("mean", tree)
   assert same["a"] is tree["a"] and same["b"] == 2.0
@@ -134,7 +134,7 @@ def test_the_mean_of_what_is_the_same_everywhere():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gather(strategy):
+def test_gather_concatenates_rows(strategy):
   n = strategy.num_replicas_in_sync
   value = strategy.distribute_values_from_function(rows)
   array = np.arange(6.0 * n).reshape(n, 2, 3)
@@ -149,21 +149,23 @@ def test_gather(strategy):
     (lambda v: EIGHT.reduce("max", v), ValueError, "'max'"),
     (lambda v: EIGHT.reduce("mean", "a"), TypeError, "reduce: value.* got 'a'"),
     (lambda v: EIGHT.reduce("sum", v, axis=2), ValueError, "allowed: -2 to 1"),
-    (lambda v: EIGHT.reduce("sum", v, axis=1.0), TypeError, "an integer"),
-    (lambda v: EIGHT.gather(v, 2), ValueError, "gather: axis=2 is none of"),
-    (lambda v: EIGHT.gather(v, None), TypeError, "axis must be an integer"),
+    (lambda v: EIGHT.reduce("sum", v, axis=1.0), TypeError, r"axis .* 1\.0"),
+    (lambda v: EIGHT.gather(v, None), TypeError, r"gather: axis .* None"),
     (lambda v: EIGHT.gather({"a": 1.0}, 0), ValueError, r"value\[a\] must be"),
-    (lambda v: SPLIT.reduce("sum", v), ValueError, "must have the 2 replicas"),
-    (lambda v: SPLIT.gather(v, 0), ValueError, "must have the 2 replicas"),
-    (lambda v: SPLIT.local_results({"a": v}), ValueError, r"value\[a\], a Per"),
+    (lambda v: SPLIT.reduce("sum", v), ValueError, "2 rows"),
+    (
+      lambda v: SPLIT.local_results({"a": v}),
+      ValueError,
+      r"value\[a\].* 2 rows",
+    ),
   ],
 )
-def test_what_cannot_be_combined(call, error, message):
+def test_invalid_reduce_or_gather_raises(call, error, message):
   with pytest.raises(error, match=message):
     call(EIGHT.distribute_values_from_function(rows))
 
 
-def test_nothing_compiles_twice():
+def test_reduce_and_gather_compile_once():
   value = EIGHT.distribute_values_from_function(rows)
 
   def combine():
@@ -176,7 +178,7 @@ def test_nothing_compiles_twice():
     combine()
 
 
-def test_local_results_lie_on_the_devices_of_their_replica():
+def test_local_results_are_on_the_devices_of_their_replica():
   value = SPLIT.distribute_values_from_function(rows)
   results = SPLIT.local_results({"a": value, "b": 2.0})
   for i, result in enumerate(results):
@@ -188,7 +190,7 @@ def test_local_results_lie_on_the_devices_of_their_replica():
       assert shard.data.shape == (2, 3)
 
 
-def test_local_results_stay_split_over_logical_devices():
+def test_local_results_stay_sharded_over_logical_devices():
   fn = lambda x: SPLIT.split_to_logical_devices(x + replica_id(), [1, 4])
   replica_id = lambda: fs.get_replica_context().replica_id_in_sync_group
   x = np.arange(16.0).reshape(2, 8)
@@ -200,7 +202,7 @@ def test_local_results_stay_split_over_logical_devices():
 
 
 @pytest.mark.parametrize("made_by", ["numpy", "one device", "another order"])
-def test_values_from_elsewhere(made_by):
+def test_values_on_other_devices(made_by):
   value = np.arange(16.0, dtype=np.float32).reshape(8, 2)
   if made_by == "one device":
     value = jnp.asarray(value)
@@ -215,7 +217,7 @@ def test_values_from_elsewhere(made_by):
     assert result.devices() == {jax.devices()[i]}
 
 
-def test_merged_and_spread():
+def test_mean_over_replicas_and_broadcast_to_replicas():
   keys = jax.random.split(jax.random.key(0), 8)
   tree = {
     "mean": EIGHT.distribute_values_from_function(rows),
