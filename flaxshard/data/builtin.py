@@ -74,8 +74,7 @@ def text(
     >>> splits.train[0]["inputs"].shape, splits.num_classes
     ((16,), 256)
   """
-  if not isinstance(path, str):
-    raise TypeError(f"path must be a string, got {path!r}.")
+  path = checks.string("path", path)
   length = checks.integer("length", length, minimum=1)
   eval_every = checks.integer("eval_every", eval_every, minimum=2)
   root = pathlib.Path(path or sysconfig.get_paths()["stdlib"]).expanduser()

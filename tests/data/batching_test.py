@@ -145,9 +145,10 @@ def test_augmentation_is_seeded_per_example_and_epoch():
 # Evaluation.
 
 
-@pytest.mark.parametrize("process_count", [1, 4])
-@pytest.mark.parametrize("num_eval", [1, 10, 16])
-def test_evaluation_examples_occur_once(process_count, num_eval):
+@pytest.mark.parametrize(
+  ("num_eval", "process_count"), [(1, 4), (10, 1), (10, 4), (16, 4)]
+)
+def test_evaluation_examples_occur_once(num_eval, process_count):
   # Evaluation examples are not augmented.
   splits = make_splits(num_eval=num_eval, augment=jitter)
   seen = []
@@ -202,7 +203,6 @@ class WithOneOddExample:
     ({"extra": 1}, ["'extra': ()"]),
     ({"labels": np.int32(12)}, ["labels", "[0, 12)", "12"]),
     ({"labels": np.int32(-1)}, ["labels", "[0, 12)", "-1"]),
-    ({"labels": np.float32(1)}, ["labels", "integers", "float64"]),
   ],
 )
 def test_an_invalid_example_raises_when_it_is_read(fields, facts):

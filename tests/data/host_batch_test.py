@@ -18,11 +18,9 @@ RAGGED[:] = [[1, 2], [3]]
     (RAGGED, ValueError, ["[a/b]", "objects", "(2,)"]),
     (np.array(["x", "y"]), TypeError, ["[a/b]", "<U1"]),
     (np.zeros(2, "datetime64[s]"), TypeError, ["[a/b]", "datetime64"]),
-    (np.zeros(2, [("x", "f4")]), TypeError, ["[a/b]", "f4"]),
     (np.ma.masked_array([1, 2], [0, 1]), TypeError, ["[a/b]", "masked"]),
     (jax.random.split(jax.random.key(0)), TypeError, ["[a/b]", "key"]),
     (np.float32(3), ValueError, ["[a/b]", "scalar"]),
-    ([[1, 2], [3]], ValueError, ["[a/b/0/0]", "scalar"]),
     ([np.ones(2), np.ones(3)], ValueError, ["[a/b/1] has 3", "[a/b/0] has 2"]),
     (np.ones(3), ValueError, ["[x] has 2", "[a/b] has 3"]),
     (np.array([1, 2**31]), ValueError, ["[a/b]", "int64", "2147483648"]),
@@ -37,10 +35,10 @@ def test_an_invalid_leaf_raises_with_its_path(leaf, error, facts):
     assert fact in str(e.value)
 
 
-@pytest.mark.parametrize("batch", [{}, None, {"a": None}])
-def test_a_batch_without_arrays_raises(batch):
-  with pytest.raises(ValueError, match="must have arrays"):
-    host_batch.flatten(batch)
+def test_a_batch_without_arrays_raises():
+  for batch in ({}, None, {"a": None}):
+    with pytest.raises(ValueError, match="must have arrays"):
+      host_batch.flatten(batch)
 
 
 def test_only_finite_numbers_that_overflow_raise():
@@ -56,8 +54,8 @@ def test_only_finite_numbers_that_overflow_raise():
 @pytest.mark.parametrize(
   "dtype",
   [
-    *("bool", "uint16", "int64", "float16", "float64", ">f4", ">i8"),
-    *("complex128", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn),
+    *("bool", "int64", "float64", ">i8", "complex128"),
+    ml_dtypes.bfloat16,
   ],
 )
 def test_values_and_dtypes_are_those_of_jax_in_new_memory(dtype):

@@ -42,12 +42,10 @@ def check_raises(facts, batches, **options):
   [
     ([8, 8, 3], {}, [8, 8, 8]),
     ([6, 5], {}, [8, 8]),  # the next multiple of the replicas
-    ([6, 8], {}, [8, 8]),
     ([3, 8, 5], {"batch_size": 8}, [8, 8, 8]),
     ([3, 5], {"batch_size": np.int64(6)}, [8, 8]),
     ([0, 2], {"batch_size": 4}, [4, 4]),
     ([8, 3, 8, 2], {"drop_remainder": True}, [8, 8]),
-    ([6, 6, 5], {"drop_remainder": True}, [8, 8]),
     ([6, 6, 5], {"batch_size": 5, "drop_remainder": True}, [8, 8, 8]),
     ([8, 8, 3], {"drop_remainder": True, "mask": None}, [8, 8]),
   ],
@@ -132,12 +130,10 @@ def test_a_frozen_dict_gets_a_mask_as_a_dict_does():
   ("second", "facts"),
   [
     ({"x": np.ones((4, 3), np.float32)}, ["x:", "3)", "2)"]),
-    ({"x": np.ones(4, np.float32)}, ["x:", "2)"]),
     ({"x": np.ones((4, 2), np.int32)}, ["x:", "int32", "float32"]),
     ({"y": np.ones((4, 2), np.float32)}, ["x: missing"]),
     ({"x": np.ones((4, 2)), "y": np.ones(4)}, ["y:", "nothing"]),
     ([np.ones((4, 2))], ["x: missing"]),
-    (({"x": np.ones((4, 2))},), ["x: missing"]),
   ],
 )
 def test_a_batch_that_differs_from_the_first_one_raises(second, facts):
@@ -313,15 +309,12 @@ def test_joined_batches_may_have_different_lengths():
   ("options", "facts"),
   [
     ({"batch_size": 0}, ["batch_size", "1", "got 0"]),
-    ({"batch_size": 8.0}, ["batch_size", "integer", "8.0"]),
-    ({"mask": ""}, ["mask", "''"]),
     ({"mask": True}, ["mask", "True"]),
     ({"drop_remainder": 1}, ["drop_remainder", "got 1"]),
     ({"bucket": "linear"}, ["bucket", "'power_of_two'", "'linear'"]),
     ({"bucket": "power_of_two", "mask": None}, ["bucket", "mask=None"]),
     ({"bucket_dims": (1,)}, ["bucket_dims=(1,)", "bucket='power_of_two'"]),
     ({"bucket": "power_of_two", "bucket_dims": 1}, ["bucket_dims", "got 1"]),
-    ({"bucket": "power_of_two", "bucket_dims": (0,)}, ["bucket_dims", "(0,)"]),
     (
       {"bucket": "power_of_two", "bucket_dims": {"x": (-1,)}},
       ["bucket_dims", "(-1,)", "x"],

@@ -36,33 +36,26 @@ def factories(monkeypatch):
   """A module of custom factories."""
   module = types.ModuleType("my_factories")
   module.fixed = lambda size, num_classes=3: splits(source(size))
-  module.any_arguments = lambda **kwargs: module.fixed(**kwargs)
   module.a_list = lambda: [1, 2]
   monkeypatch.setitem(sys.modules, "my_factories", module)
   return module
 
 
-@pytest.mark.parametrize("function", ["fixed", "any_arguments"])
-def test_load_calls_a_custom_factory(factories, function):
-  config = {"name": f"my_factories:{function}", "size": 3}
+def test_load_calls_a_custom_factory(factories):
+  config = {"name": "my_factories:fixed", "size": 3}
   loaded = data.load(config)
   assert (len(loaded.train), len(loaded.eval)) == (3, 2)
   assert loaded.num_classes == 3
-  assert config == {"name": f"my_factories:{function}", "size": 3}
+  assert config == {"name": "my_factories:fixed", "size": 3}
 
 
 @pytest.mark.parametrize(
   ("config", "kind", "facts"),
   [
     ({"name": "digit"}, ValueError, ["config.data.name", "'digits'"]),
-    ({"size": 3}, ValueError, ["config.data", "'name'"]),
-    ({"name": 3}, TypeError, ["config.data.name", "3"]),
     ({"name": "text", "lenght": 3}, ValueError, ["'text'", "'length'"]),
-    ({"name": "digits", "size": 3}, ValueError, ["'digits'", "'size'"]),
     ({"name": "my_factories:fixed"}, TypeError, ["config.data", "'size'"]),
     ({"name": "my_factories:a_list"}, TypeError, ["Splits", "list"]),
-    ({"name": "no_such_module:f"}, ValueError, ["no_such_module"]),
-    ({"name": "my_factories:fixd"}, ValueError, ["'fixd'", "'fixed'"]),
   ],
 )
 def test_load_with_an_invalid_config_raises(factories, config, kind, facts):
@@ -79,7 +72,6 @@ def test_load_with_an_invalid_config_raises(factories, config, kind, facts):
     (splits(evaluation=[]), ["no eval examples"]),
     (splits(num_classes=0), ["num_classes", "got 0"]),
     (splits(train=[3]), ["train[0]", "'inputs' and 'labels'", "3"]),
-    (splits(evaluation=[{"inputs": 1}]), ["eval[0]", "'labels'"]),
     (splits(train=source(3, mask=True)), ["train[0]", "'mask'"]),
     (splits(train=source(3, extra="word")), ["train[0]", "extra", "<U4"]),
     (splits(train=source(3, labels=1.0)), ["train[0]", "integers", "float64"]),

@@ -57,7 +57,6 @@ SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 5, 50)
     optax.adamw(SCHEDULE, mask=matrices),
     optax.lion(0.1),
     optax.radam(0.1),
-    optax.amsgrad(0.1),
     optax.chain(optax.clip(1.0), optax.rmsprop(0.1)),
     optax.multi_transform({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, labels),
     optax.MultiSteps(optax.adam(0.1), 3),
@@ -73,7 +72,6 @@ def test_elementwise_optimizers(tx):
   [
     optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
     optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(0.1)),
-    optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
     optax.lamb(0.1),
     optax.adafactor(0.1),
     optax.contrib.muon(0.1),
@@ -108,14 +106,11 @@ def test_elementwise_functions(fn):
     lambda x: x - x.mean(0),
     # Element-wise for this split, but not recognized.
     lambda x: x - x.mean(1, keepdims=True),
-    lambda x: x[::-1],
     lambda x: jnp.cumsum(x, 0),
-    lambda x: jnp.sort(x, 0),
     lambda x: x + jnp.arange(x.shape[0])[:, None],
     lambda x: x + jax.random.normal(jax.random.key(0), x.shape),
     lambda x: x.T if x.shape[0] == x.shape[1] else x,
     lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x),
-    lambda x: jax.lax.scan(lambda c, y: (c, y), 0.0, x)[1],
     lambda x: x @ jnp.eye(4),
     # Numbers that depend on the shape: a literal, constants, computed values,
     # and parameters of equations.
