@@ -148,9 +148,11 @@ def create(
       f"of the step, got {schedule!r}."
     )
   arguments = dict(config["optimizer"])
+  # Not an argument of the optimizer.
   max_norm = arguments.pop("clip_by_global_norm", None)
   if max_norm is not None:
     checks.number("config.optimizer.clip_by_global_norm", max_norm, above=0)
+  # A custom optimizer may take arguments that are not numbers.
   if arguments.get("name") in _OPTIMIZERS:
     _check_numbers("config.optimizer", arguments)
   tx = registry.call(

@@ -55,9 +55,11 @@ class Policy:
   @property
   def param_dtype(self) -> jnp.dtype:
     """The dtype in which parameters are stored and updated: float32."""
+    # An update is often smaller than half the spacing of 16-bit numbers.
     return jnp.dtype(jnp.float32)
 
   @property
   def output_dtype(self) -> jnp.dtype:
     """The dtype of a model's outputs, and so of its loss: float32."""
+    # A float16 sum of losses overflows above 65504.
     return jnp.dtype(jnp.float32)

@@ -41,6 +41,7 @@ def lookup(argument: str, name: Any, builtin: Mapping[str, Any]) -> Any:
   if name in builtin:
     if not isinstance(builtin[name], str):
       return builtin[name]
+    # Imported only now: built-ins may need packages that are not installed.
     name = builtin[name]
   module_name, colon, attribute = name.partition(":")
   if not colon:
@@ -48,6 +49,8 @@ def lookup(argument: str, name: Any, builtin: Mapping[str, Any]) -> Any:
       f"{argument}: unknown name {name!r}; {allowed}."
       f"{checks.did_you_mean(name, builtin)}"
     )
+  # The code of the user's package runs here, with the user's permissions: a
+  # config is trusted like a program.
   try:
     module = importlib.import_module(module_name)
   except (ImportError, ValueError) as e:  # ValueError: the name is empty
@@ -146,6 +149,7 @@ def construct(
     if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     and p.name not in (*given, *hidden)
   ]
+  # Before the call, so that misspelled arguments get a hint.
   for key in arguments:
     if key not in known and not takes_any:
       raise ValueError(
@@ -155,6 +159,7 @@ def construct(
       )
   kwargs = {key: to_plain(value) for key, value in arguments.items()}
   kwargs |= given
+  # Before the call too: a TypeError from inside the function may look the same.
   try:
     signature.bind(**kwargs)
   except TypeError as e:
@@ -162,6 +167,7 @@ def construct(
   try:
     return function(**kwargs)
   except (TypeError, ValueError, ArithmeticError) as e:
+    # ArithmeticError: an argument of 0 that the function divides by, say.
     is_type_error = isinstance(e, TypeError)
     kind = checks.ArgumentTypeError if is_type_error else ValueError
     raise kind(f"{where}: {e}") from e

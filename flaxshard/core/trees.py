@@ -15,6 +15,7 @@ Path = tuple[Any, ...]
 
 def path_string(path: Path) -> str:
   """Returns a key path as `Dense_0/kernel`; the root is `<root>`."""
+  # The path of a tree that is a single leaf is empty.
   return jax.tree_util.keystr(path, simple=True, separator="/") or "<root>"
 
 
@@ -39,11 +40,12 @@ def leaves_by_path(
 
 def dtype_of(leaf: Any) -> Any:
   """Returns the dtype of an array, or the dtype of a Python number in JAX."""
+  # Not `jnp.result_type` for arrays: it turns the float64 of NumPy into float32.
   return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
 def _shape_of(leaf: Any) -> tuple[int, ...]:
-  return tuple(leaf.shape) if hasattr(leaf, "shape") else jnp.shape(leaf)
+  return tuple(np.shape(leaf))
 
 
 def _describe(leaf: Any) -> str:
@@ -112,13 +114,14 @@ def difference_by_path(
   dtypes: bool = True,
 ) -> str | None:
   """Returns `first_difference` of two trees, each as `leaves_by_path`."""
+  # In the order of `wanted`, so that "first" does not depend on `given`.
   for path, wanted_leaf in wanted.items():
     where = "/".join(path) or "<root>"
     if path not in given:
       return f"{where}: missing, where {_describe(wanted_leaf)} is expected"
     leaf = given[path]
     if leaf is None:
-      continue
+      continue  # `none_is_leaf`: it matches anything
     shape, wanted_shape = _shape_of(leaf), _shape_of(wanted_leaf)
     dtype, wanted_dtype = dtype_of(leaf), dtype_of(wanted_leaf)
     # A PRNG key and its integers differ in shape too, but the dtypes tell why.
@@ -164,6 +167,7 @@ def conform(
     raise ValueError(
       f"{argument} must match the state, but differs at {difference}."
     )
+  # By path: a dict and a NamedTuple, say, order their leaves differently.
   leaves = leaves_by_path(given, none_is_leaf)
   return jax.tree.unflatten(
     jax.tree.structure(wanted),
@@ -210,6 +214,7 @@ def _buffers_of(x: jax.Array) -> set[Any]:
   if isinstance(data, jax.core.Tracer):
     return {id(x)}
   # By address: `jax.device_put` may return a second Array for the same memory.
+  # The device too: addresses on different devices may be equal.
   return {
     (s.device, s.data.unsafe_buffer_pointer()) for s in data.addressable_shards
   }

@@ -47,6 +47,7 @@ class Bottleneck(nn.Module):
     x = self.conv(4 * self.features, (1, 1))(x)
     # Scale 0: the block starts as its shortcut (Goyal et al., section 5.1).
     x = self.norm(scale_init=nn.initializers.zeros)(x)
+    # A projection only where the shape changes: shortcut "B" of the paper.
     shortcut = inputs
     if shortcut.shape != x.shape:
       shortcut = self.conv(
@@ -115,7 +116,7 @@ class ResNet(nn.Module):
     # Explicit padding: with a stride, "SAME" pads even sizes on one side only.
     conv = functools.partial(
       nn.Conv,
-      use_bias=False,
+      use_bias=False,  # BatchNorm subtracts any bias again
       padding=0,
       kernel_init=_he_normal,
       dtype=self.policy.compute_dtype,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flaxshard.core import checks
 from flaxshard.core.policy import Policy
 
+# As in GPT-2.
 _normal = nn.initializers.normal(0.02)
 
 
@@ -40,6 +41,7 @@ class Block(nn.Module):
       dtype=self.policy.compute_dtype, param_dtype=self.policy.param_dtype
     )
     dim = x.shape[-1]
+    # float32: squares of large activations overflow in float16.
     y = nn.LayerNorm(dtype=jnp.float32, name="attention_norm")(x)
     query, key, value = (
       nn.Dense(dim, name=name, **dtypes)(y).reshape(
@@ -128,6 +130,7 @@ class Transformer(nn.Module):
       name="embed",
       **dtypes,
     )(inputs)
+    # Without the cast, float32 parameters would make `x` float32.
     x = x + positions[:length].astype(x.dtype)
     x = nn.Dropout(self.dropout, deterministic=not train)(x)
     for i in range(self.num_layers):
@@ -152,6 +155,7 @@ class Transformer(nn.Module):
     checks.integer("max_length", self.max_length, minimum=1)
     # Flax's Dropout accepts any number, and turns 1.5 into wrong values.
     checks.number("dropout", self.dropout, minimum=0, below=1)
+    # JAX's error would be about a reshape.
     if self.embed_dim % self.num_heads:
       raise ValueError(
         f"num_heads={self.num_heads} must divide embed_dim={self.embed_dim}."
@@ -164,6 +168,7 @@ class Transformer(nn.Module):
       raise ValueError(
         f"inputs must have shape [batch, length], got {inputs.shape}."
       )
+    # Slicing the positions would return fewer, and fail to broadcast.
     if inputs.shape[1] > self.max_length:
       raise ValueError(
         f"inputs must have a length of at most max_length={self.max_length}, "

@@ -95,6 +95,7 @@ def create_train_state(
       "over; got strategy=None."
     )
   if strategy is None and not abstract:
+    # No shardings to plan: initialize the model on the default device.
     facts, variables = initialization.run(model, rng, sample_input)
     return TrainState.create(
       apply_fn=facts.apply_fn,
@@ -140,8 +141,10 @@ class CreationPlan:
   def jit(self) -> tuple[Any, tuple[Any, ...]]:
     """Returns `create_fields` under `jax.jit`, and its arguments placed."""
     args = self.args
+    # jit refuses arguments that are committed to other devices than the mesh's.
     if self.arg_shardings is not None:
       args = jax.tree.map(mesh_lib.put, args, self.arg_shardings)
+    # With these, each device computes its own part of the initial values only.
     shardings = jax.tree.map(lambda x: x.sharding, self.abstract_fields)
     return jax.jit(self.create_fields, out_shardings=shardings), args
 
@@ -172,6 +175,7 @@ def plan_creation(
     rules: How the parameters are split over the mesh.
   """
   init = initialization.trace(model, rng, sample_input)
+  # Errors in the rules are raised here, before anything is compiled.
   specs: dict[str, PyTree] = {}
   arg_shardings = None
   if mesh is not None:
@@ -190,15 +194,18 @@ def plan_creation(
   static_fields = dict(apply_fn=init.model.apply_fn, tx=tx, wrappers=wrappers)
 
   def create_fields(*args: Any) -> dict[str, PyTree]:
+    # `specs` already holds the metadata of the boxes.
     arrays = specs_lib.unbox(init.initialize(*args))
+    # Without the strategy: `create` would place arrays, which jit does here.
     state = TrainState.create(**static_fields, **arrays)
-    fields = {n: getattr(state, n) for n in fields_lib.array_field_names(state)}
+    fields = fields_lib.array_fields(state)
     if wrappers:
       # Created without a strategy, the states are those of one replica.
       single = stack.drop_replica_axis(wrappers, state.wrapper_states)
       fields["wrapper_states"] = stack.add_replica_axis(
         wrappers, single, num_replicas
       )
+    # The train step donates the state, so no two outputs may share a buffer.
     return trees.unshare_buffers(fields)
 
   return CreationPlan(

@@ -131,9 +131,11 @@ class Description:
       table.append((group.name, *_HEADER))
       table.extend((f"  {row.path}", *_cells(row)) for row in group.rows)
       table.append(("  total", "", "", "", *_sizes(group)))
+    # One set of column widths for all groups, so that their columns align.
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for name, shape, dtype, spec, *sizes in table:
+      # Text to the left, sizes to the right.
       text = zip((name, shape, dtype, spec), widths[:4], strict=True)
       numbers = zip(sizes, widths[4:], strict=True)
       cells = [cell.ljust(width) for cell, width in text]
@@ -204,8 +206,7 @@ def describe(state: PyTree) -> Description:
   trees.check_arrays("state", state)
   fields = {"tree": state}
   if isinstance(state, train_state.TrainState):
-    names = fields_lib.array_field_names(state)
-    fields = {name: getattr(state, name) for name in names}
+    fields = fields_lib.array_fields(state)
   groups = (
     Group(
       name,
@@ -240,6 +241,7 @@ def _row(path: str, leaf: Any) -> Row:
 
 
 def _bytes_by_device(rows: Iterable[Row]) -> dict[Any, int]:
+  # Devices may differ: not every array is on every device.
   held: dict[Any, int] = collections.defaultdict(int)
   for row in rows:
     if row.sharding is not None:
@@ -249,7 +251,7 @@ def _bytes_by_device(rows: Iterable[Row]) -> dict[Any, int]:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-  mark = "* " if row.large else ""
+  mark = "* " if row.large else ""  # the footer explains it
   return (
     str(row.shape),
     row.dtype,
@@ -266,6 +268,7 @@ def _sizes(group: Group) -> tuple[str, str]:
 def _size(nbytes: int) -> str:
   if nbytes < 2**10:
     return f"{nbytes} B"
+  # Powers of 1024, up to TiB.
   power = min((nbytes.bit_length() - 1) // 10, 4)
   return f"{nbytes / 2 ** (10 * power):.1f} {'KMGT'[power - 1]}iB"
 
@@ -292,6 +295,7 @@ def _render_grid(row: Row) -> str:
   return _render_parts(row.sharding, row.shape)
 
 
+# Many arrays of a state have the same sharding and shape.
 @functools.lru_cache
 def _render_parts(
   sharding: jax.sharding.Sharding, shape: tuple[int, ...]
@@ -304,6 +308,7 @@ def _render_parts(
   split = [d for d in range(len(shape)) if len({key[d] for key in parts}) > 1]
   lines: dict[Any, list[str]] = collections.defaultdict(list)
   for i, start in enumerate(sorted(parts)):
+    # Hues at equal distances, so that no two parts look alike.
     hue = round(360 * i / len(parts))
     color = f"hsl({hue}, 70%, 82%)" if len(parts) > 1 else "#eee"
     devices = " ".join(map(str, sorted(parts[start])))

@@ -28,6 +28,11 @@ def array_field_names(state: Any) -> list[str]:
   ]
 
 
+def array_fields(state: Any) -> dict[str, Any]:
+  """Returns the pytrees of arrays of a state, by field name."""
+  return {name: getattr(state, name) for name in array_field_names(state)}
+
+
 def extend(cls: Any, names: Iterable[str]) -> Any:
   """Returns a subclass of a Flax dataclass with further array fields.
 
@@ -48,13 +53,15 @@ def _extend(cls: Any, names: tuple[str, ...]) -> Any:
   # kw_only: they follow fields with defaults in the user's subclass.
   fields = {name: struct.field(kw_only=True) for name in names}
   annotations = {name: "Any" for name in names}
+  # The name, module and docstring of `cls`: users see the class they declared.
+  # Subclassing a Flax dataclass makes the new class a dataclass too.
   return types.new_class(
     cls.__name__,
     (cls,),
     exec_body=lambda namespace: namespace.update(
       fields,
       __annotations__=annotations,
-      _base_class=cls,
+      _base_class=cls,  # for pickle, and for `TrainState.without_wrappers`
       __module__=cls.__module__,
       __doc__=cls.__doc__,
     ),

@@ -77,6 +77,7 @@ def run(
   """
   if isinstance(model, nn.Module):
     initialize, args = _linen_initializer(model, rng, sample_input)
+    # Under jit: otherwise each operation is compiled by itself.
     variables = jax.jit(initialize)(*args)
     apply_fn: Any = model.apply
   else:
@@ -154,6 +155,8 @@ def _linen_initializer(
   # Only arrays are traced: a model may branch on a flag such as train=True.
   arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, _ARRAYS)}
 
+  # `rng` and `arrays` are arguments, not constants: jit would embed constants
+  # in the program, and could not place them on the mesh.
   def initialize(rng: Any, arrays: dict[int, Any]) -> dict[str, PyTree]:
     given = [
       jnp.zeros(x.shape, x.dtype)
@@ -171,6 +174,7 @@ def _linen_initializer(
         "positional arguments, such as (inputs, False)."
       )
       raise
+    # A state of Flax's TrainState has both collections in its `params`.
     if OVERWRITE_WITH_GRADIENT in variables:
       scales = variables.pop(OVERWRITE_WITH_GRADIENT)
       params = {"params": variables["params"], OVERWRITE_WITH_GRADIENT: scales}
@@ -210,7 +214,7 @@ def _check_function(model: Any) -> None:
       inspect.signature(model).bind(None)
       return
     except (TypeError, ValueError):
-      pass
+      pass  # it takes another number of arguments, or has no signature
   raise TypeError(
     "model must be an instance of flax.linen.Module or flax.nnx.Module, or a "
     f"function of nnx.Rngs that returns the latter, got {reprlib.repr(model)}."
@@ -225,6 +229,7 @@ def _check_rng(rng: Any) -> None:
   if not jax.tree.leaves(rng):
     raise TypeError(message)
   try:
+    # Accepts typed keys and raw uint32 keys, as `model.init` does.
     jax.eval_shape(lambda rng: jax.tree.map(jax.random.key_data, rng), rng)
   except TypeError as e:
     raise TypeError(message) from e

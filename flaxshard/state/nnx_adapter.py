@@ -92,6 +92,7 @@ class Apply:
     """
     to_return = self._check_collections(variables, mutable)
     checks.one_of("apply_fn: mode", mode, ("train", "eval", None))
+    # A new module for each call: calls change modules, but not `variables`.
     module, given = self._merge(variables)
     if mode == "train":
       module.train()
@@ -103,6 +104,7 @@ class Apply:
       output = getattr(module, method or "__call__")(*args, **kwargs)
 
     returned: dict[str, Any] = {}
+    # By path: after the call the module may have more variables than before.
     for path, variable in nnx.to_flat_state(nnx.state(module)):
       # A variable that was not given is new: the call sowed it.
       name, old_values = given.get(path, (_collection_of(variable), None))
@@ -129,6 +131,7 @@ class Apply:
     mutable: bool | str | Sequence[str],
   ) -> set[str]:
     """Checks the names of the collections; returns those to be returned."""
+    # A variable with the value None has no leaves, so it needs no collection.
     known = {v.collection for v in self.variables if v.leaves}
     if isinstance(mutable, bool):
       to_return = known - {"params"} | {"intermediates"} if mutable else set()
@@ -190,6 +193,7 @@ def split(
     keys = tuple(key for key, _ in leaves)
     found.append(_Variable(path, name, jax.tree.structure(variable), keys))
     for key, value in leaves:
+      # A Python number has no dtype until JAX makes an array of it.
       if copy or isinstance(value, (bool, int, float, complex)):
         value = jnp.copy(value)
       if boxed:
@@ -202,8 +206,10 @@ def _collection_of(variable: Any) -> str:
   """Returns the name of the collection of a variable or bare array."""
   if not isinstance(variable, nnx.Variable):
     return "arrays"
+  # Keys and counts of streams are variables of several classes.
   if isinstance(variable, nnx.RngState):
     return "rngs"
+  # isinstance: a subclass of Param, such as LoRAParam, is a parameter.
   for kind, name in _COLLECTIONS.items():
     if isinstance(variable, kind):
       return name

@@ -95,8 +95,10 @@ def complete_fields(
   def create_fields(given: Mapping[str, PyTree]) -> dict[str, PyTree]:
     return trees.unshare_buffers(init(given))
 
+  # The shardings of slots and wrapper states depend on their shapes.
   created = jax.eval_shape(create_fields, given)
   abstract = abstract_fields({**given, **created}, specs, wrappers, mesh)
+  # Sharded outputs: no device ever holds a whole slot of a split parameter.
   jitted = jax.jit(
     create_fields,
     out_shardings={
@@ -139,6 +141,7 @@ def abstract_fields(
           wrappers, tree, params, specs["params"], mesh
         )
       else:
+        # The step, and arrays that a user's subclass adds.
         all_specs[name] = jax.tree.map(lambda _: P(), tree)
     shardings = shardings_of(all_specs, mesh)
   return jax.tree.map(
@@ -181,9 +184,11 @@ def wrapper_specs(
     wanted = base.partition_specs(wrapper, states[name])
     param_like = opt_state_lib.specs(states[name], params, param_specs)
     specs = []
+    # Local copies of the parameters and of their slots (AGN) follow them.
     for (path, leaf), spec, param_spec in zip(
       leaves, wanted, jax.tree.leaves(param_like), strict=True
     ):
+      # Checked here: JAX's error would not name the wrapper.
       where = f"wrapper {name!r}: partition_specs[{trees.path_string(path)}]"
       dims = specs_lib.check(where, spec, tuple(leaf.shape), mesh)
       specs.append(specs_lib.shortest(_split_like(dims, param_spec), mesh))
