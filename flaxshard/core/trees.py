@@ -40,7 +40,7 @@ def leaves_by_path(
 
 def dtype_of(leaf: Any) -> Any:
   """Returns the dtype of an array, or the dtype of a Python number in JAX."""
-  # Not `jnp.result_type` for arrays: it turns the float64 of NumPy into float32.
+  # `jnp.result_type` of a float64 array of NumPy would be float32.
   return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
