@@ -74,7 +74,9 @@ def text(
     >>> splits.train[0]["inputs"].shape, splits.num_classes
     ((16,), 256)
   """
-  path = checks.string("path", path)
+  # Not checks.string: "" is allowed.
+  if not isinstance(path, str):
+    raise TypeError(f"path must be a string, got {path!r}.")
   length = checks.integer("length", length, minimum=1)
   eval_every = checks.integer("eval_every", eval_every, minimum=2)
   root = pathlib.Path(path or sysconfig.get_paths()["stdlib"]).expanduser()
