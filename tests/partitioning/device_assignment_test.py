@@ -170,7 +170,7 @@ def test_replicas_skip_missing_devices_in_the_order_of_tasks():
     fs.DeviceAssignment.build(topology, (1, 2, 1, 1), (1, 2, 1, 1))
 
 
-# -- Look-ups.
+# -- Lookups.
 
 
 def test_lookups():

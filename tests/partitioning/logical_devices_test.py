@@ -335,9 +335,7 @@ def expected_results():
   return apply_transforms(one_stage)(W, X / 32)
 
 
-@pytest.mark.parametrize(
-  "name", ["grad of grad", "jvp", "checkpoint", "vmap of grad", "cond"]
-)
+@pytest.mark.parametrize("name", ["grad of grad", "checkpoint", "vmap of grad"])
 def test_eager_stages_under_transformations(name, expected_results):
   staged = TRANSFORMS[name](lambda p, x: two_stages(MESH, p, x))
   params = [jnp.asarray(w) for w in W]
@@ -498,8 +496,8 @@ def test_traced_function_may_loop_close_over_constants_and_draw_noise():
   np.testing.assert_array_equal(made[0], [0, 1, 2])
   assert float(made[1]) == 2.0 and made[2].dtype == bool and bool(made[2])
   np.testing.assert_array_equal(closed, X / 8 + 1)
-  want = jax.value_and_grad(lambda x: loops(x, 2))(jnp.asarray(X / 8))
-  assert_close(looped, want)
+  expected = jax.value_and_grad(lambda x: loops(x, 2))(jnp.asarray(X / 8))
+  assert_close(looped, expected)
   np.testing.assert_allclose(noise, jax.random.normal(jax.random.key(1)), 1e-6)
 
 

@@ -138,7 +138,6 @@ SIZES = "{'replica': 4, 'model': 2}"
       (("bias", P(None, "model")),),
       ("params[block/mlp_in/bias]", "P(None, 'model')", "(32,)"),
     ),
-    ((("scale", P(None)),), ("params[scale]", "shape ()")),
     (
       (("embed", P("model", unreduced={"replica"})),),
       ("params[embed/embedding]", "unreduced"),
