@@ -1,12 +1,12 @@
-"""What lies in a directory of checkpoints, as text.
+"""Prints what a directory of checkpoints holds.
 
   python -m flaxshard.checkpoint /tmp/digits/checkpoints
   python -m flaxshard.checkpoint /tmp/digits --step 1200 --verify
 
-Lists the steps, and shows one: what wrote it, its wrappers, its arrays. Nothing
-is changed, no array is read, and no device but the CPU is touched. A step with
-missing files, or files of another size, is damaged; `--verify` reads them too.
-The exit status is 1 if a step is damaged, 2 if there is nothing to show.
+Lists the steps and shows one: its versions, wrappers and arrays. Changes
+nothing, reads no arrays, and uses only the CPU. A step with missing files or
+files of another size is damaged; `--verify` also reads and compares all files.
+The exit status is 1 if a step is damaged, and 2 if there is nothing to show.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import metadata_item
 from flaxshard.checkpoint import reader
 
-_TOLD_APART = ("wrappers", "config")
+# Keys of the metadata that have lines of their own format.
+_SHOWN_SEPARATELY = ("wrappers", "config")
 
 
 def steps(directory: str | os.PathLike[str]) -> dict[int, str]:
-  """Returns where the steps lie, in ascending order.
+  """Returns the paths of the steps in a directory, in ascending order.
 
   Args:
-    directory: Where the checkpoints lie.
+    directory: Path of the directory of the checkpoints.
 
   Raises:
     ValueError: There is no such directory, or no step in it.
@@ -51,16 +52,16 @@ def steps(directory: str | os.PathLike[str]) -> dict[int, str]:
 def status(
   step_dir: str | os.PathLike[str], contents: bool = False
 ) -> tuple[str, bool]:
-  """Returns what is known of a step, and whether it is damaged.
+  """Returns a description of a step's condition, and whether it is damaged.
 
   Args:
-    step_dir: The directory of the step.
-    contents: Whether to read all files, and not only their sizes.
+    step_dir: Path of the directory of the step.
+    contents: Whether to read all files; otherwise only sizes are compared.
   """
   try:
     if digests.verify(step_dir, contents=contents):
       return ("complete, verified" if contents else "complete"), False
-    # Without digests, what can be told is whether there is a train state.
+    # Without digests, only check that there is a train state.
     where = os.fspath(step_dir)
     damage.read(where, lambda: reader.plain(reader.as_path(where)))
     return "complete, without digests", False
@@ -71,27 +72,29 @@ def status(
 def overview(
   directory: str | os.PathLike[str], contents: bool = False
 ) -> tuple[str, list[int]]:
-  """Returns a line for each step, and the steps that are damaged.
+  """Returns a line for each step, and the damaged steps.
 
   Args:
-    directory: Where the checkpoints lie.
-    contents: Whether to read all files, and not only their sizes.
+    directory: Path of the directory of the checkpoints.
+    contents: Whether to read all files; otherwise only sizes are compared.
 
   Raises:
     ValueError: There is no such directory, or no step in it.
   """
   where = os.fspath(directory)
   lines, damaged = [where], []
-  there = steps(where)
-  for step, step_dir in there.items():
-    told, bad = status(step_dir, contents)
-    lines.append(f"  {step:>8}  {_size(_bytes_in(step_dir)):>9}  {told}")
-    damaged += [step] * bad
+  step_dirs = steps(where)
+  for step, step_dir in step_dirs.items():
+    condition, is_damaged = status(step_dir, contents)
+    size = _format_size(_bytes_in(step_dir))
+    lines.append(f"  {step:>8}  {size:>9}  {condition}")
+    if is_damaged:
+      damaged.append(step)
   rest = sorted(
     name
     for name in os.listdir(where)
     if os.path.isdir(path := os.path.join(where, name))
-    and path not in there.values()
+    and path not in step_dirs.values()
   )
   if rest:
     lines.append(f"  not counted: {', '.join(rest)}")
@@ -99,37 +102,37 @@ def overview(
 
 
 def describe(step_dir: str | os.PathLike[str]) -> str:
-  """Returns what a step holds: what wrote it, its wrappers, its arrays.
+  """Returns the versions, wrappers and arrays of a step as text.
 
   Args:
-    step_dir: The directory of the step.
+    step_dir: Path of the directory of the step.
 
   Raises:
-    ValueError: It cannot be read.
+    ValueError: The step cannot be read.
   """
   where = os.fspath(step_dir)
   lines = [where]
   metadata = metadata_item.read_metadata(where)
   if metadata is None:
-    lines.append("  not written by flaxshard, or by one without digests")
+    lines.append("  not written by flaxshard")
   else:
     for key, value in metadata.items():
-      if key not in _TOLD_APART and value is not None:
-        lines.append(f"  {key}: {_plain(value)}")
+      if key not in _SHOWN_SEPARATELY and value is not None:
+        lines.append(f"  {key}: {_format_value(value)}")
     for wrapper in metadata.get("wrappers", ()):
-      lines.append(f"  wrapper: {_wrapper(wrapper)}")
+      lines.append(f"  wrapper: {_format_wrapper(wrapper)}")
     for key, value in (metadata.get("config") or {}).items():
-      lines.append(f"  config.{key}: {_plain(value)}")
+      lines.append(f"  config.{key}: {_format_value(value)}")
   path = reader.as_path(where)
   plain = damage.read(where, lambda: reader.plain(path))
   trees = {plain.item: plain}
-  for item, at in reader.items(path).items():
+  for item, item_dir in reader.items(path).items():
     if item not in trees:
-      read_tree = functools.partial(reader.orbax_tree, at, item)
+      read_tree = functools.partial(reader.orbax_tree, item_dir, item)
       trees[item] = damage.read(where, read_tree)
   for item, tree in trees.items():
     size = sum(_bytes_of(x) for x in tree.leaves.values())
-    lines.append(f"{item}: {len(tree.leaves)} arrays, {_size(size)}")
+    lines.append(f"{item}: {len(tree.leaves)} arrays, {_format_size(size)}")
     width = max((len("/".join(p)) for p in tree.leaves), default=0)
     for leaf_path, leaf in sorted(tree.leaves.items()):
       name = "/".join(leaf_path) or "<root>"
@@ -139,25 +142,31 @@ def describe(step_dir: str | os.PathLike[str]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  """Prints it all; returns the exit status."""
+  """Runs the command; returns the exit status.
+
+  Args:
+    argv: The arguments of the command; None reads those of the program.
+  """
   parser = argparse.ArgumentParser(
     prog="python -m flaxshard.checkpoint",
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   parser.add_argument(
-    "directory", metavar="DIR", help="checkpoints, or the workdir they are in"
+    "directory", metavar="DIR", help="directory of checkpoints, or a workdir"
   )
   parser.add_argument(
     "--step",
     type=int,
-    help="the step to show; else the newest that is complete",
+    help="the step to show (default: the newest that is not damaged)",
   )
   parser.add_argument(
-    "--verify", action="store_true", help="read all files, and compare them"
+    "--verify",
+    action="store_true",
+    help="read all files and compare their crc32",
   )
   args = parser.parse_args(argv)
-  # A training run may have the accelerator.
+  # A training run may be using the accelerator.
   jax.config.update("jax_platforms", "cpu")
   try:
     return _show(args.directory, args.step, args.verify)
@@ -167,31 +176,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(directory: str, step: int | None, verify: bool) -> int:
-  below = os.path.join(directory, "checkpoints")
-  if os.path.isdir(below):
-    directory = below
-  there = steps(directory)
-  if step is not None and step not in there:
-    raise ValueError(
-      f"{directory} has no step {step}; there are {list(there)}."
-    )
+  in_workdir = os.path.join(directory, "checkpoints")
+  if os.path.isdir(in_workdir):
+    directory = in_workdir
+  step_dirs = steps(directory)
+  if step is not None and step not in step_dirs:
+    raise ValueError(f"{directory} has no step {step}, only {list(step_dirs)}.")
   text, damaged = overview(directory, verify)
   print(text)
   if step is None:
-    step = max(set(there) - set(damaged), default=None)
+    step = max(set(step_dirs) - set(damaged), default=None)
   if step is not None and step not in damaged:
-    print(f"\n{describe(there[step])}")
+    print(f"\n{describe(step_dirs[step])}")
   return 1 if damaged else 0
 
 
-def _wrapper(wrapper: Any) -> str:
-  if isinstance(wrapper, str):  # one that no config can hold
+def _format_wrapper(wrapper: Any) -> str:
+  if isinstance(wrapper, str):  # the repr of a wrapper without a config
     return wrapper
   name, arguments = wrapper
   return f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
 
 
-def _plain(value: Any) -> str:
+def _format_value(value: Any) -> str:
   return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -211,7 +218,7 @@ def _bytes_of(leaf: Any) -> int:
   )
 
 
-def _size(count: float) -> str:
+def _format_size(count: float) -> str:
   for unit in ("B", "kB", "MB", "GB"):
     if count < 1000 or unit == "GB":
       break

@@ -14,10 +14,10 @@ METRICS = "metrics"  # Orbax's name of the item and of the file in it
 
 
 class ReadableSteps:
-  """Orbax's standard step names, without steps whose metrics are damaged.
+  """Orbax's standard step names, without steps that its manager cannot read.
 
-  Orbax's manager reads the metrics of all steps when it is created, and raises
-  if one of them cannot be read.
+  The manager reads the metrics and the metadata of all steps when it is
+  created. If one of them is damaged, it raises without naming the file.
 
   Attributes:
     left_out: The steps that the last `find_all` left out.
@@ -33,7 +33,7 @@ class ReadableSteps:
 
   def find_all(self, base_path: Any) -> Iterator[Any]:
     """Returns Orbax's records of the readable steps in a directory."""
-    self.left_out = _damaged_metrics(base_path)
+    self.left_out = _unreadable_steps(base_path)
     found = self._names.find_all(base_path)
     return (step for step in found if step.step not in self.left_out)
 
@@ -42,14 +42,26 @@ class ReadableSteps:
     return self._names.find_step(base_path, step)
 
 
-def _damaged_metrics(directory: str | os.PathLike[str]) -> set[int]:
-  """Returns the steps in a directory whose metrics are not a JSON object."""
-  steps = set()
-  for name in os.listdir(directory):
-    path = os.path.join(directory, name, METRICS, METRICS)
-    if name.isdecimal() and os.path.exists(path):
-      try:
-        digests.read_json(path)
-      except digests.Damaged:
-        steps.add(int(name))
-  return steps
+def _unreadable_steps(directory: str | os.PathLike[str]) -> set[int]:
+  """Returns the steps in a directory that Orbax's manager cannot read."""
+  return {
+    int(name)
+    for name in os.listdir(directory)
+    if name.isdecimal() and _is_unreadable(os.path.join(directory, name))
+  }
+
+
+def _is_unreadable(step_dir: str) -> bool:
+  metadata_path = os.path.join(step_dir, digests.STEP_METADATA)
+  metrics_path = os.path.join(step_dir, METRICS, METRICS)
+  try:
+    if os.path.exists(metrics_path):
+      digests.read_json(metrics_path)
+    if not os.path.exists(metadata_path):
+      return False
+    metadata = digests.read_json(metadata_path)
+  except digests.Damaged:
+    return True
+  # The handlers by item, or the only one; None in a step of an older Orbax.
+  handlers = metadata.get("item_handlers")
+  return not isinstance(handlers, (dict, str, type(None)))

@@ -135,6 +135,19 @@ def test_step_with_damaged_metrics_is_passed_over(path, broken):
   assert (path / "2.damaged" / "metrics" / "metrics").read_bytes() == broken
 
 
+@pytest.mark.parametrize("metadata", ["[]", "5", '{"item_handlers": 5}', ""])
+def test_step_with_damaged_metadata_is_passed_over(path, metadata):
+  # Orbax's own manager cannot be created then, and does not name the file.
+  save_all(path, {1: 0.5, 2: 0.9}, best_metric="accuracy")
+  (path / "2" / "_CHECKPOINT_METADATA").write_text(metadata)
+  with checkpoint.Checkpointer(path, best_metric="accuracy") as checkpointer:
+    restored = checkpointer.restore(create())
+    np.testing.assert_array_equal(restored.params["w"], np.full(3, 1))
+    assert checkpointer.restored_step == checkpointer.best_step() == 1
+    with pytest.raises(ValueError, match=f"{path}/2/_CHECKPOINT_METADATA"):
+      checkpointer.restore(create(), 2)
+
+
 @pytest.mark.parametrize(
   "metrics", [{"a": "high"}, {"a": np.ones(2)}, {"a": 1j}, {1: 0.5}, [0.5]]
 )
