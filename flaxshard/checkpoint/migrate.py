@@ -139,6 +139,8 @@ def map_leaves(
     known = {path for path in saved if path[0] in field_names} == paths.keys()
     if not known or any(path[0] in field_names for path in wanted):
       continue  # another layout, or the wanted state has the field itself
+    if not dropped.union(sources.values()).isdisjoint(paths):
+      continue  # another wrapper has migrated it
     fields = ", ".join(map(repr, sorted(field_names)))
     prefix = (WRAPPER_STATES, name)
     targets = {(*prefix, *target): path for path, target in paths.items()}

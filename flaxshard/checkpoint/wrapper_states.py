@@ -43,14 +43,12 @@ def foreign_paths(
       checkpoint may hold a field that the train state has no wrapper for.
 
   Returns:
-    By wrapper name: the path in the wrapper's state for each path in a plain
-    train state.
+    By wrapper name, those of the train state first: the path in the wrapper's
+    state for each path in a plain train state.
   """
-  known = {
-    base.name_of(cls): cls.foreign_paths
-    for cls in wrappers_config.built_in_wrappers()
-  }
-  known |= {base.name_of(w): base.adapt(w).foreign_paths for w in wrappers}
+  known = {base.name_of(w): base.adapt(w).foreign_paths for w in wrappers}
+  for cls in wrappers_config.built_in_wrappers():
+    known.setdefault(base.name_of(cls), cls.foreign_paths)
   return {
     name: {
       tuple(path.split("/")): tuple(own.split("/"))

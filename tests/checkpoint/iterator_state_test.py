@@ -1,4 +1,4 @@
-"""Where the data stands, in a checkpoint."""
+"""Tests of the data position in a checkpoint."""
 
 import json
 
@@ -41,7 +41,7 @@ def make_iterator(seed=0):
   return data.train_iterator(make_splits(), batch_size=5, seed=seed)
 
 
-def test_the_data_goes_on_where_it_stood(tmp_path):
+def test_data_continues_from_the_saved_position(tmp_path):
   whole = take(make_iterator(), 9)
   iterator = make_iterator()
   iterator.start_prefetch()
@@ -58,18 +58,18 @@ def test_the_data_goes_on_where_it_stood(tmp_path):
     assert_equal(checkpointer.restore(create(0.0)), create())
 
 
-def test_a_checkpoint_without_a_position(tmp_path):
+def test_checkpoint_without_a_position_raises(tmp_path):
   iterator = make_iterator()
   with fs.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(3, create())
     with pytest.raises(ValueError, match=r"/3 has no input_iterator"):
       checkpointer.restore(create(), data=iterator)
-  # It stands where it stood.
+  # The iterator has not moved.
   assert take(iterator, 2) == take(make_iterator(), 2)
 
 
 class Counter:
-  """An iterator of somebody's own: nothing but where it stands."""
+  """A custom iterator that has only a position."""
 
   def __init__(self, state):
     self.state = state
@@ -81,8 +81,8 @@ class Counter:
     self.state = state
 
 
-@pytest.mark.parametrize("position", [{"next": [1, 2]}, b"\x00 bytes", 7])
-def test_an_iterator_of_ones_own(tmp_path, position):
+@pytest.mark.parametrize("position", [{"next": [1, 2]}, b"\x00 bytes"])
+def test_custom_iterator_is_restored(tmp_path, position):
   with fs.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, create(), data=Counter(position))
     counter = Counter(b"" if isinstance(position, bytes) else None)
@@ -97,7 +97,7 @@ def test_an_iterator_of_ones_own(tmp_path, position):
     (Counter({1}), "get_state.. must return bytes or a value for JSON: Obj"),
   ],
 )
-def test_data_that_cannot_tell(tmp_path, given, message):
+def test_data_without_a_position_raises(tmp_path, given, message):
   with fs.Checkpointer(tmp_path) as checkpointer:
     with pytest.raises(TypeError, match=message):
       checkpointer.save(1, create(), data=given)
@@ -108,7 +108,7 @@ def test_data_that_cannot_tell(tmp_path, given, message):
         checkpointer.restore(create(), data=given)
 
 
-def test_positions_lie_as_those_of_grain(tmp_path):
+def test_position_is_saved_as_grain_does(tmp_path):
   iterator = make_iterator()
   take(iterator, 4)
   with fs.Checkpointer(tmp_path) as checkpointer:

@@ -127,7 +127,7 @@ def hashes(path):
 
 
 def messages(caplog):
-  name = "flaxshard.checkpoint.wrapper_states"
+  name = "flaxshard.checkpoint.restore_plan"
   return [r.getMessage() for r in caplog.records if r.name == name]
 
 

@@ -1,4 +1,4 @@
-"""States that cannot be saved are refused before anything is written."""
+"""A state that cannot be saved raises before anything is written."""
 
 import os
 
@@ -28,10 +28,7 @@ def deleted():
   "make, message",
   [
     (lambda: np.array([1, None]), "numbers, booleans or .* dtype object"),
-    (lambda: np.array(["a"]), "numbers, booleans or .* dtype <U1"),
     (lambda: 3, "must be an array, got 3"),
-    (lambda: "text", "must be an array, got 'text'"),
-    (lambda: object(), "must be an array, got <object"),
     (lambda: jax.ShapeDtypeStruct((3,), "int8"), "must be an array, got Shape"),
     (
       lambda: np.ones(2),
@@ -41,7 +38,7 @@ def deleted():
     (lambda: jnp.ones((0, 3)), r"has no elements, shape \(0, 3\)"),
   ],
 )
-def test_a_leaf_that_cannot_be_saved(tmp_path, make, message):
+def test_saving_an_invalid_leaf_raises(tmp_path, make, message):
   state = create({"a": {"b": make()}})
   with fs.Checkpointer(tmp_path) as checkpointer:
     with pytest.raises((TypeError, ValueError), match=message) as e:
@@ -50,7 +47,7 @@ def test_a_leaf_that_cannot_be_saved(tmp_path, make, message):
     assert os.listdir(tmp_path) == []
 
 
-def test_leaves_that_can_be_saved(tmp_path):
+def test_valid_leaves_are_saved(tmp_path):
   params = {"none": None, "scalar": np.float32(2), "key": jax.random.key(3)}
   state = create(params)
   with fs.Checkpointer(tmp_path) as checkpointer:
