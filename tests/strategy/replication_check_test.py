@@ -313,6 +313,19 @@ def test_replicated_results_pass(name):
   assert not causes(REPLICATED[name])
 
 
+def test_replicated_results_are_the_same_on_all_devices():
+  # The first three do not compile on CPUs, or not over logical devices. The
+  # others are marked though they differ.
+  skipped = "pbroadcast pure_callback custom_partitioning assume_replicated"
+  names = [n for n in REPLICATED if n.split()[0] not in skipped.split()]
+  own = STRATEGY.shard_batch(np.linspace(0.1, 1.0, 16, dtype=np.float32))
+  run_all = lambda x, y: {name: REPLICATED[name](x, y) for name in names}
+  out = STRATEGY.run(run_all, args=(jnp.arange(1.0, 5.0), own))
+  for path, x in jax.tree_util.tree_leaves_with_path(out):
+    for row in np.asarray(x)[1:]:
+      np.testing.assert_array_equal(row, np.asarray(x)[0], err_msg=str(path))
+
+
 @pytest.mark.parametrize("name", OWN_DATA)
 def test_results_of_own_data_differ(name):
   assert classes(OWN_DATA[name]) == (0, 1, 2, 3)
