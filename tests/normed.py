@@ -1,10 +1,10 @@
-"""A model that the training loop can be told of by name: `normed:Normed`."""
+"""A model for configs, by the name `normed:Normed`."""
 
 import flax.linen as nn
 
 
 class Normed(nn.Module):
-  """A model with statistics and dropout, which replicas have their own of."""
+  """A model with batch statistics and dropout."""
 
   num_classes: int
   policy: object

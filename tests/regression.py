@@ -1,6 +1,4 @@
-"""A regression of a few weights, for the tests of strategies."""
-
-import contextlib
+"""A small regression, for the tests of strategies and replicas."""
 
 import jax
 import jax.numpy as jnp
@@ -20,23 +18,25 @@ PARAMS = {
 }
 
 
-# One for all: an optimizer is a part of what a program is compiled for.
+# Shared by the tests: a new optimizer is another static field, which compiles
+# the step again.
 ADAM = optax.adam(1e-2)
 
 
 def create(strategy=None, wrappers=(), tx=ADAM, **collections):
-  """A state, mirrored on the mesh of a strategy if there is one."""
-  # A strategy compiles what is born on its mesh: only where that is needed.
-  own = any(getattr(w, "reduces_gradients", False) for w in wrappers)
+  """Creates a state, replicated on the mesh of a strategy if there is one."""
+  # To create a state on a mesh compiles a program: avoid it where a copy will
+  # do. AGN's per-replica state has to be created there.
+  per_replica = any(w.reduces_gradients for w in wrappers)
   state = fs.TrainState.create(
     apply_fn=None,
     params=jax.tree.map(jnp.array, PARAMS),
     tx=tx,
     wrappers=wrappers,
-    strategy=strategy if own else None,
+    strategy=strategy if per_replica else None,
     **collections,
   )
-  if strategy is None or own:
+  if strategy is None or per_replica:
     return state
   return jax.device_put(state, jax.sharding.NamedSharding(strategy.mesh, P()))
 
@@ -51,7 +51,7 @@ def train_step(state, batch):
 
 
 def batch(i, bad=None):
-  """The i-th global batch; the example `bad` is not finite."""
+  """Returns the i-th global batch; the example `bad` is not finite."""
   x = X[i].copy()
   if bad is not None:
     x[bad, 0] = np.nan
@@ -63,7 +63,7 @@ def sharded(strategy, i, bad=None):
 
 
 def split(state, mesh, spec):
-  """Splits every matrix of a state."""
+  """Shards every matrix of a state."""
   sharding = jax.sharding.NamedSharding(mesh, spec)
   move = lambda x: jax.device_put(x, sharding) if x.ndim == 2 else x
   return state.replace(
@@ -81,22 +81,3 @@ def assert_close(a, b, rtol=1e-5, atol=2e-6):
     a,
     b,
   )
-
-
-_compiled = [0]
-
-
-def _count(event, duration, **_):
-  del duration
-  _compiled[0] += event == "/jax/core/compile/backend_compile_duration"
-
-
-jax.monitoring.register_event_duration_secs_listener(_count)
-
-
-@contextlib.contextmanager
-def compilations(number):
-  """Says how many programs XLA has to compile in a block."""
-  before = _compiled[0]
-  yield
-  assert _compiled[0] - before == number

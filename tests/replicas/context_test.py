@@ -1,6 +1,7 @@
 """The replica context, and what it reduces."""
 
 import dataclasses
+from typing import ClassVar
 
 from flax import nnx
 import jax
@@ -252,22 +253,16 @@ def test_collection_that_does_not_match_the_state_raises(nnx_state):
 
 
 @dataclasses.dataclass(frozen=True)
-class Local:
-  """Steps on local copies of the parameters."""
+class Local(fs.wrappers.Base):
+  """Updates a per-replica copy of the parameters."""
 
-  reduces_gradients = True
+  reduces_gradients: ClassVar[bool] = True
 
   def init(self, params, tx):
     return {"params": params, "steps": jnp.zeros(())}
 
   def working_params(self, state, params):
     return state["params"]
-
-  def scale_loss(self, state, loss):
-    return loss
-
-  def unscale_gradients(self, state, grads):
-    return grads
 
   def apply(self, state, target, grads, next):
     local = jax.tree.map(lambda p, g: p - g, state["params"], grads)
@@ -301,7 +296,8 @@ def test_custom_wrapper_keeps_gradients_and_state_local(strategy):
   center = jax.tree.map(lambda x: x.mean(0), local)
   assert_close(new.params, center, 1e-4, 1e-5)
 
-  # The flag has to be agreed by itself: no replica takes the step.
+  # The gradients are not reduced, so LossScale reduces its finite flag itself:
+  # no replica takes the step.
   bad = sharded(strategy, 0, bad=0)
   skipped, _ = strategy.run(train_step, args=(new, bad))
   assert_close(skipped.wrapper_states["local"], new.wrapper_states["local"])

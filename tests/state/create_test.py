@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import plain_wrapper
 import pytest
 
 import flaxshard as fs
@@ -57,7 +56,7 @@ def assert_same(a, b):
 
 
 @dataclasses.dataclass(frozen=True)
-class Local(plain_wrapper.Plain):
+class Local(fs.wrappers.Base):
   """A wrapper with a per-replica copy of the parameters."""
 
   specs: Any = None

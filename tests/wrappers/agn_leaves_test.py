@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from plain_wrapper import Plain
 import pytest
 
 import flaxshard as fs
@@ -129,7 +128,7 @@ def test_an_optimizer_whose_state_depends_on_sizes():
 
 
 @dataclasses.dataclass(frozen=True)
-class Weighted(Plain):
+class Weighted(fs.wrappers.Base):
   """Multiplies gradients by the replica index, also those of a commit."""
 
   def apply(self, state, target, grads, next):

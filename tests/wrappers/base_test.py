@@ -1,4 +1,4 @@
-"""The wrapper protocol and the stack of wrappers."""
+"""The base class of wrappers, the protocol, and a stack of wrappers."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -7,24 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from plain_wrapper import Plain
 import pytest
 
 import flaxshard as fs
+from flaxshard.wrappers import Base
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 from flaxshard.wrappers import Wrapper
 
 
 @dataclasses.dataclass(frozen=True)
-class SignGradients(Plain):
+class SignGradients(Base):
   def apply(self, state, target, grads, next):
     return next(target, jax.tree.map(jnp.sign, grads)), state
 
 
 @dataclasses.dataclass(frozen=True)
-class Affine(Plain):
-  """Loss and working parameters go through x -> factor * x + shift."""
+class Affine(Base):
+  """Applies x -> factor * x + shift to the loss and working parameters."""
 
   factor: float = 1.0
   shift: float = 0.0
@@ -45,8 +45,8 @@ class OtherAffine(Affine):
 
 
 @dataclasses.dataclass(frozen=True)
-class Counter(Plain):
-  """Calls `next` several times and counts its own applies."""
+class Counter(Base):
+  """Calls `next` several times and counts the calls of `apply`."""
 
   name: ClassVar[str] = "counter"
   calls: int = 1
@@ -61,12 +61,12 @@ class Counter(Plain):
 
 
 @dataclasses.dataclass(frozen=True)
-class HTTPLog2(Plain):
+class HTTPLog2(Base):
   pass
 
 
 @dataclasses.dataclass(frozen=True)
-class WithPolicy(Plain):
+class WithPolicy(Base):
   policy: Any = None
 
   def with_policy(self, policy):
@@ -85,7 +85,34 @@ def create(wrappers, params=None, tx=None):
 step = jax.jit(lambda state, g: state.apply_gradients(grads={"w": g}))
 
 
-def test_names():
+class Duck:
+  """A wrapper that does not inherit from Base: six methods and two hooks."""
+
+  reduces_gradients = True
+
+  def init(self, params, tx):
+    return ()
+
+  def working_params(self, state, params):
+    return params
+
+  def scale_loss(self, state, loss):
+    return loss
+
+  def unscale_gradients(self, state, grads):
+    return grads
+
+  def apply(self, state, target, grads, next):
+    return next(target, grads), state
+
+  def partition_specs(self, state):
+    return state
+
+  def metrics(self, state):
+    return {"answer": jnp.int32(42)}
+
+
+def test_name_of():
   assert base.name_of(fs.LossScale()) == "loss_scale"
   assert base.name_of(fs.LossScale) == "loss_scale"
   assert base.name_of(SignGradients()) == "sign_gradients"
@@ -97,10 +124,73 @@ def test_names():
 def test_protocol():
   assert isinstance(SignGradients(), Wrapper)
   assert isinstance(fs.LossScale(), Wrapper)
+  assert isinstance(Duck(), Wrapper)
   assert not isinstance(object(), Wrapper)
 
 
-def test_check_gives_a_tuple():
+def test_base_changes_nothing():
+  params = {"w": jnp.array([2.0, -3.0])}
+  state, bare = create([Base()], params), create([], params)
+  assert state.wrapper_states == {"base": ()}
+  loss_fn = lambda p: (p["w"] ** 2).sum()
+  new, loss = state.minimize(loss_fn)
+  want, want_loss = bare.minimize(loss_fn)
+  assert float(loss) == float(want_loss)
+  np.testing.assert_array_equal(new.params["w"], want.params["w"])
+  assert new.metrics() == {}
+
+
+def test_hooks_of_a_class_that_does_not_inherit():
+  duck = Duck()
+  state = create([duck])
+  assert state.wrappers == (duck,)
+  assert {k: int(v) for k, v in state.metrics().items()} == {"answer": 42}
+  assert stack.reduces_gradients(state.wrappers)
+  assert base.overrides(duck, "metrics")
+  assert not base.overrides(duck, "restart")
+  # It stays as it is, although Base has a default for the hook.
+  assert stack.with_policy((duck,), fs.Policy("mixed_float16")) == (duck,)
+
+
+@pytest.mark.parametrize(
+  ("name", "hook"),
+  [
+    ("reduces_gradient", "reduces_gradients"),
+    ("working_param", "working_params"),
+    ("aply", "apply"),
+    ("metric", "metrics"),
+  ],
+)
+def test_misspelt_hook_raises(name, hook):
+  with pytest.raises(TypeError, match=f"'{name}'.*Did you mean '{hook}'"):
+    type("Mine", (Base,), {name: True})
+  with pytest.raises(TypeError, match=f"'{name}'.*Did you mean '{hook}'"):
+    base.check([type("Mine", (Duck,), {name: True})()])
+
+
+def test_misspelt_hook_as_a_field_without_default_raises():
+  with pytest.raises(TypeError, match="'local_update'"):
+
+    class Mine(Base):
+      local_update: bool
+
+
+def test_helpers_with_other_names_are_allowed():
+  @dataclasses.dataclass(frozen=True)
+  class Mine(Base):
+    scale: float = 1.0
+    period: int = 2
+
+    def update(self):
+      return self.scale
+
+    def _reduce_gradients(self):
+      return self.period
+
+  assert Mine(scale=3.0).update() == 3.0
+
+
+def test_check_returns_a_tuple():
   wrappers = [SignGradients(), fs.LossScale()]
   assert base.check(wrappers) == tuple(wrappers)
   assert base.check(iter(wrappers)) == tuple(wrappers)
@@ -108,17 +198,15 @@ def test_check_gives_a_tuple():
 
 
 @pytest.mark.parametrize(
-  "wrappers", [fs.LossScale(), "loss_scale", {"loss_scale": {}}, None, 3]
+  "wrappers", [fs.LossScale(), "loss_scale", {"loss_scale": {}}, None]
 )
-def test_wrappers_are_a_sequence(wrappers):
+def test_wrappers_that_are_no_sequence_raise(wrappers):
   with pytest.raises(TypeError, match="wrappers must be a sequence"):
     base.check(wrappers)
 
 
-def test_a_class_is_no_wrapper():
-  with pytest.raises(
-    TypeError, match=r"wrappers\[1\] must be an instance.*LossScale"
-  ):
+def test_class_instead_of_instance_raises():
+  with pytest.raises(TypeError, match=r"wrappers\[1\].*LossScale"):
     base.check([SignGradients(), fs.LossScale])
 
 
@@ -130,51 +218,55 @@ def test_missing_methods_are_named():
     def apply(self, state, target, grads, next):
       return next(target, grads), state
 
-  with pytest.raises(TypeError) as e:
+  methods = "working_params, scale_loss, unscale_gradients, partition_specs"
+  with pytest.raises(TypeError, match=rf"wrappers\[0\].* no {methods}\."):
     base.check([Half()])
-  message = str(e.value)
-  for method in (
-    "working_params",
-    "scale_loss",
-    "unscale_gradients",
-    "partition_specs",
-  ):
-    assert method in message
-  assert "no init" not in message
   with pytest.raises(TypeError, match=r"wrappers\[0\].*'loss_scale'"):
     base.check(["loss_scale"])
 
 
-def test_a_wrapper_can_be_hashed():
+def test_wrapper_that_cannot_be_hashed_raises():
   @dataclasses.dataclass(frozen=True)
-  class Arrays(Plain):
+  class Arrays(Base):
     x: Any = None
 
-  with pytest.raises(TypeError, match=r"wrappers\[0\].*must be hashable"):
+  with pytest.raises(TypeError, match=r"wrappers\[0\].*hashable"):
     base.check([Arrays(np.ones(2))])
 
 
-def test_the_same_wrapper_twice():
-  with pytest.raises(ValueError, match=r"wrappers\[1\]: 'loss_scale' is given"):
+def test_repeated_wrapper_raises():
+  with pytest.raises(ValueError, match=r"wrappers\[1\]: 'loss_scale'"):
     base.check([fs.LossScale(8), fs.LossScale("dynamic")])
 
 
-def test_policies_fill_what_was_left_open():
+def test_with_policy_calls_the_hook():
+  policy = fs.Policy("mixed_float16")
   given = WithPolicy(policy="mine")
-  wrappers = stack.with_policy((given, SignGradients()), "model's")
-  assert wrappers == (given, SignGradients())
-  (filled,) = stack.with_policy((WithPolicy(),), "model's")
-  assert filled.policy == "model's"
+  wrappers = (given, SignGradients(), fs.LossScale("auto"))
+  got = stack.with_policy(wrappers, policy)
+  assert got == (*wrappers[:2], fs.LossScale("auto", policy=policy))
+  (filled,) = stack.with_policy((WithPolicy(),), policy)
+  assert filled.policy == policy
   assert stack.with_policy((WithPolicy(),), None) == (WithPolicy(),)
 
 
-def test_states_by_name():
+def test_warnings_are_collected():
+  @dataclasses.dataclass(frozen=True)
+  class Warns(Base):
+    def warning(self, previous, current):
+      return f"{previous} {current['x']:g}"
+
+  wrappers = (SignGradients(), Warns(), Duck())
+  assert stack.warnings_of(wrappers, None, {"x": 2.0}) == ["None 2"]
+
+
+def test_wrapper_states_are_keyed_by_name():
   state = create([fs.LossScale(8), Counter()])
   assert set(state.wrapper_states) == {"loss_scale", "counter"}
   assert int(state.wrapper_states["counter"]) == 0
 
 
-def test_loss_and_gradients_are_scaled_in_opposite_orders():
+def test_gradients_are_unscaled_in_the_opposite_order():
   outer, inner = Affine(factor=2.0), OtherAffine(shift=3.0)
   state = create([outer, inner])
   # The innermost scales first: (1 + 3) * 2, not 1 * 2 + 3.
@@ -183,12 +275,12 @@ def test_loss_and_gradients_are_scaled_in_opposite_orders():
   assert float(grads["w"][0]) == 1.0
 
 
-def test_loss_is_taken_at_the_working_params():
+def test_loss_is_differentiated_at_the_working_params():
   state = create([Affine(factor=2.0), OtherAffine(shift=3.0)])
-  # w = [2, -3] becomes (w + 3) * 2 = [10, 0]; the gradient is that of there.
+  # w = [2, -3] becomes (w + 3) * 2 = [10, 0], where the gradient is [20, 0].
   loss, grads = state.value_and_grad(lambda p: (p["w"] ** 2).sum())
   assert float(loss) == 100.0
-  # Unscaling is factor first, then the shift that has no business here.
+  # Affine also shifts the gradient when it unscales.
   np.testing.assert_array_equal(grads["w"], [20.0 - 3.0, -3.0])
 
 
@@ -197,7 +289,7 @@ SCALE_THEN_SIGN = [fs.LossScale("dynamic"), SignGradients()]
 
 
 @pytest.mark.parametrize("wrappers", [SIGN_THEN_SCALE, SCALE_THEN_SIGN])
-def test_ones_own_wrapper_beside_loss_scale(wrappers):
+def test_custom_wrapper_with_loss_scale(wrappers):
   state = create(wrappers)
   loss_fn = lambda p: (p["w"] ** 2).sum()
   minimize = jax.jit(lambda s: s.minimize(loss_fn))
@@ -210,7 +302,7 @@ def test_ones_own_wrapper_beside_loss_scale(wrappers):
   assert float(skipped.wrapper_states["loss_scale"].scale) == 2.0**14
 
 
-def test_the_outermost_sees_gradients_first():
+def test_outermost_wrapper_sees_gradients_first():
   # An infinity has a sign: only a check before the sign sees it.
   bad = jnp.array([jnp.inf, -1.0])
   skipped = step(create(SCALE_THEN_SIGN), bad)
@@ -224,12 +316,12 @@ def test_the_outermost_sees_gradients_first():
 @pytest.mark.parametrize(
   ("wrappers", "counted"),
   [
-    # Inside, its state is held back with everything else; outside it is not.
+    # Only the state of a wrapper inside LossScale is kept.
     ([fs.LossScale("dynamic"), Counter()], [1, 1, 2]),
     ([Counter(), fs.LossScale("dynamic")], [1, 2, 3]),
   ],
 )
-def test_a_skipped_step_holds_back_the_states_inside(wrappers, counted):
+def test_skipped_step_keeps_the_states_of_inner_wrappers(wrappers, counted):
   state = create(wrappers)
   seen = []
   for g in (1.0, np.nan, 1.0):
@@ -240,7 +332,7 @@ def test_a_skipped_step_holds_back_the_states_inside(wrappers, counted):
   np.testing.assert_array_equal(state.params["w"], [1.0, -3.0])
 
 
-def test_next_called_twice_carries_the_inner_states_along():
+def test_next_called_twice_updates_inner_states_twice():
   state = create([Counter(calls=2), fs.LossScale(fs.DynamicLossScale(8.0))])
   state = step(state, jnp.array([1.0, 0.0]))
   np.testing.assert_array_equal(state.params["w"], [1.0, -3.0])
@@ -251,9 +343,9 @@ def test_next_called_twice_carries_the_inner_states_along():
   assert int(state.wrapper_states["loss_scale"].skipped_steps) == 2
 
 
-def test_a_wrapper_that_never_calls_next():
+def test_wrapper_that_never_calls_next():
   @dataclasses.dataclass(frozen=True)
-  class Stop(Plain):
+  class Stop(Base):
     def apply(self, state, target, grads, next):
       return target, state
 
@@ -263,11 +355,11 @@ def test_a_wrapper_that_never_calls_next():
   assert int(new.step) == 0
 
 
-def test_target_is_what_an_apply_may_change():
+def test_target_holds_the_replaced_collections():
   seen = {}
 
   @dataclasses.dataclass(frozen=True)
-  class Look(Plain):
+  class Look(Base):
     def apply(self, state, target, grads, next):
       seen["fields"] = target._fields
       seen["collections"] = target.collections
@@ -293,7 +385,7 @@ def test_target_is_what_an_apply_may_change():
     "collections",
     "wrapper_states",
   )
-  # Only what this step replaces: the old values, then the new ones.
+  # Only the collection that this step replaces: old values, then new ones.
   assert list(seen["collections"]) == ["batch_stats"]
   assert float(seen["collections"]["batch_stats"]["m"][0]) == 0.0
   assert float(seen["after"]["batch_stats"]["m"][0]) == 1.0

@@ -4,7 +4,6 @@ import dataclasses
 import json
 
 import ml_collections
-from plain_wrapper import Plain
 import pytest
 
 import flaxshard as fs
@@ -13,7 +12,7 @@ from flaxshard.wrappers import to_config
 
 
 @dataclasses.dataclass(frozen=True)
-class Mine(Plain):
+class Mine(fs.wrappers.Base):
   """A wrapper of the user's, with a tuple and an argument that is not one."""
 
   factors: tuple[float, ...] = (1.0,)

@@ -7,7 +7,6 @@ import grouped
 import jax
 import numpy as np
 import optax
-from plain_wrapper import Plain
 import pytest
 
 import flaxshard as fs
@@ -142,7 +141,7 @@ def test_clipping_before_and_after_the_reduction(strategy) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Clip(Plain):
+class Clip(fs.wrappers.Base):
   """Clips gradients by their norm, as a wrapper."""
 
   limit: float
