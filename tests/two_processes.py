@@ -1,22 +1,23 @@
-"""A script that two processes run together, `sys.argv[1]` their port."""
+"""Runs a script in two processes connected by `jax.distributed`."""
 
 from concurrent import futures
 import socket
 import subprocess
 import sys
 
-# Two virtual devices each; `rank` is the number of the process. One that raises
-# ends at once: JAX's own end of a program waits for the other process.
+# Each process has two virtual devices; `rank` is its index and `sys.argv[1]` the
+# port. A process that raises exits at once, because the regular exit of JAX
+# waits for the other process.
 PREAMBLE = """
 import os, sys
 import jax
 
-def end_at_once(*error):
+def exit_at_once(*error):
   sys.__excepthook__(*error)
   sys.stderr.flush()
   os._exit(1)
 
-sys.excepthook = end_at_once
+sys.excepthook = exit_at_once
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -26,7 +27,15 @@ jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, rank)
 
 
 def run(script: str, *args: str) -> list[tuple[str, str]]:
-  """Returns what both have written to their standard output and error."""
+  """Runs a script in two processes and asserts that both succeed.
+
+  Args:
+    script: Python code, run after `PREAMBLE`.
+    *args: Further arguments, from `sys.argv[3]` on.
+
+  Returns:
+    `(standard output, standard error)` of each process.
+  """
   with socket.socket() as s:
     s.bind(("localhost", 0))
     port = s.getsockname()[1]
@@ -40,7 +49,8 @@ def run(script: str, *args: str) -> list[tuple[str, str]]:
     for rank in range(2)
   ]
   try:
-    # Both at once: who has a pipe full waits, and the other one for it.
+    # Reads both at once: a process with a full pipe stops, and the other one
+    # waits for it.
     with futures.ThreadPoolExecutor(2) as pool:
       outs = list(pool.map(lambda p: p.communicate(timeout=120), processes))
   finally:

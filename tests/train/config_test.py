@@ -129,42 +129,46 @@ def test_unknown_fields_raise_with_the_known_and_similar_ones(
   assert hint is None or hint in message
 
 
-_WRONG_NAMED = ("cnn", {}, {"size": 1}, {"name": 3}, None)
-
-
+# One value each for the checkers of `core.checks`, which have their own tests.
 @pytest.mark.parametrize(
-  ("field", "invalid", "allowed"),
+  ("fields", "invalid", "allowed"),
   [
-    # The checkers of `core.checks` have their own tests: one value each.
-    *((field, (0, True, 2**31), "1") for field in REQUIRED if "every" in field),
-    ("batch_size", (0, 2.0, "2", None), "1"),
-    ("num_train_steps", (0,), "1"),
-    ("seed", (-1, True), "0"),
-    ("learning_rate", (0, float("inf"), "0.1", True, 1e39), "above 0"),
-    ("max_to_keep", (0,), "1"),
-    ("keep_every_steps", (-4,), "0"),
-    ("keep_best", (0,), "1"),
-    ("checkpoint_every_minutes", (-1, "1", True), "0"),
-    ("on_nonfinite", ("stopp", 3), "'stop', 'continue'"),
-    ("writer", ("stdout", None), "'tensorboard', 'clu', 'none'"),
-    ("best_metric", ("accuracy",), "'none', 'eval_accuracy', 'eval_loss'"),
-    ("precision", ("float7", 3, ["float32"]), "'float32', 'mixed_float16'"),
-    ("model", _WRONG_NAMED, "'name'"),
-    ("data", _WRONG_NAMED, "'name'"),
-    ("optimizer", _WRONG_NAMED, "'name'"),
-    ("schedule", _WRONG_NAMED, "'name'"),
     (
-      "profile_steps",
+      (
+        "batch_size",
+        "num_train_steps",
+        "log_every_steps",
+        "eval_every_steps",
+        "checkpoint_every_steps",
+        "max_to_keep",
+        "keep_best",
+        "mesh.logical_devices",
+      ),
+      (0, True, 2.0, None, 2**31),
+      "",
+    ),
+    (("seed", "keep_every_steps", "mesh.virtual_devices"), (-1, "2"), "0"),
+    (("learning_rate",), (0, float("inf"), "0.1", True, 1e39), "above 0"),
+    (("checkpoint_every_minutes",), (-1, "1", True), "0"),
+    (("on_nonfinite",), ("stopp", 3), "'stop', 'continue'"),
+    (("writer",), ("stdout", None), "'tensorboard', 'clu', 'none'"),
+    (("best_metric",), ("accuracy",), "'none', 'eval_accuracy', 'eval_loss'"),
+    (("precision",), ("float7", 3, ["float32"]), "'float32', 'mixed_float16'"),
+    (
+      ("model", "data", "optimizer", "schedule"),
+      ("cnn", {}, {"size": 1}, {"name": 3}, None),
+      "'name'",
+    ),
+    (
+      ("profile_steps",),
       ((3,), (0, 2), (3, 2), (1, 2, 3), (1.0, 2), ("1", "2"), 3, None),
       "(first step, last step)",
     ),
-    ("mesh", (8, None, (), "replica"), "virtual_devices"),
-    ("mesh.replica", (0, -2, 2.0, "8", True, None), "-1"),
-    ("mesh.logical_devices", (0, "8"), "1"),
-    ("mesh.virtual_devices", (-1, "8"), "0"),
-    ("mesh.per_replica", (1, "yes"), "True or False"),
+    (("mesh",), (8, None, (), "replica"), "virtual_devices"),
+    (("mesh.replica",), (0, -2, 2.0, "8", True, None), "-1"),
+    (("mesh.per_replica",), (1, "yes"), "True or False"),
     (
-      "mesh.axes",
+      ("mesh.axes",),
       (
         "model",
         {"model": 2},
@@ -181,7 +185,7 @@ _WRONG_NAMED = ("cnn", {}, {"size": 1}, {"name": 3}, None)
       "(('model', 2),)",
     ),
     (
-      "mesh.split",
+      ("mesh.split",),
       (
         None,
         8,
@@ -196,21 +200,21 @@ _WRONG_NAMED = ("cnn", {}, {"size": 1}, {"name": 3}, None)
   ],
 )
 def test_invalid_values_raise_with_field_value_and_what_is_allowed(
-  field, invalid, allowed
+  fields, invalid, allowed
 ):
-  for value in invalid:
-    name = field.removeprefix("mesh.")
-    fields = {name: value}
-    if name != field:
-      fields = {"mesh": fields}
-    for kind in (dict, ml_collections.ConfigDict):
-      with pytest.raises(ValueError) as e:
-        config_lib.check(kind(make(**fields)))
-      message = str(e.value)
-      assert message.startswith(f"config.{field} must be "), message
-      assert allowed in message
-      # A number that is too large is answered with the largest allowed one.
-      assert repr(value) in message, message
+  for field in fields:
+    for value in invalid:
+      in_mesh = field.startswith("mesh.")
+      given = {field.removeprefix("mesh."): value}
+      for kind in (dict, ml_collections.ConfigDict):
+        with pytest.raises(ValueError) as e:
+          config_lib.check(
+            kind(make(**({"mesh": given} if in_mesh else given)))
+          )
+        message = str(e.value)
+        assert message.startswith(f"config.{field} must be "), message
+        assert allowed in message, message
+        assert repr(value) in message, message
 
 
 @pytest.mark.parametrize(

@@ -155,11 +155,6 @@ def test_a_loss_scale_at_its_floor_is_warned_of_once(tmp_path, caplog):
   # The first two steps only took the scale down to its floor.
   assert [r.getMessage().partition(":")[0] for r in warned] == ["step 4"]
 
-  caplog.clear()
-  config.num_train_steps = 9
-  train.train_and_evaluate(config, str(tmp_path))
-  assert caplog.text.count("floor") == 1  # another run, another stretch
-
 
 def infinite_example() -> data.Splits:
   """Returns 64 digits of which example 0 is infinite."""
@@ -176,6 +171,7 @@ def test_a_nonfinite_loss_stops_with_step_and_paths(tmp_path, caplog):
     data={"name": f"{_THIS}:infinite_example"},
     wrappers=(),
     precision="float32",
+    num_train_steps=4,
   )
   workdir = str(tmp_path)
   with pytest.raises(FloatingPointError) as stopped:
@@ -189,7 +185,7 @@ def test_a_nonfinite_loss_stops_with_step_and_paths(tmp_path, caplog):
   config.on_nonfinite = "continue"
   train.train_and_evaluate(config, workdir)
   assert "the loss is not finite" in caplog.text
-  assert [r["step"] for r in tiny.rows(workdir)] == [2, 4, 6, 8]
+  assert [r["step"] for r in tiny.rows(workdir)] == [2, 4]
 
 
 class TinyNNX(nnx.Module):
