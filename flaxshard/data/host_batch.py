@@ -105,13 +105,10 @@ def join(path: str, arrays: Sequence[Array], shape: tuple[int, ...]) -> Array:
     [1, 2, 3, 1]
   """
   unchanged = len(arrays) == 1 and arrays[0].shape == shape
-  # In several processes, each has only its rows of the global array: JAX
-  # assembles that from host arrays.
-  if (
-    unchanged
-    and isinstance(arrays[0], jax.Array)
-    and (jax.process_count() == 1)
-  ):
+  # A device array stays there. In several processes it has to be copied to the
+  # host: JAX assembles global arrays from the host arrays of the processes.
+  one_process = jax.process_count() == 1
+  if unchanged and one_process and isinstance(arrays[0], jax.Array):
     return trees.drop_weak_type(arrays[0])
   dtype = dtype_of(arrays[0])
   try:
@@ -131,8 +128,8 @@ def join(path: str, arrays: Sequence[Array], shape: tuple[int, ...]) -> Array:
       f"batch[{path}] has finite numbers that overflow in {dtype}."
     ) from e
   if rows:
-    # Not zeros: what is finite for every example, such as its logarithm or
-    # norm, is finite for padding too, and so are its gradients.
+    # Not zeros: a loss that is finite for every example is then finite for the
+    # padding too. log(0), or the gradient of a norm at 0, is not.
     out[rows:] = out[:1]
   return out
 

@@ -162,7 +162,7 @@ class DistributedIterator:
     return copy.deepcopy(self._state)
 
   def set_state(self, state: Any) -> None:
-    """Continues from a state of `get_state`; drops what was read ahead.
+    """Continues from a state of `get_state`; drops prefetched batches.
 
     Args:
       state: A state of an iterator over the same source.

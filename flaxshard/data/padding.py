@@ -130,11 +130,11 @@ def _create_mask(
 
 
 def _combine_masks(key: str, given: np.ndarray, mask: np.ndarray) -> np.ndarray:
-  """Returns a batch's own mask with False for the padding as well."""
+  """Returns the mask of a batch, with False for the padding as well."""
   if given.dtype != bool:
     raise ValueError(
       f"batch[{key}] must be a bool array [batch, ...], got {given.dtype}; the "
-      "argument mask= gives the mask of padding another key."
+      "argument mask= sets another key for the mask of padding."
     )
   # The mask of lower rank, say of rows, applies to all positions of a row.
   rank = max(given.ndim, mask.ndim)

@@ -189,7 +189,7 @@ def make_leaves(
     if len(spec) > x.ndim:
       raise ValueError(
         f"spec {spec} has {len(spec)} entries, batch[{path}] has {x.ndim} "
-        "dimensions; a dict by path gives each leaf its spec."
+        "dimensions; use a dict of specs by path."
       )
     axes = [
       specs_lib.axes_of(entry)

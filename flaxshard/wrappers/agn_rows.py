@@ -90,9 +90,9 @@ class Leaf:
   def gather_parts(self, part: jax.Array) -> jax.Array:
     """Returns the leaf from the part of each replica, on all replicas."""
     if self.dim == elementwise.WHOLE:
-      # Each replica has all commits of the whole leaf, and makes the same
-      # updates. But they came by an all-to-all, whose result `Strategy.run`
-      # takes for per replica.
+      # Every replica receives all commits of the whole leaf and makes the same
+      # updates. But `Strategy.run` treats the result of an all-to-all as per
+      # replica.
       return replica_context.assume_replicated(part)
     x = jax.lax.all_gather(part, mesh_lib.REPLICA, axis=self.dim, tiled=True)
     return self._drop_padding(x)
