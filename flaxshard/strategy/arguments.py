@@ -66,6 +66,7 @@ def layout_of(tree: PyTree) -> Layout:
   replicated: list[bool] = []
   paths: list[Any] = []
   states: list[StateLeaves] = []
+  # What kind of leaf it is depends on the node around it.
   nodes = jax.tree_util.tree_leaves_with_path(
     tree, is_leaf=replica_view.is_node
   )
@@ -111,6 +112,7 @@ def check_wrappers(mesh: Mesh, shardings: PyTree) -> None:
       )
     else:
       continue
+    # Per-replica leaves are split over the replicas on purpose.
     others = jax.tree.map(
       lambda x: () if is_per_replica(x) else x,
       state.replace(wrapper_states=()),
@@ -191,6 +193,8 @@ def _target_sharding(
   if not isinstance(sharding, NamedSharding):
     return default_sharding(mesh, per_replica=per_replica)
   if sharding.mesh != mesh:
+    # A whole copy can be moved. The parts of a batch of another strategy lie on
+    # the wrong devices, or in the wrong order: most likely a mistake.
     if not per_replica and not sharding.is_fully_replicated:
       raise ValueError(
         f"{where} is sharded on another mesh, of other axes or devices, or in "
@@ -207,6 +211,7 @@ def _target_sharding(
     (*spec, None)[0]
   ):
     spec = P(mesh_lib.REPLICA, *spec[1:])
+  # An array that was offloaded to host memory stays there.
   return NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
 
 
@@ -266,6 +271,7 @@ def param_specs(
     For each TrainState, PartitionSpecs over the logical axes like `params`, and
     a list of the shapes of the parameters.
   """
+  # Two states may have the same structure: the shapes tell them apart.
   arrays, splits = (
     jax.tree.leaves(
       jax.tree.unflatten(treedef, x), is_leaf=replica_view.is_state

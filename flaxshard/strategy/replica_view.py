@@ -52,6 +52,7 @@ def per_replica_mask(state: Any) -> Any:
     state,
     is_leaf=is_per_replica,
   )
+  # A wrapper says by its partition_specs which of its leaves are per replica.
   states = {}
   for wrapper in wrappers_of(state):
     name = base.name_of(wrapper)
@@ -148,6 +149,7 @@ def _wrapper_states_to_local(state: Any) -> Any:
   wrappers = wrappers_of(state)
   if not wrappers:
     return state
+  # A wrapper's swap_collections sees the state of one replica.
   return _swap_collections(
     state, stack.drop_replica_axis(wrappers, state.wrapper_states)
   )

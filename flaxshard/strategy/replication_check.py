@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
 from typing import Any
 
+from jax.extend import core
+
 from flaxshard.replicas import context as replica_context
 from flaxshard.strategy import replication
 from flaxshard.strategy.replication import Replication
@@ -115,8 +117,7 @@ class _Propagation:
 
     def look_up(atom: Any) -> Replication:
       # Literals and constants stand in the program, which all replicas share.
-      # Only literals have a value.
-      if hasattr(atom, "val"):
+      if isinstance(atom, core.Literal):
         return self.replicated
       return known.get(atom, self.replicated)
 
@@ -239,18 +240,20 @@ class _Propagation:
 
 def _open(jaxpr: Any) -> Any:
   """Returns the `Jaxpr` of a `ClosedJaxpr`."""
-  return getattr(jaxpr, "jaxpr", jaxpr)
+  # JAX 0.12 has one class for both.
+  return jaxpr if isinstance(jaxpr, core.Jaxpr) else jaxpr.jaxpr
 
 
 def _is_ref(atom: Any) -> bool:
   """Returns whether an input of an equation is a mutable array."""
+  # JAX has no public class for the type of a mutable array.
   return hasattr(atom.aval, "inner_aval")
 
 
 def _jaxprs(values: Iterable[Any]) -> Iterator[Any]:
   """Yields the jaxprs among the parameters of an equation."""
   for value in values:
-    if hasattr(_open(value), "eqns"):
+    if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
       yield _open(value)
     elif isinstance(value, (tuple, list)):
       yield from _jaxprs(value)

@@ -84,10 +84,12 @@ class Program:
     last = self._last_calls.get(treedef)
     if (
       last is None
+      # A donated array keeps its sharding, so that is checked as well.
       or last.shardings != shardings
       or any([leaves[i].is_deleted() for i in last.stay])
     ):
       compiled, leaves = self._prepare(args, kwargs)
+      # An array that had to be moved will be moved in the next call too.
       stays = [
         leaf.sharding == x for leaf, x in zip(leaves, shardings, strict=True)
       ]
@@ -121,6 +123,7 @@ class Program:
 
   def _prepare(self, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
     """Returns the program for some arguments, and their leaves on the mesh."""
+    # Only a call shows how many arguments there are.
     if any(i >= len(args) for i in self._donate_argnums):
       raise ValueError(
         f"donate_argnums={tuple(self._donate_argnums)} must be positions of "
@@ -153,6 +156,7 @@ class Program:
     program = ReplicaProgram(
       self._mesh, treedef, shardings, layout, get_function
     )
+    # JAX sees the leaves as arguments, not the trees.
     donated = [
       i
       for i, (positional, argument, *_) in enumerate(layout.paths)

@@ -47,6 +47,7 @@ def stack(batches: PyTree) -> PyTree:
           f"{difference}."
         )
     batches = jax.tree.map(_stack, *batches, is_leaf=values.is_per_replica)
+  # In a PerReplica the steps come after the replicas.
   counts = {}
   for path, x in jax.tree_util.tree_leaves_with_path(
     batches, is_leaf=values.is_per_replica
@@ -76,6 +77,7 @@ def _stack(*parts: Any) -> Any:
 
 
 def _stack_arrays(axis: int, *parts: Any) -> Any:
+  # NumPy batches stay on the host: `run` moves the whole stack at once.
   if not all(isinstance(x, jax.Array) for x in parts):
     return np.stack(parts, axis)
   sharding = parts[0].sharding
@@ -88,6 +90,7 @@ def _stack_arrays(axis: int, *parts: Any) -> Any:
 def _stacker(
   sharding: jax.sharding.NamedSharding, axis: int
 ) -> Callable[..., jax.Array]:
+  # Each device stacks its parts: the new dimension is not split.
   spec = [*sharding.spec, *(None,) * axis]
   stacked = jax.sharding.NamedSharding(
     sharding.mesh, P(*spec[:axis], None, *spec[axis:])
@@ -127,9 +130,12 @@ class Loop:
 
     def step(state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
       out = step_fn(state, batch)
+      # By type: a state may be a NamedTuple.
       return out if type(out) is tuple and len(out) == 2 else (out, None)
 
     def loop(state: PyTree, batches: PyTree) -> tuple[PyTree, PyTree]:
+      # jax.lax.scan needs an initial carry of the outputs' shapes, and its
+      # errors about a changed state would not name the path.
       first = jax.tree.map(lambda x: x[0], batches)
       new, outputs = jax.eval_shape(step, state, first)
       difference = trees.first_difference(new, state)

@@ -98,6 +98,7 @@ class Strategy:
   @property
   def num_replicas_per_host(self) -> int:
     """The number of replicas on a host; 1 if a replica spans several hosts."""
+    # A host with a part of a replica still feeds that replica.
     return max(self.num_replicas_in_sync // self.num_hosts, 1)
 
   @property
