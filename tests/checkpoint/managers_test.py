@@ -27,6 +27,11 @@ def test_arguments_that_are_wrong(tmp_path):
     fs.checkpoint.restore(path, states.our_state("none"), 7)
   with pytest.raises(ValueError, match=r"nowhere: there is no such path"):
     fs.checkpoint.restore(tmp_path / "nowhere", states.our_state("none"))
+  states.write_v0(tmp_path / "workdir" / "checkpoints", states.flax_state())
+  restored = fs.checkpoint.restore(
+    tmp_path / "workdir", states.our_state("none")
+  )
+  assert int(restored.step) == 0
   (tmp_path / "empty").mkdir()
   with pytest.raises(ValueError, match=r"empty: it has no steps"):
     fs.checkpoint.restore(tmp_path / "empty", states.our_state("none"))

@@ -1,8 +1,10 @@
 """Restoring checkpoints with Flax's DynamicScale or optax's wrappers."""
 
+from collections.abc import Mapping
+import dataclasses
 import functools
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import flax
 from flax.training import checkpoints
@@ -197,6 +199,38 @@ def test_unknown_dynamic_scale_raises(tmp_path):
   with pytest.raises(
     ValueError, match=r"dynamic_scale/factor: float32\[\], where nothing is exp"
   ):
+    fs.checkpoint.restore(tmp_path, ours())
+
+
+class CountingState(flax_train_state.TrainState):
+  """A plain train state with a field that a wrapper knows."""
+
+  skips: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Skips(fs.wrappers.Base):
+  """A custom wrapper that migrates one leaf of its state."""
+
+  foreign_paths: ClassVar[Mapping[str, str]] = {"skips/count": "total"}
+
+  def init(self, params, tx):
+    return {"total": jnp.int32(0), "recent": jnp.int32(1)}
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_custom_wrapper_migrates_its_foreign_paths(abstract, tmp_path):
+  plain = CountingState.create(
+    apply_fn=None, params=PARAMS, tx=ADAM, skips={"count": jnp.int32(5)}
+  )
+  save_v0(tmp_path, plain)
+  state = ours(wrappers=(Skips(),))
+  if abstract:
+    state = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+  restored = fs.checkpoint.restore(tmp_path, state).wrapper_states["skips"]
+  assert {k: int(x) for k, x in restored.items()} == {"total": 5, "recent": 1}
+  # No other wrapper knows the field.
+  with pytest.raises(ValueError, match="skips/count: int32"):
     fs.checkpoint.restore(tmp_path, ours())
 
 
