@@ -319,7 +319,7 @@ class AGN(base.Base):
     local_step = state.local_step + applied
     is_commit = applied & (local_step % self.communication_period == 0)
 
-    def commit(
+    def run_commit(
       center: ModelState,
       local: ModelState,
       accum: PyTree,
@@ -344,11 +344,11 @@ class AGN(base.Base):
     center_opt_state = (
       target.opt_state if self.outer_tx is None else state.outer_opt_state
     )
-    # All collectives are in this conditional. Its predicate is replicated: XLA
-    # would turn a per-replica one into a select, and communicate in each step.
+    # All collectives are in this conditional. Its predicate is replicated: a
+    # per-replica one would become a select, with the collectives in every step.
     center, local, accum, collections, committed = jax.lax.cond(
       is_commit,
-      commit,
+      run_commit,
       lambda *operands: operands,
       ModelState(target.params, center_opt_state),
       ModelState(new.params, new.opt_state),
@@ -399,8 +399,8 @@ class AGN(base.Base):
     Returns:
       The new center and this replica's new state.
     """
-    committed = agn_commit.commit_gradients(accum, grads, local.params)
-    received = agn_commit.received_gradient(committed, grads)
+    local_commit = agn_commit.commit_gradients(accum, grads, local.params)
+    received = agn_commit.received_gradient(local_commit, grads)
     counts = {}
     if self.share_step_count:
       # Equal on all replicas, but JAX does not know: the maximum makes it so.
@@ -418,7 +418,7 @@ class AGN(base.Base):
       else:
         updated = next(
           target._replace(
-            # The local step is what `state.step` counts.
+            # The target's step is local: `state.step` counts no commits.
             step=jnp.zeros((), jnp.int32),
             params=old.params,
             opt_state=opt_state_lib.with_counts(old.opt_state, counts),
@@ -432,11 +432,11 @@ class AGN(base.Base):
     with replica_context.gradients_already_reduced():
       if self.commit == "sequential":
         center, new_local_params = agn_sequential.commit_sequentially(
-          update_center, center, committed, (counts, received)
+          update_center, center, local_commit, (counts, received)
         )
       else:
         center, new_local_params = agn_commit.commit_combined(
-          self.commit, update_center, center, committed, (counts, received)
+          self.commit, update_center, center, local_commit, (counts, received)
         )
     counts = (
       opt_state_lib.counts(center.opt_state) if self.share_step_count else {}
