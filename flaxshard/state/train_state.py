@@ -306,6 +306,11 @@ class TrainState(flax_train_state.TrainState):
       >>> float(state.params["w"]), int(state.step)
       (0.5, 1)
     """
+    if type(grads) is tuple and isinstance(self.params, Mapping):
+      raise ValueError(
+        f"grads must be a tree like params, got a tuple of {len(grads)}; "
+        "value_and_grad returns (loss, grads): pass its second element."
+      )
     grads = trees.conform(
       "grads", grads, self.params, dtypes=False, none_is_leaf=True
     )

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import compilations
 from flax import linen as nn
 from flax import struct
 import jax
@@ -64,36 +65,28 @@ def mlp_loss(params, x, y):
 # Creating.
 
 
-def test_wrong_arguments_of_create():
+def test_create_with_invalid_arguments_raises():
   with pytest.raises(TypeError, match=r"params\[b/c\] must be an array"):
     create(params={"w": jnp.ones(1), "b": {"c": "x"}})
   with pytest.raises(TypeError, match=r"batch_stats\[m\] must be an array"):
     create(batch_stats={"m": "x"})
   with pytest.raises(TypeError, match="tx must be an optax"):
     create(tx=0.1)
-  with pytest.raises(
-    TypeError, match=r"'wrapers' is no argument.* Did you mean 'wrappers'"
-  ):
-    create(wrapers=[fs.LossScale()])
-  with pytest.raises(TypeError, match="wrappers must be a sequence"):
+  with pytest.raises(TypeError, match="wrappers"):
     create(fs.LossScale())
-  with pytest.raises(TypeError, match=r"wrappers\[0\] must be an instance"):
-    create([fs.LossScale])
-  with pytest.raises(ValueError, match="'loss_scale' is given twice"):
-    create([fs.LossScale(), fs.LossScale(8)])
 
 
 @pytest.mark.parametrize(
   "name", ["step", "opt_state", "wrapper_states", "minimize", "replace"]
 )
-def test_collections_do_not_take_a_name_that_is_taken(name):
-  with pytest.raises(ValueError, match=f"cannot be named '{name}'"):
+def test_collection_with_the_name_of_an_attribute_raises(name):
+  with pytest.raises(ValueError, match=f"'{name}'"):
     create(**{name: {"m": jnp.ones(1)}})
 
 
-@pytest.mark.parametrize("name", ["ema_params", "target_params", "params_axes"])
+@pytest.mark.parametrize("name", ["ema_params", "params_axes", "metrics"])
 @pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
-def test_collections_whose_names_resemble_arguments(name, wrappers):
+def test_collection_named_like_an_argument(name, wrappers):
   state = create(wrappers, **{name: {"w": jnp.full(2, 3.0)}})
   np.testing.assert_array_equal(getattr(state, name)["w"], [3.0, 3.0])
   new = state.apply_gradients(
@@ -117,7 +110,7 @@ def test_collections_whose_names_resemble_arguments(name, wrappers):
     ({"batch_stats": None}, "batch_stats=None is no argument"),
   ],
 )
-def test_collections_that_are_none(kwargs, match):
+def test_keyword_that_is_no_collection_raises(kwargs, match):
   with pytest.raises(TypeError, match=match):
     create(**kwargs)
 
@@ -125,16 +118,16 @@ def test_collections_that_are_none(kwargs, match):
 @pytest.mark.parametrize(
   "params", [np.ones(2), jnp.ones(2), 1.0, None, {}, {"a": {}}, "w"]
 )
-def test_params_that_are_no_tree_of_arrays(params):
+def test_params_that_are_no_tree_raise(params):
   with pytest.raises(TypeError, match="params must be a tree of arrays"):
     fs.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
 
 
 @pytest.mark.parametrize(
   "wrappers",
-  [{fs.LossScale()}, frozenset(), {"loss_scale": fs.LossScale()}, {}, "", 8],
+  [{fs.LossScale()}, {"loss_scale": fs.LossScale()}, ""],
 )
-def test_wrappers_without_an_order(wrappers):
+def test_unordered_wrappers_raise(wrappers):
   with pytest.raises(TypeError, match="wrappers must be a sequence of"):
     create(wrappers)
   with pytest.raises(TypeError, match="wrappers must be a sequence of"):
@@ -143,7 +136,7 @@ def test_wrappers_without_an_order(wrappers):
     )
 
 
-def test_wrappers_may_come_from_an_iterator():
+def test_wrappers_from_an_iterator():
   wanted = (fs.LossScale(8),)
   assert create(iter(wanted)).wrappers == wanted
   assert create(w for w in wanted).wrappers == wanted
@@ -165,7 +158,7 @@ class EmaState(fs.TrainState):
 
 
 @pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
-def test_subclasses_with_fields_of_their_own(wrappers):
+def test_subclass_with_fields(wrappers):
   state = EmaState.create(
     apply_fn=None,
     params=make_params(),
@@ -195,13 +188,33 @@ def test_subclasses_with_fields_of_their_own(wrappers):
     assert int(skipped.step) == 1
 
 
-def test_a_subclass_field_with_a_default_may_be_left_out():
+def test_subclass_field_with_a_default():
   state = EmaState.create(
     apply_fn=None, params=make_params(), tx=optax.sgd(0.5)
   )
   assert state.ema is None
   new, _ = state.minimize(quadratic)
   np.testing.assert_array_equal(new.params["w"], [0.0, 0.0])
+
+
+class MetricsState(fs.TrainState):
+  # As in Flax's examples. It hides the method `metrics`.
+  metrics: Any
+  key: Any
+
+
+def test_subclass_with_a_field_named_metrics():
+  kwargs = dict(apply_fn=None, params=make_params(), tx=optax.sgd(0.5))
+  state = MetricsState.create(
+    **kwargs,
+    metrics={"loss": 1.0},
+    key=jnp.zeros(2),
+    wrappers=[fs.LossScale(8)],
+  )
+  new, _ = state.minimize(quadratic)
+  assert float(new.metrics["loss"]) == 1.0
+  with pytest.raises(TypeError, match="metrics"):
+    MetricsState.create(**kwargs, key=jnp.zeros(2))
 
 
 # create_train_state, for Linen.
@@ -212,7 +225,7 @@ def assert_close(a, b):
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), a, b)
 
 
-def test_linen():
+def test_linen_model():
   key = jax.random.key(1)
   state = fs.create_train_state(
     Mlp(), key, X, optax.adam(0.1), wrappers=[fs.LossScale("dynamic")]
@@ -228,10 +241,12 @@ def test_linen():
   assert not any(x.weak_type for x in jax.tree.leaves(state))
   before = mlp_loss(state.params, X, Y)
   step = jax.jit(lambda s: s.minimize(mlp_loss, X, Y))
-  for _ in range(20):
-    state, loss = step(state)
+  state, _ = step(state)
+  with compilations.count() as compiled:
+    for _ in range(20):
+      state, loss = step(state)
+  assert compiled.total == 0
   assert float(loss) < 0.5 * float(before)
-  assert step._cache_size() == 1
 
 
 @pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
@@ -303,7 +318,7 @@ class Boxed(nn.Module):
     return nn.Dense(2, kernel_init=init)(x)
 
 
-def test_partitioning_metadata_is_taken_off():
+def test_partitioning_metadata_is_removed():
   state = fs.create_train_state(
     Boxed(), jax.random.key(0), X, optax.sgd(0.5), wrappers=[fs.LossScale(8)]
   )
@@ -340,7 +355,7 @@ class WithPolicy(nn.Module):
     return nn.Dense(1, dtype=self.policy.compute_dtype)(x)
 
 
-def test_auto_takes_a_policy_before_a_dtype_and_the_users_before_both():
+def test_auto_prefers_its_own_policy_to_that_of_the_model():
   make = lambda policy, wrapper: fs.create_train_state(
     WithPolicy(fs.Policy(policy)),
     jax.random.key(0),
@@ -366,7 +381,7 @@ class TakenName(nn.Module):
     return nn.Dense(1)(x)
 
 
-def test_models_that_cannot_be():
+def test_invalid_model_raises():
   make = lambda model, **kwargs: fs.create_train_state(
     model, jax.random.key(0), X, optax.sgd(0.1), **kwargs
   )
@@ -383,7 +398,7 @@ def test_models_that_cannot_be():
     make(Mlp(), wrappers=[fs.LossScale])
 
 
-def test_fp8_modules_train_with_their_histories():
+def test_fp8_module_trains_and_updates_its_statistics():
   dense = nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp)
   state = fs.create_train_state(
     dense,

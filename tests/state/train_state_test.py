@@ -1,8 +1,9 @@
-"""TrainState: Flax's own without wrappers, and what is added with them."""
+"""TrainState: equal to Flax's without wrappers; losses, gradients, updates."""
 
 import re
 from typing import Any
 
+import compilations
 import flax
 from flax import linen as nn
 from flax.training import train_state as flax_train_state
@@ -95,7 +96,7 @@ def compiled_step(state_class, donate, **kwargs):
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_the_compiled_step_is_flaxs_own(donate):
+def test_step_without_wrappers_compiles_to_flaxs_program(donate):
   bare = normalized_hlo(compiled_step(flax_train_state.TrainState, donate))
   assert "fusion" in bare
   assert normalized_hlo(compiled_step(fs.TrainState, donate)) == bare
@@ -106,7 +107,7 @@ def test_the_compiled_step_is_flaxs_own(donate):
   assert normalized_hlo(on) != bare
 
 
-def test_leaves_and_paths_are_flaxs_own():
+def test_leaves_without_wrappers_are_those_of_flax():
   params, tx = make_params(), optax.adam(0.1)
   flax_state = flax_train_state.TrainState.create(
     apply_fn=None, params=params, tx=tx
@@ -124,14 +125,14 @@ def test_leaves_and_paths_are_flaxs_own():
   assert to_keys(ours) == to_keys(flax_state)
 
 
-def test_without_wrappers_there_are_no_states_of_them():
+def test_no_wrapper_states_without_wrappers():
   state = create()
   assert dict(state.wrapper_states) == {}
   assert state.wrappers == ()
   assert "wrapper_states" not in flax.serialization.to_state_dict(state)
 
 
-def test_serialization_goes_there_and_back():
+def test_serialization_round_trips():
   make = lambda tx, m: create(
     [fs.LossScale("dynamic")], tx=tx, batch_stats={"m": jnp.full(2, m)}
   )
@@ -144,7 +145,7 @@ def test_serialization_goes_there_and_back():
   assert_trees_equal(restored, state)
 
 
-def test_updates_are_flaxs_own():
+def test_updates_without_wrappers_equal_flaxs():
   tx = optax.adam(0.1)
   theirs = flax_train_state.TrainState.create(
     apply_fn=None, params=make_params(), tx=tx
@@ -167,24 +168,29 @@ def test_updates_are_flaxs_own():
   [[], [fs.LossScale(fs.DynamicLossScale(8))], [fs.LossScale(8)]],
 )
 @pytest.mark.parametrize("param", [2.0, np.float32(2.0), jnp.float16(2.0)])
-def test_the_second_step_does_not_recompile(wrappers, param):
+def test_second_step_does_not_recompile(wrappers, param):
   # A Python number is weakly typed; step is a Python int in Flax.
   state = create(wrappers, tx=optax.adam(0.5), params={"w": param})
   assert not any(x.weak_type for x in jax.tree.leaves(state))
   step = jax.jit(lambda s: s.minimize(lambda p: (p["w"] ** 2).sum())[0])
-  for _ in range(3):
-    state = step(state)
-  assert step._cache_size() == 1
+  state = step(state)
+  with compilations.count() as compiled:
+    state = step(step(state))
+  assert compiled.total == 0
   assert int(state.step) == 3
 
 
 def test_states_of_equal_wrappers_share_a_compiled_step():
   tx = optax.sgd(0.5)
   step = jax.jit(lambda s: s.minimize(quadratic)[0])
-  for _ in range(2):
-    step(create([fs.LossScale("dynamic")], tx=tx))
-    step(create([fs.LossScale("dynamic")], tx=tx, batch_stats={"m": 1.0}))
-  assert step._cache_size() == 2
+  states = [
+    create([fs.LossScale("dynamic")], tx=tx, **collections)
+    for collections in ({}, {"batch_stats": {"m": 1.0}}) * 2
+  ]
+  with compilations.count() as compiled:
+    for state in states:
+      step(state)
+  assert compiled.total == 2
 
 
 # Loss and gradients.
@@ -218,7 +224,7 @@ def test_value_and_grad_with_arguments_and_aux(wrappers):
   np.testing.assert_array_equal(grads["w"], [4.0, -8.0])
 
 
-def test_by_hand_equals_value_and_grad():
+def test_scaling_by_hand_equals_value_and_grad():
   state = create([fs.LossScale(1024.0)])
 
   @jax.jit
@@ -246,13 +252,13 @@ def test_minimize(wrappers):
   np.testing.assert_array_equal(new.params["w"], [0.0, 0.0])
 
 
-def test_a_loss_that_is_not_scalar_is_refused():
+def test_vector_loss_raises():
   for wrappers in ((), (fs.LossScale(8),)):
     with pytest.raises(TypeError, match="scalar"):
       create(wrappers).value_and_grad(lambda p: p["w"])
 
 
-# What is applied.
+# Applying gradients.
 
 
 @pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
@@ -268,34 +274,43 @@ def test_a_loss_that_is_not_scalar_is_refused():
     ({"w": jnp.ones(2), "b": {"c": jnp.ones(1)}}, r"at b/c: shape \(1,\)"),
   ],
 )
-def test_gradients_that_do_not_match(wrappers, grads, match):
-  with pytest.raises(
-    ValueError, match=f"grads must match the state, but differs {match}"
-  ):
+def test_gradients_that_do_not_match_raise(wrappers, grads, match):
+  with pytest.raises(ValueError, match=f"grads .* {match}"):
     create(wrappers).apply_gradients(grads=grads)
 
 
+def test_result_of_value_and_grad_as_gradients_raises():
+  state = create()
+  with pytest.raises(ValueError, match=r"grads .* tuple .*\(loss, grads\)"):
+    state.apply_gradients(grads=state.value_and_grad(quadratic))
+
+
+def test_metrics_of_the_wrappers():
+  state = create([fs.LossScale(8), fs.AGN(2)])
+  got = {name: float(x) for name, x in state.metrics().items()}
+  assert got == {"loss_scale": 8.0, "skipped_steps": 0.0, "commits": 0.0}
+  assert create().metrics() == {}
+
+
 @pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
-def test_replaced_fields(wrappers):
+def test_apply_gradients_replaces_fields(wrappers):
   state = create(wrappers, batch_stats={"m": jnp.zeros(2)})
   grads = jax.tree.map(jnp.ones_like, state.params)
   new = state.apply_gradients(grads=grads, batch_stats={"m": jnp.ones(2)})
   np.testing.assert_array_equal(new.batch_stats["m"], [1.0, 1.0])
   np.testing.assert_array_equal(state.batch_stats["m"], [0.0, 0.0])
-  # What is not named stays.
+  # A field that is not named stays.
   new = new.apply_gradients(grads=grads)
   np.testing.assert_array_equal(new.batch_stats["m"], [1.0, 1.0])
 
 
-def test_unknown_replaced_fields_name_what_is_near():
+def test_unknown_replaced_field_raises():
   state = create([fs.LossScale("dynamic")], batch_stats={"m": jnp.zeros(2)})
   grads = jax.tree.map(jnp.ones_like, state.params)
-  with pytest.raises(
-    TypeError, match=r"'batch_stat' cannot be repl.*Did you mean 'batch_sta"
-  ):
+  with pytest.raises(TypeError, match=r"'batch_stat' .*'batch_stats'"):
     state.apply_gradients(grads=grads, batch_stat={"m": jnp.ones(2)})
   for name in ("step", "params", "opt_state", "wrapper_states"):
-    with pytest.raises(TypeError, match=f"'{name}' cannot be replaced"):
+    with pytest.raises(TypeError, match=f"'{name}'"):
       state.apply_gradients(grads=grads, **{name: None})
   with pytest.raises(TypeError):
     create().apply_gradients(grads=grads, batch_stats={})
@@ -310,16 +325,14 @@ def test_unknown_replaced_fields_name_what_is_near():
     ({"m": jnp.zeros(2), "n": 1.0}, "at n: .*nothing is expected"),
   ],
 )
-def test_replaced_fields_that_cannot_be_held_back(stats, match):
+def test_replaced_fields_that_do_not_match_raise(stats, match):
   state = create([fs.LossScale("dynamic")], batch_stats={"m": jnp.zeros(2)})
   grads = jax.tree.map(jnp.ones_like, state.params)
-  with pytest.raises(
-    ValueError, match=f"batch_stats must match the state, but differs {match}"
-  ):
+  with pytest.raises(ValueError, match=f"batch_stats .* {match}"):
     state.apply_gradients(grads=grads, batch_stats=stats)
 
 
-def test_gradients_may_come_in_another_dtype():
+def test_gradients_of_another_dtype():
   state = create([fs.LossScale("dynamic")])
   grads = {"w": jnp.ones(2, jnp.float16), "b": {"c": np.float32(1)}}
   new = state.apply_gradients(grads=grads)
@@ -333,10 +346,10 @@ def test_float16_parameters_keep_their_dtypes(scale):
   state = create([fs.LossScale(scale)], tx=optax.adam(0.5), params=params)
   dtypes = jax.tree.map(lambda x: x.dtype, state)
   step = jax.jit(lambda s: s.minimize(lambda p: (p["w"] ** 2).sum())[0])
+  # Equal dtypes: the step does not recompile.
   for _ in range(3):
     state = step(state)
     assert jax.tree.map(lambda x: x.dtype, state) == dtypes
-  assert step._cache_size() == 1
   assert state.opt_state[0].mu["w"].dtype == jnp.float16
   # Adam's steps are as long as the learning rate while the gradients agree.
   assert float(state.params["w"][1]) == pytest.approx(-0.5, abs=0.1)

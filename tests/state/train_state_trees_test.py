@@ -3,6 +3,7 @@
 import collections
 from typing import Any, NamedTuple
 
+import compilations
 from flax import core
 import jax
 import jax.numpy as jnp
@@ -33,33 +34,24 @@ STACKS = [(), (fs.LossScale("dynamic"),), (fs.LossScale(8),)]
 
 # Losses.
 
-WRONG_LOSSES = [
-  (lambda p: 3, "floating-point scalar, got int32"),
-  (lambda p: jnp.int32(3), "floating-point scalar, got int32"),
-  (lambda p: p["w"].sum() > 0, "floating-point scalar, got bool"),
-  (lambda p: p["w"], r"scalar, got float32 of shape \(2,\)"),
-  (lambda p: p["w"][:1], r"scalar, got float32 of shape \(1,\)"),
-  (lambda p: None, "scalar, got None"),
-  (lambda p: (p["w"].sum(), {}), "must return a floating-point scalar, got"),
-  (
-    lambda p: {"loss": p["w"].sum()},
-    "must return a floating-point scalar, got",
-  ),
-  (lambda p: "loss", "must return a floating-point scalar, got 'loss'"),
+INVALID_LOSSES = [
+  (lambda p: jnp.int32(3), "int32"),
+  (lambda p: p["w"].sum() > 0, "bool"),
+  (lambda p: p["w"], r"float32 of shape \(2,\)"),
+  (lambda p: None, "None"),
+  (lambda p: {"loss": p["w"].sum()}, "loss"),
 ]
 
 
-@pytest.mark.parametrize(("loss_fn", "match"), WRONG_LOSSES)
-@pytest.mark.parametrize("scale", ["dynamic", "auto", 8])
-def test_wrong_losses(loss_fn, match, scale):
-  state = create([fs.LossScale(scale)])
+@pytest.mark.parametrize(("loss_fn", "got"), INVALID_LOSSES)
+def test_invalid_loss_raises(loss_fn, got):
+  state = create([fs.LossScale("dynamic")])
   for call in (
-    lambda s: s.value_and_grad(loss_fn),
     lambda s: s.minimize(loss_fn),
     lambda s: s.value_and_grad(lambda p: (loss_fn(p), 0), has_aux=True),
     jax.jit(lambda s: s.value_and_grad(loss_fn)),
   ):
-    with pytest.raises(TypeError, match=match):
+    with pytest.raises(TypeError, match=f"floating-point scalar, got .*{got}"):
       call(state)
 
 
@@ -67,24 +59,18 @@ def test_wrong_losses(loss_fn, match, scale):
   ("loss_fn", "got"),
   [
     (lambda p: (p["w"].sum(), 1, 2), "tuple"),
-    (lambda p: (p["w"].sum(),), "tuple"),
     (lambda p: [p["w"].sum(), 1], "list"),
-    (lambda p: 1.0, "float"),
     (lambda p: None, "NoneType"),
-    (lambda p: p["w"].sum(), ""),
-    (lambda p: p["w"], ""),  # of two elements: it could be unpacked
+    (lambda p: p["w"], ""),  # an array of two elements can be unpacked
   ],
 )
-@pytest.mark.parametrize("scale", ["dynamic", 8])
-def test_wrong_losses_with_aux(loss_fn, got, scale):
-  state = create([fs.LossScale(scale)])
+def test_invalid_loss_with_aux_raises(loss_fn, got):
+  state = create([fs.LossScale("dynamic")])
   for call in (
     lambda s: s.value_and_grad(loss_fn, has_aux=True),
     jax.jit(lambda s: s.minimize(loss_fn, has_aux=True)),
   ):
-    with pytest.raises(
-      TypeError, match=rf"return \(loss, aux\) with has_aux=True, got .*{got}"
-    ):
+    with pytest.raises(TypeError, match=rf"\(loss, aux\).* got .*{got}"):
       call(state)
 
 
@@ -114,7 +100,7 @@ W, B = np.array([1.0, -2.0], np.float32), np.array([4.0], np.float32)
 def test_gradients_in_other_containers(params, grads, wrappers):
   state = create(wrappers, tx=optax.adam(0.5), params=params)
   step = jax.jit(lambda s, g: s.apply_gradients(grads=g))
-  # The gradients happen to be the parameters: here in their own containers.
+  # Of this loss the gradients equal the parameters.
   wanted = step(state, state.params)
   got = step(state, grads)
   assert jax.tree.structure(got) == jax.tree.structure(state)
@@ -147,7 +133,7 @@ def test_numpy_gradients_of_a_named_tuple_outside_of_jit(wrappers, grads):
 
 
 @pytest.mark.parametrize("wrappers", STACKS)
-def test_paths_that_read_alike(wrappers):
+def test_different_paths_with_the_same_string(wrappers):
   params = {"a/b": jnp.zeros(1), "a": {"b": jnp.zeros(1)}}
   state = create(wrappers, params=params)
   grads = {"a": {"b": jnp.ones(1)}, "a/b": jnp.full(1, 2.0)}
@@ -165,7 +151,7 @@ def test_paths_that_read_alike(wrappers):
 
 @pytest.mark.parametrize("wrappers", STACKS)
 @pytest.mark.parametrize("leaf", ["float32", "text", jnp.float32, max])
-def test_gradients_that_are_no_arrays(wrappers, leaf):
+def test_gradient_that_is_no_array_raises(wrappers, leaf):
   state = create(wrappers, params={"w": jnp.ones(1), "b": {"c": jnp.ones(1)}})
   with pytest.raises(TypeError, match=r"grads\[b/c\] must be an array"):
     state.apply_gradients(grads={"w": jnp.ones(1), "b": {"c": leaf}})
@@ -189,7 +175,6 @@ def test_collections_in_other_containers_under_a_dynamic_scale():
     np.testing.assert_array_equal(new.batch_stats["m"]["mean"], [mean] * 2)
     assert jax.tree.structure(new) == jax.tree.structure(state)
   assert int(bad.step) == 1
-  assert step._cache_size() == 1
 
 
 @pytest.mark.parametrize("scale", [8, "dynamic"])
@@ -204,14 +189,15 @@ def test_weakly_typed_collections_do_not_recompile(scale):
       grads={"w": jnp.ones(2)}, ema=jnp.asarray(2.0) * 1.5
     )
 
-  for _ in range(3):
-    state = step(state)
-    assert not any(x.weak_type for x in jax.tree.leaves(state))
-  assert step._cache_size() == 1
-  assert float(state.ema) == 3.0
   # Outside of jit, and a Python number.
-  for value in (weak, 2.0):
-    new = state.apply_gradients(grads={"w": jnp.ones(2)}, ema=value)
-    assert not new.ema.weak_type
-    step(new)
-  assert step._cache_size() == 1
+  states = [
+    state.apply_gradients(grads={"w": jnp.ones(2)}, ema=value)
+    for value in (weak, 2.0)
+  ]
+  state = step(state)
+  assert float(state.ema) == 3.0
+  with compilations.count() as compiled:
+    for new in (state, *states):
+      assert not any(x.weak_type for x in jax.tree.leaves(new))
+      step(new)
+  assert compiled.total == 0
