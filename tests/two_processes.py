@@ -5,9 +5,9 @@ import socket
 import subprocess
 import sys
 
-# Each process has two virtual devices; `rank` is its index and `sys.argv[1]` the
-# port. A process that raises exits at once, because the regular exit of JAX
-# waits for the other process.
+# Each process has two virtual devices. `rank` is its index, `sys.argv[1]` the
+# port. A process that raises exits at once: the regular exit of JAX waits for
+# the other process.
 PREAMBLE = """
 import os, sys
 import jax
