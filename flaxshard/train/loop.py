@@ -140,12 +140,10 @@ def _restore_or_create(
 ) -> tuple[TrainState, int]:
   """Returns the state to train from, and the step that it was saved at."""
   if run.checkpointer.latest_step() is None:
-    return setup.plan.create_state(), 0
+    return setup.create_state(), 0
   metrics_lib.check_continues(setup.config, run.workdir)
   # Into shapes and shardings: a state of arrays would need its memory twice.
-  state = run.checkpointer.restore(
-    setup.plan.abstract_state(), data=run.train_iter
-  )
+  state = run.checkpointer.restore(setup.abstract_state, data=run.train_iter)
   # Not always the latest step: a damaged one is passed over.
   first_step = run.checkpointer.restored_step or 0
   _log.info("resuming from step %d in %s", first_step, run.workdir)

@@ -49,7 +49,8 @@ class Setup:
     splits: The data.
     batch_specs: How each array of a batch is split.
     schedule: The learning rate, as a function of the applied updates.
-    plan: Creates the state, or its abstract version to restore into.
+    abstract_state: The state with a `jax.ShapeDtypeStruct` for every array.
+    create_state: Returns a new state.
     train_step: `train_step(state, progress, batch, rng, step)` returns the next
       state and progress. The given state and progress are donated.
     lowered_train_step: The same step, traced and ready to be compiled.
@@ -61,7 +62,8 @@ class Setup:
   splits: data.Splits
   batch_specs: Mapping[str, P]
   schedule: optax.Schedule
-  plan: create_lib.CreationPlan
+  abstract_state: TrainState
+  create_state: Callable[[], TrainState]
   train_step: TrainStep
   lowered_train_step: jax.stages.Lowered
   eval_step: Callable[..., steps.Metrics]
@@ -92,7 +94,7 @@ class Setup:
   def init_progress(self) -> steps.Progress:
     """Returns the progress before any step, on the devices."""
     return _init_progress(
-      self.strategy, self.plan.abstract_state(), self.config.mesh.per_replica
+      self.strategy, self.abstract_state, self.config.mesh.per_replica
     )
 
   def replicate(self, tree: Any) -> Any:
@@ -125,24 +127,35 @@ def create_setup(config: Any, strategy: Strategy) -> Setup:
   )
   tx, schedule = optimizer.create(config)
   policy = Policy(config.precision)
-  model = models.create(
-    config.model,
-    num_classes=splits.num_classes,
-    policy=policy,
-    seed=config.seed,
-  )
   model_field = f"config.model ({config.model.name!r})"
-  with _errors_name_field(f"{model_field} cannot be initialized"):
-    plan = create_lib.plan_creation(
-      model,
-      jax.random.key(config.seed),
-      example["inputs"][None],
-      tx,
-      wrappers=wrappers_lib.from_config(config.wrappers),
-      mesh=strategy.mesh,
-      rules=rules_lib.from_config(config.mesh.rules),
+
+  def plan_creation() -> create_lib.CreationPlan:
+    model = models.create(
+      config.model,
+      num_classes=splits.num_classes,
+      policy=policy,
+      seed=config.seed,
     )
-  state = plan.abstract_state()
+    with _errors_name_field(f"{model_field} cannot be initialized"):
+      return create_lib.plan_creation(
+        model,
+        jax.random.key(config.seed),
+        example["inputs"][None],
+        tx,
+        wrappers=wrappers_lib.from_config(config.wrappers),
+        mesh=strategy.mesh,
+        rules=rules_lib.from_config(config.mesh.rules),
+      )
+
+  state = plan_creation().abstract_state()
+
+  def create_state() -> TrainState:
+    # A new plan: that of an NNX module holds the arrays of the module, which
+    # would stay in memory during a restore and the whole run.
+    leaves = jax.tree.leaves(plan_creation().create_state())
+    # The static fields of the traced state, or the step would compile again.
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
   if policy.compute_dtype == jnp.float16:
     _check_floating_point(config.precision, state.params)
 
@@ -168,7 +181,8 @@ def create_setup(config: Any, strategy: Strategy) -> Setup:
     splits=splits,
     batch_specs=specs,
     schedule=schedule,
-    plan=plan,
+    abstract_state=state,
+    create_state=create_state,
     # `Strategy.jit` waits for the results by itself.
     train_step=jitted
     if per_replica

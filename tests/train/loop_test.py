@@ -120,24 +120,33 @@ def test_interrupted_runs_end_like_an_uninterrupted_one(
   assert rows[-2:] == whole_rows[-2:]
 
 
-def test_resuming_restores_into_an_abstract_state(whole_run, monkeypatch):
-  """Memory holds one state, not a new one and the restored one."""
-  workdir, _ = whole_run
-  kernel_shape = (64, 8)
-  restore = checkpoint.Checkpointer.restore
-  kernels = []
+def count_live_arrays(shape) -> int:
+  return sum(x.shape == shape for x in jax.live_arrays())
 
-  def record_and_restore(self, state, **kwargs):
-    assert all(
-      isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)
-    )
-    kernels.extend(x for x in jax.live_arrays() if x.shape == kernel_shape)
+
+def count_at_restore(monkeypatch, shape) -> list[int]:
+  """Returns a list that gets the number of arrays alive when a run restores."""
+  counts = []
+  restore = checkpoint.Checkpointer.restore
+
+  def count_and_restore(self, state, **kwargs):
+    leaves = jax.tree.leaves(state)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    counts.append(count_live_arrays(shape))
     return restore(self, state, **kwargs)
 
-  before = [x for x in jax.live_arrays() if x.shape == kernel_shape]
-  monkeypatch.setattr(checkpoint.Checkpointer, "restore", record_and_restore)
+  monkeypatch.setattr(checkpoint.Checkpointer, "restore", count_and_restore)
+  return counts
+
+
+def test_resuming_restores_into_an_abstract_state(whole_run, monkeypatch):
+  """Memory holds the restored state, not an initialized one as well."""
+  workdir, _ = whole_run
+  kernel_shape = (64, 8)
+  before = count_live_arrays(kernel_shape)
+  counts = count_at_restore(monkeypatch, kernel_shape)
   train.train_and_evaluate(tiny.config(), workdir)
-  assert len(kernels) == len(before)
+  assert counts == [before]
 
 
 def test_a_loss_scale_at_its_floor_is_warned_of_once(tmp_path, caplog):
@@ -219,14 +228,19 @@ def nnx_run(tmp_path_factory):
   return workdir, config, state
 
 
-def test_an_nnx_model_trains_and_resumes(nnx_run, tmp_path):
+def test_an_nnx_model_trains_and_resumes(nnx_run, tmp_path, monkeypatch):
   workdir, config, state = nnx_run
   assert int(state.rngs["dropout"]["rngs"]["count"]) == 4
   assert np.abs(state.batch_stats["norm"]["mean"]).max() > 0
   copy = tmp_path / "copy"
   shutil.copytree(workdir, copy)
   shutil.rmtree(copy / "checkpoints" / "4")
+  kernel_shape = (64, 16)
+  before = count_live_arrays(kernel_shape)
+  counts = count_at_restore(monkeypatch, kernel_shape)
   resumed = train.train_and_evaluate(config, str(copy))
+  # An NNX module initializes its parameters; they are gone by then.
+  assert counts == [before]
   assert_same(resumed.params, state.params)
   assert_same(resumed.batch_stats, state.batch_stats)
   stream, resumed_stream = (s.rngs["dropout"]["rngs"] for s in (state, resumed))

@@ -88,7 +88,7 @@ def create_setup(**fields):
 
 def test_the_state_is_abstract_and_sharded():
   setup = create_setup(mesh=FSDP)
-  state = setup.plan.abstract_state()
+  state = setup.abstract_state
   for leaf in jax.tree.leaves(state):
     assert isinstance(leaf, jax.ShapeDtypeStruct)
   kernel = state.params["dense"]["kernel"]
@@ -202,7 +202,7 @@ def test_a_spatial_split_exchanges_borders_only():
     ),
   ],
 )
-@pytest.mark.filterwarnings("ignore:CrossShard. the replicas")
+@pytest.mark.filterwarnings("ignore:CrossShard")
 def test_invalid_configs_raise_with_the_field(fields, kind, facts):
   with pytest.raises(kind) as e:
     create_setup(**fields)
