@@ -56,6 +56,7 @@ def read(
     return read_all()
   except (*_OF_THE_READER, digests.Damaged):
     raise
+  # Orbax wraps the errors of TensorStore in a bare Exception.
   except Exception as e:
     if not (proves_damage and _can_open_files(step_dir)):
       raise
@@ -84,11 +85,13 @@ def _can_open_files(step_dir: str) -> bool:
     raise error
 
   try:
+    # A second failure for want of descriptors must not look like damage.
     with contextlib.ExitStack() as stack:
       for _ in range(_SPARE_DESCRIPTORS):
         stack.enter_context(open(os.devnull, "rb"))
     for folder, _, names in os.walk(step_dir, onerror=raise_error):
       for name in names:
+        # One byte shows EACCES and EIO; Orbax reads the rest.
         with open(os.path.join(folder, name), "rb", buffering=0) as f:
           f.read(1)
   except OSError:

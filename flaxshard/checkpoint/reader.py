@@ -159,6 +159,7 @@ def orbax_tree(directory: Directory, item: str, *prefix: str) -> SavedTree:
     item: The name of the item.
     *prefix: Keys to put before the path of each leaf.
   """
+  # The metadata alone: the shapes are compared before any array is read.
   saved = ocp.PyTreeCheckpointHandler().metadata(as_path(directory)).tree
   metadata = {
     (*prefix, *path): x for path, x in trees.leaves_by_path(saved).items()
@@ -171,6 +172,7 @@ def orbax_tree(directory: Directory, item: str, *prefix: str) -> SavedTree:
       asked = wanted.get((*prefix, *trees.path_strings(path)))
       if asked is None:
         return ocp.PLACEHOLDER
+      # As a number, so that `_place` notices a cast that changes it.
       return x.dtype.type(0).item() if _is_number(x) else asked
 
     if not wanted:
@@ -270,6 +272,7 @@ def _place(name: str, x: Any, asked: jax.ShapeDtypeStruct) -> Any:
   if isinstance(x, jax.Array):
     return x
   if not isinstance(x, (np.ndarray, np.generic)):
+    # astype wraps numbers around without an error.
     number = np.asarray(x).astype(asked.dtype)
     if number.item() != x:
       raise ValueError(f"{name}: {x!r} is not exact in {asked.dtype}.")

@@ -70,15 +70,20 @@ class CheckpointStep:
     restarts = wrapper_states.find_restarts(
       state.wrappers, template.get(migrate.WRAPPER_STATES, {}), saved
     )
-    # What the checkpoint must have, and what is read of that.
+    # What the checkpoint must have, and what is read of that: a wrapper that
+    # restarts needs few of its saved leaves.
     expected = {p: x for p, x in targets.items() if p not in mapping.fresh}
-    reads, fresh = dict(expected), set(mapping.fresh)
+    reads = dict(expected)
+    # In the order of the state, not of a set: the fresh leaves are the outputs
+    # of a jitted function, which must be the same one in all processes.
+    fresh = [path for path in targets if path in mapping.fresh]
     for restart in restarts:
       expected |= restart.saved_leaves()
       restarted = wrapper_states.leaves_of(restart.template, restart.path)
-      fresh -= restarted.keys()
+      fresh = [path for path in fresh if path not in restarted]
       reads = {p: x for p, x in reads.items() if p not in restarted}
       reads |= restart.read_leaves()
+    # A saved Python number has no dtype of its own, so it has the wanted one.
     has = {
       path: expected[path] if _fits(x, expected.get(path)) else x
       for path, x in mapping.rename(saved).items()
@@ -91,7 +96,7 @@ class CheckpointStep:
     for note in mapping.notes:
       _log.info("%s: %s", self.directory, note)
     return RestorePlan(
-      self, state, template, reads, mapping.sources, frozenset(fresh), restarts
+      self, state, template, reads, mapping.sources, fresh, restarts
     )
 
 
@@ -107,7 +112,7 @@ class RestorePlan:
     reads: Shape, dtype and sharding of the leaves to read, by their path in
       the state.
     sources: The saved path of each of them.
-    fresh: The paths of leaves that the checkpoint lacks.
+    fresh: The paths of leaves that the checkpoint lacks, in their order.
     restarts: The wrappers that start from the restored parameters.
   """
 
@@ -116,7 +121,7 @@ class RestorePlan:
   template: Mapping[str, PyTree]
   reads: Mapping[Path, jax.ShapeDtypeStruct]
   sources: Mapping[Path, Path]
-  fresh: frozenset[Path]
+  fresh: Sequence[Path]
   restarts: Sequence[wrapper_states.Restart]
 
   def restore(self) -> TrainState:
@@ -131,11 +136,12 @@ class RestorePlan:
       where,
       lambda: self._read(self.reads),
       read_again=lambda: [self._read({p: x}) for p, x in self.reads.items()],
-      # Of several processes one cannot pass over a step without the others.
+      # One process cannot pass over a step without the others.
       proves_damage=not self.step.verified and jax.process_count() == 1,
     )
     validation.check_restored(where, found, self.reads)
-    fields = self._complete(found)
+    fields = self._complete_fields(found)
+    # Every replica gets the one value of a per-replica collection.
     given = {name: getattr(self.state, name) for name in fields}
     return self.state.replace(**values.broadcast_to_replicas(fields, given))
 
@@ -154,7 +160,9 @@ class RestorePlan:
       found |= {path: read[source] for source, path in mine.items()}
     return found
 
-  def _complete(self, found: Mapping[Path, jax.Array]) -> dict[str, PyTree]:
+  def _complete_fields(
+    self, found: Mapping[Path, jax.Array]
+  ) -> dict[str, PyTree]:
     """Returns the fields of the state, with the leaves that were not read."""
     leaves = {**found, **self._copy_fresh_leaves()}
     collections = {
@@ -163,6 +171,7 @@ class RestorePlan:
       if name not in ("step", "opt_state", migrate.WRAPPER_STATES)
     }
     params = collections.pop("params")
+    # An abstract state has no values for its fresh leaves.
     if missing := [path for path in self.fresh if path not in leaves]:
       leaves |= wrapper_states.compute_first_leaves(
         self.state.wrappers,
@@ -172,6 +181,7 @@ class RestorePlan:
         self.template,
         missing,
       )
+    # Last: the local copies of the replicas start from the optimizer state too.
     for restart in self.restarts:
       target = base.Target(
         leaves["step",],
@@ -229,6 +239,7 @@ def open_step(
     name = wrapper_states.ITEM
     return plain, reader.orbax_tree(wrappers, name, migrate.WRAPPER_STATES)
 
+  # Before Orbax reads anything: it returns wrong values for flipped bits.
   verified = digests.verify_together(directory)
   with multihost.raise_on_all_processes(digests.Damaged, ValueError):
     saved_trees = damage.read(

@@ -54,6 +54,7 @@ def check_savable(argument: str, tree: PyTree) -> None:
           f"{name} was deleted: save the state before you donate it, or save "
           "the result of the step that it was donated to."
         )
+    # NumPy has 64 bits by default, JAX 32.
     elif jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
       raise TypeError(
         f"{name} is {leaf.dtype}, which JAX supports only with jax_enable_x64: "

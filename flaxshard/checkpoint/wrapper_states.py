@@ -153,7 +153,7 @@ class Restart:
       return trees.unshare_buffers((target, new))[1]
 
     paths = [path for path in self.read_leaves() if path in found]
-    # Sharded outputs: no device ever holds the copies of all replicas.
+    # Sharded outputs, so that no device ever holds the copies of all replicas.
     shardings = jax.tree.map(lambda x: x.sharding, self.template)
     jitted = jax.jit(restart_on_replicas, out_shardings=shardings)
     return jitted(target, [found[path] for path in paths])
@@ -208,7 +208,7 @@ def find_restarts(
     replicas = leaves[per_replica[0]].shape[0] if per_replica else 1
     saved_replicas = None
     if migrate.has_prefix(saved, path):
-      # That of the first per-replica leaf that the checkpoint has.
+      # By the first leaf that is saved; the plan compares the others with it.
       counts = [
         saved[p].shape[0] for p in per_replica if p in saved and saved[p].shape
       ]
@@ -242,6 +242,7 @@ def compute_first_leaves(
 
   def compute_leaves(params: PyTree, collections: Any) -> list[jax.Array]:
     leaves: dict[Path, Any] = {}
+    # XLA removes the computation of leaves that are not returned.
     if any(path[0] == "opt_state" for path in wanted):
       first = tx.init(opt_state_lib.optimized_params(params))
       leaves |= leaves_of(first, ("opt_state",))
