@@ -1,4 +1,4 @@
-"""Saves of two processes that fail in one, and runs that one has to stop."""
+"""Two processes that save together: digests, damage, failures, signals."""
 
 import pathlib
 import signal
@@ -7,13 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import two_processes
 
 import flaxshard as fs
 
 _TESTS = str(pathlib.Path(__file__).parents[1])
 
-# A disk is full for one process alone: its files cannot have 20 bytes.
+pytestmark = pytest.mark.slow
+
+# The disk is "full" for one process only: its files cannot have 20 bytes.
 _SETUP = """
 import os, resource, time
 sys.path[:0] = [sys.argv[3], os.path.dirname(sys.argv[3])]
@@ -27,7 +30,7 @@ none = resource.RLIM_INFINITY
 finalize = metadata_item.Handler.finalize
 
 def full(self, directory):
-  # The save before may not have come here.
+  # Only in the save that is to fail.
   if f"/{step}." in os.fspath(directory):
     raise OSError(28, "No space left on device")
   finalize(self, directory)
@@ -51,10 +54,10 @@ def error_of(call):
     return str(e).splitlines()[0]
   return None
 
-def assert_lie_there(*names):
-  multihost_utils.sync_global_devices("all have removed what they had to")
+def assert_files(*names):
+  multihost_utils.sync_global_devices("all processes are here")
   found = sorted(os.listdir(path))
-  multihost_utils.sync_global_devices("all have looked")
+  multihost_utils.sync_global_devices("all processes have looked")
   assert found == sorted(names), (rank, found)
 """
 
@@ -67,7 +70,7 @@ from checkpoint.processes_test import create, assert_same
 
 strategy = fs.Strategy(mesh_shape={"replica": 4})
 
-def checked():
+def check_repeatedly():
   for _ in range(1000):
     checkpointer.check()
     time.sleep(0.01)
@@ -84,39 +87,39 @@ for how, asked in cases:
   break_disk(how)
   checkpointer.save(step, create(strategy, step))
   ask = dict(
-    check=checked, wait=checkpointer.wait, close=checkpointer.close,
+    check=check_repeatedly, wait=checkpointer.wait, close=checkpointer.close,
     save=lambda: checkpointer.save(step + 1, create(strategy, step)))
-  told = error_of(ask[asked])
+  message = error_of(ask[asked])
   mend_disk()
   failing = 1 if how == "write 1" else 0
   other = "" if rank == failing else f"RuntimeError: process {failing}: "
   wanted = f"step {step} could not be saved in {path}: {other}"
-  assert told and told.startswith(wanted), (how, asked, told)
-  assert "No space left" in told or "File too large" in told, told
+  assert message and message.startswith(wanted), (how, asked, message)
+  assert "No space left" in message or "File too large" in message, message
   assert time.monotonic() - start < 15, (how, asked)
   if asked != "close":
-    checkpointer.check()  # told once
-    assert_lie_there(".lock", "1")
-assert_lie_there("1")
+    checkpointer.check()  # raises once
+    assert_files(".lock", "1")
+assert_files("1")
 
-# It goes on, and what was saved since can be read.
+# Saving works again, and the new step can be restored.
 with fs.Checkpointer(path) as checkpointer:
   assert list(checkpointer.all_steps()) == [1]
   checkpointer.save(step, create(strategy, step))
   assert_same(
     checkpointer.restore(create(strategy, 0)), create(strategy, step))
-  # The newest is empty: the one before it is read, and the empty one kept.
+  # An empty newest step is passed over, and renamed at the next save.
   if rank == 0:
     os.mkdir(os.path.join(path, "9"))
-assert_lie_there("1", str(step), "9")
+assert_files("1", str(step), "9")
 assert_same(
   fs.checkpoint.restore(path, create(strategy, 0)), create(strategy, step))
 with fs.Checkpointer(path) as checkpointer:
   assert_same(
     checkpointer.restore(create(strategy, 0)), create(strategy, step))
   checkpointer.save(9, create(strategy, 9))
-assert_lie_there("1", str(step), "9", "9.damaged")
-# Of one process.
+assert_files("1", str(step), "9", "9.damaged")
+# A checkpoint that one process has saved.
 assert_same(
   fs.checkpoint.restore(sys.argv[5], create(strategy, 0)), create(strategy, 5))
 print("same")
@@ -124,7 +127,7 @@ print("same")
 
 
 def create(strategy: fs.Strategy, seed: int) -> fs.TrainState:
-  """Returns a state of which each device has a part, and noise in all."""
+  """Returns a state of random numbers that is sharded over the devices."""
   w = jax.random.normal(jax.random.key(seed), (8, 4))
   state = fs.TrainState.create(
     apply_fn=None,
@@ -133,39 +136,129 @@ def create(strategy: fs.Strategy, seed: int) -> fs.TrainState:
     wrappers=[fs.LossScale("dynamic")],
   )
 
-  def put(x):
+  def shard(x):
     x = np.asarray(x)
     spec = jax.P("replica") if x.ndim == 2 else jax.P()
     sharding = jax.NamedSharding(strategy.mesh, spec)
     return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
 
-  return jax.tree.map(put, state)
+  return jax.tree.map(shard, state)
 
 
-def assert_same(one: fs.TrainState, other: fs.TrainState) -> None:
-  for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+def assert_same(a: fs.TrainState, b: fs.TrainState) -> None:
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
     assert (x.sharding, x.dtype) == (y.sharding, y.dtype)
-    for mine, yours in zip(
+    for x_shard, y_shard in zip(
       x.addressable_shards, y.addressable_shards, strict=True
     ):
-      assert np.array(mine.data).tobytes() == np.array(yours.data).tobytes()
+      x_bytes = np.array(x_shard.data).tobytes()
+      assert x_bytes == np.array(y_shard.data).tobytes()
 
 
-def test_a_save_that_fails_in_one_process_fails_in_both(tmp_path):
-  path, of_one = tmp_path / "two", tmp_path / "one"
+def test_save_that_fails_in_one_process_fails_in_both(tmp_path):
+  path, by_one = tmp_path / "two", tmp_path / "one"
   strategy = fs.Strategy(devices=jax.devices()[:4])
-  with fs.Checkpointer(of_one) as checkpointer:
+  with fs.Checkpointer(by_one) as checkpointer:
     checkpointer.save(1, create(strategy, 5))
-  outs = two_processes.run(_SETUP + _FAILURES, _TESTS, str(path), str(of_one))
+  outs = two_processes.run(_SETUP + _FAILURES, _TESTS, str(path), str(by_one))
   for out, _ in outs:
     assert out.splitlines()[-1] == "same"
-  # Read by one process.
+  # One process restores what two have saved.
   assert_same(
     fs.checkpoint.restore(path, create(strategy, 0)), create(strategy, 9)
   )
 
 
-# In the loop. JAX asks for signals once a second.
+# Which files each process opens between `start` and `stop`, and how.
+_RECORD = """
+opened = []
+recording = [False]
+
+def record(event, args):
+  if event == "open" and recording[0] and isinstance(args[0], str):
+    writes = args[2] & (os.O_WRONLY | os.O_RDWR)
+    if ".orbax-checkpoint-tmp" in args[0] and not writes:
+      opened.append(args[0])
+
+sys.addaudithook(record)
+"""
+
+_DIGESTS = """
+import json, pathlib, re
+import jax.numpy as jnp
+import numpy as np
+import optax
+import flaxshard as fs
+from checkpoint.processes_test import create, assert_same
+
+path = pathlib.Path(path)
+strategy = fs.Strategy(mesh_shape={"replica": 4})
+
+with fs.Checkpointer(path) as checkpointer:
+  for step in (1, 2, 3):
+    recording[0] = step == 3
+    checkpointer.save(step, create(strategy, step))
+  checkpointer.wait()
+  recording[0] = False
+  multihost_utils.sync_global_devices("saved")
+
+  # Of the arrays, each process reads the files that it has written itself.
+  arrays = [name for name in opened if re.search(r"process_\\d+/d/", name)]
+  assert arrays
+  assert all(f"process_{rank}/" in name for name in arrays), (rank, arrays)
+  if rank == 1:
+    other = [n for n in opened if not re.search(r"process_1\\b", n)]
+    assert not other, other
+  digests_file = path / "3" / "flaxshard" / "digests.json"
+  names = json.loads(digests_file.read_text())["files"]
+  for process in (0, 1):
+    assert any(f"ocdbt.process_{process}/d/" in name for name in names), names
+  assert sorted(os.listdir(path / "3" / "flaxshard")) == [
+    "commit_success.txt", "digests.json", "metadata"]
+
+  metadata = metadata_item.read_metadata(path / "3")
+  assert (metadata["processes"], metadata["devices"]) == (2, 4), metadata
+  assert metadata["mesh"] == {"replica": 4}
+  for step in (1, 2, 3):
+    assert digests.verify_together(path / str(step))
+
+  # Damage a file of each of the two later steps; any process may find it.
+  if rank == 0:
+    for step, name in ((3, "default/_METADATA"), (2, "wrappers/_METADATA")):
+      file = path / str(step) / name
+      file.write_bytes(file.read_bytes()[:-1])
+  multihost_utils.sync_global_devices("damaged")
+  state = checkpointer.restore(create(strategy, 0))
+  assert checkpointer.restored_step == 1
+  assert_same(state, create(strategy, 1))
+  checkpointer.save(2, create(strategy, 5))
+  checkpointer.wait()
+  multihost_utils.sync_global_devices("saved again")
+  assert list(checkpointer.all_steps()) == [1, 2]
+  # The same state again, and another one.
+  assert not checkpointer.save(2, create(strategy, 5))
+  message = ""
+  try:
+    state = create(strategy, 5)
+    checkpointer.save(2, state.replace(step=state.step + 1))
+  except ValueError as e:
+    message = str(e)
+  assert "state.step is 1, 0 was saved" in message, message
+  assert_same(checkpointer.restore(create(strategy, 0)), create(strategy, 5))
+  assert checkpointer.restored_step == 2
+assert_files("1", "2", "2.damaged", "3.damaged")
+print("same")
+"""
+
+
+def test_each_process_digests_its_own_files(tmp_path):
+  outs = two_processes.run(_SETUP + _RECORD + _DIGESTS, _TESTS, str(tmp_path))
+  for out, err in outs:
+    assert out.splitlines()[-1] == "same"
+    assert err.count("passed over") == 2
+
+
+# In the loop. JAX looks for signals once a second.
 _LOOP = """
 import signal
 import tiny
@@ -189,12 +282,13 @@ def finalize_fails(number, signum):
   return agreed(number, signum)
 
 preemption.agree_on_signal = finalize_fails
-told = error_of(lambda: train.train_and_evaluate(config, workdir))
+message = error_of(lambda: train.train_and_evaluate(config, workdir))
 mend_disk()
-assert told and told.startswith(f"step 8 could not be saved in {path}"), told
-# At a row after the step, the same in both; step 12 would be a save.
+assert message and message.startswith(
+  f"step 8 could not be saved in {path}"), message
+# At a row after the step, the same in both processes; step 12 is a save.
 assert 8 < seen[-1] <= 12 and seen[-1] % 2 == 0, seen
-assert_lie_there("4")
+assert_files("4")
 
 def interrupted(step, signum):
   if step == 6 and rank == 1:
@@ -211,18 +305,18 @@ try:
   train.train_and_evaluate(config, workdir)
 except SystemExit as e:
   assert seen[0] == 5 and 6 < seen[-1] < 100, seen
-  assert_lie_there("4", str(seen[-1]))
+  assert_files("4", str(seen[-1]))
   print(e.code, seen[-1])
 """
 
 
-def test_the_loop_stops_in_both_processes(tmp_path):
+def test_loop_stops_in_both_processes(tmp_path):
   (out0, _), (out1, _) = two_processes.run(
     _SETUP + _LOOP, _TESTS, str(tmp_path)
   )
   code0, step0 = out0.splitlines()[-1].split()
   code1, step1 = out1.splitlines()[-1].split()
   assert step0 == step1
-  # Ctrl-C came to process 1; process 0 was told.
+  # Process 1 got Ctrl-C; process 0 stops as for SIGTERM.
   assert int(code0) == 128 + signal.SIGTERM
   assert int(code1) == 128 + signal.SIGINT
