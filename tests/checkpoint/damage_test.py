@@ -1,4 +1,4 @@
-"""Restoring where the newest checkpoint is damaged."""
+"""Restoring and saving when the newest checkpoint is damaged."""
 
 import functools
 import hashlib
@@ -36,7 +36,7 @@ def initial(tx=None):
 
 @functools.cache
 def trained(steps):
-  """Returns the state after some steps."""
+  """Returns the state after a number of steps."""
   state = initial()
   for _ in range(steps):
     state = state.apply_gradients(grads=state.params)
@@ -60,7 +60,7 @@ def save(path, *steps, **kwargs):
 
 
 def save_plain(path, *steps):
-  """What a plain Flax program does: no digests."""
+  """Saves as a plain Flax program does, without digests."""
   with ocp.CheckpointManager(path) as manager:
     for step in steps:
       state = trained(step).without_wrappers()
@@ -80,14 +80,14 @@ def path(saved, tmp_path):
 
 
 def assert_is(state, step):
-  """The state is that of a step, bit for bit."""
+  """Asserts that a state is `trained(step)`, bit for bit."""
   wanted = trained(step)
   jax.tree.map(np.testing.assert_array_equal, state, wanted)
   assert int(state.step) == step
 
 
 def contents(path):
-  """Every directory, and what every file holds."""
+  """Returns every directory, and a hash of every file."""
   return {
     str(p.relative_to(path)): hashlib.sha256(p.read_bytes()).digest()
     if p.is_file()
@@ -123,7 +123,7 @@ def removed(file):
 
 
 DAMAGES = [truncated_to_half, truncated_to_nothing, flipped, removed]
-# Orbax's marks, written last: nothing is read from them.
+# Orbax writes these two last; nothing reads them.
 MARKS = ["commit_success.txt", "flaxshard/commit_success.txt"]
 
 
@@ -133,14 +133,12 @@ def files(step):
   )
 
 
-# Falling back.
+# Passing a damaged step over.
 
 
 @pytest.mark.parametrize("turn", [0, 2])
-def test_every_damaged_file_is_named_and_the_step_before_restored(
-  path, turn, caplog
-):
-  # integrity_test finds every damage in every file: here they take turns.
+def test_step_with_any_damaged_file_is_passed_over(path, turn, caplog):
+  # Each file gets one kind of damage; digests_test tries all of them.
   for i, name in enumerate(files(path / "3")):
     file = path / "3" / name
     content = file.read_bytes()
@@ -148,7 +146,6 @@ def test_every_damaged_file_is_named_and_the_step_before_restored(
     before = contents(path)
     caplog.clear()
     with checkpoint.Checkpointer(path) as checkpointer:
-      assert checkpointer.latest_step() == 3
       iterator = make_iterator()
       state = checkpointer.restore(initial(), data=iterator)
       step = 3 if name in MARKS else 2
@@ -166,7 +163,7 @@ def test_every_damaged_file_is_named_and_the_step_before_restored(
     file.write_bytes(content)
 
 
-def test_an_explicit_step_is_not_passed_over(path):
+def test_explicit_damaged_step_raises(path):
   file = path / "3" / "default" / "_METADATA"
   flipped(file)
   before = contents(path)
@@ -179,7 +176,7 @@ def test_an_explicit_step_is_not_passed_over(path):
   assert contents(path) == before
 
 
-def test_no_complete_step_is_left(path):
+def test_no_complete_step_raises_and_names_all(path):
   flipped(path / "1" / "wrappers" / "_METADATA")
   shutil.rmtree(path / "2" / "default")
   shutil.rmtree(path / "3")
@@ -199,13 +196,13 @@ def test_no_complete_step_is_left(path):
   ):
     assert part in message
   assert contents(path) == before
-  # The data were left where they stood.
+  # The position in the data is unchanged.
   np.testing.assert_array_equal(
     next(iterator)["labels"], next(make_iterator())["labels"]
   )
 
 
-def test_two_damaged_steps(path, caplog):
+def test_two_damaged_steps_are_passed_over(path, caplog):
   removed(path / "3" / "flaxshard" / "digests.json")
   flipped(path / "2" / "input_iterator" / "process_0-of-1.json")
   with checkpoint.Checkpointer(path) as checkpointer:
@@ -226,7 +223,7 @@ def test_a_missing_item(path, item, caplog):
   assert f"{path / '3' / item} is missing" in message
 
 
-def test_an_empty_directory_is_no_step(path, caplog):
+def test_empty_directory_is_not_a_step(path, caplog):
   (path / "7").mkdir()
   with checkpoint.Checkpointer(path) as checkpointer:
     assert checkpointer.latest_step() == 3
@@ -238,7 +235,7 @@ def test_an_empty_directory_is_no_step(path, caplog):
   assert message == f"step 7 is damaged, passed over: {path / '7'} is empty."
 
 
-def test_an_empty_directory_that_comes_later(path, caplog):
+def test_empty_directory_of_the_saved_step_is_renamed(path, caplog):
   with checkpoint.Checkpointer(path) as checkpointer:
     (path / "4").mkdir()
     checkpointer.save(4, trained(4))
@@ -248,7 +245,7 @@ def test_an_empty_directory_that_comes_later(path, caplog):
   assert message == f"{path / '4'} is damaged: renamed to {path / '4'}.damaged"
 
 
-def test_what_a_killed_save_left_is_no_step(path, caplog):
+def test_remains_of_a_killed_save_are_not_a_step(path, caplog):
   for name in ("4.orbax-checkpoint-tmp", "5.orbax-checkpoint-tmp-1234"):
     shutil.copytree(path / "3", path / name)
   before = contents(path)
@@ -262,7 +259,7 @@ def test_what_a_killed_save_left_is_no_step(path, caplog):
   assert not warnings(caplog)
 
 
-def test_another_model_or_no_position_is_no_damage(path):
+def test_other_model_or_missing_position_is_not_damage(path):
   with checkpoint.Checkpointer(path) as checkpointer:
     with pytest.raises(ValueError, match=r"/3 was written by another model"):
       checkpointer.restore(initial(optax.sgd(0.1)))
@@ -273,7 +270,7 @@ def test_another_model_or_no_position_is_no_damage(path):
     assert list(checkpointer.all_steps()) == [1, 2, 3, 4]
 
 
-def test_a_step_that_was_being_deleted(path):
+def test_half_deleted_step_is_damaged(path):
   for name in ("flaxshard", "wrappers"):
     shutil.rmtree(path / "1" / name)
   (path / "1" / "_CHECKPOINT_METADATA").unlink()
@@ -282,7 +279,7 @@ def test_a_step_that_was_being_deleted(path):
       ValueError, match=r"/1/flaxshard is missing, .* half del"
     ):
       checkpointer.restore(initial(), 1)
-  # As the only one it may be of anybody.
+  # Alone, it may be the step of another program.
   for name in ("2", "3"):
     shutil.rmtree(path / name)
   with checkpoint.Checkpointer(path) as checkpointer:
@@ -290,10 +287,10 @@ def test_a_step_that_was_being_deleted(path):
   np.testing.assert_array_equal(state.params["w"], trained(1).params["w"])
 
 
-# Saving after falling back.
+# Saving after a damaged step was passed over.
 
 
-def test_the_damaged_step_is_set_aside_when_saved_anew(path, caplog):
+def test_damaged_step_is_renamed_when_it_is_saved_again(path, caplog):
   flipped(path / "3" / "default" / "_METADATA")
   damaged = contents(path / "3")
   with checkpoint.Checkpointer(path) as checkpointer:
@@ -311,7 +308,7 @@ def test_the_damaged_step_is_set_aside_when_saved_anew(path, caplog):
   assert digests.verify(path / "3")
 
 
-def test_a_step_between_can_be_saved(tmp_path):
+def test_step_before_damaged_ones_can_be_saved(tmp_path):
   path = tmp_path / "checkpoints"
   save(path, 2, 4, 6, max_to_keep=2)
   flipped(path / "6" / "default" / "_METADATA")
@@ -324,7 +321,7 @@ def test_a_step_between_can_be_saved(tmp_path):
   assert sorted(os.listdir(path)) == ["4", "5", "6.damaged", "9.damaged"]
 
 
-def test_an_empty_directory_does_not_keep_from_saving(tmp_path):
+def test_empty_directory_does_not_prevent_saving(tmp_path):
   (tmp_path / "5").mkdir()
   with checkpoint.Checkpointer(tmp_path) as checkpointer:
     assert checkpointer.latest_step() is None
@@ -345,14 +342,14 @@ def test_saving_before_the_latest_step_raises(path):
   assert contents(path) == before
 
 
-# A manager of one's own.
+# Custom managers.
 
 
-def test_restore_passes_over_what_is_damaged(path, caplog):
+def test_restore_passes_over_damaged_steps(path, caplog):
   flipped(path / "3" / "default" / "_METADATA")
   (path / "7").mkdir()
   before = contents(path)
-  # Named, as Orbax refuses to be made where a step has no items at all.
+  # Without handlers, Orbax refuses a directory with an empty step.
   with ocp.CheckpointManager(
     path, item_handlers=checkpoint.item_handlers()
   ) as manager:
@@ -372,7 +369,7 @@ def test_restore_passes_over_what_is_damaged(path, caplog):
   assert contents(path) == before
 
 
-def test_restore_finds_nothing_that_is_complete(path):
+def test_restore_without_a_complete_step_raises(path):
   for step in (1, 2, 3):
     removed(path / str(step) / "default" / "_METADATA")
   with pytest.raises(
@@ -416,7 +413,7 @@ def test_a_plain_step_that_orbax_cannot_read(tmp_path, damage, caplog):
   assert len(passed) >= (2 if damage is flipped else 3)
 
 
-def test_plain_steps_before_ours(tmp_path, caplog):
+def test_plain_step_is_restored_when_ours_is_damaged(tmp_path, caplog):
   path = tmp_path / "checkpoints"
   save_plain(path, 1)
   with checkpoint.Checkpointer(path) as checkpointer:
@@ -431,7 +428,7 @@ def test_plain_steps_before_ours(tmp_path, caplog):
 # The loop.
 
 
-def test_the_loop_goes_on_from_the_step_before(tmp_path, caplog):
+def test_loop_continues_from_the_step_before(tmp_path, caplog):
   config = tiny.config(num_train_steps=6, checkpoint_every_steps=2)
   whole = train.train_and_evaluate(config, str(tmp_path / "whole"))
   workdir = tmp_path / "workdir"
@@ -455,7 +452,7 @@ def test_the_loop_goes_on_from_the_step_before(tmp_path, caplog):
   rows = tiny.untimed_rows(str(workdir))
   assert rows == tiny.untimed_rows(str(tmp_path / "whole"))
   assert [row["step"] for row in rows] == [2, 4, 6]
-  # What the config was is in every checkpoint.
+  # Every checkpoint has the config.
   metadata = metadata_item.read_metadata(checkpoints / "6")
   assert metadata["config"] == json.loads((workdir / "config.json").read_text())
   assert metadata["step"] == 6

@@ -1,4 +1,4 @@
-"""Checkpoints: what lies on disk, shardings, random keys."""
+"""Checkpoints: files on disk, shardings, random keys."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ class Normed(nn.Module):
 
 
 class FlaxState(flax_train_state.TrainState):
-  """As in Flax's ImageNet example."""
+  """A state with batch statistics, as in Flax's ImageNet example."""
 
   batch_stats: Any
 
@@ -53,7 +53,7 @@ def _initialized(model, tx, wrappers, seed):
 
 
 def create(model=MODEL, tx=TX, wrappers=(), seed=0):
-  # A copy, for one test donates it.
+  # A copy, because one test donates it.
   return jax.tree.map(jnp.copy, _initialized(model, tx, tuple(wrappers), seed))
 
 
@@ -73,7 +73,7 @@ def dynamic():
 
 @functools.partial(jax.jit, static_argnums=1)
 def trained(state, steps=3):
-  """Takes steps by hand, so that no leaf is what it began with."""
+  """Takes some steps, after which no leaf has its initial value."""
   for _ in range(steps):
     grads = jax.tree.map(lambda p: p + 1.0, state.params)
     batch_stats = jax.tree.map(lambda s: s + 0.5, state.batch_stats)
@@ -108,7 +108,7 @@ def restore(path, state, step=None, **kwargs):
 
 
 def save_flax(path, state, step=3):
-  """What a plain Flax program does."""
+  """Saves as a plain Flax program does."""
   with ocp.CheckpointManager(path) as manager:
     manager.save(step, args=ocp.args.StandardSave(state))
     manager.wait_until_finished()
@@ -142,17 +142,17 @@ def make_splits():
   return data.Splits(source, source, num_classes=12)
 
 
-# What lies on disk.
+# Files on disk.
 
 
-def test_layout(path):
+def test_items_of_a_step(path):
   state = create(wrappers=dynamic())
   splits = make_splits()
   iterator = data.train_iterator(splits, batch_size=4, seed=0)
   with checkpoint.Checkpointer(path) as checkpointer:
     checkpointer.save(1, state)
     checkpointer.save(2, create())
-    # "auto" finds nothing to scale in float32: a wrapper without a state.
+    # With float32 parameters "auto" scales nothing and has no state.
     checkpointer.save(3, create(wrappers=[fs.LossScale("auto")]))
     checkpointer.save(4, state, data=iterator)
   items = {
@@ -172,13 +172,13 @@ def metadata(path, item="default"):
 
 
 @pytest.mark.parametrize("wrappers", [[], dynamic()], ids=["none", "scaled"])
-def test_the_plain_item_is_that_of_a_plain_program(tmp_path, wrappers):
+def test_plain_item_equals_that_of_a_plain_program(tmp_path, wrappers):
   save(tmp_path / "ours", trained(create(wrappers=wrappers)))
   save_flax(tmp_path / "plain", trained(create_flax()))
   assert metadata(tmp_path / "ours") == metadata(tmp_path / "plain")
 
 
-def test_wrapper_states_have_their_names(path):
+def test_wrapper_states_are_saved_by_name(path):
   save(path, create(wrappers=dynamic()))
   with ocp.StandardCheckpointer() as checkpointer:
     restored = checkpointer.restore(path / "3" / "wrappers")
@@ -186,7 +186,7 @@ def test_wrapper_states_have_their_names(path):
   assert float(restored["loss_scale"]["scale"]) == 2.0**15
 
 
-def test_a_plain_program_reads_ours(path):
+def test_plain_program_restores_our_checkpoint(path):
   state = trained(create(wrappers=dynamic()))
   save(path, state)
   target = abstract(create_flax(seed=1))
@@ -197,11 +197,11 @@ def test_a_plain_program_reads_ours(path):
   with ocp.StandardCheckpointer() as checkpointer:
     restored = checkpointer.restore(path / "3" / "default", target)
   assert_plain_equal(restored, state)
-  # Its next step is ours.
+  # Both take the same next step.
   assert_plain_equal(trained(restored, 1), trained(state.without_wrappers(), 1))
 
 
-def test_ours_reads_a_plain_one(path, caplog):
+def test_plain_checkpoint_is_restored(path, caplog):
   plain = trained(create_flax())
   save_flax(path, plain)
   fresh = create(wrappers=dynamic(), seed=1)
@@ -215,7 +215,7 @@ def test_ours_reads_a_plain_one(path, caplog):
   assert_plain_equal(restore(path, create(seed=1)), plain)
 
 
-def test_a_wrapper_may_be_dropped_between_runs(path, caplog):
+def test_wrapper_can_be_dropped_between_runs(path, caplog):
   state = trained(create(wrappers=dynamic()))
   save(path, state)
   before = hashes(path)
@@ -248,7 +248,7 @@ def test_one_wrapper_of_two_is_kept(path, caplog):
   assert "'another'" in message and "left alone" in message
 
 
-def test_a_wrapper_is_added_beside_another(path, caplog):
+def test_wrapper_can_be_added_between_runs(path, caplog):
   state = trained(create(wrappers=dynamic()))
   save(path, state)
   fresh = create(wrappers=[*dynamic(), Another(4.0)], seed=1)
@@ -269,7 +269,7 @@ def test_a_wrapper_is_added_beside_another(path, caplog):
 # Shardings.
 
 
-def test_replicated_over_a_mesh(path):
+def test_replicated_state_is_restored_replicated(path):
   mesh = jax.sharding.Mesh(np.array(jax.devices()), ("replica",))
   assert mesh.size == 8
   everywhere = jax.sharding.NamedSharding(mesh, P())
@@ -283,7 +283,7 @@ def test_replicated_over_a_mesh(path):
     assert leaf.sharding == everywhere
     assert leaf.committed
   assert int(restored.opt_state[0].count) == 3
-  # A batch that is committed to the same mesh goes with it.
+  # A step takes it with a batch that is committed to the same mesh.
   step = jax.jit(lambda s, x: trained(s, 1).replace(step=s.step + x.sum()))
   batch = jax.device_put(
     np.ones(8, np.int32), jax.sharding.NamedSharding(mesh, P("replica"))
@@ -291,9 +291,9 @@ def test_replicated_over_a_mesh(path):
   assert int(step(restored, batch).step) == 11
 
 
-def test_leaves_that_nothing_has_placed_go_to_the_mesh_of_the_others(path):
-  # An optimizer's count, say, in a state whose parameters alone were sharded:
-  # restored, it is committed, and must not be to the first device.
+def test_unplaced_leaves_are_restored_on_the_mesh_of_the_others(path):
+  # Only the parameters are sharded. The optimizer's count is restored as a
+  # committed array, which must not be committed to the first device.
   mesh = jax.sharding.Mesh(np.array(jax.devices()), ("replica",))
   split = jax.sharding.NamedSharding(mesh, P("replica"))
   params = {"w": jax.device_put(jnp.arange(16.0), split)}
@@ -319,7 +319,7 @@ def test_leaves_that_nothing_has_placed_go_to_the_mesh_of_the_others(path):
   assert int(new_state.wrapper_states["loss_scale"].good_steps) == 2
 
 
-def test_another_sharding_than_it_was_saved_in(path):
+def test_state_is_restored_in_another_sharding(path):
   devices = np.array(jax.devices())
   x = jnp.arange(16.0)
 
@@ -345,7 +345,7 @@ def test_another_sharding_than_it_was_saved_in(path):
       assert a.sharding == b.sharding
 
 
-def test_onto_one_device(path):
+def test_restored_state_takes_the_same_next_step(path):
   state = trained(create(wrappers=dynamic()))
   save(path, state)
   restored = restore(path, create(wrappers=dynamic(), seed=1))
@@ -366,7 +366,7 @@ class Dropped(nnx.Module):
     return self.dropout(self.linear(x))
 
 
-def test_random_streams(path):
+def test_nnx_random_streams_are_restored(path):
   def make(seed):
     module = Dropped(nnx.Rngs(seed))
     return fs.create_train_state(module, None, None, TX, wrappers=dynamic())
@@ -396,7 +396,7 @@ def make_keyed(key):
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_keys(path, impl):
+def test_random_keys_are_restored(path, impl):
   state = make_keyed(jax.random.split(jax.random.key(3, impl=impl), 4))
   save(path, state)
   fresh = make_keyed(jax.random.split(jax.random.key(0, impl=impl), 4))
@@ -405,7 +405,7 @@ def test_keys(path, impl):
   assert_trees_equal(restored.keys, state.keys)
 
 
-def test_a_key_of_another_kind(path):
+def test_restoring_a_key_of_another_kind_raises(path):
   save(path, make_keyed(jax.random.key(3, impl="threefry2x32")))
   with pytest.raises(ValueError, match=r"keys/dropout: "):
     restore(path, make_keyed(jax.random.key(3, impl="rbg")))

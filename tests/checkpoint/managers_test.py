@@ -1,4 +1,4 @@
-"""save_args, restore and item_handlers, for Orbax managers of one's own."""
+"""Custom Orbax managers: save_args, restore and item_handlers."""
 
 import checkpoint_states as states
 import jax
@@ -12,7 +12,7 @@ import flaxshard as fs
 # Arguments.
 
 
-def test_arguments_that_are_wrong(tmp_path):
+def test_invalid_arguments_raise(tmp_path):
   path = tmp_path / "v0"
   states.write(path, "v0")
   with pytest.raises(TypeError, match="must be a flaxshard TrainState"):
@@ -45,7 +45,7 @@ def test_arguments_that_are_wrong(tmp_path):
       call("zzz")
 
 
-def test_the_item_of_the_train_state(tmp_path):
+def test_plain_item_names_the_item_of_the_train_state(tmp_path):
   state = states.stirred(states.flax_state())
   with ocp.CheckpointManager(tmp_path) as manager:
     manager.save(
@@ -67,7 +67,7 @@ def test_the_item_of_the_train_state(tmp_path):
     fs.checkpoint.restore(tmp_path, states.our_state("none"))
 
 
-def test_save_args_checks_before_orbax_would_hang():
+def test_save_args_checks_leaves_before_orbax_hangs():
   state = states.our_state("none")
   with pytest.raises(TypeError, match=r"params/half.* must be an array"):
     fs.checkpoint.save_args(state.replace(params={"half": "text"}))
@@ -75,10 +75,10 @@ def test_save_args_checks_before_orbax_would_hang():
     fs.checkpoint.save_args(state.replace(params={"half": jnp.ones((0, 2))}))
 
 
-# Managers of one's own.
+# Custom managers.
 
 
-def test_a_manager_of_ones_own(tmp_path):
+def test_custom_manager_saves_and_restores(tmp_path):
   state, target = (
     states.stirred(states.our_state("both")),
     states.our_state("both"),
@@ -95,7 +95,7 @@ def test_a_manager_of_ones_own(tmp_path):
           more=ocp.args.JsonSave({"a": 1}),
         ),
       )
-      # The newest may still be on its way.
+      # `restore` waits for the save that still runs.
       restored = fs.checkpoint.restore(manager, target)
       assert int(restored.step) == step
     assert int(fs.checkpoint.restore(manager, target, 1).step) == 1
@@ -103,7 +103,7 @@ def test_a_manager_of_ones_own(tmp_path):
   assert int(fs.checkpoint.restore(str(tmp_path), target).step) == 20
 
 
-def test_a_manager_with_handlers_also_reads_by_orbax_itself(tmp_path):
+def test_manager_with_item_handlers_restores_with_orbax(tmp_path):
   state = states.stirred(states.our_state("loss_scale"))
   states.write_own_manager(tmp_path, state)
   template = jax.tree.map(
@@ -129,7 +129,7 @@ def test_a_manager_with_handlers_also_reads_by_orbax_itself(tmp_path):
   assert (tmp_path / str(states.STEP + 1) / "wrappers").is_dir()
 
 
-def test_a_training_checkpointer_of_v1(tmp_path):
+def test_training_checkpointer_of_orbax_v1(tmp_path):
   state = states.stirred(states.flax_state())
   with ocp_v1.training.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(states.STEP, state)
