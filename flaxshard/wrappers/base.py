@@ -341,9 +341,9 @@ def adapt(wrapper: Wrapper) -> Base:
 
 
 def overrides(wrapper: Wrapper, hook: str) -> bool:
-  """Returns whether a wrapper has an own version of a hook of `Base`."""
-  own = getattr(adapt(wrapper), hook)
-  return getattr(own, "__func__", own) is not getattr(Base, hook)
+  """Returns whether a wrapper defines a hook, instead of the default."""
+  bound = getattr(adapt(wrapper), hook)
+  return getattr(bound, "__func__", bound) is not getattr(Base, hook)
 
 
 def check(wrappers: Iterable[Wrapper]) -> tuple[Wrapper, ...]:

@@ -1,4 +1,4 @@
-"""Which leaves are gradients, and whether all of them are finite."""
+"""Gradient trees: which leaves are gradients, and whether all are finite."""
 
 import functools
 
@@ -16,7 +16,7 @@ from flaxshard.core import trees
 OWG = "_overwrite_with_gradient"
 BAD = [np.inf, -np.inf, np.nan]
 
-# Shared, so that each shape is compiled once.
+# Shared by the tests, so that each shape is compiled once.
 all_finite = jax.jit(gradients.all_finite)
 
 
@@ -34,7 +34,7 @@ def mixed_tree():
   }
 
 
-def test_only_inexact_leaves_outside_overwrite_have_a_gradient():
+def test_has_gradient_only_for_inexact_leaves_that_are_no_statistics():
   found = {
     trees.path_string(path)
     for path, leaf in jax.tree_util.tree_leaves_with_path(
@@ -45,13 +45,13 @@ def test_only_inexact_leaves_outside_overwrite_have_a_gradient():
   assert found == {"params/float", "params/half"}
 
 
-def test_a_bare_array_is_a_tree_too():
+def test_bare_array_is_a_tree():
   assert gradients.has_gradient((), jnp.ones(2))
   assert not gradients.has_gradient((), None)
   assert not gradients.is_statistic(())
 
 
-def test_overwrite_is_only_the_outermost_collection():
+def test_is_statistic_only_at_the_root():
   # Flax looks for the collection at the root: a module may use the name below.
   tree = {"layer": {OWG: jnp.ones(1)}}
   ((path, leaf),) = jax.tree_util.tree_leaves_with_path(tree)
@@ -59,7 +59,7 @@ def test_overwrite_is_only_the_outermost_collection():
   assert gradients.has_gradient(path, leaf)
 
 
-def test_map_gradients_leaves_the_rest_alone():
+def test_map_gradients_keeps_other_leaves():
   tree = mixed_tree()
   doubled = gradients.map_gradients(lambda g: g * 2, tree)
   np.testing.assert_array_equal(doubled["params"]["float"], [2.0, -4.0])
@@ -88,14 +88,14 @@ def test_normalize_marks_leaves_without_a_gradient_with_none():
 
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_one_bad_value_in_any_dtype(value, dtype):
+def test_one_nonfinite_value_in_any_dtype(value, dtype):
   good = {"a": jnp.ones(3, dtype), "b": jnp.ones((2, 2), dtype)}
   bad = {"a": good["a"], "b": good["b"].at[1, 0].set(value)}
   assert bool(all_finite(good))
   assert not bool(all_finite(bad))
 
 
-def test_complex_gradients_are_checked_in_both_parts():
+def test_both_parts_of_complex_gradients_are_checked():
   z = jnp.ones(3, jnp.complex64)
   assert bool(all_finite(z))
   assert not bool(all_finite(z.at[1].set(complex(0.0, np.inf))))
@@ -103,8 +103,8 @@ def test_complex_gradients_are_checked_in_both_parts():
 
 
 @pytest.mark.parametrize("value", BAD)
-def test_large_matrices_are_checked_to_the_corners(value):
-  # Large float32 leaves take another way (a product with zeros) on CPU.
+def test_every_corner_of_a_large_matrix_is_checked(value):
+  # On CPU large float32 leaves are checked by a product with zeros.
   x = np.ones((130, 257), np.float32)
   for where in [(0, 0), (0, -1), (-1, 0), (-1, -1), (64, 100)]:
     y = x.copy()
@@ -113,34 +113,34 @@ def test_large_matrices_are_checked_to_the_corners(value):
   assert bool(all_finite(x))
 
 
-def test_large_values_and_subnormals_are_finite():
-  # 0 * x and sums over x must not turn extremes into infinities.
+def test_largest_values_and_subnormals_are_finite():
+  # Neither 0 * x nor the sum may overflow.
   x = np.full((130, 257), np.finfo(np.float32).max, np.float32)
   x[::2] *= -1
   x[1] = 1e-42
   assert bool(all_finite(x))
 
 
-def test_large_stacks_of_matrices():
+def test_large_array_of_three_dimensions():
   x = np.ones((3, 80, 90), np.float32)
   assert bool(all_finite(x))
   x[2, 79, 89] = np.nan
   assert not bool(all_finite(x))
 
 
-def test_leaves_without_gradient_are_not_looked_at():
+def test_leaves_without_gradient_are_not_checked():
   tree = {"params": {"w": jnp.ones(2), "n": None}, OWG: {"s": jnp.inf}}
   assert bool(gradients.all_finite(tree))
 
 
-def test_no_leaves_are_finite():
+def test_empty_tree_is_finite():
   assert bool(gradients.all_finite({}))
   assert bool(gradients.all_finite({"a": None}))
 
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P()])
 @pytest.mark.parametrize("shape", [(8, 8), (128, 256)])
-def test_sharded_arrays_are_checked_as_wholes(spec, shape):
+def test_all_shards_of_an_array_are_checked(spec, shape):
   mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
   sharding = NamedSharding(mesh, spec)
   good = np.ones(shape, np.float32)
@@ -153,7 +153,7 @@ def test_sharded_arrays_are_checked_as_wholes(spec, shape):
   )
 
 
-def test_flag_is_agreed_inside_shard_map():
+def test_flag_is_reduced_inside_shard_map():
   mesh = jax.make_mesh(
     (4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2
   )
@@ -187,13 +187,13 @@ def test_nonfinite_leaves_in_tree_order():
   assert fs.nonfinite_leaves(grads) == ["Dense_0/kernel", "Dense_1/1", "scalar"]
 
 
-def test_nonfinite_leaves_of_finite_and_of_bare_trees():
+def test_nonfinite_leaves_of_finite_trees_and_bare_arrays():
   assert fs.nonfinite_leaves({"a": jnp.ones(2)}) == []
   assert fs.nonfinite_leaves({}) == []
   assert fs.nonfinite_leaves(jnp.array([jnp.nan])) == ["<root>"]
 
 
-def test_nonfinite_leaves_passes_over_what_is_no_gradient():
+def test_nonfinite_leaves_ignores_leaves_without_gradient():
   tree = {"params": {"w": jnp.ones(1)}, OWG: {"s": jnp.array([jnp.inf])}}
   assert fs.nonfinite_leaves(tree) == []
 
@@ -206,6 +206,6 @@ def test_nonfinite_leaves_of_a_sharded_array():
   assert fs.nonfinite_leaves({"w": x}) == ["w"]
 
 
-def test_nonfinite_leaves_says_so_when_traced():
+def test_nonfinite_leaves_of_traced_arrays_raises():
   with pytest.raises(TypeError, match=r"grads\[a/b\] is traced.*jax\.jit"):
     jax.jit(lambda g: fs.nonfinite_leaves(g))({"a": {"b": jnp.ones(2)}})

@@ -1,4 +1,4 @@
-"""LossScale beside what else a train step is made of."""
+"""LossScale with optax transformations, checkpointing, scan, donation, vmap."""
 
 from flax.training import train_state as flax_train_state
 import jax
@@ -104,7 +104,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_skipped_step_is_as_if_its_batch_had_not_been(name):
+def test_skipped_step_equals_training_without_its_batch(name):
   tx = OPTIMIZERS[name]()
   data = batches()
   state, losses = train(create(tx), data)
@@ -164,13 +164,13 @@ def test_multi_steps_does_not_accumulate_a_skipped_micro_step():
   ]
 
 
-def test_frozen_parameters_stay():
+def test_frozen_parameters_do_not_change():
   state, _ = train(create(OPTIMIZERS["frozen"]()), batches())
   assert float(state.params["b"]) == 0.125
   assert (np.asarray(state.params["w"]) != [0.5, -0.25]).all()
 
 
-def test_frozen_parameters_are_checked_like_the_others():
+def test_gradients_of_frozen_parameters_are_checked():
   # A NaN in a frozen branch comes from an overflow of the whole as well.
   state = create(OPTIMIZERS["frozen"]())
   grads = {"w": jnp.ones(2), "b": jnp.array(jnp.nan)}
@@ -179,7 +179,7 @@ def test_frozen_parameters_are_checked_like_the_others():
   np.testing.assert_array_equal(skipped.params["w"], [0.5, -0.25])
 
 
-def test_a_schedule_counts_applied_updates():
+def test_schedule_counts_applied_updates():
   boundaries = optax.piecewise_constant_schedule(1.0, {2: 0.125})
   state = fs.TrainState.create(
     apply_fn=None,
@@ -197,7 +197,7 @@ def test_a_schedule_counts_applied_updates():
   assert int(optax.tree.get(state.opt_state, "count")) == 3
 
 
-def test_checkpointed_losses():
+def test_jax_checkpoint_of_the_loss():
   def rematerialized(params, x, y):
     return jax.checkpoint(loss_fn)(params, x, y)
 
@@ -217,7 +217,7 @@ def test_checkpointed_losses():
   assert_close((loss2, grads2), (loss, grads))
 
 
-def test_checkpointing_the_scaled_loss():
+def test_jax_checkpoint_of_the_scaled_loss():
   state = create(optax.sgd(0.1))
 
   @jax.jit
@@ -244,7 +244,7 @@ def test_scan_over_steps_equals_a_loop(name):
   assert int(got.skipped_steps) == 1
 
 
-def test_donation_over_good_and_skipped_steps():
+def test_donation_in_applied_and_skipped_steps():
   data = batches()
   tx = optax.adam(0.1)
   donating = jax.jit(train_step, donate_argnums=0)
@@ -257,7 +257,7 @@ def test_donation_over_good_and_skipped_steps():
   assert all(x.is_deleted() for x in jax.tree.leaves(first))
 
 
-def test_donation_when_the_very_first_step_is_skipped():
+def test_donation_when_the_first_step_is_skipped():
   data = batches(n=3, bad=0)
   tx = optax.adam(0.1)
   donating = jax.jit(train_step, donate_argnums=0)
@@ -267,7 +267,7 @@ def test_donation_when_the_very_first_step_is_skipped():
   assert int(donated.step) == 2
 
 
-def test_ensembles_under_vmap_skip_one_by_one():
+def test_members_of_a_vmapped_ensemble_skip_separately():
   # A batched flag turns the branch into a select: one member's overflow must
   # not hold back the others.
   state = create(optax.adam(0.1))
