@@ -53,9 +53,9 @@ class TrainState(flax_train_state.TrainState):
     opt_state: The optimizer's state, with the structure of `tx.init(params)`.
     wrappers: The wrappers, outermost first. Static.
     wrapper_states: The wrappers' states by name; `{}` without wrappers.
-    per_replica: Set by `Strategy.run` while it runs a function, else `()`. It
-      holds a pair for each field with `PerReplica` leaves: the field's name and
-      its tree structure outside of `run`. Static.
+    global_structures: Set inside `Strategy.run`, else `()`: a pair for each
+      field with `PerReplica` leaves, of its name and its tree structure outside
+      of `run`. Static.
 
   Example:
     >>> import flaxshard as fs
@@ -73,8 +73,8 @@ class TrainState(flax_train_state.TrainState):
   )
   # Inside Strategy.run a PerReplica leaf is a plain array, so nothing else
   # shows that it must not be averaged, and must be a PerReplica again outside.
-  per_replica: tuple[tuple[str, Any], ...] = struct.field(
-    pytree_node=False, default=(), kw_only=True
+  global_structures: tuple[tuple[str, Any], ...] = struct.field(
+    pytree_node=False, default=(), kw_only=True, repr=False
   )
   # Not a field: a state without wrappers must have the leaves of Flax's class.
   wrapper_states: ClassVar[Mapping[str, PyTree]] = core.FrozenDict()
@@ -403,7 +403,7 @@ class TrainState(flax_train_state.TrainState):
     self, replaced: Mapping[str, PyTree]
   ) -> dict[str, PyTree]:
     """Reduces new collections over the replicas, except per-replica leaves."""
-    global_structures = dict(self.per_replica)
+    global_structures = dict(self.global_structures)
     data_names = fields_lib.array_field_names(self)
 
     def reduce_leaf(x: Any) -> Any:
@@ -481,7 +481,7 @@ class TrainState(flax_train_state.TrainState):
       ()
     """
     fields = fields_lib.fields_by_name(type(self))
-    dropped = ("wrappers", "wrapper_states", "per_replica")
+    dropped = ("wrappers", "wrapper_states", "global_structures")
     names = tuple(n for n in fields if n not in dropped)
     plain_class: Any = fields_lib.extend(self._base_class or type(self), names)
     return plain_class(

@@ -124,7 +124,7 @@ def _state_to_local(state: Any) -> Any:
   # nothing else shows which of their leaves were per replica.
   return state.replace(
     **{name: to_local(value) for name, value in fields.items()},
-    per_replica=tuple(
+    global_structures=tuple(
       (name, jax.tree.structure(value)) for name, value in fields.items()
     ),
   )
@@ -132,17 +132,17 @@ def _state_to_local(state: Any) -> Any:
 
 def _state_to_global(state: Any) -> Any:
   state = _wrapper_states_to_global(state)
-  if not isinstance(state, TrainState) or not state.per_replica:
+  if not isinstance(state, TrainState) or not state.global_structures:
     return state
   fields = {}
-  for name, treedef in state.per_replica:
+  for name, treedef in state.global_structures:
     leaves = jax.tree.leaves(getattr(state, name))
     fields[name] = jax.tree.map(
       lambda x: _add_row_axis(x) if is_per_replica(x) else x,
       jax.tree.unflatten(treedef, leaves),
       is_leaf=is_per_replica,
     )
-  return state.replace(**fields, per_replica=())
+  return state.replace(**fields, global_structures=())
 
 
 def _wrapper_states_to_local(state: Any) -> Any:
