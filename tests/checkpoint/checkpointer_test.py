@@ -329,10 +329,11 @@ def test_numpy_step_is_saved_under_its_number(path):
   assert [p.name for p in path.iterdir()] == ["2"]
 
 
-def test_invalid_state_raises(path):
+def test_state_of_another_type_raises(path):
   with checkpoint.Checkpointer(path) as checkpointer:
     with pytest.raises(TypeError, match=r"state must be .*None"):
       checkpointer.save(1, None)
+    checkpointer.save(1, create())
     with pytest.raises(TypeError, match=r"state must be .*None"):
       checkpointer.restore(None)
 
