@@ -167,6 +167,6 @@ def create(
 def _check_numbers(where: str, arguments: Mapping[str, Any]) -> None:
   """Checks numbers that optax would accept and compute NaN or ascent with."""
   for name, value in arguments.items():
-    # optax gives None and booleans a meaning of their own.
+    # optax uses None and booleans as flags, not as numbers.
     if name != "name" and value is not None and not isinstance(value, bool):
       checks.number(f"{where}.{name}", value, minimum=0)

@@ -131,7 +131,7 @@ def trace(model: Any, rng: Any, sample_input: Any) -> Initializer:
     return variables
 
   _check_function(model)
-  _check_rng(rng)  # `eval_shape` would refuse it with an error of its own
+  _check_rng(rng)  # the error of `eval_shape` would not name the argument
   variables = jax.eval_shape(initialize_nnx, rng)
   return Initializer(initialize_nnx, (rng,), variables, traced[0])
 

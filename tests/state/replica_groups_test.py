@@ -15,7 +15,9 @@ from flaxshard.state import replica_groups
 
 P = jax.sharding.PartitionSpec
 
-pytestmark = pytest.mark.filterwarnings("ignore:CrossShard. the replicas")
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:CrossShard"
+)
 
 
 # Values whose bits a sum over replicas would change, or whose dtype it refuses.

@@ -12,7 +12,7 @@ import flaxshard as fs
 
 P = jax.sharding.PartitionSpec
 
-pytestmark = pytest.mark.filterwarnings("ignore:CrossShard. the replicas")
+pytestmark = pytest.mark.filterwarnings("ignore:CrossShard")
 
 
 @pytest.fixture(scope="module")

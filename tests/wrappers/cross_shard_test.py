@@ -11,7 +11,7 @@ import pytest
 
 import flaxshard as fs
 
-pytestmark = pytest.mark.filterwarnings("ignore:CrossShard. the replicas")
+pytestmark = pytest.mark.filterwarnings("ignore:CrossShard")
 
 
 @pytest.fixture(scope="module")
