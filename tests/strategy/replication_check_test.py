@@ -1,5 +1,6 @@
 """The check of which programs give every replica the same TrainState."""
 
+import dataclasses
 import functools
 
 import compilations
@@ -460,6 +461,22 @@ def test_groups_of_a_wrapper_may_differ_but_not_within(args):
     STRATEGY.run(update_by_hand(lambda x: x), args=(state, args[1]))
   with pytest.raises(ValueError, match=r"params/w1 \(ppermute\)"):
     STRATEGY.run(update_by_hand(send_around), args=(state, args[1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergent(fs.wrappers.Base):
+  def divergence(self):
+    return "Divergent: each replica has its parameters."
+
+
+@pytest.mark.filterwarnings("ignore:Divergent")
+def test_wrapper_that_declares_divergence_without_groups_is_not_checked(args):
+  state = create(STRATEGY, [Divergent()])
+  STRATEGY.run(update_by_hand(lambda grads: grads), args=(state, args[1]))
+  # A second state that is computed from it is checked.
+  copy = lambda state, other: other.replace(params=state.params)
+  with pytest.raises(ValueError, match=r"own data: params/w1"):
+    STRATEGY.run(copy, args=(state, args[0]))
 
 
 @pytest.mark.filterwarnings("ignore:CrossShard")
