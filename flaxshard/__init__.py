@@ -6,6 +6,7 @@ from typing import Any, TYPE_CHECKING
 from flaxshard import wrappers
 from flaxshard.core.gradients import nonfinite_leaves
 from flaxshard.core.policy import Policy
+from flaxshard.core.version import VERSION as __version__
 from flaxshard.partitioning import DeviceAssignment
 from flaxshard.partitioning import FSDP
 from flaxshard.partitioning import Topology
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
   from flaxshard import train
   from flaxshard.checkpoint import Checkpointer
 
-__version__ = "0.1.0"
-
 __all__ = [
   "AGN",
   "FSDP",
@@ -45,6 +44,7 @@ __all__ = [
   "Strategy",
   "Topology",
   "TrainState",
+  "__version__",
   "checkpoint",
   "create_train_state",
   "data",

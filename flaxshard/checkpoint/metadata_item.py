@@ -21,10 +21,10 @@ import zlib
 import jax
 import orbax.checkpoint as ocp
 
-import flaxshard
 from flaxshard import wrappers as wrappers_lib
 from flaxshard.checkpoint import digests as digests_lib
 from flaxshard.checkpoint import validation
+from flaxshard.core import version
 from flaxshard.state.train_state import TrainState
 
 _METADATA = "metadata"  # the file that Orbax's JSON handler reads
@@ -57,7 +57,7 @@ def metadata(
   replicated = validation.replicated_sharding(state)
   mesh = None if replicated is None else replicated.mesh
   return {
-    "flaxshard": flaxshard.__version__,
+    "flaxshard": version.VERSION,
     "jax": jax.__version__,
     "orbax": ocp.__version__,
     "step": step,

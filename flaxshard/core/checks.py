@@ -53,22 +53,15 @@ def integer(
     >>> integer("batch_size", np.int64(8), minimum=1)
     8
   """
-  allowed = "an integer"
-  if minimum is not None and maximum != INT32_MAX:
-    allowed += f" between {minimum} and {maximum}"
-  elif minimum is not None:
-    allowed += f" of at least {minimum}"
-  elif maximum != INT32_MAX:
-    allowed += f" of at most {maximum}"
   # bool is a subclass of int.
   if isinstance(value, (bool, np.bool_)) or not isinstance(
     value, (int, np.integer)
   ):
-    raise ArgumentTypeError(f"{argument} must be {allowed}, got {value!r}.")
-  if value > INT32_MAX == maximum:
+    raise ArgumentTypeError(f"{argument} must be an integer, got {value!r}.")
+  if minimum is not None and value < minimum:
+    raise ValueError(f"{argument} must be at least {minimum}, got {value!r}.")
+  if value > maximum:
     raise ValueError(f"{argument} must be at most {maximum}, got {value!r}.")
-  if value > maximum or (minimum is not None and value < minimum):
-    raise ValueError(f"{argument} must be {allowed}, got {value!r}.")
   return int(value)
 
 
@@ -168,6 +161,7 @@ def one_of(argument: str, value: Any, allowed: Iterable[Any]) -> Any:
     allowed: The allowed values, in the order in which the message lists them.
 
   Raises:
+    ArgumentTypeError: No allowed value has the type of `value`.
     ValueError: `value` is none of them; the message lists them, and names the
       nearest one if `value` looks like a misspelling of it.
 
@@ -182,7 +176,8 @@ def one_of(argument: str, value: Any, allowed: Iterable[Any]) -> Any:
   hint = ""
   if isinstance(value, str):
     hint = did_you_mean(value, [a for a in allowed if isinstance(a, str)])
-  raise ValueError(
+  has_type = any(type(value) is type(a) for a in allowed)
+  raise (ValueError if has_type else ArgumentTypeError)(
     f"{argument} must be one of {', '.join(map(repr, allowed))}, got "
     f"{value!r}.{hint}"
   )

@@ -48,7 +48,8 @@ def check_writable(argument: str, directory: str) -> None:
 def make_and_remove(directory: str) -> None:
   """Creates and removes a subdirectory, to find out whether that is possible.
 
-  Permission bits do not tell: root ignores them, a read-only file system too.
+  The permission bits of a directory do not answer that: root may ignore them,
+  and a file system that is mounted read-only does not change them.
 
   Args:
     directory: Path of an existing directory.
@@ -66,7 +67,7 @@ def make_and_remove(directory: str) -> None:
 def lock(
   argument: str, directory: str, *, reentrant: bool = False
 ) -> Callable[[], None]:
-  """Locks a directory against other programs that write in it.
+  """Locks a directory, so that no other program writes in it.
 
   The operating system releases the lock when the process ends, even if it is
   killed, so a file `.lock` left behind locks nothing. Of the processes of one
@@ -95,7 +96,7 @@ def lock(
   """
   if jax.process_index() != 0:
     return lambda: None
-  # Resolved, so that two paths to one directory share one lock.
+  # The resolved path: two paths to one directory share one lock.
   path = os.path.join(os.path.realpath(directory), _LOCK_FILE)
   # A singleton counts how often this process holds the lock; flock would
   # refuse a second one. Threads share it: one may save, another close.
@@ -118,23 +119,18 @@ def lock(
   with contextlib.suppress(OSError):  # the disk may be full
     with open(path, "w") as f:
       f.write(f"process {os.getpid()} on {socket.gethostname()}")
-  return _release_once(file_lock)
+  # `close` calls `_release` the first time, and does nothing after that.
+  held = contextlib.ExitStack()
+  held.callback(_release, file_lock)
+  return held.close
 
 
-def _release_once(file_lock: filelock.BaseFileLock) -> Callable[[], None]:
-  held = [file_lock]
-
-  def release() -> None:
-    if not held:
-      return
-    file_lock = held.pop()
-    if file_lock.lock_counter == 1:
-      # Removed while locked: no other process can hold the file by then.
-      with contextlib.suppress(OSError):
-        os.remove(file_lock.lock_file)
-    file_lock.release()
-
-  return release
+def _release(file_lock: filelock.BaseFileLock) -> None:
+  if file_lock.lock_counter == 1:
+    # Removed while locked, when no other process can have locked the file.
+    with contextlib.suppress(OSError):
+      os.remove(file_lock.lock_file)
+  file_lock.release()
 
 
 def _read_holder(path: str) -> str:

@@ -40,11 +40,6 @@ class Policy:
   name: str = "float32"
 
   def __post_init__(self) -> None:
-    if not isinstance(self.name, str):
-      raise checks.ArgumentTypeError(
-        f"Policy: name must be a string, one of {', '.join(NAMES)}, got "
-        f"{self.name!r}."
-      )
     checks.one_of("Policy: name", self.name, NAMES)
 
   @property

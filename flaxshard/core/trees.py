@@ -44,12 +44,8 @@ def dtype_of(leaf: Any) -> Any:
   return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
-def _shape_of(leaf: Any) -> tuple[int, ...]:
-  return tuple(np.shape(leaf))
-
-
 def _describe(leaf: Any) -> str:
-  return f"{dtype_of(leaf)}{list(_shape_of(leaf))}"
+  return f"{dtype_of(leaf)}{list(np.shape(leaf))}"
 
 
 def _is_key(dtype: Any) -> bool:
@@ -122,7 +118,7 @@ def difference_by_path(
     leaf = given[path]
     if leaf is None:
       continue  # `none_is_leaf`: it matches anything
-    shape, wanted_shape = _shape_of(leaf), _shape_of(wanted_leaf)
+    shape, wanted_shape = np.shape(leaf), np.shape(wanted_leaf)
     dtype, wanted_dtype = dtype_of(leaf), dtype_of(wanted_leaf)
     # A PRNG key and its integers differ in shape too, but the dtypes tell why.
     skip_shape = dtypes and _is_key(dtype) != _is_key(wanted_dtype)

@@ -1,0 +1,3 @@
+"""The version of flaxshard."""
+
+VERSION = "0.1.0"
