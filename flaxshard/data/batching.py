@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import dataclasses
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import grain
 import numpy as np
@@ -51,11 +51,11 @@ def train_iterator(
   """
   dataset = grain.MapDataset.source(splits.train).seed(seed).shuffle().repeat()
   if splits.augment is not None:
-    dataset = dataset.random_map(_Augment(splits.augment))
+    dataset = dataset.random_map(splits.augment)
   # Split after the random transformations: Grain seeds each example by its
   # index, and only before the split is that the index in the global order.
   dataset = dataset[process_index::process_count]
-  dataset = dataset.map(_CheckShapes(_shapes(splits.eval[0])))
+  dataset = dataset.map(_shape_check(splits.eval[0]))
   return iter(_batch(dataset, splits, batch_size // process_count))
 
 
@@ -91,7 +91,7 @@ def eval_batches(
   padded_length = -(-len(splits.eval) // batch_size) * batch_size
   source = _Padded(splits.eval, padded_length)
   dataset = grain.MapDataset.source(source)[process_index::process_count]
-  dataset = dataset.map(_CheckShapes(_shapes(source[0])))
+  dataset = dataset.map(_shape_check(source[0]))
   return _batch(dataset, splits, batch_size // process_count)
 
 
@@ -100,8 +100,14 @@ def _batch(
 ) -> grain.IterDataset:
   # Nothing is dropped: training repeats for ever, evaluation is padded.
   dataset = dataset.batch(size, drop_remainder=True)
-  dataset = dataset.map(_CheckLabels(splits.num_classes))
-  return dataset.to_iter_dataset(_READ_OPTIONS)
+
+  def check_labels(batch: Example) -> Example:
+    # On the device, a label out of range gives a NaN or is taken for another
+    # class.
+    sources.check_labels("config.data", batch["labels"], splits.num_classes)
+    return batch
+
+  return dataset.map(check_labels).to_iter_dataset(_READ_OPTIONS)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,43 +127,18 @@ class _Padded:
     return {**example, "mask": np.bool_(is_real)}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Augment(grain.transforms.RandomMap):
-  augment: Callable[[Example, np.random.Generator], Example]
+def _shape_check(first: Example) -> Callable[[Example], Example]:
+  """Returns a function that raises at an example of another shape."""
+  expected = {key: np.shape(x) for key, x in first.items()}
 
-  def random_map(self, element: Example, rng: np.random.Generator) -> Example:
-    return self.augment(element, rng)
-
-
-@dataclasses.dataclass(frozen=True)
-class _CheckShapes(grain.transforms.Map):
-  """Raises at an example of another shape: Grain's error does not show it."""
-
-  shapes: Mapping[str, tuple[int, ...]]
-
-  def map(self, element: Example) -> Example:
-    shapes = _shapes(element)
-    if shapes != self.shapes:
+  # Grain's error, when it stacks a batch, does not name the shapes.
+  def check_shapes(example: Example) -> Example:
+    shapes = {key: np.shape(x) for key, x in example.items()}
+    if shapes != expected:
       raise ValueError(
-        f"config.data: every example must have the shapes {self.shapes}, got "
+        f"config.data: every example must have the shapes {expected}, got "
         f"{shapes}."
       )
-    return element
+    return example
 
-
-@dataclasses.dataclass(frozen=True)
-class _CheckLabels(grain.transforms.Map):
-  """Raises at a batch with a label out of range.
-
-  On the device, such a label gives a NaN or is taken for another class.
-  """
-
-  num_classes: int
-
-  def map(self, element: Example) -> Example:
-    sources.check_labels("config.data", element["labels"], self.num_classes)
-    return element
-
-
-def _shapes(example: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-  return {key: np.shape(x) for key, x in example.items()}
+  return check_shapes

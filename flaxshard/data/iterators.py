@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 import copy
+import dataclasses
 import functools
 import itertools
 import logging
-import types
 from typing import Any, Protocol, runtime_checkable
 import weakref
 
@@ -33,8 +33,9 @@ class _Positioned(Protocol):
   def set_state(self, state: Any) -> None: ...
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class DistributedDataset:
-  """An iterable of global batches, made by `distribute_dataset`.
+  """An iterable of global batches, created by `distribute_dataset`.
 
   Every `iter()` starts a new epoch if `iter()` of the source does. Otherwise,
   as with a generator, every `iter()` returns the same iterator, so that no
@@ -48,30 +49,24 @@ class DistributedDataset:
     joined: Number of host batches that are concatenated into one global batch.
   """
 
-  def __init__(
-    self,
-    mesh: jax.sharding.Mesh,
-    iterable: Iterable[PyTree],
-    config: layout.Padding,
-    prefetch: int,
-    joined: int = 1,
-  ):
-    self._mesh = mesh
-    self._iterable = iterable
-    self._config = config
-    self._prefetch = prefetch
-    self._joined = joined
-    self._single_iterator: DistributedIterator | None = None
+  mesh: jax.sharding.Mesh
+  iterable: Iterable[PyTree]
+  config: layout.Padding
+  prefetch: int
+  joined: int
+  _single_iterator: DistributedIterator | None = dataclasses.field(
+    default=None, init=False
+  )
 
   def __iter__(self) -> DistributedIterator:
     """Returns an iterator over one epoch."""
     if self._single_iterator is not None:
       return self._single_iterator
-    source = iter(self._iterable)
-    padder = padding.Padder(self._mesh, self._config)
-    iterator = DistributedIterator(source, padder, self._prefetch, self._joined)
+    source = iter(self.iterable)
+    padder = padding.Padder(self.mesh, self.config)
+    iterator = DistributedIterator(source, padder, self.prefetch, self.joined)
     # Generators and Grain iterators return themselves: there is one epoch.
-    if source is self._iterable:
+    if source is self.iterable:
       self._single_iterator = iterator
     return iterator
 
@@ -82,11 +77,12 @@ class DistributedIterator:
   A thread reads ahead. It starts with the first batch, or with
   `start_prefetch`. It ends after the last batch, with `close` or the `with`
   block, or when the iterator is garbage-collected. Do not use the source while
-  the thread runs; afterwards the source is where the thread has read to.
+  the thread runs: the thread advances it. When the thread has ended, the source
+  stands after the last batch that was read ahead.
 
-  The position is that of the last batch returned, however far the thread has
-  read. `flaxshard.Checkpointer` saves and restores it as that of a Grain
-  iterator.
+  The position is that after the last batch returned, however far the thread has
+  read. `flaxshard.Checkpointer` saves and restores it like the position of a
+  Grain iterator.
 
   Example:
     >>> import grain, numpy as np
@@ -197,12 +193,7 @@ class DistributedIterator:
     """Returns itself."""
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: types.TracebackType | None,
-  ) -> None:
+  def __exit__(self, *error: object) -> None:
     """Closes the iterator."""
     self.close()
 

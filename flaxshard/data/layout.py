@@ -55,8 +55,8 @@ class Padding:
           f"batch_size={self.batch_size}, of the global batch, must be a "
           f"multiple of the {count} input pipelines."
         )
-    if not (self.mask is None or (isinstance(self.mask, str) and self.mask)):
-      raise ValueError(f"mask must be a key or None, got {self.mask!r}.")
+    if self.mask is not None:
+      checks.string("mask", self.mask)
     checks.boolean("drop_remainder", self.drop_remainder)
     checks.one_of("bucket", self.bucket, (None, "power_of_two"))
     if self.bucket is not None and self.mask is None:

@@ -153,19 +153,9 @@ def check_specs(mesh: jax.sharding.Mesh, spec: PyTree) -> dict[str, P]:
   """
   table = by_path(spec)
   for path, entry in table.items():
-    if not isinstance(entry, P):
-      raise TypeError(
-        "spec must be a PartitionSpec, or a dict of them by path, got "
-        f"{entry!r} for {path}."
-      )
-    # An entry is an axis, a tuple of axes, or None.
-    names = [name for dim in entry for name in specs_lib.axes_of(dim)]
-    for name in names:
-      if name not in mesh.axis_names or names.count(name) > 1:
-        raise ValueError(
-          f"spec {entry} for {path} must name axes of the mesh, "
-          f"{mesh.axis_names}, each once, got {name!r}."
-        )
+    # The batch is not known yet: check for an array of matching rank.
+    shape = ("any",) * len(entry) if isinstance(entry, P) else ()
+    specs_lib.check(f"spec for {path}", entry, shape, mesh)
   return table
 
 
@@ -186,15 +176,9 @@ def make_leaves(
   leaves = []
   for path, x in zip(batch.paths, batch.arrays, strict=True):
     spec = lookup(specs, path, OVER_REPLICAS)
-    if len(spec) > x.ndim:
-      raise ValueError(
-        f"spec {spec} has {len(spec)} entries, batch[{path}] has {x.ndim} "
-        "dimensions; use a dict of specs by path."
-      )
-    axes = [
-      specs_lib.axes_of(entry)
-      for entry in (*spec, *[None] * (x.ndim - len(spec)))
-    ]
+    # Sizes are checked later: a batch may be padded first.
+    unknown = ("any",) * x.ndim
+    axes = specs_lib.check(f"spec for batch[{path}]", spec, unknown, mesh)
     if len(pipelines(mesh)) > 1 and mesh_lib.REPLICA not in axes[0]:
       raise ValueError(
         f"spec {spec} for batch[{path}] must split its leading dimension over "

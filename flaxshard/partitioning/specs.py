@@ -43,13 +43,16 @@ def axes_in(spec: P) -> set[str]:
   return {axis for entry in spec for axis in axes_of(entry)}
 
 
-def check(what: str, spec: Any, shape: tuple[int, ...], mesh: Mesh) -> Dims:
+def check(
+  what: str, spec: Any, shape: tuple[int | str, ...], mesh: Mesh
+) -> Dims:
   """Checks that a PartitionSpec fits a shape and a mesh.
 
   Args:
     what: Names the array and the source of its spec, for error messages.
     spec: The PartitionSpec.
-    shape: The shape of the array.
+    shape: The shape of the array. A dimension may have a name for its size; it
+      is then not checked whether the axes divide it.
     mesh: The mesh.
 
   Returns:
@@ -97,10 +100,10 @@ def check(what: str, spec: Any, shape: tuple[int, ...], mesh: Mesh) -> Dims:
           f"{what}: the axis {axis!r} must not be used twice; {context}"
         )
       seen.add(axis)
-    count = math.prod(sizes[a] for a in axes_of(entry))
-    if shape[i] % count:
+    size, count = shape[i], math.prod(sizes[a] for a in axes_of(entry))
+    if isinstance(size, int) and size % count:
       raise ValueError(
-        f"{what}: dimension {i}, of size {shape[i]}, cannot be divided by "
+        f"{what}: dimension {i}, of size {size}, cannot be divided by "
         f"{count}, the size of {entry!r}; {context}"
       )
   dims = tuple(axes_of(entry) for entry in spec)

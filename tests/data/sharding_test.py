@@ -86,8 +86,12 @@ def test_the_mask_of_a_dataset_is_split_as_the_rows():
   [
     ("replica", TypeError, ["PartitionSpec", "'replica'"]),
     (P("model"), ValueError, ["axes", "'model'"]),
-    (P("replica", ("m0", "m0")), ValueError, ["axes", "once", "'m0'"]),
-    ({"label": P("replica", "m0")}, ValueError, ["batch[label]", "1 dimens"]),
+    (P("replica", ("m0", "m0")), ValueError, ["axis", "twice", "'m0'"]),
+    (
+      {"label": P("replica", "m0")},
+      ValueError,
+      ["batch[label]", "more entries"],
+    ),
     ({"imgae": P("replica")}, ValueError, ["'imgae'", "image, label"]),
     (
       {"image": P("replica", None, ("m0", "m1"))},
