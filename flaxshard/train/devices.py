@@ -51,6 +51,7 @@ def create_strategy(config: Any) -> Strategy:
     logical_count = mesh.logical_devices
   replicas = mesh.replica
   if replicas == -1:
+    # 0 if the logical devices of one replica do not fit.
     replicas = len(devices) // logical_count
   if not 0 < replicas * logical_count <= len(devices):
     raise ValueError(
@@ -70,6 +71,7 @@ def create_strategy(config: Any) -> Strategy:
     devices=None if used == len(devices) else devices[:used],
     mesh_shape={
       mesh_lib.REPLICA: replicas,
+      # With prime factors as axes, every split has a PartitionSpec.
       **(named_axes or mesh_lib.prime_axes(logical_count)),
     },
   )
@@ -90,6 +92,7 @@ def _use_virtual_devices(count: int) -> None:
   # JAX raises if it has started already, perhaps with the right number.
   with contextlib.suppress(RuntimeError):
     jax.config.update("jax_num_cpu_devices", count)
+    # JAX prefers a GPU or TPU.
     jax.config.update("jax_platforms", "cpu")
   devices = jax.devices()
   if len(devices) != count or devices[0].platform != "cpu":
@@ -113,6 +116,7 @@ def _check_wrappers(
       f"{replicas} replicas, which config.mesh.per_replica=False does not keep "
       "apart; set config.mesh.per_replica=True."
     )
+  # Checked now, so that the error names the field of the config.
   with warnings.catch_warnings():
     # Creating the state gives the same warnings again.
     warnings.simplefilter("ignore")

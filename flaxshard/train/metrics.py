@@ -31,6 +31,7 @@ class MetricsFile:
 
   def __init__(self, path: str, last_step: int):
     kept = [row for row in read_rows(path) if row["step"] <= last_step]
+    # A crash while the file is rewritten must not lose the earlier rows.
     with atomic_write(path) as f:
       f.writelines(json.dumps(row) + "\n" for row in kept)
     self._path = path
@@ -44,6 +45,7 @@ class MetricsFile:
     }
     with add_filename_to_oserror(self._path):
       self._file.write(json.dumps({"step": step, **finite}) + "\n")
+      # A process that is killed loses what it has not flushed.
       self._file.flush()
 
   def close(self) -> None:
@@ -54,6 +56,7 @@ class MetricsFile:
 
 def metrics_path(workdir: str) -> str:
   """Returns the path of this process's `metrics.jsonl`."""
+  # Processes usually share the workdir: each writes its own file.
   index = jax.process_index()
   name = f"metrics.{index}.jsonl" if index else "metrics.jsonl"
   return os.path.join(workdir, name)
@@ -69,12 +72,14 @@ def read_rows(path: str) -> list[dict[str, Any]]:
   """
   rows = []
   if os.path.exists(path):
+    # A broken line may have bytes that are not UTF-8.
     with open(path, errors="replace") as f:
       for line in f:
         try:
           row = json.loads(line)
         except json.JSONDecodeError:
           row = None
+        # The end of a line that was cut in two may be valid JSON, such as `5`.
         if isinstance(row, dict) and isinstance(row.get("step"), int):
           rows.append(row)
         else:
@@ -116,6 +121,7 @@ def check_continues(config: Any, workdir: str) -> None:
     raise ValueError(
       f"{path} is broken ({e}). Remove it to continue without this check."
     ) from e
+  # Through JSON like the saved config, which has lists for tuples.
   now = json.loads(config.to_json())
   for field in ("data", "batch_size", "seed"):
     if before.get(field) != now[field]:
@@ -145,6 +151,7 @@ def atomic_write(path: str) -> Iterator[IO[str]]:
   temporary = f"{path}.tmp"
   with add_filename_to_oserror(temporary), open(temporary, "w") as f:
     yield f
+  # Atomic: a reader sees the old or the new content, never a part.
   os.replace(temporary, path)
 
 
@@ -172,6 +179,7 @@ def close_on_exit(close: Callable[[], None]) -> Iterator[None]:
     try:
       close()
     except OSError as e:
+      # Raising this one would hide the first error.
       _log.error("%s", e)
     raise
   close()

@@ -49,6 +49,7 @@ def open_report(
     bar = stack.enter_context(_progress_bar(first_step, num_train_steps))
 
     def write_row(step: int, row: metrics_lib.Row) -> None:
+      # Otherwise the processes without the error would wait for this one.
       with multihost.raise_on_all_processes(OSError):
         metrics_file.write(step, row)
         write_events(step, row)

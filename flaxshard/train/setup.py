@@ -74,6 +74,7 @@ class Setup:
       data.train_iterator(
         self.splits, seed=self.config.seed, **self._pipeline()
       ),
+      # Training batches are never padded: the data repeats.
       mask=None,
       spec=self.batch_specs,
     )
@@ -201,6 +202,7 @@ def _abstract_batch(
   return {
     key: jax.ShapeDtypeStruct(
       (batch_size, *x.shape),
+      # Without jax_enable_x64, JAX turns float64 and int64 into 32 bits.
       jax.dtypes.canonicalize_dtype(trees.dtype_of(x)),
       sharding=jax.sharding.NamedSharding(strategy.mesh, specs[key]),
     )
@@ -212,6 +214,7 @@ def _init_progress(
   strategy: Strategy, state: TrainState, per_replica: bool
 ) -> Any:
   progress = jax.device_get(steps.init_progress(state))
+  # `Strategy.run` accumulates one progress per replica.
   if per_replica:
     return strategy.distribute_values_from_function(lambda context: progress)
   return devices.replicate(strategy, progress)

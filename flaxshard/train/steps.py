@@ -256,6 +256,7 @@ def _losses(logits: jax.Array, batch: Batch) -> jax.Array:
       f"dimension, the classes; got {logits.shape} for labels "
       f"{batch['labels'].shape}."
     )
+  # In float32 with every precision policy.
   return optax.softmax_cross_entropy_with_integer_labels(
     logits.astype(jnp.float32), batch["labels"]
   )
