@@ -1,4 +1,4 @@
-"""States with every kind of leaf, and who writes checkpoints of them."""
+"""States with every kind of leaf, and functions that save them."""
 
 import functools
 from typing import Any
@@ -18,7 +18,7 @@ TX = optax.adam(0.125)
 
 
 class FlaxState(flax_train_state.TrainState):
-  """As in Flax's ImageNet example, with more of its own."""
+  """A train state as in Flax's ImageNet example, with more fields."""
 
   batch_stats: Any
   rngs: Any
@@ -26,7 +26,7 @@ class FlaxState(flax_train_state.TrainState):
 
 
 def variables():
-  """What models have: every kind of leaf, and subtrees without any."""
+  """Returns variables with every kind of leaf, and empty subtrees."""
   return dict(
     params={
       "dense": {"kernel": jnp.ones((4, 2)), "bias": jnp.zeros(2)},
@@ -74,7 +74,7 @@ def our_state(stack, tx=TX):
 
 
 def stirred(tree):
-  """Returns a tree in which no leaf is what it began with."""
+  """Returns a tree in which every leaf has another value."""
 
   def one(number, x):
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -115,7 +115,7 @@ def assert_same(given, wanted):
     np.testing.assert_array_equal(x, y)
 
 
-# The writers: each leaves a directory of steps.
+# The writers: each writes a directory of steps.
 
 
 def write_v0(path, state):
@@ -171,7 +171,7 @@ WRITERS = [
 
 
 def write(directory, writer):
-  """Writes a checkpoint as a writer does; returns the state."""
+  """Writes a checkpoint with a writer; returns the state."""
   directory.mkdir()
   if writer in PLAIN_WRITERS:
     state = stirred(flax_state())

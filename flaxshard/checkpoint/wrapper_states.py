@@ -179,7 +179,7 @@ class Restart:
     return (
       f"the state of wrapper {at[-1]!r} for {self.saved_replicas} replicas, "
       f"now there are {self.replicas}: each begins at "
-      "the restored parameters. Dropped are the replicas' own "
+      "the restored parameters. Dropped are the per-replica "
       f"{', '.join(dropped)}{''.join(lost)}."
     )
 

@@ -212,7 +212,7 @@ def test_loop_resumes_in_mid_period(tmp_path, monkeypatch):
   shutil.copytree(tmp_path / "a", tmp_path / "b")
   shutil.rmtree(tmp_path / "b" / "checkpoints" / "7")
   resumed = train.train_and_evaluate(config, str(tmp_path / "b"))
-  # Each run has an optimizer of its own, which is static.
+  # Only the leaves: each run has another optimizer as a static field.
   assert_trees_equal(jax.tree.leaves(resumed), jax.tree.leaves(state))
   rows = tiny.untimed_rows(tmp_path / "a")
   assert [row["commits"] for row in rows] == [0, 0, 1, 1, 1, 2, 2]
@@ -272,15 +272,15 @@ def test_new_agn_starts_from_a_plain_checkpoint(path, caplog):
   with caplog.at_level(logging.INFO, "flaxshard"):
     restored = restore(path, fresh)
   assert_plain_equal(restored, plain)
-  # Its own schedule goes on where the optimizer was.
+  # The schedule of the local optimizer continues from the saved count.
   assert_begins_at_center(restored, 8, count=5, local_step=0, commits=0)
   assert_lies_like(restored, fresh)
-  told = messages(caplog, logging.INFO)
-  assert len(told) == len(wrappers)
-  assert told[0] == (
+  notes = messages(caplog, logging.INFO)
+  assert len(notes) == len(wrappers)
+  assert notes[0] == (
     f"{path / '7'}: it has no state of wrapper 'agn': that starts fresh"
   )
-  assert told[1].endswith("'loss_scale': that starts fresh")
+  assert notes[1].endswith("'loss_scale': that starts fresh")
   new = trained(restored, 8, 3)
   assert int(new.wrapper_states["agn"].commits) == 1
   assert int(new.step) == 8
@@ -319,9 +319,9 @@ def test_restores_eight_replicas_as_four_and_back(path, caplog):
   four = restore(path, fresh)
   assert messages(caplog) == [
     f"{path / '7'} has the state of wrapper 'agn' for 8 replicas, now there "
-    "are 4: each begins at the restored parameters. Dropped are the replicas' "
-    "own local_params, local_opt_state, grad_accum, collections; local_step "
-    "goes back from 7 to 6 (accumulated steps lost: 1)."
+    "are 4: each begins at the restored parameters. Dropped are the "
+    "per-replica local_params, local_opt_state, grad_accum, collections; "
+    "local_step goes back from 7 to 6 (accumulated steps lost: 1)."
   ]
   assert_plain_equal(four, state)
   assert int(state.opt_state[0].count) == 2
@@ -377,7 +377,7 @@ def test_outer_optimizer_is_kept_on_other_replicas(path, caplog):
   assert_begins_at_center(restored, 4, count=7, local_step=6, commits=2)
   assert_lies_like(restored, fresh)
   assert (
-    "own local_params, local_opt_state, grad_accum, collections; "
+    "per-replica local_params, local_opt_state, grad_accum, collections; "
     in (messages(caplog)[0])
   )
 

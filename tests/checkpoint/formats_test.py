@@ -22,7 +22,7 @@ def written(tmp_path_factory):
   return states.written_in(tmp_path_factory.mktemp("written"))
 
 
-def told(caplog):
+def logged_notes(caplog):
   return [
     r.getMessage()
     for r in caplog.records
@@ -78,7 +78,7 @@ def test_flaxshard_restores_what_any_writer_wrote(
     local = restored.wrapper_states["agn"].local_params["dense"]["kernel"]
     center = np.asarray(state.params["dense"]["kernel"])
     np.testing.assert_array_equal(local, np.stack([center, center]))
-  messages = told(caplog)
+  messages = logged_notes(caplog)
   where = str(path / str(states.STEP))
   assert len(messages) == len(wants ^ has)
   for name in wants - has:

@@ -36,7 +36,7 @@ class FlaxState(flax_train_state.TrainState):
 
 
 def flax_state(tx=ADAM, dynamic_scale=None, params=PARAMS, **fields):
-  """A state in which no leaf is what it began with."""
+  """Returns a state after three steps, in which every leaf has changed."""
   params = jax.tree.map(jnp.asarray, params)
   state = FlaxState.create(
     apply_fn=None, params=params, tx=tx, dynamic_scale=dynamic_scale
@@ -112,7 +112,7 @@ def assert_same(given, wanted):
 
 
 @pytest.fixture
-def told(caplog):
+def logged_notes(caplog):
   caplog.set_level(logging.INFO, "flaxshard")
   return lambda: [
     r.getMessage().split(": ", 1)[-1]
@@ -124,7 +124,7 @@ def told(caplog):
 # A field `dynamic_scale`.
 
 
-def test_dynamic_scale_becomes_loss_scale(save, tmp_path, told):
+def test_dynamic_scale_becomes_loss_scale(save, tmp_path, logged_notes):
   plain = scaled_steps(
     flax_state(dynamic_scale=dynamic_scale_lib.DynamicScale())
   )
@@ -138,7 +138,7 @@ def test_dynamic_scale_becomes_loss_scale(save, tmp_path, told):
   assert_same(
     scale, type(scale)(np.float32(2.0**15), *map(np.int32, (2, 0, 0)))
   )
-  assert told() == [
+  assert logged_notes() == [
     "its field 'dynamic_scale' becomes the state of wrapper 'loss_scale'"
   ]
   # Training continues from there.
@@ -157,7 +157,9 @@ def test_unused_dynamic_scale_becomes_loss_scale(save, tmp_path):
 
 
 @pytest.mark.parametrize("wrappers", [(), (fs.LossScale("auto"),)])
-def test_dynamic_scale_is_left_without_loss_scale(wrappers, tmp_path, told):
+def test_dynamic_scale_is_left_without_loss_scale(
+  wrappers, tmp_path, logged_notes
+):
   scale = dynamic_scale_lib.DynamicScale()
   plain = flax_state(dynamic_scale=scale, params={"w": PARAMS["w"]})
   save_v0(tmp_path, plain)
@@ -168,19 +170,19 @@ def test_dynamic_scale_is_left_without_loss_scale(wrappers, tmp_path, told):
   assert not jax.tree.leaves(state.wrapper_states)
   restored = fs.checkpoint.restore(tmp_path, state)
   assert_same(restored.params["w"], plain.params["w"])
-  assert told() == ["it has a field 'dynamic_scale': left alone"]
+  assert logged_notes() == ["it has a field 'dynamic_scale': left alone"]
 
 
-def test_loss_scale_starts_fresh_without_dynamic_scale(tmp_path, told):
+def test_loss_scale_starts_fresh_without_dynamic_scale(tmp_path, logged_notes):
   save_v0(tmp_path, flax_state())  # the field is None: float32, say
   restored = fs.checkpoint.restore(tmp_path, ours())
   assert float(restored.wrapper_states["loss_scale"].scale) == 2.0**15
-  assert told() == [
+  assert logged_notes() == [
     "it has no state of wrapper 'loss_scale': that starts fresh"
   ]
 
 
-def test_state_with_a_dynamic_scale_field_restores_it(tmp_path, told):
+def test_state_with_a_dynamic_scale_field_restores_it(tmp_path, logged_notes):
   scale = dynamic_scale_lib.DynamicScale(
     fin_steps=jnp.int32(5), scale=jnp.float32(8.0)
   )
@@ -191,7 +193,7 @@ def test_state_with_a_dynamic_scale_field_restores_it(tmp_path, told):
   state = ours(wrappers=(), dynamic_scale=fresh)
   restored = fs.checkpoint.restore(tmp_path, state)
   assert_same(restored.dynamic_scale, scale)
-  assert told() == []
+  assert logged_notes() == []
 
 
 def test_unknown_dynamic_scale_raises(tmp_path):
@@ -302,7 +304,7 @@ def trained(source):
   ],
 )
 def test_optimizer_layers_are_put_on_and_taken_off(
-  source, target, tmp_path, told
+  source, target, tmp_path, logged_notes
 ):
   plain = trained(source)
   save_v0(tmp_path, plain)
@@ -316,7 +318,7 @@ def test_optimizer_layers_are_put_on_and_taken_off(
   assert list(got) == list(fresh)
   for kind, layer in got.items():
     assert_same(layer, has.get(kind, fresh[kind]))
-  notes = [m for m in told() if "optax" in m]
+  notes = [m for m in logged_notes() if "optax" in m]
   assert len(notes) == len(kinds(source) ^ kinds(target))
   for kind in kinds(source) - kinds(target):
     more = " and accumulated gradients" if "Multi" in kind else ""
