@@ -186,10 +186,10 @@ def read_newest(
   Raises:
     ValueError: There is no such step, or it is damaged, or all are.
   """
-  if not reader.as_path(directory).exists():
-    raise ValueError(f"no checkpoint in {directory}: there is no such path.")
   if not steps:
-    raise ValueError(f"no checkpoint in {directory}: it has no steps.")
+    exists = reader.as_path(directory).exists()
+    reason = "it has no steps" if exists else "there is no such path"
+    raise ValueError(f"no checkpoint in {directory}: {reason}.")
   if step is not None:
     if step not in steps:
       raise ValueError(
