@@ -118,7 +118,7 @@ class Base:
 
   Attributes:
     reduces_gradients: Class attribute. True: the wrapper reduces the gradients
-      over the replicas itself, and receives each replica's own gradients.
+      over the replicas itself, and receives the gradients of one replica.
       False: gradients are averaged over the replicas before any wrapper.
     local_updates: Class attribute. True: the updates applied inside this
       wrapper belong to one replica, so no wrapper inside may reduce gradients.
@@ -220,7 +220,7 @@ class Base:
   def swap_collections(
     self, state: PyTree, collections: dict[str, PyTree]
   ) -> tuple[PyTree, dict[str, PyTree]]:
-    """Exchanges the train state's collections for a replica's own ones.
+    """Exchanges the train state's collections for those of a replica.
 
     `Strategy.run` calls it when it begins and again when it ends, so that a
     replica sees the collections that the wrapper keeps for it.
@@ -247,7 +247,7 @@ class Base:
   # -- Before training, and at a restore.
 
   def with_policy(self, policy: Policy) -> Self:
-    """Returns the wrapper for a model of that precision policy: itself."""
+    """Returns the wrapper for a model with that precision policy: `self`."""
     del policy
     return self
 

@@ -57,7 +57,7 @@ class LossScale(base.Base):
       while a dynamic scale is at its floor, `min_scale`. This puts a host
       callback into the step: JAX's persistent compilation cache does not store
       a program with a callback, and `jax.export` cannot write one. The training
-      loop warns without a callback, from the metrics; so can your own loop, see
+      loop warns without a callback, from the metrics; a custom loop can too, see
       `warning`.
 
   Raises:

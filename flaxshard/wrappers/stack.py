@@ -41,7 +41,7 @@ def reduces_gradients(wrappers: Wrappers) -> bool:
 
 
 def has_local_updates(wrappers: Wrappers) -> bool:
-  """Returns whether a wrapper lets each replica take steps of its own."""
+  """Returns whether a wrapper updates each replica separately."""
   return any(base.adapt(w).local_updates for w in wrappers)
 
 
@@ -126,8 +126,8 @@ def drop_replica_axis(wrappers: Wrappers, states: States) -> dict[str, PyTree]:
   def take_only_row(path: str, x: jax.Array) -> jax.Array:
     if x.shape[:1] != (1,):
       raise ValueError(
-        f"wrapper_states[{path}] is of {x.shape[0]} replicas, each of which "
-        "takes a step of its own: take it in Strategy.run."
+        f"wrapper_states[{path}] has a row for each of {x.shape[0]} replicas: "
+        "call the train step through Strategy.run."
       )
     return x[0]
 
@@ -157,7 +157,7 @@ def _map_per_replica(
 def swap_collections(
   wrappers: Wrappers, states: States, collections: dict[str, PyTree]
 ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
-  """Exchanges the train state's collections for a replica's own ones."""
+  """Exchanges the train state's collections for those of a replica."""
   states = dict(states)
   for w in wrappers:
     name = base.name_of(w)
