@@ -57,8 +57,8 @@ class LossScale(base.Base):
       while a dynamic scale is at its floor, `min_scale`. This puts a host
       callback into the step: JAX's persistent compilation cache does not store
       a program with a callback, and `jax.export` cannot write one. The training
-      loop warns without a callback, from the metrics; a custom loop can too, see
-      `warning`.
+      loop warns without a callback, from the metrics. A custom loop can call
+      `warning` too.
 
   Raises:
     TypeError: An argument has a wrong type.
