@@ -32,7 +32,7 @@ def has_gradient(path: trees.Path, leaf: Any) -> bool:
 
   Args:
     path: The key path of the leaf in the tree of gradients.
-    leaf: The leaf; None counts as one.
+    leaf: An array, a number, or None.
   """
   if leaf is None or is_statistic(path):
     return False

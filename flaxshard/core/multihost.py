@@ -19,15 +19,15 @@ def raise_on_all_processes(*kinds: type[Exception]) -> Iterator[None]:
 
   Without it, the processes that have no error go on and wait forever for the
   failed one in their next collective. All processes must enter the block. In
-  the block, no collective may follow what can fail. With one process it does
-  nothing.
+  the block, do not call a collective after code that can fail: the failed
+  process would not take part in it. With one process it does nothing.
 
   Args:
-    *kinds: Exception types to raise again as such in the other processes; an
-      exception of another type is raised there as a RuntimeError.
+    *kinds: Exception types that the other processes raise as the same type. For
+      an error of any other type they raise a RuntimeError.
 
   Raises:
-    Exception: The process's own error, or another process's, with its number.
+    Exception: The error of this process, or of another one, with its index.
 
   Example:
     >>> with raise_on_all_processes(ValueError):

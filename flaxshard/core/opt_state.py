@@ -76,9 +76,8 @@ def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
     param_specs: The partition specs of the parameters.
 
   Returns:
-    A tree like `opt_state` of partition specs. All other leaves than slots are
-    replicated, such as step counts, and Adafactor's statistics of rows and
-    columns.
+    A tree like `opt_state` of partition specs. Leaves that are not slots are
+    replicated: step counts, and Adafactor's statistics of rows and columns.
 
   Example:
     >>> import jax.numpy as jnp, optax
@@ -131,7 +130,7 @@ def with_counts(opt_state: PyTree, new: Mapping[str, jax.Array]) -> PyTree:
 
   Args:
     opt_state: The state.
-    new: Step counts by path; counts that it does not have stay.
+    new: The new step counts by path; counts without an entry stay.
   """
   return jax.tree_util.tree_map_with_path(
     lambda path, leaf: (

@@ -165,7 +165,10 @@ def create(
 
 
 def _check_numbers(where: str, arguments: Mapping[str, Any]) -> None:
-  """Checks numbers that optax would accept and compute NaN or ascent with."""
+  """Raises unless all numbers are finite and not negative.
+
+  optax accepts others, and then computes NaNs or increases the loss.
+  """
   for name, value in arguments.items():
     # optax uses None and booleans as flags, not as numbers.
     if name != "name" and value is not None and not isinstance(value, bool):

@@ -74,13 +74,7 @@ def check_arrays(argument: str, tree: PyTree) -> None:
       ) from e
 
 
-def first_difference(
-  given: PyTree,
-  wanted: PyTree,
-  *,
-  dtypes: bool = True,
-  none_is_leaf: bool = False,
-) -> str | None:
+def first_difference(given: PyTree, wanted: PyTree) -> str | None:
   """Returns where and how `given` first differs from `wanted`, or None.
 
   Leaves are compared by path. The types of the containers do not matter.
@@ -88,8 +82,6 @@ def first_difference(
   Args:
     given: A tree of arrays or `jax.ShapeDtypeStruct`s.
     wanted: The tree to compare it with.
-    dtypes: Whether to compare dtypes as well as shapes.
-    none_is_leaf: Whether a None in `given` matches any leaf of `wanted`.
 
   Returns:
     A clause such as `"a/b: shape (2,), where (3,) is expected"`.
@@ -98,9 +90,7 @@ def first_difference(
     >>> first_difference({"a": {"b": jnp.ones(2)}}, {"a": {"b": jnp.ones(3)}})
     'a/b: shape (2,), where (3,) is expected'
   """
-  return difference_by_path(
-    leaves_by_path(given, none_is_leaf), leaves_by_path(wanted), dtypes=dtypes
-  )
+  return difference_by_path(leaves_by_path(given), leaves_by_path(wanted))
 
 
 def difference_by_path(
@@ -109,7 +99,13 @@ def difference_by_path(
   *,
   dtypes: bool = True,
 ) -> str | None:
-  """Returns `first_difference` of two trees, each as `leaves_by_path`."""
+  """Returns `first_difference` of two trees, each as `leaves_by_path`.
+
+  Args:
+    given: Leaves by path; None matches any leaf of `wanted`.
+    wanted: Leaves by path.
+    dtypes: Whether to compare dtypes as well as shapes.
+  """
   # In the order of `wanted`, so that "first" does not depend on `given`.
   for path, wanted_leaf in wanted.items():
     where = "/".join(path) or "<root>"
@@ -117,10 +113,10 @@ def difference_by_path(
       return f"{where}: missing, where {_describe(wanted_leaf)} is expected"
     leaf = given[path]
     if leaf is None:
-      continue  # `none_is_leaf`: it matches anything
+      continue
     shape, wanted_shape = np.shape(leaf), np.shape(wanted_leaf)
     dtype, wanted_dtype = dtype_of(leaf), dtype_of(wanted_leaf)
-    # A PRNG key and its integers differ in shape too, but the dtypes tell why.
+    # A PRNG key and its integers differ in shape too: report the dtypes.
     skip_shape = dtypes and _is_key(dtype) != _is_key(wanted_dtype)
     if shape != wanted_shape and not skip_shape:
       return f"{where}: shape {shape}, where {wanted_shape} is expected"
@@ -148,26 +144,24 @@ def conform(
     given: A tree with the same paths as `wanted`. The containers may differ:
       a FrozenDict for a dict, say.
     wanted: A tree of arrays or `jax.ShapeDtypeStruct`s.
-    dtypes: See `first_difference`.
-    none_is_leaf: See `first_difference`.
+    dtypes: Whether to compare dtypes as well as shapes.
+    none_is_leaf: Whether a None in `given` matches any leaf of `wanted`.
 
   Raises:
-    ValueError: `first_difference` finds one; the message has its path.
+    ValueError: The trees differ; the message has the first path.
     TypeError: A leaf of `given` is not an array.
   """
   check_arrays(argument, given)
-  difference = first_difference(
-    given, wanted, dtypes=dtypes, none_is_leaf=none_is_leaf
-  )
+  leaves = leaves_by_path(given, none_is_leaf)
+  wanted_leaves = leaves_by_path(wanted)
+  difference = difference_by_path(leaves, wanted_leaves, dtypes=dtypes)
   if difference:
     raise ValueError(
       f"{argument} must match the state, but differs at {difference}."
     )
   # By path: a dict and a NamedTuple, say, order their leaves differently.
-  leaves = leaves_by_path(given, none_is_leaf)
   return jax.tree.unflatten(
-    jax.tree.structure(wanted),
-    [leaves[path] for path in leaves_by_path(wanted)],
+    jax.tree.structure(wanted), [leaves[path] for path in wanted_leaves]
   )
 
 

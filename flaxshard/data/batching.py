@@ -87,7 +87,7 @@ def eval_batches(
     >>> [int(batch["mask"].sum()) for batch in batches]
     [200, 160]
   """
-  # All processes evaluate in lockstep: each needs as many batches.
+  # All processes evaluate in lockstep: they need equally many batches.
   padded_length = -(-len(splits.eval) // batch_size) * batch_size
   source = _Padded(splits.eval, padded_length)
   dataset = grain.MapDataset.source(source)[process_index::process_count]

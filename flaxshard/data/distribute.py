@@ -35,7 +35,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
-  """The input pipeline that an input function creates a dataset for.
+  """Describes the input pipeline for which `dataset_fn` creates a dataset.
 
   Attributes:
     num_input_pipelines: Number of pipelines that feed the replicas: one for

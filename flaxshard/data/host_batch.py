@@ -104,20 +104,21 @@ def join(path: str, arrays: Sequence[Array], shape: tuple[int, ...]) -> Array:
     >>> join("x", [np.array([1, 2]), np.array([3])], (4,)).tolist()
     [1, 2, 3, 1]
   """
-  unchanged = len(arrays) == 1 and arrays[0].shape == shape
+  first = arrays[0]
+  unchanged = len(arrays) == 1 and first.shape == shape
   # A device array stays there. In several processes it has to be copied to the
   # host: JAX assembles global arrays from the host arrays of the processes.
   one_process = jax.process_count() == 1
-  if unchanged and one_process and isinstance(arrays[0], jax.Array):
-    return trees.drop_weak_type(arrays[0])
-  dtype = dtype_of(arrays[0])
+  if unchanged and one_process and isinstance(first, jax.Array):
+    return trees.drop_weak_type(first)
+  dtype = dtype_of(first)
   try:
     # float64 to float32 overflows to infinity, silently by default.
     with np.errstate(over="raise"):
       if unchanged:
         # A copy: a source may reuse its array for the next batch, and a JAX
         # array on the CPU may alias the memory of a NumPy array.
-        return np.array(arrays[0], dtype, order="C")
+        return np.array(first, dtype, order="C")
       out = np.zeros(shape, dtype)
       rows = 0
       for x in arrays:

@@ -18,7 +18,7 @@ from flaxshard.data.sources import Example
 from flaxshard.data.sources import Source
 from flaxshard.data.sources import Splits
 
-# Left, upper, right and lower edge in pixels, as Pillow has it.
+# Left, upper, right and lower edge in pixels, as in Pillow.
 Box = tuple[float, float, float, float]
 
 # Mean and standard deviation of ImageNet's pixels in [0, 255], by channel.

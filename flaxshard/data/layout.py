@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 import dataclasses
 import math
+import types
 from typing import Any
 
 import jax
-import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core import trees
@@ -119,7 +119,17 @@ def create_layout(
   parts: Sequence[host_batch.HostBatch],
   is_dict: bool,
 ) -> Layout:
-  """Returns the layout of the batches of which `parts` are the first."""
+  """Returns the layout that all batches of an iterator share.
+
+  Args:
+    mesh: The mesh.
+    config: How to pad.
+    parts: The host batches that the first global batch is joined from.
+    is_dict: Whether a batch is a dict, which can have a mask.
+
+  Raises:
+    ValueError: `config` does not fit the first batch.
+  """
   # `check_batch` compares the other parts with the first one.
   first, count = parts[0], len(sharding.pipelines(mesh))
   if config.bucket is not None and not is_dict:
@@ -198,7 +208,10 @@ def check_batch(layout: Layout, batch: host_batch.HostBatch) -> dict[int, int]:
       if isinstance(size, str):
         # The same name on both sides compares as equal below.
         shape[dim] = size
-    given[path] = _ShapeAndDtype(tuple(shape), host_batch.dtype_of(x))
+    # Not a jax.ShapeDtypeStruct, which takes no names for sizes.
+    given[path] = types.SimpleNamespace(
+      shape=tuple(shape), dtype=host_batch.dtype_of(x)
+    )
   difference = trees.first_difference(given, wanted)
   if difference:
     raise ValueError(
@@ -211,11 +224,3 @@ def check_batch(layout: Layout, batch: host_batch.HostBatch) -> dict[int, int]:
       f"a batch is a {batch.tree}, the first one was a {layout.tree}."
     )
   return {dim: sizes[dim][0] for dim in sorted(sizes)}
-
-
-@dataclasses.dataclass(frozen=True)
-class _ShapeAndDtype:
-  """Like `jax.ShapeDtypeStruct`, which takes no names for sizes."""
-
-  shape: tuple[int | str, ...]
-  dtype: np.dtype

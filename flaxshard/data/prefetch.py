@@ -89,7 +89,7 @@ class Prefetch:
       while error is None:
         self._free.get()
         if self._stopped:
-          # For a reader that waits in `get` now.
+          # Wakes a reader that waits in `get`.
           error = ValueError("the iterator was closed.")
           item = Item(error=error)
         else:

@@ -99,8 +99,8 @@ def pipelines(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], ...]:
     For each pipeline the indices of its replicas, in order.
 
   Raises:
-    ValueError: There is no axis `"replica"`, or the processes have different
-      numbers of replicas, or replicas in part only.
+    ValueError: There is no axis `"replica"`, the processes have different
+      numbers of replicas, or two processes share only some of their replicas.
   """
   if mesh_lib.REPLICA not in mesh.axis_names:
     raise ValueError(

@@ -195,7 +195,7 @@ def check_labels(where: str, labels: Any, num_classes: int) -> None:
   """Raises a ValueError unless labels are integers in `[0, num_classes)`.
 
   Args:
-    where: What has these labels, for the error message.
+    where: Name of the data, for the error message.
     labels: An array of any shape.
     num_classes: The number of classes.
   """

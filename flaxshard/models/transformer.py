@@ -117,12 +117,8 @@ class Transformer(nn.Module):
     dtypes: dict[str, Any] = dict(
       dtype=self.policy.compute_dtype, param_dtype=self.policy.param_dtype
     )
-    positions = self.param(
-      "positions",
-      _normal,
-      (self.max_length, self.embed_dim),
-      self.policy.param_dtype,
-    )
+    shape = (self.max_length, self.embed_dim)
+    positions = self.param("positions", _normal, shape, self.policy.param_dtype)
     x = nn.Embed(
       self.num_classes,
       self.embed_dim,
@@ -142,10 +138,8 @@ class Transformer(nn.Module):
         name=f"block{i}",
       )(x, train)
     x = nn.LayerNorm(dtype=jnp.float32, name="norm")(x)
-    logits = nn.Dense(self.num_classes, use_bias=False, name="head", **dtypes)(
-      x
-    )
-    return logits.astype(self.policy.output_dtype)
+    head = nn.Dense(self.num_classes, use_bias=False, name="head", **dtypes)
+    return head(x).astype(self.policy.output_dtype)
 
   def _check_fields(self) -> None:
     checks.integer("num_layers", self.num_layers, minimum=1)

@@ -87,7 +87,7 @@ def raise_if_any(
     invalid: bool [...], True for invalid coordinates.
     argument: Name of the argument that holds the coordinates.
     coordinates: ints [..., 4].
-    condition: What the coordinates must fulfill: the middle of the message.
+    condition: The condition that they violate, such as "must be even".
   """
   if invalid.any():
     at = np.unravel_index(int(invalid.argmax()), invalid.shape)

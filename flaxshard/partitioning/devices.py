@@ -24,7 +24,7 @@ def check_devices(argument: str, devices: Any) -> list[Any]:
 
   Raises:
     TypeError: `devices` is not iterable, or an element is not a device.
-    ValueError: There are no devices.
+    ValueError: There are no devices, or a device is given twice.
   """
   if not isinstance(devices, Iterable):
     raise TypeError(f"{argument} must be a list of devices, got {devices!r}.")
@@ -35,6 +35,9 @@ def check_devices(argument: str, devices: Any) -> list[Any]:
       raise TypeError(f"{argument}[{i}] must be a JAX device, got {device!r}.")
   if not devices:
     raise ValueError(f"{argument} must have at least one device, got none.")
+  # JAX has one object for each device.
+  if len({id(device) for device in devices}) != len(devices):
+    raise ValueError(f"{argument} must not have a device twice, got {devices}.")
   return devices
 
 
@@ -150,6 +153,7 @@ def _read_tpu_coordinates(
   shape = coordinates_lib.mesh_lengths(
     f"{argument}' mesh", (x, y, z * num_slices, cores)
   )
-  # Report two devices in one place here: under the name that the caller knows.
+  # `Topology` checks for two devices in one place too, but its error would name
+  # an argument that the caller did not pass.
   coordinates_lib.lookup_table(argument, coordinates, shape)
   return shape, coordinates

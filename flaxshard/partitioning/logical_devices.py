@@ -23,12 +23,6 @@ from flaxshard.partitioning import specs as specs_lib
 PyTree = Any
 P = jax.sharding.PartitionSpec
 
-# Errors inside a trace name the method of Strategy that was called.
-_SPLIT = "split_to_logical_devices"
-_REPLICATE = "replicate_to_logical_devices"
-_ASSIGN = "assign_to_logical_device"
-_ON_DEVICE = "on_logical_device"
-
 
 def split(
   mesh: jax.sharding.Mesh, x: Any, partition_dimensions: Sequence[int]
@@ -38,7 +32,7 @@ def split(
   spec = partitions.partition_spec(mesh, x.shape, partition_dimensions)
   if _is_concrete(x):
     return jax.device_put(x, _keep_replica_split(mesh, spec, x))
-  mesh = _mesh_of_trace(_SPLIT, mesh)
+  mesh = _mesh_of_trace("split_to_logical_devices", mesh)
   if not _has_auto_replicas(mesh):
     return mesh_lib.constrain(x, _keep_replica_split(mesh, spec, x))
   if mesh.shape[mesh_lib.REPLICA] > 1:
@@ -49,12 +43,12 @@ def split(
 
 
 def replicate(mesh: jax.sharding.Mesh, x: Any) -> jax.Array:
-  """Copies a tensor to all; see `Strategy.replicate_to_logical_devices`."""
+  """Replicates a tensor; see `Strategy.replicate_to_logical_devices`."""
   x = _as_array("tensor", x)
   spec = P(*[None] * x.ndim)
   if _is_concrete(x):
     return jax.device_put(x, _keep_replica_split(mesh, spec, x))
-  mesh = _mesh_of_trace(_REPLICATE, mesh)
+  mesh = _mesh_of_trace("replicate_to_logical_devices", mesh)
   if not _has_auto_replicas(mesh) or mesh.shape[mesh_lib.REPLICA] == 1:
     return mesh_lib.constrain(x, _keep_replica_split(mesh, spec, x))
   axes = mesh_lib.logical_axes(mesh)
@@ -80,8 +74,9 @@ def assign(
   index = _check_index(mesh, logical_device_id)
   if _is_concrete(x):
     return _move(mesh_lib.logical_device_mesh(mesh, index), x)
-  mesh = _mesh_of_trace(_ASSIGN, mesh)
-  return _run_in_branch(_ASSIGN, mesh, index, lambda x: x, x)
+  method = "assign_to_logical_device"
+  mesh = _mesh_of_trace(method, mesh)
+  return _run_in_branch(method, mesh, index, lambda x: x, x)
 
 
 def on_device(
@@ -96,8 +91,8 @@ def on_device(
     raise TypeError(f"fn must be callable, got {fn!r}.")
   args = _as_arrays("args", args)
   if not _is_concrete(*jax.tree.leaves(args)):
-    mesh = _mesh_of_trace(_ON_DEVICE, mesh)
-    return _run_in_branch(_ON_DEVICE, mesh, index, fn, *args)
+    mesh = _mesh_of_trace("on_logical_device", mesh)
+    return _run_in_branch("on_logical_device", mesh, index, fn, *args)
   device = mesh_lib.logical_device_mesh(mesh, index)
   # Arrays that `fn` creates, such as jnp.zeros(2), are on the device too. A
   # logical device may have no device in this process, hence the None.

@@ -55,7 +55,9 @@ def create(
     )
   checks.one_of("axis_type", axis_type, _AXIS_TYPES)
   if devices is not None:
-    devices = _check_devices(devices)
+    # A NumPy array of devices may have several dimensions.
+    flat = np.ravel(np.array(devices, object))
+    devices = devices_lib.check_devices("devices", flat)
   sizes = None
   if device_assignment is not None:
     grid = assigned_devices(device_assignment, devices)
@@ -319,13 +321,3 @@ def order_devices(
       grid = np.array(in_slice, object).reshape(shape)
     grids.append(grid)
   return np.concatenate(grids)
-
-
-def _check_devices(devices: Any) -> list[Any]:
-  """Returns the argument `devices` of a Strategy as a flat list."""
-  flat = devices_lib.check_devices(
-    "devices", np.ravel(np.array(devices, object))
-  )
-  if len(set(flat)) != len(flat):
-    raise ValueError(f"devices must not have a device twice, got {flat}.")
-  return flat

@@ -51,7 +51,7 @@ def partition_spec(
   chosen = _choose_axes(names, sizes, pieces)
   if chosen is None:
     raise ValueError(
-      f"partition_dimensions={list(pieces)} cannot be made of the mesh axes "
+      f"partition_dimensions={list(pieces)} cannot be built from the mesh axes "
       f"{sizes}: the number of pieces of each dimension must be a product of "
       "axis sizes. Every partition is possible with a mesh_shape of prime "
       "sizes, or with a device_assignment and no mesh_shape."
@@ -101,7 +101,7 @@ def _choose_axes(
 ) -> list[tuple[str, ...]] | None:
   """Returns mesh axes for each dimension, or None if there is no solution.
 
-  It tries fewer axes first, and of as many the ones that come first in the
+  It tries smaller sets of axes first, and sets of one size in the order of the
   mesh. If all sizes are equal, the pieces lie in row-major order.
 
   Args:

@@ -175,7 +175,7 @@ def from_config(value: Any, *, argument: str = "rules") -> Rules:
       f"{argument} must be None, 'fsdp', a dict with the name 'fsdp', or a "
       f"sequence of pairs, got {value!r}."
     )
-  # A form error is reported now, under the name that the config has for it.
+  # Parse now, so that an error names the field of the config.
   _parse(rules, argument)
   return rules
 

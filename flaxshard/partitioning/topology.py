@@ -107,12 +107,12 @@ class Topology:
   ) -> Topology:
     """Reads a topology from JAX devices.
 
-    Tasks are the processes in ascending order. TPUs have coordinates of their
-    own, which are shifted so that each slice starts at zeros. Other devices get
-    a mesh of shape (devices per process, processes per slice, slices, 1), and
-    each process keeps the order of its devices. The slice of a GPU is what JAX
-    calls its slice: its node. Within a task, devices are numbered with cores
-    fastest, then x, y and z.
+    Tasks are the processes in ascending order. The coordinates of TPUs are
+    shifted so that each slice starts at zeros. Other devices get a mesh of
+    shape (devices per process, processes per slice, slices, 1), and each
+    process keeps the order of its devices. For GPUs, JAX numbers the nodes as
+    slices. Within a task, devices are numbered with cores fastest, then x, y
+    and z.
 
     Args:
       devices: The devices; None means `jax.devices()`.

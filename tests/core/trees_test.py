@@ -95,13 +95,13 @@ def test_no_difference():
 def test_difference_without_dtypes_and_with_none():
   half = {"a": np.ones(2, np.float16)}
   single = {"a": np.ones(2, np.float32)}
-  assert trees.first_difference(half, single, dtypes=False) is None
+  assert trees.conform("x", half, single, dtypes=False) == half
   none = {"a": None}
-  assert trees.first_difference(none, single, none_is_leaf=True) is None
+  assert trees.conform("x", none, single, none_is_leaf=True) == none
   # None matches a leaf, not a subtree.
   nested = {"a": {"b": np.ones(1, np.float32)}}
-  difference = trees.first_difference(none, nested, none_is_leaf=True)
-  assert difference == "a/b: missing, where float32[1] is expected"
+  with pytest.raises(ValueError, match="a/b: missing"):
+    trees.conform("x", none, nested, none_is_leaf=True)
 
 
 class Pair(NamedTuple):

@@ -15,9 +15,7 @@ from flaxshard.state import replica_groups
 
 P = jax.sharding.PartitionSpec
 
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:CrossShard"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:CrossShard")
 
 
 # Values whose bits a sum over replicas would change, or whose dtype it refuses.
