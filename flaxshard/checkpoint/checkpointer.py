@@ -425,11 +425,11 @@ class Checkpointer:
     `restored_step` says which one was.
 
     A wrapper that the checkpoint lacks keeps its state from `state`, or has its
-    first state if `state` is abstract. A wrapper with `restart`, such as `AGN`,
-    starts from the restored parameters, also if the checkpoint is for another
-    number of replicas: then the replicas' own values are dropped, with a
-    warning. The state of a wrapper that `state` lacks stays on disk. The log
-    says all of that.
+    first state if `state` is abstract. A wrapper with `restart` starts from the
+    restored parameters, also if the checkpoint is for another number of
+    replicas: then the values of each replica are dropped, with a warning. The
+    state of a wrapper that `state` lacks stays on disk. The log says all of
+    that.
 
     Args:
       state: A state of the same model and optimizer, with the shardings to
