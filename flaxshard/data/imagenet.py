@@ -84,20 +84,16 @@ def imagenet(
   if not builder.info.splits:
     raise ValueError(_not_prepared(builder, dataset, data_dir))
   features = builder.info.features
-  for name, kind in (
-    ("image", tfds.features.Image),
-    ("label", tfds.features.ClassLabel),
-  ):
+  kinds = {"image": tfds.features.Image, "label": tfds.features.ClassLabel}
+  for name, kind in kinds.items():
     if name not in features or not isinstance(features[name], kind):
       raise ValueError(
         f"dataset={dataset!r} must have the features 'image' (an "
         f"Image) and 'label' (a ClassLabel), got {features!r}."
       )
   sources = []
-  for argument, split in (
-    ("train_split", train_split),
-    ("eval_split", eval_split),
-  ):
+  splits = {"train_split": train_split, "eval_split": eval_split}
+  for argument, split in splits.items():
     try:
       # `Images` decodes with Pillow, which needs no TensorFlow.
       source = builder.as_data_source(
@@ -161,11 +157,8 @@ class CenterCropped:
     example = self.source[index]
     image = example["inputs"]
     height, width, _ = image.shape
-    box = center_box(height, width)
-    return {
-      **example,
-      "inputs": normalize(resize(image, box, self.image_size)),
-    }
+    image = resize(image, center_box(height, width), self.image_size)
+    return {**example, "inputs": normalize(image)}
 
 
 @dataclasses.dataclass(frozen=True)

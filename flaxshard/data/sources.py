@@ -17,6 +17,7 @@ from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
 
+from flaxshard.core import checks
 from flaxshard.core import registry
 
 Example = dict[str, Any]
@@ -147,10 +148,7 @@ def load(config: Mapping[str, Any]) -> Splits:
   for split, source in (("train", splits.train), ("eval", splits.eval)):
     if not len(source):
       raise ValueError(f"{name} has no {split} examples.")
-  if not splits.num_classes >= 1:
-    raise ValueError(
-      f"{name}: num_classes must be at least 1, got {splits.num_classes!r}."
-    )
+  checks.integer(f"{name}: num_classes", splits.num_classes, minimum=1)
   # Only the first examples: reading all may take hours. The iterators check
   # the others when they read them.
   train: Any = splits.train[0]

@@ -32,7 +32,7 @@ class FSDP:
     min_size: Number of elements below which a parameter stays whole.
 
   Raises:
-    TypeError: A field has the wrong type.
+    TypeError: A field has the wrong type, or `axis` is empty.
     ValueError: `min_size` is negative, or `axis` is empty.
 
   Example:
@@ -48,14 +48,14 @@ class FSDP:
   min_size: int = 2**14
 
   def __post_init__(self) -> None:
-    if not isinstance(self.axis, (str, tuple)) or not all(
+    is_valid = isinstance(self.axis, (str, tuple)) and self.axis
+    if not is_valid or not all(
       isinstance(axis, str) for axis in specs.axes_of(self.axis)
     ):
-      raise TypeError(
-        f"FSDP: axis must be a mesh axis or a tuple of them, got {self.axis!r}."
+      raise checks.ArgumentTypeError(
+        "FSDP: axis must be a mesh axis or a non-empty tuple of them, got "
+        f"{self.axis!r}."
       )
-    if not self.axis:
-      raise ValueError(f"FSDP: axis must not be empty, got {self.axis!r}.")
     checks.integer("FSDP: min_size", self.min_size, minimum=0)
 
 

@@ -58,29 +58,23 @@ def create(
     # A NumPy array of devices may have several dimensions.
     flat = np.ravel(np.array(devices, object))
     devices = devices_lib.check_devices("devices", flat)
-  sizes = None
   if device_assignment is not None:
     grid = assigned_devices(device_assignment, devices)
-    if mesh_shape is not None:
-      sizes = axis_sizes(mesh_shape, grid.size)
-      if sizes[REPLICA] != len(grid):
-        raise ValueError(
-          f"mesh_shape={dict(mesh_shape)!r} has {sizes[REPLICA]} replicas; "
-          f"device_assignment has {len(grid)}."
-        )
   else:
-    all_devices = jax.devices() if devices is None else devices
-    if mesh_shape is not None:
-      sizes = axis_sizes(mesh_shape, len(all_devices))
-    num_replicas = len(all_devices) if sizes is None else sizes[REPLICA]
-    if devices is None:
-      grid = order_devices(all_devices, len(all_devices) // num_replicas)
-    else:
-      # The user's order is kept.
-      grid = np.array(all_devices, object).reshape(num_replicas, -1)
-  if sizes is not None:
-    sizes.pop(REPLICA)  # `from_grid` takes the logical axes only
-  return from_grid(grid, sizes, axis_type)
+    flat = np.array(jax.devices() if devices is None else devices, object)
+    grid = flat.reshape(-1, 1)  # one replica per device, without a mesh_shape
+  logical = None if mesh_shape is None else axis_sizes(mesh_shape, grid.size)
+  num_replicas = len(grid) if logical is None else logical.pop(REPLICA)
+  if device_assignment is None and devices is None:
+    grid = order_devices(grid.ravel().tolist(), grid.size // num_replicas)
+  elif device_assignment is None:
+    grid = grid.reshape(num_replicas, -1)  # in the user's order
+  elif num_replicas != len(grid):
+    raise ValueError(
+      f"mesh_shape={mesh_shape!r} has {num_replicas} replicas; "
+      f"device_assignment has {len(grid)}."
+    )
+  return from_grid(grid, logical, axis_type)
 
 
 def from_grid(
