@@ -58,10 +58,13 @@ def integer(
     value, (int, np.integer)
   ):
     raise ArgumentTypeError(f"{argument} must be an integer, got {value!r}.")
-  if minimum is not None and value < minimum:
-    raise ValueError(f"{argument} must be at least {minimum}, got {value!r}.")
-  if value > maximum:
-    raise ValueError(f"{argument} must be at most {maximum}, got {value!r}.")
+  if value > maximum or (minimum is not None and value < minimum):
+    bounds = [f"at least {minimum}"] if minimum is not None else []
+    # The int32 limit only matters to those who exceed it.
+    if maximum != INT32_MAX or value > maximum:
+      bounds.append(f"at most {maximum}")
+    allowed = " and ".join(bounds)
+    raise ValueError(f"{argument} must be {allowed}, got {value!r}.")
   return int(value)
 
 

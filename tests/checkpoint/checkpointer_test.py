@@ -316,9 +316,7 @@ def test_unwritable_directory_raises(tmp_path, monkeypatch):
 @pytest.mark.parametrize("step", [2.0, True, -1, np.float64(2), np.array(8)])
 def test_invalid_step_raises(path, step):
   with checkpoint.Checkpointer(path) as checkpointer:
-    with pytest.raises(
-      (TypeError, ValueError), match="step must be an integer"
-    ):
+    with pytest.raises((TypeError, ValueError), match="step must be"):
       checkpointer.save(step, create())
   assert list(path.iterdir()) == []
 

@@ -41,12 +41,12 @@ def test_valid_value_is_returned_in_plain_python_type(call, returned):
     (
       lambda: checks.integer("n", -1, minimum=0, maximum=3),
       ValueError,
-      ("n", "at least 0", "-1"),
+      ("n", "at least 0 and at most 3", "-1"),
     ),
     (
       lambda: checks.integer("n", 4, minimum=0, maximum=3),
       ValueError,
-      ("n", "at most 3", "4"),
+      ("n", "at least 0 and at most 3", "4"),
     ),
     (lambda: checks.number("x", True), TypeError, ("x", "number", "True")),
     (lambda: checks.number("x", "1"), TypeError, ("x", "number", "'1'")),

@@ -204,10 +204,10 @@ def test_devices_are_in_the_order_of_the_assignment():
 @pytest.mark.parametrize(
   ("method", "arguments", "error", "message"),
   [
-    ("coordinates", (-1, 0), ValueError, "replica .* 0 and 1, got -1"),
-    ("coordinates", (0, 2), ValueError, "logical_core .* 0 and 1, got 2"),
+    ("coordinates", (-1, 0), ValueError, "replica .* at most 1, got -1"),
+    ("coordinates", (0, 2), ValueError, "logical_core .* at most 1, got 2"),
     ("tpu_ordinal", (2,), ValueError, "replica .* got 2"),
-    ("tpu_device", (0, 1.0), TypeError, "logical_core .* integer .* got 1.0"),
+    ("tpu_device", (0, 1.0), TypeError, "logical_core .* integer.* got 1.0"),
     ("lookup_replicas", (2, 0), ValueError, "task_id .* got 2"),
     ("lookup_replicas", (1, 0), ValueError, r"one of \[0\], got 1"),
   ],

@@ -524,7 +524,7 @@ def test_invalid_logical_device_id_raises(index, error):
 
   for call in (assign, call_on_device, jax.jit(assign)):
     with pytest.raises(
-      error, match=r"logical_device_id .* (at least 0|at most 3|an integer)"
+      error, match=r"logical_device_id .* (at least 0 and at most 3|an integer)"
     ) as e:
       call(X)
     assert f"got {index}" in str(e.value)
