@@ -15,6 +15,7 @@ import dataclasses
 import json
 import os
 import re
+import time
 from typing import Any
 import zlib
 
@@ -152,12 +153,8 @@ class Handler(ocp.AsyncCheckpointHandler):
       files = digests_lib.take_sizes(_files_of_items(item_dir))
     body = text.encode()
     files[f"{digests_lib.ITEM}/{_METADATA}"] = [len(body), zlib.crc32(body)]
-    digests: dict[str, Any] = {"files": files, "step_metadata": None}
-    step_metadata = os.path.join(step_dir, digests_lib.STEP_METADATA)
-    if os.path.exists(step_metadata):
-      content = digests_lib.read_json(step_metadata)
-      content.pop(_COMMIT_TIME, None)
-      digests["step_metadata"] = content
+    step_metadata = _read_step_metadata(step_dir)
+    digests: dict[str, Any] = {"files": files, "step_metadata": step_metadata}
     digests["crc32"] = digests_lib.crc_of_digests(digests)
     with open(os.path.join(item_dir, digests_lib.DIGESTS), "w") as f:
       json.dump(digests, f, indent=1)
@@ -251,6 +248,24 @@ class Save(ocp.args.CheckpointArgs):
 @dataclasses.dataclass
 class Restore(ocp.args.CheckpointArgs):
   """Arguments of `Handler.restore`; there are none."""
+
+
+def _read_step_metadata(step_dir: str) -> dict[str, Any] | None:
+  """Returns Orbax's metadata of an unfinished step, or None without them."""
+  path = os.path.join(step_dir, digests_lib.STEP_METADATA)
+  if not os.path.exists(path):
+    return None
+  # Another thread of Orbax adds the handlers of the items about now.
+  for _ in range(100):
+    try:
+      content = digests_lib.read_json(path)
+    except digests_lib.Damaged:  # half written
+      content = {}
+    if content.get("item_handlers"):
+      content.pop(_COMMIT_TIME, None)
+      return content
+    time.sleep(0.01)
+  return None
 
 
 def _files_of_items(item_dir: str) -> dict[str, str]:
