@@ -81,9 +81,9 @@ def number(
   Args:
     argument: Name of the argument, for the error message.
     value: The value to check: a Python or NumPy number, but no boolean.
-    minimum: Smallest allowed value; None means no such bound.
-    above: Lower bound that is itself not allowed.
-    below: Upper bound that is itself not allowed.
+    minimum: Smallest allowed value; None means no lower bound.
+    above: Lower bound, exclusive.
+    below: Upper bound, exclusive.
 
   Raises:
     ArgumentTypeError: `value` is not a real number.
@@ -135,7 +135,7 @@ def boolean(argument: str, value: Any) -> bool:
 
 
 def string(argument: str, value: Any) -> str:
-  """Returns `value` if it is a string that is not empty.
+  """Returns `value` if it is a non-empty string.
 
   Args:
     argument: Name of the argument, for the error message.

@@ -81,10 +81,10 @@ def normalize(grads: PyTree) -> PyTree:
 def all_finite(grads: PyTree) -> jax.Array:
   """Returns whether every gradient in a tree is finite.
 
-  Under `jax.jit` over a sharded mesh the result is that of the whole arrays.
+  Under `jax.jit` over a sharded mesh the result covers the global arrays.
   Inside `jax.shard_map`, with its default `check_vma=True`, it is reduced over
   the axes along which the gradients vary. With `check_vma=False` JAX does not
-  know along which axes they vary, and each device has its own result.
+  know along which axes they vary, and the devices may get different results.
 
   Args:
     grads: A tree of gradients. Leaves without a gradient do not count.

@@ -14,7 +14,7 @@ from flaxshard.core import checks
 
 
 def lookup(argument: str, name: Any, builtin: Mapping[str, Any]) -> Any:
-  """Returns the object that a name stands for.
+  """Returns the built-in object, or the attribute of a module, with a name.
 
   Args:
     argument: The argument or config field that holds the name, for errors.
@@ -88,7 +88,7 @@ def call(
     The result of the call.
 
   Raises:
-    TypeError: `config` is not a dict, the name does not stand for a callable,
+    TypeError: `config` is not a dict, the name is not that of a callable,
       an argument is missing, or the function raises a TypeError.
     ValueError: The config has no name, an unknown name or argument (the message
       lists the known ones), or the function raises a ValueError.
@@ -125,7 +125,7 @@ def construct(
 ) -> Any:
   """Calls `function(**arguments, **given)` and puts `where` before errors.
 
-  The function's own errors name its arguments only: this is the one place that
+  An error of the function names only its arguments. This is the one place that
   adds the field of the config.
 
   Args:

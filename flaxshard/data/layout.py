@@ -154,7 +154,8 @@ def create_layout(
         # One padded size for all leaves: every sharding has to divide it.
         multiples[dim] = math.lcm(multiples.get(dim, 1), split)
     leaves.append(dataclasses.replace(leaf, shape=tuple(shape)))
-  # A process pads its own rows: the pipelines together make up the multiple.
+  # Each process pads its rows to its share of the multiple: together the rows
+  # of all pipelines reach the multiple.
   multiples[0] //= math.gcd(multiples[0], count)
   if config.batch_size is not None:
     rows = int(config.batch_size) // count

@@ -220,7 +220,7 @@ def put(
   """Assembles global arrays from the rows of each pipeline."""
   count = len(pipelines(mesh))
   # JAX would infer the shapes from the sharding, and multiply every dimension
-  # that is split over processes. Only the batch is: a process has whole rows.
+  # that is split over processes. Only the batch is: a process has full rows.
   shapes = [(len(x) * count, *x.shape[1:]) for x in arrays]
   return jax.make_array_from_process_local_data(
     list(shardings), list(arrays), shapes

@@ -43,7 +43,7 @@ def create(
     The module. An NNX module is initialized, a Linen module is not.
 
   Raises:
-    TypeError: `config` is not a dict, the name does not stand for a module
+    TypeError: `config` is not a dict, the name is not that of a module
       class, or an argument without a default has no value.
     ValueError: The name is missing, or a name or field is unknown; the message
       lists the known ones.

@@ -58,7 +58,7 @@ class CNN(nn.Module):
     checks.integer("dense", self.dense, minimum=1)
     # Flax's Dropout accepts any number, and turns 1.5 into wrong values.
     checks.number("dropout", self.dropout, minimum=0, below=1)
-    # Flax's Conv takes three dimensions as one image without a batch.
+    # Flax's Conv treats an input of three dimensions as one unbatched image.
     if inputs.ndim != 4:
       raise ValueError(
         "inputs must have shape [batch, height, width, channels], "

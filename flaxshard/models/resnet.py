@@ -107,7 +107,7 @@ class ResNet(nn.Module):
     for i, blocks in enumerate(self.stage_sizes):
       checks.integer(f"stage_sizes[{i}]", blocks, minimum=1)
     checks.integer("width", self.width, minimum=1)
-    # Flax's Conv takes three dimensions as one image without a batch.
+    # Flax's Conv treats an input of three dimensions as one unbatched image.
     if inputs.ndim != 4:
       raise ValueError(
         "inputs must have shape [batch, height, width, channels], "

@@ -1,4 +1,4 @@
-"""The layout of a device assignment: where replicas and their cores lie.
+"""The layout of a device assignment: the positions of replicas and cores.
 
 Positions and sizes agree with TensorFlow's, also where other choices would be
 as good; see `DeviceAssignment.build`.

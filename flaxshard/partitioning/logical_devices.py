@@ -133,9 +133,7 @@ def _run_in_branch(
 
   # Trace ahead, for the shapes of the other branch and for the values that `fn`
   # closes over.
-  jaxpr, shapes = jax.make_jaxpr(call_fn, return_shape=True)(
-    *jax.tree.map(_abstract, args)
-  )
+  jaxpr, shapes = jax.make_jaxpr(call_fn, return_shape=True)(*args)
   _check_closed_over(jaxpr.consts)
 
   def choose_branch(*args: PyTree) -> PyTree:
@@ -148,7 +146,7 @@ def _run_in_branch(
     return jax.tree.map(lambda x: x[None], out)
 
   # Each logical device returns a result, and all but one are zeros. The sum is
-  # outside of the shard_map: there its gradient is exact too, for any number of
+  # outside of the shard_map: there its gradient is exact for any number of
   # devices.
   sharded = jax.shard_map(
     choose_branch,
@@ -159,6 +157,8 @@ def _run_in_branch(
     # A loop in `fn` may start from constants, which do not vary over devices.
     check_vma=False,
   )
+  # jit: under an eager `jax.vmap` or `jax.checkpoint` this runs without a trace,
+  # and an eager shard_map must be manual over all axes.
   return jax.tree.map(_sum_results, jax.jit(sharded)(*args), dtypes)
 
 
@@ -172,15 +172,10 @@ def _move(device: jax.sharding.Mesh, tree: PyTree) -> PyTree:
   return jax.tree.map(move_array, tree)
 
 
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-  aval = jax.typeof(x)
-  return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=aval.weak_type)
-
-
 def _check_closed_over(values: Sequence[Any]) -> None:
   """Raises a ValueError if a branch closes over a traced array on the mesh."""
   for x in values:
-    # JAX cannot use such an array inside of the shard_map.
+    # JAX rejects such an array inside the shard_map, whose mesh is another one.
     if isinstance(x, jax.core.Tracer) and not jax.typeof(x).sharding.mesh.empty:
       raise ValueError(
         f"on_logical_device: fn closes over a traced {jax.typeof(x)}; pass it "

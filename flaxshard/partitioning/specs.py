@@ -56,7 +56,7 @@ def check(
     mesh: The mesh.
 
   Returns:
-    The axes that split each dimension; as many tuples as dimensions.
+    The axes that split each dimension: one tuple for each.
 
   Raises:
     TypeError: `spec` is not a PartitionSpec, or an entry has the wrong type.

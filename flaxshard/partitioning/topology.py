@@ -118,7 +118,7 @@ class Topology:
       devices: The devices; None means `jax.devices()`.
       mesh_shape: Four lengths. Devices other than TPUs fill this mesh slice by
         slice and process by process, with cores fastest, then x, y and z. Eight
-        CPU devices can thus stand in for a TPU of shape (2, 2, 1, 2). For TPUs
+        CPU devices can simulate a TPU of shape (2, 2, 1, 2). For TPUs
         it must be the shape that they have.
 
     Raises:
