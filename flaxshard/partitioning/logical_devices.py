@@ -157,8 +157,8 @@ def _run_in_branch(
     # A loop in `fn` may start from constants, which do not vary over devices.
     check_vma=False,
   )
-  # jit: under an eager `jax.vmap` or `jax.checkpoint` this runs without a trace,
-  # and an eager shard_map must be manual over all axes.
+  # jit: an eager `jax.vmap` or `jax.checkpoint` calls this outside of
+  # `jax.jit`, and an eager shard_map must be manual over all axes.
   return jax.tree.map(_sum_results, jax.jit(sharded)(*args), dtypes)
 
 
@@ -175,7 +175,7 @@ def _move(device: jax.sharding.Mesh, tree: PyTree) -> PyTree:
 def _check_closed_over(values: Sequence[Any]) -> None:
   """Raises a ValueError if a branch closes over a traced array on the mesh."""
   for x in values:
-    # JAX rejects such an array inside the shard_map, whose mesh is another one.
+    # JAX cannot use such an array inside the shard_map.
     if isinstance(x, jax.core.Tracer) and not jax.typeof(x).sharding.mesh.empty:
       raise ValueError(
         f"on_logical_device: fn closes over a traced {jax.typeof(x)}; pass it "
