@@ -30,23 +30,21 @@ def flax_update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
   Returns:
     The new state.
   """
-  grad_of = dict(
-    jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda x: x is None)
+
+  def needs_float32(path: trees.Path, p: jax.Array, g: Any) -> bool:
+    has_gradient = g is not None and not gradients.is_statistic(path)
+    return has_gradient and _is_float8(p) and g.dtype != p.dtype
+
+  wide_leaves = jax.tree_util.tree_map_with_path(
+    needs_float32, state.params, grads
   )
-  params = jax.tree_util.tree_leaves_with_path(state.params)
-  if not any(
-    _is_float8(p)
-    and grad_of[path] is not None
-    and not gradients.is_statistic(path)
-    and grad_of[path].dtype != p.dtype
-    for path, p in params
-  ):
-    return _update(state, grads, grad_of, replaced)
+  if not any(jax.tree.leaves(wide_leaves)):
+    return _update(state, grads, replaced)
   # JAX does not promote float8 to other dtypes: compute in float32.
   wide = state.replace(
     params=_widen(state.params), opt_state=_widen(state.opt_state)
   )
-  new = _update(wide, grads, grad_of, replaced)
+  new = _update(wide, grads, replaced)
   return new.replace(
     params=keep_dtypes(new.params, state.params),
     opt_state=keep_dtypes(new.opt_state, state.opt_state),
@@ -64,41 +62,37 @@ def keep_dtypes(new: PyTree, old: PyTree) -> PyTree:
   )
 
 
-def _update(
-  state: Any,
-  grads: PyTree,
-  grad_of: Mapping[trees.Path, Any],
-  replaced: Mapping[str, Any],
-) -> Any:
+def _update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
   apply_gradients = train_state.TrainState.apply_gradients
-  without_gradient = {
-    path
-    for path, _ in jax.tree_util.tree_leaves_with_path(state.params)
-    if grad_of[path] is None and not gradients.is_statistic(path)
-  }
-  if not without_gradient:
+  # A tree of booleans. Statistics are not frozen: Flax replaces them.
+  frozen = jax.tree_util.tree_map_with_path(
+    lambda path, _, g: g is None and not gradients.is_statistic(path),
+    state.params,
+    grads,
+  )
+  if not any(jax.tree.leaves(frozen)):
     return apply_gradients(state, grads=grads, **replaced)
   # The optimizer needs an array for every parameter. With a zero gradient it
   # may still change parameter and slots, by weight decay or momentum: undo it.
-  filled = jax.tree_util.tree_map_with_path(
-    lambda path, p: (
-      _zero_gradient(p) if path in without_gradient else grad_of[path]
-    ),
+  filled = jax.tree.map(
+    lambda is_frozen, p, g: _zero_gradient(p) if is_frozen else g,
+    frozen,
     state.params,
+    grads,
   )
   new = apply_gradients(state, grads=filled, **replaced)
-  params = jax.tree_util.tree_map_with_path(
-    lambda path, n, o: o if path in without_gradient else n,
+  params = jax.tree.map(
+    lambda is_frozen, n, o: o if is_frozen else n,
+    frozen,
     new.params,
     state.params,
   )
-  optimized = opt_state_lib.optimized_params(params)
-  if optimized is not params:
-    # The optimizer's paths begin below the key "params".
-    without_gradient = {path[1:] for path in without_gradient}
-  parameters = opt_state_lib.parameters_of(state.opt_state, optimized)
+  optimized = opt_state_lib.optimized_params
+  is_frozen = dict(jax.tree_util.tree_leaves_with_path(optimized(frozen)))
+  # None: leaves such as step counts belong to no parameter.
+  parameters = opt_state_lib.parameters_of(state.opt_state, optimized(params))
   slots = [
-    o if parameter in without_gradient else n
+    o if parameter is not None and is_frozen[parameter] else n
     for n, o, parameter in zip(
       jax.tree.leaves(new.opt_state),
       jax.tree.leaves(state.opt_state),
