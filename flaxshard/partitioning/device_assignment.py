@@ -64,16 +64,13 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
     )
     # Raises for coordinates that are given twice.
     coordinates_lib.lookup_table(argument, coordinates, topology.mesh_shape)
-    fields = {
-      "topology": topology,
-      "core_assignment": coordinates_lib.make_read_only(
-        coordinates.astype(np.int32)
-      ),
-      "_device_numbers": topology.device_numbers(coordinates, argument),
-    }
-    for name, value in fields.items():
-      # A frozen dataclass refuses plain assignment.
-      object.__setattr__(self, name, value)
+    cores = coordinates_lib.make_read_only(coordinates.astype(np.int32))
+    # A frozen dataclass rejects plain assignment.
+    vars(self).update(
+      topology=topology,
+      core_assignment=cores,
+      _device_numbers=topology.device_numbers(coordinates, argument),
+    )
 
   @classmethod
   def build(

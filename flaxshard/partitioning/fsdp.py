@@ -33,7 +33,7 @@ class FSDP:
 
   Raises:
     TypeError: A field has the wrong type, or `axis` is empty.
-    ValueError: `min_size` is negative, or `axis` is empty.
+    ValueError: `min_size` is negative.
 
   Example:
     >>> import flaxshard as fs, jax

@@ -84,20 +84,16 @@ class Topology:
       coordinates = coordinates_lib.integer_array(
         argument, device_coordinates, None, None, 4
       )
-    fields = {
-      "mesh_shape": shape,
-      "device_coordinates": coordinates_lib.make_read_only(
-        coordinates.astype(np.int32)
-      ),
-      "devices": _device_array(devices, coordinates.shape[:2]),
-      "num_slices": num_slices,
-      "_device_numbers": coordinates_lib.lookup_table(
-        argument, coordinates, shape
-      ),
-    }
-    for name, value in fields.items():
-      # A frozen dataclass refuses plain assignment.
-      object.__setattr__(self, name, value)
+    numbers = coordinates_lib.lookup_table(argument, coordinates, shape)
+    cores = coordinates_lib.make_read_only(coordinates.astype(np.int32))
+    # A frozen dataclass rejects plain assignment.
+    vars(self).update(
+      mesh_shape=shape,
+      device_coordinates=cores,
+      devices=_device_array(devices, coordinates.shape[:2]),
+      num_slices=num_slices,
+      _device_numbers=numbers,
+    )
 
   @classmethod
   def from_devices(
