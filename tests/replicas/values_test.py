@@ -15,8 +15,7 @@ NamedSharding = jax.sharding.NamedSharding
 EIGHT = fs.Strategy()
 SPLIT = fs.Strategy(mesh_shape={"replica": 2, "model": 4})
 EXPLICIT = fs.Strategy(axis_type=jax.sharding.AxisType.Explicit)
-ONE = fs.Strategy(devices=jax.devices()[:1])
-STRATEGIES = [EIGHT, SPLIT, EXPLICIT, ONE]
+STRATEGIES = [SPLIT, EXPLICIT]
 
 
 def rows(context):
@@ -202,12 +201,10 @@ def test_local_results_stay_sharded_over_logical_devices():
     assert {s.data.shape for s in result.addressable_shards} == {(2, 2)}
 
 
-@pytest.mark.parametrize("made_by", ["numpy", "one device", "another order"])
+@pytest.mark.parametrize("made_by", ["numpy", "another order"])
 def test_values_on_other_devices(made_by):
   value = np.arange(16.0, dtype=np.float32).reshape(8, 2)
-  if made_by == "one device":
-    value = jnp.asarray(value)
-  elif made_by == "another order":
+  if made_by == "another order":
     reverse = fs.Strategy(devices=jax.devices()[::-1])
     value = jax.device_put(value, NamedSharding(reverse.mesh, P("replica")))
   value = fs.PerReplica(value)

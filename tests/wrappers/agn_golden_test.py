@@ -75,7 +75,7 @@ def test_every_step_equals_that_of_the_original(case):
   for rows in rounds:
     assert [row["worker"] for row in rows] == list(range(workers))
     state, _ = run(state, problems)
-    agn = state.wrapper_states["agn"]
+    agn = jax.device_get(state.wrapper_states["agn"])
     for row in rows:
       for name in ("v0", "v1"):
         for ours, theirs in (

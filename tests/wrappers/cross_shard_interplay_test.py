@@ -20,8 +20,9 @@ def strategy():
   return fs.Strategy()
 
 
-@pytest.mark.parametrize("outside", [True, False])
-@pytest.mark.parametrize("groups", [None, grouped.HALVES])
+@pytest.mark.parametrize(
+  ("groups", "outside"), [(None, True), (None, False), (grouped.HALVES, False)]
+)
 def test_overflow_on_one_replica_skips_on_all(
   strategy, groups, outside
 ) -> None:
@@ -77,8 +78,8 @@ def test_run_steps_equals_single_steps(strategy) -> None:
   assert not np.array_equal(*grouped.on_each(looped.params["w"])[:2])
 
 
-@pytest.mark.parametrize("groups", [None, ((0, 2), (3, 1))])
-def test_replicas_with_two_logical_devices(groups) -> None:
+def test_replicas_with_two_logical_devices() -> None:
+  groups = ((0, 2), (3, 1))
   strategy = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
   put = lambda x, *spec: jax.device_put(
     x, jax.NamedSharding(strategy.mesh, P(*spec))
@@ -93,7 +94,7 @@ def test_replicas_with_two_logical_devices(groups) -> None:
   assert new.params["w"].sharding.spec == P(None, "model")
   for shard in new.params["w"].addressable_shards:
     replica = int(np.argwhere(strategy.mesh.devices == shard.device)[0][0])
-    group = next(g for g in groups or [range(4)] if replica in g)
+    group = next(g for g in groups if replica in g)
     grads = [
       jax.grad(grouped.loss_fn)({"w": w, "b": b}, grouped.X[4 * i : 4 * i + 4])[
         "w"
@@ -108,10 +109,9 @@ def test_replicas_with_two_logical_devices(groups) -> None:
   (one,) = gradients  # a half of w, and the bias: whole, or a half too
   assert one.kind == "all-reduce"
   assert one.nbytes in (4 * (10 + 4), 4 * (10 + 2))
-  if groups:
-    assert {frozenset(g) for g in one.groups} == {
-      frozenset(2 * i + half for i in g) for g in groups for half in (0, 1)
-    }
+  assert {frozenset(g) for g in one.groups} == {
+    frozenset(2 * i + half for i in g) for g in groups for half in (0, 1)
+  }
 
 
 def test_collections_are_averaged_within_groups(strategy) -> None:

@@ -23,8 +23,18 @@ def assert_equal(a, b):
   jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("name", grouped.GROUPINGS)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+  ("name", "reduction"),
+  [
+    ("all", "sum"),
+    ("one group, reordered", "mean"),
+    ("strided", "mean"),
+    ("interleaved", "sum"),
+    ("reordered", "mean"),
+    ("irregular", "sum"),
+    ("alone", "mean"),
+  ],
+)
 def test_reduced_values_and_collectives(strategy, name, reduction) -> None:
   """Values as in NumPy; one collective with the bytes of the gradients."""
   groups = grouped.GROUPINGS[name]
@@ -50,9 +60,7 @@ def test_reduced_values_and_collectives(strategy, name, reduction) -> None:
     assert sorted(map(sorted, one.groups)) == sorted(map(sorted, groups))
 
 
-@pytest.mark.parametrize(
-  "groups", [None, grouped.HALVES, grouped.GROUPINGS["interleaved"]]
-)
+@pytest.mark.parametrize("groups", [None, grouped.HALVES])
 def test_mean_equals_one_replica_with_the_whole_batch(strategy, groups) -> None:
   """At the same learning rate, with momentum, in each group."""
   tx = optax.adam(0.1)

@@ -55,8 +55,6 @@ SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 5, 50)
     optax.sgd(SCHEDULE, momentum=0.9, nesterov=True),
     optax.adam(0.1, mu_dtype=jnp.bfloat16),
     optax.adamw(SCHEDULE, mask=matrices),
-    optax.lion(0.1),
-    optax.radam(0.1),
     optax.chain(optax.clip(1.0), optax.rmsprop(0.1)),
     optax.multi_transform({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, labels),
     optax.MultiSteps(optax.adam(0.1), 3),
@@ -71,7 +69,6 @@ def test_elementwise_optimizers(tx):
   "tx",
   [
     optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
-    optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(0.1)),
     optax.lamb(0.1),
     optax.adafactor(0.1),
     optax.contrib.muon(0.1),
@@ -106,7 +103,6 @@ def test_elementwise_functions(fn):
     lambda x: x - x.mean(0),
     # Element-wise for this split, but not recognized.
     lambda x: x - x.mean(1, keepdims=True),
-    lambda x: jnp.cumsum(x, 0),
     lambda x: x + jnp.arange(x.shape[0])[:, None],
     lambda x: x + jax.random.normal(jax.random.key(0), x.shape),
     lambda x: x.T if x.shape[0] == x.shape[1] else x,
@@ -115,7 +111,6 @@ def test_elementwise_functions(fn):
     # Numbers that depend on the shape: a literal, constants, computed values,
     # and parameters of equations.
     lambda x: x * x.shape[0] ** -0.5,
-    lambda x: x / jnp.ones_like(x).sum(),
     lambda x: x * jnp.arange(x.size).sum(),
     lambda x: x * jnp.asarray(np.array([x.size]))[0],
     lambda x: x * jax.lax.fori_loop(0, x.shape[0], lambda _, c: c + 1.0, 1.0),

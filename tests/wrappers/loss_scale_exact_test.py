@@ -10,9 +10,10 @@ import flaxshard as fs
 from flaxshard.wrappers import LossScaleState
 
 
-@pytest.mark.parametrize("growth_factor", [7.3, 1.5, 1.0001])
-@pytest.mark.parametrize("backoff_factor", [None, 0.9, 1 / 3])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+  ("growth_factor", "backoff_factor", "seed"),
+  [(7.3, None, 0), (1.5, None, 1), (1.5, 0.9, 0), (1.0001, 1 / 3, 1)],
+)
 def test_scale_equals_a_float32_reference(growth_factor, backoff_factor, seed):
   rule = fs.DynamicLossScale(
     initial_scale=1234.5,

@@ -87,15 +87,10 @@ def frozen_labels(params):
 
 
 OPTIMIZERS = {
-  "sgd": lambda: optax.sgd(0.1),
   "adamw": lambda: optax.adamw(0.1),
-  "clip_by_global_norm": lambda: optax.chain(
-    optax.clip_by_global_norm(0.5), optax.adam(0.1)
-  ),
   "frozen": lambda: optax.multi_transform(
     {"train": optax.adam(0.1), "frozen": optax.set_to_zero()}, frozen_labels
   ),
-  "schedule": lambda: optax.adam(optax.cosine_decay_schedule(0.1, 6)),
   "inject": lambda: optax.inject_hyperparams(optax.sgd)(
     learning_rate=optax.linear_schedule(0.1, 0.0, 6), momentum=0.9
   ),
@@ -103,7 +98,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["adamw", "frozen", "inject", "multi_steps"])
 def test_skipped_step_equals_training_without_its_batch(name):
   tx = OPTIMIZERS[name]()
   data = batches()
@@ -228,10 +223,9 @@ def test_jax_checkpoint_of_the_scaled_loss():
   assert_close(by_hand(state, X, Y), jax.grad(loss_fn)(state.params, X, Y))
 
 
-@pytest.mark.parametrize("name", ["adamw", "multi_steps"])
-def test_scan_over_steps_equals_a_loop(name):
+def test_scan_over_steps_equals_a_loop():
   data = batches()
-  state = create(OPTIMIZERS[name]())
+  state = create(OPTIMIZERS["multi_steps"]())
   looped, losses = train(state, data)
   scanned, scanned_losses = jax.jit(
     lambda state, data: jax.lax.scan(train_step, state, data)
