@@ -73,10 +73,10 @@ def our_state(stack, tx=TX):
   )
 
 
-def stirred(tree):
+def change_leaves(tree):
   """Returns a tree in which every leaf has another value."""
 
-  def one(number, x):
+  def change_leaf(number, x):
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
       fold = lambda key: jax.random.fold_in(key, number)
       for _ in x.shape:
@@ -90,10 +90,12 @@ def stirred(tree):
     return jax.device_put(new, x.sharding)
 
   leaves, treedef = jax.tree.flatten(tree)
-  return treedef.unflatten([one(i + 1, x) for i, x in enumerate(leaves)])
+  return treedef.unflatten(
+    [change_leaf(i + 1, x) for i, x in enumerate(leaves)]
+  )
 
 
-def plain_of(state):
+def plain_fields(state):
   """Returns the fields of a plain program by name, with NumPy leaves."""
   names = ("step", "params", "opt_state", "batch_stats", "rngs", "counters")
   return {n: jax.tree.map(as_numpy, getattr(state, n)) for n in names}
@@ -174,14 +176,14 @@ def write(directory, writer):
   """Writes a checkpoint with a writer; returns the state."""
   directory.mkdir()
   if writer in PLAIN_WRITERS:
-    state = stirred(flax_state())
+    state = change_leaves(flax_state())
     PLAIN_WRITERS[writer](directory, state)
     return state
   if writer in STACKS:
-    state = stirred(our_state(writer))
+    state = change_leaves(our_state(writer))
     write_ours(directory, state)
     return state
-  state = stirred(our_state("both"))
+  state = change_leaves(our_state("both"))
   if writer == "state_item":
     write_ours(directory, state, plain_item="state")
   else:
@@ -189,11 +191,14 @@ def write(directory, writer):
   return state
 
 
-def written_in(root):
-  """Returns a function of a writer's name: the directory and the state."""
+def writer_in(root):
+  """Returns a function that writes once with the named writer.
+
+  That function returns the directory and the state.
+  """
 
   @functools.cache
-  def one(writer):
+  def write_once(writer):
     return root / writer, write(root / writer, writer)
 
-  return one
+  return write_once

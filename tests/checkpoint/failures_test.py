@@ -121,7 +121,13 @@ def test_loop_stops_at_the_step_after_a_failed_save(tmp_path, monkeypatch):
   monkeypatch.setattr(
     checkpoint.Checkpointer, "check", lambda self: self.wait()
   )
-  config = tiny.config(checkpoint_every_steps=2, log_every_steps=1)
+  config = tiny.config(
+    model={"name": "normed:Normed"},
+    mesh={"replica": 1},
+    num_train_steps=4,
+    log_every_steps=1,
+    checkpoint_every_steps=2,
+  )
   where = tmp_path / "checkpoints"
   with pytest.raises(checkpoint.SaveError, match=f"step 2 could not .*{where}"):
     train.train_and_evaluate(config, str(tmp_path))

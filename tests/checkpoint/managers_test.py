@@ -46,7 +46,7 @@ def test_invalid_arguments_raise(tmp_path):
 
 
 def test_plain_item_names_the_item_of_the_train_state(tmp_path):
-  state = states.stirred(states.flax_state())
+  state = states.change_leaves(states.flax_state())
   with ocp.CheckpointManager(tmp_path) as manager:
     manager.save(
       3,
@@ -58,7 +58,7 @@ def test_plain_item_names_the_item_of_the_train_state(tmp_path):
   restored = fs.checkpoint.restore(
     tmp_path, states.our_state("none"), plain_item="train"
   )
-  states.assert_same(states.plain_of(restored), states.plain_of(state))
+  states.assert_same(states.plain_fields(restored), states.plain_fields(state))
   with pytest.raises(
     ValueError,
     match=r"3 has no train state in an item 'default' or 'state' or"
@@ -80,7 +80,7 @@ def test_save_args_checks_leaves_before_orbax_hangs():
 
 def test_custom_manager_saves_and_restores(tmp_path):
   state, target = (
-    states.stirred(states.our_state("both")),
+    states.change_leaves(states.our_state("both")),
     states.our_state("both"),
   )
   options = ocp.CheckpointManagerOptions(
@@ -104,7 +104,7 @@ def test_custom_manager_saves_and_restores(tmp_path):
 
 
 def test_manager_with_item_handlers_restores_with_orbax(tmp_path):
-  state = states.stirred(states.our_state("loss_scale"))
+  state = states.change_leaves(states.our_state("loss_scale"))
   states.write_own_manager(tmp_path, state)
   template = jax.tree.map(
     ocp.utils.to_shape_dtype_struct, state.without_wrappers()
@@ -122,7 +122,9 @@ def test_manager_with_item_handlers_restores_with_orbax(tmp_path):
         wrappers=ocp.args.PyTreeRestore(),
       ),
     )
-    states.assert_same(states.plain_of(read["default"]), states.plain_of(state))
+    states.assert_same(
+      states.plain_fields(read["default"]), states.plain_fields(state)
+    )
     scale = read["wrappers"]["loss_scale"]["scale"]
     assert scale == state.wrapper_states["loss_scale"].scale
     manager.save(states.STEP + 1, args=fs.checkpoint.save_args(state))
@@ -130,10 +132,10 @@ def test_manager_with_item_handlers_restores_with_orbax(tmp_path):
 
 
 def test_training_checkpointer_of_orbax_v1(tmp_path):
-  state = states.stirred(states.flax_state())
+  state = states.change_leaves(states.flax_state())
   with ocp_v1.training.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(states.STEP, state)
     restored = fs.checkpoint.restore(
       checkpointer, states.our_state("loss_scale")
     )
-  states.assert_same(states.plain_of(restored), states.plain_of(state))
+  states.assert_same(states.plain_fields(restored), states.plain_fields(state))

@@ -41,10 +41,14 @@ def flax_state(tx=ADAM, dynamic_scale=None, params=PARAMS, **fields):
   state = FlaxState.create(
     apply_fn=None, params=params, tx=tx, dynamic_scale=dynamic_scale
   )
-  step = jax.jit(lambda s: s.apply_gradients(grads=s.params))
   for _ in range(3):
-    state = step(state)
+    state = _train_step(state)
   return state.replace(**fields)
+
+
+@jax.jit
+def _train_step(state):
+  return state.apply_gradients(grads=state.params)
 
 
 def ours(tx=ADAM, wrappers=(SCALED,), **kwargs):
@@ -95,14 +99,6 @@ def save_msgpack(path, state):
   assert (path / f"checkpoint_{STEP}").is_file()
 
 
-SAVES = {"orbax": save_v0, "flax": save_flax, "msgpack": save_msgpack}
-
-
-@pytest.fixture(params=list(SAVES))
-def save(request):
-  return SAVES[request.param]
-
-
 def assert_same(given, wanted):
   given, wanted = jax.tree.leaves(given), jax.tree.leaves(wanted)
   for x, y in zip(given, wanted, strict=True):
@@ -124,6 +120,7 @@ def logged_notes(caplog):
 # A field `dynamic_scale`.
 
 
+@pytest.mark.parametrize("save", [save_v0, save_flax, save_msgpack])
 def test_dynamic_scale_becomes_loss_scale(save, tmp_path, logged_notes):
   plain = scaled_steps(
     flax_state(dynamic_scale=dynamic_scale_lib.DynamicScale())
@@ -147,6 +144,7 @@ def test_dynamic_scale_becomes_loss_scale(save, tmp_path, logged_notes):
   assert int(new.wrapper_states["loss_scale"].good_steps) == 3
 
 
+@pytest.mark.parametrize("save", [save_v0, save_msgpack])
 def test_unused_dynamic_scale_becomes_loss_scale(save, tmp_path):
   # Its counter and scale are Python numbers then.
   scale = dynamic_scale_lib.DynamicScale(scale=1024.0)
@@ -220,15 +218,13 @@ class Skips(fs.wrappers.Base):
     return {"total": jnp.int32(0), "recent": jnp.int32(1)}
 
 
-@pytest.mark.parametrize("abstract", [False, True])
-def test_custom_wrapper_migrates_its_foreign_paths(abstract, tmp_path):
+def test_custom_wrapper_migrates_its_foreign_paths(tmp_path):
   plain = CountingState.create(
     apply_fn=None, params=PARAMS, tx=ADAM, skips={"count": jnp.int32(5)}
   )
   save_v0(tmp_path, plain)
   state = ours(wrappers=(Skips(),))
-  if abstract:
-    state = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+  state = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
   restored = fs.checkpoint.restore(tmp_path, state).wrapper_states["skips"]
   assert {k: int(x) for k, x in restored.items()} == {"total": 5, "recent": 1}
   # No other wrapper knows the field.
@@ -293,14 +289,10 @@ def trained(source):
   ("source", "target"),
   [
     ("bare", "finite_in_multi"),
-    ("bare", "multi"),
-    ("finite", "bare"),
-    ("finite", "finite"),
     ("finite", "multi"),
     ("finite_in_multi", "multi_in_finite"),
     ("multi", "multi_in_finite"),
     ("multi_in_finite", "bare"),
-    ("multi_in_finite", "finite"),
   ],
 )
 def test_optimizer_layers_are_put_on_and_taken_off(
@@ -326,13 +318,13 @@ def test_optimizer_layers_are_put_on_and_taken_off(
     assert note in notes
   for kind in kinds(target) - kinds(source):
     assert f"it has no state of {kind}: that starts fresh" in notes
-  if source == "bare":  # what came back can be trained
+  if source == "bare":  # the restored state can be trained
     jax.block_until_ready(restored.apply_gradients(grads=restored.params))
 
 
 @pytest.mark.parametrize(
   ("source", "save"),
-  [("finite", save_flax), ("skipping", save_flax), ("finite", save_msgpack)],
+  [("skipping", save_flax), ("finite", save_msgpack)],
 )
 def test_optimizer_layers_in_flax_files_are_taken_off(source, save, tmp_path):
   tx = optax.sgd(0.1)  # which has no state
@@ -373,10 +365,6 @@ def test_fresh_leaves_can_be_donated(tmp_path):
   [
     (
       optax.chain(optax.identity(), ADAM),
-      r"opt_state/0/count: missing, where int32\[\] is expected",
-    ),
-    (
-      optax.chain(finite(ADAM)),
       r"opt_state/0/count: missing, where int32\[\] is expected",
     ),
     (
@@ -456,6 +444,7 @@ def test_checkpointer_continues_from_flax_files(tmp_path, caplog):
   assert names == ["13", *theirs]
 
 
+@pytest.mark.parametrize("save", [save_v0, save_msgpack])
 def test_restores_older_layouts_onto_a_mesh(save, tmp_path):
   plain = flax_state(finite(ADAM), dynamic_scale_lib.DynamicScale())
   save(tmp_path, plain)

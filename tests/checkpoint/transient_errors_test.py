@@ -71,7 +71,7 @@ def leave_open_files(spare):
 
 # Without a descriptor asyncio cannot make, nor close, its event loop.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("spare", [0, 1, 3])
+@pytest.mark.parametrize("spare", [0, 3])
 def test_too_many_open_files_raises(path, spare):
   with fs.Checkpointer(path) as checkpointer:
     with (
@@ -87,15 +87,13 @@ def test_too_many_open_files_raises(path, spare):
 TRANSIENT = [
   jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
   MemoryError(),
-  TimeoutError("the storage did not answer"),
-  PermissionError(13, "Permission denied"),
   OSError(24, "Too many open files"),
   ValueError("NOT_FOUND: Error opening file [too many open files]"),
 ]
 
 
 @pytest.mark.parametrize("error", TRANSIENT, ids=lambda e: type(e).__name__)
-def test_errors_that_pass_are_raised(path, error, monkeypatch):
+def test_transient_errors_are_raised(path, error, monkeypatch):
   read_item, calls = reader.read_item, []
 
   def fail_once(*args):
