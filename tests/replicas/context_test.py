@@ -61,10 +61,11 @@ def test_all_reduce_and_all_gather(strategy):
     "tree": {"a": 1.5 * ids.mean(), "b": None},
     "gathered": [np.stack([ids, -ids], 1).ravel()],
   }
+  fetched = jax.device_get(out)
   for i in range(n):
     mine = jax.tree.map(
       lambda x, i=i: np.asarray(x[i]).tolist(),
-      out,
+      fetched,
       is_leaf=lambda x: isinstance(x, fs.PerReplica),
     )
     assert mine == jax.tree.map(lambda x: np.asarray(x).tolist(), wanted)
@@ -290,7 +291,7 @@ def test_custom_wrapper_keeps_gradients_and_state_local(strategy):
     part = jax.tree.map(lambda x, i=i: x[i], parts)
     grads = jax.jit(jax.grad(loss_fn))(state.params, part)
     wanted = jax.tree.map(lambda p, g: p - g, state.params, grads)
-    mine = jax.tree.map(lambda x, i=i: x[i], local)
+    mine = jax.tree.map(lambda x, i=i: x[i], jax.device_get(local))
     assert_close(mine, wanted, 1e-4, 1e-5)
   center = jax.tree.map(lambda x: x.mean(0), local)
   assert_close(new.params, center, 1e-4, 1e-5)

@@ -145,40 +145,26 @@ def write_to_ref_in_loop(x, value):
 
 REPLICATED = {
   "shared": lambda x, y: jnp.sort(x) * 2 + jnp.arange(4),
-  "constants": lambda x, y: jnp.ones(3) + np.arange(3),
   "pmean": lambda x, y: x + mean(y),
-  "pmean of a tree": lambda x, y: mean({"a": y, "b": [y * x]}),
-  "psum": lambda x, y: jax.lax.psum(y, ("replica",)),
   "pmax": lambda x, y: jax.lax.pmax(y, "replica"),
   "all_gather": lambda x, y: jax.lax.all_gather(y, "replica").sum(0),
-  "first": lambda x, y: jax.lax.psum(
-    jnp.where(replica_id() == 0, y, 0), "replica"
-  ),
   "scan": lambda x, y: jax.lax.scan(
     lambda c, row: (c + mean(row * y).sum(), None), 0.0, x
   )[0],
-  "fori_loop": lambda x, y: jax.lax.fori_loop(
-    0, 3, lambda i, c: c + mean(y), x
-  ),
   "while": lambda x, y: counted(mean(y), lambda c: c[0] < c[1].sum()),
   "cond": lambda x, y: jax.lax.cond(
     mean(y).sum() > 0, lambda: x, lambda: mean(y)
-  ),
-  "switch": lambda x, y: jax.lax.switch(
-    x[0].astype(int), [lambda: x, lambda: mean(y), lambda: -x]
   ),
   "remat": lambda x, y: mean(
     jax.grad(jax.checkpoint(lambda x: jnp.sin(x * y).sum()))(x)
   ),
   "jit": lambda x, y: jax.jit(lambda y: mean(jax.jit(jnp.sin)(y)))(y),
   "custom_vjp": lambda x, y: custom_vjp(mean(custom_jvp(y))),
-  "vmap": lambda x, y: jax.vmap(lambda row: mean(row * y))(x),
   "linalg": lambda x, y: jnp.linalg.solve(
     jnp.eye(4) + jnp.outer(x, x), mean(y)
   ),
   "svd": lambda x, y: jnp.linalg.svd(jnp.outer(mean(y), x)),
   "random": lambda x, y: jax.random.normal(jax.random.key(0), (4,)) + x,
-  "associative_scan": lambda x, y: jax.lax.associative_scan(jnp.add, mean(y)),
   "barrier": lambda x, y: jax.lax.optimization_barrier((x, mean(y))),
   "platform": lambda x, y: jax.lax.platform_dependent(
     mean(y), cpu=jnp.sin, default=jnp.cos
@@ -193,7 +179,6 @@ REPLICATED = {
     lambda g, y: y / g(1.0),
   ),
   "pmin": lambda x, y: jax.lax.pmin(y, "replica"),
-  "all_gather, reduced": lambda x, y: jax.lax.all_gather(y, "replica").mean(0),
   "pbroadcast": lambda x, y: jax.lax.pbroadcast(y, ("replica",), 2),
   "one group": lambda x, y: jax.lax.psum(
     y, "replica", axis_index_groups=[[3, 1, 0, 2]]
@@ -231,13 +216,11 @@ OWN_DATA = {
   "ref": lambda x, y: write_to_ref(x, y),
   "ref written in a loop": lambda x, y: write_to_ref_in_loop(x, y),
   "own": lambda x, y: y,
-  "mixed": lambda x, y: x + y,
   "axis_index": lambda x, y: replica_id(),
   "random": lambda x, y: jax.random.normal(
     jax.random.fold_in(jax.random.key(0), replica_id()), (4,)
   ),
   "over logical devices": lambda x, y: jax.lax.psum(y, ()),
-  "after a mean": lambda x, y: mean(y) * y,
   "scan": lambda x, y: jax.lax.scan(
     lambda c, row: (c + (row * y).sum(), None), 0.0, x
   )[0],
@@ -258,7 +241,6 @@ OWN_DATA = {
   )(x),
   "jit": lambda x, y: jax.jit(lambda y: jax.jit(jnp.sin)(y))(y),
   "custom_vjp": lambda x, y: custom_vjp(custom_jvp(y)),
-  "vmap": lambda x, y: jax.vmap(lambda row: row * y)(x),
   "logical device": lambda x, y: STRATEGY.on_logical_device(1, jnp.sin, y),
 }
 

@@ -37,15 +37,13 @@ def counting_step():
   return step
 
 
-@pytest.mark.parametrize("donate", [(), 0], ids=["kept", "donated"])
 @pytest.mark.parametrize(
-  ("strategy", "spec"),
+  ("strategy", "spec", "donate"),
   [
-    (EIGHT, None),
-    (EIGHT, P(None, "replica")),
-    (SPLIT, P("model")),
-    (SPLIT, P(("replica", "model"))),
-    (ONE, P("replica")),
+    (EIGHT, None, 0),
+    (EIGHT, P(None, "replica"), ()),
+    (SPLIT, P(("replica", "model")), 0),
+    (ONE, P("replica"), 0),
   ],
 )
 def test_steps_compile_once(strategy, spec, donate):

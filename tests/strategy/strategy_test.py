@@ -93,8 +93,9 @@ jitted_train_step = jax.jit(train_step)
 
 @pytest.mark.parametrize(
   ("name", "step"),
-  [(name, train_step) for name in STRATEGIES if name != "1x8"]
-  + [
+  [
+    ("1", train_step),
+    ("explicit", train_step),
     ("8", step_with_jax_grad),
     ("8", step_with_all_reduce),
     ("8", step_without_aggregation),
@@ -116,18 +117,16 @@ def test_run_equals_one_device(name, step, wanted):
   np.testing.assert_allclose(losses, wanted[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["8", "2x4"])
-def test_global_view_equals_one_device(name, wanted):
-  strategy = STRATEGIES[name]
+def test_global_view_equals_one_device(wanted):
+  strategy = STRATEGIES["2x4"]
   state, step = create(strategy, DYNAMIC), jax.jit(train_step)
   for i in range(3):
     state, _ = jax.block_until_ready(step(state, sharded(strategy, i)))
   assert_trained(state, wanted[0])
 
 
-@pytest.mark.parametrize("name", ["8", "2x4", "explicit"])
-def test_run_steps_equals_one_device(name, wanted):
-  strategy = STRATEGIES[name]
+def test_run_steps_equals_one_device(wanted):
+  strategy = STRATEGIES["explicit"]
   state, loss = strategy.run_steps(
     train_step,
     create(strategy, DYNAMIC),
@@ -141,7 +140,6 @@ def test_run_steps_equals_one_device(name, wanted):
 @pytest.mark.parametrize(
   ("name", "spec"),
   [
-    ("2x4", P(None, "model")),
     ("2x4", P(("replica", "model"))),
     ("explicit", P("model", "replica")),
   ],
@@ -236,8 +234,6 @@ def test_reversed_devices():
   [
     ("8", (8, 1, 1, 8)),
     ("2x4", (2, 4, 1, 2)),
-    ("1x8", (1, 8, 1, 1)),
-    ("1", (1, 1, 1, 1)),
   ],
 )
 def test_sizes(name, sizes):
@@ -249,10 +245,6 @@ def test_sizes(name, sizes):
     strategy.num_replicas_per_host,
   )
   assert strategy.mesh.axis_names[0] == "replica"
-
-
-def test_repr():
-  assert repr(STRATEGIES["2x4"]) == "Strategy(replica=2, model=4)"
 
 
 def test_device_assignment_gives_the_order_of_the_mesh():
@@ -275,7 +267,6 @@ def test_device_assignment_gives_the_order_of_the_mesh():
   ("call", "error", "message"),
   [
     (lambda s: s.run(3), TypeError, "fn must be a function, got 3"),
-    (lambda s: s.run(jnp.sum, 1.0), TypeError, "args must be a tuple"),
     (
       lambda s: s.run(train_step, create(), batch(0)),
       TypeError,
@@ -283,9 +274,7 @@ def test_device_assignment_gives_the_order_of_the_mesh():
     ),
     (lambda s: s.run(jnp.sum, (1,), 2), TypeError, "kwargs must be a dict"),
     (lambda s: s.run(jnp.sum, ("a",)), TypeError, "argument 0.* got 'a'"),
-    (lambda s: s.run(lambda: "a"), TypeError, "what fn returned.* got 'a'"),
     (lambda s: s.jit(jnp.sum, donate_argnums=-1), ValueError, "got -1"),
-    (lambda s: s.jit(jnp.sum, donate_argnums="x"), ValueError, "got 'x'"),
     (
       lambda s: s.jit(jnp.sum, donate_argnums=1)(1.0),
       ValueError,

@@ -52,7 +52,6 @@ SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 5, 50)
 @pytest.mark.parametrize(
   "tx",
   [
-    optax.sgd(SCHEDULE, momentum=0.9, nesterov=True),
     optax.adam(0.1, mu_dtype=jnp.bfloat16),
     optax.adamw(SCHEDULE, mask=matrices),
     optax.chain(optax.clip(1.0), optax.rmsprop(0.1)),
@@ -70,10 +69,8 @@ def test_elementwise_optimizers(tx):
   [
     optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
     optax.lamb(0.1),
-    optax.adafactor(0.1),
     optax.contrib.muon(0.1),
     optax.apply_if_finite(optax.adam(0.1), 3),
-    optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(0.1)),
   ],
 )
 def test_optimizers_that_mix_elements(tx):
@@ -89,7 +86,6 @@ X, PART = jnp.ones((8, 4)), jax.ShapeDtypeStruct((4, 4), jnp.float32)
     lambda x: jnp.where(x > 0, x, jnp.exp(x)),
     lambda x: jax.nn.relu(x) + jax.jit(jnp.tanh)(x),
     lambda x: x + jnp.full_like(x, 2),
-    jnp.zeros_like,
     lambda x: x * jnp.array([3.0, 2.0, 1.0])[jnp.minimum(x.ndim, 1)],
   ],
 )
@@ -107,7 +103,6 @@ def test_elementwise_functions(fn):
     lambda x: x + jax.random.normal(jax.random.key(0), x.shape),
     lambda x: x.T if x.shape[0] == x.shape[1] else x,
     lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x),
-    lambda x: x @ jnp.eye(4),
     # Numbers that depend on the shape: a literal, constants, computed values,
     # and parameters of equations.
     lambda x: x * x.shape[0] ** -0.5,

@@ -391,12 +391,10 @@ def test_default_step_is_stored_in_the_compilation_cache(tmp_path):
   [
     # (scale, skipped steps) of two logged rows; None before the first row.
     ((1.0, 5), (1.0, 6), True),
-    ((1.0, 5), (1.0, 5), False),
     ((2.0, 5), (2.0, 6), False),  # not at the floor
     ((4.0, 5), (1.0, 7), False),  # the two steps that lowered the scale
     ((4.0, 5), (1.0, 8), True),
     (None, (1.0, 1), False),  # from 2.0, the initial scale
-    (None, (1.0, 2), True),
   ],
 )
 def test_warning_from_the_metrics(previous, current, warns):
