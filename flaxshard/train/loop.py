@@ -112,15 +112,15 @@ class _Run:
 @contextlib.contextmanager
 def _open_run(setup: setup_lib.Setup, workdir: str) -> Iterator[_Run]:
   config = setup.config
-  with contextlib.ExitStack() as stack:
+  with contextlib.ExitStack() as exit_stack:
     with multihost.raise_on_all_processes(ValueError):
       unlock = directories.lock("workdir", workdir)
-    stack.callback(unlock)
+    exit_stack.callback(unlock)
     # From here on a signal ends the run with a checkpoint.
-    received_signal = stack.enter_context(preemption.catch_signals())
-    train_iter = stack.enter_context(iter(setup.train_batches()))
+    received_signal = exit_stack.enter_context(preemption.catch_signals())
+    train_iter = exit_stack.enter_context(iter(setup.train_batches()))
     best_metric = config.best_metric
-    checkpointer = stack.enter_context(
+    checkpointer = exit_stack.enter_context(
       checkpoint.Checkpointer(
         os.path.join(workdir, "checkpoints"),
         max_to_keep=config.max_to_keep,
