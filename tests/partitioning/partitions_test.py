@@ -19,7 +19,7 @@ def abstract_mesh(axes):
   return jax.sharding.AbstractMesh((2, *axes.values()), ("replica", *axes))
 
 
-@pytest.mark.parametrize("count", [1, 4, 6, 12, 30, 64])
+@pytest.mark.parametrize("count", [1, 12, 64])
 def test_every_partition_has_a_spec_on_prime_axes(count):
   axes = mesh_lib.prime_axes(count)
   mesh = abstract_mesh(axes)
@@ -47,7 +47,6 @@ def test_partition_of_eight_on_prime_axes():
   "pieces, spec",
   [
     ((1, 2, 4, 1), P(None, "model", "data", None)),
-    ((4, 2), P("data", "model")),
     ((8, 1), P(("model", "data"), None)),
   ],
 )

@@ -53,9 +53,8 @@ def assert_raises(error, facts, function, *args, **kwargs):
 # Regexes.
 
 
-@pytest.mark.parametrize("rules", [None, ()])
-def test_without_rules_and_metadata_all_is_replicated(rules):
-  specs = resolve(rules, MESH, PARAMS)
+def test_without_rules_and_metadata_all_is_replicated():
+  specs = resolve(None, MESH, PARAMS)
   assert jax.tree.structure(specs) == jax.tree.structure(PARAMS)
   assert split_leaves(specs) == {}
 
@@ -99,7 +98,6 @@ def test_mesh_axes_of_size_one_are_left_out():
   ("rules", "facts"),
   [
     (P("model"), ("rules must be", "got P(")),
-    ((3,), ("rules[0]", "got 3")),
     (((3, P()),), ("rules[0]", "got (3, P())")),
     ((("a", (None, "model")),), ("rules[0]", "PartitionSpec(None, 'model')")),
     ((("embed", P(None, P.UNCONSTRAINED)),), ("rules[0]", "UNCONSTRAINED")),
@@ -115,7 +113,6 @@ SIZES = "{'replica': 4, 'model': 2}"
 @pytest.mark.parametrize(
   ("rules", "facts"),
   [
-    ("zero", ("rules[0]", "'zero'", "allowed: a pair")),
     ((("(", P()),), ("rules[0]", "'('", "regex")),
     (("fsdp", ("embed", P("model"))), ("rules[0]='fsdp'", "last")),
     (FSDP("data"), ("rules[0]=FSDP(axis='data'", "no axis 'data'", SIZES)),
@@ -141,10 +138,6 @@ SIZES = "{'replica': 4, 'model': 2}"
     (
       (("embed", P("model", unreduced={"replica"})),),
       ("params[embed/embedding]", "unreduced"),
-    ),
-    (
-      (("mlp_out/bias", P()), ("embed", P(None, ("replica", "model", "x")))),
-      ("rules[1]=('embed'", "no axis 'x'"),
     ),
     (
       (("mlp_inn", P("model")),),
@@ -182,7 +175,6 @@ def test_indivisible_dimension_raises():
     ((16, 16), P("replica")),  # the first of equal dimensions
     ((3, 30, 16, 4), P(None, None, "replica")),  # 30 cannot be divided by 4
     ((12,), P()),  # smaller than min_size
-    ((16,), P("replica")),
   ],
 )
 def test_fsdp_splits_the_largest_divisible_dimension(shape, spec):
@@ -190,10 +182,10 @@ def test_fsdp_splits_the_largest_divisible_dimension(shape, spec):
   assert resolve(FSDP(min_size=16), MESH, params)["w"] == spec
 
 
-@pytest.mark.parametrize("rules", ["fsdp", (FSDP(),)])
-def test_fsdp_by_name_has_the_default_fields(rules):
+def test_fsdp_by_name_has_the_default_fields():
   params = {"w": array(128, 128), "small": array(127, 128)}
-  assert split_leaves(resolve(rules, MESH, params)) == {"w": P("replica")}
+  for rules in ("fsdp", (FSDP(),)):
+    assert split_leaves(resolve(rules, MESH, params)) == {"w": P("replica")}
 
 
 def test_fsdp_splits_dimensions_that_other_rules_leave():
@@ -249,7 +241,6 @@ def test_fsdp_that_splits_no_parameter_raises():
 @pytest.mark.parametrize(
   ("fields", "error", "facts"),
   [
-    ({"axis": ["a"]}, TypeError, ("axis", "['a']")),
     ({"axis": ("a", 1)}, TypeError, ("axis", "('a', 1)")),
     ({"axis": ()}, ValueError, ("axis", "()")),
     ({"min_size": -1}, ValueError, ("min_size", "-1")),
@@ -382,11 +373,6 @@ def test_logical_names_with_regex_and_fsdp():
       (None, None, "mlp"),
       ("logical names (None, None, 'mlp'): params[w]", "more entries"),
     ),
-    (
-      (("mlp", ("model", "replica")),),
-      (None, "mlp"),
-      ("params[w]: dimension 1, of size 12", "divided by 8"),
-    ),
   ],
 )
 def test_invalid_logical_names_raise(rules, names, facts):
@@ -433,10 +419,8 @@ def test_arrays_on_the_mesh_keep_their_sharding():
   ("value", "rules"),
   [
     (None, None),
-    ("fsdp", "fsdp"),
     ({"name": "fsdp", "axis": ["a", "b"]}, FSDP(("a", "b"))),
     ([["k", [None, ["a", "b"]]]], (("k", P(None, ("a", "b"))),)),
-    ((("k", ()),), (("k", P()),)),
     ((("mlp", "model"), ("embed", None)), (("mlp", "model"), ("embed", None))),
     ((("mlp", {"axes": ["m0", "m1"]}),), (("mlp", ("m0", "m1")),)),
     (
@@ -456,12 +440,10 @@ def test_rules_from_config(value, rules):
   ("value", "error", "facts"),
   [
     (3, TypeError, ("mesh.rules", "got 3")),
-    ({"min_size": 3}, ValueError, ("mesh.rules", "'name'")),
     ({"name": "fdsp"}, ValueError, ("mesh.rules.name", "'fdsp'", "'fsdp'")),
     (({"name": "fsdp", "size": 3},), ValueError, ("mesh.rules[0]", "'size'")),
     ((("mlp", {"axis": "m0"}),), ValueError, ("mesh.rules[0]", "'axes'")),
     ("zero", ValueError, ("mesh.rules[0]", "'zero'")),
-    ((("a", 3),), TypeError, ("mesh.rules[0]", "('a', 3)")),
     ((("a", (3,)),), TypeError, ("mesh.rules[0]", "P(3")),
   ],
 )

