@@ -33,7 +33,6 @@ def uses_the_parameters(params):
 OPTIMIZERS = {
   "momentum": (optax.sgd(0.1, momentum=0.9), 1),
   "schedule": (optax.adamw(optax.constant_schedule(0.1)), 2),
-  "chain": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), 2),
   "multi_steps": (optax.MultiSteps(optax.adam(0.1), 2), 3),
   "inject": (optax.inject_hyperparams(optax.adam)(0.1), 2),
   "schedule_free": (optax.contrib.schedule_free_adamw(0.1), 2),

@@ -6,19 +6,16 @@ import pytest
 import flaxshard as fs
 
 
-@pytest.mark.parametrize(
-  ("name", "compute_dtype"),
-  [
+def test_dtypes():
+  for name, compute_dtype in (
     ("float32", jnp.float32),
     ("mixed_float16", jnp.float16),
     ("mixed_bfloat16", jnp.bfloat16),
-  ],
-)
-def test_dtypes(name, compute_dtype):
-  policy = fs.Policy(name)
-  assert policy.compute_dtype == compute_dtype
-  assert policy.param_dtype == jnp.float32
-  assert policy.output_dtype == jnp.float32
+  ):
+    policy = fs.Policy(name)
+    assert policy.compute_dtype == compute_dtype
+    assert policy.param_dtype == jnp.float32
+    assert policy.output_dtype == jnp.float32
 
 
 def test_default_is_float32():
@@ -32,8 +29,8 @@ def test_policy_is_frozen():
     fs.Policy().name = "mixed_float16"
 
 
-@pytest.mark.parametrize("name", ["float16", jnp.float16])
-def test_invalid_name_raises(name):
-  error = ValueError if isinstance(name, str) else TypeError
-  with pytest.raises(error, match=r"name must be .*mixed_float16"):
-    fs.Policy(name)
+def test_invalid_name_raises():
+  with pytest.raises(ValueError, match=r"name .*mixed_float16"):
+    fs.Policy("float16")
+  with pytest.raises(TypeError, match=r"name .*mixed_float16"):
+    fs.Policy(jnp.float16)

@@ -25,7 +25,6 @@ def test_lookup_finds_builtin_names_and_module_attributes():
     ("digit", ["'digit'", "digits, digits_npz, sqrt", "Did you mean 'digits'"]),
     ("no_such_module:thing", ["'no_such_module'"]),
     ("math:sqr", ["'math'", "'sqr'", "Did you mean 'sqrt'"]),
-    (":sqrt", ["''"]),
     ("math:", ["'math'"]),
   ],
 )

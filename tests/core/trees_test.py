@@ -115,7 +115,6 @@ class Pair(NamedTuple):
     ({"a": 1.0, "b": 2.0}, Pair(3.0, 4.0)),
     (Pair(1.0, 2.0), {"a": 3.0, "b": 4.0}),
     ([1.0, 2.0], (3.0, 4.0)),
-    (core.freeze({"a": 1.0, "b": 2.0}), {"a": 3.0, "b": 4.0}),
     ({"b": 2.0, "a": 1.0}, core.freeze({"a": 3.0, "b": 4.0})),
     (collections.OrderedDict(b=2.0, a=1.0), {"a": 3.0, "b": 4.0}),
   ],
@@ -149,13 +148,9 @@ def test_conform_keeps_none_and_names_the_path_of_errors():
   )
   assert out["a"] is None
   np.testing.assert_array_equal(out["b"]["c"], [1.0, 1.0])
-  with pytest.raises(
-    TypeError, match=r"grads\[b/c\] must be an array, got 'x'"
-  ):
+  with pytest.raises(TypeError, match=r"grads\[b/c\].*'x'"):
     trees.conform("grads", {"a": np.ones(1), "b": {"c": "x"}}, wanted)
-  with pytest.raises(
-    ValueError, match=r"grads must match the state, but differs at b/c: shape"
-  ):
+  with pytest.raises(ValueError, match=r"grads .* b/c: shape"):
     trees.conform("grads", {"a": np.ones(1), "b": {"c": np.ones(3)}}, wanted)
 
 

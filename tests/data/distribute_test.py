@@ -72,9 +72,8 @@ def no_thread_survives():
 # Values.
 
 
-@PREFETCHES
-def test_every_example_occurs_once_in_order(prefetch):
-  dataset = distributed(epoch(43, 16), prefetch=prefetch)
+def test_every_example_occurs_once_in_order():
+  dataset = distributed(epoch(43, 16))
   for _ in range(2):  # each iter() of a list starts a new epoch
     batches = list(dataset)
     assert [b["x"].shape for b in batches] == [(16,)] * 3
@@ -333,7 +332,6 @@ def test_a_source_may_continue_after_an_error(prefetch):
 
 
 def test_an_error_leaves_no_reference_cycle():
-  gc.collect()
   gc.disable()
   try:
     iterator = iter(distributed(failing(KeyError("disk"), after=0)))
@@ -379,7 +377,8 @@ def test_the_thread_ends_with_its_iterator(how):
         next(iterator)
       assert not threads()
     del iterator
-  gc.collect()
+  if how == "raise":
+    gc.collect()  # the traceback of the error is in a cycle
   assert closed.wait(5)
   assert_no_threads()
 

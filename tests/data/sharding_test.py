@@ -85,7 +85,7 @@ def test_the_mask_of_a_dataset_is_split_as_the_rows():
   [
     ("replica", TypeError, ["PartitionSpec", "'replica'"]),
     (P("model"), ValueError, ["axes", "'model'"]),
-    (P("replica", ("m0", "m0")), ValueError, ["axis", "twice", "'m0'"]),
+    (P("replica", ("m0", "m0")), ValueError, ["twice", "'m0'"]),
     (
       {"label": P("replica", "m0")},
       ValueError,
@@ -101,14 +101,12 @@ def test_the_mask_of_a_dataset_is_split_as_the_rows():
 )
 def test_an_invalid_spec_raises(spec, error, facts):
   batch = {"image": images(), "label": np.arange(4)}
-  for call in (
-    lambda: distribute.shard_batch(MESH, batch, spec),
-    lambda: list(distribute.distribute_dataset(MESH, [batch], spec=spec)),
-  ):
-    with pytest.raises(error) as e:
-      call()
-    for fact in facts:
-      assert fact in str(e.value)
+  with pytest.raises(error) as e:
+    distribute.shard_batch(MESH, batch, spec)
+  for fact in facts:
+    assert fact in str(e.value)
+  with pytest.raises(error):
+    list(distribute.distribute_dataset(MESH, [batch], spec=spec))
 
 
 def test_a_batch_that_the_replicas_cannot_divide_raises():

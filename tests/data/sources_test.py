@@ -52,8 +52,8 @@ def test_load_calls_a_custom_factory(factories):
 @pytest.mark.parametrize(
   ("config", "kind", "facts"),
   [
+    # core/registry_test.py has the other mistakes.
     ({"name": "digit"}, ValueError, ["config.data.name", "'digits'"]),
-    ({"name": "text", "lenght": 3}, ValueError, ["'text'", "'length'"]),
     ({"name": "my_factories:fixed"}, TypeError, ["config.data", "'size'"]),
     ({"name": "my_factories:a_list"}, TypeError, ["Splits", "list"]),
   ],

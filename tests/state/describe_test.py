@@ -145,7 +145,7 @@ def test_prng_keys():
 
 
 def test_leaf_that_is_not_an_array_raises():
-  with pytest.raises(TypeError, match=r"state\[a/b\] .* got 'x'"):
+  with pytest.raises(TypeError, match=r"state\[a/b\] .*'x'"):
     describe({"a": {"b": "x"}})
 
 
