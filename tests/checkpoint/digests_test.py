@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import threading
 import zlib
 
 import jax
@@ -193,6 +194,23 @@ def test_metrics_of_orbax_have_digests_too(tmp_path):
     manager.save(1, args=args, metrics={"loss": 0.5})
   assert "metrics/metrics" in digests(tmp_path / "1")["files"]
   assert integrity.verify(tmp_path / "1")
+
+
+def test_digests_wait_for_the_metadata_of_the_step(tmp_path):
+  # Another thread of Orbax completes the file while the digests are taken.
+  item = tmp_path / "3" / "flaxshard"
+  item.mkdir(parents=True)
+  file = tmp_path / "3" / "_CHECKPOINT_METADATA"
+  file.write_text('{"item_handl')
+  complete = {"item_handlers": {"flaxshard": "json"}, "init": 5}
+  handler = metadata_item.Handler()
+  handler.save(item, metadata_item.Save({}))
+  writer = threading.Timer(0.02, file.write_text, [json.dumps(complete)])
+  writer.start()
+  handler.finalize(item)
+  writer.join()
+  assert digests(tmp_path / "3")["step_metadata"] == complete
+  assert integrity.verify(tmp_path / "3")
 
 
 # Without digests.
