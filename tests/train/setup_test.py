@@ -96,6 +96,13 @@ def test_the_state_is_abstract_and_sharded():
   assert kernel.sharding.spec == jax.P("replica")
 
 
+def test_params_split_over_replicas_that_see_the_whole_state_warn(caplog):
+  create_setup(mesh={**FSDP, "per_replica": True})
+  (record,) = [r for r in caplog.records if r.levelname == "WARNING"]
+  assert "config.mesh.per_replica" in record.getMessage()
+  assert "config.mesh.rules" in record.getMessage()
+
+
 def test_a_spatial_split_exchanges_borders_only():
   setup = create_setup(
     mesh={"logical_devices": 8, "split": {"inputs": (1, 2, 4, 1)}},
