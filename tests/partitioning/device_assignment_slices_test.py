@@ -34,7 +34,7 @@ def test_slices_are_filled_one_after_another():
     build(topology, (2, 1, 1, 1), num_replicas=7)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_replica_is_within_one_slice(seed):
   rng = np.random.default_rng(seed)
   mesh = [*rng.integers(1, 4, 2), rng.integers(1, 4), rng.integers(1, 3)]
@@ -104,13 +104,13 @@ def test_strides_over_several_slices():
   ]
 
 
-@pytest.mark.parametrize("depth", [3, 10])
-def test_replica_on_several_slices_must_take_whole_slices(depth):
+def test_replica_on_several_slices_must_take_whole_slices():
   topology = fs.Topology((1, 1, 8, 1), num_slices=4)
-  with pytest.raises(
-    ValueError, match=rf"computation_shape\[2\] .* got {depth} times 1"
-  ):
-    fs.DeviceAssignment.build(topology, (1, 1, depth, 1), span_slices=True)
+  for depth in (3, 10):
+    with pytest.raises(
+      ValueError, match=rf"computation_shape\[2\] .* got {depth} "
+    ):
+      fs.DeviceAssignment.build(topology, (1, 1, depth, 1), span_slices=True)
 
 
 def test_slice_with_missing_devices_has_runs_of_devices():

@@ -143,8 +143,8 @@ def test_replica_on_several_slices_raises():
   assert "device_assignment" in str(e.value)
 
 
-@pytest.mark.parametrize("logical", [4, 8])
-def test_tpu_replica_is_a_box_in_one_slice(logical):
+def test_tpu_replica_is_a_box_in_one_slice():
+  logical = 4
   devices = [
     Device(
       id=i,
@@ -177,11 +177,11 @@ def assignment_by_hand(num_tasks=1):
   return fs.DeviceAssignment(topology, cores)
 
 
-@pytest.mark.parametrize("num_tasks", [1, 4])
-def test_devices_of_one_process_are_given_to_the_tasks_in_order(num_tasks):
+def test_devices_of_one_process_are_given_to_the_tasks_in_order():
   devices = [Device(10 + i) for i in range(8)]
-  grid = mesh_lib.assigned_devices(assignment_by_hand(num_tasks), devices)
-  assert ids(grid) == [[11, 16], [13, 14]]
+  for num_tasks in (1, 4):
+    grid = mesh_lib.assigned_devices(assignment_by_hand(num_tasks), devices)
+    assert ids(grid) == [[11, 16], [13, 14]]
 
 
 def test_task_has_the_devices_of_its_process():

@@ -114,7 +114,6 @@ ZEROS = [0, 0, 0, 0]
 @pytest.mark.parametrize(
   ("arguments", "error", "facts"),
   [
-    ([(2, 2, 1)], ValueError, ("mesh_shape", "got shape [3]")),
     ([(2, 2, 1.0, 1)], TypeError, ("mesh_shape", "got (2, 2, 1.0, 1)")),
     ([(2**30,) * 4], ValueError, ("mesh_shape", "product")),
     ([MESH, [[ZEROS], []]], ValueError, ("device_coordinates", "[n, n, 4]")),
@@ -132,16 +131,14 @@ def test_invalid_arguments_raise(arguments, error, facts):
     assert fact in str(e.value)
 
 
-@pytest.mark.parametrize(
-  ("coordinates", "error"),
-  [
+def test_lookup_with_invalid_coordinates_raises():
+  topology = fs.Topology((2, 2, 1, 2))
+  for coordinates, error in (
     ((2, 0, 0, 0), ValueError),
-    ((0.0,) * 4, TypeError),
-  ],
-)
-def test_lookup_with_invalid_coordinates_raises(coordinates, error):
-  with pytest.raises(error, match="device_coordinates"):
-    fs.Topology((2, 2, 1, 2)).tpu_device_name_at_coordinates(coordinates)
+    ([0.0] * 4, TypeError),
+  ):
+    with pytest.raises(error, match="device_coordinates"):
+      topology.tpu_device_name_at_coordinates(coordinates)
 
 
 def test_lookup_of_a_device_without_devices_raises():
