@@ -115,27 +115,27 @@ def test_devices_keep_their_order():
 @pytest.mark.parametrize(
   "options, error, message",
   [
-    ({"device_assignment": [[0]]}, TypeError, "device_assignment must be"),
-    ({"devices": []}, ValueError, "at least one"),
-    ({"devices": jax.devices()[:1] * 2}, ValueError, "twice"),
-    ({"devices": [0, 1]}, TypeError, "must be a JAX device, got 0"),
-    ({"mesh_shape": {"replica": 3}}, ValueError, "the number of devices, 8"),
-    ({"mesh_shape": [8]}, TypeError, "must be a dict of axis sizes"),
-    ({"axis_type": "Auto"}, ValueError, "Auto, Explicit, got 'Auto'"),
+    ({"device_assignment": [[0]]}, TypeError, "device_assignment"),
+    ({"devices": []}, ValueError, "devices"),
+    ({"devices": jax.devices()[:1] * 2}, ValueError, "devices"),
+    ({"devices": [0, 1]}, TypeError, "devices.*0"),
+    ({"mesh_shape": {"replica": 3}}, ValueError, "mesh_shape.*8"),
+    ({"mesh_shape": [8]}, TypeError, "mesh_shape"),
+    ({"axis_type": "Auto"}, ValueError, "axis_type.*'Auto'"),
     (
       {"device_assignment": by_hand(), "devices": jax.devices()[:4]},
       ValueError,
-      "needs device 6 of task 0",
+      "device 6",
     ),
     (
       {"device_assignment": by_hand(), "mesh_shape": {"replica": 4}},
       ValueError,
-      "has 4 replicas; device_assignment has 2",
+      "4.*device_assignment.*2",
     ),
   ],
 )
 def test_invalid_strategy_raises(options, error, message):
-  with pytest.raises(error, match=re.escape(message)):
+  with pytest.raises(error, match=message):
     fs.Strategy(**options)
 
 

@@ -179,7 +179,7 @@ def test_donated_state_is_deleted(batches):
   new, _ = STRATEGY.run_steps(train_step, state, batches, donate_state=True)
   assert_close(new, kept, 0, 0)
   assert all(x.is_deleted() for x in jax.tree.leaves(state))
-  with pytest.raises(ValueError, match="argument 0/step is deleted: it was d"):
+  with pytest.raises(ValueError, match="argument 0/step"):
     STRATEGY.run_steps(train_step, state, batches, donate_state=True)
 
 
@@ -203,15 +203,15 @@ def test_steps_are_one_compiled_program(batches):
 @pytest.mark.parametrize(
   ("given", "error", "message"),
   [
-    ([], ValueError, r"must be at least one, got \[\]"),
-    (None, ValueError, "at least one step"),
-    ({"x": X[:0]}, ValueError, "at least one step"),
-    (["a"], TypeError, r"batches\[0\] must be an array, got 'a'"),
-    ({"x": X, "y": Y[:2]}, ValueError, "same number of steps.*'y': 2"),
+    ([], ValueError, r"batches.*\[\]"),
+    (None, ValueError, "batches"),
+    ({"x": X[:0]}, ValueError, "batches"),
+    (["a"], TypeError, r"batches\[0\].*'a'"),
+    ({"x": X, "y": Y[:2]}, ValueError, "'y': 2"),
     (
       [batch(0), {**batch(1), "y": Y[1][:8]}],
       ValueError,
-      r"batches\[1\] must be like batches\[0\], but differs at y: shape \(8,\)",
+      r"batches\[1\].* y: .*\(8,\)",
     ),
   ],
 )
@@ -224,7 +224,7 @@ def test_invalid_batches_raise(given, error, message):
   ("reduce", "message"),
   [
     ("max", r"run_steps: reduce .*'max'"),
-    ({"a": "sum"}, "reduce={'a': 'sum'} must be None"),
+    ({"a": "sum"}, "reduce={'a': 'sum'}"),
   ],
 )
 def test_invalid_reduction_raises(batches, reduce, message):
@@ -239,7 +239,7 @@ def test_invalid_reduction_raises(batches, reduce, message):
     (
       lambda s, b: s.replace(params={**s.params, "w1": s.params["w2"]}),
       ValueError,
-      r"step_fn must return a state like.* at params/w1: shape \(8,\)",
+      r"params/w1: .*\(8,\)",
     ),
     (
       lambda s, b: s.replace(params=core.freeze(s.params)),

@@ -225,7 +225,7 @@ def test_reversed_devices():
   # What is the same everywhere comes along; a batch does not.
   state, _ = reverse.run(train_step, args=(create(EIGHT), sharded(reverse, 0)))
   assert int(state.step) == 1
-  with pytest.raises(ValueError, match="argument 1/x is sharded on another"):
+  with pytest.raises(ValueError, match="argument 1/x"):
     reverse.run(train_step, args=(state, sharded(EIGHT, 0)))
 
 
@@ -259,28 +259,32 @@ def test_device_assignment_gives_the_order_of_the_mesh():
   named = fs.Strategy(assignment, mesh_shape={"replica": -1, "model": 2})
   assert dict(named.mesh.shape) == {"replica": 4, "model": 2}
   assert np.asarray(named.run(WHO)).tolist() == [0, 1, 2, 3]
-  with pytest.raises(ValueError, match="has 2 replicas; device_assignment ha"):
+  with pytest.raises(ValueError, match=r"2.*device_assignment"):
     fs.Strategy(assignment, mesh_shape={"replica": 2, "model": 4})
 
 
 @pytest.mark.parametrize(
   ("call", "error", "message"),
   [
-    (lambda s: s.run(3), TypeError, "fn must be a function, got 3"),
+    (lambda s: s.run(3), TypeError, "fn .*3"),
     (
       lambda s: s.run(train_step, create(), batch(0)),
       TypeError,
-      r"args must be .* got a TrainState",
+      "args .*TrainState",
     ),
-    (lambda s: s.run(jnp.sum, (1,), 2), TypeError, "kwargs must be a dict"),
-    (lambda s: s.run(jnp.sum, ("a",)), TypeError, "argument 0.* got 'a'"),
-    (lambda s: s.jit(jnp.sum, donate_argnums=-1), ValueError, "got -1"),
+    (lambda s: s.run(jnp.sum, (1,), 2), TypeError, "kwargs"),
+    (lambda s: s.run(jnp.sum, ("a",)), TypeError, "argument 0.*'a'"),
+    (
+      lambda s: s.jit(jnp.sum, donate_argnums=-1),
+      ValueError,
+      "donate_argnums.*-1",
+    ),
     (
       lambda s: s.jit(jnp.sum, donate_argnums=1)(1.0),
       ValueError,
-      "of which there are 1",
+      "donate_argnums",
     ),
-    (lambda s: s.run_steps(3, 0, 0), TypeError, "step_fn must be a functio"),
+    (lambda s: s.run_steps(3, 0, 0), TypeError, "step_fn .*3"),
   ],
 )
 def test_invalid_call_raises(call, error, message):
@@ -295,5 +299,5 @@ def test_unhashable_function_raises():
     def __call__(self, x):
       return x
 
-  with pytest.raises(TypeError, match="fn must be hashable"):
+  with pytest.raises(TypeError, match=r"fn .*hashable"):
     EIGHT.run(Step(), args=(1.0,))

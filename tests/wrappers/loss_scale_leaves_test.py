@@ -58,7 +58,7 @@ def slots(state, name):
   ("name", "wrapped"),
   [
     ("adamw", False),
-    ("adamw", True),
+    ("adam", True),
     ("multi_transform", True),
     ("chain", False),
     ("inject", True),
