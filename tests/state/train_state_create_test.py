@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 
@@ -49,13 +50,6 @@ def create(wrappers=(), tx=None, params=None, **collections):
 
 def quadratic(params, scale=1.0, shift=0.0):
   return scale * (params["w"] ** 2).sum() + params["b"]["c"] + shift
-
-
-def assert_trees_equal(a, b):
-  assert jax.tree.structure(a) == jax.tree.structure(b)
-  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-    assert x.dtype == y.dtype
-    np.testing.assert_array_equal(x, y)
 
 
 def mlp_loss(params, x, y):

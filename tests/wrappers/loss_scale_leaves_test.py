@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 
@@ -21,13 +22,6 @@ def create(params, tx, scale="dynamic", **kwargs):
     tx=tx,
     wrappers=[fs.LossScale(scale, **kwargs)],
   )
-
-
-def assert_trees_equal(a, b):
-  assert jax.tree.structure(a) == jax.tree.structure(b)
-  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-    assert x.dtype == y.dtype
-    np.testing.assert_array_equal(x, y)
 
 
 # Leaves without a gradient.

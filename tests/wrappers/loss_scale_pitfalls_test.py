@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
+from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 
@@ -30,13 +31,6 @@ def create(params, tx, scale="dynamic", **kwargs):
 
 def scale_state(state):
   return state.wrapper_states["loss_scale"]
-
-
-def assert_trees_equal(a, b):
-  assert jax.tree.structure(a) == jax.tree.structure(b)
-  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-    assert x.dtype == y.dtype
-    np.testing.assert_array_equal(x, y)
 
 
 # Scaling is done in float32.
