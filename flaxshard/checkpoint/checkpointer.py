@@ -313,9 +313,9 @@ class Checkpointer:
         items[step_names.METRICS] = ocp.args.JsonSave(metrics)
       self.wait()
       self._lock()
-      # Orbax's other processes would wait for directories that process 0
-      # cannot create.
-      if jax.process_index() == 0:
+      # The other processes would wait for directories that process 0 cannot
+      # create. With one process, Orbax itself raises at once.
+      if jax.process_count() > 1 and jax.process_index() == 0:
         try:
           directories.make_and_remove(self.directory)
         except OSError as e:

@@ -29,7 +29,7 @@ import flaxshard as fs
 from flaxshard import checkpoint, train
 from flaxshard.train import charts, metrics as metrics_lib
 from flaxshard.checkpoint import digests, inspection, metadata_item
-from flaxshard.core import directories
+from flaxshard.checkpoint import orbax_workarounds
 from flaxshard.checkpoint import SaveError
 
 disk = sys.argv[1]
@@ -267,12 +267,12 @@ set_read_only(False)
 
 # In a save, before its directories are created, and after its files are.
 def before_directories():
-  probe = directories.make_and_remove
-  def then(directory):
-    probe(directory)
+  wait = orbax_workarounds.wait_at_exit
+  def then(*args):
+    wait(*args)
     set_read_only()
-  directories.make_and_remove = then
-  return lambda: setattr(directories, "make_and_remove", probe)
+  orbax_workarounds.wait_at_exit = then
+  return lambda: setattr(orbax_workarounds, "wait_at_exit", wait)
 
 def before_the_end():
   finalize = metadata_item.Handler.finalize
