@@ -58,7 +58,7 @@ def create(strategy, *wrappers, tx=None, **kwargs):
 
 
 def on_each(x):
-  """What the devices hold of an array that is whole on each."""
+  """Returns the copy of a replicated array on every device."""
   return [np.asarray(shard.data) for shard in x.addressable_shards]
 
 

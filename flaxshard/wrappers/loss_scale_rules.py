@@ -1,4 +1,4 @@
-"""How a loss scale changes over time: `FixedLossScale`, `DynamicLossScale`."""
+"""Rules for a loss scale: `FixedLossScale` and `DynamicLossScale`."""
 
 from __future__ import annotations
 

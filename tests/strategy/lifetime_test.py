@@ -1,4 +1,4 @@
-"""How long Strategy keeps functions, and when it compiles again."""
+"""Lifetime of functions in Strategy, and the number of compilations."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What a run is built from: errors name fields, and nothing is compiled."""
+"""Set-up of a run: errors name fields, and nothing is compiled."""
 
 import re
 import sys
