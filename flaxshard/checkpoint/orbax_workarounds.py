@@ -1,4 +1,4 @@
-"""What Orbax does not do when a save fails or the program ends.
+"""Completes Orbax: saves that fail, and programs that end during a save.
 
 Each part says which behavior of Orbax or Python it works around. Its test in
 `orbax_workarounds_test.py` fails once that behavior has changed.

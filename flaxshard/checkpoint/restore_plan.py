@@ -102,7 +102,7 @@ class CheckpointStep:
 
 @dataclasses.dataclass(frozen=True)
 class RestorePlan:
-  """Where each leaf of a train state comes from.
+  """The source of each leaf of a train state.
 
   Attributes:
     step: The step to read.

@@ -24,7 +24,7 @@ _VARYING = "any"
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
-  """How batches are padded; `distribute.distribute_dataset` has the details.
+  """Options for padding batches; see `distribute.distribute_dataset`.
 
   Attributes:
     batch_size: Number of rows in a global batch; None takes it from the first

@@ -44,7 +44,7 @@ class StateLeaves(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """What the leaves of a tree of arguments or results are.
+  """The kind and the path of each leaf of arguments or results.
 
   Attributes:
     per_replica: For each leaf, whether it is per replica.

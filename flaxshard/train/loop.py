@@ -241,7 +241,7 @@ def _compile(lowered: jax.stages.Lowered) -> None:
 
 
 class _Due(NamedTuple):
-  """What to do after a step."""
+  """The actions that are due after a step."""
 
   log: bool
   evaluate: bool

@@ -12,6 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from quadratic_states import create
+from quadratic_states import make_params
+from quadratic_states import quadratic
 from tree_equality import assert_trees_equal
 
 import flaxshard as fs
@@ -27,24 +30,6 @@ class Mlp(nn.Module):
   def __call__(self, x):
     x = nn.tanh(nn.Dense(4, dtype=self.dtype)(x))
     return nn.Dense(1, dtype=self.dtype)(x)
-
-
-def make_params():
-  return {"w": jnp.array([1.0, -2.0]), "b": {"c": jnp.array(0.5)}}
-
-
-def create(wrappers=(), tx=None, params=None, **collections):
-  return fs.TrainState.create(
-    apply_fn=None,
-    params=make_params() if params is None else params,
-    tx=tx or optax.sgd(0.5),
-    wrappers=wrappers,
-    **collections,
-  )
-
-
-def quadratic(params, scale=1.0, shift=0.0):
-  return scale * (params["w"] ** 2).sum() + params["b"]["c"] + shift
 
 
 # Without wrappers it is Flax's class.

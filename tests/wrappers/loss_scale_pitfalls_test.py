@@ -12,26 +12,12 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
+from scaled_states import apply_step
+from scaled_states import create
+from scaled_states import scale_state
 from tree_equality import assert_trees_equal
 
 import flaxshard as fs
-
-# Shared by the tests, so that each kind of state is compiled once.
-apply_step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-
-
-def create(params, tx, scale="dynamic", **kwargs):
-  return fs.TrainState.create(
-    apply_fn=None,
-    params=params,
-    tx=tx,
-    wrappers=[fs.LossScale(scale, **kwargs)],
-  )
-
-
-def scale_state(state):
-  return state.wrapper_states["loss_scale"]
-
 
 # Scaling is done in float32.
 

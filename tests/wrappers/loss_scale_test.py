@@ -10,6 +10,9 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
+from scaled_states import apply_step
+from scaled_states import create
+from scaled_states import scale_state
 
 import flaxshard as fs
 from flaxshard.wrappers import LossScaleState
@@ -18,23 +21,6 @@ GOLDEN = json.loads(
   (pathlib.Path(__file__).parents[1] / "testdata/loss_scale.json").read_text()
 )
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-
-# Compiled once for each kind of state.
-apply_step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-
-
-def create(params, tx, scale="dynamic", **kwargs):
-  return fs.TrainState.create(
-    apply_fn=None,
-    params=params,
-    tx=tx,
-    wrappers=[fs.LossScale(scale, **kwargs)],
-  )
-
-
-def scale_state(state):
-  return state.wrapper_states["loss_scale"]
-
 
 # Parity.
 
