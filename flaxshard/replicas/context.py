@@ -72,7 +72,8 @@ class ReplicaContext:
 
     Args:
       reduce_op: `"sum"` or `"mean"`. The mean of integers is float32.
-      value: A tree of arrays `[...]`, the values of this replica.
+      value: A tree of arrays `[...]`, the values of this replica. float16 is
+        sent and reduced in float32, so that no sum overflows on the way.
 
     Returns:
       A tree of arrays `[...]`, the same on all replicas.
@@ -214,6 +215,8 @@ def reduce_over_replicas(
 ) -> PyTree:
   """Reduces arrays over the replicas, in one collective.
 
+  float16 and float8 are sent and reduced in float32, and cast back.
+
   Args:
     op: `"sum"`, `"mean"` or `"max"`.
     tree: A tree of arrays, the values of this replica.
@@ -231,7 +234,7 @@ def reduce_over_replicas(
     "mean": jax.lax.pmean,
     "max": jax.lax.pmax,
   }
-  wide = jax.tree.map(_widen_for_cpu, tree)
+  wide = jax.tree.map(_widen, tree)
   new = collectives[op](wide, mesh_lib.REPLICA, axis_index_groups=groups)
   return jax.tree.map(
     lambda x, sent, given: x if sent is given else x.astype(given.dtype),
@@ -241,15 +244,18 @@ def reduce_over_replicas(
   )
 
 
-def _widen_for_cpu(x: Any) -> Any:
-  """Casts bfloat16 and float8 to float32 on CPU devices."""
-  # XLA's CPU compiler aborts the process when it sums them over the replicas
-  # and shards them over logical devices at once.
+def _widen(x: Any) -> Any:
+  """Casts float16 and float8 to float32, and on CPU devices bfloat16."""
+  if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
+    return x
+  # A sum of float16 values may overflow though their mean does not, and to
+  # divide first would round small values away. So float16 takes the traffic of
+  # float32. bfloat16 has the exponents of float32.
   device = jax.sharding.get_abstract_mesh().abstract_device
-  narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-  if narrow and x.dtype != jnp.float16 and device and device.platform == "cpu":
-    return x.astype(jnp.float32)
-  return x
+  # XLA's CPU compiler aborts the process when it sums bfloat16 over the
+  # replicas and shards it over logical devices at once.
+  on_cpu = bool(device) and device.platform == "cpu"
+  return x.astype(jnp.float32) if x.dtype != jnp.bfloat16 or on_cpu else x
 
 
 def all_replicas(finite: jax.Array) -> jax.Array:

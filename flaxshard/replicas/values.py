@@ -233,7 +233,8 @@ def mean_over_replicas(tree: PyTree) -> PyTree:
 
   def mean_or_first(x: Any) -> Any:
     if jnp.issubdtype(x.dtype, jnp.inexact):
-      return jnp.mean(x, axis=0, dtype=x.dtype)
+      # Without `dtype`, JAX computes the mean of float16 in float32.
+      return jnp.mean(x, axis=0)
     return _row(x, 0)
 
   return jax.tree.map(

@@ -1,0 +1,131 @@
+"""Means of float16 over replicas: none overflows that float16 can represent."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+
+EIGHT = fs.Strategy()
+PAIRS = ((0, 4), (1, 5), (2, 6), (3, 7))
+SGD = optax.sgd(1.0)
+
+
+def _draw() -> np.ndarray:
+  """Returns float16 `[8, 900]`: large, small, subnormal, of both signs."""
+  rng = np.random.default_rng(0)
+  large = rng.uniform(15_000, 65_504, (8, 300))
+  small = 2.0 ** rng.uniform(-24, -10, (8, 300))
+  mixed = 2.0 ** rng.uniform(-24, 15.99, (8, 300))
+  drawn = np.concatenate([large, small, mixed], axis=1)
+  # Every other column has one sign, so that its sum is as large as can be.
+  drawn[:, ::2] *= rng.choice([-1, 1], (8, 450))
+  return drawn.astype(np.float16)
+
+
+DRAWN = _draw()
+WANTED = DRAWN.astype(np.float64).mean(0).astype(np.float16)
+
+
+def assert_within_one_ulp(got, wanted=WANTED):
+  got = np.asarray(got)
+  assert got.dtype == np.float16
+  assert np.isfinite(got).all()
+  error = np.abs(got.astype(np.float64) - wanted.astype(np.float64))
+  assert (error <= np.spacing(np.abs(wanted)).astype(np.float64)).all()
+
+
+def create(wrappers=()):
+  return fs.TrainState.create(
+    apply_fn=None,
+    params={"w": jnp.zeros(900, jnp.float16)},
+    tx=SGD,
+    wrappers=wrappers,
+    strategy=EIGHT,
+    batch_stats={"mean": jnp.zeros(900, jnp.float16)},
+  )
+
+
+def take_step(state, row):
+  """Applies the gradients `-row`, and replaces the statistics by `row`."""
+  stats = {"mean": row[0]}
+  return state.apply_gradients(grads={"w": -row[0]}, batch_stats=stats)
+
+
+def test_float16_sum_of_the_drawn_means_overflows():
+  # Otherwise the other tests could not fail.
+  with np.errstate(over="ignore"):
+    assert np.isinf(DRAWN.sum(0, dtype=np.float16)).sum() > 82
+
+
+@pytest.mark.parametrize(
+  "wrappers",
+  [(), [fs.CrossShard("mean")], [fs.AGN(1, commit="mean")]],
+  ids=["default", "cross_shard", "agn"],
+)
+def test_float16_gradients_and_collections_do_not_overflow(wrappers):
+  state = EIGHT.run(
+    take_step, args=(create(wrappers), EIGHT.shard_batch(DRAWN))
+  )
+  assert_within_one_ulp(state.params["w"])
+  assert_within_one_ulp(state.without_wrappers().batch_stats["mean"])
+
+
+@pytest.mark.filterwarnings("ignore:CrossShard. gradients are reduced in")
+def test_float16_gradients_of_groups_do_not_overflow():
+  state = EIGHT.run(
+    take_step,
+    args=(
+      create([fs.CrossShard("mean", PAIRS)]),
+      EIGHT.shard_batch(DRAWN),
+    ),
+  )
+  pair = DRAWN[[0, 4]].astype(np.float64).mean(0).astype(np.float16)
+  # Replica 0's copy: the groups differ.
+  assert_within_one_ulp(state.params["w"].addressable_data(0), pair)
+  assert_within_one_ulp(state.batch_stats["mean"].addressable_data(0), pair)
+
+
+def test_float16_means_of_values_do_not_overflow():
+  def fn(row):
+    context = fs.get_replica_context()
+    return row[0], context.all_reduce("mean", row[0])
+
+  rows, means = EIGHT.run(fn, args=(EIGHT.shard_batch(DRAWN),))
+  assert_within_one_ulp(means[0])
+  assert_within_one_ulp(EIGHT.reduce("mean", rows))
+  assert_within_one_ulp(
+    EIGHT.reduce("mean", fs.PerReplica(DRAWN.reshape(8, 30, 30)), 0),
+    DRAWN.reshape(240, 30).astype(np.float64).mean(0).astype(np.float16),
+  )
+
+
+def test_float16_sum_that_overflows_on_the_way_is_exact():
+  ends = np.float16([60_000] * 4 + [-60_000] * 3 + [-65_504])
+  wanted = [float(ends.astype(np.float64).sum())] * 8
+  reduce = lambda x: fs.get_replica_context().all_reduce("sum", x[0])
+  sums = EIGHT.run(reduce, args=(EIGHT.shard_batch(ends),))
+  assert np.asarray(sums).tolist() == wanted
+
+
+def test_float16_gradients_take_one_collective():
+  # Of different sizes: XLA merges equal gradients.
+  params = {name: jnp.ones(i, jnp.float16) for i, name in enumerate("abc", 2)}
+  params["d"] = jnp.ones(9)
+  state = fs.TrainState.create(
+    apply_fn=None, params=params, tx=SGD, strategy=EIGHT
+  )
+  step = EIGHT.jit(lambda s, x: s.minimize(lambda p: _dot(p, x))[0])
+  text = step.lower(state, EIGHT.shard_batch(np.ones(8))).compile().as_text()
+  reductions = re.findall(r"= (.*) all-reduce\(", text)
+  assert len(reductions) == 1
+  # float16 is sent as float32.
+  assert reductions[0].count("f32[") == 4
+
+
+def _dot(params, x):
+  return sum(p.sum() for p in jax.tree.leaves(params)) * x.sum()
