@@ -74,6 +74,6 @@ def get_config() -> ml_collections.ConfigDict:
   config.keep_best = 1  # number of best checkpoints to keep
   config.writer = "tensorboard"  # of events; or "clu" (TensorFlow), "none"
   config.profile_steps = ()  # (first, last): trace them to workdir/profile
-  # At a non-finite loss that no wrapper skips: "stop" or "continue".
+  # When the run diverges, see flaxshard.train.config: "stop" or "continue".
   config.on_nonfinite = "stop"
   return config

@@ -28,6 +28,7 @@ from flaxshard.state.train_state import TrainState
 from flaxshard.train import charts
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
+from flaxshard.train import divergence
 from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import preemption
 from flaxshard.train import report
@@ -57,8 +58,9 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       another run is using it, or its checkpoint has another model or another
       data order.
     ImportError: A package that the config needs is not installed.
-    FloatingPointError: The loss became infinite or NaN, no wrapper skipped the
-      step, and `config.on_nonfinite` is "stop".
+    FloatingPointError: `config.on_nonfinite` is "stop", and the loss of an
+      applied step or an evaluation became infinite or NaN, or wrappers skipped
+      20 steps in a row with a loss scale at its floor.
     SaveError: A checkpoint could not be written. It is raised at the next step;
       with several processes, at the next row of metrics or save.
     SystemExit: After Ctrl-C, SIGTERM or JAX's notice of preemption, once a
@@ -169,6 +171,9 @@ def _train(
     progress = setup.init_progress()
     rng = setup.replicate(jax.random.key(config.seed))
     wrapper_warnings = _WrapperWarnings(state)
+    divergence_check = divergence.DivergenceCheck(
+      config.on_nonfinite, config.num_train_steps
+    )
     timer = timer_lib.Timer(first_step)
     save_time = time.monotonic()
     for step in range(first_step + 1, config.num_train_steps + 1):
@@ -193,7 +198,7 @@ def _train(
       seen = steps.combine_replicas(jax.device_get(setup.replicate(progress)))
       steps_per_second = timer.lap(step) if due.log else None
       with timer.paused():
-        _check_finite(config.on_nonfinite, state, seen)
+        divergence_check.check_steps(step, state, seen)
         row: dict[str, float | int | None] = {}
         if due.log:
           row = _train_row(state, seen, setup.schedule)
@@ -204,10 +209,14 @@ def _train(
           row |= setup.evaluate(state)
         if row:
           write_row(step, row)
-        if due.save:
-          metrics = None if config.best_metric == "none" else row
+        divergence_check.check_evaluation(step, row)
+        last = signum is not None or step == config.num_train_steps
+        if due.save and (last or not divergence_check.is_stalled):
           run.checkpointer.save(
-            step, state, data=run.train_iter, metrics=metrics
+            step,
+            state,
+            data=run.train_iter,
+            metrics=row if _rates_checkpoints(config) else None,
           )
           save_time = time.monotonic()
       if signum is not None and step < config.num_train_steps:
@@ -275,6 +284,12 @@ def _due(config: Any, step: int, stop: bool, save_time: float) -> _Due:
   return _Due(log, final or step % config.eval_every_steps == 0, save)
 
 
+def _rates_checkpoints(config: Any) -> bool:
+  """Returns whether metrics decide which checkpoints are kept."""
+  # Without "continue" no state with a non-finite evaluation is saved.
+  return config.best_metric != "none" or config.on_nonfinite == "continue"
+
+
 def _train_row(
   state: TrainState, progress: steps.Progress, schedule: optax.Schedule
 ) -> dict[str, float | int | None]:
@@ -316,27 +331,6 @@ class _WrapperWarnings:
       for message in messages:
         _log.warning("step %d: %s", step, message)
     self._previous, self._has_warned = dict(row), bool(messages)
-
-
-def _check_finite(
-  on_nonfinite: str, state: TrainState, progress: steps.Progress
-) -> None:
-  """Raises or warns at a non-finite loss, before the state can be saved."""
-  if not progress.bad_step:
-    return
-  paths = steps.bad_paths(state, progress)
-  message = (
-    f"step {int(progress.bad_step)}: the loss is not finite; "
-    f"{len(paths)} of {len(progress.bad_leaves)} parameters are not finite "
-    f"after it{': ' if paths else '.'}{', '.join(paths)}"
-  )
-  if on_nonfinite == "continue":
-    _log.warning("%s", message)
-    return
-  raise FloatingPointError(
-    f"{message}\nconfig.on_nonfinite='continue' would go on; no checkpoint was "
-    "saved since that step."
-  )
 
 
 def _exit_interrupted(signum: int, step: int, workdir: str) -> None:

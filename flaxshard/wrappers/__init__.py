@@ -4,6 +4,7 @@ from flaxshard.wrappers.agn import AGN
 from flaxshard.wrappers.agn import AGNState
 from flaxshard.wrappers.base import Base
 from flaxshard.wrappers.base import Next
+from flaxshard.wrappers.base import Stall
 from flaxshard.wrappers.base import Target
 from flaxshard.wrappers.base import Wrapper
 from flaxshard.wrappers.config import from_config
@@ -24,6 +25,7 @@ __all__ = [
   "LossScale",
   "LossScaleState",
   "Next",
+  "Stall",
   "Target",
   "Wrapper",
   "from_config",

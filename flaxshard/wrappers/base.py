@@ -58,6 +58,18 @@ class Target(NamedTuple):
 Next = Callable[[Target, PyTree], Target]
 
 
+class Stall(NamedTuple):
+  """Steps that a wrapper has skipped, with nothing left to try.
+
+  Attributes:
+    steps: Number of the last steps that were skipped, all in a row.
+    reason: One or more sentences for the user: the cause and a remedy.
+  """
+
+  steps: int
+  reason: str
+
+
 @runtime_checkable
 class Wrapper(Protocol):
   """The six methods that every wrapper has.
@@ -312,6 +324,20 @@ class Base:
       A message; None, the default, if there is nothing to report.
     """
     del previous, current
+    return None
+
+  def stalled(self, state: PyTree) -> Stall | None:
+    """Returns the steps skipped in a row, if no further step can succeed.
+
+    The training loop stops after 20 such steps, and saves nothing before.
+
+    Args:
+      state: The wrapper's state, outside of a trace.
+
+    Returns:
+      None, the default, if the last step was applied or the next one may be.
+    """
+    del state
     return None
 
 

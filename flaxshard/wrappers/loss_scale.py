@@ -254,6 +254,24 @@ class LossScale(base.Base):
       return None
     return _floor_message(current["loss_scale"], current["skipped_steps"])
 
+  def stalled(self, state: State) -> base.Stall | None:
+    """Returns the steps skipped in a row, if the scale is at its floor.
+
+    Example:
+      >>> wrapper = LossScale(DynamicLossScale(initial_scale=1.0))
+      >>> state = wrapper.init({"w": jnp.ones(3)}, None)
+      >>> wrapper.stalled(state)
+      >>> wrapper.stalled(state._replace(bad_steps=jnp.int32(3))).steps
+      3
+    """
+    rule = self.rule
+    if isinstance(rule, FixedLossScale) or not state or not state.bad_steps:
+      return None
+    if state.scale > np.float32(rule.min_scale):
+      return None
+    message = _floor_message(float(state.scale), int(state.skipped_steps))
+    return base.Stall(int(state.bad_steps), message)
+
   def _scale_of(self, state: LossScaleState) -> jax.Array:
     rule = self.rule
     if isinstance(rule, FixedLossScale):

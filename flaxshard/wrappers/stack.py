@@ -271,3 +271,9 @@ def warnings_of(
   """
   messages = [base.adapt(w).warning(previous, current) for w in wrappers]
   return [message for message in messages if message]
+
+
+def stalls(wrappers: Wrappers, states: States) -> list[base.Stall]:
+  """Returns what `Base.stalled` of each wrapper returns, without None."""
+  found = [base.adapt(w).stalled(states[base.name_of(w)]) for w in wrappers]
+  return [stall for stall in found if stall is not None]

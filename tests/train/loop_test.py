@@ -161,7 +161,9 @@ def test_a_finished_run_is_restored_and_not_trained_again(
 def test_a_loss_scale_at_its_floor_is_warned_of_once(tmp_path, caplog):
   """Gradients overflow float16 at every step; the scale may not shrink."""
   rule = {"type": "dynamic", "initial_scale": 2.0**30, "min_scale": 2.0**28}
-  config = tiny.config(wrappers=(("loss_scale", {"scale": rule}),))
+  config = tiny.config(
+    wrappers=(("loss_scale", {"scale": rule}),), on_nonfinite="continue"
+  )
   state = train.train_and_evaluate(config, str(tmp_path))
   rows = tiny.rows(str(tmp_path))
   assert [r["skipped_steps"] for r in rows] == [2, 4, 6, 8]
@@ -170,8 +172,10 @@ def test_a_loss_scale_at_its_floor_is_warned_of_once(tmp_path, caplog):
   # No step was applied, so there is no loss to average.
   assert [r["train_loss"] for r in rows] == [None] * 4
   warned = [r for r in caplog.records if "floor" in r.getMessage()]
-  # The first two steps only took the scale down to its floor.
-  assert [r.getMessage().partition(":")[0] for r in warned] == ["step 4"]
+  # The first two steps only took the scale down to its floor. Step 8 warns that
+  # no step of the run was applied.
+  steps = [r.getMessage().partition(":")[0] for r in warned]
+  assert steps == ["step 4", "step 8"]
 
 
 def infinite_example() -> data.Splits:

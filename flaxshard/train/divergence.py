@@ -1,0 +1,116 @@
+"""Stops a run that diverges, before its state can be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import logging
+import math
+from typing import Any
+
+from flaxshard.state.train_state import TrainState
+from flaxshard.train import steps
+from flaxshard.wrappers import stack
+
+_log = logging.getLogger(__name__)
+
+# A run has diverged after so many skipped steps in a row, if the wrapper has
+# nothing left to try, as a loss scale at its floor. A shorter stretch may be
+# the fault of a few batches.
+_MAX_STALLED_STEPS = 20
+
+
+class DivergenceCheck:
+  """Raises or warns when a run diverges.
+
+  A run diverges at an applied step with a non-finite loss, at a non-finite
+  evaluation, or when a wrapper has skipped all of the last 20 steps, or all of
+  a shorter run, and has nothing left to try.
+
+  Args:
+    on_nonfinite: `"stop"` raises FloatingPointError, `"continue"` warns.
+    num_train_steps: Number of steps of the whole run.
+  """
+
+  def __init__(self, on_nonfinite: str, num_train_steps: int):
+    self._on_nonfinite = on_nonfinite
+    self._max_stalled_steps = min(_MAX_STALLED_STEPS, num_train_steps)
+    self._has_stalled = False
+    self._has_warned_of_stall = False
+    self._has_warned_of_evaluation = False
+
+  @property
+  def is_stalled(self) -> bool:
+    """Whether the last step was skipped, and nothing is left to try.
+
+    Such a state may have diverged. It differs from the one before the skipped
+    steps in its counters only, so that little is lost if it is not saved.
+    """
+    return self._has_stalled
+
+  def check_steps(
+    self, step: int, state: TrainState, progress: steps.Progress
+  ) -> None:
+    """Checks the steps since the last row of metrics.
+
+    Args:
+      step: The step just taken.
+      state: The state after it.
+      progress: The combined progress of all replicas.
+
+    Raises:
+      FloatingPointError: The run has diverged, and `on_nonfinite` is "stop".
+    """
+    if progress.bad_step:
+      self._report(_describe_bad_step(state, progress))
+    stalls = stack.stalls(state.wrappers, state.wrapper_states)
+    self._has_stalled = bool(stalls)
+    diverged = [s for s in stalls if s.steps >= self._max_stalled_steps]
+    if diverged and not self._has_warned_of_stall:
+      self._report(
+        f"step {step}: the last {diverged[0].steps} steps were skipped, so "
+        f"training makes no progress. {diverged[0].reason} A lower "
+        "config.learning_rate may help."
+      )
+    self._has_warned_of_stall = bool(diverged)
+
+  def check_evaluation(self, step: int, row: Mapping[str, Any]) -> None:
+    """Checks the metrics of an evaluation.
+
+    Args:
+      step: The step just taken.
+      row: The row of metrics of that step; those of an evaluation, if there was
+        one, begin with `"eval_"`.
+
+    Raises:
+      FloatingPointError: One is not finite, and `on_nonfinite` is "stop".
+    """
+    evaluation = {k: v for k, v in row.items() if k.startswith("eval_")}
+    if not evaluation:
+      return
+    bad = {k: v for k, v in evaluation.items() if not math.isfinite(v)}
+    if bad and not self._has_warned_of_evaluation:
+      values = ", ".join(f"{name}={value}" for name, value in bad.items())
+      self._report(
+        f"step {step}: the evaluation is not finite: {values}. The parameters "
+        "have diverged, or overflow in config.precision: a lower "
+        "config.learning_rate may help."
+      )
+    self._has_warned_of_evaluation = bool(bad)
+
+  def _report(self, message: str) -> None:
+    if self._on_nonfinite == "continue":
+      _log.warning("%s", message)
+      return
+    raise FloatingPointError(
+      f"{message}\nconfig.on_nonfinite='continue' would go on; no checkpoint "
+      "was saved since then."
+    )
+
+
+def _describe_bad_step(state: TrainState, progress: steps.Progress) -> str:
+  paths = steps.bad_paths(state, progress)
+  return (
+    f"step {int(progress.bad_step)}: the loss is not finite; "
+    f"{len(paths)} of {len(progress.bad_leaves)} parameters are not finite "
+    f"after it{': ' if paths else '.'}{', '.join(paths)}"
+  )

@@ -1,0 +1,81 @@
+"""A run that diverges stops, and keeps its good checkpoints."""
+
+import logging
+import os
+import sys
+
+import jax.numpy as jnp
+import pytest
+import tiny
+
+from flaxshard import train
+from flaxshard.train import charts
+
+_THIS = "divergence_test_factories"
+_FLOOR = ("loss_scale", {"scale": {"type": "dynamic", "initial_scale": 1.0}})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable():
+  """Lets configs name the schedule of this file; draws no plots."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(sys.modules, _THIS, sys.modules[__name__])
+    patch.setattr(charts, "plot", lambda rows, path: None)
+    yield
+
+
+def diverging(learning_rate: float, num_train_steps: int):
+  """Returns a schedule whose sixth update breaks the parameters."""
+  del num_train_steps
+  return lambda count: jnp.where(count == 5, 1e30, learning_rate)
+
+
+def diverging_config(**fields):
+  return tiny.config(
+    schedule={"name": f"{_THIS}:diverging"},
+    optimizer={"name": "sgd"},
+    wrappers=(_FLOOR,),
+    num_train_steps=40,
+    log_every_steps=4,
+    **{"checkpoint_every_steps": 4, "eval_every_steps": 100, **fields},
+  )
+
+
+def test_a_run_whose_steps_are_all_skipped_stops_and_keeps_checkpoints(
+  tmp_path,
+):
+  config = diverging_config(checkpoint_every_steps=2, max_to_keep=2)
+  with pytest.raises(FloatingPointError) as stopped:
+    train.train_and_evaluate(config, str(tmp_path))
+  message = str(stopped.value)
+  # Step 6 breaks the parameters; all steps from 7 on are skipped.
+  for fact in ("step 26:", "20 steps", "scale is at its floor, 1", "min_scale"):
+    assert fact in message, message
+  assert "config.on_nonfinite='continue'" in message
+  # Of the skipped steps, none was saved: the good ones are still there.
+  kept = sorted(os.listdir(tmp_path / "checkpoints"))
+  assert kept == ["4", "6"]
+
+
+def test_a_nonfinite_evaluation_stops_before_it_is_saved(tmp_path, caplog):
+  config = diverging_config(eval_every_steps=4)
+  with pytest.raises(FloatingPointError) as stopped:
+    train.train_and_evaluate(config, str(tmp_path))
+  for fact in ("step 8:", "eval_loss=", "config.on_nonfinite='continue'"):
+    assert fact in str(stopped.value), str(stopped.value)
+  assert os.listdir(tmp_path / "checkpoints") == ["4"]
+  # The row of that evaluation is written.
+  assert tiny.rows(tmp_path)[-1]["eval_loss"] is None
+
+  config.on_nonfinite = "continue"
+  caplog.clear()
+  with caplog.at_level(logging.WARNING, "flaxshard"):
+    state = train.train_and_evaluate(config, str(tmp_path))
+  assert int(state.step) == 6
+  warned = [r.getMessage() for r in caplog.records]
+  # Once each: the floor of the scale, the evaluation, 20 skipped steps.
+  assert [m.partition(":")[0] for m in warned] == [
+    "step 8",
+    "step 8",
+    "step 28",
+  ]
