@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from flaxshard.core import checks
 from flaxshard.core import gradients
+from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 
@@ -112,6 +113,38 @@ class ReplicaContext:
 
     return jax.tree.map(gather_array, value)
 
+  def fold_in(self, key: PyTree) -> PyTree:
+    """Returns a PRNG key of this replica: another one on each replica.
+
+    A key among the arguments of `run` is the same on all replicas. Dropout
+    with that key would drop the same units of every replica's examples.
+
+    Args:
+      key: A PRNG key, typed or raw uint32, or an array or a tree of keys.
+
+    Returns:
+      Keys like `key`, into which `replica_id_in_sync_group` is folded with
+      `jax.random.fold_in`.
+
+    Raises:
+      TypeError: A leaf is not a PRNG key.
+
+    Example:
+      >>> import flaxshard as fs
+      >>> strategy = fs.Strategy()
+      >>> def sample(key):
+      ...   key = fs.get_replica_context().fold_in(key)
+      ...   return jax.random.uniform(key)
+      >>> samples = strategy.run(sample, args=(jax.random.key(0),))
+      >>> len(set(map(float, samples))) == strategy.num_replicas_in_sync
+      True
+    """
+    return jax.tree_util.tree_map_with_path(
+      lambda path, x: _fold_in(path, x, self.replica_id_in_sync_group),
+      key,
+      is_leaf=lambda x: x is None,
+    )
+
   def assume_replicated(self, value: PyTree) -> PyTree:
     """Marks arrays as the same on all replicas, for `Strategy.run`'s check.
 
@@ -167,9 +200,18 @@ _current: contextvars.ContextVar[ReplicaContext | None] = (
 def get_replica_context() -> ReplicaContext | None:
   """Returns the context of the current replica; None outside `Strategy.run`.
 
+  A step that runs both inside and outside of `run` must test for None before
+  it uses an attribute. `Strategy.run_steps` and `Strategy.jit` have a context
+  too; `jax.jit` has none.
+
   Example:
     >>> get_replica_context() is None
     True
+    >>> def count_replicas():
+    ...   context = get_replica_context()
+    ...   return 1 if context is None else context.num_replicas_in_sync
+    >>> count_replicas()
+    1
 
   References:
     `tf.distribute.get_replica_context`.
@@ -399,6 +441,23 @@ def fully_manual(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return fn
   whole = jax.sharding.PartitionSpec()
   return on_logical_devices(fn, whole, whole)
+
+
+def _fold_in(path: trees.Path, key: Any, number: jax.Array) -> jax.Array:
+  """Folds a number into a key or an array of keys, typed or raw."""
+  is_array = isinstance(key, jax.Array)
+  if is_array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    # jax.random.fold_in takes one key.
+    fold_in = jax.vmap(lambda k: jax.random.fold_in(k, number))
+    return fold_in(key.reshape(-1)).reshape(key.shape)
+  try:
+    typed = jax.random.wrap_key_data(key)
+  except (TypeError, ValueError) as e:
+    raise TypeError(
+      f"fold_in: key[{trees.path_string(path)}] must be a PRNG key, such as "
+      f"jax.random.key(0), got {key!r}."
+    ) from e
+  return jax.random.key_data(_fold_in(path, typed, number))
 
 
 def check_reduce_op(reduce_op: Any, argument: str = "reduce_op") -> None:

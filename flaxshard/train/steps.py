@@ -222,16 +222,7 @@ def _fold_in_replica(tree: Any) -> Any:
   if context is None:
     return tree
 
-  def fold_in_leaf(x: jax.Array) -> jax.Array:
-    if not _is_key(x):
-      return x
-    fold_in = lambda key: jax.random.fold_in(
-      key, context.replica_id_in_sync_group
-    )
-    # fold_in takes one key; a leaf may be an array of keys.
-    return jax.vmap(fold_in)(x.reshape(-1)).reshape(x.shape)
-
-  return jax.tree.map(fold_in_leaf, tree)
+  return jax.tree.map(lambda x: context.fold_in(x) if _is_key(x) else x, tree)
 
 
 def _restore_keys(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:

@@ -87,17 +87,26 @@ def test_invalid_collective_raises(fn, error, message):
     EIGHT.run(lambda: fn(fs.get_replica_context()))
 
 
-def test_keys_folded_with_the_replica_number_differ():
-  def fn(key):
-    number = fs.get_replica_context().replica_id_in_sync_group
-    return jax.random.uniform(jax.random.fold_in(key, number))
+def test_fold_in_gives_each_replica_its_own_dropout_key():
+  key = jax.random.key(3)
+  raw = jax.random.PRNGKey(4)
+  keys = {"typed": key, "raw": raw, "many": jax.random.split(key, (2, 3))}
+  fold_in = lambda keys: fs.get_replica_context().fold_in(keys)
+  folded = EIGHT.run(fold_in, args=(keys,))
+  for i in range(8):
+    assert folded["typed"][i] == jax.random.fold_in(key, i)
+    assert (folded["raw"][i] == jax.random.fold_in(raw, i)).all()
+    assert folded["many"][i].shape == (2, 3)
+    wanted = jax.random.fold_in(keys["many"][1, 2], i)
+    assert folded["many"][i][1, 2] == wanted
 
-  drawn = np.asarray(EIGHT.run(fn, args=(jax.random.key(0),)))
-  wanted = [
-    jax.random.uniform(jax.random.fold_in(jax.random.key(0), i))
-    for i in range(8)
-  ]
-  np.testing.assert_array_equal(drawn, wanted)
+
+@pytest.mark.parametrize(
+  "key", [3, jnp.zeros(3, jnp.uint32), jnp.zeros(2), None, "seed"]
+)
+def test_fold_in_of_no_key_raises(key):
+  with pytest.raises(TypeError, match=r"key\[a\] must be a PRNG key"):
+    EIGHT.run(lambda: fs.get_replica_context().fold_in({"a": key}))
 
 
 def test_all_reduce_of_bfloat16_over_logical_devices():
