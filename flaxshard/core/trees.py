@@ -74,6 +74,38 @@ def check_arrays(argument: str, tree: PyTree) -> None:
       ) from e
 
 
+def integer_overflow(x: Any) -> str | None:
+  """Returns which integers JAX would wrap around, in a sentence, or None.
+
+  JAX casts int64 to int32 without a check, unless `jax_enable_x64` is set.
+
+  Args:
+    x: An array or a number. A JAX array has been cast already: None.
+
+  Example:
+    >>> integer_overflow(np.array([1, 2**31]))
+    'is int64 with values from 1 to 2147483648, which do not fit int32: cast \
+it, or set jax_enable_x64.'
+  """
+  if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) or not np.size(x):
+    return None
+  # An int that no integer of NumPy can hold is an object.
+  x = np.asarray(x)
+  if x.dtype.kind not in "iuO":
+    return None
+  dtype = jnp.dtype(int) if x.dtype.kind == "O" else x.dtype.newbyteorder("=")
+  dtype = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+  if x.dtype.kind != "O" and dtype.itemsize == x.dtype.itemsize:
+    return None
+  low, high, allowed = int(x.min()), int(x.max()), np.iinfo(dtype)
+  if allowed.min <= low and high <= allowed.max:
+    return None
+  return (
+    f"is {x.dtype} with values from {low} to {high}, which do not fit {dtype}: "
+    "cast it, or set jax_enable_x64."
+  )
+
+
 def first_difference(given: PyTree, wanted: PyTree) -> str | None:
   """Returns where and how `given` first differs from `wanted`, or None.
 

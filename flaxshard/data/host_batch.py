@@ -159,15 +159,9 @@ def _check_leaf(x: Any) -> Array:
       "is a scalar: every leaf must be an array whose leading dimension is the "
       "batch."
     )
-  dtype = dtype_of(x)
-  # JAX casts int64 to int32 without a check, so large ids would wrap around.
-  if x.dtype.kind in "iu" and dtype.itemsize < x.dtype.itemsize and x.size:
-    low, high, allowed = int(x.min()), int(x.max()), np.iinfo(dtype)
-    if low < allowed.min or high > allowed.max:
-      raise ValueError(
-        f"is {x.dtype} with values from {low} to {high}, which do not fit "
-        f"{dtype}: cast it, or set jax_enable_x64."
-      )
+  overflow = trees.integer_overflow(x)
+  if overflow is not None:
+    raise ValueError(overflow)
   return x
 
 

@@ -201,7 +201,10 @@ def from_function(
   num_replicas = mesh.shape[mesh_lib.REPLICA]
   values = [value_fn(ValueContext(i, num_replicas)) for i in local]
   for i, value in zip(local, values, strict=True):
-    trees.check_arrays(f"value_fn of replica {i}", value)
+    where = f"value_fn of replica {i}"
+    trees.check_arrays(where, value)
+    for path, x in jax.tree_util.tree_leaves_with_path(value):
+      _check_integers(f"{where}: value[{trees.path_string(path)}]", x)
     difference = trees.first_difference(value, values[0])
     if difference:
       raise ValueError(
@@ -265,6 +268,13 @@ def broadcast_to_replicas(tree: PyTree, like: PyTree) -> PyTree:
   )
 
 
+def _check_integers(where: str, x: Any) -> None:
+  """Raises a ValueError if JAX would wrap integers of an array around."""
+  overflow = trees.integer_overflow(x)
+  if overflow is not None:
+    raise ValueError(f"{where} {overflow}")
+
+
 def _map_leaves(fn: Callable[[Any, Any], Any], value: PyTree) -> PyTree:
   """Maps `fn(path, leaf)` over a tree in which a `PerReplica` is a leaf."""
   return jax.tree_util.tree_map_with_path(fn, value, is_leaf=is_per_replica)
@@ -273,7 +283,7 @@ def _map_leaves(fn: Callable[[Any, Any], Any], value: PyTree) -> PyTree:
 def _check_rows(
   mesh: jax.sharding.Mesh, where: str, path: Any, x: PerReplica
 ) -> PyTree:
-  """Returns the value of a `PerReplica`, if it has a row for each replica."""
+  """Returns the value of a `PerReplica`, or raises if it is not valid."""
   replicas = mesh.shape[mesh_lib.REPLICA]
   for leaf in jax.tree.leaves(x.value):
     if np.shape(leaf)[:1] != (replicas,):
@@ -281,6 +291,7 @@ def _check_rows(
         f"{where}: value[{trees.path_string(path)}], a PerReplica, must have "
         f"{replicas} rows, one for each replica, got shape {np.shape(leaf)}."
       )
+    _check_integers(f"{where}: value[{trees.path_string(path)}]", leaf)
   return x.value
 
 

@@ -144,7 +144,8 @@ def place(mesh: Mesh, leaf: Any, layout: Layout, index: int) -> Any:
   Raises:
     TypeError: The leaf is not an array, or is traced.
     ValueError: The leaf was donated, is per replica for another number of
-      replicas, or is sharded on another mesh.
+      replicas, is sharded on another mesh, or has integers that do not fit
+      their dtype in JAX.
   """
   where = f"run: argument {trees.path_string(layout.paths[index][1:])}"
   if isinstance(leaf, jax.core.Tracer):
@@ -152,6 +153,9 @@ def place(mesh: Mesh, leaf: Any, layout: Layout, index: int) -> Any:
   trees.check_arrays(where, leaf)
   if trees.dtype_of(leaf) == jax.dtypes.float0:
     raise TypeError(f"{where} is of dtype float0, which no device can hold.")
+  overflow = trees.integer_overflow(leaf)
+  if overflow is not None:
+    raise ValueError(f"{where} {overflow}")
   if isinstance(leaf, jax.Array) and leaf.is_deleted():
     raise ValueError(f"{where} is deleted: it was donated to an earlier call.")
   if layout.per_replica[index]:

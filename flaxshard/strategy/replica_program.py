@@ -176,7 +176,7 @@ class _Body:
     )
     fn = outer.get_function()
     with replica_context.activate(self._context):
-      returned = fn(*args, **kwargs)
+      returned = _call(fn, args, kwargs)
     trees.check_arrays("run: what fn returned", returned)
     returned = replica_view.to_global(returned)
     out_leaves, self.treedef = jax.tree.flatten(returned)
@@ -186,3 +186,20 @@ class _Body:
     for leaf, kind in zip(out_leaves, self.results.per_replica, strict=True):
       parts[kind].append(leaf)
     return parts
+
+
+def _call(fn: Callable[..., PyTree], args: Any, kwargs: Any) -> PyTree:
+  """Calls `fn`; names the axis of the replicas if it uses an unknown axis."""
+  try:
+    return fn(*args, **kwargs)
+  except NameError as e:
+    # The interpreter says which variable does not exist. JAX raises a NameError
+    # without a `name` for a collective over an axis that does not exist.
+    if type(e) is not NameError or e.name is not None:
+      raise
+    raise ValueError(
+      f"run: {e} Inside of run the replicas are the axis "
+      f"{mesh_lib.REPLICA!r}: write axis_name={mesh_lib.REPLICA!r}, as in "
+      f"nn.BatchNorm(axis_name={mesh_lib.REPLICA!r}) or jax.lax.pmean(x, "
+      f"{mesh_lib.REPLICA!r})."
+    ) from e

@@ -91,6 +91,8 @@ def test_replica_sees_its_own_row():
       ValueError,
       "at 0: missing",
     ),
+    (lambda c: {"n": 2**31}, ValueError, r"value\[n\] is int64.* 2147483648"),
+    (lambda c: np.uint32([5, 2**31]).astype(int), ValueError, "do not fit"),
   ],
 )
 def test_invalid_value_fn_raises(value_fn, error, message):
@@ -110,6 +112,19 @@ def test_reduce_over_replicas_and_axes(strategy):
       got = strategy.reduce(op, value, axis=axis)
       wanted = fn(array, axis=(0, axis + 1 if axis >= 0 else axis))
       np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+def test_integers_that_do_not_fit_raise():
+  counts = fs.PerReplica({"n": np.full((8, 1), -(2**40))})
+  for call in (
+    lambda: EIGHT.reduce("mean", counts),
+    lambda: EIGHT.gather(counts, 0),
+    lambda: EIGHT.local_results(counts),
+  ):
+    with pytest.raises(ValueError, match=r"-1099511627776.* do not fit int32"):
+      call()
+  # Nothing is computed: it is returned unchanged.
+  assert EIGHT.reduce("mean", 2**40) == 2**40
 
 
 def test_reduce_of_integers_and_booleans():

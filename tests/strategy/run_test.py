@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+from flax import linen as nn
 from flax import struct
 from flax.training import train_state as flax_train_state
 import jax
@@ -22,6 +23,12 @@ import flaxshard as fs
 
 P = jax.sharding.PartitionSpec
 NamedSharding = jax.sharding.NamedSharding
+
+NORM = nn.BatchNorm(use_running_average=False, axis_name="batch")
+NORM_VARIABLES = {
+  "params": {"scale": np.ones(3, np.float32), "bias": np.ones(3, np.float32)},
+  "batch_stats": {"mean": np.zeros(3), "var": np.ones(3)},
+}
 
 EIGHT = fs.Strategy()
 SPLIT = fs.Strategy(mesh_shape={"replica": 2, "model": 4})
@@ -171,6 +178,53 @@ def test_invalid_result_raises(fn, error, message):
 def test_error_of_the_function_propagates():
   with pytest.raises(ZeroDivisionError):
     EIGHT.run(lambda: 1 // 0)
+  with pytest.raises(NameError, match="not_defined"):
+    EIGHT.run(lambda: not_defined)  # noqa: F821
+
+
+@pytest.mark.parametrize(
+  "call",
+  [
+    lambda: jax.lax.psum(jnp.ones(2), "batch"),
+    lambda: jax.lax.axis_index(("replica", "batch")),
+    lambda: NORM.apply(NORM_VARIABLES, jnp.ones((2, 3)), mutable=True)[0],
+  ],
+  ids=["psum", "axis_index", "BatchNorm"],
+)
+def test_unknown_axis_name_names_the_axis_of_the_replicas(call):
+  with pytest.raises(ValueError, match=r"batch.* axis_name='replica'"):
+    EIGHT.run(call)
+
+
+def test_batch_norm_over_the_axis_of_the_replicas():
+  norm = NORM.clone(axis_name="replica")
+  x = EIGHT.shard_batch(X[0, :, :3])
+  apply = lambda x: norm.apply(NORM_VARIABLES, x, mutable=True)[0]
+  wanted = NORM.clone(axis_name=None).apply(
+    NORM_VARIABLES, X[0, :, :3], mutable=True
+  )[0]
+  got = np.asarray(EIGHT.run(apply, args=(x,))).reshape(16, 3)
+  np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("args", [{"x": X[0]}, X[0], 3.0, None])
+def test_args_without_a_tuple_raise(args):
+  name = type(args).__name__
+  with pytest.raises(TypeError, match=rf"args=\(state, batch\), got a {name}"):
+    EIGHT.run(lambda x: x, args)
+
+
+def test_state_and_batch_as_arguments_of_run_raise():
+  state = create()
+  with pytest.raises(TypeError, match=r"args=\(state, batch\)") as e:
+    EIGHT.run(lambda state, batch: state, state, batch(0))
+  assert len(str(e.value)) < 200
+
+
+@pytest.mark.parametrize("number", [2**31, np.int64(-(2**31) - 1), 2**70])
+def test_integer_that_does_not_fit_raises(number):
+  with pytest.raises(ValueError, match=rf"argument 1/n .*{number}.*int32"):
+    EIGHT.run(lambda x, y: x, args=(1, {"n": number}))
 
 
 @pytest.mark.parametrize(
