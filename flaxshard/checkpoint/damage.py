@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import jax
 
 from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import reader
 from flaxshard.core import multihost
 
 _T = TypeVar("_T")
@@ -54,7 +55,7 @@ def read(
   """
   try:
     return read_all()
-  except (*_OF_THE_READER, digests.Damaged):
+  except (*_OF_THE_READER, digests.Damaged, reader.NotExactError):
     raise
   # Orbax wraps the errors of TensorStore in a bare Exception.
   except Exception as e:

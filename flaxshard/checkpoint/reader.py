@@ -3,8 +3,9 @@
     1200/default/, 1200/state/, 1200/pytree/   Orbax's managers, v0 and v1
     1200/                                      Orbax's StandardCheckpointer
     checkpoint_1200/, checkpoint_1200          Flax's own: Orbax, msgpack
+    ckpt-3.flax                                clu's checkpoint: msgpack
 
-One Orbax handler reads all but the last: they differ only in names.
+One Orbax handler reads the directories: they differ only in names.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Directory = Any
 PLAIN_ITEMS = ("default", "state", "pytree")
 _METADATA = "_METADATA"
 # Names of step directories. A manager may use a prefix and leading zeros.
-ANY = re.compile(r"(?:[A-Za-z]\w*[_-])?(\d+)")
+ANY = re.compile(r"(?:[A-Za-z]\w*[_-])?(\d+)(?:\.flax)?")
 FLAX = re.compile(r"checkpoint_(\d+)")
 
 # Least number of bytes that are read at once, so that many small leaves are
@@ -41,16 +42,25 @@ FLAX = re.compile(r"checkpoint_(\d+)")
 _BYTES_AT_ONCE = 16 << 20
 
 
+class NotExactError(ValueError):
+  """A saved number cannot be held by the wanted dtype."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SavedScalar:
-  """A saved Python number: it has a value, but no dtype of its own.
+  """A saved number that may be restored with another dtype of its kind.
+
+  It is a Python number, which has no dtype of its own, or the step, an integer
+  that other programs save with 64 bits.
 
   Attributes:
-    dtype: The widest dtype of its kind.
+    dtype: The widest dtype of its kind, or that of the step.
+    is_python: Whether it is a Python number.
     shape: `()`.
   """
 
   dtype: Any
+  is_python: bool
   shape: tuple[int, ...] = ()
 
   def fits(self, wanted: Any) -> bool:
@@ -169,11 +179,15 @@ def orbax_tree(directory: Directory, item: str, *prefix: str) -> SavedTree:
     wanted: Mapping[Path, jax.ShapeDtypeStruct],
   ) -> dict[Path, Any]:
     def request(path: Any, x: Any) -> Any:
-      asked = wanted.get((*prefix, *trees.path_strings(path)))
+      full_path = (*prefix, *trees.path_strings(path))
+      asked = wanted.get(full_path)
       if asked is None:
         return ocp.PLACEHOLDER
-      # As a number, so that `_place` notices a cast that changes it.
-      return x.dtype.type(0).item() if _is_number(x) else asked
+      # In the saved dtype, so that `_place` notices a cast that changes it.
+      if _is_number(x):
+        return x.dtype.type(0).item()
+      is_cast = _is_step(full_path, x) and x.dtype != asked.dtype
+      return np.zeros((), x.dtype) if is_cast else asked
 
     if not wanted:
       return {}
@@ -187,7 +201,9 @@ def orbax_tree(directory: Directory, item: str, *prefix: str) -> SavedTree:
     }
 
   leaves = {
-    path: SavedScalar(x.dtype) if _is_number(x) else x
+    path: SavedScalar(x.dtype, _is_number(x))
+    if _is_number(x) or _is_step(path, x)
+    else x
     for path, x in metadata.items()
   }
   return SavedTree(item, leaves, read_leaves)
@@ -237,6 +253,13 @@ def _is_number(x: Any) -> bool:
   return isinstance(x, ocp.metadata.value.ScalarMetadata)
 
 
+def _is_step(path: Path, x: Any) -> bool:
+  """Returns whether a leaf is the step, as an array."""
+  return (
+    path == ("step",) and x.shape == () and jnp.issubdtype(x.dtype, jnp.integer)
+  )
+
+
 def _msgpack_tree(file: Directory) -> SavedTree:
   """Returns the tree in a msgpack file of Flax."""
   content = file.read_bytes()
@@ -247,7 +270,9 @@ def _msgpack_tree(file: Directory) -> SavedTree:
   leaves: dict[Path, Any] = {}
   for path, x in found.items():
     if isinstance(x, (bool, int, float, complex)):
-      leaves[path] = SavedScalar(np.result_type(type(x)))
+      leaves[path] = SavedScalar(np.result_type(type(x)), is_python=True)
+    elif isinstance(x, (np.ndarray, np.generic)) and _is_step(path, x):
+      leaves[path] = SavedScalar(x.dtype, is_python=False)
     elif isinstance(x, (np.ndarray, np.generic)):
       leaves[path] = jax.ShapeDtypeStruct(np.shape(x), x.dtype)
     else:
@@ -271,11 +296,11 @@ def _place(name: str, x: Any, asked: jax.ShapeDtypeStruct) -> Any:
   """Returns a leaf that was read as an array with the wanted sharding."""
   if isinstance(x, jax.Array):
     return x
-  if not isinstance(x, (np.ndarray, np.generic)):
+  if not isinstance(x, (np.ndarray, np.generic)) or name == "step":
     # astype wraps numbers around without an error.
     number = np.asarray(x).astype(asked.dtype)
     if number.item() != x:
-      raise ValueError(f"{name}: {x!r} is not exact in {asked.dtype}.")
+      raise NotExactError(f"{name}: {x} is not exact in {asked.dtype}.")
     x = number
   # Each device gets only its part.
   return jax.make_array_from_callback(

@@ -83,10 +83,20 @@ class CheckpointStep:
       fresh = [path for path in fresh if path not in restarted]
       reads = {p: x for p, x in reads.items() if p not in restarted}
       reads |= restart.read_leaves()
+    # Programs save numbers of their own beside the state, such as an epoch.
+    extra_numbers = {
+      path
+      for path, x in saved.items()
+      if path[0] not in template
+      and path not in mapping.sources.values()
+      and isinstance(x, reader.SavedScalar)
+      and x.is_python
+    }
     # A saved Python number has no dtype of its own, so it has the wanted one.
     has = {
       path: expected[path] if _fits(x, expected.get(path)) else x
       for path, x in mapping.rename(saved).items()
+      if path not in extra_numbers
     }
     items = (self.saved_trees[0].item, wrapper_states.ITEM)
     for item, mine, theirs in zip(
@@ -95,6 +105,12 @@ class CheckpointStep:
       validation.check_saved(str(self.directory), item, mine, theirs)
     for note in mapping.notes:
       _log.info("%s: %s", self.directory, note)
+    for path in sorted(extra_numbers - mapping.dropped):
+      _log.info(
+        "%s: it has a number %r, and the train state no such field: left alone",
+        self.directory,
+        "/".join(path),
+      )
     return RestorePlan(
       self, state, template, reads, mapping.sources, fresh, restarts
     )
