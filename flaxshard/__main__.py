@@ -23,8 +23,9 @@ The config file has a comment at each field. The run writes to the workdir:
   profile/           a trace, with --config.profile_steps='(10, 20)'
 
 The same command again continues from the last checkpoint. Ctrl-C, SIGTERM and
-JAX's notice of preemption save a checkpoint and end the run; a second Ctrl-C
-ends it at once. A workdir can be used by one run at a time.
+JAX's notice of preemption save a checkpoint and end the run. A third Ctrl-C, a
+second or more after the one before, ends it without a checkpoint; none
+interrupts a save. A workdir can be used by one run at a time.
 """
 
 # Flags only: the training loop is in flaxshard/train/loop.py.

@@ -1,5 +1,6 @@
 """A training config that runs in a second, and helpers for its runs."""
 
+import contextlib
 import os
 
 import ml_collections
@@ -54,18 +55,22 @@ def stop_at(monkeypatch, stop_step: int, signum: int) -> None:
     stop_step: The step of that run, from 1; a resumed run counts from 1 too.
     signum: The number of the signal.
   """
-  calls = 0
 
-  def received_signal():
-    nonlocal calls
-    calls += 1  # the loop asks once per step
-    return signum if calls >= stop_step else None
+  class CountingRequest(preemption.StopRequest):
+    def __init__(self):
+      self.calls = 0
 
-  class CatchSignals:
-    def __enter__(self):
-      return received_signal
+    @property
+    def signum(self):
+      self.calls += 1  # the loop asks once per step
+      return signum if self.calls >= stop_step else None
 
-    def __exit__(self, *args):
-      return None
+    @contextlib.contextmanager
+    def saving(self):
+      yield
 
-  monkeypatch.setattr(preemption, "catch_signals", CatchSignals)
+  monkeypatch.setattr(
+    preemption,
+    "catch_signals",
+    lambda: contextlib.nullcontext(CountingRequest()),
+  )

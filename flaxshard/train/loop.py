@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import dataclasses
 import json
@@ -51,7 +51,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       continues from there, with the same result as without an interruption.
 
   Returns:
-    The final state.
+    The final state, or that of the last step after Stop in a notebook.
 
   Raises:
     ValueError, TypeError: The config is invalid, `workdir` cannot be written,
@@ -64,7 +64,8 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     SaveError: A checkpoint could not be written. It is raised at the next step;
       with several processes, at the next row of metrics or save.
     SystemExit: After Ctrl-C, SIGTERM or JAX's notice of preemption, once a
-      checkpoint is saved. The code is 128 plus the number of the signal.
+      checkpoint is saved. The code is 128 plus the number of the signal. In
+      IPython, Ctrl-C or Stop returns the saved state instead.
   """
   config = config_lib.check(config)
   # First, because it can set the number of virtual devices: from here on JAX
@@ -81,8 +82,9 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
 
   with _open_run(setup, workdir) as run:
     state, first_step = _restore_or_create(setup, run)
+    signum = None
     if first_step < config.num_train_steps:
-      state = _train(setup, run, state, first_step)
+      state, signum = _train(setup, run, state, first_step)
     else:
       _log.info(
         "step %d is done already: nothing to train up to "
@@ -90,7 +92,11 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
         first_step,
         config.num_train_steps,
       )
-  report.finish(workdir)
+  if signum is None:
+    report.finish(workdir)
+  elif not preemption.returns_to_notebook(signum):
+    # The exit code that a shell reports for a process ended by the signal.
+    raise SystemExit(128 + signum)
   return state
 
 
@@ -100,13 +106,13 @@ class _Run:
 
   Attributes:
     workdir: The workdir, locked: no other run can use it.
-    received_signal: Returns the signal that this process received, or None.
+    stop_request: The signal that this process received, if any.
     train_iter: The training batches; checkpoints hold its position.
     checkpointer: The checkpointer of `workdir/checkpoints`.
   """
 
   workdir: str
-  received_signal: Callable[[], int | None]
+  stop_request: preemption.StopRequest
   train_iter: distribute.DistributedIterator
   checkpointer: checkpoint.Checkpointer
 
@@ -119,7 +125,7 @@ def _open_run(setup: setup_lib.Setup, workdir: str) -> Iterator[_Run]:
       unlock = directories.lock("workdir", workdir)
     exit_stack.callback(unlock)
     # From here on a signal ends the run with a checkpoint.
-    received_signal = exit_stack.enter_context(preemption.catch_signals())
+    stop_request = exit_stack.enter_context(preemption.catch_signals())
     train_iter = exit_stack.enter_context(iter(setup.train_batches()))
     best_metric = config.best_metric
     checkpointer = exit_stack.enter_context(
@@ -134,7 +140,7 @@ def _open_run(setup: setup_lib.Setup, workdir: str) -> Iterator[_Run]:
         config=json.loads(config.to_json()),
       )
     )
-    yield _Run(workdir, received_signal, train_iter, checkpointer)
+    yield _Run(workdir, stop_request, train_iter, checkpointer)
 
 
 def _restore_or_create(
@@ -154,8 +160,13 @@ def _restore_or_create(
 
 def _train(
   setup: setup_lib.Setup, run: _Run, state: TrainState, first_step: int
-) -> TrainState:
-  """Trains from `first_step` to the last step, and returns the final state."""
+) -> tuple[TrainState, int | None]:
+  """Trains from `first_step` to the last step, or until a signal.
+
+  Returns:
+    The last state, which is saved, and the signal that stopped the run before
+    the last step, or None.
+  """
   config = setup.config
   metrics_lib.write_config(config, run.workdir)
   _log_state(state, first_step)
@@ -186,7 +197,7 @@ def _train(
         setup.replicate(np.int32(step)),
       )
 
-      signum = preemption.agree_on_signal(step, run.received_signal())
+      signum = preemption.agree_on_signal(step, run.stop_request.signum)
       due = _due(config, step, signum is not None, save_time)
       if due.any or jax.process_count() == 1:
         # With several processes this waits for all of them: not at every step.
@@ -212,19 +223,28 @@ def _train(
         divergence_check.check_evaluation(step, row)
         last = signum is not None or step == config.num_train_steps
         if due.save and (last or not divergence_check.is_stalled):
-          run.checkpointer.save(
-            step,
-            state,
-            data=run.train_iter,
-            metrics=row if _rates_checkpoints(config) else None,
-          )
+          with run.stop_request.saving():
+            run.checkpointer.save(
+              step,
+              state,
+              data=run.train_iter,
+              metrics=row if _rates_checkpoints(config) else None,
+            )
           save_time = time.monotonic()
-      if signum is not None and step < config.num_train_steps:
-        run.checkpointer.wait()
-        _exit_interrupted(signum, step, run.workdir)
+      if signum is not None:
+        break
 
-    run.checkpointer.wait()
-  return state
+    with run.stop_request.saving():
+      run.checkpointer.wait()
+  if signum is None or step == config.num_train_steps:
+    return state, None
+  _log.warning(
+    "%s: saved step %d in %s; the same command or call continues from there",
+    signal.Signals(signum).name,
+    step,
+    run.workdir,
+  )
+  return state, signum
 
 
 def _log_state(state: TrainState, first_step: int) -> None:
@@ -331,14 +351,3 @@ class _WrapperWarnings:
       for message in messages:
         _log.warning("step %d: %s", step, message)
     self._previous, self._has_warned = dict(row), bool(messages)
-
-
-def _exit_interrupted(signum: int, step: int, workdir: str) -> None:
-  _log.warning(
-    "%s: saved step %d in %s; the same command continues from there",
-    signal.Signals(signum).name,
-    step,
-    workdir,
-  )
-  # The exit code that a shell reports for a process ended by the signal.
-  raise SystemExit(128 + signum)

@@ -1,27 +1,97 @@
 """Stops a training run on Ctrl-C, SIGTERM or JAX's notice of preemption.
 
 The training loop asks after each step whether to stop, and saves a checkpoint
-before it does.
+before it does. No signal interrupts a save.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 import contextlib
+import logging
+import math
 import os
 import signal
+import sys
 import threading
+import time
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 
+_log = logging.getLogger(__name__)
+
+
+# Signals in quick succession are one request: a key that is held down, or a
+# signal that reaches the process both directly and through its parent.
+_SAME_REQUEST_SECONDS = 1.0
+
+
+class StopRequest:
+  """The signals that a run has received.
+
+  Args:
+    clock: Returns the time in seconds.
+
+  Attributes:
+    signum: Number of the first signal, or None.
+  """
+
+  def __init__(self, clock: Callable[[], float] = time.monotonic):
+    self.signum: int | None = None
+    self._clock = clock
+    self._count = 0
+    self._last_time = -math.inf
+    self._is_saving = False
+
+  @contextlib.contextmanager
+  def saving(self) -> Iterator[None]:
+    """Lets no signal interrupt the `with` block."""
+    self._is_saving = True
+    try:
+      yield
+    finally:
+      self._is_saving = False
+
+  def receive(self, signum: int) -> None:
+    """Handles a signal; the third one raises, except while saving."""
+    now = self._clock()
+    is_same_request = now - self._last_time < _SAME_REQUEST_SECONDS
+    self._last_time = now
+    if is_same_request:
+      return
+    self._count += 1
+    name = signal.Signals(signum).name
+    if self._count == 1:
+      self.signum = signum
+      _log.warning("%s: stopping after this step, with a checkpoint", name)
+    elif self._is_saving:
+      _log.warning(
+        "%s again: a checkpoint is being written; the run ends once it is "
+        "complete",
+        name,
+      )
+    elif self._count == 2:
+      _log.warning(
+        "%s again: still stopping after this step, with a checkpoint; once "
+        "more ends the run without one",
+        name,
+      )
+    elif signum == signal.SIGINT:
+      raise KeyboardInterrupt
+    else:
+      raise SystemExit(128 + signum)
+
 
 @contextlib.contextmanager
-def catch_signals() -> Iterator[Callable[[], int | None]]:
+def catch_signals() -> Iterator[StopRequest]:
   """Catches SIGINT and SIGTERM within the `with` block.
 
-  A second signal ends the process at once, as without this handler. Outside of
+  The first signal is noted, the second one answered with a log line. The third
+  one raises KeyboardInterrupt, or SystemExit for SIGTERM, but never while a
+  checkpoint is being written. Python handles a signal between two of its own
+  instructions, so none of them ends a compilation; SIGQUIT does. Outside of
   the main thread no signal is caught, because Python cannot do that.
 
   With JAX's preemption service (`jax.distributed`), SIGTERM is left to JAX,
@@ -29,20 +99,16 @@ def catch_signals() -> Iterator[Callable[[], int | None]]:
   process alone, is passed on to JAX as SIGTERM; see `agree_on_signal`.
 
   Yields:
-    A function that returns the number of the first signal, or None.
+    The request to stop, with the number of the first signal.
   """
-  received: list[int] = []
+  request = StopRequest()
   previous_handlers: dict[int, Any] = {}
 
   def on_signal(signum: int, frame: Any) -> None:
     del frame
-    if received:
-      # The default handler ends the process. An exception raised here could
-      # hang: XLA may be compiling.
-      signal.signal(signum, signal.SIG_DFL)
-      os.kill(os.getpid(), signum)
-    received.append(signum)
-    if _uses_preemption_service():
+    is_first = request.signum is None
+    request.receive(signum)
+    if is_first and _uses_preemption_service():
       os.kill(os.getpid(), signal.SIGTERM)
 
   if threading.current_thread() is threading.main_thread():
@@ -52,7 +118,7 @@ def catch_signals() -> Iterator[Callable[[], int | None]]:
     for signum in signums:
       previous_handlers[signum] = signal.signal(signum, on_signal)
   try:
-    yield lambda: received[0] if received else None
+    yield request
   finally:
     for signum, handler in previous_handlers.items():
       signal.signal(signum, handler)
@@ -80,6 +146,21 @@ def agree_on_signal(step: int, signum: int | None) -> int | None:
   if multihost_utils.reached_preemption_sync_point(step):
     return signum or signal.SIGTERM
   return None
+
+
+def returns_to_notebook(signum: int) -> bool:
+  """Returns whether a stopped run returns its state instead of exiting.
+
+  That is after Stop in a notebook, or Ctrl-C in IPython: the user keeps the
+  session, and SystemExit would only be printed there.
+
+  Args:
+    signum: The signal that stopped the run.
+  """
+  if signum != signal.SIGINT or "IPython" not in sys.modules:
+    return False
+  # Imported by a program that is not IPython itself, there is no shell.
+  return sys.modules["IPython"].get_ipython() is not None
 
 
 def _uses_preemption_service() -> bool:

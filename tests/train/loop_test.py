@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import signal
 import sys
+import types
 
 from flax import nnx
 import jax
@@ -112,6 +113,20 @@ def test_interrupted_runs_end_like_an_uninterrupted_one(
   rows, whole_rows = map(tiny.untimed_rows, (workdir, whole_workdir))
   assert [r["step"] for r in rows] == [2, 3, 4, 6, 8]
   assert rows[-2:] == whole_rows[-2:]
+
+
+def test_stop_in_a_notebook_returns_the_saved_state(
+  tmp_path, monkeypatch, caplog
+):
+  with monkeypatch.context() as patch:
+    shell = types.SimpleNamespace(get_ipython=object)
+    patch.setitem(sys.modules, "IPython", shell)
+    tiny.stop_at(patch, 3, signal.SIGINT)
+    state = train.train_and_evaluate(tiny.config(), str(tmp_path))
+  assert int(state.step) == 3
+  assert os.listdir(tmp_path / "checkpoints") == ["3"]
+  for fact in ("SIGINT: saved step 3", str(tmp_path), "continues"):
+    assert fact in caplog.text
 
 
 def count_live_arrays(shape) -> int:

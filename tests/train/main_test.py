@@ -72,7 +72,7 @@ assert jax.device_count() == 3
 
 
 @pytest.mark.slow
-def test_virtual_devices_and_sigterm(tmp_path):
+def test_virtual_devices_and_signals(tmp_path):
   """Starts a process without the eight devices of the test environment."""
   workdir = tmp_path / "run"
   process = subprocess.Popen(
@@ -97,6 +97,9 @@ def test_virtual_devices_and_sigterm(tmp_path):
       assert process.poll() is None and time.monotonic() < deadline
       time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
+    for _ in range(5):  # an impatient user
+      time.sleep(0.01)
+      process.send_signal(signal.SIGINT)
     _, log = process.communicate(timeout=60)
   finally:
     process.kill()

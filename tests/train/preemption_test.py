@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 
 from jax.experimental import multihost_utils
 import pytest
@@ -46,11 +47,12 @@ def send(signum):
 
 def test_the_first_signal_is_reported(handlers):
   for signum in SIGNALS:
-    with preemption.catch_signals() as interrupted:
-      assert interrupted() is None
+    with preemption.catch_signals() as request:
+      assert request.signum is None
       send(signum)
-      assert interrupted() == signum
-      assert interrupted() == signum
+      assert request.signum == signum
+      send(signum)
+      assert request.signum == signum
   # The previous handler did not get it.
   assert handlers["received"] == []
 
@@ -75,34 +77,63 @@ def test_handlers_are_restored_after_an_error(signum, handlers):
     assert signal.getsignal(s) is handlers[s]
 
 
-@pytest.mark.slow
-def test_a_second_signal_ends_the_process_at_once():
-  first, second = signal.SIGTERM, signal.SIGINT
-  code = f"""
-import os
-from flaxshard.train import preemption
-with preemption.catch_signals() as interrupted:
-  os.kill(os.getpid(), {int(first)})
-  print(interrupted(), flush=True)
-  os.kill(os.getpid(), {int(second)})
-  print("still here")
-"""
-  result = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True
-  )
-  assert result.stdout == f"{int(first)}\n"
-  assert result.returncode == -second
-  assert "Traceback" not in result.stderr
+class Clock:
+  """A clock that tests set."""
+
+  now = 0.0
+
+  def __call__(self):
+    return self.now
+
+
+@pytest.mark.parametrize(
+  ("signum", "error"),
+  [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)],
+)
+def test_only_a_third_signal_interrupts_and_never_a_save(signum, error, caplog):
+  clock = Clock()
+  request = preemption.StopRequest(clock)
+  for _ in range(3):
+    # In quick succession: one request.
+    request.receive(signum)
+  clock.now = 2
+  request.receive(signum)
+  assert request.signum == signum
+  name = signal.Signals(signum).name
+  first, second = (r.getMessage() for r in caplog.records)
+  assert first.startswith(f"{name}: stopping")
+  assert second.startswith(f"{name} again:")
+  caplog.clear()
+  with request.saving():
+    for clock.now in (4, 6, 8):
+      request.receive(signum)
+  messages = [r.getMessage() for r in caplog.records]
+  assert len(messages) == 3 and "being written" in messages[0]
+  clock.now = 10
+  with pytest.raises(error):
+    request.receive(signum)
+
+
+def test_only_sigint_in_ipython_returns_to_the_notebook(monkeypatch):
+  shell = types.SimpleNamespace(get_ipython=lambda: None)
+  monkeypatch.delitem(sys.modules, "IPython", raising=False)
+  assert not preemption.returns_to_notebook(signal.SIGINT)
+  # IPython is imported, but the program does not run in it.
+  monkeypatch.setitem(sys.modules, "IPython", shell)
+  assert not preemption.returns_to_notebook(signal.SIGINT)
+  shell.get_ipython = object
+  assert preemption.returns_to_notebook(signal.SIGINT)
+  assert not preemption.returns_to_notebook(signal.SIGTERM)
 
 
 def test_no_signal_is_caught_outside_of_the_main_thread(handlers):
   answers = []
 
   def work():
-    with preemption.catch_signals() as interrupted:
+    with preemption.catch_signals() as request:
       answers.append(signal.getsignal(signal.SIGTERM))
       signal.raise_signal(signal.SIGTERM)
-      answers.append(interrupted())
+      answers.append(request.signum)
 
   thread = threading.Thread(target=work)
   thread.start()
