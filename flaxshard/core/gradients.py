@@ -143,12 +143,18 @@ def nonfinite_leaves(grads: PyTree) -> list[str]:
 
 def _is_finite(x: jax.Array) -> jax.Array:
   """Returns whether all elements of an array are finite."""
-  test = lambda x: jnp.all(jnp.isfinite(x))
-  if x.ndim < 2 or x.size < _LARGE or x.dtype != np.float32:
-    return test(x)
+  is_large = x.ndim >= 2 and x.size >= _LARGE and x.dtype == np.float32
+  if not is_large or not isinstance(x, jax.core.Tracer):
+    return _is_finite_by_test(x)
   # XLA's CPU backend compiles the reduction to one slow pass. A matrix-vector
   # product runs at memory bandwidth.
-  return jax.lax.platform_dependent(x, cpu=_is_finite_by_product, default=test)
+  return jax.lax.platform_dependent(
+    x, cpu=_is_finite_by_product, default=_is_finite_by_test
+  )
+
+
+def _is_finite_by_test(x: jax.Array) -> jax.Array:
+  return jnp.all(jnp.isfinite(x))
 
 
 def _is_finite_by_product(x: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import tracing
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
@@ -346,7 +347,7 @@ class AGN(base.Base):
     )
     # All collectives are in this conditional. Its predicate is replicated: a
     # per-replica one would become a select, with the collectives in every step.
-    center, local, accum, collections, committed = jax.lax.cond(
+    center, local, accum, collections, committed = tracing.cond(
       is_commit,
       run_commit,
       lambda *operands: operands,

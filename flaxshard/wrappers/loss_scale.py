@@ -14,6 +14,7 @@ import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core import gradients
+from flaxshard.core import tracing
 from flaxshard.core import trees
 from flaxshard.core.policy import Policy
 from flaxshard.replicas import context as replica_context
@@ -209,7 +210,7 @@ class LossScale(base.Base):
     # A branch leaves donated buffers in place. To select between new and old
     # values would copy parameters and optimizer state. The branch that updates
     # is the first, which was measured to use less memory.
-    target, skipped_steps = jax.lax.cond(
+    target, skipped_steps = tracing.cond(
       finite, apply, skip, target, grads, new_state.skipped_steps
     )
     return target, new_state._replace(skipped_steps=skipped_steps)
@@ -323,6 +324,9 @@ def _warn_on_host(
       vmap_method="sequential",
     )
 
+  if not isinstance(at_floor, jax.core.Tracer):
+    # An eager step is on the host already.
+    return jnp.asarray(warn(at_floor, scale, skipped_steps))
   unchanged = jax.lax.cond(
     at_floor,
     replica_context.fully_manual(call_host),
