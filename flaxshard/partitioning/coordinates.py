@@ -30,11 +30,11 @@ def integer_array(argument: str, value: Any, *shape: int | None) -> np.ndarray:
     An int64 array, a copy.
 
   Raises:
-    ValueError: The shape is wrong.
+    ValueError: The shape is wrong, or an integer does not fit int32.
     TypeError: An element is not an integer.
   """
   lengths = ", ".join("n" if n is None else str(n) for n in shape)
-  expected = f"{argument} must be integers of shape [{lengths}], got"
+  expected = f"{argument} must be integers of shape [{lengths}] in int32, got"
   try:
     array = np.asarray(value)
   except ValueError as e:  # lists of different lengths
@@ -45,7 +45,11 @@ def integer_array(argument: str, value: Any, *shape: int | None) -> np.ndarray:
     raise ValueError(f"{expected} shape {list(array.shape)}.")
   # Signed or unsigned integers; booleans and floats are other kinds.
   if array.dtype.kind not in "iu":
-    raise TypeError(f"{expected} {value!r}.")
+    raise checks.ArgumentTypeError(f"{expected} {value!r}.")
+  # As Python integers: in int64, large unsigned numbers would wrap around.
+  low, high = int(array.min()), int(array.max())
+  if max(-low, high) > checks.INT32_MAX:
+    raise ValueError(f"{expected} {value!r}.")
   return array.astype(np.int64)
 
 

@@ -33,7 +33,7 @@ class FSDP:
 
   Raises:
     TypeError: A field has the wrong type, or `axis` is empty.
-    ValueError: `min_size` is negative.
+    ValueError: `min_size` is out of range, or `axis` repeats an axis.
 
   Example:
     >>> import flaxshard as fs, jax
@@ -48,13 +48,16 @@ class FSDP:
   min_size: int = 2**14
 
   def __post_init__(self) -> None:
+    axes = specs.axes_of(self.axis)
     is_valid = isinstance(self.axis, (str, tuple)) and self.axis
-    if not is_valid or not all(
-      isinstance(axis, str) for axis in specs.axes_of(self.axis)
-    ):
+    if not is_valid or not all(isinstance(axis, str) for axis in axes):
       raise checks.ArgumentTypeError(
         "FSDP: axis must be a mesh axis or a non-empty tuple of them, got "
         f"{self.axis!r}."
+      )
+    if len(set(axes)) < len(axes):
+      raise ValueError(
+        f"FSDP: axis must not repeat an axis, got {self.axis!r}."
       )
     checks.integer("FSDP: min_size", self.min_size, minimum=0)
 

@@ -15,13 +15,15 @@ The argument `rules` of `create_train_state` is one of:
     axes, or None. They are tried before the rules of the context manager
     `flax.linen.logical_axis_rules`. A logical name that has no rule but equals
     a mesh axis stands for this axis; any other name without a rule is an error.
-    A rule may name what no parameter has, because activations may have it.
+    With `strict=False` it leaves its dimension unsplit, as in Flax. A rule may
+    name what no parameter has, because activations may have it.
   - As the last entry `"fsdp"` or an `FSDP`. It splits one more dimension of
     every large parameter. A regex with the empty `PartitionSpec()` excludes a
     parameter from FSDP.
 
 A rule that cannot be followed or has no effect raises an error before anything
-is compiled.
+is compiled. The last regex may be a catch-all, found in every path, such as
+`(".*", PartitionSpec())`: it may have no parameters left.
 """
 
 from __future__ import annotations
@@ -55,7 +57,12 @@ Rules = Sequence[Any] | FSDP | str | None
 
 
 def resolve(
-  rules: Rules, mesh: Mesh, params: PyTree, *, argument: str = "params"
+  rules: Rules,
+  mesh: Mesh,
+  params: PyTree,
+  *,
+  argument: str = "params",
+  strict: bool = True,
 ) -> PyTree:
   """Returns the PartitionSpec of every parameter.
 
@@ -66,6 +73,8 @@ def resolve(
     params: A tree of arrays or `jax.ShapeDtypeStruct`s, with or without Flax's
       metadata boxes (`nn.Partitioned`, `nn.LogicallyPartitioned`).
     argument: Name of the tree, for error messages.
+    strict: Whether a logical name without a rule is an error. If not, its
+      dimension is unsplit.
 
   Returns:
     A tree of PartitionSpecs with the structure of `params` without boxes. The
@@ -113,7 +122,7 @@ def resolve(
         raise RuleError(str(e)) from e
     else:
       source, spec = specs.spec_of_leaf(
-        leaf_name, value, box, parsed.logical, mesh
+        leaf_name, value, box, parsed.logical, mesh, strict
       )
       dims = specs.check(f"{source}: {leaf_name}", spec, shape, mesh)
     # The spec P() of a regex excludes a parameter from FSDP.
@@ -121,7 +130,10 @@ def resolve(
     leaves.append(fsdp_lib.Leaf(name, shape, dims, keep_whole))
 
   for rule in parsed.regexes:
-    if rule.position not in used:
+    is_catch_all = rule is parsed.regexes[-1] and all(
+      rule.regex.search(leaf.path) for leaf in leaves
+    )
+    if rule.position not in used and not is_catch_all:
       _raise_unused(rule, shadowed, argument, [leaf.path for leaf in leaves])
   if parsed.logical and not has_logical_names:
     raise RuleError(

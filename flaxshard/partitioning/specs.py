@@ -153,7 +153,12 @@ def iterate_leaves(tree: PyTree) -> Iterator[tuple[trees.Path, Any, Any]]:
 
 
 def spec_of_leaf(
-  name: str, value: Any, box: Any, rules: Sequence[Any], mesh: Mesh
+  name: str,
+  value: Any,
+  box: Any,
+  rules: Sequence[Any],
+  mesh: Mesh,
+  strict: bool = True,
 ) -> tuple[str, P]:
   """Returns the spec that a leaf's metadata or sharding gives.
 
@@ -164,6 +169,8 @@ def spec_of_leaf(
     rules: Pairs of a logical name and its mesh axes. They are tried before
       those of the box and of `flax.linen.logical_axis_rules`.
     mesh: The mesh.
+    strict: Whether a logical name without a rule is an error. If not, its
+      dimension is unsplit.
 
   Returns:
     The source of the spec, for error messages, and the spec.
@@ -177,7 +184,7 @@ def spec_of_leaf(
     rules = (*rules, *(box.rules or ()), *nn.get_logical_axis_rules())
     return (
       f"logical names {box.names!r}",
-      _spec_of_logical_names(name, box, rules, mesh),
+      _spec_of_logical_names(name, box, rules, mesh, strict),
     )
   if isinstance(box, nn.Partitioned):
     return f"metadata {box.names!r}", P(*box.names)
@@ -203,21 +210,26 @@ def spec_of_leaf(
 
 
 def _spec_of_logical_names(
-  leaf_name: str, box: nn.LogicallyPartitioned, rules: Sequence[Any], mesh: Mesh
+  leaf_name: str,
+  box: nn.LogicallyPartitioned,
+  rules: Sequence[Any],
+  mesh: Mesh,
+  strict: bool,
 ) -> P:
   """Translates the logical names of a box to mesh axes."""
   names = tuple(box.names)
-  # Flax would replicate a dimension whose name has no rule: a typo would pass.
   known = {name for name, _ in rules}
   # As in NNX, a name without a rule may be that of a mesh axis.
   rules = (*rules, *((a, a) for a in mesh.axis_names if a not in known))
   known |= set(mesh.axis_names)
-  for name in names:
+  for name in names if strict else ():
+    # Flax would leave the dimension unsplit: a typo would pass.
     if isinstance(name, str) and name not in known:
       raise ValueError(
         f"{leaf_name} has the logical names {names!r}, and no rule maps "
         f"{name!r} to a mesh axis; allowed: {sorted(known)}, or a rule such as "
-        f"({name!r}, None) in `rules` or flax.linen.logical_axis_rules."
+        f"({name!r}, None) in `rules` or flax.linen.logical_axis_rules; with "
+        "strict=False such a dimension is unsplit."
         f"{checks.did_you_mean(name, known)}"
       )
   try:

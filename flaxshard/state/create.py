@@ -34,6 +34,7 @@ def create_train_state(
   wrappers: Sequence[base.Wrapper] = (),
   strategy: sharding_lib.HasMesh | None = None,
   rules: rules_lib.Rules = None,
+  strict: bool = True,
   abstract: bool = False,
 ) -> TrainState:
   """Initializes a model and returns its `TrainState`.
@@ -63,6 +64,8 @@ def create_train_state(
     rules: How the parameters are split over the mesh: None (by their metadata,
       else replicated), `"fsdp"`, or a sequence of rules; see
       `flaxshard.partitioning.rules`. Needs a strategy.
+    strict: Whether a logical name that has no rule is an error. With False its
+      dimension is unsplit, as in `flax.linen.logical_to_mesh_sharding`.
     abstract: Whether to return shapes, dtypes and shardings for the arrays.
       Without a strategy, the sharding is that of the default device.
 
@@ -71,8 +74,8 @@ def create_train_state(
     Each collection other than `params` is a field under its own name.
 
   Raises:
-    TypeError: `model`, `rng`, `wrappers`, `strategy`, `abstract` or a rule has
-      a wrong type.
+    TypeError: `model`, `rng`, `wrappers`, `strategy`, `strict`, `abstract` or a
+      rule has a wrong type.
     ValueError: The model has no parameters, `sample_input` is empty, a
       collection has the name of a TrainState field, a rule cannot be applied,
       or `rules` are given without a strategy.
@@ -89,6 +92,7 @@ def create_train_state(
   """
   wrappers = base.check(wrappers)
   abstract = checks.boolean("abstract", abstract)
+  strict = checks.boolean("strict", strict)
   if strategy is None and rules is not None:
     raise ValueError(
       f"rules={rules!r} need a strategy, whose mesh they split parameters "
@@ -106,7 +110,14 @@ def create_train_state(
     )
   mesh = None if strategy is None else sharding_lib.mesh_of(strategy)
   plan = plan_creation(
-    model, rng, sample_input, tx, wrappers=wrappers, mesh=mesh, rules=rules
+    model,
+    rng,
+    sample_input,
+    tx,
+    wrappers=wrappers,
+    mesh=mesh,
+    rules=rules,
+    strict=strict,
   )
   return plan.abstract_state() if abstract else plan.create_state()
 
@@ -162,6 +173,7 @@ def plan_creation(
   wrappers: tuple[base.Wrapper, ...] = (),
   mesh: jax.sharding.Mesh | None = None,
   rules: rules_lib.Rules = None,
+  strict: bool = True,
 ) -> CreationPlan:
   """Traces the creation of a train state.
 
@@ -173,6 +185,7 @@ def plan_creation(
     wrappers: See there.
     mesh: The mesh of the strategy; None is the default device.
     rules: How the parameters are split over the mesh.
+    strict: Whether a logical name that has no rule is an error.
   """
   init = initialization.trace(model, rng, sample_input)
   # Errors in the rules are raised here, before anything is compiled.
@@ -182,11 +195,13 @@ def plan_creation(
     for name, tree in init.variables.items():
       # The rules are about the parameters alone.
       tree_rules = rules if name == "params" else None
-      specs[name] = rules_lib.resolve(tree_rules, mesh, tree, argument=name)
+      specs[name] = rules_lib.resolve(
+        tree_rules, mesh, tree, argument=name, strict=strict
+      )
     arg_specs: PyTree = (specs,)
     if not init.args_are_variables:
       arg_specs = rules_lib.resolve(
-        None, mesh, init.args, argument="(rng, sample_input)"
+        None, mesh, init.args, argument="(rng, sample_input)", strict=strict
       )
     arg_shardings = sharding_lib.shardings_of(arg_specs, mesh)
   wrappers = stack.with_policy(wrappers, init.model.policy)

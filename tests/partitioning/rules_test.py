@@ -144,10 +144,25 @@ SIZES = "{'replica': 4, 'model': 2}"
       ("rules[1]=('mlp_in/kernel'", "rules[0]"),
     ),
     ((("mlp", "model"),), ("rules", "('mlp', 'model')", "params")),
+    # Not a catch-all: it is not found in every path.
+    ((("", P()), ("embed", P("model"))), ("rules[1]=('embed'", "rules[0]")),
+    # Not the last regex.
+    ((("", P()), (".*", P()), ("", P())), ("rules[1]=('.*'", "rules[0]")),
   ],
 )
 def test_rule_that_cannot_be_followed_raises_rule_error(rules, facts):
   assert_raises(specs_lib.RuleError, facts, resolve, rules, MESH, PARAMS)
+
+
+@pytest.mark.parametrize("pattern", [".*", "", "^.+$"])
+def test_catch_all_rule_with_no_parameters_left_is_allowed(pattern):
+  rules = (("kernel|embed|scale", P()), ("bias", P("model")))
+  catch_all = (pattern, P("replica"))
+  split = {"block/mlp_in/bias": P("model"), "block/mlp_out/bias": P("model")}
+  assert split_leaves(resolve((*rules, catch_all), MESH, PARAMS)) == split
+  # FSDP and pairs for logical names may follow.
+  rules = (*rules, catch_all, FSDP(("model",), min_size=8))
+  assert split_leaves(resolve(rules, MESH, PARAMS)) == split
 
 
 def test_indivisible_dimension_raises():
@@ -198,6 +213,11 @@ def test_fsdp_splits_dimensions_that_other_rules_leave():
     "block/mlp_in/bias": P("replica"),
     "block/mlp_out/bias": P("replica"),
   }
+
+
+@pytest.mark.parametrize("axis", [(), 3, ("a", "a"), ["a"], ("a", None)])
+def test_fsdp_with_invalid_axis_raises(axis):
+  assert_raises(ValueError, ("FSDP: axis", repr(axis)), FSDP, axis=axis)
 
 
 def test_fsdp_over_several_axes():
@@ -333,6 +353,14 @@ def test_logical_name_without_rule_may_be_a_mesh_axis():
   params = {"w": logical((None, "model"))}
   assert resolve(None, MESH, params) == {"w": P(None, "model")}
   assert resolve((("model", None),), MESH, params) == {"w": P()}
+
+
+def test_logical_names_without_rule_are_unsplit_if_not_strict():
+  params = {"w": logical(("mlp", "unknown")), "v": logical(("model", "other"))}
+  specs = resolve(LOGICAL, MESH, params, strict=False)
+  # As flax.linen.logical_to_mesh_sharding, but for the name of a mesh axis.
+  assert specs == {"w": P("model"), "v": P("model")}
+  assert_raises(ValueError, ("strict=False",), resolve, LOGICAL, MESH, params)
 
 
 def test_logical_names_with_regex_and_fsdp():

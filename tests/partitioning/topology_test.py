@@ -116,6 +116,13 @@ ZEROS = [0, 0, 0, 0]
   [
     ([(2, 2, 1.0, 1)], TypeError, ("mesh_shape", "got (2, 2, 1.0, 1)")),
     ([(2**30,) * 4], ValueError, ("mesh_shape", "product")),
+    ([(2**31, 1, 1, 1)], ValueError, ("mesh_shape", "int32", str(2**31))),
+    ([(2**63, 1, 1, 1)], ValueError, ("mesh_shape", "int32", str(2**63))),
+    (
+      [(2, 1, 1, 1), np.full((1, 2, 4), 2**64 - 1, np.uint64)],
+      ValueError,
+      ("device_coordinates", "int32", str(2**64 - 1)),
+    ),
     ([MESH, [[ZEROS], []]], ValueError, ("device_coordinates", "[n, n, 4]")),
     ([MESH, [[ZEROS, [0, 0, 2, 0]]]], ValueError, ("[0, 1]", "[0, 0, 2, 0]")),
     ([MESH, [[ZEROS], [ZEROS]]], ValueError, ("[0, 0]", "another core")),

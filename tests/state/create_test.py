@@ -161,6 +161,8 @@ def test_partitioning_metadata_and_logical_names():
   assert isinstance(state.stats["mean"], jax.Array)
   with pytest.raises(ValueError, match=r"params\[Dense_1/kernel\]"):
     make(Annotated(), strategy=STRATEGY)
+  state = make(Annotated(), strategy=STRATEGY, strict=False)
+  assert specs(state.params) == {"Dense_0/kernel": P("replica")}
   assert jax.tree.leaves(make(Annotated()).params)[0].shape == (8,)
 
 
