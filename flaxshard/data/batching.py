@@ -9,6 +9,7 @@ from typing import SupportsIndex
 import grain
 import numpy as np
 
+from flaxshard.core import checks
 from flaxshard.data import sources
 from flaxshard.data.sources import Example
 from flaxshard.data.sources import Source
@@ -43,12 +44,19 @@ def train_iterator(
   Returns:
     An iterator over dicts of arrays `[batch_size / process_count, ...]`.
 
+  Raises:
+    TypeError: A number is not an integer.
+    ValueError: A number is out of range, or `batch_size` is not a multiple of
+      `process_count`.
+
   Example:
     >>> from flaxshard import data
     >>> iterator = train_iterator(data.digits(), batch_size=32, seed=0)
     >>> next(iterator)["inputs"].shape
     (32, 8, 8, 1)
   """
+  _check_share(batch_size, process_index, process_count)
+  checks.integer("seed", seed, minimum=0)
   dataset = grain.MapDataset.source(splits.train).seed(seed).shuffle().repeat()
   if splits.augment is not None:
     dataset = dataset.random_map(splits.augment)
@@ -81,18 +89,40 @@ def eval_batches(
     A dataset of dicts of arrays `[batch_size / process_count, ...]`. Their
     entry `mask`, bool `[batch]`, is False for padding.
 
+  Raises:
+    TypeError: A number is not an integer.
+    ValueError: A number is out of range, or `batch_size` is not a multiple of
+      `process_count`.
+
   Example:
     >>> from flaxshard import data
     >>> batches = list(eval_batches(data.digits(), batch_size=200))
     >>> [int(batch["mask"].sum()) for batch in batches]
     [200, 160]
   """
+  _check_share(batch_size, process_index, process_count)
   # All processes evaluate in lockstep: they need equally many batches.
   padded_length = -(-len(splits.eval) // batch_size) * batch_size
   source = _Padded(splits.eval, padded_length)
   dataset = grain.MapDataset.source(source)[process_index::process_count]
   dataset = dataset.map(_shape_check(source[0]))
   return _batch(dataset, splits, batch_size // process_count)
+
+
+def _check_share(
+  batch_size: int, process_index: int, process_count: int
+) -> None:
+  """Raises unless a process can have its part of every global batch."""
+  checks.integer("batch_size", batch_size, minimum=1)
+  checks.integer("process_count", process_count, minimum=1)
+  checks.integer(
+    "process_index", process_index, minimum=0, maximum=process_count - 1
+  )
+  if batch_size % process_count:
+    raise ValueError(
+      f"batch_size={batch_size} must be a multiple of "
+      f"process_count={process_count}."
+    )
 
 
 def _batch(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
+import inspect
 from typing import Any
 
 import jax
@@ -43,6 +44,11 @@ class InputContext:
     input_pipeline_id: Index of this pipeline, from 0.
     num_replicas_in_sync: Number of replicas of all pipelines.
 
+  Raises:
+    TypeError: A field is not an integer.
+    ValueError: A number is not positive, or the index is not below the number
+      of pipelines.
+
   Example:
     >>> context = InputContext(2, 0, num_replicas_in_sync=8)
     >>> context.get_per_replica_batch_size(32)
@@ -56,6 +62,17 @@ class InputContext:
   input_pipeline_id: int = 0
   num_replicas_in_sync: int = 1
 
+  def __post_init__(self) -> None:
+    pipelines, replicas = self.num_input_pipelines, self.num_replicas_in_sync
+    checks.integer("num_input_pipelines", pipelines, minimum=1)
+    checks.integer("num_replicas_in_sync", replicas, minimum=1)
+    checks.integer(
+      "input_pipeline_id",
+      self.input_pipeline_id,
+      minimum=0,
+      maximum=pipelines - 1,
+    )
+
   def get_per_replica_batch_size(self, global_batch_size: int) -> int:
     """Returns the batch size of one replica.
 
@@ -63,15 +80,17 @@ class InputContext:
       global_batch_size: Number of examples in a global batch.
 
     Raises:
+      TypeError: `global_batch_size` is not an integer.
       ValueError: `global_batch_size` is not a positive multiple of the number
         of replicas.
     """
-    if global_batch_size < 1 or global_batch_size % self.num_replicas_in_sync:
+    size = checks.integer("global_batch_size", global_batch_size)
+    if size < 1 or size % self.num_replicas_in_sync:
       raise ValueError(
-        f"global_batch_size={global_batch_size!r} must be a multiple of the "
+        f"global_batch_size={size} must be a multiple of the "
         f"{self.num_replicas_in_sync} replicas in sync."
       )
-    return global_batch_size // self.num_replicas_in_sync
+    return size // self.num_replicas_in_sync
 
 
 def distribute_dataset(
@@ -143,7 +162,8 @@ def distribute_dataset(
       Any error of `iterable`, after the batches before it.
 
   Raises:
-    ValueError: An argument is invalid or does not fit the mesh.
+    ValueError: An argument is invalid or does not fit the mesh, or `iterable`
+      is a generator that was read to its end.
     TypeError: `iterable` is not an iterable, or is a single batch.
 
   Example:
@@ -248,6 +268,16 @@ def _distribute(
     raise TypeError(
       "iterable must be an iterable of batches, got "
       f"{type(iterable).__name__}; shard_batch takes a single batch."
+    )
+  # Other iterators do not show whether they are at their end.
+  if (
+    inspect.isgenerator(iterable)
+    and inspect.getgeneratorstate(iterable) == inspect.GEN_CLOSED
+  ):
+    raise ValueError(
+      "iterable is a generator at its end, which yields no more batches: a "
+      "generator can be read only once. Pass a list or another iterable that "
+      "starts again, or a new generator for each epoch."
     )
   prefetch = checks.integer("prefetch", prefetch, minimum=0)
   config.check(mesh)

@@ -9,6 +9,7 @@ import functools
 import itertools
 import logging
 from typing import Any, Protocol, runtime_checkable
+import warnings
 import weakref
 
 import jax
@@ -39,7 +40,8 @@ class DistributedDataset:
 
   Every `iter()` starts a new epoch if `iter()` of the source does. Otherwise,
   as with a generator, every `iter()` returns the same iterator, so that no
-  batch that was read ahead is lost.
+  batch that was read ahead is lost. A UserWarning tells of an epoch without
+  batches that begins after the end of such a source.
 
   Args:
     mesh: The mesh that batches are put on.
@@ -61,6 +63,7 @@ class DistributedDataset:
   def __iter__(self) -> DistributedIterator:
     """Returns an iterator over one epoch."""
     if self._single_iterator is not None:
+      self._single_iterator.note_epoch()
       return self._single_iterator
     source = iter(self.iterable)
     padder = padding.Padder(self.mesh, self.config)
@@ -115,6 +118,7 @@ class DistributedIterator:
     self._prefetch: prefetch_lib.Prefetch | None = None
     self._finalizer: weakref.finalize | None = None
     self._ended = False
+    self._epoch_after_end = False
     self._closed = False
 
   def __iter__(self) -> DistributedIterator:
@@ -125,6 +129,15 @@ class DistributedIterator:
     """Returns the next batch, or raises the error of the source."""
     self._check_open()
     if self._ended:
+      if self._epoch_after_end:
+        self._epoch_after_end = False
+        warnings.warn(
+          f"the iterable, a {type(self._source).__name__}, can be read only "
+          "once and is at its end: this epoch has no batches. Pass an iterable "
+          "that starts again, such as a list or a Grain dataset; or distribute "
+          "a new one for each epoch.",
+          stacklevel=2,
+        )
       raise StopIteration
     self.start_prefetch()
     item = self._read() if self._prefetch is None else self._prefetch.get()
@@ -140,6 +153,11 @@ class DistributedIterator:
     finally:
       # The traceback refers to this frame: without `item` there is no cycle.
       del item
+
+  def note_epoch(self) -> None:
+    """Notes that another epoch begins, which the source may not have."""
+    # Not a warning yet: `set_state` may set the position back first.
+    self._epoch_after_end = self._ended
 
   def start_prefetch(self) -> None:
     """Starts to read ahead now, instead of with the first batch."""

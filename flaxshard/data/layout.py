@@ -69,13 +69,15 @@ class Padding:
         f"bucket_dims={self.bucket_dims!r} needs bucket='power_of_two'."
       )
     for path, dims in self.varying_dims().items():
-      if not isinstance(dims, tuple) or not all(
-        isinstance(dim, int) and dim >= 1 for dim in dims
-      ):
+      if not isinstance(dims, tuple):
         raise ValueError(
           "bucket_dims must be a tuple of dimensions from 1 on (0 is the "
           f"batch), or a dict of such tuples by path, got {dims!r} for {path}."
         )
+      for dim in dims:
+        # Dimension 0 is the batch.
+        where = f"bucket_dims={dims!r} for {path}"
+        checks.integer(f"{where}: a dimension", dim, minimum=1)
     sharding.check_specs(mesh, self.spec)
 
   def varying_dims(self) -> dict[str, Any]:
@@ -154,6 +156,14 @@ def create_layout(
         # One padded size for all leaves: every sharding has to divide it.
         multiples[dim] = math.lcm(multiples.get(dim, 1), split)
     leaves.append(dataclasses.replace(leaf, shape=tuple(shape)))
+  missing = {dim for dims in varying.values() for dim in dims} - set(multiples)
+  # The default, (1,), is also for batches of which only the rows vary.
+  if config.bucket_dims is not None and missing:
+    shapes = {leaf.path: leaf.shape for leaf in leaves}
+    raise ValueError(
+      f"bucket_dims={config.bucket_dims!r} names dimensions {sorted(missing)}, "
+      f"which no array of the batch has: {shapes}."
+    )
   # Each process pads its rows to its share of the multiple: together the rows
   # of all pipelines reach the multiple.
   multiples[0] //= math.gcd(multiples[0], count)

@@ -42,11 +42,10 @@ class Prefetch:
 
   def __init__(self, read: Callable[[], Item], size: int):
     self._read = read
-    # A SimpleQueue as a semaphore, one entry for each free place: it is
-    # written in C, threading.Semaphore in Python.
-    self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
-    for _ in range(size):
-      self._free.put(None)
+    self._size = size
+    # A SimpleQueue as a semaphore, one entry for each item that `get` has
+    # taken: it is written in C, threading.Semaphore in Python.
+    self._taken: queue.SimpleQueue[None] = queue.SimpleQueue()
     self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
     self._stopped = False
     # jax.enable_x64 is thread-local: pass its value on to the thread.
@@ -60,14 +59,14 @@ class Prefetch:
   def get(self) -> Item:
     """Returns the next item; waits until it is read."""
     item = self._items.get()
-    self._free.put(None)
+    self._taken.put(None)
     return item
 
   def stop(self) -> None:
     """Asks the thread to end after its current read; does not wait."""
     self._stopped = True
-    # Wakes the thread if it waits for a free place.
-    self._free.put(None)
+    # Wakes the thread if it waits for an item to be taken.
+    self._taken.put(None)
 
   def join(self, timeout: float | None = None) -> bool:
     """Waits for the thread to end.
@@ -86,8 +85,12 @@ class Prefetch:
   def _run(self) -> None:
     with jax.enable_x64(self._x64):
       error: BaseException | None = None
+      free = self._size  # places for which no item has to be taken first
       while error is None:
-        self._free.get()
+        if free:
+          free -= 1
+        else:
+          self._taken.get()
         if self._stopped:
           # Wakes a reader that waits in `get`.
           error = ValueError("the iterator was closed.")

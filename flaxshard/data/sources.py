@@ -97,6 +97,10 @@ class Windows:
     tokens: `[tokens]`, integers.
     length: Number of tokens in a window.
 
+  Raises:
+    TypeError: `length` is not an integer.
+    ValueError: `length` is out of range.
+
   Example:
     >>> window = Windows(np.arange(9), length=4)[1]
     >>> window["inputs"].tolist(), window["labels"].tolist()
@@ -105,6 +109,9 @@ class Windows:
 
   tokens: np.ndarray
   length: int
+
+  def __post_init__(self) -> None:
+    checks.integer("Windows: length", self.length, minimum=1)
 
   def __len__(self) -> int:
     """Returns the number of windows."""

@@ -222,3 +222,25 @@ def test_an_invalid_example_raises_when_it_is_read(fields, facts):
   next(batches)
   with pytest.raises(ValueError, match=r"^config\.data: "):
     next(batches)
+
+
+@pytest.mark.parametrize(
+  ("options", "facts"),
+  [
+    ({"batch_size": 0}, "batch_size .* 0"),
+    ({"batch_size": 2**31}, f"batch_size .* {2**31}"),
+    ({"batch_size": 5}, "batch_size=5 .*process_count=2"),
+    ({"process_count": 2**31}, f"process_count .* {2**31}"),
+    ({"process_index": 2}, "process_index .*at most 1, got 2"),
+    ({"seed": -1}, "seed .* -1"),
+    ({"seed": 2**31}, f"seed .* {2**31}"),
+  ],
+)
+def test_invalid_counts_raise(options, facts):
+  options = {"batch_size": 4, "process_count": 2, "seed": 0} | options
+  with pytest.raises(ValueError, match=facts):
+    data.train_iterator(make_splits(), **options)
+  seed = options.pop("seed")
+  if seed == 0:
+    with pytest.raises(ValueError, match=facts):
+      data.eval_batches(make_splits(), **options)

@@ -5,6 +5,7 @@ import itertools
 import threading
 import time
 import traceback
+import warnings
 
 import compilations
 import grain
@@ -187,7 +188,8 @@ def test_a_generator_continues_where_the_last_iteration_stopped():
   first = list(itertools.islice(dataset, 3))
   rest = list(dataset)
   assert real_examples(first + rest) == list(range(64))
-  assert list(dataset) == []
+  with pytest.warns(UserWarning, match="list_iterator, can be read only once"):
+    assert list(dataset) == []
 
 
 def test_grain_datasets_restart_and_grain_iterators_do_not():
@@ -197,8 +199,35 @@ def test_grain_datasets_restart_and_grain_iterators_do_not():
     for _ in range(2):
       assert real_examples(dataset) == list(range(24))
   dataset = distributed(iter(source.to_iter_dataset()))
-  assert real_examples(dataset) == list(range(24))
-  assert real_examples(dataset) == []
+  start = iter(dataset).get_state()
+  for _ in range(2):
+    with warnings.catch_warnings(action="error"):
+      assert real_examples(dataset) == list(range(24))
+      iter(dataset).set_state(start)
+
+
+@PREFETCHES
+def test_second_epoch_of_a_generator_warns(prefetch):
+  batches = (batch for batch in epoch(24, 8))
+  dataset = distributed(batches, prefetch=prefetch)
+  with warnings.catch_warnings(action="error"):
+    iterator = iter(dataset)
+    assert len(list(iterator)) == 3
+    # Python's protocol, not a new epoch.
+    assert next(iterator, None) is None
+    assert list(iterator) == []
+  for _ in range(2):
+    with pytest.warns(UserWarning, match=r"generator.*no batches.*list") as w:
+      for _ in dataset:
+        raise AssertionError
+    assert [x.filename for x in w] == [__file__]
+
+
+def test_generator_at_its_end_raises():
+  batches = (batch for batch in epoch(24, 8))
+  assert len(list(distributed(batches))) == 3
+  with pytest.raises(ValueError, match=r"generator at its end.*list"):
+    distributed(batches)
 
 
 def test_a_class_with_getitem_alone_is_an_iterable():
@@ -603,6 +632,12 @@ def test_per_replica_batch_size():
   for size in (63, 0, -8):
     with pytest.raises(ValueError, match=f"global_batch_size={size} .*8"):
       context.get_per_replica_batch_size(size)
+  for size in (8.0, "8", True, 2**31):
+    with pytest.raises(ValueError, match=f"global_batch_size .*{size}"):
+      context.get_per_replica_batch_size(size)
+  for fields in ((0, 0, 8), (2, 2, 8), (1, 0, 0), (1, 0, 2**31)):
+    with pytest.raises(ValueError, match=r"num_|input_pipeline_id"):
+      distribute.InputContext(*fields)
 
 
 # Arguments.
@@ -615,5 +650,14 @@ def test_an_invalid_iterable_raises():
 
 
 def test_invalid_prefetch_raises():
-  with pytest.raises(ValueError, match=r"prefetch .* -1"):
-    distributed([], prefetch=-1)
+  for prefetch in (-1, 2**31, 10**20):
+    with pytest.raises(ValueError, match=f"prefetch .* {prefetch}"):
+      distributed([], prefetch=prefetch)
+
+
+def test_a_large_prefetch_reads_all_batches_ahead_at_once():
+  source = Counting(3)
+  with iter(distributed(source, prefetch=2**31 - 1)) as iterator:
+    next(iterator)
+    wait_until(lambda: source.read == 3)
+    assert len(list(iterator)) == 2

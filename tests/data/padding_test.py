@@ -314,6 +314,8 @@ def test_joined_batches_may_have_different_lengths():
       {"bucket": "power_of_two", "bucket_dims": {"x": (-1,)}},
       ["bucket_dims", "(-1,)", "x"],
     ),
+    ({"bucket": "power_of_two", "bucket_dims": (True,)}, ["(True,)"]),
+    ({"bucket": "power_of_two", "bucket_dims": (2**31,)}, [str(2**31 - 1)]),
   ],
 )
 def test_invalid_options_raise_before_a_batch_is_read(options, facts):
@@ -329,5 +331,11 @@ def test_options_that_do_not_fit_the_batches_raise():
     [rows(4)],
     bucket="power_of_two",
     bucket_dims={"y": (1,)},
+  )
+  check_raises(
+    ["bucket_dims=(1, 2)", "[2]", "x"],
+    [{"x": np.ones((4, 3))}],
+    bucket="power_of_two",
+    bucket_dims=(1, 2),
   )
   check_raises(["bucket", "dict"], [(np.ones(4),)], bucket="power_of_two")

@@ -15,6 +15,9 @@ def test_a_window_needs_one_more_token_than_its_length():
   assert len(data.Windows(tokens, 4)) == 2
   assert len(data.Windows(tokens[:8], 4)) == 1
   assert data.Windows(tokens, 4)[1]["labels"].tolist() == [5, 6, 7, 8]
+  for length in (0, 2**31):
+    with pytest.raises(ValueError, match=f"Windows: length .* {length}"):
+      data.Windows(tokens, length)
 
 
 def source(size, dtype=np.float32, **fields):
