@@ -49,6 +49,8 @@ def get_config() -> ml_collections.ConfigDict:
   # Also keep the best by "eval_accuracy" or "eval_loss".
   config.best_metric = "none"
   config.keep_best = 1  # number of best checkpoints to keep
+  # In the workdir of a finished run: "auto", or "extend" to train on.
+  config.resume = "auto"
   config.writer = "tensorboard"  # of events; or "clu" (TensorFlow), "none"
   config.profile_steps = ()  # (first, last): trace them to workdir/profile
   # When the run diverges, see flaxshard.train.config: "stop" or "continue".

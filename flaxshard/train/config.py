@@ -37,6 +37,9 @@ Fields with a default:
 - `best_metric` (`"none"`): Also keeps the checkpoints that are best by
   `"eval_accuracy"` or `"eval_loss"`.
 - `keep_best` (1): Number of best checkpoints to keep.
+- `resume` (`"auto"`): What to do in a workdir with a finished run: `"auto"`
+  returns its state if the config is the same, and is an error otherwise;
+  `"extend"` trains on to a later `num_train_steps`.
 
 Fields of `mesh`, all with a default:
 
@@ -226,6 +229,7 @@ _FIELDS = {
   "keep_every_steps": _Field(_ZERO_OR_MORE, 0),
   "best_metric": _Field(_one_of("none", *BEST_MODES), "none"),
   "keep_best": _Field(_ONE_OR_MORE, 1),
+  "resume": _Field(_one_of("auto", "extend"), "auto"),
 }
 
 

@@ -29,9 +29,9 @@ from flaxshard.train import charts
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
 from flaxshard.train import divergence
-from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import preemption
 from flaxshard.train import report
+from flaxshard.train import resume
 from flaxshard.train import setup as setup_lib
 from flaxshard.train import steps
 from flaxshard.train import timer as timer_lib
@@ -86,11 +86,11 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     if first_step < config.num_train_steps:
       state, signum = _train(setup, run, state, first_step)
     else:
-      _log.info(
-        "step %d is done already: nothing to train up to "
-        "config.num_train_steps=%d",
+      _log.warning(
+        "nothing to train: step %d of config.num_train_steps=%d is done in %s",
         first_step,
         config.num_train_steps,
+        workdir,
       )
   if signum is None:
     report.finish(workdir)
@@ -149,12 +149,15 @@ def _restore_or_create(
   """Returns the state to train from, and the step that it was saved at."""
   if run.checkpointer.latest_step() is None:
     return setup.create_state(), 0
-  metrics_lib.check_continues(setup.config, run.workdir)
+  config = setup.config
+  changes = resume.check_data(config, run.workdir, len(setup.splits.train))
   # Into shapes and shardings: a state of arrays would need its memory twice.
   state = run.checkpointer.restore(setup.abstract_state, data=run.train_iter)
   # Not always the latest step: a damaged one is passed over.
   first_step = run.checkpointer.restored_step or 0
-  _log.info("resuming from step %d in %s", first_step, run.workdir)
+  resume.check_changes(config, run.workdir, changes, first_step)
+  if first_step < config.num_train_steps:
+    _log.info("resuming from step %d in %s", first_step, run.workdir)
   return state, first_step
 
 
@@ -168,7 +171,7 @@ def _train(
     the last step, or None.
   """
   config = setup.config
-  metrics_lib.write_config(config, run.workdir)
+  resume.write(config, run.workdir, len(setup.splits.train))
   _log_state(state, first_step)
   _compile(setup.lowered_train_step)
   with (

@@ -1,4 +1,4 @@
-"""The text files of a workdir: `metrics.jsonl` and `config.json`."""
+"""The rows of a workdir's `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -94,52 +94,6 @@ def format_row(row: Row) -> str:
     for k, v in row.items()
     if v is not None
   )
-
-
-def check_continues(config: Any, workdir: str) -> None:
-  """Raises if a config cannot continue the run of a workdir.
-
-  A checkpoint counts the batches consumed. With other data, another batch size
-  or another seed, that count means other examples. Other changed fields are
-  logged.
-
-  Args:
-    config: A checked config.
-    workdir: The workdir, with the `config.json` of its last run.
-
-  Raises:
-    ValueError: One of these fields has changed, or `config.json` is broken.
-  """
-  path = os.path.join(workdir, "config.json")
-  if not os.path.exists(path):
-    _log.warning("%s is missing: cannot check that the config fits", path)
-    return
-  try:
-    with open(path) as f:
-      before = dict(json.load(f))
-  except (ValueError, TypeError) as e:
-    raise ValueError(
-      f"{path} is broken ({e}). Remove it to continue without this check."
-    ) from e
-  # Through JSON like the saved config, which has lists for tuples.
-  now = json.loads(config.to_json())
-  for field in ("data", "batch_size", "seed"):
-    if before.get(field) != now[field]:
-      raise ValueError(
-        f"config.{field}={now[field]!r}, but {workdir} was trained with "
-        f"{before.get(field)!r}, so its data cannot be continued. Use that "
-        "value or another workdir."
-      )
-  changed = [field for field in now if before.get(field) != now[field]]
-  if changed:
-    _log.info("changed since the last run: config.%s", ", ".join(changed))
-
-
-def write_config(config: Any, workdir: str) -> None:
-  """Writes the checked config to `config.json`, from process 0."""
-  if jax.process_index() == 0:
-    with atomic_write(os.path.join(workdir, "config.json")) as f:
-      json.dump(json.loads(config.to_json()), f, indent=2, sort_keys=True)
 
 
 @contextlib.contextmanager

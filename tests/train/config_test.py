@@ -64,6 +64,7 @@ def test_defaults_are_filled_in():
     keep_every_steps=0,
     best_metric="none",
     keep_best=1,
+    resume="auto",
   )
   assert config_lib.check(checked).to_dict() == checked.to_dict()
 
@@ -81,6 +82,7 @@ def test_given_values_are_kept():
     keep_every_steps=8,
     best_metric="eval_loss",
     keep_best=2,
+    resume="extend",
     precision="mixed_bfloat16",
     wrappers=(),
   )
@@ -149,6 +151,7 @@ NUMBERS = [
 ]
 CHOICES = [
   (("on_nonfinite",), ("stopp", 3), "'stop', 'continue'"),
+  (("resume",), ("extended", None), "'auto', 'extend'"),
   (("writer",), ("stdout", None), "'tensorboard', 'clu', 'none'"),
   (("best_metric",), ("accuracy",), "'none', 'eval_accuracy', 'eval_loss'"),
   (("precision",), ("float7", 3, ["float32"]), "'float32', 'mixed_float16'"),

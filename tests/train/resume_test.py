@@ -1,0 +1,132 @@
+"""A workdir of another config, or of other data."""
+
+import logging
+import sys
+
+import jax
+import pytest
+import tiny
+
+from flaxshard import data
+from flaxshard import train
+from flaxshard.train import charts
+from flaxshard.train import config as config_lib
+from flaxshard.train import resume
+
+_THIS = "resume_test_factories"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable():
+  """Lets configs name the data of this file; draws no plots."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(sys.modules, _THIS, sys.modules[__name__])
+    patch.setattr(charts, "plot", lambda rows, path: None)
+    yield
+
+
+def digits() -> data.Splits:
+  """Returns `NUM_EXAMPLES` digits."""
+  splits = data.digits()
+  train_examples = data.Arrays(
+    splits.train.inputs[:NUM_EXAMPLES], splits.train.labels[:NUM_EXAMPLES]
+  )
+  return data.Splits(train_examples, splits.eval, 10)
+
+
+NUM_EXAMPLES = 128
+
+
+def make_config(**fields):
+  fields = {"num_train_steps": 4, "log_every_steps": 4, **fields}
+  return tiny.config(data={"name": f"{_THIS}:digits"}, **fields)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  """The workdir of a finished run of four steps."""
+  workdir = str(tmp_path_factory.mktemp("finished"))
+  train.train_and_evaluate(make_config(), workdir)
+  return workdir
+
+
+@pytest.mark.parametrize(
+  ("fields", "facts"),
+  [
+    (
+      {"learning_rate": 0.5},
+      ("config.learning_rate: 0.01 -> 0.5", "config.num_train_steps above 4"),
+    ),
+    (
+      {"num_train_steps": 6, "optimizer": {"name": "adamw", "b1": 0.5}},
+      ("num_train_steps: 4 -> 6", "optimizer.b1: None -> 0.5", "from step 4"),
+    ),
+    (
+      {"num_train_steps": 2, "resume": "extend"},
+      ("config.num_train_steps: 4 -> 2", "above 4"),
+    ),
+  ],
+)
+def test_a_finished_workdir_with_a_changed_config_raises(
+  finished, fields, facts, monkeypatch
+):
+  def fail(lowered):
+    raise AssertionError("compiled")
+
+  monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+  with pytest.raises(ValueError) as e:
+    train.train_and_evaluate(make_config(**fields), finished)
+  for fact in (finished, "another workdir", "config.resume='extend'", *facts):
+    assert fact in str(e.value), str(e.value)
+
+
+def test_a_finished_workdir_trains_again_only_to_extend_it(finished, caplog):
+  # Other rows, files and checkpoints would not change the state.
+  config = make_config(log_every_steps=1, max_to_keep=2, on_nonfinite="stop")
+  assert int(train.train_and_evaluate(config, finished).step) == 4
+  (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+  assert record.getMessage().startswith("nothing to train: step 4")
+
+  config = make_config(num_train_steps=6, resume="extend")
+  assert int(train.train_and_evaluate(config, finished).step) == 6
+  assert "config.num_train_steps: 4 -> 6" in caplog.text
+  assert int(train.train_and_evaluate(config, finished).step) == 6
+
+
+def test_another_number_of_examples_under_the_same_config_raises(tmp_path):
+  config = config_lib.check(make_config())
+  resume.write(config, str(tmp_path), 128)
+  assert resume.check_data(config, str(tmp_path), 128) == ((), 4)
+  with pytest.raises(ValueError) as e:
+    resume.check_data(config, str(tmp_path), 96)
+  for fact in ("config.data=", "96 training", "128", str(tmp_path)):
+    assert fact in str(e.value), str(e.value)
+
+
+def test_a_config_changed_before_the_end_warns_with_old_and_new(
+  tmp_path, caplog
+):
+  resume.write(config_lib.check(make_config()), str(tmp_path), 128)
+  fields = {"learning_rate": 0.5, "num_train_steps": 6, "writer": "clu"}
+  config = config_lib.check(make_config(**fields))
+  changes = resume.check_data(config, str(tmp_path), 128)
+  assert not caplog.records
+  resume.check_changes(config, str(tmp_path), changes, 2)
+  (record,) = caplog.records
+  assert record.levelno == logging.WARNING
+  for fact in (
+    "step 2",
+    "config.learning_rate: 0.01 -> 0.5",
+    "config.num_train_steps: 4 -> 6",
+  ):
+    assert fact in record.getMessage()
+  assert "writer" not in record.getMessage()
+
+
+def test_fields_that_an_older_version_did_not_have_are_no_change(tmp_path):
+  config = config_lib.check(make_config())
+  older = config.copy_and_resolve_references()
+  with older.unlocked():
+    del older.resume, older.precision
+  resume.write(older, str(tmp_path), 128)
+  assert resume.check_data(config, str(tmp_path), 128).fields == ()
