@@ -25,3 +25,7 @@ __all__ = [
   "restore",
   "save_args",
 ]
+
+
+def __dir__() -> list[str]:
+  return sorted(__all__)

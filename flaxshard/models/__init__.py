@@ -66,3 +66,7 @@ def create(
   # Every Linen module has the fields `parent` and `name`, set by Flax.
   hidden = ("parent", "name")
   return registry.call("config.model", config, MODELS, hidden=hidden, **given)
+
+
+def __dir__() -> list[str]:
+  return sorted(__all__)

@@ -9,3 +9,7 @@ __all__ = [
   "DeviceAssignment",
   "Topology",
 ]
+
+
+def __dir__() -> list[str]:
+  return sorted(__all__)

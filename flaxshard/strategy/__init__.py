@@ -3,3 +3,7 @@
 from flaxshard.strategy.strategy import Strategy
 
 __all__ = ["Strategy"]
+
+
+def __dir__() -> list[str]:
+  return sorted(__all__)

@@ -31,3 +31,7 @@ __all__ = [
   "from_config",
   "to_config",
 ]
+
+
+def __dir__() -> list[str]:
+  return sorted(__all__)
