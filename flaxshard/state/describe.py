@@ -17,6 +17,7 @@ import numpy as np
 from flaxshard.core import trees
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import replica_groups
+from flaxshard.state import summary
 
 PyTree = Any
 
@@ -24,6 +25,7 @@ PyTree = Any
 _LARGE = 2**20
 # Devices up to which a notebook shows the parts of an array, legibly.
 _MAX_GRID = 16
+_size = summary.format_bytes
 _HEADER = ("shape", "dtype", "spec", "per device", "whole")
 
 
@@ -263,14 +265,6 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _sizes(group: Group) -> tuple[str, str]:
   return _size(group.bytes_per_device), _size(group.nbytes)
-
-
-def _size(nbytes: int) -> str:
-  if nbytes < 2**10:
-    return f"{nbytes} B"
-  # Powers of 1024, up to TiB.
-  power = min((nbytes.bit_length() - 1) // 10, 4)
-  return f"{nbytes / 2 ** (10 * power):.1f} {'KMGT'[power - 1]}iB"
 
 
 def _html_row(

@@ -26,6 +26,7 @@ from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import values
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import sharding as sharding_lib
+from flaxshard.state import summary
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 
@@ -86,7 +87,12 @@ class TrainState(flax_train_state.TrainState):
     # take the inherited method `metrics` as the default of that field.
     if "metrics" in inspect.get_annotations(cls) and "metrics" not in vars(cls):
       cls.metrics = dataclasses.field()  # type: ignore[method-assign]
-    super().__init_subclass__(**kwargs)
+    # Otherwise the dataclass of each subclass gets a repr with all values.
+    super().__init_subclass__(**{"repr": False, **kwargs})
+
+  def __repr__(self) -> str:
+    """Returns shapes, dtypes and bytes of all trees, about a page."""
+    return summary.summarize(self)
 
   @classmethod
   def create(
