@@ -14,6 +14,7 @@ from flax.training import train_state
 import jax
 import numpy as np
 
+from flaxshard.core import ipython
 from flaxshard.core import trees
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import replica_groups
@@ -99,10 +100,12 @@ class Description:
     groups: The arrays by field.
     note: A sentence on how the replicas differ, if a wrapper makes them differ;
       else None.
+    shown_in_cell: Number of the IPython cell that has shown it already.
   """
 
   groups: tuple[Group, ...]
   note: str | None = None
+  shown_in_cell: int | None = None
 
   @property
   def rows(self) -> tuple[Row, ...]:
@@ -144,6 +147,11 @@ class Description:
       cells += [cell.rjust(width) for cell, width in numbers]
       lines.append("  ".join(cells).rstrip())
     return "\n".join([*lines, *self._footer()])
+
+  def _ipython_display_(self) -> None:
+    # IPython shows the value of a cell's last line, which `show` returns.
+    if self.shown_in_cell != ipython.cell_number():
+      show(self)
 
   def _repr_html_(self) -> str:
     lines = ['<table style="border-collapse: collapse; text-align: left">']
@@ -224,6 +232,29 @@ def describe(state: PyTree) -> Description:
     tuple(group for group in groups if group.rows),
     replica_groups.describe_divergence(state),
   )
+
+
+def show(description: Description) -> Description:
+  """Prints a description; a notebook shows it as HTML.
+
+  Args:
+    description: The description.
+
+  Returns:
+    The description. As the value of the same cell it is not shown again.
+  """
+  cell = ipython.cell_number()
+  if cell is None:
+    print(description)
+    return description
+  from IPython import display
+
+  content = {
+    "text/plain": str(description),
+    "text/html": description._repr_html_(),
+  }
+  display.display(content, raw=True)
+  return dataclasses.replace(description, shown_in_cell=cell)
 
 
 def _row(path: str, leaf: Any) -> Row:

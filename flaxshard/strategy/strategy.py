@@ -401,17 +401,17 @@ class Strategy:
     return distribute.shard_batch(self.mesh, batch, spec)
 
   def describe(self, state: PyTree) -> describe.Description:
-    """Prints how arrays are sharded, with bytes per device.
+    """Shows how arrays are sharded, with bytes per device.
+
+    It is printed, and in a notebook shown as a colored grid.
 
     Args:
       state: A TrainState, or any tree of arrays.
 
     Returns:
-      The printed description. A notebook shows it as a colored grid.
+      The description.
     """
-    description = describe.describe(state)
-    print(description)
-    return description
+    return describe.show(describe.describe(state))
 
   def split_to_logical_devices(
     self, tensor: Any, partition_dimensions: Sequence[int]

@@ -2,6 +2,7 @@
 
 from html import parser
 
+import fake_ipython
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
@@ -231,3 +232,25 @@ def test_grid_of_many_devices_is_their_number():
   description = describe([Array()])
   assert description.bytes_per_device == 8
   assert "32 devices" in description._repr_html_()
+
+
+def test_strategy_describe_shows_once_in_a_cell(monkeypatch, capsys):
+  strategy = fs.Strategy()
+  shell = fake_ipython.Shell(monkeypatch)
+  description = strategy.describe({"w": abstract((8,))})
+  # IPython does this with the value of the last line of a cell.
+  description._ipython_display_()
+  (shown,) = shell.shown
+  assert shown["text/plain"] == str(description)
+  assert shown["text/html"] == description._repr_html_()
+  shell.execution_count += 1
+  description._ipython_display_()
+  assert shell.shown == [shown, shown]
+  describe({"w": abstract((8,))})._ipython_display_()
+  assert len(shell.shown) == 3
+  assert capsys.readouterr().out == ""
+
+
+def test_strategy_describe_prints_in_a_program(capsys):
+  description = fs.Strategy().describe({"w": abstract((8,))})
+  assert capsys.readouterr().out == f"{description}\n"

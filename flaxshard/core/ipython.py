@@ -1,0 +1,28 @@
+"""Finds out whether code runs in a notebook, and in which cell."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def in_notebook() -> bool:
+  """Returns whether code runs in a Jupyter kernel, not in a terminal."""
+  shell = _shell()
+  # tqdm.auto recognizes a kernel by this entry of the config as well.
+  return shell is not None and "IPKernelApp" in shell.config
+
+
+def cell_number() -> int | None:
+  """Returns the number of the cell that runs, None outside of IPython."""
+  shell = _shell()
+  return None if shell is None else shell.execution_count
+
+
+def _shell() -> Any:
+  # A program that IPython runs has imported it.
+  if "IPython" not in sys.modules:
+    return None
+  from IPython import get_ipython
+
+  return get_ipython()
