@@ -25,10 +25,10 @@ The config file has a comment at each field. The run writes to the workdir:
 
 The same command again continues from the last checkpoint. In the workdir of a
 finished run, another config is an error: use another workdir, or
---config.resume=extend to train on to a later config.num_train_steps. Ctrl-C, SIGTERM and
-JAX's notice of preemption save a checkpoint and end the run. A third Ctrl-C, a
-second or more after the one before, ends it without a checkpoint; none
-interrupts a save. A workdir can be used by one run at a time.
+--config.resume=extend to train on to a later config.num_train_steps. Ctrl-C,
+SIGTERM and JAX's notice of preemption save a checkpoint and end the run. A
+third Ctrl-C, a second or more after the one before, ends it without a
+checkpoint; none interrupts a save. A workdir can be used by one run at a time.
 """
 
 # Flags only: the training loop is in flaxshard/train/loop.py.

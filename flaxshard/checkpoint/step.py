@@ -16,6 +16,7 @@ from flaxshard.checkpoint import validation
 from flaxshard.checkpoint import wrapper_states
 from flaxshard.core import checks
 from flaxshard.state import replica_groups
+from flaxshard.state.train_state import plain_state
 from flaxshard.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ def save_args(
     _log.info("step %d: %s", int(state.step), note)
     state = replica_groups.copy_first_replica(state)
   items: dict[str, Any] = {
-    plain_item: ocp.args.StandardSave(state.without_wrappers())
+    plain_item: ocp.args.StandardSave(plain_state(state))
   }
   states = wrapper_states.nonempty(state.wrapper_states)
   if states:

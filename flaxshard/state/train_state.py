@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 from typing import Any, ClassVar
+import warnings
 
 from flax import core
 from flax import struct
@@ -477,6 +478,8 @@ class TrainState(flax_train_state.TrainState):
     Returns:
       A state with the same step, parameters, optimizer state and collections,
       without wrappers and their states. `PerReplica` collections are averaged.
+      What a wrapper has not committed, as the local steps of `AGN` since the
+      last commit, is not part of it: a UserWarning says so.
 
     Example:
       >>> import flaxshard as fs
@@ -486,18 +489,9 @@ class TrainState(flax_train_state.TrainState):
       >>> state.without_wrappers().wrappers
       ()
     """
-    fields = fields_lib.fields_by_name(type(self))
-    dropped = ("wrappers", "wrapper_states", "global_structures")
-    names = tuple(n for n in fields if n not in dropped)
-    plain_class: Any = fields_lib.extend(self._base_class or type(self), names)
-    return plain_class(
-      **{
-        name: values.mean_over_replicas(getattr(self, name))
-        if fields_lib.is_array_field(fields[name])
-        else getattr(self, name)
-        for name in names
-      }
-    )
+    for note in stack.pending(self.wrappers, self.wrapper_states):
+      warnings.warn(note, UserWarning, stacklevel=2)
+    return plain_state(self)
 
   def __reduce__(self) -> Any:
     """Pickles the declared class and the values of the fields."""
@@ -569,3 +563,19 @@ def _check_collections(cls: type, collections: Mapping[str, PyTree]) -> None:
         f"create: {name}={tree!r} is no argument; allowed: "
         f"{', '.join(arguments)}, and trees of arrays."
       )
+
+
+def plain_state(state: TrainState) -> TrainState:
+  """Returns `state.without_wrappers()`, and does not warn."""
+  fields = fields_lib.fields_by_name(type(state))
+  dropped = ("wrappers", "wrapper_states", "global_structures")
+  names = tuple(n for n in fields if n not in dropped)
+  plain_class: Any = fields_lib.extend(state._base_class or type(state), names)
+  return plain_class(
+    **{
+      name: values.mean_over_replicas(getattr(state, name))
+      if fields_lib.is_array_field(fields[name])
+      else getattr(state, name)
+      for name in names
+    }
+  )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 import contextlib
 import dataclasses
 import json
@@ -35,6 +35,7 @@ from flaxshard.train import resume
 from flaxshard.train import setup as setup_lib
 from flaxshard.train import steps
 from flaxshard.train import timer as timer_lib
+from flaxshard.train import wrapper_notes
 from flaxshard.wrappers import stack
 
 _log = logging.getLogger(__name__)
@@ -184,7 +185,7 @@ def _train(
   ):
     progress = setup.init_progress()
     rng = setup.replicate(jax.random.key(config.seed))
-    wrapper_warnings = _WrapperWarnings(state)
+    notes = wrapper_notes.WrapperNotes(state)
     divergence_check = divergence.DivergenceCheck(
       config.on_nonfinite, config.num_train_steps
     )
@@ -217,10 +218,11 @@ def _train(
         if due.log:
           row = _train_row(state, seen, setup.schedule)
           row["steps_per_second"] = steps_per_second
-          wrapper_warnings.log(step, row)
+          notes.log_warnings(step, row)
           progress = setup.init_progress()
         if due.evaluate:
           row |= setup.evaluate(state)
+          notes.log_pending(step, state, step == config.num_train_steps)
         if row:
           write_row(step, row)
         divergence_check.check_evaluation(step, row)
@@ -321,36 +323,6 @@ def _train_row(
     row = {f"train_{k}": v for k, v in progress.metrics.compute().items()}
   # The rate of the last applied update, which had the step before it.
   row["learning_rate"] = schedule(jnp.maximum(state.step - 1, 0))
-  return {**_to_numbers(row), **_wrapper_metrics(state)}
-
-
-def _wrapper_metrics(state: TrainState) -> dict[str, float]:
   # Not `state.metrics()`, which a collection of that name would hide.
-  return _to_numbers(stack.metrics(state.wrappers, state.wrapper_states))
-
-
-def _to_numbers(arrays: Mapping[str, Any]) -> dict[str, float]:
-  return {key: np.asarray(value).item() for key, value in arrays.items()}
-
-
-class _WrapperWarnings:
-  """Logs the warnings of the wrappers, such as a loss scale at its floor.
-
-  Of consecutive rows with a warning, only the first one is logged.
-
-  Args:
-    state: The state that training starts from.
-  """
-
-  def __init__(self, state: TrainState):
-    self._wrappers = state.wrappers
-    self._previous = _wrapper_metrics(state)
-    self._has_warned = False
-
-  def log(self, step: int, row: Mapping[str, Any]) -> None:
-    """Logs the warnings that follow from a row of metrics."""
-    messages = stack.warnings_of(self._wrappers, self._previous, row)
-    if not self._has_warned:
-      for message in messages:
-        _log.warning("step %d: %s", step, message)
-    self._previous, self._has_warned = dict(row), bool(messages)
+  row |= stack.metrics(state.wrappers, state.wrapper_states)
+  return {key: np.asarray(value).item() for key, value in row.items()}

@@ -81,7 +81,7 @@ def check_data(config: Any, workdir: str, num_train_examples: int) -> Changes:
   if examples not in (None, num_train_examples):
     raise ValueError(
       f"config.data={now['data']!r} has {num_train_examples} training "
-      f"examples, but {workdir} was trained with {examples}, so its data cannot be "
+      f"examples, but {workdir} was trained with {examples}, so it cannot be "
       "continued. Use that data or another workdir."
     )
   changed = {

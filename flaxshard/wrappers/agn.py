@@ -266,6 +266,17 @@ class AGN(base.Base):
     """Returns the number of commits, to be logged."""
     return {"commits": state.commits}
 
+  def pending(self, state: AGNState) -> str | None:
+    """Returns how many local steps the center lacks, if it lacks any."""
+    steps = int(state.local_step) % self.communication_period
+    if not steps:
+      return None
+    return (
+      f"AGN: the last {steps} local steps of each replica are not in params. "
+      f"They are committed after communication_period="
+      f"{self.communication_period} applied steps."
+    )
+
   # -- Collections.
 
   def reduce_collection(self, x: jax.Array) -> jax.Array:

@@ -326,6 +326,21 @@ class Base:
     del previous, current
     return None
 
+  def pending(self, state: PyTree) -> str | None:
+    """Returns what the parameters lack until a later step, as a sentence.
+
+    The training loop logs it at an evaluation and at the end of a run, and
+    `TrainState.without_wrappers` warns of it.
+
+    Args:
+      state: The wrapper's state, outside of a trace.
+
+    Returns:
+      None, the default, if the parameters have all updates.
+    """
+    del state
+    return None
+
   def stalled(self, state: PyTree) -> Stall | None:
     """Returns the steps skipped in a row, if no further step can succeed.
 

@@ -273,6 +273,20 @@ def warnings_of(
   return [message for message in messages if message]
 
 
+def pending(wrappers: Wrappers, states: States) -> list[str]:
+  """Returns what `Base.pending` of each wrapper returns, without None.
+
+  Empty in a trace and for a state without values.
+  """
+  leaves = jax.tree.leaves(dict(states))
+  if any(
+    isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) for x in leaves
+  ):
+    return []
+  notes = [base.adapt(w).pending(states[base.name_of(w)]) for w in wrappers]
+  return [note for note in notes if note]
+
+
 def stalls(wrappers: Wrappers, states: States) -> list[base.Stall]:
   """Returns what `Base.stalled` of each wrapper returns, without None."""
   found = [base.adapt(w).stalled(states[base.name_of(w)]) for w in wrappers]
