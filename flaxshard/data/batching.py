@@ -142,7 +142,7 @@ def _batch(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Padded:
-  """A source padded to a length with copies of example 0, and a mask."""
+  """A source padded to a length with its examples in turn, and a mask."""
 
   source: Source
   length: int
@@ -152,9 +152,8 @@ class _Padded:
 
   def __getitem__(self, index: SupportsIndex) -> Example:
     index = int(index)
-    is_real = index < len(self.source)
-    example = self.source[index if is_real else 0]
-    return {**example, "mask": np.bool_(is_real)}
+    example = self.source[index % len(self.source)]
+    return {**example, "mask": np.bool_(index < len(self.source))}
 
 
 def _shape_check(first: Example) -> Callable[[Example], Example]:

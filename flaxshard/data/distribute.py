@@ -113,8 +113,8 @@ def distribute_dataset(
 
   Rows: every batch is padded to the same number of rows, so that a train step
   compiles once. That number is `batch_size`, or the number of rows of the first
-  batch, rounded up to a multiple of the replicas. Padding repeats the first row
-  of the batch.
+  batch, rounded up to a multiple of the replicas. Padding repeats the rows of
+  the batch in turn: a mean that ignores the mask is wrong, but not by much.
 
   Mask: `batch[mask]`, bool `[batch]`, is False for padding. Every batch has it,
   even without padding, so that all have the same structure. If a batch has a

@@ -86,7 +86,7 @@ def dtype_of(x: Array) -> np.dtype:
 def join(path: str, arrays: Sequence[Array], shape: tuple[int, ...]) -> Array:
   """Concatenates arrays along the rows and pads them to a shape.
 
-  New rows are copies of row 0. New positions within a row are zero.
+  New rows repeat the given ones in turn. New positions within a row are zero.
 
   Args:
     path: The path of the leaf, for error messages.
@@ -128,10 +128,13 @@ def join(path: str, arrays: Sequence[Array], shape: tuple[int, ...]) -> Array:
     raise ValueError(
       f"batch[{path}] has finite numbers that overflow in {dtype}."
     ) from e
-  if rows:
+  filled = rows
+  while 0 < filled < len(out):
     # Not zeros: a loss that is finite for every example is then finite for the
-    # padding too. log(0), or the gradient of a norm at 0, is not.
-    out[rows:] = out[:1]
+    # padding too. log(0), or the gradient of a norm at 0, is not. All rows in
+    # turn: means that ignore the mask stay close to those of the batch.
+    out[filled : 2 * filled] = out[: min(filled, len(out) - filled)]
+    filled *= 2
   return out
 
 

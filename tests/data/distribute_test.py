@@ -132,6 +132,13 @@ def test_a_masked_loss_has_the_gradient_of_the_real_examples():
   np.testing.assert_allclose(gradient(w, batch), 1 / w)
 
 
+def test_a_mean_that_ignores_the_mask_counts_no_example_thrice():
+  (batch,) = distributed([examples(9)], batch_size=16)
+  assert np.bincount(batch["x"]).tolist() == [2] * 7 + [1] * 2
+  (batch,) = distributed([examples(3)], batch_size=16)
+  assert np.asarray(batch["x"]).tolist() == [*[0, 1, 2] * 5, 0]
+
+
 def test_structure_values_and_dtypes_are_kept():
   batch = {
     "image": np.random.default_rng(0).random((8, 2, 3), np.float32),

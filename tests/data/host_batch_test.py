@@ -75,7 +75,7 @@ def test_arrays_are_concatenated_and_padded():
       [3, 4, 5, 0, 0],
       [10, 11, 12, 13, 0],
       [0, 1, 2, 0, 0],
-      [0, 1, 2, 0, 0],
+      [3, 4, 5, 0, 0],
     ],
   )
   np.testing.assert_array_equal(
@@ -86,4 +86,4 @@ def test_arrays_are_concatenated_and_padded():
 def test_device_arrays_stay_on_the_device_unless_padded():
   x = jnp.arange(4)
   assert host_batch.join("x", [x], (4,)) is x
-  assert host_batch.join("x", [x], (6,)).tolist() == [0, 1, 2, 3, 0, 0]
+  assert host_batch.join("x", [x], (6,)).tolist() == [0, 1, 2, 3, 0, 1]

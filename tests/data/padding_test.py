@@ -56,8 +56,8 @@ def test_rows_are_padded_to_one_size(sizes, options, wanted):
     sizes = [n for n in sizes if n >= least]
   for n, batch in zip(sizes, batches, strict=True):
     padding = batch["x"].shape[0] - n
-    first = [1.0] if n else [0.0]
-    assert batch["x"].tolist() == [*range(1, n + 1), *(first * padding)]
+    x = list(range(1, n + 1)) or [0]  # repeated in turn
+    assert batch["x"].tolist() == [x[i % len(x)] for i in range(n + padding)]
     if options.get("mask", "mask"):
       assert batch["mask"].tolist() == [True] * n + [False] * padding
       assert batch["mask"].dtype == bool
