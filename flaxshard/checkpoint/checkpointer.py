@@ -14,11 +14,13 @@ import weakref
 
 import grain
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import digests as digests_lib
 from flaxshard.checkpoint import existing_step
 from flaxshard.checkpoint import iterator_state
+from flaxshard.checkpoint import locate
 from flaxshard.checkpoint import metadata_item
 from flaxshard.checkpoint import orbax_workarounds
 from flaxshard.checkpoint import policies
@@ -48,7 +50,10 @@ class Checkpointer:
   deleted, no other program can save in the directory; others can restore.
 
   Args:
-    directory: Path of the directory of the checkpoints; created if missing.
+    directory: Path of the directory of the checkpoints, or of a workdir with
+      such a directory `checkpoints`. If it is missing, the first save creates
+      it. If it is the path of one step, only that step can be restored, and
+      none can be saved.
     max_to_keep: Number of newest checkpoints to keep; None keeps all.
     keep_every: Also keep the checkpoints whose step is a multiple of this.
     best_metric: Also keep the checkpoints with the best value of this metric,
@@ -111,18 +116,33 @@ class Checkpointer:
     except (TypeError, ValueError) as e:
       raise TypeError(f"config must have values JSON can hold: {e}.") from e
     self._config = config
-    directories.check_writable("directory", os.fspath(directory))
-    self.directory = os.path.abspath(os.fspath(directory))
+    directories.check_writable("directory", os.fspath(directory), create=False)
+    path = os.path.abspath(os.fspath(directory))
+    # The number of the only step, if the path is that of one step.
+    self._only_step = locate.step_of(path)
+    if self._only_step is None:
+      self.directory = os.fspath(locate.directory_of_steps(path))
+    else:
+      self.directory = os.path.dirname(path)
     self._names = step_names.ReadableSteps()
     self._barrier = orbax_workarounds.SaveBarrier()
-    self._manager = self._create_manager()
     self._damaged: set[int] = set()
-    self._note_damaged()
+    # None until the directory exists: Orbax's manager would create it.
+    self._manager: ocp.CheckpointManager | None = None
+    if multihost.any_process(os.path.isdir(self.directory)):
+      self._open()
     self._restored_step: int | None = None
     self._saving: int | None = None  # the step of the save that may still run
     self._failed: int | None = None  # the step whose save failed last
     self._unlock: weakref.finalize[[], Any] | None = None
     self._closed = False
+
+  def _open(self) -> ocp.CheckpointManager:
+    """Returns the manager; creates it, and the directory, if there is none."""
+    if self._manager is None:
+      self._manager = self._create_manager()
+      self._note_damaged(self._manager)
+    return self._manager
 
   def _create_manager(self) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(
@@ -180,6 +200,8 @@ class Checkpointer:
         self._unlock = None
 
   def _close_manager(self) -> None:
+    if self._manager is None:
+      return
     # A failed save can have several errors, of which Orbax raises one a call.
     for _ in range(10):
       try:
@@ -213,9 +235,12 @@ class Checkpointer:
     Returns None if no step has a finite value, or without `best_metric`.
     """
     self.wait()
+    steps = self.all_steps()
+    if self._manager is None:
+      return None
     ranks = {
       policies.rank(self._manager.metrics(step), *self._best): step
-      for step in self.all_steps()
+      for step in steps
     }
     ranks.pop(-math.inf, None)
     return ranks[max(ranks)] if ranks else None
@@ -227,6 +252,8 @@ class Checkpointer:
       SaveError: The save failed.
     """
     step, self._saving = self._saving, None
+    if self._manager is None:
+      return
     try:
       self._manager.wait_until_finished()
     except Exception as e:
@@ -243,8 +270,10 @@ class Checkpointer:
     Raises:
       SaveError: The last save failed.
     """
-    ended = self._saving is not None and (
-      not self._manager.is_saving_in_progress()
+    ended = (
+      self._saving is not None
+      and self._manager is not None
+      and not self._manager.is_saving_in_progress()
     )
     # A save ends in all processes at about the same time.
     if multihost.any_process(ended):
@@ -285,10 +314,17 @@ class Checkpointer:
     """
     if self._closed:
       raise ValueError(f"the Checkpointer of {self.directory} is closed.")
+    if self._only_step is not None:
+      raise ValueError(
+        f"directory={self._path(self._only_step)!r} is one checkpoint, step "
+        f"{self._only_step}: to save, open {self.directory!r}."
+      )
+    if isinstance(step, (np.ndarray, jax.Array)) and step.shape == ():
+      step = step.item()  # such as `state.step`
     step = checks.integer("step", step, minimum=0)
-    if os.path.isdir(self._path(step)):
+    if self._manager is not None and os.path.isdir(self._path(step)):
       self._manager.reload()  # another checkpointer may have saved it
-      self._note_damaged()
+      self._note_damaged(self._manager)
     saved_steps = self.all_steps()
     if saved_steps and step < saved_steps[-1] and step not in saved_steps:
       raise ValueError(
@@ -312,38 +348,43 @@ class Checkpointer:
         metrics = policies.to_json(metrics)
         items[step_names.METRICS] = ocp.args.JsonSave(metrics)
       self.wait()
-      self._lock()
       # The other processes would wait for directories that process 0 cannot
       # create. With one process, Orbax itself raises at once.
-      if jax.process_count() > 1 and jax.process_index() == 0:
+      if jax.process_index() == 0 and self._manager is None:
+        try:
+          os.makedirs(self.directory, exist_ok=True)
+        except OSError as e:
+          raise self._handle_failure(step, e) from e
+    manager = self._open()
+    with multihost.raise_on_all_processes(ValueError, SaveError):
+      self._lock(manager)
+      if jax.process_index() == 0 and jax.process_count() > 1:
         try:
           directories.make_and_remove(self.directory)
         except OSError as e:
           raise self._handle_failure(step, e) from e
     if self._failed is not None:
-      self._recover()
+      manager = self._recover()
     items[digests_lib.ITEM] = metadata_item.Save(
       metadata_item.metadata(state, step, tuple(items), self._config),
       self._digests,
     )
-    self._rename_damaged()
+    self._rename_damaged(manager)
     self._barrier.start_save()
-    orbax_workarounds.wait_at_exit(self._manager, step)
+    orbax_workarounds.wait_at_exit(manager, step)
     try:
-      self._manager.save(
-        step, metrics=metrics, args=ocp.args.Composite(**items)
-      )
+      manager.save(step, metrics=metrics, args=ocp.args.Composite(**items))
     except Exception as e:
       raise self._handle_failure(step, e) from e
     self._saving = step
     return True
 
-  def _lock(self) -> None:
+  def _lock(self, manager: ocp.CheckpointManager) -> None:
     """Locks the directory until the checkpointer is closed or deleted."""
     if self._unlock is None:
       # The manager lives until its save has ended, even without a checkpointer.
       self._unlock = weakref.finalize(
-        self._manager,
+        manager,
         directories.lock("directory", self.directory, reentrant=True),
       )
 
@@ -352,8 +393,9 @@ class Checkpointer:
     self._failed = step
     orbax_workarounds.remove_unfinished(self.directory, step)
     # Orbax forgot the steps that it was going to delete after this save.
-    with contextlib.suppress(OSError):  # the whole directory may be gone
-      self._manager.reload()
+    if self._manager is not None:
+      with contextlib.suppress(OSError):  # the whole directory may be gone
+        self._manager.reload()
     # TensorStore appends its whole configuration to the first line.
     reason, _, _ = multihost.summarize_error(error).partition(
       " [tensorstore_spec="
@@ -363,7 +405,7 @@ class Checkpointer:
       "state in memory and the earlier checkpoints are unchanged."
     )
 
-  def _recover(self) -> None:
+  def _recover(self) -> ocp.CheckpointManager:
     """Replaces the manager, which may have further errors of a failed save."""
     self._close_manager()
     # Now that no thread of the save is left, nothing can be written any more.
@@ -374,16 +416,17 @@ class Checkpointer:
     self._manager = self._create_manager()
     if detached:
       self._unlock = weakref.finalize(self._manager, detached[1])
+    return self._manager
 
-  def _note_damaged(self) -> None:
+  def _note_damaged(self, manager: ocp.CheckpointManager) -> None:
     """Notes the steps whose damage is visible without reading them."""
     self._damaged |= self._names.left_out | {
       step
-      for step in self._manager.all_steps()
+      for step in manager.all_steps()
       if digests_lib.is_empty(self._path(step))
     }
 
-  def _rename_damaged(self) -> None:
+  def _rename_damaged(self, manager: ocp.CheckpointManager) -> None:
     """Renames the directories of damaged steps; nothing is deleted."""
     if not self._damaged:
       return
@@ -397,7 +440,7 @@ class Checkpointer:
             "%s is damaged: renamed to %s", self._path(step), new_path
           )
     ocp.multihost.sync_global_processes("flaxshard:after_rename_damaged")
-    self._manager.reload()
+    manager.reload()
     # Flax's checkpoints have other names, which Orbax does not find.
     self._damaged &= set(reader.steps(self.directory, reader.FLAX))
 
@@ -406,11 +449,18 @@ class Checkpointer:
 
   def _paths(self) -> dict[int, str]:
     """Returns the path of each step, the damaged ones included."""
+    if self._manager is None:
+      # Creating the manager synchronizes the processes.
+      if jax.process_count() > 1 or not os.path.isdir(self.directory):
+        return {}
     flax = reader.steps(self.directory, reader.FLAX)
-    ours = {*self._manager.all_steps(), *(self._damaged - set(flax))}
-    return {step: str(path) for step, path in flax.items()} | {
+    ours = {*self._open().all_steps(), *(self._damaged - set(flax))}
+    paths = {step: str(path) for step, path in flax.items()} | {
       step: self._path(step) for step in ours
     }
+    if self._only_step is None:
+      return paths
+    return {n: path for n, path in paths.items() if n == self._only_step}
 
   def restore(
     self,
@@ -449,18 +499,24 @@ class Checkpointer:
         `state`. The message names the file, or the first path that differs.
         Nothing on disk is changed.
     """
+    restore_plan.check_state(state)
     self.wait()
-    there = self._paths()
 
-    def restore_step(number: int) -> TrainState:
+    def list_steps() -> dict[int, str]:
+      if self._manager is not None and self._unlock is None:
+        self._manager.reload()  # another program may save in the directory
+        self._note_damaged(self._manager)
+      return self._paths()
+
+    def restore_step(number: int, where: str) -> TrainState:
       try:
-        return self._restore(state, number, there[number], data)
+        return self._restore(state, number, where, data)
       except digests_lib.Damaged:
         self._damaged.add(number)
         raise
 
     self._restored_step, restored = step_lib.read_newest(
-      self.directory, there, step, restore_step
+      self.directory, list_steps, step, restore_step
     )
     return restored
 
@@ -482,7 +538,7 @@ class Checkpointer:
       **{_DATA: grain.checkpoint.CheckpointRestore(position)}
     )
     restored = plan.restore()
-    self._manager.restore(step, args=args)
+    self._open().restore(step, args=args)
     # Not before: a damaged step must leave the data where it is.
     position.apply()
     return restored

@@ -24,6 +24,7 @@ import jax
 
 from flaxshard.checkpoint import damage
 from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import locate
 from flaxshard.checkpoint import metadata_item
 from flaxshard.checkpoint import reader
 
@@ -40,12 +41,10 @@ def steps(directory: str | os.PathLike[str]) -> dict[int, str]:
   Raises:
     ValueError: There is no such directory, or no step in it.
   """
-  where = os.fspath(directory)
-  if not os.path.isdir(where):
-    raise ValueError(f"there is no directory {where}.")
-  found = reader.steps(where)
+  found = reader.steps(directory)
   if not found:
-    raise ValueError(f"{where} has no checkpoints.")
+    reason = locate.describe_missing(directory)
+    raise ValueError(f"no checkpoint in {os.fspath(directory)}: {reason}")
   return {step: str(path) for step, path in found.items()}
 
 
@@ -153,7 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   parser.add_argument(
-    "directory", metavar="DIR", help="directory of checkpoints, or a workdir"
+    "directory",
+    metavar="DIR",
+    help="directory of checkpoints, a workdir, or one checkpoint",
   )
   parser.add_argument(
     "--step",
@@ -176,9 +177,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(directory: str, step: int | None, verify: bool) -> int:
-  in_workdir = os.path.join(directory, "checkpoints")
-  if os.path.isdir(in_workdir):
-    directory = in_workdir
+  if step is None and (step := locate.step_of(directory)) is not None:
+    directory = os.path.dirname(os.path.abspath(directory))
+  directory = os.fspath(locate.directory_of_steps(directory))
   step_dirs = steps(directory)
   if step is not None and step not in step_dirs:
     raise ValueError(f"{directory} has no step {step}, only {list(step_dirs)}.")

@@ -90,8 +90,13 @@ class SavedTree:
 
 
 def as_path(path: Any) -> Directory:
-  """Returns a string as a path; leaves a path, of a bucket too, as it is."""
-  return path if isinstance(path, pathlib.PurePath) else pathlib.Path(path)
+  """Returns an absolute path; leaves that of a bucket as it is."""
+  # Paths of buckets are PurePaths only.
+  is_bucket = isinstance(path, pathlib.PurePath) and not isinstance(
+    path, pathlib.Path
+  )
+  # Orbax takes only absolute paths.
+  return path if is_bucket else pathlib.Path(path).absolute()
 
 
 def steps(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 import logging
 import os
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import locate
 from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import restore_plan
 from flaxshard.checkpoint import validation
@@ -20,8 +22,6 @@ from flaxshard.state.train_state import plain_state
 from flaxshard.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
-
-_CHECKPOINTS = "checkpoints"  # where a workdir has its steps
 
 
 def save_args(
@@ -149,10 +149,9 @@ def restore(
 
   if isinstance(manager, (str, os.PathLike)):
     directory = reader.as_path(manager)
-    if step is None and reader.is_step(directory):
+    if reader.is_step(directory) and step in (None, locate.step_of(directory)):
       return restore_from(directory)
-    if not reader.steps(directory) and (directory / _CHECKPOINTS).is_dir():
-      directory = directory / _CHECKPOINTS
+    directory = locate.directory_of_steps(directory)
   elif hasattr(manager, "directory"):  # Orbax's managers have no common class
     directory = manager.directory
     if isinstance(manager, ocp.CheckpointManager):
@@ -161,23 +160,28 @@ def restore(
     raise TypeError(
       f"manager must be an Orbax CheckpointManager or a path, got {manager!r}."
     )
-  there = reader.steps(directory)
   return read_newest(
-    directory, there, step, lambda number: restore_from(there[number])
+    directory,
+    lambda: reader.steps(directory),
+    step,
+    lambda _, where: restore_from(where),
   )[1]
 
 
 def read_newest(
   directory: reader.Directory,
-  steps: Collection[int],
+  list_steps: Callable[[], Mapping[int, reader.Directory]],
   step: int | None,
-  read_step: Callable[[int], TrainState],
+  read_step: Callable[[int, reader.Directory], TrainState],
 ) -> tuple[int, TrainState]:
   """Reads the newest step that is not damaged.
 
+  Another program may save in the directory at the same time, and delete steps
+  that are being read. Then the steps are listed again.
+
   Args:
     directory: The directory of the steps.
-    steps: The steps in it.
+    list_steps: Returns the path of each step in it.
     step: The only step to read; None means the newest.
     read_step: Reads a step, or raises `digests.Damaged`.
 
@@ -187,27 +191,59 @@ def read_newest(
   Raises:
     ValueError: There is no such step, or it is damaged, or all are.
   """
-  if not steps:
-    exists = reader.as_path(directory).exists()
-    reason = "it has no steps" if exists else "there is no such path"
-    raise ValueError(f"no checkpoint in {directory}: {reason}.")
   if step is not None:
-    if step not in steps:
-      raise ValueError(
-        f"no checkpoint of step {step} in {directory}; there are "
-        f"{sorted(steps)}."
-      )
-    return step, read_step(step)
-  damages = []
-  for newest in sorted(steps, reverse=True):
+    step = checks.integer("step", step, minimum=0)
+  steps = list_steps()
+  if not steps:
+    which = "" if step is None else f" of step {step}"
+    raise ValueError(
+      f"no checkpoint{which} in {directory}: "
+      f"{locate.describe_missing(directory)}"
+    )
+  if step is not None and step not in steps:
+    raise ValueError(
+      f"no checkpoint of step {step} in {directory}; there are {sorted(steps)}."
+    )
+  wanted = list(steps) if step is None else [step]
+  failures: dict[int, str] = {}
+  while remaining := [n for n in wanted if n not in failures]:
+    number = max(remaining)
     try:
-      return newest, read_step(newest)
-    except digests.Damaged as e:
-      _log.warning("step %d is damaged, passed over: %s", newest, e)
-      damages.append(str(e))
+      return number, read_step(number, steps[number])
+    except Exception as e:
+      error = _find_damage(steps[number], e)
+      if error is e and not (step is None and isinstance(e, digests.Damaged)):
+        raise
+      if step is not None:
+        raise error from e
+      _log.warning("step %d is damaged, passed over: %s", number, error)
+      failures[number] = str(error)
+    # All processes must read the same step, so they list the steps once.
+    if step is None and jax.process_count() == 1:
+      steps = list_steps()
+      wanted = list(steps)
   raise ValueError(
-    f"{directory} has no checkpoint that is complete: " + " ".join(damages)
+    f"{directory} has no checkpoint that is complete: "
+    + " ".join(failures.values())
   )
+
+
+def _find_damage(where: reader.Directory, error: Exception) -> Exception:
+  """Returns the damage of a step that caused an error, or the error itself.
+
+  Another program may delete a step while it is read, file by file: what Orbax
+  then raises depends on the file.
+  """
+  # The processes of one program may see different moments of it.
+  if isinstance(error, digests.Damaged) or jax.process_count() > 1:
+    return error
+  try:
+    digests.verify(where, contents=False)
+  except digests.Damaged as e:
+    return e
+  except ValueError:
+    pass  # this process cannot read the files: the first error says why
+  return error
 
 
 def check_plain_item(plain_item: Any) -> None:

@@ -16,12 +16,16 @@ _log = logging.getLogger(__name__)
 _LOCK_FILE = ".lock"
 
 
-def check_writable(argument: str, directory: str) -> None:
+def check_writable(
+  argument: str, directory: str, *, create: bool = True
+) -> None:
   """Creates a directory if needed and checks that files can be made in it.
 
   Args:
     argument: Name of the argument, for the error message.
     directory: Path of the directory, on a local or mounted file system.
+    create: Whether to create it. If not, a missing directory counts as writable
+      if its nearest existing parent is.
 
   Raises:
     ValueError: `directory` is a URL, or cannot be created or written.
@@ -37,8 +41,14 @@ def check_writable(argument: str, directory: str) -> None:
       "checkpoint.save_args and flaxshard.checkpoint.restore."
     )
   try:
-    os.makedirs(directory, exist_ok=True)
-    make_and_remove(directory)
+    existing = directory
+    if create:
+      os.makedirs(directory, exist_ok=True)
+    else:
+      existing = os.path.abspath(directory)
+      while not os.path.lexists(existing):
+        existing = os.path.dirname(existing)
+    make_and_remove(existing)
   except OSError as e:
     raise ValueError(
       f"{argument}={directory!r} cannot be written: {e.strerror or e}."

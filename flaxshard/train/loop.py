@@ -121,8 +121,10 @@ class _Run:
 @contextlib.contextmanager
 def _open_run(setup: setup_lib.Setup, workdir: str) -> Iterator[_Run]:
   config = setup.config
+  checkpoint_dir = os.path.join(workdir, "checkpoints")
   with contextlib.ExitStack() as exit_stack:
     with multihost.raise_on_all_processes(ValueError):
+      directories.check_writable("workdir", checkpoint_dir)
       unlock = directories.lock("workdir", workdir)
     exit_stack.callback(unlock)
     # From here on a signal ends the run with a checkpoint.
@@ -131,7 +133,7 @@ def _open_run(setup: setup_lib.Setup, workdir: str) -> Iterator[_Run]:
     best_metric = config.best_metric
     checkpointer = exit_stack.enter_context(
       checkpoint.Checkpointer(
-        os.path.join(workdir, "checkpoints"),
+        checkpoint_dir,
         max_to_keep=config.max_to_keep,
         keep_every=config.keep_every_steps or None,
         best_metric=None if best_metric == "none" else best_metric,
@@ -233,7 +235,7 @@ def _train(
               step,
               state,
               data=run.train_iter,
-              metrics=row if _rates_checkpoints(config) else None,
+              metrics=_checkpoint_metrics(config, row),
             )
           save_time = time.monotonic()
       if signum is not None:
@@ -309,10 +311,15 @@ def _due(config: Any, step: int, stop: bool, save_time: float) -> _Due:
   return _Due(log, final or step % config.eval_every_steps == 0, save)
 
 
-def _rates_checkpoints(config: Any) -> bool:
-  """Returns whether metrics decide which checkpoints are kept."""
+def _checkpoint_metrics(
+  config: Any, row: dict[str, float | int | None]
+) -> dict[str, float | int | None] | None:
+  """Returns the metrics that decide which checkpoints are kept, if any do."""
+  if config.best_metric != "none":
+    # Between evaluations a checkpoint has no value of the metric.
+    return row if config.best_metric in row else {}
   # Without "continue" no state with a non-finite evaluation is saved.
-  return config.best_metric != "none" or config.on_nonfinite == "continue"
+  return row if config.on_nonfinite == "continue" else None
 
 
 def _train_row(

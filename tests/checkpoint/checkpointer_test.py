@@ -239,17 +239,25 @@ def test_unwritable_directory_raises(tmp_path, monkeypatch):
   assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("step", [2.0, -1])
+@pytest.mark.parametrize(
+  "step",
+  [2.0, True, -1, np.float32(2), np.array([2]), jnp.float32(2), 2**31, None],
+)
 def test_invalid_step_raises(path, step):
   with checkpoint.Checkpointer(path) as checkpointer:
-    with pytest.raises((TypeError, ValueError), match="step must be"):
+    with pytest.raises((TypeError, ValueError), match="step must be") as e:
       checkpointer.save(step, create())
-  assert list(path.iterdir()) == []
+    assert repr(step) in str(e.value) or str(step) in str(e.value)
+    if step is not None:
+      with pytest.raises(ValueError, match="step must be"):
+        checkpointer.restore(create(), step)
+  assert not path.exists()
 
 
-def test_numpy_step_is_saved_under_its_number(path):
+@pytest.mark.parametrize("step", [np.int64(2), np.array(2), jnp.int32(2)])
+def test_integer_of_an_array_is_saved_under_its_number(path, step):
   with checkpoint.Checkpointer(path) as checkpointer:
-    assert checkpointer.save(np.int64(2), create())
+    assert checkpointer.save(step, create())
   assert [p.name for p in path.iterdir()] == ["2"]
 
 

@@ -150,8 +150,8 @@ def test_nothing_to_show_exits_with_2(path, tmp_path, capsys):
   empty = tmp_path / "empty"
   empty.mkdir()
   for arguments, fact in (
-    ([tmp_path / "missing"], f"no directory {tmp_path / 'missing'}"),
-    ([empty], f"{empty} has no checkpoints"),
+    ([tmp_path / "missing"], f"{tmp_path / 'missing'}: there is no such path"),
+    ([empty], f"{empty}: it has no steps"),
     ([path, "--step", "4"], f"{path} has no step 4, only [1, 20]"),
   ):
     code, out, err = run(capsys, *arguments)
