@@ -30,6 +30,10 @@ PyTree = Any
 Groups = Sequence[Sequence[int]] | None
 # The name that marks values in a jaxpr as replicated.
 ASSUMED_REPLICATED = "flaxshard.assume_replicated"
+# The names that mark, for the warnings of `Strategy.run`, gradients that are
+# about to be reduced, and replica numbers that are folded into PRNG keys.
+GRADIENTS = "flaxshard.gradients"
+REPLICA_OF_KEY = "flaxshard.replica_of_key"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +143,9 @@ class ReplicaContext:
       >>> len(set(map(float, samples))) == strategy.num_replicas_in_sync
       True
     """
+    number = checkpoint_name(self.replica_id_in_sync_group, REPLICA_OF_KEY)
     return jax.tree_util.tree_map_with_path(
-      lambda path, x: _fold_in(path, x, self.replica_id_in_sync_group),
+      lambda path, x: _fold_in(path, x, number),
       key,
       is_leaf=lambda x: x is None,
     )
@@ -327,6 +332,8 @@ def reduce_gradients(op: str, grads: PyTree, groups: Groups = None) -> PyTree:
     grads: This replica's gradients, from `gradients.normalize`.
     groups: As in `reduce_over_replicas`.
   """
+  # The warnings of `Strategy.run` look for gradients that are the same already.
+  grads = checkpoint_name(grads, GRADIENTS)
   leaves = jax.tree_util.tree_leaves_with_path(grads)
   treedef: Any = jax.tree.structure(grads)
   statistics = [gradients.is_statistic(path) for path, _ in leaves]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -25,6 +26,31 @@ PyTree = Any
 P = jax.sharding.PartitionSpec
 
 
+_NUMBERS = int, float, complex, np.generic, np.ndarray, jax.Array
+
+
+def _operator(
+  op: Callable[[Any, Any], Any], reflected: bool = False
+) -> Callable[[Any, Any], Any]:
+  """Returns the method of an operator: it is applied on each replica."""
+
+  def apply(self: PerReplica, other: Any) -> Any:
+    if isinstance(other, PerReplica):
+      return jax.tree.map(op, self, other)
+    if not isinstance(other, _NUMBERS):
+      return NotImplemented
+    # An array could have a value for each replica, or be one for all.
+    if np.ndim(other):
+      raise TypeError(
+        f"a PerReplica and an array of shape {np.shape(other)} are ambiguous: "
+        "combine them in Strategy.run, or with x.value, [replicas, ...]."
+      )
+    flipped = lambda x: op(other, x)
+    return jax.tree.map(flipped if reflected else lambda x: op(x, other), self)
+
+  return apply
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class PerReplica:
@@ -34,13 +60,20 @@ class PerReplica:
   `PerReplica`. Everything that a function returns, except TrainStates, becomes
   a `PerReplica` outside of `run`. `Strategy.reduce` makes one value of it.
 
+  Arithmetic and order comparisons with a number, or with another `PerReplica`,
+  apply to each replica's value. `==` compares identities. What asks for one
+  number (`float`, `int`, `bool`, a format) raises a TypeError: write
+  `float(losses.mean())` or `float(losses[0])`.
+
   Attributes:
     value: An array `[replicas, ...]`, or a tree of such arrays.
 
   Example:
     >>> losses = PerReplica(jnp.array([1.0, 3.0]))
-    >>> float(losses[1]), np.mean(losses).item()
+    >>> float(losses[1]), float(losses.mean())
     (3.0, 2.0)
+    >>> [float(x) for x in 1 + losses / 2]
+    [1.5, 2.5]
 
   References:
     `tf.distribute.DistributedValues`.
@@ -66,6 +99,68 @@ class PerReplica:
   def __len__(self) -> int:
     """Returns the number of replicas."""
     return len(jax.tree.leaves(self.value)[0])
+
+  def mean(self, axis: Any = None, dtype: Any = None, out: None = None) -> Any:
+    """Returns the mean over the replicas and all dimensions of their values.
+
+    Args:
+      axis: As in `jnp.mean`, of the array `[replicas, ...]`. 0 is the mean over
+        the replicas alone.
+      dtype: The dtype of the result, as in `jnp.mean`.
+      out: Must be None; `np.mean` passes it.
+
+    Returns:
+      An array, or a tree of arrays like `value`.
+    """
+    return jax.tree.map(
+      lambda x: jnp.mean(jnp.asarray(x), axis, dtype, out), self.value
+    )
+
+  # So that `np.float32(2) * x` calls `__rmul__`.
+  __array_priority__ = 1000
+
+  __add__ = _operator(operator.add)
+  __radd__ = _operator(operator.add, reflected=True)
+  __sub__ = _operator(operator.sub)
+  __rsub__ = _operator(operator.sub, reflected=True)
+  __mul__ = _operator(operator.mul)
+  __rmul__ = _operator(operator.mul, reflected=True)
+  __truediv__ = _operator(operator.truediv)
+  __rtruediv__ = _operator(operator.truediv, reflected=True)
+  __pow__ = _operator(operator.pow)
+  __rpow__ = _operator(operator.pow, reflected=True)
+  __lt__ = _operator(operator.lt)
+  __le__ = _operator(operator.le)
+  __gt__ = _operator(operator.gt)
+  __ge__ = _operator(operator.ge)
+
+  def __neg__(self) -> PerReplica:
+    return jax.tree.map(operator.neg, self)
+
+  def __abs__(self) -> PerReplica:
+    return jax.tree.map(abs, self)
+
+  def __float__(self) -> float:
+    raise self._ambiguous("float(x)")
+
+  def __int__(self) -> int:
+    raise self._ambiguous("int(x)")
+
+  def __bool__(self) -> bool:
+    # Otherwise it would be True because of `__len__`.
+    raise self._ambiguous("the truth of x")
+
+  def __format__(self, spec: str) -> str:
+    if spec:
+      raise self._ambiguous(f"the format {spec!r} of x")
+    return str(self)
+
+  def _ambiguous(self, what: str) -> TypeError:
+    return TypeError(
+      f"{what} is ambiguous for a PerReplica, which has the values of "
+      f"{len(self)} replicas. Write x.mean() for their mean, x[0] for the "
+      "value of one replica, or strategy.reduce('sum', x)."
+    )
 
 
 @jax.tree_util.register_dataclass

@@ -1,11 +1,16 @@
-"""A cache with one entry for each function, which dies with the function."""
+"""A cache with one entry for each function, and a count of equal functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+import functools
+import numbers
 import types
 from typing import Any, Generic, TypeVar
 import weakref
+
+import jax
+import numpy as np
 
 T = TypeVar("T")
 
@@ -73,3 +78,72 @@ class FunctionCache(Generic[T]):
       finalizer = weakref.finalize(fn.__self__, self._by_method.pop, key, None)
       finalizer.atexit = False
     return self._by_method[key]
+
+
+class OneTimeFunctions:
+  """Counts functions that die after one call, as a lambda in a loop does.
+
+  Functions count as one if they have the same code and capture the same
+  objects, or other numbers and arrays.
+
+  Example:
+    >>> functions = OneTimeFunctions()
+    >>> [functions.add(lambda x: x + i) for i in range(3)]
+    [1, 2, 3]
+  """
+
+  def __init__(self) -> None:
+    # By code and captured objects: the number of functions, and the last one.
+    self._counts: weakref.WeakKeyDictionary[
+      types.CodeType, dict[Hashable, tuple[int, weakref.ref[Any]]]
+    ] = weakref.WeakKeyDictionary()
+
+  def add(self, fn: Callable[..., Any]) -> int:
+    """Counts the first call of a function.
+
+    Returns:
+      The number of functions like it, this one included. It is 0 if the one
+      before is still alive, and for a callable without code.
+    """
+    inner = inner_function(fn)
+    if inner is None:
+      return 0
+    counts = self._counts.setdefault(inner.__code__, {})
+    captured = _identify_captured(fn)
+    count, last = counts.get(captured, (0, lambda: None))
+    if last() is not None:
+      return 0
+    counts[captured] = count + 1, weakref.ref(fn)
+    return count + 1
+
+  def remove(self, fn: Callable[..., Any]) -> None:
+    """Forgets the functions like `fn`, because it is called again."""
+    inner = inner_function(fn)
+    if inner is not None:
+      counts = self._counts.get(inner.__code__, {})
+      counts.pop(_identify_captured(fn), None)
+
+
+def inner_function(fn: Any) -> types.FunctionType | None:
+  """Returns the Python function in a `functools.partial`, or `fn` itself."""
+  while isinstance(fn, functools.partial):
+    fn = fn.func
+  return fn if isinstance(fn, types.FunctionType) else None
+
+
+def _identify_captured(fn: Any) -> tuple[Hashable, ...]:
+  """Returns a key for each object that a function captures."""
+  captured: list[Any] = []
+  while isinstance(fn, functools.partial):
+    captured += [*fn.args, *fn.keywords.values()]
+    fn = fn.func
+  captured += fn.__defaults__ or ()
+  captured += (fn.__kwdefaults__ or {}).values()
+  for cell in fn.__closure__ or ():
+    try:
+      captured.append(cell.cell_contents)
+    except ValueError:  # a variable that is not assigned yet
+      captured.append(None)
+  values = numbers.Number, np.ndarray, jax.Array
+  # The objects themselves would be kept alive.
+  return tuple("value" if isinstance(x, values) else id(x) for x in captured)

@@ -21,6 +21,7 @@ from flaxshard.strategy import arguments
 from flaxshard.strategy import replica_view
 from flaxshard.strategy import replication
 from flaxshard.strategy import replication_check
+from flaxshard.strategy import step_warnings
 from flaxshard.strategy.arguments import Layout
 from flaxshard.wrappers import stack
 
@@ -38,6 +39,10 @@ class ReplicaProgram:
     shardings: The sharding of each leaf.
     layout: What the leaves are.
     get_function: Returns the function, when the program is traced.
+    unplaced: The indices of the leaves that were not on a mesh when `run` was
+      called.
+    batch_dim: The dimension of a batch with the examples.
+    warnings: The warnings of each traced program, by kind.
   """
 
   mesh: jax.sharding.Mesh
@@ -45,6 +50,9 @@ class ReplicaProgram:
   shardings: tuple[Any, ...]
   layout: Layout
   get_function: Callable[[], Callable[..., PyTree]]
+  unplaced: tuple[int, ...]
+  batch_dim: int
+  warnings: dict[str, str] = dataclasses.field(default_factory=dict)
 
   def run(self, *leaves: jax.Array) -> PyTree:
     """Returns what the function returns, on all replicas; it is jitted."""
@@ -73,7 +81,7 @@ class ReplicaProgram:
       )
     )
     traced = jitted.trace(*leaves)
-    self._check(traced.jaxpr, in_specs, body.results)
+    self._check(traced.jaxpr, in_specs, body.results, leaves)
     replicated, per_replica = jitted(*leaves)
     return self._assemble(body, replicated, per_replica)
 
@@ -85,8 +93,14 @@ class ReplicaProgram:
       param_specs=arguments.param_specs(self.treedef, leaves, self.shardings),
     )
 
-  def _check(self, jaxpr: Any, in_specs: Sequence[P], results: Layout) -> None:
-    """Raises if a replicated result may differ between replicas."""
+  def _check(
+    self,
+    jaxpr: Any,
+    in_specs: Sequence[P],
+    results: Layout,
+    leaves: Sequence[jax.Array],
+  ) -> None:
+    """Raises if a replicated result may differ; collects the warnings."""
     count = self.mesh.shape[mesh_lib.REPLICA]
     if count == 1:
       return
@@ -97,15 +111,35 @@ class ReplicaProgram:
     for i, spec in enumerate(in_specs):
       if mesh_lib.REPLICA in spec:
         inputs[i] = replication.per_replica(count)
+    seen = step_warnings.Observations(count)
+    outputs = replication_check.propagate(jaxpr, inputs, count, seen.observe)
+    # The outputs are ordered: first all that replicas must share.
+    order = sorted(range(len(outputs)), key=results.per_replica.__getitem__)
+    shared = order[: results.per_replica.count(False)]
     groups = _groups_of(results, count)
-    checked = [i for i, x in enumerate(results.per_replica) if not x]
+    checked = [groups[i] for i in shared]
     replication_check.check(
-      jaxpr,
-      inputs,
-      [trees.path_string(results.paths[i]) for i in checked],
-      [groups[i] for i in checked],
-      count,
+      outputs[: len(shared)],
+      [trees.path_string(results.paths[i]) for i in shared],
+      checked,
     )
+    in_states = {
+      state.start + i
+      for state in results.states
+      for i in range(state.treedef.num_leaves)
+    }
+    step = step_warnings.TracedStep(
+      jaxpr,
+      self.layout,
+      inputs,
+      in_specs,
+      leaves,
+      self.unplaced,
+      self.batch_dim,
+      checked,
+      [k for k, i in enumerate(order) if i not in in_states],
+    )
+    self.warnings.update(step.warnings(seen))
 
   def _assemble(
     self, body: _Body, replicated: Sequence[Any], per_replica: Sequence[Any]

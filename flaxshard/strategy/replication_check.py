@@ -42,29 +42,28 @@ _IMPURE = frozenset(("io_callback", "infeed", "rng_uniform"))
 _MAX_LISTED = 8
 
 
+# Decides on an equation before the rules of this module: from the equation and
+# the `Replication` of its inputs, that of its outputs, or None.
+Rule = Callable[[Any, list[Replication]], list[Replication] | None] | None
+
+
 def check(
-  jaxpr: Any,
-  inputs: Sequence[Replication],
+  outputs: Sequence[Replication],
   paths: Sequence[str],
   groups: Sequence[replication.Groups],
-  num_replicas: int,
 ) -> None:
   """Raises if replicas may differ in an output that they must share.
 
   Args:
-    jaxpr: The traced program. Its first `len(paths)` outputs are checked.
-    inputs: The `Replication` of each input.
-    paths: The path of each checked output in what `fn` returned.
-    groups: For each checked output, the groups of replicas within which it must
-      be the same: one group of all replicas, unless a wrapper keeps groups
-      apart.
-    num_replicas: The number of replicas.
+    outputs: The `Replication` of each output that is checked.
+    paths: The path of each of them in what `fn` returned.
+    groups: For each of them, the groups of replicas within which it must be the
+      same: one group of all replicas, unless a wrapper keeps groups apart.
 
   Raises:
     ValueError: An output may differ; the message names its path, the primitives
       that make it differ, and the remedy.
   """
-  outputs = propagate(jaxpr, inputs, num_replicas)[: len(paths)]
   own_data, unknown = [], []
   for path, found, within in zip(paths, outputs, groups, strict=True):
     if found.same_within(within):
@@ -75,9 +74,9 @@ def check(
       own_data.append(path)
   problems = []
   if own_data:
-    problems.append(f"follow from a replica's own data: {_list(own_data)}")
+    problems.append(f"follow from a replica's own data: {abbreviate(own_data)}")
   if unknown:
-    problems.append(f"may differ after these primitives: {_list(unknown)}")
+    problems.append(f"may differ after these primitives: {abbreviate(unknown)}")
   if problems:
     raise ValueError(
       "run: a TrainState must come back the same from every replica, but these "
@@ -90,7 +89,10 @@ def check(
 
 
 def propagate(
-  jaxpr: Any, inputs: Sequence[Replication], num_replicas: int
+  jaxpr: Any,
+  inputs: Sequence[Replication],
+  num_replicas: int,
+  rule: Rule = None,
 ) -> list[Replication]:
   """Returns the `Replication` of each output of a jaxpr.
 
@@ -98,15 +100,17 @@ def propagate(
     jaxpr: A `Jaxpr`, or a `ClosedJaxpr`.
     inputs: The `Replication` of each input.
     num_replicas: The number of replicas.
+    rule: Decides on equations before the rules of this module.
   """
-  return _Propagation(num_replicas).run(jaxpr, list(inputs))
+  return _Propagation(num_replicas, rule).run(jaxpr, list(inputs))
 
 
 class _Propagation:
   """Follows values through jaxprs, for one number of replicas."""
 
-  def __init__(self, num_replicas: int):
+  def __init__(self, num_replicas: int, rule: Rule):
     self.num_replicas = num_replicas
+    self.rule = rule
     # One object for all such values: `replication.join` compares by identity.
     self.replicated = replication.replicated(num_replicas)
 
@@ -136,6 +140,9 @@ class _Propagation:
 
   def equation(self, eqn: Any, given: list[Replication]) -> list[Replication]:
     """Returns the `Replication` of each output of an equation."""
+    decided = None if self.rule is None else self.rule(eqn, given)
+    if decided is not None:
+      return decided
     # An asynchronous collective is two primitives. The second one, `*_done`, is
     # a function of the result of the first one.
     name = eqn.primitive.name.removesuffix("_start")
@@ -278,6 +285,7 @@ def _mentions_replicas(eqn: Any) -> bool:
   )
 
 
-def _list(items: list[str]) -> str:
+def abbreviate(items: list[str]) -> str:
+  """Returns some of the items as a list."""
   more = ", ..." if len(items) > _MAX_LISTED else ""
   return ", ".join(items[:_MAX_LISTED]) + more

@@ -12,11 +12,14 @@ from collections.abc import Callable, Sequence
 import contextvars
 import functools
 from typing import Any, NamedTuple
+import warnings
 
 import jax
+import numpy as np
 
 from flaxshard.replicas import context as replica_context
 from flaxshard.strategy import arguments
+from flaxshard.strategy import function_cache
 from flaxshard.strategy.arguments import Layout
 from flaxshard.strategy.replica_program import ReplicaProgram
 
@@ -28,17 +31,29 @@ Function = Callable[..., PyTree]
 _called: contextvars.ContextVar[Function] = contextvars.ContextVar("called")
 
 
+class _Compiled(NamedTuple):
+  """A program in compiled form.
+
+  Attributes:
+    jitted: The jitted program.
+    warnings: The warnings that were found when it was traced, by kind.
+  """
+
+  jitted: Any
+  warnings: dict[str, str]
+
+
 class _LastCall(NamedTuple):
   """The last call with arguments of one structure.
 
   Attributes:
-    compiled: The jitted program.
+    compiled: The compiled program.
     shardings: The shardings that the leaves had; None for what is no JAX array.
     stay: The indices of the leaves that were on the mesh already.
     move: The indices of the leaves that must be put there.
   """
 
-  compiled: Any
+  compiled: _Compiled
   shardings: list[Any]
   stay: list[int]
   move: list[int]
@@ -67,7 +82,9 @@ class Program:
     self._wait = wait
     self._transform = transform
     self._layouts: dict[Any, Layout] = {}
-    self._compiled: dict[Any, Any] = {}
+    self._compiled: dict[Any, _Compiled] = {}
+    self._warned: set[str] = set()
+    self._calls = 0
     self._last_calls: dict[Any, _LastCall] = {}
 
   def call(self, fn: Function, args: Any, kwargs: Any) -> PyTree:
@@ -105,9 +122,14 @@ class Program:
         leaves[i] = arguments.place(self._mesh, leaves[i], layout, i)
     token = _called.set(fn)
     try:
-      out = last.compiled(*leaves)
+      out = last.compiled.jitted(*leaves)
     finally:
       _called.reset(token)
+    if last.compiled.warnings:
+      self._warn(last.compiled)
+    if self._calls < 2:
+      self._calls += 1
+      _count_call(fn, self._calls)
     # Only now: a call that raised must sort its arguments again.
     self._last_calls[treedef] = last
     return jax.block_until_ready(out) if self._wait else out
@@ -117,11 +139,22 @@ class Program:
     compiled, leaves = self._prepare(args, kwargs)
     token = _called.set(fn)
     try:
-      return compiled.lower(*leaves)
+      lowered = compiled.jitted.lower(*leaves)
     finally:
       _called.reset(token)
+    self._warn(compiled)
+    return lowered
 
-  def _prepare(self, args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
+  def _warn(self, compiled: _Compiled) -> None:
+    """Gives the warnings of a program, each kind once for each function."""
+    for kind, message in compiled.warnings.items():
+      if kind not in self._warned:
+        self._warned.add(kind)
+        # At the line that calls `run`, `run_steps`, or a function of `jit`.
+        warnings.warn(message, UserWarning, stacklevel=4)
+    compiled.warnings.clear()
+
+  def _prepare(self, args: Any, kwargs: Any) -> tuple[_Compiled, list[Any]]:
     """Returns the program for some arguments, and their leaves on the mesh."""
     # Only a call shows how many arguments there are.
     if any(i >= len(args) for i in self._donate_argnums):
@@ -133,16 +166,34 @@ class Program:
     if treedef not in self._layouts:
       self._layouts[treedef] = arguments.layout_of((args, kwargs))
     layout = self._layouts[treedef]
+    unplaced = tuple(
+      i
+      for i, leaf in enumerate(leaves)
+      # jax.jit(...).lower takes shapes without a sharding, which says nothing.
+      if isinstance(leaf, (np.ndarray, jax.Array))
+      and not isinstance(
+        getattr(leaf, "sharding", None), jax.sharding.NamedSharding
+      )
+      and not layout.replicated[i]
+      and not layout.per_replica[i]
+    )
     leaves = [
       arguments.place(self._mesh, leaf, layout, i)
       for i, leaf in enumerate(leaves)
     ]
     shardings = tuple(leaf.sharding for leaf in leaves)
     if (treedef, shardings) not in self._compiled:
-      self._compiled[treedef, shardings] = self._jit(treedef, shardings)
+      self._compiled[treedef, shardings] = self._jit(
+        treedef, shardings, unplaced
+      )
     return self._compiled[treedef, shardings], leaves
 
-  def _jit(self, treedef: Any, shardings: tuple[Any, ...]) -> Any:
+  def _jit(
+    self,
+    treedef: Any,
+    shardings: tuple[Any, ...],
+    unplaced: tuple[int, ...],
+  ) -> _Compiled:
     """Returns the jitted program for one structure and sharding."""
     layout = self._layouts[treedef]
     tree = jax.tree.unflatten(treedef, shardings)
@@ -154,7 +205,14 @@ class Program:
       return fn if transform is None else transform(fn)
 
     program = ReplicaProgram(
-      self._mesh, treedef, shardings, layout, get_function
+      self._mesh,
+      treedef,
+      shardings,
+      layout,
+      get_function,
+      unplaced,
+      # A loop over batches puts the steps first.
+      batch_dim=0 if transform is None else 1,
     )
     # JAX sees the leaves as arguments, not the trees.
     donated = [
@@ -162,7 +220,33 @@ class Program:
       for i, (positional, argument, *_) in enumerate(layout.paths)
       if positional.idx == 0 and argument.idx in self._donate_argnums
     ]
-    return jax.jit(program.run, donate_argnums=donated)
+    jitted = jax.jit(program.run, donate_argnums=donated)
+    return _Compiled(jitted, program.warnings)
+
+
+_one_time_functions = function_cache.OneTimeFunctions()
+
+
+def _count_call(fn: Function, calls: int) -> None:
+  """Warns if a function is one of several that are called once each.
+
+  Args:
+    fn: The function.
+    calls: 1 in its first call, 2 in its second one.
+  """
+  if calls > 1:
+    _one_time_functions.remove(fn)
+  elif _one_time_functions.add(fn) == 3:
+    inner: Any = function_cache.inner_function(fn)
+    code = inner.__code__
+    warnings.warn(
+      f"run: the function {inner.__qualname__} ({code.co_filename}:"
+      f"{code.co_firstlineno}) was compiled for the third time, because each "
+      "call is given a new function object. Define it once, outside of the "
+      "loop, and pass what changes as args.",
+      UserWarning,
+      stacklevel=4,
+    )
 
 
 class CompiledFunction:

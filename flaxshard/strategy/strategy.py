@@ -132,6 +132,11 @@ class Strategy:
     The compiled program is kept for as long as `fn` exists, as by `jax.jit`: a
     new lambda in each iteration of a loop is compiled each time.
 
+    When a step with a TrainState is traced, a UserWarning says so if no
+    argument is split over the replicas, if gradients are already reduced when
+    `apply_gradients` averages them, or if a PRNG key gives all replicas the
+    same random numbers for their parts of a batch.
+
     Args:
       fn: The function. It is compiled once, and again for arguments of another
         structure, shape or sharding.

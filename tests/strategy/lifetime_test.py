@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import warnings
 import weakref
 
 import compilations
@@ -59,6 +60,7 @@ def call_with_state(fn, state, x):
   return state, fn(x)
 
 
+@pytest.mark.filterwarnings("ignore:run. the function")
 @pytest.mark.parametrize("call", [call_run, call_jit, call_run_steps])
 def test_functions_and_their_closures_die(call):
   references = []
@@ -179,3 +181,65 @@ def test_equal_function_is_called_after_the_first_one_died():
   # A new shape is traced again, with a function that is alive.
   out = other(np.ones(3, np.float32))
   assert np.asarray(out).tolist() == [[4.0] * 3] * 2
+
+
+def double(x, power=1):
+  return 2 * x**power
+
+
+def test_new_lambda_in_a_loop_warns_once_with_its_name():
+  with pytest.warns(UserWarning) as caught:
+    for i in range(5):
+      STRATEGY.run(lambda x: double(x, i), args=(ONES,))  # noqa: B023
+  (warning,) = caught
+  message = str(warning.message)
+  assert "<lambda>" in message and f"{__file__}:" in message
+  assert "third time" in message and "outside of the loop" in message
+  assert warning.filename == __file__
+
+
+def test_new_partial_in_a_loop_of_run_steps_warns():
+  with pytest.warns(UserWarning, match="call_with_state .*third time"):
+    for _ in range(3):
+      call_run_steps(double)
+
+
+def test_functions_that_are_called_again_do_not_warn():
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    for i in range(4):
+      step = lambda x, i=i: double(x, i)
+      for _ in range(2):
+        STRATEGY.run(step, args=(ONES,))
+
+
+def test_functions_that_are_kept_do_not_warn():
+  steps = [lambda x, i=i: double(x, i) for i in range(4)]
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    for step in steps:
+      STRATEGY.run(step, args=(ONES,))
+
+
+def test_one_function_of_several_strategies_does_not_warn():
+  function = lambda x: double(x, 3)
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    for i in range(4):
+      strategy = fs.Strategy(devices=jax.devices()[i : i + 1])
+      strategy.run(function, args=(ONES,))
+
+
+def test_functions_that_capture_other_functions_do_not_warn():
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    for fn in (jnp.sin, jnp.cos, jnp.tan, jnp.exp):
+      STRATEGY.run(lambda x: fn(x), args=(ONES,))  # noqa: B023
+
+
+def test_function_that_raises_is_not_counted_as_compiled():
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    for _ in range(4):
+      with pytest.raises(ZeroDivisionError):
+        STRATEGY.run(lambda x: x / (1 // 0), args=(ONES,))

@@ -99,6 +99,7 @@ def test_stacked_batches_equal_a_list(batches, wanted):
   assert loss.shape == ()
 
 
+@pytest.mark.filterwarnings("ignore:run. no argument is split")
 def test_numpy_batches_are_replicated():
   state, losses = STRATEGY.run_steps(
     train_step, create(STRATEGY), [batch(i) for i in range(3)]

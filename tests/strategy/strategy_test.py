@@ -91,6 +91,7 @@ def step_with_inner_jit(state, batch):
 jitted_train_step = jax.jit(train_step)
 
 
+@pytest.mark.filterwarnings("ignore:run. the gradients are already")
 @pytest.mark.parametrize(
   ("name", "step"),
   [
