@@ -13,6 +13,8 @@ Any field of the config can be set on the command line:
   --config.data.name=my_package.my_module:my_factory
 
 A field that the config file does not have is an error that lists similar names.
+A mistake ends the program with a message and exit code 1; --verbosity=1 shows
+its traceback.
 The config file has a comment at each field. The run writes to the workdir:
 
   checkpoints/       Orbax checkpoints, every config.checkpoint_every_steps
@@ -40,6 +42,7 @@ from absl import flags
 from absl import logging as absl_logging
 from ml_collections import config_flags
 
+from flaxshard.train import command_line
 from flaxshard.train import loop
 
 FLAGS = flags.FLAGS
@@ -60,8 +63,7 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 def main(argv: list[str]) -> None:
   """Runs the training loop."""
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+  del argv
   # Not propagated: absl's handler at the root would print each line again.
   log = logging.getLogger("flaxshard")
   handler = logging.StreamHandler()
@@ -73,8 +75,9 @@ def main(argv: list[str]) -> None:
     # JAX and Orbax log many lines at INFO.
     absl_logging.set_verbosity(absl_logging.WARNING)
 
-  loop.train_and_evaluate(FLAGS.config, FLAGS.workdir)
+  with command_line.report_mistakes(verbose=FLAGS.verbosity > 0):
+    loop.train_and_evaluate(FLAGS.config, FLAGS.workdir)
 
 
 if __name__ == "__main__":
-  app.run(main)
+  app.run(main, flags_parser=command_line.parse_flags)

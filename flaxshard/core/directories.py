@@ -50,8 +50,10 @@ def check_writable(
         existing = os.path.dirname(existing)
     make_and_remove(existing)
   except OSError as e:
+    is_file = isinstance(e, FileExistsError) and os.path.isfile(directory)
+    reason = "it is a file" if is_file else e.strerror or str(e)
     raise ValueError(
-      f"{argument}={directory!r} cannot be written: {e.strerror or e}."
+      f"{argument}={directory!r} cannot be written: {reason}."
     ) from e
 
 

@@ -33,17 +33,23 @@ def test_help_describes_flags_and_files():
 
 
 @pytest.mark.slow
-def test_invalid_flags_raise_with_the_cause(tmp_path):
-  result = run_main(
-    "--config=configs/digits.py",
-    f"--workdir={tmp_path}",
-    "--config.batch_siz=3",
-  )
-  assert result.returncode != 0
-  assert 'Did you mean "batch_size"' in result.stderr
-  result = run_main("--config=configs/nope.py", f"--workdir={tmp_path}")
-  assert result.returncode != 0
-  assert "configs/nope.py" in result.stderr.splitlines()[-1]
+def test_mistakes_end_with_one_message(tmp_path):
+  """Mistakes in flags, in the config and in the workdir."""
+  file = tmp_path / "file"
+  file.write_text("")
+  for argument, facts in (
+    ("--config.batch_siz=3", ("batch_siz", "Did you mean 'batch_size'")),
+    ("--config.batch_size=0", ("config.batch_size", "0")),
+    (f"--workdir={file}", (str(file), "it is a file")),
+  ):
+    result = run_main(
+      "--config=configs/digits.py", f"--workdir={tmp_path}", argument
+    )
+    assert result.returncode == 1
+    for fact in ("flaxshard: ", *facts):
+      assert fact in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.splitlines()) <= 3
 
 
 @pytest.mark.slow
