@@ -127,6 +127,7 @@ def create_setup(config: Any, strategy: Strategy) -> Setup:
     config.mesh.split, config.batch_size, strategy, example
   )
   tx, schedule = optimizer.create(config)
+  _warn_of_long_warmup(config, schedule)
   policy = Policy(config.precision)
   model_field = f"config.model ({config.model.name!r})"
 
@@ -191,6 +192,25 @@ def create_setup(config: Any, strategy: Strategy) -> Setup:
     lowered_train_step=lowered,
     eval_step=devices.block_if_virtual_cpu(strategy, jax.jit(steps.eval_step)),
   )
+
+
+def _warn_of_long_warmup(config: Any, schedule: optax.Schedule) -> None:
+  """Warns if the learning rate never reaches its peak.
+
+  Not an error: a few steps of a long run are a common test of its config.
+  """
+  warmup_steps = config.schedule.get("warmup_steps", 0)
+  # A custom schedule may mean something else by it.
+  if isinstance(warmup_steps, int) and warmup_steps > config.num_train_steps:
+    _log.warning(
+      "config.schedule.warmup_steps=%d is longer than the run of "
+      "config.num_train_steps=%d: the learning rate ends at %.3g, and does not "
+      "reach config.learning_rate=%.3g",
+      warmup_steps,
+      config.num_train_steps,
+      schedule(config.num_train_steps - 1),
+      config.learning_rate,
+    )
 
 
 def _abstract_batch(

@@ -103,6 +103,20 @@ def test_params_split_over_replicas_that_see_the_whole_state_warn(caplog):
   assert "config.mesh.rules" in record.getMessage()
 
 
+def test_a_warmup_longer_than_the_run_warns_with_the_last_rate(caplog):
+  for warmup_steps in (80, 8):
+    schedule = {"name": "cosine", "warmup_steps": warmup_steps}
+    create_setup(schedule=schedule, learning_rate=0.8)
+  (record,) = [r for r in caplog.records if r.levelname == "WARNING"]
+  for fact in (
+    "config.schedule.warmup_steps=80",
+    "config.num_train_steps=8",
+    "ends at 0.07",
+    "config.learning_rate=0.8",
+  ):
+    assert fact in record.getMessage()
+
+
 def test_a_spatial_split_exchanges_borders_only():
   setup = create_setup(
     mesh={"logical_devices": 8, "split": {"inputs": (1, 2, 4, 1)}},
