@@ -54,11 +54,13 @@ class Checkpointer:
       such a directory `checkpoints`. If it is missing, the first save creates
       it. If it is the path of one step, only that step can be restored, and
       none can be saved.
-    max_to_keep: Number of newest checkpoints to keep; None keeps all.
+    max_to_keep: Number of newest checkpoints to keep; None keeps all. Those
+      with a non-finite metric do not count, and the newest one whose metrics
+      are finite is always kept.
     keep_every: Also keep the checkpoints whose step is a multiple of this.
     best_metric: Also keep the checkpoints with the best value of this metric,
       which is given to `save`. A missing, None or non-finite value is worse
-      than any number.
+      than any number. Metrics without it, but with others, are an error.
     best_mode: `"max"` if higher values of the metric are better, or `"min"`.
     keep_best: Number of best checkpoints to keep.
     config: The training config, stored with every checkpoint. JSON must be able
@@ -103,7 +105,7 @@ class Checkpointer:
     step_lib.check_plain_item(plain_item)
     self._plain_item = plain_item
     self._digests = checks.boolean("digests", digests)
-    self._policy = policies.create_policy(
+    policy = policies.create_policy(
       max_to_keep,
       keep_every=keep_every,
       best_metric=best_metric,
@@ -124,6 +126,7 @@ class Checkpointer:
       self.directory = os.fspath(locate.directory_of_steps(path))
     else:
       self.directory = os.path.dirname(path)
+    self._policy = policies.KeepUndeletable(policy, self.directory)
     self._names = step_names.ReadableSteps()
     self._barrier = orbax_workarounds.SaveBarrier()
     self._damaged: set[int] = set()
@@ -259,7 +262,19 @@ class Checkpointer:
     except Exception as e:
       if step is None:
         raise
-      raise self._handle_failure(step, e) from e
+      if not self._is_saved(step, e):
+        raise self._handle_failure(step, e) from e
+
+  def _is_saved(self, step: int, error: Exception) -> bool:
+    """Returns whether a save has only failed to delete an older step."""
+    assert self._manager is not None
+    # Orbax deletes older steps once the new one has its final name.
+    if not (isinstance(error, OSError) and os.path.isdir(self._path(step))):
+      return False
+    if not self._policy.note_failure(error):
+      return False
+    self._manager.reload()  # it forgot the new step and the old ones
+    return True
 
   def check(self) -> None:
     """Raises if a save has failed in the background; does not wait for a save.
@@ -307,8 +322,8 @@ class Checkpointer:
         `data` has no position, or a metric is not a number.
       ValueError: A leaf of the state has no elements, a later step exists,
         the step was saved from a state with another tree or another
-        `state.step`, another program saves in the directory, or the
-        checkpointer is closed.
+        `state.step`, the metrics lack `best_metric`, another program saves in
+        the directory, or the checkpointer is closed.
       SaveError: This step, or the one before, could not be written. If a
         process fails in the background, all raise it.
     """
@@ -346,6 +361,7 @@ class Checkpointer:
         items[_DATA] = grain.checkpoint.CheckpointSave(position)
       if metrics is not None:
         metrics = policies.to_json(metrics)
+        policies.check_has(self._best[0], metrics)
         items[step_names.METRICS] = ocp.args.JsonSave(metrics)
       self.wait()
       # The other processes would wait for directories that process 0 cannot
@@ -369,7 +385,7 @@ class Checkpointer:
       metadata_item.metadata(state, step, tuple(items), self._config),
       self._digests,
     )
-    self._rename_damaged(manager)
+    self._rename_damaged(manager, step)
     self._barrier.start_save()
     orbax_workarounds.wait_at_exit(manager, step)
     try:
@@ -426,23 +442,41 @@ class Checkpointer:
       if digests_lib.is_empty(self._path(step))
     }
 
-  def _rename_damaged(self, manager: ocp.CheckpointManager) -> None:
-    """Renames the directories of damaged steps; nothing is deleted."""
+  def _rename_damaged(
+    self, manager: ocp.CheckpointManager, new_step: int
+  ) -> None:
+    """Renames the directories of damaged steps; nothing is deleted.
+
+    One that cannot be renamed stays if it is older than the step to save.
+    """
     if not self._damaged:
       return
     # No process may still read a directory that process 0 renames.
     ocp.multihost.sync_global_processes("flaxshard:before_rename_damaged")
-    if jax.process_index() == 0:
-      for step in sorted(self._damaged):
-        if os.path.isdir(self._path(step)):
-          new_path = digests_lib.set_aside(self._path(step))
-          _log.warning(
-            "%s is damaged: renamed to %s", self._path(step), new_path
-          )
-    ocp.multihost.sync_global_processes("flaxshard:after_rename_damaged")
+    with multihost.raise_on_all_processes(SaveError):
+      if jax.process_index() == 0:
+        for step in sorted(self._damaged - self._policy.undeletable):
+          self._set_aside(step, new_step)
     manager.reload()
     # Flax's checkpoints have other names, which Orbax does not find.
-    self._damaged &= set(reader.steps(self.directory, reader.FLAX))
+    self._damaged &= {
+      *reader.steps(self.directory, reader.FLAX),
+      *(step for step in self._damaged if os.path.lexists(self._path(step))),
+    }
+
+  def _set_aside(self, step: int, new_step: int) -> None:
+    """Renames the directory of a damaged step."""
+    path = self._path(step)
+    if not os.path.lexists(path):
+      return
+    try:
+      new_path = digests_lib.set_aside(path)
+    except OSError as e:
+      if step >= new_step:
+        raise self._handle_failure(new_step, e) from e
+      self._policy.keep(step, e.strerror or str(e))
+    else:
+      _log.warning("%s is damaged: renamed to %s", path, new_path)
 
   def _path(self, step: int) -> str:
     return os.path.join(self.directory, str(step))

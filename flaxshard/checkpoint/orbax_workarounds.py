@@ -159,8 +159,12 @@ def _finish_saves() -> None:
   for manager, step in list(_unfinished.items()):
     try:
       manager.wait_until_finished()
-    except Exception:
+    except Exception as e:
       directory = os.fspath(manager.directory)
+      # Orbax deletes older steps once this one has its final name.
+      if os.path.isdir(os.path.join(directory, str(step))):
+        _log.warning("%s: an older step was not deleted: %s", directory, e)
+        continue
       _log.exception("the last checkpoint in %s is lost", directory)
       remove_unfinished(directory, step)
 

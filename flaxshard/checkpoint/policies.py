@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+import dataclasses
+import logging
 import math
+import os
 from typing import Any
 
 import numpy as np
 from orbax.checkpoint import checkpoint_managers
 
 from flaxshard.core import checks
+
+_log = logging.getLogger(__name__)
 
 MODES = ("max", "min")
 
@@ -25,7 +30,10 @@ def create_policy(
   """Returns a policy for Orbax that keeps the newest, the best and some more.
 
   A checkpoint is kept if it is one of the newest, its step is a multiple of
-  `keep_every`, or it is one of the best. The newest one is always kept.
+  `keep_every`, or it is one of the best. The newest one is always kept. So that
+  a run that diverges does not replace its good checkpoints, those with a
+  non-finite metric do not count: as many of the newest others are kept, and the
+  newest one whose metrics are finite.
 
   Args:
     max_to_keep: Number of newest checkpoints to keep; None keeps all.
@@ -64,6 +72,8 @@ def create_policy(
   policies: list[checkpoint_managers.PreservationPolicy] = [
     checkpoint_managers.LatestN(max_to_keep)
   ]
+  if max_to_keep is not None:
+    policies.append(_LatestFinite(max_to_keep))
   if keep_every is not None:
     policies.append(checkpoint_managers.EveryNSteps(keep_every))
   if best_metric is not None:
@@ -76,6 +86,104 @@ def create_policy(
       )
     )
   return checkpoint_managers.AnyPreservationPolicy(policies)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LatestFinite(checkpoint_managers.PreservationPolicy):
+  """Keeps the newest checkpoints without a non-finite metric.
+
+  The newest checkpoint that has metrics, all of them finite, is kept even if
+  later checkpoints without metrics are more than `n`.
+
+  Attributes:
+    n: Number of checkpoints to keep.
+  """
+
+  n: int
+
+  def should_preserve(
+    self, checkpoints: Sequence[Any], *, context: Any
+  ) -> list[bool]:
+    """Returns for each checkpoint, in ascending order, whether it is kept."""
+    del context
+    finite = [
+      i
+      for i, info in enumerate(checkpoints)
+      if not any(map(_is_nonfinite, (info.metrics or {}).values()))
+    ]
+    evaluated = [i for i in finite if checkpoints[i].metrics]
+    kept = {*finite[-self.n :], *evaluated[-1:]}
+    return [i in kept for i in range(len(checkpoints))]
+
+
+def _is_nonfinite(value: Any) -> bool:
+  # `to_json` replaces values that are not finite by None.
+  return value is None or (
+    isinstance(value, float) and not math.isfinite(value)
+  )
+
+
+@dataclasses.dataclass
+class KeepUndeletable(checkpoint_managers.PreservationPolicy):
+  """Keeps what another policy keeps, and what cannot be deleted.
+
+  Attributes:
+    policy: The other policy.
+    directory: Path of the directory of the steps.
+    deleting: The steps that Orbax deletes after the current save.
+    undeletable: The steps that stay on disk.
+  """
+
+  policy: checkpoint_managers.PreservationPolicy
+  directory: str
+  deleting: list[int] = dataclasses.field(default_factory=list)
+  undeletable: set[int] = dataclasses.field(default_factory=set)
+
+  def should_preserve(
+    self, checkpoints: Sequence[Any], *, context: Any
+  ) -> list[bool]:
+    """Returns for each checkpoint, in ascending order, whether it is kept."""
+    kept = self.policy.should_preserve(checkpoints, context=context)
+    steps = [
+      info.step
+      for info, keep in zip(checkpoints, kept, strict=True)
+      if not keep
+    ]
+    for step in steps:
+      # Orbax may delete the files behind the link, which are elsewhere.
+      if os.path.islink(self._path(step)):
+        self.keep(step, "it is a symbolic link")
+    self.deleting = [step for step in steps if step not in self.undeletable]
+    return [info.step not in self.deleting for info in checkpoints]
+
+  def keep(self, step: int, reason: str) -> None:
+    """Keeps a step from now on, and says so once."""
+    if step not in self.undeletable:
+      self.undeletable.add(step)
+      _log.warning(
+        "%s cannot be deleted: %s. It stays on disk, beside the checkpoints "
+        "that are kept.",
+        self._path(step),
+        reason,
+      )
+
+  def note_failure(self, error: OSError) -> bool:
+    """Keeps the step at which Orbax has stopped to delete, if there is one.
+
+    Args:
+      error: The error of a save that is on disk.
+
+    Returns:
+      Whether a step that was to be deleted is still there.
+    """
+    for step in self.deleting:
+      if os.path.lexists(self._path(step)):
+        self.keep(step, error.strerror or str(error))
+        return True
+    return False
+
+  def _path(self, step: int) -> str:
+    return os.path.join(self.directory, str(step))
 
 
 def rank(
@@ -100,6 +208,24 @@ def rank(
   if not isinstance(value, (int, float)) or not math.isfinite(value):
     return -math.inf
   return float(value) if mode == "max" else -float(value)
+
+
+def check_has(best_metric: str | None, metrics: Mapping[str, Any]) -> None:
+  """Raises a ValueError if metrics lack the one that ranks checkpoints.
+
+  Args:
+    best_metric: Name of the metric, or None.
+    metrics: The metrics of a checkpoint. Without any, as between evaluations,
+      it is not ranked.
+  """
+  if best_metric is None or not metrics or best_metric in metrics:
+    return
+  names = ", ".join(map(repr, metrics))
+  raise ValueError(
+    f"metrics has no {best_metric!r}, the best_metric of the checkpointer, "
+    f"only {names}.{checks.did_you_mean(best_metric, metrics)} A step without "
+    "an evaluation is saved without metrics."
+  )
 
 
 def to_json(metrics: Mapping[str, Any]) -> dict[str, float | int | None]:

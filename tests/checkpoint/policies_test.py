@@ -1,6 +1,8 @@
 """Policies that choose which checkpoints to keep."""
 
+import errno
 import json
+import os
 import types
 
 import jax.numpy as jnp
@@ -95,7 +97,101 @@ def test_metrics_are_read_after_a_restart(path):
   kwargs = dict(max_to_keep=1, best_metric="accuracy")
   save_all(path, {1: float("nan"), 2: 0.9}, **kwargs)
   save_all(path, {3: 0.7, 4: float("inf")}, **kwargs)
-  assert steps_on_disk(path) == [2, 4]
+  # The best, the newest finite and the newest one.
+  assert steps_on_disk(path) == [2, 3, 4]
+
+
+# A run that diverges.
+
+
+def test_nonfinite_metrics_delete_no_finite_ones():
+  nan = float("nan")
+  for best_metric in (None, "a"):
+    kwargs = dict(max_to_keep=3, best_metric=best_metric)
+    good = {step: {"a": 1.0, "b": step} for step in (1, 2, 3)}
+    for value in (nan, float("inf"), None):
+      bad = {step: {"a": value, "b": 1.0} for step in (4, 5, 6, 7)}
+      assert preserved(kwargs, good | bad) == [1, 2, 3, 5, 6, 7]
+    # Without metrics, nobody knows whether a checkpoint is good.
+    unknown = dict.fromkeys((4, 5, 6, 7))
+    assert preserved(kwargs, good | unknown) == [3, 5, 6, 7]
+    unknown = {step: {} for step in (4, 5, 6)}
+    assert preserved(kwargs, good | unknown) == [3, 4, 5, 6]
+    # Where no value has ever been finite, the newest are kept.
+    never = {step: {"a": 1.0, "b": nan} for step in (1, 2, 3, 4)}
+    assert preserved(kwargs, never) == [2, 3, 4]
+
+
+def test_run_that_diverges_keeps_its_good_checkpoints(path):
+  nan = float("nan")
+  save_all(path, {1: 0.5, 2: 0.6, 3: nan, 4: nan, 5: nan}, max_to_keep=2)
+  save_all(path, {6: nan, 7: "none given", 8: "none given"}, max_to_keep=2)
+  assert steps_on_disk(path) == [2, 7, 8]
+  restored = fs.checkpoint.restore(path, create(), 2)
+  np.testing.assert_array_equal(restored.params["w"], np.full(3, 2.0))
+
+
+# Mistake: a misspelt metric.
+
+
+def test_metrics_without_the_best_metric_raise(path):
+  with checkpoint.Checkpointer(path, best_metric="accuracy") as checkpointer:
+    with pytest.raises(ValueError, match="'accuracy'") as e:
+      checkpointer.save(1, create(), metrics={"acuracy": 0.5, "loss": 1.0})
+    assert "'acuracy', 'loss'" in str(e.value)
+    assert "Did you mean 'acuracy'?" in str(e.value)
+    assert not path.exists() or steps_on_disk(path) == []
+    # Between evaluations there are no metrics.
+    assert checkpointer.save(1, create())
+    assert checkpointer.save(2, create(), metrics={})
+    assert checkpointer.save(3, create(), metrics={"accuracy": None})
+    assert checkpointer.best_step() is None
+
+
+# Steps that cannot be deleted.
+
+
+def told(caplog):
+  return [
+    r.getMessage() for r in caplog.records if r.name.startswith("flaxsha")
+  ]
+
+
+def test_step_that_is_a_link_stays(path, caplog):
+  save_all(path, {1: 0.5, 2: 0.9})
+  archive = path.parent / "archive"
+  (path / "1").rename(archive)
+  (path / "1").symlink_to(archive)
+  with caplog.at_level("WARNING", "flaxshard"):
+    save_all(path, {3: 0.7, 4: 0.8, 5: 0.9}, max_to_keep=1)
+  assert steps_on_disk(path) == [1, 5]
+  assert (archive / "default" / "_METADATA").exists()
+  (message,) = told(caplog)
+  assert f"{path / '1'} cannot be deleted: it is a symbolic link" in message
+
+
+def test_step_that_cannot_be_deleted_is_told_once(path, caplog, monkeypatch):
+  save_all(path, {1: "none given", 2: "none given"})
+  original = os.rmdir
+
+  def rmdir(directory, **kwargs):
+    if os.path.basename(directory) == "1":
+      raise PermissionError(errno.EPERM, "Operation not permitted", directory)
+    original(directory, **kwargs)
+
+  monkeypatch.setattr(os, "rmdir", rmdir)
+  with caplog.at_level("WARNING", "flaxshard"):
+    with checkpoint.Checkpointer(path, max_to_keep=2) as checkpointer:
+      for step in (3, 4, 5):
+        assert checkpointer.save(step, create(step))
+        checkpointer.wait()
+        checkpointer.check()
+        assert checkpointer.latest_step() == step
+  assert steps_on_disk(path) == [1, 4, 5]
+  (message,) = told(caplog)
+  assert f"{path / '1'} cannot be deleted: Operation not permitted" in message
+  restored = fs.checkpoint.restore(path, create())
+  np.testing.assert_array_equal(restored.params["w"], np.full(3, 5.0))
 
 
 def test_nonfinite_metrics_are_null_on_disk(path):
