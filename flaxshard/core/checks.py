@@ -8,10 +8,13 @@ one out of range.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 import difflib
+import inspect
 import math
+import reprlib
 from typing import Any
+import warnings
 
 import numpy as np
 
@@ -184,6 +187,40 @@ def one_of(argument: str, value: Any, allowed: Iterable[Any]) -> Any:
     f"{argument} must be one of {', '.join(map(repr, allowed))}, got "
     f"{value!r}.{hint}"
   )
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+  """Warns with the place of the caller outside of this package."""
+  package = __name__.partition(".")[0]
+  frame, level = inspect.currentframe(), 1
+  while frame and frame.f_globals.get("__name__", "").startswith(package):
+    frame, level = frame.f_back, level + 1
+  # `warnings.warn` counts from this function, which has the level 1.
+  warnings.warn(message, category, stacklevel=level)
+
+
+def describe(value: Any) -> str:
+  """Returns a value in a few words, for an error message.
+
+  Args:
+    value: Any value. Of an array only dtype and shape are shown.
+
+  Example:
+    >>> describe(np.zeros((2, 3), np.float32)), describe({"image": 1})
+    ('float32[2,3]', "a dict with the keys 'image'")
+  """
+  shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+  if isinstance(shape, tuple) and dtype is not None:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+  if isinstance(value, Mapping):
+    keys = ", ".join(map(repr, list(value)[:8]))
+    return f"a {type(value).__name__} with the keys {keys}"
+  if inspect.isfunction(value) or inspect.isclass(value):
+    kind = "class" if inspect.isclass(value) else "function"
+    return f"the {kind} {value.__module__}.{value.__qualname__}"
+  text = reprlib.repr(value)
+  # The repr of an object such as a model may have many lines.
+  return text if "\n" not in text else f"a {type(value).__name__}"
 
 
 def did_you_mean(

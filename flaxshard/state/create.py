@@ -8,10 +8,12 @@ from typing import Any
 
 from flax import linen as nn
 import jax
+import jax.numpy as jnp
 import optax
 
 from flaxshard.core import checks
 from flaxshard.core import trees
+from flaxshard.core.policy import Policy
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
@@ -21,6 +23,7 @@ from flaxshard.state import sharding as sharding_lib
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
+from flaxshard.wrappers.loss_scale import LossScale
 
 PyTree = Any
 
@@ -101,10 +104,12 @@ def create_train_state(
   if strategy is None and not abstract:
     # No shardings to plan: initialize the model on the default device.
     facts, variables = initialization.run(model, rng, sample_input)
+    for message in _precision_notes(facts, wrappers):
+      checks.warn(message)
     return TrainState.create(
       apply_fn=facts.apply_fn,
       tx=tx,
-      wrappers=stack.with_policy(wrappers, facts.policy),
+      wrappers=stack.with_policy(wrappers, facts.effective_policy),
       # `unbox` applies the sharding constraints of a mesh in the context.
       **nn.meta.unbox(variables),
     )
@@ -119,7 +124,10 @@ def create_train_state(
     rules=rules,
     strict=strict,
   )
-  return plan.abstract_state() if abstract else plan.create_state()
+  if abstract:
+    # Nothing is said: the state may be restored to be evaluated alone.
+    return plan.abstract_state()
+  return plan.create_state()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +140,7 @@ class CreationPlan:
     arg_shardings: Shardings of `args`; None leaves them where they are.
     static_fields: The other fields of the state.
     abstract_fields: Shape, dtype and sharding of what `create_fields` returns.
+    notes: What `create_state` warns of.
   """
 
   create_fields: Callable[..., dict[str, PyTree]]
@@ -139,6 +148,7 @@ class CreationPlan:
   arg_shardings: PyTree
   static_fields: Mapping[str, Any]
   abstract_fields: Mapping[str, PyTree]
+  notes: Sequence[str] = ()
 
   def abstract_state(self) -> TrainState:
     """Returns the state with a `jax.ShapeDtypeStruct` for every array."""
@@ -146,6 +156,8 @@ class CreationPlan:
 
   def create_state(self) -> TrainState:
     """Compiles and runs `create_fields`; returns the state."""
+    for message in self.notes:
+      checks.warn(message)
     jitted, args = self.jit()
     return self._assemble(jitted(*args))
 
@@ -204,7 +216,7 @@ def plan_creation(
         None, mesh, init.args, argument="(rng, sample_input)", strict=strict
       )
     arg_shardings = sharding_lib.shardings_of(arg_specs, mesh)
-  wrappers = stack.with_policy(wrappers, init.model.policy)
+  wrappers = stack.with_policy(wrappers, init.model.effective_policy)
   num_replicas = sharding_lib.count_replicas(mesh, wrappers)
   static_fields = dict(apply_fn=init.model.apply_fn, tx=tx, wrappers=wrappers)
 
@@ -231,4 +243,30 @@ def plan_creation(
     sharding_lib.abstract_fields(
       jax.eval_shape(create_fields, *init.args), specs, wrappers, mesh
     ),
+    _precision_notes(init.model, wrappers),
   )
+
+
+def _precision_notes(
+  model: initialization.Model, wrappers: Sequence[base.Wrapper]
+) -> list[str]:
+  """Returns warnings about precisions that a model and a state do not share."""
+  if model.computes_in is None:
+    return []
+  notes = []
+  policy = model.policy or Policy("float32")
+  declared = policy.compute_dtype
+  if declared != jnp.float32 and declared not in model.computes_in:
+    notes.append(
+      f"model={model.name}: its precision is {policy.name!r}, but it computes "
+      f"nothing in {declared.name}. Pass dtype=policy.compute_dtype to its "
+      "layers, or use the precision 'float32'."
+    )
+  scaled = any(isinstance(w, LossScale) for w in wrappers)
+  if jnp.dtype(jnp.float16) in model.computes_in and not scaled:
+    notes.append(
+      f"model={model.name} computes in float16, where small gradients become "
+      "zero, and the loss is not scaled. Use wrappers=[LossScale('dynamic')], "
+      "or bfloat16."
+    )
+  return notes

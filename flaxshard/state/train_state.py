@@ -214,6 +214,13 @@ class TrainState(flax_train_state.TrainState):
       not jnp.issubdtype(jnp.result_type(p), jnp.inexact)
       for p in jax.tree.leaves(params)
     )
+    for message in stack.check_loss(
+      self.wrappers,
+      self.wrapper_states,
+      # Only parameters are traced: the loss may branch on an argument.
+      lambda: jax.make_jaxpr(lambda p: loss_fn(p, *args))(params),
+    ):
+      checks.warn(message)
     if not self.wrappers:
       grad_fn = jax.value_and_grad(
         loss_fn, has_aux=has_aux, allow_int=allow_int
@@ -321,6 +328,10 @@ class TrainState(flax_train_state.TrainState):
     grads = trees.conform(
       "grads", grads, self.params, dtypes=False, none_is_leaf=True
     )
+    for message in stack.check_gradients(
+      self.wrappers, self.wrapper_states, self.params, grads
+    ):
+      checks.warn(message)
     # From here on None marks the leaves without a gradient.
     grads = gradients.normalize(grads)
     mark: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

@@ -25,6 +25,7 @@ from typing import (
 )
 
 import jax
+from jax.extend import core as jax_core
 
 from flaxshard.core import checks
 from flaxshard.core.policy import Policy
@@ -214,6 +215,45 @@ class Base:
     A spec that begins with `"replica"` makes the leaf per replica.
     """
     return jax.tree.map(lambda _: jax.P(), state)
+
+  # -- What a step may have forgotten; said while it is traced.
+
+  def check_loss(
+    self, state: PyTree, trace: Callable[[], jax_core.ClosedJaxpr]
+  ) -> str | None:
+    """Returns a warning about a loss that is about to be differentiated.
+
+    Args:
+      state: The wrapper's state.
+      trace: Returns the program of the loss. It traces the loss once more, so
+        it should not be called at every step.
+
+    Returns:
+      A message; None, the default, if there is nothing to report.
+    """
+    del state, trace
+    return None
+
+  def check_gradients(
+    self, state: PyTree, params: PyTree, grads: PyTree
+  ) -> str | None:
+    """Returns a warning about gradients that are about to be applied.
+
+    Args:
+      state: The wrapper's state.
+      params: The parameters.
+      grads: The gradients, as the user gave them.
+
+    Returns:
+      A message; None, the default, if there is nothing to report.
+    """
+    del state, params, grads
+    return None
+
+  def may_skip(self, state: PyTree) -> bool:
+    """Returns whether `apply` may leave the target as it is: False."""
+    del state
+    return False
 
   # -- Other collections, such as batch statistics.
 

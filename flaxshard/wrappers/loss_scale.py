@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import types
 from typing import Any, ClassVar
 import warnings
 
 import jax
+from jax.extend import core as jax_core
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,6 +20,7 @@ from flaxshard.core import trees
 from flaxshard.core.policy import Policy
 from flaxshard.replicas import context as replica_context
 from flaxshard.wrappers import base
+from flaxshard.wrappers.loss_scale_calls import ScaleCalls
 from flaxshard.wrappers.loss_scale_rules import check_scale
 from flaxshard.wrappers.loss_scale_rules import DynamicLossScale
 from flaxshard.wrappers.loss_scale_rules import FixedLossScale
@@ -49,7 +51,8 @@ class LossScale(base.Base):
     scale: One of
       * `"dynamic"`: a `DynamicLossScale()`;
       * `"auto"`: dynamic if a parameter or the policy's compute dtype is
-        float16, otherwise no scaling at all;
+        float16, or `create_train_state` finds that the model computes in it;
+        otherwise no scaling at all;
       * a number: a fixed scale;
       * a `DynamicLossScale` or a `FixedLossScale`.
     policy: The precision policy that `"auto"` looks at. With None,
@@ -88,6 +91,10 @@ class LossScale(base.Base):
   scale: str | float | DynamicLossScale | FixedLossScale = "dynamic"
   policy: Policy | None = None
   warn_at_floor: bool = False
+  # Changes while steps are traced, and is no part of what the wrapper is.
+  calls: ScaleCalls = dataclasses.field(
+    default_factory=ScaleCalls, init=False, repr=False, compare=False
+  )
 
   def __post_init__(self) -> None:
     scale = self.scale
@@ -130,7 +137,38 @@ class LossScale(base.Base):
     """Returns the wrapper with the model's policy, unless it has one."""
     if self.policy is not None:
       return self
-    return dataclasses.replace(self, policy=policy)
+    new = dataclasses.replace(self, policy=policy)
+    object.__setattr__(new, "calls", self.calls)
+    return new
+
+  def check_loss(
+    self, state: State, trace: Callable[[], jax_core.ClosedJaxpr]
+  ) -> str | None:
+    """Warns of a loss in float16 that `"auto"` does not scale."""
+    if state or self.scale != "auto" or not self.calls.once("loss"):
+      return None
+    if not tracing.computes_in(trace(), jnp.float16):
+      return None
+    return (
+      "LossScale('auto'): the loss computes in float16, but is not scaled: "
+      "'auto' saw float16 neither in the parameters nor in a precision policy. "
+      "Use LossScale('dynamic'), LossScale('auto', policy='mixed_float16'), or "
+      "create_train_state, which looks at the model."
+    )
+
+  def check_gradients(
+    self, state: State, params: PyTree, grads: PyTree
+  ) -> str | None:
+    """Warns of gradients that were not scaled, or not unscaled."""
+    rule = self.rule
+    if not state or rule == FixedLossScale(1.0):
+      return None
+    constant = isinstance(rule, FixedLossScale)
+    return self.calls.check(state.scale, params, grads, constant=constant)
+
+  def may_skip(self, state: State) -> bool:
+    """Returns whether the scale is dynamic."""
+    return bool(state) and not isinstance(self.rule, FixedLossScale)
 
   def init(self, params: PyTree, tx: Any) -> State:
     """Returns the first state; `()` if `"auto"` finds nothing to scale."""
@@ -160,6 +198,7 @@ class LossScale(base.Base):
     loss = jnp.asarray(loss)
     if not jnp.issubdtype(loss.dtype, jnp.inexact):
       raise TypeError(f"loss must be floating-point, got {loss.dtype}.")
+    self.calls.note_scaled(state.scale)
     dtype = _at_least_float32(loss.dtype)
     return loss.astype(dtype) * self._scale_of(state).astype(dtype)
 
@@ -167,6 +206,7 @@ class LossScale(base.Base):
     """Returns the gradients divided by the scale, in float32 or wider."""
     if not state:
       return grads
+    self.calls.note_unscaled(state.scale)
     scale = self._scale_of(state)
 
     # XLA turns a division by a broadcast scalar into a multiplication by its
@@ -324,7 +364,7 @@ def _warn_on_host(
       vmap_method="sequential",
     )
 
-  if not isinstance(at_floor, jax.core.Tracer):
+  if not tracing.is_traced(at_floor):
     # An eager step is on the host already.
     return jnp.asarray(warn(at_floor, scale, skipped_steps))
   unchanged = jax.lax.cond(

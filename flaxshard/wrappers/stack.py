@@ -242,6 +242,35 @@ def apply(
   return apply_from(0, target, grads)
 
 
+# -- What a step may have forgotten.
+
+
+def check_loss(
+  wrappers: Wrappers, states: States, trace: Callable[[], Any]
+) -> list[str]:
+  """Returns the wrappers' warnings about a loss to be differentiated."""
+  messages = [
+    base.adapt(w).check_loss(states[base.name_of(w)], trace) for w in wrappers
+  ]
+  return [message for message in messages if message]
+
+
+def check_gradients(
+  wrappers: Wrappers, states: States, params: PyTree, grads: PyTree
+) -> list[str]:
+  """Returns the wrappers' warnings about gradients to be applied."""
+  messages = [
+    base.adapt(w).check_gradients(states[base.name_of(w)], params, grads)
+    for w in wrappers
+  ]
+  return [message for message in messages if message]
+
+
+def may_skip(wrappers: Wrappers, states: States) -> bool:
+  """Returns whether a wrapper may leave a step out."""
+  return any(base.adapt(w).may_skip(states[base.name_of(w)]) for w in wrappers)
+
+
 # -- For the training loop.
 
 
