@@ -112,10 +112,10 @@ def computes_in(program: Any, dtype: Any) -> bool:
     dtype: The dtype. Casts to it and moves of such arrays do not count.
 
   Example:
-    >>> half = lambda x: (x.astype(jnp.float16) * 2).astype(jnp.float32)
-    >>> computes_in(jax.make_jaxpr(half)(1.0), jnp.float16)
+    >>> half = lambda x: (x.astype("float16") * 2).astype("float32")
+    >>> computes_in(jax.make_jaxpr(half)(1.0), "float16")
     True
-    >>> computes_in(jax.make_jaxpr(half)(1.0), jnp.bfloat16)
+    >>> computes_in(jax.make_jaxpr(half)(1.0), "bfloat16")
     False
   """
 

@@ -1,4 +1,4 @@
-"""Steps that go around a loss scale are told so, once, while they are traced."""
+"""Steps that go around a loss scale are told so once, when they are traced."""
 
 import copy
 import pickle
