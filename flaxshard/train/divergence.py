@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-import logging
 import math
 from typing import Any
 
 from flaxshard.state.train_state import TrainState
+from flaxshard.train import console
 from flaxshard.train import steps
 from flaxshard.wrappers import stack
-
-_log = logging.getLogger(__name__)
 
 # A run has diverged after so many skipped steps in a row, if the wrapper has
 # nothing left to try, as a loss scale at its floor. A shorter stretch may be
@@ -29,14 +27,16 @@ class DivergenceCheck:
   Args:
     on_nonfinite: `"stop"` raises FloatingPointError, `"continue"` warns.
     num_train_steps: Number of steps of the whole run.
+    warn: Logs the first warning of each kind; see `console.count_warnings`.
   """
 
-  def __init__(self, on_nonfinite: str, num_train_steps: int):
+  def __init__(
+    self, on_nonfinite: str, num_train_steps: int, warn: console.Warn
+  ):
     self._on_nonfinite = on_nonfinite
+    self._warn = warn
     self._max_stalled_steps = min(_MAX_STALLED_STEPS, num_train_steps)
     self._has_stalled = False
-    self._has_warned_of_stall = False
-    self._has_warned_of_evaluation = False
 
   @property
   def is_stalled(self) -> bool:
@@ -61,17 +61,17 @@ class DivergenceCheck:
       FloatingPointError: The run has diverged, and `on_nonfinite` is "stop".
     """
     if progress.bad_step:
-      self._report(_describe_bad_step(state, progress))
+      self._report("loss", _describe_bad_step(state, progress))
     stalls = stack.stalls(state.wrappers, state.wrapper_states)
     self._has_stalled = bool(stalls)
     diverged = [s for s in stalls if s.steps >= self._max_stalled_steps]
-    if diverged and not self._has_warned_of_stall:
+    if diverged:
       self._report(
+        "stall",
         f"step {step}: the last {diverged[0].steps} steps were skipped, so "
         f"training makes no progress. {diverged[0].reason} A lower "
-        "config.learning_rate may help."
+        "config.learning_rate may help.",
       )
-    self._has_warned_of_stall = bool(diverged)
 
   def check_evaluation(self, step: int, row: Mapping[str, Any]) -> None:
     """Checks the metrics of an evaluation.
@@ -88,18 +88,18 @@ class DivergenceCheck:
     if not evaluation:
       return
     bad = {k: v for k, v in evaluation.items() if not math.isfinite(v)}
-    if bad and not self._has_warned_of_evaluation:
+    if bad:
       values = ", ".join(f"{name}={value}" for name, value in bad.items())
       self._report(
+        "evaluation",
         f"step {step}: the evaluation is not finite: {values}. The parameters "
         "have diverged, or overflow in config.precision: a lower "
-        "config.learning_rate may help."
+        "config.learning_rate may help.",
       )
-    self._has_warned_of_evaluation = bool(bad)
 
-  def _report(self, message: str) -> None:
+  def _report(self, kind: str, message: str) -> None:
     if self._on_nonfinite == "continue":
-      _log.warning("%s", message)
+      self._warn(kind, message)
       return
     raise FloatingPointError(
       f"{message}\nconfig.on_nonfinite='continue' would go on; no checkpoint "

@@ -27,6 +27,7 @@ from flaxshard.state import describe
 from flaxshard.state.train_state import TrainState
 from flaxshard.train import charts
 from flaxshard.train import config as config_lib
+from flaxshard.train import console
 from flaxshard.train import devices
 from flaxshard.train import divergence
 from flaxshard.train import preemption
@@ -41,6 +42,8 @@ from flaxshard.wrappers import stack
 _log = logging.getLogger(__name__)
 
 
+@console.show_log()
+@console.show_warnings_once()
 def train_and_evaluate(config: Any, workdir: str) -> TrainState:
   """Trains the model of a config, or continues the run of a workdir.
 
@@ -50,6 +53,11 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     workdir: The folder for `checkpoints/`, `metrics.jsonl`, TensorBoard events,
       `training.png` and `config.json`. If it has a checkpoint, training
       continues from there, with the same result as without an interruption.
+
+  Rows of metrics are printed, unless logging is configured: then they are lines
+  of the logger `"flaxshard"` at INFO. A terminal and a notebook also show a
+  progress bar. `logging.getLogger("flaxshard").setLevel("WARNING")` prints
+  warnings only.
 
   Returns:
     The final state, or that of the last step after Stop in a notebook.
@@ -184,12 +192,13 @@ def _train(
     timer_lib.profile_steps(
       config.profile_steps, run.workdir
     ) as profile_before_step,
+    console.count_warnings() as warn,
   ):
     progress = setup.init_progress()
     rng = setup.replicate(jax.random.key(config.seed))
-    notes = wrapper_notes.WrapperNotes(state)
+    notes = wrapper_notes.WrapperNotes(state, warn)
     divergence_check = divergence.DivergenceCheck(
-      config.on_nonfinite, config.num_train_steps
+      config.on_nonfinite, config.num_train_steps, warn
     )
     timer = timer_lib.Timer(first_step)
     save_time = time.monotonic()

@@ -8,11 +8,22 @@ import json
 import logging
 import math
 import os
+import textwrap
 from typing import Any, IO
 
 import jax
 
 _log = logging.getLogger(__name__)
+
+# 100 with the time that the log shows in front.
+_MAX_COLUMNS = 91
+_SHORT_NAMES = {
+  "train_loss": "loss",
+  "train_accuracy": "acc",
+  "learning_rate": "lr",
+  "loss_scale": "scale",
+  "skipped_steps": "skipped",
+}
 
 Row = Mapping[str, float | int | None]
 
@@ -87,13 +98,52 @@ def read_rows(path: str) -> list[dict[str, Any]]:
   return rows
 
 
-def format_row(row: Row) -> str:
-  """Returns a row as one line of text for the log."""
-  return " ".join(
-    f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}"
-    for k, v in row.items()
-    if v is not None
-  )
+def format_row(step: int, row: Row) -> list[str]:
+  """Returns a row as lines of text, with rounded numbers and short names.
+
+  With the time before it, no line has more than 100 columns. An evaluation has
+  a line of its own. `skipped_steps` is left out if no step was skipped.
+
+  Args:
+    step: The step of the row.
+    row: Values by name; those that are None are left out.
+
+  Example:
+    >>> row = {"train_loss": 0.34567, "loss_scale": 2.0**15, "skipped_steps": 0}
+    >>> format_row(20, {**row, "eval_loss": 0.45678})
+    ['step 20: loss=0.3457 scale=2^15', 'step 20: eval_loss=0.4568']
+  """
+  train: list[str] = []
+  evaluation: list[str] = []
+  for name, value in row.items():
+    if value is None or (name == "skipped_steps" and not value):
+      continue
+    items = evaluation if name.startswith("eval_") else train
+    items.append(_format_metric(name, value))
+  lines: list[str] = []
+  for items in (train, evaluation):
+    if items:
+      lines += textwrap.wrap(
+        f"step {step}: {' '.join(items)}",
+        _MAX_COLUMNS,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+      )
+  return lines
+
+
+def _format_metric(name: str, value: float | int) -> str:
+  if name == "steps_per_second":
+    return f"{value:.3g} steps/s" if value < 100 else f"{value:.0f} steps/s"
+  if name == "learning_rate":
+    text = f"{value:.3g}"
+  elif name == "loss_scale" and value >= 2 and math.frexp(value)[0] == 0.5:
+    # Nearly always a power of two.
+    text = f"2^{math.frexp(value)[1] - 1}"
+  else:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+  return f"{_SHORT_NAMES.get(name, name)}={text}"
 
 
 @contextlib.contextmanager

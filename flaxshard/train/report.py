@@ -6,13 +6,13 @@ from collections.abc import Iterator
 import contextlib
 import logging
 import os
-import sys
 from typing import Any
 
 import jax
 
 from flaxshard.core import multihost
 from flaxshard.train import charts
+from flaxshard.train import console
 from flaxshard.train import metrics as metrics_lib
 
 _log = logging.getLogger(__name__)
@@ -24,8 +24,8 @@ def open_report(
 ) -> Iterator[charts.WriteRow]:
   """Opens everything that a row of metrics is written to.
 
-  That is `metrics.jsonl`, TensorBoard events, the log, and a progress bar with
-  the remaining time if standard error is a terminal.
+  That is `metrics.jsonl`, TensorBoard events, the log, and a progress bar on a
+  terminal and in a notebook.
 
   Args:
     workdir: The folder of the files.
@@ -46,36 +46,20 @@ def open_report(
       writer, workdir, first_step
     )
     stack.enter_context(metrics_lib.close_on_exit(close_events))
-    bar = stack.enter_context(_progress_bar(first_step, num_train_steps))
+    update_bar = stack.enter_context(
+      console.progress_bar(first_step, num_train_steps)
+    )
 
     def write_row(step: int, row: metrics_lib.Row) -> None:
       # Otherwise the processes without the error would wait for this one.
       with multihost.raise_on_all_processes(OSError):
         metrics_file.write(step, row)
         write_events(step, row)
-      _log.info("step %d: %s", step, metrics_lib.format_row(row))
-      if bar is not None:
-        bar.update(step - bar.n)
+      for line in metrics_lib.format_row(step, row):
+        _log.info("%s", line)
+      update_bar(step, row)
 
     yield write_row
-
-
-@contextlib.contextmanager
-def _progress_bar(first_step: int, num_train_steps: int) -> Iterator[Any]:
-  """Yields a tqdm bar on a terminal, otherwise None."""
-  if not sys.stderr.isatty():
-    yield None
-    return
-  charts.require("the progress bar", "tqdm")
-  from tqdm import tqdm
-  from tqdm.contrib import logging as tqdm_logging
-
-  with (
-    tqdm(total=num_train_steps, initial=first_step, unit="step") as bar,
-    # Prints log lines above the bar instead of through it.
-    tqdm_logging.logging_redirect_tqdm([logging.getLogger("flaxshard")]),
-  ):
-    yield bar
 
 
 def finish(workdir: str) -> None:
@@ -88,8 +72,9 @@ def finish(workdir: str) -> None:
   final: dict[str, Any] = {}
   for row in rows:
     final |= row
+  # Of two lines, the second one is the evaluation.
+  for line in metrics_lib.format_row(final.pop("step", 0), final)[-1:]:
+    _log.info("done: %s", line)
   _log.info(
-    "done: %s\nin %s: checkpoints/, metrics.jsonl, training.png, config.json",
-    metrics_lib.format_row(final),
-    workdir,
+    "in %s: checkpoints/, metrics.jsonl, training.png, config.json", workdir
   )

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from flaxshard.state.train_state import TrainState
+from flaxshard.train import console
+from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 
 _log = logging.getLogger(__name__)
@@ -17,30 +19,28 @@ _log = logging.getLogger(__name__)
 class WrapperNotes:
   """Logs notes of the wrappers, such as a loss scale at its floor.
 
-  Of consecutive rows with a warning, only the first one is logged.
-
   Args:
     state: The state that training starts from.
+    warn: Logs the first warning of each kind; see `console.count_warnings`.
   """
 
-  def __init__(self, state: TrainState):
+  def __init__(self, state: TrainState, warn: console.Warn):
     self._wrappers = state.wrappers
+    self._warn = warn
     self._previous: Mapping[str, Any] = {
       name: np.asarray(value).item()
       for name, value in stack.metrics(
         state.wrappers, state.wrapper_states
       ).items()
     }
-    self._has_warned = False
     self._has_pending = False
 
   def log_warnings(self, step: int, row: Mapping[str, Any]) -> None:
     """Logs the warnings that follow from a row of metrics."""
-    messages = stack.warnings_of(self._wrappers, self._previous, row)
-    if not self._has_warned:
-      for message in messages:
-        _log.warning("step %d: %s", step, message)
-    self._previous, self._has_warned = dict(row), bool(messages)
+    for wrapper in self._wrappers:
+      for message in stack.warnings_of((wrapper,), self._previous, row):
+        self._warn(base.name_of(wrapper), f"step {step}: {message}")
+    self._previous = dict(row)
 
   def log_pending(self, step: int, state: TrainState, is_last: bool) -> None:
     """Logs what an evaluation does not see, as local steps before a commit.

@@ -359,7 +359,7 @@ assert [row["step"] for row in tiny.rows(workdir)] == list(range(1, 13))
 # If no checkpoint is due, writing the metrics fails.
 other = os.path.join(disk, "other")
 show = metrics_lib.format_row
-metrics_lib.format_row = lambda row: fill() or show(row)
+metrics_lib.format_row = lambda *row: fill() or show(*row)
 config.update(checkpoint_every_steps=10**6, num_train_steps=200, writer="none")
 error = error_of(train.train_and_evaluate, config, other, kind=OSError)
 metrics = os.path.join(other, "metrics.jsonl")

@@ -78,4 +78,8 @@ def test_a_nonfinite_evaluation_stops_before_it_is_saved(tmp_path, caplog):
     "step 8",
     "step 8",
     "step 28",
+    # How often, at the end of the run.
+    "seen 9 times, first",
+    "seen 9 times, first",
+    "seen 4 times, first",
   ]

@@ -7,8 +7,8 @@ import pathlib
 import shutil
 import signal
 import sys
-import types
 
+import fake_ipython
 from flax import nnx
 import jax
 import numpy as np
@@ -119,8 +119,7 @@ def test_stop_in_a_notebook_returns_the_saved_state(
   tmp_path, monkeypatch, caplog
 ):
   with monkeypatch.context() as patch:
-    shell = types.SimpleNamespace(get_ipython=object)
-    patch.setitem(sys.modules, "IPython", shell)
+    fake_ipython.Shell(patch, notebook=False)
     tiny.stop_at(patch, 3, signal.SIGINT)
     state = train.train_and_evaluate(tiny.config(), str(tmp_path))
   assert int(state.step) == 3
@@ -190,7 +189,7 @@ def test_a_loss_scale_at_its_floor_is_warned_of_once(tmp_path, caplog):
   # The first two steps only took the scale down to its floor. Step 8 warns that
   # no step of the run was applied.
   steps = [r.getMessage().partition(":")[0] for r in warned]
-  assert steps == ["step 4", "step 8"]
+  assert steps == ["step 4", "step 8", "seen 3 times, first"]
 
 
 def infinite_example() -> data.Splits:

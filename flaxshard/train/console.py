@@ -1,0 +1,171 @@
+"""What a person sees of a run: log lines, warnings and a progress bar."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import logging
+import sys
+import textwrap
+from typing import Any, TextIO
+import warnings
+
+from flaxshard.core import ipython
+from flaxshard.train import charts
+
+_log = logging.getLogger(__name__)
+
+Warn = Callable[[str, str], None]
+
+
+@contextlib.contextmanager
+def show_log() -> Iterator[None]:
+  """Prints the log of flaxshard within the block, unless it is configured.
+
+  Logging is configured if the root logger or that of flaxshard has a level or a
+  handler that Python's defaults do not have. Then nothing changes.
+  """
+  if _is_logging_configured():
+    yield
+    return
+  log = logging.getLogger("flaxshard")
+  handler = logging.StreamHandler(_stream())
+  handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+  log.addHandler(handler)
+  log.setLevel(logging.INFO)
+  # The handler of the root logger would print each line again.
+  log.propagate = False
+  try:
+    yield
+  finally:
+    log.removeHandler(handler)
+    log.setLevel(logging.NOTSET)
+    log.propagate = True
+
+
+def _is_logging_configured() -> bool:
+  root, log = logging.getLogger(), logging.getLogger("flaxshard")
+  if log.handlers or log.level or root.level != logging.WARNING:
+    return True
+  # Orbax logs while it is imported, for which absl calls logging.basicConfig():
+  # a plain handler of standard error says nothing about the user.
+  return any(
+    type(handler) is not logging.StreamHandler
+    or handler.stream is not sys.stderr
+    for handler in root.handlers
+  )
+
+
+def _stream() -> TextIO:
+  # A notebook shows standard error on red ground.
+  return sys.stdout if ipython.in_notebook() else sys.stderr
+
+
+@contextlib.contextmanager
+def show_warnings_once() -> Iterator[None]:
+  """Shows each of Python's warnings once within the block.
+
+  Python alone shows it again after any library has changed the filters, so that
+  a step that is traced twice warns twice.
+  """
+  show = warnings.showwarning
+  seen = set()
+
+  def show_new(
+    message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any
+  ) -> None:
+    if (str(message), category) not in seen:
+      seen.add((str(message), category))
+      show(message, category, *args, **kwargs)
+
+  warnings.showwarning = show_new
+  try:
+    yield
+  finally:
+    warnings.showwarning = show
+
+
+@contextlib.contextmanager
+def count_warnings() -> Iterator[Warn]:
+  """Logs each kind of warning once, and at the end how often it was seen.
+
+  Yields:
+    A function `warn(kind, message)`. The messages of a kind may differ, in the
+    step for example: the first one is logged.
+  """
+  counts: dict[str, int] = collections.Counter()
+  first: dict[str, str] = {}
+
+  def warn(kind: str, message: str) -> None:
+    counts[kind] += 1
+    if kind not in first:
+      first[kind] = message
+      _log.warning("%s", message)
+
+  try:
+    yield warn
+  finally:
+    for kind, count in counts.items():
+      if count > 1:
+        start = textwrap.shorten(first[kind], 60, placeholder=" ...")
+        _log.warning("seen %d times, first: %s", count, start)
+
+
+@contextlib.contextmanager
+def progress_bar(
+  first_step: int, num_train_steps: int
+) -> Iterator[Callable[[int, Mapping[str, float | int | None]], None]]:
+  """Opens a tqdm bar on a terminal or in a notebook.
+
+  Args:
+    first_step: The step that the run continues from, 0 for a new one.
+    num_train_steps: The last step.
+
+  Yields:
+    A function `update(step, row)`; it does nothing elsewhere.
+  """
+  if not (sys.stderr.isatty() or ipython.in_notebook()):
+    yield lambda step, row: None
+    return
+  charts.require("the progress bar", "tqdm")
+  from tqdm import auto
+  from tqdm.contrib import logging as tqdm_logging
+
+  # Log lines are printed above the bar, not through it. tqdm replaces the
+  # handlers that write to the console, so ask it only where there are some.
+  loggers = [
+    log
+    for log in (logging.getLogger("flaxshard"), logging.getLogger())
+    if any(_is_console(handler) for handler in log.handlers)
+  ]
+  with (
+    auto.tqdm(
+      total=num_train_steps,
+      initial=first_step,
+      unit="step",
+      dynamic_ncols=True,
+      file=_stream(),
+    ) as bar,
+    tqdm_logging.logging_redirect_tqdm(loggers, tqdm_class=auto.tqdm),
+  ):
+
+    def update(step: int, row: Mapping[str, float | int | None]) -> None:
+      shown = {
+        name: f"{row[key]:.4g}"
+        for name, key in (("loss", "train_loss"), ("acc", "train_accuracy"))
+        if row.get(key) is not None
+      }
+      # A row of an evaluation alone keeps the last training metrics.
+      if shown:
+        bar.set_postfix(shown, refresh=False)
+      bar.update(step - bar.n)
+
+    yield update
+
+
+def _is_console(handler: logging.Handler) -> bool:
+  return isinstance(handler, logging.StreamHandler) and handler.stream in (
+    sys.stdout,
+    sys.stderr,
+  )

@@ -1,0 +1,166 @@
+"""What a person sees: log lines, warnings told once, a progress bar."""
+
+import contextlib
+import io
+import logging
+import sys
+import warnings
+
+import fake_ipython
+import pytest
+
+from flaxshard.train import console
+
+LOG = logging.getLogger("flaxshard.train.loop")
+
+
+@contextlib.contextmanager
+def handlers(*root_handlers, level=logging.WARNING):
+  """Replaces the root logger's handlers, which pytest adds, and its level."""
+  root = logging.getLogger()
+  before = root.handlers, root.level
+  root.handlers = list(root_handlers)
+  root.setLevel(level)
+  try:
+    yield
+  finally:
+    root.handlers, _ = before
+    root.setLevel(before[1])
+
+
+def plain_handler():
+  """The handler that absl adds while Orbax is imported."""
+  handler = logging.StreamHandler()
+  handler.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+  return handler
+
+
+@pytest.mark.parametrize("make_handlers", [list, lambda: [plain_handler()]])
+def test_lines_are_printed_once_if_logging_is_not_configured(
+  capsys, make_handlers
+):
+  with handlers(*make_handlers()):
+    with console.show_log():
+      LOG.info("step 20: loss=0.5")
+      LOG.warning("careful")
+    LOG.info("after the run")
+  out, err = capsys.readouterr()
+  lines = [line.partition(" ")[2] for line in err.splitlines()]
+  assert (out, lines) == ("", ["step 20: loss=0.5", "careful"])
+  log = logging.getLogger("flaxshard")
+  assert (log.handlers, log.level, log.propagate) == ([], 0, True)
+
+
+def test_a_notebook_prints_lines_to_standard_output(monkeypatch, capsys):
+  fake_ipython.Shell(monkeypatch)
+  with handlers(plain_handler()), console.show_log():
+    LOG.info("step 20: loss=0.5")
+  out, err = capsys.readouterr()
+  assert out.endswith(" step 20: loss=0.5\n")
+  assert err == ""
+
+
+def test_configured_logging_stays_as_it_is(capsys):
+  seen = io.StringIO()
+  with handlers(logging.StreamHandler(seen), level=logging.INFO):
+    with console.show_log():
+      LOG.info("step 20")
+  with handlers(logging.StreamHandler(seen)), console.show_log():
+    LOG.info("step 40 is not asked for")
+  with handlers(plain_handler(), level=logging.ERROR), console.show_log():
+    LOG.warning("not asked for either")
+  log = logging.getLogger("flaxshard")
+  log.setLevel(logging.WARNING)
+  try:
+    with handlers(plain_handler()), console.show_log():
+      LOG.info("step 60 is not asked for")
+  finally:
+    log.setLevel(logging.NOTSET)
+  assert seen.getvalue() == "step 20\n"
+  assert capsys.readouterr() == ("", "")
+
+
+def test_a_python_warning_is_shown_once_although_filters_change():
+  def trace(text):
+    warnings.warn(text, UserWarning, stacklevel=1)
+    with warnings.catch_warnings():  # as libraries do; Python forgets
+      warnings.simplefilter("ignore")
+
+  with warnings.catch_warnings(record=True) as shown:
+    warnings.simplefilter("default")
+    with console.show_warnings_once():
+      for text in ("a", "a", "b", "a"):
+        trace(text)
+    trace("a")
+  assert [str(w.message) for w in shown] == ["a", "b", "a"]
+
+
+def test_a_recurring_warning_is_logged_once_and_counted_at_the_end(caplog):
+  with pytest.raises(KeyboardInterrupt), console.count_warnings() as warn:
+    for step in range(37):
+      warn("floor", f"step {step}: the scale is at its floor")
+    warn("loss", "step 5: the loss is not finite")
+    assert len(caplog.records) == 2
+    raise KeyboardInterrupt
+  messages = [record.getMessage() for record in caplog.records]
+  assert messages[:2] == [
+    "step 0: the scale is at its floor",
+    "step 5: the loss is not finite",
+  ]
+  (count,) = messages[2:]
+  assert "37 times" in count
+  assert "step 0: the scale is at its floor" in count
+
+
+ROW = {"train_loss": 0.123456, "train_accuracy": 0.98765}
+
+
+def test_the_bar_on_a_terminal_shows_loss_and_accuracy(monkeypatch, capsys):
+  monkeypatch.setattr(
+    type(sys.stderr), "isatty", lambda self: True, raising=False
+  )
+  with handlers(plain_handler()), console.show_log():
+    with console.progress_bar(2, 6) as update:
+      update(4, ROW)
+      LOG.info("step 4")
+      update(6, {"eval_loss": 0.5})
+  out, err = capsys.readouterr()
+  assert out == ""
+  last = err.rstrip().rpartition("\r")[2]
+  for fact in ("6/6", "loss=0.1235", "acc=0.9877"):
+    assert fact in last, last
+  # Once, and on a line of its own.
+  (line,) = [x for x in err.splitlines() if "step 4" in x]
+  assert line.rpartition("\r")[2].rstrip().endswith(" step 4")
+
+
+def test_the_bar_does_not_print_lines_of_configured_logging_again(
+  monkeypatch, capsys
+):
+  monkeypatch.setattr(
+    type(sys.stderr), "isatty", lambda self: True, raising=False
+  )
+  with handlers(plain_handler(), level=logging.INFO), console.show_log():
+    with console.progress_bar(0, 4):
+      LOG.info("step 4")
+  assert capsys.readouterr().err.count("step 4") == 1
+
+
+def test_piped_output_has_no_bar_and_no_escape_codes(capsys):
+  with handlers(plain_handler()), console.show_log():
+    with console.progress_bar(0, 4) as update:
+      update(4, ROW)
+      LOG.info("step 4")
+  _, err = capsys.readouterr()
+  assert err.count("\n") == 1
+  assert not {"\r", "\x1b"} & set(err)
+
+
+def test_a_notebook_has_a_bar_on_standard_output(monkeypatch, capsys):
+  fake_ipython.Shell(monkeypatch)
+  with console.progress_bar(0, 4) as update:
+    update(4, ROW)
+  out, err = capsys.readouterr()
+  assert "4/4" in out
+  assert "acc=0.9877" in out
+  assert err == ""
