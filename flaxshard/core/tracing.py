@@ -38,7 +38,7 @@ def cond(
     *operands: Trees of arrays.
 
   Example:
-    >>> int(cond(jnp.array(True), lambda x: x + 1, lambda x: x, 2))
+    >>> int(cond(jax.numpy.array(True), lambda x: x + 1, lambda x: x, 2))
     3
   """
   if is_traced(pred):
