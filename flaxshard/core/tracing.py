@@ -123,10 +123,12 @@ def computes_in(program: Any, dtype: Any) -> bool:
     return any(getattr(x.aval, "dtype", None) == dtype for x in atoms)
 
   return any(
-    (eqn.primitive.name not in _MOVES
-    and has_dtype(eqn.invars)
-    and has_dtype(eqn.outvars)
-    and not any(True for _ in _programs_of(eqn.params.values())))
+    (
+      eqn.primitive.name not in _MOVES
+      and has_dtype(eqn.invars)
+      and has_dtype(eqn.outvars)
+      and not any(True for _ in _programs_of(eqn.params.values()))
+    )
     or any(
       computes_in(inner, dtype) for inner in _programs_of(eqn.params.values())
     )

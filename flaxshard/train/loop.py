@@ -244,7 +244,7 @@ def _train(
               step,
               state,
               data=run.train_iter,
-              metrics=_checkpoint_metrics(config, row),
+              metrics=_evaluation(row),
             )
           save_time = time.monotonic()
       if signum is not None:
@@ -320,15 +320,13 @@ def _due(config: Any, step: int, stop: bool, save_time: float) -> _Due:
   return _Due(log, final or step % config.eval_every_steps == 0, save)
 
 
-def _checkpoint_metrics(
-  config: Any, row: dict[str, float | int | None]
-) -> dict[str, float | int | None] | None:
-  """Returns the metrics that decide which checkpoints are kept, if any do."""
-  if config.best_metric != "none":
-    # Between evaluations a checkpoint has no value of the metric.
-    return row if config.best_metric in row else {}
-  # Without "continue" no state with a non-finite evaluation is saved.
-  return row if config.on_nonfinite == "continue" else None
+def _evaluation(row: dict[str, float | int | None]) -> dict[str, Any]:
+  """Returns the metrics that decide which checkpoints are kept.
+
+  Also without `config.best_metric`: the last checkpoint with a finite
+  evaluation is not deleted for one without.
+  """
+  return {k: v for k, v in row.items() if k.startswith("eval_")}
 
 
 def _train_row(

@@ -68,7 +68,9 @@ def test_replica_0_is_evaluated_saved_and_restored(
       np.testing.assert_array_equal(copy, wanted)
 
   # Training continues from the checkpoint, and the groups differ again.
-  state = train.train_and_evaluate(config(num_train_steps=5), str(tmp_path))
+  state = train.train_and_evaluate(
+    config(num_train_steps=5, resume="extend"), str(tmp_path)
+  )
   kernels = on_each_device(state.params["head"]["kernel"])
   assert int(state.step) == 5
   assert np.array_equal(kernels[0], kernels[2])

@@ -58,7 +58,7 @@ def test_a_run_whose_steps_are_all_skipped_stops_and_keeps_checkpoints(
 
 
 def test_a_nonfinite_evaluation_stops_before_it_is_saved(tmp_path, caplog):
-  config = diverging_config(eval_every_steps=4)
+  config = diverging_config(eval_every_steps=4, max_to_keep=1)
   with pytest.raises(FloatingPointError) as stopped:
     train.train_and_evaluate(config, str(tmp_path))
   for fact in ("step 8:", "eval_loss=", "config.on_nonfinite='continue'"):
@@ -72,6 +72,8 @@ def test_a_nonfinite_evaluation_stops_before_it_is_saved(tmp_path, caplog):
   with caplog.at_level(logging.WARNING, "flaxshard"):
     state = train.train_and_evaluate(config, str(tmp_path))
   assert int(state.step) == 6
+  # The last state is saved, and does not replace the good one.
+  assert sorted(os.listdir(tmp_path / "checkpoints")) == ["4", "40"]
   warned = [r.getMessage() for r in caplog.records]
   # Once each: the floor of the scale, the evaluation, 20 skipped steps.
   assert [m.partition(":")[0] for m in warned] == [
