@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+import weakref
 
 import jax
 import numpy as np
@@ -13,6 +14,15 @@ from flaxshard.data import layout as layout_lib
 from flaxshard.data import sharding
 
 PyTree = Any
+
+
+# Masks of padded batches, by id: a JAX array has no hash.
+_masks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def marks_padding(x: Any) -> bool:
+  """Returns whether an array is the mask of a batch that was padded."""
+  return _masks.get(id(x)) is x
 
 
 class Padder:
@@ -75,6 +85,7 @@ class Padder:
     # Also without padding: another structure would compile the step again.
     if layout.mask is not None:
       mask = _create_mask([part.rows for part in parts], lengths, padded)
+      has_padding = not mask.all()
       if layout.mask_leaf is None:
         arrays.append(mask)
         shardings.append(layout.mask_sharding)
@@ -82,6 +93,9 @@ class Padder:
         given = np.asarray(arrays[layout.mask_leaf])
         arrays[layout.mask_leaf] = _combine_masks(layout.mask, given, mask)
     out = sharding.put(self._mesh, arrays, shardings)
+    if layout.mask is not None and has_padding:
+      mask_leaf = -1 if layout.mask_leaf is None else layout.mask_leaf
+      _masks[id(out[mask_leaf])] = out[mask_leaf]
     if layout.mask is None or layout.mask_leaf is not None:
       return jax.tree.unflatten(layout.tree, out)
     batch = jax.tree.unflatten(layout.tree, out[:-1])

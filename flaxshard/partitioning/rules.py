@@ -227,7 +227,11 @@ def _parse(rules: Rules, argument: str) -> _ParsedRules:
     name = f"{argument}[{i}]"
     if isinstance(rule, (str, FSDP)):
       if isinstance(rule, str) and rule != "fsdp":
-        raise RuleError(f"{name}: unknown name {rule!r}; {_ALLOWED}.")
+        hint = checks.did_you_mean(rule, ["fsdp"])
+        if not hint and len(rules) == 2:
+          # ("kernel", P()) is two rules, (("kernel", P()),) is one.
+          hint = f" A single pair needs a comma: ({tuple(rules)!r},)."
+        raise RuleError(f"{name}: unknown name {rule!r}; {_ALLOWED}.{hint}")
       if i < len(rules) - 1:
         raise RuleError(
           f"{name}={rule!r} must be the last entry, got {rules!r}; {_ALLOWED}."
@@ -283,10 +287,12 @@ def _raise_unused(
       f"{rule.description} is never used: earlier rules, such as "
       f"rules[{shadowed[rule.position]}], match all its parameters."
     )
+  # A regex is often a part of a path: `kernel` or `Dense_0`.
+  names = {name: None for path in paths for name in path.split("/")}
   raise RuleError(
     f"{rule.description} matches no parameter: the paths in {argument} are "
     f"{', '.join(paths[:20])}{', …' if len(paths) > 20 else ''}."
-    f"{checks.did_you_mean(rule.regex.pattern, paths)}"
+    f"{checks.did_you_mean(rule.regex.pattern, [*paths, *names])}"
   )
 
 

@@ -22,6 +22,7 @@ from flaxshard.strategy import replica_view
 from flaxshard.strategy import replication
 from flaxshard.strategy import replication_check
 from flaxshard.strategy import step_warnings
+from flaxshard.strategy import unread_inputs
 from flaxshard.strategy.arguments import Layout
 from flaxshard.wrappers import stack
 
@@ -43,6 +44,7 @@ class ReplicaProgram:
       called.
     batch_dim: The dimension of a batch with the examples.
     warnings: The warnings of each traced program, by kind.
+    unread: The indices of bool leaves that a train step does not read.
   """
 
   mesh: jax.sharding.Mesh
@@ -53,6 +55,7 @@ class ReplicaProgram:
   unplaced: tuple[int, ...]
   batch_dim: int
   warnings: dict[str, str] = dataclasses.field(default_factory=dict)
+  unread: list[int] = dataclasses.field(default_factory=list)
 
   def run(self, *leaves: jax.Array) -> PyTree:
     """Returns what the function returns, on all replicas; it is jitted."""
@@ -140,6 +143,12 @@ class ReplicaProgram:
       [k for k, i in enumerate(order) if i not in in_states],
     )
     self.warnings.update(step.warnings(seen))
+    # Without gradients, as in an evaluation, a mask is often used elsewhere.
+    if seen.gradients:
+      is_read = unread_inputs.reads_inputs(jaxpr)
+      self.unread.extend(
+        i for i, x in enumerate(leaves) if x.dtype == bool and not is_read[i]
+      )
 
   def _assemble(
     self, body: _Body, replicated: Sequence[Any], per_replica: Sequence[Any]

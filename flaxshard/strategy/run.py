@@ -17,6 +17,8 @@ import warnings
 import jax
 import numpy as np
 
+from flaxshard.core import trees
+from flaxshard.data import padding
 from flaxshard.replicas import context as replica_context
 from flaxshard.strategy import arguments
 from flaxshard.strategy import function_cache
@@ -37,10 +39,12 @@ class _Compiled(NamedTuple):
   Attributes:
     jitted: The jitted program.
     warnings: The warnings that were found when it was traced, by kind.
+    unread: The indices of bool leaves that a train step does not read.
   """
 
   jitted: Any
   warnings: dict[str, str]
+  unread: list[int]
 
 
 class _LastCall(NamedTuple):
@@ -125,6 +129,17 @@ class Program:
       out = last.compiled.jitted(*leaves)
     finally:
       _called.reset(token)
+    for i in last.compiled.unread:
+      # Only now: most steps never see a batch that is padded.
+      if padding.marks_padding(leaves[i]):
+        path = trees.path_string(self._layouts[treedef].paths[i][1:])
+        last.compiled.warnings["padding"] = (
+          f"run: the batch has padding, which argument {path} marks, and the "
+          "step does not read this mask: the repeated examples count as real "
+          "ones. Divide the sum of the real losses by their number, over all "
+          "replicas: (losses * mask).sum() / context.all_reduce('mean', "
+          "mask.sum()); or leave out the batch with drop_remainder=True."
+        )
     if last.compiled.warnings:
       self._warn(last.compiled)
     if self._calls < 2:
@@ -221,7 +236,7 @@ class Program:
       if positional.idx == 0 and argument.idx in self._donate_argnums
     ]
     jitted = jax.jit(program.run, donate_argnums=donated)
-    return _Compiled(jitted, program.warnings)
+    return _Compiled(jitted, program.warnings, program.unread)
 
 
 _one_time_functions = function_cache.OneTimeFunctions()

@@ -143,6 +143,9 @@ SIZES = "{'replica': 4, 'model': 2}"
       (("kernel", P("model")), ("mlp_in/kernel", P(None, "model"))),
       ("rules[1]=('mlp_in/kernel'", "rules[0]"),
     ),
+    ((("kernle", P()),), ("rules[0]=('kernle'", "Did you mean 'kernel'?")),
+    ("fdsp", ("rules[0]", "Did you mean 'fsdp'?")),
+    (("embed", P()), ("rules[0]", "'embed'", "comma: (('embed', P()),)")),
     ((("mlp", "model"),), ("rules", "('mlp', 'model')", "params")),
     # Not a catch-all: it is not found in every path.
     ((("", P()), ("embed", P("model"))), ("rules[1]=('embed'", "rules[0]")),
