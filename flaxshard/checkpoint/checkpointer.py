@@ -35,8 +35,6 @@ from flaxshard.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
-_DATA = "input_iterator"
-
 
 class SaveError(RuntimeError):
   """A checkpoint could not be written; the message names step and directory."""
@@ -163,7 +161,7 @@ class Checkpointer:
       # A fresh process can only restore items whose handlers are named here.
       item_handlers={
         **step_lib.item_handlers(plain_item=self._plain_item),
-        _DATA: grain.checkpoint.CheckpointHandler(),
+        iterator_state.ITEM: grain.checkpoint.CheckpointHandler(),
         # The last handler: it digests the files that the others have written.
         digests_lib.ITEM: metadata_item.Handler(),
       },
@@ -358,7 +356,7 @@ class Checkpointer:
     with multihost.raise_on_all_processes(TypeError, ValueError, SaveError):
       if data is not None:
         position = iterator_state.Position(data)
-        items[_DATA] = grain.checkpoint.CheckpointSave(position)
+        items[iterator_state.ITEM] = grain.checkpoint.CheckpointSave(position)
       if metrics is not None:
         metrics = policies.to_json(metrics)
         policies.check_has(self._best[0], metrics)
@@ -565,11 +563,13 @@ class Checkpointer:
     plan = restore_plan.open_step(where).plan(state)
     if data is None:
       return plan.restore()
-    if not os.path.isdir(os.path.join(where, _DATA)):
-      raise ValueError(f"{where} has no {_DATA}: the position of the data.")
+    if not os.path.isdir(os.path.join(where, iterator_state.ITEM)):
+      raise ValueError(
+        f"{where} has no {iterator_state.ITEM}: the position of the data."
+      )
     position = iterator_state.Position(data)
     args = ocp.args.Composite(
-      **{_DATA: grain.checkpoint.CheckpointRestore(position)}
+      **{iterator_state.ITEM: grain.checkpoint.CheckpointRestore(position)}
     )
     restored = plan.restore()
     self._open().restore(step, args=args)

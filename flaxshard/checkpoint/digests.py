@@ -22,10 +22,18 @@ _log = logging.getLogger(__name__)
 
 ITEM = "flaxshard"
 DIGESTS = "digests.json"
+METADATA = "metadata"  # what wrote the step; it names the step
 STEP_METADATA = "_CHECKPOINT_METADATA"  # Orbax's file of a step's items
 
 # Errors that a disk reports for a damaged file, rather than for this process.
-_DAMAGE = {errno.EIO, errno.EBADMSG, errno.ENODATA, errno.EISDIR, errno.ENOTDIR}
+_DAMAGE = {
+  errno.EIO,
+  errno.EBADMSG,
+  errno.ENODATA,
+  errno.EISDIR,
+  errno.ENOTDIR,
+  errno.ELOOP,
+}
 _CHUNK_BYTES = 1 << 20
 _THREADS = 4
 
@@ -67,6 +75,27 @@ def is_empty(step_dir: str | os.PathLike[str]) -> bool:
   return os.path.isdir(step_dir) and not os.listdir(step_dir)
 
 
+def other_step(step_dir: str | os.PathLike[str]) -> int | None:
+  """Returns the step that was saved, if a directory is named after another.
+
+  Such a directory was copied or renamed. The position of the data, the metrics
+  and a schedule are then those of another step than the name says.
+
+  Args:
+    step_dir: Path of the directory of the step.
+
+  Raises:
+    Damaged: The metadata of the step cannot be read.
+  """
+  where = os.path.abspath(step_dir)
+  path = os.path.join(where, ITEM, METADATA)
+  name = os.path.basename(where)
+  if not name.isdecimal() or not os.path.exists(path):
+    return None
+  saved = read_json(path).get("step", int(name))
+  return saved if saved != int(name) else None
+
+
 def verify(
   step_dir: str | os.PathLike[str],
   part: int = 0,
@@ -91,7 +120,8 @@ def verify(
 
   Raises:
     Damaged: A file or an item is missing, or a file differs from what was
-      saved, or the step is empty; the message names the first such file.
+      saved, or the step is empty; the message names the first such file. Or the
+      directory was saved as another step.
     ValueError: A file exists, but this process cannot read it.
 
   Example:
@@ -144,6 +174,13 @@ def _verify(where: str, part: int, parts: int, contents: bool) -> bool:
     others = len(damages) - 1
     more = f" ({others} more files are damaged)" if others else ""
     raise Damaged(f"{damages[0]}{more}.")
+  saved_step = other_step(where)
+  if saved_step is not None:
+    raise Damaged(
+      f"{where} was saved as step {saved_step}: it was copied or renamed to "
+      f"{os.path.basename(os.path.abspath(where))}. Give it the name "
+      f"{saved_step} to restore it."
+    )
   # All processes must agree, so this does not depend on the part.
   return all(crc is not None for _, crc in digests["files"].values())
 

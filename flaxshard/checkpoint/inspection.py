@@ -4,20 +4,24 @@
   python -m flaxshard.checkpoint /tmp/digits --step 1200 --verify
 
 Lists the steps and shows one: its versions, wrappers and arrays. Changes
-nothing, reads no arrays, and uses only the CPU. A step with missing files or
-files of another size is damaged; `--verify` also reads and compares all files.
-The exit status is 1 if a step is damaged, and 2 if there is nothing to show.
+nothing, reads no arrays, and uses only the CPU. A step is damaged if a file is
+missing or has another size, if it was copied or renamed from another step, or
+if it is a link that leads nowhere. `--verify` also reads and compares all
+files. Another program may save in the directory at the same time. The exit
+status is 1 if a step is damaged, and 2 if there is nothing to show.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+import contextlib
 import functools
 import json
 import math
 import os
 import sys
+import time
 from typing import Any
 
 import jax
@@ -27,6 +31,9 @@ from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import locate
 from flaxshard.checkpoint import metadata_item
 from flaxshard.checkpoint import reader
+
+# A step that is half deleted is gone after so many seconds.
+_DELETION_SECONDS = 0.5
 
 # Keys of the metadata that have lines of their own format.
 _SHOWN_SEPARATELY = ("wrappers", "config")
@@ -66,6 +73,11 @@ def status(
     return "complete, without digests", False
   except digests.Damaged as e:
     return f"damaged: {e}", True
+  except Exception as e:
+    # The program that saves may have deleted the step while it was read.
+    if os.path.lexists(step_dir):
+      raise
+    return f"deleted: {e}", True
 
 
 def overview(
@@ -83,21 +95,33 @@ def overview(
   where = os.fspath(directory)
   lines, damaged = [where], []
   step_dirs = steps(where)
-  for step, step_dir in step_dirs.items():
-    condition, is_damaged = status(step_dir, contents)
-    size = _format_size(_bytes_in(step_dir))
+  conditions = {n: status(path, contents) for n, path in step_dirs.items()}
+  if any(is_damaged for _, is_damaged in conditions.values()):
+    # The program that saves may be deleting a step just now.
+    time.sleep(_DELETION_SECONDS)
+  for step, (condition, is_damaged) in conditions.items():
+    if not os.path.lexists(step_dirs[step]):
+      continue
+    size = _format_size(_bytes_in(step_dirs[step]))
     lines.append(f"  {step:>8}  {size:>9}  {condition}")
     if is_damaged:
       damaged.append(step)
-  rest = sorted(
-    name
-    for name in os.listdir(where)
-    if os.path.isdir(path := os.path.join(where, name))
-    and path not in step_dirs.values()
-  )
-  if rest:
-    lines.append(f"  not counted: {', '.join(rest)}")
+  counted = {os.path.basename(path) for path in step_dirs.values()}
+  for name in sorted(set(os.listdir(where)) - counted):
+    path = os.path.join(where, name)
+    if os.path.isdir(path) or os.path.islink(path):
+      lines.append(f"  not counted: {name}{_describe_other(path)}")
   return "\n".join(lines), damaged
+
+
+def _describe_other(path: str) -> str:
+  """Returns what a directory or link is that is no step, in parentheses."""
+  name = os.path.basename(path)
+  if ".damaged" in name:
+    return " (a damaged step that was set aside; it can be deleted)"
+  if ".orbax-checkpoint-tmp" in name:
+    return " (a save that has not finished)"
+  return "" if os.path.exists(path) else " (a link that leads nowhere)"
 
 
 def describe(step_dir: str | os.PathLike[str]) -> str:
@@ -185,10 +209,19 @@ def _show(directory: str, step: int | None, verify: bool) -> int:
     raise ValueError(f"{directory} has no step {step}, only {list(step_dirs)}.")
   text, damaged = overview(directory, verify)
   print(text)
-  if step is None:
-    step = max(set(step_dirs) - set(damaged), default=None)
-  if step is not None and step not in damaged:
-    print(f"\n{describe(step_dirs[step])}")
+  candidates = sorted(step_dirs, reverse=True) if step is None else [step]
+  for number in candidates:
+    if number in damaged:
+      continue
+    try:
+      description = describe(step_dirs[number])
+    except Exception:
+      # The program that saves may have deleted the step while it was read.
+      if os.path.lexists(step_dirs[number]):
+        raise
+    else:
+      print(f"\n{description}")
+      break
   return 1 if damaged else 0
 
 
@@ -204,13 +237,15 @@ def _format_value(value: Any) -> str:
 
 
 def _bytes_in(path: str) -> int:
-  if os.path.isfile(path):
-    return os.path.getsize(path)
-  return sum(
-    os.path.getsize(os.path.join(folder, name))
-    for folder, _, names in os.walk(path)
-    for name in names
-  )
+  paths = [path]
+  for folder, _, names in os.walk(path):
+    paths += [os.path.join(folder, name) for name in names]
+  size = 0
+  for file in paths:
+    # A link may lead nowhere, and a file may just have been deleted.
+    with contextlib.suppress(OSError):
+      size += os.path.getsize(file) if os.path.isfile(file) else 0
+  return size
 
 
 def _bytes_of(leaf: Any) -> int:

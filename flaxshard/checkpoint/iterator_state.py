@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from flaxshard.checkpoint import digests
 
+ITEM = "input_iterator"
+
 
 class Positioned(Protocol):
   """An iterator with a position: Grain's, or a `DistributedIterator`.

@@ -24,11 +24,11 @@ import orbax.checkpoint as ocp
 
 from flaxshard import wrappers as wrappers_lib
 from flaxshard.checkpoint import digests as digests_lib
+from flaxshard.checkpoint import iterator_state
 from flaxshard.checkpoint import validation
 from flaxshard.core import version
 from flaxshard.state.train_state import TrainState
 
-_METADATA = "metadata"  # the file that Orbax's JSON handler reads
 # Orbax adds this to the step's metadata after our handler was called.
 _COMMIT_TIME = "commit_timestamp_nsecs"
 # Orbax names an item's directory so until the item is complete.
@@ -90,7 +90,7 @@ def read_metadata(step_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
   Raises:
     Damaged: The file cannot be read.
   """
-  path = os.path.join(step_dir, digests_lib.ITEM, _METADATA)
+  path = os.path.join(step_dir, digests_lib.ITEM, digests_lib.METADATA)
   return digests_lib.read_json(path) if os.path.exists(path) else None
 
 
@@ -145,14 +145,21 @@ class Handler(ocp.AsyncCheckpointHandler):
     item_dir = os.fspath(directory)
     step_dir = os.path.dirname(item_dir)
     text = json.dumps(self._args.metadata, indent=2)
-    with open(os.path.join(item_dir, _METADATA), "w") as f:
+    with open(os.path.join(item_dir, digests_lib.METADATA), "w") as f:
       f.write(text)
     if self._args.digests:
       files = self._take_digests(item_dir)
     else:
-      files = digests_lib.take_sizes(_files_of_items(item_dir))
+      paths = _files_of_items(item_dir)
+      files = digests_lib.take_sizes(paths)
+      # Positions of two steps often have one size, and are small.
+      prefix = f"{iterator_state.ITEM}/"
+      files |= digests_lib.take(
+        {n: path for n, path in paths.items() if n.startswith(prefix)}
+      )
     body = text.encode()
-    files[f"{digests_lib.ITEM}/{_METADATA}"] = [len(body), zlib.crc32(body)]
+    name = f"{digests_lib.ITEM}/{digests_lib.METADATA}"
+    files[name] = [len(body), zlib.crc32(body)]
     step_metadata = _read_step_metadata(step_dir)
     digests: dict[str, Any] = {"files": files, "step_metadata": step_metadata}
     digests["crc32"] = digests_lib.crc_of_digests(digests)
@@ -185,7 +192,7 @@ class Handler(ocp.AsyncCheckpointHandler):
       args: Not used.
     """
     del args
-    return digests_lib.read_json(os.path.join(directory, _METADATA))
+    return digests_lib.read_json(os.path.join(directory, digests_lib.METADATA))
 
 
 # Prefix of the files in which the other processes hand process 0 their digests.

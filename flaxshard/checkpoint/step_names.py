@@ -17,7 +17,8 @@ class ReadableSteps:
   """Orbax's standard step names, without steps that its manager cannot read.
 
   The manager reads the metrics and the metadata of all steps when it is
-  created. If one of them is damaged, it raises without naming the file.
+  created. If one of them is damaged, it raises without naming the file. Steps
+  that were copied or renamed are left out too.
 
   Attributes:
     left_out: The steps that the last `find_all` left out.
@@ -52,11 +53,16 @@ def _unreadable_steps(directory: str | os.PathLike[str]) -> set[int]:
 
 
 def _is_unreadable(step_dir: str) -> bool:
+  if not os.path.exists(step_dir):
+    # A link that leads nowhere; otherwise it was just deleted.
+    return os.path.islink(step_dir)
   metadata_path = os.path.join(step_dir, digests.STEP_METADATA)
   metrics_path = os.path.join(step_dir, METRICS, METRICS)
   try:
     if os.path.exists(metrics_path):
       digests.read_json(metrics_path)
+    if digests.other_step(step_dir) is not None:
+      return True  # its metrics are those of another step
     if not os.path.exists(metadata_path):
       return False
     metadata = digests.read_json(metadata_path)
