@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 from typing import Any
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ class Setup:
   create_state: Callable[[], TrainState]
   train_step: TrainStep
   lowered_train_step: jax.stages.Lowered
-  eval_step: Callable[..., steps.Metrics]
+  eval_step: Callable[..., steps.EvalMetrics]
 
   def train_batches(self) -> distribute.DistributedDataset:
     """Returns the endless training batches, on the devices."""
@@ -81,7 +82,7 @@ class Setup:
 
   def evaluate(self, state: TrainState) -> dict[str, float]:
     """Returns the means of the metrics over the evaluation data."""
-    metrics = self.replicate(steps.Metrics.empty())
+    metrics = self.replicate(steps.EvalMetrics.empty())
     batches = self.strategy.distribute_dataset(
       data.eval_batches(self.splits, **self._pipeline()), spec=self.batch_specs
     )
@@ -90,7 +91,17 @@ class Setup:
     with iter(batches) as iterator:
       for batch in iterator:
         metrics = self.eval_step(state, metrics, batch)
-    return {f"eval_{k}": float(v) for k, v in metrics.compute().items()}
+    means = {k: float(v) for k, v in metrics.compute().items()}
+    # All of them: logits do not come to exactly 1 by chance.
+    if means.pop("probabilities") == 1 and self.splits.num_classes > 1:
+      warnings.warn(
+        f"config.model ({self.config.model.name!r}) returns probabilities: all "
+        "its outputs are positive and sum to 1. The loss takes the softmax by "
+        "itself: return logits, without a softmax, or it hardly trains.",
+        UserWarning,
+        stacklevel=2,
+      )
+    return {f"eval_{k}": v for k, v in means.items()}
 
   def init_progress(self) -> steps.Progress:
     """Returns the progress before any step, on the devices."""
@@ -176,7 +187,7 @@ def create_setup(config: Any, strategy: Strategy) -> Setup:
     )
     # Evaluation is compiled much later: trace it now to find its errors.
     batch["mask"] = np.ones(config.batch_size, bool)
-    jax.eval_shape(steps.eval_step, state, steps.Metrics.empty(), batch)
+    jax.eval_shape(steps.eval_step, state, steps.EvalMetrics.empty(), batch)
   return Setup(
     config=config,
     strategy=strategy,

@@ -32,6 +32,16 @@ class Metrics(clu_metrics.Collection):
   accuracy: clu_metrics.Average.from_output("correct")  # type: ignore[valid-type]
 
 
+@flax.struct.dataclass
+class EvalMetrics(clu_metrics.Collection):
+  """`Metrics`, and how many of the model's outputs are probabilities."""
+
+  # Not derived from Metrics: clu reads the fields of the class itself alone.
+  loss: clu_metrics.Average.from_output("loss")  # type: ignore[valid-type]
+  accuracy: clu_metrics.Average.from_output("correct")  # type: ignore[valid-type]
+  probabilities: clu_metrics.Average.from_output("sums_to_one")  # type: ignore[valid-type]
+
+
 class Progress(NamedTuple):
   """Results of the steps since the last row of metrics.
 
@@ -116,12 +126,12 @@ def train_step(
   )
 
 
-def eval_step(state: TrainState, metrics: Metrics, batch: Batch) -> Metrics:
+def eval_step(state: TrainState, metrics: Any, batch: Batch) -> Any:
   """Merges the metrics of one evaluation batch into `metrics`.
 
   Args:
     state: The train state.
-    metrics: The metrics so far.
+    metrics: The `Metrics` or `EvalMetrics` so far.
     batch: As in `train_step`, with a bool `mask` `[batch]` that is False for
       padding.
 
@@ -130,9 +140,10 @@ def eval_step(state: TrainState, metrics: Metrics, batch: Batch) -> Metrics:
   """
   logits, _ = _apply(state, state.params, batch, None)
   return metrics.merge(
-    Metrics.single_from_model_output(
+    type(metrics).single_from_model_output(
       loss=_losses(logits, batch),
       correct=_correct(logits, batch),
+      sums_to_one=_sums_to_one(logits),
       mask=batch["mask"],
     )
   )
@@ -251,6 +262,14 @@ def _losses(logits: jax.Array, batch: Batch) -> jax.Array:
   return optax.softmax_cross_entropy_with_integer_labels(
     logits.astype(jnp.float32), batch["labels"]
   )
+
+
+def _sums_to_one(logits: jax.Array) -> jax.Array:
+  """Returns 1.0 where the outputs are probabilities, as of a softmax."""
+  logits = logits.astype(jnp.float32)
+  # Wide enough for probabilities in bfloat16.
+  is_one = jnp.abs(logits.sum(-1) - 1) < 0.01
+  return (is_one & (logits.min(-1) >= 0)).astype(jnp.float32)
 
 
 def _correct(logits: jax.Array, batch: Batch) -> jax.Array:

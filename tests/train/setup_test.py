@@ -2,6 +2,7 @@
 
 import re
 import sys
+import warnings
 
 import flax.linen as nn
 import jax
@@ -39,6 +40,18 @@ class IntegerParam(nn.Module):
   def __call__(self, x, train: bool = False):
     self.param("count", lambda key: jnp.zeros((), jnp.int32))
     return nn.Dense(self.num_classes)(x.reshape(x.shape[0], -1))
+
+
+class Probabilities(nn.Module):
+  """A model with a softmax, which the loss takes once more."""
+
+  num_classes: int
+  policy: object
+
+  @nn.compact
+  def __call__(self, x, train: bool = False):
+    x = nn.Dense(self.num_classes)(x.reshape(x.shape[0], -1))
+    return nn.softmax(x.astype(self.policy.compute_dtype))
 
 
 class WrongLogits(nn.Module):
@@ -115,6 +128,21 @@ def test_a_warmup_longer_than_the_run_warns_with_the_last_rate(caplog):
     "config.learning_rate=0.8",
   ):
     assert fact in record.getMessage()
+
+
+@pytest.mark.parametrize("precision", ["mixed_float16", "mixed_bfloat16"])
+def test_model_that_returns_probabilities_warns(precision):
+  model = {"name": f"{_THIS}:Probabilities"}
+  setup = create_setup(model=model, precision=precision)
+  with pytest.warns(UserWarning, match=r"config\.model .*logits"):
+    row = setup.evaluate(setup.create_state())
+  assert row.keys() == {"eval_loss", "eval_accuracy"}
+
+
+def test_model_that_returns_logits_does_not_warn():
+  setup = create_setup()
+  with warnings.catch_warnings(action="error"):
+    setup.evaluate(setup.create_state())
 
 
 def test_a_spatial_split_exchanges_borders_only():
