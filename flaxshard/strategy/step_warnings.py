@@ -173,13 +173,18 @@ class TracedStep:
       for i, x in enumerate(self.inputs)
       if self._is_key(i) and x.is_replicated and not self._in_state(i)
     ]
-    sizes = {self._local_batch_size(i) for i in range(len(self.inputs))}
+    indices = range(len(self.inputs))
+    sizes = {self._local_batch_size(i) for i in indices}
+    # One number or more for each example. Noise on gradients or parameters, or
+    # numbers for the whole batch, may well be the same.
+    state_shapes = {self.leaves[i].shape for i in indices if self._in_state(i)}
     suspects = [
       i
       for i, x in seen.random.items()
-      # One number or more for each example: numbers for parameters, or for the
-      # whole batch, may well be the same.
-      if x.is_replicated and seen.shapes[i][:1] and seen.shapes[i][0] in sizes
+      if x.is_replicated
+      and seen.shapes[i][:1]
+      and seen.shapes[i][0] in sizes
+      and seen.shapes[i] not in state_shapes
     ]
     if not keys or not suspects:
       return None

@@ -35,6 +35,16 @@ def test_no_context_outside_of_run():
   assert fs.get_replica_context() is None
 
 
+def test_step_that_tests_for_the_context_runs_outside_of_run():
+  def draw(key):
+    context = fs.get_replica_context()
+    return jax.random.uniform(key if context is None else context.fold_in(key))
+
+  key = jax.random.key(0)
+  assert draw(key) == jax.random.uniform(key)
+  assert EIGHT.run(draw, args=(key,))[3] != draw(key)
+
+
 @pytest.mark.parametrize("strategy", [EIGHT, SPATIAL])
 def test_all_reduce_and_all_gather(strategy):
   n = strategy.num_replicas_in_sync
@@ -77,6 +87,7 @@ def test_all_reduce_and_all_gather(strategy):
   ("fn", "error", "message"),
   [
     (lambda c: c.all_reduce("max", 1), ValueError, "'max'"),
+    (lambda c: c.all_reduce("average", 1), ValueError, "'sum', 'mean'"),
     (lambda c: c.all_gather(jnp.ones(2), 1), ValueError, "allowed: -1 to 0"),
     (lambda c: c.all_gather(1.0, 0), ValueError, "a scalar"),
     (lambda c: c.all_gather(jnp.ones(2), True), TypeError, "an integer"),

@@ -326,6 +326,11 @@ def test_noise_that_is_the_same_on_purpose_does_not_warn(state):
     w1 = state.params["w1"] + noise
     return state.replace(params={**state.params, "w1": w1}), loss
 
+  def noise_on_local_gradients(state, batch, key):
+    _, grads = state.value_and_grad(loss_fn, batch)
+    noise = jax.random.normal(key, grads["w1"].shape)
+    return state.apply_gradients(grads={**grads, "w1": grads["w1"] + noise})
+
   def mixup(state, batch, key):
     share = jax.random.beta(key, 0.2, 0.2)
     x = share * batch["x"] + (1 - share) * batch["x"][::-1]
@@ -333,7 +338,7 @@ def test_noise_that_is_the_same_on_purpose_does_not_warn(state):
 
   whole = jax.tree.map(lambda x: np.concatenate([x] * 4), batch(0))
   with no_warning():
-    for step in (noise_on_parameters, mixup):
+    for step in (noise_on_parameters, noise_on_local_gradients, mixup):
       EIGHT.run(step, args=(state, EIGHT.shard_batch(whole), KEY))
 
 
