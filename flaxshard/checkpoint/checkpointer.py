@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import json
 import logging
 import math
 import os
+import time
 import types
-from typing import Any
+from typing import Any, TypeVar
 import weakref
 
 import grain
@@ -34,6 +35,14 @@ from flaxshard.core import multihost
 from flaxshard.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
+
+
+# How often the steps are listed again if another program deletes one meanwhile,
+# and the seconds that it may need for that.
+_LIST_ATTEMPTS = 20
+_DELETION_SECONDS = 0.1
+
+_T = TypeVar("_T")
 
 
 class SaveError(RuntimeError):
@@ -141,9 +150,30 @@ class Checkpointer:
   def _open(self) -> ocp.CheckpointManager:
     """Returns the manager; creates it, and the directory, if there is none."""
     if self._manager is None:
-      self._manager = self._create_manager()
+      self._manager = self._retry(self._create_manager)
       self._note_damaged(self._manager)
     return self._manager
+
+  def _reload(self, manager: ocp.CheckpointManager) -> None:
+    """Lists the steps again, which another program may have changed."""
+    self._retry(manager.reload)
+    self._note_damaged(manager)
+
+  def _retry(self, list_steps: Callable[[], _T]) -> _T:
+    """Calls a function of Orbax that lists the steps and reads their metrics.
+
+    It fails if another program deletes a step between the two.
+    """
+    for _ in range(_LIST_ATTEMPTS if jax.process_count() == 1 else 0):
+      before = list(reader.steps(self.directory))
+      try:
+        return list_steps()
+      except (OSError, LookupError, ValueError):
+        # The files of a step are deleted before its directory.
+        time.sleep(_DELETION_SECONDS)
+        if list(reader.steps(self.directory)) == before:
+          break
+    return list_steps()
 
   def _create_manager(self) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(
@@ -336,8 +366,7 @@ class Checkpointer:
       step = step.item()  # such as `state.step`
     step = checks.integer("step", step, minimum=0)
     if self._manager is not None and os.path.isdir(self._path(step)):
-      self._manager.reload()  # another checkpointer may have saved it
-      self._note_damaged(self._manager)
+      self._reload(self._manager)  # another checkpointer may have saved it
     saved_steps = self.all_steps()
     if saved_steps and step < saved_steps[-1] and step not in saved_steps:
       raise ValueError(
@@ -536,8 +565,7 @@ class Checkpointer:
 
     def list_steps() -> dict[int, str]:
       if self._manager is not None and self._unlock is None:
-        self._manager.reload()  # another program may save in the directory
-        self._note_damaged(self._manager)
+        self._reload(self._manager)
       return self._paths()
 
     def restore_step(number: int, where: str) -> TrainState:

@@ -75,6 +75,7 @@ def status(
     return f"damaged: {e}", True
   except Exception as e:
     # The program that saves may have deleted the step while it was read.
+    time.sleep(_DELETION_SECONDS)
     if os.path.lexists(step_dir):
       raise
     return f"deleted: {e}", True
@@ -217,6 +218,7 @@ def _show(directory: str, step: int | None, verify: bool) -> int:
       description = describe(step_dirs[number])
     except Exception:
       # The program that saves may have deleted the step while it was read.
+      time.sleep(_DELETION_SECONDS)
       if os.path.lexists(step_dirs[number]):
         raise
     else:
