@@ -6,6 +6,11 @@ import sys
 from typing import Any
 
 
+def in_ipython() -> bool:
+  """Returns whether code runs in IPython, in a notebook or in a terminal."""
+  return _shell() is not None
+
+
 def in_notebook() -> bool:
   """Returns whether code runs in a Jupyter kernel, not in a terminal."""
   shell = _shell()

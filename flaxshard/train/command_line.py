@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import signal
 import sys
 import traceback
 from typing import Any, NoReturn
@@ -86,6 +87,10 @@ def report_mistakes(verbose: bool) -> Iterator[None]:
     if verbose or not _is_raised_by_flaxshard(error):
       raise
     _exit(f"{error}\n(--verbosity=1 shows the traceback.)")
+  except SystemExit:
+    # All is saved: another Ctrl-C should not change the exit code.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise
   except KeyboardInterrupt:
     if verbose:
       raise

@@ -12,13 +12,14 @@ import logging
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
+
+from flaxshard.core import ipython
 
 _log = logging.getLogger(__name__)
 
@@ -157,10 +158,7 @@ def returns_to_notebook(signum: int) -> bool:
   Args:
     signum: The signal that stopped the run.
   """
-  if signum != signal.SIGINT or "IPython" not in sys.modules:
-    return False
-  # Imported by a program that is not IPython itself, there is no shell.
-  return sys.modules["IPython"].get_ipython() is not None
+  return signum == signal.SIGINT and ipython.in_ipython()
 
 
 def _uses_preemption_service() -> bool:

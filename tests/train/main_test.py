@@ -103,8 +103,8 @@ def test_virtual_devices_and_signals(tmp_path):
       assert process.poll() is None and time.monotonic() < deadline
       time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    for _ in range(5):  # an impatient user
-      time.sleep(0.01)
+    for _ in range(20):  # an impatient user
+      time.sleep(0.1)
       process.send_signal(signal.SIGINT)
     _, log = process.communicate(timeout=60)
   finally:

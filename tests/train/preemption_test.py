@@ -7,8 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
-import types
 
+import fake_ipython
 from jax.experimental import multihost_utils
 import pytest
 
@@ -115,13 +115,8 @@ def test_only_a_third_signal_interrupts_and_never_a_save(signum, error, caplog):
 
 
 def test_only_sigint_in_ipython_returns_to_the_notebook(monkeypatch):
-  shell = types.SimpleNamespace(get_ipython=lambda: None)
-  monkeypatch.delitem(sys.modules, "IPython", raising=False)
   assert not preemption.returns_to_notebook(signal.SIGINT)
-  # IPython is imported, but the program does not run in it.
-  monkeypatch.setitem(sys.modules, "IPython", shell)
-  assert not preemption.returns_to_notebook(signal.SIGINT)
-  shell.get_ipython = object
+  fake_ipython.Shell(monkeypatch)
   assert preemption.returns_to_notebook(signal.SIGINT)
   assert not preemption.returns_to_notebook(signal.SIGTERM)
 
