@@ -101,8 +101,9 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
         config.num_train_steps,
         workdir,
       )
+      report.draw(config, workdir)
   if signum is None:
-    report.finish(workdir)
+    report.log_result(workdir)
   elif not preemption.returns_to_notebook(signum):
     # The exit code that a shell reports for a process ended by the signal.
     raise SystemExit(128 + signum)
@@ -186,9 +187,7 @@ def _train(
   _log_state(state, first_step)
   _compile(setup.lowered_train_step)
   with (
-    report.open_report(
-      run.workdir, config.writer, first_step, config.num_train_steps
-    ) as write_row,
+    report.open_report(config, run.workdir, first_step) as write_row,
     timer_lib.profile_steps(
       config.profile_steps, run.workdir
     ) as profile_before_step,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 import contextlib
+import json
 import logging
 import os
 from typing import Any
@@ -13,6 +14,7 @@ import jax
 from flaxshard.core import multihost
 from flaxshard.train import charts
 from flaxshard.train import console
+from flaxshard.train import events
 from flaxshard.train import metrics as metrics_lib
 
 _log = logging.getLogger(__name__)
@@ -20,18 +22,18 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def open_report(
-  workdir: str, writer: str, first_step: int, num_train_steps: int
-) -> Iterator[charts.WriteRow]:
+  config: Any, workdir: str, first_step: int
+) -> Iterator[events.WriteRow]:
   """Opens everything that a row of metrics is written to.
 
   That is `metrics.jsonl`, TensorBoard events, the log, and a progress bar on a
-  terminal and in a notebook.
+  terminal and in a notebook. At the end `training.png` is drawn, also of a run
+  that is interrupted or raises.
 
   Args:
+    config: The checked config.
     workdir: The folder of the files.
-    writer: The name of the event writer; see `charts.event_writer`.
     first_step: The step that the run continues from, 0 for a new one.
-    num_train_steps: The last step.
 
   Yields:
     A function `write_row(step, row)`. An OSError in one process is raised in
@@ -41,13 +43,16 @@ def open_report(
     metrics_lib.metrics_path(workdir), first_step
   )
   with contextlib.ExitStack() as stack:
+    stack.enter_context(
+      metrics_lib.close_on_exit(lambda: draw(config, workdir))
+    )
     stack.enter_context(metrics_lib.close_on_exit(metrics_file.close))
-    write_events, close_events = charts.event_writer(
-      writer, workdir, first_step
+    write_events, close_events = events.event_writer(
+      config.writer, workdir, first_step, json.loads(config.to_json())
     )
     stack.enter_context(metrics_lib.close_on_exit(close_events))
     update_bar = stack.enter_context(
-      console.progress_bar(first_step, num_train_steps)
+      console.progress_bar(first_step, config.num_train_steps)
     )
 
     def write_row(step: int, row: metrics_lib.Row) -> None:
@@ -62,15 +67,27 @@ def open_report(
     yield write_row
 
 
-def finish(workdir: str) -> None:
-  """Draws `training.png` and logs the last metrics, from process 0."""
+def draw(config: Any, workdir: str) -> None:
+  """Draws `training.png` from `metrics.jsonl`, in process 0."""
   if jax.process_index():
     return
   rows = metrics_lib.read_rows(metrics_lib.metrics_path(workdir))
-  charts.plot(rows, os.path.join(workdir, "training.png"))
+  title = (
+    f"{os.path.basename(workdir)}: {config.model.name} on {config.data.name}"
+  )
+  last_step = rows[-1]["step"] if rows else 0
+  if last_step < config.num_train_steps:
+    title += f", step {last_step} of {config.num_train_steps}"
+  charts.plot(rows, os.path.join(workdir, "training.png"), title)
+
+
+def log_result(workdir: str) -> None:
+  """Logs the last metrics and where the files are, in process 0."""
+  if jax.process_index():
+    return
   # The last row need not have every metric.
   final: dict[str, Any] = {}
-  for row in rows:
+  for row in metrics_lib.read_rows(metrics_lib.metrics_path(workdir)):
     final |= row
   # Of two lines, the second one is the evaluation.
   for line in metrics_lib.format_row(final.pop("step", 0), final)[-1:]:

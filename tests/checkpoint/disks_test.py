@@ -27,7 +27,7 @@ import optax
 import tiny
 import flaxshard as fs
 from flaxshard import checkpoint, train
-from flaxshard.train import charts, metrics as metrics_lib
+from flaxshard.train import charts, events, metrics as metrics_lib
 from flaxshard.checkpoint import digests, inspection, metadata_item
 from flaxshard.checkpoint import orbax_workarounds
 from flaxshard.checkpoint import SaveError
@@ -381,7 +381,7 @@ metrics = os.path.join(disk, "metrics.jsonl")
 file = metrics_lib.MetricsFile(metrics, 0)
 file.write(1, {"loss": 2.0})
 threads = threading.active_count()
-write_events, close_events = charts.event_writer("tensorboard", disk)
+write_events, close_events = events.event_writer("tensorboard", disk)
 write_events(1, {"loss": 2.0})
 fill()
 full = "[Errno 28] No space left on device"
