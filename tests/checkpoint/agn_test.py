@@ -197,7 +197,7 @@ def test_resuming_in_mid_period_is_exact(path, wrappers, caplog):
 
 
 def test_loop_resumes_in_mid_period(tmp_path, monkeypatch):
-  monkeypatch.setattr(charts, "plot", lambda rows, path: None)
+  monkeypatch.setattr(charts, "plot", lambda *args: None)
   config = tiny.config(
     model={"name": "normed:Normed"},
     mesh={"per_replica": True, "replica": 4},

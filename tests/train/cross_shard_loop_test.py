@@ -33,7 +33,7 @@ def on_each_device(x):
 def test_replica_0_is_evaluated_saved_and_restored(
   tmp_path, caplog, monkeypatch
 ):
-  monkeypatch.setattr(charts, "plot", lambda rows, path: None)
+  monkeypatch.setattr(charts, "plot", lambda *args: None)
   caplog.set_level("INFO", "flaxshard")
   state = train.train_and_evaluate(config(num_train_steps=4), str(tmp_path))
   kernels = on_each_device(state.params["head"]["kernel"])
