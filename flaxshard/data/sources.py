@@ -99,7 +99,8 @@ class Windows:
 
   Raises:
     TypeError: `length` is not an integer.
-    ValueError: `length` is out of range.
+    ValueError: `length` is out of range, or tokens that are read do not fit
+      int32.
 
   Example:
     >>> window = Windows(np.arange(9), length=4)[1]
@@ -121,7 +122,14 @@ class Windows:
   def __getitem__(self, index: SupportsIndex) -> Example:
     """Returns window `index`: inputs and labels, int32 `[length]`."""
     start = int(index) * self.length
-    window = self.tokens[start : start + self.length + 1].astype(np.int32)
+    given = self.tokens[start : start + self.length + 1]
+    window = given.astype(np.int32)
+    # NumPy wraps large integers around, and cuts off fractions.
+    if not np.array_equal(window, given):
+      raise ValueError(
+        f"Windows: tokens must be integers in int32, got {given.dtype} with "
+        f"values from {given.min()} to {given.max()} in window {index}."
+      )
     return {"inputs": window[:-1], "labels": window[1:]}
 
 

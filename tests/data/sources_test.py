@@ -18,6 +18,9 @@ def test_a_window_needs_one_more_token_than_its_length():
   for length in (0, 2**31):
     with pytest.raises(ValueError, match=f"Windows: length .* {length}"):
       data.Windows(tokens, length)
+  for invalid in (tokens.astype(np.int64) + 2**32, tokens * 0.5):
+    with pytest.raises(ValueError, match=f"tokens .* {invalid.dtype}"):
+      data.Windows(invalid, 4)[1]
 
 
 def source(size, dtype=np.float32, **fields):

@@ -634,3 +634,16 @@ def test_single_logical_device_has_the_whole_tensor():
     array = call(put_batch(mesh))
     assert_equal(array, X)
     assert array.sharding.spec[0] == "replica"
+
+
+@pytest.mark.parametrize(
+  "call",
+  [
+    lambda x: logical_devices.assign(MESH, x, 0),
+    lambda x: logical_devices.replicate(MESH, x),
+    lambda x: logical_devices.split(MESH, x, [4]),
+  ],
+)
+def test_integers_that_do_not_fit_raise(call):
+  with pytest.raises(ValueError, match=r"tensor .* do not fit int32"):
+    call(np.full(4, 2**31))
