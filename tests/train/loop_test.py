@@ -322,8 +322,10 @@ def test_invalid_configs_raise_before_anything_is_written(tmp_path):
 def test_an_unwritable_workdir_raises(tmp_path):
   file = tmp_path / "file"
   file.write_text("")
-  with pytest.raises(ValueError, match=r"workdir=.*cannot be written"):
-    train.train_and_evaluate(tiny.config(), str(file / "below"))
+  for path, reason in ((file, "it is a file"), (file / "below", "")):
+    with pytest.raises(ValueError, match="cannot be written") as e:
+      train.train_and_evaluate(tiny.config(), str(path))
+    assert f"workdir='{path}" in str(e.value) and reason in str(e.value)
 
 
 def test_missing_packages_raise_at_the_start(tmp_path, monkeypatch):

@@ -54,6 +54,17 @@ class Probabilities(nn.Module):
     return nn.softmax(x.astype(self.policy.compute_dtype))
 
 
+class IgnoresPolicy(nn.Module):
+  """A model that computes in float32 whatever its policy."""
+
+  num_classes: int
+  policy: object
+
+  @nn.compact
+  def __call__(self, x, train: bool = False):
+    return nn.Dense(self.num_classes)(x.reshape(x.shape[0], -1))
+
+
 class WrongLogits(nn.Module):
   """A model whose logits have no dimension for the classes."""
 
@@ -143,6 +154,22 @@ def test_model_that_returns_logits_does_not_warn():
   setup = create_setup()
   with warnings.catch_warnings(action="error"):
     setup.evaluate(setup.create_state())
+
+
+@pytest.mark.parametrize(
+  ("fields", "fact"),
+  [
+    (dict(model={"name": f"{_THIS}:IgnoresPolicy"}), "nothing in float16"),
+    (dict(wrappers=()), "LossScale"),
+  ],
+)
+def test_an_unused_precision_or_float16_without_a_scale_warns_once(
+  fields, fact
+):
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("default")
+    create_setup(precision="mixed_float16", **fields).create_state()
+  assert [fact in str(w.message) for w in caught] == [True]
 
 
 def test_a_spatial_split_exchanges_borders_only():
