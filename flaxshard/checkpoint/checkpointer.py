@@ -514,8 +514,14 @@ class Checkpointer:
       # Creating the manager synchronizes the processes.
       if jax.process_count() > 1 or not os.path.isdir(self.directory):
         return {}
+    manager = self._open()
+    # From its first save on, no other program can save in the directory.
+    if self._unlock is None and jax.process_count() == 1:
+      known = {*manager.all_steps(), *self._damaged}
+      if not reader.steps(self.directory, reader.OURS).keys() <= known:
+        self._reload(manager)
     flax = reader.steps(self.directory, reader.FLAX)
-    ours = {*self._open().all_steps(), *(self._damaged - set(flax))}
+    ours = {*manager.all_steps(), *(self._damaged - set(flax))}
     paths = {step: str(path) for step, path in flax.items()} | {
       step: self._path(step) for step in ours
     }

@@ -36,6 +36,7 @@ _METADATA = "_METADATA"
 # Names of step directories. A manager may use a prefix and leading zeros.
 ANY = re.compile(r"(?:[A-Za-z]\w*[_-])?(\d+)(?:\.flax)?")
 FLAX = re.compile(r"checkpoint_(\d+)")
+OURS = re.compile(r"(\d+)")
 
 # Least number of bytes that are read at once, so that many small leaves are
 # read together.
@@ -108,7 +109,7 @@ def steps(
 
   Args:
     directory: The directory to list.
-    names: The names that count as steps: `ANY` or `FLAX`.
+    names: The names that count as steps: `ANY`, `FLAX` or `OURS`.
   """
   found: dict[int, Directory] = {}
   directory = as_path(directory)
