@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import logging
 from typing import Any
+import warnings
 
 import jax
 
@@ -216,6 +217,13 @@ class RestorePlan:
       name: _unflatten(tree, (name,), leaves)
       for name, tree in self.template.items()
     }
+    states = fields.get(migrate.WRAPPER_STATES, {})
+    for wrapper in self.state.wrappers:
+      name = base.name_of(wrapper)
+      adapted = base.adapt(wrapper)
+      states[name], note = adapted.adjust_restored(states[name])
+      if note:
+        warnings.warn(f"{self.step.directory}: {note}", stacklevel=2)
     # Orbax returns arrays that are complete; so does this function.
     return jax.block_until_ready(fields)
 

@@ -120,7 +120,10 @@ def restore(
   The log says what is left alone, dropped or started fresh.
 
   A checkpoint of `Checkpointer` is compared with its digests first. A damaged
-  step is passed over, with a warning in the log.
+  step, and one that was copied or renamed from another step, is passed over,
+  with a warning in the log. The saved state may have wrapper states of its own.
+  A loss scale outside of the configured bounds is moved into them, with a
+  UserWarning.
 
   Args:
     manager: An Orbax manager, or a path: of a directory of steps (`1200`,

@@ -343,6 +343,19 @@ class Base:
     del target, saved
     return state
 
+  def adjust_restored(self, state: PyTree) -> tuple[PyTree, str | None]:
+    """Adjusts a restored state to the hyper-parameters of this wrapper.
+
+    Args:
+      state: The state of the wrapper in a checkpoint, which another
+        configuration may have saved.
+
+    Returns:
+      The state to go on with, and a sentence on what has changed, for a
+      warning. The default: the state as it is, and None.
+    """
+    return state, None
+
   # -- For the training loop.
 
   def metrics(self, state: PyTree) -> dict[str, jax.Array]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import math
 import types
 from typing import Any, ClassVar
 import warnings
@@ -254,6 +255,38 @@ class LossScale(base.Base):
       finite, apply, skip, target, grads, new_state.skipped_steps
     )
     return target, new_state._replace(skipped_steps=skipped_steps)
+
+  def adjust_restored(self, state: State) -> tuple[State, str | None]:
+    """Moves a restored scale into the configured bounds.
+
+    Args:
+      state: The restored state.
+
+    Returns:
+      The state with a scale between `min_scale` and `max_scale`, or with the
+      fixed scale, and a sentence if that is another one than was saved.
+    """
+    if not state:
+      return state, None
+    saved, rule = float(state.scale), self.rule
+    if isinstance(rule, FixedLossScale):
+      new, allowed = rule.loss_scale, "is not the fixed scale"
+    else:
+      # NaN is in no bounds.
+      new = saved if math.isfinite(saved) else rule.initial_scale
+      new = min(max(new, rule.min_scale), rule.max_scale)
+      allowed = (
+        f"is outside of min_scale={rule.min_scale:g} and "
+        f"max_scale={rule.max_scale:g}"
+      )
+    scale = np.float32(new)
+    if scale == saved:
+      return state, None
+    placed = jax.device_put(scale, state.scale.sharding)
+    return state._replace(scale=placed), (
+      f"LossScale: the saved scale {saved:g} {allowed}: training goes on with "
+      f"{scale:g}."
+    )
 
   def metrics(self, state: State) -> dict[str, jax.Array]:
     """Returns `loss_scale` (float32) and `skipped_steps` (int32), scalars."""
