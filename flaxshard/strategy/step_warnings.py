@@ -147,15 +147,9 @@ class TracedStep:
     if not found or not all(x.is_replicated for x in found):
       return None
 
-    def rule(eqn: Any, given: list[Replication]) -> list[Replication] | None:
-      # Behind the reduction of `apply_gradients` replicas hold the same.
-      if _is_marked(eqn, replica_context.GRADIENTS):
-        return [self._shared]
-      return _sums_keep_differences(eqn, given)
-
     # Gradients that a sum over the replicas has made the same, and not only
     # constants or the same data on all replicas.
-    _, without_sums = self._propagate(self.inputs, rule)
+    _, without_sums = self._propagate(self.inputs, _sums_keep_differences)
     if all(x.is_replicated for x in without_sums.gradients.values()):
       return None
     return (

@@ -150,10 +150,12 @@ class Strategy:
     Raises:
       TypeError: An argument or a result is not an array, or an argument is
         traced, because `run` is called inside `jax.jit` or `run`.
-      ValueError: An argument is sharded on another mesh, or was donated; a
-        `PerReplica` has another number of replicas; a TrainState may differ
-        between replicas. The check of the last case cannot follow every
-        primitive: `ReplicaContext.assume_replicated` marks what it cannot see.
+      ValueError: An argument is sharded on another mesh, was donated, or has
+        integers that do not fit int32; a `PerReplica` has another number of
+        replicas; `fn` uses an axis name that is not in the mesh; a TrainState
+        may differ between replicas. The check of the last case cannot follow
+        every primitive: `ReplicaContext.assume_replicated` marks what it cannot
+        see.
 
     Example:
       >>> strategy = Strategy()
@@ -325,7 +327,8 @@ class Strategy:
       A tree of `PerReplica`.
 
     Raises:
-      ValueError: The trees of two replicas differ in structure, shape or dtype.
+      ValueError: The trees of two replicas differ in structure, shape or dtype,
+        or an integer does not fit int32.
 
     Example:
       >>> import numpy as np
