@@ -13,6 +13,7 @@ import logging
 from typing import Any
 import warnings
 
+from flax.training import train_state
 import jax
 
 from flaxshard.checkpoint import damage
@@ -274,13 +275,20 @@ def open_step(
 
 def check_state(state: Any) -> None:
   """Raises a TypeError unless `state` is a `flaxshard.TrainState`."""
-  if not isinstance(state, TrainState):
-    kind = type(state)
-    raise TypeError(
-      f"state must be a flaxshard TrainState, got {kind.__module__}."
-      f"{kind.__qualname__}: make one with flaxshard.create_train_state or "
-      "flaxshard.TrainState.create."
+  if isinstance(state, TrainState):
+    return
+  kind = type(state)
+  remedy = "make one with flaxshard.create_train_state."
+  if isinstance(state, train_state.TrainState):
+    remedy = (
+      "use flaxshard.TrainState.create in place of Flax's, with the same "
+      "arguments. flaxshard.checkpoint.restore reads what Flax's own state was "
+      "saved as."
     )
+  raise TypeError(
+    f"state must be a flaxshard TrainState, got {kind.__module__}."
+    f"{kind.__qualname__}: {remedy}"
+  )
 
 
 def _template(state: TrainState) -> dict[str, PyTree]:

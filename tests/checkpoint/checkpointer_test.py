@@ -5,6 +5,7 @@ import logging
 import pathlib
 
 import flax.linen as nn
+from flax.training import train_state as flax_train_state
 import jax
 import jax.numpy as jnp
 from normed_states import assert_plain_equal
@@ -270,6 +271,22 @@ def test_state_of_another_type_raises(path):
       checkpointer.restore(None)
 
 
+def test_plain_flax_state_is_refused_with_the_remedy(path):
+  plain = flax_train_state.TrainState.create(
+    apply_fn=None, params={"w": jnp.ones(2)}, tx=TX
+  )
+  with checkpoint.Checkpointer(path) as checkpointer:
+    for call in (
+      lambda: checkpointer.save(1, plain),
+      lambda: checkpointer.restore(plain),
+      lambda: checkpoint.save_args(plain),
+    ):
+      with pytest.raises(TypeError, match=r"flax.training.*TrainState") as e:
+        call()
+      assert "flaxshard.TrainState.create" in str(e.value)
+  assert not path.exists()
+
+
 def test_saving_after_close_raises(path):
   checkpointer = checkpoint.Checkpointer(path)
   checkpointer.save(1, create())
@@ -278,7 +295,13 @@ def test_saving_after_close_raises(path):
     checkpointer.save(2, create())
   assert list(checkpointer.all_steps()) == [1]
   checkpointer.close()
+  # Neither a lock nor a part of step 2.
   assert [p.name for p in path.iterdir()] == ["1"]
+  unused = checkpoint.Checkpointer(path / "new")
+  unused.close()
+  with pytest.raises(ValueError, match="is closed"):
+    unused.save(1, create())
+  assert not (path / "new").exists()
 
 
 def test_leaf_that_is_not_an_array_raises(path):
