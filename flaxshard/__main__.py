@@ -20,7 +20,7 @@ The config file has a comment at each field. The run writes to the workdir:
   checkpoints/       Orbax checkpoints, every config.checkpoint_every_steps
   metrics.jsonl      one JSON object per line, every config.log_every_steps
   events.out.*       the same metrics for TensorBoard
-  training.png       loss, accuracy, learning rate, speed and more over the steps
+  training.png       loss, accuracy, learning rate and others over the steps
   config.json        the config of the run
   data.json          the number of training examples
   profile/           a trace, with --config.profile_steps='(10, 20)'

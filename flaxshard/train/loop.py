@@ -42,8 +42,6 @@ from flaxshard.wrappers import stack
 _log = logging.getLogger(__name__)
 
 
-@console.show_log()
-@console.show_warnings_once()
 def train_and_evaluate(config: Any, workdir: str) -> TrainState:
   """Trains the model of a config, or continues the run of a workdir.
 
@@ -76,7 +74,11 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       checkpoint is saved. The code is 128 plus the number of the signal. In
       IPython, Ctrl-C or Stop returns the saved state instead.
   """
-  config = config_lib.check(config)
+  with console.show_log(), console.show_warnings_once():
+    return _train_and_evaluate(config_lib.check(config), workdir)
+
+
+def _train_and_evaluate(config: Any, workdir: str) -> TrainState:
   # First, because it can set the number of virtual devices: from here on JAX
   # has started.
   strategy = devices.create_strategy(config)

@@ -340,3 +340,11 @@ def test_missing_packages_raise_at_the_start(tmp_path, monkeypatch):
       config = tiny.config(writer="tensorboard")
       train.train_and_evaluate(config, str(tmp_path))
   assert os.listdir(tmp_path) == []
+
+
+def test_a_warning_of_a_run_names_the_line_that_started_it(tmp_path):
+  config = tiny.config(wrappers=(), num_train_steps=1)
+  with pytest.warns(UserWarning, match="float16") as warned:
+    train.train_and_evaluate(config, str(tmp_path))
+  (warning,) = [w for w in warned if "float16" in str(w.message)]
+  assert warning.filename == __file__
