@@ -220,7 +220,8 @@ def describe(value: Any) -> str:
     return f"the {kind} {value.__module__}.{value.__qualname__}"
   text = reprlib.repr(value)
   # The repr of an object such as a model may have many lines.
-  return text if "\n" not in text else f"a {type(value).__name__}"
+  is_short = "\n" not in text
+  return text if is_short else f"an object of type {type(value).__name__}"
 
 
 def did_you_mean(

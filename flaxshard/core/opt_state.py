@@ -11,6 +11,7 @@ from typing import Any
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 import jax
 import jax.numpy as jnp
+import optax
 
 from flaxshard.core import trees
 
@@ -28,6 +29,37 @@ def optimized_params(params: PyTree) -> PyTree:
   if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
     return params["params"]
   return params
+
+
+def trained_params(params: PyTree) -> PyTree:
+  """Returns the parameters that have gradients and slots.
+
+  These are all of them, or the fast ones of a pair for `optax.lookahead`.
+  """
+  return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def init(tx: Any, params: PyTree) -> PyTree:
+  """Returns the first state of an optimizer, in the structure of later ones.
+
+  `optax.monitor` adds its measurements in the first update. They are zero here,
+  because a step that may be skipped must return the same structure.
+
+  Args:
+    tx: The optax optimizer.
+    params: The parameters, see `optimized_params`.
+  """
+  state = tx.init(params)
+  is_monitor = lambda x: isinstance(x, optax.transforms.MonitorState)
+  if not any(map(is_monitor, jax.tree.leaves(state, is_leaf=is_monitor))):
+    return state
+  _, later = jax.eval_shape(tx.update, trained_params(params), state, params)
+  first = trees.leaves_by_path(state)
+  leaves = [
+    first.get(path, jnp.zeros(x.shape, x.dtype))
+    for path, x in trees.leaves_by_path(later).items()
+  ]
+  return jax.tree.unflatten(jax.tree.structure(later), leaves)
 
 
 def parameters_of(opt_state: PyTree, params: PyTree) -> list[Path | None]:
@@ -86,12 +118,12 @@ def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
     >>> specs(state, params, {"w": P("replica")})[0].trace
     {'w': P('replica',)}
   """
-  optimized = optimized_params(params)
+  optimized = trained_params(optimized_params(params))
   by_path = {
     path: (tuple(p.shape), spec)
     for (path, p), spec in zip(
       jax.tree_util.tree_leaves_with_path(optimized),
-      jax.tree.leaves(optimized_params(param_specs)),
+      jax.tree.leaves(trained_params(optimized_params(param_specs))),
       strict=True,
     )
   }

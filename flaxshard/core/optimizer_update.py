@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+import types
 from typing import Any
 
 from flax.training import train_state
 import jax
 import jax.numpy as jnp
+import optax
 
+from flaxshard.core import extra_args
 from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
@@ -16,7 +19,12 @@ from flaxshard.core import trees
 PyTree = Any
 
 
-def flax_update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
+def flax_update(
+  state: Any,
+  grads: PyTree,
+  replaced: Mapping[str, Any],
+  extra: Mapping[str, Any] = types.MappingProxyType({}),
+) -> Any:
   """Applies gradients as Flax's `TrainState.apply_gradients` does.
 
   A leaf without a gradient keeps its parameter and its slots. Float8 parameters
@@ -24,8 +32,10 @@ def flax_update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
 
   Args:
     state: A Flax train state.
-    grads: A tree like `state.params`; None where a leaf has no gradient.
+    grads: A tree like `trained_params(state.params)`; None where a leaf has no
+      gradient.
     replaced: New values of other fields of the state.
+    extra: Extra arguments of the optimizer's update.
 
   Returns:
     The new state.
@@ -35,8 +45,11 @@ def flax_update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
     has_gradient = g is not None and not gradients.is_statistic(path)
     return has_gradient and _is_float8(p) and g.dtype != p.dtype
 
+  if extra:
+    bound = state.replace(tx=extra_args.bind(state.tx, extra))
+    return flax_update(bound, grads, replaced).replace(tx=state.tx)
   wide_leaves = jax.tree_util.tree_map_with_path(
-    needs_float32, state.params, grads
+    needs_float32, opt_state_lib.trained_params(state.params), grads
   )
   if not any(jax.tree.leaves(wide_leaves)):
     return _update(state, grads, replaced)
@@ -64,10 +77,11 @@ def keep_dtypes(new: PyTree, old: PyTree) -> PyTree:
 
 def _update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
   apply_gradients = train_state.TrainState.apply_gradients
+  trained = opt_state_lib.trained_params(state.params)
   # A tree of booleans. Statistics are not frozen: Flax replaces them.
   frozen = jax.tree_util.tree_map_with_path(
     lambda path, _, g: g is None and not gradients.is_statistic(path),
-    state.params,
+    trained,
     grads,
   )
   if not any(jax.tree.leaves(frozen)):
@@ -77,20 +91,21 @@ def _update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
   filled = jax.tree.map(
     lambda is_frozen, p, g: _zero_gradient(p) if is_frozen else g,
     frozen,
-    state.params,
+    trained,
     grads,
   )
   new = apply_gradients(state, grads=filled, **replaced)
+  is_pair = isinstance(state.params, optax.LookaheadParams)
   params = jax.tree.map(
     lambda is_frozen, n, o: o if is_frozen else n,
-    frozen,
+    optax.LookaheadParams(frozen, frozen) if is_pair else frozen,
     new.params,
     state.params,
   )
   optimized = opt_state_lib.optimized_params
   is_frozen = dict(jax.tree_util.tree_leaves_with_path(optimized(frozen)))
   # None: leaves such as step counts belong to no parameter.
-  parameters = opt_state_lib.parameters_of(state.opt_state, optimized(params))
+  parameters = opt_state_lib.parameters_of(state.opt_state, optimized(trained))
   slots = [
     o if parameter is not None and is_frozen[parameter] else n
     for n, o, parameter in zip(

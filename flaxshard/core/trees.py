@@ -24,6 +24,11 @@ def path_strings(path: Path) -> tuple[str, ...]:
   return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
+def paths(tree: PyTree) -> list[Path]:
+  """Returns the key path of each leaf of a tree."""
+  return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
 def leaves_by_path(
   tree: PyTree, none_is_leaf: bool = False
 ) -> dict[tuple[str, ...], Any]:

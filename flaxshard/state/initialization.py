@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 import dataclasses
 import inspect
-import reprlib
 from typing import Any
 
 from flax import linen as nn
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxshard.core import checks
 from flaxshard.core import tracing
 from flaxshard.core.policy import Policy
 from flaxshard.partitioning import specs as specs_lib
@@ -169,6 +169,7 @@ def _linen_initializer(
     raise ValueError(
       f"sample_input must be one input of the model, got {sample_input!r}."
     )
+  _check_inputs(model, inputs)
   # Only arrays are traced: a model may branch on a flag such as train=True.
   arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, _ARRAYS)}
 
@@ -180,6 +181,14 @@ def _linen_initializer(
       variables = dict(model.init(rng, *jax.tree.unflatten(treedef, given)))
     except Exception as e:
       # Flax's message often says only how a layer failed, not on which input.
+      if isinstance(sample_input, Mapping):
+        first = next(iter(sample_input))
+        raise TypeError(
+          f"sample_input must be what {type(model).__name__} is called with, "
+          f"got {checks.describe(sample_input)}, with which it fails "
+          f"({type(e).__name__}). Pass the input of a batch, not the batch, "
+          f"such as batch[{first!r}]."
+        ) from e
       e.add_note(
         f"{type(model).__name__} was called with sample_input="
         f"{jax.tree.map(_describe, sample_input)}. A tuple is a list of "
@@ -194,6 +203,36 @@ def _linen_initializer(
     return variables
 
   return initialize, (rng, arrays)
+
+
+def _check_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+  """Raises a TypeError if the model's call needs further arguments."""
+  name = f"{type(model).__name__}.__call__"
+  try:
+    parameters = inspect.signature(model.__call__).parameters.values()
+  except (TypeError, ValueError, AttributeError):
+    return  # `init` reports what it cannot call
+  required = [p for p in parameters if p.default is p.empty]
+  by_position = [
+    p
+    for p in required
+    if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+  ]
+  missing = [p.name for p in by_position[len(inputs) :]]
+  if missing:
+    given = ", ".join(p.name for p in by_position[: len(inputs)])
+    values = ", ".join("False" if n.startswith("train") else n for n in missing)
+    raise TypeError(
+      f"{name} needs {', '.join(missing)} as well. Pass a tuple, the list of "
+      f"positional arguments: sample_input=({given}, {values})."
+    )
+  by_name = [p.name for p in required if p.kind is p.KEYWORD_ONLY]
+  if by_name:
+    raise TypeError(
+      f"{name} needs {', '.join(by_name)} by name, and sample_input passes "
+      f"arguments by position: give it a default value, as in "
+      f"{by_name[0]}: bool = False."
+    )
 
 
 def _zeros(x: Any) -> Any:
@@ -218,8 +257,8 @@ def _construct_nnx(function: Any, rng: Any) -> nnx.Module:
   if not isinstance(module, nnx.Module):
     raise TypeError(
       "model must be an instance of flax.linen.Module or flax.nnx.Module, or a "
-      f"function that returns the latter, got {function!r}, which returned "
-      f"{reprlib.repr(module)}."
+      f"function that returns the latter, got {checks.describe(function)}, "
+      f"which returned {checks.describe(module)}."
     )
   return module
 
@@ -235,14 +274,14 @@ def _check_function(model: Any) -> None:
       pass  # it takes another number of arguments, or has no signature
   raise TypeError(
     "model must be an instance of flax.linen.Module or flax.nnx.Module, or a "
-    f"function of nnx.Rngs that returns the latter, got {reprlib.repr(model)}."
+    "function of nnx.Rngs that returns the latter, got "
+    f"{checks.describe(model)}."
   )
 
 
 def _check_rng(rng: Any) -> None:
   """Raises a TypeError unless `rng` is a PRNG key or a dict of keys."""
-  # Shortened: `rng` may be the batch, where arguments were exchanged.
-  got = reprlib.repr(rng)
+  got = checks.describe(rng)
   message = f"rng must be a PRNG key or a dict of keys, got {got}."
   if not jax.tree.leaves(rng):
     raise TypeError(message)

@@ -7,10 +7,11 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, TYPE_CHECKING
 import warnings
 
 from flax import core
+from flax import nnx
 from flax import struct
 from flax.training import train_state as flax_train_state
 import jax
@@ -19,6 +20,7 @@ import numpy as np
 import optax
 
 from flaxshard.core import checks
+from flaxshard.core import extra_args
 from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
@@ -32,6 +34,13 @@ from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 
 PyTree = Any
+
+_MISSING: Any = object()
+# Fields that only the update itself changes.
+_RESERVED = frozenset(
+  ("step", "params", "opt_state", "wrapper_states", "wrappers")
+)
+_STATIC = frozenset(("apply_fn", "tx", "global_structures"))
 
 
 class TrainState(flax_train_state.TrainState):
@@ -90,6 +99,12 @@ class TrainState(flax_train_state.TrainState):
       cls.metrics = dataclasses.field()  # type: ignore[method-assign]
     # Otherwise the dataclass of each subclass gets a repr with all values.
     super().__init_subclass__(**{"repr": False, **kwargs})
+    # Flax gives each of its dataclasses a `replace` without our checks.
+    cls.replace = _replace  # type: ignore[method-assign,assignment]
+
+  if TYPE_CHECKING:
+    # Collections are fields that only `create` knows.
+    def __getattr__(self, name: str) -> Any: ...
 
   def __repr__(self) -> str:
     """Returns shapes, dtypes and bytes of all trees, about a page."""
@@ -105,7 +120,7 @@ class TrainState(flax_train_state.TrainState):
     wrappers: Sequence[base.Wrapper] = (),
     strategy: sharding_lib.HasMesh | None = None,
     **collections: PyTree,
-  ) -> TrainState:
+  ) -> Self:
     """Creates a state at step 0.
 
     Args:
@@ -142,17 +157,14 @@ class TrainState(flax_train_state.TrainState):
     mesh = None if strategy is None else sharding_lib.mesh_of(strategy)
     num_replicas = sharding_lib.count_replicas(mesh, wrappers)
     _check_collections(cls, collections)
+    # Flax creates a state of a single array, but cannot apply its gradient.
     if not jax.tree.leaves(params) or jax.tree_util.all_leaves([params]):
       raise TypeError(
-        f"params must be a tree of arrays, such as a dict, got {params!r}."
+        "params must be a tree of arrays, such as {'w': array}, got "
+        f"{checks.describe(params)}."
       )
     trees.check_arrays("params", params)
-    # By attribute, because optax.MultiSteps is no GradientTransformation.
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-      raise TypeError(
-        "tx must be an optax GradientTransformation, such as optax.adam(1e-3), "
-        f"got {repr(tx).splitlines()[0][:80]}."
-      )
+    _check_tx(tx)
     fields = fields_lib.fields_by_name(cls)
     static = {
       name: value
@@ -182,7 +194,8 @@ class TrainState(flax_train_state.TrainState):
     """Differentiates `loss_fn(params, *args)` through the wrappers.
 
     Use it in place of `jax.value_and_grad`, which knows nothing of loss scaling
-    or of a replica's local parameters.
+    or of a replica's local parameters. With `optax.lookahead`, whose parameters
+    are pairs, `loss_fn` gets the fast ones, and `grads` is a tree like those.
 
     Args:
       loss_fn: Returns a floating-point scalar, the loss, or a pair
@@ -206,8 +219,10 @@ class TrainState(flax_train_state.TrainState):
       >>> float(loss), float(grads["w"])
       (3.0, 3.0)
     """
-    params = stack.working_params(
-      self.wrappers, self._local_wrapper_states(), self.params
+    params = opt_state_lib.trained_params(
+      stack.working_params(
+        self.wrappers, self._local_wrapper_states(), self.params
+      )
     )
     # jax.grad rejects integer leaves unless allow_int=True.
     allow_int = any(
@@ -284,18 +299,25 @@ class TrainState(flax_train_state.TrainState):
 
   def apply_gradients(
     self,
-    *,
-    grads: PyTree,
+    *positional: Any,
+    grads: PyTree = _MISSING,
     skip_gradients_aggregation: bool = False,
     **replaced: PyTree,
-  ) -> TrainState:
+  ) -> Self:
     """Applies unscaled gradients through the wrappers.
 
     Inside `Strategy.run` gradients are first averaged over the replicas, unless
     a wrapper reduces them itself. New values of collections are averaged too,
     except for leaves that are per replica.
 
+    Extra arguments of the optimizer's update, such as the `value` of
+    `optax.contrib.reduce_on_plateau`, are given here too: loss and gradients as
+    `value_and_grad` returns them. Inside `Strategy.run` `value` and `grad` are
+    averaged over the replicas; the local steps of `AGN` take those of their
+    replica. Other extra arguments must be the same on all replicas.
+
     Args:
+      *positional: Not allowed; an error says what to write.
       grads: Gradients like `params`, such as `value_and_grad` returns. Where a
         leaf is no gradient (None, `float0`, an integer), the parameter and its
         optimizer slots stay as they are.
@@ -303,15 +325,18 @@ class TrainState(flax_train_state.TrainState):
         replicas already. They are not reduced then, not even by `CrossShard`.
       **replaced: New values of other fields of the state, such as
         `batch_stats`. A wrapper that skips the step keeps the old values, so
-        structure, shapes and dtypes must not change.
+        structure, shapes and dtypes must not change. Names that are no fields
+        are extra arguments of the optimizer.
 
     Returns:
       The next state.
 
     Raises:
       ValueError: `grads` or a replaced field does not match the state; the
-        message names the first path that differs.
-      TypeError: A replaced name is not a field of the state.
+        message names the first path that differs. Or no parameter has a
+        gradient.
+      TypeError: A name is neither a field of the state nor an extra argument
+        of the optimizer.
 
     Example:
       >>> state = TrainState.create(
@@ -320,21 +345,34 @@ class TrainState(flax_train_state.TrainState):
       >>> float(state.params["w"]), int(state.step)
       (0.5, 1)
     """
+    if positional or grads is _MISSING:
+      raise TypeError(
+        "apply_gradients takes gradients by name: write "
+        "state.apply_gradients(grads=grads)."
+      )
     if type(grads) is tuple and isinstance(self.params, Mapping):
       raise ValueError(
         f"grads must be a tree like params, got a tuple of {len(grads)}; "
         "value_and_grad returns (loss, grads): pass its second element."
       )
+    trained = opt_state_lib.trained_params(self.params)
     grads = trees.conform(
-      "grads", grads, self.params, dtypes=False, none_is_leaf=True
+      "grads", grads, trained, dtypes=False, none_is_leaf=True
     )
+    replaced, extra = self._split_names(replaced)
     for message in stack.check_gradients(
       self.wrappers, self.wrapper_states, self.params, grads
     ):
       checks.warn(message)
     # From here on None marks the leaves without a gradient.
     grads = gradients.normalize(grads)
+    if not jax.tree.leaves(grads):
+      paths = map(trees.path_string, trees.paths(trained))
+      raise ValueError(
+        f"No gradients provided for any parameter: {', '.join(paths)}."
+      )
     mark: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    has_local_updates = stack.has_local_updates(self.wrappers)
     in_replica = replica_context.get_replica_context() is not None
     if in_replica:
       replaced = self._reduce_collections(replaced)
@@ -345,15 +383,22 @@ class TrainState(flax_train_state.TrainState):
         # to all of them, so that LossScale needs no collective of its own.
         grads = replica_context.reduce_gradients("mean", grads)
         mark = replica_context.gradients_already_reduced()
+      if not (skip_gradients_aggregation or has_local_updates):
+        extra = _mean_extra_args(extra)
     if not self.wrappers:
-      return optimizer_update.flax_update(self, grads, replaced)
+      return optimizer_update.flax_update(self, grads, replaced, extra)
     collections, static = self._check_replaced(replaced)
 
     def update(target: base.Target, grads: PyTree) -> base.Target:
       state = self.replace(
         step=target.step, params=target.params, opt_state=target.opt_state
       )
-      state = optimizer_update.flax_update(state, grads, {})
+      given = extra
+      context = replica_context.get_replica_context()
+      if has_local_updates and context and context.gradients_reduced:
+        # Local updates take the loss of their replica, a commit takes the mean.
+        given = _mean_extra_args(extra)
+      state = optimizer_update.flax_update(state, grads, {}, given)
       return target._replace(
         step=state.step,
         params=state.params,
@@ -378,7 +423,7 @@ class TrainState(flax_train_state.TrainState):
     wrapper_states = target.wrapper_states
     if not in_replica:
       wrapper_states = stack.add_replica_axis(self.wrappers, wrapper_states)
-    return self.replace(
+    new = self.replace(
       step=target.step,
       params=target.params,
       opt_state=target.opt_state,
@@ -386,11 +431,18 @@ class TrainState(flax_train_state.TrainState):
       **target.collections,
       **static,
     )
+    # On this very object alone: a copy, or a state that another function has
+    # passed on, may replace its collections as it likes.
+    object.__setattr__(new, "_applied", frozenset(replaced))
+    return new
 
   def minimize(
     self, loss_fn: Callable[..., Any], *args: Any, has_aux: bool = False
-  ) -> tuple[TrainState, Any]:
+  ) -> tuple[Self, Any]:
     """Takes one step: `value_and_grad`, then `apply_gradients`.
+
+    An optimizer that uses them gets `value`, `grad` and `value_fn`, as
+    `optax.lbfgs` does.
 
     Args:
       loss_fn: As in `value_and_grad`.
@@ -408,7 +460,18 @@ class TrainState(flax_train_state.TrainState):
       (1.0, 0.5)
     """
     value, grads = self.value_and_grad(loss_fn, *args, has_aux=has_aux)
-    return self.apply_gradients(grads=grads), value
+
+    def value_fn(params: PyTree) -> Any:
+      value = loss_fn(params, *args)
+      return value[0] if has_aux else value
+
+    known = dict(
+      value=value[0] if has_aux else value, grad=grads, value_fn=value_fn
+    )
+    fields = fields_lib.fields_by_name(type(self))
+    names = extra_args.used(self.tx) & set(known) - set(fields)
+    extra = {name: known[name] for name in names}
+    return self.apply_gradients(grads=grads, **extra), value
 
   def _local_wrapper_states(self) -> dict[str, PyTree]:
     """Returns the wrappers' states without the replica axis."""
@@ -440,20 +503,31 @@ class TrainState(flax_train_state.TrainState):
       reduced[name] = jax.tree.unflatten(treedef, jax.tree.leaves(tree))
     return reduced
 
+  def _split_names(
+    self, given: Mapping[str, Any]
+  ) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Splits arguments into fields and extra arguments of the optimizer."""
+    fields = set(fields_lib.fields_by_name(type(self))) - _RESERVED
+    replaced = {k: v for k, v in given.items() if k in fields}
+    extra = {k: v for k, v in given.items() if k not in fields}
+    names = extra_args.accepted(self.tx) if extra else None
+    for name in extra:
+      if name in _RESERVED or (names is not None and name not in names):
+        allowed = sorted((fields - _STATIC) | (names or set()))
+        raise TypeError(
+          f"apply_gradients: {name!r} cannot be replaced, and is no argument "
+          f"of the optimizer; allowed: grads, {', '.join(allowed)}."
+          f"{checks.did_you_mean(name, allowed)}"
+        )
+    return replaced, extra
+
   def _check_replaced(
     self, replaced: Mapping[str, PyTree]
   ) -> tuple[dict[str, PyTree], dict[str, Any]]:
     """Checks the fields to replace; returns collections and static fields."""
-    reserved = {"step", "params", "opt_state", "wrapper_states", "wrappers"}
     fields = fields_lib.fields_by_name(type(self))
     collections, static = {}, {}
     for name, value in replaced.items():
-      if name in reserved or name not in fields:
-        allowed = sorted(set(fields_lib.array_field_names(self)) - reserved)
-        raise TypeError(
-          f"apply_gradients: {name!r} cannot be replaced; allowed: grads, "
-          f"{', '.join(allowed)}.{checks.did_you_mean(name, allowed)}"
-        )
       if not fields_lib.is_array_field(fields[name]):
         static[name] = value
         continue
@@ -514,6 +588,41 @@ class TrainState(flax_train_state.TrainState):
     return fields_lib.rebuild, (self._base_class or type(self), fields)
 
 
+def _replace(state: TrainState, **updates: Any) -> TrainState:
+  """Returns the state with other values of some fields."""
+  if "wrappers" in updates and "wrapper_states" not in updates:
+    names = [base.name_of(w) for w in base.check(updates["wrappers"])]
+    if sorted(names) != sorted(state.wrapper_states):
+      raise ValueError(
+        f"replace: wrappers={names} have no states here; the state has "
+        f"{sorted(state.wrapper_states)}. Create a state with them: "
+        "TrainState.create(apply_fn=state.apply_fn, params=state.params, "
+        "tx=state.tx, wrappers=wrappers), and then replace step and opt_state; "
+        "state.without_wrappers() drops them all."
+      )
+  applied = vars(state).get("_applied")
+  if applied is not None and "batch_stats" in updates.keys() - applied:
+    for message in stack.check_late_collection(
+      state.wrappers, state.wrapper_states, "batch_stats"
+    ):
+      checks.warn(message)
+  return dataclasses.replace(state, **updates)
+
+
+TrainState.replace = _replace  # type: ignore[method-assign,assignment]
+
+
+def _mean_extra_args(extra: Mapping[str, Any]) -> dict[str, Any]:
+  """Averages the loss and its gradients over the replicas."""
+  reduced = dict(extra)
+  if "value" in extra:
+    value = jnp.asarray(extra["value"])
+    reduced["value"] = replica_context.mean_collection(value)
+  if "grad" in extra:
+    reduced["grad"] = replica_context.reduce_gradients("mean", extra["grad"])
+  return reduced
+
+
 def _init(
   tx: optax.GradientTransformation,
   wrappers: tuple[base.Wrapper, ...],
@@ -522,9 +631,13 @@ def _init(
 ) -> dict[str, PyTree]:
   """Returns the fields of a state that are computed from the given fields."""
   params = given["params"]
+  # Without wrappers the state is that of Flax in every case.
+  init_optimizer = (
+    functools.partial(opt_state_lib.init, tx) if wrappers else tx.init
+  )
   computed: dict[str, PyTree] = dict(
     step=jnp.zeros((), jnp.int32),
-    opt_state=tx.init(opt_state_lib.optimized_params(params)),
+    opt_state=init_optimizer(opt_state_lib.optimized_params(params)),
   )
   if wrappers:
     collections = {k: v for k, v in given.items() if k != "params"}
@@ -532,6 +645,23 @@ def _init(
       wrappers, params, tx, collections, num_replicas
     )
   return computed
+
+
+def _check_tx(tx: Any) -> None:
+  """Raises a TypeError unless `tx` is an optax optimizer."""
+  # By attribute, because optax.MultiSteps is no GradientTransformation.
+  if hasattr(tx, "init") and hasattr(tx, "update"):
+    return
+  hint = ""
+  if isinstance(tx, nnx.Optimizer):
+    hint = " Pass the optax optimizer that the nnx.Optimizer was made with."
+  elif inspect.isfunction(tx):
+    hint = f" Call it, as in {tx.__name__}(1e-3)."
+  got = checks.describe(tx)
+  raise TypeError(
+    "tx must be an optax GradientTransformation, such as optax.adam(1e-3), got "
+    f"{got}.{hint}"
+  )
 
 
 def _check_loss(loss: Any) -> None:

@@ -8,6 +8,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from flaxshard.core import checks
 from flaxshard.core import gradients
@@ -170,16 +171,24 @@ class AGN(base.Base):
         return None
       return jnp.zeros(p.shape, agn_commit.accumulator_dtype(p.dtype))
 
+    if isinstance(params, optax.LookaheadParams):
+      raise TypeError(
+        "AGN: params must not be optax.LookaheadParams: center and local "
+        "parameters are such a pair already. Pass params.fast, and the fast "
+        "optimizer as tx; AGN(outer_tx=...) updates the center."
+      )
     optimized = opt_state_lib.optimized_params(params)
     return AGNState(
       local_params=params,
-      local_opt_state=tx.init(optimized),
+      local_opt_state=opt_state_lib.init(tx, optimized),
       grad_accum=jax.tree_util.tree_map_with_path(create_accumulator, params),
       local_step=jnp.zeros((), jnp.int32),
       commits=jnp.zeros((), jnp.int32),
       collections={},
       outer_opt_state=(
-        () if self.outer_tx is None else self.outer_tx.init(optimized)
+        ()
+        if self.outer_tx is None
+        else opt_state_lib.init(self.outer_tx, optimized)
       ),
     )
 

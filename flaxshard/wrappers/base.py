@@ -250,10 +250,20 @@ class Base:
     del state, params, grads
     return None
 
-  def may_skip(self, state: PyTree) -> bool:
-    """Returns whether `apply` may leave the target as it is: False."""
-    del state
-    return False
+  def check_late_collection(self, state: PyTree, name: str) -> str | None:
+    """Returns a warning about a collection replaced after the update.
+
+    A step that `apply` skips cannot hold such a collection back.
+
+    Args:
+      state: The wrapper's state.
+      name: Name of the collection.
+
+    Returns:
+      A message; None, the default, if the wrapper skips no step.
+    """
+    del state, name
+    return None
 
   # -- Other collections, such as batch statistics.
 

@@ -167,9 +167,18 @@ class LossScale(base.Base):
     constant = isinstance(rule, FixedLossScale)
     return self.calls.check(state.scale, params, grads, constant=constant)
 
-  def may_skip(self, state: State) -> bool:
-    """Returns whether the scale is dynamic."""
-    return bool(state) and not isinstance(self.rule, FixedLossScale)
+  def check_late_collection(self, state: State, name: str) -> str | None:
+    """Warns of a collection that a skipped step would not hold back."""
+    if not state or isinstance(self.rule, FixedLossScale):
+      return None
+    if not self.calls.once("late collection"):
+      return None
+    return (
+      f"LossScale: replace({name}=...) after apply_gradients also takes the "
+      "value of a step that overflows and is skipped, which may be infinite. "
+      f"Write apply_gradients(grads=grads, {name}=...), which then keeps the "
+      "old value."
+    )
 
   def init(self, params: PyTree, tx: Any) -> State:
     """Returns the first state; `()` if `"auto"` finds nothing to scale."""

@@ -266,9 +266,15 @@ def check_gradients(
   return [message for message in messages if message]
 
 
-def may_skip(wrappers: Wrappers, states: States) -> bool:
-  """Returns whether a wrapper may leave a step out."""
-  return any(base.adapt(w).may_skip(states[base.name_of(w)]) for w in wrappers)
+def check_late_collection(
+  wrappers: Wrappers, states: States, name: str
+) -> list[str]:
+  """Returns the wrappers' warnings about a collection replaced too late."""
+  messages = [
+    base.adapt(w).check_late_collection(states[base.name_of(w)], name)
+    for w in wrappers
+  ]
+  return [message for message in messages if message]
 
 
 # -- For the training loop.

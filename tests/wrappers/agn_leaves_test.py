@@ -195,9 +195,10 @@ def test_trees_with_empty_leaves_and_containers():
 
 
 @COMMITS
-def test_a_commit_without_any_gradient(commit):
-  state = create({"w": ONES}, optax.sgd(0.25), fs.AGN(1, commit=commit))
-  new = apply(state, {"w": None})
+def test_a_commit_without_the_gradient_of_a_parameter(commit):
+  params = {"w": ONES, "b": ONES}
+  state = create(params, optax.sgd(0.25), fs.AGN(1, commit=commit))
+  new = apply(state, {"w": None, "b": ONES})
   np.testing.assert_array_equal(new.params["w"], ONES)
   assert int(agn(new).commits) == 1
 

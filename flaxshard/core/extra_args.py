@@ -1,0 +1,87 @@
+"""Extra arguments of an optimizer's update, such as the `value` of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import functools
+import inspect
+from typing import Any
+
+import optax
+
+# The names that optax documents. An optimizer that takes extra arguments
+# ignores those that it does not use, so that one step suits many optimizers.
+_STANDARD = frozenset(("value", "grad", "value_fn"))
+
+
+def used(tx: Any) -> frozenset[str]:
+  """Returns the names of the extra arguments that an optimizer uses.
+
+  Example:
+    >>> sorted(used(optax.lbfgs())), sorted(used(optax.adam(0.1)))
+    (['grad', 'value', 'value_fn'], [])
+  """
+  names, _ = _inspect(tx)
+  return names
+
+
+def accepted(tx: Any) -> frozenset[str] | None:
+  """Returns the names of the extra arguments that an optimizer accepts.
+
+  None if any name is accepted: that of a custom optimizer with `**kwargs`.
+  """
+  names, takes_any = _inspect(tx)
+  if takes_any:
+    return None
+  parameters = inspect.signature(tx.update).parameters.values()
+  if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    names |= _STANDARD
+  return names
+
+
+def bind(tx: Any, extra_args: Mapping[str, Any]) -> Any:
+  """Returns an optimizer whose update has been given extra arguments."""
+  if not extra_args:
+    return tx
+  return optax.GradientTransformation(
+    tx.init, functools.partial(tx.update, **extra_args)
+  )
+
+
+def _inspect(tx: Any) -> tuple[frozenset[str], bool]:
+  """Returns the names that an optimizer uses, and whether it takes any name."""
+  names: set[str] = set()
+  takes_any = False
+  seen: set[int] = set()
+  # `optax.chain` takes any name and passes it on, so look at the functions that
+  # it closes over.
+  pending: list[Any] = [tx.update]
+  while pending:
+    x = pending.pop()
+    if id(x) in seen:
+      continue
+    seen.add(id(x))
+    if isinstance(x, (tuple, list)):
+      pending += x
+    elif isinstance(x, Mapping):
+      pending += x.values()
+    elif isinstance(x, functools.partial):
+      pending.append(x.func)
+    elif inspect.ismethod(x):
+      # An object such as `optax.MultiSteps`, around another optimizer.
+      pending += [x.__func__, *getattr(x.__self__, "__dict__", {}).values()]
+    elif inspect.isfunction(x):
+      # After the updates, the state and the parameters.
+      for p in list(inspect.signature(x).parameters.values())[2:]:
+        if p.kind is p.KEYWORD_ONLY:
+          names.add(p.name)
+        elif p.kind is p.VAR_KEYWORD and not _is_optax(x):
+          takes_any = True
+      pending += inspect.getclosurevars(x).nonlocals.values()
+  return frozenset(names), takes_any
+
+
+def _is_optax(function: Any) -> bool:
+  package = (function.__module__ or "").partition(".")[0]
+  # This package's optimizers are those of optax.
+  return package in ("optax", __name__.partition(".")[0])

@@ -1,0 +1,182 @@
+"""Optimizers with extra arguments, growing states, and pairs of parameters."""
+
+import functools
+
+from flax.training import train_state as flax_train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tree_equality import assert_trees_equal
+
+import flaxshard as fs
+
+PARAMS = {"w": jnp.array([1.0, -2.0]), "b": jnp.array(0.5)}
+WRAPPERS = {
+  "none": (),
+  "scale": (fs.LossScale("dynamic"),),
+  "agn": (fs.AGN(2, commit="mean"),),
+}
+
+
+def assert_trees_close(a, b):
+  jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), a, b)
+
+
+def quadratic(params, scale=1.0):
+  return sum((scale * (p - 0.25) ** 2).sum() for p in jax.tree.leaves(params))
+
+
+def create(tx, wrappers=(), params=PARAMS, **kwargs):
+  return fs.TrainState.create(
+    apply_fn=None, params=params, tx=tx, wrappers=wrappers, **kwargs
+  )
+
+
+def optax_steps(tx, params, steps, **kwargs):
+  """Returns the parameters that optax alone computes."""
+
+  def step(params, opt_state):
+    value, grads = jax.value_and_grad(quadratic)(params)
+    extra = dict(value=value, grad=grads, value_fn=quadratic)
+    updates, opt_state = optax.with_extra_args_support(tx).update(
+      grads, opt_state, params, **extra
+    )
+    return optax.apply_updates(params, updates), opt_state
+
+  opt_state = tx.init(params)
+  step = jax.jit(step)
+  for _ in range(steps):
+    params, opt_state = step(params, opt_state)
+  return params
+
+
+EXTRA = {
+  # Compiles faster than the default line search, and takes the same arguments.
+  "lbfgs": optax.lbfgs(
+    memory_size=1, linesearch=optax.scale_by_backtracking_linesearch(3)
+  ),
+  "polyak_sgd": optax.polyak_sgd(),
+  "reduce_on_plateau": optax.chain(
+    optax.sgd(0.1), optax.contrib.reduce_on_plateau()
+  ),
+}
+
+
+@pytest.mark.parametrize("wrappers", ["none", "scale"])
+@pytest.mark.parametrize("tx", EXTRA.values(), ids=EXTRA)
+def test_extra_arguments_are_those_of_optax(tx, wrappers):
+  def step(state):
+    value, grads = state.value_and_grad(quadratic)
+    return state.apply_gradients(
+      grads=grads, value=value, grad=grads, value_fn=quadratic
+    )
+
+  state = given = create(tx, WRAPPERS[wrappers])
+  step = jax.jit(step)
+  for _ in range(3):
+    state = step(state)
+  assert_trees_close(state.params, optax_steps(tx, PARAMS, 3))
+  assert state.tx is tx
+  # `minimize` passes what the optimizer uses.
+  given, _ = jax.jit(lambda state: state.minimize(quadratic))(given)
+  assert_trees_close(given.params, optax_steps(tx, PARAMS, 1))
+
+
+@pytest.mark.parametrize("wrappers", WRAPPERS.values(), ids=WRAPPERS)
+def test_value_is_averaged_over_replicas(wrappers):
+  tx = EXTRA["reduce_on_plateau"]
+  strategy = fs.Strategy()
+  scales = jnp.arange(strategy.num_replicas_in_sync, dtype=jnp.float32)
+
+  def step(state, scale):
+    for _ in range(2):  # an AGN commit
+      state, _ = state.minimize(quadratic, scale.mean())
+    return state
+
+  state = create(tx, wrappers, strategy=strategy)
+  # `run` raises if the replicas would get different states.
+  state = strategy.run(step, args=(state, strategy.shard_batch(scales)))
+  (plateau,) = [s for s in state.opt_state if hasattr(s, "best_value")]
+  first = float(quadratic(PARAMS, scales.mean()))
+  if "agn" not in state.wrapper_states:  # AGN's center has one update
+    assert 0 < float(plateau.best_value) < first
+
+
+@pytest.mark.parametrize(
+  ("tx", "used"),
+  [
+    (optax.adam(0.1), set()),
+    (optax.MultiSteps(EXTRA["reduce_on_plateau"], 2), {"value"}),
+    (optax.chain(optax.clip(1.0), optax.polyak_sgd()), {"value"}),
+    (optax.lbfgs(), {"value", "grad", "value_fn"}),
+  ],
+)
+def test_names_that_an_optimizer_uses(tx, used):
+  assert fs.core.extra_args.used(tx) & {"value", "grad", "value_fn"} == used
+
+
+def test_custom_extra_argument():
+  def update(updates, state, params=None, *, factor, **extra_args):
+    return jax.tree.map(lambda u: u * factor, updates), state
+
+  custom = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+  state = create(optax.chain(custom, optax.sgd(0.5)))
+  new = state.apply_gradients(grads=PARAMS, factor=2.0)
+  assert_trees_equal(new.params, jax.tree.map(jnp.zeros_like, PARAMS))
+
+
+def test_field_named_as_an_extra_argument_wins():
+  state = create(optax.sgd(0.5), value={"x": jnp.zeros(())})
+  new = state.apply_gradients(grads=PARAMS, value={"x": jnp.ones(())})
+  assert float(new.value["x"]) == 1
+
+
+@pytest.mark.parametrize("wrappers", WRAPPERS.values(), ids=WRAPPERS)
+def test_monitor_under_jit(wrappers):
+  norm = optax.tree.norm
+  tx = optax.chain(
+    optax.monitor({"norm": norm, "ema": optax.measure_with_ema(norm, 0.5)}),
+    optax.sgd(0.25),
+  )
+  state = create(tx, wrappers)
+  for _ in range(2):
+    state, _ = jax.jit(lambda state: state.minimize(quadratic))(state)
+  opt_state = state.opt_state
+  if "agn" in state.wrapper_states:
+    opt_state = state.wrapper_states["agn"].local_opt_state
+  second = optax_steps(tx, PARAMS, 1)
+  grads = jax.grad(quadratic)(second)
+  got = optax.tree.get(opt_state, "norm")
+  assert_trees_close(jnp.ravel(got)[0], norm(grads))
+
+
+def test_lookahead_is_that_of_flax():
+  tx = optax.lookahead(optax.adam(0.1), sync_period=2, slow_step_size=0.5)
+  pairs = optax.LookaheadParams.init_synced(PARAMS)
+  plain = flax_train_state.TrainState.create(apply_fn=None, params=pairs, tx=tx)
+  states = [create(tx, w, pairs) for w in ((), (fs.LossScale("dynamic"),))]
+  for _ in range(3):
+    grads = jax.grad(quadratic)(plain.params.fast)
+    plain = plain.apply_gradients(grads=grads)
+    states = [state.minimize(quadratic)[0] for state in states]
+  for state in states:
+    assert_trees_close(state.params, plain.params)
+    assert_trees_close(state.opt_state, plain.opt_state)
+
+
+def test_lookahead_keeps_a_leaf_without_a_gradient():
+  tx = optax.lookahead(optax.adam(0.1), sync_period=1, slow_step_size=0.5)
+  pairs = optax.LookaheadParams.init_synced(PARAMS)
+  state = create(tx, [fs.LossScale("dynamic")], pairs)
+  new = state.apply_gradients(grads={"w": jnp.ones(2), "b": None})
+  assert float(new.params.fast["b"]) == float(new.params.slow["b"]) == 0.5
+  assert float(new.params.fast["w"][0]) < 1
+
+
+def test_lookahead_within_agn_raises():
+  pairs = optax.LookaheadParams.init_synced(PARAMS)
+  tx = optax.lookahead(optax.adam(0.1), sync_period=2, slow_step_size=0.5)
+  with pytest.raises(TypeError, match=r"LookaheadParams.*outer_tx"):
+    create(tx, [fs.AGN(2)], pairs)
