@@ -17,9 +17,11 @@ _STANDARD = frozenset(("value", "grad", "value_fn"))
 def used(tx: Any) -> frozenset[str]:
   """Returns the names of the extra arguments that an optimizer uses.
 
+  Keyword arguments of functions inside the optimizer may be among them.
+
   Example:
-    >>> sorted(used(optax.lbfgs())), sorted(used(optax.adam(0.1)))
-    (['grad', 'value', 'value_fn'], [])
+    >>> sorted(used(optax.polyak_sgd())), sorted(used(optax.adam(0.1)))
+    (['value'], [])
   """
   names, _ = _inspect(tx)
   return names
@@ -71,12 +73,15 @@ def _inspect(tx: Any) -> tuple[frozenset[str], bool]:
       # An object such as `optax.MultiSteps`, around another optimizer.
       pending += [x.__func__, *getattr(x.__self__, "__dict__", {}).values()]
     elif inspect.isfunction(x):
-      # After the updates, the state and the parameters.
-      for p in list(inspect.signature(x).parameters.values())[2:]:
-        if p.kind is p.KEYWORD_ONLY:
-          names.add(p.name)
-        elif p.kind is p.VAR_KEYWORD and not _is_optax(x):
-          takes_any = True
+      parameters = inspect.signature(x).parameters
+      # In optax an update has a `state`, its other functions have none.
+      if not _is_optax(x) or "state" in parameters:
+        names |= {
+          name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY
+        }
+        takes_any |= not _is_optax(x) and any(
+          p.kind is p.VAR_KEYWORD for p in parameters.values()
+        )
       pending += inspect.getclosurevars(x).nonlocals.values()
   return frozenset(names), takes_any
 
