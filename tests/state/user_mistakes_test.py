@@ -218,3 +218,21 @@ def test_exchanged_arguments_do_not_print_the_array():
   assert "rng must be a PRNG key" in message and "float32[64,64]" in message
   message = message_of(TypeError, create_state, x, KEY, nn.Dense(2))
   assert "model must be" in message and "float32[64,64]" in message
+
+
+def test_nnx_module_itself_is_not_trained():
+  # Documented: the state has the trained parameters.
+  module, x = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.ones((1, 3))
+  first = module(x)
+  state = create_state(module, None, None)
+  loss_fn = lambda params: state.apply_fn({"params": params}, x).sum()
+  state, _ = state.minimize(loss_fn)
+  assert (module(x) == first).all()
+  assert (state.apply_fn({"params": state.params}, x) != first).all()
+
+
+def test_batch_stats_that_are_not_handed_on_stay():
+  # As in Flax, and documented: nothing shows that a step has dropped them.
+  state = create([DYNAMIC], batch_stats=STATS)
+  new, _ = state.minimize(quadratic)
+  assert new.batch_stats["mean"].tolist() == STATS["mean"].tolist()
