@@ -73,15 +73,21 @@ def describe_missing(path: Any) -> str:
     return "it has no steps: it is empty."
   others = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
   hints = [
-    repr(str(child))
-    for child in directory.iterdir()
-    if child.is_dir() and (reader.steps(child) or step_of(child) is not None)
+    repr(str(child)) for child in directory.iterdir() if _has_steps(child)
   ]
   hint = f" Did you mean {' or '.join(sorted(hints)[:2])}?" if hints else ""
   return (
     f"it has no steps, only {', '.join(names[:_LISTED])}{others}. The "
     f"directory of a step is called 1200 or checkpoint_1200.{hint}"
   )
+
+
+def _has_steps(path: Any) -> bool:
+  """Returns whether a path is a step or a directory of steps."""
+  try:
+    return bool(reader.steps(path)) or step_of(path) is not None
+  except OSError:
+    return False  # no permission to list it
 
 
 def _suggest_path(missing: Any) -> str:
