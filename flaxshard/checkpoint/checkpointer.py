@@ -25,7 +25,7 @@ from flaxshard.checkpoint import locate
 from flaxshard.checkpoint import metadata_item
 from flaxshard.checkpoint import orbax_workarounds
 from flaxshard.checkpoint import policies
-from flaxshard.checkpoint import reader
+from flaxshard.checkpoint import readable_steps
 from flaxshard.checkpoint import restore_plan
 from flaxshard.checkpoint import step as step_lib
 from flaxshard.checkpoint import step_names
@@ -109,6 +109,8 @@ class Checkpointer:
     plain_item: str = "default",
     digests: bool = True,
   ):
+    if not isinstance(directory, (str, os.PathLike)):
+      raise TypeError(f"directory must be a path, got {directory!r}.")
     step_lib.check_plain_item(plain_item)
     self._plain_item = plain_item
     self._digests = checks.boolean("digests", digests)
@@ -134,7 +136,7 @@ class Checkpointer:
     else:
       self.directory = os.path.dirname(path)
     self._policy = policies.KeepUndeletable(policy, self.directory)
-    self._names = step_names.ReadableSteps()
+    self._names = readable_steps.ReadableSteps()
     self._barrier = orbax_workarounds.SaveBarrier()
     self._damaged: set[int] = set()
     # None until the directory exists: Orbax's manager would create it.
@@ -165,13 +167,13 @@ class Checkpointer:
     It fails if another program deletes a step between the two.
     """
     for _ in range(_LIST_ATTEMPTS if jax.process_count() == 1 else 0):
-      before = list(reader.steps(self.directory))
+      before = list(step_names.steps(self.directory))
       try:
         return list_steps()
       except (OSError, LookupError, ValueError):
         # The files of a step are deleted before its directory.
         time.sleep(_DELETION_SECONDS)
-        if list(reader.steps(self.directory)) == before:
+        if list(step_names.steps(self.directory)) == before:
           break
     return list_steps()
 
@@ -389,7 +391,7 @@ class Checkpointer:
       if metrics is not None:
         metrics = policies.to_json(metrics)
         policies.check_has(self._best[0], metrics)
-        items[step_names.METRICS] = ocp.args.JsonSave(metrics)
+        items[readable_steps.METRICS] = ocp.args.JsonSave(metrics)
       self.wait()
       # The other processes would wait for directories that process 0 cannot
       # create. With one process, Orbax itself raises at once.
@@ -487,7 +489,7 @@ class Checkpointer:
     manager.reload()
     # Flax's checkpoints have other names, which Orbax does not find.
     self._damaged &= {
-      *reader.steps(self.directory, reader.FLAX),
+      *step_names.steps(self.directory, step_names.FLAX),
       *(step for step in self._damaged if os.path.lexists(self._path(step))),
     }
 
@@ -518,9 +520,9 @@ class Checkpointer:
     # From its first save on, no other program can save in the directory.
     if self._unlock is None and jax.process_count() == 1:
       known = {*manager.all_steps(), *self._damaged}
-      if not reader.steps(self.directory, reader.OURS).keys() <= known:
+      if not step_names.steps(self.directory, step_names.OURS).keys() <= known:
         self._reload(manager)
-    flax = reader.steps(self.directory, reader.FLAX)
+    flax = step_names.steps(self.directory, step_names.FLAX)
     ours = {*manager.all_steps(), *(self._damaged - set(flax))}
     paths = {step: str(path) for step, path in flax.items()} | {
       step: self._path(step) for step in ours

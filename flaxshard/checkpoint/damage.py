@@ -55,7 +55,7 @@ def read(
   """
   try:
     return read_all()
-  except (*_OF_THE_READER, digests.Damaged, reader.NotExactError):
+  except (*_OF_THE_READER, digests.Damaged, reader.NotRestorableError):
     raise
   # Orbax wraps the errors of TensorStore in a bare Exception.
   except Exception as e:

@@ -16,6 +16,7 @@ import zlib
 
 import jax
 
+from flaxshard.checkpoint import step_names
 from flaxshard.core import multihost
 
 _log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ def read_json(path: str) -> dict[str, Any]:
       value = json.load(f)
   except OSError as e:
     raise Damaged(f"{_describe_damage(path, e)}.") from e
-  except ValueError as e:
+  except (ValueError, RecursionError) as e:  # the latter if nested too deep
     raise Damaged(f"{path} is not JSON: {e}.") from e
   if not isinstance(value, dict):
     raise Damaged(f"{path} is not a JSON object.")
@@ -90,10 +91,12 @@ def other_step(step_dir: str | os.PathLike[str]) -> int | None:
   where = os.path.abspath(step_dir)
   path = os.path.join(where, ITEM, METADATA)
   name = os.path.basename(where)
-  if not name.isdecimal() or not os.path.exists(path):
+  match = step_names.ANY.fullmatch(name)
+  if match is None or not os.path.exists(path):
     return None
-  saved = read_json(path).get("step", int(name))
-  return saved if saved != int(name) else None
+  number = int(match[1])
+  saved = read_json(path).get("step", number)
+  return saved if saved != number else None
 
 
 def verify(

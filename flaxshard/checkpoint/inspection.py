@@ -31,6 +31,7 @@ from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import locate
 from flaxshard.checkpoint import metadata_item
 from flaxshard.checkpoint import reader
+from flaxshard.checkpoint import step_names
 
 # A step that is half deleted is gone after so many seconds.
 _DELETION_SECONDS = 0.5
@@ -48,7 +49,7 @@ def steps(directory: str | os.PathLike[str]) -> dict[int, str]:
   Raises:
     ValueError: There is no such directory, or no step in it.
   """
-  found = reader.steps(directory)
+  found = step_names.steps(directory)
   if not found:
     reason = locate.describe_missing(directory)
     raise ValueError(f"no checkpoint in {os.fspath(directory)}: {reason}")
@@ -58,7 +59,7 @@ def steps(directory: str | os.PathLike[str]) -> dict[int, str]:
 def status(
   step_dir: str | os.PathLike[str], contents: bool = False
 ) -> tuple[str, bool]:
-  """Returns a description of a step's condition, and whether it is damaged.
+  """Returns a description of a step's condition, and whether it is unusable.
 
   Args:
     step_dir: Path of the directory of the step.
@@ -69,10 +70,12 @@ def status(
       return ("complete, verified" if contents else "complete"), False
     # Without digests, only check that there is a train state.
     where = os.fspath(step_dir)
-    damage.read(where, lambda: reader.plain(reader.as_path(where)))
+    damage.read(where, lambda: reader.plain(step_names.as_path(where)))
     return "complete, without digests", False
   except digests.Damaged as e:
     return f"damaged: {e}", True
+  except reader.NotRestorableError as e:
+    return f"not restorable: {e}", True
   except Exception as e:
     # The program that saves may have deleted the step while it was read.
     time.sleep(_DELETION_SECONDS)
@@ -147,7 +150,7 @@ def describe(step_dir: str | os.PathLike[str]) -> str:
       lines.append(f"  wrapper: {_format_wrapper(wrapper)}")
     for key, value in (metadata.get("config") or {}).items():
       lines.append(f"  config.{key}: {_format_value(value)}")
-  path = reader.as_path(where)
+  path = step_names.as_path(where)
   plain = damage.read(where, lambda: reader.plain(path))
   trees = {plain.item: plain}
   for item, item_dir in reader.items(path).items():

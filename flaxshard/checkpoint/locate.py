@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from flaxshard.checkpoint import reader
+from flaxshard.checkpoint import step_names
 
 _CHECKPOINTS = "checkpoints"  # where a workdir has its steps
 
@@ -14,15 +15,15 @@ _CHECKPOINTS = "checkpoints"  # where a workdir has its steps
 _LISTED = 5
 
 
-def directory_of_steps(path: Any) -> reader.Directory:
+def directory_of_steps(path: Any) -> step_names.Directory:
   """Returns the directory of steps: a path itself, or its `checkpoints`.
 
   Args:
     path: Path of a directory of steps, or of a workdir.
   """
-  directory = reader.as_path(path)
+  directory = step_names.as_path(path)
   in_workdir = directory / _CHECKPOINTS
-  if not reader.steps(directory) and in_workdir.is_dir():
+  if not step_names.steps(directory) and in_workdir.is_dir():
     return in_workdir
   return directory
 
@@ -34,8 +35,8 @@ def step_of(path: Any) -> int | None:
     path: Path of a directory or a file. The name of a step of `Checkpointer` or
       `flax.training.checkpoints` has its number.
   """
-  directory = reader.as_path(path)
-  match = reader.FLAX.fullmatch(directory.name)
+  directory = step_names.as_path(path)
+  match = step_names.FLAX.fullmatch(directory.name)
   is_number = directory.name.isdecimal()
   if not (match or is_number) or not reader.is_step(directory):
     return None
@@ -57,7 +58,7 @@ def describe_missing(path: Any) -> str:
     >>> describe_missing(runs / "digits")
     'it has no steps: it is empty.'
   """
-  directory = reader.as_path(path)
+  directory = step_names.as_path(path)
   if not directory.exists():
     if os.path.islink(directory):
       return "it is a link that leads nowhere."
@@ -83,9 +84,10 @@ def describe_missing(path: Any) -> str:
 
 
 def _has_steps(path: Any) -> bool:
-  """Returns whether a path is a step or a directory of steps."""
+  """Returns whether a path is a step, a directory of steps or a workdir."""
   try:
-    return bool(reader.steps(path)) or step_of(path) is not None
+    steps = step_names.steps(directory_of_steps(path))
+    return bool(steps) or step_of(path) is not None
   except OSError:
     return False  # no permission to list it
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import math
-import pathlib
-import re
 from typing import Any
 
 from flax import serialization
@@ -24,27 +22,22 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import step_names
 from flaxshard.core import trees
 
 PyTree = Any
 Path = tuple[str, ...]
-# A pathlib.Path, or the path type of a manager whose directory is a bucket.
-Directory = Any
-
 PLAIN_ITEMS = ("default", "state", "pytree")
+WRAPPERS_ITEM = "wrappers"
 _METADATA = "_METADATA"
-# Names of step directories. A manager may use a prefix and leading zeros.
-ANY = re.compile(r"(?:[A-Za-z]\w*[_-])?(\d+)(?:\.flax)?")
-FLAX = re.compile(r"checkpoint_(\d+)")
-OURS = re.compile(r"(\d+)")
 
 # Least number of bytes that are read at once, so that many small leaves are
 # read together.
 _BYTES_AT_ONCE = 16 << 20
 
 
-class NotExactError(ValueError):
-  """A saved number cannot be held by the wanted dtype."""
+class NotRestorableError(ValueError):
+  """A step is not damaged, but cannot be restored as it was asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,47 +83,17 @@ class SavedTree:
   read: Callable[[Mapping[Path, jax.ShapeDtypeStruct]], dict[Path, Any]]
 
 
-def as_path(path: Any) -> Directory:
-  """Returns an absolute path; leaves that of a bucket as it is."""
-  # Paths of buckets are PurePaths only.
-  is_bucket = isinstance(path, pathlib.PurePath) and not isinstance(
-    path, pathlib.Path
-  )
-  # Orbax takes only absolute paths.
-  return path if is_bucket else pathlib.Path(path).absolute()
-
-
-def steps(
-  directory: Directory, names: re.Pattern[str] = ANY
-) -> dict[int, Directory]:
-  """Returns the path of each step in a directory, in ascending order.
-
-  Only the names of entries are looked at. `7` precedes `checkpoint_7`.
-
-  Args:
-    directory: The directory to list.
-    names: The names that count as steps: `ANY`, `FLAX` or `OURS`.
-  """
-  found: dict[int, Directory] = {}
-  directory = as_path(directory)
-  if directory.is_dir():
-    for path in sorted(directory.iterdir()):
-      if match := names.fullmatch(path.name):
-        found.setdefault(int(match[1]), path)
-  return dict(sorted(found.items()))
-
-
-def is_step(path: Directory) -> bool:
+def is_step(path: step_names.Directory) -> bool:
   """Returns whether a path is one checkpoint, not a directory of several."""
-  path = as_path(path)
+  path = step_names.as_path(path)
   if path.is_file() or (path / _METADATA).exists():
     return True
-  return any(not ANY.fullmatch(name) for name in items(path))
+  return any(not step_names.ANY.fullmatch(name) for name in items(path))
 
 
-def items(where: Directory) -> dict[str, Directory]:
+def items(where: step_names.Directory) -> dict[str, step_names.Directory]:
   """Returns the path of each tree that Orbax wrote into a step, by name."""
-  where = as_path(where)
+  where = step_names.as_path(where)
   if not where.is_dir():
     return {}
   return {
@@ -140,7 +103,7 @@ def items(where: Directory) -> dict[str, Directory]:
   }
 
 
-def plain(where: Directory, item: str | None = None) -> SavedTree:
+def plain(where: step_names.Directory, item: str | None = None) -> SavedTree:
   """Returns the train state of a step.
 
   Args:
@@ -148,10 +111,11 @@ def plain(where: Directory, item: str | None = None) -> SavedTree:
     item: The name of its item; None looks for one of `PLAIN_ITEMS`.
 
   Raises:
-    Damaged: The step has no such item.
-    ValueError: Flax wrote the file from several processes.
+    Damaged: The step has no item of a train state.
+    NotRestorableError: It only has items of other names, or Flax wrote the
+      file from several processes.
   """
-  where = as_path(where)
+  where = step_names.as_path(where)
   if where.is_file():
     return _msgpack_tree(where)
   if item is None and (where / _METADATA).exists():
@@ -161,13 +125,20 @@ def plain(where: Directory, item: str | None = None) -> SavedTree:
   for name in names:
     if name in there:
       return orbax_tree(there[name], name)
-  raise digests.Damaged(
-    f"{where} has no train state in an item {' or '.join(map(repr, names))}; "
-    f"there are {sorted(there)}."
-  )
+  wanted = " or ".join(map(repr, names))
+  message = f"{where} has no train state in an item {wanted}"
+  # Another program names its items as it likes: nothing is lost.
+  if others := sorted(there.keys() - {WRAPPERS_ITEM}):
+    raise NotRestorableError(
+      f"{message}, only {', '.join(map(repr, others))}: plain_item is the name "
+      "of the item to restore."
+    )
+  raise digests.Damaged(f"{message}.")
 
 
-def orbax_tree(directory: Directory, item: str, *prefix: str) -> SavedTree:
+def orbax_tree(
+  directory: step_names.Directory, item: str, *prefix: str
+) -> SavedTree:
   """Returns a tree that Orbax wrote.
 
   Args:
@@ -176,7 +147,8 @@ def orbax_tree(directory: Directory, item: str, *prefix: str) -> SavedTree:
     *prefix: Keys to put before the path of each leaf.
   """
   # The metadata alone: the shapes are compared before any array is read.
-  saved = ocp.PyTreeCheckpointHandler().metadata(as_path(directory)).tree
+  handler = ocp.PyTreeCheckpointHandler()
+  saved = handler.metadata(step_names.as_path(directory)).tree
   metadata = {
     (*prefix, *path): x for path, x in trees.leaves_by_path(saved).items()
   }
@@ -216,7 +188,7 @@ def orbax_tree(directory: Directory, item: str, *prefix: str) -> SavedTree:
 
 
 def read_item(
-  directory: Directory, item: PyTree, leaves: Iterable[Any]
+  directory: step_names.Directory, item: PyTree, leaves: Iterable[Any]
 ) -> PyTree:
   """Reads leaves of an item, few at a time.
 
@@ -236,7 +208,7 @@ def read_item(
     )
   )
   return handler.restore(
-    as_path(directory),
+    step_names.as_path(directory),
     args=ocp.args.PyTreeRestore(
       item=item,
       restore_args=ocp.checkpoint_utils.construct_restore_args(item),
@@ -266,7 +238,7 @@ def _is_step(path: Path, x: Any) -> bool:
   )
 
 
-def _msgpack_tree(file: Directory) -> SavedTree:
+def _msgpack_tree(file: step_names.Directory) -> SavedTree:
   """Returns the tree in a msgpack file of Flax."""
   content = file.read_bytes()
   try:
@@ -282,7 +254,7 @@ def _msgpack_tree(file: Directory) -> SavedTree:
     elif isinstance(x, (np.ndarray, np.generic)):
       leaves[path] = jax.ShapeDtypeStruct(np.shape(x), x.dtype)
     else:
-      raise ValueError(
+      raise NotRestorableError(
         f"{file}: {'/'.join(path)} must be an array, got {x!r}. Files that "
         "Flax wrote from several processes cannot be read."
       )
@@ -306,7 +278,7 @@ def _place(name: str, x: Any, asked: jax.ShapeDtypeStruct) -> Any:
     # astype wraps numbers around without an error.
     number = np.asarray(x).astype(asked.dtype)
     if number.item() != x:
-      raise NotExactError(f"{name}: {x} is not exact in {asked.dtype}.")
+      raise NotRestorableError(f"{name}: {x} is not exact in {asked.dtype}.")
     x = number
   # Each device gets only its part.
   return jax.make_array_from_callback(

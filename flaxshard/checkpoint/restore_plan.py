@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import logging
 from typing import Any
-import warnings
 
 from flax.training import train_state
 import jax
@@ -20,8 +19,10 @@ from flaxshard.checkpoint import damage
 from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import migrate
 from flaxshard.checkpoint import reader
+from flaxshard.checkpoint import step_names
 from flaxshard.checkpoint import validation
 from flaxshard.checkpoint import wrapper_states
+from flaxshard.core import checks
 from flaxshard.core import multihost
 from flaxshard.core import trees
 from flaxshard.replicas import values
@@ -46,7 +47,7 @@ class CheckpointStep:
     verified: Whether the files were compared with their digests.
   """
 
-  directory: reader.Directory
+  directory: step_names.Directory
   saved_trees: tuple[reader.SavedTree, ...]
   verified: bool
 
@@ -224,7 +225,7 @@ class RestorePlan:
       adapted = base.adapt(wrapper)
       states[name], note = adapted.adjust_restored(states[name])
       if note:
-        warnings.warn(f"{self.step.directory}: {note}", stacklevel=2)
+        checks.warn(f"{self.step.directory}: {note}")
     # Orbax returns arrays that are complete; so does this function.
     return jax.block_until_ready(fields)
 
@@ -243,7 +244,7 @@ class RestorePlan:
 
 
 def open_step(
-  directory: reader.Directory, plain_item: str | None = None
+  directory: step_names.Directory, plain_item: str | None = None
 ) -> CheckpointStep:
   """Compares the files of a step with their digests, and reads its metadata.
 
@@ -270,7 +271,7 @@ def open_step(
     saved_trees = damage.read(
       str(directory), read_metadata, proves_damage=not verified
     )
-  return CheckpointStep(reader.as_path(directory), saved_trees, verified)
+  return CheckpointStep(step_names.as_path(directory), saved_trees, verified)
 
 
 def check_state(state: Any) -> None:

@@ -14,6 +14,7 @@ from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import locate
 from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import restore_plan
+from flaxshard.checkpoint import step_names
 from flaxshard.checkpoint import validation
 from flaxshard.checkpoint import wrapper_states
 from flaxshard.core import checks
@@ -147,11 +148,11 @@ def restore(
   """
   restore_plan.check_state(state)
 
-  def restore_from(where: reader.Directory) -> TrainState:
+  def restore_from(where: step_names.Directory) -> TrainState:
     return restore_plan.open_step(where, plain_item).plan(state).restore()
 
   if isinstance(manager, (str, os.PathLike)):
-    directory = reader.as_path(manager)
+    directory = step_names.as_path(manager)
     if reader.is_step(directory) and step in (None, locate.step_of(directory)):
       return restore_from(directory)
     directory = locate.directory_of_steps(directory)
@@ -165,17 +166,17 @@ def restore(
     )
   return read_newest(
     directory,
-    lambda: reader.steps(directory),
+    lambda: step_names.steps(directory),
     step,
     lambda _, where: restore_from(where),
   )[1]
 
 
 def read_newest(
-  directory: reader.Directory,
-  list_steps: Callable[[], Mapping[int, reader.Directory]],
+  directory: step_names.Directory,
+  list_steps: Callable[[], Mapping[int, step_names.Directory]],
   step: int | None,
-  read_step: Callable[[int, reader.Directory], TrainState],
+  read_step: Callable[[int, step_names.Directory], TrainState],
 ) -> tuple[int, TrainState]:
   """Reads the newest step that is not damaged.
 
@@ -231,7 +232,7 @@ def read_newest(
   )
 
 
-def _find_damage(where: reader.Directory, error: Exception) -> Exception:
+def _find_damage(where: step_names.Directory, error: Exception) -> Exception:
   """Returns the damage of a step that caused an error, or the error itself.
 
   Another program may delete a step while it is read, file by file: what Orbax

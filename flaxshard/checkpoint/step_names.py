@@ -1,73 +1,45 @@
-"""Finds the steps in a directory, for an Orbax manager."""
+"""Names of the directories and files that hold a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-import os
+import pathlib
+import re
 from typing import Any
 
-import orbax.checkpoint as ocp
+# A pathlib.Path, or the path type of a manager whose directory is a bucket.
+Directory = Any
 
-from flaxshard.checkpoint import digests
+# A manager may use a prefix and leading zeros.
+ANY = re.compile(r"(?:[A-Za-z]\w*[_-])?(\d+)(?:\.flax)?")
+FLAX = re.compile(r"checkpoint_(\d+)")
+OURS = re.compile(r"(0|[1-9]\d*)", re.ASCII)
 
-METRICS = "metrics"  # Orbax's name of the item and of the file in it
+
+def as_path(path: Any) -> Directory:
+  """Returns an absolute path; leaves that of a bucket as it is."""
+  # Paths of buckets are PurePaths only.
+  is_bucket = isinstance(path, pathlib.PurePath) and not isinstance(
+    path, pathlib.Path
+  )
+  # Orbax takes only absolute paths.
+  return path if is_bucket else pathlib.Path(path).absolute()
 
 
-class ReadableSteps:
-  """Orbax's standard step names, without steps that its manager cannot read.
+def steps(
+  directory: Directory, names: re.Pattern[str] = ANY
+) -> dict[int, Directory]:
+  """Returns the path of each step in a directory, in ascending order.
 
-  The manager reads the metrics and the metadata of all steps when it is
-  created. If one of them is damaged, it raises without naming the file. Steps
-  that were copied or renamed are left out too.
+  Only the names of entries are looked at. `7` precedes `checkpoint_7`.
 
-  Attributes:
-    left_out: The steps that the last `find_all` left out.
+  Args:
+    directory: The directory to list.
+    names: The names that count as steps: `ANY`, `FLAX` or `OURS`.
   """
-
-  def __init__(self) -> None:
-    self._names = ocp.path.step.standard_name_format()
-    self.left_out: set[int] = set()
-
-  def build_name(self, step: int) -> str:
-    """Returns the name of the directory of a step."""
-    return self._names.build_name(step)
-
-  def find_all(self, base_path: Any) -> Iterator[Any]:
-    """Returns Orbax's records of the readable steps in a directory."""
-    self.left_out = _unreadable_steps(base_path)
-    found = self._names.find_all(base_path)
-    return (step for step in found if step.step not in self.left_out)
-
-  def find_step(self, base_path: Any, step: int) -> Any:
-    """Returns Orbax's record of a step."""
-    return self._names.find_step(base_path, step)
-
-
-def _unreadable_steps(directory: str | os.PathLike[str]) -> set[int]:
-  """Returns the steps in a directory that Orbax's manager cannot read."""
-  return {
-    int(name)
-    for name in os.listdir(directory)
-    if name.isdecimal() and _is_unreadable(os.path.join(directory, name))
-  }
-
-
-def _is_unreadable(step_dir: str) -> bool:
-  if not os.path.exists(step_dir):
-    # A link that leads nowhere; otherwise it was just deleted.
-    return os.path.islink(step_dir)
-  metadata_path = os.path.join(step_dir, digests.STEP_METADATA)
-  metrics_path = os.path.join(step_dir, METRICS, METRICS)
-  try:
-    if os.path.exists(metrics_path):
-      digests.read_json(metrics_path)
-    if digests.other_step(step_dir) is not None:
-      return True  # its metrics are those of another step
-    if not os.path.exists(metadata_path):
-      return False
-    metadata = digests.read_json(metadata_path)
-  except digests.Damaged:
-    return True
-  # The handlers by item, or the only one; None in a step of an older Orbax.
-  handlers = metadata.get("item_handlers")
-  return not isinstance(handlers, (dict, str, type(None)))
+  found: dict[int, Directory] = {}
+  directory = as_path(directory)
+  if directory.is_dir():
+    for path in sorted(directory.iterdir()):
+      if match := names.fullmatch(path.name):
+        found.setdefault(int(match[1]), path)
+  return dict(sorted(found.items()))

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxshard.checkpoint import migrate
+from flaxshard.checkpoint import reader
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.wrappers import base
@@ -25,7 +26,7 @@ from flaxshard.wrappers import stack
 PyTree = Any
 Path = tuple[str, ...]
 
-ITEM = "wrappers"
+ITEM = reader.WRAPPERS_ITEM
 
 
 def nonempty(states: Mapping[str, PyTree]) -> dict[str, PyTree]:

@@ -78,6 +78,22 @@ def test_copied_or_renamed_step_is_passed_over(path, change, caplog, capsys):
   assert "20.damaged" in os.listdir(path)
 
 
+@pytest.mark.parametrize("name", ["checkpoint_20", "best-20", "020"])
+def test_copy_with_a_prefix_or_zeros_is_passed_over(path, name, capsys):
+  shutil.copytree(path / "5", path / name)
+  restored = fs.checkpoint.restore(path, create())
+  assert float(restored.params["w"][0]) == 10
+  with fs.Checkpointer(path) as checkpointer:
+    restored = checkpointer.restore(create())
+    assert float(restored.params["w"][0]) == 10
+    assert checkpointer.restored_step == checkpointer.latest_step() == 10
+  for where, step in ((path, 20), (path / name, None)):
+    with pytest.raises(ValueError, match=f"{name} was saved as step 5: "):
+      fs.checkpoint.restore(where, create(), step)
+  assert inspection.main([str(path)]) == 1
+  assert f"{name} was saved as step 5: " in capsys.readouterr().out
+
+
 def test_copy_with_another_kind_of_name_is_restored(path):
   shutil.copytree(path / "5", path.parent / "best")
   restored = fs.checkpoint.restore(path.parent / "best", create())
@@ -126,6 +142,11 @@ def dangling_link_in_a_step(path):
   (path / "20" / "default" / "_METADATA").symlink_to("nowhere")
 
 
+def metadata_nested_too_deep(path):
+  shutil.copytree(path / "10", path / "20")
+  (path / "20" / "_CHECKPOINT_METADATA").write_text("[" * 100_000)
+
+
 def metadata_is_a_list(path):
   shutil.copytree(path / "10", path / "20")
   (path / "20" / "_CHECKPOINT_METADATA").write_text(json.dumps([1]))
@@ -139,6 +160,7 @@ def metadata_is_a_list(path):
     link_loop_in_a_step,
     dangling_link_in_a_step,
     metadata_is_a_list,
+    metadata_nested_too_deep,
   ],
 )
 def test_what_restore_passes_over_is_shown(path, change, caplog, capsys):

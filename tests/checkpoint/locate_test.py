@@ -87,14 +87,13 @@ def test_misspelt_path_is_named_with_a_similar_one(restore, workdir):
     (workdir.parent / "digitz", "no such path", workdir),
     (workdir.parent / "digit" / "checkpoints", "no such path", workdir),
     (workdir / "checkpoint", "no such path", workdir / "checkpoints"),
-    (workdir.parent, "no steps, only digits", None),
+    (workdir.parent, "no steps, only digits", workdir),
   ):
     with pytest.raises(ValueError) as e:
       restore(path)
     assert f"{path}: " in str(e.value)
     assert reason in str(e.value)
-    if similar:
-      assert f"Did you mean '{similar}'?" in str(e.value)
+    assert f"Did you mean '{similar}'?" in str(e.value)
   assert os.listdir(workdir.parent) == ["digits"]
 
 

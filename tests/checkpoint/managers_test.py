@@ -8,6 +8,7 @@ from orbax.checkpoint import v1 as ocp_v1
 import pytest
 
 import flaxshard as fs
+from flaxshard.checkpoint import inspection
 
 # Arguments.
 
@@ -35,6 +36,9 @@ def test_invalid_arguments_raise(tmp_path):
   (tmp_path / "empty").mkdir()
   with pytest.raises(ValueError, match=r"empty: it has no steps"):
     fs.checkpoint.restore(tmp_path / "empty", states.our_state("none"))
+  for directory in (None, 3, b"bytes"):
+    with pytest.raises(TypeError, match=f"directory must .* {directory!r}"):
+      fs.Checkpointer(directory)
   for call in (
     lambda name: fs.checkpoint.save_args(
       states.our_state("none"), plain_item=name
@@ -62,7 +66,7 @@ def test_plain_item_names_the_item_of_the_train_state(tmp_path):
   with pytest.raises(
     ValueError,
     match=r"3 has no train state in an item 'default' or 'state' or"
-    r" 'pytree'; there are \['other', 'train'\]",
+    r" 'pytree', only 'other', 'train': plain_item is",
   ):
     fs.checkpoint.restore(tmp_path, states.our_state("none"))
 
@@ -76,6 +80,22 @@ def test_save_args_checks_leaves_before_orbax_hangs():
 
 
 # Custom managers.
+
+
+def test_step_with_items_of_other_names_is_not_renamed(tmp_path, capsys):
+  state = states.our_state("none")
+  # A Checkpointer cannot read it, but another program can.
+  with ocp.CheckpointManager(tmp_path) as manager:
+    args = ocp.args.Composite(model=ocp.args.StandardSave(state))
+    manager.save(3, args=args)
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    with pytest.raises(ValueError, match="only 'model': plain_item"):
+      checkpointer.restore(state)
+    assert inspection.main([str(tmp_path)]) == 1
+    assert "only 'model'" in capsys.readouterr().out
+    assert checkpointer.save(4, state)
+    assert checkpointer.all_steps() == [3, 4]
+  fs.checkpoint.restore(tmp_path, state, 3, plain_item="model")
 
 
 def test_custom_manager_saves_and_restores(tmp_path):

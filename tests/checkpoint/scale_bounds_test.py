@@ -51,6 +51,7 @@ def test_restored_scale_outside_of_the_bounds_is_told(
   with pytest.warns(UserWarning, match="the saved scale 32768") as told:
     restored = fs.checkpoint.restore(path, create(scale))
   (message,) = [str(w.message) for w in told]
+  assert told[0].filename == __file__
   for fact in (str(path / "1"), f"goes on with {wanted:g}.", *facts):
     assert fact in message
   state = restored.wrapper_states["loss_scale"]
