@@ -241,5 +241,7 @@ def did_you_mean(
     >>> did_you_mean("dynamc", ["dynamic", "auto"])
     " Did you mean 'dynamic'?"
   """
-  matches = difflib.get_close_matches(name, list(known), n=2, cutoff=cutoff)
+  # Once each: a name may be that of several parameters.
+  names = list(dict.fromkeys(known))
+  matches = difflib.get_close_matches(name, names, n=2, cutoff=cutoff)
   return f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""

@@ -89,3 +89,8 @@ def test_wrong_type_is_a_value_error_too():
   # One `except ValueError` handles wrong types and values out of range.
   with pytest.raises(ValueError, match="True"):
     checks.integer("n", True)
+
+
+def test_hint_names_each_match_once():
+  hint = checks.did_you_mean("kernle", ["kernel", "bias", "kernel"])
+  assert hint == " Did you mean 'kernel'?"
