@@ -62,8 +62,8 @@ class PerReplica:
 
   Arithmetic and order comparisons with a number, or with another `PerReplica`,
   apply to each replica's value. `==` compares identities. What asks for one
-  number (`float`, `int`, `bool`, a format) raises a TypeError: write
-  `float(losses.mean())` or `float(losses[0])`.
+  number (`float`, `int`, `bool`, `round`, `item`, a format) raises a TypeError:
+  write `float(losses.mean())` or `float(losses[0])`.
 
   Attributes:
     value: An array `[replicas, ...]`, or a tree of such arrays.
@@ -88,6 +88,8 @@ class PerReplica:
 
   def __getitem__(self, index: int) -> Any:
     """Returns the value of replica `index`."""
+    # Anything else is a TypeError of Python: a slice, a string, a float.
+    index = operator.index(index)
     # JAX clamps an index out of range, so that a `for` loop would never end.
     if not -len(self) <= index < len(self):
       raise IndexError(
@@ -127,6 +129,10 @@ class PerReplica:
   __rmul__ = _operator(operator.mul, reflected=True)
   __truediv__ = _operator(operator.truediv)
   __rtruediv__ = _operator(operator.truediv, reflected=True)
+  __floordiv__ = _operator(operator.floordiv)
+  __rfloordiv__ = _operator(operator.floordiv, reflected=True)
+  __mod__ = _operator(operator.mod)
+  __rmod__ = _operator(operator.mod, reflected=True)
   __pow__ = _operator(operator.pow)
   __rpow__ = _operator(operator.pow, reflected=True)
   __lt__ = _operator(operator.lt)
@@ -149,6 +155,13 @@ class PerReplica:
   def __bool__(self) -> bool:
     # Otherwise it would be True because of `__len__`.
     raise self._ambiguous("the truth of x")
+
+  def __round__(self, digits: int | None = None) -> Any:
+    raise self._ambiguous("round(x)")
+
+  def item(self) -> Any:
+    """Raises a TypeError, as `float` does."""
+    raise self._ambiguous("x.item()")
 
   def __format__(self, spec: str) -> str:
     if spec:

@@ -36,6 +36,12 @@ def test_per_replica_is_a_sequence():
     losses[2]
 
 
+@pytest.mark.parametrize("index", [slice(1), "0", 0.5])
+def test_index_that_is_no_integer_raises(index):
+  with pytest.raises(TypeError, match="integer"):
+    fs.PerReplica(jnp.ones(2))[index]
+
+
 def test_per_replica_has_arithmetic():
   x = fs.PerReplica(jnp.array([1.0, 3.0]))
   y = fs.PerReplica(np.array([2.0, -2.0], np.float32))
@@ -46,6 +52,8 @@ def test_per_replica_has_arithmetic():
     "jnp 2 * x": jnp.float32(2) * x,
     "x / y": x / y,
     "2**x": 2**x,
+    "x // 2": x // 2,
+    "5 % x": 5 % x,
     "-abs(y)": -abs(y),
     "x > 2": x > 2,
     "x <= y": x <= y,
@@ -60,6 +68,8 @@ def test_per_replica_has_arithmetic():
     "jnp 2 * x": (fs.PerReplica, [2, 6]),
     "x / y": (fs.PerReplica, [0.5, -1.5]),
     "2**x": (fs.PerReplica, [2, 8]),
+    "x // 2": (fs.PerReplica, [0, 1]),
+    "5 % x": (fs.PerReplica, [0, 2]),
     "-abs(y)": (fs.PerReplica, [-2, -2]),
     "x > 2": (fs.PerReplica, [False, True]),
     "x <= y": (fs.PerReplica, [True, False]),
@@ -86,8 +96,8 @@ def test_mean_of_a_per_replica():
 
 @pytest.mark.parametrize(
   "convert",
-  [float, int, bool, lambda x: f"{x:.3f}"],
-  ids=["float", "int", "bool", "format"],
+  [float, int, bool, round, lambda x: x.item(), lambda x: f"{x:.3f}"],
+  ids=["float", "int", "bool", "round", "item", "format"],
 )
 def test_one_number_of_a_per_replica_loss_raises(convert):
   losses = fs.PerReplica(jnp.ones(8))
