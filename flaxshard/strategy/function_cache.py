@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 import functools
 import numbers
 import types
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 import weakref
 
 import jax
@@ -84,7 +84,9 @@ class OneTimeFunctions:
   """Counts functions that die after one call, as a lambda in a loop does.
 
   Functions count as one if they have the same code and capture the same
-  objects, or other numbers and arrays.
+  objects, or other numbers and arrays. A function that is called again starts
+  the count anew for those that were called before it: they belong to an earlier
+  training, which defined its functions for itself.
 
   Example:
     >>> functions = OneTimeFunctions()
@@ -93,10 +95,11 @@ class OneTimeFunctions:
   """
 
   def __init__(self) -> None:
-    # By code and captured objects: the number of functions, and the last one.
+    # By code and captured objects.
     self._counts: weakref.WeakKeyDictionary[
-      types.CodeType, dict[Hashable, tuple[int, weakref.ref[Any]]]
+      types.CodeType, dict[Hashable, _Count]
     ] = weakref.WeakKeyDictionary()
+    self._first_calls = 0
 
   def add(self, fn: Callable[..., Any]) -> int:
     """Counts the first call of a function.
@@ -110,18 +113,40 @@ class OneTimeFunctions:
       return 0
     counts = self._counts.setdefault(inner.__code__, {})
     captured = _identify_captured(fn)
-    count, last = counts.get(captured, (0, lambda: None))
-    if last() is not None:
+    before = counts.get(captured)
+    if before is not None and before.last() is not None:
       return 0
-    counts[captured] = count + 1, weakref.ref(fn)
-    return count + 1
+    number = 1 if before is None else before.number + 1
+    self._first_calls += 1
+    counts[captured] = _Count(number, weakref.ref(fn), self._first_calls)
+    return number
 
   def remove(self, fn: Callable[..., Any]) -> None:
-    """Forgets the functions like `fn`, because it is called again."""
+    """Forgets `fn` and those called before it, because it is called again."""
     inner = inner_function(fn)
-    if inner is not None:
-      counts = self._counts.get(inner.__code__, {})
-      counts.pop(_identify_captured(fn), None)
+    if inner is None:
+      return
+    again = self._counts.get(inner.__code__, {}).get(_identify_captured(fn))
+    if again is None:
+      return
+    for counts in self._counts.values():
+      for captured, count in list(counts.items()):
+        if count.first_call <= again.first_call:
+          del counts[captured]
+
+
+class _Count(NamedTuple):
+  """A count of functions that are alike.
+
+  Attributes:
+    number: How many there were.
+    last: The last one.
+    first_call: The place of its first call among those of all functions.
+  """
+
+  number: int
+  last: weakref.ref[Any]
+  first_call: int
 
 
 def inner_function(fn: Any) -> types.FunctionType | None:

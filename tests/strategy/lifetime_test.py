@@ -213,6 +213,28 @@ def test_functions_that_are_called_again_do_not_warn():
         STRATEGY.run(step, args=(ONES,))
 
 
+def test_functions_of_several_trainings_do_not_warn():
+  def train(power):
+    step = lambda x: double(x, power)
+    for _ in range(2):
+      STRATEGY.run(step, args=(ONES,))
+    # Called once in each training, after a step that is called repeatedly.
+    STRATEGY.run(lambda x: x + double(x), args=(ONES,))
+
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    for power in range(4):
+      train(power)
+
+
+def test_new_lambda_beside_a_step_that_is_called_again_warns():
+  step = lambda x: double(x)
+  with pytest.warns(UserWarning, match="<lambda>.*third time"):
+    for i in range(4):
+      STRATEGY.run(step, args=(ONES,))
+      STRATEGY.run(lambda x: double(x) - i, args=(ONES,))  # noqa: B023
+
+
 def test_functions_that_are_kept_do_not_warn():
   steps = [lambda x, i=i: double(x, i) for i in range(4)]
   with warnings.catch_warnings():
