@@ -23,6 +23,10 @@ from flaxshard.strategy.arguments import Layout
 from flaxshard.strategy.replication import Replication
 
 _SUMS = frozenset(("psum", "psum_invariant"))
+# Their inputs after the first are indices.
+_INDEXED = frozenset(("gather", "dynamic_slice"))
+# The cause of a difference that only `ReplicaContext.fold_in` makes.
+_KEY = "fold_in"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,19 +122,17 @@ class TracedStep:
     if not batches or any(map(self._is_split, range(len(self.inputs)))):
       return None
 
-    def rule(eqn: Any, given: list[Replication]) -> list[Replication] | None:
-      # A program that drops other units on each replica still computes the
-      # whole batch there. One that uses the number of a replica may take a part
-      # of the batch by itself.
-      if _is_marked(eqn, replica_context.REPLICA_OF_KEY):
-        return [self._shared]
-      return _sums_keep_differences(eqn, given)
-
-    outputs, seen = self._propagate([self._shared] * len(self.inputs), rule)
+    outputs, seen = self._propagate(
+      [replication.replicated(self.num_replicas)] * len(self.inputs),
+      self._name_differences,
+    )
     computed = list(seen.gradients.values()) or [
       outputs[i] for i in self.results
     ]
-    if not computed or not all(x.is_replicated for x in computed):
+    # A program that drops other units on each replica still computes the whole
+    # batch there. One that uses the number of a replica otherwise may take a
+    # part of the batch by itself.
+    if not computed or not all(x.causes <= {_KEY} for x in computed):
       return None
     whole = "strategy.shard_batch(batch, spec=jax.sharding.PartitionSpec())"
     return (
@@ -207,9 +209,19 @@ class TracedStep:
       "the same, say so with key = context.assume_replicated(key)."
     )
 
-  @property
-  def _shared(self) -> Replication:
-    return replication.replicated(self.num_replicas)
+  def _name_differences(
+    self, eqn: Any, given: list[Replication]
+  ) -> list[Replication] | None:
+    """The rule that differences have causes, for inputs without any."""
+    name = eqn.primitive.name
+    if name == "axis_index":
+      return [replication.per_replica(self.num_replicas, name)]
+    if _is_marked(eqn, replica_context.REPLICA_OF_KEY):
+      return [replication.per_replica(self.num_replicas, _KEY)]
+    # Random indices take another part of the data on each replica.
+    if name in _INDEXED and not all(x.is_replicated for x in given[1:]):
+      return [replication.per_replica(self.num_replicas, name)]
+    return _sums_keep_differences(eqn, given)
 
   def _propagate(
     self, inputs: Sequence[Replication], rule: replication_check.Rule = None

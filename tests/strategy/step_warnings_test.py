@@ -141,6 +141,23 @@ def test_replica_that_takes_its_part_by_itself_does_not_warn(state):
     EIGHT.jit(step).lower(state, batch(0))
 
 
+def test_replica_that_samples_from_all_data_does_not_warn(state):
+  def gather(state, batch, key):
+    key = fs.get_replica_context().fold_in(key)
+    rows = jax.random.randint(key, (2,), 0, 16)
+    return train_step(state, jax.tree.map(lambda x: x[rows], batch))
+
+  def slice_window(state, batch, key):
+    key = fs.get_replica_context().fold_in(key)
+    start = jax.random.randint(key, (), 0, 14)
+    window = lambda x: jax.lax.dynamic_slice_in_dim(x, start, 2)
+    return train_step(state, jax.tree.map(window, batch))
+
+  with no_warning():
+    for step in (gather, slice_window):
+      EIGHT.jit(step).lower(state, batch(0), KEY)
+
+
 def test_data_in_the_state_does_not_warn():
   rows = EIGHT.distribute_values_from_function(
     lambda context: X[0, 2 * context.replica_id_in_sync_group :][:2]
