@@ -51,59 +51,6 @@ def is_traced(x: Any) -> bool:
   return isinstance(x, jax.core.Tracer)
 
 
-def is_computed(tree: PyTree) -> bool:
-  """Returns whether a tree has an array that its trace has computed.
-
-  False for arrays that are not traced, for arguments of the traced function,
-  and where it is not known.
-
-  Example:
-    >>> def f(x):
-    ...   print(is_computed(x), is_computed({"y": 2 * x}))
-    >>> _ = jax.make_jaxpr(f)(1.0)
-    False True
-  """
-  return any(_equation_of(x) is not None for x in jax.tree.leaves(tree))
-
-
-def depends_on(outputs: PyTree, inputs: PyTree) -> bool:
-  """Returns whether traced arrays were computed from others in their trace.
-
-  Args:
-    outputs: A tree of arrays.
-    inputs: A tree of arrays.
-
-  Returns:
-    True if an equation of the trace, or several in a row, lead from an input to
-    an output. False if not, if nothing is traced, or if it is not known.
-
-  Example:
-    >>> def f(x, y):
-    ...   print(depends_on(2 * x, x), depends_on(2 * x, y))
-    >>> _ = jax.make_jaxpr(f)(1.0, 2.0)
-    True False
-  """
-  wanted = {id(x) for x in jax.tree.leaves(inputs) if is_traced(x)}
-  pending = [x for x in jax.tree.leaves(outputs) if is_traced(x)]
-  seen: set[int] = set()
-  while wanted and pending:
-    x = pending.pop()
-    if id(x) in wanted:
-      return True
-    equation = _equation_of(x)
-    if equation is not None and id(equation) not in seen:
-      seen.add(id(equation))
-      pending += getattr(equation, "in_tracers", ())
-  return False
-
-
-def _equation_of(x: Any) -> Any:
-  """Returns the equation that a traced array comes from; None if not known."""
-  # The tracers of `jax.jit` have it. JAX documents no way to ask for it, so
-  # without this attribute it is not known.
-  return getattr(x, "parent", None) if is_traced(x) else None
-
-
 def computes_in(program: Any, dtype: Any) -> bool:
   """Returns whether a program computes in a dtype.
 

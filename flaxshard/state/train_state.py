@@ -361,7 +361,7 @@ class TrainState(flax_train_state.TrainState):
     )
     replaced, extra = self._split_names(replaced)
     for message in stack.check_gradients(
-      self.wrappers, self.wrapper_states, self.params, grads
+      self.wrappers, self.wrapper_states, grads
     ):
       checks.warn(message)
     # From here on None marks the leaves without a gradient.

@@ -234,20 +234,17 @@ class Base:
     del state, trace
     return None
 
-  def check_gradients(
-    self, state: PyTree, params: PyTree, grads: PyTree
-  ) -> str | None:
+  def check_gradients(self, state: PyTree, grads: PyTree) -> str | None:
     """Returns a warning about gradients that are about to be applied.
 
     Args:
       state: The wrapper's state.
-      params: The parameters.
       grads: The gradients, as the user gave them.
 
     Returns:
       A message; None, the default, if there is nothing to report.
     """
-    del state, params, grads
+    del state, grads
     return None
 
   def check_late_collection(self, state: PyTree, name: str) -> str | None:

@@ -157,15 +157,11 @@ class LossScale(base.Base):
       "create_train_state, which looks at the model."
     )
 
-  def check_gradients(
-    self, state: State, params: PyTree, grads: PyTree
-  ) -> str | None:
+  def check_gradients(self, state: State, grads: PyTree) -> str | None:
     """Warns of gradients that were not scaled, or not unscaled."""
-    rule = self.rule
-    if not state or rule == FixedLossScale(1.0):
+    if not state or self.rule == FixedLossScale(1.0):
       return None
-    constant = isinstance(rule, FixedLossScale)
-    return self.calls.check(state.scale, params, grads, constant=constant)
+    return self.calls.check(state.scale, grads)
 
   def check_late_collection(self, state: State, name: str) -> str | None:
     """Warns of a collection that a skipped step would not hold back."""

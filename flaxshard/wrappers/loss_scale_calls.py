@@ -57,16 +57,12 @@ class ScaleCalls:
     self._told.add(topic)
     return is_first
 
-  def check(
-    self, scale: jax.Array, params: PyTree, grads: PyTree, *, constant: bool
-  ) -> str | None:
+  def check(self, scale: jax.Array, grads: PyTree) -> str | None:
     """Returns a warning if gradients to be applied went around the scale.
 
     Args:
       scale: The scale of the state whose gradients are applied.
-      params: Its parameters.
       grads: The gradients.
-      constant: Whether scaling takes a constant in place of `scale`.
     """
     is_own = self._scale() is scale
     scaled, unscaled = is_own and self._scaled, is_own and self._unscaled
@@ -75,28 +71,11 @@ class ScaleCalls:
       # Unless a function that is jitted apart unscales.
       if (False, True) not in self._elsewhere and self.once("not unscaled"):
         return _NOT_UNSCALED
-    elif not is_own and self._were_never_scaled(scale, params, grads, constant):
-      if self.once("not scaled"):
+    # Unless a function that is jitted apart scales.
+    elif not is_own and not any(scaled for scaled, _ in self._elsewhere):
+      if _lack_a_scale(grads) and self.once("not scaled"):
         return _NOT_SCALED
     return None
-
-  def _were_never_scaled(
-    self, scale: jax.Array, params: PyTree, grads: PyTree, constant: bool
-  ) -> bool:
-    # Gradients that are arguments of the step may be unscaled already, so only
-    # those are told that the step computes by itself.
-    if tracing.is_computed(grads):
-      # What a function that is jitted apart scales and unscales depends on the
-      # scale, unless that is a constant, or the function returned it before.
-      seen = constant or not tracing.depends_on(grads, params)
-      if seen and any(was_scaled for was_scaled, _ in self._elsewhere):
-        return False
-      return not tracing.depends_on(grads, scale)
-    # Unscaled gradients are float32 or wider.
-    return any(
-      not tracing.is_traced(g) and trees.dtype_of(g) == jnp.float16
-      for g in jax.tree.leaves(grads)
-    )
 
   def _switch_to(self, scale: jax.Array) -> None:
     if self._scale() is scale:
@@ -110,11 +89,22 @@ class ScaleCalls:
     self._scale, self._scaled, self._unscaled = lambda: None, False, False
 
 
+def _lack_a_scale(grads: PyTree) -> bool:
+  """Returns whether gradients without a record of a scale are a mistake."""
+  # An eager step may take the gradients of a compiled function whose trace
+  # left no record. Only float16 shows there that nothing unscaled them.
+  return any(
+    tracing.is_traced(g) or trees.dtype_of(g) == jnp.float16
+    for g in jax.tree.leaves(grads)
+  )
+
+
 _NOT_SCALED = (
-  "LossScale: apply_gradients got gradients of a loss that was not scaled, as "
-  "jax.grad returns them. Small float16 gradients are zero already, and the "
-  "scale has no effect. Use state.value_and_grad(loss_fn), or scale the loss "
-  "with state.scale_loss and its gradients with state.unscale_gradients."
+  "LossScale: apply_gradients got gradients, but nothing has scaled a loss for "
+  "them with this wrapper, as jax.grad does not. Small float16 gradients are "
+  "zero then, and the scale has no effect. Use state.value_and_grad(loss_fn), "
+  "or scale the loss with state.scale_loss and its gradients with "
+  "state.unscale_gradients."
 )
 _NOT_UNSCALED = (
   "LossScale: state.scale_loss scaled the loss, but its gradients were not "

@@ -256,11 +256,11 @@ def check_loss(
 
 
 def check_gradients(
-  wrappers: Wrappers, states: States, params: PyTree, grads: PyTree
+  wrappers: Wrappers, states: States, grads: PyTree
 ) -> list[str]:
   """Returns the wrappers' warnings about gradients to be applied."""
   messages = [
-    base.adapt(w).check_gradients(states[base.name_of(w)], params, grads)
+    base.adapt(w).check_gradients(states[base.name_of(w)], grads)
     for w in wrappers
   ]
   return [message for message in messages if message]
