@@ -23,8 +23,19 @@ def used(tx: Any) -> frozenset[str]:
     >>> sorted(used(optax.polyak_sgd())), sorted(used(optax.adam(0.1)))
     (['value'], [])
   """
-  names, _ = _inspect(tx)
+  names, _, _ = _inspect(tx)
   return names
+
+
+def required(tx: Any) -> frozenset[str]:
+  """Returns the names of the extra arguments that an optimizer must be given.
+
+  Example:
+    >>> sorted(required(optax.polyak_sgd())), sorted(required(optax.adam(0.1)))
+    (['value'], [])
+  """
+  _, needed, _ = _inspect(tx)
+  return needed
 
 
 def accepted(tx: Any) -> frozenset[str] | None:
@@ -32,7 +43,7 @@ def accepted(tx: Any) -> frozenset[str] | None:
 
   None if any name is accepted: that of a custom optimizer with `**kwargs`.
   """
-  names, takes_any = _inspect(tx)
+  names, _, takes_any = _inspect(tx)
   if takes_any:
     return None
   parameters = inspect.signature(tx.update).parameters.values()
@@ -50,9 +61,10 @@ def bind(tx: Any, extra_args: Mapping[str, Any]) -> Any:
   )
 
 
-def _inspect(tx: Any) -> tuple[frozenset[str], bool]:
-  """Returns the names that an optimizer uses, and whether it takes any name."""
+def _inspect(tx: Any) -> tuple[frozenset[str], frozenset[str], bool]:
+  """Returns the names used, those needed, and whether any name is taken."""
   names: set[str] = set()
+  needed: set[str] = set()
   takes_any = False
   seen: set[int] = set()
   # `optax.chain` takes any name and passes it on, so look at the functions that
@@ -79,11 +91,18 @@ def _inspect(tx: Any) -> tuple[frozenset[str], bool]:
         names |= {
           name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY
         }
+        # Other functions of an optimizer get theirs from its update.
+        if "state" in parameters:
+          needed |= {
+            name
+            for name, p in parameters.items()
+            if p.kind is p.KEYWORD_ONLY and p.default is p.empty
+          }
         takes_any |= not _is_optax(x) and any(
           p.kind is p.VAR_KEYWORD for p in parameters.values()
         )
       pending += inspect.getclosurevars(x).nonlocals.values()
-  return frozenset(names), takes_any
+  return frozenset(names), frozenset(needed), takes_any
 
 
 def _is_optax(function: Any) -> bool:

@@ -39,15 +39,47 @@ def flax_update(
 
   Returns:
     The new state.
+
+  Raises:
+    TypeError: The optimizer needs an extra argument that is not given.
   """
+  bound = state.replace(tx=extra_args.bind(state.tx, extra)) if extra else state
+  try:
+    new = _update_in_float32(bound, grads, replaced)
+  except TypeError as e:
+    # Looked for only here: it takes as long as a small eager update.
+    missing = sorted(extra_args.required(state.tx) - extra.keys())
+    if not missing:
+      raise
+    write = ", ".join(f"{name}=..." for name in missing)
+    raise TypeError(
+      f"apply_gradients: the optimizer needs {', '.join(missing)} as well: "
+      f"write state.apply_gradients(grads=grads, {write}), or use "
+      "state.minimize(loss_fn), which passes value, grad and value_fn."
+    ) from e
+  return new.replace(tx=state.tx) if extra else new
+
+
+def keep_dtypes(new: PyTree, old: PyTree) -> PyTree:
+  """Casts the leaves of `new` to the dtypes of `old`.
+
+  An optimizer's state takes the dtype of the gradients: those in float32 of
+  float16 parameters would change it, and the next step would compile again.
+  """
+  return jax.tree.map(
+    lambda n, o: n.astype(o.dtype) if n.dtype != o.dtype else n, new, old
+  )
+
+
+def _update_in_float32(
+  state: Any, grads: PyTree, replaced: Mapping[str, Any]
+) -> Any:
+  """Updates a state, its float8 parameters in float32."""
 
   def needs_float32(path: trees.Path, p: jax.Array, g: Any) -> bool:
     has_gradient = g is not None and not gradients.is_statistic(path)
     return has_gradient and _is_float8(p) and g.dtype != p.dtype
 
-  if extra:
-    bound = state.replace(tx=extra_args.bind(state.tx, extra))
-    return flax_update(bound, grads, replaced).replace(tx=state.tx)
   wide_leaves = jax.tree_util.tree_map_with_path(
     needs_float32, opt_state_lib.trained_params(state.params), grads
   )
@@ -61,17 +93,6 @@ def flax_update(
   return new.replace(
     params=keep_dtypes(new.params, state.params),
     opt_state=keep_dtypes(new.opt_state, state.opt_state),
-  )
-
-
-def keep_dtypes(new: PyTree, old: PyTree) -> PyTree:
-  """Casts the leaves of `new` to the dtypes of `old`.
-
-  An optimizer's state takes the dtype of the gradients: those in float32 of
-  float16 parameters would change it, and the next step would compile again.
-  """
-  return jax.tree.map(
-    lambda n, o: n.astype(o.dtype) if n.dtype != o.dtype else n, new, old
   )
 
 

@@ -11,12 +11,10 @@ from typing import Any, ClassVar, Self, TYPE_CHECKING
 import warnings
 
 from flax import core
-from flax import nnx
 from flax import struct
 from flax.training import train_state as flax_train_state
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from flaxshard.core import checks
@@ -26,10 +24,12 @@ from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
 from flaxshard.core import trees
 from flaxshard.replicas import context as replica_context
+from flaxshard.replicas import mean_extra_args
 from flaxshard.replicas import values
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import sharding as sharding_lib
 from flaxshard.state import summary
+from flaxshard.state import validation
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 
@@ -156,15 +156,9 @@ class TrainState(flax_train_state.TrainState):
     wrappers = base.check(wrappers)
     mesh = None if strategy is None else sharding_lib.mesh_of(strategy)
     num_replicas = sharding_lib.count_replicas(mesh, wrappers)
-    _check_collections(cls, collections)
-    # Flax creates a state of a single array, but cannot apply its gradient.
-    if not jax.tree.leaves(params) or jax.tree_util.all_leaves([params]):
-      raise TypeError(
-        "params must be a tree of arrays, such as {'w': array}, got "
-        f"{checks.describe(params)}."
-      )
-    trees.check_arrays("params", params)
-    _check_tx(tx)
+    validation.check_collections(cls, TrainState, collections)
+    validation.check_params(params)
+    validation.check_tx(tx)
     fields = fields_lib.fields_by_name(cls)
     static = {
       name: value
@@ -236,31 +230,16 @@ class TrainState(flax_train_state.TrainState):
       lambda: jax.make_jaxpr(lambda p: loss_fn(p, *args))(params),
     ):
       checks.warn(message)
-    if not self.wrappers:
-      grad_fn = jax.value_and_grad(
-        loss_fn, has_aux=has_aux, allow_int=allow_int
-      )
-      value, grads = grad_fn(params, *args)
-    else:
 
-      def scaled_loss(params: PyTree, *args: Any) -> tuple[jax.Array, Any]:
-        value = loss_fn(params, *args)
-        if has_aux and not (isinstance(value, tuple) and len(value) == 2):
-          raise TypeError(
-            "loss_fn must return (loss, aux) with has_aux=True, "
-            f"got {type(value).__name__}."
-          )
-        loss = value[0] if has_aux else value
-        _check_loss(loss)
-        # The unscaled loss is an auxiliary output: to divide the scaled loss by
-        # the scale would not undo an overflow.
-        return self.scale_loss(loss), value
+    def scaled_loss(params: PyTree, *args: Any) -> tuple[jax.Array, Any]:
+      loss, aux = validation.split_loss(loss_fn(params, *args), has_aux)
+      # The unscaled loss is an auxiliary output: to divide the scaled loss by
+      # the scale would not undo an overflow.
+      return self.scale_loss(loss), (loss, aux) if has_aux else loss
 
-      grad_fn = jax.value_and_grad(
-        scaled_loss, has_aux=True, allow_int=allow_int
-      )
-      (_, value), grads = grad_fn(params, *args)
-      grads = self.unscale_gradients(grads)
+    grad_fn = jax.value_and_grad(scaled_loss, has_aux=True, allow_int=allow_int)
+    (_, value), grads = grad_fn(params, *args)
+    grads = self.unscale_gradients(grads)
     # Without integer parameters every leaf is a gradient already.
     return value, gradients.normalize(grads) if allow_int else grads
 
@@ -312,9 +291,10 @@ class TrainState(flax_train_state.TrainState):
 
     Extra arguments of the optimizer's update, such as the `value` of
     `optax.contrib.reduce_on_plateau`, are given here too: loss and gradients as
-    `value_and_grad` returns them. Inside `Strategy.run` `value` and `grad` are
-    averaged over the replicas; the local steps of `AGN` take those of their
-    replica. Other extra arguments must be the same on all replicas.
+    `value_and_grad` returns them. Inside `Strategy.run` `value`, `grad` and
+    what `value_fn` returns are averaged over the replicas; the local steps of
+    `AGN` take those of their replica. Other extra arguments must be the same on
+    all replicas.
 
     Args:
       *positional: Not allowed; an error says what to write.
@@ -336,7 +316,7 @@ class TrainState(flax_train_state.TrainState):
         message names the first path that differs. Or no parameter has a
         gradient.
       TypeError: A name is neither a field of the state nor an extra argument
-        of the optimizer.
+        of the optimizer, or the optimizer needs another extra argument.
 
     Example:
       >>> state = TrainState.create(
@@ -384,7 +364,7 @@ class TrainState(flax_train_state.TrainState):
         grads = replica_context.reduce_gradients("mean", grads)
         mark = replica_context.gradients_already_reduced()
       if not (skip_gradients_aggregation or has_local_updates):
-        extra = _mean_extra_args(extra)
+        extra = mean_extra_args.mean_over_replicas(extra)
     if not self.wrappers:
       return optimizer_update.flax_update(self, grads, replaced, extra)
     collections, static = self._check_replaced(replaced)
@@ -397,7 +377,7 @@ class TrainState(flax_train_state.TrainState):
       context = replica_context.get_replica_context()
       if has_local_updates and context and context.gradients_reduced:
         # Local updates take the loss of their replica, a commit takes the mean.
-        given = _mean_extra_args(extra)
+        given = mean_extra_args.mean_over_replicas(extra)
       state = optimizer_update.flax_update(state, grads, {}, given)
       return target._replace(
         step=state.step,
@@ -590,12 +570,14 @@ class TrainState(flax_train_state.TrainState):
 
 def _replace(state: TrainState, **updates: Any) -> TrainState:
   """Returns the state with other values of some fields."""
-  if "wrappers" in updates and "wrapper_states" not in updates:
-    names = [base.name_of(w) for w in base.check(updates["wrappers"])]
-    if sorted(names) != sorted(state.wrapper_states):
+  if "wrappers" in updates:
+    updates["wrappers"] = wrappers = base.check(updates["wrappers"])
+    names = [base.name_of(w) for w in wrappers]
+    states = updates.get("wrapper_states", state.wrapper_states)
+    if sorted(names) != sorted(states):
       raise ValueError(
         f"replace: wrappers={names} have no states here; the state has "
-        f"{sorted(state.wrapper_states)}. Create a state with them: "
+        f"{sorted(states)}. Create a state with them: "
         "TrainState.create(apply_fn=state.apply_fn, params=state.params, "
         "tx=state.tx, wrappers=wrappers), and then replace step and opt_state; "
         "state.without_wrappers() drops them all."
@@ -610,17 +592,6 @@ def _replace(state: TrainState, **updates: Any) -> TrainState:
 
 
 TrainState.replace = _replace  # type: ignore[method-assign,assignment]
-
-
-def _mean_extra_args(extra: Mapping[str, Any]) -> dict[str, Any]:
-  """Averages the loss and its gradients over the replicas."""
-  reduced = dict(extra)
-  if "value" in extra:
-    value = jnp.asarray(extra["value"])
-    reduced["value"] = replica_context.mean_collection(value)
-  if "grad" in extra:
-    reduced["grad"] = replica_context.reduce_gradients("mean", extra["grad"])
-  return reduced
 
 
 def _init(
@@ -645,65 +616,6 @@ def _init(
       wrappers, params, tx, collections, num_replicas
     )
   return computed
-
-
-def _check_tx(tx: Any) -> None:
-  """Raises a TypeError unless `tx` is an optax optimizer."""
-  # By attribute, because optax.MultiSteps is no GradientTransformation.
-  if hasattr(tx, "init") and hasattr(tx, "update"):
-    return
-  hint = ""
-  if isinstance(tx, nnx.Optimizer):
-    hint = " Pass the optax optimizer that the nnx.Optimizer was made with."
-  elif inspect.isfunction(tx):
-    hint = f" Call it, as in {tx.__name__}(1e-3)."
-  got = checks.describe(tx)
-  raise TypeError(
-    "tx must be an optax GradientTransformation, such as optax.adam(1e-3), got "
-    f"{got}.{hint}"
-  )
-
-
-def _check_loss(loss: Any) -> None:
-  """Raises a TypeError unless a loss is a floating-point scalar."""
-  got = repr(loss)
-  arrays = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
-  if isinstance(loss, arrays):
-    shape, dtype = jnp.shape(loss), trees.dtype_of(loss)
-    if not shape and jnp.issubdtype(dtype, jnp.inexact):
-      return
-    got = f"{dtype} of shape {shape}"
-  raise TypeError(f"loss_fn must return a floating-point scalar, got {got}.")
-
-
-def _check_collections(cls: type, collections: Mapping[str, PyTree]) -> None:
-  """Raises unless collections can be fields of a state of class `cls`."""
-  arguments = ["apply_fn", "params", "tx", "wrappers", "strategy"]
-  fields = set(fields_lib.fields_by_name(cls))
-  inherited = fields & set(fields_lib.fields_by_name(TrainState))
-  # A collection may hide the method `metrics`: Flax's examples have a field of
-  # that name.
-  taken = inherited | (set(dir(cls)) - fields - {"metrics"})
-  for name, tree in collections.items():
-    if name in taken:
-      raise ValueError(
-        f"a collection cannot be named {name!r}: a TrainState has an attribute "
-        "of that name."
-      )
-    if name in fields:
-      continue
-    try:
-      trees.check_arrays(name, tree)
-    except TypeError as e:
-      raise TypeError(
-        f"create: {name!r} is no argument, and no tree of arrays: {e}"
-        f"{checks.did_you_mean(name, arguments)}"
-      ) from e
-    if tree is None or name == "rules":
-      raise TypeError(
-        f"create: {name}={tree!r} is no argument; allowed: "
-        f"{', '.join(arguments)}, and trees of arrays."
-      )
 
 
 def plain_state(state: TrainState) -> TrainState:

@@ -104,6 +104,21 @@ def test_value_is_averaged_over_replicas(wrappers):
     assert 0 < float(plateau.best_value) < first
 
 
+@pytest.mark.parametrize("wrappers", ["none", "scale"])
+def test_line_search_over_replicas_is_that_of_the_whole_batch(wrappers):
+  tx, strategy = EXTRA["lbfgs"], fs.Strategy()
+  scales = jnp.arange(1.0, 1 + strategy.num_replicas_in_sync)
+  mean_loss = lambda params: quadratic(params, scales.mean())
+
+  def step(state, scale):
+    return state.minimize(quadratic, scale.mean())[0]
+
+  state = create(tx, WRAPPERS[wrappers], strategy=strategy)
+  state = strategy.run(step, args=(state, strategy.shard_batch(scales)))
+  expected, _ = create(tx).minimize(mean_loss)
+  assert_trees_close(state.params, expected.params)
+
+
 @pytest.mark.parametrize(
   ("tx", "used"),
   [

@@ -101,6 +101,40 @@ def test_name_that_is_no_field(wrappers, name, expected):
   assert all(part in message for part in (repr(name), *expected))
 
 
+@pytest.mark.parametrize("wrappers", [(), (DYNAMIC,)])
+def test_optimizer_that_needs_the_loss(wrappers):
+  state = create(wrappers, tx=optax.chain(optax.clip(1.0), optax.polyak_sgd()))
+  message = message_of(TypeError, state.apply_gradients, grads=make_params())
+  assert "needs value " in message and "value=..." in message
+  assert "state.minimize(loss_fn)" in message
+
+
+# The loss.
+
+
+@pytest.mark.parametrize("wrappers", [(), (DYNAMIC,)])
+@pytest.mark.parametrize(
+  ("make_value", "has_aux", "expected"),
+  [
+    (lambda loss: (loss, {}), False, ("a tuple of 2", "has_aux=True")),
+    (lambda loss: loss, True, ("(loss, aux)", "float32 of shape ()")),
+    (lambda loss: (loss, 1, 2), True, ("(loss, aux)", "a tuple of 3")),
+    (lambda loss: loss * jnp.ones(2), False, ("float32 of shape (2,)",)),
+    (lambda loss: 3, False, ("int32 of shape ()",)),
+  ],
+  ids=["forgotten", "no pair", "triple", "vector", "integer"],
+)
+def test_loss_that_is_no_scalar_or_forgotten_has_aux(
+  wrappers, make_value, has_aux, expected
+):
+  state = create(wrappers)
+  loss_fn = lambda params: make_value(quadratic(params))
+  for method in (state.value_and_grad, state.minimize):
+    message = message_of(TypeError, method, loss_fn, has_aux=has_aux)
+    assert all(part in message for part in ("loss_fn", *expected))
+    assert "Tracer" not in message
+
+
 # Parameters, wrappers.
 
 
@@ -121,6 +155,8 @@ def test_replaced_wrappers_of_the_same_names():
   fixed = fs.LossScale(8.0)
   state = create([DYNAMIC]).replace(wrappers=(fixed,))
   assert float(state.scale_loss(jnp.float32(2))) == 16
+  # A list would be no static field: jit could not hash it.
+  assert create([DYNAMIC]).replace(wrappers=[fixed]).wrappers == (fixed,)
   assert create([DYNAMIC]).replace(step=3).step == 3
 
 

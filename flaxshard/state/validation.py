@@ -1,0 +1,129 @@
+"""Checks the arguments of a TrainState, and of the loss in a train step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import inspect
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxshard.core import checks
+from flaxshard.core import trees
+from flaxshard.state import fields as fields_lib
+
+PyTree = Any
+
+_SCALARS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
+
+def check_params(params: PyTree) -> None:
+  """Raises a TypeError unless `params` is a tree of arrays."""
+  # Flax creates a state of a single array, but cannot apply its gradient.
+  if not jax.tree.leaves(params) or jax.tree_util.all_leaves([params]):
+    raise TypeError(
+      "params must be a tree of arrays, such as {'w': array}, got "
+      f"{checks.describe(params)}."
+    )
+  trees.check_arrays("params", params)
+
+
+def check_tx(tx: Any) -> None:
+  """Raises a TypeError unless `tx` is an optax optimizer."""
+  # By attribute, because optax.MultiSteps is no GradientTransformation.
+  if hasattr(tx, "init") and hasattr(tx, "update"):
+    return
+  hint = ""
+  if isinstance(tx, nnx.Optimizer):
+    hint = " Pass the optax optimizer that the nnx.Optimizer was made with."
+  elif inspect.isfunction(tx):
+    hint = f" Call it, as in {tx.__name__}(1e-3)."
+  got = checks.describe(tx)
+  raise TypeError(
+    "tx must be an optax GradientTransformation, such as optax.adam(1e-3), got "
+    f"{got}.{hint}"
+  )
+
+
+def split_loss(value: Any, has_aux: bool) -> tuple[Any, Any]:
+  """Returns the loss and the auxiliary output that a loss function returned.
+
+  The auxiliary output is None without `has_aux`.
+
+  Raises:
+    TypeError: The loss is not a floating-point scalar, or `value` is no pair
+      with `has_aux`.
+  """
+  is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+  if has_aux and not is_pair:
+    raise TypeError(
+      f"loss_fn must return (loss, aux) with has_aux=True, got {_kind(value)}."
+    )
+  loss, aux = value if has_aux else (value, None)
+  if isinstance(loss, _SCALARS):
+    if not jnp.shape(loss) and jnp.issubdtype(
+      trees.dtype_of(loss), jnp.inexact
+    ):
+      return loss, aux
+  hint = ""
+  if is_pair and not has_aux:
+    hint = " Pass has_aux=True if it returns (loss, aux)."
+  raise TypeError(
+    f"loss_fn must return a floating-point scalar, got {_kind(loss)}.{hint}"
+  )
+
+
+def _kind(x: Any) -> str:
+  """Returns what a loss function returned, in a few words."""
+  if isinstance(x, _SCALARS):
+    return f"{trees.dtype_of(x)} of shape {jnp.shape(x)}"
+  # The repr of a traced array says nothing to a user.
+  if isinstance(x, (tuple, list)):
+    return f"a {type(x).__name__} of {len(x)}"
+  return checks.describe(x)
+
+
+def check_collections(
+  cls: type, inherited: type, collections: Mapping[str, PyTree]
+) -> None:
+  """Raises unless collections can be fields of a state.
+
+  Args:
+    cls: The class of the state.
+    inherited: The class whose fields no collection may have.
+    collections: The collections, by name.
+
+  Raises:
+    ValueError: A collection has the name of an attribute of the state.
+    TypeError: A collection is no tree of arrays.
+  """
+  arguments = ["apply_fn", "params", "tx", "wrappers", "strategy"]
+  fields = set(fields_lib.fields_by_name(cls))
+  # A collection may hide the method `metrics`: Flax's examples have a field of
+  # that name.
+  taken = (fields & set(fields_lib.fields_by_name(inherited))) | (
+    set(dir(cls)) - fields - {"metrics"}
+  )
+  for name, tree in collections.items():
+    if name in taken:
+      raise ValueError(
+        f"a collection cannot be named {name!r}: a TrainState has an attribute "
+        "of that name."
+      )
+    if name in fields:
+      continue
+    try:
+      trees.check_arrays(name, tree)
+    except TypeError as e:
+      raise TypeError(
+        f"create: {name!r} is no argument, and no tree of arrays: {e}"
+        f"{checks.did_you_mean(name, arguments)}"
+      ) from e
+    if tree is None or name == "rules":
+      raise TypeError(
+        f"create: {name}={tree!r} is no argument; allowed: "
+        f"{', '.join(arguments)}, and trees of arrays."
+      )
