@@ -19,6 +19,7 @@ from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import initialization
+from flaxshard.state import model_facts
 from flaxshard.state import sharding as sharding_lib
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
@@ -248,7 +249,7 @@ def plan_creation(
 
 
 def _precision_notes(
-  model: initialization.Model, wrappers: Sequence[base.Wrapper]
+  model: model_facts.Model, wrappers: Sequence[base.Wrapper]
 ) -> list[str]:
   """Returns warnings about precisions that a model and a state do not share."""
   if model.computes_in is None:

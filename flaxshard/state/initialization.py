@@ -15,40 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import checks
-from flaxshard.core import tracing
-from flaxshard.core.policy import Policy
 from flaxshard.partitioning import specs as specs_lib
+from flaxshard.state import model_facts
 from flaxshard.state import nnx_adapter
 
 PyTree = Any
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
-_HALF = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-  """Static facts about a model: apply function and precision.
-
-  Attributes:
-    name: Name of the model's class, for messages.
-    apply_fn: Applies the model: `apply_fn(variables, *args)`.
-    policy: The precision policy that the model declares; None if it has none.
-    computes_in: The 16-bit dtypes in which its forward pass computes; None if
-      the forward pass was not traced.
-  """
-
-  name: str
-  apply_fn: Any
-  policy: Policy | None
-  computes_in: frozenset[Any] | None
-
-  @property
-  def effective_policy(self) -> Policy | None:
-    """The declared policy, or "mixed_float16" if the model computes so."""
-    if self.computes_in and jnp.dtype(jnp.float16) in self.computes_in:
-      return Policy("mixed_float16")
-    return self.policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +41,13 @@ class Initializer:
   initialize: Callable[..., dict[str, PyTree]]
   args: tuple[Any, ...]
   variables: dict[str, PyTree]
-  model: Model
+  model: model_facts.Model
   args_are_variables: bool = False
 
 
 def run(
   model: Any, rng: Any, sample_input: Any
-) -> tuple[Model, dict[str, PyTree]]:
+) -> tuple[model_facts.Model, dict[str, PyTree]]:
   """Initializes a model on the default device.
 
   Args:
@@ -96,13 +69,13 @@ def run(
     program = jitted.trace(*args).jaxpr  # traced once, also for the call
     variables = jitted(*args)
     _check_params(model, variables)
-    return _linen_facts(model, program), variables
+    return model_facts.of_linen(model, program), variables
   if not isinstance(model, nnx.Module):
     # Not under jit, so the function may use concrete values.
     model = _construct_nnx(model, rng)
   apply_fn, variables = nnx_adapter.split(model)
   _check_params(model, variables)
-  return _nnx_facts(model, apply_fn, variables, sample_input), variables
+  return model_facts.of_nnx(model, apply_fn, variables, sample_input), variables
 
 
 def trace(model: Any, rng: Any, sample_input: Any) -> Initializer:
@@ -120,7 +93,7 @@ def trace(model: Any, rng: Any, sample_input: Any) -> Initializer:
     initialize, args = _linen_initializer(model, rng, sample_input)
     traced = jax.jit(initialize).trace(*args)
     _check_params(model, traced.out_info)
-    facts = _linen_facts(model, traced.jaxpr)
+    facts = model_facts.of_linen(model, traced.jaxpr)
     return Initializer(initialize, args, traced.out_info, facts)
 
   if isinstance(model, nnx.Module):
@@ -131,11 +104,13 @@ def trace(model: Any, rng: Any, sample_input: Any) -> Initializer:
       lambda variables: jax.tree.map(jnp.copy, variables),
       (specs_lib.unbox(variables),),
       variables,
-      _nnx_facts(model, apply_fn, specs_lib.unbox(variables), sample_input),
+      model_facts.of_nnx(
+        model, apply_fn, specs_lib.unbox(variables), sample_input
+      ),
       args_are_variables=True,
     )
 
-  models: list[Model] = []
+  models: list[model_facts.Model] = []
 
   def initialize_nnx(rng: Any) -> dict[str, PyTree]:
     # NNX would shard each variable by its metadata alone, before `rules` do.
@@ -144,7 +119,7 @@ def trace(model: Any, rng: Any, sample_input: Any) -> Initializer:
     apply_fn, variables = nnx_adapter.split(module, boxed=True)
     _check_params(module, variables)
     unboxed = specs_lib.unbox(variables)
-    models.append(_nnx_facts(module, apply_fn, unboxed, sample_input))
+    models.append(model_facts.of_nnx(module, apply_fn, unboxed, sample_input))
     return variables
 
   _check_function(model)
@@ -176,7 +151,7 @@ def _linen_initializer(
   # `rng` and `arrays` are arguments, not constants: jit would embed constants
   # in the program, and could not place them on the mesh.
   def initialize(rng: Any, arrays: dict[int, Any]) -> dict[str, PyTree]:
-    given = [_zeros(arrays.get(i, x)) for i, x in enumerate(leaves)]
+    given = [model_facts.zeros(arrays.get(i, x)) for i, x in enumerate(leaves)]
     try:
       variables = dict(model.init(rng, *jax.tree.unflatten(treedef, given)))
     except Exception as e:
@@ -233,12 +208,6 @@ def _check_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> None:
       f"arguments by position: give it a default value, as in "
       f"{by_name[0]}: bool = False."
     )
-
-
-def _zeros(x: Any) -> Any:
-  """Returns zeros for a shape and dtype, and any other leaf as it is."""
-  is_struct = isinstance(x, jax.ShapeDtypeStruct)
-  return jnp.zeros(x.shape, x.dtype) if is_struct else x
 
 
 def _describe(leaf: Any) -> Any:
@@ -298,59 +267,3 @@ def _check_params(model: Any, variables: Mapping[str, PyTree]) -> None:
       f"model={type(model).__name__} has no parameters: its collections are "
       f"{sorted(variables)}, 'params' must be one with arrays in it."
     )
-
-
-def _linen_facts(model: nn.Module, program: Any) -> Model:
-  """Returns the facts about a Linen module, from its initialization."""
-  # The program of `init` contains the whole forward pass.
-  return Model(
-    type(model).__name__, model.apply, _policy_of(model), _dtypes_of(program)
-  )
-
-
-def _nnx_facts(
-  module: nnx.Module, apply_fn: Any, variables: PyTree, sample_input: Any
-) -> Model:
-  """Returns the facts about an NNX module, from a call with its input."""
-  computes_in = None
-  if sample_input is not None:
-    inputs = sample_input if type(sample_input) is tuple else (sample_input,)
-
-    # Only variables are traced: a module may branch on a flag.
-    def forward(variables: PyTree) -> Any:
-      return apply_fn(variables, *jax.tree.map(_zeros, inputs), mutable=True)
-
-    try:
-      computes_in = _dtypes_of(jax.make_jaxpr(forward)(variables))
-    except Exception:
-      # Initialization needs no input, so that one which does not fit is no
-      # error here: the first step reports it.
-      pass
-  if computes_in is None:
-    dtypes = (_dtype_of(m) for _, m in nnx.iter_modules(module))
-    computes_in = frozenset(d for d in dtypes if d in _HALF) or None
-  return Model(type(module).__name__, apply_fn, _policy_of(module), computes_in)
-
-
-def _dtypes_of(program: Any) -> frozenset[Any]:
-  return frozenset(d for d in _HALF if tracing.computes_in(program, d))
-
-
-def _policy_of(model: Any) -> Policy | None:
-  """Returns the precision policy of a model, from its `policy` or `dtype`.
-
-  A model with `dtype=jnp.float16` and no policy has "mixed_float16".
-  """
-  policy = getattr(model, "policy", None)
-  if isinstance(policy, Policy):
-    return policy
-  return Policy("mixed_float16") if _dtype_of(model) == jnp.float16 else None
-
-
-def _dtype_of(module: Any) -> Any:
-  """Returns the `dtype` of a module, by the convention of Flax's layers."""
-  dtype = getattr(module, "dtype", None)
-  try:
-    return None if dtype is None else jnp.dtype(dtype)
-  except TypeError:
-    return None  # The module uses the name `dtype` for something else.
