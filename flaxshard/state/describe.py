@@ -127,8 +127,16 @@ class Description:
     """Bytes on the device that holds the most."""
     return max(_bytes_by_device(self.rows).values(), default=0)
 
+  @property
+  def summary(self) -> str:
+    """Number of arrays, their size, and the devices that hold them."""
+    return (
+      f"arrays: {len(self.rows)}, {_size(self.nbytes)} in all; devices: "
+      f"{self.num_devices}, at most {_size(self.bytes_per_device)} on each"
+    )
+
   def __repr__(self) -> str:
-    return f"Description({self._summary()})"
+    return f"Description({self.summary})"
 
   def __str__(self) -> str:
     table: list[Sequence[str]] = []
@@ -169,7 +177,7 @@ class Description:
     return "\n".join(lines)
 
   def _footer(self) -> list[str]:
-    lines = [self._summary()]
+    lines = [self.summary]
     if any(row.large for row in self.rows):
       lines.append(
         f"* at least {_size(_LARGE)}, replicated over several devices"
@@ -177,12 +185,6 @@ class Description:
     if self.note:
       lines.append(self.note)
     return lines
-
-  def _summary(self) -> str:
-    return (
-      f"arrays: {len(self.rows)}, {_size(self.nbytes)} in all; devices: "
-      f"{self.num_devices}, at most {_size(self.bytes_per_device)} on each"
-    )
 
 
 def describe(state: PyTree) -> Description:

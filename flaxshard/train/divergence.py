@@ -93,8 +93,9 @@ class DivergenceCheck:
       self._report(
         "evaluation",
         f"step {step}: the evaluation is not finite: {values}. The parameters "
-        "have diverged, or overflow in config.precision: a lower "
-        "config.learning_rate may help.",
+        "have diverged or overflow in config.precision, where a lower "
+        "config.learning_rate may help, or an example of the evaluation is not "
+        "finite.",
       )
 
   def _report(self, kind: str, message: str) -> None:
@@ -102,8 +103,8 @@ class DivergenceCheck:
       self._warn(kind, message)
       return
     raise FloatingPointError(
-      f"{message}\nconfig.on_nonfinite='continue' would go on; no checkpoint "
-      "was saved since then."
+      f"{message}\nThis state is not saved; earlier checkpoints are kept. "
+      "config.on_nonfinite='continue' would go on."
     )
 
 

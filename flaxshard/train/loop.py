@@ -270,12 +270,15 @@ def _log_state(state: TrainState, first_step: int) -> None:
     _log.warning("%s", description.note)
   if first_step:
     return
+  if description.num_devices > 1:
+    _log.info("parameters:\n%s", describe.describe(state.params))
+    # The slots of the optimizer are split like their parameters.
+    _log.info("the whole state: %s", description.summary)
+    return
   overview = parameter_overview.get_parameter_overview(
     state.params, include_stats=False
   )
   _log.info("parameters:\n%s", overview)
-  if description.num_devices > 1:
-    _log.info("arrays and their shardings:\n%s", description)
 
 
 def _compile(lowered: jax.stages.Lowered) -> None:

@@ -49,7 +49,7 @@ class WrapperNotes:
     """
     notes = stack.pending(state.wrappers, state.wrapper_states)
     if is_last or not self._has_pending:
-      when = "is the last one," if is_last else "is evaluated"
+      when = "ends the run" if is_last else "is evaluated"
       for note in notes:
         _log.warning("step %d %s before a commit. %s", step, when, note)
     self._has_pending = self._has_pending or bool(notes)

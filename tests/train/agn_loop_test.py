@@ -22,20 +22,24 @@ def test_replicas_differ_between_commits_and_the_center_is_evaluated(
   arguments = {**arguments, "communication_period": 4}
   config.update(
     wrappers=(loss_scale, (agn, arguments)),
-    model={"name": "cnn", "features": (4,), "dense": 8},
+    model={"name": "cnn", "features": (), "dense": 8},
     num_train_steps=6,
     log_every_steps=3,
     eval_every_steps=3,
     checkpoint_every_steps=100,
     writer="none",
   )
+  config.mesh.replica = 2
   state = train.train_and_evaluate(config, str(tmp_path))
   rows = tiny.rows(tmp_path)
   assert [row["commits"] for row in rows] == [0, 1]
 
   # What the center lacks is told at the first evaluation and at the end.
   notes = [m for m in caplog.messages if "local steps" in m]
-  assert [note.split(" is ")[0] for note in notes] == ["step 3", "step 6"]
+  assert [note.split()[:3] for note in notes] == [
+    ["step", "3", "is"],
+    ["step", "6", "ends"],
+  ]
   assert "the last 3 local steps" in notes[0]
   assert "the last 2 local steps" in notes[1]
   assert "communication_period=4" in notes[1]
@@ -50,7 +54,7 @@ def test_replicas_differ_between_commits_and_the_center_is_evaluated(
   assert int(agn_state.local_step) == 6
   # Two steps after the commit, each replica has its own parameters.
   copies = np.asarray(agn_state.local_params["head"]["kernel"])
-  assert copies.shape[0] == 8
+  assert copies.shape[0] == 2
   assert not np.array_equal(copies[0], copies[1])
   momentum = agn_state.outer_opt_state[0].trace["head"]["kernel"]
   assert float(np.abs(momentum).max()) > 0

@@ -74,6 +74,10 @@ def test_a_nonfinite_evaluation_stops_before_it_is_saved(tmp_path, caplog):
   assert int(state.step) == 6
   # The last state is saved, and does not replace the good one.
   assert sorted(os.listdir(tmp_path / "checkpoints")) == ["4", "40"]
+  rows = tiny.rows(tmp_path)
+  assert [r["skipped_steps"] for r in rows] == [0, *range(2, 35, 4)]
+  # Where no step was applied, there is no loss to average.
+  assert [r["train_loss"] for r in rows[2:]] == [None] * 8
   warned = [r.getMessage() for r in caplog.records]
   # Once each: the floor of the scale, the evaluation, 20 skipped steps.
   assert [m.partition(":")[0] for m in warned] == [

@@ -83,6 +83,7 @@ def importable():
 
 def image_config(mesh, **fields):
   defaults = dict(
+    model={"name": "cnn", "features": (4,), "dense": 8},
     data={"name": f"{_THIS}:digits"},
     mesh=mesh,
     precision="float32",
@@ -231,7 +232,7 @@ def test_tensor_parallel_continues_a_run_with_split_params(
 def test_replicas_with_statistics_and_dropout_resume_exactly(tmp_path):
   """A checkpoint has the position of the data, not that of reading ahead."""
   config = image_config(
-    {"per_replica": True, "replica": 4},
+    {"per_replica": True, "replica": 2},
     model={"name": "normed:Normed"},
     wrappers=(("loss_scale", {"scale": "dynamic"}),),
   )
@@ -252,6 +253,7 @@ def test_replicas_with_statistics_and_dropout_resume_exactly(tmp_path):
 def test_a_nonfinite_loss_of_one_replica_stops_all(tmp_path):
   mesh = {
     "per_replica": True,
+    "replica": 2,
     "axes": (("model", 2),),
     # The devices of that replica alone look for non-finite parameters, which
     # are split over them.
@@ -264,12 +266,13 @@ def test_a_nonfinite_loss_of_one_replica_stops_all(tmp_path):
   # An epoch has four batches of 16 examples.
   assert 1 <= int(match[1]) <= 4
   assert "conv0/kernel" in str(e.value)
+  # No checkpoint holds the spoiled parameters.
   assert str(match[1]) not in os.listdir(tmp_path / "checkpoints")
 
 
 def test_an_invalid_label_ends_the_run_and_keeps_checkpoints(tmp_path):
   config = image_config(
-    {},
+    {"replica": 2},
     data={"name": f"{_THIS}:invalid_label"},
     num_train_steps=99,
     log_every_steps=99,

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import shutil
 import signal
 import sys
@@ -175,26 +176,6 @@ def test_a_finished_run_is_restored_and_not_trained_again(
     train.train_and_evaluate(tiny.config(), str(copy))
 
 
-def test_a_loss_scale_at_its_floor_is_warned_of_once(tmp_path, caplog):
-  """Gradients overflow float16 at every step; the scale may not shrink."""
-  rule = {"type": "dynamic", "initial_scale": 2.0**30, "min_scale": 2.0**28}
-  config = tiny.config(
-    wrappers=(("loss_scale", {"scale": rule}),), on_nonfinite="continue"
-  )
-  state = train.train_and_evaluate(config, str(tmp_path))
-  rows = tiny.rows(str(tmp_path))
-  assert [r["skipped_steps"] for r in rows] == [2, 4, 6, 8]
-  assert [r["loss_scale"] for r in rows] == [2.0**28] * 4
-  assert int(state.step) == 0
-  # No step was applied, so there is no loss to average.
-  assert [r["train_loss"] for r in rows] == [None] * 4
-  warned = [r for r in caplog.records if "floor" in r.getMessage()]
-  # The first two steps only took the scale down to its floor. Step 8 warns that
-  # no step of the run was applied.
-  steps = [r.getMessage().partition(":")[0] for r in warned]
-  assert steps == ["step 4", "step 8", "seen 3 times, first"]
-
-
 def infinite_example() -> data.Splits:
   """Returns 64 digits of which example 0 is infinite."""
   splits = data.digits()
@@ -205,26 +186,24 @@ def infinite_example() -> data.Splits:
   )
 
 
-def test_a_nonfinite_loss_stops_with_step_and_paths(tmp_path, caplog):
+def test_a_nonfinite_loss_and_float16_are_warned_of_where_they_arise(
+  tmp_path, caplog
+):
+  """A run that goes on; loop_parallel_test.py has one that stops."""
   config = tiny.config(
     data={"name": f"{_THIS}:infinite_example"},
     wrappers=(),
-    precision="float32",
     num_train_steps=4,
+    on_nonfinite="continue",
   )
-  workdir = str(tmp_path)
-  with pytest.raises(FloatingPointError) as stopped:
-    train.train_and_evaluate(config, workdir)
-  message = str(stopped.value)
+  with pytest.warns(UserWarning, match="float16") as warned:
+    train.train_and_evaluate(config, str(tmp_path))
+  (warning,) = [w for w in warned if "float16" in str(w.message)]
+  assert warning.filename == __file__
+  messages = [m for m in caplog.messages if "the loss is not finite" in m]
   # An epoch has four batches of 16 examples: one of them has the bad one.
-  assert int(message.removeprefix("step ").partition(":")[0]) <= 4
-  assert "conv0/kernel" in message
-  # No checkpoint holds the spoiled parameters.
-  assert os.listdir(tmp_path / "checkpoints") == []
-  config.on_nonfinite = "continue"
-  train.train_and_evaluate(config, workdir)
-  assert "the loss is not finite" in caplog.text
-  assert [r["step"] for r in tiny.rows(workdir)] == [2, 4]
+  assert re.match(r"step [1-4]: .* of 4 parameters .*head/kernel", messages[0])
+  assert [r["step"] for r in tiny.rows(tmp_path)] == [2, 4]
 
 
 class TinyNNX(nnx.Module):
@@ -292,8 +271,8 @@ def read_files(workdir) -> dict[pathlib.Path, bytes]:
   ("fields", "facts"),
   [
     (
-      dict(model={"name": "cnn", "features": (5,), "dense": 8}),
-      ("conv0/bias", "(4,)", "(5,)"),
+      dict(model={"name": "cnn", "features": (), "dense": 9}),
+      ("dense/bias", "(8,)", "(9,)"),
     ),
     # The position of the data would mean other examples.
     (dict(batch_size=32), ("config.batch_size=32", "16")),
@@ -343,11 +322,3 @@ def test_missing_packages_raise_at_the_start(tmp_path, monkeypatch):
       config = tiny.config(writer="tensorboard")
       train.train_and_evaluate(config, str(tmp_path))
   assert os.listdir(tmp_path) == []
-
-
-def test_a_warning_of_a_run_names_the_line_that_started_it(tmp_path):
-  config = tiny.config(wrappers=(), num_train_steps=1)
-  with pytest.warns(UserWarning, match="float16") as warned:
-    train.train_and_evaluate(config, str(tmp_path))
-  (warning,) = [w for w in warned if "float16" in str(w.message)]
-  assert warning.filename == __file__

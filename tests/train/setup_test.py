@@ -174,6 +174,7 @@ def test_an_unused_precision_or_float16_without_a_scale_warns_once(
 
 def test_a_spatial_split_exchanges_borders_only():
   setup = create_setup(
+    model={"name": "cnn", "features": (4,), "dense": 8},
     mesh={"logical_devices": 8, "split": {"inputs": (1, 2, 4, 1)}},
     precision="float32",
     wrappers=(),
@@ -233,7 +234,7 @@ def test_a_spatial_split_exchanges_borders_only():
     (
       dict(mesh={"rules": (("kernell", ("replica",)),)}),
       ValueError,
-      ("config.mesh.rules[0]", "conv0/kernel", "Did you mean"),
+      ("config.mesh.rules[0]", "dense/kernel", "Did you mean"),
     ),
     (
       dict(mesh={"split": {"input": (1,)}}),
