@@ -84,7 +84,7 @@ def plot(rows: list[dict[str, Any]], path: str, title: str = "") -> None:
     ax.set_ylabel(name)
     ax.grid(alpha=0.3)
     ax.spines[["top", "right"]].set_visible(False)
-    ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    ax.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1))
     # A wide panel below has other distances than the two above it.
     ax.tick_params(labelbottom=True)
   for name in set(panels[-1]):

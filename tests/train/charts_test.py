@@ -90,7 +90,7 @@ def test_plot_without_a_loss_scale(tmp_path, drawn, monkeypatch):
     assert labels == list(lines(axes[name]))
 
 
-@pytest.mark.parametrize("count", [1, 2, 30])
+@pytest.mark.parametrize("count", [1, 30])
 def test_each_point_of_a_short_run_has_a_marker(tmp_path, drawn, count):
   rows = [
     {"step": i, "train_loss": 1.0, "loss_scale": 2.0, "commits": i}
@@ -102,6 +102,8 @@ def test_each_point_of_a_short_run_has_a_marker(tmp_path, drawn, count):
   for name, ax in axes_of(drawn[0]).items():
     (line,) = ax.get_lines()
     assert line.get_marker() == "o", name
+    # There are no steps between two integers.
+    assert all(x.is_integer() for x in ax.get_xticks()), ax.get_xticks()
 
 
 def test_a_long_run_is_a_line_with_marked_evaluations(tmp_path, drawn):
