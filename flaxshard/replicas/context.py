@@ -7,11 +7,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import contextvars
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -22,7 +21,6 @@ from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import specs as specs_lib
 
 PyTree = Any
 # Groups of replica numbers, as `axis_index_groups` of `lax.psum`; None means
@@ -379,75 +377,6 @@ def is_first_replica() -> jax.Array:
   if _current.get() is None:
     return jnp.array(True)
   return jax.lax.axis_index(mesh_lib.REPLICA) == 0
-
-
-def specs_within(params: PyTree) -> PyTree | None:
-  """Returns the PartitionSpecs of parameters over logical devices.
-
-  Args:
-    params: The parameters of a TrainState that `Strategy.run` received.
-
-  Returns:
-    A tree of PartitionSpecs. None if no parameter is sharded, or if two
-    TrainStates have parameters of the same shapes but other PartitionSpecs.
-  """
-  context = _current.get()
-  shapes = [x.shape for x in jax.tree.leaves(params)]
-  structure: Any = jax.tree.structure(params)
-  found: list[PyTree] = []
-  for specs, spec_shapes in () if context is None else context.param_specs:
-    if jax.tree.structure(specs) == structure and spec_shapes == shapes:
-      found.append(specs)
-  if not found or any(specs != found[0] for specs in found):
-    return None
-  return found[0] if any(jax.tree.leaves(found[0])) else None
-
-
-def part_of(x: Any, spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
-  """Returns shape and dtype of the part of an array on one logical device."""
-  sizes = jax.sharding.get_abstract_mesh().shape
-  shape = list(x.shape)
-  for i, entry in enumerate(spec):
-    shape[i] //= math.prod(sizes[axis] for axis in specs_lib.axes_of(entry))
-  return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-
-
-def on_logical_devices(
-  fn: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
-) -> Callable[..., PyTree]:
-  """Returns a function that calls `fn` on each logical device with its part.
-
-  Args:
-    fn: A function of arrays.
-    in_specs: PartitionSpecs of its arguments over the logical axes.
-    out_specs: PartitionSpecs of its results.
-  """
-  mesh = jax.sharding.get_abstract_mesh()
-  types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-  manual = jax.sharding.AxisType.Manual
-  return jax.shard_map(
-    fn,
-    mesh=mesh,
-    in_specs=in_specs,
-    out_specs=out_specs,
-    axis_names={name for name, kind in types if kind != manual},
-    check_vma=False,
-  )
-
-
-def fully_manual(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-  """Returns `fn` in a `shard_map` that is manual over all axes of the mesh.
-
-  Host callbacks need that: XLA cannot partition them. Arguments and results are
-  replicated over the logical devices of a replica.
-  """
-  mesh = jax.sharding.get_abstract_mesh()
-  types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  manual = {n for n, t in types.items() if t == jax.sharding.AxisType.Manual}
-  if not manual or manual == set(types):
-    return fn
-  whole = jax.sharding.PartitionSpec()
-  return on_logical_devices(fn, whole, whole)
 
 
 def _fold_in(path: trees.Path, key: Any, number: jax.Array) -> jax.Array:

@@ -12,8 +12,8 @@ from flaxshard.data import distribute
 from flaxshard.partitioning import logical_devices
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning.device_assignment import DeviceAssignment
-from flaxshard.replicas import values
-from flaxshard.replicas.values import ValueContext
+from flaxshard.replicas import operations
+from flaxshard.replicas.operations import ValueContext
 from flaxshard.state import describe
 from flaxshard.strategy import run as run_lib
 from flaxshard.strategy import run_steps as run_steps_lib
@@ -283,7 +283,7 @@ class Strategy:
       >>> int(strategy.reduce("sum", ids))
       1
     """
-    return values.reduce(self.mesh, reduce_op, value, axis)
+    return operations.reduce(self.mesh, reduce_op, value, axis)
 
   def gather(self, value: PyTree, axis: int) -> PyTree:
     """Concatenates the replicas' values along one of their dimensions.
@@ -298,7 +298,7 @@ class Strategy:
     Raises:
       ValueError: A value is not a `PerReplica`, or has no such axis.
     """
-    return values.gather(self.mesh, value, axis)
+    return operations.gather(self.mesh, value, axis)
 
   def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
     """Returns the values of this process's replicas, in replica order.
@@ -311,7 +311,7 @@ class Strategy:
       A tree like `value` for each replica that has a device in this process.
       The arrays are on the devices of their replica.
     """
-    return values.local_results(self.mesh, value)
+    return operations.local_results(self.mesh, value)
 
   def distribute_values_from_function(
     self, value_fn: Callable[[ValueContext], PyTree]
@@ -338,7 +338,7 @@ class Strategy:
       >>> int(ids[0])
       0
     """
-    return values.from_function(self.mesh, value_fn)
+    return operations.from_function(self.mesh, value_fn)
 
   def distribute_dataset(
     self, dataset: Iterable[PyTree], **options: Any

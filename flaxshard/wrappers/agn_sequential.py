@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
+from flaxshard.replicas import logical_shards
 from flaxshard.wrappers import agn_rows
 from flaxshard.wrappers import elementwise
 from flaxshard.wrappers.agn_commit import ModelState
@@ -47,13 +48,13 @@ def commit_sequentially(
   if replica_context.num_replicas() == 1 or not jax.tree.leaves(grads):
     center = update(center, grads, shared)
     return center, center.params
-  param_specs = replica_context.specs_within(center.params)
+  param_specs = logical_shards.specs_within(center.params)
   if param_specs is None:
     param_specs = jax.tree.map(lambda _: P(), center.params)
   specs = _specs_within_replica(center, grads, param_specs)
   # Decided for the shapes on one logical device: an update may depend on them.
   split = _Split.of(
-    *jax.tree.map(replica_context.part_of, (center, grads), specs)
+    *jax.tree.map(logical_shards.part_of, (center, grads), specs)
   )
   # Rows are floating-point, so complex gradients cannot be packed.
   if all(_is_real(g) for g in jax.tree.leaves(grads)) and (
@@ -148,7 +149,7 @@ def _commit_on_logical_devices(
   # So that a device exchanges its shard with the same device of the other
   # replicas: XLA might gather a sharded leaf to reshape it into a row.
   center_specs, grad_specs = specs
-  return replica_context.on_logical_devices(
+  return logical_shards.on_logical_devices(
     commit_shard,
     (center_specs, grad_specs, P()),
     (center_specs, center_specs.params),

@@ -20,6 +20,7 @@ from flaxshard.core import tracing
 from flaxshard.core import trees
 from flaxshard.core.policy import Policy
 from flaxshard.replicas import context as replica_context
+from flaxshard.replicas import logical_shards
 from flaxshard.wrappers import base
 from flaxshard.wrappers.loss_scale_calls import ScaleCalls
 from flaxshard.wrappers.loss_scale_rules import check_scale
@@ -407,7 +408,7 @@ def _warn_on_host(
     return jnp.asarray(warn(at_floor, scale, skipped_steps))
   unchanged = jax.lax.cond(
     at_floor,
-    replica_context.fully_manual(call_host),
+    logical_shards.fully_manual(call_host),
     lambda *args: args[-1],
     # One replica warns, not each.
     at_floor & replica_context.is_first_replica(),

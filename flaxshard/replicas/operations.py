@@ -1,0 +1,242 @@
+"""What a Strategy does with per-replica values, outside of `Strategy.run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flaxshard.core import trees
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.replicas import context as replica_context
+from flaxshard.replicas.values import is_per_replica
+from flaxshard.replicas.values import PerReplica
+from flaxshard.replicas.values import take_row
+
+PyTree = Any
+
+P = jax.sharding.PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueContext:
+  """The argument of `Strategy.distribute_values_from_function`'s function.
+
+  Attributes:
+    replica_id_in_sync_group: The number of the replica that gets the value.
+    num_replicas_in_sync: The number of replicas.
+
+  References:
+    `tf.distribute.experimental.ValueContext`.
+  """
+
+  replica_id_in_sync_group: int
+  num_replicas_in_sync: int
+
+
+def reduce(
+  mesh: jax.sharding.Mesh, reduce_op: str, value: PyTree, axis: int | None
+) -> PyTree:
+  """Reduces per-replica values to one value; see `Strategy.reduce`."""
+  replica_context.check_reduce_op(reduce_op)
+  trees.check_arrays("reduce: value", value)
+
+  def reduce_array(v: Any) -> jax.Array:
+    axes = () if axis is None else (_axis_after_replicas("reduce", axis, v),)
+    return _reducer(mesh, reduce_op, (0, *axes))(v)
+
+  def reduce_leaf(path: Any, x: Any) -> Any:
+    if is_per_replica(x):
+      return jax.tree.map(reduce_array, _check_rows(mesh, "reduce", path, x))
+    if reduce_op == "sum":
+      # TensorFlow refuses it too: it could mean x or x times the replicas.
+      raise ValueError(
+        f"reduce: value[{trees.path_string(path)}] must be a PerReplica, got "
+        f"{x!r}: the sum of a replicated value is ambiguous."
+      )
+    if axis is None:
+      return x
+    replica_context.check_axis("reduce", axis, np.shape(x))
+    return jnp.mean(jnp.asarray(x), axis)
+
+  return _map_leaves(reduce_leaf, value)
+
+
+def gather(mesh: jax.sharding.Mesh, value: PyTree, axis: int) -> PyTree:
+  """Concatenates per-replica values; see `Strategy.gather`."""
+
+  def gather_leaf(path: Any, x: Any) -> Any:
+    if not is_per_replica(x):
+      raise ValueError(
+        f"gather: value[{trees.path_string(path)}] must be a PerReplica, got "
+        f"{x!r}."
+      )
+    return jax.tree.map(
+      lambda v: _gatherer(mesh, _axis_after_replicas("gather", axis, v))(v),
+      _check_rows(mesh, "gather", path, x),
+    )
+
+  return _map_leaves(gather_leaf, value)
+
+
+def local_replicas(mesh: jax.sharding.Mesh) -> list[int]:
+  """Returns the numbers of the replicas with a device in this process."""
+  me = jax.process_index()
+  return [
+    i
+    for i, devices in enumerate(mesh.devices)
+    if any(d.process_index == me for d in np.ravel(devices))
+  ]
+
+
+def local_results(mesh: jax.sharding.Mesh, value: PyTree) -> tuple[PyTree, ...]:
+  """Returns the values of local replicas; see `Strategy.local_results`."""
+
+  def take_leaf(index: int, path: Any, x: Any) -> Any:
+    if not is_per_replica(x):
+      return x
+    return jax.tree.map(
+      lambda v: _local_row(mesh, index, v),
+      _check_rows(mesh, "local_results", path, x),
+    )
+
+  return tuple(
+    _map_leaves(functools.partial(take_leaf, i), value)
+    for i in local_replicas(mesh)
+  )
+
+
+def from_function(
+  mesh: jax.sharding.Mesh, value_fn: Callable[[ValueContext], PyTree]
+) -> PyTree:
+  """Makes a `PerReplica`; see `Strategy.distribute_values_from_function`."""
+  if not callable(value_fn):
+    raise TypeError(f"value_fn must be a function, got {value_fn!r}.")
+  # Each process calls it for its own replicas only.
+  local = local_replicas(mesh)
+  num_replicas = mesh.shape[mesh_lib.REPLICA]
+  values = [value_fn(ValueContext(i, num_replicas)) for i in local]
+  for i, value in zip(local, values, strict=True):
+    where = f"value_fn of replica {i}"
+    trees.check_arrays(where, value)
+    for path, x in jax.tree_util.tree_leaves_with_path(value):
+      _check_integers(f"{where}: value[{trees.path_string(path)}]", x)
+    difference = trees.first_difference(value, values[0])
+    if difference:
+      raise ValueError(
+        "value_fn must return values of one structure, with the same shapes "
+        f"and dtypes, but replica {i} differs from replica {local[0]} at "
+        f"{difference}."
+      )
+  sharding = jax.sharding.NamedSharding(mesh, P(mesh_lib.REPLICA))
+
+  def stack_rows(*rows: Any) -> PerReplica:
+    shape = (num_replicas, *np.shape(rows[0]))
+    if any(isinstance(x, jax.Array) for x in rows):
+      local_rows: Any = jnp.stack([trees.drop_weak_type(x) for x in rows])
+    else:
+      local_rows = np.stack(rows)
+    return PerReplica(
+      jax.make_array_from_process_local_data(sharding, local_rows, shape)
+    )
+
+  return jax.tree.map(stack_rows, *values)
+
+
+def _check_integers(where: str, x: Any) -> None:
+  """Raises a ValueError if JAX would wrap integers of an array around."""
+  overflow = trees.integer_overflow(x)
+  if overflow is not None:
+    raise ValueError(f"{where} {overflow}")
+
+
+def _map_leaves(fn: Callable[[Any, Any], Any], value: PyTree) -> PyTree:
+  """Maps `fn(path, leaf)` over a tree in which a `PerReplica` is a leaf."""
+  return jax.tree_util.tree_map_with_path(fn, value, is_leaf=is_per_replica)
+
+
+def _check_rows(
+  mesh: jax.sharding.Mesh, where: str, path: Any, x: PerReplica
+) -> PyTree:
+  """Returns the value of a `PerReplica`, or raises if it is not valid."""
+  replicas = mesh.shape[mesh_lib.REPLICA]
+  for leaf in jax.tree.leaves(x.value):
+    if np.shape(leaf)[:1] != (replicas,):
+      raise ValueError(
+        f"{where}: value[{trees.path_string(path)}], a PerReplica, must have "
+        f"{replicas} rows, one for each replica, got shape {np.shape(leaf)}."
+      )
+    _check_integers(f"{where}: value[{trees.path_string(path)}]", leaf)
+  return x.value
+
+
+def _axis_after_replicas(where: str, axis: int, x: Any) -> int:
+  """Returns the axis of an array `[replicas, ...]` for an axis of its rows."""
+  shape = np.shape(x)[1:]
+  replica_context.check_axis(where, axis, shape)
+  return axis % len(shape) + 1
+
+
+@functools.lru_cache
+def _reducer(
+  mesh: jax.sharding.Mesh, reduce_op: str, axes: tuple[int, ...]
+) -> Callable[[Any], jax.Array]:
+  fn = jnp.sum if reduce_op == "sum" else jnp.mean
+  return _compiled(mesh, lambda x: fn(x, axis=axes))
+
+
+@functools.lru_cache
+def _gatherer(mesh: jax.sharding.Mesh, axis: int) -> Callable[[Any], jax.Array]:
+  whole = jax.sharding.NamedSharding(mesh, P())
+  return _compiled(
+    mesh,
+    # With Explicit axes JAX refuses to iterate over a sharded axis.
+    lambda x: jnp.concatenate(
+      list(mesh_lib.constrain(x, whole)), axis=axis - 1
+    ),
+  )
+
+
+def _compiled(
+  mesh: jax.sharding.Mesh, fn: Callable[[Any], jax.Array]
+) -> Callable[[Any], jax.Array]:
+  # Replicated, so that every process can read the whole result.
+  whole = jax.sharding.NamedSharding(mesh, P())
+  compiled = jax.jit(fn, out_shardings=whole)
+
+  def put_and_call(x: Any) -> jax.Array:
+    sharding = x.sharding if isinstance(x, jax.Array) else None
+    if (
+      not isinstance(sharding, jax.sharding.NamedSharding)
+      or sharding.mesh != mesh
+    ):
+      x = mesh_lib.put(x, whole)
+    return compiled(x)
+
+  return put_and_call
+
+
+def _local_row(mesh: jax.sharding.Mesh, index: int, x: Any) -> jax.Array:
+  """Returns `x[index]` on the devices of its replica, without communication."""
+  devices = mesh_lib.replica_mesh(mesh, index)
+  sharding = x.sharding if isinstance(x, jax.Array) else None
+  if (
+    not isinstance(sharding, jax.sharding.NamedSharding)
+    or sharding.mesh != mesh
+    or mesh_lib.REPLICA not in (*sharding.spec, None)[:1]
+  ):
+    whole = jax.sharding.NamedSharding(devices, P())
+    return jax.device_put(take_row(jnp.asarray(x), index), whole)
+  # A shard without a start holds all rows: the mesh has one replica.
+  parts = [
+    shard.data[0]
+    for shard in x.addressable_shards
+    if shard.index[0].start in (index, None)
+  ]
+  rest = jax.sharding.NamedSharding(devices, P(*sharding.spec[1:]))
+  return jax.make_array_from_single_device_arrays(x.shape[1:], rest, parts)
