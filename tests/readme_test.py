@@ -77,7 +77,16 @@ def test_python_snippets_run_in_order() -> None:
   assert set(names["state"].wrapper_states) == {"loss_scale", "sign_gradients"}
 
 
-@pytest.mark.parametrize("command", _COMMANDS)
+@pytest.mark.parametrize(
+  "command",
+  [
+    # A step of eight devices takes long to compile.
+    pytest.param(command, marks=pytest.mark.slow)
+    if "configs/lm_text_" in command
+    else command
+    for command in _COMMANDS
+  ],
+)
 def test_command_trains(
   command: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

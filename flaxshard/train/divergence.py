@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import math
-from typing import Any
 
 from flaxshard.state.train_state import TrainState
 from flaxshard.train import console
@@ -73,20 +72,18 @@ class DivergenceCheck:
         "config.learning_rate may help.",
       )
 
-  def check_evaluation(self, step: int, row: Mapping[str, Any]) -> None:
+  def check_evaluation(
+    self, step: int, evaluation: Mapping[str, float]
+  ) -> None:
     """Checks the metrics of an evaluation.
 
     Args:
       step: The step just taken.
-      row: The row of metrics of that step; those of an evaluation, if there was
-        one, begin with `"eval_"`.
+      evaluation: The metrics by name; empty if there was no evaluation.
 
     Raises:
       FloatingPointError: One is not finite, and `on_nonfinite` is "stop".
     """
-    evaluation = {k: v for k, v in row.items() if k.startswith("eval_")}
-    if not evaluation:
-      return
     bad = {k: v for k, v in evaluation.items() if not math.isfinite(v)}
     if bad:
       values = ", ".join(f"{name}={value}" for name, value in bad.items())

@@ -232,12 +232,13 @@ def _train(
           row["steps_per_second"] = steps_per_second
           notes.log_warnings(step, row)
           progress = setup.init_progress()
+        evaluation = setup.evaluate(state) if due.evaluate else {}
+        row |= evaluation
         if due.evaluate:
-          row |= setup.evaluate(state)
           notes.log_pending(step, state, step == config.num_train_steps)
         if row:
           write_row(step, row)
-        divergence_check.check_evaluation(step, row)
+        divergence_check.check_evaluation(step, evaluation)
         last = signum is not None or step == config.num_train_steps
         if due.save and (last or not divergence_check.is_stalled):
           with run.stop_request.saving():
@@ -245,7 +246,9 @@ def _train(
               step,
               state,
               data=run.train_iter,
-              metrics=_evaluation(row),
+              # Also without `config.best_metric`: the last checkpoint with a
+              # finite evaluation is not deleted for one without.
+              metrics=evaluation,
             )
           save_time = time.monotonic()
       if signum is not None:
@@ -322,15 +325,6 @@ def _due(config: Any, step: int, stop: bool, save_time: float) -> _Due:
       # Clocks differ: all processes save when process 0 does.
       save = bool(multihost_utils.broadcast_one_to_all(np.array(save)))
   return _Due(log, final or step % config.eval_every_steps == 0, save)
-
-
-def _evaluation(row: dict[str, float | int | None]) -> dict[str, Any]:
-  """Returns the metrics that decide which checkpoints are kept.
-
-  Also without `config.best_metric`: the last checkpoint with a finite
-  evaluation is not deleted for one without.
-  """
-  return {k: v for k, v in row.items() if k.startswith("eval_")}
 
 
 def _train_row(

@@ -175,7 +175,9 @@ def test_a_spatial_split_continues_a_run_of_one_device(image_run, tmp_path):
   assert_close(state.params, wanted.params)
 
 
-def test_replicas_with_cross_shard_train_like_one_device(image_run, tmp_path):
+def test_replicas_with_cross_shard_train_like_one_device(
+  image_run, tmp_path, caplog
+):
   """Batch and labels are split over the logical devices of each replica."""
   mesh = {
     "logical_devices": 4,
@@ -187,7 +189,17 @@ def test_replicas_with_cross_shard_train_like_one_device(image_run, tmp_path):
     ("cross_shard", {"group_assignment": ((1, 0),)}),
   )
   config = image_config(mesh, wrappers=wrappers)
+  caplog.set_level("INFO", "flaxshard")
   state = train.train_and_evaluate(config, str(tmp_path))
+  # The parameters with their shardings, not the slots of the optimizer.
+  (table,) = [m for m in caplog.messages if m.startswith("parameters:")]
+  for fact in ("conv0/kernel", "P()", "devices: 8"):
+    assert fact in table
+  assert "opt_state" not in caplog.text
+  (summary,) = [m for m in caplog.messages if "whole state: arrays" in m]
+  assert "devices: 8" in summary
+  # Without the time that the log shows in front.
+  assert all(len(line) <= 91 for line in table.splitlines()), table
   assert_same_rows(str(tmp_path), image_run[0])
   assert set(state.wrapper_states) == {"loss_scale", "cross_shard"}
   assert_close(state.params, image_run[1].params)
