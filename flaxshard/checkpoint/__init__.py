@@ -11,7 +11,7 @@ with its usual strict call, and flaxshard reads the checkpoints of plain Flax.
 """
 
 from flaxshard.checkpoint.checkpointer import Checkpointer
-from flaxshard.checkpoint.checkpointer import SaveError
+from flaxshard.checkpoint.save_manager import SaveError
 from flaxshard.checkpoint.step import item_handlers
 from flaxshard.checkpoint.step import restore
 from flaxshard.checkpoint.step import save_args

@@ -112,8 +112,8 @@ def plain(where: step_names.Directory, item: str | None = None) -> SavedTree:
 
   Raises:
     Damaged: The step has no item of a train state.
-    NotRestorableError: It only has items of other names, or Flax wrote the
-      file from several processes.
+    NotRestorableError: It only has items of other names.
+    ValueError: Flax wrote the file from several processes.
   """
   where = step_names.as_path(where)
   if where.is_file():
@@ -174,7 +174,7 @@ def orbax_tree(
       read_item(directory, tree, map(metadata.__getitem__, wanted))
     )
     return {
-      path: _place("/".join(path), found[path[len(prefix) :]], asked)
+      path: _place(directory, path, found[path[len(prefix) :]], asked)
       for path, asked in wanted.items()
     }
 
@@ -254,7 +254,7 @@ def _msgpack_tree(file: step_names.Directory) -> SavedTree:
     elif isinstance(x, (np.ndarray, np.generic)):
       leaves[path] = jax.ShapeDtypeStruct(np.shape(x), x.dtype)
     else:
-      raise NotRestorableError(
+      raise ValueError(
         f"{file}: {'/'.join(path)} must be an array, got {x!r}. Files that "
         "Flax wrote from several processes cannot be read."
       )
@@ -263,22 +263,26 @@ def _msgpack_tree(file: step_names.Directory) -> SavedTree:
     wanted: Mapping[Path, jax.ShapeDtypeStruct],
   ) -> dict[Path, Any]:
     return {
-      path: _place("/".join(path), found[path], asked)
+      path: _place(file, path, found[path], asked)
       for path, asked in wanted.items()
     }
 
   return SavedTree(file.name, leaves, read_leaves)
 
 
-def _place(name: str, x: Any, asked: jax.ShapeDtypeStruct) -> Any:
+def _place(
+  where: step_names.Directory, path: Path, x: Any, asked: jax.ShapeDtypeStruct
+) -> Any:
   """Returns a leaf that was read as an array with the wanted sharding."""
   if isinstance(x, jax.Array):
     return x
-  if not isinstance(x, (np.ndarray, np.generic)) or name == "step":
+  if not isinstance(x, (np.ndarray, np.generic)) or path == ("step",):
     # astype wraps numbers around without an error.
     number = np.asarray(x).astype(asked.dtype)
     if number.item() != x:
-      raise NotRestorableError(f"{name}: {x} is not exact in {asked.dtype}.")
+      raise NotRestorableError(
+        f"{where}: {'/'.join(path)}: {x} is not exact in {asked.dtype}."
+      )
     x = number
   # Each device gets only its part.
   return jax.make_array_from_callback(

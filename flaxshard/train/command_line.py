@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from absl import flags
 import ml_collections
 
-from flaxshard.checkpoint.checkpointer import SaveError
+from flaxshard.checkpoint.save_manager import SaveError
 from flaxshard.core import checks
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

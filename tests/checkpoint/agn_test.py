@@ -196,6 +196,7 @@ def test_resuming_in_mid_period_is_exact(path, wrappers, caplog):
   assert messages(caplog) == []
 
 
+@pytest.mark.slow
 def test_loop_resumes_in_mid_period(tmp_path, monkeypatch):
   monkeypatch.setattr(charts, "plot", lambda *args: None)
   config = tiny.config(

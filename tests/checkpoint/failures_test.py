@@ -115,6 +115,7 @@ def test_check_does_not_wait_for_a_save(path, monkeypatch):
   assert finalized
 
 
+@pytest.mark.slow
 def test_loop_stops_at_the_step_after_a_failed_save(tmp_path, monkeypatch):
   fail_at(monkeypatch, 2)
   # Wait in `check`, so that the failure is known at the next step.

@@ -101,7 +101,23 @@ def test_metrics_are_read_after_a_restart(path):
   assert steps_on_disk(path) == [2, 3, 4]
 
 
+@pytest.mark.parametrize("finite", [{"a": 1.0}, {}, None])
+def test_as_many_as_max_to_keep_are_kept_without_a_nonfinite_metric(finite):
+  for count in (1, 3):
+    metrics = dict.fromkeys(range(1, 8), finite)
+    kept = preserved(dict(max_to_keep=count), metrics)
+    assert kept == list(range(8 - count, 8))
+
+
 # A run that diverges.
+
+
+def test_run_that_diverges_keeps_at_most_twice_max_to_keep():
+  good = {step: {"a": 1.0} for step in range(1, 10)}
+  bad = {step: {"a": float("nan")} for step in range(10, 30)}
+  for count in (1, 3):
+    kept = preserved(dict(max_to_keep=count), good | bad)
+    assert len(kept) == 2 * count
 
 
 def test_nonfinite_metrics_delete_no_finite_ones():
@@ -277,6 +293,7 @@ def test_rank_orders_metrics():
   assert policies.rank({"a": 2.5}, "a", "min") == -2.5
 
 
+@pytest.mark.slow
 def test_loop_keeps_the_best_and_saves_by_the_clock(tmp_path, monkeypatch):
   # Every logged step is due by the clock.
   config = tiny.config(
