@@ -196,8 +196,12 @@ class Checkpointer:
     manager = self._saves.manager
     if manager is None:
       return None
+    # Flax's own checkpoints have no metrics, and Orbax does not find them.
+    found = set(manager.all_steps())
     ranks = {
-      policies.rank(manager.metrics(step), *self._best): step for step in steps
+      policies.rank(manager.metrics(step), *self._best): step
+      for step in steps
+      if step in found
     }
     ranks.pop(-math.inf, None)
     return ranks[max(ranks)] if ranks else None

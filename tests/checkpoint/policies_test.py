@@ -5,6 +5,7 @@ import json
 import os
 import types
 
+from flax.training import checkpoints
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -107,6 +108,14 @@ def test_as_many_as_max_to_keep_are_kept_without_a_nonfinite_metric(finite):
     metrics = dict.fromkeys(range(1, 8), finite)
     kept = preserved(dict(max_to_keep=count), metrics)
     assert kept == list(range(8 - count, 8))
+
+
+def test_best_step_beside_a_checkpoint_of_flax(path):
+  checkpoints.save_checkpoint(path, create(), 1)
+  save_all(path, {2: 0.9, 3: 0.5}, best_metric="accuracy")
+  with checkpoint.Checkpointer(path, best_metric="accuracy") as checkpointer:
+    assert checkpointer.all_steps() == [1, 2, 3]
+    assert checkpointer.best_step() == 2
 
 
 # A run that diverges.
