@@ -484,6 +484,7 @@ def test_plain_step_is_restored_when_ours_is_damaged(tmp_path, caplog):
 # The loop.
 
 
+@pytest.mark.slow
 def test_loop_continues_from_the_step_before(tmp_path, caplog):
   config = tiny.config(
     model={"name": "normed:Normed"},
