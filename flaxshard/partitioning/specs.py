@@ -69,7 +69,9 @@ def check(
     ((), ('model',))
   """
   sizes = dict(mesh.shape)
-  context = f"got {spec} for the shape {shape}; mesh axes: {sizes}."
+  is_known = not shape or any(isinstance(size, int) for size in shape)
+  array = f"the shape {shape}" if is_known else f"an array of ndim={len(shape)}"
+  context = f"got {spec} for {array}; mesh axes: {sizes}."
   if not isinstance(spec, P):
     raise TypeError(f"{what}: must be a PartitionSpec, got {spec!r}.")
   if len(spec) > len(shape):

@@ -89,7 +89,7 @@ def test_the_mask_of_a_dataset_is_split_as_the_rows():
     (
       {"label": P("replica", "m0")},
       ValueError,
-      ["batch[label]", "more entries"],
+      ["batch[label]", "more entries", "ndim=1"],
     ),
     ({"imgae": P("replica")}, ValueError, ["'imgae'", "image, label"]),
     (
