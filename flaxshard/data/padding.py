@@ -20,6 +20,11 @@ PyTree = Any
 _masks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
+def remember_mask(x: Any) -> None:
+  """Remembers that an array is the mask of a batch that was padded."""
+  _masks[id(x)] = x
+
+
 def marks_padding(x: Any) -> bool:
   """Returns whether an array is the mask of a batch that was padded."""
   return _masks.get(id(x)) is x
@@ -95,7 +100,7 @@ class Padder:
     out = sharding.put(self._mesh, arrays, shardings)
     if layout.mask is not None and has_padding:
       mask_leaf = -1 if layout.mask_leaf is None else layout.mask_leaf
-      _masks[id(out[mask_leaf])] = out[mask_leaf]
+      remember_mask(out[mask_leaf])
     if layout.mask is None or layout.mask_leaf is not None:
       return jax.tree.unflatten(layout.tree, out)
     batch = jax.tree.unflatten(layout.tree, out[:-1])

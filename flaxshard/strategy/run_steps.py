@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import trees
+from flaxshard.data import padding
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import values
 
@@ -82,7 +83,10 @@ def _stack_arrays(axis: int, *parts: Any) -> Any:
     return np.stack(parts, axis)
   sharding = parts[0].sharding
   if isinstance(sharding, jax.sharding.NamedSharding):
-    return _stacker(sharding, axis)(*parts)
+    stacked = _stacker(sharding, axis)(*parts)
+    if any(map(padding.marks_padding, parts)):
+      padding.remember_mask(stacked)
+    return stacked
   return jnp.stack(parts, axis)
 
 
@@ -136,8 +140,13 @@ class Loop:
     def loop(state: PyTree, batches: PyTree) -> tuple[PyTree, PyTree]:
       # jax.lax.scan needs an initial carry of the outputs' shapes, and its
       # errors about a changed state would not name the path.
-      first = jax.tree.map(lambda x: x[0], batches)
-      new, outputs = jax.eval_shape(step, state, first)
+      new, outputs = jax.eval_shape(
+        lambda state, batches: step(
+          state, jax.tree.map(lambda x: x[0], batches)
+        ),
+        state,
+        batches,
+      )
       difference = trees.first_difference(new, state)
       if difference:
         raise ValueError(

@@ -82,6 +82,15 @@ def test_evaluation_that_ignores_the_mask_does_not_warn(state):
     STRATEGY.run(predict, args=(state, batch))
 
 
+def test_run_steps_that_ignore_the_mask_of_a_padded_batch_warn(state):
+  ignores = step(lambda losses, mask: losses.mean())
+  with warnings.catch_warnings(action="error"):
+    STRATEGY.run_steps(step(masked_mean), state, list(batches([8, 5])))
+    STRATEGY.run_steps(ignores, state, list(batches([8, 8])))
+  with pytest.warns(UserWarning, match="padding.* argument 1/mask"):
+    STRATEGY.run_steps(ignores, state, list(batches([8, 5])))
+
+
 def test_masks_that_the_user_gives_do_not_warn_without_padding(state):
   train_step = step(lambda losses, mask: losses.mean())
   batch = {"x": X[:8], "mask": np.arange(8) < 5}
