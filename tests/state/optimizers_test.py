@@ -34,9 +34,11 @@ def create(tx, wrappers=(), params=PARAMS, **kwargs):
   )
 
 
-def optax_steps(tx, params, steps, **kwargs):
-  """Returns the parameters that optax alone computes."""
+@functools.cache
+def optax_step(tx):
+  """Returns a compiled step of optax alone."""
 
+  @jax.jit
   def step(params, opt_state):
     value, grads = jax.value_and_grad(quadratic)(params)
     extra = dict(value=value, grad=grads, value_fn=quadratic)
@@ -45,11 +47,28 @@ def optax_steps(tx, params, steps, **kwargs):
     )
     return optax.apply_updates(params, updates), opt_state
 
+  return step
+
+
+def optax_steps(tx, params, steps):
+  """Returns the parameters that optax alone computes."""
   opt_state = tx.init(params)
-  step = jax.jit(step)
   for _ in range(steps):
-    params, opt_state = step(params, opt_state)
+    params, opt_state = optax_step(tx)(params, opt_state)
   return params
+
+
+@jax.jit
+def minimize(state):
+  return state.minimize(quadratic)[0]
+
+
+@jax.jit
+def apply_with_extra_arguments(state):
+  value, grads = state.value_and_grad(quadratic)
+  return state.apply_gradients(
+    grads=grads, value=value, grad=grads, value_fn=quadratic
+  )
 
 
 EXTRA = {
@@ -64,24 +83,19 @@ EXTRA = {
 }
 
 
-@pytest.mark.parametrize("wrappers", ["none", "scale"])
+@pytest.mark.parametrize(
+  ("wrappers", "step"),
+  # `minimize` passes what the optimizer uses.
+  [("none", apply_with_extra_arguments), ("scale", minimize)],
+  ids=["none", "scale"],
+)
 @pytest.mark.parametrize("tx", EXTRA.values(), ids=EXTRA)
-def test_extra_arguments_are_those_of_optax(tx, wrappers):
-  def step(state):
-    value, grads = state.value_and_grad(quadratic)
-    return state.apply_gradients(
-      grads=grads, value=value, grad=grads, value_fn=quadratic
-    )
-
-  state = given = create(tx, WRAPPERS[wrappers])
-  step = jax.jit(step)
+def test_extra_arguments_are_those_of_optax(tx, wrappers, step):
+  state = create(tx, WRAPPERS[wrappers])
   for _ in range(3):
     state = step(state)
   assert_trees_close(state.params, optax_steps(tx, PARAMS, 3))
   assert state.tx is tx
-  # `minimize` passes what the optimizer uses.
-  given, _ = jax.jit(lambda state: state.minimize(quadratic))(given)
-  assert_trees_close(given.params, optax_steps(tx, PARAMS, 1))
 
 
 @pytest.mark.parametrize("wrappers", WRAPPERS.values(), ids=WRAPPERS)
@@ -104,19 +118,17 @@ def test_value_is_averaged_over_replicas(wrappers):
     assert 0 < float(plateau.best_value) < first
 
 
-@pytest.mark.parametrize("wrappers", ["none", "scale"])
-def test_line_search_over_replicas_is_that_of_the_whole_batch(wrappers):
+def test_line_search_over_replicas_is_that_of_the_whole_batch():
   tx, strategy = EXTRA["lbfgs"], fs.Strategy()
-  scales = jnp.arange(1.0, 1 + strategy.num_replicas_in_sync)
-  mean_loss = lambda params: quadratic(params, scales.mean())
+  # The mean is 1, the scale of `optax_steps`.
+  scales = jnp.linspace(0.25, 1.75, strategy.num_replicas_in_sync)
 
   def step(state, scale):
     return state.minimize(quadratic, scale.mean())[0]
 
-  state = create(tx, WRAPPERS[wrappers], strategy=strategy)
+  state = create(tx, WRAPPERS["scale"], strategy=strategy)
   state = strategy.run(step, args=(state, strategy.shard_batch(scales)))
-  expected, _ = create(tx).minimize(mean_loss)
-  assert_trees_close(state.params, expected.params)
+  assert_trees_close(state.params, optax_steps(tx, PARAMS, 1))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +169,7 @@ def test_monitor_under_jit(wrappers):
   )
   state = create(tx, wrappers)
   for _ in range(2):
-    state, _ = jax.jit(lambda state: state.minimize(quadratic))(state)
+    state = minimize(state)
   opt_state = state.opt_state
   if "agn" in state.wrapper_states:
     opt_state = state.wrapper_states["agn"].local_opt_state
@@ -172,10 +184,14 @@ def test_lookahead_is_that_of_flax():
   pairs = optax.LookaheadParams.init_synced(PARAMS)
   plain = flax_train_state.TrainState.create(apply_fn=None, params=pairs, tx=tx)
   states = [create(tx, w, pairs) for w in ((), (fs.LossScale("dynamic"),))]
+
+  @jax.jit
+  def flax_step(state):
+    return state.apply_gradients(grads=jax.grad(quadratic)(state.params.fast))
+
   for _ in range(3):
-    grads = jax.grad(quadratic)(plain.params.fast)
-    plain = plain.apply_gradients(grads=grads)
-    states = [state.minimize(quadratic)[0] for state in states]
+    plain = flax_step(plain)
+    states = [minimize(state) for state in states]
   for state in states:
     assert_trees_close(state.params, plain.params)
     assert_trees_close(state.opt_state, plain.opt_state)
@@ -185,7 +201,8 @@ def test_lookahead_keeps_a_leaf_without_a_gradient():
   tx = optax.lookahead(optax.adam(0.1), sync_period=1, slow_step_size=0.5)
   pairs = optax.LookaheadParams.init_synced(PARAMS)
   state = create(tx, [fs.LossScale("dynamic")], pairs)
-  new = state.apply_gradients(grads={"w": jnp.ones(2), "b": None})
+  grads = {"w": jnp.ones(2), "b": None}
+  new = jax.jit(lambda state: state.apply_gradients(grads=grads))(state)
   assert float(new.params.fast["b"]) == float(new.params.slow["b"]) == 0.5
   assert float(new.params.fast["w"][0]) < 1
 
