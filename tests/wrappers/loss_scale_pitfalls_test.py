@@ -302,7 +302,7 @@ def test_callback_warns_at_the_floor():
   state = create({"w": jnp.ones(1)}, optax.sgd(1.0), FLOOR, warn_at_floor=True)
   bad = {"w": jnp.array([jnp.nan])}
   with warnings.catch_warnings():
-    warnings.simplefilter("error")
+    warnings.simplefilter("error", RuntimeWarning)
     state = step_and_wait(step, state, bad)  # backs off to the floor
     state = step_and_wait(step, state, {"w": jnp.zeros(1)})
   assert float(scale_state(state).scale) == 1.0
@@ -313,7 +313,7 @@ def test_callback_warns_at_the_floor():
   assert int(scale_state(state).skipped_steps) == 2
   assert float(state.params["w"][0]) == 1.0
   with warnings.catch_warnings():
-    warnings.simplefilter("error")
+    warnings.simplefilter("error", RuntimeWarning)
     step_and_wait(step, state, {"w": jnp.zeros(1)})
 
 
