@@ -101,10 +101,10 @@ def _lack_a_scale(grads: PyTree) -> bool:
 
 _NOT_SCALED = (
   "LossScale: apply_gradients got gradients, but nothing has scaled a loss for "
-  "them with this wrapper, as jax.grad does not. Small float16 gradients are "
-  "zero then, and the scale has no effect. Use state.value_and_grad(loss_fn), "
-  "or scale the loss with state.scale_loss and its gradients with "
-  "state.unscale_gradients."
+  "them with this wrapper: jax.grad alone does not. Small float16 gradients "
+  "are zero then, and the scale has no effect. Use "
+  "state.value_and_grad(loss_fn), or scale the loss with state.scale_loss and "
+  "its gradients with state.unscale_gradients."
 )
 _NOT_UNSCALED = (
   "LossScale: state.scale_loss scaled the loss, but its gradients were not "
