@@ -25,8 +25,8 @@ Fields with a default:
   `flaxshard.core.optimizer.create`.
 - `on_nonfinite` (`"stop"`): What a run does that diverges: `"stop"` with an
   error, or `"continue"`. It diverges at a non-finite loss when no wrapper skips
-  the step, at a non-finite evaluation, and after 20 skipped steps in a row with
-  a loss scale at its floor.
+  the step, at a non-finite evaluation, with non-finite parameters at a save,
+  and after 20 skipped steps in a row with a loss scale at its floor.
 - `profile_steps` (`()`): `(first, last)` step to trace into `workdir/profile`.
 - `writer` (`"tensorboard"`): Event writer; also `"clu"` or `"none"`.
 - `max_to_keep` (3): Number of newest checkpoints to keep.

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 import math
 
+import jax
+
+from flaxshard.core import gradients
 from flaxshard.state.train_state import TrainState
 from flaxshard.train import console
 from flaxshard.train import steps
@@ -15,13 +18,16 @@ from flaxshard.wrappers import stack
 # the fault of a few batches.
 _MAX_STALLED_STEPS = 20
 
+_all_finite = jax.jit(gradients.all_finite)
+
 
 class DivergenceCheck:
   """Raises or warns when a run diverges.
 
   A run diverges at an applied step with a non-finite loss, at a non-finite
-  evaluation, or when a wrapper has skipped all of the last 20 steps, or all of
-  a shorter run, and has nothing left to try.
+  evaluation, with non-finite parameters that are to be saved, or when a wrapper
+  has skipped all of the last 20 steps, or all of a shorter run, and has nothing
+  left to try.
 
   Args:
     on_nonfinite: `"stop"` raises FloatingPointError, `"continue"` warns.
@@ -94,6 +100,28 @@ class DivergenceCheck:
         "config.learning_rate may help, or an example of the evaluation is not "
         "finite.",
       )
+
+  def check_params(self, step: int, state: TrainState) -> None:
+    """Checks the parameters, before they are saved.
+
+    A finite loss can have infinite gradients. The next step would have a loss
+    that is not finite, and a run that resumes from there would stop at once.
+
+    Args:
+      step: The step just taken.
+      state: The state after it.
+
+    Raises:
+      FloatingPointError: One is not finite, and `on_nonfinite` is "stop".
+    """
+    if bool(_all_finite(state.params)):
+      return
+    paths = gradients.nonfinite_leaves(state.params)
+    self._report(
+      "parameters",
+      f"step {step}: {len(paths)} parameters are not finite after it: "
+      f"{', '.join(paths)}. A lower config.learning_rate may help.",
+    )
 
   def _report(self, kind: str, message: str) -> None:
     if self._on_nonfinite == "continue":

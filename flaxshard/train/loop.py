@@ -241,6 +241,7 @@ def _train(
         divergence_check.check_evaluation(step, evaluation)
         last = signum is not None or step == config.num_train_steps
         if due.save and (last or not divergence_check.is_stalled):
+          divergence_check.check_params(step, state)
           with run.stop_request.saving():
             run.checkpointer.save(
               step,

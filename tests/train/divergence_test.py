@@ -31,14 +31,16 @@ def diverging(learning_rate: float, num_train_steps: int):
 
 
 def diverging_config(**fields):
-  return tiny.config(
+  values = dict(
     schedule={"name": f"{_THIS}:diverging"},
     optimizer={"name": "sgd"},
     wrappers=(_FLOOR,),
     num_train_steps=40,
     log_every_steps=4,
-    **{"checkpoint_every_steps": 4, "eval_every_steps": 100, **fields},
+    checkpoint_every_steps=4,
+    eval_every_steps=100,
   )
+  return tiny.config(**{**values, **fields})
 
 
 def test_a_run_whose_steps_are_all_skipped_stops_and_keeps_checkpoints(
@@ -55,6 +57,27 @@ def test_a_run_whose_steps_are_all_skipped_stops_and_keeps_checkpoints(
   # Of the skipped steps, none was saved: the good ones are still there.
   kept = sorted(os.listdir(tmp_path / "checkpoints"))
   assert kept == ["4", "6"]
+
+
+def breaking(learning_rate: float, num_train_steps: int):
+  """Returns a schedule whose fourth update makes the parameters infinite."""
+  del num_train_steps
+  return lambda count: jnp.where(count == 3, jnp.inf, learning_rate)
+
+
+def test_parameters_that_are_not_finite_are_not_saved(tmp_path):
+  config = diverging_config(
+    schedule={"name": f"{_THIS}:breaking"},
+    wrappers=(),
+    precision="float32",
+    checkpoint_every_steps=2,
+  )
+  with pytest.raises(FloatingPointError) as stopped:
+    train.train_and_evaluate(config, str(tmp_path))
+  # The loss of step 4 is finite: it was computed before the update.
+  for fact in ("step 4:", "head/kernel", "config.on_nonfinite='continue'"):
+    assert fact in str(stopped.value), str(stopped.value)
+  assert os.listdir(tmp_path / "checkpoints") == ["2"]
 
 
 def test_a_nonfinite_evaluation_stops_before_it_is_saved(tmp_path, caplog):
