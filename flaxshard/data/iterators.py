@@ -9,11 +9,11 @@ import functools
 import itertools
 import logging
 from typing import Any, Protocol, runtime_checkable
-import warnings
 import weakref
 
 import jax
 
+from flaxshard.core import checks
 from flaxshard.data import layout
 from flaxshard.data import padding
 from flaxshard.data import prefetch as prefetch_lib
@@ -131,12 +131,11 @@ class DistributedIterator:
     if self._ended:
       if self._epoch_after_end:
         self._epoch_after_end = False
-        warnings.warn(
+        checks.warn(
           f"the iterable, a {type(self._source).__name__}, can be read only "
           "once and is at its end: this epoch has no batches. Pass an iterable "
           "that starts again, such as a list or a Grain dataset; or distribute "
           "a new one for each epoch.",
-          stacklevel=2,
         )
       raise StopIteration
     self.start_prefetch()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import math
-import warnings
 
 import numpy as np
 
+from flaxshard.core import checks
 from flaxshard.partitioning import coordinates as coordinates_lib
 from flaxshard.partitioning.coordinates import Lengths
 from flaxshard.partitioning.topology import Topology
@@ -86,11 +86,10 @@ def lay_out(
       f"shape {shape} and stride {stride} in {topology!r}."
     )
   if mode == "ring" and not (_has_ring(counts[:3]) and _has_ring(part[:3])):
-    warnings.warn(
+    checks.warn(
       f"{_WHERE}: device_order_mode='ring': a box with an odd side has no "
       "ring, so its chips are numbered with x fastest; the sides are "
       f"{part[:3]} chips, {tuple(counts[:3])} replicas.",
-      stacklevel=3,
     )
 
   def lay_out_slice(number: int, count: int) -> np.ndarray:

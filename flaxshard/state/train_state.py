@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import inspect
 from typing import Any, ClassVar, Self, TYPE_CHECKING
-import warnings
 
 from flax import core
 from flax import struct
@@ -555,7 +554,7 @@ class TrainState(flax_train_state.TrainState):
       ()
     """
     for note in stack.pending(self.wrappers, self.wrapper_states):
-      warnings.warn(note, UserWarning, stacklevel=2)
+      checks.warn(note)
     return plain_state(self)
 
   def __reduce__(self) -> Any:

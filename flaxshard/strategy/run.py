@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 import contextvars
 import functools
 from typing import Any, NamedTuple
-import warnings
 
 import jax
 import numpy as np
 
+from flaxshard.core import checks
 from flaxshard.core import trees
 from flaxshard.data import padding
 from flaxshard.replicas import context as replica_context
@@ -165,8 +165,7 @@ class Program:
     for kind, message in compiled.warnings.items():
       if kind not in self._warned:
         self._warned.add(kind)
-        # At the line that calls `run`, `run_steps`, or a function of `jit`.
-        warnings.warn(message, UserWarning, stacklevel=4)
+        checks.warn(message)
     compiled.warnings.clear()
 
   def _prepare(self, args: Any, kwargs: Any) -> tuple[_Compiled, list[Any]]:
@@ -254,13 +253,11 @@ def _count_call(fn: Function, calls: int) -> None:
   elif _one_time_functions.add(fn) == 3:
     inner: Any = function_cache.inner_function(fn)
     code = inner.__code__
-    warnings.warn(
+    checks.warn(
       f"run: the function {inner.__qualname__} ({code.co_filename}:"
       f"{code.co_firstlineno}) was compiled for the third time, because each "
       "call is given a new function object. Define it once, outside of the "
       "loop, and pass what changes as args.",
-      UserWarning,
-      stacklevel=4,
     )
 
 

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import logging
 from typing import Any
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ import optax
 from flaxshard import data
 from flaxshard import models
 from flaxshard import wrappers as wrappers_lib
+from flaxshard.core import checks
 from flaxshard.core import optimizer
 from flaxshard.core import trees
 from flaxshard.core.policy import Policy
@@ -94,12 +94,10 @@ class Setup:
     means = {k: float(v) for k, v in metrics.compute().items()}
     # All of them: logits do not come to exactly 1 by chance.
     if means.pop("probabilities") == 1 and self.splits.num_classes > 1:
-      warnings.warn(
+      checks.warn(
         f"config.model ({self.config.model.name!r}) returns probabilities: all "
         "its outputs are positive and sum to 1. The loss takes the softmax by "
         "itself: return logits, without a softmax, or it hardly trains.",
-        UserWarning,
-        stacklevel=2,
       )
     return {f"eval_{k}": v for k, v in means.items()}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -260,15 +259,13 @@ class AGN(base.Base):
     """Warns if sequential commits are too frequent to be stable."""
     least = _STABLE_PERIOD * num_replicas
     if self.commit == "sequential" and self.communication_period < least:
-      warnings.warn(
+      checks.warn(
         f"AGN: communication_period={self.communication_period} is short for "
         f"sequential commits of {num_replicas} replicas: before a commit is "
         f"applied, the center changes by {num_replicas - 1} other commits, and "
         f"below about {_STABLE_PERIOD} * {num_replicas} = {least:.1f} local "
         "steps training may diverge. Use a longer period, a lower learning "
         "rate, or commit='mean'.",
-        UserWarning,
-        stacklevel=2,
       )
 
   def metrics(self, state: AGNState) -> dict[str, jax.Array]:

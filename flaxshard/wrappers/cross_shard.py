@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import dataclasses
 import operator
 from typing import Any, ClassVar
-import warnings
 
 import jax
 import numpy as np
 
+from flaxshard.core import checks
 from flaxshard.replicas import context as replica_context
 from flaxshard.wrappers import base
 
@@ -142,11 +142,9 @@ class CrossShard(base.Base):
     """Calls `next` with the reduced gradients."""
     context = replica_context.get_replica_context()
     if context is None:
-      warnings.warn(
+      checks.warn(
         "CrossShard: apply_gradients is called outside of Strategy.run, where "
         "there are no replicas: the gradients are not reduced.",
-        UserWarning,
-        stacklevel=2,
       )
       return next(target, grads), state
     self.check_replicas(context.num_replicas_in_sync)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 import functools
 import types
 from typing import Any
-import warnings
 
 import jax
 import jax.numpy as jnp
 
+from flaxshard.core import checks
 from flaxshard.core import trees
 from flaxshard.core.policy import Policy
 from flaxshard.replicas import context as replica_context
@@ -51,7 +51,7 @@ def check_replicas(wrappers: Wrappers, num_replicas: int) -> None:
     base.adapt(w).check_replicas(num_replicas)
   note = divergence(wrappers)
   if note:
-    warnings.warn(note, UserWarning, stacklevel=2)
+    checks.warn(note)
 
 
 def divergence(wrappers: Wrappers) -> str | None:
