@@ -135,9 +135,8 @@ def _open_run(setup: setup_lib.Setup, workdir: str) -> Iterator[_Run]:
   checkpoint_dir = os.path.join(workdir, "checkpoints")
   with contextlib.ExitStack() as exit_stack:
     with multihost.raise_on_all_processes(ValueError):
+      exit_stack.callback(directories.lock("workdir", workdir))
       directories.check_writable("workdir", checkpoint_dir)
-      unlock = directories.lock("workdir", workdir)
-    exit_stack.callback(unlock)
     # From here on a signal ends the run with a checkpoint.
     stop_request = exit_stack.enter_context(preemption.catch_signals())
     train_iter = exit_stack.enter_context(iter(setup.train_batches()))

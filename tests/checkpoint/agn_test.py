@@ -267,6 +267,7 @@ def test_saved_statistics_are_the_mean_at_the_last_commit(path):
 # A wrapper that is new.
 
 
+@pytest.mark.slow
 def test_new_agn_starts_from_a_plain_checkpoint(path, caplog):
   wrappers = (SCALED, MEAN)
   plain = trained(create(None), None, 5)

@@ -195,6 +195,7 @@ def test_step_that_is_a_link_stays(path, caplog):
   assert f"{path / '1'} cannot be deleted: it is a symbolic link" in message
 
 
+@pytest.mark.slow
 def test_step_that_cannot_be_deleted_is_told_once(path, caplog, monkeypatch):
   save_all(path, {1: "none given", 2: "none given"})
   original = os.rmdir

@@ -164,6 +164,7 @@ def test_evaluation_counts_every_example_once(image_run):
   assert row["eval_accuracy"] == pytest.approx(correct.mean())
 
 
+@pytest.mark.slow
 def test_a_spatial_split_continues_a_run_of_one_device(image_run, tmp_path):
   one_device, wanted = image_run
   workdir = copy_at_step_2(one_device, tmp_path / "run")
@@ -175,6 +176,7 @@ def test_a_spatial_split_continues_a_run_of_one_device(image_run, tmp_path):
   assert_close(state.params, wanted.params)
 
 
+@pytest.mark.slow
 def test_replicas_with_cross_shard_train_like_one_device(
   image_run, tmp_path, caplog
 ):
@@ -212,6 +214,7 @@ def test_split_params_train_per_replica(split_text_run):
   assert {s.data.shape for s in kernel.addressable_shards} == {(4, 16)}
 
 
+@pytest.mark.slow
 def test_one_device_continues_a_run_with_split_params(split_text_run, tmp_path):
   split_workdir, wanted = split_text_run
   workdir = copy_at_step_2(split_workdir, tmp_path / "run")
@@ -221,6 +224,7 @@ def test_one_device_continues_a_run_with_split_params(split_text_run, tmp_path):
   assert len(state.params["head"]["kernel"].sharding.device_set) == 1
 
 
+@pytest.mark.slow
 def test_tensor_parallel_continues_a_run_with_split_params(
   split_text_run, tmp_path
 ):
@@ -241,6 +245,7 @@ def test_tensor_parallel_continues_a_run_with_split_params(
     assert x.sharding == like.sharding
 
 
+@pytest.mark.slow
 def test_replicas_with_statistics_and_dropout_resume_exactly(tmp_path):
   """A checkpoint has the position of the data, not that of reading ahead."""
   config = image_config(

@@ -237,6 +237,7 @@ def nnx_run(tmp_path_factory):
   return workdir, config, state
 
 
+@pytest.mark.slow
 def test_an_nnx_model_trains_and_resumes(nnx_run, tmp_path, monkeypatch):
   workdir, config, state = nnx_run
   assert int(state.rngs["dropout"]["rngs"]["count"]) == 4

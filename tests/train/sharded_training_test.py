@@ -4,6 +4,7 @@ import compilations
 import jax
 import numpy as np
 import optax
+import pytest
 
 import flaxshard as fs
 from flaxshard.models import Transformer
@@ -58,6 +59,7 @@ def train(step, state, tokens):
   return state, losses
 
 
+@pytest.mark.slow
 def test_sharded_training_matches_one_device():
   wanted, wanted_losses = train(jax.jit(train_step), create(), TOKENS)
   strategy = fs.Strategy(mesh_shape=MESH_SHAPE)
