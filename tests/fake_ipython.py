@@ -5,7 +5,7 @@ import types
 
 
 class Shell:
-  """What a program sees of IPython: the cell's number and what was shown.
+  """The parts of IPython's shell that flaxshard uses, and what was shown.
 
   Args:
     monkeypatch: Pytest's fixture.

@@ -1,10 +1,14 @@
 """A training config that runs in a second, and helpers for its runs."""
 
+from collections.abc import Iterator
 import contextlib
 import os
+import sys
 
 import ml_collections
+import pytest
 
+from flaxshard.train import charts
 from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import preemption
 
@@ -33,6 +37,20 @@ def config(**fields) -> ml_collections.ConfigDict:
     writer="none",
   )
   return ml_collections.ConfigDict({**values, **fields})
+
+
+@contextlib.contextmanager
+def importable(name: str, module: str) -> Iterator[None]:
+  """Lets configs name what a test file defines; draws no plots.
+
+  Args:
+    name: The name by which configs import the file.
+    module: The `__name__` of the file.
+  """
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(sys.modules, name, sys.modules[module])
+    patch.setattr(charts, "plot", lambda *args: None)
+    yield
 
 
 def rows(workdir) -> list[dict]:

@@ -1,4 +1,4 @@
-"""What a Strategy does with per-replica values: reduce, gather, and others."""
+"""Operations on per-replica values: reduce, gather, and others."""
 
 import compilations
 import jax

@@ -2,14 +2,12 @@
 
 import logging
 import os
-import sys
 
 import jax.numpy as jnp
 import pytest
 import tiny
 
 from flaxshard import train
-from flaxshard.train import charts
 
 _THIS = "divergence_test_factories"
 _FLOOR = ("loss_scale", {"scale": {"type": "dynamic", "initial_scale": 1.0}})
@@ -18,9 +16,7 @@ _FLOOR = ("loss_scale", {"scale": {"type": "dynamic", "initial_scale": 1.0}})
 @pytest.fixture(scope="module", autouse=True)
 def importable():
   """Lets configs name the schedule of this file; draws no plots."""
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setitem(sys.modules, _THIS, sys.modules[__name__])
-    patch.setattr(charts, "plot", lambda *args: None)
+  with tiny.importable(_THIS, __name__):
     yield
 
 

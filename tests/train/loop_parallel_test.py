@@ -7,7 +7,6 @@ mesh at step 2, so they also show that a checkpoint fits any mesh.
 import os
 import re
 import shutil
-import sys
 import threading
 
 import jax
@@ -18,7 +17,6 @@ import tiny
 
 from flaxshard import data
 from flaxshard import train
-from flaxshard.train import charts
 
 P = jax.sharding.PartitionSpec
 
@@ -75,9 +73,7 @@ def invalid_label() -> data.Splits:
 @pytest.fixture(scope="module", autouse=True)
 def importable():
   """Lets configs name the data of this file; draws no plots."""
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setitem(sys.modules, _THIS, sys.modules[__name__])
-    patch.setattr(charts, "plot", lambda *args: None)
+  with tiny.importable(_THIS, __name__):
     yield
 
 

@@ -8,7 +8,6 @@ import pathlib
 import re
 import shutil
 import signal
-import sys
 
 import fake_ipython
 from flax import nnx
@@ -30,9 +29,7 @@ _PLOT = charts.plot
 @pytest.fixture(scope="module", autouse=True)
 def importable():
   """Lets configs name the model and the data of this file; draws no plots."""
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setitem(sys.modules, _THIS, sys.modules[__name__])
-    patch.setattr(charts, "plot", lambda *args: None)
+  with tiny.importable(_THIS, __name__):
     yield
 
 

@@ -1,7 +1,6 @@
 """A workdir of another config, or of other data."""
 
 import logging
-import sys
 
 import jax
 import pytest
@@ -9,7 +8,6 @@ import tiny
 
 from flaxshard import data
 from flaxshard import train
-from flaxshard.train import charts
 from flaxshard.train import config as config_lib
 from flaxshard.train import resume
 
@@ -19,9 +17,7 @@ _THIS = "resume_test_factories"
 @pytest.fixture(scope="module", autouse=True)
 def importable():
   """Lets configs name the data of this file; draws no plots."""
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setitem(sys.modules, _THIS, sys.modules[__name__])
-    patch.setattr(charts, "plot", lambda *args: None)
+  with tiny.importable(_THIS, __name__):
     yield
 
 

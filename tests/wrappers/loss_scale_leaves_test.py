@@ -5,23 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from scaled_states import apply_step
+from scaled_states import create
 from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 
 OWG = "_overwrite_with_gradient"
-
-# Shared by the tests, so that each kind of state is compiled once.
-apply_step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-
-
-def create(params, tx, scale="dynamic", **kwargs):
-  return fs.TrainState.create(
-    apply_fn=None,
-    params=params,
-    tx=tx,
-    wrappers=[fs.LossScale(scale, **kwargs)],
-  )
 
 
 # Leaves without a gradient.
