@@ -35,14 +35,13 @@ checkpoint; none interrupts a save. A workdir can be used by one run at a time.
 
 # Flags only: the training loop is in flaxshard/train/loop.py.
 
-import logging
-
 from absl import app
 from absl import flags
 from absl import logging as absl_logging
 from ml_collections import config_flags
 
 from flaxshard.train import command_line
+from flaxshard.train import console
 from flaxshard.train import loop
 
 FLAGS = flags.FLAGS
@@ -64,18 +63,12 @@ flags.mark_flags_as_required(["config", "workdir"])
 def main(argv: list[str]) -> None:
   """Runs the training loop."""
   del argv
-  # Not propagated: absl's handler at the root would print each line again.
-  log = logging.getLogger("flaxshard")
-  handler = logging.StreamHandler()
-  handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-  log.addHandler(handler)
-  log.setLevel(logging.INFO)
-  log.propagate = False
   if not FLAGS["verbosity"].present:
     # JAX and Orbax log many lines at INFO.
     absl_logging.set_verbosity(absl_logging.WARNING)
 
-  with command_line.report_mistakes(verbose=FLAGS.verbosity > 0):
+  verbose = FLAGS.verbosity > 0
+  with command_line.report_mistakes(verbose), console.print_log():
     loop.train_and_evaluate(FLAGS.config, FLAGS.workdir)
 
 

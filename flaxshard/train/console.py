@@ -1,4 +1,4 @@
-"""What a person sees of a run: log lines, warnings and a progress bar."""
+"""Log lines, warnings and the progress bar of a run."""
 
 from __future__ import annotations
 
@@ -26,15 +26,19 @@ def show_log() -> Iterator[None]:
   Logging is configured if the root logger or that of flaxshard has a level or a
   handler that Python's defaults do not have. Then nothing changes.
   """
-  if _is_logging_configured():
+  with contextlib.nullcontext() if _is_logging_configured() else print_log():
     yield
-    return
+
+
+@contextlib.contextmanager
+def print_log() -> Iterator[None]:
+  """Prints the log of flaxshard within the block, from INFO on."""
   log = logging.getLogger("flaxshard")
   handler = logging.StreamHandler(_stream())
   handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
   log.addHandler(handler)
   log.setLevel(logging.INFO)
-  # The handler of the root logger would print each line again.
+  # A handler of the root logger, such as absl's, would print each line again.
   log.propagate = False
   try:
     yield

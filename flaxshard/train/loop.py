@@ -30,6 +30,7 @@ from flaxshard.train import config as config_lib
 from flaxshard.train import console
 from flaxshard.train import devices
 from flaxshard.train import divergence
+from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import preemption
 from flaxshard.train import report
 from flaxshard.train import resume
@@ -66,8 +67,8 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       data order.
     ImportError: A package that the config needs is not installed.
     FloatingPointError: `config.on_nonfinite` is "stop", and the loss of an
-      applied step or an evaluation became infinite or NaN, or wrappers skipped
-      20 steps in a row with a loss scale at its floor.
+      applied step, an evaluation, or parameters to be saved became infinite or
+      NaN, or wrappers skipped 20 steps in a row with a loss scale at its floor.
     SaveError: A checkpoint could not be written. It is raised at the next step;
       with several processes, at the next row of metrics or save.
     SystemExit: After Ctrl-C, SIGTERM or JAX's notice of preemption, once a
@@ -227,7 +228,7 @@ def _train(
         divergence_check.check_steps(step, state, seen)
         row: dict[str, float | int | None] = {}
         if due.log:
-          row = _train_row(state, seen, setup.schedule)
+          row |= _train_row(state, seen, setup.schedule)
           row["steps_per_second"] = steps_per_second
           notes.log_warnings(step, row)
           progress = setup.init_progress()
@@ -329,7 +330,7 @@ def _due(config: Any, step: int, stop: bool, save_time: float) -> _Due:
 
 def _train_row(
   state: TrainState, progress: steps.Progress, schedule: optax.Schedule
-) -> dict[str, float | int | None]:
+) -> dict[str, float]:
   # If no step was applied, there is no loss to average: 0 / 0 is NaN.
   with np.errstate(invalid="ignore"):
     row = {f"train_{k}": v for k, v in progress.metrics.compute().items()}
@@ -337,4 +338,4 @@ def _train_row(
   row["learning_rate"] = schedule(jnp.maximum(state.step - 1, 0))
   # Not `state.metrics()`, which a collection of that name would hide.
   row |= stack.metrics(state.wrappers, state.wrapper_states)
-  return {key: np.asarray(value).item() for key, value in row.items()}
+  return metrics_lib.to_numbers(row)

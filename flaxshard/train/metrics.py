@@ -12,6 +12,7 @@ import textwrap
 from typing import Any, IO
 
 import jax
+import numpy as np
 
 _log = logging.getLogger(__name__)
 
@@ -96,6 +97,11 @@ def read_rows(path: str) -> list[dict[str, Any]]:
         else:
           _log.warning("%s: ignored a broken line: %r", path, line)
   return rows
+
+
+def to_numbers(arrays: Mapping[str, Any]) -> dict[str, float]:
+  """Returns scalar arrays as Python numbers."""
+  return {key: np.asarray(value).item() for key, value in arrays.items()}
 
 
 def format_row(step: int, row: Row) -> list[str]:

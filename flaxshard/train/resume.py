@@ -36,7 +36,7 @@ _FREE_FIELDS = (
 
 
 class Changes(NamedTuple):
-  """How a config differs from that of the last run in a workdir.
+  """The differences between a config and that of the last run in a workdir.
 
   Attributes:
     fields: The changed fields that affect the result of training, each as

@@ -1,4 +1,4 @@
-"""Logs what the wrappers have to say in the course of a run."""
+"""Logs the wrappers' warnings and what they have not committed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Mapping
 import logging
 from typing import Any
 
-import numpy as np
-
 from flaxshard.state.train_state import TrainState
 from flaxshard.train import console
+from flaxshard.train import metrics as metrics_lib
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 
@@ -27,12 +26,9 @@ class WrapperNotes:
   def __init__(self, state: TrainState, warn: console.Warn):
     self._wrappers = state.wrappers
     self._warn = warn
-    self._previous: Mapping[str, Any] = {
-      name: np.asarray(value).item()
-      for name, value in stack.metrics(
-        state.wrappers, state.wrapper_states
-      ).items()
-    }
+    self._previous: Mapping[str, Any] = metrics_lib.to_numbers(
+      stack.metrics(state.wrappers, state.wrapper_states)
+    )
     self._has_pending = False
 
   def log_warnings(self, step: int, row: Mapping[str, Any]) -> None:
