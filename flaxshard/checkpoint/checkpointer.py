@@ -263,8 +263,8 @@ class Checkpointer:
     if self._only_step is not None:
       raise ValueError(
         f"directory={self._saves.steps.path(self._only_step)!r} is one "
-        "checkpoint, step "
-        f"{self._only_step}: to save, open {self.directory!r}."
+        f"checkpoint, step {self._only_step}: to save, open "
+        f"{self.directory!r}."
       )
     if isinstance(step, (np.ndarray, jax.Array)) and step.shape == ():
       step = step.item()  # such as `state.step`

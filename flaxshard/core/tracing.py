@@ -1,4 +1,4 @@
-"""Questions about traces: what is traced, from what, and in which dtypes."""
+"""Conditionals without a trace, and the dtypes that a trace computes in."""
 
 from __future__ import annotations
 
@@ -41,14 +41,9 @@ def cond(
     >>> int(cond(jax.numpy.array(True), lambda x: x + 1, lambda x: x, 2))
     3
   """
-  if is_traced(pred):
+  if isinstance(pred, jax.core.Tracer):
     return jax.lax.cond(pred, true_fn, false_fn, *operands)
   return (true_fn if pred else false_fn)(*operands)
-
-
-def is_traced(x: Any) -> bool:
-  """Returns whether an array is traced, so that its value is unknown."""
-  return isinstance(x, jax.core.Tracer)
 
 
 def computes_in(program: Any, dtype: Any) -> bool:
@@ -69,18 +64,15 @@ def computes_in(program: Any, dtype: Any) -> bool:
   def has_dtype(atoms: Iterable[Any]) -> bool:
     return any(getattr(x.aval, "dtype", None) == dtype for x in atoms)
 
-  return any(
-    (
-      eqn.primitive.name not in _MOVES
-      and has_dtype(eqn.invars)
-      and has_dtype(eqn.outvars)
-      and not any(True for _ in _programs_of(eqn.params.values()))
-    )
-    or any(
-      computes_in(inner, dtype) for inner in _programs_of(eqn.params.values())
-    )
-    for eqn in getattr(program, "jaxpr", program).eqns
-  )
+  for eqn in getattr(program, "jaxpr", program).eqns:
+    inner = list(_programs_of(eqn.params.values()))
+    if any(computes_in(p, dtype) for p in inner):
+      return True
+    # What an equation with programs computes, they compute.
+    is_computation = not inner and eqn.primitive.name not in _MOVES
+    if is_computation and has_dtype(eqn.invars) and has_dtype(eqn.outvars):
+      return True
+  return False
 
 
 def _programs_of(values: Iterable[Any]) -> Iterator[Any]:

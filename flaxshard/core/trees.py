@@ -111,6 +111,18 @@ it, or set jax_enable_x64.'
   )
 
 
+def check_integers(argument: str, x: Any) -> None:
+  """Raises a ValueError if JAX would wrap integers of an array around.
+
+  Args:
+    argument: Name of the array, for the error message.
+    x: An array or a number; see `integer_overflow`.
+  """
+  overflow = integer_overflow(x)
+  if overflow is not None:
+    raise ValueError(f"{argument} {overflow}")
+
+
 def first_difference(given: PyTree, wanted: PyTree) -> str | None:
   """Returns where and how `given` first differs from `wanted`, or None.
 

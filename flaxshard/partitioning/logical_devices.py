@@ -299,9 +299,7 @@ def _as_array(name: str, x: Any) -> Any:
       x = jnp.asarray(x)
     # Refuses a list of numbers, which jnp.asarray would accept.
     jax.typeof(x)
-    overflow = trees.integer_overflow(x)
-    if overflow is not None:
-      raise ValueError(f"{name} {overflow}")
+    trees.check_integers(name, x)
     return x if isinstance(x, (jax.Array, np.ndarray)) else jnp.asarray(x)
   except TypeError as e:
     raise TypeError(f"{name} must be an array, got {x!r}.") from e

@@ -1,4 +1,4 @@
-"""What a Strategy does with per-replica values, outside of `Strategy.run`."""
+"""Reduces, gathers and makes per-replica values, outside of `Strategy.run`."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def from_function(
     where = f"value_fn of replica {i}"
     trees.check_arrays(where, value)
     for path, x in jax.tree_util.tree_leaves_with_path(value):
-      _check_integers(f"{where}: value[{trees.path_string(path)}]", x)
+      trees.check_integers(f"{where}: value[{trees.path_string(path)}]", x)
     difference = trees.first_difference(value, values[0])
     if difference:
       raise ValueError(
@@ -148,13 +148,6 @@ def from_function(
   return jax.tree.map(stack_rows, *values)
 
 
-def _check_integers(where: str, x: Any) -> None:
-  """Raises a ValueError if JAX would wrap integers of an array around."""
-  overflow = trees.integer_overflow(x)
-  if overflow is not None:
-    raise ValueError(f"{where} {overflow}")
-
-
 def _map_leaves(fn: Callable[[Any, Any], Any], value: PyTree) -> PyTree:
   """Maps `fn(path, leaf)` over a tree in which a `PerReplica` is a leaf."""
   return jax.tree_util.tree_map_with_path(fn, value, is_leaf=is_per_replica)
@@ -171,7 +164,7 @@ def _check_rows(
         f"{where}: value[{trees.path_string(path)}], a PerReplica, must have "
         f"{replicas} rows, one for each replica, got shape {np.shape(leaf)}."
       )
-    _check_integers(f"{where}: value[{trees.path_string(path)}]", leaf)
+    trees.check_integers(f"{where}: value[{trees.path_string(path)}]", leaf)
   return x.value
 
 

@@ -153,9 +153,7 @@ def place(mesh: Mesh, leaf: Any, layout: Layout, index: int) -> Any:
   trees.check_arrays(where, leaf)
   if trees.dtype_of(leaf) == jax.dtypes.float0:
     raise TypeError(f"{where} is of dtype float0, which no device can hold.")
-  overflow = trees.integer_overflow(leaf)
-  if overflow is not None:
-    raise ValueError(f"{where} {overflow}")
+  trees.check_integers(where, leaf)
   if isinstance(leaf, jax.Array) and leaf.is_deleted():
     raise ValueError(f"{where} is deleted: it was donated to an earlier call.")
   if layout.per_replica[index]:

@@ -31,7 +31,7 @@ _KEY = "fold_in"
 
 @dataclasses.dataclass(frozen=True)
 class Observations:
-  """What replicas hold at some points of a program, by equation.
+  """The `Replication` of gradients and PRNG keys in a program, by equation.
 
   Equations in a loop or in a function that is called twice are met more than
   once: the entry is the join.

@@ -403,7 +403,7 @@ def _warn_on_host(
       vmap_method="sequential",
     )
 
-  if not tracing.is_traced(at_floor):
+  if not isinstance(at_floor, jax.core.Tracer):
     # An eager step is on the host already.
     return jnp.asarray(warn(at_floor, scale, skipped_steps))
   unchanged = jax.lax.cond(

@@ -14,7 +14,6 @@ import weakref
 import jax
 import jax.numpy as jnp
 
-from flaxshard.core import tracing
 from flaxshard.core import trees
 
 PyTree = Any
@@ -94,7 +93,7 @@ def _lack_a_scale(grads: PyTree) -> bool:
   # An eager step may take the gradients of a compiled function whose trace
   # left no record. Only float16 shows there that nothing unscaled them.
   return any(
-    tracing.is_traced(g) or trees.dtype_of(g) == jnp.float16
+    isinstance(g, jax.core.Tracer) or trees.dtype_of(g) == jnp.float16
     for g in jax.tree.leaves(grads)
   )
 

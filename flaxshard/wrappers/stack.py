@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import functools
 import types
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from flaxshard.wrappers import base
 PyTree = Any
 Wrappers = tuple[base.Wrapper, ...]
 States = Mapping[str, PyTree]
+T = TypeVar("T")
 
 
 def with_policy(wrappers: Wrappers, policy: Policy | None) -> Wrappers:
@@ -249,32 +250,25 @@ def check_loss(
   wrappers: Wrappers, states: States, trace: Callable[[], Any]
 ) -> list[str]:
   """Returns the wrappers' warnings about a loss to be differentiated."""
-  messages = [
-    base.adapt(w).check_loss(states[base.name_of(w)], trace) for w in wrappers
-  ]
-  return [message for message in messages if message]
+  return _ask(wrappers, states, lambda w, state: w.check_loss(state, trace))
 
 
 def check_gradients(
   wrappers: Wrappers, states: States, grads: PyTree
 ) -> list[str]:
   """Returns the wrappers' warnings about gradients to be applied."""
-  messages = [
-    base.adapt(w).check_gradients(states[base.name_of(w)], grads)
-    for w in wrappers
-  ]
-  return [message for message in messages if message]
+  return _ask(
+    wrappers, states, lambda w, state: w.check_gradients(state, grads)
+  )
 
 
 def check_late_collection(
   wrappers: Wrappers, states: States, name: str
 ) -> list[str]:
   """Returns the wrappers' warnings about a collection replaced too late."""
-  messages = [
-    base.adapt(w).check_late_collection(states[base.name_of(w)], name)
-    for w in wrappers
-  ]
-  return [message for message in messages if message]
+  return _ask(
+    wrappers, states, lambda w, state: w.check_late_collection(state, name)
+  )
 
 
 # -- For the training loop.
@@ -318,11 +312,19 @@ def pending(wrappers: Wrappers, states: States) -> list[str]:
     isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) for x in leaves
   ):
     return []
-  notes = [base.adapt(w).pending(states[base.name_of(w)]) for w in wrappers]
-  return [note for note in notes if note]
+  return _ask(wrappers, states, lambda w, state: w.pending(state))
 
 
 def stalls(wrappers: Wrappers, states: States) -> list[base.Stall]:
   """Returns what `Base.stalled` of each wrapper returns, without None."""
-  found = [base.adapt(w).stalled(states[base.name_of(w)]) for w in wrappers]
-  return [stall for stall in found if stall is not None]
+  return _ask(wrappers, states, lambda w, state: w.stalled(state))
+
+
+def _ask(
+  wrappers: Wrappers,
+  states: States,
+  question: Callable[[base.Base, PyTree], T | None],
+) -> list[T]:
+  """Returns what each wrapper answers, given its state, without None."""
+  answers = [question(base.adapt(w), states[base.name_of(w)]) for w in wrappers]
+  return [answer for answer in answers if answer]
