@@ -11,6 +11,8 @@ import textwrap
 from typing import Any, TextIO
 import warnings
 
+import jax
+
 from flaxshard.core import ipython
 from flaxshard.train import charts
 
@@ -46,6 +48,22 @@ def print_log() -> Iterator[None]:
     log.removeHandler(handler)
     log.setLevel(logging.NOTSET)
     log.propagate = True
+
+
+@contextlib.contextmanager
+def quiet_other_processes() -> Iterator[None]:
+  """Logs only warnings and errors within the block, except in process 0.
+
+  Call it after JAX has started: asking for the process starts it.
+  """
+  log = logging.getLogger("flaxshard")
+  level = log.level
+  if jax.process_index() and log.getEffectiveLevel() < logging.WARNING:
+    log.setLevel(logging.WARNING)
+  try:
+    yield
+  finally:
+    log.setLevel(level)
 
 
 def _is_logging_configured() -> bool:

@@ -25,6 +25,7 @@ from flaxshard.core import multihost
 from flaxshard.data import distribute
 from flaxshard.state import describe
 from flaxshard.state.train_state import TrainState
+from flaxshard.strategy.strategy import Strategy
 from flaxshard.train import charts
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
@@ -52,11 +53,14 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     workdir: The folder for `checkpoints/`, `metrics.jsonl`, TensorBoard events,
       `training.png` and `config.json`. If it has a checkpoint, training
       continues from there, with the same result as without an interruption.
+      All processes must see the same folder. Process 0 writes in it; the others
+      write their parts of checkpoints only.
 
   Rows of metrics are printed, unless logging is configured: then they are lines
   of the logger `"flaxshard"` at INFO. A terminal and a notebook also show a
   progress bar. `logging.getLogger("flaxshard").setLevel("WARNING")` prints
-  warnings only.
+  warnings only. Of several processes, process 0 logs all of this, and the
+  others log warnings and errors.
 
   Returns:
     The final state, or that of the last step after Stop in a notebook.
@@ -76,13 +80,17 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       IPython, Ctrl-C or Stop returns the saved state instead.
   """
   with console.show_log(), console.show_warnings_once():
-    return _train_and_evaluate(config_lib.check(config), workdir)
+    config = config_lib.check(config)
+    # First, because it can set the number of virtual devices: from here on JAX
+    # has started.
+    strategy = devices.create_strategy(config)
+    with console.quiet_other_processes():
+      return _train_and_evaluate(config, workdir, strategy)
 
 
-def _train_and_evaluate(config: Any, workdir: str) -> TrainState:
-  # First, because it can set the number of virtual devices: from here on JAX
-  # has started.
-  strategy = devices.create_strategy(config)
+def _train_and_evaluate(
+  config: Any, workdir: str, strategy: Strategy
+) -> TrainState:
   workdir = os.path.expanduser(workdir)
   with multihost.raise_on_all_processes(ValueError):
     directories.check_writable("workdir", workdir)

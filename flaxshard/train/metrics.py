@@ -11,7 +11,6 @@ import os
 import textwrap
 from typing import Any, IO
 
-import jax
 import numpy as np
 
 _log = logging.getLogger(__name__)
@@ -67,11 +66,8 @@ class MetricsFile:
 
 
 def metrics_path(workdir: str) -> str:
-  """Returns the path of this process's `metrics.jsonl`."""
-  # Processes usually share the workdir: each writes its own file.
-  index = jax.process_index()
-  name = f"metrics.{index}.jsonl" if index else "metrics.jsonl"
-  return os.path.join(workdir, name)
+  """Returns the path of `metrics.jsonl`, which process 0 writes."""
+  return os.path.join(workdir, "metrics.jsonl")
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:

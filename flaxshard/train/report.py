@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from flaxshard.core import multihost
 from flaxshard.train import charts
 from flaxshard.train import console
 from flaxshard.train import events
@@ -28,7 +27,7 @@ def open_report(
 
   That is `metrics.jsonl`, TensorBoard events, the log, and a progress bar on a
   terminal and in a notebook. At the end `training.png` is drawn, also of a run
-  that is interrupted or raises.
+  that is interrupted or raises. Process 0 does this for all processes.
 
   Args:
     config: The checked config.
@@ -36,9 +35,11 @@ def open_report(
     first_step: The step that the run continues from, 0 for a new one.
 
   Yields:
-    A function `write_row(step, row)`. An OSError in one process is raised in
-    all of them.
+    A function `write_row(step, row)`; it does nothing in other processes.
   """
+  if jax.process_index():
+    yield lambda step, row: None
+    return
   metrics_file = metrics_lib.MetricsFile(
     metrics_lib.metrics_path(workdir), first_step
   )
@@ -56,10 +57,8 @@ def open_report(
     )
 
     def write_row(step: int, row: metrics_lib.Row) -> None:
-      # Otherwise the processes without the error would wait for this one.
-      with multihost.raise_on_all_processes(OSError):
-        metrics_file.write(step, row)
-        write_events(step, row)
+      metrics_file.write(step, row)
+      write_events(step, row)
       for line in metrics_lib.format_row(step, row):
         _log.info("%s", line)
       update_bar(step, row)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from flaxshard.core import multihost
 from flaxshard.train import metrics as metrics_lib
 
 _log = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ def check_data(config: Any, workdir: str, num_train_examples: int) -> Changes:
   """Raises if a config has other data than the last run of a workdir.
 
   A checkpoint counts the batches consumed. With other data, another batch size
-  or another seed, that count means other examples.
+  or another seed, that count means other examples. Process 0 reads the workdir,
+  and all processes raise its error.
 
   Args:
     config: A checked config.
@@ -60,11 +62,18 @@ def check_data(config: Any, workdir: str, num_train_examples: int) -> Changes:
     num_train_examples: Number of training examples now.
 
   Returns:
-    The changes of other fields.
+    The changes of other fields; no changes in processes other than 0.
 
   Raises:
     ValueError: The data has changed, or a file of the last run is broken.
   """
+  with multihost.raise_on_all_processes(ValueError):
+    if jax.process_index() == 0:
+      return _check_data(config, workdir, num_train_examples)
+  return Changes((), None)
+
+
+def _check_data(config: Any, workdir: str, num_train_examples: int) -> Changes:
   before = _read(os.path.join(workdir, "config.json"))
   if before is None:
     return Changes((), None)
@@ -106,13 +115,21 @@ def check_changes(
   Args:
     config: A checked config.
     workdir: The workdir.
-    changes: The result of `check_data`.
+    changes: The result of `check_data`. All processes raise the error that
+      follows from the changes that process 0 found.
     first_step: The step that is restored.
 
   Raises:
     ValueError: The last run is finished, the config has changed, and
       `config.resume` is not "extend", or there is no step to add.
   """
+  with multihost.raise_on_all_processes(ValueError):
+    _check_changes(config, workdir, changes, first_step)
+
+
+def _check_changes(
+  config: Any, workdir: str, changes: Changes, first_step: int
+) -> None:
   fields = ", ".join(changes.fields)
   if first_step >= config.num_train_steps:
     if changes.fields:

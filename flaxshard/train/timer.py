@@ -63,7 +63,7 @@ class Timer:
 def profile_steps(
   steps: tuple[int, ...], workdir: str
 ) -> Iterator[Callable[[int, TrainState], None]]:
-  """Traces a range of steps with JAX's profiler.
+  """Traces a range of steps with JAX's profiler, in process 0.
 
   Args:
     steps: The first and the last step to trace, or () for none.
@@ -73,7 +73,8 @@ def profile_steps(
     A function `before_step(step, state)`, to be called before each step with
     the state that the step starts from.
   """
-  first, last = steps or (0, 0)
+  # Traces of processes on one host would overwrite each other.
+  first, last = (0, 0) if jax.process_index() else steps or (0, 0)
   path = os.path.join(workdir, "profile")
   is_tracing = False
 
