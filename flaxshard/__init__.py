@@ -10,6 +10,7 @@ from flaxshard.core.version import VERSION as __version__
 from flaxshard.partitioning import DeviceAssignment
 from flaxshard.partitioning import FSDP
 from flaxshard.partitioning import Topology
+from flaxshard.processes import initialize
 from flaxshard.replicas.context import get_replica_context
 from flaxshard.replicas.context import ReplicaContext
 from flaxshard.replicas.values import PerReplica
@@ -49,6 +50,7 @@ __all__ = [
   "create_train_state",
   "data",
   "get_replica_context",
+  "initialize",
   "models",
   "nonfinite_leaves",
   "train",

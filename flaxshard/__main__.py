@@ -40,6 +40,7 @@ from absl import flags
 from absl import logging as absl_logging
 from ml_collections import config_flags
 
+from flaxshard import processes
 from flaxshard.train import command_line
 from flaxshard.train import console
 from flaxshard.train import loop
@@ -57,6 +58,16 @@ flags.DEFINE_string(
   None,
   "The folder of the run. If it has a checkpoint, training continues from it.",
 )
+flags.DEFINE_string(
+  "coordinator_address", None, "host:port of process 0, for many processes."
+)
+flags.DEFINE_integer("num_processes", None, "Number of processes.")
+flags.DEFINE_integer("process_id", None, "Index of this process, from 0.")
+flags.DEFINE_float(
+  "heartbeat_timeout",
+  60.0,
+  "Seconds without a sign of life after which a process counts as lost.",
+)
 flags.mark_flags_as_required(["config", "workdir"])
 
 
@@ -69,6 +80,13 @@ def main(argv: list[str]) -> None:
 
   verbose = FLAGS.verbosity > 0
   with command_line.report_mistakes(verbose), console.print_log():
+    # Before anything touches a device.
+    processes.initialize(
+      FLAGS.coordinator_address,
+      FLAGS.num_processes,
+      FLAGS.process_id,
+      heartbeat_timeout=FLAGS.heartbeat_timeout,
+    )
     loop.train_and_evaluate(FLAGS.config, FLAGS.workdir)
 
 

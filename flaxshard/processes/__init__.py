@@ -1,0 +1,10 @@
+"""Starts the processes of one program and connects them."""
+
+from flaxshard.processes.cluster import Cluster
+from flaxshard.processes.initialize import initialize
+
+__all__ = ["Cluster", "initialize"]
+
+
+def __dir__() -> list[str]:
+  return sorted(__all__)
