@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
+import itertools
 from typing import SupportsIndex
 
 import grain
@@ -26,28 +27,33 @@ def train_iterator(
   seed: int,
   process_index: int = 0,
   process_count: int = 1,
+  rows: Sequence[int] | None = None,
 ) -> grain.DatasetIterator:
-  """Returns an endless iterator over this process's part of global batches.
+  """Returns an endless iterator over this process's rows of global batches.
 
-  The order depends on `seed` alone. Each epoch has another order. Batch n has
-  the same examples for any number of processes. `get_state` and `set_state` of
-  the iterator continue at the exact position.
+  The order depends on `seed` alone. Each epoch has another order. Row r of
+  global batch n is the same example for any number of processes. A process
+  loads no other examples than those of its rows.
 
   Args:
     splits: The data.
     batch_size: Number of examples in a global batch, a multiple of
       `process_count`.
     seed: Seed of shuffling and augmentation.
-    process_index: Index of this process, from 0.
+    process_index: Index of this process, from 0. Of n processes, process i
+      reads the i-th of n equal blocks of rows.
     process_count: Number of processes that share each batch.
+    rows: The rows of each global batch to read, in ascending order, instead of
+      a block of `process_index`.
 
   Returns:
-    An iterator over dicts of arrays `[batch_size / process_count, ...]`.
+    An iterator over dicts of arrays `[number of rows, ...]`.
 
   Raises:
     TypeError: A number is not an integer.
-    ValueError: A number is out of range, or `batch_size` is not a multiple of
-      `process_count`.
+    ValueError: A number is out of range, `batch_size` is not a multiple of
+      `process_count`, `rows` do not ascend, or `rows` and `process_count` are
+      both given.
 
   Example:
     >>> from flaxshard import data
@@ -55,16 +61,16 @@ def train_iterator(
     >>> next(iterator)["inputs"].shape
     (32, 8, 8, 1)
   """
-  _check_share(batch_size, process_index, process_count)
+  rows = _rows_of_process(batch_size, process_index, process_count, rows)
   checks.integer("seed", seed, minimum=0)
   dataset = grain.MapDataset.source(splits.train).seed(seed).shuffle().repeat()
   if splits.augment is not None:
     dataset = dataset.random_map(splits.augment)
-  # Split after the random transformations: Grain seeds each example by its
-  # index, and only before the split is that the index in the global order.
-  dataset = dataset[process_index::process_count]
+  # Rows are selected after the random transformations: Grain seeds each example
+  # by its index, and only before the selection is that the global index.
+  dataset = _select_rows(dataset, batch_size, rows)
   dataset = dataset.map(_shape_check(splits.eval[0]))
-  return iter(_batch(dataset, splits, batch_size // process_count))
+  return iter(_batch(dataset, splits, len(rows)))
 
 
 def eval_batches(
@@ -73,8 +79,9 @@ def eval_batches(
   batch_size: int,
   process_index: int = 0,
   process_count: int = 1,
+  rows: Sequence[int] | None = None,
 ) -> grain.IterDataset:
-  """Returns this process's part of the evaluation batches, in order.
+  """Returns this process's rows of the evaluation batches, in order.
 
   Every example occurs once. The last batch is padded to `batch_size`.
 
@@ -82,17 +89,21 @@ def eval_batches(
     splits: The data.
     batch_size: Number of examples in a global batch, a multiple of
       `process_count`.
-    process_index: Index of this process, from 0.
+    process_index: Index of this process, from 0. Of n processes, process i
+      reads the i-th of n equal blocks of rows.
     process_count: Number of processes that share each batch.
+    rows: The rows of each global batch to read, in ascending order, instead of
+      a block of `process_index`.
 
   Returns:
-    A dataset of dicts of arrays `[batch_size / process_count, ...]`. Their
-    entry `mask`, bool `[batch]`, is False for padding.
+    A dataset of dicts of arrays `[number of rows, ...]`. Their entry `mask`,
+    bool `[number of rows]`, is False for padding.
 
   Raises:
     TypeError: A number is not an integer.
-    ValueError: A number is out of range, or `batch_size` is not a multiple of
-      `process_count`.
+    ValueError: A number is out of range, `batch_size` is not a multiple of
+      `process_count`, `rows` do not ascend, or `rows` and `process_count` are
+      both given.
 
   Example:
     >>> from flaxshard import data
@@ -100,29 +111,79 @@ def eval_batches(
     >>> [int(batch["mask"].sum()) for batch in batches]
     [200, 160]
   """
-  _check_share(batch_size, process_index, process_count)
+  rows = _rows_of_process(batch_size, process_index, process_count, rows)
   # All processes evaluate in lockstep: they need equally many batches.
   padded_length = -(-len(splits.eval) // batch_size) * batch_size
   source = _Padded(splits.eval, padded_length)
-  dataset = grain.MapDataset.source(source)[process_index::process_count]
+  dataset = _select_rows(grain.MapDataset.source(source), batch_size, rows)
   dataset = dataset.map(_shape_check(source[0]))
-  return _batch(dataset, splits, batch_size // process_count)
+  return _batch(dataset, splits, len(rows))
 
 
-def _check_share(
-  batch_size: int, process_index: int, process_count: int
-) -> None:
-  """Raises unless a process can have its part of every global batch."""
+def _rows_of_process(
+  batch_size: int,
+  process_index: int,
+  process_count: int,
+  rows: Sequence[int] | None,
+) -> Sequence[int]:
+  """Returns the rows of every global batch that a process reads."""
   checks.integer("batch_size", batch_size, minimum=1)
   checks.integer("process_count", process_count, minimum=1)
   checks.integer(
     "process_index", process_index, minimum=0, maximum=process_count - 1
   )
+  if rows is not None:
+    if process_count > 1:
+      raise ValueError(
+        f"rows={rows!r} replaces the block of rows of process_index="
+        f"{process_index}: give rows or process_count, not both."
+      )
+    return _check_rows(rows, batch_size)
   if batch_size % process_count:
     raise ValueError(
       f"batch_size={batch_size} must be a multiple of "
       f"process_count={process_count}."
     )
+  size = batch_size // process_count
+  return range(process_index * size, (process_index + 1) * size)
+
+
+def _check_rows(rows: Sequence[int], batch_size: int) -> Sequence[int]:
+  rows = [
+    checks.integer("rows: a row", row, minimum=0, maximum=batch_size - 1)
+    for row in rows
+  ]
+  if not rows or any(a >= b for a, b in itertools.pairwise(rows)):
+    raise ValueError(
+      f"rows must be row numbers of a batch in ascending order, got {rows!r}."
+    )
+  return rows
+
+
+def _select_rows(
+  dataset: grain.MapDataset, batch_size: int, rows: Sequence[int]
+) -> grain.MapDataset:
+  """Returns a dataset of some rows of each batch of a dataset."""
+  # A process that reads all rows is spared the cost of a second source.
+  if len(rows) == batch_size:
+    return dataset
+  return grain.MapDataset.source(_Rows(dataset, batch_size, rows))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Rows:
+  """A source of the examples in some rows of each batch of a dataset."""
+
+  dataset: grain.MapDataset
+  batch_size: int
+  rows: Sequence[int]
+
+  def __len__(self) -> int:
+    return len(self.dataset) // self.batch_size * len(self.rows)
+
+  def __getitem__(self, index: SupportsIndex) -> Example:
+    batch, row = divmod(int(index), len(self.rows))
+    return self.dataset[batch * self.batch_size + self.rows[row]]
 
 
 def _batch(

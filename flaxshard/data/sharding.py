@@ -140,6 +140,28 @@ def pipeline_id(mesh: jax.sharding.Mesh) -> int:
   )
 
 
+def pipeline_rows(mesh: jax.sharding.Mesh, batch_size: int) -> Sequence[int]:
+  """Returns the rows of a global batch that this process's pipeline reads.
+
+  They are blocks of rows, one for each of its replicas.
+
+  Args:
+    mesh: A mesh with an axis `"replica"`.
+    batch_size: Number of rows of the global batch, a multiple of the replicas.
+
+  Raises:
+    ValueError: No device of the mesh belongs to this process.
+
+  Example:
+    >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("replica",))
+    >>> pipeline_rows(mesh, 4)
+    [0, 1, 2, 3]
+  """
+  size = batch_size // mesh.shape[mesh_lib.REPLICA]
+  replicas = pipelines(mesh)[pipeline_id(mesh)]
+  return [r * size + row for r in replicas for row in range(size)]
+
+
 def check_specs(mesh: jax.sharding.Mesh, spec: PyTree) -> dict[str, P]:
   """Returns partition specs by path, checked against the mesh.
 

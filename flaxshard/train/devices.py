@@ -14,7 +14,6 @@ import numpy as np
 
 from flaxshard import wrappers as wrappers_lib
 from flaxshard.core import checks
-from flaxshard.data import sharding
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import partitions
 from flaxshard.partitioning import specs as specs_lib
@@ -162,14 +161,6 @@ def batch_specs(
     batch_axes = (mesh_lib.REPLICA, *specs_lib.axes_of(spec[0]))
     specs[key] = P(batch_axes, *spec[1:])
   return specs
-
-
-def input_pipeline(strategy: Strategy) -> dict[str, int]:
-  """Returns the arguments with which this process reads its part of a batch."""
-  return {
-    "process_index": sharding.pipeline_id(strategy.mesh),
-    "process_count": len(sharding.pipelines(strategy.mesh)),
-  }
 
 
 def replicate(strategy: Strategy, tree: Any) -> Any:

@@ -25,6 +25,7 @@ from flaxshard.core import optimizer
 from flaxshard.core import trees
 from flaxshard.core.policy import Policy
 from flaxshard.data import distribute
+from flaxshard.data import sharding
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.state import create as create_lib
@@ -72,9 +73,7 @@ class Setup:
   def train_batches(self) -> distribute.DistributedDataset:
     """Returns the endless training batches, on the devices."""
     return self.strategy.distribute_dataset(
-      data.train_iterator(
-        self.splits, seed=self.config.seed, **self._pipeline()
-      ),
+      data.train_iterator(self.splits, seed=self.config.seed, **self._rows()),
       # Training batches are never padded: the data repeats.
       mask=None,
       spec=self.batch_specs,
@@ -84,7 +83,7 @@ class Setup:
     """Returns the means of the metrics over the evaluation data."""
     metrics = self.replicate(steps.EvalMetrics.empty())
     batches = self.strategy.distribute_dataset(
-      data.eval_batches(self.splits, **self._pipeline()), spec=self.batch_specs
+      data.eval_batches(self.splits, **self._rows()), spec=self.batch_specs
     )
     # A checkpoint saves replica 0 as well, if groups of replicas differ.
     state = replica_groups.copy_first_replica(state)
@@ -111,10 +110,12 @@ class Setup:
     """Returns a tree of arrays, whole on every device."""
     return devices.replicate(self.strategy, tree)
 
-  def _pipeline(self) -> dict[str, int]:
+  def _rows(self) -> dict[str, Any]:
+    """Returns the size of a batch, and the rows that this process reads."""
+    size = self.config.batch_size
     return {
-      "batch_size": self.config.batch_size,
-      **devices.input_pipeline(self.strategy),
+      "batch_size": size,
+      "rows": sharding.pipeline_rows(self.strategy.mesh, size),
     }
 
 

@@ -104,24 +104,66 @@ def test_resuming_after_every_batch_changes_nothing():
     assert state == straight.get_state()
 
 
-def test_processes_share_the_batches_of_one_process():
-  # 15 examples: batches of the processes cross the end of an epoch.
-  splits = make_splits(15, augment=jitter)
+# Blocks of rows, and the rows of replicas that are not neighbours.
+@pytest.mark.parametrize(
+  "shares",
+  [
+    [{"process_index": i, "process_count": 4} for i in range(4)],
+    [{"rows": [0, 1, 4, 5]}, {"rows": np.array([2, 3, 6, 7])}],
+    [{"rows": range(3)}, {"rows": range(3, 8)}],
+  ],
+)
+def test_processes_read_the_rows_of_one_process(shares):
+  # 15 examples: batches cross the end of an epoch.
+  splits = make_splits(15, num_eval=10, augment=jitter)
+  blocks = np.arange(8).reshape(4, 2)
+  rows = [s.get("rows", blocks[s.get("process_index", 0)]) for s in shares]
+  order = np.argsort(np.concatenate(rows))
 
-  def read(**process):
-    iterator = data.train_iterator(splits, batch_size=8, seed=2, **process)
-    return take(iterator, 4)
+  def train(**share):
+    return take(data.train_iterator(splits, batch_size=8, seed=2, **share), 5)
 
-  whole = read()
-  parts = [read(process_index=i, process_count=4) for i in range(4)]
-  for n, batch in enumerate(whole):
-    assert all(len(part[n]["labels"]) == 2 for part in parts)
-    joined = {key: np.concatenate([p[n][key] for p in parts]) for key in batch}
-    # The order within a global batch may differ.
-    for values in (batch, joined):
-      order = np.argsort(values["inputs"][:, 0], kind="stable")
-      values |= {key: value[order] for key, value in values.items()}
-    assert_batches_equal([joined], [batch])
+  def evaluate(**share):
+    return list(data.eval_batches(splits, batch_size=8, **share))
+
+  for read in (train, evaluate):
+    parts = [read(**share) for share in shares]
+    joined = [
+      {k: np.concatenate([b[k] for b in batches])[order] for k in batches[0]}
+      for batches in zip(*parts, strict=True)
+    ]
+    assert_batches_equal(joined, read())
+
+
+class Recorded:
+  """A source that records which of its examples are loaded."""
+
+  def __init__(self, source):
+    self.source, self.loaded = source, []
+
+  def __len__(self):
+    return len(self.source)
+
+  def __getitem__(self, index):
+    self.loaded.append(int(index))
+    return self.source[index]
+
+
+def test_process_loads_the_examples_of_its_rows_alone():
+  splits = make_splits(800, num_eval=64)
+  train, held_out = Recorded(splits.train), Recorded(splits.eval)
+  recorded = data.Splits(train, held_out, 800)
+  # All batches that Grain may read ahead belong to the first epoch.
+  whole = take(data.train_iterator(splits, batch_size=8, seed=0), 50)
+  rows = {x for batch in whole for x in batch["labels"][[0, 7]].tolist()}
+  take(data.train_iterator(recorded, batch_size=8, seed=0, rows=[0, 7]), 2)
+  loaded = list(train.loaded)
+  assert 4 <= len(loaded) <= len(rows)
+  assert set(loaded) <= rows
+  held_out.loaded.clear()
+  list(data.eval_batches(recorded, batch_size=8, rows=[3]))
+  # Example 0 is loaded for its shape.
+  assert sorted(held_out.loaded) == [0, *range(3, 64, 8)]
 
 
 def test_augmentation_is_seeded_per_example_and_epoch():
@@ -232,6 +274,11 @@ def test_an_invalid_example_raises_when_it_is_read(fields, facts):
     ({"batch_size": 5}, "batch_size=5 .*process_count=2"),
     ({"process_count": 2**31}, f"process_count .* {2**31}"),
     ({"process_index": 2}, "process_index .*at most 1, got 2"),
+    ({"rows": [0]}, r"rows=\[0\] .*process_index=0.*not both"),
+    ({"rows": [4], "process_count": 1}, "rows.* at most 3, got 4"),
+    ({"rows": [2, 1], "process_count": 1}, r"rows .*ascending.*\[2, 1\]"),
+    ({"rows": [1, 1], "process_count": 1}, r"rows .*ascending.*\[1, 1\]"),
+    ({"rows": [], "process_count": 1}, r"rows .*ascending.*\[\]"),
     ({"seed": -1}, "seed .* -1"),
     ({"seed": 2**31}, f"seed .* {2**31}"),
   ],

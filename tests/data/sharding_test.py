@@ -149,18 +149,20 @@ def mesh_of(processes, *names):
 
 
 @pytest.mark.parametrize(
-  ("processes", "names", "pipelines", "pipeline_id"),
+  ("processes", "names", "pipelines", "pipeline_id", "rows"),
   [
-    ([1, 0, 1, 0], ["replica"], ((0, 2), (1, 3)), 1),
-    ([[0, 1], [0, 1]], ["replica", "m0"], ((0, 1),), 0),  # shared
-    ([[2, 3], [0, 1]], ["replica", "m0"], ((0,), (1,)), 1),
-    ([[0, 1], [0, 1]], ["m0", "replica"], ((0,), (1,)), 0),
+    ([1, 0, 1, 0], ["replica"], ((0, 2), (1, 3)), 1, [2, 3, 6, 7]),
+    # Two processes share a pipeline.
+    ([[0, 1], [0, 1]], ["replica", "m0"], ((0, 1),), 0, [*range(8)]),
+    ([[2, 3], [0, 1]], ["replica", "m0"], ((0,), (1,)), 1, [4, 5, 6, 7]),
+    ([[0, 1], [0, 1]], ["m0", "replica"], ((0,), (1,)), 0, [0, 1, 2, 3]),
   ],
 )
 def test_pipelines_group_replicas_by_process(
-  processes, names, pipelines, pipeline_id
+  processes, names, pipelines, pipeline_id, rows
 ):
   mesh = mesh_of(processes, *names)
+  assert sharding.pipeline_rows(mesh, 8) == rows
   assert sharding.pipelines(mesh) == pipelines
   assert sharding.pipeline_id(mesh) == pipeline_id
 

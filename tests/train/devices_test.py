@@ -167,10 +167,3 @@ def test_calls_on_several_virtual_devices_wait(monkeypatch, replicas, waits):
   double = devices.block_if_virtual_cpu(strategy, jax.jit(lambda x: 2 * x))
   assert float(double(np.float32(2))) == 4
   assert bool(waited) == waits
-
-
-def test_a_single_process_reads_the_whole_batch():
-  assert devices.input_pipeline(create_strategy()) == {
-    "process_index": 0,
-    "process_count": 1,
-  }
