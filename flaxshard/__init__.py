@@ -27,6 +27,7 @@ if TYPE_CHECKING:
   from flaxshard import checkpoint
   from flaxshard import data
   from flaxshard import models
+  from flaxshard import ray
   from flaxshard import train
   from flaxshard.checkpoint import Checkpointer
 
@@ -53,12 +54,13 @@ __all__ = [
   "initialize",
   "models",
   "nonfinite_leaves",
+  "ray",
   "train",
   "wrappers",
 ]
 
 # Imported when asked for: Orbax, Grain and what the loop needs take a second.
-_LAZY = ("checkpoint", "data", "models", "train")
+_LAZY = ("checkpoint", "data", "models", "ray", "train")
 
 
 # Names from before the modules stood in packages.

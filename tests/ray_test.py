@@ -1,0 +1,161 @@
+"""`flaxshard.ray.fit` trains in the workers of a local Ray cluster."""
+
+import builtins
+import json
+import os
+import pathlib
+
+import numpy as np
+import pytest
+import tiny
+
+import flaxshard
+from flaxshard import ray as flaxshard_ray
+from flaxshard import train
+
+_TESTS = pathlib.Path(__file__).parent
+
+
+def test_missing_ray_is_an_error_that_names_the_extra(monkeypatch):
+  real_import = builtins.__import__
+
+  def without_ray(name, *args):
+    if name.split(".")[0] == "ray":
+      raise ImportError(name)
+    return real_import(name, *args)
+
+  monkeypatch.setattr(builtins, "__import__", without_ray)
+  with pytest.raises(ImportError, match=r"pip install 'flaxshard\[ray\]'"):
+    flaxshard_ray.fit(tiny.config(), "/tmp/run", scaling_config=None)
+
+
+def test_ray_is_an_attribute_of_flaxshard():
+  assert flaxshard.ray is flaxshard_ray
+
+
+@pytest.fixture
+def ray_train():
+  return pytest.importorskip(
+    "ray.train", reason="needs Ray: pip install 'flaxshard[ray]'"
+  )
+
+
+@pytest.mark.parametrize(
+  ("changed", "error", "message"),
+  [
+    ({"workdir": "runs/digits"}, ValueError, "workdir .* absolute"),
+    ({"workdir": None}, TypeError, "workdir"),
+    ({"scaling_config": 2}, TypeError, "scaling_config .*ScalingConfig"),
+    ({"run_config": {}}, TypeError, "run_config .*RunConfig"),
+    ({"heartbeat_timeout": 0}, ValueError, "heartbeat_timeout"),
+    ({"config": {"batch_size": 0}}, ValueError, "config"),
+  ],
+)
+def test_invalid_argument_raises_before_ray_starts(
+  ray_train, changed, error, message
+):
+  import ray
+
+  arguments = {
+    "config": tiny.config(),
+    "workdir": "/tmp/run",
+    "scaling_config": ray_train.ScalingConfig(num_workers=2),
+  }
+  with pytest.raises(error, match=message):
+    flaxshard_ray.fit(**{**arguments, **changed})
+  assert not ray.is_initialized()
+
+
+def test_no_workers_raises(ray_train):
+  with pytest.raises(
+    ValueError, match=r"num_workers must be at least 1, got 0"
+  ):
+    flaxshard_ray.fit(
+      tiny.config(),
+      "/tmp/run",
+      scaling_config=ray_train.ScalingConfig(num_workers=0),
+    )
+
+
+@pytest.fixture(scope="module")
+def cluster():
+  """A local Ray cluster of two CPUs."""
+  ray = pytest.importorskip(
+    "ray", reason="needs Ray: pip install 'flaxshard[ray]'"
+  )
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(
+      address="local",
+      num_cpus=2,
+      include_dashboard=False,
+      object_store_memory=100 * 2**20,
+      runtime_env={
+        "env_vars": {
+          "JAX_PLATFORMS": "cpu",
+          "PYTHONPATH": f"{_TESTS}{os.pathsep}{_TESTS.parent}",
+          # Those of the tests make eight devices in each process.
+          "XLA_FLAGS": "",
+        }
+      },
+    )
+    yield
+    ray.shutdown()
+
+
+def _fit(data, workdir, ray_results, max_failures=0):
+  from ray import train as ray_train
+
+  return flaxshard_ray.fit(
+    _config(data),
+    workdir,
+    scaling_config=ray_train.ScalingConfig(num_workers=2),
+    run_config=ray_train.RunConfig(
+      storage_path=str(ray_results),
+      failure_config=ray_train.FailureConfig(max_failures=max_failures),
+    ),
+  )
+
+
+def _config(data):
+  return tiny.config(data=data, precision="float32", eval_every_steps=8)
+
+
+@pytest.mark.slow
+def test_two_workers_with_a_kill_and_a_retry_equal_one_process(
+  cluster, tmp_path
+):
+  workdir = tmp_path / "ray"
+  data = {"name": "ray_data:killed_once", "workdir": str(workdir)}
+  result = _fit(data, workdir, tmp_path / "results", max_failures=1)
+
+  assert (workdir / "killed").exists()
+  assert result.workdir == str(workdir)
+  # Rows of a run that was resumed from step 4, without duplicates.
+  assert [row["step"] for row in tiny.rows(workdir)] == [2, 4, 6, 8]
+  metadata = json.loads(
+    (workdir / "checkpoints" / "8" / "flaxshard" / "metadata").read_text()
+  )
+  assert (metadata["processes"], metadata["devices"]) == (2, 2)
+  train.train_and_evaluate(_config({"name": "digits"}), str(tmp_path / "one"))
+  expected = {}
+  for row in tiny.rows(tmp_path / "one"):
+    expected |= row
+  result.metrics.pop("steps_per_second")
+  expected.pop("steps_per_second")
+  assert result.metrics.keys() == expected.keys()
+  for name, value in expected.items():
+    np.testing.assert_allclose(
+      result.metrics[name], value, rtol=1e-5, err_msg=name
+    )
+
+
+@pytest.mark.slow
+def test_error_in_one_worker_reaches_the_caller(cluster, tmp_path):
+  from ray import train as ray_train
+
+  with pytest.raises(
+    ray_train.TrainingFailedError, match="the disk of process 1 is broken"
+  ) as caught:
+    _fit({"name": "ray_data:broken"}, tmp_path / "ray", tmp_path / "results")
+  assert isinstance(caught.value.worker_failures[1], OSError)
