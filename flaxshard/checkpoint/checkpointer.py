@@ -10,7 +10,6 @@ import os
 import types
 from typing import Any
 
-import grain
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -126,7 +125,7 @@ class Checkpointer:
       # A fresh process can only restore items whose handlers are named here.
       {
         **step_lib.item_handlers(plain_item=self._plain_item),
-        iterator_state.ITEM: grain.checkpoint.CheckpointHandler(),
+        iterator_state.ITEM: iterator_state.Handler(),
         # The last handler: it digests the files that the others have written.
         digests_lib.ITEM: metadata_item.Handler(),
       },
@@ -242,7 +241,9 @@ class Checkpointer:
       step: Number of the step, usually the number of batches consumed.
       state: The state. It may be donated once this returns. If groups of
         replicas differ, the state of replica 0 is saved, and this is logged.
-      data: The iterator whose position to save.
+      data: The iterator whose position to save. If its attribute
+        `position_is_global` is True, as for `flaxshard.data.train_iterator`,
+        any number of processes can restore the position.
       metrics: Numbers to save by name, for `best_metric`.
 
     Returns:
@@ -254,7 +255,8 @@ class Checkpointer:
       ValueError: A leaf of the state has no elements, a later step exists,
         the step was saved from a state with another tree or another
         `state.step`, the metrics lack `best_metric`, another program saves in
-        the directory, or the checkpointer is closed.
+        the directory, the position of `data` is said to be global but differs
+        between processes, or the checkpointer is closed.
       SaveError: This step, or the one before, could not be written. If a
         process fails in the background, all raise it.
     """
@@ -287,15 +289,18 @@ class Checkpointer:
       _log.info("step %d has been saved in %s already", step, self.directory)
       return False
     items: dict[str, Any] = dict(state_items.items())
+    position = None
     with multihost.raise_on_all_processes(TypeError, ValueError, SaveError):
       if data is not None:
         position = iterator_state.Position(data)
-        items[iterator_state.ITEM] = grain.checkpoint.CheckpointSave(position)
+        items[iterator_state.ITEM] = iterator_state.Save(position)
       if metrics is not None:
         metrics = policies.to_json(metrics)
         policies.check_has(self._best[0], metrics)
         items[readable_steps.METRICS] = ocp.args.JsonSave(metrics)
       self._saves.prepare(step)
+    if position is not None:
+      position.check_same()
     items[digests_lib.ITEM] = metadata_item.Save(
       metadata_item.metadata(state, step, tuple(items), self._config),
       self._digests,
@@ -336,9 +341,10 @@ class Checkpointer:
     Raises:
       TypeError: `state` is not a `TrainState`.
       ValueError: There is no such checkpoint, `step` or every step is damaged,
-        the checkpoint has no position of the data, or its tree differs from
-        `state`. The message names the file, or the first path that differs.
-        Nothing on disk is changed.
+        the checkpoint has no position of the data, or that of another number
+        of processes (see `save`), or its tree differs from `state`. The message
+        names the file, or the first path that differs. Nothing on disk is
+        changed.
     """
     restore_plan.check_state(state)
     self.wait()
@@ -371,16 +377,13 @@ class Checkpointer:
     plan = restore_plan.open_step(where).plan(state)
     if data is None:
       return plan.restore()
-    if not os.path.isdir(os.path.join(where, iterator_state.ITEM)):
-      raise ValueError(
-        f"{where} has no {iterator_state.ITEM}: the position of the data."
-      )
-    position = iterator_state.Position(data)
-    args = ocp.args.Composite(
-      **{iterator_state.ITEM: grain.checkpoint.CheckpointRestore(position)}
-    )
+    with multihost.raise_on_all_processes(
+      digests_lib.Damaged, TypeError, ValueError
+    ):
+      position = iterator_state.Position(data)
+      position.read(where)
     restored = plan.restore()
-    self._saves.open().restore(step, args=args)
     # Not before: a damaged step must leave the data where it is.
-    position.apply()
+    with multihost.raise_on_all_processes(TypeError, ValueError):
+      position.apply()
     return restored

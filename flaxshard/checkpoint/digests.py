@@ -56,16 +56,31 @@ def read_json(path: str) -> dict[str, Any]:
     Damaged: The file is missing, or is not a JSON object.
     ValueError: The file exists, but this process cannot read it.
   """
+  text = read_bytes(path)
   try:
-    with open(path, "rb") as f:
-      value = json.load(f)
-  except OSError as e:
-    raise Damaged(f"{_describe_damage(path, e)}.") from e
+    value = json.loads(text)
   except (ValueError, RecursionError) as e:  # the latter if nested too deep
     raise Damaged(f"{path} is not JSON: {e}.") from e
   if not isinstance(value, dict):
     raise Damaged(f"{path} is not a JSON object.")
   return value
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+  """Returns the content of a file.
+
+  Args:
+    path: Path of the file.
+
+  Raises:
+    Damaged: The file is missing, or the disk cannot read it.
+    ValueError: The file exists, but this process cannot read it.
+  """
+  try:
+    with open(path, "rb") as f:
+      return f.read()
+  except OSError as e:
+    raise Damaged(f"{_describe_damage(os.fspath(path), e)}.") from e
 
 
 def is_empty(step_dir: str | os.PathLike[str]) -> bool:

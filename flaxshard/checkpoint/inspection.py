@@ -3,12 +3,13 @@
   python -m flaxshard.checkpoint /tmp/digits/checkpoints
   python -m flaxshard.checkpoint /tmp/digits --step 1200 --verify
 
-Lists the steps and shows one: its versions, wrappers and arrays. Changes
-nothing, reads no arrays, and uses only the CPU. A step is damaged if a file is
-missing or has another size, if it was copied or renamed from another step, or
-if it is a link that leads nowhere. `--verify` also reads and compares all
-files. Another program may save in the directory at the same time. The exit
-status is 1 if a step is damaged, and 2 if there is nothing to show.
+Lists the steps and shows one: its versions, wrappers, position in the data and
+arrays. Changes nothing, reads no arrays, and uses only the CPU. A step is
+damaged if a file is missing or has another size, if it was copied or renamed
+from another step, or if it is a link that leads nowhere. `--verify` also reads
+and compares all files. Another program may save in the directory at the same
+time. The exit status is 1 if a step is damaged, and 2 if there is nothing to
+show.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import jax
 
 from flaxshard.checkpoint import damage
 from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import iterator_state
 from flaxshard.checkpoint import locate
 from flaxshard.checkpoint import metadata_item
 from flaxshard.checkpoint import reader
@@ -129,7 +131,7 @@ def _describe_other(path: str) -> str:
 
 
 def describe(step_dir: str | os.PathLike[str]) -> str:
-  """Returns the versions, wrappers and arrays of a step as text.
+  """Returns the versions, wrappers, position and arrays of a step as text.
 
   Args:
     step_dir: Path of the directory of the step.
@@ -150,6 +152,7 @@ def describe(step_dir: str | os.PathLike[str]) -> str:
       lines.append(f"  wrapper: {_format_wrapper(wrapper)}")
     for key, value in (metadata.get("config") or {}).items():
       lines.append(f"  config.{key}: {_format_value(value)}")
+  lines += [f"  {line}" for line in iterator_state.describe(where)]
   path = step_names.as_path(where)
   plain = damage.read(where, lambda: reader.plain(path))
   trees = {plain.item: plain}

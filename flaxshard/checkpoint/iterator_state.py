@@ -1,13 +1,39 @@
-"""Saves and restores the position of a data iterator with a checkpoint."""
+"""Saves and restores the position of a data iterator with a checkpoint.
+
+    input_iterator/process_0-of-1.json   one position for all processes
+                   process_2-of-4.json   the position of process 2 of 4
+
+A position is global if it means the same place of the data in every process,
+such as the number of a global batch. Process 0 saves it, and any number of
+processes restore it. Other positions belong to their process: each process
+saves its own, and as many processes restore them.
+
+The names and the content of the files are those of Grain's checkpoint handler,
+which can read the position of its own process.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import re
 from typing import Any, Protocol
+import zlib
+
+import grain
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import step_names
+from flaxshard.core import checks
 
 ITEM = "input_iterator"
+
+_FILE = re.compile(r"process_(\d+)-of-(\d+)\.json")
 
 
 class Positioned(Protocol):
@@ -15,6 +41,10 @@ class Positioned(Protocol):
 
   A position is bytes or a value for JSON. If the iterator has a method
   `start_prefetch`, it is called after `set_state` to begin reading ahead.
+
+  If the iterator has an attribute `position_is_global` that is True, its
+  position is the same in all processes, and does not depend on their number:
+  any number of processes can restore it.
   """
 
   def get_state(self) -> Any:
@@ -27,18 +57,20 @@ class Positioned(Protocol):
 
 
 class Position:
-  """The position of an iterator, as Grain's checkpoint handler takes it.
-
-  Grain's handler calls `get_state` to save, and `set_state` to restore. The
-  file holds the same text as for an iterator of Grain.
+  """The position of an iterator, read when this is created, and when restored.
 
   Args:
     data: The iterator. Its position is read at once: an error in the middle of
       a save would make Orbax hang when the process exits.
 
+  Attributes:
+    text: The position, as it is saved.
+    is_global: Whether the position does not depend on the process.
+
   Raises:
-    TypeError: `data` has no `get_state` or no `set_state`, or its position is
-      neither bytes nor a value for JSON.
+    TypeError: `data` has no `get_state` or no `set_state`, its position is
+      neither bytes nor a value for JSON, or its `position_is_global` is not a
+      boolean.
   """
 
   def __init__(self, data: Positioned):
@@ -49,34 +81,78 @@ class Position:
           f"no {method}. The iterators of Grain's datasets have it."
         )
     self._data = data
+    self.is_global = checks.boolean(
+      "data.position_is_global", getattr(data, "position_is_global", False)
+    )
     state = data.get_state()
     self._is_bytes = isinstance(state, bytes)
     try:
-      self._text = state if self._is_bytes else _to_json(state)
+      self.text = state if self._is_bytes else _to_json(state)
     except (TypeError, ValueError) as e:
       raise TypeError(
         f"data.get_state() must return bytes or a value for JSON: {e}."
       ) from e
 
-  def get_state(self) -> bytes:
-    """Returns the text to save."""
-    return self._text
+  def check_same(self) -> None:
+    """Raises unless a global position is the same in all processes.
 
-  def set_state(self, text: bytes) -> None:
-    """Keeps a text that was read; `apply` sets the iterator to it.
+    All processes must call it.
 
     Raises:
-      Damaged: The text is not JSON, and the position of this iterator is.
+      ValueError: The position is said to be global, and processes differ.
     """
+    if jax.process_count() == 1:
+      return
+    crc = zlib.crc32(self.text) if self.is_global else 0
+    found = multihost_utils.process_allgather(
+      np.array([self.is_global, crc], np.uint32)
+    )
+    if (found != found[0]).any():
+      raise ValueError(
+        "data.position_is_global is True, but the positions of the processes "
+        f"differ: process {jax.process_index()} is at {_show(self.text)}."
+      )
+
+  def read(self, step_dir: str | os.PathLike[str]) -> None:
+    """Reads the position in a step; `apply` sets the iterator to it.
+
+    Args:
+      step_dir: Path of the directory of the step.
+
+    Raises:
+      Damaged: A file is missing, or is not JSON, and the position of this
+        iterator is.
+      ValueError: The step has no position, or that of another number of
+        processes, or a file cannot be read by this process.
+    """
+    item_dir = step_names.as_path(step_dir) / ITEM
+    text = self._read_text(item_dir)
     try:
       self._read = text if self._is_bytes else json.loads(text)
     except ValueError as e:
       raise digests.Damaged(
-        f"the saved position of the data is not JSON: {e}."
+        f"the saved position of the data is not JSON: {e}, in {item_dir}."
       ) from e
 
-  def start_prefetch(self) -> None:
-    """Does nothing: `apply` starts reading ahead."""
+  def _read_text(self, item_dir: step_names.Directory) -> bytes:
+    saved, count = _count_positions(item_dir), jax.process_count()
+    name = type(self._data).__name__
+    if not self.is_global:
+      if saved != count:
+        raise ValueError(
+          f"{item_dir} has the positions of {_processes(saved)}, and this "
+          f"program has {_processes(count)}: each position of a {name} belongs "
+          f"to one process. Restore it with {_processes(saved)}, or use an "
+          "iterator with position_is_global = True."
+        )
+      return _read_file(item_dir, jax.process_index(), count)
+    texts = read_positions(item_dir)
+    if len(set(texts)) > 1:
+      raise ValueError(
+        f"{item_dir} has different positions of {_processes(saved)}, and a "
+        f"{name} with position_is_global = True has one for all."
+      )
+    return texts[0]
 
   def apply(self) -> None:
     """Sets the iterator to the position that was read."""
@@ -86,5 +162,132 @@ class Position:
       start_prefetch()
 
 
+def read_positions(item_dir: str | os.PathLike[str]) -> list[bytes]:
+  """Returns the positions of a step, by process; only one if it is global.
+
+  Args:
+    item_dir: Path of the item `input_iterator`.
+
+  Raises:
+    Damaged: A file is missing or damaged.
+    ValueError: The step has no position, or this process cannot read a file.
+  """
+  count = _count_positions(item_dir)
+  return [_read_file(item_dir, process, count) for process in range(count)]
+
+
+def _count_positions(item_dir: str | os.PathLike[str]) -> int:
+  """Returns the number of processes whose positions were saved."""
+  directory = step_names.as_path(item_dir)
+  if not directory.is_dir():
+    raise ValueError(
+      f"{directory.parent} has no {ITEM}: the position of the data."
+    )
+  matches = [_FILE.fullmatch(path.name) for path in directory.iterdir()]
+  # Without any file, that of a single process is missing.
+  return max((int(match[2]) for match in matches if match), default=1)
+
+
+def _read_file(
+  item_dir: str | os.PathLike[str], process: int, count: int
+) -> bytes:
+  return digests.read_bytes(
+    step_names.as_path(item_dir) / _file_name(process, count)
+  )
+
+
+def describe(step_dir: str | os.PathLike[str]) -> list[str]:
+  """Returns a line of text for each position in a step.
+
+  Args:
+    step_dir: Path of the directory of the step.
+
+  Raises:
+    Damaged: A file is missing or damaged.
+    ValueError: This process cannot read a file.
+  """
+  item_dir = step_names.as_path(step_dir) / ITEM
+  if not item_dir.is_dir():
+    return []
+  texts = read_positions(item_dir)
+  if len(texts) == 1:
+    return [f"{ITEM}: {_show(texts[0])}"]
+  return [
+    f"{ITEM}, process {process} of {len(texts)}: {_show(text)}"
+    for process, text in enumerate(texts)
+  ]
+
+
+class Handler(ocp.CheckpointHandler):
+  """Orbax's handler of the item `input_iterator`.
+
+  Grain's own handler names the file by the number of processes.
+  """
+
+  def __init__(self) -> None:
+    # Orbax writes this into the step as the type of the item. A process without
+    # flaxshard then restores the item with Grain's handler.
+    self.typestr = grain.checkpoint.CheckpointHandler.typestr
+
+  def save(self, directory: Any, args: Save) -> None:
+    """Writes the position of this process, or of all processes in process 0.
+
+    Args:
+      directory: Path of the item, still with its temporary name.
+      args: The position.
+    """
+    process, count = jax.process_index(), jax.process_count()
+    if args.position.is_global:
+      if process != 0:
+        return
+      count = 1
+    (directory / _file_name(process, count)).write_bytes(args.position.text)
+
+  def restore(self, directory: Any, args: Any = None) -> list[bytes]:
+    """Returns the saved positions.
+
+    Args:
+      directory: Path of the item.
+      args: Not used.
+    """
+    del args
+    return read_positions(directory)
+
+
+@ocp.args.register_with_handler(Handler, for_save=True)
+@dataclasses.dataclass
+class Save(ocp.args.CheckpointArgs):
+  """Arguments of `Handler.save`.
+
+  Attributes:
+    position: The position to save.
+  """
+
+  position: Position
+
+
+@ocp.args.register_with_handler(Handler, for_restore=True)
+@dataclasses.dataclass
+class Restore(ocp.args.CheckpointArgs):
+  """Arguments of `Handler.restore`; there are none."""
+
+
+def _file_name(process: int, count: int) -> str:
+  return f"process_{process}-of-{count}.json"
+
+
+def _processes(count: int) -> str:
+  return f"{count} process" if count == 1 else f"{count} processes"
+
+
 def _to_json(state: Any) -> bytes:
   return json.dumps(state, indent=4).encode()
+
+
+def _show(text: bytes) -> str:
+  """Returns a position as one line, or its size if it is long or not JSON."""
+  try:
+    line = json.dumps(json.loads(text))
+  except ValueError:
+    line = ""
+  return line if 0 < len(line) <= 200 else f"{len(text):,} bytes"

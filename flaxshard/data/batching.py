@@ -35,6 +35,10 @@ def train_iterator(
   global batch n is the same example for any number of processes. A process
   loads no other examples than those of its rows.
 
+  The position, of `get_state` and `set_state`, is the number of global batches
+  that were read. Any number of processes can continue from it, with the same
+  `batch_size`.
+
   Args:
     splits: The data.
     batch_size: Number of examples in a global batch, a multiple of
@@ -70,7 +74,10 @@ def train_iterator(
   # by its index, and only before the selection is that the global index.
   dataset = _select_rows(dataset, batch_size, rows)
   dataset = dataset.map(_shape_check(splits.eval[0]))
-  return iter(_batch(dataset, splits, len(rows)))
+  iterator = iter(_batch(dataset, splits, len(rows)))
+  # The position is the number of global batches read, for any share of them.
+  iterator.position_is_global = True
+  return iterator
 
 
 def eval_batches(

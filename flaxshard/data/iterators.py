@@ -85,7 +85,8 @@ class DistributedIterator:
 
   The position is that after the last batch returned, however far the thread has
   read. `flaxshard.Checkpointer` saves and restores it like the position of a
-  Grain iterator.
+  Grain iterator. Any number of processes can restore it if the source has an
+  attribute `position_is_global` that is True.
 
   Example:
     >>> import grain, numpy as np
@@ -164,6 +165,11 @@ class DistributedIterator:
     if self._prefetch_size and self._prefetch is None and not self._ended:
       self._prefetch = prefetch_lib.Prefetch(self._read, self._prefetch_size)
       self._finalizer = weakref.finalize(self, self._prefetch.stop)
+
+  @property
+  def position_is_global(self) -> bool:
+    """Whether the position of the source does not depend on the process."""
+    return getattr(self._source, "position_is_global", False)
 
   def get_state(self) -> Any:
     """Returns the position of the source after the last batch returned.

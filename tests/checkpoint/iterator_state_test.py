@@ -2,6 +2,7 @@
 
 import json
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 
 import flaxshard as fs
 from flaxshard import data
+from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import iterator_state
 
 TX = optax.adam(0.125)
 
@@ -115,3 +118,102 @@ def test_position_is_saved_as_grain_does(tmp_path):
     checkpointer.save(4, create(), data=iterator)
   (file,) = (tmp_path / "4" / "input_iterator").glob("*.json")
   assert json.loads(file.read_text()) == iterator.get_state()
+
+
+# The number of processes.
+
+
+def be_process(monkeypatch, index, count):
+  monkeypatch.setattr(jax, "process_index", lambda: index)
+  monkeypatch.setattr(jax, "process_count", lambda: count)
+
+
+def write_positions(step_dir, positions):
+  """Writes the files that Grain writes in as many processes."""
+  item_dir = step_dir / iterator_state.ITEM
+  item_dir.mkdir(parents=True)
+  for i, position in enumerate(positions):
+    file = item_dir / f"process_{i}-of-{len(positions)}.json"
+    file.write_text(json.dumps(position, indent=4))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_global_position_of_any_number_of_processes_is_restored(
+  tmp_path, monkeypatch, count
+):
+  whole = take(make_iterator(), 6)
+  # As the versions before saved it: one file for each of four processes.
+  write_positions(tmp_path, [{"next_index": 4}] * 4)
+  be_process(monkeypatch, count - 1, count)
+  iterator = make_iterator()
+  position = iterator_state.Position(iterator)
+  position.read(tmp_path)
+  position.apply()
+  assert take(iterator, 2) == whole[4:]
+
+
+@pytest.mark.parametrize("saving", [1, 2, 4])
+def test_global_position_is_saved_once(tmp_path, monkeypatch, saving):
+  iterator = make_iterator()
+  take(iterator, 3)
+  position = iterator_state.Position(iterator)
+  for index in range(saving):
+    be_process(monkeypatch, index, saving)
+    iterator_state.Handler().save(tmp_path, iterator_state.Save(position))
+  monkeypatch.undo()
+  assert [file.name for file in tmp_path.iterdir()] == ["process_0-of-1.json"]
+  # A program of one process reads it with Grain alone.
+  restored = make_iterator()
+  grain.checkpoint.CheckpointHandler().restore(tmp_path, item=restored)
+  assert restored.get_state() == iterator.get_state()
+
+
+def test_position_of_a_process_stays_with_that_process(tmp_path, monkeypatch):
+  item_dir = tmp_path / iterator_state.ITEM
+  item_dir.mkdir()
+  for index in range(2):
+    be_process(monkeypatch, index, 2)
+    position = iterator_state.Position(Counter(10 * index))
+    iterator_state.Handler().save(item_dir, iterator_state.Save(position))
+  for index in range(2):
+    be_process(monkeypatch, index, 2)
+    counter = Counter(None)
+    position = iterator_state.Position(counter)
+    position.read(tmp_path)
+    position.apply()
+    assert counter.state == 10 * index
+  be_process(monkeypatch, 0, 3)
+  with pytest.raises(ValueError, match=r"2 processes.*3 processes.*Counter"):
+    iterator_state.Position(Counter(0)).read(tmp_path)
+  counter = Counter(0)
+  counter.position_is_global = True
+  with pytest.raises(ValueError, match=r"different positions of 2 processes"):
+    iterator_state.Position(counter).read(tmp_path)
+
+
+def test_missing_position_of_a_process_is_damage(tmp_path):
+  write_positions(tmp_path, [{"next_index": 4}] * 3)
+  (tmp_path / iterator_state.ITEM / "process_1-of-3.json").unlink()
+  position = iterator_state.Position(make_iterator())
+  with pytest.raises(digests.Damaged, match=r"process_1-of-3.json is missing"):
+    position.read(tmp_path)
+
+
+def test_position_is_global_must_be_a_boolean():
+  counter = Counter(0)
+  counter.position_is_global = "yes"
+  with pytest.raises(TypeError, match=r"position_is_global .*'yes'"):
+    iterator_state.Position(counter)
+
+
+def test_descriptions_show_the_positions(tmp_path):
+  write_positions(tmp_path / "1", [{"next_index": 4}])
+  write_positions(tmp_path / "2", [[1], [2]])
+  assert iterator_state.describe(tmp_path / "1") == [
+    'input_iterator: {"next_index": 4}'
+  ]
+  assert iterator_state.describe(tmp_path / "2") == [
+    "input_iterator, process 0 of 2: [1]",
+    "input_iterator, process 1 of 2: [2]",
+  ]
+  assert iterator_state.describe(tmp_path) == []
