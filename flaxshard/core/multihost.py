@@ -1,26 +1,123 @@
-"""Shares errors and flags between the processes of a program."""
+"""Shares errors, flags and texts between the processes of a program.
+
+All of it goes through the key-value store of JAX's coordination service, which
+process 0 runs. It needs no devices, and a process that waits here is not in a
+collective operation.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 import contextlib
+import itertools
+import json
 
 import jax
-from jax.experimental import multihost_utils
-import numpy as np
+import orbax.checkpoint as ocp
 
-# All processes must gather arrays of one size, so messages are cut to it.
-_MESSAGE_BYTES = 2048
+# Long messages, such as those with the output of a compiler, are cut.
+_MESSAGE_LENGTH = 2000
+
+# A process may load data or read a checkpoint before it takes part. A process
+# that is lost meanwhile is found by its heartbeats.
+_TIMEOUT_MS = 24 * 3600 * 1000
+
+# All processes make the same exchanges in the same order.
+_exchange_numbers = itertools.count()
+
+# The index of this process and the number of processes, if known.
+_process: tuple[int, int] | None = None
+
+
+def set_process(index: int, count: int) -> None:
+  """Sets the index of this process and the number of processes.
+
+  JAX knows them only after it has started its devices.
+
+  Args:
+    index: The index of this process.
+    count: The number of processes.
+
+  Example:
+    >>> set_process(0, 1)
+  """
+  global _process
+  _process = index, count
+
+
+def is_process_known() -> bool:
+  """Returns whether `set_process` was called.
+
+  Example:
+    >>> set_process(0, 1)
+    >>> is_process_known()
+    True
+  """
+  return _process is not None
+
+
+def process_index() -> int:
+  """Returns the index of this process.
+
+  Unless `set_process` was called, it starts JAX's devices.
+
+  Example:
+    >>> process_index()
+    0
+  """
+  return jax.process_index() if _process is None else _process[0]
+
+
+def process_count() -> int:
+  """Returns the number of processes.
+
+  Unless `set_process` was called, it starts JAX's devices.
+
+  Example:
+    >>> process_count()
+    1
+  """
+  return jax.process_count() if _process is None else _process[1]
+
+
+def exchange(text: str) -> list[str]:
+  """Returns the texts of all processes, by process.
+
+  All processes must call it, in the same order as other exchanges.
+
+  Args:
+    text: The text of this process.
+
+  Raises:
+    jax.errors.JaxRuntimeError: Another process has ended.
+
+  Example:
+    >>> exchange("a")
+    ['a']
+  """
+  index, count = process_index(), process_count()
+  if count == 1:
+    return [text]
+  client = ocp.multihost.get_jax_distributed_client()
+  number = next(_exchange_numbers)
+  name = f"flaxshard/exchange/{number}"
+  client.key_value_set(f"{name}/{index}", text)
+  client.wait_at_barrier(name, _TIMEOUT_MS)
+  if number:
+    # All processes have read the texts before: they are at this exchange.
+    client.key_value_delete(f"flaxshard/exchange/{number - 1}/{index}")
+  received = dict(client.key_value_dir_get(f"{name}/"))
+  return [received[f"{name}/{process}"] for process in range(count)]
 
 
 @contextlib.contextmanager
 def raise_on_all_processes(*kinds: type[Exception]) -> Iterator[None]:
   """Raises one process's error in all processes.
 
-  Without it, the processes that have no error go on and wait forever for the
-  failed one in their next collective. All processes must enter the block. In
-  the block, do not call a collective after code that can fail: the failed
-  process would not take part in it. With one process it does nothing.
+  Without it, the processes that have no error go on and wait for the failed one
+  in their next collective. All processes must enter the block. In the block, do
+  not call a collective after code that can fail: the failed process would not
+  take part in it. With one process it does nothing.
 
   Args:
     *kinds: Exception types that the other processes raise as the same type. For
@@ -33,7 +130,7 @@ def raise_on_all_processes(*kinds: type[Exception]) -> Iterator[None]:
     >>> with raise_on_all_processes(ValueError):
     ...   pass
   """
-  if jax.process_count() == 1:
+  if process_count() == 1:
     yield
     return
   error = None
@@ -41,22 +138,17 @@ def raise_on_all_processes(*kinds: type[Exception]) -> Iterator[None]:
     yield
   except Exception as e:
     error = e
-  # Byte 0 is the kind of the error, from 1; the rest is its message.
-  sent = np.zeros(_MESSAGE_BYTES, np.uint8)
+  sent = None
   if error is not None:
     matches = [isinstance(error, kind) for kind in kinds] + [True]
-    text = str(error).encode()[: _MESSAGE_BYTES - 1]
-    sent[0] = 1 + matches.index(True)
-    sent[1 : 1 + len(text)] = np.frombuffer(text, np.uint8)
-  received = multihost_utils.process_allgather(sent)
+    sent = (matches.index(True), str(error)[:_MESSAGE_LENGTH])
+  received = [json.loads(text) for text in exchange(json.dumps(sent))]
   if error is not None:
     raise error
-  for process, (code, *message) in enumerate(received.tolist()):
-    if code:
-      # Cutting may have split a character of several bytes.
-      reason = bytes(message).rstrip(b"\0").decode(errors="replace")
-      kind = (*kinds, RuntimeError)[code - 1]
-      raise kind(f"process {process}: {reason}")
+  for process, failure in enumerate(received):
+    if failure is not None:
+      code, message = failure
+      raise (*kinds, RuntimeError)[code](f"process {process}: {message}")
 
 
 def any_process(flag: bool) -> bool:
@@ -69,9 +161,7 @@ def any_process(flag: bool) -> bool:
     >>> any_process(True)
     True
   """
-  if jax.process_count() == 1:
-    return flag
-  return bool(multihost_utils.process_allgather(np.array(flag)).any())
+  return "1" in exchange("1" if flag else "0")
 
 
 def summarize_error(error: BaseException) -> str:

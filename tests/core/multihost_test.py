@@ -43,7 +43,7 @@ errors = [error_here(ValueError("ä" * 3000), KeyError, ValueError)]
 errors.append(error_here(OSError("full"), KeyError, ValueError))
 if rank == 0:
   assert errors[0].startswith("ValueError: process 1: ää"), errors[0]
-  assert 1000 < len(errors[0]) < 1100
+  assert 2000 < len(errors[0]) < 2100
   assert errors[1] == "RuntimeError: process 1: full", errors[1]
 else:
   assert errors == ["ValueError: " + "ä" * 3000, "OSError: full"], errors
