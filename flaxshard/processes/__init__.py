@@ -1,9 +1,10 @@
 """Starts the processes of one program and connects them."""
 
 from flaxshard.processes.cluster import Cluster
+from flaxshard.processes.initialize import current
 from flaxshard.processes.initialize import initialize
 
-__all__ = ["Cluster", "initialize"]
+__all__ = ["Cluster", "current", "initialize"]
 
 
 def __dir__() -> list[str]:
