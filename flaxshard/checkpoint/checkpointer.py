@@ -213,16 +213,21 @@ class Checkpointer:
     """
     self._saves.wait()
 
-  def check(self) -> None:
+  def check(self, *, local: bool = False) -> None:
     """Raises if a save has failed in the background; does not wait for a save.
 
     All processes must call it. It synchronizes them, so it is best called where
     the program waits for its devices.
 
+    Args:
+      local: Do not synchronize the processes. A save that fails in one process
+        fails in all, but they may then raise in different calls: only for a
+        program that ends in all processes when it ends in one.
+
     Raises:
       SaveError: The last save failed.
     """
-    self._saves.check()
+    self._saves.check(local=local)
 
   def save(
     self,

@@ -160,8 +160,11 @@ class SaveManager:
     self.manager.reload()  # it forgot the new step and the old ones
     return True
 
-  def check(self) -> None:
-    """Raises if a save has failed in the background, in all processes.
+  def check(self, *, local: bool) -> None:
+    """Raises if a save has failed in the background.
+
+    Args:
+      local: Whether each process asks for itself, instead of all together.
 
     Raises:
       SaveError: The last save failed.
@@ -171,8 +174,9 @@ class SaveManager:
       and self.manager is not None
       and not self.manager.is_saving_in_progress()
     )
-    # A save ends in all processes at about the same time.
-    if multihost.any_process(ended):
+    # A save ends in all processes at about the same time. Waiting for the end
+    # of it joins a thread, and needs no other process.
+    if ended if local else multihost.any_process(ended):
       self.wait()
 
   def prepare(self, step: int) -> None:

@@ -142,7 +142,8 @@ def put(x: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
   """Puts an array on the mesh, also if it has devices of other processes.
 
   Args:
-    x: An array; all processes give the same values.
+    x: An array; all processes give the same values. On a mesh of several
+      processes JAX compares them, with one exchange for each call.
     sharding: Where to put it.
   """
   if sharding.is_fully_addressable or not (
@@ -155,6 +156,27 @@ def put(x: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
     data = put(jax.random.key_data(x), sharding)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
   return jax.device_put(np.asarray(x), sharding)
+
+
+def put_unchecked(x: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
+  """Puts an array on the mesh like `put`, without comparing the processes.
+
+  Args:
+    x: An array that is the same in all processes by construction.
+    sharding: Where to put it.
+  """
+  if sharding.is_fully_addressable or not getattr(
+    x, "is_fully_addressable", True
+  ):
+    return put(x, sharding)
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    data = put_unchecked(jax.random.key_data(x), sharding)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  values = np.asarray(x)
+  # jax.device_put would gather the values of all processes to compare them.
+  return jax.make_array_from_callback(
+    values.shape, sharding, lambda index: values[index]
+  )
 
 
 def constrain(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:

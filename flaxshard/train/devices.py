@@ -164,9 +164,15 @@ def batch_specs(
 
 
 def replicate(strategy: Strategy, tree: Any) -> Any:
-  """Returns a tree of arrays, whole on every device of the strategy."""
+  """Returns a tree of arrays, whole on every device of the strategy.
+
+  Args:
+    strategy: The strategy of the config.
+    tree: Arrays that are the same in all processes. They are not compared, so
+      that no process waits for another one.
+  """
   replicated = jax.sharding.NamedSharding(strategy.mesh, P())
-  return jax.tree.map(lambda x: mesh_lib.put(x, replicated), tree)
+  return jax.tree.map(lambda x: mesh_lib.put_unchecked(x, replicated), tree)
 
 
 def block_if_virtual_cpu(strategy: Strategy, fn: Any) -> Any:

@@ -73,8 +73,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     FloatingPointError: `config.on_nonfinite` is "stop", and the loss of an
       applied step, an evaluation, or parameters to be saved became infinite or
       NaN, or wrappers skipped 20 steps in a row with a loss scale at its floor.
-    SaveError: A checkpoint could not be written. It is raised at the next step;
-      with several processes, at the next row of metrics or save.
+    SaveError: A checkpoint could not be written. It is raised at the next step.
     SystemExit: After Ctrl-C, SIGTERM or JAX's notice of preemption, once a
       checkpoint is saved. The code is 128 plus the number of the signal. In
       IPython, Ctrl-C or Stop returns the saved state instead.
@@ -223,16 +222,15 @@ def _train(
 
       signum = preemption.agree_on_signal(step, run.stop_request.signum)
       due = _due(config, step, signum is not None, save_time)
-      if due.any or jax.process_count() == 1:
-        # With several processes this waits for all of them: not at every step.
-        run.checkpointer.check()
+      # An exchange at every step would cost time.
+      run.checkpointer.check(local=True)
       if not due.any:
         continue
 
-      # Waits for the step. Another process may hold some of the replicas.
-      seen = steps.combine_replicas(jax.device_get(setup.replicate(progress)))
+      jax.block_until_ready(progress)
       steps_per_second = timer.lap(step) if due.log else None
       with timer.paused():
+        seen = setup.read_progress(progress)
         divergence_check.check_steps(step, state, seen)
         row: dict[str, float | int | None] = {}
         if due.log:
@@ -343,7 +341,8 @@ def _train_row(
   with np.errstate(invalid="ignore"):
     row = {f"train_{k}": v for k, v in progress.metrics.compute().items()}
   # The rate of the last applied update, which had the step before it.
-  row["learning_rate"] = schedule(jnp.maximum(state.step - 1, 0))
+  applied = jax.device_get(state.step)
+  row["learning_rate"] = schedule(jnp.maximum(applied - 1, 0))
   # Not `state.metrics()`, which a collection of that name would hide.
   row |= stack.metrics(state.wrappers, state.wrapper_states)
   return metrics_lib.to_numbers(row)

@@ -57,6 +57,8 @@ class Setup:
       state and progress. The given state and progress are donated.
     lowered_train_step: The same step, traced and ready to be compiled.
     eval_step: `eval_step(state, metrics, batch)` returns the merged metrics.
+    read_progress: Waits for the progress of a step and returns that of all
+      replicas combined, as NumPy arrays.
   """
 
   config: Any
@@ -69,6 +71,7 @@ class Setup:
   train_step: TrainStep
   lowered_train_step: jax.stages.Lowered
   eval_step: Callable[..., steps.EvalMetrics]
+  read_progress: Callable[[Any], steps.Progress]
 
   def train_batches(self) -> distribute.DistributedDataset:
     """Returns the endless training batches, on the devices."""
@@ -90,7 +93,8 @@ class Setup:
     with iter(batches) as iterator:
       for batch in iterator:
         metrics = self.eval_step(state, metrics, batch)
-    means = {k: float(v) for k, v in metrics.compute().items()}
+    # Read first: on the devices, each division would be a program of its own.
+    means = {k: float(v) for k, v in jax.device_get(metrics).compute().items()}
     # All of them: logits do not come to exactly 1 by chance.
     if means.pop("probabilities") == 1 and self.splits.num_classes > 1:
       checks.warn(
@@ -201,6 +205,7 @@ def create_setup(config: Any, strategy: Strategy) -> Setup:
     else devices.block_if_virtual_cpu(strategy, jitted),
     lowered_train_step=lowered,
     eval_step=devices.block_if_virtual_cpu(strategy, jax.jit(steps.eval_step)),
+    read_progress=_make_progress_reader(strategy, per_replica),
   )
 
 
@@ -248,6 +253,18 @@ def _init_progress(
   if per_replica:
     return strategy.distribute_values_from_function(lambda context: progress)
   return devices.replicate(strategy, progress)
+
+
+def _make_progress_reader(
+  strategy: Strategy, per_replica: bool
+) -> Callable[[Any], steps.Progress]:
+  if not per_replica:
+    # Each process has the whole progress already.
+    return jax.device_get
+  replicated = jax.sharding.NamedSharding(strategy.mesh, P())
+  # One program, and not one for each array.
+  combine = jax.jit(steps.combine_replicas, out_shardings=replicated)
+  return lambda progress: jax.device_get(combine(progress))
 
 
 def _jit_train_step(

@@ -153,7 +153,7 @@ def combine_replicas(progress: Progress) -> Progress:
   """Combines the progress of all replicas.
 
   Args:
-    progress: NumPy arrays, or `PerReplica` of them.
+    progress: Arrays, or `PerReplica` of them.
 
   Returns:
     The summed metrics, the first bad step of any replica, and the leaves that
@@ -161,17 +161,18 @@ def combine_replicas(progress: Progress) -> Progress:
   """
   if not values.is_per_replica(progress.bad_step):
     return progress
-  bad_steps: Any = np.asarray(progress.bad_step)
-  # 0 means no bad step.
-  first = min(bad_steps[bad_steps > 0], default=bad_steps[0])
+  # Takes the arrays `[replicas, ...]` out of the `PerReplica`s.
+  rows: Progress = jax.tree.map(
+    lambda x: jnp.asarray(x.value), progress, is_leaf=values.is_per_replica
+  )
+  is_bad = rows.bad_step > 0  # 0 means no bad step
+  largest = np.iinfo(np.int32).max
+  first = jnp.min(rows.bad_step, initial=largest, where=is_bad)
+  is_first = (rows.bad_step == first)[:, None]
   return Progress(
-    metrics=jax.tree.map(
-      lambda x: np.sum(x, axis=0),
-      progress.metrics,
-      is_leaf=values.is_per_replica,
-    ),
-    bad_step=first,
-    bad_leaves=np.any(np.asarray(progress.bad_leaves)[bad_steps == first], 0),
+    metrics=jax.tree.map(lambda x: jnp.sum(x, axis=0), rows.metrics),
+    bad_step=jnp.where(is_bad.any(), first, 0),
+    bad_leaves=jnp.any(rows.bad_leaves, axis=0, where=is_first),
   )
 
 
