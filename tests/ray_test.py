@@ -8,6 +8,7 @@ import pathlib
 import numpy as np
 import pytest
 import tiny
+import xla_flags
 
 import flaxshard
 from flaxshard import ray as flaxshard_ray
@@ -95,7 +96,7 @@ def cluster():
           "JAX_PLATFORMS": "cpu",
           "PYTHONPATH": f"{_TESTS}{os.pathsep}{_TESTS.parent}",
           # Those of the tests make eight devices in each process.
-          "XLA_FLAGS": "",
+          "XLA_FLAGS": xla_flags.FAST,
         }
       },
     )
@@ -126,10 +127,10 @@ def test_two_workers_with_a_kill_and_a_retry_equal_one_process(
   cluster, tmp_path
 ):
   workdir = tmp_path / "ray"
-  data = {"name": "ray_data:killed_once", "workdir": str(workdir)}
+  data = {"name": "faulty_data:killed_once", "workdir": str(workdir)}
   result = _fit(data, workdir, tmp_path / "results", max_failures=1)
 
-  assert (workdir / "killed").exists()
+  assert (workdir / "fault").exists()
   assert result.workdir == str(workdir)
   # Rows of a run that was resumed from step 4, without duplicates.
   assert [row["step"] for row in tiny.rows(workdir)] == [2, 4, 6, 8]
@@ -157,5 +158,5 @@ def test_error_in_one_worker_reaches_the_caller(cluster, tmp_path):
   with pytest.raises(
     ray_train.TrainingFailedError, match="the disk of process 1 is broken"
   ) as caught:
-    _fit({"name": "ray_data:broken"}, tmp_path / "ray", tmp_path / "results")
+    _fit({"name": "faulty_data:broken"}, tmp_path / "ray", tmp_path / "results")
   assert isinstance(caught.value.worker_failures[1], OSError)

@@ -1,4 +1,4 @@
-"""Digits with a fault in process 1, for the workers of tests/ray_test.py."""
+"""Digits with a fault in process 1, for tests of several processes."""
 
 import os
 import pathlib
@@ -31,19 +31,27 @@ class _FaultyEval:
 
 def killed_once(workdir: str) -> data.Splits:
   """Kills process 1 in its first evaluation, once step 4 is saved."""
-  root = pathlib.Path(workdir)
-  marker = root / "killed"
+  checkpoint = pathlib.Path(workdir) / "checkpoints" / "4"
 
   def kill():
-    if not marker.exists():
-      deadline = time.monotonic() + 60
-      while not (root / "checkpoints" / "4").exists():
-        assert time.monotonic() < deadline, "no checkpoint"
-        time.sleep(0.1)
-      marker.touch()
-      os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while not checkpoint.exists():
+      assert time.monotonic() < deadline, "no checkpoint"
+      time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGKILL)
 
-  return _digits(kill)
+  return _digits(_once(workdir, kill))
+
+
+def terminated_once(workdir: str) -> data.Splits:
+  """Sends SIGTERM to the launcher in the first evaluation of process 1."""
+
+  def terminate():
+    os.kill(os.getppid(), signal.SIGTERM)
+    # Until JAX has told all processes.
+    time.sleep(2)
+
+  return _digits(_once(workdir, terminate))
 
 
 def broken() -> data.Splits:
@@ -53,6 +61,17 @@ def broken() -> data.Splits:
     raise OSError("the disk of process 1 is broken")
 
   return _digits(fail)
+
+
+def _once(workdir, fault):
+  marker = pathlib.Path(workdir) / "fault"
+
+  def run_once():
+    if not marker.exists():
+      marker.touch()
+      fault()
+
+  return run_once
 
 
 def _digits(fault) -> data.Splits:
