@@ -24,9 +24,11 @@ from flaxshard.checkpoint import readable_steps
 from flaxshard.checkpoint import restore_plan
 from flaxshard.checkpoint import save_manager
 from flaxshard.checkpoint import step as step_lib
+from flaxshard.checkpoint import step_names
 from flaxshard.checkpoint.save_manager import SaveError
 from flaxshard.core import checks
 from flaxshard.core import directories
+from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.state.train_state import TrainState
 
@@ -112,7 +114,7 @@ class Checkpointer:
       raise TypeError(f"config must have values JSON can hold: {e}.") from e
     self._config = config
     directories.check_writable("directory", os.fspath(directory), create=False)
-    path = os.path.abspath(os.fspath(directory))
+    path = files.absolute(directory)
     # The number of the only step, if the path is that of one step.
     self._only_step = locate.step_of(path)
     if self._only_step is None:
@@ -276,7 +278,7 @@ class Checkpointer:
     if isinstance(step, (np.ndarray, jax.Array)) and step.shape == ():
       step = step.item()  # such as `state.step`
     step = checks.integer("step", step, minimum=0)
-    if os.path.isdir(self._saves.steps.path(step)):
+    if step_names.is_complete(self._saves.steps.path(step)):
       self._saves.reload()  # another checkpointer may have saved it
     saved_steps = self.all_steps()
     if saved_steps and step < saved_steps[-1] and step not in saved_steps:

@@ -18,6 +18,7 @@ import jax
 
 from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import reader
+from flaxshard.core import files
 from flaxshard.core import multihost
 
 _T = TypeVar("_T")
@@ -80,7 +81,12 @@ def _fails(read: Callable[[], Any]) -> bool:
 
 
 def _can_open_files(step_dir: str) -> bool:
-  """Returns whether this process can open every file of a step."""
+  """Returns whether this process can open every file of a step.
+
+  In a bucket no file shows that: any request may fail.
+  """
+  if files.is_bucket(step_dir):
+    return False
 
   def raise_error(error: OSError) -> None:
     raise error

@@ -1,6 +1,9 @@
 """Digests of a step's files: takes them, and compares the files with them.
 
-`metadata_item` writes them into the step when it is saved.
+`metadata_item` writes them into the step when it is saved. On a file system a
+digest has the crc32 of a file, and all files are read to take and to compare
+it. In a bucket it has the checksum that the bucket keeps of an object, which a
+listing returns: nothing is read.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import zlib
 import jax
 
 from flaxshard.checkpoint import step_names
+from flaxshard.core import files
 from flaxshard.core import multihost
 
 _log = logging.getLogger(__name__)
@@ -38,8 +42,12 @@ _DAMAGE = {
 _CHUNK_BYTES = 1 << 20
 _THREADS = 4
 
-# Size and crc32 of a file; the crc32 is None where only the size was recorded.
-Digest = list[int | None]
+# Size and crc32 of a file. In a bucket, a checksum such as "crc32c:r0nCJg==" or
+# "ETag:..." is in place of the crc32. It is None if only the size was recorded.
+Digest = list[int | str | None]
+
+# What Google Cloud Storage and S3 tell of the content of an object.
+_CHECKSUMS = ("crc32c", "ETag")
 
 
 class Damaged(ValueError):
@@ -77,8 +85,7 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     ValueError: The file exists, but this process cannot read it.
   """
   try:
-    with open(path, "rb") as f:
-      return f.read()
+    return files.read_bytes(path)
   except OSError as e:
     raise Damaged(f"{_describe_damage(os.fspath(path), e)}.") from e
 
@@ -88,7 +95,7 @@ def is_empty(step_dir: str | os.PathLike[str]) -> bool:
 
   A process that is killed while it deletes a step can leave one behind.
   """
-  return os.path.isdir(step_dir) and not os.listdir(step_dir)
+  return files.is_dir(step_dir) and not files.list_names(step_dir)
 
 
 def other_step(step_dir: str | os.PathLike[str]) -> int | None:
@@ -103,11 +110,11 @@ def other_step(step_dir: str | os.PathLike[str]) -> int | None:
   Raises:
     Damaged: The metadata of the step cannot be read.
   """
-  where = os.path.abspath(step_dir)
+  where = files.absolute(step_dir)
   path = os.path.join(where, ITEM, METADATA)
   name = os.path.basename(where)
   match = step_names.ANY.fullmatch(name)
-  if match is None or not os.path.exists(path):
+  if match is None or not files.exists(path):
     return None
   number = int(match[1])
   saved = read_json(path).get("step", number)
@@ -157,15 +164,14 @@ def verify(
 
 
 def _verify(where: str, part: int, parts: int, contents: bool) -> bool:
-  # Flax writes a state as one file; a bucket cannot be read as files.
-  if os.path.isfile(where) or "://" in where:
-    return False
-  if not os.path.isdir(where):
+  if files.is_file(where):
+    return False  # Flax writes a state as one file
+  if not files.is_dir(where):
     raise Damaged(f"{where} is missing, or no directory.")
   if is_empty(where):
     raise Damaged(f"{where} is empty.")
   step_metadata = _check_items(where)
-  if not os.path.isdir(os.path.join(where, ITEM)):
+  if not files.is_dir(os.path.join(where, ITEM)):
     if step_metadata is None and _is_half_deleted(where):
       raise Damaged(
         f"{os.path.join(where, ITEM)} is missing, and {STEP_METADATA}, which "
@@ -186,8 +192,9 @@ def _verify(where: str, part: int, parts: int, contents: bool) -> bool:
     ):
       raise Damaged(f"{path} is not what was written.")
   names = sorted(digests["files"])[part::parts]
-  files = {name: digests["files"][name] for name in names}
-  damages = _compare(where, files, contents)
+  expected = {name: digests["files"][name] for name in names}
+  compare = _compare_in_bucket if files.is_bucket(where) else _compare
+  damages = compare(where, expected, contents)
   if damages:
     others = len(damages) - 1
     more = f" ({others} more files are damaged)" if others else ""
@@ -196,7 +203,7 @@ def _verify(where: str, part: int, parts: int, contents: bool) -> bool:
   if saved_step is not None:
     raise Damaged(
       f"{where} was saved as step {saved_step}: it was copied or renamed to "
-      f"{os.path.basename(os.path.abspath(where))}. Give it the name "
+      f"{os.path.basename(files.absolute(where))}. Give it the name "
       f"{saved_step} to restore it."
     )
   # All processes must agree, so this does not depend on the part.
@@ -210,12 +217,12 @@ def _check_items(where: str) -> dict[str, Any] | None:
     Damaged: An item is missing that the metadata list.
   """
   path = os.path.join(where, STEP_METADATA)
-  if not os.path.exists(path):
+  if not files.exists(path):
     return None
   step_metadata = read_json(path)
   items = step_metadata.get("item_handlers")
   for item in sorted(items) if isinstance(items, dict) else ():
-    if not os.path.isdir(os.path.join(where, item)):
+    if not files.is_dir(os.path.join(where, item)):
       raise Damaged(
         f"{os.path.join(where, item)} is missing; {STEP_METADATA} has it."
       )
@@ -229,15 +236,15 @@ def _is_half_deleted(where: str) -> bool:
   items are gone, only later steps, which have digests, show that this step had
   some too.
   """
-  folder, name = os.path.split(os.path.abspath(where))
-  is_single_item = os.path.exists(os.path.join(where, "_METADATA"))
+  folder, name = os.path.split(files.absolute(where))
+  is_single_item = files.exists(os.path.join(where, "_METADATA"))
   if is_single_item or not name.isdecimal():
     return False  # no `Checkpointer` has written it
   return any(
     other.isdecimal()
     and int(other) > int(name)
-    and os.path.isdir(os.path.join(folder, other, ITEM))
-    for other in os.listdir(folder)
+    and files.is_dir(os.path.join(folder, other, ITEM))
+    for other in files.list_names(folder)
   )
 
 
@@ -269,10 +276,10 @@ def set_aside(step_dir: str) -> str:
   """
   new_path = f"{step_dir}.damaged"
   count = 1
-  while os.path.lexists(new_path):
+  while files.lexists(new_path):
     count += 1
     new_path = f"{step_dir}.damaged_{count}"
-  os.rename(step_dir, new_path)
+  files.rename(step_dir, new_path)
   return new_path
 
 
@@ -326,33 +333,86 @@ def take_sizes(paths: Mapping[str, str]) -> dict[str, Digest]:
   Args:
     paths: Paths of the files, by name.
   """
-  return {name: [os.path.getsize(path), None] for name, path in paths.items()}
+  return {name: [files.size(path), None] for name, path in paths.items()}
+
+
+def take_from_bucket(step_dir: str) -> dict[str, Digest]:
+  """Returns the size and the checksum of each object of a step in a bucket.
+
+  Args:
+    step_dir: Path of the directory of the step.
+
+  Returns:
+    The digests by the full path of the object.
+  """
+  return {
+    path: [int(info["size"]), _checksum(info)]
+    for path, info in files.find(step_dir).items()
+  }
+
+
+def _checksum(info: Mapping[str, Any]) -> str | None:
+  """Returns the checksum of an object, with the name of its kind."""
+  return next((f"{k}:{info[k]}" for k in _CHECKSUMS if info.get(k)), None)
 
 
 def _digest(path: str) -> tuple[int, int]:
   """Returns the size and the crc32 of a file."""
   size, crc = 0, 0
   buffer = memoryview(bytearray(_CHUNK_BYTES))
-  with open(path, "rb", buffering=0) as f:
-    while count := f.readinto(buffer):
+  with files.open_to_read(path) as f:
+    while count := f.readinto(buffer):  # type: ignore[attr-defined]
       crc = zlib.crc32(buffer[:count], crc)
       size += count
   return size, crc
 
 
+def _compare_in_bucket(
+  step_dir: str, expected: Mapping[str, Digest], contents: bool
+) -> list[str]:
+  """Returns a description of each object that differs from its digest."""
+  found = take_from_bucket(step_dir)
+  damages = []
+  copied: dict[str, Digest] = {}
+  for name, (size, checksum) in expected.items():
+    path = os.path.join(step_dir, name)
+    if path not in found:
+      damages.append(f"{path} is missing")
+      continue
+    found_size, found_checksum = found[path]
+    if found_size != size:
+      damages.append(f"{path} has {found_size:,} bytes, {size:,} were written")
+    elif isinstance(checksum, int):
+      copied[name] = [size, checksum]  # from a file system
+    elif (
+      checksum is not None
+      and found_checksum is not None
+      # A bucket of another kind, to which the step was copied, has others.
+      and _kind(found_checksum) == _kind(checksum)
+      and found_checksum != checksum
+    ):
+      damages.append(f"{path} has {found_checksum}, {checksum} was written")
+  return damages + _compare(step_dir, copied, contents)
+
+
+def _kind(checksum: Any) -> str:
+  return str(checksum).partition(":")[0]
+
+
 def _compare(
-  step_dir: str, files: Mapping[str, Digest], contents: bool
+  step_dir: str, expected: Mapping[str, Digest], contents: bool
 ) -> list[str]:
   """Returns a description of each file that differs from its digest."""
 
   def describe_difference(name: str) -> str | None:
     path = os.path.join(step_dir, name)
-    size, crc = files[name]
+    size, crc = expected[name]
     try:
-      found_size = os.path.getsize(path)
+      found_size = files.size(path)
       if found_size != size:
         return f"{path} has {found_size:,} bytes, {size:,} were written"
-      if contents and crc is not None:
+      # A step that was copied from a bucket has the checksums of its objects.
+      if contents and isinstance(crc, int):
         found_crc = _digest(path)[1]
         if found_crc != crc:
           return f"{path} has crc32 {found_crc:08x}, {crc:08x} was written"
@@ -361,4 +421,4 @@ def _compare(
     return None
 
   with futures.ThreadPoolExecutor(_THREADS) as pool:
-    return [d for d in pool.map(describe_difference, files) if d]
+    return [d for d in pool.map(describe_difference, expected) if d]

@@ -7,9 +7,9 @@ Lists the steps and shows one: its versions, wrappers, position in the data and
 arrays. Changes nothing, reads no arrays, and uses only the CPU. A step is
 damaged if a file is missing or has another size, if it was copied or renamed
 from another step, or if it is a link that leads nowhere. `--verify` also reads
-and compares all files. Another program may save in the directory at the same
-time. The exit status is 1 if a step is damaged, and 2 if there is nothing to
-show.
+and compares all files; in a bucket it compares the checksums that the bucket
+has. Another program may save in the directory at the same time. The exit status
+is 1 if a step is damaged, and 2 if there is nothing to show.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from flaxshard.checkpoint import locate
 from flaxshard.checkpoint import metadata_item
 from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import step_names
+from flaxshard.core import files
 
 # A step that is half deleted is gone after so many seconds.
 _DELETION_SECONDS = 0.5
@@ -81,7 +82,7 @@ def status(
   except Exception as e:
     # The program that saves may have deleted the step while it was read.
     time.sleep(_DELETION_SECONDS)
-    if os.path.lexists(step_dir):
+    if files.lexists(step_dir):
       raise
     return f"deleted: {e}", True
 
@@ -106,16 +107,16 @@ def overview(
     # The program that saves may be deleting a step just now.
     time.sleep(_DELETION_SECONDS)
   for step, (condition, is_damaged) in conditions.items():
-    if not os.path.lexists(step_dirs[step]):
+    if not files.lexists(step_dirs[step]):
       continue
     size = _format_size(_bytes_in(step_dirs[step]))
     lines.append(f"  {step:>8}  {size:>9}  {condition}")
     if is_damaged:
       damaged.append(step)
   counted = {os.path.basename(path) for path in step_dirs.values()}
-  for name in sorted(set(os.listdir(where)) - counted):
+  for name in sorted(set(files.list_names(where)) - counted):
     path = os.path.join(where, name)
-    if os.path.isdir(path) or os.path.islink(path):
+    if files.is_dir(path) or os.path.islink(path):
       lines.append(f"  not counted: {name}{_describe_other(path)}")
   return "\n".join(lines), damaged
 
@@ -125,9 +126,9 @@ def _describe_other(path: str) -> str:
   name = os.path.basename(path)
   if ".damaged" in name:
     return " (a damaged step that was set aside; it can be deleted)"
-  if ".orbax-checkpoint-tmp" in name:
+  if ".orbax-checkpoint-tmp" in name or step_names.OURS.fullmatch(name):
     return " (a save that has not finished)"
-  return "" if os.path.exists(path) else " (a link that leads nowhere)"
+  return "" if files.exists(path) else " (a link that leads nowhere)"
 
 
 def describe(step_dir: str | os.PathLike[str]) -> str:
@@ -209,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show(directory: str, step: int | None, verify: bool) -> int:
   if step is None and (step := locate.step_of(directory)) is not None:
-    directory = os.path.dirname(os.path.abspath(directory))
+    directory = os.path.dirname(files.absolute(directory))
   directory = os.fspath(locate.directory_of_steps(directory))
   step_dirs = steps(directory)
   if step is not None and step not in step_dirs:
@@ -225,7 +226,7 @@ def _show(directory: str, step: int | None, verify: bool) -> int:
     except Exception:
       # The program that saves may have deleted the step while it was read.
       time.sleep(_DELETION_SECONDS)
-      if os.path.lexists(step_dirs[number]):
+      if files.lexists(step_dirs[number]):
         raise
     else:
       print(f"\n{description}")
@@ -245,6 +246,8 @@ def _format_value(value: Any) -> str:
 
 
 def _bytes_in(path: str) -> int:
+  if files.is_bucket(path):
+    return sum(int(info["size"]) for info in files.find(path).values())
   paths = [path]
   for folder, _, names in os.walk(path):
     paths += [os.path.join(folder, name) for name in names]

@@ -26,6 +26,7 @@ from flaxshard import wrappers as wrappers_lib
 from flaxshard.checkpoint import digests as digests_lib
 from flaxshard.checkpoint import iterator_state
 from flaxshard.checkpoint import validation
+from flaxshard.core import files as files_lib
 from flaxshard.core import version
 from flaxshard.state.train_state import TrainState
 
@@ -91,7 +92,7 @@ def read_metadata(step_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
     Damaged: The file cannot be read.
   """
   path = os.path.join(step_dir, digests_lib.ITEM, digests_lib.METADATA)
-  return digests_lib.read_json(path) if os.path.exists(path) else None
+  return digests_lib.read_json(path) if files_lib.exists(path) else None
 
 
 class Handler(ocp.AsyncCheckpointHandler):
@@ -102,7 +103,8 @@ class Handler(ocp.AsyncCheckpointHandler):
   all processes have written everything, process 0 collects those digests and
   takes the rest, before Orbax gives the step its final name. So a step has its
   digests from the moment it exists, and no process reads back arrays that
-  another process has written.
+  another process has written. In a bucket, process 0 takes all digests from a
+  listing of the objects.
   """
 
   def __init__(self) -> None:
@@ -124,7 +126,8 @@ class Handler(ocp.AsyncCheckpointHandler):
     self._args = args
     self._own_digests = _OwnDigests(os.fspath(directory))
     # Orbax waits for the futures in order, so this one runs after the writes.
-    return [self._own_digests] if args.digests else []
+    reads_files = args.digests and not files_lib.is_bucket(directory)
+    return [self._own_digests] if reads_files else []
 
   def save(self, directory: Any, args: Save) -> None:
     """Keeps the content of the item for `finalize`, in a synchronous save.
@@ -145,9 +148,14 @@ class Handler(ocp.AsyncCheckpointHandler):
     item_dir = os.fspath(directory)
     step_dir = os.path.dirname(item_dir)
     text = json.dumps(self._args.metadata, indent=2)
-    with open(os.path.join(item_dir, digests_lib.METADATA), "w") as f:
-      f.write(text)
-    if self._args.digests:
+    files_lib.write_bytes(
+      os.path.join(item_dir, digests_lib.METADATA), text.encode()
+    )
+    if files_lib.is_bucket(item_dir):
+      found = digests_lib.take_from_bucket(step_dir)
+      paths = _files_of_items(item_dir)
+      files = {name: found[path] for name, path in paths.items()}
+    elif self._args.digests:
       files = self._take_digests(item_dir)
     else:
       paths = _files_of_items(item_dir)
@@ -163,8 +171,10 @@ class Handler(ocp.AsyncCheckpointHandler):
     step_metadata = _read_step_metadata(step_dir)
     digests: dict[str, Any] = {"files": files, "step_metadata": step_metadata}
     digests["crc32"] = digests_lib.crc_of_digests(digests)
-    with open(os.path.join(item_dir, digests_lib.DIGESTS), "w") as f:
-      json.dump(digests, f, indent=1)
+    files_lib.write_bytes(
+      os.path.join(item_dir, digests_lib.DIGESTS),
+      json.dumps(digests, indent=1).encode(),
+    )
 
   def _take_digests(self, item_dir: str) -> dict[str, digests_lib.Digest]:
     """Returns the digests of all files of the other items."""
@@ -260,7 +270,7 @@ class Restore(ocp.args.CheckpointArgs):
 def _read_step_metadata(step_dir: str) -> dict[str, Any] | None:
   """Returns Orbax's metadata of an unfinished step, or None without them."""
   path = os.path.join(step_dir, digests_lib.STEP_METADATA)
-  if not os.path.exists(path):
+  if not files_lib.exists(path):
     return None
   # Another thread of Orbax adds the handlers of the items about now.
   for _ in range(100):
@@ -286,14 +296,11 @@ def _files_of_items(item_dir: str) -> dict[str, str]:
   """
   step_dir = os.path.dirname(item_dir)
   paths = {}
-  for folder, _, files in os.walk(step_dir):
-    if folder == step_dir or f"{folder}/".startswith(f"{item_dir}/"):
+  for path in files_lib.files_in(step_dir):
+    if path.startswith(f"{item_dir}/") or path.endswith(_LOCK_SUFFIX):
       continue
-    for file in files:
-      if file.endswith(_LOCK_SUFFIX):
-        continue
-      path = os.path.join(folder, file)
-      item, _, rest = os.path.relpath(path, step_dir).partition("/")
+    item, _, rest = os.path.relpath(path, step_dir).partition("/")
+    if rest:
       # Items get their final names one by one, metrics after this item.
       paths[f"{item.partition(_TEMPORARY_SUFFIX)[0]}/{rest}"] = path
   return dict(sorted(paths.items()))

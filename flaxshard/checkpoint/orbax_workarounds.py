@@ -18,6 +18,8 @@ import weakref
 import jax
 import orbax.checkpoint as ocp
 
+from flaxshard.checkpoint import step_names
+from flaxshard.core import files
 from flaxshard.core import multihost
 
 _log = logging.getLogger(__name__)
@@ -134,6 +136,11 @@ def remove_unfinished(directory: str, step: int) -> None:
   """
   if jax.process_index() != 0:
     return
+  if files.is_bucket(directory):
+    step_dir = os.path.join(directory, str(step))
+    if not step_names.is_complete(step_dir):
+      files.remove_tree(step_dir)
+    return
   unfinished = os.path.join(directory, f"{step}.orbax-checkpoint-tmp")
   # TensorStore finishes the writes it has begun after one of them has failed.
   for _ in range(50):
@@ -162,7 +169,7 @@ def _finish_saves() -> None:
     except Exception as e:
       directory = os.fspath(manager.directory)
       # Orbax deletes older steps once this one has its final name.
-      if os.path.isdir(os.path.join(directory, str(step))):
+      if step_names.is_complete(os.path.join(directory, str(step))):
         _log.warning("%s: an older step was not deleted: %s", directory, e)
         continue
       _log.exception("the last checkpoint in %s is lost", directory)

@@ -13,6 +13,7 @@ import numpy as np
 from orbax.checkpoint import checkpoint_managers
 
 from flaxshard.core import checks
+from flaxshard.core import files
 
 _log = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ class KeepUndeletable(checkpoint_managers.PreservationPolicy):
       Whether a step that was to be deleted is still there.
     """
     for step in self.deleting:
-      if os.path.lexists(self._path(step)):
+      if files.lexists(self._path(step)):
         self.keep(step, error.strerror or str(error))
         return True
     return False

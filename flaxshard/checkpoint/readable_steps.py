@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import step_names
+from flaxshard.core import files
 
 METRICS = "metrics"  # Orbax's name of the item and of the file in it
 
@@ -47,25 +48,24 @@ class ReadableSteps:
 def _unreadable_steps(directory: str | os.PathLike[str]) -> set[int]:
   """Returns the steps in a directory that Orbax's manager cannot read."""
   return {
-    int(name)
-    for name in os.listdir(directory)
-    if step_names.OURS.fullmatch(name)
-    and _is_unreadable(os.path.join(directory, name))
+    step
+    for step, path in step_names.steps(directory, step_names.OURS).items()
+    if _is_unreadable(os.fspath(path))
   }
 
 
 def _is_unreadable(step_dir: str) -> bool:
-  if not os.path.exists(step_dir):
+  if not files.exists(step_dir):
     # A link that leads nowhere; otherwise it was just deleted.
     return os.path.islink(step_dir)
   metadata_path = os.path.join(step_dir, digests.STEP_METADATA)
   metrics_path = os.path.join(step_dir, METRICS, METRICS)
   try:
-    if os.path.exists(metrics_path):
+    if files.exists(metrics_path):
       digests.read_json(metrics_path)
     if digests.other_step(step_dir) is not None:
       return True  # its metrics are those of another step
-    if not os.path.exists(metadata_path):
+    if not files.exists(metadata_path):
       return False
     metadata = digests.read_json(metadata_path)
   except digests.Damaged:

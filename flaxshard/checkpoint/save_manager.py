@@ -19,6 +19,7 @@ from flaxshard.checkpoint import policies
 from flaxshard.checkpoint import saved_steps
 from flaxshard.checkpoint import step_names
 from flaxshard.core import directories
+from flaxshard.core import files
 from flaxshard.core import multihost
 
 _log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class SaveManager:
     self._unlock: weakref.finalize[[], Any] | None = None
     self.steps = saved_steps.SavedSteps(directory)
     self.manager: ocp.CheckpointManager | None = None
-    if multihost.any_process(os.path.isdir(directory)):
+    if multihost.any_process(files.is_dir(directory)):
       self.open()
 
   @property
@@ -121,7 +122,7 @@ class SaveManager:
     """Returns the path of each step, the damaged ones and Flax's included."""
     # Creating the manager synchronizes the processes.
     if self.manager is None and (
-      jax.process_count() > 1 or not os.path.isdir(self._directory)
+      jax.process_count() > 1 or not files.is_dir(self._directory)
     ):
       return {}
     manager = self.open()
@@ -152,7 +153,7 @@ class SaveManager:
     """Returns whether a save has only failed to delete an older step."""
     assert self.manager is not None
     # Orbax deletes older steps once the new one has its final name.
-    is_there = os.path.isdir(self.steps.path(step))
+    is_there = step_names.is_complete(self.steps.path(step))
     if not (isinstance(error, OSError) and is_there):
       return False
     if not self._policy.note_failure(error):
@@ -193,7 +194,7 @@ class SaveManager:
     # create. With one process, Orbax itself raises at once.
     if jax.process_index() == 0 and self.manager is None:
       try:
-        os.makedirs(self._directory, exist_ok=True)
+        files.make_dirs(self._directory)
       except OSError as e:
         raise self._handle_failure(step, e) from e
 
@@ -235,6 +236,7 @@ class SaveManager:
 
   def _lock(self, manager: ocp.CheckpointManager) -> None:
     """Locks the directory until it is closed or deleted."""
+    directories.check_lock("directory", self._directory)
     if self._unlock is None:
       # The manager lives until its save has ended, even without a checkpointer.
       self._unlock = weakref.finalize(

@@ -10,6 +10,7 @@ from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import policies
 from flaxshard.checkpoint import readable_steps
 from flaxshard.checkpoint import step_names
+from flaxshard.core import files
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class SavedSteps:
     """
     for step in sorted(self.damaged - policy.undeletable):
       path = self.path(step)
-      if not os.path.lexists(path):
+      if not files.lexists(path):
         continue
       try:
         new_path = digests.set_aside(path)
@@ -96,5 +97,5 @@ class SavedSteps:
     # Flax's checkpoints have other names, which Orbax does not find.
     self.damaged &= {
       *step_names.steps(self._directory, step_names.FLAX),
-      *(step for step in self.damaged if os.path.lexists(self.path(step))),
+      *(step for step in self.damaged if files.lexists(self.path(step))),
     }

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 from typing import Any
+
+from etils import epath
+
+from flaxshard.core import files
 
 # A pathlib.Path, or the path type of a manager whose directory is a bucket.
 Directory = Any
@@ -14,9 +19,15 @@ ANY = re.compile(r"(?:[A-Za-z]\w*[_-])?(\d+)(?:\.flax)?")
 FLAX = re.compile(r"checkpoint_(\d+)")
 OURS = re.compile(r"(0|[1-9]\d*)", re.ASCII)
 
+# A bucket cannot rename a step once it is complete: it has its final name from
+# the start, and Orbax writes this file into it last.
+COMMIT_MARK = "commit_success.txt"
+
 
 def as_path(path: Any) -> Directory:
   """Returns an absolute path; leaves that of a bucket as it is."""
+  if isinstance(path, str) and files.is_bucket(path):
+    return epath.Path(files.absolute(path))
   # Paths of buckets are PurePaths only.
   is_bucket = isinstance(path, pathlib.PurePath) and not isinstance(
     path, pathlib.Path
@@ -30,7 +41,8 @@ def steps(
 ) -> dict[int, Directory]:
   """Returns the path of each step in a directory, in ascending order.
 
-  Only the names of entries are looked at. `7` precedes `checkpoint_7`.
+  Only the names of entries are looked at. `7` precedes `checkpoint_7`. In a
+  bucket, a step of `Checkpointer` that is not complete is left out.
 
   Args:
     directory: The directory to list.
@@ -41,5 +53,19 @@ def steps(
   if directory.is_dir():
     for path in sorted(directory.iterdir()):
       if match := names.fullmatch(path.name):
+        if files.is_bucket(path) and OURS.fullmatch(path.name):
+          if not is_complete(path):
+            continue
         found.setdefault(int(match[1]), path)
   return dict(sorted(found.items()))
+
+
+def is_complete(step_dir: files.Path) -> bool:
+  """Returns whether the directory of a step exists and is no unfinished save.
+
+  Args:
+    step_dir: Path of the directory with the final name.
+  """
+  if files.is_bucket(step_dir):
+    return files.exists(os.path.join(step_dir, COMMIT_MARK))
+  return os.path.isdir(step_dir)

@@ -7,13 +7,21 @@ import contextlib
 import logging
 import os
 import socket
+import threading
 
 import filelock
 import jax
 
+from flaxshard.core import bucket_lock
+from flaxshard.core import files
+
 _log = logging.getLogger(__name__)
 
 _LOCK_FILE = ".lock"
+
+# Seconds in which a bucket must answer. Its client libraries try again for
+# minutes, for example without a network.
+_BUCKET_TIMEOUT = 30.0
 
 
 def check_writable(
@@ -23,22 +31,26 @@ def check_writable(
 
   Args:
     argument: Name of the argument, for the error message.
-    directory: Path of the directory, on a local or mounted file system.
+    directory: Path of the directory, on a file system or in a bucket.
     create: Whether to create it. If not, a missing directory counts as writable
       if its nearest existing parent is.
 
   Raises:
-    ValueError: `directory` is a URL, or cannot be created or written.
+    ValueError: `directory` cannot be created or written, is a URL of another
+      kind than `gs://` and `s3://`, or its bucket does not answer.
+    ImportError: A package for buckets is not installed.
 
   Example:
     >>> import tempfile
     >>> check_writable("workdir", tempfile.mkdtemp())
   """
+  if files.is_bucket(directory):
+    _check_bucket(argument, directory)
+    return
   if "://" in directory:
     raise ValueError(
-      f"{argument} must be a directory of a file system, got {directory!r}. "
-      "Mount the bucket, or use Orbax's CheckpointManager with flaxshard."
-      "checkpoint.save_args and flaxshard.checkpoint.restore."
+      f"{argument} must be a directory of a file system, gs://bucket/name or "
+      f"s3://bucket/name, got {directory!r}."
     )
   try:
     existing = directory
@@ -57,8 +69,42 @@ def check_writable(
     ) from e
 
 
+def _check_bucket(argument: str, directory: str) -> None:
+  """Writes and removes an object in a directory of a bucket.
+
+  Raises:
+    ValueError: That is not possible, or takes too long.
+    ImportError: A package for buckets is not installed.
+  """
+  files.filesystem(directory)
+  errors: list[Exception] = []
+
+  def try_to_write() -> None:
+    try:
+      files.check_bucket(directory)
+      make_and_remove(directory)
+    except Exception as e:
+      errors.append(e)
+
+  # The clients of buckets have no limit for all of their attempts.
+  thread = threading.Thread(target=try_to_write, daemon=True)
+  thread.start()
+  thread.join(_BUCKET_TIMEOUT)
+  if thread.is_alive():
+    reason = f"the bucket did not answer within {_BUCKET_TIMEOUT:.0f} s"
+  elif errors:
+    reason = str(errors[0]) or repr(errors[0])
+  else:
+    return
+  raise ValueError(
+    f"{argument}={directory!r} cannot be written: {reason}."
+  ) from (errors[0] if errors else None)
+
+
 def make_and_remove(directory: str) -> None:
   """Creates and removes a subdirectory, to find out whether that is possible.
+
+  In a bucket, creates and removes an object.
 
   The permission bits of a directory do not answer that: root may ignore them,
   and a file system that is mounted read-only does not change them.
@@ -72,6 +118,10 @@ def make_and_remove(directory: str) -> None:
   # The name is unique, as other processes may test the same directory now.
   name = f".write_test_{socket.gethostname()}_{os.getpid()}"
   path = os.path.join(directory, name)
+  if files.is_bucket(directory):
+    files.write_bytes(path, b"")
+    files.remove(path)
+    return
   os.mkdir(path)
   os.rmdir(path)
 
@@ -84,7 +134,8 @@ def lock(
   The operating system releases the lock when the process ends, even if it is
   killed, so a file `.lock` left behind locks nothing. Of the processes of one
   multi-process program, process 0 holds the lock for all. On a file system
-  without locks, a warning is logged and the directory stays unlocked.
+  without locks, a warning is logged and the directory stays unlocked. In a
+  bucket, the lock is an object that is renewed; see `bucket_lock`.
 
   Args:
     argument: Name of the argument, for the error message.
@@ -108,6 +159,8 @@ def lock(
   """
   if jax.process_index() != 0:
     return lambda: None
+  if files.is_bucket(directory):
+    return _lock_in_bucket(argument, directory, reentrant)
   # The resolved path: two paths to one directory share one lock.
   path = os.path.join(os.path.realpath(directory), _LOCK_FILE)
   # A singleton counts how often this process holds the lock; flock would
@@ -134,6 +187,45 @@ def lock(
   # `close` calls `_release` the first time, and does nothing after that.
   held = contextlib.ExitStack()
   held.callback(_release, file_lock)
+  return held.close
+
+
+def check_lock(argument: str, directory: str) -> None:
+  """Raises if this process has locked a directory, and has lost the lock.
+
+  Only in a bucket can that happen, to a process that could not renew the lock
+  for `bucket_lock.LEASE_SECONDS`.
+
+  Args:
+    argument: Name of the argument, for the error message.
+    directory: Path of the directory.
+
+  Raises:
+    ValueError: Another program has taken the lock over; the message names it.
+  """
+  if not files.is_bucket(directory):
+    return
+  try:
+    bucket_lock.check(os.path.join(directory, _LOCK_FILE))
+  except bucket_lock.LockedError as e:
+    raise ValueError(_locked_message(argument, directory, str(e))) from e
+
+
+def _lock_in_bucket(
+  argument: str, directory: str, reentrant: bool
+) -> Callable[[], None]:
+  try:
+    release = bucket_lock.acquire(
+      os.path.join(directory, _LOCK_FILE), reentrant=reentrant
+    )
+  except bucket_lock.LockedError as e:
+    raise ValueError(_locked_message(argument, directory, str(e))) from e
+  except OSError as e:
+    raise ValueError(
+      f"{argument}={directory!r} cannot be locked: {e}."
+    ) from e
+  held = contextlib.ExitStack()
+  held.callback(release)
   return held.close
 
 

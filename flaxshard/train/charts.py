@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from typing import Any
 
-from flaxshard.train import metrics as metrics_lib
+from flaxshard.core import files
 
 _INSTALL = "pip install 'flaxshard[train]'"
 _BLUE, _ORANGE = "#3060a0", "#c05020"
@@ -89,8 +90,10 @@ def plot(rows: list[dict[str, Any]], path: str, title: str = "") -> None:
     ax.tick_params(labelbottom=True)
   for name in set(panels[-1]):
     axes[name].set_xlabel("step (batches consumed)")
-  with metrics_lib.add_filename_to_oserror(path):
-    canvas.savefig(path, dpi=100)
+  png = io.BytesIO()
+  canvas.savefig(png, dpi=100, format="png")
+  with files.add_filename_to_oserror(path):
+    files.write_bytes(path, png.getvalue())
 
 
 def _points(rows: list[dict[str, Any]], key: str) -> tuple[list, list]:

@@ -8,6 +8,7 @@ import os
 import time
 from typing import Any
 
+from flaxshard.core import files
 from flaxshard.train import charts
 from flaxshard.train import metrics as metrics_lib
 
@@ -94,12 +95,12 @@ def _tensorboard_writer(
       summary_pb2.Summary.Value(tag=tag, simple_value=number)
       for tag, number in _scalars(row).items()
     ]
-    with metrics_lib.add_filename_to_oserror(path):
+    with files.add_filename_to_oserror(path):
       write_event(step, summary=summary_pb2.Summary(value=values))
       events.flush()
 
   def close() -> None:
-    with metrics_lib.add_filename_to_oserror(path):
+    with files.add_filename_to_oserror(path):
       events.close()
 
   return write, close

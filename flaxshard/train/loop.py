@@ -21,6 +21,7 @@ import optax
 
 from flaxshard import checkpoint
 from flaxshard.core import directories
+from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.data import distribute
 from flaxshard.state import describe
@@ -90,10 +91,9 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
 def _train_and_evaluate(
   config: Any, workdir: str, strategy: Strategy
 ) -> TrainState:
-  workdir = os.path.expanduser(workdir)
+  workdir = files.absolute(workdir)
   with multihost.raise_on_all_processes(ValueError):
     directories.check_writable("workdir", workdir)
-  workdir = os.path.abspath(workdir)
   charts.require_packages(config.writer)
   # Traces the train step, so that an invalid config is found before anything
   # is written or compiled.
@@ -243,7 +243,8 @@ def _train(
         if due.evaluate:
           notes.log_pending(step, state, step == config.num_train_steps)
         if row:
-          write_row(step, row)
+          # A run that resumes from this step has its row.
+          write_row(step, row, flush=due.save)
         divergence_check.check_evaluation(step, evaluation)
         last = signum is not None or step == config.num_train_steps
         if due.save and (last or not divergence_check.is_stalled):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
+import io
 import json
 import logging
 import math
 import os
 import textwrap
-from typing import Any, IO
+from typing import Any
 
 import numpy as np
+
+from flaxshard.core import files
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +27,8 @@ _SHORT_NAMES = {
   "loss_scale": "scale",
   "skipped_steps": "skipped",
 }
+
+FILE = "metrics.jsonl"
 
 Row = Mapping[str, float | int | None]
 
@@ -43,7 +48,7 @@ class MetricsFile:
   def __init__(self, path: str, last_step: int):
     kept = [row for row in read_rows(path) if row["step"] <= last_step]
     # A crash while the file is rewritten must not lose the earlier rows.
-    with atomic_write(path) as f:
+    with files.atomic_write(path) as f:
       f.writelines(json.dumps(row) + "\n" for row in kept)
     self._path = path
     self._file = open(path, "a")
@@ -54,20 +59,20 @@ class MetricsFile:
       key: value if value is None or math.isfinite(value) else None
       for key, value in row.items()
     }
-    with add_filename_to_oserror(self._path):
+    with files.add_filename_to_oserror(self._path):
       self._file.write(json.dumps({"step": step, **finite}) + "\n")
       # A process that is killed loses what it has not flushed.
       self._file.flush()
 
   def close(self) -> None:
     """Closes the file."""
-    with add_filename_to_oserror(self._path):
+    with files.add_filename_to_oserror(self._path):
       self._file.close()
 
 
 def metrics_path(workdir: str) -> str:
   """Returns the path of `metrics.jsonl`, which process 0 writes."""
-  return os.path.join(workdir, "metrics.jsonl")
+  return os.path.join(workdir, FILE)
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
@@ -79,9 +84,9 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     path: The file; it may be missing.
   """
   rows = []
-  if os.path.exists(path):
+  if files.exists(path):
     # A broken line may have bytes that are not UTF-8.
-    with open(path, errors="replace") as f:
+    with io.TextIOWrapper(files.open_to_read(path), errors="replace") as f:
       for line in f:
         try:
           row = json.loads(line)
@@ -146,30 +151,6 @@ def _format_metric(name: str, value: float | int) -> str:
   else:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
   return f"{_SHORT_NAMES.get(name, name)}={text}"
-
-
-@contextlib.contextmanager
-def atomic_write(path: str) -> Iterator[IO[str]]:
-  """Opens a temporary file that replaces `path` when the `with` block ends.
-
-  After an error or a kill, `path` has its old content.
-  """
-  temporary = f"{path}.tmp"
-  with add_filename_to_oserror(temporary), open(temporary, "w") as f:
-    yield f
-  # Atomic: a reader sees the old or the new content, never a part.
-  os.replace(temporary, path)
-
-
-@contextlib.contextmanager
-def add_filename_to_oserror(path: str) -> Iterator[None]:
-  """Adds the file name to an OSError that lacks one, as on a full disk."""
-  try:
-    yield
-  except OSError as e:
-    if e.filename is None:
-      e.filename = path
-    raise
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import json
 import logging
@@ -15,6 +15,7 @@ from flaxshard.train import charts
 from flaxshard.train import console
 from flaxshard.train import events
 from flaxshard.train import metrics as metrics_lib
+from flaxshard.train import mirror
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ _log = logging.getLogger(__name__)
 @contextlib.contextmanager
 def open_report(
   config: Any, workdir: str, first_step: int
-) -> Iterator[events.WriteRow]:
+) -> Iterator[Callable[..., None]]:
   """Opens everything that a row of metrics is written to.
 
   That is `metrics.jsonl`, TensorBoard events, the log, and a progress bar on a
@@ -35,30 +36,38 @@ def open_report(
     first_step: The step that the run continues from, 0 for a new one.
 
   Yields:
-    A function `write_row(step, row)`; it does nothing in other processes.
+    A function `write_row(step, row, flush=False)`; it does nothing in other
+    processes. With `flush`, it waits until the row is in the bucket, if the
+    workdir is in one.
   """
   if jax.process_index():
-    yield lambda step, row: None
+    yield lambda step, row, flush=False: None
     return
-  metrics_file = metrics_lib.MetricsFile(
-    metrics_lib.metrics_path(workdir), first_step
-  )
   with contextlib.ExitStack() as stack:
     stack.enter_context(
       metrics_lib.close_on_exit(lambda: draw(config, workdir))
     )
+    folder = stack.enter_context(
+      mirror.open_folder(workdir, (metrics_lib.FILE,))
+    )
+    metrics_file = metrics_lib.MetricsFile(
+      metrics_lib.metrics_path(folder.path), first_step
+    )
     stack.enter_context(metrics_lib.close_on_exit(metrics_file.close))
     write_events, close_events = events.event_writer(
-      config.writer, workdir, first_step, json.loads(config.to_json())
+      config.writer, folder.path, first_step, json.loads(config.to_json())
     )
     stack.enter_context(metrics_lib.close_on_exit(close_events))
     update_bar = stack.enter_context(
       console.progress_bar(first_step, config.num_train_steps)
     )
 
-    def write_row(step: int, row: metrics_lib.Row) -> None:
+    def write_row(
+      step: int, row: metrics_lib.Row, flush: bool = False
+    ) -> None:
       metrics_file.write(step, row)
       write_events(step, row)
+      folder.copy(flush)
       for line in metrics_lib.format_row(step, row):
         _log.info("%s", line)
       update_bar(step, row)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 
 from flaxshard.core import multihost
-from flaxshard.train import metrics as metrics_lib
 
 _log = logging.getLogger(__name__)
 
@@ -170,7 +169,7 @@ def write(config: Any, workdir: str, num_train_examples: int) -> None:
     _data_path(workdir): {"num_train_examples": num_train_examples},
   }
   for path, content in files.items():
-    with metrics_lib.atomic_write(path) as f:
+    with files.atomic_write(path) as f:
       json.dump(content, f, indent=2, sort_keys=True)
 
 
@@ -180,12 +179,11 @@ def _data_path(workdir: str) -> str:
 
 def _read(path: str) -> dict[str, Any] | None:
   """Returns the content of a JSON file, or None if it is missing."""
-  if not os.path.exists(path):
+  if not files.exists(path):
     _log.warning("%s is missing: cannot check that the config fits", path)
     return None
   try:
-    with open(path) as f:
-      return dict(json.load(f))
+    return dict(json.loads(files.read_bytes(path)))
   except (ValueError, TypeError) as e:
     raise ValueError(
       f"{path} is broken ({e}). Remove it to continue without this check."

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 import contextlib
 import logging
 import os
+import tempfile
 import time
 
 import jax
 
+from flaxshard.core import files
 from flaxshard.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -87,18 +89,25 @@ def profile_steps(
     if is_tracing:
       stop_trace()
     else:
-      jax.profiler.start_trace(path)
+      jax.profiler.start_trace(folder)
       is_tracing = True
 
   def stop_trace() -> None:
     nonlocal is_tracing
     jax.profiler.stop_trace()
     is_tracing = False
+    if folder != path:
+      files.copy_files(folder, path)
     _log.info("profiled from step %d: %s", first, path)
 
-  try:
-    yield before_step
-  finally:
-    # Training may end within the range.
-    if is_tracing:
-      stop_trace()
+  with contextlib.ExitStack() as stack:
+    folder = path
+    if files.is_bucket(path):
+      # The profiler writes to file systems only.
+      folder = stack.enter_context(tempfile.TemporaryDirectory())
+    try:
+      yield before_step
+    finally:
+      # Training may end within the range.
+      if is_tracing:
+        stop_trace()
