@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 import contextlib
 import logging
-import os
 import time
 from typing import Any, TypeVar
 import weakref

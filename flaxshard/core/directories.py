@@ -221,9 +221,7 @@ def _lock_in_bucket(
   except bucket_lock.LockedError as e:
     raise ValueError(_locked_message(argument, directory, str(e))) from e
   except OSError as e:
-    raise ValueError(
-      f"{argument}={directory!r} cannot be locked: {e}."
-    ) from e
+    raise ValueError(f"{argument}={directory!r} cannot be locked: {e}.") from e
   held = contextlib.ExitStack()
   held.callback(release)
   return held.close

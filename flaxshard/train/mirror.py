@@ -63,9 +63,7 @@ def open_folder(workdir: str, names: tuple[str, ...]) -> Iterator[Folder]:
     for name in names:
       in_bucket = os.path.join(workdir, name)
       if files.exists(in_bucket):
-        files.write_bytes(
-          os.path.join(path, name), files.read_bytes(in_bucket)
-        )
+        files.write_bytes(os.path.join(path, name), files.read_bytes(in_bucket))
     mirror = _Mirror(path, workdir)
     try:
       yield Folder(path, mirror.copy)

@@ -62,9 +62,7 @@ def open_report(
       console.progress_bar(first_step, config.num_train_steps)
     )
 
-    def write_row(
-      step: int, row: metrics_lib.Row, flush: bool = False
-    ) -> None:
+    def write_row(step: int, row: metrics_lib.Row, flush: bool = False) -> None:
       metrics_file.write(step, row)
       write_events(step, row)
       folder.copy(flush)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from flaxshard.core import files
 from flaxshard.core import multihost
 
 _log = logging.getLogger(__name__)
@@ -164,11 +165,11 @@ def write(config: Any, workdir: str, num_train_examples: int) -> None:
   """
   if jax.process_index():
     return
-  files = {
+  contents = {
     os.path.join(workdir, "config.json"): json.loads(config.to_json()),
     _data_path(workdir): {"num_train_examples": num_train_examples},
   }
-  for path, content in files.items():
+  for path, content in contents.items():
     with files.atomic_write(path) as f:
       json.dump(content, f, indent=2, sort_keys=True)
 

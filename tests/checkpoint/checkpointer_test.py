@@ -232,7 +232,7 @@ def test_restoring_a_missing_step_raises(path):
 def test_unwritable_directory_raises(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "file").write_text("content")
-  for directory in (str(tmp_path / "file" / "below"), "gs://bucket/run"):
+  for directory in (str(tmp_path / "file" / "below"), "hdfs://host/run"):
     with pytest.raises(ValueError, match=rf"directory.*'{directory}'"):
       checkpoint.Checkpointer(directory)
     with pytest.raises(ValueError, match=rf"workdir.*'{directory}'"):

@@ -124,7 +124,7 @@ def test_check_writable_creates_the_directory_and_nothing_in_it(tmp_path):
 def test_unwritable_directory_raises(tmp_path):
   file = tmp_path / "file"
   file.write_text("content")
-  for directory in (file, file / "below", "gs://bucket/run"):
+  for directory in (file, file / "below", "hdfs://host/run"):
     with pytest.raises(ValueError, match=f"workdir.*{directory}"):
       directories.check_writable("workdir", str(directory))
   assert file.read_text() == "content"
