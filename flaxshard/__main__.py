@@ -31,9 +31,21 @@ finished run, another config is an error: use another workdir, or
 SIGTERM and JAX's notice of preemption save a checkpoint and end the run. A
 third Ctrl-C, a second or more after the one before, ends it without a
 checkpoint; none interrupts a save. A workdir can be used by one run at a time.
+
+Many processes, one on each host or for each GPU: start the same command in each
+of them. torchrun, Slurm, Open MPI, Kubernetes and Cloud TPU are found by their
+environment variables; elsewhere say it yourself:
+
+  --coordinator_address=node1:1234 --num_processes=2 --process_id=0
+
+--local_processes=4 rehearses that on one machine, in four processes.
 """
 
 # Flags only: the training loop is in flaxshard/train/loop.py.
+
+import logging
+import sys
+from typing import NoReturn
 
 from absl import app
 from absl import flags
@@ -41,7 +53,9 @@ from absl import logging as absl_logging
 from ml_collections import config_flags
 
 from flaxshard import processes
+from flaxshard.processes import local
 from flaxshard.train import command_line
+from flaxshard.train import config as config_lib
 from flaxshard.train import console
 from flaxshard.train import loop
 
@@ -58,8 +72,18 @@ flags.DEFINE_string(
   None,
   "The folder of the run. If it has a checkpoint, training continues from it.",
 )
+flags.DEFINE_integer(
+  "local_processes",
+  0,
+  "Runs this many processes on this machine, which divide its devices or "
+  "config.mesh.virtual_devices.",
+  lower_bound=0,
+)
 flags.DEFINE_string(
-  "coordinator_address", None, "host:port of process 0, for many processes."
+  "coordinator_address",
+  None,
+  "host:port of process 0. By default the processes are found in the "
+  "environment.",
 )
 flags.DEFINE_integer("num_processes", None, "Number of processes.")
 flags.DEFINE_integer("process_id", None, "Index of this process, from 0.")
@@ -80,14 +104,38 @@ def main(argv: list[str]) -> None:
 
   verbose = FLAGS.verbosity > 0
   with command_line.report_mistakes(verbose), console.print_log():
+    if FLAGS.local_processes:
+      _run_local_processes()
+    local.end_with_parent()
     # Before anything touches a device.
-    processes.initialize(
+    cluster = processes.initialize(
       FLAGS.coordinator_address,
       FLAGS.num_processes,
       FLAGS.process_id,
       heartbeat_timeout=FLAGS.heartbeat_timeout,
     )
+    if cluster.process_id and not verbose:
+      # Process 0 logs the same.
+      logging.getLogger("flaxshard").setLevel(logging.WARNING)
     loop.train_and_evaluate(FLAGS.config, FLAGS.workdir)
+
+
+def _run_local_processes() -> NoReturn:
+  for name in ("coordinator_address", "num_processes", "process_id"):
+    if FLAGS[name].present:
+      raise ValueError(
+        f"--local_processes={FLAGS.local_processes} chooses --{name} itself: "
+        "give one of the two."
+      )
+  # Once, before each process finds the same mistake.
+  config = config_lib.check(FLAGS.config)
+  raise SystemExit(
+    local.run(
+      sys.argv[1:],
+      FLAGS.local_processes,
+      virtual_devices=config.mesh.virtual_devices,
+    )
+  )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """Starts the processes of one program and connects them."""
 
 from flaxshard.processes.cluster import Cluster
-from flaxshard.processes.initialize import current
 from flaxshard.processes.initialize import initialize
 
-__all__ = ["Cluster", "current", "initialize"]
+__all__ = ["Cluster", "initialize"]
 
 
 def __dir__() -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from flaxshard.core import checks
+from flaxshard.core import multihost
 from flaxshard.processes import cluster as cluster_lib
 from flaxshard.processes import rendezvous
 from flaxshard.processes import tpu
@@ -36,11 +37,6 @@ class _State:
 
 
 _state = _State()
-
-
-def current() -> cluster_lib.Cluster | None:
-  """Returns the result of `initialize`, None before its first call."""
-  return _state.cluster
 
 
 def initialize(
@@ -117,6 +113,8 @@ def initialize(
     found = _connect(found, heartbeat_timeout, initialization_timeout)
     _state.arguments = arguments
   _state.cluster = found
+  if found.num_processes > 1:
+    multihost.set_process(found.process_id, found.num_processes)
   if found.num_processes == 1:
     _log.info("one process: %s", found.source)
   else:

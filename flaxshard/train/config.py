@@ -53,7 +53,8 @@ Fields of `mesh`, all with a default:
   logical devices, by key: one number for each dimension.
 - `per_replica` (False): Runs the step once per replica, as `Strategy.run` does.
 - `virtual_devices` (0): Number of virtual CPU devices to run on instead of the
-  devices of this machine.
+  devices of this machine. It is the number over all processes: each gets an
+  equal share.
 """
 
 from __future__ import annotations

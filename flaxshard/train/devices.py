@@ -14,6 +14,7 @@ import numpy as np
 
 from flaxshard import wrappers as wrappers_lib
 from flaxshard.core import checks
+from flaxshard.core import multihost
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import partitions
 from flaxshard.partitioning import specs as specs_lib
@@ -88,9 +89,18 @@ def create_strategy(config: Any) -> Strategy:
 
 
 def _use_virtual_devices(count: int) -> None:
+  """Makes JAX start with `count` CPU devices over all processes."""
+  processes = 1
+  if jax.distributed.is_initialized():
+    processes = multihost.process_count()
+  if count % processes:
+    raise ValueError(
+      f"config.mesh.virtual_devices={count} must be a multiple of the "
+      f"{processes} processes: each process gets an equal share."
+    )
   # JAX raises if it has started already, perhaps with the right number.
   with contextlib.suppress(RuntimeError):
-    jax.config.update("jax_num_cpu_devices", count)
+    jax.config.update("jax_num_cpu_devices", count // processes)
     # JAX prefers a GPU or TPU.
     jax.config.update("jax_platforms", "cpu")
   devices = jax.devices()
