@@ -42,6 +42,8 @@ def absolute(path: Path) -> str:
   if is_bucket(name):
     scheme, _, rest = name.partition("://")
     return f"{scheme}://{os.path.normpath(rest)}"
+  if "://" in name:
+    return name  # for a message: it can be neither read nor written
   return os.path.abspath(os.path.expanduser(name))
 
 
