@@ -22,6 +22,7 @@ from flaxshard.checkpoint import metadata_item
 from flaxshard.checkpoint import policies
 from flaxshard.checkpoint import readable_steps
 from flaxshard.checkpoint import restore_plan
+from flaxshard.checkpoint import s3
 from flaxshard.checkpoint import save_manager
 from flaxshard.checkpoint import step as step_lib
 from flaxshard.checkpoint import step_names
@@ -121,12 +122,15 @@ class Checkpointer:
       self.directory = os.fspath(locate.directory_of_steps(path))
     else:
       self.directory = os.path.dirname(path)
+    handlers = step_lib.item_handlers(plain_item=self._plain_item)
+    if s3.is_s3(self.directory):
+      handlers = s3.item_handlers(self.directory, handlers)
     self._saves = save_manager.SaveManager(
       self.directory,
       policy,
       # A fresh process can only restore items whose handlers are named here.
       {
-        **step_lib.item_handlers(plain_item=self._plain_item),
+        **handlers,
         iterator_state.ITEM: iterator_state.Handler(),
         # The last handler: it digests the files that the others have written.
         digests_lib.ITEM: metadata_item.Handler(),
@@ -296,6 +300,8 @@ class Checkpointer:
       _log.info("step %d has been saved in %s already", step, self.directory)
       return False
     items: dict[str, Any] = dict(state_items.items())
+    if s3.is_s3(self.directory):
+      items = s3.save_args(items)
     position = None
     with multihost.raise_on_all_processes(TypeError, ValueError, SaveError):
       if data is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import s3
 from flaxshard.checkpoint import step_names
 from flaxshard.core import files
 
@@ -22,12 +23,17 @@ class ReadableSteps:
   created. If one of them is damaged, it raises without naming the file. Steps
   that were copied or renamed are left out too.
 
+  Args:
+    directory: Path of the directory of the steps.
+
   Attributes:
     left_out: The steps that the last `find_all` left out.
   """
 
-  def __init__(self) -> None:
-    self._names = ocp.path.step.standard_name_format()
+  def __init__(self, directory: str) -> None:
+    self._names = ocp.path.step.standard_name_format(
+      atomicity_options=s3.atomicity(directory)
+    )
     self.left_out: set[int] = set()
 
   def build_name(self, step: int) -> str:

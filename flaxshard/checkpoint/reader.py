@@ -22,6 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import s3
 from flaxshard.checkpoint import step_names
 from flaxshard.core import trees
 
@@ -147,7 +148,7 @@ def orbax_tree(
     *prefix: Keys to put before the path of each leaf.
   """
   # The metadata alone: the shapes are compared before any array is read.
-  handler = ocp.PyTreeCheckpointHandler()
+  handler = ocp.PyTreeCheckpointHandler(**s3.tree_options(directory))
   saved = handler.metadata(step_names.as_path(directory)).tree
   metadata = {
     (*prefix, *path): x for path, x in trees.leaves_by_path(saved).items()
@@ -204,7 +205,8 @@ def read_item(
   handler = ocp.PyTreeCheckpointHandler(
     handler_impl=ocp.BasePyTreeCheckpointHandler(
       # Orbax wants more than the largest request.
-      restore_concurrent_bytes=max(largest, _BYTES_AT_ONCE) + 1
+      restore_concurrent_bytes=max(largest, _BYTES_AT_ONCE) + 1,
+      **s3.tree_options(directory),
     )
   )
   return handler.restore(

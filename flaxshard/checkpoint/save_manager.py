@@ -15,6 +15,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from flaxshard.checkpoint import orbax_workarounds
 from flaxshard.checkpoint import policies
+from flaxshard.checkpoint import s3
 from flaxshard.checkpoint import saved_steps
 from flaxshard.checkpoint import step_names
 from flaxshard.core import directories
@@ -107,6 +108,7 @@ class SaveManager:
       options=ocp.CheckpointManagerOptions(
         preservation_policy=self._policy,
         step_name_format=self.steps.names,
+        atomicity_options=s3.atomicity(self._directory),
         async_options=ocp.options.AsyncOptions(
           barrier_sync_fn=self._barrier,
           # If they cannot be created in the background, Orbax's other threads

@@ -28,7 +28,7 @@ class SavedSteps:
 
   def __init__(self, directory: str):
     self._directory = directory
-    self.names = readable_steps.ReadableSteps()
+    self.names = readable_steps.ReadableSteps(directory)
     self.damaged: set[int] = set()
 
   def path(self, step: int) -> str:
