@@ -4,6 +4,7 @@ import builtins
 import json
 import os
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -104,18 +105,23 @@ def cluster():
     ray.shutdown()
 
 
-def _fit(data, workdir, ray_results, max_failures=0):
-  from ray import train as ray_train
-
-  return flaxshard_ray.fit(
-    _config(data),
-    workdir,
-    scaling_config=ray_train.ScalingConfig(num_workers=2),
-    run_config=ray_train.RunConfig(
-      storage_path=str(ray_results),
-      failure_config=ray_train.FailureConfig(max_failures=max_failures),
-    ),
+def _fit(data, workdir, ray_results, max_failures):
+  """Runs the snippet of the docs with other arguments."""
+  [snippet] = re.findall(
+    r"```python\n(import flaxshard as fs\nfrom ray.*?)```",
+    (_TESTS.parent / "docs" / "processes.md").read_text(),
+    re.S,
   )
+  for text, replacement in (
+    ("/shared/digits", workdir),
+    ("/shared/ray", ray_results),
+    ("max_failures=1", f"max_failures={max_failures}"),
+  ):
+    assert text in snippet
+    snippet = snippet.replace(text, str(replacement))
+  names = {"config": _config(data)}
+  exec(compile(snippet, "docs/processes.md", "exec"), names)
+  return names["result"]
 
 
 def _config(data):
@@ -158,5 +164,10 @@ def test_error_in_one_worker_reaches_the_caller(cluster, tmp_path):
   with pytest.raises(
     ray_train.TrainingFailedError, match="the disk of process 1 is broken"
   ) as caught:
-    _fit({"name": "faulty_data:broken"}, tmp_path / "ray", tmp_path / "results")
+    _fit(
+      {"name": "faulty_data:broken"},
+      tmp_path / "ray",
+      tmp_path / "results",
+      max_failures=0,
+    )
   assert isinstance(caught.value.worker_failures[1], OSError)
