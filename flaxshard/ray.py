@@ -23,6 +23,7 @@ from absl import logging as absl_logging
 import jax
 
 from flaxshard.core import checks
+from flaxshard.core import files
 from flaxshard.processes import initialize
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
@@ -137,7 +138,7 @@ def _check_workdir(workdir: str | os.PathLike[str]) -> str:
   if not isinstance(workdir, (str, os.PathLike)):
     raise TypeError(f"workdir must be a path, got {type(workdir)}.")
   path = os.fspath(workdir)
-  if "://" not in path and not os.path.isabs(path):
+  if not files.is_bucket(path) and not os.path.isabs(path):
     raise ValueError(
       f"workdir must be an absolute path or a bucket's URL, got {path!r}: "
       "workers have other working directories."
@@ -187,11 +188,7 @@ def _train(arguments: dict[str, Any]) -> dict[str, Any] | None:
       ) from e
   if jax.process_index():
     return None
-  final: dict[str, Any] = {}
-  # The last row need not have every metric.
-  for row in metrics_lib.read_rows(metrics_lib.metrics_path(workdir)):
-    final |= row
-  return final
+  return metrics_lib.read_last_values(metrics_lib.metrics_path(workdir))
 
 
 def _signal_name(code: Any) -> str:

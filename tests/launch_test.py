@@ -40,7 +40,7 @@ def test_shellcheck_finds_nothing():
     "shellcheck", path=os.path.dirname(sys.executable)
   )
   if not shellcheck:
-    pytest.skip("needs shellcheck: pip install '.[slow_test]'")
+    pytest.skip("needs shellcheck: pip install '.[test-launch]'")
   subprocess.run([shellcheck, _SLURM, _CLOUD_TPU], check=True)
 
 
@@ -234,7 +234,7 @@ def test_job_set_has_fields_of_its_api_only():
 @pytest.mark.slow
 def test_job_follows_the_schema_of_kubernetes():
   kubernetes_validate = pytest.importorskip(
-    "kubernetes_validate", reason="needs pip install '.[slow_test]'"
+    "kubernetes_validate", reason="needs pip install '.[test-launch]'"
   )
   job = {
     "apiVersion": "batch/v1",

@@ -100,6 +100,19 @@ def read_rows(path: str) -> list[dict[str, Any]]:
   return rows
 
 
+def read_last_values(path: str) -> dict[str, Any]:
+  """Returns the last value of each metric of a `metrics.jsonl`.
+
+  Args:
+    path: The file; it may be missing.
+  """
+  values: dict[str, Any] = {}
+  # The last row need not have every metric.
+  for row in read_rows(path):
+    values |= row
+  return values
+
+
 def to_numbers(arrays: Mapping[str, Any]) -> dict[str, float]:
   """Returns scalar arrays as Python numbers."""
   return {key: np.asarray(value).item() for key, value in arrays.items()}

@@ -91,10 +91,7 @@ def log_result(workdir: str) -> None:
   """Logs the last metrics and where the files are, in process 0."""
   if jax.process_index():
     return
-  # The last row need not have every metric.
-  final: dict[str, Any] = {}
-  for row in metrics_lib.read_rows(metrics_lib.metrics_path(workdir)):
-    final |= row
+  final = metrics_lib.read_last_values(metrics_lib.metrics_path(workdir))
   # Of two lines, the second one is the evaluation.
   for line in metrics_lib.format_row(final.pop("step", 0), final)[-1:]:
     _log.info("done: %s", line)
