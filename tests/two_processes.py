@@ -1,13 +1,12 @@
-"""Runs a script in two processes connected by `jax.distributed`."""
+"""Runs a script in processes connected by `jax.distributed`: two by default."""
 
 from concurrent import futures
 import socket
 import subprocess
 import sys
 
-# Each process has two virtual devices. `rank` is its index, `sys.argv[1]` the
-# port. A process that raises exits at once: the regular exit of JAX waits for
-# the other process.
+# `rank` is the index of the process, `sys.argv[1]` the port. A process that
+# raises exits at once: the regular exit of JAX waits for the other process.
 PREAMBLE = """
 import os, sys
 import jax
@@ -19,19 +18,24 @@ def exit_at_once(*error):
 
 sys.excepthook = exit_at_once
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.config.update("jax_num_cpu_devices", devices)
 rank = int(sys.argv[2])
-jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, rank)
+if processes > 1:
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  jax.distributed.initialize(f"localhost:{sys.argv[1]}", processes, rank)
 """
 
 
-def run(script: str, *args: str) -> list[tuple[str, str]]:
-  """Runs a script in two processes and asserts that both succeed.
+def run(
+  script: str, *args: str, processes: int = 2, devices: int = 2
+) -> list[tuple[str, str]]:
+  """Runs a script in several processes and asserts that all succeed.
 
   Args:
     script: Python code, run after `PREAMBLE`.
     *args: Further arguments, from `sys.argv[3]` on.
+    processes: Number of processes.
+    devices: Number of virtual devices of each process.
 
   Returns:
     `(standard output, standard error)` of each process.
@@ -39,22 +43,23 @@ def run(script: str, *args: str) -> list[tuple[str, str]]:
   with socket.socket() as s:
     s.bind(("localhost", 0))
     port = s.getsockname()[1]
-  processes = [
+  code = f"{processes=}; {devices=}\n{PREAMBLE}{script}"
+  started = [
     subprocess.Popen(
-      [sys.executable, "-c", PREAMBLE + script, str(port), str(rank), *args],
+      [sys.executable, "-c", code, str(port), str(rank), *args],
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,
     )
-    for rank in range(2)
+    for rank in range(processes)
   ]
   try:
     # Reads both at once: a process with a full pipe stops, and the other one
     # waits for it.
-    with futures.ThreadPoolExecutor(2) as pool:
-      outs = list(pool.map(lambda p: p.communicate(timeout=120), processes))
+    with futures.ThreadPoolExecutor(processes) as pool:
+      outs = list(pool.map(lambda p: p.communicate(timeout=120), started))
   finally:
-    for process in processes:
+    for process in started:
       process.kill()
-  assert [p.returncode for p in processes] == [0, 0], outs
+  assert not any(p.returncode for p in started), outs
   return outs

@@ -218,10 +218,11 @@ def describe(step_dir: str | os.PathLike[str]) -> list[str]:
   ]
 
 
-class Handler(ocp.CheckpointHandler):
+class Handler(ocp.AsyncCheckpointHandler):
   """Orbax's handler of the item `input_iterator`.
 
-  Grain's own handler names the file by the number of processes.
+  Unlike Grain's, it writes one file for a global position, and it writes in the
+  background: if one process fails there, Orbax's others are told.
   """
 
   def __init__(self) -> None:
@@ -229,19 +230,25 @@ class Handler(ocp.CheckpointHandler):
     # flaxshard then restores the item with Grain's handler.
     self.typestr = grain.checkpoint.CheckpointHandler.typestr
 
-  def save(self, directory: Any, args: Save) -> None:
-    """Writes the position of this process, or of all processes in process 0.
+  async def async_save(
+    self, directory: Any, args: Save
+  ) -> list[ocp.future.Future]:
+    """Returns a future that writes the position.
 
     Args:
       directory: Path of the item, still with its temporary name.
       args: The position.
     """
-    process, count = jax.process_index(), jax.process_count()
-    if args.position.is_global:
-      if process != 0:
-        return
-      count = 1
-    (directory / _file_name(process, count)).write_bytes(args.position.text)
+    return [_Write(directory, args.position)]
+
+  def save(self, directory: Any, args: Save) -> None:
+    """Writes the position, in a synchronous save.
+
+    Args:
+      directory: Path of the item, still with its temporary name.
+      args: The position.
+    """
+    _Write(directory, args.position).result()
 
   def restore(self, directory: Any, args: Any = None) -> list[bytes]:
     """Returns the saved positions.
@@ -252,6 +259,35 @@ class Handler(ocp.CheckpointHandler):
     """
     del args
     return read_positions(directory)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Write:
+  """A future of Orbax that writes a position.
+
+  Process 0 writes a global position, and each process another one.
+  """
+
+  directory: Any
+  position: Position
+
+  def result(self, timeout: float | None = None) -> None:
+    """Writes the file.
+
+    Args:
+      timeout: Not used.
+    """
+    del timeout
+    process, count = jax.process_index(), jax.process_count()
+    if self.position.is_global:
+      if process != 0:
+        return
+      count = 1
+    path = self.directory / _file_name(process, count)
+    path.write_bytes(self.position.text)
+
+  def cancel(self) -> None:
+    """Does nothing: the file is small."""
 
 
 @ocp.args.register_with_handler(Handler, for_save=True)

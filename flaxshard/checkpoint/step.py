@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import logging
 import os
 from typing import Any
+import zlib
 
 import jax
+from jax.experimental import multihost_utils
+import numpy as np
 import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import digests
@@ -193,11 +196,13 @@ def read_newest(
     The number of the step, and its state.
 
   Raises:
-    ValueError: There is no such step, or it is damaged, or all are.
+    ValueError: There is no such step, or it is damaged, or all are, or the
+      processes find different steps.
   """
   if step is not None:
     step = checks.integer("step", step, minimum=0)
   steps = list_steps()
+  _check_same_steps(directory, steps)
   if not steps:
     which = "" if step is None else f" of step {step}"
     raise ValueError(
@@ -230,6 +235,23 @@ def read_newest(
     f"{directory} has no checkpoint that is complete: "
     + " ".join(failures.values())
   )
+
+
+def _check_same_steps(
+  directory: step_names.Directory, steps: Iterable[int]
+) -> None:
+  """Raises a ValueError unless all processes find the same steps."""
+  if jax.process_count() == 1:
+    return
+  text = ", ".join(map(str, sorted(steps))) or "none"
+  own = np.uint32(zlib.crc32(text.encode()))
+  found = multihost_utils.process_allgather(own)
+  if (found != found[0]).any():
+    raise ValueError(
+      f"the processes find different steps in {directory}: process "
+      f"{jax.process_index()} finds {text}. All processes must read the same "
+      "directory."
+    )
 
 
 def _find_damage(where: step_names.Directory, error: Exception) -> Exception:

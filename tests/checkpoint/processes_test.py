@@ -2,6 +2,7 @@
 
 import pathlib
 import signal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import flaxshard as fs
-from checkpoint.processes_test import create, assert_same
+from checkpoint.processes_test import assert_same, Counter, create
 
 strategy = fs.Strategy(mesh_shape={"replica": 4})
 
@@ -85,7 +86,7 @@ for how, asked in cases:
   step += 1
   start = time.monotonic()
   break_disk(how)
-  checkpointer.save(step, create(strategy, step))
+  checkpointer.save(step, create(strategy, step), data=Counter(step))
   ask = dict(
     check=check_repeatedly, wait=checkpointer.wait, close=checkpointer.close,
     save=lambda: checkpointer.save(step + 1, create(strategy, step)))
@@ -143,6 +144,22 @@ def create(strategy: fs.Strategy, seed: int) -> fs.TrainState:
     return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
 
   return jax.tree.map(shard, state)
+
+
+class Counter:
+  """An iterator that has only a position; that of each process, or global."""
+
+  def __init__(self, position: Any, position_is_global: bool = False):
+    self.position = position
+    self.position_is_global = position_is_global
+
+  def get_state(self) -> Any:
+    return self.position
+
+  def set_state(self, position: Any) -> None:
+    if position == "invalid":
+      raise LookupError("no such position")
+    self.position = position
 
 
 def assert_same(a: fs.TrainState, b: fs.TrainState) -> None:
@@ -251,11 +268,82 @@ print("same")
 """
 
 
+# Positions of the data: one for all, or one for each process. Both processes
+# raise the error that one of them has.
+_POSITIONS = """
+from checkpoint.processes_test import Counter
+
+path = path / "positions"
+state = create(strategy, 1)
+
+def error_of_any(call):
+  start = time.monotonic()
+  try:
+    call()
+  except (ValueError, RuntimeError, LookupError) as e:
+    assert time.monotonic() - start < 15
+    return f"{type(e).__name__}: {e}"
+  return None
+
+def position_at(step, is_global=False):
+  counter = Counter(None, is_global)
+  checkpointer.restore(create(strategy, 0), step, data=counter)
+  return counter.position
+
+with fs.Checkpointer(path, digests=False) as checkpointer:
+  checkpointer.save(1, state, data=Counter([10], True))
+  checkpointer.save(2, state, data=Counter([20 + rank]))
+  checkpointer.save(3, state, data=Counter([30 + rank]))
+  checkpointer.save(4, state, data=Counter("invalid" if rank else "valid"))
+  message = error_of_any(
+    lambda: checkpointer.save(5, state, data=Counter([rank], True)))
+  assert f"process {rank} is at [{rank}]" in message, message
+  checkpointer.wait()
+  multihost_utils.sync_global_devices("saved positions")
+  for step, names in ((1, ["process_0-of-1.json"]),
+                      (2, ["process_0-of-2.json", "process_1-of-2.json"])):
+    files = (path / str(step) / "input_iterator").glob("*.json")
+    found = sorted(file.name for file in files)
+    assert found == names, found
+  assert position_at(1, is_global=True) == [10]
+  assert position_at(2) == [20 + rank]
+  # One file for two processes, two different ones for all, and an iterator
+  # that refuses the position in process 1.
+  for step, is_global, fact in (
+      (1, False, "1 process, and this program has 2 processes"),
+      (2, True, "different positions of 2 processes"),
+      (4, False, "no such position")):
+    message = error_of_any(lambda: position_at(step, is_global=is_global))
+    assert message and fact in message, (rank, step, message)
+  # Without digests, only process 1 reads its file, which is damaged.
+  if rank == 1:
+    (path / "3" / "input_iterator" / "process_1-of-2.json").write_text("[31")
+    os.rename(path / "4", path / "4.away")
+  multihost_utils.sync_global_devices("damaged a position")
+  counter = Counter(None)
+  with fs.Checkpointer(path, digests=False) as checkpointer:
+    checkpointer.restore(create(strategy, 0), data=counter)
+    assert (checkpointer.restored_step, counter.position) == (2, [20 + rank])
+print("same")
+"""
+
+
 def test_each_process_digests_its_own_files(tmp_path):
-  outs = two_processes.run(_SETUP + _RECORD + _DIGESTS, _TESTS, str(tmp_path))
+  outs = two_processes.run(
+    _SETUP + _RECORD + _DIGESTS + _POSITIONS, _TESTS, str(tmp_path)
+  )
   for out, err in outs:
-    assert out.splitlines()[-1] == "same"
-    assert err.count("passed over") == 2
+    assert out.splitlines()[-2:] == ["same", "same"]
+    assert err.count("passed over") == 3
+  # One process cannot restore the positions of two, unless they are global.
+  strategy = fs.Strategy(devices=jax.devices()[:4])
+  state = create(strategy, 0)
+  with fs.Checkpointer(tmp_path / "positions") as checkpointer:
+    counter = Counter(None, position_is_global=True)
+    checkpointer.restore(state, 1, data=counter)
+    assert counter.position == [10]
+    with pytest.raises(ValueError, match=r"2 processes, .* has 1 process: .*2"):
+      checkpointer.restore(state, 2, data=Counter(None))
 
 
 # In the loop. JAX looks for signals once a second.
