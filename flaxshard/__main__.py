@@ -103,7 +103,11 @@ def main(argv: list[str]) -> None:
     absl_logging.set_verbosity(absl_logging.WARNING)
 
   verbose = FLAGS.verbosity > 0
-  with command_line.report_mistakes(verbose), console.print_log():
+  with (
+    command_line.end_after_failure(),
+    command_line.report_mistakes(verbose),
+    console.print_log(),
+  ):
     if FLAGS.local_processes:
       _run_local_processes()
     local.end_with_parent()

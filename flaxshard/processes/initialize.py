@@ -13,6 +13,7 @@ import jax
 from flaxshard.core import checks
 from flaxshard.core import multihost
 from flaxshard.processes import cluster as cluster_lib
+from flaxshard.processes import failures
 from flaxshard.processes import rendezvous
 from flaxshard.processes import tpu
 
@@ -115,6 +116,7 @@ def initialize(
   _state.cluster = found
   if found.num_processes > 1:
     multihost.set_process(found.process_id, found.num_processes)
+    failures.watch(heartbeat_timeout, found.coordinator_address)
   if found.num_processes == 1:
     _log.info("one process: %s", found.source)
   else:

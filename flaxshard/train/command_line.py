@@ -17,6 +17,7 @@ import ml_collections
 
 from flaxshard.checkpoint.save_manager import SaveError
 from flaxshard.core import checks
+from flaxshard.processes import failures
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
@@ -97,6 +98,24 @@ def report_mistakes(verbose: bool) -> Iterator[None]:
     # The exit code that a shell reports for a process ended by Ctrl-C.
     print("\nstopped; the checkpoints saved so far are kept", file=sys.stderr)
     raise SystemExit(130) from None
+
+
+@contextlib.contextmanager
+def end_after_failure() -> Iterator[None]:
+  """Ends this process at once at a SystemExit after a failure.
+
+  The regular exit would wait for the other processes. An exception of another
+  type is left to `sys.excepthook`; see `failures.watch`.
+  """
+  try:
+    yield
+  except SystemExit as e:
+    if failures.has_failed():
+      if isinstance(e.code, str):
+        print(e.code, file=sys.stderr)
+      # The run is not complete, even after sys.exit(0) in a user's code.
+      failures.end_process(e.code if isinstance(e.code, int) and e.code else 1)
+    raise
 
 
 def _exit(message: str) -> NoReturn:

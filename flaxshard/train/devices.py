@@ -19,6 +19,7 @@ from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import partitions
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.strategy.strategy import Strategy
+from flaxshard.train import same_run
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 
@@ -35,12 +36,13 @@ def create_strategy(config: Any) -> Strategy:
 
   Raises:
     ValueError: There are too few devices, `batch_size` is not a multiple of the
-      number of replicas, the wrappers do not fit the replicas, or JAX has
-      started without the virtual devices.
+      number of replicas, the wrappers do not fit the replicas, JAX has
+      started without the virtual devices, or processes have other devices.
   """
   mesh = config.mesh
   if mesh.virtual_devices:
     _use_virtual_devices(mesh.virtual_devices)
+  same_run.check_devices()
   devices = jax.devices()
   named_axes = dict(mesh.axes)
   if named_axes:

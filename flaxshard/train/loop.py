@@ -24,6 +24,7 @@ from flaxshard.core import directories
 from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.data import distribute
+from flaxshard.processes import failures
 from flaxshard.state import describe
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
@@ -36,6 +37,7 @@ from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import preemption
 from flaxshard.train import report
 from flaxshard.train import resume
+from flaxshard.train import same_run
 from flaxshard.train import setup as setup_lib
 from flaxshard.train import steps
 from flaxshard.train import timer as timer_lib
@@ -68,8 +70,9 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
 
   Raises:
     ValueError, TypeError: The config is invalid, `workdir` cannot be written,
-      another run is using it, or its checkpoint has another model or another
-      data order.
+      another run is using it, its checkpoint has another model or another data
+      order, or processes disagree on the config, the code, the data, the
+      devices or the workdir.
     ImportError: A package that the config needs is not installed.
     FloatingPointError: `config.on_nonfinite` is "stop", and the loss of an
       applied step, an evaluation, or parameters to be saved became infinite or
@@ -79,28 +82,49 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       checkpoint is saved. The code is 128 plus the number of the signal. In
       IPython, Ctrl-C or Stop returns the saved state instead.
   """
-  with console.show_log(), console.show_warnings_once():
+  with (
+    console.show_log(),
+    console.show_warnings_once(),
+    failures.share(),
+  ):
     config = config_lib.check(config)
+    if multihost.is_process_known():
+      same_run.check_config(config)
     # First, because it can set the number of virtual devices: from here on JAX
     # has started.
     strategy = devices.create_strategy(config)
-    with console.quiet_other_processes():
-      return _train_and_evaluate(config, workdir, strategy)
+    if not multihost.is_process_known():
+      same_run.check_config(config)
+    # After jax.distributed.initialize without flaxshard.initialize.
+    failures.watch()
+    with console.quiet_other_processes(), failures.share():
+      state, signum = _train_and_evaluate(config, workdir, strategy)
+  if signum is not None and not preemption.returns_to_notebook(signum):
+    # The exit code that a shell reports for a process ended by the signal.
+    raise SystemExit(128 + signum)
+  return state
 
 
 def _train_and_evaluate(
   config: Any, workdir: str, strategy: Strategy
-) -> TrainState:
+) -> tuple[TrainState, int | None]:
+  """Returns the last state, and the signal that stopped the run, if any."""
   workdir = files.absolute(workdir)
   with multihost.raise_on_all_processes(ValueError):
     directories.check_writable("workdir", workdir)
+  same_run.check_workdir(workdir)
   charts.require_packages(config.writer)
   # Traces the train step, so that an invalid config is found before anything
   # is written or compiled.
   setup = setup_lib.create_setup(config, strategy)
+  same_run.check_data(setup.splits)
+  same_run.check_train_step(setup.lowered_train_step)
 
-  with _open_run(setup, workdir) as run:
+  # The inner block tells the other processes of an error before the run is
+  # closed: that may wait for them.
+  with _open_run(setup, workdir) as run, failures.share():
     state, first_step = _restore_or_create(setup, run)
+    same_run.check_step("the restored step", first_step)
     signum = None
     if first_step < config.num_train_steps:
       state, signum = _train(setup, run, state, first_step)
@@ -114,10 +138,7 @@ def _train_and_evaluate(
       report.draw(config, workdir)
   if signum is None:
     report.log_result(workdir)
-  elif not preemption.returns_to_notebook(signum):
-    # The exit code that a shell reports for a process ended by the signal.
-    raise SystemExit(128 + signum)
-  return state
+  return state, signum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +189,9 @@ def _restore_or_create(
   setup: setup_lib.Setup, run: _Run
 ) -> tuple[TrainState, int]:
   """Returns the state to train from, and the step that it was saved at."""
-  if run.checkpointer.latest_step() is None:
+  latest_step = run.checkpointer.latest_step()
+  same_run.check_step("the latest checkpoint", latest_step)
+  if latest_step is None:
     return setup.create_state(), 0
   config = setup.config
   changes = resume.check_data(config, run.workdir, len(setup.splits.train))

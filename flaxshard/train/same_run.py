@@ -1,0 +1,222 @@
+"""Checks before the first step that all processes take part in the same run.
+
+Processes that disagree would wait for each other for ever, or train on with
+parameters that differ. With one process nothing is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import time
+from typing import Any
+import uuid
+
+import jax
+import numpy as np
+
+from flaxshard import data
+from flaxshard.core import files
+from flaxshard.core import multihost
+from flaxshard.core import trees
+from flaxshard.processes import agreement
+
+# The packages that decide what a step computes and how it is saved.
+_PACKAGES = (
+  "jax",
+  "jaxlib",
+  "flax",
+  "optax",
+  "orbax-checkpoint",
+  "numpy",
+)
+
+# Seconds until a new file is visible on all hosts of a shared file system.
+_VISIBLE_SECONDS = 10.0
+
+_SAME_COMMAND = "Run the same command, with the same files, on all processes."
+
+
+def check_config(config: Any) -> None:
+  """Raises if processes have other configs, packages or sources of flaxshard.
+
+  Call it before JAX starts its devices: with other configs, that may hang.
+
+  Args:
+    config: A checked config.
+
+  Raises:
+    ValueError: Two processes disagree.
+  """
+  agreement.check_agreement(
+    {"config": json.loads(config.to_json())}, _SAME_COMMAND
+  )
+  agreement.check_agreement(
+    {"the version of": {name: _version(name) for name in _PACKAGES}},
+    "Install the same packages on all hosts.",
+  )
+  agreement.check_agreement(
+    {"the source file": _digest_sources()},
+    "Install the same version of flaxshard on all hosts.",
+  )
+
+
+def check_devices() -> None:
+  """Raises if processes have other devices.
+
+  Raises:
+    ValueError: Two processes disagree.
+  """
+  if multihost.process_count() == 1:
+    return
+  devices = jax.local_devices()
+  agreement.check_agreement(
+    {
+      "the devices of a process": {
+        "number": len(devices),
+        "kind": devices[0].device_kind,
+      }
+    },
+    "Each process needs the same number and kind of devices.",
+  )
+
+
+def check_data(splits: data.Splits) -> None:
+  """Raises if processes have loaded other data.
+
+  Args:
+    splits: The loaded data.
+
+  Raises:
+    ValueError: Two processes disagree.
+  """
+  if multihost.process_count() == 1:
+    return
+  facts = {
+    name: {"number of examples": len(source), "first example": _digest(source)}
+    for name, source in (("train", splits.train), ("eval", splits.eval))
+  }
+  agreement.check_agreement({"the data": facts}, _SAME_COMMAND)
+
+
+def check_train_step(lowered: jax.stages.Lowered) -> None:
+  """Raises if processes would compile other train steps.
+
+  Args:
+    lowered: The traced train step.
+
+  Raises:
+    ValueError: Two processes disagree.
+  """
+  if multihost.process_count() == 1:
+    return
+  digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
+  agreement.check_agreement(
+    {"the traced train step (SHA-256)": digest},
+    "The code of the model, the optimizer or the wrappers differs.",
+  )
+
+
+def check_workdir(workdir: str) -> None:
+  """Raises if the workdir is not the same directory for all processes.
+
+  Args:
+    workdir: The absolute path of the workdir; it exists.
+
+  Raises:
+    ValueError: A process does not see a file that process 0 has written.
+  """
+  if multihost.process_count() == 1:
+    return
+  index = multihost.process_index()
+  name = f".same_workdir_{uuid.uuid4().hex}" if index == 0 else ""
+  path = ""
+  try:
+    with multihost.raise_on_all_processes(ValueError):
+      if index == 0:
+        path = os.path.join(workdir, name)
+        try:
+          files.write_bytes(path, b"")
+        except OSError as e:
+          raise ValueError(f"workdir: {path} cannot be written: {e}") from e
+    path = os.path.join(workdir, multihost.exchange(name)[0])
+    seen = multihost.exchange("yes" if _wait_for(path) else "no")
+  finally:
+    if path and index == 0:
+      with contextlib.suppress(OSError):
+        files.remove(path)
+  blind = [str(i) for i, answer in enumerate(seen) if answer == "no"]
+  if blind:
+    raise ValueError(
+      f"workdir={workdir!r} is not the same directory for all processes: "
+      f"process {', '.join(blind)} does not see a file that process 0 has "
+      f"written {_VISIBLE_SECONDS:g} s ago. Use a directory that all hosts "
+      "share."
+    )
+
+
+def check_step(name: str, step: int | None) -> None:
+  """Raises if processes have other steps.
+
+  Args:
+    name: What the step is, such as `"the restored step"`.
+    step: The step of this process.
+
+  Raises:
+    ValueError: Two processes disagree.
+  """
+  agreement.check_agreement(
+    {name: step}, "All processes must read the same checkpoints."
+  )
+
+
+def _version(package: str) -> str:
+  try:
+    return importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError:
+    return "not installed"
+
+
+def _digest_sources() -> dict[str, str]:
+  """Returns a digest of each of the package's Python files."""
+  if multihost.process_count() == 1:
+    return {}
+  root = pathlib.Path(__file__).parents[1]
+  return {
+    path.relative_to(root.parent).as_posix(): hashlib.sha256(
+      path.read_bytes()
+    ).hexdigest()[:16]
+    for path in sorted(root.rglob("*.py"))
+  }
+
+
+def _digest(source: Any) -> str:
+  """Returns a digest of the first example of a data source."""
+  if not len(source):
+    return "none"
+  first, again = _digest_example(source[0]), _digest_example(source[0])
+  # A source may augment its examples at random.
+  return first if first == again else "random"
+
+
+def _digest_example(example: Mapping[str, Any]) -> str:
+  digest = hashlib.sha256()
+  for path, leaf in jax.tree_util.tree_leaves_with_path(dict(example)):
+    array = np.asarray(leaf)
+    header = f"{trees.path_string(path)} {array.dtype} {array.shape} "
+    digest.update(header.encode() + array.tobytes())
+  return digest.hexdigest()[:16]
+
+
+def _wait_for(path: str) -> bool:
+  deadline = time.monotonic() + _VISIBLE_SECONDS
+  while not files.exists(path):
+    if time.monotonic() > deadline:
+      return False
+    time.sleep(0.1)
+  return True
