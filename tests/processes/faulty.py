@@ -1,0 +1,126 @@
+"""A config whose run fails where the variable FAULT says.
+
+FAULT is a JSON object:
+
+  process  the index of the process that fails
+  place    "training", "evaluation", "save", "data" or "load"
+  kind     "kill", "freeze", "terminate", "exception", "disk full" or "exit"
+
+The fault writes a line `FAULT at <seconds since the epoch>` to standard error.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+
+import numpy as np
+import tiny
+
+from flaxshard import data
+from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import metadata_item
+from flaxshard.core import multihost
+from flaxshard.train import preemption
+
+# Steps of one process before it fails in training.
+_STEPS = 6
+
+_FAULT = json.loads(os.environ.get("FAULT", "{}"))
+
+
+def get_config():
+  return tiny.config(
+    data={"name": "faulty:load"},
+    num_train_steps=80,
+    log_every_steps=4,
+    checkpoint_every_steps=4,
+    eval_every_steps=8,
+    precision="float32",
+  )
+
+
+def load():
+  """Returns random digits, and prepares the fault."""
+  _prepare()
+  _fail_in("load")
+  rng = np.random.default_rng(0)
+
+  def arrays(count):
+    inputs = rng.normal(size=(count, 8, 8, 1)).astype(np.float32)
+    return inputs, rng.integers(10, size=count).astype(np.int32)
+
+  return data.Splits(
+    train=_Source("data", *arrays(256)),
+    eval=_Source("evaluation", *arrays(32)),
+    num_classes=10,
+  )
+
+
+class _Source(data.Arrays):
+  """Arrays that fail when an example after the first one is read."""
+
+  def __init__(self, place, inputs, labels):
+    super().__init__(inputs, labels)
+    object.__setattr__(self, "place", place)
+
+  def __getitem__(self, index):
+    if index > 0:
+      _fail_in(self.place)
+    return super().__getitem__(index)
+
+
+def _prepare():
+  steps = []
+  agree = preemption.agree_on_signal
+  take = digests.take
+
+  def agree_on_signal(step, signum):
+    steps.append(step)
+    if len(steps) == _STEPS:
+      _fail_in("training")
+    if len(steps) >= _STEPS and _FAULT.get("kind") == "terminate":
+      # JAX looks for signals once a second.
+      time.sleep(0.3)
+    return agree(step, signum)
+
+  def take_digests(paths):
+    # Not when a checkpoint is read.
+    if any(".orbax-checkpoint-tmp" in path for path in paths.values()):
+      # The first save succeeds.
+      if len(steps) > 5:
+        _fail_in("save")
+    return take(paths)
+
+  preemption.agree_on_signal = agree_on_signal
+  digests.take = take_digests
+
+
+def _fail_in(place):
+  if _FAULT.get("place") != place:
+    return
+  if _FAULT["process"] != multihost.process_index():
+    return
+  kind = _FAULT["kind"]
+  if not _FAULT.get("done"):
+    _FAULT["done"] = True
+    print(f"FAULT at {time.time()}", file=sys.stderr, flush=True)
+    if kind == "terminate":
+      os.kill(os.getpid(), signal.SIGTERM)
+  if kind == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+  if kind == "freeze":
+    os.kill(os.getpid(), signal.SIGSTOP)
+  if kind == "exit":
+    sys.exit(0)
+  if kind == "exception":
+    raise KeyError("an injected error")
+  if kind == "disk full" and place == "save":
+    raise OSError(28, "No space left on device")
+  if kind == "disk full":
+    # For every file from now on.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard_limit))
