@@ -1,6 +1,8 @@
 """Tests of the data position in a checkpoint."""
 
 import json
+import pathlib
+import re
 
 import grain
 import jax
@@ -217,3 +219,15 @@ def test_descriptions_show_the_positions(tmp_path):
     "input_iterator, process 1 of 2: [2]",
   ]
   assert iterator_state.describe(tmp_path) == []
+
+
+def test_snippet_of_the_documentation_runs(tmp_path):
+  root = pathlib.Path(__file__).parents[2]
+  text = (root / "docs" / "processes.md").read_text()
+  section = text.partition("\n## Resume\n")[2].partition("\n## ")[0]
+  (snippet,) = re.findall(r"```python\n(.*?)```", section, re.S)
+  names = {}
+  exec(snippet.replace("/tmp/positions", str(tmp_path)), names)
+  (file,) = (tmp_path / "1" / "input_iterator").glob("*.json")
+  assert file.name == "process_0-of-1.json"
+  assert names["iterator"].get_state() == {"next_index": 1}
