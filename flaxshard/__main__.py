@@ -43,7 +43,6 @@ environment variables; elsewhere say it yourself:
 
 # Flags only: the training loop is in flaxshard/train/loop.py.
 
-import logging
 import sys
 from typing import NoReturn
 
@@ -112,15 +111,12 @@ def main(argv: list[str]) -> None:
       _run_local_processes()
     local.end_with_parent()
     # Before anything touches a device.
-    cluster = processes.initialize(
+    processes.initialize(
       FLAGS.coordinator_address,
       FLAGS.num_processes,
       FLAGS.process_id,
       heartbeat_timeout=FLAGS.heartbeat_timeout,
     )
-    if cluster.process_id and not verbose:
-      # Process 0 logs the same.
-      logging.getLogger("flaxshard").setLevel(logging.WARNING)
     loop.train_and_evaluate(FLAGS.config, FLAGS.workdir)
 
 
@@ -135,7 +131,7 @@ def _run_local_processes() -> NoReturn:
   config = config_lib.check(FLAGS.config)
   raise SystemExit(
     local.run(
-      sys.argv[1:],
+      [sys.executable, "-m", "flaxshard", *sys.argv[1:]],
       FLAGS.local_processes,
       virtual_devices=config.mesh.virtual_devices,
     )

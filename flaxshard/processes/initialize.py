@@ -163,9 +163,6 @@ def _connect(
   initialization_timeout: float,
 ) -> cluster_lib.Cluster:
   _check_devices_not_started()
-  # The default of JAX 0.10 as well; it has no effect on GPUs and TPUs.
-  if jax.config.jax_cpu_collectives_implementation is None:  # type: ignore[attr-defined]
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
   timeouts: dict[str, Any] = {
     "initialization_timeout": math.ceil(initialization_timeout),
     "heartbeat_timeout_seconds": math.ceil(
@@ -209,7 +206,8 @@ def _bind_address(coordinator_address: str) -> str | None:
 def _check_devices_not_started() -> None:
   count = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
   try:
-    # JAX accepts it before its devices have started only.
+    # JAX accepts another number before its devices have started only.
+    jax.config.update("jax_num_cpu_devices", max(count, 1) + 1)
     jax.config.update("jax_num_cpu_devices", count)
   except RuntimeError:
     raise RuntimeError(

@@ -40,12 +40,13 @@ _STOPPED = {
 
 
 def run(
-  arguments: Sequence[str], num_processes: int, *, virtual_devices: int = 0
+  command: Sequence[str], num_processes: int, *, virtual_devices: int = 0
 ) -> int:
   """Runs `python -m flaxshard` in several processes until all have ended.
 
   Args:
-    arguments: The flags of all processes; those of their connection are added.
+    command: The command of all processes; the flags that connect them are
+      added.
     num_processes: Number of processes.
     virtual_devices: `config.mesh.virtual_devices`, over all processes. 0
       divides the GPUs of the machine among them; without GPUs, each process
@@ -82,8 +83,7 @@ def run(
   def start(index: int) -> subprocess.Popen[bytes]:
     gpus = range(index * share, (index + 1) * share)
     ids = {"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, gpus))} if share else {}
-    command = [
-      *(sys.executable, "-m", "flaxshard", *arguments),
+    flags = [
       # The last value of a flag is the one that counts.
       "--local_processes=0",
       f"--coordinator_address={address}",
@@ -91,7 +91,7 @@ def run(
       f"--process_id={index}",
     ]
     return subprocess.Popen(
-      command,
+      [*command, *flags],
       env=environ | ids,
       stdin=subprocess.DEVNULL,
       stdout=subprocess.PIPE,

@@ -29,6 +29,7 @@ _MISTAKES = (
   ImportError,
   FloatingPointError,
   SaveError,
+  TimeoutError,
 )
 
 

@@ -1,0 +1,243 @@
+"""--local_processes: several processes of one machine."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from flaxshard.processes import local
+
+_ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(tmp_path, script, num_processes=2, **kwargs):
+  """Runs a script in several processes, with `index` as a variable."""
+  file = tmp_path / "script.py"
+  file.write_text(
+    "import os, sys, time, signal\n"
+    "index = int(sys.argv[-1].removeprefix('--process_id='))\n" + script
+  )
+  return local.run([sys.executable, str(file)], num_processes, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch):
+  monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+
+def test_lines_have_the_index_in_front(tmp_path, capfdbinary, monkeypatch):
+  # pytest replaces sys.stdout by an object without the file's buffer.
+  code = """
+sys.stdout.write("a\\nb")
+sys.stdout.flush()
+time.sleep(0.2)
+sys.stdout.write("c\\n" + "x" * 100_000)
+print(sys.argv[1:-1], os.environ.get("JAX_LOCAL_DEVICE_IDS"), file=sys.stderr)
+"""
+  with (
+    open(1, "w", closefd=False) as out,
+    open(2, "w", closefd=False) as err,
+  ):
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    assert run(tmp_path, code) == 0
+  out, err = capfdbinary.readouterr()
+  for index in (b"[0] ", b"[1] "):
+    lines = [x for x in out.splitlines() if x.startswith(index)]
+    assert lines == [index + x for x in (b"a", b"bc", b"x" * 100_000)]
+  assert len(out.splitlines()) == 6
+  flags = err.splitlines()
+  assert len(flags) == 2
+  for flag in (b"--local_processes=0", b"--num_processes=2", b"None"):
+    assert all(flag in line for line in flags)
+
+
+@pytest.mark.parametrize(
+  "script, code, words",
+  [
+    ("sys.exit(index * 3)", 3, "process 1 ended with exit code 3"),
+    (
+      "index and os.kill(os.getpid(), 9)",
+      137,
+      "process 1 was killed by SIGKILL",
+    ),
+    ("index and sys.exit(143)", 143, "process 1 was stopped by SIGTERM"),
+  ],
+)
+def test_exit_code_is_that_of_the_first_failure(
+  tmp_path, capfd, script, code, words
+):
+  assert run(tmp_path, script) == code
+  assert words in capfd.readouterr().err
+
+
+def test_one_failure_ends_all(tmp_path, capfd, monkeypatch):
+  """SIGTERM first, then SIGKILL, also for processes that a process started."""
+  monkeypatch.setattr(local, "_FAILED_GRACE", 0.5)
+  monkeypatch.setattr(local, "_TERM_GRACE", 0.5)
+  script = f"""
+import subprocess
+if index == 0:
+  time.sleep(0.5)
+  sys.exit(7)
+if index == 1:
+  signal.signal(signal.SIGTERM, signal.SIG_IGN)
+  sleep = [sys.executable, "-c", "import time; time.sleep(99)"]
+  child = subprocess.Popen(sleep)
+  open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+time.sleep(99)
+"""
+  start = time.monotonic()
+  assert run(tmp_path, script, 3) == 7
+  assert time.monotonic() - start < 20
+  err = capfd.readouterr().err
+  assert "process 0 ended with exit code 7" in err
+  assert "SIGTERM to the processes that have not ended: 1, 2" in err
+  assert "SIGKILL to the processes that have not ended: 1\n" in err
+  assert wait_until_gone([int((tmp_path / "child").read_text())], 10)
+
+
+def test_signals_are_passed_on(tmp_path):
+  script = """
+def count(*_):
+  global n
+  n += 1
+n = 0
+signal.signal(signal.SIGINT, count)
+index or os.kill(os.getppid(), signal.SIGINT)
+while n < 1: time.sleep(0.01)
+index or os.kill(os.getppid(), signal.SIGINT)
+while n < 2: time.sleep(0.01)
+sys.exit(130)
+"""
+  # Both processes catch the signal before it is sent.
+  script = script.replace("index or os", "time.sleep(0.5); index or os", 1)
+  assert run(tmp_path, script) == 130
+
+
+def test_indivisible_devices_raise(monkeypatch):
+  with pytest.raises(ValueError, match="virtual_devices=3") as e:
+    local.run([], 2, virtual_devices=3)
+  assert "--local_processes=2" in str(e.value)
+  monkeypatch.setattr(local, "_count_gpus", lambda: 8)
+  with pytest.raises(ValueError, match="8 GPUs") as e:
+    local.run([], 3)
+  assert "--local_processes=3" in str(e.value)
+
+
+def test_gpus_are_divided(tmp_path, capfd, monkeypatch):
+  monkeypatch.setattr(local, "_count_gpus", lambda: 4)
+  out = tmp_path / "out"
+  script = f"""
+open({str(out)!r} + str(index), "w").write(os.environ["JAX_LOCAL_DEVICE_IDS"])
+"""
+  assert run(tmp_path, script) == 0
+  ids = [(tmp_path / f"out{index}").read_text() for index in range(2)]
+  assert ids == ["0,1", "2,3"]
+
+
+def wait_until_gone(pids, seconds):
+  """Returns whether the processes end within some seconds."""
+  deadline = time.monotonic() + seconds
+  while time.monotonic() < deadline:
+    if not any(is_running(pid) for pid in pids):
+      return True
+    time.sleep(0.1)
+  return False
+
+
+def is_running(pid):
+  state = subprocess.run(
+    ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True
+  ).stdout
+  # A zombie has ended.
+  return bool(state) and not state.startswith("Z")
+
+
+CONFIG = """
+import runpy
+def get_config():
+  config = runpy.run_path("configs/digits.py")["get_config"]()
+  config.model = {"name": "cnn", "features": (2,), "dense": 4}
+  config.schedule = {"name": "constant"}
+  config.precision, config.wrappers = "float32", ()
+  config.mesh.virtual_devices = 2
+  config.writer = "none"
+  config.log_every_steps = 1
+  config.num_train_steps = 100_000
+  config.eval_every_steps = config.checkpoint_every_steps = 100_000
+  return config
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_and_the_end_of_the_parent_save_a_checkpoint(tmp_path):
+  """Ctrl-C, then, in a resumed run, SIGKILL of the parent."""
+  config = tmp_path / "config.py"
+  config.write_text(CONFIG)
+  command = [
+    *(sys.executable, "-m", "flaxshard", f"--config={config}"),
+    *(f"--workdir={tmp_path / 'run'}", "--local_processes=2"),
+  ]
+  checkpoints = tmp_path / "run" / "checkpoints"
+  environ = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+
+  def start():
+    """Starts a run; returns it and its processes after a step."""
+    parent = subprocess.Popen(
+      command,
+      cwd=_ROOT,
+      env=environ,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    lines = []
+    for line in parent.stderr:
+      lines.append(line)
+      if " step " in line and "loss=" in line:
+        break
+    listed = subprocess.run(
+      ["ps", "-ww", "-A", "-o", "pid=,ppid=,args="],
+      capture_output=True,
+      text=True,
+    ).stdout
+    children = [
+      int(line.split()[0])
+      for line in listed.splitlines()
+      if line.split()[1] == str(parent.pid) and "--process_id" in line
+    ]
+    assert len(children) == 2, lines
+    return parent, children, lines
+
+  parent, children, lines = start()
+  try:
+    assert any("2 of 2 cpu devices" in line for line in lines), lines
+    # One process alone prints the rows.
+    assert all(line.startswith("[0] ") for line in lines if "loss=" in line)
+    parent.send_signal(signal.SIGINT)
+    _, err = parent.communicate(timeout=90)
+    assert parent.returncode == 130, err
+    first = int(re.search(r"saved step (\d+) in", err)[1])
+    assert [p.name for p in checkpoints.iterdir()] == [str(first)]
+
+    parent, children, lines = start()
+    assert any(f"resuming from step {first}" in line for line in lines), lines
+    parent.kill()
+    assert wait_until_gone(children, 60)
+    # As after SIGTERM, with a checkpoint.
+    steps = [int(p.name) for p in checkpoints.iterdir() if p.name.isdigit()]
+    assert max(steps) > first
+  finally:
+    parent.kill()
+    for pid in children:
+      if is_running(pid):
+        os.kill(pid, signal.SIGKILL)
+  rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+  seen = [json.loads(row)["step"] for row in rows]
+  assert seen == sorted(set(seen))

@@ -1,0 +1,100 @@
+"""The processes of a program meet, or learn why they do not."""
+
+from concurrent import futures
+import socket
+
+import pytest
+
+from flaxshard.processes import cluster
+from flaxshard.processes import rendezvous
+
+
+def free_port() -> int:
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    return s.getsockname()[1]
+
+
+def meet(*processes: tuple[int, int], timeout=20.0, port=None):
+  """Returns the error, or None, of each `(process_id, num_processes)`."""
+  address = f"127.0.0.1:{port or free_port()}"
+
+  def call(process):
+    index, count = process
+    try:
+      rendezvous.meet(cluster.Cluster(address, count, index), timeout)
+    except (ValueError, TimeoutError) as e:
+      return e
+    return None
+
+  def serve_after(process):
+    error = call(process)
+    if error is None and process[0] == 0:
+      # As JAX's service does: the others wait until it listens.
+      host, port = address.split(":")
+      with socket.create_server((host, int(port))) as server:
+        server.settimeout(20)
+        for _ in range(process[1] - 1):
+          server.accept()[0].close()
+    return error
+
+  with futures.ThreadPoolExecutor(len(processes)) as pool:
+    return list(pool.map(serve_after, processes))
+
+
+def test_processes_meet_in_any_order():
+  assert meet((2, 3), (0, 3), (1, 3)) == [None] * 3
+
+
+def test_port_in_use_raises():
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    port = server.getsockname()[1]
+    (error,) = meet((0, 2), port=port)
+  assert isinstance(error, ValueError)
+  assert f"127.0.0.1:{port}" in str(error)
+  assert "Address already in use" in str(error)
+
+
+def test_missing_processes_are_named_in_all_processes():
+  port = free_port()
+  errors = meet((0, 4), (2, 4), timeout=1.0, port=port)
+  for error in errors:
+    assert isinstance(error, TimeoutError)
+    assert f"127.0.0.1:{port}" in str(error)
+    assert "2 of 4 processes" in str(error)
+    assert ": 1, 3." in str(error)
+
+
+def test_unreachable_coordinator_raises():
+  port = free_port()
+  (error,) = meet((1, 2), timeout=0.5, port=port)
+  assert isinstance(error, TimeoutError)
+  assert f"127.0.0.1:{port}" in str(error)
+  assert "process 1" in str(error)
+
+
+@pytest.mark.parametrize(
+  "processes, words",
+  [
+    (((0, 3), (1, 3), (1, 3)), "process_id=1"),
+    (((0, 2), (1, 3)), "num_processes=3"),
+  ],
+)
+def test_processes_that_disagree_raise(processes, words):
+  errors = meet(*processes, timeout=2.0)
+  assert isinstance(errors[0], ValueError)
+  assert words in str(errors[0])
+  assert any(words in str(e) for e in errors[1:])
+
+
+def test_other_connections_are_ignored():
+  port = free_port()
+  with futures.ThreadPoolExecutor(1) as pool:
+    result = pool.submit(meet, (0, 2), (1, 2), port=port)
+    for text in (b"GET / HTTP/1.0\r\n\r\n", b"flaxshard-1 []\n", b"\xff\n"):
+      try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1) as s:
+          s.sendall(text)
+      except OSError:
+        pass  # before or after the meeting
+    assert result.result(timeout=60) == [None, None]
