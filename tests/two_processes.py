@@ -57,7 +57,7 @@ def run(
     # Reads both at once: a process with a full pipe stops, and the other one
     # waits for it.
     with futures.ThreadPoolExecutor(processes) as pool:
-      outs = list(pool.map(lambda p: p.communicate(timeout=120), started))
+      outs = list(pool.map(lambda p: p.communicate(timeout=240), started))
   finally:
     for process in started:
       process.kill()
