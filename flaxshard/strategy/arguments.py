@@ -144,8 +144,8 @@ def place(mesh: Mesh, leaf: Any, layout: Layout, index: int) -> Any:
   Raises:
     TypeError: The leaf is not an array, or is traced.
     ValueError: The leaf was donated, is per replica for another number of
-      replicas, is sharded on another mesh, or has integers that do not fit
-      their dtype in JAX.
+      replicas, is sharded on another mesh, has integers that do not fit their
+      dtype in JAX, or is not the same in all processes.
   """
   where = f"run: argument {trees.path_string(layout.paths[index][1:])}"
   if isinstance(leaf, jax.core.Tracer):
@@ -161,7 +161,10 @@ def place(mesh: Mesh, leaf: Any, layout: Layout, index: int) -> Any:
   target = _target_sharding(where, mesh, leaf, layout, index)
   if isinstance(leaf, jax.ShapeDtypeStruct):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
-  placed = mesh_lib.put(leaf, target)
+  try:
+    placed = mesh_lib.put(leaf, target)
+  except AssertionError as e:  # JAX has compared the processes
+    raise ValueError(f"{where} must be the same in all processes: {e}") from e
   # A NumPy array is traced only now, if `run` is called inside jax.jit.
   if isinstance(placed, jax.core.Tracer):
     raise _traced_error(where)

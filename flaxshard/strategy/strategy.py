@@ -132,6 +132,11 @@ class Strategy:
     The compiled program is kept for as long as `fn` exists, as by `jax.jit`: a
     new lambda in each iteration of a loop is compiled each time.
 
+    With several processes, each call compares the Python numbers, NumPy arrays
+    and local arrays among the arguments between the processes, with one
+    exchange for each of them. Arrays on the mesh, such as those of a TrainState
+    or a distributed batch, are not compared and cost nothing.
+
     When a step with a TrainState is traced, a UserWarning says so if no
     argument is split over the replicas, if gradients are already reduced when
     `apply_gradients` averages them, or if a PRNG key gives all replicas the
@@ -151,11 +156,11 @@ class Strategy:
       TypeError: An argument or a result is not an array, or an argument is
         traced, because `run` is called inside `jax.jit` or `run`.
       ValueError: An argument is sharded on another mesh, was donated, or has
-        integers that do not fit int32; a `PerReplica` has another number of
-        replicas; `fn` uses an axis name that is not in the mesh; a TrainState
-        may differ between replicas. The check of the last case cannot follow
-        every primitive: `ReplicaContext.assume_replicated` marks what it cannot
-        see.
+        integers that do not fit int32, or differs between processes; a
+        `PerReplica` has another number of replicas; `fn` uses an axis name that
+        is not in the mesh; a TrainState may differ between replicas. The check
+        of the last case cannot follow every primitive:
+        `ReplicaContext.assume_replicated` marks what it cannot see.
 
     Example:
       >>> strategy = Strategy()

@@ -38,6 +38,13 @@ ids = strategy.distribute_values_from_function(
 (mine,) = strategy.local_results(ids)
 assert int(np.asarray(mine.addressable_data(0))) == rank
 assert int(strategy.reduce("sum", ids)) == 1
+try:
+  strategy.run(lambda x: x, args=(np.float32(rank),))
+except ValueError as e:
+  start = "run: argument 0 must be the same in all processes: "
+  assert str(e).startswith(start), e
+else:
+  raise AssertionError
 print(float(loss), float(last), int(state.step))
 """
 
