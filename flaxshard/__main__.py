@@ -91,6 +91,11 @@ flags.DEFINE_float(
   60.0,
   "Seconds without a sign of life after which a process counts as lost.",
 )
+flags.DEFINE_float(
+  "initialization_timeout",
+  300.0,
+  "Seconds that the processes wait for each other at the start.",
+)
 flags.mark_flags_as_required(["config", "workdir"])
 
 
@@ -116,6 +121,7 @@ def main(argv: list[str]) -> None:
       FLAGS.num_processes,
       FLAGS.process_id,
       heartbeat_timeout=FLAGS.heartbeat_timeout,
+      initialization_timeout=FLAGS.initialization_timeout,
     )
     loop.train_and_evaluate(FLAGS.config, FLAGS.workdir)
 

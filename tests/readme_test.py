@@ -25,6 +25,8 @@ _COMMANDS = [
   for block in re.findall(r"```bash\n(.*?)```", _README, re.S)
   for line in block.splitlines()
   if line.startswith("python -m flaxshard")
+  # tests/processes/local_test.py runs the one with many processes.
+  and "--local_processes" not in line
 ]
 
 

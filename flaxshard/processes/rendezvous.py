@@ -21,6 +21,8 @@ _MAGIC = "flaxshard-1"
 _MAX_BYTES = 4096
 # Seconds for one message of a peer that has connected.
 _MESSAGE_TIMEOUT = 5.0
+# Seconds for process 0 to start JAX's service after the meeting.
+_SERVICE_TIMEOUT = 30.0
 
 
 def meet(
@@ -49,6 +51,8 @@ def meet(
       peer.close()
   else:
     _join(cluster, deadline, timeout)
+    # Until JAX's service listens.
+    deadline = max(deadline, time.monotonic() + _SERVICE_TIMEOUT)
     _connect(cluster, deadline, timeout).close()
 
 
@@ -85,7 +89,12 @@ def _gather(
   """Returns the connection of each process, by its index."""
   peers: dict[int, socket.socket] = {}
   try:
-    while len(peers) < cluster.num_processes - 1:
+    while True:
+      if len(peers) == cluster.num_processes - 1:
+        # A process may have given up, or have ended, since it came.
+        peers = {i: peer for i, peer in peers.items() if not _is_closed(peer)}
+      if len(peers) == cluster.num_processes - 1:
+        return peers
       server.settimeout(max(deadline - time.monotonic(), 0.01))
       peer, _ = server.accept()
       hello = _receive(peer, _MESSAGE_TIMEOUT)
@@ -120,7 +129,6 @@ def _gather(
     _reject(peers, e)
     _send(peer, {"error": str(e)})
     raise
-  return peers
 
 
 def _reject(peers: dict[int, socket.socket], error: Exception) -> None:
@@ -152,6 +160,12 @@ def _join(
       if "error" in reply:
         raise ValueError(reply["error"])
       return
+    if time.monotonic() > deadline:
+      raise TimeoutError(
+        f"process {cluster.process_id} has waited {timeout:g} s at "
+        f"coordinator_address={cluster.coordinator_address!r} for the other "
+        "processes; process 0 was reached and still waits."
+      )
     # Process 0 has ended; it may be started again.
     time.sleep(0.2)
 

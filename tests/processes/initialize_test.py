@@ -1,6 +1,8 @@
 """flaxshard.initialize: one process, several, and mistakes."""
 
 import os
+import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -32,6 +34,13 @@ def test_one_process_opens_no_port(caplog, monkeypatch):
   assert not jax.distributed.is_initialized()
   assert len(caplog.messages) == 3
   assert "one process: no cluster variables are set" in caplog.messages[0]
+
+
+def test_snippet_of_the_docs_runs(capsys):
+  docs = pathlib.Path(__file__).parents[2] / "docs" / "processes.md"
+  snippets = re.findall(r"```python\n(.*?)```", docs.read_text(), re.S)
+  exec(next(s for s in snippets if "fs.initialize" in s))
+  assert capsys.readouterr().out.startswith("0 1 no cluster variables")
 
 
 @pytest.mark.parametrize(

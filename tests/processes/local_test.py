@@ -181,10 +181,15 @@ def test_ctrl_c_and_the_end_of_the_parent_save_a_checkpoint(tmp_path):
   """Ctrl-C, then, in a resumed run, SIGKILL of the parent."""
   config = tmp_path / "config.py"
   config.write_text(CONFIG)
-  command = [
-    *(sys.executable, "-m", "flaxshard", f"--config={config}"),
-    *(f"--workdir={tmp_path / 'run'}", "--local_processes=2"),
-  ]
+  # The command of the README, with two processes and a smaller model.
+  (line,) = re.findall(
+    r"^python (.* --local_processes=.*)$",
+    (_ROOT / "README.md").read_text(),
+    re.M,
+  )
+  command = [sys.executable, *line.split()]
+  command += ["--local_processes=2", f"--config={config}"]
+  command += [f"--workdir={tmp_path / 'run'}"]
   checkpoints = tmp_path / "run" / "checkpoints"
   environ = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
 

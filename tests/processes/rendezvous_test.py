@@ -2,6 +2,7 @@
 
 from concurrent import futures
 import socket
+import time
 
 import pytest
 
@@ -71,6 +72,28 @@ def test_unreachable_coordinator_raises():
   assert isinstance(error, TimeoutError)
   assert f"127.0.0.1:{port}" in str(error)
   assert "process 1" in str(error)
+
+
+def test_process_that_has_given_up_is_missing():
+  """Process 1 waits less long than process 0 and ends."""
+  found = cluster.Cluster(f"127.0.0.1:{free_port()}", 3, 0)
+  with futures.ThreadPoolExecutor(1) as pool:
+    result = pool.submit(rendezvous.meet, found, 2.0)
+    host, port = cluster.split_address("address", found.coordinator_address)
+    with connect(host, port) as early:
+      early.sendall(b'flaxshard-1 {"process_id": 1, "num_processes": 3}\n')
+    with connect(host, port) as other:
+      other.sendall(b'flaxshard-1 {"process_id": 2, "num_processes": 3}\n')
+      with pytest.raises(TimeoutError, match=r"1 of 3 processes .*: 1\."):
+        result.result(timeout=60)
+
+
+def connect(host, port):
+  while True:
+    try:
+      return socket.create_connection((host, port), timeout=20)
+    except ConnectionRefusedError:
+      time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
