@@ -27,7 +27,11 @@ if processes > 1:
 
 
 def run(
-  script: str, *args: str, processes: int = 2, devices: int = 2
+  script: str,
+  *args: str,
+  processes: int = 2,
+  devices: int = 2,
+  timeout: float = 120,
 ) -> list[tuple[str, str]]:
   """Runs a script in several processes and asserts that all succeed.
 
@@ -36,6 +40,7 @@ def run(
     *args: Further arguments, from `sys.argv[3]` on.
     processes: Number of processes.
     devices: Number of virtual devices of each process.
+    timeout: Seconds after which the processes are ended.
 
   Returns:
     `(standard output, standard error)` of each process.

@@ -19,17 +19,15 @@ import json
 import os
 import re
 from typing import Any, Protocol
-import zlib
 
 import grain
 import jax
-from jax.experimental import multihost_utils
-import numpy as np
 import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import step_names
 from flaxshard.core import checks
+from flaxshard.core import multihost
 
 ITEM = "input_iterator"
 
@@ -101,17 +99,15 @@ class Position:
     Raises:
       ValueError: The position is said to be global, and processes differ.
     """
-    if jax.process_count() == 1:
-      return
-    crc = zlib.crc32(self.text) if self.is_global else 0
-    found = multihost_utils.process_allgather(
-      np.array([self.is_global, crc], np.uint32)
-    )
-    if (found != found[0]).any():
-      raise ValueError(
-        "data.position_is_global is True, but the positions of the processes "
-        f"differ: process {jax.process_index()} is at {_show(self.text)}."
-      )
+    own = self.text.decode("latin-1") if self.is_global else ""
+    texts = multihost.exchange(own)
+    for process, text in enumerate(texts):
+      if text != texts[0]:
+        first, other = (_show(x.encode("latin-1")) for x in (texts[0], text))
+        raise ValueError(
+          "data.position_is_global is True, but the positions differ: process "
+          f"0 is at {first}, process {process} is at {other}."
+        )
 
   def read(self, step_dir: str | os.PathLike[str]) -> None:
     """Reads the position in a step; `apply` sets the iterator to it.

@@ -6,11 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 import logging
 import os
 from typing import Any
-import zlib
 
 import jax
-from jax.experimental import multihost_utils
-import numpy as np
 import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import digests
@@ -21,6 +18,7 @@ from flaxshard.checkpoint import step_names
 from flaxshard.checkpoint import validation
 from flaxshard.checkpoint import wrapper_states
 from flaxshard.core import checks
+from flaxshard.core import multihost
 from flaxshard.state import replica_groups
 from flaxshard.state.train_state import plain_state
 from flaxshard.state.train_state import TrainState
@@ -241,17 +239,14 @@ def _check_same_steps(
   directory: step_names.Directory, steps: Iterable[int]
 ) -> None:
   """Raises a ValueError unless all processes find the same steps."""
-  if jax.process_count() == 1:
-    return
-  text = ", ".join(map(str, sorted(steps))) or "none"
-  own = np.uint32(zlib.crc32(text.encode()))
-  found = multihost_utils.process_allgather(own)
-  if (found != found[0]).any():
-    raise ValueError(
-      f"the processes find different steps in {directory}: process "
-      f"{jax.process_index()} finds {text}. All processes must read the same "
-      "directory."
-    )
+  texts = multihost.exchange(", ".join(map(str, sorted(steps))) or "none")
+  for process, text in enumerate(texts):
+    if text != texts[0]:
+      raise ValueError(
+        f"the processes find different steps in {directory}: process 0 finds "
+        f"{texts[0]}, process {process} finds {text}. All processes must read "
+        "the same directory."
+      )
 
 
 def _find_damage(where: step_names.Directory, error: Exception) -> Exception:

@@ -324,6 +324,10 @@ with fs.Checkpointer(path, digests=False) as checkpointer:
   with fs.Checkpointer(path, digests=False) as checkpointer:
     checkpointer.restore(create(strategy, 0), data=counter)
     assert (checkpointer.restored_step, counter.position) == (2, [20 + rank])
+# Two directories instead of one: with the steps 1, 2 and with 1, 2, 3.
+message = error_of_any(lambda: fs.checkpoint.restore(
+  path if rank else path.parent, create(strategy, 0)))
+assert "process 0 finds 1, 2, process 1 finds 1, 2, 3." in message, message
 print("same")
 """
 
