@@ -34,7 +34,7 @@ def killed_once(workdir: str) -> data.Splits:
   checkpoint = pathlib.Path(workdir) / "checkpoints" / "4"
 
   def kill():
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not checkpoint.exists():
       assert time.monotonic() < deadline, "no checkpoint"
       time.sleep(0.1)

@@ -77,7 +77,7 @@ def slurm(tmp_path):
       cwd=tmp_path,
       capture_output=True,
       text=True,
-      timeout=240,
+      timeout=300,
       env={
         **os.environ,
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
@@ -163,7 +163,7 @@ signal.signal(
   signal.SIGTERM, lambda *_: [t.send_signal(signal.SIGTERM) for t in tasks]
 )
 try:
-  codes = [task.wait(timeout=100) for task in tasks]
+  codes = [task.wait(timeout=250) for task in tasks]
 finally:
   for task in tasks:
     task.kill()
