@@ -159,3 +159,13 @@ def test_numbers_in_a_row_are_rounded(name, value, text):
 def test_a_row_leaves_out_what_is_missing_or_zero_skipped_steps():
   row = {"train_loss": None, "skipped_steps": 0}
   assert metrics_lib.format_row(2, row) == []
+
+
+def test_last_values_are_of_the_last_row_that_has_the_metric(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  assert metrics_lib.read_last_values(str(path)) == {}
+  path.write_text(
+    '{"step": 2, "loss": 3.0, "eval_loss": 4.0}\n{"step": 4, "loss": 1.0}\n'
+  )
+  values = metrics_lib.read_last_values(str(path))
+  assert values == {"step": 4, "loss": 1.0, "eval_loss": 4.0}
