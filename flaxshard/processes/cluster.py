@@ -136,9 +136,9 @@ def find(
   if half_set and num_tpu_hosts != 1:
     found = half_set[0]
     raise ValueError(
-      f"{found.source} has set {_assignments(environ, found.variables)}, but "
-      f"not {', '.join(found.missing)}. Set it, or run one process with "
-      f"--num_processes=1."
+      f"{_assignments(environ, found.variables)} is set, as by {found.source}, "
+      f"but not {', '.join(found.missing)}. Set all of them, or "
+      "num_processes=1 for one process."
     )
   if num_tpu_hosts == 1:
     notes.append("a Cloud TPU with one host")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
+from flaxshard.core import multihost
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
 
@@ -154,6 +155,14 @@ def test_replicated_arrays_are_whole_on_every_device():
   for x in placed.values():
     assert x.sharding.is_fully_replicated
     assert len(x.sharding.device_set) == 8
+
+
+def test_virtual_devices_are_divided_among_processes(monkeypatch):
+  monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+  monkeypatch.setattr(multihost, "process_count", lambda: 3)
+  with pytest.raises(ValueError, match="virtual_devices=8") as e:
+    create_strategy(virtual_devices=8)
+  assert "3 processes" in str(e.value)
 
 
 @pytest.mark.parametrize("replicas, waits", [(1, False), (2, True)])

@@ -40,16 +40,23 @@ def test_mistakes_end_with_one_message(tmp_path):
   for argument, facts in (
     ("--config.batch_siz=3", ("batch_siz", "Did you mean 'batch_size'")),
     ("--config.batch_size=0", ("config.batch_size", "0")),
+    (
+      "--local_processes=3 --config.mesh.virtual_devices=8",
+      ("config.mesh.virtual_devices=8", "--local_processes=3"),
+    ),
+    ("--local_processes=2 --process_id=1", ("--process_id",)),
+    ("--num_processes=2", ("--process_id", "--coordinator_address")),
     (f"--workdir={file}", (str(file), "it is a file")),
   ):
     result = run_main(
-      "--config=configs/digits.py", f"--workdir={tmp_path}", argument
+      *("--config=configs/digits.py", f"--workdir={tmp_path}"),
+      *argument.split(),
     )
     assert result.returncode == 1
     for fact in ("flaxshard: ", *facts):
       assert fact in result.stderr, result.stderr
     assert "Traceback" not in result.stderr
-    assert len(result.stderr.splitlines()) <= 3
+    assert len(result.stderr.splitlines()) <= 4
 
 
 @pytest.mark.slow
