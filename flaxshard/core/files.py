@@ -193,9 +193,11 @@ def check_bucket(path: Path) -> None:
   name = _name_of(path).partition("/")[0]
   if os.fspath(path).startswith("gs://"):
     from google.cloud import storage
+    from google.cloud.storage import retry
 
+    few_attempts = retry.DEFAULT_RETRY.with_timeout(15.0)
     try:
-      storage.Client().get_bucket(name, timeout=10.0)
+      storage.Client().get_bucket(name, timeout=10.0, retry=few_attempts)
     except Exception as e:  # google.auth and google.api_core share no base
       raise OSError(f"bucket {name!r}: {e}") from e
   elif not _call(path, lambda fs, _: fs.exists(name)):
