@@ -69,7 +69,8 @@ config_flags.DEFINE_config_file(
 flags.DEFINE_string(
   "workdir",
   None,
-  "The folder of the run. If it has a checkpoint, training continues from it.",
+  "The folder of the run, which may be gs://bucket/run or s3://bucket/run. If "
+  "it has a checkpoint, training continues from it.",
 )
 flags.DEFINE_integer(
   "local_processes",

@@ -45,9 +45,10 @@ class Checkpointer:
 
   Args:
     directory: Path of the directory of the checkpoints, or of a workdir with
-      such a directory `checkpoints`. If it is missing, the first save creates
-      it. If it is the path of one step, only that step can be restored, and
-      none can be saved.
+      such a directory `checkpoints`, on a file system or in a bucket:
+      `gs://bucket/run` or `s3://bucket/run`. If it is missing, the first save
+      creates it. If it is the path of one step, only that step can be restored,
+      and none can be saved.
     max_to_keep: Number of newest checkpoints to keep; None keeps all. Those
       with a non-finite metric do not count, so a run that diverges has up to
       twice as many. The newest one whose metrics are finite is kept besides.
@@ -63,7 +64,8 @@ class Checkpointer:
       `"state"`; the training checkpointer of Orbax v1 reads `"state"`.
     digests: Whether to store a crc32 of every file, which `restore` compares.
       Taking them reads every file once in the background. Without them, only
-      the sizes of the files are stored and compared.
+      the sizes of the files are stored and compared. In a bucket, the checksums
+      that the bucket keeps are stored and compared in both cases.
 
   Raises:
     TypeError: JSON cannot hold `config`, or an argument has a wrong type.

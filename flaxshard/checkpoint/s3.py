@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+import json
+import logging
 import os
 from typing import Any
 
@@ -27,6 +29,14 @@ from flaxshard.core import files
 _CONTEXT = ts.Context(
   {"s3_request_retries": {"max_retries": 8, "max_delay": "8s"}}
 )
+
+# The file of a Zarr array for attributes, and the one that names PRNG keys.
+_ATTRIBUTES = ".zattrs"
+_KEY_IMPL = "prng_key_impl"
+
+
+# Orbax warns of these in each save or restore without OCDBT.
+_EXPECTED = ("No ArrayMetadata Store", "Skipping merge of OCDBT")
 
 
 def is_s3(path: files.Path) -> bool:
@@ -56,6 +66,8 @@ def tree_options(path: files.Path) -> dict[str, Any]:
   """
   if not is_s3(path):
     return {}
+  # Adding it again does nothing.
+  logging.getLogger("absl").addFilter(_is_of_interest)
   handler = ArrayHandler()
   registry = ocp.type_handlers.create_type_handler_registry(
     (jax.Array, handler), (np.ndarray, handler)
@@ -90,6 +102,10 @@ def save_args(items: Mapping[str, Any]) -> dict[str, Any]:
     else args
     for name, args in items.items()
   }
+
+
+def _is_of_interest(record: logging.LogRecord) -> bool:
+  return not any(text in str(record.msg) for text in _EXPECTED)
 
 
 class ArrayHandler(ocp.type_handlers.TypeHandler):
@@ -145,7 +161,10 @@ class ArrayHandler(ocp.type_handlers.TypeHandler):
     await asyncio.gather(
       *(
         serialization.async_serialize(
-          value, _spec(info.path), commits, context=_CONTEXT
+          _save_key_impl(value, info.path),
+          _spec(info.path),
+          commits,
+          context=_CONTEXT,
         )
         for value, info in zip(values, infos, strict=True)
       )
@@ -168,6 +187,36 @@ class ArrayHandler(ocp.type_handlers.TypeHandler):
     return list(await asyncio.gather(*reads))
 
 
+def _save_key_impl(value: jax.Array, path: Any) -> jax.Array:
+  """Returns the numbers to save; for PRNG keys, also saves their kind."""
+  if not _is_key(value.dtype):
+    return value
+  if jax.process_index() == 0:
+    content = json.dumps({_KEY_IMPL: str(jax.random.key_impl(value))})
+    files.write_bytes(path / _ATTRIBUTES, content.encode())
+  return jax.random.key_data(value)
+
+
+def _check_key_impl(dtype: Any, path: Any) -> str:
+  """Returns the kind of keys to restore; raises if others were saved."""
+  # Only arrays tell their kind, and tracers are arrays.
+  found: list[str] = []
+  jax.eval_shape(
+    lambda key: found.append(str(jax.random.key_impl(key))),
+    jax.ShapeDtypeStruct((), dtype),
+  )
+  saved = json.loads(files.read_bytes(path / _ATTRIBUTES))[_KEY_IMPL]
+  if saved != found[0]:
+    raise ValueError(
+      f"{path} has PRNG keys of kind {saved!r}, not {found[0]!r}."
+    )
+  return found[0]
+
+
+def _is_key(dtype: Any) -> bool:
+  return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 async def _read(
   info: ocp.type_handlers.ParamInfo, args: ocp.type_handlers.RestoreArgs
 ) -> Any:
@@ -175,13 +224,15 @@ async def _read(
   if sharding is None:
     array = await (await _open(info.path)).read()
     return np.asarray(array, dtype=args.dtype)
-  return await serialization.async_deserialize(
+  impl = _check_key_impl(args.dtype, info.path) if _is_key(args.dtype) else ""
+  array = await serialization.async_deserialize(
     sharding,
     _spec(info.path),
-    dtype=args.dtype,
+    dtype=None if impl else args.dtype,
     byte_limiter=info.byte_limiter,
     context=_CONTEXT,
   )
+  return jax.random.wrap_key_data(array, impl=impl) if impl else array
 
 
 def _open(path: Any) -> Any:

@@ -54,7 +54,8 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     config: An `ml_collections.ConfigDict` or a dict; see
       `flaxshard.train.config`.
     workdir: The folder for `checkpoints/`, `metrics.jsonl`, TensorBoard events,
-      `training.png` and `config.json`. If it has a checkpoint, training
+      `training.png` and `config.json`, on a file system or in a bucket:
+      `gs://bucket/run` or `s3://bucket/run`. If it has a checkpoint, training
       continues from there, with the same result as without an interruption.
       All processes must see the same folder. Process 0 writes in it; the others
       write their parts of checkpoints only.
