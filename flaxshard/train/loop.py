@@ -228,6 +228,7 @@ def _train(
   ):
     progress = setup.init_progress()
     rng = setup.replicate(jax.random.key(config.seed))
+    next_step = setup.init_step(first_step + 1)
     notes = wrapper_notes.WrapperNotes(state, warn)
     divergence_check = divergence.DivergenceCheck(
       config.on_nonfinite, config.num_train_steps, warn
@@ -236,12 +237,12 @@ def _train(
     save_time = time.monotonic()
     for step in range(first_step + 1, config.num_train_steps + 1):
       profile_before_step(step, state)
-      state, progress = setup.train_step(
+      state, progress, next_step = setup.train_step(
         state,
         progress,
         next(run.train_iter),
         rng,
-        setup.replicate(np.int32(step)),
+        next_step,
       )
 
       signum = preemption.agree_on_signal(step, run.stop_request.signum)

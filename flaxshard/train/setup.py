@@ -38,7 +38,7 @@ from flaxshard.train import steps
 _log = logging.getLogger(__name__)
 
 P = jax.sharding.PartitionSpec
-TrainStep = Callable[..., tuple[TrainState, steps.Progress]]
+TrainStep = Callable[..., tuple[TrainState, steps.Progress, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,8 @@ class Setup:
     abstract_state: The state with a `jax.ShapeDtypeStruct` for every array.
     create_state: Returns a new state.
     train_step: `train_step(state, progress, batch, rng, step)` returns the next
-      state and progress. The given state and progress are donated.
+      state, progress and number of the step. The given state and progress are
+      donated.
     lowered_train_step: The same step, traced and ready to be compiled.
     eval_step: `eval_step(state, metrics, batch)` returns the merged metrics.
     read_progress: Waits for the progress of a step and returns that of all
@@ -108,6 +109,12 @@ class Setup:
     """Returns the progress before any step, on the devices."""
     return _init_progress(
       self.strategy, self.abstract_state, self.config.mesh.per_replica
+    )
+
+  def init_step(self, step: int) -> Any:
+    """Returns the number of the first step, on the devices."""
+    return _give_replicas(
+      self.strategy, np.int32(step), self.config.mesh.per_replica
     )
 
   def replicate(self, tree: Any) -> Any:
@@ -178,7 +185,8 @@ def create_setup(config: Any, strategy: Strategy) -> Setup:
   per_replica = config.mesh.per_replica
   progress = _init_progress(strategy, state, per_replica)
   batch = _abstract_batch(strategy, specs, config.batch_size, example)
-  jitted = _jit_train_step(strategy, state, progress, per_replica)
+  first_step = _give_replicas(strategy, np.int32(1), per_replica)
+  jitted = _jit_train_step(strategy, state, progress, first_step, per_replica)
   with _errors_name_field(
     f"{model_field} cannot be trained on config.data ({config.data.name!r})"
   ):
@@ -186,7 +194,8 @@ def create_setup(config: Any, strategy: Strategy) -> Setup:
       state,
       progress,
       batch,
-      *devices.replicate(strategy, (jax.random.key(0), np.int32(0))),
+      devices.replicate(strategy, jax.random.key(0)),
+      first_step,
     )
     # Evaluation is compiled much later: trace it now to find its errors.
     batch["mask"] = np.ones(config.batch_size, bool)
@@ -250,9 +259,14 @@ def _init_progress(
 ) -> Any:
   progress = jax.device_get(steps.init_progress(state))
   # `Strategy.run` accumulates one progress per replica.
+  return _give_replicas(strategy, progress, per_replica)
+
+
+def _give_replicas(strategy: Strategy, tree: Any, per_replica: bool) -> Any:
+  """Places arrays that all replicas start from."""
   if per_replica:
-    return strategy.distribute_values_from_function(lambda context: progress)
-  return devices.replicate(strategy, progress)
+    return strategy.distribute_values_from_function(lambda context: tree)
+  return devices.replicate(strategy, tree)
 
 
 def _make_progress_reader(
@@ -271,18 +285,19 @@ def _jit_train_step(
   strategy: Strategy,
   state: TrainState,
   progress: steps.Progress,
+  step: Any,
   per_replica: bool,
 ) -> Any:
   """Returns the jitted train step, which donates the state and the progress."""
   if per_replica:
     _check_split_over_replicas(state)
-    return strategy.jit(steps.train_step, donate_argnums=(0, 1))
+    return strategy.jit(steps.counted_train_step, donate_argnums=(0, 1))
   return jax.jit(
-    steps.train_step,
+    steps.counted_train_step,
     donate_argnums=(0, 1),
     # Without them, XLA may choose other shardings for the new state, and the
     # second step would compile again.
-    out_shardings=jax.tree.map(lambda x: x.sharding, (state, progress)),
+    out_shardings=jax.tree.map(lambda x: x.sharding, (state, progress, step)),
   )
 
 

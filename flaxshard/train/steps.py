@@ -126,6 +126,21 @@ def train_step(
   )
 
 
+def counted_train_step(
+  state: TrainState,
+  progress: Progress,
+  batch: Batch,
+  rng: jax.Array,
+  step: jax.Array,
+) -> tuple[TrainState, Progress, jax.Array]:
+  """Takes one step like `train_step`, and returns the number of the next one.
+
+  So the number stays on the devices, where no step waits for it.
+  """
+  new_state, new_progress = train_step(state, progress, batch, rng, step)
+  return new_state, new_progress, step + 1
+
+
 def eval_step(state: TrainState, metrics: Any, batch: Batch) -> Any:
   """Merges the metrics of one evaluation batch into `metrics`.
 

@@ -53,7 +53,9 @@ sys.path[:0] = [sys.argv[3], sys.argv[3] + "/train"]
 import orbax.checkpoint as ocp
 import processes_test, tiny
 from flaxshard import train
+from flaxshard.processes import failures
 
+failures.watch()  # once per program, so not counted
 counts = collections.Counter()
 main_thread = threading.main_thread()
 
@@ -130,7 +132,8 @@ def counted_runs(tmp_path_factory):
 def test_cross_process_operations_do_not_grow_with_steps(counted_runs):
   for result in counted_runs[2]:
     short, long = dict(result[False, 8][0]), dict(result[False, 16][0])
-    assert (short.pop("jit_train_step"), long.pop("jit_train_step")) == (8, 16)
+    for counts, num_steps in ((short, 8), (long, 16)):
+      assert counts.pop("jit_counted_train_step") == num_steps
     # A row of metrics needs no operation either: the long run has four.
     assert short == long
     # The counters count: two evaluations, and the exchanges of two saves.
