@@ -43,6 +43,7 @@ environment variables; elsewhere say it yourself:
 
 # Flags only: the training loop is in flaxshard/train/loop.py.
 
+import contextlib
 import sys
 from typing import NoReturn
 
@@ -52,6 +53,7 @@ from absl import logging as absl_logging
 from ml_collections import config_flags
 
 from flaxshard import processes
+from flaxshard.processes import failures
 from flaxshard.processes import local
 from flaxshard.train import command_line
 from flaxshard.train import config as config_lib
@@ -59,6 +61,9 @@ from flaxshard.train import console
 from flaxshard.train import loop
 
 FLAGS = flags.FLAGS
+
+# Seconds that a process with wrong flags waits for others, to end them.
+_MISTAKE_SECONDS = 30.0
 
 config_flags.DEFINE_config_file(
   "config",
@@ -145,5 +150,27 @@ def _run_local_processes() -> NoReturn:
   )
 
 
+def _parse_flags(argv: list[str]) -> list[str]:
+  """Parses flags; a mistake in one process ends all.
+
+  A config file may be missing or broken on one host only. The other processes
+  would wait for this one.
+  """
+  with command_line.end_after_failure():
+    try:
+      return command_line.parse_flags(argv)
+    except SystemExit:
+      asks_for_help = any(a.lstrip("-").startswith("help") for a in argv[1:])
+      if not asks_for_help:
+        # The message is printed; the other processes may not be there.
+        with contextlib.suppress(ValueError, TimeoutError, RuntimeError):
+          processes.initialize(
+            **command_line.connection_flags(argv),
+            initialization_timeout=_MISTAKE_SECONDS,
+          )
+      with failures.share():
+        raise
+
+
 if __name__ == "__main__":
-  app.run(main, flags_parser=command_line.parse_flags)
+  app.run(main, flags_parser=_parse_flags)

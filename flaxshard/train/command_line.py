@@ -74,6 +74,21 @@ def parse_flags(
   return rest
 
 
+def connection_flags(argv: Sequence[str]) -> dict[str, Any]:
+  """Returns the flags that say how this process reaches the others.
+
+  Args:
+    argv: The command line, whose other flags may be wrong.
+  """
+  values = flags.FlagValues()
+  flags.DEFINE_string("coordinator_address", None, "", flag_values=values)
+  flags.DEFINE_integer("num_processes", None, "", flag_values=values)
+  flags.DEFINE_integer("process_id", None, "", flag_values=values)
+  with contextlib.suppress(flags.Error):
+    values(argv, known_only=True)
+  return {name: values[name].value for name in values}
+
+
 @contextlib.contextmanager
 def report_mistakes(verbose: bool) -> Iterator[None]:
   """Exits with the message of a mistake that flaxshard found.

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-import tiny
 import xla_flags
 
 from flaxshard import checkpoint

@@ -21,7 +21,6 @@ import tiny
 
 from flaxshard import data
 from flaxshard.checkpoint import digests
-from flaxshard.checkpoint import metadata_item
 from flaxshard.core import multihost
 from flaxshard.train import preemption
 

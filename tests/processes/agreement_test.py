@@ -1,0 +1,129 @@
+"""Processes that disagree raise the same error before the first step."""
+
+import json
+import pathlib
+
+from flax import linen as nn
+import numpy as np
+import pytest
+import two_processes
+
+from flaxshard import data
+from flaxshard.core import multihost
+from flaxshard.processes import agreement
+
+
+def _check(monkeypatch, index, all_facts):
+  """Calls check_agreement as process `index` of several."""
+  texts = [json.dumps(facts, sort_keys=True) for facts in all_facts]
+  exchanges = []
+
+  def exchange(text):
+    exchanges.append(text)
+    if len(exchanges) == 1:
+      # The digests: of other facts they differ.
+      return [text if t == texts[index] else t for t in texts]
+    return [json.dumps([f"process {i}", t]) for i, t in enumerate(texts)]
+
+  monkeypatch.setattr(multihost, "exchange", exchange)
+  monkeypatch.setattr(multihost, "process_count", lambda: len(all_facts))
+  monkeypatch.setattr(multihost, "process_index", lambda: index)
+  agreement.check_agreement(all_facts[index], "Do this.")
+
+
+@pytest.mark.parametrize(
+  ("a", "b", "message"),
+  [
+    ({"x": 1}, {"x": 2}, "on x: 1 in process 0, 2 in process 1. Do this."),
+    ({"x": {"y": [1]}}, {"x": {"y": []}}, "on x.y: .1. in process 0, .. in"),
+    ({"x": None}, {}, "on x: None in process 0, .missing. in process 1"),
+    ({"x": "a" * 999}, {"x": ""}, "on x: 'a{299}... in process 0, '' in"),
+  ],
+)
+def test_message_has_first_difference(a, b, message, monkeypatch):
+  for index in (0, 1):
+    with pytest.raises(ValueError, match=message):
+      _check(monkeypatch, index, [a, b])
+
+
+def test_equal_facts_pass(monkeypatch):
+  _check(monkeypatch, 1, [{"x": (1, {"y": 2})}, {"x": [1, {"y": 2}]}])
+
+
+def load(seed):
+  rng = np.random.default_rng(seed)
+  inputs = rng.normal(size=(64, 8, 8, 1)).astype(np.float32)
+  arrays = data.Arrays(inputs, np.arange(64, dtype=np.int32) % 10)
+  return data.Splits(train=arrays, eval=arrays, num_classes=10)
+
+
+class Dense(nn.Module):
+  num_classes: int
+  policy: object
+
+  @nn.compact
+  def __call__(self, x, train=False):
+    del train
+    return nn.Dense(self.num_classes)(x.reshape(len(x), -1)) * factor
+
+
+# The script sets another one in each process.
+factor = 1.0
+
+
+# In each case process 1 differs.
+_SCRIPT = """
+import importlib.metadata
+import os, pathlib, shutil, time
+sys.path[:0] = [sys.argv[3], os.path.dirname(sys.argv[3])]
+import tiny
+from flaxshard import models, train
+from processes import agreement_test
+
+path = pathlib.Path(sys.argv[4])
+
+def check(words, workdir="run", **fields):
+  config = tiny.config(num_train_steps=2, eval_every_steps=2, **fields)
+  start = time.monotonic()
+  try:
+    train.train_and_evaluate(config, str(path / workdir))
+  except ValueError as e:
+    message = str(e)
+  else:
+    message = "no error"
+  assert all(word in message for word in words), message
+  assert time.monotonic() - start < 60
+  return message
+
+check(["config.learning_rate: 0.05 in process 0 (h", "0.01 in process 1 (h"],
+      learning_rate=(0.05, 0.01)[rank])
+check(["config.batch_size: 64 ", "32 "], batch_size=(64, 32)[rank])
+check(["config.seed: 0 ", "1 "], seed=rank)
+
+version = importlib.metadata.version
+importlib.metadata.version = lambda name: (
+  "9.8.7" if rank and name == "optax" else version(name))
+check(["version of.optax: ", "'9.8.7' in process 1"])
+importlib.metadata.version = version
+
+agreement_test.rank_load = lambda: agreement_test.load(rank)
+check(["the data.eval.first example"],
+      data={"name": "processes.agreement_test:rank_load"})
+
+agreement_test.factor = 1.0 + rank
+check(["the traced train step"], precision="float32",
+      model={"name": "processes.agreement_test:Dense"})
+
+# A file of process 0 is not visible within ten seconds.
+check(["is not the same directory for all", "process 1 does"], f"run_{rank}")
+assert not any(path.glob("run_*/.same*")), list(path.glob("run_*/.same*"))
+check(["no error"])
+print("checked")
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_disagree_raise_before_the_first_step(tmp_path):
+  tests = str(pathlib.Path(__file__).parents[1])
+  for out, err in two_processes.run(_SCRIPT, tests, str(tmp_path)):
+    assert out.splitlines()[-1] == "checked", err
