@@ -191,7 +191,8 @@ class Watcher:
         f"{summary}",
       )
     else:
-      details = "".join(str(error).splitlines(True)[1:])[:_DETAILS_LENGTH]
+      lines = [*str(error).splitlines()[1:], *getattr(error, "__notes__", ())]
+      details = "\n".join(lines)[:_DETAILS_LENGTH]
       text = f"{self._events.name} failed: {summary}\n{details}".rstrip()
     number, event = self._events.send(
       {

@@ -136,7 +136,10 @@ def end_after_failure() -> Iterator[None]:
 
 def _exit(message: str) -> NoReturn:
   print(f"flaxshard: {message}", file=sys.stderr)
-  raise SystemExit(1)
+  error = SystemExit(1)
+  # For the other processes.
+  error.add_note(message)
+  raise error
 
 
 def _is_raised_by_flaxshard(error: BaseException) -> bool:
