@@ -274,5 +274,5 @@ def _assert_close(state, wanted):
     # zero, and Adam takes steps in the direction of rounding errors.
     atol = 1e-2 if "key" in where and "bias" in where else 1e-6
     # The order in which gradients are added up makes differences of up to 3e-8
-    # in parameters of up to 1 (in two versions of JAX).
+    # in parameters of up to 1 (seen with JAX 0.10.2).
     np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=where)
