@@ -26,7 +26,7 @@ COMMIT_MARK = "commit_success.txt"
 
 def as_path(path: Any) -> Directory:
   """Returns an absolute path; leaves that of a bucket as it is."""
-  if isinstance(path, str) and files.is_bucket(path):
+  if files.is_bucket(path):
     return epath.Path(files.absolute(path))
   # Paths of buckets are PurePaths only.
   is_bucket = isinstance(path, pathlib.PurePath) and not isinstance(
