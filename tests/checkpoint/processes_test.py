@@ -378,8 +378,8 @@ message = error_of(lambda: train.train_and_evaluate(config, workdir))
 mend_disk()
 assert message and message.startswith(
   f"step 8 could not be saved in {path}"), message
-# At a row after the step, the same in both processes; step 12 is a save.
-assert 8 < seen[-1] <= 12 and seen[-1] % 2 == 0, seen
+# At a step after the failed save; step 12 is a save.
+assert 8 < seen[-1] <= 12, seen
 assert_files("4")
 
 def interrupted(step, signum):
