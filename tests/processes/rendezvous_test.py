@@ -1,6 +1,7 @@
 """The processes of a program meet, or learn why they do not."""
 
 from concurrent import futures
+import contextlib
 import socket
 import time
 
@@ -112,12 +113,35 @@ def test_processes_that_disagree_raise(processes, words):
 
 def test_other_connections_are_ignored():
   port = free_port()
-  with futures.ThreadPoolExecutor(1) as pool:
-    result = pool.submit(meet, (0, 2), (1, 2), port=port)
+  with futures.ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
+    result = pool.submit(meet, (0, 3), timeout=10.0, port=port)
+    # They keep the connection, and say nothing.
+    for _ in range(3):
+      stack.enter_context(connect("127.0.0.1", port))
     for text in (b"GET / HTTP/1.0\r\n\r\n", b"flaxshard-1 []\n", b"\xff\n"):
-      try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1) as s:
-          s.sendall(text)
-      except OSError:
-        pass  # before or after the meeting
-    assert result.result(timeout=60) == [None, None]
+      with connect("127.0.0.1", port) as other:
+        other.sendall(text)
+        assert not other.recv(100)
+    assert meet((2, 3), (1, 3), port=port) == [None, None]
+    assert result.result(timeout=60) == [None]
+
+
+@pytest.mark.parametrize("is_echo", [False, True])
+def test_another_program_at_the_port_raises(is_echo):
+  """JAX's service of a run that trains already, or the process itself.
+
+  Linux may connect a port where nobody listens to itself.
+  """
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    port = server.getsockname()[1]
+    server.settimeout(0.2)
+    with futures.ThreadPoolExecutor(1) as pool:
+      result = pool.submit(meet, (1, 2), timeout=1.0, port=port)
+      while not result.done():
+        with contextlib.suppress(TimeoutError), server.accept()[0] as peer:
+          received = peer.recv(4096)
+          peer.sendall(received if is_echo else b"\0\0\x12\4\0")
+  (error,) = result.result()
+  assert isinstance(error, TimeoutError)
+  assert f"127.0.0.1:{port}" in str(error)
+  assert "Another program" in str(error)
