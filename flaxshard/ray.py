@@ -104,7 +104,7 @@ def fit(
     )
   if run_config is not None:
     _check_type("run_config", run_config, ray_train.RunConfig)
-  checks.number("heartbeat_timeout", heartbeat_timeout, above=0)
+  checks.number("heartbeat_timeout", heartbeat_timeout, above=0, below=1e6)
   trainer = jax_trainer.JaxTrainer(
     _train,
     train_loop_config={

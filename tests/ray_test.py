@@ -50,7 +50,7 @@ def ray_train():
     ({"workdir": None}, TypeError, "workdir"),
     ({"scaling_config": 2}, TypeError, "scaling_config .*ScalingConfig"),
     ({"run_config": {}}, TypeError, "run_config .*RunConfig"),
-    ({"heartbeat_timeout": 0}, ValueError, "heartbeat_timeout"),
+    ({"heartbeat_timeout": 1e6}, ValueError, "heartbeat_timeout"),
     ({"config": {"batch_size": 0}}, ValueError, "config"),
   ],
 )

@@ -24,20 +24,8 @@ _log = logging.getLogger(__name__)
 _JAX_HEARTBEAT_MARGIN = 30.0
 
 
-@dataclasses.dataclass
-class _State:
-  """What `initialize` has done in this process.
-
-  Attributes:
-    arguments: The arguments of the call that connected the processes.
-    cluster: The processes; None before the first call.
-  """
-
-  arguments: dict[str, Any] | None = None
-  cluster: cluster_lib.Cluster | None = None
-
-
-_state = _State()
+# The arguments of the call that connected the processes, and its result.
+_connected: tuple[dict[str, Any], cluster_lib.Cluster] | None = None
 
 
 def initialize(
@@ -86,6 +74,7 @@ def initialize(
   References:
     https://docs.jax.dev/en/latest/multi_process.html
   """
+  global _connected
   heartbeat_timeout = checks.number(
     "heartbeat_timeout", heartbeat_timeout, above=0, below=1e6
   )
@@ -99,8 +88,9 @@ def initialize(
     "heartbeat_timeout": heartbeat_timeout,
     "initialization_timeout": initialization_timeout,
   }
-  if _state.arguments is not None and jax.distributed.is_initialized():
-    return _check_same_arguments(arguments)
+  if _connected is not None and jax.distributed.is_initialized():
+    _check_same_arguments(_connected[0], arguments)
+    return _connected[1]
   found = cluster_lib.find(
     os.environ,
     coordinator_address,
@@ -112,8 +102,7 @@ def initialize(
     found = _describe_existing(found)
   elif found.num_processes > 1:
     found = _connect(found, heartbeat_timeout, initialization_timeout)
-    _state.arguments = arguments
-  _state.cluster = found
+    _connected = arguments, found
   if found.num_processes > 1:
     multihost.set_process(found.process_id, found.num_processes)
     failures.watch(heartbeat_timeout, found.coordinator_address)
@@ -132,16 +121,13 @@ def initialize(
   return found
 
 
-def _check_same_arguments(arguments: dict[str, Any]) -> cluster_lib.Cluster:
-  for name, value in arguments.items():
-    first = (_state.arguments or {})[name]
-    if value != first:
+def _check_same_arguments(first: dict[str, Any], now: dict[str, Any]) -> None:
+  for name, value in now.items():
+    if value != first[name]:
       raise ValueError(
-        f"initialize was called with {name}={first!r} before, now with "
+        f"initialize was called with {name}={first[name]!r} before, now with "
         f"{name}={value!r}: the processes of a program are connected once."
       )
-  assert _state.cluster is not None
-  return _state.cluster
 
 
 def _describe_existing(found: cluster_lib.Cluster) -> cluster_lib.Cluster:

@@ -7,19 +7,19 @@ and passes signals on. It uses no devices itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import importlib.metadata
 import importlib.util
 import os
-import queue
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from typing import Any, BinaryIO
+from typing import Any
 
 # Seconds for the other processes to end by themselves after one has failed,
 # or has stopped after a signal; then for SIGTERM, before SIGKILL.
@@ -57,8 +57,11 @@ def run(
     plus the number of the signal if a signal has killed it.
 
   Raises:
-    ValueError: The devices cannot be divided equally.
+    ValueError: The devices cannot be divided equally, or the operating system
+      is Windows.
   """
+  if os.name != "posix":
+    raise ValueError("--local_processes needs Linux or macOS.")
   if virtual_devices % num_processes:
     raise ValueError(
       f"config.mesh.virtual_devices={virtual_devices} must be a multiple of "
@@ -140,7 +143,9 @@ def _count_gpus() -> int:
 
 
 @contextlib.contextmanager
-def _forward_signals(children: Sequence[subprocess.Popen[bytes]]) -> Any:
+def _forward_signals(
+  children: Sequence[subprocess.Popen[bytes]],
+) -> Iterator[None]:
   """Passes SIGINT and SIGTERM on to the processes."""
 
   def forward(signum: int, frame: Any) -> None:
@@ -162,63 +167,75 @@ def _forward_signals(children: Sequence[subprocess.Popen[bytes]]) -> Any:
 
 
 def _supervise(children: Sequence[subprocess.Popen[bytes]]) -> int:
-  """Waits for all processes; ends the others once one has failed."""
-  ended: queue.Queue[int] = queue.Queue()
-  lock = threading.Lock()
-  readers = []
-  for index, child in enumerate(children):
-    for source, target in (
-      (child.stdout, sys.stdout),
-      (child.stderr, sys.stderr),
-    ):
-      copy = (source, target, f"[{index}] ".encode(), lock)
-      readers.append(threading.Thread(target=_copy_lines, args=copy))
-    waiter = threading.Thread(
-      target=_wait, args=(child, index, ended.put), daemon=True
-    )
-    waiter.start()
-  for reader in readers:
-    reader.daemon = True
-    reader.start()
-
+  """Prints the output of all processes; ends the others once one has failed."""
   first_code = 0
-  actions: list[tuple[float, int]] = []
-  running = set(range(len(children)))
-  while running:
-    # Short, so that this thread handles signals meanwhile.
-    with contextlib.suppress(queue.Empty):
-      index = ended.get(timeout=0.2)
-      running.discard(index)
-      code = children[index].returncode
-      if code and not first_code:
-        first_code = code if code > 0 else 128 - code
-        grace = _STOPPED_GRACE if code in _STOPPED else _FAILED_GRACE
-        now = time.monotonic()
-        actions = [
-          (now + grace, signal.SIGTERM),
-          (now + grace + _TERM_GRACE, signal.SIGKILL),
-        ]
-        _print(f"process {index} {_describe(code)}", lock)
-    if actions and running and time.monotonic() > actions[0][0]:
-      signum = signal.Signals(actions.pop(0)[1])
-      _print(
-        f"sending {signum.name} to the processes that have not ended: "
-        f"{', '.join(map(str, sorted(running)))}",
-        lock,
-      )
-      for index in running:
-        _kill(children[index], signum)
-  for reader in readers:
-    # A process that a child has left behind may hold the pipe open.
-    reader.join(timeout=5)
+  actions: list[tuple[float, signal.Signals]] = []
+  running = dict(enumerate(children))
+  with selectors.DefaultSelector() as pipes:
+    for index, child in running.items():
+      for source, target in (
+        (child.stdout, sys.stdout),
+        (child.stderr, sys.stderr),
+      ):
+        assert source is not None
+        data = (target, f"[{index}] ".encode(), bytearray())
+        pipes.register(source, selectors.EVENT_READ, data)
+    while running:
+      _copy_lines(pipes, 0.2)
+      ended = {i: c for i, c in running.items() if c.poll() is not None}
+      if ended:
+        _copy_lines(pipes, 0)  # their last lines
+      for index, child in ended.items():
+        del running[index]
+        code = child.returncode
+        if code and not first_code:
+          first_code = code if code > 0 else 128 - code
+          grace = _STOPPED_GRACE if code in _STOPPED else _FAILED_GRACE
+          now = time.monotonic()
+          actions = [
+            (now + grace, signal.SIGTERM),
+            (now + grace + _TERM_GRACE, signal.SIGKILL),
+          ]
+          _print(f"process {index} {_describe(code)}")
+      if actions and running and time.monotonic() > actions[0][0]:
+        _, signum = actions.pop(0)
+        _print(
+          f"sending {signum.name} to the processes that have not ended: "
+          f"{', '.join(map(str, running))}"
+        )
+        for child in running.values():
+          _kill(child, signum)
+    # A process that a child has left behind may hold a pipe open.
+    deadline = time.monotonic() + 5
+    while pipes.get_map() and time.monotonic() < deadline:
+      _copy_lines(pipes, 0.2)
   return first_code
 
 
-def _wait(
-  child: subprocess.Popen[bytes], index: int, report: Callable[[int], None]
-) -> None:
-  child.wait()
-  report(index)
+def _copy_lines(pipes: selectors.BaseSelector, timeout: float) -> None:
+  """Copies whole lines of output, each with a prefix.
+
+  Args:
+    pipes: The open pipes. Each has a tuple of the file that its lines go to, of
+      the prefix, and of the beginning of a line that has not ended yet.
+    timeout: Seconds to wait for output.
+  """
+  for key, _ in pipes.select(timeout):
+    target, prefix, line = key.data
+    received = os.read(key.fd, 2**16)
+    if not received:
+      pipes.unregister(key.fileobj)
+      received = b"\n" if line else b""
+    whole, newline, rest = received.rpartition(b"\n")
+    if newline:
+      lines = prefix + (line + whole).replace(b"\n", b"\n" + prefix) + b"\n"
+      line.clear()
+      # Nobody may read our output any more; the process must not wait for it.
+      with contextlib.suppress(OSError):
+        target.flush()
+        target.buffer.write(lines)
+        target.flush()
+    line.extend(rest)
 
 
 def _kill(child: subprocess.Popen[bytes], signum: int) -> None:
@@ -238,21 +255,9 @@ def _describe(code: int) -> str:
   return f"ended with exit code {code}"
 
 
-def _print(message: str, lock: threading.Lock) -> None:
-  with lock:
+def _print(message: str) -> None:
+  with contextlib.suppress(OSError):  # as in _copy_lines
     print(f"flaxshard: {message}", file=sys.stderr, flush=True)
-
-
-def _copy_lines(
-  source: BinaryIO, target: Any, prefix: bytes, lock: threading.Lock
-) -> None:
-  """Copies whole lines, each with a prefix."""
-  for line in source:
-    # Nobody may read our output any more; the process must not wait for it.
-    with lock, contextlib.suppress(OSError):
-      target.flush()
-      target.buffer.write(prefix + line.rstrip(b"\n") + b"\n")
-      target.flush()
 
 
 def end_with_parent(environ: Mapping[str, str] = os.environ) -> None:
@@ -275,5 +280,5 @@ def end_with_parent(environ: Mapping[str, str] = os.environ) -> None:
 def _wait_for_parent(pipe: int) -> None:
   os.read(pipe, 1)  # It returns when the parent has ended.
   os.kill(os.getpid(), signal.SIGTERM)
-  time.sleep(_FAILED_GRACE)
+  time.sleep(_STOPPED_GRACE)
   os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
@@ -129,6 +130,12 @@ def test_indivisible_devices_raise(monkeypatch):
   with pytest.raises(ValueError, match="8 GPUs") as e:
     local.run([], 3)
   assert "--local_processes=3" in str(e.value)
+
+
+def test_windows_raises(monkeypatch):
+  monkeypatch.setattr(local, "os", types.SimpleNamespace(name="nt"))
+  with pytest.raises(ValueError, match="--local_processes needs Linux"):
+    local.run([], 2)
 
 
 def test_gpus_are_divided(tmp_path, capfd, monkeypatch):
