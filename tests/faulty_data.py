@@ -29,18 +29,18 @@ class _FaultyEval:
     return self._source[index]
 
 
-def killed_once(workdir: str) -> data.Splits:
-  """Kills process 1 in its first evaluation, once step 4 is saved."""
+def broken_once(workdir: str) -> data.Splits:
+  """Raises in the first evaluation of process 1, once step 4 is saved."""
   checkpoint = pathlib.Path(workdir) / "checkpoints" / "4"
 
-  def kill():
+  def fail():
     deadline = time.monotonic() + 120
     while not checkpoint.exists():
       assert time.monotonic() < deadline, "no checkpoint"
       time.sleep(0.1)
-    os.kill(os.getpid(), signal.SIGKILL)
+    raise OSError("the disk of process 1 is broken")
 
-  return _digits(_once(workdir, kill))
+  return _digits(_once(workdir, fail))
 
 
 def terminated_once(workdir: str) -> data.Splits:
@@ -52,15 +52,6 @@ def terminated_once(workdir: str) -> data.Splits:
     time.sleep(2)
 
   return _digits(_once(workdir, terminate))
-
-
-def broken() -> data.Splits:
-  """Raises in process 1 when it evaluates."""
-
-  def fail():
-    raise OSError("the disk of process 1 is broken")
-
-  return _digits(fail)
 
 
 def _once(workdir, fault):

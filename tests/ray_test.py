@@ -106,38 +106,45 @@ def cluster():
     ray.shutdown()
 
 
-def _fit(data, workdir, ray_results, max_failures):
-  """Runs the snippet of the docs with other arguments."""
-  [snippet] = re.findall(
-    r"```python\n(import flaxshard as fs\nfrom ray.*?)```",
-    (_TESTS.parent / "docs" / "processes.md").read_text(),
-    re.S,
-  )
-  for text, replacement in (
-    ("/shared/digits", workdir),
-    ("/shared/ray", ray_results),
-    ("max_failures=1", f"max_failures={max_failures}"),
-  ):
-    assert text in snippet
-    snippet = snippet.replace(text, str(replacement))
-  names = {"config": _config(data)}
-  exec(compile(snippet, "docs/processes.md", "exec"), names)
-  return names["result"]
-
-
 def _config(data):
   return tiny.config(data=data, precision="float32", eval_every_steps=8)
 
 
 @pytest.mark.slow
-def test_two_workers_with_a_kill_and_a_retry_equal_one_process(
-  cluster, tmp_path
-):
-  workdir = tmp_path / "ray"
-  data = {"name": "faulty_data:killed_once", "workdir": str(workdir)}
-  result = _fit(data, workdir, tmp_path / "results", max_failures=1)
+def test_run_with_an_error_and_a_retry_equals_one_process(cluster, tmp_path):
+  """The snippet of the docs, in two workers, with other arguments."""
+  import ray.train
 
-  assert (workdir / "fault").exists()
+  errors = tmp_path / "errors"
+
+  class WriteErrors(ray.train.UserCallback):
+    def after_exception(self, run_context, worker_exceptions):
+      errors.write_text(repr(worker_exceptions[1]))
+
+  [snippet] = re.findall(
+    r"```python\n(import flaxshard as fs\nfrom ray.*?)```",
+    (_TESTS.parent / "docs" / "processes.md").read_text(),
+    re.S,
+  )
+  workdir = tmp_path / "ray"
+  for text, replacement in (
+    ('"/shared/digits"', repr(str(workdir))),
+    ('"/shared/ray"', f"{str(tmp_path)!r}, callbacks=callbacks"),
+  ):
+    assert text in snippet
+    snippet = snippet.replace(text, replacement)
+  names = {
+    "config": _config(
+      {"name": "faulty_data:broken_once", "workdir": str(workdir)}
+    ),
+    "callbacks": [WriteErrors()],
+  }
+  exec(compile(snippet, "docs/processes.md", "exec"), names)
+  result = names["result"]
+
+  # Ray got the error itself, although it ends all processes.
+  assert "OSError" in errors.read_text()
+  assert "the disk of process 1 is broken" in errors.read_text()
   assert result.workdir == str(workdir)
   # Rows of a run that was resumed from step 4, without duplicates.
   assert [row["step"] for row in tiny.rows(workdir)] == [2, 4, 6, 8]
@@ -154,19 +161,3 @@ def test_two_workers_with_a_kill_and_a_retry_equal_one_process(
     np.testing.assert_allclose(
       result.metrics[name], value, rtol=1e-5, err_msg=name
     )
-
-
-@pytest.mark.slow
-def test_error_in_one_worker_reaches_the_caller(cluster, tmp_path):
-  from ray import train as ray_train
-
-  with pytest.raises(
-    ray_train.TrainingFailedError, match="the disk of process 1 is broken"
-  ) as caught:
-    _fit(
-      {"name": "faulty_data:broken"},
-      tmp_path / "ray",
-      tmp_path / "results",
-      max_failures=0,
-    )
-  assert isinstance(caught.value.worker_failures[1], OSError)

@@ -14,7 +14,6 @@ import socket
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from flaxshard.core import multihost
 
@@ -39,7 +38,7 @@ class Events:
     self.index = multihost.process_index()
     self.count = multihost.process_count()
     self.name = f"process {self.index} ({_here()})"
-    self._client = ocp.multihost.get_jax_distributed_client()
+    self._client = multihost.coordination_client()
 
   def send(
     self, event: dict[str, Any], number: int

@@ -1,6 +1,5 @@
 """--local_processes: several processes of one machine."""
 
-import json
 import os
 import pathlib
 import re
@@ -184,8 +183,7 @@ def get_config():
 
 
 @pytest.mark.slow
-def test_ctrl_c_and_the_end_of_the_parent_save_a_checkpoint(tmp_path):
-  """Ctrl-C, then, in a resumed run, SIGKILL of the parent."""
+def test_ctrl_c_saves_a_checkpoint(tmp_path):
   config = tmp_path / "config.py"
   config.write_text(CONFIG)
   # The command of the README, with two processes and a smaller model.
@@ -197,59 +195,73 @@ def test_ctrl_c_and_the_end_of_the_parent_save_a_checkpoint(tmp_path):
   command = [sys.executable, *line.split()]
   command += ["--local_processes=2", f"--config={config}"]
   command += [f"--workdir={tmp_path / 'run'}"]
-  checkpoints = tmp_path / "run" / "checkpoints"
-  environ = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-
-  def start():
-    """Starts a run; returns it and its processes after a step."""
-    parent = subprocess.Popen(
-      command,
-      cwd=_ROOT,
-      env=environ,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
+  parent = subprocess.Popen(
+    command,
+    cwd=_ROOT,
+    env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  try:
     lines = []
     for line in parent.stderr:
       lines.append(line)
       if " step " in line and "loss=" in line:
         break
-    listed = subprocess.run(
-      ["ps", "-ww", "-A", "-o", "pid=,ppid=,args="],
-      capture_output=True,
-      text=True,
-    ).stdout
-    children = [
-      int(line.split()[0])
-      for line in listed.splitlines()
-      if line.split()[1] == str(parent.pid) and "--process_id" in line
-    ]
-    assert len(children) == 2, lines
-    return parent, children, lines
-
-  parent, children, lines = start()
-  try:
-    assert any("2 of 2 cpu devices" in line for line in lines), lines
-    # One process alone prints the rows.
-    assert all(line.startswith("[0] ") for line in lines if "loss=" in line)
     parent.send_signal(signal.SIGINT)
     _, err = parent.communicate(timeout=90)
-    assert parent.returncode == 130, err
-    first = int(re.search(r"saved step (\d+) in", err)[1])
-    assert [p.name for p in checkpoints.iterdir()] == [str(first)]
-
-    parent, children, lines = start()
-    assert any(f"resuming from step {first}" in line for line in lines), lines
+  finally:
+    # Also ends its processes.
     parent.kill()
-    assert wait_until_gone(children, 60)
-    # As after SIGTERM, with a checkpoint.
-    steps = [int(p.name) for p in checkpoints.iterdir() if p.name.isdigit()]
-    assert max(steps) > first
+  assert parent.returncode == 130, (lines, err)
+  assert any("2 of 2 cpu devices" in line for line in lines), lines
+  # One process alone prints the rows.
+  assert all(line.startswith("[0] ") for line in lines if "loss=" in line)
+  step = re.search(r"saved step (\d+) in", err)[1]
+  assert os.listdir(tmp_path / "run" / "checkpoints") == [step]
+
+
+@pytest.mark.slow
+def test_end_of_the_parent_ends_the_processes(tmp_path):
+  """They get SIGTERM, and SIGKILL if they do not end."""
+  script = tmp_path / "script.py"
+  script.write_text(f"""
+import os, signal, sys, time
+from flaxshard.processes import local
+
+index = sys.argv[-1].removeprefix("--process_id=")
+folder = {str(tmp_path)!r}
+
+def handle(*_):
+  open(f"{{folder}}/signal{{index}}", "w").close()
+  if index == "0":
+    sys.exit()
+
+signal.signal(signal.SIGTERM, handle)
+local._STOPPED_GRACE = 1.0
+local.end_with_parent()
+with open(f"{{folder}}/part{{index}}", "w") as f:
+  f.write(str(os.getpid()))
+os.rename(f.name, f"{{folder}}/pid{{index}}")
+while True:
+  time.sleep(0.1)
+""")
+  command = f"[sys.executable, {str(script)!r}], 2, virtual_devices=2"
+  parent = subprocess.Popen(
+    [
+      *(sys.executable, "-c"),
+      "import sys; from flaxshard.processes import local\n"
+      f"local.run({command})",
+    ]
+  )
+  files = [tmp_path / f"pid{index}" for index in range(2)]
+  deadline = time.monotonic() + 60
+  try:
+    while not all(file.exists() for file in files):
+      assert time.monotonic() < deadline and parent.poll() is None
+      time.sleep(0.1)
   finally:
     parent.kill()
-    for pid in children:
-      if is_running(pid):
-        os.kill(pid, signal.SIGKILL)
-  rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-  seen = [json.loads(row)["step"] for row in rows]
-  assert seen == sorted(set(seen))
+    parent.wait()
+  assert wait_until_gone([int(file.read_text()) for file in files], 30)
+  assert {"signal0", "signal1"} <= set(os.listdir(tmp_path))
