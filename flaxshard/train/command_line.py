@@ -50,7 +50,7 @@ def parse_flags(
       it; an error in the file comes with the traceback of the file alone.
   """
   argv = list(argv)
-  path = _config_path(argv)
+  path, arguments = _config_file(argv)
   if path and not os.path.isfile(path):
     _exit(f"--config={path}: there is no such file in {os.getcwd()}.")
   error: Exception | None = None
@@ -62,7 +62,7 @@ def parse_flags(
   # Outside of the `except` block: it would be printed as a context of errors.
   if error is not None:
     if path:
-      _check_file(path, argv)
+      _check_file(path, arguments, argv)
     if not isinstance(error, flags.Error):
       raise error
     _exit(f"{error}\n--help lists the flags.")
@@ -149,22 +149,22 @@ def _is_raised_by_flaxshard(error: BaseException) -> bool:
   return tb is not None and tb.tb_frame.f_code.co_filename.startswith(_PACKAGE)
 
 
-def _config_path(argv: Sequence[str]) -> str:
-  """Returns the file of `--config`, without the argument of `get_config`."""
+def _config_file(argv: Sequence[str]) -> tuple[str, list[str]]:
+  """Returns the file of `--config`, and the arguments of its get_config."""
   values = flags.FlagValues()
   flags.DEFINE_string("config", "", "", flag_values=values)
   with contextlib.suppress(flags.Error):
     values(argv, known_only=True)
-  return str(values["config"].value).partition(":")[0]
+  path, *arguments = str(values["config"].value).split(":", 1)
+  return path, arguments
 
 
-def _check_file(path: str, argv: Sequence[str]) -> None:
+def _check_file(
+  path: str, arguments: Sequence[str], argv: Sequence[str]
+) -> None:
   """Exits if the config file fails, or lacks a field of the command line."""
-  _, _, argument = next(
-    (a for a in argv if re.match(r"--?config=", a)), ""
-  ).partition(":")
   try:
-    config = _load(path, [argument] if argument else [])
+    config = _load(path, arguments)
   except Exception as error:
     _print_from_file(error, path)
     _exit(f"the config file {path} fails; see above.")

@@ -60,7 +60,7 @@ def test_call_after_jax_has_started_raises():
 
 
 SCRIPT = """
-import logging, sys
+import logging, os, socket, sys
 logging.basicConfig(format="%(message)s")
 logging.getLogger("flaxshard").setLevel("INFO")
 import flaxshard as fs
@@ -68,6 +68,9 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 for _ in range(2):
   fs.initialize(heartbeat_timeout=20.0)
+# All processes are on this machine: no other address of it has the port open.
+port = int(os.environ["JAX_COORDINATOR_PORT"])
+assert socket.socket().connect_ex(("127.0.0.2", port))
 for arguments in ({"num_processes": 3}, {"heartbeat_timeout": 21.0}):
   try:
     fs.initialize(**{"heartbeat_timeout": 20.0, **arguments})

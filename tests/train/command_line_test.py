@@ -79,6 +79,16 @@ def test_a_misspelt_flag_is_named_in_two_lines(path, argument, facts, capsys):
   assert len(message.splitlines()) <= 2
 
 
+@pytest.mark.parametrize("separator", ["=", " "])
+def test_a_misspelt_field_is_named_where_get_config_has_an_argument(
+  path, separator, capsys
+):
+  path.write_text(_CONFIG.replace("argument=None", "argument"))
+  config = f"--config{separator}{path}:x".split()
+  message = message_of(capsys, *config, "--workdir=w", "--config.batch_sise=3")
+  assert "Did you mean 'batch_size'" in message
+
+
 @pytest.mark.parametrize(
   ("text", "facts"),
   [
