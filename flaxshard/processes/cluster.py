@@ -97,24 +97,25 @@ def find(
     found = find_launcher(environ)
     if isinstance(found, str):
       notes.append(found)
-    elif found is not None:
-      is_complete = not set(_VARIABLES) - {*found.values, *given}
-      # One task of a launcher says nothing about what is given otherwise.
-      if found.values.get("num_processes") == 1 and not given:
+    elif found is None:
+      continue
+    elif found.values.get("num_processes") == 1:
+      # One task says nothing about processes that are given otherwise.
+      if not given:
         return Cluster(source=f"{found.source} started one process")
-      if is_complete and found.values.get("num_processes") != 1:
-        used = [n for n in _VARIABLES if n not in given]
+    elif {*found.values, *given} >= {*_VARIABLES}:
+      source = (
+        f"started by {found.source} ({', '.join(found.variables)} are set)"
+      )
+      if given:
+        used = [field for field in _VARIABLES if field not in given]
         source = (
-          f"started by {found.source} ({', '.join(found.variables)} are set)"
+          f"given by {', '.join(names)}; {', '.join(used)} from {found.source}"
         )
-        if given:
-          source = (
-            f"given by {', '.join(names)}; {', '.join(used)} from "
-            f"{found.source}"
-          )
-        return _create(
-          environ, {**found.values, **given}, source, found.local_device_ids
-        )
+      return _create(
+        environ, {**found.values, **given}, source, found.local_device_ids
+      )
+    else:
       half_set.append(found)
 
   if num_tpu_hosts > 1 and not given:
@@ -135,18 +136,17 @@ def find(
     raise ValueError(f"{have} is set, but not {', '.join(missing)}.")
   if half_set and num_tpu_hosts != 1:
     found = half_set[0]
+    have = ", ".join(
+      f"{name}={environ[name]!r}" for name in found.variables if name in environ
+    )
     raise ValueError(
-      f"{_assignments(environ, found.variables)} is set, as by {found.source}, "
-      f"but not {', '.join(found.missing)}. Set all of them, or "
-      "num_processes=1 for one process."
+      f"{have} is set, as by {found.source}, but not "
+      f"{', '.join(found.missing)}. Set all of them, or num_processes=1 for "
+      "one process."
     )
   if num_tpu_hosts == 1:
     notes.append("a Cloud TPU with one host")
   return Cluster(source="; ".join(notes)) if notes else Cluster()
-
-
-def _assignments(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
-  return ", ".join(f"{n}={environ[n]!r}" for n in names if n in environ)
 
 
 def _create(

@@ -180,6 +180,14 @@ def test_one_process_is_found(environ, source):
       "JAX_NUM_PROCESSES, JAX_COORDINATOR_ADDRESS.",
     ),
     (without(JAX, "JAX_PROCESS_ID"), "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
+    # One task of Slurm is not the first of two processes.
+    (
+      SLURM
+      | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+      | {"JAX_NUM_PROCESSES": "2"},
+      "JAX_NUM_PROCESSES=2",
+      "JAX_PROCESS_ID",
+    ),
     (
       without(JAX, "JAX_COORDINATOR_ADDRESS"),
       "JAX_NUM_PROCESSES=4",
