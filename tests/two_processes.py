@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 
+_TIMEOUT = 240  # seconds
+
 # `rank` is the index of the process, `sys.argv[1]` the port. A process that
 # raises exits at once: the regular exit of JAX waits for the other process.
 PREAMBLE = """
@@ -31,16 +33,16 @@ def run(
   *args: str,
   processes: int = 2,
   devices: int = 2,
-  timeout: float = 120,
 ) -> list[tuple[str, str]]:
   """Runs a script in several processes and asserts that all succeed.
+
+  They are ended after four minutes.
 
   Args:
     script: Python code, run after `PREAMBLE`.
     *args: Further arguments, from `sys.argv[3]` on.
     processes: Number of processes.
     devices: Number of virtual devices of each process.
-    timeout: Seconds after which the processes are ended.
 
   Returns:
     `(standard output, standard error)` of each process.
@@ -62,7 +64,7 @@ def run(
     # Reads both at once: a process with a full pipe stops, and the other one
     # waits for it.
     with futures.ThreadPoolExecutor(processes) as pool:
-      outs = list(pool.map(lambda p: p.communicate(timeout=240), started))
+      outs = list(pool.map(lambda p: p.communicate(timeout=_TIMEOUT), started))
   finally:
     for process in started:
       process.kill()

@@ -14,6 +14,7 @@ import two_processes
 import flaxshard as fs
 from flaxshard import data
 from flaxshard import train
+from flaxshard.train import charts
 
 pytestmark = pytest.mark.slow
 
@@ -43,16 +44,21 @@ def recorded_digits() -> data.Splits:
   return data.Splits(digits.train, held_out, digits.num_classes)
 
 
+_PREAMBLE = """
+sys.path[:0] = [sys.argv[3], sys.argv[3] + "/train", sys.argv[4]]
+import processes_test
+from flaxshard import train
+from flaxshard.train import charts
+"""
+
 # Prints a dict with the number of each operation that needs other processes:
 # calls of the coordination service in the main thread, and executions of
 # programs that run on the devices of both processes. Those of JAX's
 # `process_allgather` and the like are programs, too.
 _COUNT = """
 import collections, glob, re, threading
-sys.path[:0] = [sys.argv[3], sys.argv[3] + "/train"]
 import orbax.checkpoint as ocp
-import processes_test, tiny
-from flaxshard import train
+import tiny
 from flaxshard.processes import failures
 
 failures.watch()  # once per program, so not counted
@@ -92,7 +98,7 @@ for per_replica in (False, True):
   for num_steps in (8, 16):
     counts.clear()
     processes_test.reads.clear()
-    path = f"{sys.argv[4]}/{per_replica}_{num_steps}"
+    path = f"{sys.argv[5]}/{per_replica}_{num_steps}"
     config = tiny.config(
       data={"name": "processes_test:recorded_digits"},
       mesh={"replica": -1, "per_replica": per_replica},
@@ -112,15 +118,17 @@ for per_replica in (False, True):
 
 
 @pytest.fixture(scope="module")
-def counted_runs(tmp_path_factory):
-  """Runs of 8 and 16 steps in two processes.
+def two_process_runs(tmp_path_factory):
+  """Runs in two processes: 8 and 16 counted steps, then the small configs.
 
   Returns:
     The folder of the workdirs, the output of each process, and for each process
     the counts and the examples read, by `(per_replica, num_steps)`.
   """
-  path = tmp_path_factory.mktemp("counted")
-  outs = two_processes.run(_COUNT, _TESTS, str(path))
+  path = tmp_path_factory.mktemp("two")
+  outs = two_processes.run(
+    _PREAMBLE + _COUNT + _TRAIN, _TESTS, _ROOT, str(path), *_SMALL_CONFIGS
+  )
   results = []
   for out, _ in outs:
     lines = [x[7:] for x in out.splitlines() if x.startswith("counts ")]
@@ -129,8 +137,8 @@ def counted_runs(tmp_path_factory):
   return path, outs, results
 
 
-def test_cross_process_operations_do_not_grow_with_steps(counted_runs):
-  for result in counted_runs[2]:
+def test_cross_process_operations_do_not_grow_with_steps(two_process_runs):
+  for result in two_process_runs[2]:
     short, long = dict(result[False, 8][0]), dict(result[False, 16][0])
     for counts, num_steps in ((short, 8), (long, 16)):
       assert counts.pop("jit_counted_train_step") == num_steps
@@ -141,8 +149,8 @@ def test_cross_process_operations_do_not_grow_with_steps(counted_runs):
     assert short["wait_at_barrier"] > 2
 
 
-def test_a_row_of_per_replica_metrics_is_one_program(counted_runs):
-  for result in counted_runs[2]:
+def test_a_row_of_per_replica_metrics_is_one_program(two_process_runs):
+  for result in two_process_runs[2]:
     short, long = dict(result[True, 8][0]), dict(result[True, 16][0])
     for counts, num_steps in ((short, 8), (long, 16)):
       assert counts.pop("jit_run") == num_steps
@@ -150,9 +158,9 @@ def test_a_row_of_per_replica_metrics_is_one_program(counted_runs):
     assert short == long
 
 
-def test_evaluation_reads_each_example_in_one_process(counted_runs):
+def test_evaluation_reads_each_example_in_one_process(two_process_runs):
   for key in ((False, 8), (True, 16)):
-    found = [sorted(result[key][1]) for result in counted_runs[2]]
+    found = [sorted(result[key][1]) for result in two_process_runs[2]]
     # Two evaluations, in batches of 16 rows, of which each process has eight.
     # The 11 rows after example 20 are padding: examples 0 to 10.
     rows = [*range(8), *range(16, 21), 0, 1, 2], [*range(8, 16), *range(3, 11)]
@@ -160,13 +168,13 @@ def test_evaluation_reads_each_example_in_one_process(counted_runs):
     for r, wanted in zip(found, rows, strict=True):
       assert [x for x in r if x] == sorted(2 * [x for x in wanted if x])
   # The padding does not count: the accuracies are multiples of 1/21.
-  for row in tiny.rows(counted_runs[0] / "False_8"):
+  for row in tiny.rows(two_process_runs[0] / "False_8"):
     correct = row["eval_accuracy"] * _NUM_EVAL
     assert correct == pytest.approx(round(correct), abs=1e-4)
 
 
-def test_process_0_alone_writes_files_and_logs_rows(counted_runs):
-  path, outs, _ = counted_runs
+def test_process_0_alone_writes_files_and_logs_rows(two_process_runs):
+  path, outs, _ = two_process_runs
   workdir = path / "False_8"
   names = sorted(os.listdir(workdir))
   (events,) = [name for name in names if name.startswith("events.")]
@@ -190,7 +198,7 @@ _SMALL = {
   "num_train_steps": 12,
   "schedule.warmup_steps": 2,
   "log_every_steps": 6,
-  "eval_every_steps": 6,
+  "eval_every_steps": 12,
   "checkpoint_every_steps": 12,
   "mesh.replica": 4,
   "mesh.virtual_devices": 0,
@@ -204,13 +212,15 @@ _SMALL_CONFIGS = {
   # Commits at step 10.
   "digits_agn": {**_SMALL_CNN, "schedule": {"name": "constant"}},
   "lm_text_fsdp": {
+    "num_train_steps": 6,
+    "eval_every_steps": 6,
     "model.num_layers": 1,
     "model.num_heads": 2,
     "model.embed_dim": 16,
     "model.mlp_dim": 32,
     "model.max_length": 16,
-    "data.path": f"{_ROOT}/flaxshard/state",
-    "data.eval_every": 5,
+    "data.path": f"{_ROOT}/flaxshard/models",
+    "data.eval_every": 4,
     "data.length": 16,
     # Also splits the small parameters over the replicas.
     "mesh.rules": ({"name": "fsdp", "min_size": 32},),
@@ -230,35 +240,27 @@ def small_config(name):
 
 
 _TRAIN = """
-sys.path[:0] = [sys.argv[3], sys.argv[3] + "/train", sys.argv[4]]
-import processes_test
-from flaxshard import train
+charts.plot = lambda *args: None
 for name in sys.argv[6:]:
   config = processes_test.small_config(name)
   train.train_and_evaluate(config, f"{sys.argv[5]}/{name}")
 """
 
 
-def test_1_2_and_4_processes_train_the_same_parameters(tmp_path):
-  for num_processes in (2, 4):
-    two_processes.run(
-      _TRAIN,
-      _TESTS,
-      _ROOT,
-      str(tmp_path / str(num_processes)),
-      *_SMALL_CONFIGS,
-      processes=num_processes,
-      devices=4 // num_processes,
-    )
+def test_1_2_and_4_processes_train_the_same_parameters(
+  two_process_runs, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(charts, "plot", lambda *args: None)
+  path = tmp_path / "four"
+  args = (_TESTS, _ROOT, str(path), *_SMALL_CONFIGS)
+  two_processes.run(_PREAMBLE + _TRAIN, *args, processes=4, devices=1)
   for name in _SMALL_CONFIGS:
-    wanted = train.train_and_evaluate(
-      small_config(name), str(tmp_path / "1" / name)
-    )
-    wanted_rows = tiny.untimed_rows(tmp_path / "1" / name)
-    assert [row["step"] for row in wanted_rows] == [6, 12]
-    assert {"train_loss", "eval_loss", "eval_accuracy"} < set(wanted_rows[1])
-    for num_processes in ("2", "4"):
-      workdir = tmp_path / num_processes / name
+    wanted_dir = str(tmp_path / "one" / name)
+    wanted = train.train_and_evaluate(small_config(name), wanted_dir)
+    wanted_rows = tiny.untimed_rows(wanted_dir)
+    assert wanted_rows[0]["step"] == 6
+    assert {"train_loss", "eval_loss", "eval_accuracy"} < set(wanted_rows[-1])
+    for workdir in (two_process_runs[0] / name, path / name):
       state = fs.checkpoint.restore(str(workdir), wanted)
       _assert_close(state, wanted)
       rows = tiny.untimed_rows(workdir)

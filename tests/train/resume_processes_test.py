@@ -157,7 +157,6 @@ def test_run_on_4_2_1_and_3_processes_equals_an_undisturbed_one(tmp_path):
       *runs,
       processes=processes,
       devices=_DEVICES // processes,
-      timeout=300,
     )
     logs += "".join(out + err for out, err in outs)
   # The replicas are as many as before: no state of a wrapper is dropped.
