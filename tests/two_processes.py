@@ -60,13 +60,22 @@ def run(
     )
     for rank in range(processes)
   ]
-  try:
-    # Reads both at once: a process with a full pipe stops, and the other one
-    # waits for it.
-    with futures.ThreadPoolExecutor(processes) as pool:
-      outs = list(pool.map(lambda p: p.communicate(timeout=_TIMEOUT), started))
-  finally:
-    for process in started:
+
+  def read(process: subprocess.Popen[str]) -> tuple[str, str]:
+    try:
+      out = process.communicate(timeout=_TIMEOUT)
+    except subprocess.TimeoutExpired:
       process.kill()
+      out = process.communicate()
+    if process.returncode:
+      # The others would wait for this one.
+      for other in started:
+        other.kill()
+    return out
+
+  # Reads all at once: a process with a full pipe stops, and the others wait for
+  # it.
+  with futures.ThreadPoolExecutor(processes) as pool:
+    outs = list(pool.map(read, started))
   assert not any(p.returncode for p in started), outs
   return outs

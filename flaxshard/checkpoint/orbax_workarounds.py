@@ -38,6 +38,10 @@ _unfinished: weakref.WeakKeyDictionary[ocp.CheckpointManager, int] = (
 )
 
 
+class OtherProcessError(RuntimeError):
+  """A save has failed in another process; the message has its error."""
+
+
 class SaveBarrier:
   """A barrier for Orbax's background threads that passes when a save fails.
 
@@ -83,8 +87,8 @@ class SaveBarrier:
       timeout_ms: Milliseconds to wait at most.
 
     Raises:
-      RuntimeError: The save has failed in another process; the message has its
-        number and its error.
+      OtherProcessError: The save has failed in another process; the message
+        has its number and its error.
     """
     del key
     # A program may call `save` while it handles an error of its own.
@@ -99,7 +103,7 @@ class SaveBarrier:
       if not self._errors:
         self._errors = self._exchange_errors(error, timeout_ms)
     if self._errors and error is None:
-      raise RuntimeError(self._errors)
+      raise OtherProcessError(self._errors)
 
   def _wait_for_writers(self) -> None:
     """Waits for the threads that were started since the save started."""

@@ -168,7 +168,7 @@ class KeepUndeletable(checkpoint_managers.PreservationPolicy):
         reason,
       )
 
-  def note_failure(self, error: OSError) -> bool:
+  def note_failure(self, error: Exception) -> bool:
     """Keeps the step at which Orbax has stopped to delete, if there is one.
 
     Args:
@@ -179,7 +179,7 @@ class KeepUndeletable(checkpoint_managers.PreservationPolicy):
     """
     for step in self.deleting:
       if files.lexists(self._path(step)):
-        self.keep(step, error.strerror or str(error))
+        self.keep(step, getattr(error, "strerror", None) or str(error))
         return True
     return False
 

@@ -155,7 +155,9 @@ class SaveManager:
     assert self.manager is not None
     # Orbax deletes older steps once the new one has its final name.
     is_there = step_names.is_complete(self.steps.path(step))
-    if not (isinstance(error, OSError) and is_there):
+    # Process 0 deletes; the others must come to the same answer.
+    kinds = (OSError, orbax_workarounds.OtherProcessError)
+    if not (isinstance(error, kinds) and is_there):
       return False
     if not self._policy.note_failure(error):
       return False

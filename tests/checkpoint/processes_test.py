@@ -93,7 +93,7 @@ for how, asked in cases:
   message = error_of(ask[asked])
   mend_disk()
   failing = 1 if how == "write 1" else 0
-  other = "" if rank == failing else f"RuntimeError: process {failing}: "
+  other = "" if rank == failing else f"OtherProcessError: process {failing}: "
   wanted = f"step {step} could not be saved in {path}: {other}"
   assert message and message.startswith(wanted), (how, asked, message)
   assert "No space left" in message or "File too large" in message, message
@@ -120,6 +120,22 @@ with fs.Checkpointer(path) as checkpointer:
     checkpointer.restore(create(strategy, 0)), create(strategy, step))
   checkpointer.save(9, create(strategy, 9))
 assert_files("1", str(step), "9", "9.damaged")
+# An old step that process 0 cannot delete stays, and no process fails.
+rmdir = os.rmdir
+
+def keep_9(directory, **kwargs):
+  if os.path.basename(directory) == "9":
+    raise PermissionError(1, "Operation not permitted", directory)
+  rmdir(directory, **kwargs)
+
+os.rmdir = keep_9
+with fs.Checkpointer(path, max_to_keep=1) as checkpointer:
+  for later in (10, 11):
+    checkpointer.save(later, create(strategy, later))
+    checkpointer.wait()
+    checkpointer.check()
+  assert list(checkpointer.all_steps()) == [9, 11], checkpointer.all_steps()
+os.rmdir = rmdir
 # A checkpoint that one process has saved.
 assert_same(
   fs.checkpoint.restore(sys.argv[5], create(strategy, 0)), create(strategy, 5))
@@ -182,7 +198,7 @@ def test_save_that_fails_in_one_process_fails_in_both(tmp_path):
     assert out.splitlines()[-1] == "same"
   # One process restores what two have saved.
   assert_same(
-    fs.checkpoint.restore(path, create(strategy, 0)), create(strategy, 9)
+    fs.checkpoint.restore(path, create(strategy, 0)), create(strategy, 11)
   )
 
 
@@ -359,28 +375,10 @@ from flaxshard import train
 
 workdir, path = path, os.path.join(path, "checkpoints")
 config = tiny.config(
-  num_train_steps=400, checkpoint_every_steps=4, log_every_steps=2,
+  num_train_steps=400, checkpoint_every_steps=1000, log_every_steps=1000,
   eval_every_steps=1000)
 agreed = preemption.agree_on_signal
 seen = []
-
-step = 8
-
-def finalize_fails(number, signum):
-  if number == 3:
-    break_disk("finalize")
-  seen.append(number)
-  time.sleep(0.05)
-  return agreed(number, signum)
-
-preemption.agree_on_signal = finalize_fails
-message = error_of(lambda: train.train_and_evaluate(config, workdir))
-mend_disk()
-assert message and message.startswith(
-  f"step 8 could not be saved in {path}"), message
-# At a step after the failed save; step 12 is a save.
-assert 8 < seen[-1] <= 12, seen
-assert_files("4")
 
 def interrupted(step, signum):
   if step == 6 and rank == 1:
@@ -389,15 +387,12 @@ def interrupted(step, signum):
   time.sleep(0.05)
   return agreed(step, signum)
 
-del seen[:]
 preemption.agree_on_signal = interrupted
-with config.unlocked():
-  config.log_every_steps = config.checkpoint_every_steps = 1000
 try:
   train.train_and_evaluate(config, workdir)
 except SystemExit as e:
-  assert seen[0] == 5 and 6 < seen[-1] < 100, seen
-  assert_files("4", str(seen[-1]))
+  assert 6 < seen[-1] < 100, seen
+  assert_files(str(seen[-1]))
   print(e.code, seen[-1])
 """
 
