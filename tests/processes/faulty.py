@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
@@ -28,6 +29,7 @@ from flaxshard.train import preemption
 _STEPS = 6
 
 _FAULT = json.loads(os.environ.get("FAULT", "{}"))
+_lock = threading.Lock()
 
 
 def get_config():
@@ -103,11 +105,13 @@ def _fail_in(place):
   if _FAULT["process"] != multihost.process_index():
     return
   kind = _FAULT["kind"]
-  if not _FAULT.get("done"):
-    _FAULT["done"] = True
-    print(f"FAULT at {time.time()}", file=sys.stderr, flush=True)
-    if kind == "terminate":
-      os.kill(os.getpid(), signal.SIGTERM)
+  # Threads read the examples: one must not kill while another one prints.
+  with _lock:
+    if not _FAULT.get("done"):
+      _FAULT["done"] = True
+      print(f"FAULT at {time.time()}", file=sys.stderr, flush=True)
+      if kind == "terminate":
+        os.kill(os.getpid(), signal.SIGTERM)
   if kind == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
   if kind == "freeze":
