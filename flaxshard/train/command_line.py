@@ -129,7 +129,9 @@ def end_after_failure() -> Iterator[None]:
     if failures.has_failed():
       if isinstance(e.code, str):
         print(e.code, file=sys.stderr)
-      # The run is not complete, even after sys.exit(0) in a user's code.
+      if not e.code:
+        # In a user's code. The run is not complete.
+        print(f"flaxshard: SystemExit({e.code}) ends the run", file=sys.stderr)
       failures.end_process(e.code if isinstance(e.code, int) and e.code else 1)
     raise
 

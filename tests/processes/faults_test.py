@@ -97,20 +97,6 @@ class Program:
     return Ended(process.returncode, log, time.time())
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-  return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, cache):
-  """The parameters at the end of a run without a fault."""
-  workdir = tmp_path_factory.mktemp("undisturbed")
-  for end in Program(workdir / "run", cache).wait():
-    assert end.code == 0, end.log
-  return _params(workdir / "run")
-
-
 def _params(workdir):
   sys.path.insert(0, str(_HERE))
   try:
@@ -150,13 +136,31 @@ def _check_kill(ends, process):
   _check_lost(ends, process)
 
 
-def _check_terminate(ends, process):
+def _check_signal(signum):
+  def check(ends, process):
+    saved = set()
+    for i, end in enumerate(ends):
+      # The others end as for JAX's notice of preemption, which is SIGTERM.
+      own = signum if i == process else signal.SIGTERM
+      assert end.code == 128 + own, ends
+      saved.add(re.search(rf"{own.name}: saved step (\d+)", end.log)[1])
+    assert len(saved) == 1
+
+  return check
+
+
+def _check_third_interrupt(ends, process):
+  assert ends[process].code == 128 + signal.SIGINT, ends
+  other = ends[1 - process]
+  assert other.code == 1, ends
+  assert re.search(rf"process {process} .* failed: ", other.log), ends
+
+
+def _check_nan(ends, process):
   del process
-  saved = set()
   for end in ends:
-    assert end.code == 128 + signal.SIGTERM, ends
-    saved.add(re.search(r"SIGTERM: saved step (\d+)", end.log)[1])
-  assert len(saved) == 1
+    assert end.code == 1, ends
+    assert re.search(r"flaxshard: step \d+: .*nan", end.log), ends
 
 
 def _check_error(text):
@@ -172,8 +176,12 @@ def _check_error(text):
 _CHECKS = {
   "kill": _check_kill,
   "freeze": _check_lost,
-  "terminate": _check_terminate,
+  "terminate": _check_signal(signal.SIGTERM),
+  "interrupt": _check_signal(signal.SIGINT),
+  "interrupt thrice": _check_third_interrupt,
   "exception": _check_error("an injected error"),
+  "exit": _check_error("SystemExit|exit"),
+  "nan": _check_nan,
   "disk full": _check_error("File too large|No space left"),
 }
 _EVERYWHERE = [
@@ -184,27 +192,80 @@ _EVERYWHERE = [
 _PLACES = {
   "kill": _EVERYWHERE,
   "freeze": [("training", 0), ("evaluation", 1), ("save", 0), ("save", 1)],
-  "terminate": [("training", 0), ("evaluation", 1), ("save", 0), ("save", 1)],
-  "exception": _EVERYWHERE,
+  "terminate": [("training", 0), ("save", 1)],
+  "interrupt": [("evaluation", 1), ("save", 0)],
+  "interrupt thrice": [("training", 1)],
+  "exception": [*_EVERYWHERE, ("load", 0), ("data", 1)],
+  "exit": [("training", 1)],
+  "nan": [("evaluation", 1)],
   # From a step in training on: the metrics of process 0, a save of process 1.
   "disk full": [("training", 0), ("training", 1), ("save", 0)],
 }
+# Each group uses one workdir and is resumed at its end.
+_GROUPS = (
+  ("kill",),
+  ("freeze", "nan"),
+  ("exception", "exit"),
+  ("terminate", "interrupt", "interrupt thrice", "disk full"),
+)
 
 
-@pytest.mark.parametrize("kind", _CHECKS)
-def test_run_resumes_after_faults(kind, undisturbed, cache, tmp_path, capsys):
-  workdir = tmp_path / "run"
-  for place, process in _PLACES[kind]:
-    fault = {"process": process, "place": place, "kind": kind}
-    frozen = process if kind == "freeze" else None
-    ends = Program(workdir, cache, fault).wait(frozen)
-    seconds = _seconds(ends, process, frozen)
-    with capsys.disabled():
-      print(f"\n{kind} in {place}, process {process}: {seconds:.1f} s", end="")
-    _CHECKS[kind](ends, process)
-    # With other programs on the machine; see docs/processes.md.
-    assert seconds < 60
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+  return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, cache):
+  """The parameters at the end of a run without a fault."""
+  return _finish(tmp_path_factory.mktemp("undisturbed"), cache)
+
+
+@pytest.fixture(scope="module")
+def runs(request, tmp_path_factory, cache, undisturbed):
+  """The runs with the faults of each selected group, as futures."""
+  del undisturbed  # has filled the cache
+  groups = [
+    item.callspec.params["group"]
+    for item in request.session.items
+    if item.function is test_run_resumes_after_faults
+  ]
+  # Processes that wait for each other leave time to those of another group.
+  with futures.ThreadPoolExecutor(2) as pool:
+    yield {
+      group: pool.submit(_run_faults, group, tmp_path_factory, cache)
+      for group in groups
+    }
+
+
+def _run_faults(group, tmp_path_factory, cache):
+  """Returns the lines of a report, and the parameters after the last fault."""
+  workdir = tmp_path_factory.mktemp("run")
+  report = []
+  for kind in group:
+    for place, process in _PLACES[kind]:
+      fault = {"process": process, "place": place, "kind": kind}
+      frozen = process if kind == "freeze" else None
+      ends = Program(workdir, cache, fault).wait(frozen)
+      _CHECKS[kind](ends, process)
+      seconds = _seconds(ends, process, frozen)
+      # With other programs on the machine; see docs/processes.md.
+      assert seconds < 60
+      report.append(f"{kind} in {place}, process {process}: {seconds:.1f} s")
+  return report, _finish(workdir, cache)
+
+
+def _finish(workdir, cache):
+  """Runs without a fault; returns the parameters at the end."""
   for end in Program(workdir, cache).wait():
     assert end.code == 0, end.log
     assert "damaged" not in end.log
-  jax.tree.map(np.testing.assert_array_equal, _params(workdir), undisturbed)
+  return _params(workdir)
+
+
+@pytest.mark.parametrize("group", _GROUPS, ids="-".join)
+def test_run_resumes_after_faults(group, runs, undisturbed, capsys):
+  report, params = runs[group].result()
+  with capsys.disabled():
+    print("", *report, sep="\n", end="")
+  jax.tree.map(np.testing.assert_array_equal, params, undisturbed)

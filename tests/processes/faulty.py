@@ -4,7 +4,8 @@ FAULT is a JSON object:
 
   process  the index of the process that fails
   place    "training", "evaluation", "save", "data" or "load"
-  kind     "kill", "freeze", "terminate", "exception", "disk full" or "exit"
+  kind     "kill", "freeze", "terminate", "interrupt", "interrupt thrice",
+           "exception", "exit", "nan" or "disk full"
 
 The fault writes a line `FAULT at <seconds since the epoch>` to standard error.
 """
@@ -29,6 +30,7 @@ from flaxshard.train import preemption
 _STEPS = 6
 
 _FAULT = json.loads(os.environ.get("FAULT", "{}"))
+_SIGNALS = {"terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
 _lock = threading.Lock()
 
 
@@ -61,7 +63,10 @@ def load():
 
 
 class _Source(data.Arrays):
-  """Arrays that fail when an example after the first one is read."""
+  """Arrays that fail when an example after the first one is read.
+
+  Those of the kind "nan" are NaN instead.
+  """
 
   def __init__(self, place, inputs, labels):
     super().__init__(inputs, labels)
@@ -70,7 +75,12 @@ class _Source(data.Arrays):
   def __getitem__(self, index):
     if index > 0:
       _fail_in(self.place)
-    return super().__getitem__(index)
+    example = super().__getitem__(index)
+    is_here = _FAULT.get("process") == multihost.process_index()
+    is_nan = _FAULT.get("kind") == "nan" and self.place == _FAULT["place"]
+    if is_here and is_nan and index > 0:
+      example["inputs"] = np.full_like(example["inputs"], np.nan)
+    return example
 
 
 def _prepare():
@@ -82,7 +92,7 @@ def _prepare():
     steps.append(step)
     if len(steps) == _STEPS:
       _fail_in("training")
-    if len(steps) >= _STEPS and _FAULT.get("kind") == "terminate":
+    if len(steps) >= _STEPS and _FAULT.get("kind") in _SIGNALS:
       # JAX looks for signals once a second: few steps until then.
       time.sleep(1.0)
     return agree(step, signum)
@@ -110,12 +120,17 @@ def _fail_in(place):
     if not _FAULT.get("done"):
       _FAULT["done"] = True
       print(f"FAULT at {time.time()}", file=sys.stderr, flush=True)
-      if kind == "terminate":
-        os.kill(os.getpid(), signal.SIGTERM)
+      if kind in ("terminate", "interrupt"):
+        os.kill(os.getpid(), _SIGNALS[kind])
   if kind == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
   if kind == "freeze":
     os.kill(os.getpid(), signal.SIGSTOP)
+  if kind == "interrupt thrice":
+    for _ in range(3):
+      os.kill(os.getpid(), signal.SIGINT)
+      # Signals within a second are one request.
+      time.sleep(1.2)
   if kind == "exit":
     sys.exit(0)
   if kind == "exception":
