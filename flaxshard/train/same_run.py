@@ -126,28 +126,22 @@ def check_workdir(workdir: str) -> None:
   """Raises if the workdir is not the same directory for all processes.
 
   Args:
-    workdir: The absolute path of the workdir; it exists.
+    workdir: The absolute path of the workdir; it exists and can be written.
 
   Raises:
     ValueError: A process does not see a file that process 0 has written.
   """
   if multihost.process_count() == 1:
     return
-  index = multihost.process_index()
-  name = f".same_workdir_{uuid.uuid4().hex}" if index == 0 else ""
-  path = ""
+  is_writer = multihost.process_index() == 0
+  names = multihost.exchange(f".same_workdir_{uuid.uuid4().hex}")
+  path = os.path.join(workdir, names[0])
   try:
-    with multihost.raise_on_all_processes(ValueError):
-      if index == 0:
-        path = os.path.join(workdir, name)
-        try:
-          files.write_bytes(path, b"")
-        except OSError as e:
-          raise ValueError(f"workdir: {path} cannot be written: {e}") from e
-    path = os.path.join(workdir, multihost.exchange(name)[0])
+    if is_writer:
+      files.write_bytes(path, b"")
     seen = multihost.exchange("yes" if _wait_for(path) else "no")
   finally:
-    if path and index == 0:
+    if is_writer:
       with contextlib.suppress(OSError):
         files.remove(path)
   blind = [str(i) for i, answer in enumerate(seen) if answer == "no"]

@@ -78,6 +78,7 @@ import os, pathlib, shutil, time
 sys.path[:0] = [sys.argv[3], os.path.dirname(sys.argv[3])]
 import tiny
 from flaxshard import models, train
+from flaxshard.train import same_run
 from processes import agreement_test
 
 path = pathlib.Path(sys.argv[4])
@@ -105,6 +106,27 @@ importlib.metadata.version = lambda name: (
   "9.8.7" if rank and name == "optax" else version(name))
 check(["version of.optax: ", "'9.8.7' in process 1"])
 importlib.metadata.version = version
+
+def fails(call, *words):
+  try:
+    call()
+  except ValueError as e:
+    assert all(word in str(e) for word in words), e
+  else:
+    raise AssertionError(words)
+
+read = pathlib.Path.read_bytes
+pathlib.Path.read_bytes = lambda self: (
+  read(self) + (b"#" * rank if self.name == "loop.py" else b""))
+check(["the source file.flaxshard/train/loop.py: "])
+pathlib.Path.read_bytes = read
+
+devices = jax.local_devices()
+jax.local_devices = lambda: devices[:1 + rank]
+fails(same_run.check_devices, "number: 1 in process 0", "2 in process 1")
+jax.local_devices = lambda: devices
+fails(lambda: same_run.check_step("the restored step", (4, None)[rank]),
+      "the restored step: 4 in process 0", "None in process 1")
 
 agreement_test.rank_load = lambda: agreement_test.load(rank)
 check(["the data.eval.first example"],
