@@ -26,6 +26,7 @@ from flaxshard import wrappers as wrappers_lib
 from flaxshard.checkpoint import digests as digests_lib
 from flaxshard.checkpoint import iterator_state
 from flaxshard.checkpoint import validation
+from flaxshard.core import directories
 from flaxshard.core import files as files_lib
 from flaxshard.core import version
 from flaxshard.state.train_state import TrainState
@@ -147,6 +148,8 @@ class Handler(ocp.AsyncCheckpointHandler):
     """
     item_dir = os.fspath(directory)
     step_dir = os.path.dirname(item_dir)
+    # A save must not complete a step that another program may be saving, too.
+    directories.check_lock("directory", os.path.dirname(step_dir))
     text = json.dumps(self._args.metadata, indent=2)
     files_lib.write_bytes(
       os.path.join(item_dir, digests_lib.METADATA), text.encode()

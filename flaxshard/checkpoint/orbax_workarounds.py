@@ -19,6 +19,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import step_names
+from flaxshard.core import directories
 from flaxshard.core import files
 from flaxshard.core import multihost
 
@@ -142,8 +143,13 @@ def remove_unfinished(directory: str, step: int) -> None:
     return
   if files.is_bucket(directory):
     step_dir = os.path.join(directory, str(step))
-    if not step_names.is_complete(step_dir):
-      files.remove_tree(step_dir)
+    try:
+      # Otherwise another program may be saving this step.
+      directories.check_lock("directory", directory)
+      if not step_names.is_complete(step_dir):
+        files.remove_tree(step_dir)
+    except (OSError, ValueError) as e:
+      _log.warning("%s: the failed save was not removed: %s", step_dir, e)
     return
   unfinished = os.path.join(directory, f"{step}.orbax-checkpoint-tmp")
   # TensorStore finishes the writes it has begun after one of them has failed.

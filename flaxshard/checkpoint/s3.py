@@ -241,13 +241,5 @@ def _open(path: Any) -> Any:
 
 def _spec(path: Any) -> dict[str, Any]:
   """Returns TensorStore's specification of an array."""
-  bucket, _, name = os.fspath(path).removeprefix("s3://").partition("/")
-  kvstore = {"driver": "s3", "bucket": bucket, "path": f"{name}/"}
-  # s3fs reads these variables itself; TensorStore does not.
-  endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get(
-    "AWS_ENDPOINT_URL"
-  )
-  region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-  if endpoint:
-    kvstore |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
+  kvstore = files.tensorstore_spec(f"{os.fspath(path)}/")
   return {"driver": "zarr", "kvstore": kvstore}

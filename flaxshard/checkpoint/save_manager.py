@@ -220,12 +220,12 @@ class SaveManager:
     """
     manager = self.open()
     with multihost.raise_on_all_processes(ValueError, SaveError):
-      self._lock(manager)
-      if jax.process_index() == 0 and jax.process_count() > 1:
-        try:
+      try:
+        self._lock(manager)
+        if jax.process_index() == 0 and jax.process_count() > 1:
           directories.make_and_remove(self._directory)
-        except OSError as e:
-          raise self._handle_failure(step, e) from e
+      except OSError as e:
+        raise self._handle_failure(step, e) from e
     if self._failed is not None:
       manager = self._recover()
     self._rename_damaged(manager, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
@@ -50,14 +51,22 @@ def steps(
   """
   found: dict[int, Directory] = {}
   directory = as_path(directory)
+  entries: list[Directory] = []
   if directory.is_dir():
-    for path in sorted(directory.iterdir()):
-      if match := names.fullmatch(path.name):
-        if files.is_bucket(path) and OURS.fullmatch(path.name):
-          if not is_complete(path):
-            continue
-        found.setdefault(int(match[1]), path)
+    # In a bucket it may exist only while another process tests it for writing.
+    with contextlib.suppress(FileNotFoundError):
+      entries = sorted(directory.iterdir())
+  for path in entries:
+    match = names.fullmatch(path.name)
+    if match is None or _is_unfinished(path):
+      continue
+    found.setdefault(int(match[1]), path)
   return dict(sorted(found.items()))
+
+
+def _is_unfinished(path: Directory) -> bool:
+  is_ours = files.is_bucket(path) and OURS.fullmatch(path.name)
+  return bool(is_ours) and not is_complete(path)
 
 
 def is_complete(step_dir: files.Path) -> bool:

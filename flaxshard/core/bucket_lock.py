@@ -1,7 +1,7 @@
 """Locks directories in buckets, which have no locks of an operating system.
 
-The lock is an object `.lock` that its holder renews. Every write of it has a
-precondition (a generation in Google Cloud Storage, an ETag in S3), so of two
+The lock is an object `.lock` that its holder renews. TensorStore writes it on a
+condition (a generation in Google Cloud Storage, an ETag in S3), so of two
 programs only one can create it, renew it or take it over. It is stale once it
 has not changed for `LEASE_SECONDS`, as measured by the program that waits for
 it: the clocks of machines are not compared.
@@ -9,7 +9,7 @@ it: the clocks of machines are not compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import contextlib
 import functools
 import json
@@ -18,15 +18,23 @@ import os
 import socket
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any
 import uuid
+
+import tensorstore as ts
 
 from flaxshard.core import files
 
 _log = logging.getLogger(__name__)
 
+# Three renewals in a row may fail before the lock is stale. A shorter lease
+# would be lost in a short failure of the network, and a longer one would delay
+# a run that resumes on another machine.
 RENEW_SECONDS = 10.0
 LEASE_SECONDS = 40.0
+
+# Seconds that a request may take: a renewal must end well within the lease.
+_REQUEST_SECONDS = 10.0
 
 # The locks that this process holds, by path.
 _held: dict[str, _Lease] = {}
@@ -36,13 +44,6 @@ _ended: set[str] = set()
 
 class LockedError(Exception):
   """Another program holds the lock; the message names the holder."""
-
-
-class _Stored(NamedTuple):
-  """The content of an object, and what names this version of it."""
-
-  content: bytes
-  version: Any
 
 
 def acquire(path: str, *, reentrant: bool = False) -> Callable[[], None]:
@@ -75,49 +76,56 @@ def acquire(path: str, *, reentrant: bool = False) -> Callable[[], None]:
 def check(path: str) -> None:
   """Raises if this process held a lock and has lost it.
 
+  Renews the lock first if it was not renewed lately, as after a pause of the
+  process: another program may have taken it over meanwhile.
+
   Args:
     path: Path of the object in a bucket.
 
   Raises:
     LockedError: Another program has taken the lock over.
+    OSError: The lock may be lost, and the bucket does not answer.
   """
   lease = _held.get(path)
-  if lease is not None and lease.lost:
-    raise LockedError(lease.lost)
+  if lease is not None:
+    lease.check()
 
 
 def _create_or_take_over(path: str) -> _Lease:
-  content = _describe_self(0)
-  found = _read(path)
-  if found is None:
-    version = _write(path, content, None)
-    if version is not None:
-      return _Lease(path, version)
-    found = _read(path)
-  if found is not None and not _has_ended(found.content):
-    _log.info(
-      "%s is held by %s: waiting up to %.0f s for a sign of life",
-      path,
-      _holder(found.content),
-      LEASE_SECONDS,
-    )
-    deadline = time.monotonic() + LEASE_SECONDS
-    while time.monotonic() < deadline:
-      time.sleep(1.0)
-      now = _read(path)
-      if now is None:
-        found = None
-        break
-      if now.version != found.version:
-        raise LockedError(_holder(now.content))
-  version = _write(path, content, found and found.version)
+  store = _open(path)
+  found = _read(store)
+  if found.state == "value" and not _has_ended(found.value):
+    found = _wait_until_stale(path, store, found)
+  version = _write(store, _describe_self(0), found.stamp.generation)
   if version is None:
-    winner = _read(path)
-    raise LockedError(_holder(winner.content) if winner else "another process")
-  if found is not None:
-    _ended.add(_parse(found.content).get("token", ""))
-    _log.warning("%s: took over from %s", path, _holder(found.content))
-  return _Lease(path, version)
+    raise LockedError(_holder(_read(store).value))
+  if found.state == "value":
+    _ended.add(_parse(found.value).get("token", ""))
+    _log.warning("%s: took over from %s", path, _holder(found.value))
+  return _Lease(path, store, version)
+
+
+def _wait_until_stale(path: str, store: ts.KvStore, found: Any) -> Any:
+  """Returns the object once it is stale or missing.
+
+  Raises:
+    LockedError: Its holder has renewed it.
+  """
+  _log.info(
+    "%s is held by %s: waiting up to %.0f s for a sign of life",
+    path,
+    _holder(found.value),
+    LEASE_SECONDS,
+  )
+  deadline = time.monotonic() + LEASE_SECONDS
+  while time.monotonic() < deadline:
+    time.sleep(1.0)
+    now = _read(store)
+    if now.state == "missing":
+      return now
+    if now.stamp.generation != found.stamp.generation:
+      raise LockedError(_holder(now.value))
+  return found
 
 
 class _Lease:
@@ -125,35 +133,50 @@ class _Lease:
 
   Attributes:
     count: How often this process has acquired the lock.
-    lost: Who has taken the lock over; empty while this process holds it.
   """
 
-  def __init__(self, path: str, version: Any):
+  def __init__(self, path: str, store: ts.KvStore, version: bytes):
     self.count = 0
-    self.lost = ""
     self._path = path
+    self._store = store
     self._version = version
+    self._lost = ""  # who has taken the lock over
+    self._renewals = 0
+    self._renewed = _read_clocks()
+    self._mutex = threading.Lock()  # one renewal at a time
     self._released = threading.Event()
     self._thread = threading.Thread(
-      target=self._renew, name="flaxshard_lock", daemon=True
+      target=self._keep_renewing, name="flaxshard_lock", daemon=True
     )
     self._thread.start()
 
-  def _renew(self) -> None:
-    renewals = 0
-    while not self._released.wait(RENEW_SECONDS):
-      renewals += 1
+  def check(self) -> None:
+    """Raises a LockedError if another program has taken the lock over."""
+    with self._mutex:
+      ages = [b - a for a, b in zip(self._renewed, _read_clocks(), strict=True)]
+      if not self._lost and max(ages) > LEASE_SECONDS / 2:
+        self._renew()
+    if self._lost:
+      raise LockedError(self._lost)
+
+  def _keep_renewing(self) -> None:
+    while not self._released.wait(RENEW_SECONDS) and not self._lost:
       try:
-        version = _write(self._path, _describe_self(renewals), self._version)
-        winner = _read(self._path) if version is None else None
+        with self._mutex:
+          self._renew()
       except OSError as e:
         _log.warning("%s cannot be renewed: %s", self._path, e)
-        continue
-      if version is None:
-        self.lost = _holder(winner.content) if winner else "another process"
-        _log.error("%s was taken over by %s", self._path, self.lost)
-        return
-      self._version = version
+
+  def _renew(self) -> None:
+    clocks = _read_clocks()
+    self._renewals += 1
+    content = _describe_self(self._renewals)
+    version = _write(self._store, content, self._version)
+    if version is None:
+      self._lost = _holder(_read(self._store).value)
+      _log.error("%s was taken over by %s", self._path, self._lost)
+    else:
+      self._version, self._renewed = version, clocks
 
   def release(self) -> None:
     """Releases the lock once for each time that it was acquired."""
@@ -163,10 +186,15 @@ class _Lease:
     self._released.set()
     self._thread.join()
     _held.pop(self._path, None)
-    if not self.lost:
+    if not self._lost:
       # Otherwise it becomes stale.
       with contextlib.suppress(OSError):
-        _delete(self._path, self._version)
+        _write(self._store, None, self._version)
+
+
+def _read_clocks() -> tuple[float, float]:
+  # The first one stops while a computer sleeps; the second one can be set.
+  return time.monotonic(), time.time()
 
 
 @functools.cache
@@ -211,9 +239,12 @@ def _holder(content: bytes) -> str:
 
 
 def _has_ended(content: bytes) -> bool:
-  """Returns whether the holder is a process of this machine that has ended."""
+  """Returns whether the holder is a process of this machine that has ended.
+
+  This process counts as well: it calls this for locks that it does not hold.
+  """
   holder = _parse(content)
-  if holder.get("token") in _ended:
+  if holder.get("token") in {_token(), *_ended}:
     return True
   space, pid = holder.get("process_space"), holder.get("pid")
   if not space or space != _process_space() or not isinstance(pid, int):
@@ -224,120 +255,56 @@ def _has_ended(content: bytes) -> bool:
     return True
   except OSError:
     return False  # it exists, but belongs to another user
-  return pid == os.getpid() and holder.get("token") != _token()
+  return pid == os.getpid()
 
 
-def _write(path: str, content: bytes, version: Any) -> Any:
+def _open(path: str) -> ts.KvStore:
+  context = {
+    f"{driver}_request_retries": {"max_retries": 4, "max_delay": "2s"}
+    for driver in ("gcs", "s3")
+  }
+  spec = {**files.tensorstore_spec(path), "context": context}
+  if spec["driver"] == "s3":
+    spec["use_conditional_write"] = True
+  with _as_oserror():
+    return ts.KvStore.open(spec).result(timeout=_REQUEST_SECONDS)
+
+
+def _read(store: ts.KvStore) -> Any:
+  """Returns the object: its `state`, its `value`, and its version."""
+  with _as_oserror():
+    return store.read("").result(timeout=_REQUEST_SECONDS)
+
+
+def _write(
+  store: ts.KvStore, content: bytes | None, version: bytes
+) -> bytes | None:
   """Writes the object if it has the given version.
 
   Args:
-    path: Path of the object.
-    content: The new content, different from any other.
-    version: The version to replace; None if there must be no object.
+    store: The object.
+    content: The new content, different from any other; None deletes the object.
+    version: The version to replace, or that of a missing object.
 
   Returns:
     The new version, or None if the object has another version.
   """
-  write = _write_gcs if path.startswith("gs://") else _write_s3
+  with _as_oserror():
+    stamp = store.write("", content, if_equal=version).result(
+      timeout=_REQUEST_SECONDS
+    )
+  if stamp.generation:
+    return stamp.generation
+  now = _read(store)
+  # After a lost answer, this process has replaced the version itself.
+  is_own = _parse(now.value).get("token") == _token()
+  return now.stamp.generation if is_own else None
+
+
+@contextlib.contextmanager
+def _as_oserror() -> Iterator[None]:
+  """Raises the errors of TensorStore, which have several types, as OSErrors."""
   try:
-    return write(path, content, version)
+    yield
   except Exception as e:
-    # After a lost answer the client writes again, and then its own first
-    # attempt violates the precondition.
-    now = _read(path)
-    if now is not None and now.content == content:
-      return now.version
-    if (now and now.version) != version:
-      return None
-    raise OSError(f"{path}: {e}") from e
-
-
-def _read(path: str) -> _Stored | None:
-  """Returns the object, or None if there is none."""
-  read = _read_gcs if path.startswith("gs://") else _read_s3
-  try:
-    return read(path)
-  except FileNotFoundError:
-    return None
-  except Exception as e:
-    raise OSError(f"{path}: {e}") from e
-
-
-def _delete(path: str, version: Any) -> None:
-  """Deletes the object if it has the given version."""
-  if path.startswith("gs://"):
-    from google.api_core import exceptions
-
-    try:
-      _blob(path).delete(if_generation_match=version, **_gcs_options())
-    except exceptions.GoogleAPIError as e:
-      raise OSError(f"{path}: {e}") from e
-  else:
-    now = _read(path)
-    if now is not None and now.version == version:
-      files.remove(path)
-
-
-def _blob(path: str) -> Any:
-  bucket, _, name = path.partition("://")[2].partition("/")
-  return _gcs_client().bucket(bucket).blob(name)
-
-
-@functools.cache
-def _gcs_client() -> Any:
-  from google.cloud import storage
-
-  return storage.Client()
-
-
-def _gcs_options() -> dict[str, Any]:
-  """Returns options that limit the time of a request: a lease is short."""
-  from google.cloud.storage import retry
-
-  return {"timeout": 5.0, "retry": retry.DEFAULT_RETRY.with_timeout(10.0)}
-
-
-def _write_gcs(path: str, content: bytes, version: Any) -> Any:
-  blob = _blob(path)
-  blob.upload_from_string(
-    content, if_generation_match=version or 0, **_gcs_options()
-  )
-  return blob.generation
-
-
-def _read_gcs(path: str) -> _Stored:
-  from google.api_core import exceptions
-
-  blob = _blob(path)
-  options = _gcs_options()
-  while True:
-    try:
-      blob.reload(**options)
-      content = blob.download_as_bytes(
-        if_generation_match=blob.generation, **options
-      )
-    except exceptions.NotFound as e:
-      raise FileNotFoundError(path) from e
-    except exceptions.PreconditionFailed:
-      continue  # renewed between the two requests
-    return _Stored(content, blob.generation)
-
-
-def _write_s3(path: str, content: bytes, version: Any) -> Any:
-  bucket, _, name = path.partition("://")[2].partition("/")
-  condition = {"IfMatch": version} if version else {"IfNoneMatch": "*"}
-  answer = files.filesystem(path).call_s3(
-    "put_object", Bucket=bucket, Key=name, Body=content, **condition
-  )
-  return answer["ETag"]
-
-
-def _read_s3(path: str) -> _Stored:
-  fs = files.filesystem(path)
-  name = path.partition("://")[2]
-  while True:
-    version = fs.info(name)["ETag"]
-    content = fs.cat_file(name)
-    # Otherwise renewed between the two requests.
-    if fs.info(name)["ETag"] == version:
-      return _Stored(content, version)
+    raise OSError(f"{type(e).__name__}: {e}") from e

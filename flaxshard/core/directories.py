@@ -194,7 +194,7 @@ def check_lock(argument: str, directory: str) -> None:
   """Raises if this process has locked a directory, and has lost the lock.
 
   Only in a bucket can that happen, to a process that could not renew the lock
-  for `bucket_lock.LEASE_SECONDS`.
+  for `bucket_lock.LEASE_SECONDS`, such as one on a computer that slept.
 
   Args:
     argument: Name of the argument, for the error message.
@@ -202,6 +202,7 @@ def check_lock(argument: str, directory: str) -> None:
 
   Raises:
     ValueError: Another program has taken the lock over; the message names it.
+    OSError: The lock may be lost, and the bucket does not answer.
   """
   if not files.is_bucket(directory):
     return

@@ -230,15 +230,14 @@ def rename(directory: Path, new_path: Path) -> None:
   if not is_bucket(directory):
     os.rename(directory, new_path)
     return
-  paths = list(find(directory))
-  start = len(os.fspath(directory))
-  for path in paths:
-    _copy(path, f"{os.fspath(new_path)}{path[start:]}")
+  old, new = _name_of(directory), _name_of(new_path)
+
+  def copy(fs: Any, name: str) -> None:
+    fs.cp_file(name, new + name.removeprefix(old))
+
+  for path in find(directory):
+    _call(path, copy)
   remove_tree(directory)
-
-
-def _copy(path: str, new_path: str) -> None:
-  _call(path, lambda fs, name: fs.cp_file(name, _name_of(new_path)))
 
 
 def remove_tree(directory: Path) -> None:
@@ -270,6 +269,26 @@ def filesystem(path: Path) -> Any:
   settings = fsspec.config.conf.setdefault(protocol, {})
   settings.setdefault("use_listings_cache", False)
   return fsspec.filesystem(protocol)
+
+
+def tensorstore_spec(path: Path) -> dict[str, Any]:
+  """Returns TensorStore's specification of a key-value store in a bucket.
+
+  Args:
+    path: The path that the keys are appended to.
+  """
+  bucket, _, name = _name_of(path).partition("/")
+  if os.fspath(path).startswith("gs://"):
+    return {"driver": "gcs", "bucket": bucket, "path": name}
+  spec = {"driver": "s3", "bucket": bucket, "path": name}
+  # s3fs reads these variables itself; TensorStore does not.
+  endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get(
+    "AWS_ENDPOINT_URL"
+  )
+  region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+  if endpoint:
+    spec |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
+  return spec
 
 
 def _call(path: Path, function: Callable[[Any, str], Any]) -> Any:

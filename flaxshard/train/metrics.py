@@ -178,7 +178,7 @@ def close_on_exit(close: Callable[[], None]) -> Iterator[None]:
   except BaseException:
     try:
       close()
-    except OSError as e:
+    except Exception as e:
       # Raising this one would hide the first error.
       _log.error("%s", e)
     raise

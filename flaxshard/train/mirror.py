@@ -2,9 +2,9 @@
 
 An object cannot be appended to. So `metrics.jsonl` and the TensorBoard events
 of a run in a bucket are written to a temporary folder, and a thread copies each
-changed file as a whole. It rests ten times as long as a copy took, and at least
-a second: more frequent writes of one object are refused by Google Cloud
-Storage.
+changed file as a whole. It rests ten times as long as a copy took, so that it
+takes little of the network, and at least a second: more frequent writes of one
+object are refused by Google Cloud Storage.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from typing import NamedTuple
 
 from flaxshard.core import directories
 from flaxshard.core import files
+from flaxshard.train import metrics as metrics_lib
 
 _log = logging.getLogger(__name__)
 
 _LEAST_REST_SECONDS = 1.0
 _REST_PER_COPY = 10.0
-_CLOSE_ATTEMPTS = 3
+_REST_AFTER_ERROR = 10.0
 
 
 class Folder(NamedTuple):
@@ -55,6 +56,7 @@ def open_folder(workdir: str, names: tuple[str, ...]) -> Iterator[Folder]:
 
   Raises:
     OSError: The files cannot be copied.
+    ValueError: Another program has taken over the lock of the workdir.
   """
   if not files.is_bucket(workdir):
     yield Folder(workdir, lambda wait: None)
@@ -65,10 +67,8 @@ def open_folder(workdir: str, names: tuple[str, ...]) -> Iterator[Folder]:
       if files.exists(in_bucket):
         files.write_bytes(os.path.join(path, name), files.read_bytes(in_bucket))
     mirror = _Mirror(path, workdir)
-    try:
+    with metrics_lib.close_on_exit(mirror.close):
       yield Folder(path, mirror.copy)
-    finally:
-      mirror.close()
 
 
 class _Mirror:
@@ -79,6 +79,7 @@ class _Mirror:
     self._workdir = workdir
     # The time and size of each file that was copied.
     self._copied: dict[str, tuple[int, int]] = {}
+    self._error: Exception | None = None  # it has ended the thread
     self._lock = threading.Lock()  # one copy at a time
     self._changed = threading.Event()
     self._closed = threading.Event()
@@ -88,7 +89,8 @@ class _Mirror:
     self._thread.start()
 
   def copy(self, wait: bool) -> None:
-    directories.check_lock("workdir", self._workdir)
+    if self._error is not None:
+      raise self._error
     if wait:
       self._copy_changed()
     else:
@@ -98,28 +100,24 @@ class _Mirror:
     self._closed.set()
     self._changed.set()
     self._thread.join()
-    directories.check_lock("workdir", self._workdir)
-    for attempt in range(1, _CLOSE_ATTEMPTS + 1):
-      try:
-        self._copy_changed()
-      except OSError:
-        if attempt == _CLOSE_ATTEMPTS:
-          raise
-        time.sleep(_LEAST_REST_SECONDS)
-      else:
-        return
+    self._copy_changed()
 
   def _run(self) -> None:
     while self._changed.wait() and not self._closed.is_set():
       self._changed.clear()
       start = time.monotonic()
+      least_rest = _LEAST_REST_SECONDS
       try:
         self._copy_changed()
       except OSError as e:
         _log.warning("not copied, will be tried again: %s", e)
         self._changed.set()
+        least_rest = _REST_AFTER_ERROR
+      except Exception as e:
+        self._error = e  # the next call of `copy` raises it
+        return
       seconds = time.monotonic() - start
-      self._closed.wait(max(_LEAST_REST_SECONDS, _REST_PER_COPY * seconds))
+      self._closed.wait(max(least_rest, _REST_PER_COPY * seconds))
 
   def _copy_changed(self) -> None:
     with self._lock:
@@ -128,7 +126,9 @@ class _Mirror:
         version = (status.st_mtime_ns, status.st_size)
         if self._copied.get(path) == version:
           continue
-        name = os.path.relpath(path, self._path)
         content = files.read_bytes(path)
+        # Otherwise this is the file of another run.
+        directories.check_lock("workdir", self._workdir)
+        name = os.path.relpath(path, self._path)
         files.write_bytes(os.path.join(self._workdir, name), content)
         self._copied[path] = version

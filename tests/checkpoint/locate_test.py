@@ -1,6 +1,7 @@
 """Paths that a user gives: of steps, of a workdir, of one step, or wrong."""
 
 import os
+import pathlib
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import flaxshard as fs
 from flaxshard.checkpoint import inspection
+from flaxshard.checkpoint import step_names
 
 
 def create(value=0.0):
@@ -146,3 +148,13 @@ def test_manager_without_steps_names_its_directory(tmp_path):
   with ocp.CheckpointManager(tmp_path / "none") as manager:
     with pytest.raises(ValueError, match=r"/none: .* empty"):
       fs.checkpoint.restore(manager, create())
+
+
+def test_a_directory_that_vanishes_while_it_is_listed_has_no_steps(
+  tmp_path, monkeypatch
+):
+  def fail(path):
+    raise FileNotFoundError(path)
+
+  monkeypatch.setattr(pathlib.Path, "iterdir", fail)
+  assert step_names.steps(tmp_path) == {}
