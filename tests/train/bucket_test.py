@@ -298,7 +298,8 @@ def test_a_program_that_slept_writes_nothing_after_another_took_over(
         files.write_bytes(metrics, b"new")
         _sleep_for_ten_minutes(monkeypatch)
         pathlib.Path(path, "metrics.jsonl").write_text("older")
-        while True:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
           copy(False)
           time.sleep(0.1)
     with pytest.raises(ValueError, match="process 1 on elsewhere"):
