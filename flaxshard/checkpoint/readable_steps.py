@@ -53,6 +53,8 @@ class ReadableSteps:
 
 def _unreadable_steps(directory: str | os.PathLike[str]) -> set[int]:
   """Returns the steps in a directory that Orbax's manager cannot read."""
+  if not files.is_bucket(directory):
+    os.listdir(directory)  # raises if it is gone: Orbax then keeps its list
   return {
     step
     for step, path in step_names.steps(directory, step_names.OURS).items()

@@ -120,7 +120,7 @@ def test_loop_stops_at_the_step_after_a_failed_save(tmp_path, monkeypatch):
   fail_at(monkeypatch, 2)
   # Wait in `check`, so that the failure is known at the next step.
   monkeypatch.setattr(
-    checkpoint.Checkpointer, "check", lambda self: self.wait()
+    checkpoint.Checkpointer, "check", lambda self, local: self.wait()
   )
   config = tiny.config(
     model={"name": "normed:Normed"},
