@@ -1,5 +1,6 @@
 """Runs that resume on another number of processes: data, states, metrics."""
 
+import functools
 import json
 import os
 import pathlib
@@ -36,9 +37,10 @@ resume_processes_test.run_stage(sys.argv[4], sys.argv[5:])
 """
 
 
-def numbered_digits() -> data.Splits:
-  """Returns digits whose labels are the indices of the examples."""
-  inputs = data.digits().train.inputs[:_EXAMPLES]
+def numbered_noise() -> data.Splits:
+  """Returns random images whose labels are the indices of the examples."""
+  rng = np.random.default_rng(0)
+  inputs = rng.random((_EXAMPLES, 8, 8, 1), np.float32)
   source = data.Arrays(inputs, np.arange(_EXAMPLES, dtype=np.int32))
   return data.Splits(source, source, _EXAMPLES)
 
@@ -60,7 +62,7 @@ _WRAPPERS = {
 def _config(kind: str):
   return tiny.config(
     model={"name": "cnn", "features": (), "dense": 24},
-    data={"name": "resume_data:numbered_digits"},
+    data={"name": "resume_data:numbered_noise"},
     batch_size=_BATCH_SIZE,
     num_train_steps=_STEPS,
     schedule={"name": "constant"},
@@ -165,7 +167,9 @@ def test_run_on_4_2_1_and_3_processes_equals_an_undisturbed_one(tmp_path):
   resumed = re.findall(r"resuming from step (\d+) in \S+/b\n", logs)
   assert len(resumed) == 2 and 9 <= int(resumed[0]) < int(resumed[1]) == 26
 
-  for workdir, undisturbed in (("a", "c"), ("b", "d")):
+  # XLA adds in another order within a process than between processes. AGN's
+  # replicas take their steps alone, and commit in order.
+  for workdir, undisturbed, atol in (("a", "c", 1e-6), ("b", "d", 0)):
     rows = _read_rows(tmp_path, workdir)
     assert sorted(rows) == list(range(1, _STEPS + 1))
     assert rows == _read_rows(tmp_path, undisturbed)
@@ -174,7 +178,7 @@ def test_run_on_4_2_1_and_3_processes_equals_an_undisturbed_one(tmp_path):
       assert sorted(epoch) == list(range(_EXAMPLES))
     for item in ("default", "wrappers"):
       jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5),
+        functools.partial(np.testing.assert_allclose, rtol=0, atol=atol),
         _read_arrays(tmp_path, workdir, item),
         _read_arrays(tmp_path, undisturbed, item),
       )
