@@ -18,6 +18,10 @@ import os, signal, sys, time
 import jax
 jax.config.update("jax_platforms", "cpu")
 import flaxshard as fs
+from flaxshard.processes import events, failures
+
+receive, calls = events.Events.receive, []
+events.Events.receive = lambda *args: calls.append(args) or receive(*args)
 fs.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]),
               heartbeat_timeout=10)
 import numpy as np
@@ -28,12 +32,17 @@ for step in range(6):
   if step == 3 and jax.process_index() == 1:
     if sys.argv[3] == "raise":
       raise ValueError("an error of the user")
+    if sys.argv[3] == "exit":
+      with failures.share():
+        sys.exit(3)
     if sys.argv[3] == "kill 0":
       print("ready", flush=True)
       time.sleep(100)
   if step == 3 and sys.argv[3] == "raise all":
     raise ValueError("an error of all")
-time.sleep(0.5 * jax.process_index())
+time.sleep(0.5 * jax.process_index() + 2)
+# JAX does not free the memory of a wait that ends by its timeout.
+assert len(calls) == 1, calls
 """
 
 
@@ -70,6 +79,13 @@ def test_uncaught_exception_ends_all_processes():
   assert (code_0, code_1) == (1, 1)
   assert log_1.count("ValueError: an error of the user") == 1
   assert re.search(r"process 1 \(host .*an error of the user", log_0)
+
+
+@pytest.mark.slow
+def test_shared_exit_ends_all_processes():
+  (code_0, log_0), (code_1, _) = _run("exit")
+  assert (code_0, code_1) == (1, 1)
+  assert re.search(r"process 1 \(host .* failed: SystemExit: 3", log_0)
 
 
 @pytest.mark.slow

@@ -160,7 +160,7 @@ def _check_nan(ends, process):
   del process
   for end in ends:
     assert end.code == 1, ends
-    assert re.search(r"flaxshard: step \d+: .*nan", end.log), ends
+    assert re.search(r"step \d+: .*nan", end.log), ends
 
 
 def _check_error(text):
