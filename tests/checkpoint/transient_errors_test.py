@@ -1,6 +1,7 @@
 """Errors that may go away are raised, and no step is passed over for them."""
 
 import contextlib
+import gc
 import os
 import resource
 import shutil
@@ -56,6 +57,8 @@ def assert_healthy(path):
 @contextlib.contextmanager
 def leave_open_files(spare):
   """Takes all file descriptors of this process but a few."""
+  # Event loops of earlier tests would give their descriptors back meanwhile.
+  gc.collect()
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   used = max(map(int, os.listdir("/proc/self/fd")))
   resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2, hard))
