@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import itertools
 from typing import SupportsIndex
@@ -72,9 +72,7 @@ def train_iterator(
     dataset = dataset.random_map(splits.augment)
   # Rows are selected after the random transformations: Grain seeds each example
   # by its index, and only before the selection is that the global index.
-  dataset = _select_rows(dataset, batch_size, rows)
-  dataset = dataset.map(_shape_check(splits.eval[0]))
-  iterator = iter(_batch(dataset, splits, len(rows)))
+  iterator = iter(_batch(dataset, splits, splits.eval[0], batch_size, rows))
   # The position is the number of global batches read, for any share of them.
   iterator.position_is_global = True
   return iterator
@@ -122,9 +120,8 @@ def eval_batches(
   # All processes evaluate in lockstep: they need equally many batches.
   padded_length = -(-len(splits.eval) // batch_size) * batch_size
   source = _Padded(splits.eval, padded_length)
-  dataset = _select_rows(grain.MapDataset.source(source), batch_size, rows)
-  dataset = dataset.map(_shape_check(source[0]))
-  return _batch(dataset, splits, len(rows))
+  dataset = grain.MapDataset.source(source)
+  return _batch(dataset, splits, source[0], batch_size, rows)
 
 
 def _rows_of_process(
@@ -167,45 +164,52 @@ def _check_rows(rows: Sequence[int], batch_size: int) -> Sequence[int]:
   return rows
 
 
-def _select_rows(
-  dataset: grain.MapDataset, batch_size: int, rows: Sequence[int]
-) -> grain.MapDataset:
-  """Returns a dataset of some rows of each batch of a dataset."""
-  # A process that reads all rows is spared the cost of a second source.
-  if len(rows) == batch_size:
-    return dataset
-  return grain.MapDataset.source(_Rows(dataset, batch_size, rows))
+def _batch(
+  dataset: grain.MapDataset,
+  splits: Splits,
+  first: Example,
+  batch_size: int,
+  rows: Sequence[int],
+) -> grain.IterDataset:
+  """Returns the batches of some rows of each global batch of a dataset."""
+  shapes = {key: np.shape(x) for key, x in first.items()}
+  source = _Batches(dataset, batch_size, rows, shapes, splits.num_classes)
+  return grain.MapDataset.source(source).to_iter_dataset(_READ_OPTIONS)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Rows:
-  """A source of the examples in some rows of each batch of a dataset."""
+class _Batches:
+  """A source of some rows of each global batch of a dataset.
+
+  One source of batches costs less time than Grain's transformations, which
+  handle each example in each of them.
+  """
 
   dataset: grain.MapDataset
   batch_size: int
   rows: Sequence[int]
+  shapes: Mapping[str, tuple[int, ...]]
+  num_classes: int
 
   def __len__(self) -> int:
-    return len(self.dataset) // self.batch_size * len(self.rows)
+    # Nothing is dropped: training repeats for ever, evaluation is padded.
+    return len(self.dataset) // self.batch_size
 
   def __getitem__(self, index: SupportsIndex) -> Example:
-    batch, row = divmod(int(index), len(self.rows))
-    return self.dataset[batch * self.batch_size + self.rows[row]]
-
-
-def _batch(
-  dataset: grain.MapDataset, splits: Splits, size: int
-) -> grain.IterDataset:
-  # Nothing is dropped: training repeats for ever, evaluation is padded.
-  dataset = dataset.batch(size, drop_remainder=True)
-
-  def check_labels(batch: Example) -> Example:
+    start = int(index) * self.batch_size
+    examples = [self.dataset[start + row] for row in self.rows]
+    for example in examples:
+      shapes = {key: np.shape(x) for key, x in example.items()}
+      if shapes != self.shapes:
+        raise ValueError(
+          "config.data: every example must have the shapes "
+          f"{dict(self.shapes)}, got {shapes}."
+        )
+    batch = {key: np.stack([x[key] for x in examples]) for key in self.shapes}
     # On the device, a label out of range gives a NaN or is taken for another
     # class.
-    sources.check_labels("config.data", batch["labels"], splits.num_classes)
+    sources.check_labels("config.data", batch["labels"], self.num_classes)
     return batch
-
-  return dataset.map(check_labels).to_iter_dataset(_READ_OPTIONS)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -222,20 +226,3 @@ class _Padded:
     index = int(index)
     example = self.source[index % len(self.source)]
     return {**example, "mask": np.bool_(index < len(self.source))}
-
-
-def _shape_check(first: Example) -> Callable[[Example], Example]:
-  """Returns a function that raises at an example of another shape."""
-  expected = {key: np.shape(x) for key, x in first.items()}
-
-  # Grain's error, when it stacks a batch, does not name the shapes.
-  def check_shapes(example: Example) -> Example:
-    shapes = {key: np.shape(x) for key, x in example.items()}
-    if shapes != expected:
-      raise ValueError(
-        f"config.data: every example must have the shapes {expected}, got "
-        f"{shapes}."
-      )
-    return example
-
-  return check_shapes

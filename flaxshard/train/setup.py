@@ -53,6 +53,7 @@ class Setup:
     schedule: The learning rate, as a function of the applied updates.
     abstract_state: The state with a `jax.ShapeDtypeStruct` for every array.
     create_state: Returns a new state.
+    zero_progress: The progress before any step, as NumPy arrays.
     train_step: `train_step(state, progress, batch, rng, step)` returns the next
       state, progress and number of the step. The given state and progress are
       donated.
@@ -69,6 +70,7 @@ class Setup:
   schedule: optax.Schedule
   abstract_state: TrainState
   create_state: Callable[[], TrainState]
+  zero_progress: steps.Progress
   train_step: TrainStep
   lowered_train_step: jax.stages.Lowered
   eval_step: Callable[..., steps.EvalMetrics]
@@ -107,8 +109,8 @@ class Setup:
 
   def init_progress(self) -> steps.Progress:
     """Returns the progress before any step, on the devices."""
-    return _init_progress(
-      self.strategy, self.abstract_state, self.config.mesh.per_replica
+    return _give_replicas(
+      self.strategy, self.zero_progress, self.config.mesh.per_replica
     )
 
   def init_step(self, step: int) -> Any:
@@ -183,7 +185,9 @@ def create_setup(config: Any, strategy: Strategy) -> Setup:
     _check_floating_point(config.precision, state.params)
 
   per_replica = config.mesh.per_replica
-  progress = _init_progress(strategy, state, per_replica)
+  zero_progress = jax.device_get(steps.init_progress(state))
+  # `Strategy.run` accumulates one progress per replica.
+  progress = _give_replicas(strategy, zero_progress, per_replica)
   batch = _abstract_batch(strategy, specs, config.batch_size, example)
   first_step = _give_replicas(strategy, np.int32(1), per_replica)
   jitted = _jit_train_step(strategy, state, progress, first_step, per_replica)
@@ -208,6 +212,7 @@ def create_setup(config: Any, strategy: Strategy) -> Setup:
     schedule=schedule,
     abstract_state=state,
     create_state=create_state,
+    zero_progress=zero_progress,
     # `Strategy.jit` waits for the results by itself.
     train_step=jitted
     if per_replica
@@ -252,14 +257,6 @@ def _abstract_batch(
     )
     for key, x in example.items()
   }
-
-
-def _init_progress(
-  strategy: Strategy, state: TrainState, per_replica: bool
-) -> Any:
-  progress = jax.device_get(steps.init_progress(state))
-  # `Strategy.run` accumulates one progress per replica.
-  return _give_replicas(strategy, progress, per_replica)
 
 
 def _give_replicas(strategy: Strategy, tree: Any, per_replica: bool) -> Any:
