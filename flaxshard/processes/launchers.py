@@ -1,4 +1,4 @@
-"""What torchrun, Slurm, Open MPI and Kubernetes say in environment variables.
+"""Reads the environment variables of torchrun, Slurm, Open MPI and Kubernetes.
 
 References:
   https://docs.pytorch.org/docs/stable/elastic/run.html

@@ -14,7 +14,7 @@ ANSWER_SECONDS = 3.0
 
 
 class Silences:
-  """How long each process has sent no heartbeat.
+  """Measures for how long each process has sent no heartbeat.
 
   Clocks of hosts differ: this process measures how long a count stays equal.
   """
