@@ -43,6 +43,7 @@ def ray_train():
   )
 
 
+@pytest.mark.slow  # needs Ray, which the slow tests install
 @pytest.mark.parametrize(
   ("changed", "error", "message"),
   [
@@ -69,6 +70,7 @@ def test_invalid_argument_raises_before_ray_starts(
   assert not ray.is_initialized()
 
 
+@pytest.mark.slow
 def test_no_workers_raises(ray_train):
   with pytest.raises(
     ValueError, match=r"num_workers must be at least 1, got 0"
