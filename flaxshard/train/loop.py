@@ -245,10 +245,7 @@ def _train(
         next_step,
       )
 
-      signum = preemption.agree_on_signal(step, run.stop_request.signum)
-      if signum is not None:
-        # The signal of this process itself may have come since the call.
-        signum = run.stop_request.signum or signum
+      signum = preemption.agree_on_signal(step, run.stop_request)
       due = _due(config, step, signum is not None, save_time)
       # An exchange at every step would cost time.
       run.checkpointer.check(local=True)

@@ -125,27 +125,28 @@ def catch_signals() -> Iterator[StopRequest]:
       signal.signal(signum, handler)
 
 
-def agree_on_signal(step: int, signum: int | None) -> int | None:
+def agree_on_signal(step: int, request: StopRequest) -> int | None:
   """Returns the signal to stop for after this step, the same step everywhere.
 
   Call it after every step. Without JAX's preemption service it costs nothing.
 
   Args:
     step: The step just taken.
-    signum: The signal that this process has received, or None.
+    request: The signals that this process has received.
 
   Returns:
-    Without the preemption service, `signum`. With it, None until a step that no
-    process has passed; at that step `signum`, or SIGTERM in processes that
-    received none.
+    Without the preemption service, the first signal of this process, or None.
+    With it, None until a step that no process has passed; at that step the
+    first signal, or SIGTERM in processes that received none.
 
   References:
     https://docs.jax.dev/en/latest/_autosummary/jax.experimental.multihost_utils.reached_preemption_sync_point.html
   """
   if not _uses_preemption_service():
-    return signum
+    return request.signum
   if multihost_utils.reached_preemption_sync_point(step):
-    return signum or signal.SIGTERM
+    # Read only now: the signal may have come since the call.
+    return request.signum or signal.SIGTERM
   return None
 
 

@@ -380,12 +380,12 @@ config = tiny.config(
 agreed = preemption.agree_on_signal
 seen = []
 
-def interrupted(step, signum):
+def interrupted(step, request):
   if step == 6 and rank == 1:
     os.kill(os.getpid(), signal.SIGINT)
   seen.append(step)
   time.sleep(0.05)
-  return agreed(step, signum)
+  return agreed(step, request)
 
 preemption.agree_on_signal = interrupted
 try:

@@ -88,14 +88,14 @@ def _prepare():
   agree = preemption.agree_on_signal
   take = digests.take
 
-  def agree_on_signal(step, signum):
+  def agree_on_signal(step, request):
     steps.append(step)
     if len(steps) == _STEPS:
       _fail_in("training")
     if len(steps) >= _STEPS and _FAULT.get("kind") in _SIGNALS:
       # JAX looks for signals once a second: few steps until then.
       time.sleep(1.0)
-    return agree(step, signum)
+    return agree(step, request)
 
   def take_digests(paths):
     # Not when a checkpoint is read.

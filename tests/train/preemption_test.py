@@ -142,8 +142,10 @@ def test_without_jax_distributed_no_other_process_is_asked(monkeypatch):
     raise AssertionError(step)
 
   monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", fail)
-  assert preemption.agree_on_signal(1, None) is None
-  assert preemption.agree_on_signal(2**31 - 1, 2) == 2
+  request = preemption.StopRequest()
+  assert preemption.agree_on_signal(1, request) is None
+  request.receive(2)
+  assert preemption.agree_on_signal(2**31 - 1, request) == 2
 
 
 # Step 3 sends SIGTERM; JAX looks for signals once a second.
@@ -160,13 +162,13 @@ from flaxshard import train
 asked = []
 original = preemption.agree_on_signal
 
-def agreed(step, signum):
+def agreed(step, request):
   if step == 3:
     os.kill(os.getpid(), signal.SIGTERM)
   if step > 3:
     time.sleep(0.1)
   asked.append(step)
-  return original(step, signum)
+  return original(step, request)
 
 preemption.agree_on_signal = agreed
 config = tiny.config(

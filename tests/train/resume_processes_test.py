@@ -102,12 +102,12 @@ def run_stage(path: str, runs: list[str]) -> None:
   iterators.DistributedIterator.__next__ = record_rows
   for kind, workdir, stop in map(str.split, runs):
 
-    def agree(step, signum, stop=stop):
+    def agree(step, request, stop=stop):
       if stop == "sigterm":
         if step == 9 and jax.process_index() == jax.process_count() - 1:
           os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.1)  # JAX looks for signals once a second
-        return agree_on_signal(step, signum)
+        return agree_on_signal(step, request)
       return signal.SIGTERM if str(step) == stop else None
 
     preemption.agree_on_signal = agree
