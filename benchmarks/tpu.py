@@ -1,0 +1,209 @@
+"""Prints what the TPU compiler says that training steps cost.
+
+No TPU is needed: libtpu compiles for a topology that it knows by name. Every
+figure is the compiler's, not a run's. A table has a row for each program:
+
+  bytes  bytes read and written ("bytes accessed"), and their ratio to those of
+         the first program of the table.
+  temp   temporary memory.
+  peak   the largest memory alive at once, arguments and outputs included.
+
+All are those of one device, in copies of the parameters in float32 (which is
+the size of the gradients too). The state is donated.
+
+  pip install "jax[tpu]"
+  python benchmarks/tpu.py
+  python benchmarks/tpu.py loss_scale --topologies v5e:2x2 --models mlp
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+import importlib.metadata
+import os
+from typing import Any, NamedTuple
+
+# Before JAX is imported: libtpu looks for TPUs otherwise, and locks itself.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+from flax.training import train_state  # noqa: E402
+from flax.training.dynamic_scale import DynamicScale  # noqa: E402
+import jax  # noqa: E402
+from jax.experimental import topologies  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P  # noqa: E402
+import loss_scale as steps  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+
+import flaxshard as fs  # noqa: E402
+
+PyTree = Any
+
+
+class Program(NamedTuple):
+  """A jitted step and the abstract arguments to compile it for."""
+
+  name: str
+  step: Callable[..., Any]
+  args: tuple[Any, ...]
+
+
+class Figures(NamedTuple):
+  """The compiler's figures of a program, in bytes per device."""
+
+  accessed: float
+  temp: float
+  peak: float
+
+
+def compile_program(program: Program) -> Figures:
+  """Compiles a program and reads its figures."""
+  jitted = jax.jit(program.step, donate_argnums=0)
+  compiled = jitted.lower(*program.args).compile()
+  memory = compiled.memory_analysis()
+  return Figures(
+    compiled.cost_analysis()["bytes accessed"],
+    memory.temp_size_in_bytes,
+    memory.peak_memory_in_bytes,
+  )
+
+
+def print_table(title: str, unit: float, programs: list[Program]) -> None:
+  """Compiles programs and prints their figures, in units of `unit` bytes."""
+  print(f"\n{title}; one copy: {unit / 2**20:.0f} MiB.\n")
+  print("| program          | bytes | ratio |  temp |  peak |")
+  print("|-----------------:|------:|------:|------:|------:|")
+  first = None
+  for program in programs:
+    figures = compile_program(program)
+    first = first or figures
+    print(
+      f"| {program.name:<16} | {figures.accessed / unit:5.2f} "
+      f"| {figures.accessed / first.accessed:5.2f} "
+      f"| {figures.temp / unit:5.2f} | {figures.peak / unit:5.2f} |",
+      flush=True,
+    )
+
+
+def size_of(params: PyTree) -> int:
+  """Returns the bytes of parameters in float32."""
+  return sum(4 * p.size for p in jax.tree.leaves(params))
+
+
+# -- Models.
+
+
+def mlp(dtype: Any) -> steps.Problem:
+  """6 layers of 4096 features, batch 1024."""
+  x = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
+  loss = lambda out, y: ((out - y) ** 2).mean()
+  model = steps.Mlp(dtype, features=4096)
+  return problem(model, x, x, loss)
+
+
+def transformer(dtype: Any) -> steps.Problem:
+  """6 layers of 1024 features, vocabulary 8192, 16 sequences of 512."""
+  x = jax.ShapeDtypeStruct((16, 512), jnp.int32)
+
+  def loss(logits: jax.Array, y: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+  model = steps.Transformer(
+    dtype, features=1024, layers=6, heads=16, vocab=8192
+  )
+  return problem(model, x, x, loss)
+
+
+def problem(model: Any, x: Any, y: Any, loss: Any) -> steps.Problem:
+  def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
+    return loss(model.apply({"params": params}, batch[0]), batch[1])
+
+  params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+  return steps.Problem(params, loss_fn, (x, y), optax.adam(1e-3))
+
+
+MODELS = {f.__name__: f for f in (mlp, transformer)}
+
+
+# -- Loss scaling: the same step with different ways to skip overflows.
+
+
+def loss_scale_programs(
+  problem: steps.Problem, mesh: Mesh, names: list[str]
+) -> list[Program]:
+  """Returns the steps of `loss_scale.py`, for a batch split over the mesh."""
+  whole, split = (NamedSharding(mesh, spec) for spec in (P(), P("replica")))
+
+  def place(tree: PyTree, sharding: NamedSharding) -> PyTree:
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+    )
+
+  programs = []
+  for name in names:
+    step: Any = None
+
+    def create(params: PyTree, name: str = name) -> Any:
+      nonlocal step
+      state, step = steps.VARIANTS[name](problem._replace(params=params))
+      return state
+
+    state = place(jax.eval_shape(create, problem.params), whole)
+    programs.append(Program(name, step, (state, place(problem.batch, split))))
+  return programs
+
+
+def loss_scale(topology: str, args: argparse.Namespace) -> None:
+  """Prints a table for each model, dtype and number of devices."""
+  devices = np.array(topologies.get_topology_desc(topology, "tpu").devices)
+  for model in args.models:
+    for dtype in args.dtypes:
+      for count in args.devices or (1, len(devices)):
+        given = MODELS[model](jnp.dtype(dtype))
+        mesh = Mesh(devices[:count], ("replica",))
+        plural = "s, data parallel" if count > 1 else ""
+        print_table(
+          f"loss_scale, {model}, {dtype} compute, {topology}, {count} device"
+          f"{plural}",
+          size_of(given.params),
+          loss_scale_programs(given, mesh, args.variants),
+        )
+
+
+SECTIONS = {f.__name__: f for f in (loss_scale,)}
+
+
+def main() -> None:
+  """Reads the flags, compiles, prints."""
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  add = parser.add_argument
+  add("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; default: all")
+  add("--topologies", nargs="+", default=["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+  add("--models", nargs="+", choices=MODELS, default=list(MODELS))
+  add("--dtypes", nargs="+", default=["float16", "bfloat16"])
+  variants = ["bare", "loss_scale", "dynamic_scale"]
+  add("--variants", nargs="+", choices=steps.VARIANTS, default=variants)
+  add("--devices", type=int, nargs="+", help="default: one, and all")
+  add("--cache", help="directory of compiled programs, to go on faster")
+  args = parser.parse_args()
+  unknown = set(args.sections) - set(SECTIONS)
+  if unknown:
+    parser.error(f"unknown sections {sorted(unknown)}; see --help")
+  if args.cache:
+    jax.config.update("jax_compilation_cache_dir", args.cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+  print(
+    f"libtpu {importlib.metadata.version('libtpu')}, JAX {jax.__version__}: "
+    "the compiler's figures, not a run."
+  )
+  for section in args.sections or SECTIONS:
+    for topology in args.topologies:
+      SECTIONS[section](topology, args)
+
+
+if __name__ == "__main__":
+  main()
