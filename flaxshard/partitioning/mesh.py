@@ -21,6 +21,7 @@ from flaxshard.core import checks
 from flaxshard.partitioning import devices as devices_lib
 from flaxshard.partitioning.device_assignment import DeviceAssignment
 from flaxshard.partitioning.specs import Mesh
+from flaxshard.partitioning.topology import Topology
 
 # The name of the mesh axis of the replicas.
 REPLICA = "replica"
@@ -29,7 +30,7 @@ _AXIS_TYPES = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
 
 
 def create(
-  device_assignment: DeviceAssignment | None,
+  device_assignment: DeviceAssignment | Topology | str | None,
   devices: Sequence[Any] | None,
   mesh_shape: Mapping[str, int] | None,
   axis_type: jax.sharding.AxisType,
@@ -37,7 +38,8 @@ def create(
   """Returns the mesh for the arguments of `Strategy`.
 
   Args:
-    device_assignment: The devices of each replica, or None.
+    device_assignment: The devices of each replica; or a topology or its name,
+      whose devices are ordered here; or None.
     devices: The devices in their order, or None.
     mesh_shape: Names and sizes of the axes, or None.
     axis_type: The type of every axis: Auto or Explicit.
@@ -46,12 +48,18 @@ def create(
     TypeError: An argument has the wrong type.
     ValueError: An argument has a wrong value, or they do not fit together.
   """
-  if device_assignment is not None and not isinstance(
+  to_order = None
+  if isinstance(device_assignment, str):
+    device_assignment = Topology.named(device_assignment)
+  if isinstance(device_assignment, Topology):
+    to_order = _devices_of(device_assignment, devices)
+    device_assignment = None
+  elif device_assignment is not None and not isinstance(
     device_assignment, DeviceAssignment
   ):
     raise TypeError(
-      "device_assignment must be a DeviceAssignment, got "
-      f"{device_assignment!r}."
+      "device_assignment must be a DeviceAssignment, a Topology, or the name "
+      f"of one, such as 'v5e:2x4', got {device_assignment!r}."
     )
   checks.one_of("axis_type", axis_type, _AXIS_TYPES)
   if devices is not None:
@@ -61,7 +69,9 @@ def create(
   if device_assignment is not None:
     grid = assigned_devices(device_assignment, devices)
   else:
-    flat = np.array(jax.devices() if devices is None else devices, object)
+    if devices is None and to_order is None:
+      to_order = jax.devices()
+    flat = np.array(to_order if devices is None else devices, object)
     grid = flat.reshape(-1, 1)  # one replica per device, without a mesh_shape
   logical = None if mesh_shape is None else axis_sizes(mesh_shape, grid.size)
   num_replicas = len(grid) if logical is None else logical.pop(REPLICA)
@@ -75,6 +85,22 @@ def create(
       f"device_assignment has {len(grid)}."
     )
   return from_grid(grid, logical, axis_type)
+
+
+def _devices_of(topology: Topology, devices: Any) -> list[Any]:
+  """Returns the devices of a topology that is an argument of `Strategy`."""
+  if devices is not None:
+    raise ValueError(
+      f"devices must be None with {topology!r}, which has devices, got "
+      f"{devices!r}."
+    )
+  if topology.devices is None:
+    raise ValueError(
+      f"device_assignment={topology!r} has no devices; create the topology "
+      "with Topology.from_devices or Topology.named, or pass a "
+      "DeviceAssignment of it."
+    )
+  return topology.devices.ravel().tolist()
 
 
 def from_grid(

@@ -12,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from flaxshard.core import checks
+from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import coordinates as coordinates_lib
 from flaxshard.partitioning import devices as devices_lib
+from flaxshard.partitioning import tpu_generations
 
 
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -132,6 +134,28 @@ class Topology:
         jax.devices() if devices is None else devices, mesh_shape
       )
     )
+
+  @classmethod
+  def named(cls, name: str, num_slices: int | None = None) -> Topology:
+    """Returns the topology of TPUs with a name, for compiling alone.
+
+    This machine needs no TPU. Programs can be lowered and compiled for the
+    devices, but nothing can run on them or be stored there.
+
+    Args:
+      name: A generation of TPUs, and the number of chips of a slice along each
+        axis: `"v5e:2x4"`, `"v5p:4x4x8"`. `"2*v5e:4x4"` has two slices.
+      num_slices: Number of slices that are connected by the data-center
+        network. None: the number in the name, else 1.
+
+    Raises:
+      ValueError: There is no such topology.
+      TypeError: An argument has the wrong type.
+
+    Source: `jax.experimental.topologies.get_topology_desc`.
+    """
+    checked = tpu_generations.parse(name, num_slices)
+    return cls.from_devices(compile_only.devices(checked))
 
   # -- Sizes.
 

@@ -14,6 +14,7 @@ import optax
 from flaxshard.core import checks
 from flaxshard.core import trees
 from flaxshard.core.policy import Policy
+from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
@@ -47,7 +48,8 @@ def create_train_state(
   optimizer and the wrappers are initialized by one compiled function with
   sharded outputs, so no process ever holds all parameters.
 
-  With `abstract=True`, nothing is allocated or compiled. The state then has a
+  With `abstract=True`, or with a strategy whose devices are for compiling alone
+  (`Strategy("v5e:2x4")`), nothing is allocated or compiled. The state has a
   `jax.ShapeDtypeStruct` (shape, dtype, sharding) for every array. Pass it to
   `Checkpointer.restore` to resume with only one state in memory.
 
@@ -125,7 +127,7 @@ def create_train_state(
     rules=rules,
     strict=strict,
   )
-  if abstract:
+  if abstract or (mesh is not None and compile_only.is_compile_only(mesh)):
     # Nothing is said: the state may be restored to be evaluated alone.
     return plan.abstract_state()
   return plan.create_state()

@@ -12,6 +12,7 @@ from flaxshard.data import distribute
 from flaxshard.partitioning import logical_devices
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning.device_assignment import DeviceAssignment
+from flaxshard.partitioning.topology import Topology
 from flaxshard.replicas import operations
 from flaxshard.replicas.operations import ValueContext
 from flaxshard.state import describe
@@ -32,8 +33,10 @@ class Strategy:
   split. `Strategy()` is one replica per device.
 
   Args:
-    device_assignment: Which devices make up which replica. The mesh has exactly
-      its order.
+    device_assignment: Which devices make up which replica: the mesh has exactly
+      its order. Or a `Topology`, or the name of one, such as `"v5e:2x4"`: its
+      devices are ordered as with None. With a name, programs can be compiled
+      for TPUs that this machine does not have; see `Topology.named`.
     devices: The devices to use, in this order. None: all devices; the devices
       of a replica are next to each other, and slices are the outermost
       dimension.
@@ -45,7 +48,7 @@ class Strategy:
 
   Attributes:
     mesh: The mesh. Its first axis is `"replica"`.
-    device_assignment: The argument of that name.
+    device_assignment: The `DeviceAssignment`, or None.
 
   Raises:
     ValueError, TypeError: The arguments do not fit each other or the devices.
@@ -64,13 +67,17 @@ class Strategy:
 
   def __init__(
     self,
-    device_assignment: DeviceAssignment | None = None,
+    device_assignment: DeviceAssignment | Topology | str | None = None,
     *,
     devices: Sequence[Any] | None = None,
     mesh_shape: Mapping[str, int] | None = None,
     axis_type: jax.sharding.AxisType = jax.sharding.AxisType.Auto,
   ):
-    self.device_assignment = device_assignment
+    self.device_assignment = (
+      device_assignment
+      if isinstance(device_assignment, DeviceAssignment)
+      else None
+    )
     self.mesh = mesh_lib.create(
       device_assignment, devices, mesh_shape, axis_type
     )
