@@ -24,11 +24,13 @@ from flaxshard.wrappers import FixedLossScale
 from flaxshard.wrappers import LossScale
 
 if TYPE_CHECKING:
+  from flaxshard import analysis
   from flaxshard import checkpoint
   from flaxshard import data
   from flaxshard import models
   from flaxshard import ray
   from flaxshard import train
+  from flaxshard.analysis.plan import plan
   from flaxshard.checkpoint import Checkpointer
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
   "Topology",
   "TrainState",
   "__version__",
+  "analysis",
   "checkpoint",
   "create_train_state",
   "data",
@@ -54,22 +57,27 @@ __all__ = [
   "initialize",
   "models",
   "nonfinite_leaves",
+  "plan",
   "ray",
   "train",
   "wrappers",
 ]
 
 # Imported when asked for: Orbax, Grain and what the loop needs take a second.
-_LAZY = ("checkpoint", "data", "models", "ray", "train")
+_LAZY = ("analysis", "checkpoint", "data", "models", "ray", "train")
 
+_LAZY_NAMES = {
+  "Checkpointer": "flaxshard.checkpoint",
+  "plan": "flaxshard.analysis.plan",
+}
 
 # Names from before the modules stood in packages.
 _ALIASES = {"divergence": "flaxshard.state.replica_groups"}
 
 
 def __getattr__(name: str) -> Any:
-  if name == "Checkpointer":
-    return importlib.import_module("flaxshard.checkpoint").Checkpointer
+  if name in _LAZY_NAMES:
+    return getattr(importlib.import_module(_LAZY_NAMES[name]), name)
   if name in _ALIASES:
     return importlib.import_module(_ALIASES[name])
   if name in _LAZY:
