@@ -19,7 +19,7 @@ the size of the gradients too). The state is donated.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 import importlib.metadata
 import os
 from typing import Any, NamedTuple
@@ -29,17 +29,15 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
-from flax.training import train_state  # noqa: E402
-from flax.training.dynamic_scale import DynamicScale  # noqa: E402
-import jax  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P  # noqa: E402
-import loss_scale as steps  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-
-import flaxshard as fs  # noqa: E402
+import jax
+from jax.experimental import topologies
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import loss_scale as steps
+import numpy as np
+import optax
 
 PyTree = Any
 
