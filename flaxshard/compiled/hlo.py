@@ -1,0 +1,430 @@
+"""Parser of HLO text: the program that `jax.stages.Compiled.as_text` prints.
+
+JAX has no public parser of this text. The parser reads what the other modules
+of this package need and ignores the rest. Instructions keep their attributes as
+text, which is searched when an attribute is asked for.
+
+Source of the syntax: https://openxla.org/xla/operation_semantics and
+`HloModule::ToString` in https://github.com/openxla/xla.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import dataclasses
+import functools
+import re
+from typing import Protocol
+
+# Bits of one element. Types that are not listed (token, opaque) have no data.
+BITS = {
+  "pred": 8, "s1": 1, "u1": 1, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8,
+  "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64,
+  "f4e2m1fn": 4, "f8e3m4": 8, "f8e4m3": 8, "f8e4m3fn": 8, "f8e4m3b11fnuz": 8,
+  "f8e4m3fnuz": 8, "f8e5m2": 8, "f8e5m2fnuz": 8, "f8e8m0fnu": 8, "bf16": 16,
+  "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128,
+}  # fmt: skip
+
+_ARRAY = re.compile(r"(\w+)\[([^\]]*)\](?:\{([^}]*)\})?|(token|opaque)\[\]")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) .*\{\s*$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([^\s=]+) = ")
+_ARRAY_THEN_OPCODE = re.compile(
+  r"(\w+\[[^\]]*\](?:\{[^}]*\})?) ([a-z][\w-]*)\("
+)
+_TUPLE_THEN_OPCODE = re.compile(r"\) ([a-z][\w-]*)\(")
+_OPERAND = re.compile(r"%([^\s,()]+)")
+_PAREN = re.compile(r"[()]")
+_CALLED = re.compile(
+  r"(?:calls|to_apply|body|condition|true_computation|false_computation)"
+  r"=%?([^\s,{}]+)"
+  r"|(?:branch_computations|called_computations|calls)=\{([^}]*)\}"
+)
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+
+class HasText(Protocol):
+  """A compiled program, such as `jax.stages.Compiled`."""
+
+  def as_text(self) -> str | None:
+    """Returns the HLO text of the program."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+  """The shape of one array, and its layout in memory.
+
+  Attributes:
+    dtype: HLO's name of the type, such as `bf16`.
+    dims: Lengths of the dimensions.
+    minor_to_major: Dimensions from the fastest to the slowest; None if the
+      text has no layout.
+    tiles: Shapes of the tiles, from the outermost: `T(8,128)(2,1)`.
+    memory_space: 0 is the device's main memory (HBM). On TPU 1 is VMEM.
+    layout: The text of the layout.
+  """
+
+  dtype: str
+  dims: tuple[int, ...]
+  minor_to_major: tuple[int, ...] | None
+  tiles: tuple[tuple[int, ...], ...]
+  memory_space: int
+  layout: str
+
+  @functools.cached_property
+  def size(self) -> int:
+    """Number of elements."""
+    size = 1
+    for length in self.dims:
+      size *= length
+    return size
+
+  @functools.cached_property
+  def nbytes(self) -> int:
+    """Bytes of the elements, without the padding of the layout."""
+    return -(-self.size * BITS.get(self.dtype, 0) // 8)
+
+  @functools.cached_property
+  def padded_bytes(self) -> int:
+    """Bytes in memory: the physical shape is padded to whole tiles."""
+    if not self.tiles or self.minor_to_major is None:
+      return self.nbytes
+    physical = [self.dims[d] for d in reversed(self.minor_to_major)]
+    # A tile of more dimensions than the array sees leading lengths of one.
+    # The inner tiles divide the outer one and add no padding but T(8,128)(2,1)
+    # of one row, which the outer tile's multiple covers.
+    tile = self.tiles[0]
+    physical = [1] * (len(tile) - len(physical)) + physical
+    for offset, length in enumerate(reversed(tile), 1):
+      if length > 0:
+        physical[-offset] = -(-physical[-offset] // length) * length
+    size = 1
+    for length in physical:
+      size *= length
+    return -(-size * BITS.get(self.dtype, 0) // 8)
+
+  def __str__(self) -> str:
+    return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+@functools.lru_cache(maxsize=65536)
+def parse_shape(text: str) -> tuple[Array, ...]:
+  """Returns the arrays of a shape: one, or the leaves of a tuple in order."""
+  return tuple(_array(match) for match in _ARRAY.finditer(text))
+
+
+def _array(match: re.Match[str]) -> Array:
+  dtype, dims, layout, no_data = match.groups()
+  if no_data:
+    return Array(no_data, (), None, (), 0, "")
+  # "<=8" is a dynamic length with its bound.
+  lengths = tuple(int(d.strip("<=? ")) for d in dims.split(",") if d.strip())
+  order, _, rest = (layout or "").partition(":")
+  space = re.search(r"S\((\d+)\)", rest)
+  tiles = re.match(r"T((?:\([\d,*]*\))+)", rest)
+  return Array(
+    dtype,
+    lengths,
+    tuple(map(int, order.split(","))) if order else (None if lengths else ()),
+    tuple(
+      tuple(int(n) if n.isdigit() else 0 for n in tile.split(",") if n)
+      for tile in re.findall(r"\(([^)]*)\)", tiles[1] if tiles else "")
+    ),
+    int(space[1]) if space else 0,
+    layout or "",
+  )
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Instruction:
+  """One instruction.
+
+  Attributes:
+    name: Its name, without the leading `%`.
+    opcode: Such as `fusion`.
+    shape: Text of its shape.
+    operands: Names of its operands; for a parameter, constant or iota empty.
+    literal: Text between the parentheses: number of a parameter, value of a
+      constant.
+    attributes: Text after the parentheses.
+    is_root: Whether it is the result of its computation.
+    computation: The computation that it stands in.
+  """
+
+  name: str
+  opcode: str
+  shape: str
+  operands: tuple[str, ...]
+  literal: str
+  attributes: str
+  is_root: bool
+  computation: Computation
+
+  @property
+  def arrays(self) -> tuple[Array, ...]:
+    """The arrays of its result."""
+    return parse_shape(self.shape)
+
+  @property
+  def op_name(self) -> str:
+    """JAX's name stack, or the path of an entry parameter's argument."""
+    match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+    return match[1].replace("\\'", "'").replace('\\"', '"') if match else ""
+
+  @property
+  def called(self) -> tuple[str, ...]:
+    """Names of the computations that it calls, in the order of the text."""
+    names: list[str] = []
+    for single, several in _CALLED.findall(self.attributes):
+      found = [single] if single else several.split(",")
+      names.extend(name.strip().lstrip("%") for name in found)
+    return tuple(names)
+
+  def called_as(self, role: str) -> str:
+    """Returns the computation of one role, such as `body`; "" if none."""
+    match = re.search(rf"\b{role}=%?([^\s,{{}}]+)", self.attributes)
+    return match[1] if match else ""
+
+  def attribute(self, pattern: str) -> str:
+    """Returns the first group of a pattern in the attributes, or ""."""
+    match = re.search(pattern, self.attributes)
+    return match[1] if match else ""
+
+  @property
+  def operand_instructions(self) -> list[Instruction]:
+    """The instructions that its operands name."""
+    by_name = self.computation.instructions
+    return [by_name[name] for name in self.operands if name in by_name]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Computation:
+  """A computation: its instructions by name, in the order of the text."""
+
+  name: str
+  instructions: dict[str, Instruction]
+  root: Instruction | None = None
+
+  @property
+  def parameters(self) -> list[Instruction]:
+    """Its parameters, by number."""
+    found = [i for i in self.instructions.values() if i.opcode == "parameter"]
+    return sorted(found, key=lambda i: int(i.literal))
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+  """One frame of a traceback at which an instruction was traced."""
+
+  file: str
+  function: str
+  line: int
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+  """A parsed HLO module.
+
+  Attributes:
+    header: The first line, with aliases and the entry's layout.
+    computations: Computations by name.
+    entry: The computation that is run.
+  """
+
+  header: str
+  computations: dict[str, Computation]
+  entry: Computation
+  _tables: dict[str, dict[int, str]]
+
+  @functools.cached_property
+  def num_partitions(self) -> int:
+    """Devices that run the program; in several slices, those of one slice."""
+    match = re.search(r"num_partitions=(\d+)", self.header)
+    return int(match[1]) if match else 1
+
+  @functools.cached_property
+  def is_scheduled(self) -> bool:
+    """Whether instructions stand in the order in which they run."""
+    return "is_scheduled=true" in self.header
+
+  @functools.cached_property
+  def aliases(self) -> dict[tuple[int, ...], tuple[int, tuple[int, ...]]]:
+    """Outputs that reuse an argument's memory.
+
+    From the index of an output to the number of the parameter and the index in
+    it.
+    """
+    start = self.header.find("input_output_alias={")
+    if start < 0:
+      return {}
+    end = self.header.find("), entry", start)
+    text = self.header[start : end if end > 0 else None]
+    found = re.findall(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}", text)
+    return {
+      _integers(output): (int(number), _integers(index))
+      for output, number, index in found
+    }
+
+  def frames(self, instruction: Instruction) -> Iterator[Frame]:
+    """Yields the frames of an instruction's traceback, innermost first."""
+    file = instruction.attribute(r'source_file="([^"]*)"')
+    if file:
+      line = instruction.attribute(r"source_line=(\d+)")
+      yield Frame(file, "", int(line or 0))
+      return
+    frame = int(instruction.attribute(r"stack_frame_id=(\d+)") or 0)
+    frames = self._stack_frames
+    for _ in range(len(frames)):  # a bound, should a frame be its own parent
+      if frame not in frames:
+        return
+      location, frame = frames[frame]
+      if location in self._locations:
+        yield self._locations[location]
+
+  @functools.cached_property
+  def _stack_frames(self) -> dict[int, tuple[int, int]]:
+    frames = {}
+    for number, text in self._tables["StackFrames"].items():
+      location = re.search(r"file_location_id=(\d+)", text)
+      parent = re.search(r"parent_frame_id=(\d+)", text)
+      frames[number] = (
+        int(location[1]) if location else 0,
+        int(parent[1]) if parent else 0,
+      )
+    # XLA prints the parent's number plus one: an outermost frame 1 names
+    # itself.
+    if any(parent == number for number, (_, parent) in frames.items()):
+      frames = {k: (location, p - 1) for k, (location, p) in frames.items()}
+    return frames
+
+  @functools.cached_property
+  def _locations(self) -> dict[int, Frame]:
+    files = {k: v.strip('"') for k, v in self._tables["FileNames"].items()}
+    names = {k: v.strip('"') for k, v in self._tables["FunctionNames"].items()}
+    found = {}
+    for number, text in self._tables["FileLocations"].items():
+      ids = dict(re.findall(r"(\w+)=(\d+)", text))
+      found[number] = Frame(
+        files.get(int(ids.get("file_name_id", 0)), ""),
+        names.get(int(ids.get("function_name_id", 0)), ""),
+        int(ids.get("line", 0)),
+      )
+    return found
+
+
+def _integers(text: str) -> tuple[int, ...]:
+  return tuple(int(part) for part in text.split(",") if part.strip())
+
+
+def parse(compiled: HasText | Program | str) -> Program:
+  r"""Parses the HLO text of a compiled program.
+
+  Args:
+    compiled: A compiled program (`jax.jit(f).lower(...).compile()`), its text,
+      or a parsed program, which is returned as it is.
+
+  Raises:
+    TypeError: `compiled` is none of these.
+    ValueError: The text is no HLO module.
+
+  Example:
+    >>> text = "HloModule m\n\nENTRY %e (x: f32[2]) -> f32[2] {\n"
+    >>> text += "  ROOT %x = f32[2]{0} parameter(0)\n}\n"
+    >>> parse(text).entry.root.shape
+    'f32[2]{0}'
+  """
+  if isinstance(compiled, Program):
+    return compiled
+  if isinstance(compiled, str):
+    text: str | None = compiled
+  elif hasattr(compiled, "as_text"):
+    text = compiled.as_text()
+  else:
+    raise TypeError(
+      "compiled must be a compiled program, such as"
+      f" jax.jit(f).lower(...).compile(), or its HLO text, got {compiled!r}."
+    )
+  if not text or not text.startswith("HloModule"):
+    raise ValueError(
+      "compiled must be HLO text that begins with 'HloModule', got"
+      f" {(text or '')[:60]!r}."
+    )
+  return _parse_text(text)
+
+
+def _parse_text(text: str) -> Program:
+  lines = text.splitlines()
+  tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+  table: dict[int, str] | None = None
+  computations: dict[str, Computation] = {}
+  computation: Computation | None = None
+  entry: Computation | None = None
+  for line in lines[1:]:
+    if not line:
+      table = None
+    elif line[0] == " ":
+      instruction = (
+        _parse_instruction(line, computation) if computation else None
+      )
+      if instruction is not None and computation is not None:
+        computation.instructions[instruction.name] = instruction
+        if instruction.is_root:
+          computation.root = instruction
+    elif line[0] == "}":
+      computation = None
+    elif line in tables:
+      table = tables[line]
+    elif table is not None:
+      number, _, value = line.partition(" ")
+      table[int(number)] = value
+    elif match := _COMPUTATION.match(line):
+      computation = Computation(match[2], {})
+      computations[computation.name] = computation
+      if match[1]:
+        entry = computation
+  if entry is None:
+    raise ValueError("compiled: the HLO text has no ENTRY computation.")
+  return Program(lines[0], computations, entry, tables)
+
+
+def _parse_instruction(
+  line: str, computation: Computation
+) -> Instruction | None:
+  match = _INSTRUCTION.match(line)
+  if match is None:
+    return None
+  start = match.end()
+  if line[start] == "(":
+    head = _TUPLE_THEN_OPCODE.search(line, start)
+    if head is None:
+      return None
+    shape, opcode = line[start : head.start() + 1], head[1]
+  else:
+    head = _ARRAY_THEN_OPCODE.match(line, start)
+    if head is None:
+      return None
+    shape, opcode = head[1], head[2]
+  end = _closing_paren(line, head.end())
+  inner = line[head.end() : end]
+  operands: tuple[str, ...] = ()
+  if opcode not in ("parameter", "constant", "iota"):
+    operands = tuple(_OPERAND.findall(inner))
+  return Instruction(
+    match[2],
+    opcode,
+    shape,
+    operands,
+    inner if not operands else "",
+    line[end + 1 :],
+    bool(match[1]),
+    computation,
+  )
+
+
+def _closing_paren(line: str, start: int) -> int:
+  """Returns the position of the parenthesis that closes the operands."""
+  depth = 1
+  for match in _PAREN.finditer(line, start):
+    depth += 1 if match[0] == "(" else -1
+    if not depth:
+      return match.start()
+  return len(line)

@@ -1,0 +1,67 @@
+"""The user's source line of an instruction."""
+
+from __future__ import annotations
+
+import os
+
+from flaxshard.compiled import hlo
+
+# Frames in these packages are not the user's. The models of this package count
+# as the user's: a line in them says more than the line that calls the model.
+_LIBRARIES = (
+  "chex",
+  "contextlib.py",
+  "flax",
+  "flaxshard",
+  "functools.py",
+  "jax",
+  "jaxlib",
+  "optax",
+)
+
+
+def source_line(program: hlo.Program, instruction: hlo.Instruction) -> str:
+  """Returns where the user's code made an instruction, or "".
+
+  This is the innermost frame outside of JAX, Flax, Optax and flaxshard. An
+  instruction that only they made has the innermost frame outside of JAX.
+
+  Args:
+    program: The program.
+    instruction: One of its instructions.
+
+  Returns:
+    File and line, such as `models/mlp.py:12`. The file's path is relative to
+    the current directory if the file is in it; else only its name.
+  """
+  fallback = ""
+  for frame in program.frames(instruction):
+    library = _library(frame.file)
+    if not library:
+      return _line(frame)
+    if not fallback and library not in ("jax", "jaxlib"):
+      fallback = _line(frame)
+  return fallback
+
+
+def _library(file: str) -> str:
+  """Returns the library that a file belongs to, or "" for the user's."""
+  parts = file.split("/")
+  if parts[-3:-1] == ["flaxshard", "models"]:
+    return ""
+  for folder in ("site-packages", "dist-packages"):
+    if folder in parts:
+      package = parts[len(parts) - parts[::-1].index(folder)]
+      return package if package in _LIBRARIES else ""
+  if parts[-1] in _LIBRARIES:
+    return parts[-1]
+  # An editable install of this package.
+  root = os.path.dirname(os.path.dirname(__file__))
+  return "flaxshard" if file.startswith(root + "/") else ""
+
+
+def _line(frame: hlo.Frame) -> str:
+  here = os.getcwd() + "/"
+  inside = frame.file.startswith(here)
+  file = frame.file[len(here) :] if inside else os.path.basename(frame.file)
+  return f"{file}:{frame.line}"
