@@ -1,0 +1,280 @@
+"""Builds the state and the train step of a config from the shapes of its data.
+
+A run and a plan both use it. Nothing is read, allocated or compiled here, and
+the devices need not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import dataclasses
+import logging
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from flaxshard import models
+from flaxshard import wrappers as wrappers_lib
+from flaxshard.core import optimizer
+from flaxshard.core import trees
+from flaxshard.core.policy import Policy
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import rules as rules_lib
+from flaxshard.partitioning import specs as specs_lib
+from flaxshard.replicas.values import PerReplica
+from flaxshard.state import create as create_lib
+from flaxshard.state import replica_groups
+from flaxshard.state.train_state import TrainState
+from flaxshard.strategy.strategy import Strategy
+from flaxshard.train import devices
+from flaxshard.train import steps
+
+_log = logging.getLogger(__name__)
+
+P = jax.sharding.PartitionSpec
+
+# Positions in `Program.arguments`.
+STATE, PROGRESS, BATCH, RNG, STEP = range(5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """The train step of a config, and its arguments as shapes.
+
+  Attributes:
+    config: The checked config.
+    strategy: The devices.
+    batch_specs: How each array of a batch is split.
+    schedule: The learning rate, as a function of the applied updates.
+    create_state: Returns a new state.
+    train_step: The jitted `train_step(state, progress, batch, rng, step)`. The
+      given state and progress are donated.
+    arguments: The arguments of `train_step`, with a `jax.ShapeDtypeStruct` for
+      every array.
+  """
+
+  config: Any
+  strategy: Strategy
+  batch_specs: Mapping[str, P]
+  schedule: optax.Schedule
+  create_state: Callable[[], TrainState]
+  train_step: Any
+  arguments: tuple[Any, ...]
+
+  @property
+  def abstract_state(self) -> TrainState:
+    """The state with a `jax.ShapeDtypeStruct` for every array."""
+    state: TrainState = self.arguments[STATE]
+    return state
+
+  def lower(self) -> jax.stages.Lowered:
+    """Traces the train step and the evaluation; returns the lowered train step.
+
+    Raises:
+      ValueError, TypeError: The model cannot be trained on the data.
+    """
+    config = self.config
+    with _errors_name_field(
+      f"config.model ({config.model.name!r}) cannot be trained on config.data "
+      f"({config.data.name!r})"
+    ):
+      lowered: jax.stages.Lowered = self.train_step.lower(*self.arguments)
+      # Evaluation is compiled much later: trace it now to find its errors.
+      batch = dict(self.arguments[BATCH])
+      batch["mask"] = jax.ShapeDtypeStruct((config.batch_size,), bool)
+      metrics = jax.eval_shape(steps.EvalMetrics.empty)
+      jax.eval_shape(steps.eval_step, self.abstract_state, metrics, batch)
+    return lowered
+
+
+def create_program(
+  config: Any,
+  strategy: Strategy,
+  example: Mapping[str, Any],
+  num_classes: int,
+) -> Program:
+  """Builds the state and the train step of a config.
+
+  Args:
+    config: A checked config.
+    strategy: Its strategy; see `devices.create_strategy`.
+    example: One example of the data, without the batch dimension: arrays or
+      `jax.ShapeDtypeStruct`s.
+    num_classes: Number of classes of the data.
+
+  Raises:
+    ValueError, TypeError: The model, the optimizer, the rules and the wrappers
+      do not fit each other. The message names the field.
+  """
+  specs = devices.batch_specs(
+    config.mesh.split, config.batch_size, strategy, example
+  )
+  tx, schedule = optimizer.create(config)
+  _warn_of_long_warmup(config, schedule)
+  policy = Policy(config.precision)
+
+  def plan_creation() -> create_lib.CreationPlan:
+    model = models.create(
+      config.model, num_classes=num_classes, policy=policy, seed=config.seed
+    )
+    with _errors_name_field(
+      f"config.model ({config.model.name!r}) cannot be initialized"
+    ):
+      return create_lib.plan_creation(
+        model,
+        jax.random.key(config.seed),
+        _batch_of_one(example["inputs"]),
+        tx,
+        wrappers=wrappers_lib.from_config(config.wrappers),
+        mesh=strategy.mesh,
+        rules=rules_lib.from_config(config.mesh.rules),
+      )
+
+  state = plan_creation().abstract_state()
+
+  def create_state() -> TrainState:
+    # A new plan: that of an NNX module holds the arrays of the module, which
+    # would stay in memory during a restore and the whole run.
+    leaves = jax.tree.leaves(plan_creation().create_state())
+    # The static fields of the traced state, or the step would compile again.
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+  if policy.compute_dtype == jnp.float16:
+    _check_floating_point(config.precision, state.params)
+
+  per_replica = config.mesh.per_replica
+  arguments = (
+    state,
+    _place(strategy, jax.eval_shape(steps.init_progress, state), per_replica),
+    _abstract_batch(strategy, specs, config.batch_size, example),
+    _place(strategy, jax.eval_shape(lambda: jax.random.key(0)), False),
+    _place(strategy, jax.ShapeDtypeStruct((), jnp.int32), per_replica),
+  )
+  return Program(
+    config=config,
+    strategy=strategy,
+    batch_specs=specs,
+    schedule=schedule,
+    create_state=create_state,
+    train_step=_jit_train_step(strategy, arguments, per_replica),
+    arguments=arguments,
+  )
+
+
+def _batch_of_one(x: Any) -> Any:
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
+  return x[None]
+
+
+def _abstract_batch(
+  strategy: Strategy,
+  specs: Mapping[str, P],
+  batch_size: int,
+  example: Mapping[str, Any],
+) -> dict[str, jax.ShapeDtypeStruct]:
+  return {
+    key: jax.ShapeDtypeStruct(
+      (batch_size, *np.shape(x)),
+      # Without jax_enable_x64, JAX turns float64 and int64 into 32 bits.
+      jax.dtypes.canonicalize_dtype(trees.dtype_of(x)),
+      sharding=jax.sharding.NamedSharding(strategy.mesh, specs[key]),
+    )
+    for key, x in example.items()
+  }
+
+
+def _place(strategy: Strategy, tree: Any, per_replica: bool) -> Any:
+  """Returns shapes that are whole on every device, or one for each replica."""
+  spec = P(mesh_lib.REPLICA) if per_replica else P()
+  sharding = jax.sharding.NamedSharding(strategy.mesh, spec)
+  rows = (strategy.num_replicas_in_sync,) if per_replica else ()
+
+  def place_leaf(x: jax.ShapeDtypeStruct) -> Any:
+    placed = jax.ShapeDtypeStruct((*rows, *x.shape), x.dtype, sharding=sharding)
+    return PerReplica(placed) if per_replica else placed
+
+  return jax.tree.map(place_leaf, tree)
+
+
+def _jit_train_step(
+  strategy: Strategy, arguments: tuple[Any, ...], per_replica: bool
+) -> Any:
+  """Returns the jitted train step, which donates the state and the progress."""
+  if per_replica:
+    _check_split_over_replicas(arguments[STATE])
+    return strategy.jit(
+      steps.counted_train_step, donate_argnums=(STATE, PROGRESS)
+    )
+  results = (arguments[STATE], arguments[PROGRESS], arguments[STEP])
+  return jax.jit(
+    steps.counted_train_step,
+    donate_argnums=(STATE, PROGRESS),
+    # Without them, XLA may choose other shardings for the new state, and the
+    # second step would compile again.
+    out_shardings=jax.tree.map(lambda x: x.sharding, results),
+  )
+
+
+def _warn_of_long_warmup(config: Any, schedule: optax.Schedule) -> None:
+  """Warns if the learning rate never reaches its peak.
+
+  Not an error: a few steps of a long run are a common test of its config.
+  """
+  warmup_steps = config.schedule.get("warmup_steps", 0)
+  # A custom schedule may mean something else by it.
+  if isinstance(warmup_steps, int) and warmup_steps > config.num_train_steps:
+    _log.warning(
+      "config.schedule.warmup_steps=%d is longer than the run of "
+      "config.num_train_steps=%d: the learning rate ends at %.3g, and does not "
+      "reach config.learning_rate=%.3g",
+      warmup_steps,
+      config.num_train_steps,
+      schedule(config.num_train_steps - 1),
+      config.learning_rate,
+    )
+
+
+def _check_split_over_replicas(state: TrainState) -> None:
+  """Warns or raises if `Strategy.run` must gather what rules have split."""
+  # Rules split parameters; the slots of the optimizer follow them.
+  if not any(
+    map(replica_groups.is_split_over_replicas, jax.tree.leaves(state.params))
+  ):
+    return
+  note = replica_groups.describe_divergence(state)
+  if note:
+    raise ValueError(
+      "config.mesh.rules: nothing can be split over 'replica' here. "
+      f"config.wrappers: {note}"
+    )
+  _log.warning(
+    "config.mesh.per_replica: each replica sees the whole state. What "
+    "config.mesh.rules split over 'replica' is gathered for every step."
+  )
+
+
+def _check_floating_point(precision: str, params: Any) -> None:
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+      raise ValueError(
+        f"config.precision={precision!r} needs floating-point parameters; "
+        f"{trees.path_string(path)} is {leaf.dtype}."
+      )
+
+
+@contextlib.contextmanager
+def _errors_name_field(context: str) -> Iterator[None]:
+  """Prepends `context` to errors that the user's model or rules raise."""
+  try:
+    yield
+  except specs_lib.RuleError as e:
+    # The message of a RuleError begins with "rules", a field of config.mesh.
+    raise ValueError(f"config.mesh.{e}") from e
+  except (TypeError, ValueError, ArithmeticError, LookupError) as e:
+    kind = TypeError if isinstance(e, TypeError) else ValueError
+    raise kind(f"{context}: {e}") from e
