@@ -8,6 +8,9 @@ from flaxshard.data.builtin import text
 from flaxshard.data.sources import Arrays
 from flaxshard.data.sources import Example
 from flaxshard.data.sources import load
+from flaxshard.data.sources import load_shapes
+from flaxshard.data.sources import Shapes
+from flaxshard.data.sources import shapes_from
 from flaxshard.data.sources import Source
 from flaxshard.data.sources import Splits
 from flaxshard.data.sources import Windows
@@ -19,12 +22,15 @@ if TYPE_CHECKING:
 __all__ = [
   "Arrays",
   "Example",
+  "Shapes",
   "Source",
   "Splits",
   "Windows",
   "digits",
   "eval_batches",
   "load",
+  "load_shapes",
+  "shapes_from",
   "text",
   "train_iterator",
 ]

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import pathlib
 import sysconfig
+from typing import Any
 
+import jax
 import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.data.sources import Arrays
+from flaxshard.data.sources import Shapes
+from flaxshard.data.sources import shapes_from
 from flaxshard.data.sources import Splits
 from flaxshard.data.sources import Windows
 
 
+def _digits_shapes() -> Shapes:
+  example = {
+    "inputs": jax.ShapeDtypeStruct((8, 8, 1), np.float32),
+    "labels": jax.ShapeDtypeStruct((), np.int32),
+  }
+  return Shapes(example, num_classes=10)
+
+
+@shapes_from(_digits_shapes)
 def digits() -> Splits:
   """Loads scikit-learn's 1,797 images of handwritten digits.
 
@@ -47,6 +60,21 @@ def digits() -> Splits:
   )
 
 
+def _text_shapes(length: int, eval_every: int, **others: Any) -> Shapes:
+  del others  # which files are read
+  length, _ = _check_text(length, eval_every)
+  tokens = jax.ShapeDtypeStruct((length,), np.int32)
+  return Shapes({"inputs": tokens, "labels": tokens}, num_classes=256)
+
+
+def _check_text(length: int, eval_every: int) -> tuple[int, int]:
+  return (
+    checks.integer("length", length, minimum=1),
+    checks.integer("eval_every", eval_every, minimum=2),
+  )
+
+
+@shapes_from(_text_shapes)
 def text(
   path: str = "", suffix: str = ".py", length: int = 128, eval_every: int = 20
 ) -> Splits:
@@ -77,8 +105,7 @@ def text(
   # Not checks.string: "" is allowed.
   if not isinstance(path, str):
     raise TypeError(f"path must be a string, got {path!r}.")
-  length = checks.integer("length", length, minimum=1)
-  eval_every = checks.integer("eval_every", eval_every, minimum=2)
+  length, eval_every = _check_text(length, eval_every)
   root = pathlib.Path(path or sysconfig.get_paths()["stdlib"]).expanduser()
   if not root.is_dir():
     raise ValueError(f"path={path!r} is not a folder.")

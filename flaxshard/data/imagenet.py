@@ -11,10 +11,13 @@ import io
 import math
 from typing import Any, SupportsIndex
 
+import jax
 import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.data.sources import Example
+from flaxshard.data.sources import Shapes
+from flaxshard.data.sources import shapes_from
 from flaxshard.data.sources import Source
 from flaxshard.data.sources import Splits
 
@@ -26,6 +29,28 @@ MEAN = np.array([0.485, 0.456, 0.406], np.float32) * 255
 STD = np.array([0.229, 0.224, 0.225], np.float32) * 255
 
 
+# ILSVRC 2012 has 1,000 classes: Russakovsky et al., 2015 (arXiv:1409.0575).
+_NUM_CLASSES = {"imagenet2012": 1000}
+
+
+def _imagenet_shapes(
+  image_size: int, dataset: str, data_dir: str | None, **others: Any
+) -> Shapes:
+  del others  # which splits are read
+  image_size = checks.integer("image_size", image_size, minimum=1)
+  num_classes = _NUM_CLASSES.get(dataset)
+  if num_classes is None:
+    # The classes of a dataset are known before it is prepared.
+    _, builder = _builder(dataset, data_dir)
+    num_classes = builder.info.features["label"].num_classes
+  example = {
+    "inputs": jax.ShapeDtypeStruct((image_size, image_size, 3), np.float32),
+    "labels": jax.ShapeDtypeStruct((), np.int32),
+  }
+  return Shapes(example, num_classes)
+
+
+@shapes_from(_imagenet_shapes)
 def imagenet(
   *,
   data_dir: str | None = None,
@@ -67,20 +92,7 @@ def imagenet(
     (224, 224, 3)
   """
   image_size = checks.integer("image_size", image_size, minimum=1)
-  try:
-    import PIL.Image  # noqa: F401
-    import tensorflow_datasets as tfds
-  except ImportError as e:
-    raise ImportError(
-      f"config.data 'imagenet' needs {e.name}: "
-      "pip install 'flaxshard[imagenet]'"
-    ) from e
-  try:
-    builder = tfds.builder(dataset, data_dir=data_dir or None)
-  except ValueError as e:
-    # The other lines of the message list all datasets of TFDS.
-    reason = str(e).partition("\n")[0]
-    raise ValueError(f"dataset={dataset!r}: {reason}") from e
+  tfds, builder = _builder(dataset, data_dir)
   if not builder.info.splits:
     raise ValueError(_not_prepared(builder, dataset, data_dir))
   features = builder.info.features
@@ -111,6 +123,24 @@ def imagenet(
     num_classes=features["label"].num_classes,
     augment=RandomCropAndFlip(image_size),
   )
+
+
+def _builder(dataset: str, data_dir: str | None) -> tuple[Any, Any]:
+  """Returns TensorFlow Datasets and its builder of a dataset."""
+  try:
+    import PIL.Image  # noqa: F401
+    import tensorflow_datasets as tfds
+  except ImportError as e:
+    raise ImportError(
+      f"config.data 'imagenet' needs {e.name}: "
+      "pip install 'flaxshard[imagenet]'"
+    ) from e
+  try:
+    return tfds, tfds.builder(dataset, data_dir=data_dir or None)
+  except ValueError as e:
+    # The other lines of the message list all datasets of TFDS.
+    reason = str(e).partition("\n")[0]
+    raise ValueError(f"dataset={dataset!r}: {reason}") from e
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,14 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
-from typing import Any, Protocol, SupportsIndex
+import functools
+import inspect
+from typing import Any, Protocol, SupportsIndex, TypeVar
 
+import jax
 import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core import registry
 
 Example = dict[str, Any]
+_F = TypeVar("_F", bound=Callable[..., "Splits"])
+
+# The attribute of a factory that `shapes_from` sets.
+_SHAPES = "flaxshard_shapes"
 
 # Names of modules, so that a factory's dependencies are imported on use only.
 _FACTORIES = {
@@ -59,6 +66,20 @@ class Splits:
   eval: Source
   num_classes: int
   augment: Callable[[Example, np.random.Generator], Example] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+  """What a plan needs to know of the data.
+
+  Attributes:
+    example: Shape and dtype of each array of an example, without a batch
+      dimension, by key: `inputs` and `labels` at least.
+    num_classes: Labels are in `[0, num_classes)`.
+  """
+
+  example: Mapping[str, jax.ShapeDtypeStruct]
+  num_classes: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -179,6 +200,89 @@ def load(config: Mapping[str, Any]) -> Splits:
       f"dtypes, got {train_spec} and {eval_spec}."
     )
   return splits
+
+
+def shapes_from(get_shapes: Callable[..., Shapes]) -> Callable[[_F], _F]:
+  """Gives a factory a function that returns the shapes of its data.
+
+  A plan of a config calls it, so that the data need not exist. Without it, a
+  plan calls the factory and reads one example.
+
+  Args:
+    get_shapes: Takes the arguments of the factory by name, those with a default
+      too, and returns `Shapes`.
+
+  Returns:
+    A decorator of the factory.
+
+  Example:
+    >>> def flower_shapes(image_size, **_):
+    ...   shape = (image_size, image_size, 3)
+    ...   example = {
+    ...     "inputs": jax.ShapeDtypeStruct(shape, np.float32),
+    ...     "labels": jax.ShapeDtypeStruct((), np.int32),
+    ...   }
+    ...   return Shapes(example, num_classes=5)
+    >>> @shapes_from(flower_shapes)
+    ... def flowers(image_size: int = 64, path: str = "") -> Splits: ...
+  """
+
+  def set_shapes(factory: _F) -> _F:
+    vars(factory)[_SHAPES] = get_shapes
+    return factory
+
+  return set_shapes
+
+
+def load_shapes(config: Mapping[str, Any]) -> Shapes:
+  """Returns the shapes of the data that a config names.
+
+  The data is read only if its factory has no `shapes_from`.
+
+  Args:
+    config: `config.data`; see `load`.
+
+  Raises:
+    ValueError, TypeError: As `load`.
+
+  Example:
+    >>> load_shapes({"name": "text", "length": 64}).example["inputs"].shape
+    (64,)
+  """
+  if not (registry.is_dict(config) and "name" in config):
+    registry.call("config.data", config, _FACTORIES)  # raises
+  arguments = dict(config)
+  name = arguments.pop("name")
+  where = f"config.data ({name!r})"
+  factory = registry.lookup("config.data.name", name, _FACTORIES)
+  get_shapes = getattr(factory, _SHAPES, None)
+  if get_shapes is None:
+    splits = load(config)
+    return Shapes(
+      {
+        key: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype)
+        for key, x in splits.eval[0].items()
+      },
+      splits.num_classes,
+    )
+  signature = inspect.signature(factory)
+
+  # The signature of the factory, which checks the arguments.
+  @functools.wraps(factory)
+  def call_with_defaults(**kwargs: Any) -> Any:
+    bound = signature.bind(**kwargs)
+    bound.apply_defaults()
+    return get_shapes(**bound.arguments)
+
+  shapes = registry.construct(where, call_with_defaults, arguments)
+  if not isinstance(shapes, Shapes) or not {"inputs", "labels"} <= set(
+    shapes.example
+  ):
+    raise TypeError(
+      f"{where}: the function given to shapes_from must return Shapes with "
+      f"'inputs' and 'labels', got {shapes!r}."
+    )
+  return shapes
 
 
 def _check_example(where: str, example: Any, num_classes: int) -> Any:

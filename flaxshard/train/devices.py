@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import contextlib
 import logging
 import math
@@ -18,6 +18,7 @@ from flaxshard.core import multihost
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import partitions
 from flaxshard.partitioning import specs as specs_lib
+from flaxshard.partitioning.topology import Topology
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.train import same_run
 from flaxshard.wrappers import base
@@ -39,11 +40,60 @@ def create_strategy(config: Any) -> Strategy:
       number of replicas, the wrappers do not fit the replicas, JAX has
       started without the virtual devices, or processes have other devices.
   """
-  mesh = config.mesh
-  if mesh.virtual_devices:
-    _use_virtual_devices(mesh.virtual_devices)
+  if config.mesh.virtual_devices:
+    _use_virtual_devices(config.mesh.virtual_devices)
   same_run.check_devices()
   devices = jax.devices()
+  strategy = _create_strategy(config, devices, None)
+  _log.info(
+    "JAX %s, process %d of %d, %d of %d %s devices, %r",
+    jax.__version__,
+    jax.process_index(),
+    jax.process_count(),
+    strategy.mesh.size,
+    len(devices),
+    devices[0].platform,
+    strategy,
+  )
+  return strategy
+
+
+def create_compile_only_strategy(config: Any, topology: str) -> Strategy:
+  """Returns the strategy of a checked config on devices that need not exist.
+
+  `config.mesh.virtual_devices` is not used. JAX starts no device.
+
+  Args:
+    config: A checked config.
+    topology: Name of the topology, such as `"v5e:2x4"`; see `Topology.named`.
+
+  Raises:
+    ValueError: There is no such topology, or the config does not fit it, as in
+      `create_strategy`.
+  """
+  named = Topology.named(topology)
+  if config.mesh.virtual_devices:
+    _log.info(
+      "config.mesh.virtual_devices=%d is not used: the devices are those of %s",
+      config.mesh.virtual_devices,
+      topology,
+    )
+  if named.devices is None:
+    raise ValueError(f"topology={topology!r} has no devices.")
+  return _create_strategy(config, named.devices.ravel().tolist(), named)
+
+
+def _create_strategy(
+  config: Any, devices: Sequence[Any], topology: Topology | None
+) -> Strategy:
+  """Returns the strategy of `config.mesh` over the first of some devices.
+
+  Args:
+    config: A checked config.
+    devices: All devices.
+    topology: The topology of the devices; None: they are `jax.devices()`.
+  """
+  mesh = config.mesh
   named_axes = dict(mesh.axes)
   if named_axes:
     logical_field = f"axes={mesh.axes!r}"
@@ -68,26 +118,15 @@ def create_strategy(config: Any) -> Strategy:
     )
   _check_wrappers(config.wrappers, replicas, mesh.per_replica)
   used = replicas * logical_count
-  strategy = Strategy(
-    # With all devices, the mesh follows the topology of the network.
-    devices=None if used == len(devices) else devices[:used],
-    mesh_shape={
-      mesh_lib.REPLICA: replicas,
-      # With prime factors as axes, every split has a PartitionSpec.
-      **(named_axes or mesh_lib.prime_axes(logical_count)),
-    },
-  )
-  _log.info(
-    "JAX %s, process %d of %d, %d of %d %s devices, %r",
-    jax.__version__,
-    jax.process_index(),
-    jax.process_count(),
-    used,
-    len(devices),
-    devices[0].platform,
-    strategy,
-  )
-  return strategy
+  mesh_shape = {
+    mesh_lib.REPLICA: replicas,
+    # With prime factors as axes, every split has a PartitionSpec.
+    **(named_axes or mesh_lib.prime_axes(logical_count)),
+  }
+  if used < len(devices):
+    return Strategy(devices=devices[:used], mesh_shape=mesh_shape)
+  # With all devices, the mesh follows the topology of the network.
+  return Strategy(topology, mesh_shape=mesh_shape)
 
 
 def _use_virtual_devices(count: int) -> None:
