@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 import dataclasses
 import re
 import time
@@ -42,24 +42,17 @@ class Compilation:
   available: int | None = None
 
 
-def compile_step(
-  step: Any, args: Sequence[Any], donate_argnums: tuple[int, ...]
-) -> Compilation:
+def compile_step(lower: Callable[[], Any]) -> Compilation:
   """Lowers and compiles a step.
 
   Args:
-    step: A function, or the result of `jax.jit` or `Strategy.jit`.
-    args: Its arguments, arrays or `jax.ShapeDtypeStruct`s.
-    donate_argnums: Positions of arguments to donate, for a function that is not
-      jitted.
+    lower: Returns the lowered step.
 
   Returns:
     The compiled program, or why it does not fit the devices.
   """
   start = time.perf_counter()
-  if not is_jitted(step):
-    step = jax.jit(step, donate_argnums=donate_argnums)
-  lowered = step.lower(*args)
+  lowered = lower()
   try:
     compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as e:
@@ -70,11 +63,6 @@ def compile_step(
     seconds = time.perf_counter() - start
     return Compilation(None, seconds, message, needed, available)
   return Compilation(compiled, time.perf_counter() - start)
-
-
-def is_jitted(step: Any) -> bool:
-  """Returns whether a step is the result of `jax.jit` or `Strategy.jit`."""
-  return callable(getattr(step, "lower", None))
 
 
 def _parse_needed(message: str) -> tuple[int | None, int | None]:

@@ -11,9 +11,11 @@ from flax.training import train_state
 import jax
 import numpy as np
 
+from flaxshard.analysis import tables
 from flaxshard.analysis.compilation import Compilation
 from flaxshard.core import trees
 from flaxshard.state import fields as fields_lib
+from flaxshard.state import summary
 
 PyTree = Any
 
@@ -27,8 +29,8 @@ class Memory:
       the state of each wrapper is a field of its own.
     batch: Bytes of the batch.
     arguments: Bytes of the further arguments of the step.
-    unused: Bytes of all arguments that the program does not read and that JAX
-      therefore leaves out; None if unknown.
+    unused: Bytes of those of them all that the program does not read, which
+      JAX leaves out; None if unknown.
     padding: Bytes that the layout of the device adds to the arguments; None if
       unknown.
     outputs: Bytes of the results that do not overwrite a donated argument; None
@@ -71,33 +73,41 @@ class Memory:
 
 
 def read_memory(
-  state: PyTree,
-  batch: PyTree,
   args: Sequence[PyTree],
+  batch_argnum: int,
   compilation: Compilation | None,
   hbm: int | None,
 ) -> Memory:
   """Returns the memory of a step.
 
   Args:
-    state: The state, arrays or `jax.ShapeDtypeStruct`s with shardings.
-    batch: The batch.
-    args: Further arguments of the step.
+    args: The arguments of the step, arrays or `jax.ShapeDtypeStruct`s. The
+      state is the first one.
+    batch_argnum: Position of the batch.
     compilation: The compiled step; None if there is no compiler for its
       devices.
     hbm: Bytes that a device has; None if unknown.
   """
-  fields = state_fields(state)
   compiled = None if compilation is None else compilation.compiled
+  shardings = (
+    [[None] * len(jax.tree.leaves(arg)) for arg in args]
+    if compiled is None
+    else _input_shardings(compiled, args)
+  )
+  # By the shardings of the program: it may split arrays that have none.
+  nbytes = [
+    _bytes_of(arg, arg_shardings)
+    for arg, arg_shardings in zip(args, shardings, strict=True)
+  ]
+  memory = Memory(
+    {name: _bytes_of(tree) for name, tree in state_fields(args[0]).items()},
+    batch=nbytes[batch_argnum],
+    arguments=sum(nbytes) - nbytes[0] - nbytes[batch_argnum],
+    hbm=hbm,
+  )
+  if compilation is None:
+    return memory
   if compiled is None:
-    memory = Memory(
-      {name: _bytes_of(tree) for name, tree in fields.items()},
-      _bytes_of(batch),
-      _bytes_of(args),
-      hbm=hbm,
-    )
-    if compilation is None:
-      return memory
     return dataclasses.replace(
       memory,
       peak=compilation.needed,
@@ -105,7 +115,7 @@ def read_memory(
       hbm=compilation.available or hbm,
       fits=False,
     )
-  used, unused = _argument_bytes(compiled, (state, batch, *args))
+  unused = _unused_bytes(args, shardings)
   stats = compiled.memory_analysis()
   outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
   peak = (
@@ -114,19 +124,14 @@ def read_memory(
     + stats.temp_size_in_bytes
     + stats.generated_code_size_in_bytes
   )
-  shardings = _input_shardings(compiled, (state, batch, *args))
-  _, batch_shardings, *args_shardings = shardings
-  return Memory(
-    {name: _bytes_of(tree) for name, tree in fields.items()},
-    _bytes_of(batch, batch_shardings),
-    sum(map(_bytes_of, args, args_shardings)),
+  return dataclasses.replace(
+    memory,
     unused=unused,
-    padding=stats.argument_size_in_bytes - used,
+    padding=stats.argument_size_in_bytes - (sum(nbytes) - unused),
     outputs=outputs,
     program=stats.generated_code_size_in_bytes,
     temporaries=stats.temp_size_in_bytes,
     peak=peak,
-    hbm=hbm,
     fits=None if hbm is None else peak <= hbm,
   )
 
@@ -159,48 +164,91 @@ def _bytes_of(tree: PyTree, shardings: Sequence[Any] | None = None) -> int:
   )
 
 
-def _bytes_per_device(leaf: Any, sharding: Any = None) -> int:
+def _bytes_per_device(leaf: Any, sharding: Any) -> int:
   sharding = sharding or getattr(leaf, "sharding", None)
   shape: tuple[int, ...] = np.shape(leaf)
   # Without a sharding, a device holds the whole array.
   part = shape if sharding is None else sharding.shard_shape(shape)
-  # JAX gives the dtype of a Python number; NumPy arrays become 32 bits.
   dtype = trees.dtype_of(leaf)
   if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    # Without jax_enable_x64, JAX turns 64 bits of NumPy into 32.
     dtype = jax.dtypes.canonicalize_dtype(dtype)
   return math.prod(part) * dtype.itemsize
 
 
-def _input_shardings(
-  compiled: Any, args: Sequence[PyTree]
-) -> list[list[Any] | None]:
-  """Returns the shardings of the leaves of each argument in the program.
+def _unused_bytes(
+  args: Sequence[PyTree], shardings: Sequence[Sequence[Any]]
+) -> int:
+  """Returns the bytes of the leaves that a program does not read."""
+  return sum(
+    _bytes_per_device(leaf, None)
+    for arg, arg_shardings in zip(args, shardings, strict=True)
+    for leaf, sharding in zip(jax.tree.leaves(arg), arg_shardings, strict=True)
+    if sharding is None
+  )
 
-  JAX leaves out arguments that the program does not read; their sharding is
-  None.
+
+def _input_shardings(compiled: Any, args: Sequence[PyTree]) -> list[list[Any]]:
+  """Returns the shardings of the leaves of each argument in a program.
+
+  JAX leaves out arguments that the program does not read; they have None.
   """
   flat = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda x: x is None)
   counts = [len(jax.tree.leaves(arg)) for arg in args]
-  if len(flat) != sum(counts):
-    return [None] * len(args)
   ends = np.cumsum(counts).tolist()
   return [
     flat[end - count : end] for count, end in zip(counts, ends, strict=True)
   ]
 
 
-def _argument_bytes(compiled: Any, args: Sequence[PyTree]) -> tuple[int, int]:
-  """Returns the bytes of the arguments that a program reads, and of others."""
-  used = unused = 0
-  for arg, shardings in zip(
-    args, _input_shardings(compiled, args), strict=True
-  ):
-    leaves = jax.tree.leaves(arg)
-    for i, leaf in enumerate(leaves):
-      is_unused = shardings is not None and shardings[i] is None
-      nbytes = _bytes_per_device(leaf, shardings and shardings[i])
-      if is_unused:
-        unused += nbytes
-      else:
-        used += nbytes
-  return used, unused
+def format_bytes(nbytes: int | None) -> str:
+  """Returns a number of bytes as text; "unknown" for None."""
+  return "unknown" if nbytes is None else summary.format_bytes(nbytes)
+
+
+def tables_of(memory: Memory) -> list[tables.Table]:
+  """Returns the memory and its largest buffers as tables."""
+  rows = [(name, format_bytes(n)) for name, n in memory.state.items()]
+  rows.append(("batch", format_bytes(memory.batch)))
+  if memory.arguments:
+    rows.append(("other arguments", format_bytes(memory.arguments)))
+  if memory.unused:
+    rows.append(("not read by the step", f"-{format_bytes(memory.unused)}"))
+  optional = {
+    "padding of the arguments": memory.padding,
+    "new outputs": memory.outputs,
+    "program": memory.program,
+  }
+  rows += [(name, format_bytes(n)) for name, n in optional.items() if n]
+  if not memory.peak_is_lower_bound:
+    rows.append(("temporaries", format_bytes(memory.temporaries)))
+  bold = {len(rows)}
+  peak = format_bytes(memory.peak)
+  at_least = "at least " if memory.peak_is_lower_bound else ""
+  rows.append(("peak", at_least + peak))
+  if memory.hbm is not None:
+    share = ""
+    if memory.peak is not None:
+      share = f" ({memory.peak / memory.hbm:.0%} used)"
+    rows.append(("HBM for programs", format_bytes(memory.hbm) + share))
+  if memory.fits is False:
+    bold.add(len(rows))
+    excess = f"{at_least}{format_bytes(memory.excess)}"
+    rows.append(("DOES NOT FIT, over by", excess))
+  shown = [
+    tables.Table(
+      "memory per device", rows, numbers=frozenset({1}), bold=frozenset(bold)
+    )
+  ]
+  if memory.buffers:
+    shown.append(
+      tables.Table(
+        "largest buffers at the peak",
+        [
+          (format_bytes(b.nbytes), b.shape, b.kind, b.origin, b.source)
+          for b in memory.buffers
+        ],
+        numbers=frozenset({0}),
+      )
+    )
+  return shown

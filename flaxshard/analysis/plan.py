@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import html
+import importlib.metadata
 from typing import Any
 
 import jax
 
 from flaxshard.analysis import compilation as compilation_lib
+from flaxshard.analysis import device_names
 from flaxshard.analysis import memory as memory_lib
+from flaxshard.analysis import tables
+from flaxshard.analysis import traffic as traffic_lib
 from flaxshard.analysis.memory import Memory
+from flaxshard.compiled.collectives import Collective
+from flaxshard.compiled.collectives import collectives
 from flaxshard.core import checks
 from flaxshard.core import trees
-from flaxshard.state import summary
+from flaxshard.partitioning import compile_only
+from flaxshard.wrappers.agn import AGN
 
 PyTree = Any
 
@@ -27,15 +35,15 @@ class Plan:
   Attributes:
     topology: The devices, such as `"v5e:2x4"`.
     device_kind: JAX's name of the devices.
-    mesh: Sizes of the mesh axes by name.
-    compiler: Name and version of the compiler; None if nothing was compiled.
+    mesh: Sizes of the mesh axes by name; empty for one device without a mesh.
+    compiler: Names and versions of the compiler; None if nothing was compiled.
     seconds: Seconds for tracing and compiling the step.
     memory: The memory.
     traffic: The collectives of the program; None if unknown.
-    period: Calls for each execution of a collective in a conditional: the
-      communication period of AGN, otherwise 1.
+    period: Steps between two commits of AGN, over which the collectives in a
+      conditional are averaged; 1 without AGN.
     cost: FLOPs and times; None if unknown.
-    notes: Sentences on what the figures leave out.
+    notes: Sentences on what the figures do not say.
   """
 
   topology: str
@@ -44,21 +52,57 @@ class Plan:
   compiler: str | None
   seconds: float
   memory: Memory
-  traffic: tuple[Any, ...] | None = None
+  traffic: tuple[Collective, ...] | None = None
   period: int = 1
   cost: Any = None
   notes: tuple[str, ...] = ()
 
+  @property
+  def title(self) -> str:
+    """The devices and their mesh, in a line."""
+    axes = ", ".join(f"{name}={size}" for name, size in self.mesh.items())
+    return (
+      f"{self.topology} ({self.device_kind}){f', mesh {axes}' if axes else ''}"
+    )
+
   def __repr__(self) -> str:
-    peak = self.memory.peak
-    text = "unknown" if peak is None else summary.format_bytes(peak)
-    return f"Plan({self.topology}, mesh={dict(self.mesh)}, peak={text})"
+    peak = memory_lib.format_bytes(self.memory.peak)
+    return f"Plan({self.title}, peak={peak})"
+
+  def __str__(self) -> str:
+    return self.text()
+
+  def text(self, *, verbose: bool = False) -> str:
+    """Returns the plan as tables.
+
+    Args:
+      verbose: Whether each collective has a row of its own.
+    """
+    parts = [table.text() for table in self._tables(verbose)]
+    return "\n".join([f"plan of a step on {self.title}", *parts, *self.notes])
 
   def to_dict(self) -> dict[str, Any]:
-    """Returns the plan as a tree of dicts, lists, strings and numbers."""
-    values = dataclasses.asdict(self)
+    """Returns the plan as dicts, lists, strings and numbers, as in JSON."""
+    values: dict[str, Any] = _to_plain(dataclasses.asdict(self))
     values["memory"]["excess"] = self.memory.excess
+    for entry, collective in zip(
+      values["traffic"] or (), self.traffic or (), strict=True
+    ):
+      entry["link_bytes"] = collective.link_bytes
     return values
+
+  def _repr_html_(self) -> str:
+    lines = [f"<h3>plan of a step on {html.escape(self.title)}</h3>"]
+    lines += [table.html() for table in self._tables(verbose=False)]
+    lines += [f"<p>{html.escape(note)}</p>" for note in self.notes]
+    return "\n".join(lines)
+
+  def _tables(self, verbose: bool) -> list[tables.Table]:
+    shown = memory_lib.tables_of(self.memory)
+    if self.traffic is not None:
+      rows = traffic_lib.rows_of(self.traffic, self.period, each=verbose)
+      shown.append(traffic_lib.table_of(rows, self.period))
+    return shown
 
 
 def plan(
@@ -83,45 +127,83 @@ def plan(
       overwrite, for a function that is not jitted. None: the state.
 
   Returns:
-    The plan. A step that does not fit the devices has a plan, too.
+    The plan. A step that does not fit the devices has a plan, too: its memory
+    says by how much.
 
   Raises:
     TypeError: `step` is not a function, or an argument has leaves that are not
       arrays.
     ValueError: `donate_argnums` is given for a step that is jitted already.
+
+  Example:
+    >>> import flax.linen as nn, jax.numpy as jnp, optax
+    >>> import flaxshard as fs
+    >>> strategy = fs.Strategy(devices=jax.devices()[:1])
+    >>> x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    >>> state = fs.create_train_state(
+    ...   nn.Dense(2), jax.random.key(0), x, optax.adam(1e-3),
+    ...   strategy=strategy, abstract=True)
+    >>> def step(state, x):
+    ...   return state.minimize(
+    ...     lambda params: state.apply_fn({"params": params}, x).sum())
+    >>> memory = plan(step, state, x).memory
+    >>> memory.state["params"], memory.state["opt_state"], memory.batch
+    (40, 84, 128)
   """
   if not callable(step):
     raise TypeError(f"step must be a function, got {step!r}.")
-  trees_by_name = {"state": state, "batch": batch, "args": args}
-  for name, tree in trees_by_name.items():
+  for name, tree in {"state": state, "batch": batch, "args": args}.items():
     trees.check_arrays(name, tree)
-  donated = _check_donated(step, donate_argnums)
-  device, mesh = _devices_of((state, batch, args))
-  compilation = None
-  if isinstance(device, jax.Device):
-    compilation = compilation_lib.compile_step(
-      step, (state, batch, *args), donated
-    )
-  return Plan(
-    topology=device.device_kind,
-    device_kind=device.device_kind,
-    mesh={} if mesh is None else dict(mesh.shape),
-    compiler=None,
-    seconds=0.0 if compilation is None else compilation.seconds,
-    memory=memory_lib.read_memory(state, batch, args, compilation, None),
-  )
-
-
-def _check_donated(
-  step: Any, donate_argnums: int | Sequence[int] | None
-) -> tuple[int, ...]:
-  if donate_argnums is None:
-    return (0,)
-  if compilation_lib.is_jitted(step):
+  jitted: Any = step
+  if not callable(getattr(step, "lower", None)):
+    jitted = jax.jit(step, donate_argnums=_check_donated(donate_argnums))
+  elif donate_argnums is not None:
     raise ValueError(
       f"donate_argnums={donate_argnums!r} must be None for a step that is "
       "jitted already: give it to jax.jit or Strategy.jit."
     )
+  arguments = (state, batch, *args)
+  return plan_lowered(lambda: jitted.lower(*arguments), arguments)
+
+
+def plan_lowered(
+  lower: Callable[[], Any],
+  arguments: Sequence[PyTree],
+  *,
+  batch_argnum: int = 1,
+  topology: str | None = None,
+) -> Plan:
+  """Plans one call of a lowered step.
+
+  Args:
+    lower: Returns the lowered step.
+    arguments: The arguments that it was lowered for; the first is the state.
+    batch_argnum: Position of the batch.
+    topology: Name of the devices; None: it is made from the devices.
+  """
+  device, mesh = _devices_of(arguments)
+  compilation = None
+  if isinstance(device, jax.Device):
+    compilation = compilation_lib.compile_step(lower)
+  compiled = None if compilation is None else compilation.compiled
+  return Plan(
+    topology=topology or device_names.name_devices(device, mesh),
+    device_kind=device.device_kind,
+    mesh={} if mesh is None else dict(mesh.shape),
+    compiler=None if compilation is None else _compiler_versions(device),
+    seconds=0.0 if compilation is None else compilation.seconds,
+    memory=memory_lib.read_memory(arguments, batch_argnum, compilation, None),
+    traffic=_read_traffic(compiled, mesh),
+    period=_commit_period(arguments[0]),
+    notes=tuple(_notes(device, mesh, compilation)),
+  )
+
+
+def _check_donated(
+  donate_argnums: int | Sequence[int] | None,
+) -> tuple[int, ...]:
+  if donate_argnums is None:
+    return (0,)
   if isinstance(donate_argnums, int):
     donate_argnums = (donate_argnums,)
   return tuple(
@@ -133,8 +215,66 @@ def _devices_of(tree: PyTree) -> tuple[Any, jax.sharding.Mesh | None]:
   """Returns a device of the arguments, and their mesh if they have one."""
   for leaf in jax.tree.leaves(tree):
     sharding = getattr(leaf, "sharding", None)
-    if isinstance(sharding, jax.sharding.NamedSharding) and isinstance(
-      sharding.mesh, jax.sharding.Mesh
-    ):
-      return sharding.mesh.devices.flat[0], sharding.mesh
+    mesh = getattr(sharding, "mesh", None)
+    if isinstance(mesh, jax.sharding.Mesh):
+      return mesh.devices.flat[0], mesh
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+      return next(iter(sharding.device_set)), None
   return jax.devices()[0], None
+
+
+def _read_traffic(
+  compiled: Any, mesh: jax.sharding.Mesh | None
+) -> tuple[Collective, ...] | None:
+  if compiled is None:
+    return None
+  # One device alone has no collectives.
+  return () if mesh is None else collectives(compiled, mesh)
+
+
+def _commit_period(state: PyTree) -> int:
+  wrappers = getattr(state, "wrappers", ())
+  periods = [w.communication_period for w in wrappers if isinstance(w, AGN)]
+  return periods[0] if periods else 1
+
+
+def _compiler_versions(device: Any) -> str:
+  packages = ["jax", "jaxlib"]
+  if compile_only.is_compile_only(device) or device.platform == "tpu":
+    packages = ["jax", "libtpu"]
+  return ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
+
+
+def _notes(
+  device: Any,
+  mesh: jax.sharding.Mesh | None,
+  compilation: compilation_lib.Compilation | None,
+) -> list[str]:
+  if compilation is None:
+    return [
+      f"Temporaries, peak and traffic are unknown: the compiler of "
+      f"{device.device_kind} is not installed (pip install 'flaxshard[tpu]')."
+    ]
+  if compilation.error is not None:
+    reason = compilation.error.partition("\n")[0]
+    notes = [f"The compiler refused the program: {reason}"]
+    if compilation.needed is not None:
+      notes.append("It gave up at this many bytes; the peak may be higher.")
+    return notes
+  notes = [
+    f"Figures of the compiler ({_compiler_versions(device)}), not of a run."
+  ]
+  if device.platform == "cpu" and mesh is not None and mesh.size > 1:
+    notes.append(
+      "The temporaries are those of virtual CPU devices: those of other "
+      "devices may be several times larger or smaller."
+    )
+  return notes
+
+
+def _to_plain(value: Any) -> Any:
+  if isinstance(value, Mapping):
+    return {str(key): _to_plain(item) for key, item in value.items()}
+  if isinstance(value, (tuple, list)):
+    return [_to_plain(item) for item in value]
+  return value
