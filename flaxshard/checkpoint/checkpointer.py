@@ -31,6 +31,7 @@ from flaxshard.core import checks
 from flaxshard.core import directories
 from flaxshard.core import files
 from flaxshard.core import multihost
+from flaxshard.partitioning import compile_only
 from flaxshard.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -362,6 +363,7 @@ class Checkpointer:
         changed.
     """
     restore_plan.check_state(state)
+    compile_only.check_can_hold("restore: state", state)
     self.wait()
 
     def list_steps() -> dict[int, str]:

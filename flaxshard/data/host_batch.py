@@ -12,7 +12,8 @@ import numpy as np
 from flaxshard.core import trees
 
 PyTree = Any
-Array = np.ndarray | jax.Array
+# An abstract batch has only shapes and dtypes.
+Array = np.ndarray | jax.Array | jax.ShapeDtypeStruct
 
 
 class HostBatch(NamedTuple):
@@ -41,7 +42,8 @@ def flatten(batch: PyTree) -> HostBatch:
   """Flattens a batch and checks its leaves.
 
   Args:
-    batch: A pytree of arrays `[batch, ...]`, of NumPy or JAX.
+    batch: A pytree of arrays `[batch, ...]`, of NumPy or JAX, or of
+      `jax.ShapeDtypeStruct`s.
 
   Returns:
     The tree structure and the arrays, not copied.
@@ -105,6 +107,8 @@ def join(path: str, arrays: Sequence[Array], shape: tuple[int, ...]) -> Array:
     [1, 2, 3, 1]
   """
   first = arrays[0]
+  if isinstance(first, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct(shape, dtype_of(first))
   unchanged = len(arrays) == 1 and first.shape == shape
   # A device array stays there. In several processes it has to be copied to the
   # host: JAX assembles global arrays from the host arrays of the processes.
@@ -140,7 +144,9 @@ def join(path: str, arrays: Sequence[Array], shape: tuple[int, ...]) -> Array:
 
 def _check_leaf(x: Any) -> Array:
   """Returns a leaf as an array, or raises if JAX would change its values."""
-  if isinstance(x, jax.Array):
+  if isinstance(x, jax.ShapeDtypeStruct):
+    pass
+  elif isinstance(x, jax.Array):
     if not x.is_fully_addressable:
       raise ValueError(
         "lies on devices of other processes: it is sharded already."
@@ -162,9 +168,10 @@ def _check_leaf(x: Any) -> Array:
       "is a scalar: every leaf must be an array whose leading dimension is the "
       "batch."
     )
-  overflow = trees.integer_overflow(x)
-  if overflow is not None:
-    raise ValueError(overflow)
+  if not isinstance(x, jax.ShapeDtypeStruct):
+    overflow = trees.integer_overflow(x)
+    if overflow is not None:
+      raise ValueError(overflow)
   return x
 
 

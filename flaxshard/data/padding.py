@@ -94,7 +94,7 @@ class Padder:
       if layout.mask_leaf is None:
         arrays.append(mask)
         shardings.append(layout.mask_sharding)
-      else:
+      elif not isinstance(arrays[layout.mask_leaf], jax.ShapeDtypeStruct):
         given = np.asarray(arrays[layout.mask_leaf])
         arrays[layout.mask_leaf] = _combine_masks(layout.mask, given, mask)
     out = sharding.put(self._mesh, arrays, shardings)

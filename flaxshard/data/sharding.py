@@ -13,6 +13,7 @@ import numpy as np
 
 from flaxshard.core import trees
 from flaxshard.data import host_batch
+from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 
@@ -52,7 +53,9 @@ def shard_batch(
   Args:
     mesh: A mesh with an axis `"replica"`.
     batch: A pytree of arrays `[batch, ...]`, with the rows of this process's
-      replicas. NumPy arrays are copied.
+      replicas. NumPy arrays are copied. Of `jax.ShapeDtypeStruct`s, the result
+      is an abstract batch; on devices for compiling alone its rows are those of
+      the global batch.
     spec: A `PartitionSpec` for every leaf, or a dict of them by path. Leaves
       that the dict does not name get `P("replica")`.
 
@@ -106,6 +109,9 @@ def pipelines(mesh: jax.sharding.Mesh) -> tuple[tuple[int, ...], ...]:
     raise ValueError(
       f"mesh must have an axis 'replica', got the axes {mesh.axis_names}."
     )
+  if compile_only.is_compile_only(mesh):
+    # This process, which has none of the devices, stands for all of theirs.
+    return (tuple(range(mesh.shape[mesh_lib.REPLICA])),)
   axis = mesh.axis_names.index(mesh_lib.REPLICA)
   # A replica whose devices belong to several processes is in several sets.
   replicas_of: dict[int, set[int]] = {}
@@ -130,6 +136,8 @@ def pipeline_id(mesh: jax.sharding.Mesh) -> int:
   Raises:
     ValueError: No device of the mesh belongs to this process.
   """
+  if compile_only.is_compile_only(mesh):
+    return 0
   axis = mesh.axis_names.index(mesh_lib.REPLICA)
   for index, device in np.ndenumerate(mesh.devices):
     if device.process_index == jax.process_index():
@@ -238,12 +246,18 @@ def put(
   mesh: jax.sharding.Mesh,
   arrays: Sequence[host_batch.Array],
   shardings: Sequence[jax.sharding.NamedSharding],
-) -> list[jax.Array]:
+) -> list[Any]:
   """Assembles global arrays from the rows of each pipeline."""
   count = len(pipelines(mesh))
   # JAX would infer the shapes from the sharding, and multiply every dimension
   # that is split over processes. Only the batch is: a process has full rows.
-  shapes = [(len(x) * count, *x.shape[1:]) for x in arrays]
+  shapes = [(x.shape[0] * count, *x.shape[1:]) for x in arrays]
+  if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
+    return [
+      jax.ShapeDtypeStruct(shape, x.dtype, sharding=s)
+      for shape, x, s in zip(shapes, arrays, shardings, strict=True)
+    ]
+  compile_only.check_can_run("sharding a batch of arrays", mesh)
   return jax.make_array_from_process_local_data(
     list(shardings), list(arrays), shapes
   )

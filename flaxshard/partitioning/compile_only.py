@@ -42,7 +42,7 @@ def is_compile_only(devices: Any) -> bool:
   return getattr(client, "runtime_type", None) == RUNTIME_TYPE
 
 
-def check_can_run(where: str, mesh: jax.sharding.Mesh) -> None:
+def check_can_run(where: str, mesh: Any) -> None:
   """Raises a ValueError if a mesh has devices for compiling alone.
 
   Args:
@@ -52,11 +52,42 @@ def check_can_run(where: str, mesh: jax.sharding.Mesh) -> None:
   if is_compile_only(mesh):
     device = mesh.devices.flat[0]
     raise ValueError(
-      f"{where} cannot run on {device.device_kind} devices that exist only for "
-      "the compiler, as those of Topology.named do. Lower and compile the "
-      "program with `.lower(...).compile()`, or create the Strategy from the "
-      "devices of this machine."
+      f"{where}: the mesh has {mesh.devices.size} devices of the kind "
+      f"{device.device_kind!r} that exist for compiling alone; they run "
+      "nothing and hold no arrays. Strategy.jit(fn).lower(...) and "
+      "jax.jit(fn).lower(...) work, with jax.ShapeDtypeStructs; to run, create "
+      "the Strategy from the devices of this machine."
     )
+
+
+def check_can_hold(where: str, tree: Any) -> None:
+  """Raises a ValueError if a tree is sharded over such devices.
+
+  Args:
+    where: What the tree is, for the error message.
+    tree: A tree of arrays or `jax.ShapeDtypeStruct`s.
+  """
+  for x in jax.tree.leaves(tree):
+    sharding = getattr(x, "sharding", None)
+    if isinstance(sharding, jax.sharding.NamedSharding):
+      check_can_run(where, sharding.mesh)
+      return  # a state is on one mesh
+
+
+def abstract_array(
+  x: Any, sharding: jax.sharding.Sharding
+) -> jax.ShapeDtypeStruct:
+  """Returns the shape and dtype of an array, with another sharding.
+
+  Args:
+    x: An array, a number, or a `jax.ShapeDtypeStruct`.
+    sharding: The sharding.
+  """
+  if not isinstance(x, jax.ShapeDtypeStruct):
+    x = jax.typeof(x)
+  return jax.ShapeDtypeStruct(
+    x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type
+  )
 
 
 def has_libtpu() -> bool:
@@ -79,12 +110,14 @@ def devices(name: TopologyName) -> tuple[Any, ...]:
     name: The checked name of the topology.
   """
   if not has_libtpu():
-    return tpu_generations.described_devices(name)
-  options: dict[str, Any] = {"num_slices": name.num_slices}
+    return tuple(tpu_generations.described_devices(name))
+  options: dict[str, Any] = {
+    "chips_per_host_bounds": list(name.chips_per_process)
+  }
+  if name.num_slices > 1:
+    options["num_slices"] = name.num_slices
   if name.generation.chip_config is not None:
     options["chip_config_name"] = name.generation.chip_config
-  if name.chips_per_process != tpu_generations.CHIPS_PER_PROCESS:
-    options["chips_per_host_bounds"] = list(name.chips_per_process)
   with _libtpu_environment():
     description = topologies.get_topology_desc(
       name.layout, platform="tpu", **options

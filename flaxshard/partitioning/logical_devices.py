@@ -16,6 +16,7 @@ import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core import trees
+from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import partitions
 from flaxshard.partitioning import specs as specs_lib
@@ -31,6 +32,7 @@ def split(
   x = _as_array("tensor", x)
   spec = partitions.partition_spec(mesh, x.shape, partition_dimensions)
   if _is_concrete(x):
+    compile_only.check_can_run("split_to_logical_devices", mesh)
     return jax.device_put(x, _keep_replica_split(mesh, spec, x))
   mesh = _mesh_of_trace("split_to_logical_devices", mesh)
   if not _has_auto_replicas(mesh):
@@ -47,6 +49,7 @@ def replicate(mesh: jax.sharding.Mesh, x: Any) -> jax.Array:
   x = _as_array("tensor", x)
   spec = P(*[None] * x.ndim)
   if _is_concrete(x):
+    compile_only.check_can_run("replicate_to_logical_devices", mesh)
     return jax.device_put(x, _keep_replica_split(mesh, spec, x))
   mesh = _mesh_of_trace("replicate_to_logical_devices", mesh)
   if not _has_auto_replicas(mesh) or mesh.shape[mesh_lib.REPLICA] == 1:
@@ -73,6 +76,7 @@ def assign(
   x = _as_array("tensor", x)
   index = _check_index(mesh, logical_device_id)
   if _is_concrete(x):
+    compile_only.check_can_run("assign_to_logical_device", mesh)
     return _move(mesh_lib.logical_device_mesh(mesh, index), x)
   method = "assign_to_logical_device"
   mesh = _mesh_of_trace(method, mesh)
@@ -93,6 +97,7 @@ def on_device(
   if not _is_concrete(*jax.tree.leaves(args)):
     mesh = _mesh_of_trace("on_logical_device", mesh)
     return _run_in_branch("on_logical_device", mesh, index, fn, *args)
+  compile_only.check_can_run("on_logical_device", mesh)
   device = mesh_lib.logical_device_mesh(mesh, index)
   # Arrays that `fn` creates, such as jnp.zeros(2), are on the device too. A
   # logical device may have no device in this process, hence the None.

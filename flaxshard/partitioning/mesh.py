@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import checks
+from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import devices as devices_lib
 from flaxshard.partitioning.device_assignment import DeviceAssignment
 from flaxshard.partitioning.specs import Mesh
@@ -172,6 +173,7 @@ def put(x: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
       processes JAX compares them, with one exchange for each call.
     sharding: Where to put it.
   """
+  _check_holds_arrays(x, sharding)
   if sharding.is_fully_addressable or not (
     isinstance(x, jax.Array) and x.is_fully_addressable
   ):
@@ -191,6 +193,7 @@ def put_unchecked(x: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
     x: An array that is the same in all processes by construction.
     sharding: Where to put it.
   """
+  _check_holds_arrays(x, sharding)
   if sharding.is_fully_addressable or not getattr(
     x, "is_fully_addressable", True
   ):
@@ -203,6 +206,12 @@ def put_unchecked(x: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
   return jax.make_array_from_callback(
     values.shape, sharding, lambda index: values[index]
   )
+
+
+def _check_holds_arrays(x: Any, sharding: jax.sharding.NamedSharding) -> None:
+  # In a trace nothing is moved: the program may be for other devices.
+  if not isinstance(x, jax.core.Tracer):
+    compile_only.check_can_run("putting an array on the mesh", sharding.mesh)
 
 
 def constrain(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
@@ -356,9 +365,15 @@ def order_devices(
     if devices_lib.is_tpu(in_slice[0]):
       # JAX knows the torus of each TPU version. Without splitting physical axes
       # it would refuse a replica that takes only a part of one.
-      grid = mesh_utils.create_device_mesh(
-        shape, in_slice, allow_split_physical_axes=True
-      )
+      try:
+        grid = mesh_utils.create_device_mesh(
+          shape, in_slice, allow_split_physical_axes=True
+        )
+      except TypeError:
+        # For some large tori, such as 16 x 20 x 28, JAX finds no assignment of
+        # the axes (JAX 0.10.2). Neighbors along x are then next to each other.
+        in_slice.sort(key=lambda d: (*d.coords[::-1], d.core_on_chip))
+        grid = np.array(in_slice, object).reshape(shape)
     else:
       grid = np.array(in_slice, object).reshape(shape)
     grids.append(grid)

@@ -139,12 +139,14 @@ class Topology:
   def named(cls, name: str, num_slices: int | None = None) -> Topology:
     """Returns the topology of TPUs with a name, for compiling alone.
 
-    This machine needs no TPU. Programs can be lowered and compiled for the
-    devices, but nothing can run on them or be stored there.
+    This machine needs no TPU. Programs can be lowered for the devices, but
+    nothing can run on them or be stored there. With the TPU compiler, which
+    `pip install "flaxshard[tpu]"` installs, programs can be compiled too.
 
     Args:
-      name: A generation of TPUs, and the number of chips of a slice along each
-        axis: `"v5e:2x4"`, `"v5p:4x4x8"`. `"2*v5e:4x4"` has two slices.
+      name: A generation of TPUs (v2, v3, v4, v5e, v5p, v6e, tpu7x), and the
+        number of chips of a slice along each axis: `"v5e:2x4"`, `"v5p:4x4x8"`.
+        `"2*v5e:4x4"` has two slices.
       num_slices: Number of slices that are connected by the data-center
         network. None: the number in the name, else 1.
 
@@ -152,10 +154,35 @@ class Topology:
       ValueError: There is no such topology.
       TypeError: An argument has the wrong type.
 
+    Example:
+      >>> topology = Topology.named("v5e:2x4", num_slices=2)
+      >>> topology
+      Topology(mesh_shape=(2, 4, 2, 1), num_tasks=4, num_tpus_per_task=4, \
+num_slices=2)
+      >>> topology.name
+      '2*v5e:2x4'
+
     Source: `jax.experimental.topologies.get_topology_desc`.
     """
     checked = tpu_generations.parse(name, num_slices)
     return cls.from_devices(compile_only.devices(checked))
+
+  @functools.cached_property
+  def name(self) -> str | None:
+    """The name of the topology, such as `"2*v5e:4x4"`.
+
+    None for devices that are not TPUs or do not fill whole slices, and for a
+    topology without devices.
+    """
+    if self.devices is None or not devices_lib.is_tpu(self.devices.flat[0]):
+      return None
+    x, y, z, _ = self.slice_shape
+    return tpu_generations.topology_name(
+      getattr(self.devices.flat[0], "device_kind", ""),
+      (x, y, z),
+      self.num_slices,
+      self.devices.size,
+    )
 
   # -- Sizes.
 

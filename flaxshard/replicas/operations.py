@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import trees
+from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas.values import is_per_replica
@@ -44,6 +45,7 @@ def reduce(
 ) -> PyTree:
   """Reduces per-replica values to one value; see `Strategy.reduce`."""
   replica_context.check_reduce_op(reduce_op)
+  compile_only.check_can_run("reduce", mesh)
   trees.check_arrays("reduce: value", value)
 
   def reduce_array(v: Any) -> jax.Array:
@@ -69,6 +71,7 @@ def reduce(
 
 def gather(mesh: jax.sharding.Mesh, value: PyTree, axis: int) -> PyTree:
   """Concatenates per-replica values; see `Strategy.gather`."""
+  compile_only.check_can_run("gather", mesh)
 
   def gather_leaf(path: Any, x: Any) -> Any:
     if not is_per_replica(x):
@@ -96,6 +99,7 @@ def local_replicas(mesh: jax.sharding.Mesh) -> list[int]:
 
 def local_results(mesh: jax.sharding.Mesh, value: PyTree) -> tuple[PyTree, ...]:
   """Returns the values of local replicas; see `Strategy.local_results`."""
+  compile_only.check_can_run("local_results", mesh)
 
   def take_leaf(index: int, path: Any, x: Any) -> Any:
     if not is_per_replica(x):
@@ -117,6 +121,7 @@ def from_function(
   """Makes a `PerReplica`; see `Strategy.distribute_values_from_function`."""
   if not callable(value_fn):
     raise TypeError(f"value_fn must be a function, got {value_fn!r}.")
+  compile_only.check_can_run("distribute_values_from_function", mesh)
   # Each process calls it for its own replicas only.
   local = local_replicas(mesh)
   num_replicas = mesh.shape[mesh_lib.REPLICA]

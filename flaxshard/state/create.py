@@ -127,8 +127,11 @@ def create_train_state(
     rules=rules,
     strict=strict,
   )
+  if not abstract:
+    for message in plan.notes:
+      checks.warn(message)
+  # Without the notes: the state may be restored to be evaluated alone.
   if abstract or (mesh is not None and compile_only.is_compile_only(mesh)):
-    # Nothing is said: the state may be restored to be evaluated alone.
     return plan.abstract_state()
   return plan.create_state()
 
@@ -143,7 +146,7 @@ class CreationPlan:
     arg_shardings: Shardings of `args`; None leaves them where they are.
     static_fields: The other fields of the state.
     abstract_fields: Shape, dtype and sharding of what `create_fields` returns.
-    notes: What `create_state` warns of.
+    notes: What `create_train_state` warns of.
   """
 
   create_fields: Callable[..., dict[str, PyTree]]
@@ -159,8 +162,6 @@ class CreationPlan:
 
   def create_state(self) -> TrainState:
     """Compiles and runs `create_fields`; returns the state."""
-    for message in self.notes:
-      checks.warn(message)
     jitted, args = self.jit()
     return self._assemble(jitted(*args))
 

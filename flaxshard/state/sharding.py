@@ -14,6 +14,7 @@ import jax
 
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
+from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
@@ -84,13 +85,16 @@ def complete_fields(
     wrappers: The wrappers of the state.
 
   Returns:
-    All fields by name.
+    All fields by name. On a mesh of devices for compiling alone they have a
+    `jax.ShapeDtypeStruct` for every array.
   """
   specs = {
     name: rules_lib.resolve(None, mesh, tree, argument=name)
     for name, tree in given.items()
   }
-  given = jax.tree.map(mesh_lib.put, dict(given), shardings_of(specs, mesh))
+  is_abstract = compile_only.is_compile_only(mesh)
+  place = compile_only.abstract_array if is_abstract else mesh_lib.put
+  given = jax.tree.map(place, dict(given), shardings_of(specs, mesh))
 
   def create_fields(given: Mapping[str, PyTree]) -> dict[str, PyTree]:
     return trees.unshare_buffers(init(given))
@@ -98,6 +102,8 @@ def complete_fields(
   # The shardings of slots and wrapper states depend on their shapes.
   created = jax.eval_shape(create_fields, given)
   abstract = abstract_fields({**given, **created}, specs, wrappers, mesh)
+  if is_abstract:
+    return abstract
   # Sharded outputs: no device ever holds a whole slot of a split parameter.
   jitted = jax.jit(
     create_fields,

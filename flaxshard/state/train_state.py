@@ -22,6 +22,7 @@ from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
 from flaxshard.core import trees
+from flaxshard.partitioning import compile_only
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import mean_extra_args
 from flaxshard.replicas import values
@@ -170,7 +171,10 @@ class TrainState(flax_train_state.TrainState):
     if mesh is None:
       arrays = trees.unshare_buffers({**given, **init(given)})
     else:
-      given = trees.unshare_buffers(given)
+      if compile_only.is_compile_only(mesh):
+        given = jax.tree.map(trees.to_strong_shape, given)
+      else:
+        given = trees.unshare_buffers(given)
       arrays = sharding_lib.complete_fields(init, given, mesh, wrappers)
     return fields_lib.extend(cls, arrays)(
       apply_fn=apply_fn, tx=tx, wrappers=wrappers, **static, **arrays

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from flaxshard.core import trees
+from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas.values import is_per_replica
@@ -159,8 +160,10 @@ def place(mesh: Mesh, leaf: Any, layout: Layout, index: int) -> Any:
   if layout.per_replica[index]:
     _check_replica_axis(where, mesh, leaf, layout.paths[index])
   target = _target_sharding(where, mesh, leaf, layout, index)
-  if isinstance(leaf, jax.ShapeDtypeStruct):
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target)
+  if isinstance(leaf, jax.ShapeDtypeStruct) or compile_only.is_compile_only(
+    mesh
+  ):
+    return compile_only.abstract_array(leaf, target)
   try:
     placed = mesh_lib.put(leaf, target)
   except AssertionError as e:  # JAX has compared the processes

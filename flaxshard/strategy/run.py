@@ -19,9 +19,11 @@ import numpy as np
 from flaxshard.core import checks
 from flaxshard.core import trees
 from flaxshard.data import padding
+from flaxshard.partitioning import compile_only
 from flaxshard.replicas import context as replica_context
 from flaxshard.strategy import arguments
 from flaxshard.strategy import function_cache
+from flaxshard.strategy import run_steps
 from flaxshard.strategy.arguments import Layout
 from flaxshard.strategy.replica_program import ReplicaProgram
 
@@ -98,6 +100,7 @@ class Program:
         "run: called inside of run, where this replica's program is traced. "
         "Call the function itself."
       )
+    compile_only.check_can_run("run", self._mesh)
     leaves, treedef = jax.tree.flatten((args, kwargs))
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     # In a training loop the shardings are the same objects in each step. Their
@@ -276,3 +279,21 @@ class CompiledFunction:
   def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
     """Lowers the program, as `jax.jit(...).lower` does."""
     return self._program.lower(self._fn, args, kwargs)
+
+
+class CompiledSteps:
+  """The result of `Strategy.jit_steps`: a loop over batches."""
+
+  def __init__(self, step_fn: Function, program: Program):
+    self._step_fn = step_fn
+    self._program = program
+
+  def __call__(self, state: PyTree, batches: PyTree) -> tuple[PyTree, PyTree]:
+    """Runs a step for each batch, on each replica."""
+    args = state, run_steps.stack(batches)
+    return self._program.call(self._step_fn, args, {})
+
+  def lower(self, state: PyTree, batches: PyTree) -> jax.stages.Lowered:
+    """Lowers the loop, as `jax.jit(...).lower` does."""
+    args = state, run_steps.stack(batches)
+    return self._program.lower(self._step_fn, args, {})

@@ -78,6 +78,8 @@ def _stack(*parts: Any) -> Any:
 
 
 def _stack_arrays(axis: int, *parts: Any) -> Any:
+  if any(isinstance(x, jax.ShapeDtypeStruct) for x in parts):
+    return _stack_abstract(axis, *parts)
   # NumPy batches stay on the host: `run` moves the whole stack at once.
   if not all(isinstance(x, jax.Array) for x in parts):
     return np.stack(parts, axis)
@@ -90,16 +92,31 @@ def _stack_arrays(axis: int, *parts: Any) -> Any:
   return jnp.stack(parts, axis)
 
 
+def _stack_abstract(axis: int, *parts: Any) -> jax.ShapeDtypeStruct:
+  first = parts[0]
+  shape = (*first.shape[:axis], len(parts), *first.shape[axis:])
+  sharding = first.sharding
+  if isinstance(sharding, jax.sharding.NamedSharding):
+    sharding = _stacked_sharding(sharding, axis)
+  return jax.ShapeDtypeStruct(shape, first.dtype, sharding=sharding)
+
+
 @functools.lru_cache
 def _stacker(
   sharding: jax.sharding.NamedSharding, axis: int
 ) -> Callable[..., jax.Array]:
+  stacked = _stacked_sharding(sharding, axis)
+  return jax.jit(lambda *xs: jnp.stack(xs, axis), out_shardings=stacked)
+
+
+def _stacked_sharding(
+  sharding: jax.sharding.NamedSharding, axis: int
+) -> jax.sharding.NamedSharding:
   # Each device stacks its parts: the new dimension is not split.
   spec = [*sharding.spec, *(None,) * axis]
-  stacked = jax.sharding.NamedSharding(
+  return jax.sharding.NamedSharding(
     sharding.mesh, P(*spec[:axis], None, *spec[axis:])
   )
-  return jax.jit(lambda *xs: jnp.stack(xs, axis), out_shardings=stacked)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -263,11 +263,35 @@ class Strategy:
       >>> round(float(state.params["w"]), 6), round(float(loss), 6)
       (0.5, 0.6)
     """
+    compiled = self.jit_steps(step_fn, reduce=reduce, donate_state=donate_state)
+    return compiled(state, batches)
+
+  def jit_steps(
+    self,
+    step_fn: Callable[..., PyTree],
+    *,
+    reduce: PyTree = None,
+    donate_state: bool = False,
+  ) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """Compiles a loop over several steps, as `run_steps` runs it.
+
+    Args:
+      step_fn: The step, as in `run_steps`.
+      reduce: How to reduce the outputs of the last step, as in `run_steps`.
+      donate_state: Whether the memory of the state may be overwritten.
+
+    Returns:
+      A function of `state` and `batches`, which returns what `run_steps` does.
+      Its method `lower(state, batches)` lowers the loop; the arguments may be
+      `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: `reduce` is no reduction.
+    """
     _check_function("step_fn", step_fn)
-    batches = run_steps_lib.stack(batches)
     loop = run_steps_lib.Loop.create(reduce)
     program = self._program(step_fn, (0,) if donate_state else (), loop)
-    return program.call(step_fn, (state, batches), {})
+    return run_lib.CompiledSteps(step_fn, program)
 
   def reduce(
     self, reduce_op: str, value: PyTree, axis: int | None = None
@@ -407,7 +431,9 @@ class Strategy:
 
     Args:
       batch: A tree of arrays `[batch, ...]`. With several processes, each
-        process passes its part of the batch.
+        process passes its part of the batch. A tree of `jax.ShapeDtypeStruct`s
+        gives an abstract batch, for `lower`; on devices for compiling alone
+        that is the global batch.
       spec: A `PartitionSpec`, or a dict of them by path, which may split the
         batch over logical devices too. None: `PartitionSpec("replica")`.
 
