@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 import dataclasses
 
 import jax
@@ -22,10 +21,6 @@ KINDS = (
   "collective-permute",
   "collective-broadcast",
 )
-
-# How far to look for a name stack: a transfer between slices stands some
-# instructions behind what made its operand.
-_NAME_DISTANCE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +158,7 @@ def _collective(
   if instruction.opcode.endswith("-start"):
     # The start's own shape also has the operands and the compiler's flags.
     results = next(
-      (i.arrays for i in _users(instruction) if i.opcode == f"{kind}-done"),
+      (i.arrays for i in instruction.users if i.opcode == f"{kind}-done"),
       results,
     )
   if kind == "all-reduce" and _is_reduce_scatter(site):
@@ -226,18 +221,12 @@ def _is_continuation(
     return False
   return not any(
     'custom_call_target="AsyncCollectiveStart"' in user.attributes
-    for user in _users(instruction)
+    for user in instruction.users
   )
 
 
 def _channel(instruction: hlo.Instruction) -> str:
   return instruction.attribute(r"channel_id=(\d+)")
-
-
-def _users(instruction: hlo.Instruction) -> Iterator[hlo.Instruction]:
-  for other in instruction.computation.instructions.values():
-    if instruction.name in other.operands:
-      yield other
 
 
 def _describe(
@@ -246,7 +235,7 @@ def _describe(
   instruction, site = item.instruction, item.site
   groups, are_pairs = _groups(numbers, item)
   axes = numbers.axes_of_pairs(groups) if are_pairs else numbers.axes(groups)
-  named = _named_instruction(item)
+  named = sources.nearest_named([instruction, *site.callers[-1:]])
   largest = max(item.operands, key=lambda a: a.nbytes, default=None)
   operand_bytes = sum(array.nbytes for array in item.operands)
   return Collective(
@@ -281,28 +270,6 @@ def _groups(
   count = len(numbers.positions[0])
   groups = groups_lib.replica_groups(attributes, count)
   return numbers.to_positions(groups or (tuple(range(count)),)), False
-
-
-def _named_instruction(item: Found) -> hlo.Instruction | None:
-  """Returns the nearest instruction with a name stack.
-
-  The collective itself, the fusion around it, or else what makes its operand
-  or uses its result: the compiler drops the names of collectives that it
-  splits.
-  """
-  starts = [item.instruction, *item.site.callers[-1:]]
-  for near in starts:
-    if near.op_name:
-      return near
-  for start in starts:
-    behind, ahead = [start], [start]
-    for _ in range(_NAME_DISTANCE):
-      behind = [i for b in behind for i in b.operand_instructions][:8]
-      ahead = [i for a in ahead for i in _users(a)][:8]
-      for near in (*behind, *ahead):
-        if near.op_name and near.opcode != "parameter":
-          return near
-  return None
 
 
 def _merge_branches(

@@ -26,6 +26,7 @@ BITS = {
 }  # fmt: skip
 
 _ARRAY = re.compile(r"(\w+)\[([^\]]*)\](?:\{([^}]*)\})?|(token|opaque)\[\]")
+_BRACKET_OR_ARRAY = re.compile(r"\w+\[[^\]]*\](?:\{[^}]*\})?|[()]")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) .*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([^\s=]+) = ")
 _ARRAY_THEN_OPCODE = re.compile(
@@ -112,6 +113,35 @@ def parse_shape(text: str) -> tuple[Array, ...]:
   return tuple(_array(match) for match in _ARRAY.finditer(text))
 
 
+@functools.lru_cache(maxsize=65536)
+def element_ranges(shape: str) -> tuple[tuple[int, int], ...]:
+  """Returns which leaves each element of a tuple's shape has.
+
+  Example:
+    >>> element_ranges("((f32[2]{0}, s32[]), f32[4]{0})")
+    ((0, 2), (2, 3))
+  """
+  if not shape.startswith("("):
+    return ((0, 1),)
+  ranges: list[tuple[int, int]] = []
+  leaves = depth = 0
+  start = 0
+  for match in _BRACKET_OR_ARRAY.finditer(shape, 1, len(shape) - 1):
+    token = match[0]
+    if token == "(":
+      start = leaves if not depth else start
+      depth += 1
+    elif token == ")":
+      depth -= 1
+      if not depth:
+        ranges.append((start, leaves))
+    else:
+      leaves += 1
+      if not depth:
+        ranges.append((leaves - 1, leaves))
+  return tuple(ranges)
+
+
 def _array(match: re.Match[str]) -> Array:
   dtype, dims, layout, no_data = match.groups()
   if no_data:
@@ -195,6 +225,11 @@ class Instruction:
     by_name = self.computation.instructions
     return [by_name[name] for name in self.operands if name in by_name]
 
+  @property
+  def users(self) -> list[Instruction]:
+    """The instructions that read its result."""
+    return self.computation.users(self)
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Computation:
@@ -203,6 +238,16 @@ class Computation:
   name: str
   instructions: dict[str, Instruction]
   root: Instruction | None = None
+  _users: dict[str, list[Instruction]] | None = None
+
+  def users(self, instruction: Instruction) -> list[Instruction]:
+    """Returns the instructions that read an instruction's result."""
+    if self._users is None:
+      self._users = {}
+      for other in self.instructions.values():
+        for name in dict.fromkeys(other.operands):
+          self._users.setdefault(name, []).append(other)
+    return self._users.get(instruction.name, [])
 
   @property
   def parameters(self) -> list[Instruction]:

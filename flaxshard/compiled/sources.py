@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import os
 
 from flaxshard.compiled import hlo
@@ -18,6 +19,34 @@ _LIBRARIES = (
   "jaxlib",
   "optax",
 )
+
+# How far to look for a name stack: a transfer between slices stands some
+# instructions behind what made its operand.
+_NAME_DISTANCE = 8
+_NEIGHBORS = 8
+
+
+def nearest_named(
+  starts: Sequence[hlo.Instruction],
+) -> hlo.Instruction | None:
+  """Returns the nearest instruction that has a name stack, or None.
+
+  The compiler drops the names of some instructions that it splits or adds.
+  First the given instructions themselves are asked, then what makes their
+  operands and what uses their results.
+  """
+  for start in starts:
+    if start.op_name:
+      return start
+  for start in starts:
+    behind, ahead = [start], [start]
+    for _ in range(_NAME_DISTANCE):
+      behind = [i for b in behind for i in b.operand_instructions][:_NEIGHBORS]
+      ahead = [i for a in ahead for i in a.users][:_NEIGHBORS]
+      for near in (*behind, *ahead):
+        if near.op_name and near.opcode != "parameter":
+          return near
+  return None
 
 
 def source_line(program: hlo.Program, instruction: hlo.Instruction) -> str:

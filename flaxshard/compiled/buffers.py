@@ -1,0 +1,383 @@
+"""The largest buffers that are alive at a program's peak.
+
+The compiled text has the order of the instructions, their layouts, and (on TPU)
+which results reuse an operand's memory. From these follows when each buffer is
+alive. Offsets in memory are not in the text: gaps between buffers are not
+counted. Totals are those of `Compiled.memory_analysis`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+from flaxshard.compiled import hlo
+from flaxshard.compiled import sources
+from flaxshard.compiled import values as values_lib
+from flaxshard.core import checks
+
+_HBM = 0
+# Where the TPU compiler writes which operands' memory a result reuses.
+_ALIASING = '"aliasing_operands":'
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+  """A buffer in a device's main memory at the peak of a program.
+
+  Attributes:
+    nbytes: Bytes, with the padding of its layout.
+    shape: Such as `f32[4096,4096]`.
+    origin: Path of the argument, or the name stack of what makes the buffer.
+    source: The user's line, such as `model.py:12`, or "".
+    kind: "argument", "output" (one that reuses no argument's memory), or
+      "temporary".
+  """
+
+  nbytes: int
+  shape: str
+  origin: str
+  source: str
+  kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PeakMemory:
+  """Bytes of the main memory at a program's peak, by kind.
+
+  Attributes:
+    arguments: Bytes of the arguments.
+    outputs: Bytes of outputs that are alive at the peak and reuse no
+      argument's memory.
+    temporaries: Bytes of temporaries that are alive at the peak.
+    buffers: The buffers, the largest first.
+  """
+
+  arguments: int
+  outputs: int
+  temporaries: int
+  buffers: tuple[Buffer, ...]
+
+
+def largest_buffers(
+  compiled: hlo.HasText | hlo.Program | str, count: int = 10
+) -> tuple[Buffer, ...]:
+  """Returns the largest buffers that are alive at a program's peak.
+
+  Args:
+    compiled: A compiled program, or its HLO text.
+    count: Number of buffers.
+
+  Returns:
+    The largest first.
+
+  Raises:
+    TypeError: `compiled` is no program.
+    ValueError: The text is no HLO module, or `count` is below 1.
+
+  Example:
+    >>> import jax
+    >>> x = jax.ShapeDtypeStruct((1000,), "float32")
+    >>> compiled = jax.jit(lambda x: x.sum()).lower(x).compile()
+    >>> largest_buffers(compiled, 1)[0].shape
+    'f32[1000]'
+  """
+  count = checks.integer("count", count, minimum=1)
+  return peak_memory(compiled).buffers[:count]
+
+
+def peak_memory(compiled: hlo.HasText | hlo.Program | str) -> PeakMemory:
+  """Returns the buffers that are alive when most of the memory is used."""
+  program = hlo.parse(compiled)
+  values = values_lib.trace(program)
+  sets = _memory_sets(program, values)
+  times = _times(program)
+  regions = _regions(program, values, sets, times)
+  alive = _at_peak(regions)
+  found = [_buffer(program, values, region) for region in alive]
+  found.sort(key=lambda b: -b.nbytes)
+  total = {
+    kind: sum(b.nbytes for b in found if b.kind == kind)
+    for kind in ("argument", "output", "temporary")
+  }
+  return PeakMemory(
+    total["argument"], total["output"], total["temporary"], tuple(found)
+  )
+
+
+@dataclasses.dataclass
+class _Region:
+  """Memory that several values use one after another, or as one."""
+
+  nbytes: int
+  value: int  # the one that names the region
+  first: float
+  last: float
+  kind: str
+
+
+def _memory_sets(
+  program: hlo.Program, values: values_lib.Values
+) -> _DisjointSets:
+  """Joins the values that share memory."""
+  sets = _DisjointSets(len(values.owner))
+  fused = values.in_fusion
+  for source, target, edge in values.edges:
+    if (
+      edge == values_lib.Edge.SAME
+      and values.owner[target].computation.name not in fused
+    ):
+      sets.join(source, target)
+  for instruction in _instructions(values):
+    operands = [
+      value
+      for operand in instruction.operand_instructions
+      for value in values.of(operand)
+    ]
+    result = values.of(instruction)
+    for source, target in _reused_operands(program, instruction, operands):
+      sets.join(operands[source], result[target])
+  # An output in an argument's memory.
+  root = program.entry.root
+  if root is not None:
+    arguments = {int(p.literal): p for p in program.entry.parameters}
+    ranges = hlo.element_ranges(root.shape)
+    for output, (number, index) in program.aliases.items():
+      leaf = ranges[output[0]][0] if output else 0
+      if number in arguments and not index:
+        sets.join(values.of(arguments[number])[0], values.of(root)[leaf])
+  return sets
+
+
+def _instructions(values: values_lib.Values) -> list[hlo.Instruction]:
+  """Returns the instructions that are not parts of fusions."""
+  return [
+    instruction
+    for instruction, leaf in zip(values.owner, values.leaf, strict=True)
+    if not leaf and instruction.computation.name not in values.in_fusion
+  ]
+
+
+def _reused_operands(
+  program: hlo.Program,
+  instruction: hlo.Instruction,
+  operands: list[int],
+) -> list[tuple[int, int]]:
+  """Returns which leaves of the operands become which leaves of the result.
+
+  The TPU compiler writes its choice into `backend_config`: numbers count the
+  operands' leaves, then the result's. Elsewhere an instruction that updates a
+  slice works in place.
+  """
+  text = instruction.attributes
+  start = text.find(_ALIASING)
+  if start >= 0:
+    start += len(_ALIASING)
+    written, _ = json.JSONDecoder().raw_decode(text, start)
+    found: list[tuple[int, int]] = []
+    for group in written["lists"]:
+      indices = [int(i) for i in group["indices"]]
+      sources = [i for i in indices if i < len(operands)]
+      targets = [i - len(operands) for i in indices if i >= len(operands)]
+      found.extend((s, t) for s in sources[:1] for t in targets)
+    return found
+  found = []
+  for target, source in re.findall(
+    r"\{(\d*)\}: \((\d+), \{\}\)", text.partition("calls=")[0]
+  ):
+    found.append((int(source), int(target or 0)))
+  if found:
+    return found
+  if instruction.opcode == "dynamic-update-slice":
+    return [(0, 0)]
+  if instruction.opcode == "fusion":
+    called = program.computations.get(instruction.called[0])
+    return _updates_in_place(called) if called else []
+  return []
+
+
+def _updates_in_place(called: hlo.Computation) -> list[tuple[int, int]]:
+  """A fusion whose result is an operand with an updated slice."""
+  root = called.root
+  while root is not None and root.opcode in ("bitcast", "convert", "copy"):
+    root = next(iter(root.operand_instructions), None)
+  if root is None or root.opcode != "dynamic-update-slice":
+    return []
+  updated = root.operand_instructions[0]
+  while updated.opcode in ("bitcast", "convert", "copy"):
+    updated = updated.operand_instructions[0]
+  return [(int(updated.literal), 0)] if updated.opcode == "parameter" else []
+
+
+def _times(program: hlo.Program) -> dict[tuple[str, str], int]:
+  """Returns when each instruction runs, counted in instructions.
+
+  The instructions of a loop's body or of a branch run just before the loop or
+  the conditional ends.
+  """
+  times: dict[tuple[str, str], int] = {}
+
+  def visit(computation: hlo.Computation) -> None:
+    for instruction in computation.instructions.values():
+      if instruction.opcode in ("while", "conditional", "call"):
+        for name in instruction.called:
+          if name in program.computations:
+            visit(program.computations[name])
+      times[computation.name, instruction.name] = len(times)
+
+  visit(program.entry)
+  return times
+
+
+def _regions(
+  program: hlo.Program,
+  values: values_lib.Values,
+  sets: _DisjointSets,
+  times: dict[tuple[str, str], int],
+) -> list[_Region]:
+  regions: dict[int, _Region] = {}
+  entry = program.entry
+  end = len(times)
+  for value, instruction in enumerate(values.owner):
+    computation = instruction.computation
+    time = times.get((computation.name, instruction.name))
+    if time is None or instruction.opcode == "constant":
+      continue
+    array = values.array(value)
+    if array.memory_space != _HBM or not array.padded_bytes:
+      continue
+    key = sets.find(value)
+    region = regions.setdefault(key, _Region(0, value, time, time, "temporary"))
+    if (
+      region.kind != "argument"
+      and not _passes_on(instruction)
+      and (
+        _passes_on(values.owner[region.value])
+        or array.padded_bytes > region.nbytes
+      )
+    ):
+      region.value = value
+    region.nbytes = max(region.nbytes, array.padded_bytes)
+    region.first = min(region.first, time)
+    region.last = max(region.last, time)
+    for user in instruction.users:
+      # Of a tuple, only who reads this leaf uses it.
+      if len(instruction.arrays) == 1 or user.opcode == "fusion":
+        region.last = max(region.last, times[computation.name, user.name])
+    if instruction.opcode == "parameter" and computation is entry:
+      region.kind, region.value = "argument", value
+      region.first, region.last = 0, end
+    elif instruction is entry.root and region.kind != "argument":
+      region.kind, region.last = "output", end
+  _join_elementwise(values, sets, times, regions)
+  return [region for region in regions.values() if region.nbytes]
+
+
+def _join_elementwise(
+  values: values_lib.Values,
+  sets: _DisjointSets,
+  times: dict[tuple[str, str], int],
+  regions: dict[int, _Region],
+) -> None:
+  """Lets elementwise results take the memory of an operand that ends there.
+
+  XLA does so where the text does not say it.
+  """
+  instructions = [
+    i for i in _instructions(values) if _is_elementwise(values, i)
+  ]
+  instructions.sort(key=lambda i: times.get((i.computation.name, i.name), -1))
+  for instruction in instructions:
+    time = times.get((instruction.computation.name, instruction.name))
+    result = regions.get(sets.find(values.of(instruction)[0]))
+    if result is None or result.first != time or result.kind != "temporary":
+      continue
+    for operand in instruction.operand_instructions:
+      given = regions.get(sets.find(values.of(operand)[0]))
+      if (
+        given is not None
+        and given is not result
+        and given.kind == "temporary"
+        and (given.last, given.nbytes) == (time, result.nbytes)
+      ):
+        result.first = given.first
+        given.nbytes = 0
+        break
+
+
+def _is_elementwise(
+  values: values_lib.Values, instruction: hlo.Instruction
+) -> bool:
+  if _ALIASING in instruction.attributes or len(instruction.arrays) > 1:
+    return False
+  if instruction.opcode != "fusion":
+    return values_lib.is_elementwise(instruction.opcode)
+  called = values.program.computations.get(instruction.called[0])
+  return called is not None and all(
+    values_lib.is_elementwise(i.opcode)
+    or i.opcode in ("bitcast", "broadcast", "constant", "parameter")
+    for i in called.instructions.values()
+  )
+
+
+def _passes_on(instruction: hlo.Instruction) -> bool:
+  return instruction.opcode in (
+    "bitcast",
+    "conditional",
+    "copy-done",
+    "get-tuple-element",
+    "opt-barrier",
+    "parameter",
+    "tuple",
+    "while",
+  )
+
+
+def _at_peak(regions: list[_Region]) -> list[_Region]:
+  """Returns the regions at the time at which they are largest together."""
+  changes: dict[float, int] = {}
+  for region in regions:
+    changes[region.first] = changes.get(region.first, 0) + region.nbytes
+    changes[region.last + 0.5] = (
+      changes.get(region.last + 0.5, 0) - region.nbytes
+    )
+  used = most = 0
+  peak = 0.0
+  for time in sorted(changes):
+    used += changes[time]
+    if used > most:
+      most, peak = used, time
+  return [r for r in regions if r.first <= peak <= r.last]
+
+
+def _buffer(
+  program: hlo.Program, values: values_lib.Values, region: _Region
+) -> Buffer:
+  named: hlo.Instruction | None = values.owner[region.value]
+  if region.kind != "argument":
+    named = sources.nearest_named([values.owner[region.value]])
+  return Buffer(
+    nbytes=region.nbytes,
+    shape=str(values.array(region.value)),
+    origin=named.op_name if named else "",
+    source=sources.source_line(program, named) if named else "",
+    kind=region.kind,
+  )
+
+
+class _DisjointSets:
+  """Sets of numbers that are joined (union-find)."""
+
+  def __init__(self, count: int) -> None:
+    self._parent = list(range(count))
+
+  def find(self, number: int) -> int:
+    parent = self._parent
+    while parent[number] != number:
+      parent[number] = parent[parent[number]]
+      number = parent[number]
+    return number
+
+  def join(self, first: int, second: int) -> None:
+    self._parent[self.find(first)] = self.find(second)

@@ -1,0 +1,327 @@
+"""The values of a program, and how instructions pass them on.
+
+A value is one array of an instruction's result. Edges say which value becomes
+part of which other one, through tuples, loops, branches and fusions too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import dataclasses
+import enum
+import functools
+
+from flaxshard.compiled import hlo
+
+
+class Edge(enum.IntEnum):
+  """How a value passes into another one."""
+
+  SAME = 0  # the same array, outside of fusions: the same memory
+  FUSED = 1  # the same array, into or out of a fusion
+  LAYOUT = 2  # the same numbers in another shape, layout, type, or on others
+  REDUCED = 3  # combined with the same array of other devices
+  ELEMENTWISE = 4  # a function of it, element by element
+
+
+_SAME = {
+  "add-dependency",
+  "bitcast",
+  "domain",
+  "get-tuple-element",
+  "opt-barrier",
+  "optimization-barrier",
+  "tuple",
+}
+_LAYOUT = {
+  "all-gather",
+  "all-to-all",
+  "collective-broadcast",
+  "collective-permute",
+  "concatenate",
+  "convert",
+  "copy",
+  "dynamic-slice",
+  "pad",
+  "ragged-all-to-all",
+  "reduce-precision",
+  "reshape",
+  "reverse",
+  "slice",
+  "transpose",
+}
+_REDUCED = {"all-reduce", "reduce-scatter"}
+# Custom calls of the TPU compiler that move data.
+_LAYOUT_CALLS = ("AsyncCollectiveStart", "AsyncCollectiveDone", "ConcatBitcast",
+                 "ZeroCrop", "Sharding", "SPMDFullToShardShape",
+                 "SPMDShardToFullShape")  # fmt: skip
+_NOT_ELEMENTWISE = {
+  "after-all",
+  "broadcast",
+  "constant",
+  "convolution",
+  "custom-call",
+  "dot",
+  "dynamic-update-slice",
+  "fft",
+  "gather",
+  "infeed",
+  "iota",
+  "parameter",
+  "partition-id",
+  "recv",
+  "reduce",
+  "reduce-window",
+  "rng",
+  "scatter",
+  "send",
+  "sort",
+}
+
+
+def is_elementwise(opcode: str) -> bool:
+  """Whether an element of the result depends on the operands' same element."""
+  return opcode == "convert" or not (
+    opcode in _NOT_ELEMENTWISE
+    or opcode in _SAME
+    or opcode in _LAYOUT
+    or opcode in _REDUCED
+    or opcode in _CALLERS
+    or opcode.endswith(("-start", "-update", "-done"))
+  )
+
+
+@dataclasses.dataclass(eq=False)
+class Values:
+  """The values of the computations that a program runs.
+
+  Attributes:
+    program: The program.
+    owner: The instruction of each value.
+    leaf: The place of each value in its instruction's result.
+    edges: Pairs of values, and how the first becomes the second.
+    in_fusion: Names of the computations that fusions call.
+  """
+
+  program: hlo.Program
+  owner: list[hlo.Instruction]
+  leaf: list[int]
+  edges: list[tuple[int, int, Edge]]
+  in_fusion: set[str]
+  _first: dict[tuple[str, str], int]
+
+  def of(self, instruction: hlo.Instruction) -> range:
+    """Returns the values of an instruction's result."""
+    first = self._first[instruction.computation.name, instruction.name]
+    return range(first, first + len(instruction.arrays))
+
+  def array(self, value: int) -> hlo.Array:
+    """Returns the shape of a value."""
+    return self.owner[value].arrays[self.leaf[value]]
+
+  @functools.cached_property
+  def forward(self) -> list[list[tuple[int, Edge]]]:
+    """For each value, the values that it becomes."""
+    found: list[list[tuple[int, Edge]]] = [[] for _ in self.owner]
+    for source, target, edge in self.edges:
+      found[source].append((target, edge))
+    return found
+
+  @functools.cached_property
+  def backward(self) -> list[list[tuple[int, Edge]]]:
+    """For each value, the values that it is made of."""
+    found: list[list[tuple[int, Edge]]] = [[] for _ in self.owner]
+    for source, target, edge in self.edges:
+      found[target].append((source, edge))
+    return found
+
+
+def trace(program: hlo.Program) -> Values:
+  """Returns the values of a program and the edges between them."""
+  values = Values(program, [], [], [], set(), {})
+  reached = _reached(program, values.in_fusion)
+  for computation in reached:
+    for instruction in computation.instructions.values():
+      key = (computation.name, instruction.name)
+      values._first[key] = len(values.owner)
+      count = len(instruction.arrays)
+      values.owner.extend([instruction] * count)
+      values.leaf.extend(range(count))
+  for computation in reached:
+    for instruction in computation.instructions.values():
+      values.edges.extend(_edges(values, instruction))
+  return values
+
+
+def _reached(
+  program: hlo.Program, in_fusion: set[str]
+) -> list[hlo.Computation]:
+  found = {program.entry.name: program.entry}
+  stack = [program.entry]
+  while stack:
+    for instruction in stack.pop().instructions.values():
+      if instruction.opcode not in _CALLERS:
+        continue
+      inside = instruction.computation.name in in_fusion
+      for name in instruction.called:
+        if name in program.computations and name not in found:
+          found[name] = program.computations[name]
+          stack.append(found[name])
+        if inside or instruction.opcode == "fusion":
+          in_fusion.add(name)
+  return list(found.values())
+
+
+_CALLERS = {"async-start", "call", "conditional", "fusion", "while"}
+
+_Edges = Iterator[tuple[int, int, Edge]]
+
+
+def _edges(values: Values, instruction: hlo.Instruction) -> _Edges:
+  opcode = instruction.opcode
+  operands = [values.of(i) for i in instruction.operand_instructions]
+  result = values.of(instruction)
+  if opcode in _CALLERS:
+    yield from _call_edges(values, instruction, operands, result)
+  elif opcode == "get-tuple-element":
+    index = int(instruction.attribute(r"index=(\d+)") or 0)
+    of = instruction.operand_instructions
+    parts = hlo.element_ranges(of[0].shape) if of else ()
+    if index < len(parts):
+      start, stop = parts[index]
+      yield from _zip(operands[0][start:stop], result, Edge.SAME)
+  elif opcode in _SAME:
+    flat = [value for operand in operands for value in operand]
+    yield from _zip(flat, result, Edge.SAME)
+  elif opcode.endswith(("-start", "-update", "-done")) or opcode in (
+    "send",
+    "recv",
+    "recv-done",
+  ):
+    yield from _async_edges(values, instruction, operands, result)
+  elif opcode == "dynamic-update-slice":
+    for operand in operands[:2]:
+      yield from _zip(operand, result, Edge.LAYOUT)
+  elif opcode == "custom-call":
+    if any(f'"{name}"' in instruction.attributes for name in _LAYOUT_CALLS):
+      yield from _same_shapes(values, operands, result)
+  elif opcode == "concatenate":
+    for operand in operands:
+      yield from _zip(operand, result, Edge.LAYOUT)
+  elif opcode in _LAYOUT:
+    # Further operands are positions and padding; a combined collective has as
+    # many results as operands.
+    flat = [value for operand in operands for value in operand]
+    yield from _zip(flat[: len(result)], result, Edge.LAYOUT)
+  elif opcode in _REDUCED:
+    flat = [value for operand in operands for value in operand]
+    yield from _zip(flat, result, Edge.REDUCED)
+  elif opcode not in _NOT_ELEMENTWISE:
+    data = operands[1:] if opcode == "select" else operands
+    for operand in data:
+      for value, to in zip(operand, result, strict=False):
+        if values.array(value).size == values.array(to).size:
+          yield value, to, Edge.ELEMENTWISE
+
+
+def _call_edges(
+  values: Values,
+  instruction: hlo.Instruction,
+  operands: list[range],
+  result: range,
+) -> _Edges:
+  opcode = instruction.opcode
+  edge = Edge.FUSED if opcode == "fusion" else Edge.SAME
+  if opcode == "while":
+    yield from _zip(operands[0], result, Edge.SAME)
+  for number, name in enumerate(instruction.called):
+    computation = values.program.computations.get(name)
+    if computation is None or computation.root is None:
+      continue
+    given = operands
+    if opcode == "conditional":
+      given = operands[number + 1 : number + 2]
+    for parameter in computation.parameters:
+      index = int(parameter.literal)
+      if index < len(given):
+        yield from _zip(given[index], values.of(parameter), edge)
+    if opcode == "while" and name == instruction.called_as("condition"):
+      continue
+    root = values.of(computation.root)
+    if opcode == "while":
+      for parameter in computation.parameters:
+        yield from _zip(root, values.of(parameter), Edge.SAME)
+    if opcode == "async-start":
+      parts = hlo.element_ranges(instruction.shape)
+      flat = [value for operand in operands for value in operand]
+      yield from _zip(flat, result, Edge.SAME)
+      if len(parts) > 1:
+        yield from _zip(root, result[parts[1][0] : parts[1][1]], Edge.SAME)
+    else:
+      yield from _zip(root, result, edge)
+
+
+def _async_edges(
+  values: Values,
+  instruction: hlo.Instruction,
+  operands: list[range],
+  result: range,
+) -> _Edges:
+  opcode = instruction.opcode
+  if opcode == "send":
+    yield from _zip(operands[0], result, Edge.SAME)
+    name = instruction.attribute(r'_xla_host_transfer_rendezvous="([^"]*)"')
+    for other in instruction.computation.instructions.values():
+      if other.opcode == "recv" and name and f'"{name}"' in other.attributes:
+        yield operands[0][0], values.of(other)[0], Edge.REDUCED
+  elif opcode in ("recv", "send-done"):
+    return
+  elif opcode == "recv-done" or opcode.endswith("-update"):
+    yield from _zip(operands[0], result, Edge.SAME)
+  elif opcode.endswith("-done"):
+    start = instruction.operand_instructions[0]
+    parts = hlo.element_ranges(start.shape)
+    if opcode == "copy-done" or len(parts) < 2 or start.shape[0] != "(":
+      yield from _zip(operands[0], result, Edge.SAME)
+    elif opcode == "all-reduce-done":
+      yield from _zip(operands[0], result, Edge.SAME)
+    else:
+      first, last = parts[1]
+      yield from _zip(operands[0][first:last], result, Edge.SAME)
+  else:
+    flat = [value for operand in operands for value in operand]
+    edge = Edge.REDUCED if opcode == "all-reduce-start" else Edge.LAYOUT
+    if opcode == "copy-start":
+      yield from _zip(flat, result[1:2], Edge.SAME)
+      yield from _zip(flat, result[:1], Edge.LAYOUT)
+    elif opcode == "all-reduce-start":
+      yield from _zip(flat, result, edge)
+    else:
+      parts = hlo.element_ranges(instruction.shape)
+      yield from _zip(flat, result[: parts[0][1]], Edge.SAME)
+      if len(parts) > 1:
+        yield from _zip(flat, result[parts[1][0] : parts[1][1]], edge)
+
+
+def _same_shapes(
+  values: Values, operands: list[range], result: range
+) -> _Edges:
+  """Edges between operands and results of the same type and lengths.
+
+  A call with one operand and one result passes the one on as the other.
+  """
+  flat = [value for operand in operands for value in operand]
+  if len(flat) == 1 and len(result) == 1:
+    yield flat[0], result[0], Edge.LAYOUT
+    return
+  for value in flat:
+    array = values.array(value)
+    for to in result:
+      other = values.array(to)
+      if (array.dtype, array.dims) == (other.dtype, other.dims):
+        yield value, to, Edge.LAYOUT
+
+
+def _zip(sources: range | list[int], targets: range, edge: Edge) -> _Edges:
+  for source, target in zip(sources, targets, strict=False):
+    yield source, target, edge
