@@ -152,16 +152,16 @@ class Program:
     self._last_calls[treedef] = last
     return jax.block_until_ready(out) if self._wait else out
 
-  def lower(self, fn: Function, args: Any, kwargs: Any) -> jax.stages.Lowered:
-    """Lowers the program for arguments, which may be ShapeDtypeStructs."""
+  def trace(self, fn: Function, args: Any, kwargs: Any) -> jax.stages.Traced:
+    """Traces the program for arguments, which may be ShapeDtypeStructs."""
     compiled, leaves = self._prepare(args, kwargs)
     token = _called.set(fn)
     try:
-      lowered = compiled.jitted.lower(*leaves)
+      traced = compiled.jitted.trace(*leaves)
     finally:
       _called.reset(token)
     self._warn(compiled)
-    return lowered
+    return traced
 
   def _warn(self, compiled: _Compiled) -> None:
     """Gives the warnings of a program, each kind once for each function."""
@@ -278,7 +278,11 @@ class CompiledFunction:
 
   def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
     """Lowers the program, as `jax.jit(...).lower` does."""
-    return self._program.lower(self._fn, args, kwargs)
+    return self.trace(*args, **kwargs).lower()
+
+  def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+    """Traces the program, as `jax.jit(...).trace` does."""
+    return self._program.trace(self._fn, args, kwargs)
 
 
 class CompiledSteps:
@@ -295,5 +299,9 @@ class CompiledSteps:
 
   def lower(self, state: PyTree, batches: PyTree) -> jax.stages.Lowered:
     """Lowers the loop, as `jax.jit(...).lower` does."""
+    return self.trace(state, batches).lower()
+
+  def trace(self, state: PyTree, batches: PyTree) -> jax.stages.Traced:
+    """Traces the loop, as `jax.jit(...).trace` does."""
     args = state, run_steps.stack(batches)
-    return self._program.lower(self._step_fn, args, {})
+    return self._program.trace(self._step_fn, args, {})

@@ -1,0 +1,318 @@
+"""The arithmetic and the memory traffic of a compiled program.
+
+XLA's own `cost_analysis` counts the body of a loop once and the larger branch
+of a conditional always, and on TPU its bytes include those between the cores
+and their VMEM. Here a loop counts as often as it runs, a conditional by its
+period, and only bytes in HBM count.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+import math
+import re
+
+import numpy as np
+
+from flaxshard.compiled import executions
+from flaxshard.compiled import hlo
+
+# Instructions that move no bytes themselves. Those that call a computation do
+# their work in it.
+_FREE = {
+  "add-dependency", "after-all", "async-done", "async-start", "async-update",
+  "bitcast", "call", "conditional", "constant", "copy-done", "domain",
+  "get-tuple-element", "opt-barrier", "parameter", "partition-id",
+  "recv-done", "replica-id", "send-done", "tuple", "while",
+  "all-gather-done", "all-reduce-done", "collective-permute-done",
+}  # fmt: skip
+_SLICES = ("slice", "dynamic-slice", "gather")
+# Operations that pass an operand on, in a fusion without a copy of it.
+_VIEWS = ("bitcast", "reshape", "copy", "convert", "transpose", "broadcast")
+_HBM = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """What one device does in one call of a program.
+
+  Attributes:
+    hbm_bytes: Bytes that are read from and written to HBM.
+    flops: Operations of matrix products and convolutions (an addition and a
+      multiplication are two), by the dtype of their operands.
+    trip_counts_known: False if the program does not state how often one of its
+      loops runs. It counts as one turn.
+    has_kernels: Whether custom calls may multiply matrices; their operations
+      are not counted.
+  """
+
+  hbm_bytes: float = 0.0
+  flops: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  trip_counts_known: bool = True
+  has_kernels: bool = False
+
+  @property
+  def total_flops(self) -> float:
+    """Operations of all dtypes."""
+    return sum(self.flops.values())
+
+  def __add__(self, other: Work) -> Work:
+    dtypes = {*self.flops, *other.flops}
+    return Work(
+      self.hbm_bytes + other.hbm_bytes,
+      {k: self.flops.get(k, 0) + other.flops.get(k, 0) for k in dtypes},
+      self.trip_counts_known and other.trip_counts_known,
+      self.has_kernels or other.has_kernels,
+    )
+
+  def __mul__(self, factor: float) -> Work:
+    return Work(
+      self.hbm_bytes * factor,
+      {dtype: value * factor for dtype, value in self.flops.items()},
+      self.trip_counts_known,
+      self.has_kernels,
+    )
+
+
+def count_work(
+  compiled: hlo.HasText | hlo.Program | str,
+  period: float = 1,
+  is_periodic: Callable[[hlo.Instruction], bool] = lambda conditional: True,
+) -> Work:
+  """Counts the work of one device in one call of a program.
+
+  Args:
+    compiled: A compiled program, or its HLO text.
+    period: Calls of the program for each run of the larger branch of a periodic
+      conditional; the smaller branch runs at the others.
+    is_periodic: Returns whether a conditional instruction is periodic. Of other
+      conditionals the larger branch counts.
+
+  Returns:
+    The work, as a mean over the calls of a period.
+
+  Example:
+    >>> import jax
+    >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
+    >>> count_work(jax.jit(lambda x: x @ x).lower(x).compile()).total_flops
+    1024.0
+  """
+  program = hlo.parse(compiled)
+  by_branches: dict[tuple[tuple[str, int], ...], Work] = (
+    collections.defaultdict(Work)
+  )
+  conditionals: dict[str, hlo.Instruction] = {}
+  for instruction, site in executions.walk(program):
+    if instruction.opcode == "conditional":
+      conditionals[instruction.name] = instruction
+    work = _work_of(program, instruction, site) * site.executions
+    if not site.known:
+      work = dataclasses.replace(work, trip_counts_known=False)
+    by_branches[site.branches] += work
+  # The innermost conditionals first.
+  for depth in range(max(map(len, by_branches), default=0), 0, -1):
+    groups: dict[tuple, list[Work]] = collections.defaultdict(list)
+    for branches in [b for b in by_branches if len(b) == depth]:
+      groups[(*branches[:-1], branches[-1][0])].append(
+        by_branches.pop(branches)
+      )
+    for (*outer, name), works in groups.items():
+      periodic = is_periodic(conditionals[name])
+      by_branches[tuple(outer)] += _mean_of_branches(
+        works, period if periodic else 1
+      )
+  return by_branches[()]
+
+
+def _mean_of_branches(works: list[Work], period: float) -> Work:
+  ordered = sorted(works, key=lambda work: work.hbm_bytes)
+  # A branch without instructions that do work is not in the list.
+  smallest = ordered[0] if len(ordered) > 1 else Work()
+  return ordered[-1] * (1 / period) + smallest * (1 - 1 / period)
+
+
+def _work_of(
+  program: hlo.Program, instruction: hlo.Instruction, site: executions.CallSite
+) -> Work:
+  flops = _flops_of(instruction)
+  # In a fusion, values stay in registers or VMEM; the fusion reads and writes.
+  in_fusion = any(caller.opcode == "fusion" for caller in site.callers)
+  return Work(
+    0.0 if in_fusion else _hbm_bytes_of(program, instruction),
+    flops,
+    True,
+    instruction.opcode == "custom-call"
+    and not flops
+    and bool(
+      re.search(
+        r'target="(tpu_custom_call|__cudnn|__triton)', instruction.attributes
+      )
+    ),
+  )
+
+
+def _hbm_bytes_of(program: hlo.Program, instruction: hlo.Instruction) -> float:
+  """Returns the bytes that an instruction reads from and writes to HBM."""
+  opcode = instruction.opcode
+  if opcode in _FREE:
+    return 0.0
+  operands = instruction.operand_instructions
+  if opcode in ("copy-start", "collective-permute-start", "send", "recv"):
+    # The result has the source, too, as an alias.
+    return sum(map(_hbm_size, operands)) + _sum_hbm(instruction.arrays[:1])
+  if opcode in ("all-reduce-start", "all-gather-start"):
+    results = instruction.arrays
+    half = (
+      results[len(results) // 2 :]
+      if opcode == "all-gather-start"
+      else (results)
+    )
+    return sum(map(_hbm_size, operands)) + _sum_hbm(half)
+  if opcode == "custom-call" and not operands:
+    return 0.0  # allocations
+  if opcode in _SLICES:
+    return 2.0 * _hbm_size(instruction)
+  if opcode in ("dynamic-update-slice", "scatter"):
+    # In place: only the part that changes is read and written.
+    return 2.0 * _hbm_size(operands[-1 if opcode == "scatter" else 1])
+  if opcode != "fusion":
+    return sum(map(_hbm_size, operands)) + _hbm_size(instruction)
+  fused = program.computations[instruction.called[0]]
+  reads = sum(
+    min(_read_bytes(program, fused, number), _hbm_size(operand))
+    for number, operand in enumerate(operands)
+    if _hbm_size(operand)
+  )
+  return reads + _written_bytes(instruction, fused)
+
+
+def _hbm_size(instruction: hlo.Instruction) -> float:
+  return _sum_hbm(instruction.arrays)
+
+
+def _sum_hbm(arrays: Iterable[hlo.Array]) -> float:
+  return float(sum(a.padded_bytes for a in arrays if a.memory_space == _HBM))
+
+
+def _read_bytes(
+  program: hlo.Program, fused: hlo.Computation, number: int
+) -> float:
+  """Returns the bytes of a fusion's operand that the fusion reads."""
+  parameters = fused.parameters
+  if number >= len(parameters):
+    return math.inf
+  total = 0.0
+  pending = [parameters[number]]
+  while pending:
+    value = pending.pop()
+    for user in fused.instructions.values():
+      if value.name not in user.operands:
+        continue
+      position = user.operands.index(value.name)
+      if user.opcode in _SLICES and position == 0:
+        total += sum(a.padded_bytes for a in user.arrays)
+      elif user.opcode == "dynamic-update-slice" and position == 0:
+        # The rest of the operand stays where it is.
+        pass
+      elif user.opcode == "fusion":
+        inner = program.computations[user.called[0]]
+        total += _read_bytes(program, inner, position)
+      elif user.opcode in _VIEWS and not user.is_root:
+        pending.append(user)
+      else:
+        return math.inf
+  return total
+
+
+def _written_bytes(fusion: hlo.Instruction, fused: hlo.Computation) -> float:
+  """Returns the bytes that a fusion writes to HBM."""
+  root = fused.root
+  if root is None:
+    return _hbm_size(fusion)
+  roots = root.operand_instructions if root.opcode == "tuple" else [root]
+  if len(roots) != len(fusion.arrays):
+    return _hbm_size(fusion)
+  total = 0.0
+  for array, value in zip(fusion.arrays, roots, strict=True):
+    if array.memory_space != _HBM:
+      continue
+    while value.opcode in ("bitcast", "copy") and value.operand_instructions:
+      value = value.operand_instructions[0]
+    if value.opcode == "dynamic-update-slice":
+      update = value.operand_instructions[1]
+      total += sum(a.padded_bytes for a in update.arrays)
+    else:
+      total += array.padded_bytes
+  return total
+
+
+def _flops_of(instruction: hlo.Instruction) -> dict[str, float]:
+  """Returns the operations of a matrix product or a convolution, by dtype."""
+  opcode, operands = instruction.opcode, instruction.operand_instructions
+  if opcode == "dot":
+    contracted = instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}")
+  elif opcode == "custom-call" and re.search(
+    r'target="__(cublas|onednn)', instruction.attributes
+  ):
+    contracted = instruction.attribute(
+      r'lhs_contracting_dimensions":\["?([\d",]*)\]'
+    ).replace('"', "")
+  elif opcode == "convolution":
+    return {operands[0].arrays[0].dtype: _convolution_flops(instruction)}
+  else:
+    return {}
+  if len(operands) < 2 or (opcode == "custom-call" and not contracted):
+    return {}
+  left = operands[0].arrays[0]
+  length = math.prod(left.dims[int(d)] for d in contracted.split(",") if d)
+  return {left.dtype: 2.0 * instruction.arrays[0].size * length}
+
+
+def _convolution_flops(instruction: hlo.Instruction) -> float:
+  """Returns the operations of a convolution, without those on padding.
+
+  The TPU compiler writes matrix products as convolutions, and the batch
+  dimensions of a matrix product as dimensions of the window.
+  """
+  left, right = (i.arrays[0] for i in instruction.operand_instructions)
+  labels = instruction.attribute(r"dim_labels=([\w?]+_[\w?]+->[\w?]+)")
+  left_labels, rest = labels.split("_")
+  right_labels, result_labels = rest.split("->")
+  result = instruction.arrays[0]
+  flops = 2.0 * right.dims[right_labels.index("i")]
+  flops *= result.dims[result_labels.index("b")]
+  flops *= result.dims[result_labels.index("f")]
+  window = dict(
+    re.findall(
+      r"(\w+)=([\w\-x]+)", instruction.attribute(r"window=\{([^}]*)\}")
+    )
+  )
+  rank = len(labels.split("->")[1]) - 2
+  for number in range(rank):
+    label = str(number)
+    flops *= _count_products(
+      left.dims[left_labels.index(label)],
+      right.dims[right_labels.index(label)],
+      result.dims[result_labels.index(label)],
+      {key: value.split("x")[number] for key, value in window.items()},
+    )
+  return flops
+
+
+def _count_products(
+  length: int, kernel: int, outputs: int, window: Mapping[str, str]
+) -> int:
+  """Returns how many pairs of an output and a kernel element meet an input."""
+  stride = int(window.get("stride", 1))
+  base_dilation = int(window.get("lhs_dilate", 1))
+  kernel_dilation = int(window.get("rhs_dilate", 1))
+  low = int(window.get("pad", "0_0").split("_")[0])
+  positions = (
+    np.arange(outputs)[:, None] * stride
+    + np.arange(kernel)[None] * kernel_dilation
+    - low
+  )
+  inside = (positions >= 0) & (positions < (length - 1) * base_dilation + 1)
+  return int(np.sum(inside & (positions % base_dilation == 0)))
