@@ -1,9 +1,10 @@
 """Plans of a train step: memory, traffic and cost, without running it."""
 
+from flaxshard.analysis.cost import Cost
 from flaxshard.analysis.memory import Memory
 from flaxshard.analysis.plan import Plan
 
-__all__ = ["Memory", "Plan"]
+__all__ = ["Cost", "Memory", "Plan"]
 
 
 def __dir__() -> list[str]:

@@ -28,6 +28,7 @@ class Compilation:
 
   Attributes:
     compiled: The compiled program; None if the compiler refused it.
+    traced: The traced step.
     error: The compiler's message if the program needs too much memory.
     needed: Bytes that a device needs at least, as the message says; None if it
       says nothing.
@@ -37,32 +38,33 @@ class Compilation:
 
   compiled: Any
   seconds: float
+  traced: jax.stages.Traced
   error: str | None = None
   needed: int | None = None
   available: int | None = None
 
 
-def compile_step(lower: Callable[[], Any]) -> Compilation:
-  """Lowers and compiles a step.
+def compile_step(trace: Callable[[], jax.stages.Traced]) -> Compilation:
+  """Traces, lowers and compiles a step.
 
   Args:
-    lower: Returns the lowered step.
+    trace: Returns the traced step.
 
   Returns:
     The compiled program, or why it does not fit the devices.
   """
   start = time.perf_counter()
-  lowered = lower()
+  traced = trace()
   try:
-    compiled = lowered.compile()
+    compiled = traced.lower().compile()
   except jax.errors.JaxRuntimeError as e:
     message = str(e)
     if "RESOURCE_EXHAUSTED" not in message:
       raise
     needed, available = _parse_needed(message)
     seconds = time.perf_counter() - start
-    return Compilation(None, seconds, message, needed, available)
-  return Compilation(compiled, time.perf_counter() - start)
+    return Compilation(None, seconds, traced, message, needed, available)
+  return Compilation(compiled, time.perf_counter() - start, traced)
 
 
 def _parse_needed(message: str) -> tuple[int | None, int | None]:

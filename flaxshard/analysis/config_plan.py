@@ -32,8 +32,8 @@ def plan_config(config: Any, topology: str) -> plan_lib.Plan:
   program = program_lib.create_program(
     config, strategy, shapes.example, shapes.num_classes
   )
-  return plan_lib.plan_lowered(
-    program.lower,
+  return plan_lib.plan_traced(
+    program.trace,
     program.arguments,
     batch_argnum=program_lib.BATCH,
     topology=topology,

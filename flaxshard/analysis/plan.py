@@ -10,12 +10,16 @@ from typing import Any
 
 import jax
 
+from flaxshard.analysis import chips
 from flaxshard.analysis import compilation as compilation_lib
+from flaxshard.analysis import cost as cost_lib
 from flaxshard.analysis import device_names
 from flaxshard.analysis import memory as memory_lib
 from flaxshard.analysis import tables
 from flaxshard.analysis import traffic as traffic_lib
+from flaxshard.analysis.cost import Cost
 from flaxshard.analysis.memory import Memory
+from flaxshard.compiled import hlo
 from flaxshard.compiled.collectives import Collective
 from flaxshard.compiled.collectives import collectives
 from flaxshard.core import checks
@@ -54,7 +58,7 @@ class Plan:
   memory: Memory
   traffic: tuple[Collective, ...] | None = None
   period: int = 1
-  cost: Any = None
+  cost: Cost | None = None
   notes: tuple[str, ...] = ()
 
   @property
@@ -85,6 +89,10 @@ class Plan:
     """Returns the plan as dicts, lists, strings and numbers, as in JSON."""
     values: dict[str, Any] = _to_plain(dataclasses.asdict(self))
     values["memory"]["excess"] = self.memory.excess
+    if self.cost is not None:
+      values["cost"] |= {
+        name: getattr(self.cost, name) for name in cost_lib.RESULTS
+      }
     for entry, collective in zip(
       values["traffic"] or (), self.traffic or (), strict=True
     ):
@@ -102,6 +110,8 @@ class Plan:
     if self.traffic is not None:
       rows = traffic_lib.rows_of(self.traffic, self.period, each=verbose)
       shown.append(traffic_lib.table_of(rows, self.period))
+    if self.cost is not None:
+      shown.append(cost_lib.table_of(self.cost))
     return shown
 
 
@@ -163,38 +173,51 @@ def plan(
       "jitted already: give it to jax.jit or Strategy.jit."
     )
   arguments = (state, batch, *args)
-  return plan_lowered(lambda: jitted.lower(*arguments), arguments)
+  return plan_traced(lambda: jitted.trace(*arguments), arguments)
 
 
-def plan_lowered(
-  lower: Callable[[], Any],
+def plan_traced(
+  trace: Callable[[], jax.stages.Traced],
   arguments: Sequence[PyTree],
   *,
   batch_argnum: int = 1,
   topology: str | None = None,
 ) -> Plan:
-  """Plans one call of a lowered step.
+  """Plans one call of a traced step.
 
   Args:
-    lower: Returns the lowered step.
-    arguments: The arguments that it was lowered for; the first is the state.
+    trace: Returns the traced step.
+    arguments: The arguments that it was traced for; the first is the state.
     batch_argnum: Position of the batch.
     topology: Name of the devices; None: it is made from the devices.
   """
   device, mesh = _devices_of(arguments)
   compilation = None
   if isinstance(device, jax.Device):
-    compilation = compilation_lib.compile_step(lower)
-  compiled = None if compilation is None else compilation.compiled
+    compilation = compilation_lib.compile_step(trace)
+  traffic, cost, period = None, None, _commit_period(arguments[0])
+  if compilation is not None and compilation.compiled is not None:
+    program = hlo.parse(compilation.compiled)
+    # One device alone has no collectives.
+    traffic = () if mesh is None else collectives(program, mesh)
+    cost = cost_lib.read_cost(
+      program,
+      mesh or jax.sharding.Mesh([device], ("device",)),
+      traffic,
+      jaxpr=compilation.traced.jaxpr,
+      period=period,
+    )
+  hbm = chips.usable_hbm_bytes(device)
   return Plan(
     topology=topology or device_names.name_devices(device, mesh),
     device_kind=device.device_kind,
     mesh={} if mesh is None else dict(mesh.shape),
     compiler=None if compilation is None else _compiler_versions(device),
     seconds=0.0 if compilation is None else compilation.seconds,
-    memory=memory_lib.read_memory(arguments, batch_argnum, compilation, None),
-    traffic=_read_traffic(compiled, mesh),
-    period=_commit_period(arguments[0]),
+    memory=memory_lib.read_memory(arguments, batch_argnum, compilation, hbm),
+    traffic=traffic,
+    period=period,
+    cost=cost,
     notes=tuple(_notes(device, mesh, compilation)),
   )
 
@@ -221,15 +244,6 @@ def _devices_of(tree: PyTree) -> tuple[Any, jax.sharding.Mesh | None]:
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
       return next(iter(sharding.device_set)), None
   return jax.devices()[0], None
-
-
-def _read_traffic(
-  compiled: Any, mesh: jax.sharding.Mesh | None
-) -> tuple[Collective, ...] | None:
-  if compiled is None:
-    return None
-  # One device alone has no collectives.
-  return () if mesh is None else collectives(compiled, mesh)
 
 
 def _commit_period(state: PyTree) -> int:

@@ -72,7 +72,11 @@ class Program:
     return state
 
   def lower(self) -> jax.stages.Lowered:
-    """Traces the train step and the evaluation; returns the lowered train step.
+    """Returns the lowered train step; see `trace`."""
+    return self.trace().lower()
+
+  def trace(self) -> jax.stages.Traced:
+    """Traces the train step and the evaluation; returns the traced train step.
 
     Raises:
       ValueError, TypeError: The model cannot be trained on the data.
@@ -82,13 +86,13 @@ class Program:
       f"config.model ({config.model.name!r}) cannot be trained on config.data "
       f"({config.data.name!r})"
     ):
-      lowered: jax.stages.Lowered = self.train_step.lower(*self.arguments)
+      traced: jax.stages.Traced = self.train_step.trace(*self.arguments)
       # Evaluation is compiled much later: trace it now to find its errors.
       batch = dict(self.arguments[BATCH])
       batch["mask"] = jax.ShapeDtypeStruct((config.batch_size,), bool)
       metrics = jax.eval_shape(steps.EvalMetrics.empty)
       jax.eval_shape(steps.eval_step, self.abstract_state, metrics, batch)
-    return lowered
+    return traced
 
 
 def create_program(
