@@ -10,6 +10,7 @@ import jax
 from flaxshard.compiled import executions as executions_lib
 from flaxshard.compiled import groups as groups_lib
 from flaxshard.compiled import hlo
+from flaxshard.compiled import purposes as purposes_lib
 from flaxshard.compiled import sources
 
 KINDS = (
@@ -124,7 +125,14 @@ def collectives(
     raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}.")
   program = hlo.parse(compiled)
   numbers = groups_lib.device_numbers(program, mesh)
-  found = [(item, _describe(program, numbers, item)) for item in find(program)]
+  items = find(program)
+  if not items:
+    return ()
+  out_tree = getattr(compiled, "out_tree", None)
+  purposes = purposes_lib.Purposes(program, out_tree)
+  found = [
+    (item, _describe(program, numbers, purposes, item)) for item in items
+  ]
   return tuple(_merge_branches(program, found))
 
 
@@ -230,12 +238,17 @@ def _channel(instruction: hlo.Instruction) -> str:
 
 
 def _describe(
-  program: hlo.Program, numbers: groups_lib.DeviceNumbers, item: Found
+  program: hlo.Program,
+  numbers: groups_lib.DeviceNumbers,
+  purposes: purposes_lib.Purposes,
+  item: Found,
 ) -> Collective:
   instruction, site = item.instruction, item.site
   groups, are_pairs = _groups(numbers, item)
   axes = numbers.axes_of_pairs(groups) if are_pairs else numbers.axes(groups)
   named = sources.nearest_named([instruction, *site.callers[-1:]])
+  op_name = named.op_name if named else ""
+  purpose = purposes.of(instruction, op_name)
   largest = max(item.operands, key=lambda a: a.nbytes, default=None)
   operand_bytes = sum(array.nbytes for array in item.operands)
   return Collective(
@@ -248,9 +261,9 @@ def _describe(
     network=numbers.network(groups),
     executions=site.executions,
     in_conditional=bool(site.branches),
-    purpose="other",
-    parameters=(),
-    op_name=named.op_name if named else "",
+    purpose=purpose.name,
+    parameters=purpose.parameters,
+    op_name=op_name,
     source=sources.source_line(program, named) if named else "",
     instruction=instruction.name,
     trip_count_known=site.known,

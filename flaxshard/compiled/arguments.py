@@ -1,0 +1,133 @@
+"""What the arguments and outputs of a program are: parameters, slots, others.
+
+JAX writes the path of each argument's leaf into the program, such as
+`state.params['Dense_0']['kernel']`. Outputs have no names in the program: an
+output that reuses a donated argument's memory is what that argument is, and
+`Compiled.out_tree` has the paths of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import re
+from typing import Any
+
+import jax
+
+from flaxshard.compiled import hlo
+
+_KEY = re.compile(r"\[(?:'([^']*)'|\"([^\"]*)\"|([^\]]*))\]|\.?([^.\[\]]+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """What one array of the arguments or outputs is.
+
+  Attributes:
+    category: "parameter", "optimizer state", "state" (another array of the tree
+      that has the parameters), "data" (of a tree without parameters), or
+      "unknown".
+    parameter: Path of the parameter, or of the one that a slot belongs to, such
+      as `Dense_0/kernel`; "" if none.
+  """
+
+  category: str
+  parameter: str = ""
+
+
+def split_path(path: str) -> tuple[str, ...]:
+  """Returns the keys of a path that JAX wrote.
+
+  Example:
+    >>> split_path("state.params['Dense_0']['kernel']")
+    ('state', 'params', 'Dense_0', 'kernel')
+  """
+  return tuple(
+    next(group for group in match.groups() if group is not None)
+    for match in _KEY.finditer(path)
+  )
+
+
+def classify(paths: Sequence[str]) -> list[Leaf]:
+  """Returns what the leaves with these paths are.
+
+  Args:
+    paths: Paths of all leaves; "" where it is unknown.
+
+  Example:
+    >>> classify(["s.params['w']", "s.opt_state[0].mu['w']", "batch['x']"])[1]
+    Leaf(category='optimizer state', parameter='w')
+  """
+  keys = [split_path(path) for path in paths]
+  parameters = {
+    k[k.index("params") + 1 :]
+    for k in keys
+    if "params" in k and "opt_state" not in k
+  }
+  # The trees that have parameters: the first key, or all for a bare tree.
+  states = {k[0] for k in keys if "params" in k}
+  return [_leaf(k, parameters, states) for k in keys]
+
+
+def _leaf(
+  keys: tuple[str, ...],
+  parameters: set[tuple[str, ...]],
+  states: set[str],
+) -> Leaf:
+  if not keys:
+    return Leaf("unknown")
+  if "opt_state" in keys:
+    ends = (keys[start:] for start in range(len(keys)))
+    of = next((end for end in ends if end in parameters), ())
+    return Leaf("optimizer state", "/".join(of))
+  if "params" in keys:
+    return Leaf("parameter", "/".join(keys[keys.index("params") + 1 :]))
+  return Leaf("state" if keys[0] in states else "data")
+
+
+def argument_leaves(program: hlo.Program) -> dict[int, Leaf]:
+  """Returns what each parameter of the entry computation is, by number."""
+  parameters = program.entry.parameters
+  leaves = classify([p.op_name for p in parameters])
+  return {
+    int(p.literal): leaf for p, leaf in zip(parameters, leaves, strict=True)
+  }
+
+
+def output_leaves(program: hlo.Program, out_tree: Any = None) -> list[Leaf]:
+  """Returns what each array of the result is.
+
+  Args:
+    program: The program.
+    out_tree: `Compiled.out_tree`, or None.
+  """
+  root = program.entry.root
+  count = len(root.arrays) if root is not None else 0
+  paths = _output_paths(out_tree, count)
+  if paths is not None:
+    return classify(paths)
+  arguments = argument_leaves(program)
+  leaves = [Leaf("unknown")] * count
+  for output, (number, _) in program.aliases.items():
+    place = output[0] if output else 0
+    if place < count:
+      leaves[place] = arguments.get(number, Leaf("unknown"))
+  if any(leaf.category == "parameter" for leaf in leaves):
+    # The state is donated: the rest are the step's other results.
+    known = Leaf("data")
+    leaves = [known if x.category == "unknown" else x for x in leaves]
+  return leaves
+
+
+def _output_paths(out_tree: Any, count: int) -> list[str] | None:
+  """Returns the paths of a tree's leaves; None if they cannot be told."""
+  if out_tree is None or out_tree.num_leaves != count:
+    return None
+  try:
+    tree = jax.tree.unflatten(out_tree, range(count))
+  except (TypeError, ValueError, AttributeError):
+    # A node that checks its children rejects numbers in place of arrays.
+    return None
+  found = jax.tree_util.tree_leaves_with_path(tree)
+  return [jax.tree_util.keystr(path) for path, _ in found]
