@@ -22,7 +22,8 @@ _masks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 def remember_mask(x: Any) -> None:
   """Remembers that an array is the mask of a batch that was padded."""
-  _masks[id(x)] = x
+  if isinstance(x, jax.Array):  # an abstract mask has no values
+    _masks[id(x)] = x
 
 
 def marks_padding(x: Any) -> bool:
