@@ -1,0 +1,101 @@
+"""Ways to run a step, and rules, in programs of the TPU compiler."""
+
+from typing import Any
+
+import jax
+import pytest
+import tpu_programs
+from tpu_programs import PARAMS
+from tpu_programs import train_step
+
+import flaxshard as fs
+
+P = jax.sharding.PartitionSpec
+
+pytestmark = pytest.mark.tpu
+
+_TENSOR_PARALLEL = [
+  ("up/kernel", P(None, "model")),
+  ("down/kernel", P("model", None)),
+  (".*", P()),
+]
+
+
+@pytest.mark.parametrize("way", ["run", "global view", "run_steps"])
+def test_replicas_reduce_gradients_once_and_donate(way: str) -> None:
+  strategy = tpu_programs.strategy_of("v5e:2x2")
+  state, batch = tpu_programs.create(strategy, [fs.LossScale("dynamic")])
+  lowered = {
+    "run": lambda: strategy.jit(train_step, donate_argnums=0).lower(
+      state, batch
+    ),
+    "global view": lambda: jax.jit(train_step, donate_argnums=0).lower(
+      state, batch
+    ),
+    "run_steps": lambda: strategy.jit_steps(
+      train_step, reduce="mean", donate_state=True
+    ).lower(state, [batch] * 3),
+  }[way]()
+  program = lowered.compile()
+  (found,) = tpu_programs.collectives(program, strategy)
+  assert (found.kind, found.axes) == ("all-reduce", ("replica",))
+  assert found.executions == (3 if way == "run_steps" else 1)
+  # The loss is reduced with the gradients in the global view.
+  assert 0 <= found.operand_bytes - 4 * PARAMS <= 4
+  memory = program.memory_analysis()
+  # Parameters and two slots; the loss alone has memory of its own.
+  assert memory.alias_size_in_bytes >= 3 * 4 * PARAMS
+  assert memory.output_size_in_bytes - memory.alias_size_in_bytes <= 1024
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v4:2x2x2"])
+def test_fsdp_in_the_global_view(topology: str) -> None:
+  strategy = tpu_programs.strategy_of(topology)
+  state, batch = tpu_programs.create(strategy, rules="fsdp")
+  jitted = jax.jit(train_step, donate_argnums=0)
+  program = jitted.lower(state, batch).compile()
+  found = tpu_programs.collectives(program, strategy)
+  assert all(c.purpose != "optimizer state" for c in found)
+  # Less than to reduce the gradients of whole parameters on every device.
+  assert sum(c.link_bytes for c in found) < 2 * 7 / 8 * 4 * PARAMS
+  # An eighth of two kernels and their slots, with whole biases and the batch.
+  size = program.memory_analysis().argument_size_in_bytes
+  parts = 3 * 4 * 2 * (256 * 256 // 8 + 256) + 2 * 4 * 64 * 256 // 8
+  assert 0 <= size - parts <= 4096
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x1"])
+def test_tensor_parallel_rules_in_the_global_view(topology: str) -> None:
+  strategy = tpu_programs.strategy_of(topology, replica=-1, model=2)
+  state, batch = tpu_programs.create(strategy, rules=_TENSOR_PARALLEL)
+  jitted = jax.jit(train_step, donate_argnums=0)
+  program = jitted.lower(state, batch).compile()
+  found = {c.axes: c for c in tpu_programs.collectives(program, strategy)}
+  assert {c.kind for c in found.values()} == {"all-reduce"}
+  assert set(found) == {("model",), ("replica",)}
+  # Partial sums of the second layer's outputs; gradients of half the kernels.
+  rows = 64 // strategy.num_replicas_in_sync
+  assert found["model",].operand_bytes == rows * 256 * 4
+  gradients = 4 * (256 * 256 + 256 // 2 + 256)
+  assert 0 <= found["replica",].operand_bytes - gradients <= 4
+
+
+@pytest.mark.parametrize(
+  ("topology", "in_run"),
+  [("2*v5e:2x2", True), ("2*v5e:2x2", False), ("2*v5p:2x2x1", False)],
+)
+def test_slow_network_carries_gradients_alone(
+  topology: str, in_run: bool
+) -> None:
+  strategy = tpu_programs.strategy_of(topology, replica=-1, model=2)
+  state, batch = tpu_programs.create(strategy, rules=_TENSOR_PARALLEL)
+  step: Any = (strategy.jit if in_run else jax.jit)(train_step)
+  program = step.lower(state, batch).compile()
+  found = tpu_programs.collectives(program, strategy)
+  slow = [c for c in found if c.network == "dcn"]
+  assert slow and all(c.purpose == "gradients" for c in slow)
+  assert all("model" not in c.axes for c in slow)
+  # Each device sends the half of its gradients that it has reduced in its
+  # slice; the gradients of biases are not halved.
+  gradients = 4 * (256 * 256 + 2 * 256)
+  assert sum(c.operand_bytes for c in slow) <= gradients / 2 + 4 * 256 + 4
