@@ -9,6 +9,7 @@ import importlib.metadata
 from typing import Any
 
 import jax
+import numpy as np
 
 from flaxshard.analysis import chips
 from flaxshard.analysis import compilation as compilation_lib
@@ -42,6 +43,8 @@ class Plan:
     mesh: Sizes of the mesh axes by name; empty for one device without a mesh.
     compiler: Names and versions of the compiler; None if nothing was compiled.
     seconds: Seconds for tracing and compiling the step.
+    batch_size: Length of the first dimension of the batch's arrays; None if
+      they have several.
     memory: The memory.
     traffic: The collectives of the program; None if unknown.
     period: Steps between two commits of AGN, over which the collectives in a
@@ -55,6 +58,7 @@ class Plan:
   mesh: Mapping[str, int]
   compiler: str | None
   seconds: float
+  batch_size: int | None
   memory: Memory
   traffic: tuple[Collective, ...] | None = None
   period: int = 1
@@ -214,6 +218,7 @@ def plan_traced(
     mesh={} if mesh is None else dict(mesh.shape),
     compiler=None if compilation is None else _compiler_versions(device),
     seconds=0.0 if compilation is None else compilation.seconds,
+    batch_size=_batch_size(arguments[batch_argnum]),
     memory=memory_lib.read_memory(arguments, batch_argnum, compilation, hbm),
     traffic=traffic,
     period=period,
@@ -244,6 +249,11 @@ def _devices_of(tree: PyTree) -> tuple[Any, jax.sharding.Mesh | None]:
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
       return next(iter(sharding.device_set)), None
   return jax.devices()[0], None
+
+
+def _batch_size(batch: PyTree) -> int | None:
+  lengths = {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
+  return lengths.pop() if len(lengths) == 1 else None
 
 
 def _commit_period(state: PyTree) -> int:

@@ -22,11 +22,9 @@ from flaxshard.compiled import hlo
 # Instructions that move no bytes themselves. Those that call a computation do
 # their work in it.
 _FREE = {
-  "add-dependency", "after-all", "async-done", "async-start", "async-update",
-  "bitcast", "call", "conditional", "constant", "copy-done", "domain",
-  "get-tuple-element", "opt-barrier", "parameter", "partition-id",
-  "recv-done", "replica-id", "send-done", "tuple", "while",
-  "all-gather-done", "all-reduce-done", "collective-permute-done",
+  "add-dependency", "after-all", "async-start", "async-update", "bitcast",
+  "call", "conditional", "constant", "domain", "get-tuple-element",
+  "opt-barrier", "parameter", "partition-id", "replica-id", "tuple", "while",
 }  # fmt: skip
 _SLICES = ("slice", "dynamic-slice", "gather")
 # Operations that pass an operand on, in a fusion without a copy of it.
@@ -156,22 +154,16 @@ def _work_of(
 def _hbm_bytes_of(program: hlo.Program, instruction: hlo.Instruction) -> float:
   """Returns the bytes that an instruction reads from and writes to HBM."""
   opcode = instruction.opcode
-  if opcode in _FREE:
+  if opcode in _FREE or opcode.endswith("-done"):
     return 0.0
   operands = instruction.operand_instructions
-  if opcode in ("copy-start", "collective-permute-start", "send", "recv"):
-    # The result has the source, too, as an alias.
-    return sum(map(_hbm_size, operands)) + _sum_hbm(instruction.arrays[:1])
-  if opcode in ("all-reduce-start", "all-gather-start"):
-    results = instruction.arrays
-    half = (
-      results[len(results) // 2 :]
-      if opcode == "all-gather-start"
-      else (results)
-    )
-    return sum(map(_hbm_size, operands)) + _sum_hbm(half)
-  if opcode == "custom-call" and not operands:
-    return 0.0  # allocations
+  if opcode.endswith("-start") or opcode in ("send", "recv"):
+    return _started_bytes(instruction)
+  if opcode == "custom-call" and (
+    not operands or '"ConcatBitcast"' in instruction.attributes
+  ):
+    # Allocations, and slices that lie side by side.
+    return 0.0
   if opcode in _SLICES:
     return 2.0 * _hbm_size(instruction)
   if opcode in ("dynamic-update-slice", "scatter"):
@@ -186,6 +178,28 @@ def _hbm_bytes_of(program: hlo.Program, instruction: hlo.Instruction) -> float:
     if _hbm_size(operand)
   )
   return reads + _written_bytes(instruction, fused)
+
+
+def _started_bytes(instruction: hlo.Instruction) -> float:
+  """Returns the bytes that move until an asynchronous instruction is done.
+
+  Its result has the operands, as aliases, beside the arrays that it makes.
+  """
+  opcode, arrays = instruction.opcode, instruction.arrays
+  operands = [a for i in instruction.operand_instructions for a in i.arrays]
+  count = len(operands)
+  if opcode == "copy-start":
+    made = arrays[:1]
+  elif opcode == "all-reduce-start":
+    made = arrays
+  else:
+    made = arrays[count : 2 * count] or arrays[count:]
+  if opcode.removesuffix("-start") in _SLICES:
+    # Of the operand, only the part that the slice has is read.
+    made = arrays[count : count + 1]
+    read = made[0].padded_bytes if operands[0].memory_space == _HBM else 0
+    return read + _sum_hbm(made)
+  return _sum_hbm(operands) + _sum_hbm(made)
 
 
 def _hbm_size(instruction: hlo.Instruction) -> float:

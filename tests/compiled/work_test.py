@@ -95,6 +95,22 @@ def test_conditional_counts_by_its_period(period, is_periodic, arrays):
   assert counted.hbm_bytes == arrays * 4096
 
 
+SLICE = """HloModule slice, is_scheduled=true
+
+ENTRY %main (w: f32[4096,4096]) -> f32[1024,4096] {
+  %w = f32[4096,4096]{1,0:T(8,128)} parameter(0)
+  %start = ((f32[4096,4096]{1,0:T(8,128)}), f32[1024,4096]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%w), slice={[0:1024], [0:4096]}
+  %done = f32[1024,4096]{1,0:T(8,128)S(1)} slice-done(%start)
+  ROOT %sum = f32[1024,4096]{1,0:T(8,128)} add(%done, %done)
+}
+"""
+
+
+def test_asynchronous_slice_reads_its_part():
+  # A part is read from HBM to VMEM, and as much is written.
+  assert work.count_work(SLICE).hbm_bytes == 2 * 4 * 1024 * 4096
+
+
 def count_compiled(fn, *shapes):
   args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
   return work.count_work(jax.jit(fn).lower(*args).compile())
