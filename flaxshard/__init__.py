@@ -30,6 +30,7 @@ if TYPE_CHECKING:
   from flaxshard import models
   from flaxshard import ray
   from flaxshard import train
+  from flaxshard.analysis.compare import compare_plans
   from flaxshard.analysis.plan import plan
   from flaxshard.checkpoint import Checkpointer
 
@@ -51,6 +52,7 @@ __all__ = [
   "__version__",
   "analysis",
   "checkpoint",
+  "compare_plans",
   "create_train_state",
   "data",
   "get_replica_context",
@@ -68,6 +70,7 @@ _LAZY = ("analysis", "checkpoint", "data", "models", "ray", "train")
 
 _LAZY_NAMES = {
   "Checkpointer": "flaxshard.checkpoint",
+  "compare_plans": "flaxshard.analysis.compare",
   "plan": "flaxshard.analysis.plan",
 }
 

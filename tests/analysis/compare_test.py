@@ -1,0 +1,159 @@
+import flax.linen as nn
+from given_plans import create_collective
+from given_plans import create_plan
+from given_plans import GIB
+import jax
+import jax.numpy as jnp
+import ml_collections
+import optax
+import pytest
+
+import flaxshard as fs
+from flaxshard.analysis import compare
+
+
+def names(comparison):
+  return [candidate.name for candidate in comparison.candidates]
+
+
+def test_the_fastest_that_fits_is_first():
+  comparison = fs.compare_plans(
+    {
+      "slow": create_plan(seconds=2.0),
+      "too large": create_plan(seconds=0.5, peak=9 * GIB),
+      "fast": create_plan(seconds=1.0),
+      "unknown": create_plan(seconds=0.1, hbm=None),
+    }
+  )
+  assert names(comparison) == ["fast", "slow", "unknown", "too large"]
+  assert comparison.best.name == "fast"
+  assert comparison["slow"].cost.step_seconds == 2.0
+  assert comparison.best.examples_per_second == 64.0
+
+
+def test_batches_of_different_sizes_compare_by_examples_per_second():
+  plans = {
+    "small": create_plan(seconds=1.0, batch_size=64),
+    "large": create_plan(seconds=1.5, batch_size=128),
+  }
+  assert names(fs.compare_plans(plans)) == ["large", "small"]
+  plans["unknown"] = create_plan(seconds=1.2, batch_size=None)
+  assert names(fs.compare_plans(plans)) == ["small", "unknown", "large"]
+
+
+def test_without_times_the_least_memory_is_first_and_nothing_is_best():
+  comparison = fs.compare_plans(
+    {
+      "a": create_plan(seconds=None, peak=5 * GIB),
+      "b": create_plan(seconds=None, peak=4 * GIB),
+    }
+  )
+  assert names(comparison) == ["b", "a"]
+  assert comparison.best is None
+  assert "examples/s" not in str(comparison)
+
+
+def test_the_table_says_by_how_much_a_plan_does_not_fit():
+  traffic = [create_collective(3 * 2**20)]
+  comparison = fs.compare_plans(
+    {
+      "fits": create_plan(traffic=traffic),
+      "large": create_plan(peak=9 * GIB),
+      "larger": create_plan(
+        peak=12 * GIB, peak_is_lower_bound=True, temporaries=None
+      ),
+    }
+  )
+  lines = str(comparison).splitlines()
+  assert lines[2].split()[:2] == ["*", "fits"]
+  assert "50%" in lines[2] and "3.0 MiB" in lines[2]
+  assert "112%" in lines[3] and "over by 1.0 GiB" in lines[3]
+  assert ">=150%" in lines[4] and "over by >=4.0 GiB" in lines[4]
+  page = comparison._repr_html_()
+  assert "<table" in page and "<svg" in page
+
+
+def test_to_dict_is_plain():
+  import json
+
+  rows = fs.compare_plans({"a": create_plan()}).to_dict()
+  row = json.loads(json.dumps(rows))[0]
+  assert (row["name"], row["best"], row["error"]) == ("a", True, None)
+  assert row["plan"]["cost"]["step_seconds"] == 1.0
+
+
+def test_unknown_names_are_key_errors():
+  comparison = fs.compare_plans({"fsdp": create_plan()})
+  with pytest.raises(KeyError, match="Did you mean 'fsdp'"):
+    comparison["fspd"]
+
+
+def build(strategy, batch_size=8, features=2):
+  x = jax.ShapeDtypeStruct((batch_size, 4), jnp.float32)
+  state = fs.create_train_state(
+    nn.Dense(features),
+    jax.random.key(0),
+    x,
+    optax.adam(1e-3),
+    strategy=strategy,
+    abstract=True,
+  )
+
+  def step(state, x):
+    return state.minimize(
+      lambda params: jnp.mean(state.apply_fn({"params": params}, x) ** 2)
+    )
+
+  return step, state, strategy.shard_batch(x)
+
+
+def test_a_batch_that_does_not_divide_is_a_row_with_its_reason():
+  comparison = fs.compare_plans(build, batch_size=[9, 16], features=[2])
+  assert names(comparison) == ["16", "9"]
+  first, last = comparison.candidates
+  assert first.plan.batch_size == 16
+  assert first.plan.memory.state["params"] == (4 * 2 + 2) * 4
+  assert (last.plan, last.fits) == (None, False)
+  assert "9" in last.error and last.error in str(comparison)
+  with pytest.raises(KeyError, match="no plan"):
+    comparison["9"]
+
+
+def test_all_combinations_of_meshes_and_options_are_rows():
+  comparison = fs.compare_plans(
+    build,
+    meshes=[{"replica": 8}, {"replica": 4, "model": 2}],
+    features={"narrow": 2, "wide": 16},
+  )
+  assert sorted(names(comparison)) == [
+    "replica=4 model=2, narrow",
+    "replica=4 model=2, wide",
+    "replica=8, narrow",
+    "replica=8, wide",
+  ]
+  wide = comparison["replica=4 model=2, wide"]
+  assert wide.mesh == {"replica": 4, "model": 2}
+  assert wide.memory.state["params"] == (4 * 16 + 16) * 4
+
+
+def test_when_nothing_can_be_built_the_first_reason_is_raised():
+  with pytest.raises(ValueError, match=r"none of the combinations.*9"):
+    fs.compare_plans(build, batch_size=[9, 17])
+
+
+@pytest.mark.parametrize(
+  "args, kwargs, error, words",
+  [
+    (({},), {}, ValueError, "no plans"),
+    (({"a": 1},), {}, TypeError, "'a' must be a plan"),
+    (({"a": create_plan()}, ["v5e:2x2"]), {}, ValueError, "already"),
+    ((3,), {}, TypeError, "got 3"),
+    ((build,), {"batch_size": 8}, TypeError, "batch_size .* got 8"),
+    ((build,), {"batch_size": []}, ValueError, "batch_size has no values"),
+    ((build,), {"batch_size": [8, 8]}, ValueError, "look the same"),
+    ((ml_collections.ConfigDict(),), {}, ValueError, "needs topologies"),
+  ],
+)
+def test_invalid_arguments(args, kwargs, error, words):
+  with pytest.raises(error, match=words):
+    compare.compare_plans(*args, **kwargs)
