@@ -32,6 +32,7 @@ if TYPE_CHECKING:
   from flaxshard import train
   from flaxshard.analysis.compare import compare_plans
   from flaxshard.analysis.plan import plan
+  from flaxshard.analysis.search import largest_batch
   from flaxshard.checkpoint import Checkpointer
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
   "data",
   "get_replica_context",
   "initialize",
+  "largest_batch",
   "models",
   "nonfinite_leaves",
   "plan",
@@ -71,6 +73,7 @@ _LAZY = ("analysis", "checkpoint", "data", "models", "ray", "train")
 _LAZY_NAMES = {
   "Checkpointer": "flaxshard.checkpoint",
   "compare_plans": "flaxshard.analysis.compare",
+  "largest_batch": "flaxshard.analysis.search",
   "plan": "flaxshard.analysis.plan",
 }
 

@@ -4,8 +4,9 @@ from flaxshard.analysis.compare import Comparison
 from flaxshard.analysis.cost import Cost
 from flaxshard.analysis.memory import Memory
 from flaxshard.analysis.plan import Plan
+from flaxshard.analysis.search import LargestBatch
 
-__all__ = ["Comparison", "Cost", "Memory", "Plan"]
+__all__ = ["Comparison", "Cost", "LargestBatch", "Memory", "Plan"]
 
 
 def __dir__() -> list[str]:

@@ -95,22 +95,8 @@ def _create_strategy(
   """
   mesh = config.mesh
   named_axes = dict(mesh.axes)
-  if named_axes:
-    logical_field = f"axes={mesh.axes!r}"
-    logical_count = math.prod(named_axes.values())
-  else:
-    logical_field = f"logical_devices={mesh.logical_devices}"
-    logical_count = mesh.logical_devices
-  replicas = mesh.replica
-  if replicas == -1:
-    # 0 if the logical devices of one replica do not fit.
-    replicas = len(devices) // logical_count
-  if not 0 < replicas * logical_count <= len(devices):
-    raise ValueError(
-      f"config.mesh.replica={mesh.replica} with config.mesh.{logical_field} "
-      f"needs {max(replicas, 1) * logical_count} devices; there are "
-      f"{len(devices)}."
-    )
+  logical_count = _count_logical_devices(mesh)
+  replicas = count_replicas(config, len(devices))
   if config.batch_size % replicas:
     raise ValueError(
       f"config.batch_size={config.batch_size} must be a multiple of the "
@@ -127,6 +113,42 @@ def _create_strategy(
     return Strategy(devices=devices[:used], mesh_shape=mesh_shape)
   # With all devices, the mesh follows the topology of the network.
   return Strategy(topology, mesh_shape=mesh_shape)
+
+
+def count_replicas(config: Any, num_devices: int) -> int:
+  """Returns the number of replicas of a checked config on some devices.
+
+  Args:
+    config: A checked config.
+    num_devices: Number of devices.
+
+  Raises:
+    ValueError: There are too few devices.
+  """
+  mesh = config.mesh
+  logical_count = _count_logical_devices(mesh)
+  replicas: int = mesh.replica
+  if replicas == -1:
+    # 0 if the logical devices of one replica do not fit.
+    replicas = num_devices // logical_count
+  if not 0 < replicas * logical_count <= num_devices:
+    logical_field = (
+      f"axes={mesh.axes!r}"
+      if mesh.axes
+      else f"logical_devices={mesh.logical_devices}"
+    )
+    raise ValueError(
+      f"config.mesh.replica={mesh.replica} with config.mesh.{logical_field} "
+      f"needs {max(replicas, 1) * logical_count} devices; there are "
+      f"{num_devices}."
+    )
+  return replicas
+
+
+def _count_logical_devices(mesh: Any) -> int:
+  if mesh.axes:
+    return math.prod(dict(mesh.axes).values())
+  return int(mesh.logical_devices)
 
 
 def _use_virtual_devices(count: int) -> None:
