@@ -22,6 +22,8 @@ _log = logging.getLogger(__name__)
 
 # Examples of each replica in the first try. TPU layouts pad to multiples of 8.
 _START = 8
+# Tries up to which the next one is predicted; later ones halve the interval.
+_MAX_PREDICTED = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,17 +223,21 @@ def _search(
     if high - low <= gap or low == limit:
       break
     predicted = _predict(tries, plans, unit)
-    if low < predicted < high and high - low <= width / 2:
-      guess = predicted
-    elif high > limit:
+    middle = (low + high) // 2
+    if high > limit:
       # More fits than predicted: the compiler trades time for memory.
-      guess = max(predicted, low + gap * stride)
+      guess = predicted if predicted > low else low + gap * stride
       stride *= 2
-    elif predicted == low and guess != low + gap:
-      # At the predicted limit, the next one is likely to be too large.
-      guess = low + gap
+    elif predicted >= high and stride == 1:
+      # It was predicted to fit: only a little less may do so.
+      guess = max(high - max(math.ceil(high * within / 2), 1) * stride, middle)
+      stride *= 2
+    elif high - low > width / 2 or len(tries) > _MAX_PREDICTED:
+      # The line does not describe the memory well.
+      guess = middle
     else:
-      guess = (low + high) // 2
+      # At the predicted limit, the next one is likely to be too large.
+      guess = predicted if predicted > low else low + gap
     guess = min(max(guess, low + 1), high - 1)
   best = plans[low] if low else plans[min(plans)]
   return LargestBatch(low * unit, best, tuple(tries), low == limit)
