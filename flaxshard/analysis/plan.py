@@ -103,10 +103,31 @@ class Plan:
       entry["link_bytes"] = collective.link_bytes
     return values
 
+  def plot(self, path: str | None = None) -> Any:
+    """Draws the memory, the traffic and the times.
+
+    Args:
+      path: File to write a PNG to; None writes none.
+
+    Returns:
+      The `matplotlib.figure.Figure`, which a notebook shows.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    # Imported here: charts draw plans.
+    from flaxshard.analysis import charts
+
+    return charts.plot_plans({self.topology: self}, path)
+
   def _repr_html_(self) -> str:
     lines = [f"<h3>plan of a step on {html.escape(self.title)}</h3>"]
     lines += [table.html() for table in self._tables(verbose=False)]
     lines += [f"<p>{html.escape(note)}</p>" for note in self.notes]
+    # Imported here: charts draw plans.
+    from flaxshard.analysis import charts
+
+    lines.append(charts.svg_if_possible({self.topology: self}))
     return "\n".join(lines)
 
   def _tables(self, verbose: bool) -> list[tables.Table]:

@@ -77,6 +77,13 @@ def test_picture_in_a_notebook_is_svg():
   assert charts.svg_if_possible({}) == ""
 
 
+def test_a_plan_draws_itself(tmp_path):
+  path = tmp_path / "plan.png"
+  PLANS["one"].plot(str(path))
+  assert path.read_bytes().startswith(b"\x89PNG")
+  assert PLANS["one"]._repr_html_().count("<svg") == 1
+
+
 def test_no_plans_are_an_error():
   with pytest.raises(ValueError, match="no plan"):
     charts.plot_plans({})
