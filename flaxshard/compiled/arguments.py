@@ -25,11 +25,11 @@ class Leaf:
   """What one array of the arguments or outputs is.
 
   Attributes:
-    category: "parameter", "optimizer state", "state" (another array of the tree
-      that has the parameters), "data" (of a tree without parameters), or
-      "unknown".
-    parameter: Path of the parameter, or of the one that a slot belongs to, such
-      as `Dense_0/kernel`; "" if none.
+    category: "parameter" (also AGN's local copy of one), "optimizer state",
+      "state" (another array of the tree that has the parameters), "data" (of a
+      tree without parameters), or "unknown".
+    parameter: Path of the parameter, such as `Dense_0/kernel`, or of the one
+      that a slot or another array of the state belongs to; "" if none.
   """
 
   category: str
@@ -77,13 +77,15 @@ def _leaf(
 ) -> Leaf:
   if not keys:
     return Leaf("unknown")
+  ends = (keys[start:] for start in range(len(keys)))
+  parameter = "/".join(next((end for end in ends if end in parameters), ()))
   if "opt_state" in keys:
-    ends = (keys[start:] for start in range(len(keys)))
-    of = next((end for end in ends if end in parameters), ())
-    return Leaf("optimizer state", "/".join(of))
-  if "params" in keys:
-    return Leaf("parameter", "/".join(keys[keys.index("params") + 1 :]))
-  return Leaf("state" if keys[0] in states else "data")
+    return Leaf("optimizer state", parameter)
+  if "params" in keys or "local_params" in keys:
+    return Leaf("parameter", parameter)
+  if keys[0] in states:
+    return Leaf("state", parameter)
+  return Leaf("data")
 
 
 def argument_leaves(program: hlo.Program) -> dict[int, Leaf]:
@@ -95,16 +97,11 @@ def argument_leaves(program: hlo.Program) -> dict[int, Leaf]:
   }
 
 
-def output_leaves(program: hlo.Program, out_tree: Any = None) -> list[Leaf]:
-  """Returns what each array of the result is.
-
-  Args:
-    program: The program.
-    out_tree: `Compiled.out_tree`, or None.
-  """
+def output_leaves(program: hlo.Program) -> list[Leaf]:
+  """Returns what each array of the result is."""
   root = program.entry.root
   count = len(root.arrays) if root is not None else 0
-  paths = _output_paths(out_tree, count)
+  paths = _output_paths(program.out_tree, count)
   if paths is not None:
     return classify(paths)
   arguments = argument_leaves(program)

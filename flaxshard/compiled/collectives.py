@@ -128,8 +128,7 @@ def collectives(
   items = find(program)
   if not items:
     return ()
-  out_tree = getattr(compiled, "out_tree", None)
-  purposes = purposes_lib.Purposes(program, out_tree)
+  purposes = purposes_lib.Purposes(program)
   found = [
     (item, _describe(program, numbers, purposes, item)) for item in items
   ]

@@ -86,33 +86,81 @@ def _calls(
 def trip_count(program: hlo.Program, loop: hlo.Instruction) -> int | None:
   """Returns how many turns a `while` runs; None if the program has no count.
 
-  XLA writes the count of a loop with constant bounds into `backend_config`, or
-  leaves a condition `i < constant` of a counter that starts at zero.
+  XLA writes the count of a loop with constant bounds into `backend_config`. The
+  TPU compiler does not: there the count follows from the counter's first
+  value, its step and its bound.
   """
   match = re.search(r'"?known_trip_count"?[:=]\s*(\{[^}]*\})', loop.attributes)
   if match:
     return int(json.loads(match[1])["n"])
-  condition = program.computations.get(loop.called_as("condition"))
-  if condition is None or condition.root is None:
+  counter = _counter_and_bound(program, loop)
+  if counter is None:
     return None
-  return _bound(program, condition)
+  index, bound = counter
+  start = _initial_value(loop, index)
+  step = _step(program, loop, index)
+  if start is None or not step or step < 0:
+    return None
+  return max(0, -(-(bound - start) // step))
 
 
-def _bound(program: hlo.Program, condition: hlo.Computation) -> int | None:
-  root = condition.root
+def _counter_and_bound(
+  program: hlo.Program, loop: hlo.Instruction
+) -> tuple[int, int] | None:
+  """Returns the counter's place in the loop's state, and its bound.
+
+  None unless the condition is `counter < constant`.
+  """
+  condition = program.computations.get(loop.called_as("condition"))
+  root = condition.root if condition is not None else None
   if root is None:
     return None
-  constants = [
-    int(i.literal)
-    for i in condition.instructions.values()
-    if i.opcode == "constant" and re.fullmatch(r"-?\d+", i.literal)
-  ]
+  compare, given = root, root.operand_instructions
   if root.opcode == "fusion":
     called = program.computations[root.called[0]]
+    if called.root is None:
+      return None
     compare = called.root
-  else:
-    compare = root
-  if compare is None or compare.opcode != "compare" or len(constants) != 1:
+    # What the fusion is given takes the place of its parameters.
+    given = [
+      given[int(i.literal)] if i.opcode == "parameter" else i
+      for i in compare.operand_instructions
+    ]
+  if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
     return None
-  is_less = "direction=LT" in compare.attributes
-  return constants[0] if is_less else None
+  counter, bound = (_unwrap(i) for i in given)
+  if counter.opcode != "get-tuple-element" or bound.opcode != "constant":
+    return None
+  return int(counter.attribute(r"index=(\d+)")), int(bound.literal)
+
+
+def _initial_value(loop: hlo.Instruction, index: int) -> int | None:
+  state = loop.operand_instructions[0]
+  if state.opcode != "tuple":
+    return None
+  value = _unwrap(state.operand_instructions[index])
+  return int(value.literal) if value.opcode == "constant" else None
+
+
+def _step(
+  program: hlo.Program, loop: hlo.Instruction, index: int
+) -> int | None:
+  body = program.computations[loop.called_as("body")]
+  if body.root is None or body.root.opcode != "tuple":
+    return None
+  add = _unwrap(body.root.operand_instructions[index])
+  given = add.operand_instructions
+  if add.opcode == "fusion":
+    root = program.computations[add.called[0]].root
+    if root is None:
+      return None
+    add, given = root, [*root.operand_instructions, *given]
+  constants = [int(i.literal) for i in given if i.opcode == "constant"]
+  return constants[0] if add.opcode == "add" and len(constants) == 1 else None
+
+
+def _unwrap(instruction: hlo.Instruction) -> hlo.Instruction:
+  """Returns what an instruction copies."""
+  while instruction.opcode in ("bitcast", "convert", "copy"):
+    instruction = instruction.operand_instructions[0]
+  return instruction

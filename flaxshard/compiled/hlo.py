@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import dataclasses
 import functools
 import re
-from typing import Protocol
+from typing import Any, Protocol
 
 # Bits of one element. Types that are not listed (token, opaque) have no data.
 BITS = {
@@ -273,11 +273,14 @@ class Program:
     header: The first line, with aliases and the entry's layout.
     computations: Computations by name.
     entry: The computation that is run.
+    out_tree: The tree of the outputs (`Compiled.out_tree`); None if the program
+      was given as text.
   """
 
   header: str
   computations: dict[str, Computation]
   entry: Computation
+  out_tree: Any
   _tables: dict[str, dict[int, str]]
 
   @functools.cached_property
@@ -393,10 +396,10 @@ def parse(compiled: HasText | Program | str) -> Program:
       "compiled must be HLO text that begins with 'HloModule', got"
       f" {(text or '')[:60]!r}."
     )
-  return _parse_text(text)
+  return _parse_text(text, getattr(compiled, "out_tree", None))
 
 
-def _parse_text(text: str) -> Program:
+def _parse_text(text: str, out_tree: Any) -> Program:
   lines = text.splitlines()
   tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
   table: dict[int, str] | None = None
@@ -428,7 +431,7 @@ def _parse_text(text: str) -> Program:
         entry = computation
   if entry is None:
     raise ValueError("compiled: the HLO text has no ENTRY computation.")
-  return Program(lines[0], computations, entry, tables)
+  return Program(lines[0], computations, entry, out_tree, tables)
 
 
 def _parse_instruction(

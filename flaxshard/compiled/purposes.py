@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 import dataclasses
-from typing import Any
 
 from flaxshard.compiled import arguments as arguments_lib
 from flaxshard.compiled import hlo
@@ -35,13 +34,12 @@ class Purposes:
 
   Args:
     program: The program.
-    out_tree: `Compiled.out_tree`, or None.
   """
 
-  def __init__(self, program: hlo.Program, out_tree: Any = None) -> None:
+  def __init__(self, program: hlo.Program) -> None:
     self._values = values_lib.trace(program)
     self._arguments = list(arguments_lib.argument_leaves(program).items())
-    self._outputs = arguments_lib.output_leaves(program, out_tree)
+    self._outputs = arguments_lib.output_leaves(program)
     entry = program.entry
     seeds: dict[int, int] = {}
     by_number = {int(p.literal): p for p in entry.parameters}
@@ -90,7 +88,9 @@ class Purposes:
     if moved and not self._computed[value]:
       return _purpose_of_argument(moved)
     reached = self._destinations(self._results(collective, value))
-    concerned = [x for x in reached if x.category in _OF_PARAMETERS]
+    concerned = [
+      x for x in reached if x.category in _OF_PARAMETERS or x.parameter
+    ]
     names = tuple(dict.fromkeys(x.parameter for x in concerned if x.parameter))
     if concerned:
       made_from = {x.category for x in self._sources(self._made_from[value])}

@@ -51,10 +51,9 @@ _LAYOUT = {
   "transpose",
 }
 _REDUCED = {"all-reduce", "reduce-scatter"}
-# Custom calls of the TPU compiler that move data.
-_LAYOUT_CALLS = ("AsyncCollectiveStart", "AsyncCollectiveDone", "ConcatBitcast",
-                 "ZeroCrop", "Sharding", "SPMDFullToShardShape",
-                 "SPMDShardToFullShape")  # fmt: skip
+# Custom calls of the TPU compiler: parts of collectives, and moves.
+_ASYNC_CALLS = ("AsyncCollectiveStart", "AsyncCollectiveDone")
+_MOVING_CALLS = ("ConcatBitcast", "ZeroCrop", "Sharding")
 _NOT_ELEMENTWISE = {
   "after-all",
   "broadcast",
@@ -136,6 +135,7 @@ class Values:
     return found
 
 
+@functools.lru_cache(maxsize=1)
 def trace(program: hlo.Program) -> Values:
   """Returns the values of a program and the edges between them."""
   values = Values(program, [], [], [], set(), {})
@@ -203,8 +203,11 @@ def _edges(values: Values, instruction: hlo.Instruction) -> _Edges:
     for operand in operands[:2]:
       yield from _zip(operand, result, Edge.LAYOUT)
   elif opcode == "custom-call":
-    if any(f'"{name}"' in instruction.attributes for name in _LAYOUT_CALLS):
+    if any(f'"{name}"' in instruction.attributes for name in _ASYNC_CALLS):
       yield from _same_shapes(values, operands, result)
+    if any(f'"{name}"' in instruction.attributes for name in _MOVING_CALLS):
+      for operand in operands:
+        yield from _zip(operand, result, Edge.LAYOUT)
   elif opcode == "concatenate":
     for operand in operands:
       yield from _zip(operand, result, Edge.LAYOUT)
@@ -306,14 +309,8 @@ def _async_edges(
 def _same_shapes(
   values: Values, operands: list[range], result: range
 ) -> _Edges:
-  """Edges between operands and results of the same type and lengths.
-
-  A call with one operand and one result passes the one on as the other.
-  """
+  """Edges between operands and results of the same type and lengths."""
   flat = [value for operand in operands for value in operand]
-  if len(flat) == 1 and len(result) == 1:
-    yield flat[0], result[0], Edge.LAYOUT
-    return
   for value in flat:
     array = values.array(value)
     for to in result:
