@@ -49,11 +49,15 @@ def split_path(path: str) -> tuple[str, ...]:
   )
 
 
+_UNKNOWN = Leaf("unknown")
+
+
 def classify(paths: Sequence[str]) -> list[Leaf]:
   """Returns what the leaves with these paths are.
 
   Args:
-    paths: Paths of all leaves; "" where it is unknown.
+    paths: Paths of all leaves; "" where it is unknown. Without parameters
+      among them, all are unknown: there is no state to tell data from.
 
   Example:
     >>> classify(["s.params['w']", "s.opt_state[0].mu['w']", "batch['x']"])[1]
@@ -67,6 +71,8 @@ def classify(paths: Sequence[str]) -> list[Leaf]:
   }
   # The trees that have parameters: the first key, or all for a bare tree.
   states = {k[0] for k in keys if "params" in k}
+  if not parameters:
+    return [_UNKNOWN] * len(paths)
   return [_leaf(k, parameters, states) for k in keys]
 
 
@@ -76,7 +82,7 @@ def _leaf(
   states: set[str],
 ) -> Leaf:
   if not keys:
-    return Leaf("unknown")
+    return _UNKNOWN
   ends = (keys[start:] for start in range(len(keys)))
   parameter = "/".join(next((end for end in ends if end in parameters), ()))
   if "opt_state" in keys:
@@ -89,7 +95,39 @@ def _leaf(
 
 
 def argument_leaves(program: hlo.Program) -> dict[int, Leaf]:
-  """Returns what each parameter of the entry computation is, by number."""
+  """Returns what each parameter of the entry computation is, by number.
+
+  An argument without a telling name is what the output in its memory is.
+  """
+  leaves = _named_arguments(program)
+  outputs = _named_outputs(program)
+  for output, (number, _) in program.aliases.items():
+    if outputs and leaves.get(number, _UNKNOWN) == _UNKNOWN:
+      leaves[number] = outputs[output[0] if output else 0]
+  return leaves
+
+
+def output_leaves(program: hlo.Program) -> list[Leaf]:
+  """Returns what each array of the result is."""
+  leaves = _named_outputs(program)
+  if leaves:
+    return leaves
+  arguments = _named_arguments(program)
+  leaves = [_UNKNOWN] * _num_outputs(program)
+  for output, (number, _) in program.aliases.items():
+    leaves[output[0] if output else 0] = arguments.get(number, _UNKNOWN)
+  if any(leaf.category == "parameter" for leaf in leaves):
+    # The state is donated: the rest are the step's other results.
+    leaves = [Leaf("data") if x == _UNKNOWN else x for x in leaves]
+  return leaves
+
+
+def _num_outputs(program: hlo.Program) -> int:
+  root = program.entry.root
+  return len(root.arrays) if root is not None else 0
+
+
+def _named_arguments(program: hlo.Program) -> dict[int, Leaf]:
   parameters = program.entry.parameters
   leaves = classify([p.op_name for p in parameters])
   return {
@@ -97,24 +135,10 @@ def argument_leaves(program: hlo.Program) -> dict[int, Leaf]:
   }
 
 
-def output_leaves(program: hlo.Program) -> list[Leaf]:
-  """Returns what each array of the result is."""
-  root = program.entry.root
-  count = len(root.arrays) if root is not None else 0
-  paths = _output_paths(program.out_tree, count)
-  if paths is not None:
-    return classify(paths)
-  arguments = argument_leaves(program)
-  leaves = [Leaf("unknown")] * count
-  for output, (number, _) in program.aliases.items():
-    place = output[0] if output else 0
-    if place < count:
-      leaves[place] = arguments.get(number, Leaf("unknown"))
-  if any(leaf.category == "parameter" for leaf in leaves):
-    # The state is donated: the rest are the step's other results.
-    known = Leaf("data")
-    leaves = [known if x.category == "unknown" else x for x in leaves]
-  return leaves
+def _named_outputs(program: hlo.Program) -> list[Leaf]:
+  """Returns what the outputs are by their paths; empty if those are unknown."""
+  paths = _output_paths(program.out_tree, _num_outputs(program))
+  return classify(paths) if paths else []
 
 
 def _output_paths(out_tree: Any, count: int) -> list[str] | None:
