@@ -12,12 +12,14 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax.extend import core
 
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas.values import Replicated
 from flaxshard.strategy import arguments
+from flaxshard.strategy import narrow_sums
 from flaxshard.strategy import replica_view
 from flaxshard.strategy import replication
 from flaxshard.strategy import replication_check
@@ -85,7 +87,14 @@ class ReplicaProgram:
     )
     traced = jitted.trace(*leaves)
     self._check(traced.jaxpr, in_specs, body.results, leaves)
-    replicated, per_replica = jitted(*leaves)
+    if self.mesh.devices.flat[0].platform == "cpu":
+      # There bfloat16 is summed in float32.
+      replicated, per_replica = jitted(*leaves)
+    else:
+      program = narrow_sums.sum_before_widening(traced.jaxpr)
+      out = core.jaxpr_as_fun(program)(*leaves)
+      count = body.results.per_replica.count(False)
+      replicated, per_replica = out[:count], out[count:]
     return self._assemble(body, replicated, per_replica)
 
   def _context(

@@ -183,26 +183,24 @@ def _commit_parts(
     leaves = zip(jax.tree.leaves(params), has_gradient, strict=True)
     return [p for p, changed in leaves if changed]
 
-  # Row k is replica k's commit before its update, and the parameters after it:
-  # one buffer for both, in a dtype that holds both.
-  dtype = _row_dtype(grads, center.params)
-  rows = _exchange_rows(split.grads.to_rows(grads, dtype))
+  exchange = agn_rows.Exchange(split.grads.leaves, split.params.leaves)
+  grads_treedef = jax.tree.structure(grads)
 
   def apply_commit(
-    k: jax.Array, carry: tuple[ModelState, jax.Array]
-  ) -> tuple[ModelState, jax.Array]:
-    part, rows = carry
-    part = update(part, split.grads.from_row(rows[k]), shared)
-    row = split.params.to_row(pick_changed(part.params), dtype)
-    return part, rows.at[k].set(row)
+    k: jax.Array, carry: tuple[ModelState, Any]
+  ) -> tuple[ModelState, Any]:
+    part, received = carry
+    commit = grads_treedef.unflatten(exchange.read(received, k))
+    part = update(part, commit, shared)
+    return part, exchange.write(received, k, pick_changed(part.params))
 
+  received = exchange.send(jax.tree.leaves(grads))
   part = split.center.slice_part(center, jax.lax.axis_index(mesh_lib.REPLICA))
-  part, rows = jax.lax.fori_loop(
-    0, replica_context.num_replicas(), apply_commit, (part, rows)
+  part, received = jax.lax.fori_loop(
+    0, replica_context.num_replicas(), apply_commit, (part, received)
   )
   new_center = split.center.gather_parts(part)
-  rows = rows.astype(_common_dtype(pick_changed(center.params), dtype))
-  changed = iter(split.params.from_rows(_exchange_rows(rows)))
+  changed = iter(exchange.send_back(received))
   new_local_params = [
     next(changed) if has else p
     for p, has in zip(
@@ -210,11 +208,6 @@ def _commit_parts(
     )
   ]
   return new_center, treedef.unflatten(new_local_params)
-
-
-def _exchange_rows(rows: jax.Array) -> jax.Array:
-  """Sends row i to replica i; row i of the result is from replica i."""
-  return jax.lax.all_to_all(rows, mesh_lib.REPLICA, 0, 0)
 
 
 def _commit_whole(
@@ -249,16 +242,3 @@ def _commit_whole(
 
 def _is_real(x: jax.Array) -> bool:
   return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def _row_dtype(*trees: PyTree) -> Any:
-  """Returns a dtype that represents every value of some trees exactly."""
-  has_float64 = any(x.dtype == jnp.float64 for x in jax.tree.leaves(trees))
-  return jnp.float64 if has_float64 else jnp.float32
-
-
-def _common_dtype(params: list[jax.Array], default: Any) -> Any:
-  """Returns the dtype of parameters if all have the same, else a default."""
-  # bfloat16 parameters are sent back as bfloat16: half the bytes of float32.
-  dtypes = {p.dtype for p in params}
-  return dtypes.pop() if len(dtypes) == 1 else default

@@ -1,0 +1,163 @@
+"""Sums bfloat16 gradients over the replicas before they become float32.
+
+If a model computes in bfloat16 with float32 parameters, the last operation on a
+gradient is the conversion from bfloat16 to float32. `apply_gradients` sums what
+it is given, so the sum would be of float32: twice the bytes, on the links and
+in memory. Under `jax.jit` over the global batch, XLA sums first and converts
+then. This module does the same in a traced program. It exchanges
+
+    sum(convert(g))  for  convert(sum(g))
+
+where the sum is one of `apply_gradients` and `g` is bfloat16. float16 stays as
+it is, because its sum may overflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jax.extend import core
+import jax.numpy as jnp
+
+from flaxshard.replicas import context as replica_context
+from flaxshard.strategy import replication
+from flaxshard.strategy import replication_check
+
+# These run one jaxpr once, with their own inputs and outputs.
+_CALLS = frozenset("jit pjit closed_call remat remat2 checkpoint".split())
+
+
+def sum_before_widening(jaxpr: Any) -> Any:
+  """Returns a program that sums bfloat16 gradients before it converts them.
+
+  Args:
+    jaxpr: A `Jaxpr`, or a `ClosedJaxpr`.
+
+  Returns:
+    A program with the same inputs and outputs.
+  """
+  return _map_open(_exchange_sums, jaxpr)
+
+
+def _exchange_sums(jaxpr: Any) -> Any:
+  """Exchanges sums and conversions in a jaxpr and in those of its equations."""
+  # The equation that computes a variable.
+  source: dict[Any, Any] = {}
+  eqns = []
+
+  def append(eqn: Any) -> None:
+    eqns.append(eqn)
+    source.update(dict.fromkeys(eqn.outvars, eqn))
+
+  for eqn in jaxpr.eqns:
+    params = {k: _map_jaxprs(v) for k, v in eqn.params.items()}
+    eqn = eqn.replace(params=params)
+    widening = None
+    if eqn.primitive.name == "psum" and replication.names_replicas(
+      params["axes"]
+    ):
+      widening = _widening_of_gradient(eqn.invars, source)
+    if widening is not None:
+      (total,) = eqn.outvars
+      narrow = _narrow_variable(total)
+      append(eqn.replace(invars=widening.invars, outvars=[narrow]))
+      append(_convert(widening, narrow, total))
+    else:
+      for part in _widen_after(eqn):
+        append(part)
+  return jaxpr.replace(eqns=eqns)
+
+
+def _widening_of_gradient(operands: Any, source: dict[Any, Any]) -> Any:
+  """Returns the equation that converts the gradient that is summed, or None."""
+  if len(operands) != 1 or isinstance(operands[0], core.Literal):
+    return None
+  mark = source.get(operands[0])
+  if (
+    mark is None
+    or mark.primitive.name != "name"
+    or mark.params["name"] != replica_context.GRADIENTS
+  ):
+    return None
+  return _widening(mark.invars[0], source)
+
+
+def _widening(atom: Any, source: dict[Any, Any]) -> Any:
+  """Returns the equation that converts bfloat16 to `atom`, or None."""
+  eqn = None if isinstance(atom, core.Literal) else source.get(atom)
+  if (
+    eqn is None
+    or eqn.primitive.name != "convert_element_type"
+    or eqn.params["new_dtype"] != jnp.float32
+    or isinstance(eqn.invars[0], core.Literal)
+    or eqn.invars[0].aval.dtype != jnp.bfloat16
+    or eqn.invars[0].aval.sharding != atom.aval.sharding
+  ):
+    return None
+  return eqn
+
+
+def _widen_after(eqn: Any) -> list[Any]:
+  """Moves conversions of the results of a call or a loop behind it.
+
+  Args:
+    eqn: An equation.
+
+  Returns:
+    The equation, followed by the conversions.
+  """
+  name = eqn.primitive.name
+  if name not in _CALLS and name != "scan":
+    return [eqn]
+  first = 0
+  if name == "scan":
+    # What the steps carry must keep its dtype.
+    _, carry, _ = replication_check.split_scan(eqn.params, eqn.invars)
+    first = len(carry)
+  outvars, conversions = list(eqn.outvars), []
+
+  def narrow_results(jaxpr: Any) -> Any:
+    source = {x: inner for inner in jaxpr.eqns for x in inner.outvars}
+    results = list(jaxpr.outvars)
+    for i in range(first, len(results)):
+      widening = _widening(results[i], source)
+      if widening is not None:
+        (results[i],) = widening.invars
+        narrow = _narrow_variable(outvars[i])
+        conversions.append(_convert(widening, narrow, outvars[i]))
+        outvars[i] = narrow
+    return jaxpr.replace(outvars=results)
+
+  jaxpr = _map_open(narrow_results, eqn.params["jaxpr"])
+  params = eqn.params | {"jaxpr": jaxpr}
+  return [eqn.replace(params=params, outvars=outvars), *conversions]
+
+
+def _convert(widening: Any, narrow: Any, wide: Any) -> Any:
+  """Returns an equation that converts `narrow` to `wide`, like another one."""
+  # Its shape may be another one: that of the results of all steps of a loop.
+  params = widening.params | {"sharding": None}
+  return widening.replace(params=params, invars=[narrow], outvars=[wide])
+
+
+def _narrow_variable(variable: Any) -> Any:
+  """Returns a new variable: the same in bfloat16."""
+  return core.Var(variable.aval.update(dtype=jnp.dtype(jnp.bfloat16)))
+
+
+def _map_jaxprs(value: Any) -> Any:
+  """Exchanges sums in the jaxprs among the parameters of an equation."""
+  if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
+    return sum_before_widening(value)
+  if type(value) in (tuple, list):
+    return type(value)(map(_map_jaxprs, value))
+  return value
+
+
+def _map_open(fn: Callable[[Any], Any], jaxpr: Any) -> Any:
+  """Applies a function of `Jaxpr`s to a `Jaxpr` or a `ClosedJaxpr`."""
+  # JAX 0.12 has one class for both.
+  if isinstance(jaxpr, core.Jaxpr):
+    return fn(jaxpr)
+  return jaxpr.replace(jaxpr=fn(jaxpr.jaxpr))
