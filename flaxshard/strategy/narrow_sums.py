@@ -46,46 +46,80 @@ def _exchange_sums(jaxpr: Any) -> Any:
   source: dict[Any, Any] = {}
   eqns = []
 
-  def append(eqn: Any) -> None:
-    eqns.append(eqn)
-    source.update(dict.fromkeys(eqn.outvars, eqn))
-
   for eqn in jaxpr.eqns:
     params = {k: _map_jaxprs(v) for k, v in eqn.params.items()}
     eqn = eqn.replace(params=params)
-    widening = None
-    if eqn.primitive.name == "psum" and replication.names_replicas(
-      params["axes"]
-    ):
-      widening = _widening_of_gradient(eqn.invars, source)
-    if widening is not None:
-      (total,) = eqn.outvars
-      narrow = _narrow_variable(total)
-      append(eqn.replace(invars=widening.invars, outvars=[narrow]))
-      append(_convert(widening, narrow, total))
-    else:
-      for part in _widen_after(eqn):
-        append(part)
+    gradient = _gradient_that_is_summed(eqn, source)
+    new = [] if gradient is None else _sum_narrow(eqn, gradient, source)
+    for new_eqn in new or _widen_after(eqn):
+      eqns.append(new_eqn)
+      source.update(dict.fromkeys(new_eqn.outvars, new_eqn))
   return jaxpr.replace(eqns=eqns)
 
 
-def _widening_of_gradient(operands: Any, source: dict[Any, Any]) -> Any:
-  """Returns the equation that converts the gradient that is summed, or None."""
-  if len(operands) != 1 or isinstance(operands[0], core.Literal):
+def _gradient_that_is_summed(eqn: Any, source: dict[Any, Any]) -> Any:
+  """Returns the gradient that an equation sums over the replicas, or None."""
+  if (
+    eqn.primitive.name != "psum"
+    or len(eqn.invars) != 1
+    or not replication.names_replicas(eqn.params["axes"])
+  ):
     return None
-  mark = source.get(operands[0])
+  mark = _source(eqn.invars[0], source)
   if (
     mark is None
     or mark.primitive.name != "name"
     or mark.params["name"] != replica_context.GRADIENTS
   ):
     return None
-  return _widening(mark.invars[0], source)
+  return mark.invars[0]
+
+
+def _sum_narrow(eqn: Any, gradient: Any, source: dict[Any, Any]) -> list[Any]:
+  """Returns equations that sum a gradient in bfloat16.
+
+  Args:
+    eqn: The equation that sums the gradient in float32.
+    gradient: The gradient.
+    source: The equation that computes a variable.
+
+  Returns:
+    The equations, with the result of `eqn`; none if the gradient holds more
+    than bfloat16 numbers.
+  """
+  (total,) = eqn.outvars
+  widening = _widening(gradient, source)
+  if widening is not None:
+    narrow = _narrow_variable(total)
+    return [
+      eqn.replace(invars=widening.invars, outvars=[narrow]),
+      _convert(widening, narrow, total),
+    ]
+  # A parameter that is used twice, such as a tied embedding, has the sum of two
+  # gradients. Two sums of bfloat16 have the traffic of one of float32.
+  add = _source(gradient, source)
+  if add is None or add.primitive.name != "add_any":
+    return []
+  parts = [core.Var(total.aval) for _ in add.invars]
+  sums = [
+    _sum_narrow(eqn.replace(outvars=[part]), term, source)
+    for part, term in zip(parts, add.invars, strict=True)
+    if _widening(term, source) is not None
+  ]
+  if len(sums) < len(parts):
+    return []
+  return [*sums[0], *sums[1], add.replace(invars=parts, outvars=[total])]
+
+
+def _source(atom: Any, source: dict[Any, Any]) -> Any:
+  """Returns the equation that computes a value, or None."""
+  # Literals have no hash.
+  return None if isinstance(atom, core.Literal) else source.get(atom)
 
 
 def _widening(atom: Any, source: dict[Any, Any]) -> Any:
   """Returns the equation that converts bfloat16 to `atom`, or None."""
-  eqn = None if isinstance(atom, core.Literal) else source.get(atom)
+  eqn = _source(atom, source)
   if (
     eqn is None
     or eqn.primitive.name != "convert_element_type"

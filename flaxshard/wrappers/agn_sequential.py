@@ -184,7 +184,7 @@ def _commit_parts(
     return [p for p, changed in leaves if changed]
 
   exchange = agn_rows.Exchange(split.grads.leaves, split.params.leaves)
-  grads_treedef = jax.tree.structure(grads)
+  grads_treedef: Any = jax.tree.structure(grads)
 
   def apply_commit(
     k: jax.Array, carry: tuple[ModelState, Any]
