@@ -1,3 +1,6 @@
+import pathlib
+import runpy
+
 import flax.linen as nn
 from given_plans import create_collective
 from given_plans import create_plan
@@ -10,6 +13,9 @@ import pytest
 
 import flaxshard as fs
 from flaxshard.analysis import compare
+from flaxshard.train import config as config_lib
+
+CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "digits.py"
 
 
 def names(comparison):
@@ -157,3 +163,62 @@ def test_when_nothing_can_be_built_the_first_reason_is_raised():
 def test_invalid_arguments(args, kwargs, error, words):
   with pytest.raises(error, match=words):
     compare.compare_plans(*args, **kwargs)
+
+
+@pytest.fixture
+def planned(monkeypatch):
+  """Records the configs that are planned, and plans nothing."""
+  found = []
+
+  def plan_config(config, topology):
+    config = config_lib.check(config)
+    found.append((topology, config))
+    return create_plan(
+      batch_size=config.batch_size, peak=(1 + config.batch_size / 64) * GIB
+    )
+
+  monkeypatch.setattr("flaxshard.analysis.config_plan.plan_config", plan_config)
+  return found
+
+
+def load_config():
+  return runpy.run_path(str(CONFIG))["get_config"]()
+
+
+def test_fields_of_a_config_are_options(planned):
+  config = load_config()
+  comparison = fs.compare_plans(
+    config,
+    ["v5e:2x2", "v5e:2x4"],
+    meshes=[{"replica": 2}, {"replica": 4}],
+    **{"mesh.rules": [(), ("fsdp",)], "model.features": {"wide": (64, 128)}},
+  )
+  assert len(comparison.candidates) == len(planned) == 8
+  assert {topology for topology, _ in planned} == {"v5e:2x2", "v5e:2x4"}
+  assert {c.mesh.replica for _, c in planned} == {2, 4}
+  assert {c.mesh.rules for _, c in planned} == {(), ("fsdp",)}
+  assert {c.model.features for _, c in planned} == {(64, 128)}
+  assert "v5e:2x4, replica=4, fsdp" in names(comparison)
+  # The given config is as it was.
+  assert config.to_dict() == load_config().to_dict()
+
+
+def test_invalid_value_of_a_field_is_a_row(planned):
+  comparison = fs.compare_plans(load_config(), ["v5e:2x2"], batch_size=[64, 0])
+  assert [c.plan is None for c in comparison.candidates] == [False, True]
+  assert "batch_size" in comparison.candidates[1].error
+
+
+def test_largest_batch_of_a_config(planned):
+  tries = []
+  found = fs.largest_batch(
+    load_config(),
+    "v5e:2x2",
+    on_try=tries.append,
+    within=0,
+    **{"mesh.replica": 2},
+  )
+  # (1 + n / 64) GiB of 8 GiB.
+  assert found.batch_size == 7 * 64
+  assert all(t.batch_size % 2 == 0 for t in tries)
+  assert {c.mesh.replica for _, c in planned} == {2}
