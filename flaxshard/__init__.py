@@ -29,6 +29,7 @@ if TYPE_CHECKING:
   from flaxshard import data
   from flaxshard import models
   from flaxshard import ray
+  from flaxshard import testing
   from flaxshard import train
   from flaxshard.analysis.compare import compare_plans
   from flaxshard.analysis.plan import plan
@@ -63,12 +64,13 @@ __all__ = [
   "nonfinite_leaves",
   "plan",
   "ray",
+  "testing",
   "train",
   "wrappers",
 ]
 
 # Imported when asked for: Orbax, Grain and what the loop needs take a second.
-_LAZY = ("analysis", "checkpoint", "data", "models", "ray", "train")
+_LAZY = ("analysis", "checkpoint", "data", "models", "ray", "testing", "train")
 
 _LAZY_NAMES = {
   "Checkpointer": "flaxshard.checkpoint",

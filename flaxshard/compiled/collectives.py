@@ -23,6 +23,9 @@ KINDS = (
   "collective-broadcast",
 )
 
+# Parameters that the text of a collective names.
+_MAX_NAMES = 3
+
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
@@ -69,6 +72,29 @@ class Collective:
   source: str
   instruction: str = ""
   trip_count_known: bool = True
+
+  @property
+  def payload_bytes(self) -> int:
+    """Bytes of the whole values: an all-gather's results, else the operands."""
+    if self.kind == "all-gather":
+      return self.result_bytes
+    return self.operand_bytes
+
+  def __str__(self) -> str:
+    over = f" over {', '.join(self.axes)}" if self.axes else ""
+    times = f", {self.executions:g} times" if self.executions != 1 else ""
+    conditional = ", in a conditional" if self.in_conditional else ""
+    what = self.purpose
+    if self.parameters:
+      more = len(self.parameters) - _MAX_NAMES
+      names = ", ".join(self.parameters[:_MAX_NAMES])
+      what += f" ({names}{f' and {more} more' if more > 0 else ''})"
+    place = f", {self.source}" if self.source else ""
+    op_name = f" [{self.op_name}]" if self.op_name else ""
+    return (
+      f"{self.kind}{over}: {self.payload_bytes:,} bytes{times}{conditional},"
+      f" {what}{place}{op_name}"
+    )
 
   @property
   def link_bytes(self) -> float:

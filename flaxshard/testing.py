@@ -1,0 +1,218 @@
+"""Assertions for tests of training steps.
+
+They read the compiled program and run nothing: a test can compile for TPUs that
+the machine does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Any
+
+import jax
+
+from flaxshard import compiled as compiled_lib
+from flaxshard.compiled.collectives import KINDS
+from flaxshard.core import checks
+
+__all__ = ["Traffic", "assert_traffic"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+  """Collectives that a program is expected to have.
+
+  Attributes:
+    axes: A mesh axis or several, along which the devices exchange data. The
+      order does not matter.
+    purpose: "gradients", "parameter", "optimizer state", "activations",
+      "metrics" or "other"; None means any.
+    nbytes: Bytes of all of them together, per device and call; None means any
+      number. Bytes are those of the operands, of the results for an
+      all-gather, times the executions.
+    in_conditional: Whether they stand in a branch that need not run; None means
+      either.
+
+  Raises:
+    ValueError: `purpose` is unknown or `nbytes` is negative.
+    TypeError: A value has the wrong type.
+  """
+
+  axes: str | Sequence[str]
+  purpose: str | None = None
+  nbytes: int | None = None
+  in_conditional: bool | None = None
+
+  def __post_init__(self) -> None:
+    """Checks the fields."""
+    if self.purpose is not None:
+      checks.one_of("Traffic: purpose", self.purpose, _PURPOSES)
+    if self.nbytes is not None:
+      checks.integer(
+        "Traffic: nbytes", self.nbytes, minimum=0, maximum=2**63 - 1
+      )
+
+
+_PURPOSES = (
+  "gradients",
+  "parameter",
+  "optimizer state",
+  "activations",
+  "metrics",
+  "other",
+)
+_Expected = str | Sequence[str] | Traffic | Sequence[Traffic]
+
+
+def assert_traffic(
+  compiled: Any,
+  mesh: jax.sharding.Mesh,
+  expected: Mapping[str, _Expected],
+  *,
+  tolerance: float = 0.0,
+  max_bytes: int | None = None,
+  ignore_below: int = 0,
+) -> None:
+  """Asserts that a program has the expected collectives and no others.
+
+  Args:
+    compiled: A compiled program, `jax.jit(step).lower(state, batch).compile()`,
+      or a lowered one, which is compiled.
+    mesh: The mesh of the program.
+    expected: From the kind of a collective, such as "all-reduce", to the mesh
+      axis or axes that it may span, or to a `Traffic` or a list of them. Each
+      entry must occur. An empty mapping expects no collective at all.
+    tolerance: How far the bytes may differ from `Traffic.nbytes`, as a fraction
+      of these.
+    max_bytes: The most bytes that all collectives together may have, per device
+      and call; None means any number.
+    ignore_below: Collectives with fewer bytes per execution, such as the mean
+      of a loss, are ignored.
+
+  Raises:
+    AssertionError: A collective is not expected, an expected one does not
+      occur, or the bytes differ. The message names kind, axes, bytes, purpose,
+      parameters and source line of each.
+    ValueError: A kind, axis or number is invalid, or `mesh` has another number
+      of devices than the program.
+    TypeError: A value has the wrong type.
+
+  Example:
+    >>> import numpy as np
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> x = jax.ShapeDtypeStruct(
+    ...     (8,), np.float32, sharding=jax.NamedSharding(mesh, P("data")))
+    >>> compiled = jax.jit(lambda x: 2 * x).lower(x).compile()
+    >>> assert_traffic(compiled, mesh, {})
+  """
+  tolerance = checks.number("tolerance", tolerance, minimum=0)
+  ignore_below = checks.integer("ignore_below", ignore_below, minimum=0)
+  if isinstance(compiled, jax.stages.Lowered):
+    compiled = compiled.compile()
+  found = [
+    collective
+    for collective in compiled_lib.collectives(compiled, mesh)
+    # Groups of one device exchange nothing.
+    if collective.group_size > 1 and collective.payload_bytes >= ignore_below
+  ]
+  entries = _entries(expected, mesh)
+  matched: list[list[compiled_lib.Collective]] = [[] for _ in entries]
+  problems = []
+  for collective in found:
+    fits = [i for i, entry in enumerate(entries) if _matches(entry, collective)]
+    if fits:
+      matched[fits[0]].append(collective)
+    else:
+      problems.append(f"unexpected: {collective}")
+  for (kind, traffic), fitting in zip(entries, matched, strict=True):
+    problems.extend(_differences(kind, traffic, fitting, tolerance))
+  total = _bytes(found)
+  if max_bytes is not None and total > max_bytes:
+    problems.append(
+      f"all collectives have {total:,.0f} bytes, more than max_bytes"
+      f" {max_bytes:,}:"
+    )
+    problems.extend(f"  {collective}" for collective in found)
+  if problems:
+    raise AssertionError("\n".join(["assert_traffic:", *problems]))
+
+
+_Entry = tuple[str, Traffic]
+
+
+def _entries(
+  expected: Mapping[str, _Expected], mesh: jax.sharding.Mesh
+) -> list[_Entry]:
+  """Returns pairs of a kind and what is expected of it."""
+  if not isinstance(expected, Mapping):
+    raise checks.ArgumentTypeError(
+      "expected must map kinds of collectives to mesh axes, such as"
+      f" {{'all-reduce': 'data'}}, got {expected!r}."
+    )
+  entries = []
+  for kind, given in expected.items():
+    checks.one_of("expected: a kind of collective", kind, KINDS)
+    for traffic in _traffic(given):
+      axes = [traffic.axes] if isinstance(traffic.axes, str) else traffic.axes
+      for axis in axes:
+        checks.one_of(
+          f"expected: an axis of {kind!r}", axis, tuple(mesh.axis_names)
+        )
+      # No collective spans an axis of one device.
+      spanned = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+      entries.append((kind, dataclasses.replace(traffic, axes=spanned)))
+  return entries
+
+
+def _traffic(given: _Expected) -> list[Traffic]:
+  """Returns axes, a `Traffic` or a list of them as a list of `Traffic`."""
+  if isinstance(given, Traffic):
+    return [given]
+  if isinstance(given, str):
+    return [Traffic(given)]
+  axes = [item for item in given if isinstance(item, str)]
+  return [x for x in given if isinstance(x, Traffic)] or [Traffic(axes)]
+
+
+def _matches(entry: _Entry, collective: compiled_lib.Collective) -> bool:
+  kind, traffic = entry
+  return (
+    kind == collective.kind
+    and frozenset(traffic.axes) == frozenset(collective.axes)
+    and traffic.purpose in (None, collective.purpose)
+    and traffic.in_conditional in (None, collective.in_conditional)
+  )
+
+
+def _differences(
+  kind: str,
+  traffic: Traffic,
+  fitting: list[compiled_lib.Collective],
+  tolerance: float,
+) -> list[str]:
+  """Returns how the collectives of one entry differ from it."""
+  axes = ", ".join(traffic.axes)
+  purpose = f" of {traffic.purpose}" if traffic.purpose else ""
+  name = f"{kind} over {axes}{purpose}"
+  if not fitting:
+    return [f"missing: {name}"]
+  total = _bytes(fitting)
+  if (
+    traffic.nbytes is None
+    or abs(total - traffic.nbytes) <= tolerance * traffic.nbytes
+  ):
+    return []
+  return [
+    f"{name}: {total:,.0f} bytes, expected {traffic.nbytes:,}:",
+    *(f"  {collective}" for collective in fitting),
+  ]
+
+
+def _bytes(collectives: Sequence[compiled_lib.Collective]) -> float:
+  return sum(c.payload_bytes * c.executions for c in collectives)
+
+
+def __dir__() -> list[str]:
+  return sorted(__all__)
