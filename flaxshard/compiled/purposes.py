@@ -101,14 +101,23 @@ class Purposes:
         updates = any(x.category == "parameter" for x in concerned)
         return Purpose("parameter" if updates else "optimizer state", names)
       return Purpose("gradients", names)
-    is_scalar = self._values.array(value).size == 1
-    if reached and all(x.category == "data" for x in reached) and is_scalar:
-      return Purpose("metrics")
-    if not is_scalar and ("jvp(" in op_name or not self._is_training):
-      return Purpose("activations")
+    # A scalar may be padded on the way between slices: what counts is the
+    # output.
     if reached and all(x.category == "data" for x in reached):
-      return Purpose("metrics")
+      if self._are_scalars(self._results(collective, value)):
+        return Purpose("metrics")
+    if self._values.array(value).size == 1:
+      return Purpose("other")
+    if "jvp(" in op_name or not self._is_training:
+      return Purpose("activations")
     return Purpose("other")
+
+  def _are_scalars(self, outputs: int) -> bool:
+    root = self._values.program.entry.root
+    arrays = root.arrays if root is not None else ()
+    return all(
+      array.size == 1 for bit, array in enumerate(arrays) if outputs >> bit & 1
+    )
 
   def _results(self, collective: hlo.Instruction, value: int) -> int:
     """Returns which outputs an operand of a collective reaches through it."""
