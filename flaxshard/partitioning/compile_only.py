@@ -13,11 +13,8 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from flaxshard.partitioning import tpu_generations
+from flaxshard.partitioning import described_devices
 from flaxshard.partitioning.tpu_generations import TopologyName
-
-# The runtime type of JAX's compile-only clients.
-RUNTIME_TYPE = "compile_only_runtime"
 
 # libtpu reads these when it is loaded. Without them it writes errors about the
 # accelerator type and the hostnames to stderr, and a second process fails on
@@ -27,7 +24,7 @@ _ENVIRONMENT = {
   "TPU_ACCELERATOR_TYPE": "v5litepod-8",
   "TPU_WORKER_HOSTNAMES": "localhost",
 }
-_environment_lock = threading.Lock()
+_lock = threading.Lock()
 
 
 def is_compile_only(devices: Any) -> bool:
@@ -39,7 +36,7 @@ def is_compile_only(devices: Any) -> bool:
   if isinstance(devices, jax.sharding.Mesh):
     devices = devices.devices.flat[0]
   client = getattr(devices, "client", None)
-  return getattr(client, "runtime_type", None) == RUNTIME_TYPE
+  return getattr(client, "runtime_type", None) == described_devices.RUNTIME_TYPE
 
 
 def check_can_run(where: str, mesh: Any) -> None:
@@ -99,7 +96,6 @@ def has_libtpu() -> bool:
   )
 
 
-@functools.cache
 def devices(name: TopologyName) -> tuple[Any, ...]:
   """Returns the devices of a topology, in the order of the TPU compiler.
 
@@ -109,8 +105,20 @@ def devices(name: TopologyName) -> tuple[Any, ...]:
   Args:
     name: The checked name of the topology.
   """
-  if not has_libtpu():
-    return tuple(tpu_generations.described_devices(name))
+  # Without the lock two threads could get two sets of devices for a name.
+  with _lock:
+    if has_libtpu():
+      return _compiler_devices(name)
+    return _described_devices(name)
+
+
+@functools.cache
+def _described_devices(name: TopologyName) -> tuple[Any, ...]:
+  return tuple(described_devices.describe_devices(name))
+
+
+@functools.cache
+def _compiler_devices(name: TopologyName) -> tuple[Any, ...]:
   options: dict[str, Any] = {
     "chips_per_host_bounds": list(name.chips_per_process)
   }
@@ -128,15 +136,14 @@ def devices(name: TopologyName) -> tuple[Any, ...]:
 @contextlib.contextmanager
 def _libtpu_environment() -> Iterator[None]:
   """Sets what libtpu needs in order to be loaded where there is no TPU."""
-  with _environment_lock:
-    added = []
-    # JAX sets this variable when it finds no TPU in the machine.
-    if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
-      added = [key for key in _ENVIRONMENT if key not in os.environ]
-    os.environ.update({key: _ENVIRONMENT[key] for key in added})
-    try:
-      yield
-    finally:
-      # Other libraries read them as facts about a cluster.
-      for key in added:
-        del os.environ[key]
+  added = []
+  # JAX sets this variable when it finds no TPU in the machine.
+  if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
+    added = [key for key in _ENVIRONMENT if key not in os.environ]
+  os.environ.update({key: _ENVIRONMENT[key] for key in added})
+  try:
+    yield
+  finally:
+    # Other libraries read them as facts about a cluster.
+    for key in added:
+      del os.environ[key]

@@ -1,8 +1,7 @@
-"""Generations of TPUs: the names, shapes and devices of their topologies."""
+"""Generations of TPUs: the names and shapes of their topologies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 import dataclasses
 import itertools
 import math
@@ -127,15 +126,14 @@ def parse(name: Any, num_slices: Any = None) -> TopologyName:
       f"topology={name!r} must be a generation of TPUs and the chips of a "
       "slice along each axis, such as 'v5e:2x4', 'v5p:4x4x8', or '2*v5e:2x4' "
       f"for two slices; the generations are {', '.join(GENERATIONS)}."
-      f"{_hint(text)}"
+      f"{_suggest_name(text)}"
     )
   generation = GENERATIONS.get(match[2])
   if generation is None:
-    other = _ALIASES.get(match[2])
-    hint = f" Did you mean {other + ':' + match[3]!r}?" if other else ""
     raise ValueError(
       f"topology={name!r}: the generation must be one of "
-      f"{', '.join(GENERATIONS)}, got {match[2]!r}.{hint}"
+      f"{', '.join(GENERATIONS)}, got {match[2]!r}."
+      f"{_suggest_generation(match[2])}"
     )
   named_slices = None if match[1] is None else int(match[1])
   given = named_slices if num_slices is None else num_slices
@@ -158,16 +156,15 @@ def _check_shape(name: str, generation: Generation, sides: list[int]) -> Shape:
   # A third side of 1 describes the same slice of a generation with two.
   if len(sides) != rank and sides[rank:] != [1]:
     raise ValueError(
-      f"{where} slices of {rank} sides, such as "
-      f"{_default_name(generation, 8)!r}, got {len(sides)}."
-      f"{_other_shapes(generation, sides)}"
+      f"{where} slices of {rank} sides, got {len(sides)}."
+      f"{_suggest_shape(generation, math.prod(sides))}"
     )
   x, y, z = (*sides, 1)[:3]
   if not _is_valid(generation, (x, y, z)):
     raise ValueError(
       f"{where} slices of one chip, or of even lengths along x and y, with at "
       f"most {generation.max_chips:,} chips, got {math.prod(sides):,} chips."
-      f"{_other_shapes(generation, sides)}"
+      f"{_suggest_shape(generation, math.prod(sides))}"
     )
   return x, y, z
 
@@ -196,20 +193,18 @@ def _default_shape(generation: Generation, chips: int) -> Shape | None:
   return min(valid, key=lambda s: (max(s), sum(s), s), default=None)
 
 
-def _default_name(generation: Generation, chips: int, slices: int = 1) -> str:
-  """Returns the name of a slice of that many chips, or "" without a shape."""
-  shape = _default_shape(generation, min(chips, generation.max_chips))
-  return str(TopologyName(generation, shape, slices)) if shape else ""
+def _suggest_shape(generation: Generation, chips: int, slices: int = 1) -> str:
+  """Returns a hint at a slice of that many chips, or "" if there is none."""
+  # Finding the divisors of a very large number takes long.
+  if not 0 < chips <= generation.max_chips:
+    return ""
+  shape = _default_shape(generation, chips)
+  if shape is None:
+    return ""
+  return f" Did you mean {str(TopologyName(generation, shape, slices))!r}?"
 
 
-def _other_shapes(generation: Generation, sides: list[int]) -> str:
-  """Returns a hint at a valid shape with as many chips, or "" without one."""
-  chips = math.prod(sides)
-  named = 0 < chips <= generation.max_chips and _default_name(generation, chips)
-  return f" Did you mean {named!r}?" if named else ""
-
-
-def _hint(text: str) -> str:
+def _suggest_name(text: str) -> str:
   """Returns a hint for a name like that of an accelerator: "v5litepod-8"."""
   match = _ACCELERATOR_TYPE.fullmatch(text)
   if match is None:
@@ -219,116 +214,16 @@ def _hint(text: str) -> str:
     return ""
   # Cloud TPU's names count TensorCores.
   cores = generation.devices_per_chip * generation.cores_per_device
-  chips = max(int(match[3]) // cores, 1)
-  named = _default_name(generation, chips, int(match[1] or 1))
-  return f" Did you mean {named!r}?" if named else ""
+  chips = int(match[3]) // cores
+  return _suggest_shape(generation, chips, int(match[1] or 1))
 
 
-# -- Devices.
-
-
-class _DescribedClient:
-  """Stands for the compiler of described devices, as JAX sees it.
-
-  Tracing and lowering read its facts. Compiling raises a ValueError.
-  """
-
-  platform = "tpu"
-  runtime_type = "compile_only_runtime"
-
-  def process_index(self) -> int:
-    """Returns a number that no described device has: none is local."""
-    return -1
-
-  @property
-  def platform_version(self) -> str:
-    # JAX asks for it before it looks a program up in its compilation cache.
-    raise _compiler_missing()
-
-  def compile(self, *_: Any, **__: Any) -> Any:
-    """Raises a ValueError."""
-    raise _compiler_missing()
-
-  compile_and_load = compile
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class DescribedDevice:
-  """The description of a TPU device, without its compiler.
-
-  It has the attributes of the compile-only devices of JAX that shardings,
-  tracing and lowering use.
-  """
-
-  id: int
-  process_index: int
-  coords: list[int]
-  core_on_chip: int
-  num_cores: int
-  device_kind: str
-  client: Any
-  platform: str = "tpu"
-  slice_index: int = 0
-
-  def __repr__(self) -> str:
-    return (
-      f"DescribedDevice(id={self.id}, {self.device_kind}, process_index="
-      f"{self.process_index}, coords={tuple(self.coords)}, core_on_chip="
-      f"{self.core_on_chip}, slice_index={self.slice_index})"
-    )
-
-
-def described_devices(name: TopologyName) -> Iterator[DescribedDevice]:
-  """Describes the devices of a topology, in the order of the TPU compiler.
-
-  Args:
-    name: The checked name of the topology.
-  """
-  generation, bounds = name.generation, name.chips_per_process
-  client = _DescribedClient()
-  grid = [n // m for n, m in zip(name.shape, bounds, strict=True)]
-  x_length, y_length, _ = name.shape
-  per_chip = generation.devices_per_chip
-  processes = math.prod(grid)
-  for slice_index in range(name.num_slices):
-    # With several slices the compiler numbers those of slice s from
-    # (s + 1) * 100000.
-    first = (slice_index + 1) * 100_000 if name.num_slices > 1 else 0
-    # Processes, and the chips of each, are ordered with x fastest.
-    for process, origin in enumerate(_positions(grid)):
-      for offset in _positions(bounds):
-        x, y, z = (
-          n * m + k for n, m, k in zip(origin, bounds, offset, strict=True)
-        )
-        chip = x + x_length * (y + y_length * z)
-        for core in range(per_chip):
-          yield DescribedDevice(
-            id=first + chip * per_chip + core,
-            process_index=slice_index * processes + process,
-            coords=[x, y, z],
-            core_on_chip=core,
-            num_cores=generation.cores_per_device,
-            device_kind=generation.device_kind,
-            client=client,
-            slice_index=slice_index,
-          )
-
-
-def _positions(shape: Any) -> Iterator[Shape]:
-  """Yields the places of a box, x fastest."""
-  x_length, y_length, z_length = shape
-  for z, y, x in itertools.product(
-    range(z_length), range(y_length), range(x_length)
-  ):
-    yield x, y, z
-
-
-def _compiler_missing() -> ValueError:
-  return ValueError(
-    "compiling for TPUs that this machine does not have needs the TPU "
-    'compiler: pip install "flaxshard[tpu]". Without it shardings, abstract '
-    "states and lowered programs are available."
-  )
+def _suggest_generation(word: str) -> str:
+  """Returns a hint for an unknown generation, or "" if none is similar."""
+  alias = _ALIASES.get(word)
+  if alias is not None:
+    return f" Did you mean {alias!r}?"
+  return checks.did_you_mean(word, GENERATIONS)
 
 
 def topology_name(

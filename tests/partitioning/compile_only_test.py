@@ -1,7 +1,8 @@
 """Strategies and states on devices that exist for compiling alone."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 import os
+import pickle
 from typing import Any
 
 from flax import nnx
@@ -22,12 +23,8 @@ _RULES = [("kernel", P(None, "model")), (".*", P())]
 
 
 @pytest.fixture(autouse=True)
-def without_libtpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-  # The devices are cached, those of libtpu too if it is installed.
-  compile_only.devices.cache_clear()
+def without_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(compile_only, "has_libtpu", lambda: False)
-  yield
-  compile_only.devices.cache_clear()
 
 
 def _strategy(name: str = "v5e:2x4") -> fs.Strategy:
@@ -71,6 +68,12 @@ def test_topology_has_a_name() -> None:
 
 def test_equal_names_have_equal_meshes() -> None:
   assert _strategy().mesh == _strategy(" V5E:2x4").mesh
+
+
+def test_devices_are_not_pickled() -> None:
+  # They would be other devices, over which meshes are not equal.
+  with pytest.raises(TypeError, match="from its name"):
+    pickle.dumps(fs.Topology.named("v5e:2x4"))
 
 
 @pytest.mark.parametrize("form", ["name", "topology", "assignment"])
@@ -279,6 +282,18 @@ def test_annotations_in_traces() -> None:
     assert "num_partitions = 8" in jitted.lower(x).as_text()
 
 
+def test_lower_callbacks_and_host_memory() -> None:
+  sharding = jax.NamedSharding(_strategy().mesh, P("replica"))
+
+  def offload(x: jax.Array) -> jax.Array:
+    jax.debug.print("{}", x)
+    return jax.device_put(x, sharding.with_memory_kind("pinned_host"))
+
+  x = Shape((8,), jnp.float32, sharding=sharding)
+  assert sharding.memory_kind == "device"
+  assert "pinned_host" in jax.jit(offload).lower(x).as_text()
+
+
 @pytest.mark.parametrize("with_cache", [False, True])
 def test_compiling_without_libtpu_names_the_extra(
   with_cache: bool, tmp_path: Any
@@ -322,6 +337,15 @@ def test_what_would_run_raises(name: str) -> None:
   where = {"jit": "run", "run_steps": "run"}.get(name, name)
   with pytest.raises(ValueError, match=f"{where}.*TPU v5 lite.*compiling"):
     _RUNS[name](_strategy())
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_putting_arrays_past_the_strategy_raises(last: bool) -> None:
+  # Without devices that JAX takes for local it ends the process instead.
+  devices = _strategy().mesh.devices.ravel()
+  mesh = jax.sharding.Mesh(devices[-2:] if last else devices, ("x",))
+  with pytest.raises(TypeError, match="Device"):
+    jax.device_put(np.ones(8), jax.NamedSharding(mesh, P()))
 
 
 def test_restore_raises(tmp_path: Any) -> None:

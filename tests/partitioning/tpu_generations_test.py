@@ -2,6 +2,7 @@
 
 import pytest
 
+from flaxshard.partitioning import described_devices
 from flaxshard.partitioning import tpu_generations
 
 
@@ -36,13 +37,14 @@ def test_valid_name(name: str, num_slices: int | None, expected: str) -> None:
     ("v5p-32", ["'v5p:2x2x4'"]),
     ("v5e", ["'v5e:2x4'", "tpu7x"]),
     ("v9:2x2", ["v2, v3, v4, v5e, v5p, v6e, tpu7x", "'v9'"]),
-    ("trillium:2x4", ["'v6e:2x4'"]),
+    ("trillium:2x4", ["'v6e'"]),
+    ("v5:2x4", ["'v5p' or 'v5e'"]),
     ("v5e:3x5", ["15 chips", "256"]),
     ("v5e:1x2", ["2 chips"]),
     ("v5e:0x2", ["0 chips"]),
     ("v5e:4x64", ["'v5e:16x16'"]),
     ("v5p:32x32x32", ["8,960", "32,768"]),
-    ("v5e:2x2x2", ["2 sides", "'v5e:2x4'"]),
+    ("v5e:2x2x2", ["2 sides, got 3. Did you mean 'v5e:2x4'?"]),
     ("v4:2x2", ["3 sides", "'v4:2x2x1'"]),
     ("0*v5e:2x4", ["num_slices", "0"]),
   ],
@@ -54,6 +56,13 @@ def test_invalid_name_raises(name: str, parts: list[str]) -> None:
     assert part in str(info.value)
 
 
+@pytest.mark.parametrize("name", ["v5e-512", "v5e-0", "v4-100000000"])
+def test_no_hint_without_such_a_slice(name: str) -> None:
+  with pytest.raises(ValueError) as info:
+    tpu_generations.parse(name)
+  assert "Did you mean" not in str(info.value)
+
+
 def test_contradicting_slices_raise() -> None:
   with pytest.raises(ValueError, match="num_slices=3"):
     tpu_generations.parse("2*v5e:2x4", 3)
@@ -61,7 +70,7 @@ def test_contradicting_slices_raise() -> None:
 
 def test_described_devices_are_in_the_order_of_processes() -> None:
   name = tpu_generations.parse("2*v3:4x2")
-  devices = list(tpu_generations.described_devices(name))
+  devices = list(described_devices.describe_devices(name))
   assert len(devices) == 32  # two slices of eight chips with two cores
   assert [d.id for d in devices[:9]] == [
     *(100_000, 100_001, 100_002, 100_003),  # chips (0, 0) and (1, 0)

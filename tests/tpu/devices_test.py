@@ -1,10 +1,12 @@
 """The devices of named topologies are those of the TPU compiler."""
 
 import os
+from typing import Any
 
 import pytest
 
 from flaxshard.partitioning import compile_only
+from flaxshard.partitioning import described_devices
 from flaxshard.partitioning import tpu_generations
 
 pytestmark = pytest.mark.tpu
@@ -26,15 +28,20 @@ _ATTRIBUTES = (
 def test_descriptions_equal_those_of_libtpu(name: str) -> None:
   checked = tpu_generations.parse(name)
   given = compile_only.devices(checked)
-  described = list(tpu_generations.described_devices(checked))
+  described = list(described_devices.describe_devices(checked))
 
-  def facts(device: object) -> list[object]:
+  def facts(device: Any) -> list[Any]:
     values = [getattr(device, name) for name in _ATTRIBUTES]
     # Devices of a single slice have no index in libtpu.
     slice_index = getattr(device, "slice_index", 0)
     return [*values, list(device.coords), slice_index]
 
+  def memories(device: Any) -> list[str]:
+    default, others = device.default_memory(), device.addressable_memories()
+    return [memory.kind for memory in (default, *others)]
+
   assert list(map(facts, described)) == list(map(facts, given))
+  assert memories(described[0]) == memories(given[0])  # libtpu: if local
   assert compile_only.is_compile_only(given[0])
 
 
