@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import os
 
 from flaxshard.compiled import hlo
@@ -63,8 +63,17 @@ def source_line(program: hlo.Program, instruction: hlo.Instruction) -> str:
     File and line, such as `models/mlp.py:12`. The file's path is relative to
     the current directory if the file is in it; else only its name.
   """
+  return user_line(program.frames(instruction))
+
+
+def user_line(frames: Iterable[hlo.Frame]) -> str:
+  """Returns the user's line of a traceback, or ""; see `source_line`.
+
+  Args:
+    frames: The frames, innermost first.
+  """
   fallback = ""
-  for frame in program.frames(instruction):
+  for frame in frames:
     library = _library(frame.file)
     if not library:
       return _line(frame)
