@@ -207,6 +207,7 @@ def plan_traced(
   *,
   batch_argnum: int = 1,
   topology: str | None = None,
+  compilation: compilation_lib.Compilation | None = None,
 ) -> Plan:
   """Plans one call of a traced step.
 
@@ -215,10 +216,11 @@ def plan_traced(
     arguments: The arguments that it was traced for; the first is the state.
     batch_argnum: Position of the batch.
     topology: Name of the devices; None: it is made from the devices.
+    compilation: The compiled step; None compiles it here, if there is a
+      compiler for the devices.
   """
   device, mesh = _devices_of(arguments)
-  compilation = None
-  if isinstance(device, jax.Device):
+  if compilation is None and isinstance(device, jax.Device):
     compilation = compilation_lib.compile_step(trace)
   traffic, cost, period = None, None, _commit_period(arguments[0])
   if compilation is not None and compilation.compiled is not None:
