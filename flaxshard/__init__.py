@@ -31,6 +31,7 @@ if TYPE_CHECKING:
   from flaxshard import ray
   from flaxshard import testing
   from flaxshard import train
+  from flaxshard.analysis.check import check
   from flaxshard.analysis.compare import compare_plans
   from flaxshard.analysis.plan import plan
   from flaxshard.analysis.search import largest_batch
@@ -53,6 +54,7 @@ __all__ = [
   "TrainState",
   "__version__",
   "analysis",
+  "check",
   "checkpoint",
   "compare_plans",
   "create_train_state",
@@ -76,6 +78,7 @@ _LAZY_NAMES = {
   "Checkpointer": "flaxshard.checkpoint",
   "compare_plans": "flaxshard.analysis.compare",
   "largest_batch": "flaxshard.analysis.search",
+  "check": "flaxshard.analysis.check",
   "plan": "flaxshard.analysis.plan",
 }
 

@@ -1,0 +1,256 @@
+"""Checks of what a step moves between devices, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+import dataclasses
+import re
+
+from flaxshard.analysis import findings
+from flaxshard.analysis.findings import Finding
+from flaxshard.analysis.step_facts import Leaf
+from flaxshard.analysis.step_facts import StepFacts
+from flaxshard.compiled import dataflow
+from flaxshard.compiled import sources
+from flaxshard.compiled.collectives import Found
+from flaxshard.state import summary
+
+_size = summary.format_bytes
+
+# How the compiler brings an array from one sharding to another.
+_MOVING = ("all-gather", "all-to-all", "collective-permute")
+_SLICES = ("dynamic-slice",)
+# Matrix products of an optimizer, such as Shampoo's or Muon's, need whole
+# matrices.
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+  """A collective that the user did not write, with what it moves.
+
+  Attributes:
+    found: The collective.
+    operands: The values that it moves.
+    leaf: The array of the state that it moves; None if it is none, or unknown.
+    op_name: JAX's name stack.
+    source: The user's line, or "".
+    nbytes: Bytes of its results in one call of the step.
+    axes: The mesh axes along which it moves them.
+  """
+
+  found: Found
+  operands: tuple[dataflow.Value, ...]
+  leaf: Leaf | None
+  op_name: str
+  source: str
+  nbytes: int
+  axes: frozenset[str]
+
+
+def check_collectives(facts: StepFacts, min_bytes: int) -> list[Finding]:
+  """Finds collectives of parameters and activations that nothing explains."""
+  if facts.mesh is None or facts.program is None:
+    return []
+  moved = [
+    one
+    for found in facts.collectives
+    if (one := _describe(facts, found)) is not None and one.nbytes >= min_bytes
+  ]
+  left = []
+  gathered, rematerialized, activations = [], [], []
+  for one in moved:
+    if _is_unexplained_gather(facts, one):
+      gathered.append(one)
+    elif _is_cut_again(facts, one):
+      rematerialized.append(one)
+    else:
+      left.append(one)
+  activations = [one for one in left if _moves_activations(facts, one)]
+  return [
+    *_gathered(facts, gathered),
+    *_by_source(
+      "rematerialization",
+      rematerialized,
+      "the compiler gathers a whole array and then cuts out another part of "
+      "it, because it cannot go from one sharding to the other ({size} on each "
+      "device). Constrain the array to one sharding, or change one dimension "
+      "at a time.",
+    ),
+    *_by_source(
+      "activations",
+      activations,
+      "{kinds} of activations over the axes of the batch ({size} on each "
+      "device). Each device should compute its own examples: keep the batch "
+      "dimension first, do not mix it with others in a reshape or an index, "
+      "and constrain activations to the sharding of the batch.",
+    ),
+  ]
+
+
+def _describe(facts: StepFacts, found: Found) -> Moved | None:
+  """Returns what a collective moves; None if it cannot be a mistake."""
+  assert facts.program is not None
+  instruction = found.instruction
+  named = [instruction, *reversed(found.site.callers[-1:])]
+  op_name = next((i.op_name for i in named if i.op_name), "")
+  # In jax.shard_map the user writes the collectives. What stands in a
+  # conditional is rare, such as a commit of AGN.
+  if "shard_map" in op_name or found.site.branches:
+    return None
+  if instruction.opcode == "send":
+    return None
+  operands = tuple(
+    dataflow.Value(i, found.site.callers)
+    for i in instruction.operand_instructions
+  )
+  leaf = None
+  for value in operands:
+    leaf = leaf or facts.state_leaf(value)
+  source = next(
+    (line for i in named if (line := sources.source_line(facts.program, i))),
+    "",
+  )
+  nbytes = sum(array.nbytes for array in found.results)
+  return Moved(
+    found,
+    operands,
+    leaf,
+    op_name,
+    source,
+    int(nbytes * found.site.executions),
+    facts.spanned_axes(found),
+  )
+
+
+def _is_unexplained_gather(facts: StepFacts, one: Moved) -> bool:
+  """Returns whether a parameter is gathered, and not for FSDP."""
+  if one.found.kind != "all-gather":
+    return False
+  is_forward = "jvp(" in one.op_name or not facts.differentiates
+  if one.leaf is not None:
+    if not one.leaf.is_param:
+      return one.leaf.slot_of is not None
+    # FSDP splits parameters over the axes of the batch, and the model gathers
+    # them where it uses them.
+    fsdp = one.axes <= facts.batch_axes and is_forward
+    return not fsdp and not _is_product(one)
+  # The new parameters, or an average: known by the size alone.
+  if is_forward or not one.op_name or _is_product(one):
+    return False
+  sizes = {leaf.size for leaf in facts.state if leaf.axes and leaf.size > 1}
+  if not any(array.size in sizes for array in one.found.results):
+    return False
+  # What only goes out of the step is a question of the new state's sharding.
+  return not all(x.instruction.is_root for x in _readers(facts, one))
+
+
+def _readers(facts: StepFacts, one: Moved) -> list[dataflow.Value]:
+  """Returns what computes with the result of a gather, behind its casts."""
+  assert facts.program is not None
+  start = dataflow.Value(one.found.instruction, one.found.site.callers)
+  stack, readers = [start], []
+  while stack:
+    for user in dataflow.users(facts.program, stack.pop()):
+      instruction = user.instruction
+      is_gather = instruction.opcode.startswith("all-gather")
+      is_move = dataflow.is_move(instruction) and not instruction.is_root
+      if is_gather or (is_move and instruction.opcode not in _SLICES):
+        stack.append(user)
+      else:
+        readers.append(user)
+  return readers
+
+
+def _is_product(one: Moved) -> bool:
+  in_model = "jvp(" in one.op_name
+  return not in_model and one.op_name.rsplit("/", 1)[-1] in _PRODUCTS
+
+
+def _is_cut_again(facts: StepFacts, one: Moved) -> bool:
+  """Returns whether each device keeps a part of what it gathers."""
+  assert facts.program is not None
+  if one.found.kind != "all-gather" or one.leaf is not None:
+    return False
+  readers = _readers(facts, one)
+  if not readers or any(x.instruction.opcode not in _SLICES for x in readers):
+    return False
+  # A loop cuts out one part in each turn: no device number goes into that.
+  return all(
+    any(
+      dataflow.depends_on(facts.program, index, "partition-id")
+      for index in value.operands[1:]
+    )
+    for value in readers
+  )
+
+
+def _moves_activations(facts: StepFacts, one: Moved) -> bool:
+  """Returns whether examples are exchanged, in the forward pass."""
+  if one.leaf is not None or not one.axes or "transpose(" in one.op_name:
+    return False
+  if not one.axes <= facts.batch_axes:
+    return False
+  sizes = [array.size for array in one.found.results]
+  if any(size in facts.state_sizes for size in sizes):
+    return False
+  is_forward = "jvp(" in one.op_name or not facts.differentiates
+  if one.found.kind == "all-reduce":
+    return "jvp(" in one.op_name
+  if one.found.kind not in _MOVING:
+    return False
+  # The borders of images that are split are permuted, over other axes.
+  return is_forward or any(map(facts.is_from_batch, one.operands))
+
+
+def _gathered(facts: StepFacts, moved: Iterable[Moved]) -> list[Finding]:
+  known: dict[str, list[Moved]] = {}
+  unknown = []
+  for one in moved:
+    if one.leaf is None:
+      unknown.append(one)
+    else:
+      known.setdefault(one.leaf.path, []).append(one)
+  found = _by_source(
+    "gathered parameter",
+    unknown,
+    "arrays of the size of split parameters are gathered on every device "
+    "({size}). Compute on each array by itself: flattening or concatenating "
+    "them needs all of them whole.",
+  )
+  if known:
+    paths = tuple(known)
+    nbytes = sum(one.nbytes for group in known.values() for one in group)
+    source = next((x.source for g in known.values() for x in g if x.source), "")
+    axes = frozenset[str]().union(*(x.axes for g in known.values() for x in g))
+    names = ", ".join(map(repr, sorted(axes)))
+    text = (
+      f"{findings.list_paths(paths)} gathered on every device over {names} "
+      f"({_size(nbytes)}), which the rules do not explain. Look for an "
+      "operation or a sharding constraint that needs it whole, or split it "
+      "along another dimension."
+    )
+    found.append(Finding("gathered parameter", text, paths, source, nbytes))
+  return found
+
+
+def _by_source(
+  kind: str, moved: Iterable[Moved], message: str
+) -> list[Finding]:
+  """Returns one finding for each line."""
+  lines: dict[str, list[Moved]] = {}
+  for one in moved:
+    lines.setdefault(one.source, []).append(one)
+  found = []
+  for source, group in lines.items():
+    nbytes = sum(one.nbytes for one in group)
+    kinds = " and ".join(sorted({one.found.kind for one in group}))
+    text = message.format(size=_size(nbytes), kinds=kinds)
+    if not source:
+      text += f" (In {_short(group[0].op_name)}.)"
+    found.append(Finding(kind, text, source=source, nbytes=nbytes))
+  return found
+
+
+def _short(op_name: str) -> str:
+  return re.sub(r"^jit\([^)]*\)/", "", op_name) or "the program"

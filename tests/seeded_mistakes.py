@@ -1,0 +1,705 @@
+"""Small training programs, each with one mistake, and without it.
+
+Each function builds the program twice: `wrong=True` has the mistake, and
+`wrong=False` is what its author meant. Nothing is allocated: states and batches
+are `jax.ShapeDtypeStruct`s on the given devices, of which there are eight.
+
+The comment `# here: NAME` stands before the line that a finding must name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import dataclasses
+import functools
+import pathlib
+from typing import Any
+
+import flax.linen as nn
+from flax.training import train_state as flax_train_state
+import jax
+from jax.flatten_util import ravel_pytree
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import flaxshard as fs
+
+P = jax.sharding.PartitionSpec
+_REPLICATED = P()
+_SPLIT = P("replica")
+_SOURCE = pathlib.Path(__file__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """The arguments of `fs.check`."""
+
+  step: Callable[..., Any]
+  state: Any
+  batch: Any
+  options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+  """A seeded mistake.
+
+  Attributes:
+    build: `build(devices, wrong)` returns the program.
+    kind: The kind of finding that names the mistake.
+    parameter: A parameter's path that the finding must have, or "".
+    here: Whether the finding must name the line marked with the mistake's name.
+    compilers: The compilers whose program has it: another one may mend it.
+  """
+
+  build: Callable[[Any, bool], Program]
+  kind: str
+  parameter: str
+  here: bool
+  compilers: tuple[str, ...]
+
+
+MISTAKES: dict[str, Mistake] = {}
+
+
+def marked_line(name: str) -> str:
+  """Returns the line behind the comment `# here: NAME`, as "file.py:12"."""
+  lines = _SOURCE.read_text().splitlines()
+  [number] = [i for i, x in enumerate(lines) if x.strip() == f"# here: {name}"]
+  return f"{_SOURCE.name}:{number + 2}"
+
+
+def _mistake(
+  kind: str,
+  parameter: str = "",
+  here: bool = False,
+  compilers: tuple[str, ...] = ("cpu", "tpu"),
+) -> Any:
+  def register(build: Any) -> Any:
+    MISTAKES[build.__name__] = Mistake(build, kind, parameter, here, compilers)
+    return build
+
+  return register
+
+
+class Mlp(nn.Module):
+  """A stack of dense layers; the kernels have the same shape."""
+
+  layers: int = 3
+  features: int = 64
+  dtype: Any = None
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    for _ in range(self.layers):
+      x = nn.relu(nn.Dense(self.features, dtype=self.dtype)(x))
+    return x
+
+
+def _abstract_batch(
+  strategy: fs.Strategy,
+  shape: tuple[int, ...] = (64, 64),
+  spec: Any = _SPLIT,
+) -> Any:
+  return jax.ShapeDtypeStruct(
+    shape, jnp.float32, sharding=jax.sharding.NamedSharding(strategy.mesh, spec)
+  )
+
+
+def _placed(strategy: fs.Strategy, tree: Any, spec: Any = _REPLICATED) -> Any:
+  """Returns shapes of a tree, all with one sharding, or those of a function."""
+  get_spec = (
+    spec if callable(spec) and not isinstance(spec, P) else lambda _: spec
+  )
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      x.shape,
+      x.dtype,
+      sharding=jax.sharding.NamedSharding(strategy.mesh, get_spec(x)),
+    ),
+    tree,
+  )
+
+
+def _abstract_state(
+  strategy: fs.Strategy,
+  model: nn.Module,
+  sample: tuple[int, ...] = (1, 64),
+  rules: Any = None,
+  tx: Any = None,
+) -> Any:
+  return fs.create_train_state(
+    model,
+    jax.random.key(0),
+    jax.ShapeDtypeStruct(sample, jnp.float32),
+    tx or optax.adam(1e-3),
+    strategy=strategy,
+    rules=rules,
+    abstract=True,
+  )
+
+
+def _loss(state: Any, params: Any, x: jax.Array) -> jax.Array:
+  out = state.apply_fn({"params": params}, x)
+  return (out.astype(jnp.float32) ** 2).mean()
+
+
+def _train_step(state: Any, x: jax.Array) -> Any:
+  loss, grads = jax.value_and_grad(functools.partial(_loss, state))(
+    state.params, x
+  )
+  return state.apply_gradients(grads=grads), loss
+
+
+def _jit_like(state: Any, step: Any = _train_step) -> Any:
+  """Jits a step whose new state has the shardings of the state."""
+  shardings = jax.tree.map(lambda x: x.sharding, state)
+  return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def _data_and_model(devices: Any) -> fs.Strategy:
+  return fs.Strategy(devices=devices, mesh_shape={"replica": 4, "model": 2})
+
+
+# Shardings of the state.
+
+
+@_mistake("replicated parameter", parameter="Dense_2/kernel")
+def regex_misses_a_layer(devices: Any, wrong: bool) -> Program:
+  strategy = _data_and_model(devices)
+  layers = "[01]" if wrong else r"\d"
+  rules = ((f"Dense_{layers}/kernel", P(None, "model")),)
+  state = _abstract_state(strategy, Mlp(), rules=rules)
+  return Program(_jit_like(state), state, _abstract_batch(strategy))
+
+
+@_mistake("replicated parameter", parameter="Embed_0/embedding")
+def embedding_has_no_rule(devices: Any, wrong: bool) -> Program:
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+      x = nn.Embed(4096, 64)(x.argmax(-1))
+      return Mlp(2)(x)
+
+  strategy = _data_and_model(devices)
+  rules: Any = (("kernel", P(None, "model")),)
+  if not wrong:
+    rules += (("embedding", P(None, "model")),)
+  state = _abstract_state(strategy, Model(), rules=rules)
+  return Program(_jit_like(state), state, _abstract_batch(strategy))
+
+
+@_mistake("replicated parameter", parameter="Dense_0/kernel")
+def state_made_without_the_rules(devices: Any, wrong: bool) -> Program:
+  strategy = _data_and_model(devices)
+  rules = (("kernel", P(None, "model")),)
+  state = _abstract_state(strategy, Mlp(), rules=None if wrong else rules)
+  return Program(
+    _jit_like(state), state, _abstract_batch(strategy), {"rules": rules}
+  )
+
+
+def _flax_state(strategy: fs.Strategy, slot_spec: Any) -> Any:
+  """Returns Flax's own state, FSDP by hand."""
+  model = Mlp()
+  params = jax.eval_shape(
+    lambda: model.init(jax.random.key(0), jnp.ones((1, 64)))["params"]
+  )
+  tx = optax.adam(1e-3)
+  return flax_train_state.TrainState(
+    step=_placed(strategy, jax.ShapeDtypeStruct((), jnp.int32)),
+    apply_fn=model.apply,
+    params=_placed(strategy, params, _split_first),
+    tx=tx,
+    opt_state=_placed(strategy, jax.eval_shape(tx.init, params), slot_spec),
+  )
+
+
+def _split_first(x: Any) -> Any:
+  return P("replica") if x.ndim == 2 else P()
+
+
+@_mistake("replicated slot", parameter="Dense_0/kernel")
+def slots_stay_replicated(devices: Any, wrong: bool) -> Program:
+  strategy = fs.Strategy(devices=devices)
+  state = _flax_state(strategy, P() if wrong else _split_first)
+  return Program(_jit_like(state), state, _abstract_batch(strategy, (4096, 64)))
+
+
+@_mistake("misplaced slot", parameter="Dense_1/kernel")
+def slots_split_along_the_other_dimension(devices: Any, wrong: bool) -> Program:
+  strategy = fs.Strategy(devices=devices)
+  transposed = lambda x: P(None, "replica") if x.ndim == 2 else P()
+  state = _flax_state(strategy, transposed if wrong else _split_first)
+  return Program(_jit_like(state), state, _abstract_batch(strategy, (4096, 64)))
+
+
+class _EmaState(flax_train_state.TrainState):
+  ema_params: Any = None
+
+
+@_mistake("replicated slot", parameter="Dense_0/kernel")
+def average_of_parameters_is_replicated(devices: Any, wrong: bool) -> Program:
+  strategy = fs.Strategy(devices=devices)
+  base = _flax_state(strategy, _split_first)
+  fields = {k: getattr(base, k) for k in base.__dataclass_fields__}
+  spec: Any = P() if wrong else _split_first
+  state = _EmaState(**fields, ema_params=_placed(strategy, base.params, spec))
+
+  def step(state: Any, x: jax.Array) -> Any:
+    new, loss = _train_step(state, x)
+    ema = optax.incremental_update(new.params, state.ema_params, 0.01)
+    return new.replace(ema_params=ema), loss
+
+  return Program(
+    _jit_like(state, step), state, _abstract_batch(strategy, (4096, 64))
+  )
+
+
+# What the step does to the state.
+
+
+@_mistake("changed state", parameter="Dense_0/kernel")
+def new_parameters_are_replicated(devices: Any, wrong: bool) -> Program:
+  strategy = fs.Strategy(devices=devices)
+  state = _abstract_state(strategy, Mlp(), rules=fs.FSDP(min_size=1024))
+  shardings = jax.tree.map(lambda x: x.sharding, state)
+  whole = jax.sharding.NamedSharding(strategy.mesh, P())
+
+  def step(state: Any, x: jax.Array) -> Any:
+    new, loss = _train_step(state, x)
+    # As a leftover of a data-parallel program.
+    params = jax.lax.with_sharding_constraint(
+      new.params, whole if wrong else shardings.params
+    )
+    return new.replace(params=params), loss
+
+  jitted = jax.jit(step, donate_argnums=0)
+  return Program(
+    jitted if wrong else _jit_like(state, step),
+    state,
+    _abstract_batch(strategy, (4096, 64)),
+  )
+
+
+@_mistake("changed state", parameter="Dense_0/kernel")
+def update_promotes_parameters(devices: Any, wrong: bool) -> Program:
+  strategy = fs.Strategy(devices=devices)
+  params = jax.eval_shape(
+    lambda: Mlp(2).init(jax.random.key(0), jnp.ones((1, 64)))["params"]
+  )
+  halves = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), params
+  )
+  params = _placed(strategy, halves)
+  rate = jnp.float32(0.1) if wrong else 0.1
+
+  def step(params: Any, x: jax.Array) -> Any:
+    loss = lambda p: (Mlp(2).apply({"params": p}, x) ** 2).mean()
+    grads = jax.grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - rate * g, params, grads)
+
+  return Program(
+    jax.jit(step, donate_argnums=0), params, _abstract_batch(strategy)
+  )
+
+
+@_mistake("donation", parameter="Dense_0/kernel")
+def state_is_not_donated(devices: Any, wrong: bool) -> Program:
+  strategy = fs.Strategy(devices=devices)
+  state = _abstract_state(strategy, Mlp())
+  step = jax.jit(_train_step) if wrong else _jit_like(state)
+  return Program(step, state, _abstract_batch(strategy))
+
+
+@_mistake("donation", parameter="Dense_0/kernel")
+def batch_is_donated_instead(devices: Any, wrong: bool) -> Program:
+  strategy = fs.Strategy(devices=devices)
+  state = _abstract_state(strategy, Mlp())
+  step = jax.jit(_train_step, donate_argnums=1 if wrong else 0)
+  return Program(step, state, _abstract_batch(strategy))
+
+
+@_mistake("changed state", parameter="Dense_1/kernel")
+def slots_come_back_in_bfloat16(devices: Any, wrong: bool) -> Program:
+  strategy = fs.Strategy(devices=devices)
+  state = _abstract_state(strategy, Mlp())
+
+  def step(state: Any, x: jax.Array) -> Any:
+    new, loss = _train_step(state, x)
+    if wrong:
+      # To save memory, but the state that comes in is float32.
+      slots = optax.tree.cast(new.opt_state, jnp.bfloat16)
+      new = new.replace(opt_state=slots)
+    return new, loss
+
+  return Program(
+    jax.jit(step, donate_argnums=0), state, _abstract_batch(strategy)
+  )
+
+
+@_mistake("donation", parameter="Dense_1/kernel")
+def inner_donation_has_no_effect(devices: Any, wrong: bool) -> Program:
+  strategy = fs.Strategy(devices=devices)
+  state = _abstract_state(strategy, Mlp())
+  inner = jax.jit(_train_step, donate_argnums=0)
+
+  def two_steps(state: Any, x: jax.Array) -> Any:
+    state, _ = inner(state, x)
+    return inner(state, x)
+
+  step = jax.jit(two_steps, donate_argnums=() if wrong else 0)
+  return Program(step, state, _abstract_batch(strategy))
+
+
+# Data parallelism.
+
+
+@_mistake("repeated work")
+def batch_is_on_every_device(devices: Any, wrong: bool) -> Program:
+  strategy = fs.Strategy(devices=devices)
+  state = _abstract_state(strategy, Mlp())
+  spec = P() if wrong else P("replica")
+  return Program(_jit_like(state), state, _abstract_batch(strategy, spec=spec))
+
+
+@_mistake("activations", here=True)
+def batch_is_split_along_the_features(devices: Any, wrong: bool) -> Program:
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+      # here: batch_is_split_along_the_features
+      x = nn.Dense(64)(x)
+      return Mlp()(nn.relu(x))
+
+  strategy = fs.Strategy(devices=devices)
+  state = _abstract_state(strategy, Model())
+  spec = P(None, "replica") if wrong else P("replica")
+  return Program(
+    _jit_like(state), state, _abstract_batch(strategy, (512, 64), spec)
+  )
+
+
+@_mistake("activations", here=True)
+def layer_forces_replication(devices: Any, wrong: bool) -> Program:
+  strategy = fs.Strategy(devices=devices)
+  whole = jax.sharding.NamedSharding(strategy.mesh, P())
+
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+      # here: layer_forces_replication
+      x = nn.relu(nn.Dense(64)(x))
+      if wrong:
+        x = jax.lax.with_sharding_constraint(x, whole)
+      return nn.Dense(64)(x)
+
+  state = _abstract_state(strategy, Model())
+  return Program(_jit_like(state), state, _abstract_batch(strategy, (512, 64)))
+
+
+@_mistake("activations", here=True)
+def microbatches_by_a_plain_reshape(devices: Any, wrong: bool) -> Program:
+  strategy = fs.Strategy(devices=devices)
+  state = _abstract_state(strategy, Mlp())
+
+  def step(state: Any, x: jax.Array) -> Any:
+    if wrong:
+      x = x.reshape(4, -1, 64)
+    else:  # each device divides its own examples
+      x = x.reshape(-1, 4, 64).swapaxes(0, 1)
+
+    def accumulate(total: Any, x: jax.Array) -> Any:
+      out = state.apply_fn({"params": jax.lax.stop_gradient(state.params)}, x)
+      return total + out.sum(), None
+
+    # here: microbatches_by_a_plain_reshape
+    total, _ = jax.lax.scan(accumulate, 0.0, x)
+    return state, total
+
+  return Program(_jit_like(state, step), state, _abstract_batch(strategy))
+
+
+@_mistake("activations", here=True)
+def mixup_permutes_the_global_batch(devices: Any, wrong: bool) -> Program:
+  strategy = fs.Strategy(devices=devices)
+  state = _abstract_state(strategy, Mlp())
+
+  def step(state: Any, x: jax.Array) -> Any:
+    if wrong:
+      key = jax.random.fold_in(jax.random.key(0), state.step)
+      order = jax.random.permutation(key, x.shape[0])
+      # here: mixup_permutes_the_global_batch
+      x = 0.7 * x + 0.3 * x[order]
+    else:  # neighbours on the same device
+      pairs = x.reshape(-1, 2, 64)
+      x = (0.7 * pairs + 0.3 * pairs[:, ::-1]).reshape(-1, 64)
+    return _train_step(state, x)
+
+  return Program(
+    _jit_like(state, step), state, _abstract_batch(strategy, (512, 64))
+  )
+
+
+@_mistake("activations", here=True)
+def time_major_rows_are_flattened(devices: Any, wrong: bool) -> Program:
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:  # [batch, time, features]
+      if wrong:
+        x = x.swapaxes(0, 1)
+      # here: time_major_rows_are_flattened
+      x = x.reshape(-1, 64)
+      return Mlp()(x)
+
+  strategy = fs.Strategy(devices=devices)
+  state = _abstract_state(strategy, Model(), (1, 16, 64))
+  return Program(
+    _jit_like(state), state, _abstract_batch(strategy, (64, 16, 64))
+  )
+
+
+# Parameters and activations that are moved.
+
+
+@_mistake("gathered parameter", parameter="Dense_0/kernel")
+def parameters_are_replicated_before_use(devices: Any, wrong: bool) -> Program:
+  strategy = _data_and_model(devices)
+  rules = (("kernel", P(None, "model")),)
+  state = _abstract_state(strategy, Mlp(), rules=rules)
+  whole = jax.sharding.NamedSharding(strategy.mesh, P())
+
+  def step(state: Any, x: jax.Array) -> Any:
+    def loss(params: Any) -> jax.Array:
+      if wrong:
+        params = jax.lax.with_sharding_constraint(params, whole)
+      return _loss(state, params, x)
+
+    value, grads = jax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=grads), value
+
+  return Program(
+    _jit_like(state, step), state, _abstract_batch(strategy, (4096, 64))
+  )
+
+
+@_mistake("gathered parameter", here=True, compilers=("cpu",))
+def norm_of_flattened_parameters(devices: Any, wrong: bool) -> Program:
+  strategy = fs.Strategy(devices=devices)
+  state = _abstract_state(strategy, Mlp(), rules=fs.FSDP(min_size=1024))
+
+  def step(state: Any, x: jax.Array) -> Any:
+    new, loss = _train_step(state, x)
+    if wrong:
+      # here: norm_of_flattened_parameters
+      flat, _ = ravel_pytree(new.params)
+      norm = jnp.sort(flat)[-1]
+    else:
+      norm = optax.global_norm(new.params)
+    return new, (loss, norm)
+
+  return Program(
+    _jit_like(state, step), state, _abstract_batch(strategy, (4096, 64))
+  )
+
+
+@_mistake("rematerialization", here=True)
+def activations_change_their_layout(devices: Any, wrong: bool) -> Program:
+  strategy = _data_and_model(devices)
+  sharding = functools.partial(jax.sharding.NamedSharding, strategy.mesh)
+
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+      x = nn.Dense(64)(x)
+      x = jax.lax.with_sharding_constraint(x, sharding(P("replica")))
+      # here: activations_change_their_layout
+      x = nn.relu(x)
+      spec = P(None, "model") if wrong else P("replica", "model")
+      x = jax.lax.with_sharding_constraint(x, sharding(spec))
+      return nn.Dense(64)(x)
+
+  rules = (("Dense_0/kernel", P()), ("Dense_1/kernel", P("model")))
+  state = _abstract_state(strategy, Model(), rules=rules)
+  return Program(_jit_like(state), state, _abstract_batch(strategy, (512, 64)))
+
+
+# Precision.
+
+
+@_mistake("float32", here=True)
+def layer_has_no_dtype(devices: Any, wrong: bool) -> Program:
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+      half = jnp.bfloat16
+      x = nn.relu(nn.Dense(64, dtype=half)(x))
+      # here: layer_has_no_dtype
+      x = nn.relu(nn.Dense(64, dtype=None if wrong else half)(x))
+      return Mlp(dtype=half)(x)
+
+  strategy = fs.Strategy(devices=devices)
+  state = _abstract_state(strategy, Model())
+  return Program(_jit_like(state), state, _abstract_batch(strategy))
+
+
+@_mistake("float32", here=True)
+def convolution_has_no_dtype(devices: Any, wrong: bool) -> Program:
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+      half = jnp.bfloat16
+      x = nn.relu(nn.Conv(16, (3, 3), dtype=half)(x))
+      # here: convolution_has_no_dtype
+      x = nn.Conv(16, (3, 3), dtype=None if wrong else half)(x)
+      x = nn.relu(nn.Conv(16, (3, 3), dtype=half)(x))
+      return nn.Dense(10, dtype=half)(x.mean((1, 2)))
+
+  strategy = fs.Strategy(devices=devices)
+  state = _abstract_state(strategy, Model(), (1, 8, 8, 3))
+  batch = _abstract_batch(strategy, (64, 8, 8, 3))
+  return Program(_jit_like(state), state, batch)
+
+
+@_mistake("float32", here=True)
+def rotary_tables_promote_attention(devices: Any, wrong: bool) -> Program:
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:  # [batch, time, features]
+      half = jnp.bfloat16
+      query = nn.Dense(64, dtype=half)(x)
+      key = nn.Dense(64, dtype=half)(x)
+      table = np.cos(np.arange(16.0, dtype=np.float32))[:, None]
+      query, key = query * table, key * table
+      if not wrong:
+        query, key = query.astype(half), key.astype(half)
+      # here: rotary_tables_promote_attention
+      weights = jnp.einsum("bqd,bkd->bqk", query, key)
+      value = nn.Dense(64, dtype=half)(x)
+      x = jnp.einsum("bqk,bkd->bqd", nn.softmax(weights).astype(half), value)
+      return Mlp(dtype=half)(x)
+
+  strategy = fs.Strategy(devices=devices)
+  state = _abstract_state(strategy, Model(), (1, 16, 64))
+  return Program(
+    _jit_like(state), state, _abstract_batch(strategy, (64, 16, 64))
+  )
+
+
+@_mistake("float32", here=True)
+def head_ignores_the_policy(devices: Any, wrong: bool) -> Program:
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+      x = Mlp(dtype=jnp.bfloat16)(x)
+      dtype = None if wrong else jnp.bfloat16
+      # here: head_ignores_the_policy
+      return nn.Dense(512, dtype=dtype)(x)
+
+  strategy = fs.Strategy(devices=devices)
+  state = _abstract_state(strategy, Model())
+  return Program(
+    _jit_like(state),
+    state,
+    _abstract_batch(strategy),
+    {"policy": "mixed_bfloat16"},
+  )
+
+
+# Loops.
+
+
+def _microbatches(x: jax.Array) -> jax.Array:
+  # Each device divides its own examples.
+  return x.reshape(-1, 4, *x.shape[1:]).swapaxes(0, 1)
+
+
+@_mistake("collective in loop", here=True)
+def gradients_reduced_in_each_microstep(devices: Any, wrong: bool) -> Program:
+  strategy = fs.Strategy(devices=devices)
+  state = _abstract_state(strategy, Mlp())
+
+  def step(state: Any, x: jax.Array) -> Any:
+    context = fs.get_replica_context()
+    assert context is not None
+
+    def accumulate(total: Any, x: jax.Array) -> Any:
+      grads = jax.grad(functools.partial(_loss, state))(state.params, x)
+      if wrong:
+        # here: gradients_reduced_in_each_microstep
+        grads = context.all_reduce("mean", grads)
+      return jax.tree.map(jnp.add, total, grads), None
+
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    if not wrong:
+      zeros = jax.tree.map(
+        lambda x: jax.lax.pcast(x, "replica", to="varying"), zeros
+      )
+    grads, _ = jax.lax.scan(accumulate, zeros, x.reshape(4, -1, 64))
+    return state.apply_gradients(grads=grads, skip_gradients_aggregation=wrong)
+
+  return Program(
+    strategy.jit(step, donate_argnums=0), state, _abstract_batch(strategy)
+  )
+
+
+@_mistake("collective in loop", here=True, compilers=("cpu",))
+def accumulation_in_the_global_view(devices: Any, wrong: bool) -> Program:
+  strategy = fs.Strategy(devices=devices)
+  state = _abstract_state(strategy, Mlp())
+
+  def step(state: Any, x: jax.Array) -> Any:
+    if not wrong:
+      return _train_step(state, x)
+
+    def accumulate(total: Any, x: jax.Array) -> Any:
+      def loss(params: Any) -> jax.Array:
+        out = state.apply_fn({"params": params}, x)
+        return (out**2).mean()
+
+      grads = jax.grad(loss)(state.params)
+      return jax.tree.map(jnp.add, total, grads), None
+
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    x = _microbatches(x)
+    # here: accumulation_in_the_global_view
+    grads, _ = jax.lax.scan(accumulate, zeros, x)
+    return state.apply_gradients(grads=grads), jnp.zeros(())
+
+  return Program(
+    _jit_like(state, step), state, _abstract_batch(strategy, (256, 64))
+  )
+
+
+@_mistake("collective in loop", here=True, compilers=("tpu",))
+def memory_is_gathered_in_each_turn(devices: Any, wrong: bool) -> Program:
+  strategy = fs.Strategy(devices=devices)
+  state = _abstract_state(strategy, Mlp())
+  mesh = strategy.mesh
+
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=P("replica"),
+    out_specs=P("replica"),
+    check_vma=False,
+  )
+  def attend(memory: jax.Array) -> jax.Array:
+    def turn(x: jax.Array, _: Any) -> Any:
+      if wrong:
+        # here: memory_is_gathered_in_each_turn
+        whole = jax.lax.all_gather(memory, "replica", tiled=True)
+      else:
+        whole = gathered
+      return jnp.tanh(x @ whole.T @ whole), None
+
+    gathered = (
+      None if wrong else jax.lax.all_gather(memory, "replica", tiled=True)
+    )
+    return jax.lax.scan(turn, memory, length=4)[0]
+
+  def step(state: Any, x: jax.Array) -> Any:
+    return _train_step(state, x + jax.lax.stop_gradient(attend(x)))
+
+  return Program(_jit_like(state, step), state, _abstract_batch(strategy))
