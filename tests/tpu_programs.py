@@ -71,6 +71,6 @@ def strategy_of(topology: str, **mesh_shape: int) -> fs.Strategy:
 
 
 def collectives(program: Any, strategy: fs.Strategy) -> list[Any]:
-  """Returns the collectives that move something, scalars left out."""
+  """Returns the collectives between devices."""
   found = compiled_lib.collectives(program, strategy.mesh)
-  return [c for c in found if c.group_size > 1 and c.operand_bytes > 128]
+  return [c for c in found if c.group_size > 1]
