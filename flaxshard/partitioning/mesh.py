@@ -49,11 +49,11 @@ def create(
     TypeError: An argument has the wrong type.
     ValueError: An argument has a wrong value, or they do not fit together.
   """
-  to_order = None
+  is_ordered = devices is not None  # by the user
   if isinstance(device_assignment, str):
     device_assignment = Topology.named(device_assignment)
   if isinstance(device_assignment, Topology):
-    to_order = _devices_of(device_assignment, devices)
+    devices = _devices_of(device_assignment, devices)
     device_assignment = None
   elif device_assignment is not None and not isinstance(
     device_assignment, DeviceAssignment
@@ -70,16 +70,14 @@ def create(
   if device_assignment is not None:
     grid = assigned_devices(device_assignment, devices)
   else:
-    if devices is None and to_order is None:
-      to_order = jax.devices()
-    flat = np.array(to_order if devices is None else devices, object)
+    flat = np.array(jax.devices() if devices is None else devices, object)
     grid = flat.reshape(-1, 1)  # one replica per device, without a mesh_shape
   logical = None if mesh_shape is None else axis_sizes(mesh_shape, grid.size)
   num_replicas = len(grid) if logical is None else logical.pop(REPLICA)
-  if device_assignment is None and devices is None:
-    grid = order_devices(grid.ravel().tolist(), grid.size // num_replicas)
+  if device_assignment is None and is_ordered:
+    grid = grid.reshape(num_replicas, -1)
   elif device_assignment is None:
-    grid = grid.reshape(num_replicas, -1)  # in the user's order
+    grid = order_devices(grid.ravel().tolist(), grid.size // num_replicas)
   elif num_replicas != len(grid):
     raise ValueError(
       f"mesh_shape={mesh_shape!r} has {num_replicas} replicas; "
