@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
-import re
 import time
 from typing import Any
 
 import jax
 
-_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-# Two messages of libtpu 0.0.42. The first one stops before the temporaries are
-# assigned, with a lower bound; the second one has the assigned bytes.
-_NEEDED = (
-  re.compile(
-    r"total memory required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds "
-    r"available HBM \(([\d.]+)([KMGT]?)\)"
-  ),
-  re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm"),
-)
+from flaxshard import compiled as compiled_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,20 +51,11 @@ def compile_step(trace: Callable[[], jax.stages.Traced]) -> Compilation:
     message = str(e)
     if "RESOURCE_EXHAUSTED" not in message:
       raise
-    needed, available = _parse_needed(message)
     seconds = time.perf_counter() - start
-    return Compilation(None, seconds, traced, message, needed, available)
+    shortage = compiled_lib.parse_memory_error(message)
+    if shortage is None:
+      return Compilation(None, seconds, traced, message)
+    return Compilation(
+      None, seconds, traced, message, shortage.needed, shortage.available
+    )
   return Compilation(compiled, time.perf_counter() - start, traced)
-
-
-def _parse_needed(message: str) -> tuple[int | None, int | None]:
-  """Returns the needed and the available bytes that a message names."""
-  for pattern in _NEEDED:
-    match = pattern.search(message)
-    if match:
-      used, used_unit, limit, limit_unit = match.groups()
-      return (
-        int(float(used) * _UNITS[used_unit]),
-        int(float(limit) * _UNITS[limit_unit]),
-      )
-  return None, None

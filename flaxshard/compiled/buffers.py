@@ -48,8 +48,7 @@ class PeakMemory:
 
   Attributes:
     arguments: Bytes of the arguments.
-    outputs: Bytes of outputs that are alive at the peak and reuse no
-      argument's memory.
+    outputs: Bytes of the outputs that reuse no argument's memory.
     temporaries: Bytes of temporaries that are alive at the peak.
     buffers: The buffers, the largest first.
   """
@@ -269,7 +268,8 @@ def _regions(
       region.kind, region.value = "argument", value
       region.first, region.last = 0, end
     elif instruction is entry.root and region.kind != "argument":
-      region.kind, region.last = "output", end
+      # The results' memory is given to the program before it starts.
+      region.kind, region.first, region.last = "output", 0, end
   _join_elementwise(values, sets, times, regions)
   return [region for region in regions.values() if region.nbytes]
 
