@@ -104,14 +104,14 @@ def mlp(dtype: Any) -> steps.Problem:
 
 
 def transformer(dtype: Any) -> steps.Problem:
-  """6 layers of 1024 features, vocabulary 8192, 16 sequences of 512."""
-  x = jax.ShapeDtypeStruct((16, 512), jnp.int32)
+  """2 layers of 1024 features, vocabulary 4096, 16 sequences of 256."""
+  x = jax.ShapeDtypeStruct((16, 256), jnp.int32)
 
   def loss(logits: jax.Array, y: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
   model = steps.Transformer(
-    dtype, features=1024, layers=6, heads=16, vocab=8192
+    dtype, features=1024, layers=2, heads=16, vocab=4096
   )
   return problem(model, x, x, loss)
 

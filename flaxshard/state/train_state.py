@@ -19,6 +19,7 @@ import optax
 from flaxshard.core import checks
 from flaxshard.core import extra_args
 from flaxshard.core import gradients
+from flaxshard.core import narrow_gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
 from flaxshard.core import trees
@@ -241,7 +242,18 @@ class TrainState(flax_train_state.TrainState):
       return self.scale_loss(loss), (loss, aux) if has_aux else loss
 
     grad_fn = jax.value_and_grad(scaled_loss, has_aux=True, allow_int=allow_int)
-    (_, value), grads = grad_fn(params, *args)
+
+
+    def value_and_scaled_gradients(params: PyTree) -> tuple[Any, PyTree]:
+      (_, value), grads = grad_fn(params, *args)
+      return value, grads
+
+    if self._takes_narrow_gradients(params):
+      value, grads = narrow_gradients.narrow_gradients(
+        value_and_scaled_gradients, params
+      )
+    else:
+      value, grads = value_and_scaled_gradients(params)
     grads = self.unscale_gradients(grads)
     # Without integer parameters every leaf is a gradient already.
     return value, gradients.normalize(grads) if allow_int else grads
@@ -455,6 +467,13 @@ class TrainState(flax_train_state.TrainState):
     names = extra_args.used(self.tx) & set(known) - set(fields)
     extra = {name: known[name] for name in names}
     return self.apply_gradients(grads=grads, **extra), value
+
+  def _takes_narrow_gradients(self, params: PyTree) -> bool:
+    """Returns whether wrappers want gradients in 16 bits, in this trace."""
+    # Eagerly there is no compiler to save memory for.
+    return any(
+      isinstance(p, jax.core.Tracer) for p in jax.tree.leaves(params)
+    ) and stack.take_narrow_gradients(self.wrappers, self.wrapper_states)
 
   def _local_wrapper_states(self) -> dict[str, PyTree]:
     """Returns the wrappers' states without the replica axis."""

@@ -192,6 +192,20 @@ class Base:
     del state
     return grads
 
+  def takes_narrow_gradients(self, state: PyTree) -> bool:
+    """Returns whether `unscale_gradients` may get gradients in 16 bits.
+
+    True: while a step is traced, `value_and_grad` passes a gradient that the
+    model computes in float16 or bfloat16, and casts to float32, as it was
+    before that cast. `unscale_gradients` must then return float32. False, the
+    default: gradients have the dtypes of their parameters.
+
+    Args:
+      state: The wrapper's state.
+    """
+    del state
+    return False
+
   def apply(
     self, state: PyTree, target: Target, grads: PyTree, next: Next
   ) -> tuple[Target, PyTree]:

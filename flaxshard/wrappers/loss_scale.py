@@ -23,6 +23,7 @@ from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import logical_shards
 from flaxshard.wrappers import base
 from flaxshard.wrappers.loss_scale_calls import ScaleCalls
+from flaxshard.wrappers.loss_scale_narrow import NarrowGradients
 from flaxshard.wrappers.loss_scale_rules import check_scale
 from flaxshard.wrappers.loss_scale_rules import DynamicLossScale
 from flaxshard.wrappers.loss_scale_rules import FixedLossScale
@@ -93,9 +94,12 @@ class LossScale(base.Base):
   scale: str | float | DynamicLossScale | FixedLossScale = "dynamic"
   policy: Policy | None = None
   warn_at_floor: bool = False
-  # Changes while steps are traced, and is no part of what the wrapper is.
+  # Both change while steps are traced, and are no part of what the wrapper is.
   calls: ScaleCalls = dataclasses.field(
     default_factory=ScaleCalls, init=False, repr=False, compare=False
+  )
+  narrow: NarrowGradients = dataclasses.field(
+    default_factory=NarrowGradients, init=False, repr=False, compare=False
   )
 
   def __post_init__(self) -> None:
@@ -214,20 +218,19 @@ class LossScale(base.Base):
     if not state:
       return grads
     self.calls.note_unscaled(state.scale)
-    scale = self._scale_of(state)
-
-    # XLA turns a division by a broadcast scalar into a multiplication by its
-    # reciprocal. The reciprocal of 2**127 is subnormal and reads as zero. So
-    # the largest scales are divided out in two steps, which the barrier keeps
-    # apart.
-    factor = jnp.where(scale > 2.0**125, np.float32(0.25), np.float32(1.0))
-    factor, divisor = jax.lax.optimization_barrier((factor, scale * factor))
+    divide = _divider(self._scale_of(state))
 
     def unscale(g: jax.Array) -> jax.Array:
-      g = g.astype(_at_least_float32(g.dtype))
-      return g * factor.astype(g.real.dtype) / divisor.astype(g.real.dtype)
+      unscaled = divide(g)
+      if isinstance(g, jax.core.Tracer) and g.dtype.itemsize == 2:
+        self.narrow.remember(unscaled, g, state.scale)
+      return unscaled
 
     return gradients.map_gradients(unscale, grads)
+
+  def takes_narrow_gradients(self, state: State) -> bool:
+    """Returns whether the scale is dynamic: `apply` hands them to a branch."""
+    return bool(state) and not isinstance(self.rule, FixedLossScale)
 
   def apply(
     self, state: State, target: base.Target, grads: PyTree, next: base.Next
@@ -243,11 +246,25 @@ class LossScale(base.Base):
     new_state = rule.update(state, finite)
     at_floor = state.scale <= np.float32(rule.min_scale)
 
-    def apply(target: Any, grads: Any, skipped_steps: Any) -> Any:
+    # A gradient enters the branch as the model computed it, if that is in 16
+    # bits, and is unscaled there. Outside of it XLA would write it to memory in
+    # float32: twice the bytes, on TPU the largest temporary of a step.
+    leaves, treedef = jax.tree.flatten(grads)
+    narrow = [self.narrow.recall(g, state.scale) for g in leaves]
+    operands = [
+      g if n is None else n for g, n in zip(leaves, narrow, strict=True)
+    ]
+
+    def apply(target: Any, operands: Any, skipped_steps: Any) -> Any:
+      divide = _divider(state.scale)
+      grads = treedef.unflatten(
+        x if n is None else divide(x)
+        for x, n in zip(operands, narrow, strict=True)
+      )
       return next(target, grads), skipped_steps
 
-    def skip(target: Any, grads: Any, skipped_steps: Any) -> Any:
-      del grads
+    def skip(target: Any, operands: Any, skipped_steps: Any) -> Any:
+      del operands
       if self.warn_at_floor:
         # XLA removes a callback whose result nobody uses, so the count of
         # skipped steps passes through it.
@@ -258,7 +275,7 @@ class LossScale(base.Base):
     # values would copy parameters and optimizer state. The branch that updates
     # is the first, which was measured to use less memory.
     target, skipped_steps = tracing.cond(
-      finite, apply, skip, target, grads, new_state.skipped_steps
+      finite, apply, skip, target, operands, new_state.skipped_steps
     )
     return target, new_state._replace(skipped_steps=skipped_steps)
 
@@ -363,6 +380,21 @@ class LossScale(base.Base):
       return True
     leaves = jax.tree.leaves(params)
     return any(trees.dtype_of(x) == jnp.float16 for x in leaves)
+
+
+def _divider(scale: jax.Array) -> Callable[[jax.Array], jax.Array]:
+  """Returns a function that divides by a scale, in float32 or wider."""
+  # XLA turns a division by a broadcast scalar into a multiplication by its
+  # reciprocal. The reciprocal of 2**127 is subnormal and reads as zero. So the
+  # largest scales are divided out in two steps, which the barrier keeps apart.
+  factor = jnp.where(scale > 2.0**125, np.float32(0.25), np.float32(1.0))
+  factor, divisor = jax.lax.optimization_barrier((factor, scale * factor))
+
+  def divide(x: jax.Array) -> jax.Array:
+    x = x.astype(_at_least_float32(x.dtype))
+    return x * factor.astype(x.real.dtype) / divisor.astype(x.real.dtype)
+
+  return divide
 
 
 def _at_least_float32(dtype: Any) -> Any:

@@ -210,6 +210,15 @@ def unscale_gradients(
   return grads
 
 
+def take_narrow_gradients(wrappers: Wrappers, states: States) -> bool:
+  """Returns whether `unscale_gradients` may get gradients in 16 bits."""
+  unscaling = [w for w in wrappers if base.overrides(w, "unscale_gradients")]
+  return bool(unscaling) and all(
+    base.adapt(w).takes_narrow_gradients(states[base.name_of(w)])
+    for w in unscaling
+  )
+
+
 def apply(
   wrappers: Wrappers, target: base.Target, grads: PyTree, update: base.Next
 ) -> base.Target:

@@ -1,0 +1,101 @@
+"""Gradients in the 16-bit dtypes in which a model computes them.
+
+A model in mixed precision casts its float32 parameters to 16 bits. Then the
+last operation on a gradient casts it from 16 bits to float32. Such a gradient
+fits into 16 bits without rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend import core as jax_core
+import jax.numpy as jnp
+
+PyTree = Any
+
+# Primitives that move numbers and leave each as it is.
+_MOVES = frozenset(
+  "copy copy_p name reshape sharding_constraint squeeze transpose".split()
+)
+# Primitives that run a program, whose outputs are theirs. Not `scan`: XLA would
+# collect its outputs in float32, and cast them to 16 bits after the loop.
+_CALLS = frozenset("checkpoint closed_call jit pjit remat2".split())
+
+
+def narrow_gradients(
+  fn: Callable[[PyTree], tuple[Any, PyTree]], params: PyTree
+) -> tuple[Any, PyTree]:
+  """Calls a function that returns gradients; casts them to 16 bits if exact.
+
+  Args:
+    fn: Returns a pair of any value and a tree of gradients. It is called once,
+      and its program is evaluated.
+    params: The argument of `fn`.
+
+  Returns:
+    What `fn(params)` returns, but the gradients that it casts from float16 or
+    bfloat16 as its last operation are cast back.
+
+  Example:
+    >>> loss = lambda w: (w.astype(jnp.bfloat16) ** 2).astype(jnp.float32)
+    >>> value, grad = narrow_gradients(jax.value_and_grad(loss), 3.0)
+    >>> float(value), float(grad), grad.dtype
+    (9.0, 6.0, dtype(bfloat16))
+  """
+  leaves: list[Any] = []
+  structure: Any = None
+
+  def traced(params: PyTree) -> dict[int, jax.Array]:
+    nonlocal structure
+    outputs, structure = jax.tree.flatten(fn(params))
+    # The value may hold anything. What was not computed is no output of the
+    # program, and no tracer may leave this function but as an output.
+    computed = {
+      i: x for i, x in enumerate(outputs) if isinstance(x, jax.core.Tracer)
+    }
+    leaves.extend(None if i in computed else x for i, x in enumerate(outputs))
+    return computed
+
+  program, shapes = jax.make_jaxpr(traced, return_shape=True)(params)
+  outputs = jax_core.jaxpr_as_fun(program)(*jax.tree.leaves(params))
+  dtypes = {}
+  for i, x, var in zip(shapes, outputs, program.jaxpr.outvars, strict=True):
+    leaves[i] = x
+    dtypes[i] = _dtype_before_cast(program.jaxpr, var)
+  value, grads = structure.unflatten(leaves)
+  flat, grads_structure = jax.tree.flatten(grads)
+  # The gradients are the last leaves.
+  first = len(leaves) - len(flat)
+  return value, grads_structure.unflatten(
+    g if dtypes.get(i) is None else g.astype(dtypes[i])
+    for i, g in enumerate(flat, first)
+  )
+
+
+def _dtype_before_cast(program: jax_core.Jaxpr, var: Any) -> Any:
+  """Returns the 16-bit dtype that a variable was cast from, else None."""
+  for eqn in reversed(program.eqns):
+    if not any(out is var for out in eqn.outvars):
+      continue
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+      dtype = eqn.invars[0].aval.dtype
+      is_exact = dtype in (jnp.float16, jnp.bfloat16) and var.aval.dtype in (
+        jnp.float32,
+        jnp.float64,
+      )
+      return dtype if is_exact else None
+    if name in _MOVES:
+      var = eqn.invars[0]
+    elif name in _CALLS:
+      inner = eqn.params["jaxpr"]
+      inner = getattr(inner, "jaxpr", inner)
+      return _dtype_before_cast(
+        inner, inner.outvars[list(eqn.outvars).index(var)]
+      )
+    else:
+      return None
+  return None
