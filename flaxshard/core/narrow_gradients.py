@@ -48,7 +48,7 @@ def narrow_gradients(
   leaves: list[Any] = []
   structure: Any = None
 
-  def traced(params: PyTree) -> dict[int, jax.Array]:
+  def traced(params: PyTree) -> dict[int, Any]:
     nonlocal structure
     outputs, structure = jax.tree.flatten(fn(params))
     # The value may hold anything. What was not computed is no output of the
@@ -66,7 +66,8 @@ def narrow_gradients(
     leaves[i] = x
     dtypes[i] = _dtype_before_cast(program.jaxpr, var)
   value, grads = structure.unflatten(leaves)
-  flat, grads_structure = jax.tree.flatten(grads)
+  flat = jax.tree.leaves(grads)
+  grads_structure: Any = jax.tree.structure(grads)
   # The gradients are the last leaves.
   first = len(leaves) - len(flat)
   return value, grads_structure.unflatten(
@@ -75,7 +76,7 @@ def narrow_gradients(
   )
 
 
-def _dtype_before_cast(program: jax_core.Jaxpr, var: Any) -> Any:
+def _dtype_before_cast(program: Any, var: Any) -> Any:
   """Returns the 16-bit dtype that a variable was cast from, else None."""
   for eqn in reversed(program.eqns):
     if not any(out is var for out in eqn.outvars):

@@ -243,7 +243,6 @@ class TrainState(flax_train_state.TrainState):
 
     grad_fn = jax.value_and_grad(scaled_loss, has_aux=True, allow_int=allow_int)
 
-
     def value_and_scaled_gradients(params: PyTree) -> tuple[Any, PyTree]:
       (_, value), grads = grad_fn(params, *args)
       return value, grads

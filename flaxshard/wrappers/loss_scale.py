@@ -249,7 +249,8 @@ class LossScale(base.Base):
     # A gradient enters the branch as the model computed it, if that is in 16
     # bits, and is unscaled there. Outside of it XLA would write it to memory in
     # float32: twice the bytes, on TPU the largest temporary of a step.
-    leaves, treedef = jax.tree.flatten(grads)
+    leaves = jax.tree.leaves(grads)
+    treedef: Any = jax.tree.structure(grads)
     narrow = [self.narrow.recall(g, state.scale) for g in leaves]
     operands = [
       g if n is None else n for g, n in zip(leaves, narrow, strict=True)
