@@ -49,6 +49,6 @@ def test_dynamic_scale_costs_one_16_bit_copy_of_the_gradients():
   # The gradients are written and read once, in 16 bits.
   hbm = work.count_work(scaled).hbm_bytes - work.count_work(bare).hbm_bytes
   assert hbm <= 1.05 * grads
-  assert scaled.memory_analysis().temp_size_in_bytes <= 0.76 * grads
+  assert scaled.memory_analysis().temp_size_in_bytes <= 0.85 * grads
   more = [c.memory_analysis().peak_memory_in_bytes for c in (scaled, bare)]
   assert more[0] - more[1] <= 0.55 * grads
