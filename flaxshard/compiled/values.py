@@ -107,12 +107,11 @@ class Values:
   leaf: list[int]
   edges: list[tuple[int, int, Edge]]
   in_fusion: set[str]
-  _first: dict[tuple[str, str], int]
+  _ranges: dict[int, range]  # by the identity of the instruction
 
   def of(self, instruction: hlo.Instruction) -> range:
     """Returns the values of an instruction's result."""
-    first = self._first[instruction.computation.name, instruction.name]
-    return range(first, first + len(instruction.arrays))
+    return self._ranges[id(instruction)]
 
   def array(self, value: int) -> hlo.Array:
     """Returns the shape of a value."""
@@ -142,9 +141,9 @@ def trace(program: hlo.Program) -> Values:
   reached = _reached(program, values.in_fusion)
   for computation in reached:
     for instruction in computation.instructions.values():
-      key = (computation.name, instruction.name)
-      values._first[key] = len(values.owner)
       count = len(instruction.arrays)
+      first = len(values.owner)
+      values._ranges[id(instruction)] = range(first, first + count)
       values.owner.extend([instruction] * count)
       values.leaf.extend(range(count))
   for computation in reached:
