@@ -229,6 +229,21 @@ def test_abstract_batches() -> None:
     strategy.shard_batch(batch)
 
 
+def test_one_input_pipeline_stands_for_all() -> None:
+  # None of these devices has the process index of this process, 0.
+  devices = fs.Topology.named("v5e:2x4").devices[1]
+  strategy = fs.Strategy(devices=devices)
+  contexts = []
+
+  def create_dataset(context: Any) -> list[Any]:
+    contexts.append((context.num_input_pipelines, context.input_pipeline_id))
+    return [{"x": Shape((8, 2), jnp.float32)}]
+
+  dataset = strategy.distribute_datasets_from_function(create_dataset)
+  assert next(iter(dataset))["x"].shape == (8, 2)
+  assert contexts == [(1, 0)]
+
+
 def test_abstract_batch_on_devices() -> None:
   strategy = fs.Strategy()
   batch = strategy.shard_batch({"x": Shape((16, 2), jnp.float32)})
