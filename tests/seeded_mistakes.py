@@ -400,6 +400,25 @@ def layer_forces_replication(devices: Any, wrong: bool) -> Program:
 
 
 @_mistake("activations", here=True)
+def fsdp_has_no_constraints(devices: Any, wrong: bool) -> Program:
+  strategy = fs.Strategy(devices=devices)
+  batch_sharding = jax.sharding.NamedSharding(strategy.mesh, _SPLIT)
+
+  class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+      for _ in range(3):
+        # here: fsdp_has_no_constraints
+        x = nn.relu(nn.Dense(256, use_bias=False)(x))
+        if not wrong:
+          x = jax.lax.with_sharding_constraint(x, batch_sharding)
+      return x
+
+  state = _abstract_state(strategy, Model(), (1, 128), rules="fsdp")
+  return Program(_jit_like(state), state, _abstract_batch(strategy, (64, 128)))
+
+
+@_mistake("activations", here=True)
 def microbatches_by_a_plain_reshape(devices: Any, wrong: bool) -> Program:
   strategy = fs.Strategy(devices=devices)
   state = _abstract_state(strategy, Mlp())

@@ -81,11 +81,26 @@ def check_collectives(facts: StepFacts, min_bytes: int) -> list[Finding]:
       "activations",
       activations,
       "{kinds} of activations over the axes of the batch ({size} on each "
-      "device). Each device should compute its own examples: keep the batch "
-      "dimension first, do not mix it with others in a reshape or an index, "
-      "and constrain activations to the sharding of the batch.",
+      "device), so devices exchange examples. " + _advice(facts),
     ),
   ]
+
+
+def _advice(facts: StepFacts) -> str:
+  axes = sorted(facts.batch_axes)
+  if any(leaf.axes & facts.batch_axes for leaf in facts.params):
+    # A product of two split operands can move either of them.
+    names = ", ".join(map(repr, axes))
+    spec = f"P({names})" if len(axes) < 2 else f"P(({names}))"
+    return (
+      "The parameters are split over the same axes, and the compiler moves the "
+      "activations instead of them. Constrain the inputs and outputs of each "
+      f"layer with jax.lax.with_sharding_constraint(x, {spec})."
+    )
+  return (
+    "Keep the batch dimension first, do not mix it with others in a reshape or "
+    "an index, and constrain activations to the sharding of the batch."
+  )
 
 
 def _describe(facts: StepFacts, found: Found) -> Moved | None:

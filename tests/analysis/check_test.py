@@ -37,11 +37,11 @@ _FAST = (
 
 @functools.cache
 def _tpu_devices() -> Any:
-  return fs.Strategy("v5e:2x4").mesh.devices.flat
+  return list(fs.Strategy("v5e:2x4").mesh.devices.flat)
 
 
 def _check(name: str, compiler: str, wrong: bool) -> Findings:
-  devices = jax.devices()[:8] if compiler == "cpu" else list(_tpu_devices())
+  devices = jax.devices()[:8] if compiler == "cpu" else _tpu_devices()
   program = MISTAKES[name].build(devices, wrong)
   return fs.check(
     program.step,
@@ -85,9 +85,22 @@ def test_check_names_mistake(name: str, wrong: bool) -> None:
   _assert_found(name, "cpu", wrong)
 
 
+def _tpu_cases() -> list[Any]:
+  """Returns the cases whose result depends on the compiler."""
+  moving = ("activations", "gathered parameter", "rematerialization")
+  cases = []
+  for name, mistake in MISTAKES.items():
+    # The traced program decides on these: one of them is enough.
+    if mistake.kind == "float32" and name != "layer_has_no_dtype":
+      continue
+    cases.append((name, True))
+    if mistake.kind in (*moving, "collective in loop"):
+      cases.append((name, False))
+  return cases
+
+
 @pytest.mark.tpu
-@pytest.mark.parametrize("wrong", (True, False))
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize(("name", "wrong"), _tpu_cases())
 def test_check_names_mistake_on_tpu(name: str, wrong: bool) -> None:
   _assert_found(name, "tpu", wrong)
 
