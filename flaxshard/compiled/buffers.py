@@ -13,6 +13,7 @@ import json
 import re
 
 from flaxshard.compiled import hlo
+from flaxshard.compiled import shapes
 from flaxshard.compiled import sources
 from flaxshard.compiled import values as values_lib
 from flaxshard.core import checks
@@ -141,7 +142,7 @@ def _memory_sets(
   root = program.entry.root
   if root is not None:
     arguments = {int(p.literal): p for p in program.entry.parameters}
-    ranges = hlo.element_ranges(root.shape)
+    ranges = shapes.element_ranges(root.shape)
     for output, (number, index) in program.aliases.items():
       leaf = ranges[output[0]][0] if output else 0
       if number in arguments and not index:

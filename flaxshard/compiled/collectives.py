@@ -11,6 +11,7 @@ from flaxshard.compiled import executions as executions_lib
 from flaxshard.compiled import groups as groups_lib
 from flaxshard.compiled import hlo
 from flaxshard.compiled import purposes as purposes_lib
+from flaxshard.compiled import shapes
 from flaxshard.compiled import sources
 
 KINDS = (
@@ -117,8 +118,8 @@ class Found:
   kind: str
   instruction: hlo.Instruction
   site: executions_lib.CallSite
-  operands: tuple[hlo.Array, ...]
-  results: tuple[hlo.Array, ...]
+  operands: tuple[shapes.Array, ...]
+  results: tuple[shapes.Array, ...]
 
 
 def collectives(

@@ -12,6 +12,7 @@ import enum
 import functools
 
 from flaxshard.compiled import hlo
+from flaxshard.compiled import shapes
 
 
 class Edge(enum.IntEnum):
@@ -113,7 +114,7 @@ class Values:
     """Returns the values of an instruction's result."""
     return self._ranges[id(instruction)]
 
-  def array(self, value: int) -> hlo.Array:
+  def array(self, value: int) -> shapes.Array:
     """Returns the shape of a value."""
     return self.owner[value].arrays[self.leaf[value]]
 
@@ -185,7 +186,7 @@ def _edges(values: Values, instruction: hlo.Instruction) -> _Edges:
   elif opcode == "get-tuple-element":
     index = int(instruction.attribute(r"index=(\d+)") or 0)
     of = instruction.operand_instructions
-    parts = hlo.element_ranges(of[0].shape) if of else ()
+    parts = shapes.element_ranges(of[0].shape) if of else ()
     if index < len(parts):
       start, stop = parts[index]
       yield from _zip(operands[0][start:stop], result, Edge.SAME)
@@ -254,7 +255,7 @@ def _call_edges(
       for parameter in computation.parameters:
         yield from _zip(root, values.of(parameter), Edge.SAME)
     if opcode == "async-start":
-      parts = hlo.element_ranges(instruction.shape)
+      parts = shapes.element_ranges(instruction.shape)
       flat = [value for operand in operands for value in operand]
       yield from _zip(flat, result, Edge.SAME)
       if len(parts) > 1:
@@ -282,7 +283,7 @@ def _async_edges(
     yield from _zip(operands[0], result, Edge.SAME)
   elif opcode.endswith("-done"):
     start = instruction.operand_instructions[0]
-    parts = hlo.element_ranges(start.shape)
+    parts = shapes.element_ranges(start.shape)
     if opcode == "copy-done" or len(parts) < 2 or start.shape[0] != "(":
       yield from _zip(operands[0], result, Edge.SAME)
     elif opcode == "all-reduce-done":
@@ -299,7 +300,7 @@ def _async_edges(
     elif opcode == "all-reduce-start":
       yield from _zip(flat, result, edge)
     else:
-      parts = hlo.element_ranges(instruction.shape)
+      parts = shapes.element_ranges(instruction.shape)
       yield from _zip(flat, result[: parts[0][1]], Edge.SAME)
       if len(parts) > 1:
         yield from _zip(flat, result[parts[1][0] : parts[1][1]], edge)

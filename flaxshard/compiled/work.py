@@ -18,6 +18,7 @@ import numpy as np
 
 from flaxshard.compiled import executions
 from flaxshard.compiled import hlo
+from flaxshard.compiled import shapes
 
 # Instructions that move no bytes themselves. Those that call a computation do
 # their work in it.
@@ -206,7 +207,7 @@ def _hbm_size(instruction: hlo.Instruction) -> float:
   return _sum_hbm(instruction.arrays)
 
 
-def _sum_hbm(arrays: Iterable[hlo.Array]) -> float:
+def _sum_hbm(arrays: Iterable[shapes.Array]) -> float:
   return float(sum(a.padded_bytes for a in arrays if a.memory_space == _HBM))
 
 

@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from flaxshard.compiled import hlo
+from flaxshard.compiled import shapes
 
 TEXT = """\
 HloModule jit_f, is_scheduled=true, input_output_alias={ {0}: (1, {}, \
@@ -79,14 +80,14 @@ def test_a_program():
   ],
 )
 def test_bytes_of_a_shape(text, nbytes, padded):
-  (array,) = hlo.parse_shape(text)
+  (array,) = shapes.parse_shape(text)
   assert (array.nbytes, array.padded_bytes) == (nbytes, padded)
 
 
 def test_leaves_of_nested_tuples():
   shape = "((f32[2]{0:T(8)(2,1)}, s32[]), f32[4]{0}, (u32[], token[]))"
-  assert hlo.element_ranges(shape) == ((0, 2), (2, 3), (3, 5))
-  assert len(hlo.parse_shape(shape)) == 5
+  assert shapes.element_ranges(shape) == ((0, 2), (2, 3), (3, 5))
+  assert len(shapes.parse_shape(shape)) == 5
 
 
 def test_inputs_that_are_no_program_raise():
