@@ -40,7 +40,7 @@ class _Client:
 
   platform = "tpu"
   runtime_type = RUNTIME_TYPE
-  is_c_api = True  # Lowered.cost_analysis() is None, as with libtpu (JAX 0.12)
+  is_c_api = True  # JAX 0.12: Lowered.cost_analysis() is then None
 
   def __init__(self, process_index: int):
     self._process_index = process_index

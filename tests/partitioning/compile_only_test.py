@@ -321,6 +321,16 @@ def test_compiling_without_libtpu_names_the_extra(
     jax.config.update("jax_compilation_cache_dir", given)
 
 
+def test_cost_of_a_lowered_program_is_unknown() -> None:
+  x = _strategy().shard_batch({"x": Shape((8,), jnp.float32)})["x"]
+  lowered = jax.jit(lambda x: x + 1).lower(x)
+  if jax.__version_info__ >= (0, 12):
+    assert lowered.cost_analysis() is None
+  else:
+    with pytest.raises(ValueError, match=r"flaxshard\[tpu\]"):
+      lowered.cost_analysis()
+
+
 _RUNS: dict[str, Callable[[fs.Strategy], Any]] = {
   "run": lambda s: s.run(jnp.sin, (1.0,)),
   "jit": lambda s: s.jit(jnp.sin)(1.0),
