@@ -42,6 +42,7 @@ import loss_scale as steps
 import numpy as np
 import optax
 
+import flaxshard as fs
 from flaxshard.compiled import work
 
 PyTree = Any
@@ -53,6 +54,7 @@ class Program(NamedTuple):
   name: str
   step: Callable[..., Any]
   args: tuple[Any, ...]
+  jit: Callable[..., Any] = jax.jit
 
 
 class Figures(NamedTuple):
@@ -66,7 +68,7 @@ class Figures(NamedTuple):
 
 def compile_program(program: Program) -> Figures:
   """Compiles a program and reads its figures."""
-  jitted = jax.jit(program.step, donate_argnums=0)
+  jitted = program.jit(program.step, donate_argnums=0)
   compiled = jitted.lower(*program.args).compile()
   memory = compiled.memory_analysis()
   return Figures(
@@ -178,15 +180,103 @@ def loss_scale(topology: str, args: argparse.Namespace) -> None:
         )
 
 
-SECTIONS = {f.__name__: f for f in (loss_scale,)}
+# -- Replicas: the same step in the global view, and once per replica.
+
+
+def replica_models(dtype: Any) -> dict[str, tuple[Any, Any, Any]]:
+  """Returns a model, its input and a loss, by name."""
+  x = jax.ShapeDtypeStruct((1024, 2048), jnp.float32)
+  tokens = jax.ShapeDtypeStruct((64, 128), jnp.int32)
+  return {
+    "mlp": (
+      steps.Mlp(dtype, features=2048, layers=4),
+      x,
+      lambda out, y: ((out - y) ** 2).mean(),
+    ),
+    "transformer": (
+      steps.Transformer(dtype, features=512, layers=2, vocab=4096),
+      tokens,
+      lambda logits, y: optax.softmax_cross_entropy_with_integer_labels(
+        logits, y
+      ).mean(),
+    ),
+  }
+
+
+def replica_programs(
+  strategy: fs.Strategy, model: Any, x: Any, loss: Any
+) -> list[Program]:
+  """Returns a step with each wrapper, for a batch split over the replicas."""
+  count = strategy.num_replicas_in_sync
+  halves = [list(range(count // 2)), list(range(count // 2, count))]
+
+  def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+    def loss_fn(params: PyTree) -> jax.Array:
+      return loss(state.apply_fn({"params": params}, batch[0]), batch[1])
+
+    return state.minimize(loss_fn)
+
+  def create(*wrappers: Any) -> Any:
+    sample = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+    return fs.create_train_state(
+      model,
+      jax.random.key(0),
+      sample,
+      optax.adam(1e-3),
+      strategy=strategy,
+      wrappers=wrappers,
+    )
+
+  batch = strategy.shard_batch((x, x))
+  bare = create()
+  jit_steps = lambda step, donate_argnums: strategy.jit_steps(
+    step, donate_state=True
+  )
+  wrapped = {
+    "cross_shard": fs.CrossShard(),
+    "2 groups": fs.CrossShard(group_assignment=halves),
+    "agn sequential": fs.AGN(10),
+    "agn mean": fs.AGN(10, commit="mean"),
+    "agn sum": fs.AGN(10, commit="sum"),
+  }
+  return [
+    Program("global view", step, (bare, batch)),
+    Program("run", step, (bare, batch), strategy.jit),
+    Program("run_steps, 4", step, (bare, [batch] * 4), jit_steps),
+    *(
+      Program(name, step, (create(wrapper), batch), strategy.jit)
+      for name, wrapper in wrapped.items()
+    ),
+  ]
+
+
+def replicas(topology: str, args: argparse.Namespace) -> None:
+  """Prints a table for each model, in bfloat16."""
+  strategy = fs.Strategy(topology)
+  for name, (model, x, loss) in replica_models(jnp.bfloat16).items():
+    if name in args.models:
+      programs = replica_programs(strategy, model, x, loss)
+      print_table(
+        f"replicas, {name}, bfloat16 compute, {topology}",
+        size_of(programs[0].args[0].params),
+        programs,
+      )
+
+
+# The topologies of each section.
+SECTIONS = {
+  loss_scale: ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"],
+  replicas: ["v5e:2x4", "v5p:2x2x2", "v6e:2x4"],
+}
 
 
 def main() -> None:
   """Reads the flags, compiles, prints."""
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   add = parser.add_argument
-  add("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; default: all")
-  add("--topologies", nargs="+", default=["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+  names = [section.__name__ for section in SECTIONS]
+  add("sections", nargs="*", help=f"of {', '.join(names)}; default: all")
+  add("--topologies", nargs="+", help="default: depends on the section")
   add("--models", nargs="+", choices=MODELS, default=list(MODELS))
   add("--dtypes", nargs="+", default=["float16", "bfloat16"])
   variants = ["bare", "loss_scale", "dynamic_scale"]
@@ -194,7 +284,7 @@ def main() -> None:
   add("--devices", type=int, nargs="+", help="default: one, and all")
   add("--cache", help="directory of compiled programs, to go on faster")
   args = parser.parse_args()
-  unknown = set(args.sections) - set(SECTIONS)
+  unknown = set(args.sections) - set(names)
   if unknown:
     parser.error(f"unknown sections {sorted(unknown)}; see --help")
   if args.cache:
@@ -204,9 +294,10 @@ def main() -> None:
     f"libtpu {importlib.metadata.version('libtpu')}, JAX {jax.__version__}: "
     "the compiler's figures, not a run."
   )
-  for section in args.sections or SECTIONS:
-    for topology in args.topologies:
-      SECTIONS[section](topology, args)
+  for section, defaults in SECTIONS.items():
+    if not args.sections or section.__name__ in args.sections:
+      for topology in args.topologies or defaults:
+        section(topology, args)
 
 
 if __name__ == "__main__":
