@@ -1,11 +1,14 @@
 """Sums of bfloat16 gradients are exchanged with conversions to float32."""
 
+import re
+
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tpu_programs
 
 from flaxshard.replicas import context as replica_context
 from flaxshard.strategy import narrow_sums
@@ -109,3 +112,13 @@ def test_other_sums_stay():
   ):
     program = narrow_sums.sum_before_widening(trace(fn))
     assert summed_dtypes(program) == ["float32"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_run_on_tpu_sums_bfloat16_gradients_alone_in_bfloat16(dtype):
+  strategy = tpu_programs.strategy_of("v5e:2x2")
+  args = tpu_programs.create(strategy, dtype=jnp.dtype(dtype))
+  text = strategy.jit(tpu_programs.train_step).lower(*args).as_text()
+  sums = re.findall(r"stablehlo.all_reduce.*?-> tensor<(\S+)>", text, re.S)
+  kind = "bf16" if dtype == "bfloat16" else "f32"
+  assert sorted(sums) == [f"256x256x{kind}"] * 2 + [f"256x{kind}"] * 2
