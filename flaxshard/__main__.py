@@ -39,6 +39,12 @@ environment variables; elsewhere say it yourself:
   --coordinator_address=node1:1234 --num_processes=2 --process_id=0
 
 --local_processes=4 rehearses that on one machine, in four processes.
+
+--plan=v5p:4x4x8 trains nothing. It prints the memory, the traffic and the cost
+of a step of the config on TPUs that this machine does not have, from the TPU
+compiler: pip install 'flaxshard[tpu]'. --plan=v5e:4x4,v5e:8x8 compares several
+topologies, and --plan='2*v5e:8x8' has two slices. --workdir is optional then,
+for plan.json, plan.html and plan.png.
 """
 
 # Flags only: the training loop is in flaxshard/train/loop.py.
@@ -64,6 +70,8 @@ FLAGS = flags.FLAGS
 
 # Seconds that a process with wrong flags waits for others, to end them.
 _MISTAKE_SECONDS = 30.0
+
+_CONNECTION_FLAGS = ("coordinator_address", "num_processes", "process_id")
 
 config_flags.DEFINE_config_file(
   "config",
@@ -102,7 +110,18 @@ flags.DEFINE_float(
   300.0,
   "Seconds that the processes wait for each other at the start.",
 )
-flags.mark_flags_as_required(["config", "workdir"])
+flags.DEFINE_string(
+  "plan",
+  None,
+  "Topologies, separated by commas, such as v5p:4x4x8: prints the memory, the "
+  "traffic and the cost of a step on them, and trains nothing.",
+)
+flags.mark_flags_as_required(["config"])
+flags.register_multi_flags_validator(
+  ["workdir", "plan"],
+  lambda values: values["workdir"] is not None or values["plan"] is not None,
+  "a run needs --workdir, and a plan needs --plan.",
+)
 
 
 def main(argv: list[str]) -> None:
@@ -118,6 +137,9 @@ def main(argv: list[str]) -> None:
     command_line.report_mistakes(verbose),
     console.print_log(),
   ):
+    if FLAGS.plan is not None:
+      _print_plan()
+      return
     if FLAGS.local_processes:
       _run_local_processes()
     local.end_with_parent()
@@ -132,8 +154,21 @@ def main(argv: list[str]) -> None:
     loop.train_and_evaluate(FLAGS.config, FLAGS.workdir)
 
 
+def _print_plan() -> None:
+  for name in ("local_processes", *_CONNECTION_FLAGS):
+    if FLAGS[name].present:
+      raise ValueError(
+        f"--{name}={FLAGS[name].value} cannot be used with --plan={FLAGS.plan}:"
+        " a plan runs in one process."
+      )
+  # Imported here: a run does not need it.
+  from flaxshard.analysis import config_plan
+
+  config_plan.print_plans(FLAGS.config, FLAGS.plan, FLAGS.workdir)
+
+
 def _run_local_processes() -> NoReturn:
-  for name in ("coordinator_address", "num_processes", "process_id"):
+  for name in _CONNECTION_FLAGS:
     if FLAGS[name].present:
       raise ValueError(
         f"--local_processes={FLAGS.local_processes} chooses --{name} itself: "
@@ -160,8 +195,9 @@ def _parse_flags(argv: list[str]) -> list[str]:
     try:
       return command_line.parse_flags(argv)
     except SystemExit:
-      asks_for_help = any(a.lstrip("-").startswith("help") for a in argv[1:])
-      if not asks_for_help:
+      # These run in one process.
+      alone = any(a.lstrip("-").startswith(("help", "plan")) for a in argv[1:])
+      if not alone:
         # The message is printed; the other processes may not be there.
         with contextlib.suppress(ValueError, TimeoutError, RuntimeError):
           processes.initialize(

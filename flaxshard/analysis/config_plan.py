@@ -2,13 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+import contextlib
+import json
+import logging
+import os
+import time
 from typing import Any
+
+import jax
 
 from flaxshard import data
 from flaxshard.analysis import plan as plan_lib
+from flaxshard.core import directories
+from flaxshard.core import files
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
 from flaxshard.train import program as program_lib
+
+_log = logging.getLogger(__name__)
+
+
+def print_plans(config: Any, topologies: str, workdir: str | None) -> None:
+  """Prints the plans of a config, and writes them to a folder.
+
+  Call it before anything else uses JAX: only JAX's CPU backend is started.
+
+  Args:
+    config: As in `plan_config`.
+    topologies: Names of topologies, separated by commas; one is printed with
+      all details, several as a comparison.
+    workdir: The folder for `plan.json` and `plan.html`; None: none is written.
+
+  Raises:
+    ValueError, TypeError: As `plan_config`; or `workdir` cannot be written.
+  """
+  # JAX would start a GPU or TPU of this machine. A backend that runs already
+  # stays as it is.
+  with contextlib.suppress(RuntimeError):
+    jax.config.update("jax_platforms", "cpu")
+  if workdir is not None:
+    workdir = files.absolute(workdir)
+    directories.check_writable("workdir", workdir)
+  plans = []
+  for name in topologies.split(","):
+    start = time.monotonic()
+    plans.append(plan_config(config, name.strip()))
+    _log.info(
+      "planned %s in %.1f s, %.1f s of them for tracing and compiling the step",
+      name.strip(),
+      time.monotonic() - start,
+      plans[-1].seconds,
+    )
+  print("\n\n".join(map(str, plans)))
+  if workdir is not None:
+    _write(plans, workdir)
+
+
+def _write(plans: Sequence[plan_lib.Plan], workdir: str) -> None:
+  """Writes `plan.json` and `plan.html`."""
+  text = json.dumps([plan.to_dict() for plan in plans], indent=2)
+  page = "\n".join(plan._repr_html_() for plan in plans)
+  contents = {
+    "plan.json": text,
+    "plan.html": f'<!DOCTYPE html><meta charset="utf-8">\n{page}\n',
+  }
+  for name, content in contents.items():
+    with files.atomic_write(os.path.join(workdir, name)) as f:
+      f.write(content)
+  _log.info("wrote %s to %s", " and ".join(contents), workdir)
 
 
 def plan_config(config: Any, topology: str) -> plan_lib.Plan:

@@ -69,7 +69,7 @@ def parse_flags(
   if rest[1:]:
     _exit(
       f"unexpected argument {rest[1]!r}: the flags are --config=FILE, "
-      "--workdir=FOLDER and --config.FIELD=VALUE."
+      "--workdir=FOLDER, --config.FIELD=VALUE and --plan=TOPOLOGY."
     )
   return rest
 
