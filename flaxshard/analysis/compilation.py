@@ -17,7 +17,8 @@ class Compilation:
   """The result of compiling a step.
 
   Attributes:
-    compiled: The compiled program; None if the compiler refused it.
+    compiled: The compiled program; None if the compiler refused it or is not
+      installed.
     traced: The traced step.
     error: The compiler's message if the program needs too much memory.
     needed: Bytes that a device needs at least, as the message says; None if it
@@ -34,17 +35,23 @@ class Compilation:
   available: int | None = None
 
 
-def compile_step(trace: Callable[[], jax.stages.Traced]) -> Compilation:
-  """Traces, lowers and compiles a step.
+def compile_step(
+  trace: Callable[[], jax.stages.Traced], device: Any
+) -> Compilation:
+  """Traces a step, and compiles it if the compiler of its device is installed.
 
   Args:
     trace: Returns the traced step.
+    device: A device of the step.
 
   Returns:
     The compiled program, or why it does not fit the devices.
   """
   start = time.perf_counter()
   traced = trace()
+  # The description of a TPU, where libtpu is not installed.
+  if not isinstance(device, jax.Device):
+    return Compilation(None, time.perf_counter() - start, traced)
   try:
     compiled = traced.lower().compile()
   except jax.errors.JaxRuntimeError as e:

@@ -13,6 +13,7 @@ import numpy as np
 
 from flaxshard.analysis import tables
 from flaxshard.analysis.compilation import Compilation
+from flaxshard.compiled.buffers import Buffer
 from flaxshard.core import trees
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import summary
@@ -57,7 +58,7 @@ class Memory:
   peak_is_lower_bound: bool = False
   hbm: int | None = None
   fits: bool | None = None
-  buffers: tuple[Any, ...] = ()
+  buffers: tuple[Buffer, ...] = ()
 
   @property
   def state_bytes(self) -> int:
@@ -75,8 +76,9 @@ class Memory:
 def read_memory(
   args: Sequence[PyTree],
   batch_argnum: int,
-  compilation: Compilation | None,
+  compilation: Compilation,
   hbm: int | None,
+  buffers: tuple[Buffer, ...] = (),
 ) -> Memory:
   """Returns the memory of a step.
 
@@ -84,11 +86,11 @@ def read_memory(
     args: The arguments of the step, arrays or `jax.ShapeDtypeStruct`s. The
       state is the first one.
     batch_argnum: Position of the batch.
-    compilation: The compiled step; None if there is no compiler for its
-      devices.
+    compilation: The compiled step.
     hbm: Bytes that a device has; None if unknown.
+    buffers: The largest buffers of the compiled step.
   """
-  compiled = None if compilation is None else compilation.compiled
+  compiled = compilation.compiled
   shardings = (
     [[None] * len(jax.tree.leaves(arg)) for arg in args]
     if compiled is None
@@ -105,7 +107,7 @@ def read_memory(
     arguments=sum(nbytes) - nbytes[0] - nbytes[batch_argnum],
     hbm=hbm,
   )
-  if compilation is None:
+  if compiled is None and compilation.error is None:
     return memory
   if compiled is None:
     return dataclasses.replace(
@@ -132,6 +134,7 @@ def read_memory(
     program=stats.generated_code_size_in_bytes,
     temporaries=stats.temp_size_in_bytes,
     peak=peak,
+    buffers=buffers,
     fits=None if hbm is None else peak <= hbm,
   )
 

@@ -21,11 +21,12 @@ from flaxshard.analysis import traffic as traffic_lib
 from flaxshard.analysis.cost import Cost
 from flaxshard.analysis.memory import Memory
 from flaxshard.compiled import hlo
+from flaxshard.compiled.buffers import Buffer
+from flaxshard.compiled.buffers import largest_buffers
 from flaxshard.compiled.collectives import Collective
 from flaxshard.compiled.collectives import collectives
 from flaxshard.core import checks
 from flaxshard.core import trees
-from flaxshard.partitioning import compile_only
 from flaxshard.wrappers.agn import AGN
 
 PyTree = Any
@@ -41,7 +42,7 @@ class Plan:
     topology: The devices, such as `"v5e:2x4"`.
     device_kind: JAX's name of the devices.
     mesh: Sizes of the mesh axes by name; empty for one device without a mesh.
-    compiler: Names and versions of the compiler; None if nothing was compiled.
+    compiler: Versions of JAX and the compiler; None if it is not installed.
     seconds: Seconds for tracing and compiling the step.
     batch_size: Length of the first dimension of the batch's arrays; None if
       they have several.
@@ -220,13 +221,15 @@ def plan_traced(
       compiler for the devices.
   """
   device, mesh = _devices_of(arguments)
-  if compilation is None and isinstance(device, jax.Device):
-    compilation = compilation_lib.compile_step(trace)
+  if compilation is None:
+    compilation = compilation_lib.compile_step(trace, device)
   traffic, cost, period = None, None, _commit_period(arguments[0])
-  if compilation is not None and compilation.compiled is not None:
+  buffers: tuple[Buffer, ...] = ()
+  if compilation.compiled is not None:
     program = hlo.parse(compilation.compiled)
     # One device alone has no collectives.
     traffic = () if mesh is None else collectives(program, mesh)
+    buffers = largest_buffers(program)
     cost = cost_lib.read_cost(
       program,
       mesh or jax.sharding.Mesh([device], ("device",)),
@@ -239,10 +242,12 @@ def plan_traced(
     topology=topology or device_names.name_devices(device, mesh),
     device_kind=device.device_kind,
     mesh={} if mesh is None else dict(mesh.shape),
-    compiler=None if compilation is None else _compiler_versions(device),
-    seconds=0.0 if compilation is None else compilation.seconds,
+    compiler=_compiler_versions(device),
+    seconds=compilation.seconds,
     batch_size=_batch_size(arguments[batch_argnum]),
-    memory=memory_lib.read_memory(arguments, batch_argnum, compilation, hbm),
+    memory=memory_lib.read_memory(
+      arguments, batch_argnum, compilation, hbm, buffers
+    ),
     traffic=traffic,
     period=period,
     cost=cost,
@@ -285,29 +290,38 @@ def _commit_period(state: PyTree) -> int:
   return periods[0] if periods else 1
 
 
-def _compiler_versions(device: Any) -> str:
-  packages = ["jax", "jaxlib"]
-  if compile_only.is_compile_only(device) or device.platform == "tpu":
-    packages = ["jax", "libtpu"]
-  return ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
+def _compiler_versions(device: Any) -> str | None:
+  """Returns the versions of JAX and the compiler; None if there is none."""
+  if not isinstance(device, jax.Device):
+    return None
+  compiler = "libtpu" if device.platform == "tpu" else "jaxlib"
+  return f"jax {jax.__version__}, {compiler} {_version(compiler)}"
+
+
+def _version(package: str) -> str:
+  try:
+    return importlib.metadata.version(package)
+  # TPU_LIBRARY_PATH may name a library that no package installed.
+  except importlib.metadata.PackageNotFoundError:
+    return "of unknown version"
 
 
 def _notes(
   device: Any,
   mesh: jax.sharding.Mesh | None,
-  compilation: compilation_lib.Compilation | None,
+  compilation: compilation_lib.Compilation,
 ) -> list[str]:
-  if compilation is None:
-    return [
-      f"Temporaries, peak and traffic are unknown: the compiler of "
-      f"{device.device_kind} is not installed (pip install 'flaxshard[tpu]')."
-    ]
   if compilation.error is not None:
     reason = compilation.error.partition("\n")[0]
     notes = [f"The compiler refused the program: {reason}"]
     if compilation.needed is not None:
       notes.append("It gave up at this many bytes; the peak may be higher.")
     return notes
+  if compilation.compiled is None:
+    return [
+      "Temporaries, peak, traffic and cost are unknown: the compiler of "
+      f"{device.device_kind} is not installed (pip install 'flaxshard[tpu]')."
+    ]
   notes = [
     f"Figures of the compiler ({_compiler_versions(device)}), not of a run."
   ]

@@ -76,6 +76,9 @@ class Transformer(nn.Module):
     dropout: Dropout rate of the embeddings and of every residual branch, in
       [0, 1). Dropout is active in training only and uses the random stream
       `"dropout"`.
+    remat: Whether the backward pass computes the activations inside of each
+      block again, from the input of the block, to save their memory. The
+      parameters are the same.
 
   Example:
     >>> model = Transformer(num_classes=256, num_layers=1)
@@ -92,6 +95,7 @@ class Transformer(nn.Module):
   mlp_dim: int = 512
   max_length: int = 512
   dropout: float = 0.0
+  remat: bool = False
 
   @nn.compact
   def __call__(self, inputs: jax.Array, train: bool = False) -> jax.Array:
@@ -129,8 +133,10 @@ class Transformer(nn.Module):
     # Without the cast, float32 parameters would make `x` float32.
     x = x + positions[:length].astype(x.dtype)
     x = nn.Dropout(self.dropout, deterministic=not train)(x)
+    # `train` is argument 2 of a block; the block itself is argument 0.
+    block = nn.remat(Block, static_argnums=(2,)) if self.remat else Block
     for i in range(self.num_layers):
-      x = Block(
+      x = block(
         policy=self.policy,
         num_heads=self.num_heads,
         mlp_dim=self.mlp_dim,
@@ -147,6 +153,7 @@ class Transformer(nn.Module):
     checks.integer("embed_dim", self.embed_dim, minimum=1)
     checks.integer("mlp_dim", self.mlp_dim, minimum=1)
     checks.integer("max_length", self.max_length, minimum=1)
+    checks.boolean("remat", self.remat)
     # Flax's Dropout accepts any number, and turns 1.5 into wrong values.
     checks.number("dropout", self.dropout, minimum=0, below=1)
     # JAX's error would be about a reshape.
