@@ -14,6 +14,7 @@ import jax
 
 from flaxshard import data
 from flaxshard.analysis import plan as plan_lib
+from flaxshard.core import checks
 from flaxshard.core import directories
 from flaxshard.core import files
 from flaxshard.train import config as config_lib
@@ -94,6 +95,8 @@ def plan_config(config: Any, topology: str) -> plan_lib.Plan:
   program = program_lib.create_program(
     config, strategy, shapes.example, shapes.num_classes
   )
+  for note in program.notes:
+    checks.warn(note)
   return plan_lib.plan_traced(
     program.trace,
     program.arguments,

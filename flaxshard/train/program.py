@@ -19,6 +19,7 @@ import optax
 
 from flaxshard import models
 from flaxshard import wrappers as wrappers_lib
+from flaxshard.core import checks
 from flaxshard.core import optimizer
 from flaxshard.core import trees
 from flaxshard.core.policy import Policy
@@ -55,6 +56,7 @@ class Program:
       given state and progress are donated.
     arguments: The arguments of `train_step`, with a `jax.ShapeDtypeStruct` for
       every array.
+    notes: Warnings about the precision, which `create_state` gives.
   """
 
   config: Any
@@ -64,6 +66,7 @@ class Program:
   create_state: Callable[[], TrainState]
   train_step: Any
   arguments: tuple[Any, ...]
+  notes: tuple[str, ...] = ()
 
   @property
   def abstract_state(self) -> TrainState:
@@ -138,11 +141,15 @@ def create_program(
         rules=rules_lib.from_config(config.mesh.rules),
       )
 
-  state = plan_creation().abstract_state()
+  creation = plan_creation()
+  state, notes = creation.abstract_state(), tuple(creation.notes)
+  # That of an NNX module holds the arrays of the module, which would stay in
+  # memory during a restore and the whole run.
+  del creation
 
   def create_state() -> TrainState:
-    # A new plan: that of an NNX module holds the arrays of the module, which
-    # would stay in memory during a restore and the whole run.
+    for note in notes:
+      checks.warn(note)
     leaves = jax.tree.leaves(plan_creation().create_state())
     # The static fields of the traced state, or the step would compile again.
     return jax.tree.unflatten(jax.tree.structure(state), leaves)
@@ -166,6 +173,7 @@ def create_program(
     create_state=create_state,
     train_step=_jit_train_step(strategy, arguments, per_replica),
     arguments=arguments,
+    notes=notes,
   )
 
 
