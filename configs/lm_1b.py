@@ -32,6 +32,7 @@ def get_config() -> ml_collections.ConfigDict:
     "max_length": 2048,  # positions with an embedding
     "dropout": 0.0,
     "remat": True,  # keep the input of each block only, for the backward pass
+    "scan_layers": True,  # compile one block, and loop over the layers
   }
   config.data.length = 2048  # bytes in a window
   config.batch_size = 512  # windows, over all devices: a million bytes
@@ -52,11 +53,13 @@ def get_config() -> ml_collections.ConfigDict:
   config.mesh.axes = (("model", 1),)
   # The first regex found in the path of a parameter gives its PartitionSpec.
   # "replica" is FSDP. Biases and normalization scales are whole everywhere.
+  # The parameters of the blocks have a leading dimension for the layers.
   config.mesh.rules = (
-    ("(query|key|value|mlp_in|head)/kernel", ("replica", "model")),
-    ("(query|key|value|mlp_in)/bias", ("model",)),
-    ("(out|mlp_out)/kernel", ("model", "replica")),
+    ("(query|key|value|mlp_in)/kernel", (None, "replica", "model")),
+    ("(query|key|value|mlp_in)/bias", (None, "model")),
+    ("(out|mlp_out)/kernel", (None, "model", "replica")),
     ("embed/embedding", ("model", "replica")),
+    ("head/kernel", ("replica", "model")),
     ("positions", (None, "replica")),
   )
 
