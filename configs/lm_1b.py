@@ -25,14 +25,13 @@ def get_config() -> ml_collections.ConfigDict:
   config = lm_text.get_config()
   config.model = {
     "name": "transformer",
-    "num_layers": 20,
-    "num_heads": 16,
-    "embed_dim": 2048,
-    "mlp_dim": 8192,  # hidden units
+    "num_layers": 9,
+    "num_heads": 24,
+    "embed_dim": 3072,
+    "mlp_dim": 12288,  # hidden units
     "max_length": 2048,  # positions with an embedding
     "dropout": 0.0,
     "remat": True,  # keep the input of each block only, for the backward pass
-    "scan_layers": True,  # compile one block, and loop over the layers
   }
   config.data.length = 2048  # bytes in a window
   config.batch_size = 512  # windows, over all devices: a million bytes
@@ -52,15 +51,15 @@ def get_config() -> ml_collections.ConfigDict:
   # Devices of each replica; 1: no tensor parallelism.
   config.mesh.axes = (("model", 1),)
   # The first regex found in the path of a parameter gives its PartitionSpec.
-  # "replica" is FSDP. Biases and normalization scales are whole everywhere.
-  # The parameters of the blocks have a leading dimension for the layers.
+  # "replica" is FSDP. The embeddings are small, and XLA would follow their split
+  # to gather activations in place of parameters. Biases and normalization scales
+  # are whole everywhere.
   config.mesh.rules = (
-    ("(query|key|value|mlp_in)/kernel", (None, "replica", "model")),
-    ("(query|key|value|mlp_in)/bias", (None, "model")),
-    ("(out|mlp_out)/kernel", (None, "model", "replica")),
-    ("embed/embedding", ("model", "replica")),
-    ("head/kernel", ("replica", "model")),
-    ("positions", (None, "replica")),
+    ("(query|key|value|mlp_in)/kernel", ("replica", "model")),
+    ("(query|key|value|mlp_in)/bias", ("model",)),
+    ("(out|mlp_out)/kernel", ("model", "replica")),
+    ("embed/embedding", ("model", None)),
+    ("head/kernel", (None, "model")),
   )
 
   config.log_every_steps = 20

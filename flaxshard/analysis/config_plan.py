@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 import contextlib
 import json
 import logging
@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from flaxshard import data
+from flaxshard.analysis import compare
 from flaxshard.analysis import plan as plan_lib
 from flaxshard.core import checks
 from flaxshard.core import directories
@@ -33,7 +34,8 @@ def print_plans(config: Any, topologies: str, workdir: str | None) -> None:
     config: As in `plan_config`.
     topologies: Names of topologies, separated by commas; one is printed with
       all details, several as a comparison.
-    workdir: The folder for `plan.json` and `plan.html`; None: none is written.
+    workdir: The folder for `plan.json`, `plan.html` and `plan.png`; None: none
+      is written.
 
   Raises:
     ValueError, TypeError: As `plan_config`; or `workdir` cannot be written.
@@ -45,33 +47,44 @@ def print_plans(config: Any, topologies: str, workdir: str | None) -> None:
   if workdir is not None:
     workdir = files.absolute(workdir)
     directories.check_writable("workdir", workdir)
-  plans = []
+  plans: dict[str, plan_lib.Plan] = {}
   for name in topologies.split(","):
+    name = name.strip()
     start = time.monotonic()
-    plans.append(plan_config(config, name.strip()))
+    plans[name] = plan_config(config, name)
     _log.info(
       "planned %s in %.1f s, %.1f s of them for tracing and compiling the step",
-      name.strip(),
+      name,
       time.monotonic() - start,
-      plans[-1].seconds,
+      plans[name].seconds,
     )
-  print("\n\n".join(map(str, plans)))
+  shown: plan_lib.Plan | compare.Comparison = next(iter(plans.values()))
+  if len(plans) > 1:
+    shown = compare.compare_plans(plans)
+  print(shown)
   if workdir is not None:
-    _write(plans, workdir)
+    _write(plans, shown, workdir)
 
 
-def _write(plans: Sequence[plan_lib.Plan], workdir: str) -> None:
-  """Writes `plan.json` and `plan.html`."""
-  text = json.dumps([plan.to_dict() for plan in plans], indent=2)
-  page = "\n".join(plan._repr_html_() for plan in plans)
+def _write(
+  plans: Mapping[str, plan_lib.Plan], shown: Any, workdir: str
+) -> None:
+  """Writes `plan.json`, `plan.html` and `plan.png`."""
+  values = {name: plan.to_dict() for name, plan in plans.items()}
+  page = [shown, *plans.values()] if len(plans) > 1 else [shown]
+  body = "\n".join(item._repr_html_() for item in page)
   contents = {
-    "plan.json": text,
-    "plan.html": f'<!DOCTYPE html><meta charset="utf-8">\n{page}\n',
+    "plan.json": json.dumps(values, indent=2),
+    "plan.html": f'<!DOCTYPE html><meta charset="utf-8">\n{body}\n',
   }
   for name, content in contents.items():
     with files.atomic_write(os.path.join(workdir, name)) as f:
       f.write(content)
-  _log.info("wrote %s to %s", " and ".join(contents), workdir)
+  try:
+    shown.plot(os.path.join(workdir, "plan.png"))
+  except ImportError as e:
+    _log.warning("plan.png is not drawn: %s", e)
+  _log.info("wrote the plan to %s", workdir)
 
 
 def plan_config(config: Any, topology: str) -> plan_lib.Plan:

@@ -79,9 +79,6 @@ class Transformer(nn.Module):
     remat: Whether the backward pass computes the activations inside of each
       block again, from the input of the block, to save their memory. The
       parameters are the same.
-    scan_layers: Whether the blocks are a loop, which compiles in the time of
-      one block. Their parameters are then in `blocks`, with a leading dimension
-      of `num_layers`, in place of `block0`, `block1`, ...
 
   Example:
     >>> model = Transformer(num_classes=256, num_layers=1)
@@ -99,7 +96,6 @@ class Transformer(nn.Module):
   max_length: int = 512
   dropout: float = 0.0
   remat: bool = False
-  scan_layers: bool = False
 
   @nn.compact
   def __call__(self, inputs: jax.Array, train: bool = False) -> jax.Array:
@@ -137,37 +133,19 @@ class Transformer(nn.Module):
     # Without the cast, float32 parameters would make `x` float32.
     x = x + positions[:length].astype(x.dtype)
     x = nn.Dropout(self.dropout, deterministic=not train)(x)
-    x = self._apply_blocks(x, train)
+    # `train` is argument 2 of a block; the block itself is argument 0.
+    block = nn.remat(Block, static_argnums=(2,)) if self.remat else Block
+    for i in range(self.num_layers):
+      x = block(
+        policy=self.policy,
+        num_heads=self.num_heads,
+        mlp_dim=self.mlp_dim,
+        dropout=self.dropout,
+        name=f"block{i}",
+      )(x, train)
     x = nn.LayerNorm(dtype=jnp.float32, name="norm")(x)
     head = nn.Dense(self.num_classes, use_bias=False, name="head", **dtypes)
     return head(x).astype(self.policy.output_dtype)
-
-  def _apply_blocks(self, x: jax.Array, train: bool) -> jax.Array:
-    block: Any = Block
-    if self.remat:
-      # `train` is argument 2; the block itself is argument 0. A loop keeps XLA
-      # from sharing what is computed again, without `prevent_cse`.
-      block = nn.remat(
-        Block, static_argnums=(2,), prevent_cse=not self.scan_layers
-      )
-    fields: dict[str, Any] = dict(
-      policy=self.policy,
-      num_heads=self.num_heads,
-      mlp_dim=self.mlp_dim,
-      dropout=self.dropout,
-    )
-    if not self.scan_layers:
-      for i in range(self.num_layers):
-        x = block(**fields, name=f"block{i}")(x, train)
-      return x
-    loop = nn.scan(
-      lambda module, x, _: (module(x, train), None),
-      variable_axes={"params": 0},
-      split_rngs={"params": True, "dropout": True},
-      length=self.num_layers,
-    )
-    x, _ = loop(block(**fields, name="blocks"), x, None)
-    return x
 
   def _check_fields(self) -> None:
     checks.integer("num_layers", self.num_layers, minimum=1)
@@ -176,7 +154,6 @@ class Transformer(nn.Module):
     checks.integer("mlp_dim", self.mlp_dim, minimum=1)
     checks.integer("max_length", self.max_length, minimum=1)
     checks.boolean("remat", self.remat)
-    checks.boolean("scan_layers", self.scan_layers)
     # Flax's Dropout accepts any number, and turns 1.5 into wrong values.
     checks.number("dropout", self.dropout, minimum=0, below=1)
     # JAX's error would be about a reshape.
