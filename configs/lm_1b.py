@@ -51,9 +51,9 @@ def get_config() -> ml_collections.ConfigDict:
   # Devices of each replica; 1: no tensor parallelism.
   config.mesh.axes = (("model", 1),)
   # The first regex found in the path of a parameter gives its PartitionSpec.
-  # "replica" is FSDP. The embeddings are small, and XLA would follow their split
-  # to gather activations in place of parameters. Biases and normalization scales
-  # are whole everywhere.
+  # "replica" is FSDP. The embeddings are small and not split over replicas: XLA
+  # would split activations in the same way, in place of the batch. Biases and
+  # normalization scales are whole on all devices.
   config.mesh.rules = (
     ("(query|key|value|mlp_in)/kernel", ("replica", "model")),
     ("(query|key|value|mlp_in)/bias", ("model",)),

@@ -27,6 +27,8 @@ _COMMANDS = [
   if line.startswith("python -m flaxshard")
   # tests/processes/local_test.py runs the one with many processes.
   and "--local_processes" not in line
+  # tests/analysis/config_plan_test.py plans.
+  and "--plan" not in line
 ]
 
 
