@@ -36,13 +36,13 @@ class Compilation:
 
 
 def compile_step(
-  trace: Callable[[], jax.stages.Traced], device: Any
+  trace: Callable[[], jax.stages.Traced], device: Any = None
 ) -> Compilation:
   """Traces a step, and compiles it if the compiler of its device is installed.
 
   Args:
     trace: Returns the traced step.
-    device: A device of the step.
+    device: A device of the step. None: its compiler is installed.
 
   Returns:
     The compiled program, or why it does not fit the devices.
@@ -50,7 +50,7 @@ def compile_step(
   start = time.perf_counter()
   traced = trace()
   # The description of a TPU, where libtpu is not installed.
-  if not isinstance(device, jax.Device):
+  if device is not None and not isinstance(device, jax.Device):
     return Compilation(None, time.perf_counter() - start, traced)
   try:
     compiled = traced.lower().compile()
