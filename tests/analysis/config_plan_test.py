@@ -104,6 +104,7 @@ def _small(config):
     path=str(pathlib.Path(config_plan.__file__).parent), length=16, eval_every=5
   )
   config.batch_size = 8
+  config.schedule.warmup_steps = 0
   return config_lib.check(config)
 
 
