@@ -19,6 +19,7 @@ from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas.values import Replicated
 from flaxshard.strategy import arguments
+from flaxshard.strategy import mesh_types
 from flaxshard.strategy import narrow_sums
 from flaxshard.strategy import replica_view
 from flaxshard.strategy import replication
@@ -87,15 +88,18 @@ class ReplicaProgram:
     )
     traced = jitted.trace(*leaves)
     self._check(traced.jaxpr, in_specs, body.results, leaves)
-    if self.mesh.devices.flat[0].platform == "cpu":
-      # There bfloat16 is summed in float32.
-      replicated, per_replica = jitted(*leaves)
-    else:
-      program = narrow_sums.sum_before_widening(traced.jaxpr)
-      out = core.jaxpr_as_fun(program)(*leaves)
-      count = body.results.per_replica.count(False)
-      replicated, per_replica = out[:count], out[count:]
-    return self._assemble(body, replicated, per_replica)
+    program = traced.jaxpr
+    # On CPU bfloat16 is summed in float32.
+    if self.mesh.devices.flat[0].platform != "cpu":
+      program = narrow_sums.sum_before_widening(program)
+    types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+    del types[mesh_lib.REPLICA]
+    # Types of Explicit axes say how values are split.
+    if set(types.values()) == {jax.sharding.AxisType.Auto}:
+      program = mesh_types.forget_mesh(program)
+    out = core.jaxpr_as_fun(program)(*leaves)
+    count = body.results.per_replica.count(False)
+    return self._assemble(body, out[:count], out[count:])
 
   def _context(
     self, leaves: Sequence[jax.Array]

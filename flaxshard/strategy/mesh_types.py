@@ -1,0 +1,138 @@
+"""Takes the mesh out of the types of values, inside of a `jax.shard_map`.
+
+In a `jax.shard_map` that is manual over some mesh axes only, the type of each
+value names the mesh, and JAX lowers each operation with a sharding constraint
+that leaves all dimensions open. Such a constraint says nothing, but it keeps
+XLA from copying constants. XLA's TPU compiler merges equal constants before it
+chooses shardings: the learning rate, as an array, becomes one array for all
+parameters of a shape, with one sharding. If two of them are split along other
+dimensions, as in tensor parallelism, then constants, and with them gradients
+and slots, are exchanged between the devices at every step. Without the
+constraints XLA gives each use of a constant a sharding of its own, as under
+`jax.jit`.
+
+Seen with JAX 0.10.2 and 0.12, and libtpu 0.0.42. JAX adds the constraints in
+`lower_with_sharding_in_types` of `jax/_src/interpreters/mlir.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+# The primitives that lower the jaxprs among their parameters as plain code.
+_INLINED = frozenset(
+  "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call "
+  "custom_vjp_call custom_vjp_call_jaxpr scan while cond".split()
+)
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+def forget_mesh(jaxpr: Any) -> Any:
+  """Returns a program without open sharding constraints in `jax.shard_map`.
+
+  Args:
+    jaxpr: A `ClosedJaxpr`. Of its equations, the body of each `jax.shard_map`
+      becomes one call of a `jax.jit`, whose values have types without a mesh.
+      The body must have no axes of type `Explicit`.
+
+  Returns:
+    A program with the same inputs and outputs. Constraints that the program
+    asks for are kept.
+  """
+  eqns = []
+  for eqn in _open(jaxpr).eqns:
+    if eqn.primitive.name == "shard_map":
+      body = _call(eqn.params["jaxpr"])
+      eqn = eqn.replace(params=eqn.params | {"jaxpr": body})
+    eqns.append(eqn)
+  return _close(jaxpr, _open(jaxpr).replace(eqns=eqns))
+
+
+def _call(jaxpr: Any) -> Any:
+  """Returns a jaxpr that calls another one, whose types have no mesh.
+
+  The inner jaxpr is not traced again when the outer one is evaluated: JAX would
+  put the mesh back into the types.
+  """
+  # An equation of `jax.jit`, with as many inputs and outputs.
+  template = jax.make_jaxpr(
+    jax.jit(lambda *_: [jax.numpy.zeros(()) for _ in jaxpr.outvars])
+  )(*[0.0] * len(jaxpr.invars))
+  (eqn,) = template.eqns
+  outvars = [core.Var(atom.aval) for atom in jaxpr.outvars]
+  closed = core.ClosedJaxpr(_without_mesh(jaxpr), ())
+  eqn = eqn.replace(
+    invars=list(jaxpr.invars),
+    outvars=outvars,
+    params=eqn.params | {"jaxpr": closed, "name": "replica"},
+    effects=jaxpr.effects,
+  )
+  return jaxpr.replace(eqns=[eqn], outvars=outvars)
+
+
+def _without_mesh(jaxpr: Any) -> Any:
+  """Returns a `Jaxpr` whose values have types without a mesh."""
+  new_variables: dict[Any, Any] = {}
+
+  def convert(atoms: Sequence[Any]) -> list[Any]:
+    return [_convert_atom(atom, new_variables) for atom in atoms]
+
+  eqns = []
+  for eqn in jaxpr.eqns:
+    params = eqn.params
+    if eqn.primitive.name in _INLINED:
+      params = {k: _convert_jaxprs(v) for k, v in params.items()}
+    eqns.append(
+      eqn.replace(
+        invars=convert(eqn.invars), outvars=convert(eqn.outvars), params=params
+      )
+    )
+  return jaxpr.replace(
+    constvars=convert(jaxpr.constvars),
+    invars=convert(jaxpr.invars),
+    outvars=convert(jaxpr.outvars),
+    eqns=eqns,
+  )
+
+
+def _convert_atom(atom: Any, new_variables: dict[Any, Any]) -> Any:
+  """Returns a variable or literal with a type that has no mesh."""
+  aval = atom.aval
+  # Mutable arrays and tokens are of other types.
+  if type(aval) is not jax.core.ShapedArray:
+    return atom
+  sharding = jax.sharding.NamedSharding(
+    _NO_MESH, jax.sharding.PartitionSpec(*[None] * aval.ndim)
+  )
+  aval = aval.update(sharding=sharding)
+  if isinstance(atom, core.Literal):
+    return core.Literal(atom.val, aval)
+  if atom not in new_variables:
+    new_variables[atom] = core.Var(aval)
+  return new_variables[atom]
+
+
+def _convert_jaxprs(value: Any) -> Any:
+  """Converts the jaxprs in a parameter of an equation."""
+  if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
+    return _close(value, _without_mesh(_open(value)))
+  if type(value) in (tuple, list):
+    return type(value)(map(_convert_jaxprs, value))
+  return value
+
+
+def _open(jaxpr: Any) -> Any:
+  """Returns the `Jaxpr` of a `ClosedJaxpr`."""
+  # JAX 0.12 has one class for both.
+  return jaxpr if isinstance(jaxpr, core.Jaxpr) else jaxpr.jaxpr
+
+
+def _close(like: Any, jaxpr: Any) -> Any:
+  """Returns `jaxpr` with the constants of `like`, if that has any."""
+  if isinstance(like, core.Jaxpr):
+    return jaxpr
+  return like.replace(jaxpr=jaxpr)
