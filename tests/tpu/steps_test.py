@@ -16,6 +16,7 @@ pytestmark = pytest.mark.tpu
 
 _TENSOR_PARALLEL = [
   ("up/kernel", P(None, "model")),
+  ("up/bias", P("model")),
   ("down/kernel", P("model", None)),
   (".*", P()),
 ]
@@ -75,14 +76,18 @@ def test_fsdp_in_the_global_view(topology: str) -> None:
   assert 0 <= size - parts <= 4096
 
 
-@pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x1"])
-def test_tensor_parallel_rules_in_the_global_view(topology: str) -> None:
+@pytest.mark.parametrize(
+  ("topology", "in_run"),
+  [("v5e:2x4", False), ("v5e:2x4", True), ("v5p:2x2x1", False)],
+)
+def test_tensor_parallel_rules(topology: str, in_run: bool) -> None:
   strategy = tpu_programs.strategy_of(topology, replica=-1, model=2)
   state, batch = tpu_programs.create(strategy, rules=_TENSOR_PARALLEL)
-  jitted = jax.jit(train_step, donate_argnums=0)
-  program = jitted.lower(state, batch).compile()
-  found = {c.axes: c for c in tpu_programs.collectives(program, strategy)}
-  assert {c.kind for c in found.values()} == {"all-reduce"}
+  jit: Any = strategy.jit if in_run else jax.jit
+  program = jit(train_step, donate_argnums=0).lower(state, batch).compile()
+  collectives = tpu_programs.collectives(program, strategy)
+  assert [c.kind for c in collectives] == ["all-reduce"] * 2
+  found = {c.axes: c for c in collectives}
   assert set(found) == {("model",), ("replica",)}
   # Partial sums of the second layer's outputs; gradients of half the kernels.
   rows = 64 // strategy.num_replicas_in_sync
