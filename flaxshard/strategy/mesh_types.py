@@ -2,17 +2,18 @@
 
 In a `jax.shard_map` that is manual over some mesh axes only, the type of each
 value names the mesh, and JAX lowers each operation with a sharding constraint
-that leaves all dimensions open. Such a constraint says nothing, but it keeps
-XLA from copying constants. XLA's TPU compiler merges equal constants before it
-chooses shardings: the learning rate, as an array, becomes one array for all
-parameters of a shape, with one sharding. If two of them are split along other
-dimensions, as in tensor parallelism, then constants, and with them gradients
-and slots, are exchanged between the devices at every step. Without the
-constraints XLA gives each use of a constant a sharding of its own, as under
-`jax.jit`.
+that leaves all dimensions open. Such a constraint fixes no sharding, but it
+keeps XLA from copying constants. The TPU compiler merges equal constants before
+XLA chooses shardings: Adam's decay rate, as an array, becomes one array for all
+parameters of one shape, with one sharding. If two of these parameters are split
+along different dimensions, as in tensor parallelism, their gradients and slots
+are exchanged between the devices at every step. Without the constraints, XLA
+gives each use of a constant a sharding of its own, as under `jax.jit`.
 
-Seen with JAX 0.10.2 and 0.12, and libtpu 0.0.42. JAX adds the constraints in
-`lower_with_sharding_in_types` of `jax/_src/interpreters/mlir.py`.
+Seen with JAX 0.10.2 and libtpu 0.0.42. JAX adds the constraints in
+`lower_with_sharding_in_types` of `jax/_src/interpreters/mlir.py`, in JAX 0.12
+too. Those remain that JAX adds when it lowers a `scan` or random numbers, as it
+traces these again.
 """
 
 from __future__ import annotations
