@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from flaxshard import compiled as compiled_lib
-from flaxshard.compiled.collectives import KINDS
+from flaxshard.compiled.find import KINDS
 from flaxshard.core import checks
 
 __all__ = ["Traffic", "assert_traffic"]
@@ -25,7 +25,7 @@ class Traffic:
 
   Attributes:
     axes: A mesh axis or several, along which the devices exchange data. The
-      order does not matter.
+      order does not matter, and axes of one device are left out.
     purpose: "gradients", "parameter", "optimizer state", "activations",
       "metrics" or "other"; None means any.
     nbytes: Bytes of all of them together, per device and call; None means any
@@ -46,14 +46,24 @@ class Traffic:
 
   def __post_init__(self) -> None:
     """Checks the fields."""
+    is_text = isinstance(self.axes, str)
+    if not is_text and not (
+      isinstance(self.axes, Sequence)
+      and all(isinstance(axis, str) for axis in self.axes)
+    ):
+      raise checks.ArgumentTypeError(
+        "Traffic: axes must be the name of a mesh axis or a sequence of names,"
+        f" got {self.axes!r}."
+      )
     if self.purpose is not None:
       checks.one_of("Traffic: purpose", self.purpose, _PURPOSES)
     if self.nbytes is not None:
       checks.integer(
-        "Traffic: nbytes", self.nbytes, minimum=0, maximum=2**63 - 1
+        "Traffic: nbytes", self.nbytes, minimum=0, maximum=_MAX_BYTES
       )
 
 
+_MAX_BYTES = 2**63 - 1
 _PURPOSES = (
   "gradients",
   "parameter",
@@ -82,7 +92,9 @@ def assert_traffic(
     mesh: The mesh of the program.
     expected: From the kind of a collective, such as "all-reduce", to the mesh
       axis or axes that it may span, or to a `Traffic` or a list of them. Each
-      entry must occur. An empty mapping expects no collective at all.
+      entry must occur. A collective that fits several counts for the one with
+      the most conditions (`purpose`, `in_conditional`). An empty mapping
+      expects no collective at all.
     tolerance: How far the bytes may differ from `Traffic.nbytes`, as a fraction
       of these.
     max_bytes: The most bytes that all collectives together may have, per device
@@ -107,8 +119,17 @@ def assert_traffic(
     >>> compiled = jax.jit(lambda x: 2 * x).lower(x).compile()
     >>> assert_traffic(compiled, mesh, {})
   """
+  if not isinstance(mesh, jax.sharding.Mesh):
+    raise checks.ArgumentTypeError(
+      f"mesh must be a jax.sharding.Mesh, got {mesh!r}."
+    )
+  entries = _entries(expected, mesh)
   tolerance = checks.number("tolerance", tolerance, minimum=0)
-  ignore_below = checks.integer("ignore_below", ignore_below, minimum=0)
+  ignore_below = checks.integer(
+    "ignore_below", ignore_below, minimum=0, maximum=_MAX_BYTES
+  )
+  if max_bytes is not None:
+    checks.integer("max_bytes", max_bytes, minimum=0, maximum=_MAX_BYTES)
   if isinstance(compiled, jax.stages.Lowered):
     compiled = compiled.compile()
   found = [
@@ -117,13 +138,13 @@ def assert_traffic(
     # Groups of one device exchange nothing.
     if collective.group_size > 1 and collective.payload_bytes >= ignore_below
   ]
-  entries = _entries(expected, mesh)
   matched: list[list[compiled_lib.Collective]] = [[] for _ in entries]
   problems = []
   for collective in found:
     fits = [i for i, entry in enumerate(entries) if _matches(entry, collective)]
     if fits:
-      matched[fits[0]].append(collective)
+      best = max(fits, key=lambda i: _num_conditions(entries[i]))
+      matched[best].append(collective)
     else:
       problems.append(f"unexpected: {collective}")
   for (kind, traffic), fitting in zip(entries, matched, strict=True):
@@ -170,10 +191,15 @@ def _traffic(given: _Expected) -> list[Traffic]:
   """Returns axes, a `Traffic` or a list of them as a list of `Traffic`."""
   if isinstance(given, Traffic):
     return [given]
-  if isinstance(given, str):
-    return [Traffic(given)]
-  axes = [item for item in given if isinstance(item, str)]
-  return [x for x in given if isinstance(x, Traffic)] or [Traffic(axes)]
+  if isinstance(given, Sequence) and not isinstance(given, str):
+    traffic = [item for item in given if isinstance(item, Traffic)]
+    if len(traffic) == len(given) > 0:
+      return traffic
+    if traffic:
+      raise checks.ArgumentTypeError(
+        f"expected: a list must have axes or Traffic, not both, got {given!r}."
+      )
+  return [Traffic(given)]  # type: ignore[arg-type]
 
 
 def _matches(entry: _Entry, collective: compiled_lib.Collective) -> bool:
@@ -184,6 +210,11 @@ def _matches(entry: _Entry, collective: compiled_lib.Collective) -> bool:
     and traffic.purpose in (None, collective.purpose)
     and traffic.in_conditional in (None, collective.in_conditional)
   )
+
+
+def _num_conditions(entry: _Entry) -> int:
+  _, traffic = entry
+  return (traffic.purpose is not None) + (traffic.in_conditional is not None)
 
 
 def _differences(

@@ -97,6 +97,8 @@ def test_other_traffic_fails(expected, options, message):
     ({"all-reduced": "data"}, "all-reduce"),
     ({"all-reduce": "dat"}, "data"),
     ("all-reduce", "must map kinds"),
+    ({"all-reduce": ["data", Traffic("model")]}, "not both"),
+    ({"all-reduce": 3}, "axes must be .* got 3"),
   ],
 )
 def test_invalid_expectations_raise(expected, message):
@@ -104,9 +106,44 @@ def test_invalid_expectations_raise(expected, message):
     assert_traffic(_compiled()[1], MESH, expected)
 
 
+TWO_SUMS = """\
+HloModule step, input_output_alias={ {0}: (0, {}, may-alias) }, \
+num_partitions=8
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+ENTRY %main (w: f32[8], b: f32[8]) -> (f32[8], f32[]) {
+  %w = f32[8] parameter(0), metadata={op_name="state.params[\\'w\\']"}
+  %b = f32[8] parameter(1), metadata={op_name="batch"}
+  %square = f32[8] multiply(%b, %b)
+  %grad = f32[8] all-reduce(%square), replica_groups=[2,4]<=[4,2]T(1,0), \
+to_apply=%add
+  %new = f32[8] subtract(%w, %grad)
+  %zero = f32[] constant(0)
+  %part = f32[] reduce(%b, %zero), dimensions={0}, to_apply=%add
+  %loss = f32[] all-reduce(%part), replica_groups=[2,4]<=[4,2]T(1,0), \
+to_apply=%add
+  ROOT %out = (f32[8], f32[]) tuple(%new, %loss)
+}
+"""
+
+
+def test_a_collective_counts_for_the_entry_with_the_most_conditions():
+  metrics = Traffic("data", purpose="metrics", nbytes=4)
+  expected = {"all-reduce": [Traffic("data", nbytes=32), metrics]}
+  assert_traffic(TWO_SUMS, MESH, expected)
+
+
 def test_invalid_fields_of_traffic_raise():
   with pytest.raises(ValueError, match="gradients"):
     Traffic("data", purpose="gradient")
   with pytest.raises(ValueError, match="nbytes"):
     Traffic("data", nbytes=-1)
+  for axes in (None, 3, ["data", 3]):
+    with pytest.raises(TypeError, match="axes"):
+      Traffic(axes)
   assert fs.testing.Traffic is Traffic

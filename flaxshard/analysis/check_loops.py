@@ -7,7 +7,7 @@ from flaxshard.analysis.step_facts import StepFacts
 from flaxshard.compiled import dataflow
 from flaxshard.compiled import hlo
 from flaxshard.compiled import sources
-from flaxshard.compiled.collectives import Found
+from flaxshard.compiled.find import Found
 from flaxshard.state import summary
 
 _size = summary.format_bytes

@@ -15,7 +15,7 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from flaxshard.analysis.findings import Finding
-from flaxshard.compiled import hlo
+from flaxshard.compiled import frames
 from flaxshard.compiled import sources
 from flaxshard.core.policy import Policy
 from flaxshard.state import summary
@@ -136,6 +136,6 @@ def _source(eqn: Any) -> str:
   if traceback is None:
     return ""
   return sources.user_line(
-    hlo.Frame(frame.file_name, frame.function_name, frame.line_num)
+    frames.Frame(frame.file_name, frame.function_name, frame.line_num)
     for frame in traceback.frames
   )

@@ -276,8 +276,8 @@ def compare_plans(
     ...     return state.minimize(
     ...       lambda params: state.apply_fn({"params": params}, x).sum())
     ...   return step, state, strategy.shard_batch(x)
-    >>> comparison = compare_plans(
-    ...   build, ["v5e:2x2"], batch_size=[8, 10])  # doctest: +SKIP
+    >>> comparison = compare_plans(  # doctest: +SKIP
+    ...   build, ["v5e:2x2"], batch_size=[8, 10])
     >>> print(comparison)  # doctest: +SKIP
   """
   if isinstance(plans, Mapping):

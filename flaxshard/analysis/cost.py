@@ -246,7 +246,7 @@ def _compute_seconds(
 
 def _is_commit(program: hlo.Program, conditional: hlo.Instruction) -> bool:
   """Returns whether a conditional is AGN's: commit at this step, or not."""
-  for frame in program.frames(conditional):
+  for frame in program.tables.frames(conditional.attributes):
     folder, _, file = frame.file.rpartition("/")
     if folder.endswith("flaxshard/wrappers"):
       return file.startswith("agn")

@@ -15,8 +15,8 @@ import numpy as np
 from flaxshard.compiled import dataflow
 from flaxshard.compiled import groups
 from flaxshard.compiled import hlo
-from flaxshard.compiled.collectives import find
-from flaxshard.compiled.collectives import Found
+from flaxshard.compiled.find import find
+from flaxshard.compiled.find import Found
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 

@@ -9,18 +9,14 @@ counted. Totals are those of `Compiled.memory_analysis`.
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 
 from flaxshard.compiled import hlo
-from flaxshard.compiled import shapes
+from flaxshard.compiled import memory_sets
 from flaxshard.compiled import sources
 from flaxshard.compiled import values as values_lib
 from flaxshard.core import checks
 
 _HBM = 0
-# Where the TPU compiler writes which operands' memory a result reuses.
-_ALIASING = '"aliasing_operands":'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +87,7 @@ def peak_memory(compiled: hlo.HasText | hlo.Program | str) -> PeakMemory:
   """Returns the buffers that are alive when most of the memory is used."""
   program = hlo.parse(compiled)
   values = values_lib.trace(program)
-  sets = _memory_sets(program, values)
+  sets = memory_sets.join_values(program, values)
   times = _times(program)
   regions = _regions(program, values, sets, times)
   alive = _at_peak(regions)
@@ -117,99 +113,6 @@ class _Region:
   kind: str
 
 
-def _memory_sets(
-  program: hlo.Program, values: values_lib.Values
-) -> _DisjointSets:
-  """Joins the values that share memory."""
-  sets = _DisjointSets(len(values.owner))
-  fused = values.in_fusion
-  for source, target, edge in values.edges:
-    if (
-      edge == values_lib.Edge.SAME
-      and values.owner[target].computation.name not in fused
-    ):
-      sets.join(source, target)
-  for instruction in _instructions(values):
-    operands = [
-      value
-      for operand in instruction.operand_instructions
-      for value in values.of(operand)
-    ]
-    result = values.of(instruction)
-    for source, target in _reused_operands(program, instruction, operands):
-      sets.join(operands[source], result[target])
-  # An output in an argument's memory.
-  root = program.entry.root
-  if root is not None:
-    arguments = {int(p.literal): p for p in program.entry.parameters}
-    ranges = shapes.element_ranges(root.shape)
-    for output, (number, index) in program.aliases.items():
-      leaf = ranges[output[0]][0] if output else 0
-      if number in arguments and not index:
-        sets.join(values.of(arguments[number])[0], values.of(root)[leaf])
-  return sets
-
-
-def _instructions(values: values_lib.Values) -> list[hlo.Instruction]:
-  """Returns the instructions that are not parts of fusions."""
-  return [
-    instruction
-    for instruction, leaf in zip(values.owner, values.leaf, strict=True)
-    if not leaf and instruction.computation.name not in values.in_fusion
-  ]
-
-
-def _reused_operands(
-  program: hlo.Program,
-  instruction: hlo.Instruction,
-  operands: list[int],
-) -> list[tuple[int, int]]:
-  """Returns which leaves of the operands become which leaves of the result.
-
-  The TPU compiler writes its choice into `backend_config`: numbers count the
-  operands' leaves, then the result's. Elsewhere an instruction that updates a
-  slice works in place.
-  """
-  text = instruction.attributes
-  start = text.find(_ALIASING)
-  if start >= 0:
-    start += len(_ALIASING)
-    written, _ = json.JSONDecoder().raw_decode(text, start)
-    found: list[tuple[int, int]] = []
-    for group in written["lists"]:
-      indices = [int(i) for i in group["indices"]]
-      sources = [i for i in indices if i < len(operands)]
-      targets = [i - len(operands) for i in indices if i >= len(operands)]
-      found.extend((s, t) for s in sources[:1] for t in targets)
-    return found
-  found = []
-  for target, source in re.findall(
-    r"\{(\d*)\}: \((\d+), \{\}\)", text.partition("calls=")[0]
-  ):
-    found.append((int(source), int(target or 0)))
-  if found:
-    return found
-  if instruction.opcode == "dynamic-update-slice":
-    return [(0, 0)]
-  if instruction.opcode == "fusion":
-    called = program.computations.get(instruction.called[0])
-    return _updates_in_place(called) if called else []
-  return []
-
-
-def _updates_in_place(called: hlo.Computation) -> list[tuple[int, int]]:
-  """A fusion whose result is an operand with an updated slice."""
-  root = called.root
-  while root is not None and root.opcode in ("bitcast", "convert", "copy"):
-    root = next(iter(root.operand_instructions), None)
-  if root is None or root.opcode != "dynamic-update-slice":
-    return []
-  updated = root.operand_instructions[0]
-  while updated.opcode in ("bitcast", "convert", "copy"):
-    updated = updated.operand_instructions[0]
-  return [(int(updated.literal), 0)] if updated.opcode == "parameter" else []
-
-
 def _times(program: hlo.Program) -> dict[tuple[str, str], int]:
   """Returns when each instruction runs, counted in instructions.
 
@@ -233,7 +136,7 @@ def _times(program: hlo.Program) -> dict[tuple[str, str], int]:
 def _regions(
   program: hlo.Program,
   values: values_lib.Values,
-  sets: _DisjointSets,
+  sets: memory_sets.DisjointSets,
   times: dict[tuple[str, str], int],
 ) -> list[_Region]:
   regions: dict[int, _Region] = {}
@@ -277,7 +180,7 @@ def _regions(
 
 def _join_elementwise(
   values: values_lib.Values,
-  sets: _DisjointSets,
+  sets: memory_sets.DisjointSets,
   times: dict[tuple[str, str], int],
   regions: dict[int, _Region],
 ) -> None:
@@ -286,7 +189,7 @@ def _join_elementwise(
   XLA does so where the text does not say it.
   """
   instructions = [
-    i for i in _instructions(values) if _is_elementwise(values, i)
+    i for i in memory_sets.unfused(values) if _is_elementwise(values, i)
   ]
   instructions.sort(key=lambda i: times.get((i.computation.name, i.name), -1))
   for instruction in instructions:
@@ -310,7 +213,10 @@ def _join_elementwise(
 def _is_elementwise(
   values: values_lib.Values, instruction: hlo.Instruction
 ) -> bool:
-  if _ALIASING in instruction.attributes or len(instruction.arrays) > 1:
+  if (
+    memory_sets.ALIASING in instruction.attributes
+    or len(instruction.arrays) > 1
+  ):
     return False
   if instruction.opcode != "fusion":
     return values_lib.is_elementwise(instruction.opcode)
@@ -365,20 +271,3 @@ def _buffer(
     source=sources.source_line(program, named) if named else "",
     kind=region.kind,
   )
-
-
-class _DisjointSets:
-  """Sets of numbers that are joined (union-find)."""
-
-  def __init__(self, count: int) -> None:
-    self._parent = list(range(count))
-
-  def find(self, number: int) -> int:
-    parent = self._parent
-    while parent[number] != number:
-      parent[number] = parent[parent[number]]
-      number = parent[number]
-    return number
-
-  def join(self, first: int, second: int) -> None:
-    self._parent[self.find(first)] = self.find(second)

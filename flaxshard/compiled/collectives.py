@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 import dataclasses
 
 import jax
 
-from flaxshard.compiled import executions as executions_lib
+from flaxshard.compiled import branches
+from flaxshard.compiled import find as find_lib
 from flaxshard.compiled import groups as groups_lib
 from flaxshard.compiled import hlo
 from flaxshard.compiled import purposes as purposes_lib
-from flaxshard.compiled import shapes
 from flaxshard.compiled import sources
-
-KINDS = (
-  "all-reduce",
-  "all-gather",
-  "reduce-scatter",
-  "all-to-all",
-  "ragged-all-to-all",
-  "collective-permute",
-  "collective-broadcast",
-)
 
 # Parameters that the text of a collective names.
 _MAX_NAMES = 3
@@ -84,6 +73,8 @@ class Collective:
   def __str__(self) -> str:
     over = f" over {', '.join(self.axes)}" if self.axes else ""
     times = f", {self.executions:g} times" if self.executions != 1 else ""
+    if not self.trip_count_known:
+      times += ", in a loop whose number of turns is unknown"
     conditional = ", in a conditional" if self.in_conditional else ""
     what = self.purpose
     if self.parameters:
@@ -111,17 +102,6 @@ class Collective:
     return float(self.operand_bytes) if n > 1 else 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-  """A collective instruction and where it was found."""
-
-  kind: str
-  instruction: hlo.Instruction
-  site: executions_lib.CallSite
-  operands: tuple[shapes.Array, ...]
-  results: tuple[shapes.Array, ...]
-
-
 def collectives(
   compiled: hlo.HasText | hlo.Program | str, mesh: jax.sharding.Mesh
 ) -> tuple[Collective, ...]:
@@ -135,7 +115,8 @@ def collectives(
     mesh: The mesh that the program was compiled for.
 
   Returns:
-    The collectives, in the order of the text.
+    The collectives; one that all branches of a conditional have counts once, as
+    outside of it.
 
   Raises:
     TypeError: `compiled` is no program, or `mesh` is no mesh.
@@ -152,122 +133,29 @@ def collectives(
     raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}.")
   program = hlo.parse(compiled)
   numbers = groups_lib.device_numbers(program, mesh)
-  items = find(program)
+  items = find_lib.find(program)
   if not items:
     return ()
   purposes = purposes_lib.Purposes(program)
-  found = [
-    (item, _describe(program, numbers, purposes, item)) for item in items
-  ]
-  return tuple(_merge_branches(program, found))
-
-
-def find(program: hlo.Program) -> list[Found]:
-  """Returns each collective of a program once."""
-  found: list[Found] = []
-  started = _started_channels(program)
-  for instruction, site in executions_lib.walk(program):
-    opcode = instruction.opcode
-    if opcode == "send":
-      item = _slice_transfer(instruction, site)
-    elif opcode.removesuffix("-start") in KINDS:
-      if _is_continuation(instruction, started):
-        continue
-      item = _collective(instruction, site)
-    else:
-      continue
-    if item is not None:
-      found.append(item)
-  return found
-
-
-def _collective(
-  instruction: hlo.Instruction, site: executions_lib.CallSite
-) -> Found:
-  operands = tuple(
-    array for i in instruction.operand_instructions for array in i.arrays
+  found = [_describe(program, numbers, purposes, item) for item in items]
+  merged = branches.merge(
+    program,
+    [
+      (item.site.branches, _signature(collective))
+      for item, collective in zip(items, found, strict=True)
+    ],
   )
-  kind = instruction.opcode.removesuffix("-start")
-  results = instruction.arrays
-  if instruction.opcode.endswith("-start"):
-    # The start's own shape also has the operands and the compiler's flags.
-    results = next(
-      (i.arrays for i in instruction.users if i.opcode == f"{kind}-done"),
-      results,
-    )
-  if kind == "all-reduce" and _is_reduce_scatter(site):
-    kind = "reduce-scatter"
-    results = tuple(site.callers[-1].arrays)
-  return Found(kind, instruction, site, operands, results)
-
-
-def _is_reduce_scatter(site: executions_lib.CallSite) -> bool:
-  """Whether a fused all-reduce is cut to each device's part in its fusion."""
-  if not site.callers or site.callers[-1].opcode != "fusion":
-    return False
-  return any(
-    name.startswith("all-reduce-scatter") for name in site.callers[-1].called
+  return tuple(
+    dataclasses.replace(found[number], in_conditional=in_conditional)
+    for number, in_conditional in merged.items()
   )
-
-
-def _slice_transfer(
-  send: hlo.Instruction, site: executions_lib.CallSite
-) -> Found | None:
-  """Reads a transfer between slices: a `send` and a `recv` of one name."""
-  kind = send.attribute(r'_xla_megascale_transfer_type="(\w+)"')
-  if not kind:
-    return None
-  rendezvous = r'_xla_host_transfer_rendezvous="([^"]*)"'
-  name = send.attribute(rendezvous)
-  operands = send.operand_instructions[0].arrays
-  results = next(
-    (
-      i.arrays[:1]
-      for i in send.computation.instructions.values()
-      if i.opcode == "recv" and i.attribute(rendezvous) == name
-    ),
-    operands,
-  )
-  kind = kind.lower().replace("_", "-")
-  if kind not in KINDS:
-    kind = "collective-permute"
-  return Found(kind, send, site, operands, results)
-
-
-def _started_channels(program: hlo.Program) -> set[tuple[str, str]]:
-  """Returns collectives that the TPU compiler spreads over several fusions."""
-  return {
-    (start.opcode, _channel(start))
-    for computation in program.computations.values()
-    for call in computation.instructions.values()
-    if 'custom_call_target="AsyncCollectiveStart"' in call.attributes
-    for start in call.operand_instructions
-  }
-
-
-def _is_continuation(
-  instruction: hlo.Instruction, started: set[tuple[str, str]]
-) -> bool:
-  """Whether another fusion starts the collective that this one goes on with."""
-  if (instruction.opcode, _channel(instruction)) not in started:
-    return False
-  if "async_collective_fusion_config" not in instruction.attributes:
-    return False
-  return not any(
-    'custom_call_target="AsyncCollectiveStart"' in user.attributes
-    for user in instruction.users
-  )
-
-
-def _channel(instruction: hlo.Instruction) -> str:
-  return instruction.attribute(r"channel_id=(\d+)")
 
 
 def _describe(
   program: hlo.Program,
   numbers: groups_lib.DeviceNumbers,
   purposes: purposes_lib.Purposes,
-  item: Found,
+  item: find_lib.Found,
 ) -> Collective:
   instruction, site = item.instruction, item.site
   groups, are_pairs = _groups(numbers, item)
@@ -296,8 +184,20 @@ def _describe(
   )
 
 
+def _signature(collective: Collective) -> tuple[object, ...]:
+  """Returns what equal collectives of several branches share."""
+  return (
+    collective.kind,
+    collective.dtype,
+    collective.operand_bytes,
+    collective.axes,
+    collective.group_size,
+    collective.executions,
+  )
+
+
 def _groups(
-  numbers: groups_lib.DeviceNumbers, item: Found
+  numbers: groups_lib.DeviceNumbers, item: find_lib.Found
 ) -> tuple[groups_lib.Groups, bool]:
   """Returns groups of mesh positions, and whether they are pairs."""
   attributes = item.instruction.attributes
@@ -309,69 +209,3 @@ def _groups(
   count = len(numbers.positions[0])
   groups = groups_lib.replica_groups(attributes, count)
   return numbers.to_positions(groups or (tuple(range(count)),)), False
-
-
-def _merge_branches(
-  program: hlo.Program, found: list[tuple[Found, Collective]]
-) -> list[Collective]:
-  """Merges a collective that stands in all branches of a conditional.
-
-  It runs whichever branch is taken: it counts once, as outside of the
-  conditional.
-  """
-  rows = [(item.site.branches, collective) for item, collective in found]
-  num_branches = {
-    i.name: len(i.called)
-    for computation in program.computations.values()
-    for i in computation.instructions.values()
-    if i.opcode == "conditional"
-  }
-  # Innermost conditionals first: what runs in all their branches runs always
-  # in the branch around them.
-  for depth in range(max((len(b) for b, _ in rows), default=0), 0, -1):
-    paths = {b for b, _ in rows if len(b) == depth}
-    for name, outer in {(b[-1][0], b[:-1]) for b in paths}:
-      branches = [(*outer, (name, k)) for k in range(num_branches[name])]
-      rows = _merge_one(rows, outer, branches)
-  return [
-    dataclasses.replace(c, in_conditional=bool(branches))
-    for branches, c in rows
-  ]
-
-
-_Path = tuple[tuple[str, int], ...]
-
-
-def _merge_one(
-  rows: list[tuple[_Path, Collective]], outer: _Path, branches: list[_Path]
-) -> list[tuple[_Path, Collective]]:
-  """Merges what stands in all branches of one conditional."""
-  counts = [
-    Counter(_signature(c) for path, c in rows if path == branch)
-    for branch in branches
-  ]
-  common = counts[0]
-  for count in counts[1:]:
-    common = common & count
-  left = {branch: common.copy() for branch in branches}
-  merged = []
-  for path, collective in rows:
-    key = _signature(collective)
-    if path in left and left[path][key] > 0:
-      left[path][key] -= 1
-      if path != branches[0]:
-        continue
-      path = outer
-    merged.append((path, collective))
-  return merged
-
-
-def _signature(collective: Collective) -> tuple[object, ...]:
-  return (
-    collective.kind,
-    collective.dtype,
-    collective.operand_bytes,
-    collective.axes,
-    collective.group_size,
-    collective.executions,
-  )

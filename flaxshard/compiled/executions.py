@@ -77,7 +77,13 @@ def _calls(
       )
       for number, name in enumerate(instruction.called)
     ]
-  if opcode in ("call", "fusion", "async-start", "custom-call"):
+  # XLA writes an asynchronous fusion as `fusion-start`.
+  if opcode.removesuffix("-start") in (
+    "async",
+    "call",
+    "custom-call",
+    "fusion",
+  ):
     inner = CallSite(site.executions, site.branches, site.known, callers)
     return [(name, inner) for name in instruction.called]
   return []
@@ -128,18 +134,18 @@ def _counter_and_bound(
     ]
   if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
     return None
-  counter, bound = (_unwrap(i) for i in given)
-  if counter.opcode != "get-tuple-element" or bound.opcode != "constant":
+  counter = _unwrap(given[0])
+  bound = _integer(_unwrap(given[1]))
+  if counter.opcode != "get-tuple-element" or bound is None:
     return None
-  return int(counter.attribute(r"index=(\d+)")), int(bound.literal)
+  return int(counter.attribute(r"index=(\d+)")), bound
 
 
 def _initial_value(loop: hlo.Instruction, index: int) -> int | None:
   state = loop.operand_instructions[0]
   if state.opcode != "tuple":
     return None
-  value = _unwrap(state.operand_instructions[index])
-  return int(value.literal) if value.opcode == "constant" else None
+  return _integer(_unwrap(state.operand_instructions[index]))
 
 
 def _step(
@@ -155,8 +161,18 @@ def _step(
     if root is None:
       return None
     add, given = root, [*root.operand_instructions, *given]
-  constants = [int(i.literal) for i in given if i.opcode == "constant"]
-  return constants[0] if add.opcode == "add" and len(constants) == 1 else None
+  constants = [i for i in given if i.opcode == "constant"]
+  if add.opcode != "add" or len(constants) != 1:
+    return None
+  return _integer(constants[0])
+
+
+def _integer(instruction: hlo.Instruction) -> int | None:
+  """Returns the value of a constant; None if it is no integer."""
+  if instruction.opcode != "constant":
+    return None
+  is_integer = re.fullmatch(r"-?\d+", instruction.literal)
+  return int(instruction.literal) if is_integer else None
 
 
 def _unwrap(instruction: hlo.Instruction) -> hlo.Instruction:

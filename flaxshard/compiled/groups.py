@@ -248,7 +248,6 @@ def device_numbers(
     if any(len(part) != program.num_partitions for part in positions):
       raise ValueError(
         f"mesh has {len(devices)} devices in {len(positions)} slices, but the"
-        f" program was compiled for {program.num_partitions} devices of a"
-        " slice."
+        f" program was compiled for {program.num_partitions} devices."
       )
   return DeviceNumbers(mesh, positions, slices)

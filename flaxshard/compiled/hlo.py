@@ -10,12 +10,12 @@ Source of the syntax: https://openxla.org/xla/operation_semantics and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 import dataclasses
 import functools
 import re
 from typing import Any, Protocol
 
+from flaxshard.compiled import frames
 from flaxshard.compiled import shapes
 
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) .*\{\s*$")
@@ -26,12 +26,12 @@ _ARRAY_THEN_OPCODE = re.compile(
 _TUPLE_THEN_OPCODE = re.compile(r"\) ([a-z][\w-]*)\(")
 _OPERAND = re.compile(r"%([^\s,()]+)")
 _PAREN = re.compile(r"[()]")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _CALLED = re.compile(
   r"(?:calls|to_apply|body|condition|true_computation|false_computation)"
   r"=%?([^\s,{}]+)"
   r"|(?:branch_computations|called_computations|calls)=\{([^}]*)\}"
 )
-_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 
 class HasText(Protocol):
@@ -74,14 +74,15 @@ class Instruction:
   @property
   def op_name(self) -> str:
     """JAX's name stack, or the path of an entry parameter's argument."""
-    match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-    return match[1].replace("\\'", "'").replace('\\"', '"') if match else ""
+    return _unescape(self.attribute(r'op_name="((?:[^"\\]|\\.)*)"'))
 
   @property
   def called(self) -> tuple[str, ...]:
     """Names of the computations that it calls, in the order of the text."""
     names: list[str] = []
-    for single, several in _CALLED.findall(self.attributes):
+    # Name stacks may have any text, such as "body=x".
+    attributes = _QUOTED.sub("", self.attributes)
+    for single, several in _CALLED.findall(attributes):
       found = [single] if single else several.split(",")
       names.extend(name.strip().lstrip("%") for name in found)
     return tuple(names)
@@ -133,15 +134,6 @@ class Computation:
     return sorted(found, key=lambda i: int(i.literal))
 
 
-@dataclasses.dataclass(frozen=True)
-class Frame:
-  """One frame of a traceback at which an instruction was traced."""
-
-  file: str
-  function: str
-  line: int
-
-
 @dataclasses.dataclass(eq=False)
 class Program:
   """A parsed HLO module.
@@ -152,13 +144,14 @@ class Program:
     entry: The computation that is run.
     out_tree: The tree of the outputs (`Compiled.out_tree`); None if the program
       was given as text.
+    tables: The tables of source locations.
   """
 
   header: str
   computations: dict[str, Computation]
   entry: Computation
   out_tree: Any
-  _tables: dict[str, dict[int, str]]
+  tables: frames.Tables
 
   @functools.cached_property
   def num_partitions(self) -> int:
@@ -189,51 +182,13 @@ class Program:
       for output, number, index in found
     }
 
-  def frames(self, instruction: Instruction) -> Iterator[Frame]:
-    """Yields the frames of an instruction's traceback, innermost first."""
-    file = instruction.attribute(r'source_file="([^"]*)"')
-    if file:
-      line = instruction.attribute(r"source_line=(\d+)")
-      yield Frame(file, "", int(line or 0))
-      return
-    frame = int(instruction.attribute(r"stack_frame_id=(\d+)") or 0)
-    frames = self._stack_frames
-    for _ in range(len(frames)):  # a bound, should a frame be its own parent
-      if frame not in frames:
-        return
-      location, frame = frames[frame]
-      if location in self._locations:
-        yield self._locations[location]
 
-  @functools.cached_property
-  def _stack_frames(self) -> dict[int, tuple[int, int]]:
-    frames = {}
-    for number, text in self._tables["StackFrames"].items():
-      location = re.search(r"file_location_id=(\d+)", text)
-      parent = re.search(r"parent_frame_id=(\d+)", text)
-      frames[number] = (
-        int(location[1]) if location else 0,
-        int(parent[1]) if parent else 0,
-      )
-    # XLA prints the parent's number plus one: an outermost frame 1 names
-    # itself.
-    if any(parent == number for number, (_, parent) in frames.items()):
-      frames = {k: (location, p - 1) for k, (location, p) in frames.items()}
-    return frames
-
-  @functools.cached_property
-  def _locations(self) -> dict[int, Frame]:
-    files = {k: v.strip('"') for k, v in self._tables["FileNames"].items()}
-    names = {k: v.strip('"') for k, v in self._tables["FunctionNames"].items()}
-    found = {}
-    for number, text in self._tables["FileLocations"].items():
-      ids = dict(re.findall(r"(\w+)=(\d+)", text))
-      found[number] = Frame(
-        files.get(int(ids.get("file_name_id", 0)), ""),
-        names.get(int(ids.get("function_name_id", 0)), ""),
-        int(ids.get("line", 0)),
-      )
-    return found
+def _unescape(text: str) -> str:
+  r"""Returns a string without the escapes of C, such as `\303\266` for ö."""
+  if "\\" not in text:
+    return text
+  decoded = text.encode().decode("unicode_escape")
+  return decoded.encode("latin-1").decode(errors="replace")
 
 
 def _integers(text: str) -> tuple[int, ...]:
@@ -277,8 +232,8 @@ def parse(compiled: HasText | Program | str) -> Program:
 
 
 def _parse_text(text: str, out_tree: Any) -> Program:
-  lines = text.splitlines()
-  tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+  lines = text.split("\n")
+  tables = frames.Tables({name: {} for name in frames.NAMES})
   table: dict[int, str] | None = None
   computations: dict[str, Computation] = {}
   computation: Computation | None = None
@@ -296,8 +251,8 @@ def _parse_text(text: str, out_tree: Any) -> Program:
           computation.root = instruction
     elif line[0] == "}":
       computation = None
-    elif line in tables:
-      table = tables[line]
+    elif line in tables.rows:
+      table = tables.rows[line]
     elif table is not None:
       number, _, value = line.partition(" ")
       table[int(number)] = value

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 import dataclasses
+import heapq
 
 from flaxshard.compiled import arguments as arguments_lib
 from flaxshard.compiled import hlo
@@ -18,7 +19,6 @@ from flaxshard.compiled import values as values_lib
 from flaxshard.compiled.values import Edge
 
 _MOVES = (Edge.SAME, Edge.FUSED, Edge.LAYOUT)
-_Masks = list[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +52,9 @@ class Purposes:
     self._computed = _spread(forward, self._computed_values(), _MOVES)
     results = self._values.of(entry.root) if entry.root is not None else ()
     ends = {value: 1 << bit for bit, value in enumerate(results)}
-    self._reaches = _spread(backward, ends, tuple(Edge))
+    self._reaches = _spread(backward, ends, tuple(Edge), order=-1)
     self._is_training = any(
-      "jvp(" in instruction.op_name
-      for instruction in entry.instructions.values()
+      "jvp(" in instruction.attributes for instruction in self._values.owner
     )
 
   def of(self, collective: hlo.Instruction, op_name: str) -> Purpose:
@@ -178,18 +177,30 @@ def _spread(
   edges: list[list[tuple[int, Edge]]],
   seeds: dict[int, int],
   kinds: Iterable[Edge],
-) -> _Masks:
-  """Returns for each value the bits of the seeds that it is reached from."""
+  order: int = 1,
+) -> list[int]:
+  """Returns for each value the bits of the seeds that it is reached from.
+
+  Args:
+    edges: The values that follow each value, and how.
+    seeds: Values and their bits.
+    kinds: The edges to follow.
+    order: 1 if most edges lead to larger numbers, -1 if to smaller ones. In
+      that order most values are visited once.
+  """
   allowed = frozenset(kinds)
   masks = [0] * len(edges)
-  changed = list(seeds)
+  waiting = [order * value for value in seeds]
   for value, mask in seeds.items():
     masks[value] = mask
-  while changed:
-    value = changed.pop()
+  heapq.heapify(waiting)
+  while waiting:
+    value = order * heapq.heappop(waiting)
+    if waiting and waiting[0] == order * value:
+      continue
     mask = masks[value]
     for target, edge in edges[value]:
       if edge in allowed and mask & ~masks[target]:
         masks[target] |= mask
-        changed.append(target)
+        heapq.heappush(waiting, order * target)
   return masks

@@ -15,7 +15,7 @@ BITS = {
   "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128,
 }  # fmt: skip
 
-_ARRAY = re.compile(r"(\w+)\[([^\]]*)\](?:\{([^}]*)\})?|(token|opaque)\[\]")
+_ARRAY = re.compile(r"(\w+)\[([^\]]*)\](?:\{([^}]*)\})?")
 _BRACKET_OR_ARRAY = re.compile(r"\w+\[[^\]]*\](?:\{[^}]*\})?|[()]")
 
 
@@ -112,9 +112,7 @@ def element_ranges(shape: str) -> tuple[tuple[int, int], ...]:
 
 
 def _array(match: re.Match[str]) -> Array:
-  dtype, dims, layout, no_data = match.groups()
-  if no_data:
-    return Array(no_data, (), None, (), 0, "")
+  dtype, dims, layout = match.groups()
   # "<=8" is a dynamic length with its bound.
   lengths = tuple(int(d.strip("<=? ")) for d in dims.split(",") if d.strip())
   order, _, rest = (layout or "").partition(":")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 import os
 
+from flaxshard.compiled import frames as frames_lib
 from flaxshard.compiled import hlo
 
 # Frames in these packages are not the user's. The models of this package count
@@ -63,10 +64,10 @@ def source_line(program: hlo.Program, instruction: hlo.Instruction) -> str:
     File and line, such as `models/mlp.py:12`. The file's path is relative to
     the current directory if the file is in it; else only its name.
   """
-  return user_line(program.frames(instruction))
+  return user_line(program.tables.frames(instruction.attributes))
 
 
-def user_line(frames: Iterable[hlo.Frame]) -> str:
+def user_line(frames: Iterable[frames_lib.Frame]) -> str:
   """Returns the user's line of a traceback, or ""; see `source_line`.
 
   Args:
@@ -98,7 +99,7 @@ def _library(file: str) -> str:
   return "flaxshard" if file.startswith(root + "/") else ""
 
 
-def _line(frame: hlo.Frame) -> str:
+def _line(frame: frames_lib.Frame) -> str:
   here = os.getcwd() + "/"
   inside = frame.file.startswith(here)
   file = frame.file[len(here) :] if inside else os.path.basename(frame.file)

@@ -139,40 +139,45 @@ class Values:
 def trace(program: hlo.Program) -> Values:
   """Returns the values of a program and the edges between them."""
   values = Values(program, [], [], [], set(), {})
-  reached = _reached(program, values.in_fusion)
-  for computation in reached:
-    for instruction in computation.instructions.values():
-      count = len(instruction.arrays)
-      first = len(values.owner)
-      values._ranges[id(instruction)] = range(first, first + count)
-      values.owner.extend([instruction] * count)
-      values.leaf.extend(range(count))
-  for computation in reached:
-    for instruction in computation.instructions.values():
-      values.edges.extend(_edges(values, instruction))
+  instructions = list(
+    _in_order(program, program.entry, values.in_fusion, set())
+  )
+  for instruction in instructions:
+    count = len(instruction.arrays)
+    first = len(values.owner)
+    values._ranges[id(instruction)] = range(first, first + count)
+    values.owner.extend([instruction] * count)
+    values.leaf.extend(range(count))
+  for instruction in instructions:
+    values.edges.extend(_edges(values, instruction))
   return values
 
 
-def _reached(
-  program: hlo.Program, in_fusion: set[str]
-) -> list[hlo.Computation]:
-  found = {program.entry.name: program.entry}
-  stack = [program.entry]
-  while stack:
-    for instruction in stack.pop().instructions.values():
-      if instruction.opcode not in _CALLERS:
-        continue
-      inside = instruction.computation.name in in_fusion
+def _in_order(
+  program: hlo.Program,
+  computation: hlo.Computation,
+  in_fusion: set[str],
+  seen: set[str],
+) -> Iterator[hlo.Instruction]:
+  """Yields the instructions that a program runs, operands before results.
+
+  The instructions of a called computation come before the one that calls it.
+  """
+  seen.add(computation.name)
+  for instruction in computation.instructions.values():
+    if instruction.opcode in _CALLERS:
       for name in instruction.called:
-        if name in program.computations and name not in found:
-          found[name] = program.computations[name]
-          stack.append(found[name])
-        if inside or instruction.opcode == "fusion":
+        if instruction.opcode in _FUSIONS or computation.name in in_fusion:
           in_fusion.add(name)
-  return list(found.values())
+        if name in program.computations and name not in seen:
+          called = program.computations[name]
+          yield from _in_order(program, called, in_fusion, seen)
+    yield instruction
 
 
-_CALLERS = {"async-start", "call", "conditional", "fusion", "while"}
+_FUSIONS = {"fusion", "fusion-start"}
+_ASYNC_CALLERS = {"async-start", "call-start", "fusion-start"}
+_CALLERS = {"call", "conditional", "while"} | _FUSIONS | _ASYNC_CALLERS
 
 _Edges = Iterator[tuple[int, int, Edge]]
 
@@ -234,7 +239,7 @@ def _call_edges(
   result: range,
 ) -> _Edges:
   opcode = instruction.opcode
-  edge = Edge.FUSED if opcode == "fusion" else Edge.SAME
+  edge = Edge.FUSED if opcode in _FUSIONS else Edge.SAME
   if opcode == "while":
     yield from _zip(operands[0], result, Edge.SAME)
   for number, name in enumerate(instruction.called):
@@ -254,12 +259,12 @@ def _call_edges(
     if opcode == "while":
       for parameter in computation.parameters:
         yield from _zip(root, values.of(parameter), Edge.SAME)
-    if opcode == "async-start":
+    if opcode in _ASYNC_CALLERS:
       parts = shapes.element_ranges(instruction.shape)
       flat = [value for operand in operands for value in operand]
       yield from _zip(flat, result, Edge.SAME)
       if len(parts) > 1:
-        yield from _zip(root, result[parts[1][0] : parts[1][1]], Edge.SAME)
+        yield from _zip(root, result[parts[1][0] : parts[1][1]], edge)
     else:
       yield from _zip(root, result, edge)
 
@@ -293,7 +298,8 @@ def _async_edges(
       yield from _zip(operands[0][first:last], result, Edge.SAME)
   else:
     flat = [value for operand in operands for value in operand]
-    edge = Edge.REDUCED if opcode == "all-reduce-start" else Edge.LAYOUT
+    is_reduced = opcode.removesuffix("-start") in _REDUCED
+    edge = Edge.REDUCED if is_reduced else Edge.LAYOUT
     if opcode == "copy-start":
       yield from _zip(flat, result[1:2], Edge.SAME)
       yield from _zip(flat, result[:1], Edge.LAYOUT)

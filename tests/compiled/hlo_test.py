@@ -58,7 +58,9 @@ def test_a_program():
   assert (fusion.called, fusion.op_name) == (("fused",), "jit(f)/neg")
   assert fusion.arrays[0].memory_space == 1
   assert [u.name for u in fusion.users] == ["t"]
-  frames = [(f.function, f.line) for f in program.frames(fusion)]
+  frames = [
+    (f.function, f.line) for f in program.tables.frames(fusion.attributes)
+  ]
   assert frames == [("Dense.__call__", 8), ("step", 7)]
   assert entry.instructions["c"].literal == "3"
   assert hlo.parse(program) is program

@@ -4,21 +4,14 @@ import os
 
 import pytest
 
-from flaxshard.compiled import hlo
+from flaxshard.compiled import frames
 from flaxshard.compiled import sources
 
 SITE = "/venv/lib/python3.12/site-packages"
 
 
-class _Program:
-  """Stands in for a program whose instruction has the given traceback."""
-
-  def __init__(self, *files):
-    self._frames = [hlo.Frame(f, "", n) for n, f in enumerate(files, 1)]
-
-  def frames(self, instruction):
-    del instruction
-    return iter(self._frames)
+def _traceback(*files):
+  return [frames.Frame(file, "", line) for line, file in enumerate(files, 1)]
 
 
 @pytest.mark.parametrize(
@@ -33,10 +26,10 @@ class _Program:
     ([], ""),
   ],
 )
-def test_source_line(files, expected):
-  assert sources.source_line(_Program(*files), None) == expected
+def test_user_line(files, expected):
+  assert sources.user_line(_traceback(*files)) == expected
 
 
 def test_files_below_the_current_directory_are_relative():
   file = os.path.join(os.getcwd(), "models", "mlp.py")
-  assert sources.source_line(_Program(file), None) == "models/mlp.py:1"
+  assert sources.user_line(_traceback(file)) == "models/mlp.py:1"
