@@ -88,14 +88,27 @@ condition=%condition, body=%body, {SCOPE}
 """
 
 
-def test_three_branches_in_a_loop():
-  common, other = sorted(_read(BRANCHES), key=lambda c: c.axes)
+@pytest.mark.parametrize("order", ["%f, %g, %h", "%h, %g, %f"])
+def test_three_branches_in_a_loop(order):
+  text = BRANCHES.replace("%f, %g, %h", order)
+  common, other = sorted(_read(text), key=lambda c: c.axes)
   assert (common.axes, common.in_conditional) == (("a",), False)
   assert (other.axes, other.in_conditional) == (("b",), True)
   assert (common.executions, other.executions) == (7, 7)
   program = hlo.parse(HEAD + BRANCHES)
   assert program.entry.parameters[0].op_name == "state['Größe']"
   assert program.entry.root.called == ("condition", "body")
+
+
+def test_a_gradient_in_a_loop_makes_a_training_step():
+  # Elsewhere than in a forward or backward pass it moves no activations.
+  add = "%j = s32[] add(%i, %one)"
+  differentiated = f'{add}, metadata={{op_name="jit(f)/jvp(M)/add"}}'
+  for text, purpose in (
+    (BRANCHES, "activations"),
+    (BRANCHES.replace(add, differentiated), "other"),
+  ):
+    assert {c.purpose for c in _read(text)} == {purpose}
 
 
 @pytest.mark.parametrize(
