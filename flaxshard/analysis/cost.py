@@ -162,9 +162,7 @@ def read_cost(
   """
   program = hlo.parse(compiled)
   device = chips.find_device(mesh.devices.flat[0])
-  work = work_lib.count_work(
-    program, period, lambda instruction: _is_commit(program, instruction)
-  )
+  work = work_lib.count_work(program, period)
   model = None if jaxpr is None else model_flops_lib.count_flops(jaxpr)
   dtype = max(work.flops, key=lambda k: work.flops[k], default="bf16")
   bandwidth = None if device is None else device.hbm_bandwidth
@@ -242,15 +240,6 @@ def _compute_seconds(
   if not all(rate for _, rate in rates) or not device.flops("bf16"):
     return None
   return float(sum(n / rate for n, rate in rates if rate))
-
-
-def _is_commit(program: hlo.Program, conditional: hlo.Instruction) -> bool:
-  """Returns whether a conditional is AGN's: commit at this step, or not."""
-  for frame in program.tables.frames(conditional.attributes):
-    folder, _, file = frame.file.rpartition("/")
-    if folder.endswith("flaxshard/wrappers"):
-      return file.startswith("agn")
-  return False
 
 
 def _notes(

@@ -109,7 +109,7 @@ def link_times(
     traffic: The collectives of a program.
     mesh: The mesh that the program was compiled for.
     device: What is known of the mesh's devices; None: nothing.
-    period: Steps for each execution of a collective in a conditional.
+    period: Steps between two commits of AGN.
 
   Returns:
     One entry for each set of mesh axes and network that has traffic.
@@ -119,7 +119,7 @@ def link_times(
   for collective in traffic:
     if collective.network == "none" or collective.group_size < 2:
       continue
-    runs = collective.executions / (period if collective.in_conditional else 1)
+    runs = collective.executions_per_step(period)
     axes = collective.axes or _axes_in_slice(mesh, collective)
     if axes not in routes:
       routes[axes] = find_route(mesh, axes, device)

@@ -48,8 +48,8 @@ class Plan:
       they have several.
     memory: The memory.
     traffic: The collectives of the program; None if unknown.
-    period: Steps between two commits of AGN, over which the collectives in a
-      conditional are averaged; 1 without AGN.
+    period: Steps between two commits of AGN, over which the collectives of a
+      commit are averaged; 1 without AGN.
     cost: FLOPs and times; None if unknown.
     notes: Sentences on what the figures do not say.
   """

@@ -52,23 +52,6 @@ class TrafficRow:
     return f"{names} and {more} more" if more > 0 else names
 
 
-def executions_per_step(collective: Collective, period: int) -> float:
-  """Returns how often a collective runs in a step, on average.
-
-  Args:
-    collective: The collective.
-    period: Steps between two commits of AGN; 1 without AGN.
-  """
-  return collective.executions / (period if collective.in_conditional else 1)
-
-
-def payload_bytes(collective: Collective) -> int:
-  """Returns the bytes of the whole values that one execution combines."""
-  if collective.kind == "all-gather":
-    return collective.result_bytes
-  return collective.operand_bytes
-
-
 def rows_of(
   collectives: Sequence[Collective], period: int, *, each: bool = False
 ) -> tuple[TrafficRow, ...]:
@@ -83,12 +66,14 @@ def rows_of(
     list
   )
   for i, c in enumerate(collectives):
-    key = (c.purpose, c.kind, c.axes, c.network, c.in_conditional)
+    key = (
+      c.purpose, c.kind, c.axes, c.network, c.in_conditional, c.in_commit,
+    )  # fmt: skip
     groups[(*key, i) if each else key].append(c)
   rows = []
   for group in groups.values():
     first = group[0]
-    counts = [executions_per_step(c, period) for c in group]
+    counts = [c.executions_per_step(period) for c in group]
     names = {name: None for c in group for name in c.parameters}
     pairs = list(zip(counts, group, strict=True))
     rows.append(
@@ -98,7 +83,7 @@ def rows_of(
         first.axes,
         first.network,
         count=sum(counts),
-        nbytes=sum(n * payload_bytes(c) for n, c in pairs),
+        nbytes=sum(n * c.payload_bytes for n, c in pairs),
         link_bytes=sum(n * c.link_bytes for n, c in pairs),
         conditional=first.in_conditional,
         parameters=tuple(names),

@@ -8,12 +8,12 @@ from collections.abc import Hashable, Sequence
 from flaxshard.compiled import hlo
 
 # The branches around an instruction, as in `executions.CallSite.branches`.
-_Path = tuple[tuple[str, int], ...]
+Path = tuple[tuple[str, int], ...]
 
 
 def merge(
-  program: hlo.Program, items: Sequence[tuple[_Path, Hashable]]
-) -> dict[int, bool]:
+  program: hlo.Program, items: Sequence[tuple[Path, Hashable]]
+) -> dict[int, Path]:
   """Merges equal items that stand in all branches of a conditional.
 
   One of them runs at every call: it counts once, as outside of the conditional.
@@ -23,7 +23,8 @@ def merge(
     items: The branches around each item, and a key that equal items share.
 
   Returns:
-    The positions of the items that remain, and whether each may not run.
+    The positions of the items that remain, and the branches that are around
+    each: without the conditionals that it runs in always.
   """
   paths = {number: path for number, (path, _) in enumerate(items)}
   keys = [key for _, key in items]
@@ -40,14 +41,14 @@ def merge(
     for name, outer in {(path[-1][0], path[:-1]) for path in inner}:
       branches = [(*outer, (name, k)) for k in range(num_branches[name])]
       _merge_one(paths, keys, outer, branches)
-  return {number: bool(path) for number, path in paths.items()}
+  return paths
 
 
 def _merge_one(
-  paths: dict[int, _Path],
+  paths: dict[int, Path],
   keys: list[Hashable],
-  outer: _Path,
-  branches: list[_Path],
+  outer: Path,
+  branches: list[Path],
 ) -> None:
   """Moves what all branches of a conditional have out of it."""
   counts = {branch: Counter[Hashable]() for branch in branches}

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 
 from flaxshard.compiled import branches
+from flaxshard.compiled import executions
 from flaxshard.compiled import find as find_lib
 from flaxshard.compiled import groups as groups_lib
 from flaxshard.compiled import hlo
@@ -45,6 +46,7 @@ class Collective:
     instruction: Name of the HLO instruction.
     trip_count_known: False if a loop around it has a trip count that the
       program does not state; `executions` then counts one turn of it.
+    in_commit: Whether it stands in AGN's conditional, and runs at commits only.
   """
 
   kind: str
@@ -62,6 +64,16 @@ class Collective:
   source: str
   instruction: str = ""
   trip_count_known: bool = True
+  in_commit: bool = False
+
+  def executions_per_step(self, period: float) -> float:
+    """Returns how often it runs in a step, on average.
+
+    Args:
+      period: Steps between two commits of AGN. Other conditionals are assumed
+        to take the branch of the collective in every step.
+    """
+    return self.executions / (period if self.in_commit else 1)
 
   @property
   def payload_bytes(self) -> int:
@@ -145,9 +157,14 @@ def collectives(
       for item, collective in zip(items, found, strict=True)
     ],
   )
+  commits = executions.find_commits(program)
   return tuple(
-    dataclasses.replace(found[number], in_conditional=in_conditional)
-    for number, in_conditional in merged.items()
+    dataclasses.replace(
+      found[number],
+      in_conditional=bool(path),
+      in_commit=any(name in commits for name, _ in path),
+    )
+    for number, path in merged.items()
   )
 
 

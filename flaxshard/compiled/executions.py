@@ -8,6 +8,7 @@ import json
 import re
 
 from flaxshard.compiled import hlo
+from flaxshard.core import tracing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,20 @@ def walk(
         for name, inner in _calls(program, instruction, site)
         if name in program.computations
       )
+
+
+def find_commits(program: hlo.Program) -> set[str]:
+  """Returns the conditionals of AGN, which commits once in a period.
+
+  Those around it and in it, such as LossScale's, are not among them.
+  """
+  return {
+    i.name
+    for computation in program.computations.values()
+    for i in computation.instructions.values()
+    if i.opcode == "conditional"
+    and i.op_name.endswith(f"/{tracing.COMMIT_SCOPE}/cond")
+  }
 
 
 def _calls(

@@ -9,7 +9,7 @@ period, and only bytes in HBM count.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
 import math
 import re
@@ -78,16 +78,14 @@ class Work:
 def count_work(
   compiled: hlo.HasText | hlo.Program | str,
   period: float = 1,
-  is_periodic: Callable[[hlo.Instruction], bool] = lambda conditional: True,
 ) -> Work:
   """Counts the work of one device in one call of a program.
 
   Args:
     compiled: A compiled program, or its HLO text.
-    period: Calls of the program for each run of the larger branch of a periodic
-      conditional; the smaller branch runs at the others.
-    is_periodic: Returns whether a conditional instruction is periodic. Of other
-      conditionals the larger branch counts.
+    period: Calls of the program for each commit of AGN. The smaller branch of
+      its conditional runs at the others. Of other conditionals the larger
+      branch counts.
 
   Returns:
     The work, as a mean over the calls of a period.
@@ -102,10 +100,8 @@ def count_work(
   by_branches: dict[tuple[tuple[str, int], ...], Work] = (
     collections.defaultdict(Work)
   )
-  conditionals: dict[str, hlo.Instruction] = {}
+  commits = executions.find_commits(program)
   for instruction, site in executions.walk(program):
-    if instruction.opcode == "conditional":
-      conditionals[instruction.name] = instruction
     work = _work_of(program, instruction, site) * site.executions
     if not site.known:
       work = dataclasses.replace(work, trip_counts_known=False)
@@ -118,9 +114,8 @@ def count_work(
         by_branches.pop(branches)
       )
     for (*outer, name), works in groups.items():
-      periodic = is_periodic(conditionals[name])
       by_branches[tuple(outer)] += _mean_of_branches(
-        works, period if periodic else 1
+        works, period if name in commits else 1
       )
   return by_branches[()]
 
@@ -137,7 +132,9 @@ def _work_of(
 ) -> Work:
   flops = _flops_of(instruction)
   # In a fusion, values stay in registers or VMEM; the fusion reads and writes.
-  in_fusion = any(caller.opcode == "fusion" for caller in site.callers)
+  in_fusion = any(
+    caller.opcode in ("fusion", "fusion-start") for caller in site.callers
+  )
   return Work(
     0.0 if in_fusion else _hbm_bytes_of(program, instruction),
     flops,

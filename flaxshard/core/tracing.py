@@ -10,6 +10,9 @@ from jax.extend import core
 
 PyTree = Any
 
+# JAX name scope of AGN's conditional, by which it is known in compiled programs.
+COMMIT_SCOPE = "agn_commit"
+
 # Primitives that move or cast numbers, without computing any.
 _MOVES = frozenset(
   "broadcast_in_dim concatenate convert_element_type copy copy_p "

@@ -364,16 +364,17 @@ class AGN(base.Base):
     )
     # All collectives are in this conditional. Its predicate is replicated: a
     # per-replica one would become a select, with the collectives in every step.
-    center, local, accum, collections, committed = tracing.cond(
-      is_commit,
-      run_commit,
-      lambda *operands: operands,
-      ModelState(target.params, center_opt_state),
-      ModelState(new.params, new.opt_state),
-      accum,
-      {name: new.collections[name] for name in committed},
-      committed,
-    )
+    with jax.named_scope(tracing.COMMIT_SCOPE):
+      center, local, accum, collections, committed = tracing.cond(
+        is_commit,
+        run_commit,
+        lambda *operands: operands,
+        ModelState(target.params, center_opt_state),
+        ModelState(new.params, new.opt_state),
+        accum,
+        {name: new.collections[name] for name in committed},
+        committed,
+      )
     if replica_context.get_replica_context() is None:
       # A single replica without `Strategy.run`: collections are not swapped,
       # and the user sees this replica's after every step.

@@ -128,7 +128,7 @@ def test_executions_multiply_and_the_period_divides():
   once = create_collective("all-reduce", 5 * MB, 2, ("data",))
   often = create_collective("all-reduce", 5 * MB, 2, ("data",), executions=12.0)
   rare = create_collective(
-    "all-reduce", 5 * MB, 2, ("data",), in_conditional=True
+    "all-reduce", 5 * MB, 2, ("data",), in_commit=True
   )
   one = seconds(mesh, V5E, once)
   assert one == pytest.approx(5e6 / 50e9)

@@ -65,7 +65,7 @@ CONDITIONAL = """HloModule conditional, is_scheduled=true
 ENTRY %main (p: pred[], x: f32[1024]) -> f32[1024] {
   %p = pred[] parameter(0)
   %x = f32[1024]{0} parameter(1)
-  ROOT %c = f32[1024]{0} conditional(%p, %x, %x), true_computation=%large, false_computation=%small
+  ROOT %c = f32[1024]{0} conditional(%p, %x, %x), true_computation=%large, false_computation=%small, metadata={op_name="jit(step)/agn_commit/cond"}
 }
 """
 
@@ -86,12 +86,18 @@ def test_loop_of_unknown_length_counts_one_turn():
 
 
 @pytest.mark.parametrize(
-  "period, is_periodic, arrays",
+  "period, scope, arrays",
   # Every fourth time 3 arrays, else 1: a mean of 6 / 4.
-  [(1, True, 3), (4, True, 1.5), (4, False, 3)],
+  [
+    (1, "agn_commit", 3),
+    (4, "agn_commit", 1.5),
+    (4, "agn_commit/cond/branch_1_fun", 3),
+    (4, "loss_scale", 3),
+  ],
 )
-def test_conditional_counts_by_its_period(period, is_periodic, arrays):
-  counted = work.count_work(CONDITIONAL, period, lambda i: is_periodic)
+def test_only_a_commit_counts_by_its_period(period, scope, arrays):
+  text = CONDITIONAL.replace("agn_commit", scope)
+  counted = work.count_work(text, period)
   assert counted.hbm_bytes == arrays * 4096
 
 

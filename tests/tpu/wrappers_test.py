@@ -52,7 +52,7 @@ def test_cross_shard_over_all_replicas() -> None:
 def test_agn_communicates_in_commits_alone(commit: str, topology: str) -> None:
   strategy = tpu_programs.strategy_of(topology)
   found = _collectives(strategy, [fs.AGN(16, commit=commit)])
-  assert found and all(c.in_conditional for c in found)
+  assert found and all(c.in_conditional and c.in_commit for c in found)
   if commit != "sequential":
     (all_reduce,) = found
     assert all_reduce.kind == "all-reduce"
