@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
-import math
 from typing import Any, Literal
 
 _GIB = 2**30
@@ -115,19 +114,28 @@ def _tpu_flops(bf16: float, **others: float) -> dict[str, float]:
 
 
 def _gpu(
-  name: str, gigabytes: float, bandwidth: float, bf16: float, **others: float
+  name: str,
+  gigabytes: float,
+  bandwidth: float,
+  links: int,
+  *,
+  bf16: float,
+  tf32: float,
+  **others: float,
 ) -> Chip:
   """Returns a GPU with NVLink; by default JAX multiplies float32 as TF32."""
-  rates = {"bf16": bf16, "f16": bf16, "f32": bf16 / 2, **others}
+  rates = {"bf16": bf16, "f16": bf16, "f32": tf32, **others}
   return Chip(
     name,
     1,
     {dtype: rate * _TERA for dtype, rate in rates.items()},
+    # The data sheet's. Programs can use what JAX's allocator says.
     {1: int(gigabytes * _GB)},
     bandwidth * _GB,
-    # NVLink 3 (A100) has 12 links and NVLink 4 has 18, of 25 GB/s each way.
+    # Data sheets give all links in both directions: 12 of 50 GB/s for an A100
+    # (600 GB/s), 18 for an H100 and H200 (900 GB/s).
     25 * _GB,
-    12 if "A100" in name else 18,
+    links,
     None,
     # It depends on the host's network cards.
     None,
@@ -200,7 +208,7 @@ _V6E = Chip(
   1,
   _tpu_flops(918, fp8=918, int8=1836),
   {1: int(31.25 * _GIB)},  # [libtpu]; 32 GB a chip
-  1638 * _GB,
+  1638 * _GB,  # the page of tpu7x; that of v6e rounds to 1600
   100 * _GB,  # 800 GB/s a chip: 4 links, both directions
   4,
   16,
@@ -219,6 +227,13 @@ _TPU7X = Chip(
   12.5 * _GB,  # 100 Gbit/s a chip
 )
 
+_AMPERE = {"bf16": 312.0, "tf32": 156.0, "int8": 624.0}
+_HOPPER = {"bf16": 989.5, "tf32": 494.5, "fp8": 1979.0, "int8": 1979.0}
+_A100_40GB = _gpu("A100 SXM 40 GB", 40, 1555, 12, **_AMPERE)
+_A100_80GB = _gpu("A100 SXM 80 GB", 80, 2039, 12, **_AMPERE)
+_H100 = _gpu("H100 SXM", 80, 3350, 18, **_HOPPER)
+_H200 = _gpu("H200 SXM", 141, 4800, 18, **_HOPPER)
+
 _CHIPS = {
   "TPU v2": _V2,
   "TPU v3": _V3,
@@ -230,12 +245,10 @@ _CHIPS = {
   "TPU v6 lite": _V6E,
   "TPU v6e": _V6E,
   "TPU7x": _TPU7X,
-  "NVIDIA A100-SXM4-40GB": _gpu("A100 SXM 40 GB", 40, 1555, 312, int8=624),
-  "NVIDIA A100-SXM4-80GB": _gpu("A100 SXM 80 GB", 80, 2039, 312, int8=624),
-  "NVIDIA H100 80GB HBM3": _gpu(
-    "H100 SXM", 80, 3350, 989.5, fp8=1979, int8=1979
-  ),
-  "NVIDIA H200": _gpu("H200 SXM", 141, 4800, 989.5, fp8=1979, int8=1979),
+  "NVIDIA A100-SXM4-40GB": _A100_40GB,
+  "NVIDIA A100-SXM4-80GB": _A100_80GB,
+  "NVIDIA H100 80GB HBM3": _H100,
+  "NVIDIA H200": _H200,
 }
 
 
@@ -298,18 +311,3 @@ def has_ring(chip: Chip, sides: tuple[int, ...], dimension: int) -> bool:
   if chip.ring == "cubes":
     return len(sides) == 3 and all(side % 4 == 0 for side in sides)
   return chip.ring is not None and sides[dimension] == chip.ring
-
-
-def format_rate(value: float | None, unit: str) -> str:
-  """Returns a figure with an SI prefix: "197 TFLOP/s"; "unknown" for None.
-
-  Args:
-    value: The figure.
-    unit: Its unit, such as "FLOP/s".
-  """
-  if value is None:
-    return "unknown"
-  if value == 0:
-    return f"0 {unit}"
-  power = min(max(int(math.log10(value) // 3), 0), 5)
-  return f"{value / 1000**power:.3g} {' kMGTP'[power].strip()}{unit}"

@@ -11,9 +11,11 @@ import time
 from typing import Any
 
 import jax
+import ml_collections
 
 from flaxshard import data
 from flaxshard.analysis import compare
+from flaxshard.analysis import comparison
 from flaxshard.analysis import plan as plan_lib
 from flaxshard.core import checks
 from flaxshard.core import directories
@@ -58,7 +60,7 @@ def print_plans(config: Any, topologies: str, workdir: str | None) -> None:
       time.monotonic() - start,
       plans[name].seconds,
     )
-  shown: plan_lib.Plan | compare.Comparison = next(iter(plans.values()))
+  shown: plan_lib.Plan | comparison.Comparison = next(iter(plans.values()))
   if len(plans) > 1:
     shown = compare.compare_plans(plans)
   print(shown)
@@ -85,6 +87,26 @@ def _write(
   except ImportError as e:
     _log.warning("plan.png is not drawn: %s", e)
   _log.info("wrote the plan to %s", workdir)
+
+
+def replace_fields(
+  config: Any, fields: Mapping[str, Any]
+) -> ml_collections.ConfigDict:
+  """Returns a checked copy of a config with other values of some fields.
+
+  Args:
+    config: The config; see `plan_config`.
+    fields: The values, by paths such as "model.embed_dim".
+
+  Raises:
+    ValueError, TypeError: There is no such field, or a value is not allowed.
+  """
+  changed = config_lib.check(config).unlock()
+  try:
+    changed.update_from_flattened_dict(fields)
+  except KeyError as e:
+    raise ValueError(f"config: {e.args[0]}") from e
+  return config_lib.check(changed)
 
 
 def plan_config(config: Any, topology: str) -> plan_lib.Plan:

@@ -182,23 +182,23 @@ def read_cost(
 def table_of(cost: Cost) -> tables.Table:
   """Returns the cost of a step as a table."""
   rows = [
-    (f"{dtype} products", chips.format_rate(flops, "FLOP"), "", "")
+    (f"{dtype} products", tables.format_rate(flops, "FLOP"), "", "")
     for dtype, flops in sorted(cost.flops.items())
   ]
   if rows:
-    rows[-1] = (*rows[-1][:3], format_seconds(cost.compute_seconds))
-  hbm_seconds = format_seconds(cost.hbm_seconds)
+    rows[-1] = (*rows[-1][:3], tables.format_seconds(cost.compute_seconds))
+  hbm_seconds = tables.format_seconds(cost.hbm_seconds)
   rows.append(("HBM", _format_bytes(cost.hbm_bytes), "", hbm_seconds))
   for time in cost.link_times:
     axes = ", ".join(time.axes) or "groups of no axis"
     name = f"{time.network.upper()} ({axes})"
-    seconds = format_seconds(time.seconds)
+    seconds = tables.format_seconds(time.seconds)
     rows.append((name, _format_bytes(time.nbytes), time.links, seconds))
   bold = {len(rows)}
   bound = f"bound by {cost.bound}" if cost.bound else ""
-  step = format_seconds(cost.step_seconds)
+  step = tables.format_seconds(cost.step_seconds)
   rows.append(("roofline, at least", "", bound, step))
-  serial = format_seconds(cost.serial_seconds)
+  serial = tables.format_seconds(cost.serial_seconds)
   rows.append(("without any overlap", "", "", serial))
   if cost.mfu is not None:
     rows.append(("model FLOPs utilization, at most", "", "", f"{cost.mfu:.1%}"))
@@ -212,23 +212,6 @@ def table_of(cost: Cost) -> tables.Table:
 
 def _format_bytes(nbytes: float) -> str:
   return summary.format_bytes(round(nbytes))
-
-
-def format_seconds(seconds: float | None) -> str:
-  """Returns a time as text, such as "1.25 ms"; "unknown" for None.
-
-  Example:
-    >>> format_seconds(0.00125), format_seconds(0.0), format_seconds(None)
-    ('1.25 ms', '0 s', 'unknown')
-  """
-  if seconds is None:
-    return "unknown"
-  if seconds == 0:
-    return "0 s"
-  for unit, size in (("s", 1.0), ("ms", 1e-3)):
-    if seconds >= size:
-      return f"{seconds / size:.3g} {unit}"
-  return f"{seconds / 1e-6:.3g} µs"
 
 
 def _compute_seconds(

@@ -104,7 +104,7 @@ def largest_batch(
   build: Callable[..., tuple[Any, ...]] | ml_collections.ConfigDict,
   strategy: Strategy | Topology | str,
   *,
-  multiple: int | None = None,
+  multiple: int = 1,
   within: float = 0.02,
   limit: int = 2**20,
   on_try: Callable[[Try], object] | None = None,
@@ -123,8 +123,7 @@ def largest_batch(
       `batch_size` is searched.
     strategy: The strategy, or a topology such as `"v5e:4x4"`; for a config the
       name of a topology.
-    multiple: Batch sizes are multiples of this; by default of the number of
-      replicas.
+    multiple: Batch sizes are multiples of this and of the number of replicas.
     within: The search ends when the next batch that is known not to fit is at
       most this much larger, as a fraction. 0: the next multiple.
     limit: The largest batch size to try.
@@ -141,6 +140,13 @@ def largest_batch(
       compiler of the devices is not installed, or their memory is unknown.
   """
   within = checks.number("within", within, minimum=0, below=1)
+  multiple = checks.integer("multiple", multiple, minimum=1)
+  on_try = on_try or _log_try
+  if not callable(on_try):
+    raise TypeError(
+      "largest_batch: on_try must be a function of a try, got "
+      f"{checks.describe(on_try)}."
+    )
   if isinstance(build, ml_collections.ConfigDict):
     make, replicas = _plan_config(build, strategy, options)
   elif callable(build):
@@ -152,11 +158,9 @@ def largest_batch(
       "largest_batch: build must be a function or a config, got "
       f"{checks.describe(build)}."
     )
-  unit = replicas
-  if multiple is not None:
-    unit = checks.integer("multiple", multiple, minimum=1)
+  unit = math.lcm(multiple, replicas)
   limit = checks.integer("limit", limit, minimum=unit)
-  return _search(make, unit, limit // unit, within, on_try or _log_try)
+  return _search(make, unit, limit // unit, within, on_try)
 
 
 def _log_try(attempt: Try) -> None:
@@ -179,21 +183,20 @@ def _plan_config(
 ) -> tuple[Callable[[int], Plan], int]:
   # The loop and its packages are only needed for configs.
   from flaxshard.analysis import config_plan
-  from flaxshard.train import config as config_lib
   from flaxshard.train import devices
 
-  changed = config_lib.check(config).unlock()
-  changed.update_from_flattened_dict(options)
-  checked = config_lib.check(changed).unlock()
+  named = Topology.named(checks.string("strategy", topology))
+  changed = config_plan.replace_fields(config, options)
+  replicas = devices.count_replicas(
+    changed, named.num_tasks * named.num_tpus_per_task
+  )
+  changed.unlock()
 
   def make(batch_size: int) -> Plan:
-    checked.batch_size = batch_size
-    return config_plan.plan_config(checked, topology)
+    changed.batch_size = batch_size
+    return config_plan.plan_config(changed, topology)
 
-  named = Topology.named(checks.string("strategy", topology))
-  return make, devices.count_replicas(
-    checked, named.num_tasks * named.num_tpus_per_task
-  )
+  return make, replicas
 
 
 def _search(

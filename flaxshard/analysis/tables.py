@@ -1,10 +1,11 @@
-"""Tables as aligned text and as HTML."""
+"""Tables as aligned text and as HTML, and figures in them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 import dataclasses
 import html
+import math
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,3 +60,35 @@ class Table:
       style = f"padding: 1px 8px; text-align: {side}"
       cells.append(f'<{tag} style="{style}">{text}</{tag}>')
     return f"<tr>{''.join(cells)}</tr>"
+
+
+def format_seconds(seconds: float | None) -> str:
+  """Returns a time as text, such as "1.25 ms"; "unknown" for None.
+
+  Example:
+    >>> format_seconds(0.00125), format_seconds(0.0), format_seconds(None)
+    ('1.25 ms', '0 s', 'unknown')
+  """
+  if seconds is None:
+    return "unknown"
+  if seconds == 0:
+    return "0 s"
+  for unit, size in (("s", 1.0), ("ms", 1e-3)):
+    if seconds >= size:
+      return f"{seconds / size:.3g} {unit}"
+  return f"{seconds / 1e-6:.3g} µs"
+
+
+def format_rate(value: float | None, unit: str) -> str:
+  """Returns a figure with an SI prefix: "197 TFLOP/s"; "unknown" for None.
+
+  Args:
+    value: The figure.
+    unit: Its unit, such as "FLOP/s".
+  """
+  if value is None:
+    return "unknown"
+  if value == 0:
+    return f"0 {unit}"
+  power = min(max(int(math.log10(value) // 3), 0), 5)
+  return f"{value / 1000**power:.3g} {' kMGTP'[power].strip()}{unit}"

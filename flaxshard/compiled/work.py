@@ -14,10 +14,9 @@ import dataclasses
 import math
 import re
 
-import numpy as np
-
 from flaxshard.compiled import executions
 from flaxshard.compiled import hlo
+from flaxshard.compiled import products
 from flaxshard.compiled import shapes
 
 # Instructions that move no bytes themselves. Those that call a computation do
@@ -130,7 +129,7 @@ def _mean_of_branches(works: list[Work], period: float) -> Work:
 def _work_of(
   program: hlo.Program, instruction: hlo.Instruction, site: executions.CallSite
 ) -> Work:
-  flops = _flops_of(instruction)
+  flops = products.flops_of(instruction)
   # In a fusion, values stay in registers or VMEM; the fusion reads and writes.
   in_fusion = any(
     caller.opcode in ("fusion", "fusion-start") for caller in site.callers
@@ -258,73 +257,3 @@ def _written_bytes(fusion: hlo.Instruction, fused: hlo.Computation) -> float:
     else:
       total += array.padded_bytes
   return total
-
-
-def _flops_of(instruction: hlo.Instruction) -> dict[str, float]:
-  """Returns the operations of a matrix product or a convolution, by dtype."""
-  opcode, operands = instruction.opcode, instruction.operand_instructions
-  if opcode == "dot":
-    contracted = instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}")
-  elif opcode == "custom-call" and re.search(
-    r'target="__(cublas|onednn)', instruction.attributes
-  ):
-    contracted = instruction.attribute(
-      r'lhs_contracting_dimensions":\["?([\d",]*)\]'
-    ).replace('"', "")
-  elif opcode == "convolution":
-    return {operands[0].arrays[0].dtype: _convolution_flops(instruction)}
-  else:
-    return {}
-  if len(operands) < 2 or (opcode == "custom-call" and not contracted):
-    return {}
-  left = operands[0].arrays[0]
-  length = math.prod(left.dims[int(d)] for d in contracted.split(",") if d)
-  return {left.dtype: 2.0 * instruction.arrays[0].size * length}
-
-
-def _convolution_flops(instruction: hlo.Instruction) -> float:
-  """Returns the operations of a convolution, without those on padding.
-
-  The TPU compiler writes matrix products as convolutions, and the batch
-  dimensions of a matrix product as dimensions of the window.
-  """
-  left, right = (i.arrays[0] for i in instruction.operand_instructions)
-  labels = instruction.attribute(r"dim_labels=([\w?]+_[\w?]+->[\w?]+)")
-  left_labels, rest = labels.split("_")
-  right_labels, result_labels = rest.split("->")
-  result = instruction.arrays[0]
-  flops = 2.0 * right.dims[right_labels.index("i")]
-  flops *= result.dims[result_labels.index("b")]
-  flops *= result.dims[result_labels.index("f")]
-  window = dict(
-    re.findall(
-      r"(\w+)=([\w\-x]+)", instruction.attribute(r"window=\{([^}]*)\}")
-    )
-  )
-  rank = len(labels.split("->")[1]) - 2
-  for number in range(rank):
-    label = str(number)
-    flops *= _count_products(
-      left.dims[left_labels.index(label)],
-      right.dims[right_labels.index(label)],
-      result.dims[result_labels.index(label)],
-      {key: value.split("x")[number] for key, value in window.items()},
-    )
-  return flops
-
-
-def _count_products(
-  length: int, kernel: int, outputs: int, window: Mapping[str, str]
-) -> int:
-  """Returns how many pairs of an output and a kernel element meet an input."""
-  stride = int(window.get("stride", 1))
-  base_dilation = int(window.get("lhs_dilate", 1))
-  kernel_dilation = int(window.get("rhs_dilate", 1))
-  low = int(window.get("pad", "0_0").split("_")[0])
-  positions = (
-    np.arange(outputs)[:, None] * stride
-    + np.arange(kernel)[None] * kernel_dilation
-    - low
-  )
-  inside = (positions >= 0) & (positions < (length - 1) * base_dilation + 1)
-  return int(np.sum(inside & (positions % base_dilation == 0)))

@@ -10,7 +10,7 @@ from jax.extend import core
 
 PyTree = Any
 
-# JAX name scope of AGN's conditional, by which it is known in compiled programs.
+# JAX name scope of AGN's conditional: compiled programs name it.
 COMMIT_SCOPE = "agn_commit"
 
 # Primitives that move or cast numbers, without computing any.

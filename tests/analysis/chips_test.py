@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from flaxshard.analysis import chips
+from flaxshard.analysis import tables
 
 GIB = 2**30
 
@@ -78,4 +79,4 @@ def test_hbm_is_what_the_compiler_says(name):
   [(None, "unknown"), (0, "0 B/s"), (50e9, "50 GB/s"), (7, "7 B/s")],
 )
 def test_format_rate(value, expected):
-  assert chips.format_rate(value, "B/s") == expected
+  assert tables.format_rate(value, "B/s") == expected

@@ -92,6 +92,8 @@ def test_unknown_names_are_key_errors():
   comparison = fs.compare_plans({"fsdp": create_plan()})
   with pytest.raises(KeyError, match="Did you mean 'fsdp'"):
     comparison["fspd"]
+  with pytest.raises(KeyError, match="0 is not one of 'fsdp'"):
+    comparison[0]
 
 
 def build(strategy, batch_size=8, features=2):
@@ -142,6 +144,19 @@ def test_all_combinations_of_meshes_and_options_are_rows():
   assert wide.memory.state["params"] == (4 * 16 + 16) * 4
 
 
+def test_topologies_are_named_in_the_rows(monkeypatch):
+  monkeypatch.setattr(compare.plan_lib, "plan", lambda *args: create_plan())
+  topologies = [fs.Topology.named("v5e:2x2"), "v5p:2x2x1"]
+  comparison = fs.compare_plans(build, topologies)
+  assert sorted(names(comparison)) == ["v5e:2x2", "v5p:2x2x1"]
+
+
+def test_without_options_the_step_is_planned_on_this_machine():
+  (candidate,) = fs.compare_plans(build).candidates
+  assert candidate.name == "this machine"
+  assert candidate.plan.device_kind == "cpu"
+
+
 def test_when_nothing_can_be_built_the_first_reason_is_raised():
   with pytest.raises(ValueError, match=r"none of the combinations.*9"):
     fs.compare_plans(build, batch_size=[9, 17])
@@ -154,6 +169,10 @@ def test_when_nothing_can_be_built_the_first_reason_is_raised():
     (({"a": 1},), {}, TypeError, "'a' must be a plan"),
     (({"a": create_plan()}, ["v5e:2x2"]), {}, ValueError, "already"),
     ((3,), {}, TypeError, "got 3"),
+    ((build, "v5e:2x2"), {}, TypeError, "topologies .* got 'v5e:2x2'"),
+    ((build, ["v5e:2x2"] * 2), {}, ValueError, "topologies .* look the same"),
+    ((build,), {"meshes": {"replica": 2}}, TypeError, "meshes .* got 2"),
+    ((build,), {"mesh": [{}]}, TypeError, "mean 'meshes'"),
     ((build,), {"batch_size": 8}, TypeError, "batch_size .* got 8"),
     ((build,), {"batch_size": []}, ValueError, "batch_size has no values"),
     ((build,), {"batch_size": [8, 8]}, ValueError, "look the same"),
@@ -207,6 +226,8 @@ def test_invalid_value_of_a_field_is_a_row(planned):
   comparison = fs.compare_plans(load_config(), ["v5e:2x2"], batch_size=[64, 0])
   assert [c.plan is None for c in comparison.candidates] == [False, True]
   assert "batch_size" in comparison.candidates[1].error
+  with pytest.raises(ValueError, match='"modell" was not found'):
+    fs.compare_plans(load_config(), ["v5e:2x2"], **{"modell.features": [2]})
 
 
 def test_largest_batch_of_a_config(planned):

@@ -127,9 +127,7 @@ def test_executions_multiply_and_the_period_divides():
   mesh = create_mesh((1, 2), {"data": 2})
   once = create_collective("all-reduce", 5 * MB, 2, ("data",))
   often = create_collective("all-reduce", 5 * MB, 2, ("data",), executions=12.0)
-  rare = create_collective(
-    "all-reduce", 5 * MB, 2, ("data",), in_commit=True
-  )
+  rare = create_collective("all-reduce", 5 * MB, 2, ("data",), in_commit=True)
   one = seconds(mesh, V5E, once)
   assert one == pytest.approx(5e6 / 50e9)
   assert seconds(mesh, V5E, often) == pytest.approx(12 * one)
@@ -165,6 +163,18 @@ def test_unknown_groups_count_as_over_one_link():
   collective = create_collective("all-reduce", 5 * MB, 2, ())
   (time,) = links.link_times([collective], mesh, V5E)
   assert (time.links, time.seconds) == ("as over one link", 5e6 / 50e9)
+
+
+def test_gpus_use_all_links_of_a_host_and_their_network_is_unknown():
+  h100 = chips.find_device(
+    types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
+  )
+  # JAX gives GPUs coordinates.
+  mesh = create_mesh((1, 2), {"data": 4}, slices=2)
+  near = create_collective("all-reduce", 45 * MB, 2, ())
+  assert seconds(mesh, h100, near) == pytest.approx(45e6 / (18 * 25e9))
+  far = create_collective("all-reduce", 45 * MB, 4, ("data",), network="dcn")
+  assert seconds(mesh, h100, far) is None
 
 
 def test_unknown_devices_have_bytes_and_no_seconds():

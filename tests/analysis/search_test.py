@@ -129,6 +129,9 @@ def test_devices_of_unknown_memory_are_an_error():
     ((build, fs.Strategy), {}, TypeError),
     ((build, "v5e:2x2"), {"within": 1.0}, ValueError),
     ((build, None), {"multiple": 0}, ValueError),
+    ((build, None), {"on_try": 3}, TypeError),
+    # Of 8 replicas and of 3.
+    ((build, None), {"multiple": 3, "limit": 23}, ValueError),
     ((build, None), {"limit": 2}, ValueError),
   ],
 )
