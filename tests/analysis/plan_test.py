@@ -201,7 +201,7 @@ def test_collectives_are_grouped():
     [
       collective(),
       collective(executions=3.0, parameters=("a", "b")),
-      collective(kind="all-reduce", in_conditional=True),
+      collective(kind="all-reduce", in_conditional=True, in_commit=True),
       collective(network="dcn", axes=()),
     ],
     period=10,
