@@ -165,8 +165,10 @@ def _regions(
     region.first = min(region.first, time)
     region.last = max(region.last, time)
     for user in instruction.users:
-      # Of a tuple, only who reads this leaf uses it.
-      if len(instruction.arrays) == 1 or user.opcode == "fusion":
+      # Of a tuple, only who reads this leaf uses it. What is asynchronous reads
+      # its operands until it is done.
+      reads_all = user.opcode.endswith(("-done", "-update", "fusion"))
+      if len(instruction.arrays) == 1 or reads_all:
         region.last = max(region.last, times[computation.name, user.name])
     if instruction.opcode == "parameter" and computation is entry:
       region.kind, region.value = "argument", value

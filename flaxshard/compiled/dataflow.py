@@ -21,7 +21,15 @@ _TRANSFERS = frozenset(
   for end in ("", "-start", "-done")
 )
 # Calls that run their computation once, with the operands as its parameters.
-_CALLS = frozenset(("fusion", "call", "async-start"))
+_CALLS = frozenset(
+  ("fusion", "call", "async-start", "call-start", "fusion-start")
+)
+# What hands the result of an asynchronous call on.
+_CALL_ENDS = frozenset(
+  f"{kind}-{end}"
+  for kind in ("async", "call", "fusion")
+  for end in ("update", "done")
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,11 +120,16 @@ def users(program: hlo.Program, value: Value) -> Iterator[Value]:
   for user in instruction.computation.instructions.values():
     if instruction.name not in user.operands:
       continue
-    if user.opcode in _CALLS and user.called:
-      called = program.computations[user.called[0]]
-      for number, operand in enumerate(user.operands):
-        if operand == instruction.name:
-          inner = Value(called.parameters[number], (*callers, user))
+    # The update of an asynchronous call may give it its operands.
+    is_update = user.opcode.endswith("-update")
+    call = user.operand_instructions[0] if is_update else user
+    if user.opcode in _CALL_ENDS and user.operands[0] == instruction.name:
+      yield from users(program, Value(user, callers))
+    elif call.opcode in _CALLS and call.called:
+      called = program.computations[call.called[0]]
+      for number, operand in enumerate(call.call_operands):
+        if operand is instruction:
+          inner = Value(called.parameters[number], (*callers, call))
           yield from users(program, inner)
     else:
       yield Value(user, callers)
@@ -205,6 +218,8 @@ def _resolve_once(program: hlo.Program, value: Value) -> Value | None:
   if opcode in _CALLS and instruction.called:
     root = program.computations[instruction.called[0]].root
     return None if root is None else Value(root, (*callers, instruction))
+  if opcode in _CALL_ENDS:
+    return value.operands[0]
   if opcode == "get-tuple-element" and value.operands:
     return _element(program, value.operands[0], _index(instruction))
   return None
@@ -212,12 +227,11 @@ def _resolve_once(program: hlo.Program, value: Value) -> Value | None:
 
 def _operand_of_caller(value: Value, number: int) -> Value | None:
   *outer, caller = value.callers
-  operands = caller.operand_instructions
   if caller.opcode in _CALLS:
-    return Value(operands[number], tuple(outer))
+    return Value(caller.call_operands[number], tuple(outer))
   if caller.opcode == "conditional":
     branch = caller.called.index(value.instruction.computation.name)
-    return Value(operands[1 + branch], tuple(outer))
+    return Value(caller.operand_instructions[1 + branch], tuple(outer))
   return None
 
 

@@ -104,6 +104,25 @@ class Instruction:
     return [by_name[name] for name in self.operands if name in by_name]
 
   @property
+  def binding(self) -> Instruction:
+    """The instruction that gives the operands to a called computation.
+
+    This is the call or, of an asynchronous call without operands, the
+    `-update` behind it. The compiler of TPU7x writes these for SparseCores.
+    """
+    if self.operands or not self.opcode.endswith("-start"):
+      return self
+    updates = (i for i in self.users if i.opcode.endswith("-update"))
+    return next(updates, self)
+
+  @property
+  def call_operands(self) -> list[Instruction]:
+    """The instructions that a called computation has as its parameters."""
+    binding = self.binding
+    given = binding.operand_instructions
+    return given if binding is self else given[1:]
+
+  @property
   def users(self) -> list[Instruction]:
     """The instructions that read its result."""
     return self.computation.users(self)

@@ -187,6 +187,7 @@ def _edges(values: Values, instruction: hlo.Instruction) -> _Edges:
   operands = [values.of(i) for i in instruction.operand_instructions]
   result = values.of(instruction)
   if opcode in _CALLERS:
+    operands = [values.of(i) for i in instruction.call_operands]
     yield from _call_edges(values, instruction, operands, result)
   elif opcode == "get-tuple-element":
     index = int(instruction.attribute(r"index=(\d+)") or 0)
@@ -260,7 +261,8 @@ def _call_edges(
       for parameter in computation.parameters:
         yield from _zip(root, values.of(parameter), Edge.SAME)
     if opcode in _ASYNC_CALLERS:
-      parts = shapes.element_ranges(instruction.shape)
+      parts = shapes.element_ranges(instruction.binding.shape)
+      result = values.of(instruction.binding)
       flat = [value for operand in operands for value in operand]
       yield from _zip(flat, result, Edge.SAME)
       if len(parts) > 1:
@@ -284,7 +286,11 @@ def _async_edges(
         yield operands[0][0], values.of(other)[0], Edge.REDUCED
   elif opcode in ("recv", "send-done"):
     return
-  elif opcode == "recv-done" or opcode.endswith("-update"):
+  elif opcode.endswith("-update"):
+    # Further operands are those of the call, which gives this result too.
+    if len(operands) == 1:
+      yield from _zip(operands[0], result, Edge.SAME)
+  elif opcode == "recv-done":
     yield from _zip(operands[0], result, Edge.SAME)
   elif opcode.endswith("-done"):
     start = instruction.operand_instructions[0]

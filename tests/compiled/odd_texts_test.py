@@ -7,6 +7,7 @@ import pytest
 
 from flaxshard.compiled import buffers
 from flaxshard.compiled import collectives
+from flaxshard.compiled import dataflow
 from flaxshard.compiled import executions
 from flaxshard.compiled import hlo
 
@@ -98,6 +99,61 @@ def test_three_branches_in_a_loop(order):
   program = hlo.parse(HEAD + BRANCHES)
   assert program.entry.parameters[0].op_name == "state['Größe']"
   assert program.entry.root.called == ("condition", "body")
+
+
+# SparseCores gather parameters: their calls get the operands in an update.
+LATE = f"""\
+%gather (p: f32[64]) -> f32[256] {{
+  %p = f32[64]{{0}} parameter(0)
+  ROOT %all-gather = f32[256]{{0}} all-gather(%p), {B}, dimensions={{0}}
+}}, execution_thread="sparsecore"
+
+%reduce (q: f32[256]) -> f32[64] {{
+  %q = f32[256]{{0}} parameter(0)
+  ROOT %reduce-scatter = f32[64]{{0}} reduce-scatter(%q), {B}, dimensions={{0}}, \
+to_apply=%add
+}}, execution_thread="sparsecore"
+
+ENTRY %main (w: f32[64], x: f32[256]) -> (f32[64]) {{
+  %w = f32[64]{{0}} parameter(0), metadata={{op_name="state.params[\\'w\\']"}}
+  %x = f32[256]{{0}} parameter(1), metadata={{op_name="batch"}}
+  %s.0 = ((), (), (s32[1])) call-start(), async_execution_thread="sparsecore", to_apply=%gather
+  %cast = f32[64]{{0}} copy(%w)
+  %u.0 = ((f32[64]{{0}}), f32[256]{{0}}) call-update(%s.0, %cast)
+  %square = f32[256]{{0}} multiply(%x, %x)
+  %d.0 = f32[256]{{0}} call-done(%u.0)
+  %dot = f32[256]{{0}} multiply(%d.0, %square)
+  %s.1 = ((), (), (s32[1])) call-start(), async_execution_thread="sparsecore", to_apply=%reduce
+  %u.1 = ((f32[256]{{0}}), f32[64]{{0}}) call-update(%s.1, %dot)
+  %d.1 = f32[64]{{0}} call-done(%u.1)
+  %new = f32[64]{{0}} subtract(%w, %d.1)
+  ROOT %out = (f32[64]{{0}}) tuple(%new)
+}}
+"""
+
+
+def test_asynchronous_calls_that_get_their_operands_late():
+  head = HEAD.replace(", ", ", input_output_alias={ {0}: (0, {}) }, ", 1)
+  found = collectives(head + LATE, MESH)
+  assert _rows(found) == [
+    ("all-gather", ("b",), 256, 1024),
+    ("reduce-scatter", ("b",), 1024, 256),
+  ]
+  gather = next(c for c in found if c.kind == "all-gather")
+  assert (gather.purpose, gather.parameters) == ("parameter", ("w",))
+  program = hlo.parse(head + LATE)
+  entry = program.entry.instructions
+  assert dataflow.argument(program, dataflow.Value(entry["d.0"])) == 0
+  start = program.entry.parameters[0]
+  copied = dataflow.users(program, dataflow.Value(start))
+  assert [u.instruction.name for u in copied] == ["cast", "new"]
+  readers = list(dataflow.users(program, dataflow.Value(entry["cast"])))
+  assert [r.instruction.name for r in readers] == ["all-gather"]
+  readers = list(dataflow.users(program, readers[0]))
+  assert [r.instruction.name for r in readers] == ["dot"]
+  # The copy, the square and the result: the copy stays until the call is done.
+  temporaries = buffers.peak_memory(program).temporaries
+  assert temporaries == 4 * (64 + 256 + 256)
 
 
 def test_a_gradient_in_a_loop_makes_a_training_step():
