@@ -130,14 +130,17 @@ def test_devices_of_unknown_memory_are_an_error():
     ((build, "v5e:2x2"), {"within": 1.0}, ValueError),
     ((build, None), {"multiple": 0}, ValueError),
     ((build, None), {"on_try": 3}, TypeError),
-    # Of 8 replicas and of 3.
-    ((build, None), {"multiple": 3, "limit": 23}, ValueError),
     ((build, None), {"limit": 2}, ValueError),
   ],
 )
 def test_invalid_arguments(args, kwargs, error):
   with pytest.raises(error):
     fs.largest_batch(*args, **kwargs)
+
+
+def test_batches_are_multiples_of_the_replicas_too():
+  with pytest.raises(ValueError, match="limit must be at least 24"):
+    fs.largest_batch(build, None, multiple=3, limit=23)  # 8 replicas
 
 
 @pytest.mark.tpu

@@ -117,6 +117,25 @@ def test_asynchronous_slice_reads_its_part():
   assert work.count_work(SLICE).hbm_bytes == 2 * 4 * 1024 * 4096
 
 
+ASYNC_FUSION = """HloModule fusion, is_scheduled=true
+
+%fused (p: f32[1024]) -> f32[1024] {
+  %p = f32[1024]{0} parameter(0)
+  ROOT %sum = f32[1024]{0} add(%p, %p)
+}
+
+ENTRY %main (x: f32[1024]) -> f32[1024] {
+  %x = f32[1024]{0} parameter(0)
+  %start = ((f32[1024]{0}), f32[1024]{0}, s32[]{:S(2)}) fusion-start(%x), kind=kLoop, calls=%fused
+  ROOT %done = f32[1024]{0} fusion-done(%start)
+}
+"""
+
+
+def test_asynchronous_fusion_reads_its_operand_once():
+  assert work.count_work(ASYNC_FUSION).hbm_bytes == 2 * 4096
+
+
 def count_compiled(fn, *shapes):
   args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
   return work.count_work(jax.jit(fn).lower(*args).compile())
