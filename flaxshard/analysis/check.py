@@ -12,6 +12,7 @@ from flaxshard.analysis import check_loops
 from flaxshard.analysis import check_precision
 from flaxshard.analysis import check_state
 from flaxshard.analysis import compilation as compilation_lib
+from flaxshard.analysis import step_arrays
 from flaxshard.analysis import step_facts
 from flaxshard.analysis.findings import Finding
 from flaxshard.analysis.findings import Findings
@@ -22,13 +23,17 @@ from flaxshard.partitioning import rules as rules_lib
 
 PyTree = Any
 
-TOO_BIG = (
+_TOO_BIG = (
   "The step does not fit the devices: what its program moves and overwrites "
   "was not checked."
 )
 _NO_COMPILER = (
   "There is no compiler for these devices here: what the program moves and "
   "overwrites was not checked."
+)
+_NO_NEW_STATE = (
+  "The step returns no state with the paths of the given one: its donation, "
+  "shardings and dtypes were not checked."
 )
 
 
@@ -53,16 +58,19 @@ def check(
   - `replicated parameter`, `replicated slot`, `misplaced slot`: an array of the
     state is not split as its rule says, as the parameter of the same name in
     other layers, or as the parameter that it belongs to.
-  - `changed state`: the new state has another sharding or dtype, so the second
-    step compiles again.
+  - `changed state`: the new state has another sharding, shape or (weak) dtype,
+    so the second step compiles again.
   - `donation`: the new state does not overwrite the old one.
   - `repeated work`: all devices along a mesh axis compute the same.
   - `gathered parameter`: a parameter or slot is gathered whole. That FSDP
     gathers parameters where the model uses them is expected.
-  - `activations`: devices exchange examples of the batch.
+  - `activations`: devices exchange examples of the batch. Sums over examples,
+    and tokens on the way to experts that are split, are expected.
   - `rematerialization`: the compiler gathers an array to change its sharding.
   - `float32`: a matrix product has float32 operands in a model of 16 bits.
-  - `collective in loop`: a loop repeats a collective that could run once.
+  - `collective in loop`: a loop repeats a collective that could run once. That
+    FSDP gathers parameters and cuts gradients in a loop over microbatches is
+    expected.
 
   Collectives that the user wrote, in `jax.shard_map` or `Strategy.run`, are
   only looked at in loops.
@@ -112,14 +120,22 @@ def check(
   for name, tree in {"state": state, "batch": batch, "args": args}.items():
     trees.check_arrays(name, tree)
   raises = checks.boolean("raise_on_finding", raise_on_finding)
+  minimum = checks.integer("min_bytes", min_bytes, minimum=0)
+  if isinstance(ignore, str) or not all(isinstance(x, str) for x in ignore):
+    raise TypeError(f"ignore must be a sequence of texts, got {ignore!r}.")
+  if not isinstance(policy, Policy | None):
+    policy = Policy(policy)
   jitted = _jit(step, donate_argnums)
   arguments = (state, batch, *args)
-  result = check_traced(
-    lambda: jitted.trace(*arguments),
+  compilation = None
+  if _can_compile(arguments):
+    compilation = compilation_lib.compile_step(lambda: jitted.trace(*arguments))
+  result = check_compiled(
     arguments,
+    compilation,
     rules=rules,
     policy=policy,
-    min_bytes=min_bytes,
+    min_bytes=minimum,
     ignore=ignore,
   )
   if raises and result.findings:
@@ -127,77 +143,53 @@ def check(
   return result
 
 
-def check_traced(
-  trace: Callable[[], jax.stages.Traced],
-  arguments: Sequence[PyTree],
-  **options: Any,
-) -> Findings:
-  """Compiles and checks a traced step; see `check`.
-
-  Args:
-    trace: Returns the traced step.
-    arguments: The arguments that it was traced for; the first is the state.
-    **options: `rules`, `policy`, `min_bytes`, `ignore`, as in `check`.
-  """
-  if not _can_compile(arguments):
-    return check_compiled(arguments, notes=(_NO_COMPILER,), **options)
-  compilation = compilation_lib.compile_step(trace)
-  return check_compiled(
-    arguments,
-    compilation.compiled,
-    compilation.traced.jaxpr,
-    notes=() if compilation.compiled is not None else (TOO_BIG,),
-    **options,
-  )
-
-
 def check_compiled(
   arguments: Sequence[PyTree],
-  compiled: Any = None,
-  jaxpr: Any = None,
+  compilation: compilation_lib.Compilation | None,
   *,
   rules: rules_lib.Rules = None,
-  policy: Policy | str | None = None,
+  policy: Policy | None = None,
   min_bytes: int = 2**20,
   ignore: Sequence[str] = (),
-  notes: Sequence[str] = (),
 ) -> Findings:
   """Checks a step that is compiled already; see `check`.
 
   Args:
     arguments: The arguments of the step, the state first.
-    compiled: The compiled step; None if it could not be compiled.
-    jaxpr: The traced step (`jitted.trace(*args).jaxpr`); None if unknown.
+    compilation: The compiled step; None if nothing can compile it here.
     rules: As in `check`, like the following three.
     policy: See there.
     min_bytes: See there.
     ignore: See there.
-    notes: Sentences on what could not be checked.
   """
-  minimum = checks.integer("min_bytes", min_bytes, minimum=0)
-  if isinstance(policy, str):
-    policy = Policy(policy)
-  if isinstance(ignore, str):
-    raise TypeError(f"ignore must be a sequence of texts, got {ignore!r}.")
-  facts = step_facts.collect(arguments, compiled)
-  params = step_facts.params_of(arguments[0])
-  moved = check_collectives.check_collectives(facts, minimum)
+  facts = step_facts.collect(arguments, compilation)
+  params = step_arrays.params_of(arguments[0])
+  moved = check_collectives.check_collectives(facts, min_bytes)
   # One cause, one finding: examples are moved, and that in a loop.
-  lines = {finding.source for finding in moved}
-  loops = check_loops.check_loops(facts, minimum)
+  lines = {finding.source for finding in moved if finding.source}
+  loops = check_loops.check_loops(facts, min_bytes)
   found: list[Finding] = [
-    *check_state.check_parameters(facts, params, rules, minimum),
-    *check_state.check_slots(facts, minimum),
+    *check_state.check_parameters(facts, params, rules, min_bytes),
+    *check_state.check_slots(facts, min_bytes),
     *check_state.check_new_state(facts),
-    *check_state.check_donation(facts, minimum),
-    *check_state.check_axes(facts, minimum),
+    *check_state.check_donation(facts, min_bytes),
+    *check_state.check_axes(facts, min_bytes),
     *moved,
     *(finding for finding in loops if finding.source not in lines),
   ]
-  if jaxpr is not None:
-    found += check_precision.check_precision(jaxpr, policy, minimum)
+  if compilation is not None:
+    found += check_precision.check_precision(
+      compilation.traced.jaxpr, policy, min_bytes
+    )
   kept = [x for x in found if not any(text in str(x) for text in ignore)]
   kept.sort(key=lambda finding: finding.nbytes, reverse=True)
+  notes = []
+  if compilation is None:
+    notes.append(_NO_COMPILER)
+  elif compilation.compiled is None:
+    notes.append(_TOO_BIG)
+  elif facts.outputs is None:
+    notes.append(_NO_NEW_STATE)
   return Findings(tuple(kept), tuple(notes))
 
 
@@ -219,6 +211,9 @@ def _can_compile(arguments: Sequence[PyTree]) -> bool:
   """Returns whether the devices of the arguments are real, or a compiler's."""
   for leaf in jax.tree.leaves(tuple(arguments)):
     sharding = getattr(leaf, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+      return False
     if isinstance(sharding, jax.sharding.Sharding):
       return isinstance(next(iter(sharding.device_set)), jax.Device)
   return True

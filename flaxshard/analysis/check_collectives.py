@@ -8,9 +8,10 @@ import re
 
 from flaxshard.analysis import findings
 from flaxshard.analysis.findings import Finding
-from flaxshard.analysis.step_facts import Leaf
+from flaxshard.analysis.step_arrays import Leaf
 from flaxshard.analysis.step_facts import StepFacts
 from flaxshard.compiled import dataflow
+from flaxshard.compiled import hlo
 from flaxshard.compiled import sources
 from flaxshard.compiled.find import Found
 from flaxshard.state import summary
@@ -31,7 +32,7 @@ class Moved:
 
   Attributes:
     found: The collective.
-    operands: The values that it moves.
+    operands: The values that it moves, as `StepFacts.values` numbers them.
     leaf: The array of the state that it moves; None if it is none, or unknown.
     op_name: JAX's name stack.
     source: The user's line, or "".
@@ -40,7 +41,7 @@ class Moved:
   """
 
   found: Found
-  operands: tuple[dataflow.Value, ...]
+  operands: tuple[int, ...]
   leaf: Leaf | None
   op_name: str
   source: str
@@ -52,21 +53,20 @@ def check_collectives(facts: StepFacts, min_bytes: int) -> list[Finding]:
   """Finds collectives of parameters and activations that nothing explains."""
   if facts.mesh is None or facts.program is None:
     return []
-  moved = [
-    one
-    for found in facts.collectives
-    if (one := _describe(facts, found)) is not None and one.nbytes >= min_bytes
-  ]
-  left = []
+  moved = list(filter(None, (_describe(facts, x) for x in facts.collectives)))
+  expert_axes = _find_expert_axes(facts, moved)
   gathered, rematerialized, activations = [], [], []
   for one in moved:
+    if one.nbytes < min_bytes:
+      continue
     if _is_unexplained_gather(facts, one):
       gathered.append(one)
     elif _is_cut_again(facts, one):
       rematerialized.append(one)
-    else:
-      left.append(one)
-  activations = [one for one in left if _moves_activations(facts, one)]
+    elif one.found.kind == "all-to-all" and one.axes <= expert_axes:
+      continue  # tokens on the way to their experts, and back
+    elif _moves_activations(facts, one):
+      activations.append(one)
   return [
     *_gathered(facts, gathered),
     *_by_source(
@@ -84,6 +84,21 @@ def check_collectives(facts: StepFacts, min_bytes: int) -> list[Finding]:
       "device), so devices exchange examples. " + _advice(facts),
     ),
   ]
+
+
+def _find_expert_axes(
+  facts: StepFacts, moved: Iterable[Moved]
+) -> frozenset[str]:
+  """Returns the mesh axes along which stacked matrices are used in place."""
+  elsewhere = {one.leaf.path for one in moved if one.leaf is not None}
+  return frozenset[str]().union(
+    *(
+      leaf.axes_of_dim(dim) & leaf.axes
+      for leaf in facts.params
+      if leaf.path not in elsewhere
+      for dim in range(len(leaf.shape) - 2)
+    )
+  )
 
 
 def _advice(facts: StepFacts) -> str:
@@ -115,13 +130,8 @@ def _describe(facts: StepFacts, found: Found) -> Moved | None:
     return None
   if instruction.opcode == "send":
     return None
-  operands = tuple(
-    dataflow.Value(i, found.site.callers)
-    for i in instruction.operand_instructions
-  )
-  leaf = None
-  for value in operands:
-    leaf = leaf or facts.state_leaf(value)
+  operands = tuple(dataflow.operands(facts.values, instruction))
+  leaf = next(filter(None, map(facts.state_leaf, operands)), None)
   source = next(
     (line for i in named if (line := sources.source_line(facts.program, i))),
     "",
@@ -157,24 +167,16 @@ def _is_unexplained_gather(facts: StepFacts, one: Moved) -> bool:
   if not any(array.size in sizes for array in one.found.results):
     return False
   # What only goes out of the step is a question of the new state's sharding.
-  return not all(x.instruction.is_root for x in _readers(facts, one))
-
-
-def _readers(facts: StepFacts, one: Moved) -> list[dataflow.Value]:
-  """Returns what computes with the result of a gather, behind its casts."""
   assert facts.program is not None
-  start = dataflow.Value(one.found.instruction, one.found.site.callers)
-  stack, readers = [start], []
-  while stack:
-    for user in dataflow.users(facts.program, stack.pop()):
-      instruction = user.instruction
-      is_gather = instruction.opcode.startswith("all-gather")
-      is_move = dataflow.is_move(instruction) and not instruction.is_root
-      if is_gather or (is_move and instruction.opcode not in _SLICES):
-        stack.append(user)
-      else:
-        readers.append(user)
-  return readers
+  root = facts.program.entry.root
+  return not all(reader is root for reader in _readers(facts, one))
+
+
+def _readers(facts: StepFacts, one: Moved) -> list[hlo.Instruction]:
+  """Returns what computes with the result of a gather, behind its casts."""
+  result = list(facts.values.of(one.found.instruction))
+  found = dataflow.readers(facts.values, result, stop=_SLICES)
+  return [facts.values.owner[value] for value in found]
 
 
 def _is_product(one: Moved) -> bool:
@@ -184,19 +186,18 @@ def _is_product(one: Moved) -> bool:
 
 def _is_cut_again(facts: StepFacts, one: Moved) -> bool:
   """Returns whether each device keeps a part of what it gathers."""
-  assert facts.program is not None
   if one.found.kind != "all-gather" or one.leaf is not None:
     return False
   readers = _readers(facts, one)
-  if not readers or any(x.instruction.opcode not in _SLICES for x in readers):
-    return False
   # A loop cuts out one part in each turn: no device number goes into that.
-  return all(
-    any(
-      dataflow.depends_on(facts.program, index, "partition-id")
-      for index in value.operands[1:]
+  return bool(readers) and all(
+    reader.opcode in _SLICES
+    and dataflow.depends_on(
+      facts.values,
+      dataflow.operands(facts.values, reader)[1:],
+      "partition-id",
     )
-    for value in readers
+    for reader in readers
   )
 
 
@@ -211,7 +212,11 @@ def _moves_activations(facts: StepFacts, one: Moved) -> bool:
     return False
   is_forward = "jvp(" in one.op_name or not facts.differentiates
   if one.found.kind == "all-reduce":
-    return "jvp(" in one.op_name
+    # Of features that are split. A sum over examples, such as a covariance,
+    # has them no more.
+    return "jvp(" in one.op_name and any(
+      facts.has_examples(array.dims, one.axes) for array in one.found.results
+    )
   if one.found.kind not in _MOVING:
     return False
   # The borders of images that are split are permuted, over other axes.

@@ -21,26 +21,28 @@ def check_loops(facts: StepFacts, min_bytes: int) -> list[Finding]:
   sums: dict[str, int] = {}
   repeated: dict[str, int] = {}
   for found in facts.collectives:
-    loop = dataflow.enclosing_loop(found.site)
+    callers = found.site.callers[::-1]
+    loop = next((i for i in callers if i.opcode == "while"), None)
     turns = found.site.executions
     if loop is None or (found.site.known and turns <= 1):
       continue
-    nbytes = sum(array.nbytes for array in found.results)
-    total = int(nbytes * max(turns, 2))
-    if total < min_bytes:
+    # A loop whose turns are unknown has two at least.
+    turns = max(turns, 2)
+    nbytes = int(turns * sum(array.nbytes for array in found.results))
+    if nbytes < min_bytes:
       continue
-    callers = reversed(found.site.callers)
     source = _source(facts.program, found.instruction, *callers)
     if _is_invariant(facts, found, loop):
       if not _is_fsdp_accumulation(facts, found):
-        repeated[source] = repeated.get(source, 0) + total
-    elif found.kind in _REDUCTIONS and _is_accumulated(
-      facts.program, found, loop
-    ):
+        repeated[source] = repeated.get(source, 0) + nbytes
+    elif found.kind in _REDUCTIONS:
+      nbytes = int(turns * _accumulated_bytes(facts, found, loop))
+      if nbytes < min_bytes or not nbytes:
+        continue
       # The loop is what to change, unless the user wrote the collective.
       if "shard_map" not in found.instruction.op_name:
-        source = _source(facts.program, found.site.callers[loop]) or source
-      sums[source] = sums.get(source, 0) + total
+        source = _source(facts.program, loop) or source
+      sums[source] = sums.get(source, 0) + nbytes
   kind = "collective in loop"
   return [
     *(
@@ -48,7 +50,7 @@ def check_loops(facts: StepFacts, min_bytes: int) -> list[Finding]:
         kind,
         f"a loop reduces in each turn what it adds up ({_size(total)} on each "
         "device). Add up each device's own values, and reduce the sum after "
-        "the loop: in Strategy.run or jax.shard_map, apply_gradients does so.",
+        "the loop: apply_gradients does so in Strategy.run.",
         source=source,
         nbytes=total,
       )
@@ -73,14 +75,12 @@ def _source(program: hlo.Program, *instructions: hlo.Instruction) -> str:
   return next(filter(None, lines), "")
 
 
-def _is_invariant(facts: StepFacts, found: Found, loop: int) -> bool:
-  assert facts.program is not None
-  operands = [
-    dataflow.Value(i, found.site.callers)
-    for i in found.instruction.operand_instructions
-  ]
-  return bool(operands) and all(
-    dataflow.is_invariant(facts.program, value, loop) for value in operands
+def _is_invariant(
+  facts: StepFacts, found: Found, loop: hlo.Instruction
+) -> bool:
+  moved = dataflow.operands(facts.values, found.instruction)
+  return bool(moved) and all(
+    dataflow.is_invariant(facts.values, value, loop) for value in moved
   )
 
 
@@ -90,82 +90,26 @@ def _is_fsdp_accumulation(facts: StepFacts, found: Found) -> bool:
   That is meant: without it, all parameters would be whole in memory at once.
   """
   before, _, _ = found.instruction.op_name.partition("jvp(")
-  around_gradient = "while/body" in before
-  values = [
-    dataflow.Value(i, found.site.callers)
-    for i in found.instruction.operand_instructions
-  ]
-  return around_gradient and any(
-    (leaf := facts.state_leaf(value)) is not None and leaf.is_param
-    for value in values
+  leaves = map(
+    facts.state_leaf, dataflow.operands(facts.values, found.instruction)
   )
+  return "while/body" in before and any(x and x.is_param for x in leaves)
 
 
-def _is_accumulated(program: hlo.Program, found: Found, position: int) -> bool:
-  """Returns whether a loop only adds up what a collective reduces."""
-  callers = found.site.callers[: position + 1]
-  loop = found.site.callers[position]
-  for result, readers in dataflow.carried(program, loop):
-    # Read for the sum alone: nothing in the loop needs the sum so far.
-    if len(readers) != 1:
-      continue
-    terms = _terms(program, dataflow.Value(result, callers), position)
-    names = {term.instruction.name for term, _ in terms}
-    # An average over the turns multiplies the carried value too.
-    carries = any(
-      term.instruction is readers[0] and not is_scaled
-      for term, is_scaled in terms
-    )
-    if carries and len(terms) > 1 and found.instruction.name in names:
-      if _count_readers(readers[0]) == 1:
-        return True
-  return False
+def _accumulated_bytes(
+  facts: StepFacts, found: Found, loop: hlo.Instruction
+) -> int:
+  """Returns the bytes that a collective reduces only for sums over the turns.
 
-
-def _terms(
-  program: hlo.Program, value: dataflow.Value, loop: int
-) -> list[tuple[dataflow.Value, bool]]:
-  """Returns the terms of a sum, and whether each is multiplied."""
-  stack, terms = [(value, False)], []
-  for _ in range(1000):
-    if not stack:
-      break
-    one, is_scaled = stack.pop()
-    one = dataflow.resolve(program, one)
-    opcode, operands = one.instruction.opcode, one.operands
-    # The element of a combined all-reduce, or the end of one.
-    is_result = opcode == "get-tuple-element" or opcode.endswith("-done")
-    if is_result and operands[0].instruction.opcode.startswith(_REDUCTIONS):
-      stack.append((operands[0], is_scaled))
-    elif opcode in ("add", "subtract"):
-      stack.extend((x, is_scaled) for x in operands)
-    elif opcode == "select":  # zeros in the first turn
-      stack.extend((x, is_scaled) for x in operands[1:])
-    elif opcode == "negate" or (dataflow.is_move(one.instruction) and operands):
-      stack.append((operands[0], is_scaled))
-    elif factors := _split_product(program, one, loop):
-      stack.append((factors, True))
-    else:
-      terms.append((one, is_scaled))
-  return terms
-
-
-def _split_product(
-  program: hlo.Program, value: dataflow.Value, loop: int
-) -> dataflow.Value | None:
-  """Returns the operand that the same factor multiplies in each turn."""
-  opcode, operands = value.instruction.opcode, value.operands
-  if opcode not in ("multiply", "divide"):
-    return None
-  if dataflow.is_invariant(program, operands[1], loop):
-    return operands[0]
-  if opcode == "multiply" and dataflow.is_invariant(program, operands[0], loop):
-    return operands[1]
-  return None
-
-
-def _count_readers(instruction: hlo.Instruction) -> int:
-  return sum(
-    instruction.name in other.operands
-    for other in instruction.computation.instructions.values()
-  )
+  A sum of which each device keeps its part does not count: that is what FSDP
+  does, so that no device has all gradients at once.
+  """
+  values = facts.values
+  nbytes = 0
+  for total, terms in dataflow.sums_over_turns(values, loop):
+    array = values.array(total)
+    for term in terms:
+      is_result = values.owner[term] is found.instruction
+      if is_result and values.array(term).size == array.size:
+        nbytes += array.nbytes
+  return nbytes

@@ -107,7 +107,7 @@ def _describe(eqn: Any, executions: float) -> _Product:
   operands = [x.aval for x in eqn.invars[:2]]
   floats = [x.dtype for x in operands if jnp.issubdtype(x.dtype, jnp.floating)]
   # A product of integers is neither.
-  bits = min((8 * d.itemsize for d in floats), default=0)
+  bits = max((8 * d.itemsize for d in floats), default=0)
   out = math.prod(eqn.outvars[0].aval.shape)
   if eqn.primitive.name == "dot_general":
     (contracting, _), _ = eqn.params["dimension_numbers"]
@@ -126,9 +126,9 @@ def _describe(eqn: Any, executions: float) -> _Product:
 
 
 def _place(name_stack: str) -> str:
-  if "transpose" in name_stack:
+  if "transpose(" in name_stack:
     return "backward"
-  return "forward" if "jvp" in name_stack else "other"
+  return "forward" if "jvp(" in name_stack else "other"
 
 
 def _source(eqn: Any) -> str:

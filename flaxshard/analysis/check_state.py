@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 
 from flaxshard.analysis import findings
 from flaxshard.analysis.findings import Finding
-from flaxshard.analysis.step_facts import Leaf
+from flaxshard.analysis.step_arrays import Leaf
 from flaxshard.analysis.step_facts import StepFacts
 from flaxshard.core import trees
 from flaxshard.partitioning import rules as rules_lib
@@ -60,12 +61,9 @@ def check_parameters(
   return _group(
     "replicated parameter",
     suspects,
-    lambda leaf: leaf.nbytes,
-    lambda paths, size: (
-      f"{paths} {_is_are(paths)} whole on every device ({size}), although "
-      "parameters like it are split. Add a rule that splits it, or pass "
-      "rules= if it is meant so."
-    ),
+    "{paths} {are} whole on every device ({size}), although parameters like "
+    "it, or smaller ones, are split. Add a rule that splits it, or pass rules= "
+    "if it is meant so.",
   )
 
 
@@ -86,25 +84,20 @@ def check_slots(facts: StepFacts, min_bytes: int) -> list[Finding]:
       and not _same_sharding(leaf, param)
     ):
       misplaced.append(leaf)
-  advice = "Initialize it with the sharding of the parameter"
   return [
     *_group(
       "replicated slot",
       whole,
-      lambda leaf: leaf.nbytes,
-      lambda paths, size: (
-        f"{paths} {_is_are(paths)} not split as the parameter is ({size} on "
-        f"each device). {advice}: create_train_state(..., strategy=) does."
-      ),
+      "{paths} {are} not split as the parameter is ({size} on each device). "
+      "Initialize it with the sharding of the parameter: "
+      "create_train_state(..., strategy=) does.",
     ),
     *_group(
       "misplaced slot",
       misplaced,
-      lambda leaf: leaf.nbytes,
-      lambda paths, size: (
-        f"{paths} {_is_are(paths)} split otherwise than the parameter ({size} "
-        f"on each device), so each update moves data. {advice}."
-      ),
+      "{paths} {are} split otherwise than the parameter ({size} on each "
+      "device), so each update moves data. Initialize it with the sharding of "
+      "the parameter.",
     ),
   ]
 
@@ -116,32 +109,18 @@ def check_new_state(facts: StepFacts) -> list[Finding]:
   """
   if facts.outputs is None:
     return []
-  dtypes, shardings = [], []
+  changed: dict[tuple[str, str, str], list[Leaf]] = {}
   for before, after in zip(facts.state, facts.outputs, strict=True):
-    if before.dtype != after.dtype or before.shape != after.shape:
-      dtypes.append((before, after))
-    elif not _same_sharding(before, after):
-      shardings.append((before, after))
-  found = []
-  for (old, new), pairs in _group_pairs(dtypes, lambda x: str(x.dtype)):
-    found.append(
-      _changed(
-        pairs,
-        f"come back as {new} but went in as {old}",
-        "so the second step compiles again and nothing can overwrite them. "
-        "Cast them back in the step",
-      )
+    if change := _describe_change(before, after):
+      changed.setdefault(change, []).append(after)
+  message = "{paths}: {old} goes in, {new} comes back, {effect}"
+  return [
+    finding
+    for (old, new, effect), leaves in changed.items()
+    for finding in _group(
+      "changed state", leaves, message, old=old, new=new, effect=effect
     )
-  for (old, new), pairs in _group_pairs(shardings, _spec):
-    found.append(
-      _changed(
-        pairs,
-        f"come back with the sharding {new} but went in with {old}",
-        "so the second step compiles again. Pass out_shardings= to jax.jit, "
-        "with the shardings of the state",
-      )
-    )
-  return found
+  ]
 
 
 def check_donation(facts: StepFacts, min_bytes: int) -> list[Finding]:
@@ -168,21 +147,15 @@ def check_donation(facts: StepFacts, min_bytes: int) -> list[Finding]:
     *_group(
       "donation",
       kept,
-      lambda leaf: leaf.nbytes,
-      lambda paths, size: (
-        f"{paths} {_is_are(paths)} not donated, so the old and the new state "
-        f"are in memory together ({size} more). Jit the step with "
-        "donate_argnums=0, or the position of the state."
-      ),
+      "{paths} {are} not donated, so the old and the new state are in memory "
+      "together ({size} more). Jit the step with donate_argnums=0, or the "
+      "position of the state.",
     ),
     *_group(
       "donation",
       lost,
-      lambda leaf: leaf.nbytes,
-      lambda paths, size: (
-        f"{paths} {_is_are(paths)} donated but not overwritten ({size} more): "
-        "the program returns or needs the old value as well."
-      ),
+      "{paths} {are} donated but not overwritten ({size} more). Do not return "
+      "the old value as well, and donate no array twice.",
     ),
   ]
 
@@ -202,9 +175,7 @@ def check_axes(facts: StepFacts, min_bytes: int) -> list[Finding]:
   largest = max(facts.batch, key=lambda leaf: leaf.nbytes)
   if not idle or largest.nbytes < min_bytes or not largest.shape:
     return []
-  number = 1
-  for name in idle:
-    number *= facts.mesh.shape[name]
+  number = math.prod(facts.mesh.shape[name] for name in idle)
   axes = ", ".join(map(repr, idle))
   return [
     Finding(
@@ -237,51 +208,55 @@ def _against_rules(
   return _group(
     "replicated parameter",
     suspects,
-    lambda leaf: leaf.nbytes,
-    lambda paths, size: (
-      f"{paths} {_is_are(paths)} not split as the rules say ({size} on each "
-      "device). Create the state with these rules: create_train_state(..., "
-      "strategy=, rules=)."
-    ),
+    "{paths} {are} not split as the rules say ({size} on each device). Create "
+    "the state with these rules: create_train_state(..., strategy=, rules=).",
   )
+
+
+def _describe_change(before: Leaf, after: Leaf) -> tuple[str, str, str] | None:
+  """Returns what an array was, what it came back as, and what that means."""
+  again = "so the second step compiles again"
+  lost = f"{again} and nothing can overwrite the old array"
+  if before.shape != after.shape:
+    old, new = (f"the shape {list(x.shape)}" for x in (before, after))
+    return old, new, f"{lost}. Return arrays of the same shapes."
+  if before.dtype != after.dtype:
+    effect = f"{lost}. Cast it back in the step."
+    return str(before.dtype), str(after.dtype), effect
+  if not _same_sharding(before, after):
+    old, new = (f"the sharding {_spec(x)}" for x in (before, after))
+    advice = "Pass out_shardings= to jax.jit, with the shardings of the state."
+    return old, new, f"{again}. {advice}"
+  if before.is_weak != after.is_weak:
+    kinds = ("a strong type", "a weak type")
+    advice = "Create it with a dtype, as in jnp.asarray(1.0, jnp.float32)."
+    return kinds[before.is_weak], kinds[after.is_weak], f"{again}. {advice}"
+  return None
 
 
 def _group(
-  kind: str,
-  leaves: Sequence[Leaf],
-  cost: Callable[[Leaf], int],
-  message: Callable[[str, str], str],
+  kind: str, leaves: Sequence[Leaf], message: str, **words: str
 ) -> list[Finding]:
-  """Returns one finding for all leaves, the largest first; none for none."""
+  """Returns one finding for all leaves, the largest first; none for none.
+
+  Args:
+    kind: Its kind.
+    leaves: The arrays that it concerns.
+    message: Its text, with `{paths}`, `{are}`, `{size}` and what `words` has.
+    **words: Further words of the text.
+  """
   if not leaves:
     return []
-  ordered = sorted(leaves, key=cost, reverse=True)
+  ordered = sorted(leaves, key=lambda leaf: leaf.nbytes, reverse=True)
   paths = tuple(leaf.path for leaf in ordered)
-  nbytes = sum(map(cost, ordered))
-  text = message(findings.list_paths(paths), _size(nbytes))
-  return [Finding(kind, text, paths, nbytes=nbytes)]
-
-
-def _group_pairs(
-  pairs: Iterable[tuple[Leaf, Leaf]], key: Callable[[Leaf], str]
-) -> list[tuple[tuple[str, str], list[tuple[Leaf, Leaf]]]]:
-  groups: dict[tuple[str, str], list[tuple[Leaf, Leaf]]] = {}
-  for before, after in pairs:
-    groups.setdefault((key(before), key(after)), []).append((before, after))
-  return list(groups.items())
-
-
-def _changed(
-  pairs: Sequence[tuple[Leaf, Leaf]], change: str, effect: str
-) -> Finding:
-  ordered = sorted(pairs, key=lambda pair: pair[1].nbytes, reverse=True)
-  paths = tuple(before.path for before, _ in ordered)
-  return Finding(
-    "changed state",
-    f"{findings.list_paths(paths)} {change}, {effect}.",
-    paths,
-    nbytes=sum(after.nbytes for _, after in ordered),
+  nbytes = sum(leaf.nbytes for leaf in ordered)
+  text = message.format(
+    paths=findings.list_paths(paths),
+    are="are" if len(paths) > 1 else "is",
+    size=_size(nbytes),
+    **words,
   )
+  return [Finding(kind, text, paths, nbytes=nbytes)]
 
 
 def _same_sharding(a: Leaf, b: Leaf) -> bool:
@@ -299,7 +274,3 @@ def _spec(leaf: Leaf) -> str:
 
 def _without_numbers(path: str) -> str:
   return re.sub(r"\d+", "#", path)
-
-
-def _is_are(paths: str) -> str:
-  return "are" if "," in paths or " and " in paths else "is"

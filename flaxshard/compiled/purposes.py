@@ -18,7 +18,7 @@ from flaxshard.compiled import hlo
 from flaxshard.compiled import values as values_lib
 from flaxshard.compiled.values import Edge
 
-_MOVES = (Edge.SAME, Edge.FUSED, Edge.LAYOUT)
+_ELEMENT_BY_ELEMENT = tuple(edge for edge in Edge if edge != Edge.OTHER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +47,12 @@ class Purposes:
       for value in self._values.of(by_number[number]):
         seeds[value] = 1 << bit
     forward, backward = self._values.forward, self._values.backward
-    self._moved_from = _spread(forward, seeds, _MOVES)
-    self._made_from = _spread(forward, seeds, tuple(Edge))
-    self._computed = _spread(forward, self._computed_values(), _MOVES)
+    self._moved_from = _spread(forward, seeds, values_lib.MOVES)
+    self._made_from = _spread(forward, seeds, _ELEMENT_BY_ELEMENT)
+    self._computed = _spread(forward, self._computed_values(), values_lib.MOVES)
     results = self._values.of(entry.root) if entry.root is not None else ()
     ends = {value: 1 << bit for bit, value in enumerate(results)}
-    self._reaches = _spread(backward, ends, tuple(Edge), order=-1)
+    self._reaches = _spread(backward, ends, _ELEMENT_BY_ELEMENT, order=-1)
     self._is_training = any(
       "jvp(" in instruction.attributes for instruction in self._values.owner
     )
@@ -146,7 +146,7 @@ class Purposes:
       if is_argument or _is_constant(instruction):
         continue
       edges = self._values.backward[value]
-      if not any(edge in _MOVES for _, edge in edges):
+      if not any(edge in values_lib.MOVES for _, edge in edges):
         found[value] = 1
     return found
 

@@ -6,7 +6,7 @@ part of which other one, through tuples, loops, branches and fusions too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import dataclasses
 import enum
 import functools
@@ -23,6 +23,11 @@ class Edge(enum.IntEnum):
   LAYOUT = 2  # the same numbers in another shape, layout, type, or on others
   REDUCED = 3  # combined with the same array of other devices
   ELEMENTWISE = 4  # a function of it, element by element
+  OTHER = 5  # any other function of it, such as a product or an index
+
+
+# How a value remains what it is, in another place, layout or precision.
+MOVES = (Edge.SAME, Edge.FUSED, Edge.LAYOUT)
 
 
 _SAME = {
@@ -208,12 +213,16 @@ def _edges(values: Values, instruction: hlo.Instruction) -> _Edges:
   elif opcode == "dynamic-update-slice":
     for operand in operands[:2]:
       yield from _zip(operand, result, Edge.LAYOUT)
+    yield from _all_pairs(operands[2:], result)
   elif opcode == "custom-call":
-    if any(f'"{name}"' in instruction.attributes for name in _ASYNC_CALLS):
-      yield from _same_shapes(values, operands, result)
-    if any(f'"{name}"' in instruction.attributes for name in _MOVING_CALLS):
+    is_async = any(f'"{x}"' in instruction.attributes for x in _ASYNC_CALLS)
+    if any(f'"{x}"' in instruction.attributes for x in _MOVING_CALLS):
       for operand in operands:
         yield from _zip(operand, result, Edge.LAYOUT)
+    elif is_async:
+      yield from _same_shapes(values, operands, result)
+    else:
+      yield from _all_pairs(operands, result)
   elif opcode == "concatenate":
     for operand in operands:
       yield from _zip(operand, result, Edge.LAYOUT)
@@ -222,15 +231,19 @@ def _edges(values: Values, instruction: hlo.Instruction) -> _Edges:
     # many results as operands.
     flat = [value for operand in operands for value in operand]
     yield from _zip(flat[: len(result)], result, Edge.LAYOUT)
+    yield from _all_pairs([flat[len(result) :]], result)
   elif opcode in _REDUCED:
     flat = [value for operand in operands for value in operand]
     yield from _zip(flat, result, Edge.REDUCED)
-  elif opcode not in _NOT_ELEMENTWISE:
-    data = operands[1:] if opcode == "select" else operands
-    for operand in data:
+  elif opcode in _NOT_ELEMENTWISE:
+    yield from _all_pairs(operands, result)
+  else:
+    for number, operand in enumerate(operands):
+      is_condition = opcode == "select" and not number
       for value, to in zip(operand, result, strict=False):
-        if values.array(value).size == values.array(to).size:
-          yield value, to, Edge.ELEMENTWISE
+        same_size = values.array(value).size == values.array(to).size
+        is_data = same_size and not is_condition
+        yield value, to, Edge.ELEMENTWISE if is_data else Edge.OTHER
 
 
 def _call_edges(
@@ -243,6 +256,8 @@ def _call_edges(
   edge = Edge.FUSED if opcode in _FUSIONS else Edge.SAME
   if opcode == "while":
     yield from _zip(operands[0], result, Edge.SAME)
+  if opcode == "conditional":
+    yield from _all_pairs(operands[:1], result)
   for number, name in enumerate(instruction.called):
     computation = values.program.computations.get(name)
     if computation is None or computation.root is None:
@@ -329,6 +344,13 @@ def _same_shapes(
       other = values.array(to)
       if (array.dtype, array.dims) == (other.dtype, other.dims):
         yield value, to, Edge.LAYOUT
+
+
+def _all_pairs(sources: Sequence[Sequence[int]], targets: range) -> _Edges:
+  for operand in sources:
+    for source in operand:
+      for target in targets:
+        yield source, target, Edge.OTHER
 
 
 def _zip(sources: range | list[int], targets: range, edge: Edge) -> _Edges:

@@ -7,18 +7,21 @@ import importlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 import seeded_mistakes
 from seeded_mistakes import MISTAKES
 
 import flaxshard as fs
 from flaxshard import data
+from flaxshard.analysis import check as check_lib
 from flaxshard.analysis import check_state
 from flaxshard.analysis import compilation as compilation_lib
-from flaxshard.analysis import config_check
 from flaxshard.analysis import step_facts
 from flaxshard.analysis.findings import Finding
 from flaxshard.analysis.findings import Findings
+from flaxshard.core.policy import Policy
+from flaxshard.partitioning import rules as rules_lib
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices as devices_lib
 from flaxshard.train import program as program_lib
@@ -128,6 +131,8 @@ _CONFIGS = (
 @pytest.mark.parametrize("name", _CONFIGS)
 def test_configs_have_no_findings(name: str) -> None:
   config = importlib.import_module(f"configs.{name}").get_config()
+  if "lm" in name:
+    config.model.num_layers = 2
   checked = config_lib.check(config)
   shapes = data.load_shapes(checked.data)
   program = program_lib.create_program(
@@ -138,7 +143,13 @@ def test_configs_have_no_findings(name: str) -> None:
   )
   compilation = compilation_lib.compile_step(program.trace)
   # Arrays of a real model are larger, and so is what they move.
-  found = config_check.check_config_step(program, compilation, min_bytes=2**16)
+  found = check_lib.check_compiled(
+    program.arguments,
+    compilation,
+    rules=rules_lib.from_config(checked.mesh.rules),
+    policy=Policy(checked.precision),
+    min_bytes=2**16,
+  )
   assert not found.findings, str(found)
 
 
@@ -151,6 +162,10 @@ def test_option_of_wrong_type_raises() -> None:
     check(min_bytes=-1)
   with pytest.raises(TypeError, match="ignore"):
     check(ignore="mu")
+  with pytest.raises(TypeError, match="ignore"):
+    check(ignore=[1])
+  with pytest.raises((TypeError, ValueError), match="Policy"):
+    check(policy=jnp.bfloat16)
   with pytest.raises(ValueError, match="donate_argnums"):
     check(donate_argnums=0)
 
@@ -163,6 +178,47 @@ def test_finding_is_ignored_or_raised() -> None:
   with pytest.raises(ValueError, match="opt_state/0/mu/Dense_0/kernel"):
     check(raise_on_finding=True)
   assert not check(ignore=["replicated slot"]).findings
+
+
+def _descend(state: Any, x: jax.Array) -> Any:
+  grads = jax.grad(lambda w: ((x @ w) ** 2).mean())(state["params"]["w"])
+  return {**state, "params": {"w": state["params"]["w"] - 0.1 * grads}}
+
+
+def _find(change: Any, **fields: Any) -> Findings:
+  """Checks a step of one matrix, whose new state `change` changes."""
+  state = {"params": {"w": jnp.zeros((8, 8))}, **fields}
+  step = jax.jit(lambda state, x: change(_descend(state, x)), donate_argnums=0)
+  return fs.check(step, state, jnp.zeros((4, 8)), min_bytes=1)
+
+
+def test_python_numbers_are_leaves_of_a_state() -> None:
+  count = lambda state: {**state, "step": state["step"] + 1}
+  assert not _find(count, step=0).findings
+
+
+@pytest.mark.parametrize(
+  ("before", "after", "words"),
+  [
+    (0.0, jnp.float32, ("weak type", "strong type")),
+    (jnp.zeros(3), lambda x: x[:2], ("[3]", "[2]")),
+    (jnp.zeros(3), jnp.bfloat16, ("float32", "bfloat16")),
+  ],
+)
+def test_changed_leaf_is_named(
+  before: Any, after: Any, words: tuple[str, ...]
+) -> None:
+  change = lambda state: {**state, "scale": after(state["scale"])}
+  [finding] = _find(change, scale=before)
+  assert finding.kind == "changed state"
+  assert finding.paths == ("scale",)
+  assert all(word in finding.message for word in words)
+
+
+def test_new_state_of_another_structure_is_noted() -> None:
+  found = _find(lambda state: {**state, "norm": jnp.zeros(())})
+  assert not found.findings
+  assert len(found.notes) == 1
 
 
 def test_step_without_compiler_is_checked_by_its_shardings() -> None:

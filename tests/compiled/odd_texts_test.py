@@ -10,6 +10,7 @@ from flaxshard.compiled import collectives
 from flaxshard.compiled import dataflow
 from flaxshard.compiled import executions
 from flaxshard.compiled import hlo
+from flaxshard.compiled import values
 
 MESH = jax.sharding.Mesh(
   np.array(jax.devices()[:8]).reshape(1, 2, 1, 4), ("one", "a", "unit", "b")
@@ -143,14 +144,14 @@ def test_asynchronous_calls_that_get_their_operands_late():
   assert (gather.purpose, gather.parameters) == ("parameter", ("w",))
   program = hlo.parse(head + LATE)
   entry = program.entry.instructions
-  assert dataflow.argument(program, dataflow.Value(entry["d.0"])) == 0
-  start = program.entry.parameters[0]
-  copied = dataflow.users(program, dataflow.Value(start))
-  assert [u.instruction.name for u in copied] == ["cast", "new"]
-  readers = list(dataflow.users(program, dataflow.Value(entry["cast"])))
-  assert [r.instruction.name for r in readers] == ["all-gather"]
-  readers = list(dataflow.users(program, readers[0]))
-  assert [r.instruction.name for r in readers] == ["dot"]
+  graph = values.trace(program)
+  [gathered] = graph.of(entry["d.0"])
+  assert dataflow.argument(graph, gathered) == 0
+  start = list(graph.of(program.entry.parameters[0]))
+  readers = dataflow.readers(graph, start, stop=())
+  assert {graph.owner[x].name for x in readers} == {"dot", "new"}
+  readers = dataflow.readers(graph, start, stop=("all-gather",))
+  assert {graph.owner[x].name for x in readers} == {"all-gather", "new"}
   # The copy, the square and the result: the copy stays until the call is done.
   temporaries = buffers.peak_memory(program).temporaries
   assert temporaries == 4 * (64 + 256 + 256)
