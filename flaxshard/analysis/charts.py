@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import importlib.util
 import io
 import textwrap
-from typing import Any
+from typing import Any, Protocol
 
 from flaxshard.analysis import traffic as traffic_lib
-from flaxshard.analysis.plan import Plan
+from flaxshard.analysis.cost import Cost
+from flaxshard.analysis.memory import Memory
+from flaxshard.compiled.collectives import Collective
 from flaxshard.core import files
 
 _COLORS = (
@@ -26,7 +28,27 @@ _TIME_UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 _NAME_WIDTH = 24
 
 
-def plot_plans(plans: Mapping[str, Plan], path: str | None = None) -> Any:
+class Figures(Protocol):
+  """What a picture shows of a `Plan`."""
+
+  @property
+  def memory(self) -> Memory:
+    """Bytes per device."""
+
+  @property
+  def traffic(self) -> Sequence[Collective] | None:
+    """Collectives of a step; None if unknown."""
+
+  @property
+  def period(self) -> int:
+    """Steps between two commits of AGN."""
+
+  @property
+  def cost(self) -> Cost | None:
+    """Times of a step; None if unknown."""
+
+
+def plot_plans(plans: Mapping[str, Figures], path: str | None = None) -> Any:
   """Draws memory, traffic and time of plans, one row for each plan.
 
   Args:
@@ -77,7 +99,7 @@ def plot_plans(plans: Mapping[str, Plan], path: str | None = None) -> Any:
   return canvas
 
 
-def svg_if_possible(plans: Mapping[str, Plan]) -> str:
+def svg_if_possible(plans: Mapping[str, Figures]) -> str:
   """Returns the picture as SVG; "" without plans or without matplotlib."""
   if not plans or importlib.util.find_spec("matplotlib") is None:
     return ""
@@ -87,7 +109,7 @@ def svg_if_possible(plans: Mapping[str, Plan]) -> str:
   return svg.getvalue()[svg.getvalue().index("<svg") :]
 
 
-def memory_parts(plan: Plan) -> dict[str, int]:
+def memory_parts(plan: Figures) -> dict[str, int]:
   """Returns the bytes of each part of a plan's memory, the state first.
 
   Args:
@@ -106,7 +128,7 @@ def memory_parts(plan: Plan) -> dict[str, int]:
   return {name: nbytes for name, nbytes in parts.items() if nbytes}
 
 
-def traffic_parts(plan: Plan) -> dict[tuple[str, str], float]:
+def traffic_parts(plan: Figures) -> dict[tuple[str, str], float]:
   """Returns the bytes that a device sends, by network and purpose."""
   parts: dict[tuple[str, str], float] = {}
   for row in traffic_lib.rows_of(plan.traffic or (), plan.period):
@@ -116,7 +138,7 @@ def traffic_parts(plan: Plan) -> dict[tuple[str, str], float]:
   return parts
 
 
-def _draw_memory(ax: Any, plans: list[Plan]) -> None:
+def _draw_memory(ax: Any, plans: list[Figures]) -> None:
   parts = _merge_small([memory_parts(plan) for plan in plans])
   largest = max(sum(p.values()) for p in parts)
   limits = {plan.memory.hbm for plan in plans if plan.memory.hbm}
@@ -167,7 +189,7 @@ def _merge_small(parts: list[dict[str, int]]) -> list[dict[str, int]]:
   return merged
 
 
-def _memory_note(plan: Plan) -> str:
+def _memory_note(plan: Figures) -> str:
   memory = plan.memory
   if memory.peak is None:
     return "temporaries unknown"
@@ -178,7 +200,7 @@ def _memory_note(plan: Plan) -> str:
   return f"{share}: too large" if memory.fits is False else share
 
 
-def _draw_traffic(ax: Any, plans: list[Plan]) -> None:
+def _draw_traffic(ax: Any, plans: list[Figures]) -> None:
   parts = [traffic_parts(plan) for plan in plans]
   # A purpose has the same color on both networks. ICI comes first.
   keys = sorted({key for part in parts for key in part})
@@ -203,7 +225,7 @@ def _draw_traffic(ax: Any, plans: list[Plan]) -> None:
   _add_legend(ax)
 
 
-def _draw_times(ax: Any, plans: list[Plan]) -> None:
+def _draw_times(ax: Any, plans: list[Figures]) -> None:
   parts = [
     {} if plan.cost is None else plan.cost.seconds_by_part for plan in plans
   ]

@@ -8,6 +8,7 @@ import html
 import math
 from typing import Any
 
+from flaxshard.analysis import charts
 from flaxshard.analysis import memory as memory_lib
 from flaxshard.analysis import tables
 from flaxshard.analysis.plan import Plan
@@ -123,17 +124,12 @@ class Comparison:
     Returns:
       The `matplotlib.figure.Figure`, which a notebook shows.
     """
-    # matplotlib is not needed for the table.
-    from flaxshard.analysis import charts
-
     return charts.plot_plans(self._plans_by_name(), path)
 
   def _plans_by_name(self) -> dict[str, Plan]:
     return {c.name: c.plan for c in self.candidates if c.plan is not None}
 
   def _repr_html_(self) -> str:
-    from flaxshard.analysis import charts
-
     note = "" if self.best is None else f"best: {html.escape(self.best.name)}"
     picture = charts.svg_if_possible(self._plans_by_name())
     return f"{self._table().html()}<p>{note}</p>{picture}"

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from flaxshard.analysis import charts
 from flaxshard.analysis import chips
 from flaxshard.analysis import compilation as compilation_lib
 from flaxshard.analysis import cost as cost_lib
@@ -116,18 +117,12 @@ class Plan:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    # Imported here: charts draw plans.
-    from flaxshard.analysis import charts
-
     return charts.plot_plans({self.topology: self}, path)
 
   def _repr_html_(self) -> str:
     lines = [f"<h3>plan of a step on {html.escape(self.title)}</h3>"]
     lines += [table.html() for table in self._tables(verbose=False)]
     lines += [f"<p>{html.escape(note)}</p>" for note in self.notes]
-    # Imported here: charts draw plans.
-    from flaxshard.analysis import charts
-
     lines.append(charts.svg_if_possible({self.topology: self}))
     return "\n".join(lines)
 
