@@ -304,8 +304,7 @@ class TrainState(flax_train_state.TrainState):
     except for leaves that are per replica. On TPU and GPU, float32 gradients
     that were converted from bfloat16, those of a model that computes in
     bfloat16, are summed in bfloat16, as XLA does for a global batch. To sum
-    them in float32, average them with `ReplicaContext.all_reduce`, and set
-    `skip_gradients_aggregation`.
+    them in float32, give `jax.lax.optimization_barrier(grads)` as `grads`.
 
     Extra arguments of the optimizer's update, such as the `value` of
     `optax.contrib.reduce_on_plateau`, are given here too: loss and gradients as

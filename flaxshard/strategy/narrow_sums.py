@@ -9,19 +9,21 @@ then. This module does the same in a traced program. It exchanges
     sum(convert(g))  for  convert(sum(g))
 
 where the sum is one of `apply_gradients` and `g` is bfloat16. float16 stays as
-it is, because its sum may overflow.
+it is, because its sum may overflow. So does every gradient that the program
+computes in float32 from what it converted: a clipped one, one that a loop adds
+up, or the result of `jax.lax.optimization_barrier`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+import functools
 from typing import Any
 
 from jax.extend import core
 import jax.numpy as jnp
 
 from flaxshard.replicas import context as replica_context
-from flaxshard.strategy import replication
 from flaxshard.strategy import replication_check
 
 # These run one jaxpr once, with their own inputs and outputs.
@@ -37,21 +39,41 @@ def sum_before_widening(jaxpr: Any) -> Any:
   Returns:
     A program with the same inputs and outputs.
   """
-  return _map_open(_exchange_sums, jaxpr)
+  # A program that is called several times, such as a jitted layer, stays one
+  # object: JAX lowers it once.
+  narrow_outputs = functools.cache(_narrow_outputs)
+
+  @functools.cache
+  def exchange(jaxpr: Any) -> Any:
+    return _map_open(
+      lambda jaxpr: _exchange_sums(jaxpr, exchange, narrow_outputs), jaxpr
+    )
+
+  return exchange(jaxpr)
 
 
-def _exchange_sums(jaxpr: Any) -> Any:
-  """Exchanges sums and conversions in a jaxpr and in those of its equations."""
+def _exchange_sums(
+  jaxpr: Any, exchange: Callable[..., Any], narrow_outputs: Callable[..., Any]
+) -> Any:
+  """Exchanges sums and conversions in a jaxpr.
+
+  Args:
+    jaxpr: The `Jaxpr`.
+    exchange: Does the same in a jaxpr of one of its equations.
+    narrow_outputs: `_narrow_outputs`.
+
+  Returns:
+    The new `Jaxpr`.
+  """
   # The equation that computes a variable.
   source: dict[Any, Any] = {}
   eqns = []
-
   for eqn in jaxpr.eqns:
-    params = {k: _map_jaxprs(v) for k, v in eqn.params.items()}
+    params = {k: _map_jaxprs(exchange, v) for k, v in eqn.params.items()}
     eqn = eqn.replace(params=params)
     gradient = _gradient_that_is_summed(eqn, source)
     new = [] if gradient is None else _sum_narrow(eqn, gradient, source)
-    for new_eqn in new or _widen_after(eqn):
+    for new_eqn in new or _widen_after(eqn, narrow_outputs):
       eqns.append(new_eqn)
       source.update(dict.fromkeys(new_eqn.outvars, new_eqn))
   return jaxpr.replace(eqns=eqns)
@@ -59,11 +81,7 @@ def _exchange_sums(jaxpr: Any) -> Any:
 
 def _gradient_that_is_summed(eqn: Any, source: dict[Any, Any]) -> Any:
   """Returns the gradient that an equation sums over the replicas, or None."""
-  if (
-    eqn.primitive.name != "psum"
-    or len(eqn.invars) != 1
-    or not replication.names_replicas(eqn.params["axes"])
-  ):
+  if eqn.primitive.name != "psum" or len(eqn.invars) != 1:
     return None
   mark = _source(eqn.invars[0], source)
   if (
@@ -87,28 +105,25 @@ def _sum_narrow(eqn: Any, gradient: Any, source: dict[Any, Any]) -> list[Any]:
     The equations, with the result of `eqn`; none if the gradient holds more
     than bfloat16 numbers.
   """
-  (total,) = eqn.outvars
-  widening = _widening(gradient, source)
-  if widening is not None:
-    narrow = _narrow_variable(total)
-    return [
-      eqn.replace(invars=widening.invars, outvars=[narrow]),
-      _convert(widening, narrow, total),
-    ]
-  # A parameter that is used twice, such as a tied embedding, has the sum of two
-  # gradients. Two sums of bfloat16 have the traffic of one of float32.
   add = _source(gradient, source)
   if add is None or add.primitive.name != "add_any":
-    return []
-  parts = [core.Var(total.aval) for _ in add.invars]
-  sums = [
-    _sum_narrow(eqn.replace(outvars=[part]), term, source)
-    for part, term in zip(parts, add.invars, strict=True)
-    if _widening(term, source) is not None
-  ]
-  if len(sums) < len(parts):
-    return []
-  return [*sums[0], *sums[1], add.replace(invars=parts, outvars=[total])]
+    terms, totals = [gradient], eqn.outvars
+  else:
+    # A parameter that is used twice, such as a tied embedding, has the sum of
+    # two gradients. Two sums of bfloat16 have the traffic of one of float32.
+    terms = add.invars
+    totals = [core.Var(eqn.outvars[0].aval) for _ in terms]
+  eqns = []
+  for term, total in zip(terms, totals, strict=True):
+    widening = _widening(term, source)
+    if widening is None:
+      return []
+    narrow = _narrow_variable(total)
+    eqns.append(eqn.replace(invars=widening.invars, outvars=[narrow]))
+    eqns.append(_convert(widening, narrow, total))
+  if len(terms) > 1:
+    eqns.append(add.replace(invars=totals, outvars=eqn.outvars))
+  return eqns
 
 
 def _source(atom: Any, source: dict[Any, Any]) -> Any:
@@ -132,11 +147,12 @@ def _widening(atom: Any, source: dict[Any, Any]) -> Any:
   return eqn
 
 
-def _widen_after(eqn: Any) -> list[Any]:
+def _widen_after(eqn: Any, narrow_outputs: Callable[..., Any]) -> list[Any]:
   """Moves conversions of the results of a call or a loop behind it.
 
   Args:
     eqn: An equation.
+    narrow_outputs: `_narrow_outputs`.
 
   Returns:
     The equation, followed by the conversions.
@@ -149,23 +165,39 @@ def _widen_after(eqn: Any) -> list[Any]:
     # What the steps carry must keep its dtype.
     _, carry, _ = replication_check.split_scan(eqn.params, eqn.invars)
     first = len(carry)
+  jaxpr, widenings = narrow_outputs(eqn.params["jaxpr"], first)
   outvars, conversions = list(eqn.outvars), []
-
-  def narrow_results(jaxpr: Any) -> Any:
-    source = {x: inner for inner in jaxpr.eqns for x in inner.outvars}
-    results = list(jaxpr.outvars)
-    for i in range(first, len(results)):
-      widening = _widening(results[i], source)
-      if widening is not None:
-        (results[i],) = widening.invars
-        narrow = _narrow_variable(outvars[i])
-        conversions.append(_convert(widening, narrow, outvars[i]))
-        outvars[i] = narrow
-    return jaxpr.replace(outvars=results)
-
-  jaxpr = _map_open(narrow_results, eqn.params["jaxpr"])
+  for i, widening in widenings.items():
+    narrow = _narrow_variable(outvars[i])
+    conversions.append(_convert(widening, narrow, outvars[i]))
+    outvars[i] = narrow
   params = eqn.params | {"jaxpr": jaxpr}
   return [eqn.replace(params=params, outvars=outvars), *conversions]
+
+
+def _narrow_outputs(jaxpr: Any, first: int) -> tuple[Any, dict[int, Any]]:
+  """Returns a program without the conversions of its outputs to float32.
+
+  Args:
+    jaxpr: A `Jaxpr`, or a `ClosedJaxpr`.
+    first: The index of the first output that may change its dtype.
+
+  Returns:
+    The program, and the equation that converted an output, by its index.
+  """
+  widenings = {}
+
+  def narrow(jaxpr: Any) -> Any:
+    source = {x: eqn for eqn in jaxpr.eqns for x in eqn.outvars}
+    outputs = list(jaxpr.outvars)
+    for i in range(first, len(outputs)):
+      widening = _widening(outputs[i], source)
+      if widening is not None:
+        widenings[i] = widening
+        (outputs[i],) = widening.invars
+    return jaxpr.replace(outvars=outputs)
+
+  return _map_open(narrow, jaxpr), widenings
 
 
 def _convert(widening: Any, narrow: Any, wide: Any) -> Any:
@@ -180,12 +212,12 @@ def _narrow_variable(variable: Any) -> Any:
   return core.Var(variable.aval.update(dtype=jnp.dtype(jnp.bfloat16)))
 
 
-def _map_jaxprs(value: Any) -> Any:
-  """Exchanges sums in the jaxprs among the parameters of an equation."""
+def _map_jaxprs(fn: Callable[[Any], Any], value: Any) -> Any:
+  """Applies a function to the jaxprs in a parameter of an equation."""
   if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
-    return sum_before_widening(value)
+    return fn(value)
   if type(value) in (tuple, list):
-    return type(value)(map(_map_jaxprs, value))
+    return type(value)(_map_jaxprs(fn, x) for x in value)
   return value
 
 

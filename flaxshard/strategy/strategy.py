@@ -133,8 +133,9 @@ class Strategy:
     sees this replica's row. It sees all of any other array.
 
     Inside `fn`, `get_replica_context()` has collectives over the replicas, and
-    `TrainState.apply_gradients` averages gradients over them. XLA partitions
-    the program of a replica over its logical devices, as under `jax.jit`.
+    `TrainState.apply_gradients` averages gradients over them, on TPU and GPU in
+    bfloat16 if the model computes in bfloat16. XLA partitions the program of a
+    replica over its logical devices, as under `jax.jit`.
 
     The compiled program is kept for as long as `fn` exists, as by `jax.jit`: a
     new lambda in each iteration of a loop is compiled each time.

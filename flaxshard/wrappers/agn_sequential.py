@@ -19,6 +19,7 @@ from flaxshard.wrappers import agn_rows
 from flaxshard.wrappers import elementwise
 from flaxshard.wrappers.agn_commit import ModelState
 from flaxshard.wrappers.agn_commit import Update
+from flaxshard.wrappers.agn_exchange import Exchange
 from flaxshard.wrappers.agn_rows import Parts
 
 PyTree = Any
@@ -183,7 +184,7 @@ def _commit_parts(
     leaves = zip(jax.tree.leaves(params), has_gradient, strict=True)
     return [p for p, changed in leaves if changed]
 
-  exchange = agn_rows.Exchange(split.grads.leaves, split.params.leaves)
+  exchange = Exchange(split.grads.leaves, split.params.leaves)
   grads_treedef: Any = jax.tree.structure(grads)
 
   def apply_commit(

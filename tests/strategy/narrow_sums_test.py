@@ -35,9 +35,11 @@ def loss_with_tied_parameters(params, x):
   return loss(params, x) + loss(params, x * 2)
 
 
-def mean_gradient(loss_fn, mark=replica_context.GRADIENTS):
+def mean_gradient(
+  loss_fn, mark=replica_context.GRADIENTS, change=lambda grad: grad
+):
   def fn(params, x):
-    grad = jax.grad(loss_fn)(params, x)
+    grad = change(jax.grad(loss_fn)(params, x))
     return jax.lax.pmean(checkpoint_name(grad, mark), "replica")
 
   return fn
@@ -98,20 +100,55 @@ def test_the_sum_of_two_bfloat16_gradients_is_summed_in_two_parts():
   np.testing.assert_array_equal(mean, replicate(fn))
 
 
+def test_a_program_that_is_called_twice_stays_one_program():
+  layer = jax.jit(jax.grad(loss))
+
+  def fn(params, x):
+    grads = layer(params, x), layer(params, 2 * x)
+    norm = jnp.square(grads[0]).sum()
+    return jax.lax.pmean(
+      checkpoint_name(grads, replica_context.GRADIENTS), "replica"
+    ), norm
+
+  program = narrow_sums.sum_before_widening(trace(fn))
+  assert summed_dtypes(program) == ["bfloat16", "bfloat16"]
+  first, second = [
+    e.params["jaxpr"] for e in program.eqns if "jaxpr" in e.params
+  ][:2]
+  assert first is second
+  wanted = jax.tree.leaves(replicate(fn))
+  for out, want in zip(
+    replicate(core.jaxpr_as_fun(program)), wanted, strict=True
+  ):
+    np.testing.assert_array_equal(out, want)
+
+
 def test_other_sums_stay():
   def scaled(params, x):
     return loss(params, x).astype(jnp.float32) * params.sum()
 
+  def carry(grad):
+    # What a loop carries keeps its dtype.
+    round_number = lambda x, _: (x.astype(jnp.bfloat16).astype(x.dtype), None)
+    return jax.lax.scan(round_number, grad, length=2)[0]
+
   for fn in (
     mean_gradient(loss, mark="of the user"),
+    mean_gradient(loss, change=carry),
+    mean_gradient(
+      loss, change=lambda g: g.astype(jnp.bfloat16).astype(jnp.float16)
+    ),
     # Not a conversion: a sum of float32.
     mean_gradient(scaled),
+    # The user asks for float32.
+    mean_gradient(loss, change=jax.lax.optimization_barrier),
     mean_gradient(lambda p, x: (x * p).sum()),
     # float16 has fewer exponents: its sum may overflow.
     mean_gradient(lambda p, x: loss_of_loop(p, x, jnp.float16)),
   ):
-    program = narrow_sums.sum_before_widening(trace(fn))
-    assert summed_dtypes(program) == ["float32"]
+    traced = trace(fn)
+    program = narrow_sums.sum_before_widening(traced)
+    assert summed_dtypes(program) == summed_dtypes(traced) != ["bfloat16"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
