@@ -140,7 +140,6 @@ class Values:
     return found
 
 
-@functools.lru_cache(maxsize=1)
 def trace(program: hlo.Program) -> Values:
   """Returns the values of a program and the edges between them."""
   values = Values(program, [], [], [], set(), {})

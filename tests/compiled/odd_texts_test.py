@@ -1,6 +1,9 @@
 """Rare forms of HLO text, written by hand."""
 
 # ruff: noqa: E501
+import gc
+import weakref
+
 import jax
 import numpy as np
 import pytest
@@ -283,3 +286,13 @@ def test_axes_of_equal_size():
   ):
     (found,) = _read(MIXED.replace("GROUPS", f"replica_groups={groups}"), mesh)
     assert found.axes == axes
+
+
+def test_a_program_is_freed_after_use():
+  program = hlo.parse(HEAD + BRANCHES)
+  collectives(program, MESH)
+  buffers.peak_memory(program)
+  freed = weakref.ref(program)
+  del program
+  gc.collect()
+  assert freed() is None
