@@ -18,11 +18,13 @@ traces these again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
+
+from flaxshard.strategy import jaxprs
 
 # The primitives that lower the jaxprs among their parameters as plain code.
 _INLINED = frozenset(
@@ -44,17 +46,23 @@ def forget_mesh(jaxpr: Any) -> Any:
     A program with the same inputs and outputs. Constraints that the program
     asks for are kept.
   """
-  eqns = []
-  for eqn in _open(jaxpr).eqns:
-    if eqn.primitive.name == "shard_map":
-      body = _call(eqn.params["jaxpr"])
-      eqn = eqn.replace(params=eqn.params | {"jaxpr": body})
-    eqns.append(eqn)
-  return _close(jaxpr, _open(jaxpr).replace(eqns=eqns))
+  convert = jaxprs.rewriter(_without_mesh)
+
+  def convert_bodies(jaxpr: Any) -> Any:
+    eqns = []
+    for eqn in jaxpr.eqns:
+      if eqn.primitive.name == "shard_map":
+        body = eqn.params["jaxpr"]
+        body = _call(body, convert(body))
+        eqn = eqn.replace(params=eqn.params | {"jaxpr": body})
+      eqns.append(eqn)
+    return jaxpr.replace(eqns=eqns)
+
+  return jaxprs.map_open(convert_bodies, jaxpr)
 
 
-def _call(jaxpr: Any) -> Any:
-  """Returns a jaxpr that calls another one, whose types have no mesh.
+def _call(jaxpr: Any, without_mesh: Any) -> Any:
+  """Returns a jaxpr like `jaxpr`, that calls one whose types have no mesh.
 
   The inner jaxpr is not traced again when the outer one is evaluated: JAX would
   put the mesh back into the types.
@@ -65,7 +73,7 @@ def _call(jaxpr: Any) -> Any:
   )(*[0.0] * len(jaxpr.invars))
   (eqn,) = template.eqns
   outvars = [core.Var(atom.aval) for atom in jaxpr.outvars]
-  closed = core.ClosedJaxpr(_without_mesh(jaxpr), ())
+  closed = core.ClosedJaxpr(without_mesh, ())
   eqn = eqn.replace(
     invars=list(jaxpr.invars),
     outvars=outvars,
@@ -75,8 +83,13 @@ def _call(jaxpr: Any) -> Any:
   return jaxpr.replace(eqns=[eqn], outvars=outvars)
 
 
-def _without_mesh(jaxpr: Any) -> Any:
-  """Returns a `Jaxpr` whose values have types without a mesh."""
+def _without_mesh(jaxpr: Any, inner: Callable[[Any], Any]) -> Any:
+  """Returns a `Jaxpr` whose values have types without a mesh.
+
+  Args:
+    jaxpr: The `Jaxpr`.
+    inner: Does the same in a jaxpr of one of its equations.
+  """
   new_variables: dict[Any, Any] = {}
 
   def convert(atoms: Sequence[Any]) -> list[Any]:
@@ -86,7 +99,7 @@ def _without_mesh(jaxpr: Any) -> Any:
   for eqn in jaxpr.eqns:
     params = eqn.params
     if eqn.primitive.name in _INLINED:
-      params = {k: _convert_jaxprs(v) for k, v in params.items()}
+      params = {k: jaxprs.map_inner(inner, v) for k, v in params.items()}
     eqns.append(
       eqn.replace(
         invars=convert(eqn.invars), outvars=convert(eqn.outvars), params=params
@@ -115,25 +128,3 @@ def _convert_atom(atom: Any, new_variables: dict[Any, Any]) -> Any:
   if atom not in new_variables:
     new_variables[atom] = core.Var(aval)
   return new_variables[atom]
-
-
-def _convert_jaxprs(value: Any) -> Any:
-  """Converts the jaxprs in a parameter of an equation."""
-  if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
-    return _close(value, _without_mesh(_open(value)))
-  if type(value) in (tuple, list):
-    return type(value)(map(_convert_jaxprs, value))
-  return value
-
-
-def _open(jaxpr: Any) -> Any:
-  """Returns the `Jaxpr` of a `ClosedJaxpr`."""
-  # JAX 0.12 has one class for both.
-  return jaxpr if isinstance(jaxpr, core.Jaxpr) else jaxpr.jaxpr
-
-
-def _close(like: Any, jaxpr: Any) -> Any:
-  """Returns `jaxpr` with the constants of `like`, if that has any."""
-  if isinstance(like, core.Jaxpr):
-    return jaxpr
-  return like.replace(jaxpr=jaxpr)

@@ -24,6 +24,7 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from flaxshard.replicas import context as replica_context
+from flaxshard.strategy import jaxprs
 from flaxshard.strategy import replication_check
 
 # These run one jaxpr once, with their own inputs and outputs.
@@ -39,16 +40,10 @@ def sum_before_widening(jaxpr: Any) -> Any:
   Returns:
     A program with the same inputs and outputs.
   """
-  # A program that is called several times, such as a jitted layer, stays one
-  # object: JAX lowers it once.
   narrow_outputs = functools.cache(_narrow_outputs)
-
-  @functools.cache
-  def exchange(jaxpr: Any) -> Any:
-    return _map_open(
-      lambda jaxpr: _exchange_sums(jaxpr, exchange, narrow_outputs), jaxpr
-    )
-
+  exchange = jaxprs.rewriter(
+    lambda jaxpr, inner: _exchange_sums(jaxpr, inner, narrow_outputs)
+  )
   return exchange(jaxpr)
 
 
@@ -69,7 +64,7 @@ def _exchange_sums(
   source: dict[Any, Any] = {}
   eqns = []
   for eqn in jaxpr.eqns:
-    params = {k: _map_jaxprs(exchange, v) for k, v in eqn.params.items()}
+    params = {k: jaxprs.map_inner(exchange, v) for k, v in eqn.params.items()}
     eqn = eqn.replace(params=params)
     gradient = _gradient_that_is_summed(eqn, source)
     new = [] if gradient is None else _sum_narrow(eqn, gradient, source)
@@ -197,7 +192,7 @@ def _narrow_outputs(jaxpr: Any, first: int) -> tuple[Any, dict[int, Any]]:
         (outputs[i],) = widening.invars
     return jaxpr.replace(outvars=outputs)
 
-  return _map_open(narrow, jaxpr), widenings
+  return jaxprs.map_open(narrow, jaxpr), widenings
 
 
 def _convert(widening: Any, narrow: Any, wide: Any) -> Any:
@@ -210,20 +205,3 @@ def _convert(widening: Any, narrow: Any, wide: Any) -> Any:
 def _narrow_variable(variable: Any) -> Any:
   """Returns a new variable: the same in bfloat16."""
   return core.Var(variable.aval.update(dtype=jnp.dtype(jnp.bfloat16)))
-
-
-def _map_jaxprs(fn: Callable[[Any], Any], value: Any) -> Any:
-  """Applies a function to the jaxprs in a parameter of an equation."""
-  if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
-    return fn(value)
-  if type(value) in (tuple, list):
-    return type(value)(_map_jaxprs(fn, x) for x in value)
-  return value
-
-
-def _map_open(fn: Callable[[Any], Any], jaxpr: Any) -> Any:
-  """Applies a function of `Jaxpr`s to a `Jaxpr` or a `ClosedJaxpr`."""
-  # JAX 0.12 has one class for both.
-  if isinstance(jaxpr, core.Jaxpr):
-    return fn(jaxpr)
-  return jaxpr.replace(jaxpr=fn(jaxpr.jaxpr))
