@@ -555,8 +555,8 @@ def layer_has_no_dtype(devices: Any, wrong: bool) -> Program:
       half = jnp.bfloat16
       x = nn.relu(nn.Dense(64, dtype=half)(x))
       # here: layer_has_no_dtype
-      x = nn.relu(nn.Dense(64, dtype=None if wrong else half)(x))
-      return Mlp(dtype=half)(x)
+      x = nn.Dense(64, dtype=None if wrong else half, name="transpose")(x)
+      return Mlp(dtype=half)(nn.relu(x))
 
   strategy = fs.Strategy(devices=devices)
   state = _abstract_state(strategy, Model())

@@ -123,7 +123,11 @@ def _describe(facts: StepFacts, found: Found) -> Moved | None:
   assert facts.program is not None
   instruction = found.instruction
   named = [instruction, *reversed(found.site.callers[-1:])]
-  op_name = next((i.op_name for i in named if i.op_name), "")
+  # A gathered argument may have the argument's name, in place of a name stack.
+  if not any(i.op_name.startswith("jit(") for i in named):
+    named += _readers(facts, instruction)
+  stacks = (i.op_name for i in named if i.op_name.startswith("jit("))
+  op_name = next(stacks, "")
   # In jax.shard_map the user writes the collectives. What stands in a
   # conditional is rare, such as a commit of AGN.
   if "shard_map" in op_name or found.site.branches:
@@ -169,12 +173,15 @@ def _is_unexplained_gather(facts: StepFacts, one: Moved) -> bool:
   # What only goes out of the step is a question of the new state's sharding.
   assert facts.program is not None
   root = facts.program.entry.root
-  return not all(reader is root for reader in _readers(facts, one))
+  readers = _readers(facts, one.found.instruction)
+  return not all(reader is root for reader in readers)
 
 
-def _readers(facts: StepFacts, one: Moved) -> list[hlo.Instruction]:
-  """Returns what computes with the result of a gather, behind its casts."""
-  result = list(facts.values.of(one.found.instruction))
+def _readers(
+  facts: StepFacts, collective: hlo.Instruction
+) -> list[hlo.Instruction]:
+  """Returns what computes with the result of a collective, behind its casts."""
+  result = list(facts.values.of(collective))
   found = dataflow.readers(facts.values, result, stop=_SLICES)
   return [facts.values.owner[value] for value in found]
 
@@ -188,7 +195,7 @@ def _is_cut_again(facts: StepFacts, one: Moved) -> bool:
   """Returns whether each device keeps a part of what it gathers."""
   if one.found.kind != "all-gather" or one.leaf is not None:
     return False
-  readers = _readers(facts, one)
+  readers = _readers(facts, one.found.instruction)
   # A loop cuts out one part in each turn: no device number goes into that.
   return bool(readers) and all(
     reader.opcode in _SLICES

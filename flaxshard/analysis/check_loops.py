@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from flaxshard.analysis.findings import Finding
 from flaxshard.analysis.step_facts import StepFacts
 from flaxshard.compiled import dataflow
@@ -11,6 +13,7 @@ from flaxshard.compiled.find import Found
 from flaxshard.state import summary
 
 _size = summary.format_bytes
+Sums = list[tuple[int, list[int]]]  # as `dataflow.sums_over_turns` returns
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
 
 
@@ -18,6 +21,9 @@ def check_loops(facts: StepFacts, min_bytes: int) -> list[Finding]:
   """Finds collectives that repeat in a loop what could be done outside."""
   if facts.program is None or facts.mesh is None:
     return []
+  sums_of = functools.cache(
+    functools.partial(dataflow.sums_over_turns, facts.values)
+  )
   sums: dict[str, int] = {}
   repeated: dict[str, int] = {}
   for found in facts.collectives:
@@ -36,7 +42,7 @@ def check_loops(facts: StepFacts, min_bytes: int) -> list[Finding]:
       if not _is_fsdp_accumulation(facts, found):
         repeated[source] = repeated.get(source, 0) + nbytes
     elif found.kind in _REDUCTIONS:
-      nbytes = int(turns * _accumulated_bytes(facts, found, loop))
+      nbytes = int(turns * _accumulated_bytes(facts, found, sums_of(loop)))
       if nbytes < min_bytes or not nbytes:
         continue
       # The loop is what to change, unless the user wrote the collective.
@@ -96,9 +102,7 @@ def _is_fsdp_accumulation(facts: StepFacts, found: Found) -> bool:
   return "while/body" in before and any(x and x.is_param for x in leaves)
 
 
-def _accumulated_bytes(
-  facts: StepFacts, found: Found, loop: hlo.Instruction
-) -> int:
+def _accumulated_bytes(facts: StepFacts, found: Found, sums: Sums) -> int:
   """Returns the bytes that a collective reduces only for sums over the turns.
 
   A sum of which each device keeps its part does not count: that is what FSDP
@@ -106,7 +110,7 @@ def _accumulated_bytes(
   """
   values = facts.values
   nbytes = 0
-  for total, terms in dataflow.sums_over_turns(values, loop):
+  for total, terms in sums:
     array = values.array(total)
     for term in terms:
       is_result = values.owner[term] is found.instruction

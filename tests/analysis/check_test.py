@@ -96,6 +96,9 @@ def _tpu_cases() -> list[Any]:
     # The traced program decides on these: one of them is enough.
     if mistake.kind == "float32" and name != "layer_has_no_dtype":
       continue
+    # The compiler of the CPU alone has these: a sort compiles for long here.
+    if name == "norm_of_flattened_parameters":
+      continue
     cases.append((name, True))
     if mistake.kind in (*moving, "collective in loop"):
       cases.append((name, False))
