@@ -116,7 +116,18 @@ flags.DEFINE_string(
   "Topologies, separated by commas, such as v5p:4x4x8: prints the memory, the "
   "traffic and the cost of a step on them, and trains nothing.",
 )
+flags.DEFINE_boolean(
+  "plan_largest_batch",
+  False,
+  "With --plan: searches the largest batch that fits, instead of planning "
+  "config.batch_size.",
+)
 flags.mark_flags_as_required(["config"])
+flags.register_multi_flags_validator(
+  ["plan_largest_batch", "plan"],
+  lambda values: values["plan"] is not None or not values["plan_largest_batch"],
+  "--plan_largest_batch needs --plan.",
+)
 flags.register_multi_flags_validator(
   ["workdir", "plan"],
   lambda values: values["workdir"] is not None or values["plan"] is not None,
@@ -164,7 +175,12 @@ def _print_plan() -> None:
   # Imported here: a run does not need it.
   from flaxshard.analysis import config_plan
 
-  config_plan.print_plans(FLAGS.config, FLAGS.plan, FLAGS.workdir)
+  config_plan.print_plans(
+    FLAGS.config,
+    FLAGS.plan,
+    FLAGS.workdir,
+    find_largest_batch=FLAGS.plan_largest_batch,
+  )
 
 
 def _run_local_processes() -> NoReturn:

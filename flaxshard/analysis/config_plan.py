@@ -17,6 +17,7 @@ from flaxshard import data
 from flaxshard.analysis import compare
 from flaxshard.analysis import comparison
 from flaxshard.analysis import plan as plan_lib
+from flaxshard.analysis import search
 from flaxshard.core import checks
 from flaxshard.core import directories
 from flaxshard.core import files
@@ -27,7 +28,13 @@ from flaxshard.train import program as program_lib
 _log = logging.getLogger(__name__)
 
 
-def print_plans(config: Any, topologies: str, workdir: str | None) -> None:
+def print_plans(
+  config: Any,
+  topologies: str,
+  workdir: str | None,
+  *,
+  find_largest_batch: bool = False,
+) -> None:
   """Prints the plans of a config, and writes them to a folder.
 
   Call it before anything else uses JAX: only JAX's CPU backend is started.
@@ -38,6 +45,8 @@ def print_plans(config: Any, topologies: str, workdir: str | None) -> None:
       all details, several as a comparison.
     workdir: The folder for `plan.json`, `plan.html` and `plan.png`; None: none
       is written.
+    find_largest_batch: Whether to search the largest batch that fits, and to
+      plan that instead of `config.batch_size`. Each try is printed.
 
   Raises:
     ValueError, TypeError: As `plan_config`; or `workdir` cannot be written.
@@ -53,7 +62,12 @@ def print_plans(config: Any, topologies: str, workdir: str | None) -> None:
   for name in topologies.split(","):
     name = name.strip()
     start = time.monotonic()
-    plans[name] = plan_config(config, name)
+    if find_largest_batch:
+      found = search.largest_batch(config, name, on_try=print)
+      print(found)
+      plans[name] = found.plan
+    else:
+      plans[name] = plan_config(config, name)
     _log.info(
       "planned %s in %.1f s, %.1f s of them for tracing and compiling the step",
       name,
