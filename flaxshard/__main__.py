@@ -43,13 +43,15 @@ environment variables; elsewhere say it yourself:
 --plan=v5p:4x4x8 trains nothing. It prints the memory, the traffic and the cost
 of a step of the config on TPUs that this machine does not have, from the TPU
 compiler: pip install 'flaxshard[tpu]'. --plan=v5e:4x4,v5e:8x8 compares several
-topologies, and --plan='2*v5e:8x8' has two slices. --workdir is optional then,
-for plan.json, plan.html and plan.png.
+topologies, and --plan='2*v5e:8x8' has two slices. --plan_largest_batch searches
+the largest batch that fits. --workdir is optional then, for plan.json,
+plan.html and plan.png.
 """
 
 # Flags only: the training loop is in flaxshard/train/loop.py.
 
 import contextlib
+import signal
 import sys
 from typing import NoReturn
 
@@ -172,6 +174,9 @@ def _print_plan() -> None:
         f"--{name}={FLAGS[name].value} cannot be used with --plan={FLAGS.plan}:"
         " a plan runs in one process."
       )
+  # Ctrl-C ends the program at once: Python's own handler would wait for the
+  # compiler, for minutes.
+  signal.signal(signal.SIGINT, signal.SIG_DFL)
   # Imported here: a run does not need it.
   from flaxshard.analysis import config_plan
 

@@ -49,6 +49,8 @@ def compile_step(
   """
   start = time.perf_counter()
   traced = trace()
+  # That of nnx.jit holds JAX's.
+  traced = getattr(traced, "traced", traced)
   # The description of a TPU, where libtpu is not installed.
   if device is not None and not isinstance(device, jax.Device):
     return Compilation(None, time.perf_counter() - start, traced)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import contextlib
+import dataclasses
+import functools
 import json
 import logging
 import os
+import textwrap
 import time
 from typing import Any
 
@@ -16,11 +19,14 @@ import ml_collections
 from flaxshard import data
 from flaxshard.analysis import compare
 from flaxshard.analysis import comparison
+from flaxshard.analysis import compilation as compilation_lib
+from flaxshard.analysis import config_check
 from flaxshard.analysis import plan as plan_lib
 from flaxshard.analysis import search
 from flaxshard.core import checks
 from flaxshard.core import directories
 from flaxshard.core import files
+from flaxshard.partitioning.topology import Topology
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
 from flaxshard.train import program as program_lib
@@ -58,16 +64,20 @@ def print_plans(
   if workdir is not None:
     workdir = files.absolute(workdir)
     directories.check_writable("workdir", workdir)
+  config = config_lib.check(config)
+  names = list(dict.fromkeys(map(str.strip, topologies.split(","))))
+  _check_topologies(config, names, find_largest_batch)
+  if config.mesh.virtual_devices:
+    _log.info(
+      "config.mesh.virtual_devices=%d is not used: a plan is for the devices "
+      "of a topology",
+      config.mesh.virtual_devices,
+    )
   plans: dict[str, plan_lib.Plan] = {}
-  for name in topologies.split(","):
-    name = name.strip()
+  for name in names:
     start = time.monotonic()
-    if find_largest_batch:
-      found = search.largest_batch(config, name, on_try=print)
-      print(found)
-      plans[name] = found.plan
-    else:
-      plans[name] = plan_config(config, name)
+    make_plan = _plan_largest_batch if find_largest_batch else plan_config
+    plans[name] = make_plan(config, name)
     _log.info(
       "planned %s in %.1f s, %.1f s of them for tracing and compiling the step",
       name,
@@ -78,8 +88,38 @@ def print_plans(
   if len(plans) > 1:
     shown = compare.compare_plans(plans)
   print(shown)
+  if len(plans) > 1:
+    for name, plan in plans.items():
+      if plan.findings is not None:
+        found = textwrap.indent(str(plan.findings), "  ")
+        print(f"check for mistakes on {name}\n{found}")
   if workdir is not None:
     _write(plans, shown, workdir)
+
+
+def _plan_largest_batch(config: Any, topology: str) -> plan_lib.Plan:
+  """Searches the largest batch, prints the search, and returns its plan."""
+  # Flushed: each line takes a compilation, and stdout may be a pipe.
+  show = functools.partial(print, flush=True)
+  found = search.largest_batch(config, topology, on_try=show)
+  print(found)
+  return found.plan
+
+
+def _check_topologies(
+  config: Any, names: Sequence[str], any_batch_size: bool
+) -> None:
+  """Checks all topologies before one of them is compiled, in minutes."""
+  for name in names:
+    if not name:
+      raise ValueError(
+        f"--plan={','.join(names)} must be topologies separated by commas, "
+        "such as v5e:2x4,v5p:2x2x1."
+      )
+    if any_batch_size:
+      Topology.named(name)
+    else:
+      devices.create_compile_only_strategy(config, name)
 
 
 def _write(
@@ -146,9 +186,17 @@ def plan_config(config: Any, topology: str) -> plan_lib.Plan:
   )
   for note in program.notes:
     checks.warn(note)
-  return plan_lib.plan_traced(
-    program.trace,
+  compilation = compilation_lib.compile_step(
+    program.trace, strategy.mesh.devices.flat[0]
+  )
+  plan = plan_lib.plan_compiled(
+    compilation,
     program.arguments,
     batch_argnum=program_lib.BATCH,
     topology=topology,
   )
+  # Neither compiled nor refused: there is no compiler, as the plan notes.
+  if compilation.compiled is None and compilation.error is None:
+    return plan
+  findings = config_check.check_config_step(program, compilation)
+  return dataclasses.replace(plan, findings=findings)

@@ -15,6 +15,7 @@ from flaxshard.analysis import tables
 from flaxshard.analysis.compilation import Compilation
 from flaxshard.compiled.buffers import Buffer
 from flaxshard.core import trees
+from flaxshard.partitioning import compile_only
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import summary
 
@@ -91,20 +92,14 @@ def read_memory(
     buffers: The largest buffers of the compiled step.
   """
   compiled = compilation.compiled
-  shardings = (
-    [[None] * len(jax.tree.leaves(arg)) for arg in args]
-    if compiled is None
-    else _input_shardings(compiled, args)
-  )
-  # By the shardings of the program: it may split arrays that have none.
-  nbytes = [
-    _bytes_of(arg, arg_shardings)
-    for arg, arg_shardings in zip(args, shardings, strict=True)
-  ]
+  unused = 0
+  if compiled is not None:
+    args, unused = _split_as_compiled(args, compiled)
+  total, batch = _bytes_of(args), _bytes_of(args[batch_argnum])
   memory = Memory(
     {name: _bytes_of(tree) for name, tree in state_fields(args[0]).items()},
-    batch=nbytes[batch_argnum],
-    arguments=sum(nbytes) - nbytes[0] - nbytes[batch_argnum],
+    batch=batch,
+    arguments=total - batch - _bytes_of(args[0]),
     hbm=hbm,
   )
   if compiled is None and compilation.error is None:
@@ -117,7 +112,6 @@ def read_memory(
       hbm=compilation.available or hbm,
       fits=False,
     )
-  unused = _unused_bytes(args, shardings)
   stats = compiled.memory_analysis()
   outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
   peak = (
@@ -129,7 +123,7 @@ def read_memory(
   return dataclasses.replace(
     memory,
     unused=unused,
-    padding=stats.argument_size_in_bytes - (sum(nbytes) - unused),
+    padding=stats.argument_size_in_bytes - (total - unused),
     outputs=outputs,
     program=stats.generated_code_size_in_bytes,
     temporaries=stats.temp_size_in_bytes,
@@ -151,24 +145,13 @@ def state_fields(state: PyTree) -> dict[str, PyTree]:
   return {name: tree for name, tree in fields.items() if jax.tree.leaves(tree)}
 
 
-def _bytes_of(tree: PyTree, shardings: Sequence[Any] | None = None) -> int:
-  """Returns the bytes per device of a tree, without padding.
-
-  Args:
-    tree: The tree.
-    shardings: The sharding of each leaf in the program; None, or None for a
-      leaf, means the sharding that the leaf has.
-  """
-  leaves = jax.tree.leaves(tree)
-  shardings = shardings or [None] * len(leaves)
-  return sum(
-    _bytes_per_device(leaf, sharding)
-    for leaf, sharding in zip(leaves, shardings, strict=True)
-  )
+def _bytes_of(tree: PyTree) -> int:
+  """Returns the bytes per device of a tree, without padding."""
+  return sum(map(_bytes_per_device, jax.tree.leaves(tree)))
 
 
-def _bytes_per_device(leaf: Any, sharding: Any) -> int:
-  sharding = sharding or getattr(leaf, "sharding", None)
+def _bytes_per_device(leaf: Any) -> int:
+  sharding = getattr(leaf, "sharding", None)
   shape: tuple[int, ...] = np.shape(leaf)
   # Without a sharding, a device holds the whole array.
   part = shape if sharding is None else sharding.shard_shape(shape)
@@ -179,29 +162,31 @@ def _bytes_per_device(leaf: Any, sharding: Any) -> int:
   return math.prod(part) * dtype.itemsize
 
 
-def _unused_bytes(
-  args: Sequence[PyTree], shardings: Sequence[Sequence[Any]]
-) -> int:
-  """Returns the bytes of the leaves that a program does not read."""
-  return sum(
-    _bytes_per_device(leaf, None)
-    for arg, arg_shardings in zip(args, shardings, strict=True)
-    for leaf, sharding in zip(jax.tree.leaves(arg), arg_shardings, strict=True)
-    if sharding is None
-  )
+def _split_as_compiled(
+  args: Sequence[PyTree], compiled: Any
+) -> tuple[Sequence[PyTree], int]:
+  """Gives arguments the shardings of a program, which may split them itself.
 
+  Args:
+    args: The arguments.
+    compiled: The program.
 
-def _input_shardings(compiled: Any, args: Sequence[PyTree]) -> list[list[Any]]:
-  """Returns the shardings of the leaves of each argument in a program.
-
-  JAX leaves out arguments that the program does not read; they have None.
+  Returns:
+    The arguments, and the bytes per device of those that the program does not
+    read, which JAX leaves out.
   """
-  flat = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda x: x is None)
-  counts = [len(jax.tree.leaves(arg)) for arg in args]
-  ends = np.cumsum(counts).tolist()
-  return [
-    flat[end - count : end] for count, end in zip(counts, ends, strict=True)
-  ]
+  leaves, treedef = jax.tree.flatten(args)
+  shardings = jax.tree.leaves(
+    compiled.input_shardings, is_leaf=lambda x: x is None
+  )
+  split, unused = [], 0
+  for leaf, sharding in zip(leaves, shardings, strict=True):
+    if sharding is None:
+      unused += _bytes_per_device(leaf)
+    else:
+      leaf = compile_only.abstract_array(leaf, sharding)
+    split.append(leaf)
+  return jax.tree.unflatten(treedef, split), unused
 
 
 def format_bytes(nbytes: int | None) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import html
 import importlib.metadata
+import textwrap
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from flaxshard.analysis import memory as memory_lib
 from flaxshard.analysis import tables
 from flaxshard.analysis import traffic as traffic_lib
 from flaxshard.analysis.cost import Cost
+from flaxshard.analysis.findings import Findings
 from flaxshard.analysis.memory import Memory
 from flaxshard.compiled import hlo
 from flaxshard.compiled.buffers import Buffer
@@ -53,6 +55,8 @@ class Plan:
       commit are averaged; 1 without AGN.
     cost: FLOPs and times; None if unknown.
     notes: Sentences on what the figures do not say.
+    findings: What `check` finds in the step of a config; None if it was not
+      checked.
   """
 
   topology: str
@@ -66,6 +70,7 @@ class Plan:
   period: int = 1
   cost: Cost | None = None
   notes: tuple[str, ...] = ()
+  findings: Findings | None = None
 
   @property
   def title(self) -> str:
@@ -89,7 +94,10 @@ class Plan:
       verbose: Whether each collective has a row of its own.
     """
     parts = [table.text() for table in self._tables(verbose)]
-    return "\n".join([f"plan of a step on {self.title}", *parts, *self.notes])
+    lines = [f"plan of a step on {self.title}", *parts, *self.notes]
+    if self.findings is not None:
+      lines += ["check for mistakes", textwrap.indent(str(self.findings), "  ")]
+    return "\n".join(lines)
 
   def to_dict(self) -> dict[str, Any]:
     """Returns the plan as dicts, lists, strings and numbers, as in JSON."""
@@ -123,6 +131,10 @@ class Plan:
     lines = [f"<h3>plan of a step on {html.escape(self.title)}</h3>"]
     lines += [table.html() for table in self._tables(verbose=False)]
     lines += [f"<p>{html.escape(note)}</p>" for note in self.notes]
+    if self.findings is not None:
+      lines.append("<h4>check for mistakes</h4>")
+      found = str(self.findings).split("\n")
+      lines += [f"<p>{html.escape(line)}</p>" for line in found]
     lines.append(charts.svg_if_possible({self.topology: self}))
     return "\n".join(lines)
 
@@ -149,8 +161,8 @@ def plan(
   With `Strategy("v5e:2x4")` these are devices that this machine does not have.
 
   Args:
-    step: `step(state, batch, *args)`, a function or the result of `jax.jit` or
-      `Strategy.jit`.
+    step: `step(state, batch, *args)`, a function or the result of `jax.jit`,
+      `nnx.jit` or `Strategy.jit`.
     state: The state, arrays or `jax.ShapeDtypeStruct`s.
     batch: The batch, arrays or `jax.ShapeDtypeStruct`s.
     *args: Further arguments of the step.
@@ -186,7 +198,7 @@ def plan(
   for name, tree in {"state": state, "batch": batch, "args": args}.items():
     trees.check_arrays(name, tree)
   jitted: Any = step
-  if not callable(getattr(step, "lower", None)):
+  if not callable(getattr(step, "trace", None)):
     jitted = jax.jit(step, donate_argnums=_check_donated(donate_argnums))
   elif donate_argnums is not None:
     raise ValueError(
@@ -194,30 +206,29 @@ def plan(
       "jitted already: give it to jax.jit or Strategy.jit."
     )
   arguments = (state, batch, *args)
-  return plan_traced(lambda: jitted.trace(*arguments), arguments)
+  device, _ = _devices_of(arguments)
+  compilation = compilation_lib.compile_step(
+    lambda: jitted.trace(*arguments), device
+  )
+  return plan_compiled(compilation, arguments)
 
 
-def plan_traced(
-  trace: Callable[[], jax.stages.Traced],
+def plan_compiled(
+  compilation: compilation_lib.Compilation,
   arguments: Sequence[PyTree],
   *,
   batch_argnum: int = 1,
   topology: str | None = None,
-  compilation: compilation_lib.Compilation | None = None,
 ) -> Plan:
-  """Plans one call of a traced step.
+  """Plans one call of a compiled step.
 
   Args:
-    trace: Returns the traced step.
-    arguments: The arguments that it was traced for; the first is the state.
+    compilation: The step, as far as it could be compiled.
+    arguments: The arguments that it was compiled for; the first is the state.
     batch_argnum: Position of the batch.
     topology: Name of the devices; None: it is made from the devices.
-    compilation: The compiled step; None compiles it here, if there is a
-      compiler for the devices.
   """
-  device, mesh = _devices_of(arguments)
-  if compilation is None:
-    compilation = compilation_lib.compile_step(trace, device)
+  device, mesh = _devices_of(arguments, compilation.compiled)
   traffic, cost, period = None, None, _commit_period(arguments[0])
   buffers: tuple[Buffer, ...] = ()
   if compilation.compiled is not None:
@@ -262,13 +273,25 @@ def _check_donated(
   )
 
 
-def _devices_of(tree: PyTree) -> tuple[Any, jax.sharding.Mesh | None]:
-  """Returns a device of the arguments, and their mesh if they have one."""
-  for leaf in jax.tree.leaves(tree):
-    sharding = getattr(leaf, "sharding", None)
+def _devices_of(
+  arguments: PyTree, compiled: Any = None
+) -> tuple[Any, jax.sharding.Mesh | None]:
+  """Returns a device of a step, and the mesh if there is one.
+
+  Args:
+    arguments: The arguments of the step.
+    compiled: The compiled step, which may split arguments by itself.
+  """
+  shardings = [
+    getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)
+  ]
+  if compiled is not None:
+    shardings += jax.tree.leaves(compiled.input_shardings)
+  for sharding in shardings:
     mesh = getattr(sharding, "mesh", None)
     if isinstance(mesh, jax.sharding.Mesh):
       return mesh.devices.flat[0], mesh
+  for sharding in shardings:
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
       return next(iter(sharding.device_set)), None
   return jax.devices()[0], None

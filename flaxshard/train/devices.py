@@ -72,12 +72,6 @@ def create_compile_only_strategy(config: Any, topology: str) -> Strategy:
       `create_strategy`.
   """
   named = Topology.named(topology)
-  if config.mesh.virtual_devices:
-    _log.info(
-      "config.mesh.virtual_devices=%d is not used: the devices are those of %s",
-      config.mesh.virtual_devices,
-      topology,
-    )
   if named.devices is None:
     raise ValueError(f"topology={topology!r} has no devices.")
   return _create_strategy(config, named.devices.ravel().tolist(), named)

@@ -10,6 +10,7 @@ import pytest
 import tiny
 
 from configs import lm_1b
+from flaxshard import data
 from flaxshard.analysis import config_plan
 from flaxshard.partitioning import compile_only
 from flaxshard.train import config as config_lib
@@ -42,7 +43,7 @@ def test_a_plan_and_a_run_have_the_same_arguments():
     tiny.config(mesh={"rules": ({"name": "fsdp", "min_size": 64},)})
   )
   setup = setup_lib.create_setup(config, devices.create_strategy(config))
-  shapes = setup_lib.data.load_shapes(config.data)
+  shapes = data.load_shapes(config.data)
   program = program_lib.create_program(
     config, setup.strategy, shapes.example, shapes.num_classes
   )
@@ -72,8 +73,25 @@ def test_several_topologies_are_compared_and_written(tmp_path, capsys, caplog):
   assert [v["mesh"]["replica"] for v in values.values()] == [4, 8]
   assert "v5e:2x4" in (tmp_path / "plan.html").read_text()
   assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-  assert "virtual_devices=8" in caplog.text
-  assert " s" in caplog.text
+  assert caplog.text.count("virtual_devices=8") == 1
+  assert caplog.text.count("planned v5e") == 2
+
+
+@pytest.mark.parametrize(
+  ("topologies", "fact"),
+  [("v5e:2x2,", "--plan=v5e:2x2,"), ("v5e:2x2,v5e:2x4", "8 replicas")],
+)
+def test_all_topologies_are_checked_before_the_first_is_planned(
+  topologies, fact, caplog
+):
+  config = tiny.config(batch_size=12)
+  with (
+    caplog.at_level(logging.INFO, "flaxshard"),
+    pytest.raises(ValueError) as e,
+  ):
+    config_plan.print_plans(config, topologies, None)
+  assert fact in str(e.value)
+  assert "planned" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -108,7 +126,23 @@ def _small(config):
   return config_lib.check(config)
 
 
-def test_lm_1b_has_a_billion_parameters_and_trains_when_small():
+def test_lm_1b_has_a_billion_parameters_split_by_its_rules():
+  config = config_lib.check(lm_1b.get_config())
+  shapes = data.load_shapes(config.data)
+  params = program_lib.create_program(
+    config,
+    devices.create_compile_only_strategy(config, "v5p:4x4x8"),
+    shapes.example,
+    shapes.num_classes,
+  ).abstract_state.params
+  count = sum(x.size for x in jax.tree.leaves(params))
+  assert 1.0e9 < count < 1.05e9
+  kernel = params["block8"]["mlp_in"]["kernel"]
+  assert kernel.sharding.shard_shape(kernel.shape) == (3072 // 128, 12288)
+
+
+@pytest.mark.slow
+def test_lm_1b_trains_when_small():
   config = _small(lm_1b.get_config())
   config.unlock().mesh.update(axes=(("model", 2),), replica=2)
   setup = setup_lib.create_setup(config, devices.create_strategy(config))
@@ -127,9 +161,13 @@ def test_lm_1b_has_a_billion_parameters_and_trains_when_small():
   # The mean loss falls on one batch.
   assert losses[-1] < losses[0]
 
-  whole = lm_1b.get_config().model
-  block = 4 * whole.embed_dim**2 + 2 * whole.embed_dim * whole.mlp_dim
-  assert 1.0e9 < whole.num_layers * block < 1.05e9
+
+@_without_compiler
+def test_the_largest_batch_needs_the_compiler():
+  # The batch of the config need not fit: it is searched.
+  config = tiny.config(batch_size=6)
+  with pytest.raises(ValueError, match="compiler of TPU v5 lite"):
+    config_plan.print_plans(config, "v5e:2x2", None, find_largest_batch=True)
 
 
 @pytest.mark.tpu
@@ -142,6 +180,7 @@ def test_shipped_configs_have_plans(name):
   assert plan.memory.fits
   assert plan.memory.peak > plan.memory.state_bytes
   assert plan.compiler is not None
+  assert plan.findings is not None and not plan.findings
   conditional = [c for c in plan.traffic if c.in_conditional]
   if name == "digits_agn":
     # Outside of the conditional there is the flag of the loss scale alone.
@@ -158,4 +197,6 @@ def test_too_large_a_model_is_a_plan_that_does_not_fit():
   plan = config_plan.plan_config(config, "v5e:2x2")
   assert plan.memory.fits is False
   assert plan.memory.excess > 2**30
-  assert "DOES NOT FIT" in str(plan)
+  assert plan.findings.notes
+  for text in (str(plan), plan._repr_html_()):
+    assert "DOES NOT FIT" in text and plan.findings.notes[0] in text

@@ -159,8 +159,21 @@ def test_nnx_models_have_plans():
       lambda params: state.apply_fn({"params": params}, x).sum()
     )
 
-  memory = fs.plan(step, state, x).memory
-  assert (memory.state["params"], memory.batch) == (4 * (8 + 2), 128)
+  for jitted in (step, nnx.jit(step)):
+    memory = fs.plan(jitted, state, x).memory
+    assert (memory.state["params"], memory.batch) == (4 * (8 + 2), 128)
+
+
+def test_arrays_are_split_as_the_step_says():
+  mesh = fs.Strategy().mesh
+  split = jax.sharding.NamedSharding(mesh, P("replica"))
+  step = jax.jit(lambda w, x: w - x.sum(), in_shardings=split)
+  w = jax.ShapeDtypeStruct((16, 4), jnp.float32)
+  plan = fs.plan(step, w, w)
+  memory = plan.memory
+  assert plan.mesh == {"replica": 8}
+  assert (memory.state, memory.batch, memory.padding) == ({"state": 32}, 32, 0)
+  assert sum(c.kind == "all-reduce" for c in plan.traffic) == 1
 
 
 def test_arrays_that_are_not_read_are_subtracted():
