@@ -76,8 +76,8 @@ def check(
   only looked at in loops.
 
   Args:
-    step: `step(state, batch, *args)`, a function or the result of `jax.jit` or
-      `Strategy.jit`.
+    step: `step(state, batch, *args)`, a function or the result of `jax.jit`,
+      `nnx.jit` or `Strategy.jit`.
     state: The state, arrays or `jax.ShapeDtypeStruct`s with shardings.
     batch: The batch.
     *args: Further arguments of the step. Bind static ones before, with
@@ -125,7 +125,7 @@ def check(
     raise TypeError(f"ignore must be a sequence of texts, got {ignore!r}.")
   if not isinstance(policy, Policy | None):
     policy = Policy(policy)
-  jitted = _jit(step, donate_argnums)
+  jitted = compilation_lib.jit_step(step, donate_argnums)
   arguments = (state, batch, *args)
   compilation = None
   if _can_compile(arguments):
@@ -191,20 +191,6 @@ def check_compiled(
   elif facts.outputs is None:
     notes.append(_NO_NEW_STATE)
   return Findings(tuple(kept), tuple(notes))
-
-
-def _jit(step: Any, donate_argnums: int | Sequence[int] | None) -> Any:
-  if not callable(step):
-    raise TypeError(f"step must be a function, got {step!r}.")
-  if not callable(getattr(step, "trace", None)):
-    donated = 0 if donate_argnums is None else donate_argnums
-    return jax.jit(step, donate_argnums=donated)
-  if donate_argnums is not None:
-    raise ValueError(
-      f"donate_argnums={donate_argnums!r} must be None for a step that is "
-      "jitted already: give it to jax.jit or Strategy.jit."
-    )
-  return step
 
 
 def _can_compile(arguments: Sequence[PyTree]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import time
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from flaxshard import compiled as compiled_lib
+from flaxshard.core import checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,40 @@ class Compilation:
   error: str | None = None
   needed: int | None = None
   available: int | None = None
+
+
+def jit_step(
+  step: Callable[..., Any], donate_argnums: int | Sequence[int] | None
+) -> Any:
+  """Returns a jitted step.
+
+  Args:
+    step: A function, or the result of `jax.jit`, `nnx.jit` or `Strategy.jit`.
+    donate_argnums: Positions of the arguments whose memory a function may
+      overwrite. None: the first.
+
+  Raises:
+    TypeError: `step` is not a function.
+    ValueError: `donate_argnums` is out of range, or given for a step that is
+      jitted already.
+  """
+  if not callable(step):
+    raise TypeError(f"step must be a function, got {step!r}.")
+  if callable(getattr(step, "trace", None)):
+    if donate_argnums is not None:
+      raise ValueError(
+        f"donate_argnums={donate_argnums!r} must be None for a step that is "
+        "jitted already: give it to jax.jit or Strategy.jit."
+      )
+    return step
+  if donate_argnums is None:
+    donate_argnums = 0
+  if isinstance(donate_argnums, int):
+    donate_argnums = (donate_argnums,)
+  donated = [
+    checks.integer("donate_argnums", i, minimum=0) for i in donate_argnums
+  ]
+  return jax.jit(step, donate_argnums=donated)
 
 
 def compile_step(

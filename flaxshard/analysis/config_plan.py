@@ -17,15 +17,17 @@ import jax
 import ml_collections
 
 from flaxshard import data
+from flaxshard.analysis import check
 from flaxshard.analysis import compare
 from flaxshard.analysis import comparison
 from flaxshard.analysis import compilation as compilation_lib
-from flaxshard.analysis import config_check
 from flaxshard.analysis import plan as plan_lib
 from flaxshard.analysis import search
 from flaxshard.core import checks
 from flaxshard.core import directories
 from flaxshard.core import files
+from flaxshard.core.policy import Policy
+from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning.topology import Topology
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
@@ -198,5 +200,10 @@ def plan_config(config: Any, topology: str) -> plan_lib.Plan:
   # Neither compiled nor refused: there is no compiler, as the plan notes.
   if compilation.compiled is None and compilation.error is None:
     return plan
-  findings = config_check.check_config_step(program, compilation)
+  findings = check.check_compiled(
+    program.arguments,
+    compilation,
+    rules=rules_lib.from_config(config.mesh.rules),
+    policy=Policy(config.precision),
+  )
   return dataclasses.replace(plan, findings=findings)

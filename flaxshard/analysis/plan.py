@@ -28,7 +28,6 @@ from flaxshard.compiled.buffers import Buffer
 from flaxshard.compiled.buffers import largest_buffers
 from flaxshard.compiled.collectives import Collective
 from flaxshard.compiled.collectives import collectives
-from flaxshard.core import checks
 from flaxshard.core import trees
 from flaxshard.wrappers.agn import AGN
 
@@ -193,18 +192,9 @@ def plan(
     >>> memory.state["params"], memory.state["opt_state"], memory.batch
     (40, 84, 128)
   """
-  if not callable(step):
-    raise TypeError(f"step must be a function, got {step!r}.")
   for name, tree in {"state": state, "batch": batch, "args": args}.items():
     trees.check_arrays(name, tree)
-  jitted: Any = step
-  if not callable(getattr(step, "trace", None)):
-    jitted = jax.jit(step, donate_argnums=_check_donated(donate_argnums))
-  elif donate_argnums is not None:
-    raise ValueError(
-      f"donate_argnums={donate_argnums!r} must be None for a step that is "
-      "jitted already: give it to jax.jit or Strategy.jit."
-    )
+  jitted = compilation_lib.jit_step(step, donate_argnums)
   arguments = (state, batch, *args)
   device, _ = _devices_of(arguments)
   compilation = compilation_lib.compile_step(
@@ -258,18 +248,6 @@ def plan_compiled(
     period=period,
     cost=cost,
     notes=tuple(_notes(device, mesh, compilation)),
-  )
-
-
-def _check_donated(
-  donate_argnums: int | Sequence[int] | None,
-) -> tuple[int, ...]:
-  if donate_argnums is None:
-    return (0,)
-  if isinstance(donate_argnums, int):
-    donate_argnums = (donate_argnums,)
-  return tuple(
-    checks.integer("donate_argnums", i, minimum=0) for i in donate_argnums
   )
 
 
