@@ -9,6 +9,7 @@ import jax
 
 from flaxshard.core import checks
 from flaxshard.core.policy import Policy
+from flaxshard.models import pooling
 
 
 class CNN(nn.Module):
@@ -64,7 +65,7 @@ class CNN(nn.Module):
         "inputs must have shape [batch, height, width, channels], "
         f"got {inputs.shape}."
       )
-    # `nn.max_pool` of less than one window returns an empty image, no error.
+    # A pooling of less than one window returns an empty image, or an error.
     smallest = 2 ** len(self.features)
     if min(inputs.shape[1:3]) < smallest:
       raise ValueError(
@@ -78,7 +79,7 @@ class CNN(nn.Module):
     x = inputs
     for i, features in enumerate(self.features):
       x = nn.Conv(features, (3, 3), name=f"conv{i}", **dtypes)(x)
-      x = nn.max_pool(nn.relu(x), (2, 2), (2, 2))
+      x = pooling.max_pool(nn.relu(x), 2, stride=2)
     x = x.reshape(x.shape[0], -1)
     x = nn.relu(nn.Dense(self.dense, name="dense", **dtypes)(x))
     x = nn.Dropout(self.dropout, deterministic=not train)(x)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from flaxshard.core import checks
 from flaxshard.core.policy import Policy
+from flaxshard.models import pooling
 
 _he_normal = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
 
@@ -132,7 +133,7 @@ class ResNet(nn.Module):
     )
     x = conv(self.width, (7, 7), 2, padding=3, name="stem_conv")(inputs)
     x = nn.relu(norm(name="stem_norm")(x))
-    x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+    x = pooling.max_pool(x, 3, stride=2, padding=1)
     for stage, blocks in enumerate(self.stage_sizes):
       for block in range(blocks):
         x = Bottleneck(
