@@ -178,9 +178,9 @@ def _print_plan() -> None:
   # compiler, for minutes.
   signal.signal(signal.SIGINT, signal.SIG_DFL)
   # Imported here: a run does not need it.
-  from flaxshard.analysis import config_plan
+  from flaxshard.analysis import print_plans
 
-  config_plan.print_plans(
+  print_plans.print_plans(
     FLAGS.config,
     FLAGS.plan,
     FLAGS.workdir,

@@ -12,6 +12,7 @@ import tiny
 from configs import lm_1b
 from flaxshard import data
 from flaxshard.analysis import config_plan
+from flaxshard.analysis import print_plans
 from flaxshard.partitioning import compile_only
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
@@ -66,7 +67,7 @@ def test_a_plan_and_a_run_have_the_same_arguments():
 def test_several_topologies_are_compared_and_written(tmp_path, capsys, caplog):
   config = tiny.config(mesh={"virtual_devices": 8})
   with caplog.at_level(logging.INFO, "flaxshard"):
-    config_plan.print_plans(config, "v5e:2x2, v5e:2x4", str(tmp_path))
+    print_plans.print_plans(config, "v5e:2x2, v5e:2x4", str(tmp_path))
   printed = capsys.readouterr().out
   assert "v5e:2x2" in printed and "v5e:2x4" in printed
   values = json.loads((tmp_path / "plan.json").read_text())
@@ -89,7 +90,7 @@ def test_all_topologies_are_checked_before_the_first_is_planned(
     caplog.at_level(logging.INFO, "flaxshard"),
     pytest.raises(ValueError) as e,
   ):
-    config_plan.print_plans(config, topologies, None)
+    print_plans.print_plans(config, topologies, None)
   assert fact in str(e.value)
   assert "planned" not in caplog.text
 
@@ -167,7 +168,7 @@ def test_the_largest_batch_needs_the_compiler():
   # The batch of the config need not fit: it is searched.
   config = tiny.config(batch_size=6)
   with pytest.raises(ValueError, match="compiler of TPU v5 lite"):
-    config_plan.print_plans(config, "v5e:2x2", None, find_largest_batch=True)
+    print_plans.print_plans(config, "v5e:2x2", None, find_largest_batch=True)
 
 
 @pytest.mark.tpu
