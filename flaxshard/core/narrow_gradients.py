@@ -15,6 +15,8 @@ from jax.extend import core as jax_core
 import jax.numpy as jnp
 
 PyTree = Any
+# The equation that computes each variable, for each program.
+Sources = dict[Any, dict[Any, Any]]
 
 # Primitives that move numbers and leave each as it is.
 _MOVES = frozenset(
@@ -61,26 +63,36 @@ def narrow_gradients(
 
   program, shapes = jax.make_jaxpr(traced, return_shape=True)(params)
   outputs = jax_core.jaxpr_as_fun(program)(*jax.tree.leaves(params))
-  dtypes = {}
-  for i, x, var in zip(shapes, outputs, program.jaxpr.outvars, strict=True):
+  for i, x in zip(shapes, outputs, strict=True):
     leaves[i] = x
-    dtypes[i] = _dtype_before_cast(program.jaxpr, var)
   value, grads = structure.unflatten(leaves)
-  flat = jax.tree.leaves(grads)
-  grads_structure: Any = jax.tree.structure(grads)
   # The gradients are the last leaves.
-  first = len(leaves) - len(flat)
-  return value, grads_structure.unflatten(
-    g if dtypes.get(i) is None else g.astype(dtypes[i])
-    for i, g in enumerate(flat, first)
-  )
+  first = len(leaves) - len(jax.tree.leaves(grads))
+  sources: Sources = {}
+  for i, var in zip(shapes, program.jaxpr.outvars, strict=True):
+    dtype = _dtype_before_cast(program.jaxpr, var, sources)
+    if i >= first and dtype is not None:
+      leaves[i] = leaves[i].astype(dtype)
+  return value, jax.tree.structure(grads).unflatten(leaves[first:])
 
 
-def _dtype_before_cast(program: Any, var: Any) -> Any:
-  """Returns the 16-bit dtype that a variable was cast from, else None."""
-  for eqn in reversed(program.eqns):
-    if not any(out is var for out in eqn.outvars):
-      continue
+def _dtype_before_cast(program: Any, var: Any, sources: Sources) -> Any:
+  """Returns the 16-bit dtype that a variable was cast from, else None.
+
+  Args:
+    program: The `jax.extend.core.Jaxpr` that computes the variable.
+    var: The variable, or a literal.
+    sources: The equation of each variable, by program; missing ones are added.
+  """
+  if program not in sources:
+    sources[program] = {
+      out: eqn for eqn in program.eqns for out in eqn.outvars
+    }
+  # Literals have no hash.
+  while not isinstance(var, jax_core.Literal):
+    eqn = sources[program].get(var)
+    if eqn is None:
+      return None
     name = eqn.primitive.name
     if name == "convert_element_type":
       dtype = eqn.invars[0].aval.dtype
@@ -92,11 +104,10 @@ def _dtype_before_cast(program: Any, var: Any) -> Any:
     if name in _MOVES:
       var = eqn.invars[0]
     elif name in _CALLS:
-      inner = eqn.params["jaxpr"]
-      inner = getattr(inner, "jaxpr", inner)
-      return _dtype_before_cast(
-        inner, inner.outvars[list(eqn.outvars).index(var)]
-      )
+      index = list(eqn.outvars).index(var)
+      program = eqn.params["jaxpr"]
+      program = getattr(program, "jaxpr", program)
+      return _dtype_before_cast(program, program.outvars[index], sources)
     else:
       return None
   return None

@@ -1,4 +1,4 @@
-"""Conditionals without a trace, and the dtypes that a trace computes in."""
+"""Facts about traces, and conditionals that need none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
+import jax.numpy as jnp
 
 PyTree = Any
 
@@ -47,6 +48,21 @@ def cond(
   if isinstance(pred, jax.core.Tracer):
     return jax.lax.cond(pred, true_fn, false_fn, *operands)
   return (true_fn if pred else false_fn)(*operands)
+
+
+def is_compiling() -> bool:
+  """Returns whether operations are traced into a program, as by `jax.jit`.
+
+  They are not under `jax.vmap` or `jax.grad` alone, which run operations on
+  other than their own tracers at once.
+
+  Example:
+    >>> is_compiling(), bool(jax.jit(is_compiling)())
+    (False, True)
+    >>> jax.vmap(lambda x: x * is_compiling())(jnp.ones(1))
+    Array([0.], dtype=float32)
+  """
+  return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def computes_in(program: Any, dtype: Any) -> bool:

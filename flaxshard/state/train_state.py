@@ -22,6 +22,7 @@ from flaxshard.core import gradients
 from flaxshard.core import narrow_gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
+from flaxshard.core import tracing
 from flaxshard.core import trees
 from flaxshard.partitioning import compile_only
 from flaxshard.replicas import context as replica_context
@@ -247,7 +248,11 @@ class TrainState(flax_train_state.TrainState):
       (_, value), grads = grad_fn(params, *args)
       return value, grads
 
-    if self._takes_narrow_gradients(params):
+    # Eagerly there is no compiler to save memory for, and the loss may branch
+    # on the value of an argument.
+    if tracing.is_compiling() and stack.take_narrow_gradients(
+      self.wrappers, self.wrapper_states
+    ):
       value, grads = narrow_gradients.narrow_gradients(
         value_and_scaled_gradients, params
       )
@@ -469,13 +474,6 @@ class TrainState(flax_train_state.TrainState):
     names = extra_args.used(self.tx) & set(known) - set(fields)
     extra = {name: known[name] for name in names}
     return self.apply_gradients(grads=grads, **extra), value
-
-  def _takes_narrow_gradients(self, params: PyTree) -> bool:
-    """Returns whether wrappers want gradients in 16 bits, in this trace."""
-    # Eagerly there is no compiler to save memory for.
-    return any(
-      isinstance(p, jax.core.Tracer) for p in jax.tree.leaves(params)
-    ) and stack.take_narrow_gradients(self.wrappers, self.wrapper_states)
 
   def _local_wrapper_states(self) -> dict[str, PyTree]:
     """Returns the wrappers' states without the replica axis."""

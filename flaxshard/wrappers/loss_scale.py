@@ -153,7 +153,12 @@ class LossScale(base.Base):
     """Warns of a loss in float16 that `"auto"` does not scale."""
     if state or self.scale != "auto" or not self.calls.once("loss"):
       return None
-    if not tracing.computes_in(trace(), jnp.float16):
+    try:
+      program = trace()
+    except jax.errors.ConcretizationTypeError:
+      # An eager loss may branch on the value of an argument.
+      return None
+    if not tracing.computes_in(program, jnp.float16):
       return None
     return (
       "LossScale('auto'): the loss computes in float16, but is not scaled: "
