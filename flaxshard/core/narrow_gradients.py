@@ -85,9 +85,7 @@ def _dtype_before_cast(program: Any, var: Any, sources: Sources) -> Any:
     sources: The equation of each variable, by program; missing ones are added.
   """
   if program not in sources:
-    sources[program] = {
-      out: eqn for eqn in program.eqns for out in eqn.outvars
-    }
+    sources[program] = {out: eqn for eqn in program.eqns for out in eqn.outvars}
   # Literals have no hash.
   while not isinstance(var, jax_core.Literal):
     eqn = sources[program].get(var)
