@@ -114,13 +114,25 @@ def mlp(dtype: Any) -> steps.Problem:
 
 
 def transformer(dtype: Any) -> steps.Problem:
-  """2 layers of 1024 features, vocabulary 4096, 8 sequences of 256."""
-  x = jax.ShapeDtypeStruct((8, 256), jnp.int32)
+  """16 heads of 64 features; 16 sequences."""
+  return decoder(dtype, heads=16, batch=16)
+
+
+def transformer_wide_heads(dtype: Any) -> steps.Problem:
+  """8 heads of 128 features, as wide as a tile of TPU memory; 8 sequences."""
+  return decoder(dtype, heads=8, batch=8)
+
+
+def decoder(dtype: Any, heads: int, batch: int) -> steps.Problem:
+  """2 layers of 1024 features, vocabulary 4096, sequences of 256."""
+  x = jax.ShapeDtypeStruct((batch, 256), jnp.int32)
 
   def loss(logits: jax.Array, y: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
-  model = steps.Transformer(dtype, features=1024, layers=2, heads=8, vocab=4096)
+  model = steps.Transformer(
+    dtype, features=1024, layers=2, heads=heads, vocab=4096
+  )
   return problem(model, x, x, loss)
 
 
@@ -132,7 +144,7 @@ def problem(model: Any, x: Any, y: Any, loss: Any) -> steps.Problem:
   return steps.Problem(params, loss_fn, (x, y), optax.adam(1e-3))
 
 
-MODELS = {f.__name__: f for f in (mlp, transformer)}
+MODELS = {f.__name__: f for f in (mlp, transformer, transformer_wide_heads)}
 
 
 # -- Loss scaling: the same step with different ways to skip overflows.

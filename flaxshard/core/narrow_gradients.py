@@ -33,8 +33,9 @@ def narrow_gradients(
   """Calls a function that returns gradients; casts them to 16 bits if exact.
 
   Args:
-    fn: Returns a pair of any value and a tree of gradients. It is called once,
-      and its program is evaluated.
+    fn: Returns a pair of any value and a tree of gradients. It is traced once,
+      and the traced program is evaluated. So it may not branch on the value of
+      an array, nor store one that it computes.
     params: The argument of `fn`.
 
   Returns:
@@ -66,14 +67,15 @@ def narrow_gradients(
   for i, x in zip(shapes, outputs, strict=True):
     leaves[i] = x
   value, grads = structure.unflatten(leaves)
+  treedef: Any = jax.tree.structure(grads)
   # The gradients are the last leaves.
-  first = len(leaves) - len(jax.tree.leaves(grads))
+  first = len(leaves) - treedef.num_leaves
   sources: Sources = {}
   for i, var in zip(shapes, program.jaxpr.outvars, strict=True):
     dtype = _dtype_before_cast(program.jaxpr, var, sources)
     if i >= first and dtype is not None:
       leaves[i] = leaves[i].astype(dtype)
-  return value, jax.tree.structure(grads).unflatten(leaves[first:])
+  return value, treedef.unflatten(leaves[first:])
 
 
 def _dtype_before_cast(program: Any, var: Any, sources: Sources) -> Any:

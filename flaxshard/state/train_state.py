@@ -196,6 +196,10 @@ class TrainState(flax_train_state.TrainState):
     or of a replica's local parameters. With `optax.lookahead`, whose parameters
     are pairs, `loss_fn` gets the fast ones, and `grads` is a tree like those.
 
+    Return what `loss_fn` computes as `aux`, rather than storing it: JAX raises
+    an `UnexpectedTracerError` when a stored value is used later. With a dynamic
+    `LossScale` this includes values that do not depend on the parameters.
+
     Args:
       loss_fn: Returns a floating-point scalar, the loss, or a pair
         `(loss, aux)` if `has_aux`.
