@@ -9,15 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 from flaxshard.wrappers.loss_scale_narrow import NarrowGradients
 
 P = jax.sharding.PartitionSpec
-# Powers of two. XLA may multiply other scales by a constant of the optimizer
-# before it divides by them, which rounds differently.
-RULE = fs.DynamicLossScale(initial_scale=128.0, growth_factor=8.0)
+# No power of two: a division by it rounds.
+RULE = fs.DynamicLossScale(initial_scale=123.4, growth_factor=7.3)
 
 
 def create_two():
@@ -66,12 +64,12 @@ def loss_of(state, batch, params):
 
 
 def train_step(state, batch):
-  loss, grads = state.value_and_grad(functools.partial(loss_of, state, batch))
-  return state.apply_gradients(grads=grads), loss
+  _, grads = state.value_and_grad(functools.partial(loss_of, state, batch))
+  return state.apply_gradients(grads=grads)
 
 
 def minimize(state, batch):
-  return state.minimize(functools.partial(loss_of, state, batch))
+  return state.minimize(functools.partial(loss_of, state, batch))[0]
 
 
 def by_hand(state, batch):
@@ -80,13 +78,13 @@ def by_hand(state, batch):
 
   half = jax.tree.map(lambda p: p.astype(jnp.float16), state.params)
   grads = state.unscale_gradients(jax.grad(scaled_loss)(half))
-  return state.apply_gradients(grads=grads), jnp.zeros(())
+  return state.apply_gradients(grads=grads)
 
 
 def clipped(state, batch):
   _, grads = state.value_and_grad(functools.partial(loss_of, state, batch))
   grads = jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads)
-  return state.apply_gradients(grads=grads), jnp.zeros(())
+  return state.apply_gradients(grads=grads)
 
 
 def batches(place=lambda x: x):
@@ -105,16 +103,24 @@ def widen(monkeypatch):
   monkeypatch.setattr(NarrowGradients, "recall", lambda *args: None)
 
 
-def assert_same_when_wide(monkeypatch, train):
-  """Asserts that `train()` returns the same without the 16-bit gradients."""
-  narrow = train()
-  with monkeypatch.context() as patch:
-    widen(patch)
-    wide = train()
-  # Two models have two functions `apply`, which are not equal.
-  assert_trees_equal(jax.tree.leaves(narrow), jax.tree.leaves(wide))
-  skipped = narrow.wrapper_states["loss_scale"].skipped_steps
-  assert int(skipped) == 1 and int(narrow.step) == 3
+def assert_same_when_wide(monkeypatch, state, step, batches, jit=jax.jit):
+  """Asserts that each step has the same results with float32 gradients."""
+  # Two functions: what is compiled of one is not reused for the other.
+  narrow, wide = (jit(lambda *args: step(*args)) for _ in range(2))
+  for batch in batches:
+    with monkeypatch.context() as patch:
+      widen(patch)
+      wanted = wide(state, batch)
+    state = narrow(state, batch)
+    for x, y in zip(
+      jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True
+    ):
+      assert x.dtype == y.dtype
+      # XLA fuses the division with the optimizer, and may round the last bit
+      # differently. 16 bits would differ by 5e-4.
+      np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7)
+  skipped = state.wrapper_states["loss_scale"].skipped_steps
+  assert int(skipped) == 1 and int(state.step) == 3
 
 
 def gradients_in_branch(step, state):
@@ -138,42 +144,24 @@ def gradients_in_branch(step, state):
   ],
 )
 def test_steps_equal_those_with_float32_gradients(monkeypatch, step, dtype):
-  def train():
-    state, jitted = create(dtype), jax.jit(step)
-    for batch in batches():
-      state, _ = jitted(state, batch)
-    return state
-
-  assert_same_when_wide(monkeypatch, train)
+  assert_same_when_wide(monkeypatch, create(dtype), step, batches())
 
 
 def test_steps_in_the_global_view_equal_those_with_float32_gradients(
   monkeypatch,
 ):
   strategy = fs.Strategy()
-
-  def train():
-    state, step = create("bfloat16", strategy=strategy), jax.jit(train_step)
-    for batch in batches(strategy.shard_batch):
-      state, _ = step(state, batch)
-    return state
-
-  assert_same_when_wide(monkeypatch, train)
+  state = create("bfloat16", strategy=strategy)
+  split = batches(strategy.shard_batch)
+  assert_same_when_wide(monkeypatch, state, train_step, split)
 
 
 def test_steps_in_run_equal_those_with_float32_gradients(monkeypatch):
   # Gradients that are summed over the replicas are float32; AGN sums none.
   strategy, agn = fs.Strategy(), fs.AGN(2, commit="mean")
-
-  def train():
-    state = create("float16", fs.LossScale(RULE), agn, strategy=strategy)
-    # A new function: `run` keeps what it has compiled.
-    step = lambda state, batch: train_step(state, batch)
-    for batch in batches(strategy.shard_batch):
-      state, _ = strategy.run(step, args=(state, batch))
-    return state
-
-  assert_same_when_wide(monkeypatch, train)
+  state = create("float16", fs.LossScale(RULE), agn, strategy=strategy)
+  split = batches(strategy.shard_batch)
+  assert_same_when_wide(monkeypatch, state, train_step, split, strategy.jit)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +185,8 @@ def test_eager_loss_may_branch_on_an_argument():
     loss_fn = lambda p: p["a"].sum() if jnp.sum(x) > 0 else p["b"].sum()
     return state.replace(params=params).value_and_grad(loss_fn)[1]["a"]
 
-  assert jax.vmap(grad_of)(jnp.zeros((2, 4))).tolist() == [[1] * 4] * 2
+  grads = jax.vmap(grad_of)(jnp.zeros((2, 4)))
+  np.testing.assert_allclose(grads, np.ones((2, 4)), rtol=1e-6)
 
 
 def test_gradients_that_were_clipped_enter_the_branch_in_float32():
@@ -238,10 +227,5 @@ def test_overflow_in_one_leaf_skips_the_step(monkeypatch):
 
     return state.minimize(loss_fn)[0]
 
-  def train():
-    state, jitted = create_two(), jax.jit(step)
-    for weight in (1.0, 0.5, 3e4, 2.0):
-      state = jitted(state, jnp.float32(weight))
-    return state
-
-  assert_same_when_wide(monkeypatch, train)
+  weights = map(jnp.float32, (1.0, 0.5, 3e4, 2.0))
+  assert_same_when_wide(monkeypatch, create_two(), step, weights)
