@@ -189,6 +189,17 @@ def test_eager_loss_may_branch_on_an_argument():
   np.testing.assert_allclose(grads, np.ones((2, 4)), rtol=1e-6)
 
 
+def test_eager_loss_of_an_auto_scale_may_branch_on_an_argument():
+  state = fs.TrainState.create(
+    apply_fn=None,
+    params=jnp.ones(()),
+    tx=optax.sgd(0.5),
+    wrappers=[fs.LossScale("auto")],
+  )
+  loss_fn = lambda p, x: p * x if jnp.abs(x) > 0 else p
+  assert float(state.minimize(loss_fn, jnp.ones(()))[0].params) == 0.5
+
+
 def test_gradients_that_were_clipped_enter_the_branch_in_float32():
   assert gradients_in_branch(clipped, create("float16")) == ["float32"] * 3
 
