@@ -192,12 +192,13 @@ def test_eager_loss_may_branch_on_an_argument():
 def test_eager_loss_of_an_auto_scale_may_branch_on_an_argument():
   state = fs.TrainState.create(
     apply_fn=None,
-    params=jnp.ones(()),
+    params={"w": jnp.ones(())},
     tx=optax.sgd(0.5),
     wrappers=[fs.LossScale("auto")],
   )
-  loss_fn = lambda p, x: p * x if jnp.abs(x) > 0 else p
-  assert float(state.minimize(loss_fn, jnp.ones(()))[0].params) == 0.5
+  loss_fn = lambda p, x: p["w"] * x if jnp.abs(x) > 0 else p["w"]
+  state, _ = state.minimize(loss_fn, jnp.ones(()))
+  assert float(state.params["w"]) == 0.5
 
 
 def test_gradients_that_were_clipped_enter_the_branch_in_float32():
