@@ -1,5 +1,11 @@
-"""Plans with given figures."""
+"""Plans with given figures, and a step to plan."""
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+import flaxshard as fs
 from flaxshard.analysis.cost import Cost
 from flaxshard.analysis.links import LinkTime
 from flaxshard.analysis.memory import Memory
@@ -51,3 +57,23 @@ def create_plan(
     traffic=tuple(traffic),
     cost=None if seconds is None else create_cost(seconds, traffic),
   )
+
+
+def build(strategy, batch_size=8, features=2):
+  """Returns a step on one Dense layer, its state and its batch."""
+  x = jax.ShapeDtypeStruct((batch_size, 4), jnp.float32)
+  state = fs.create_train_state(
+    nn.Dense(features),
+    jax.random.key(0),
+    x,
+    optax.adam(1e-3),
+    strategy=strategy,
+    abstract=True,
+  )
+
+  def step(state, x):
+    return state.minimize(
+      lambda params: jnp.mean(state.apply_fn({"params": params}, x) ** 2)
+    )
+
+  return step, state, strategy.shard_batch(x)

@@ -29,7 +29,7 @@ _NAME_WIDTH = 24
 
 
 class Figures(Protocol):
-  """What a picture shows of a `Plan`."""
+  """The figures of a `Plan` that a picture shows."""
 
   @property
   def memory(self) -> Memory:

@@ -1,4 +1,4 @@
-"""What a step costs: arithmetic, HBM, links, and the roofline of the three.
+"""The cost of a step: arithmetic, HBM, links, and the roofline of the three.
 
 The roofline is the time of a step in which arithmetic, HBM and each network
 work at their peak rate and at the same time: the longest of their times. No
@@ -38,7 +38,7 @@ _RATES = {
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-  """What one step costs one device. None stands for unknown.
+  """The cost of one step on one device. None stands for unknown.
 
   Attributes:
     chip: The chip, such as "TPU v5e".
@@ -119,7 +119,7 @@ class Cost:
 
   @property
   def bound(self) -> str | None:
-    """What takes the roofline's time: "compute", "HBM", "ICI" or "DCN"."""
+    """The part that takes longest: "compute", "HBM", "ICI" or "DCN"."""
     step = self.step_seconds
     if not step:
       return None

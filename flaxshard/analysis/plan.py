@@ -36,7 +36,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-  """What one call of a step needs on each device. All bytes are per device.
+  """Memory, traffic and cost of one step. All bytes are per device.
 
   `str()` is a table; a notebook shows it as HTML.
 

@@ -1,4 +1,4 @@
-"""Where the groups of a collective lie in the torus of a TPU slice."""
+"""Places of a collective's groups in the torus of a TPU slice."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Dimension:
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-  """Where the groups of a collective lie.
+  """The place of a collective's groups in the torus.
 
   Attributes:
     dimensions: Dimensions of the torus along which a group has several chips.

@@ -1,4 +1,4 @@
-"""What the checks know of a step: its arrays and its program."""
+"""The arrays and the program of a step, for the checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the arguments and outputs of a program are: parameters, slots, others.
+"""Classifies the arguments and outputs of a program: parameters, slots, others.
 
 JAX writes the path of each argument's leaf into the program, such as
 `state.params['Dense_0']['kernel']`. Outputs have no names in the program: an
@@ -22,7 +22,7 @@ _KEY = re.compile(r"\[(?:'([^']*)'|\"([^\"]*)\"|([^\]]*))\]|\.?([^.\[\]]+)")
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-  """What one array of the arguments or outputs is.
+  """The category of one array of the arguments or outputs.
 
   Attributes:
     category: "parameter" (also AGN's local copy of one), "optimizer state",

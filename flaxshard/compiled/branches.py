@@ -1,4 +1,4 @@
-"""What runs whichever branch of a conditional is taken."""
+"""Merges equal instructions that stand in all branches of a conditional."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often each computation of a program runs."""
+"""Counts how often each computation of a program runs."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _ALLOCATION = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class MemoryShortage:
-  """What the compiler says about a program that is too large.
+  """Facts of the compiler's error about a program that is too large.
 
   Attributes:
     needed: Bytes that a device needs at least.

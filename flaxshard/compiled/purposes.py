@@ -1,4 +1,4 @@
-"""What a collective is for, and which parameters it concerns.
+"""Finds the purpose of a collective and the parameters that it concerns.
 
 Follows the data from the arguments to the collective and from the collective to
 the outputs. A value that only moves, or changes its shape or type, remains what
@@ -23,7 +23,7 @@ _ELEMENT_BY_ELEMENT = tuple(edge for edge in Edge if edge != Edge.OTHER)
 
 @dataclasses.dataclass(frozen=True)
 class Purpose:
-  """What a value is: a purpose, and the parameters that it concerns."""
+  """The purpose of a value, and the parameters that it concerns."""
 
   name: str
   parameters: tuple[str, ...] = ()

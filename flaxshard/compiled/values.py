@@ -6,7 +6,7 @@ part of which other one, through tuples, loops, branches and fusions too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import dataclasses
 import enum
 import functools
@@ -16,7 +16,7 @@ from flaxshard.compiled import shapes
 
 
 class Edge(enum.IntEnum):
-  """How a value passes into another one."""
+  """The relation of a value to one that is made of it."""
 
   SAME = 0  # the same array, outside of fusions: the same memory
   FUSED = 1  # the same array, into or out of a fusion
@@ -126,17 +126,20 @@ class Values:
   @functools.cached_property
   def forward(self) -> list[list[tuple[int, Edge]]]:
     """For each value, the values that it becomes."""
-    found: list[list[tuple[int, Edge]]] = [[] for _ in self.owner]
-    for source, target, edge in self.edges:
-      found[source].append((target, edge))
-    return found
+    return self._neighbors(self.edges)
 
   @functools.cached_property
   def backward(self) -> list[list[tuple[int, Edge]]]:
     """For each value, the values that it is made of."""
+    return self._neighbors((b, a, edge) for a, b, edge in self.edges)
+
+  def _neighbors(
+    self, edges: Iterable[tuple[int, int, Edge]]
+  ) -> list[list[tuple[int, Edge]]]:
+    """Returns the second values of edges, by the first."""
     found: list[list[tuple[int, Edge]]] = [[] for _ in self.owner]
-    for source, target, edge in self.edges:
-      found[target].append((source, edge))
+    for first, second, edge in edges:
+      found[first].append((second, edge))
     return found
 
 

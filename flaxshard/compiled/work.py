@@ -34,7 +34,7 @@ _HBM = 0
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """What one device does in one call of a program.
+  """The work of one device in one call of a program.
 
   Attributes:
     hbm_bytes: Bytes that are read from and written to HBM.

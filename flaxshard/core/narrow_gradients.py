@@ -14,6 +14,8 @@ import jax
 from jax.extend import core as jax_core
 import jax.numpy as jnp
 
+from flaxshard.core import tracing
+
 PyTree = Any
 # The equation that computes each variable, for each program.
 Sources = dict[Any, dict[Any, Any]]
@@ -22,9 +24,6 @@ Sources = dict[Any, dict[Any, Any]]
 _MOVES = frozenset(
   "copy copy_p name reshape sharding_constraint squeeze transpose".split()
 )
-# Primitives that run a program, whose outputs are theirs. Not `scan`: XLA would
-# collect its outputs in float32, and cast them to 16 bits after the loop.
-_CALLS = frozenset("checkpoint closed_call jit pjit remat2".split())
 
 
 def narrow_gradients(
@@ -103,7 +102,9 @@ def _dtype_before_cast(program: Any, var: Any, sources: Sources) -> Any:
       return dtype if is_exact else None
     if name in _MOVES:
       var = eqn.invars[0]
-    elif name in _CALLS:
+    # Not `scan`: XLA would collect its outputs in float32, and cast them to 16
+    # bits after the loop.
+    elif name in tracing.CALLS:
       index = list(eqn.outvars).index(var)
       program = eqn.params["jaxpr"]
       program = getattr(program, "jaxpr", program)

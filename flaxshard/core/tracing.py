@@ -14,6 +14,13 @@ PyTree = Any
 # JAX name scope of AGN's conditional: compiled programs name it.
 COMMIT_SCOPE = "agn_commit"
 
+# Primitives that run one program, with their own inputs and outputs.
+CALLS = frozenset("jit pjit closed_call remat remat2 checkpoint".split())
+# These do so, too, and may have derivatives of their own.
+CUSTOM_CALLS = frozenset(
+  "core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split()
+)
+
 # Primitives that move or cast numbers, without computing any.
 _MOVES = frozenset(
   "broadcast_in_dim concatenate convert_element_type copy copy_p "

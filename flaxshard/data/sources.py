@@ -70,7 +70,7 @@ class Splits:
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-  """What a plan needs to know of the data.
+  """Shapes of the data, for a plan.
 
   Attributes:
     example: Shape and dtype of each array of an example, without a batch

@@ -24,13 +24,11 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from flaxshard.core import tracing
 from flaxshard.strategy import jaxprs
 
 # The primitives that lower the jaxprs among their parameters as plain code.
-_INLINED = frozenset(
-  "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call "
-  "custom_vjp_call custom_vjp_call_jaxpr scan while cond".split()
-)
+_INLINED = tracing.CALLS | tracing.CUSTOM_CALLS | {"scan", "while", "cond"}
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 

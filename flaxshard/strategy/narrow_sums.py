@@ -23,12 +23,10 @@ from typing import Any
 from jax.extend import core
 import jax.numpy as jnp
 
+from flaxshard.core import tracing
 from flaxshard.replicas import context as replica_context
 from flaxshard.strategy import jaxprs
 from flaxshard.strategy import replication_check
-
-# These run one jaxpr once, with their own inputs and outputs.
-_CALLS = frozenset("jit pjit closed_call remat remat2 checkpoint".split())
 
 
 def sum_before_widening(jaxpr: Any) -> Any:
@@ -153,7 +151,7 @@ def _widen_after(eqn: Any, narrow_outputs: Callable[..., Any]) -> list[Any]:
     The equation, followed by the conversions.
   """
   name = eqn.primitive.name
-  if name not in _CALLS and name != "scan":
+  if name not in tracing.CALLS and name != "scan":
     return [eqn]
   first = 0
   if name == "scan":

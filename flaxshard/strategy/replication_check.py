@@ -19,15 +19,13 @@ from typing import Any
 
 from jax.extend import core
 
+from flaxshard.core import tracing
 from flaxshard.replicas import context as replica_context
 from flaxshard.strategy import replication
 from flaxshard.strategy.replication import Replication
 
 # These call one jaxpr with their own inputs and outputs.
-_CALLS = frozenset(
-  "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call "
-  "custom_vjp_call shard_map".split()
-)
+_CALLS = tracing.CALLS | tracing.CUSTOM_CALLS | {"shard_map"}
 # These compute each output from the input in the same place alone.
 _IDENTITIES = frozenset(("optimization_barrier", "pvary", "pcast"))
 # The check cannot look into these. They are trusted to return the same results

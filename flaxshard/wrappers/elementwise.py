@@ -15,6 +15,8 @@ import jax
 from jax.extend import core as jax_core
 import numpy as np
 
+from flaxshard.core import tracing
+
 PyTree = Any
 
 # The tag of an array: the dimension along which it is split, or one of these.
@@ -28,10 +30,6 @@ _ELEMENTWISE = frozenset(
   "lt max min mul ne neg nextafter not optimization_barrier or pow real "
   "reduce_precision rem round rsqrt select_n sign sin sinh sqrt square "
   "stop_gradient sub tan tanh xor".split()
-)
-_CALLS = frozenset(
-  "jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call "
-  "custom_vjp_call custom_vjp_call_jaxpr".split()
 )
 
 
@@ -136,7 +134,7 @@ def _equation_tags(eqn: Any, other: Any, given: list[int]) -> list[int]:
     given: The tags of its inputs.
   """
   name, params = eqn.primitive.name, eqn.params
-  if name in _CALLS:
+  if name in tracing.CALLS | tracing.CUSTOM_CALLS:
     (key,) = [k for k in ("jaxpr", "call_jaxpr") if k in params]
     return _program_tags(params[key], other.params[key], given)
   # The predicate must be the same for all parts.

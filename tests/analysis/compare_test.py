@@ -1,14 +1,11 @@
 import pathlib
 import runpy
 
-import flax.linen as nn
+from given_plans import build
 from given_plans import create_collective
 from given_plans import create_plan
 from given_plans import GIB
-import jax
-import jax.numpy as jnp
 import ml_collections
-import optax
 import pytest
 
 import flaxshard as fs
@@ -94,25 +91,6 @@ def test_unknown_names_are_key_errors():
     comparison["fspd"]
   with pytest.raises(KeyError, match="0 is not one of 'fsdp'"):
     comparison[0]
-
-
-def build(strategy, batch_size=8, features=2):
-  x = jax.ShapeDtypeStruct((batch_size, 4), jnp.float32)
-  state = fs.create_train_state(
-    nn.Dense(features),
-    jax.random.key(0),
-    x,
-    optax.adam(1e-3),
-    strategy=strategy,
-    abstract=True,
-  )
-
-  def step(state, x):
-    return state.minimize(
-      lambda params: jnp.mean(state.apply_fn({"params": params}, x) ** 2)
-    )
-
-  return step, state, strategy.shard_batch(x)
 
 
 def test_a_batch_that_does_not_divide_is_a_row_with_its_reason():

@@ -1,11 +1,10 @@
 import dataclasses
 
-import flax.linen as nn
+from given_plans import build
 from given_plans import create_plan
 from given_plans import GIB
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 import flaxshard as fs
@@ -96,25 +95,6 @@ def test_the_table_shows_all_tries():
   for attempt in found.tries:
     assert f"{attempt.batch_size}" in str(found)
     assert ("does not fit" in str(attempt)) == (not attempt.fits)
-
-
-def build(strategy, batch_size, features=2):
-  x = jax.ShapeDtypeStruct((batch_size, 4), jnp.float32)
-  state = fs.create_train_state(
-    nn.Dense(features),
-    jax.random.key(0),
-    x,
-    optax.adam(1e-3),
-    strategy=strategy,
-    abstract=True,
-  )
-
-  def step(state, x):
-    return state.minimize(
-      lambda params: jnp.mean(state.apply_fn({"params": params}, x) ** 2)
-    )
-
-  return step, state, strategy.shard_batch(x)
 
 
 def test_devices_of_unknown_memory_are_an_error():
