@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 import time
 from typing import Any
 
 import jax
 
 from flaxshard import compiled as compiled_lib
+from flaxshard.compiled import hlo
 from flaxshard.core import checks
 
 
@@ -34,6 +36,11 @@ class Compilation:
   error: str | None = None
   needed: int | None = None
   available: int | None = None
+
+  @functools.cached_property
+  def program(self) -> hlo.Program | None:
+    """The parsed text of `compiled`, which may be 20 MB long."""
+    return None if self.compiled is None else hlo.parse(self.compiled)
 
 
 def jit_step(

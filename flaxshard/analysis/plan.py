@@ -23,7 +23,6 @@ from flaxshard.analysis import traffic as traffic_lib
 from flaxshard.analysis.cost import Cost
 from flaxshard.analysis.findings import Findings
 from flaxshard.analysis.memory import Memory
-from flaxshard.compiled import hlo
 from flaxshard.compiled.buffers import Buffer
 from flaxshard.compiled.buffers import largest_buffers
 from flaxshard.compiled.collectives import Collective
@@ -221,8 +220,8 @@ def plan_compiled(
   device, mesh = _devices_of(arguments, compilation.compiled)
   traffic, cost, period = None, None, _commit_period(arguments[0])
   buffers: tuple[Buffer, ...] = ()
-  if compilation.compiled is not None:
-    program = hlo.parse(compilation.compiled)
+  program = compilation.program
+  if program is not None:
     # One device alone has no collectives.
     traffic = () if mesh is None else collectives(program, mesh)
     buffers = largest_buffers(program)

@@ -156,7 +156,7 @@ def collect(
     compilation: The compiled step; None if nothing can compile it here.
   """
   compiled = None if compilation is None else compilation.compiled
-  program = None if compiled is None else hlo.parse(compiled)
+  program = None if compilation is None else compilation.program
   state, batch = step_arrays.read_arguments(args, compiled, program)
   return StepFacts(
     _mesh_of((*state, *batch)),
