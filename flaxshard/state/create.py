@@ -41,6 +41,7 @@ def create_train_state(
   rules: rules_lib.Rules = None,
   strict: bool = True,
   abstract: bool = False,
+  **init_kwargs: Any,
 ) -> TrainState:
   """Initializes a model and returns its `TrainState`.
 
@@ -74,6 +75,10 @@ def create_train_state(
       dimension is unsplit, as in `flax.linen.logical_to_mesh_sharding`.
     abstract: Whether to return shapes, dtypes and shardings for the arrays.
       Without a strategy, the sharding is that of the default device.
+    **init_kwargs: Keyword arguments of the model's call, such as `train=False`,
+      and of `model.init`, such as `method`. Arrays and `jax.ShapeDtypeStruct`s
+      among them are treated as those of `sample_input`, which may be `()`. The
+      call of an NNX model, which finds its precision, gets them too.
 
   Returns:
     A state at step 0. `state.apply_fn(variables, *args)` applies the model.
@@ -81,7 +86,8 @@ def create_train_state(
 
   Raises:
     TypeError: `model`, `rng`, `wrappers`, `strategy`, `strict`, `abstract` or a
-      rule has a wrong type.
+      rule has a wrong type, a name in `init_kwargs` is no argument of the
+      model's call, or the call needs an argument that is not given.
     ValueError: The model has no parameters, `sample_input` is empty, a
       collection has the name of a TrainState field, a rule cannot be applied,
       or `rules` are given without a strategy.
@@ -106,7 +112,7 @@ def create_train_state(
     )
   if strategy is None and not abstract:
     # No shardings to plan: initialize the model on the default device.
-    facts, variables = initialization.run(model, rng, sample_input)
+    facts, variables = initialization.run(model, rng, sample_input, init_kwargs)
     for message in _precision_notes(facts, wrappers):
       checks.warn(message)
     return TrainState.create(
@@ -126,6 +132,7 @@ def create_train_state(
     mesh=mesh,
     rules=rules,
     strict=strict,
+    init_kwargs=init_kwargs,
   )
   if not abstract:
     for message in plan.notes:
@@ -190,6 +197,7 @@ def plan_creation(
   mesh: jax.sharding.Mesh | None = None,
   rules: rules_lib.Rules = None,
   strict: bool = True,
+  init_kwargs: Mapping[str, Any] = {},
 ) -> CreationPlan:
   """Traces the creation of a train state.
 
@@ -202,8 +210,9 @@ def plan_creation(
     mesh: The mesh of the strategy; None is the default device.
     rules: How the parameters are split over the mesh.
     strict: Whether a logical name that has no rule is an error.
+    init_kwargs: Keyword arguments of the model's call and `init`.
   """
-  init = initialization.trace(model, rng, sample_input)
+  init = initialization.trace(model, rng, sample_input, init_kwargs)
   # Errors in the rules are raised here, before anything is compiled.
   specs: dict[str, PyTree] = {}
   arg_shardings = None

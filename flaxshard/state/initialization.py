@@ -16,6 +16,7 @@ import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.partitioning import specs as specs_lib
+from flaxshard.state import call_arguments
 from flaxshard.state import model_facts
 from flaxshard.state import nnx_adapter
 
@@ -46,14 +47,15 @@ class Initializer:
 
 
 def run(
-  model: Any, rng: Any, sample_input: Any
+  model: Any, rng: Any, sample_input: Any, init_kwargs: Mapping[str, Any] = {}
 ) -> tuple[model_facts.Model, dict[str, PyTree]]:
   """Initializes a model on the default device.
 
   Args:
-    model: As in `create_train_state`, like the other two.
+    model: As in `create_train_state`, like the other three.
     rng: See there.
     sample_input: See there.
+    init_kwargs: See there.
 
   Returns:
     Static facts about the model, and its variables in the boxes of their
@@ -63,7 +65,7 @@ def run(
     TypeError, ValueError: See `create_train_state`.
   """
   if isinstance(model, nn.Module):
-    initialize, args = _linen_initializer(model, rng, sample_input)
+    initialize, args = _linen_initializer(model, rng, sample_input, init_kwargs)
     # Under jit: otherwise each operation is compiled by itself.
     jitted = jax.jit(initialize)
     program = jitted.trace(*args).jaxpr  # traced once, also for the call
@@ -75,22 +77,29 @@ def run(
     model = _construct_nnx(model, rng)
   apply_fn, variables = nnx_adapter.split(model)
   _check_params(model, variables)
-  return model_facts.of_nnx(model, apply_fn, variables, sample_input), variables
+  call_arguments.check_nnx(model, sample_input, init_kwargs)
+  facts = model_facts.of_nnx(
+    model, apply_fn, variables, sample_input, init_kwargs
+  )
+  return facts, variables
 
 
-def trace(model: Any, rng: Any, sample_input: Any) -> Initializer:
+def trace(
+  model: Any, rng: Any, sample_input: Any, init_kwargs: Mapping[str, Any] = {}
+) -> Initializer:
   """Traces the initialization of a model; allocates and compiles nothing.
 
   Args:
-    model: As in `create_train_state`, like the other two.
+    model: As in `create_train_state`, like the other three.
     rng: See there.
     sample_input: See there.
+    init_kwargs: See there.
 
   Raises:
     TypeError, ValueError: See `create_train_state`.
   """
   if isinstance(model, nn.Module):
-    initialize, args = _linen_initializer(model, rng, sample_input)
+    initialize, args = _linen_initializer(model, rng, sample_input, init_kwargs)
     traced = jax.jit(initialize).trace(*args)
     _check_params(model, traced.out_info)
     facts = model_facts.of_linen(model, traced.jaxpr)
@@ -99,13 +108,18 @@ def trace(model: Any, rng: Any, sample_input: Any) -> Initializer:
   if isinstance(model, nnx.Module):
     apply_fn, variables = nnx_adapter.split(model, boxed=True, copy=False)
     _check_params(model, variables)
+    call_arguments.check_nnx(model, sample_input, init_kwargs)
     return Initializer(
       # Copies: donating the state must not delete the arrays of the module.
       lambda variables: jax.tree.map(jnp.copy, variables),
       (specs_lib.unbox(variables),),
       variables,
       model_facts.of_nnx(
-        model, apply_fn, specs_lib.unbox(variables), sample_input
+        model,
+        apply_fn,
+        specs_lib.unbox(variables),
+        sample_input,
+        init_kwargs,
       ),
       args_are_variables=True,
     )
@@ -118,8 +132,16 @@ def trace(model: Any, rng: Any, sample_input: Any) -> Initializer:
       module = _construct_nnx(model, rng)
     apply_fn, variables = nnx_adapter.split(module, boxed=True)
     _check_params(module, variables)
-    unboxed = specs_lib.unbox(variables)
-    models.append(model_facts.of_nnx(module, apply_fn, unboxed, sample_input))
+    call_arguments.check_nnx(module, sample_input, init_kwargs)
+    models.append(
+      model_facts.of_nnx(
+        module,
+        apply_fn,
+        specs_lib.unbox(variables),
+        sample_input,
+        init_kwargs,
+      )
+    )
     return variables
 
   _check_function(model)
@@ -129,7 +151,10 @@ def trace(model: Any, rng: Any, sample_input: Any) -> Initializer:
 
 
 def _linen_initializer(
-  model: nn.Module, rng: Any, sample_input: Any
+  model: nn.Module,
+  rng: Any,
+  sample_input: Any,
+  init_kwargs: Mapping[str, Any],
 ) -> tuple[Callable[..., dict[str, PyTree]], tuple[Any, dict[int, Any]]]:
   """Returns a traceable function that initializes `model`, and its arguments.
 
@@ -137,14 +162,14 @@ def _linen_initializer(
   the parameters, where `flax.training.train_state.TrainState` expects it.
   """
   _check_rng(rng)
-  # `type(...) is`: a NamedTuple is one argument.
-  inputs = sample_input if type(sample_input) is tuple else (sample_input,)
-  leaves, treedef = jax.tree.flatten(inputs)
-  if not leaves:
+  inputs = call_arguments.positional(sample_input)
+  init_kwargs = dict(init_kwargs)
+  leaves, treedef = jax.tree.flatten((inputs, init_kwargs))
+  if not jax.tree.leaves(inputs) and not init_kwargs:
     raise ValueError(
       f"sample_input must be one input of the model, got {sample_input!r}."
     )
-  _check_inputs(model, inputs)
+  call_arguments.check_linen(model, inputs, init_kwargs)
   # Only arrays are traced: a model may branch on a flag such as train=True.
   arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, _ARRAYS)}
 
@@ -152,8 +177,9 @@ def _linen_initializer(
   # in the program, and could not place them on the mesh.
   def initialize(rng: Any, arrays: dict[int, Any]) -> dict[str, PyTree]:
     given = [model_facts.zeros(arrays.get(i, x)) for i, x in enumerate(leaves)]
+    args, kwargs = jax.tree.unflatten(treedef, given)
     try:
-      variables = dict(model.init(rng, *jax.tree.unflatten(treedef, given)))
+      variables = dict(model.init(rng, *args, **kwargs))
     except Exception as e:
       # Flax's message often says only how a layer failed, not on which input.
       if isinstance(sample_input, Mapping):
@@ -164,10 +190,15 @@ def _linen_initializer(
           f"({type(e).__name__}). Pass the input of a batch, not the batch, "
           f"such as batch[{first!r}]."
         ) from e
+      by_name = "".join(
+        f", {name}={jax.tree.map(_describe, value)}"
+        for name, value in init_kwargs.items()
+      )
       e.add_note(
         f"{type(model).__name__} was called with sample_input="
-        f"{jax.tree.map(_describe, sample_input)}. A tuple is a list of "
-        "positional arguments, such as (inputs, False)."
+        f"{jax.tree.map(_describe, sample_input)}{by_name}. A tuple is a list "
+        "of positional arguments; further keyword arguments of "
+        "create_train_state, such as train=False, are passed by name."
       )
       raise
     # A state of Flax's TrainState has both collections in its `params`.
@@ -178,36 +209,6 @@ def _linen_initializer(
     return variables
 
   return initialize, (rng, arrays)
-
-
-def _check_inputs(model: nn.Module, inputs: tuple[Any, ...]) -> None:
-  """Raises a TypeError if the model's call needs further arguments."""
-  name = f"{type(model).__name__}.__call__"
-  try:
-    parameters = inspect.signature(model.__call__).parameters.values()
-  except (TypeError, ValueError, AttributeError):
-    return  # `init` reports what it cannot call
-  required = [p for p in parameters if p.default is p.empty]
-  by_position = [
-    p
-    for p in required
-    if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-  ]
-  missing = [p.name for p in by_position[len(inputs) :]]
-  if missing:
-    given = ", ".join(p.name for p in by_position[: len(inputs)])
-    values = ", ".join("False" if n.startswith("train") else n for n in missing)
-    raise TypeError(
-      f"{name} needs {', '.join(missing)} as well. Pass a tuple, the list of "
-      f"positional arguments: sample_input=({given}, {values})."
-    )
-  by_name = [p.name for p in required if p.kind is p.KEYWORD_ONLY]
-  if by_name:
-    raise TypeError(
-      f"{name} needs {', '.join(by_name)} by name, and sample_input passes "
-      f"arguments by position: give it a default value, as in "
-      f"{by_name[0]}: bool = False."
-    )
 
 
 def _describe(leaf: Any) -> Any:

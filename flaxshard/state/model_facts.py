@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from flaxshard.core import tracing
 from flaxshard.core.policy import Policy
+from flaxshard.state import call_arguments
 
 PyTree = Any
 
@@ -52,16 +54,21 @@ def of_linen(model: nn.Module, program: Any) -> Model:
 
 
 def of_nnx(
-  module: nnx.Module, apply_fn: Any, variables: PyTree, sample_input: Any
+  module: nnx.Module,
+  apply_fn: Any,
+  variables: PyTree,
+  sample_input: Any,
+  kwargs: Mapping[str, Any] = {},
 ) -> Model:
-  """Returns the facts about an NNX module, from a call with its input."""
+  """Returns the facts about an NNX module, from a call with its arguments."""
   computes_in = None
   if sample_input is not None:
-    inputs = sample_input if type(sample_input) is tuple else (sample_input,)
+    inputs = call_arguments.positional(sample_input)
 
     # Only variables are traced: a module may branch on a flag.
     def forward(variables: PyTree) -> Any:
-      return apply_fn(variables, *jax.tree.map(zeros, inputs), mutable=True)
+      args, by_name = jax.tree.map(zeros, (inputs, dict(kwargs)))
+      return apply_fn(variables, *args, mutable=True, **by_name)
 
     try:
       computes_in = _dtypes_of(jax.make_jaxpr(forward)(variables))

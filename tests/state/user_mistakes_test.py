@@ -233,13 +233,12 @@ def create_state(model, rng, sample_input):
   return fs.create_train_state(model, rng, sample_input, optax.sgd(0.1))
 
 
-def test_required_train_argument():
+@pytest.mark.parametrize("model", [NeedsTrain(), NeedsTrainByName()])
+def test_required_train_argument(model):
   x = jnp.ones((1, 3))
-  message = message_of(TypeError, create_state, NeedsTrain(), KEY, x)
-  assert "sample_input=(x, False)" in message
-  assert create_state(NeedsTrain(), KEY, (x, False)).params
-  message = message_of(TypeError, create_state, NeedsTrainByName(), KEY, x)
-  assert "train: bool = False" in message
+  message = message_of(TypeError, create_state, model, KEY, x)
+  assert "create_train_state(..., train=False)" in message
+  assert fs.create_train_state(model, KEY, x, optax.sgd(0.1), train=False)
 
 
 def test_batch_as_sample_input():
