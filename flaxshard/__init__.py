@@ -36,6 +36,7 @@ if TYPE_CHECKING:
   from flaxshard.analysis.plan import plan
   from flaxshard.analysis.search import largest_batch
   from flaxshard.checkpoint import Checkpointer
+  from flaxshard.train import config
 
 __all__ = [
   "AGN",
@@ -57,6 +58,7 @@ __all__ = [
   "check",
   "checkpoint",
   "compare_plans",
+  "config",
   "create_train_state",
   "data",
   "get_replica_context",
@@ -82,8 +84,11 @@ _LAZY_NAMES = {
   "plan": "flaxshard.analysis.plan",
 }
 
-# Names from before the modules stood in packages.
-_ALIASES = {"divergence": "flaxshard.state.replica_groups"}
+# Modules with another name; "divergence" is from before there were packages.
+_ALIASES = {
+  "config": "flaxshard.train.config",
+  "divergence": "flaxshard.state.replica_groups",
+}
 
 
 def __getattr__(name: str) -> Any:

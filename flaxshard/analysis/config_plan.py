@@ -48,7 +48,7 @@ def plan_config(config: Any, topology: str) -> plan_lib.Plan:
 
   Args:
     config: An `ml_collections.ConfigDict` or a dict; see
-      `flaxshard.train.config`.
+      docs/config.md.
     topology: Name of the devices, such as `"v5p:4x4x8"`; see `Topology.named`.
 
   Raises:

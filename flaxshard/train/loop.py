@@ -52,7 +52,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
 
   Args:
     config: An `ml_collections.ConfigDict` or a dict; see
-      `flaxshard.train.config`.
+      docs/config.md.
     workdir: The folder for `checkpoints/`, `metrics.jsonl`, TensorBoard events,
       `training.png` and `config.json`, on a file system or in a bucket:
       `gs://bucket/run` or `s3://bucket/run`. If it has a checkpoint, training

@@ -46,14 +46,19 @@ def make(**fields):
   return config
 
 
-REQUIRED = list(make())
+REQUIRED = ("model", "data", "batch_size", "num_train_steps", "learning_rate")
+FIELDS = list(config_lib.defaults())
 
 
 def test_defaults_are_filled_in():
-  checked = config_lib.check(make(mesh={}))
+  given = make()
+  checked = config_lib.check({name: given[name] for name in REQUIRED})
   assert isinstance(checked, ml_collections.ConfigDict)
   assert checked.to_dict() == make(
-    mesh=mesh(),
+    wrappers=(),
+    log_every_steps=100,
+    eval_every_steps=1000,
+    checkpoint_every_steps=1000,
     optimizer={"name": "adamw"},
     schedule={"name": "constant"},
     on_nonfinite="stop",
@@ -67,6 +72,24 @@ def test_defaults_are_filled_in():
     resume="auto",
   )
   assert config_lib.check(checked).to_dict() == checked.to_dict()
+
+
+def test_a_config_starts_from_the_defaults():
+  config = config_lib.defaults()
+  checked = config_lib.check(make())
+  assert list(config) == list(checked)
+  for name in REQUIRED:
+    with pytest.raises(ValueError, match=rf"^config\.{name} is missing"):
+      config_lib.check(config)
+    config[name] = make()[name]
+  config.mesh.rules = "fsdp"  # another type than that of the default
+  config.optimizer.weight_decay = 0.1
+  checked = config_lib.check(config)
+  assert checked.mesh.to_dict() == mesh(rules="fsdp")
+  assert checked.optimizer.to_dict() == {"name": "adamw", "weight_decay": 0.1}
+  # Each call returns dicts of its own.
+  assert "weight_decay" not in config_lib.defaults().optimizer
+  assert config_lib.check(make()).optimizer.to_dict() == {"name": "adamw"}
 
 
 def test_given_values_are_kept():
@@ -113,7 +136,7 @@ def test_missing_fields_raise():
 @pytest.mark.parametrize(
   ("where", "config", "fields", "hint"),
   [
-    ("config.bach_size", make(bach_size=16), REQUIRED, "'batch_size'"),
+    ("config.bach_size", make(bach_size=16), FIELDS, "'batch_size'"),
     ("config.mesh.replicas", make(mesh={"replicas": 8}), mesh(), "'replica'"),
   ],
 )
@@ -159,7 +182,7 @@ CHOICES = [
 PARTS = [
   (
     ("model", "data", "optimizer", "schedule"),
-    ("cnn", {}, {"size": 1}, {"name": 3}, None),
+    ("cnn", {"size": 1}, {"name": 3}, ()),
     "'name'",
   ),
   (

@@ -1,0 +1,16 @@
+"""Training configs: their fields, defaults, checks and files.
+
+A config is an `ml_collections.ConfigDict` that has what differs from the
+defaults. `python -m flaxshard --help=config` and docs/config.md list the
+fields.
+"""
+
+from flaxshard.train.config.checking import check
+from flaxshard.train.config.checking import defaults
+from flaxshard.train.config.definition import BEST_MODES
+
+__all__ = ["BEST_MODES", "check", "defaults"]
+
+
+def __dir__() -> list[str]:
+  return sorted(__all__)

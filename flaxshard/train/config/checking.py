@@ -1,0 +1,156 @@
+"""Checks configs, and fills in their defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_collections
+from ml_collections import config_dict
+
+from flaxshard import wrappers
+from flaxshard.core import checks
+from flaxshard.train.config import definition
+from flaxshard.train.config.definition import Field
+
+
+def defaults() -> ml_collections.ConfigDict:
+  """Returns a config with every field, to start one's own from.
+
+  Required fields are None, or `{}` where a dict is to be set. `check` raises if
+  they stay so.
+
+  Returns:
+    An unlocked config. Its fields take values of any type: `check` checks them.
+
+  Example:
+    >>> config = defaults()
+    >>> config.model = {"name": "cnn"}
+    >>> config.mesh.replica = 2
+    >>> config.optimizer.name, config.batch_size
+    ('adamw', None)
+  """
+  return ml_collections.ConfigDict(
+    {field.name: _default(field) for field in definition.FIELDS},
+    # A field may have several types: `config.mesh.rules = "fsdp"`.
+    type_safe=False,
+  )
+
+
+def check(config: Any) -> ml_collections.ConfigDict:
+  """Checks a config and fills in the defaults.
+
+  Args:
+    config: A `ConfigDict` or a dict, with some or all of the fields.
+
+  Returns:
+    A locked copy with every field.
+
+  Raises:
+    ValueError: A field is missing or unknown (the message lists similar names),
+      or its value is not allowed.
+    TypeError: `config` is not a config, or `wrappers` is not a sequence of
+      names and `(name, arguments)` pairs.
+
+  Example:
+    >>> config = check({
+    ...   "model": {"name": "cnn"}, "data": {"name": "digits"},
+    ...   "batch_size": 64, "num_train_steps": 100, "learning_rate": 1e-3})
+    >>> config.optimizer.name, config.mesh.replica
+    ('adamw', -1)
+  """
+  if not isinstance(config, (Mapping, ml_collections.ConfigDict)):
+    # absl's flag holds a config file that failed to load as an object that
+    # raises the file's error when any attribute is read.
+    getattr(config, "model", None)
+    raise TypeError(f"config must be a ConfigDict, got {type(config)}.")
+  given = {name: _to_dict(config[name]) for name in config}
+  checked = _check_fields("config", definition.FIELDS, given)
+  _check_mesh(checked["mesh"])
+  _check_kept_checkpoints(checked)
+  wrappers.from_config(checked["wrappers"])
+  # Locked, not frozen: a FrozenConfigDict cannot hold the dicts in `wrappers`.
+  return ml_collections.ConfigDict(checked).lock()
+
+
+def _default(field: Field) -> Any:
+  """Returns the value of a field in `defaults`."""
+  if field.fields:
+    return {inner.name: _default(inner) for inner in field.fields}
+  if field.default is not definition.REQUIRED:
+    return _to_dict(field.default)
+  # A ConfigDict holds a dict that replaces a placeholder as a plain dict.
+  is_dict = field.kind.type is dict
+  return {} if is_dict else config_dict.placeholder(field.kind.type)
+
+
+def _check_fields(
+  where: str, fields: Sequence[Field], given: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns the checked value or the default of each field."""
+  names = [field.name for field in fields]
+  for name in given:
+    if name not in names:
+      raise ValueError(
+        f"{where}.{name} is not a field; the fields are {', '.join(names)}."
+        f"{checks.did_you_mean(name, names)}"
+      )
+  values = {}
+  for field in fields:
+    place = f"{where}.{field.name}"
+    value = given.get(field.name, _to_dict(field.default))
+    if field.default is definition.REQUIRED and (
+      # As in `defaults`.
+      value is definition.REQUIRED or value is None or value == {}
+    ):
+      raise ValueError(
+        f"{place} is missing, and has no default: it must be "
+        f"{field.kind.allowed}."
+      )
+    value = field.kind.check(place, value)
+    if field.fields:
+      value = _check_fields(place, field.fields, value)
+    values[field.name] = value
+  return values
+
+
+def _to_dict(value: Any) -> Any:
+  # A deep copy: changing the checked config leaves the given one as it is.
+  if isinstance(value, ml_collections.ConfigDict):
+    return value.to_dict()
+  if isinstance(value, Mapping):
+    return {key: _to_dict(item) for key, item in value.items()}
+  return value
+
+
+def _check_mesh(mesh: Mapping[str, Any]) -> None:
+  if mesh["axes"] and mesh["logical_devices"] != 1:
+    raise ValueError(
+      f"config.mesh.logical_devices={mesh['logical_devices']} must be 1 if "
+      f"config.mesh.axes={mesh['axes']!r} names the axes of the logical "
+      "devices."
+    )
+
+
+def _check_kept_checkpoints(config: Mapping[str, Any]) -> None:
+  """Raises if a checkpoint is to be kept that is never saved or rated."""
+  every = config["checkpoint_every_steps"]
+  keep_every = config["keep_every_steps"]
+  if keep_every % every:
+    raise ValueError(
+      f"config.keep_every_steps={keep_every} must be 0 or a multiple of "
+      f"config.checkpoint_every_steps={every}: other steps are not saved."
+    )
+  if config["best_metric"] == "none":
+    if config["keep_best"] != 1:
+      raise ValueError(
+        f"config.keep_best={config['keep_best']} needs config.best_metric, "
+        f"one of {', '.join(map(repr, definition.BEST_MODES))}."
+      )
+  elif every % config["eval_every_steps"]:
+    raise ValueError(
+      f"config.checkpoint_every_steps={every} must be a multiple of "
+      f"config.eval_every_steps={config['eval_every_steps']} with "
+      f"config.best_metric={config['best_metric']!r}: a checkpoint is rated by "
+      "the evaluation of its step."
+    )

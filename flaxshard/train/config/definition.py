@@ -1,0 +1,256 @@
+"""The fields of a training config: types, defaults and meanings.
+
+`check`, `defaults`, the flags of the command line, `--help=config` and
+docs/config.md all follow from this table. Fields stand in the order in which
+they are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from flaxshard.core import policy
+from flaxshard.train.config import kinds
+from flaxshard.train.config.kinds import Kind
+
+# Whether a larger or a smaller value of a `config.best_metric` is better.
+BEST_MODES = {"eval_accuracy": "max", "eval_loss": "min"}
+
+# The default of a field that every config must have.
+REQUIRED: Any = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+  """A field of a config.
+
+  Attributes:
+    name: The name.
+    kind: The values that are allowed.
+    default: The value if a config does not spell the field, or `REQUIRED`.
+    meaning: What the field does, in Markdown.
+    fields: The fields of a dict with fixed fields.
+  """
+
+  name: str
+  kind: Kind
+  default: Any
+  meaning: str
+  fields: tuple[Field, ...] = ()
+
+
+MESH = (
+  Field(
+    "replica",
+    kinds.replicas(),
+    -1,
+    "Number of replicas, which share a batch; -1 uses as many as fit the "
+    "devices.",
+  ),
+  Field("logical_devices", kinds.integer(1), 1, "Devices of each replica."),
+  Field(
+    "axes",
+    kinds.axes(),
+    (),
+    'Named logical axes, such as `(("model", 2),)`, instead of a number of '
+    "logical devices.",
+  ),
+  Field(
+    "rules",
+    kinds.partitioning_rules(),
+    (),
+    'How parameters are split: `("fsdp",)`, `(("kernel$", (None, "model")),)`; '
+    "see `flaxshard.partitioning.rules.from_config`.",
+  ),
+  Field(
+    "split",
+    kinds.split(),
+    {},
+    "Pieces that an array of the batch is split into over the logical devices, "
+    'by key, one number for each dimension: `{"inputs": (1, 2, 4, 1)}`.',
+  ),
+  Field(
+    "per_replica",
+    kinds.boolean(),
+    False,
+    "Runs the step once per replica, as `Strategy.run` does.",
+  ),
+  Field(
+    "virtual_devices",
+    kinds.integer(0),
+    0,
+    "Number of virtual CPU devices to run on instead of the devices of this "
+    "machine. It is the number over all processes: each gets an equal share.",
+  ),
+)
+
+# Titles, and the fields below them.
+SECTIONS: dict[str, tuple[Field, ...]] = {
+  "Model and data": (
+    Field(
+      "model",
+      kinds.named(),
+      REQUIRED,
+      "The model and its arguments; see `flaxshard.models.create`.",
+    ),
+    Field(
+      "data",
+      kinds.named(),
+      REQUIRED,
+      "The data and its arguments; see `flaxshard.data.load`.",
+    ),
+    Field(
+      "batch_size",
+      kinds.integer(1),
+      REQUIRED,
+      "Examples in a batch, over all replicas and processes.",
+    ),
+    Field(
+      "num_train_steps",
+      kinds.integer(1),
+      REQUIRED,
+      "Step at which training ends.",
+    ),
+    Field(
+      "seed",
+      kinds.integer(0),
+      0,
+      "Seed of the initialization, the data order and dropout.",
+    ),
+  ),
+  "Optimization": (
+    Field(
+      "learning_rate",
+      kinds.positive(),
+      REQUIRED,
+      "Peak of the learning-rate schedule.",
+    ),
+    Field(
+      "schedule",
+      kinds.named(),
+      {"name": "constant"},
+      'The learning rate over the steps: `"constant"`, `"cosine"` (with '
+      '`warmup_steps`) or `"package.module:function"`; see '
+      "`flaxshard.core.optimizer.create`.",
+    ),
+    Field(
+      "optimizer",
+      kinds.named(),
+      {"name": "adamw"},
+      'An optax optimizer and its arguments, or `"package.module:function"`; '
+      "`clip_by_global_norm` is the largest norm of all gradients together. "
+      "See `flaxshard.core.optimizer.create`.",
+    ),
+    Field(
+      "precision",
+      kinds.one_of(*policy.NAMES),
+      "float32",
+      "Dtype of the computation; parameters are float32.",
+    ),
+    Field(
+      "wrappers",
+      kinds.wrappers(),
+      (),
+      'Wrappers of the optimizer, outermost first: `(("loss_scale", {"scale": '
+      '"dynamic"}),)`; see `flaxshard.wrappers.from_config`.',
+    ),
+  ),
+  "Devices": (
+    Field(
+      "mesh",
+      kinds.fields(*(field.name for field in MESH)),
+      {},
+      "The devices, and how arrays are split over them.",
+      MESH,
+    ),
+  ),
+  "Metrics and evaluation": (
+    Field(
+      "log_every_steps",
+      kinds.integer(1),
+      100,
+      "Steps between two rows of metrics.",
+    ),
+    Field(
+      "eval_every_steps",
+      kinds.integer(1),
+      1000,
+      "Steps between two evaluations. The last step is evaluated as well.",
+    ),
+    Field(
+      "writer",
+      kinds.one_of("tensorboard", "clu", "none"),
+      "tensorboard",
+      'Event writer; `"clu"` needs TensorFlow.',
+    ),
+    Field(
+      "profile_steps",
+      kinds.steps_range(),
+      (),
+      "`(first, last)` step to trace into `workdir/profile`.",
+    ),
+  ),
+  "Checkpoints": (
+    Field(
+      "checkpoint_every_steps",
+      kinds.integer(1),
+      1000,
+      "Steps between two checkpoints. The last step is saved as well.",
+    ),
+    Field(
+      "checkpoint_every_minutes",
+      kinds.not_negative(),
+      0,
+      "Also saves with a row of metrics when the last save is at least this "
+      "many minutes old; 0 turns it off.",
+    ),
+    Field(
+      "max_to_keep",
+      kinds.integer(1),
+      3,
+      "Number of newest checkpoints to keep.",
+    ),
+    Field(
+      "keep_every_steps",
+      kinds.integer(0),
+      0,
+      "Also keeps checkpoints at multiples of this; 0 keeps none of them.",
+    ),
+    Field(
+      "best_metric",
+      kinds.one_of("none", *BEST_MODES),
+      "none",
+      "Also keeps the checkpoints that are best by this metric.",
+    ),
+    Field(
+      "keep_best",
+      kinds.integer(1),
+      1,
+      "Number of best checkpoints to keep.",
+    ),
+  ),
+  "The run": (
+    Field(
+      "resume",
+      kinds.one_of("auto", "extend"),
+      "auto",
+      'What to do in a workdir with a finished run: `"auto"` returns its state '
+      'if the config is the same, and is an error otherwise; `"extend"` trains '
+      "on to a later `num_train_steps`.",
+    ),
+    Field(
+      "on_nonfinite",
+      kinds.one_of("stop", "continue"),
+      "stop",
+      'What a run does that diverges: `"stop"` with an error, or `"continue"`. '
+      "It diverges at a non-finite loss when no wrapper skips the step, at a "
+      "non-finite evaluation, with non-finite parameters at a save, and after "
+      "20 skipped steps in a row with a loss scale at its floor.",
+    ),
+  ),
+}
+
+FIELDS: tuple[Field, ...] = tuple(
+  field for fields in SECTIONS.values() for field in fields
+)

@@ -1,0 +1,189 @@
+"""The kinds of values that config fields have, and how each is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+from flaxshard.core import checks
+from flaxshard.partitioning import rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+  """The values that a field may have.
+
+  Attributes:
+    type: Python type of the values. If there are several, the type of which
+      text from the command line is read: `str` takes the text as it is, `bool`
+      takes true and false, others take a Python literal.
+    allowed: What is allowed, for `--help=config`.
+    check: `check(field, value)` returns the value, or raises a ValueError that
+      names the field, the value and what is allowed.
+  """
+
+  type: type
+  allowed: str
+  check: Callable[[str, Any], Any]
+
+
+def integer(minimum: int) -> Kind:
+  """Returns the kind of integers of at least `minimum`."""
+  check = functools.partial(checks.integer, minimum=minimum)
+  return Kind(int, f"integer, at least {minimum}", check)
+
+
+def positive() -> Kind:
+  """Returns the kind of numbers above 0."""
+  # Below float32's largest number, 3.4e38: schedules compute in float32.
+  check = functools.partial(checks.number, above=0, below=1e38)
+  return Kind(float, "number above 0", check)
+
+
+def not_negative() -> Kind:
+  """Returns the kind of numbers of at least 0."""
+  check = functools.partial(checks.number, minimum=0, below=1e38)
+  return Kind(float, "number, at least 0", check)
+
+
+def boolean() -> Kind:
+  """Returns the kind of booleans."""
+  return Kind(bool, "True or False", checks.boolean)
+
+
+def one_of(*allowed: str) -> Kind:
+  """Returns the kind of a few strings."""
+  check = functools.partial(checks.one_of, allowed=allowed)
+  return Kind(str, " or ".join(f'"{a}"' for a in allowed), check)
+
+
+def named() -> Kind:
+  """Returns the kind of dicts with a name and arguments."""
+  return Kind(dict, '{"name": ..., **arguments}', _check_named)
+
+
+def wrappers() -> Kind:
+  """Returns the kind of `config.wrappers`."""
+  # `wrappers.from_config` checks them: a wrong type is a TypeError.
+  return Kind(tuple, "(name, {**arguments}) pairs", lambda field, value: value)
+
+
+def steps_range() -> Kind:
+  """Returns the kind of `()` and `(first step, last step)`."""
+  return Kind(tuple, "() or (first step, last step)", _check_steps_range)
+
+
+def replicas() -> Kind:
+  """Returns the kind of `config.mesh.replica`."""
+  return Kind(int, "-1, or integer of at least 1", _check_replicas)
+
+
+def axes() -> Kind:
+  """Returns the kind of `config.mesh.axes`."""
+  return Kind(tuple, "(name, size) pairs", _check_axes)
+
+
+def partitioning_rules() -> Kind:
+  """Returns the kind of `config.mesh.rules`."""
+  return Kind(tuple, "rules", _check_rules)
+
+
+def split() -> Kind:
+  """Returns the kind of `config.mesh.split`."""
+  return Kind(dict, "{key: (pieces, ...)}", _check_split)
+
+
+def fields(*names: str) -> Kind:
+  """Returns the kind of a dict with some of these fields."""
+  check = functools.partial(_check_dict, names=names)
+  return Kind(dict, "dict of the fields below", check)
+
+
+def _is_int(value: Any) -> bool:
+  return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_dict(field: str, value: Any, names: Sequence[str]) -> Any:
+  if not isinstance(value, dict):
+    raise ValueError(
+      f"{field} must be a dict with {', '.join(names)}, got {value!r}."
+    )
+  return value
+
+
+def _check_named(field: str, value: Any) -> Any:
+  if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    raise ValueError(
+      f"{field} must be a dict with a 'name' and the arguments of what it "
+      f"names, got {value!r}."
+    )
+  return value
+
+
+def _check_steps_range(field: str, value: Any) -> Any:
+  is_range = isinstance(value, (tuple, list)) and (
+    len(value) == 0
+    or (len(value) == 2 and all(map(_is_int, value)) and value[0] > 0)
+  )
+  if not is_range or list(value) != sorted(value):
+    raise ValueError(
+      f"{field} must be () or (first step, last step), got {value!r}."
+    )
+  return value
+
+
+def _check_replicas(field: str, value: Any) -> int:
+  if not _is_int(value) or not (value == -1 or value > 0):
+    raise ValueError(
+      f"{field} must be a number of replicas, or -1 for as many as fit, got "
+      f"{value!r}."
+    )
+  return value
+
+
+def _is_axis(value: Any) -> bool:
+  return (
+    isinstance(value, (tuple, list))
+    and len(value) == 2
+    and isinstance(value[0], str)
+    # The strategy adds the axis "replica" itself.
+    and value[0] not in ("", "replica")
+    and _is_int(value[1])
+    and value[1] > 0
+  )
+
+
+def _check_axes(field: str, value: Any) -> Any:
+  if (
+    not isinstance(value, (tuple, list))
+    or not all(map(_is_axis, value))
+    or len({name for name, _ in value}) < len(value)
+  ):
+    raise ValueError(
+      f"{field} must be (name, size) pairs such as (('model', 2),), with "
+      f"different names other than 'replica', got {value!r}."
+    )
+  return value
+
+
+def _check_split(field: str, value: Any) -> Any:
+  if not isinstance(value, dict) or not all(
+    isinstance(pieces, (tuple, list)) and all(map(_is_int, pieces))
+    for pieces in value.values()
+  ):
+    raise ValueError(
+      f"{field} must be a dict from keys of the batch to numbers of pieces, "
+      f"such as {{'inputs': (1, 2, 4, 1)}}, got {value!r}."
+    )
+  return value
+
+
+def _check_rules(field: str, value: Any) -> Any:
+  try:
+    rules.from_config(value, argument=field)
+  except TypeError as e:
+    # Every invalid field is a ValueError.
+    raise ValueError(str(e)) from e
+  return value
