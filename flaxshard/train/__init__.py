@@ -4,15 +4,21 @@ import importlib
 from typing import Any, TYPE_CHECKING
 
 if TYPE_CHECKING:
+  from flaxshard.train.hooks import HookError
   from flaxshard.train.loop import train_and_evaluate
 
-__all__ = ["train_and_evaluate"]
+__all__ = ["HookError", "train_and_evaluate"]
+
+# Imported when asked for: a config needs neither Orbax nor Grain.
+_MODULES = {
+  "HookError": "flaxshard.train.hooks",
+  "train_and_evaluate": "flaxshard.train.loop",
+}
 
 
 def __getattr__(name: str) -> Any:
-  # Imported when asked for: a config needs neither Orbax nor Grain.
-  if name == "train_and_evaluate":
-    return importlib.import_module("flaxshard.train.loop").train_and_evaluate
+  if name in _MODULES:
+    return getattr(importlib.import_module(_MODULES[name]), name)
   raise AttributeError(f"module 'flaxshard.train' has no attribute {name!r}")
 
 

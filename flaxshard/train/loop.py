@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import json
@@ -33,6 +33,8 @@ from flaxshard.train import config as config_lib
 from flaxshard.train import console
 from flaxshard.train import devices
 from flaxshard.train import divergence
+from flaxshard.train import early_stopping
+from flaxshard.train import hooks as hooks_lib
 from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import preemption
 from flaxshard.train import report
@@ -47,7 +49,9 @@ from flaxshard.wrappers import stack
 _log = logging.getLogger(__name__)
 
 
-def train_and_evaluate(config: Any, workdir: str) -> TrainState:
+def train_and_evaluate(
+  config: Any, workdir: str, *, hooks: Sequence[hooks_lib.Hook] = ()
+) -> TrainState:
   """Trains the model of a config, or continues the run of a workdir.
 
   Args:
@@ -59,6 +63,8 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       continues from there, with the same result as without an interruption.
       All processes must see the same folder. Process 0 writes in it; the others
       write their parts of checkpoints only.
+    hooks: Functions that are called after those of `config.hooks`; see
+      `flaxshard.train.hooks`.
 
   Rows of metrics are printed, unless logging is configured: then they are lines
   of the logger `"flaxshard"` at INFO. A terminal and a notebook also show a
@@ -79,6 +85,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
       applied step, an evaluation, or parameters to be saved became infinite or
       NaN, or wrappers skipped 20 steps in a row with a loss scale at its floor.
     SaveError: A checkpoint could not be written. It is raised at the next step.
+    HookError: A hook raised an exception. Checkpoints stay.
     SystemExit: After Ctrl-C, SIGTERM or JAX's notice of preemption, once a
       checkpoint is saved. The code is 128 plus the number of the signal. In
       IPython, Ctrl-C or Stop returns the saved state instead.
@@ -99,7 +106,7 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
     # After jax.distributed.initialize without flaxshard.initialize.
     failures.watch()
     with console.quiet_other_processes(), failures.share():
-      state, signum = _train_and_evaluate(config, workdir, strategy)
+      state, signum = _train_and_evaluate(config, workdir, strategy, hooks)
   if signum is not None and not preemption.returns_to_notebook(signum):
     # The exit code that a shell reports for a process ended by the signal.
     raise SystemExit(128 + signum)
@@ -107,7 +114,10 @@ def train_and_evaluate(config: Any, workdir: str) -> TrainState:
 
 
 def _train_and_evaluate(
-  config: Any, workdir: str, strategy: Strategy
+  config: Any,
+  workdir: str,
+  strategy: Strategy,
+  hooks: Sequence[hooks_lib.Hook],
 ) -> tuple[TrainState, int | None]:
   """Returns the last state, and the signal that stopped the run, if any."""
   workdir = files.absolute(workdir)
@@ -115,6 +125,9 @@ def _train_and_evaluate(
     directories.check_writable("workdir", workdir)
   same_run.check_workdir(workdir)
   charts.require_packages(config.writer)
+  call_hooks = hooks_lib.create(
+    config.hooks, hooks, config=config, workdir=workdir
+  )
   # Traces the train step, so that an invalid config is found before anything
   # is written or compiled.
   setup = setup_lib.create_setup(config, strategy)
@@ -123,12 +136,21 @@ def _train_and_evaluate(
 
   # The inner block tells the other processes of an error before the run is
   # closed: that may wait for them.
-  with _open_run(setup, workdir) as run, failures.share():
+  with _open_run(setup, workdir, call_hooks) as run, failures.share():
     state, first_step = _restore_or_create(setup, run)
     same_run.check_step("the restored step", first_step)
+    stopping = early_stopping.resume(config.early_stopping, workdir, first_step)
     signum = None
-    if first_step < config.num_train_steps:
-      state, signum = _train(setup, run, state, first_step)
+    if stopping.stopped_step is not None:
+      _log.warning(
+        "nothing to train: the run in %s stopped early at step %d: %s",
+        workdir,
+        stopping.stopped_step,
+        stopping.reason,
+      )
+      report.draw(config, workdir)
+    elif first_step < config.num_train_steps:
+      state, signum = _train(setup, run, state, first_step, stopping)
     else:
       _log.warning(
         "nothing to train: step %d of config.num_train_steps=%d is done in %s",
@@ -151,16 +173,20 @@ class _Run:
     stop_request: The signal that this process received, if any.
     train_iter: The training batches; checkpoints hold its position.
     checkpointer: The checkpointer of `workdir/checkpoints`.
+    call_hooks: Calls the hooks with a step, the state and a row of metrics.
   """
 
   workdir: str
   stop_request: preemption.StopRequest
   train_iter: distribute.DistributedIterator
   checkpointer: checkpoint.Checkpointer
+  call_hooks: hooks_lib.Hooks
 
 
 @contextlib.contextmanager
-def _open_run(setup: setup_lib.Setup, workdir: str) -> Iterator[_Run]:
+def _open_run(
+  setup: setup_lib.Setup, workdir: str, call_hooks: hooks_lib.Hooks
+) -> Iterator[_Run]:
   config = setup.config
   checkpoint_dir = os.path.join(workdir, "checkpoints")
   with contextlib.ExitStack() as exit_stack:
@@ -183,7 +209,7 @@ def _open_run(setup: setup_lib.Setup, workdir: str) -> Iterator[_Run]:
         config=json.loads(config.to_json()),
       )
     )
-    yield _Run(workdir, stop_request, train_iter, checkpointer)
+    yield _Run(workdir, stop_request, train_iter, checkpointer, call_hooks)
 
 
 def _restore_or_create(
@@ -207,7 +233,11 @@ def _restore_or_create(
 
 
 def _train(
-  setup: setup_lib.Setup, run: _Run, state: TrainState, first_step: int
+  setup: setup_lib.Setup,
+  run: _Run,
+  state: TrainState,
+  first_step: int,
+  stopping: early_stopping.EarlyStopping,
 ) -> tuple[TrainState, int | None]:
   """Trains from `first_step` to the last step, or until a signal.
 
@@ -216,6 +246,7 @@ def _train(
     the last step, or None.
   """
   config = setup.config
+  early_stopping.warn_if_too_short(config)
   resume.write(config, run.workdir, len(setup.splits.train))
   _log_state(state, first_step)
   _compile(setup.lowered_train_step)
@@ -257,22 +288,28 @@ def _train(
       with timer.paused():
         seen = setup.read_progress(progress)
         divergence_check.check_steps(step, state, seen)
+        evaluation = setup.evaluate(state) if due.evaluate else {}
+        stopping = stopping.update(step, evaluation)
+        ends = step == config.num_train_steps
+        if stopping.stopped_step is not None:
+          # Like the last step of a run, it is logged and saved.
+          ends, due = True, _Due(log=True, evaluate=True, save=True)
         row: dict[str, float | int | None] = {}
         if due.log:
           row |= _train_row(state, seen, setup.schedule)
           row["steps_per_second"] = steps_per_second
           notes.log_warnings(step, row)
           progress = setup.init_progress()
-        evaluation = setup.evaluate(state) if due.evaluate else {}
         row |= evaluation
         if due.evaluate:
-          notes.log_pending(step, state, step == config.num_train_steps)
+          notes.log_pending(step, state, ends)
         if row:
           # A run that resumes from this step has its row.
           write_row(step, row, flush=due.save)
         divergence_check.check_evaluation(step, evaluation)
-        last = signum is not None or step == config.num_train_steps
-        if due.save and (last or not divergence_check.is_stalled):
+        if due.save and (
+          ends or signum is not None or not divergence_check.is_stalled
+        ):
           divergence_check.check_params(step, state)
           with run.stop_request.saving():
             run.checkpointer.save(
@@ -284,11 +321,17 @@ def _train(
               metrics=evaluation,
             )
           save_time = time.monotonic()
-      if signum is not None:
+        if row:
+          # After the save: what a hook raises does not lose this step.
+          run.call_hooks(step, state, row)
+      if signum is not None or stopping.stopped_step is not None:
         break
 
     with run.stop_request.saving():
       run.checkpointer.wait()
+  if stopping.stopped_step is not None:
+    _log.info("stopped early at step %d: %s", step, stopping.reason)
+    return state, None
   if signum is None or step == config.num_train_steps:
     return state, None
   _log.warning(

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping
 import json
 import logging
 import os
+import types
 from typing import Any, NamedTuple
 
 import jax
 
 from flaxshard.core import files
 from flaxshard.core import multihost
+from flaxshard.train import early_stopping
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +35,7 @@ _FREE_FIELDS = (
   "best_metric",
   "keep_best",
   "resume",
+  "hooks",
 )
 
 
@@ -43,10 +46,12 @@ class Changes(NamedTuple):
     fields: The changed fields that affect the result of training, each as
       `"config.learning_rate: 0.1 -> 0.2"`.
     num_train_steps: The last step of the last run; None if it is not known.
+    early_stopping: `config.early_stopping` of the last run.
   """
 
   fields: tuple[str, ...]
   num_train_steps: int | None
+  early_stopping: Mapping[str, Any] = types.MappingProxyType({})
 
 
 def check_data(config: Any, workdir: str, num_train_examples: int) -> Changes:
@@ -102,7 +107,11 @@ def _check_data(config: Any, workdir: str, num_train_examples: int) -> Changes:
   free = [text for field in _FREE_FIELDS for text in changed.pop(field, ())]
   if free:
     _log.info("changed since the last run: %s", ", ".join(free))
-  return Changes(sum(changed.values(), ()), before.get("num_train_steps"))
+  return Changes(
+    sum(changed.values(), ()),
+    before.get("num_train_steps"),
+    before.get("early_stopping", {}),
+  )
 
 
 def check_changes(
@@ -130,16 +139,25 @@ def check_changes(
 def _check_changes(
   config: Any, workdir: str, changes: Changes, first_step: int
 ) -> None:
+  if not changes.fields:
+    return
   fields = ", ".join(changes.fields)
   if first_step >= config.num_train_steps:
-    if changes.fields:
-      raise ValueError(
-        f"{workdir} has trained {first_step} steps already, with another "
-        f"config: {fields}. Use another workdir, or a config.num_train_steps "
-        f"above {first_step} with config.resume='extend'."
-      )
-    return
+    raise ValueError(
+      f"{workdir} has trained {first_step} steps already, with another "
+      f"config: {fields}. Use another workdir, or a config.num_train_steps "
+      f"above {first_step} with config.resume='extend'."
+    )
+  if _stopped_early(config.early_stopping, workdir, first_step):
+    raise ValueError(
+      f"config.early_stopping ends the run in {workdir} at step {first_step} "
+      f"already, and the config has changed: {fields}. Use another workdir, or "
+      "a larger config.early_stopping.patience or "
+      "config.early_stopping.metric='none' with config.resume='extend'."
+    )
   last_step = changes.num_train_steps
+  if _stopped_early(changes.early_stopping, workdir, first_step):
+    last_step = first_step
   is_finished = last_step is not None and first_step >= last_step
   if is_finished and config.resume != "extend":
     raise ValueError(
@@ -147,12 +165,21 @@ def _check_changes(
       f"changed: {fields}. Use another workdir, or config.resume='extend' "
       f"(--config.resume=extend) to train on from step {first_step}."
     )
-  if changes.fields:
-    _log.warning(
-      "the config has changed; training goes on from step %d with %s",
-      first_step,
-      fields,
-    )
+  _log.warning(
+    "the config has changed; training goes on from step %d with %s",
+    first_step,
+    fields,
+  )
+
+
+def _stopped_early(
+  rule: Mapping[str, Any], workdir: str, first_step: int
+) -> bool:
+  """Returns whether the evaluations up to a step end a run."""
+  if not early_stopping.is_on(rule):
+    return False
+  values = early_stopping.read_values(rule["metric"], workdir, first_step)
+  return early_stopping.create(rule).replay(values).stopped_step is not None
 
 
 def write(config: Any, workdir: str, num_train_examples: int) -> None:

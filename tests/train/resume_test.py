@@ -92,7 +92,7 @@ def test_a_finished_workdir_trains_again_only_to_extend_it(finished, caplog):
 def test_another_number_of_examples_under_the_same_config_raises(tmp_path):
   config = config_lib.check(make_config())
   resume.write(config, str(tmp_path), 128)
-  assert resume.check_data(config, str(tmp_path), 128) == ((), 4)
+  assert resume.check_data(config, str(tmp_path), 128)[:2] == ((), 4)
   with pytest.raises(ValueError) as e:
     resume.check_data(config, str(tmp_path), 96)
   for fact in ("config.data=", "96 training", "128", str(tmp_path)):

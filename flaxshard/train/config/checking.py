@@ -68,6 +68,7 @@ def check(config: Any) -> ml_collections.ConfigDict:
   checked = _check_fields("config", definition.FIELDS, given)
   _check_mesh(checked["mesh"])
   _check_kept_checkpoints(checked)
+  _check_early_stopping(checked["early_stopping"])
   wrappers.from_config(checked["wrappers"])
   # Locked, not frozen: a FrozenConfigDict cannot hold the dicts in `wrappers`.
   return ml_collections.ConfigDict(checked).lock()
@@ -153,4 +154,20 @@ def _check_kept_checkpoints(config: Mapping[str, Any]) -> None:
       f"config.eval_every_steps={config['eval_every_steps']} with "
       f"config.best_metric={config['best_metric']!r}: a checkpoint is rated by "
       "the evaluation of its step."
+    )
+
+
+def _check_early_stopping(rule: Mapping[str, Any]) -> None:
+  if rule["metric"] == "none":
+    for field in definition.EARLY_STOPPING:
+      if rule[field.name] != field.default:
+        raise ValueError(
+          f"config.early_stopping.{field.name}={rule[field.name]!r} needs "
+          "config.early_stopping.metric, such as 'eval_loss'."
+        )
+  elif rule["mode"] == "auto" and rule["metric"] not in definition.BEST_MODES:
+    raise ValueError(
+      f"config.early_stopping.mode='auto' is not known for the metric "
+      f"{rule['metric']!r}: it must be 'min' if smaller values are better, or "
+      "'max'."
     )

@@ -85,6 +85,37 @@ MESH = (
   ),
 )
 
+EARLY_STOPPING = (
+  Field(
+    "metric",
+    kinds.evaluation_metric(),
+    "none",
+    'A metric of the evaluation, such as `"eval_loss"`; `"none"` turns early '
+    "stopping off.",
+  ),
+  Field(
+    "mode",
+    kinds.one_of("auto", "min", "max"),
+    "auto",
+    'Whether smaller (`"min"`) or larger (`"max"`) values are better; `"auto"` '
+    'is `"min"` for `eval_loss` and `"max"` for `eval_accuracy`.',
+  ),
+  Field(
+    "patience",
+    kinds.integer(0),
+    3,
+    "Evaluations in a row that need not improve; the run ends at the next one "
+    "that does not, as with `flax.training.early_stopping`.",
+  ),
+  Field(
+    "min_delta",
+    kinds.not_negative(),
+    0.0,
+    "An evaluation improves if it is better than the best one by more than "
+    "this.",
+  ),
+)
+
 # Titles, and the fields below them.
 SECTIONS: dict[str, tuple[Field, ...]] = {
   "Model and data": (
@@ -231,6 +262,21 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
     ),
   ),
   "The run": (
+    Field(
+      "early_stopping",
+      kinds.fields(*(field.name for field in EARLY_STOPPING)),
+      {},
+      "Ends the run, with a checkpoint, when evaluations no longer improve.",
+      EARLY_STOPPING,
+    ),
+    Field(
+      "hooks",
+      kinds.hooks(),
+      (),
+      "Functions to call after each row of metrics with `(step, state, "
+      'metrics)`: `"package.module:name"`, or a dict with a `"name"` and '
+      "arguments; see `flaxshard.train.hooks`.",
+    ),
     Field(
       "resume",
       kinds.one_of("auto", "extend"),

@@ -101,6 +101,16 @@ def fields(*names: str) -> Kind:
   return Kind(dict, "dict of the fields below", check)
 
 
+def evaluation_metric() -> Kind:
+  """Returns the kind of names of metrics of an evaluation, and "none"."""
+  return Kind(str, '"none" or "eval_..."', _check_evaluation_metric)
+
+
+def hooks() -> Kind:
+  """Returns the kind of `config.hooks`."""
+  return Kind(tuple, 'names or {"name": ..., **arguments}', _check_hooks)
+
+
 def _is_int(value: Any) -> bool:
   return isinstance(value, int) and not isinstance(value, bool)
 
@@ -176,6 +186,34 @@ def _check_split(field: str, value: Any) -> Any:
     raise ValueError(
       f"{field} must be a dict from keys of the batch to numbers of pieces, "
       f"such as {{'inputs': (1, 2, 4, 1)}}, got {value!r}."
+    )
+  return value
+
+
+def _check_evaluation_metric(field: str, value: Any) -> str:
+  # The metrics of training are means since the last row, and a signal adds a
+  # row: a resumed run would have others than one without an interruption.
+  if not isinstance(value, str) or not (
+    value == "none" or value.startswith("eval_")
+  ):
+    raise ValueError(
+      f"{field} must be 'none' or a metric of the evaluation, such as "
+      f"'eval_loss', got {value!r}."
+    )
+  return value
+
+
+def _is_hook(value: Any) -> bool:
+  name = value.get("name") if isinstance(value, dict) else value
+  return isinstance(name, str) and ":" in name
+
+
+def _check_hooks(field: str, value: Any) -> Any:
+  if not isinstance(value, (tuple, list)) or not all(map(_is_hook, value)):
+    raise ValueError(
+      f"{field} must be a sequence of names 'package.module:name' and dicts "
+      "with a 'name' and arguments, such as ('my_package.hooks:log',), got "
+      f"{value!r}."
     )
   return value
 

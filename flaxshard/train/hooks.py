@@ -1,0 +1,192 @@
+"""Calls the user's functions after each row of metrics of a run.
+
+A hook is a function `hook(step, state, metrics)`. It is called in every process
+once a row of metrics is written, and after the checkpoint of that step, if one
+is due: at multiples of `log_every_steps` and `eval_every_steps`, and at the
+last step. So a hook may use collectives, and one that writes files does so
+where `jax.process_index() == 0`. Hooks of a step are called in their order; a
+run that continues from a checkpoint does not call those of its step again.
+
+- `step`: Number of batches consumed, by which rows and checkpoints are named.
+- `state`: The `TrainState`. Its arrays are deleted by the next step, so that no
+  hook keeps a second state in memory: a hook copies what it needs later.
+- `metrics`: The row, a dict of floats by name. It is a copy.
+
+What a hook returns is not used. An exception ends the run in all processes with
+a `HookError`; the rows and checkpoints until then stay.
+
+    config.hooks = (
+      "my_package.hooks:log",                                  # a function
+      {"name": "my_package.hooks:Upload", "bucket": "gs://b"}, # a class
+    )
+    train_and_evaluate(config, workdir, hooks=[my_hook])  # called after those
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+from flaxshard.core import checks
+from flaxshard.core import registry
+from flaxshard.state.train_state import TrainState
+
+Hook = Callable[[int, TrainState, Mapping[str, float]], Any]
+
+_SIGNATURE = "(step, state, metrics)"
+
+
+class HookError(RuntimeError):
+  """A hook raised; the message names it, the step and the error."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hooks:
+  """The hooks of a run, in the order in which they are called.
+
+  Attributes:
+    hooks: Pairs of the name of a hook, for errors, and the hook.
+  """
+
+  hooks: tuple[tuple[str, Hook], ...] = ()
+
+  def __call__(
+    self, step: int, state: TrainState, row: Mapping[str, float | int | None]
+  ) -> None:
+    """Calls the hooks.
+
+    Args:
+      step: Number of batches consumed.
+      state: The state after that step. The next step donates its arrays.
+      row: The row of metrics; a hook gets a copy without the values that are
+        None.
+
+    Raises:
+      HookError: A hook raised an exception, or returned a state.
+    """
+    for name, hook in self.hooks:
+      metrics = {k: float(v) for k, v in row.items() if v is not None}
+      try:
+        result = hook(step, state, metrics)
+        if isinstance(result, TrainState):
+          raise TypeError(
+            "it returned a state, which is not used: a hook cannot change the "
+            "state of the run."
+          )
+      except Exception as e:
+        raise HookError(
+          f"hook {name} raised {type(e).__name__} at step {step}: {e}"
+          f"{_explain_deleted(e)}"
+        ) from e
+
+
+def create(
+  named: Sequence[Any], hooks: Any, *, config: Any, workdir: str
+) -> Hooks:
+  """Returns the hooks of a run.
+
+  Args:
+    named: `config.hooks`: names `"package.module:attribute"`, or dicts with a
+      `"name"` and arguments. A class is created with the arguments, and with
+      `config` and `workdir` if it takes them. Another callable is the hook
+      itself, and the arguments are passed at each call.
+    hooks: Further hooks, which are called after the named ones.
+    config: The checked config.
+    workdir: The folder of the run.
+
+  Raises:
+    TypeError: A hook cannot be called with a step, a state and metrics.
+    ValueError: A name is unknown, or an argument is.
+  """
+  if callable(hooks) or not isinstance(hooks, Sequence):
+    raise TypeError(
+      f"hooks must be a sequence of functions {_SIGNATURE}, such as "
+      f"hooks=[print_loss]; got {checks.describe(hooks)}."
+    )
+  offered = {"config": config, "workdir": workdir}
+  found = [
+    _create_named(f"config.hooks[{i}]", item, offered)
+    for i, item in enumerate(named)
+  ]
+  for i, hook in enumerate(hooks):
+    name = _name_of(hook)
+    _check_callable(f"hooks[{i}] ({name})", hook)
+    found.append((name, hook))
+  return Hooks(tuple(found))
+
+
+def _create_named(
+  where: str, item: Any, offered: Mapping[str, Any]
+) -> tuple[str, Hook]:
+  arguments = {} if isinstance(item, str) else dict(item)
+  name = item if isinstance(item, str) else arguments.pop("name")
+  found = registry.lookup(where, name, {})
+  where = f"{where} ({name!r})"
+  if inspect.isclass(found):
+    taken = inspect.signature(found).parameters
+    given = {
+      key: value
+      for key, value in offered.items()
+      if key in taken and key not in arguments
+    }
+    hook = registry.construct(where, found, arguments, given=given)
+  else:
+    hook = _bind(where, found, arguments)
+  _check_callable(where, hook)
+  return name, hook
+
+
+def _bind(where: str, function: Any, arguments: Mapping[str, Any]) -> Any:
+  """Returns a hook that passes the arguments of a config at each call."""
+  if not arguments or not callable(function):
+    return function
+  parameters = inspect.signature(function).parameters
+  takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+  for key in arguments:
+    if key not in parameters and not takes_any:
+      raise ValueError(
+        f"{where}: unknown argument {key!r}; it takes {', '.join(parameters)}."
+        f"{checks.did_you_mean(key, parameters)}"
+      )
+  return functools.partial(function, **registry.to_plain(arguments))
+
+
+def _check_callable(where: str, hook: Any) -> None:
+  """Raises if a hook cannot be called with a step, a state and metrics."""
+  if not callable(hook):
+    raise TypeError(
+      f"{where} must be a function {_SIGNATURE} or a class of such callables, "
+      f"got {checks.describe(hook)}."
+    )
+  try:
+    signature = inspect.signature(hook)
+  except ValueError:
+    return  # a built-in function may have no signature
+  try:
+    signature.bind(0, None, {})
+  except TypeError as e:
+    raise TypeError(
+      f"{where} is called with {_SIGNATURE} and takes {signature}: {e}."
+    ) from e
+
+
+def _name_of(hook: Any) -> str:
+  """Returns `module:name` of a function, or of the class of an object."""
+  if isinstance(hook, functools.partial):
+    return _name_of(hook.func)
+  named = hook if hasattr(hook, "__qualname__") else type(hook)
+  return f"{named.__module__}:{named.__qualname__}"
+
+
+def _explain_deleted(error: Exception) -> str:
+  # JAX has no exception type of its own for a deleted array.
+  if not isinstance(error, RuntimeError) or "deleted" not in str(error):
+    return ""
+  return (
+    "\nThe arrays of a state live until the next step, which donates them. A "
+    "hook that needs them later copies them: jax.device_get(state.params), or "
+    "jax.tree.map(jnp.copy, state.params)."
+  )

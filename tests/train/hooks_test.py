@@ -1,0 +1,143 @@
+"""Hooks: what names them, how they are called, and runs in which one raises."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+import flaxshard as fs
+from flaxshard import train
+from flaxshard.train import config as config_lib
+from flaxshard.train import hooks as hooks_lib
+
+_THIS = "hooks_test_factories"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable():
+  """Lets configs name the hooks of this file; draws no plots."""
+  with tiny.importable(_THIS, __name__):
+    yield
+
+
+def record(step, state, metrics, *, into="calls"):
+  """Writes into the metrics, which are a copy."""
+  metrics[into] = step
+
+
+class Writer:
+  """Appends the step to a file of the workdir."""
+
+  def __init__(self, workdir, name="steps.txt"):
+    self.path = os.path.join(workdir, name)
+
+  def __call__(self, step, state, metrics):
+    with open(self.path, "a") as f:
+      f.write(f"{step} {metrics['loss']}\n")
+
+
+class Keeper:
+  """Keeps the state of the first call, by mistake."""
+
+  def __init__(self):
+    self.state = None
+
+  def __call__(self, step, state, metrics):
+    if self.state is None:
+      self.state = state
+    else:
+      np.asarray(jax.tree.leaves(self.state.params)[0])
+
+
+not_a_hook = 3
+
+
+def create(named, hooks=(), workdir="."):
+  named = config_lib.check(tiny.config(hooks=named)).hooks
+  return hooks_lib.create(named, hooks, config=None, workdir=workdir)
+
+
+def test_hooks_are_called_in_order_with_copies_of_the_row(tmp_path):
+  calls = []
+  hooks = create(
+    (
+      {"name": f"{_THIS}:record", "into": "loss"},
+      f"{_THIS}:Writer",
+    ),
+    [lambda step, state, metrics: calls.append((step, state, metrics))],
+    workdir=str(tmp_path),
+  )
+  row = {"loss": 2, "steps_per_second": None}
+  hooks(7, "state", row)
+  assert calls == [(7, "state", {"loss": 2.0})]
+  assert row == {"loss": 2, "steps_per_second": None}
+  assert (tmp_path / "steps.txt").read_text() == "7 2.0\n"
+
+
+@pytest.mark.parametrize(
+  ("value", "facts"),
+  [
+    ("my_package:log", ("config.hooks", "sequence", "'my_package:log'")),
+    (("log",), ("config.hooks", "package.module:name")),
+    ((print,), ("config.hooks",)),
+    (({"every": 3},), ("config.hooks", "name")),
+  ],
+)
+def test_an_invalid_field_raises_before_anything_is_imported(value, facts):
+  with pytest.raises(ValueError) as e:
+    config_lib.check(tiny.config(hooks=value))
+  for fact in facts:
+    assert fact in str(e.value), str(e.value)
+
+
+@pytest.mark.parametrize(
+  ("named", "hooks", "facts"),
+  [
+    ((f"{_THIS}:recrod",), (), ("config.hooks[0]", "Did you mean 'record'?")),
+    ((f"{_THIS}:not_a_hook",), (), ("not_a_hook", "(step, state, metrics)")),
+    (
+      ({"name": f"{_THIS}:record", "int": 1},),
+      (),
+      ("config.hooks[0]", "'int'", "Did you mean 'into'?"),
+    ),
+    (
+      ({"name": f"{_THIS}:Writer", "nam": 1},),
+      (),
+      ("config.hooks[0]", "'nam'", "Did you mean 'name'?"),
+    ),
+    ((), record, ("hooks must be a sequence", "record")),
+    ((), (lambda step, state: None,), ("hooks[0]", "(step, state, metrics)")),
+    ((), (3,), ("hooks[0]", "3")),
+  ],
+)
+def test_a_hook_that_cannot_be_called_raises(named, hooks, facts):
+  with pytest.raises((TypeError, ValueError)) as e:
+    create(named, hooks)
+  for fact in facts:
+    assert fact in str(e.value), str(e.value)
+
+
+def test_a_hook_that_returns_a_state_raises():
+  state = fs.TrainState.create(
+    apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1)
+  )
+  hooks = create((), [lambda step, state, metrics: state])
+  with pytest.raises(hooks_lib.HookError, match=r"step 3: it returned a state"):
+    hooks(3, state, {})
+
+
+def test_a_hook_that_raises_ends_the_run_with_its_name_and_step(tmp_path):
+  """Its step is saved already; the hook kept a state that was donated."""
+  config = tiny.config(
+    hooks=(f"{_THIS}:Keeper",), log_every_steps=4, num_train_steps=12
+  )
+  with pytest.raises(hooks_lib.HookError) as e:
+    train.train_and_evaluate(config, str(tmp_path))
+  for fact in (f"{_THIS}:Keeper", "step 8", "deleted", "jax.device_get"):
+    assert fact in str(e.value), str(e.value)
+  assert isinstance(e.value.__cause__, RuntimeError)
+  assert sorted(os.listdir(tmp_path / "checkpoints")) == ["4", "8"]
