@@ -11,6 +11,8 @@ with its usual strict call, and flaxshard reads the checkpoints of plain Flax.
 """
 
 from flaxshard.checkpoint.checkpointer import Checkpointer
+from flaxshard.checkpoint.pretrained import init_from
+from flaxshard.checkpoint.pretrained import InitReport
 from flaxshard.checkpoint.save_manager import SaveError
 from flaxshard.checkpoint.step import item_handlers
 from flaxshard.checkpoint.step import restore
@@ -19,8 +21,10 @@ from flaxshard.core.directories import check_writable
 
 __all__ = [
   "Checkpointer",
+  "InitReport",
   "SaveError",
   "check_writable",
+  "init_from",
   "item_handlers",
   "restore",
   "save_args",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 import logging
 import os
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -24,6 +24,8 @@ from flaxshard.state.train_state import plain_state
 from flaxshard.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 def save_args(
@@ -177,8 +179,8 @@ def read_newest(
   directory: step_names.Directory,
   list_steps: Callable[[], Mapping[int, step_names.Directory]],
   step: int | None,
-  read_step: Callable[[int, step_names.Directory], TrainState],
-) -> tuple[int, TrainState]:
+  read_step: Callable[[int, step_names.Directory], _T],
+) -> tuple[int, _T]:
   """Reads the newest step that is not damaged.
 
   Another program may save in the directory at the same time, and delete steps
@@ -191,7 +193,7 @@ def read_newest(
     read_step: Reads a step, or raises `digests.Damaged`.
 
   Returns:
-    The number of the step, and its state.
+    The number of the step, and what `read_step` returned.
 
   Raises:
     ValueError: There is no such step, or it is damaged, or all are, or the

@@ -1,0 +1,387 @@
+"""Maps the parameters in a file to those of a model, by their paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import re
+from typing import Any
+
+import jax.numpy as jnp
+
+from flaxshard.checkpoint import reader
+from flaxshard.core import checks
+
+# What a file of a whole training state has beside the model's variables.
+TRAINING_STATE = (
+  "step",
+  "opt_state",
+  "wrapper_states",
+  "dynamic_scale",
+  "rngs",
+)
+# The array in an nnx.Variable or a nn.Partitioned that was saved as an object.
+_BOX = "/value"
+# Number of paths that a message lists.
+_LISTED = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Patterns:
+  """Which parameters of a file are used, and for which of a model.
+
+  Patterns are regular expressions, searched in paths such as
+  `encoder/Dense_0/kernel`. The paths of collections other than `params` begin
+  with the name of the collection: `batch_stats/BatchNorm_0/mean`.
+
+  Attributes:
+    rename: `(pattern, replacement)` pairs. Each is applied with `re.sub` to the
+      paths of the file, in this order.
+    keep: Patterns of the model's paths that keep their initial values.
+    ignore: Patterns of the file's paths, before `rename`, that are not used.
+    transpose: `(pattern, axes)` pairs: the order in which a model has the
+      dimensions of arrays of the file, by the model's path. The first match
+      counts.
+    cast: Whether to cast to dtypes that cannot hold all values of the file's.
+  """
+
+  rename: Sequence[tuple[str, str]] = ()
+  keep: Sequence[str] = ()
+  ignore: Sequence[str] = ()
+  transpose: Sequence[tuple[str, Sequence[int]]] = ()
+  cast: bool = False
+
+  def __post_init__(self) -> None:
+    for field in ("keep", "ignore"):
+      for i, pattern in enumerate(_sequence(field, getattr(self, field))):
+        _compile(f"{field}[{i}]", pattern)
+    for i, pair in enumerate(_sequence("rename", self.rename)):
+      pattern, text = _pair(f"rename[{i}]", pair, "(pattern, replacement)")
+      regex = _compile(f"rename[{i}]", pattern)
+      if not isinstance(text, str):
+        raise TypeError(f"rename[{i}] must have two strings, got {pair!r}.")
+      try:
+        re.sub(regex, text, "")
+      except (re.error, IndexError) as e:
+        raise ValueError(f"rename[{i}]={pair!r}: {e}.") from e
+    for i, pair in enumerate(_sequence("transpose", self.transpose)):
+      pattern, axes = _pair(f"transpose[{i}]", pair, "(pattern, axes)")
+      _compile(f"transpose[{i}]", pattern)
+      if not isinstance(axes, (tuple, list)) or sorted(axes) != list(
+        range(len(axes))
+      ):
+        raise ValueError(
+          f"transpose[{i}] must have the axes in another order, such as "
+          f"(1, 0), got {pair!r}."
+        )
+    checks.boolean("cast", self.cast)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """The leaf of a file that a leaf of the model gets.
+
+  Attributes:
+    path: Its path in the file.
+    axes: The order of its dimensions in the model; None leaves them.
+  """
+
+  path: str
+  axes: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+  """The result of `match`.
+
+  Attributes:
+    sources: By the paths of the model.
+    kept: Paths of the model that keep their initial values.
+    unused: Paths of the file that are not used.
+  """
+
+  sources: Mapping[str, Source]
+  kept: tuple[str, ...]
+  unused: tuple[str, ...]
+
+
+def match(
+  saved: Mapping[str, Any],
+  wanted: Mapping[str, Any],
+  patterns: Patterns,
+  *,
+  collections: Iterable[str] = (),
+  optional: Iterable[str] = (),
+) -> Match:
+  """Finds the leaf of a file for each leaf of a model.
+
+  Args:
+    saved: Shapes and dtypes of the file's leaves, by path. If they are those of
+      a train state or of all variables of a model, paths begin with the name of
+      the collection.
+    wanted: Shapes and dtypes of the model's leaves. Paths of parameters begin
+      with no name of a collection.
+    patterns: Which leaves to use.
+    collections: Names of the model's collections other than `params`.
+    optional: Paths in `wanted` that may keep their initial values.
+
+  Raises:
+    ValueError: A leaf has no counterpart, in the file or in the model, and no
+      pattern that says so; shapes or dtypes differ; or a pattern matches
+      nothing. The message lists the paths, with those that are near.
+  """
+  has_collections = any(path.startswith("params/") for path in saved)
+  used = {path for path in saved if not _is_training_state(path, saved)}
+  # The file's paths, as they are shown and matched.
+  names = {
+    path: path.removeprefix("params/") if has_collections else path
+    for path in saved
+    if path in used
+  }
+  ignored = _select("ignore", patterns.ignore, names.values(), "the file")
+  by_name = _rename(
+    {n: path for path, n in names.items() if n not in ignored}, patterns.rename
+  )
+  kept = _select("keep", patterns.keep, wanted, "the model")
+
+  sources: dict[str, Source] = {}
+  missing: list[str] = []
+  counterparts: set[str] = set()
+  for path in wanted:
+    collection, _, rest = path.partition("/")
+    candidates = [path]
+    if collection in collections and not has_collections:
+      # A file of an NNX module has all its variables in one tree.
+      candidates.append(rest)
+    candidates += [candidate + _BOX for candidate in candidates]
+    candidates += [c.removesuffix(_BOX) for c in candidates[:2]]
+    name = next((c for c in candidates if c in by_name), None)
+    if name is not None:
+      counterparts.add(by_name[name])
+    if path in kept or (name is None and path in optional):
+      continue
+    if name is None:
+      missing.append(path)
+    else:
+      sources[path] = Source(by_name[name])
+  unmatched = {
+    name: path for name, path in by_name.items() if path not in counterparts
+  }
+  if missing or unmatched:
+    raise ValueError(_describe_unmatched(missing, unmatched, saved, wanted))
+  if not sources:
+    raise ValueError("keep matches all parameters of the model: none is read.")
+  sources = _transpose(sources, saved, patterns.transpose)
+  _check(sources, saved, wanted, patterns.cast)
+  read = {source.path for source in sources.values()}
+  return Match(
+    sources,
+    tuple(path for path in wanted if path not in sources),
+    tuple(path for path in saved if path not in read),
+  )
+
+
+def _is_training_state(path: str, saved: Mapping[str, Any]) -> bool:
+  """Returns whether a leaf is that of a train state, beside the variables."""
+  if not any(p.startswith("params/") for p in saved):
+    return False
+  # Programs save numbers of their own beside the state, such as an epoch.
+  is_number = isinstance(saved[path], reader.SavedScalar) and "/" not in path
+  return is_number or path.partition("/")[0] in TRAINING_STATE
+
+
+def _select(
+  field: str, patterns: Sequence[str], paths: Iterable[str], where: str
+) -> set[str]:
+  """Returns the paths in which a pattern is found."""
+  paths = list(paths)
+  selected: set[str] = set()
+  for i, pattern in enumerate(patterns):
+    found = [path for path in paths if re.search(pattern, path)]
+    if not found:
+      raise ValueError(
+        f"{field}[{i}]={pattern!r} is found in no path of {where}: "
+        f"{_list(paths)}.{_near(pattern, paths)}"
+      )
+    selected.update(found)
+  return selected
+
+
+def _rename(
+  paths: Mapping[str, str], renames: Sequence[tuple[str, str]]
+) -> dict[str, str]:
+  """Returns the values of `paths` by their renamed keys."""
+  renamed = {name: name for name in paths}
+  for i, (pattern, text) in enumerate(renames):
+    if not any(re.search(pattern, new) for new in renamed.values()):
+      raise ValueError(
+        f"rename[{i}]={(pattern, text)!r} is found in no path of the file: "
+        f"{_list(renamed.values())}.{_near(pattern, renamed.values())}"
+      )
+    renamed = {k: re.sub(pattern, text, new) for k, new in renamed.items()}
+  result: dict[str, str] = {}
+  first: dict[str, str] = {}
+  for name, new in renamed.items():
+    if new in result:
+      raise ValueError(
+        f"rename makes {first[new]!r} and {name!r} of the file the same path "
+        f"{new!r}."
+      )
+    first[new] = name
+    result[new] = paths[name]
+  return result
+
+
+def _transpose(
+  sources: Mapping[str, Source],
+  saved: Mapping[str, Any],
+  transposes: Sequence[tuple[str, Sequence[int]]],
+) -> dict[str, Source]:
+  result = dict(sources)
+  for i, (pattern, axes) in reversed(list(enumerate(transposes))):
+    found = [path for path in sources if re.search(pattern, path)]
+    if not found:
+      raise ValueError(
+        f"transpose[{i}]={(pattern, axes)!r} is found in no path that is read: "
+        f"{_list(sources)}.{_near(pattern, sources)}"
+      )
+    for path in found:
+      shape = tuple(saved[sources[path].path].shape)
+      if len(shape) != len(axes):
+        raise ValueError(
+          f"transpose[{i}]={(pattern, axes)!r} matches {path}, which has the "
+          f"shape {shape} in the file."
+        )
+      result[path] = Source(sources[path].path, tuple(axes))
+  return result
+
+
+def _check(
+  sources: Mapping[str, Source],
+  saved: Mapping[str, Any],
+  wanted: Mapping[str, Any],
+  cast: bool,
+) -> None:
+  """Raises a ValueError if shapes or dtypes do not fit."""
+  for path, source in sources.items():
+    have, want = saved[source.path], wanted[path]
+    shape = tuple(have.shape)
+    if source.axes is not None:
+      shape = tuple(shape[axis] for axis in source.axes)
+    if shape != tuple(want.shape):
+      hint = ""
+      if source.axes is None and shape[::-1] == tuple(want.shape):
+        hint = (
+          f" If its dimensions are in another order, as those of PyTorch, use "
+          f"transpose=(({_pattern(path)!r}, "
+          f"{tuple(reversed(range(len(shape))))}),)."
+        )
+      raise ValueError(
+        f"{path} has the shape {shape} in the file, and {tuple(want.shape)} in "
+        f"the model; keep=({_pattern(path)!r},) keeps its initial value.{hint}"
+      )
+    if cast or jnp.promote_types(have.dtype, want.dtype) == want.dtype:
+      continue
+    raise ValueError(
+      f"{path} is {have.dtype} in the file, and {want.dtype} in the model, "
+      "which cannot hold all its values; cast=True rounds them."
+    )
+
+
+def _describe_unmatched(
+  missing: Sequence[str],
+  unmatched: Mapping[str, str],
+  saved: Mapping[str, Any],
+  wanted: Mapping[str, Any],
+) -> str:
+  """Returns a message about the leaves without a counterpart."""
+  parts = []
+  if missing:
+    parts.append(
+      f"the file lacks {len(missing)} of {len(wanted)} arrays of the model: "
+      + _list(_with_shapes(missing, wanted))
+      + "."
+    )
+    near = [
+      f"{path} may be {_nearest(path, unmatched, saved, wanted)}"
+      for path in missing[:3]
+      if _nearest(path, unmatched, saved, wanted)
+    ]
+    if near:
+      parts.append(f"{'; '.join(near)}: rename=((pattern, replacement), ...).")
+    parts.append(
+      f"keep=({_pattern(missing[0])!r}, ...) keeps their initial values."
+    )
+  if unmatched:
+    shapes = {name: saved[path] for name, path in unmatched.items()}
+    parts.append(
+      f"The model lacks {len(unmatched)} of {len(saved)} arrays of the file: "
+      f"{_list(_with_shapes(list(unmatched), shapes))}. "
+      f"ignore=({_pattern(next(iter(unmatched)))!r}, ...) leaves them out."
+    )
+  return " ".join(parts)
+
+
+def _nearest(
+  path: str,
+  unmatched: Mapping[str, str],
+  saved: Mapping[str, Any],
+  wanted: Mapping[str, Any],
+) -> str:
+  """Returns the path in the file that is most like a path of the model."""
+  shape = tuple(wanted[path].shape)
+  same_shape = [
+    name for name, p in unmatched.items() if tuple(saved[p].shape) == shape
+  ]
+  # An array of the same shape is likely, even if its name is quite different.
+  hint = checks.did_you_mean(path, same_shape, cutoff=0.3)
+  hint = hint or checks.did_you_mean(path, unmatched)
+  return hint.removeprefix(" Did you mean ").removesuffix("?")
+
+
+def _with_shapes(
+  paths: Iterable[str], leaves: Mapping[str, Any]
+) -> Iterable[str]:
+  return [
+    f"{path} {tuple(leaves[path].shape)}".replace(",)", ")") for path in paths
+  ]
+
+
+def _list(paths: Iterable[str]) -> str:
+  paths = list(paths)
+  more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
+  return f"{', '.join(paths[:_LISTED])}{more}"
+
+
+def _near(pattern: str, paths: Iterable[str]) -> str:
+  # A pattern is often a part of a path: `kernel` or `Dense_0`.
+  names = {name: None for path in paths for name in path.split("/")}
+  return checks.did_you_mean(pattern, [*paths, *names])
+
+
+def _pattern(path: str) -> str:
+  """Returns a pattern for the module of a path, for a message."""
+  return f"^{path.rpartition('/')[0] or path}/"
+
+
+def _sequence(field: str, value: Any) -> Sequence[Any]:
+  if isinstance(value, (tuple, list)):
+    return value
+  raise TypeError(f"{field} must be a sequence such as (...,), got {value!r}.")
+
+
+def _pair(field: str, value: Any, form: str) -> Any:
+  if isinstance(value, (tuple, list)) and len(value) == 2:
+    return value
+  raise TypeError(f"{field} must be a pair {form}, got {value!r}.")
+
+
+def _compile(field: str, pattern: Any) -> re.Pattern[str]:
+  if not isinstance(pattern, str):
+    raise TypeError(f"{field} must be a regular expression, got {pattern!r}.")
+  try:
+    return re.compile(pattern)
+  except re.error as e:
+    raise ValueError(
+      f"{field}: {pattern!r} is no regular expression: {e}."
+    ) from e
