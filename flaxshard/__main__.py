@@ -1,8 +1,14 @@
 """Trains the model of a config file.
 
-  python -m flaxshard --config=configs/digits.py --workdir=/tmp/digits
+  flaxshard --config=digits --workdir=/tmp/digits
 
-Any field of the config can be set on the command line:
+(or python -m flaxshard, with the same flags.)
+
+--config is one of the names that --list prints, a Python file with a function
+get_config(), or a module with one (my_package.my_module). What follows a colon
+is an argument of the function: --config=my_config.py:large.
+
+--help=config lists the fields of a config. Each can be set on the command line:
 
   --config.batch_size=256 --config.learning_rate=1e-3
   --config.model.features='(16, 32)' --config.optimizer.name=lion
@@ -12,10 +18,9 @@ Any field of the config can be set on the command line:
   --config.mesh.axes="(('model', 2),)" --config.mesh.rules="('fsdp',)"
   --config.data.name=my_package.my_module:my_factory
 
-A field that the config file does not have is an error that lists similar names.
+A field that does not exist is an error that lists similar names.
 A mistake ends the program with a message and exit code 1; --verbosity=1 shows
-its traceback.
-The config file has a comment at each field. The run writes to the workdir:
+its traceback. The run writes to the workdir:
 
   checkpoints/       Orbax checkpoints, every config.checkpoint_every_steps
   metrics.jsonl      one JSON object per line, every config.log_every_steps
@@ -58,7 +63,6 @@ from typing import NoReturn
 from absl import app
 from absl import flags
 from absl import logging as absl_logging
-from ml_collections import config_flags
 
 from flaxshard import processes
 from flaxshard.processes import failures
@@ -75,12 +79,13 @@ _MISTAKE_SECONDS = 30.0
 
 _CONNECTION_FLAGS = ("coordinator_address", "num_processes", "process_id")
 
-config_flags.DEFINE_config_file(
+flags.DEFINE_string(
   "config",
   None,
-  "The training config: a Python file with get_config().",
-  lock_config=True,
+  "The training config: a name that --list prints, a Python file with "
+  "get_config(), or a module with it; --help=config lists its fields.",
 )
+flags.DEFINE_boolean("list", False, "Prints the names of the configs.")
 flags.DEFINE_string(
   "workdir",
   None,
@@ -124,15 +129,14 @@ flags.DEFINE_boolean(
   "With --plan: searches the largest batch that fits, instead of planning "
   "config.batch_size.",
 )
-flags.mark_flags_as_required(["config"])
 flags.register_multi_flags_validator(
   ["plan_largest_batch", "plan"],
   lambda values: values["plan"] is not None or not values["plan_largest_batch"],
   "--plan_largest_batch needs --plan.",
 )
 flags.register_multi_flags_validator(
-  ["workdir", "plan"],
-  lambda values: values["workdir"] is not None or values["plan"] is not None,
+  ["workdir", "plan", "list"],
+  lambda values: any(values[k] for k in ("workdir", "plan", "list")),
   "a run needs --workdir, and a plan needs --plan.",
 )
 
@@ -217,7 +221,9 @@ def _parse_flags(argv: list[str]) -> list[str]:
       return command_line.parse_flags(argv)
     except SystemExit:
       # These run in one process.
-      alone = any(a.lstrip("-").startswith(("help", "plan")) for a in argv[1:])
+      alone = any(
+        a.lstrip("-").startswith(("help", "list", "plan")) for a in argv[1:]
+      )
       if not alone:
         # The message is printed; the other processes may not be there.
         with contextlib.suppress(ValueError, TimeoutError, RuntimeError):

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 import contextlib
-import importlib.util
 import os
-import re
 import signal
 import sys
-import traceback
 from typing import Any, NoReturn
 
 from absl import flags
-import ml_collections
 
 from flaxshard.checkpoint.save_manager import SaveError
-from flaxshard.core import checks
 from flaxshard.processes import failures
+from flaxshard.train import config as config_lib
+from flaxshard.train.config import overrides
+from flaxshard.train.config import text as config_text
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
+
+_TRACEBACK_HINT = " (--verbosity=1 shows the traceback.)"
 
 # What `train_and_evaluate` raises at a mistake of the user.
 _MISTAKES = (
@@ -38,39 +37,48 @@ def parse_flags(
 ) -> list[str]:
   """Parses flags, for `absl.app.run(flags_parser=...)`.
 
+  The flag `config` gets the config that it names, as a `ConfigDict` with every
+  field, and with the fields of the command line set.
+
   Args:
     argv: The command line, with the program's name.
-    flag_values: The flags, `config` and `workdir` among them.
+    flag_values: The flags, `config` and `list` among them.
 
   Returns:
     The program's name.
 
   Raises:
-    SystemExit: A flag, a field or the config file is wrong. The message names
-      it; an error in the file comes with the traceback of the file alone.
+    SystemExit: A flag, a field or the config file is wrong; the message names
+      it. Or what --list and --help=config ask for is printed.
   """
-  argv = list(argv)
-  path, arguments = _config_file(argv)
-  if path and not os.path.isfile(path):
-    _exit(f"--config={path}: there is no such file in {os.getcwd()}.")
-  error: Exception | None = None
-  rest: list[str] = []
-  try:
-    rest = flag_values(argv)
-  except Exception as e:
-    error = e
-  # Outside of the `except` block: it would be printed as a context of errors.
-  if error is not None:
-    if path:
-      _check_file(path, arguments, argv)
-    if not isinstance(error, flags.Error):
-      raise error
-    _exit(f"{error}\n--help lists the flags.")
+  program, *arguments = argv
+  with _exit_at(flags.Error, ""):
+    arguments = flag_values.read_flags_from_files(arguments, force_gnu=False)
+  if any(argument.lstrip("-") == "help=config" for argument in arguments):
+    print(config_text.help_text())
+    raise SystemExit(0)
+  arguments, fields = overrides.split(arguments)
+  with _exit_at(flags.Error, " --help lists the flags."):
+    rest = flag_values([program, *arguments])
+  if flag_values.list:
+    _print_names()
+    raise SystemExit(0)
   if rest[1:]:
     _exit(
-      f"unexpected argument {rest[1]!r}: the flags are --config=FILE, "
+      f"unexpected argument {rest[1]!r}: the flags are --config=NAME, "
       "--workdir=FOLDER, --config.FIELD=VALUE and --plan=TOPOLOGY."
     )
+  if not flag_values.config:
+    _exit("--config is missing: it is one of those of --list, or a file.")
+  verbose = flag_values.verbosity > 0
+  with _exit_at(
+    config_lib.ConfigFileError, "", before="--config=", verbose=verbose
+  ):
+    config = config_lib.read(flag_values.config)
+  with _exit_at(ValueError, ""):
+    overrides.apply(config, fields)
+  # From here on the flag is the config, as with `config_flags`.
+  flag_values["config"].value = config
   return rest
 
 
@@ -103,7 +111,7 @@ def report_mistakes(verbose: bool) -> Iterator[None]:
   except _MISTAKES as error:
     if verbose or not _is_raised_by_flaxshard(error):
       raise
-    _exit(f"{error}\n(--verbosity=1 shows the traceback.)")
+    _exit(f"{error}{_TRACEBACK_HINT}")
   except SystemExit:
     # All is saved: another Ctrl-C should not change the exit code.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -136,6 +144,40 @@ def end_after_failure() -> Iterator[None]:
     raise
 
 
+@contextlib.contextmanager
+def _exit_at(
+  kind: type[Exception], after: str, *, before: str = "", verbose: bool = False
+) -> Iterator[None]:
+  """Exits with the message of an error, between two texts.
+
+  Args:
+    kind: The type of the error.
+    after: Text after the message.
+    before: Text before the message.
+    verbose: Whether the error is raised with its traceback instead.
+  """
+  message = None
+  try:
+    yield
+  except kind as error:
+    if verbose:
+      raise
+    message = f"{before}{error}{after}"
+    if error.__cause__ is not None:
+      message += _TRACEBACK_HINT
+  # Outside of the `except` block: the error would be printed as a context.
+  if message is not None:
+    _exit(message)
+
+
+def _print_names() -> None:
+  """Prints the configs of flaxshard, one in each line."""
+  names = config_lib.names()
+  width = max(map(len, names))
+  for name, meaning in names.items():
+    print(f"{name:{width}}  {meaning}")
+
+
 def _exit(message: str) -> NoReturn:
   print(f"flaxshard: {message}", file=sys.stderr)
   error = SystemExit(1)
@@ -149,68 +191,3 @@ def _is_raised_by_flaxshard(error: BaseException) -> bool:
   while tb is not None and tb.tb_next is not None:
     tb = tb.tb_next
   return tb is not None and tb.tb_frame.f_code.co_filename.startswith(_PACKAGE)
-
-
-def _config_file(argv: Sequence[str]) -> tuple[str, list[str]]:
-  """Returns the file of `--config`, and the arguments of its get_config."""
-  values = flags.FlagValues()
-  flags.DEFINE_string("config", "", "", flag_values=values)
-  with contextlib.suppress(flags.Error):
-    values(argv, known_only=True)
-  path, *arguments = str(values["config"].value).split(":", 1)
-  return path, arguments
-
-
-def _check_file(
-  path: str, arguments: Sequence[str], argv: Sequence[str]
-) -> None:
-  """Exits if the config file fails, or lacks a field of the command line."""
-  try:
-    config = _load(path, arguments)
-  except Exception as error:
-    _print_from_file(error, path)
-    _exit(f"the config file {path} fails; see above.")
-  if config is None:
-    _exit(f"{path}: get_config() returns None; it must return the config.")
-  for match in filter(None, map(_OVERRIDE.match, argv)):
-    _check_field(path, config, match[1])
-
-
-def _load(path: str, arguments: Sequence[str]) -> Any:
-  spec = importlib.util.spec_from_file_location("config_config", path)
-  if spec is None or spec.loader is None:
-    _exit(f"--config={path} must be a Python file with get_config().")
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  if not callable(vars(module).get("get_config")):
-    _exit(
-      f"{path} has no function get_config(), which returns the config."
-      f"{checks.did_you_mean('get_config', vars(module))}"
-    )
-  return module.get_config(*arguments)
-
-
-def _print_from_file(error: BaseException, path: str) -> None:
-  """Prints a traceback that begins in the file."""
-  tb = error.__traceback__
-  while tb is not None and tb.tb_frame.f_code.co_filename != path:
-    tb = tb.tb_next
-  traceback.print_exception(type(error), error, tb)
-
-
-def _check_field(path: str, config: Any, field: str) -> None:
-  """Exits if a config lacks a field, given as `"mesh.replica"`."""
-  where = "config"
-  for part in field.split("."):
-    name, index, _ = part.partition("[")
-    if not isinstance(config, ml_collections.ConfigDict):
-      _exit(f"--config.{field}: {where} is {config!r}, which has no fields.")
-    if name not in config:
-      _exit(
-        f"--config.{field}: {path} has no {where}.{name}."
-        f"{checks.did_you_mean(name, config)}\nA flag only changes what the "
-        f"file has; {where} has {', '.join(config)}."
-      )
-    if index:  # as in features[0]
-      return
-    config, where = config[name], f"{where}.{name}"

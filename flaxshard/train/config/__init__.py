@@ -8,8 +8,18 @@ fields.
 from flaxshard.train.config.checking import check
 from flaxshard.train.config.checking import defaults
 from flaxshard.train.config.definition import BEST_MODES
+from flaxshard.train.config.files import ConfigFileError
+from flaxshard.train.config.files import names
+from flaxshard.train.config.files import read
 
-__all__ = ["BEST_MODES", "check", "defaults"]
+__all__ = [
+  "BEST_MODES",
+  "ConfigFileError",
+  "check",
+  "defaults",
+  "names",
+  "read",
+]
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ml_collections
@@ -74,6 +74,37 @@ def check(config: Any) -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict(checked).lock()
 
 
+def add_defaults(
+  config: Mapping[str, Any] | ml_collections.ConfigDict,
+) -> ml_collections.ConfigDict:
+  """Returns a config, unlocked, with the defaults of the fields that it lacks.
+
+  Args:
+    config: A `ConfigDict` or a dict, with some or all of the fields. A
+      `ConfigDict` is changed in place, to keep its references to fields.
+
+  Raises:
+    ValueError: It has a field that is not defined.
+  """
+  if not isinstance(config, ml_collections.ConfigDict):
+    config = ml_collections.ConfigDict(config, type_safe=False)
+  config.unlock()
+  _add_defaults("config", definition.FIELDS, config)
+  return config
+
+
+def _add_defaults(where: str, fields: Sequence[Field], config: Any) -> None:
+  _check_names(where, fields, config)
+  for field in fields:
+    if field.name not in config:
+      config[field.name] = _default(field)
+    # A value of another type is reported by `check`.
+    elif field.fields and isinstance(
+      config[field.name], ml_collections.ConfigDict
+    ):
+      _add_defaults(f"{where}.{field.name}", field.fields, config[field.name])
+
+
 def _default(field: Field) -> Any:
   """Returns the value of a field in `defaults`."""
   if field.fields:
@@ -89,13 +120,7 @@ def _check_fields(
   where: str, fields: Sequence[Field], given: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Returns the checked value or the default of each field."""
-  names = [field.name for field in fields]
-  for name in given:
-    if name not in names:
-      raise ValueError(
-        f"{where}.{name} is not a field; the fields are {', '.join(names)}."
-        f"{checks.did_you_mean(name, names)}"
-      )
+  _check_names(where, fields, given)
   values = {}
   for field in fields:
     place = f"{where}.{field.name}"
@@ -113,6 +138,19 @@ def _check_fields(
       value = _check_fields(place, field.fields, value)
     values[field.name] = value
   return values
+
+
+def _check_names(
+  where: str, fields: Sequence[Field], given: Iterable[str]
+) -> None:
+  """Raises if a name is not that of a field."""
+  names = [field.name for field in fields]
+  for name in given:
+    if name not in names:
+      raise ValueError(
+        f"{where}.{name} is not a field."
+        f"{checks.did_you_mean(name, names)} The fields are {', '.join(names)}."
+      )
 
 
 def _to_dict(value: Any) -> Any:

@@ -60,8 +60,12 @@ def one_of(*allowed: str) -> Kind:
 
 
 def named() -> Kind:
-  """Returns the kind of dicts with a name and arguments."""
-  return Kind(dict, '{"name": ..., **arguments}', _check_named)
+  """Returns the kind of names, and of dicts with a name and arguments.
+
+  A name stands for the dict without arguments.
+  """
+  allowed = 'name, or {"name": ..., **arguments}'
+  return Kind(dict, allowed, _check_named)
 
 
 def wrappers() -> Kind:
@@ -124,10 +128,12 @@ def _check_dict(field: str, value: Any, names: Sequence[str]) -> Any:
 
 
 def _check_named(field: str, value: Any) -> Any:
+  if isinstance(value, str):
+    return {"name": value}
   if not isinstance(value, dict) or not isinstance(value.get("name"), str):
     raise ValueError(
-      f"{field} must be a dict with a 'name' and the arguments of what it "
-      f"names, got {value!r}."
+      f"{field} must be a name, or a dict with a 'name' and the arguments of "
+      f"what it names, got {value!r}."
     )
   return value
 
