@@ -1,6 +1,6 @@
 """Trains digits with AGN as in DiLoCo: an outer optimizer moves the center.
 
-    python -m flaxshard --config=configs/digits_diloco.py --workdir=/tmp/diloco
+    flaxshard --config=digits_diloco --workdir=/tmp/diloco
 
 Each replica commits the change of its parameters over ten steps; the outer
 optimizer, SGD with Nesterov momentum, applies the mean of the changes to the
@@ -11,12 +11,12 @@ Expect eval_accuracy=0.9944, and 0.9944 and 0.9889 with two other seeds.
 
 import ml_collections
 
-from configs import digits_agn
+import flaxshard as fs
 
 
 def get_config() -> ml_collections.ConfigDict:
   """Returns the config."""
-  config = digits_agn.get_config()
+  config = fs.config.read("digits_agn")
   # The values of the paper.
   outer_optimizer = {
     "type": "optimizer",

@@ -1,7 +1,7 @@
 r"""Trains ResNet-50 on ImageNet in float16, with a dynamic loss scale.
 
     pip install 'flaxshard[train,imagenet]'
-    python -m flaxshard --config=configs/imagenet.py --workdir=/tmp/imagenet \
+    flaxshard --config=imagenet --workdir=/tmp/imagenet \
       --config.data.data_dir=$HOME/tensorflow_datasets
 
 The 90 epochs were not run, so there is no accuracy to expect. This command was
@@ -14,10 +14,12 @@ says how to make them.
 
 import ml_collections
 
+import flaxshard as fs
+
 
 def get_config() -> ml_collections.ConfigDict:
   """Returns the config."""
-  config = ml_collections.ConfigDict()
+  config = fs.config.defaults()  # --help=config lists the fields
 
   config.model = {"name": "resnet"}  # the defaults are ResNet-50
   config.data = {
@@ -36,36 +38,10 @@ def get_config() -> ml_collections.ConfigDict:
     "weight_decay": 1e-4,  # not of biases and normalization scales
   }
   config.schedule = {"name": "cosine", "warmup_steps": 6_255}  # 5 epochs
-  config.seed = 0  # of initialization, data order and augmentation
 
   config.precision = "mixed_float16"  # or "float32", "mixed_bfloat16"
   config.wrappers = (("loss_scale", {"scale": "dynamic"}),)  # outermost first
-  config.mesh = {
-    "replica": -1,  # number of replicas, which share a batch; -1: all that fit
-    "logical_devices": 1,  # devices of each replica
-    "axes": (),  # or named axes of them, as (("model", 2),)
-    # How parameters are split: ("fsdp",), (("kernel$", (None, "model")),)
-    "rules": (),
-    # Pieces of each array of a batch, by dimension: {"inputs": (1, 2, 4, 1)}
-    "split": {},
-    "per_replica": False,  # run the step once per replica, as Strategy.run
-    "virtual_devices": 0,  # n: run on n virtual CPU devices
-  }
 
-  config.log_every_steps = 100
   config.eval_every_steps = 1_251  # one epoch
-  config.checkpoint_every_steps = 1_251
-  # Also saves with a row of metrics when the last save is this old; 0: never.
-  config.checkpoint_every_minutes = 0.0
-  config.max_to_keep = 3  # number of newest checkpoints to keep
-  config.keep_every_steps = 0  # also keep those at multiples of n; 0: none
-  # Also keep the best by "eval_accuracy" or "eval_loss".
-  config.best_metric = "none"
-  config.keep_best = 1  # number of best checkpoints to keep
-  # In the workdir of a finished run: "auto", or "extend" to train on.
-  config.resume = "auto"
-  config.writer = "tensorboard"  # of events; or "clu" (TensorFlow), "none"
-  config.profile_steps = ()  # (first, last): trace them to workdir/profile
-  # When the run diverges, see flaxshard.train.config: "stop" or "continue".
-  config.on_nonfinite = "stop"
+  config.checkpoint_every_steps = 1_251  # the newest 3 are kept
   return config

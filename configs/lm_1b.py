@@ -1,10 +1,10 @@
 r"""Trains a transformer with 1.0 billion parameters on text files.
 
-    python -m flaxshard --config=configs/lm_1b.py --workdir=/tmp/lm_1b
+    flaxshard --config=lm_1b --workdir=/tmp/lm_1b
 
 It was planned and not run, so there is no loss to expect:
 
-    python -m flaxshard --config=configs/lm_1b.py --plan=v5e:16x16,v5p:4x4x8
+    flaxshard --config=lm_1b --plan=v5e:16x16,v5p:4x4x8
 
 Parameters and Adam's slots are split over all devices (FSDP). Tensor
 parallelism splits each layer over the devices of a replica as well:
@@ -17,12 +17,12 @@ the library of the running Python, which is far too small for this model.
 
 import ml_collections
 
-from configs import lm_text
+import flaxshard as fs
 
 
 def get_config() -> ml_collections.ConfigDict:
   """Returns the config."""
-  config = lm_text.get_config()
+  config = fs.config.read("lm_text")
   config.model = {
     "name": "transformer",
     "num_layers": 9,
@@ -62,7 +62,7 @@ def get_config() -> ml_collections.ConfigDict:
     ("head/kernel", (None, "model")),
   )
 
-  config.log_every_steps = 20
-  config.eval_every_steps = 1000
-  config.checkpoint_every_steps = 1000
+  config.log_every_steps = 20  # rows of metrics
+  config.eval_every_steps = 1000  # on all held-out files
+  config.checkpoint_every_steps = 1000  # the newest 3 are kept
   return config

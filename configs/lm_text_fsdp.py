@@ -1,6 +1,6 @@
 """Trains the text model with its parameters split over the replicas (FSDP).
 
-    python -m flaxshard --config=configs/lm_text_fsdp.py --workdir=/tmp/lm_fsdp
+    flaxshard --config=lm_text_fsdp --workdir=/tmp/lm_fsdp
 
 Each of eight devices holds an eighth of every large parameter and of its Adam
 slots. XLA gathers the parameters of a layer when the layer runs. Only the
@@ -9,12 +9,12 @@ layout differs from lm_text.py, not the training.
 
 import ml_collections
 
-from configs import lm_text
+import flaxshard as fs
 
 
 def get_config() -> ml_collections.ConfigDict:
   """Returns the config."""
-  config = lm_text.get_config()
-  config.mesh.rules = ("fsdp",)
-  config.mesh.virtual_devices = 8  # 0: the devices of this machine
+  config = fs.config.read("lm_text")
+  config.mesh.rules = ("fsdp",)  # of all parameters of 16,384 elements or more
+  config.mesh.virtual_devices = 8  # where there is no GPU or TPU
   return config

@@ -1,7 +1,6 @@
-r"""Trains the text model with its layers split over two devices per replica.
+"""Trains the text model with its layers split over two devices per replica.
 
-    python -m flaxshard --config=configs/lm_text_tensor_parallel.py \
-      --workdir=/tmp/lm_tensor_parallel
+    flaxshard --config=lm_text_tensor_parallel --workdir=/tmp/lm_tensor_parallel
 
 The layout is that of Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053). Each
 device has half of the attention heads and half of the hidden units; one
@@ -11,13 +10,13 @@ from lm_text.py, not the training.
 
 import ml_collections
 
-from configs import lm_text
+import flaxshard as fs
 
 
 def get_config() -> ml_collections.ConfigDict:
   """Returns the config."""
-  config = lm_text.get_config()
-  config.mesh.axes = (("model", 2),)
+  config = fs.config.read("lm_text")
+  config.mesh.axes = (("model", 2),)  # devices of each replica
   # The first regex found in the path of a parameter gives its PartitionSpec.
   config.mesh.rules = (
     ("(query|key|value|mlp_in)/kernel", (None, "model")),
@@ -26,5 +25,5 @@ def get_config() -> ml_collections.ConfigDict:
     ("embed/embedding", ("model", None)),
     ("head/kernel", (None, "model")),
   )
-  config.mesh.virtual_devices = 8  # 0: the devices of this machine
+  config.mesh.virtual_devices = 8  # where there is no GPU or TPU
   return config

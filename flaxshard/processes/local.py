@@ -48,8 +48,8 @@ def run(
     command: The command of all processes; the flags that connect them are
       added.
     num_processes: Number of processes.
-    virtual_devices: `config.mesh.virtual_devices`, over all processes. 0
-      divides the GPUs of the machine among them; without GPUs, each process
+    virtual_devices: `config.mesh.virtual_devices`, over all processes. GPUs of
+      the machine are divided among them instead. Without both, each process
       has one CPU device.
 
   Returns:
@@ -67,12 +67,12 @@ def run(
       f"config.mesh.virtual_devices={virtual_devices} must be a multiple of "
       f"--local_processes={num_processes}: each process gets an equal share."
     )
-  num_gpus = 0 if virtual_devices else _count_gpus()
+  num_gpus = _count_gpus()
   if num_gpus % num_processes:
     raise ValueError(
       f"--local_processes={num_processes}: the {num_gpus} GPUs of this machine "
       "cannot be divided equally; choose another number, or set "
-      "config.mesh.virtual_devices or JAX_PLATFORMS=cpu."
+      "JAX_PLATFORMS=cpu."
     )
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
@@ -137,7 +137,7 @@ def _count_gpus() -> int:
   if platform == "tpu":
     raise ValueError(
       "--local_processes cannot divide the TPU chips of this machine; set "
-      "config.mesh.virtual_devices or JAX_PLATFORMS=cpu."
+      "JAX_PLATFORMS=cpu."
     )
   return int(count) if platform == "gpu" else 0
 

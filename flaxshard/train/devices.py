@@ -146,7 +146,10 @@ def _count_logical_devices(mesh: Any) -> int:
 
 
 def _use_virtual_devices(count: int) -> None:
-  """Makes JAX start with `count` CPU devices over all processes."""
+  """Makes JAX start with `count` CPU devices over all processes.
+
+  GPUs and TPUs are used instead where there are any.
+  """
   processes = 1
   if jax.distributed.is_initialized():
     processes = multihost.process_count()
@@ -158,13 +161,19 @@ def _use_virtual_devices(count: int) -> None:
   # JAX raises if it has started already, perhaps with the right number.
   with contextlib.suppress(RuntimeError):
     jax.config.update("jax_num_cpu_devices", count // processes)
-    # JAX prefers a GPU or TPU.
-    jax.config.update("jax_platforms", "cpu")
   devices = jax.devices()
-  if len(devices) != count or devices[0].platform != "cpu":
+  if devices[0].platform != "cpu":
+    _log.warning(
+      "config.mesh.virtual_devices=%d is not used: there are %d %s devices; "
+      "JAX_PLATFORMS=cpu runs on virtual devices",
+      count,
+      len(devices),
+      devices[0].platform,
+    )
+  elif len(devices) != count:
     raise ValueError(
       f"config.mesh.virtual_devices={count}: JAX has started with "
-      f"{len(devices)} {devices[0].platform} devices already."
+      f"{len(devices)} cpu devices already."
     )
 
 

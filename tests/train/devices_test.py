@@ -1,6 +1,7 @@
 """The strategy of `config.mesh`, and how batches are split over it."""
 
 import logging
+import types
 
 import jax
 import numpy as np
@@ -163,6 +164,23 @@ def test_virtual_devices_are_divided_among_processes(monkeypatch):
   with pytest.raises(ValueError, match="virtual_devices=8") as e:
     create_strategy(virtual_devices=8)
   assert "3 processes" in str(e.value)
+
+
+def test_real_devices_come_before_virtual_ones(monkeypatch, caplog):
+  gpus = [types.SimpleNamespace(platform="gpu") for _ in range(2)]
+  monkeypatch.setattr(jax, "devices", lambda: gpus)
+  monkeypatch.setattr(
+    devices,
+    "Strategy",
+    lambda topology, mesh_shape: types.SimpleNamespace(
+      mesh=types.SimpleNamespace(size=2, shape=mesh_shape)
+    ),
+  )
+  strategy = create_strategy(virtual_devices=8)
+  assert strategy.mesh.shape == {"replica": 2}
+  (warning,) = [r.getMessage() for r in caplog.records]
+  for fact in ("config.mesh.virtual_devices=8", "2 gpu", "JAX_PLATFORMS=cpu"):
+    assert fact in warning
 
 
 @pytest.mark.parametrize("replicas, waits", [(1, False), (2, True)])

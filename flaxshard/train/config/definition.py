@@ -80,8 +80,10 @@ MESH = (
     "virtual_devices",
     kinds.integer(0),
     0,
-    "Number of virtual CPU devices to run on instead of the devices of this "
-    "machine. It is the number over all processes: each gets an equal share.",
+    "Number of virtual CPU devices to run on where there is no GPU or TPU; 0: "
+    "the CPU is one device. `JAX_PLATFORMS=cpu` runs on them although there is "
+    "a GPU or TPU. It is the number over all processes: each gets an equal "
+    "share.",
   ),
 )
 

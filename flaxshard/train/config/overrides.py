@@ -93,7 +93,7 @@ def apply(
     3
     >>> apply(config, split(["--config.optimizer.b1=0.8"])[1])
     >>> config.optimizer.to_dict()
-    {'name': 'adamw', 'b1': 0.8}
+    {'b1': 0.8, 'name': 'adamw'}
   """
   with config.unlocked(), config.ignore_type():
     for override in overrides:

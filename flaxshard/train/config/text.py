@@ -20,12 +20,18 @@ def help_text() -> str:
   for title, fields in definition.SECTIONS.items():
     lines += ["", f"{title}:"]
     for path, field in _walk(fields):
-      lines += ["", f"  {path}: {field.kind.allowed}; {_describe(field)}"]
+      facts = [field.kind.allowed]
+      if field.default is definition.REQUIRED:
+        facts.append("required")
+      elif not field.fields:  # each has its own default
+        facts.append(f"default {field.default!r}")
+      lines += ["", f"  {path}: {'; '.join(facts)}"]
       lines += textwrap.wrap(
         field.meaning.replace("`", ""),
         _WIDTH,
         initial_indent=" " * 6,
         subsequent_indent=" " * 6,
+        break_on_hyphens=False,
       )
   return "\n".join(lines)
 
@@ -41,15 +47,13 @@ def markdown() -> str:
       "| --- | --- | --- | --- |",
     ]
     for path, field in _walk(fields):
-      cells = (
-        f"`{path}`",
-        field.kind.allowed,
-        "required" if _is_required(field) else f"`{field.default!r}`",
-        field.meaning,
-      )
-      lines.append(
-        f"| {' | '.join(c.replace('|', chr(92) + '|') for c in cells)} |"
-      )
+      default = "" if field.fields else f"`{field.default!r}`"
+      if field.default is definition.REQUIRED:
+        default = "required"
+      cells = [f"`{path}`", field.kind.allowed, default, field.meaning]
+      # A bar would end the cell.
+      row = " | ".join(cell.replace("|", "\\|") for cell in cells)
+      lines.append(f"| {row} |")
     lines.append("")
   return "\n".join(lines).strip()
 
@@ -62,11 +66,3 @@ def _walk(
     path = f"{prefix}{field.name}"
     yield path, field
     yield from _walk(field.fields, f"{path}.")
-
-
-def _is_required(field: Field) -> bool:
-  return field.default is definition.REQUIRED
-
-
-def _describe(field: Field) -> str:
-  return "required" if _is_required(field) else f"default {field.default!r}"

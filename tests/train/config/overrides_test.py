@@ -56,7 +56,9 @@ def test_every_field_that_is_defined_can_be_set():
   argv = []
   for field in definition.FIELDS:
     if field.fields:
-      argv += [f"--config.mesh.{k}={v}" for k, v in given[field.name].items()]
+      argv += [
+        f"--config.{field.name}.{k}={v}" for k, v in given[field.name].items()
+      ]
     argv.append(f"--config.{field.name}={given[field.name]}")
   assert override(*argv).to_dict() == given
 
