@@ -5,6 +5,8 @@ from typing import Any, TYPE_CHECKING
 
 from flaxshard import wrappers
 from flaxshard.core.gradients import nonfinite_leaves
+from flaxshard.core.parameter_groups import freeze
+from flaxshard.core.parameter_groups import scale_learning_rates
 from flaxshard.core.policy import Policy
 from flaxshard.core.version import VERSION as __version__
 from flaxshard.partitioning import DeviceAssignment
@@ -17,9 +19,11 @@ from flaxshard.replicas.values import PerReplica
 from flaxshard.state.create import create_train_state
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
+from flaxshard.wrappers import Accumulate
 from flaxshard.wrappers import AGN
 from flaxshard.wrappers import CrossShard
 from flaxshard.wrappers import DynamicLossScale
+from flaxshard.wrappers import EMA
 from flaxshard.wrappers import FixedLossScale
 from flaxshard.wrappers import LossScale
 
@@ -40,7 +44,9 @@ if TYPE_CHECKING:
 
 __all__ = [
   "AGN",
+  "EMA",
   "FSDP",
+  "Accumulate",
   "Checkpointer",
   "CrossShard",
   "DeviceAssignment",
@@ -61,6 +67,7 @@ __all__ = [
   "config",
   "create_train_state",
   "data",
+  "freeze",
   "get_replica_context",
   "initialize",
   "largest_batch",
@@ -68,6 +75,7 @@ __all__ = [
   "nonfinite_leaves",
   "plan",
   "ray",
+  "scale_learning_rates",
   "testing",
   "train",
   "wrappers",

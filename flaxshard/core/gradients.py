@@ -47,6 +47,12 @@ def is_statistic(path: trees.Path) -> bool:
   )
 
 
+def accumulator_dtype(dtype: Any) -> Any:
+  """Returns the dtype that values of a dtype are summed or averaged in."""
+  # A sum in float16 or bfloat16 rounds away small gradients.
+  return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
+
+
 def map_gradients(
   fn: Callable[[jax.Array], jax.Array], grads: PyTree
 ) -> PyTree:

@@ -36,6 +36,7 @@ from flax import linen as nn
 import jax
 
 from flaxshard.core import checks
+from flaxshard.core import patterns
 from flaxshard.core import registry
 from flaxshard.core import trees
 from flaxshard.partitioning import fsdp as fsdp_lib
@@ -287,13 +288,10 @@ def _raise_unused(
       f"{rule.description} is never used: earlier rules, such as "
       f"rules[{shadowed[rule.position]}], match all its parameters."
     )
-  # A regex is often a part of a path: `kernel` or `Dense_0`.
-  names = {name: None for path in paths for name in path.split("/")}
-  raise RuleError(
-    f"{rule.description} matches no parameter: the paths in {argument} are "
-    f"{', '.join(paths[:20])}{', …' if len(paths) > 20 else ''}."
-    f"{checks.did_you_mean(rule.regex.pattern, [*paths, *names])}"
+  message = patterns.describe_no_match(
+    rule.description, rule.regex.pattern, argument, paths
   )
+  raise RuleError(message)
 
 
 def _entry_from_config(name: str, entry: Any) -> Any:

@@ -22,6 +22,7 @@ from flaxshard.core import gradients
 from flaxshard.core import narrow_gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
+from flaxshard.core import parameter_groups
 from flaxshard.core import tracing
 from flaxshard.core import trees
 from flaxshard.partitioning import compile_only
@@ -208,8 +209,9 @@ class TrainState(flax_train_state.TrainState):
 
     Returns:
       `(loss, grads)` or `((loss, aux), grads)`, both unscaled. `grads` is a
-      tree like `params`, with None for integer and boolean parameters. With
-      `LossScale` gradients are float32 or wider.
+      tree like `params`, with None for integer and boolean parameters, and for
+      those that `flaxshard.freeze` freezes. With `LossScale` gradients are
+      float32 or wider.
 
     Raises:
       TypeError: `loss_fn` does not return a floating-point scalar, or no pair
@@ -227,10 +229,13 @@ class TrainState(flax_train_state.TrainState):
         self.wrappers, self._local_wrapper_states(), self.params
       )
     )
+    # Only what is trained is differentiated: a frozen parameter has no gradient
+    # that the compiler would have to remove.
+    trained = parameter_groups.drop_frozen(self.tx, params)
     # jax.grad rejects integer leaves unless allow_int=True.
     allow_int = any(
       not jnp.issubdtype(jnp.result_type(p), jnp.inexact)
-      for p in jax.tree.leaves(params)
+      for p in jax.tree.leaves(trained)
     )
     for message in stack.check_loss(
       self.wrappers,
@@ -240,16 +245,17 @@ class TrainState(flax_train_state.TrainState):
     ):
       checks.warn(message)
 
-    def scaled_loss(params: PyTree, *args: Any) -> tuple[jax.Array, Any]:
-      loss, aux = validation.split_loss(loss_fn(params, *args), has_aux)
+    def scaled_loss(trained: PyTree, *args: Any) -> tuple[jax.Array, Any]:
+      all_params = parameter_groups.merge(params, trained)
+      loss, aux = validation.split_loss(loss_fn(all_params, *args), has_aux)
       # The unscaled loss is an auxiliary output: to divide the scaled loss by
       # the scale would not undo an overflow.
       return self.scale_loss(loss), (loss, aux) if has_aux else loss
 
     grad_fn = jax.value_and_grad(scaled_loss, has_aux=True, allow_int=allow_int)
 
-    def value_and_scaled_gradients(params: PyTree) -> tuple[Any, PyTree]:
-      (_, value), grads = grad_fn(params, *args)
+    def value_and_scaled_gradients(trained: PyTree) -> tuple[Any, PyTree]:
+      (_, value), grads = grad_fn(trained, *args)
       return value, grads
 
     # Eagerly there is no compiler to save memory for, and the loss may branch
@@ -258,10 +264,10 @@ class TrainState(flax_train_state.TrainState):
       self.wrappers, self.wrapper_states
     ):
       value, grads = narrow_gradients.narrow_gradients(
-        value_and_scaled_gradients, params
+        value_and_scaled_gradients, trained
       )
     else:
-      value, grads = value_and_scaled_gradients(params)
+      value, grads = value_and_scaled_gradients(trained)
     grads = self.unscale_gradients(grads)
     # Without integer parameters every leaf is a gradient already.
     return value, gradients.normalize(grads) if allow_int else grads
@@ -371,7 +377,7 @@ class TrainState(flax_train_state.TrainState):
     ):
       checks.warn(message)
     # From here on None marks the leaves without a gradient.
-    grads = gradients.normalize(grads)
+    grads = parameter_groups.drop_frozen(self.tx, gradients.normalize(grads))
     if not jax.tree.leaves(grads):
       paths = map(trees.path_string, trees.paths(trained))
       raise ValueError(
@@ -384,7 +390,10 @@ class TrainState(flax_train_state.TrainState):
       replaced = self._reduce_collections(replaced)
       if skip_gradients_aggregation:
         mark = replica_context.gradients_already_reduced(by_user=True)
-      elif not stack.reduces_gradients(self.wrappers):
+      elif not (
+        stack.reduces_gradients(self.wrappers)
+        or stack.defers_reduction(self.wrappers)
+      ):
         # Before the wrappers: a reduced gradient carries the NaN of any replica
         # to all of them, so that LossScale needs no collective of its own.
         grads = replica_context.reduce_gradients("mean", grads)
@@ -427,6 +436,15 @@ class TrainState(flax_train_state.TrainState):
     with mark:
       target = stack.apply(self.wrappers, target, grads, update)
     wrapper_states = target.wrapper_states
+    new_collections = target.collections
+    if collections and stack.accumulates(self.wrappers):
+      # The update, which replaces collections, did not run for this batch.
+      is_added = (target.step == self.step) & stack.took_batch(
+        self.wrappers, self._local_wrapper_states(), wrapper_states
+      )
+      new_collections = jax.tree.map(
+        functools.partial(jnp.where, is_added), collections, new_collections
+      )
     if not in_replica:
       wrapper_states = stack.add_replica_axis(self.wrappers, wrapper_states)
     new = self.replace(
@@ -434,7 +452,7 @@ class TrainState(flax_train_state.TrainState):
       params=target.params,
       opt_state=target.opt_state,
       wrapper_states=wrapper_states,
-      **target.collections,
+      **new_collections,
       **static,
     )
     # On this very object alone: a copy, or a state that another function has
@@ -542,7 +560,24 @@ class TrainState(flax_train_state.TrainState):
       collections[name] = jax.tree.map(trees.drop_weak_type, value)
     return collections, static
 
-  # -- The wrappers' metrics, and the state without wrappers.
+  # -- The wrappers' parameters and metrics, and the state without wrappers.
+
+  @property
+  def eval_params(self) -> PyTree:
+    """The parameters to evaluate and to export.
+
+    They are the average of `EMA` if the state has that wrapper, else `params`.
+
+    Example:
+      >>> import flaxshard as fs
+      >>> state = fs.TrainState.create(
+      ...     apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(1.0),
+      ...     wrappers=[fs.EMA(0.5, debias=False)])
+      >>> state, _ = state.minimize(lambda p: p["w"])
+      >>> float(state.params["w"]), float(state.eval_params["w"])
+      (0.0, 0.5)
+    """
+    return stack.eval_params(self.wrappers, self.wrapper_states, self.params)
 
   def metrics(self) -> dict[str, jax.Array]:
     """Returns the wrappers' metrics, for a training loop to log.

@@ -1,5 +1,7 @@
 """Wrappers around loss, gradients and update: the base class and built-ins."""
 
+from flaxshard.wrappers.accumulate import Accumulate
+from flaxshard.wrappers.accumulate import AccumulateState
 from flaxshard.wrappers.agn import AGN
 from flaxshard.wrappers.agn import AGNState
 from flaxshard.wrappers.base import Base
@@ -10,6 +12,8 @@ from flaxshard.wrappers.base import Wrapper
 from flaxshard.wrappers.config import from_config
 from flaxshard.wrappers.config import to_config
 from flaxshard.wrappers.cross_shard import CrossShard
+from flaxshard.wrappers.ema import EMA
+from flaxshard.wrappers.ema import EMAState
 from flaxshard.wrappers.loss_scale import LossScale
 from flaxshard.wrappers.loss_scale_rules import DynamicLossScale
 from flaxshard.wrappers.loss_scale_rules import FixedLossScale
@@ -17,10 +21,14 @@ from flaxshard.wrappers.loss_scale_rules import LossScaleState
 
 __all__ = [
   "AGN",
+  "EMA",
   "AGNState",
+  "Accumulate",
+  "AccumulateState",
   "Base",
   "CrossShard",
   "DynamicLossScale",
+  "EMAState",
   "FixedLossScale",
   "LossScale",
   "LossScaleState",

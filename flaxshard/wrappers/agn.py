@@ -12,6 +12,7 @@ import optax
 from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import parameter_groups
 from flaxshard.core import tracing
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
@@ -168,7 +169,7 @@ class AGN(base.Base):
     def create_accumulator(path: trees.Path, p: jax.Array) -> jax.Array | None:
       if not gradients.has_gradient(path, p):
         return None
-      return jnp.zeros(p.shape, agn_commit.accumulator_dtype(p.dtype))
+      return jnp.zeros(p.shape, gradients.accumulator_dtype(p.dtype))
 
     if isinstance(params, optax.LookaheadParams):
       raise TypeError(
@@ -180,7 +181,9 @@ class AGN(base.Base):
     return AGNState(
       local_params=params,
       local_opt_state=opt_state_lib.init(tx, optimized),
-      grad_accum=jax.tree_util.tree_map_with_path(create_accumulator, params),
+      grad_accum=jax.tree_util.tree_map_with_path(
+        create_accumulator, parameter_groups.drop_frozen(tx, params)
+      ),
       local_step=jnp.zeros((), jnp.int32),
       commits=jnp.zeros((), jnp.int32),
       collections={},

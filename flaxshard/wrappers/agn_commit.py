@@ -37,12 +37,6 @@ class ModelState(NamedTuple):
 Update = Callable[[ModelState, PyTree, PyTree], ModelState]
 
 
-def accumulator_dtype(dtype: Any) -> Any:
-  """Returns the dtype that gradients of a dtype are accumulated in."""
-  # A sum in float16 or bfloat16 rounds away small gradients.
-  return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
-
-
 def accumulate(accum: PyTree, added: PyTree, applied: jax.Array) -> PyTree:
   """Adds gradients or parameter deltas to the accumulators.
 
@@ -73,7 +67,7 @@ def param_delta(old: PyTree, new: PyTree) -> PyTree:
   """
 
   def subtract(o: jax.Array, n: jax.Array) -> jax.Array:
-    dtype = accumulator_dtype(o.dtype)
+    dtype = gradients.accumulator_dtype(o.dtype)
     return o.astype(dtype) - n.astype(dtype)
 
   return jax.tree.map(subtract, old, new)

@@ -10,7 +10,7 @@ through the wrappers inside and the optimizer. The wrapper decides when to call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 import dataclasses
 import inspect
 import re
@@ -135,6 +135,11 @@ class Base:
       False: gradients are averaged over the replicas before any wrapper.
     local_updates: Class attribute. True: the updates applied inside this
       wrapper belong to one replica, so no wrapper inside may reduce gradients.
+    defers_reduction: Class attribute. True: the wrapper receives the gradients
+      of one replica. They are averaged over the replicas when it calls `next`,
+      unless another wrapper reduces them.
+    skips_steps: Class attribute. True: the gradients of a batch decide whether
+      its step is skipped, so no wrapper outside may accumulate gradients.
     foreign_paths: Class attribute. Leaves of a plain Flax train state that a
       checkpoint without a state of this wrapper may have instead, such as
       `"dynamic_scale/scale"`, and the leaf of this wrapper's state that each
@@ -158,6 +163,8 @@ class Base:
 
   reduces_gradients: ClassVar[bool] = False
   local_updates: ClassVar[bool] = False
+  defers_reduction: ClassVar[bool] = False
+  skips_steps: ClassVar[bool] = False
   foreign_paths: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
 
   def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -229,6 +236,31 @@ class Base:
     A spec that begins with `"replica"` makes the leaf per replica.
     """
     return jax.tree.map(lambda _: jax.P(), state)
+
+  def eval_params(self, state: PyTree, params: PyTree) -> PyTree:
+    """Returns the parameters to evaluate and to export: `params`.
+
+    Args:
+      state: The wrapper's state.
+      params: The parameters, or what the wrappers inside make of them.
+    """
+    del state
+    return params
+
+  def took_batch(self, before: PyTree, after: PyTree) -> jax.Array | None:
+    """Returns whether a step without an update has used its batch.
+
+    A step that changes `TrainState.step` has used its batch in any case.
+
+    Args:
+      before: The wrapper's state before the step.
+      after: The wrapper's state after the step.
+
+    Returns:
+      A bool scalar. None, the default: a step without an update was skipped.
+    """
+    del before, after
+    return None
 
   # -- What a step may have forgotten; said while it is traced.
 
@@ -323,6 +355,17 @@ class Base:
     """Returns the wrapper for a model with that precision policy: `self`."""
     del policy
     return self
+
+  def check_order(
+    self, outer: Sequence[Wrapper], inner: Sequence[Wrapper]
+  ) -> None:
+    """Raises a ValueError if another wrapper is on the wrong side.
+
+    Args:
+      outer: The wrappers around this one, outermost first.
+      inner: The wrappers inside of this one.
+    """
+    del outer, inner
 
   def check_replicas(self, num_replicas: int) -> None:
     """Raises or warns if the wrapper does not fit that many replicas."""
@@ -470,8 +513,8 @@ def check(wrappers: Iterable[Wrapper]) -> tuple[Wrapper, ...]:
   Raises:
     TypeError: An entry is not a wrapper, has a misspelt hook, or cannot be
       hashed.
-    ValueError: The same wrapper is given twice, or a wrapper reduces gradients
-      inside one that keeps them local.
+    ValueError: The same wrapper is given twice, a wrapper reduces gradients
+      inside one that keeps them local, or its `check_order` raises.
   """
   unordered = isinstance(wrappers, (str, Mapping, Set))
   if unordered or not isinstance(wrappers, Iterable):
@@ -496,6 +539,8 @@ def check(wrappers: Iterable[Wrapper]) -> tuple[Wrapper, ...]:
         f"wrappers[{i}]: {name!r} reduces gradients over replicas, but "
         f"{name_of(outer[0])!r} around it keeps them local; put {name!r} first."
       )
+  for i, wrapper in enumerate(wrappers):
+    adapt(wrapper).check_order(wrappers[:i], wrappers[i + 1 :])
   return wrappers
 
 

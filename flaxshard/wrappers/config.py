@@ -17,15 +17,19 @@ import optax
 from flaxshard.core import registry
 from flaxshard.core.optimizer import Optimizer
 from flaxshard.core.policy import Policy
+from flaxshard.wrappers import accumulate
 from flaxshard.wrappers import agn
 from flaxshard.wrappers import base
 from flaxshard.wrappers import cross_shard
+from flaxshard.wrappers import ema
 from flaxshard.wrappers import loss_scale
 from flaxshard.wrappers import loss_scale_rules
 
 _WRAPPERS: dict[str, type[base.Base]] = {
+  "accumulate": accumulate.Accumulate,
   "agn": agn.AGN,
   "cross_shard": cross_shard.CrossShard,
+  "ema": ema.EMA,
   "loss_scale": loss_scale.LossScale,
 }
 _VALUES: dict[str, type] = {
@@ -41,9 +45,9 @@ def from_config(config: Iterable[Any]) -> tuple[base.Wrapper, ...]:
 
   Args:
     config: A sequence of `(name, arguments)` pairs, or of bare names for the
-      default arguments. A name is `"agn"`, `"cross_shard"`, `"loss_scale"`, or
-      `"package.module:Class"` for a custom wrapper. The `ConfigDict`s of
-      `ml_collections` may stand for dicts.
+      default arguments. A name is `"accumulate"`, `"agn"`, `"cross_shard"`,
+      `"ema"`, `"loss_scale"`, or `"package.module:Class"` for a custom
+      wrapper. The `ConfigDict`s of `ml_collections` may stand for dicts.
 
   Returns:
     The wrappers, outermost first.

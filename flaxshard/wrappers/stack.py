@@ -41,6 +41,11 @@ def reduces_gradients(wrappers: Wrappers) -> bool:
   return any(base.adapt(w).reduces_gradients for w in wrappers)
 
 
+def defers_reduction(wrappers: Wrappers) -> bool:
+  """Returns whether gradients are reduced inside of a wrapper."""
+  return any(base.adapt(w).defers_reduction for w in wrappers)
+
+
 def has_local_updates(wrappers: Wrappers) -> bool:
   """Returns whether a wrapper updates each replica separately."""
   return any(base.adapt(w).local_updates for w in wrappers)
@@ -192,6 +197,13 @@ def working_params(
   return params
 
 
+def eval_params(wrappers: Wrappers, states: States, params: PyTree) -> PyTree:
+  """Returns the parameters to evaluate and to export."""
+  for w in reversed(wrappers):
+    params = base.adapt(w).eval_params(states[base.name_of(w)], params)
+  return params
+
+
 def scale_loss(
   wrappers: Wrappers, states: States, loss: jax.Array
 ) -> jax.Array:
@@ -240,16 +252,60 @@ def apply(
     if i == len(wrappers):
       return update(target, grads)
     name = base.name_of(wrappers[i])
+    apply_inner = functools.partial(apply_from, i + 1)
+    if base.adapt(wrappers[i]).defers_reduction:
+      apply_inner = _reduce_before(wrappers, apply_inner)
     target, state = wrappers[i].apply(
-      target.wrapper_states[name],
-      target,
-      grads,
-      functools.partial(apply_from, i + 1),
+      target.wrapper_states[name], target, grads, apply_inner
     )
     states = {**target.wrapper_states, name: state}
     return target._replace(wrapper_states=states)
 
   return apply_from(0, target, grads)
+
+
+def _reduce_before(wrappers: Wrappers, apply_inner: base.Next) -> Any:
+  """Returns `apply_inner` on gradients that are averaged over the replicas."""
+  context = replica_context.get_replica_context()
+  if (
+    context is None
+    or context.gradients_reduced
+    or context.aggregation_skipped
+    or reduces_gradients(wrappers)
+  ):
+    return apply_inner
+
+  def reduce_and_apply(target: base.Target, grads: PyTree) -> base.Target:
+    grads = replica_context.reduce_gradients("mean", grads)
+    with replica_context.gradients_already_reduced():
+      return apply_inner(target, grads)
+
+  return reduce_and_apply
+
+
+def took_batch(wrappers: Wrappers, before: States, after: States) -> jax.Array:
+  """Returns whether a step without an update has used its batch.
+
+  Args:
+    wrappers: The wrappers.
+    before: Their states before the step.
+    after: Their states after the step.
+
+  Returns:
+    A bool scalar; False if no wrapper accumulates gradients.
+  """
+  answers = [
+    base.adapt(w).took_batch(before[base.name_of(w)], after[base.name_of(w)])
+    for w in wrappers
+  ]
+  return functools.reduce(
+    jnp.logical_or, [a for a in answers if a is not None], jnp.array(False)
+  )
+
+
+def accumulates(wrappers: Wrappers) -> bool:
+  """Returns whether a wrapper may use a batch without an update."""
+  return any(base.overrides(w, "took_batch") for w in wrappers)
 
 
 # -- What a step may have forgotten.

@@ -1,0 +1,325 @@
+"""Optimizers that treat parameters by patterns: frozen, or at other rates.
+
+`freeze` and `scale_learning_rates` wrap an optax optimizer. Patterns are
+regular expressions, searched in paths such as `encoder/layer0/kernel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+
+from flaxshard.core import checks
+from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import patterns as patterns_lib
+from flaxshard.core import trees
+
+PyTree = Any
+
+
+def freeze(
+  tx: Any, patterns: Sequence[str], *, argument: str = "freeze: patterns"
+) -> Frozen:
+  """Returns an optimizer that does not train some of the parameters.
+
+  A `TrainState` with this optimizer computes no gradient for a frozen
+  parameter: `value_and_grad` returns None for it. So it takes no memory for a
+  gradient or for slots, no communication, no weight decay, and no part in the
+  finite check of `LossScale`. `apply_gradients` ignores a gradient that another
+  function has computed for it.
+
+  Call it last, around the whole optimizer: inside `optax.chain` the frozen
+  parameters stay as they are too, but their gradients are computed.
+
+  Args:
+    tx: The optax optimizer of the other parameters. Transformations in it, such
+      as `optax.clip_by_global_norm`, do not see the frozen parameters.
+    patterns: Regular expressions. A parameter is frozen if one of them is found
+      in its path, such as `encoder/layer0/kernel`.
+    argument: Name of `patterns` for errors.
+
+  Returns:
+    An optimizer with `init` and `update`. Its state is that of
+    `optax.partition`.
+
+  Raises:
+    TypeError: `patterns` is not a sequence of strings.
+    ValueError: There is no pattern, or one is not a regular expression. From
+      `init`: a pattern matches no parameter, or the patterns match all.
+
+  Example:
+    >>> import flaxshard as fs, jax.numpy as jnp
+    >>> params = {"encoder": {"w": jnp.ones(())}, "head": {"w": jnp.ones(())}}
+    >>> state = fs.TrainState.create(
+    ...     apply_fn=None, params=params,
+    ...     tx=fs.freeze(optax.sgd(0.25), ["^encoder/"]))
+    >>> loss, grads = state.value_and_grad(
+    ...     lambda p: p["encoder"]["w"] * p["head"]["w"])
+    >>> grads
+    {'encoder': {'w': None}, 'head': {'w': Array(1., dtype=float32)}}
+    >>> state = state.apply_gradients(grads=grads)
+    >>> {name: float(p["w"]) for name, p in state.params.items()}
+    {'encoder': 1.0, 'head': 0.75}
+  """
+  return Frozen(tx, patterns_lib.check(argument, patterns), argument)
+
+
+def scale_learning_rates(
+  tx: Any,
+  factors: Sequence[tuple[str, float]],
+  *,
+  argument: str = "scale_learning_rates: factors",
+) -> ScaledRates:
+  """Returns an optimizer with other learning rates for some parameters.
+
+  The updates of `tx` are multiplied by a factor. Where an update is
+  proportional to the learning rate, as in the optimizers of optax, this is the
+  learning rate times the factor. A decoupled weight decay that is multiplied by
+  the learning rate, as in `optax.adamw`, is multiplied by the factor too.
+
+  Args:
+    tx: The optax optimizer.
+    factors: `(pattern, factor)` pairs. The first pattern that is found in the
+      path of a parameter gives its factor, above 0. Others have factor 1.
+    argument: Name of `factors` for errors.
+
+  Returns:
+    An optimizer with `init` and `update`. Its state is the state of `tx`.
+
+  Raises:
+    TypeError: `factors` is not a sequence of pairs.
+    ValueError: There is no pair, a pattern is not a regular expression, or a
+      factor is not above 0. From `init`: a pattern matches no parameter, or
+      earlier patterns match all of its parameters.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> params = {"body": jnp.ones(()), "head": jnp.ones(())}
+    >>> tx = scale_learning_rates(optax.sgd(0.25), [("head", 2.0)])
+    >>> updates, _ = tx.update(params, tx.init(params), params)
+    >>> {name: float(update) for name, update in updates.items()}
+    {'body': -0.25, 'head': -0.5}
+  """
+  return ScaledRates(tx, check_factors(argument, factors), argument)
+
+
+def check_factors(argument: str, factors: Any) -> tuple[tuple[str, float], ...]:
+  """Returns `(pattern, factor)` pairs as tuples.
+
+  Args:
+    argument: Name of the argument, for errors.
+    factors: A sequence of pairs.
+
+  Raises:
+    TypeError, ValueError: See `scale_learning_rates`.
+  """
+  is_sequence = isinstance(factors, Sequence) and not isinstance(factors, str)
+  if not is_sequence or not all(
+    isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in factors
+  ):
+    raise checks.ArgumentTypeError(
+      f"{argument} must be a sequence of (pattern, factor) pairs such as "
+      f"(('head/', 10.0),), got {factors!r}."
+    )
+  patterns = patterns_lib.check(argument, [pattern for pattern, _ in factors])
+  return tuple(
+    (pattern, checks.number(f"{argument}[{i}]", pair[1], above=0, below=1e38))
+    for i, (pattern, pair) in enumerate(zip(patterns, factors, strict=True))
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+  """The optimizer that `freeze` returns.
+
+  Attributes:
+    tx: The optimizer of the parameters that are not frozen.
+    patterns: The patterns of the frozen parameters.
+    argument: Name of `patterns` for errors.
+  """
+
+  tx: Any
+  patterns: tuple[str, ...]
+  argument: str = dataclasses.field(default="patterns", compare=False)
+  # Made once: optax's functions are equal only to themselves.
+  _partition: Any = dataclasses.field(init=False, repr=False, compare=False)
+
+  def __post_init__(self) -> None:
+    if not self.patterns:
+      raise ValueError(f"{self.argument} must have at least one pattern.")
+    tx = self.tx
+    if isinstance(tx, ScaledRates):
+      # optax passes extra arguments, such as `value`, to this type only.
+      tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    partition = optax.partition(
+      {"train": tx, "freeze": optax.set_to_zero()}, self._labels
+    )
+    object.__setattr__(self, "_partition", partition)
+
+  def init(self, params: PyTree) -> PyTree:
+    """Returns the first state: that of `tx`, without the frozen parameters.
+
+    Raises:
+      ValueError: A pattern matches no parameter, or the patterns match all.
+    """
+    if isinstance(params, optax.LookaheadParams):
+      raise ValueError(
+        f"{self.argument}={self.patterns!r}: parameters for optax.lookahead "
+        "cannot be frozen."
+      )
+    paths = _paths(params)
+    patterns_lib.check_used(self.argument, self.patterns, paths)
+    if all(patterns_lib.first_match(self.patterns, p) is not None
+           for p in paths):  # fmt: skip
+      raise patterns_lib.PatternError(
+        f"{self.argument}={self.patterns!r} freezes all parameters: "
+        f"{', '.join(paths[:20])}; at least one must be trained."
+      )
+    return self._partition.init(params)
+
+  def update(
+    self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+  ) -> tuple[PyTree, PyTree]:
+    """Returns the updates, zero for frozen parameters, and the next state."""
+    updates, state = self._partition.update(updates, state, params, **extra)
+    return updates, state
+
+  def _labels(self, params: PyTree) -> PyTree:
+    return jax.tree.map(
+      lambda is_frozen: "freeze" if is_frozen else "train",
+      _match_any(self.patterns, params),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledRates:
+  """The optimizer that `scale_learning_rates` returns.
+
+  Attributes:
+    tx: The optimizer.
+    factors: The pairs of patterns and factors.
+    argument: Name of `factors` for errors.
+  """
+
+  tx: Any
+  factors: tuple[tuple[str, float], ...]
+  argument: str = dataclasses.field(default="factors", compare=False)
+
+  def __post_init__(self) -> None:
+    if not self.factors:
+      raise ValueError(f"{self.argument} must have at least one pair.")
+
+  def init(self, params: PyTree) -> PyTree:
+    """Returns the first state of `tx`.
+
+    Raises:
+      ValueError: A pattern is the first match of no parameter.
+    """
+    patterns = [pattern for pattern, _ in self.factors]
+    patterns_lib.check_used(self.argument, patterns, _paths(params))
+    return self.tx.init(params)
+
+  def update(
+    self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+  ) -> tuple[PyTree, PyTree]:
+    """Returns the updates times their factors, and the next state of `tx`."""
+    tx = optax.with_extra_args_support(self.tx)
+    updates, state = tx.update(updates, state, params, **extra)
+    patterns = [pattern for pattern, _ in self.factors]
+
+    def scale(path: trees.Path, update: jax.Array) -> jax.Array:
+      i = patterns_lib.first_match(patterns, trees.path_string(path))
+      # A Python number keeps the dtype of the update.
+      return update if i is None else update * self.factors[i][1]
+
+    return jax.tree_util.tree_map_with_path(scale, updates), state
+
+
+# Optimizers that extra arguments pass through.
+ADAPTERS = (Frozen, ScaledRates)
+
+
+def frozen_mask(tx: Any, params: PyTree) -> PyTree | None:
+  """Returns which parameters an optimizer freezes, or None if it freezes none.
+
+  Args:
+    tx: An optimizer.
+    params: The parameters of a train state, or a tree like them.
+
+  Returns:
+    A tree of booleans like `params`.
+
+  Example:
+    >>> tx = freeze(optax.sgd(0.1), ["a"])
+    >>> frozen_mask(tx, {"a": 1.0, "b": 2.0})
+    {'a': True, 'b': False}
+  """
+  while isinstance(tx, ScaledRates):
+    tx = tx.tx
+  if not isinstance(tx, Frozen):
+    return None
+  if opt_state_lib.optimized_params(params) is params:
+    return _match_any(tx.patterns, params)
+  # The collections of Flax's fp8 layers: the optimizer sees the paths in one.
+  return {
+    name: _match_any(tx.patterns, collection)
+    for name, collection in params.items()
+  }
+
+
+def drop_frozen(tx: Any, tree: PyTree) -> PyTree:
+  """Returns a tree like the parameters, with None for the frozen ones.
+
+  Args:
+    tx: An optimizer.
+    tree: A tree like the parameters. None may stand for a leaf.
+  """
+  mask = frozen_mask(tx, tree)
+  if mask is None:
+    return tree
+  return jax.tree.map(lambda m, x: None if m else x, mask, tree)
+
+
+def merge(params: PyTree, trained: PyTree) -> PyTree:
+  """Returns `params` with the leaves of `trained` that are not None."""
+  return jax.tree.map(
+    lambda new, old: old if new is None else new,
+    trained,
+    params,
+    is_leaf=lambda x: x is None,
+  )
+
+
+def rates(
+  learning_rate: Any, factors: Sequence[tuple[str, float]]
+) -> Mapping[str, Any]:
+  """Returns the learning rates to log, by name.
+
+  Example:
+    >>> rates(0.5, [("head/", 10.0)])
+    {'learning_rate': 0.5, 'learning_rate/head/': 5.0}
+  """
+  return {
+    "learning_rate": learning_rate,
+    **{
+      f"learning_rate/{pattern}": learning_rate * factor
+      for pattern, factor in factors
+    },
+  }
+
+
+def _match_any(patterns: tuple[str, ...], params: PyTree) -> PyTree:
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: (
+      patterns_lib.first_match(patterns, trees.path_string(path)) is not None
+    ),
+    params,
+  )
+
+
+def _paths(params: PyTree) -> list[str]:
+  return [trees.path_string(path) for path in trees.paths(params)]

@@ -1,0 +1,114 @@
+"""Regular expressions that are searched in the paths of parameters.
+
+The path of a parameter is a string such as `encoder/layer0/kernel`. A pattern
+matches a path if `re.search` finds it anywhere in the path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import re
+from typing import Any
+
+from flaxshard.core import checks
+
+# Number of paths that an error lists.
+_MAX_LISTED = 20
+
+
+class PatternError(ValueError):
+  """A pattern that cannot be used; the message names the argument."""
+
+
+def check(argument: str, patterns: Any) -> tuple[str, ...]:
+  """Returns patterns as a tuple of strings.
+
+  Args:
+    argument: Name of the argument, for errors.
+    patterns: A sequence of regular expressions.
+
+  Raises:
+    TypeError: `patterns` is not a sequence of strings.
+    PatternError: A pattern is not a regular expression, or is given twice.
+
+  Example:
+    >>> check("patterns", ["^encoder/"])
+    ('^encoder/',)
+  """
+  if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+    raise checks.ArgumentTypeError(
+      f"{argument} must be a sequence of regular expressions such as "
+      f"('^encoder/',), got {patterns!r}."
+    )
+  for i, pattern in enumerate(patterns):
+    where = f"{argument}[{i}]"
+    if not isinstance(pattern, str):
+      raise checks.ArgumentTypeError(
+        f"{where} must be a regular expression, got {pattern!r}."
+      )
+    try:
+      re.compile(pattern)
+    except re.error as e:
+      raise PatternError(f"{where}: {pattern!r} is not a regex: {e}.") from e
+    if pattern in patterns[:i]:
+      raise PatternError(f"{where}: {pattern!r} is given twice.")
+  return tuple(patterns)
+
+
+def first_match(patterns: Sequence[str], path: str) -> int | None:
+  """Returns the position of the first pattern that matches a path, or None.
+
+  Example:
+    >>> first_match(("bias", "head"), "head/bias")
+    0
+  """
+  return next(
+    (i for i, pattern in enumerate(patterns) if re.search(pattern, path)), None
+  )
+
+
+def check_used(
+  argument: str, patterns: Sequence[str], paths: Sequence[str]
+) -> None:
+  """Raises a PatternError unless each pattern is the first match of a path.
+
+  Args:
+    argument: Name of the argument, for errors.
+    patterns: The patterns.
+    paths: The paths of the parameters.
+  """
+  first = [first_match(patterns, path) for path in paths]
+  for i, pattern in enumerate(patterns):
+    if i in first:
+      continue
+    where = f"{argument}[{i}]={pattern!r}"
+    for path, earlier in zip(paths, first, strict=True):
+      if re.search(pattern, path):
+        raise PatternError(
+          f"{where} is never used: earlier patterns, such as "
+          f"{argument}[{earlier}], match all its parameters."
+        )
+    raise PatternError(describe_no_match(where, pattern, "params", paths))
+
+
+def describe_no_match(
+  where: str, pattern: str, tree: str, paths: Sequence[str]
+) -> str:
+  """Returns the message for a pattern that matches no path.
+
+  Args:
+    where: The pattern and its place, such as `"freeze[0]='encoder'"`.
+    pattern: The pattern.
+    tree: Name of the tree.
+    paths: The paths of the tree.
+  """
+  # A pattern is often a part of a path: `kernel` or `Dense_0`.
+  names = {name: None for path in paths for name in path.split("/")}
+  listed = ", ".join(paths[:_MAX_LISTED])
+  more = ", …" if len(paths) > _MAX_LISTED else ""
+  # Without the anchors, which no path has.
+  hint = checks.did_you_mean(pattern.strip("^$/"), [*paths, *names])
+  return (
+    f"{where} matches no parameter: the paths in {tree} are {listed}{more}."
+    f"{hint}"
+  )

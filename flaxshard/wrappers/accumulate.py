@@ -1,0 +1,216 @@
+"""Accumulate: the mean gradient of several batches for each update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from flaxshard.core import checks
+from flaxshard.core import gradients
+from flaxshard.core import parameter_groups
+from flaxshard.core import tracing
+from flaxshard.core import trees
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.wrappers import base
+
+PyTree = Any
+P = jax.sharding.PartitionSpec
+
+
+class AccumulateState(NamedTuple):
+  """The state of `Accumulate`.
+
+  Attributes:
+    grads: The sum of the gradients since the last update, float32 or wider;
+      None for leaves without a gradient. With `per_replica` they are those of a
+      replica, `[replicas, ...]` in a TrainState.
+    num_batches: int32 scalar, the number of batches in the sum.
+  """
+
+  grads: PyTree
+  num_batches: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulate(base.Base):
+  """Gradient accumulation: one update with the mean gradient of some batches.
+
+  The update is that of one batch of all their examples, up to rounding, if the
+  loss is a mean over examples and the batches have the same size.
+  `state.step` and the schedules of the optimizer count updates. Collections
+  such as `batch_stats` change with every batch.
+
+  It differs from `optax.MultiSteps` in these points. The optimizer's state is
+  that of the optimizer alone, so that checkpoints with and without accumulation
+  have the same train state. With `per_replica` replicas communicate once for
+  an update. And the optimizer runs once for an update, not for each batch.
+
+  Place it inside `LossScale`: a batch that overflows is then left out, and the
+  update takes the mean of the next finite ones. Place it outside of
+  `CrossShard` with `per_replica`, and outside of `AGN`.
+
+  Extra arguments of the optimizer, such as `value`, are those of the batch that
+  completes an update.
+
+  Args:
+    steps: Number of batches in an update.
+    per_replica: Whether each replica keeps the sum of its own gradients, and
+      they are reduced once for an update. Needs `Strategy.run`. If False, the
+      gradients of each batch are reduced before they are added.
+
+  Raises:
+    TypeError: An argument has a wrong type.
+    ValueError: `steps` is below 1.
+
+  Example:
+    >>> import flaxshard as fs, optax
+    >>> state = fs.TrainState.create(
+    ...     apply_fn=None, params={"w": jnp.zeros(())}, tx=optax.sgd(0.5),
+    ...     wrappers=[fs.Accumulate(2)])
+    >>> for x in (1.0, 3.0):
+    ...   state, loss = state.minimize(lambda p: p["w"] * x)
+    ...   print(float(state.params["w"]), int(state.step))
+    0.0 0
+    -1.0 1
+  """
+
+  name: ClassVar[str] = "accumulate"
+
+  steps: int = 1
+  per_replica: bool = False
+
+  def __post_init__(self) -> None:
+    steps = checks.integer("Accumulate: steps", self.steps, minimum=1)
+    # A plain int, also from a NumPy integer: configs hold plain values.
+    object.__setattr__(self, "steps", steps)
+    checks.boolean("Accumulate: per_replica", self.per_replica)
+
+  @property
+  def defers_reduction(self) -> bool:  # type: ignore[override]
+    """Whether gradients are reduced inside of this wrapper."""
+    return self.per_replica
+
+  def check_order(
+    self, outer: Sequence[base.Wrapper], inner: Sequence[base.Wrapper]
+  ) -> None:
+    """Raises a ValueError if a wrapper is on the wrong side of this one."""
+    for wrapper in map(base.adapt, outer):
+      if wrapper.local_updates:
+        raise ValueError(
+          "Accumulate must be outside of a wrapper with local updates, such as "
+          "AGN: put it first."
+        )
+    for original in inner:
+      wrapper = base.adapt(original)
+      if wrapper.skips_steps:
+        raise ValueError(
+          f"Accumulate must be inside of {base.name_of(original)!r}, which "
+          "looks at the gradients of each batch: put "
+          f"{base.name_of(original)!r} first."
+        )
+      if wrapper.reduces_gradients and not self.per_replica:
+        raise ValueError(
+          f"Accumulate(per_replica=False) is outside of "
+          f"{base.name_of(original)!r}, which receives the gradients of one "
+          "replica: use Accumulate(per_replica=True)."
+        )
+
+  def init(self, params: PyTree, tx: Any) -> AccumulateState:
+    """Returns the first state: a sum of no gradients.
+
+    Args:
+      params: The parameters.
+      tx: The optax optimizer.
+    """
+
+    def create_sum(path: trees.Path, p: jax.Array) -> jax.Array | None:
+      if not gradients.has_gradient(path, p):
+        return None
+      return jnp.zeros(p.shape, gradients.accumulator_dtype(p.dtype))
+
+    return AccumulateState(
+      grads=jax.tree_util.tree_map_with_path(
+        create_sum, parameter_groups.drop_frozen(tx, params)
+      ),
+      num_batches=jnp.zeros((), jnp.int32),
+    )
+
+  def restart(
+    self,
+    state: AccumulateState,
+    target: base.Target,
+    saved: dict[str, jax.Array],
+  ) -> AccumulateState:
+    """Returns a first state: the sums of other replicas are dropped."""
+    del target, saved
+    return state
+
+  def partition_specs(self, state: AccumulateState) -> Any:
+    """Returns the specs: the sums are per replica if `per_replica`."""
+    spec = P(mesh_lib.REPLICA) if self.per_replica else P()
+    specs: Any = jax.tree.map(lambda _: P(), state)
+    return specs._replace(grads=jax.tree.map(lambda _: spec, state.grads))
+
+  def took_batch(
+    self, before: AccumulateState, after: AccumulateState
+  ) -> jax.Array:
+    """Returns whether a batch was added to the sum."""
+    return before.num_batches != after.num_batches
+
+  def pending(self, state: AccumulateState) -> str | None:
+    """Returns how many batches the parameters lack, if they lack any."""
+    count = int(state.num_batches)
+    if not count:
+      return None
+    return (
+      f"Accumulate: the gradients of the last {count} batches are not in "
+      f"params. An update takes {self.steps} batches."
+    )
+
+  def apply(
+    self,
+    state: AccumulateState,
+    target: base.Target,
+    grads: PyTree,
+    next: base.Next,
+  ) -> tuple[base.Target, AccumulateState]:
+    """Adds the gradients to the sum; calls `next` when it is complete."""
+    is_none = lambda x: x is None
+    total = jax.tree.map(
+      lambda a, g: a if a is None or g is None else a + g.astype(a.dtype),
+      state.grads,
+      grads,
+      is_leaf=is_none,
+    )
+    count = state.num_batches + 1
+
+    def update(
+      target: base.Target, total: PyTree
+    ) -> tuple[base.Target, PyTree]:
+      # By the count and not by `steps`: a restored state may have more.
+      mean = jax.tree.map(
+        # Statistics of Flax's fp8 layers have no sum: the last batch's replace
+        # them. A leaf without a gradient in this batch keeps its sum.
+        lambda a, g: g if a is None or g is None else a / count.astype(a.dtype),
+        total,
+        grads,
+        is_leaf=is_none,
+      )
+      rest = jax.tree.map(
+        lambda a, g: a if a is None or g is None else jnp.zeros_like(a),
+        total,
+        grads,
+        is_leaf=is_none,
+      )
+      return next(target, mean), rest
+
+    # Not equal: a restored state may have a sum of more batches than `steps`.
+    is_update = count >= self.steps
+    target, total = tracing.cond(
+      is_update, update, lambda *operands: operands, target, total
+    )
+    return target, AccumulateState(total, jnp.where(is_update, 0, count))

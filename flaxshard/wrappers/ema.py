@@ -1,0 +1,178 @@
+"""EMA: an exponential moving average of the parameters, for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from flaxshard.core import checks
+from flaxshard.core import gradients
+from flaxshard.core import parameter_groups
+from flaxshard.core import trees
+from flaxshard.wrappers import base
+
+PyTree = Any
+
+
+class EMAState(NamedTuple):
+  """The state of `EMA`.
+
+  Attributes:
+    average: The average of each parameter that is trained, float32 or wider;
+      None for the others.
+    weight: float32 scalar, the sum of the weights of the parameters in the
+      average. It is below 1 as long as the average is debiased.
+    num_updates: int32 scalar, the number of updates in the average.
+  """
+
+  average: PyTree
+  weight: jax.Array
+  num_updates: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class EMA(base.Base):
+  """Keeps an exponential moving average of the parameters.
+
+  After each update, `average = decay * average + (1 - decay) * params`. A
+  skipped step does not change the average. `state.eval_params` returns it in
+  the dtypes of the parameters, and the training loop evaluates it.
+  `state.params` stay those that are trained.
+
+  It may stand anywhere but inside of `AGN`. Inside of `LossScale` it shares the
+  conditional of the update. Around `AGN` it averages the center, once for each
+  local step.
+
+  The average is sharded like the parameters, and takes 4 bytes for each trained
+  parameter of up to 32 bits. It is saved with the wrapper states. A checkpoint
+  without it starts a new average.
+
+  Args:
+    decay: Weight of the old average in the new one, from 0 to below 1.
+    debias: Whether the weights of the averaged parameters sum to 1 from the
+      first update on, as in `optax.ema`. Then the initial parameters are not
+      in the average. If False, the average starts at the initial parameters.
+    warmup: Whether the decay is at most (1 + n) / (10 + n) after n updates, as
+      with the `num_updates` of `tf.train.ExponentialMovingAverage`.
+
+  Raises:
+    TypeError: An argument has a wrong type.
+    ValueError: `decay` is not from 0 to below 1.
+
+  Example:
+    >>> import flaxshard as fs, optax
+    >>> state = fs.TrainState.create(
+    ...     apply_fn=None, params={"w": jnp.zeros(())}, tx=optax.sgd(1.0),
+    ...     wrappers=[fs.EMA(decay=0.5)])
+    >>> for _ in range(2):
+    ...   state, _ = state.minimize(lambda p: -3 * p["w"])
+    ...   print(float(state.params["w"]), float(state.eval_params["w"]))
+    3.0 3.0
+    6.0 5.0
+
+  References:
+    Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging,
+    1992; `optax.ema`; `tf.train.ExponentialMovingAverage`.
+  """
+
+  name: ClassVar[str] = "ema"
+
+  decay: float = 0.999
+  debias: bool = True
+  warmup: bool = False
+
+  def __post_init__(self) -> None:
+    decay = checks.number("EMA: decay", self.decay, minimum=0, below=1)
+    object.__setattr__(self, "decay", decay)
+    checks.boolean("EMA: debias", self.debias)
+    checks.boolean("EMA: warmup", self.warmup)
+
+  def check_order(
+    self, outer: Sequence[base.Wrapper], inner: Sequence[base.Wrapper]
+  ) -> None:
+    """Raises a ValueError inside a wrapper with local updates."""
+    del inner
+    for wrapper in outer:
+      if base.adapt(wrapper).local_updates:
+        raise ValueError(
+          f"EMA must be outside of {base.name_of(wrapper)!r}, whose updates "
+          "belong to one replica: put 'ema' first."
+        )
+
+  def init(self, params: PyTree, tx: Any) -> EMAState:
+    """Returns the first state.
+
+    Args:
+      params: The parameters.
+      tx: The optax optimizer.
+    """
+
+    def start(path: trees.Path, p: jax.Array) -> jax.Array | None:
+      if not gradients.has_gradient(path, p):
+        return None
+      p = jnp.asarray(p)
+      return p.astype(gradients.accumulator_dtype(p.dtype))
+
+    return EMAState(
+      average=jax.tree_util.tree_map_with_path(
+        start, parameter_groups.drop_frozen(tx, params)
+      ),
+      # With the weight 1 the initial parameters are a part of the average.
+      weight=jnp.array(0 if self.debias else 1, jnp.float32),
+      num_updates=jnp.zeros((), jnp.int32),
+    )
+
+  def restart(
+    self, state: EMAState, target: base.Target, saved: dict[str, jax.Array]
+  ) -> EMAState:
+    """Returns a first state: the average starts at the restored parameters."""
+    del target, saved
+    return state
+
+  def eval_params(self, state: EMAState, params: PyTree) -> PyTree:
+    """Returns the average, in the dtypes of the parameters."""
+    return jax.tree.map(
+      # Before the first update there is no average.
+      lambda a, p: (
+        p if a is None else jnp.where(state.weight > 0, a.astype(p.dtype), p)
+      ),
+      state.average,
+      params,
+      is_leaf=lambda x: x is None,
+    )
+
+  def apply(
+    self, state: EMAState, target: base.Target, grads: PyTree, next: base.Next
+  ) -> tuple[base.Target, EMAState]:
+    """Calls `next`, and adds the new parameters to the average."""
+    new = next(target, grads)
+    # A wrapper inside, such as LossScale, may have skipped the step.
+    applied = new.step != target.step
+    # 1 - decay, in float64.
+    step_size = jnp.float32(1 - self.decay)
+    if self.warmup:
+      # 1 - (1 + n) / (10 + n)
+      n = state.num_updates.astype(jnp.float32)
+      step_size = jnp.maximum(step_size, 9 / (10 + n))
+    weight = state.weight + step_size * (1 - state.weight)
+    # Divided by the weight here, and not when it is read: so the state has the
+    # debiased average. At the first update the quotient is exactly 1.
+    # Not a conditional: that would keep XLA from fusing the optimizer's update
+    # with this one. With a step size of 0 the average keeps its bits.
+    step_size = jnp.where(applied, step_size / weight, 0)
+    params = jax.tree.map(
+      lambda a, p: None if a is None else p.astype(a.dtype),
+      state.average,
+      new.params,
+      is_leaf=lambda x: x is None,
+    )
+    return new, EMAState(
+      average=optax.incremental_update(params, state.average, step_size),
+      weight=jnp.where(applied, weight, state.weight),
+      num_updates=state.num_updates + applied,
+    )

@@ -1,0 +1,263 @@
+"""Accumulate: batches, updates, replicas and other wrappers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tree_equality
+
+import flaxshard as fs
+
+_rng = np.random.default_rng(0)
+X = _rng.normal(size=(4, 16, 8)).astype(np.float32)
+Y = _rng.normal(size=(4, 16)).astype(np.float32)
+PARAMS = {
+  "w1": _rng.normal(size=(8, 8)).astype(np.float32),
+  "w2": _rng.normal(size=(8,)).astype(np.float32),
+}
+
+
+def loss_fn(params, batch):
+  predicted = jnp.tanh(batch["x"] @ params["w1"]) @ params["w2"]
+  return ((predicted - batch["y"]) ** 2).mean()
+
+
+def train_step(state, batch):
+  return state.minimize(loss_fn, batch)
+
+
+jitted = jax.jit(train_step)
+
+
+def batch(*indices):
+  return {
+    "x": np.concatenate(X[list(indices)]),
+    "y": np.concatenate(Y[list(indices)]),
+  }
+
+
+def create(wrappers=(), tx=None, **kwargs):
+  return fs.TrainState.create(
+    apply_fn=None,
+    params=jax.tree.map(jnp.array, PARAMS),
+    tx=tx or optax.adam(optax.linear_schedule(0.1, 0.0, 4)),
+    wrappers=wrappers,
+    **kwargs,
+  )
+
+
+def assert_close(a, b, rtol=2e-6):
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-7)
+
+
+def test_update_equals_that_of_one_large_batch():
+  state, large = create([fs.Accumulate(4)]), create()
+  for _ in range(2):
+    for i in range(4):
+      state, _ = jitted(state, batch(i))
+    large, _ = jitted(large, batch(0, 1, 2, 3))
+  assert int(state.step) == int(large.step) == 2
+  assert_close(state.params, large.params)
+  # The optimizer's state is that of the optimizer alone.
+  assert_close(state.opt_state, large.opt_state)
+
+
+def test_parameters_and_slots_stay_until_the_update():
+  state = create([fs.Accumulate(2)])
+  new, _ = jitted(state, batch(0))
+  tree_equality.assert_trees_equal(new.params, state.params)
+  tree_equality.assert_trees_equal(new.opt_state, state.opt_state)
+  assert int(new.wrapper_states["accumulate"].num_batches) == 1
+  assert "last 1 batches" in fs.Accumulate(2).pending(
+    new.wrapper_states["accumulate"]
+  )
+  new, _ = jitted(new, batch(1))
+  sums = new.wrapper_states["accumulate"]
+  assert int(new.step) == 1 and int(sums.num_batches) == 0
+  assert not any(np.any(np.asarray(g)) for g in jax.tree.leaves(sums.grads))
+  assert fs.Accumulate(2).pending(sums) is None
+
+
+def test_overflowing_batch_is_left_out():
+  bad = batch(1)
+  bad["x"][3, 0] = np.inf
+  wrappers = [fs.LossScale("dynamic"), fs.Accumulate(2)]
+  state, expected = create(wrappers), create([fs.Accumulate(2)])
+  for b in (batch(0), bad, batch(2)):
+    state, _ = jitted(state, b)
+  for b in (batch(0), batch(2)):
+    expected, _ = jitted(expected, b)
+  assert int(state.step) == 1
+  assert int(state.wrapper_states["loss_scale"].skipped_steps) == 1
+  assert_close(state.params, expected.params)
+
+
+def test_collections_change_with_every_batch_but_not_with_a_skipped_one():
+  wrappers = [fs.LossScale("dynamic"), fs.Accumulate(3)]
+  state = create(wrappers, batch_stats={"sum": jnp.zeros(())})
+
+  @jax.jit
+  def step(state, x):
+    _, grads = state.value_and_grad(lambda p: p["w2"].sum() * x)
+    stats = {"sum": state.batch_stats["sum"] + x}
+    return state.apply_gradients(grads=grads, batch_stats=stats)
+
+  sums = []
+  for x in (1.0, 2.0, jnp.inf, 4.0, 8.0):
+    state = step(state, x)
+    sums.append(float(state.batch_stats["sum"]))
+  assert sums == [1, 3, 3, 7, 15] and int(state.step) == 1
+
+
+def test_sums_of_half_precision_gradients_are_float32():
+  params = {"w": jnp.zeros(2, jnp.bfloat16)}
+  state = fs.TrainState.create(
+    apply_fn=None,
+    params=params,
+    tx=optax.sgd(1.0),
+    wrappers=[fs.Accumulate(256)],
+  )
+  assert state.wrapper_states["accumulate"].grads["w"].dtype == jnp.float32
+  step = jax.jit(
+    lambda state: state.apply_gradients(grads={"w": params["w"] + 1})
+  )
+  # In bfloat16 the sum of ones would end at 256, or before.
+  state = functools.reduce(lambda state, _: step(state), range(256), state)
+  assert state.params["w"].tolist() == [-1.0, -1.0]
+  assert state.params["w"].dtype == jnp.bfloat16
+
+
+def test_leaf_without_a_gradient_keeps_its_sum():
+  state = create([fs.Accumulate(2)], tx=optax.sgd(1.0))
+  ones = jax.tree.map(jnp.ones_like, state.params)
+  state = state.apply_gradients(grads=ones)
+  state = state.apply_gradients(grads={**ones, "w2": None})
+  np.testing.assert_allclose(state.params["w1"], PARAMS["w1"] - 1, rtol=1e-6)
+  np.testing.assert_array_equal(state.params["w2"], PARAMS["w2"])
+  assert float(state.wrapper_states["accumulate"].grads["w2"][0]) == 1.0
+
+
+# -- Replicas.
+
+
+@pytest.mark.parametrize(
+  "wrappers",
+  [
+    [fs.Accumulate(4)],
+    [fs.Accumulate(4, per_replica=True)],
+    [fs.CrossShard(), fs.Accumulate(4)],
+    [fs.Accumulate(4, per_replica=True), fs.CrossShard()],
+    [fs.LossScale("dynamic"), fs.Accumulate(4, per_replica=True)],
+    [fs.EMA(0.5), fs.Accumulate(4, per_replica=True)],
+  ],
+  ids=["shared", "per_replica", "cross_shard", "around", "loss_scale", "ema"],
+)
+def test_replicas_take_the_update_of_one_large_batch(wrappers):
+  strategy = fs.Strategy()
+  state = create(wrappers, strategy=strategy)
+  for i in range(4):
+    state, _ = strategy.run(
+      train_step, args=(state, strategy.shard_batch(batch(i)))
+    )
+  large, _ = jitted(create(), batch(0, 1, 2, 3))
+  assert int(state.step) == 1
+  assert_close(state.params, large.params, rtol=1e-5)
+
+
+def test_per_replica_sums_are_reduced_inside_the_conditional():
+  strategy = fs.Strategy()
+  sums = {}
+  for per_replica in (False, True):
+    wrapper = fs.Accumulate(4, per_replica=per_replica)
+    state = create([wrapper], strategy=strategy)
+    step = strategy.jit(lambda state, b: train_step(state, b)[0])
+    text = step.lower(state, strategy.shard_batch(batch(0))).as_text()
+    first_case = text.find("stablehlo.case")
+    sums[per_replica] = text.find("stablehlo.all_reduce") > first_case
+  assert sums == {False: False, True: True}
+
+
+def test_agn_takes_a_local_step_with_the_mean_of_the_batches():
+  strategy = fs.Strategy()
+  n = strategy.num_replicas_in_sync
+  wrappers = [fs.Accumulate(2, per_replica=True), fs.AGN(1, commit="mean")]
+  state = create(wrappers, tx=optax.sgd(0.1), strategy=strategy)
+  for i in range(2):
+    state, _ = strategy.run(
+      train_step, args=(state, strategy.shard_batch(batch(i)))
+    )
+  large, _ = jitted(create(tx=optax.sgd(0.1)), batch(0, 1))
+  assert int(state.wrapper_states["agn"].commits) == 1
+  assert state.wrapper_states["accumulate"].grads["w2"].shape == (n, 8)
+  assert_close(state.params, large.params, rtol=1e-5)
+
+
+def test_sums_are_sharded_like_the_parameters():
+  strategy = fs.Strategy()
+  sharding = jax.sharding.NamedSharding(strategy.mesh, jax.P("replica"))
+  params = {"w1": jax.device_put(PARAMS["w1"], sharding)}
+  state = fs.TrainState.create(
+    apply_fn=None,
+    params=params,
+    tx=optax.sgd(0.1),
+    wrappers=[fs.Accumulate(2), fs.EMA()],
+    strategy=strategy,
+  )
+  for tree in (
+    state.wrapper_states["accumulate"].grads,
+    state.wrapper_states["ema"].average,
+  ):
+    assert tree["w1"].sharding == sharding
+
+
+# -- Order.
+
+
+@pytest.mark.parametrize(
+  ["wrappers", "message"],
+  [
+    ([fs.Accumulate(2), fs.LossScale()], "must be inside of 'loss_scale'"),
+    ([fs.AGN(2), fs.Accumulate(2)], "must be outside of"),
+    ([fs.Accumulate(2), fs.CrossShard()], "use Accumulate.per_replica=True"),
+    ([fs.AGN(2), fs.EMA()], "EMA must be outside of 'agn'"),
+  ],
+)
+def test_wrong_order_raises(wrappers, message):
+  with pytest.raises(ValueError, match=message):
+    create(wrappers)
+
+
+@pytest.mark.parametrize("steps", [0, 1.5, True])
+def test_invalid_steps_raise(steps):
+  with pytest.raises(ValueError, match="Accumulate: steps must be"):
+    fs.Accumulate(steps)
+
+
+# -- Checkpoints.
+
+
+def test_restored_sum_continues_to_the_bit(tmp_path):
+  state = create([fs.Accumulate(3)])
+  state, _ = jitted(state, batch(0))
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, state)
+  for i in (1, 2):
+    state, _ = jitted(state, batch(i))
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    restored = checkpointer.restore(create([fs.Accumulate(3)]))
+    plain = checkpointer.restore(create())
+    fewer = checkpointer.restore(create([fs.Accumulate(1)]))
+  assert int(restored.wrapper_states["accumulate"].num_batches) == 1
+  for i in (1, 2):
+    restored, _ = jitted(restored, batch(i))
+  tree_equality.assert_trees_equal(restored.params, state.params)
+  tree_equality.assert_trees_equal(restored.opt_state, state.opt_state)
+  # Without the wrapper, and with fewer steps than are in the sum.
+  assert int(plain.step) == 0
+  fewer, _ = jitted(fewer, batch(1))
+  large, _ = jitted(create(), batch(0, 1))
+  assert_close(fewer.params, large.params)

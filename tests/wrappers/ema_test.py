@@ -1,0 +1,207 @@
+"""EMA: the average, skipped steps, other wrappers and checkpoints."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tree_equality
+
+import flaxshard as fs
+
+PARAMS = {"w": np.array([1.0, -2.0], np.float32)}
+# A new optimizer would be another static field.
+SGD = optax.sgd(0.125)
+
+
+def create(wrappers, params=PARAMS, **kwargs):
+  return fs.TrainState.create(
+    apply_fn=None,
+    params=jax.tree.map(jnp.array, params),
+    tx=SGD,
+    wrappers=wrappers,
+    **kwargs,
+  )
+
+
+@jax.jit
+def step(state, x):
+  return state.minimize(lambda p: (p["w"] * x).sum())[0]
+
+
+def path_of_params(state, gradients):
+  """Returns the states after each of some steps."""
+  states = []
+  for x in gradients:
+    state = step(state, x)
+    states.append(state)
+  return states
+
+
+@pytest.mark.parametrize("debias", [False, True])
+@pytest.mark.parametrize("warmup", [False, True])
+def test_average_equals_its_definition(debias, warmup):
+  decay = 0.75
+  wrapper = fs.EMA(decay, debias=debias, warmup=warmup)
+  states = path_of_params(create([wrapper]), [1.0, -3.0, 2.0, 5.0, 0.5])
+  average = np.zeros(2) if debias else PARAMS["w"].astype(np.float64)
+  weight = 0.0 if debias else 1.0
+  for n, state in enumerate(states):
+    d = min(decay, (1 + n) / (10 + n)) if warmup else decay
+    average = d * average + (1 - d) * np.asarray(state.params["w"], np.float64)
+    weight = d * weight + (1 - d)
+    np.testing.assert_allclose(
+      state.eval_params["w"], average / weight, rtol=1e-6
+    )
+    assert int(state.wrapper_states["ema"].num_updates) == n + 1
+
+
+def test_debiased_average_equals_that_of_optax():
+  ema = optax.ema(0.9999, debias=True)
+  ema_state = ema.init(PARAMS)
+  for state in path_of_params(create([fs.EMA(0.9999)]), [1.0, -3.0, 2.0]):
+    expected, ema_state = ema.update(state.params, ema_state)
+    np.testing.assert_allclose(
+      # optax subtracts the decay from 1 in float32.
+      state.eval_params["w"],
+      expected["w"],
+      rtol=2e-3,
+    )
+  first = step(create([fs.EMA(0.9999)]), 1.0)
+  tree_equality.assert_trees_equal(first.eval_params, first.params)
+
+
+def test_without_an_update_the_parameters_are_evaluated():
+  state = create([fs.EMA()])
+  tree_equality.assert_trees_equal(state.eval_params, state.params)
+  pretrained = {"w": jnp.array([3.0, 4.0])}
+  state = state.replace(params=pretrained)
+  tree_equality.assert_trees_equal(state.eval_params, pretrained)
+  tree_equality.assert_trees_equal(create([]).eval_params, create([]).params)
+
+
+@pytest.mark.parametrize(
+  "wrappers",
+  [
+    [fs.EMA(0.5), fs.LossScale("dynamic")],
+    [fs.LossScale("dynamic"), fs.EMA(0.5)],
+  ],
+  ids=["outside", "inside"],
+)
+def test_skipped_step_does_not_change_the_average(wrappers):
+  states = path_of_params(create(wrappers), [1.0, np.inf, 2.0])
+  expected = path_of_params(create([fs.EMA(0.5)]), [1.0, 2.0])
+  before, skipped, after = (state.wrapper_states["ema"] for state in states)
+  tree_equality.assert_trees_equal(before, skipped)
+  tree_equality.assert_trees_equal(after, expected[1].wrapper_states["ema"])
+
+
+@pytest.mark.parametrize(
+  "wrappers",
+  [
+    [fs.EMA(0.5), fs.Accumulate(2)],
+    [fs.Accumulate(2), fs.EMA(0.5)],
+  ],
+  ids=["outside", "inside"],
+)
+def test_average_changes_with_updates_only(wrappers):
+  states = path_of_params(create(wrappers), [1.0, 3.0, 2.0, 2.0])
+  counts = [int(s.wrapper_states["ema"].num_updates) for s in states]
+  assert counts == [0, 1, 1, 2]
+  expected = path_of_params(create([fs.EMA(0.5)]), [2.0, 2.0])
+  tree_equality.assert_trees_equal(
+    states[-1].wrapper_states["ema"], expected[-1].wrapper_states["ema"]
+  )
+
+
+def test_average_of_bfloat16_parameters_is_float32():
+  params = {"w": jnp.ones(2, jnp.bfloat16), "n": jnp.int32(3)}
+  state = create([fs.EMA(0.999, debias=False)], params)
+  average = state.wrapper_states["ema"].average
+  assert average["w"].dtype == jnp.float32 and average["n"] is None
+  state = step(state, 1.0)
+  average = state.wrapper_states["ema"].average["w"]
+  np.testing.assert_allclose(average, 0.999 + 0.001 * 0.875, rtol=1e-6)
+  assert state.eval_params["w"].dtype == jnp.bfloat16
+  assert int(state.eval_params["n"]) == 3
+
+
+def test_replicas_keep_the_average_of_one_device():
+  strategy = fs.Strategy()
+  n = strategy.num_replicas_in_sync
+  state = create([fs.EMA(0.5), fs.LossScale("dynamic")], strategy=strategy)
+  train_step = lambda state, x: state.minimize(
+    lambda p: (p["w"] * x.mean()).sum()
+  )[0]
+  xs = [np.arange(2.0 * n), np.ones(2 * n)]
+  for x in xs:
+    state = strategy.run(train_step, args=(state, strategy.shard_batch(x)))
+  expected = path_of_params(create([fs.EMA(0.5)]), [xs[0].mean(), 1.0])[-1]
+  np.testing.assert_allclose(
+    state.eval_params["w"], expected.eval_params["w"], rtol=1e-6
+  )
+
+
+def test_average_around_agn_is_that_of_the_center():
+  states = path_of_params(create([fs.EMA(0.5), fs.AGN(2)]), [1.0, 3.0, 1.0])
+  centers = [np.asarray(state.params["w"]) for state in states]
+  np.testing.assert_array_equal(centers[0], PARAMS["w"])
+  np.testing.assert_allclose(
+    states[-1].eval_params["w"],
+    (centers[0] / 8 + centers[1] / 4 + centers[2] / 2) / (7 / 8),
+    rtol=1e-6,
+  )
+
+
+@pytest.mark.parametrize("debias", [False, True])
+def test_average_is_saved_restored_and_optional(tmp_path, debias):
+  wrappers = [fs.EMA(0.5, debias=debias)]
+  state = path_of_params(create(wrappers), [1.0, 2.0])[-1]
+  with fs.Checkpointer(tmp_path / "ema") as checkpointer:
+    checkpointer.save(2, state)
+  with fs.Checkpointer(tmp_path / "ema") as checkpointer:
+    restored = checkpointer.restore(create(wrappers))
+    tree_equality.assert_trees_equal(restored, state)
+    plain = checkpointer.restore(create([]))
+    tree_equality.assert_trees_equal(plain.params, state.params)
+  with fs.Checkpointer(tmp_path / "plain") as checkpointer:
+    checkpointer.save(2, plain)
+  with fs.Checkpointer(tmp_path / "plain") as checkpointer:
+    fresh = checkpointer.restore(create(wrappers))
+  # The average starts at the restored parameters, not at those of `create`.
+  tree_equality.assert_trees_equal(fresh.eval_params, state.params)
+  average = fresh.wrapper_states["ema"].average
+  tree_equality.assert_trees_equal(average, state.params)
+
+
+def test_average_takes_four_bytes_per_parameter():
+  params = {"w": jnp.ones((512, 512))}
+
+  def compile_step(wrappers):
+    state = create(wrappers, params)
+    jitted = jax.jit(
+      lambda state: state.minimize(lambda p: (p["w"] ** 2).sum())[0],
+      donate_argnums=0,
+    )
+    return jitted.lower(state).compile().memory_analysis()
+
+  plain, ema = compile_step([]), compile_step([fs.EMA()])
+  added = ema.argument_size_in_bytes - plain.argument_size_in_bytes
+  assert added == params["w"].nbytes + 8
+  assert ema.temp_size_in_bytes - plain.temp_size_in_bytes < 4096
+  # The state is updated in place.
+  assert ema.alias_size_in_bytes - plain.alias_size_in_bytes == added
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.1, "0.9", np.nan])
+def test_invalid_decay_raises(decay):
+  with pytest.raises(ValueError, match="EMA: decay must be"):
+    fs.EMA(decay)
+
+
+def test_config_of_the_wrapper():
+  wrappers = fs.wrappers.from_config((("ema", {"decay": 0.99}),))
+  assert wrappers == (fs.EMA(0.99),)
+  assert fs.wrappers.to_config([fs.EMA(0.99, warmup=True)]) == (
+    ("ema", {"decay": 0.99, "warmup": True}),
+  )
