@@ -1,0 +1,83 @@
+"""Hooks and early stopping in two processes."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import tiny
+
+pytestmark = pytest.mark.slow
+
+_ROOT = pathlib.Path(__file__).parents[2]
+
+_MODULES = {
+  "my_hooks.py": """
+import os
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+class Gather:
+  def __init__(self, workdir):
+    self.workdir = workdir
+
+  def __call__(self, step, state, metrics):
+    values = np.array([step, metrics.get("eval_loss", -1)])
+    both = multihost_utils.process_allgather(values)
+    name = f"steps_{jax.process_index()}.txt"
+    with open(os.path.join(self.workdir, name), "a") as f:
+      f.write(f"{step} {bool((both[0] == both[1]).all())}\\n")
+
+
+def fail_in_one(step, state, metrics):
+  if step == 6 and jax.process_index() == 1:
+    raise KeyError("a mistake of the user")
+""",
+  "my_config.py": """
+import tiny
+
+def get_config():
+  rule = {"metric": "eval_loss", "patience": 1, "min_delta": 100.0}
+  return tiny.config(
+    num_train_steps=20,
+    log_every_steps=4,
+    eval_every_steps=2,
+    mesh={"replica": -1, "virtual_devices": 2},
+    early_stopping=rule,
+    hooks=("my_hooks:Gather", "my_hooks:fail_in_one"),
+  )
+""",
+}
+
+
+def test_all_processes_stop_at_one_step_and_end_when_a_hook_raises(tmp_path):
+  """A hook may use collectives; another one raises in process 1 alone."""
+  for name, text in _MODULES.items():
+    (tmp_path / name).write_text(text)
+  path = os.pathsep.join([str(tmp_path), str(_ROOT / "tests"), str(_ROOT)])
+  workdir = tmp_path / "run"
+  process = subprocess.run(
+    [
+      *(sys.executable, "-m", "flaxshard", "--local_processes=2"),
+      *(f"--config={tmp_path}/my_config.py", f"--workdir={workdir}"),
+    ],
+    cwd=tmp_path,
+    env={**os.environ, "PYTHONPATH": path},
+    capture_output=True,
+    text=True,
+    timeout=240,
+  )
+  output = process.stdout + process.stderr
+  assert process.returncode == 1, output
+  # The third evaluation ends the run in both processes.
+  for index in (0, 1):
+    lines = (workdir / f"steps_{index}.txt").read_text().splitlines()
+    assert lines == ["2 True", "4 True", "6 True"], lines
+  assert [row["step"] for row in tiny.rows(workdir)] == [2, 4, 6]
+  assert "6" in os.listdir(workdir / "checkpoints")
+  for fact in ("my_hooks:fail_in_one", "step 6", "a mistake of the user"):
+    assert fact in output
+  assert "process 1" in output  # process 0 says whose error it is
