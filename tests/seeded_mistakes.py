@@ -24,6 +24,7 @@ import numpy as np
 import optax
 
 import flaxshard as fs
+from flaxshard.models import pooling
 
 P = jax.sharding.PartitionSpec
 _REPLICATED = P()
@@ -477,6 +478,27 @@ def time_major_rows_are_flattened(devices: Any, wrong: bool) -> Program:
   return Program(
     _jit_like(state), state, _abstract_batch(strategy, (64, 16, 64))
   )
+
+
+@_mistake("activations", here=True)
+def max_pool_gathers_the_batch(devices: Any, wrong: bool) -> Program:
+  class Model(nn.Module):
+    """Computes in float16: XLA gathers nothing in bfloat16 and float32."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+      x = nn.relu(nn.Conv(32, (3, 3), dtype=jnp.float16)(x))
+      if wrong:
+        # here: max_pool_gathers_the_batch
+        x = nn.max_pool(x, (2, 2), (2, 2))
+      else:
+        x = pooling.max_pool(x, 2, stride=2)
+      return nn.Dense(8, dtype=jnp.float16)(x.reshape(x.shape[0], -1))
+
+  strategy = fs.Strategy(devices=devices)
+  state = _abstract_state(strategy, Model(), (1, 8, 8, 1))
+  batch = _abstract_batch(strategy, (1024, 8, 8, 1))
+  return Program(_jit_like(state), state, batch)
 
 
 # Parameters and activations that are moved.

@@ -24,6 +24,8 @@ _SLICES = ("dynamic-slice",)
 # Matrix products of an optimizer, such as Shampoo's or Muon's, need whole
 # matrices.
 _PRODUCTS = ("dot_general", "conv_general_dilated")
+# The gradient of max pooling.
+_POOLING = "select_and_scatter"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +69,7 @@ def check_collectives(facts: StepFacts, min_bytes: int) -> list[Finding]:
       continue  # tokens on the way to their experts, and back
     elif _moves_activations(facts, one):
       activations.append(one)
+  pooled = [one for one in activations if _POOLING in one.op_name]
   return [
     *_gathered(facts, gathered),
     *_by_source(
@@ -79,9 +82,17 @@ def check_collectives(facts: StepFacts, min_bytes: int) -> list[Finding]:
     ),
     *_by_source(
       "activations",
-      activations,
+      [one for one in activations if _POOLING not in one.op_name],
       "{kinds} of activations over the axes of the batch ({size} on each "
       "device), so devices exchange examples. " + _advice(facts),
+    ),
+    *_by_source(
+      "activations",
+      pooled,
+      "{kinds} of activations over the axes of the batch ({size} on each "
+      "device): XLA does so for the gradient of max pooling in float16, not in "
+      "bfloat16 or float32. Take the maximum of strided slices, or pool in "
+      "another dtype.",
     ),
   ]
 
@@ -209,14 +220,14 @@ def _is_cut_again(facts: StepFacts, one: Moved) -> bool:
 
 
 def _moves_activations(facts: StepFacts, one: Moved) -> bool:
-  """Returns whether examples are exchanged, in the forward pass."""
-  if one.leaf is not None or not one.axes or "transpose(" in one.op_name:
-    return False
-  if not one.axes <= facts.batch_axes:
+  """Returns whether examples are exchanged."""
+  if one.leaf is not None or not one.axes or not one.axes <= facts.batch_axes:
     return False
   sizes = [array.size for array in one.found.results]
   if any(size in facts.state_sizes for size in sizes):
     return False
+  if "transpose(" in one.op_name:
+    return _gathers_examples(facts, one)
   is_forward = "jvp(" in one.op_name or not facts.differentiates
   if one.found.kind == "all-reduce":
     # Of features that are split. A sum over examples, such as a covariance,
@@ -228,6 +239,21 @@ def _moves_activations(facts: StepFacts, one: Moved) -> bool:
     return False
   # The borders of images that are split are permuted, over other axes.
   return is_forward or any(map(facts.is_from_batch, one.operands))
+
+
+def _gathers_examples(facts: StepFacts, one: Moved) -> bool:
+  """Returns whether the whole batch is gathered along its first dimension.
+
+  In the backward pass nothing else counts: the products there that give a
+  parameter's gradient may exchange what they sum.
+  """
+  dim = one.found.instruction.attribute(r"[^_]dimensions=\{(\d+)\}")
+  if one.found.kind != "all-gather" or not dim or _is_product(one):
+    return False
+  return any(
+    facts.has_examples(array.dims[int(dim) :][:1], one.axes)
+    for array in one.found.results
+  )
 
 
 def _gathered(facts: StepFacts, moved: Iterable[Moved]) -> list[Finding]:

@@ -41,7 +41,7 @@ class StepFacts:
   outputs: tuple[Leaf, ...] | None = None
   program: hlo.Program | None = None
 
-  @functools.cached_property
+  @property
   def values(self) -> values_lib.Values:
     """The values of the program."""
     assert self.program is not None

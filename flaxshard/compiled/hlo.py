@@ -164,6 +164,7 @@ class Program:
     out_tree: The tree of the outputs (`Compiled.out_tree`); None if the program
       was given as text.
     tables: The tables of source locations.
+    shared: Results computed from the program that several readers use, by name.
   """
 
   header: str
@@ -171,6 +172,7 @@ class Program:
   entry: Computation
   out_tree: Any
   tables: frames.Tables
+  shared: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
   @functools.cached_property
   def num_partitions(self) -> int:

@@ -144,7 +144,16 @@ class Values:
 
 
 def trace(program: hlo.Program) -> Values:
-  """Returns the values of a program and the edges between them."""
+  """Returns the values of a program and the edges between them.
+
+  They are computed at the first call and shared by all who ask for them.
+  """
+  if "values" not in program.shared:
+    program.shared["values"] = _trace(program)
+  return program.shared["values"]
+
+
+def _trace(program: hlo.Program) -> Values:
   values = Values(program, [], [], [], set(), {})
   instructions = list(
     _in_order(program, program.entry, values.in_fusion, set())

@@ -14,8 +14,8 @@ def max_pool(
   """Returns the maxima of square windows, as `flax.linen.max_pool`.
 
   XLA gathers the whole batch on every device for the gradient of Flax's
-  max_pool (select-and-scatter), on TPU. Here the maxima are elementwise. As in
-  Flax, the first of equal values has the gradient.
+  max_pool (select-and-scatter) in float16. Here the maxima are elementwise. As
+  in Flax, the first of equal values has the gradient.
 
   Args:
     x: Images, [batch, height, width, channels].
