@@ -33,6 +33,7 @@ if TYPE_CHECKING:
   from flaxshard import data
   from flaxshard import models
   from flaxshard import ray
+  from flaxshard import tasks
   from flaxshard import testing
   from flaxshard import train
   from flaxshard.analysis.check import check
@@ -76,13 +77,23 @@ __all__ = [
   "plan",
   "ray",
   "scale_learning_rates",
+  "tasks",
   "testing",
   "train",
   "wrappers",
 ]
 
 # Imported when asked for: Orbax, Grain and what the loop needs take a second.
-_LAZY = ("analysis", "checkpoint", "data", "models", "ray", "testing", "train")
+_LAZY = (
+  "analysis",
+  "checkpoint",
+  "data",
+  "models",
+  "ray",
+  "tasks",
+  "testing",
+  "train",
+)
 
 _LAZY_NAMES = {
   "Checkpointer": "flaxshard.checkpoint",

@@ -8,13 +8,13 @@ from typing import Any
 
 import ml_collections
 
-from flaxshard import data
 from flaxshard.analysis import check
 from flaxshard.analysis import compilation as compilation_lib
 from flaxshard.analysis import plan as plan_lib
 from flaxshard.core import checks
 from flaxshard.core.policy import Policy
 from flaxshard.partitioning import rules as rules_lib
+from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
 from flaxshard.train import program as program_lib
@@ -40,7 +40,7 @@ def replace_fields(
   return config_lib.check(changed)
 
 
-def plan_config(config: Any, topology: str) -> plan_lib.Plan:
+def plan_config(config: Any, topology: str, task: Any = None) -> plan_lib.Plan:
   """Plans the train step of a config on devices that need not exist.
 
   State, step and shardings are those of a run. The data is not read, except for
@@ -50,17 +50,16 @@ def plan_config(config: Any, topology: str) -> plan_lib.Plan:
     config: An `ml_collections.ConfigDict` or a dict; see
       docs/config.md.
     topology: Name of the devices, such as `"v5p:4x4x8"`; see `Topology.named`.
+    task: A task object, in place of `config.task`; see `flaxshard.tasks.Task`.
 
   Raises:
     ValueError, TypeError: The config is invalid, or does not fit the devices;
       or there is no such topology.
   """
-  config = config_lib.check(config)
+  config = config_lib.check(load.record(config, task))
   strategy = devices.create_compile_only_strategy(config, topology)
-  shapes = data.load_shapes(config.data)
-  program = program_lib.create_program(
-    config, strategy, shapes.example, shapes.num_classes
-  )
+  loaded = load.load(config, task, shapes_only=True)
+  program = program_lib.create_program(config, strategy, loaded)
   for note in program.notes:
     checks.warn(note)
   compilation = compilation_lib.compile_step(

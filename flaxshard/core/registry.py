@@ -140,7 +140,7 @@ def construct(
   """
   if not callable(function):
     raise TypeError(f"{where} must name something callable, got {function!r}.")
-  signature = inspect.signature(function)
+  signature = _signature(function)
   parameters = signature.parameters.values()
   takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
   known = [
@@ -171,6 +171,40 @@ def construct(
     is_type_error = isinstance(e, TypeError)
     kind = checks.ArgumentTypeError if is_type_error else ValueError
     raise kind(f"{where}: {e}") from e
+
+
+def accepted(function: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the offered arguments that a function takes by name.
+
+  Args:
+    function: The function or class.
+    offered: Values by name. A `**kwargs` of the function takes none of them.
+
+  Example:
+    >>> accepted(lambda width, rngs: None, {"rngs": 0, "policy": 1})
+    {'rngs': 0}
+  """
+  try:
+    parameters = _signature(function).parameters
+  except (TypeError, ValueError):
+    return {}  # `construct` reports what cannot be called
+  return {
+    name: value
+    for name, value in offered.items()
+    if name in parameters
+    and parameters[name].kind
+    in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+  }
+
+
+def _signature(function: Any) -> inspect.Signature:
+  """Returns the signature of a function, or of the constructor of a class."""
+  if inspect.isclass(function) and type(function).__call__ is not type.__call__:
+    # NNX modules have a metaclass whose call takes any arguments.
+    signature = inspect.signature(function.__init__)
+    parameters = list(signature.parameters.values())[1:]  # without self
+    return signature.replace(parameters=parameters)
+  return inspect.signature(function)
 
 
 def to_plain(value: Any) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import dataclasses
 import itertools
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import grain
 import numpy as np
 
 from flaxshard.core import checks
+from flaxshard.data import collate as collate_lib
 from flaxshard.data import sources
 from flaxshard.data.sources import Example
 from flaxshard.data.sources import Source
@@ -28,6 +29,7 @@ def train_iterator(
   process_index: int = 0,
   process_count: int = 1,
   rows: Sequence[int] | None = None,
+  collate: collate_lib.Collate | None = None,
 ) -> grain.DatasetIterator:
   """Returns an endless iterator over this process's rows of global batches.
 
@@ -49,6 +51,7 @@ def train_iterator(
     process_count: Number of processes that share each batch.
     rows: The rows of each global batch to read, in ascending order, instead of
       a block of `process_index`.
+    collate: Makes a batch of a sequence of examples; None stacks their arrays.
 
   Returns:
     An iterator over dicts of arrays `[number of rows, ...]`.
@@ -72,7 +75,7 @@ def train_iterator(
     dataset = dataset.random_map(splits.augment)
   # Rows are selected after the random transformations: Grain seeds each example
   # by its index, and only before the selection is that the global index.
-  iterator = iter(_batch(dataset, splits, splits.eval[0], batch_size, rows))
+  iterator = iter(_batch(dataset, splits, batch_size, rows, collate))
   # The position is the number of global batches read, for any share of them.
   iterator.position_is_global = True
   return iterator
@@ -85,6 +88,7 @@ def eval_batches(
   process_index: int = 0,
   process_count: int = 1,
   rows: Sequence[int] | None = None,
+  collate: collate_lib.Collate | None = None,
 ) -> grain.IterDataset:
   """Returns this process's rows of the evaluation batches, in order.
 
@@ -99,6 +103,7 @@ def eval_batches(
     process_count: Number of processes that share each batch.
     rows: The rows of each global batch to read, in ascending order, instead of
       a block of `process_index`.
+    collate: Makes a batch of a sequence of examples; None stacks their arrays.
 
   Returns:
     A dataset of dicts of arrays `[number of rows, ...]`. Their entry `mask`,
@@ -117,11 +122,14 @@ def eval_batches(
     [200, 160]
   """
   rows = _rows_of_process(batch_size, process_index, process_count, rows)
+  if splits.eval is None:
+    raise ValueError("splits.eval is None: there are no evaluation examples.")
   # All processes evaluate in lockstep: they need equally many batches.
-  padded_length = -(-len(splits.eval) // batch_size) * batch_size
-  source = _Padded(splits.eval, padded_length)
+  num_examples = len(splits.eval)
+  padded_length = -(-num_examples // batch_size) * batch_size
+  source = _Repeated(splits.eval, padded_length)
   dataset = grain.MapDataset.source(source)
-  return _batch(dataset, splits, source[0], batch_size, rows)
+  return _batch(dataset, splits, batch_size, rows, collate, num_examples)
 
 
 def _rows_of_process(
@@ -167,13 +175,18 @@ def _check_rows(rows: Sequence[int], batch_size: int) -> Sequence[int]:
 def _batch(
   dataset: grain.MapDataset,
   splits: Splits,
-  first: Example,
   batch_size: int,
   rows: Sequence[int],
+  collate: collate_lib.Collate | None,
+  num_examples: int | None = None,
 ) -> grain.IterDataset:
   """Returns the batches of some rows of each global batch of a dataset."""
-  shapes = {key: np.shape(x) for key, x in first.items()}
-  source = _Batches(dataset, batch_size, rows, shapes, splits.num_classes)
+  # Reads one example: batches must have its shapes, for which the step is
+  # compiled.
+  first = sources.first_batch("config.data", splits, collate)
+  shapes = {key: x.shape[1:] for key, x in first.items()}
+  collate = collate or collate_lib.stack
+  source = _Batches(dataset, batch_size, rows, shapes, collate, num_examples)
   return grain.MapDataset.source(source).to_iter_dataset(_READ_OPTIONS)
 
 
@@ -183,13 +196,23 @@ class _Batches:
 
   One source of batches costs less time than Grain's transformations, which
   handle each example in each of them.
+
+  Attributes:
+    dataset: The examples.
+    batch_size: Number of examples in a global batch.
+    rows: The rows of each global batch to read.
+    shapes: Shapes of an example after `collate`, by key.
+    collate: Makes a batch of a sequence of examples.
+    num_examples: Number of examples that are no padding. Batches then have a
+      mask; None: they have none.
   """
 
   dataset: grain.MapDataset
   batch_size: int
   rows: Sequence[int]
   shapes: Mapping[str, tuple[int, ...]]
-  num_classes: int
+  collate: collate_lib.Collate
+  num_examples: int | None
 
   def __len__(self) -> int:
     # Nothing is dropped: training repeats for ever, evaluation is padded.
@@ -198,23 +221,38 @@ class _Batches:
   def __getitem__(self, index: SupportsIndex) -> Example:
     start = int(index) * self.batch_size
     examples = [self.dataset[start + row] for row in self.rows]
-    for example in examples:
-      shapes = {key: np.shape(x) for key, x in example.items()}
-      if shapes != self.shapes:
-        raise ValueError(
-          "config.data: every example must have the shapes "
-          f"{dict(self.shapes)}, got {shapes}."
-        )
-    batch = {key: np.stack([x[key] for x in examples]) for key in self.shapes}
-    # On the device, a label out of range gives a NaN or is taken for another
-    # class.
-    sources.check_labels("config.data", batch["labels"], self.num_classes)
+    batch = collate_rows(examples, self.shapes, self.collate)
+    if self.num_examples is not None:
+      positions = start + np.asarray(self.rows)
+      batch["mask"] = positions < self.num_examples
     return batch
 
 
+def collate_rows(
+  examples: Sequence[Any],
+  shapes: Mapping[str, tuple[int, ...]],
+  collate: collate_lib.Collate,
+) -> Example:
+  """Returns a checked batch of examples.
+
+  Args:
+    examples: The examples.
+    shapes: Shapes of an example after `collate`, by key.
+    collate: Makes a batch of a sequence of examples.
+
+  Raises:
+    ValueError: The batch is not valid, or has other shapes.
+  """
+  batch = collate_lib.check_batch(
+    "config.data: a batch", collate(examples), len(examples)
+  )
+  collate_lib.check_shapes(shapes, {k: x.shape[1:] for k, x in batch.items()})
+  return batch
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Padded:
-  """A source padded to a length with its examples in turn, and a mask."""
+class _Repeated:
+  """A source repeated, with its examples in turn, up to a length."""
 
   source: Source
   length: int
@@ -223,6 +261,4 @@ class _Padded:
     return self.length
 
   def __getitem__(self, index: SupportsIndex) -> Example:
-    index = int(index)
-    example = self.source[index % len(self.source)]
-    return {**example, "mask": np.bool_(index < len(self.source))}
+    return self.source[int(index) % len(self.source)]

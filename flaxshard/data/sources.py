@@ -1,8 +1,9 @@
 """Data sources, and the factories that `config.data` names.
 
-A factory returns `Splits`: random-access sources of examples, each a dict with
-`inputs` and integer `labels`. The built-in factories are `"digits"`, `"text"`
-and `"imagenet"`. A custom one is named `"package.module:factory"`:
+A factory returns `Splits`: sources of examples, each a dict of arrays. The
+built-in factories are `"digits"`, `"text"` and `"imagenet"`, whose examples
+have `inputs` and integer `labels`. A custom one is named
+`"package.module:factory"`:
 
     config.data = {"name": "my_project.data:flowers", "image_size": 64}
 
@@ -11,7 +12,7 @@ and `"imagenet"`. A custom one is named `"package.module:factory"`:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import functools
 import inspect
@@ -22,6 +23,7 @@ import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core import registry
+from flaxshard.data import collate as collate_lib
 
 Example = dict[str, Any]
 _F = TypeVar("_F", bound=Callable[..., "Splits"])
@@ -54,17 +56,22 @@ class Splits:
   """The training and evaluation data that a factory returns.
 
   Attributes:
-    train: Training examples `{"inputs": array, "labels": integer array}`. More
-      keys are allowed, but not `"mask"`.
-    eval: Evaluation examples with the same keys, shapes and dtypes.
-    num_classes: Labels are in `[0, num_classes)`.
+    train: Training examples: dicts of numeric arrays with the same keys, shapes
+      and dtypes. The key `"mask"` is reserved. The classification task reads
+      `"inputs"` and `"labels"`. A task with `collate` may have other examples.
+      A stream of examples, any iterable without `len` such as a Grain
+      `IterDataset`, is read in its own order, and again from its start after
+      its end.
+    eval: Evaluation examples, like the training examples; None if there are
+      none.
+    num_classes: Number of classes of the labels, or None.
     augment: `augment(example, rng)` is applied to each training example. Its
       NumPy generator is seeded per example.
   """
 
-  train: Source
-  eval: Source
-  num_classes: int
+  train: Source | Iterable[Any]
+  eval: Source | None = None
+  num_classes: int | None = None
   augment: Callable[[Example, np.random.Generator], Example] | None = None
 
 
@@ -74,12 +81,12 @@ class Shapes:
 
   Attributes:
     example: Shape and dtype of each array of an example, without a batch
-      dimension, by key: `inputs` and `labels` at least.
-    num_classes: Labels are in `[0, num_classes)`.
+      dimension, by key.
+    num_classes: Number of classes of the labels, or None.
   """
 
   example: Mapping[str, jax.ShapeDtypeStruct]
-  num_classes: int
+  num_classes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -175,31 +182,122 @@ def load(config: Mapping[str, Any]) -> Splits:
     >>> len(splits.train), len(splits.eval), splits.num_classes
     (1437, 360, 10)
   """
+  splits = call_factory(config)
+  check_splits(f"config.data ({config['name']!r})", splits)
+  return splits
+
+
+def call_factory(config: Mapping[str, Any]) -> Splits:
+  """Calls the factory that a config names; checks no example.
+
+  Args:
+    config: `config.data`; see `load`.
+
+  Raises:
+    ValueError, TypeError: As `load`.
+  """
   splits = registry.call("config.data", config, _FACTORIES)
-  name = f"config.data ({config['name']!r})"
   if not isinstance(splits, Splits):
     raise TypeError(
-      f"{name} must return flaxshard.data.Splits, got {type(splits).__name__}."
-    )
-  for split, source in (("train", splits.train), ("eval", splits.eval)):
-    if not len(source):
-      raise ValueError(f"{name} has no {split} examples.")
-  checks.integer(f"{name}: num_classes", splits.num_classes, minimum=1)
-  # Only the first examples: reading all may take hours. The iterators check
-  # the others when they read them.
-  train: Any = splits.train[0]
-  if splits.augment is not None:
-    train = splits.augment(train, np.random.default_rng(0))
-  train_spec = _check_example(f"{name}: train[0]", train, splits.num_classes)
-  eval_spec = _check_example(
-    f"{name}: eval[0]", splits.eval[0], splits.num_classes
-  )
-  if train_spec != eval_spec:
-    raise ValueError(
-      f"{name}: examples of train and eval must have the same keys, shapes and "
-      f"dtypes, got {train_spec} and {eval_spec}."
+      f"config.data ({config['name']!r}) must return flaxshard.data.Splits, "
+      f"got {type(splits).__name__}."
     )
   return splits
+
+
+def check_splits(
+  where: str, splits: Splits, collate: collate_lib.Collate | None = None
+) -> dict[str, np.ndarray]:
+  """Checks the first example of each split.
+
+  Args:
+    where: Name of the data, for error messages.
+    splits: The splits.
+    collate: Makes a batch of examples; None stacks their arrays.
+
+  Returns:
+    A batch of one example.
+
+  Raises:
+    ValueError: A split is empty, or its first example is not valid.
+    TypeError: A split is neither a sequence nor, for training, an iterable.
+  """
+  for split, source in (("train", splits.train), ("eval", splits.eval)):
+    _check_source(where, split, source)
+  if splits.num_classes is not None:
+    checks.integer(f"{where}: num_classes", splits.num_classes, minimum=1)
+  # Only the first examples: reading all may take hours. The iterators check
+  # the others when they read them.
+  batch = _first_train_batch(where, splits, collate)
+  if splits.eval is None:
+    return batch
+  eval_batch = first_batch(where, splits, collate)
+  specs = [
+    {key: (x.shape[1:], x.dtype.name) for key, x in b.items()}
+    for b in (batch, eval_batch)
+  ]
+  if specs[0] != specs[1]:
+    raise ValueError(
+      f"{where}: examples of train and eval must have the same keys, shapes "
+      f"and dtypes, got {specs[0]} and {specs[1]}."
+    )
+  return eval_batch
+
+
+def first_batch(
+  where: str, splits: Splits, collate: collate_lib.Collate | None = None
+) -> dict[str, np.ndarray]:
+  """Returns a batch of the first evaluation or training example.
+
+  Args:
+    where: Name of the data, for error messages.
+    splits: The splits.
+    collate: Makes a batch of examples; None stacks their arrays.
+  """
+  if splits.eval is None:
+    return _first_train_batch(where, splits, collate)
+  return _check_example(f"{where}: eval[0]", splits.eval[0], collate)
+
+
+def _first_train_batch(
+  where: str, splits: Splits, collate: collate_lib.Collate | None
+) -> dict[str, np.ndarray]:
+  example: Any
+  if is_stream(splits.train):
+    example = next(iter(splits.train), None)
+    if example is None:
+      raise ValueError(f"{where} has no train examples.")
+  else:
+    example = splits.train[0]  # type: ignore[index]
+  if splits.augment is not None:
+    example = splits.augment(example, np.random.default_rng(0))
+  return _check_example(f"{where}: train[0]", example, collate)
+
+
+def is_stream(source: Any) -> bool:
+  """Returns whether a source of training examples has no length."""
+  return not (hasattr(source, "__len__") and hasattr(source, "__getitem__"))
+
+
+def _check_source(where: str, split: str, source: Any) -> None:
+  if split == "eval" and source is None:
+    return
+  if not is_stream(source):
+    if not len(source):
+      raise ValueError(f"{where} has no {split} examples.")
+    return
+  if split == "eval" or not isinstance(source, Iterable):
+    stream = " or an iterable" if split == "train" else " or None"
+    raise TypeError(
+      f"{where}: {split} must be a sequence of examples{stream}, got "
+      f"{checks.describe(source)}."
+    )
+  if iter(source) is source:
+    raise TypeError(
+      f"{where}: train can be iterated over only once, got "
+      f"{checks.describe(source)}. Pass an object whose `__iter__` starts "
+      "again, such as a Grain dataset: a resumed run reads it from its start."
+    )
 
 
 def shapes_from(get_shapes: Callable[..., Shapes]) -> Callable[[_F], _F]:
@@ -234,13 +332,16 @@ def shapes_from(get_shapes: Callable[..., Shapes]) -> Callable[[_F], _F]:
   return set_shapes
 
 
-def load_shapes(config: Mapping[str, Any]) -> Shapes:
+def load_shapes(
+  config: Mapping[str, Any], collate: collate_lib.Collate | None = None
+) -> Shapes:
   """Returns the shapes of the data that a config names.
 
   The data is read only if its factory has no `shapes_from`.
 
   Args:
     config: `config.data`; see `load`.
+    collate: Makes a batch of examples; None stacks their arrays.
 
   Raises:
     ValueError, TypeError: As `load`.
@@ -257,14 +358,9 @@ def load_shapes(config: Mapping[str, Any]) -> Shapes:
   factory = registry.lookup("config.data.name", name, _FACTORIES)
   get_shapes = getattr(factory, _SHAPES, None)
   if get_shapes is None:
-    splits = load(config)
-    return Shapes(
-      {
-        key: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype)
-        for key, x in splits.eval[0].items()
-      },
-      splits.num_classes,
-    )
+    splits = call_factory(config)
+    batch = check_splits(where, splits, collate)
+    return Shapes(shapes_of(batch), splits.num_classes)
   signature = inspect.signature(factory)
 
   # The signature of the factory, which checks the arguments.
@@ -275,52 +371,35 @@ def load_shapes(config: Mapping[str, Any]) -> Shapes:
     return get_shapes(**bound.arguments)
 
   shapes = registry.construct(where, call_with_defaults, arguments)
-  if not isinstance(shapes, Shapes) or not {"inputs", "labels"} <= set(
-    shapes.example
-  ):
+  if not isinstance(shapes, Shapes) or not isinstance(shapes.example, Mapping):
     raise TypeError(
-      f"{where}: the function given to shapes_from must return Shapes with "
-      f"'inputs' and 'labels', got {shapes!r}."
+      f"{where}: the function given to shapes_from must return Shapes of a "
+      f"dict, got {shapes!r}."
     )
   return shapes
 
 
-def _check_example(where: str, example: Any, num_classes: int) -> Any:
-  """Returns the shape and dtype of each array of a valid example, by key."""
-  if not isinstance(example, Mapping) or not {"inputs", "labels"} <= set(
-    example
-  ):
-    raise ValueError(
-      f"{where} must be a dict with 'inputs' and 'labels', got {example!r}."
-    )
-  if "mask" in example:
-    # `eval_batches` would overwrite it.
-    raise ValueError(
-      f"{where} must not have the key 'mask', which marks padding in the last "
-      "batch; rename it."
-    )
-  arrays = {key: np.asarray(value) for key, value in example.items()}
-  for key, value in arrays.items():
-    # JAX has no arrays of strings or objects.
-    if not np.issubdtype(value.dtype, np.number) and value.dtype != np.bool_:
-      raise ValueError(f"{where}: {key} must be numeric, got {value.dtype}.")
-  check_labels(where, arrays["labels"], num_classes)
-  return {key: (x.shape, x.dtype.name) for key, x in arrays.items()}
+def shapes_of(batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+  """Returns the shapes of the examples of a batch, by key."""
+  return {
+    key: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for key, x in batch.items()
+  }
 
 
-def check_labels(where: str, labels: Any, num_classes: int) -> None:
-  """Raises a ValueError unless labels are integers in `[0, num_classes)`.
-
-  Args:
-    where: Name of the data, for the error message.
-    labels: An array of any shape.
-    num_classes: The number of classes.
-  """
-  labels = np.asarray(labels)
-  if not np.issubdtype(labels.dtype, np.integer):
-    raise ValueError(f"{where}: labels must be integers, got {labels.dtype}.")
-  if labels.min() < 0 or labels.max() >= num_classes:
-    raise ValueError(
-      f"{where}: labels must lie in [0, {num_classes}), got "
-      f"{labels.min()} to {labels.max()}."
-    )
+def _check_example(
+  where: str, example: Any, collate: collate_lib.Collate | None
+) -> dict[str, np.ndarray]:
+  """Returns a batch of one example."""
+  if collate is None:
+    if not isinstance(example, Mapping):
+      raise ValueError(
+        f"{where} must be a dict of arrays, such as 'inputs' and 'labels', got "
+        f"{example!r}."
+      )
+    collate = collate_lib.stack
+  try:
+    batch = collate([example])
+  except (ValueError, TypeError, LookupError) as e:
+    kind = TypeError if isinstance(e, TypeError) else ValueError
+    raise kind(f"{where}: {e}") from e
+  return collate_lib.check_batch(where, batch, 1)

@@ -8,6 +8,7 @@ from typing import Any
 from flax import linen as nn
 from flax import nnx
 
+from flaxshard.core import checks
 from flaxshard.core import registry
 from flaxshard.core.policy import Policy
 from flaxshard.models.cnn import CNN
@@ -24,27 +25,35 @@ MODELS: Mapping[str, type[nn.Module]] = {
 
 
 def create(
-  config: Any, *, num_classes: int, policy: Policy, seed: int = 0
-) -> nn.Module | nnx.Module:
+  config: Any,
+  *,
+  num_classes: int | None = None,
+  policy: Policy,
+  seed: int = 0,
+  example: Mapping[str, Any] | None = None,
+) -> Any:
   """Creates the model that a config names.
 
   Args:
     config: A dict or ConfigDict with the `"name"` of the model and values of
       its fields; lists become tuples. The name is `"cnn"`, `"resnet"`,
-      `"transformer"`, or `"package.module:Class"` for a module class that takes
-      `num_classes` and `policy`, and `rngs` if it is an NNX class. The training
-      loop calls a Linen module with `train=`, and calls `train()` or `eval()`
-      of an NNX module.
-    num_classes: Number of classes of the data, or size of its vocabulary.
+      `"transformer"`, or `"package.module:attribute"` for a Linen or NNX module
+      class, or a function that returns a module. It is given those of
+      `num_classes`, `policy`, `dtype` (that of the policy's computations),
+      `rngs` (an `nnx.Rngs`), `seed` and `example` that its signature names.
+    num_classes: Number of classes of the data, or size of its vocabulary; None
+      if the data has none.
     policy: Precision policy.
     seed: Seed of `nnx.Rngs`; Linen modules are initialized later.
+    example: An example of the data, without the batch dimension.
 
   Returns:
     The module. An NNX module is initialized, a Linen module is not.
 
   Raises:
-    TypeError: `config` is not a dict, the name is not that of a module
-      class, or an argument without a default has no value.
+    TypeError: `config` is not a dict, the name is not that of a module class
+      or a function that returns a module, or an argument without a default
+      has no value.
     ValueError: The name is missing, or a name or field is unknown; the message
       lists the known ones.
 
@@ -53,19 +62,30 @@ def create(
     ...     # doctest: +ELLIPSIS
     CNN(...dense = 64...)
   """
-  given: dict[str, Any] = {"num_classes": num_classes, "policy": policy}
-  if registry.is_dict(config) and "name" in config:
-    cls = registry.lookup("config.model.name", config["name"], MODELS)
-    if not (isinstance(cls, type) and issubclass(cls, (nn.Module, nnx.Module))):
-      raise TypeError(
-        f"config.model.name: {config['name']!r} must be a Linen or NNX module "
-        f"class, got {cls!r}."
-      )
-    if issubclass(cls, nnx.Module):
-      given["rngs"] = nnx.Rngs(seed)
+  given: dict[str, Any] = {}
   # Every Linen module has the fields `parent` and `name`, set by Flax.
-  hidden = ("parent", "name")
-  return registry.call("config.model", config, MODELS, hidden=hidden, **given)
+  hidden: tuple[str, ...] = ()
+  if registry.is_dict(config) and "name" in config:
+    function = registry.lookup("config.model.name", config["name"], MODELS)
+    if isinstance(function, type) and issubclass(function, nn.Module):
+      hidden = ("parent", "name")
+    offered: dict[str, Any] = {"policy": policy, "seed": seed}
+    if num_classes is not None:
+      offered["num_classes"] = num_classes
+    if example is not None:
+      offered["example"] = example
+    if "dtype" not in config:
+      offered["dtype"] = policy.compute_dtype
+    given = registry.accepted(function, offered)
+    if registry.accepted(function, {"rngs": None}):
+      given["rngs"] = nnx.Rngs(seed)
+  model = registry.call("config.model", config, MODELS, hidden=hidden, **given)
+  if not isinstance(model, (nn.Module, nnx.Module)):
+    raise TypeError(
+      f"config.model.name: {config['name']!r} must be a Linen or NNX module "
+      f"class, or a function that returns a module, got {checks.describe(model)}."
+    )
+  return model
 
 
 def __dir__() -> list[str]:

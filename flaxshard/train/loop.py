@@ -28,6 +28,7 @@ from flaxshard.processes import failures
 from flaxshard.state import describe
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
+from flaxshard.tasks import load
 from flaxshard.train import charts
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
@@ -50,9 +51,13 @@ _log = logging.getLogger(__name__)
 
 
 def train_and_evaluate(
-  config: Any, workdir: str, *, hooks: Sequence[hooks_lib.Hook] = ()
+  config: Any,
+  workdir: str,
+  task: Any = None,
+  *,
+  hooks: Sequence[hooks_lib.Hook] = (),
 ) -> TrainState:
-  """Trains the model of a config, or continues the run of a workdir.
+  """Trains the task of a config, or continues the run of a workdir.
 
   Args:
     config: An `ml_collections.ConfigDict` or a dict; see
@@ -63,6 +68,8 @@ def train_and_evaluate(
       continues from there, with the same result as without an interruption.
       All processes must see the same folder. Process 0 writes in it; the others
       write their parts of checkpoints only.
+    task: A task object, in place of the one that `config.task` names; see
+      `flaxshard.tasks.Task`. Its class is written to `config.json`.
     hooks: Functions that are called after those of `config.hooks`; see
       `flaxshard.train.hooks`.
 
@@ -95,7 +102,7 @@ def train_and_evaluate(
     console.show_warnings_once(),
     failures.share(),
   ):
-    config = config_lib.check(config)
+    config = config_lib.check(load.record(config, task))
     if multihost.is_process_known():
       same_run.check_config(config)
     # First, because it can set the number of virtual devices: from here on JAX
@@ -106,7 +113,9 @@ def train_and_evaluate(
     # After jax.distributed.initialize without flaxshard.initialize.
     failures.watch()
     with console.quiet_other_processes(), failures.share():
-      state, signum = _train_and_evaluate(config, workdir, strategy, hooks)
+      state, signum = _train_and_evaluate(
+        config, workdir, strategy, task, hooks
+      )
   if signum is not None and not preemption.returns_to_notebook(signum):
     # The exit code that a shell reports for a process ended by the signal.
     raise SystemExit(128 + signum)
@@ -117,6 +126,7 @@ def _train_and_evaluate(
   config: Any,
   workdir: str,
   strategy: Strategy,
+  task: Any,
   hooks: Sequence[hooks_lib.Hook],
 ) -> tuple[TrainState, int | None]:
   """Returns the last state, and the signal that stopped the run, if any."""
@@ -130,7 +140,7 @@ def _train_and_evaluate(
   )
   # Traces the train step, so that an invalid config is found before anything
   # is written or compiled.
-  setup = setup_lib.create_setup(config, strategy)
+  setup = setup_lib.create_setup(config, strategy, task)
   same_run.check_data(setup.splits)
   same_run.check_train_step(setup.lowered_train_step)
 
@@ -203,7 +213,9 @@ def _open_run(
         max_to_keep=config.max_to_keep,
         keep_every=config.keep_every_steps or None,
         best_metric=None if best_metric == "none" else best_metric,
-        best_mode=config_lib.BEST_MODES.get(best_metric, "max"),
+        best_mode=config_lib.BEST_MODES.get(best_metric, "max")
+        if config.best_mode == "auto"
+        else config.best_mode,
         keep_best=config.keep_best,
         # Through JSON, which turns the tuples into lists.
         config=json.loads(config.to_json()),
@@ -221,7 +233,7 @@ def _restore_or_create(
   if latest_step is None:
     return setup.create_state(), 0
   config = setup.config
-  changes = resume.check_data(config, run.workdir, len(setup.splits.train))
+  changes = resume.check_data(config, run.workdir, setup.num_train_examples)
   # Into shapes and shardings: a state of arrays would need its memory twice.
   state = run.checkpointer.restore(setup.abstract_state, data=run.train_iter)
   # Not always the latest step: a damaged one is passed over.
@@ -247,7 +259,7 @@ def _train(
   """
   config = setup.config
   early_stopping.warn_if_too_short(config)
-  resume.write(config, run.workdir, len(setup.splits.train))
+  resume.write(config, run.workdir, setup.num_train_examples)
   _log_state(state, first_step)
   _compile(setup.lowered_train_step)
   with (
@@ -288,7 +300,7 @@ def _train(
       with timer.paused():
         seen = setup.read_progress(progress)
         divergence_check.check_steps(step, state, seen)
-        evaluation = setup.evaluate(state) if due.evaluate else {}
+        evaluation = setup.evaluate(state, step) if due.evaluate else {}
         stopping = stopping.update(step, evaluation)
         ends = step == config.num_train_steps
         if stopping.stopped_step is not None:

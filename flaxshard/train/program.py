@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import dataclasses
+import functools
 import logging
 from typing import Any
 
@@ -17,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from flaxshard import models
 from flaxshard import wrappers as wrappers_lib
 from flaxshard.core import checks
 from flaxshard.core import optimizer
@@ -31,6 +31,9 @@ from flaxshard.state import create as create_lib
 from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
+from flaxshard.tasks import adapter
+from flaxshard.tasks import apply
+from flaxshard.tasks import load
 from flaxshard.train import devices
 from flaxshard.train import steps
 
@@ -48,6 +51,7 @@ class Program:
 
   Attributes:
     config: The checked config.
+    task: The task.
     strategy: The devices.
     batch_specs: How each array of a batch is split.
     schedule: The learning rate, as a function of the applied updates.
@@ -60,6 +64,7 @@ class Program:
   """
 
   config: Any
+  task: adapter.AdaptedTask
   strategy: Strategy
   batch_specs: Mapping[str, P]
   schedule: optax.Schedule
@@ -85,38 +90,40 @@ class Program:
       ValueError, TypeError: The model cannot be trained on the data.
     """
     config = self.config
-    with _errors_name_field(
-      f"config.model ({config.model.name!r}) cannot be trained on config.data "
-      f"({config.data.name!r})"
-    ):
+    with _errors_name_field(_describe_training(config, self.task)):
       traced: jax.stages.Traced = self.train_step.trace(*self.arguments)
       # Evaluation is compiled much later: trace it now to find its errors.
       batch = dict(self.arguments[BATCH])
       batch["mask"] = jax.ShapeDtypeStruct((config.batch_size,), bool)
-      metrics = jax.eval_shape(steps.EvalMetrics.empty)
-      jax.eval_shape(steps.eval_step, self.abstract_state, metrics, batch)
+      eval_step = functools.partial(steps.eval_step, self.task)
+      jax.eval_shape(
+        eval_step,
+        self.abstract_state,
+        jax.eval_shape(self.task.metrics.empty),
+        batch,
+        self.arguments[RNG],
+        np.int32(0),
+      )
     return traced
 
 
 def create_program(
   config: Any,
   strategy: Strategy,
-  example: Mapping[str, Any],
-  num_classes: int,
+  loaded: load.LoadedTask,
 ) -> Program:
   """Builds the state and the train step of a config.
 
   Args:
     config: A checked config.
     strategy: Its strategy; see `devices.create_strategy`.
-    example: One example of the data, without the batch dimension: arrays or
-      `jax.ShapeDtypeStruct`s.
-    num_classes: Number of classes of the data.
+    loaded: The task, and the shapes of its data.
 
   Raises:
     ValueError, TypeError: The model, the optimizer, the rules and the wrappers
       do not fit each other. The message names the field.
   """
+  task, example = loaded.task, loaded.example
   specs = devices.batch_specs(
     config.mesh.split, config.batch_size, strategy, example
   )
@@ -125,20 +132,30 @@ def create_program(
   policy = Policy(config.precision)
 
   def plan_creation() -> create_lib.CreationPlan:
-    model = models.create(
-      config.model, num_classes=num_classes, policy=policy, seed=config.seed
+    model = task.make_model(
+      config.model,
+      example=example,
+      num_classes=loaded.num_classes,
+      policy=policy,
+      seed=config.seed,
     )
+    args, kwargs = task.init_inputs(
+      {key: _batch_of_one(x) for key, x in example.items()}
+    )
+    # Models without a default mode are initialized as in evaluation.
+    mode = apply.mode_arguments(model.__call__, False, required=True)
     with _errors_name_field(
-      f"config.model ({config.model.name!r}) cannot be initialized"
+      f"{_describe_model(config, task)} cannot be initialized"
     ):
       return create_lib.plan_creation(
         model,
         jax.random.key(config.seed),
-        _batch_of_one(example["inputs"]),
+        args,
         tx,
         wrappers=wrappers_lib.from_config(config.wrappers),
         mesh=strategy.mesh,
         rules=rules_lib.from_config(config.mesh.rules),
+        init_kwargs={**mode, **kwargs},
       )
 
   creation = plan_creation()
@@ -160,21 +177,39 @@ def create_program(
   per_replica = config.mesh.per_replica
   arguments = (
     state,
-    _place(strategy, jax.eval_shape(steps.init_progress, state), per_replica),
+    _place(
+      strategy,
+      jax.eval_shape(functools.partial(steps.init_progress, task), state),
+      per_replica,
+    ),
     _abstract_batch(strategy, specs, config.batch_size, example),
     _place(strategy, jax.eval_shape(lambda: jax.random.key(0)), False),
     _place(strategy, jax.ShapeDtypeStruct((), jnp.int32), per_replica),
   )
   return Program(
     config=config,
+    task=task,
     strategy=strategy,
     batch_specs=specs,
     schedule=schedule,
     create_state=create_state,
-    train_step=_jit_train_step(strategy, arguments, per_replica),
+    train_step=_jit_train_step(task, strategy, arguments, per_replica),
     arguments=arguments,
     notes=notes,
   )
+
+
+def _describe_model(config: Any, task: adapter.AdaptedTask) -> str:
+  if task.create_model is not None:
+    return f"the model of {task.name}"
+  return f"config.model ({config.model.name!r})"
+
+
+def _describe_training(config: Any, task: adapter.AdaptedTask) -> str:
+  model = _describe_model(config, task)
+  if not config.data:
+    return f"{model} cannot be trained on the data of {task.name}"
+  return f"{model} cannot be trained on config.data ({config.data.name!r})"
 
 
 def _batch_of_one(x: Any) -> Any:
@@ -214,17 +249,25 @@ def _place(strategy: Strategy, tree: Any, per_replica: bool) -> Any:
 
 
 def _jit_train_step(
-  strategy: Strategy, arguments: tuple[Any, ...], per_replica: bool
+  task: adapter.AdaptedTask,
+  strategy: Strategy,
+  arguments: tuple[Any, ...],
+  per_replica: bool,
 ) -> Any:
   """Returns the jitted train step, which donates the state and the progress."""
+
+  # Named like the function: the name stands in profiles and programs.
+  def counted_train_step(
+    state: TrainState, progress: Any, batch: Any, rng: Any, step: Any
+  ) -> Any:
+    return steps.counted_train_step(task, state, progress, batch, rng, step)
+
   if per_replica:
     _check_split_over_replicas(arguments[STATE])
-    return strategy.jit(
-      steps.counted_train_step, donate_argnums=(STATE, PROGRESS)
-    )
+    return strategy.jit(counted_train_step, donate_argnums=(STATE, PROGRESS))
   results = (arguments[STATE], arguments[PROGRESS], arguments[STEP])
   return jax.jit(
-    steps.counted_train_step,
+    counted_train_step,
     donate_argnums=(STATE, PROGRESS),
     # Without them, XLA may choose other shardings for the new state, and the
     # second step would compile again.

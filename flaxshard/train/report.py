@@ -78,9 +78,11 @@ def draw(config: Any, workdir: str) -> None:
   if jax.process_index():
     return
   rows = metrics_lib.read_rows(metrics_lib.metrics_path(workdir))
-  title = (
-    f"{os.path.basename(workdir)}: {config.model.name} on {config.data.name}"
-  )
+  task = config.task if isinstance(config.task, str) else config.task.name
+  what = config.model.get("name") or task
+  title = f"{os.path.basename(workdir)}: {what}"
+  if config.data:
+    title += f" on {config.data.name}"
   last_step = rows[-1]["step"] if rows else 0
   if last_step < config.num_train_steps:
     title += f", step {last_step} of {config.num_train_steps}"

@@ -33,6 +33,7 @@ _FREE_FIELDS = (
   "max_to_keep",
   "keep_every_steps",
   "best_metric",
+  "best_mode",
   "keep_best",
   "resume",
   "hooks",
@@ -54,7 +55,9 @@ class Changes(NamedTuple):
   early_stopping: Mapping[str, Any] = types.MappingProxyType({})
 
 
-def check_data(config: Any, workdir: str, num_train_examples: int) -> Changes:
+def check_data(
+  config: Any, workdir: str, num_train_examples: int | None
+) -> Changes:
   """Raises if a config has other data than the last run of a workdir.
 
   A checkpoint counts the batches consumed. With other data, another batch size
@@ -78,7 +81,9 @@ def check_data(config: Any, workdir: str, num_train_examples: int) -> Changes:
   return Changes((), None)
 
 
-def _check_data(config: Any, workdir: str, num_train_examples: int) -> Changes:
+def _check_data(
+  config: Any, workdir: str, num_train_examples: int | None
+) -> Changes:
   before = _read(os.path.join(workdir, "config.json"))
   if before is None:
     return Changes((), None)
@@ -92,7 +97,9 @@ def _check_data(config: Any, workdir: str, num_train_examples: int) -> Changes:
         "value or another workdir."
       )
   examples = (_read(_data_path(workdir)) or {}).get("num_train_examples")
-  if examples not in (None, num_train_examples):
+  if None not in (examples, num_train_examples) and (
+    examples != num_train_examples
+  ):
     raise ValueError(
       f"config.data={now['data']!r} has {num_train_examples} training "
       f"examples, but {workdir} was trained with {examples}, so it cannot be "
@@ -182,7 +189,7 @@ def _stopped_early(
   return early_stopping.create(rule).replay(values).stopped_step is not None
 
 
-def write(config: Any, workdir: str, num_train_examples: int) -> None:
+def write(config: Any, workdir: str, num_train_examples: int | None) -> None:
   """Writes what the next run compares, from process 0.
 
   Args:

@@ -6,7 +6,6 @@ parameters that differ. With one process nothing is checked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 import contextlib
 import hashlib
 import importlib.metadata
@@ -24,6 +23,7 @@ from flaxshard import data
 from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.core import trees
+from flaxshard.data import sources
 from flaxshard.processes import agreement
 
 # The packages that decide what a step computes and how it is saved.
@@ -86,20 +86,28 @@ def check_devices() -> None:
   )
 
 
-def check_data(splits: data.Splits) -> None:
+def check_data(splits: data.Splits | None) -> None:
   """Raises if processes have loaded other data.
 
   Args:
-    splits: The loaded data.
+    splits: The loaded data; None if the task makes its own batches.
 
   Raises:
     ValueError: Two processes disagree.
   """
-  if multihost.process_count() == 1:
+  if splits is None or multihost.process_count() == 1:
     return
+  sources_by_name = {"train": splits.train}
+  if splits.eval is not None:
+    sources_by_name["eval"] = splits.eval
   facts = {
-    name: {"number of examples": len(source), "first example": _digest(source)}
-    for name, source in (("train", splits.train), ("eval", splits.eval))
+    name: {
+      "number of examples": "stream"
+      if sources.is_stream(source)
+      else len(source),  # type: ignore[arg-type]
+      "first example": _digest(source),
+    }
+    for name, source in sources_by_name.items()
   }
   agreement.check_agreement({"the data": facts}, _SAME_COMMAND)
 
@@ -191,16 +199,19 @@ def _digest_sources() -> dict[str, str]:
 
 def _digest(source: Any) -> str:
   """Returns a digest of the first example of a data source."""
-  if not len(source):
-    return "none"
-  first, again = _digest_example(source[0]), _digest_example(source[0])
+  first, again = (
+    _digest_example(
+      next(iter(source)) if sources.is_stream(source) else source[0]
+    )
+    for _ in range(2)
+  )
   # A source may augment its examples at random.
   return first if first == again else "random"
 
 
-def _digest_example(example: Mapping[str, Any]) -> str:
+def _digest_example(example: Any) -> str:
   digest = hashlib.sha256()
-  for path, leaf in jax.tree_util.tree_leaves_with_path(dict(example)):
+  for path, leaf in jax.tree_util.tree_leaves_with_path(example):
     array = np.asarray(leaf)
     header = f"{trees.path_string(path)} {array.dtype} {array.shape} "
     digest.update(header.encode() + array.tobytes())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -15,13 +16,16 @@ import numpy as np
 import optax
 
 from flaxshard import data
-from flaxshard.core import checks
 from flaxshard.data import distribute
 from flaxshard.data import sharding
+from flaxshard.data import sources
 from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
+from flaxshard.tasks import adapter
+from flaxshard.tasks import load
 from flaxshard.train import devices
+from flaxshard.train import evaluation as evaluation_lib
 from flaxshard.train import program as program_lib
 from flaxshard.train import steps
 
@@ -35,8 +39,9 @@ class Setup:
 
   Attributes:
     config: The checked config.
+    task: The task.
     strategy: The devices.
-    splits: The data.
+    splits: The data; None if the task makes its own batches.
     batch_specs: How each array of a batch is split.
     schedule: The learning rate, as a function of the applied updates.
     abstract_state: The state with a `jax.ShapeDtypeStruct` for every array.
@@ -46,14 +51,16 @@ class Setup:
       state, progress and number of the step. The given state and progress are
       donated.
     lowered_train_step: The same step, traced and ready to be compiled.
-    eval_step: `eval_step(state, metrics, batch)` returns the merged metrics.
+    eval_step: `eval_step(state, metrics, batch, rng, index)` returns the merged
+      metrics.
     read_progress: Waits for the progress of a step and returns that of all
       replicas combined, as NumPy arrays.
   """
 
   config: Any
+  task: adapter.AdaptedTask
   strategy: Strategy
-  splits: data.Splits
+  splits: data.Splits | None
   batch_specs: Mapping[str, P]
   schedule: optax.Schedule
   abstract_state: TrainState
@@ -61,39 +68,64 @@ class Setup:
   zero_progress: steps.Progress
   train_step: TrainStep
   lowered_train_step: jax.stages.Lowered
-  eval_step: Callable[..., steps.EvalMetrics]
+  eval_step: Callable[..., Any]
   read_progress: Callable[[Any], steps.Progress]
 
   def train_batches(self) -> distribute.DistributedDataset:
     """Returns the endless training batches, on the devices."""
     return self.strategy.distribute_dataset(
-      data.train_iterator(self.splits, seed=self.config.seed, **self._rows()),
+      data.train_iterator(
+        self.splits,
+        seed=self.config.seed,
+        collate=self.task.collate,
+        **self._rows(),
+      ),
       # Training batches are never padded: the data repeats.
       mask=None,
       spec=self.batch_specs,
     )
 
-  def evaluate(self, state: TrainState) -> dict[str, float]:
-    """Returns the means of the metrics over the evaluation data."""
-    metrics = self.replicate(steps.EvalMetrics.empty())
-    batches = self.strategy.distribute_dataset(
-      data.eval_batches(self.splits, **self._rows()), spec=self.batch_specs
+  def evaluate(self, state: TrainState, step: int = 0) -> dict[str, float]:
+    """Returns the metrics of the task's evaluation, as `eval_<name>`.
+
+    Args:
+      state: The train state.
+      step: The step just taken.
+    """
+    rng = jax.random.fold_in(jax.random.key(self.config.seed), 2**31 - 1)
+    evaluation = evaluation_lib.Evaluation(
+      # A checkpoint saves replica 0 as well, if groups of replicas differ.
+      state=replica_groups.copy_first_replica(state),
+      step=step,
+      rng=self.replicate(rng),
+      task=self.task,
+      read_batches=self._eval_batches,
+      eval_step=self.eval_step,
+      replicate=self.replicate,
     )
-    # A checkpoint saves replica 0 as well, if groups of replicas differ.
-    state = replica_groups.copy_first_replica(state)
-    with iter(batches) as iterator:
-      for batch in iterator:
-        metrics = self.eval_step(state, metrics, batch)
-    # Read first: on the devices, each division would be a program of its own.
-    means = {k: float(v) for k, v in jax.device_get(metrics).compute().items()}
-    # All of them: logits do not come to exactly 1 by chance.
-    if means.pop("probabilities") == 1 and self.splits.num_classes > 1:
-      checks.warn(
-        f"config.model ({self.config.model.name!r}) returns probabilities: all "
-        "its outputs are positive and sum to 1. The loss takes the softmax by "
-        "itself: return logits, without a softmax, or it hardly trains.",
+    return evaluation_lib.evaluate(evaluation, self._has_eval_data)
+
+  @property
+  def num_train_examples(self) -> int | None:
+    """The number of training examples; None if it is not known."""
+    splits = self.splits
+    if splits is None or sources.is_stream(splits.train):
+      return None
+    return len(splits.train)  # type: ignore[arg-type]
+
+  @property
+  def _has_eval_data(self) -> bool:
+    return self.splits is not None and self.splits.eval is not None
+
+  def _eval_batches(self) -> distribute.DistributedDataset:
+    if self.splits is None or self.splits.eval is None:
+      raise ValueError(
+        f"{self.task.name}.evaluate: there is no evaluation data."
       )
-    return {f"eval_{k}": v for k, v in means.items()}
+    return self.strategy.distribute_dataset(
+      data.eval_batches(self.splits, collate=self.task.collate, **self._rows()),
+      spec=self.batch_specs,
+    )
 
   def init_progress(self) -> steps.Progress:
     """Returns the progress before any step, on the devices."""
@@ -120,43 +152,43 @@ class Setup:
     }
 
 
-def create_setup(config: Any, strategy: Strategy) -> Setup:
+def create_setup(config: Any, strategy: Strategy, task: Any = None) -> Setup:
   """Builds everything that a run needs.
 
   Args:
     config: A checked config.
     strategy: Its strategy; see `devices.create_strategy`.
+    task: A task object, in place of the one that `config.task` names.
 
   Raises:
     ValueError, TypeError: The data, the model, the optimizer, the rules and the
       wrappers do not fit each other. The message names the field.
     ImportError: A package that the config needs is not installed.
   """
-  splits = data.load(config.data)
-  program = program_lib.create_program(
-    config,
-    strategy,
-    {k: np.asarray(x) for k, x in splits.eval[0].items()},
-    splits.num_classes,
-  )
+  loaded = load.load(config, task)
+  task = loaded.task
+  program = program_lib.create_program(config, strategy, loaded)
   lowered = program.lower()
   per_replica = config.mesh.per_replica
   state = program.abstract_state
   return Setup(
     config=config,
+    task=task,
     strategy=strategy,
-    splits=splits,
+    splits=loaded.splits,
     batch_specs=program.batch_specs,
     schedule=program.schedule,
     abstract_state=state,
     create_state=program.create_state,
-    zero_progress=jax.device_get(steps.init_progress(state)),
+    zero_progress=jax.device_get(steps.init_progress(task, state)),
     # `Strategy.jit` waits for the results by itself.
     train_step=program.train_step
     if per_replica
     else devices.block_if_virtual_cpu(strategy, program.train_step),
     lowered_train_step=lowered,
-    eval_step=devices.block_if_virtual_cpu(strategy, jax.jit(steps.eval_step)),
+    eval_step=devices.block_if_virtual_cpu(
+      strategy, jax.jit(functools.partial(steps.eval_step, task))
+    ),
     read_progress=_make_progress_reader(strategy, per_replica),
   )
 

@@ -13,7 +13,6 @@ import seeded_mistakes
 from seeded_mistakes import MISTAKES
 
 import flaxshard as fs
-from flaxshard import data
 from flaxshard.analysis import check as check_lib
 from flaxshard.analysis import check_state
 from flaxshard.analysis import compilation as compilation_lib
@@ -22,6 +21,7 @@ from flaxshard.analysis.findings import Finding
 from flaxshard.analysis.findings import Findings
 from flaxshard.core.policy import Policy
 from flaxshard.partitioning import rules as rules_lib
+from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices as devices_lib
 from flaxshard.train import program as program_lib
@@ -140,12 +140,11 @@ def test_configs_have_no_findings(name: str) -> None:
   if "lm" in name:
     config.model.num_layers = 2
   checked = config_lib.check(config)
-  shapes = data.load_shapes(checked.data)
+  loaded = load.load(checked, shapes_only=True)
   program = program_lib.create_program(
     checked,
     devices_lib.create_strategy(checked),
-    shapes.example,
-    shapes.num_classes,
+    loaded,
   )
   compilation = compilation_lib.compile_step(program.trace)
   # Arrays of a real model are larger, and so is what they move.

@@ -10,10 +10,10 @@ import pytest
 import tiny
 
 from configs import lm_1b
-from flaxshard import data
 from flaxshard.analysis import config_plan
 from flaxshard.analysis import print_plans
 from flaxshard.partitioning import compile_only
+from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
 from flaxshard.train import program as program_lib
@@ -44,10 +44,8 @@ def test_a_plan_and_a_run_have_the_same_arguments():
     tiny.config(mesh={"rules": ({"name": "fsdp", "min_size": 64},)})
   )
   setup = setup_lib.create_setup(config, devices.create_strategy(config))
-  shapes = data.load_shapes(config.data)
-  program = program_lib.create_program(
-    config, setup.strategy, shapes.example, shapes.num_classes
-  )
+  loaded = load.load(config, shapes_only=True)
+  program = program_lib.create_program(config, setup.strategy, loaded)
   for planned, run in zip(
     jax.tree.leaves(program.abstract_state),
     jax.tree.leaves(setup.abstract_state),
@@ -129,12 +127,11 @@ def _small(config):
 
 def test_lm_1b_has_a_billion_parameters_split_by_its_rules():
   config = config_lib.check(lm_1b.get_config())
-  shapes = data.load_shapes(config.data)
+  loaded = load.load(config, shapes_only=True)
   params = program_lib.create_program(
     config,
     devices.create_compile_only_strategy(config, "v5p:4x4x8"),
-    shapes.example,
-    shapes.num_classes,
+    loaded,
   ).abstract_state.params
   count = sum(x.size for x in jax.tree.leaves(params))
   assert 1.0e9 < count < 1.05e9

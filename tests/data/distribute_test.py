@@ -19,7 +19,7 @@ import flaxshard as fs
 from flaxshard import checkpoint
 from flaxshard import data
 from flaxshard.data import distribute
-from flaxshard.train import steps
+from flaxshard.tasks import classification
 
 P = jax.sharding.PartitionSpec
 MESH = jax.sharding.Mesh(np.array(jax.devices()), ("replica",))
@@ -97,7 +97,7 @@ def test_rows_are_split_over_the_replicas():
 def evaluate(metrics, batch):
   values = batch["x"].astype(jnp.float32)
   return metrics.merge(
-    steps.Metrics.single_from_model_output(
+    classification.Metrics.single_from_model_output(
       loss=values, correct=values > 20, mask=batch["mask"]
     )
   )
@@ -105,7 +105,7 @@ def evaluate(metrics, batch):
 
 def test_a_short_batch_needs_no_compilation_and_metrics_ignore_padding():
   metrics = jax.device_put(
-    steps.Metrics.empty(), jax.sharding.NamedSharding(MESH, P())
+    classification.Metrics.empty(), jax.sharding.NamedSharding(MESH, P())
   )
   batches = list(distributed(epoch(43, 16)))
   with compilations.count() as compiled:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flaxshard.data import distribute
-from flaxshard.train import steps
+from flaxshard.tasks import classification
 
 P = jax.sharding.PartitionSpec
 MESH = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("replica",))
@@ -164,7 +164,7 @@ def tokens(count, length):
 @jax.jit
 def evaluate(metrics, batch):
   return metrics.merge(
-    steps.Metrics.single_from_model_output(
+    classification.Metrics.single_from_model_output(
       loss=batch["inputs"].astype(jnp.float32),
       correct=batch["labels"] < -3,
       mask=batch["mask"],
@@ -177,7 +177,7 @@ def test_buckets_pad_lengths_to_powers_of_two():
   batches = [tokens(8 if n != 3 else 5, n) for n in lengths]
   padded_lengths = [8, 8, 1, 16, 4]
   metrics = jax.device_put(
-    steps.Metrics.empty(), jax.sharding.NamedSharding(MESH, P())
+    classification.Metrics.empty(), jax.sharding.NamedSharding(MESH, P())
   )
   out = list(distributed(batches, bucket="power_of_two"))
   for given, batch, length in zip(batches, out, padded_lengths, strict=True):

@@ -79,8 +79,6 @@ def test_load_with_an_invalid_config_raises(factories, config, kind, facts):
     (splits(train=[3]), ["train[0]", "'inputs' and 'labels'", "3"]),
     (splits(train=source(3, mask=True)), ["train[0]", "'mask'"]),
     (splits(train=source(3, extra="word")), ["train[0]", "extra", "<U4"]),
-    (splits(train=source(3, labels=1.0)), ["train[0]", "integers", "float64"]),
-    (splits(evaluation=source(3, labels=3)), ["eval[0]", "[0, 3)", "3"]),
     (splits(source(3, np.float64)), ["float32", "float64"]),
     # The augmented example is what has to match.
     (

@@ -5,6 +5,7 @@ import sys
 import types
 
 from flax import linen as nn
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import ml_collections
@@ -301,7 +302,7 @@ def test_create_imports_custom_models(monkeypatch):
   [
     # core/registry_test.py has the other mistakes.
     ({"name": "resnt"}, ValueError, ["config.model.name", "'resnet'"]),
-    ({"name": "math:sqrt"}, TypeError, ["config.model.name", "'math:sqrt'"]),
+    ({"name": "math:sqrt"}, TypeError, ["config.model", "'math:sqrt'"]),
     # Flax's own fields and those that `create` sets are not listed.
     (
       {"name": "cnn", "densee": 1},
@@ -318,7 +319,22 @@ def test_create_with_invalid_config_raises(config, error, facts):
     assert fact in str(e.value)
 
 
-def test_create_of_a_model_without_policy_raises(monkeypatch):
+def dtype_of(rngs, dtype, width=3):
+  return nnx.Linear(2, width, dtype=dtype, rngs=rngs)
+
+
+def test_create_gives_what_the_signature_names(monkeypatch):
   monkeypatch.setitem(models.MODELS, "partial", ModelWithoutPolicy)
-  with pytest.raises(TypeError, match=r"config.model .*'policy'"):
-    models.create({"name": "partial"}, num_classes=2, policy=Policy())
+  model = models.create({"name": "partial"}, num_classes=2, policy=Policy())
+  assert model == ModelWithoutPolicy(2)
+  monkeypatch.setitem(models.MODELS, "function", dtype_of)
+  policy = Policy("mixed_bfloat16")
+  model = models.create({"name": "function", "width": 4}, policy=policy)
+  assert model.dtype == jnp.bfloat16
+  assert model.kernel.shape == (2, 4)
+  # Data without classes cannot give their number.
+  with pytest.raises(TypeError, match=r"config.model .*'num_classes'"):
+    models.create({"name": "partial"}, policy=Policy())
+  monkeypatch.setitem(models.MODELS, "number", lambda seed: seed)
+  with pytest.raises(TypeError, match=r"config.model.name: 'number' .* got 7"):
+    models.create({"name": "number"}, policy=Policy(), seed=7)

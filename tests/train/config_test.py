@@ -55,6 +55,7 @@ def test_defaults_are_filled_in():
     log_every_steps=100,
     eval_every_steps=1000,
     checkpoint_every_steps=1000,
+    task="classification",
     optimizer={"name": "adamw"},
     schedule={"name": "constant"},
     on_nonfinite="stop",
@@ -64,6 +65,7 @@ def test_defaults_are_filled_in():
     checkpoint_every_minutes=0,
     keep_every_steps=0,
     best_metric="none",
+    best_mode="auto",
     keep_best=1,
     resume="auto",
     early_stopping=dict(metric="none", mode="auto", patience=3, min_delta=0.0),
@@ -102,7 +104,9 @@ def test_given_values_are_kept():
     checkpoint_every_minutes=0.5,
     keep_every_steps=8,
     best_metric="eval_loss",
+    best_mode="max",
     keep_best=2,
+    task={"name": "language_modeling"},
     resume="extend",
     precision="mixed_bfloat16",
     wrappers=(),
@@ -175,7 +179,12 @@ CHOICES = [
   (("on_nonfinite",), ("stopp", 3), "'stop', 'continue'"),
   (("resume",), ("extended", None), "'auto', 'extend'"),
   (("writer",), ("stdout", None), "'tensorboard', 'clu', 'none'"),
-  (("best_metric",), ("accuracy",), "'none', 'eval_accuracy', 'eval_loss'"),
+  (
+    ("best_metric",),
+    ("accuracy",),
+    "'eval_accuracy' or 'eval_loss', or 'none'",
+  ),
+  (("best_mode",), ("largest", None), "'auto', 'max', 'min'"),
   (("precision",), ("float7", 3, ["float32"]), "'float32', 'mixed_float16'"),
 ]
 PARTS = [
@@ -253,6 +262,11 @@ def test_invalid_values_raise_with_field_value_and_what_is_allowed(rows):
       ("config.keep_every_steps=6", "config.checkpoint_every_steps=4"),
     ),
     (dict(keep_best=2), ("config.keep_best=2", "config.best_metric")),
+    (dict(best_mode="min"), ("config.best_mode='min'", "config.best_metric")),
+    (
+      dict(best_metric="eval_distance"),
+      ("config.best_metric='eval_distance'", "config.best_mode"),
+    ),
     (
       dict(best_metric="eval_loss", eval_every_steps=3),
       (

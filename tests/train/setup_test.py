@@ -172,6 +172,13 @@ def test_an_unused_precision_or_float16_without_a_scale_warns_once(
   assert [fact in str(w.message) for w in caught] == [True]
 
 
+def test_a_model_needs_no_argument_train():
+  setup = create_setup(
+    model={"name": f"{_THIS}:WithoutTrain"}, precision="float32"
+  )
+  assert setup.abstract_state.params["Dense_0"]["kernel"].shape == (64, 10)
+
+
 def test_a_spatial_split_exchanges_borders_only():
   setup = create_setup(
     model={"name": "cnn", "features": (4,), "dense": 8},
@@ -209,11 +216,6 @@ def test_a_spatial_split_exchanges_borders_only():
       dict(model={"name": f"{_THIS}:WrongInEvaluation"}),
       ValueError,
       ("config.model", "config.data", "(16,)"),
-    ),
-    (
-      dict(model={"name": f"{_THIS}:WithoutTrain"}),
-      TypeError,
-      ("config.model", "'train'"),
     ),
     (
       dict(optimizer={"name": "adamw", "weight_decay": float("nan")}),

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 import flaxshard as fs
+from flaxshard import tasks
 from flaxshard.train import steps
 
 X = np.array([[1.0, 2.0], [-0.5, 0.25], [3.0, -1.0], [0.0, 1.5]], np.float32)
@@ -17,8 +18,14 @@ LABELS = np.array([0, 2, 1, 2], np.int32)
 BATCH = {"inputs": X, "labels": LABELS}
 RNG = jax.random.key(0)
 
-train_step = jax.jit(steps.train_step)
-eval_step = jax.jit(steps.eval_step)
+TASK = tasks.adapt(tasks.Classification(num_classes=5))
+Metrics = TASK.metrics
+train_step = jax.jit(functools.partial(steps.train_step, TASK))
+_eval_step = jax.jit(functools.partial(steps.eval_step, TASK))
+
+
+def eval_step(state, metrics, batch):
+  return _eval_step(state, metrics, batch, RNG, 0)
 
 
 class Linear(nn.Module):
@@ -69,7 +76,7 @@ def create(model=Linear(), tx=SGD, wrappers=()):  # noqa: B008
 
 
 def run(state, batches, first_step=1, progress=None):
-  progress = steps.init_progress(state) if progress is None else progress
+  progress = steps.init_progress(TASK, state) if progress is None else progress
   for i, batch in enumerate(batches):
     state, progress = train_step(
       state, progress, batch, RNG, jnp.int32(first_step + i)
@@ -175,7 +182,7 @@ def test_labels_may_have_more_dimensions():
   assert_metrics(progress.metrics, mean_metrics([(table[tokens], labels)]))
   metrics = eval_step(
     state,
-    steps.Metrics.empty(),
+    Metrics.empty(),
     {"inputs": tokens, "labels": labels, "mask": np.array([False, True])},
   )
   assert_metrics(metrics, mean_metrics([(table[tokens[1:]], labels[1:])]))
@@ -287,7 +294,7 @@ def test_dropout_depends_on_the_step_and_the_key():
 
   def loss(step, rng=RNG):
     _, progress = train_step(
-      state, steps.init_progress(state), BATCH, rng, jnp.int32(step)
+      state, steps.init_progress(TASK, state), BATCH, rng, jnp.int32(step)
     )
     return float(progress.metrics.compute()["loss"])
 
@@ -300,7 +307,7 @@ def test_dropout_depends_on_the_step_and_the_key():
 
 def test_evaluation_ignores_masked_examples():
   state = create()
-  metrics = steps.Metrics.empty()
+  metrics = Metrics.empty()
   mask = np.array([True, True, False, True])
   # Padding may have any values.
   inputs = X.copy()
@@ -325,7 +332,7 @@ def test_evaluation_ignores_masked_examples():
 def test_evaluation_uses_running_statistics_and_no_dropout():
   batch = {**BATCH, "mask": np.ones(4, bool)}
   state, _ = run(create(Normed()), [BATCH])
-  metrics = eval_step(state, steps.Metrics.empty(), batch)
+  metrics = eval_step(state, Metrics.empty(), batch)
   stats = state.batch_stats["BatchNorm_0"]
   norm = state.params["BatchNorm_0"]
   x = (X - stats["mean"]) / np.sqrt(stats["var"] + 1e-5)
@@ -333,7 +340,7 @@ def test_evaluation_uses_running_statistics_and_no_dropout():
   assert_metrics(metrics, mean_metrics([(linear(state.params, x), LABELS)]))
 
   state = create(Dropped())
-  metrics = eval_step(state, steps.Metrics.empty(), batch)
+  metrics = eval_step(state, Metrics.empty(), batch)
   logits = state.apply_fn({"params": state.params}, X, train=False)
   assert_metrics(metrics, mean_metrics([(np.asarray(logits), LABELS)]))
 
@@ -367,7 +374,7 @@ def test_an_nnx_model_trains_and_evaluates():
   np.testing.assert_allclose(stats["var"], 0.5 + 0.5 * X.var(0), rtol=1e-6)
   assert int(new_state.step) == 1
   metrics = eval_step(
-    new_state, steps.Metrics.empty(), {**BATCH, "mask": np.ones(4, bool)}
+    new_state, Metrics.empty(), {**BATCH, "mask": np.ones(4, bool)}
   )
   wanted = nnx_logits(new_state, stats["mean"], stats["var"])
   assert_metrics(metrics, mean_metrics([(wanted, LABELS)]), rtol=1e-4)
@@ -382,7 +389,7 @@ def test_nnx_dropout_changes_each_step_and_is_off_in_evaluation():
   # The random streams alone change the loss.
   assert loss(state) != loss(state.replace(rngs=new_state.rngs))
   batch = {**BATCH, "mask": np.ones(4, bool)}
-  metrics = eval_step(state, steps.Metrics.empty(), batch)
+  metrics = eval_step(state, Metrics.empty(), batch)
   wanted = nnx_logits(state, np.zeros(2), np.ones(2))
   assert_metrics(metrics, mean_metrics([(wanted, LABELS)]), rtol=1e-4)
 
@@ -413,10 +420,10 @@ def each_replica(state, batch, step=1):
   """Takes a step on two replicas; returns state and progress."""
   strategy = fs.Strategy(devices=jax.devices()[:2])
   progress = strategy.distribute_values_from_function(
-    lambda context: steps.init_progress(state)
+    lambda context: steps.init_progress(TASK, state)
   )
   return strategy.run(
-    steps.train_step,
+    functools.partial(steps.train_step, TASK),
     (state, progress, strategy.shard_batch(batch), RNG, np.int32(step)),
   )
 
@@ -483,7 +490,7 @@ def test_nnx_replicas_draw_different_dropout_masks():
 
 
 def test_combine_replicas_reports_the_first_bad_step():
-  metrics = steps.Metrics.single_from_model_output(
+  metrics = Metrics.single_from_model_output(
     loss=jnp.array([1.0, 2.0]), correct=jnp.array([1.0, 0.0])
   )
   progress = steps.Progress(

@@ -8,6 +8,7 @@ from typing import Any
 import ml_collections
 from ml_collections import config_dict
 
+from flaxshard import tasks
 from flaxshard import wrappers
 from flaxshard.core import checks
 from flaxshard.train.config import definition
@@ -65,6 +66,7 @@ def check(config: Any) -> ml_collections.ConfigDict:
     getattr(config, "model", None)
     raise TypeError(f"config must be a ConfigDict, got {type(config)}.")
   given = {name: _to_dict(config[name]) for name in config}
+  _check_model_and_data(given)
   checked = _check_fields("config", definition.FIELDS, given)
   _check_mesh(checked["mesh"])
   _check_kept_checkpoints(checked)
@@ -162,6 +164,19 @@ def _to_dict(value: Any) -> Any:
   return value
 
 
+def _check_model_and_data(config: Mapping[str, Any]) -> None:
+  """Raises if the model or the data of a built-in task is missing."""
+  task = config.get("task", "classification")
+  name = task.get("name") if isinstance(task, dict) else task
+  if name in tasks.BUILTIN:  # others may create their own
+    for field in ("model", "data"):
+      if config.get(field) in (None, {}):
+        raise ValueError(
+          f"config.{field} is missing: config.task={name!r} needs a dict with "
+          "a 'name' and arguments."
+        )
+
+
 def _check_mesh(mesh: Mapping[str, Any]) -> None:
   if mesh["axes"] and mesh["logical_devices"] != 1:
     raise ValueError(
@@ -180,12 +195,26 @@ def _check_kept_checkpoints(config: Mapping[str, Any]) -> None:
       f"config.keep_every_steps={keep_every} must be 0 or a multiple of "
       f"config.checkpoint_every_steps={every}: other steps are not saved."
     )
-  if config["best_metric"] == "none":
-    if config["keep_best"] != 1:
-      raise ValueError(
-        f"config.keep_best={config['keep_best']} needs config.best_metric, "
-        f"one of {', '.join(map(repr, definition.BEST_MODES))}."
-      )
+  metric, mode = config["best_metric"], config["best_mode"]
+  if metric == "none":
+    for name, default in (("keep_best", 1), ("best_mode", "auto")):
+      if config[name] != default:
+        raise ValueError(
+          f"config.{name}={config[name]!r} needs config.best_metric, such as "
+          f"{' or '.join(map(repr, definition.BEST_MODES))}."
+        )
+  elif not metric.startswith("eval_"):
+    raise ValueError(
+      "config.best_metric must be a metric of the evaluation, such as "
+      f"{' or '.join(map(repr, definition.BEST_MODES))}, or 'none', got "
+      f"{metric!r}.{checks.did_you_mean(metric, definition.BEST_MODES)}"
+    )
+  elif mode == "auto" and metric not in definition.BEST_MODES:
+    raise ValueError(
+      f"config.best_metric={metric!r} needs config.best_mode, 'max' or 'min': "
+      "whether larger or smaller values are better."
+      f"{checks.did_you_mean(metric, definition.BEST_MODES)}"
+    )
   elif every % config["eval_every_steps"]:
     raise ValueError(
       f"config.checkpoint_every_steps={every} must be a multiple of "

@@ -14,7 +14,7 @@ from flaxshard.core import policy
 from flaxshard.train.config import kinds
 from flaxshard.train.config.kinds import Kind
 
-# Whether a larger or a smaller value of a `config.best_metric` is better.
+# Whether a larger or a smaller value is better, with `best_mode` "auto".
 BEST_MODES = {"eval_accuracy": "max", "eval_loss": "min"}
 
 # The default of a field that every config must have.
@@ -120,18 +120,28 @@ EARLY_STOPPING = (
 
 # Titles, and the fields below them.
 SECTIONS: dict[str, tuple[Field, ...]] = {
-  "Model and data": (
+  "Task, model and data": (
+    Field(
+      "task",
+      kinds.task(),
+      "classification",
+      'The loss, the metrics and the evaluation: `"classification"`, '
+      '`"language_modeling"` or `"package.module:Class"`; with arguments '
+      '`{"name": ..., **arguments}`. See docs/tasks.md.',
+    ),
     Field(
       "model",
-      kinds.named(),
-      REQUIRED,
-      "The model and its arguments; see `flaxshard.models.create`.",
+      kinds.optional_named(),
+      {},
+      "The model and its arguments; see `flaxshard.models.create`. Only a task "
+      "that creates its own model needs none.",
     ),
     Field(
       "data",
-      kinds.named(),
-      REQUIRED,
-      "The data and its arguments; see `flaxshard.data.load`.",
+      kinds.optional_named(),
+      {},
+      "The data and its arguments; see `flaxshard.data.load`. Only a task "
+      "that loads its own data needs none.",
     ),
     Field(
       "batch_size",
@@ -252,9 +262,17 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
     ),
     Field(
       "best_metric",
-      kinds.one_of("none", *BEST_MODES),
+      kinds.string(),
       "none",
-      "Also keeps the checkpoints that are best by this metric.",
+      "Also keeps the checkpoints that are best by this metric of the "
+      'evaluation, such as `"eval_loss"`; `"none"` keeps none of them.',
+    ),
+    Field(
+      "best_mode",
+      kinds.one_of("auto", "max", "min"),
+      "auto",
+      "Whether the largest or the smallest `best_metric` is best. "
+      '`"auto"` is `"min"` for `eval_loss` and `"max"` for `eval_accuracy`.',
     ),
     Field(
       "keep_best",

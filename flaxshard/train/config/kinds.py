@@ -68,6 +68,32 @@ def named() -> Kind:
   return Kind(dict, allowed, _check_named)
 
 
+def optional_named() -> Kind:
+  """Returns the kind of dicts with a name and arguments, or of `{}`."""
+
+  def check(field: str, value: Any) -> Any:
+    # None: not set in `defaults`.
+    return {} if value in ({}, None) else _check_named(field, value)
+
+  return Kind(dict, '{"name": ..., **arguments}', check)
+
+
+def task() -> Kind:
+  """Returns the kind of `config.task`."""
+
+  def check(field: str, value: Any) -> Any:
+    if isinstance(value, str) and value:
+      return value
+    return _check_named(field, value)
+
+  return Kind(str, 'name or {"name": ..., **arguments}', check)
+
+
+def string() -> Kind:
+  """Returns the kind of strings that are not empty."""
+  return Kind(str, "string", checks.string)
+
+
 def wrappers() -> Kind:
   """Returns the kind of `config.wrappers`."""
   # `wrappers.from_config` checks them: a wrong type is a TypeError.

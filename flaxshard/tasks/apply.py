@@ -1,0 +1,266 @@
+"""Applies the model of a train state in a task's loss and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import inspect
+from typing import Any
+import zlib
+
+from flax import linen as nn
+from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+import jax
+import jax.numpy as jnp
+
+from flaxshard.core import checks
+from flaxshard.replicas import context as replica_context
+from flaxshard.state import fields as fields_lib
+from flaxshard.state import nnx_adapter
+from flaxshard.state.train_state import TrainState
+from flaxshard.tasks import task as task_lib
+
+# Arguments by which models are told the mode, and their values in training.
+_MODE_ARGUMENTS = {
+  "train": True,
+  "training": True,
+  "is_training": True,
+  "deterministic": False,
+  "use_running_average": False,
+}
+
+_STATE_FIELDS = ("step", "params", "opt_state", "wrapper_states")
+
+
+class Rngs(Mapping[str, jax.Array]):
+  """PRNG keys by stream name: one for every name that is asked for.
+
+  `rngs["noise"]` is another key than `rngs["dropout"]`, at every step, and on
+  every replica in the mode `mesh.per_replica`. In evaluation the keys are the
+  same for every evaluation of a run, and differ between batches.
+
+  As a dict it has "dropout" and "params". Linen's `make_rng` draws streams that
+  it is not given from "params".
+
+  Args:
+    key: The key of the stream "dropout".
+  """
+
+  def __init__(self, key: jax.Array):
+    self._key = key
+
+  def __getitem__(self, name: str) -> jax.Array:
+    """Returns the key of a stream."""
+    if name == "dropout":
+      return self._key
+    # CRC-32: Python's hashes of strings differ between processes.
+    return jax.random.fold_in(self._key, zlib.crc32(name.encode()))
+
+  def __contains__(self, name: object) -> bool:
+    """Returns True for every name."""
+    return isinstance(name, str)
+
+  def __iter__(self) -> Iterator[str]:
+    """Iterates over the streams that a model gets by default."""
+    return iter(("dropout", "params"))
+
+  def __len__(self) -> int:
+    """Returns the number of streams that a model gets by default."""
+    return 2
+
+
+def train_rngs(rng: jax.Array, step: jax.Array) -> Rngs:
+  """Returns the streams of a train step.
+
+  Args:
+    rng: The PRNG key of the run.
+    step: The step. The replica is folded in as well.
+  """
+  return Rngs(jax.random.fold_in(_fold_in_replica(rng), step))
+
+
+def apply_in(state: TrainState, *, train: bool, rngs: Rngs) -> task_lib.Apply:
+  """Returns a function that applies the model of a state.
+
+  Args:
+    state: The train state.
+    train: Whether the model is in training mode.
+    rngs: The streams of a call that passes none.
+
+  Returns:
+    `apply_fn(params, *args, ...)`; see `flaxshard.tasks.Apply`.
+  """
+  names = collection_names(state)
+  state_collections = {name: getattr(state, name) for name in names}
+
+  def apply_fn(
+    params: Any,
+    *args: Any,
+    rngs: Mapping[str, jax.Array] | None = None,
+    collections: Mapping[str, Any] | None = None,
+    mutable: Sequence[str] = (),
+    method: str | Callable[..., Any] | None = None,
+    **kwargs: Any,
+  ) -> tuple[Any, dict[str, Any]]:
+    given = {**state_collections, **(collections or {})}
+    _check_collections(given, names)
+    if isinstance(mutable, str):
+      mutable = (mutable,)
+    if OVERWRITE_WITH_GRADIENT in params:
+      # Flax's fp8 layers: params holds both collections, by name.
+      variables = dict(params)
+    else:
+      variables = {"params": params}
+    variables.update(_fold_in_replica(given) if train else given)
+    returned = [*(names if train else ()), *mutable]
+    outputs, new = _call(
+      state.apply_fn,
+      variables,
+      args,
+      kwargs,
+      method,
+      train,
+      dict(default_rngs if rngs is None else rngs),
+      returned,
+    )
+    if not train:
+      new = {name: new[name] for name in mutable if name in new}
+    return outputs, _restore_keys(dict(new), given)
+
+  default_rngs = rngs
+  return apply_fn
+
+
+def collection_names(state: TrainState) -> list[str]:
+  """Returns the names of the model's collections other than `params`."""
+  return [
+    name
+    for name in fields_lib.array_field_names(state)
+    if name not in _STATE_FIELDS
+  ]
+
+
+def _call(
+  apply_fn: Any,
+  variables: Mapping[str, Any],
+  args: tuple[Any, ...],
+  kwargs: dict[str, Any],
+  method: str | Callable[..., Any] | None,
+  train: bool,
+  rngs: Mapping[str, jax.Array],
+  mutable: list[str],
+) -> tuple[Any, Mapping[str, Any]]:
+  """Calls a Linen `apply`, or that of an NNX module."""
+  if isinstance(apply_fn, nnx_adapter.Apply):
+
+    def call(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+      function = _method_of(module, method)
+      given = _mode_arguments(function, train) | kwargs
+      if "rngs" in _parameters(function) and "rngs" not in given:
+        # NNX draws streams that it is not given from "default".
+        default = {"default": rngs["params"]} if "params" in rngs else {}
+        given["rngs"] = nnx.Rngs(**{**default, **rngs})
+      return function(*args, **given)
+
+    return apply_fn(
+      variables,
+      *args,
+      mutable=mutable,
+      method=call,
+      mode="train" if train else "eval",
+      **kwargs,
+    )
+  model = getattr(apply_fn, "__self__", None)
+  if isinstance(model, nn.Module):
+    kwargs = _mode_arguments(_method_of(model, method), train) | kwargs
+  else:
+    kwargs = {"train": train, **kwargs}
+  if method is not None:
+    kwargs["method"] = method
+  return apply_fn(variables, *args, mutable=mutable, rngs=rngs, **kwargs)
+
+
+def _method_of(
+  module: Any, method: str | Callable[..., Any] | None
+) -> Callable[..., Any]:
+  """Returns the method to call, bound to its module."""
+  if not callable(method):
+    function: Callable[..., Any] = getattr(module, method or "__call__")
+    return function
+  # A bound method, such as `module.encode`, or one of the class.
+  return functools.partial(getattr(method, "__func__", method), module)
+
+
+def mode_arguments(
+  function: Callable[..., Any], train: bool, *, required: bool = False
+) -> dict[str, bool]:
+  """Returns the arguments that tell a model's call the mode.
+
+  Args:
+    function: The call of a model.
+    train: Whether the mode is that of training.
+    required: Whether to leave out arguments with a default value.
+  """
+  return {
+    name: value if train else not value
+    for name, value in _MODE_ARGUMENTS.items()
+    if name in (parameters := _parameters(function))
+    and not (
+      required and parameters[name].default is not inspect.Parameter.empty
+    )
+  }
+
+
+def _mode_arguments(
+  function: Callable[..., Any], train: bool
+) -> dict[str, Any]:
+  parameters = _parameters(function)
+  given: dict[str, Any] = mode_arguments(function, train)
+  takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+  return {"train": train} if takes_any and not given else given
+
+
+def _parameters(
+  function: Callable[..., Any],
+) -> Mapping[str, inspect.Parameter]:
+  return inspect.signature(function).parameters
+
+
+def _check_collections(given: Mapping[str, Any], names: list[str]) -> None:
+  for name in given:
+    if name not in names:
+      raise ValueError(
+        f"apply_fn: collections has {name!r}; the state has "
+        f"{', '.join(names) or 'no collections'}."
+        f"{checks.did_you_mean(name, names)}"
+      )
+
+
+def _fold_in_replica(tree: Any) -> Any:
+  """Folds the replica into the PRNG keys of a tree.
+
+  Otherwise all replicas would drop the same units. NNX modules carry their keys
+  in a collection.
+  """
+  context = replica_context.get_replica_context()
+  if context is None:
+    return tree
+
+  return jax.tree.map(lambda x: context.fold_in(x) if _is_key(x) else x, tree)
+
+
+def _restore_keys(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+  """Undoes `_fold_in_replica`: the state must be the same on all replicas."""
+  if replica_context.get_replica_context() is None:
+    return new
+  in_state = {name: value for name, value in new.items() if name in old}
+  return new | jax.tree.map(
+    lambda x, before: before if _is_key(before) else x,
+    in_state,
+    {name: old[name] for name in in_state},
+  )
+
+
+def _is_key(x: jax.Array) -> bool:
+  return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

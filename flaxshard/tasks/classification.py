@@ -1,0 +1,138 @@
+"""The task of predicting a class for each label: images, or tokens of a text."""
+
+# No `from __future__ import annotations`: clu's Collection needs the types of
+# its fields, not strings.
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from clu import metrics as clu_metrics
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from flaxshard.core import checks
+from flaxshard.data import collate as collate_lib
+from flaxshard.data import sources
+from flaxshard.tasks import task as task_lib
+
+
+@flax.struct.dataclass
+class Metrics(clu_metrics.Collection):
+  """Means over labels, without those where `mask` is False."""
+
+  loss: clu_metrics.Average.from_output("loss")  # type: ignore[valid-type]
+  accuracy: clu_metrics.Average.from_output("correct")  # type: ignore[valid-type]
+
+
+@flax.struct.dataclass
+class EvalMetrics(clu_metrics.Collection):
+  """`Metrics`, and how many of the model's outputs are probabilities."""
+
+  # Not derived from Metrics: clu reads the fields of the class itself alone.
+  loss: clu_metrics.Average.from_output("loss")  # type: ignore[valid-type]
+  accuracy: clu_metrics.Average.from_output("correct")  # type: ignore[valid-type]
+  probabilities: clu_metrics.Average.from_output("sums_to_one")  # type: ignore[valid-type]
+
+
+class Classification:
+  """Softmax cross-entropy of the model's logits and integer labels.
+
+  Examples have `inputs` and integer `labels`, of any shape. The model takes the
+  inputs and returns logits of the shape of the labels and one more dimension,
+  the classes. Metrics are the means of `loss` and `accuracy` over all labels.
+
+  Args:
+    num_classes: Labels are in `[0, num_classes)`. A config gives it the number
+      of classes of the data.
+
+  Raises:
+    ValueError: `num_classes` is not positive.
+  """
+
+  metrics = Metrics
+
+  def __init__(self, num_classes: int | None = None):
+    if num_classes is None:
+      raise ValueError(
+        "num_classes is missing: the data of a classification must have it."
+      )
+    self._num_classes = checks.integer("num_classes", num_classes, minimum=1)
+
+  def loss(
+    self,
+    apply_fn: task_lib.Apply,
+    params: Any,
+    batch: task_lib.Batch,
+    rngs: Mapping[str, jax.Array],
+    train: bool,
+  ) -> tuple[jax.Array, task_lib.Aux]:
+    """Returns the mean cross-entropy."""
+    logits, collections = apply_fn(params, batch["inputs"], rngs=rngs)
+    labels = batch["labels"]
+    if logits.shape[:-1] != labels.shape or not logits.ndim:
+      raise ValueError(
+        "the model must return logits with the shape of the labels and one "
+        f"more dimension, the classes; got {logits.shape} for labels "
+        f"{labels.shape}."
+      )
+    # In float32 with every precision policy.
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+      logits.astype(jnp.float32), labels
+    )
+    values = {
+      "loss": losses,
+      "correct": (logits.argmax(-1) == labels).astype(jnp.float32),
+    }
+    if not train:
+      values["sums_to_one"] = _sums_to_one(logits)
+    return losses.mean(), task_lib.Aux(values, collections)
+
+  def evaluate(self, evaluation: task_lib.Evaluation) -> dict[str, float]:
+    """Returns the means; warns if the model returns probabilities."""
+    means = evaluation.means(EvalMetrics)
+    # All of them: logits do not come to exactly 1 by chance.
+    if means.pop("probabilities") == 1 and self._num_classes > 1:
+      checks.warn(
+        "config.model returns probabilities: all its outputs are positive and "
+        "sum to 1. The loss takes the softmax by itself: return logits, "
+        "without a softmax, or it hardly trains."
+      )
+    return means
+
+  def collate(self, examples: Sequence[sources.Example]) -> sources.Example:
+    """Stacks examples, and checks their labels."""
+    batch = collate_lib.stack(examples)
+    # On the device, a label out of range gives a NaN or is taken for another
+    # class.
+    check_labels("config.data", batch.get("labels"), self._num_classes)
+    return batch
+
+
+def check_labels(where: str, labels: Any, num_classes: int) -> None:
+  """Raises a ValueError unless labels are integers in `[0, num_classes)`.
+
+  Args:
+    where: Name of the data, for the error message.
+    labels: An array of any shape.
+    num_classes: The number of classes.
+  """
+  if labels is None:
+    raise ValueError(f"{where}: examples must have 'labels'.")
+  labels = np.asarray(labels)
+  if not np.issubdtype(labels.dtype, np.integer):
+    raise ValueError(f"{where}: labels must be integers, got {labels.dtype}.")
+  if labels.min() < 0 or labels.max() >= num_classes:
+    raise ValueError(
+      f"{where}: labels must lie in [0, {num_classes}), got "
+      f"{labels.min()} to {labels.max()}."
+    )
+
+
+def _sums_to_one(logits: jax.Array) -> jax.Array:
+  """Returns 1.0 where the outputs are probabilities, as of a softmax."""
+  logits = logits.astype(jnp.float32)
+  # Wide enough for probabilities in bfloat16.
+  is_one = jnp.abs(logits.sum(-1) - 1) < 0.01
+  return (is_one & (logits.min(-1) >= 0)).astype(jnp.float32)

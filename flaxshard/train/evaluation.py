@@ -1,0 +1,122 @@
+"""Evaluates a train state on the evaluation data of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+import dataclasses
+from typing import Any
+
+from clu import metrics as clu_metrics
+import jax
+import numpy as np
+
+from flaxshard.core import checks
+from flaxshard.state.train_state import TrainState
+from flaxshard.tasks import adapter
+from flaxshard.tasks import apply
+from flaxshard.tasks import task as task_lib
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Evaluation:
+  """An evaluation of a state; see `flaxshard.tasks.Evaluation`.
+
+  Attributes:
+    state: The train state. Of replicas that differ, it is the first one.
+    step: The step that was just taken.
+    rng: A PRNG key, the same at every evaluation of a run.
+    task: The task.
+    read_batches: Returns the evaluation batches, on the devices.
+    eval_step: The jitted `steps.eval_step` of the task.
+    replicate: Returns a tree of arrays, whole on every device.
+  """
+
+  state: TrainState
+  step: int
+  rng: jax.Array
+  task: adapter.AdaptedTask
+  read_batches: Callable[[], Iterable[Any]]
+  eval_step: Callable[..., Any]
+  replicate: Callable[[Any], Any]
+
+  @property
+  def apply_fn(self) -> task_lib.Apply:
+    """Applies the model in evaluation mode."""
+    return apply.apply_in(self.state, train=False, rngs=apply.Rngs(self.rng))
+
+  def batches(self) -> Iterator[Mapping[str, jax.Array]]:
+    """Iterates over the evaluation batches, on the devices.
+
+    Raises:
+      ValueError: There is no evaluation data.
+    """
+    # Closes the thread that reads ahead.
+    with iter(self.read_batches()) as iterator:  # type: ignore[attr-defined]
+      yield from iterator
+
+  def means(
+    self, metrics: type[clu_metrics.Collection] | None = None
+  ) -> dict[str, float]:
+    """Returns the metrics of the loss over all evaluation batches.
+
+    Args:
+      metrics: Another collection of metrics than that of the task.
+
+    Raises:
+      ValueError: There is no evaluation data, or a metric is no number.
+    """
+    cls = self.task.metrics if metrics is None else metrics
+    total = self.replicate(cls.empty())
+    for i, batch in enumerate(self.batches()):
+      total = self.eval_step(self.state, total, batch, self.rng, np.int32(i))
+    # Read first: on the devices, each division would be a program of its own.
+    values = jax.device_get(total).compute()
+    return check_numbers(f"{self.task.name}.metrics", values)
+
+
+def evaluate(evaluation: Evaluation, has_data: bool) -> dict[str, float]:
+  """Returns the metrics of an evaluation, as `eval_<name>`.
+
+  Args:
+    evaluation: The evaluation.
+    has_data: Whether there is evaluation data.
+
+  Raises:
+    ValueError, TypeError: The task does not return numbers by name.
+  """
+  task = evaluation.task
+  if task.evaluate is not None:
+    values = check_numbers(f"{task.name}.evaluate", task.evaluate(evaluation))
+  else:
+    values = evaluation.means() if has_data else {}
+  return {f"eval_{name}": value for name, value in values.items()}
+
+
+def check_numbers(where: str, values: Any) -> dict[str, float]:
+  """Returns metrics as Python numbers.
+
+  Args:
+    where: The method that has returned them, for errors.
+    values: Numbers or scalar arrays by name.
+
+  Raises:
+    TypeError: They are not in a dict, or have other names than strings.
+    ValueError: A value is no number.
+  """
+  if not isinstance(values, Mapping):
+    raise TypeError(
+      f"{where} must return a dict of numbers, got {checks.describe(values)}."
+    )
+  numbers = {}
+  for name, value in values.items():
+    if not isinstance(name, str):
+      raise TypeError(
+        f"{where}: the name of a metric must be a string: {name!r}."
+      )
+    try:
+      numbers[name] = float(np.asarray(value).item())
+    except (TypeError, ValueError) as e:
+      raise ValueError(
+        f"{where}: {name} must be a number, got {checks.describe(value)}."
+      ) from e
+  return numbers
