@@ -83,7 +83,8 @@ def create(
   if not isinstance(model, (nn.Module, nnx.Module)):
     raise TypeError(
       f"config.model.name: {config['name']!r} must be a Linen or NNX module "
-      f"class, or a function that returns a module, got {checks.describe(model)}."
+      "class, or a function that returns a module, got "
+      f"{checks.describe(model)}."
     )
   return model
 

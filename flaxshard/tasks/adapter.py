@@ -161,7 +161,7 @@ class AdaptedTask:
       single = cls.single_from_model_output(**values)
     except (KeyError, TypeError) as e:
       raise ValueError(
-        f"{self.name}.metrics: {cls.__name__} cannot be made of the Aux.metrics "
+        f"{self.name}.metrics: {cls.__name__} cannot be made of Aux.metrics "
         f"{', '.join(map(repr, values))} ({type(e).__name__}: {e})."
         f"{checks.did_you_mean(str(e.args[0]) if e.args else '', values)}"
       ) from e
@@ -267,11 +267,14 @@ def adapt(task: Any, where: str = "task") -> AdaptedTask:
   for method in public:
     if method not in _NAMES and callable(getattr(task, method, None)):
       _check_spelling(f"{where}: {name}", method, public)
-  functions = {n: getattr(task, n, None) for n in ("loss", *_OPTIONAL)}
+  functions: dict[str, Any] = {
+    n: getattr(task, n, None) for n in ("loss", *_OPTIONAL)
+  }
   for n, function in functions.items():
     if function is not None and not callable(function):
       raise TypeError(
-        f"{where}: {name}.{n} must be a method, got {checks.describe(function)}."
+        f"{where}: {name}.{n} must be a method, got "
+        f"{checks.describe(function)}."
       )
   _check_signature(f"{name}.loss", task.loss, _LOSS_ARGUMENTS)
   _check_metrics(name, task.metrics)
@@ -352,9 +355,8 @@ def _check_signature(
 
 def _check_metrics(name: str, metrics: Any) -> None:
   """Raises unless metrics are a Collection that can be merged under jit."""
-  if not (
-    inspect.isclass(metrics) and issubclass(metrics, clu_metrics.Collection)
-  ):
+  is_class = inspect.isclass(metrics)
+  if not (is_class and issubclass(metrics, clu_metrics.Collection)):
     raise TypeError(
       f"{name}.metrics must be a class, a clu.metrics.Collection, got "
       f"{checks.describe(metrics)}."

@@ -1,4 +1,4 @@
-"""The task of predicting a class for each label: images, or tokens of a text."""
+"""The task of predicting a class for each label."""
 
 # No `from __future__ import annotations`: clu's Collection needs the types of
 # its fields, not strings.

@@ -73,9 +73,11 @@ class Setup:
 
   def train_batches(self) -> distribute.DistributedDataset:
     """Returns the endless training batches, on the devices."""
+    splits = self.splits
+    assert splits is not None
     return self.strategy.distribute_dataset(
       data.train_iterator(
-        self.splits,
+        splits,
         seed=self.config.seed,
         collate=self.task.collate,
         **self._rows(),

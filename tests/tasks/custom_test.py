@@ -1,6 +1,5 @@
 """A custom task: its own loss, metrics, collections, data and evaluation."""
 
-
 from clu import metrics as clu_metrics
 import flax
 import flax.linen as nn
