@@ -10,6 +10,7 @@ import jax
 import optax
 
 from flaxshard.core import checks
+from flaxshard.core import parameter_groups
 from flaxshard.core import registry
 
 
@@ -121,13 +122,18 @@ def create(
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
   """Builds `config.optimizer` with `config.schedule`.
 
+  A schedule counts updates. With `accumulate_steps` a run has as many fewer
+  updates than steps, and `num_train_steps` and `warmup_steps` of a schedule are
+  numbers of updates.
+
   Args:
     config: A checked config. `optimizer` has the name of an optimizer and its
       arguments, as in `Optimizer`, and may have `clip_by_global_norm`, the
       largest norm of the gradients. `schedule` has the name `"constant"`,
       `"cosine"` (argument: `warmup_steps`), or `"package.module:function"` for
       a function of `learning_rate` and `num_train_steps` that returns a
-      schedule.
+      schedule. `learning_rates` and `freeze` are the arguments of
+      `flaxshard.scale_learning_rates` and `flaxshard.freeze`.
 
   Returns:
     `(tx, schedule)`; the schedule takes the number of applied updates.
@@ -140,7 +146,7 @@ def create(
     config["schedule"],
     _SCHEDULES,
     learning_rate=config["learning_rate"],
-    num_train_steps=config["num_train_steps"],
+    num_train_steps=num_updates(config),
   )
   if not callable(schedule):
     raise TypeError(
@@ -161,7 +167,22 @@ def create(
   if max_norm is not None:
     # In front: the gradients are clipped, the weight decay is not.
     tx = optax.chain(optax.clip_by_global_norm(max_norm), tx)
+  if config["learning_rates"]:
+    tx = parameter_groups.scale_learning_rates(
+      tx, config["learning_rates"], argument="config.learning_rates"
+    )
+  if config["freeze"]:
+    tx = parameter_groups.freeze(tx, config["freeze"], argument="config.freeze")
   return tx, schedule
+
+
+def num_updates(config: Mapping[str, Any]) -> int:
+  """Returns the number of updates in a run without skipped steps, at least 1.
+
+  Args:
+    config: A checked config.
+  """
+  return max(config["num_train_steps"] // config["accumulate_steps"], 1)
 
 
 def _check_numbers(where: str, arguments: Mapping[str, Any]) -> None:

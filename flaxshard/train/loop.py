@@ -17,12 +17,12 @@ import jax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from flaxshard import checkpoint
 from flaxshard.core import directories
 from flaxshard.core import files
 from flaxshard.core import multihost
+from flaxshard.core import parameter_groups
 from flaxshard.data import distribute
 from flaxshard.processes import failures
 from flaxshard.state import describe
@@ -308,7 +308,7 @@ def _train(
           ends, due = True, _Due(log=True, evaluate=True, save=True)
         row: dict[str, float | int | None] = {}
         if due.log:
-          row |= _train_row(state, seen, setup.schedule)
+          row |= _train_row(setup, state, seen)
           row["steps_per_second"] = steps_per_second
           notes.log_warnings(step, row)
           progress = setup.init_progress()
@@ -416,14 +416,16 @@ def _due(config: Any, step: int, stop: bool, save_time: float) -> _Due:
 
 
 def _train_row(
-  state: TrainState, progress: steps.Progress, schedule: optax.Schedule
+  setup: setup_lib.Setup, state: TrainState, progress: steps.Progress
 ) -> dict[str, float]:
   # If no step was applied, there is no loss to average: 0 / 0 is NaN.
   with np.errstate(invalid="ignore"):
     row = {f"train_{k}": v for k, v in progress.metrics.compute().items()}
   # The rate of the last applied update, which had the step before it.
   applied = jax.device_get(state.step)
-  row["learning_rate"] = schedule(jnp.maximum(applied - 1, 0))
+  row |= parameter_groups.rates(
+    setup.schedule(jnp.maximum(applied - 1, 0)), setup.config.learning_rates
+  )
   # Not `state.metrics()`, which a collection of that name would hide.
   row |= stack.metrics(state.wrappers, state.wrapper_states)
   return metrics_lib.to_numbers(row)

@@ -21,6 +21,7 @@ import optax
 from flaxshard import wrappers as wrappers_lib
 from flaxshard.core import checks
 from flaxshard.core import optimizer
+from flaxshard.core import patterns
 from flaxshard.core import trees
 from flaxshard.core.policy import Policy
 from flaxshard.partitioning import mesh as mesh_lib
@@ -36,6 +37,7 @@ from flaxshard.tasks import apply
 from flaxshard.tasks import load
 from flaxshard.train import devices
 from flaxshard.train import steps
+from flaxshard.wrappers import accumulate
 
 _log = logging.getLogger(__name__)
 
@@ -152,7 +154,11 @@ def create_program(
         jax.random.key(config.seed),
         args,
         tx,
-        wrappers=wrappers_lib.from_config(config.wrappers),
+        wrappers=accumulate.add_accumulation(
+          wrappers_lib.from_config(config.wrappers),
+          config.accumulate_steps,
+          per_replica=config.mesh.per_replica,
+        ),
         mesh=strategy.mesh,
         rules=rules_lib.from_config(config.mesh.rules),
         init_kwargs={**mode, **kwargs},
@@ -281,15 +287,22 @@ def _warn_of_long_warmup(config: Any, schedule: optax.Schedule) -> None:
   Not an error: a few steps of a long run are a common test of its config.
   """
   warmup_steps = config.schedule.get("warmup_steps", 0)
+  num_updates = optimizer.num_updates(config)
   # A custom schedule may mean something else by it.
-  if isinstance(warmup_steps, int) and warmup_steps > config.num_train_steps:
+  if isinstance(warmup_steps, int) and warmup_steps > num_updates:
+    length = f"config.num_train_steps={config.num_train_steps}"
+    if config.accumulate_steps > 1:
+      length += (
+        f", {num_updates} updates with "
+        f"config.accumulate_steps={config.accumulate_steps}"
+      )
     _log.warning(
-      "config.schedule.warmup_steps=%d is longer than the run of "
-      "config.num_train_steps=%d: the learning rate ends at %.3g, and does not "
-      "reach config.learning_rate=%.3g",
+      "config.schedule.warmup_steps=%d is longer than the run of %s: the "
+      "learning rate ends at %.3g, and does not reach "
+      "config.learning_rate=%.3g",
       warmup_steps,
-      config.num_train_steps,
-      schedule(config.num_train_steps - 1),
+      length,
+      schedule(num_updates - 1),
       config.learning_rate,
     )
 
@@ -327,6 +340,9 @@ def _errors_name_field(context: str) -> Iterator[None]:
   """Prepends `context` to errors that the user's model or rules raise."""
   try:
     yield
+  except patterns.PatternError:
+    # It names config.freeze or config.learning_rates.
+    raise
   except specs_lib.RuleError as e:
     # The message of a RuleError begins with "rules", a field of config.mesh.
     raise ValueError(f"config.mesh.{e}") from e

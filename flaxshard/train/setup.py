@@ -97,7 +97,9 @@ class Setup:
     rng = jax.random.fold_in(jax.random.key(self.config.seed), 2**31 - 1)
     evaluation = evaluation_lib.Evaluation(
       # A checkpoint saves replica 0 as well, if groups of replicas differ.
-      state=replica_groups.copy_first_replica(state),
+      state=replica_groups.copy_first_replica(
+        state.replace(params=state.eval_params)
+      ),
       step=step,
       rng=self.replicate(rng),
       task=self.task,

@@ -78,7 +78,10 @@ def train_step(
   (loss, aux), grads = state.value_and_grad(loss_fn, has_aux=True)
   new_state = state.apply_gradients(grads=grads, **aux.collections)
 
-  applied = new_state.step != state.step
+  # A batch whose gradients are only accumulated is used, too.
+  applied = (new_state.step != state.step) | stack.took_batch(
+    state.wrappers, state.wrapper_states, new_state.wrapper_states
+  )
   # A skipped step has no finite loss.
   metrics = jax.tree.map(
     lambda new, old: jnp.where(applied, new, old),

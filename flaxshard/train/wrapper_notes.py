@@ -39,7 +39,7 @@ class WrapperNotes:
     self._previous = dict(row)
 
   def log_pending(self, step: int, state: TrainState, is_last: bool) -> None:
-    """Logs what an evaluation does not see, as local steps before a commit.
+    """Logs which gradients are not in the parameters of an evaluation.
 
     It is logged for the first such evaluation, and for the last step.
     """
@@ -47,5 +47,5 @@ class WrapperNotes:
     if is_last or not self._has_pending:
       when = "ends the run" if is_last else "is evaluated"
       for note in notes:
-        _log.warning("step %d %s before a commit. %s", step, when, note)
+        _log.warning("step %d %s with updates pending. %s", step, when, note)
     self._has_pending = self._has_pending or bool(notes)

@@ -214,3 +214,43 @@ class Accumulate(base.Base):
       is_update, update, lambda *operands: operands, target, total
     )
     return target, AccumulateState(total, jnp.where(is_update, 0, count))
+
+
+def add_accumulation(
+  wrappers: Sequence[base.Wrapper], steps: int, *, per_replica: bool = False
+) -> tuple[base.Wrapper, ...]:
+  """Adds an `Accumulate` to wrappers, for `accumulate_steps` of a config.
+
+  It is placed as far outside as possible, so that other wrappers see the
+  gradients of the update. Wrappers that skip steps, such as `LossScale`, and
+  what is around them stay outside.
+
+  Args:
+    wrappers: The wrappers, outermost first.
+    steps: Number of batches in an update. With 1 nothing is added.
+    per_replica: See `Accumulate`.
+
+  Raises:
+    ValueError: The wrappers do not allow it.
+
+  Example:
+    >>> import flaxshard as fs
+    >>> added = add_accumulation([fs.LossScale(), fs.EMA()], 4)
+    >>> [base.name_of(wrapper) for wrapper in added]
+    ['loss_scale', 'accumulate', 'ema']
+  """
+  wrappers = tuple(wrappers)
+  if any(isinstance(wrapper, Accumulate) for wrapper in wrappers):
+    raise ValueError(
+      "config.wrappers: 'accumulate' is not a wrapper of a training config; "
+      "set config.accumulate_steps, which the schedule depends on as well."
+    )
+  if steps == 1:
+    return wrappers
+  skipping = [i for i, w in enumerate(wrappers) if base.adapt(w).skips_steps]
+  position = skipping[-1] + 1 if skipping else 0
+  accumulate = Accumulate(steps, per_replica=per_replica)
+  try:
+    return base.check([*wrappers[:position], accumulate, *wrappers[position:]])
+  except ValueError as e:
+    raise ValueError(f"config.accumulate_steps={steps}: {e}") from e

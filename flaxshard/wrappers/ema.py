@@ -13,6 +13,7 @@ import optax
 from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.core import parameter_groups
+from flaxshard.core import tracing
 from flaxshard.core import trees
 from flaxshard.wrappers import base
 
@@ -56,7 +57,8 @@ class EMA(base.Base):
     decay: Weight of the old average in the new one, from 0 to below 1.
     debias: Whether the weights of the averaged parameters sum to 1 from the
       first update on, as in `optax.ema`. Then the initial parameters are not
-      in the average. If False, the average starts at the initial parameters.
+      in the average. If False, the average starts at the parameters before the
+      first update.
     warmup: Whether the decay is at most (1 + n) / (10 + n) after n updates, as
       with the `num_updates` of `tf.train.ExponentialMovingAverage`.
 
@@ -112,39 +114,33 @@ class EMA(base.Base):
       tx: The optax optimizer.
     """
 
-    def start(path: trees.Path, p: jax.Array) -> jax.Array | None:
+    def create_average(path: trees.Path, p: jax.Array) -> jax.Array | None:
       if not gradients.has_gradient(path, p):
         return None
-      p = jnp.asarray(p)
-      return p.astype(gradients.accumulator_dtype(p.dtype))
+      dtype = gradients.accumulator_dtype(trees.dtype_of(p))
+      return jnp.zeros(jnp.shape(p), dtype)
 
     return EMAState(
       average=jax.tree_util.tree_map_with_path(
-        start, parameter_groups.drop_frozen(tx, params)
+        create_average, parameter_groups.drop_frozen(tx, params)
       ),
-      # With the weight 1 the initial parameters are a part of the average.
+      # With the weight 1 the parameters before the first update, which `apply`
+      # starts from, are a part of the average.
       weight=jnp.array(0 if self.debias else 1, jnp.float32),
       num_updates=jnp.zeros((), jnp.int32),
     )
 
-  def restart(
-    self, state: EMAState, target: base.Target, saved: dict[str, jax.Array]
-  ) -> EMAState:
-    """Returns a first state: the average starts at the restored parameters."""
-    del target, saved
-    return state
-
   def eval_params(self, state: EMAState, params: PyTree) -> PyTree:
     """Returns the average, in the dtypes of the parameters."""
-    return jax.tree.map(
-      # Before the first update there is no average.
-      lambda a, p: (
-        p if a is None else jnp.where(state.weight > 0, a.astype(p.dtype), p)
-      ),
+    average = jax.tree.map(
+      lambda a, p: p if a is None else a.astype(p.dtype),
       state.average,
       params,
       is_leaf=lambda x: x is None,
     )
+    # Before the first update there is no average. A conditional: a select would
+    # copy all parameters for each evaluation.
+    return tracing.cond(state.num_updates > 0, lambda: average, lambda: params)
 
   def apply(
     self, state: EMAState, target: base.Target, grads: PyTree, next: base.Next
@@ -165,14 +161,28 @@ class EMA(base.Base):
     # Not a conditional: that would keep XLA from fusing the optimizer's update
     # with this one. With a step size of 0 the average keeps its bits.
     step_size = jnp.where(applied, step_size / weight, 0)
-    params = jax.tree.map(
-      lambda a, p: None if a is None else p.astype(a.dtype),
-      state.average,
-      new.params,
-      is_leaf=lambda x: x is None,
-    )
+    average = state.average
+    if not self.debias:
+      # Not in `init`: parameters may have been replaced since then.
+      average = jax.tree.map(
+        lambda a, p: jnp.where(state.num_updates == 0, p, a),
+        average,
+        _cast_like(average, target.params),
+      )
     return new, EMAState(
-      average=optax.incremental_update(params, state.average, step_size),
+      average=optax.incremental_update(
+        _cast_like(average, new.params), average, step_size
+      ),
       weight=jnp.where(applied, weight, state.weight),
       num_updates=state.num_updates + applied,
     )
+
+
+def _cast_like(average: PyTree, params: PyTree) -> PyTree:
+  """Returns the parameters that are averaged, in the dtypes of the average."""
+  return jax.tree.map(
+    lambda a, p: None if a is None else p.astype(a.dtype),
+    average,
+    params,
+    is_leaf=lambda x: x is None,
+  )

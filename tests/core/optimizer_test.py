@@ -25,6 +25,9 @@ def create(optimizer_config=None, schedule=None, **fields):
     "schedule": schedule or {"name": "constant"},
     "learning_rate": 0.5,
     "num_train_steps": 100,
+    "accumulate_steps": 1,
+    "freeze": (),
+    "learning_rates": (),
     **fields,
   }
   return optimizer.create(config)

@@ -13,6 +13,7 @@ from flaxshard import wrappers
 from flaxshard.core import checks
 from flaxshard.train.config import definition
 from flaxshard.train.config.definition import Field
+from flaxshard.wrappers import accumulate
 
 
 def defaults() -> ml_collections.ConfigDict:
@@ -71,7 +72,11 @@ def check(config: Any) -> ml_collections.ConfigDict:
   _check_mesh(checked["mesh"])
   _check_kept_checkpoints(checked)
   _check_early_stopping(checked["early_stopping"])
-  wrappers.from_config(checked["wrappers"])
+  accumulate.add_accumulation(
+    wrappers.from_config(checked["wrappers"]),
+    checked["accumulate_steps"],
+    per_replica=checked["mesh"]["per_replica"],
+  )
   # Locked, not frozen: a FrozenConfigDict cannot hold the dicts in `wrappers`.
   return ml_collections.ConfigDict(checked).lock()
 

@@ -186,6 +186,32 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
       "See `flaxshard.core.optimizer.create`.",
     ),
     Field(
+      "accumulate_steps",
+      kinds.integer(1),
+      1,
+      "Number of batches in an update, which takes the mean of their "
+      "gradients: `batch_size * accumulate_steps` examples. `num_train_steps` "
+      "and the other numbers of steps count batches. The schedule counts "
+      "updates: its length is `num_train_steps // accumulate_steps`, and "
+      "`warmup_steps` are updates. See `flaxshard.Accumulate`.",
+    ),
+    Field(
+      "freeze",
+      kinds.patterns(),
+      (),
+      "Regular expressions, searched in paths such as `encoder/layer0/kernel`: "
+      "these parameters are not trained; see `flaxshard.freeze`.",
+    ),
+    Field(
+      "learning_rates",
+      kinds.learning_rates(),
+      (),
+      'Factors of the learning rate by pattern: `(("^head/", 10.0),)`. The '
+      "first pattern that is found in the path of a parameter counts; see "
+      "`flaxshard.scale_learning_rates`. Rows of metrics have the rate of each "
+      "pattern, as `learning_rate/^head/`.",
+    ),
+    Field(
       "precision",
       kinds.one_of(*policy.NAMES),
       "float32",

@@ -8,6 +8,8 @@ import functools
 from typing import Any
 
 from flaxshard.core import checks
+from flaxshard.core import parameter_groups
+from flaxshard.core import patterns as patterns_lib
 from flaxshard.partitioning import rules
 
 
@@ -134,6 +136,17 @@ def fields(*names: str) -> Kind:
 def evaluation_metric() -> Kind:
   """Returns the kind of names of metrics of an evaluation, and "none"."""
   return Kind(str, '"none" or "eval_..."', _check_evaluation_metric)
+
+
+def patterns() -> Kind:
+  """Returns the kind of regular expressions for paths of parameters."""
+  return Kind(tuple, "regular expressions", patterns_lib.check)
+
+
+def learning_rates() -> Kind:
+  """Returns the kind of `config.learning_rates`."""
+  check = parameter_groups.check_factors
+  return Kind(tuple, "(pattern, factor above 0) pairs", check)
 
 
 def hooks() -> Kind:

@@ -1,0 +1,165 @@
+"""Runs that accumulate, freeze, scale learning rates and average parameters."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+import tiny
+import tree_equality
+
+from flaxshard import train
+from flaxshard.core import patterns
+
+
+def config(**fields):
+  values = dict(wrappers=(), precision="float32", mesh={"replica": 2})
+  return tiny.config(**{**values, **fields})
+
+
+def close(a, b):
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+  """Returns a function that runs a config once: its state and rows."""
+  done = {}
+
+  def run(**fields):
+    key = repr(sorted(fields.items()))
+    if key not in done:
+      workdir = str(tmp_path_factory.mktemp("run"))
+      state = train.train_and_evaluate(config(**fields), workdir)
+      done[key] = state, tiny.rows(workdir)
+    return done[key]
+
+  with tiny.importable("optimization_loop_test", __name__):
+    yield run
+
+
+COSINE = {"name": "cosine", "warmup_steps": 1}
+
+
+@pytest.mark.parametrize(
+  "per_replica", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_accumulated_batches_equal_large_ones(runs, per_replica):
+  large, large_rows = runs(
+    batch_size=32, num_train_steps=4, log_every_steps=1, schedule=COSINE
+  )
+  small, rows = runs(
+    accumulate_steps=2,
+    schedule=COSINE,
+    mesh={"replica": 2, "per_replica": per_replica},
+  )
+  assert int(small.step) == int(large.step) == 4
+  close(small.params, large.params)
+  # A row for each update. The rates are those of the updates.
+  assert [row["step"] for row in rows] == [2, 4, 6, 8]
+  assert [row["learning_rate"] for row in rows] == [
+    row["learning_rate"] for row in large_rows
+  ]
+  expected = optax.warmup_cosine_decay_schedule(0.0, 0.01, 1, 4)
+  for i, row in enumerate(rows):
+    np.testing.assert_allclose(row["learning_rate"], expected(i))
+  # Metrics have the batches that were only added.
+  close(
+    [row["train_loss"] for row in rows],
+    [row["train_loss"] for row in large_rows],
+  )
+
+
+def test_resume_within_an_accumulation_is_bit_equal(tmp_path):
+  fields = dict(
+    accumulate_steps=3,
+    wrappers=(
+      ("loss_scale", {"scale": "dynamic"}),
+      ("ema", {"decay": 0.5}),
+    ),
+    precision="mixed_float16",
+    optimizer={"name": "adam"},
+  )
+  whole = train.train_and_evaluate(config(**fields), str(tmp_path / "whole"))
+  workdir = str(tmp_path / "parts")
+  part = train.train_and_evaluate(config(**fields, num_train_steps=4), workdir)
+  assert int(part.wrapper_states["accumulate"].num_batches) == 1
+  resumed = train.train_and_evaluate(config(**fields, resume="extend"), workdir)
+  tree_equality.assert_trees_equal(
+    jax.tree.leaves(resumed), jax.tree.leaves(whole)
+  )
+  assert int(whole.wrapper_states["ema"].num_updates) == int(whole.step) == 2
+
+
+def test_average_is_evaluated_and_saved(runs):
+  plain, plain_rows = runs(num_train_steps=4)
+  wrappers = (("ema", {"decay": 0.75, "debias": False}),)
+  state, rows = runs(num_train_steps=4, wrappers=wrappers)
+  tree_equality.assert_trees_equal(state.params, plain.params)
+  assert rows[-1]["train_loss"] == plain_rows[-1]["train_loss"]
+  assert rows[-1]["eval_loss"] != plain_rows[-1]["eval_loss"]
+  # A decay of 0 is no average.
+  wrappers = (("ema", {"decay": 0.0}),)
+  _, rows = runs(num_train_steps=4, wrappers=wrappers)
+  assert rows[-1]["eval_loss"] == plain_rows[-1]["eval_loss"]
+
+
+def test_frozen_parameters_and_rates_by_pattern(runs):
+  state, rows = runs(
+    num_train_steps=4,
+    freeze=("^dense/",),
+    learning_rates=(("bias$", 4.0),),
+    optimizer={"name": "sgd", "momentum": 0.9},
+  )
+  initial, _ = runs(num_train_steps=4)
+  paths = [
+    jax.tree_util.keystr(path, simple=True, separator="/")
+    for path, _ in jax.tree_util.tree_leaves_with_path(state.opt_state)
+  ]
+  assert all("dense" not in path for path in paths)
+  assert any("head" in path for path in paths)
+  assert rows[-1]["learning_rate"] == pytest.approx(0.01)
+  assert rows[-1]["learning_rate/bias$"] == pytest.approx(0.04)
+  # The bias of a layer starts at zeros.
+  assert not np.any(np.asarray(state.params["dense"]["bias"]))
+  assert np.any(np.asarray(initial.params["dense"]["bias"]))
+  assert np.any(np.asarray(state.params["head"]["bias"]))
+
+
+@pytest.mark.parametrize(
+  ["fields", "message"],
+  [
+    (
+      {"freeze": ("^desne/",)},
+      r"^config.freeze\[0\]='\^desne/' matches no parameter.*'dense'",
+    ),
+    (
+      {"learning_rates": (("haed", 2.0),)},
+      r"^config.learning_rates\[0\]='haed' matches no parameter",
+    ),
+  ],
+)
+def test_patterns_that_match_nothing_raise(tmp_path, fields, message):
+  with pytest.raises(patterns.PatternError, match=message):
+    train.train_and_evaluate(config(**fields), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+  ["fields", "message"],
+  [
+    ({"accumulate_steps": 0}, "config.accumulate_steps must be"),
+    (
+      {"accumulate_steps": 2, "wrappers": ("agn", "loss_scale")},
+      "config.accumulate_steps=2: Accumulate must be outside",
+    ),
+    (
+      {"wrappers": (("accumulate", {"steps": 2}),)},
+      "set config.accumulate_steps",
+    ),
+    ({"freeze": "^encoder/"}, "config.freeze must be a sequence"),
+    ({"learning_rates": (("a", -1.0),)}, r"config.learning_rates\[0\] must be"),
+  ],
+)
+def test_invalid_fields_raise(fields, message):
+  with pytest.raises(ValueError, match=message):
+    train.config.check(config(**fields))
