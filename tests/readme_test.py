@@ -24,7 +24,7 @@ _COMMANDS = [
   line
   for block in re.findall(r"```bash\n(.*?)```", _README, re.S)
   for line in block.splitlines()
-  if line.startswith("python -m flaxshard")
+  if line.startswith("flaxshard --")
   # tests/processes/local_test.py runs the one with many processes.
   and "--local_processes" not in line
   # tests/analysis/config_plan_test.py plans.
@@ -41,7 +41,7 @@ def _short(command: str, workdir: pathlib.Path) -> list[str]:
   """
   arguments = [
     f"--workdir={workdir}" if argument.startswith("--workdir") else argument
-    for argument in shlex.split(command)[3:]
+    for argument in shlex.split(command)[1:]
   ]
   arguments += [
     "--config.num_train_steps=2",
@@ -86,7 +86,7 @@ def test_python_snippets_run_in_order() -> None:
   [
     # The other steps take long to compile.
     command
-    if "configs/digits.py" in command
+    if "--config=digits " in command
     else pytest.param(command, marks=pytest.mark.slow)
     for command in _COMMANDS
   ],

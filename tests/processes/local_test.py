@@ -167,9 +167,9 @@ def is_running(pid):
 
 
 CONFIG = """
-import runpy
+import flaxshard as fs
 def get_config():
-  config = runpy.run_path("configs/digits.py")["get_config"]()
+  config = fs.config.read("digits")
   config.model = {"name": "cnn", "features": (2,), "dense": 4}
   config.schedule = {"name": "constant"}
   config.precision, config.wrappers = "float32", ()
@@ -188,11 +188,11 @@ def test_ctrl_c_saves_a_checkpoint(tmp_path):
   config.write_text(CONFIG)
   # The command of the README, with two processes and a smaller model.
   (line,) = re.findall(
-    r"^python (.* --local_processes=.*)$",
+    r"^flaxshard (--local_processes=.*)$",
     (_ROOT / "README.md").read_text(),
     re.M,
   )
-  command = [sys.executable, *line.split()]
+  command = [sys.executable, "-m", "flaxshard", *line.split()]
   command += ["--local_processes=2", f"--config={config}"]
   command += [f"--workdir={tmp_path / 'run'}"]
   parent = subprocess.Popen(

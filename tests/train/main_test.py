@@ -49,8 +49,10 @@ def test_help_and_mistakes(tmp_path):
     "--local_processes=2 --process_id=1": ("--process_id",),
     "--num_processes=2": ("--process_id", "--coordinator_address"),
     f"--workdir={file}": (str(file), "it is a file"),
+    "--config=digitz": ("Did you mean 'digits'",),
+    "--config.optimizer=adamv": ("config.optimizer", "'adamw'"),
   }
-  calls = [["--help"]]
+  calls = [["--help"], ["--help=config"], ["--list"]]
   for arguments in mistakes:
     calls.append(["--config=configs/digits.py", f"--workdir={tmp_path}"])
     calls[-1] += arguments.split()
@@ -61,11 +63,15 @@ def test_help_and_mistakes(tmp_path):
     text=True,
     timeout=240,
   )
-  assert result.stdout.split() == ["1"] * len(calls), result.stderr
+  # absl exits with 1 after --help.
+  codes = ["1", "0", "0", *["1"] * len(mistakes)]
+  assert result.stdout.split() == codes, result.stderr
   outputs = [(tmp_path / str(i)).read_text() for i in range(len(calls))]
   for part in ("--config.batch_size=", "--workdir", "metrics.jsonl", "Ctrl-C"):
     assert part in outputs[0], part
-  for facts, output in zip(mistakes.values(), outputs[1:], strict=True):
+  assert "mesh.virtual_devices" in outputs[1]
+  assert "lm_text_fsdp" in outputs[2]
+  for facts, output in zip(mistakes.values(), outputs[3:], strict=True):
     for fact in ("flaxshard: ", *facts):
       assert fact in output, output
     assert "Traceback" not in output

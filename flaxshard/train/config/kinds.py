@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from typing import Any
 
+from flaxshard import wrappers as wrappers_lib
 from flaxshard.core import checks
 from flaxshard.core import parameter_groups
 from flaxshard.core import patterns as patterns_lib
@@ -98,8 +99,7 @@ def string() -> Kind:
 
 def wrappers() -> Kind:
   """Returns the kind of `config.wrappers`."""
-  # `wrappers.from_config` checks them: a wrong type is a TypeError.
-  return Kind(tuple, "(name, {**arguments}) pairs", lambda field, value: value)
+  return Kind(tuple, "names, or (name, {**arguments}) pairs", _check_wrappers)
 
 
 def steps_range() -> Kind:
@@ -174,6 +174,16 @@ def _check_named(field: str, value: Any) -> Any:
       f"{field} must be a name, or a dict with a 'name' and the arguments of "
       f"what it names, got {value!r}."
     )
+  return value
+
+
+def _check_wrappers(field: str, value: Any) -> Any:
+  try:
+    wrappers_lib.from_config(value)
+  except (TypeError, ValueError) as e:
+    is_type_error = isinstance(e, TypeError)
+    kind = checks.ArgumentTypeError if is_type_error else ValueError
+    raise kind(f"{field}: {e}") from e
   return value
 
 

@@ -110,6 +110,8 @@ def test_keys_of_free_dicts_keep_their_type(text, value):
     ("model.dense=many", ("config.model.dense=many", "3")),
     ("model.dense=true", ("config.model.dense=true", "3")),
     ("model.features[2]=1", ("config.model.features", "no item 2")),
+    ("wrappers=3", ("config.wrappers", "got 3")),
+    ("wrappers=('los_scale',)", ("config.wrappers", "'loss_scale'")),
     ("mesh=3", ("config.mesh", "virtual_devices")),
   ],
 )
