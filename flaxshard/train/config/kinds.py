@@ -72,13 +72,13 @@ def named() -> Kind:
 
 
 def optional_named() -> Kind:
-  """Returns the kind of dicts with a name and arguments, or of `{}`."""
+  """Returns the kind of `named`, or of `{}`."""
 
   def check(field: str, value: Any) -> Any:
     # None: not set in `defaults`.
     return {} if value in ({}, None) else _check_named(field, value)
 
-  return Kind(dict, '{"name": ..., **arguments}', check)
+  return Kind(dict, 'name, or {"name": ..., **arguments}', check)
 
 
 def task() -> Kind:
@@ -89,7 +89,7 @@ def task() -> Kind:
       return value
     return _check_named(field, value)
 
-  return Kind(str, 'name or {"name": ..., **arguments}', check)
+  return Kind(dict, 'name, or {"name": ..., **arguments}', check)
 
 
 def string() -> Kind:

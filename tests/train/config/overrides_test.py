@@ -38,6 +38,10 @@ def override(*argv, **fields):
     (["--config.optimizer={'name': 'sgd'}"], "optimizer.name", "sgd"),
     (["--config.optimizer.b1=0.5"], "optimizer.b1", 0.5),
     (["--config.optimizer.nesterov=true"], "optimizer.nesterov", True),
+    (["--config.task=language_modeling"], "task", "language_modeling"),
+    (["--config.task={'name': 'a:B'}"], "task.name", "a:B"),
+    (["--config.task.size=3"], "task.size", 3),
+    (["--config.task.size=3"], "task.name", "classification"),
     (["--config.model.name=cnn"], "model.name", "cnn"),
     (["--config.model.block.size=3"], "model.block.size", 3),
     # The last one counts, as with other flags.
