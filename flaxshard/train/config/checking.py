@@ -67,6 +67,8 @@ def check(config: Any) -> ml_collections.ConfigDict:
     getattr(config, "model", None)
     raise TypeError(f"config must be a ConfigDict, got {type(config)}.")
   given = {name: _to_dict(config[name]) for name in config}
+  # Before missing fields, which may be misspelt.
+  _check_names("config", definition.FIELDS, given)
   _check_model_and_data(given)
   checked = _check_fields("config", definition.FIELDS, given)
   _check_mesh(checked["mesh"])
