@@ -17,6 +17,8 @@ from flaxshard.replicas.context import get_replica_context
 from flaxshard.replicas.context import ReplicaContext
 from flaxshard.replicas.values import PerReplica
 from flaxshard.state.create import create_train_state
+from flaxshard.state.lora import LoRA
+from flaxshard.state.lora import merge_lora
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.wrappers import Accumulate
@@ -53,6 +55,7 @@ __all__ = [
   "DeviceAssignment",
   "DynamicLossScale",
   "FixedLossScale",
+  "LoRA",
   "LossScale",
   "PerReplica",
   "Policy",
@@ -72,6 +75,7 @@ __all__ = [
   "get_replica_context",
   "initialize",
   "largest_batch",
+  "merge_lora",
   "models",
   "nonfinite_leaves",
   "plan",

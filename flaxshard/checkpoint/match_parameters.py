@@ -22,6 +22,8 @@ TRAINING_STATE = (
 )
 # The array in an nnx.Variable or a nn.Partitioned that was saved as an object.
 _BOX = "/value"
+# A run with LoRA has the parameters that it does not train in `frozen`.
+_PARAMS = re.compile("^(params|frozen)/")
 # Number of paths that a message lists.
 _LISTED = 10
 
@@ -134,7 +136,7 @@ def match(
   used = {path for path in saved if not _is_training_state(path, saved)}
   # The file's paths, as they are shown and matched.
   names = {
-    path: path.removeprefix("params/") if has_collections else path
+    path: _PARAMS.sub("", path) if has_collections else path
     for path in saved
     if path in used
   }

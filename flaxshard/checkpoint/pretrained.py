@@ -25,6 +25,7 @@ from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.core import trees
 from flaxshard.state import fields as fields_lib
+from flaxshard.state import lora
 from flaxshard.state import reinitialize
 from flaxshard.state.train_state import TrainState
 
@@ -183,12 +184,14 @@ class _Model:
     fields: The trees of arrays, by field; a tree of parameters is `params`.
     paths: The field and the path in it of each array, by its path in the model.
     leaves: The arrays, by the same paths.
+    factors: Paths of the factors of LoRA, which most files lack.
   """
 
   state: Any
   fields: Mapping[str, PyTree]
   paths: Mapping[str, tuple[str, tuple[str, ...]]]
   leaves: Mapping[str, jax.Array]
+  factors: frozenset[str]
 
   @classmethod
   def of(cls, state: Any) -> _Model:
@@ -201,9 +204,12 @@ class _Model:
       }
     else:
       fields = {"params": state}
+    has_lora = isinstance(getattr(state, "apply_fn", None), lora.Apply)
+    frozen = lora.FROZEN if has_lora else None
     paths, leaves = {}, {}
     for field, tree in fields.items():
-      prefix = () if field == "params" else (field,)
+      # The frozen parameters are parameters of the model.
+      prefix = () if field in ("params", frozen) else (field,)
       for path, leaf in trees.leaves_by_path(tree).items():
         name = "/".join((*prefix, *path))
         if not isinstance(leaf, jax.Array):
@@ -213,7 +219,14 @@ class _Model:
           )
         paths[name] = field, path
         leaves[name] = leaf
-    return cls(state, fields, paths, leaves)
+    factors = [
+      name
+      for name, (field, path) in paths.items()
+      if has_lora
+      and field == "params"
+      and lora.is_factor(path, fields[lora.FROZEN])
+    ]
+    return cls(state, fields, paths, leaves, frozenset(factors))
 
   def replace(self, arrays: Mapping[str, jax.Array]) -> Any:
     """Returns the state or the tree with other arrays, by their paths."""
@@ -281,6 +294,7 @@ def _read(
       model.leaves,
       patterns,
       collections=model.fields.keys() - {"params"},
+      optional=model.factors,
     )
   except ValueError as e:
     raise ValueError(f"{opened.directory}: {e}") from e

@@ -20,6 +20,7 @@ from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import initialization
+from flaxshard.state import lora as lora_lib
 from flaxshard.state import model_facts
 from flaxshard.state import sharding as sharding_lib
 from flaxshard.state.train_state import TrainState
@@ -28,6 +29,7 @@ from flaxshard.wrappers import stack
 from flaxshard.wrappers.loss_scale import LossScale
 
 PyTree = Any
+P = jax.sharding.PartitionSpec
 
 
 def create_train_state(
@@ -41,6 +43,7 @@ def create_train_state(
   rules: rules_lib.Rules = None,
   strict: bool = True,
   abstract: bool = False,
+  lora: lora_lib.LoRA | None = None,
   **init_kwargs: Any,
 ) -> TrainState:
   """Initializes a model and returns its `TrainState`.
@@ -75,6 +78,8 @@ def create_train_state(
       dimension is unsplit, as in `flax.linen.logical_to_mesh_sharding`.
     abstract: Whether to return shapes, dtypes and shardings for the arrays.
       Without a strategy, the sharding is that of the default device.
+    lora: A `LoRA` trains low-rank factors of some parameters; the others are in
+      the collection `frozen`. `rules` are about the model's own parameters.
     **init_kwargs: Keyword arguments of the model's call, such as `train=False`,
       and of `model.init`, such as `method`. Arrays and `jax.ShapeDtypeStruct`s
       among them are treated as those of `sample_input`, which may be `()`. The
@@ -89,8 +94,8 @@ def create_train_state(
       rule has a wrong type, a name in `init_kwargs` is no argument of the
       model's call, or the call needs an argument that is not given.
     ValueError: The model has no parameters, `sample_input` is empty, a
-      collection has the name of a TrainState field, a rule cannot be applied,
-      or `rules` are given without a strategy.
+      collection has the name of a TrainState field, a rule or `lora` cannot be
+      applied, or `rules` are given without a strategy.
 
   Example:
     >>> import flaxshard as fs, flax.linen as nn, jax.numpy as jnp
@@ -110,7 +115,9 @@ def create_train_state(
       f"rules={rules!r} need a strategy, whose mesh they split parameters "
       "over; got strategy=None."
     )
-  if strategy is None and not abstract:
+  if lora is not None and not isinstance(lora, lora_lib.LoRA):
+    raise TypeError(f"lora must be a flaxshard.LoRA or None, got {lora!r}.")
+  if strategy is None and not abstract and lora is None:
     # No shardings to plan: initialize the model on the default device.
     facts, variables = initialization.run(model, rng, sample_input, init_kwargs)
     for message in _precision_notes(facts, wrappers):
@@ -132,6 +139,7 @@ def create_train_state(
     mesh=mesh,
     rules=rules,
     strict=strict,
+    lora=lora,
     init_kwargs=init_kwargs,
   )
   if not abstract:
@@ -197,6 +205,7 @@ def plan_creation(
   mesh: jax.sharding.Mesh | None = None,
   rules: rules_lib.Rules = None,
   strict: bool = True,
+  lora: lora_lib.LoRA | None = None,
   init_kwargs: Mapping[str, Any] = {},
 ) -> CreationPlan:
   """Traces the creation of a train state.
@@ -210,12 +219,14 @@ def plan_creation(
     mesh: The mesh of the strategy; None is the default device.
     rules: How the parameters are split over the mesh.
     strict: Whether a logical name that has no rule is an error.
+    lora: The factors that are trained in place of the parameters, if any.
     init_kwargs: Keyword arguments of the model's call and `init`.
   """
   init = initialization.trace(model, rng, sample_input, init_kwargs)
   # Errors in the rules are raised here, before anything is compiled.
   specs: dict[str, PyTree] = {}
-  arg_shardings = None
+  args = init.args
+  arg_specs: PyTree = None
   if mesh is not None:
     for name, tree in init.variables.items():
       # The rules are about the parameters alone.
@@ -223,19 +234,44 @@ def plan_creation(
       specs[name] = rules_lib.resolve(
         tree_rules, mesh, tree, argument=name, strict=strict
       )
-    arg_specs: PyTree = (specs,)
+    arg_specs = ({**specs},)
     if not init.args_are_variables:
       arg_specs = rules_lib.resolve(
         None, mesh, init.args, argument="(rng, sample_input)", strict=strict
       )
+  apply_fn, split = init.model.apply_fn, None
+  if lora is not None:
+    if lora_lib.FROZEN in init.variables:
+      raise lora_lib.LoRAError(
+        f"model={init.model.name} has a collection {lora_lib.FROZEN!r} "
+        "already, in which the frozen parameters would be."
+      )
+    split = lora_lib.plan_split(lora, specs_lib.unbox(init.variables["params"]))
+    if specs:
+      specs["params"], specs[lora_lib.FROZEN] = split.split_specs(
+        specs["params"]
+      )
+    apply_fn = lora_lib.Apply(apply_fn, lora.alpha / lora.rank)
+    args = (*args, lora_lib.factor_key(rng))
+    if arg_specs is not None:
+      arg_specs = (*arg_specs, P())
+  arg_shardings = None
+  if mesh is not None:
     arg_shardings = sharding_lib.shardings_of(arg_specs, mesh)
   wrappers = stack.with_policy(wrappers, init.model.effective_policy)
   num_replicas = sharding_lib.count_replicas(mesh, wrappers)
-  static_fields = dict(apply_fn=init.model.apply_fn, tx=tx, wrappers=wrappers)
+  static_fields = dict(apply_fn=apply_fn, tx=tx, wrappers=wrappers)
 
   def create_fields(*args: Any) -> dict[str, PyTree]:
     # `specs` already holds the metadata of the boxes.
-    arrays = specs_lib.unbox(init.initialize(*args))
+    if split is None:
+      arrays = specs_lib.unbox(init.initialize(*args))
+    else:
+      *init_args, key = args
+      arrays = specs_lib.unbox(init.initialize(*init_args))
+      arrays["params"], arrays[lora_lib.FROZEN] = split.split_arrays(
+        arrays["params"], key
+      )
     # Without the strategy: `create` would place arrays, which jit does here.
     state = TrainState.create(**static_fields, **arrays)
     fields = fields_lib.array_fields(state)
@@ -250,11 +286,11 @@ def plan_creation(
 
   return CreationPlan(
     create_fields,
-    init.args,
+    args,
     arg_shardings,
     static_fields,
     sharding_lib.abstract_fields(
-      jax.eval_shape(create_fields, *init.args), specs, wrappers, mesh
+      jax.eval_shape(create_fields, *args), specs, wrappers, mesh
     ),
     _precision_notes(init.model, wrappers),
   )

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flaxshard.core import checks
 from flaxshard.replicas import context as replica_context
 from flaxshard.state import fields as fields_lib
+from flaxshard.state import lora
 from flaxshard.state import nnx_adapter
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks import task as task_lib
@@ -152,7 +153,8 @@ def _call(
   mutable: list[str],
 ) -> tuple[Any, Mapping[str, Any]]:
   """Calls a Linen `apply`, or that of an NNX module."""
-  if isinstance(apply_fn, nnx_adapter.Apply):
+  model_apply = lora.model_apply(apply_fn)
+  if isinstance(model_apply, nnx_adapter.Apply):
 
     def call(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
       function = _method_of(module, method)
@@ -171,7 +173,7 @@ def _call(
       mode="train" if train else "eval",
       **kwargs,
     )
-  model = getattr(apply_fn, "__self__", None)
+  model = getattr(model_apply, "__self__", None)
   if isinstance(model, nn.Module):
     kwargs = _mode_arguments(_method_of(model, method), train) | kwargs
   else:

@@ -35,6 +35,7 @@ from flaxshard.train import console
 from flaxshard.train import devices
 from flaxshard.train import divergence
 from flaxshard.train import early_stopping
+from flaxshard.train import fine_tuning
 from flaxshard.train import hooks as hooks_lib
 from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import preemption
@@ -231,7 +232,7 @@ def _restore_or_create(
   latest_step = run.checkpointer.latest_step()
   same_run.check_step("the latest checkpoint", latest_step)
   if latest_step is None:
-    return setup.create_state(), 0
+    return fine_tuning.initialize(setup.config, setup.create_state()), 0
   config = setup.config
   changes = resume.check_data(config, run.workdir, setup.num_train_examples)
   # Into shapes and shardings: a state of arrays would need its memory twice.
@@ -359,6 +360,8 @@ def _log_state(state: TrainState, first_step: int) -> None:
   description = describe.describe(state)
   if description.note:
     _log.warning("%s", description.note)
+  if frozen := fine_tuning.describe_frozen(state):
+    _log.info("%s", frozen)
   if first_step:
     return
   if description.num_devices > 1:

@@ -30,12 +30,14 @@ from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas.values import PerReplica
 from flaxshard.state import create as create_lib
 from flaxshard.state import replica_groups
+from flaxshard.state.lora import LoRAError
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import adapter
 from flaxshard.tasks import apply
 from flaxshard.tasks import load
 from flaxshard.train import devices
+from flaxshard.train import fine_tuning
 from flaxshard.train import steps
 from flaxshard.wrappers import accumulate
 
@@ -161,6 +163,7 @@ def create_program(
         ),
         mesh=strategy.mesh,
         rules=rules_lib.from_config(config.mesh.rules),
+        lora=fine_tuning.create_lora(config.lora),
         init_kwargs={**mode, **kwargs},
       )
 
@@ -346,6 +349,8 @@ def _errors_name_field(context: str) -> Iterator[None]:
   except specs_lib.RuleError as e:
     # The message of a RuleError begins with "rules", a field of config.mesh.
     raise ValueError(f"config.mesh.{e}") from e
+  except LoRAError as e:
+    raise ValueError(f"config.lora: {e}") from e
   except (TypeError, ValueError, ArithmeticError, LookupError) as e:
     kind = TypeError if isinstance(e, TypeError) else ValueError
     raise kind(f"{context}: {e}") from e

@@ -11,6 +11,7 @@ from ml_collections import config_dict
 from flaxshard import tasks
 from flaxshard import wrappers
 from flaxshard.core import checks
+from flaxshard.train import fine_tuning
 from flaxshard.train.config import definition
 from flaxshard.train.config.definition import Field
 from flaxshard.wrappers import accumulate
@@ -74,6 +75,7 @@ def check(config: Any) -> ml_collections.ConfigDict:
   _check_mesh(checked["mesh"])
   _check_kept_checkpoints(checked)
   _check_early_stopping(checked["early_stopping"])
+  fine_tuning.check(checked)
   accumulate.add_accumulation(
     wrappers.from_config(checked["wrappers"]),
     checked["accumulate_steps"],

@@ -118,6 +118,94 @@ EARLY_STOPPING = (
   ),
 )
 
+INIT_FROM = (
+  Field(
+    "path",
+    kinds.string(),
+    "",
+    "A workdir, a checkpoint of Orbax or Flax, or a safetensors file, on a "
+    "file system or in a bucket; empty initializes the model by itself.",
+  ),
+  Field(
+    "step",
+    kinds.integer(-1),
+    -1,
+    "Step to read of a workdir or of a directory of steps; -1 is the newest.",
+  ),
+  Field(
+    "item",
+    kinds.string(),
+    "",
+    "Name of the item of an Orbax checkpoint; empty looks for the train state.",
+  ),
+  Field(
+    "subtree",
+    kinds.string(),
+    "",
+    'Path of the part of the file to read, such as `"params/encoder"`.',
+  ),
+  Field(
+    "rename",
+    kinds.sequence("(pattern, replacement) pairs"),
+    (),
+    "Each is applied with `re.sub` to the paths of the file, in this order: "
+    '`(("^encoder/", "backbone/"),)`.',
+  ),
+  Field(
+    "keep",
+    kinds.sequence("patterns"),
+    (),
+    'Paths of the model that keep their initial values: `("^head/",)`.',
+  ),
+  Field(
+    "ignore",
+    kinds.sequence("patterns"),
+    (),
+    "Paths of the file, before `rename`, that are not used.",
+  ),
+  Field(
+    "transpose",
+    kinds.sequence("(pattern, axes) pairs"),
+    (),
+    "Order of the dimensions of the file's arrays in the model, by paths of "
+    'the model: `(("kernel$", (1, 0)),)` for kernels of PyTorch.',
+  ),
+  Field(
+    "cast",
+    kinds.boolean(),
+    False,
+    "Whether to round arrays to dtypes that cannot hold all their values.",
+  ),
+)
+
+LORA = (
+  Field(
+    "rank",
+    kinds.integer(0),
+    0,
+    "Rank of the factors that are trained; 0 trains the parameters themselves.",
+  ),
+  Field(
+    "alpha",
+    kinds.positive(),
+    16.0,
+    "The product of the factors is multiplied by `alpha / rank`.",
+  ),
+  Field(
+    "patterns",
+    kinds.sequence("patterns"),
+    ("kernel$",),
+    "Paths of the parameters that get factors.",
+  ),
+  Field(
+    "train",
+    kinds.sequence("patterns"),
+    (),
+    "Paths of parameters that are trained as they are, such as a new head. All "
+    "others are frozen.",
+  ),
+)
+
 # Titles, and the fields below them.
 SECTIONS: dict[str, tuple[Field, ...]] = {
   "Task, model and data": (
@@ -223,6 +311,23 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
       (),
       'Wrappers of the optimizer, outermost first: `(("loss_scale", {"scale": '
       '"dynamic"}),)`; see `flaxshard.wrappers.from_config`.',
+    ),
+  ),
+  "Fine-tuning": (
+    Field(
+      "init_from",
+      kinds.fields(*(field.name for field in INIT_FROM)),
+      {},
+      "Parameters of a checkpoint to begin a run with; a run that resumes does "
+      "not read them. See `flaxshard.checkpoint.init_from`.",
+      INIT_FROM,
+    ),
+    Field(
+      "lora",
+      kinds.fields(*(field.name for field in LORA)),
+      {},
+      "Low-rank factors to train in place of parameters; see `flaxshard.LoRA`.",
+      LORA,
     ),
   ),
   "Devices": (

@@ -127,6 +127,16 @@ def split() -> Kind:
   return Kind(dict, "{key: (pieces, ...)}", _check_split)
 
 
+def string() -> Kind:
+  """Returns the kind of strings, the empty one included."""
+  return Kind(str, "string", _check_string)
+
+
+def sequence(allowed: str) -> Kind:
+  """Returns the kind of sequences, whose elements are checked elsewhere."""
+  return Kind(tuple, allowed, _check_sequence)
+
+
 def fields(*names: str) -> Kind:
   """Returns the kind of a dict with some of these fields."""
   check = functools.partial(_check_dict, names=names)
@@ -163,6 +173,18 @@ def _check_dict(field: str, value: Any, names: Sequence[str]) -> Any:
     raise ValueError(
       f"{field} must be a dict with {', '.join(names)}, got {value!r}."
     )
+  return value
+
+
+def _check_string(field: str, value: Any) -> str:
+  if not isinstance(value, str):
+    raise ValueError(f"{field} must be a string, got {value!r}.")
+  return value
+
+
+def _check_sequence(field: str, value: Any) -> Any:
+  if not isinstance(value, (tuple, list)):
+    raise ValueError(f"{field} must be a sequence, got {value!r}.")
   return value
 
 

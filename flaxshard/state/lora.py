@@ -1,0 +1,401 @@
+"""LoRA: trains low-rank factors of a model's kernels, and freezes the rest.
+
+A kernel `W` of shape `[*inputs, *outputs]` becomes
+
+    W + alpha / rank * A @ B,    A: [*inputs, rank],  B: [rank, *outputs]
+
+`W` is frozen; `A` starts random and `B` as zeros, so that the model starts as
+it was. Any model will do: the sum is computed before the model is applied, and
+the model sees plain kernels. For a kernel of more than two dimensions, inputs
+and outputs are divided where the factors are smallest.
+
+The frozen parameters are no parameters of the state but a collection `frozen`:
+they have no gradients, no optimizer slots and no copies in wrappers.
+
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models"
+(https://arxiv.org/abs/2106.09685).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import math
+import re
+from typing import Any, TYPE_CHECKING
+import zlib
+
+from flax import traverse_util
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+import jax
+import jax.numpy as jnp
+
+from flaxshard.core import checks
+from flaxshard.core import trees
+
+if TYPE_CHECKING:
+  from flaxshard.state.train_state import TrainState
+
+PyTree = Any
+P = jax.sharding.PartitionSpec
+
+# The collection of the parameters that are not trained.
+FROZEN = "frozen"
+# Keys of the factors, below the path of their kernel.
+FACTORS = ("lora_a", "lora_b")
+
+_Path = tuple[str, ...]
+
+
+class LoRAError(ValueError):
+  """A `LoRA` does not fit the parameters of a model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRA:
+  """Which parameters are trained, and through factors of which rank.
+
+  Pass it to `create_train_state(..., lora=LoRA(rank=8))`.
+
+  Attributes:
+    rank: The rank of the factors.
+    alpha: The product of the factors is multiplied by `alpha / rank`.
+    patterns: Regular expressions, searched in paths such as
+      `block0/mlp_in/kernel`: the parameters that get factors. They need two
+      dimensions at least.
+    train: Patterns of parameters that are trained as they are, such as a new
+      head. All others are frozen.
+
+  Raises:
+    TypeError: An argument has a wrong type.
+    ValueError: `rank` or `alpha` is not positive, there are no patterns, or one
+      is no regular expression.
+
+  Example:
+    >>> import flaxshard as fs, flax.linen as nn, jax.numpy as jnp, optax
+    >>> state = fs.create_train_state(
+    ...   nn.Dense(16), jax.random.key(0), jnp.ones((1, 32)), optax.adam(0.1),
+    ...   lora=fs.LoRA(rank=2, patterns=("kernel",), train=("bias",)))
+    >>> jax.tree.map(jnp.shape, state.params)["kernel"]
+    {'lora_a': (32, 2), 'lora_b': (2, 16)}
+    >>> sorted(state.params), sorted(state.frozen)
+    (['bias', 'kernel'], ['kernel'])
+    >>> variables = fs.merge_lora(state)
+    >>> nn.Dense(16).apply(variables, jnp.ones((1, 32))).shape
+    (1, 16)
+  """
+
+  rank: int
+  alpha: float = 16.0
+  patterns: Sequence[str] = ("kernel$",)
+  train: Sequence[str] = ()
+
+  def __post_init__(self) -> None:
+    checks.integer("LoRA: rank", self.rank, minimum=1)
+    checks.number("LoRA: alpha", self.alpha, above=0)
+    for field in ("patterns", "train"):
+      patterns = getattr(self, field)
+      if not isinstance(patterns, (tuple, list)):
+        raise TypeError(
+          f"LoRA: {field} must be a sequence of patterns, got {patterns!r}."
+        )
+      for pattern in patterns:
+        checks.string(f"LoRA: {field}", pattern)
+        try:
+          re.compile(pattern)
+        except re.error as e:
+          raise ValueError(
+            f"LoRA: {field}: {pattern!r} is no regular expression: {e}."
+          ) from e
+      # Hashable: it is a part of the static `apply_fn`.
+      object.__setattr__(self, field, tuple(patterns))
+    if not self.patterns:
+      raise ValueError("LoRA: patterns must name a parameter, got ().")
+
+
+@dataclasses.dataclass(frozen=True)
+class Apply:
+  """Applies a model whose kernels have factors; see `LoRA`.
+
+  Attributes:
+    apply_fn: Applies the model itself.
+    scale: What the product of the factors is multiplied by.
+  """
+
+  apply_fn: Any
+  scale: float
+
+  def __call__(
+    self,
+    variables: Mapping[str, Any],
+    *args: Any,
+    mutable: Any = False,
+    **kwargs: Any,
+  ) -> Any:
+    """Merges the parameters, and applies the model to all arguments."""
+    model_variables = dict(variables)
+    model_variables["params"] = merge(
+      variables["params"], model_variables.pop(FROZEN), self.scale
+    )
+    if isinstance(mutable, (tuple, list, set, frozenset)):
+      # The model does not have this collection.
+      mutable = [name for name in mutable if name != FROZEN]
+    return self.apply_fn(model_variables, *args, mutable=mutable, **kwargs)
+
+
+def model_apply(apply_fn: Any) -> Any:
+  """Returns the apply function of the model itself."""
+  return apply_fn.apply_fn if isinstance(apply_fn, Apply) else apply_fn
+
+
+def merge(params: PyTree, frozen: PyTree, scale: float) -> PyTree:
+  """Returns the parameters of the model.
+
+  Args:
+    params: The trained parameters, with factors in place of kernels.
+    frozen: The frozen parameters.
+    scale: What the product of the factors is multiplied by.
+  """
+  merged = dict(trees.leaves_by_path(frozen))
+  factors: dict[_Path, dict[str, Any]] = {}
+  for path, x in trees.leaves_by_path(params).items():
+    if is_factor(path, frozen):
+      factors.setdefault(path[:-1], {})[path[-1]] = x
+    else:
+      merged[path] = x
+  for path, by_name in factors.items():
+    a, b = (by_name[name] for name in FACTORS)
+    product = jnp.tensordot(a, b, axes=1)
+    kernel = merged[path]
+    merged[path] = kernel + (scale * product).astype(kernel.dtype)
+  return traverse_util.unflatten_dict(merged)
+
+
+def is_factor(path: Sequence[str], frozen: PyTree) -> bool:
+  """Returns whether a path in `params` is that of a factor of a kernel.
+
+  Args:
+    path: The path. A model may have parameters with the names of factors.
+    frozen: The frozen parameters.
+  """
+  if path[-1] not in FACTORS:
+    return False
+  node = frozen
+  for key in path[:-1]:
+    if not isinstance(node, Mapping) or key not in node:
+      return False
+    node = node[key]
+  return not isinstance(node, Mapping)
+
+
+def merge_lora(state: TrainState) -> dict[str, PyTree]:
+  """Returns the variables of a state as its model has them, without factors.
+
+  Use it to save, export or serve a model that was trained with `LoRA`. The
+  arrays have the shardings of the frozen parameters.
+
+  Args:
+    state: A state, with `LoRA` or without.
+
+  Returns:
+    The collections by name, `params` among them: `model.apply(variables, x)`.
+
+  Example:
+    See `LoRA`.
+  """
+  from flaxshard.state import fields as fields_lib
+
+  fixed = ("step", "opt_state", "wrapper_states")
+  variables = {
+    name: tree
+    for name, tree in fields_lib.array_fields(state).items()
+    if name not in fixed
+  }
+  apply_fn = state.apply_fn
+  if not isinstance(apply_fn, Apply):
+    return variables
+  frozen = variables.pop(FROZEN)
+  params = variables["params"]
+  leaves = {
+    **trees.leaves_by_path(frozen),
+    **{
+      path: x
+      for path, x in trees.leaves_by_path(params).items()
+      if not is_factor(path, frozen)
+    },
+  }
+  shardings = traverse_util.unflatten_dict(
+    {path: x.sharding for path, x in leaves.items()}
+  )
+  merge_jitted = jax.jit(merge, static_argnums=2, out_shardings=shardings)
+  variables["params"] = merge_jitted(params, frozen, apply_fn.scale)
+  return variables
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+  """How the parameters of a model are divided into trained and frozen ones.
+
+  Attributes:
+    factorized: The kernels that get factors, each with the number of its input
+      dimensions.
+    trained: The parameters that are trained as they are.
+    rank: The rank of the factors.
+  """
+
+  factorized: Mapping[_Path, int]
+  trained: frozenset[_Path]
+  rank: int
+
+  def split_arrays(
+    self, params: PyTree, key: jax.Array
+  ) -> tuple[PyTree, PyTree]:
+    """Returns the trained and the frozen parameters, with new factors.
+
+    Args:
+      params: The parameters of the model.
+      key: The PRNG key of the factors.
+    """
+    trained: dict[_Path, Any] = {}
+    frozen: dict[_Path, Any] = {}
+    for path, x in trees.leaves_by_path(params).items():
+      (trained if path in self.trained else frozen)[path] = x
+      if path not in self.factorized:
+        continue
+      inputs = x.shape[: self.factorized[path]]
+      outputs = x.shape[self.factorized[path] :]
+      # By path: further patterns do not change the other factors.
+      seed = zlib.crc32("/".join(path).encode())
+      noise = jax.random.normal(
+        jax.random.fold_in(key, seed), (*inputs, self.rank), x.dtype
+      )
+      trained[*path, FACTORS[0]] = noise / math.sqrt(math.prod(inputs))
+      trained[*path, FACTORS[1]] = jnp.zeros((self.rank, *outputs), x.dtype)
+    return (
+      traverse_util.unflatten_dict(trained),
+      traverse_util.unflatten_dict(frozen),
+    )
+
+  def split_specs(self, specs: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns the PartitionSpecs of the trained and the frozen parameters.
+
+    The factors are split as those dimensions of their kernel that they have.
+
+    Args:
+      specs: The PartitionSpecs of the model's parameters.
+    """
+    trained: dict[_Path, P] = {}
+    frozen: dict[_Path, P] = {}
+    flat = jax.tree_util.tree_leaves_with_path(
+      specs, is_leaf=lambda x: isinstance(x, P)
+    )
+    for key_path, spec in flat:
+      path = trees.path_strings(key_path)
+      (trained if path in self.trained else frozen)[path] = spec
+      if path in self.factorized:
+        count = self.factorized[path]
+        # A spec may be shorter than the shape: missing entries are None.
+        dims = (*spec, *[None] * (count - len(spec)))
+        trained[*path, FACTORS[0]] = _shortest((*dims[:count], None))
+        trained[*path, FACTORS[1]] = _shortest((None, *dims[count:]))
+    return (
+      traverse_util.unflatten_dict(trained),
+      traverse_util.unflatten_dict(frozen),
+    )
+
+
+def plan_split(lora: LoRA, params: PyTree) -> Split:
+  """Decides which parameters of a model are trained.
+
+  Args:
+    lora: The configuration.
+    params: Shapes of the model's parameters.
+
+  Raises:
+    LoRAError: A pattern matches no parameter, or a kernel cannot have factors
+      of that rank.
+  """
+  if OVERWRITE_WITH_GRADIENT in params:
+    raise LoRAError(
+      "the model has fp8 layers, whose scales are updated with gradients "
+      "of the kernels. Use layers without fp8."
+    )
+  by_path = trees.leaves_by_path(params)
+  names = {"/".join(path): path for path in by_path}
+  trained = _find("train", lora.train, names)
+  factorized: dict[_Path, int] = {}
+  for name in _find("patterns", lora.patterns, names):
+    if name in trained:
+      raise LoRAError(
+        f"{name} is found by patterns={lora.patterns!r} and by "
+        f"train={lora.train!r}: a parameter is trained as it is or has factors."
+      )
+    x = by_path[names[name]]
+    count = _num_inputs(x.shape)
+    smaller = min(math.prod(x.shape[:count]), math.prod(x.shape[count:]))
+    if len(x.shape) < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+      raise LoRAError(
+        f"patterns={lora.patterns!r} finds {name}, a {x.dtype} of shape "
+        f"{tuple(x.shape)}; factors are for floating-point parameters with two "
+        "dimensions or more. train=... trains it as it is."
+      )
+    if lora.rank > smaller:
+      raise LoRAError(
+        f"rank={lora.rank} is above {smaller}, the rank of {name} of "
+        f"shape {tuple(x.shape)}. Use a lower rank, patterns without it, or "
+        "train=... to train it as it is."
+      )
+    factorized[names[name]] = count
+  return Split(factorized, frozenset(names[n] for n in trained), lora.rank)
+
+
+def factor_key(rng: Any) -> Any:
+  """Returns the PRNG key of the factors, from the `rng` of a creation.
+
+  Raises:
+    TypeError: There is no key.
+  """
+  if isinstance(rng, Mapping) and rng:
+    return rng["params"] if "params" in rng else next(iter(rng.values()))
+  if not jax.tree.leaves(rng):
+    raise TypeError(
+      f"rng must be a PRNG key or a dict of keys, got {rng!r}: lora=... "
+      "initializes factors with it."
+    )
+  return rng
+
+
+def _num_inputs(shape: Sequence[int]) -> int:
+  """Returns how many dimensions are inputs: where the factors are smallest."""
+  counts = range(1, max(len(shape), 2))
+  # The last of equals: kernels have their outputs last.
+  return min(
+    reversed(counts),
+    key=lambda i: math.prod(shape[:i]) + math.prod(shape[i:]),
+  )
+
+
+def _find(
+  field: str, patterns: Sequence[str], names: Iterable[str]
+) -> list[str]:
+  """Returns the names in which a pattern is found, in their order."""
+  found: set[str] = set()
+  for pattern in patterns:
+    matching = {name for name in names if re.search(pattern, name)}
+    if not matching:
+      parts = {part: None for name in names for part in name.split("/")}
+      raise LoRAError(
+        f"{field}: {pattern!r} is found in no path of the parameters: "
+        f"{', '.join(list(names)[:20])}."
+        f"{checks.did_you_mean(pattern, [*names, *parts])}"
+      )
+    found |= matching
+  return [name for name in names if name in found]
+
+
+def _shortest(dims: Sequence[Any]) -> P:
+  """Returns a PartitionSpec without Nones at its end."""
+  dims = list(dims)
+  while dims and dims[-1] is None:
+    dims.pop()
+  return P(*dims)

@@ -1,0 +1,105 @@
+"""Reads the fields `init_from` and `lora` of a config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import math
+from typing import Any
+
+import jax
+
+from flaxshard import checkpoint
+from flaxshard.checkpoint import match_parameters
+from flaxshard.state import lora as lora_lib
+from flaxshard.state.train_state import TrainState
+from flaxshard.train.config import definition
+
+_PATTERNS = ("rename", "keep", "ignore", "transpose", "cast")
+
+
+def check(config: Mapping[str, Any]) -> None:
+  """Raises a ValueError if the patterns are wrong, or have no effect.
+
+  Args:
+    config: A config in which each field has been checked by itself.
+  """
+  init_from, lora = config["init_from"], config["lora"]
+  if not init_from["path"]:
+    _check_defaults("init_from", init_from, definition.INIT_FROM, "path")
+  if not lora["rank"]:
+    _check_defaults("lora", lora, definition.LORA, "rank")
+  try:
+    match_parameters.Patterns(**{name: init_from[name] for name in _PATTERNS})
+  except (TypeError, ValueError) as e:
+    raise ValueError(f"config.init_from.{e}") from e
+  create_lora(lora)
+
+
+def create_lora(lora: Mapping[str, Any]) -> lora_lib.LoRA | None:
+  """Returns the `LoRA` of `config.lora`, or None if its rank is 0.
+
+  Raises:
+    ValueError: A pattern is no regular expression.
+  """
+  if not lora["rank"]:
+    return None
+  try:
+    return lora_lib.LoRA(
+      **{field.name: lora[field.name] for field in definition.LORA}
+    )
+  except (TypeError, ValueError) as e:
+    # The message begins with the name of the class.
+    raise ValueError(f"config.lora: {str(e).removeprefix('LoRA: ')}") from e
+
+
+def initialize(config: Any, state: TrainState) -> TrainState:
+  """Returns a new state with the parameters of `config.init_from`, if any.
+
+  Args:
+    config: A checked config.
+    state: The state at the start of a run.
+
+  Raises:
+    ValueError: The checkpoint cannot be read, or does not fit the model.
+  """
+  fields = config.init_from
+  if not fields.path:
+    return state
+  try:
+    new, _ = checkpoint.init_from(
+      state,
+      fields.path,
+      step=None if fields.step < 0 else fields.step,
+      item=fields.item or None,
+      subtree=fields.subtree,
+      **{name: fields[name] for name in _PATTERNS},
+    )
+  except ValueError as e:
+    raise ValueError(f"config.init_from: {e}") from e
+  return new
+
+
+def describe_frozen(state: TrainState) -> str | None:
+  """Returns how many parameters LoRA trains, for the log; None without it."""
+  if not isinstance(state.apply_fn, lora_lib.Apply):
+    return None
+  trained, frozen = (
+    sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+    for tree in (state.params, state.frozen)
+  )
+  return f"LoRA trains {trained:,} parameters; {frozen:,} are frozen"
+
+
+def _check_defaults(
+  where: str,
+  given: Mapping[str, Any],
+  fields: Sequence[definition.Field],
+  needed: str,
+) -> None:
+  """Raises a ValueError for a field that has no effect without another."""
+  for field in fields:
+    if given[field.name] != field.default:
+      raise ValueError(
+        f"config.{where}.{field.name}={given[field.name]!r} needs "
+        f"config.{where}.{needed}."
+      )

@@ -1,0 +1,218 @@
+"""LoRA trains factors of kernels, and keeps the other parameters frozen."""
+
+import types
+
+from flax import linen as nn
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+
+P = jax.sharding.PartitionSpec
+MESH = jax.sharding.Mesh(
+  np.array(jax.devices()).reshape(4, 2), ("replica", "model")
+)
+STRATEGY = types.SimpleNamespace(mesh=MESH)
+TX = optax.adam(0.01)
+KEY = jax.random.key(0)
+X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(2, 32)
+Y = np.ones((2, 8), np.float32)
+
+
+class Net(nn.Module):
+  """Kernels of two and of three dimensions, with statistics."""
+
+  @nn.compact
+  def __call__(self, x, train=False):
+    x = nn.DenseGeneral((4, 16), name="body")(x)
+    x = nn.BatchNorm(use_running_average=not train, name="norm")(x)
+    return nn.DenseGeneral(8, axis=(-2, -1), name="head")(x)
+
+
+class Module(nnx.Module):
+  def __init__(self, rngs):
+    self.body = nnx.Linear(32, 64, rngs=rngs)
+    self.head = nnx.Linear(64, 8, rngs=rngs)
+
+  def __call__(self, x):
+    return self.head(self.body(x))
+
+
+LORA = fs.LoRA(rank=4, alpha=8, patterns=("kernel$",), train=("head/bias",))
+
+
+def make(model=None, lora=LORA, rng=KEY, **kwargs):
+  return fs.create_train_state(
+    Net() if model is None else model,
+    rng,
+    X,
+    TX,
+    lora=lora,
+    **kwargs,
+  )
+
+
+def loss(state, params):
+  variables = {"params": params, "frozen": state.frozen}
+  if hasattr(state, "batch_stats"):
+    variables["batch_stats"] = state.batch_stats
+  return jnp.mean((state.apply_fn(variables, X) - Y) ** 2)
+
+
+@jax.jit
+def step(state):
+  value, grads = state.value_and_grad(lambda p: loss(state, p))
+  return state.apply_gradients(grads=grads), value
+
+
+def shapes(tree):
+  return jax.tree.map(jnp.shape, tree)
+
+
+def test_factors_and_frozen_parameters():
+  state, plain = make(), make(lora=None)
+  assert shapes(state.params) == {
+    "body": {"kernel": {"lora_a": (32, 4), "lora_b": (4, 4, 16)}},
+    "head": {
+      "bias": (8,),
+      "kernel": {"lora_a": (4, 16, 4), "lora_b": (4, 8)},
+    },
+  }
+  assert shapes(state.frozen) == {
+    "body": {"bias": (4, 16), "kernel": (32, 4, 16)},
+    "head": {"kernel": (4, 16, 8)},
+    "norm": {"bias": (16,), "scale": (16,)},
+  }
+  # The slots are those of the trained parameters.
+  assert shapes(state.opt_state[0].mu) == shapes(state.params)
+  # It starts as the model without factors.
+  merged = fs.merge_lora(state)
+  jax.tree.map(np.testing.assert_array_equal, merged["params"], plain.params)
+  assert fs.merge_lora(plain)["params"] is plain.params
+
+
+@pytest.mark.parametrize(
+  "model",
+  [Net(), lambda rngs: Module(rngs), Module(nnx.Rngs(0))],
+  ids=["linen", "nnx_function", "nnx_module"],
+)
+@pytest.mark.parametrize(
+  "kwargs",
+  [{}, {"strategy": STRATEGY, "wrappers": [fs.LossScale(8.0)]}],
+  ids=["one_device", "strategy"],
+)
+def test_only_factors_are_trained(model, kwargs):
+  state = make(model, **kwargs)
+  new, losses = state, []
+  for _ in range(10):
+    new, value = step(new)
+    losses.append(float(value))
+  assert losses[-1] < 0.6 * losses[0]
+  jax.tree.map(np.testing.assert_array_equal, new.frozen, state.frozen)
+  # Merged parameters give the outputs of the state.
+  variables = fs.merge_lora(new)
+  apply_fn = make(model, lora=None).apply_fn
+  value = jnp.mean((apply_fn(variables, X) - Y) ** 2)
+  np.testing.assert_allclose(value, loss(new, new.params), rtol=1e-5)
+  kernel = state.frozen["body"]["kernel"]
+  factors = new.params["body"]["kernel"]
+  product = jnp.tensordot(factors["lora_a"], factors["lora_b"], 1)
+  np.testing.assert_allclose(
+    variables["params"]["body"]["kernel"], kernel + 2 * product, rtol=1e-5
+  )
+
+
+def test_collections_of_the_model_and_the_mode():
+  state = make()
+  variables = {
+    "params": state.params,
+    "frozen": state.frozen,
+    "batch_stats": state.batch_stats,
+  }
+  for mutable in (["batch_stats"], ["batch_stats", "frozen"]):
+    _, new = state.apply_fn(variables, X, train=True, mutable=mutable)
+    assert set(new) == {"batch_stats"}
+
+
+def test_rules_split_kernels_and_their_factors():
+  rules = (("body/kernel", P("replica", "model")), ("head/kernel", P("model")))
+  state = make(strategy=STRATEGY, rules=rules)
+  specs = jax.tree.map(lambda x: x.sharding.spec, state.params)
+  body, head = specs["body"]["kernel"], specs["head"]["kernel"]
+  assert body == {"lora_a": P("replica"), "lora_b": P(None, "model")}
+  assert head == {"lora_a": P("model"), "lora_b": P()}
+  frozen = state.frozen["body"]["kernel"]
+  assert frozen.sharding.spec == P("replica", "model")
+  assert state.opt_state[0].mu["body"]["kernel"]["lora_b"].sharding.spec == P(
+    None, "model"
+  )
+  abstract = make(strategy=STRATEGY, rules=rules, abstract=True)
+  same = lambda a, b: (a.shape, a.sharding) == (b.shape, b.sharding)
+  assert all(map(same, jax.tree.leaves(abstract), jax.tree.leaves(state)))
+  merged = fs.merge_lora(state)["params"]["body"]["kernel"]
+  assert merged.sharding == frozen.sharding
+
+
+def test_memory_of_slots_and_gradients():
+  class Wide(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      for _ in range(4):
+        x = nn.relu(nn.Dense(1024)(x))
+      return nn.Dense(8)(x)
+
+  def bytes_of(lora):
+    state = make(
+      Wide(), lora=lora, abstract=True, wrappers=[fs.LossScale("dynamic")]
+    )
+
+    def train_step(state):
+      variables = {"frozen": state.frozen} if lora else {}
+      apply = lambda p: state.apply_fn({"params": p, **variables}, X)
+      _, grads = state.value_and_grad(lambda p: jnp.mean((apply(p) - Y) ** 2))
+      return state.apply_gradients(grads=grads)
+
+    compiled = jax.jit(train_step, donate_argnums=0).lower(state).compile()
+    memory = compiled.memory_analysis()
+    return memory.argument_size_in_bytes, memory.temp_size_in_bytes
+
+  full_arguments, full_temporary = bytes_of(None)
+  arguments, temporary = bytes_of(fs.LoRA(rank=4))
+  kernels = 4 * (32 * 1024 + 3 * 1024**2 + 1024 * 8)
+  # Parameters and two slots of Adam; then parameters alone, and the factors.
+  assert full_arguments >= 3 * kernels
+  assert kernels <= arguments < 1.1 * kernels
+  # Merged kernels and their gradients are temporary, one after another.
+  assert temporary <= 1.1 * full_temporary
+
+
+@pytest.mark.parametrize(
+  ("arguments", "error", "facts"),
+  [
+    ({"rank": 0}, ValueError, ["rank"]),
+    ({"rank": 4, "alpha": 0}, ValueError, ["alpha"]),
+    ({"rank": 4, "patterns": "kernel"}, TypeError, ["patterns"]),
+    ({"rank": 4, "patterns": ()}, ValueError, ["patterns"]),
+    ({"rank": 4, "patterns": ("(",)}, ValueError, ["regular expression"]),
+    ({"rank": 4, "patterns": ("kernal",)}, ValueError, ["'kernel'"]),
+    ({"rank": 4, "patterns": ("norm",)}, ValueError, ["norm/bias", "(16,)"]),
+    ({"rank": 9}, ValueError, ["rank=9", "head/kernel", "above 8"]),
+    ({"rank": 4, "train": ("head",)}, ValueError, ["head/kernel", "train="]),
+  ],
+)
+def test_mistakes(arguments, error, facts):
+  with pytest.raises(error) as e:
+    make(lora=fs.LoRA(**arguments))
+  for fact in facts:
+    assert fact in str(e.value)
+
+
+def test_other_mistakes():
+  with pytest.raises(TypeError, match="LoRA"):
+    make(lora={"rank": 4})
+  with pytest.raises(TypeError, match="rng"):
+    make(Module(nnx.Rngs(0)), rng=None)
