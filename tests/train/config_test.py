@@ -71,6 +71,18 @@ def test_defaults_are_filled_in():
     best_mode="auto",
     keep_best=1,
     resume="auto",
+    init_from=dict(
+      path="",
+      step=-1,
+      item="",
+      subtree="",
+      rename=(),
+      keep=(),
+      ignore=(),
+      transpose=(),
+      cast=False,
+    ),
+    lora=dict(rank=0, alpha=16.0, patterns=("kernel$",), train=()),
     early_stopping=dict(metric="none", mode="auto", patience=3, min_delta=0.0),
     hooks=(),
   )
