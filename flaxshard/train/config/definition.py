@@ -121,7 +121,7 @@ EARLY_STOPPING = (
 INIT_FROM = (
   Field(
     "path",
-    kinds.string(),
+    kinds.text(),
     "",
     "A workdir, a checkpoint of Orbax or Flax, or a safetensors file, on a "
     "file system or in a bucket; empty initializes the model by itself.",
@@ -134,13 +134,13 @@ INIT_FROM = (
   ),
   Field(
     "item",
-    kinds.string(),
+    kinds.text(),
     "",
     "Name of the item of an Orbax checkpoint; empty looks for the train state.",
   ),
   Field(
     "subtree",
-    kinds.string(),
+    kinds.text(),
     "",
     'Path of the part of the file to read, such as `"params/encoder"`.',
   ),

@@ -127,9 +127,9 @@ def split() -> Kind:
   return Kind(dict, "{key: (pieces, ...)}", _check_split)
 
 
-def string() -> Kind:
+def text() -> Kind:
   """Returns the kind of strings, the empty one included."""
-  return Kind(str, "string", _check_string)
+  return Kind(str, "string", _check_text)
 
 
 def sequence(allowed: str) -> Kind:
@@ -176,7 +176,7 @@ def _check_dict(field: str, value: Any, names: Sequence[str]) -> Any:
   return value
 
 
-def _check_string(field: str, value: Any) -> str:
+def _check_text(field: str, value: Any) -> str:
   if not isinstance(value, str):
     raise ValueError(f"{field} must be a string, got {value!r}.")
   return value
