@@ -34,6 +34,7 @@ if TYPE_CHECKING:
   from flaxshard import checkpoint
   from flaxshard import data
   from flaxshard import models
+  from flaxshard import nnx
   from flaxshard import ray
   from flaxshard import tasks
   from flaxshard import testing
@@ -77,6 +78,7 @@ __all__ = [
   "largest_batch",
   "merge_lora",
   "models",
+  "nnx",
   "nonfinite_leaves",
   "plan",
   "ray",

@@ -77,8 +77,7 @@ def of_nnx(
       # error here: the first step reports it.
       pass
   if computes_in is None:
-    dtypes = (_dtype_of(m) for _, m in nnx.iter_modules(module))
-    computes_in = frozenset(d for d in dtypes if d in _HALF) or None
+    computes_in = _half_dtypes(module) or None
   return Model(type(module).__name__, apply_fn, _policy_of(module), computes_in)
 
 
@@ -104,6 +103,24 @@ def _dtype_of(module: Any) -> Any:
     return None if dtype is None else jnp.dtype(dtype)
   except TypeError:
     return None  # The module uses the name `dtype` for something else.
+
+
+def policy_of_nnx(module: nnx.Pytree) -> Policy | None:
+  """Returns the precision policy of an NNX module.
+
+  A module with `dtype=jnp.float16`, or with a module in it that has one, and
+  with no policy has "mixed_float16".
+  """
+  policy = _policy_of(module)
+  if policy is None and jnp.dtype(jnp.float16) in _half_dtypes(module):
+    return Policy("mixed_float16")
+  return policy
+
+
+def _half_dtypes(module: nnx.Pytree) -> frozenset[Any]:
+  """Returns the 16-bit dtypes of a module and of the modules in it."""
+  dtypes = (_dtype_of(m) for _, m in nnx.iter_modules(module))
+  return frozenset(d for d in dtypes if d in _HALF)
 
 
 def zeros(x: Any) -> Any:

@@ -108,9 +108,9 @@ class Apply:
     for path, variable in nnx.to_flat_state(nnx.state(module)):
       # A variable that was not given is new: the call sowed it.
       name, old_values = given.get(path, (_collection_of(variable), None))
-      for i, (key, new) in enumerate(_leaves_of(path, variable)):
+      for i, (key, new) in enumerate(leaves_of(path, variable)):
         if name in to_return:
-          _set_leaf(returned.setdefault(name, {}), key, new)
+          set_leaf(returned.setdefault(name, {}), key, new)
         elif (
           old_values is not None
           # Identity: under jit the values are unknown, and a call that writes
@@ -159,7 +159,7 @@ class Apply:
     """Returns the module, and each variable's collection and leaves by path."""
     flat, given = [], {}
     for path, collection, treedef, leaves in self.variables:
-      values = [_get_leaf(collections[collection], leaf) for leaf in leaves]
+      values = [get_leaf(collections[collection], leaf) for leaf in leaves]
       flat.append((path, jax.tree.unflatten(treedef, values)))
       given[path] = (collection, values)
     return nnx.merge(self.graphdef, nnx.from_flat_state(flat)), given
@@ -189,7 +189,7 @@ def split(
   collections: dict[str, Any] = {}
   for path, variable in nnx.to_flat_state(state):
     name = _collection_of(variable)
-    leaves = _leaves_of(path, variable)
+    leaves = leaves_of(path, variable)
     keys = tuple(key for key, _ in leaves)
     found.append(_Variable(path, name, jax.tree.structure(variable), keys))
     for key, value in leaves:
@@ -197,8 +197,8 @@ def split(
       if copy or isinstance(value, (bool, int, float, complex)):
         value = jnp.copy(value)
       if boxed:
-        value = _box(variable, value)
-      _set_leaf(collections.setdefault(name, {}), key, value)
+        value = box(variable, value)
+      set_leaf(collections.setdefault(name, {}), key, value)
   return Apply(graphdef, tuple(found)), collections
 
 
@@ -216,7 +216,7 @@ def _collection_of(variable: Any) -> str:
   return type(variable).__name__
 
 
-def _box(variable: Any, value: Any) -> Any:
+def box(variable: Any, value: Any) -> Any:
   """Boxes an array with the names of its dimensions, if it has any."""
   if not isinstance(variable, nnx.Variable):
     return value
@@ -235,7 +235,7 @@ def _box(variable: Any, value: Any) -> Any:
   )
 
 
-def _leaves_of(
+def leaves_of(
   path: tuple[Any, ...], variable: Any
 ) -> list[tuple[tuple[str, ...], Any]]:
   """Returns the arrays of a variable, with their paths in its collection."""
@@ -249,13 +249,13 @@ def _leaves_of(
   ]
 
 
-def _get_leaf(tree: Any, path: tuple[str, ...]) -> Any:
+def get_leaf(tree: Any, path: tuple[str, ...]) -> Any:
   for key in path:
     tree = tree[key]
   return tree
 
 
-def _set_leaf(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+def set_leaf(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
   for key in path[:-1]:
     tree = tree.setdefault(key, {})
   tree[path[-1]] = value
