@@ -95,6 +95,7 @@ _LAZY = (
   "checkpoint",
   "data",
   "models",
+  "nnx",
   "ray",
   "tasks",
   "testing",
