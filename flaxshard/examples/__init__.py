@@ -1,0 +1,1 @@
+"""Complete tasks of the example configs, written with the public API alone."""
