@@ -19,7 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
 
   config.task = {"name": "flaxshard.examples.ddpm:Task", "num_steps": 100}
   config.model = {"width": 256, "depth": 3}
-  config.batch_size = 128  # images, over all devices
+  config.batch_size = 256  # images, over all devices
   config.num_train_steps = 1500
 
   config.learning_rate = 4e-3  # peak of the schedule

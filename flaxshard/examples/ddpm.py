@@ -125,7 +125,7 @@ class Task:
     """Returns scikit-learn's digits, as 64 pixels in [-1, 1]."""
     splits = fs.data.digits()
 
-    def flatten(source: fs.data.Source) -> list[dict[str, np.ndarray]]:
+    def flatten(source: Any) -> list[dict[str, np.ndarray]]:
       images = (source[i]["inputs"] for i in range(len(source)))
       return [{"image": 2 * x.reshape(64) - 1} for x in images]
 

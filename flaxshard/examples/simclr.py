@@ -40,8 +40,8 @@ class Encoder(nn.Module):
     self, x: jax.Array, *, train: bool
   ) -> tuple[jax.Array, jax.Array]:
     """Returns the features and their projection, both `[batch, ...]`."""
-    for features in self.features:
-      x = nn.Conv(features, (3, 3), use_bias=False, dtype=self.dtype)(x)
+    for channels in self.features:
+      x = nn.Conv(channels, (3, 3), use_bias=False, dtype=self.dtype)(x)
       x = nn.BatchNorm(use_running_average=not train, dtype=self.dtype)(x)
       x = nn.max_pool(nn.relu(x), (2, 2), strides=(2, 2))
     x = x.reshape(x.shape[0], -1)
@@ -134,7 +134,7 @@ class Task:
       params = evaluation.state.params
       return np.asarray(_features(evaluation.apply_fn, params, images))
 
-    train = fs.data.digits().train
+    train: Any = fs.data.digits().train
     known = embed(train.inputs)
     correct = count = 0
     for batch in evaluation.batches():

@@ -91,7 +91,7 @@ class Task:
     """Returns scikit-learn's digits; a pixel is 1 if it is at least half."""
     splits = fs.data.digits()
 
-    def binarize(source: fs.data.Source) -> list[dict[str, np.ndarray]]:
+    def binarize(source: Any) -> list[dict[str, np.ndarray]]:
       images = (source[i]["inputs"] for i in range(len(source)))
       return [{"image": (x >= 0.5).astype(np.float32)} for x in images]
 

@@ -8,6 +8,7 @@ import inspect
 from typing import Any
 import zlib
 
+import flax
 from flax import linen as nn
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
@@ -34,6 +35,7 @@ _MODE_ARGUMENTS = {
 _STATE_FIELDS = ("step", "params", "opt_state", "wrapper_states")
 
 
+@jax.tree_util.register_pytree_node_class
 class Rngs(Mapping[str, jax.Array]):
   """PRNG keys by stream name: one for every name that is asked for.
 
@@ -58,6 +60,15 @@ class Rngs(Mapping[str, jax.Array]):
     # CRC-32: Python's hashes of strings differ between processes.
     return jax.random.fold_in(self._key, zlib.crc32(name.encode()))
 
+  def tree_flatten(self) -> tuple[tuple[jax.Array], None]:
+    """Returns the key, and no static data: it is a pytree."""
+    return (self._key,), None
+
+  @classmethod
+  def tree_unflatten(cls, _: None, keys: Sequence[jax.Array]) -> Rngs:
+    """Returns the streams of a key."""
+    return cls(*keys)
+
   def __contains__(self, name: object) -> bool:
     """Returns True for every name."""
     return isinstance(name, str)
@@ -81,21 +92,26 @@ def train_rngs(rng: jax.Array, step: jax.Array) -> Rngs:
   return Rngs(jax.random.fold_in(_fold_in_replica(rng), step))
 
 
-def apply_in(state: TrainState, *, train: bool, rngs: Rngs) -> task_lib.Apply:
-  """Returns a function that applies the model of a state.
+@flax.struct.dataclass
+class BoundApply:
+  """Applies the model of a state; see `flaxshard.tasks.Apply`.
 
-  Args:
-    state: The train state.
+  It is a pytree, so that it can be an argument of a jitted function.
+
+  Attributes:
+    collections: The collections of the state.
+    default_rngs: The streams of a call that passes none.
+    apply_fn: `apply` of the Linen module, or that of the NNX module.
     train: Whether the model is in training mode.
-    rngs: The streams of a call that passes none.
-
-  Returns:
-    `apply_fn(params, *args, ...)`; see `flaxshard.tasks.Apply`.
   """
-  names = collection_names(state)
-  state_collections = {name: getattr(state, name) for name in names}
 
-  def apply_fn(
+  collections: dict[str, Any]
+  default_rngs: Rngs
+  apply_fn: Callable[..., Any] = flax.struct.field(pytree_node=False)
+  train: bool = flax.struct.field(pytree_node=False)
+
+  def __call__(
+    self,
     params: Any,
     *args: Any,
     rngs: Mapping[str, jax.Array] | None = None,
@@ -104,8 +120,9 @@ def apply_in(state: TrainState, *, train: bool, rngs: Rngs) -> task_lib.Apply:
     method: str | Callable[..., Any] | None = None,
     **kwargs: Any,
   ) -> tuple[Any, dict[str, Any]]:
-    given = {**state_collections, **(collections or {})}
-    _check_collections(given, names)
+    """Calls the model; see `flaxshard.tasks.Apply`."""
+    given = {**self.collections, **(collections or {})}
+    _check_collections(given, list(self.collections))
     if isinstance(mutable, str):
       mutable = (mutable,)
     if OVERWRITE_WITH_GRADIENT in params:
@@ -113,24 +130,39 @@ def apply_in(state: TrainState, *, train: bool, rngs: Rngs) -> task_lib.Apply:
       variables = dict(params)
     else:
       variables = {"params": params}
-    variables.update(_fold_in_replica(given) if train else given)
-    returned = [*(names if train else ()), *mutable]
+    variables.update(_fold_in_replica(given) if self.train else given)
+    returned = [*(self.collections if self.train else ()), *mutable]
     outputs, new = _call(
-      state.apply_fn,
+      self.apply_fn,
       variables,
       args,
       kwargs,
       method,
-      train,
-      dict(default_rngs if rngs is None else rngs),
+      self.train,
+      dict(self.default_rngs if rngs is None else rngs),
       returned,
     )
-    if not train:
+    if not self.train:
       new = {name: new[name] for name in mutable if name in new}
     return outputs, _restore_keys(dict(new), given)
 
-  default_rngs = rngs
-  return apply_fn
+
+def apply_in(state: TrainState, *, train: bool, rngs: Rngs) -> BoundApply:
+  """Returns a function that applies the model of a state.
+
+  Args:
+    state: The train state.
+    train: Whether the model is in training mode.
+    rngs: The streams of a call that passes none.
+  """
+  return BoundApply(
+    collections={
+      name: getattr(state, name) for name in collection_names(state)
+    },
+    default_rngs=rngs,
+    apply_fn=state.apply_fn,
+    train=train,
+  )
 
 
 def collection_names(state: TrainState) -> list[str]:

@@ -204,10 +204,12 @@ CHOICES = [
 ]
 PARTS = [
   (
-    ("model", "data", "optimizer", "schedule"),
+    ("data", "optimizer", "schedule"),
     (3, {"size": 1}, {"name": 3}, ("cnn",)),
     "'name'",
   ),
+  # Without a name it is for a task that creates its own model.
+  (("model",), (3, {"name": 3}, ("cnn",)), "'name'"),
   (
     ("profile_steps",),
     ((3,), (0, 2), (3, 2), (1, 2, 3), (1.0, 2), ("1", "2"), 3, None),

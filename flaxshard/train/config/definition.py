@@ -219,10 +219,10 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
     ),
     Field(
       "model",
-      kinds.optional_named(),
+      kinds.model(),
       {},
-      "The model and its arguments; see `flaxshard.models.create`. Only a task "
-      "that creates its own model needs none.",
+      "The model and its arguments; see `flaxshard.models.create`. A task that "
+      "creates its own model gets them, and needs no name.",
     ),
     Field(
       "data",

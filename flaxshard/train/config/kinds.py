@@ -81,6 +81,19 @@ def optional_named() -> Kind:
   return Kind(dict, 'name, or {"name": ..., **arguments}', check)
 
 
+def model() -> Kind:
+  """Returns the kind of `config.model`: a task's own model needs no name."""
+
+  def check(field: str, value: Any) -> Any:
+    if value is None:  # not set in `defaults`
+      return {}
+    if isinstance(value, dict) and "name" not in value:
+      return value
+    return _check_named(field, value)
+
+  return Kind(dict, 'name, or {"name": ..., **arguments}', check)
+
+
 def task() -> Kind:
   """Returns the kind of `config.task`."""
 
