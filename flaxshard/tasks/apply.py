@@ -21,7 +21,6 @@ from flaxshard.state import fields as fields_lib
 from flaxshard.state import lora
 from flaxshard.state import nnx_adapter
 from flaxshard.state.train_state import TrainState
-from flaxshard.tasks import task as task_lib
 
 # Arguments by which models are told the mode, and their values in training.
 _MODE_ARGUMENTS = {
