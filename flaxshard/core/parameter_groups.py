@@ -264,9 +264,10 @@ def frozen_mask(tx: Any, params: PyTree) -> PyTree | None:
     return None
   if opt_state_lib.optimized_params(params) is params:
     return _match_any(tx.patterns, params)
-  # The collections of Flax's fp8 layers: the optimizer sees the paths in one.
+  # The collections of Flax's fp8 layers: the optimizer sees one of them. The
+  # other has scaling factors, whose new values come as gradients.
   return {
-    name: _match_any(tx.patterns, collection)
+    name: _match_any(tx.patterns if name == "params" else (), collection)
     for name, collection in params.items()
   }
 

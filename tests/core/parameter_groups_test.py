@@ -102,6 +102,19 @@ def test_value_and_grad_returns_none_for_a_frozen_parameter():
   )
 
 
+def test_scaling_factors_of_fp8_layers_are_not_frozen():
+  layer = {"encoder": {"scale": jnp.ones(())}, "head": {"scale": jnp.ones(())}}
+  params = {"params": layer, "_overwrite_with_gradient": layer}
+  tx = fs.freeze(optax.sgd(0.1), ["^encoder/"])
+  assert parameter_groups.frozen_mask(tx, params) == {
+    "params": {"encoder": {"scale": True}, "head": {"scale": False}},
+    "_overwrite_with_gradient": {
+      "encoder": {"scale": False},
+      "head": {"scale": False},
+    },
+  }
+
+
 def test_nonfinite_gradient_of_a_frozen_parameter_skips_no_step():
   tx = fs.freeze(optax.sgd(0.5), ["encoder"])
   state = create(tx, [fs.LossScale("dynamic")])

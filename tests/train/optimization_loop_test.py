@@ -1,5 +1,10 @@
 """Runs that accumulate, freeze, scale learning rates and average parameters."""
 
+import os
+import pathlib
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import optax
@@ -41,18 +46,11 @@ def runs(tmp_path_factory):
 COSINE = {"name": "cosine", "warmup_steps": 1}
 
 
-@pytest.mark.parametrize(
-  "per_replica", [False, pytest.param(True, marks=pytest.mark.slow)]
-)
-def test_accumulated_batches_equal_large_ones(runs, per_replica):
+def test_accumulated_batches_equal_large_ones(runs):
   large, large_rows = runs(
     batch_size=32, num_train_steps=4, log_every_steps=1, schedule=COSINE
   )
-  small, rows = runs(
-    accumulate_steps=2,
-    schedule=COSINE,
-    mesh={"replica": 2, "per_replica": per_replica},
-  )
+  small, rows = runs(accumulate_steps=2, schedule=COSINE)
   assert int(small.step) == int(large.step) == 4
   close(small.params, large.params)
   # A row for each update. The rates are those of the updates.
@@ -163,3 +161,47 @@ def test_patterns_that_match_nothing_raise(tmp_path, fields, message):
 def test_invalid_fields_raise(fields, message):
   with pytest.raises(ValueError, match=message):
     train.config.check(config(**fields))
+
+
+_FIELDS = dict(
+  accumulate_steps=3,
+  freeze=("^head/bias",),
+  learning_rates=(("^dense/", 2.0),),
+  wrappers=(("loss_scale", {"scale": "dynamic"}), ("ema", {"decay": 0.5})),
+  num_train_steps=6,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("per_replica", [False, True])
+def test_two_processes_train_like_one(runs, tmp_path, per_replica):
+  mesh = {"replica": 2, "per_replica": per_replica}
+  if not per_replica:
+    # Parameters, slots, sums and averages are split over both processes.
+    mesh["rules"] = ({"name": "fsdp", "min_size": 0},)
+  _, expected = runs(mesh=mesh, **_FIELDS)
+  (tmp_path / "my_config.py").write_text(
+    "import optimization_loop_test\n"
+    "def get_config():\n"
+    f"  mesh = dict(virtual_devices=2, **{mesh!r})\n"
+    "  fields = optimization_loop_test._FIELDS\n"
+    "  return optimization_loop_test.config(mesh=mesh, **fields)\n"
+  )
+  tests = pathlib.Path(__file__).parents[1]
+  paths = [tmp_path, tests, tests / "train", tests.parent]
+  process = subprocess.run(
+    [
+      *(sys.executable, "-m", "flaxshard", "--local_processes=2"),
+      *(f"--config={tmp_path}/my_config.py", f"--workdir={tmp_path}/run"),
+    ],
+    env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+    capture_output=True,
+    text=True,
+    timeout=240,
+  )
+  assert process.returncode == 0, process.stdout + process.stderr
+  rows = tiny.rows(tmp_path / "run")
+  assert len(rows) == len(expected)
+  for row, wanted in zip(rows, expected, strict=True):
+    for name in set(wanted) - {"steps_per_second"}:
+      assert row[name] == pytest.approx(wanted[name], rel=1e-3), name
