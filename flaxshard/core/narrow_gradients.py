@@ -26,55 +26,59 @@ _MOVES = frozenset(
 )
 
 
-def narrow_gradients(
-  fn: Callable[[PyTree], tuple[Any, PyTree]], params: PyTree
-) -> tuple[Any, PyTree]:
-  """Calls a function that returns gradients; casts them to 16 bits if exact.
+def value_and_grad(
+  fn: Callable[[PyTree], tuple[jax.Array, Any]], params: PyTree
+) -> tuple[tuple[jax.Array, Any], PyTree]:
+  """Differentiates a function; casts gradients to 16 bits where that is exact.
 
   Args:
-    fn: Returns a pair of any value and a tree of gradients. It is traced once,
-      and the traced program is evaluated. So it may not branch on the value of
-      an array, nor store one that it computes.
-    params: The argument of `fn`.
+    fn: Returns a real scalar and auxiliary output. Its gradient is traced once,
+      and the traced program is evaluated.
+    params: The argument of `fn`. Integer leaves have gradients of `float0`.
 
   Returns:
-    What `fn(params)` returns, but the gradients that it casts from float16 or
-    bfloat16 as its last operation are cast back.
+    What `jax.value_and_grad(fn, has_aux=True, allow_int=True)(params)` returns,
+    but the gradients that it casts from float16 or bfloat16 as its last
+    operation are cast back.
+
+  Raises:
+    TypeError: The scalar is complex.
 
   Example:
-    >>> loss = lambda w: (w.astype(jnp.bfloat16) ** 2).astype(jnp.float32)
-    >>> value, grad = narrow_gradients(jax.value_and_grad(loss), 3.0)
+    >>> loss = lambda w: ((w.astype(jnp.bfloat16) ** 2).astype("float32"), None)
+    >>> (value, _), grad = value_and_grad(loss, jnp.float32(3))
     >>> float(value), float(grad), grad.dtype
     (9.0, 6.0, dtype(bfloat16))
   """
+  # Outside of the trace below, so that `fn` may store what it computes.
+  value, pullback, aux = jax.vjp(fn, params, has_aux=True)
+  if not jnp.issubdtype(value.dtype, jnp.floating):
+    raise TypeError(f"loss_fn must return a real scalar, got {value.dtype}.")
   leaves: list[Any] = []
-  structure: Any = None
+  treedef: Any = jax.tree.structure(params)
 
-  def traced(params: PyTree) -> dict[int, Any]:
-    nonlocal structure
-    outputs, structure = jax.tree.flatten(fn(params))
-    # The value may hold anything. What was not computed is no output of the
-    # program, and no tracer may leave this function but as an output.
+  def traced(cotangent: jax.Array) -> dict[int, Any]:
+    grads = dict(enumerate(jax.tree.leaves(pullback(cotangent))))
+    # A gradient of `float0` is a constant, which is no output of a program. No
+    # tracer may leave this function but as an output.
     computed = {
-      i: x for i, x in enumerate(outputs) if isinstance(x, jax.core.Tracer)
+      i: g for i, g in grads.items() if isinstance(g, jax.core.Tracer)
     }
-    leaves.extend(None if i in computed else x for i, x in enumerate(outputs))
+    leaves.extend(None if i in computed else g for i, g in grads.items())
     return computed
 
-  program, shapes = jax.make_jaxpr(traced, return_shape=True)(params)
-  outputs = jax_core.jaxpr_as_fun(program)(*jax.tree.leaves(params))
-  for i, x in zip(shapes, outputs, strict=True):
-    leaves[i] = x
-  value, grads = structure.unflatten(leaves)
-  treedef: Any = jax.tree.structure(grads)
-  # The gradients are the last leaves.
-  first = len(leaves) - treedef.num_leaves
+  one = jnp.ones_like(value)
+  program, shapes = jax.make_jaxpr(traced, return_shape=True)(one)
   sources: Sources = {}
-  for i, var in zip(shapes, program.jaxpr.outvars, strict=True):
+  for i, x, var in zip(
+    shapes,
+    jax_core.jaxpr_as_fun(program)(one),
+    program.jaxpr.outvars,
+    strict=True,
+  ):
     dtype = _dtype_before_cast(program.jaxpr, var, sources)
-    if i >= first and dtype is not None:
-      leaves[i] = leaves[i].astype(dtype)
-  return value, treedef.unflatten(leaves[first:])
+    leaves[i] = x if dtype is None else x.astype(dtype)
+  return (value, aux), treedef.unflatten(leaves)
 
 
 def _dtype_before_cast(program: Any, var: Any, sources: Sources) -> Any:

@@ -198,8 +198,8 @@ class TrainState(flax_train_state.TrainState):
     are pairs, `loss_fn` gets the fast ones, and `grads` is a tree like those.
 
     Return what `loss_fn` computes as `aux`, rather than storing it: JAX raises
-    an `UnexpectedTracerError` when a stored value is used later. With a dynamic
-    `LossScale` this includes values that do not depend on the parameters.
+    an `UnexpectedTracerError` when a stored value is used later, if it depends
+    on the parameters.
 
     Args:
       loss_fn: Returns a floating-point scalar, the loss, or a pair
@@ -245,29 +245,22 @@ class TrainState(flax_train_state.TrainState):
     ):
       checks.warn(message)
 
-    def scaled_loss(trained: PyTree, *args: Any) -> tuple[jax.Array, Any]:
+    def scaled_loss(trained: PyTree) -> tuple[jax.Array, Any]:
       all_params = parameter_groups.merge(params, trained)
       loss, aux = validation.split_loss(loss_fn(all_params, *args), has_aux)
       # The unscaled loss is an auxiliary output: to divide the scaled loss by
       # the scale would not undo an overflow.
       return self.scale_loss(loss), (loss, aux) if has_aux else loss
 
-    grad_fn = jax.value_and_grad(scaled_loss, has_aux=True, allow_int=allow_int)
-
-    def value_and_scaled_gradients(trained: PyTree) -> tuple[Any, PyTree]:
-      (_, value), grads = grad_fn(trained, *args)
-      return value, grads
-
-    # Eagerly there is no compiler to save memory for, and the loss may branch
-    # on the value of an argument.
+    # Eagerly there is no compiler to save memory for.
     if tracing.is_compiling() and stack.take_narrow_gradients(
       self.wrappers, self.wrapper_states
     ):
-      value, grads = narrow_gradients.narrow_gradients(
-        value_and_scaled_gradients, trained
-      )
+      (_, value), grads = narrow_gradients.value_and_grad(scaled_loss, trained)
     else:
-      value, grads = value_and_scaled_gradients(trained)
+      (_, value), grads = jax.value_and_grad(
+        scaled_loss, has_aux=True, allow_int=allow_int
+      )(trained)
     grads = self.unscale_gradients(grads)
     # Without integer parameters every leaf is a gradient already.
     return value, gradients.normalize(grads) if allow_int else grads

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flaxshard.core.narrow_gradients import narrow_gradients
+from flaxshard.core import narrow_gradients
 
 F16, BF16, F32 = jnp.float16, jnp.bfloat16, jnp.float32
 
@@ -48,8 +48,8 @@ LOSSES = {
 def test_gradient_is_narrow_only_if_its_last_operation_widens_it(name):
   loss, dtype = LOSSES[name]
   w = jnp.linspace(0.1, 3, 6).reshape(2, 3)
-  value, grad = jax.jit(
-    lambda w: narrow_gradients(jax.value_and_grad(loss), w)
+  (value, _), grad = jax.jit(
+    lambda w: narrow_gradients.value_and_grad(lambda w: (loss(w), None), w)
   )(w)
   wanted, wanted_grad = jax.jit(jax.value_and_grad(loss))(w)
   assert grad.dtype == dtype
@@ -57,23 +57,34 @@ def test_gradient_is_narrow_only_if_its_last_operation_widens_it(name):
   np.testing.assert_array_equal(grad.astype(F32), wanted_grad)
 
 
-def test_value_may_hold_anything_and_the_function_is_called_once():
+def test_aux_may_hold_anything_and_the_function_is_called_once():
   calls = []
-
-  def fn(params, x):
-    calls.append(1)
-    loss, grads = jax.value_and_grad(lambda p: half(p["w"] * x))(params)
-    return (loss, {"name": "a", "n": 3, "x": x, "host": np.ones(2)}), grads
+  stored = {}
 
   def step(params, x):
-    (loss, aux), grads = narrow_gradients(lambda p: fn(p, x), params)
-    assert aux["name"] == "a" and aux["n"] == 3 and aux["x"].shape == (2,)
-    assert isinstance(aux["host"], np.ndarray)
-    # The product with x in float32 is differentiated after the cast.
-    assert grads["w"].dtype == F32
-    return loss, grads, aux["x"]
+    def loss_fn(params):
+      calls.append(1)
+      stored["twice"] = 2 * x
+      aux = {"n": 3, "x": x, "host": np.ones(2)}
+      # The product with x in float32 is differentiated after the cast.
+      return half(params["w"] * x), aux
+
+    (loss, aux), grads = narrow_gradients.value_and_grad(loss_fn, params)
+    assert aux["n"] == 3 and aux["x"].shape == aux["host"].shape == (2,)
+    assert grads["w"].dtype == F32 and grads["i"].dtype == jax.dtypes.float0
+    return loss, grads["w"], aux["x"], stored["twice"]
 
   x = jnp.arange(2.0)
-  loss, grads, same = jax.jit(step)({"w": jnp.ones(2)}, x)
-  assert float(loss) == 1 and grads["w"].tolist() == [0, 2]
-  assert same.tolist() == [0, 1] and len(calls) == 1
+  params = {"w": jnp.ones(2), "i": jnp.ones(2, int)}
+  loss, grad, same, twice = jax.jit(step)(params, x)
+  assert float(loss) == 1 and grad.tolist() == [0, 2]
+  assert same.tolist() == [0, 1] and twice.tolist() == [0, 2]
+  assert len(calls) == 1
+
+
+def test_complex_loss_raises():
+  def fn(w):
+    return w.astype("complex64").sum(), None
+
+  with pytest.raises(TypeError, match="real scalar, got complex64"):
+    narrow_gradients.value_and_grad(fn, jnp.ones(2))
