@@ -9,8 +9,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from flaxshard.checkpoint import init_patterns
 from flaxshard.checkpoint import reader
 from flaxshard.core import checks
+from flaxshard.core import patterns as patterns_lib
 
 # What a file of a whole training state has beside the model's variables.
 TRAINING_STATE = (
@@ -26,57 +28,6 @@ _BOX = "/value"
 _PARAMS = re.compile("^(params|frozen)/")
 # Number of paths that a message lists.
 _LISTED = 10
-
-
-@dataclasses.dataclass(frozen=True)
-class Patterns:
-  """Which parameters of a file are used, and for which of a model.
-
-  Patterns are regular expressions, searched in paths such as
-  `encoder/Dense_0/kernel`. The paths of collections other than `params` begin
-  with the name of the collection: `batch_stats/BatchNorm_0/mean`.
-
-  Attributes:
-    rename: `(pattern, replacement)` pairs. Each is applied with `re.sub` to the
-      paths of the file, in this order.
-    keep: Patterns of the model's paths that keep their initial values.
-    ignore: Patterns of the file's paths, before `rename`, that are not used.
-    transpose: `(pattern, axes)` pairs: the order in which a model has the
-      dimensions of arrays of the file, by the model's path. The first match
-      counts.
-    cast: Whether to cast to dtypes that cannot hold all values of the file's.
-  """
-
-  rename: Sequence[tuple[str, str]] = ()
-  keep: Sequence[str] = ()
-  ignore: Sequence[str] = ()
-  transpose: Sequence[tuple[str, Sequence[int]]] = ()
-  cast: bool = False
-
-  def __post_init__(self) -> None:
-    for field in ("keep", "ignore"):
-      for i, pattern in enumerate(_sequence(field, getattr(self, field))):
-        _compile(f"{field}[{i}]", pattern)
-    for i, pair in enumerate(_sequence("rename", self.rename)):
-      pattern, text = _pair(f"rename[{i}]", pair, "(pattern, replacement)")
-      regex = _compile(f"rename[{i}]", pattern)
-      if not isinstance(text, str):
-        raise TypeError(f"rename[{i}] must have two strings, got {pair!r}.")
-      try:
-        re.sub(regex, text, "")
-      except (re.error, IndexError) as e:
-        raise ValueError(f"rename[{i}]={pair!r}: {e}.") from e
-    for i, pair in enumerate(_sequence("transpose", self.transpose)):
-      pattern, axes = _pair(f"transpose[{i}]", pair, "(pattern, axes)")
-      _compile(f"transpose[{i}]", pattern)
-      if not isinstance(axes, (tuple, list)) or sorted(axes) != list(
-        range(len(axes))
-      ):
-        raise ValueError(
-          f"transpose[{i}] must have the axes in another order, such as "
-          f"(1, 0), got {pair!r}."
-        )
-    checks.boolean("cast", self.cast)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +61,7 @@ class Match:
 def match(
   saved: Mapping[str, Any],
   wanted: Mapping[str, Any],
-  patterns: Patterns,
+  patterns: init_patterns.Patterns,
   *,
   collections: Iterable[str] = (),
   optional: Iterable[str] = (),
@@ -202,8 +153,9 @@ def _select(
     found = [path for path in paths if re.search(pattern, path)]
     if not found:
       raise ValueError(
-        f"{field}[{i}]={pattern!r} is found in no path of {where}: "
-        f"{_list(paths)}.{_near(pattern, paths)}"
+        patterns_lib.describe_no_match(
+          f"{field}[{i}]={pattern!r}", pattern, where, paths
+        )
       )
     selected.update(found)
   return selected
@@ -217,8 +169,12 @@ def _rename(
   for i, (pattern, text) in enumerate(renames):
     if not any(re.search(pattern, new) for new in renamed.values()):
       raise ValueError(
-        f"rename[{i}]={(pattern, text)!r} is found in no path of the file: "
-        f"{_list(renamed.values())}.{_near(pattern, renamed.values())}"
+        patterns_lib.describe_no_match(
+          f"rename[{i}]={(pattern, text)!r}",
+          pattern,
+          "the file",
+          list(renamed.values()),
+        )
       )
     renamed = {k: re.sub(pattern, text, new) for k, new in renamed.items()}
   result: dict[str, str] = {}
@@ -244,8 +200,12 @@ def _transpose(
     found = [path for path in sources if re.search(pattern, path)]
     if not found:
       raise ValueError(
-        f"transpose[{i}]={(pattern, axes)!r} is found in no path that is read: "
-        f"{_list(sources)}.{_near(pattern, sources)}"
+        patterns_lib.describe_no_match(
+          f"transpose[{i}]={(pattern, axes)!r}",
+          pattern,
+          "the model",
+          list(sources),
+        )
       )
     for path in found:
       shape = tuple(saved[sources[path].path].shape)
@@ -355,35 +315,6 @@ def _list(paths: Iterable[str]) -> str:
   return f"{', '.join(paths[:_LISTED])}{more}"
 
 
-def _near(pattern: str, paths: Iterable[str]) -> str:
-  # A pattern is often a part of a path: `kernel` or `Dense_0`.
-  names = {name: None for path in paths for name in path.split("/")}
-  return checks.did_you_mean(pattern, [*paths, *names])
-
-
 def _pattern(path: str) -> str:
   """Returns a pattern for the module of a path, for a message."""
   return f"^{path.rpartition('/')[0] or path}/"
-
-
-def _sequence(field: str, value: Any) -> Sequence[Any]:
-  if isinstance(value, (tuple, list)):
-    return value
-  raise TypeError(f"{field} must be a sequence such as (...,), got {value!r}.")
-
-
-def _pair(field: str, value: Any, form: str) -> Any:
-  if isinstance(value, (tuple, list)) and len(value) == 2:
-    return value
-  raise TypeError(f"{field} must be a pair {form}, got {value!r}.")
-
-
-def _compile(field: str, pattern: Any) -> re.Pattern[str]:
-  if not isinstance(pattern, str):
-    raise TypeError(f"{field} must be a regular expression, got {pattern!r}.")
-  try:
-    return re.compile(pattern)
-  except re.error as e:
-    raise ValueError(
-      f"{field}: {pattern!r} is no regular expression: {e}."
-    ) from e

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 
 from flaxshard.checkpoint import damage
 from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import init_patterns
 from flaxshard.checkpoint import locate
 from flaxshard.checkpoint import match_parameters
+from flaxshard.checkpoint import model_arrays
 from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import restore_plan
 from flaxshard.checkpoint import safetensors_files
@@ -23,11 +25,6 @@ from flaxshard.checkpoint import step_names
 from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.core import multihost
-from flaxshard.core import trees
-from flaxshard.state import fields as fields_lib
-from flaxshard.state import lora
-from flaxshard.state import reinitialize
-from flaxshard.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
@@ -35,9 +32,6 @@ PyTree = Any
 P = jax.sharding.PartitionSpec
 _State = TypeVar("_State")
 _Result = TypeVar("_Result")
-
-# Fields of a state that are not read: they begin with the new run.
-_NOT_READ = ("step", "opt_state", "wrapper_states", "rngs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,12 +146,12 @@ def init_from(
     >>> params["trunk"]["w"].tolist(), report.kept, report.unused
     ([1.0, 1.0], ('head/w',), ('head/w',))
   """
-  patterns = match_parameters.Patterns(rename, keep, ignore, transpose, cast)
+  patterns = init_patterns.Patterns(rename, keep, ignore, transpose, cast)
   if not isinstance(path, (str, os.PathLike)):
     raise TypeError(f"path must be a path, got {path!r}.")
   if not isinstance(subtree, str):
     raise TypeError(f"subtree must be a string, got {subtree!r}.")
-  model = _Model.of(state)
+  model = model_arrays.ModelArrays.of(state)
   directory = step_names.as_path(files.absolute(path))
   opened = _open_safetensors(directory)
   if opened is None:
@@ -173,76 +167,6 @@ def init_from(
     arrays, report = _read(opened, model, patterns, subtree)
   _log.info("%s", report)
   return model.replace(arrays), report
-
-
-@dataclasses.dataclass(frozen=True)
-class _Model:
-  """The arrays of a state, or of a tree of parameters, that may be read.
-
-  Attributes:
-    state: The state, or the tree.
-    fields: The trees of arrays, by field; a tree of parameters is `params`.
-    paths: The field and the path in it of each array, by its path in the model.
-    leaves: The arrays, by the same paths.
-    factors: Paths of the factors of LoRA, which most files lack.
-  """
-
-  state: Any
-  fields: Mapping[str, PyTree]
-  paths: Mapping[str, tuple[str, tuple[str, ...]]]
-  leaves: Mapping[str, jax.Array]
-  factors: frozenset[str]
-
-  @classmethod
-  def of(cls, state: Any) -> _Model:
-    """Returns the arrays of a state or a tree of parameters."""
-    if isinstance(state, TrainState):
-      fields = {
-        name: tree
-        for name, tree in fields_lib.array_fields(state).items()
-        if name not in _NOT_READ
-      }
-    else:
-      fields = {"params": state}
-    has_lora = isinstance(getattr(state, "apply_fn", None), lora.Apply)
-    frozen = lora.FROZEN if has_lora else None
-    paths, leaves = {}, {}
-    for field, tree in fields.items():
-      # The frozen parameters are parameters of the model.
-      prefix = () if field in ("params", frozen) else (field,)
-      for path, leaf in trees.leaves_by_path(tree).items():
-        name = "/".join((*prefix, *path))
-        if not isinstance(leaf, jax.Array):
-          raise TypeError(
-            f"state must hold JAX arrays, got {checks.describe(leaf)} at "
-            f"{name}. Give the state of create_train_state without abstract."
-          )
-        paths[name] = field, path
-        leaves[name] = leaf
-    factors = [
-      name
-      for name, (field, path) in paths.items()
-      if has_lora
-      and field == "params"
-      and lora.is_factor(path, fields[lora.FROZEN])
-    ]
-    return cls(state, fields, paths, leaves, frozenset(factors))
-
-  def replace(self, arrays: Mapping[str, jax.Array]) -> Any:
-    """Returns the state or the tree with other arrays, by their paths."""
-    by_field = {
-      self.paths[path]: x for path, x in {**self.leaves, **arrays}.items()
-    }
-    fields = {
-      field: jax.tree.unflatten(
-        jax.tree.structure(tree),
-        [by_field[field, path] for path in trees.leaves_by_path(tree)],
-      )
-      for field, tree in self.fields.items()
-    }
-    if not isinstance(self.state, TrainState):
-      return fields["params"]
-    return reinitialize.reinitialize(self.state, fields)
 
 
 def _open_steps(
@@ -282,8 +206,8 @@ def _open_safetensors(
 
 def _read(
   opened: restore_plan.CheckpointStep,
-  model: _Model,
-  patterns: match_parameters.Patterns,
+  model: model_arrays.ModelArrays,
+  patterns: init_patterns.Patterns,
   subtree: str,
 ) -> tuple[dict[str, jax.Array], InitReport]:
   """Returns the arrays of a file by their paths in the model, and a report."""

@@ -21,6 +21,7 @@ from flaxshard.partitioning import specs as specs_lib
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import initialization
 from flaxshard.state import lora as lora_lib
+from flaxshard.state import lora_split
 from flaxshard.state import model_facts
 from flaxshard.state import sharding as sharding_lib
 from flaxshard.state.train_state import TrainState
@@ -242,17 +243,19 @@ def plan_creation(
   apply_fn, split = init.model.apply_fn, None
   if lora is not None:
     if lora_lib.FROZEN in init.variables:
-      raise lora_lib.LoRAError(
+      raise lora_split.LoRAError(
         f"model={init.model.name} has a collection {lora_lib.FROZEN!r} "
         "already, in which the frozen parameters would be."
       )
-    split = lora_lib.plan_split(lora, specs_lib.unbox(init.variables["params"]))
+    split = lora_split.plan_split(
+      lora, specs_lib.unbox(init.variables["params"])
+    )
     if specs:
       specs["params"], specs[lora_lib.FROZEN] = split.split_specs(
         specs["params"]
       )
     apply_fn = lora_lib.Apply(apply_fn, lora.alpha / lora.rank)
-    args = (*args, lora_lib.factor_key(rng))
+    args = (*args, lora_split.factor_key(rng))
     if arg_specs is not None:
       arg_specs = (*arg_specs, P())
   arg_shardings = None

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from flaxshard import checkpoint
-from flaxshard.checkpoint import match_parameters
+from flaxshard.checkpoint import init_patterns
 from flaxshard.state import lora as lora_lib
 from flaxshard.state.train_state import TrainState
 from flaxshard.train.config import definition
@@ -29,7 +29,7 @@ def check(config: Mapping[str, Any]) -> None:
   if not lora["rank"]:
     _check_defaults("lora", lora, definition.LORA, "rank")
   try:
-    match_parameters.Patterns(**{name: init_from[name] for name in _PATTERNS})
+    init_patterns.Patterns(**{name: init_from[name] for name in _PATTERNS})
   except (TypeError, ValueError) as e:
     raise ValueError(f"config.init_from.{e}") from e
   create_lora(lora)

@@ -30,7 +30,7 @@ from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas.values import PerReplica
 from flaxshard.state import create as create_lib
 from flaxshard.state import replica_groups
-from flaxshard.state.lora import LoRAError
+from flaxshard.state.lora_split import LoRAError
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import adapter

@@ -117,7 +117,10 @@ def test_initialization_in_each_replica(tmp_path):
       {"init_from": {"path": "a", "keep": ("(",)}},
       ["init_from.keep[0]", "'('"],
     ),
-    ({"init_from": {"path": "a", "rename": ("b",)}}, ["init_from.rename[0]"]),
+    (
+      {"init_from": {"path": "a", "rename": ("b",)}},
+      ["init_from.rename", "pairs"],
+    ),
     ({"init_from": {"path": "a", "keep": "b"}}, ["init_from.keep", "sequence"]),
     ({"lora": {"alpha": 8}}, ["lora.alpha", "lora.rank"]),
     ({"lora": {"rank": -1}}, ["lora.rank", "-1"]),
