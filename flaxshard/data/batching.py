@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import dataclasses
 import itertools
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import grain
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from flaxshard.core import checks
 from flaxshard.data import collate as collate_lib
 from flaxshard.data import sources
+from flaxshard.data import streams
 from flaxshard.data.sources import Example
 from flaxshard.data.sources import Source
 from flaxshard.data.sources import Splits
@@ -30,10 +31,11 @@ def train_iterator(
   process_count: int = 1,
   rows: Sequence[int] | None = None,
   collate: collate_lib.Collate | None = None,
-) -> grain.DatasetIterator:
+) -> grain.DatasetIterator | streams.StreamIterator:
   """Returns an endless iterator over this process's rows of global batches.
 
-  The order depends on `seed` alone. Each epoch has another order. Row r of
+  The order depends on `seed` alone. Each epoch has another order. A stream is
+  read in its own order; see `flaxshard.data.streams.StreamIterator`. Row r of
   global batch n is the same example for any number of processes. A process
   loads no other examples than those of its rows.
 
@@ -70,6 +72,15 @@ def train_iterator(
   """
   rows = _rows_of_process(batch_size, process_index, process_count, rows)
   checks.integer("seed", seed, minimum=0)
+  if sources.is_stream(splits.train):
+    return streams.StreamIterator(
+      splits,
+      batch_size=batch_size,
+      rows=rows,
+      seed=seed,
+      shapes=_shapes(splits, collate),
+      collate=collate or collate_lib.stack,
+    )
   dataset = grain.MapDataset.source(splits.train).seed(seed).shuffle().repeat()
   if splits.augment is not None:
     dataset = dataset.random_map(splits.augment)
@@ -181,13 +192,21 @@ def _batch(
   num_examples: int | None = None,
 ) -> grain.IterDataset:
   """Returns the batches of some rows of each global batch of a dataset."""
-  # Reads one example: batches must have its shapes, for which the step is
-  # compiled.
-  first = sources.first_batch("config.data", splits, collate)
-  shapes = {key: x.shape[1:] for key, x in first.items()}
+  shapes = _shapes(splits, collate)
   collate = collate or collate_lib.stack
   source = _Batches(dataset, batch_size, rows, shapes, collate, num_examples)
   return grain.MapDataset.source(source).to_iter_dataset(_READ_OPTIONS)
+
+
+def _shapes(
+  splits: Splits, collate: collate_lib.Collate | None
+) -> dict[str, tuple[int, ...]]:
+  """Returns the shapes of an example after `collate`, by key.
+
+  All batches must have them: the train step is compiled for them.
+  """
+  first = sources.first_batch("config.data", splits, collate)
+  return {key: x.shape[1:] for key, x in first.items()}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -221,33 +240,11 @@ class _Batches:
   def __getitem__(self, index: SupportsIndex) -> Example:
     start = int(index) * self.batch_size
     examples = [self.dataset[start + row] for row in self.rows]
-    batch = collate_rows(examples, self.shapes, self.collate)
+    batch = collate_lib.collate_rows(examples, self.shapes, self.collate)
     if self.num_examples is not None:
       positions = start + np.asarray(self.rows)
       batch["mask"] = positions < self.num_examples
     return batch
-
-
-def collate_rows(
-  examples: Sequence[Any],
-  shapes: Mapping[str, tuple[int, ...]],
-  collate: collate_lib.Collate,
-) -> Example:
-  """Returns a checked batch of examples.
-
-  Args:
-    examples: The examples.
-    shapes: Shapes of an example after `collate`, by key.
-    collate: Makes a batch of a sequence of examples.
-
-  Raises:
-    ValueError: The batch is not valid, or has other shapes.
-  """
-  batch = collate_lib.check_batch(
-    "config.data: a batch", collate(examples), len(examples)
-  )
-  collate_lib.check_shapes(shapes, {k: x.shape[1:] for k, x in batch.items()})
-  return batch
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

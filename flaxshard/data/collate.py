@@ -78,3 +78,23 @@ def check_batch(where: str, batch: Any, rows: int) -> Example:
         f"{rows} examples; {key} has the shape {value.shape}."
       )
   return arrays
+
+
+def collate_rows(
+  examples: Sequence[Any],
+  shapes: Mapping[str, tuple[int, ...]],
+  collate: Collate,
+) -> Example:
+  """Returns a checked batch of examples.
+
+  Args:
+    examples: The examples.
+    shapes: Shapes of an example after `collate`, by key.
+    collate: Makes a batch of a sequence of examples.
+
+  Raises:
+    ValueError: The batch is not valid, or has other shapes.
+  """
+  batch = check_batch("config.data: a batch", collate(examples), len(examples))
+  check_shapes(shapes, {k: x.shape[1:] for k, x in batch.items()})
+  return batch

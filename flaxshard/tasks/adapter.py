@@ -99,7 +99,10 @@ class AdaptedTask:
         f"{self.name}.loss: there is no key {key!r}; the batch has "
         f"{', '.join(batch)}.{checks.did_you_mean(key, batch)}"
       ) from e
-    return self._check_result(state, result)
+    loss, aux = self._check_result(state, result)
+    if train:
+      _warn_of_missing_collections(self.name, state, aux)
+    return loss, aux
 
   def _check_result(
     self, state: TrainState, result: Any
@@ -146,17 +149,27 @@ class AdaptedTask:
     self,
     metrics: clu_metrics.Collection,
     values: Mapping[str, Any],
+    *,
+    mask: Any = None,
   ) -> clu_metrics.Collection:
     """Merges the metrics of a batch into those so far.
 
     Args:
-      metrics: The metrics so far.
-      values: The keyword arguments of `single_from_model_output`.
+      metrics: The metrics so far, of the task or of another collection.
+      values: `Aux.metrics`: the keyword arguments of
+        `single_from_model_output`.
+      mask: The mask of an evaluation batch, used if `values` has none.
 
     Raises:
-      ValueError: A metric needs a value that is missing.
+      ValueError: A metric needs a value that is missing, or no metric of the
+        task reads a value.
     """
     cls = type(metrics)
+    # The `evaluate` of a task may read further values by another collection.
+    if cls is self.metrics and (mask is None or self.evaluate is None):
+      self._check_values_are_read(cls, values)
+    if mask is not None:
+      values = {"mask": mask, **values}
     try:
       single = cls.single_from_model_output(**values)
     except (KeyError, TypeError) as e:
@@ -166,6 +179,26 @@ class AdaptedTask:
         f"{checks.did_you_mean(str(e.args[0]) if e.args else '', values)}"
       ) from e
     return metrics.merge(single)
+
+  def _check_values_are_read(self, cls: Any, values: Mapping[str, Any]) -> None:
+    try:
+      program = jax.make_jaxpr(lambda v: cls.single_from_model_output(**v))(
+        dict(values)
+      )
+    except Exception:
+      return  # `update_metrics` reports it
+    used = {id(v) for eqn in program.eqns for v in eqn.invars}
+    used |= {id(v) for v in program.jaxpr.outvars}
+    leaves = jax.tree_util.tree_leaves_with_path(dict(values))
+    for (path, _), variable in zip(leaves, program.jaxpr.invars, strict=True):
+      name = path[0].key
+      if id(variable) not in used and name != "mask":
+        fields = vars(cls).get("__annotations__", {})
+        raise ValueError(
+          f"{self.name}.loss: no field of {cls.__name__} reads the Aux.metrics "
+          f"{name!r}; its fields are {', '.join(fields)}."
+          f"{checks.did_you_mean(name, fields)}"
+        )
 
   def make_model(
     self,
@@ -338,6 +371,19 @@ def _adapt_inputs(
     return result, {}
 
   return adapted
+
+
+def _warn_of_missing_collections(
+  name: str, state: TrainState, aux: task_lib.Aux
+) -> None:
+  missing = [
+    n for n in apply_lib.collection_names(state) if n not in aux.collections
+  ]
+  if missing:
+    checks.warn(
+      f"{name}.loss: Aux.collections lacks {', '.join(missing)}, which then "
+      "never change. Return what apply_fn returned: Aux(metrics, collections)."
+    )
 
 
 def _check_signature(

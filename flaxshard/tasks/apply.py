@@ -122,8 +122,10 @@ class BoundApply:
     """Calls the model; see `flaxshard.tasks.Apply`."""
     given = {**self.collections, **(collections or {})}
     _check_collections(given, list(self.collections))
-    if isinstance(mutable, str):
-      mutable = (mutable,)
+    mutable = [mutable] if isinstance(mutable, str) else list(mutable)
+    # A call adds what it sows to the values that are there.
+    for name in mutable:
+      given.pop(name, None)
     if OVERWRITE_WITH_GRADIENT in params:
       # Flax's fp8 layers: params holds both collections, by name.
       variables = dict(params)
@@ -227,7 +229,7 @@ def _method_of(
 
 def mode_arguments(
   function: Callable[..., Any], train: bool, *, required: bool = False
-) -> dict[str, bool]:
+) -> dict[str, Any]:
   """Returns the arguments that tell a model's call the mode.
 
   Args:
@@ -235,10 +237,11 @@ def mode_arguments(
     train: Whether the mode is that of training.
     required: Whether to leave out arguments with a default value.
   """
+  parameters = _parameters(function)
   return {
     name: value if train else not value
     for name, value in _MODE_ARGUMENTS.items()
-    if name in (parameters := _parameters(function))
+    if name in parameters
     and not (
       required and parameters[name].default is not inspect.Parameter.empty
     )
@@ -249,7 +252,7 @@ def _mode_arguments(
   function: Callable[..., Any], train: bool
 ) -> dict[str, Any]:
   parameters = _parameters(function)
-  given: dict[str, Any] = mode_arguments(function, train)
+  given = mode_arguments(function, train)
   takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
   return {"train": train} if takes_any and not given else given
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from flaxshard.core import checks
+from flaxshard.data import Splits
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks import adapter
 from flaxshard.tasks import apply
@@ -74,22 +75,65 @@ class Evaluation:
     return check_numbers(f"{self.task.name}.metrics", values)
 
 
-def evaluate(evaluation: Evaluation, has_data: bool) -> dict[str, float]:
+def evaluate(
+  evaluation: Evaluation, has_data: bool, best_metric: str = "none"
+) -> dict[str, float]:
   """Returns the metrics of an evaluation, as `eval_<name>`.
 
   Args:
     evaluation: The evaluation.
     has_data: Whether there is evaluation data.
+    best_metric: A metric that it must have, or `"none"`.
 
   Raises:
-    ValueError, TypeError: The task does not return numbers by name.
+    ValueError, TypeError: The task does not return numbers by name, or not the
+      metric `best_metric`.
   """
   task = evaluation.task
   if task.evaluate is not None:
     values = check_numbers(f"{task.name}.evaluate", task.evaluate(evaluation))
   else:
     values = evaluation.means() if has_data else {}
-  return {f"eval_{name}": value for name, value in values.items()}
+  metrics = {f"eval_{name}": value for name, value in values.items()}
+  if best_metric != "none" and best_metric not in metrics:
+    raise _no_best_metric(best_metric, metrics)
+  return metrics
+
+
+def check_best_metric(
+  config: Any, task: adapter.AdaptedTask, splits: Splits | None
+) -> None:
+  """Raises if the evaluation will not have `config.best_metric`.
+
+  Args:
+    config: A checked config.
+    task: The task. Metrics of its own `evaluate` are not known yet.
+    splits: The data, or None.
+
+  Raises:
+    ValueError: There is no such metric.
+  """
+  best_metric = config.best_metric
+  if best_metric == "none" or task.evaluate is not None:
+    return
+  if splits is None or splits.eval is None:
+    raise ValueError(
+      f"config.best_metric={best_metric!r} needs an evaluation: there is no "
+      f"evaluation data, and task {task.name} has no evaluate."
+    )
+  # A collection may compute other numbers than those of its fields.
+  if task.metrics.compute is clu_metrics.Collection.compute:
+    names = [f"eval_{name}" for name in vars(task.metrics)["__annotations__"]]
+    if best_metric not in names:
+      raise _no_best_metric(best_metric, names)
+
+
+def _no_best_metric(best_metric: str, names: Iterable[str]) -> ValueError:
+  return ValueError(
+    f"config.best_metric={best_metric!r} is not a metric of the evaluation, "
+    f"which has {', '.join(names) or 'none'}."
+    f"{checks.did_you_mean(best_metric, names)}"
+  )
 
 
 def check_numbers(where: str, values: Any) -> dict[str, float]:

@@ -41,6 +41,7 @@ from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import preemption
 from flaxshard.train import report
 from flaxshard.train import resume
+from flaxshard.train import rollouts
 from flaxshard.train import same_run
 from flaxshard.train import setup as setup_lib
 from flaxshard.train import steps
@@ -189,7 +190,7 @@ class _Run:
 
   workdir: str
   stop_request: preemption.StopRequest
-  train_iter: distribute.DistributedIterator
+  train_iter: distribute.DistributedIterator | rollouts.RolloutIterator
   checkpointer: checkpoint.Checkpointer
   call_hooks: hooks_lib.Hooks
 
@@ -206,7 +207,7 @@ def _open_run(
       directories.check_writable("workdir", checkpoint_dir)
     # From here on a signal ends the run with a checkpoint.
     stop_request = exit_stack.enter_context(preemption.catch_signals())
-    train_iter = exit_stack.enter_context(iter(setup.train_batches()))
+    train_iter = exit_stack.enter_context(setup.open_train_batches())
     best_metric = config.best_metric
     checkpointer = exit_stack.enter_context(
       checkpoint.Checkpointer(
@@ -284,7 +285,7 @@ def _train(
       state, progress, next_step = setup.train_step(
         state,
         progress,
-        next(run.train_iter),
+        setup.next_batch(run.train_iter, state),
         rng,
         next_step,
       )

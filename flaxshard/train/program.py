@@ -6,13 +6,15 @@ the devices need not exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
 import logging
 from typing import Any
 
+from flax import linen as nn
+from flax.core.scope import DenyList
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,6 +112,20 @@ class Program:
       )
     return traced
 
+  def scalar_metrics(self) -> list[str]:
+    """Returns the names of metrics that the loss returns as scalars."""
+    batch = dict(self.arguments[BATCH])
+    batch["mask"] = jax.ShapeDtypeStruct((self.config.batch_size,), bool)
+
+    def metrics_of(state: TrainState, batch: Any, rng: Any) -> Any:
+      rngs = apply.Rngs(rng)
+      return self.task(state, state.params, batch, rngs, False)[1].metrics
+
+    values = jax.eval_shape(
+      metrics_of, self.abstract_state, batch, self.arguments[RNG]
+    )
+    return [name for name, value in values.items() if not jnp.shape(value)]
+
 
 def create_program(
   config: Any,
@@ -135,7 +151,7 @@ def create_program(
   _warn_of_long_warmup(config, schedule)
   policy = Policy(config.precision)
 
-  def plan_creation() -> create_lib.CreationPlan:
+  def plan_creation(sown: Sequence[str] = ()) -> create_lib.CreationPlan:
     model = task.make_model(
       config.model,
       example=example,
@@ -147,7 +163,12 @@ def create_program(
       {key: _batch_of_one(x) for key, x in example.items()}
     )
     # Models without a default mode are initialized as in evaluation.
-    mode = apply.mode_arguments(model.__call__, False, required=True)
+    mode: dict[str, Any] = apply.mode_arguments(
+      model.__call__, False, required=True
+    )
+    if sown:
+      # Otherwise `init` puts the values that it sows in the state.
+      mode["mutable"] = DenyList(("intermediates", *sown))
     with _errors_name_field(
       f"{_describe_model(config, task)} cannot be initialized"
     ):
@@ -168,6 +189,9 @@ def create_program(
       )
 
   creation = plan_creation()
+  sown = _sown_collections(creation.abstract_state())
+  if sown:
+    creation = plan_creation(sown)
   state, notes = creation.abstract_state(), tuple(creation.notes)
   # That of an NNX module holds the arrays of the module, which would stay in
   # memory during a restore and the whole run.
@@ -176,7 +200,7 @@ def create_program(
   def create_state() -> TrainState:
     for note in notes:
       checks.warn(note)
-    leaves = jax.tree.leaves(plan_creation().create_state())
+    leaves = jax.tree.leaves(plan_creation(sown).create_state())
     # The static fields of the traced state, or the step would compile again.
     return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
@@ -206,6 +230,20 @@ def create_program(
     arguments=arguments,
     notes=notes,
   )
+
+
+def _sown_collections(state: TrainState) -> list[str]:
+  """Returns the names of collections that the initialization has sown.
+
+  `nn.Module.sow` appends to tuples; other variables are not in tuples.
+  """
+  return [
+    name
+    for name in apply.collection_names(state)
+    if (paths := jax.tree_util.tree_leaves_with_path(getattr(state, name)))
+    and all(isinstance(p[-1], jax.tree_util.SequenceKey) for p, _ in paths)
+    and isinstance(getattr(state.apply_fn, "__self__", None), nn.Module)
+  ]
 
 
 def _describe_model(config: Any, task: adapter.AdaptedTask) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from flaxshard import data
+from flaxshard.core import checks
 from flaxshard.data import distribute
 from flaxshard.data import sharding
 from flaxshard.data import sources
@@ -27,6 +28,7 @@ from flaxshard.tasks import load
 from flaxshard.train import devices
 from flaxshard.train import evaluation as evaluation_lib
 from flaxshard.train import program as program_lib
+from flaxshard.train import rollouts
 from flaxshard.train import steps
 
 P = jax.sharding.PartitionSpec
@@ -45,6 +47,7 @@ class Setup:
     batch_specs: How each array of a batch is split.
     schedule: The learning rate, as a function of the applied updates.
     abstract_state: The state with a `jax.ShapeDtypeStruct` for every array.
+    abstract_batch: The shapes and shardings of a batch.
     create_state: Returns a new state.
     zero_progress: The progress before any step, as NumPy arrays.
     train_step: `train_step(state, progress, batch, rng, step)` returns the next
@@ -64,12 +67,32 @@ class Setup:
   batch_specs: Mapping[str, P]
   schedule: optax.Schedule
   abstract_state: TrainState
+  abstract_batch: Mapping[str, jax.ShapeDtypeStruct]
   create_state: Callable[[], TrainState]
   zero_progress: steps.Progress
   train_step: TrainStep
   lowered_train_step: jax.stages.Lowered
   eval_step: Callable[..., Any]
   read_progress: Callable[[Any], steps.Progress]
+
+  def next_batch(self, iterator: Any, state: TrainState) -> Any:
+    """Returns the next training batch, on the devices.
+
+    Args:
+      iterator: That of `open_train_batches`.
+      state: The newest train state.
+    """
+    if self.task.train_batches is None:
+      return next(iterator)
+    return iterator.next_batch(state)
+
+  def open_train_batches(self) -> Any:
+    """Returns an iterator over the training batches, a context manager."""
+    if self.task.train_batches is None:
+      return iter(self.train_batches())
+    return rollouts.RolloutIterator(
+      self.task, self.config.seed, self.abstract_batch
+    )
 
   def train_batches(self) -> distribute.DistributedDataset:
     """Returns the endless training batches, on the devices."""
@@ -107,7 +130,9 @@ class Setup:
       eval_step=self.eval_step,
       replicate=self.replicate,
     )
-    return evaluation_lib.evaluate(evaluation, self._has_eval_data)
+    return evaluation_lib.evaluate(
+      evaluation, self._has_eval_data, self.config.best_metric
+    )
 
   @property
   def num_train_examples(self) -> int | None:
@@ -172,7 +197,9 @@ def create_setup(config: Any, strategy: Strategy, task: Any = None) -> Setup:
   loaded = load.load(config, task)
   task = loaded.task
   program = program_lib.create_program(config, strategy, loaded)
+  evaluation_lib.check_best_metric(config, task, loaded.splits)
   lowered = program.lower()
+  _warn_of_scalar_metrics(program, loaded.splits)
   per_replica = config.mesh.per_replica
   state = program.abstract_state
   return Setup(
@@ -183,6 +210,7 @@ def create_setup(config: Any, strategy: Strategy, task: Any = None) -> Setup:
     batch_specs=program.batch_specs,
     schedule=program.schedule,
     abstract_state=state,
+    abstract_batch=program.arguments[program_lib.BATCH],
     create_state=program.create_state,
     zero_progress=jax.device_get(steps.init_progress(task, state)),
     # `Strategy.jit` waits for the results by itself.
@@ -195,6 +223,25 @@ def create_setup(config: Any, strategy: Strategy, task: Any = None) -> Setup:
     ),
     read_progress=_make_progress_reader(strategy, per_replica),
   )
+
+
+def _warn_of_scalar_metrics(
+  program: program_lib.Program, splits: data.Splits | None
+) -> None:
+  """Warns of means over a batch that count the padding of the last one."""
+  if splits is None or splits.eval is None or program.task.evaluate is not None:
+    return
+  size = program.config.batch_size
+  if not len(splits.eval) % size:
+    return
+  names = program.scalar_metrics()
+  if names:
+    checks.warn(
+      f"{program.task.name}.loss: Aux.metrics has scalars: {', '.join(names)}. "
+      f"The {len(splits.eval)} evaluation examples are no multiple of "
+      f"config.batch_size={size}, and the padding of the last batch counts in "
+      "them. Return arrays [batch]: the metrics take their mean."
+    )
 
 
 def _give_replicas(strategy: Strategy, tree: Any, per_replica: bool) -> Any:

@@ -147,7 +147,7 @@ def eval_step(
   """
   rngs = apply.Rngs(jax.random.fold_in(rng, index))
   _, aux = task(state, state.params, batch, rngs, False)
-  return task.update_metrics(metrics, {"mask": batch["mask"], **aux.metrics})
+  return task.update_metrics(metrics, aux.metrics, mask=batch["mask"])
 
 
 def combine_replicas(progress: Progress) -> Progress:

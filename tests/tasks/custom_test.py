@@ -1,19 +1,24 @@
-"""A custom task: its own loss, metrics, collections, data and evaluation."""
+"""Custom tasks: losses, metrics, collections, data and evaluations."""
 
-from clu import metrics as clu_metrics
-import flax
-import flax.linen as nn
+import os
+
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small_tasks
+from small_tasks import config
+from small_tasks import Regression
 import tiny
+import tree_equality
 
 from flaxshard import data
 from flaxshard import tasks
 from flaxshard import train
+from flaxshard.analysis import config_plan
 
-_THIS = "custom_task"
+_THIS = "custom_tasks"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,86 +28,182 @@ def importable():
     yield
 
 
-@flax.struct.dataclass
-class Metrics(clu_metrics.Collection):
-  loss: clu_metrics.Average.from_output("loss")
-  distance: clu_metrics.Average.from_output("distance")
-
-
-class Noisy(nn.Module):
-  """Batch normalization, a stream of its own, and a sown loss."""
-
-  width: int
-
-  @nn.compact
-  def __call__(self, x, scale, *, train):
-    x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(x) * scale
-    if train:
-      x = x + 0.01 * jax.random.normal(self.make_rng("noise"), x.shape)
-    self.sow("losses", "size", (x**2).mean())
-    return nn.Dense(self.width)(x)
-
-
-class Regression:
-  """Predicts `target` of `x` and `scale`."""
-
-  metrics = Metrics
-
-  def __init__(self, weight=0.0, size=40):
-    self._weight, self._size = weight, size
-
-  def create_model(self, example):
-    return Noisy(width=example["target"].shape[0])
-
-  def init_inputs(self, batch):
-    return batch["x"], batch["scale"]
-
-  def loss(self, apply_fn, params, batch, rngs, train):
-    outputs, collections = apply_fn(
-      params, batch["x"], batch["scale"], rngs=rngs, mutable=("losses",)
-    )
-    sown = collections.pop("losses")["size"][0]
-    errors = (outputs - batch["target"]) ** 2
-    loss = errors.mean() + self._weight * sown
-    values = {"loss": errors.mean(-1), "distance": jnp.sqrt(errors.sum(-1))}
-    return loss, tasks.Aux(values, collections)
-
-  def load_data(self):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(self._size, 3)).astype(np.float32)
-    target = x @ np.array([[1.0, 2], [0, 1], [3, 0]], np.float32)
-    examples = [
-      {"x": a, "scale": np.ones(1, np.float32), "target": b}
-      for a, b in zip(x, target, strict=True)
-    ]
-    return data.Splits(examples[10:], examples[:10])
-
-
-def config(**fields):
-  values = tiny.config(precision="float32", wrappers=(), num_train_steps=8)
-  del values.model, values.data
-  values.learning_rate = 0.3
-  return {
-    **values,
-    "num_train_steps": 40,
-    "log_every_steps": 10,
-    "batch_size": 8,
-    "eval_every_steps": 20,
-    "checkpoint_every_steps": 20,
-    **fields,
-  }
-
-
-def test_a_task_object_trains(tmp_path):
+def test_a_task_object_trains_with_collections_streams_and_sown_losses(
+  tmp_path,
+):
   state = train.train_and_evaluate(config(), str(tmp_path), Regression())
   rows = tiny.rows(tmp_path)
-  assert rows[-1]["eval_loss"] < 0.2 * rows[1]["train_loss"]
+  assert rows[-1]["eval_loss"] < 0.2 * rows[0]["train_loss"]
   assert {"train_distance", "eval_distance"} <= set(rows[-1])
-  stats = state.batch_stats["BatchNorm_0"]
-  assert not np.allclose(stats["mean"], 0)
+  # The metrics are means over the 10 examples, without the padding.
+  examples = small_tasks.make_examples(40)[:10]
+  x, target = (np.stack([e[k] for e in examples]) for k in ("x", "target"))
+  stats = jax.device_get(state.batch_stats["BatchNorm_0"])
+  params = jax.device_get(state.params)
+  x = (x - stats["mean"]) / np.sqrt(stats["var"] + 1e-5)
+  x = x * params["BatchNorm_0"]["scale"] + params["BatchNorm_0"]["bias"]
+  dense = params["Dense_0"]
+  outputs = x @ dense["kernel"] + dense["bias"]
+  loss = ((outputs - target) ** 2).mean()
+  assert rows[-1]["eval_loss"] == pytest.approx(loss, rel=1e-4)
+  sown = Regression(weight=10.0)
+  other = train.train_and_evaluate(config(), str(tmp_path / "sown"), sown)
+  scales = [
+    np.abs(s.params["BatchNorm_0"]["scale"]).mean() for s in (state, other)
+  ]
+  assert scales[1] < 0.7 * scales[0]
 
 
-def test_config_names_a_task_with_arguments(tmp_path):
-  task = {"name": f"{_THIS}:Regression", "size": 30}
-  train.train_and_evaluate(config(task=task, num_train_steps=2), str(tmp_path))
-  assert "eval_distance" in tiny.rows(tmp_path)[-1]
+class Ranked(Regression):
+  """Adds numbers of its own to the evaluation."""
+
+  def evaluate(self, evaluation):
+    worst, outputs = 0.0, 0
+    for batch in evaluation.batches():
+      predicted, _ = evaluation.apply_fn(
+        evaluation.state.params, batch["x"], batch["scale"]
+      )
+      errors = jnp.abs(predicted - batch["target"]).max(-1)
+      worst = max(worst, float(jnp.where(batch["mask"], errors, 0).max()))
+      outputs += int(batch["mask"].sum())
+    means = evaluation.means()
+    return {"worst": worst, "outputs": outputs, "distance": means["distance"]}
+
+
+@pytest.mark.slow
+def test_evaluate_returns_other_numbers_that_rate_checkpoints(tmp_path):
+  fields = dict(
+    task={"name": f"{_THIS}:Ranked", "size": 30},
+    num_train_steps=12,
+    eval_every_steps=2,
+    checkpoint_every_steps=2,
+    max_to_keep=1,
+    best_metric="eval_worst",
+    best_mode="min",
+  )
+  train.train_and_evaluate(config(**fields), str(tmp_path))
+  rows = [row for row in tiny.rows(tmp_path) if "eval_worst" in row]
+  assert all(row["eval_outputs"] == 10 for row in rows)
+  assert all(row["eval_distance"] >= row["eval_worst"] * 0.3 for row in rows)
+  best = min(rows, key=lambda row: row["eval_worst"])["step"]
+  kept = {int(n) for n in os.listdir(tmp_path / "checkpoints") if n.isdigit()}
+  assert kept == {best, 12}
+  with pytest.raises(
+    ValueError, match=r"config.best_metric='eval_best'.*worst"
+  ):
+    train.train_and_evaluate(
+      config(**{**fields, "best_metric": "eval_best"}), str(tmp_path / "other")
+    )
+
+
+class OnNnx(nnx.Module):
+  """Takes `deterministic` and `rngs` in its call."""
+
+  def __init__(self, rngs):
+    self.norm = nnx.BatchNorm(3, rngs=rngs)
+    self.dropout = nnx.Dropout(0.1)
+    self.out = nnx.Linear(3, 2, rngs=rngs)
+
+  def __call__(self, x, *, deterministic, rngs):
+    x = self.dropout(self.norm(x), deterministic=deterministic, rngs=rngs)
+    return self.out(x)
+
+
+class NnxRegression(Regression):
+  """The model is a function of `nnx.Rngs`; there is no evaluation data."""
+
+  def create_model(self):
+    return OnNnx
+
+  def init_inputs(self, batch):
+    return (batch["x"],)
+
+  def loss(self, apply_fn, params, batch, rngs, train):
+    outputs, collections = apply_fn(params, batch["x"], rngs=rngs)
+    errors = (outputs - batch["target"]) ** 2
+    values = {"loss": errors.mean(-1), "distance": errors.sum(-1)}
+    return errors.mean(), tasks.Aux(values, collections)
+
+  def load_data(self):
+    return data.Splits(super().load_data().train)
+
+
+@pytest.mark.slow
+def test_an_nnx_task_without_evaluation_data(tmp_path):
+  class Model(NnxRegression):
+    def create_model(self, rngs):
+      return OnNnx(rngs)
+
+  state = train.train_and_evaluate(config(), str(tmp_path), Model())
+  rows = tiny.rows(tmp_path)
+  assert rows[-1]["train_loss"] < 0.7 * rows[0]["train_loss"]
+  assert not [key for row in rows for key in row if key.startswith("eval_")]
+  assert not np.allclose(state.batch_stats["norm"]["mean"], 0)
+
+  class Function(NnxRegression):
+    def create_model(self):
+      return lambda rngs: OnNnx(rngs)
+
+  fields = dict(num_train_steps=2)
+  train.train_and_evaluate(config(**fields), str(tmp_path / "f"), Function())
+
+
+@pytest.mark.slow
+def test_a_task_trains_once_per_replica_with_different_streams(tmp_path):
+  mesh = {"replica": 2, "per_replica": True}
+  state = train.train_and_evaluate(
+    config(mesh=mesh), str(tmp_path), Regression()
+  )
+  rows = tiny.rows(tmp_path)
+  assert rows[-1]["eval_loss"] < 0.2 * rows[0]["train_loss"]
+  assert int(state.step) == 40
+
+
+class Padded(Regression):
+  """Examples of different lengths, which `collate` pads."""
+
+  def load_data(self):
+    examples = [
+      {"values": [float(i)] * (i % 3 + 1), "name": f"example {i}"}
+      for i in range(12)
+    ]
+    return data.Splits(examples, examples)
+
+  def collate(self, examples):
+    x = np.zeros((len(examples), 3), np.float32)
+    for row, example in zip(x, examples, strict=True):
+      row[: len(example["values"])] = example["values"]
+    one = np.ones((len(examples), 1), np.float32)
+    return {"x": x, "scale": one, "target": x[:, :2]}
+
+
+@pytest.mark.slow
+def test_collate_makes_batches_of_any_examples(tmp_path):
+  fields = dict(num_train_steps=4, log_every_steps=2)
+  train.train_and_evaluate(config(**fields), str(tmp_path), Padded())
+  assert np.isfinite(tiny.rows(tmp_path)[-1]["eval_loss"])
+
+
+def test_a_custom_task_is_planned():
+  plan = config_plan.plan_config(config(task=f"{_THIS}:Regression"), "v5e:2x2")
+  assert "params" in str(plan)
+
+
+@pytest.mark.slow
+def test_resume_and_a_checked_task_object(tmp_path):
+  whole = train.train_and_evaluate(
+    config(num_train_steps=6), str(tmp_path / "whole"), Regression()
+  )
+  for steps in (4, 6):
+    fields = dict(num_train_steps=steps, resume="extend")
+    state = train.train_and_evaluate(
+      config(**fields), str(tmp_path / "parts"), Regression()
+    )
+  tree_equality.assert_trees_equal(
+    jax.tree.leaves(state), jax.tree.leaves(whole)
+  )
+  # Another task is another run.
+  with pytest.raises(ValueError, match=r"config\.task: .*Regression.*Ranked"):
+    train.train_and_evaluate(
+      config(num_train_steps=6), str(tmp_path / "parts"), Ranked()
+    )

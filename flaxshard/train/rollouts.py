@@ -1,0 +1,157 @@
+"""Training batches that a task makes as the run goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from flaxshard.core import checks
+from flaxshard.state.train_state import TrainState
+from flaxshard.tasks import adapter
+
+# Folded into the key of the run: other keys than those of the train step.
+_STREAM = 2**31 - 2
+
+
+class Stream:
+  """What a task makes training batches of; see `flaxshard.tasks.Stream`.
+
+  Attributes:
+    step: The number of steps taken.
+  """
+
+  def __init__(self, seed: int):
+    self.step = 0
+    self._key = jax.random.fold_in(jax.random.key(seed), _STREAM)
+    self._state: TrainState | None = None
+
+  @property
+  def rng(self) -> jax.Array:
+    """The PRNG key of the next batch."""
+    return jax.random.fold_in(self._key, self.step)
+
+  def set_state(self, state: TrainState | None) -> None:
+    """Sets the state that `state` returns; None outside of a batch."""
+    self._state = state
+
+  def state(self) -> TrainState:
+    """Returns the newest train state."""
+    if self._state is None:
+      raise ValueError(
+        "stream.state() can be called only while a batch is made, in the body "
+        "of train_batches."
+      )
+    return self._state
+
+
+class RolloutIterator:
+  """Iterates over the batches of `Task.train_batches`.
+
+  The position is the number of steps. A restored iterator calls the method
+  again, with a stream that begins at that step.
+
+  Args:
+    task: The task.
+    seed: The seed of the run.
+    batch: Shapes and shardings of the arrays of a batch, by key.
+  """
+
+  position_is_global = True
+
+  def __init__(
+    self,
+    task: adapter.AdaptedTask,
+    seed: int,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+  ):
+    self._task = task
+    self._batch = batch
+    self._stream = Stream(seed)
+    self._batches: Iterator[Any] | None = None
+
+  def next_batch(self, state: TrainState) -> dict[str, jax.Array]:
+    """Returns the next batch, on the devices.
+
+    Args:
+      state: The newest train state.
+
+    Raises:
+      ValueError, TypeError: The task made no batch, or one of other shapes than
+        those of its examples.
+    """
+    where = f"{self._task.name}.train_batches"
+    stream = self._stream
+    stream.set_state(state)
+    try:
+      if self._batches is None:
+        made = self._task.train_batches(stream)  # type: ignore[misc]
+        if not hasattr(made, "__iter__"):
+          raise TypeError(
+            f"{where} must return an iterator of batches, or yield them; got "
+            f"{checks.describe(made)}."
+          )
+        self._batches = iter(made)
+      batch = next(self._batches, None)
+      if batch is None:
+        raise ValueError(
+          f"{where} ended after {stream.step} steps: it must go on for "
+          "config.num_train_steps."
+        )
+      arrays = self._put(where, batch)
+    finally:
+      # The train step donates the state.
+      stream.set_state(None)
+    stream.step += 1
+    return arrays
+
+  def get_state(self) -> dict[str, int]:
+    """Returns the position."""
+    return {"step": self._stream.step}
+
+  def set_state(self, state: Mapping[str, int]) -> None:
+    """Continues from a position."""
+    self._stream.step = state["step"]
+    self._batches = None
+
+  def __enter__(self) -> RolloutIterator:
+    """Returns itself."""
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    """Ends the generator of the task, whose `finally` blocks run."""
+    close = getattr(self._batches, "close", None)
+    if close is not None:
+      close()
+
+  def _put(self, where: str, batch: Any) -> dict[str, jax.Array]:
+    """Returns a batch as global arrays."""
+    if not isinstance(batch, Mapping) or set(batch) != set(self._batch):
+      raise ValueError(
+        f"{where} must make dicts with the keys of the examples, "
+        f"{', '.join(self._batch)}; got {checks.describe(batch)}."
+      )
+    arrays = {}
+    for key, wanted in self._batch.items():
+      value = batch[key]
+      if np.shape(value) != wanted.shape:
+        raise ValueError(
+          f"{where}: {key} must have the shape {wanted.shape}, that of "
+          f"config.batch_size examples; got {np.shape(value)}."
+        )
+      arrays[key] = _put_array(value, wanted)
+    return arrays
+
+
+def _put_array(value: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+  if isinstance(value, jax.Array) and (
+    jax.process_count() == 1 or not value.is_fully_addressable
+  ):
+    return jax.device_put(value.astype(wanted.dtype), wanted.sharding)
+  array = np.asarray(value).astype(wanted.dtype)
+  # Each process puts its own part; all have made the same batch.
+  return jax.make_array_from_callback(
+    wanted.shape, wanted.sharding, lambda index: array[index]
+  )
