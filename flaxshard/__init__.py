@@ -45,6 +45,8 @@ if TYPE_CHECKING:
   from flaxshard.analysis.search import largest_batch
   from flaxshard.checkpoint import Checkpointer
   from flaxshard.train import config
+  from flaxshard.train.export import export
+  from flaxshard.train.load import load
 
 __all__ = [
   "AGN",
@@ -72,10 +74,12 @@ __all__ = [
   "config",
   "create_train_state",
   "data",
+  "export",
   "freeze",
   "get_replica_context",
   "initialize",
   "largest_batch",
+  "load",
   "merge_lora",
   "models",
   "nnx",
@@ -107,6 +111,8 @@ _LAZY_NAMES = {
   "compare_plans": "flaxshard.analysis.compare",
   "largest_batch": "flaxshard.analysis.search",
   "check": "flaxshard.analysis.check",
+  "export": "flaxshard.train.export",
+  "load": "flaxshard.train.load",
   "plan": "flaxshard.analysis.plan",
 }
 

@@ -150,14 +150,10 @@ def restore(
       Nothing is cast or filled in, and nothing on disk is changed.
   """
   restore_plan.check_state(state)
-
-  def restore_from(where: step_names.Directory) -> TrainState:
-    return restore_plan.open_step(where, plain_item).plan(state).restore()
-
   if isinstance(manager, (str, os.PathLike)):
     directory = step_names.as_path(manager)
     if reader.is_step(directory) and step in (None, locate.step_of(directory)):
-      return restore_from(directory)
+      return restore_plan.open_step(directory, plain_item).plan(state).restore()
     directory = locate.directory_of_steps(directory)
   elif hasattr(manager, "directory"):  # Orbax's managers have no common class
     directory = manager.directory
@@ -167,12 +163,31 @@ def restore(
     raise TypeError(
       f"manager must be an Orbax CheckpointManager or a path, got {manager!r}."
     )
+  return restore_from_directory(directory, state, step, plain_item)[1]
+
+
+def restore_from_directory(
+  directory: step_names.Directory,
+  state: TrainState,
+  step: int | None,
+  plain_item: str | None = None,
+) -> tuple[int, TrainState]:
+  """Returns the step that was restored, and its state.
+
+  Args:
+    directory: The directory of the steps.
+    state: As in `restore`, like the following two.
+    step: See there.
+    plain_item: See there.
+  """
   return read_newest(
     directory,
     lambda: step_names.steps(directory),
     step,
-    lambda _, where: restore_from(where),
-  )[1]
+    lambda _, where: (
+      restore_plan.open_step(where, plain_item).plan(state).restore()
+    ),
+  )
 
 
 def read_newest(

@@ -80,7 +80,11 @@ def create(config: Any) -> adapter.AdaptedTask:
 
 
 def load(
-  config: Any, task: Any = None, *, shapes_only: bool = False
+  config: Any,
+  task: Any = None,
+  *,
+  shapes_only: bool = False,
+  known: data_lib.Shapes | None = None,
 ) -> LoadedTask:
   """Creates the task of a config and loads its data.
 
@@ -89,19 +93,20 @@ def load(
     task: A task object, in place of the one that `config.task` names.
     shapes_only: Whether to find only the shapes of the data, without reading it
       where that is possible.
+    known: The shapes of the data, if they are known: nothing is read.
 
   Raises:
     ValueError, TypeError: The task or the data is not valid.
   """
-  found: list[Any] = []
+  found: list[Any] = [] if known is None else [known]
 
   def read(collate: collate_lib.Collate | None = None) -> Any:
     """Returns the data that `config.data` names: `Splits` or `Shapes`."""
-    if not config.data:
-      raise ValueError(
-        "config.data is missing: the task has neither load_data nor example."
-      )
     if not found:
+      if not config.data:
+        raise ValueError(
+          "config.data is missing: the task has neither load_data nor example."
+        )
       found.append(
         data_lib.load_shapes(config.data, collate)
         if shapes_only
@@ -113,6 +118,8 @@ def load(
     adapted = _create(config, read)
   else:
     adapted = adapter.adapt(task)
+  if known is not None:
+    return LoadedTask(adapted, known.example, known.num_classes, None)
   collate = adapted.collate
   if adapted.load_data is not None and config.data:
     raise ValueError(

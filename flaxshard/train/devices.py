@@ -58,6 +58,27 @@ def create_strategy(config: Any) -> Strategy:
   return strategy
 
 
+def strategy_for_state(config: Any) -> tuple[Strategy, bool]:
+  """Returns a strategy that holds the state of a run on the devices here.
+
+  `config.mesh.virtual_devices` is not used.
+
+  Args:
+    config: A checked config.
+
+  Returns:
+    The strategy of `config.mesh`, or that of the first device if there are too
+    few; and whether it is the former.
+  """
+  available = jax.devices()
+  try:
+    replicas = count_replicas(config, len(available))
+  except ValueError as e:
+    _log.info("the state is put on the first device: %s", e)
+    return Strategy(devices=available[:1]), False
+  return _strategy_of(config.mesh, replicas, available, None), True
+
+
 def create_compile_only_strategy(config: Any, topology: str) -> Strategy:
   """Returns the strategy of a checked config on devices that need not exist.
 
@@ -88,8 +109,6 @@ def _create_strategy(
     topology: The topology of the devices; None: they are `jax.devices()`.
   """
   mesh = config.mesh
-  named_axes = dict(mesh.axes)
-  logical_count = _count_logical_devices(mesh)
   replicas = count_replicas(config, len(devices))
   if config.batch_size % replicas:
     raise ValueError(
@@ -97,11 +116,19 @@ def _create_strategy(
       f"{replicas} replicas of config.mesh.replica={mesh.replica}."
     )
   _check_wrappers(config.wrappers, replicas, mesh.per_replica)
+  return _strategy_of(mesh, replicas, devices, topology)
+
+
+def _strategy_of(
+  mesh: Any, replicas: int, devices: Sequence[Any], topology: Topology | None
+) -> Strategy:
+  """Returns the strategy of a number of replicas; see `_create_strategy`."""
+  logical_count = _count_logical_devices(mesh)
   used = replicas * logical_count
   mesh_shape = {
     mesh_lib.REPLICA: replicas,
     # With prime factors as axes, every split has a PartitionSpec.
-    **(named_axes or mesh_lib.prime_axes(logical_count)),
+    **(dict(mesh.axes) or mesh_lib.prime_axes(logical_count)),
   }
   if used < len(devices):
     return Strategy(devices=devices[:used], mesh_shape=mesh_shape)

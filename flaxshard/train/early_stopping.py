@@ -209,9 +209,7 @@ def warn_if_too_short(config: Any) -> None:
 
 
 def _sign(config: Mapping[str, Any]) -> int:
-  mode = config["mode"]
-  if mode == "auto":
-    mode = config_lib.BEST_MODES[config["metric"]]
+  mode = config_lib.resolve_mode(config["metric"], config["mode"])
   return -1 if mode == "max" else 1
 
 

@@ -261,7 +261,7 @@ def _train(
   """
   config = setup.config
   early_stopping.warn_if_too_short(config)
-  resume.write(config, run.workdir, setup.num_train_examples)
+  resume.write(config, run.workdir, setup.num_train_examples, setup.shapes)
   _log_state(state, first_step)
   _compile(setup.lowered_train_step)
   with (

@@ -151,47 +151,7 @@ def create_program(
   _warn_of_long_warmup(config, schedule)
   policy = Policy(config.precision)
 
-  def plan_creation(sown: Sequence[str] = ()) -> create_lib.CreationPlan:
-    model = task.make_model(
-      config.model,
-      example=example,
-      num_classes=loaded.num_classes,
-      policy=policy,
-      seed=config.seed,
-    )
-    args, kwargs = task.init_inputs(
-      {key: _batch_of_one(x) for key, x in example.items()}
-    )
-    # Models without a default mode are initialized as in evaluation.
-    mode: dict[str, Any] = apply.mode_arguments(
-      model.__call__, False, required=True
-    )
-    if sown:
-      # Otherwise `init` puts the values that it sows in the state.
-      mode["mutable"] = DenyList(("intermediates", *sown))
-    with _errors_name_field(
-      f"{_describe_model(config, task)} cannot be initialized"
-    ):
-      return create_lib.plan_creation(
-        model,
-        jax.random.key(config.seed),
-        args,
-        tx,
-        wrappers=accumulate.add_accumulation(
-          wrappers_lib.from_config(config.wrappers),
-          config.accumulate_steps,
-          per_replica=config.mesh.per_replica,
-        ),
-        mesh=strategy.mesh,
-        rules=rules_lib.from_config(config.mesh.rules),
-        lora=fine_tuning.create_lora(config.lora),
-        init_kwargs={**mode, **kwargs},
-      )
-
-  creation = plan_creation()
-  sown = _sown_collections(creation.abstract_state())
-  if sown:
-    creation = plan_creation(sown)
+  creation = plan_creation(config, strategy, loaded, tx)
   state, notes = creation.abstract_state(), tuple(creation.notes)
   # That of an NNX module holds the arrays of the module, which would stay in
   # memory during a restore and the whole run.
@@ -200,7 +160,8 @@ def create_program(
   def create_state() -> TrainState:
     for note in notes:
       checks.warn(note)
-    leaves = jax.tree.leaves(plan_creation(sown).create_state())
+    creation = plan_creation(config, strategy, loaded, tx)
+    leaves = jax.tree.leaves(creation.create_state())
     # The static fields of the traced state, or the step would compile again.
     return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
@@ -244,6 +205,77 @@ def _sown_collections(state: TrainState) -> list[str]:
     and all(isinstance(p[-1], jax.tree_util.SequenceKey) for p, _ in paths)
     and isinstance(getattr(state.apply_fn, "__self__", None), nn.Module)
   ]
+
+
+def plan_creation(
+  config: Any,
+  strategy: Strategy,
+  loaded: load.LoadedTask,
+  tx: optax.GradientTransformation,
+) -> create_lib.CreationPlan:
+  """Traces the creation of the state of a config.
+
+  Args:
+    config: A checked config.
+    strategy: The devices.
+    loaded: The task, and the shapes of its data.
+    tx: The optimizer of the config.
+
+  Raises:
+    ValueError, TypeError: The model, the rules and the wrappers do not fit each
+      other. The message names the field.
+  """
+  creation = _plan_creation(config, strategy, loaded, tx)
+  sown = _sown_collections(creation.abstract_state())
+  if sown:
+    creation = _plan_creation(config, strategy, loaded, tx, sown)
+  return creation
+
+
+def _plan_creation(
+  config: Any,
+  strategy: Strategy,
+  loaded: load.LoadedTask,
+  tx: optax.GradientTransformation,
+  sown: Sequence[str] = (),
+) -> create_lib.CreationPlan:
+  """Traces the creation without the collections that it sows."""
+  task, example = loaded.task, loaded.example
+  model = task.make_model(
+    config.model,
+    example=example,
+    num_classes=loaded.num_classes,
+    policy=Policy(config.precision),
+    seed=config.seed,
+  )
+  args, kwargs = task.init_inputs(
+    {key: _batch_of_one(x) for key, x in example.items()}
+  )
+  # Models without a default mode are initialized as in evaluation.
+  mode: dict[str, Any] = apply.mode_arguments(
+    model.__call__, False, required=True
+  )
+  if sown:
+    # Otherwise `init` puts the values that it sows in the state.
+    mode["mutable"] = DenyList(("intermediates", *sown))
+  with _errors_name_field(
+    f"{_describe_model(config, task)} cannot be initialized"
+  ):
+    return create_lib.plan_creation(
+      model,
+      jax.random.key(config.seed),
+      args,
+      tx,
+      wrappers=accumulate.add_accumulation(
+        wrappers_lib.from_config(config.wrappers),
+        config.accumulate_steps,
+        per_replica=config.mesh.per_replica,
+      ),
+      mesh=strategy.mesh,
+      rules=rules_lib.from_config(config.mesh.rules),
+      lora=fine_tuning.create_lora(config.lora),
+      init_kwargs={**mode, **kwargs},
+    )
 
 
 def _describe_model(config: Any, task: adapter.AdaptedTask) -> str:

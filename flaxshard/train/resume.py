@@ -10,7 +10,9 @@ import types
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
+from flaxshard import data
 from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.train import early_stopping
@@ -96,7 +98,7 @@ def _check_data(
         f"{before.get(field)!r}, so its data cannot be continued. Use that "
         "value or another workdir."
       )
-  examples = (_read(_data_path(workdir)) or {}).get("num_train_examples")
+  examples = (_read(data_path(workdir)) or {}).get("num_train_examples")
   if None not in (examples, num_train_examples) and (
     examples != num_train_examples
   ):
@@ -189,27 +191,56 @@ def _stopped_early(
   return early_stopping.create(rule).replay(values).stopped_step is not None
 
 
-def write(config: Any, workdir: str, num_train_examples: int | None) -> None:
+def write(
+  config: Any,
+  workdir: str,
+  num_train_examples: int | None,
+  shapes: data.Shapes,
+) -> None:
   """Writes what the next run compares, from process 0.
 
   Args:
     config: The checked config, for `config.json`.
     workdir: The workdir.
     num_train_examples: Number of training examples, for `data.json`.
+    shapes: Shapes of an example: a run is loaded without its data.
   """
   if jax.process_index():
     return
   contents = {
     os.path.join(workdir, "config.json"): json.loads(config.to_json()),
-    _data_path(workdir): {"num_train_examples": num_train_examples},
+    data_path(workdir): {
+      "num_train_examples": num_train_examples,
+      "num_classes": shapes.num_classes,
+      "example": {
+        key: {"shape": x.shape, "dtype": str(x.dtype)}
+        for key, x in shapes.example.items()
+      },
+    },
   }
   for path, content in contents.items():
     with files.atomic_write(path) as f:
       json.dump(content, f, indent=2, sort_keys=True)
 
 
-def _data_path(workdir: str) -> str:
+def data_path(workdir: str) -> str:
+  """Returns the path of `data.json`."""
   return os.path.join(workdir, "data.json")
+
+
+def shapes_from_json(content: Mapping[str, Any]) -> data.Shapes | None:
+  """Returns the shapes in a `data.json`; None if it has none.
+
+  Args:
+    content: The content. An older version stored the number of examples alone.
+  """
+  if "example" not in content:
+    return None
+  example = {
+    key: jax.ShapeDtypeStruct(tuple(x["shape"]), np.dtype(x["dtype"]))
+    for key, x in content["example"].items()
+  }
+  return data.Shapes(example, content["num_classes"])
 
 
 def _read(path: str) -> dict[str, Any] | None:

@@ -44,6 +44,7 @@ class Setup:
     task: The task.
     strategy: The devices.
     splits: The data; None if the task makes its own batches.
+    shapes: The shapes of an example of the data.
     batch_specs: How each array of a batch is split.
     schedule: The learning rate, as a function of the applied updates.
     abstract_state: The state with a `jax.ShapeDtypeStruct` for every array.
@@ -64,6 +65,7 @@ class Setup:
   task: adapter.AdaptedTask
   strategy: Strategy
   splits: data.Splits | None
+  shapes: data.Shapes
   batch_specs: Mapping[str, P]
   schedule: optax.Schedule
   abstract_state: TrainState
@@ -207,6 +209,7 @@ def create_setup(config: Any, strategy: Strategy, task: Any = None) -> Setup:
     task=task,
     strategy=strategy,
     splits=loaded.splits,
+    shapes=data.Shapes(loaded.example, loaded.num_classes),
     batch_specs=program.batch_specs,
     schedule=program.schedule,
     abstract_state=state,

@@ -12,6 +12,7 @@ from flaxshard.train import config as config_lib
 from flaxshard.train import resume
 
 _THIS = "resume_test_factories"
+_SHAPES = data.Shapes({"inputs": jax.ShapeDtypeStruct((8, 8, 1), "float32")})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,7 +92,7 @@ def test_a_finished_workdir_trains_again_only_to_extend_it(finished, caplog):
 
 def test_another_number_of_examples_under_the_same_config_raises(tmp_path):
   config = config_lib.check(make_config())
-  resume.write(config, str(tmp_path), 128)
+  resume.write(config, str(tmp_path), 128, _SHAPES)
   assert resume.check_data(config, str(tmp_path), 128)[:2] == ((), 4)
   with pytest.raises(ValueError) as e:
     resume.check_data(config, str(tmp_path), 96)
@@ -102,7 +103,7 @@ def test_another_number_of_examples_under_the_same_config_raises(tmp_path):
 def test_a_config_changed_before_the_end_warns_with_old_and_new(
   tmp_path, caplog
 ):
-  resume.write(config_lib.check(make_config()), str(tmp_path), 128)
+  resume.write(config_lib.check(make_config()), str(tmp_path), 128, _SHAPES)
   fields = {"learning_rate": 0.5, "num_train_steps": 6, "writer": "clu"}
   config = config_lib.check(make_config(**fields))
   changes = resume.check_data(config, str(tmp_path), 128)
@@ -124,5 +125,5 @@ def test_fields_that_an_older_version_did_not_have_are_no_change(tmp_path):
   older = config.copy_and_resolve_references()
   with older.unlocked():
     del older.resume, older.precision
-  resume.write(older, str(tmp_path), 128)
+  resume.write(older, str(tmp_path), 128, _SHAPES)
   assert resume.check_data(config, str(tmp_path), 128).fields == ()

@@ -17,6 +17,17 @@ from flaxshard.train.config.kinds import Kind
 # Whether a larger or a smaller value is better, with `best_mode` "auto".
 BEST_MODES = {"eval_accuracy": "max", "eval_loss": "min"}
 
+
+def resolve_mode(metric: str, mode: str) -> str:
+  """Returns `"max"` or `"min"`: whether larger or smaller values are better.
+
+  Args:
+    metric: Name of a metric of the evaluation.
+    mode: `"max"`, `"min"`, or `"auto"` for a metric of `BEST_MODES`.
+  """
+  return BEST_MODES.get(metric, "max") if mode == "auto" else mode
+
+
 # The default of a field that every config must have.
 REQUIRED: Any = object()
 

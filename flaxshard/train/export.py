@@ -1,0 +1,459 @@
+"""Writes a trained model as files that a program without flaxshard runs.
+
+    model.stablehlo      the task's prediction, of `jax.export`
+    model.safetensors    the parameters and the other collections
+    model.json           names, shapes and dtypes of both, and where they are of
+
+A program needs JAX, flatbuffers and safetensors to run them:
+
+    from jax import export
+    from safetensors.numpy import load_file
+
+    with open("model/model.stablehlo", "rb") as f:
+      exported = export.deserialize(f.read())
+    variables = load_file("model/model.safetensors")
+    outputs = exported.call(variables, {"inputs": images})
+
+`python -m flaxshard.train.export WORKDIR PATH` writes them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import sys
+from typing import Any
+
+import jax
+from jax import export as jax_export
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from flaxshard import tasks
+from flaxshard.core import checks
+from flaxshard.core import directories
+from flaxshard.core import files
+from flaxshard.core import multihost
+from flaxshard.core import trees
+from flaxshard.core.version import VERSION
+from flaxshard.state import lora
+from flaxshard.state.train_state import TrainState
+from flaxshard.train import load as load_lib
+
+FUNCTION_FILE = "model.stablehlo"
+VARIABLES_FILE = "model.safetensors"
+DESCRIPTION_FILE = "model.json"
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+_ALLOWED_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+# Those that safetensors has for NumPy.
+_DTYPES = (
+  "bool",
+  *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+  *("bfloat16", "float16", "float32", "float64", "complex64"),
+)
+
+
+def export(
+  source: Any,
+  path: str | os.PathLike[str],
+  *,
+  step: int | str | None = None,
+  task: Any = None,
+  example: Mapping[str, Any] | None = None,
+  platforms: Sequence[str] = PLATFORMS,
+  batch_size: int | None = None,
+  overwrite: bool = False,
+) -> dict[str, Any]:
+  """Writes a trained model as files that a program without flaxshard runs.
+
+  The exported function takes the arrays of `model.safetensors` by name and the
+  arrays of a batch by name, those that the task's `predict` reads. It returns
+  what `predict` returns. The model is in evaluation mode. With the wrapper
+  `EMA` the parameters are the averages; factors of `LoRA` are merged into them.
+
+  Args:
+    source: The workdir of a run, what `fs.load` returned, or a `TrainState`.
+    path: The folder for the files, on a file system or in a bucket.
+    step: The checkpoint of the workdir: see `fs.load`.
+    task: The task object of a run that was given one: see `fs.load`. For a
+      `TrainState`, a task whose `predict` is exported; None calls the model
+      with `batch["inputs"]`.
+    example: For a `TrainState`: the arrays of one example by name, without the
+      batch dimension, or `jax.ShapeDtypeStruct`s of them.
+    platforms: Where the function can run: any of `"cpu"`, `"cuda"`, `"rocm"`
+      and `"tpu"`. None of them need be on this machine.
+    batch_size: Examples in a batch of the function; None: any number.
+    overwrite: Whether to replace the files of an earlier export.
+
+  Returns:
+    The content of `model.json`.
+
+  Raises:
+    ValueError: The workdir cannot be loaded, `path` holds files already, the
+      model cannot be exported for any batch size or one of the platforms, or
+      several processes call it.
+    ImportError: `safetensors` or `flatbuffers` is not installed.
+
+  Example:
+    >>> import flaxshard as fs
+    >>> description = fs.export("/tmp/digits", "/tmp/model")  # doctest: +SKIP
+    >>> description["inputs"]  # doctest: +SKIP
+    {'inputs': {'shape': ['batch', 8, 8, 1], 'dtype': 'float32'}}
+
+  References:
+    https://docs.jax.dev/en/latest/export/export.html
+    https://huggingface.co/docs/safetensors
+  """
+  _require_packages()
+  if multihost.process_count() > 1:
+    raise ValueError(
+      "export runs in one process; this program has "
+      f"{multihost.process_count()}. Call it after the run, with its workdir."
+    )
+  if isinstance(platforms, str) or not platforms:
+    raise ValueError(
+      "platforms must be a sequence with some of "
+      f"{', '.join(_ALLOWED_PLATFORMS)}, got {platforms!r}."
+    )
+  for platform in platforms:
+    checks.one_of("platforms", platform, _ALLOWED_PLATFORMS)
+  if batch_size is not None:
+    checks.integer("batch_size", batch_size, minimum=1)
+  path = files.absolute(path)
+  _check_path(path, checks.boolean("overwrite", overwrite))
+  model = _open(source, step, task, example)
+  variables, predict = _flatten(model)
+  shapes = {
+    k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in variables.items()
+  }
+  exported = _export(
+    predict, shapes, model.example, tuple(platforms), batch_size
+  )
+  description = {**model.facts, **_describe(variables, exported)}
+  _write(path, variables, exported, description)
+  return description
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+  """What is exported.
+
+  Attributes:
+    state: The train state.
+    predict: `predict(state, batch)` returns the outputs.
+    example: Arrays of one example, or their shapes.
+    facts: What `model.json` says of the run.
+  """
+
+  state: TrainState
+  predict: Callable[[TrainState, Mapping[str, Any]], Any]
+  example: Mapping[str, Any]
+  facts: Mapping[str, Any]
+
+
+def _open(source: Any, step: Any, task: Any, example: Any) -> _Model:
+  """Returns the model of a workdir, of a loaded run or of a state."""
+  facts: dict[str, Any] = {"flaxshard": VERSION, "jax": jax.__version__}
+  if isinstance(source, TrainState):
+    if step is not None or not isinstance(example, Mapping) or not example:
+      raise ValueError(
+        f"a TrainState is exported with example={{'inputs': ...}}, one example "
+        f"without the batch dimension, and has no step; got example={example!r}"
+        f" and step={step!r}."
+      )
+    predict = _predict_inputs
+    if task is not None:
+      predict = functools.partial(load_lib.predict, tasks.adapt(task))
+    facts["step"] = int(source.step)
+    return _Model(source, predict, example, facts)
+  if example is not None:
+    raise ValueError(
+      f"example={example!r} is for a TrainState; a run knows its own."
+    )
+  if not isinstance(source, load_lib.Loaded):
+    source = load_lib.load(source, step, task=task)
+  elif step is not None or task is not None:
+    raise ValueError(
+      f"step={step!r} and task={task!r} are for a workdir; source is loaded "
+      "already."
+    )
+  facts |= {
+    "step": source.step,
+    "task": source.task.name,
+    "config": json.loads(source.config.to_json()),
+  }
+  predict = functools.partial(load_lib.predict, source.task)
+  return _Model(source.state, predict, source.example, facts)
+
+
+def _predict_inputs(state: TrainState, batch: Mapping[str, Any]) -> Any:
+  if "inputs" not in batch:
+    raise ValueError(
+      f"example has no 'inputs', but {', '.join(batch)}: give a task, whose "
+      "`predict` or `init_inputs` says what the model is called with."
+    )
+  apply_fn = load_lib.apply_in_evaluation(state)
+  return apply_fn(state.params, batch["inputs"])[0]
+
+
+def _flatten(
+  model: _Model,
+) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
+  """Returns the variables by name, and the prediction as a function of them."""
+  state = model.state
+  # The factors of LoRA are merged into the parameters of the model.
+  tree = lora.merge_lora(state.replace(params=state.eval_params))
+  bare_state = TrainState.create(
+    apply_fn=lora.model_apply(state.apply_fn), tx=optax.identity(), **tree
+  )
+  paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+  names = ["/".join(trees.path_strings(path)) for path, _ in paths]
+  if len(set(names)) < len(names):
+    twice = next(n for n in names if names.count(n) > 1)
+    raise ValueError(
+      f"two parameters have the path {twice}, so a file cannot hold both."
+    )
+  # A file cannot hold PRNG keys, as those of NNX modules, but their data.
+  key_impls = {
+    name: jax.random.key_impl(x)
+    for name, (_, x) in zip(names, paths, strict=True)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+  }
+
+  def predict(variables: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
+    leaves = [
+      jax.random.wrap_key_data(variables[name], impl=key_impls[name])
+      if name in key_impls
+      else variables[name]
+      for name in names
+    ]
+    given = jax.tree.unflatten(structure, leaves)
+    return _to_plain(model.predict(bare_state.replace(**given), batch))
+
+  variables = {}
+  for name, (_, x) in zip(names, paths, strict=True):
+    x = jax.random.key_data(x) if name in key_impls else x
+    if str(x.dtype) not in _DTYPES:
+      raise ValueError(
+        f"{name} has the dtype {x.dtype}, which safetensors cannot hold; it "
+        f"can hold {', '.join(_DTYPES)}."
+      )
+    variables[name] = np.ascontiguousarray(jax.device_get(x)).reshape(x.shape)
+  return variables, predict
+
+
+def _to_plain(outputs: Any) -> Any:
+  """Returns outputs in dicts, lists and tuples.
+
+  A program without flaxshard may not have the classes of other containers.
+  """
+  if outputs is None or jax.tree_util.all_leaves([outputs]):
+    return outputs
+  if type(outputs) in (list, tuple):
+    return type(outputs)(map(_to_plain, outputs))
+  children, _ = jax.tree_util.tree_flatten_with_path(
+    outputs, is_leaf=lambda x: x is not outputs
+  )
+  return {trees.path_string(path): _to_plain(x) for path, x in children}
+
+
+def _export(
+  predict: Callable[..., Any],
+  variables: Mapping[str, jax.ShapeDtypeStruct],
+  example: Mapping[str, jax.ShapeDtypeStruct],
+  platforms: tuple[str, ...],
+  batch_size: int | None,
+) -> jax_export.Exported:
+  """Returns the exported prediction, with the inputs that it reads.
+
+  Args:
+    predict: The prediction, a function of the variables and a batch.
+    variables: Shapes of the variables by name.
+    example: Shapes of an example, without the batch dimension.
+    platforms: Where it can run.
+    batch_size: Examples in a batch; None: any number.
+  """
+
+  def export_with(
+    size: Any, keys: Sequence[str], platforms: tuple[str, ...] = platforms
+  ) -> jax_export.Exported:
+    batch = {
+      key: jax.ShapeDtypeStruct(
+        (size, *np.shape(example[key])),
+        jax.dtypes.canonicalize_dtype(trees.dtype_of(example[key])),
+      )
+      for key in keys
+    }
+    jitted = jax.jit(predict)
+    return jax_export.export(jitted, platforms=platforms)(variables, batch)
+
+  keys = sorted(example)
+  size: Any = batch_size
+  if size is None:
+    (size,) = jax_export.symbolic_shape("batch")
+  try:
+    # Only a function for a fixed size drops the arguments that it does not use.
+    fixed = export_with(batch_size or 2, keys, platforms[:1])
+    # Arguments in the order of their names, first the variables.
+    used = [
+      key
+      for i, key in enumerate(keys, start=len(variables))
+      if i in fixed.module_kept_var_idx
+    ]
+    exported = export_with(size, used)
+  except Exception as e:  # a model may raise any error for a symbolic size
+    if batch_size is None:
+      _explain(e, lambda: export_with(2, keys))
+    raise ValueError(
+      f"the prediction cannot be exported for platforms={platforms}: {e}"
+    ) from e
+  if exported.nr_devices != 1:
+    raise ValueError(
+      "the prediction cannot be exported: the model splits arrays over "
+      f"{exported.nr_devices} devices by itself. Load it on one device: "
+      "fs.load(workdir, strategy=fs.Strategy(devices=jax.devices()[:1]))."
+    )
+  return exported
+
+
+def _explain(error: Exception, export_fixed: Callable[[], Any]) -> None:
+  """Raises if only a fixed batch size can be exported."""
+  try:
+    export_fixed()
+  except Exception:
+    return  # the symbolic size is not the cause
+  reason = (str(error).splitlines() or [""])[0]
+  raise ValueError(
+    "the model cannot be exported for any number of examples "
+    f"({type(error).__name__}: {reason}). Give the number: batch_size=1."
+  ) from error
+
+
+def _describe(
+  variables: Mapping[str, np.ndarray], exported: jax_export.Exported
+) -> dict[str, Any]:
+  """Returns what `model.json` says of the function and its arguments."""
+  (_, inputs), _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+  return {
+    "platforms": list(exported.platforms),
+    "inputs": jax.tree.map(_describe_array, inputs),
+    "outputs": jax.tree.map(
+      _describe_array, jax.tree.unflatten(exported.out_tree, exported.out_avals)
+    ),
+    "variables": {k: _describe_array(x) for k, x in variables.items()},
+  }
+
+
+def _describe_array(x: Any) -> dict[str, Any]:
+  # A symbolic dimension is a name or an expression.
+  shape = [n if isinstance(n, int) else str(n) for n in x.shape]
+  return {"shape": shape, "dtype": str(x.dtype)}
+
+
+def _require_packages() -> None:
+  # `jax.export` needs flatbuffers to serialize.
+  for name in ("safetensors", "flatbuffers"):
+    if importlib.util.find_spec(name) is None:
+      raise ImportError(
+        f"an export needs the package {name}: pip install 'flaxshard[export]'."
+      )
+
+
+def _check_path(path: str, overwrite: bool) -> None:
+  directories.check_writable("path", path, create=False)
+  if not files.exists(path):
+    return
+  if not files.is_dir(path):
+    raise ValueError(f"path={path!r} must be a folder, and is a file.")
+  names = (FUNCTION_FILE, VARIABLES_FILE, DESCRIPTION_FILE)
+  found = [n for n in names if files.exists(os.path.join(path, n))]
+  if found and not overwrite:
+    raise ValueError(
+      f"path={path!r} has {', '.join(found)} already: use another folder, or "
+      "overwrite=True (--overwrite)."
+    )
+
+
+def _write(
+  path: str,
+  variables: dict[str, np.ndarray],
+  exported: jax_export.Exported,
+  description: Mapping[str, Any],
+) -> None:
+  from safetensors import numpy as safetensors_numpy
+
+  files.make_dirs(path)
+  where = os.path.join(path, VARIABLES_FILE)
+  if files.is_bucket(path):
+    files.write_bytes(where, safetensors_numpy.save(variables))
+  else:
+    safetensors_numpy.save_file(variables, where)
+  files.write_bytes(
+    os.path.join(path, FUNCTION_FILE), bytes(exported.serialize())
+  )
+  # Last: where it is, the others are complete.
+  with files.atomic_write(os.path.join(path, DESCRIPTION_FILE)) as f:
+    json.dump(description, f, indent=2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Exports the run of a workdir; returns the exit code.
+
+  Args:
+    argv: The arguments; None takes them from the command line.
+  """
+  parser = argparse.ArgumentParser(
+    prog="python -m flaxshard.train.export",
+    description="Writes the trained model of a run as files that a program "
+    "without flaxshard runs: model.stablehlo, model.safetensors, model.json.",
+  )
+  parser.add_argument("workdir", help="the workdir of a run")
+  parser.add_argument("path", help="the folder for the files")
+  parser.add_argument(
+    "--step", help="the checkpoint: a number or best; default: the latest"
+  )
+  parser.add_argument(
+    "--platforms",
+    default=",".join(PLATFORMS),
+    help="where it can run, separated by commas (default: %(default)s)",
+  )
+  parser.add_argument(
+    "--batch_size", type=int, help="default: any number of examples"
+  )
+  parser.add_argument(
+    "--overwrite", action="store_true", help="replace an earlier export"
+  )
+  flags = parser.parse_args(argv)
+  step = flags.step
+  if step is not None and step.isdecimal():
+    step = int(step)
+  try:
+    description = export(
+      flags.workdir,
+      flags.path,
+      step=step,
+      platforms=flags.platforms.split(","),
+      batch_size=flags.batch_size,
+      overwrite=flags.overwrite,
+    )
+  except (ValueError, TypeError, ImportError, OSError) as e:
+    print(e, file=sys.stderr)
+    return 1
+  print(
+    f"exported step {description['step']} of {flags.workdir} to {flags.path}"
+  )
+  for kind in ("inputs", "outputs"):
+    print(f"{kind}: {json.dumps(description[kind])}")
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

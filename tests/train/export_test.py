@@ -1,0 +1,298 @@
+"""fs.export: the files, and a program without flaxshard that runs them."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+from typing import NamedTuple
+
+from flax import linen as nn
+from flax import nnx
+import jax
+from jax import export as jax_export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from safetensors import flax as safetensors_flax
+import tiny
+
+import flaxshard as fs
+from flaxshard import data
+from flaxshard import train
+from flaxshard.train import export as export_lib
+
+_THIS = "export_test_factories"
+_ROOT = pathlib.Path(__file__).parents[2]
+
+
+class Normalized(nnx.Module):
+  """Has batch statistics, keys of random streams and bfloat16 parameters."""
+
+  def __init__(self, num_classes, rngs):
+    self.norm = nnx.BatchNorm(64, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+    self.linear = nnx.Linear(
+      64, num_classes, param_dtype=jnp.bfloat16, rngs=rngs
+    )
+
+  def __call__(self, x):
+    x = self.norm(x.reshape(x.shape[0], -1))
+    return self.linear(self.dropout(x)).astype(jnp.float32)
+
+
+class Pairs(nn.Module):
+  """Works for an even number of examples only."""
+
+  num_classes: int
+
+  @nn.compact
+  def __call__(self, x, train):
+    if x.shape[0] > 1:
+      x = x.reshape(x.shape[0] // 2, 2, -1).reshape(x.shape[0], -1)
+    return nn.Dense(self.num_classes)(x.reshape(x.shape[0], -1))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable():
+  """Lets configs name the models of this file; draws no plots."""
+  with tiny.importable(_THIS, __name__):
+    yield
+
+
+def train_model(folder, **fields) -> str:
+  """Returns the workdir of a run of two steps."""
+  config = tiny.config(
+    num_train_steps=2, wrappers=(), precision="float32", **fields
+  )
+  train.train_and_evaluate(config, str(folder))
+  return str(folder)
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+  """The workdir of a run of an NNX model."""
+  folder = tmp_path_factory.mktemp("run")
+  return train_model(
+    folder, model={"name": f"{_THIS}:Normalized"}, mesh={"replica": 2}
+  )
+
+
+@pytest.fixture(scope="module")
+def exported(workdir, tmp_path_factory):
+  """An export of the run: its folder, and the content of `model.json`."""
+  path = str(tmp_path_factory.mktemp("model"))
+  return path, fs.export(workdir, path)
+
+
+def images(count) -> np.ndarray:
+  return data.digits().eval.inputs[:count]
+
+
+def read(path):
+  with open(os.path.join(path, "model.stablehlo"), "rb") as f:
+    function = jax_export.deserialize(bytearray(f.read()))
+  variables = safetensors_flax.load_file(
+    os.path.join(path, "model.safetensors")
+  )
+  return function, variables
+
+
+def test_the_exported_function_predicts_like_the_run(workdir, exported):
+  path, description = exported
+  function, variables = read(path)
+  loaded = fs.load(workdir)
+  for count in (1, 5):
+    np.testing.assert_allclose(
+      function.call(variables, {"inputs": images(count)}),
+      loaded.predict({"inputs": images(count)}),
+      rtol=1e-5,
+      atol=1e-6,
+    )
+  with open(os.path.join(path, "model.json")) as f:
+    assert json.load(f) == description
+  assert description["step"] == 2
+  assert description["platforms"] == ["cpu", "cuda", "tpu"]
+  # Labels are not read by the prediction.
+  assert description["inputs"] == {
+    "inputs": {"shape": ["batch", 8, 8, 1], "dtype": "float32"}
+  }
+  assert description["outputs"] == {"shape": ["batch", 10], "dtype": "float32"}
+  shapes = description["variables"]
+  assert shapes["params/linear/kernel"] == {
+    "shape": [64, 10],
+    "dtype": "bfloat16",
+  }
+  assert {"batch_stats/norm/mean", "params/norm/scale"} < set(shapes)
+  # The data of the keys of random streams.
+  keys = [name for name in shapes if name.startswith("rngs/")]
+  assert {"shape": [2], "dtype": "uint32"} in [shapes[k] for k in keys]
+  for name, x in variables.items():
+    assert shapes[name] == {"shape": list(x.shape), "dtype": str(x.dtype)}
+
+
+def test_what_was_loaded_is_exported_for_a_batch_size(workdir, tmp_path):
+  loaded = fs.load(workdir, strategy=fs.Strategy(devices=jax.devices()[:1]))
+  description = fs.export(
+    loaded, tmp_path / "new" / "model", platforms=["cpu"], batch_size=3
+  )
+  assert description["inputs"]["inputs"]["shape"] == [3, 8, 8, 1]
+  function, variables = read(tmp_path / "new" / "model")
+  assert function.platforms == ("cpu",)
+  assert function.call(variables, {"inputs": images(3)}).shape == (3, 10)
+
+
+def test_a_model_that_needs_a_fixed_batch_size_says_so(tmp_path):
+  workdir = train_model(
+    tmp_path / "run", model={"name": f"{_THIS}:Pairs"}, mesh={"replica": 1}
+  )
+  with pytest.raises(ValueError, match=r"batch_size=1") as e:
+    fs.export(workdir, tmp_path / "model")
+  assert "any number of examples" in str(e.value)
+  description = fs.export(workdir, tmp_path / "model", batch_size=4)
+  assert description["outputs"]["shape"] == [4, 10]
+
+
+class Prediction(NamedTuple):
+  best: jax.Array
+  logits: dict[str, jax.Array]
+
+
+class Named(fs.tasks.Classification):
+  """Returns a container that a program without this file does not have."""
+
+  def predict(self, apply_fn, params, batch):
+    logits, _ = apply_fn(params, batch["inputs"])
+    return [Prediction(logits.argmax(-1), {"all": logits}), None]
+
+
+def test_outputs_in_other_containers_become_dicts(workdir, tmp_path):
+  loaded = fs.load(workdir, task=Named(num_classes=10))
+  description = fs.export(loaded, tmp_path)
+  assert description["outputs"] == [
+    {
+      "best": {"shape": ["batch"], "dtype": "int32"},
+      "logits": {"all": {"shape": ["batch", 10], "dtype": "float32"}},
+    },
+    None,
+  ]
+  function, variables = read(tmp_path)
+  (outputs, nothing) = function.call(variables, {"inputs": images(2)})
+  assert outputs["best"].shape == (2,) and nothing is None
+
+
+def test_a_train_state_is_exported(tmp_path):
+  state = fs.create_train_state(
+    nn.Dense(2), jax.random.key(0), jnp.ones((1, 3)), optax.sgd(0.1)
+  )
+  with pytest.raises(ValueError, match="example"):
+    fs.export(state, tmp_path)
+  with pytest.raises(ValueError, match=r"'inputs', but x"):
+    fs.export(state, tmp_path, example={"x": np.ones(3)})
+  fs.export(state, tmp_path, example={"inputs": np.ones(3, np.float32)})
+  function, variables = read(tmp_path)
+  assert sorted(variables) == ["params/bias", "params/kernel"]
+  x = np.ones((4, 3), np.float32)
+  np.testing.assert_allclose(
+    function.call(variables, {"inputs": x}),
+    state.apply_fn({"params": state.params}, x),
+    rtol=1e-6,
+  )
+
+
+@pytest.mark.parametrize(
+  ("arguments", "facts"),
+  [
+    ({"platforms": "cpu"}, ("platforms", "'cpu'")),
+    ({"platforms": ("cpu", "gpu")}, ("platforms", "'gpu'", "cuda")),
+    ({"batch_size": 0}, ("batch_size", "0")),
+    ({"step": 7}, ("step 7",)),
+  ],
+)
+def test_invalid_arguments_raise(workdir, tmp_path, arguments, facts):
+  with pytest.raises(ValueError) as e:
+    fs.export(workdir, tmp_path, **arguments)
+  for fact in facts:
+    assert fact in str(e.value), str(e.value)
+  assert not os.listdir(tmp_path)
+
+
+def test_an_earlier_export_is_replaced_only_if_asked(workdir, exported, capsys):
+  path, _ = exported
+  with pytest.raises(ValueError, match=r"model\.stablehlo.*overwrite=True"):
+    fs.export(workdir, path)
+  arguments = [workdir, path, "--platforms=cpu,tpu"]
+  assert export_lib.main(arguments) == 1
+  assert path in capsys.readouterr().err
+  assert export_lib.main([*arguments, "--overwrite"]) == 0
+  assert '"inputs": {"shape": ["batch", 8, 8, 1]' in capsys.readouterr().out
+  assert read(path)[0].platforms == ("cpu", "tpu")
+
+
+def test_a_missing_package_is_named(workdir, tmp_path, monkeypatch):
+  find = export_lib.importlib.util.find_spec
+  monkeypatch.setattr(
+    export_lib.importlib.util,
+    "find_spec",
+    lambda name, *args: None if name == "flatbuffers" else find(name, *args),
+  )
+  with pytest.raises(ImportError, match=r"flatbuffers.*flaxshard\[export\]"):
+    fs.export(workdir, tmp_path)
+
+
+# Refuses to import what a program that runs the model need not have.
+_PROGRAM = """
+import sys
+
+class Refuse:
+  def find_spec(self, name, path=None, target=None):
+    if name.split(".")[0] in ("flaxshard", "flax", "optax", "orbax", "clu"):
+      raise ImportError(f"{name} is not there")
+
+sys.meta_path.insert(0, Refuse())
+import json
+import jax
+from jax import export
+import numpy as np
+from safetensors.numpy import load_file
+
+folder = sys.argv[1]
+with open(f"{folder}/model.stablehlo", "rb") as f:
+  exported = export.deserialize(f.read())
+variables = load_file(f"{folder}/model.safetensors")
+outputs = exported.call(variables, {"inputs": np.load(f"{folder}/inputs.npy")})
+np.save(f"{folder}/outputs.npy", outputs)
+assert not any(name.startswith("flax") for name in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_without_flaxshard_runs_an_export(tmp_path):
+  """Of the command line, with averages of EMA and a Linen model."""
+  workdir = train_model(
+    tmp_path / "run",
+    model={"name": "resnet", "stage_sizes": (1,), "width": 4},
+    mesh={"replica": 1},
+  )
+  path = tmp_path / "model"
+  module = [sys.executable, "-m", "flaxshard.train.export"]
+  subprocess.run(
+    [*module, workdir, str(path)],
+    cwd=_ROOT,
+    check=True,
+    env={**os.environ, "XLA_FLAGS": ""},
+    timeout=200,
+  )
+  np.save(path / "inputs.npy", images(7))
+  subprocess.run(
+    [sys.executable, "-c", textwrap.dedent(_PROGRAM), str(path)],
+    cwd=tmp_path,
+    check=True,
+    env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+    timeout=200,
+  )
+  expected = fs.load(workdir).predict({"inputs": images(7)})
+  outputs = np.load(path / "outputs.npy")
+  np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=1e-5)
