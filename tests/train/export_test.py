@@ -183,6 +183,35 @@ def test_outputs_in_other_containers_become_dicts(workdir, tmp_path):
   assert outputs["best"].shape == (2,) and nothing is None
 
 
+def test_averages_and_factors_of_lora_are_merged(tmp_path):
+  model = nn.Dense(2)
+  state = fs.create_train_state(
+    model,
+    jax.random.key(0),
+    jnp.ones((1, 3)),
+    optax.sgd(0.5),
+    wrappers=[fs.EMA(0.5)],
+    lora=fs.LoRA(rank=1, patterns=("kernel",)),
+  )
+  x = np.ones((4, 3), np.float32)
+  for _ in range(2):
+    state, _ = state.minimize(
+      lambda p, s=state: s.apply_fn({"params": p, "frozen": s.frozen}, x).sum()
+    )
+  fs.export(state, tmp_path, example={"inputs": x[0]})
+  function, variables = read(tmp_path)
+  assert sorted(variables) == ["params/bias", "params/kernel"]
+  merged = fs.merge_lora(state.replace(params=state.eval_params))
+  assert not np.allclose(
+    merged["params"]["kernel"], state.frozen["kernel"], rtol=1e-4
+  )
+  np.testing.assert_allclose(
+    function.call(variables, {"inputs": x}),
+    model.apply(merged, x),
+    rtol=1e-5,
+  )
+
+
 def test_a_train_state_is_exported(tmp_path):
   state = fs.create_train_state(
     nn.Dense(2), jax.random.key(0), jnp.ones((1, 3)), optax.sgd(0.1)
