@@ -10,6 +10,7 @@ import jax
 
 from flaxshard import checkpoint
 from flaxshard.checkpoint import init_patterns
+from flaxshard.core import parameter_groups
 from flaxshard.state import lora as lora_lib
 from flaxshard.state.train_state import TrainState
 from flaxshard.train.config import definition
@@ -80,14 +81,19 @@ def initialize(config: Any, state: TrainState) -> TrainState:
 
 
 def describe_frozen(state: TrainState) -> str | None:
-  """Returns how many parameters LoRA trains, for the log; None without it."""
-  if not isinstance(state.apply_fn, lora_lib.Apply):
-    return None
-  trained, frozen = (
-    sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
-    for tree in (state.params, state.frozen)
-  )
-  return f"LoRA trains {trained:,} parameters; {frozen:,} are frozen"
+  """Returns how many parameters are frozen, for the log; None if none are."""
+
+  def count(tree: Any) -> int:
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+  trained = count(parameter_groups.drop_frozen(state.tx, state.params))
+  frozen = count(state.params) - trained
+  if isinstance(state.apply_fn, lora_lib.Apply):
+    frozen += count(state.frozen)
+    return f"LoRA trains {trained:,} parameters; {frozen:,} are frozen"
+  if frozen:
+    return f"{trained:,} parameters are trained; {frozen:,} are frozen"
+  return None
 
 
 def _check_defaults(

@@ -24,14 +24,14 @@ class EMAState(NamedTuple):
   """The state of `EMA`.
 
   Attributes:
-    average: The average of each parameter that is trained, float32 or wider;
+    params: The average of each parameter that is trained, float32 or wider;
       None for the others.
     weight: float32 scalar, the sum of the weights of the parameters in the
       average. It is below 1 as long as the average is debiased.
     num_updates: int32 scalar, the number of updates in the average.
   """
 
-  average: PyTree
+  params: PyTree
   weight: jax.Array
   num_updates: jax.Array
 
@@ -121,7 +121,7 @@ class EMA(base.Base):
       return jnp.zeros(jnp.shape(p), dtype)
 
     return EMAState(
-      average=jax.tree_util.tree_map_with_path(
+      params=jax.tree_util.tree_map_with_path(
         create_average, parameter_groups.drop_frozen(tx, params)
       ),
       # With the weight 1 the parameters before the first update, which `apply`
@@ -134,7 +134,7 @@ class EMA(base.Base):
     """Returns the average, in the dtypes of the parameters."""
     average = jax.tree.map(
       lambda a, p: p if a is None else a.astype(p.dtype),
-      state.average,
+      state.params,
       params,
       is_leaf=lambda x: x is None,
     )
@@ -161,7 +161,7 @@ class EMA(base.Base):
     # Not a conditional: that would keep XLA from fusing the optimizer's update
     # with this one. With a step size of 0 the average keeps its bits.
     step_size = jnp.where(applied, step_size / weight, 0)
-    average = state.average
+    average = state.params
     if not self.debias:
       # Not in `init`: parameters may have been replaced since then.
       average = jax.tree.map(
@@ -170,7 +170,7 @@ class EMA(base.Base):
         _cast_like(average, target.params),
       )
     return new, EMAState(
-      average=optax.incremental_update(
+      params=optax.incremental_update(
         _cast_like(average, new.params), average, step_size
       ),
       weight=jnp.where(applied, weight, state.weight),

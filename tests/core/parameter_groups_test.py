@@ -71,7 +71,7 @@ def test_only_parameters_that_are_not_frozen_change(wrappers):
   for name, leaf in new.params["head"].items():
     assert (np.asarray(leaf) != np.asarray(PARAMS["head"][name])).all()
   # No wrapper keeps a sum or an average of a frozen parameter.
-  for name in ("grad_accum", "average", "grads"):
+  for name in ("grad_accum", "params", "grads"):
     for wrapper_state in state.wrapper_states.values():
       tree = getattr(wrapper_state, name, {"encoder": {}})
       assert not jax.tree.leaves(tree["encoder"])

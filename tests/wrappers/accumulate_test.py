@@ -209,7 +209,7 @@ def test_sums_are_sharded_like_the_parameters():
   )
   for tree in (
     state.wrapper_states["accumulate"].grads,
-    state.wrapper_states["ema"].average,
+    state.wrapper_states["ema"].params,
   ):
     assert tree["w1"].sharding == sharding
 

@@ -119,10 +119,10 @@ def test_average_changes_with_updates_only(wrappers):
 def test_average_of_bfloat16_parameters_is_float32():
   params = {"w": jnp.ones(2, jnp.bfloat16), "n": jnp.int32(3)}
   state = create([fs.EMA(0.999, debias=False)], params)
-  average = state.wrapper_states["ema"].average
+  average = state.wrapper_states["ema"].params
   assert average["w"].dtype == jnp.float32 and average["n"] is None
   state = step(state, 1.0)
-  average = state.wrapper_states["ema"].average["w"]
+  average = state.wrapper_states["ema"].params["w"]
   np.testing.assert_allclose(average, 0.999 + 0.001 * 0.875, rtol=1e-6)
   assert state.eval_params["w"].dtype == jnp.bfloat16
   assert int(state.eval_params["n"]) == 3
