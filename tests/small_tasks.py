@@ -81,6 +81,14 @@ class Forever:
     return iter(self.examples)
 
 
+class Streamed(Regression):
+  """Regression on a stream of examples."""
+
+  def load_data(self):
+    examples = make_examples(self._size)
+    return data.Splits(Forever(examples[10:]), examples[:10])
+
+
 @flax.struct.dataclass
 class Loss(clu_metrics.Collection):
   loss: clu_metrics.Average.from_output("loss")

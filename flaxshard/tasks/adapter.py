@@ -178,7 +178,7 @@ class AdaptedTask:
         f"{', '.join(map(repr, values))} ({type(e).__name__}: {e})."
         f"{checks.did_you_mean(str(e.args[0]) if e.args else '', values)}"
       ) from e
-    return metrics.merge(single)
+    return _merge(self.name, metrics, single)
 
   def _check_values_are_read(self, cls: Any, values: Mapping[str, Any]) -> None:
     try:
@@ -414,27 +414,30 @@ def _check_metrics(name: str, metrics: Any) -> None:
       "its file has `from __future__ import annotations`; clu needs types. "
       "Remove that import, or use clu.metrics.Collection.create(...)."
     )
+  jax.eval_shape(lambda: _merge(name, metrics.empty(), metrics.empty()))
+
+
+def _merge(
+  name: str, metrics: clu_metrics.Collection, other: clu_metrics.Collection
+) -> clu_metrics.Collection:
+  """Returns merged metrics of the same shapes, or raises a TypeError."""
+  reason = "its arrays have other shapes after a merge"
   try:
-    empty = jax.eval_shape(metrics.empty)
-    merged = jax.eval_shape(lambda a: a.merge(a), empty)
-    reason = (
-      ""
-      if _avals(empty) == _avals(merged)
-      else ("its arrays have other shapes after a merge")
-    )
+    merged = metrics.merge(other)
+    if _avals(merged) == _avals(metrics):
+      return merged
   except Exception as e:  # whatever a metric raises for a tracer
-    reason = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
-  if reason:
-    raise TypeError(
-      f"{name}.metrics: {metrics.__name__} cannot be merged under jax.jit "
-      f"({reason}). Metrics that collect values, such as CollectingMetric, "
-      "belong in the task's `evaluate`."
-    )
+    reason = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
+  raise TypeError(
+    f"{name}.metrics: {type(metrics).__name__} cannot be merged under jax.jit "
+    f"({reason}). Metrics that collect values, such as CollectingMetric, "
+    "belong in the task's `evaluate`."
+  )
 
 
 def _avals(tree: Any) -> Any:
   leaves, structure = jax.tree.flatten(tree)
-  return structure, [(x.shape, x.dtype) for x in leaves]
+  return structure, [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
 
 
 def _check_spelling(where: str, method: str, public: Sequence[str]) -> None:

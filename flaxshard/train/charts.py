@@ -12,6 +12,7 @@ _INSTALL = "pip install 'flaxshard[train]'"
 _BLUE, _ORANGE = "#3060a0", "#c05020"
 # Points up to which each of them has a marker.
 _MAX_MARKED = 30
+_MAX_METRICS = 8
 
 
 def require(feature: str, package: str, remedy: str = _INSTALL) -> None:
@@ -44,9 +45,9 @@ def require_packages(writer: str) -> None:
 def plot(rows: list[dict[str, Any]], path: str, title: str = "") -> None:
   """Draws the metrics over the steps into a PNG file.
 
-  There are panels of the loss, the accuracy, the learning rate and the speed,
-  and of the loss scale and AGN's commits where rows have them. Steps at which
-  updates were skipped are marked on the loss scale.
+  There are panels of the metrics of training and evaluation, the learning rate
+  and the speed, and of the loss scale and AGN's commits where rows have them.
+  Steps at which updates were skipped are marked on the loss scale.
 
   Args:
     rows: Rows of a `metrics.jsonl`.
@@ -57,19 +58,23 @@ def plot(rows: list[dict[str, Any]], path: str, title: str = "") -> None:
   from matplotlib import figure
   from matplotlib import ticker
 
-  panels: Any = [["loss", "accuracy"], ["learning rate", "steps per second"]]
-  optional = [
+  metrics = _metric_names(rows)
+  others = ["learning rate", "steps per second"]
+  others += [
     panel
     for panel, key in (("loss scale", "loss_scale"), ("commits", "commits"))
     if _points(rows, key)[0]
   ]
-  if optional:
-    # One panel alone is as wide as two.
-    panels.append([optional[0], optional[-1]])
+  # One panel alone is as wide as two.
+  panels: Any = [
+    [group[i], group[min(i + 1, len(group) - 1)]]
+    for group in (metrics, others)
+    for i in range(0, len(group), 2)
+  ]
   canvas = figure.Figure(figsize=(10, 3 * len(panels)), layout="constrained")
   axes: dict[str, Any] = canvas.subplot_mosaic(panels, sharex=True)
   canvas.suptitle(title)
-  for name in ("loss", "accuracy"):
+  for name in metrics:
     _draw(axes[name], rows, f"train_{name}", _BLUE)
     _draw(axes[name], rows, f"eval_{name}", _ORANGE, marked=True)
     if axes[name].lines:
@@ -94,6 +99,20 @@ def plot(rows: list[dict[str, Any]], path: str, title: str = "") -> None:
   canvas.savefig(png, dpi=100, format="png")
   with files.add_filename_to_oserror(path):
     files.write_bytes(path, png.getvalue())
+
+
+def _metric_names(rows: list[dict[str, Any]]) -> list[str]:
+  """Returns the metrics to draw: the loss, the accuracy, and then others."""
+  prefixes = ("train_", "eval_")
+  names = [
+    key.removeprefix(prefix)
+    for row in rows
+    for key in row
+    for prefix in prefixes
+    if key.startswith(prefix)
+  ]
+  first = [name for name in ("loss", "accuracy") if name in names]
+  return list(dict.fromkeys([*first, *names]))[:_MAX_METRICS] or ["loss"]
 
 
 def _points(rows: list[dict[str, Any]], key: str) -> tuple[list, list]:

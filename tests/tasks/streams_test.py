@@ -87,12 +87,6 @@ def test_an_invalid_stream_raises(splits, error, fact):
     train.train_and_evaluate(config(), "unused_workdir", Task())
 
 
-class Streamed(small_tasks.Regression):
-  def load_data(self):
-    examples = small_tasks.make_examples(40)
-    return data.Splits(small_tasks.Forever(examples[10:]), examples[:10])
-
-
 def run(tmp_path, name, task, *steps):
   for num_train_steps in steps:
     fields = dict(num_train_steps=num_train_steps, resume="extend")
@@ -104,8 +98,8 @@ def run(tmp_path, name, task, *steps):
 
 @pytest.mark.slow
 def test_training_on_a_stream_resumes_to_the_same_result(tmp_path):
-  whole = run(tmp_path, "whole", Streamed(), 10)
-  parts = run(tmp_path, "parts", Streamed(), 5, 10)
+  whole = run(tmp_path, "whole", small_tasks.Streamed(), 10)
+  parts = run(tmp_path, "parts", small_tasks.Streamed(), 5, 10)
   tree_equality.assert_trees_equal(
     jax.tree.leaves(parts), jax.tree.leaves(whole)
   )

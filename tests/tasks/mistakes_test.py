@@ -1,0 +1,300 @@
+"""Mistakes in a task are errors that name it, before anything is compiled."""
+
+from clu import metrics as clu_metrics
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_tasks
+from small_tasks import config
+import tiny
+
+from flaxshard import data
+from flaxshard import tasks
+from flaxshard.tasks import load
+from flaxshard.train import config as config_lib
+from flaxshard.train import devices
+from flaxshard.train import setup as setup_lib
+
+_THIS = "mistaken_tasks"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable():
+  """Lets configs name the tasks of this file."""
+  with tiny.importable(_THIS, __name__):
+    yield
+
+
+class Model(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    self.variable("counts", "n", jnp.zeros, ())
+    return nn.Dense(2)(x)
+
+
+class Task:
+  """A task without mistakes, to be changed."""
+
+  metrics = small_tasks.Loss
+
+  def create_model(self):
+    return Model()
+
+  def load_data(self):
+    examples = [{"inputs": np.ones(2, np.float32)}] * 8
+    return data.Splits(examples, examples)
+
+  def loss(self, apply_fn, params, batch, rngs, train):
+    outputs, collections = apply_fn(params, batch["inputs"])
+    losses = outputs.sum(-1)
+    return losses.mean(), tasks.Aux({"loss": losses}, collections)
+
+
+def create_setup(task=None, /, **fields):
+  checked = config_lib.check(load.record(config(**fields), task))
+  return setup_lib.create_setup(checked, devices.create_strategy(checked), task)
+
+
+def with_result(change):
+  """Returns a task whose loss returns `change(loss, aux)`."""
+
+  class Changed(Task):
+    def loss(self, *args):
+      return change(*super().loss(*args))
+
+  return Changed()
+
+
+def with_attributes(**attributes):
+  return type("Changed", (Task,), attributes)()
+
+
+@flax.struct.dataclass
+class Collected(clu_metrics.Collection):
+  loss: clu_metrics.CollectingMetric.from_outputs(("loss",))
+
+
+class NoMetrics:
+  matrics = small_tasks.Loss
+
+  def loss(self, apply_fn, params, batch, rngs, train):
+    raise NotImplementedError
+
+
+# Its fields are strings, as with `from __future__ import annotations`.
+@flax.struct.dataclass
+class Strings(clu_metrics.Collection):
+  loss: "clu_metrics.Average"
+
+
+@pytest.mark.parametrize(
+  ("task", "kind", "facts"),
+  [
+    (Task, TypeError, ["class", "task=Task()"]),
+    (NoMetrics(), ValueError, ["NoMetrics", "'metrics'", "'matrics'"]),
+    (
+      with_attributes(evalute=lambda self, evaluation: {}),
+      ValueError,
+      ["'evalute'", "'evaluate'"],
+    ),
+    (with_attributes(collate=3), TypeError, ["Changed.collate", "3"]),
+    (
+      with_attributes(loss=lambda self, params, batch: 0),
+      TypeError,
+      ["Changed.loss", "apply_fn, params, batch, rngs, train"],
+    ),
+    (with_attributes(metrics=Collected), TypeError, ["Collected", "merged"]),
+    (with_attributes(metrics=Strings), TypeError, ["Strings", "strings"]),
+    (with_attributes(metrics=dict), TypeError, ["metrics", "builtins.dict"]),
+    (
+      with_attributes(create_model=lambda self: Model),
+      TypeError,
+      ["Changed.create_model", "Model"],
+    ),
+    (
+      with_attributes(create_model=lambda self, width: Model()),
+      TypeError,
+      ["Changed.create_model", "'width'"],
+    ),
+    (
+      with_attributes(init_inputs=lambda self, batch: batch["inputs"]),
+      TypeError,
+      ["Changed.init_inputs", "tuple", "float32[1,2]"],
+    ),
+    (
+      with_attributes(init_inputs=lambda self, batch: (batch["input"],)),
+      ValueError,
+      ["Changed.init_inputs", "'input'", "inputs"],
+    ),
+    (
+      with_attributes(load_data=lambda self: []),
+      TypeError,
+      ["Changed.load_data", "Splits"],
+    ),
+    (
+      with_attributes(collate=lambda self, examples: {"inputs": np.ones(2)}),
+      ValueError,
+      ["Changed.load_data", "collate", "(2,)"],
+    ),
+    # Without a key of the batch, and with its mask.
+    (
+      with_attributes(
+        loss=lambda self, f, params, batch, rngs, train: batch["input"]
+      ),
+      ValueError,
+      ["Changed.loss", "'input'", "Did you mean 'inputs'"],
+    ),
+    (with_result(lambda loss, aux: loss), TypeError, ["loss", "Aux"]),
+    (
+      with_result(lambda loss, aux: (loss, aux.metrics)),
+      TypeError,
+      ["Changed.loss", "Aux", "'loss'"],
+    ),
+    (
+      with_result(lambda loss, aux: (aux.metrics["loss"], aux)),
+      ValueError,
+      ["Changed.loss", "scalar", "float32[8]", "mean"],
+    ),
+    (
+      with_result(lambda loss, aux: (jnp.int32(3), aux)),
+      ValueError,
+      ["Changed.loss", "floating-point", "int32"],
+    ),
+    (
+      with_result(lambda loss, aux: (loss, tasks.Aux({"los": loss}))),
+      ValueError,
+      ["Changed.metrics", "'los'", "Loss"],
+    ),
+    (
+      with_result(
+        lambda loss, aux: (
+          loss,
+          aux.replace(metrics={**aux.metrics, "kl": 1.0}),
+        )
+      ),
+      ValueError,
+      ["Changed.loss", "'kl'", "fields are loss"],
+    ),
+    (
+      with_result(
+        lambda loss, aux: (loss, aux.replace(collections={"count": {}}))
+      ),
+      ValueError,
+      ["Changed.loss", "'count'", "'counts'"],
+    ),
+    (with_attributes(example=lambda self: 3, load_data=None), TypeError, ["3"]),
+    (with_attributes(load_data=None), ValueError, ["config.data is missing"]),
+  ],
+)
+def test_a_mistaken_task_raises(task, kind, facts):
+  with pytest.raises(kind) as e:
+    create_setup(task)
+  for fact in facts:
+    assert fact in str(e.value), str(e.value)
+
+
+@pytest.mark.parametrize(
+  ("fields", "kind", "facts"),
+  [
+    (
+      dict(task={"name": f"{_THIS}:Task", "widht": 3}),
+      ValueError,
+      [f"config.task ('{_THIS}:Task')", "'widht'"],
+    ),
+    (dict(task=f"{_THIS}:Tusk"), ValueError, ["config.task", "'Task'"]),
+    (dict(task="clasification"), ValueError, ["'classification'"]),
+    (dict(task=f"{_THIS}:Task", data="digits"), ValueError, ["config.data"]),
+    (
+      dict(task=f"{_THIS}:Task", model={"name": "cnn"}),
+      ValueError,
+      ["config.model", "Task.create_model"],
+    ),
+    (
+      dict(task=f"{_THIS}:Task", best_metric="eval_los", best_mode="min"),
+      ValueError,
+      ["config.best_metric='eval_los'", "'eval_loss'"],
+    ),
+    (dict(task="<a.B>"), ValueError, ["config.task='<a.B>'", "argument task"]),
+  ],
+)
+def test_a_mistaken_config_raises(fields, kind, facts):
+  with pytest.raises(kind) as e:
+    create_setup(**fields)
+  for fact in facts:
+    assert fact in str(e.value), str(e.value)
+
+
+def test_a_task_is_given_once():
+  with pytest.raises(ValueError, match=r"config\.task=.*task=.*Task"):
+    create_setup(Task(), task="language_modeling")
+
+
+def test_collections_that_the_aux_lacks_warn():
+  task = with_result(lambda loss, aux: (loss, tasks.Aux(aux.metrics)))
+  with pytest.warns(UserWarning, match=r"Changed\.loss.* lacks counts"):
+    create_setup(task)
+
+
+def test_scalar_metrics_warn_if_the_evaluation_is_padded():
+  task = with_result(
+    lambda loss, aux: (loss, aux.replace(metrics={"loss": loss}))
+  )
+  create_setup(task)
+  with pytest.warns(UserWarning, match=r"scalars: loss.*batch_size=5"):
+    create_setup(task, batch_size=5)
+
+
+def images(labels):
+  inputs = np.zeros((len(labels), 8, 8, 1), np.float32)
+  return data.Arrays(inputs, np.asarray(labels))
+
+
+def bad_labels(label=7, dtype="int32"):
+  return data.Splits(images([0, 1]), images(np.array([label], dtype)), 3)
+
+
+@pytest.mark.parametrize("name", ["classification", "language_modeling"])
+@pytest.mark.parametrize(
+  ("arguments", "facts"),
+  [
+    ({"label": 7}, ["[0, 3)", "7"]),
+    ({"label": -1}, ["[0, 3)", "-1"]),
+    ({"dtype": "float32"}, ["integers", "float32"]),
+  ],
+)
+def test_labels_are_checked_by_the_built_in_tasks(name, arguments, facts):
+  with pytest.raises(ValueError, match=r"^config\.data .*eval\[0\]") as e:
+    create_setup(
+      task=name,
+      model={"name": "cnn"},
+      data={"name": f"{_THIS}:bad_labels", **arguments},
+    )
+  for fact in facts:
+    assert fact in str(e.value)
+
+
+def test_language_modeling_weights_tokens():
+  task = tasks.adapt(tasks.LanguageModeling(num_classes=4))
+  example = {
+    "inputs": np.zeros(3, np.int32),
+    "labels": np.array([0, 1, -100], np.int32),
+    "weights": np.array([1, 1, 0], np.float32),
+  }
+  batch = task.collate([example, example])
+  assert batch["labels"].tolist() == [[0, 1, 0]] * 2
+  logits = jnp.log(jnp.array([[0.5, 0.3, 0.1, 0.1]] * 6).reshape(2, 3, 4))
+  apply_fn = lambda params, x, rngs: (logits, {})
+  mean = -(np.log(0.5) + np.log(0.3)) / 2
+  loss, aux = task.loss(apply_fn, {}, batch, {}, True)
+  assert float(loss) == pytest.approx(mean)
+  batch["mask"] = np.array([True, False])
+  _, aux = task.loss(apply_fn, {}, jax.tree.map(jnp.asarray, batch), {}, False)
+  metrics = task.update_metrics(
+    task.metrics.empty(), aux.metrics, mask=batch["mask"]
+  )
+  assert int(metrics.loss.count) == 2
+  assert metrics.compute()["loss"] == pytest.approx(mean)
+  assert metrics.compute()["accuracy"] == 0.5
