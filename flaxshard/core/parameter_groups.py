@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from flaxshard.core import checks
@@ -185,6 +186,14 @@ class Frozen:
     self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
   ) -> tuple[PyTree, PyTree]:
     """Returns the updates, zero for frozen parameters, and the next state."""
+    if params is not None:
+      # `value_and_grad` returns None where a parameter is frozen.
+      updates = jax.tree.map(
+        lambda is_frozen, p, u: jnp.zeros_like(p) if is_frozen else u,
+        _match_any(self.patterns, params),
+        params,
+        updates,
+      )
     updates, state = self._partition.update(updates, state, params, **extra)
     return updates, state
 

@@ -92,6 +92,17 @@ def test_trained_parameters_equal_those_of_masked_optax():
   tree_equality.assert_trees_equal(state.opt_state, expected.opt_state)
 
 
+def test_optimizer_takes_none_for_a_frozen_parameter():
+  tx = fs.freeze(optax.sgd(0.5), ["^encoder/"])
+  grads = {
+    "encoder": {"kernel": None, "bias": None},
+    "head": jax.tree.map(jnp.ones_like, PARAMS["head"]),
+  }
+  updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
+  assert not np.any(np.asarray(updates["encoder"]["kernel"]))
+  assert np.asarray(updates["head"]["bias"]).tolist() == [-0.5, -0.5]
+
+
 def test_value_and_grad_returns_none_for_a_frozen_parameter():
   state = create(fs.freeze(optax.sgd(0.1), ["bias"]), [fs.LossScale(8.0)])
   _, grads = state.value_and_grad(loss_fn)
