@@ -311,6 +311,29 @@ class Optimizer(nnx.Optimizer):
     variables_lib.assign(self.wrapper_states, states)
     return jax.tree.map(lambda n, o: n - o, result.params, params)
 
+  def eval_params(self, model: Any) -> PyTree:
+    """Returns the parameters to evaluate and to export.
+
+    They are the average of `EMA` if the optimizer has that wrapper, else those
+    of the module.
+
+    Args:
+      model: The module.
+
+    Returns:
+      A tree for `nnx.update`.
+
+    Example:
+      >>> import flaxshard as fs, optax
+      >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = fs.nnx.Optimizer(
+      ...     model, optax.sgd(0.1), wrt=nnx.Param, wrappers=[fs.EMA(0.9)])
+      >>> average = nnx.clone(model)
+      >>> nnx.update(average, optimizer.eval_params(model))
+    """
+    params, _ = self._split(model)
+    return stack.eval_params(self.wrappers, self._local_states(), params)
+
   def metrics(self) -> dict[str, jax.Array]:
     """Returns the wrappers' metrics, for a training loop to log.
 
