@@ -61,18 +61,18 @@ class EarlyStopping:
 
     Args:
       step: The step just taken.
-      evaluation: The metrics by name; empty if there was no evaluation.
+      evaluation: The metrics by name.
 
     Raises:
       ValueError: The evaluation has no metric of that name.
     """
-    if not is_on(self.config) or not evaluation:
+    if not is_on(self.config):
       return self
     metric = self.config["metric"]
     if metric not in evaluation:
       raise ValueError(
         f"config.early_stopping.metric={metric!r} is not a metric of the "
-        f"evaluation, which has {', '.join(evaluation)}."
+        f"evaluation, which has {', '.join(evaluation) or 'none'}."
         f"{checks.did_you_mean(metric, evaluation)}"
       )
     # A task may compute another value in each process: that of process 0 is

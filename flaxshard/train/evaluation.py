@@ -96,43 +96,45 @@ def evaluate(
     values = evaluation.means() if has_data else {}
   metrics = {f"eval_{name}": value for name, value in values.items()}
   if best_metric != "none" and best_metric not in metrics:
-    raise _no_best_metric(best_metric, metrics)
+    raise _no_metric("config.best_metric", best_metric, metrics)
   return metrics
 
 
-def check_best_metric(
-  config: Any, task: adapter.AdaptedTask, splits: Splits | None
+def check_metric(
+  field: str,
+  metric: str,
+  task: adapter.AdaptedTask,
+  splits: Splits | None,
 ) -> None:
-  """Raises if the evaluation will not have `config.best_metric`.
+  """Raises if the evaluation will not have a metric that a config names.
 
   Args:
-    config: A checked config.
+    field: The field of the config, such as `"config.best_metric"`.
+    metric: The metric, or `"none"`.
     task: The task. Metrics of its own `evaluate` are not known yet.
     splits: The data, or None.
 
   Raises:
     ValueError: There is no such metric.
   """
-  best_metric = config.best_metric
-  if best_metric == "none" or task.evaluate is not None:
+  if metric == "none" or task.evaluate is not None:
     return
   if splits is None or splits.eval is None:
     raise ValueError(
-      f"config.best_metric={best_metric!r} needs an evaluation: there is no "
-      f"evaluation data, and task {task.name} has no evaluate."
+      f"{field}={metric!r} needs an evaluation: there is no evaluation data, "
+      f"and task {task.name} has no evaluate."
     )
   # A collection may compute other numbers than those of its fields.
   if task.metrics.compute is clu_metrics.Collection.compute:
     names = [f"eval_{name}" for name in vars(task.metrics)["__annotations__"]]
-    if best_metric not in names:
-      raise _no_best_metric(best_metric, names)
+    if metric not in names:
+      raise _no_metric(field, metric, names)
 
 
-def _no_best_metric(best_metric: str, names: Iterable[str]) -> ValueError:
+def _no_metric(field: str, metric: str, names: Iterable[str]) -> ValueError:
   return ValueError(
-    f"config.best_metric={best_metric!r} is not a metric of the evaluation, "
-    f"which has {', '.join(names) or 'none'}."
-    f"{checks.did_you_mean(best_metric, names)}"
+    f"{field}={metric!r} is not a metric of the evaluation, which has "
+    f"{', '.join(names) or 'none'}.{checks.did_you_mean(metric, names)}"
   )
 
 

@@ -303,7 +303,8 @@ def _train(
         seen = setup.read_progress(progress)
         divergence_check.check_steps(step, state, seen)
         evaluation = setup.evaluate(state, step) if due.evaluate else {}
-        stopping = stopping.update(step, evaluation)
+        if due.evaluate:
+          stopping = stopping.update(step, evaluation)
         ends = step == config.num_train_steps
         if stopping.stopped_step is not None:
           # Like the last step of a run, it is logged and saved.

@@ -199,7 +199,11 @@ def create_setup(config: Any, strategy: Strategy, task: Any = None) -> Setup:
   loaded = load.load(config, task)
   task = loaded.task
   program = program_lib.create_program(config, strategy, loaded)
-  evaluation_lib.check_best_metric(config, task, loaded.splits)
+  for field, metric in (
+    ("config.best_metric", config.best_metric),
+    ("config.early_stopping.metric", config.early_stopping.metric),
+  ):
+    evaluation_lib.check_metric(field, metric, task, loaded.splits)
   lowered = program.lower()
   _warn_of_scalar_metrics(program, loaded.splits)
   per_replica = config.mesh.per_replica

@@ -217,6 +217,14 @@ def test_a_mistaken_task_raises(task, kind, facts):
       ValueError,
       ["config.best_metric='eval_los'", "'eval_loss'"],
     ),
+    (
+      dict(
+        task=f"{_THIS}:Task",
+        early_stopping={"metric": "eval_los", "mode": "min"},
+      ),
+      ValueError,
+      ["config.early_stopping.metric='eval_los'", "'eval_loss'"],
+    ),
     (dict(task="<a.B>"), ValueError, ["config.task='<a.B>'", "argument task"]),
   ],
 )
