@@ -12,6 +12,7 @@ from flax import nnx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from flaxshard import models
 from flaxshard.core import checks
@@ -31,6 +32,7 @@ _OPTIONAL = (
   "collate",
   "train_batches",
 )
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
 _NAMES = ("metrics", "loss", *_OPTIONAL)
 
 
@@ -199,6 +201,30 @@ class AdaptedTask:
           f"{name!r}; its fields are {', '.join(fields)}."
           f"{checks.did_you_mean(name, fields)}"
         )
+
+  def abstract_inputs(
+    self, batch: Mapping[str, Any]
+  ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns `init_inputs` of a batch of shapes, with shapes of the arrays.
+
+    Args:
+      batch: Arrays or `jax.ShapeDtypeStruct`s by name.
+    """
+    leaves: list[Any] = []
+    trees: list[Any] = []
+
+    def trace(batch: Any) -> dict[int, Any]:
+      flat, tree = jax.tree.flatten(self.init_inputs(batch))
+      leaves.extend(flat)
+      trees.append(tree)
+      return {i: x for i, x in enumerate(flat) if isinstance(x, _ARRAYS)}
+
+    # Other leaves are flags, which stay as they are.
+    arrays = jax.eval_shape(trace, dict(batch))
+    given = [arrays.get(i, x) for i, x in enumerate(leaves)]
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    inputs = jax.tree.unflatten(trees[0], given)
+    return inputs
 
   def make_model(
     self,

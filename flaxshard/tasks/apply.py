@@ -191,7 +191,7 @@ def _call(
 
     def call(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
       function = _method_of(module, method)
-      given = _mode_arguments(function, train) | kwargs
+      given = mode_arguments(function, train) | kwargs
       if "rngs" in _parameters(function) and "rngs" not in given:
         # NNX draws streams that it is not given from "default".
         default = {"default": rngs["params"]} if "params" in rngs else {}
@@ -208,7 +208,7 @@ def _call(
     )
   model = getattr(model_apply, "__self__", None)
   if isinstance(model, nn.Module):
-    kwargs = _mode_arguments(_method_of(model, method), train) | kwargs
+    kwargs = mode_arguments(_method_of(model, method), train) | kwargs
   else:
     kwargs = {"train": train, **kwargs}
   if method is not None:
@@ -246,15 +246,6 @@ def mode_arguments(
       required and parameters[name].default is not inspect.Parameter.empty
     )
   }
-
-
-def _mode_arguments(
-  function: Callable[..., Any], train: bool
-) -> dict[str, Any]:
-  parameters = _parameters(function)
-  given = mode_arguments(function, train)
-  takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-  return {"train": train} if takes_any and not given else given
 
 
 def _parameters(

@@ -248,7 +248,7 @@ def _plan_creation(
     policy=Policy(config.precision),
     seed=config.seed,
   )
-  args, kwargs = task.init_inputs(
+  args, kwargs = task.abstract_inputs(
     {key: _batch_of_one(x) for key, x in example.items()}
   )
   # Models without a default mode are initialized as in evaluation.
