@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import html
 import importlib.metadata
+import math
 import textwrap
 from typing import Any
 
@@ -28,6 +29,7 @@ from flaxshard.compiled.buffers import largest_buffers
 from flaxshard.compiled.collectives import Collective
 from flaxshard.compiled.collectives import collectives
 from flaxshard.core import trees
+from flaxshard.wrappers.accumulate import Accumulate
 from flaxshard.wrappers.agn import AGN
 
 PyTree = Any
@@ -49,8 +51,8 @@ class Plan:
       they have several.
     memory: The memory.
     traffic: The collectives of the program; None if unknown.
-    period: Steps between two commits of AGN, over which the collectives of a
-      commit are averaged; 1 without AGN.
+    period: Batches in a commit of AGN or an update of Accumulate, over which
+      its collectives are averaged; 1 without both.
     cost: FLOPs and times; None if unknown.
     notes: Sentences on what the figures do not say.
     findings: What `check` finds in the step of a config; None if it was not
@@ -282,7 +284,9 @@ def _batch_size(batch: PyTree) -> int | None:
 def _commit_period(state: PyTree) -> int:
   wrappers = getattr(state, "wrappers", ())
   periods = [w.communication_period for w in wrappers if isinstance(w, AGN)]
-  return periods[0] if periods else 1
+  # Around AGN, each of its steps takes several batches.
+  periods += [w.steps for w in wrappers if isinstance(w, Accumulate)]
+  return math.prod(periods)
 
 
 def _compiler_versions(device: Any) -> str | None:

@@ -101,7 +101,7 @@ def table_of(rows: Sequence[TrafficRow], period: int) -> tables.Table:
   """
   title = "traffic per step and device"
   if period > 1:
-    title += f", that of commits divided by the period of {period} steps"
+    title += f", that of commits and updates divided by {period} batches"
   sent = sum(row.link_bytes for row in rows)
   total = ["total", *[""] * (len(_HEADER) - 1)]
   total[_HEADER.index("sent")] = summary.format_bytes(round(sent))

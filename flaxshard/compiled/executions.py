@@ -54,15 +54,22 @@ def walk(
 def find_commits(program: hlo.Program) -> set[str]:
   """Returns the conditionals of AGN, which commits once in a period.
 
+  Without AGN they are those of Accumulate, which updates once in a period.
   Those around it and in it, such as LossScale's, are not among them.
   """
-  return {
-    i.name
+  conditionals = [
+    i
     for computation in program.computations.values()
     for i in computation.instructions.values()
     if i.opcode == "conditional"
-    and i.op_name.endswith(f"/{tracing.COMMIT_SCOPE}/cond")
-  }
+  ]
+  for scope in (tracing.COMMIT_SCOPE, tracing.UPDATE_SCOPE):
+    found = {
+      i.name for i in conditionals if i.op_name.endswith(f"/{scope}/cond")
+    }
+    if found:
+      return found
+  return set()
 
 
 def _calls(

@@ -13,6 +13,8 @@ PyTree = Any
 
 # JAX name scope of AGN's conditional: compiled programs name it.
 COMMIT_SCOPE = "agn_commit"
+# That of the conditional of Accumulate.
+UPDATE_SCOPE = "accumulated_update"
 
 # Primitives that run one program, with their own inputs and outputs.
 CALLS = frozenset("jit pjit closed_call remat remat2 checkpoint".split())

@@ -23,7 +23,6 @@ _MAX_COLUMNS = 91
 _SHORT_NAMES = {
   "train_loss": "loss",
   "train_accuracy": "acc",
-  "learning_rate": "lr",
   "loss_scale": "scale",
   "skipped_steps": "skipped",
 }
@@ -156,9 +155,10 @@ def format_row(step: int, row: Row) -> list[str]:
 def _format_metric(name: str, value: float | int) -> str:
   if name == "steps_per_second":
     return f"{value:.3g} steps/s" if value < 100 else f"{value:.0f} steps/s"
-  if name == "learning_rate":
-    text = f"{value:.3g}"
-  elif name == "loss_scale" and value >= 2 and math.frexp(value)[0] == 0.5:
+  if name.partition("/")[0] == "learning_rate":
+    # That of a pattern has the pattern after a slash.
+    return f"lr{name.removeprefix('learning_rate')}={value:.3g}"
+  if name == "loss_scale" and value >= 2 and math.frexp(value)[0] == 0.5:
     # Nearly always a power of two.
     text = f"2^{math.frexp(value)[1] - 1}"
   else:

@@ -210,9 +210,10 @@ class Accumulate(base.Base):
 
     # Not equal: a restored state may have a sum of more batches than `steps`.
     is_update = count >= self.steps
-    target, total = tracing.cond(
-      is_update, update, lambda *operands: operands, target, total
-    )
+    with jax.named_scope(tracing.UPDATE_SCOPE):
+      target, total = tracing.cond(
+        is_update, update, lambda *operands: operands, target, total
+      )
     return target, AccumulateState(total, jnp.where(is_update, 0, count))
 
 

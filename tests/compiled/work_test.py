@@ -91,6 +91,7 @@ def test_loop_of_unknown_length_counts_one_turn():
   [
     (1, "agn_commit", 3),
     (4, "agn_commit", 1.5),
+    (4, "accumulated_update", 1.5),
     (4, "agn_commit/cond/branch_1_fun", 3),
     (4, "loss_scale", 3),
   ],
