@@ -333,7 +333,8 @@ def _explain(error: Exception, export_fixed: Callable[[], Any]) -> None:
   reason = (str(error).splitlines() or [""])[0]
   raise ValueError(
     "the model cannot be exported for any number of examples "
-    f"({type(error).__name__}: {reason}). Give the number: batch_size=1."
+    f"({type(error).__name__}: {reason}). In its code, x.shape[0] may be any "
+    "number, and len(x) may not. Or give the number: batch_size=1."
   ) from error
 
 

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+import two_processes
 
 import flaxshard as fs
 from flaxshard import data
@@ -218,3 +219,30 @@ def test_an_invalid_batch_raises(run, batch, kind, facts):
     fs.load(run[0]).predict(batch)
   for fact in facts:
     assert fact in str(e.value), str(e.value)
+
+
+_LOAD = """
+import numpy as np
+import flaxshard as fs
+
+loaded = fs.load(sys.argv[3], "best", rules=({"name": "fsdp", "min_size": 8},))
+logits = loaded.predict({"inputs": np.load(sys.argv[4])})
+whole = jax.jit(
+  lambda x: x, out_shardings=loaded.state.step.sharding)(logits)
+print("loaded", loaded.step, len(loaded.strategy.mesh.devices.ravel()))
+np.save(f"{sys.argv[4]}.{rank}.npy", np.asarray(whole.addressable_data(0)))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_load_a_run_of_one(run, tmp_path):
+  workdir, _ = run
+  path = str(tmp_path / "inputs.npy")
+  np.save(path, images())
+  outs = two_processes.run(_LOAD, workdir, path, devices=1)
+  loaded = fs.load(workdir, "best")
+  assert all(f"loaded {loaded.step} 2" in out for out, _ in outs), outs
+  expected = loaded.predict({"inputs": images()})
+  for rank in (0, 1):
+    logits = np.load(f"{path}.{rank}.npy")
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
