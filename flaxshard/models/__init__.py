@@ -79,6 +79,8 @@ def create(
     given = registry.accepted(function, offered)
     if registry.accepted(function, {"rngs": None}):
       given["rngs"] = nnx.Rngs(seed)
+    if not {"policy", "dtype"} & {*given, *config}:
+      policy.warn_if_unused(f"config.model ({config['name']!r})")
   model = registry.call("config.model", config, MODELS, hidden=hidden, **given)
   if not isinstance(model, (nn.Module, nnx.Module)):
     raise TypeError(

@@ -277,6 +277,11 @@ class AdaptedTask:
       )
     if registry.accepted(self.create_model, {"rngs": None}):
       given["rngs"] = nnx.Rngs(seed)
+    makers = (self.create_model, type(self.task))
+    if not config and not any(
+      registry.accepted(maker, {"policy": 0, "dtype": 0}) for maker in makers
+    ):
+      policy.warn_if_unused(where)
     model = registry.construct(where, self.create_model, {}, given=given)
     if not isinstance(model, (nn.Module, nnx.Module)) and (
       isinstance(model, type) or not callable(model)

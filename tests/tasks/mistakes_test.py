@@ -255,6 +255,11 @@ def test_scalar_metrics_warn_if_the_evaluation_is_padded():
     create_setup(task, batch_size=5)
 
 
+def test_a_precision_that_no_model_takes_warns():
+  with pytest.warns(UserWarning, match=r"'mixed_bfloat16'.*Task\.create_model"):
+    create_setup(Task(), precision="mixed_bfloat16")
+
+
 def images(labels):
   inputs = np.zeros((len(labels), 8, 8, 1), np.float32)
   return data.Arrays(inputs, np.asarray(labels))
