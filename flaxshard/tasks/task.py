@@ -108,10 +108,12 @@ class Stream(Protocol):
   """What `Task.train_batches` is given.
 
   Attributes:
+    batch_size: Examples in a batch, over all replicas and processes.
     step: The number of steps taken; not 0 in a run that is resumed.
     rng: The PRNG key of the next batch. It depends on the seed and the step.
   """
 
+  batch_size: int
   step: int
   rng: jax.Array
 

@@ -20,10 +20,12 @@ class Stream:
   """What a task makes training batches of; see `flaxshard.tasks.Stream`.
 
   Attributes:
+    batch_size: Examples in a batch.
     step: The number of steps taken.
   """
 
-  def __init__(self, seed: int):
+  def __init__(self, seed: int, batch_size: int):
+    self.batch_size = batch_size
     self.step = 0
     self._key = jax.random.fold_in(jax.random.key(seed), _STREAM)
     self._state: TrainState | None = None
@@ -69,7 +71,8 @@ class RolloutIterator:
   ):
     self._task = task
     self._batch = batch
-    self._stream = Stream(seed)
+    batch_size = next(iter(batch.values())).shape[0]
+    self._stream = Stream(seed, batch_size)
     self._batches: Iterator[Any] | None = None
 
   def next_batch(self, state: TrainState) -> dict[str, jax.Array]:
