@@ -84,13 +84,13 @@ def test_regression_is_more_likely_than_least_squares(tmp_path):
 @pytest.mark.slow
 def test_ppo_balances_the_pole_and_resumes_to_the_same_bits(tmp_path):
   state, row = run(read_config("ppo"), tmp_path / "whole")
-  assert row["eval_mean_return"] > 450
+  assert row["eval_mean_return"] > 475
 
   def stop(step, state, metrics):
-    if step == 1280:
+    if step == 1536:
       raise InterruptedError
 
-  with pytest.raises(RuntimeError, match="step 1280"):
+  with pytest.raises(RuntimeError, match="step 1536"):
     run(read_config("ppo"), tmp_path / "parts", hooks=[stop])
   resumed, _ = run(read_config("ppo"), tmp_path / "parts")
   for a, b in zip(
