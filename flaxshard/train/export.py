@@ -97,6 +97,7 @@ def export(
     The content of `model.json`.
 
   Raises:
+    TypeError: `source` is none of these.
     ValueError: The workdir cannot be loaded, `path` holds files already, the
       model cannot be exported for any batch size or one of the platforms, or
       several processes call it.
@@ -177,6 +178,11 @@ def _open(source: Any, step: Any, task: Any, example: Any) -> _Model:
   if example is not None:
     raise ValueError(
       f"example={example!r} is for a TrainState; a run knows its own."
+    )
+  if not isinstance(source, (str, os.PathLike, load_lib.Loaded)):
+    raise TypeError(
+      "source must be the path of a workdir, what fs.load returned, or a "
+      f"flaxshard TrainState, got {checks.describe(source)}."
     )
   if not isinstance(source, load_lib.Loaded):
     source = load_lib.load(source, step, task=task)

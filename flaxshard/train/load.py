@@ -177,6 +177,8 @@ def load(
     >>> loaded = fs.load("/tmp/digits")  # doctest: +SKIP
     >>> logits = loaded.predict({"inputs": images})  # doctest: +SKIP
   """
+  if not isinstance(workdir, (str, os.PathLike)):
+    raise TypeError(f"workdir must be a path, got {checks.describe(workdir)}.")
   workdir = files.absolute(workdir)
   config = _read_config(workdir)
   with _name_config_file(workdir):

@@ -201,6 +201,20 @@ def test_two_processes_train_in_a_bucket(folder, tmp_path, local_run):
   rows = _rows(f"{folder}/metrics.jsonl")
   assert [row["step"] for row in rows] == list(range(1, 7))
   assert sorted(inspection.steps(f"{folder}/checkpoints")) == [2, 4, 6]
+  # One process loads the run, and exports it into the bucket.
+  loaded = fs.load(folder)
+  assert loaded.step == 6
+  _assert_same_arrays(
+    jax.tree.leaves(loaded.state.params), local_run[0], rtol=1e-4, atol=1e-5
+  )
+  fs.export(loaded, f"{folder}_model")
+  assert sorted(files.list_names(f"{folder}_model")) == [
+    "model.json",
+    "model.safetensors",
+    "model.stablehlo",
+  ]
+  with pytest.raises(ValueError, match="overwrite"):
+    fs.export(loaded, f"{folder}_model")
 
 
 _HOLD = """

@@ -248,6 +248,13 @@ def test_invalid_arguments_raise(workdir, tmp_path, arguments, facts):
   assert not os.listdir(tmp_path)
 
 
+def test_another_source_raises(tmp_path):
+  with pytest.raises(TypeError, match=r"source must be.*'params'"):
+    fs.export({"params": {}}, tmp_path)
+  with pytest.raises(TypeError, match="workdir must be a path, got 3"):
+    fs.load(3)
+
+
 def test_an_earlier_export_is_replaced_only_if_asked(workdir, exported, capsys):
   path, _ = exported
   with pytest.raises(ValueError, match=r"model\.stablehlo.*overwrite=True"):
