@@ -112,8 +112,7 @@ def init_from(
     step: The step to read of a directory of steps; None is the newest.
     item: Name of the item of an Orbax checkpoint; None is the first of
       `default`, `state` and `pytree` that exists.
-    subtree: Path of the part of the file to read, such as `params/encoder` or
-      `wrapper_states/ema/params`.
+    subtree: Path of the part of the file to read, such as `params/encoder`.
     rename: `(pattern, replacement)` pairs: each is applied with `re.sub` to the
       file's paths, in this order.
     keep: Patterns of the model's paths that keep their initial values.
