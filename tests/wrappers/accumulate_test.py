@@ -279,3 +279,22 @@ def test_restored_sum_continues_to_the_bit(tmp_path):
   fewer, _ = jitted(fewer, batch(1))
   large, _ = jitted(create(), batch(0, 1))
   assert_close(fewer.params, large.params)
+
+
+def test_another_number_of_replicas_starts_a_new_sum(tmp_path, caplog):
+  wrappers = [fs.Accumulate(3, per_replica=True)]
+  strategy = fs.Strategy()
+  state = create(wrappers, strategy=strategy)
+  state, _ = strategy.run(
+    train_step, args=(state, strategy.shard_batch(batch(0)))
+  )
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, state)
+  fewer = fs.Strategy(devices=jax.devices()[:2])
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    restored = checkpointer.restore(create(wrappers, strategy=fewer))
+  sums = restored.wrapper_states["accumulate"]
+  assert int(sums.num_batches) == 0 and sums.grads["w2"].shape == (2, 8)
+  assert not np.any(np.asarray(sums.grads["w2"]))
+  # The log tells what is lost.
+  assert "num_batches goes back from 1 to 0" in caplog.text
