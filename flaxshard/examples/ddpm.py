@@ -141,7 +141,7 @@ class Task:
 
   def init_inputs(self, batch: Any) -> tuple[jax.Array, jax.Array]:
     """Returns the arguments of the model's call."""
-    return batch["image"], jnp.zeros(len(batch["image"]))
+    return batch["image"], jnp.zeros(batch["image"].shape[0])
 
   def loss(
     self, apply_fn: Any, params: Any, batch: Any, rngs: Any, train: bool
