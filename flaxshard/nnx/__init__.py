@@ -2,8 +2,9 @@
 
 from flaxshard.nnx.optimizer import Optimizer
 from flaxshard.nnx.optimizer import WrapperState
+from flaxshard.nnx.update import update
 
-__all__ = ["Optimizer", "WrapperState"]
+__all__ = ["Optimizer", "WrapperState", "update"]
 
 
 def __dir__() -> list[str]:

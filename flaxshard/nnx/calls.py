@@ -72,7 +72,7 @@ class Calls:
     if given == self._shapes:
       return
     advice = (
-      f"which wrt={wrt!r} selected when the optimizer was created. Pass that "
+      f"which wrt={variables_lib.describe(wrt)} selected when the optimizer was created. Pass that "
       "module, or create an optimizer for this one."
     )
     for path in [*self._shapes, *given]:

@@ -133,7 +133,7 @@ class Optimizer(nnx.Optimizer):
     if not jax.tree.leaves(selected):
       kinds = sorted(variables_lib.kinds(others))
       raise ValueError(
-        f"wrt={wrt!r} selects no variable of {type(model).__name__}, which has "
+        f"wrt={variables_lib.describe(wrt)} selects no variable of {type(model).__name__}, which has "
         f"{', '.join(kinds) or 'none'}."
       )
     if strategy is None and rules is not None:

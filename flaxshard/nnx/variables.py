@@ -74,8 +74,13 @@ def check_gradients(grads: PyTree, params: PyTree, wrt: Any) -> None:
   missing = [p for p in trees.leaves_by_path(params) if p not in given]
   if missing:
     raise ValueError(
-      f"update: grads have no gradient of {missing[0]}, which wrt={wrt!r} "
-      "selects. optimizer.value_and_grad(loss_fn) differentiates all that wrt "
-      "selects; nnx.value_and_grad differentiates nnx.Param unless its argnums "
-      f"is nnx.DiffState(0, {wrt!r})."
+      f"update: grads have no gradient of {'/'.join(missing[0])}, which wrt="
+      f"{describe(wrt)} selects. optimizer.value_and_grad(loss_fn) differentiates "
+      "all that wrt selects; nnx.value_and_grad differentiates nnx.Param unless "
+      f"its argnums is nnx.DiffState(0, {describe(wrt)})."
     )
+
+
+def describe(wrt: Any) -> str:
+  """Returns a filter in a few words, for messages."""
+  return wrt.__name__ if isinstance(wrt, type) else repr(wrt)

@@ -235,6 +235,13 @@ def _construct_nnx(function: Any, rng: Any) -> nnx.Module:
 
 def _check_function(model: Any) -> None:
   """Raises a TypeError unless `model` can be called with `nnx.Rngs`."""
+  if isinstance(model, nnx.Optimizer):
+    raise TypeError(
+      f"model must be a module, got a {type(model).__name__}. For a TrainState "
+      "pass the module, and the optax optimizer as tx. To keep NNX's train "
+      "step, with wrappers, write flaxshard.nnx.Optimizer(model, tx, "
+      "wrt=nnx.Param, wrappers=[...])."
+    )
   # A module class is callable too, but here it is a forgotten `()`.
   if callable(model) and not isinstance(model, type):
     try:
@@ -264,7 +271,14 @@ def _check_rng(rng: Any) -> None:
 
 def _check_params(model: Any, variables: Mapping[str, PyTree]) -> None:
   if not jax.tree.leaves(variables.get("params", {})):
+    hint = ""
+    if "arrays" in variables:
+      hint = (
+        " Arrays that are attributes are not trained: write nnx.Param(array); "
+        "or select them with flaxshard.nnx.Optimizer(model, tx, wrt=lambda "
+        "path, x: path[-1] == 'w')."
+      )
     raise ValueError(
       f"model={type(model).__name__} has no parameters: its collections are "
-      f"{sorted(variables)}, 'params' must be one with arrays in it."
+      f"{sorted(variables)}, 'params' must be one with arrays in it.{hint}"
     )

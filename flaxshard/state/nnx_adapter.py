@@ -74,8 +74,8 @@ class Apply:
       variables: The collections, by name.
       *args: Arguments of the module's call.
       mutable: Names of the collections to return; True for all but `params`.
-        `"intermediates"` may be a new collection, with the values that the call
-        sows.
+        They may be new ones, of variables that the call makes, such as
+        `"intermediates"` with the values that it sows.
       method: The method to call, or its name; None for `__call__`.
       mode: `"train"` or `"eval"` calls the module's method of that name first.
         None keeps the mode that the module had when it was split.
@@ -87,8 +87,8 @@ class Apply:
     Raises:
       ValueError: A collection is missing or unknown, `mode` is unknown, or the
         call changed a collection that `mutable` does not name. In the mode
-        "eval" such changes are dropped. Sown values are dropped in any mode, as
-        in Linen.
+        "eval" such changes are dropped. New variables, such as sown values, are
+        dropped in any mode, as in Linen.
     """
     to_return = self._check_collections(variables, mutable)
     checks.one_of("apply_fn: mode", mode, ("train", "eval", None))
@@ -106,10 +106,11 @@ class Apply:
     returned: dict[str, Any] = {}
     # By path: after the call the module may have more variables than before.
     for path, variable in nnx.to_flat_state(nnx.state(module)):
-      # A variable that was not given is new: the call sowed it.
+      # A variable that was not given is new: the call made or sowed it.
       name, old_values = given.get(path, (_collection_of(variable), None))
       for i, (key, new) in enumerate(leaves_of(path, variable)):
-        if name in to_return:
+        is_new = mutable is True and old_values is None and name != "params"
+        if name in to_return or is_new:
           set_leaf(returned.setdefault(name, {}), key, new)
         elif (
           old_values is not None
@@ -123,7 +124,45 @@ class Apply:
             f"apply_fn: the call changed {name}[{'/'.join(key)}], which would "
             f"be lost; pass mutable=[{name!r}], or mode='eval'."
           )
+    known = {v.collection for v in self.variables if v.leaves}
+    unknown = to_return - known - returned.keys() - {"intermediates"}
+    if unknown:
+      raise ValueError(
+        f"apply_fn: mutable names {sorted(unknown)}; the module has "
+        f"{sorted(known)}, and the call made {sorted(returned.keys() - known)}."
+      )
     return output if mutable is False else (output, returned)
+
+  def nnx_state(self, variables: Mapping[str, Any]) -> nnx.State:
+    """Returns variables as a state for `nnx.update`.
+
+    The collections have strings for keys, as Orbax restores them; a module
+    counts the layers of a list with integers.
+
+    Args:
+      variables: Some or all of the collections, by name.
+
+    Raises:
+      ValueError: A collection is unknown.
+    """
+    known = {v.collection for v in self.variables}
+    if unknown := set(variables) - known:
+      raise ValueError(
+        f"nnx_state: unknown collections {sorted(unknown)}; the module has "
+        f"{sorted(known)}."
+      )
+    return nnx.from_flat_state(
+      [
+        (
+          path,
+          jax.tree.unflatten(
+            treedef, [get_leaf(variables[collection], leaf) for leaf in leaves]
+          ),
+        )
+        for path, collection, treedef, leaves in self.variables
+        if collection in variables and leaves
+      ]
+    )
 
   def _check_collections(
     self,
@@ -137,15 +176,11 @@ class Apply:
       to_return = known - {"params"} | {"intermediates"} if mutable else set()
     else:
       to_return = {mutable} if isinstance(mutable, str) else set(mutable)
-    for argument, names in (
-      ("variables", set(variables)),
-      ("mutable", to_return - {"intermediates"}),
-    ):
-      if unknown := names - known:
-        raise ValueError(
-          f"apply_fn: {argument} names {sorted(unknown)}; the module has "
-          f"{sorted(known)}."
-        )
+    if unknown := set(variables) - known:
+      raise ValueError(
+        f"apply_fn: variables names {sorted(unknown)}; the module has "
+        f"{sorted(known)}."
+      )
     if missing := known - set(variables):
       raise ValueError(
         f"apply_fn: variables lack {sorted(missing)}; the module has "

@@ -38,7 +38,10 @@ def check_tx(tx: Any) -> None:
     return
   hint = ""
   if isinstance(tx, nnx.Optimizer):
-    hint = " Pass the optax optimizer that the nnx.Optimizer was made with."
+    hint = (
+      " Pass the optax optimizer that the nnx.Optimizer was made with, or keep "
+      "NNX's train step with flaxshard.nnx.Optimizer."
+    )
   elif inspect.isfunction(tx):
     hint = f" Call it, as in {tx.__name__}(1e-3)."
   got = checks.describe(tx)
