@@ -72,8 +72,8 @@ class Calls:
     if given == self._shapes:
       return
     advice = (
-      f"which wrt={variables_lib.describe(wrt)} selected when the optimizer was created. Pass that "
-      "module, or create an optimizer for this one."
+      f"which wrt={variables_lib.describe(wrt)} selected when the optimizer "
+      "was created. Pass that module, or create an optimizer for this one."
     )
     for path in [*self._shapes, *given]:
       where = "/".join(path)

@@ -133,8 +133,8 @@ class Optimizer(nnx.Optimizer):
     if not jax.tree.leaves(selected):
       kinds = sorted(variables_lib.kinds(others))
       raise ValueError(
-        f"wrt={variables_lib.describe(wrt)} selects no variable of {type(model).__name__}, which has "
-        f"{', '.join(kinds) or 'none'}."
+        f"wrt={variables_lib.describe(wrt)} selects no variable of "
+        f"{type(model).__name__}, which has {', '.join(kinds) or 'none'}."
       )
     if strategy is None and rules is not None:
       raise ValueError(
@@ -253,9 +253,7 @@ class Optimizer(nnx.Optimizer):
     self._calls.note_unscaled()
     return jax.tree.unflatten(treedef, unscaled)
 
-  def update(  # type: ignore[override]
-    self, model: Any, grads: Any = _MISSING, /, **kwargs: Any
-  ) -> Any:
+  def update(self, model: Any, grads: Any = _MISSING, /, **kwargs: Any) -> Any:
     """Applies unscaled gradients through the wrappers.
 
     Args:
@@ -305,7 +303,7 @@ class Optimizer(nnx.Optimizer):
     )
     nnx.update(model, result.params)
     variables_lib.set_leaves(model, self.wrt, result.changed)
-    self.step[...] = result.step.astype(self.step[...].dtype)
+    self.step[...] = jnp.asarray(result.step, self.step[...].dtype)
     variables_lib.assign(self.opt_state, result.opt_state)
     states = result.wrapper_states
     variables_lib.assign(self.wrapper_states, states)
@@ -345,7 +343,8 @@ class Optimizer(nnx.Optimizer):
 
   def _split(self, model: Any) -> tuple[PyTree, PyTree]:
     """Returns the parameters and the other arrays of a module."""
-    return nnx.as_pure(nnx.state(model, self.wrt, ..., graph=self.graph))
+    params, others = nnx.state(model, self.wrt, ..., graph=self.graph)
+    return nnx.as_pure(params), nnx.as_pure(others)
 
   def _local_states(self) -> dict[str, PyTree]:
     states: Mapping[str, PyTree] = nnx.as_pure(self.wrapper_states)

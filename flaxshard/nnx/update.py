@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flax import nnx
 
 from flaxshard.core import checks

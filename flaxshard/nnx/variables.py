@@ -62,7 +62,7 @@ def assign(variables: PyTree, arrays: PyTree) -> None:
   )
   values = iter(jax.tree.leaves(arrays))
   for variable in nodes:
-    treedef = jax.tree.structure(variable.get_raw_value())
+    treedef: Any = jax.tree.structure(variable.get_raw_value())
     variable.set_value(
       treedef.unflatten([next(values) for _ in range(treedef.num_leaves)])
     )
@@ -75,9 +75,9 @@ def check_gradients(grads: PyTree, params: PyTree, wrt: Any) -> None:
   if missing:
     raise ValueError(
       f"update: grads have no gradient of {'/'.join(missing[0])}, which wrt="
-      f"{describe(wrt)} selects. optimizer.value_and_grad(loss_fn) differentiates "
-      "all that wrt selects; nnx.value_and_grad differentiates nnx.Param unless "
-      f"its argnums is nnx.DiffState(0, {describe(wrt)})."
+      f"{describe(wrt)} selects. optimizer.value_and_grad(loss_fn) "
+      "differentiates all that wrt selects; nnx.value_and_grad differentiates "
+      f"nnx.Param unless its argnums is nnx.DiffState(0, {describe(wrt)})."
     )
 
 

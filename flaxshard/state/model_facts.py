@@ -105,7 +105,7 @@ def _dtype_of(module: Any) -> Any:
     return None  # The module uses the name `dtype` for something else.
 
 
-def policy_of_nnx(module: nnx.Pytree) -> Policy | None:
+def policy_of_nnx(module: Any) -> Policy | None:
   """Returns the precision policy of an NNX module.
 
   A module with `dtype=jnp.float16`, or with a module in it that has one, and
@@ -117,7 +117,7 @@ def policy_of_nnx(module: nnx.Pytree) -> Policy | None:
   return policy
 
 
-def _half_dtypes(module: nnx.Pytree) -> frozenset[Any]:
+def _half_dtypes(module: Any) -> frozenset[Any]:
   """Returns the 16-bit dtypes of a module and of the modules in it."""
   dtypes = (_dtype_of(m) for _, m in nnx.iter_modules(module))
   return frozenset(d for d in dtypes if d in _HALF)

@@ -103,9 +103,20 @@ class Apply:
     else:
       output = getattr(module, method or "__call__")(*args, **kwargs)
 
+    variables_after = nnx.to_flat_state(nnx.state(module))
+    made = {
+      _collection_of(v) for path, v in variables_after if path not in given
+    }
+    known = {v.collection for v in self.variables if v.leaves}
+    unknown = to_return - known - made - {"intermediates"}
+    if unknown:
+      raise ValueError(
+        f"apply_fn: mutable names {sorted(unknown)}; the module has "
+        f"{sorted(known)}, and the call made {sorted(made - known)}."
+      )
     returned: dict[str, Any] = {}
     # By path: after the call the module may have more variables than before.
-    for path, variable in nnx.to_flat_state(nnx.state(module)):
+    for path, variable in variables_after:
       # A variable that was not given is new: the call made or sowed it.
       name, old_values = given.get(path, (_collection_of(variable), None))
       for i, (key, new) in enumerate(leaves_of(path, variable)):
@@ -124,13 +135,6 @@ class Apply:
             f"apply_fn: the call changed {name}[{'/'.join(key)}], which would "
             f"be lost; pass mutable=[{name!r}], or mode='eval'."
           )
-    known = {v.collection for v in self.variables if v.leaves}
-    unknown = to_return - known - returned.keys() - {"intermediates"}
-    if unknown:
-      raise ValueError(
-        f"apply_fn: mutable names {sorted(unknown)}; the module has "
-        f"{sorted(known)}, and the call made {sorted(returned.keys() - known)}."
-      )
     return output if mutable is False else (output, returned)
 
   def nnx_state(self, variables: Mapping[str, Any]) -> nnx.State:
@@ -285,12 +289,14 @@ def leaves_of(
 
 
 def get_leaf(tree: Any, path: tuple[str, ...]) -> Any:
+  """Returns the leaf of nested dicts at a path."""
   for key in path:
     tree = tree[key]
   return tree
 
 
 def set_leaf(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+  """Sets the leaf of nested dicts at a path."""
   for key in path[:-1]:
     tree = tree.setdefault(key, {})
   tree[path[-1]] = value

@@ -1,0 +1,389 @@
+"""`fs.nnx.Optimizer` in the train steps of NNX's users."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import flaxshard as fs
+
+DYNAMIC = (fs.LossScale("dynamic"),)
+
+
+class Net(nnx.Module):
+  def __init__(self, rngs):
+    self.hidden = nnx.Linear(4, 8, rngs=rngs)
+    self.norm = nnx.BatchNorm(8, rngs=rngs)
+    self.drop = nnx.Dropout(0.5, rngs=rngs)
+    self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+    self.out = nnx.Linear(8, 1, rngs=rngs)
+
+  def __call__(self, x):
+    x = nnx.relu(self.drop(self.norm(self.hidden(x))))
+    for layer in self.layers:
+      x = layer(x)
+    return self.out(x)
+
+
+def loss_fn(model, batch):
+  return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+@nnx.jit
+def our_step(model, optimizer, batch):
+  loss, grads = optimizer.value_and_grad(loss_fn)(model, batch)
+  optimizer.update(model, grads)
+  return loss
+
+
+@nnx.jit
+def nnx_step(model, optimizer, batch):
+  loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+  optimizer.update(model, grads)
+  return loss
+
+
+def batches(n=4, overflow=None):
+  rng = np.random.RandomState(0)
+  made = [
+    {"x": rng.randn(8, 4).astype("f"), "y": rng.randn(8, 1).astype("f")}
+    for _ in range(n)
+  ]
+  if overflow is not None:
+    made[overflow]["x"][0, 0] = np.inf
+  return made
+
+
+def create(wrappers=DYNAMIC, model=None, **options):
+  model = Net(nnx.Rngs(0)) if model is None else model
+  options = {"wrt": nnx.Param, **options}
+  return model, fs.nnx.Optimizer(
+    model, optax.adam(1e-2), wrappers=wrappers, **options
+  )
+
+
+def arrays(*objects):
+  """Returns the arrays of NNX objects, by path; keys as integers."""
+  found = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(objects)):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      leaf = jax.random.key_data(leaf)
+    found[jax.tree_util.keystr(path)] = np.asarray(leaf)
+  return found
+
+
+def assert_same(a, b):
+  assert a.keys() == b.keys()
+  for path in a:
+    np.testing.assert_array_equal(a[path], b[path], err_msg=path)
+
+
+@pytest.mark.parametrize("wrappers", [(), DYNAMIC, (fs.LossScale(8.0),)])
+def test_same_arrays_as_nnx_optimizer(wrappers):
+  model, optimizer = create(wrappers)
+  plain_model = Net(nnx.Rngs(0))
+  plain = nnx.Optimizer(plain_model, optax.adam(1e-2), wrt=nnx.Param)
+  for batch in batches():
+    loss = our_step(model, optimizer, batch)
+    assert loss == nnx_step(plain_model, plain, batch)
+  assert isinstance(optimizer, nnx.Optimizer)
+  assert_same(arrays(model), arrays(plain_model))
+  ours = nnx.state(optimizer, nnx.Not(fs.nnx.WrapperState))
+  assert_same(arrays(ours), arrays(nnx.state(plain)))
+
+
+def test_skipped_step_changes_nothing_in_the_module_or_the_optimizer():
+  model, optimizer = create()
+  before = None
+  for i, batch in enumerate(batches(overflow=2)):
+    if i == 2:
+      plain = nnx.state(optimizer, nnx.Not(fs.nnx.WrapperState))
+      before = arrays(model, plain)
+    our_step(model, optimizer, batch)
+    if i == 2:
+      plain = nnx.state(optimizer, nnx.Not(fs.nnx.WrapperState))
+      assert_same(arrays(model, plain), before)
+  assert int(optimizer.step[...]) == 3
+  assert float(optimizer.metrics()["loss_scale"]) == 2.0**14
+  assert int(optimizer.metrics()["skipped_steps"]) == 1
+  assert int(model.drop.rngs.count[...]) == 3
+
+
+def test_bit_equal_to_train_state():
+  model, optimizer = create()
+  state = fs.create_train_state(
+    Net(nnx.Rngs(0)), None, None, optax.adam(1e-2), wrappers=DYNAMIC
+  )
+
+  @jax.jit
+  def step(state, batch):
+    def loss_fn(params):
+      variables = {"batch_stats": state.batch_stats, "rngs": state.rngs}
+      outputs, new = state.apply_fn(
+        {"params": params, **variables}, batch["x"], mutable=True
+      )
+      return ((outputs - batch["y"]) ** 2).mean(), new
+
+    (_, new), grads = state.value_and_grad(loss_fn, has_aux=True)
+    return state.apply_gradients(grads=grads, **new)
+
+  for batch in batches(overflow=1):
+    our_step(model, optimizer, batch)
+    state = step(state, batch)
+  other = Net(nnx.Rngs(1))
+  # Lists of layers too, whose keys are strings in the TrainState.
+  fs.nnx.update(other, state)
+  assert_same(arrays(other), arrays(model))
+  with pytest.raises(TypeError, match=r"create_train_state"):
+    fs.nnx.update(other, state.replace(apply_fn=None))
+
+
+@pytest.mark.slow
+def test_loops_and_cached_partial():
+  model, optimizer = create()
+  expected = [our_step(model, optimizer, b) for b in batches(overflow=1)]
+  stacked = jax.tree.map(lambda *x: jnp.stack(x), *batches(overflow=1))
+  scanned, scanned_optimizer = create()
+
+  @nnx.jit
+  def loop(model, optimizer, stacked):
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    def body(carry, batch):
+      loss, grads = carry[1].value_and_grad(loss_fn)(carry[0], batch)
+      carry[1].update(carry[0], grads)
+      return carry, loss
+
+    return body((model, optimizer), stacked)[1]
+
+  losses = loop(scanned, scanned_optimizer, stacked)
+  np.testing.assert_allclose(losses, expected, rtol=1e-5)
+  assert int(scanned_optimizer.metrics()["skipped_steps"]) == 1
+  cached, cached_optimizer = create()
+  step = nnx.cached_partial(our_step, cached, cached_optimizer)
+  losses = [step(b) for b in batches(2)]
+  assert losses[0] == expected[0]
+  assert int(cached_optimizer.step[...]) == 2
+
+
+def test_aux_keyword_arguments_and_other_objects():
+  model, optimizer = create()
+  metrics = nnx.metrics.Average()
+
+  @nnx.jit
+  def step(model, optimizer, metrics, batch):
+    def loss_fn(model, metrics, *, batch, flag):
+      assert flag is True
+      outputs = model(batch["x"])
+      loss = ((outputs - batch["y"]) ** 2).mean()
+      metrics.update(values=loss)
+      model.made = nnx.Intermediate(outputs)
+      return loss, {"outputs": outputs}
+
+    (loss, aux), grads = optimizer.value_and_grad(loss_fn, has_aux=True)(
+      model, metrics, batch=batch, flag=True
+    )
+    optimizer.update(model, grads)
+    return loss, aux
+
+  loss, aux = step(model, optimizer, metrics, batches()[0])
+  assert aux["outputs"].shape == (8, 1)
+  np.testing.assert_array_equal(model.made[...], aux["outputs"])
+  assert float(metrics.compute()) == float(loss)
+
+
+def test_accumulation_holds_back_both_forward_passes():
+  model, optimizer = create()
+  before = arrays(model)
+
+  @nnx.jit
+  def step(model, optimizer, first, second):
+    _, a = optimizer.value_and_grad(loss_fn)(model, first)
+    _, b = optimizer.value_and_grad(loss_fn)(model, second)
+    return optimizer.update(model, jax.tree.map(jnp.add, a, b))
+
+  updates = step(model, optimizer, *batches(2, overflow=1))
+  assert_same(arrays(model), before)
+  assert not any(np.any(x) for x in jax.tree.leaves(updates))
+
+
+def test_wrt_trains_what_it_selects():
+  model = nnx.LoRALinear(4, 1, lora_rank=2, rngs=nnx.Rngs(0))
+  before = arrays(model)
+  model, optimizer = create(model=model, wrt=nnx.LoRAParam)
+  for batch in batches():
+    our_step(model, optimizer, batch)
+  after = arrays(model)
+  changed = {p for p in after if not np.array_equal(after[p], before[p])}
+  assert len(changed) == 2 and all("lora_" in path for path in changed)
+
+
+class ArrayLinear(nnx.Module):
+  def __init__(self):
+    self.w = jnp.ones((4, 1))
+    self.count = jnp.array(0)
+
+  def __call__(self, x):
+    self.count += 1
+    return x @ self.w
+
+
+def test_plain_arrays_are_trained_by_a_filter_of_paths():
+  model = ArrayLinear()
+  model, optimizer = create(model=model, wrt=lambda path, _: path[-1] == "w")
+  for batch in batches(overflow=1):
+    our_step(model, optimizer, batch)
+  assert int(model.count) == 3
+  assert not np.array_equal(model.w, np.ones((4, 1)))
+  with pytest.raises(ValueError, match=r"nnx.Param"):
+    fs.create_train_state(model, None, None, optax.sgd(0.1))
+
+
+@pytest.mark.slow
+def test_checkpoints_with_and_without_wrappers_restore_into_each_other(
+  tmp_path,
+):
+  model, optimizer = create()
+  for batch in batches(overflow=1):
+    our_step(model, optimizer, batch)
+  not_wrappers = nnx.Not(fs.nnx.WrapperState)
+  with ocp.StandardCheckpointer() as checkpointer:
+    saved = nnx.state(optimizer, not_wrappers)
+    checkpointer.save(tmp_path / "optimizer", saved)
+    checkpointer.save(
+      tmp_path / "wrappers", nnx.state(optimizer, fs.nnx.WrapperState)
+    )
+    checkpointer.wait_until_finished()
+
+    # Into NNX's optimizer, with Orbax's strict restore.
+    plain_model = Net(nnx.Rngs(1))
+    plain = nnx.Optimizer(plain_model, optax.adam(1e-2), wrt=nnx.Param)
+    restored = checkpointer.restore(tmp_path / "optimizer", nnx.state(plain))
+    nnx.update(plain, restored)
+    assert_same(arrays(nnx.state(plain)), arrays(saved))
+
+    # What NNX's optimizer saves, into ours; the scale starts fresh.
+    checkpointer.save(tmp_path / "plain", nnx.state(plain))
+    checkpointer.wait_until_finished()
+    _, ours = create()
+    restored = checkpointer.restore(
+      tmp_path / "plain", nnx.state(ours, not_wrappers)
+    )
+    nnx.update(ours, restored)
+    assert_same(arrays(nnx.state(ours, not_wrappers)), arrays(saved))
+    assert float(ours.metrics()["loss_scale"]) == 2.0**15
+
+    # The wrappers beside it.
+    wrappers = nnx.state(ours, fs.nnx.WrapperState)
+    nnx.update(ours, checkpointer.restore(tmp_path / "wrappers", wrappers))
+    assert_same(arrays(ours), arrays(optimizer))
+
+
+def test_auto_finds_float16_in_inner_modules():
+  model = Net(nnx.Rngs(0))
+  model.layers[1].dtype = jnp.float16
+  _, optimizer = create([fs.LossScale("auto")], model)
+  assert float(optimizer.metrics()["loss_scale"]) == 2.0**15
+  _, optimizer = create([fs.LossScale("auto")])
+  assert optimizer.metrics() == {}
+
+
+def test_agn_and_a_custom_wrapper():
+  class Halve(fs.wrappers.Base):
+    def apply(self, state, target, grads, next):
+      return next(target, jax.tree.map(lambda g: g / 2, grads)), state
+
+  model, optimizer = create([*DYNAMIC, Halve(), fs.AGN(2)])
+  for batch in batches(overflow=1):
+    our_step(model, optimizer, batch)
+  assert int(optimizer.metrics()["commits"]) == 1
+  assert all(np.isfinite(x).all() for x in arrays(model).values())
+
+
+def test_strategy_shards_parameters_and_slots():
+  strategy = fs.Strategy()
+  n = strategy.num_replicas_in_sync
+  rules = [("kernel", jax.P(None, "replica"))]
+
+  @nnx.jit
+  def born_sharded():
+    model = nnx.Linear(4, 2 * n, rngs=nnx.Rngs(0))
+    return create(model=model, strategy=strategy, rules=rules)
+
+  eager = create(
+    model=nnx.Linear(4, 2 * n, rngs=nnx.Rngs(0)), strategy=strategy, rules=rules
+  )
+  for model, optimizer in (eager, born_sharded()):
+    moment = optimizer.opt_state[0].mu["kernel"]
+    for kernel in (model.kernel, moment):
+      shard = kernel.get_raw_value().addressable_shards[0]
+      assert shard.data.shape == (4, 2)
+    our_step(
+      model,
+      optimizer,
+      strategy.shard_batch(
+        {
+          "x": np.ones((n, 4), "f"),
+          "y": np.zeros((n, 2 * n), "f"),
+        }
+      ),
+    )
+    assert moment.get_raw_value().addressable_shards[0].data.shape == (4, 2)
+
+
+def test_mistakes_are_named():
+  model, optimizer = create(model=nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
+  loss_fn = lambda model, batch: model(batch["x"]).sum()
+  batch = batches()[0]
+  with pytest.raises(TypeError, match=r"wrt=nnx.Param"):
+    fs.nnx.Optimizer(model, optax.sgd(0.1))
+  with pytest.raises(TypeError, match=r"sequence of wrappers"):
+    create(fs.LossScale("dynamic"))
+  with pytest.raises(ValueError, match=r"LoRAParam selects no variable"):
+    create(wrt=nnx.LoRAParam)
+  with pytest.raises(ValueError, match=r"optimizer.value_and_grad"):
+    nnx_step(model, optimizer, batch)
+  with pytest.raises(ValueError, match=r"no parameter scale"):
+    other = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+    optimizer.value_and_grad(loss_fn)(other, batch)
+  loss_and_grads = optimizer.value_and_grad(loss_fn)(model, batch)
+  with pytest.raises(ValueError, match=r"second element"):
+    optimizer.update(model, loss_and_grads)
+  with pytest.raises(ValueError, match=r"no gradient of bias"):
+    optimizer.update(model, nnx.state(model, nnx.BatchStat))
+  with pytest.raises(TypeError, match=r"model, grads"):
+    optimizer.update(loss_and_grads[1])
+  with pytest.raises(TypeError, match=r"floating-point scalar"):
+    optimizer.value_and_grad(lambda m, b: m(b["x"]))(model, batch)
+  with pytest.raises(TypeError, match=r"flaxshard.nnx.Optimizer"):
+    fs.create_train_state(optimizer, None, None, optax.sgd(0.1))
+
+
+def test_gradients_of_another_function_warn_that_nothing_is_held_back():
+  model, optimizer = create()
+  _, grads = nnx.jit(lambda m, o, b: o.value_and_grad(loss_fn)(m, b))(
+    model, optimizer, batches()[0]
+  )
+  with pytest.warns(UserWarning, match=r"in one function"):
+    nnx.jit(lambda m, o, g: (o.update(m, g), None)[1])(model, optimizer, grads)
+  assert int(optimizer.step[...]) == 1
+
+
+def test_collections_that_a_call_makes_are_returned():
+  class Late(nnx.Module):
+    def __init__(self, rngs):
+      self.dense = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, x):
+      self.total = nnx.Variable(x.sum())
+      return self.dense(x)
+
+  state = fs.create_train_state(Late(nnx.Rngs(0)), None, None, optax.sgd(0.1))
+  variables, x = {"params": state.params}, np.ones((2, 4), "f")
+  for mutable in (True, ["Variable"]):
+    _, new = state.apply_fn(variables, x, mutable=mutable)
+    assert float(new["Variable"]["total"]) == 8.0
+  with pytest.raises(ValueError, match=r"the call made \['Variable'\]"):
+    state.apply_fn(variables, x, mutable=["Cache"])
