@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
+from flax import nnx
 import jax
 import numpy as np
 
@@ -62,16 +63,30 @@ class Layout:
 
 
 def layout_of(tree: PyTree) -> Layout:
-  """Returns the layout of a tree of arguments or results."""
+  """Returns the layout of a tree of arguments or results.
+
+  Raises:
+    TypeError: The tree has an `nnx.Optimizer`.
+  """
   per_replica: list[bool] = []
   replicated: list[bool] = []
   paths: list[Any] = []
   states: list[StateLeaves] = []
   # What kind of leaf it is depends on the node around it.
   nodes = jax.tree_util.tree_leaves_with_path(
-    tree, is_leaf=replica_view.is_node
+    tree,
+    is_leaf=lambda x: replica_view.is_node(x) or isinstance(x, nnx.Optimizer),
   )
   for path, node in nodes:
+    # As a tree it is copied, so that its update would be lost.
+    if isinstance(node, nnx.Optimizer):
+      raise TypeError(
+        f"run: argument {trees.path_string(path[1:])} is an nnx.Optimizer, "
+        "whose update and whose module's changes would be lost. Call the step "
+        "under nnx.jit, with flaxshard.nnx.Optimizer(..., strategy=strategy) "
+        "and a batch of strategy.shard_batch; or make a TrainState with "
+        "create_train_state(model, ...)."
+      )
     inner = [p for p, _ in jax.tree_util.tree_leaves_with_path(node)]
     paths += [(*path, *p) for p in inner]
     if replica_view.is_state(node):

@@ -345,7 +345,7 @@ def test_mistakes_are_named():
     create(wrt=nnx.LoRAParam)
   with pytest.raises(ValueError, match=r"optimizer.value_and_grad"):
     nnx_step(model, optimizer, batch)
-  with pytest.raises(ValueError, match=r"no parameter scale"):
+  with pytest.raises(ValueError, match=r"model has bias of shape"):
     other = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
     optimizer.value_and_grad(loss_fn)(other, batch)
   loss_and_grads = optimizer.value_and_grad(loss_fn)(model, batch)
@@ -359,6 +359,12 @@ def test_mistakes_are_named():
     optimizer.value_and_grad(lambda m, b: m(b["x"]))(model, batch)
   with pytest.raises(TypeError, match=r"flaxshard.nnx.Optimizer"):
     fs.create_train_state(optimizer, None, None, optax.sgd(0.1))
+
+
+def test_strategy_run_refuses_an_optimizer():
+  model, optimizer = create((), nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
+  with pytest.raises(TypeError, match=r"argument 1 .*nnx\.jit"):
+    fs.Strategy().run(our_step, args=(model, optimizer, batches()[0]))
 
 
 def test_gradients_of_another_function_warn_that_nothing_is_held_back():
