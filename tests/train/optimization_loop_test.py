@@ -68,6 +68,7 @@ def test_accumulated_batches_equal_large_ones(runs):
   )
 
 
+@pytest.mark.slow
 def test_resume_within_an_accumulation_is_bit_equal(tmp_path):
   fields = dict(
     accumulate_steps=3,

@@ -152,9 +152,8 @@ def test_leaf_without_a_gradient_keeps_its_sum():
     [fs.CrossShard(), fs.Accumulate(4)],
     [fs.Accumulate(4, per_replica=True), fs.CrossShard()],
     [fs.LossScale("dynamic"), fs.Accumulate(4, per_replica=True)],
-    [fs.EMA(0.5), fs.Accumulate(4, per_replica=True)],
   ],
-  ids=["shared", "per_replica", "cross_shard", "around", "loss_scale", "ema"],
+  ids=["shared", "per_replica", "cross_shard", "around", "loss_scale"],
 )
 def test_replicas_take_the_update_of_one_large_batch(wrappers):
   strategy = fs.Strategy()
