@@ -78,8 +78,9 @@ def draw(config: Any, workdir: str) -> None:
   if jax.process_index():
     return
   rows = metrics_lib.read_rows(metrics_lib.metrics_path(workdir))
-  task = config.task if isinstance(config.task, str) else config.task.name
-  what = config.model.get("name") or task
+  what = config.model.get("name")
+  if what is None:
+    what = config.task if isinstance(config.task, str) else config.task.name
   title = f"{os.path.basename(workdir)}: {what}"
   if config.data:
     title += f" on {config.data.name}"
