@@ -47,8 +47,7 @@ def plan_config(config: Any, topology: str, task: Any = None) -> plan_lib.Plan:
   one example of a factory without `data.shapes_from`.
 
   Args:
-    config: An `ml_collections.ConfigDict` or a dict; see
-      docs/config.md.
+    config: An `ml_collections.ConfigDict` or a dict; see docs/config.md.
     topology: Name of the devices, such as `"v5p:4x4x8"`; see `Topology.named`.
     task: A task object, in place of `config.task`; see `flaxshard.tasks.Task`.
 

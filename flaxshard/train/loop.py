@@ -62,8 +62,7 @@ def train_and_evaluate(
   """Trains the task of a config, or continues the run of a workdir.
 
   Args:
-    config: An `ml_collections.ConfigDict` or a dict; see
-      docs/config.md.
+    config: An `ml_collections.ConfigDict` or a dict; see docs/config.md.
     workdir: The folder for `checkpoints/`, `metrics.jsonl`, TensorBoard events,
       `training.png` and `config.json`, on a file system or in a bucket:
       `gs://bucket/run` or `s3://bucket/run`. If it has a checkpoint, training
