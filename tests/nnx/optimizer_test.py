@@ -75,10 +75,10 @@ def arrays(*objects):
   return found
 
 
-def assert_same(a, b):
+def assert_same(a, b, rtol=0.0):
   assert a.keys() == b.keys()
   for path in a:
-    np.testing.assert_array_equal(a[path], b[path], err_msg=path)
+    np.testing.assert_allclose(a[path], b[path], rtol, rtol, err_msg=path)
 
 
 @pytest.mark.parametrize("wrappers", [(), DYNAMIC, (fs.LossScale(8.0),)])
@@ -88,11 +88,14 @@ def test_same_arrays_as_nnx_optimizer(wrappers):
   plain = nnx.Optimizer(plain_model, optax.adam(1e-2), wrt=nnx.Param)
   for batch in batches():
     loss = our_step(model, optimizer, batch)
-    assert loss == nnx_step(plain_model, plain, batch)
+    expected = nnx_step(plain_model, plain, batch)
+    # XLA fuses a conditional update, or the division by a scale, in another way.
+    rtol = 1e-4 if wrappers else 0.0
+    np.testing.assert_allclose(loss, expected, rtol)
   assert isinstance(optimizer, nnx.Optimizer)
-  assert_same(arrays(model), arrays(plain_model))
+  assert_same(arrays(model), arrays(plain_model), rtol)
   ours = nnx.state(optimizer, nnx.Not(fs.nnx.WrapperState))
-  assert_same(arrays(ours), arrays(nnx.state(plain)))
+  assert_same(arrays(ours), arrays(nnx.state(plain)), rtol)
 
 
 def test_skipped_step_changes_nothing_in_the_module_or_the_optimizer():
