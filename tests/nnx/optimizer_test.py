@@ -89,7 +89,7 @@ def test_same_arrays_as_nnx_optimizer(wrappers):
   for batch in batches():
     loss = our_step(model, optimizer, batch)
     expected = nnx_step(plain_model, plain, batch)
-    # XLA fuses a conditional update, or the division by a scale, in another way.
+    # XLA fuses a conditional update, or a division by a scale, otherwise.
     rtol = 1e-4 if wrappers else 0.0
     np.testing.assert_allclose(loss, expected, rtol)
   assert isinstance(optimizer, nnx.Optimizer)
