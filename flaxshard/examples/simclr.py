@@ -66,6 +66,8 @@ class Metrics(clu_metrics.Collection):
 class Task:
   """Contrasts two views of each image with the other images of the batch.
 
+  With `config.mesh.per_replica` these are the images of the same replica.
+
   Args:
     temperature: Divides the cosine similarities.
     neighbors: Number of labelled neighbours that vote in an evaluation.
