@@ -332,16 +332,13 @@ def shapes_from(get_shapes: Callable[..., Shapes]) -> Callable[[_F], _F]:
   return set_shapes
 
 
-def load_shapes(
-  config: Mapping[str, Any], collate: collate_lib.Collate | None = None
-) -> Shapes:
+def load_shapes(config: Mapping[str, Any]) -> Shapes:
   """Returns the shapes of the data that a config names.
 
   The data is read only if its factory has no `shapes_from`.
 
   Args:
     config: `config.data`; see `load`.
-    collate: Makes a batch of examples; None stacks their arrays.
 
   Raises:
     ValueError, TypeError: As `load`.
@@ -349,6 +346,19 @@ def load_shapes(
   Example:
     >>> load_shapes({"name": "text", "length": 64}).example["inputs"].shape
     (64,)
+  """
+  found = call_factory_for_shapes(config)
+  if isinstance(found, Shapes):
+    return found
+  batch = check_splits(f"config.data ({config['name']!r})", found)
+  return Shapes(shapes_of(batch), found.num_classes)
+
+
+def call_factory_for_shapes(config: Mapping[str, Any]) -> Shapes | Splits:
+  """Returns the shapes that `shapes_from` gives, or the data without them.
+
+  Args:
+    config: `config.data`; see `load`.
   """
   if not (registry.is_dict(config) and "name" in config):
     registry.call("config.data", config, _FACTORIES)  # raises
@@ -358,9 +368,7 @@ def load_shapes(
   factory = registry.lookup("config.data.name", name, _FACTORIES)
   get_shapes = getattr(factory, _SHAPES, None)
   if get_shapes is None:
-    splits = call_factory(config)
-    batch = check_splits(where, splits, collate)
-    return Shapes(shapes_of(batch), splits.num_classes)
+    return call_factory(config)
   signature = inspect.signature(factory)
 
   # The signature of the factory, which checks the arguments.
@@ -377,6 +385,24 @@ def load_shapes(
       f"dict, got {shapes!r}."
     )
   return shapes
+
+
+def collate_shapes(
+  where: str,
+  example: Mapping[str, Any],
+  collate: collate_lib.Collate | None,
+) -> dict[str, Any]:
+  """Returns the shapes of an example after `collate`.
+
+  Args:
+    where: Name of the data, for error messages.
+    example: Shapes of an example by key.
+    collate: Makes a batch of examples; None stacks their arrays.
+  """
+  if collate is None:
+    return dict(example)
+  zeros = {key: np.zeros(x.shape, x.dtype) for key, x in example.items()}
+  return shapes_of(_check_example(where, zeros, collate))
 
 
 def shapes_of(batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:

@@ -22,18 +22,20 @@ from flaxshard.state.train_state import TrainState
 from flaxshard.tasks import apply as apply_lib
 from flaxshard.tasks import task as task_lib
 
-_OPTIONAL = (
-  "create_model",
-  "init_inputs",
-  "predict",
-  "evaluate",
-  "load_data",
-  "example",
-  "collate",
-  "train_batches",
-)
+# The methods of a task, and the positional arguments that each is given.
+_ARGUMENTS = {
+  "loss": ("apply_fn", "params", "batch", "rngs", "train"),
+  "init_inputs": ("batch",),
+  "predict": ("apply_fn", "params", "batch"),
+  "evaluate": ("evaluation",),
+  "load_data": (),
+  "example": (),
+  "collate": ("examples",),
+  "train_batches": ("stream",),
+}
+# `create_model` is given the arguments that it names.
+_METHODS = (*_ARGUMENTS, "create_model")
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
-_NAMES = ("metrics", "loss", *_OPTIONAL)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -283,14 +285,19 @@ class AdaptedTask:
     ):
       policy.warn_if_unused(where)
     model = registry.construct(where, self.create_model, {}, given=given)
-    if not isinstance(model, (nn.Module, nnx.Module)) and (
-      isinstance(model, type) or not callable(model)
-    ):
+    if not isinstance(model, (nn.Module, nnx.Module)) and not _makes_nnx(model):
       raise TypeError(
         f"{where} must return a Linen module, an NNX module or a function of "
         f"nnx.Rngs, got {checks.describe(model)}."
       )
     return model
+
+
+def _makes_nnx(model: Any) -> bool:
+  """Returns whether a value may be a function of `nnx.Rngs`."""
+  if isinstance(model, type):
+    return issubclass(model, nnx.Module)
+  return callable(model)
 
 
 def adapt(task: Any, where: str = "task") -> AdaptedTask:
@@ -329,18 +336,21 @@ def adapt(task: Any, where: str = "task") -> AdaptedTask:
         f"rngs, train)`.{near}"
       )
   for method in public:
-    if method not in _NAMES and callable(getattr(task, method, None)):
+    if method not in ("metrics", *_METHODS) and callable(
+      getattr(task, method, None)
+    ):
       _check_spelling(f"{where}: {name}", method, public)
-  functions: dict[str, Any] = {
-    n: getattr(task, n, None) for n in ("loss", *_OPTIONAL)
-  }
+  functions: dict[str, Any] = {n: getattr(task, n, None) for n in _METHODS}
   for n, function in functions.items():
-    if function is not None and not callable(function):
+    if function is None:
+      continue
+    if not callable(function):
       raise TypeError(
         f"{where}: {name}.{n} must be a method, got "
         f"{checks.describe(function)}."
       )
-  _check_signature(f"{name}.loss", task.loss, _LOSS_ARGUMENTS)
+    if n in _ARGUMENTS:
+      _check_signature(f"{name}.{n}", function, _ARGUMENTS[n])
   _check_metrics(name, task.metrics)
   init_inputs = functions.pop("init_inputs") or _default_inputs
   adapted_inputs = _adapt_inputs(name, init_inputs)
@@ -358,9 +368,6 @@ def adapt(task: Any, where: str = "task") -> AdaptedTask:
     predict=predict or default_predict,
     **functions,
   )
-
-
-_LOSS_ARGUMENTS = ("apply_fn", "params", "batch", "rngs", "train")
 
 
 def _default_inputs(batch: Mapping[str, Any]) -> Any:
@@ -473,7 +480,7 @@ def _avals(tree: Any) -> Any:
 
 def _check_spelling(where: str, method: str, public: Sequence[str]) -> None:
   """Raises if a method is named nearly like an optional one."""
-  missing = [n for n in _OPTIONAL if n not in public]
+  missing = [n for n in _METHODS if n not in public]
   near = checks.did_you_mean(method, missing, cutoff=0.85)
   if near:
     raise ValueError(

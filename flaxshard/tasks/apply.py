@@ -120,6 +120,11 @@ class BoundApply:
     **kwargs: Any,
   ) -> tuple[Any, dict[str, Any]]:
     """Calls the model; see `flaxshard.tasks.Apply`."""
+    if not isinstance(rngs, Mapping | None):
+      raise TypeError(
+        "apply_fn: rngs must be a dict of PRNG keys by name, such as the rngs "
+        f"of the loss, got {checks.describe(rngs)}."
+      )
     given = {**self.collections, **(collections or {})}
     _check_collections(given, list(self.collections))
     mutable = [mutable] if isinstance(mutable, str) else list(mutable)
@@ -191,7 +196,7 @@ def _call(
 
     def call(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
       function = _method_of(module, method)
-      given = mode_arguments(function, train) | kwargs
+      given = mode_arguments(function, train, args) | kwargs
       if "rngs" in _parameters(function) and "rngs" not in given:
         # NNX draws streams that it is not given from "default".
         default = {"default": rngs["params"]} if "params" in rngs else {}
@@ -208,7 +213,7 @@ def _call(
     )
   model = getattr(model_apply, "__self__", None)
   if isinstance(model, nn.Module):
-    kwargs = mode_arguments(_method_of(model, method), train) | kwargs
+    kwargs = mode_arguments(_method_of(model, method), train, args) | kwargs
   else:
     kwargs = {"train": train, **kwargs}
   if method is not None:
@@ -228,20 +233,27 @@ def _method_of(
 
 
 def mode_arguments(
-  function: Callable[..., Any], train: bool, *, required: bool = False
+  function: Callable[..., Any],
+  train: bool,
+  args: Sequence[Any],
+  *,
+  required: bool = False,
 ) -> dict[str, Any]:
-  """Returns the arguments that tell a model's call the mode.
+  """Returns the keyword arguments that tell a model's call the mode.
 
   Args:
     function: The call of a model.
     train: Whether the mode is that of training.
+    args: The positional arguments of the call, which may have the mode already.
     required: Whether to leave out arguments with a default value.
   """
   parameters = _parameters(function)
+  by_position = list(parameters)[: len(args)]
   return {
     name: value if train else not value
     for name, value in _MODE_ARGUMENTS.items()
     if name in parameters
+    and name not in by_position
     and not (
       required and parameters[name].default is not inspect.Parameter.empty
     )

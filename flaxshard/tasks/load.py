@@ -14,7 +14,6 @@ from flaxshard import tasks
 from flaxshard.core import checks
 from flaxshard.core import registry
 from flaxshard.core.policy import Policy
-from flaxshard.data import collate as collate_lib
 from flaxshard.data import sources
 from flaxshard.tasks import adapter
 
@@ -100,15 +99,15 @@ def load(
   """
   found: list[Any] = [] if known is None else [known]
 
-  def read(collate: collate_lib.Collate | None = None) -> Any:
-    """Returns the data that `config.data` names: `Splits` or `Shapes`."""
+  def read() -> data_lib.Splits | data_lib.Shapes:
+    """Returns the data that `config.data` names, or its shapes."""
     if not found:
       if not config.data:
         raise ValueError(
           "config.data is missing: the task has neither load_data nor example."
         )
       found.append(
-        data_lib.load_shapes(config.data, collate)
+        sources.call_factory_for_shapes(config.data)
         if shapes_only
         else sources.call_factory(config.data)
       )
@@ -127,12 +126,12 @@ def load(
       "loads its own data in load_data."
     )
   if adapted.example is not None and (
-    shapes_only or not _has_data(adapted, config)
+    shapes_only or not (adapted.load_data or config.data)
   ):
     shapes = _shapes_of_example(adapted)
     return LoadedTask(adapted, shapes, None, None)
   if adapted.load_data is None:
-    splits, where = read(collate), f"config.data ({config.data.get('name')!r})"
+    splits, where = read(), f"config.data ({config.data.get('name')!r})"
   else:
     splits, where = adapted.load_data(), f"{adapted.name}.load_data"
     if not isinstance(splits, data_lib.Splits):
@@ -141,7 +140,8 @@ def load(
         f"{checks.describe(splits)}."
       )
   if isinstance(splits, data_lib.Shapes):
-    return LoadedTask(adapted, splits.example, splits.num_classes, None)
+    shapes = sources.collate_shapes(where, splits.example, collate)
+    return LoadedTask(adapted, shapes, splits.num_classes, None)
   batch = sources.check_splits(where, splits, collate)
   shapes = sources.shapes_of(batch)
   return LoadedTask(
@@ -149,8 +149,9 @@ def load(
   )
 
 
-def _has_data(task: adapter.AdaptedTask, config: Any) -> bool:
-  return task.load_data is not None or bool(config.data)
+def _makes_data(task: Any) -> bool:
+  """Returns whether a task, or its class, brings its own data or shapes."""
+  return any(getattr(task, n, None) for n in ("load_data", "example"))
 
 
 def _create(config: Any, read: Callable[..., Any]) -> adapter.AdaptedTask:
@@ -183,15 +184,20 @@ def _create(config: Any, read: Callable[..., Any]) -> adapter.AdaptedTask:
   if "config" in accepted:
     accepted["config"] = registry.to_plain(config.model)
   accepted = {k: v for k, v in accepted.items() if k not in given}
-  if "num_classes" in accepted:
-    accepted["num_classes"] = read().num_classes
-  if "example" in accepted:
+  of_data = {"num_classes", "example"} & accepted.keys()
+  if of_data and not config.data and _makes_data(found):
+    # The task knows them: its defaults are used.
+    accepted = {k: v for k, v in accepted.items() if k not in of_data}
+  elif of_data:
     data = read()
-    if isinstance(data, data_lib.Splits):
-      batch = sources.check_splits("config.data", data)
-      accepted["example"] = sources.shapes_of(batch)
-    else:
-      accepted["example"] = data.example
+    if "num_classes" in accepted:
+      accepted["num_classes"] = data.num_classes
+    if "example" in accepted:
+      accepted["example"] = (
+        data.example
+        if isinstance(data, data_lib.Shapes)
+        else sources.shapes_of(sources.check_splits("config.data", data))
+      )
   return adapter.adapt(
     registry.construct(where, found, given, given=accepted), where
   )

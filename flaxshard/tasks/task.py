@@ -118,7 +118,7 @@ class Stream(Protocol):
   rng: jax.Array
 
   def state(self) -> TrainState:
-    """Returns the newest train state.
+    """Returns the newest train state; of replicas that differ, the first one.
 
     Read it anew for each batch: the next train step deletes its arrays.
     """

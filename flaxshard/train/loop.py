@@ -214,9 +214,7 @@ def _open_run(
         max_to_keep=config.max_to_keep,
         keep_every=config.keep_every_steps or None,
         best_metric=None if best_metric == "none" else best_metric,
-        best_mode=config_lib.BEST_MODES.get(best_metric, "max")
-        if config.best_mode == "auto"
-        else config.best_mode,
+        best_mode=config_lib.resolve_mode(best_metric, config.best_mode),
         keep_best=config.keep_best,
         # Through JSON, which turns the tuples into lists.
         config=json.loads(config.to_json()),

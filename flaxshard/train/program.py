@@ -253,7 +253,7 @@ def _plan_creation(
   )
   # Models without a default mode are initialized as in evaluation.
   mode: dict[str, Any] = apply.mode_arguments(
-    model.__call__, False, required=True
+    model.__call__, False, args, required=True
   )
   if sown:
     # Otherwise `init` puts the values that it sows in the state.

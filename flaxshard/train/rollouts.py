@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import checks
+from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks import adapter
 
@@ -87,7 +89,7 @@ class RolloutIterator:
     """
     where = f"{self._task.name}.train_batches"
     stream = self._stream
-    stream.set_state(state)
+    stream.set_state(replica_groups.copy_first_replica(state))
     try:
       if self._batches is None:
         made = self._task.train_batches(stream)  # type: ignore[misc]
@@ -139,13 +141,23 @@ class RolloutIterator:
     arrays = {}
     for key, wanted in self._batch.items():
       value = batch[key]
-      if np.shape(value) != wanted.shape:
+      if not isinstance(value, jax.Array):
+        value = np.asarray(value)
+      if value.shape != wanted.shape:
         raise ValueError(
           f"{where}: {key} must have the shape {wanted.shape}, that of "
-          f"config.batch_size examples; got {np.shape(value)}."
+          f"config.batch_size examples; got {value.shape}."
+        )
+      if _is_inexact(value) and not _is_inexact(wanted):
+        raise TypeError(
+          f"{where}: {key} must be {wanted.dtype}, got {value.dtype}."
         )
       arrays[key] = _put_array(value, wanted)
     return arrays
+
+
+def _is_inexact(x: Any) -> bool:
+  return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def _put_array(value: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:

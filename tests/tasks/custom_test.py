@@ -17,6 +17,8 @@ from flaxshard import data
 from flaxshard import tasks
 from flaxshard import train
 from flaxshard.analysis import config_plan
+from flaxshard.tasks import load
+from flaxshard.train import config as config_lib
 
 _THIS = "custom_tasks"
 
@@ -187,6 +189,50 @@ def test_collate_makes_batches_of_any_examples(tmp_path):
 def test_a_custom_task_is_planned():
   plan = config_plan.plan_config(config(task=f"{_THIS}:Regression"), "v5e:2x2")
   assert "params" in str(plan)
+
+
+class PaddedTokens(tasks.LanguageModeling):
+  """Pads sequences to 5 tokens."""
+
+  def collate(self, examples):
+    tokens = np.zeros((len(examples), 5), np.int32)
+    for row, example in zip(tokens, examples, strict=True):
+      row[: len(example["inputs"])] = example["inputs"]
+    weights = (tokens > 0).astype(np.float32)
+    return {"inputs": tokens, "labels": tokens, "weights": weights}
+
+
+def sequences():
+  return data.Splits(
+    [{"inputs": np.ones(n, np.int32)} for n in (2, 3)], None, 7
+  )
+
+
+def shapes_of_sequences():
+  example = {"inputs": jax.ShapeDtypeStruct((2,), np.int32)}
+  return data.Shapes(example, 7)
+
+
+@data.shapes_from(shapes_of_sequences)
+def unread_sequences():
+  raise AssertionError("a plan must not read the data")
+
+
+@pytest.mark.parametrize("factory", ["sequences", "unread_sequences"])
+def test_a_plan_has_the_shapes_of_collated_batches(factory):
+  fields = dict(
+    task=f"{_THIS}:PaddedTokens",
+    data=f"{_THIS}:{factory}",
+    model={"name": "transformer"},
+  )
+  checked = config_lib.check(config(**fields))
+  found = load.load(checked, shapes_only=True)
+  assert found.num_classes == 7
+  assert {key: x.shape for key, x in found.example.items()} == {
+    "inputs": (5,),
+    "labels": (5,),
+    "weights": (5,),
+  }
 
 
 @pytest.mark.slow

@@ -106,6 +106,20 @@ class Strings(clu_metrics.Collection):
       TypeError,
       ["Changed.loss", "apply_fn, params, batch, rngs, train"],
     ),
+    (
+      with_attributes(evaluate=lambda self: {}),
+      TypeError,
+      ["Changed.evaluate", "(evaluation)"],
+    ),
+    (
+      with_attributes(
+        loss=lambda self, f, params, batch, *_: f(
+          params, batch["inputs"], rngs=jax.random.key(0)
+        )
+      ),
+      TypeError,
+      ["apply_fn", "rngs", "dict of PRNG keys"],
+    ),
     (with_attributes(metrics=Collected), TypeError, ["Collected", "merged"]),
     (with_attributes(metrics=Strings), TypeError, ["Strings", "strings"]),
     (with_attributes(metrics=dict), TypeError, ["metrics", "builtins.dict"]),
@@ -258,6 +272,45 @@ def test_scalar_metrics_warn_if_the_evaluation_is_padded():
 def test_a_precision_that_no_model_takes_warns():
   with pytest.warns(UserWarning, match=r"'mixed_bfloat16'.*Task\.create_model"):
     create_setup(Task(), precision="mixed_bfloat16")
+
+
+class WithoutClasses(Task):
+  """Its data has no classes, and its constructor has a default number."""
+
+  def __init__(self, num_classes=3):
+    self.num_classes = num_classes
+
+
+def test_a_task_with_its_own_data_keeps_its_default_number_of_classes():
+  setup = create_setup(task=f"{_THIS}:WithoutClasses")
+  assert setup.task.task.num_classes == 3
+
+
+class Moded(nn.Module):
+  @nn.compact
+  def __call__(self, x, train):
+    # A bool, not a tracer: only then may it choose what is computed.
+    return nn.Dense(2 if train in (True, False) else 0)(x)
+
+
+# Flax passes static arguments by position only.
+Transformed = nn.remat(nn.jit(Moded, static_argnums=(2,)), static_argnums=(2,))
+
+
+@pytest.mark.parametrize("model", [Moded, Transformed])
+def test_the_mode_may_be_passed_by_position(model):
+  class ByPosition(Task):
+    def create_model(self):
+      return model()
+
+    def init_inputs(self, batch):
+      return batch["inputs"], False
+
+    def loss(self, apply_fn, params, batch, rngs, train):
+      call = lambda params, x: apply_fn(params, x, train)
+      return super().loss(call, params, batch, rngs, train)
+
+  create_setup(ByPosition())
 
 
 def images(labels):

@@ -131,11 +131,20 @@ def test_rollouts_of_the_newest_state_resume_to_the_same_result(tmp_path):
       ["inputs", "(8, 2)", "(4, 2)"],
     ),
     ([], ValueError, ["ended after 0 steps"]),
+    (
+      [{"inputs": np.zeros((8, 2)), "target": np.full(8, 0.5)}],
+      TypeError,
+      ["target", "int32", "float64"],
+    ),
     (3, TypeError, ["must return an iterator", "3"]),
   ],
 )
 def test_invalid_rollouts_raise(tmp_path, batches, error, facts):
   class Task(small_tasks.Rollouts):
+    def example(self):
+      target = jax.ShapeDtypeStruct((), np.int32)
+      return {**super().example(), "target": target}
+
     def train_batches(self, stream):
       return batches
 
