@@ -161,7 +161,8 @@ def _create(config: Any, read: Callable[..., Any]) -> adapter.AdaptedTask:
   name = given.pop("name")
   if name.startswith("<"):
     raise ValueError(
-      f"config.task={name!r} was an object: pass it as the argument task."
+      f"config.task={name!r} was an object: give it again as the argument "
+      "task of train_and_evaluate, fs.load or fs.export."
     )
   found = registry.lookup("config.task", name, tasks.BUILTIN)
   where = f"config.task ({name!r})"

@@ -154,7 +154,7 @@ def resume(
   values: list[tuple[int, float | None]] = []
   with multihost.raise_on_all_processes(OSError, ValueError):
     if jax.process_index() == 0:
-      values = read_values(config["metric"], workdir, first_step)
+      values = _read_values(config["metric"], workdir, first_step)
       if not values:
         _log.warning(
           "%s has no %s up to step %d: config.early_stopping counts from there",
@@ -165,16 +165,29 @@ def resume(
   return state.replay(json.loads(multihost.exchange(json.dumps(values))[0]))
 
 
-def read_values(
+def has_ended(config: Mapping[str, Any], workdir: str, last_step: int) -> bool:
+  """Returns whether the evaluations up to a step end a run.
+
+  Unlike `resume`, it is for one process.
+
+  Args:
+    config: `config.early_stopping`, also that of an earlier run.
+    workdir: The workdir of the run.
+    last_step: The step.
+  """
+  if not is_on(config):
+    return False
+  values = _read_values(config["metric"], workdir, last_step)
+  return create(config).replay(values).stopped_step is not None
+
+
+def _read_values(
   metric: str, workdir: str, last_step: int
 ) -> list[tuple[int, float | None]]:
   """Returns the steps and values of a metric in `metrics.jsonl`.
 
-  Args:
-    metric: Name of the metric.
-    workdir: The workdir.
-    last_step: Rows of later steps are left out: a run that continues from here
-      writes them again.
+  Rows after `last_step` are left out: a run that continues from there writes
+  them again.
   """
   rows = metrics_lib.read_rows(metrics_lib.metrics_path(workdir))
   return [

@@ -119,7 +119,11 @@ def export(
       "export runs in one process; this program has "
       f"{multihost.process_count()}. Call it after the run, with its workdir."
     )
-  if isinstance(platforms, str) or not platforms:
+  if (
+    isinstance(platforms, str)
+    or not isinstance(platforms, Sequence)
+    or not platforms
+  ):
     raise ValueError(
       "platforms must be a sequence with some of "
       f"{', '.join(_ALLOWED_PLATFORMS)}, got {platforms!r}."
@@ -128,6 +132,8 @@ def export(
     checks.one_of("platforms", platform, _ALLOWED_PLATFORMS)
   if batch_size is not None:
     checks.integer("batch_size", batch_size, minimum=1)
+  if not isinstance(path, (str, os.PathLike)):
+    raise TypeError(f"path must be a path, got {checks.describe(path)}.")
   path = files.absolute(path)
   _check_path(path, checks.boolean("overwrite", overwrite))
   model = _open(source, step, task, example)
@@ -398,6 +404,10 @@ def _write(
   from safetensors import numpy as safetensors_numpy
 
   files.make_dirs(path)
+  description_path = os.path.join(path, DESCRIPTION_FILE)
+  # First that of an earlier export: where it is, the others are complete.
+  if files.exists(description_path):
+    files.remove(description_path)
   where = os.path.join(path, VARIABLES_FILE)
   if files.is_bucket(path):
     files.write_bytes(where, safetensors_numpy.save(variables))
@@ -406,8 +416,7 @@ def _write(
   files.write_bytes(
     os.path.join(path, FUNCTION_FILE), bytes(exported.serialize())
   )
-  # Last: where it is, the others are complete.
-  with files.atomic_write(os.path.join(path, DESCRIPTION_FILE)) as f:
+  with files.atomic_write(description_path) as f:
     json.dump(description, f, indent=2)
 
 

@@ -101,10 +101,11 @@ def create(
     TypeError: A hook cannot be called with a step, a state and metrics.
     ValueError: A name is unknown, or an argument is.
   """
-  if callable(hooks) or not isinstance(hooks, Sequence):
+  if isinstance(hooks, str) or not isinstance(hooks, Sequence):
     raise TypeError(
       f"hooks must be a sequence of functions {_SIGNATURE}, such as "
-      f"hooks=[print_loss]; got {checks.describe(hooks)}."
+      f"hooks=[print_loss]; got {checks.describe(hooks)}. config.hooks takes "
+      "names."
     )
   offered = {"config": config, "workdir": workdir}
   found = [
@@ -113,6 +114,11 @@ def create(
   ]
   for i, hook in enumerate(hooks):
     name = _name_of(hook)
+    if inspect.isclass(hook):
+      raise TypeError(
+        f"hooks[{i}] is the class {name}: create it, as in "
+        f"hooks=[{hook.__name__}(...)], or name it in config.hooks."
+      )
     _check_callable(f"hooks[{i}] ({name})", hook)
     found.append((name, hook))
   return Hooks(tuple(found))
@@ -158,9 +164,12 @@ def _check_callable(where: str, hook: Any) -> None:
   """Raises if a hook cannot be called with a step, a state and metrics."""
   if not callable(hook):
     raise TypeError(
-      f"{where} must be a function {_SIGNATURE} or a class of such callables, "
+      f"{where} must be a function {_SIGNATURE} or a callable object, "
       f"got {checks.describe(hook)}."
     )
+  # A call of such a function does not run its body.
+  if inspect.iscoroutinefunction(hook) or inspect.isgeneratorfunction(hook):
+    raise TypeError(f"{where} must not be an async function or a generator.")
   try:
     signature = inspect.signature(hook)
   except ValueError:

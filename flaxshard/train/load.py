@@ -179,6 +179,12 @@ def load(
   """
   if not isinstance(workdir, (str, os.PathLike)):
     raise TypeError(f"workdir must be a path, got {checks.describe(workdir)}.")
+  if strategy is not None and not isinstance(strategy, Strategy):
+    raise TypeError(
+      f"strategy must be a Strategy or None, got {checks.describe(strategy)}."
+    )
+  if task is not None:
+    task = adapter.adapt(task)
   workdir = files.absolute(workdir)
   config = _read_config(workdir)
   with _name_config_file(workdir):
@@ -254,7 +260,11 @@ def _load_task(config: Any, workdir: str, task: Any) -> tasks_load.LoadedTask:
   shapes = None
   path = resume.data_path(workdir)
   if files.exists(path):
-    shapes = resume.shapes_from_json(_read_json(path))
+    content = _read_json(path)
+    try:
+      shapes = resume.shapes_from_json(content)
+    except (KeyError, TypeError, AttributeError) as e:
+      raise ValueError(f"{path} is broken: {e!r}") from e
   if shapes is None:
     # A workdir of a version that did not store them: from the data.
     return tasks_load.load(config, task, shapes_only=True)

@@ -288,6 +288,7 @@ def _train(
       )
 
       signum = preemption.agree_on_signal(step, run.stop_request)
+      ends = step == config.num_train_steps
       due = _due(config, step, signum is not None, save_time)
       # An exchange at every step would cost time.
       run.checkpointer.check(local=True)
@@ -302,7 +303,6 @@ def _train(
         evaluation = setup.evaluate(state, step) if due.evaluate else {}
         if due.evaluate:
           stopping = stopping.update(step, evaluation)
-        ends = step == config.num_train_steps
         if stopping.stopped_step is not None:
           # Like the last step of a run, it is logged and saved.
           ends, due = True, _Due(log=True, evaluate=True, save=True)
@@ -336,15 +336,14 @@ def _train(
         if row:
           # After the save: what a hook raises does not lose this step.
           run.call_hooks(step, state, row)
-      if signum is not None or stopping.stopped_step is not None:
+      if ends or signum is not None:
         break
 
     with run.stop_request.saving():
       run.checkpointer.wait()
   if stopping.stopped_step is not None:
     _log.info("stopped early at step %d: %s", step, stopping.reason)
-    return state, None
-  if signum is None or step == config.num_train_steps:
+  if ends or signum is None:
     return state, None
   _log.warning(
     "%s: saved step %d in %s; the same command or call continues from there",

@@ -157,7 +157,7 @@ def _check_changes(
       f"config: {fields}. Use another workdir, or a config.num_train_steps "
       f"above {first_step} with config.resume='extend'."
     )
-  if _stopped_early(config.early_stopping, workdir, first_step):
+  if early_stopping.has_ended(config.early_stopping, workdir, first_step):
     raise ValueError(
       f"config.early_stopping ends the run in {workdir} at step {first_step} "
       f"already, and the config has changed: {fields}. Use another workdir, or "
@@ -165,7 +165,7 @@ def _check_changes(
       "config.early_stopping.metric='none' with config.resume='extend'."
     )
   last_step = changes.num_train_steps
-  if _stopped_early(changes.early_stopping, workdir, first_step):
+  if early_stopping.has_ended(changes.early_stopping, workdir, first_step):
     last_step = first_step
   is_finished = last_step is not None and first_step >= last_step
   if is_finished and config.resume != "extend":
@@ -179,16 +179,6 @@ def _check_changes(
     first_step,
     fields,
   )
-
-
-def _stopped_early(
-  rule: Mapping[str, Any], workdir: str, first_step: int
-) -> bool:
-  """Returns whether the evaluations up to a step end a run."""
-  if not early_stopping.is_on(rule):
-    return False
-  values = early_stopping.read_values(rule["metric"], workdir, first_step)
-  return early_stopping.create(rule).replay(values).stopped_step is not None
 
 
 def write(

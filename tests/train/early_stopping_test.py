@@ -1,10 +1,9 @@
-"""Early stopping: the rule, and runs that end early and are continued."""
+"""Early stopping: the rule, and runs that it or a hook ends."""
 
 import json
 import logging
 import os
 import shutil
-import signal
 
 import jax
 import numpy as np
@@ -14,6 +13,8 @@ import tiny
 from flaxshard import train
 from flaxshard.train import config as config_lib
 from flaxshard.train import early_stopping
+from flaxshard.train import hooks as hooks_lib
+from flaxshard.train import resume
 
 _THIS = "early_stopping_test_factories"
 
@@ -33,7 +34,7 @@ def make_config(**fields):
   rule = {"metric": "eval_loss", "patience": 1, "min_delta": 100.0}
   values = dict(
     num_train_steps=12,
-    log_every_steps=4,
+    log_every_steps=3,
     eval_every_steps=2,
     checkpoint_every_steps=4,
     early_stopping=rule,
@@ -114,12 +115,12 @@ def test_a_run_that_ends_early_has_its_last_row_and_checkpoint(stopped):
   workdir, state, calls = stopped
   assert int(state.step) == 6
   rows = tiny.rows(workdir)
-  assert [row["step"] for row in rows] == [2, 4, 6]
+  assert [row["step"] for row in rows] == [2, 3, 4, 6]
   assert {"train_loss", "eval_loss", "learning_rate"} < set(rows[-1])
   steps = sorted(os.listdir(os.path.join(workdir, "checkpoints")))
   assert steps == ["4", "6"]
   # A hook is called after each row, with its numbers.
-  assert [call[:2] for call in calls] == [(2, 2), (4, 4), (6, 6)]
+  assert [call[:2] for call in calls] == [(2, 2), (3, 3), (4, 4), (6, 6)]
   for row, (step, _, metrics) in zip(rows, calls, strict=True):
     given = {k: v for k, v in row.items() if v is not None and k != "step"}
     assert metrics == given
@@ -127,16 +128,22 @@ def test_a_run_that_ends_early_has_its_last_row_and_checkpoint(stopped):
     assert step == row["step"]
 
 
-def test_an_interrupted_run_ends_at_the_same_step(
-  stopped, tmp_path, monkeypatch
-):
+def test_a_run_that_a_hook_interrupted_ends_at_the_same_step(stopped, tmp_path):
   whole_workdir, whole, _ = stopped
   workdir = str(tmp_path)
-  with monkeypatch.context() as patch:
-    tiny.stop_at(patch, 5, signal.SIGTERM)
-    with pytest.raises(SystemExit):
-      train.train_and_evaluate(make_config(), workdir)
-  assert [row["step"] for row in tiny.rows(workdir)] == [2, 4, 5]
+
+  def fail(step, state, metrics):
+    if step == 4:
+      raise KeyError("a mistake of the user")
+
+  with pytest.raises(hooks_lib.HookError) as e:
+    train.train_and_evaluate(make_config(), workdir, hooks=[fail])
+  for fact in ("fail", "step 4", "a mistake of the user"):
+    assert fact in str(e.value), str(e.value)
+  # Its step is written and saved.
+  assert [row["step"] for row in tiny.rows(workdir)] == [2, 3, 4]
+  assert os.listdir(os.path.join(workdir, "checkpoints")) == ["4"]
+
   state = train.train_and_evaluate(make_config(), workdir)
   jax.tree.map(np.testing.assert_array_equal, state.params, whole.params)
   last, whole_last = tiny.rows(workdir)[-1], tiny.rows(whole_workdir)[-1]
@@ -158,8 +165,10 @@ def test_a_run_that_ended_early_counts_as_finished(stopped, tmp_path, caplog):
     ({"num_train_steps": 14, "resume": "extend"}, ("14", "metric='none'")),
     ({"early_stopping": {}}, ("config.resume='extend'", "step 6")),
   ):
+    config = config_lib.check(make_config(**fields))
+    changes = resume.check_data(config, copy, None)
     with pytest.raises(ValueError) as e:
-      train.train_and_evaluate(make_config(**fields), copy)
+      resume.check_changes(config, copy, changes, 6)
     for fact in (copy, *facts):
       assert fact in str(e.value), str(e.value)
 

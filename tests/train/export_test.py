@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,7 @@ import numpy as np
 import optax
 import pytest
 from safetensors import flax as safetensors_flax
+from safetensors import numpy as safetensors_numpy
 import tiny
 
 import flaxshard as fs
@@ -145,13 +147,14 @@ def test_what_was_loaded_is_exported_for_a_batch_size(workdir, tmp_path):
 
 
 def test_a_model_that_needs_a_fixed_batch_size_says_so(tmp_path):
-  workdir = train_model(
-    tmp_path / "run", model={"name": f"{_THIS}:Pairs"}, mesh={"replica": 1}
+  state = fs.create_train_state(
+    Pairs(10), jax.random.key(0), images(2), optax.sgd(0.1), train=False
   )
+  example = {"inputs": images(1)[0]}
   with pytest.raises(ValueError, match=r"batch_size=1") as e:
-    fs.export(workdir, tmp_path / "model")
+    fs.export(state, tmp_path, example=example)
   assert "any number of examples" in str(e.value)
-  description = fs.export(workdir, tmp_path / "model", batch_size=4)
+  description = fs.export(state, tmp_path, example=example, batch_size=4)
   assert description["outputs"]["shape"] == [4, 10]
 
 
@@ -235,6 +238,7 @@ def test_a_train_state_is_exported(tmp_path):
   ("arguments", "facts"),
   [
     ({"platforms": "cpu"}, ("platforms", "'cpu'")),
+    ({"platforms": 3}, ("platforms", "3")),
     ({"platforms": ("cpu", "gpu")}, ("platforms", "'gpu'", "cuda")),
     ({"batch_size": 0}, ("batch_size", "0")),
     ({"step": 7}, ("step 7",)),
@@ -248,15 +252,22 @@ def test_invalid_arguments_raise(workdir, tmp_path, arguments, facts):
   assert not os.listdir(tmp_path)
 
 
-def test_another_source_raises(tmp_path):
+def test_arguments_of_another_type_raise(tmp_path):
   with pytest.raises(TypeError, match=r"source must be.*'params'"):
     fs.export({"params": {}}, tmp_path)
+  with pytest.raises(TypeError, match="path must be a path, got 3"):
+    fs.export(str(tmp_path), 3)
   with pytest.raises(TypeError, match="workdir must be a path, got 3"):
     fs.load(3)
+  with pytest.raises(TypeError, match="strategy must be a Strategy"):
+    fs.load(str(tmp_path), strategy="cpu")
 
 
-def test_an_earlier_export_is_replaced_only_if_asked(workdir, exported, capsys):
-  path, _ = exported
+def test_an_earlier_export_is_replaced_only_if_asked(
+  workdir, exported, tmp_path, capsys, monkeypatch
+):
+  path = str(tmp_path / "model")
+  shutil.copytree(exported[0], path)
   with pytest.raises(ValueError, match=r"model\.stablehlo.*overwrite=True"):
     fs.export(workdir, path)
   arguments = [workdir, path, "--platforms=cpu,tpu"]
@@ -265,6 +276,15 @@ def test_an_earlier_export_is_replaced_only_if_asked(workdir, exported, capsys):
   assert export_lib.main([*arguments, "--overwrite"]) == 0
   assert '"inputs": {"shape": ["batch", 8, 8, 1]' in capsys.readouterr().out
   assert read(path)[0].platforms == ("cpu", "tpu")
+
+  def fail(*args):
+    raise OSError("no space left")
+
+  # Files of two exports are not described as one.
+  monkeypatch.setattr(safetensors_numpy, "save_file", fail)
+  assert export_lib.main([*arguments, "--overwrite"]) == 1
+  assert "no space left" in capsys.readouterr().err
+  assert "model.json" not in os.listdir(path)
 
 
 def test_a_missing_package_is_named(workdir, tmp_path, monkeypatch):

@@ -159,6 +159,9 @@ def test_what_is_not_a_workdir_raises(run, copy, tmp_path):
 
 
 def test_a_broken_file_is_named(copy):
+  edit_json(os.path.join(copy, "data.json"), example=3)
+  with pytest.raises(ValueError, match=r"data\.json is broken"):
+    fs.load(copy)
   path = os.path.join(copy, "config.json")
   edit_json(path, bach_size=3)
   with pytest.raises(ValueError, match=r"config\.json: config\.bach_size"):
@@ -185,6 +188,8 @@ def test_a_task_that_was_an_object_is_given_again(copy):
     fs.load(copy)
   for fact in ("config.json", "<my_package.tasks.Mine>", "argument task"):
     assert fact in str(e.value), str(e.value)
+  with pytest.raises(TypeError, match=r"^task must be an object"):
+    fs.load(copy, task=fs.tasks.Classification)
   task = fs.tasks.Classification(num_classes=10)
   assert fs.load(copy, task=task).task.task is task
 

@@ -39,14 +39,6 @@ def make_config(**fields):
   return tiny.config(data={"name": f"{_THIS}:digits"}, **fields)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-  """The workdir of a finished run of four steps."""
-  workdir = str(tmp_path_factory.mktemp("finished"))
-  train.train_and_evaluate(make_config(), workdir)
-  return workdir
-
-
 @pytest.mark.parametrize(
   ("fields", "facts"),
   [
@@ -65,29 +57,42 @@ def finished(tmp_path_factory):
   ],
 )
 def test_a_finished_workdir_with_a_changed_config_raises(
-  finished, fields, facts, monkeypatch
+  tmp_path, fields, facts
 ):
-  def fail(lowered):
-    raise AssertionError("compiled")
-
-  monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+  workdir = str(tmp_path)
+  resume.write(config_lib.check(make_config()), workdir, 128, _SHAPES)
+  config = config_lib.check(make_config(**fields))
+  changes = resume.check_data(config, workdir, 128)
   with pytest.raises(ValueError) as e:
-    train.train_and_evaluate(make_config(**fields), finished)
-  for fact in (finished, "another workdir", "config.resume='extend'", *facts):
+    resume.check_changes(config, workdir, changes, 4)
+  for fact in (workdir, "another workdir", "config.resume='extend'", *facts):
     assert fact in str(e.value), str(e.value)
 
 
-def test_a_finished_workdir_trains_again_only_to_extend_it(finished, caplog):
-  # Other rows, files and checkpoints would not change the state.
-  config = make_config(log_every_steps=1, max_to_keep=2, on_nonfinite="stop")
-  assert int(train.train_and_evaluate(config, finished).step) == 4
+def test_a_finished_workdir_trains_again_only_to_extend_it(
+  tmp_path, caplog, monkeypatch
+):
+  workdir = str(tmp_path)
+  train.train_and_evaluate(make_config(), workdir)
+  config = make_config(num_train_steps=6)
+
+  def fail(lowered):
+    raise AssertionError("compiled")
+
+  with monkeypatch.context() as patch:
+    patch.setattr(jax.stages.Lowered, "compile", fail)
+    with pytest.raises(ValueError, match="num_train_steps: 4 -> 6"):
+      train.train_and_evaluate(config, workdir)
+    # Other rows, files and checkpoints would not change the state.
+    same = make_config(log_every_steps=1, max_to_keep=2, on_nonfinite="stop")
+    caplog.clear()
+    assert int(train.train_and_evaluate(same, workdir).step) == 4
   (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
   assert record.getMessage().startswith("nothing to train: step 4")
 
-  config = make_config(num_train_steps=6, resume="extend")
-  assert int(train.train_and_evaluate(config, finished).step) == 6
+  config.resume = "extend"
+  assert int(train.train_and_evaluate(config, workdir).step) == 6
   assert "config.num_train_steps: 4 -> 6" in caplog.text
-  assert int(train.train_and_evaluate(config, finished).step) == 6
 
 
 def test_another_number_of_examples_under_the_same_config_raises(tmp_path):
