@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 import dataclasses
 import re
-from typing import Any
 
 from flaxshard.core import checks
 from flaxshard.core import patterns as patterns_lib
@@ -27,6 +26,8 @@ class Patterns:
     transpose: `(pattern, axes)` pairs: the order in which a model has the
       dimensions of arrays of the file, by the model's path. The first match
       counts.
+    reshape: Patterns of the model's paths whose arrays get the shape that they
+      have in the model, after `transpose`.
     cast: Whether to cast to dtypes that cannot hold all values of the file's.
   """
 
@@ -34,35 +35,26 @@ class Patterns:
   keep: Sequence[str] = ()
   ignore: Sequence[str] = ()
   transpose: Sequence[tuple[str, Sequence[int]]] = ()
+  reshape: Sequence[str] = ()
   cast: bool = False
 
   def __post_init__(self) -> None:
     patterns_lib.check("keep", self.keep)
     patterns_lib.check("ignore", self.ignore)
-    for i, (pattern, text) in enumerate(_check_pairs("rename", self.rename)):
+    patterns_lib.check("reshape", self.reshape)
+    pairs = patterns_lib.check_pairs("rename", self.rename)
+    for i, (pattern, text) in enumerate(pairs):
       try:
         re.sub(pattern, text, "")
       except (re.error, IndexError, TypeError) as e:
         raise ValueError(f"rename[{i}]={(pattern, text)!r}: {e}.") from e
-    for i, (_, axes) in enumerate(_check_pairs("transpose", self.transpose)):
-      if not isinstance(axes, (tuple, list)) or sorted(axes) != list(
-        range(len(axes))
+    pairs = patterns_lib.check_pairs("transpose", self.transpose)
+    for i, (_, axes) in enumerate(pairs):
+      if not isinstance(axes, (tuple, list)) or not all(
+        axes.count(axis) == 1 for axis in range(len(axes))
       ):
         raise ValueError(
           f"transpose[{i}] must have the axes in another order, such as "
           f"(1, 0), got {axes!r}."
         )
     checks.boolean("cast", self.cast)
-
-
-def _check_pairs(field: str, pairs: Any) -> Sequence[tuple[str, Any]]:
-  """Returns pairs of a pattern and something else."""
-  if not isinstance(pairs, (tuple, list)) or not all(
-    isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs
-  ):
-    raise TypeError(
-      f"{field} must be a sequence of pairs that begin with a pattern, got "
-      f"{pairs!r}."
-    )
-  patterns_lib.check(field, [pattern for pattern, _ in pairs])
-  return pairs

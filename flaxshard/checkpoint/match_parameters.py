@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
+import math
 import re
 from typing import Any
 
@@ -37,10 +38,12 @@ class Source:
   Attributes:
     path: Its path in the file.
     axes: The order of its dimensions in the model; None leaves them.
+    reshape: Whether it then gets the shape of the leaf of the model.
   """
 
   path: str
   axes: tuple[int, ...] | None = None
+  reshape: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +87,11 @@ def match(
       nothing. The message lists the paths, with those that are near.
   """
   has_collections = any(path.startswith("params/") for path in saved)
-  used = {path for path in saved if not _is_training_state(path, saved)}
   # The file's paths, as they are shown and matched.
   names = {
     path: _PARAMS.sub("", path) if has_collections else path
-    for path in saved
-    if path in used
+    for path, leaf in saved.items()
+    if not (has_collections and _is_training_state(path, leaf))
   }
   ignored = _select("ignore", patterns.ignore, names.values(), "the file")
   by_name = _rename(
@@ -125,6 +127,8 @@ def match(
   if not sources:
     raise ValueError("keep matches all parameters of the model: none is read.")
   sources = _transpose(sources, saved, patterns.transpose)
+  for path in _select("reshape", patterns.reshape, sources, "the model"):
+    sources[path] = dataclasses.replace(sources[path], reshape=True)
   _check(sources, saved, wanted, patterns.cast)
   read = {source.path for source in sources.values()}
   return Match(
@@ -134,12 +138,10 @@ def match(
   )
 
 
-def _is_training_state(path: str, saved: Mapping[str, Any]) -> bool:
+def _is_training_state(path: str, leaf: Any) -> bool:
   """Returns whether a leaf is that of a train state, beside the variables."""
-  if not any(p.startswith("params/") for p in saved):
-    return False
   # Programs save numbers of their own beside the state, such as an epoch.
-  is_number = isinstance(saved[path], reader.SavedScalar) and "/" not in path
+  is_number = isinstance(leaf, reader.SavedScalar) and "/" not in path
   return is_number or path.partition("/")[0] in TRAINING_STATE
 
 
@@ -230,7 +232,11 @@ def _check(
     shape = tuple(have.shape)
     if source.axes is not None:
       shape = tuple(shape[axis] for axis in source.axes)
-    if shape != tuple(want.shape):
+    # With as many dimensions, they would be in another order.
+    can_reshape = len(shape) != len(want.shape) and (
+      math.prod(shape) == math.prod(want.shape)
+    )
+    if shape != tuple(want.shape) and not (source.reshape and can_reshape):
       hint = ""
       if source.axes is None and shape[::-1] == tuple(want.shape):
         hint = (
@@ -238,16 +244,34 @@ def _check(
           f"transpose=(({_pattern(path)!r}, "
           f"{tuple(reversed(range(len(shape))))}),)."
         )
+      elif can_reshape:
+        hint = (
+          f" reshape=({_pattern(path)!r},) gives it the shape of the model, "
+          "after transpose."
+        )
       raise ValueError(
         f"{path} has the shape {shape} in the file, and {tuple(want.shape)} in "
         f"the model; keep=({_pattern(path)!r},) keeps its initial value.{hint}"
       )
-    if cast or jnp.promote_types(have.dtype, want.dtype) == want.dtype:
+    if cast or _holds(want.dtype, have.dtype):
       continue
     raise ValueError(
       f"{path} is {have.dtype} in the file, and {want.dtype} in the model, "
       "which cannot hold all its values; cast=True rounds them."
     )
+
+
+def _holds(dtype: Any, other: Any) -> bool:
+  """Returns whether a dtype can hold all values of another one."""
+  if all(jnp.issubdtype(d, jnp.floating) for d in (dtype, other)):
+    # `promote_types` rejects floats of 8 bits.
+    wide, narrow = jnp.finfo(dtype), jnp.finfo(other)
+    return bool(
+      wide.nmant >= narrow.nmant
+      and wide.maxexp >= narrow.maxexp
+      and wide.minexp <= narrow.minexp
+    )
+  return bool(jnp.promote_types(other, dtype) == dtype)
 
 
 def _describe_unmatched(
@@ -265,9 +289,9 @@ def _describe_unmatched(
       + "."
     )
     near = [
-      f"{path} may be {_nearest(path, unmatched, saved, wanted)}"
+      f"{path} may be {name}"
       for path in missing[:3]
-      if _nearest(path, unmatched, saved, wanted)
+      if (name := _nearest(path, unmatched, saved, wanted))
     ]
     if near:
       parts.append(f"{'; '.join(near)}: rename=((pattern, replacement), ...).")
@@ -317,4 +341,5 @@ def _list(paths: Iterable[str]) -> str:
 
 def _pattern(path: str) -> str:
   """Returns a pattern for the module of a path, for a message."""
-  return f"^{path.rpartition('/')[0] or path}/"
+  module = path.rpartition("/")[0]
+  return f"^{module}/" if module else f"^{path}$"

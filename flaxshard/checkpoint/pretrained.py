@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import logging
+import math
 import os
 from typing import Any, TypeVar
 
@@ -69,7 +70,10 @@ class InitReport:
           groups[group] = groups.get(group, 0) + 1
         else:
           names.append(path)
-      names += [f"{name} ({count} arrays)" for name, count in groups.items()]
+      names += [
+        f"{name} ({count} {'array' if count == 1 else 'arrays'})"
+        for name, count in groups.items()
+      ]
       lines.append(f"  not used of the file: {', '.join(names)}")
     return "\n".join(lines)
 
@@ -85,6 +89,7 @@ def init_from(
   keep: Sequence[str] = (),
   ignore: Sequence[str] = (),
   transpose: Sequence[tuple[str, Sequence[int]]] = (),
+  reshape: Sequence[str] = (),
   cast: bool = False,
 ) -> tuple[_State, InitReport]:
   """Initializes the parameters of a new state from those of a checkpoint.
@@ -120,6 +125,9 @@ def init_from(
     transpose: `(pattern, axes)` pairs, by the model's paths: the dimensions of
       the file's arrays are put in this order, as by `jnp.transpose`. Kernels of
       PyTorch need `(1, 0)`, and those of its convolutions `(2, 3, 1, 0)`.
+    reshape: Patterns of the model's paths whose arrays get the shape that they
+      have in the model, after `transpose`: `[inputs, heads * features]` becomes
+      `[inputs, heads, features]`.
     cast: Whether to cast to dtypes that cannot hold all values of the file's,
       such as float32 to bfloat16. Wider dtypes need no permission.
 
@@ -145,7 +153,9 @@ def init_from(
     >>> params["trunk"]["w"].tolist(), report.kept, report.unused
     ([1.0, 1.0], ('head/w',), ('head/w',))
   """
-  patterns = init_patterns.Patterns(rename, keep, ignore, transpose, cast)
+  patterns = init_patterns.Patterns(
+    rename, keep, ignore, transpose, reshape, cast
+  )
   if not isinstance(path, (str, os.PathLike)):
     raise TypeError(f"path must be a path, got {path!r}.")
   if not isinstance(subtree, str):
@@ -292,29 +302,62 @@ def _asked(
 ) -> jax.ShapeDtypeStruct:
   """Returns the shape, dtype and sharding with which to read a leaf."""
   sharding = wanted.sharding
-  if source.axes is not None and isinstance(
-    sharding, jax.sharding.NamedSharding
-  ):
-    spec = (*sharding.spec, *[None] * (wanted.ndim - len(sharding.spec)))
-    # Dimension i of the model is the dimension axes[i] of the file.
-    by_file = {axis: spec[i] for i, axis in enumerate(source.axes)}
+  changes = source.axes is not None or source.reshape
+  if changes and isinstance(sharding, jax.sharding.NamedSharding):
+    axes = source.axes or tuple(range(len(leaf.shape)))
+    spec: Sequence[Any] = (
+      *sharding.spec,
+      *[None] * (wanted.ndim - len(sharding.spec)),
+    )
+    if source.reshape:
+      transposed = tuple(leaf.shape[axis] for axis in axes)
+      spec = _spec_before_reshape(transposed, wanted.shape, spec)
+    # Dimension i after the transposition is the dimension axes[i] of the file.
+    by_file = dict(zip(axes, spec, strict=True))
     sharding = jax.sharding.NamedSharding(
-      sharding.mesh, P(*(by_file[i] for i in range(wanted.ndim)))
+      sharding.mesh, P(*(by_file[i] for i in range(len(axes))))
     )
   return jax.ShapeDtypeStruct(
     leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype), sharding=sharding
   )
 
 
+def _spec_before_reshape(
+  shape: Sequence[int], wanted: Sequence[int], spec: Sequence[Any]
+) -> list[Any]:
+  """Returns the PartitionSpec to read an array with that is then reshaped.
+
+  A dimension is split as the first of those that it is divided into. The others
+  are not split while the array is read.
+
+  Args:
+    shape: The shape before.
+    wanted: The shape after.
+    spec: The PartitionSpec after, with an entry for each dimension.
+  """
+  # Dimensions that begin together have as many elements from there on.
+  first = {math.prod(wanted[i:]): i for i, n in enumerate(wanted) if n > 1}
+  result = []
+  for dim, size in enumerate(shape):
+    i = first.get(math.prod(shape[dim:]))
+    if i is None or size == 1 or size % wanted[i]:
+      result.append(None)
+    else:
+      result.append(spec[i])
+  return result
+
+
 def _finish(
   x: jax.Array, source: match_parameters.Source, wanted: jax.Array
 ) -> jax.Array:
   """Returns an array that was read with the model's dimensions and dtype."""
-  if source.axes is None and x.dtype == wanted.dtype:
+  unchanged = source.axes is None and not source.reshape
+  if unchanged and x.dtype == wanted.dtype:
     return x
 
   def convert(x: jax.Array) -> jax.Array:
-    return jnp.transpose(x, source.axes or range(x.ndim)).astype(wanted.dtype)
+    x = jnp.transpose(x, source.axes or range(x.ndim))
+    return x.reshape(wanted.shape).astype(wanted.dtype)
 
   converted: jax.Array = jax.jit(convert, out_shardings=wanted.sharding)(x)
   return converted

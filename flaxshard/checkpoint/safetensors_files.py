@@ -133,8 +133,15 @@ def _lazy_tensor(opened: Any, name: str) -> _Tensor:
   shape = tuple(part.get_shape())
 
   def read(index: Any) -> np.ndarray:
-    # A slice of a scalar is an error.
-    return part[index] if shape else opened.get_tensor(name)
+    try:
+      # A slice of a scalar is an error.
+      return part[index] if shape else opened.get_tensor(name)
+    except AttributeError as e:
+      # The package looks for the dtype in NumPy, which has no floats of 8 bits.
+      raise ValueError(
+        f"the package safetensors cannot read {name}: {e}. Save it in another "
+        "dtype, such as bfloat16, or leave it out with ignore or keep."
+      ) from e
 
   return jax.ShapeDtypeStruct(shape, _dtype_of(part.get_dtype())), read
 

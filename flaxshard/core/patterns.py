@@ -55,6 +55,28 @@ def check(argument: str, patterns: Any) -> tuple[str, ...]:
   return tuple(patterns)
 
 
+def check_pairs(argument: str, pairs: Any) -> tuple[tuple[str, Any], ...]:
+  """Returns pairs of a pattern and another value as a tuple of tuples.
+
+  Args:
+    argument: Name of the argument, for errors.
+    pairs: A sequence of pairs; the values are not checked.
+
+  Raises:
+    TypeError: `pairs` is not a sequence of pairs.
+    PatternError: A pattern is not a regular expression, or is given twice.
+  """
+  if not isinstance(pairs, (tuple, list)) or not all(
+    isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs
+  ):
+    raise checks.ArgumentTypeError(
+      f"{argument} must be a sequence of pairs that begin with a pattern, got "
+      f"{pairs!r}."
+    )
+  check(argument, [pattern for pattern, _ in pairs])
+  return tuple((pattern, value) for pattern, value in pairs)
+
+
 def first_match(patterns: Sequence[str], path: str) -> int | None:
   """Returns the position of the first pattern that matches a path, or None.
 

@@ -7,7 +7,8 @@ A kernel `W` of shape `[*inputs, *outputs]` becomes
 `W` is frozen; `A` starts random and `B` as zeros, so that the model starts as
 it was. Any model will do: the sum is computed before the model is applied, and
 the model sees plain kernels. For a kernel of more than two dimensions, inputs
-and outputs are divided where the factors are smallest.
+and outputs are divided where the factors are smallest. Kernels that are stacked
+over layers or experts (`batch_dims`) have factors for each of them.
 
 The frozen parameters are no parameters of the state but a collection `frozen`:
 they have no gradients, no optimizer slots and no copies in wrappers.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
 from typing import Any, TYPE_CHECKING
 
 from flax import traverse_util
@@ -57,11 +59,15 @@ class LoRA:
       dimensions at least.
     train: Patterns of parameters that are trained as they are, such as a new
       head. All others are frozen.
+    batch_dims: `(pattern, number)` pairs: how many of the first dimensions of a
+      parameter count layers, as those of `nn.scan` do, or experts. Each layer
+      has factors of its own. The first match counts; without one, there are no
+      such dimensions.
 
   Raises:
     TypeError: An argument has a wrong type.
-    ValueError: `rank` or `alpha` is not positive, there are no patterns, or one
-      is no regular expression.
+    ValueError: `rank`, `alpha` or a number of dimensions is not positive, there
+      are no patterns, or one is no regular expression.
 
   Example:
     >>> import flaxshard as fs, flax.linen as nn, jax.numpy as jnp, optax
@@ -81,6 +87,7 @@ class LoRA:
   alpha: float = 16.0
   patterns: Sequence[str] = ("kernel$",)
   train: Sequence[str] = ()
+  batch_dims: Sequence[tuple[str, int]] = ()
 
   def __post_init__(self) -> None:
     checks.integer("LoRA: rank", self.rank, minimum=1)
@@ -89,6 +96,10 @@ class LoRA:
       checked = patterns_lib.check(f"LoRA: {field}", getattr(self, field))
       # Hashable, whatever sequence was given.
       object.__setattr__(self, field, checked)
+    pairs = patterns_lib.check_pairs("LoRA: batch_dims", self.batch_dims)
+    for i, (_, number) in enumerate(pairs):
+      checks.integer(f"LoRA: batch_dims[{i}][1]", number, minimum=1)
+    object.__setattr__(self, "batch_dims", pairs)
     if not self.patterns:
       raise ValueError("LoRA: patterns must name a parameter, got ().")
 
@@ -145,8 +156,12 @@ def merge(params: PyTree, frozen: PyTree, scale: float) -> PyTree:
       merged[path] = x
   for path, by_name in factors.items():
     a, b = (by_name[name] for name in FACTORS)
-    product = jnp.tensordot(a, b, axes=1)
     kernel = merged[path]
+    multiply = functools.partial(jnp.tensordot, axes=1)
+    # Both factors have the batch dimensions, and one of `rank`.
+    for _ in range(a.ndim + b.ndim - 2 - kernel.ndim):
+      multiply = jax.vmap(multiply)
+    product = multiply(a, b)
     merged[path] = kernel + (scale * product).astype(kernel.dtype)
   return traverse_util.unflatten_dict(merged)
 

@@ -33,13 +33,13 @@ class Split:
   """How the parameters of a model are divided into trained and frozen ones.
 
   Attributes:
-    factorized: The kernels that get factors, each with the number of its input
-      dimensions.
+    factorized: The kernels that get factors, each with the positions at which
+      its input and its output dimensions begin.
     trained: The parameters that are trained as they are.
     rank: The rank of the factors.
   """
 
-  factorized: Mapping[_Path, int]
+  factorized: Mapping[_Path, tuple[int, int]]
   trained: frozenset[_Path]
   rank: int
 
@@ -58,16 +58,17 @@ class Split:
       (trained if path in self.trained else frozen)[path] = x
       if path not in self.factorized:
         continue
-      inputs = x.shape[: self.factorized[path]]
-      outputs = x.shape[self.factorized[path] :]
+      first_input, first_output = self.factorized[path]
+      batch, outputs = x.shape[:first_input], x.shape[first_output:]
+      inputs = x.shape[first_input:first_output]
       # By path: further patterns do not change the other factors.
       seed = zlib.crc32("/".join(path).encode())
       noise = jax.random.normal(
-        jax.random.fold_in(key, seed), (*inputs, self.rank), x.dtype
+        jax.random.fold_in(key, seed), (*batch, *inputs, self.rank), x.dtype
       )
       trained[*path, lora_lib.FACTORS[0]] = noise / math.sqrt(math.prod(inputs))
       trained[*path, lora_lib.FACTORS[1]] = jnp.zeros(
-        (self.rank, *outputs), x.dtype
+        (*batch, self.rank, *outputs), x.dtype
       )
     return (
       traverse_util.unflatten_dict(trained),
@@ -91,11 +92,15 @@ class Split:
       path = trees.path_strings(key_path)
       (trained if path in self.trained else frozen)[path] = spec
       if path in self.factorized:
-        count = self.factorized[path]
+        first_input, first_output = self.factorized[path]
         # A spec may be shorter than the shape: missing entries are None.
-        dims = (*spec, *[None] * (count - len(spec)))
-        trained[*path, lora_lib.FACTORS[0]] = _shortest((*dims[:count], None))
-        trained[*path, lora_lib.FACTORS[1]] = _shortest((None, *dims[count:]))
+        dims = (*spec, *[None] * (first_output - len(spec)))
+        trained[*path, lora_lib.FACTORS[0]] = _shortest(
+          (*dims[:first_output], None)
+        )
+        trained[*path, lora_lib.FACTORS[1]] = _shortest(
+          (*dims[:first_input], None, *dims[first_output:])
+        )
     return (
       traverse_util.unflatten_dict(trained),
       traverse_util.unflatten_dict(frozen),
@@ -121,29 +126,36 @@ def plan_split(lora: lora_lib.LoRA, params: PyTree) -> Split:
   by_path = trees.leaves_by_path(params)
   names = {"/".join(path): path for path in by_path}
   trained = _find("train", lora.train, names)
-  factorized: dict[_Path, int] = {}
-  for name in _find("patterns", lora.patterns, names):
+  with_factors = _find("patterns", lora.patterns, names)
+  batch_patterns = [pattern for pattern, _ in lora.batch_dims]
+  _find("batch_dims", batch_patterns, with_factors)
+  factorized: dict[_Path, tuple[int, int]] = {}
+  for name in with_factors:
     if name in trained:
       raise LoRAError(
         f"{name} is found by patterns={lora.patterns!r} and by "
         f"train={lora.train!r}: a parameter is trained as it is or has factors."
       )
     x = by_path[names[name]]
-    count = _num_inputs(x.shape)
-    smaller = min(math.prod(x.shape[:count]), math.prod(x.shape[count:]))
-    if len(x.shape) < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+    i = patterns_lib.first_match(batch_patterns, name)
+    num_batch = 0 if i is None else lora.batch_dims[i][1]
+    shape = x.shape[num_batch:]
+    if len(shape) < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+      beside = "" if i is None else f" beside {num_batch} batch dimensions"
       raise LoRAError(
         f"patterns={lora.patterns!r} finds {name}, a {x.dtype} of shape "
         f"{tuple(x.shape)}; factors are for floating-point parameters with two "
-        "dimensions or more. train=... trains it as it is."
+        f"dimensions or more{beside}. train=... trains it as it is."
       )
+    num_inputs = _num_inputs(shape)
+    smaller = min(math.prod(shape[:num_inputs]), math.prod(shape[num_inputs:]))
     if lora.rank > smaller:
       raise LoRAError(
         f"rank={lora.rank} is above {smaller}, the rank of {name} of "
         f"shape {tuple(x.shape)}. Use a lower rank, patterns without it, or "
         "train=... to train it as it is."
       )
-    factorized[names[name]] = count
+    factorized[names[name]] = num_batch, num_batch + num_inputs
   return Split(factorized, frozenset(names[n] for n in trained), lora.rank)
 
 
@@ -165,7 +177,7 @@ def factor_key(rng: Any) -> Any:
 
 def _num_inputs(shape: Sequence[int]) -> int:
   """Returns how many dimensions are inputs: where the factors are smallest."""
-  counts = range(1, max(len(shape), 2))
+  counts = range(1, len(shape))
   # The last of equals: kernels have their outputs last.
   return min(
     reversed(counts),

@@ -15,7 +15,7 @@ from flaxshard.state import lora as lora_lib
 from flaxshard.state.train_state import TrainState
 from flaxshard.train.config import definition
 
-_PATTERNS = ("rename", "keep", "ignore", "transpose", "cast")
+_PATTERNS = ("rename", "keep", "ignore", "transpose", "reshape", "cast")
 
 
 def check(config: Mapping[str, Any]) -> None:

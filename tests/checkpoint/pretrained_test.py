@@ -1,6 +1,7 @@
 """`init_from` reads parameters of any format into a new state."""
 
 import json
+import struct
 import types
 
 from flax import linen as nn
@@ -137,12 +138,12 @@ def save_several_safetensors(path, state):
 
 
 SAVES = [
-  save_ours,
   save_bytes,
   save_several_safetensors,
   *(
     pytest.param(save, marks=pytest.mark.slow)
     for save in (
+      save_ours,
       save_manager,
       save_standard,
       save_flax,
@@ -180,6 +181,9 @@ def test_step_of_a_directory(tmp_path, pretrained):
   new, report = fs.checkpoint.init_from(make(seed=2), path, step=3)
   assert_equal(new.params, make().params)
   assert report.path.endswith("checkpoints/3")
+  new, report = fs.checkpoint.init_from(make(seed=2), path)
+  assert_equal(variables_of(new), variables_of(pretrained))
+  assert {"step", "opt_state/0/count"} <= set(report.unused)
   with pytest.raises(ValueError, match=r"\[3, 7\]"):
     fs.checkpoint.init_from(make(), path, step=4)
 
@@ -259,6 +263,65 @@ def test_other_dtypes_and_dimensions(tmp_path):
   assert cast["layers_0"]["kernel"].dtype == jnp.bfloat16
 
 
+def test_other_numbers_of_dimensions(tmp_path):
+  weight = np.arange(64, dtype=np.float32).reshape(8, 8)
+  file = tmp_path / "torch.safetensors"
+  names = ("query", "out", "convolution")
+  tensors = {f"encoder.layer.0.self.{name}.weight": weight for name in names}
+  tensors["encoder.layer.0.self.convolution.weight"] = weight.reshape(8, 2, 4)
+  safetensors_numpy.save_file(tensors, file)
+  shapes = {"query": (8, 4, 2), "out": (4, 2, 8), "convolution": (8, 8)}
+  specs = {
+    "query": P("model", "replica"),
+    "out": P("replica", "model"),
+    "convolution": P(("replica", "model")),
+  }
+  params = {
+    "block0": {
+      name: jax.device_put(
+        np.zeros(shapes[name], np.float32),
+        jax.sharding.NamedSharding(MESH, specs[name]),
+      )
+      for name in names
+    }
+  }
+  kwargs = dict(
+    rename=[(r"^encoder/layer/(\d+)/self/(\w+)/weight", r"block\1/\2")],
+    transpose=[("query|out", (1, 0)), ("convolution", (1, 2, 0))],
+  )
+  new, _ = fs.checkpoint.init_from(params, file, reshape=["block"], **kwargs)
+  for name in names:
+    wanted = weight.reshape(8, -1).T.reshape(shapes[name])
+    np.testing.assert_array_equal(new["block0"][name], wanted)
+    assert new["block0"][name].sharding == params["block0"][name].sharding
+  with pytest.raises(ValueError, match=r"\(2, 4, 8\).*\(8, 8\).*reshape="):
+    fs.checkpoint.init_from(params, file, **kwargs)
+  # As many dimensions in another order are a forgotten transposition.
+  with pytest.raises(ValueError, match=r"\(2, 32\).*\(32, 2\).*transpose="):
+    safetensors_numpy.save_file({"x": np.ones((2, 32))}, file)
+    fs.checkpoint.init_from({"x": jnp.ones((32, 2))}, file, reshape=["x"])
+
+
+def test_floats_of_eight_bits(tmp_path):
+  params = {"kernel": jnp.ones((2, 4))}
+  small = np.arange(8).reshape(2, 4).astype(jnp.float8_e4m3fn)
+  file = tmp_path / "model.msgpack"
+  file.write_bytes(serialization.to_bytes({"kernel": small}))
+  new, _ = fs.checkpoint.init_from(params, file)
+  np.testing.assert_array_equal(new["kernel"], small.astype(np.float32))
+  with pytest.raises(ValueError, match="float8.*cast=True"):
+    fs.checkpoint.init_from(
+      {"kernel": params["kernel"].astype(jnp.float8_e5m2)}, file
+    )
+  # The package safetensors knows the dtypes of NumPy and bfloat16 alone.
+  header = {"dtype": "F8_E4M3", "shape": [2, 4], "data_offsets": [0, 8]}
+  text = json.dumps({"kernel": header}).encode()
+  file = tmp_path / "model.safetensors"
+  file.write_bytes(struct.pack("<Q", len(text)) + text + small.tobytes())
+  with pytest.raises(ValueError, match="cannot read kernel.*bfloat16"):
+    fs.checkpoint.init_from(params, file)
+
+
 def test_nnx_checkpoint(tmp_path):
   class Module(nnx.Module):
     def __init__(self, rngs):
@@ -322,6 +385,8 @@ def test_copies_in_wrapper_states_are_those_of_the_new_parameters(
     ({"keep": [".*"]}, ValueError, ["all parameters"]),
     ({"transpose": [("kernel", (0, 1, 2))]}, ValueError, ["(8, 16)"]),
     ({"transpose": [("kernel", (0, 2))]}, ValueError, ["transpose[0]"]),
+    ({"transpose": [("kernel", ("a", 1))]}, ValueError, ["transpose[0]"]),
+    ({"reshape": ["kernal"]}, ValueError, ["reshape[0]", "'kernel'"]),
     ({"keep": "head"}, TypeError, ["keep", "'head'"]),
     ({"keep": ["("]}, ValueError, ["keep[0]", "'('"]),
     ({"rename": [("a", r"\1")]}, ValueError, ["rename[0]"]),

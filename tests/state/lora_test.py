@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import flaxshard as fs
+from flaxshard.state import lora as lora_lib
 
 P = jax.sharding.PartitionSpec
 MESH = jax.sharding.Mesh(
@@ -73,8 +74,13 @@ def shapes(tree):
   return jax.tree.map(jnp.shape, tree)
 
 
-def test_factors_and_frozen_parameters():
-  state, plain = make(), make(lora=None)
+@pytest.fixture(scope="module")
+def state():
+  return make()
+
+
+def test_factors_and_frozen_parameters(state):
+  plain = make(lora=None)
   assert shapes(state.params) == {
     "body": {"kernel": {"lora_a": (32, 4), "lora_b": (4, 4, 16)}},
     "head": {
@@ -103,7 +109,10 @@ _ON_STRATEGY = {"strategy": STRATEGY, "wrappers": [fs.LossScale(8.0)]}
   [
     pytest.param(Net(), {}, id="linen"),
     pytest.param(
-      lambda rngs: Module(rngs), _ON_STRATEGY, id="nnx_function_on_strategy"
+      lambda rngs: Module(rngs),
+      _ON_STRATEGY,
+      id="nnx_function_on_strategy",
+      marks=pytest.mark.slow,
     ),
     pytest.param(
       Net(), _ON_STRATEGY, id="linen_on_strategy", marks=pytest.mark.slow
@@ -123,7 +132,7 @@ def test_only_factors_are_trained(model, kwargs):
   jax.tree.map(np.testing.assert_array_equal, new.frozen, state.frozen)
   # Merged parameters give the outputs of the state.
   variables = fs.merge_lora(new)
-  apply_fn = make(model, lora=None).apply_fn
+  apply_fn = lora_lib.model_apply(new.apply_fn)
   value = jnp.mean((apply_fn(variables, X) - Y) ** 2)
   np.testing.assert_allclose(value, loss(new, new.params), rtol=1e-5)
   kernel = state.frozen["body"]["kernel"]
@@ -134,8 +143,7 @@ def test_only_factors_are_trained(model, kwargs):
   )
 
 
-def test_collections_of_the_model_and_the_mode():
-  state = make()
+def test_collections_of_the_model_and_the_mode(state):
   variables = {
     "params": state.params,
     "frozen": state.frozen,
@@ -163,6 +171,52 @@ def test_rules_split_kernels_and_their_factors():
   assert all(map(same, jax.tree.leaves(abstract), jax.tree.leaves(state)))
   merged = fs.merge_lora(state)["params"]["body"]["kernel"]
   assert merged.sharding == frozen.sharding
+
+
+class Stack(nn.Module):
+  """Three layers, whose kernels are `[layers, inputs, outputs]`."""
+
+  @nn.compact
+  def __call__(self, x):
+    body = nn.scan(
+      lambda layer, x: (layer(x), None),
+      variable_axes={"params": 0},
+      split_rngs={"params": True},
+      length=3,
+    )
+    x, _ = body(nn.Dense(32, name="layer"), x)
+    return nn.Dense(8, name="head")(x)
+
+
+def test_stacked_layers_have_factors_each():
+  state = make(
+    Stack(),
+    fs.LoRA(rank=4, alpha=8, batch_dims=[("^layer/", 1)]),
+    strategy=STRATEGY,
+    rules=(("^layer/kernel", P(None, "replica", "model")),),
+    abstract=True,
+  )
+  assert shapes(state.params) == {
+    "layer": {"kernel": {"lora_a": (3, 32, 4), "lora_b": (3, 4, 32)}},
+    "head": {"kernel": {"lora_a": (32, 4), "lora_b": (4, 8)}},
+  }
+  factors = state.params["layer"]["kernel"]
+  assert factors["lora_a"].sharding.spec == P(None, "replica")
+  assert factors["lora_b"].sharding.spec == P(None, None, "model")
+  rng = np.random.default_rng(0)
+  params, frozen = jax.tree.map(
+    lambda x: rng.normal(size=x.shape).astype(x.dtype),
+    (state.params, state.frozen),
+  )
+  merged = lora_lib.merge(params, frozen, state.apply_fn.scale)
+  for i in range(3):
+    a, b = (params["layer"]["kernel"][name][i] for name in lora_lib.FACTORS)
+    np.testing.assert_allclose(
+      merged["layer"]["kernel"][i],
+      frozen["layer"]["kernel"][i] + 2 * a @ b,
+      rtol=1e-4,
+      atol=1e-4,
+    )
 
 
 @pytest.mark.slow
@@ -211,6 +265,22 @@ def test_memory_of_slots_and_gradients():
     ({"rank": 4, "patterns": ("norm",)}, ValueError, ["norm/bias", "(16,)"]),
     ({"rank": 9}, ValueError, ["rank=9", "head/kernel", "above 8"]),
     ({"rank": 4, "train": ("head",)}, ValueError, ["head/kernel", "train="]),
+    ({"rank": 4, "batch_dims": ("a",)}, TypeError, ["batch_dims", "pairs"]),
+    (
+      {"rank": 4, "batch_dims": (("body", 0),)},
+      ValueError,
+      ["batch_dims[0][1]"],
+    ),
+    (
+      {"rank": 4, "batch_dims": (("bias", 1),)},
+      ValueError,
+      ["batch_dims[0]='bias'", "head/kernel"],
+    ),
+    (
+      {"rank": 4, "batch_dims": (("body", 2),)},
+      ValueError,
+      ["body/kernel", "2 batch dimensions"],
+    ),
   ],
 )
 def test_mistakes(arguments, error, facts):

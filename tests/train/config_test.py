@@ -80,9 +80,12 @@ def test_defaults_are_filled_in():
       keep=(),
       ignore=(),
       transpose=(),
+      reshape=(),
       cast=False,
     ),
-    lora=dict(rank=0, alpha=16.0, patterns=("kernel$",), train=()),
+    lora=dict(
+      rank=0, alpha=16.0, patterns=("kernel$",), train=(), batch_dims=()
+    ),
     early_stopping=dict(metric="none", mode="auto", patience=3, min_delta=0.0),
     hooks=(),
   )

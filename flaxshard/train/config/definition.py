@@ -182,6 +182,13 @@ INIT_FROM = (
     'the model: `(("kernel$", (1, 0)),)` for kernels of PyTorch.',
   ),
   Field(
+    "reshape",
+    kinds.sequence("patterns"),
+    (),
+    "Paths of the model whose arrays get the shape that they have in the "
+    'model, after `transpose`: `("query/",)`.',
+  ),
+  Field(
     "cast",
     kinds.boolean(),
     False,
@@ -214,6 +221,13 @@ LORA = (
     (),
     "Paths of parameters that are trained as they are, such as a new head. All "
     "others are frozen.",
+  ),
+  Field(
+    "batch_dims",
+    kinds.sequence("(pattern, number) pairs"),
+    (),
+    "How many of the first dimensions of parameters count layers or experts, "
+    'each of which has factors of its own: `(("^layers/", 1),)`.',
   ),
 )
 
