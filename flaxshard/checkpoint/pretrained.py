@@ -337,7 +337,7 @@ def _spec_before_reshape(
   """
   # Dimensions that begin together have as many elements from there on.
   first = {math.prod(wanted[i:]): i for i, n in enumerate(wanted) if n > 1}
-  result = []
+  result: list[Any] = []
   for dim, size in enumerate(shape):
     i = first.get(math.prod(shape[dim:]))
     if i is None or size == 1 or size % wanted[i]:
