@@ -134,11 +134,6 @@ flags.register_multi_flags_validator(
   lambda values: values["plan"] is not None or not values["plan_largest_batch"],
   "--plan_largest_batch needs --plan.",
 )
-flags.register_multi_flags_validator(
-  ["workdir", "plan", "list"],
-  lambda values: any(values[k] for k in ("workdir", "plan", "list")),
-  "a run needs --workdir, and a plan needs --plan.",
-)
 
 
 def main(argv: list[str]) -> None:

@@ -42,7 +42,7 @@ def parse_flags(
 
   Args:
     argv: The command line, with the program's name.
-    flag_values: The flags, `config` and `list` among them.
+    flag_values: The flags, among them `config`, `workdir`, `plan` and `list`.
 
   Returns:
     The program's name.
@@ -69,7 +69,14 @@ def parse_flags(
       "--workdir=FOLDER, --config.FIELD=VALUE and --plan=TOPOLOGY."
     )
   if not flag_values.config:
-    _exit("--config is missing: it is one of those of --list, or a file.")
+    _exit(
+      "--config is missing: a name that --list prints, or a file. For example: "
+      "flaxshard --config=digits --workdir=/tmp/digits. --help lists the flags."
+    )
+  if not flag_values.workdir and flag_values.plan is None:
+    _exit(
+      "--workdir is missing: the folder of the run. Only --plan needs none."
+    )
   verbose = flag_values.verbosity > 0
   with _exit_at(
     config_lib.ConfigFileError, "", before="--config=", verbose=verbose

@@ -29,6 +29,7 @@ def parse(*arguments, verbosity=0):
   values = flags.FlagValues()
   flags.DEFINE_string("config", None, "", flag_values=values)
   flags.DEFINE_string("workdir", None, "", flag_values=values)
+  flags.DEFINE_string("plan", None, "", flag_values=values)
   flags.DEFINE_boolean("list", False, "", flag_values=values)
   flags.DEFINE_integer("verbosity", verbosity, "", flag_values=values)
   argv = ["flaxshard", *arguments]
@@ -54,7 +55,8 @@ def test_valid_flags_change_the_config(path, tmp_path):
   flagfile = tmp_path / "flags"
   flagfile.write_text("--config.batch_size=3\n--config.model.features[0]=5\n")
   # Fields may stand before the config that has them.
-  config = parse(f"--flagfile={flagfile}", "--config", str(path)).config
+  argv = [f"--flagfile={flagfile}", "--config", str(path), "--workdir=w"]
+  config = parse(*argv).config
   assert (config.batch_size, config.model.features) == (3, [5, 8])
 
 
@@ -83,7 +85,10 @@ def test_lists_and_help_are_printed(capsys):
     ("--worksdir=w", ("'worksdir'", "workdir")),
     ("w", ("'w'", "--workdir=FOLDER")),
     ("--config=digitz", ("digitz", "Did you mean 'digits'", "--list")),
-    ("--config=", ("--config is missing", "--list")),
+    ("--config=", ("--config is missing", "--list", "--config=digits")),
+    ("--workdir=", ("--workdir is missing", "plan")),
+    ("--noconfig.mesh.per_replica=true", ("noconfig.mesh.per_replica",)),
+    ("--config.wrappers={[]: 1}", ("config.wrappers", "{[]: 1}")),
   ],
 )
 def test_a_mistake_in_a_flag_is_named_in_one_line(
@@ -96,11 +101,11 @@ def test_a_mistake_in_a_flag_is_named_in_one_line(
 
 def test_a_broken_config_file_is_one_line_or_a_traceback(path, capsys):
   path.write_text("def get_config():\n  return 1 / 0")
-  message = message_of(capsys, f"--config={path}")
+  message = message_of(capsys, f"--config={path}", "--workdir=w")
   for fact in (f"{path}, line 2", "ZeroDivisionError", "--verbosity=1"):
     assert fact in message
   with pytest.raises(config_lib.ConfigFileError) as e:
-    parse(f"--config={path}", verbosity=1)
+    parse(f"--config={path}", "--workdir=w", verbosity=1)
   assert isinstance(e.value.__cause__, ZeroDivisionError)
 
 

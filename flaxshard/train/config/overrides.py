@@ -1,4 +1,9 @@
-"""Sets fields of a config from the command line: `--config.FIELD=VALUE`."""
+"""Sets fields of a config from the command line: `--config.FIELD=VALUE`.
+
+`ml_collections.config_flags` sets only keys that a config has, to values of the
+type that they have. Here arguments such as `--config.optimizer.b1=0.8` are new
+keys, and a field may have several types: `--config.optimizer=lion`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,8 @@ from flaxshard.core import checks
 from flaxshard.train.config import definition
 from flaxshard.train.config.definition import Field
 
-_FLAG = re.compile(r"--?(no)?config\.([^=]+)(?:=(.*))?", re.DOTALL)
+_FLAG = re.compile(r"--?config\.([^=]+)(?:=(.*))?", re.DOTALL)
+_NEGATED_FLAG = re.compile(r"--?noconfig\.([^=]+)")
 _INDEXED = re.compile(r"([^\[\]]+)\[(\d+)\]")
 
 
@@ -52,14 +58,15 @@ text='false')])
   rest, overrides = [], []
   arguments = iter(range(len(argv)))
   for i in arguments:
+    if match := _NEGATED_FLAG.fullmatch(argv[i]):
+      overrides.append(Override(argv[i], match[1], "false"))
+      continue
     match = _FLAG.fullmatch(argv[i])
     if match is None:
       rest.append(argv[i])
       continue
-    negated, path, text = match.groups()
-    if negated:
-      text = "false"
-    elif text is None:
+    path, text = match.groups()
+    if text is None:
       text = "true"
       following = argv[i + 1] if i + 1 < len(argv) else "--"
       # A negative number is a value.
@@ -192,7 +199,7 @@ def _parse(kind: type, text: str) -> Any:
     text = text.capitalize()
   try:
     value = ast.literal_eval(text)
-  except (SyntaxError, ValueError):
+  except (SyntaxError, TypeError, ValueError):
     return text
   if kind is bool and value in (0, 1):
     return bool(value)
