@@ -4,12 +4,14 @@ import json
 import logging
 import os
 import shutil
+from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
 import tiny
 
+import flaxshard as fs
 from flaxshard import train
 from flaxshard.train import config as config_lib
 from flaxshard.train import early_stopping
@@ -38,20 +40,36 @@ def make_config(**fields):
     eval_every_steps=2,
     checkpoint_every_steps=4,
     early_stopping=rule,
+    mesh={"replica": 1},
   )
   return tiny.config(**{**values, **fields})
 
 
+class Stopped(NamedTuple):
+  """A run that ended early, and that a hook had interrupted before."""
+
+  workdir: str
+  state: fs.TrainState
+  calls: list  # of a hook
+  error: hooks_lib.HookError
+  checkpoints: list[str]  # when the hook had raised
+
+
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-  """A run that ended early: its workdir, final state and calls of a hook."""
   workdir = str(tmp_path_factory.mktemp("stopped"))
   calls = []
-  hook = lambda step, state, metrics: calls.append(
-    (step, int(state.step), metrics)
-  )
+
+  def hook(step, state, metrics):
+    calls.append((step, int(state.step), metrics))
+    if step == 4:
+      raise KeyError("a mistake of the user")
+
+  with pytest.raises(hooks_lib.HookError) as e:
+    train.train_and_evaluate(make_config(), workdir, hooks=[hook])
+  checkpoints = os.listdir(os.path.join(workdir, "checkpoints"))
   state = train.train_and_evaluate(make_config(), workdir, hooks=[hook])
-  return workdir, state, calls
+  return Stopped(workdir, state, calls, e.value, checkpoints)
 
 
 def replay(rule, values):
@@ -112,15 +130,20 @@ def test_an_unknown_metric_raises_at_the_first_evaluation():
 
 
 def test_a_run_that_ends_early_has_its_last_row_and_checkpoint(stopped):
-  workdir, state, calls = stopped
-  assert int(state.step) == 6
-  rows = tiny.rows(workdir)
+  """It counts the evaluations from before the interruption."""
+  assert int(stopped.state.step) == 6
+  rows = tiny.rows(stopped.workdir)
   assert [row["step"] for row in rows] == [2, 3, 4, 6]
   assert {"train_loss", "eval_loss", "learning_rate"} < set(rows[-1])
-  steps = sorted(os.listdir(os.path.join(workdir, "checkpoints")))
+  steps = sorted(os.listdir(os.path.join(stopped.workdir, "checkpoints")))
   assert steps == ["4", "6"]
-  # A hook is called after each row, with its numbers.
+
+
+def test_a_hook_is_called_after_each_row_with_its_numbers(stopped):
+  calls = stopped.calls
+  # A run that continues does not call it again for the restored step.
   assert [call[:2] for call in calls] == [(2, 2), (3, 3), (4, 4), (6, 6)]
+  rows = tiny.rows(stopped.workdir)
   for row, (step, _, metrics) in zip(rows, calls, strict=True):
     given = {k: v for k, v in row.items() if v is not None and k != "step"}
     assert metrics == given
@@ -128,35 +151,20 @@ def test_a_run_that_ends_early_has_its_last_row_and_checkpoint(stopped):
     assert step == row["step"]
 
 
-def test_a_run_that_a_hook_interrupted_ends_at_the_same_step(stopped, tmp_path):
-  whole_workdir, whole, _ = stopped
-  workdir = str(tmp_path)
-
-  def fail(step, state, metrics):
-    if step == 4:
-      raise KeyError("a mistake of the user")
-
-  with pytest.raises(hooks_lib.HookError) as e:
-    train.train_and_evaluate(make_config(), workdir, hooks=[fail])
-  for fact in ("fail", "step 4", "a mistake of the user"):
-    assert fact in str(e.value), str(e.value)
-  # Its step is written and saved.
-  assert [row["step"] for row in tiny.rows(workdir)] == [2, 3, 4]
-  assert os.listdir(os.path.join(workdir, "checkpoints")) == ["4"]
-
-  state = train.train_and_evaluate(make_config(), workdir)
-  jax.tree.map(np.testing.assert_array_equal, state.params, whole.params)
-  last, whole_last = tiny.rows(workdir)[-1], tiny.rows(whole_workdir)[-1]
-  assert last["step"] == 6
-  assert last["eval_loss"] == whole_last["eval_loss"]
+def test_a_hook_that_raises_ends_the_run_with_its_name_and_step(stopped):
+  for fact in ("stopped.<locals>.hook", "step 4", "a mistake of the user"):
+    assert fact in str(stopped.error), str(stopped.error)
+  # The checkpoint of that step is there.
+  assert stopped.checkpoints == ["4"]
 
 
 def test_a_run_that_ended_early_counts_as_finished(stopped, tmp_path, caplog):
-  workdir, state, _ = stopped
   copy = str(tmp_path / "copy")
-  shutil.copytree(workdir, copy)
+  shutil.copytree(stopped.workdir, copy)
   again = train.train_and_evaluate(make_config(), copy)
-  jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
+  jax.tree.map(
+    np.testing.assert_array_equal, again.params, stopped.state.params
+  )
   for fact in ("nothing to train", "step 6", "eval_loss"):
     assert fact in caplog.text
 

@@ -197,10 +197,15 @@ def test_averages_and_factors_of_lora_are_merged(tmp_path):
     lora=fs.LoRA(rank=1, patterns=("kernel",)),
   )
   x = np.ones((4, 3), np.float32)
-  for _ in range(2):
-    state, _ = state.minimize(
-      lambda p, s=state: s.apply_fn({"params": p, "frozen": s.frozen}, x).sum()
-    )
+
+  @jax.jit
+  def train_step(state):
+    def loss_fn(params):
+      return state.apply_fn({"params": params, "frozen": state.frozen}, x).sum()
+
+    return state.minimize(loss_fn)[0]
+
+  state = train_step(train_step(state))
   fs.export(state, tmp_path, example={"inputs": x[0]})
   function, variables = read(tmp_path)
   assert sorted(variables) == ["params/bias", "params/kernel"]

@@ -207,9 +207,9 @@ def test_shapes_that_an_older_version_did_not_store_are_those_of_the_data(copy):
   assert fs.load(copy).example["inputs"].shape == (8, 8, 1)
 
 
-@pytest.mark.parametrize(
-  ("batch", "kind", "facts"),
-  [
+def test_an_invalid_batch_raises(run):
+  loaded = fs.load(run[0])
+  cases = [
     (np.ones((2, 8, 8, 1)), TypeError, ("dict", "'inputs'")),
     ({"input": 1}, ValueError, ("'input'", "Did you mean 'inputs'?")),
     (
@@ -217,13 +217,12 @@ def test_shapes_that_an_older_version_did_not_store_are_those_of_the_data(copy):
       ValueError,
       ("(batch, 8, 8, 1)", "(8, 8, 1)"),
     ),
-  ],
-)
-def test_an_invalid_batch_raises(run, batch, kind, facts):
-  with pytest.raises(kind) as e:
-    fs.load(run[0]).predict(batch)
-  for fact in facts:
-    assert fact in str(e.value), str(e.value)
+  ]
+  for batch, kind, facts in cases:
+    with pytest.raises(kind) as e:
+      loaded.predict(batch)
+    for fact in facts:
+      assert fact in str(e.value), str(e.value)
 
 
 _LOAD = """
