@@ -9,8 +9,6 @@ from typing import Any
 
 import optax
 
-from flaxshard.core import parameter_groups
-
 # The names that optax documents. An optimizer that takes extra arguments
 # ignores those that it does not use, so that one step suits many optimizers.
 _STANDARD = frozenset(("value", "grad", "value_fn"))
@@ -104,8 +102,6 @@ def _inspect(tx: Any) -> tuple[frozenset[str], frozenset[str], bool]:
           p.kind is p.VAR_KEYWORD for p in parameters.values()
         )
       pending += inspect.getclosurevars(x).nonlocals.values()
-    elif isinstance(x, parameter_groups.ADAPTERS):
-      pending.append(x.update)
   return frozenset(names), frozenset(needed), takes_any
 
 

@@ -7,7 +7,6 @@ regular expressions, searched in paths such as `encoder/layer0/kernel`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-import dataclasses
 from typing import Any
 
 import jax
@@ -44,8 +43,7 @@ def freeze(
     argument: Name of `patterns` for errors.
 
   Returns:
-    An optimizer with `init` and `update`. Its state is that of
-    `optax.partition`.
+    An optax optimizer. Its state is that of `optax.partition`.
 
   Raises:
     TypeError: `patterns` is not a sequence of strings.
@@ -66,7 +64,45 @@ def freeze(
     >>> {name: float(p["w"]) for name, p in state.params.items()}
     {'encoder': 1.0, 'head': 0.75}
   """
-  return Frozen(tx, patterns_lib.check(argument, patterns), argument)
+  patterns = patterns_lib.check(argument, patterns)
+  if not patterns:
+    raise ValueError(f"{argument} must have at least one pattern.")
+
+  def create_labels(params: PyTree) -> PyTree:
+    return jax.tree.map(
+      lambda is_frozen: "freeze" if is_frozen else "train",
+      _match_any(patterns, params),
+    )
+
+  partition = optax.partition(
+    {"train": tx, "freeze": optax.set_to_zero()}, create_labels
+  )
+
+  def init(params: PyTree) -> PyTree:
+    paths = _check_used(argument, patterns, params)
+    if all(patterns_lib.first_match(patterns, p) is not None for p in paths):
+      raise patterns_lib.PatternError(
+        f"{argument}={patterns!r} freezes all parameters: "
+        f"{', '.join(paths[:20])}; at least one must be trained."
+      )
+    return partition.init(params)
+
+  def update(
+    updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+  ) -> tuple[PyTree, PyTree]:
+    if params is not None:
+      # `value_and_grad` returns None where a parameter is frozen.
+      updates = jax.tree.map(
+        lambda is_frozen, p, u: jnp.zeros_like(p) if is_frozen else u,
+        _match_any(patterns, params),
+        params,
+        updates,
+      )
+    return partition.update(updates, state, params, **extra)
+
+  frozen = Frozen(init, update)
+  frozen.patterns = patterns
+  return frozen
 
 
 def scale_learning_rates(
@@ -74,7 +110,7 @@ def scale_learning_rates(
   factors: Sequence[tuple[str, float]],
   *,
   argument: str = "scale_learning_rates: factors",
-) -> ScaledRates:
+) -> optax.GradientTransformationExtraArgs:
   """Returns an optimizer with other learning rates for some parameters.
 
   The updates of `tx` are multiplied by a factor. Where an update is
@@ -89,13 +125,14 @@ def scale_learning_rates(
     argument: Name of `factors` for errors.
 
   Returns:
-    An optimizer with `init` and `update`. Its state is the state of `tx`.
+    An optax optimizer. Its state is the state of `tx`.
 
   Raises:
     TypeError: `factors` is not a sequence of pairs.
-    ValueError: There is no pair, a pattern is not a regular expression, or a
-      factor is not above 0. From `init`: a pattern matches no parameter, or
-      earlier patterns match all of its parameters.
+    ValueError: There is no pair, a pattern is not a regular expression, a
+      factor is not above 0, or `tx` is a result of `freeze`. From `init`: a
+      pattern matches no parameter, or earlier patterns match all of its
+      parameters.
 
   Example:
     >>> import jax.numpy as jnp
@@ -105,7 +142,34 @@ def scale_learning_rates(
     >>> {name: float(update) for name, update in updates.items()}
     {'body': -0.25, 'head': -0.5}
   """
-  return ScaledRates(tx, check_factors(argument, factors), argument)
+  if isinstance(tx, Frozen):
+    raise ValueError(
+      "scale_learning_rates: tx has frozen parameters; call freeze last: "
+      "freeze(scale_learning_rates(tx, factors), patterns)."
+    )
+  factors = check_factors(argument, factors)
+  if not factors:
+    raise ValueError(f"{argument} must have at least one pair.")
+  patterns = tuple(pattern for pattern, _ in factors)
+  inner = optax.with_extra_args_support(tx)
+
+  def init(params: PyTree) -> PyTree:
+    _check_used(argument, patterns, params)
+    return inner.init(params)
+
+  def update(
+    updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+  ) -> tuple[PyTree, PyTree]:
+    updates, state = inner.update(updates, state, params, **extra)
+
+    def scale(path: trees.Path, update: jax.Array) -> jax.Array:
+      i = patterns_lib.first_match(patterns, trees.path_string(path))
+      # A Python number keeps the dtype of the update.
+      return update if i is None else update * factors[i][1]
+
+    return jax.tree_util.tree_map_with_path(scale, updates), state
+
+  return optax.GradientTransformationExtraArgs(init, update)
 
 
 def check_factors(argument: str, factors: Any) -> tuple[tuple[str, float], ...]:
@@ -133,123 +197,14 @@ def check_factors(argument: str, factors: Any) -> tuple[tuple[str, float], ...]:
   )
 
 
-@dataclasses.dataclass(frozen=True)
-class Frozen:
+class Frozen(optax.GradientTransformationExtraArgs):
   """The optimizer that `freeze` returns.
 
   Attributes:
-    tx: The optimizer of the parameters that are not frozen.
     patterns: The patterns of the frozen parameters.
-    argument: Name of `patterns` for errors.
   """
 
-  tx: Any
   patterns: tuple[str, ...]
-  argument: str = dataclasses.field(default="patterns", compare=False)
-  # Made once: optax's functions are equal only to themselves.
-  _partition: Any = dataclasses.field(init=False, repr=False, compare=False)
-
-  def __post_init__(self) -> None:
-    if not self.patterns:
-      raise ValueError(f"{self.argument} must have at least one pattern.")
-    tx = self.tx
-    if isinstance(tx, ScaledRates):
-      # optax passes extra arguments, such as `value`, to this type only.
-      tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
-    partition = optax.partition(
-      {"train": tx, "freeze": optax.set_to_zero()}, self._labels
-    )
-    object.__setattr__(self, "_partition", partition)
-
-  def init(self, params: PyTree) -> PyTree:
-    """Returns the first state: that of `tx`, without the frozen parameters.
-
-    Raises:
-      ValueError: A pattern matches no parameter, or the patterns match all.
-    """
-    if isinstance(params, optax.LookaheadParams):
-      raise ValueError(
-        f"{self.argument}={self.patterns!r}: parameters for optax.lookahead "
-        "cannot be frozen."
-      )
-    paths = _paths(params)
-    patterns_lib.check_used(self.argument, self.patterns, paths)
-    if all(patterns_lib.first_match(self.patterns, p) is not None
-           for p in paths):  # fmt: skip
-      raise patterns_lib.PatternError(
-        f"{self.argument}={self.patterns!r} freezes all parameters: "
-        f"{', '.join(paths[:20])}; at least one must be trained."
-      )
-    return self._partition.init(params)
-
-  def update(
-    self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
-  ) -> tuple[PyTree, PyTree]:
-    """Returns the updates, zero for frozen parameters, and the next state."""
-    if params is not None:
-      # `value_and_grad` returns None where a parameter is frozen.
-      updates = jax.tree.map(
-        lambda is_frozen, p, u: jnp.zeros_like(p) if is_frozen else u,
-        _match_any(self.patterns, params),
-        params,
-        updates,
-      )
-    updates, state = self._partition.update(updates, state, params, **extra)
-    return updates, state
-
-  def _labels(self, params: PyTree) -> PyTree:
-    return jax.tree.map(
-      lambda is_frozen: "freeze" if is_frozen else "train",
-      _match_any(self.patterns, params),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class ScaledRates:
-  """The optimizer that `scale_learning_rates` returns.
-
-  Attributes:
-    tx: The optimizer.
-    factors: The pairs of patterns and factors.
-    argument: Name of `factors` for errors.
-  """
-
-  tx: Any
-  factors: tuple[tuple[str, float], ...]
-  argument: str = dataclasses.field(default="factors", compare=False)
-
-  def __post_init__(self) -> None:
-    if not self.factors:
-      raise ValueError(f"{self.argument} must have at least one pair.")
-
-  def init(self, params: PyTree) -> PyTree:
-    """Returns the first state of `tx`.
-
-    Raises:
-      ValueError: A pattern is the first match of no parameter.
-    """
-    patterns = [pattern for pattern, _ in self.factors]
-    patterns_lib.check_used(self.argument, patterns, _paths(params))
-    return self.tx.init(params)
-
-  def update(
-    self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
-  ) -> tuple[PyTree, PyTree]:
-    """Returns the updates times their factors, and the next state of `tx`."""
-    tx = optax.with_extra_args_support(self.tx)
-    updates, state = tx.update(updates, state, params, **extra)
-    patterns = [pattern for pattern, _ in self.factors]
-
-    def scale(path: trees.Path, update: jax.Array) -> jax.Array:
-      i = patterns_lib.first_match(patterns, trees.path_string(path))
-      # A Python number keeps the dtype of the update.
-      return update if i is None else update * self.factors[i][1]
-
-    return jax.tree_util.tree_map_with_path(scale, updates), state
-
-
-# Optimizers that extra arguments pass through.
-ADAPTERS = (Frozen, ScaledRates)
 
 
 def frozen_mask(tx: Any, params: PyTree) -> PyTree | None:
@@ -267,8 +222,6 @@ def frozen_mask(tx: Any, params: PyTree) -> PyTree | None:
     >>> frozen_mask(tx, {"a": 1.0, "b": 2.0})
     {'a': True, 'b': False}
   """
-  while isinstance(tx, ScaledRates):
-    tx = tx.tx
   if not isinstance(tx, Frozen):
     return None
   if opt_state_lib.optimized_params(params) is params:
@@ -331,5 +284,16 @@ def _match_any(patterns: tuple[str, ...], params: PyTree) -> PyTree:
   )
 
 
-def _paths(params: PyTree) -> list[str]:
-  return [trees.path_string(path) for path in trees.paths(params)]
+def _check_used(
+  argument: str, patterns: tuple[str, ...], params: PyTree
+) -> list[str]:
+  """Checks that each pattern matches a parameter; returns their paths."""
+  if isinstance(params, optax.LookaheadParams):
+    # The fast and the slow parameters would be two groups.
+    raise ValueError(
+      f"{argument}={patterns!r}: parameters are pairs for optax.lookahead; "
+      "give it to optax.lookahead as the fast optimizer."
+    )
+  paths = [trees.path_string(path) for path in trees.paths(params)]
+  patterns_lib.check_used(argument, patterns, paths)
+  return paths

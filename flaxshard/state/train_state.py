@@ -430,11 +430,11 @@ class TrainState(flax_train_state.TrainState):
       target = stack.apply(self.wrappers, target, grads, update)
     wrapper_states = target.wrapper_states
     new_collections = target.collections
-    if collections and stack.accumulates(self.wrappers):
+    is_added = stack.took_batch(
+      self.wrappers, self._local_wrapper_states(), wrapper_states
+    )
+    if is_added is not None:
       # The update, which replaces collections, did not run for this batch.
-      is_added = (target.step == self.step) & stack.took_batch(
-        self.wrappers, self._local_wrapper_states(), wrapper_states
-      )
       new_collections = jax.tree.map(
         functools.partial(jnp.where, is_added), collections, new_collections
       )

@@ -78,10 +78,13 @@ def train_step(
   (loss, aux), grads = state.value_and_grad(loss_fn, has_aux=True)
   new_state = state.apply_gradients(grads=grads, **aux.collections)
 
-  # A batch whose gradients are only accumulated is used, too.
-  applied = (new_state.step != state.step) | stack.took_batch(
+  applied = new_state.step != state.step
+  is_added = stack.took_batch(
     state.wrappers, state.wrapper_states, new_state.wrapper_states
   )
+  if is_added is not None:
+    # A batch whose gradients are only accumulated is used, too.
+    applied |= is_added
   # A skipped step has no finite loss.
   metrics = jax.tree.map(
     lambda new, old: jnp.where(applied, new, old),

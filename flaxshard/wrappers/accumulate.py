@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from flaxshard.core import checks
 from flaxshard.core import gradients
+from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import parameter_groups
 from flaxshard.core import tracing
 from flaxshard.core import trees
@@ -98,25 +99,31 @@ class Accumulate(base.Base):
     self, outer: Sequence[base.Wrapper], inner: Sequence[base.Wrapper]
   ) -> None:
     """Raises a ValueError if a wrapper is on the wrong side of this one."""
-    for wrapper in map(base.adapt, outer):
-      if wrapper.local_updates:
+    for wrapper in outer:
+      name = base.name_of(wrapper)
+      if base.adapt(wrapper).local_updates:
         raise ValueError(
-          "Accumulate must be outside of a wrapper with local updates, such as "
-          "AGN: put it first."
+          f"Accumulate must be outside of {name!r}, whose updates belong to "
+          "one replica: put 'accumulate' first."
         )
-    for original in inner:
-      wrapper = base.adapt(original)
-      if wrapper.skips_steps:
+      if base.adapt(wrapper).reduces_gradients and self.per_replica:
         raise ValueError(
-          f"Accumulate must be inside of {base.name_of(original)!r}, which "
-          "looks at the gradients of each batch: put "
-          f"{base.name_of(original)!r} first."
+          f"Accumulate(per_replica=True) is inside of {name!r}, which reduces "
+          "the gradients of each batch: use Accumulate(per_replica=False), or "
+          "put 'accumulate' first."
         )
-      if wrapper.reduces_gradients and not self.per_replica:
+    for wrapper in inner:
+      name = base.name_of(wrapper)
+      if base.adapt(wrapper).skips_steps:
         raise ValueError(
-          f"Accumulate(per_replica=False) is outside of "
-          f"{base.name_of(original)!r}, which receives the gradients of one "
-          "replica: use Accumulate(per_replica=True)."
+          f"Accumulate must be inside of {name!r}, which looks at the "
+          f"gradients of each batch: put {name!r} first."
+        )
+      if base.adapt(wrapper).reduces_gradients and not self.per_replica:
+        raise ValueError(
+          f"Accumulate(per_replica=False) is outside of {name!r}, which "
+          "receives the gradients of one replica: use "
+          "Accumulate(per_replica=True)."
         )
 
   def init(self, params: PyTree, tx: Any) -> AccumulateState:
@@ -132,9 +139,11 @@ class Accumulate(base.Base):
         return None
       return jnp.zeros(p.shape, gradients.accumulator_dtype(p.dtype))
 
+    # With optax.lookahead only the fast parameters have gradients.
+    trained = opt_state_lib.trained_params(params)
     return AccumulateState(
       grads=jax.tree_util.tree_map_with_path(
-        create_sum, parameter_groups.drop_frozen(tx, params)
+        create_sum, parameter_groups.drop_frozen(tx, trained)
       ),
       num_batches=jnp.zeros((), jnp.int32),
     )
@@ -167,8 +176,8 @@ class Accumulate(base.Base):
     if not count:
       return None
     return (
-      f"Accumulate: the gradients of the last {count} batches are not in "
-      f"params. An update takes {self.steps} batches."
+      f"Accumulate: {count} of {self.steps} batches of the next update are "
+      "done; their gradients are not in params."
     )
 
   def apply(
@@ -229,7 +238,8 @@ def add_accumulation(
   Args:
     wrappers: The wrappers, outermost first.
     steps: Number of batches in an update. With 1 nothing is added.
-    per_replica: See `Accumulate`.
+    per_replica: See `Accumulate`. A wrapper around it that reduces the
+      gradients of each batch, such as `CrossShard`, makes it False.
 
   Raises:
     ValueError: The wrappers do not allow it.
@@ -250,7 +260,8 @@ def add_accumulation(
     return wrappers
   skipping = [i for i, w in enumerate(wrappers) if base.adapt(w).skips_steps]
   position = skipping[-1] + 1 if skipping else 0
-  accumulate = Accumulate(steps, per_replica=per_replica)
+  is_reduced = any(base.adapt(w).reduces_gradients for w in wrappers[:position])
+  accumulate = Accumulate(steps, per_replica=per_replica and not is_reduced)
   try:
     return base.check([*wrappers[:position], accumulate, *wrappers[position:]])
   except ValueError as e:

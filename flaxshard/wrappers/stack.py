@@ -252,9 +252,9 @@ def apply(
     if i == len(wrappers):
       return update(target, grads)
     name = base.name_of(wrappers[i])
-    apply_inner = functools.partial(apply_from, i + 1)
+    apply_inner: base.Next = functools.partial(apply_from, i + 1)
     if base.adapt(wrappers[i]).defers_reduction:
-      apply_inner = _reduce_before(wrappers, apply_inner)
+      apply_inner = _reduce_before(wrappers, name, apply_inner)
     target, state = wrappers[i].apply(
       target.wrapper_states[name], target, grads, apply_inner
     )
@@ -264,15 +264,20 @@ def apply(
   return apply_from(0, target, grads)
 
 
-def _reduce_before(wrappers: Wrappers, apply_inner: base.Next) -> Any:
+def _reduce_before(
+  wrappers: Wrappers, name: str, apply_inner: base.Next
+) -> base.Next:
   """Returns `apply_inner` on gradients that are averaged over the replicas."""
   context = replica_context.get_replica_context()
-  if (
-    context is None
-    or context.gradients_reduced
-    or context.aggregation_skipped
-    or reduces_gradients(wrappers)
-  ):
+  if context is None or has_local_updates(wrappers):
+    return apply_inner
+  if context.aggregation_skipped:
+    raise ValueError(
+      f"apply_gradients: {name!r} keeps the gradients of each replica, which "
+      "are to be reduced later; skip_gradients_aggregation=True says that they "
+      "are reduced: use Accumulate(per_replica=False)."
+    )
+  if context.gradients_reduced or reduces_gradients(wrappers):
     return apply_inner
 
   def reduce_and_apply(target: base.Target, grads: PyTree) -> base.Target:
@@ -283,7 +288,9 @@ def _reduce_before(wrappers: Wrappers, apply_inner: base.Next) -> Any:
   return reduce_and_apply
 
 
-def took_batch(wrappers: Wrappers, before: States, after: States) -> jax.Array:
+def took_batch(
+  wrappers: Wrappers, before: States, after: States
+) -> jax.Array | None:
   """Returns whether a step without an update has used its batch.
 
   Args:
@@ -292,20 +299,14 @@ def took_batch(wrappers: Wrappers, before: States, after: States) -> jax.Array:
     after: Their states after the step.
 
   Returns:
-    A bool scalar; False if no wrapper accumulates gradients.
+    A bool scalar; None if no wrapper accumulates gradients.
   """
   answers = [
     base.adapt(w).took_batch(before[base.name_of(w)], after[base.name_of(w)])
     for w in wrappers
   ]
-  return functools.reduce(
-    jnp.logical_or, [a for a in answers if a is not None], jnp.array(False)
-  )
-
-
-def accumulates(wrappers: Wrappers) -> bool:
-  """Returns whether a wrapper may use a batch without an update."""
-  return any(base.overrides(w, "took_batch") for w in wrappers)
+  known = [answer for answer in answers if answer is not None]
+  return functools.reduce(jnp.logical_or, known) if known else None
 
 
 # -- What a step may have forgotten.

@@ -10,6 +10,7 @@ import pytest
 import tree_equality
 
 import flaxshard as fs
+from flaxshard.wrappers import accumulate
 
 _rng = np.random.default_rng(0)
 X = _rng.normal(size=(4, 16, 8)).astype(np.float32)
@@ -18,6 +19,8 @@ PARAMS = {
   "w1": _rng.normal(size=(8, 8)).astype(np.float32),
   "w2": _rng.normal(size=(8,)).astype(np.float32),
 }
+# A new optimizer would be another static field.
+TX = optax.adam(optax.linear_schedule(0.1, 0.0, 4))
 
 
 def loss_fn(params, batch):
@@ -43,7 +46,7 @@ def create(wrappers=(), tx=None, **kwargs):
   return fs.TrainState.create(
     apply_fn=None,
     params=jax.tree.map(jnp.array, PARAMS),
-    tx=tx or optax.adam(optax.linear_schedule(0.1, 0.0, 4)),
+    tx=tx or TX,
     wrappers=wrappers,
     **kwargs,
   )
@@ -55,11 +58,11 @@ def assert_close(a, b, rtol=2e-6):
 
 
 def test_update_equals_that_of_one_large_batch():
-  state, large = create([fs.Accumulate(4)]), create()
-  for _ in range(2):
-    for i in range(4):
-      state, _ = jitted(state, batch(i))
-    large, _ = jitted(large, batch(0, 1, 2, 3))
+  state, large = create([fs.Accumulate(2)]), create()
+  for i in (0, 2):
+    state, _ = jitted(state, batch(i))
+    state, _ = jitted(state, batch(i + 1))
+    large, _ = jitted(large, batch(i, i + 1))
   assert int(state.step) == int(large.step) == 2
   assert_close(state.params, large.params)
   # The optimizer's state is that of the optimizer alone.
@@ -72,7 +75,7 @@ def test_parameters_and_slots_stay_until_the_update():
   tree_equality.assert_trees_equal(new.params, state.params)
   tree_equality.assert_trees_equal(new.opt_state, state.opt_state)
   assert int(new.wrapper_states["accumulate"].num_batches) == 1
-  assert "last 1 batches" in fs.Accumulate(2).pending(
+  assert "1 of 2 batches" in fs.Accumulate(2).pending(
     new.wrapper_states["accumulate"]
   )
   new, _ = jitted(new, batch(1))
@@ -141,43 +144,61 @@ def test_leaf_without_a_gradient_keeps_its_sum():
   assert float(state.wrapper_states["accumulate"].grads["w2"][0]) == 1.0
 
 
+def test_lookahead_takes_the_mean_of_the_batches():
+  tx = optax.lookahead(optax.sgd(0.125), sync_period=1, slow_step_size=0.5)
+  params = optax.LookaheadParams.init_synced(jax.tree.map(jnp.array, PARAMS))
+  state = fs.TrainState.create(
+    apply_fn=None, params=params, tx=tx, wrappers=[fs.Accumulate(2)]
+  )
+  ones = jax.tree.map(jnp.ones_like, state.params.fast)
+  step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+  state = step(state, ones)
+  state = step(state, jax.tree.map(lambda g: 3 * g, ones))
+  # Half of a step with the mean gradient 2.
+  np.testing.assert_allclose(
+    state.params.slow["w2"], PARAMS["w2"] - 0.125, rtol=1e-6
+  )
+
+
 # -- Replicas.
 
 
 @pytest.mark.parametrize(
   "wrappers",
   [
-    [fs.Accumulate(4)],
-    [fs.Accumulate(4, per_replica=True)],
-    [fs.CrossShard(), fs.Accumulate(4)],
-    [fs.Accumulate(4, per_replica=True), fs.CrossShard()],
-    [fs.LossScale("dynamic"), fs.Accumulate(4, per_replica=True)],
+    [fs.CrossShard(), fs.Accumulate(2)],
+    [fs.Accumulate(2, per_replica=True), fs.CrossShard()],
+    [fs.LossScale("dynamic"), fs.Accumulate(2, per_replica=True)],
   ],
-  ids=["shared", "per_replica", "cross_shard", "around", "loss_scale"],
+  ids=["inside", "around", "loss_scale"],
 )
 def test_replicas_take_the_update_of_one_large_batch(wrappers):
   strategy = fs.Strategy()
   state = create(wrappers, strategy=strategy)
-  for i in range(4):
-    state, _ = strategy.run(
-      train_step, args=(state, strategy.shard_batch(batch(i)))
-    )
-  large, _ = jitted(create(), batch(0, 1, 2, 3))
+  batches = [batch(0), batch(1)]
+  if wrappers[0] == fs.LossScale("dynamic"):
+    # Of one replica.
+    overflowing = batch(2)
+    overflowing["x"][5] = np.inf
+    batches.insert(1, overflowing)
+  for b in batches:
+    state, _ = strategy.run(train_step, args=(state, strategy.shard_batch(b)))
+  large, _ = jitted(create(), batch(0, 1))
   assert int(state.step) == 1
   assert_close(state.params, large.params, rtol=1e-5)
 
 
-def test_per_replica_sums_are_reduced_inside_the_conditional():
+def test_skipped_aggregation_of_the_gradients_of_each_replica_raises():
   strategy = fs.Strategy()
-  sums = {}
-  for per_replica in (False, True):
-    wrapper = fs.Accumulate(4, per_replica=per_replica)
-    state = create([wrapper], strategy=strategy)
-    step = strategy.jit(lambda state, b: train_step(state, b)[0])
-    text = step.lower(state, strategy.shard_batch(batch(0))).as_text()
-    first_case = text.find("stablehlo.case")
-    sums[per_replica] = text.find("stablehlo.all_reduce") > first_case
-  assert sums == {False: False, True: True}
+  state = create([fs.Accumulate(2, per_replica=True)], strategy=strategy)
+
+  def step(state):
+    return state.apply_gradients(
+      grads=state.params, skip_gradients_aggregation=True
+    )
+
+  with pytest.raises(ValueError, match="'accumulate' keeps the gradients of"):
+    strategy.run(step, args=(state,))
 
 
 def test_plan_counts_the_traffic_of_an_update_once_in_its_batches():
@@ -240,12 +261,28 @@ def test_sums_are_sharded_like_the_parameters():
     ([fs.Accumulate(2), fs.LossScale()], "must be inside of 'loss_scale'"),
     ([fs.AGN(2), fs.Accumulate(2)], "must be outside of"),
     ([fs.Accumulate(2), fs.CrossShard()], "use Accumulate.per_replica=True"),
+    (
+      [fs.CrossShard(), fs.Accumulate(2, per_replica=True)],
+      "use Accumulate.per_replica=False",
+    ),
     ([fs.AGN(2), fs.EMA()], "EMA must be outside of 'agn'"),
   ],
 )
 def test_wrong_order_raises(wrappers, message):
   with pytest.raises(ValueError, match=message):
     create(wrappers)
+
+
+def test_config_adds_a_wrapper_that_fits_those_around_it():
+  def add(*wrappers):
+    return accumulate.add_accumulation(wrappers, 2, per_replica=True)
+
+  per_replica = fs.Accumulate(2, per_replica=True)
+  scale, cross_shard = fs.LossScale("dynamic"), fs.CrossShard()
+  assert add(scale, fs.AGN(2)) == (scale, per_replica, fs.AGN(2))
+  assert add(scale, cross_shard) == (scale, per_replica, cross_shard)
+  # The gradients of each batch are reduced before they are added.
+  assert add(cross_shard, scale) == (cross_shard, scale, fs.Accumulate(2))
 
 
 @pytest.mark.parametrize("steps", [0, 1.5, True])
@@ -258,19 +295,16 @@ def test_invalid_steps_raise(steps):
 
 
 def test_restored_sum_continues_to_the_bit(tmp_path):
-  state = create([fs.Accumulate(3)])
+  state = create([fs.Accumulate(2)])
   state, _ = jitted(state, batch(0))
   with fs.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, state)
-  for i in (1, 2):
-    state, _ = jitted(state, batch(i))
-  with fs.Checkpointer(tmp_path) as checkpointer:
-    restored = checkpointer.restore(create([fs.Accumulate(3)]))
+    restored = checkpointer.restore(create([fs.Accumulate(2)]))
     plain = checkpointer.restore(create())
     fewer = checkpointer.restore(create([fs.Accumulate(1)]))
   assert int(restored.wrapper_states["accumulate"].num_batches) == 1
-  for i in (1, 2):
-    restored, _ = jitted(restored, batch(i))
+  state, _ = jitted(state, batch(1))
+  restored, _ = jitted(restored, batch(1))
   tree_equality.assert_trees_equal(restored.params, state.params)
   tree_equality.assert_trees_equal(restored.opt_state, state.opt_state)
   # Without the wrapper, and with fewer steps than are in the sum.
@@ -282,15 +316,12 @@ def test_restored_sum_continues_to_the_bit(tmp_path):
 
 def test_another_number_of_replicas_starts_a_new_sum(tmp_path, caplog):
   wrappers = [fs.Accumulate(3, per_replica=True)]
-  strategy = fs.Strategy()
-  state = create(wrappers, strategy=strategy)
-  state, _ = strategy.run(
-    train_step, args=(state, strategy.shard_batch(batch(0)))
-  )
-  with fs.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(1, state)
+  state = create(wrappers, strategy=fs.Strategy())
+  sums = jax.tree.map(lambda x: x + 1, state.wrapper_states["accumulate"])
+  state = state.replace(wrapper_states={"accumulate": sums})
   fewer = fs.Strategy(devices=jax.devices()[:2])
   with fs.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, state)
     restored = checkpointer.restore(create(wrappers, strategy=fewer))
   sums = restored.wrapper_states["accumulate"]
   assert int(sums.num_batches) == 0 and sums.grads["w2"].shape == (2, 8)
