@@ -284,6 +284,8 @@ def _leaves_of(
     for name, leaf in leaves.items()
     if name.startswith(prefix)
   }
+  if not leaves:
+    raise ValueError(f"{opened.directory} has no arrays.")
   if not below:
     parts = [name.split("/") for name in leaves]
     subtrees = {

@@ -16,6 +16,8 @@ from flaxshard.checkpoint import step_names
 from flaxshard.core import files
 
 _SUFFIX = ".safetensors"
+# Names of files that torch.save writes; Flax's msgpack files have others.
+_TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 # The file that lists which file has which tensor, of a model in several files.
 _INDEX_SUFFIX = ".safetensors.index.json"
 
@@ -39,10 +41,16 @@ def find(path: step_names.Directory) -> step_names.Directory | None:
     path: A file, an index, or a directory with an index or with one file.
 
   Raises:
-    ValueError: A directory has several files and no index.
+    ValueError: A directory has several files and no index, or the file is one
+      of PyTorch.
   """
   if path.name.endswith((_SUFFIX, _INDEX_SUFFIX)) and path.is_file():
     return path
+  if path.name.endswith(_TORCH_SUFFIXES) and path.is_file():
+    raise ValueError(
+      f"{path} is a file of PyTorch. Save its tensors as safetensors: "
+      "safetensors.torch.save_file(torch.load(path), new_path)."
+    )
   if not path.is_dir():
     return None
   entries = sorted(path.iterdir())
@@ -68,8 +76,8 @@ def open_tree(file: step_names.Directory) -> reader.SavedTree:
 
   Raises:
     ImportError: The package safetensors is not installed.
-    ValueError: A file is no safetensors file, or the index names a tensor that
-      its file lacks.
+    ValueError: A file is missing or no safetensors file, the index names a
+      tensor that its file lacks, or names differ in dots and slashes alone.
   """
   try:
     importlib.import_module("safetensors.numpy")
@@ -90,6 +98,10 @@ def open_tree(file: step_names.Directory) -> reader.SavedTree:
   else:
     tensors = _open_file(file)
   by_path = {_path_of(name): tensor for name, tensor in tensors.items()}
+  if len(by_path) < len(tensors):
+    raise ValueError(
+      f"{file} has tensors whose names differ in dots and slashes alone."
+    )
 
   def read_leaves(
     wanted: Mapping[Path, jax.ShapeDtypeStruct],
@@ -124,6 +136,8 @@ def _open_file(file: step_names.Directory) -> dict[str, _Tensor]:
       }
     opened = safetensors.safe_open(str(file), framework="numpy")
     return {name: _lazy_tensor(opened, name) for name in opened.keys()}
+  except FileNotFoundError as e:
+    raise ValueError(f"{file}, which the index names, is missing.") from e
   except safetensors.SafetensorError as e:
     raise ValueError(f"{file} is no safetensors file: {e}.") from e
 
@@ -156,10 +170,12 @@ def _dtype_of(name: str) -> Any:
 def _read_index(file: step_names.Directory) -> dict[str, str]:
   """Returns the name of the file of each tensor."""
   try:
-    names = json.loads(files.read_bytes(file))["weight_map"]
+    names = dict(json.loads(files.read_bytes(file))["weight_map"])
+    if not all(isinstance(name, str) for name in names.values()):
+      raise TypeError("weight_map must have names of files")
   except (ValueError, KeyError, TypeError) as e:
     raise ValueError(f"{file} is no index of safetensors files: {e!r}.") from e
-  return dict(names)
+  return names
 
 
 def _path_of(name: str) -> Path:

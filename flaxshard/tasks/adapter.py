@@ -18,6 +18,7 @@ from flaxshard import models
 from flaxshard.core import checks
 from flaxshard.core import registry
 from flaxshard.core.policy import Policy
+from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks import apply as apply_lib
 from flaxshard.tasks import task as task_lib
@@ -414,9 +415,10 @@ def _adapt_inputs(
 def _warn_of_missing_collections(
   name: str, state: TrainState, aux: task_lib.Aux
 ) -> None:
-  missing = [
-    n for n in apply_lib.collection_names(state) if n not in aux.collections
-  ]
+  names = set(apply_lib.collection_names(state))
+  if isinstance(state.apply_fn, lora.Apply):
+    names.remove(lora.FROZEN)  # meant not to change
+  missing = sorted(names - aux.collections.keys())
   if missing:
     checks.warn(
       f"{name}.loss: Aux.collections lacks {', '.join(missing)}, which then "

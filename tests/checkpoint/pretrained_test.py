@@ -309,7 +309,7 @@ def test_floats_of_eight_bits(tmp_path):
   file.write_bytes(serialization.to_bytes({"kernel": small}))
   new, _ = fs.checkpoint.init_from(params, file)
   np.testing.assert_array_equal(new["kernel"], small.astype(np.float32))
-  with pytest.raises(ValueError, match="float8.*cast=True"):
+  with pytest.raises(ValueError, match=r"float8.*cast=True"):
     fs.checkpoint.init_from(
       {"kernel": params["kernel"].astype(jnp.float8_e5m2)}, file
     )
@@ -318,7 +318,7 @@ def test_floats_of_eight_bits(tmp_path):
   text = json.dumps({"kernel": header}).encode()
   file = tmp_path / "model.safetensors"
   file.write_bytes(struct.pack("<Q", len(text)) + text + small.tobytes())
-  with pytest.raises(ValueError, match="cannot read kernel.*bfloat16"):
+  with pytest.raises(ValueError, match=r"cannot read kernel.*bfloat16"):
     fs.checkpoint.init_from(params, file)
 
 
@@ -423,3 +423,28 @@ def test_safetensors_directory_with_several_files(tmp_path):
   (tmp_path / "c.safetensors").write_bytes(b"no tensors")
   with pytest.raises(ValueError, match=r"c.safetensors"):
     fs.checkpoint.init_from(make(), tmp_path / "c.safetensors")
+
+
+@pytest.mark.parametrize(
+  ("name", "content", "facts"),
+  [
+    ("a.safetensors", {"a.b": np.ones(2), "a/b": np.ones(2)}, ["slashes"]),
+    ("a.safetensors", {}, ["no arrays"]),
+    ("pytorch_model.bin", b"PK", ["PyTorch", "safetensors.torch.save_file"]),
+    (
+      "a.safetensors.index.json",
+      b'{"weight_map": {"a": "b.safetensors"}}',
+      ["b.safetensors", "index", "missing"],
+    ),
+    ("a.safetensors.index.json", b'{"weight_map": {"a": 1}}', ["names of"]),
+    ("a.safetensors.index.json", b'{"weight_map": 1}', ["no index"]),
+  ],
+)
+def test_files_that_cannot_be_read(name, content, facts, tmp_path):
+  if isinstance(content, dict):
+    content = safetensors_numpy.save(content)
+  (tmp_path / name).write_bytes(content)
+  with pytest.raises(ValueError) as e:
+    fs.checkpoint.init_from({"a": jnp.ones(2)}, tmp_path / name)
+  for fact in facts:
+    assert fact in str(e.value)

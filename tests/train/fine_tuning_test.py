@@ -50,7 +50,7 @@ def num_bytes(tree):
 
 
 @pytest.mark.slow
-def test_fine_tuning_with_lora_on_other_data(tmp_path, caplog):
+def test_fine_tuning_with_lora_on_other_data(tmp_path, caplog, recwarn):
   pretrained = train.train_and_evaluate(make_config(), str(tmp_path / "a"))
   config = make_config(
     data={"name": f"{_THIS}:rotated_digits"},
@@ -66,6 +66,7 @@ def test_fine_tuning_with_lora_on_other_data(tmp_path, caplog):
   with caplog.at_level(logging.INFO):
     state = train.train_and_evaluate(config, workdir)
   assert "initialized 4 of 6 arrays" in caplog.text
+  assert not [w for w in recwarn if "frozen" in str(w.message)]
   # The first row is that of steps 1 and 2, almost without training.
   rows = tiny.rows(workdir)
   assert rows[0]["train_accuracy"] < 0.5
