@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 import functools
-from typing import Any
+from typing import Any, TypeVar
 
 from flax import nnx
 import jax
@@ -28,6 +28,7 @@ from flaxshard.wrappers import stack
 from flaxshard.wrappers.loss_scale import LossScale
 
 PyTree = Any
+M = TypeVar("M", bound=nnx.Module)
 
 _MISSING: Any = object()
 
@@ -40,14 +41,14 @@ class WrapperState(nnx.Variable):
   """
 
 
-class Optimizer(nnx.Optimizer):
+class Optimizer(nnx.Optimizer[M]):
   """NNX's `Optimizer` with wrappers around loss, gradients and update.
 
   Without wrappers it has the state of `nnx.Optimizer`. With wrappers it has one
   more attribute with variables, `wrapper_states`. A train step calls
   `value_and_grad` in place of `nnx.value_and_grad`, and then `update`. The same
-  step runs eagerly, inside `nnx.jit`, `nnx.scan` and `nnx.fori_loop`, and
-  inside `Strategy.run`.
+  step runs eagerly and inside `nnx.jit`, `nnx.scan` and `nnx.fori_loop`. With
+  a strategy, one program of `nnx.jit` computes on the whole batch.
 
   If a wrapper skips a step, as `LossScale` does after an overflow, the
   optimizer and the whole module stay as they were before `value_and_grad`:
@@ -83,7 +84,7 @@ class Optimizer(nnx.Optimizer):
 
   def __init__(
     self,
-    model: Any,
+    model: M,
     tx: optax.GradientTransformation,
     *,
     wrt: Any = _MISSING,
@@ -113,7 +114,8 @@ class Optimizer(nnx.Optimizer):
     Raises:
       TypeError: `wrt` is missing, or an argument has a wrong type.
       ValueError: `wrt` selects no variable, a wrapper is given twice, a rule
-        cannot be applied, or `rules` are given without a strategy.
+        cannot be applied, `rules` are given without a strategy, or a wrapper
+        needs `Strategy.run` because the strategy has several replicas.
     """
     if not isinstance(model, nnx.Pytree):
       raise TypeError(
@@ -143,18 +145,17 @@ class Optimizer(nnx.Optimizer):
       )
     mesh = None if strategy is None else sharding_lib.mesh_of(strategy)
     num_replicas = sharding_lib.count_replicas(mesh, wrappers)
+    if num_replicas > 1:
+      _check_no_replicas(wrappers, num_replicas)
     param_specs = None
     if mesh is not None:
       param_specs = placement.place_module(model, mesh, wrt, rules)
     wrappers = stack.with_policy(wrappers, model_facts.policy_of_nnx(model))
 
     init = functools.partial(opt_state_lib.init, tx) if wrappers else tx.init
-    super().__init__(
-      model,
-      optax.GradientTransformation(init, tx.update),
-      wrt=wrt,
-      graph=graph,
-    )
+    # Only for its `init`: a skipped step needs the structure of later states.
+    completed = optax.GradientTransformation(init, tx.update)
+    super().__init__(model, completed, wrt=wrt, graph=graph)
     self.tx = tx
     self.wrappers = nnx.static(wrappers)
     params, others = self._split(model)
@@ -253,7 +254,10 @@ class Optimizer(nnx.Optimizer):
     self._calls.note_unscaled()
     return jax.tree.unflatten(treedef, unscaled)
 
-  def update(self, model: Any, grads: Any = _MISSING, /, **kwargs: Any) -> Any:
+  # NNX too takes `grads` by name, though its type does not say so.
+  def update(  # type: ignore[override]
+    self, model: M, grads: Any = _MISSING, **kwargs: Any
+  ) -> Any:
     """Applies unscaled gradients through the wrappers.
 
     Args:
@@ -305,8 +309,7 @@ class Optimizer(nnx.Optimizer):
     variables_lib.set_leaves(model, self.wrt, result.changed)
     self.step[...] = jnp.asarray(result.step, self.step[...].dtype)
     variables_lib.assign(self.opt_state, result.opt_state)
-    states = result.wrapper_states
-    variables_lib.assign(self.wrapper_states, states)
+    variables_lib.assign(self.wrapper_states, result.wrapper_states)
     return jax.tree.map(lambda n, o: n - o, result.params, params)
 
   def eval_params(self, model: Any) -> PyTree:
@@ -381,3 +384,19 @@ class Optimizer(nnx.Optimizer):
   def _check_params(self, params: PyTree) -> None:
     """Raises a ValueError if a module is not the one of this optimizer."""
     self._calls.check_params(params, self.wrt)
+
+
+def _check_no_replicas(
+  wrappers: tuple[base.Wrapper, ...], num_replicas: int
+) -> None:
+  """Raises a ValueError if a wrapper acts on the gradients of each replica."""
+  for w in wrappers:
+    adapted = base.adapt(w)
+    if adapted.local_updates or adapted.reduces_gradients:
+      raise ValueError(
+        f"wrappers: {type(w).__name__} needs the gradients of each of the "
+        f"{num_replicas} replicas. Under nnx.jit there is one gradient, the "
+        "mean over the whole batch, and Strategy.run takes no NNX objects. "
+        "Leave the wrapper out, or make a TrainState with "
+        "create_train_state(model, ...) and call Strategy.run."
+      )

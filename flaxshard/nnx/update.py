@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from flax import nnx
+import jax
+import jax.numpy as jnp
 
 from flaxshard.core import checks
+from flaxshard.core import trees
 from flaxshard.state import nnx_adapter
 from flaxshard.state.train_state import TrainState
 
@@ -15,12 +18,17 @@ def update(model: nnx.Module, state: TrainState) -> None:
   `nnx.update(model, state.params)` raises a KeyError for a module with a list
   of layers, whose keys are integers in NNX and strings in a TrainState.
 
+  The arrays are copied, so that donating the state does not delete those of the
+  module.
+
   Args:
     model: The module, of the structure of the one that the state was made of.
     state: The result of `create_train_state` with an NNX module.
 
   Raises:
     TypeError: The state was not made of an NNX module.
+    ValueError: The module has other variables than the state, or a variable of
+      another shape.
 
   Example:
     >>> import flaxshard as fs, optax
@@ -39,4 +47,23 @@ def update(model: nnx.Module, state: TrainState) -> None:
     )
   names = {v.collection for v in apply_fn.variables if v.leaves}
   variables = {name: getattr(state, name) for name in names}
-  nnx.update(model, apply_fn.nnx_state(variables))
+  new = apply_fn.nnx_state(variables)
+  _check_same_variables(nnx.state(model), new)
+  nnx.update(model, jax.tree.map(jnp.copy, new))
+
+
+def _check_same_variables(old: nnx.State, new: nnx.State) -> None:
+  shapes, new_shapes = (
+    {
+      "/".join(path): jnp.shape(x)
+      for path, x in trees.leaves_by_path(nnx.as_pure(state)).items()
+    }
+    for state in (old, new)
+  )
+  for path in [*new_shapes, *shapes]:
+    given, wanted = shapes.get(path), new_shapes.get(path)
+    if given != wanted:
+      raise ValueError(
+        "model must have the structure of the module that the state was made "
+        f"of; its {path} has the shape {given}, in the state {wanted}."
+      )

@@ -34,7 +34,7 @@ def leaves(module: Any, wrt: Any) -> Leaves:
 
 
 def set_leaves(module: Any, wrt: Any, new: Mapping[str, Any]) -> None:
-  """Sets arrays of a module, by the names of `name_leaves`."""
+  """Sets arrays of a module, by the names that `name_of` returns."""
   if not new:
     return
   _, others = nnx.state(module, wrt, ...)

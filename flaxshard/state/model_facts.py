@@ -119,7 +119,12 @@ def policy_of_nnx(module: Any) -> Policy | None:
 
 def _half_dtypes(module: Any) -> frozenset[Any]:
   """Returns the 16-bit dtypes of a module and of the modules in it."""
-  dtypes = (_dtype_of(m) for _, m in nnx.iter_modules(module))
+  modules: list[Any] = [m for _, m in nnx.iter_modules(module)]
+  # Linen modules too, such as that of `nnx.bridge.ToNNX`.
+  modules += [
+    x for m in modules for x in vars(m).values() if isinstance(x, nn.Module)
+  ]
+  dtypes = (_dtype_of(m) for m in modules)
   return frozenset(d for d in dtypes if d in _HALF)
 
 

@@ -41,6 +41,7 @@ def train(tx, wrappers, factors):
   return model, optimizer, biases
 
 
+@pytest.mark.slow
 def test_average_of_the_updates():
   wrappers = [fs.LossScale("dynamic"), fs.Accumulate(2), fs.EMA(0.5)]
   model, optimizer, biases = train(
