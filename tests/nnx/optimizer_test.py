@@ -18,9 +18,10 @@ DYNAMIC = (fs.LossScale("dynamic"),)
 
 class Net(nnx.Module):
   def __init__(self, rngs):
-    self.layers = nnx.List(
-      [nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)]
-    )
+    # A bias before BatchNorm would have gradients of rounding errors alone,
+    # which Adam scales up to its learning rate.
+    hidden = nnx.Linear(4, 8, use_bias=False, rngs=rngs)
+    self.layers = nnx.List([hidden, nnx.Linear(8, 1, rngs=rngs)])
     self.norm = nnx.BatchNorm(8, rngs=rngs)
     self.drop = nnx.Dropout(0.5, rngs=rngs)
 
