@@ -44,13 +44,13 @@ def runs(tmp_path_factory):
 
 
 COSINE = {"name": "cosine", "warmup_steps": 1}
+# One run for all comparisons.
+PLAIN = dict(num_train_steps=4, log_every_steps=1, schedule=COSINE)
 
 
 def test_accumulated_batches_equal_large_ones(runs):
-  large, large_rows = runs(
-    batch_size=32, num_train_steps=4, log_every_steps=1, schedule=COSINE
-  )
-  small, rows = runs(accumulate_steps=2, schedule=COSINE)
+  large, large_rows = runs(**PLAIN)
+  small, rows = runs(batch_size=8, accumulate_steps=2, schedule=COSINE)
   assert int(small.step) == int(large.step) == 4
   close(small.params, large.params)
   # A row for each update. The rates are those of the updates.
@@ -90,17 +90,13 @@ def test_resume_within_an_accumulation_is_bit_equal(tmp_path):
   assert int(whole.wrapper_states["ema"].num_updates) == int(whole.step) == 2
 
 
-def test_average_is_evaluated_and_saved(runs):
-  plain, plain_rows = runs(num_train_steps=4)
+def test_average_is_evaluated(runs):
+  plain, plain_rows = runs(**PLAIN)
   wrappers = (("ema", {"decay": 0.75, "debias": False}),)
-  state, rows = runs(num_train_steps=4, wrappers=wrappers)
+  state, rows = runs(**PLAIN, wrappers=wrappers)
   tree_equality.assert_trees_equal(state.params, plain.params)
   assert rows[-1]["train_loss"] == plain_rows[-1]["train_loss"]
   assert rows[-1]["eval_loss"] != plain_rows[-1]["eval_loss"]
-  # A decay of 0 is no average.
-  wrappers = (("ema", {"decay": 0.0}),)
-  _, rows = runs(num_train_steps=4, wrappers=wrappers)
-  assert rows[-1]["eval_loss"] == plain_rows[-1]["eval_loss"]
 
 
 def test_frozen_parameters_and_rates_by_pattern(runs):
@@ -110,7 +106,7 @@ def test_frozen_parameters_and_rates_by_pattern(runs):
     learning_rates=(("bias$", 4.0),),
     optimizer={"name": "sgd", "momentum": 0.9},
   )
-  initial, _ = runs(num_train_steps=4)
+  plain, _ = runs(**PLAIN)
   paths = [
     jax.tree_util.keystr(path, simple=True, separator="/")
     for path, _ in jax.tree_util.tree_leaves_with_path(state.opt_state)
@@ -121,7 +117,7 @@ def test_frozen_parameters_and_rates_by_pattern(runs):
   assert rows[-1]["learning_rate/bias$"] == pytest.approx(0.04)
   # The bias of a layer starts at zeros.
   assert not np.any(np.asarray(state.params["dense"]["bias"]))
-  assert np.any(np.asarray(initial.params["dense"]["bias"]))
+  assert np.any(np.asarray(plain.params["dense"]["bias"]))
   assert np.any(np.asarray(state.params["head"]["bias"]))
 
 
