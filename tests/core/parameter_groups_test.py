@@ -266,14 +266,13 @@ def test_freeze_and_rates_are_inside_of_lookahead():
   "create_tx",
   [
     lambda rate: optax.adamw(rate, weight_decay=0.5),
-    lambda rate: optax.sgd(rate, momentum=0.9),
     # A custom optimizer, with a schedule.
     lambda rate: optax.chain(
       optax.scale_by_rms(),
       optax.scale_by_learning_rate(optax.linear_schedule(rate, 0.0, 4)),
     ),
   ],
-  ids=["adamw", "sgd", "custom"],
+  ids=["adamw", "custom"],
 )
 def test_scaled_rate_equals_an_optimizer_with_that_rate(create_tx):
   factors = [("^head/bias", 4.0), ("head", 0.5)]
