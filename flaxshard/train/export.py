@@ -331,7 +331,8 @@ def _export(
     raise ValueError(
       "the prediction cannot be exported: the model splits arrays over "
       f"{exported.nr_devices} devices by itself. Load it on one device: "
-      "fs.load(workdir, strategy=fs.Strategy(devices=jax.devices()[:1]))."
+      "fs.load(workdir, strategy=fs.Strategy(devices=jax.devices()[:1]), "
+      "rules=())."
     )
   return exported
 
