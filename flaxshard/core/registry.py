@@ -153,8 +153,7 @@ def construct(
   for key in arguments:
     if key not in known and not takes_any:
       raise ValueError(
-        f"{where}: unknown argument {key!r}; "
-        f"{getattr(function, '__name__', 'it')} takes "
+        f"{where}: unknown argument {key!r}; the arguments are "
         f"{', '.join(known) or 'none'}.{checks.did_you_mean(key, known)}"
       )
   kwargs = {key: to_plain(value) for key, value in arguments.items()}

@@ -14,6 +14,7 @@ from absl import flags
 from flaxshard.checkpoint.save_manager import SaveError
 from flaxshard.processes import failures
 from flaxshard.train import config as config_lib
+from flaxshard.train.config import definition
 from flaxshard.train.config import overrides
 from flaxshard.train.config import text as config_text
 
@@ -59,7 +60,10 @@ def parse_flags(
     raise SystemExit(0)
   arguments, fields = overrides.split(arguments)
   with _exit_at(flags.Error, " --help lists the flags."):
-    rest = flag_values([program, *arguments])
+    try:
+      rest = flag_values([program, *arguments])
+    except flags.UnrecognizedFlagError as error:
+      raise _add_field_hint(error) from None
   if flag_values.list:
     _print_names()
     raise SystemExit(0)
@@ -175,6 +179,18 @@ def _exit_at(
   # Outside of the `except` block: the error would be printed as a context.
   if message is not None:
     _exit(message)
+
+
+def _add_field_hint(
+  error: flags.UnrecognizedFlagError,
+) -> flags.UnrecognizedFlagError:
+  """Returns the error of an unknown flag, with the field of that name."""
+  names = [field.name for field in definition.FIELDS]
+  if error.flagname not in names:
+    return error
+  return flags.UnrecognizedFlagError(
+    error.flagname, suggestions=[f"config.{error.flagname}"]
+  )
 
 
 def _print_names() -> None:

@@ -65,7 +65,7 @@ def test_call_passes_arguments_as_plain_values():
   [
     ("power", TypeError, ["config.f", "'power'"]),
     ({"exponent": 3}, ValueError, ["config.f", "'name'"]),
-    ({"name": "power", "base": 1}, ValueError, ["'base'", "takes exponent"]),
+    ({"name": "power", "base": 1}, ValueError, ["'base'", "are exponent"]),
     ({"name": "power", "hidden": 1}, ValueError, ["'hidden'"]),
     (
       {"name": "power", "exponet": 1},

@@ -83,6 +83,7 @@ def test_lists_and_help_are_printed(capsys):
     ("--config.batch_size.x=3", ("config.batch_size has no fields",)),
     ("--config.batch_size=many", ("config.batch_size", "'many'")),
     ("--worksdir=w", ("'worksdir'", "workdir")),
+    ("--batch_size=3", ("'batch_size'", "config.batch_size")),
     ("w", ("'w'", "--workdir=FOLDER")),
     ("--config=digitz", ("digitz", "Did you mean 'digits'", "--list")),
     ("--config=", ("--config is missing", "--list", "--config=digits")),
