@@ -27,8 +27,8 @@ def update(model: nnx.Module, state: TrainState) -> None:
 
   Raises:
     TypeError: The state was not made of an NNX module.
-    ValueError: The module has other variables than the state, or a variable of
-      another shape.
+    ValueError: The module lacks a variable of the state or has another
+      parameter, or a variable has another shape.
 
   Example:
     >>> import flaxshard as fs, optax
@@ -48,19 +48,20 @@ def update(model: nnx.Module, state: TrainState) -> None:
   names = {v.collection for v in apply_fn.variables if v.leaves}
   variables = {name: getattr(state, name) for name in names}
   new = apply_fn.nnx_state(variables)
-  _check_same_variables(nnx.state(model), new)
+  _check_variables(model, new)
   nnx.update(model, jax.tree.map(jnp.copy, new))
 
 
-def _check_same_variables(old: nnx.State, new: nnx.State) -> None:
-  shapes, new_shapes = (
+def _check_variables(model: nnx.Module, new: nnx.State) -> None:
+  shapes, params, new_shapes = (
     {
       "/".join(path): jnp.shape(x)
       for path, x in trees.leaves_by_path(nnx.as_pure(state)).items()
     }
-    for state in (old, new)
+    for state in (nnx.state(model), nnx.state(model, nnx.Param), new)
   )
-  for path in [*new_shapes, *shapes]:
+  # Calls may have added others to the module, such as sown values.
+  for path in [*new_shapes, *params]:
     given, wanted = shapes.get(path), new_shapes.get(path)
     if given != wanted:
       raise ValueError(
