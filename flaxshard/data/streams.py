@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
+import copy
 import itertools
 from typing import Any
 
@@ -120,7 +121,8 @@ def _encode(state: Any) -> Any:
   """Returns the state of an iterator as a value for JSON."""
   if isinstance(state, bytes):
     return {"base64": base64.b64encode(state).decode()}
-  return {"json": state}
+  # The iterator may change it while batches are read ahead.
+  return {"json": copy.deepcopy(state)}
 
 
 def _decode(state: Mapping[str, Any]) -> Any:

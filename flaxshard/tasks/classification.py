@@ -70,24 +70,10 @@ class Classification:
   ) -> tuple[jax.Array, task_lib.Aux]:
     """Returns the mean cross-entropy."""
     logits, collections = apply_fn(params, batch["inputs"], rngs=rngs)
-    labels = batch["labels"]
-    if logits.shape[:-1] != labels.shape or not logits.ndim:
-      raise ValueError(
-        "the model must return logits with the shape of the labels and one "
-        f"more dimension, the classes; got {logits.shape} for labels "
-        f"{labels.shape}."
-      )
-    # In float32 with every precision policy.
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-      logits.astype(jnp.float32), labels
-    )
-    values = {
-      "loss": losses,
-      "correct": (logits.argmax(-1) == labels).astype(jnp.float32),
-    }
+    values = compare(logits, batch["labels"])
     if not train:
       values["sums_to_one"] = _sums_to_one(logits)
-    return losses.mean(), task_lib.Aux(values, collections)
+    return values["loss"].mean(), task_lib.Aux(values, collections)
 
   def evaluate(self, evaluation: task_lib.Evaluation) -> dict[str, float]:
     """Returns the means; warns if the model returns probabilities."""
@@ -108,6 +94,34 @@ class Classification:
     # class.
     check_labels("config.data", batch.get("labels"), self._num_classes)
     return batch
+
+
+def compare(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
+  """Returns the values of `Metrics` for each label.
+
+  Args:
+    logits: `[..., classes]`.
+    labels: `[...]`, integers.
+
+  Returns:
+    `loss`, the cross-entropy, and `correct`, 1.0 or 0.0; float32.
+
+  Raises:
+    ValueError: The shapes do not fit each other.
+  """
+  if logits.shape[:-1] != labels.shape or not logits.ndim:
+    raise ValueError(
+      "the model must return logits with the shape of the labels and one more "
+      "dimension, the classes or the vocabulary; got "
+      f"{logits.shape} for labels {labels.shape}."
+    )
+  return {
+    # In float32 with every precision policy.
+    "loss": optax.softmax_cross_entropy_with_integer_labels(
+      logits.astype(jnp.float32), labels
+    ),
+    "correct": (logits.argmax(-1) == labels).astype(jnp.float32),
+  }
 
 
 def check_labels(where: str, labels: Any, num_classes: int) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from flaxshard.core import checks
 from flaxshard.data import collate as collate_lib
@@ -53,19 +52,8 @@ class LanguageModeling:
   ) -> tuple[jax.Array, task_lib.Aux]:
     """Returns the mean cross-entropy of the tokens."""
     logits, collections = apply_fn(params, batch["inputs"], rngs=rngs)
-    labels = batch["labels"]
-    if logits.shape[:-1] != labels.shape or not logits.ndim:
-      raise ValueError(
-        "the model must return logits with the shape of the labels and one "
-        f"more dimension, the vocabulary; got {logits.shape} for labels "
-        f"{labels.shape}."
-      )
-    # In float32 with every precision policy.
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-      logits.astype(jnp.float32), labels
-    )
-    correct = (logits.argmax(-1) == labels).astype(jnp.float32)
-    values = {"loss": losses, "correct": correct}
+    values = classification.compare(logits, batch["labels"])
+    losses = values["loss"]
     if "weights" not in batch:
       return losses.mean(), task_lib.Aux(values, collections)
     weights = batch["weights"].astype(jnp.float32)

@@ -16,6 +16,7 @@ from flaxshard.core import registry
 from flaxshard.core.policy import Policy
 from flaxshard.data import sources
 from flaxshard.tasks import adapter
+from flaxshard.tasks.adapted import AdaptedTask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class LoadedTask:
     splits: The data; None for a plan, and if the task makes its own batches.
   """
 
-  task: adapter.AdaptedTask
+  task: AdaptedTask
   example: Mapping[str, jax.ShapeDtypeStruct]
   num_classes: int | None
   splits: data_lib.Splits | None
@@ -47,7 +48,7 @@ def record(config: Any, task: Any) -> Any:
   """
   if task is None or not registry.is_dict(config):
     return config
-  cls = type(task.task if isinstance(task, adapter.AdaptedTask) else task)
+  cls = type(task.task if isinstance(task, AdaptedTask) else task)
   name = f"<{cls.__module__}.{cls.__qualname__}>"
   given = dict(config).get("task", "classification")
   if given not in ("classification", name):
@@ -57,7 +58,7 @@ def record(config: Any, task: Any) -> Any:
   return {**dict(config), "task": name}
 
 
-def create(config: Any) -> adapter.AdaptedTask:
+def create(config: Any) -> AdaptedTask:
   """Creates the task that a config names, without its data if it needs none.
 
   Args:
@@ -154,7 +155,7 @@ def _makes_data(task: Any) -> bool:
   return any(getattr(task, n, None) for n in ("load_data", "example"))
 
 
-def _create(config: Any, read: Callable[..., Any]) -> adapter.AdaptedTask:
+def _create(config: Any, read: Callable[..., Any]) -> AdaptedTask:
   """Creates the task that `config.task` names."""
   field = config.task
   given = {"name": field} if isinstance(field, str) else field.to_dict()
@@ -205,7 +206,7 @@ def _create(config: Any, read: Callable[..., Any]) -> adapter.AdaptedTask:
 
 
 def _shapes_of_example(
-  task: adapter.AdaptedTask,
+  task: AdaptedTask,
 ) -> dict[str, jax.ShapeDtypeStruct]:
   example = task.example() if task.example else None
   if not isinstance(example, Mapping) or not example:

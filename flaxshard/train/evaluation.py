@@ -13,9 +13,9 @@ import numpy as np
 from flaxshard.core import checks
 from flaxshard.data import Splits
 from flaxshard.state.train_state import TrainState
-from flaxshard.tasks import adapter
 from flaxshard.tasks import apply
 from flaxshard.tasks import task as task_lib
+from flaxshard.tasks.adapted import AdaptedTask
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class Evaluation:
   state: TrainState
   step: int
   rng: jax.Array
-  task: adapter.AdaptedTask
+  task: AdaptedTask
   read_batches: Callable[[], Iterable[Any]]
   eval_step: Callable[..., Any]
   replicate: Callable[[Any], Any]
@@ -103,7 +103,7 @@ def evaluate(
 def check_metric(
   field: str,
   metric: str,
-  task: adapter.AdaptedTask,
+  task: AdaptedTask,
   splits: Splits | None,
 ) -> None:
   """Raises if the evaluation will not have a metric that a config names.

@@ -26,13 +26,13 @@ from flaxshard.partitioning import specs as specs_lib
 from flaxshard.state import create as create_lib
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
-from flaxshard.tasks import adapter
 from flaxshard.tasks import apply as apply_lib
 from flaxshard.tasks import load as tasks_load
+from flaxshard.tasks.adapted import AdaptedTask
 from flaxshard.tasks.task import Apply
 from flaxshard.train import config as config_lib
+from flaxshard.train import creation as creation_lib
 from flaxshard.train import devices
-from flaxshard.train import program as program_lib
 from flaxshard.train import resume
 
 
@@ -53,7 +53,7 @@ class Loaded:
 
   state: TrainState
   config: ml_collections.ConfigDict
-  task: adapter.AdaptedTask
+  task: AdaptedTask
   step: int
   strategy: Strategy
   example: Mapping[str, jax.ShapeDtypeStruct]
@@ -117,7 +117,7 @@ class Loaded:
     return devices.block_if_virtual_cpu(self.strategy, jitted)
 
 
-def predict(task: adapter.AdaptedTask, state: TrainState, batch: Any) -> Any:
+def predict(task: AdaptedTask, state: TrainState, batch: Any) -> Any:
   """Returns a task's prediction for a batch, in evaluation mode.
 
   Args:
@@ -277,7 +277,7 @@ def _plan_creation(
   """Traces the creation of the state, with which shapes are known."""
   tx, _ = optimizer.create(config)
   try:
-    return program_lib.plan_creation(config, strategy, loaded, tx)
+    return creation_lib.plan_creation(config, strategy, loaded, tx)
   except ValueError as e:
     if rules is not None or not isinstance(e.__cause__, specs_lib.RuleError):
       raise

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-import contextlib
-import dataclasses
-import json
+from collections.abc import Sequence
 import logging
-import os
 import signal
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from clu import parameter_overview
 import jax
-from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
-from flaxshard import checkpoint
 from flaxshard.core import directories
 from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.core import parameter_groups
-from flaxshard.data import distribute
 from flaxshard.processes import failures
 from flaxshard.state import describe
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import load
+from flaxshard.train import actions
 from flaxshard.train import charts
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
@@ -41,7 +35,7 @@ from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import preemption
 from flaxshard.train import report
 from flaxshard.train import resume
-from flaxshard.train import rollouts
+from flaxshard.train import run as run_lib
 from flaxshard.train import same_run
 from flaxshard.train import setup as setup_lib
 from flaxshard.train import steps
@@ -147,8 +141,8 @@ def _train_and_evaluate(
 
   # The inner block tells the other processes of an error before the run is
   # closed: that may wait for them.
-  with _open_run(setup, workdir, call_hooks) as run, failures.share():
-    state, first_step = _restore_or_create(setup, run)
+  with run_lib.open_run(setup, workdir, call_hooks) as run, failures.share():
+    state, first_step = run_lib.restore_or_create(setup, run)
     same_run.check_step("the restored step", first_step)
     stopping = early_stopping.resume(config.early_stopping, workdir, first_step)
     signum = None
@@ -175,77 +169,9 @@ def _train_and_evaluate(
   return state, signum
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-  """Resources that a run holds from its start to its end.
-
-  Attributes:
-    workdir: The workdir, locked: no other run can use it.
-    stop_request: The signal that this process received, if any.
-    train_iter: The training batches; checkpoints hold its position.
-    checkpointer: The checkpointer of `workdir/checkpoints`.
-    call_hooks: Calls the hooks with a step, the state and a row of metrics.
-  """
-
-  workdir: str
-  stop_request: preemption.StopRequest
-  train_iter: distribute.DistributedIterator | rollouts.RolloutIterator
-  checkpointer: checkpoint.Checkpointer
-  call_hooks: hooks_lib.Hooks
-
-
-@contextlib.contextmanager
-def _open_run(
-  setup: setup_lib.Setup, workdir: str, call_hooks: hooks_lib.Hooks
-) -> Iterator[_Run]:
-  config = setup.config
-  checkpoint_dir = os.path.join(workdir, "checkpoints")
-  with contextlib.ExitStack() as exit_stack:
-    with multihost.raise_on_all_processes(ValueError):
-      exit_stack.callback(directories.lock("workdir", workdir))
-      directories.check_writable("workdir", checkpoint_dir)
-    # From here on a signal ends the run with a checkpoint.
-    stop_request = exit_stack.enter_context(preemption.catch_signals())
-    train_iter = exit_stack.enter_context(setup.open_train_batches())
-    best_metric = config.best_metric
-    checkpointer = exit_stack.enter_context(
-      checkpoint.Checkpointer(
-        checkpoint_dir,
-        max_to_keep=config.max_to_keep,
-        keep_every=config.keep_every_steps or None,
-        best_metric=None if best_metric == "none" else best_metric,
-        best_mode=config_lib.resolve_mode(best_metric, config.best_mode),
-        keep_best=config.keep_best,
-        # Through JSON, which turns the tuples into lists.
-        config=json.loads(config.to_json()),
-      )
-    )
-    yield _Run(workdir, stop_request, train_iter, checkpointer, call_hooks)
-
-
-def _restore_or_create(
-  setup: setup_lib.Setup, run: _Run
-) -> tuple[TrainState, int]:
-  """Returns the state to train from, and the step that it was saved at."""
-  latest_step = run.checkpointer.latest_step()
-  same_run.check_step("the latest checkpoint", latest_step)
-  if latest_step is None:
-    return fine_tuning.initialize(setup.config, setup.create_state()), 0
-  config = setup.config
-  changes = resume.check_data(config, run.workdir, setup.num_train_examples)
-  # Into shapes and shardings: a state of arrays would need its memory twice.
-  state = run.checkpointer.restore(setup.abstract_state, data=run.train_iter)
-  # Not always the latest step: a damaged one is passed over.
-  first_step = run.checkpointer.restored_step or 0
-  resume.check_changes(config, run.workdir, changes, first_step)
-  if first_step < config.num_train_steps:
-    _log.info("resuming from step %d in %s", first_step, run.workdir)
-  return state, first_step
-
-
 def _train(
   setup: setup_lib.Setup,
-  run: _Run,
+  run: run_lib.Run,
   state: TrainState,
   first_step: int,
   stopping: early_stopping.EarlyStopping,
@@ -289,7 +215,7 @@ def _train(
 
       signum = preemption.agree_on_signal(step, run.stop_request)
       ends = step == config.num_train_steps
-      due = _due(config, step, signum is not None, save_time)
+      due = actions.due(config, step, signum is not None, save_time)
       # An exchange at every step would cost time.
       run.checkpointer.check(local=True)
       if not due.any:
@@ -305,7 +231,7 @@ def _train(
           stopping = stopping.update(step, evaluation)
         if stopping.stopped_step is not None:
           # Like the last step of a run, it is logged and saved.
-          ends, due = True, _Due(log=True, evaluate=True, save=True)
+          ends, due = True, actions.Due(log=True, evaluate=True, save=True)
         row: dict[str, float | int | None] = {}
         if due.log:
           row |= _train_row(setup, state, seen)
@@ -379,41 +305,6 @@ def _compile(lowered: jax.stages.Lowered) -> None:
   # JAX caches the executable: the first call of the step finds it.
   lowered.compile()
   _log.info("compiled the train step in %.1f s", time.monotonic() - start)
-
-
-class _Due(NamedTuple):
-  """The actions that are due after a step."""
-
-  log: bool
-  evaluate: bool
-  save: bool
-
-  @property
-  def any(self) -> bool:
-    return self.log or self.evaluate or self.save
-
-
-def _due(config: Any, step: int, stop: bool, save_time: float) -> _Due:
-  """Returns what to do after a step.
-
-  Args:
-    config: A checked config.
-    step: The step just taken.
-    stop: Whether a signal ends the run after this step.
-    save_time: `time.monotonic()` of the last save.
-  """
-  final = step == config.num_train_steps
-  # The last step of a run is logged and saved, whatever its number.
-  last = final or stop
-  log = last or step % config.log_every_steps == 0
-  save = last or step % config.checkpoint_every_steps == 0
-  if log and not save and config.checkpoint_every_minutes:
-    seconds = time.monotonic() - save_time
-    save = seconds >= 60 * config.checkpoint_every_minutes
-    if jax.process_count() > 1:
-      # Clocks differ: all processes save when process 0 does.
-      save = bool(multihost_utils.broadcast_one_to_all(np.array(save)))
-  return _Due(log, final or step % config.eval_every_steps == 0, save)
 
 
 def _train_row(

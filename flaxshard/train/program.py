@@ -6,42 +6,32 @@ the devices need not exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-import contextlib
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import logging
 from typing import Any
 
-from flax import linen as nn
-from flax.core.scope import DenyList
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from flaxshard import wrappers as wrappers_lib
 from flaxshard.core import checks
 from flaxshard.core import optimizer
-from flaxshard.core import patterns
 from flaxshard.core import trees
 from flaxshard.core.policy import Policy
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import rules as rules_lib
-from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas.values import PerReplica
-from flaxshard.state import create as create_lib
 from flaxshard.state import replica_groups
-from flaxshard.state.lora_split import LoRAError
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
-from flaxshard.tasks import adapter
 from flaxshard.tasks import apply
 from flaxshard.tasks import load
+from flaxshard.tasks.adapted import AdaptedTask
+from flaxshard.train import creation as creation_lib
 from flaxshard.train import devices
-from flaxshard.train import fine_tuning
 from flaxshard.train import steps
-from flaxshard.wrappers import accumulate
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +60,7 @@ class Program:
   """
 
   config: Any
-  task: adapter.AdaptedTask
+  task: AdaptedTask
   strategy: Strategy
   batch_specs: Mapping[str, P]
   schedule: optax.Schedule
@@ -96,17 +86,15 @@ class Program:
       ValueError, TypeError: The model cannot be trained on the data.
     """
     config = self.config
-    with _errors_name_field(_describe_training(config, self.task)):
+    with creation_lib.errors_name_field(_describe_training(config, self.task)):
       traced: jax.stages.Traced = self.train_step.trace(*self.arguments)
       # Evaluation is compiled much later: trace it now to find its errors.
-      batch = dict(self.arguments[BATCH])
-      batch["mask"] = jax.ShapeDtypeStruct((config.batch_size,), bool)
       eval_step = functools.partial(steps.eval_step, self.task)
       jax.eval_shape(
         eval_step,
         self.abstract_state,
         jax.eval_shape(self.task.metrics.empty),
-        batch,
+        self._eval_batch(),
         self.arguments[RNG],
         np.int32(0),
       )
@@ -114,17 +102,19 @@ class Program:
 
   def scalar_metrics(self) -> list[str]:
     """Returns the names of metrics that the loss returns as scalars."""
-    batch = dict(self.arguments[BATCH])
-    batch["mask"] = jax.ShapeDtypeStruct((self.config.batch_size,), bool)
 
     def metrics_of(state: TrainState, batch: Any, rng: Any) -> Any:
       rngs = apply.Rngs(rng)
       return self.task(state, state.params, batch, rngs, False)[1].metrics
 
     values = jax.eval_shape(
-      metrics_of, self.abstract_state, batch, self.arguments[RNG]
+      metrics_of, self.abstract_state, self._eval_batch(), self.arguments[RNG]
     )
     return [name for name, value in values.items() if not jnp.shape(value)]
+
+  def _eval_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+    mask = jax.ShapeDtypeStruct((self.config.batch_size,), bool)
+    return {**self.arguments[BATCH], "mask": mask}
 
 
 def create_program(
@@ -151,7 +141,7 @@ def create_program(
   _warn_of_long_warmup(config, schedule)
   policy = Policy(config.precision)
 
-  creation = plan_creation(config, strategy, loaded, tx)
+  creation = creation_lib.plan_creation(config, strategy, loaded, tx)
   state, notes = creation.abstract_state(), tuple(creation.notes)
   # That of an NNX module holds the arrays of the module, which would stay in
   # memory during a restore and the whole run.
@@ -160,7 +150,7 @@ def create_program(
   def create_state() -> TrainState:
     for note in notes:
       checks.warn(note)
-    creation = plan_creation(config, strategy, loaded, tx)
+    creation = creation_lib.plan_creation(config, strategy, loaded, tx)
     leaves = jax.tree.leaves(creation.create_state())
     # The static fields of the traced state, or the step would compile again.
     return jax.tree.unflatten(jax.tree.structure(state), leaves)
@@ -193,108 +183,11 @@ def create_program(
   )
 
 
-def _sown_collections(state: TrainState) -> list[str]:
-  """Returns the names of collections that the initialization has sown.
-
-  `nn.Module.sow` appends to tuples; other variables are not in tuples.
-  """
-  return [
-    name
-    for name in apply.collection_names(state)
-    if (paths := jax.tree_util.tree_leaves_with_path(getattr(state, name)))
-    and all(isinstance(p[-1], jax.tree_util.SequenceKey) for p, _ in paths)
-    and isinstance(getattr(state.apply_fn, "__self__", None), nn.Module)
-  ]
-
-
-def plan_creation(
-  config: Any,
-  strategy: Strategy,
-  loaded: load.LoadedTask,
-  tx: optax.GradientTransformation,
-) -> create_lib.CreationPlan:
-  """Traces the creation of the state of a config.
-
-  Args:
-    config: A checked config.
-    strategy: The devices.
-    loaded: The task, and the shapes of its data.
-    tx: The optimizer of the config.
-
-  Raises:
-    ValueError, TypeError: The model, the rules and the wrappers do not fit each
-      other. The message names the field.
-  """
-  creation = _plan_creation(config, strategy, loaded, tx)
-  sown = _sown_collections(creation.abstract_state())
-  if sown:
-    creation = _plan_creation(config, strategy, loaded, tx, sown)
-  return creation
-
-
-def _plan_creation(
-  config: Any,
-  strategy: Strategy,
-  loaded: load.LoadedTask,
-  tx: optax.GradientTransformation,
-  sown: Sequence[str] = (),
-) -> create_lib.CreationPlan:
-  """Traces the creation without the collections that it sows."""
-  task, example = loaded.task, loaded.example
-  model = task.make_model(
-    config.model,
-    example=example,
-    num_classes=loaded.num_classes,
-    policy=Policy(config.precision),
-    seed=config.seed,
-  )
-  args, kwargs = task.abstract_inputs(
-    {key: _batch_of_one(x) for key, x in example.items()}
-  )
-  # Models without a default mode are initialized as in evaluation.
-  mode: dict[str, Any] = apply.mode_arguments(
-    model.__call__, False, args, required=True
-  )
-  if sown:
-    # Otherwise `init` puts the values that it sows in the state.
-    mode["mutable"] = DenyList(("intermediates", *sown))
-  with _errors_name_field(
-    f"{_describe_model(config, task)} cannot be initialized"
-  ):
-    return create_lib.plan_creation(
-      model,
-      jax.random.key(config.seed),
-      args,
-      tx,
-      wrappers=accumulate.add_accumulation(
-        wrappers_lib.from_config(config.wrappers),
-        config.accumulate_steps,
-        per_replica=config.mesh.per_replica,
-      ),
-      mesh=strategy.mesh,
-      rules=rules_lib.from_config(config.mesh.rules),
-      lora=fine_tuning.create_lora(config.lora),
-      init_kwargs={**mode, **kwargs},
-    )
-
-
-def _describe_model(config: Any, task: adapter.AdaptedTask) -> str:
-  if task.create_model is not None:
-    return f"the model of {task.name}"
-  return f"config.model ({config.model.name!r})"
-
-
-def _describe_training(config: Any, task: adapter.AdaptedTask) -> str:
-  model = _describe_model(config, task)
+def _describe_training(config: Any, task: AdaptedTask) -> str:
+  model = creation_lib.describe_model(config, task)
   if not config.data:
     return f"{model} cannot be trained on the data of {task.name}"
   return f"{model} cannot be trained on config.data ({config.data.name!r})"
-
-
-def _batch_of_one(x: Any) -> Any:
-  if isinstance(x, jax.ShapeDtypeStruct):
-    return jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
-  return x[None]
 
 
 def _abstract_batch(
@@ -328,7 +221,7 @@ def _place(strategy: Strategy, tree: Any, per_replica: bool) -> Any:
 
 
 def _jit_train_step(
-  task: adapter.AdaptedTask,
+  task: AdaptedTask,
   strategy: Strategy,
   arguments: tuple[Any, ...],
   per_replica: bool,
@@ -406,21 +299,3 @@ def _check_floating_point(precision: str, params: Any) -> None:
         f"config.precision={precision!r} needs floating-point parameters; "
         f"{trees.path_string(path)} is {leaf.dtype}."
       )
-
-
-@contextlib.contextmanager
-def _errors_name_field(context: str) -> Iterator[None]:
-  """Prepends `context` to errors that the user's model or rules raise."""
-  try:
-    yield
-  except patterns.PatternError:
-    # It names config.freeze or config.learning_rates.
-    raise
-  except specs_lib.RuleError as e:
-    # The message of a RuleError begins with "rules", a field of config.mesh.
-    raise ValueError(f"config.mesh.{e}") from e
-  except LoRAError as e:
-    raise ValueError(f"config.lora: {e}") from e
-  except (TypeError, ValueError, ArithmeticError, LookupError) as e:
-    kind = TypeError if isinstance(e, TypeError) else ValueError
-    raise kind(f"{context}: {e}") from e

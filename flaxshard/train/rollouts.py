@@ -12,7 +12,7 @@ import numpy as np
 from flaxshard.core import checks
 from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
-from flaxshard.tasks import adapter
+from flaxshard.tasks.adapted import AdaptedTask
 
 # Folded into the key of the run: other keys than those of the train step.
 _STREAM = 2**31 - 2
@@ -67,7 +67,7 @@ class RolloutIterator:
 
   def __init__(
     self,
-    task: adapter.AdaptedTask,
+    task: AdaptedTask,
     seed: int,
     batch: Mapping[str, jax.ShapeDtypeStruct],
   ):

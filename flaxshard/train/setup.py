@@ -23,8 +23,8 @@ from flaxshard.data import sources
 from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
-from flaxshard.tasks import adapter
 from flaxshard.tasks import load
+from flaxshard.tasks.adapted import AdaptedTask
 from flaxshard.train import devices
 from flaxshard.train import evaluation as evaluation_lib
 from flaxshard.train import program as program_lib
@@ -62,7 +62,7 @@ class Setup:
   """
 
   config: Any
-  task: adapter.AdaptedTask
+  task: AdaptedTask
   strategy: Strategy
   splits: data.Splits | None
   shapes: data.Shapes

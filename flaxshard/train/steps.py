@@ -15,7 +15,7 @@ from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import values
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks import apply
-from flaxshard.tasks.adapter import AdaptedTask
+from flaxshard.tasks.adapted import AdaptedTask
 from flaxshard.wrappers import stack
 
 Batch = Mapping[str, jax.Array]

@@ -76,8 +76,8 @@ _SCRIPT = """
 import importlib.metadata
 import os, pathlib, shutil, time
 sys.path[:0] = [sys.argv[3], os.path.dirname(sys.argv[3])]
-import tiny
-from flaxshard import models, train
+import small_tasks, tiny
+from flaxshard import data, models, train
 from flaxshard.train import same_run
 from processes import agreement_test
 
@@ -131,6 +131,9 @@ fails(lambda: same_run.check_step("the restored step", (4, None)[rank]),
 agreement_test.rank_load = lambda: agreement_test.load(rank)
 check(["the data.eval.first example"],
       data={"name": "processes.agreement_test:rank_load"})
+
+stream = data.Splits(small_tasks.Forever([{"x": float(rank)}]))
+fails(lambda: same_run.check_data(stream), "the data.train.first example")
 
 agreement_test.factor = 1.0 + rank
 check(["the traced train step"], precision="float32",

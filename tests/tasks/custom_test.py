@@ -115,7 +115,7 @@ class NnxRegression(Regression):
   """The model is a function of `nnx.Rngs`; there is no evaluation data."""
 
   def create_model(self):
-    return OnNnx
+    return lambda rngs: OnNnx(rngs)
 
   def init_inputs(self, batch):
     return (batch["x"],)
@@ -142,12 +142,10 @@ def test_an_nnx_task_without_evaluation_data(tmp_path):
   assert not [key for row in rows for key in row if key.startswith("eval_")]
   assert not np.allclose(state.batch_stats["norm"]["mean"], 0)
 
-  class Function(NnxRegression):
-    def create_model(self):
-      return lambda rngs: OnNnx(rngs)
-
   fields = dict(num_train_steps=2)
-  train.train_and_evaluate(config(**fields), str(tmp_path / "f"), Function())
+  train.train_and_evaluate(
+    config(**fields), str(tmp_path / "f"), NnxRegression()
+  )
 
 
 @pytest.mark.slow

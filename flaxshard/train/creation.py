@@ -1,0 +1,148 @@
+"""Traces the creation of the train state of a config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+import contextlib
+from typing import Any
+
+from flax import linen as nn
+from flax.core.scope import DenyList
+import jax
+import optax
+
+from flaxshard import wrappers as wrappers_lib
+from flaxshard.core import patterns
+from flaxshard.core.policy import Policy
+from flaxshard.partitioning import rules as rules_lib
+from flaxshard.partitioning import specs as specs_lib
+from flaxshard.state import create as create_lib
+from flaxshard.state.lora_split import LoRAError
+from flaxshard.state.train_state import TrainState
+from flaxshard.strategy.strategy import Strategy
+from flaxshard.tasks import apply
+from flaxshard.tasks import load
+from flaxshard.tasks.adapted import AdaptedTask
+from flaxshard.train import fine_tuning
+from flaxshard.wrappers import accumulate
+
+
+def plan_creation(
+  config: Any,
+  strategy: Strategy,
+  loaded: load.LoadedTask,
+  tx: optax.GradientTransformation,
+) -> create_lib.CreationPlan:
+  """Traces the creation of the state of a config.
+
+  Args:
+    config: A checked config.
+    strategy: The devices.
+    loaded: The task, and the shapes of its data.
+    tx: The optimizer of the config.
+
+  Raises:
+    ValueError, TypeError: The model, the rules and the wrappers do not fit each
+      other. The message names the field.
+  """
+  creation = _plan_creation(config, strategy, loaded, tx)
+  sown = _sown_collections(creation.abstract_state())
+  if sown:
+    creation = _plan_creation(config, strategy, loaded, tx, sown)
+  return creation
+
+
+def _plan_creation(
+  config: Any,
+  strategy: Strategy,
+  loaded: load.LoadedTask,
+  tx: optax.GradientTransformation,
+  sown: Sequence[str] = (),
+) -> create_lib.CreationPlan:
+  """Traces the creation without the collections that it sows."""
+  task, example = loaded.task, loaded.example
+  model = task.make_model(
+    config.model,
+    example=example,
+    num_classes=loaded.num_classes,
+    policy=Policy(config.precision),
+    seed=config.seed,
+  )
+  args, kwargs = task.abstract_inputs(
+    {key: _batch_of_one(x) for key, x in example.items()}
+  )
+  # Models without a default mode are initialized as in evaluation.
+  mode: dict[str, Any] = apply.mode_arguments(
+    model.__call__, False, args, required=True
+  )
+  if sown:
+    # Otherwise `init` puts the values that it sows in the state.
+    mode["mutable"] = DenyList(("intermediates", *sown))
+  with errors_name_field(
+    f"{describe_model(config, task)} cannot be initialized"
+  ):
+    return create_lib.plan_creation(
+      model,
+      jax.random.key(config.seed),
+      args,
+      tx,
+      wrappers=accumulate.add_accumulation(
+        wrappers_lib.from_config(config.wrappers),
+        config.accumulate_steps,
+        per_replica=config.mesh.per_replica,
+      ),
+      mesh=strategy.mesh,
+      rules=rules_lib.from_config(config.mesh.rules),
+      lora=fine_tuning.create_lora(config.lora),
+      init_kwargs={**mode, **kwargs},
+    )
+
+
+def _sown_collections(state: TrainState) -> list[str]:
+  """Returns the names of collections that the initialization has sown.
+
+  `nn.Module.sow` appends to tuples; other variables are not in tuples.
+  """
+  return [
+    name
+    for name in apply.collection_names(state)
+    if (paths := jax.tree_util.tree_leaves_with_path(getattr(state, name)))
+    and all(isinstance(p[-1], jax.tree_util.SequenceKey) for p, _ in paths)
+    and isinstance(getattr(state.apply_fn, "__self__", None), nn.Module)
+  ]
+
+
+def _batch_of_one(x: Any) -> Any:
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
+  return x[None]
+
+
+def describe_model(config: Any, task: AdaptedTask) -> str:
+  """Returns the field or the method that a model comes from, for errors."""
+  if task.create_model is not None:
+    return f"the model of {task.name}"
+  return f"config.model ({config.model.name!r})"
+
+
+@contextlib.contextmanager
+def errors_name_field(context: str) -> Iterator[None]:
+  """Names the field of the config in errors of the user's model or rules.
+
+  Args:
+    context: What went wrong, such as `"config.model ('cnn') cannot be
+      initialized"`. Errors of rules and of LoRA name their own fields.
+  """
+  try:
+    yield
+  except patterns.PatternError:
+    # It names config.freeze or config.learning_rates.
+    raise
+  except specs_lib.RuleError as e:
+    # The message of a RuleError begins with "rules", a field of config.mesh.
+    raise ValueError(f"config.mesh.{e}") from e
+  except LoRAError as e:
+    raise ValueError(f"config.lora: {e}") from e
+  except (TypeError, ValueError, ArithmeticError, LookupError) as e:
+    kind = TypeError if isinstance(e, TypeError) else ValueError
+    raise kind(f"{context}: {e}") from e

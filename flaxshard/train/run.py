@@ -1,0 +1,112 @@
+"""Opens the files of a run, and restores or creates its state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+
+from flaxshard import checkpoint
+from flaxshard.core import directories
+from flaxshard.core import multihost
+from flaxshard.data import distribute
+from flaxshard.state.train_state import TrainState
+from flaxshard.train import config as config_lib
+from flaxshard.train import fine_tuning
+from flaxshard.train import hooks as hooks_lib
+from flaxshard.train import preemption
+from flaxshard.train import resume
+from flaxshard.train import rollouts
+from flaxshard.train import same_run
+from flaxshard.train import setup as setup_lib
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """Resources that a run holds from its start to its end.
+
+  Attributes:
+    workdir: The workdir, locked: no other run can use it.
+    stop_request: The signal that this process received, if any.
+    train_iter: The training batches; checkpoints hold its position.
+    checkpointer: The checkpointer of `workdir/checkpoints`.
+    call_hooks: Calls the hooks with a step, the state and a row of metrics.
+  """
+
+  workdir: str
+  stop_request: preemption.StopRequest
+  train_iter: distribute.DistributedIterator | rollouts.RolloutIterator
+  checkpointer: checkpoint.Checkpointer
+  call_hooks: hooks_lib.Hooks
+
+
+@contextlib.contextmanager
+def open_run(
+  setup: setup_lib.Setup, workdir: str, call_hooks: hooks_lib.Hooks
+) -> Iterator[Run]:
+  """Locks the workdir, and opens the training batches and the checkpointer.
+
+  Args:
+    setup: The setup of the config.
+    workdir: The absolute path of the workdir.
+    call_hooks: Calls the hooks.
+
+  Raises:
+    ValueError: Another run is using the workdir, or it cannot be written.
+  """
+  config = setup.config
+  checkpoint_dir = os.path.join(workdir, "checkpoints")
+  with contextlib.ExitStack() as exit_stack:
+    with multihost.raise_on_all_processes(ValueError):
+      exit_stack.callback(directories.lock("workdir", workdir))
+      directories.check_writable("workdir", checkpoint_dir)
+    # From here on a signal ends the run with a checkpoint.
+    stop_request = exit_stack.enter_context(preemption.catch_signals())
+    train_iter = exit_stack.enter_context(setup.open_train_batches())
+    best_metric = config.best_metric
+    checkpointer = exit_stack.enter_context(
+      checkpoint.Checkpointer(
+        checkpoint_dir,
+        max_to_keep=config.max_to_keep,
+        keep_every=config.keep_every_steps or None,
+        best_metric=None if best_metric == "none" else best_metric,
+        best_mode=config_lib.resolve_mode(best_metric, config.best_mode),
+        keep_best=config.keep_best,
+        # Through JSON, which turns the tuples into lists.
+        config=json.loads(config.to_json()),
+      )
+    )
+    yield Run(workdir, stop_request, train_iter, checkpointer, call_hooks)
+
+
+def restore_or_create(
+  setup: setup_lib.Setup, run: Run
+) -> tuple[TrainState, int]:
+  """Returns the state to train from, and the step that it was saved at.
+
+  Args:
+    setup: The setup of the config.
+    run: The run, whose training batches continue from the same step.
+
+  Raises:
+    ValueError: The checkpoint has another model or another data order.
+  """
+  latest_step = run.checkpointer.latest_step()
+  same_run.check_step("the latest checkpoint", latest_step)
+  if latest_step is None:
+    return fine_tuning.initialize(setup.config, setup.create_state()), 0
+  config = setup.config
+  changes = resume.check_data(config, run.workdir, setup.num_train_examples)
+  # Into shapes and shardings: a state of arrays would need its memory twice.
+  state = run.checkpointer.restore(setup.abstract_state, data=run.train_iter)
+  # Not always the latest step: a damaged one is passed over.
+  first_step = run.checkpointer.restored_step or 0
+  resume.check_changes(config, run.workdir, changes, first_step)
+  if first_step < config.num_train_steps:
+    _log.info("resuming from step %d in %s", first_step, run.workdir)
+  return state, first_step
