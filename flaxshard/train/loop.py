@@ -29,6 +29,7 @@ from flaxshard.train import console
 from flaxshard.train import devices
 from flaxshard.train import divergence
 from flaxshard.train import early_stopping
+from flaxshard.train import evaluation as evaluation_lib
 from flaxshard.train import fine_tuning
 from flaxshard.train import hooks as hooks_lib
 from flaxshard.train import metrics as metrics_lib
@@ -312,7 +313,10 @@ def _train_row(
 ) -> dict[str, float]:
   # If no step was applied, there is no loss to average: 0 / 0 is NaN.
   with np.errstate(invalid="ignore"):
-    row = {f"train_{k}": v for k, v in progress.metrics.compute().items()}
+    computed = progress.metrics.compute()
+  values = evaluation_lib.check_numbers(f"{setup.task.name}.metrics", computed)
+  row: dict[str, Any]
+  row = {f"train_{name}": value for name, value in values.items()}
   # The rate of the last applied update, which had the step before it.
   applied = jax.device_get(state.step)
   row |= parameter_groups.rates(
