@@ -14,6 +14,7 @@ import jax
 import ml_collections
 import numpy as np
 
+from flaxshard import tasks
 from flaxshard.checkpoint import best_step
 from flaxshard.checkpoint import locate
 from flaxshard.checkpoint import step as step_lib
@@ -184,7 +185,7 @@ def load(
       f"strategy must be a Strategy or None, got {checks.describe(strategy)}."
     )
   if task is not None:
-    task = adapter.adapt(task)
+    task = tasks.adapt(task)
   workdir = files.absolute(workdir)
   config = _read_config(workdir)
   with _name_config_file(workdir):
