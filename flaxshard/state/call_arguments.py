@@ -11,8 +11,16 @@ from flax import nnx
 
 from flaxshard.core import checks
 
-# Keyword arguments of `create_train_state` that a misspelt name may mean.
-_CREATE_NAMES = ("wrappers", "strategy", "rules", "strict", "abstract", "lora")
+# Arguments of `create_train_state` that a misspelt name may mean.
+_CREATE_NAMES = (
+  "rng",
+  "wrappers",
+  "strategy",
+  "rules",
+  "strict",
+  "abstract",
+  "lora",
+)
 # Keyword arguments of Linen's `init` beside those of the model's call.
 _INIT_NAMES = ("method", "mutable", "capture_intermediates")
 

@@ -126,6 +126,7 @@ def test_nnx_arguments_find_the_precision(model, strategy):
   [
     ({}, ["Net.__call__", "train=False"]),
     ({"train": False, "wrapers": []}, ["wrapers", "'wrappers'"]),
+    ({"train": False, "rngs": {}}, ["rngs", "'rng'"]),
     ({"trian": False}, ["trian", "'train'", "Net.__call__"]),
     ({"train": False, "x": X}, ["x twice"]),
     ({"model": nn.Sequential([nn.Dense(2)]), "stratgy": None}, ["'strategy'"]),
