@@ -1,8 +1,8 @@
 """The wrappers for programs that use `flax.nnx.Optimizer`."""
 
+from flaxshard.nnx.module_values import update
 from flaxshard.nnx.optimizer import Optimizer
 from flaxshard.nnx.optimizer import WrapperState
-from flaxshard.nnx.update import update
 
 __all__ = ["Optimizer", "WrapperState", "update"]
 
