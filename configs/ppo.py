@@ -4,7 +4,7 @@
 
 Expect eval_mean_return=500 over 64 episodes of at most 500 steps after 2,560
 updates, which are 40 rollouts of 8,192 steps: no pole falls. CartPole-v1 counts
-as solved at 475; a random policy reaches 22. It took 13 s of CPU time.
+as solved at 475; random actions reach 22.1. It took 13 s of CPU time.
 """
 
 import ml_collections

@@ -89,30 +89,55 @@ class Shapes:
   num_classes: int | None = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Arrays:
-  """A source over arrays in memory.
+  """A source over arrays in memory, which are also its attributes.
 
-  Attributes:
-    inputs: `[examples, ...]`.
-    labels: `[examples, ...]`, integers.
+  Args:
+    inputs: `[examples, ...]`, or None.
+    labels: `[examples, ...]`, or None.
+    **arrays: Arrays `[examples, ...]` of other names.
+
+  Raises:
+    ValueError: There is no array, or the numbers of examples differ.
 
   Example:
     >>> source = Arrays(np.ones((4, 2)), np.arange(4))
     >>> len(source), int(source[3]["labels"])
     (4, 3)
+    >>> Arrays(image=np.ones((4, 8, 8))).image.shape
+    (4, 8, 8)
   """
 
-  inputs: np.ndarray
-  labels: np.ndarray
+  def __init__(
+    self,
+    inputs: np.ndarray | None = None,
+    labels: np.ndarray | None = None,
+    **arrays: np.ndarray,
+  ):
+    named = {"inputs": inputs, "labels": labels, **arrays}
+    self.arrays = {k: x for k, x in named.items() if x is not None}
+    lengths = {name: len(x) for name, x in self.arrays.items()}
+    if len(set(lengths.values())) != 1:
+      raise ValueError(
+        "Arrays: needs arrays with the same number of examples, got "
+        f"{lengths or 'none'}."
+      )
 
   def __len__(self) -> int:
     """Returns the number of examples."""
-    return len(self.labels)
+    return len(next(iter(self.arrays.values())))
 
   def __getitem__(self, index: SupportsIndex) -> Example:
     """Returns example `index`."""
-    return {"inputs": self.inputs[index], "labels": self.labels[index]}
+    return {name: x[index] for name, x in self.arrays.items()}
+
+  def __getattr__(self, name: str) -> np.ndarray:
+    """Returns the array of a name."""
+    # While it is unpickled, there is no `self.arrays` yet.
+    arrays = vars(self).get("arrays", {})
+    if name not in arrays:
+      raise AttributeError(f"Arrays has no array {name!r}.")
+    return arrays[name]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

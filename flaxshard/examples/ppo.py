@@ -98,7 +98,7 @@ class Metrics(clu_metrics.Collection):
 
 
 class Task:
-  """Plays with the newest policy, and learns from each rollout some epochs.
+  """Plays with the newest policy, and trains on each rollout for some epochs.
 
   A rollout begins new episodes. `config.batch_size` divides its number of
   steps, `num_envs * rollout_length`.
@@ -162,11 +162,17 @@ class Task:
 
   def train_batches(self, stream: Any) -> Iterator[dict[str, np.ndarray]]:
     """Yields the batches of one rollout after the other."""
+    num_steps = self._num_envs * self._rollout_length
+    if num_steps % stream.batch_size:
+      raise ValueError(
+        f"config.batch_size={stream.batch_size} must divide the steps of a "
+        f"rollout, num_envs * rollout_length = {num_steps}."
+      )
     while True:
       rollout = jax.device_get(self._play(stream.state(), stream.rng))
       rng = np.random.default_rng(np.asarray(jax.random.key_data(stream.rng)))
       for _ in range(self._epochs):
-        order = rng.permutation(self._num_envs * self._rollout_length)
+        order = rng.permutation(num_steps)
         for rows in order.reshape(-1, stream.batch_size):
           yield {key: x[rows] for key, x in rollout.items()}
 
@@ -246,19 +252,26 @@ class Task:
     )
 
   def evaluate(self, evaluation: Any) -> dict[str, float]:
-    """Returns `mean_return` of 64 episodes of at most 500 steps each.
+    """Returns the mean and the smallest return of 64 episodes.
 
-    The policy takes the action of the largest probability.
+    An episode has at most 500 steps, each with the reward 1. The policy takes
+    the action of the largest probability.
     """
-    returns = np.asarray(_returns(evaluation.state, evaluation.rng))
+    returns = np.asarray(
+      _play_episodes(
+        evaluation.apply_fn, evaluation.state.params, evaluation.rng
+      )
+    )
     return {"mean_return": returns.mean(), "min_return": returns.min()}
 
 
 @jax.jit
-def _returns(state: Any, key: jax.Array) -> jax.Array:
+def _play_episodes(apply_fn: Any, params: Any, key: jax.Array) -> jax.Array:
+  """Returns the return of each episode, `[64]`."""
+
   def act(carry: Any, _: None) -> Any:
     observation, standing = carry
-    logits, _ = state.apply_fn({"params": state.params}, observation)
+    (logits, _), _ = apply_fn(params, observation)
     observation, done = step(observation, logits.argmax(-1))
     return (observation, standing & ~done), standing
 

@@ -13,6 +13,7 @@ from clu import metrics as clu_metrics
 import flax
 from flax import linen as nn
 import jax
+from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -131,28 +132,25 @@ class Task:
 
   def evaluate(self, evaluation: Any) -> dict[str, float]:
     """Adds `knn_accuracy`, of a vote of the nearest training images."""
-
-    def embed(images: Any) -> np.ndarray:
-      params = evaluation.state.params
-      return np.asarray(_features(evaluation.apply_fn, params, images))
-
+    features, labels = evaluation.collect(_embed)
     train: Any = fs.data.digits().train
-    known = embed(train.inputs)
-    correct = count = 0
-    for batch in evaluation.batches():
-      mask = np.asarray(batch["mask"])
-      features = embed(batch["inputs"])[mask]
-      nearest = np.argsort(-features @ known.T, axis=1)[:, : self._neighbors]
-      votes = np.eye(10)[train.labels[nearest]].sum(axis=1)
-      correct += (votes.argmax(1) == np.asarray(batch["labels"])[mask]).sum()
-      count += mask.sum()
-    return {**evaluation.means(), "knn_accuracy": float(correct / count)}
+    known, known_labels = multihost_utils.process_allgather(
+      _embed(evaluation.apply_fn, evaluation.state.params, train.arrays),
+      tiled=True,
+    )
+    nearest = np.argsort(-features @ known.T, axis=1)[:, : self._neighbors]
+    votes = np.eye(10)[known_labels[nearest]].sum(axis=1)
+    accuracy = (votes.argmax(axis=1) == labels).mean()
+    return {**evaluation.means(), "knn_accuracy": accuracy}
 
 
 @jax.jit
-def _features(apply_fn: Any, params: Any, images: jax.Array) -> jax.Array:
-  (features, _), _ = apply_fn(params, images)
-  return _normalize(features)
+def _embed(
+  apply_fn: Any, params: Any, batch: Any
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the features of images, of length 1, and their labels."""
+  (features, _), _ = apply_fn(params, batch["inputs"])
+  return _normalize(features), batch["labels"]
 
 
 def augment(key: jax.Array, images: jax.Array) -> jax.Array:

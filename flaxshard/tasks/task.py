@@ -103,6 +103,20 @@ class Evaluation(Protocol):
     """
     ...
 
+  def collect(self, function: Callable[..., Any]) -> Any:
+    """Returns what a function returns for all evaluation examples.
+
+    Args:
+      function: `function(apply_fn, params, batch)` returns a tree of arrays
+        `[batch, ...]`. It is compiled once, if every evaluation passes the same
+        function: one of a module, or a method of the task, such as `predict`.
+
+    Returns:
+      The tree, with NumPy arrays `[examples, ...]` of the examples of all
+      processes, in their order and without padding.
+    """
+    ...
+
 
 class Stream(Protocol):
   """What `Task.train_batches` is given.

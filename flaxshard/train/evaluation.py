@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
+import functools
 from typing import Any
 
 from clu import metrics as clu_metrics
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from flaxshard.core import checks
@@ -73,6 +76,51 @@ class Evaluation:
     # Read first: on the devices, each division would be a program of its own.
     values = jax.device_get(total).compute()
     return check_numbers(f"{self.task.name}.metrics", values)
+
+  def collect(self, function: Callable[..., Any]) -> Any:
+    """Returns what a function returns for all evaluation examples.
+
+    Args:
+      function: `function(apply_fn, params, batch)` returns a tree of arrays
+        `[batch, ...]`; see `flaxshard.tasks.Evaluation`.
+
+    Raises:
+      ValueError: There is no evaluation data, or the function returns an array
+        of another shape.
+    """
+    apply_fn, params = self.apply_fn, self.state.params
+    where = f"{self.task.name}.evaluate: collect"
+    parts = []
+    for batch in self.batches():
+      sharding: Any = batch["mask"].sharding
+      # Whole in every process, which may hold some of the rows only.
+      replicated = jax.sharding.NamedSharding(sharding.mesh, P())
+      jitted = _jit_with_mask(where, function, replicated)
+      rows, mask = jax.device_get(jitted(apply_fn, params, batch))
+      parts.append(jax.tree.map(lambda x, mask=mask: x[mask], rows))
+    return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
+
+
+# A bound method is a new object at each access, so that jax.jit alone would
+# compile it at every evaluation. Few, because a function may hold arrays.
+@functools.lru_cache(maxsize=4)
+def _jit_with_mask(
+  where: str, function: Callable[..., Any], sharding: jax.sharding.Sharding
+) -> Callable[..., Any]:
+  """Returns a jitted function that also returns the mask of its batch."""
+
+  def call(apply_fn: Any, params: Any, batch: Any) -> Any:
+    outputs = jax.tree.map(jnp.asarray, function(apply_fn, params, batch))
+    size = len(batch["mask"])
+    for x in jax.tree.leaves(outputs):
+      if x.shape[:1] != (size,):
+        raise ValueError(
+          f"{where}: the function must return arrays [batch, ...] with a batch "
+          f"of {size}, got {x.dtype}{list(x.shape)}."
+        )
+    return outputs, batch["mask"]
+
+  return jax.jit(call, out_shardings=sharding)
 
 
 def evaluate(

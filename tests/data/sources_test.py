@@ -1,5 +1,6 @@
 """Data sources, and the factories that a config names."""
 
+import pickle
 import subprocess
 import sys
 import types
@@ -104,3 +105,17 @@ def test_importing_flaxshard_does_not_import_grain():
     "data.Splits, data.train_iterator; assert 'grain' in sys.modules\n"
   )
   subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_arrays_of_any_names():
+  source = data.Arrays(np.arange(6).reshape(3, 2), weight=np.ones(3))
+  assert len(source) == 3
+  assert source[2]["inputs"].tolist() == [4, 5]
+  assert source[2]["weight"] == 1
+  copied = pickle.loads(pickle.dumps(source))
+  np.testing.assert_array_equal(copied.inputs, source.inputs)
+  assert not hasattr(copied, "labels")
+  with pytest.raises(ValueError, match="'image': 3, 'age': 2"):
+    data.Arrays(image=np.ones((3, 4)), age=np.ones(2))
+  with pytest.raises(ValueError, match="none"):
+    data.Arrays()

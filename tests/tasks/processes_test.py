@@ -10,6 +10,7 @@ import tiny
 import two_processes
 
 from flaxshard import train
+from flaxshard.train.config import files
 
 pytestmark = pytest.mark.slow
 
@@ -25,10 +26,38 @@ processes_test.train_tasks(sys.argv[4])
 """
 
 
+class Collecting(small_tasks.Streamed):
+  """Collects rows in its evaluation, and checks them."""
+
+  def __init__(self):
+    super().__init__()
+    self.traces = 0
+
+  def evaluate(self, evaluation):
+    traces = self.traces
+    for _ in range(2):
+      rows = evaluation.collect(self._predict)
+    assert self.traces <= traces + 1
+    for key in ("x", "target"):
+      expected = [e[key] for e in self.load_data().eval]
+      np.testing.assert_array_equal(rows[key], np.stack(expected))
+    distances = np.linalg.norm(rows["outputs"] - rows["target"], axis=-1)
+    values = super().evaluate(evaluation)
+    np.testing.assert_allclose(distances.mean(), values["distance"], rtol=1e-5)
+    with pytest.raises(ValueError, match=r"\[batch, ...\]"):
+      evaluation.collect(lambda apply_fn, params, batch: batch["x"].mean())
+    return values
+
+  def _predict(self, apply_fn, params, batch):
+    self.traces += 1
+    outputs, _ = apply_fn(params, batch["x"], batch["scale"])
+    return {**batch, "outputs": outputs}
+
+
 def train_tasks(workdir):
   """Trains on a stream, and resumes; on rollouts, once per replica."""
-  for name in ("Streamed", "Rollouts"):
-    task = getattr(small_tasks, name)()
+  for task in (Collecting(), small_tasks.Rollouts()):
+    name = type(task).__name__
     per_replica = name == "Rollouts"
     for steps in (4,) if per_replica else (4, 8):
       config = small_tasks.config(
@@ -39,6 +68,13 @@ def train_tasks(workdir):
         best_mode="auto" if per_replica else "max",
       )
       train.train_and_evaluate(config, os.path.join(workdir, name), task)
+  # Its evaluation collects images, and draws others.
+  config = files.read("ddpm")
+  config.update({"writer": "none", "num_train_steps": 2, "batch_size": 128})
+  config.task.update({"num_steps": 4, "num_samples": 20})
+  config.model = {"width": 16, "depth": 1}
+  config.mesh.replica = 2
+  train.train_and_evaluate(config, os.path.join(workdir, "ddpm"))
 
 
 def test_tasks_train_as_in_one_process(tmp_path):
@@ -46,8 +82,9 @@ def test_tasks_train_as_in_one_process(tmp_path):
   with tiny.importable("process_tasks", __name__):
     train_tasks(str(tmp_path / "one"))
   for name, metric, steps in (
-    ("Streamed", "eval_largest", [4, 8]),
+    ("Collecting", "eval_largest", [4, 8]),
     ("Rollouts", "train_loss", [4]),
+    ("ddpm", "eval_recall", [2]),
   ):
     one, two = (
       tiny.untimed_rows(tmp_path / kind / name) for kind in ("one", "two")
