@@ -1,7 +1,8 @@
-"""Eight virtual CPU devices for every test."""
+"""Eight virtual CPU devices for every test; servers of buckets for some."""
 
 import os
 
+import pytest
 import xla_flags
 
 _FLAGS = ["--xla_force_host_platform_device_count=8", *xla_flags.FAST.split()]
@@ -12,3 +13,12 @@ _names = {flag.partition("=")[0] for flag in _given}
 os.environ["XLA_FLAGS"] = " ".join(
   [*_given, *(x for x in _FLAGS if x.partition("=")[0] not in _names)]
 )
+
+
+@pytest.fixture(scope="session")
+def servers():
+  """Servers of buckets, started once: clients keep their addresses."""
+  import bucket_servers
+
+  with bucket_servers.start():
+    yield

@@ -65,12 +65,6 @@ def test_two_processes(tmp_path):
     assert "error" in output and "missing" in output
 
 
-@pytest.fixture(scope="module")
-def servers():
-  with bucket_servers.start():
-    yield
-
-
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
 def test_bucket(servers, scheme):
   folder = f"{scheme}://{bucket_servers.BUCKET}/pretrained"

@@ -25,7 +25,7 @@ from flaxshard.core import directories
 from flaxshard.core import files
 from flaxshard.train import mirror
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("servers")]
 
 _TESTS = pathlib.Path(__file__).parents[1]
 _CONFIG = dict(
@@ -51,12 +51,6 @@ state = train.train_and_evaluate(tiny.config(**json.loads(config)), workdir)
 if jax.process_index() == 0:
   np.savez(output, *map(np.asarray, jax.tree.leaves(state.params)))
 """
-
-
-@pytest.fixture(scope="module", autouse=True)
-def servers():
-  with bucket_servers.start():
-    yield
 
 
 @pytest.fixture(params=["gs", "s3"])
