@@ -21,7 +21,7 @@ def test_snippets_run():
     exec(compile(snippet, "config.md", "exec"), names)
   config = config_lib.check(names["get_config"]())
   assert config.data.to_dict() == {"name": "digits"}
-  # A config of one's own is short.
+  # A user's config is short.
   assert len(snippets[0].splitlines()) <= 13
 
 

@@ -37,7 +37,7 @@ _Result = TypeVar("_Result")
 
 @dataclasses.dataclass(frozen=True)
 class InitReport:
-  """What `init_from` did.
+  """Report of `init_from`: the arrays that it read, kept and did not use.
 
   Attributes:
     path: The file or the directory that was read.

@@ -1,4 +1,4 @@
-"""What an optimizer remembers between `value_and_grad` and `update`."""
+"""Gradients and module arrays between `value_and_grad` and `update`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class LoRAError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-  """How the parameters of a model are divided into trained and frozen ones.
+  """Division of a model's parameters into trained and frozen ones.
 
   Attributes:
     factorized: The kernels that get factors, each with the positions at which

@@ -57,7 +57,7 @@ class Apply(Protocol):
 
 @flax.struct.dataclass
 class Aux:
-  """What a loss returns beside its value.
+  """Metrics and collections that a loss returns beside its value.
 
   Attributes:
     metrics: Arrays by name: the keyword arguments of the task's
@@ -72,7 +72,7 @@ class Aux:
 
 
 class Evaluation(Protocol):
-  """An evaluation of a state: what `Task.evaluate` is given.
+  """Argument of `Task.evaluate`: an evaluation of a state.
 
   Attributes:
     state: The train state. Of replicas that differ, it is the first one.
@@ -119,7 +119,7 @@ class Evaluation(Protocol):
 
 
 class Stream(Protocol):
-  """What `Task.train_batches` is given.
+  """Argument of `Task.train_batches`: the state, the step and a PRNG key.
 
   Attributes:
     batch_size: Examples in a batch, over all replicas and processes.
@@ -140,7 +140,7 @@ class Stream(Protocol):
 
 
 class Task(Protocol):
-  """What is trained: any object with these attributes and methods.
+  """Protocol of a training task: an object with these attributes and methods.
 
   A task does not inherit from this class. It may also have the methods
 

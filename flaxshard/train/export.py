@@ -151,13 +151,13 @@ def export(
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-  """What is exported.
+  """Model to export.
 
   Attributes:
     state: The train state.
     predict: `predict(state, batch)` returns the outputs.
     example: Arrays of one example, or their shapes.
-    facts: What `model.json` says of the run.
+    facts: Facts about the run, for `model.json`.
   """
 
   state: TrainState

@@ -19,7 +19,7 @@ _STREAM = 2**31 - 2
 
 
 class Stream:
-  """What a task makes training batches of; see `flaxshard.tasks.Stream`.
+  """Argument of `Task.train_batches`; see `flaxshard.tasks.Stream`.
 
   Attributes:
     batch_size: Examples in a batch.

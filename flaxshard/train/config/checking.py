@@ -18,7 +18,7 @@ from flaxshard.wrappers import accumulate
 
 
 def defaults() -> ml_collections.ConfigDict:
-  """Returns a config with every field, to start one's own from.
+  """Returns a config with every field, to start your own from.
 
   Required fields are None, or `{}` where a dict is to be set. `check` raises if
   they stay so.
