@@ -152,14 +152,9 @@ def _select(
   paths = list(paths)
   selected: set[str] = set()
   for i, pattern in enumerate(patterns):
-    found = [path for path in paths if re.search(pattern, path)]
-    if not found:
-      raise ValueError(
-        patterns_lib.describe_no_match(
-          f"{field}[{i}]={pattern!r}", pattern, where, paths
-        )
-      )
-    selected.update(found)
+    selected.update(
+      patterns_lib.find(f"{field}[{i}]={pattern!r}", pattern, where, paths)
+    )
   return selected
 
 
@@ -169,15 +164,8 @@ def _rename(
   """Returns the values of `paths` by their renamed keys."""
   renamed = {name: name for name in paths}
   for i, (pattern, text) in enumerate(renames):
-    if not any(re.search(pattern, new) for new in renamed.values()):
-      raise ValueError(
-        patterns_lib.describe_no_match(
-          f"rename[{i}]={(pattern, text)!r}",
-          pattern,
-          "the file",
-          list(renamed.values()),
-        )
-      )
+    place = f"rename[{i}]={(pattern, text)!r}"
+    patterns_lib.find(place, pattern, "the file", list(renamed.values()))
     renamed = {k: re.sub(pattern, text, new) for k, new in renamed.items()}
   result: dict[str, str] = {}
   first: dict[str, str] = {}
@@ -199,17 +187,8 @@ def _transpose(
 ) -> dict[str, Source]:
   result = dict(sources)
   for i, (pattern, axes) in reversed(list(enumerate(transposes))):
-    found = [path for path in sources if re.search(pattern, path)]
-    if not found:
-      raise ValueError(
-        patterns_lib.describe_no_match(
-          f"transpose[{i}]={(pattern, axes)!r}",
-          pattern,
-          "the model",
-          list(sources),
-        )
-      )
-    for path in found:
+    place = f"transpose[{i}]={(pattern, axes)!r}"
+    for path in patterns_lib.find(place, pattern, "the model", list(sources)):
       shape = tuple(saved[sources[path].path].shape)
       if len(shape) != len(axes):
         raise ValueError(
@@ -320,9 +299,8 @@ def _nearest(
     name for name, p in unmatched.items() if tuple(saved[p].shape) == shape
   ]
   # An array of the same shape is likely, even if its name is quite different.
-  hint = checks.did_you_mean(path, same_shape, cutoff=0.3)
-  hint = hint or checks.did_you_mean(path, unmatched)
-  return hint.removeprefix(" Did you mean ").removesuffix("?")
+  found = checks.nearest(path, same_shape, cutoff=0.3)
+  return found or checks.nearest(path, unmatched)
 
 
 def _with_shapes(

@@ -182,18 +182,12 @@ def check_factors(argument: str, factors: Any) -> tuple[tuple[str, float], ...]:
   Raises:
     TypeError, ValueError: See `scale_learning_rates`.
   """
-  is_sequence = isinstance(factors, Sequence) and not isinstance(factors, str)
-  if not is_sequence or not all(
-    isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in factors
-  ):
-    raise checks.ArgumentTypeError(
-      f"{argument} must be a sequence of (pattern, factor) pairs such as "
-      f"(('head/', 10.0),), got {factors!r}."
-    )
-  patterns = patterns_lib.check(argument, [pattern for pattern, _ in factors])
+  pairs = patterns_lib.check_pairs(
+    argument, factors, "(pattern, factor) pairs such as (('head/', 10.0),)"
+  )
   return tuple(
-    (pattern, checks.number(f"{argument}[{i}]", pair[1], above=0, below=1e38))
-    for i, (pattern, pair) in enumerate(zip(patterns, factors, strict=True))
+    (pattern, checks.number(f"{argument}[{i}]", factor, above=0, below=1e38))
+    for i, (pattern, factor) in enumerate(pairs)
   )
 
 

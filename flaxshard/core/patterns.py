@@ -55,23 +55,28 @@ def check(argument: str, patterns: Any) -> tuple[str, ...]:
   return tuple(patterns)
 
 
-def check_pairs(argument: str, pairs: Any) -> tuple[tuple[str, Any], ...]:
+def check_pairs(
+  argument: str,
+  pairs: Any,
+  expected: str = "pairs that begin with a pattern",
+) -> tuple[tuple[str, Any], ...]:
   """Returns pairs of a pattern and another value as a tuple of tuples.
 
   Args:
     argument: Name of the argument, for errors.
     pairs: A sequence of pairs; the values are not checked.
+    expected: Words for the pairs, for errors.
 
   Raises:
     TypeError: `pairs` is not a sequence of pairs.
     PatternError: A pattern is not a regular expression, or is given twice.
   """
-  if not isinstance(pairs, (tuple, list)) or not all(
+  is_sequence = isinstance(pairs, Sequence) and not isinstance(pairs, str)
+  if not is_sequence or not all(
     isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs
   ):
     raise checks.ArgumentTypeError(
-      f"{argument} must be a sequence of pairs that begin with a pattern, got "
-      f"{pairs!r}."
+      f"{argument} must be a sequence of {expected}, got {pairs!r}."
     )
   check(argument, [pattern for pattern, _ in pairs])
   return tuple((pattern, value) for pattern, value in pairs)
@@ -87,6 +92,26 @@ def first_match(patterns: Sequence[str], path: str) -> int | None:
   return next(
     (i for i, pattern in enumerate(patterns) if re.search(pattern, path)), None
   )
+
+
+def find(
+  where: str, pattern: str, tree: str, paths: Sequence[str]
+) -> list[str]:
+  """Returns the paths that a pattern matches.
+
+  Args:
+    where: The pattern and its place, such as `"freeze[0]='encoder'"`.
+    pattern: The pattern.
+    tree: Name of the tree, for errors.
+    paths: The paths of the tree.
+
+  Raises:
+    PatternError: The pattern matches none of them.
+  """
+  found = [path for path in paths if re.search(pattern, path)]
+  if not found:
+    raise PatternError(describe_no_match(where, pattern, tree, paths))
+  return found
 
 
 def check_used(

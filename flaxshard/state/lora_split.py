@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import math
-import re
 from typing import Any
 import zlib
 
@@ -191,11 +190,11 @@ def _find(
   """Returns the names in which a pattern is found, in their order."""
   names = list(names)
   for i, pattern in enumerate(patterns):
-    if not any(re.search(pattern, name) for name in names):
-      where = f"{field}[{i}]={pattern!r}"
-      raise LoRAError(
-        patterns_lib.describe_no_match(where, pattern, "params", names)
-      )
+    where = f"{field}[{i}]={pattern!r}"
+    try:
+      patterns_lib.find(where, pattern, "params", names)
+    except patterns_lib.PatternError as e:
+      raise LoRAError(str(e)) from e
   return [n for n in names if patterns_lib.first_match(patterns, n) is not None]
 
 
