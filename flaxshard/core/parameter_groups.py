@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from flaxshard.core import checks
+from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
@@ -239,6 +240,23 @@ def drop_frozen(tx: Any, tree: PyTree) -> PyTree:
   if mask is None:
     return tree
   return jax.tree.map(lambda m, x: None if m else x, mask, tree)
+
+
+def zero_accumulators(tx: Any, params: PyTree) -> PyTree:
+  """Returns zeros to add gradients or averages to; None where neither exists.
+
+  Args:
+    tx: An optimizer. What it freezes has no accumulator.
+    params: The parameters. Those of 16 bits have accumulators in float32.
+  """
+
+  def zeros(path: trees.Path, p: Any) -> jax.Array | None:
+    if not gradients.has_gradient(path, p):
+      return None
+    dtype = gradients.accumulator_dtype(trees.dtype_of(p))
+    return jnp.zeros(jnp.shape(p), dtype)
+
+  return jax.tree_util.tree_map_with_path(zeros, drop_frozen(tx, params))
 
 
 def merge(params: PyTree, trained: PyTree) -> PyTree:

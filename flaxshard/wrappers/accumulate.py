@@ -10,11 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from flaxshard.core import checks
-from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import parameter_groups
 from flaxshard.core import tracing
-from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.wrappers import base
 
@@ -133,18 +131,10 @@ class Accumulate(base.Base):
       params: The parameters.
       tx: The optax optimizer.
     """
-
-    def create_sum(path: trees.Path, p: jax.Array) -> jax.Array | None:
-      if not gradients.has_gradient(path, p):
-        return None
-      return jnp.zeros(p.shape, gradients.accumulator_dtype(p.dtype))
-
     # With optax.lookahead only the fast parameters have gradients.
     trained = opt_state_lib.trained_params(params)
     return AccumulateState(
-      grads=jax.tree_util.tree_map_with_path(
-        create_sum, parameter_groups.drop_frozen(tx, trained)
-      ),
+      grads=parameter_groups.zero_accumulators(tx, trained),
       num_batches=jnp.zeros((), jnp.int32),
     )
 

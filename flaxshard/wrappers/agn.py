@@ -165,12 +165,6 @@ class AGN(base.Base):
       params: The parameters.
       tx: The optax optimizer.
     """
-
-    def create_accumulator(path: trees.Path, p: jax.Array) -> jax.Array | None:
-      if not gradients.has_gradient(path, p):
-        return None
-      return jnp.zeros(p.shape, gradients.accumulator_dtype(p.dtype))
-
     if isinstance(params, optax.LookaheadParams):
       raise TypeError(
         "AGN: params must not be optax.LookaheadParams: center and local "
@@ -181,9 +175,7 @@ class AGN(base.Base):
     return AGNState(
       local_params=params,
       local_opt_state=opt_state_lib.init(tx, optimized),
-      grad_accum=jax.tree_util.tree_map_with_path(
-        create_accumulator, parameter_groups.drop_frozen(tx, params)
-      ),
+      grad_accum=parameter_groups.zero_accumulators(tx, params),
       local_step=jnp.zeros((), jnp.int32),
       commits=jnp.zeros((), jnp.int32),
       collections={},

@@ -11,10 +11,8 @@ import jax.numpy as jnp
 import optax
 
 from flaxshard.core import checks
-from flaxshard.core import gradients
 from flaxshard.core import parameter_groups
 from flaxshard.core import tracing
-from flaxshard.core import trees
 from flaxshard.wrappers import base
 
 PyTree = Any
@@ -113,17 +111,8 @@ class EMA(base.Base):
       params: The parameters.
       tx: The optax optimizer.
     """
-
-    def create_average(path: trees.Path, p: jax.Array) -> jax.Array | None:
-      if not gradients.has_gradient(path, p):
-        return None
-      dtype = gradients.accumulator_dtype(trees.dtype_of(p))
-      return jnp.zeros(jnp.shape(p), dtype)
-
     return EMAState(
-      params=jax.tree_util.tree_map_with_path(
-        create_average, parameter_groups.drop_frozen(tx, params)
-      ),
+      params=parameter_groups.zero_accumulators(tx, params),
       # With the weight 1 the parameters before the first update, which `apply`
       # starts from, are a part of the average.
       weight=jnp.array(0 if self.debias else 1, jnp.float32),
