@@ -17,9 +17,6 @@ from flaxshard.state.train_state import TrainState
 
 PyTree = Any
 
-# Fields of a state that are not read: they begin with the new run.
-_NOT_READ = ("step", "opt_state", "wrapper_states", "rngs")
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelArrays:
@@ -43,11 +40,9 @@ class ModelArrays:
   def of(cls, state: Any) -> ModelArrays:
     """Returns the arrays of a state or a tree of parameters."""
     if isinstance(state, TrainState):
-      fields = {
-        name: tree
-        for name, tree in fields_lib.array_fields(state).items()
-        if name not in _NOT_READ
-      }
+      fields = fields_lib.variables(state)
+      # Random streams begin with the new run.
+      fields.pop("rngs", None)
     else:
       fields = {"params": state}
     has_lora = isinstance(getattr(state, "apply_fn", None), lora.Apply)

@@ -10,6 +10,9 @@ from typing import Any
 
 from flax import struct
 
+# Array fields that are no variables of the model.
+_TRAINING_FIELDS = ("step", "opt_state", "wrapper_states")
+
 
 def fields_by_name(cls: Any) -> dict[str, dataclasses.Field[Any]]:
   """Returns the fields of a dataclass by name."""
@@ -31,6 +34,20 @@ def array_field_names(state: Any) -> list[str]:
 def array_fields(state: Any) -> dict[str, Any]:
   """Returns the pytrees of arrays of a state, by field name."""
   return {name: getattr(state, name) for name in array_field_names(state)}
+
+
+def variables(state: Any) -> dict[str, Any]:
+  """Returns `params` and the collections of a state, by field name."""
+  return {
+    name: tree
+    for name, tree in array_fields(state).items()
+    if name not in _TRAINING_FIELDS
+  }
+
+
+def collections(state: Any) -> dict[str, Any]:
+  """Returns the variables of a state other than `params`, by field name."""
+  return {k: v for k, v in variables(state).items() if k != "params"}
 
 
 def extend(cls: Any, names: Iterable[str]) -> Any:

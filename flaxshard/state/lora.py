@@ -200,12 +200,7 @@ def merge_lora(state: TrainState) -> dict[str, PyTree]:
   """
   from flaxshard.state import fields as fields_lib
 
-  fixed = ("step", "opt_state", "wrapper_states")
-  variables = {
-    name: tree
-    for name, tree in fields_lib.array_fields(state).items()
-    if name not in fixed
-  }
+  variables = fields_lib.variables(state)
   apply_fn = state.apply_fn
   if not isinstance(apply_fn, Apply):
     return variables

@@ -14,9 +14,6 @@ from flaxshard.state.train_state import TrainState
 
 PyTree = Any
 
-# Fields that are computed from the parameters.
-_COMPUTED = ("step", "opt_state", "wrapper_states")
-
 
 def reinitialize(
   state: TrainState, replaced: Mapping[str, PyTree]
@@ -30,15 +27,13 @@ def reinitialize(
     state: A state of arrays, whose shardings the result has.
     replaced: The new values of `params` and of collections, by field.
   """
-  given = {
-    name: tree
-    for name, tree in fields_lib.array_fields(state).items()
-    if name not in _COMPUTED
-  } | dict(replaced)
+  variables = fields_lib.variables(state)
+  given = variables | dict(replaced)
+  # The other fields are computed from the parameters.
   computed = {
     name: tree
     for name, tree in fields_lib.array_fields(state).items()
-    if name in _COMPUTED
+    if name not in variables
   }
 
   def create_fields(given: Mapping[str, PyTree]) -> dict[str, PyTree]:

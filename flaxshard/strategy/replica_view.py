@@ -26,9 +26,6 @@ from flaxshard.wrappers import stack
 
 PyTree = Any
 
-# Wrappers exchange the other fields, the collections.
-_NOT_COLLECTIONS = ("step", "params", "opt_state", "wrapper_states")
-
 
 def is_state(x: Any) -> bool:
   """Returns whether `x` is a TrainState, Flax's own or ours."""
@@ -169,11 +166,7 @@ def _swap_collections(state: Any, wrapper_states: Mapping[str, PyTree]) -> Any:
   """Exchanges the state's collections for those that wrappers keep."""
   if not any(base.overrides(w, "swap_collections") for w in state.wrappers):
     return state.replace(wrapper_states=wrapper_states)
-  collections = {
-    name: getattr(state, name)
-    for name in fields_lib.array_field_names(state)
-    if name not in _NOT_COLLECTIONS
-  }
+  collections = fields_lib.collections(state)
   for name, tree in collections.items():
     if has_per_replica(tree):
       raise TypeError(

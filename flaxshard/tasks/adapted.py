@@ -17,6 +17,7 @@ from flaxshard import models
 from flaxshard.core import checks
 from flaxshard.core import registry
 from flaxshard.core.policy import Policy
+from flaxshard.state import fields as fields_lib
 from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks import apply as apply_lib
@@ -127,7 +128,7 @@ class AdaptedTask:
         f"{where}: Aux.collections must be a dict of collections, got "
         f"{checks.describe(aux.collections)}."
       )
-    names = apply_lib.collection_names(state)
+    names = list(fields_lib.collections(state))
     for name in aux.collections:
       if name not in names:
         raise ValueError(
@@ -257,7 +258,7 @@ class AdaptedTask:
 def _warn_of_missing_collections(
   name: str, state: TrainState, aux: task_lib.Aux
 ) -> None:
-  names = set(apply_lib.collection_names(state))
+  names = set(fields_lib.collections(state))
   if isinstance(state.apply_fn, lora.Apply):
     names.remove(lora.FROZEN)  # meant not to change
   missing = sorted(names - aux.collections.keys())

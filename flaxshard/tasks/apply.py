@@ -31,8 +31,6 @@ _MODE_ARGUMENTS = {
   "use_running_average": False,
 }
 
-_STATE_FIELDS = ("step", "params", "opt_state", "wrapper_states")
-
 
 @jax.tree_util.register_pytree_node_class
 class Rngs(Mapping[str, jax.Array]):
@@ -162,22 +160,11 @@ def apply_in(state: TrainState, *, train: bool, rngs: Rngs) -> BoundApply:
     rngs: The streams of a call that passes none.
   """
   return BoundApply(
-    collections={
-      name: getattr(state, name) for name in collection_names(state)
-    },
+    collections=fields_lib.collections(state),
     default_rngs=rngs,
     apply_fn=state.apply_fn,
     train=train,
   )
-
-
-def collection_names(state: TrainState) -> list[str]:
-  """Returns the names of the model's collections other than `params`."""
-  return [
-    name
-    for name in fields_lib.array_field_names(state)
-    if name not in _STATE_FIELDS
-  ]
 
 
 def _call(
