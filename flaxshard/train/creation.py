@@ -18,6 +18,7 @@ from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.state import create as create_lib
 from flaxshard.state import fields as fields_lib
+from flaxshard.state import lora
 from flaxshard.state.lora_split import LoRAError
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
@@ -104,12 +105,14 @@ def _sown_collections(state: TrainState) -> list[str]:
 
   `nn.Module.sow` appends to tuples; other variables are not in tuples.
   """
+  model = getattr(lora.model_apply(state.apply_fn), "__self__", None)
+  if not isinstance(model, nn.Module):
+    return []
   return [
     name
     for name, tree in fields_lib.collections(state).items()
     if (paths := jax.tree_util.tree_leaves_with_path(tree))
     and all(isinstance(p[-1], jax.tree_util.SequenceKey) for p, _ in paths)
-    and isinstance(getattr(state.apply_fn, "__self__", None), nn.Module)
   ]
 
 

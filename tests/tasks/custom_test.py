@@ -17,8 +17,12 @@ from flaxshard import data
 from flaxshard import tasks
 from flaxshard import train
 from flaxshard.analysis import config_plan
+from flaxshard.state import fields as fields_lib
+from flaxshard.state import lora
 from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
+from flaxshard.train import devices
+from flaxshard.train import setup as setup_lib
 
 _THIS = "custom_tasks"
 
@@ -54,6 +58,15 @@ def test_a_task_object_trains_with_collections_streams_and_sown_losses(
     np.abs(s.params["BatchNorm_0"]["scale"]).mean() for s in (state, other)
   ]
   assert scales[1] < 0.7 * scales[0]
+
+
+def test_sown_collections_are_not_in_the_state_with_lora():
+  task = Regression()
+  checked = config_lib.check(load.record(config(lora={"rank": 1}), task))
+  strategy = devices.create_strategy(checked)
+  setup = setup_lib.create_setup(checked, strategy, task)
+  names = fields_lib.collections(setup.abstract_state)
+  assert set(names) == {"batch_stats", lora.FROZEN}
 
 
 class Ranked(Regression):
