@@ -29,14 +29,19 @@ def check_class(name: str, metrics: Any) -> None:
       f"{name}.metrics must be a class, a clu.metrics.Collection, got "
       f"{checks.describe(metrics)}."
     )
-  fields = vars(metrics).get("__annotations__", {})
-  if any(isinstance(field, str) for field in fields.values()):
+  if any(isinstance(field, str) for field in fields(metrics).values()):
     raise TypeError(
       f"{name}.metrics: the fields of {metrics.__name__} are strings, because "
       "its file has `from __future__ import annotations`; clu needs types. "
       "Remove that import, or use clu.metrics.Collection.create(...)."
     )
   jax.eval_shape(lambda: _merge(name, metrics.empty(), metrics.empty()))
+
+
+def fields(cls: type[clu_metrics.Collection]) -> dict[str, Any]:
+  """Returns the types of the metrics of a collection, by name."""
+  # Those of the class itself: clu does not read those of base classes.
+  return vars(cls).get("__annotations__", {})
 
 
 def check_values_are_read(
@@ -64,11 +69,11 @@ def check_values_are_read(
   for (path, _), variable in zip(leaves, program.jaxpr.invars, strict=True):
     key = path[0].key
     if id(variable) not in used and key != "mask":
-      fields = vars(cls).get("__annotations__", {})
+      names = fields(cls)
       raise ValueError(
         f"{name}.loss: no field of {cls.__name__} reads the Aux.metrics "
-        f"{key!r}; its fields are {', '.join(fields)}."
-        f"{checks.did_you_mean(key, fields)}"
+        f"{key!r}; its fields are {', '.join(names)}."
+        f"{checks.did_you_mean(key, names)}"
       )
 
 

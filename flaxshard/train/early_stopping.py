@@ -17,9 +17,9 @@ from typing import Any
 from flax.training import early_stopping as flax_early_stopping
 import jax
 
-from flaxshard.core import checks
 from flaxshard.core import multihost
 from flaxshard.train import config as config_lib
+from flaxshard.train import evaluation as evaluation_lib
 from flaxshard.train import metrics as metrics_lib
 
 _log = logging.getLogger(__name__)
@@ -70,10 +70,8 @@ class EarlyStopping:
       return self
     metric = self.config["metric"]
     if metric not in evaluation:
-      raise ValueError(
-        f"config.early_stopping.metric={metric!r} is not a metric of the "
-        f"evaluation, which has {', '.join(evaluation) or 'none'}."
-        f"{checks.did_you_mean(metric, evaluation)}"
+      raise evaluation_lib.no_metric(
+        "config.early_stopping.metric", metric, evaluation
       )
     # A task may compute another value in each process: that of process 0 is
     # the one in `metrics.jsonl`.

@@ -17,6 +17,7 @@ from flaxshard.core import checks
 from flaxshard.data import Splits
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks import apply
+from flaxshard.tasks import metrics as metrics_lib
 from flaxshard.tasks import task as task_lib
 from flaxshard.tasks.adapted import AdaptedTask
 
@@ -144,7 +145,7 @@ def evaluate(
     values = evaluation.means() if has_data else {}
   metrics = {f"eval_{name}": value for name, value in values.items()}
   if best_metric != "none" and best_metric not in metrics:
-    raise _no_metric("config.best_metric", best_metric, metrics)
+    raise no_metric("config.best_metric", best_metric, metrics)
   return metrics
 
 
@@ -174,12 +175,19 @@ def check_metric(
     )
   # A collection may compute other numbers than those of its fields.
   if task.metrics.compute is clu_metrics.Collection.compute:
-    names = [f"eval_{name}" for name in vars(task.metrics)["__annotations__"]]
+    names = [f"eval_{name}" for name in metrics_lib.fields(task.metrics)]
     if metric not in names:
-      raise _no_metric(field, metric, names)
+      raise no_metric(field, metric, names)
 
 
-def _no_metric(field: str, metric: str, names: Iterable[str]) -> ValueError:
+def no_metric(field: str, metric: str, names: Iterable[str]) -> ValueError:
+  """Returns the error of a field whose metric no evaluation has.
+
+  Args:
+    field: The field of the config, such as `"config.best_metric"`.
+    metric: The metric that it names.
+    names: The metrics of the evaluation.
+  """
   return ValueError(
     f"{field}={metric!r} is not a metric of the evaluation, which has "
     f"{', '.join(names) or 'none'}.{checks.did_you_mean(metric, names)}"
