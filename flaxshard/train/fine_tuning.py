@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 import math
 from typing import Any
 
@@ -15,7 +16,7 @@ from flaxshard.state import lora as lora_lib
 from flaxshard.state.train_state import TrainState
 from flaxshard.train.config import definition
 
-_PATTERNS = ("rename", "keep", "ignore", "transpose", "reshape", "cast")
+_PATTERNS = tuple(f.name for f in dataclasses.fields(init_patterns.Patterns))
 
 
 def check(config: Mapping[str, Any]) -> None:

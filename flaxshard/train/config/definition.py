@@ -231,6 +231,13 @@ LORA = (
   ),
 )
 
+
+def _group(name: str, fields: tuple[Field, ...], meaning: str) -> Field:
+  """Returns a field that is a dict with these fields."""
+  kind = kinds.fields(*(field.name for field in fields))
+  return Field(name, kind, {}, meaning, fields)
+
+
 # Titles, and the fields below them.
 SECTIONS: dict[str, tuple[Field, ...]] = {
   "Task, model and data": (
@@ -339,29 +346,23 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
     ),
   ),
   "Fine-tuning": (
-    Field(
+    _group(
       "init_from",
-      kinds.fields(*(field.name for field in INIT_FROM)),
-      {},
+      INIT_FROM,
       "Parameters of a checkpoint to begin a run with; a run that resumes does "
       "not read them. See `flaxshard.checkpoint.init_from`.",
-      INIT_FROM,
     ),
-    Field(
+    _group(
       "lora",
-      kinds.fields(*(field.name for field in LORA)),
-      {},
-      "Low-rank factors to train in place of parameters; see `flaxshard.LoRA`.",
       LORA,
+      "Low-rank factors to train in place of parameters; see `flaxshard.LoRA`.",
     ),
   ),
   "Devices": (
-    Field(
+    _group(
       "mesh",
-      kinds.fields(*(field.name for field in MESH)),
-      {},
-      "The devices, and how arrays are split over them.",
       MESH,
+      "The devices, and how arrays are split over them.",
     ),
   ),
   "Metrics and evaluation": (
@@ -438,12 +439,10 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
     ),
   ),
   "The run": (
-    Field(
+    _group(
       "early_stopping",
-      kinds.fields(*(field.name for field in EARLY_STOPPING)),
-      {},
-      "Ends the run, with a checkpoint, when evaluations no longer improve.",
       EARLY_STOPPING,
+      "Ends the run, with a checkpoint, when evaluations no longer improve.",
     ),
     Field(
       "hooks",

@@ -82,19 +82,21 @@ def names() -> dict[str, str]:
   """
   # Parsed, not imported: a file may import packages that are not installed.
   return {
-    path.stem: (ast.get_docstring(ast.parse(path.read_text())) or "").split(
-      "\n"
-    )[0]
-    for path in sorted(_directory().glob("*.py"))
-    if not path.stem.startswith("_")
+    name: (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]
+    for name, path in _paths().items()
   }
 
 
-def _directory() -> pathlib.Path:
-  """Returns the folder of the configs of flaxshard."""
+def _paths() -> dict[str, pathlib.Path]:
+  """Returns the files of the configs of flaxshard, by name."""
   # The wheel has them in the package; in a checkout they stand beside it.
   packaged = _PACKAGE / "configs"
-  return packaged if packaged.is_dir() else _PACKAGE.parent / "configs"
+  folder = packaged if packaged.is_dir() else _PACKAGE.parent / "configs"
+  return {
+    path.stem: path
+    for path in sorted(folder.glob("*.py"))
+    if not path.stem.startswith("_")
+  }
 
 
 def _load(place: str) -> types.ModuleType:
@@ -104,8 +106,8 @@ def _load(place: str) -> types.ModuleType:
   if is_path or path.exists():
     if not path.is_file():
       raise ConfigFileError(f"{_no_such_file(path)}{_near(path)}")
-  elif place in names():
-    path = _directory() / f"{place}.py"
+  elif place in (paths := _paths()):
+    path = paths[place]
   elif "." in place:
     return _import(place)
   else:
@@ -148,7 +150,7 @@ def _near(path: pathlib.Path) -> str:
   """Returns a hint with the files and names that are similar to a path."""
   folder = path if path.is_dir() else path.parent
   files = [str(p) for p in folder.glob("*.py")] if folder.is_dir() else []
-  known = names()
+  known = list(_paths())
   # "digits.py" and "config/digits.py" may stand for the name "digits".
   hint = checks.did_you_mean(str(path), [*files, *known])
   return hint or checks.did_you_mean(path.stem, known)

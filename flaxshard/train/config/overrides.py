@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from flaxshard.core import checks
+from flaxshard.core import registry
 from flaxshard.train.config import definition
 from flaxshard.train.config.definition import Field
 
@@ -138,14 +139,14 @@ def _set(
       holder[name] = field.kind.check(place, value)
     return
   if index is not None or (
-    current is not None and not _is_dict(current)
+    current is not None and not registry.is_dict(current)
     if field is None
     else field.kind.type is not dict
   ):
     raise ValueError(
       f"{override.flag}: {place} has no fields; it is {current!r}."
     )
-  if not _is_dict(current):
+  if not registry.is_dict(current):
     # A string may stand for a dict with that name.
     holder[name] = {"name": current} if isinstance(current, str) else {}
   inner = field.fields if field is not None and field.fields else None
@@ -228,7 +229,7 @@ def _parse_like(override: Override, current: Any) -> Any:
   elif isinstance(current, numbers.Number):
     kinds = numbers.Number
   else:
-    kinds = (Mapping,) if _is_dict(current) else type(current)
+    kinds = (Mapping,) if registry.is_dict(current) else type(current)
   is_other_number = isinstance(value, bool) and not is_bool
   if not isinstance(value, kinds) or is_other_number:
     raise ValueError(
@@ -236,10 +237,6 @@ def _parse_like(override: Override, current: Any) -> Any:
       f"{_to_plain(current)!r}."
     )
   return value
-
-
-def _is_dict(value: Any) -> bool:
-  return isinstance(value, (Mapping, ml_collections.ConfigDict))
 
 
 def _to_plain(value: Any) -> Any:
