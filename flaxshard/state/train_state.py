@@ -416,6 +416,7 @@ class TrainState(flax_train_state.TrainState):
         collections=collections,
       )
 
+    states = self._local_wrapper_states()
     target = base.Target(
       # A step that a user made may be weakly typed: lax.cond refuses branches
       # of different types.
@@ -424,15 +425,13 @@ class TrainState(flax_train_state.TrainState):
       opt_state=self.opt_state,
       # The old values: they stay if a wrapper does not call `update`.
       collections={name: getattr(self, name) for name in collections},
-      wrapper_states=self._local_wrapper_states(),
+      wrapper_states=states,
     )
     with mark:
       target = stack.apply(self.wrappers, target, grads, update)
     wrapper_states = target.wrapper_states
     new_collections = target.collections
-    is_added = stack.took_batch(
-      self.wrappers, self._local_wrapper_states(), wrapper_states
-    )
+    is_added = stack.took_batch(self.wrappers, states, wrapper_states)
     if is_added is not None:
       # The update, which replaces collections, did not run for this batch.
       new_collections = jax.tree.map(

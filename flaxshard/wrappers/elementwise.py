@@ -23,6 +23,7 @@ PyTree = Any
 WHOLE = -1  # computed from nothing that is split
 UNIFORM = -2  # the same, and all its elements are equal
 
+_CALLS = tracing.CALLS | tracing.CUSTOM_CALLS
 _ELEMENTWISE = frozenset(
   "abs add add_any and atan2 cbrt ceil clamp complex conj "
   "convert_element_type copy copy_p cos cosh div eq erf erf_inv erfc exp "
@@ -134,7 +135,7 @@ def _equation_tags(eqn: Any, other: Any, given: list[int]) -> list[int]:
     given: The tags of its inputs.
   """
   name, params = eqn.primitive.name, eqn.params
-  if name in tracing.CALLS | tracing.CUSTOM_CALLS:
+  if name in _CALLS:
     (key,) = [k for k in ("jaxpr", "call_jaxpr") if k in params]
     return _program_tags(params[key], other.params[key], given)
   # The predicate must be the same for all parts.
