@@ -7,6 +7,7 @@ classifies the frozen features by their nearest labelled neighbours.
 
 # No `from __future__ import annotations`: clu's Collection needs the types of
 # its fields, not strings.
+import functools
 from typing import Any
 
 from clu import metrics as clu_metrics
@@ -86,6 +87,10 @@ class Task:
 
   def load_data(self) -> fs.data.Splits:
     """Returns scikit-learn's digits; the loss ignores the labels."""
+    return self._splits
+
+  @functools.cached_property
+  def _splits(self) -> fs.data.Splits:
     return fs.data.digits()
 
   def create_model(self, config: dict[str, Any], dtype: Any) -> Encoder:
@@ -133,7 +138,7 @@ class Task:
   def evaluate(self, evaluation: Any) -> dict[str, float]:
     """Adds `knn_accuracy`, of a vote of the nearest training images."""
     features, labels = evaluation.collect(_embed)
-    train: Any = fs.data.digits().train
+    train: Any = self._splits.train
     known, known_labels = multihost_utils.process_allgather(
       _embed(evaluation.apply_fn, evaluation.state.params, train.arrays),
       tiled=True,
