@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxshard.core import checks
-from flaxshard.core import trees
+from flaxshard.nnx import calls
 from flaxshard.state import nnx_adapter
 from flaxshard.state.train_state import TrainState
 
@@ -54,10 +54,7 @@ def update(model: nnx.Module, state: TrainState) -> None:
 
 def _check_variables(model: nnx.Module, new: nnx.State) -> None:
   shapes, params, new_shapes = (
-    {
-      "/".join(path): jnp.shape(x)
-      for path, x in trees.leaves_by_path(nnx.as_pure(state)).items()
-    }
+    calls.shapes_of(nnx.as_pure(state))
     for state in (nnx.state(model), nnx.state(model, nnx.Param), new)
   )
   # Calls may have added others to the module, such as sown values.
@@ -66,5 +63,6 @@ def _check_variables(model: nnx.Module, new: nnx.State) -> None:
     if given != wanted:
       raise ValueError(
         "model must have the structure of the module that the state was made "
-        f"of; its {path} has the shape {given}, in the state {wanted}."
+        f"of; its {'/'.join(path)} has the shape {given}, in the state "
+        f"{wanted}."
       )

@@ -76,11 +76,7 @@ def run(
     # Not under jit, so the function may use concrete values.
     model = _construct_nnx(model, rng)
   apply_fn, variables = nnx_adapter.split(model)
-  _check_params(model, variables)
-  call_arguments.check_nnx(model, sample_input, init_kwargs)
-  facts = model_facts.of_nnx(
-    model, apply_fn, variables, sample_input, init_kwargs
-  )
+  facts = _nnx_facts(model, apply_fn, variables, sample_input, init_kwargs)
   return facts, variables
 
 
@@ -107,20 +103,13 @@ def trace(
 
   if isinstance(model, nnx.Module):
     apply_fn, variables = nnx_adapter.split(model, boxed=True, copy=False)
-    _check_params(model, variables)
-    call_arguments.check_nnx(model, sample_input, init_kwargs)
+    facts = _nnx_facts(model, apply_fn, variables, sample_input, init_kwargs)
     return Initializer(
       # Copies: donating the state must not delete the arrays of the module.
       lambda variables: jax.tree.map(jnp.copy, variables),
       (specs_lib.unbox(variables),),
       variables,
-      model_facts.of_nnx(
-        model,
-        apply_fn,
-        specs_lib.unbox(variables),
-        sample_input,
-        init_kwargs,
-      ),
+      facts,
       args_are_variables=True,
     )
 
@@ -131,16 +120,8 @@ def trace(
     with nnx.use_eager_sharding(False):
       module = _construct_nnx(model, rng)
     apply_fn, variables = nnx_adapter.split(module, boxed=True)
-    _check_params(module, variables)
-    call_arguments.check_nnx(module, sample_input, init_kwargs)
     models.append(
-      model_facts.of_nnx(
-        module,
-        apply_fn,
-        specs_lib.unbox(variables),
-        sample_input,
-        init_kwargs,
-      )
+      _nnx_facts(module, apply_fn, variables, sample_input, init_kwargs)
     )
     return variables
 
@@ -148,6 +129,22 @@ def trace(
   _check_rng(rng)  # the error of `eval_shape` would not name the argument
   variables = jax.eval_shape(initialize_nnx, rng)
   return Initializer(initialize_nnx, (rng,), variables, models[0])
+
+
+def _nnx_facts(
+  module: nnx.Module,
+  apply_fn: Any,
+  variables: Mapping[str, PyTree],
+  sample_input: Any,
+  init_kwargs: Mapping[str, Any],
+) -> model_facts.Model:
+  """Checks an NNX module and its arguments; returns the facts about it."""
+  _check_params(module, variables)
+  call_arguments.check_nnx(module, sample_input, init_kwargs)
+  unboxed = specs_lib.unbox(variables)
+  return model_facts.of_nnx(
+    module, apply_fn, unboxed, sample_input, init_kwargs
+  )
 
 
 def _linen_initializer(
