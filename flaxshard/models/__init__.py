@@ -69,7 +69,7 @@ def create(
     function = registry.lookup("config.model.name", config["name"], MODELS)
     if isinstance(function, type) and issubclass(function, nn.Module):
       hidden = ("parent", "name")
-    offered: dict[str, Any] = {"policy": policy, "seed": seed}
+    offered: dict[str, Any] = {"policy": policy, "seed": seed, "rngs": None}
     if num_classes is not None:
       offered["num_classes"] = num_classes
     if example is not None:
@@ -77,7 +77,7 @@ def create(
     if "dtype" not in config:
       offered["dtype"] = policy.compute_dtype
     given = registry.accepted(function, offered)
-    if registry.accepted(function, {"rngs": None}):
+    if "rngs" in given:
       given["rngs"] = nnx.Rngs(seed)
     if not {"policy", "dtype"} & {*given, *config}:
       policy.warn_if_unused(f"config.model ({config['name']!r})")

@@ -230,6 +230,7 @@ class AdaptedTask:
       "policy": policy,
       "dtype": policy.compute_dtype,
       "seed": seed,
+      "rngs": None,
     }
     given = registry.accepted(self.create_model, offered)
     if config and "config" not in given:
@@ -237,7 +238,7 @@ class AdaptedTask:
         f"config.model={registry.to_plain(config)!r} has no effect: {where} "
         "makes the model, and takes no argument `config`."
       )
-    if registry.accepted(self.create_model, {"rngs": None}):
+    if "rngs" in given:
       given["rngs"] = nnx.Rngs(seed)
     makers = (self.create_model, type(self.task))
     if not config and not any(

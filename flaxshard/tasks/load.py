@@ -129,7 +129,7 @@ def load(
   if adapted.example is not None and (
     shapes_only or not (adapted.load_data or config.data)
   ):
-    shapes = _shapes_of_example(adapted)
+    shapes = _shapes_of_example(adapted.name, adapted.example())
     return LoadedTask(adapted, shapes, None, None)
   if adapted.load_data is None:
     splits, where = read(), f"config.data ({config.data.get('name')!r})"
@@ -206,12 +206,11 @@ def _create(config: Any, read: Callable[..., Any]) -> AdaptedTask:
 
 
 def _shapes_of_example(
-  task: AdaptedTask,
+  name: str, example: Any
 ) -> dict[str, jax.ShapeDtypeStruct]:
-  example = task.example() if task.example else None
   if not isinstance(example, Mapping) or not example:
     raise TypeError(
-      f"{task.name}.example must return a dict of arrays or "
+      f"{name}.example must return a dict of arrays or "
       f"jax.ShapeDtypeStructs, got {checks.describe(example)}."
     )
   shapes = {}
@@ -220,7 +219,7 @@ def _shapes_of_example(
       shapes[key] = jax.ShapeDtypeStruct(x.shape, x.dtype)
     except AttributeError as e:
       raise TypeError(
-        f"{task.name}.example: {key!r} must be an array or a "
+        f"{name}.example: {key!r} must be an array or a "
         f"jax.ShapeDtypeStruct, got {checks.describe(x)}."
       ) from e
   return shapes

@@ -71,7 +71,10 @@ def _plan_creation(
     seed=config.seed,
   )
   args, kwargs = task.abstract_inputs(
-    {key: _batch_of_one(x) for key, x in example.items()}
+    {
+      key: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
+      for key, x in example.items()
+    }
   )
   # Models without a default mode are initialized as in evaluation.
   mode: dict[str, Any] = apply.mode_arguments(
@@ -114,12 +117,6 @@ def _sown_collections(state: TrainState) -> list[str]:
     if (paths := jax.tree_util.tree_leaves_with_path(tree))
     and all(isinstance(p[-1], jax.tree_util.SequenceKey) for p, _ in paths)
   ]
-
-
-def _batch_of_one(x: Any) -> Any:
-  if isinstance(x, jax.ShapeDtypeStruct):
-    return jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
-  return x[None]
 
 
 def describe_model(config: Any, task: AdaptedTask) -> str:

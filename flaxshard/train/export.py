@@ -227,7 +227,7 @@ def _flatten(
     apply_fn=lora.model_apply(state.apply_fn), tx=optax.identity(), **tree
   )
   paths, structure = jax.tree_util.tree_flatten_with_path(tree)
-  names = ["/".join(trees.path_strings(path)) for path, _ in paths]
+  names = [trees.path_string(path) for path, _ in paths]
   if len(set(names)) < len(names):
     twice = next(n for n in names if names.count(n) > 1)
     raise ValueError(
