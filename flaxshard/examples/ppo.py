@@ -183,9 +183,7 @@ class Task:
     def act(observation: jax.Array, key: jax.Array) -> Any:
       logits, value = state.apply_fn({"params": state.params}, observation)
       action = jax.random.categorical(key, logits)
-      log_prob = jnp.take_along_axis(
-        jax.nn.log_softmax(logits), action[:, None], axis=1
-      )[:, 0]
+      log_prob = _of_actions(jax.nn.log_softmax(logits), action)
       after, done = step(observation, action)
       new = reset(jax.random.fold_in(key, 1), self._num_envs)
       return jnp.where(done[:, None], new, after), {
@@ -227,9 +225,7 @@ class Task:
     """Returns the clipped surrogate loss with those of value and entropy."""
     (logits, values), _ = apply_fn(params, batch["observation"])
     log_probs = jax.nn.log_softmax(logits)
-    log_prob = jnp.take_along_axis(log_probs, batch["action"][:, None], axis=1)[
-      :, 0
-    ]
+    log_prob = _of_actions(log_probs, batch["action"])
     ratio = jnp.exp(log_prob - batch["log_prob"])
     clipped = jnp.clip(ratio, 1 - self._clip, 1 + self._clip)
     policy_losses = -jnp.minimum(
@@ -263,6 +259,11 @@ class Task:
       )
     )
     return {"mean_return": returns.mean(), "min_return": returns.min()}
+
+
+def _of_actions(log_probs: jax.Array, actions: jax.Array) -> jax.Array:
+  """Returns the log-probability of each action, `[batch]`."""
+  return jnp.take_along_axis(log_probs, actions[:, None], axis=1)[:, 0]
 
 
 @jax.jit
