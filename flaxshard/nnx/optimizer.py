@@ -392,7 +392,11 @@ def _check_no_replicas(
   """Raises a ValueError if a wrapper acts on the gradients of each replica."""
   for w in wrappers:
     adapted = base.adapt(w)
-    if adapted.local_updates or adapted.reduces_gradients:
+    if (
+      adapted.local_updates
+      or adapted.reduces_gradients
+      or adapted.defers_reduction
+    ):
       raise ValueError(
         f"wrappers: {type(w).__name__} needs the gradients of each of the "
         f"{num_replicas} replicas. Under nnx.jit there is one gradient, the "

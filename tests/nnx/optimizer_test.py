@@ -396,7 +396,8 @@ def test_strategy_run_refuses_an_optimizer():
   with pytest.raises(TypeError, match=r"argument 1 .*nnx\.jit"):
     strategy.run(our_step, args=(model, optimizer, batches()[0]))
   # Nor are there wrappers that act on the gradients of each replica.
-  for wrapper in (fs.CrossShard("sum"), fs.AGN(100)):
+  per_replica = fs.Accumulate(2, per_replica=True)
+  for wrapper in (fs.CrossShard("sum"), fs.AGN(100), per_replica):
     with pytest.raises(ValueError, match=type(wrapper).__name__):
       create([wrapper], model, strategy=strategy)
 
