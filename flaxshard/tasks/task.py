@@ -134,7 +134,8 @@ class Stream(Protocol):
   def state(self) -> TrainState:
     """Returns the newest train state; of replicas that differ, the first one.
 
-    Read it anew for each batch: the next train step deletes its arrays.
+    Read it anew for each batch: the next train step deletes its arrays. Of
+    several processes, all must call it.
     """
     ...
 

@@ -31,6 +31,7 @@ class Stream:
     self.step = 0
     self._key = jax.random.fold_in(jax.random.key(seed), _STREAM)
     self._state: TrainState | None = None
+    self._first_replica: TrainState | None = None
 
   @property
   def rng(self) -> jax.Array:
@@ -38,17 +39,21 @@ class Stream:
     return jax.random.fold_in(self._key, self.step)
 
   def set_state(self, state: TrainState | None) -> None:
-    """Sets the state that `state` returns; None outside of a batch."""
+    """Sets the state of a batch, which `state` returns; None outside of one."""
     self._state = state
+    self._first_replica = None
 
   def state(self) -> TrainState:
-    """Returns the newest train state."""
+    """Returns the newest train state; see `flaxshard.tasks.Stream`."""
     if self._state is None:
       raise ValueError(
         "stream.state() can be called only while a batch is made, in the body "
         "of train_batches."
       )
-    return self._state
+    if self._first_replica is None:
+      # Once for a batch, and only if it is asked for: this is a collective.
+      self._first_replica = replica_groups.copy_first_replica(self._state)
+    return self._first_replica
 
 
 class RolloutIterator:
@@ -89,7 +94,7 @@ class RolloutIterator:
     """
     where = f"{self._task.name}.train_batches"
     stream = self._stream
-    stream.set_state(replica_groups.copy_first_replica(state))
+    stream.set_state(state)
     try:
       if self._batches is None:
         made = self._task.train_batches(stream)  # type: ignore[misc]
