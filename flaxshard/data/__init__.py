@@ -8,7 +8,6 @@ from flaxshard.data.builtin import text
 from flaxshard.data.sources import Arrays
 from flaxshard.data.sources import Example
 from flaxshard.data.sources import load
-from flaxshard.data.sources import load_shapes
 from flaxshard.data.sources import Shapes
 from flaxshard.data.sources import shapes_from
 from flaxshard.data.sources import Source
@@ -29,7 +28,6 @@ __all__ = [
   "digits",
   "eval_batches",
   "load",
-  "load_shapes",
   "shapes_from",
   "text",
   "train_iterator",

@@ -357,28 +357,6 @@ def shapes_from(get_shapes: Callable[..., Shapes]) -> Callable[[_F], _F]:
   return set_shapes
 
 
-def load_shapes(config: Mapping[str, Any]) -> Shapes:
-  """Returns the shapes of the data that a config names.
-
-  The data is read only if its factory has no `shapes_from`.
-
-  Args:
-    config: `config.data`; see `load`.
-
-  Raises:
-    ValueError, TypeError: As `load`.
-
-  Example:
-    >>> load_shapes({"name": "text", "length": 64}).example["inputs"].shape
-    (64,)
-  """
-  found = call_factory_for_shapes(config)
-  if isinstance(found, Shapes):
-    return found
-  batch = check_splits(f"config.data ({config['name']!r})", found)
-  return Shapes(shapes_of(batch), found.num_classes)
-
-
 def call_factory_for_shapes(config: Mapping[str, Any]) -> Shapes | Splits:
   """Returns the shapes that `shapes_from` gives, or the data without them.
 

@@ -25,7 +25,6 @@ from flaxshard.core import optimizer
 from flaxshard.core import registry
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.state import create as create_lib
-from flaxshard.state import fields as fields_lib
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import apply as apply_lib
@@ -72,11 +71,6 @@ class Loaded:
   def params(self) -> Any:
     """The parameters to evaluate: with the wrapper `EMA`, the averages."""
     return self.state.eval_params
-
-  @property
-  def collections(self) -> dict[str, Any]:
-    """The other collections of the model by name, such as `batch_stats`."""
-    return fields_lib.collections(self.state)
 
   def predict(self, batch: Mapping[str, Any]) -> Any:
     """Returns the task's prediction for a batch, in evaluation mode.

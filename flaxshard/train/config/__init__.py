@@ -7,14 +7,12 @@ fields.
 
 from flaxshard.train.config.checking import check
 from flaxshard.train.config.checking import defaults
-from flaxshard.train.config.definition import BEST_MODES
 from flaxshard.train.config.definition import resolve_mode
 from flaxshard.train.config.files import ConfigFileError
 from flaxshard.train.config.files import names
 from flaxshard.train.config.files import read
 
 __all__ = [
-  "BEST_MODES",
   "ConfigFileError",
   "check",
   "defaults",
