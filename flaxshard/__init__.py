@@ -5,6 +5,8 @@ from typing import Any, TYPE_CHECKING
 
 from flaxshard import wrappers
 from flaxshard.core.gradients import nonfinite_leaves
+from flaxshard.core.indexed_slices import IndexedSlices
+from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.core.parameter_groups import freeze
 from flaxshard.core.parameter_groups import scale_learning_rates
 from flaxshard.core.policy import Policy
@@ -58,6 +60,7 @@ __all__ = [
   "DeviceAssignment",
   "DynamicLossScale",
   "FixedLossScale",
+  "IndexedSlices",
   "LoRA",
   "LossScale",
   "PerReplica",
@@ -78,6 +81,7 @@ __all__ = [
   "freeze",
   "get_replica_context",
   "initialize",
+  "is_indexed_slices",
   "largest_batch",
   "load",
   "merge_lora",

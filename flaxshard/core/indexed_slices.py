@@ -1,0 +1,328 @@
+"""`IndexedSlices`: the gradient of a table of which a step used some rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import math
+import operator
+from typing import Any, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PyTree = Any
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class IndexedSlices:
+  """An array of which only some rows are given; all other rows are zero.
+
+  The gradient of an embedding table is zero except for the rows that a step
+  looked up. An `IndexedSlices` holds these rows and their numbers. A row number
+  may occur several times: its rows are summed. A row number outside of the
+  table is padding, and its row is dropped.
+
+  It is a pytree with two leaves. `jax.tree.map` without
+  `is_leaf=flaxshard.is_indexed_slices` applies a function to the row numbers
+  too; `map_values` applies it to the rows alone.
+
+  Attributes:
+    indices: Row numbers, int `[n]`. Negative numbers are padding: they do not
+      count from the end.
+    values: The rows, `[n, *dense_shape[1:]]`.
+    dense_shape: The shape of the whole array.
+    is_unique: Whether `indices` are sorted and no row number but the padding
+      `dense_shape[0]` occurs twice, as `deduplicated` returns them.
+
+  Example:
+    >>> slices = IndexedSlices([2, 0, 2], jnp.ones((3, 1)), (4, 1))
+    >>> slices.to_dense().ravel().tolist()
+    [1.0, 0.0, 2.0, 0.0]
+
+  References:
+    `tf.IndexedSlices`.
+  """
+
+  # NumPy arrays then leave `array + slices` to this class, as JAX arrays do.
+  __array_ufunc__ = None
+
+  indices: jax.Array
+  values: jax.Array
+  dense_shape: tuple[int, ...]
+  is_unique: bool
+
+  def __init__(
+    self,
+    indices: Any,
+    values: Any,
+    dense_shape: Sequence[int],
+    *,
+    is_unique: bool = False,
+  ):
+    """Checks shapes and dtypes.
+
+    Args:
+      indices: Row numbers, `[n]`, of an integer dtype.
+      values: The rows, `[n, *dense_shape[1:]]`.
+      dense_shape: The shape of the whole array, of at least one dimension.
+      is_unique: Whether the row numbers are sorted and distinct. It is not
+        checked.
+
+    Raises:
+      TypeError: The row numbers are not integers.
+      ValueError: A shape does not fit.
+    """
+    self.indices = jnp.asarray(indices)
+    self.values = jnp.asarray(values)
+    self.dense_shape = tuple(operator.index(size) for size in dense_shape)
+    self.is_unique = is_unique
+    self.check()
+
+  def check(self) -> None:
+    """Raises unless the row numbers are integers and all shapes fit.
+
+    `jax.tree.map` can make an object that does not pass.
+    """
+    if not jnp.issubdtype(self.indices.dtype, jnp.integer):
+      raise TypeError(
+        "IndexedSlices: indices must be integers, got "
+        f"{self.indices.dtype}{list(self.indices.shape)}. jax.tree.map and "
+        "arithmetic on a whole tree of gradients change the row numbers too: "
+        "use slices.map_values, or is_leaf=flaxshard.is_indexed_slices."
+      )
+    if not self.dense_shape:
+      raise ValueError(
+        "IndexedSlices: dense_shape must have at least one dimension, got ()."
+      )
+    if self.indices.ndim != 1:
+      raise ValueError(
+        "IndexedSlices: indices must have one dimension, got shape "
+        f"{self.indices.shape}."
+      )
+    wanted = (*self.indices.shape, *self.dense_shape[1:])
+    if self.values.shape != wanted:
+      raise ValueError(
+        f"IndexedSlices: values must have shape {wanted}, a row for each of "
+        f"the {self.indices.size} indices of an array of shape "
+        f"{self.dense_shape}, got {self.values.shape}."
+      )
+
+  def tree_flatten_with_keys(self) -> Any:
+    """Returns row numbers and rows, and what is static."""
+    key = jax.tree_util.GetAttrKey
+    children = (key("indices"), self.indices), (key("values"), self.values)
+    return children, (self.dense_shape, self.is_unique)
+
+  @classmethod
+  def tree_unflatten(cls, static: Any, children: Any) -> IndexedSlices:
+    """Returns the object; JAX also puts other things than arrays in it."""
+    new = object.__new__(cls)
+    new.indices, new.values = children
+    new.dense_shape, new.is_unique = static
+    return new
+
+  def __repr__(self) -> str:
+    rows = f"{len(self.indices)} rows" if np.shape(self.indices) else "rows"
+    return f"IndexedSlices({rows} of {self.dense_shape}, {self.values!r})"
+
+  # -- As the array that it stands for.
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """The shape of the whole array."""
+    return self.dense_shape
+
+  @property
+  def ndim(self) -> int:
+    """The number of dimensions of the whole array."""
+    return len(self.dense_shape)
+
+  @property
+  def size(self) -> int:
+    """The number of elements of the whole array."""
+    return math.prod(self.dense_shape)
+
+  @property
+  def dtype(self) -> Any:
+    """The dtype of the rows."""
+    return self.values.dtype
+
+  def astype(self, dtype: Any) -> IndexedSlices:
+    """Returns the rows in another dtype."""
+    return self.map_values(lambda values: values.astype(dtype))
+
+  def to_dense(self) -> jax.Array:
+    """Returns the whole array, with zeros in the rows that are not given."""
+    zeros = jnp.zeros(self.dense_shape, self.dtype)
+    return zeros.at[self._in_range()].add(
+      self.values,
+      mode="drop",
+      indices_are_sorted=self.is_unique,
+    )
+
+  def deduplicated(self, size: int | None = None) -> IndexedSlices:
+    """Sums the rows of equal numbers.
+
+    Args:
+      size: Number of rows of the result. None takes as many as there are now,
+        but not more than the whole array has. It must be at least the number of
+        distinct row numbers: further ones would be dropped.
+
+    Returns:
+      Sorted, distinct row numbers, then padding: the number `dense_shape[0]`
+      with rows of zeros.
+
+    Example:
+      >>> slices = IndexedSlices([2, 0, 2], jnp.ones((3, 1)), (4, 1))
+      >>> slices.deduplicated().indices.tolist()
+      [0, 2, 4]
+    """
+    rows = self.dense_shape[0]
+    if size is None:
+      size = min(self.indices.size, rows)
+    if self.is_unique and size == self.indices.size:
+      return self
+    indices = self._in_range()
+    # A stable sort: rows of one number are added in the order that they have.
+    order = jnp.argsort(indices, stable=True)
+    indices = indices[order]
+    is_first = jnp.concatenate(
+      [jnp.ones(1, bool)[: indices.size], indices[1:] != indices[:-1]]
+    )
+    position = jnp.cumsum(is_first) - 1
+    is_row = (indices < rows).reshape(-1, *[1] * (self.ndim - 1))
+    values = jnp.where(is_row, self.values[order], 0)
+    return IndexedSlices(
+      jnp.full(size, rows, indices.dtype)
+      .at[position]
+      .set(indices, mode="drop", indices_are_sorted=True),
+      jnp.zeros((size, *self.dense_shape[1:]), self.dtype)
+      .at[position]
+      .add(values, mode="drop", indices_are_sorted=True),
+      self.dense_shape,
+      is_unique=True,
+    )
+
+  def map_values(self, fn: Callable[[jax.Array], jax.Array]) -> IndexedSlices:
+    """Applies a function to the rows.
+
+    Args:
+      fn: Takes the rows `[n, ...]`, and returns an array of that shape. It must
+        map zeros to zeros, as a product does: the rows that are not given stay
+        zero.
+    """
+    return IndexedSlices(
+      self.indices,
+      fn(self.values),
+      self.dense_shape,
+      is_unique=self.is_unique,
+    )
+
+  def norm(self) -> jax.Array:
+    """Returns the Euclidean norm of the whole array, a real scalar."""
+    return jnp.linalg.norm(self.deduplicated().values.reshape(-1))
+
+  # -- Arithmetic.
+
+  def __mul__(self, factor: Any) -> IndexedSlices:
+    return self._scale(operator.mul, factor)
+
+  __rmul__ = __mul__
+
+  def __truediv__(self, divisor: Any) -> IndexedSlices:
+    return self._scale(operator.truediv, divisor)
+
+  def __neg__(self) -> IndexedSlices:
+    return self.map_values(operator.neg)
+
+  def __add__(self, other: Any) -> Any:
+    """Returns the sum: with an array, an array; with slices, slices."""
+    if isinstance(other, IndexedSlices):
+      if other.dense_shape != self.dense_shape:
+        raise ValueError(
+          f"IndexedSlices: shapes {self.dense_shape} and {other.dense_shape} "
+          "cannot be added."
+        )
+      return IndexedSlices(
+        jnp.concatenate([self.indices, other.indices]),
+        jnp.concatenate([self.values, other.values]),
+        self.dense_shape,
+      )
+    if np.shape(other) != self.dense_shape:
+      return NotImplemented
+    return self._add_to(jnp.asarray(other))
+
+  __radd__ = __add__
+
+  def _add_to(self, x: jax.Array) -> jax.Array:
+    """Returns `x` plus the rows, in place if XLA may reuse its memory."""
+    rows = self.deduplicated()
+    # The sum of each row is rounded as that of whole arrays would be.
+    dtype = jnp.result_type(x, rows.values)
+    indices = rows.indices
+    new = x.at[indices].get(mode="fill", fill_value=0) + rows.values
+    return (
+      x.astype(dtype)
+      .at[indices]
+      .set(new, mode="drop", indices_are_sorted=True, unique_indices=True)
+    )
+
+  def _scale(self, operation: Any, factor: Any) -> Any:
+    if np.ndim(factor) or isinstance(factor, IndexedSlices):
+      return NotImplemented
+    return self.map_values(lambda values: operation(values, factor))
+
+  def _in_range(self) -> jax.Array:
+    """Returns the row numbers, with padding beyond the last row."""
+    rows = self.dense_shape[0]
+    is_row = (self.indices >= 0) & (self.indices < rows)
+    return jnp.where(is_row, self.indices, rows)
+
+
+def is_indexed_slices(x: Any) -> TypeGuard[IndexedSlices]:
+  """Returns whether a value is an `IndexedSlices`; for `is_leaf`.
+
+  Example:
+    >>> slices = IndexedSlices([0], jnp.ones((1, 2)), (3, 2))
+    >>> grads = {"table": slices, "bias": jnp.ones(2)}
+    >>> halves = jax.tree.map(
+    ...     lambda g: g * 0.5, grads, is_leaf=is_indexed_slices)
+    >>> halves["table"].values.tolist()
+    [[0.5, 0.5]]
+  """
+  return isinstance(x, IndexedSlices)
+
+
+def to_dense(tree: PyTree) -> PyTree:
+  """Returns a tree with whole arrays in place of its `IndexedSlices`."""
+  return jax.tree.map(
+    lambda x: x.to_dense() if is_indexed_slices(x) else x,
+    tree,
+    is_leaf=is_indexed_slices,
+  )
+
+
+def global_norm(tree: PyTree) -> jax.Array:
+  """Returns the Euclidean norm of all arrays of a tree, as one vector.
+
+  `optax.global_norm` takes row numbers for values, and does not sum the rows of
+  equal numbers.
+
+  Args:
+    tree: A tree of arrays and `IndexedSlices`, such as gradients.
+
+  Example:
+    >>> slices = IndexedSlices([1, 1], jnp.ones((2, 1)), (3, 1))
+    >>> float(global_norm({"table": slices}))
+    2.0
+  """
+  squares = [
+    jnp.sum(jnp.square(jnp.abs(_rows(x))))
+    for x in jax.tree.leaves(tree, is_leaf=is_indexed_slices)
+  ]
+  return jnp.sqrt(sum(squares, start=jnp.zeros(())))
+
+
+def _rows(x: Any) -> jax.Array:
+  return x.deduplicated().values if is_indexed_slices(x) else x
