@@ -198,5 +198,6 @@ def test_restoring_needs_the_state_and_two_leaves(tmp_path, devices):
   numbers = (devices, leaves, megabytes)
   run_program(tmp_path / "checkpoints", "save", *numbers)
   needed = float(run_program(tmp_path / "checkpoints", "abstract", *numbers))
-  # One leaf is in memory twice more: as on disk, and as it was read.
-  assert needed < (leaves + 3) * megabytes
+  # One leaf is in memory twice more: as on disk, and as it was read. The memory
+  # of a busy machine's threads comes on top.
+  assert needed < (leaves + 6) * megabytes
