@@ -2,7 +2,8 @@
 
 A tree of gradients is a tree like the parameters. A leaf is one of:
 
-* a gradient: an array of a floating-point or complex dtype;
+* a gradient: an array of a floating-point or complex dtype, or the rows of one,
+  an `IndexedSlices`;
 * a statistic: a leaf of Flax's overwrite-with-gradient collection. It is not a
   derivative but a new value that replaces the parameter (fp8 scaling factors);
 * no gradient: None, `float0`, an integer or a boolean.
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import trees
+from flaxshard.core.indexed_slices import is_indexed_slices
 
 PyTree = Any
 
@@ -56,17 +58,26 @@ def accumulator_dtype(dtype: Any) -> Any:
 def map_gradients(
   fn: Callable[[jax.Array], jax.Array], grads: PyTree
 ) -> PyTree:
-  """Applies `fn` to the gradients of a tree; other leaves stay as they are."""
+  """Applies `fn` to the gradients of a tree; other leaves stay as they are.
+
+  Of an `IndexedSlices` it gets the rows. It must map zeros to zeros.
+  """
+
+  def map_leaf(path: trees.Path, g: Any) -> Any:
+    if not has_gradient(path, g):
+      return g
+    return g.map_values(fn) if is_indexed_slices(g) else fn(jnp.asarray(g))
+
   return jax.tree_util.tree_map_with_path(
-    lambda path, g: fn(jnp.asarray(g)) if has_gradient(path, g) else g, grads
+    map_leaf, grads, is_leaf=is_indexed_slices
   )
 
 
 def normalize(grads: PyTree) -> PyTree:
   """Returns a tree of gradients in which None marks every other leaf.
 
-  After this a leaf is a `jax.Array` if it is a gradient, and None if it is not.
-  Statistics stay as they are.
+  After this a leaf is a `jax.Array` or an `IndexedSlices` if it is a gradient,
+  and None if it is not. Statistics stay as they are.
 
   Args:
     grads: A tree of gradients; leaves may also be NumPy arrays or numbers.
@@ -79,9 +90,28 @@ def normalize(grads: PyTree) -> PyTree:
   def normalize_leaf(path: trees.Path, g: Any) -> Any:
     if is_statistic(path):
       return g
-    return jnp.asarray(g) if has_gradient(path, g) else None
+    if not has_gradient(path, g):
+      return None
+    return g if is_indexed_slices(g) else jnp.asarray(g)
 
-  return jax.tree_util.tree_map_with_path(normalize_leaf, grads)
+  return jax.tree_util.tree_map_with_path(
+    normalize_leaf, grads, is_leaf=is_indexed_slices
+  )
+
+
+def deduplicate(grads: PyTree) -> PyTree:
+  """Sums the rows of equal numbers of each `IndexedSlices` in a tree.
+
+  Sums of float16 and bfloat16 are computed in float32.
+  """
+
+  def deduplicate_leaf(g: Any) -> Any:
+    if not is_indexed_slices(g) or g.is_unique:
+      return g
+    wide = g.astype(accumulator_dtype(g.dtype))
+    return wide.deduplicated().astype(g.dtype)
+
+  return jax.tree.map(deduplicate_leaf, grads, is_leaf=is_indexed_slices)
 
 
 def all_finite(grads: PyTree) -> jax.Array:
@@ -93,7 +123,9 @@ def all_finite(grads: PyTree) -> jax.Array:
   know along which axes they vary, and the devices may get different results.
 
   Args:
-    grads: A tree of gradients. Leaves without a gradient do not count.
+    grads: A tree of gradients. Leaves without a gradient do not count. Of an
+      `IndexedSlices` the sums of the rows of equal numbers do; padding does
+      not.
 
   Returns:
     A bool scalar.
@@ -102,9 +134,10 @@ def all_finite(grads: PyTree) -> jax.Array:
     >>> bool(all_finite({"w": jnp.array([1.0, jnp.inf])}))
     False
   """
-  leaves = jax.tree_util.tree_leaves_with_path(grads)
   flags = [
-    _is_finite(jnp.asarray(g)) for path, g in leaves if has_gradient(path, g)
+    _is_finite(_values(g))
+    for path, g in _leaves_with_path(deduplicate(grads))
+    if has_gradient(path, g)
   ]
   finite = functools.reduce(jnp.logical_and, flags, jnp.array(True))
   axes = tuple(sorted(jax.typeof(finite).manual_axis_type.varying))
@@ -133,9 +166,9 @@ def nonfinite_leaves(grads: PyTree) -> list[str]:
     >>> nonfinite_leaves({"a": jnp.ones(2), "b": {"c": jnp.array([jnp.nan])}})
     ['b/c']
   """
-  leaves = jax.tree_util.tree_leaves_with_path(grads)
+  leaves = _leaves_with_path(grads)
   for path, leaf in leaves:
-    if isinstance(leaf, jax.core.Tracer):
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(leaf)):
       raise TypeError(
         f"nonfinite_leaves: grads[{trees.path_string(path)}] is traced; call "
         "it on concrete arrays, outside jax.jit."
@@ -143,8 +176,18 @@ def nonfinite_leaves(grads: PyTree) -> list[str]:
   return [
     trees.path_string(path)
     for path, leaf in leaves
-    if has_gradient(path, leaf) and not bool(jnp.all(jnp.isfinite(leaf)))
+    if has_gradient(path, leaf)
+    and not bool(jnp.all(jnp.isfinite(_values(deduplicate(leaf)))))
   ]
+
+
+def _leaves_with_path(grads: PyTree) -> list[tuple[trees.Path, Any]]:
+  return jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_indexed_slices)
+
+
+def _values(g: Any) -> jax.Array:
+  """Returns a gradient, or the rows of an `IndexedSlices`."""
+  return g.values if is_indexed_slices(g) else jnp.asarray(g)
 
 
 def _is_finite(x: jax.Array) -> jax.Array:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxshard.core.indexed_slices import is_indexed_slices
+
 PyTree = Any
 Path = tuple[Any, ...]
 
@@ -30,15 +32,18 @@ def paths(tree: PyTree) -> list[Path]:
 
 
 def leaves_by_path(
-  tree: PyTree, none_is_leaf: bool = False
+  tree: PyTree, of_gradients: bool = False
 ) -> dict[tuple[str, ...], Any]:
   """Returns the leaves of a tree by their `path_strings`, in tree order.
 
   Args:
     tree: The tree.
-    none_is_leaf: Whether None is a leaf; JAX treats it as an empty tree.
+    of_gradients: Whether None and `IndexedSlices` are leaves. To JAX they are
+      a tree without leaves, and one with two.
   """
-  is_leaf = (lambda x: x is None) if none_is_leaf else None
+  is_leaf = (
+    (lambda x: x is None or is_indexed_slices(x)) if of_gradients else None
+  )
   flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
   return {path_strings(path): leaf for path, leaf in flat}
 
@@ -184,7 +189,7 @@ def conform(
   wanted: PyTree,
   *,
   dtypes: bool = True,
-  none_is_leaf: bool = False,
+  of_gradients: bool = False,
 ) -> PyTree:
   """Returns the leaves of `given` in the containers of `wanted`.
 
@@ -194,14 +199,19 @@ def conform(
       a FrozenDict for a dict, say.
     wanted: A tree of arrays or `jax.ShapeDtypeStruct`s.
     dtypes: Whether to compare dtypes as well as shapes.
-    none_is_leaf: Whether a None in `given` matches any leaf of `wanted`.
+    of_gradients: Whether a None in `given` matches any leaf of `wanted`, and
+      an `IndexedSlices` an array of its `dense_shape`.
 
   Raises:
     ValueError: The trees differ; the message has the first path.
-    TypeError: A leaf of `given` is not an array.
+    TypeError: A leaf of `given` is not an array, or the row numbers of an
+      `IndexedSlices` are not integers.
   """
   check_arrays(argument, given)
-  leaves = leaves_by_path(given, none_is_leaf)
+  leaves = leaves_by_path(given, of_gradients)
+  for path, leaf in leaves.items():
+    if is_indexed_slices(leaf):
+      _check_slices(f"{argument}[{'/'.join(path) or '<root>'}]", leaf)
   wanted_leaves = leaves_by_path(wanted)
   difference = difference_by_path(leaves, wanted_leaves, dtypes=dtypes)
   if difference:
@@ -212,6 +222,14 @@ def conform(
   return jax.tree.unflatten(
     jax.tree.structure(wanted), [leaves[path] for path in wanted_leaves]
   )
+
+
+def _check_slices(where: str, slices: Any) -> None:
+  """Raises unless the arrays of an `IndexedSlices` fit together."""
+  try:
+    slices.check()
+  except (TypeError, ValueError) as e:
+    raise type(e)(f"{where}: {e}") from e
 
 
 def unshare_buffers(tree: PyTree) -> PyTree:

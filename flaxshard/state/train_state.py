@@ -362,7 +362,7 @@ class TrainState(flax_train_state.TrainState):
       )
     trained = opt_state_lib.trained_params(self.params)
     grads = trees.conform(
-      "grads", grads, trained, dtypes=False, none_is_leaf=True
+      "grads", grads, trained, dtypes=False, of_gradients=True
     )
     replaced, extra = self._split_names(replaced)
     for message in stack.check_gradients(

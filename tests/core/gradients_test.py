@@ -217,3 +217,58 @@ def test_nonfinite_leaves_of_a_sharded_array():
 def test_nonfinite_leaves_of_traced_arrays_raises():
   with pytest.raises(TypeError, match=r"grads\[a/b\] is traced.*jax\.jit"):
     jax.jit(lambda g: fs.nonfinite_leaves(g))({"a": {"b": jnp.ones(2)}})
+
+
+# -- IndexedSlices among the gradients.
+
+
+def rows(indices, values, dtype=jnp.float32):
+  values = jnp.asarray(values, dtype)[:, None] * jnp.ones((1, 2), dtype)
+  return fs.IndexedSlices(indices, values, (5, 2))
+
+
+def test_normalize_keeps_rows_of_floats_only():
+  slices = rows([1, 3], [1.0, 2.0])
+  integers = rows([1, 3], [1, 2], jnp.int32)
+  new = gradients.normalize({"a": slices, "b": integers, "c": np.float32(1)})
+  assert new["a"] is slices and new["b"] is None and new["c"] == 1
+
+
+def test_map_gradients_applies_to_rows_and_not_to_row_numbers():
+  tree = {"a": rows([1, 3], [1.0, 2.0]), "b": jnp.ones(2)}
+  new = gradients.map_gradients(lambda g: g * 2, tree)
+  assert new["a"].indices.tolist() == [1, 3]
+  assert new["a"].values[:, 0].tolist() == [2, 4]
+  assert new["b"].tolist() == [2, 2]
+
+
+def test_deduplicate_sums_float16_rows_in_float32():
+  # In float16, 2048 + 1 is 2048.
+  slices = rows([1, 1, 1], [2048.0, 1.0, 1.0], jnp.float16)
+  (new,) = gradients.deduplicate([slices])
+  assert new.dtype == jnp.float16 and new.is_unique
+  assert new.to_dense()[:, 0].tolist() == [0, 2050, 0, 0, 0]
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_all_finite_of_rows(bad):
+  assert all_finite({"a": rows([1, 3], [1.0, 2.0])})
+  assert not all_finite({"a": rows([1, 3], [1.0, bad]), "b": jnp.ones(2)})
+
+
+def test_all_finite_ignores_rows_that_are_padding():
+  assert all_finite(rows([1, 5, -1], [1.0, np.nan, np.inf]))
+
+
+def test_all_finite_of_a_sum_that_overflows():
+  # As the gradient of the whole table would: each row alone is finite.
+  assert not all_finite(rows([1, 1], [3e38, 3e38]))
+  assert all_finite(rows([1, 2], [3e38, 3e38]))
+  assert all_finite(rows([1, 1], [3e38, -3e38]))
+
+
+def test_nonfinite_leaves_names_the_parameter_of_rows():
+  tree = {"embed": {"embedding": rows([1, 1], [3e38, 3e38])}, "b": jnp.ones(2)}
+  assert fs.nonfinite_leaves(tree) == ["embed/embedding"]
+  with pytest.raises(TypeError, match="embed"):
+    jax.jit(fs.nonfinite_leaves)({"embed": tree["embed"]})

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flaxshard as fs
 from flaxshard.core import trees
 
 
@@ -97,11 +98,11 @@ def test_difference_without_dtypes_and_with_none():
   single = {"a": np.ones(2, np.float32)}
   assert trees.conform("x", half, single, dtypes=False) == half
   none = {"a": None}
-  assert trees.conform("x", none, single, none_is_leaf=True) == none
+  assert trees.conform("x", none, single, of_gradients=True) == none
   # None matches a leaf, not a subtree.
   nested = {"a": {"b": np.ones(1, np.float32)}}
   with pytest.raises(ValueError, match="a/b: missing"):
-    trees.conform("x", none, nested, none_is_leaf=True)
+    trees.conform("x", none, nested, of_gradients=True)
 
 
 class Pair(NamedTuple):
@@ -144,7 +145,7 @@ def test_paths_with_slashes_in_keys_are_distinct():
 def test_conform_keeps_none_and_names_the_path_of_errors():
   wanted = {"a": np.ones(1), "b": {"c": np.ones(2)}}
   out = trees.conform(
-    "grads", {"a": None, "b": {"c": np.ones(2)}}, wanted, none_is_leaf=True
+    "grads", {"a": None, "b": {"c": np.ones(2)}}, wanted, of_gradients=True
   )
   assert out["a"] is None
   np.testing.assert_array_equal(out["b"]["c"], [1.0, 1.0])
@@ -213,3 +214,22 @@ def test_unshare_buffers_accepts_constant_keys_under_jit():
   key = jax.random.key(0)
   owned = jax.jit(lambda: trees.unshare_buffers({"a": key, "b": key}))()
   assert owned["a"] == key and owned["b"] == key
+
+
+def test_conform_takes_rows_for_arrays_of_gradients_only():
+  slices = fs.IndexedSlices([1], jnp.ones((1, 2)), (3, 2))
+  wanted = {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}
+  given = {"a": slices, "b": None}
+  assert trees.conform("x", given, wanted, of_gradients=True)["a"] is slices
+  with pytest.raises(ValueError, match="a"):
+    trees.conform("x", {**wanted, "a": slices}, wanted)
+  other = {**wanted, "a": jnp.ones((4, 2))}
+  with pytest.raises(ValueError, match=r"a: shape \(3, 2\).*\(4, 2\)"):
+    trees.conform("x", given, other, of_gradients=True)
+
+
+def test_conform_names_rows_whose_numbers_are_no_integers():
+  slices = fs.IndexedSlices([1], jnp.ones((1, 2)), (3, 2))
+  given = jax.tree.map(lambda x: x * 0.5, {"a": slices})
+  with pytest.raises(TypeError, match=r"x\[a\].*integers.*float32"):
+    trees.conform("x", given, {"a": jnp.ones((3, 2))}, of_gradients=True)
