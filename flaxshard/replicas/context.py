@@ -20,7 +20,10 @@ import jax.numpy as jnp
 from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.core import trees
+from flaxshard.core.indexed_slices import IndexedSlices
+from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.replicas import rows
 
 PyTree = Any
 # Groups of replica numbers, as `axis_index_groups` of `lax.psum`; None means
@@ -76,16 +79,23 @@ class ReplicaContext:
     Args:
       reduce_op: `"sum"` or `"mean"`. The mean of integers is float32.
       value: A tree of arrays `[...]`, the values of this replica. float16 is
-        sent and reduced in float32, so that no sum overflows on the way.
+        sent and reduced in float32, so that no sum overflows on the way. Of an
+        `IndexedSlices` row numbers and rows are gathered, or the whole array is
+        reduced, whichever takes fewer bytes.
 
     Returns:
-      A tree of arrays `[...]`, the same on all replicas.
+      A tree of arrays `[...]`, the same on all replicas. An `IndexedSlices` has
+      the rows of all replicas, with distinct row numbers.
 
     Raises:
       ValueError: `reduce_op` is neither `"sum"` nor `"mean"`.
     """
     check_reduce_op(reduce_op)
-    value = jax.tree.map(_as_number, value)
+    value = jax.tree.map(
+      lambda x: x if is_indexed_slices(x) else _as_number(x),
+      value,
+      is_leaf=is_indexed_slices,
+    )
     with activate(self):
       return reduce_over_replicas(reduce_op, value)
 
@@ -103,7 +113,12 @@ class ReplicaContext:
       ValueError: An array has no such axis.
     """
 
-    def gather_array(x: Any) -> jax.Array:
+    def gather_array(x: Any) -> Any:
+      if is_indexed_slices(x):
+        # Two replicas may have the same row.
+        return IndexedSlices(
+          gather_array(x.indices), gather_array(x.values), x.dense_shape
+        )
       x = jnp.asarray(x)
       check_axis("all_gather", axis, x.shape)
       # XLA fails on a collective over one device: see `reduce_over_replicas`.
@@ -113,7 +128,7 @@ class ReplicaContext:
         x, mesh_lib.REPLICA, axis=axis % x.ndim, tiled=True
       )
 
-    return jax.tree.map(gather_array, value)
+    return jax.tree.map(gather_array, value, is_leaf=is_indexed_slices)
 
   def fold_in(self, key: PyTree) -> PyTree:
     """Returns a PRNG key of this replica: another one on each replica.
@@ -260,20 +275,37 @@ def reduce_over_replicas(
 ) -> PyTree:
   """Reduces arrays over the replicas, in one collective.
 
-  float16 and float8 are sent and reduced in float32, and cast back.
+  float16 and float8 are sent and reduced in float32, and cast back. For an
+  `IndexedSlices` see `rows.reduce`.
 
   Args:
     op: `"sum"`, `"mean"` or `"max"`.
-    tree: A tree of arrays, the values of this replica.
+    tree: A tree of arrays, the values of this replica; for `"sum"` and `"mean"`
+      also of `IndexedSlices`.
     groups: Groups of equal size to reduce within; None for all replicas.
 
   Returns:
     A tree of arrays of the same shapes and dtypes.
   """
+  leaves = jax.tree.leaves(tree, is_leaf=is_indexed_slices)
+  treedef: Any = jax.tree.structure(tree, is_leaf=is_indexed_slices)
   if num_replicas() == 1:
     # XLA fails to reduce over an axis of one device if the array is sharded
     # over other axes.
-    return jax.tree.map(lambda x: x / 1, tree) if op == "mean" else tree
+    return treedef.unflatten(x / 1 for x in leaves) if op == "mean" else tree
+  count = len(groups[0]) if groups else num_replicas()
+  reduced = {
+    i: rows.reduce(op, x, count, groups) if is_indexed_slices(x) else x
+    for i, x in enumerate(leaves)
+  }
+  arrays = {i: x for i, x in reduced.items() if not is_indexed_slices(x)}
+  if arrays:
+    reduced |= _reduce_arrays(op, arrays, groups)
+  return treedef.unflatten(reduced.values())
+
+
+def _reduce_arrays(op: str, tree: PyTree, groups: Groups) -> PyTree:
+  """Reduces a tree of arrays over several replicas, in one collective."""
   collectives: dict[str, Any] = {
     "sum": jax.lax.psum,
     "mean": jax.lax.pmean,
@@ -331,9 +363,9 @@ def reduce_gradients(op: str, grads: PyTree, groups: Groups = None) -> PyTree:
     groups: As in `reduce_over_replicas`.
   """
   # The warnings of `Strategy.run` look for gradients that are the same already.
-  grads = checkpoint_name(grads, GRADIENTS)
-  leaves = jax.tree_util.tree_leaves_with_path(grads)
-  treedef: Any = jax.tree.structure(grads)
+  grads = jax.tree.map(_mark_gradient, grads, is_leaf=is_indexed_slices)
+  leaves = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_indexed_slices)
+  treedef: Any = jax.tree.structure(grads, is_leaf=is_indexed_slices)
   statistics = [gradients.is_statistic(path) for path, _ in leaves]
   values = {i: g for i, (_, g) in enumerate(leaves)}
   # One collective for all gradients, and one for all statistics.
@@ -342,6 +374,13 @@ def reduce_gradients(op: str, grads: PyTree, groups: Groups = None) -> PyTree:
     if part:
       values |= reduce_over_replicas(kind_op, part, groups)
   return treedef.unflatten(values.values())
+
+
+def _mark_gradient(x: Any) -> Any:
+  """Names a gradient, or the rows of one, in the traced program."""
+  if is_indexed_slices(x):
+    return x.map_values(_mark_gradient)
+  return checkpoint_name(x, GRADIENTS)
 
 
 def mean_collection(tree: PyTree, groups: Groups = None) -> PyTree:

@@ -1,0 +1,115 @@
+"""Sums of `IndexedSlices` over the replicas.
+
+Each replica has the rows of its part of the batch. Their sum has the rows of
+all replicas. It takes fewer bytes to gather row numbers and rows than to sum
+whole arrays, unless the replicas have about as many rows as the array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flaxshard.core import gradients
+from flaxshard.core.indexed_slices import IndexedSlices
+from flaxshard.partitioning import mesh as mesh_lib
+
+Groups = Sequence[Sequence[int]] | None
+
+
+def reduce(
+  op: str, slices: IndexedSlices, count: int, groups: Groups = None
+) -> IndexedSlices:
+  """Sums or averages an `IndexedSlices` over the replicas.
+
+  The sum is computed in float32 or wider, and cast back. Either way of
+  communication gives the same rows.
+
+  Args:
+    op: `"sum"` or `"mean"`.
+    slices: The rows of this replica, as many on every replica.
+    count: The number of replicas that are reduced: of all, or of a group.
+    groups: As `axis_index_groups` of `jax.lax.psum`.
+
+  Returns:
+    The rows of all these replicas, without equal numbers.
+  """
+  if gather_is_smaller(slices, count):
+    total = _sum_gathered(slices, groups)
+  else:
+    total = _sum_dense(slices, groups)
+  if op == "mean":
+    total = total / count
+  return total.astype(slices.dtype)
+
+
+def gather_is_smaller(slices: IndexedSlices, count: int) -> bool:
+  """Returns whether gathering rows takes fewer bytes than a dense all-reduce.
+
+  The bytes are those that a device receives in a ring of `count` devices.
+
+  Args:
+    slices: The rows of one replica.
+    count: The number of replicas.
+
+  Example:
+    >>> slices = IndexedSlices(jnp.arange(4), jnp.ones((4, 8)), (1000, 8))
+    >>> gather_is_smaller(slices, 100), gather_is_smaller(slices, 1000)
+    (True, False)
+  """
+  row = math.prod(slices.dense_shape[1:])
+  gathered = (count - 1) * slices.indices.size * row * slices.dtype.itemsize
+  wide = jnp.dtype(_sum_dtype(slices.dtype)).itemsize
+  # An all-reduce scatters the sums, and gathers them. The row numbers are
+  # gathered either way.
+  reduced = 2 * (count - 1) * slices.dense_shape[0] * row * wide // count
+  return gathered <= reduced
+
+
+def _sum_gathered(slices: IndexedSlices, groups: Groups) -> IndexedSlices:
+  """Returns the sum, by gathering row numbers and rows."""
+  values = _gather(slices.values, groups)
+  return IndexedSlices(
+    _gather(slices.indices, groups),
+    # Cast only now: float16 rows travel as they are.
+    values.astype(_sum_dtype(slices.dtype)),
+    slices.dense_shape,
+  ).deduplicated()
+
+
+def _sum_dense(slices: IndexedSlices, groups: Groups) -> IndexedSlices:
+  """Returns the sum, by an all-reduce of the whole array."""
+  dense = slices.astype(_sum_dtype(slices.dtype)).to_dense()
+  total = jax.lax.psum(dense, mesh_lib.REPLICA, axis_index_groups=groups)
+  indices = _gather(slices.indices, groups)
+  # Rows without elements: only their numbers are deduplicated.
+  numbers = IndexedSlices(
+    indices, jnp.zeros((indices.size, 0)), (slices.dense_shape[0], 0)
+  ).deduplicated()
+  return IndexedSlices(
+    numbers.indices,
+    total.at[numbers.indices].get(
+      mode="fill",
+      fill_value=0,
+      indices_are_sorted=True,
+    ),
+    slices.dense_shape,
+    is_unique=True,
+  )
+
+
+def _gather(x: jax.Array, groups: Groups) -> jax.Array:
+  return jax.lax.all_gather(
+    x, mesh_lib.REPLICA, axis_index_groups=groups, tiled=True
+  )
+
+
+def _sum_dtype(dtype: Any) -> Any:
+  """Returns the dtype to sum in: float32 for narrower floats."""
+  if not jnp.issubdtype(dtype, jnp.floating):
+    return dtype
+  return gradients.accumulator_dtype(dtype)
