@@ -248,6 +248,8 @@ class LossScale(base.Base):
     if isinstance(rule, FixedLossScale):
       # A restored state may have another scale: the configured one replaces it.
       return next(target, grads), state._replace(scale=self._scale_of(state))
+    # Once, for the finite check and for the update in the branch.
+    grads = gradients.deduplicate(grads)
     finite = replica_context.all_replicas(gradients.all_finite(grads))
     new_state = rule.update(state, finite)
     at_floor = state.scale <= np.float32(rule.min_scale)
