@@ -18,6 +18,7 @@ from flaxshard.processes import initialize
 from flaxshard.replicas.context import get_replica_context
 from flaxshard.replicas.context import ReplicaContext
 from flaxshard.replicas.values import PerReplica
+from flaxshard.sparse.optimizer import sparse_rows
 from flaxshard.state.create import create_train_state
 from flaxshard.state.lora import LoRA
 from flaxshard.state.lora import merge_lora
@@ -91,6 +92,7 @@ __all__ = [
   "plan",
   "ray",
   "scale_learning_rates",
+  "sparse_rows",
   "tasks",
   "testing",
   "train",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+import contextlib
 import functools
 import inspect
 from typing import Any
@@ -101,7 +102,10 @@ def _inspect(tx: Any) -> tuple[frozenset[str], frozenset[str], bool]:
         takes_any |= not _is_optax(x) and any(
           p.kind is p.VAR_KEYWORD for p in parameters.values()
         )
-      pending += inspect.getclosurevars(x).nonlocals.values()
+      # Not inspect.getclosurevars: it fails where a variable has no value.
+      for cell in x.__closure__ or ():
+        with contextlib.suppress(ValueError):
+          pending.append(cell.cell_contents)
   return frozenset(names), frozenset(needed), takes_any
 
 

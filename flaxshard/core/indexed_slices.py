@@ -258,14 +258,17 @@ class IndexedSlices:
   def _add_to(self, x: jax.Array) -> jax.Array:
     """Returns `x` plus the rows, in place if XLA may reuse its memory."""
     rows = self.deduplicated()
-    # The sum of each row is rounded as that of whole arrays would be.
-    dtype = jnp.result_type(x, rows.values)
     indices = rows.indices
-    new = x.at[indices].get(mode="fill", fill_value=0) + rows.values
-    return (
-      x.astype(dtype)
-      .at[indices]
-      .set(new, mode="drop", indices_are_sorted=True, unique_indices=True)
+    old, values = x.at[indices].get(mode="fill", fill_value=0), rows.values
+    if x.dtype.itemsize == 1 and x.dtype != values.dtype:
+      # JAX does not promote float8 to other dtypes.
+      old = old.astype(values.dtype)
+    # The sum of each row is rounded once, to the dtype of the whole array.
+    return x.at[indices].set(
+      (old + values).astype(x.dtype),
+      mode="drop",
+      indices_are_sorted=True,
+      unique_indices=True,
     )
 
   def _scale(self, operation: Any, factor: Any) -> Any:

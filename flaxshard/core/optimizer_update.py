@@ -11,10 +11,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from flaxshard.core import checks
 from flaxshard.core import extra_args
 from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import parameter_groups
 from flaxshard.core import trees
+from flaxshard.core.indexed_slices import IndexedSlices
+from flaxshard.core.indexed_slices import is_indexed_slices
 
 PyTree = Any
 
@@ -28,7 +32,8 @@ def flax_update(
   """Applies gradients as Flax's `TrainState.apply_gradients` does.
 
   A leaf without a gradient keeps its parameter and its slots. Float8 parameters
-  are updated in float32.
+  are updated in float32. An `IndexedSlices` becomes a whole array if the
+  optimizer does not update rows of that parameter.
 
   Args:
     state: A Flax train state.
@@ -43,6 +48,7 @@ def flax_update(
   Raises:
     TypeError: The optimizer needs an extra argument that is not given.
   """
+  grads = _to_dense_elsewhere(state.tx, grads)
   bound = state.replace(tx=extra_args.bind(state.tx, extra)) if extra else state
   try:
     new = _update_in_float32(bound, grads, replaced)
@@ -77,8 +83,10 @@ def _update_in_float32(
   """Updates a state, its float8 parameters in float32."""
 
   def needs_float32(path: trees.Path, p: jax.Array, g: Any) -> bool:
-    has_gradient = g is not None and not gradients.is_statistic(path)
-    return has_gradient and _is_float8(p) and g.dtype != p.dtype
+    # `sparse_rows` computes in float32 itself, for the rows alone.
+    if g is None or is_indexed_slices(g) or gradients.is_statistic(path):
+      return False
+    return _is_float8(p) and g.dtype != p.dtype
 
   wide_leaves = jax.tree_util.tree_map_with_path(
     needs_float32, opt_state_lib.trained_params(state.params), grads
@@ -109,9 +117,11 @@ def _update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
     return apply_gradients(state, grads=grads, **replaced)
   # The optimizer needs an array for every parameter. With a zero gradient it
   # may still change parameter and slots, by weight decay or momentum: undo it.
+  is_table = parameter_groups.sparse_mask(state.tx, trained)
   filled = jax.tree.map(
-    lambda is_frozen, p, g: _zero_gradient(p) if is_frozen else g,
+    lambda is_frozen, table, p, g: _zero_gradient(p, table) if is_frozen else g,
     frozen,
+    is_table or jax.tree.map(lambda _: False, trained),
     trained,
     grads,
   )
@@ -150,7 +160,34 @@ def _widen(tree: PyTree) -> PyTree:
   )
 
 
-def _zero_gradient(p: jax.Array) -> jax.Array:
+def _to_dense_elsewhere(tx: Any, grads: PyTree) -> PyTree:
+  """Makes rows of what is no table of the optimizer a whole array."""
+  leaves, treedef = jax.tree.flatten(grads, is_leaf=is_indexed_slices)
+  if not any(map(is_indexed_slices, leaves)):
+    return grads
+  mask = parameter_groups.sparse_mask(tx, grads)
+  is_table = [False] * len(leaves) if mask is None else jax.tree.leaves(mask)
+  paths = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_indexed_slices)
+  others = [
+    i for i, x in enumerate(leaves) if is_indexed_slices(x) and not is_table[i]
+  ]
+  if others:
+    names = ", ".join(trees.path_string(paths[i][0]) for i in others)
+    checks.warn(
+      f"grads: {names} has an IndexedSlices, and the optimizer does not update "
+      "its rows: it becomes a whole array. Name the parameter in sparse=[...] "
+      "of create_train_state, or in flaxshard.sparse_rows."
+    )
+  for i in others:
+    leaves[i] = leaves[i].to_dense()
+  return jax.tree.unflatten(treedef, leaves)
+
+
+def _zero_gradient(p: jax.Array, is_table: bool) -> Any:
+  if is_table:
+    return IndexedSlices(
+      jnp.zeros(0, jnp.int32), jnp.zeros((0, *p.shape[1:]), p.dtype), p.shape
+    )
   # Optimizers divide and take roots, which integer arrays do not support.
   inexact = jnp.issubdtype(p.dtype, jnp.inexact)
   return jnp.zeros(p.shape, p.dtype if inexact else jnp.float32)

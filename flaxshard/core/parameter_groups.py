@@ -15,6 +15,7 @@ import optax
 
 from flaxshard.core import checks
 from flaxshard.core import gradients
+from flaxshard.core import indexed_slices
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
@@ -65,6 +66,11 @@ def freeze(
     >>> {name: float(p["w"]) for name, p in state.params.items()}
     {'encoder': 1.0, 'head': 0.75}
   """
+  if isinstance(tx, SparseRows):
+    raise ValueError(
+      "freeze: tx updates tables by rows; call sparse_rows last: "
+      "sparse_rows(freeze(tx, frozen_patterns), patterns)."
+    )
   patterns = patterns_lib.check(argument, patterns)
   if not patterns:
     raise ValueError(f"{argument} must have at least one pattern.")
@@ -80,7 +86,7 @@ def freeze(
   )
 
   def init(params: PyTree) -> PyTree:
-    paths = _check_used(argument, patterns, params)
+    paths = check_used(argument, patterns, params)
     if all(patterns_lib.first_match(patterns, p) is not None for p in paths):
       raise patterns_lib.PatternError(
         f"{argument}={patterns!r} freezes all parameters: "
@@ -143,6 +149,11 @@ def scale_learning_rates(
     >>> {name: float(update) for name, update in updates.items()}
     {'body': -0.25, 'head': -0.5}
   """
+  if isinstance(tx, SparseRows):
+    raise ValueError(
+      "scale_learning_rates: tx updates tables by rows; call sparse_rows last: "
+      "sparse_rows(scale_learning_rates(tx, factors), patterns)."
+    )
   if isinstance(tx, Frozen):
     raise ValueError(
       "scale_learning_rates: tx has frozen parameters; call freeze last: "
@@ -155,7 +166,7 @@ def scale_learning_rates(
   inner = optax.with_extra_args_support(tx)
 
   def init(params: PyTree) -> PyTree:
-    _check_used(argument, patterns, params)
+    check_used(argument, patterns, params)
     return inner.init(params)
 
   def update(
@@ -202,6 +213,35 @@ class Frozen(optax.GradientTransformationExtraArgs):
   patterns: tuple[str, ...]
 
 
+class SparseRows(optax.GradientTransformationExtraArgs):
+  """The optimizer that `flaxshard.sparse_rows` returns.
+
+  Attributes:
+    patterns: The patterns of the tables.
+    semantics: `"lazy"`, `"tf"` or `"catch_up"`.
+    inner: The optimizer that updates the rows.
+  """
+
+  patterns: tuple[str, ...]
+  semantics: str
+  inner: Any
+
+
+def sparse_mask(tx: Any, params: PyTree) -> PyTree | None:
+  """Returns which parameters are tables of `sparse_rows`, or None if none is.
+
+  Args:
+    tx: An optimizer.
+    params: The parameters of a train state, or a tree like them.
+
+  Returns:
+    A tree of booleans like `params`. A frozen parameter is no table.
+  """
+  if not isinstance(tx, SparseRows):
+    return None
+  return _mask(tx.patterns, params)
+
+
 def frozen_mask(tx: Any, params: PyTree) -> PyTree | None:
   """Returns which parameters an optimizer freezes, or None if it freezes none.
 
@@ -217,16 +257,11 @@ def frozen_mask(tx: Any, params: PyTree) -> PyTree | None:
     >>> frozen_mask(tx, {"a": 1.0, "b": 2.0})
     {'a': True, 'b': False}
   """
+  if isinstance(tx, SparseRows):
+    tx = tx.inner
   if not isinstance(tx, Frozen):
     return None
-  if opt_state_lib.optimized_params(params) is params:
-    return _match_any(tx.patterns, params)
-  # The collections of Flax's fp8 layers: the optimizer sees one of them. The
-  # other has scaling factors, whose new values come as gradients.
-  return {
-    name: _match_any(tx.patterns if name == "params" else (), collection)
-    for name, collection in params.items()
-  }
+  return _mask(tx.patterns, params)
 
 
 def drop_frozen(tx: Any, tree: PyTree) -> PyTree:
@@ -287,16 +322,29 @@ def rates(
   }
 
 
+def _mask(patterns: tuple[str, ...], params: PyTree) -> PyTree:
+  """Returns which parameters of a train state match a pattern."""
+  if opt_state_lib.optimized_params(params) is params:
+    return _match_any(patterns, params)
+  # The collections of Flax's fp8 layers: the optimizer sees one of them. The
+  # other has scaling factors, whose new values come as gradients.
+  return {
+    name: _match_any(patterns if name == "params" else (), collection)
+    for name, collection in params.items()
+  }
+
+
 def _match_any(patterns: tuple[str, ...], params: PyTree) -> PyTree:
   return jax.tree_util.tree_map_with_path(
     lambda path, _: (
       patterns_lib.first_match(patterns, trees.path_string(path)) is not None
     ),
     params,
+    is_leaf=indexed_slices.is_indexed_slices,
   )
 
 
-def _check_used(
+def check_used(
   argument: str, patterns: tuple[str, ...], params: PyTree
 ) -> list[str]:
   """Checks that each pattern matches a parameter; returns their paths."""

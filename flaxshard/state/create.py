@@ -18,12 +18,14 @@ from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
+from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import initialization
 from flaxshard.state import lora as lora_lib
 from flaxshard.state import lora_split
 from flaxshard.state import model_facts
 from flaxshard.state import sharding as sharding_lib
+from flaxshard.state import validation
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
@@ -45,6 +47,8 @@ def create_train_state(
   strict: bool = True,
   abstract: bool = False,
   lora: lora_lib.LoRA | None = None,
+  sparse: Sequence[str] = (),
+  sparse_semantics: str = "lazy",
   **init_kwargs: Any,
 ) -> TrainState:
   """Initializes a model and returns its `TrainState`.
@@ -81,6 +85,11 @@ def create_train_state(
       Without a strategy, the sharding is that of the default device.
     lora: A `LoRA` trains low-rank factors of some parameters; the others are in
       the collection `frozen`. `rules` are about the model's own parameters.
+    sparse: Regular expressions, found in paths such as `embed/embedding`:
+      gradients and updates of these tables have the rows that a step used; see
+      `flaxshard.sparse_rows`.
+    sparse_semantics: What happens to the other rows: `"lazy"` leaves them and
+      their slots as they are; see there.
     **init_kwargs: Keyword arguments of the model's call, such as `train=False`,
       and of `model.init`, such as `method`. Arrays and `jax.ShapeDtypeStruct`s
       among them are treated as those of `sample_input`, which may be `()`. The
@@ -96,7 +105,8 @@ def create_train_state(
       model's call, or the call needs an argument that is not given.
     ValueError: The model has no parameters, `sample_input` is empty, a
       collection has the name of a TrainState field, a rule or `lora` cannot be
-      applied, or `rules` are given without a strategy.
+      applied, `rules` are given without a strategy, or a pattern of `sparse`
+      matches no table.
 
   Example:
     >>> import flaxshard as fs, flax.linen as nn, jax.numpy as jnp
@@ -111,6 +121,8 @@ def create_train_state(
   wrappers = base.check(wrappers)
   abstract = checks.boolean("abstract", abstract)
   strict = checks.boolean("strict", strict)
+  validation.check_tx(tx)
+  tx = sparse_optimizer.wrap(tx, sparse, sparse_semantics)
   if strategy is None and rules is not None:
     raise ValueError(
       f"rules={rules!r} need a strategy, whose mesh they split parameters "

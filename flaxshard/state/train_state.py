@@ -29,6 +29,7 @@ from flaxshard.partitioning import compile_only
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import mean_extra_args
 from flaxshard.replicas import values
+from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import sharding as sharding_lib
 from flaxshard.state import summary
@@ -122,6 +123,8 @@ class TrainState(flax_train_state.TrainState):
     tx: optax.GradientTransformation,
     wrappers: Sequence[base.Wrapper] = (),
     strategy: sharding_lib.HasMesh | None = None,
+    sparse: Sequence[str] = (),
+    sparse_semantics: str = "lazy",
     **collections: PyTree,
   ) -> Self:
     """Creates a state at step 0.
@@ -135,6 +138,10 @@ class TrainState(flax_train_state.TrainState):
         collections that are sharded over that mesh keep their sharding; others
         are replicated. Optimizer slots are sharded like their parameters, and
         the wrappers' states as their `partition_specs` say.
+      sparse: Regular expressions, found in paths such as `embed/embedding`:
+        gradients and updates of these tables have the rows that a step used;
+        see `flaxshard.sparse_rows`.
+      sparse_semantics: What happens to the other rows; see there.
       **collections: Further trees of arrays, each a field of its own, such as
         `batch_stats=variables["batch_stats"]`.
 
@@ -147,7 +154,8 @@ class TrainState(flax_train_state.TrainState):
       TypeError: `wrappers`, `strategy`, `tx` or a leaf of `params` has a wrong
         type.
       ValueError: A wrapper is given twice, a collection has the name of another
-        attribute of the state, or an array is sharded over another mesh.
+        attribute of the state, an array is sharded over another mesh, or a
+        pattern of `sparse` matches no table.
 
     Example:
       >>> state = TrainState.create(
@@ -162,6 +170,7 @@ class TrainState(flax_train_state.TrainState):
     validation.check_collections(cls, TrainState, collections)
     validation.check_params(params)
     validation.check_tx(tx)
+    tx = sparse_optimizer.wrap(tx, sparse, sparse_semantics)
     fields = fields_lib.fields_by_name(cls)
     static = {
       name: value

@@ -1,0 +1,12 @@
+"""Row-sparse gradients, and optimizers that update rows of tables."""
+
+from flaxshard.core.indexed_slices import IndexedSlices
+from flaxshard.core.indexed_slices import is_indexed_slices
+from flaxshard.core.parameter_groups import SparseRows
+from flaxshard.sparse.optimizer import sparse_rows
+
+__all__ = ["IndexedSlices", "SparseRows", "is_indexed_slices", "sparse_rows"]
+
+
+def __dir__() -> list[str]:
+  return sorted(__all__)

@@ -1,0 +1,162 @@
+"""Updates the rows of tables by an optimizer of whole arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import trees
+from flaxshard.core.indexed_slices import IndexedSlices
+from flaxshard.core.indexed_slices import is_indexed_slices
+
+PyTree = Any
+Path = trees.Path
+
+
+def update(
+  tx: Any,
+  updates: PyTree,
+  opt_state: PyTree,
+  params: PyTree,
+  extra: Mapping[str, Any],
+) -> tuple[PyTree, PyTree]:
+  """Returns the updates and the next state of an optimizer, row by row.
+
+  Args:
+    tx: The optax optimizer.
+    updates: Gradients, some of which are `IndexedSlices`.
+    opt_state: The state of `tx`.
+    params: The parameters.
+    extra: Extra arguments of the update.
+
+  Returns:
+    `(updates, opt_state)`, with rows in `updates` where the gradients have
+    rows.
+  """
+  tables = find_tables(updates)
+  row_params = take_rows(params, params, tables)
+  row_state = take_rows(opt_state, params, tables)
+  row_updates, new_rows = tx.update(
+    values_of(updates, tables), row_state, row_params, **extra
+  )
+  return (
+    with_rows(row_updates, tables),
+    put_rows(opt_state, new_rows, params, tables),
+  )
+
+
+def find_tables(updates: PyTree) -> dict[Path, IndexedSlices]:
+  """Returns the distinct rows of each table, by path."""
+  return {
+    path: slices.deduplicated()
+    for path, slices in jax.tree_util.tree_leaves_with_path(
+      updates, is_leaf=is_indexed_slices
+    )
+    if is_indexed_slices(slices)
+  }
+
+
+def leaves(tree: PyTree) -> list[Any]:
+  """Returns the leaves of a tree, with `IndexedSlices` as leaves."""
+  return jax.tree.leaves(tree, is_leaf=is_indexed_slices)
+
+
+def values_of(updates: PyTree, tables: Mapping[Path, IndexedSlices]) -> PyTree:
+  """Returns a tree with the rows as arrays in place of the slices."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: tables[path].values if path in tables else x,
+    updates,
+    is_leaf=is_indexed_slices,
+  )
+
+
+def with_rows(updates: PyTree, tables: Mapping[Path, IndexedSlices]) -> PyTree:
+  """Returns a tree with slices in place of the arrays of their rows."""
+
+  def to_slices(path: Path, x: jax.Array) -> Any:
+    if path not in tables:
+      return x
+    rows = tables[path]
+    return IndexedSlices(rows.indices, x, rows.dense_shape, is_unique=True)
+
+  return jax.tree_util.tree_map_with_path(to_slices, updates)
+
+
+def slots_of(
+  tree: PyTree, params: PyTree, tables: Mapping[Path, Any]
+) -> list[Path | None]:
+  """Returns the table of each leaf of a tree that has its shape, else None."""
+  shapes = {
+    path: jnp.shape(p)
+    for path, p in jax.tree_util.tree_leaves_with_path(params)
+  }
+  return [
+    path
+    if path is not None and path in tables and jnp.shape(x) == shapes[path]
+    else None
+    for x, path in zip(
+      jax.tree.leaves(tree),
+      opt_state_lib.parameters_of(tree, params),
+      strict=True,
+    )
+  ]
+
+
+def take_rows(
+  tree: PyTree, params: PyTree, tables: Mapping[Path, IndexedSlices]
+) -> PyTree:
+  """Returns a tree with the rows in place of the tables and of their slots."""
+  values, treedef = jax.tree.flatten(tree)
+  new = [
+    x if path is None else _take(x, tables[path])
+    for x, path in zip(values, slots_of(tree, params, tables), strict=True)
+  ]
+  return jax.tree.unflatten(treedef, new)
+
+
+def _take(x: jax.Array, rows: IndexedSlices) -> jax.Array:
+  # Padding takes the last row, whose values are ones that occur: zeros could
+  # give NaNs. What is computed from them is dropped.
+  taken = x.at[rows.indices].get(mode="clip")
+  # JAX does not promote float8: compute in the dtype of the gradient.
+  is_float8 = taken.dtype.itemsize == 1 and taken.dtype != rows.dtype
+  return taken.astype(rows.dtype) if is_float8 else taken
+
+
+def put_rows(
+  tree: PyTree,
+  new_rows: PyTree,
+  params: PyTree,
+  tables: Mapping[Path, IndexedSlices],
+) -> PyTree:
+  """Returns a tree with new rows in it, in place if XLA may reuse its memory.
+
+  Args:
+    tree: The state of an optimizer.
+    new_rows: The state of its rows; leaves that are no slots replace those of
+      `tree`.
+    params: The parameters.
+    tables: The rows of each table.
+  """
+  new_values, treedef = jax.tree.flatten(new_rows)
+  new = [
+    new
+    if path is None
+    else old.at[tables[path].indices].set(
+      new.astype(old.dtype),
+      mode="drop",
+      indices_are_sorted=True,
+      unique_indices=True,
+    )
+    for old, new, path in zip(
+      jax.tree.leaves(tree),
+      new_values,
+      slots_of(tree, params, tables),
+      strict=True,
+    )
+  ]
+  return jax.tree.unflatten(treedef, new)
