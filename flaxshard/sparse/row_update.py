@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.core.indexed_slices import IndexedSlices
@@ -54,7 +55,7 @@ def find_tables(updates: PyTree) -> dict[Path, IndexedSlices]:
   return {
     path: slices.deduplicated()
     for path, slices in jax.tree_util.tree_leaves_with_path(
-      updates, is_leaf=is_indexed_slices
+      gradients.deduplicate(updates), is_leaf=is_indexed_slices
     )
     if is_indexed_slices(slices)
   }
