@@ -47,6 +47,7 @@ if TYPE_CHECKING:
   from flaxshard.analysis.plan import plan
   from flaxshard.analysis.search import largest_batch
   from flaxshard.checkpoint import Checkpointer
+  from flaxshard.core import tf_optimizers as optimizers
   from flaxshard.train import config
   from flaxshard.train.export import export
   from flaxshard.train.load import load
@@ -89,6 +90,7 @@ __all__ = [
   "models",
   "nnx",
   "nonfinite_leaves",
+  "optimizers",
   "plan",
   "ray",
   "scale_learning_rates",
@@ -125,6 +127,7 @@ _LAZY_NAMES = {
 # Modules with another name; "divergence" is from before there were packages.
 _ALIASES = {
   "config": "flaxshard.train.config",
+  "optimizers": "flaxshard.core.tf_optimizers",
   "divergence": "flaxshard.state.replica_groups",
 }
 

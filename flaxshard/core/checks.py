@@ -76,6 +76,7 @@ def number(
   value: Any,
   *,
   minimum: float | None = None,
+  maximum: float | None = None,
   above: float | None = None,
   below: float | None = None,
 ) -> float:
@@ -85,6 +86,7 @@ def number(
     argument: Name of the argument, for the error message.
     value: The value to check: a Python or NumPy number, but no boolean.
     minimum: Smallest allowed value; None means no lower bound.
+    maximum: Largest allowed value; None means no upper bound.
     above: Lower bound, exclusive.
     below: Upper bound, exclusive.
 
@@ -96,7 +98,12 @@ def number(
     >>> number("learning_rate", 1, above=0)
     1.0
   """
-  bounds = {"of at least": minimum, "above": above, "below": below}
+  bounds = {
+    "of at least": minimum,
+    "of at most": maximum,
+    "above": above,
+    "below": below,
+  }
   given = [f"{k} {v:g}" for k, v in bounds.items() if v is not None]
   allowed = " and ".join(["a finite number", *given])
   if isinstance(value, (bool, np.bool_)) or not isinstance(
@@ -110,6 +117,7 @@ def number(
   in_range = (
     is_finite
     and (minimum is None or value >= minimum)
+    and (maximum is None or value <= maximum)
     and (above is None or value > above)
     and (below is None or value < below)
   )

@@ -12,6 +12,7 @@ import optax
 from flaxshard.core import checks
 from flaxshard.core import parameter_groups
 from flaxshard.core import registry
+from flaxshard.core import tf_optimizers
 
 
 def sgd(
@@ -40,11 +41,17 @@ def sgd(
 
 
 _OPTIMIZERS: dict[str, Any] = {
+  "adadelta": optax.adadelta,
   "adafactor": optax.adafactor,
+  "adagrad": optax.adagrad,
+  "adagrad_da": tf_optimizers.adagrad_da,
   "adam": optax.adam,
   "adamw": optax.adamw,
+  "ftrl": tf_optimizers.ftrl,
   "lamb": optax.lamb,
   "lion": optax.lion,
+  "proximal_adagrad": tf_optimizers.proximal_adagrad,
+  "proximal_gradient_descent": tf_optimizers.proximal_gradient_descent,
   "rmsprop": optax.rmsprop,
   "sgd": sgd,
 }
@@ -58,8 +65,10 @@ class Optimizer:
   `update` of an `optax.GradientTransformation`.
 
   Args:
-    name: `"adafactor"`, `"adam"`, `"adamw"`, `"lamb"`, `"lion"`, `"rmsprop"`,
-      `"sgd"`, or `"package.module:function"`.
+    name: `"adadelta"`, `"adafactor"`, `"adagrad"`, `"adagrad_da"`, `"adam"`,
+      `"adamw"`, `"ftrl"`, `"lamb"`, `"lion"`, `"proximal_adagrad"`,
+      `"proximal_gradient_descent"`, `"rmsprop"`, `"sgd"`, or
+      `"package.module:function"`.
     arguments: Pairs of argument names and values.
 
   Raises:
@@ -186,11 +195,13 @@ def num_updates(config: Mapping[str, Any]) -> int:
 
 
 def _check_numbers(where: str, arguments: Mapping[str, Any]) -> None:
-  """Raises unless all numbers are finite and not negative.
+  """Raises unless all numbers are finite and in their range.
 
   optax accepts others, and then computes NaNs or increases the loss.
   """
   for name, value in arguments.items():
     # optax uses None and booleans as flags, not as numbers.
     if name != "name" and value is not None and not isinstance(value, bool):
-      checks.number(f"{where}.{name}", value, minimum=0)
+      # FTRL's power of the learning rate is negative, and checked by `ftrl`.
+      minimum = None if name == "learning_rate_power" else 0
+      checks.number(f"{where}.{name}", value, minimum=minimum)

@@ -100,9 +100,11 @@ def ftrl(
     `tf.compat.v1.train.FtrlOptimizer`; McMahan et al., Ad Click Prediction: a
     View from the Trenches, 2013.
   """
-  _check_positive("ftrl", learning_rate=learning_rate)
-  _check_not_negative(
+  _check("ftrl", {"above": 0}, learning_rate=learning_rate)
+  _check("ftrl", {"maximum": 0}, learning_rate_power=learning_rate_power)
+  _check(
     "ftrl",
+    {"minimum": 0},
     initial_accumulator_value=initial_accumulator_value,
     l1_regularization_strength=l1_regularization_strength,
     l2_regularization_strength=l2_regularization_strength,
@@ -110,7 +112,6 @@ def ftrl(
     beta=beta,
   )
   power = -learning_rate_power
-  _check_not_negative("ftrl", **{"-learning_rate_power": power})
   l1, l2 = l1_regularization_strength, l2_regularization_strength
 
   def raise_to_power(accum: jax.Array) -> jax.Array:
@@ -197,11 +198,14 @@ def adagrad_da(
     Methods for Online Learning and Stochastic Optimization, 2011.
   """
   initial = initial_gradient_squared_accumulator_value
-  _check_positive(
-    "adagrad_da", initial_gradient_squared_accumulator_value=initial
-  )
-  _check_not_negative(
+  _check(
     "adagrad_da",
+    {"above": 0},
+    initial_gradient_squared_accumulator_value=initial,
+  )
+  _check(
+    "adagrad_da",
+    {"minimum": 0},
     learning_rate=learning_rate,
     l1_regularization_strength=l1_regularization_strength,
     l2_regularization_strength=l2_regularization_strength,
@@ -272,8 +276,9 @@ def proximal_gradient_descent(
     `tf.compat.v1.train.ProximalGradientDescentOptimizer`; Duchi and Singer,
     Efficient Learning using Forward-Backward Splitting, 2009.
   """
-  _check_not_negative(
+  _check(
     "proximal_gradient_descent",
+    {"minimum": 0},
     learning_rate=learning_rate,
     l1_regularization_strength=l1_regularization_strength,
     l2_regularization_strength=l2_regularization_strength,
@@ -342,11 +347,14 @@ def proximal_adagrad(
     `tf.compat.v1.train.ProximalAdagradOptimizer`; Duchi and Singer, Efficient
     Learning using Forward-Backward Splitting, 2009.
   """
-  _check_positive(
-    "proximal_adagrad", initial_accumulator_value=initial_accumulator_value
-  )
-  _check_not_negative(
+  _check(
     "proximal_adagrad",
+    {"above": 0},
+    initial_accumulator_value=initial_accumulator_value,
+  )
+  _check(
+    "proximal_adagrad",
+    {"minimum": 0},
     learning_rate=learning_rate,
     l1_regularization_strength=l1_regularization_strength,
     l2_regularization_strength=l2_regularization_strength,
@@ -445,20 +453,9 @@ def _next(count: jax.Array) -> jax.Array:
   return optax.safe_increment(count)
 
 
-def _check_positive(optimizer: str, **values: Any) -> None:
-  for name, value in _numbers(values):
-    checks.number(f"{optimizer}: {name}", value, above=0)
-
-
-def _check_not_negative(optimizer: str, **values: Any) -> None:
-  for name, value in _numbers(values):
-    checks.number(f"{optimizer}: {name}", value, minimum=0)
-
-
-def _numbers(values: dict[str, Any]) -> list[tuple[str, Any]]:
-  """Returns what is no schedule and no array of `inject_hyperparams`."""
-  return [
-    (name, value)
-    for name, value in values.items()
-    if not callable(value) and not isinstance(value, jax.Array)
-  ]
+def _check(optimizer: str, limits: dict[str, float], **values: Any) -> None:
+  """Raises if a number is out of its limits, those of `checks.number`."""
+  for name, value in values.items():
+    # A schedule, or an array (maybe traced) of `optax.inject_hyperparams`.
+    if not callable(value) and not isinstance(value, jax.Array):
+      checks.number(f"{optimizer}: {name}", value, **limits)

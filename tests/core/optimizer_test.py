@@ -8,6 +8,7 @@ import optax
 import pytest
 
 from flaxshard.core import optimizer
+from flaxshard.core import tf_optimizers
 
 PARAMS = {
   "kernel": jnp.array([[1.0, -2.0], [0.5, 4.0]]),
@@ -94,7 +95,7 @@ def test_clip_by_global_norm_clips_gradients_but_not_weight_decay(
 
 @pytest.mark.parametrize(
   "name",
-  ["adafactor", "adam", "lamb", "lion", "rmsprop"],
+  ["adadelta", "adafactor", "adagrad", "adam", "lamb", "lion", "rmsprop"],
 )
 def test_optimizers_of_optax(name):
   tx, schedule = create({"name": name})
@@ -113,6 +114,26 @@ def test_arguments_are_passed_to_optax():
   wanted = optax.adamw(0.5, **arguments)
   assert_close(updates(tx, steps=3), updates(wanted, steps=3))
   assert config.to_dict() == {"name": "adamw", **arguments}
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["adagrad_da", "ftrl", "proximal_adagrad", "proximal_gradient_descent"],
+)
+def test_optimizers_of_tensorflow(name):
+  tx, schedule = create({"name": name, "l1_regularization_strength": 0.25})
+  wanted = getattr(tf_optimizers, name)(
+    schedule, l1_regularization_strength=0.25
+  )
+  assert_close(updates(tx, steps=2), updates(wanted, steps=2))
+
+
+def test_power_of_the_learning_rate_may_be_negative():
+  tx, schedule = create({"name": "ftrl", "learning_rate_power": -0.75})
+  wanted = tf_optimizers.ftrl(schedule, learning_rate_power=-0.75)
+  assert_close(updates(tx, steps=2), updates(wanted, steps=2))
+  with pytest.raises(ValueError, match=r"learning_rate_power.*at most 0.*0\.5"):
+    create({"name": "ftrl", "learning_rate_power": 0.5})
 
 
 def test_optimizer_is_hashable_and_equal_by_name_and_arguments():
@@ -198,7 +219,12 @@ def test_custom_optimizer_and_schedule(custom_module):
 @pytest.mark.parametrize(
   ("field", "config", "error", "facts"),
   [
-    ("optimizer", {"name": "adamm"}, ValueError, ["adafactor, adam", "'adam'"]),
+    (
+      "optimizer",
+      {"name": "adamm"},
+      ValueError,
+      ["adafactor, adagrad", "'adam'"],
+    ),
     # core/registry_test.py has the other mistakes.
     ("schedule", {"name": "cosin"}, ValueError, ["constant, cosine"]),
     # The learning rate is a field of the config.

@@ -63,9 +63,7 @@ TRAIN = {
   "AdagradDA l1 l2": lambda: tf_optimizers.adagrad_da(rate, 0.2, 0.05, 0.03),
   "Adadelta": lambda: optax.adadelta(rate, rho=0.95, eps=1e-8),
   "RMSProp": lambda: optax.rmsprop(rate, 0.9, 1e-10, 1.0),
-  "RMSProp momentum": lambda: optax.rmsprop(
-    rate, 0.9, 0.01, 1.0, momentum=0.8
-  ),
+  "RMSProp momentum": lambda: optax.rmsprop(rate, 0.9, 0.01, 1.0, momentum=0.8),
   "RMSProp centered": lambda: optax.rmsprop(
     rate, 0.9, 1e-10, 1.0, centered=True, momentum=0.8
   ),
@@ -124,6 +122,7 @@ CASES = [(api, name) for api, cases in COUNTERPARTS.items() for name in cases]
 
 def test_dense():
   import itertools
+
   for api, name in CASES:
     tx = COUNTERPARTS[api][name]()
     params = {"t": jnp.array(TABLE)}
@@ -133,13 +132,29 @@ def test_dense():
     upd = jax.jit(tx.update)
     for i in range(len(RATES)):
       g = np.zeros_like(TABLE)
-      np.add.at(g, FIGURES["ids"][i], np.array(FIGURES["values"][i], np.float32))
+      np.add.at(
+        g, FIGURES["ids"][i], np.array(FIGURES["values"][i], np.float32)
+      )
       u, state = upd({"t": jnp.array(g)}, state, params)
       params = optax.apply_updates(params, u)
-      err.setdefault("table",[]).append(np.abs(params["t"] - np.array(figs["table"][i])).max())
-      leaves = [(jax.tree_util.keystr(p), x) for p, x in jax.tree_util.tree_leaves_with_path(state) if x.shape == TABLE.shape]
+      err.setdefault("table", []).append(
+        np.abs(params["t"] - np.array(figs["table"][i])).max()
+      )
+      leaves = [
+        (jax.tree_util.keystr(p), x)
+        for p, x in jax.tree_util.tree_leaves_with_path(state)
+        if x.shape == TABLE.shape
+      ]
       for slot in figs:
         if slot != "table":
-          e = [(np.abs(sgn*x - np.array(figs[slot][i])).max(), k, sgn) for k, x in leaves for sgn in (1, -1)]
-          err.setdefault(slot,[]).append(min(e)) if e else None
-    print(api, name, {k: (max(v) if k=="table" else max(v)) for k, v in err.items()})
+          e = [
+            (np.abs(sgn * x - np.array(figs[slot][i])).max(), k, sgn)
+            for k, x in leaves
+            for sgn in (1, -1)
+          ]
+          err.setdefault(slot, []).append(min(e)) if e else None
+    print(
+      api,
+      name,
+      {k: (max(v) if k == "table" else max(v)) for k, v in err.items()},
+    )

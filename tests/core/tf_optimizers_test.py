@@ -1,0 +1,124 @@
+"""FTRL and proximal optimizers; sparse/tensorflow_parity_test.py has values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+from flaxshard.core import tf_optimizers
+
+ALL = [
+  tf_optimizers.adagrad_da,
+  tf_optimizers.ftrl,
+  tf_optimizers.proximal_adagrad,
+  tf_optimizers.proximal_gradient_descent,
+]
+PARAMS = {"kernel": jnp.array([[1.0, -2.0]]), "bias": jnp.array([0.0])}
+GRADS = {"kernel": jnp.array([[0.5, 0.25]]), "bias": jnp.array([0.125])}
+
+
+def step(tx, params=PARAMS, grads=GRADS):
+  updates, state = tx.update(grads, tx.init(params), params)
+  return optax.apply_updates(params, updates), state
+
+
+def values(tree):
+  return {name: x.ravel().tolist() for name, x in tree.items()}
+
+
+@pytest.mark.parametrize("optimizer", ALL)
+def test_l1_gives_exact_zeros(optimizer):
+  tx = optimizer(0.1, l1_regularization_strength=1e3)
+  params, _ = step(tx)
+  assert values(params) == {"kernel": [0.0, 0.0], "bias": [0.0]}
+
+
+@pytest.mark.parametrize("optimizer", ALL)
+def test_dtypes_are_those_of_the_parameters(optimizer):
+  params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+  tx = optimizer(optax.constant_schedule(0.1))
+  updates, state = tx.update(GRADS, tx.init(params), params)
+  for tree in (updates, state, tx.init(params)):
+    floats = [x for x in jax.tree.leaves(tree) if x.dtype != jnp.int32]
+    assert {x.dtype for x in floats} <= {jnp.dtype(jnp.bfloat16)}
+  assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
+
+
+@pytest.mark.parametrize("optimizer", ALL)
+def test_inject_hyperparams(optimizer):
+  tx = optax.inject_hyperparams(optimizer)(0.1, l1_regularization_strength=0.25)
+  plain = optimizer(0.1, l1_regularization_strength=0.25)
+  got, want = jax.jit(lambda: step(tx)[0])(), step(plain)[0]
+  for name in want:
+    np.testing.assert_allclose(got[name], want[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", ALL)
+def test_update_without_params_is_an_error(optimizer):
+  tx = optimizer(0.1)
+  with pytest.raises(ValueError, match=f"{optimizer.__name__}.*params"):
+    tx.update(GRADS, tx.init(PARAMS))
+
+
+def test_ftrl_skips_a_step_with_learning_rate_zero():
+  tx = tf_optimizers.ftrl(optax.linear_schedule(0.0, 0.5, 1))
+  params, state = step(tx)
+  assert values(params) == values(PARAMS)
+  first = tx.init(PARAMS)
+  assert values(state.accum) == values(first.accum)
+  assert values(state.linear) == values(first.linear)
+  # The next step is the first one of a run without warmup.
+  updates, _ = tx.update(GRADS, state, params)
+  got = optax.apply_updates(params, updates)
+  assert values(got) == values(step(tf_optimizers.ftrl(0.5))[0])
+
+
+def test_frozen_parameters_keep_their_values():
+  tx = fs.freeze(tf_optimizers.ftrl(0.1), ["kernel"])
+  state = fs.TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+  params = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, GRADS).params
+  assert values(params)["kernel"] == [1.0, -2.0]
+  assert (
+    values(params)["bias"] == values(step(tf_optimizers.ftrl(0.1))[0])["bias"]
+  )
+
+
+@pytest.mark.parametrize(
+  ("optimizer", "arguments", "error", "facts"),
+  [
+    ("ftrl", {"learning_rate": 0}, ValueError, "learning_rate.*above 0"),
+    ("ftrl", {"learning_rate_power": 0.5}, ValueError, "power.*at most 0"),
+    ("ftrl", {"beta": -1}, ValueError, "beta.*at least 0"),
+    ("ftrl", {"beta": "1"}, TypeError, "beta.*'1'"),
+    (
+      "ftrl",
+      {"initial_accumulator_value": -1},
+      ValueError,
+      "initial_accumulator_value.*at least 0",
+    ),
+    (
+      "adagrad_da",
+      {"initial_gradient_squared_accumulator_value": 0},
+      ValueError,
+      "initial_gradient_squared_accumulator_value.*above 0",
+    ),
+    (
+      "proximal_adagrad",
+      {"initial_accumulator_value": 0},
+      ValueError,
+      "initial_accumulator_value.*above 0",
+    ),
+    (
+      "proximal_gradient_descent",
+      {"l1_regularization_strength": -1},
+      ValueError,
+      "proximal_gradient_descent: l1_regularization_strength.*at least 0",
+    ),
+  ],
+)
+def test_invalid_arguments(optimizer, arguments, error, facts):
+  function = getattr(tf_optimizers, optimizer)
+  with pytest.raises(error, match=facts):
+    function(**{"learning_rate": 0.1} | arguments)
