@@ -14,6 +14,7 @@ import jax
 from jax.extend import core as jax_core
 import jax.numpy as jnp
 
+from flaxshard.core import pullback
 from flaxshard.core import tracing
 
 PyTree = Any
@@ -50,35 +51,29 @@ def value_and_grad(
     >>> float(value), float(grad), grad.dtype
     (9.0, 6.0, dtype(bfloat16))
   """
-  # Outside of the trace below, so that `fn` may store what it computes.
-  value, pullback, aux = jax.vjp(fn, params, has_aux=True)
-  if not jnp.issubdtype(value.dtype, jnp.floating):
-    raise TypeError(f"loss_fn must return a real scalar, got {value.dtype}.")
-  leaves: list[Any] = []
-  treedef: Any = jax.tree.structure(params)
+  traced = pullback.trace(fn, params)
+  outputs = jax_core.jaxpr_as_fun(traced.program)(traced.cotangent)
+  dtypes = dtypes_before_casts(traced.program)
+  return (traced.value, traced.aux), traced.gradients(
+    [
+      x if dtype is None else x.astype(dtype)
+      for x, dtype in zip(outputs, dtypes, strict=True)
+    ]
+  )
 
-  def traced(cotangent: jax.Array) -> dict[int, Any]:
-    grads = dict(enumerate(jax.tree.leaves(pullback(cotangent))))
-    # A gradient of `float0` is a constant, which is no output of a program. No
-    # tracer may leave this function but as an output.
-    computed = {
-      i: g for i, g in grads.items() if isinstance(g, jax.core.Tracer)
-    }
-    leaves.extend(None if i in computed else g for i, g in grads.items())
-    return computed
 
-  one = jnp.ones_like(value)
-  program, shapes = jax.make_jaxpr(traced, return_shape=True)(one)
+def dtypes_before_casts(program: Any) -> list[Any]:
+  """Returns the 16-bit dtypes that a program casts its outputs from.
+
+  Args:
+    program: A `jax.extend.core.ClosedJaxpr`.
+
+  Returns:
+    For each output the dtype, or None if the last operation is no exact cast.
+  """
   sources: Sources = {}
-  for i, x, var in zip(
-    shapes,
-    jax_core.jaxpr_as_fun(program)(one),
-    program.jaxpr.outvars,
-    strict=True,
-  ):
-    dtype = _dtype_before_cast(program.jaxpr, var, sources)
-    leaves[i] = x if dtype is None else x.astype(dtype)
-  return (value, aux), treedef.unflatten(leaves)
+  program = program.jaxpr
+  return [_dtype_before_cast(program, x, sources) for x in program.outvars]
 
 
 def _dtype_before_cast(program: Any, var: Any, sources: Sources) -> Any:

@@ -103,6 +103,19 @@ def computes_in(program: Any, dtype: Any) -> bool:
   return False
 
 
+def split_scan(
+  params: Any, inputs: list[Any]
+) -> tuple[list[Any], list[Any], list[Any]]:
+  """Splits the inputs of a `scan` into constants, carry and scanned arrays."""
+  if "num_consts" in params:
+    first, last = params["num_consts"], params["num_carry"]
+    last += first
+    return inputs[:first], inputs[first:last], inputs[last:]
+  # JAX 0.12 keeps the three lists in one structure.
+  consts, carry, xs = map(list, params["ft_in"].update(inputs).unpack())
+  return consts, carry, xs
+
+
 def _programs_of(values: Iterable[Any]) -> Iterator[Any]:
   """Yields the programs among the parameters of an equation."""
   for value in values:

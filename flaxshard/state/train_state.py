@@ -29,6 +29,7 @@ from flaxshard.partitioning import compile_only
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import mean_extra_args
 from flaxshard.replicas import values
+from flaxshard.sparse import gradient_rows
 from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import sharding as sharding_lib
@@ -262,9 +263,15 @@ class TrainState(flax_train_state.TrainState):
       return self.scale_loss(loss), (loss, aux) if has_aux else loss
 
     # Eagerly there is no compiler to save memory for.
-    if tracing.is_compiling() and stack.take_narrow_gradients(
+    narrow = tracing.is_compiling() and stack.take_narrow_gradients(
       self.wrappers, self.wrapper_states
-    ):
+    )
+    mask = parameter_groups.sparse_mask(self.tx, trained)
+    if mask is not None:
+      (_, value), grads = gradient_rows.value_and_grad(
+        scaled_loss, trained, mask, narrow=narrow
+      )
+    elif narrow:
       (_, value), grads = narrow_gradients.value_and_grad(scaled_loss, trained)
     else:
       (_, value), grads = jax.value_and_grad(

@@ -26,7 +26,6 @@ import jax.numpy as jnp
 from flaxshard.core import tracing
 from flaxshard.replicas import context as replica_context
 from flaxshard.strategy import jaxprs
-from flaxshard.strategy import replication_check
 
 
 def sum_before_widening(jaxpr: Any) -> Any:
@@ -156,7 +155,7 @@ def _widen_after(eqn: Any, narrow_outputs: Callable[..., Any]) -> list[Any]:
   first = 0
   if name == "scan":
     # What the steps carry must keep its dtype.
-    _, carry, _ = replication_check.split_scan(eqn.params, eqn.invars)
+    _, carry, _ = tracing.split_scan(eqn.params, eqn.invars)
     first = len(carry)
   jaxpr, widenings = narrow_outputs(eqn.params["jaxpr"], first)
   outvars, conversions = list(eqn.outvars), []

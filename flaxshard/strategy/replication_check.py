@@ -201,7 +201,7 @@ class _Propagation:
 
   def scan(self, params: Any, given: list[Replication]) -> list[Replication]:
     """Returns the `Replication` of the carry and of the stacked outputs."""
-    consts, carry, xs = split_scan(params, given)
+    consts, carry, xs = tracing.split_scan(params, given)
 
     def step(carry: list[Replication]) -> list[Replication]:
       return self.run(params["jaxpr"], consts + carry + xs)[: len(carry)]
@@ -235,19 +235,6 @@ class _Propagation:
   def join(self, given: Iterable[Replication]) -> Replication:
     """Returns the `Replication` of a function of several values."""
     return replication.join([self.replicated, *given], self.num_replicas)
-
-
-def split_scan(
-  params: Any, inputs: list[Any]
-) -> tuple[list[Any], list[Any], list[Any]]:
-  """Splits the inputs of a `scan` into constants, carry and scanned arrays."""
-  if "num_consts" in params:
-    first, last = params["num_consts"], params["num_carry"]
-    last += first
-    return inputs[:first], inputs[first:last], inputs[last:]
-  # JAX 0.12 keeps the three lists in one structure.
-  consts, carry, xs = map(list, params["ft_in"].update(inputs).unpack())
-  return consts, carry, xs
 
 
 def _open(jaxpr: Any) -> Any:

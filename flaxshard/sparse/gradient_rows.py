@@ -1,0 +1,114 @@
+"""Gradients of which those of embedding tables are `IndexedSlices`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from flaxshard.compiled import frames
+from flaxshard.compiled import sources
+from flaxshard.core import checks
+from flaxshard.core import narrow_gradients
+from flaxshard.core import pullback
+from flaxshard.core import trees
+from flaxshard.core.indexed_slices import IndexedSlices
+from flaxshard.sparse import backward
+from flaxshard.sparse.row_rules import DENSE
+
+PyTree = Any
+
+
+def value_and_grad(
+  fn: Callable[[PyTree], tuple[jax.Array, Any]],
+  params: PyTree,
+  mask: PyTree,
+  *,
+  narrow: bool = False,
+) -> tuple[tuple[jax.Array, Any], PyTree]:
+  """Differentiates a function; the gradients of tables are `IndexedSlices`.
+
+  The function is called once, and its gradient is traced. In that program a
+  table's gradient starts as zeros, to which the rows of each lookup are added.
+  This function evaluates the program without the zeros, and returns the rows.
+  All other gradients are computed as without it.
+
+  A gradient to which something else contributes, such as a product with the
+  whole table, is an array, and a UserWarning says what contributes.
+
+  Args:
+    fn: Returns a real scalar and auxiliary output.
+    params: The argument of `fn`. Integer leaves have gradients of `float0`.
+    mask: A tree of booleans like `params`: whether a gradient shall be an
+      `IndexedSlices`.
+    narrow: Whether to cast other gradients to 16 bits where that is exact, as
+      `flaxshard.core.narrow_gradients` does.
+
+  Returns:
+    What `jax.value_and_grad(fn, has_aux=True, allow_int=True)(params)` returns,
+    but for gradients that are `IndexedSlices`. Their row numbers are int32, may
+    occur several times, and may be padding.
+
+  Raises:
+    TypeError: The scalar is complex.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> params = {"table": jnp.ones((1000, 2)), "bias": jnp.ones(2)}
+    >>> def fn(params):
+    ...   rows = params["table"][jnp.array([7, 3])]
+    ...   return (rows * params["bias"]).sum(), None
+    >>> mask = {"table": True, "bias": False}
+    >>> (loss, _), grads = value_and_grad(fn, params, mask)
+    >>> grads["table"].indices.tolist(), grads["bias"].tolist()
+    ([7, 3], [2.0, 2.0])
+  """
+  traced = pullback.trace(fn, params)
+  program = traced.program.jaxpr
+  is_sparse = jax.tree.leaves(mask)
+  facts = backward.analyze(program, [DENSE] * len(program.invars))
+  wanted = []
+  for i, found in enumerate(facts.outputs()):
+    leaf = traced.positions[i]
+    if not is_sparse[leaf]:
+      continue
+    if found != DENSE:
+      wanted.append(i)
+      continue
+    path = trees.path_string(trees.paths(params)[leaf])
+    checks.warn(_describe_dense(path, facts.reason(program.outvars[i])))
+  outputs = backward.evaluate(
+    program, traced.program.consts, [traced.cotangent], wanted
+  )
+  dtypes = narrow_gradients.dtypes_before_casts(traced.program)
+  for i, x in enumerate(outputs):
+    if i in wanted:
+      outputs[i] = IndexedSlices(*x.joined(), x.shape)
+    elif narrow and dtypes[i] is not None:
+      outputs[i] = x.astype(dtypes[i])
+  return (traced.value, traced.aux), traced.gradients(outputs)
+
+
+def _describe_dense(path: str, eqn: Any) -> str:
+  """Returns the warning for a sparse parameter whose gradient is an array."""
+  if eqn is None:
+    cause = "something other than lookups"
+  else:
+    line = _line(eqn)
+    cause = f"{eqn.primitive.name}{f' ({line})' if line else ''}"
+  return (
+    f"value_and_grad: the gradient of the sparse parameter {path!r} is a whole "
+    f"array, not rows: {cause} contributes to all rows. The update is dense, "
+    "too. Remove the parameter from the sparse patterns if that is intended."
+  )
+
+
+def _line(eqn: Any) -> str:
+  traceback = eqn.source_info.traceback
+  if traceback is None:
+    return ""
+  return sources.user_line(
+    frames.Frame(frame.file_name, frame.function_name, frame.line_num)
+    for frame in traceback.frames
+  )
