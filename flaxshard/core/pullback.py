@@ -7,7 +7,6 @@ import dataclasses
 from typing import Any
 
 import jax
-from jax.extend import core as jax_core
 import jax.numpy as jnp
 
 PyTree = Any
@@ -64,7 +63,7 @@ def trace(
 
   Example:
     >>> pullback = trace(lambda w: (w**2, None), jnp.float32(3))
-    >>> run = jax_core.jaxpr_as_fun(pullback.program)
+    >>> run = jax.extend.core.jaxpr_as_fun(pullback.program)
     >>> float(pullback.gradients(run(pullback.cotangent)))
     6.0
   """

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 from jax.extend import core as jax_core
-import jax.numpy as jnp
 
 from flaxshard.core import tracing
 from flaxshard.sparse import row_rules
@@ -144,9 +143,7 @@ def _analyze_scan(eqn: Any, given: list[str]) -> tuple[list[str], list[Any]]:
   ]
   # In the body such a sum starts from zeros at each turn.
   started = [DENSE if x == DENSE else ZEROS for x in sums]
-  inner = analyze(
-    body, [DENSE] * len(consts) + started + [DENSE] * len(xs)
-  )
+  inner = analyze(body, [DENSE] * len(consts) + started + [DENSE] * len(xs))
   for i, (x, out) in enumerate(zip(sums, inner.outputs(), strict=False)):
     if x != DENSE:
       known[i] = _merge([x, out])
@@ -213,9 +210,7 @@ def demand(facts: Facts, wanted: Iterable[int]) -> set[Any]:
   return demanded
 
 
-def _operands(
-  eqn: Any, given: list[str], outputs: list[int]
-) -> set[int]:
+def _operands(eqn: Any, given: list[str], outputs: list[int]) -> set[int]:
   """Returns which inputs an equation takes as `Rows` for some outputs."""
   name = eqn.primitive.name
   if name == "scan":
@@ -366,19 +361,19 @@ def _remat(eqn: Any, run: Callable[..., Any], args: list[Any]) -> list[Any]:
   def flat(*leaves: Any) -> Any:
     return run(*jax.tree.unflatten(treedef, leaves))
 
-  program, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-  # The equation has no place for constants.
-  constants = list(program.consts)
+  closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+  program = closed.jaxpr
+  # The equation has no place for constants: they become inputs.
   program = jax_core.Jaxpr(
     (),
-    [*program.jaxpr.constvars, *program.jaxpr.invars],
-    program.jaxpr.outvars,
-    program.jaxpr.eqns,
-    program.jaxpr.effects,
-    program.jaxpr.debug_info,
+    [*program.constvars, *program.invars],
+    program.outvars,
+    program.eqns,
+    program.effects,
+    program.debug_info,
   )
   outputs = eqn.primitive.bind(
-    *constants, *leaves, **{**eqn.params, "jaxpr": program}
+    *closed.consts, *leaves, **{**eqn.params, "jaxpr": program}
   )
   return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 

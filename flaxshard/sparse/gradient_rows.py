@@ -84,7 +84,8 @@ def value_and_grad(
   dtypes = narrow_gradients.dtypes_before_casts(traced.program)
   for i, x in enumerate(outputs):
     if i in wanted:
-      outputs[i] = IndexedSlices(*x.joined(), x.shape)
+      indices, rows = x.joined()
+      outputs[i] = IndexedSlices(indices, rows, x.shape)
     elif narrow and dtypes[i] is not None:
       outputs[i] = x.astype(dtypes[i])
   return (traced.value, traced.aux), traced.gradients(outputs)

@@ -232,7 +232,7 @@ def _pad(eqn: Any, x: Any, _: Any) -> Rows:
   low, _, between = eqn.params["padding_config"][0]
   shape, dtype = _like(eqn)
   if not isinstance(x, Rows):
-    indices = np.arange(len(x), dtype=index_dtype(shape[0]))
+    indices = jnp.arange(len(x), dtype=index_dtype(shape[0]))
     return Rows(((int(low) + (1 + int(between)) * indices, x),), shape, dtype)
   move = lambda i: int(low) + (1 + int(between)) * i
   return _move_rows(x, move, shape)

@@ -65,7 +65,7 @@ def test_train_state_updates_rows_of_embed():
 
   @jax.jit
   def step(state, ids):
-    loss, grads = state.value_and_grad(loss_fn, ids)
+    _, grads = state.value_and_grad(loss_fn, ids)
     return state.apply_gradients(grads=grads), grads
 
   new, grads = step(state, jnp.array([3, 3, 0]))
