@@ -1,0 +1,62 @@
+"""`gate_gradients`: which gradients must be there before any of them is used.
+
+XLA runs each operation as soon as its inputs exist. An optimization barrier
+makes all its outputs wait for all its inputs, and keeps the operations before
+and after it from being fused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from flaxshard.core import checks
+from flaxshard.core import gradients
+from flaxshard.core import trees
+from flaxshard.core.indexed_slices import is_indexed_slices
+
+PyTree = Any
+
+MODES = ("none", "op", "graph")
+
+
+def check(gate_gradients: Any) -> str:
+  """Returns `gate_gradients` if it is "none", "op" or "graph"."""
+  return checks.one_of("gate_gradients", gate_gradients, MODES)
+
+
+def gate(grads: PyTree, gate_gradients: str) -> PyTree:
+  """Puts gradients behind optimization barriers.
+
+  Args:
+    grads: A tree of gradients; leaves without a gradient stay as they are.
+    gate_gradients: "none": no barrier. "op": one barrier for the gradients of
+      each module, whose paths differ in their last key alone. "graph": one
+      barrier for all gradients.
+
+  Returns:
+    A tree of the same values.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> fn = lambda g: gate(g, "op")
+    >>> grads = {"a": {"w": jnp.ones(2), "b": jnp.ones(2)}, "c": jnp.ones(2)}
+    >>> str(jax.make_jaxpr(fn)(grads)).count("optimization_barrier")
+    2
+  """
+  if gate_gradients == "none":
+    return grads
+  flat, treedef = jax.tree_util.tree_flatten_with_path(
+    grads, is_leaf=is_indexed_slices
+  )
+  groups: dict[trees.Path, dict[int, Any]] = {}
+  for i, (path, g) in enumerate(flat):
+    if gradients.has_gradient(path, g) or gradients.is_statistic(path):
+      group = path[:-1] if gate_gradients == "op" else ()
+      groups.setdefault(group, {})[i] = g
+  leaves = [g for _, g in flat]
+  for group in groups.values():
+    for i, g in jax.lax.optimization_barrier(group).items():
+      leaves[i] = g
+  return jax.tree.unflatten(treedef, leaves)
