@@ -13,7 +13,6 @@ import jax
 
 from flaxshard.core import checks
 from flaxshard.core import gradients
-from flaxshard.core import trees
 from flaxshard.core.indexed_slices import is_indexed_slices
 
 PyTree = Any
@@ -50,13 +49,30 @@ def gate(grads: PyTree, gate_gradients: str) -> PyTree:
   flat, treedef = jax.tree_util.tree_flatten_with_path(
     grads, is_leaf=is_indexed_slices
   )
-  groups: dict[trees.Path, dict[int, Any]] = {}
+  groups: dict[Any, dict[int, Any]] = {}
   for i, (path, g) in enumerate(flat):
     if gradients.has_gradient(path, g) or gradients.is_statistic(path):
       group = path[:-1] if gate_gradients == "op" else ()
       groups.setdefault(group, {})[i] = g
   leaves = [g for _, g in flat]
   for group in groups.values():
-    for i, g in jax.lax.optimization_barrier(group).items():
+    gated: Any = jax.lax.optimization_barrier(group)
+    for i, g in gated.items():
       leaves[i] = g
   return jax.tree.unflatten(treedef, leaves)
+
+
+def widen(grads: PyTree, params: PyTree) -> PyTree:
+  """Casts gradients to the dtypes of their parameters.
+
+  Args:
+    grads: A tree of gradients like `params`; other leaves stay as they are.
+    params: The parameters.
+  """
+  return jax.tree_util.tree_map_with_path(
+    lambda path, p, g: (
+      g.astype(p.dtype) if gradients.has_gradient(path, g) else g
+    ),
+    params,
+    grads,
+  )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.core.indexed_slices import is_indexed_slices
@@ -15,6 +14,8 @@ from flaxshard.state import parameter_paths
 
 PyTree = Any
 Pair = tuple[Any, str]
+
+MISSING: Any = object()
 
 
 def from_tree(grads: PyTree, selected: set[str] | None) -> list[Pair]:
@@ -31,23 +32,59 @@ def from_tree(grads: PyTree, selected: set[str] | None) -> list[Pair]:
   return [(g, p) for g, p in named if selected is None or p in selected]
 
 
-def from_argument(given: Any) -> list[Pair] | None:
-  """Returns the pairs if a user has given pairs, else None.
+def gradients_argument(
+  positional: Sequence[Any], grads: Any, params: PyTree
+) -> PyTree:
+  """Returns the gradients that a call of `apply_gradients` was given.
 
   Args:
-    given: A sequence or an iterator, such as `zip(grads, paths)`, or a tree of
-      gradients. A pair has a string, which no tree of gradients has.
+    positional: The positional arguments.
+    grads: The argument `grads`, or `MISSING`.
+    params: The parameters of the state.
+
+  Returns:
+    A tree of gradients, not checked against `params`.
+
+  Raises:
+    TypeError: Gradients are given by position, twice, or not at all.
+    ValueError: A pair has an unknown path, or they are the result of
+      `value_and_grad`.
   """
+  by_position = grads is MISSING and len(positional) == 1
+  given = positional[0] if by_position else grads
   if isinstance(given, Iterator):
     given = list(given)
-  if not isinstance(given, (list, tuple)) or not all(
+  if (by_position or not positional) and is_pairs(given):
+    return to_tree(given, params)
+  if positional or grads is MISSING:
+    hint = ""
+    if len(positional) > 1:
+      hint = " state.step, which it increments, stands for global_step."
+    raise TypeError(
+      "apply_gradients takes gradients by name: write "
+      "state.apply_gradients(grads=grads). Only (gradient, path) pairs, as "
+      f"compute_gradients returns them, may be given by position.{hint}"
+    )
+  if isinstance(given, (tuple, list)) and isinstance(params, Mapping):
+    raise ValueError(
+      f"grads must be a tree like params, got a {type(given).__name__} of "
+      f"{len(given)}; value_and_grad returns (loss, grads): pass its second "
+      "element. A list of pairs has a path in each: (gradient, 'Dense_0/bias')."
+    )
+  return given
+
+
+def is_pairs(given: Any) -> bool:
+  """Returns whether a value is a sequence of (gradient, path) pairs.
+
+  A path is a string, and no tree of gradients has strings.
+  """
+  return isinstance(given, (list, tuple)) and all(
     isinstance(pair, (list, tuple))
     and len(pair) == 2
     and isinstance(pair[1], str)
     for pair in given
-  ):
-    return None
-  return [(g, path) for g, path in given]
+  )
 
 
 def to_tree(pairs: Iterable[Pair], params: PyTree) -> PyTree:

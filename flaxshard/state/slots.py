@@ -168,7 +168,9 @@ def _named(slots: list[Slot]) -> dict[str, dict[str, Slot]]:
     short = [(s.group, s.tensorflow_path.rpartition("/")[2]) for s in of_one]
     named[parameter] = {
       "/".join(
-        filter(None, key if short.count(key) == 1 else (s.group, s.tensorflow_path))
+        filter(
+          None, key if short.count(key) == 1 else (s.group, s.tensorflow_path)
+        )
       ): s
       for key, s in zip(short, of_one, strict=True)
     }

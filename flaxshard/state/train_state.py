@@ -31,8 +31,13 @@ from flaxshard.replicas import mean_extra_args
 from flaxshard.replicas import values
 from flaxshard.sparse import gradient_rows
 from flaxshard.sparse import optimizer as sparse_optimizer
+from flaxshard.state import aggregation as aggregation_lib
 from flaxshard.state import fields as fields_lib
+from flaxshard.state import gating
+from flaxshard.state import gradient_pairs
+from flaxshard.state import parameter_paths
 from flaxshard.state import sharding as sharding_lib
+from flaxshard.state import slots
 from flaxshard.state import summary
 from flaxshard.state import validation
 from flaxshard.wrappers import base
@@ -40,7 +45,6 @@ from flaxshard.wrappers import stack
 
 PyTree = Any
 
-_MISSING: Any = object()
 # Fields that only the update itself changes.
 _RESERVED = frozenset(
   ("step", "params", "opt_state", "wrapper_states", "wrappers")
@@ -100,8 +104,9 @@ class TrainState(flax_train_state.TrainState):
   def __init_subclass__(cls, **kwargs: Any) -> None:
     # Flax's examples declare a field `metrics`. Without this, dataclasses would
     # take the inherited method `metrics` as the default of that field.
-    if "metrics" in inspect.get_annotations(cls) and "metrics" not in vars(cls):
-      cls.metrics = dataclasses.field()  # type: ignore[method-assign]
+    declared = inspect.get_annotations(cls).keys() - vars(cls).keys()
+    for name in declared & validation.HIDEABLE:
+      setattr(cls, name, dataclasses.field())
     # Otherwise the dataclass of each subclass gets a repr with all values.
     super().__init_subclass__(**{"repr": False, **kwargs})
     # Flax gives each of its dataclasses a `replace` without our checks.
@@ -200,6 +205,9 @@ class TrainState(flax_train_state.TrainState):
     loss_fn: Callable[..., Any],
     *args: Any,
     has_aux: bool = False,
+    var_list: Sequence[Any] | None = None,
+    grad_loss: Any = None,
+    gate_gradients: str = "none",
   ) -> tuple[Any, PyTree]:
     """Differentiates `loss_fn(params, *args)` through the wrappers.
 
@@ -216,16 +224,30 @@ class TrainState(flax_train_state.TrainState):
         `(loss, aux)` if `has_aux`.
       *args: Further arguments of `loss_fn`.
       has_aux: Whether `loss_fn` returns auxiliary output.
+      var_list: The parameters to differentiate: a sequence of paths such as
+        `"Dense_0/kernel"`, of leaves of `state.params`, and of regular
+        expressions that are searched in the paths. A string that is a path
+        selects that parameter alone. None means all parameters.
+      grad_loss: The cotangent of the loss, an array of its shape: the gradients
+        are those of `(loss * grad_loss).sum()`. With it `loss_fn` may return an
+        array of any shape.
+      gate_gradients: When a gradient may be used, for example by the update of
+        its parameter. "none": as soon as it is computed. "op": after the
+        gradients of all parameters of its module. "graph": after all gradients.
+        See docs/tensorflow.md for memory and reproducibility.
 
     Returns:
       `(loss, grads)` or `((loss, aux), grads)`, both unscaled. `grads` is a
-      tree like `params`, with None for integer and boolean parameters, and for
-      those that `flaxshard.freeze` freezes. With `LossScale` gradients are
-      float32 or wider.
+      tree like `params`, with None for integer and boolean parameters, for
+      those that `flaxshard.freeze` freezes, and for those not in `var_list`.
+      With `LossScale` gradients are float32 or wider.
 
     Raises:
       TypeError: `loss_fn` does not return a floating-point scalar, or no pair
         with `has_aux`.
+      ValueError: An element of `var_list` selects no parameter, all selected
+        ones are frozen, `grad_loss` has another shape than the loss, or
+        `gate_gradients` is unknown.
 
     Example:
       >>> state = TrainState.create(
@@ -234,6 +256,7 @@ class TrainState(flax_train_state.TrainState):
       >>> float(loss), float(grads["w"])
       (3.0, 3.0)
     """
+    gating.check(gate_gradients)
     params = opt_state_lib.trained_params(
       stack.working_params(
         self.wrappers, self._local_wrapper_states(), self.params
@@ -242,6 +265,14 @@ class TrainState(flax_train_state.TrainState):
     # Only what is trained is differentiated: a frozen parameter has no gradient
     # that the compiler would have to remove.
     trained = parameter_groups.drop_frozen(self.tx, params)
+    if var_list is not None:
+      selected = parameter_paths.select("var_list", var_list, self.params)
+      trained = parameter_paths.keep_selected(selected, trained)
+      if not jax.tree.leaves(trained):
+        raise ValueError(
+          f"var_list={list(var_list)!r} selects only frozen parameters: "
+          f"{', '.join(sorted(selected))}."
+        )
     # jax.grad rejects integer leaves unless allow_int=True.
     allow_int = any(
       not jnp.issubdtype(jnp.result_type(p), jnp.inexact)
@@ -257,26 +288,36 @@ class TrainState(flax_train_state.TrainState):
 
     def scaled_loss(trained: PyTree) -> tuple[jax.Array, Any]:
       all_params = parameter_groups.merge(params, trained)
-      loss, aux = validation.split_loss(loss_fn(all_params, *args), has_aux)
+      loss, aux = validation.split_loss(
+        loss_fn(all_params, *args), has_aux, grad_loss
+      )
+      objective = validation.weigh_loss(loss, grad_loss)
       # The unscaled loss is an auxiliary output: to divide the scaled loss by
       # the scale would not undo an overflow.
-      return self.scale_loss(loss), (loss, aux) if has_aux else loss
+      return self.scale_loss(objective), (loss, aux) if has_aux else loss
 
     # Eagerly there is no compiler to save memory for.
-    narrow = tracing.is_compiling() and stack.take_narrow_gradients(
+    is_narrow = tracing.is_compiling() and stack.take_narrow_gradients(
       self.wrappers, self.wrapper_states
     )
+    # A barrier behind a cast from bfloat16 would hide the cast: replicas would
+    # exchange the gradients in float32.
+    is_gated = tracing.is_compiling() and gate_gradients != "none"
     mask = parameter_groups.sparse_mask(self.tx, trained)
     if mask is not None:
       (_, value), grads = gradient_rows.value_and_grad(
-        scaled_loss, trained, mask, narrow=narrow
+        scaled_loss, trained, mask, narrow=is_narrow or is_gated
       )
-    elif narrow:
+    elif is_narrow or is_gated:
       (_, value), grads = narrow_gradients.value_and_grad(scaled_loss, trained)
     else:
       (_, value), grads = jax.value_and_grad(
         scaled_loss, has_aux=True, allow_int=allow_int
       )(trained)
+    if is_gated:
+      grads = gating.gate(grads, gate_gradients)
+      if not is_narrow:
+        grads = gating.widen(grads, trained)
     grads = self.unscale_gradients(grads)
     # Without integer parameters every leaf is a gradient already.
     return value, gradients.normalize(grads) if allow_int else grads
@@ -314,11 +355,64 @@ class TrainState(flax_train_state.TrainState):
       self.wrappers, self._local_wrapper_states(), grads
     )
 
+  def compute_gradients(
+    self,
+    loss_fn: Callable[..., Any],
+    *args: Any,
+    has_aux: bool = False,
+    var_list: Sequence[Any] | None = None,
+    grad_loss: Any = None,
+    gate_gradients: str = "none",
+  ) -> Any:
+    """Returns the gradients as a list of (gradient, path) pairs.
+
+    It is `value_and_grad` in the form of TensorFlow's `compute_gradients`,
+    whose pairs have a variable in place of its path. The loss is not returned.
+
+    Args:
+      loss_fn: As in `value_and_grad`, like all other arguments.
+      *args: Further arguments of `loss_fn`.
+      has_aux: Whether `loss_fn` returns auxiliary output.
+      var_list: The parameters to differentiate; None for all.
+      grad_loss: The cotangent of the loss.
+      gate_gradients: "none", "op" or "graph".
+
+    Returns:
+      A pair for each parameter in `var_list`, in the order of `params`. The
+      gradient is None for a parameter that has none, because it is frozen or an
+      integer. With `has_aux`, `(pairs, aux)`.
+
+    Example:
+      >>> state = TrainState.create(
+      ...     apply_fn=None, params={"a": jnp.ones(()), "b": jnp.ones(())},
+      ...     tx=optax.sgd(0.5))
+      >>> pairs = state.compute_gradients(lambda p: 2 * p["a"] + 3 * p["b"])
+      >>> [(float(g), path) for g, path in pairs]
+      [(2.0, 'a'), (3.0, 'b')]
+      >>> state = state.apply_gradients((-g, path) for g, path in pairs[:1])
+      >>> {name: float(p) for name, p in state.params.items()}
+      {'a': 2.0, 'b': 1.0}
+    """
+    value, grads = self.value_and_grad(
+      loss_fn,
+      *args,
+      has_aux=has_aux,
+      var_list=var_list,
+      grad_loss=grad_loss,
+      gate_gradients=gate_gradients,
+    )
+    selected = None
+    if var_list is not None:
+      selected = parameter_paths.select("var_list", var_list, self.params)
+    pairs = gradient_pairs.from_tree(grads, selected)
+    return (pairs, value[1]) if has_aux else pairs
+
   def apply_gradients(
     self,
     *positional: Any,
-    grads: PyTree = _MISSING,
+    grads: PyTree = gradient_pairs.MISSING,
     skip_gradients_aggregation: bool = False,
+    aggregation: str | None = None,
     **replaced: PyTree,
   ) -> Self:
     """Applies unscaled gradients through the wrappers.
@@ -338,12 +432,17 @@ class TrainState(flax_train_state.TrainState):
     all replicas.
 
     Args:
-      *positional: Not allowed; an error says what to write.
+      *positional: (gradient, path) pairs in place of `grads`, as TensorFlow
+        takes them. A tree of gradients is given by name.
       grads: Gradients like `params`, such as `value_and_grad` returns. Where a
         leaf is no gradient (None, `float0`, an integer), the parameter and its
-        optimizer slots stay as they are.
+        optimizer slots stay as they are. Or (gradient, path) pairs, such as
+        `compute_gradients` returns: parameters without a pair stay too.
       skip_gradients_aggregation: True if the gradients are the same on all
         replicas already. They are not reduced then, not even by `CrossShard`.
+      aggregation: How gradients are reduced over the replicas inside
+        `Strategy.run`: "mean" or "sum". None means the mean, unless a wrapper
+        reduces them itself.
       **replaced: New values of other fields of the state, such as
         `batch_stats`. A wrapper that skips the step keeps the old values, so
         structure, shapes and dtypes must not change. Names that are no fields
@@ -355,7 +454,8 @@ class TrainState(flax_train_state.TrainState):
     Raises:
       ValueError: `grads` or a replaced field does not match the state; the
         message names the first path that differs. Or no parameter has a
-        gradient.
+        gradient, a path is unknown or given twice, or `aggregation` contradicts
+        a wrapper or `skip_gradients_aggregation`.
       TypeError: A name is neither a field of the state nor an extra argument
         of the optimizer, or the optimizer needs another extra argument.
 
@@ -366,21 +466,16 @@ class TrainState(flax_train_state.TrainState):
       >>> float(state.params["w"]), int(state.step)
       (0.5, 1)
     """
-    if positional or grads is _MISSING:
-      raise TypeError(
-        "apply_gradients takes gradients by name: write "
-        "state.apply_gradients(grads=grads)."
-      )
-    if type(grads) is tuple and isinstance(self.params, Mapping):
-      raise ValueError(
-        f"grads must be a tree like params, got a tuple of {len(grads)}; "
-        "value_and_grad returns (loss, grads): pass its second element."
-      )
+    grads = gradient_pairs.gradients_argument(positional, grads, self.params)
+    op = aggregation_lib.check(
+      aggregation, skip_gradients_aggregation, self.wrappers
+    )
     trained = opt_state_lib.trained_params(self.params)
     grads = trees.conform(
       "grads", grads, trained, dtypes=False, of_gradients=True
     )
     replaced, extra = self._split_names(replaced)
+    aggregation_lib.check_extra_arguments(op, extra)
     for message in stack.check_gradients(
       self.wrappers, self.wrapper_states, grads
     ):
@@ -405,7 +500,7 @@ class TrainState(flax_train_state.TrainState):
       ):
         # Before the wrappers: a reduced gradient carries the NaN of any replica
         # to all of them, so that LossScale needs no collective of its own.
-        grads = replica_context.reduce_gradients("mean", grads)
+        grads = replica_context.reduce_gradients(op, grads)
         mark = replica_context.gradients_already_reduced()
       if not (skip_gradients_aggregation or has_local_updates):
         extra = mean_extra_args.mean_over_replicas(extra)
@@ -444,7 +539,7 @@ class TrainState(flax_train_state.TrainState):
       wrapper_states=states,
     )
     with mark:
-      target = stack.apply(self.wrappers, target, grads, update)
+      target = stack.apply(self.wrappers, target, grads, update, op)
     wrapper_states = target.wrapper_states
     new_collections = target.collections
     is_added = stack.took_batch(self.wrappers, states, wrapper_states)
@@ -469,7 +564,14 @@ class TrainState(flax_train_state.TrainState):
     return new
 
   def minimize(
-    self, loss_fn: Callable[..., Any], *args: Any, has_aux: bool = False
+    self,
+    loss_fn: Callable[..., Any],
+    *args: Any,
+    has_aux: bool = False,
+    var_list: Sequence[Any] | None = None,
+    grad_loss: Any = None,
+    aggregation: str | None = None,
+    gate_gradients: str = "none",
   ) -> tuple[Self, Any]:
     """Takes one step: `value_and_grad`, then `apply_gradients`.
 
@@ -480,30 +582,59 @@ class TrainState(flax_train_state.TrainState):
       loss_fn: As in `value_and_grad`.
       *args: Further arguments of `loss_fn`.
       has_aux: Whether `loss_fn` returns auxiliary output.
+      var_list: The parameters to train, as in `value_and_grad`. Others keep
+        their values and their optimizer slots, and are not differentiated. None
+        means all parameters.
+      grad_loss: The cotangent of the loss, as in `value_and_grad`.
+      aggregation: "mean", "sum" or None, as in `apply_gradients`.
+      gate_gradients: "none", "op" or "graph", as in `value_and_grad`.
 
     Returns:
       `(state, loss)` or `(state, (loss, aux))`; the loss before the update.
 
+    Raises:
+      TypeError, ValueError: As `value_and_grad` and `apply_gradients` do.
+
     Example:
       >>> state = TrainState.create(
-      ...     apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(0.25))
-      >>> state, loss = state.minimize(lambda p: p["w"] ** 2)
-      >>> float(loss), float(state.params["w"])
-      (1.0, 0.5)
+      ...     apply_fn=None, params={"w": jnp.ones(()), "b": jnp.ones(())},
+      ...     tx=optax.sgd(0.25))
+      >>> state, loss = state.minimize(
+      ...     lambda p: p["w"] ** 2 + p["b"], var_list=["w"])
+      >>> float(loss), {name: float(p) for name, p in state.params.items()}
+      (2.0, {'b': 1.0, 'w': 0.5})
     """
-    value, grads = self.value_and_grad(loss_fn, *args, has_aux=has_aux)
+    value, grads = self.value_and_grad(
+      loss_fn,
+      *args,
+      has_aux=has_aux,
+      var_list=var_list,
+      grad_loss=grad_loss,
+      gate_gradients=gate_gradients,
+    )
 
-    def value_fn(params: PyTree) -> Any:
-      value = loss_fn(params, *args)
-      return value[0] if has_aux else value
+    def objective(value: Any) -> Any:
+      loss = value[0] if has_aux else value
+      return validation.weigh_loss(loss, grad_loss)
 
+    grad = grads
+    if var_list is not None:
+      # Line searches multiply it by the updates, which are arrays.
+      grad = jax.tree.map(
+        lambda p, g: jnp.zeros_like(p) if g is None else g,
+        opt_state_lib.trained_params(self.params),
+        grads,
+      )
     known = dict(
-      value=value[0] if has_aux else value, grad=grads, value_fn=value_fn
+      value=objective(value),
+      grad=grad,
+      value_fn=lambda params: objective(loss_fn(params, *args)),
     )
     fields = fields_lib.fields_by_name(type(self))
     names = extra_args.used(self.tx) & set(known) - set(fields)
     extra = {name: known[name] for name in names}
-    return self.apply_gradients(grads=grads, **extra), value
+    new = self.apply_gradients(grads=grads, aggregation=aggregation, **extra)
+    return new, value
 
   def _local_wrapper_states(self) -> dict[str, PyTree]:
     """Returns the wrappers' states without the replica axis."""
@@ -567,6 +698,82 @@ class TrainState(flax_train_state.TrainState):
       # A weakly typed leaf would make the next call of the step recompile.
       collections[name] = jax.tree.map(trees.drop_weak_type, value)
     return collections, static
+
+  # -- Slots.
+
+  def get_slot_names(self) -> list[str]:
+    """Returns the names of the arrays that exist for each parameter.
+
+    A name is TensorFlow's where `tf.train` has the same slot: `m` and `v` of
+    Adam, `momentum`, `rms` and `mg` of RMSProp, `accumulator` of Adagrad,
+    `accum` and `accum_update` of Adadelta. Else it is the field of the
+    optimizer's state, as `v_row` of Adafactor. If a parameter has two slots of
+    one name, their paths in `opt_state` are the names: `0/momentum` and
+    `1/momentum`. Slots of a wrapper begin with its name: `agn/grad_accum`.
+
+    Returns:
+      The names, sorted. Not every parameter has every slot.
+
+    Example:
+      >>> state = TrainState.create(
+      ...     apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.adam(0.1))
+      >>> state.get_slot_names()
+      ['m', 'v']
+    """
+    return slots.get_slot_names(
+      self.params, self.opt_state, self.wrapper_states
+    )
+
+  def get_slot(self, parameter: Any, name: str) -> jax.Array | None:
+    """Returns the array that the optimizer or a wrapper keeps for a parameter.
+
+    Args:
+      parameter: The path of the parameter, such as `"Dense_0/kernel"`, or the
+        parameter itself, the very object in `state.params`.
+      name: One of `get_slot_names()`, or optax's name of the field, or the end
+        of its path in `opt_state`: `"m"`, `"mu"` or `"0/mu"`.
+
+    Returns:
+      The array, with the shape of the parameter in most optimizers. Slots that
+      a wrapper keeps per replica have the replica axis in front, as in
+      `wrapper_states`. None if this parameter has no such slot and another one
+      has, as with `freeze` and `optax.partition`.
+
+    Raises:
+      ValueError: No parameter has a slot of this name, where TensorFlow returns
+        None; the parameter does not exist; or several slots have the name.
+      TypeError: `parameter` is neither a string nor an array.
+
+    Example:
+      >>> state = TrainState.create(
+      ...     apply_fn=None, params={"w": jnp.ones(2)},
+      ...     tx=optax.sgd(0.1, momentum=0.9))
+      >>> state, _ = state.minimize(lambda p: 3 * p["w"].sum())
+      >>> state.get_slot("w", "momentum").tolist()
+      [3.0, 3.0]
+      >>> state.get_slot(state.params["w"], "trace").tolist()
+      [3.0, 3.0]
+    """
+    return slots.get_slot(
+      self.params, self.opt_state, self.wrapper_states, parameter, name
+    )
+
+  def variables(self) -> dict[str, jax.Array]:
+    """Returns all arrays of the optimizer and the wrappers, by path.
+
+    A field or a collection named `variables` hides this method.
+
+    Returns:
+      Slots, step counts and other state, without `step` and `params`. A path is
+      that in the state.
+
+    Example:
+      >>> state = TrainState.create(
+      ...     apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.adam(0.1))
+      >>> list(state.variables())
+      ['opt_state/0/count', 'opt_state/0/mu/w', 'opt_state/0/nu/w']
+    """
+    return slots.variables(self.opt_state, self.wrapper_states)
 
   # -- The wrappers' parameters and metrics, and the state without wrappers.
 

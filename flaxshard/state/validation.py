@@ -12,12 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import checks
+from flaxshard.core import gradients
 from flaxshard.core import trees
 from flaxshard.state import fields as fields_lib
 
 PyTree = Any
 
 _SCALARS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
+
+# Methods that a field or a collection of the same name may hide. Flax's
+# examples have a field `metrics`.
+HIDEABLE = frozenset(("metrics", "variables"))
 
 
 def check_params(params: PyTree) -> None:
@@ -51,14 +57,22 @@ def check_tx(tx: Any) -> None:
   )
 
 
-def split_loss(value: Any, has_aux: bool) -> tuple[Any, Any]:
+def split_loss(
+  value: Any, has_aux: bool, grad_loss: Any = None
+) -> tuple[Any, Any]:
   """Returns the loss and the auxiliary output that a loss function returned.
 
   The auxiliary output is None without `has_aux`.
 
+  Args:
+    value: What the loss function returned.
+    has_aux: Whether it is a pair.
+    grad_loss: The cotangent of the loss. With it the loss may be an array.
+
   Raises:
     TypeError: The loss is not a floating-point scalar, or `value` is no pair
       with `has_aux`.
+    ValueError: `grad_loss` has another shape than the loss.
   """
   is_pair = isinstance(value, (tuple, list)) and len(value) == 2
   if has_aux and not is_pair:
@@ -67,9 +81,11 @@ def split_loss(value: Any, has_aux: bool) -> tuple[Any, Any]:
     )
   loss, aux = value if has_aux else (value, None)
   if isinstance(loss, _SCALARS):
-    if not jnp.shape(loss) and jnp.issubdtype(
+    is_scalar = not jnp.shape(loss)
+    if (is_scalar or grad_loss is not None) and jnp.issubdtype(
       trees.dtype_of(loss), jnp.inexact
     ):
+      _check_grad_loss(grad_loss, loss)
       return loss, aux
   hint = ""
   if is_pair and not has_aux:
@@ -77,6 +93,31 @@ def split_loss(value: Any, has_aux: bool) -> tuple[Any, Any]:
   raise TypeError(
     f"loss_fn must return a floating-point scalar, got {_kind(loss)}.{hint}"
   )
+
+
+def weigh_loss(loss: Any, grad_loss: Any) -> Any:
+  """Returns the scalar that is differentiated: the loss, weighted and summed.
+
+  Args:
+    loss: What `split_loss` returns.
+    grad_loss: The cotangent of the loss; None for a scalar that stays.
+  """
+  if grad_loss is None:
+    return loss
+  # A product or a sum in 16 bits could overflow.
+  dtype = gradients.accumulator_dtype(trees.dtype_of(loss))
+  return jnp.sum(jnp.asarray(loss, dtype) * jnp.asarray(grad_loss, dtype))
+
+
+def _check_grad_loss(grad_loss: Any, loss: Any) -> None:
+  if grad_loss is None:
+    return
+  trees.check_arrays("grad_loss", grad_loss)
+  if jnp.shape(grad_loss) != jnp.shape(loss):
+    raise ValueError(
+      f"grad_loss must have the shape of the loss, {jnp.shape(loss)}, got "
+      f"{_kind(grad_loss)}."
+    )
 
 
 def _kind(x: Any) -> str:
@@ -105,10 +146,8 @@ def check_collections(
   """
   arguments = ["apply_fn", "params", "tx", "wrappers", "strategy"]
   fields = set(fields_lib.fields_by_name(cls))
-  # A collection may hide the method `metrics`: Flax's examples have a field of
-  # that name.
   taken = (fields & set(fields_lib.fields_by_name(inherited))) | (
-    set(dir(cls)) - fields - {"metrics"}
+    set(dir(cls)) - fields - HIDEABLE
   )
   for name, tree in collections.items():
     if name in taken:

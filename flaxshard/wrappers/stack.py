@@ -232,7 +232,11 @@ def take_narrow_gradients(wrappers: Wrappers, states: States) -> bool:
 
 
 def apply(
-  wrappers: Wrappers, target: base.Target, grads: PyTree, update: base.Next
+  wrappers: Wrappers,
+  target: base.Target,
+  grads: PyTree,
+  update: base.Next,
+  reduction: str = "mean",
 ) -> base.Target:
   """Applies gradients through the wrappers.
 
@@ -243,6 +247,8 @@ def apply(
       a condition, or twice, updates those of the inner wrappers with it.
     grads: Unscaled gradients like the parameters.
     update: The optimizer's update, called by the innermost wrapper.
+    reduction: "mean" or "sum", over the replicas, if a wrapper that defers the
+      reduction leaves it to this function.
 
   Returns:
     The new target.
@@ -254,7 +260,7 @@ def apply(
     name = base.name_of(wrappers[i])
     apply_inner: base.Next = functools.partial(apply_from, i + 1)
     if base.adapt(wrappers[i]).defers_reduction:
-      apply_inner = _reduce_before(wrappers, name, apply_inner)
+      apply_inner = _reduce_before(wrappers, name, apply_inner, reduction)
     target, state = wrappers[i].apply(
       target.wrapper_states[name], target, grads, apply_inner
     )
@@ -265,9 +271,9 @@ def apply(
 
 
 def _reduce_before(
-  wrappers: Wrappers, name: str, apply_inner: base.Next
+  wrappers: Wrappers, name: str, apply_inner: base.Next, reduction: str
 ) -> base.Next:
-  """Returns `apply_inner` on gradients that are averaged over the replicas."""
+  """Returns `apply_inner` on gradients that are reduced over the replicas."""
   context = replica_context.get_replica_context()
   if context is None or has_local_updates(wrappers):
     return apply_inner
@@ -281,7 +287,7 @@ def _reduce_before(
     return apply_inner
 
   def reduce_and_apply(target: base.Target, grads: PyTree) -> base.Target:
-    grads = replica_context.reduce_gradients("mean", grads)
+    grads = replica_context.reduce_gradients(reduction, grads)
     with replica_context.gradients_already_reduced():
       return apply_inner(target, grads)
 
