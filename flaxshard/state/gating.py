@@ -52,8 +52,8 @@ def gate(grads: PyTree, gate_gradients: str) -> PyTree:
   groups: dict[Any, dict[int, Any]] = {}
   for i, (path, g) in enumerate(flat):
     if gradients.has_gradient(path, g) or gradients.is_statistic(path):
-      group = path[:-1] if gate_gradients == "op" else ()
-      groups.setdefault(group, {})[i] = g
+      module = path[:-1] if gate_gradients == "op" else ()
+      groups.setdefault(module, {})[i] = g
   leaves = [g for _, g in flat]
   for group in groups.values():
     gated: Any = jax.lax.optimization_barrier(group)

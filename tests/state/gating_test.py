@@ -1,0 +1,99 @@
+"""`gate_gradients`: optimization barriers behind the gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from quadratic_states import create
+
+import flaxshard as fs
+from flaxshard.state import gating
+
+PARAMS = {
+  "layer0": {"kernel": jnp.eye(3), "bias": jnp.ones(3)},
+  "layer1": {"kernel": jnp.eye(3), "bias": jnp.ones(3)},
+  "head": jnp.ones(3),
+}
+X = jnp.arange(6.0).reshape(2, 3)
+
+
+def loss_fn(params, x, dtype=jnp.float32):
+  for name in ("layer0", "layer1"):
+    layer = jax.tree.map(lambda p: p.astype(dtype), params[name])
+    x = jnp.tanh(x.astype(dtype) @ layer["kernel"] + layer["bias"])
+  return (x.astype(jnp.float32) @ params["head"]).mean()
+
+
+def barriers(fn, *args):
+  """Returns the dtypes of the operands of each barrier in a program."""
+  return [
+    [x.aval.dtype.name for x in eqn.invars]
+    for eqn in jax.make_jaxpr(fn)(*args).eqns
+    if eqn.primitive.name == "optimization_barrier"
+  ]
+
+
+@pytest.mark.parametrize(
+  ("mode", "sizes"), [("none", []), ("op", [1, 2, 2]), ("graph", [5])]
+)
+def test_barriers_of_each_mode(mode, sizes):
+  state = create(params=PARAMS, tx=optax.adam(0.1))
+  step = lambda state, x: state.minimize(loss_fn, x, gate_gradients=mode)
+  assert sorted(map(len, barriers(step, state, X))) == sizes
+  text = jax.jit(step).lower(state, X).as_text()
+  assert text.count("stablehlo.optimization_barrier") == len(sizes)
+
+
+@pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
+def test_values_are_the_same(wrappers):
+  state = create(params=PARAMS, tx=optax.adam(0.1), wrappers=wrappers)
+  modes = ("none", "op", "graph")
+  grads = [
+    state.value_and_grad(loss_fn, X, gate_gradients=mode)[1] for mode in modes
+  ]
+  jitted = jax.jit(
+    lambda state, x: [
+      state.value_and_grad(loss_fn, x, gate_gradients=mode)[1] for mode in modes
+    ]
+  )(state, X)
+  for other in (*grads[1:], *jitted):
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6),
+      grads[0],
+      other,
+    )
+    assert jax.tree.map(lambda g: g.dtype, other) == jax.tree.map(
+      lambda g: g.dtype, grads[0]
+    )
+
+
+@pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
+def test_gradients_of_a_mixed_model_pass_in_16_bits(wrappers):
+  state = create(params=PARAMS, tx=optax.sgd(0.1), wrappers=wrappers)
+  step = lambda state, x: (
+    state.minimize(loss_fn, x, jnp.bfloat16, gate_gradients="graph")[0].params
+  )
+  # Sorted by path: the head computes in float32.
+  wanted = ["float32", *["bfloat16"] * 4]
+  assert wanted in barriers(jax.jit(step).__wrapped__, state, X)
+
+
+def test_rows_pass_as_one_gradient():
+  table = fs.IndexedSlices([1, 3], jnp.ones((2, 4)), (5, 4))
+  grads = {"embed": {"table": table, "bias": jnp.ones(4)}, "none": None}
+  gated = gating.gate(grads, "op")
+  assert gated["none"] is None
+  assert gated["embed"]["table"].dense_shape == (5, 4)
+  assert gated["embed"]["table"].indices.tolist() == [1, 3]
+  gate = lambda grads: gating.gate(grads, "op")
+  assert barriers(gate, grads) == [["float32", "int32", "float32"]]
+
+
+def test_unknown_mode():
+  state = create()
+  for mode, error in (("grpah", ValueError), (1, TypeError), (None, TypeError)):
+    with pytest.raises(error, match="'none', 'op', 'graph'"):
+      state.value_and_grad(lambda p: p["b"]["c"], gate_gradients=mode)
+  with pytest.raises(ValueError, match="Did you mean 'graph'"):
+    state.minimize(lambda p: p["b"]["c"], gate_gradients="grpah")
