@@ -22,13 +22,25 @@ def leaves(params: PyTree) -> dict[str, Any]:
     params: The parameters of a state. Of a pair for `optax.lookahead`, the fast
       ones are returned.
 
+  Raises:
+    ValueError: Two parameters have the same path.
+
   Example:
     >>> leaves({"Dense_0": {"kernel": 1.0}})
     {'Dense_0/kernel': 1.0}
   """
   trained = opt_state_lib.trained_params(params)
-  flat = jax.tree_util.tree_leaves_with_path(trained)
-  return {trees.path_string(path): leaf for path, leaf in flat}
+  by_path: dict[str, Any] = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(trained):
+    name = trees.path_string(path)
+    # {"a": {"b": x}, "a/b": y}
+    if name in by_path:
+      raise ValueError(
+        f"params: two parameters have the path {name!r}, so none can be named "
+        "by its path. Names in params must have no '/'."
+      )
+    by_path[name] = leaf
+  return by_path
 
 
 def check(argument: str, path: Any, params: PyTree) -> str:

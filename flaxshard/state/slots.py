@@ -117,6 +117,7 @@ def _find(
   params: PyTree, opt_state: PyTree, wrapper_states: PyTree
 ) -> list[Slot]:
   """Returns the slots, in the order of the states."""
+  parameter_paths.leaves(params)  # raises if a path is not unique
   trained = opt_state_lib.trained_params(params)
   slots: list[Slot] = []
   for group, tree in {"": opt_state, **wrapper_states}.items():

@@ -617,21 +617,20 @@ class TrainState(flax_train_state.TrainState):
       loss = value[0] if has_aux else value
       return validation.weigh_loss(loss, grad_loss)
 
-    grad = grads
-    if var_list is not None:
-      # Line searches multiply it by the updates, which are arrays.
-      grad = jax.tree.map(
-        lambda p, g: jnp.zeros_like(p) if g is None else g,
-        opt_state_lib.trained_params(self.params),
-        grads,
-      )
     known = dict(
       value=objective(value),
-      grad=grad,
+      grad=grads,
       value_fn=lambda params: objective(loss_fn(params, *args)),
     )
     fields = fields_lib.fields_by_name(type(self))
     names = extra_args.used(self.tx) & set(known) - set(fields)
+    if var_list is not None and "value_fn" in names:
+      # Undoing its step for some parameters leaves a point it has not seen.
+      raise ValueError(
+        "minimize: var_list needs an optimizer that updates each parameter by "
+        "itself; this one uses value_fn, as line searches do. Freeze the other "
+        "parameters: flaxshard.freeze(tx, patterns)."
+      )
     extra = {name: known[name] for name in names}
     new = self.apply_gradients(grads=grads, aggregation=aggregation, **extra)
     return new, value

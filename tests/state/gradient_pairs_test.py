@@ -103,3 +103,19 @@ def test_global_step_by_position():
     create().apply_gradients(pairs, 0)
   with pytest.raises(TypeError, match="grads=grads"):
     create().apply_gradients(pairs, grads=pairs)
+
+
+def test_rows():
+  table = jnp.ones((4, 2))
+  state = create(
+    params={"table": table, "w": jnp.ones(())},
+    tx=fs.sparse_rows(optax.adam(1.0), ["table"]),
+  )
+  slices = fs.IndexedSlices([2, 2], jnp.ones((2, 2)), (4, 2))
+  new = state.apply_gradients([(slices, "table")])
+  np.testing.assert_allclose(new.params["table"][:, 0], [1, 1, 0, 1], atol=1e-5)
+  assert float(new.params["w"]) == 1
+  np.testing.assert_allclose(
+    new.get_slot("table", "m")[:, 0], [0, 0, 0.2, 0], rtol=1e-5
+  )
+  assert state.get_slot_names() == ["m", "v"]

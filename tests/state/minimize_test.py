@@ -93,6 +93,11 @@ def test_var_list_of_frozen_parameters():
     state.minimize(quadratic, var_list=["b/c"])
 
 
+def test_var_list_with_a_line_search():
+  with pytest.raises(ValueError, match=r"value_fn.*flaxshard\.freeze"):
+    create(tx=optax.lbfgs()).minimize(quadratic, var_list=["w"])
+
+
 # grad_loss.
 
 
@@ -119,15 +124,12 @@ def test_cotangent_of_a_scalar():
 def test_line_search_minimizes_the_weighted_sum():
   state = create(tx=optax.lbfgs())
   weights = jnp.array([0.5, 2.0])
-  loss_fn = lambda p: (p["w"] - 3) ** 2 + p["b"]["c"]
-  step = jax.jit(
-    lambda s: s.minimize(loss_fn, var_list=["w"], grad_loss=weights)
-  )
-  for _ in range(6):
+  loss_fn = lambda p: (p["w"] - 3) ** 2
+  step = jax.jit(lambda s: s.minimize(loss_fn, grad_loss=weights))
+  for _ in range(5):
     state, loss = step(state)
   np.testing.assert_allclose(state.params["w"], [3, 3], atol=1e-3)
-  np.testing.assert_allclose(loss, [0.5, 0.5], atol=1e-3)
-  assert float(state.params["b"]["c"]) == 0.5
+  assert loss.shape == (2,)
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,14 @@ def test_array_that_is_two_parameters():
     state.get_slot(w, "m")
 
 
+def test_two_parameters_of_one_path():
+  params = {"a": {"b": jnp.ones(2)}, "a/b": jnp.ones(2)}
+  state = create(tx=optax.adam(RATE), params=params)
+  for method in (state.get_slot_names, lambda: state.get_slot("a/b", "m")):
+    with pytest.raises(ValueError, match="'a/b'"):
+      method()
+
+
 def test_collection_named_variables_hides_the_method():
   state = create(variables={"x": jnp.ones(())})
   assert float(state.variables["x"]) == 1
