@@ -119,3 +119,27 @@ def test_rows():
     new.get_slot("table", "m")[:, 0], [0, 0, 0.2, 0], rtol=1e-5
   )
   assert state.get_slot_names() == ["m", "v"]
+
+
+def test_computed_rows():
+  params = {"table": jnp.ones((4, 2)), "w": jnp.ones(2)}
+  state = create(
+    params=params, tx=fs.sparse_rows(optax.sgd(1.0, momentum=0.5), ["table"])
+  )
+  loss_fn = lambda p, ids: (p["table"][ids] * p["w"]).sum()
+
+  @jax.jit
+  def step(state, ids):
+    pairs = state.compute_gradients(
+      loss_fn, ids, var_list=["table"], gate_gradients="graph"
+    )
+    [(slices, path)] = pairs
+    assert fs.is_indexed_slices(slices) and path == "table"
+    return state.apply_gradients(pairs)
+
+  new = step(state, jnp.array([1, 3, 3]))
+  np.testing.assert_array_equal(new.params["table"][:, 0], [1, 0, 1, -1])
+  np.testing.assert_array_equal(new.params["w"], [1, 1])
+  np.testing.assert_array_equal(
+    new.get_slot("table", "momentum")[:, 0], [0, 1, 0, 2]
+  )
