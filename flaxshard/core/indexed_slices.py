@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxshard.core import row_blocks
+
 PyTree = Any
 
 
@@ -34,6 +36,9 @@ class IndexedSlices:
     dense_shape: The shape of the whole array.
     is_unique: Whether `indices` are sorted and no row number but the padding
       `dense_shape[0]` occurs twice, as `deduplicated` returns them.
+    parts: Number of blocks of equal size that `indices` consist of; 1 unless
+      `split` has made them. The i-th block has rows of the i-th part of the
+      array alone, and padding. Only each block is then without equal numbers.
 
   Example:
     >>> slices = IndexedSlices([2, 0, 2], jnp.ones((3, 1)), (4, 1))
@@ -51,6 +56,7 @@ class IndexedSlices:
   values: jax.Array
   dense_shape: tuple[int, ...]
   is_unique: bool
+  parts: int
 
   def __init__(
     self,
@@ -59,6 +65,7 @@ class IndexedSlices:
     dense_shape: Sequence[int],
     *,
     is_unique: bool = False,
+    parts: int = 1,
   ):
     """Checks shapes and dtypes.
 
@@ -68,6 +75,7 @@ class IndexedSlices:
       dense_shape: The shape of the whole array, of at least one dimension.
       is_unique: Whether the row numbers are sorted and distinct. It is not
         checked.
+      parts: Number of blocks that the row numbers consist of, see `split`.
 
     Raises:
       TypeError: The row numbers are not integers.
@@ -77,6 +85,7 @@ class IndexedSlices:
     self.values = jnp.asarray(values)
     self.dense_shape = tuple(operator.index(size) for size in dense_shape)
     self.is_unique = is_unique
+    self.parts = parts
     self.check()
 
   def check(self) -> None:
@@ -112,14 +121,14 @@ class IndexedSlices:
     """Returns row numbers and rows, and what is static."""
     key = jax.tree_util.GetAttrKey
     children = (key("indices"), self.indices), (key("values"), self.values)
-    return children, (self.dense_shape, self.is_unique)
+    return children, (self.dense_shape, self.is_unique, self.parts)
 
   @classmethod
   def tree_unflatten(cls, static: Any, children: Any) -> IndexedSlices:
     """Returns the object; JAX also puts other things than arrays in it."""
     new = object.__new__(cls)
     new.indices, new.values = children
-    new.dense_shape, new.is_unique = static
+    new.dense_shape, new.is_unique, new.parts = static
     return new
 
   def __repr__(self) -> str:
@@ -158,7 +167,7 @@ class IndexedSlices:
     return zeros.at[self._in_range()].add(
       self.values,
       mode="drop",
-      indices_are_sorted=self.is_unique,
+      indices_are_sorted=self.is_unique and self.parts == 1,
     )
 
   def deduplicated(self, size: int | None = None) -> IndexedSlices:
@@ -179,10 +188,10 @@ class IndexedSlices:
       [0, 2, 4]
     """
     rows = self.dense_shape[0]
+    if self.is_unique and size in (None, self.indices.size):
+      return self
     if size is None:
       size = min(self.indices.size, rows)
-    if self.is_unique and size == self.indices.size:
-      return self
     indices = self._in_range()
     # A stable sort: rows of one number are added in the order that they have.
     order = jnp.argsort(indices, stable=True)
@@ -204,6 +213,52 @@ class IndexedSlices:
       is_unique=True,
     )
 
+  def split(self, parts: int) -> IndexedSlices:
+    """Sorts distinct rows into blocks, one for each part of the array.
+
+    For an array whose rows are split over devices: each device then reads and
+    writes the rows of its own part alone. A block has a place for every row, so
+    that `parts` devices together store each row `parts` times, and one device
+    once.
+
+    Args:
+      parts: Number of parts of equal size. The rows stay as `deduplicated`
+        returns them if it is 1, or does not divide the rows of the array.
+
+    Example:
+      >>> slices = IndexedSlices([3, 0], jnp.ones((2, 1)), (4, 1)).split(2)
+      >>> slices.indices.tolist()
+      [0, 4, 4, 3]
+    """
+    rows = self.deduplicated()
+    if parts == 1 or self.dense_shape[0] % parts or rows.parts == parts:
+      return rows
+    indices, values = row_blocks.split(
+      rows.indices, rows.values, self.dense_shape[0], parts
+    )
+    return IndexedSlices(
+      indices, values, self.dense_shape, is_unique=True, parts=parts
+    )
+
+  def take_rows(self, x: jax.Array) -> jax.Array:
+    """Returns the rows of another array at these row numbers, `[n, ...]`.
+
+    Args:
+      x: An array with as many rows as `dense_shape[0]`. Padding takes the last
+        row of it, or of a part of it.
+    """
+    return row_blocks.take(x, self._in_range(), self.parts)
+
+  def put_rows(self, x: jax.Array, rows: jax.Array) -> jax.Array:
+    """Returns another array with new rows, in place if XLA may.
+
+    Args:
+      x: An array with as many rows as `dense_shape[0]`.
+      rows: The new rows, `[n, ...]`. The row numbers of this object must be
+        distinct: see `deduplicated`. Rows of padding are dropped.
+    """
+    return row_blocks.put(x, self._in_range(), rows, self.parts)
+
   def map_values(self, fn: Callable[[jax.Array], jax.Array]) -> IndexedSlices:
     """Applies a function to the rows.
 
@@ -217,6 +272,7 @@ class IndexedSlices:
       fn(self.values),
       self.dense_shape,
       is_unique=self.is_unique,
+      parts=self.parts,
     )
 
   def norm(self) -> jax.Array:
@@ -258,18 +314,12 @@ class IndexedSlices:
   def _add_to(self, x: jax.Array) -> jax.Array:
     """Returns `x` plus the rows, in place if XLA may reuse its memory."""
     rows = self.deduplicated()
-    indices = rows.indices
-    old, values = x.at[indices].get(mode="fill", fill_value=0), rows.values
+    old, values = rows.take_rows(x), rows.values
     if x.dtype.itemsize == 1 and x.dtype != values.dtype:
       # JAX does not promote float8 to other dtypes.
       old = old.astype(values.dtype)
     # The sum of each row is rounded once, to the dtype of the whole array.
-    return x.at[indices].set(
-      (old + values).astype(x.dtype),
-      mode="drop",
-      indices_are_sorted=True,
-      unique_indices=True,
-    )
+    return rows.put_rows(x, old + values)
 
   def _scale(self, operation: Any, factor: Any) -> Any:
     if np.ndim(factor) or isinstance(factor, IndexedSlices):
@@ -278,9 +328,11 @@ class IndexedSlices:
 
   def _in_range(self) -> jax.Array:
     """Returns the row numbers, with padding beyond the last row."""
-    rows = self.dense_shape[0]
-    is_row = (self.indices >= 0) & (self.indices < rows)
-    return jnp.where(is_row, self.indices, rows)
+    rows, indices = self.dense_shape[0], self.indices
+    if jnp.iinfo(indices.dtype).max < rows:
+      indices = indices.astype(jnp.int32)
+    is_row = (indices >= 0) & (indices < rows)
+    return jnp.where(is_row, indices, rows)
 
 
 def is_indexed_slices(x: Any) -> TypeGuard[IndexedSlices]:

@@ -82,7 +82,9 @@ def with_rows(updates: PyTree, tables: Mapping[Path, IndexedSlices]) -> PyTree:
     if path not in tables:
       return x
     rows = tables[path]
-    return IndexedSlices(rows.indices, x, rows.dense_shape, is_unique=True)
+    return IndexedSlices(
+      rows.indices, x, rows.dense_shape, is_unique=True, parts=rows.parts
+    )
 
   return jax.tree_util.tree_map_with_path(to_slices, updates)
 
@@ -120,9 +122,7 @@ def take_rows(
 
 
 def _take(x: jax.Array, rows: IndexedSlices) -> jax.Array:
-  # Padding takes the last row, whose values are ones that occur: zeros could
-  # give NaNs. What is computed from them is dropped.
-  taken = x.at[rows.indices].get(mode="clip")
+  taken = rows.take_rows(x)
   # JAX does not promote float8: compute in the dtype of the gradient.
   is_float8 = taken.dtype.itemsize == 1 and taken.dtype != rows.dtype
   return taken.astype(rows.dtype) if is_float8 else taken
@@ -145,14 +145,7 @@ def put_rows(
   """
   new_values, treedef = jax.tree.flatten(new_rows)
   new = [
-    new
-    if path is None
-    else old.at[tables[path].indices].set(
-      new.astype(old.dtype),
-      mode="drop",
-      indices_are_sorted=True,
-      unique_indices=True,
-    )
+    new if path is None else tables[path].put_rows(old, new)
     for old, new, path in zip(
       jax.tree.leaves(tree),
       new_values,
