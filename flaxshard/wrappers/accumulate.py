@@ -13,7 +13,9 @@ from flaxshard.core import checks
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import parameter_groups
 from flaxshard.core import tracing
+from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.sparse import row_accumulator
 from flaxshard.wrappers import base
 
 PyTree = Any
@@ -28,10 +30,13 @@ class AccumulateState(NamedTuple):
       None for leaves without a gradient. With `per_replica` they are those of a
       replica, `[replicas, ...]` in a TrainState.
     num_batches: int32 scalar, the number of batches in the sum.
+    touched: For each table of `sparse_rows`, bool `[rows]`: the rows in the
+      sum. None for other parameters; `{}` without tables.
   """
 
   grads: PyTree
   num_batches: jax.Array
+  touched: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +59,11 @@ class Accumulate(base.Base):
 
   Extra arguments of the optimizer, such as `value`, are those of the batch that
   completes an update.
+
+  Of a table of `sparse_rows`, a batch adds its rows in place, and the update
+  has the rows of all its batches: at most `steps` times as many as the batch
+  that completes it. Rows beyond that, from larger batches, stay in the sum for
+  the next update.
 
   Args:
     steps: Number of batches in an update.
@@ -136,6 +146,7 @@ class Accumulate(base.Base):
     return AccumulateState(
       grads=parameter_groups.zero_accumulators(tx, trained),
       num_batches=jnp.zeros((), jnp.int32),
+      touched=row_accumulator.init_touched(tx, trained),
     )
 
   def restart(
@@ -152,7 +163,10 @@ class Accumulate(base.Base):
     """Returns the specs: the sums are per replica if `per_replica`."""
     spec = P(mesh_lib.REPLICA) if self.per_replica else P()
     specs: Any = jax.tree.map(lambda _: P(), state)
-    return specs._replace(grads=jax.tree.map(lambda _: spec, state.grads))
+    return specs._replace(
+      grads=jax.tree.map(lambda _: spec, state.grads),
+      touched=jax.tree.map(lambda _: spec, state.touched),
+    )
 
   def took_batch(
     self, before: AccumulateState, after: AccumulateState
@@ -161,10 +175,17 @@ class Accumulate(base.Base):
     return before.num_batches != after.num_batches
 
   def pending(self, state: AccumulateState) -> str | None:
-    """Returns how many batches the parameters lack, if they lack any."""
+    """Returns how many batches or rows the parameters lack, if any."""
     count = int(state.num_batches)
     if not count:
-      return None
+      waiting = row_accumulator.count_touched(state.touched)
+      if not waiting:
+        return None
+      return (
+        f"Accumulate: {waiting} rows of tables did not fit in the last update, "
+        "and are not in params. An update has `steps` times as many rows as "
+        "its last batch, and earlier batches were larger."
+      )
     return (
       f"Accumulate: {count} of {self.steps} batches of the next update are "
       "done; their gradients are not in params."
@@ -178,42 +199,39 @@ class Accumulate(base.Base):
     next: base.Next,
   ) -> tuple[base.Target, AccumulateState]:
     """Adds the gradients to the sum; calls `next` when it is complete."""
-    is_none = lambda x: x is None
-    total = jax.tree.map(
-      lambda a, g: a if a is None or g is None else a + g.astype(a.dtype),
-      state.grads,
-      grads,
-      is_leaf=is_none,
-    )
+    grads = row_accumulator.deduplicate(grads)
+    total, touched = row_accumulator.add(state.grads, state.touched, grads)
     count = state.num_batches + 1
 
     def update(
-      target: base.Target, total: PyTree
-    ) -> tuple[base.Target, PyTree]:
+      target: base.Target, total: PyTree, touched: PyTree
+    ) -> tuple[base.Target, PyTree, PyTree]:
+      # Statistics of Flax's fp8 layers have no sum: the last batch's replace
+      # them. A leaf without a gradient in this batch keeps its sum.
+      taken = jax.tree.map(
+        lambda x, g: None if g is None else x,
+        row_accumulator.take(total, touched, grads, self.steps),
+        grads,
+        is_leaf=_is_leaf,
+      )
       # By the count and not by `steps`: a restored state may have more.
       mean = jax.tree.map(
-        # Statistics of Flax's fp8 layers have no sum: the last batch's replace
-        # them. A leaf without a gradient in this batch keeps its sum.
-        lambda a, g: g if a is None or g is None else a / count.astype(a.dtype),
-        total,
+        lambda x, g: g if x is None else x / count.astype(x.dtype),
+        taken,
         grads,
-        is_leaf=is_none,
+        is_leaf=_is_leaf,
       )
-      rest = jax.tree.map(
-        lambda a, g: a if a is None or g is None else jnp.zeros_like(a),
-        total,
-        grads,
-        is_leaf=is_none,
-      )
-      return next(target, mean), rest
+      return next(target, mean), *row_accumulator.clear(total, touched, taken)
 
     # Not equal: a restored state may have a sum of more batches than `steps`.
     is_update = count >= self.steps
     with jax.named_scope(tracing.UPDATE_SCOPE):
-      target, total = tracing.cond(
-        is_update, update, lambda *operands: operands, target, total
+      target, total, touched = tracing.cond(
+        is_update, update, lambda *operands: operands, target, total, touched
       )
-    return target, AccumulateState(total, jnp.where(is_update, 0, count))
+    return target, AccumulateState(
+      total, jnp.where(is_update, 0, count), touched
+    )
 
 
 def add_accumulation(
@@ -256,3 +274,7 @@ def add_accumulation(
     return base.check([*wrappers[:position], accumulate, *wrappers[position:]])
   except ValueError as e:
     raise ValueError(f"config.accumulate_steps={steps}: {e}") from e
+
+
+def _is_leaf(x: Any) -> bool:
+  return x is None or is_indexed_slices(x)

@@ -18,6 +18,7 @@ from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import values
+from flaxshard.sparse import row_accumulator
 from flaxshard.wrappers import agn_commit
 from flaxshard.wrappers import agn_sequential
 from flaxshard.wrappers import base
@@ -50,6 +51,9 @@ class AGNState(NamedTuple):
     collections: Per replica, the other collections by name, such as
       `batch_stats`.
     outer_opt_state: The state of `outer_tx`; `()` without `outer_tx`.
+    touched: Per replica, for each table of `sparse_rows`, bool `[rows]`: the
+      rows of `grad_accum` that local steps have added to. None for other
+      parameters; `{}` without tables.
   """
 
   local_params: PyTree
@@ -59,6 +63,7 @@ class AGNState(NamedTuple):
   commits: jax.Array
   collections: dict[str, PyTree]
   outer_opt_state: PyTree
+  touched: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +189,30 @@ class AGN(base.Base):
         if self.outer_tx is None
         else opt_state_lib.init(self.outer_tx, optimized)
       ),
+      touched=self._init_touched(params, tx),
     )
+
+  def _init_touched(self, params: PyTree, tx: Any) -> PyTree:
+    """Returns the rows of the accumulators of tables: none."""
+    touched = row_accumulator.init_touched(tx, params)
+    if not jax.tree.leaves(touched):
+      return touched
+    if tx.semantics == "tf" and (
+      self.commit_delta or self.commit == "sequential"
+    ):
+      # Such an update may change all rows, and those of its gradient alone
+      # would be compared.
+      return {}
+    if self.outer_tx is not None and not isinstance(
+      self.outer_tx, parameter_groups.SparseRows
+    ):
+      checks.warn(
+        "AGN: tx updates tables by rows, but outer_tx whole tables: replicas "
+        "exchange rows, and each commit reads and writes whole tables. If "
+        "outer_tx may leave the other rows as they are, give "
+        f"outer_tx=flaxshard.sparse_rows(outer_tx, {list(tx.patterns)!r})."
+      )
+    return touched
 
   def init_collections(
     self, state: AGNState, collections: dict[str, PyTree]
@@ -225,6 +253,7 @@ class AGN(base.Base):
       local_params=target.params,
       local_opt_state=opt_state_lib.with_counts(target.opt_state, counts),
       grad_accum=jax.tree.map(jnp.zeros_like, state.grad_accum),
+      touched=jax.tree.map(jnp.zeros_like, state.touched),
       # Back to the start of a period: the next commit averages a whole one.
       local_step=local_step - local_step % self.communication_period,
       commits=saved.get("commits", state.commits),
@@ -268,10 +297,17 @@ class AGN(base.Base):
     return {"commits": state.commits}
 
   def pending(self, state: AGNState) -> str | None:
-    """Returns how many local steps the center lacks, if it lacks any."""
+    """Returns how many local steps or rows the center lacks, if any."""
     steps = int(state.local_step) % self.communication_period
     if not steps:
-      return None
+      waiting = row_accumulator.count_touched(state.touched)
+      if not waiting:
+        return None
+      return (
+        f"AGN: {waiting} rows of tables did not fit in the last commit, and are "
+        "not in params. A commit has communication_period times as many rows "
+        "as its step, and earlier steps had larger batches."
+      )
     return (
       f"AGN: the last {steps} local steps of each replica are not in params. "
       f"They are committed after communication_period="
@@ -315,6 +351,7 @@ class AGN(base.Base):
     Returns:
       The center and collections after the step, and the new state.
     """
+    grads = row_accumulator.deduplicate(grads)
     # Outside of the conditional: an update in both of its branches was measured
     # to cost copies of the parameters and slots.
     new = next(
@@ -327,8 +364,12 @@ class AGN(base.Base):
     applied = new.step != target.step
     added = grads
     if self.commit_delta:
-      added = agn_commit.param_delta(state.local_params, new.params)
-    accum = agn_commit.accumulate(state.grad_accum, added, applied)
+      added = agn_commit.param_delta(
+        state.local_params, new.params, grads, state.touched
+      )
+    accum, touched = row_accumulator.add(
+      state.grad_accum, state.touched, added, applied
+    )
     local_step = state.local_step + applied
     is_commit = applied & (local_step % self.communication_period == 0)
 
@@ -336,17 +377,21 @@ class AGN(base.Base):
       center: ModelState,
       local: ModelState,
       accum: PyTree,
+      touched: PyTree,
       collections: dict[str, PyTree],
       committed: dict[str, PyTree],
     ) -> Any:
       del committed
-      center, local = self._commit(target, next, center, local, accum, grads)
+      taken = row_accumulator.take(
+        accum, touched, grads, self.communication_period
+      )
+      center, local = self._commit(target, next, center, local, taken, grads)
       collections = {
         name: replica_context.mean_collection(x)
         for name, x in collections.items()
       }
-      accum = jax.tree.map(jnp.zeros_like, accum)
-      return center, local, accum, collections, collections
+      accum, touched = row_accumulator.clear(accum, touched, taken)
+      return center, local, accum, touched, collections, collections
 
     # The collections that this step replaces, as they were last committed.
     committed = {
@@ -360,13 +405,14 @@ class AGN(base.Base):
     # All collectives are in this conditional. Its predicate is replicated: a
     # per-replica one would become a select, with the collectives in every step.
     with jax.named_scope(tracing.COMMIT_SCOPE):
-      center, local, accum, collections, committed = tracing.cond(
+      center, local, accum, touched, collections, committed = tracing.cond(
         is_commit,
         run_commit,
         lambda *operands: operands,
         ModelState(target.params, center_opt_state),
         ModelState(new.params, new.opt_state),
         accum,
+        touched,
         {name: new.collections[name] for name in committed},
         committed,
       )
@@ -389,6 +435,7 @@ class AGN(base.Base):
       commits=state.commits + is_commit,
       collections={**state.collections, **committed},
       outer_opt_state=() if self.outer_tx is None else center.opt_state,
+      touched=touched,
     )
 
   def _commit(
@@ -397,7 +444,7 @@ class AGN(base.Base):
     next: base.Next,
     center: ModelState,
     local: ModelState,
-    accum: PyTree,
+    taken: PyTree,
     grads: PyTree,
   ) -> tuple[ModelState, ModelState]:
     """Commits the accumulated gradients of all replicas.
@@ -407,13 +454,13 @@ class AGN(base.Base):
       next: Applies gradients with the wrappers inside and the optimizer.
       center: The center.
       local: This replica's parameters and optimizer state after the step.
-      accum: This replica's accumulated gradients.
+      taken: This replica's accumulated gradients, those of tables as rows.
       grads: The gradients of this step.
 
     Returns:
       The new center and this replica's new state.
     """
-    local_commit = agn_commit.commit_gradients(accum, grads, local.params)
+    local_commit = agn_commit.commit_gradients(taken, grads, local.params)
     received = agn_commit.received_gradient(local_commit, grads)
     counts = {}
     if self.share_step_count:

@@ -17,6 +17,8 @@ from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
 from flaxshard.core import trees
+from flaxshard.core.indexed_slices import IndexedSlices
+from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.replicas import context as replica_context
 
 PyTree = Any
@@ -37,60 +39,56 @@ class ModelState(NamedTuple):
 Update = Callable[[ModelState, PyTree, PyTree], ModelState]
 
 
-def accumulate(accum: PyTree, added: PyTree, applied: jax.Array) -> PyTree:
-  """Adds gradients or parameter deltas to the accumulators.
-
-  Args:
-    accum: The accumulators; None for leaves that never have a gradient.
-    added: A tree like the parameters; None for leaves without a gradient.
-    applied: Bool scalar; if False, the step was skipped and nothing is added.
-  """
-
-  def add(a: Any, x: Any) -> Any:
-    if a is None or x is None:
-      return a
-    # Not x * applied: the gradients of a skipped step may be infinite.
-    return a + jnp.where(applied, x, jnp.zeros_like(x)).astype(a.dtype)
-
-  return jax.tree.map(add, accum, added, is_leaf=lambda x: x is None)
-
-
-def param_delta(old: PyTree, new: PyTree) -> PyTree:
+def param_delta(
+  old: PyTree, new: PyTree, grads: PyTree, touched: PyTree
+) -> PyTree:
   """Returns the change of parameters in one step, with the sign of a gradient.
 
   Args:
     old: The parameters before the step.
     new: The parameters after the step.
+    grads: The gradients of the step, without equal row numbers.
+    touched: The rows of the accumulators of tables, see `row_accumulator`.
 
   Returns:
-    `old - new`, in the dtypes of the accumulators.
+    `old - new`, in the dtypes of the accumulators. Of a table, the rows of its
+    gradient: a local step has changed no others.
   """
 
   def subtract(o: jax.Array, n: jax.Array) -> jax.Array:
     dtype = gradients.accumulator_dtype(o.dtype)
     return o.astype(dtype) - n.astype(dtype)
 
-  return jax.tree.map(subtract, old, new)
+  def subtract_leaf(o: jax.Array, n: jax.Array, g: Any, rows: Any) -> Any:
+    if rows is None or not is_indexed_slices(g):
+      return subtract(o, n)
+    take_rows = lambda x: x.at[g.indices].get(mode="fill", fill_value=0)
+    delta = subtract(take_rows(o), take_rows(n))
+    return IndexedSlices(g.indices, delta, g.dense_shape, is_unique=True)
+
+  if not jax.tree.leaves(touched):
+    touched = jax.tree.map(lambda _: None, old)
+  return jax.tree.map(subtract_leaf, old, new, grads, touched)
 
 
-def commit_gradients(accum: PyTree, grads: PyTree, params: PyTree) -> PyTree:
+def commit_gradients(taken: PyTree, grads: PyTree, params: PyTree) -> PyTree:
   """Returns the gradients that a replica commits.
 
   Args:
-    accum: The accumulated gradients or parameter deltas.
+    taken: The accumulated gradients or parameter deltas.
     grads: The gradients of this step.
     params: The replica's local parameters.
 
   Returns:
-    The accumulators; None for leaves that never have a gradient. Of Flax's
+    The accumulated ones; None for leaves that never have a gradient. Of Flax's
     overwrite-with-gradient collection, the replica's newest values.
   """
 
-  def choose(path: trees.Path, p: jax.Array, a: Any, g: Any) -> Any:
+  def choose(path: trees.Path, p: jax.Array, x: Any, g: Any) -> Any:
     # The sum of statistics over a period means nothing.
-    return p if gradients.is_statistic(path) and g is not None else a
+    return p if gradients.is_statistic(path) and g is not None else x
 
-  return jax.tree_util.tree_map_with_path(choose, params, accum, grads)
+  return jax.tree_util.tree_map_with_path(choose, params, taken, grads)
 
 
 def received_gradient(committed: PyTree, grads: PyTree) -> dict[str, jax.Array]:
@@ -108,18 +106,29 @@ def received_gradient(committed: PyTree, grads: PyTree) -> dict[str, jax.Array]:
     accumulator but no gradient in this step.
   """
   grad_of = dict(
-    jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda g: g is None)
+    jax.tree_util.tree_leaves_with_path(
+      grads, is_leaf=lambda g: g is None or is_indexed_slices(g)
+    )
   )
   nonzero = {
     # Collectives take numbers, not booleans.
-    trees.path_string(path): jnp.any(x != 0).astype(jnp.int32)
-    for path, x in jax.tree_util.tree_leaves_with_path(committed)
+    trees.path_string(path): _is_nonzero(x).astype(jnp.int32)
+    for path, x in jax.tree_util.tree_leaves_with_path(
+      committed, is_leaf=is_indexed_slices
+    )
     if grad_of[path] is None
   }
   if not nonzero:
     return {}
   nonzero = replica_context.reduce_over_replicas("max", nonzero)
   return {path: x > 0 for path, x in nonzero.items()}
+
+
+def _is_nonzero(x: Any) -> jax.Array:
+  """Returns whether an array, or some rows, have a gradient at all."""
+  if is_indexed_slices(x):
+    return jnp.any(x.indices < x.dense_shape[0])
+  return jnp.any(x != 0)
 
 
 def keep_without_gradient(

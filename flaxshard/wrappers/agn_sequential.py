@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import logical_shards
@@ -49,6 +50,8 @@ def commit_sequentially(
   if replica_context.num_replicas() == 1 or not jax.tree.leaves(grads):
     center = update(center, grads, shared)
     return center, center.params
+  if any(map(is_indexed_slices, _leaves(grads))):
+    return _commit_whole(update, center, grads, shared)
   param_specs = logical_shards.specs_within(center.params)
   if param_specs is None:
     param_specs = jax.tree.map(lambda _: P(), center.params)
@@ -216,29 +219,63 @@ def _commit_whole(
 ) -> tuple[ModelState, PyTree]:
   """Applies all commits to the whole center, on every replica."""
   replica = jax.lax.axis_index(mesh_lib.REPLICA)
+  commits = _Commits(grads)
 
   def apply_commit(
     k: jax.Array, carry: tuple[ModelState, PyTree]
   ) -> tuple[ModelState, PyTree]:
     center, new_local_params = carry
-    is_committing = replica == k
-    # The sum of replica k's gradients and zeros broadcasts replica k's.
-    sent = jax.tree.map(
-      lambda g: jnp.where(is_committing, g, jnp.zeros_like(g)), grads
-    )
-    received = replica_context.reduce_over_replicas("sum", sent)
-    center = update(center, received, shared)
-    new_local_params = jax.tree.map(
-      lambda new, old: jnp.where(is_committing, new, old),
-      center.params,
-      new_local_params,
-    )
-    return center, new_local_params
+    commit = commits.receive(k)
+    center = update(center, commit, shared)
 
-  # One commit at a time: an all-gather would hold a copy for each replica.
+    def follow(new: jax.Array, old: jax.Array, g: Any) -> jax.Array:
+      if not is_indexed_slices(g):
+        return jnp.where(replica == k, new, old)
+      # Up to this replica's own commit its table follows the center, by the
+      # rows of each commit alone: a select would read the whole table.
+      rows = new.at[g.indices].get(mode="fill", fill_value=0)
+      indices = jnp.where(k <= replica, g.indices, g.dense_shape[0])
+      return old.at[indices].set(rows, mode="drop")
+
+    return center, jax.tree.map(follow, center.params, new_local_params, commit)
+
   return jax.lax.fori_loop(
     0, replica_context.num_replicas(), apply_commit, (center, center.params)
   )
+
+
+class _Commits:
+  """The commits of all replicas, one at a time."""
+
+  def __init__(self, grads: PyTree):
+    leaves = jax.tree.leaves(grads, is_leaf=is_indexed_slices)
+    self._treedef: Any = jax.tree.structure(grads, is_leaf=is_indexed_slices)
+    self._arrays = {
+      i: g for i, g in enumerate(leaves) if not is_indexed_slices(g)
+    }
+    # All rows at once: they are few.
+    self._rows = {
+      i: jax.tree.map(lambda x: jax.lax.all_gather(x, mesh_lib.REPLICA), g)
+      for i, g in enumerate(leaves)
+      if is_indexed_slices(g)
+    }
+
+  def receive(self, k: jax.Array) -> PyTree:
+    """Returns the gradients that replica `k` commits."""
+    is_mine = jax.lax.axis_index(mesh_lib.REPLICA) == k
+    # The sum of replica k's gradients and zeros broadcasts replica k's. One
+    # commit at a time: an all-gather would hold a copy for each replica.
+    sent = jax.tree.map(
+      lambda g: jnp.where(is_mine, g, jnp.zeros_like(g)), self._arrays
+    )
+    received = jax.tree.map(lambda x: x[k], self._rows)
+    if sent:
+      received |= replica_context.reduce_over_replicas("sum", sent)
+    return self._treedef.unflatten(received[i] for i in range(len(received)))
+
+
+def _leaves(grads: PyTree) -> list[Any]:
+  return jax.tree.leaves(grads, is_leaf=is_indexed_slices)
 
 
 def _is_real(x: jax.Array) -> bool:

@@ -1,0 +1,307 @@
+"""AGN, Accumulate and EMA with gradients of tables as rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tree_equality
+
+import flaxshard as fs
+
+RNG = np.random.default_rng(0)
+ROWS, WIDTH, PER_REPLICA = 40, 4, 6
+PARAMS = {
+  "table": RNG.normal(size=(ROWS, WIDTH)).astype(np.float32),
+  "w": RNG.normal(size=WIDTH).astype(np.float32),
+}
+SGD = optax.sgd(0.1)
+ADAM = optax.adam(0.1)
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
+def sparse(tx, semantics="lazy"):
+  return fs.sparse_rows(tx, ["table"], semantics)
+
+
+@functools.cache
+def strategy_of(replicas):
+  return fs.Strategy(devices=jax.devices()[:replicas])
+
+
+def make_batches(replicas, steps, size=PER_REPLICA):
+  rng = np.random.default_rng(1)
+  count = replicas * size
+  return [
+    {
+      "ids": rng.integers(0, ROWS, count).astype(np.int32),
+      "y": rng.normal(size=count).astype(np.float32),
+    }
+    for _ in range(steps)
+  ]
+
+
+def loss_fn(params, batch):
+  predicted = params["table"][batch["ids"]] @ params["w"]
+  return ((predicted - batch["y"]) ** 2).mean()
+
+
+def step(state, batch):
+  return state.minimize(loss_fn, batch)
+
+
+def create(tx, wrappers, strategy=None, params=PARAMS):
+  return fs.TrainState.create(
+    apply_fn=None,
+    params=jax.tree.map(jnp.array, params),
+    tx=tx,
+    wrappers=wrappers,
+    strategy=strategy,
+  )
+
+
+def train(tx, wrappers, batches, replicas=1, state=None):
+  strategy = strategy_of(replicas)
+  state = state or create(tx, wrappers, strategy)
+  run = strategy.jit(step)
+  for batch in batches:
+    state, _ = run(state, strategy.shard_batch(batch))
+  return state
+
+
+def leaves_without_touched(states):
+  return jax.tree.leaves(
+    {
+      name: s._replace(touched=()) if hasattr(s, "touched") else s
+      for name, s in states.items()
+    }
+  )
+
+
+WRAPPERS = {
+  "mean": fs.AGN(3, "mean"),
+  "sequential": fs.AGN(3),
+  "delta": fs.AGN(3, "sum", commit_delta=True, share_step_count=True),
+  "sequential_delta": fs.AGN(3, commit_delta=True),
+  "accumulate": fs.Accumulate(3),
+  "accumulate_per_replica": fs.Accumulate(3, per_replica=True),
+  "ema": fs.EMA(0.5),
+}
+QUICK = ("mean", "accumulate_per_replica")
+
+
+@pytest.mark.parametrize(
+  "name, replicas",
+  [
+    pytest.param(name, 4, marks=() if name in QUICK else pytest.mark.slow)
+    for name in WRAPPERS
+  ]
+  + [pytest.param("sequential", 1, marks=pytest.mark.slow)],
+)
+def test_rows_with_sgd_equal_whole_gradients(name, replicas):
+  wrappers = [WRAPPERS[name]]
+  batches = make_batches(replicas, 7)
+  state = train(sparse(SGD), wrappers, batches, replicas)
+  dense = train(SGD, wrappers, batches, replicas)
+  # Center, local parameters and sums, in the middle of a period.
+  for a, b in zip(
+    jax.tree.leaves(state.params), jax.tree.leaves(dense.params), strict=True
+  ):
+    np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+  for a, b in zip(
+    leaves_without_touched(state.wrapper_states),
+    leaves_without_touched(dense.wrapper_states),
+    strict=True,
+  ):
+    np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+  if name == "ema":
+    return
+  touched = state.wrapper_states[wrappers[0].name].touched["table"]
+  seen = np.split(
+    batches[-1]["ids"], touched.shape[0] if touched.ndim > 1 else 1
+  )
+  for rows, ids in zip(np.atleast_2d(touched), seen, strict=True):
+    assert np.flatnonzero(rows).tolist() == sorted(set(ids.tolist()))
+  assert dense.wrapper_states[wrappers[0].name].touched == {}
+
+
+class LazyAdam:
+  """Adam on the rows that have a gradient."""
+
+  def __init__(self, params):
+    self.params = {k: p.astype(np.float64) for k, p in params.items()}
+    self.m = {k: np.zeros_like(p) for k, p in self.params.items()}
+    self.v = {k: np.zeros_like(p) for k, p in self.params.items()}
+    self.count = 0
+
+  def update(self, grads, rows):
+    self.count += 1
+    for k, g in grads.items():
+      i = rows if k == "table" else slice(None)
+      m, v, p = self.m[k], self.v[k], self.params[k]
+      m[i] = 0.9 * m[i] + 0.1 * g[i]
+      v[i] = 0.999 * v[i] + 0.001 * g[i] ** 2
+      rate = 0.1 * np.sqrt(1 - 0.999**self.count) / (1 - 0.9**self.count)
+      p[i] -= (
+        rate * m[i] / (np.sqrt(v[i]) + 1e-8 * np.sqrt(1 - 0.999**self.count))
+      )
+
+
+def numpy_grads(params, ids, y):
+  rows = params["table"][ids]
+  error = 2 * (rows @ params["w"] - y) / len(y)
+  table = np.zeros_like(params["table"])
+  np.add.at(table, ids, error[:, None] * params["w"])
+  return {"table": table, "w": error @ rows}
+
+
+@pytest.mark.parametrize(
+  "commit", ["mean", pytest.param("sequential", marks=pytest.mark.slow)]
+)
+def test_lazy_adam_equals_a_numpy_reference(commit):
+  replicas, period = 2, 2
+  batches = make_batches(replicas, 5)
+  center = LazyAdam(PARAMS)
+  locals_ = [LazyAdam(PARAMS) for _ in range(replicas)]
+  zeros = {k: np.zeros(p.shape) for k, p in PARAMS.items()}
+  sums, used = [dict(zeros) for _ in locals_], [set() for _ in locals_]
+  for n, batch in enumerate(batches, 1):
+    for i, local in enumerate(locals_):
+      part = slice(i * PER_REPLICA, (i + 1) * PER_REPLICA)
+      ids, y = batch["ids"][part], batch["y"][part]
+      grads = numpy_grads(local.params, ids, y)
+      local.update(grads, sorted(set(ids.tolist())))
+      sums[i] = {k: s + grads[k] / period for k, s in sums[i].items()}
+      used[i] |= set(ids.tolist())
+    if n % period:
+      continue
+    if commit == "mean":
+      mean = {k: sum(s[k] for s in sums) / replicas for k in PARAMS}
+      center.update(mean, sorted(set.union(*used)))
+    for i, local in enumerate(locals_):
+      if commit == "sequential":
+        center.update(sums[i], sorted(used[i]))
+      local.params = {k: p.copy() for k, p in center.params.items()}
+    sums, used = [dict(zeros) for _ in locals_], [set() for _ in locals_]
+  wrappers = [fs.AGN(period, commit)]
+  state = train(sparse(ADAM), wrappers, batches, replicas)
+  for k, p in center.params.items():
+    np.testing.assert_allclose(state.params[k], p, rtol=2e-5, atol=1e-5)
+  agn = state.wrapper_states["agn"]
+  for i, local in enumerate(locals_):
+    for k, p in local.params.items():
+      np.testing.assert_allclose(
+        agn.local_params[k][i], p, rtol=2e-5, atol=1e-5
+      )
+
+
+@pytest.mark.slow
+def test_rows_of_accumulated_batches_equal_one_large_batch():
+  batches = make_batches(1, 6)
+  large = [
+    {k: np.concatenate([b[k] for b in batches[i : i + 3]]) for k in batches[0]}
+    for i in (0, 3)
+  ]
+  state = train(sparse(ADAM), [fs.Accumulate(3)], batches)
+  expected = train(sparse(ADAM), [], large)
+  for a, b in zip(
+    jax.tree.leaves((state.params, state.opt_state)),
+    jax.tree.leaves((expected.params, expected.opt_state)),
+    strict=True,
+  ):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "name", ["mean", pytest.param("accumulate", marks=pytest.mark.slow)]
+)
+def test_an_overflow_in_one_row_adds_nothing(name):
+  wrappers = [fs.LossScale("dynamic"), WRAPPERS[name]]
+  good, bad = make_batches(2, 2)
+  bad["y"][3] = np.inf
+  before = train(sparse(SGD), wrappers, [good], 2)
+  after = train(sparse(SGD), wrappers, [bad], 2, before)
+  key = WRAPPERS[name].name
+  tree_equality.assert_trees_equal(
+    after.wrapper_states[key], before.wrapper_states[key]
+  )
+  assert int(after.wrapper_states["loss_scale"].skipped_steps) == 1
+
+
+def test_rows_of_a_larger_batch_wait_for_the_next_commit():
+  large, *small = make_batches(1, 1, size=20) + make_batches(1, 2, size=2)
+  wrappers = [fs.AGN(2, "mean")]
+  state = train(sparse(SGD), wrappers, [large, small[0]])
+  agn = state.wrapper_states["agn"]
+  all_rows = set(large["ids"].tolist()) | set(small[0]["ids"].tolist())
+  # A commit of two steps with two rows each has four rows.
+  assert int(agn.touched["table"].sum()) == len(all_rows) - 4
+  assert f"{len(all_rows) - 4} rows" in wrappers[0].pending(agn)
+  dense = train(SGD, wrappers, [large, small[0]])
+  waiting = np.asarray(agn.touched["table"][0])
+  np.testing.assert_allclose(
+    state.params["table"][~waiting], dense.params["table"][~waiting], rtol=1e-6
+  )
+  np.testing.assert_array_equal(
+    state.params["table"][waiting], PARAMS["table"][waiting]
+  )
+
+
+@pytest.mark.slow
+def test_a_table_without_a_gradient_in_the_step_of_a_commit_is_committed():
+  batch = make_batches(1, 1)[0]
+  state = create(sparse(SGD), [fs.AGN(2, "mean")])
+  dense = create(SGD, [fs.AGN(2, "mean")])
+
+  def two_steps(state):
+    state, _ = state.minimize(loss_fn, batch)
+    grads = {"table": None, "w": jnp.ones(WIDTH)}
+    return state.apply_gradients(grads=grads)
+
+  state, dense = jax.jit(two_steps)(state), jax.jit(two_steps)(dense)
+  np.testing.assert_allclose(
+    state.params["table"], dense.params["table"], rtol=1e-6
+  )
+  assert np.any(state.params["table"] != PARAMS["table"])
+  assert not np.any(state.wrapper_states["agn"].touched["table"])
+
+
+@pytest.mark.slow
+def test_outer_optimizer_of_whole_tables_warns_and_equals_a_dense_run():
+  wrappers = [fs.AGN(3, "mean", outer_tx=OUTER, commit_delta=True)]
+  batches = make_batches(2, 7)
+  with pytest.warns(UserWarning, match="outer_tx"):
+    state = train(sparse(SGD), wrappers, batches, 2)
+  dense = train(SGD, wrappers, batches, 2)
+  np.testing.assert_allclose(
+    state.params["table"], dense.params["table"], rtol=1e-6, atol=1e-6
+  )
+
+
+@pytest.mark.slow
+def test_outer_optimizer_of_rows_leaves_the_others():
+  wrappers = [fs.AGN(2, "mean", outer_tx=sparse(OUTER), commit_delta=True)]
+  batches = make_batches(2, 4)
+  state = train(sparse(ADAM), wrappers, batches, 2)
+  used = np.isin(np.arange(ROWS), [batch["ids"] for batch in batches])
+  is_changed = np.any(state.params["table"] != PARAMS["table"], axis=1)
+  assert is_changed.tolist() == used.tolist() and not used.all()
+
+
+@pytest.mark.slow
+def test_run_steps_equals_single_steps():
+  strategy = strategy_of(2)
+  wrappers = [fs.AGN(2, "mean")]
+  batches = make_batches(2, 4)
+  single = train(sparse(ADAM), wrappers, batches, 2)
+  state, _ = strategy.run_steps(
+    step,
+    create(sparse(ADAM), wrappers, strategy),
+    [strategy.shard_batch(batch) for batch in batches],
+  )
+  for a, b in zip(
+    jax.tree.leaves(state.params), jax.tree.leaves(single.params), strict=True
+  ):
+    np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
