@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-__all__ = ["ddpm", "ppo", "regression", "simclr", "vae"]
+__all__ = ["ddpm", "ppo", "recsys", "regression", "simclr", "vae"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ import tree_equality
 from flaxshard import train
 from flaxshard.examples import ddpm
 from flaxshard.examples import ppo
+from flaxshard.examples import recsys
 from flaxshard.examples import regression
 from flaxshard.examples import simclr
 from flaxshard.train.config import files
@@ -90,12 +91,32 @@ def test_ppo_balances_the_pole(tmp_path):
   assert row["eval_mean_return"] > 475
 
 
+@pytest.mark.slow
+def test_recsys_recommends_better_than_popularity(tmp_path):
+  size = {"num_users": 10_000, "num_items": 5_000, "num_genres": 200}
+  config = read_config("recsys", num_train_steps=500, eval_every_steps=1000)
+  config.task.update(size)
+  config.schedule.warmup_steps = 25
+  _, row = run(config, tmp_path)
+  baselines = recsys.Task(**size).baselines()
+  popular, oracle = (
+    baselines[name]["recall_at_100"] for name in ("popularity", "oracle")
+  )
+  assert popular < 0.7 * oracle
+  assert row["eval_recall_at_100"] > (popular + oracle) / 2
+  assert row["eval_recall_at_100"] < 1.05 * oracle
+
+
 # Small models, and a checkpoint between two rollouts of PPO.
 SMALL = {
   "ddpm": {"model": {"width": 16, "depth": 1, "dropout": 0.1}},
   "ppo": {
     "model": {"hidden": (8,)},
     "task": {"num_envs": 2, "rollout_length": 32, "epochs": 1},
+  },
+  "recsys": {
+    "model": {"features": 8},
+    "task": {"num_users": 100, "num_items": 50, "num_genres": 5},
   },
   "regression": {"model": {"hidden": (8,)}},
   "vae": {"model": {"hidden": 8}},
@@ -174,3 +195,29 @@ def test_augmented_views_differ_and_keep_the_shape():
   assert views[0].shape == images.shape
   np.testing.assert_array_equal(views[0], views[1])
   assert np.abs(views[0] - views[2]).mean() > 0.05
+
+
+def test_choices_have_the_probabilities_of_the_world():
+  world = recsys.World(num_users=2, num_items=6, num_genres=3, seed=0)
+  choices = world.choices(20_000)
+  np.testing.assert_array_equal(choices, world.choices(20_000))
+  assert choices.shape == (2, 20_000)
+  counts = np.stack([np.bincount(x, minlength=6) for x in choices])
+  wanted = np.exp(world.log_probabilities(np.arange(2)))
+  np.testing.assert_allclose(wanted.sum(axis=1), 1, rtol=1e-5)
+  # Four standard deviations of a count.
+  np.testing.assert_allclose(counts / 20_000, wanted, atol=0.015)
+  other = recsys.World(num_users=2, num_items=6, num_genres=3, seed=1)
+  assert (choices != other.choices(20_000)).any()
+
+
+def test_rank_of_the_held_out_choice():
+  scores = np.array([[5.0, 4.0, 3.0, 2.0], [1.0, 2.0, 3.0, 4.0]])
+  # Items 0 and 1 were chosen before; item 2 and then item 0 is held out.
+  batch = {"choices": np.array([[0, 1, 2], [1, 1, 0]])}
+  ranks = recsys.ranks_of(scores, batch)
+  np.testing.assert_array_equal(ranks, [0, 2])
+  assert recsys.recall(np.array([0, 9, 10, 99])) == {
+    "recall_at_10": 0.5,
+    "recall_at_100": 1.0,
+  }

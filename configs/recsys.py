@@ -1,0 +1,38 @@
+"""Trains a recommender with tables of 200,000 users and 50,000 items.
+
+    flaxshard --config=recsys --workdir=/tmp/recsys
+
+Expect TODO
+"""
+
+import ml_collections
+
+import flaxshard as fs
+
+
+def get_config() -> ml_collections.ConfigDict:
+  """Returns the config."""
+  config = fs.config.defaults()  # --help=config lists the fields
+
+  config.task = {
+    "name": "flaxshard.examples.recsys:Task",
+    "num_users": 200_000,
+    "num_items": 50_000,
+  }
+  config.model = {"features": 64}
+  config.batch_size = 256  # users, with 20 items each
+  config.num_train_steps = 3000
+
+  config.learning_rate = 1.0  # peak of the schedule
+  # Rises for 150 steps, then falls to 0 at the last step.
+  config.schedule = {"name": "cosine", "warmup_steps": 150}
+  config.optimizer = {
+    "name": "optax:adagrad",
+    "initial_accumulator_value": 1e-8,
+  }
+  config.wrappers = (("loss_scale", {"scale": "auto"}),)  # for mixed_float16
+
+  config.log_every_steps = 500
+  config.eval_every_steps = 1000
+  config.checkpoint_every_steps = 3000
+  return config
