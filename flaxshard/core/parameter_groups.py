@@ -7,6 +7,7 @@ regular expressions, searched in paths such as `encoder/layer0/kernel`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import types
 from typing import Any
 
 import jax
@@ -220,11 +221,14 @@ class SparseRows(optax.GradientTransformationExtraArgs):
     patterns: The patterns of the tables.
     semantics: `"lazy"`, `"tf"` or `"catch_up"`.
     inner: The optimizer that updates the rows.
+    parts: The number of parts into which devices split the rows of a parameter,
+      by path. Others are not split.
   """
 
   patterns: tuple[str, ...]
   semantics: str
   inner: Any
+  parts: Mapping[trees.Path, int] = types.MappingProxyType({})
 
 
 def sparse_mask(tx: Any, params: PyTree) -> PyTree | None:

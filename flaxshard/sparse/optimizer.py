@@ -16,6 +16,7 @@ from flaxshard.core import trees
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.core.parameter_groups import SparseRows
 from flaxshard.sparse import row_update
+from flaxshard.sparse import table_parts
 
 PyTree = Any
 
@@ -94,12 +95,31 @@ def sparse_rows(
       return inner.update(updates, state, params, **extra)
     if params is None:
       raise ValueError("sparse_rows: update needs params, got None.")
+    updates = table_parts.split(updates, params, new.parts)
     return row_update.update(inner, updates, state, params, extra)
 
   new = SparseRows(init, update)
   new.patterns = patterns
   new.semantics = semantics
   new.inner = tx
+  return new
+
+
+def with_parts(tx: Any, params: PyTree) -> Any:
+  """Returns an optimizer that knows how the rows of its tables are split.
+
+  Args:
+    tx: An optimizer; others than those of `sparse_rows` are returned.
+    params: The parameters of a train state with their shardings.
+  """
+  if not isinstance(tx, SparseRows):
+    return tx
+  parts = table_parts.from_shardings(params)
+  if parts == tx.parts:
+    return tx
+  # A new object: JAX compares optimizers by their functions.
+  new = sparse_rows(tx.inner, tx.patterns, tx.semantics)
+  new.parts = parts
   return new
 
 

@@ -299,14 +299,16 @@ def plan_creation(
     # The train step donates the state, so no two outputs may share a buffer.
     return trees.unshare_buffers(fields)
 
+  abstract_fields = sharding_lib.abstract_fields(
+    jax.eval_shape(create_fields, *args), specs, wrappers, mesh
+  )
+  split_tx = sparse_optimizer.with_parts(tx, abstract_fields["params"])
   return CreationPlan(
     create_fields,
     args,
     arg_shardings,
-    static_fields,
-    sharding_lib.abstract_fields(
-      jax.eval_shape(create_fields, *args), specs, wrappers, mesh
-    ),
+    {**static_fields, "tx": split_tx},
+    abstract_fields,
     _precision_notes(init.model, wrappers),
   )
 

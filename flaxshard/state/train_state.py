@@ -28,6 +28,7 @@ from flaxshard.core import trees
 from flaxshard.partitioning import compile_only
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import mean_extra_args
+from flaxshard.replicas import rows
 from flaxshard.replicas import values
 from flaxshard.sparse import gradient_rows
 from flaxshard.sparse import optimizer as sparse_optimizer
@@ -194,6 +195,7 @@ class TrainState(flax_train_state.TrainState):
       else:
         given = trees.unshare_buffers(given)
       arrays = sharding_lib.complete_fields(init, given, mesh, wrappers)
+      tx = sparse_optimizer.with_parts(tx, arrays["params"])
     return fields_lib.extend(cls, arrays)(
       apply_fn=apply_fn, tx=tx, wrappers=wrappers, **static, **arrays
     )
@@ -504,6 +506,8 @@ class TrainState(flax_train_state.TrainState):
         mark = replica_context.gradients_already_reduced()
       if not (skip_gradients_aggregation or has_local_updates):
         extra = mean_extra_args.mean_over_replicas(extra)
+    else:
+      grads = rows.gather_over_mesh(grads)
     if not self.wrappers:
       return optimizer_update.flax_update(self, grads, replaced, extra)
     collections, static = self._check_replaced(replaced)
