@@ -173,7 +173,11 @@ class Optimizer(nnx.Optimizer[M]):
   # -- A train step.
 
   def value_and_grad(
-    self, loss_fn: Callable[..., Any], *, has_aux: bool = False
+    self,
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    gate_gradients: str = "none",
   ) -> Callable[..., tuple[Any, Any]]:
     """Differentiates a loss through the wrappers.
 
@@ -185,6 +189,8 @@ class Optimizer(nnx.Optimizer[M]):
       loss_fn: `loss_fn(model, *args, **kwargs)` returns a floating-point
         scalar, the loss, or `(loss, aux)` if `has_aux`.
       has_aux: Whether `loss_fn` returns auxiliary output.
+      gate_gradients: "none", "op" or "graph": which gradients must be there
+        before one of them is used; see `TrainState.value_and_grad`.
 
     Returns:
       A function of the arguments of `loss_fn` that returns `(loss, grads)`, or
@@ -217,7 +223,7 @@ class Optimizer(nnx.Optimizer[M]):
       with pure:
         state = self._train_state(pure.params)
         (loss, (arrays, changed)), grads = state.value_and_grad(
-          pure, has_aux=True
+          pure, has_aux=True, gate_gradients=gate_gradients
         )
         aux = pure.update_objects(arrays, changed)
       self._calls.note_gradients(
@@ -311,6 +317,44 @@ class Optimizer(nnx.Optimizer[M]):
     variables_lib.assign(self.opt_state, result.opt_state)
     variables_lib.assign(self.wrapper_states, result.wrapper_states)
     return jax.tree.map(lambda n, o: n - o, result.params, params)
+
+  def get_slot_names(self, model: Any) -> list[str]:
+    """Returns the names of the arrays that exist for each parameter.
+
+    Args:
+      model: The module.
+
+    Returns:
+      The names, sorted; see `TrainState.get_slot_names`.
+    """
+    params, _ = self._split(model)
+    return self._train_state(params).get_slot_names()
+
+  def get_slot(self, model: Any, path: str, name: str) -> jax.Array | None:
+    """Returns the array that the optimizer or a wrapper keeps for a parameter.
+
+    Args:
+      model: The module.
+      path: The path of the parameter, such as `"linear/kernel"`.
+      name: One of `get_slot_names(model)`; see `TrainState.get_slot`.
+
+    Returns:
+      The array; None if this parameter has no such slot and another one has.
+
+    Raises:
+      ValueError: No parameter has this path, or none has a slot of this name.
+
+    Example:
+      >>> import flaxshard as fs, optax
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = fs.nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+      >>> optimizer.get_slot_names(model)
+      ['m', 'v']
+      >>> optimizer.get_slot(model, "bias", "m").tolist()
+      [0.0]
+    """
+    params, _ = self._split(model)
+    return self._train_state(params).get_slot(path, name)
 
   def eval_params(self, model: Any) -> PyTree:
     """Returns the parameters to evaluate and to export.
