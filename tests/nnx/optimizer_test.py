@@ -438,3 +438,23 @@ def test_collections_that_a_call_makes_are_returned():
     assert float(new["Variable"]["total"]) == 8.0
   with pytest.raises(ValueError, match=r"the call made \['Variable'\]"):
     state.apply_fn(variables, x, mutable=["Cache"])
+
+
+def test_slots_and_gated_gradients():
+  model, optimizer = create()
+  batch = batches(1)[0]
+
+  @nnx.jit
+  def step(model, optimizer, batch):
+    compute = optimizer.value_and_grad(loss_fn, gate_gradients="graph")
+    _, grads = compute(model, batch)
+    optimizer.update(model, grads)
+    return grads
+
+  grads = step(model, optimizer, batch)
+  assert optimizer.get_slot_names(model) == ["m", "v"]
+  np.testing.assert_allclose(
+    optimizer.get_slot(model, "layers/0/kernel", "m"),
+    0.1 * grads["layers"][0]["kernel"][...],
+    rtol=1e-5,
+  )
