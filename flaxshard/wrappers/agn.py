@@ -304,9 +304,9 @@ class AGN(base.Base):
       if not waiting:
         return None
       return (
-        f"AGN: {waiting} rows of tables did not fit in the last commit, and are "
-        "not in params. A commit has communication_period times as many rows "
-        "as its step, and earlier steps had larger batches."
+        f"AGN: {waiting} rows of tables did not fit in the last commit, and "
+        "are not in params. A commit has communication_period times as many "
+        "rows as its step, and earlier steps had larger batches."
       )
     return (
       f"AGN: the last {steps} local steps of each replica are not in params. "
