@@ -88,6 +88,7 @@ class Accumulate(base.Base):
   """
 
   name: ClassVar[str] = "accumulate"
+  takes_indexed_slices: ClassVar[bool] = True
 
   steps: int = 1
   per_replica: bool = False

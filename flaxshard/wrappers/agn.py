@@ -129,6 +129,7 @@ class AGN(base.Base):
   """
 
   name: ClassVar[str] = "agn"
+  takes_indexed_slices: ClassVar[bool] = True
   reduces_gradients: ClassVar[bool] = True
   local_updates: ClassVar[bool] = True
 

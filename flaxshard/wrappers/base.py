@@ -140,6 +140,14 @@ class Base:
       unless another wrapper reduces them.
     skips_steps: Class attribute. True: the gradients of a batch decide whether
       its step is skipped, so no wrapper outside may accumulate gradients.
+    takes_indexed_slices: Class attribute. True: `apply` and
+      `unscale_gradients` can take an `IndexedSlices` as the gradient of a
+      parameter that `sparse_rows` names. It has two leaves, and row numbers are
+      one of them: map over gradients with
+      `is_leaf=flaxshard.is_indexed_slices`. False: gradients become whole
+      arrays before any wrapper gets them, with a warning, and the update is
+      that of any other parameter. A class that overrides one of the two
+      methods, and inherits the attribute, must set it too.
     foreign_paths: Class attribute. Leaves of a plain Flax train state that a
       checkpoint without a state of this wrapper may have instead, such as
       `"dynamic_scale/scale"`, and the leaf of this wrapper's state that each
@@ -165,6 +173,7 @@ class Base:
   local_updates: ClassVar[bool] = False
   defers_reduction: ClassVar[bool] = False
   skips_steps: ClassVar[bool] = False
+  takes_indexed_slices: ClassVar[bool] = False
   foreign_paths: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
 
   def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -195,7 +204,12 @@ class Base:
     return loss
 
   def unscale_gradients(self, state: PyTree, grads: PyTree) -> PyTree:
-    """Undoes `scale_loss` on gradients: returns `grads`."""
+    """Undoes `scale_loss` on gradients: returns `grads`.
+
+    Args:
+      state: The wrapper's state.
+      grads: Gradients of the scaled loss, as in `apply`.
+    """
     del state
     return grads
 
@@ -221,7 +235,8 @@ class Base:
     Args:
       state: The wrapper's state.
       target: The part of the train state that the update may change.
-      grads: Unscaled gradients like the parameters; None where there is none.
+      grads: Unscaled gradients like the parameters; None where there is none,
+        and with `takes_indexed_slices` an `IndexedSlices` for a table.
       next: Applies gradients through the inner wrappers and the optimizer. It
         takes a target and gradients and returns the new target.
 
@@ -502,6 +517,21 @@ def overrides(wrapper: Wrapper, hook: str) -> bool:
   """Returns whether a wrapper defines a hook, instead of the default."""
   bound = getattr(adapt(wrapper), hook)
   return getattr(bound, "__func__", bound) is not getattr(Base, hook)
+
+
+def takes_indexed_slices(wrapper: Wrapper, hook: str) -> bool:
+  """Returns whether a method of a wrapper may get `IndexedSlices`.
+
+  A class that overrides the method of a parent class must say so itself.
+  """
+  if not adapt(wrapper).takes_indexed_slices:
+    return False
+  for cls in type(wrapper).__mro__:
+    if "takes_indexed_slices" in vars(cls):
+      return True
+    if hook in vars(cls):
+      return False
+  return True
 
 
 def check(wrappers: Iterable[Wrapper]) -> tuple[Wrapper, ...]:

@@ -76,6 +76,7 @@ class CrossShard(base.Base):
   """
 
   name: ClassVar[str] = "cross_shard"
+  takes_indexed_slices: ClassVar[bool] = True
   reduces_gradients: ClassVar[bool] = True
 
   reduction: str = "mean"

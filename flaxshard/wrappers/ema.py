@@ -81,6 +81,7 @@ class EMA(base.Base):
   """
 
   name: ClassVar[str] = "ema"
+  takes_indexed_slices: ClassVar[bool] = True
 
   decay: float = 0.999
   debias: bool = True

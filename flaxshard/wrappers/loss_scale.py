@@ -86,6 +86,7 @@ class LossScale(base.Base):
   """
 
   name: ClassVar[str] = "loss_scale"
+  takes_indexed_slices: ClassVar[bool] = True
   skips_steps: ClassVar[bool] = True
   # Flax's `DynamicScale`, as its ImageNet and WMT examples keep it.
   foreign_paths: ClassVar[Mapping[str, str]] = types.MappingProxyType(

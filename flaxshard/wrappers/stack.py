@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from flaxshard.core import checks
+from flaxshard.core import indexed_slices
 from flaxshard.core import trees
+from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.core.policy import Policy
 from flaxshard.replicas import context as replica_context
 from flaxshard.wrappers import base
@@ -217,6 +219,7 @@ def unscale_gradients(
   wrappers: Wrappers, states: States, grads: PyTree
 ) -> PyTree:
   """Undoes `scale_loss` on gradients, outermost first."""
+  grads = _to_dense_unless_taken(wrappers, "unscale_gradients", grads)
   for w in wrappers:
     grads = w.unscale_gradients(states[base.name_of(w)], grads)
   return grads
@@ -253,6 +256,9 @@ def apply(
   Returns:
     The new target.
   """
+  # Before the outermost wrapper: `AGN` counts on the wrappers inside of it to
+  # change no other rows than those of the gradients that it passes to them.
+  grads = _to_dense_unless_taken(wrappers, "apply", grads)
 
   def apply_from(i: int, target: base.Target, grads: PyTree) -> base.Target:
     if i == len(wrappers):
@@ -268,6 +274,43 @@ def apply(
     return target._replace(wrapper_states=states)
 
   return apply_from(0, target, grads)
+
+
+def _to_dense_unless_taken(
+  wrappers: Wrappers, hook: str, grads: PyTree
+) -> PyTree:
+  """Returns gradients without rows if a wrapper's hook does not take them.
+
+  A wrapper that knows nothing of `IndexedSlices` may map a function over all
+  leaves, and so change row numbers.
+
+  Args:
+    wrappers: The wrappers.
+    hook: Name of the method that gets the gradients.
+    grads: The gradients.
+  """
+  paths = [
+    trees.path_string(path)
+    for path, g in jax.tree_util.tree_leaves_with_path(
+      grads, is_leaf=is_indexed_slices
+    )
+    if is_indexed_slices(g)
+  ]
+  unaware = [
+    w
+    for w in wrappers
+    if base.overrides(w, hook) and not base.takes_indexed_slices(w, hook)
+  ]
+  if not (paths and unaware):
+    return grads
+  checks.warn(
+    f"wrapper {base.name_of(unaware[0])!r}: {hook} gets whole arrays as the "
+    f"gradients of {', '.join(paths)}, and the step updates whole tables, "
+    "because the class does not say that it takes IndexedSlices. If it treats "
+    "them as leaves, with is_leaf=flaxshard.is_indexed_slices, set its class "
+    "attribute takes_indexed_slices = True."
+  )
+  return indexed_slices.to_dense(grads)
 
 
 def _reduce_before(

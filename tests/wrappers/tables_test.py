@@ -1,6 +1,8 @@
 """AGN, Accumulate and EMA with gradients of tables as rows."""
 
+import dataclasses
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -305,3 +307,78 @@ def test_run_steps_equals_single_steps():
     jax.tree.leaves(state.params), jax.tree.leaves(single.params), strict=True
   ):
     np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sign(fs.wrappers.Base):
+  """Maps over all leaves, as a wrapper that knows no rows."""
+
+  def apply(self, state, target, grads, next):
+    return next(target, jax.tree.map(jnp.sign, grads)), state
+
+
+@dataclasses.dataclass(frozen=True)
+class RowSign(fs.wrappers.Base):
+  takes_indexed_slices = True
+
+  def apply(self, state, target, grads, next):
+    is_rows = fs.is_indexed_slices
+    signs = jax.tree.map(
+      lambda g: g.map_values(jnp.sign) if is_rows(g) else jnp.sign(g),
+      grads,
+      is_leaf=is_rows,
+    )
+    return next(target, signs), state
+
+
+@dataclasses.dataclass(frozen=True)
+class Halve(fs.wrappers.Base):
+  """Multiplies all leaves, as a wrapper that knows no rows."""
+
+  def unscale_gradients(self, state, grads):
+    return jax.tree.map(
+      lambda g: g // 2 if g.dtype == "int32" else g / 2, grads
+    )
+
+
+class HalveAndAverage(Halve, fs.EMA):
+  """Inherits the attribute with another `unscale_gradients`."""
+
+  name = "halve"
+
+
+class Watch(fs.wrappers.Base):
+  """Overrides neither of the methods that get gradients."""
+
+
+def test_a_custom_wrapper_gets_whole_gradients_and_a_warning():
+  batch = make_batches(1, 1)[0]
+  with pytest.warns(UserWarning, match=r"'sign'.*table.*takes_indexed_slices"):
+    state, _ = step(create(sparse(SGD), [Sign()]), batch)
+  dense, _ = step(create(SGD, [Sign()]), batch)
+  tree_equality.assert_trees_equal(state.params, dense.params)
+
+
+@pytest.mark.parametrize("cls", [Halve, HalveAndAverage])
+def test_a_custom_unscaling_gets_whole_gradients_and_a_warning(cls):
+  batch = make_batches(1, 1)[0]
+  with pytest.warns(UserWarning, match=r"'halve': unscale_gradients"):
+    _, grads = create(sparse(SGD), [cls()]).value_and_grad(loss_fn, batch)
+  _, dense = create(SGD, [cls()]).value_and_grad(loss_fn, batch)
+  tree_equality.assert_trees_equal(grads, dense)
+
+
+@pytest.mark.parametrize("wrapper", [RowSign(), Watch()])
+def test_a_custom_wrapper_that_takes_rows_gets_rows(wrapper):
+  batch = make_batches(1, 1)[0]
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    # Momentum moves the other rows if the gradient is a whole array.
+    tx = optax.chain(optax.trace(0.9), optax.sgd(0.1))
+    state, _ = step(create(sparse(tx), [wrapper]), batch)
+    unused = np.flatnonzero(~np.isin(np.arange(ROWS), batch["ids"]))
+    trace = jax.tree.map(lambda x: x.at[...].set(1), state.opt_state)
+    new, _ = step(state.replace(opt_state=trace), batch)
+  np.testing.assert_array_equal(
+    new.params["table"][unused, :], PARAMS["table"][unused, :]
+  )
