@@ -6,7 +6,7 @@ regular expressions, searched in paths such as `encoder/layer0/kernel`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import types
 from typing import Any
 
@@ -223,12 +223,15 @@ class SparseRows(optax.GradientTransformationExtraArgs):
     inner: The optimizer that updates the rows.
     parts: The number of parts into which devices split the rows of a parameter,
       by path. Others are not split.
+    settle: Takes parameters and state, and returns them with all rows up to
+      date. Only `"catch_up"` leaves rows behind.
   """
 
   patterns: tuple[str, ...]
   semantics: str
   inner: Any
   parts: Mapping[trees.Path, int] = types.MappingProxyType({})
+  settle: Callable[[Any, Any], tuple[Any, Any]]
 
 
 def sparse_mask(tx: Any, params: PyTree) -> PyTree | None:
@@ -243,7 +246,10 @@ def sparse_mask(tx: Any, params: PyTree) -> PyTree | None:
   """
   if not isinstance(tx, SparseRows):
     return None
-  return _mask(tx.patterns, params)
+  mask, frozen = _mask(tx.patterns, params), frozen_mask(tx, params)
+  if frozen is None:
+    return mask
+  return jax.tree.map(lambda is_table, f: is_table and not f, mask, frozen)
 
 
 def frozen_mask(tx: Any, params: PyTree) -> PyTree | None:

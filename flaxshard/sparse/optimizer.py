@@ -10,17 +10,21 @@ import jax.numpy as jnp
 import optax
 
 from flaxshard.core import checks
+from flaxshard.core import indexed_slices
 from flaxshard.core import parameter_groups
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.core.parameter_groups import SparseRows
+from flaxshard.sparse import catch_up
+from flaxshard.sparse import row_plan
 from flaxshard.sparse import row_update
 from flaxshard.sparse import table_parts
+from flaxshard.sparse import whole_tables
 
 PyTree = Any
 
-SEMANTICS = ("lazy",)
+SEMANTICS = ("lazy", "tf", "catch_up")
 
 
 def sparse_rows(
@@ -44,21 +48,34 @@ def sparse_rows(
     tx: The optax optimizer.
     patterns: Regular expressions. A parameter is a table if one of them is
       found in its path, such as `embed/embedding`.
-    semantics: What happens to the rows that a step did not use. With `"lazy"`
-      they and their slots stay as they are.
+    semantics: What happens to the rows that a step did not use:
+
+      * `"lazy"`: they and their slots stay as they are.
+      * `"tf"`: what TensorFlow's kernels do. With Adam the moments of all rows
+        decay, and all rows move: the result is that of a whole gradient, at the
+        costs of one. With SGD, momentum, Adagrad, RMSProp and Adadelta it is
+        `"lazy"`. Other optimizers with slots are refused.
+      * `"catch_up"`: when a row is used, its slots are multiplied by their
+        decay in the steps that it missed, and so is a parameter with weight
+        decay. So moments equal those of whole gradients. The moves that
+        momentum alone would have made are left out. The state has a step count
+        for each row; `tx.settle(params, opt_state)` brings all rows up to date.
+
     argument: Name of `patterns` for errors.
 
   Returns:
-    An optax optimizer. Its state is that of `tx`. Its updates have an
-    `IndexedSlices` where the gradients have one; `optax.apply_updates` adds
-    the rows.
+    An optax optimizer. Its state is that of `tx`, with `"catch_up"` a
+    `CatchUpState` around it. Its updates have an `IndexedSlices` where the
+    gradients have one, or with `"tf"` a `TableUpdate`; `optax.apply_updates`
+    adds them in place.
 
   Raises:
     TypeError: `patterns` is not a sequence of strings.
     ValueError: There is no pattern, one is not a regular expression, or
       `semantics` does not exist. From `init`: a pattern matches no parameter,
-      or a parameter that is not a table: a floating-point array with two
-      dimensions.
+      or one that is not a table, a floating-point array with two dimensions;
+      or `tx` computes a row from other rows, as LAMB does. Sums over rows to
+      which zeros add nothing, such as the global norm of gradients, are exact.
 
   Example:
     >>> import flaxshard as fs
@@ -83,25 +100,66 @@ def sparse_rows(
     raise ValueError(f"{argument} must have at least one pattern.")
   semantics = checks.one_of("semantics", semantics, SEMANTICS)
   inner = optax.with_extra_args_support(tx)
+  plans: dict[Any, Any] = {}
+
+  def plan_of(params: PyTree) -> tuple[row_plan.RowPlan, Any]:
+    """Returns the plan, and what the semantics need to know of it."""
+    leaves, treedef = jax.tree.flatten(params)
+    key = treedef, tuple((jnp.shape(p), trees.dtype_of(p)) for p in leaves)
+    if key not in plans:
+      plan = row_plan.create(
+        argument, inner, params, _find_tables(argument, patterns, tx, params)
+      )
+      facts: Any = None
+      if plan.deferring is None and semantics == "tf":
+        facts = row_plan.whole_tables(argument, plan)
+      elif plan.deferring is None and semantics == "catch_up":
+        facts = row_plan.decay_factors(argument, plan)
+      plans[key] = plan, facts
+    return plans[key]
 
   def init(params: PyTree) -> PyTree:
-    _check_tables(argument, patterns, params)
-    return inner.init(params)
+    plan, facts = plan_of(params)
+    if plan.deferring is not None:
+      checks.warn(
+        f"{argument}={patterns!r}: {plan.deferring} applies gradients in later "
+        "steps, which rows are not enough for: they become whole arrays."
+      )
+    state = inner.init(params)
+    if semantics == "catch_up" and plan.deferring is None:
+      return catch_up.init(state, params, plan, facts)
+    return state
 
   def update(
     updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
   ) -> tuple[PyTree, PyTree]:
-    if not any(map(is_indexed_slices, row_update.leaves(updates))):
+    has_rows = any(map(is_indexed_slices, row_update.leaves(updates)))
+    if not has_rows and semantics != "catch_up":
       return inner.update(updates, state, params, **extra)
     if params is None:
       raise ValueError("sparse_rows: update needs params, got None.")
+    plan, facts = plan_of(params)
+    if plan.deferring is not None:
+      updates, extra = indexed_slices.to_dense((updates, extra))
+      return inner.update(updates, state, params, **extra)
     updates = table_parts.split(updates, params, new.parts)
-    return row_update.update(inner, updates, state, params, extra)
+    args = inner, updates, state, params, extra
+    if semantics == "catch_up":
+      return catch_up.update(*args, plan, facts)
+    if semantics == "tf":
+      return whole_tables.update(*args, facts)
+    return row_update.update(*args)
+
+  def settle(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+    if not isinstance(state, catch_up.CatchUpState):
+      return params, state
+    return catch_up.settle(params, state, *plan_of(params))
 
   new = SparseRows(init, update)
   new.patterns = patterns
   new.semantics = semantics
   new.inner = tx
+  new.settle = settle
   return new
 
 
@@ -123,36 +181,50 @@ def with_parts(tx: Any, params: PyTree) -> Any:
   return new
 
 
-def wrap(tx: Any, sparse: Any, semantics: Any) -> Any:
+def wrap(tx: Any, sparse: Any, semantics: Any, *, prefix: str = "") -> Any:
   """Returns `sparse_rows` around an optimizer if there are patterns.
 
   Args:
     tx: The optax optimizer.
     sparse: Patterns; none leaves `tx` as it is.
     semantics: See `sparse_rows`.
+    prefix: What precedes the names of the arguments in errors.
   """
-  sparse = patterns_lib.check("sparse", sparse)
-  semantics = checks.one_of("sparse_semantics", semantics, SEMANTICS)
+  sparse = patterns_lib.check(f"{prefix}sparse", sparse)
+  name = f"{prefix}sparse_semantics"
+  semantics = checks.one_of(name, semantics, SEMANTICS)
   if sparse:
-    return sparse_rows(tx, sparse, semantics, argument="sparse")
+    return sparse_rows(tx, sparse, semantics, argument=f"{prefix}sparse")
   if semantics != "lazy":
     raise ValueError(
-      f"sparse_semantics={semantics!r} needs sparse, the patterns of the "
-      "tables."
+      f"{name}={semantics!r} needs {prefix}sparse, the patterns of the tables."
     )
   return tx
 
 
-def _check_tables(
-  argument: str, patterns: tuple[str, ...], params: PyTree
-) -> None:
-  """Raises unless each pattern matches tables alone."""
+def _find_tables(
+  argument: str, patterns: tuple[str, ...], tx: Any, params: PyTree
+) -> list[trees.Path]:
+  """Returns the paths of the tables that are trained.
+
+  Raises:
+    PatternError: A pattern matches no parameter, one that is no table, or
+      frozen ones alone.
+  """
   parameter_groups.check_used(argument, patterns, params)
+  frozen = parameter_groups.frozen_mask(tx, params)
+  frozen_paths = {
+    path
+    for path, is_frozen in jax.tree_util.tree_leaves_with_path(frozen)
+    if is_frozen
+  }
+  tables, used = [], set()
   for path, p in jax.tree_util.tree_leaves_with_path(params):
     name = trees.path_string(path)
     i = patterns_lib.first_match(patterns, name)
-    if i is None:
+    if i is None or path in frozen_paths:
       continue
+    used.add(i)
     dtype, shape = trees.dtype_of(p), jnp.shape(p)
     if len(shape) != 2 or not jnp.issubdtype(dtype, jnp.floating):
       raise patterns_lib.PatternError(
@@ -160,3 +232,11 @@ def _check_tables(
         f"{list(shape)}, which is not a table: a floating-point array with "
         "two dimensions."
       )
+    tables.append(path)
+  for i, pattern in enumerate(patterns):
+    if i not in used:
+      raise patterns_lib.PatternError(
+        f"{argument}[{i}]={pattern!r} matches frozen parameters alone, which "
+        "have no gradients."
+      )
+  return tables

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -42,12 +42,24 @@ def update(
   row_params = take_rows(params, params, tables)
   row_state = take_rows(opt_state, params, tables)
   row_updates, new_rows = tx.update(
-    values_of(updates, tables), row_state, row_params, **extra
+    values_of(updates, tables),
+    row_state,
+    row_params,
+    **row_extra(extra, tables),
   )
   return (
     with_rows(row_updates, tables),
     put_rows(opt_state, new_rows, params, tables),
   )
+
+
+def row_extra(
+  extra: Mapping[str, Any], tables: Mapping[Path, IndexedSlices]
+) -> dict[str, Any]:
+  """Returns the extra arguments of an update, with rows in the gradients."""
+  if extra.get("grad") is None:
+    return dict(extra)
+  return {**extra, "grad": values_of(extra["grad"], tables)}
 
 
 def find_tables(updates: PyTree) -> dict[Path, IndexedSlices]:
@@ -90,7 +102,7 @@ def with_rows(updates: PyTree, tables: Mapping[Path, IndexedSlices]) -> PyTree:
 
 
 def slots_of(
-  tree: PyTree, params: PyTree, tables: Mapping[Path, Any]
+  tree: PyTree, params: PyTree, tables: Collection[Path]
 ) -> list[Path | None]:
   """Returns the table of each leaf of a tree that has its shape, else None."""
   shapes = {

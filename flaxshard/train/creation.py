@@ -16,6 +16,7 @@ from flaxshard.core import patterns
 from flaxshard.core.policy import Policy
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
+from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.state import create as create_lib
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import lora
@@ -41,12 +42,15 @@ def plan_creation(
     config: A checked config.
     strategy: The devices.
     loaded: The task, and the shapes of its data.
-    tx: The optimizer of the config.
+    tx: The optimizer of the config, without `config.sparse`.
 
   Raises:
     ValueError, TypeError: The model, the rules and the wrappers do not fit each
       other. The message names the field.
   """
+  tx = sparse_optimizer.wrap(
+    tx, config.sparse, config.sparse_semantics, prefix="config."
+  )
   creation = _plan_creation(config, strategy, loaded, tx)
   sown = _sown_collections(creation.abstract_state())
   if sown:
@@ -137,7 +141,7 @@ def errors_name_field(context: str) -> Iterator[None]:
   try:
     yield
   except patterns.PatternError:
-    # It names config.freeze or config.learning_rates.
+    # It names config.freeze, config.learning_rates or config.sparse.
     raise
   except specs_lib.RuleError as e:
     # The message of a RuleError begins with "rules", a field of config.mesh.

@@ -13,25 +13,14 @@ from typing import Any
 
 import jax
 from jax.extend import core as jax_core
-import numpy as np
 
-from flaxshard.core import tracing
+from flaxshard.core import programs
 
 PyTree = Any
 
 # The tag of an array: the dimension along which it is split, or one of these.
 WHOLE = -1  # computed from nothing that is split
 UNIFORM = -2  # the same, and all its elements are equal
-
-_CALLS = tracing.CALLS | tracing.CUSTOM_CALLS
-_ELEMENTWISE = frozenset(
-  "abs add add_any and atan2 cbrt ceil clamp complex conj "
-  "convert_element_type copy copy_p cos cosh div eq erf erf_inv erfc exp "
-  "exp2 expm1 floor ge gt imag integer_pow is_finite le log log1p logistic "
-  "lt max min mul ne neg nextafter not optimization_barrier or pow real "
-  "reduce_precision rem round rsqrt select_n sign sin sinh sqrt square "
-  "stop_gradient sub tan tanh xor".split()
-)
 
 
 class _NotElementwise(Exception):
@@ -100,7 +89,7 @@ def _program_tags(
     part: The program of the parts.
     input_tags: The tags of the inputs.
   """
-  whole, part = _open(whole), _open(part)
+  whole, part = programs.open_program(whole), programs.open_program(part)
   tags = dict(zip(whole.invars, input_tags, strict=True))
 
   def tag_of(atom: Any) -> int:
@@ -115,11 +104,7 @@ def _program_tags(
     if eqn.primitive is not other.primitive:
       raise _NotElementwise
     # Literals differ where they follow from a shape: x / x.shape[0].
-    literals, other_literals = (
-      [x.val for x in e.invars if isinstance(x, jax_core.Literal)]
-      for e in (eqn, other)
-    )
-    _check_same_values(literals, other_literals)
+    _check_same_values(programs.literals(eqn), programs.literals(other))
     given = [tag_of(x) for x in eqn.invars]
     new = _equation_tags(eqn, other, given)
     tags.update(zip(eqn.outvars, new, strict=True))
@@ -135,9 +120,9 @@ def _equation_tags(eqn: Any, other: Any, given: list[int]) -> list[int]:
     given: The tags of its inputs.
   """
   name, params = eqn.primitive.name, eqn.params
-  if name in _CALLS:
-    (key,) = [k for k in ("jaxpr", "call_jaxpr") if k in params]
-    return _program_tags(params[key], other.params[key], given)
+  if name in programs.CALLS:
+    inner, other_inner = programs.called(eqn), programs.called(other)
+    return _program_tags(inner, other_inner, given)
   # The predicate must be the same for all parts.
   if name == "cond" and given[0] == WHOLE:
     branches = [
@@ -155,18 +140,15 @@ def _equation_tags(eqn: Any, other: Any, given: list[int]) -> list[int]:
     if name == "axis_index" or str(eqn) != str(other):
       raise _NotElementwise
     return [WHOLE] * len(eqn.outvars)
-  if name not in _ELEMENTWISE or _semantics(params) != _semantics(other.params):
+  if name not in programs.ELEMENTWISE or programs.semantics(
+    params
+  ) != programs.semantics(other.params):
     raise _NotElementwise
   # Scalars are broadcast to any part.
   arrays = [
     tag for x, tag in zip(eqn.invars, given, strict=True) if x.aval.shape
   ]
   return [_common_tag(arrays)] * len(eqn.outvars)
-
-
-def _semantics(params: dict[str, Any]) -> dict[str, str]:
-  """Returns the parameters of an equation that affect its values."""
-  return {k: str(v) for k, v in params.items() if k != "sharding"}
 
 
 def _common_tag(tags: Sequence[int]) -> int:
@@ -182,16 +164,5 @@ def _common_tag(tags: Sequence[int]) -> int:
 
 def _check_same_values(some: Sequence[Any], others: Sequence[Any]) -> None:
   """Raises unless the constants of two programs are equal."""
-  if len(some) != len(others) or not all(
-    np.array_equal(np.asarray(a), np.asarray(b), equal_nan=_is_inexact(a))
-    for a, b in zip(some, others, strict=True)
-  ):
+  if not programs.same_values(some, others):
     raise _NotElementwise
-
-
-def _is_inexact(x: Any) -> bool:
-  return np.issubdtype(np.asarray(x).dtype, np.inexact)
-
-
-def _open(program: jax_core.ClosedJaxpr | jax_core.Jaxpr) -> jax_core.Jaxpr:
-  return program.jaxpr if isinstance(program, jax_core.ClosedJaxpr) else program

@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
-import flaxshard as fs
 from flaxshard.core import tf_optimizers
 
 FIGURES = json.loads(
@@ -121,7 +119,6 @@ CASES = [(api, name) for api, cases in COUNTERPARTS.items() for name in cases]
 
 
 def test_dense():
-  import itertools
 
   for api, name in CASES:
     tx = COUNTERPARTS[api][name]()

@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any
 
 from flaxshard.core import policy
+from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.train.config import kinds
 from flaxshard.train.config.kinds import Kind
 
@@ -330,6 +331,21 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
       "first pattern that is found in the path of a parameter counts; see "
       "`flaxshard.scale_learning_rates`. Rows of metrics have the rate of each "
       "pattern, as `learning_rate/^head/`.",
+    ),
+    Field(
+      "sparse",
+      kinds.patterns(),
+      (),
+      "Regular expressions, searched in paths such as `embed/embedding`: "
+      "gradients and updates of these tables have the rows that a step used; "
+      "see `flaxshard.sparse_rows`.",
+    ),
+    Field(
+      "sparse_semantics",
+      kinds.one_of(*sparse_optimizer.SEMANTICS),
+      "lazy",
+      "What happens to the rows of `sparse` tables that a step did not use; "
+      "see `flaxshard.sparse_rows`.",
     ),
     Field(
       "precision",

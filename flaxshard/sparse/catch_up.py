@@ -1,0 +1,301 @@
+"""Rows that are brought up to date when a step uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from flaxshard.core import trees
+from flaxshard.core.indexed_slices import IndexedSlices
+from flaxshard.sparse import row_plan
+from flaxshard.sparse import row_update
+
+PyTree = Any
+Path = trees.Path
+
+
+class CatchUpState(NamedTuple):
+  """The state of an optimizer whose rows are not all up to date.
+
+  Attributes:
+    inner: The state of the optimizer.
+    step_count: int32 scalar, the number of updates.
+    last_step: For each table, int32 `[rows]`: the number of updates that the
+      row and its slots have had.
+    log_decay: For each table whose parameter decays by a factor that differs
+      from step to step, the sum of the logarithms of the factors so far.
+    row_log_decay: For each of these, float32 `[rows]`: that sum when the row
+      was up to date.
+  """
+
+  inner: PyTree
+  step_count: jax.Array
+  last_step: dict[str, jax.Array]
+  log_decay: dict[str, jax.Array]
+  row_log_decay: dict[str, jax.Array]
+
+
+def init(
+  inner: PyTree, params: PyTree, plan: row_plan.RowPlan, decay: Any
+) -> CatchUpState:
+  """Returns a state in which all rows are up to date.
+
+  Args:
+    inner: The state of the optimizer.
+    params: The parameters.
+    plan: What the optimizer does with rows.
+    decay: The result of `row_plan.decay_factors`.
+  """
+  by_path = dict(jax.tree_util.tree_leaves_with_path(params))
+  rows = {path: jnp.shape(by_path[path])[0] for path in plan.tables}
+  _, of_params = decay
+  varying = [
+    path
+    for path, factor in zip(plan.tables, of_params, strict=True)
+    if factor is None
+  ]
+  name = trees.path_string
+  return CatchUpState(
+    inner,
+    jnp.zeros((), jnp.int32),
+    {name(path): jnp.zeros(n, jnp.int32) for path, n in rows.items()},
+    {name(path): jnp.zeros((), jnp.float32) for path in varying},
+    {name(path): jnp.zeros(rows[path], jnp.float32) for path in varying},
+  )
+
+
+def update(
+  tx: Any,
+  updates: PyTree,
+  state: CatchUpState,
+  params: PyTree,
+  extra: Mapping[str, Any],
+  plan: row_plan.RowPlan,
+  decay: Any,
+) -> tuple[PyTree, CatchUpState]:
+  """Returns the updates and the next state of an optimizer.
+
+  Args:
+    tx: The optax optimizer.
+    updates: Gradients, some of which are `IndexedSlices`.
+    state: The state.
+    params: The parameters.
+    extra: Extra arguments of the update.
+    plan: What the optimizer does with rows.
+    decay: The result of `row_plan.decay_factors`.
+  """
+  tables = row_update.find_tables(updates)
+  # With a whole gradient all rows are used.
+  whole = [path for path in plan.tables if path not in tables]
+  old_params = params
+  params, inner = _settle(params, state, plan, decay, whole)
+  row_params = row_update.take_rows(params, params, tables)
+  row_state = row_update.take_rows(inner, params, tables)
+  old_rows = row_params
+  row_params, row_state = _decay(
+    row_params, row_state, _missed(state, tables), plan, decay, tables
+  )
+  row_grads = row_update.values_of(updates, tables)
+  row_extra = row_update.row_extra(extra, tables)
+  row_updates, new_rows = tx.update(
+    row_grads, row_state, row_params, **row_extra
+  )
+  # The updates are added to parameters that have not decayed yet.
+  row_updates = jax.tree_util.tree_map_with_path(
+    lambda path, u, new, old: (
+      u + (new - old) if _decays(path, plan, decay) else u
+    ),
+    row_updates,
+    row_params,
+    _merge(old_rows, old_params, whole),
+  )
+  count = state.step_count + 1
+  log_decay, row_log_decay = dict(state.log_decay), dict(state.row_log_decay)
+  if log_decay:
+    factors = _current_factors(
+      tx, row_grads, row_state, row_params, row_extra, plan
+    )
+    for name, value in log_decay.items():
+      log_decay[name] = value + jnp.log(factors[name]).astype(jnp.float32)
+  last_step = dict(state.last_step)
+  for path in plan.tables:
+    name = trees.path_string(path)
+    last_step[name] = _mark(last_step[name], count, tables.get(path))
+    if name in log_decay:
+      row_log_decay[name] = _mark(
+        row_log_decay[name], log_decay[name], tables.get(path)
+      )
+  new_inner = row_update.put_rows(inner, new_rows, params, tables)
+  return (
+    row_update.with_rows(row_updates, tables),
+    CatchUpState(new_inner, count, last_step, log_decay, row_log_decay),
+  )
+
+
+def settle(
+  params: PyTree, state: CatchUpState, plan: row_plan.RowPlan, decay: Any
+) -> tuple[PyTree, CatchUpState]:
+  """Returns parameters and state with all rows up to date.
+
+  Args:
+    params: The parameters.
+    state: The state.
+    plan: What the optimizer does with rows.
+    decay: The result of `row_plan.decay_factors`.
+  """
+  params, inner = _settle(params, state, plan, decay, plan.tables)
+  return params, CatchUpState(
+    inner,
+    state.step_count,
+    {k: jnp.full_like(x, state.step_count) for k, x in state.last_step.items()},
+    state.log_decay,
+    {
+      k: jnp.full_like(x, state.log_decay[k])
+      for k, x in state.row_log_decay.items()
+    },
+  )
+
+
+def _settle(
+  params: PyTree,
+  state: CatchUpState,
+  plan: row_plan.RowPlan,
+  decay: Any,
+  paths: Any,
+) -> tuple[PyTree, PyTree]:
+  missed = _missed(state, dict.fromkeys(paths))
+  return _decay(params, state.inner, missed, plan, decay, paths)
+
+
+def _missed(
+  state: CatchUpState, tables: Mapping[Path, IndexedSlices | None]
+) -> dict[Path, tuple[jax.Array, jax.Array | None]]:
+  """Returns the missed steps of the rows of each table, and their log decay.
+
+  Args:
+    state: The state.
+    tables: The rows of each table; None takes all rows.
+  """
+
+  def take(x: jax.Array, rows: IndexedSlices | None) -> jax.Array:
+    return x if rows is None else rows.take_rows(x)
+
+  missed = {}
+  for path, rows in tables.items():
+    name = trees.path_string(path)
+    log_decay = None
+    if name in state.log_decay:
+      before = take(state.row_log_decay[name], rows)
+      log_decay = state.log_decay[name] - before
+    missed[path] = (
+      state.step_count - take(state.last_step[name], rows),
+      log_decay,
+    )
+  return missed
+
+
+def _decay(
+  params: PyTree,
+  inner: PyTree,
+  missed: Mapping[Path, tuple[jax.Array, jax.Array | None]],
+  plan: row_plan.RowPlan,
+  decay: Any,
+  paths: Any,
+) -> tuple[PyTree, PyTree]:
+  """Multiplies slots and parameters by the decay of the missed steps."""
+  of_state, of_params = decay
+
+  def decay_slot(x: Any, path: Path | None, factor: float | None) -> Any:
+    if path is None or path not in paths or factor in (None, 1.0):
+      return x
+    return _power(x, factor, missed[path][0])
+
+  def decay_parameter(path: Path, x: Any) -> Any:
+    if path not in paths:
+      return x
+    steps, log_decay = missed[path]
+    factor = of_params[plan.tables.index(path)]
+    if log_decay is not None:
+      return _scale(x, jnp.exp(log_decay))
+    return x if factor == 1.0 else _power(x, factor, steps)
+
+  leaves, treedef = jax.tree.flatten(inner)
+  new = map(decay_slot, leaves, plan.slots, of_state)
+  return (
+    jax.tree_util.tree_map_with_path(decay_parameter, params),
+    jax.tree.unflatten(treedef, new),
+  )
+
+
+def _power(x: jax.Array, factor: float, steps: jax.Array) -> jax.Array:
+  dtype = jnp.result_type(x.dtype, jnp.float32)
+  return _scale(x, jnp.power(jnp.asarray(factor, dtype), steps))
+
+
+def _scale(x: jax.Array, factors: jax.Array) -> jax.Array:
+  return (x * factors[:, None]).astype(x.dtype)
+
+
+def _mark(x: jax.Array, value: jax.Array, rows: IndexedSlices | None) -> Any:
+  if rows is None:
+    return jnp.full_like(x, value)
+  return rows.put_rows(x, jnp.full(rows.indices.shape, value, x.dtype))
+
+
+def _decays(path: Path, plan: row_plan.RowPlan, decay: Any) -> bool:
+  """Returns whether the parameter of a table decays without a gradient."""
+  return path in plan.tables and decay[1][plan.tables.index(path)] != 1.0
+
+
+def _merge(rows: PyTree, params: PyTree, whole: Any) -> PyTree:
+  """Returns the parameters as they were: rows, or whole tables."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x, p: p if path in whole else x, rows, params
+  )
+
+
+def _current_factors(
+  tx: Any,
+  row_grads: PyTree,
+  row_state: PyTree,
+  row_params: PyTree,
+  row_extra: Mapping[str, Any],
+  plan: row_plan.RowPlan,
+) -> dict[str, jax.Array]:
+  """Returns the factors by which parameters decay in this step.
+
+  It is the update of a row of ones whose gradient and slots are zero.
+  """
+
+  def probe(path: Path, x: Any, value: float) -> Any:
+    return (
+      jnp.full((1, *x.shape[1:]), value, x.dtype) if path in plan.tables else x
+    )
+
+  def probe_all(tree: PyTree, value: float) -> PyTree:
+    return jax.tree_util.tree_map_with_path(
+      lambda path, x: probe(path, x, value), tree
+    )
+
+  leaves, treedef = jax.tree.flatten(row_state)
+  state = [
+    x if path is None else probe(path, x, 0.0)
+    for x, path in zip(leaves, plan.slots, strict=True)
+  ]
+  row_extra = dict(row_extra)
+  if row_extra.get("grad") is not None:
+    row_extra["grad"] = probe_all(row_extra["grad"], 0.0)
+  updates, _ = tx.update(
+    probe_all(row_grads, 0.0),
+    jax.tree.unflatten(treedef, state),
+    probe_all(row_params, 1.0),
+    **row_extra,
+  )
+  return {
+    trees.path_string(path): 1.0 + update[0, 0]
+    for path, update in jax.tree_util.tree_leaves_with_path(updates)
+    if path in plan.tables
+  }
