@@ -14,6 +14,7 @@ import optax.contrib
 
 from flaxshard.core import extra_args
 from flaxshard.core import patterns as patterns_lib
+from flaxshard.core import tf_optimizers
 from flaxshard.core import trees
 from flaxshard.sparse import row_program
 from flaxshard.sparse import row_update
@@ -38,6 +39,9 @@ _TF_ROWS = (
   optax.ScaleByRmsState,
   optax.ScaleByRStdDevState,
   optax.ScaleByAdaDeltaState,
+  tf_optimizers.FtrlState,
+  tf_optimizers.AdagradDAState,
+  tf_optimizers.ProximalAdagradState,
 )
 
 

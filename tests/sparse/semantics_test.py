@@ -11,12 +11,13 @@ import pytest
 
 import flaxshard as fs
 from flaxshard.core import indexed_slices
+from flaxshard.core import tf_optimizers
 
 SHAPE = ROWS, COLUMNS = 12, 3
 # Row 7 is never used; row 5 occurs twice in one step.
 STEPS = [[5, 2, 5, 11], [0, 2], [2], [5, 0, 9], [11, 2]]
 PARAMS = {
-  "table": jnp.linspace(-1.0, 1.0, ROWS * COLUMNS).reshapeSHAPE,
+  "table": jnp.linspace(-1.0, 1.0, ROWS * COLUMNS).reshape(SHAPE),
   "bias": jnp.array([0.5, -0.25, 0.125]),
 }
 
@@ -63,9 +64,7 @@ def run_dense(tx, keeps_unused=False):
     new = optax.apply_updates(params, updates), new_state
     if not keeps_unused:
       return new
-    keep = lambda n, o: (
-      jnp.where(used, n, o) if n.shape == SHAPE else n
-    )
+    keep = lambda n, o: jnp.where(used, n, o) if n.shape == SHAPE else n
     return jax.tree.map(keep, new, (params, state))
 
   states = []
@@ -88,8 +87,8 @@ def chain_with(transform):
 
 
 DECAY = optax.linear_schedule(0.1, 0.0, 10)
-# What each does with "tf" and "catch_up"; with "lazy" all of them work. True: it
-# works. A string: it is refused, and the message names that function or state.
+# What each does with "tf" and "catch_up"; with "lazy" all of them work. True:
+# it works. A string: it is refused, and the message names this function.
 OPTIMIZERS = {
   "sgd": (optax.sgd(0.1), True, True),
   "momentum": (optax.sgd(0.1, 0.9), True, True),
@@ -143,6 +142,7 @@ OPTIMIZERS = {
     True,
   ),
   "normalize": (optax.chain(contrib.normalize(), optax.sgd(0.1)), True, True),
+  "ftrl": (tf_optimizers.ftrl(0.1), True, True),
   "lion": (optax.lion(0.1), "ScaleByLionState", True),
   "signum": (optax.signum(0.1), "EmaState", True),
   "ademamix": (contrib.ademamix(0.1), "ScaleByAdemamixState", True),
