@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from flaxshard.core import gradients
@@ -21,6 +22,8 @@ from flaxshard.partitioning import mesh as mesh_lib
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
+# The name that marks rows in a jaxpr that are gathered to be summed.
+SUMMED = "flaxshard.summed_rows"
 Groups = Sequence[Sequence[int]] | None
 
 
@@ -103,7 +106,7 @@ def _gather_dimension(x: jax.Array, mesh: Any) -> jax.Array:
 
 def _sum_gathered(slices: IndexedSlices, groups: Groups) -> IndexedSlices:
   """Returns the sum, by gathering row numbers and rows."""
-  values = _gather(slices.values, groups)
+  values = _gather(checkpoint_name(slices.values, SUMMED), groups)
   return IndexedSlices(
     _gather(slices.indices, groups),
     # Cast only now: float16 rows travel as they are.

@@ -12,11 +12,13 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax.extend import core
 import jax.numpy as jnp
 
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
+from flaxshard.replicas import rows as rows_lib
 from flaxshard.strategy import replication
 from flaxshard.strategy import replication_check
 from flaxshard.strategy.arguments import Layout
@@ -151,7 +153,7 @@ class TracedStep:
 
     # Gradients that a sum over the replicas has made the same, and not only
     # constants or the same data on all replicas.
-    _, without_sums = self._propagate(self.inputs, _sums_keep_differences)
+    _, without_sums = self._propagate(self.inputs, _sums_of_rows_too())
     if all(x.is_replicated for x in without_sums.gradients.values()):
       return None
     return (
@@ -294,3 +296,20 @@ def _sums_keep_differences(
   if eqn.primitive.name in _SUMS and replication.names_replicas(axes):
     return given
   return None
+
+
+def _sums_of_rows_too() -> replication_check.Rule:
+  """Returns the rule of `_sums_keep_differences`, for sums of rows as well."""
+  rows: set[Any] = set()
+
+  def rule(eqn: Any, given: list[Replication]) -> list[Replication] | None:
+    if _is_marked(eqn, rows_lib.SUMMED):
+      rows.update(eqn.outvars)
+    # The rows of a sum are gathered. Other gathers are no sums.
+    if eqn.primitive.name == "all_gather" and rows.intersection(
+      x for x in eqn.invars if not isinstance(x, core.Literal)
+    ):
+      return given
+    return _sums_keep_differences(eqn, given)
+
+  return rule
