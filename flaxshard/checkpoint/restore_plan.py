@@ -73,6 +73,9 @@ class CheckpointStep:
     restarts = wrapper_states.find_restarts(
       state.wrappers, template.get(migrate.WRAPPER_STATES, {}), saved
     )
+    derived = wrapper_states.derived_paths(state.wrappers, [*saved, *targets])
+    saved = {p: x for p, x in saved.items() if p in targets or p not in derived}
+    empty = [p for p in targets if p in derived and p not in saved]
     # What the checkpoint must have, and what is read of that: a wrapper that
     # restarts needs few of its saved leaves.
     expected = {p: x for p, x in targets.items() if p not in mapping.fresh}
@@ -86,6 +89,9 @@ class CheckpointStep:
       fresh = [path for path in fresh if path not in restarted]
       reads = {p: x for p, x in reads.items() if p not in restarted}
       reads |= restart.read_leaves()
+    for path in empty:
+      expected.pop(path, None)
+      reads.pop(path, None)
     # Programs save numbers of their own beside the state, such as an epoch.
     extra_numbers = {
       path
@@ -115,7 +121,7 @@ class CheckpointStep:
         "/".join(path),
       )
     return RestorePlan(
-      self, state, template, reads, mapping.sources, fresh, restarts
+      self, state, template, reads, mapping.sources, fresh, restarts, empty
     )
 
 
@@ -133,6 +139,8 @@ class RestorePlan:
     sources: The saved path of each of them.
     fresh: The paths of leaves that the checkpoint lacks, in their order.
     restarts: The wrappers that start from the restored parameters.
+    empty: The paths of leaves that start as zeros; their wrapper computes them
+      from its other leaves.
   """
 
   step: CheckpointStep
@@ -142,6 +150,7 @@ class RestorePlan:
   sources: Mapping[Path, Path]
   fresh: Sequence[Path]
   restarts: Sequence[wrapper_states.Restart]
+  empty: Sequence[Path]
 
   def restore(self) -> TrainState:
     """Reads the leaves of the plan, and returns the restored state.
@@ -184,7 +193,11 @@ class RestorePlan:
     self, found: Mapping[Path, jax.Array]
   ) -> dict[str, PyTree]:
     """Returns the fields of the state, with the leaves that were not read."""
-    leaves = {**found, **self._copy_fresh_leaves()}
+    leaves = {
+      **found,
+      **self._copy_fresh_leaves(),
+      **wrapper_states.zeros_like(self.template, self.empty),
+    }
     collections = {
       name: _unflatten(tree, (name,), leaves)
       for name, tree in self.template.items()

@@ -222,6 +222,42 @@ def find_restarts(
   return restarts
 
 
+def derived_paths(
+  wrappers: Sequence[base.Wrapper], paths: Sequence[Path]
+) -> set[Path]:
+  """Returns the paths of leaves in the `derived_fields` of wrappers.
+
+  Args:
+    wrappers: The wrappers of the train state.
+    paths: Paths of leaves, of a train state or of a checkpoint.
+  """
+  roots = {
+    (migrate.WRAPPER_STATES, base.name_of(w), field)
+    for w in wrappers
+    for field in base.adapt(w).derived_fields
+  }
+  return {path for path in paths if path[:3] in roots}
+
+
+def zeros_like(
+  template: Mapping[str, PyTree], paths: Sequence[Path]
+) -> dict[Path, jax.Array]:
+  """Returns zeros for leaves of a train state.
+
+  Args:
+    template: Shapes, dtypes and shardings of the train state, by field.
+    paths: The paths of the leaves.
+  """
+  if not paths:
+    return {}
+  leaves = trees.leaves_by_path(template)
+  create = jax.jit(
+    lambda: [jnp.zeros(leaves[p].shape, leaves[p].dtype) for p in paths],
+    out_shardings=[leaves[p].sharding for p in paths],
+  )
+  return dict(zip(paths, create(), strict=True))
+
+
 def compute_first_leaves(
   wrappers: Sequence[base.Wrapper],
   tx: Any,

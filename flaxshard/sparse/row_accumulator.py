@@ -44,6 +44,31 @@ def init_touched(tx: Any, params: PyTree) -> PyTree:
   )
 
 
+def find_touched(sums: PyTree, touched: PyTree) -> PyTree:
+  """Returns `touched` with the rows that are not zero in the sums as well.
+
+  A checkpoint of a run without tables has sums without `touched`.
+
+  Args:
+    sums: The sums, concrete arrays `[..., rows, width]`.
+    touched: The rows that the sums of tables have, `[..., rows]`.
+  """
+
+  def find_leaf(rows: Any, total: Any) -> Any:
+    if rows is None:
+      return None
+    axes = tuple(range(rows.ndim, total.ndim))
+    find = jax.jit(
+      lambda rows, total: rows | jnp.any(total != 0, axes),
+      out_shardings=rows.sharding,
+    )
+    return find(rows, total)
+
+  if not jax.tree.leaves(touched):
+    return touched
+  return jax.tree.map(find_leaf, touched, sums, is_leaf=lambda x: x is None)
+
+
 def deduplicate(grads: PyTree) -> PyTree:
   """Returns gradients in which no `IndexedSlices` has a row number twice.
 

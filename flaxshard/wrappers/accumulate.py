@@ -89,6 +89,7 @@ class Accumulate(base.Base):
 
   name: ClassVar[str] = "accumulate"
   takes_indexed_slices: ClassVar[bool] = True
+  derived_fields: ClassVar[tuple[str, ...]] = ("touched",)
 
   steps: int = 1
   per_replica: bool = False
@@ -159,6 +160,13 @@ class Accumulate(base.Base):
     """Returns a first state: the sums of other replicas are dropped."""
     del target, saved
     return state
+
+  def adjust_restored(
+    self, state: AccumulateState
+  ) -> tuple[AccumulateState, None]:
+    """Returns the state with the rows of sums that another run has saved."""
+    touched = row_accumulator.find_touched(state.grads, state.touched)
+    return state._replace(touched=touched), None
 
   def partition_specs(self, state: AccumulateState) -> Any:
     """Returns the specs: the sums are per replica if `per_replica`."""

@@ -130,6 +130,7 @@ class AGN(base.Base):
 
   name: ClassVar[str] = "agn"
   takes_indexed_slices: ClassVar[bool] = True
+  derived_fields: ClassVar[tuple[str, ...]] = ("touched",)
   reduces_gradients: ClassVar[bool] = True
   local_updates: ClassVar[bool] = True
 
@@ -266,6 +267,11 @@ class AGN(base.Base):
         state.outer_opt_state,
       ),
     )
+
+  def adjust_restored(self, state: AGNState) -> tuple[AGNState, None]:
+    """Returns the state with the rows of sums that another run has saved."""
+    touched = row_accumulator.find_touched(state.grad_accum, state.touched)
+    return state._replace(touched=touched), None
 
   def partition_specs(self, state: AGNState) -> AGNState:
     """Returns the specs: counters and `outer_opt_state` are replicated."""

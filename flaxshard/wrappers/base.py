@@ -148,6 +148,9 @@ class Base:
       arrays before any wrapper gets them, with a warning, and the update is
       that of any other parameter. A class that overrides one of the two
       methods, and inherits the attribute, must set it too.
+    derived_fields: Class attribute. Fields of the state that follow from the
+      others. A checkpoint may lack them, or have them where the state does not:
+      they are zeros when `adjust_restored` is called, or dropped.
     foreign_paths: Class attribute. Leaves of a plain Flax train state that a
       checkpoint without a state of this wrapper may have instead, such as
       `"dynamic_scale/scale"`, and the leaf of this wrapper's state that each
@@ -174,6 +177,7 @@ class Base:
   defers_reduction: ClassVar[bool] = False
   skips_steps: ClassVar[bool] = False
   takes_indexed_slices: ClassVar[bool] = False
+  derived_fields: ClassVar[tuple[str, ...]] = ()
   foreign_paths: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
 
   def __init_subclass__(cls, **kwargs: Any) -> None:
