@@ -3,12 +3,16 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import flaxshard as fs
 
 P = jax.sharding.PartitionSpec
 
 ROWS, WIDTH, BATCH = 48, 4, 16
+
+# Clipping needs the norm of the sum of all rows; zero gradients change nothing.
+ADAGRAD = optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.5))
 
 _rng = np.random.default_rng(0)
 TABLE = _rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
@@ -61,3 +65,10 @@ def reference(tx, num_steps, dtype=jnp.float32):
   for i in range(num_steps):
     state, _ = step(state, batch(i))
   return state.params
+
+
+def step_with_poison(state, batch):
+  """A step whose gradient is not finite in some rows alone."""
+  loss, grads = state.value_and_grad(loss_fn, batch)
+  table = grads["table"].map_values(lambda g: g + batch["poison"][:, None])
+  return state.apply_gradients(grads={**grads, "table": table}), loss

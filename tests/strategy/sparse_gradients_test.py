@@ -17,8 +17,6 @@ P = jax.sharding.PartitionSpec
 EIGHT = fs.Strategy()
 SPATIAL = fs.Strategy(mesh_shape={"replica": 2, "model": 4})
 ONE = fs.Strategy(devices=jax.devices()[:1])
-# Clipping needs the norm of the sum of all rows; zero gradients change nothing.
-ADAGRAD = optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.5))
 
 # No warning is due to a correct step.
 pytestmark = pytest.mark.filterwarnings("error")
@@ -27,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 @functools.cache
 def reference():
   """Returns the parameters of one device, with dense gradients and optax."""
-  return sparse_states.reference(ADAGRAD, 3)
+  return sparse_states.reference(sparse_states.ADAGRAD, 3)
 
 
 def run(strategy, state, way):
@@ -74,7 +72,7 @@ DYNAMIC, SHARDED = fs.LossScale("dynamic"), fs.CrossShard()
 def test_steps_equal_dense_steps_on_the_whole_batch(
   way, strategy, spec, wrappers
 ):
-  state = sparse_states.create(strategy, ADAGRAD, wrappers, spec)
+  state = sparse_states.create(strategy, sparse_states.ADAGRAD, wrappers, spec)
   new = run(strategy, state, way)
   assert_close(new.params, reference())
   assert new.params["table"].sharding.is_equivalent_to(
@@ -108,13 +106,6 @@ def test_rows_that_no_replica_uses_stay_whatever_is_sent(rows):
   )
 
 
-def step_with_poison(state, batch):
-  """A step whose gradient is not finite in some rows alone."""
-  loss, grads = state.value_and_grad(sparse_states.loss_fn, batch)
-  table = grads["table"].map_values(lambda g: g + batch["poison"][:, None])
-  return state.apply_gradients(grads={**grads, "table": table}), loss
-
-
 @pytest.mark.parametrize(
   ("bad", "strategy", "spec", "wrappers"),
   [
@@ -126,8 +117,8 @@ def step_with_poison(state, batch):
 def test_overflow_in_rows_of_one_replica_skips_the_step_on_all(
   bad, strategy, spec, wrappers
 ):
-  step = strategy.jit(step_with_poison)
-  state = sparse_states.create(strategy, ADAGRAD, wrappers, spec)
+  step = strategy.jit(sparse_states.step_with_poison)
+  state = sparse_states.create(strategy, sparse_states.ADAGRAD, wrappers, spec)
   poison = np.zeros(sparse_states.BATCH, np.float32)
   good = strategy.shard_batch({**sparse_states.batch(0), "poison": poison})
   state, _ = step(state, good)
@@ -165,7 +156,7 @@ def step_reduced_by_hand(skip, state, batch):
 
 @pytest.mark.slow
 def test_rows_reduced_by_hand():
-  state = sparse_states.create(EIGHT, ADAGRAD, [SHARDED])
+  state = sparse_states.create(EIGHT, sparse_states.ADAGRAD, [SHARDED])
   step = EIGHT.jit(functools.partial(step_reduced_by_hand, True))
   for i in range(3):
     state, _ = step(state, EIGHT.shard_batch(sparse_states.batch(i)))
@@ -174,7 +165,7 @@ def test_rows_reduced_by_hand():
 
 @pytest.mark.filterwarnings("default")
 def test_rows_reduced_twice_warn():
-  state = sparse_states.create(EIGHT, ADAGRAD)
+  state = sparse_states.create(EIGHT, sparse_states.ADAGRAD)
   batch = EIGHT.shard_batch(sparse_states.batch(0))
   with pytest.warns(UserWarning, match="already reduced over the replicas"):
     EIGHT.jit(functools.partial(step_reduced_by_hand, False)).trace(
