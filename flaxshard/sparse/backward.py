@@ -116,12 +116,13 @@ def _analyze_equation(
   operands = None if rule is None else rule.operands(eqn, given)
   if operands is None:
     return dense
-  is_zeros = name == "broadcast_in_dim" or (
-    operands
-    and name not in ("scatter-add", "dynamic_update_slice")
-    and all(given[i] == ZEROS for i in operands)
+  # These two add rows to zeros. `pad` may take an array.
+  is_zeros = name not in ("scatter-add", "dynamic_update_slice") and all(
+    given[i] == ZEROS for i in operands
   )
-  return [ZEROS if is_zeros else ROWS], [None]
+  if name == "pad":
+    is_zeros = given[0] == ZEROS
+  return [ZEROS if is_zeros else ROWS] * count, [None] * count
 
 
 def _merge(found: Sequence[str]) -> str:
@@ -344,7 +345,8 @@ def _evaluate_equation(
   if name in tracing.CALLS:
     run = _function(params["jaxpr"], positions)
     return _remat(eqn, run, args) if name in _REMATS else run(*args)
-  return [row_rules.RULES[name].apply(eqn, *args)]
+  output = row_rules.RULES[name].apply(eqn, *args)
+  return [output] if isinstance(output, Rows) else output
 
 
 def _function(program: Any, wanted: list[int]) -> Callable[..., list[Any]]:

@@ -92,11 +92,12 @@ class Rule:
   Attributes:
     operands: From an equation and what is known of its inputs, the positions of
       the inputs that `apply` takes as `Rows`. None: the output is no `Rows`.
-    apply: From the equation and its inputs, its first output as `Rows`.
+    apply: From the equation and its inputs, its output as `Rows`, or a list of
+      all outputs.
   """
 
   operands: Callable[[Any, list[str]], tuple[int, ...] | None]
-  apply: Callable[..., Rows]
+  apply: Callable[..., Rows | list[Rows]]
 
 
 def _first(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
@@ -124,15 +125,9 @@ def is_literal_zero(atom: Any) -> bool:
 
 
 def _zeros_operands(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
-  if known[0] == DENSE and not is_literal_zero(eqn.invars[0]):
+  if not is_literal_zero(eqn.invars[0]):
     return None
-  shape, _ = _like(eqn)
-  # Zeros of fewer rows in an array of more are rows, too, but not of use.
-  return () if shape and known[0] == DENSE else None
-
-
-def _zeros(eqn: Any, *_: Any) -> Rows:
-  return Rows((), *_like(eqn))
+  return () if eqn.outvars[0].aval.shape else None
 
 
 def _scatter_window(eqn: Any) -> int | None:
@@ -162,19 +157,26 @@ def _scatter_operands(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
 def _scatter_add(
   eqn: Any, rows: Rows, indices: jax.Array, updates: jax.Array
 ) -> Rows:
-  dims, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
-  window: Any = _scatter_window(eqn)
-  shape, _ = _like(eqn)
+  dims = eqn.params["dimension_numbers"]
   # The dimensions of the updates that count them come first, then a window.
   order = [
     d for d in range(updates.ndim) if d not in dims.update_window_dims
   ] + list(dims.update_window_dims)
-  updates = updates.transpose(order).reshape(-1, window, *shape[1:])
+  values = updates.transpose(order).reshape(-1, *rows.shape[1:])
+  part = _scattered_rows(eqn, indices), values
+  return dataclasses.replace(rows, parts=(*rows.parts, part))
+
+
+def _scattered_rows(eqn: Any, indices: jax.Array) -> jax.Array:
+  """Returns the numbers of the rows that a scatter writes."""
+  dims, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
+  window: Any = _scatter_window(eqn)
+  rows = _like(eqn)[0][0]
   indices = indices.reshape(-1, indices.shape[-1])
-  start = jnp.zeros(len(updates), index_dtype(shape[0]))
-  is_inside = jnp.ones(len(updates), bool)
+  start = jnp.zeros(len(indices), index_dtype(rows))
+  is_inside = jnp.ones(len(indices), bool)
   for column, d in enumerate(dims.scatter_dims_to_operand_dims):
-    last = shape[0] - window if d == 0 else 0
+    last = rows - window if d == 0 else 0
     given = _wide(indices[:, column])
     if mode == lax.GatherScatterMode.CLIP:
       given = jnp.clip(given, 0, last)
@@ -182,12 +184,29 @@ def _scatter_add(
       is_inside &= (given >= 0) & (given <= last)
     if d == 0:
       start = given
-  start = jnp.where(is_inside, start, shape[0]).astype(index_dtype(shape[0]))
-  if window != 1:
-    start = start[:, None] + jnp.arange(window, dtype=start.dtype)
-    start = jnp.where(is_inside[:, None], start, shape[0])
-  part = start.reshape(-1), updates.reshape(-1, *shape[1:])
-  return dataclasses.replace(rows, parts=(*rows.parts, part))
+  start = jnp.where(is_inside, start, rows).astype(index_dtype(rows))
+  if window == 1:
+    return start
+  every = start[:, None] + jnp.arange(window, dtype=start.dtype)
+  return jnp.where(is_inside[:, None], every, rows).reshape(-1)
+
+
+def _overwrite_operands(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
+  # The gradient of what `table.at[ids].set(...)` overwrites is zero.
+  if known[2] != ZEROS or known[0] == DENSE or _scatter_window(eqn) is None:
+    return None
+  return (0,)
+
+
+def _overwrite(eqn: Any, rows: Rows, indices: jax.Array, _: Any) -> Rows:
+  gone = _scattered_rows(eqn, indices)
+  keep = lambda i, v: jnp.where(_like_rows(jnp.isin(i, gone), v), 0, v)
+  return rows.map(keep)
+
+
+def _like_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
+  """Returns numbers `[n]` in a shape that is broadcast to `[n, ...]`."""
+  return x.reshape(-1, *[1] * (rows.ndim - 1))
 
 
 def _wide(indices: jax.Array) -> jax.Array:
@@ -219,23 +238,25 @@ def _pad_operands(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
   config = eqn.params["padding_config"]
   if not config or not is_literal_zero(eqn.invars[1]):
     return None
-  if any(tuple(c) != (0, 0, 0) for c in config[1:]) or min(config[0]) < 0:
-    return None
   if known[0] != DENSE:
     return (0,)
+  low, high, _ = config[0]
+  if any(tuple(c) != (0, 0, 0) for c in config[1:]) or min(low, high) < 0:
+    return None
   # A slice of most rows is no lookup.
   used, rows = eqn.invars[0].aval.shape[0], eqn.outvars[0].aval.shape[0]
   return () if 2 * used <= rows else None
 
 
-def _pad(eqn: Any, x: Any, _: Any) -> Rows:
-  low, _, between = eqn.params["padding_config"][0]
+def _pad(eqn: Any, x: Any, zero: Any) -> Rows:
+  low, _, between = map(int, eqn.params["padding_config"][0])
   shape, dtype = _like(eqn)
   if not isinstance(x, Rows):
     indices = jnp.arange(len(x), dtype=index_dtype(shape[0]))
-    return Rows(((int(low) + (1 + int(between)) * indices, x),), shape, dtype)
-  move = lambda i: int(low) + (1 + int(between)) * i
-  return _move_rows(x, move, shape)
+    return Rows(((low + (1 + between) * indices, x),), shape, dtype)
+  rows = _move_rows(x, lambda i: low + (1 + between) * i, shape)
+  config = [(0, 0, 0), *eqn.params["padding_config"][1:]]
+  return rows.map(lambda _, v: lax.pad(v, jnp.zeros((), dtype), config))
 
 
 def _move_rows(
@@ -316,21 +337,128 @@ def _same(eqn: Any, x: Rows) -> Rows:
   return x
 
 
+# -- Other shapes.
+
+
+def _keeps_rows(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
+  """Accepts a `reshape` or `squeeze` that keeps the first dimension."""
+  old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+  if known[0] == DENSE or not new or old[0] != new[0]:
+    return None
+  # A `reshape` with dimensions transposes. A `squeeze` has the dimensions that
+  # it removes.
+  dims = eqn.params.get("dimensions")
+  keeps = dims is None or (eqn.primitive.name == "squeeze" and 0 not in dims)
+  return (0,) if keeps else None
+
+
+def _reshape(eqn: Any, x: Rows) -> Rows:
+  shape, _ = _like(eqn)
+  return x.map(lambda _, v: v.reshape(-1, *shape[1:]), shape)
+
+
+def _broadcast_operands(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
+  if known[0] == DENSE:
+    return _zeros_operands(eqn, known)
+  old, (new, _) = eqn.invars[0].aval.shape, _like(eqn)
+  places = eqn.params["broadcast_dimensions"]
+  return (0,) if places[0] == 0 and old[0] == new[0] else None
+
+
+def _broadcast(eqn: Any, x: Any, *_: Any) -> Rows:
+  shape, dtype = _like(eqn)
+  if not isinstance(x, Rows):
+    return Rows((), shape, dtype)
+  places = eqn.params["broadcast_dimensions"]
+  wide = lambda _, v: lax.broadcast_in_dim(v, (len(v), *shape[1:]), places)
+  return x.map(wide, shape)
+
+
+def _sum_operands(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
+  return None if known[0] == DENSE or 0 in eqn.params["axes"] else (0,)
+
+
+def _reduce_sum(eqn: Any, x: Rows) -> Rows:
+  axes = eqn.params["axes"]
+  shape, _ = _like(eqn)
+  return x.map(lambda _, v: v.sum(axes, dtype=v.dtype), shape)
+
+
+def _slice_operands(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
+  strides = eqn.params["strides"]
+  if known[0] == DENSE or (strides is not None and strides[0] != 1):
+    return None
+  return (0,)
+
+
+def _slice(eqn: Any, x: Rows) -> Rows:
+  start, limit = eqn.params["start_indices"], eqn.params["limit_indices"]
+  shape, _ = _like(eqn)
+  rows = _move_rows(x, lambda i: i - int(start[0]), shape)
+  return rows.map(
+    lambda _, v: lax.slice(
+      v, (0, *start[1:]), (len(v), *limit[1:]), eqn.params["strides"]
+    )
+  )
+
+
+def _split(eqn: Any, x: Rows) -> list[Rows]:
+  axis, outputs, start = eqn.params["axis"], [], 0
+  for size, var in zip(eqn.params["sizes"], eqn.outvars, strict=True):
+    shape = tuple(var.aval.shape)
+    if axis == 0:
+      move = lambda i, start=start: i - start
+      outputs.append(_move_rows(x, move, shape))
+    else:
+      cut = lambda _, v, start=start, size=size: lax.slice_in_dim(
+        v, start, start + size, axis=axis
+      )
+      outputs.append(x.map(cut, shape))
+    start += size
+  return outputs
+
+
+def _concatenate(eqn: Any, *given: Rows) -> Rows:
+  axis, (shape, dtype) = eqn.params["dimension"], _like(eqn)
+  parts: list[Any] = []
+  start = 0
+  for x in given:
+    end = start + x.shape[axis]
+    if axis == 0:
+      x = _move_rows(x, lambda i, start=start: i + start, shape)
+    else:
+      config = [(0, 0, 0)] * len(shape)
+      config[axis] = (start, shape[axis] - end, 0)
+      zero = jnp.zeros((), dtype)
+      x = x.map(lambda _, v, config=config: lax.pad(v, zero, config), shape)
+    parts += x.parts
+    start = end
+  return Rows(tuple(parts), shape, dtype)
+
+
 RULES = {
   "add": Rule(_all, _add),
   "add_any": Rule(_all, _add),
-  "broadcast_in_dim": Rule(_zeros_operands, _zeros),
+  "broadcast_in_dim": Rule(_broadcast_operands, _broadcast),
+  "concatenate": Rule(_all, _concatenate),
   "convert_element_type": Rule(_first, _convert),
   "copy": Rule(_first, _same),
   "copy_p": Rule(_first, _same),
   "div": Rule(_first, _div),
   "dynamic_update_slice": Rule(_update_operands, _dynamic_update_slice),
+  "name": Rule(_first, _same),
   "mul": Rule(_mul_operands, _mul),
   "neg": Rule(_first, lambda eqn, x: x.map(lambda _, v: -v)),
   "pad": Rule(_pad_operands, _pad),
+  "reduce_sum": Rule(_sum_operands, _reduce_sum),
+  "reshape": Rule(_keeps_rows, _reshape),
+  "scatter": Rule(_overwrite_operands, _overwrite),
   "scatter-add": Rule(_scatter_operands, _scatter_add),
   "select_n": Rule(_select_operands, _select_n),
   "sharding_constraint": Rule(_first, _same),
+  "slice": Rule(_slice_operands, _slice),
+  "split": Rule(_first, _split),
+  "squeeze": Rule(_keeps_rows, _reshape),
   "sub": Rule(_all, _sub),
 }
 
