@@ -9,6 +9,7 @@ from typing import Any, Self
 from flax import nnx
 import jax
 
+from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.state import validation
 
 PyTree = Any
@@ -144,7 +145,9 @@ class PureLoss:
 
   def gradients(self, grads: PyTree) -> PyTree:
     """Returns gradients as NNX does: a state of variables."""
-    leaves = jax.tree.leaves(grads, is_leaf=lambda x: x is None)
+    leaves = jax.tree.leaves(
+      grads, is_leaf=lambda x: x is None or is_indexed_slices(x)
+    )
     return self._with_arrays(self._variables, leaves)
 
   @staticmethod

@@ -77,18 +77,14 @@ def analyze(program: Any, inputs: Sequence[str]) -> Facts:
 
 
 def _inner_reason(facts: Facts, eqn: Any) -> Any:
-  """Returns why an input that has the shape of the output is dense."""
-  if eqn.primitive.name not in row_rules.RULES:
+  """Returns the equation that made an input of an equation dense, or None."""
+  if eqn.primitive.name not in row_rules.RULES.keys() | {"rev", "transpose"}:
     return None
+  size = eqn.outvars[0].aval.size
+  reasons = [facts.reason(x) for x in eqn.invars if x.aval.size == size]
+  # A scalar that is broadcast says less than what it is multiplied with.
   return next(
-    (
-      reason
-      for x in eqn.invars
-      if facts.of(x) == DENSE
-      and x.aval.shape == eqn.outvars[0].aval.shape
-      and (reason := facts.reason(x)) is not None
-    ),
-    None,
+    (x for x in reasons if x and x.primitive.name != "broadcast_in_dim"), None
   )
 
 

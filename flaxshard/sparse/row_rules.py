@@ -423,17 +423,19 @@ def _concatenate(eqn: Any, *given: Rows) -> Rows:
   parts: list[Any] = []
   start = 0
   for x in given:
-    end = start + x.shape[axis]
-    if axis == 0:
-      x = _move_rows(x, lambda i, start=start: i + start, shape)
-    else:
-      config = [(0, 0, 0)] * len(shape)
-      config[axis] = (start, shape[axis] - end, 0)
-      zero = jnp.zeros((), dtype)
-      x = x.map(lambda _, v, config=config: lax.pad(v, zero, config), shape)
-    parts += x.parts
-    start = end
+    parts += _place(x, start, axis, shape).parts
+    start += x.shape[axis]
   return Rows(tuple(parts), shape, dtype)
+
+
+def _place(x: Rows, start: int, axis: int, shape: tuple[int, ...]) -> Rows:
+  """Returns rows as a part of an array, from a position along an axis."""
+  if axis == 0:
+    return _move_rows(x, lambda i: i + start, shape)
+  config = [(0, 0, 0)] * len(shape)
+  config[axis] = (start, shape[axis] - start - x.shape[axis], 0)
+  zero = jnp.zeros((), x.dtype)
+  return x.map(lambda _, v: lax.pad(v, zero, config), shape)
 
 
 RULES = {
