@@ -53,8 +53,8 @@ def sparse_rows(
       * `"lazy"`: they and their slots stay as they are.
       * `"tf"`: what TensorFlow's kernels do. With Adam the moments of all rows
         decay, and all rows move: the result is that of a whole gradient, at the
-        costs of one. With SGD, momentum, Adagrad, RMSProp and Adadelta it is
-        `"lazy"`. Other optimizers with slots are refused.
+        costs of one. With SGD, momentum, Adagrad, RMSProp, Adadelta and
+        `fs.optimizers` it is `"lazy"`. Other optimizers with slots are refused.
       * `"catch_up"`: when a row is used, its slots are multiplied by their
         decay in the steps that it missed, and so is a parameter with weight
         decay. So moments equal those of whole gradients. The moves that
