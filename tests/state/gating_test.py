@@ -45,27 +45,21 @@ def test_barriers_of_each_mode(mode, sizes):
   assert text.count("stablehlo.optimization_barrier") == len(sizes)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
-def test_values_are_the_same(wrappers):
-  state = create(params=PARAMS, tx=optax.adam(0.1), wrappers=wrappers)
-  modes = ("none", "op", "graph")
-  grads = [
-    state.value_and_grad(loss_fn, X, gate_gradients=mode)[1] for mode in modes
-  ]
-  jitted = jax.jit(
-    lambda state, x: [
-      state.value_and_grad(loss_fn, x, gate_gradients=mode)[1] for mode in modes
+def test_values_are_the_same(wrappers, dtype):
+  state = create(params=PARAMS, tx=optax.sgd(0.1), wrappers=wrappers)
+
+  def steps(state, x):
+    return [
+      state.minimize(loss_fn, x, dtype, gate_gradients=mode)
+      for mode in ("none", "op", "graph")
     ]
-  )(state, X)
-  for other in (*grads[1:], *jitted):
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6),
-      grads[0],
-      other,
-    )
-    assert jax.tree.map(lambda g: g.dtype, other) == jax.tree.map(
-      lambda g: g.dtype, grads[0]
-    )
+
+  wanted, *others = jax.jit(steps)(state, X)
+  for other in others:
+    # CPU: the compiler drops the barriers before it optimizes.
+    jax.tree.map(np.testing.assert_array_equal, other, wanted)
 
 
 @pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
