@@ -249,3 +249,41 @@ def test_fp8_statistics_have_no_slots():
   assert state.get_slot("params/w", "agn/local_params").shape == (1, 2)
   scale = f"{OVERWRITE_WITH_GRADIENT}/scale"
   assert state.get_slot(scale, "m") is None
+
+
+@pytest.mark.parametrize(
+  ("tx", "names"),
+  [
+    (fs.optimizers.ftrl(RATE), ["accum", "linear"]),
+    (
+      fs.optimizers.adagrad_da(RATE),
+      ["gradient_accumulator", "gradient_squared_accumulator"],
+    ),
+    (fs.optimizers.proximal_adagrad(RATE), ["accumulator"]),
+    (fs.optimizers.proximal_gradient_descent(RATE), []),
+  ],
+  ids=["ftrl", "adagrad_da", "proximal_adagrad", "proximal_gradient_descent"],
+)
+def test_names_of_tensorflows_optimizers(tx, names):
+  assert create(tx=tx).get_slot_names() == names
+
+
+@pytest.mark.parametrize(
+  ("wrapper", "name", "replicas"),
+  [
+    (fs.AGN(2), "agn/grad_accum", (1,)),
+    (fs.Accumulate(2), "accumulate/grads", ()),
+  ],
+)
+def test_sums_of_rows(wrapper, name, replicas):
+  state = create(
+    (wrapper,),
+    tx=fs.sparse_rows(optax.sgd(RATE), ["table"]),
+    params={"table": jnp.ones((4, 2)), "w": jnp.ones(2)},
+  )
+  ids = jnp.array([1, 1])
+  state, _ = state.minimize(lambda p: (p["table"][ids] * p["w"]).sum())
+  np.testing.assert_array_equal(
+    state.get_slot("table", name).reshape(4, 2)[:, 0], [0, 2, 0, 0]
+  )
+  assert state.get_slot("w", name).shape == (*replicas, 2)
