@@ -1,0 +1,115 @@
+"""The notebooks equal their sources, run, and print the expected results."""
+
+import os
+import pathlib
+import re
+
+import make_notebooks
+import nbformat
+import pytest
+
+_SOURCES = make_notebooks.sources()
+_BADGE = "https://colab.research.google.com/github/flaxshard/flaxshard/blob/main/colab/"
+# Lowest and highest value of each line `name: number` that a notebook prints in
+# cells with the tag "result".
+_RESULTS = {
+  "quick_start": {
+    "applied steps": (885, 897),
+    "skipped steps": (3, 15),
+    "accuracy": (0.96, 1.0),
+    "change of parameters": (0, 0),
+    "steps counted": (0, 0),
+    "scale, new over old": (0.5, 0.5),
+    "steps skipped": (1, 1),
+    "zeros without a scale": (0.19, 1.0),
+    "zeros with a scale": (0.0, 0.18),
+  },
+  "replicas_and_shardings": {
+    "replicas, difference": (0, 0),
+    "replicas, bytes per device": (307_280, 307_280),
+    "global view, difference": (0, 1e-5),
+    "global view, bytes per device": (307_280, 307_280),
+    "rules, difference": (0, 1e-5),
+    "rules, bytes per device": (153_680, 153_680),
+    "FSDP, difference": (0, 1e-5),
+    "FSDP, bytes per device": (77_904, 77_904),
+    "chips": (8, 8),
+  },
+}
+
+
+def _code_cells(notebook: nbformat.NotebookNode) -> list:
+  return [cell for cell in notebook.cells if cell["cell_type"] == "code"]
+
+
+def _stdout(cell: nbformat.NotebookNode) -> str:
+  return "".join(
+    output["text"]
+    for output in cell["outputs"]
+    if output["output_type"] == "stream" and output["name"] == "stdout"
+  )
+
+
+def _results(notebook: nbformat.NotebookNode) -> dict[str, float]:
+  lines = [
+    line
+    for cell in notebook.cells
+    if "result" in cell["metadata"].get("tags", [])
+    for line in _stdout(cell).splitlines()
+  ]
+  matches = [re.fullmatch(r"(.+?): +(-?[\d.,e+-]+)", line) for line in lines]
+  return {m[1]: float(m[2].replace(",", "")) for m in matches if m}
+
+
+def test_every_source_has_its_notebook_and_its_results() -> None:
+  names = {source.stem for source in _SOURCES}
+  assert names == set(_RESULTS)
+  folder = make_notebooks.FOLDER
+  assert {path.stem for path in folder.glob("*.ipynb")} == names
+
+
+@pytest.mark.parametrize("source", _SOURCES, ids=lambda path: path.stem)
+def test_notebook_is_made_from_its_source(source: pathlib.Path) -> None:
+  stored = nbformat.read(source.with_suffix(".ipynb"), 4)
+  nbformat.validate(stored)
+  # The only output is one picture.
+  assert len(make_notebooks.pictures(stored)) == 1
+  outputs = [x for cell in _code_cells(stored) for x in cell["outputs"]]
+  assert [list(output["data"]) for output in outputs] == [["image/png"]]
+  for cell in _code_cells(stored):
+    cell["outputs"] = []
+  assert stored == make_notebooks.read(source)
+
+
+def test_notebooks_start_with_their_badge_and_the_same_first_cell() -> None:
+  first = _code_cells(make_notebooks.read(_SOURCES[0]))[0]["source"]
+  for source in _SOURCES:
+    notebook = make_notebooks.read(source)
+    assert f"]({_BADGE}{source.stem}.ipynb)" in notebook.cells[0]["source"]
+    assert _code_cells(notebook)[0]["source"] == first, source.stem
+
+
+def test_links_to_notebooks_exist() -> None:
+  for source in _SOURCES:
+    for name in re.findall(re.escape(_BADGE) + r"(\w+)", source.read_text()):
+      assert (source.parent / f"{name}.ipynb").exists(), (source.stem, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", _SOURCES, ids=lambda path: path.stem)
+def test_notebook_runs(
+  source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  root = str(make_notebooks.FOLDER.parent)
+  paths = [root, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+  monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+  notebook = make_notebooks.read(source)
+  make_notebooks.execute(notebook, tmp_path, timeout=300)
+  assert "Hardware: a CPU that emulates 8 devices." in _stdout(
+    _code_cells(notebook)[0]
+  )
+  assert len(make_notebooks.pictures(notebook)) == 1
+  results, expected = _results(notebook), _RESULTS[source.stem]
+  assert set(results) == set(expected)
+  for name, (low, high) in expected.items():
+    assert low <= results[name] <= high, (name, results[name])
