@@ -1,0 +1,142 @@
+"""`IndexedSlices` behaves as the array that it stands for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+from flaxshard.core import indexed_slices
+
+SHAPE = (5, 2)
+INDICES = [3, 0, 3, 5, -1]
+VALUES = jnp.arange(1.0, 11.0).reshape(5, 2)
+DENSE = np.array([[3, 4], [0, 0], [0, 0], [6, 8], [0, 0]], np.float32)
+SLICES = fs.IndexedSlices(INDICES, VALUES, SHAPE)
+
+
+def test_to_dense_adds_equal_rows_and_drops_padding():
+  np.testing.assert_array_equal(SLICES.to_dense(), DENSE)
+  assert SLICES.shape == SHAPE and SLICES.ndim == 2 and SLICES.size == 10
+
+
+@pytest.mark.parametrize("size", [None, 2, 4, 9])
+def test_deduplicated_is_sorted_unique_and_padded(size):
+  rows = SLICES.deduplicated(size)
+  count = 5 if size is None else size
+  assert rows.indices.tolist() == [0, 3, *[5] * (count - 2)]
+  assert rows.values.tolist() == [[3, 4], [6, 8], *[[0, 0]] * (count - 2)]
+  assert rows.is_unique and rows.deduplicated() is rows
+  np.testing.assert_array_equal(rows.to_dense(), DENSE)
+
+
+def test_no_rows_are_zeros():
+  empty = fs.IndexedSlices(jnp.zeros(0, int), jnp.zeros((0, 2)), SHAPE)
+  np.testing.assert_array_equal(empty.to_dense(), np.zeros(SHAPE))
+  assert empty.deduplicated().indices.size == 0
+  assert float(empty.norm()) == 0
+  np.testing.assert_array_equal(DENSE + empty, DENSE)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "uint32"])
+def test_rows_of_any_integer_dtype(dtype):
+  indices = np.array([3, 0, 3], dtype)
+  slices = fs.IndexedSlices(indices, VALUES[:3], SHAPE)
+  np.testing.assert_array_equal(slices.to_dense(), DENSE)
+  np.testing.assert_array_equal(slices.deduplicated().to_dense(), DENSE)
+  large = fs.IndexedSlices(indices, VALUES[:3], (300, 2)).deduplicated()
+  assert large.indices.tolist() == [0, 3, 300]
+
+
+def test_arithmetic_is_that_of_the_array():
+  for got, want in (
+    (2 * SLICES, 2 * DENSE),
+    (SLICES * jnp.float32(0.5), DENSE / 2),
+    (SLICES / 4, DENSE / 4),
+    (-SLICES, -DENSE),
+    (SLICES + SLICES, 2 * DENSE),
+    (SLICES.astype(jnp.bfloat16), DENSE),
+  ):
+    assert fs.is_indexed_slices(got)
+    np.testing.assert_array_equal(got.to_dense().astype(jnp.float32), want)
+  ones = np.ones(SHAPE, np.float32)
+  for x in (ones, jnp.asarray(ones)):
+    np.testing.assert_array_equal(x + SLICES, ones + DENSE)
+    np.testing.assert_array_equal(SLICES + x, ones + DENSE)
+
+
+def test_arithmetic_with_other_shapes_raises():
+  with pytest.raises(TypeError):
+    SLICES * jnp.ones(2)
+  with pytest.raises(TypeError):
+    SLICES + jnp.ones(2)
+  with pytest.raises(ValueError, match=r"\(5, 2\) and \(6, 2\)"):
+    SLICES + fs.IndexedSlices([0], jnp.ones((1, 2)), (6, 2))
+
+
+def test_norms_sum_equal_rows_first():
+  want = np.linalg.norm(DENSE)
+  np.testing.assert_allclose(SLICES.norm(), want, rtol=1e-6)
+  norm = indexed_slices.global_norm({"a": SLICES, "b": jnp.array([3.0])})
+  np.testing.assert_allclose(norm, np.hypot(want, 3), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("indices", "values", "shape", "error", "match"),
+  [
+    ([0.5], VALUES[:1], SHAPE, TypeError, "must be integers, got float"),
+    ([True], VALUES[:1], SHAPE, TypeError, "must be integers, got bool"),
+    ([[0]], VALUES[:1], SHAPE, ValueError, "one dimension"),
+    ([0, 1], VALUES[:1], SHAPE, ValueError, r"shape \(2, 2\)"),
+    ([0], jnp.ones((1, 3)), SHAPE, ValueError, r"got \(1, 3\)"),
+    ([0], jnp.ones(1), (), ValueError, "at least one dimension"),
+  ],
+)
+def test_invalid_arguments_raise(indices, values, shape, error, match):
+  with pytest.raises(error, match=match):
+    fs.IndexedSlices(indices, values, shape)
+
+
+def test_tree_map_without_is_leaf_is_found():
+  halves = jax.tree.map(lambda x: x * 0.5, SLICES)
+  with pytest.raises(TypeError, match="is_leaf=flaxshard.is_indexed_slices"):
+    halves.check()
+  halves = jax.tree.map(
+    lambda x: x * 0.5, {"t": SLICES}, is_leaf=fs.is_indexed_slices
+  )
+  np.testing.assert_array_equal(halves["t"].to_dense(), DENSE / 2)
+
+
+def test_passes_through_jit_vmap_scan_and_grad():
+  assert "rows" in repr(SLICES)
+  passed = jax.jit(lambda s: s.deduplicated())(SLICES)
+  assert passed.is_unique and passed.dense_shape == SHAPE
+  batch = jax.tree.map(lambda x: jnp.stack([x, x]), SLICES)
+  dense = jax.vmap(lambda s: s.to_dense())(batch)
+  np.testing.assert_array_equal(dense, [DENSE, DENSE])
+  _, stacked = jax.lax.scan(lambda c, s: (c, s.to_dense()), 0, batch)
+  np.testing.assert_array_equal(stacked, dense)
+
+  def loss(values):
+    slices = fs.IndexedSlices(INDICES, values, SHAPE)
+    return (slices.to_dense() ** 2).sum() / 2, slices.norm() ** 2 / 2
+
+  for grad in jax.jacrev(loss)(VALUES):
+    want = np.concatenate([DENSE[[3, 0, 3]], np.zeros((2, 2))])
+    np.testing.assert_allclose(grad, want, rtol=1e-6)
+
+
+def test_addition_to_a_donated_array_needs_no_second_array():
+  rows = 100_000
+  slices = fs.IndexedSlices([1, 1, 7], jnp.ones((3, 8)), (rows, 8))
+  program = (
+    jax.jit(lambda p, s: optax.apply_updates(p, s), donate_argnums=0)
+    .lower(jax.ShapeDtypeStruct((rows, 8), jnp.float32), slices)
+    .compile()
+  )
+  memory = program.memory_analysis()
+  assert memory.alias_size_in_bytes == rows * 8 * 4
+  assert memory.temp_size_in_bytes < 100_000
+  new = program(jnp.zeros((rows, 8)), slices)
+  assert new[1].tolist() == [2.0] * 8 and float(new.sum()) == 24
