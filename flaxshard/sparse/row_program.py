@@ -112,7 +112,8 @@ def function_name(eqn: Any) -> str | None:
   Example:
     >>> import optax
     >>> tx = optax.clip_by_block_rms(1.0)
-    >>> program = jax.make_jaxpr(tx.update)(jnp.ones(2), tx.init(jnp.ones(2)))
+    >>> grads = jax.ShapeDtypeStruct((2,), float)
+    >>> program = jax.make_jaxpr(tx.update)(grads, tx.init(grads))
     >>> function_name(program.eqns[0])
     'clip_by_block_rms'
   """
