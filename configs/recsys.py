@@ -30,6 +30,8 @@ def get_config() -> ml_collections.ConfigDict:
     "name": "optax:adagrad",
     "initial_accumulator_value": 1e-8,
   }
+  # Gradients and updates of the two tables are the rows that a step looked up.
+  config.sparse = ("users/embedding", "items/embedding")
   config.wrappers = (("loss_scale", {"scale": "auto"}),)  # for mixed_float16
 
   config.log_every_steps = 500
