@@ -8,6 +8,8 @@ each program:
   exchanged  bytes that a device receives from others in the collectives of a
              step, if they are rings: those of all-reduce count twice.
   largest    the largest result of a collective.
+  hbm        bytes that a device reads from and writes to HBM, counted in the
+             compiled program.
   temp       temporary memory of a device.
   state      arguments of a device that are updated in place.
 
@@ -33,6 +35,7 @@ import optax
 
 import flaxshard as fs
 from flaxshard import compiled as compiled_lib
+from flaxshard.compiled import work
 
 P = jax.sharding.PartitionSpec
 Shape = jax.ShapeDtypeStruct
@@ -121,6 +124,7 @@ def compile_program(program: Program, args: argparse.Namespace) -> str:
   cells = [
     sum(map(received, found)),
     max(c.result_bytes for c in found),
+    work.count_work(compiled).hbm_bytes,
     memory.temp_size_in_bytes,
     memory.alias_size_in_bytes,
   ]
@@ -152,8 +156,9 @@ def main() -> None:
     f"{args.topology}, table of {args.rows:,} x {args.features} ({size:,.0f} "
     f"MiB), {args.ids:,} ids per device, Adam, JAX {jax.__version__}; MiB.\n"
   )
-  print(f"| {'step':<30} | exchanged |   largest |      temp |     state |")
-  print(f"|:{'-' * 29}-|----------:|----------:|----------:|----------:|")
+  names = ["exchanged", "largest", "hbm", "temp", "state"]
+  print(f"| {'step':<30} | {' | '.join(f'{name:>9}' for name in names)} |")
+  print(f"|:{'-' * 31}|{'----------:|' * len(names)}")
   for program in PROGRAMS:
     print(compile_program(program, args), flush=True)
 

@@ -17,6 +17,7 @@ from flaxshard.compiled import arguments as arguments_lib
 from flaxshard.compiled import hlo
 from flaxshard.compiled import values as values_lib
 from flaxshard.compiled.values import Edge
+from flaxshard.core import tracing
 
 _ELEMENT_BY_ELEMENT = tuple(edge for edge in Edge if edge != Edge.OTHER)
 
@@ -64,6 +65,9 @@ class Purposes:
       collective: The instruction.
       op_name: Its name stack, or that of an instruction near it.
     """
+    # A gradient of rows reaches its parameter through indices.
+    if tracing.ROWS_SCOPE in op_name.split("/"):
+      return Purpose("gradients")
     nbytes: dict[str, int] = {}
     parameters: dict[str, dict[str, None]] = {}
     for operand in collective.operand_instructions:

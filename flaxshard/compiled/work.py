@@ -26,6 +26,8 @@ _FREE = {
   "call", "conditional", "constant", "domain", "get-tuple-element",
   "opt-barrier", "parameter", "partition-id", "replica-id", "tuple", "while",
 }  # fmt: skip
+# Which operand of an update in place has the new elements.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": -1}
 _SLICES = ("slice", "dynamic-slice", "gather")
 # Operations that pass an operand on, in a fusion without a copy of it.
 _VIEWS = ("bitcast", "reshape", "copy", "convert", "transpose", "broadcast")
@@ -163,9 +165,9 @@ def _hbm_bytes_of(program: hlo.Program, instruction: hlo.Instruction) -> float:
     return 0.0
   if opcode in _SLICES:
     return 2.0 * _hbm_size(instruction)
-  if opcode in ("dynamic-update-slice", "scatter"):
+  if opcode in _UPDATES:
     # In place: only the part that changes is read and written.
-    return 2.0 * _hbm_size(operands[-1 if opcode == "scatter" else 1])
+    return 2.0 * _hbm_size(operands[_UPDATES[opcode]])
   if opcode != "fusion":
     return sum(map(_hbm_size, operands)) + _hbm_size(instruction)
   fused = program.computations[instruction.called[0]]
@@ -174,7 +176,7 @@ def _hbm_bytes_of(program: hlo.Program, instruction: hlo.Instruction) -> float:
     for number, operand in enumerate(operands)
     if _hbm_size(operand)
   )
-  return reads + _written_bytes(instruction, fused)
+  return reads + _written_bytes(program, instruction, fused)
 
 
 def _started_bytes(instruction: hlo.Instruction) -> float:
@@ -224,7 +226,7 @@ def _read_bytes(
       position = user.operands.index(value.name)
       if user.opcode in _SLICES and position == 0:
         total += sum(a.padded_bytes for a in user.arrays)
-      elif user.opcode == "dynamic-update-slice" and position == 0:
+      elif user.opcode in _UPDATES and position == 0:
         # The rest of the operand stays where it is.
         pass
       elif user.opcode == "fusion":
@@ -237,7 +239,9 @@ def _read_bytes(
   return total
 
 
-def _written_bytes(fusion: hlo.Instruction, fused: hlo.Computation) -> float:
+def _written_bytes(
+  program: hlo.Program, fusion: hlo.Instruction, fused: hlo.Computation
+) -> float:
   """Returns the bytes that a fusion writes to HBM."""
   root = fused.root
   if root is None:
@@ -249,11 +253,24 @@ def _written_bytes(fusion: hlo.Instruction, fused: hlo.Computation) -> float:
   for array, value in zip(fusion.arrays, roots, strict=True):
     if array.memory_space != _HBM:
       continue
-    while value.opcode in ("bitcast", "copy") and value.operand_instructions:
-      value = value.operand_instructions[0]
-    if value.opcode == "dynamic-update-slice":
-      update = value.operand_instructions[1]
-      total += sum(a.padded_bytes for a in update.arrays)
-    else:
-      total += array.padded_bytes
+    update = _update_in_place(program, value)
+    arrays = [array] if update is None else update.arrays
+    total += sum(a.padded_bytes for a in arrays)
   return total
+
+
+def _update_in_place(
+  program: hlo.Program, value: hlo.Instruction | None
+) -> hlo.Instruction | None:
+  """Returns what a value writes into an array in place; None if it does not."""
+  while value is not None:
+    operands = value.operand_instructions
+    if value.opcode == "fusion":
+      value = program.computations[value.called[0]].root
+    elif value.opcode in ("bitcast", "copy") and operands:
+      value = operands[0]
+    elif value.opcode in _UPDATES:
+      return operands[_UPDATES[value.opcode]]
+    else:
+      return None
+  return None

@@ -15,6 +15,8 @@ PyTree = Any
 COMMIT_SCOPE = "agn_commit"
 # That of the conditional of Accumulate.
 UPDATE_SCOPE = "accumulated_update"
+# That of the collectives of row-sparse gradients.
+ROWS_SCOPE = "gradient_rows"
 
 # Primitives that run one program, with their own inputs and outputs.
 CALLS = frozenset("jit pjit closed_call remat remat2 checkpoint".split())

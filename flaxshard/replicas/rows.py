@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from flaxshard.core import gradients
+from flaxshard.core import tracing
 from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import mesh as mesh_lib
@@ -101,7 +102,8 @@ def _gather_dimension(x: jax.Array, mesh: Any) -> jax.Array:
   """Returns an array whose first dimension is not split over a mesh."""
   spec = P(None, *[P.UNCONSTRAINED] * (x.ndim - 1))
   sharding = jax.sharding.NamedSharding(mesh, spec)
-  return jax.lax.with_sharding_constraint(x, sharding)
+  with jax.named_scope(tracing.ROWS_SCOPE):
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def _sum_gathered(slices: IndexedSlices, groups: Groups) -> IndexedSlices:
@@ -118,7 +120,8 @@ def _sum_gathered(slices: IndexedSlices, groups: Groups) -> IndexedSlices:
 def _sum_dense(slices: IndexedSlices, groups: Groups) -> IndexedSlices:
   """Returns the sum, by an all-reduce of the whole array."""
   dense = slices.astype(_sum_dtype(slices.dtype)).to_dense()
-  total = jax.lax.psum(dense, mesh_lib.REPLICA, axis_index_groups=groups)
+  with jax.named_scope(tracing.ROWS_SCOPE):
+    total = jax.lax.psum(dense, mesh_lib.REPLICA, axis_index_groups=groups)
   indices = _gather(slices.indices, groups)
   # Rows without elements: only their numbers are deduplicated.
   numbers = IndexedSlices(
@@ -137,9 +140,10 @@ def _sum_dense(slices: IndexedSlices, groups: Groups) -> IndexedSlices:
 
 
 def _gather(x: jax.Array, groups: Groups) -> jax.Array:
-  return jax.lax.all_gather(
-    x, mesh_lib.REPLICA, axis_index_groups=groups, tiled=True
-  )
+  with jax.named_scope(tracing.ROWS_SCOPE):
+    return jax.lax.all_gather(
+      x, mesh_lib.REPLICA, axis_index_groups=groups, tiled=True
+    )
 
 
 def _sum_dtype(dtype: Any) -> Any:

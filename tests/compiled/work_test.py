@@ -70,6 +70,43 @@ ENTRY %main (p: pred[], x: f32[1024]) -> f32[1024] {
 """
 
 
+# New rows for a table, as the TPU compiler writes it: the scatter is in a fusion
+# within a fusion.
+SCATTER = """HloModule scatter, is_scheduled=true
+
+%second (old: f32[], new: f32[]) -> f32[] {
+  %old = f32[] parameter(0)
+  ROOT %new = f32[] parameter(1)
+}
+
+%inner (table: f32[4096,128], ids: s32[16,1], rows: f32[16,128]) -> f32[4096,128] {
+  %table = f32[4096,128]{1,0} parameter(0)
+  %ids = s32[16,1]{1,0} parameter(1)
+  %rows = f32[16,128]{1,0} parameter(2)
+  ROOT %put = f32[4096,128]{1,0} scatter(%table, %ids, %rows), update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%second
+}
+
+%outer (t: f32[4096,128], i: s32[16,1], r: f32[16,128]) -> f32[4096,128] {
+  %t = f32[4096,128]{1,0} parameter(0)
+  %i = s32[16,1]{1,0} parameter(1)
+  %r = f32[16,128]{1,0} parameter(2)
+  ROOT %called = f32[4096,128]{1,0} fusion(%t, %i, %r), kind=kCustom, calls=%inner
+}
+
+ENTRY %main (t0: f32[4096,128], i0: s32[16,1], r0: f32[16,128]) -> f32[4096,128] {
+  %t0 = f32[4096,128]{1,0} parameter(0)
+  %i0 = s32[16,1]{1,0} parameter(1)
+  %r0 = f32[16,128]{1,0} parameter(2)
+  ROOT %new_table = f32[4096,128]{1,0} fusion(%t0, %i0, %r0), kind=kCustom, calls=%outer
+}
+"""
+
+
+def test_scatter_in_a_fusion_writes_its_rows_alone():
+  ids, rows = 4 * 16, 4 * 16 * 128
+  assert work.count_work(SCATTER).hbm_bytes == ids + 2 * rows
+
+
 def test_loop_counts_its_turns_and_only_hbm():
   counted = work.count_work(LOOP)
   assert counted.flops == {"bf16": 10 * 2 * 128 * 256 * 256}
