@@ -282,8 +282,22 @@ def test_sums_of_rows(wrapper, name, replicas):
     params={"table": jnp.ones((4, 2)), "w": jnp.ones(2)},
   )
   ids = jnp.array([1, 1])
-  state, _ = state.minimize(lambda p: (p["table"][ids] * p["w"]).sum())
+  loss_fn = lambda p: (p["table"][ids] * p["w"]).sum()
+  state, _ = jax.jit(lambda s: s.minimize(loss_fn))(state)
   np.testing.assert_array_equal(
     state.get_slot("table", name).reshape(4, 2)[:, 0], [0, 2, 0, 0]
   )
   assert state.get_slot("w", name).shape == (*replicas, 2)
+
+
+def test_restored_state(tmp_path):
+  state = create((fs.AGN(2),), tx=optax.adam(RATE))
+  state, _ = jax.jit(lambda s: s.minimize(quadratic))(state)
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, state)
+    restored = checkpointer.restore(create((fs.AGN(2),), tx=optax.adam(RATE)))
+  assert restored.get_slot_names() == state.get_slot_names()
+  for name in restored.get_slot_names():
+    np.testing.assert_array_equal(
+      restored.get_slot(restored.params["w"], name), state.get_slot("w", name)
+    )
