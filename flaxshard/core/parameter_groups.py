@@ -225,6 +225,10 @@ class SparseRows(optax.GradientTransformationExtraArgs):
       by path. Others are not split.
     settle: Takes parameters and state, and returns them with all rows up to
       date. Only `"catch_up"` leaves rows behind.
+    whole_tables: Takes parameters, and returns the paths of the tables of which
+      an update changes other rows than those of the gradient.
+    decaying_tables: Takes parameters, and returns the paths of the tables whose
+      parameters `settle` changes.
   """
 
   patterns: tuple[str, ...]
@@ -232,6 +236,8 @@ class SparseRows(optax.GradientTransformationExtraArgs):
   inner: Any
   parts: Mapping[trees.Path, int] = types.MappingProxyType({})
   settle: Callable[[Any, Any], tuple[Any, Any]]
+  whole_tables: Callable[[Any], set[trees.Path]]
+  decaying_tables: Callable[[Any], set[trees.Path]]
 
 
 def sparse_mask(tx: Any, params: PyTree) -> PyTree | None:

@@ -155,11 +155,26 @@ def sparse_rows(
       return params, state
     return catch_up.settle(params, state, *plan_of(params))
 
+  def find_whole(params: PyTree) -> set[trees.Path]:
+    plan, facts = plan_of(params)
+    if plan.deferring is not None:
+      return set(plan.tables)
+    return set(facts) if semantics == "tf" else set()
+
+  def find_decaying(params: PyTree) -> set[trees.Path]:
+    plan, facts = plan_of(params)
+    if plan.deferring is not None or semantics != "catch_up":
+      return set()
+    _, factors = facts
+    return {p for p, f in zip(plan.tables, factors, strict=True) if f != 1.0}
+
   new = SparseRows(init, update)
   new.patterns = patterns
   new.semantics = semantics
   new.inner = tx
   new.settle = settle
+  new.whole_tables = find_whole
+  new.decaying_tables = find_decaying
   return new
 
 

@@ -21,6 +21,7 @@ from flaxshard.replicas import values
 from flaxshard.sparse import row_accumulator
 from flaxshard.wrappers import agn_commit
 from flaxshard.wrappers import agn_sequential
+from flaxshard.wrappers import agn_tables
 from flaxshard.wrappers import base
 from flaxshard.wrappers.agn_commit import ModelState
 
@@ -195,26 +196,35 @@ class AGN(base.Base):
     )
 
   def _init_touched(self, params: PyTree, tx: Any) -> PyTree:
-    """Returns the rows of the accumulators of tables: none."""
+    """Returns the rows of the accumulators of tables: none.
+
+    Tables that have None there are summed and committed as a whole.
+    """
     touched = row_accumulator.init_touched(tx, params)
     if not jax.tree.leaves(touched):
       return touched
-    if tx.semantics == "tf" and (
-      self.commit_delta or self.commit == "sequential"
-    ):
-      # Such an update may change all rows, and those of its gradient alone
-      # would be compared.
-      return {}
-    if self.outer_tx is not None and not isinstance(
-      self.outer_tx, parameter_groups.SparseRows
-    ):
-      checks.warn(
-        "AGN: tx updates tables by rows, but outer_tx whole tables: replicas "
-        "exchange rows, and each commit reads and writes whole tables. If "
-        "outer_tx may leave the other rows as they are, give "
-        f"outer_tx=flaxshard.sparse_rows(outer_tx, {list(tx.patterns)!r})."
+    decaying = agn_tables.find_decaying(tx, params)
+    if decaying:
+      raise ValueError(
+        f"AGN: {', '.join(decaying)} decay without a gradient, as by weight "
+        "decay. With semantics='catch_up', replicas and center would apply the "
+        "decay of steps before a commit to parameters after it: use 'lazy' or "
+        "'tf'."
       )
-    return touched
+    whole = set()
+    if self.commit_delta:
+      # The change of the rows of a gradient would not be all of it.
+      whole |= agn_tables.find_whole(tx, params)
+    if self.commit == "sequential":
+      # Nor would local tables follow the center by the rows of commits.
+      whole |= agn_tables.find_whole(
+        tx if self.outer_tx is None else self.outer_tx, params
+      )
+    elif self.outer_tx is not None:
+      agn_tables.warn_of_whole_tables(self.outer_tx, tx, params)
+    return jax.tree_util.tree_map_with_path(
+      lambda path, rows: None if path in whole else rows, touched
+    )
 
   def init_collections(
     self, state: AGNState, collections: dict[str, PyTree]

@@ -129,6 +129,50 @@ def test_rows_with_sgd_equal_whole_gradients(name, replicas):
   assert dense.wrapper_states[wrappers[0].name].touched == {}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mean", "sequential", "delta"])
+@pytest.mark.parametrize(
+  "tx", [sparse(ADAM, "tf"), sparse(optax.MultiSteps(OUTER, 2))]
+)
+def test_updates_of_whole_tables_equal_a_dense_run(tx, name):
+  batches = make_batches(4, 7)
+  state = train(tx, [WRAPPERS[name]], batches, 4)
+  dense = train(tx.inner, [WRAPPERS[name]], batches, 4)
+  touched = state.wrapper_states["agn"].touched["table"]
+  assert (touched is None) is (name != "mean")
+  for get in (
+    lambda s: s.params,
+    lambda s: s.opt_state,
+    lambda s: s.wrapper_states["agn"].local_params,
+  ):
+    for a, b in zip(
+      jax.tree.leaves(get(state)), jax.tree.leaves(get(dense)), strict=True
+    ):
+      np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_catch_up_of_decaying_tables_raises():
+  tx = sparse(optax.chain(optax.add_decayed_weights(0.1), SGD), "catch_up")
+  with pytest.raises(ValueError, match=r"AGN: table .*'catch_up'"):
+    create(tx, [fs.AGN(2, "mean")])
+  create(tx, [fs.Accumulate(2)])
+
+
+@pytest.mark.slow
+def test_sequential_commits_by_an_outer_optimizer_of_whole_tables():
+  wrappers = [fs.AGN(3, outer_tx=OUTER)]
+  batches = make_batches(4, 7)
+  state = train(sparse(SGD), wrappers, batches, 4)
+  dense = train(SGD, wrappers, batches, 4)
+  assert state.wrapper_states["agn"].touched["table"] is None
+  for a, b in zip(
+    jax.tree.leaves(state.wrapper_states["agn"].local_params),
+    jax.tree.leaves(dense.wrapper_states["agn"].local_params),
+    strict=True,
+  ):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 class LazyAdam:
   """Adam on the rows that have a gradient."""
 
