@@ -142,7 +142,7 @@ OPTIMIZERS = {
     True,
   ),
   "normalize": (optax.chain(contrib.normalize(), optax.sgd(0.1)), True, True),
-  "ftrl": (tf_optimizers.ftrl(0.1), True, True),
+  "ftrl": (tf_optimizers.ftrl(0.1), True, "ftrl"),
   "lion": (optax.lion(0.1), "ScaleByLionState", True),
   "signum": (optax.signum(0.1), "EmaState", True),
   "ademamix": (contrib.ademamix(0.1), "ScaleByAdemamixState", True),
