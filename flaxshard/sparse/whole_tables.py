@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from flaxshard.core import tracing
 from flaxshard.core import trees
 from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.sparse import row_update
@@ -24,7 +25,8 @@ class TableUpdate:
   added in place.
 
   Attributes:
-    dense: The update of rows without a gradient. The others are not used.
+    dense: The update of rows without a gradient. On CPUs it has that of the
+      others too, elsewhere they are not used.
     rows: The update of the rows of the gradient.
   """
 
@@ -47,12 +49,7 @@ class TableUpdate:
 
   def __radd__(self, table: Any) -> jax.Array:
     """Returns the new table, in place if XLA may reuse its memory."""
-    old = self.rows.take_rows(table)
-    # The rows must be read before the table is overwritten.
-    old, table = jax.lax.optimization_barrier((old, table))
-    return self.rows.put_rows(
-      (table + self.dense).astype(table.dtype), old + self.rows.values
-    )
+    return _by_platform(_add_whole, _add_in_place, table, self.dense, self.rows)
 
 
 def update(
@@ -94,7 +91,10 @@ def update(
     return table if path in whole else rows
 
   def to_zeros(path: Path, rows: Any, table: Any) -> Any:
-    return jnp.zeros(table.shape, rows.dtype) if path in whole else rows
+    if path not in whole:
+      return rows
+    zeros = lambda: jnp.zeros(table.shape, rows.dtype)
+    return _by_platform(tables[path].to_dense, zeros)
 
   state_leaves, treedef = jax.tree.flatten(opt_state)
   whole_state = [
@@ -116,9 +116,9 @@ def update(
   new_state = [
     rows
     if path is None
-    else tables[path].put_rows(
-      dense.astype(old.dtype) if path in whole else old, rows
-    )
+    else _by_platform(_keep, _put, dense.astype(old.dtype), rows, tables[path])
+    if path in whole
+    else tables[path].put_rows(old, rows)
     for old, dense, rows, path in zip(
       state_leaves,
       jax.tree.leaves(dense_state),
@@ -137,3 +137,35 @@ def update(
     ),
     jax.tree.unflatten(treedef, new_state),
   )
+
+
+def _by_platform(
+  cpu: Callable[..., Any], default: Callable[..., Any], *args: Any
+) -> Any:
+  """Returns `cpu(*args)` on CPUs, else `default(*args)`.
+
+  XLA's CPU backend cannot update a table in place twice: it would copy the
+  parameter and both slots. There a whole gradient takes less memory.
+  """
+  if not tracing.is_compiling():
+    return cpu(*args)
+  return jax.lax.platform_dependent(*args, cpu=cpu, default=default)
+
+
+def _add_whole(table: jax.Array, dense: jax.Array, rows: Any) -> jax.Array:
+  return (table + dense).astype(table.dtype)
+
+
+def _add_in_place(table: jax.Array, dense: jax.Array, rows: Any) -> jax.Array:
+  old = rows.take_rows(table)
+  # The rows must be read before the table is overwritten.
+  old, table = jax.lax.optimization_barrier((old, table))
+  return rows.put_rows((table + dense).astype(table.dtype), old + rows.values)
+
+
+def _keep(dense: jax.Array, new: jax.Array, rows: Any) -> jax.Array:
+  return dense
+
+
+def _put(dense: jax.Array, new: jax.Array, rows: IndexedSlices) -> jax.Array:
+  return rows.put_rows(dense, new)
