@@ -31,12 +31,15 @@ class _LayerKind:
     fields: The fields that its state always has, without `inner`.
     inner: The field that holds the state of the optimizer inside.
     optional_fields: The fields that its state may have besides.
+    needed_because: Why a state that has this layer cannot be restored without
+      it; empty if it can.
   """
 
   name: str
   fields: frozenset[str]
   inner: str
   optional_fields: frozenset[str] = frozenset()
+  needed_because: str = ""
 
 
 _LAYER_KINDS = (
@@ -50,6 +53,14 @@ _LAYER_KINDS = (
     frozenset({"mini_step", "gradient_step", "acc_grads"}),
     "inner_opt_state",
     frozenset({"skip_state"}),
+  ),
+  _LayerKind(
+    "flaxshard.sparse_rows with semantics 'catch_up'",
+    frozenset({"step_count", "last_step"}),
+    "inner",
+    frozenset({"log_decay", "row_log_decay"}),
+    "some rows of its tables are not up to date. Restore it into a state with "
+    "these semantics, and then use tx.settle(state.params, state.opt_state)",
   ),
 )
 
@@ -67,12 +78,14 @@ class LeafMapping:
       wrapper states that the checkpoint lacks.
     dropped: The saved paths that are not read.
     notes: Sentences about it, for the log.
+    errors: Sentences about why it cannot be restored.
   """
 
   sources: Mapping[Path, Path]
   fresh: frozenset[Path]
   dropped: frozenset[Path]
   notes: tuple[str, ...]
+  errors: tuple[str, ...] = ()
 
   def rename(self, saved: Mapping[Path, Any]) -> dict[Path, Any]:
     """Returns the saved leaves, without dropped ones, by their wanted paths.
@@ -115,6 +128,7 @@ def map_leaves(
   fresh: set[Path] = set()
   dropped: set[Path] = set()
   notes: list[str] = []
+  errors: list[str] = []
 
   # Each wanted part of the optimizer state, and the saved part for it: the
   # optimizer inside all layers, and every layer that both have.
@@ -127,6 +141,10 @@ def map_leaves(
     notes.append(f"it has no state of {layer[0].name}: that starts fresh")
   for layer, at in saved_layers.items():
     if layer not in wanted_layers:
+      if layer[0].needed_because:
+        errors.append(
+          f"it was saved with {layer[0].name}: {layer[0].needed_because}."
+        )
       dropped.update(_leaves_of_layer(saved, layer, at))
       accumulated = "acc_grads" in layer[0].fields
       notes.append(
@@ -174,7 +192,7 @@ def map_leaves(
     if source in saved and source not in dropped:
       sources[path] = source
   return LeafMapping(
-    sources, frozenset(fresh), frozenset(dropped), tuple(notes)
+    sources, frozenset(fresh), frozenset(dropped), tuple(notes), tuple(errors)
   )
 
 

@@ -70,6 +70,8 @@ class CheckpointStep:
     mapping = migrate.map_leaves(
       saved, targets, wrapper_states.foreign_paths(state.wrappers)
     )
+    if mapping.errors:
+      raise ValueError(f"{self.directory}: {mapping.errors[0]}")
     restarts = wrapper_states.find_restarts(
       state.wrappers, template.get(migrate.WRAPPER_STATES, {}), saved
     )
