@@ -180,11 +180,13 @@ def decay_factors(
   of_params: list[float | None] = []
   for i, (path, zero) in enumerate(zip(plan.tables, plan.updates, strict=True)):
     factor = zero.factors.get(-1 - i, 0.0)
-    moved_by = [s for s in (*zero.factors, *zero.sources) if s >= 0]
     # A slot that does not decay moves the parameter for ever.
-    for s in moved_by:
-      if zero.factors.get(s, 1) != 0 and abs(factors[s] or 0.0) >= 1:
-        raise _no_decay(argument, plan, path, None, zero)
+    stays = lambda s: s >= 0 and abs(factors[s] or 0.0) >= 1
+    slots = [s for s in zero.sources if s >= 0]
+    if any(stays(s) and f != 0 for s, f in zero.factors.items()) or (
+      slots and all(map(stays, slots))
+    ):
+      raise _no_decay(argument, plan, path, None, zero)
     if -1 - i in zero.sources or zero.sum_eqn is not None:
       raise _no_decay(argument, plan, path, None, zero)
     is_known = factor is not zero_rows.UNKNOWN

@@ -167,7 +167,7 @@ OPTIMIZERS = {
   "adabelief": (optax.adabelief(0.1), "ScaleByBeliefState", "scale_by_belief"),
   "adan": (optax.adan(0.1), "ScaleByAdanState", "ScaleByAdanState"),
   "novograd": (optax.novograd(0.1), "ScaleByNovogradState", "Novograd"),
-  "yogi": (optax.yogi(0.1), True, "scale_by_yogi"),
+  "yogi": (optax.yogi(0.1), True, True),
   "ema": (optax.chain(optax.adam(0.1), optax.ema(0.9)), "EmaState", "scale_by"),
   "cocob": (contrib.cocob(), "COCOBState", "scale_by_cocob"),
   "acprop": (contrib.acprop(0.1), "ScaleByBeliefState", "scale_by_acprop"),
