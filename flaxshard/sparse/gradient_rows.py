@@ -15,6 +15,7 @@ from flaxshard.core import pullback
 from flaxshard.core import trees
 from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.sparse import backward
+from flaxshard.sparse import late_casts
 from flaxshard.sparse.row_rules import DENSE
 
 PyTree = Any
@@ -29,7 +30,7 @@ def value_and_grad(
 ) -> tuple[tuple[jax.Array, Any], PyTree]:
   """Differentiates a function; the gradients of tables are `IndexedSlices`.
 
-  The function is called once, and its gradient is traced. In that program a
+  The function is called, and its gradient is traced. In that program a
   table's gradient starts as zeros, to which the rows of each lookup are added.
   This function evaluates the program without the zeros, and returns the rows.
   All other gradients are computed as without it.
@@ -64,20 +65,22 @@ def value_and_grad(
     >>> grads["table"].indices.tolist(), grads["bias"].tolist()
     ([7, 3], [2.0, 2.0])
   """
-  traced = pullback.trace(fn, params)
+  paths = [trees.path_string(path) for path in trees.paths(params)]
+  tables: list[str] = []
+  others: list[str] = []
+  for path, is_table in zip(paths, jax.tree.leaves(mask), strict=True):
+    (tables if is_table else others).append(path)
+  with late_casts.cast_after_lookup(tables, others) as changed:
+    traced = pullback.trace(fn, params)
+  wanted, dense = _find_rows(traced, mask)
+  if dense and changed:
+    # A whole gradient shall be that of `jax.grad`, bit for bit. It sums rows in
+    # the dtype of the lookup.
+    traced = pullback.trace(fn, params)
+    wanted, dense = _find_rows(traced, mask)
+  for leaf, reason in dense:
+    checks.warn(_describe_dense(paths[leaf], reason))
   program = traced.program.jaxpr
-  is_sparse = jax.tree.leaves(mask)
-  facts = backward.analyze(program, [DENSE] * len(program.invars))
-  wanted = []
-  for i, found in enumerate(facts.outputs()):
-    leaf = traced.positions[i]
-    if not is_sparse[leaf]:
-      continue
-    if found != DENSE:
-      wanted.append(i)
-      continue
-    path = trees.path_string(trees.paths(params)[leaf])
-    checks.warn(_describe_dense(path, facts.reason(program.outvars[i])))
   outputs = backward.evaluate(
     program, traced.program.consts, [traced.cotangent], wanted
   )
@@ -89,6 +92,32 @@ def value_and_grad(
     elif narrow and dtypes[i] is not None:
       outputs[i] = x.astype(dtypes[i])
   return (traced.value, traced.aux), traced.gradients(outputs)
+
+
+def _find_rows(
+  traced: pullback.Pullback, mask: PyTree
+) -> tuple[list[int], list[tuple[int, Any]]]:
+  """Finds the gradients of tables that are rows.
+
+  Args:
+    traced: The traced gradients.
+    mask: Which parameters are tables.
+
+  Returns:
+    Positions of outputs of the program that are rows; and for other tables the
+    position of the parameter, and the equation that needs all rows.
+  """
+  program = traced.program.jaxpr
+  is_table = jax.tree.leaves(mask)
+  facts = backward.analyze(program, [DENSE] * len(program.invars))
+  wanted, dense = [], []
+  for i, found in enumerate(facts.outputs()):
+    leaf = traced.positions[i]
+    if is_table[leaf] and found != DENSE:
+      wanted.append(i)
+    elif is_table[leaf]:
+      dense.append((leaf, facts.reason(program.outvars[i])))
+  return wanted, dense
 
 
 def _describe_dense(path: str, eqn: Any) -> str:

@@ -6,6 +6,7 @@ import warnings
 from flax import linen as nn
 from flax import nnx
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -74,9 +75,11 @@ class Layers(nn.Module):
 class Tied(nn.Module):
   """An output layer with the weights of the embedding."""
 
+  dtype: Any = None
+
   @nn.compact
   def __call__(self, ids):
-    embed = nn.Embed(7, 3, name="embed")
+    embed = nn.Embed(7, 3, dtype=self.dtype, name="embed")
     return embed.attend(embed(ids))
 
 
@@ -131,6 +134,40 @@ def test_gradients_of_a_model_equal_those_of_jax(name):
   ):
     assert got.dtype == wanted.dtype == jnp.float32
     np.testing.assert_allclose(got, wanted, rtol=rtol, atol=1e-7)
+
+
+def gathered(model, patterns):
+  """Returns rows and dtypes of the arrays from which a step gathers rows."""
+  state = fs.TrainState.create(
+    apply_fn=model.apply,
+    params=model.init(jax.random.key(0), IDS)["params"],
+    tx=fs.sparse_rows(optax.sgd(0.1), patterns),
+  )
+  found = set()
+
+  def visit(program):
+    for eqn in program.eqns:
+      if eqn.primitive.name == "gather":
+        table = eqn.invars[0].aval
+        found.add((table.shape[0], str(table.dtype)))
+      for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+        visit(inner)
+
+  visit(jax.make_jaxpr(lambda s: gradients(s)[1])(state).jaxpr)
+  return found
+
+
+def test_rows_are_cast_rather_than_the_table():
+  class Two(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+      other = nn.Embed(9, 3, dtype=jnp.bfloat16, name="other")(ids)
+      return other + nn.Embed(7, 3, dtype=jnp.bfloat16, name="embed")(ids)
+
+  assert gathered(Two(), ["embed/"]) == {(7, "float32"), (9, "bfloat16")}
+  tied = Tied(jnp.bfloat16)
+  with pytest.warns(UserWarning, match="whole array"):
+    assert gathered(tied, ["embed"]) == {(7, "bfloat16")}
 
 
 def test_tied_output_layer_is_dense_with_one_warning():
