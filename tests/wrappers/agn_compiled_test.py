@@ -230,3 +230,42 @@ def test_logical_devices_exchange_their_shards(commit):
     (state2.params, agn2.local_params, agn2.grad_accum),
   )
   assert agn.local_params["layer1"]["w"].sharding.spec == P("replica", "model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("commit", ["mean", "sequential"])
+def test_steps_and_commits_of_rows_have_no_temporary_of_a_table(commit):
+  rows, width, period, used = 50_000, 16, 4, 32
+  params = {"table": np.ones((rows, width), np.float32)}
+
+  def lookup(state, ids):
+    return state.minimize(lambda p: jnp.square(p["table"][ids]).mean())
+
+  strategy = all_devices()
+  state = fs.TrainState.create(
+    apply_fn=None,
+    params=params,
+    tx=ADAM,
+    sparse=["table"],
+    wrappers=[fs.AGN(period, commit)],
+    strategy=strategy,
+  )
+  ids = strategy.shard_batch(np.arange(8 * used, dtype=np.int32))
+  run = strategy.jit(lookup, donate_argnums=0)
+  compiled = run.lower(state, ids).compile()
+  table = rows * width * 4
+  assert compiled.memory_analysis().temp_size_in_bytes < table / 2
+  # At most all rows of a period, of each replica: row numbers and rows.
+  found = collectives(compiled.as_text())
+  assert_all_in_branches(found, compiled.as_text())
+  assert by_kind(found) == {"all-gather": 8 * period * used * (1 + width) * 4}
+  # A commit copies the tables of the center. A local step copies none.
+  computation, copying, committing = None, set(), set()
+  for line in compiled.as_text().splitlines():
+    header = re.match(r"(?:ENTRY )?%?(\S+) \(.*\{$", line)
+    computation = header[1] if header else computation
+    if re.search(rf"= f32\[(1,)?{rows},{width}\]\S* copy\(", line):
+      copying.add(computation)
+    if " all-gather(" in line:
+      committing.add(computation)
+  assert copying == committing
