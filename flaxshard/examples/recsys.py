@@ -166,13 +166,20 @@ class Task:
     """Adds the recall: how often a held-out item is among the first k."""
     return {**evaluation.means(), **recall(evaluation.collect(self._ranks))}
 
+  def predict(self, apply_fn: Any, params: Any, batch: Any) -> jax.Array:
+    """Returns a score of each item for each user, `[batch, items]`.
+
+    It is `log p(item | user)`, up to a constant.
+    """
+    scores, _ = apply_fn(params, batch["user"], method="affinities")
+    return scores + self._log_popularity
+
   def _ranks(self, apply_fn: Any, params: Any, batch: Any) -> jax.Array:
     """Returns the rank of each held-out item."""
-    scores, _ = apply_fn(params, batch["user"], method="affinities")
-    return ranks_of(scores + self._log_popularity, batch)
+    return ranks_of(self.predict(apply_fn, params, batch), batch)
 
   def baselines(self) -> dict[str, dict[str, float]]:
-    """Returns the recall of two other rankings of all items.
+    """Returns the recall of two other rankings, by their names.
 
     `"popularity"` ranks them by how often they were chosen, and `"oracle"` by
     the probabilities that the data were drawn from.
