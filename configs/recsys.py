@@ -27,7 +27,7 @@ def get_config() -> ml_collections.ConfigDict:
   # Rises for 150 steps, then falls to 0 at the last step.
   config.schedule = {"name": "cosine", "warmup_steps": 150}
   config.optimizer = {
-    "name": "optax:adagrad",
+    "name": "adagrad",
     "initial_accumulator_value": 1e-8,
   }
   # Gradients and updates of the two tables are the rows that a step looked up.
