@@ -426,3 +426,33 @@ def test_a_custom_wrapper_that_takes_rows_gets_rows(wrapper):
   np.testing.assert_array_equal(
     new.params["table"][unused, :], PARAMS["table"][unused, :]
   )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mean", "sequential"])
+def test_tables_that_are_split_by_rows(name):
+  strategy = fs.Strategy(
+    devices=jax.devices()[:4], mesh_shape={"replica": 2, "model": 2}
+  )
+  split = jax.sharding.NamedSharding(strategy.mesh, jax.P("model"))
+  params = {**PARAMS, "table": jax.device_put(PARAMS["table"], split)}
+  batches = make_batches(2, 4)
+  state = fs.TrainState.create(
+    apply_fn=None,
+    params=params,
+    tx=sparse(ADAM),
+    wrappers=[WRAPPERS[name]],
+    strategy=strategy,
+  )
+  run = strategy.jit(step)
+  for batch in batches:
+    state, _ = run(state, strategy.shard_batch(batch))
+  whole = train(sparse(ADAM), [WRAPPERS[name]], batches, 2)
+  agn, other = state.wrapper_states["agn"], whole.wrapper_states["agn"]
+  assert agn.grad_accum["table"].sharding.spec == jax.P("replica", "model")
+  for a, b in zip(
+    jax.tree.leaves((state.params, agn)),
+    jax.tree.leaves((whole.params, other)),
+    strict=True,
+  ):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
