@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import trees
+from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
@@ -47,6 +48,15 @@ def reduce(
   replica_context.check_reduce_op(reduce_op)
   compile_only.check_can_run("reduce", mesh)
   trees.check_arrays("reduce: value", value)
+  for path, x in jax.tree_util.tree_leaves_with_path(
+    value, is_leaf=is_indexed_slices
+  ):
+    if is_indexed_slices(x):
+      raise ValueError(
+        f"reduce: value[{trees.path_string(path)}] is an IndexedSlices, whose "
+        "row numbers cannot be summed. Inside of run use "
+        "get_replica_context().all_reduce, or return slices.to_dense()."
+      )
 
   def reduce_array(v: Any) -> jax.Array:
     axes = () if axis is None else (_axis_after_replicas("reduce", axis, v),)

@@ -148,3 +148,10 @@ def test_all_reduce_and_all_gather_of_the_context(size):
   for op, factor in (("sum", 1), ("mean", 1 / 8), ("gather", 1)):
     out = EIGHT.run(functools.partial(reduce, op), args=args)
     np.testing.assert_allclose(out.value[0], wanted * factor, atol=1e-6)
+
+
+def test_reduce_outside_of_run_names_rows():
+  ids, values = make_slices(8, LARGE)
+  out = reduce_all(EIGHT, "mean", ids, values, LARGE)
+  with pytest.raises(ValueError, match=r"value\[table\] is an IndexedSlices"):
+    EIGHT.reduce("mean", {"table": out})
