@@ -179,7 +179,7 @@ OPTIMIZERS = {
     "optimizer",
   ),
 }
-FAST = ("adam", "apply_if_finite", "adamw_schedule", "adamax")
+FAST = ("adam",)
 NAMES = [
   pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
   for name in OPTIMIZERS

@@ -36,7 +36,12 @@ def assert_equal(new, wanted):
 
 @pytest.mark.parametrize(
   "saved,wanted",
-  [("lazy", None), (None, "lazy"), (None, "catch_up"), ("catch_up",) * 2],
+  [
+    ("lazy", None),
+    (None, "catch_up"),
+    pytest.param(None, "lazy", marks=pytest.mark.slow),
+    pytest.param("catch_up", "catch_up", marks=pytest.mark.slow),
+  ],
 )
 def test_checkpoint_is_restored_with_other_semantics(tmp_path, saved, wanted):
   state = create(saved)
@@ -159,6 +164,17 @@ def test_multi_steps_gets_whole_gradients():
     grads = create_grads(ids)
     state = state.apply_gradients(grads=grads)
     dense = dense.apply_gradients(grads=indexed_slices.to_dense(grads))
+  assert_equal(state.params, dense.params)
+  assert_equal(state.opt_state, dense.opt_state)
+
+
+def test_tf_equals_whole_gradients_with_adam_bit_for_bit():
+  step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+  state, dense = create("tf"), create()
+  for ids in ([1, 2, 1], [2, 5, 0]):
+    grads = create_grads(ids)
+    state = step(state, grads)
+    dense = step(dense, indexed_slices.to_dense(grads))
   assert_equal(state.params, dense.params)
   assert_equal(state.opt_state, dense.opt_state)
 
