@@ -242,7 +242,12 @@ def _scale(x: jax.Array, factors: jax.Array) -> jax.Array:
 def _mark(x: jax.Array, value: jax.Array, rows: IndexedSlices | None) -> Any:
   if rows is None:
     return jnp.full_like(x, value)
-  return rows.put_rows(x, jnp.full(rows.indices.shape, value, x.dtype))
+  # The new numbers depend on the old ones, which makes XLA read before it
+  # writes: otherwise it copies the numbers of all rows.
+  old = rows.take_rows(x)
+  is_count = jnp.issubdtype(x.dtype, jnp.integer)
+  new = jnp.maximum(old, value) if is_count else value + 0 * old
+  return rows.put_rows(x, new)
 
 
 def _decays(path: Path, plan: row_plan.RowPlan, decay: Any) -> bool:
