@@ -23,19 +23,20 @@ class CatchUpState(NamedTuple):
   Attributes:
     inner: The state of the optimizer.
     step_count: int32 scalar, the number of updates.
-    last_step: For each table, int32 `[rows]`: the number of updates that the
-      row and its slots have had.
-    log_decay: For each table whose parameter decays by a factor that differs
-      from step to step, the sum of the logarithms of the factors so far.
-    row_log_decay: For each of these, float32 `[rows]`: that sum when the row
-      was up to date.
+    last_step: A tree like the parameters. For each table, int32 `[rows]`: the
+      number of updates that the row and its slots have had. None for others.
+    log_decay: A tree like the parameters. For each table whose parameter decays
+      by a factor that differs from step to step, the sum of the logarithms of
+      the factors so far. None for others.
+    row_log_decay: Beside each `log_decay`, float32 `[rows]`: that sum when the
+      row was up to date.
   """
 
   inner: PyTree
   step_count: jax.Array
-  last_step: dict[str, jax.Array]
-  log_decay: dict[str, jax.Array]
-  row_log_decay: dict[str, jax.Array]
+  last_step: PyTree
+  log_decay: PyTree
+  row_log_decay: PyTree
 
 
 def init(
@@ -49,21 +50,27 @@ def init(
     plan: What the optimizer does with rows.
     decay: The result of `row_plan.decay_factors`.
   """
-  by_path = dict(jax.tree_util.tree_leaves_with_path(params))
-  rows = {path: jnp.shape(by_path[path])[0] for path in plan.tables}
   _, of_params = decay
   varying = [
     path
     for path, factor in zip(plan.tables, of_params, strict=True)
     if factor is None
   ]
-  name = trees.path_string
+
+  def zeros_of(tables: Any, dtype: Any, num_dims: int) -> PyTree:
+    return jax.tree_util.tree_map_with_path(
+      lambda path, p: (
+        jnp.zeros(jnp.shape(p)[:num_dims], dtype) if path in tables else None
+      ),
+      params,
+    )
+
   return CatchUpState(
     inner,
     jnp.zeros((), jnp.int32),
-    {name(path): jnp.zeros(n, jnp.int32) for path, n in rows.items()},
-    {name(path): jnp.zeros((), jnp.float32) for path in varying},
-    {name(path): jnp.zeros(rows[path], jnp.float32) for path in varying},
+    last_step=zeros_of(plan.tables, jnp.int32, 1),
+    log_decay=zeros_of(varying, jnp.float32, 0),
+    row_log_decay=zeros_of(varying, jnp.float32, 1),
   )
 
 
@@ -113,21 +120,22 @@ def update(
     _merge(old_rows, old_params, whole),
   )
   count = state.step_count + 1
-  log_decay, row_log_decay = dict(state.log_decay), dict(state.row_log_decay)
-  if log_decay:
+  log_decay = state.log_decay
+  if jax.tree.leaves(log_decay):
     factors = _current_factors(
       tx, row_grads, row_state, row_params, row_extra, plan
     )
-    for name, value in log_decay.items():
-      log_decay[name] = value + jnp.log(factors[name]).astype(jnp.float32)
-  last_step = dict(state.last_step)
-  for path in plan.tables:
-    name = trees.path_string(path)
-    last_step[name] = _mark(last_step[name], count, tables.get(path))
-    if name in log_decay:
-      row_log_decay[name] = _mark(
-        row_log_decay[name], log_decay[name], tables.get(path)
-      )
+    log_decay = jax.tree_util.tree_map_with_path(
+      lambda path, x: x + jnp.log(factors[path]).astype(jnp.float32), log_decay
+    )
+  last_step = jax.tree_util.tree_map_with_path(
+    lambda path, x: _mark(x, count, tables.get(path)), state.last_step
+  )
+  row_log_decay = jax.tree_util.tree_map_with_path(
+    lambda path, x, new: _mark(x, new, tables.get(path)),
+    state.row_log_decay,
+    log_decay,
+  )
   new_inner = row_update.put_rows(inner, new_rows, params, tables)
   return (
     row_update.with_rows(row_updates, tables),
@@ -150,12 +158,9 @@ def settle(
   return params, CatchUpState(
     inner,
     state.step_count,
-    {k: jnp.full_like(x, state.step_count) for k, x in state.last_step.items()},
+    jax.tree.map(lambda x: jnp.full_like(x, state.step_count), state.last_step),
     state.log_decay,
-    {
-      k: jnp.full_like(x, state.log_decay[k])
-      for k, x in state.row_log_decay.items()
-    },
+    jax.tree.map(jnp.full_like, state.row_log_decay, state.log_decay),
   )
 
 
@@ -183,18 +188,19 @@ def _missed(
   def take(x: jax.Array, rows: IndexedSlices | None) -> jax.Array:
     return x if rows is None else rows.take_rows(x)
 
-  missed = {}
-  for path, rows in tables.items():
-    name = trees.path_string(path)
-    log_decay = None
-    if name in state.log_decay:
-      before = take(state.row_log_decay[name], rows)
-      log_decay = state.log_decay[name] - before
-    missed[path] = (
-      state.step_count - take(state.last_step[name], rows),
-      log_decay,
+  last_step, log_decay, row_log_decay = (
+    dict(jax.tree_util.tree_leaves_with_path(tree))
+    for tree in (state.last_step, state.log_decay, state.row_log_decay)
+  )
+  return {
+    path: (
+      state.step_count - take(last_step[path], rows),
+      log_decay[path] - take(row_log_decay[path], rows)
+      if path in log_decay
+      else None,
     )
-  return missed
+    for path, rows in tables.items()
+  }
 
 
 def _decay(
@@ -269,7 +275,7 @@ def _current_factors(
   row_params: PyTree,
   row_extra: Mapping[str, Any],
   plan: row_plan.RowPlan,
-) -> dict[str, jax.Array]:
+) -> dict[Path, jax.Array]:
   """Returns the factors by which parameters decay in this step.
 
   It is the update of a row of ones whose gradient and slots are zero.
@@ -300,7 +306,7 @@ def _current_factors(
     **row_extra,
   )
   return {
-    trees.path_string(path): 1.0 + update[0, 0]
+    path: 1.0 + update[0, 0]
     for path, update in jax.tree_util.tree_leaves_with_path(updates)
     if path in plan.tables
   }
