@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import functools
 import inspect
+import operator
 from typing import Any, Protocol, SupportsIndex, TypeVar
 
 import jax
@@ -174,7 +175,11 @@ class Windows:
 
   def __getitem__(self, index: SupportsIndex) -> Example:
     """Returns window `index`: inputs and labels, int32 `[length]`."""
-    start = int(index) * self.length
+    number = operator.index(index)
+    # Iteration ends at an IndexError.
+    if not -len(self) <= number < len(self):
+      raise IndexError(f"Windows: no window {number} of {len(self)}.")
+    start = number % len(self) * self.length
     given = self.tokens[start : start + self.length + 1]
     window = given.astype(np.int32)
     # NumPy wraps large integers around, and cuts off fractions.

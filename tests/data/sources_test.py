@@ -16,6 +16,13 @@ def test_a_window_needs_one_more_token_than_its_length():
   assert len(data.Windows(tokens, 4)) == 2
   assert len(data.Windows(tokens[:8], 4)) == 1
   assert data.Windows(tokens, 4)[1]["labels"].tolist() == [5, 6, 7, 8]
+  assert data.Windows(tokens, 4)[-2]["labels"].tolist() == [1, 2, 3, 4]
+  # Iteration ends.
+  starts = [int(x["inputs"][0]) for x in data.Windows(tokens, 4)]
+  assert starts == [0, 4]
+  for index in (2, -3):
+    with pytest.raises(IndexError, match=f"no window {index} of 2"):
+      data.Windows(tokens, 4)[index]
   for length in (0, 2**31):
     with pytest.raises(ValueError, match=f"Windows: length .* {length}"):
       data.Windows(tokens, length)
