@@ -340,3 +340,9 @@ if importlib.util.find_spec("libtpu") is not None:
   print(fs.plan(train_step, tpu_state, tpu_batch))
 else:
   print("The TPU compiler, libtpu, is not installed here.")
+
+# %% [markdown]
+# ## Next
+#
+# [AGN and DiLoCo](https://colab.research.google.com/github/flaxshard/flaxshard/blob/main/colab/agn_and_diloco.ipynb)
+# lets the replicas exchange parameters rarely.

@@ -1,0 +1,272 @@
+# %% [markdown]
+# # AGN and DiLoCo: accuracy over traffic
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/flaxshard/flaxshard/blob/main/colab/agn_and_diloco.ipynb)
+#
+# Data-parallel training exchanges all gradients in every step. Here each replica
+# trains its own local parameters, and the replicas *commit* to common parameters,
+# the center, only once per period. This notebook measures how much accuracy that
+# costs, and how much traffic it saves.
+
+# %%
+# Install flaxshard if it is missing, and say which hardware JAX found.
+import glob
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+
+has_tpu = bool(glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"))
+has_gpu = shutil.which("nvidia-smi") is not None
+source = os.environ.get(
+  "FLAXSHARD_SOURCE", "git+https://github.com/flaxshard/flaxshard"
+)
+
+
+def imported_versions():
+  """Returns the installed versions of the packages imported so far."""
+  packages = importlib.metadata.packages_distributions()
+  names = {name for module in sys.modules for name in packages.get(module, ())}
+  return {name: importlib.metadata.version(name) for name in names}
+
+
+if importlib.util.find_spec("flaxshard") is None:
+  before = imported_versions()
+  install = [sys.executable, "-m", "pip", "install", "--quiet"]
+  extras = "train,export,tpu" if has_tpu else "train,export"
+  install.append(f"flaxshard[{extras}] @ {source}")
+  # JAX 0.12 needs a newer NumPy than Colab's, which is imported already.
+  install.append("jax[cuda12]<0.12" if has_gpu else "jax<0.12")
+  subprocess.run(install, check=True)
+  importlib.invalidate_caches()
+  replaced = [
+    f"{name} {old} by {importlib.metadata.version(name)}"
+    for name, old in sorted(before.items())
+    if importlib.metadata.version(name) != old
+  ]
+  if replaced:
+    raise RuntimeError(
+      f"pip replaced packages that were imported before: {', '.join(replaced)}. "
+      "Restart the session (Runtime > Restart session), then run this cell "
+      "again."
+    )
+
+# JAX reads these when it starts: eight virtual devices, if there is only a CPU.
+emulate = "--xla_force_host_platform_device_count=8"
+if emulate.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {emulate}"
+if not (has_tpu or has_gpu):
+  os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+import flaxshard as fs
+
+kind = jax.devices()[0].device_kind
+if jax.default_backend() == "cpu":
+  if jax.device_count() < 8:
+    raise RuntimeError("JAX was started before this cell. Restart the session.")
+  print(f"Hardware: a CPU that emulates {jax.device_count()} devices.")
+else:
+  print(f"Hardware: {jax.device_count()} x {kind}.")
+print(f"flaxshard {fs.__version__}, JAX {jax.__version__}")
+
+# %% [markdown]
+# ## Eight devices
+#
+# With fewer than eight accelerators, the steps run on eight virtual devices of
+# the CPU. The last section compiles a step for eight TPU chips.
+
+# %%
+devices = jax.devices()[:8]
+if len(devices) < 8:
+  devices = jax.devices("cpu")
+  jax.config.update("jax_default_device", devices[0])
+print(len(devices), "devices:", devices[0].device_kind)
+
+# %% [markdown]
+# ## Data, model and step
+#
+# The step is that of data-parallel training. Only the wrappers differ below.
+
+# %%
+import flax.linen as nn
+import numpy as np
+import optax
+
+splits = fs.data.digits()
+images, labels = splits.train.inputs, splits.train.labels
+strategy = fs.Strategy(devices=devices)
+
+
+class Network(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    x = nn.relu(nn.Dense(128)(x.reshape(len(x), -1)))
+    return nn.Dense(10)(x)
+
+
+def train_step(state, batch):
+  def loss_fn(params):
+    logits = state.apply_fn({"params": params}, batch["image"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+      logits, batch["label"]
+    )
+    return losses.mean()
+
+  loss, grads = state.value_and_grad(loss_fn)
+  return state.apply_gradients(grads=grads), loss
+
+
+def create_state(wrappers, strategy=strategy):
+  return fs.create_train_state(
+    Network(),
+    jax.random.key(0),
+    images[:1],
+    optax.adam(2e-3),
+    wrappers=wrappers,
+    strategy=strategy,
+  )
+
+
+# %% [markdown]
+# All runs see the same 320 batches of 64 images, 8 images for each replica.
+
+# %%
+STEPS = 320
+rng = np.random.default_rng(0)
+batches = []
+for _ in range(STEPS):
+  chosen = rng.choice(len(images), 64, replace=False)
+  batches.append({"image": images[chosen], "label": labels[chosen]})
+batches = [strategy.shard_batch(batch) for batch in batches]
+
+# %% [markdown]
+# ## Local steps and a commit
+#
+# Between commits the local parameters drift apart. At the fourth step of this
+# example they commit, and all replicas continue from the center.
+
+# %% tags=["result"]
+state = create_state([fs.AGN(4, "mean")])
+step = strategy.jit(train_step)
+for number in range(1, 5):
+  state, _ = step(state, batches[number])
+  kernel = state.wrapper_states["agn"].local_params["Dense_0"]["kernel"]
+  distance = float(np.ptp(kernel, axis=0).max())  # over the replicas
+  print(f"distance after step {number}: {distance:.5f}")
+print("commits:", int(state.wrapper_states["agn"].commits))
+
+# %% [markdown]
+# ## Three ways to commit
+#
+# - **AGN** updates the center with the mean gradient of the period. The center
+#   takes one step of the optimizer per period, so it needs many commits.
+# - **Local SGD** sets the center to the mean of the local parameters.
+# - **DiLoCo** gives the mean change of the parameters to a second optimizer, SGD
+#   with Nesterov momentum (Douillard et al., 2023, arXiv:2311.08105).
+
+# %%
+METHODS = {
+  "AGN": lambda period: fs.AGN(period, "mean"),
+  "local SGD": lambda period: fs.AGN(
+    period, "mean", commit_delta=True, outer_tx=optax.sgd(1.0)
+  ),
+  "DiLoCo": lambda period: fs.AGN(
+    period,
+    "mean",
+    commit_delta=True,
+    outer_tx=optax.sgd(0.7, momentum=0.9, nesterov=True),
+  ),
+}
+
+
+def train(wrappers):
+  """Returns the trained state and its accuracy on held-out images."""
+  state = create_state(wrappers)
+  for start in range(0, STEPS, 64):
+    state, _ = strategy.run_steps(
+      train_step, state, batches[start : start + 64], reduce="mean"
+    )
+  logits = state.apply_fn({"params": state.params}, splits.eval.inputs)
+  hits = np.asarray(logits).argmax(-1) == splits.eval.labels
+  return state, float(hits.mean())
+
+
+# %% [markdown]
+# ## Run them
+#
+# An exchange is one all-reduce with the bytes of the parameters.
+
+# %% tags=["result"]
+state, accuracy = train([])
+kib = sum(x.nbytes for x in jax.tree.leaves(state.params)) / 1024
+data_parallel = (STEPS * kib, accuracy)
+print(f"data parallel, KiB: {STEPS * kib:.0f}")
+print(f"data parallel, accuracy: {accuracy:.4f}")
+
+curves = {}
+for name, wrapper in METHODS.items():
+  curves[name] = []
+  for period in (4, 16, 64):
+    state, accuracy = train([wrapper(period)])
+    traffic = int(state.wrapper_states["agn"].commits) * kib
+    curves[name].append((traffic, accuracy))
+    print(f"{name} {period}, KiB: {traffic:.0f}")
+    print(f"{name} {period}, accuracy: {accuracy:.4f}")
+
+# %% tags=["picture"]
+import matplotlib.pyplot as plt
+
+figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+for (name, curve), marker in zip(curves.items(), "osD", strict=True):
+  axes.plot(*zip(*curve, strict=True), marker=marker, label=name)
+axes.plot(*data_parallel, "k*", markersize=12, label="data parallel")
+for (traffic, _), period in zip(curves["AGN"], (4, 16, 64), strict=True):
+  axes.axvline(traffic, color="gray", linewidth=0.5, zorder=0)
+  axes.text(traffic, 1.0, f" period {period}", va="bottom", color="gray")
+axes.set(
+  xlabel="KiB given to all-reduces by each replica, in 320 steps",
+  ylabel="accuracy on held-out images",
+  xscale="log",
+  ylim=(0.3, 1.05),
+)
+axes.legend(loc="lower right")
+plt.show()
+
+# %% [markdown]
+# With a sixty-fourth of the traffic, DiLoCo is about as accurate as data-parallel
+# training. AGN's center takes only five steps then: it needs a shorter period, a
+# higher learning rate, or more steps.
+
+# %% [markdown]
+# ## Compiled for eight TPU chips
+#
+# The state for a TPU slice that this machine lacks has shapes and no values.
+# Where the TPU compiler is installed, `fs.plan` lists the collectives of a step.
+
+# %% tags=["result"]
+import jax.numpy as jnp
+
+tpu = fs.Strategy("v5e:2x4")
+tpu_state = create_state([METHODS["DiLoCo"](16)], tpu)
+tpu_batch = tpu.shard_batch(
+  {
+    "image": jax.ShapeDtypeStruct((64, 8, 8, 1), jnp.float32),
+    "label": jax.ShapeDtypeStruct((64,), jnp.int32),
+  }
+)
+lowered = tpu.jit(train_step).lower(tpu_state, tpu_batch)
+print("chips:", tpu.mesh.size)
+if importlib.util.find_spec("libtpu") is not None:
+  print(fs.plan(tpu.jit(train_step), tpu_state, tpu_batch))
+else:
+  print("The TPU compiler, libtpu, is not installed here.")
+
+# %% [markdown]
+# ## Next
+#
+# [A language model from a config](https://colab.research.google.com/github/flaxshard/flaxshard/blob/main/colab/language_model.ipynb)
+# trains without a loop of your own.

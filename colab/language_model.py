@@ -1,0 +1,234 @@
+# %% [markdown]
+# # A language model from a config, then LoRA
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/flaxshard/flaxshard/blob/main/colab/language_model.ipynb)
+#
+# A config describes data, model and optimizer, and one call trains it. This
+# notebook trains a small transformer on Python code, stops and resumes the run,
+# and then adapts the model to English text with LoRA. Nothing is downloaded.
+
+# %%
+# Install flaxshard if it is missing, and say which hardware JAX found.
+import glob
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+
+has_tpu = bool(glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"))
+has_gpu = shutil.which("nvidia-smi") is not None
+source = os.environ.get(
+  "FLAXSHARD_SOURCE", "git+https://github.com/flaxshard/flaxshard"
+)
+
+
+def imported_versions():
+  """Returns the installed versions of the packages imported so far."""
+  packages = importlib.metadata.packages_distributions()
+  names = {name for module in sys.modules for name in packages.get(module, ())}
+  return {name: importlib.metadata.version(name) for name in names}
+
+
+if importlib.util.find_spec("flaxshard") is None:
+  before = imported_versions()
+  install = [sys.executable, "-m", "pip", "install", "--quiet"]
+  extras = "train,export,tpu" if has_tpu else "train,export"
+  install.append(f"flaxshard[{extras}] @ {source}")
+  # JAX 0.12 needs a newer NumPy than Colab's, which is imported already.
+  install.append("jax[cuda12]<0.12" if has_gpu else "jax<0.12")
+  subprocess.run(install, check=True)
+  importlib.invalidate_caches()
+  replaced = [
+    f"{name} {old} by {importlib.metadata.version(name)}"
+    for name, old in sorted(before.items())
+    if importlib.metadata.version(name) != old
+  ]
+  if replaced:
+    raise RuntimeError(
+      f"pip replaced packages that were imported before: {', '.join(replaced)}. "
+      "Restart the session (Runtime > Restart session), then run this cell "
+      "again."
+    )
+
+# JAX reads these when it starts: eight virtual devices, if there is only a CPU.
+emulate = "--xla_force_host_platform_device_count=8"
+if emulate.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {emulate}"
+if not (has_tpu or has_gpu):
+  os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+
+import flaxshard as fs
+
+kind = jax.devices()[0].device_kind
+if jax.default_backend() == "cpu":
+  if jax.device_count() < 8:
+    raise RuntimeError("JAX was started before this cell. Restart the session.")
+  print(f"Hardware: a CPU that emulates {jax.device_count()} devices.")
+else:
+  print(f"Hardware: {jax.device_count()} x {kind}.")
+print(f"flaxshard {fs.__version__}, JAX {jax.__version__}")
+
+# %% [markdown]
+# ## The config
+#
+# `lm_text` is one of the configs that come with flaxshard. Here it gets a smaller
+# model and fewer steps. The text is Python's package `email`; a token is a byte.
+
+# %%
+import pathlib
+import tempfile
+
+config = fs.config.read("lm_text")
+config.model.update(num_layers=2, embed_dim=64, mlp_dim=256, max_length=64)
+config.data.update(
+  path=str(pathlib.Path(os.__file__).parent / "email"),
+  length=64,
+  eval_every=5,  # every fifth file is held out
+)
+config.batch_size = 32
+config.num_train_steps = 200
+config.schedule.warmup_steps = 20
+config.log_every_steps = 25
+config.eval_every_steps = 50
+config.checkpoint_every_steps = 100
+config.mesh.replica = 1  # -1: as many replicas as there are devices
+print(config.data)
+
+# %% [markdown]
+# ## Train, and stop in the middle
+#
+# The Stop button of the notebook sends the signal SIGINT. This hook sends it at
+# step 75. The run saves a checkpoint and returns the state.
+
+# %% tags=["result"]
+import logging
+import signal
+
+logging.getLogger("flaxshard").setLevel("WARNING")  # prints warnings alone
+workdirs = pathlib.Path(tempfile.mkdtemp())
+
+
+def stop(step, state, metrics):
+  if step == 75:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+state = fs.train.train_and_evaluate(
+  config, str(workdirs / "code"), hooks=[stop]
+)
+print("stopped after steps:", int(state.step))
+
+# %% [markdown]
+# ## Resume
+#
+# The same call continues from the checkpoint, with the data that comes next.
+
+# %% tags=["result"]
+state = fs.train.train_and_evaluate(config, str(workdirs / "code"))
+print("steps after resuming:", int(state.step))
+
+# %% [markdown]
+# A run without an interruption ends with the same parameters, bit for bit.
+
+# %% tags=["result"]
+import numpy as np
+
+whole = fs.train.train_and_evaluate(config, str(workdirs / "whole"))
+difference = jax.tree.map(
+  lambda a, b: np.abs(np.asarray(a) - np.asarray(b)).max(),
+  state.params,
+  whole.params,
+)
+print("difference:", max(jax.tree.leaves(difference)))
+
+# %% [markdown]
+# ## The loss
+#
+# The workdir has a file with one JSON object per row of metrics.
+
+# %% tags=["picture"]
+import json
+
+import matplotlib.pyplot as plt
+
+
+def read_rows(workdir, name):
+  """Returns the steps and the values of a metric."""
+  lines = (workdir / "metrics.jsonl").read_text().splitlines()
+  rows = [json.loads(line) for line in lines]
+  return zip(
+    *((row["step"], row[name]) for row in rows if name in row), strict=True
+  )
+
+
+figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+for name in ("train_loss", "eval_loss"):
+  axes.plot(*read_rows(workdirs / "code", name), marker="o", label=name)
+axes.axvline(75, color="gray", linestyle="--", label="stopped and resumed")
+axes.set(xlabel="step", ylabel="nats per byte")
+axes.legend()
+plt.show()
+
+# %% tags=["result"]
+_, losses = read_rows(workdirs / "code", "eval_loss")
+print(f"held-out loss: {losses[-1]:.4f}")
+
+# %% [markdown]
+# ## Other text
+#
+# scikit-learn describes its data sets in English. The model knows Python code, so
+# its loss is higher there.
+
+# %% tags=["result"]
+import sklearn.datasets
+import optax
+
+english = config.copy_and_resolve_references()
+english.data.path = str(
+  pathlib.Path(sklearn.datasets.__file__).parent / "descr"
+)
+english.data.suffix = ".rst"
+
+source = {name: x for name, x in english.data.items() if name != "name"}
+windows = list(fs.data.text(**source).eval)
+inputs = np.stack([x["inputs"] for x in windows])
+targets = np.stack([x["labels"] for x in windows])
+loaded = fs.load(workdirs / "code")
+losses = optax.softmax_cross_entropy_with_integer_labels(
+  loaded.predict({"inputs": inputs}), targets
+)
+print(f"English, before: {float(losses.mean()):.4f}")
+
+# %% [markdown]
+# ## LoRA
+#
+# LoRA freezes the model and trains a low-rank change of each kernel. Two fields
+# of the config are enough: where to begin, and the rank.
+
+# %% tags=["result"]
+english.init_from = {"path": str(workdirs / "code")}
+english.lora = {"rank": 8}
+english.learning_rate = 5e-3
+tuned = fs.train.train_and_evaluate(english, str(workdirs / "english"))
+
+
+def count(tree):
+  return sum(x.size for x in jax.tree.leaves(tree))
+
+
+_, losses = read_rows(workdirs / "english", "eval_loss")
+print(f"English, after: {losses[-1]:.4f}")
+print("trained parameters:", count(tuned.params))
+print("frozen parameters:", count(tuned.frozen))
+
+# %% [markdown]
+# `fs.merge_lora` adds the change to the kernels. The result has the parameters of
+# the model without LoRA.
+
+# %% tags=["result"]
+variables = fs.merge_lora(tuned)
+print("parameters after merging:", count(variables["params"]))
