@@ -232,3 +232,9 @@ print("frozen parameters:", count(tuned.frozen))
 # %% tags=["result"]
 variables = fs.merge_lora(tuned)
 print("parameters after merging:", count(variables["params"]))
+
+# %% [markdown]
+# ## Next
+#
+# [Your own task, your own wrapper, export](https://colab.research.google.com/github/flaxshard/flaxshard/blob/main/colab/custom_task.ipynb)
+# trains a model of your own, and runs it without flaxshard.
