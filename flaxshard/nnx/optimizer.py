@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any, TypeVar
 
@@ -394,10 +394,7 @@ class Optimizer(nnx.Optimizer[M]):
     return nnx.as_pure(params), nnx.as_pure(others)
 
   def _local_states(self) -> dict[str, PyTree]:
-    states: Mapping[str, PyTree] = nnx.as_pure(self.wrapper_states)
-    if not self.wrappers or replica_context.get_replica_context() is not None:
-      return dict(states)
-    return stack.drop_replica_axis(self.wrappers, states)
+    return stack.local_states(self.wrappers, nnx.as_pure(self.wrapper_states))
 
   def _train_state(self, params: PyTree, **collections: PyTree) -> TrainState:
     """Returns the TrainState that takes the step."""

@@ -20,8 +20,18 @@ PyTree = Any
 MODES = ("none", "op", "graph")
 
 
+# TensorFlow's GATE_NONE, GATE_OP and GATE_GRAPH.
+_TENSORFLOW_MODES = (0, 1, 2)
+
+
 def check(gate_gradients: Any) -> str:
   """Returns `gate_gradients` if it is "none", "op" or "graph"."""
+  if type(gate_gradients) is int and gate_gradients in _TENSORFLOW_MODES:
+    mode = MODES[gate_gradients]
+    raise checks.ArgumentTypeError(
+      f"gate_gradients must be one of 'none', 'op', 'graph', got "
+      f"{gate_gradients}. Write {mode!r} for TensorFlow's GATE_{mode.upper()}."
+    )
   return checks.one_of("gate_gradients", gate_gradients, MODES)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from flaxshard.core import checks
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.core.indexed_slices import is_indexed_slices
@@ -16,6 +17,7 @@ PyTree = Any
 Pair = tuple[Any, str]
 
 MISSING: Any = object()
+GLOBAL_STEP_HINT = " state.step, which it increments, stands for global_step."
 
 
 def from_tree(grads: PyTree, selected: set[str] | None) -> list[Pair]:
@@ -57,9 +59,13 @@ def gradients_argument(
   if (by_position or not positional) and is_pairs(given):
     return to_tree(given, params)
   if positional or grads is MISSING:
-    hint = ""
-    if len(positional) > 1:
-      hint = " state.step, which it increments, stands for global_step."
+    hint = GLOBAL_STEP_HINT if len(positional) > 1 else ""
+    if by_position and _are_pairs(given):
+      other = next(x for _, x in given if not isinstance(x, str))
+      hint = (
+        f" A pair has {checks.describe(other)} in place of its path, such as "
+        f"{next(iter(parameter_paths.leaves(params)))!r}."
+      )
     raise TypeError(
       "apply_gradients takes gradients by name: write "
       "state.apply_gradients(grads=grads). Only (gradient, path) pairs, as "
@@ -79,11 +85,12 @@ def is_pairs(given: Any) -> bool:
 
   A path is a string, and no tree of gradients has strings.
   """
+  return _are_pairs(given) and all(isinstance(path, str) for _, path in given)
+
+
+def _are_pairs(given: Any) -> bool:
   return isinstance(given, (list, tuple)) and all(
-    isinstance(pair, (list, tuple))
-    and len(pair) == 2
-    and isinstance(pair[1], str)
-    for pair in given
+    isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in given
   )
 
 

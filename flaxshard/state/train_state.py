@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -17,40 +16,24 @@ import jax.numpy as jnp
 import optax
 
 from flaxshard.core import checks
-from flaxshard.core import extra_args
-from flaxshard.core import gradients
-from flaxshard.core import narrow_gradients
 from flaxshard.core import opt_state as opt_state_lib
-from flaxshard.core import optimizer_update
-from flaxshard.core import parameter_groups
-from flaxshard.core import tracing
 from flaxshard.core import trees
 from flaxshard.partitioning import compile_only
-from flaxshard.replicas import context as replica_context
-from flaxshard.replicas import mean_extra_args
-from flaxshard.replicas import rows
 from flaxshard.replicas import values
-from flaxshard.sparse import gradient_rows
 from flaxshard.sparse import optimizer as sparse_optimizer
-from flaxshard.state import aggregation as aggregation_lib
+from flaxshard.state import apply_gradients as apply_gradients_lib
 from flaxshard.state import fields as fields_lib
-from flaxshard.state import gating
 from flaxshard.state import gradient_pairs
 from flaxshard.state import parameter_paths
 from flaxshard.state import sharding as sharding_lib
 from flaxshard.state import slots
 from flaxshard.state import summary
 from flaxshard.state import validation
+from flaxshard.state import value_and_grad as value_and_grad_lib
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 
 PyTree = Any
-
-# Fields that only the update itself changes.
-_RESERVED = frozenset(
-  ("step", "params", "opt_state", "wrapper_states", "wrappers")
-)
-_STATIC = frozenset(("apply_fn", "tx", "global_structures"))
 
 
 class TrainState(flax_train_state.TrainState):
@@ -245,11 +228,11 @@ class TrainState(flax_train_state.TrainState):
       With `LossScale` gradients are float32 or wider.
 
     Raises:
-      TypeError: `loss_fn` does not return a floating-point scalar, or no pair
-        with `has_aux`.
+      TypeError: `loss_fn` is no function; it does not return a floating-point
+        scalar, or no pair with `has_aux`; `grad_loss` is no array.
       ValueError: An element of `var_list` selects no parameter, all selected
-        ones are frozen, `grad_loss` has another shape than the loss, or
-        `gate_gradients` is unknown.
+        ones are frozen or integers, `grad_loss` has another shape than the
+        loss, or `gate_gradients` is unknown.
 
     Example:
       >>> state = TrainState.create(
@@ -258,71 +241,15 @@ class TrainState(flax_train_state.TrainState):
       >>> float(loss), float(grads["w"])
       (3.0, 3.0)
     """
-    gating.check(gate_gradients)
-    params = opt_state_lib.trained_params(
-      stack.working_params(
-        self.wrappers, self._local_wrapper_states(), self.params
-      )
+    return value_and_grad_lib.value_and_grad(
+      self,
+      loss_fn,
+      args,
+      has_aux=has_aux,
+      var_list=var_list,
+      grad_loss=grad_loss,
+      gate_gradients=gate_gradients,
     )
-    # Only what is trained is differentiated: a frozen parameter has no gradient
-    # that the compiler would have to remove.
-    trained = parameter_groups.drop_frozen(self.tx, params)
-    if var_list is not None:
-      selected = parameter_paths.select("var_list", var_list, self.params)
-      trained = parameter_paths.keep_selected(selected, trained)
-      if not jax.tree.leaves(trained):
-        raise ValueError(
-          f"var_list={list(var_list)!r} selects only frozen parameters: "
-          f"{', '.join(sorted(selected))}."
-        )
-    # jax.grad rejects integer leaves unless allow_int=True.
-    allow_int = any(
-      not jnp.issubdtype(jnp.result_type(p), jnp.inexact)
-      for p in jax.tree.leaves(trained)
-    )
-    for message in stack.check_loss(
-      self.wrappers,
-      self.wrapper_states,
-      # Only parameters are traced: the loss may branch on an argument.
-      lambda: jax.make_jaxpr(lambda p: loss_fn(p, *args))(params),
-    ):
-      checks.warn(message)
-
-    def scaled_loss(trained: PyTree) -> tuple[jax.Array, Any]:
-      all_params = parameter_groups.merge(params, trained)
-      loss, aux = validation.split_loss(
-        loss_fn(all_params, *args), has_aux, grad_loss
-      )
-      objective = validation.weigh_loss(loss, grad_loss)
-      # The unscaled loss is an auxiliary output: to divide the scaled loss by
-      # the scale would not undo an overflow.
-      return self.scale_loss(objective), (loss, aux) if has_aux else loss
-
-    # Eagerly there is no compiler to save memory for.
-    is_narrow = tracing.is_compiling() and stack.take_narrow_gradients(
-      self.wrappers, self.wrapper_states
-    )
-    # A barrier behind a cast from bfloat16 would hide the cast: replicas would
-    # exchange the gradients in float32.
-    is_gated = tracing.is_compiling() and gate_gradients != "none"
-    mask = parameter_groups.sparse_mask(self.tx, trained)
-    if mask is not None:
-      (_, value), grads = gradient_rows.value_and_grad(
-        scaled_loss, trained, mask, narrow=is_narrow or is_gated
-      )
-    elif is_narrow or is_gated:
-      (_, value), grads = narrow_gradients.value_and_grad(scaled_loss, trained)
-    else:
-      (_, value), grads = jax.value_and_grad(
-        scaled_loss, has_aux=True, allow_int=allow_int
-      )(trained)
-    if is_gated:
-      grads = gating.gate(grads, gate_gradients)
-      if not is_narrow:
-        grads = gating.widen(grads, trained)
-    grads = self.unscale_gradients(grads)
-    # Without integer parameters every leaf is a gradient already.
-    return value, gradients.normalize(grads) if allow_int else grads
 
   def scale_loss(self, loss: jax.Array) -> jax.Array:
     """Scales a loss, for a step that does not use `value_and_grad`.
@@ -342,7 +269,11 @@ class TrainState(flax_train_state.TrainState):
       >>> float(grads["w"]), float(state.unscale_gradients(grads)["w"])
       (24.0, 3.0)
     """
-    return stack.scale_loss(self.wrappers, self._local_wrapper_states(), loss)
+    return stack.scale_loss(
+      self.wrappers,
+      stack.local_states(self.wrappers, self.wrapper_states),
+      loss,
+    )
 
   def unscale_gradients(self, grads: PyTree) -> PyTree:
     """Undoes `scale_loss` on the gradients of a scaled loss.
@@ -354,7 +285,9 @@ class TrainState(flax_train_state.TrainState):
       The gradients of the loss itself, for `apply_gradients`.
     """
     return stack.unscale_gradients(
-      self.wrappers, self._local_wrapper_states(), grads
+      self.wrappers,
+      stack.local_states(self.wrappers, self.wrapper_states),
+      grads,
     )
 
   def compute_gradients(
@@ -368,16 +301,9 @@ class TrainState(flax_train_state.TrainState):
   ) -> Any:
     """Returns the gradients as a list of (gradient, path) pairs.
 
-    It is `value_and_grad` in the form of TensorFlow's `compute_gradients`,
-    whose pairs have a variable in place of its path. The loss is not returned.
-
-    Args:
-      loss_fn: As in `value_and_grad`, like all other arguments.
-      *args: Further arguments of `loss_fn`.
-      has_aux: Whether `loss_fn` returns auxiliary output.
-      var_list: The parameters to differentiate; None for all.
-      grad_loss: The cotangent of the loss.
-      gate_gradients: "none", "op" or "graph".
+    It is `value_and_grad`, with the same arguments and errors, in the form of
+    TensorFlow's `compute_gradients`, whose pairs have a variable in place of
+    its path. The loss is not returned.
 
     Returns:
       A pair for each parameter in `var_list`, in the order of `params`. The
@@ -469,103 +395,13 @@ class TrainState(flax_train_state.TrainState):
       (0.5, 1)
     """
     grads = gradient_pairs.gradients_argument(positional, grads, self.params)
-    op = aggregation_lib.check(
-      aggregation, skip_gradients_aggregation, self.wrappers
+    return apply_gradients_lib.apply_gradients(
+      self,
+      grads,
+      replaced,
+      skip_gradients_aggregation=skip_gradients_aggregation,
+      aggregation=aggregation,
     )
-    trained = opt_state_lib.trained_params(self.params)
-    grads = trees.conform(
-      "grads", grads, trained, dtypes=False, of_gradients=True
-    )
-    replaced, extra = self._split_names(replaced)
-    aggregation_lib.check_extra_arguments(op, extra)
-    for message in stack.check_gradients(
-      self.wrappers, self.wrapper_states, grads
-    ):
-      checks.warn(message)
-    # From here on None marks the leaves without a gradient.
-    grads = parameter_groups.drop_frozen(self.tx, gradients.normalize(grads))
-    if not jax.tree.leaves(grads):
-      paths = map(trees.path_string, trees.paths(trained))
-      raise ValueError(
-        f"No gradients provided for any parameter: {', '.join(paths)}."
-      )
-    mark: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    has_local_updates = stack.has_local_updates(self.wrappers)
-    in_replica = replica_context.get_replica_context() is not None
-    if in_replica:
-      replaced = self._reduce_collections(replaced)
-      if skip_gradients_aggregation:
-        mark = replica_context.gradients_already_reduced(by_user=True)
-      elif not (
-        stack.reduces_gradients(self.wrappers)
-        or stack.defers_reduction(self.wrappers)
-      ):
-        # Before the wrappers: a reduced gradient carries the NaN of any replica
-        # to all of them, so that LossScale needs no collective of its own.
-        grads = replica_context.reduce_gradients(op, grads)
-        mark = replica_context.gradients_already_reduced()
-      if not (skip_gradients_aggregation or has_local_updates):
-        extra = mean_extra_args.mean_over_replicas(extra)
-    else:
-      grads = rows.gather_over_mesh(grads)
-    if not self.wrappers:
-      return optimizer_update.flax_update(self, grads, replaced, extra)
-    collections, static = self._check_replaced(replaced)
-
-    def update(target: base.Target, grads: PyTree) -> base.Target:
-      state = self.replace(
-        step=target.step, params=target.params, opt_state=target.opt_state
-      )
-      given = extra
-      context = replica_context.get_replica_context()
-      if has_local_updates and context and context.gradients_reduced:
-        # Local updates take the loss of their replica, a commit takes the mean.
-        given = mean_extra_args.mean_over_replicas(extra)
-      state = optimizer_update.flax_update(state, grads, {}, given)
-      return target._replace(
-        step=state.step,
-        params=state.params,
-        opt_state=optimizer_update.keep_dtypes(
-          state.opt_state, target.opt_state
-        ),
-        collections=collections,
-      )
-
-    states = self._local_wrapper_states()
-    target = base.Target(
-      # A step that a user made may be weakly typed: lax.cond refuses branches
-      # of different types.
-      step=jnp.asarray(self.step, jnp.int32),
-      params=self.params,
-      opt_state=self.opt_state,
-      # The old values: they stay if a wrapper does not call `update`.
-      collections={name: getattr(self, name) for name in collections},
-      wrapper_states=states,
-    )
-    with mark:
-      target = stack.apply(self.wrappers, target, grads, update, op)
-    wrapper_states = target.wrapper_states
-    new_collections = target.collections
-    is_added = stack.took_batch(self.wrappers, states, wrapper_states)
-    if is_added is not None:
-      # The update, which replaces collections, did not run for this batch.
-      new_collections = jax.tree.map(
-        functools.partial(jnp.where, is_added), collections, new_collections
-      )
-    if not in_replica:
-      wrapper_states = stack.add_replica_axis(self.wrappers, wrapper_states)
-    new = self.replace(
-      step=target.step,
-      params=target.params,
-      opt_state=target.opt_state,
-      wrapper_states=wrapper_states,
-      **new_collections,
-      **static,
-    )
-    # On this very object alone: a copy, or a state that another function has
-    # passed on, may replace its collections as it likes.
-    object.__setattr__(new, "_applied", frozenset(replaced))
-    return new
 
   def minimize(
     self,
@@ -579,25 +415,17 @@ class TrainState(flax_train_state.TrainState):
   ) -> tuple[Self, Any]:
     """Takes one step: `value_and_grad`, then `apply_gradients`.
 
-    An optimizer that uses them gets `value`, `grad` and `value_fn`, as
-    `optax.lbfgs` does.
-
-    Args:
-      loss_fn: As in `value_and_grad`.
-      *args: Further arguments of `loss_fn`.
-      has_aux: Whether `loss_fn` returns auxiliary output.
-      var_list: The parameters to train, as in `value_and_grad`. Others keep
-        their values and their optimizer slots, and are not differentiated. None
-        means all parameters.
-      grad_loss: The cotangent of the loss, as in `value_and_grad`.
-      aggregation: "mean", "sum" or None, as in `apply_gradients`.
-      gate_gradients: "none", "op" or "graph", as in `value_and_grad`.
+    The arguments are those of `value_and_grad`, and the `aggregation` of
+    `apply_gradients`. Parameters that are not in `var_list` keep their values
+    and their optimizer slots. An optimizer that uses them gets `value`, `grad`
+    and `value_fn`, as `optax.lbfgs` does.
 
     Returns:
       `(state, loss)` or `(state, (loss, aux))`; the loss before the update.
 
     Raises:
-      TypeError, ValueError: As `value_and_grad` and `apply_gradients` do.
+      TypeError, ValueError: As `value_and_grad` and `apply_gradients` do; or
+        `var_list` is given, and the optimizer uses `value_fn`.
 
     Example:
       >>> state = TrainState.create(
@@ -616,91 +444,18 @@ class TrainState(flax_train_state.TrainState):
       grad_loss=grad_loss,
       gate_gradients=gate_gradients,
     )
-
-    def objective(value: Any) -> Any:
-      loss = value[0] if has_aux else value
-      return validation.weigh_loss(loss, grad_loss)
-
-    known = dict(
-      value=objective(value),
-      grad=grads,
-      value_fn=lambda params: objective(loss_fn(params, *args)),
+    extra = value_and_grad_lib.extra_arguments(
+      self,
+      loss_fn,
+      args,
+      value,
+      grads,
+      has_aux=has_aux,
+      var_list=var_list,
+      grad_loss=grad_loss,
     )
-    fields = fields_lib.fields_by_name(type(self))
-    names = extra_args.used(self.tx) & set(known) - set(fields)
-    if var_list is not None and "value_fn" in names:
-      # Undoing its step for some parameters leaves a point it has not seen.
-      raise ValueError(
-        "minimize: var_list needs an optimizer that updates each parameter by "
-        "itself; this one uses value_fn, as line searches do. Freeze the other "
-        "parameters: flaxshard.freeze(tx, patterns)."
-      )
-    extra = {name: known[name] for name in names}
     new = self.apply_gradients(grads=grads, aggregation=aggregation, **extra)
     return new, value
-
-  def _local_wrapper_states(self) -> dict[str, PyTree]:
-    """Returns the wrappers' states without the replica axis."""
-    # Strategy.run has dropped the axis already.
-    if not self.wrappers or replica_context.get_replica_context() is not None:
-      return dict(self.wrapper_states)
-    return stack.drop_replica_axis(self.wrappers, self.wrapper_states)
-
-  def _reduce_collections(
-    self, replaced: Mapping[str, PyTree]
-  ) -> dict[str, PyTree]:
-    """Reduces new collections over the replicas, except per-replica leaves."""
-    global_structures = dict(self.global_structures)
-    data_names = fields_lib.array_field_names(self)
-
-    def reduce_leaf(x: Any) -> Any:
-      if values.is_per_replica(x):
-        return x
-      return stack.reduce_collection(self.wrappers, x)
-
-    reduced = dict(replaced)
-    for name in [n for n in replaced if n in data_names]:
-      leaves, treedef = jax.tree.flatten(
-        trees.conform(name, replaced[name], getattr(self, name))
-      )
-      # In the structure from outside of `run` the per-replica leaves show.
-      tree = jax.tree.unflatten(global_structures.get(name, treedef), leaves)
-      tree = jax.tree.map(reduce_leaf, tree, is_leaf=values.is_per_replica)
-      reduced[name] = jax.tree.unflatten(treedef, jax.tree.leaves(tree))
-    return reduced
-
-  def _split_names(
-    self, given: Mapping[str, Any]
-  ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits arguments into fields and extra arguments of the optimizer."""
-    fields = set(fields_lib.fields_by_name(type(self))) - _RESERVED
-    replaced = {k: v for k, v in given.items() if k in fields}
-    extra = {k: v for k, v in given.items() if k not in fields}
-    names = extra_args.accepted(self.tx) if extra else None
-    for name in extra:
-      if name in _RESERVED or (names is not None and name not in names):
-        allowed = sorted((fields - _STATIC) | (names or set()))
-        raise TypeError(
-          f"apply_gradients: {name!r} cannot be replaced, and is no argument "
-          f"of the optimizer; allowed: grads, {', '.join(allowed)}."
-          f"{checks.did_you_mean(name, allowed)}"
-        )
-    return replaced, extra
-
-  def _check_replaced(
-    self, replaced: Mapping[str, PyTree]
-  ) -> tuple[dict[str, PyTree], dict[str, Any]]:
-    """Checks the fields to replace; returns collections and static fields."""
-    fields = fields_lib.fields_by_name(type(self))
-    collections, static = {}, {}
-    for name, value in replaced.items():
-      if not fields_lib.is_array_field(fields[name]):
-        static[name] = value
-        continue
-      value = trees.conform(name, value, getattr(self, name))
-      # A weakly typed leaf would make the next call of the step recompile.
-      collections[name] = jax.tree.map(trees.drop_weak_type, value)
-    return collections, static
 
   # -- Slots.
 

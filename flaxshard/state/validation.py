@@ -57,6 +57,16 @@ def check_tx(tx: Any) -> None:
   )
 
 
+def check_loss_fn(loss_fn: Any) -> None:
+  """Raises a TypeError unless `loss_fn` is a function."""
+  if not callable(loss_fn):
+    raise TypeError(
+      "loss_fn must be a function of the parameters that returns the loss, got "
+      f"{checks.describe(loss_fn)}: a JAX array does not know how it was "
+      "computed."
+    )
+
+
 def split_loss(
   value: Any, has_aux: bool, grad_loss: Any = None
 ) -> tuple[Any, Any]:
@@ -112,7 +122,10 @@ def weigh_loss(loss: Any, grad_loss: Any) -> Any:
 def _check_grad_loss(grad_loss: Any, loss: Any) -> None:
   if grad_loss is None:
     return
-  trees.check_arrays("grad_loss", grad_loss)
+  if not isinstance(grad_loss, _SCALARS) or jnp.iscomplexobj(grad_loss):
+    raise TypeError(
+      f"grad_loss must be an array of real numbers, got {_kind(grad_loss)}."
+    )
   if jnp.shape(grad_loss) != jnp.shape(loss):
     raise ValueError(
       f"grad_loss must have the shape of the loss, {jnp.shape(loss)}, got "

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import trees
-from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import values
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks import apply
@@ -192,7 +191,5 @@ def bad_paths(state: TrainState, progress: Progress) -> list[str]:
 
 def _working_params(state: TrainState) -> Any:
   """Returns the parameters at which the next loss is computed."""
-  states = state.wrapper_states
-  if replica_context.get_replica_context() is None:
-    states = stack.drop_replica_axis(state.wrappers, states)
+  states = stack.local_states(state.wrappers, state.wrapper_states)
   return stack.working_params(state.wrappers, states, state.params)

@@ -142,6 +142,18 @@ def drop_replica_axis(wrappers: Wrappers, states: States) -> dict[str, PyTree]:
   return _map_per_replica(take_only_row, wrappers, states)
 
 
+def local_states(wrappers: Wrappers, states: States) -> dict[str, PyTree]:
+  """Returns the states of one replica, without the replica axis.
+
+  Raises:
+    ValueError: There are several replicas, and this is outside of `run`.
+  """
+  # Strategy.run has dropped the axis already.
+  if not wrappers or replica_context.get_replica_context() is not None:
+    return dict(states)
+  return drop_replica_axis(wrappers, states)
+
+
 def _map_per_replica(
   fn: Callable[[str, jax.Array], jax.Array], wrappers: Wrappers, states: States
 ) -> dict[str, PyTree]:

@@ -89,5 +89,7 @@ def test_unknown_mode():
   for mode, error in (("grpah", ValueError), (1, TypeError), (None, TypeError)):
     with pytest.raises(error, match="'none', 'op', 'graph'"):
       state.value_and_grad(lambda p: p["b"]["c"], gate_gradients=mode)
+  with pytest.raises(TypeError, match="'graph' for TensorFlow's GATE_GRAPH"):
+    state.compute_gradients(lambda p: p["b"]["c"], gate_gradients=2)
   with pytest.raises(ValueError, match="Did you mean 'graph'"):
     state.minimize(lambda p: p["b"]["c"], gate_gradients="grpah")

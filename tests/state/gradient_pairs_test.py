@@ -97,12 +97,15 @@ def test_errors(pairs, parts):
   assert all(part in str(e.value) for part in parts)
 
 
-def test_global_step_by_position():
-  pairs = [(1.0, "b/c")]
-  with pytest.raises(TypeError, match=r"state\.step.*global_step"):
-    create().apply_gradients(pairs, 0)
+def test_arguments_of_tensorflow():
+  state, pairs = create(), [(1.0, "b/c")]
+  for args, kwargs in (((pairs, 0), {}), ((pairs,), {"global_step": 0})):
+    with pytest.raises(TypeError, match=r"state\.step.*global_step"):
+      state.apply_gradients(*args, **kwargs)
   with pytest.raises(TypeError, match="grads=grads"):
-    create().apply_gradients(pairs, grads=pairs)
+    state.apply_gradients(pairs, grads=pairs)
+  with pytest.raises(TypeError, match=r"float32\[2\] in place.*b/c"):
+    state.apply_gradients(zip([1.0], [state.params["w"]], strict=True))
 
 
 def test_rows():

@@ -87,10 +87,17 @@ def test_errors_of_var_list(var_list, error, parts):
     assert all(part in str(e.value) for part in parts)
 
 
-def test_var_list_of_frozen_parameters():
-  state = create(tx=fs.freeze(optax.sgd(0.5), ["^b/"]))
-  with pytest.raises(ValueError, match="only frozen parameters: b/c"):
-    state.minimize(quadratic, var_list=["b/c"])
+def test_var_list_without_trained_parameters():
+  params = {**make_params(), "n": jnp.int32(1)}
+  state = create(tx=fs.freeze(optax.sgd(0.5), ["^b/"]), params=params)
+  for method in (state.minimize, state.compute_gradients):
+    with pytest.raises(ValueError, match=r"only frozen.*: b/c, n"):
+      method(quadratic, var_list=["b/c", "n"])
+
+
+def test_loss_that_is_no_function():
+  with pytest.raises(TypeError, match=r"loss_fn must be a function.*float32"):
+    create().minimize(jnp.ones(()))
 
 
 def test_var_list_with_a_line_search():
@@ -137,7 +144,9 @@ def test_line_search_minimizes_the_weighted_sum():
   [
     (lambda p: p["w"], jnp.ones(3), ValueError, ["(2,)", "(3,)"]),
     (lambda p: p["w"], 1.0, ValueError, ["(2,)", "()"]),
-    (lambda p: p["w"], "x", TypeError, ["grad_loss"]),
+    (lambda p: p["w"], "x", TypeError, ["grad_loss", "'x'"]),
+    (lambda p: p["w"], [1.0, 2.0], TypeError, ["grad_loss", "list"]),
+    (lambda p: p["b"]["c"], 1j, TypeError, ["grad_loss", "complex64"]),
     (lambda p: p["w"], None, TypeError, ["scalar", "(2,)"]),
     (lambda p: 3, 1.0, TypeError, ["floating-point", "int32"]),
   ],
