@@ -66,18 +66,9 @@ def value_and_grad(
     ([7, 3], [2.0, 2.0])
   """
   paths = [trees.path_string(path) for path in trees.paths(params)]
-  tables: list[str] = []
-  others: list[str] = []
-  for path, is_table in zip(paths, jax.tree.leaves(mask), strict=True):
-    (tables if is_table else others).append(path)
-  with late_casts.cast_after_lookup(tables, others) as changed:
+  with late_casts.cast_after_lookup():
     traced = pullback.trace(fn, params)
   wanted, dense = _find_rows(traced, mask)
-  if dense and changed:
-    # A whole gradient shall be that of `jax.grad`, bit for bit. It sums rows in
-    # the dtype of the lookup.
-    traced = pullback.trace(fn, params)
-    wanted, dense = _find_rows(traced, mask)
   for leaf, reason in dense:
     checks.warn(_describe_dense(paths[leaf], reason))
   program = traced.program.jaxpr

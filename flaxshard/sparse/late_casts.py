@@ -7,75 +7,76 @@ whole table at every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 import contextlib
+import functools
 from typing import Any
 
 from flax import linen as nn
+import jax
 import jax.numpy as jnp
 
 
-@contextlib.contextmanager
-def cast_after_lookup(
-  tables: Sequence[str], others: Sequence[str] = ()
-) -> Iterator[list[Any]]:
+def cast_after_lookup() -> contextlib.AbstractContextManager[None]:
   """Makes `nn.Embed` look up rows first and cast them then.
 
-  The rows are the same, bit for bit.
-
-  Args:
-    tables: The paths of the parameters for which to do so, such as
-      `encoder/embed/embedding`. They may begin above the model.
-    others: The paths of the other parameters.
-
-  Yields:
-    A list of the modules that did so.
+  Rows and derivatives are the same, bit for bit.
 
   Example:
-    >>> import jax
     >>> embed, ids = nn.Embed(9, 2, dtype=jnp.bfloat16), jnp.array([3])
     >>> variables = embed.init(jax.random.key(0), ids)
-    >>> with cast_after_lookup(["embedding"]) as changed:
+    >>> with cast_after_lookup():
     ...   rows = embed.apply(variables, ids)
-    >>> rows.dtype, len(changed)
-    (dtype(bfloat16), 1)
-    >>> bool((rows == embed.apply(variables, ids)).all())
-    True
+    >>> bool((rows == embed.apply(variables, ids)).all()), rows.dtype
+    (True, dtype(bfloat16))
   """
-  changed: list[Any] = []
-
-  def intercept(
-    next_fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    context: Any,
-  ) -> Any:
-    module = context.module
-    if context.method_name != "__call__" or not _casts_table(module):
-      return next_fn(*args, **kwargs)
-    path = "/".join(("", *module.path, "embedding"))
-    ends = lambda paths: any(f"/{x}".endswith(path) for x in paths)
-    if not ends(tables) or ends(others):
-      return next_fn(*args, **kwargs)
-    changed.append(module)
-    dtype = module.dtype
-    # Without a dtype the module does not cast. A bound module refuses ordinary
-    # assignments, and a copy of it would have no parameters.
-    object.__setattr__(module, "dtype", None)
-    try:
-      return next_fn(*args, **kwargs).astype(dtype)
-    finally:
-      object.__setattr__(module, "dtype", dtype)
-
-  with nn.intercept_methods(intercept):
-    yield changed
+  return nn.intercept_methods(_intercept)
 
 
-def _casts_table(module: Any) -> bool:
-  """Returns whether a module is an `nn.Embed` that casts its table."""
-  # A subclass may use its `dtype` for other things.
-  if type(module) is not nn.Embed or module.dtype is None:
+def _intercept(
+  next_fn: Callable[..., Any],
+  args: tuple[Any, ...],
+  kwargs: dict[str, Any],
+  context: Any,
+) -> Any:
+  module = context.module
+  # An interceptor of the user's is not skipped.
+  is_next = next_fn is context.orig_method
+  is_lookup = context.method_name == "__call__" and len(args) == 1
+  if not (is_next and is_lookup and _narrows_table(module)):
+    return next_fn(*args, **kwargs)
+  (ids,) = args
+  if not jnp.issubdtype(ids.dtype, jnp.integer):
+    # The module raises an error.
+    return next_fn(*args, **kwargs)
+  return _take(module.embedding, ids, module.dtype)
+
+
+def _narrows_table(module: Any) -> bool:
+  """Returns whether a module is an `nn.Embed` that casts its table to 16 bits.
+
+  With one row `nn.Embed` ignores the ids. A subclass may do something else.
+  """
+  if (
+    type(module) is not nn.Embed
+    or module.promote_dtype is not nn.dtypes.promote_dtype
+    or module.dtype is None
+    or module.num_embeddings == 1
+  ):
     return False
-  narrow, wide = jnp.dtype(module.dtype), jnp.dtype(module.param_dtype)
-  is_float = all(jnp.issubdtype(d, jnp.floating) for d in (narrow, wide))
-  return is_float and narrow.itemsize < wide.itemsize
+  narrow, wide = jnp.dtype(module.dtype), module.embedding.dtype
+  is_wide = wide in (jnp.float32, jnp.float64)
+  return is_wide and narrow in (jnp.float16, jnp.bfloat16)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _take(table: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array:
+  return jnp.take(table, ids, axis=0).astype(dtype)
+
+
+@_take.defjvp
+def _take_tangent(dtype: Any, primals: Any, tangents: Any) -> Any:
+  # The derivative of `nn.Embed`: the gradient sums rows in `dtype`, as there.
+  (table, ids), (tangent, _) = primals, tangents
+  rows = jnp.take(tangent.astype(dtype), ids, axis=0, fill_value=0)
+  return _take(table, ids, dtype), rows
