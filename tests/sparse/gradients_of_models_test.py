@@ -162,29 +162,12 @@ def test_rows_are_cast_rather_than_the_table():
   assert gathered(Embedded(jnp.bfloat16), ["embed/"]) == {(7, "float32")}
 
 
-def test_an_interceptor_of_the_model_sees_the_lookup():
-  seen = []
-
-  def log(next_fn, args, kwargs, context):
-    seen.append(context.module.name)
-    return next_fn(*args, **kwargs)
-
-  class Logged(Embedded):
-    @nn.compact
-    def __call__(self, ids):
-      with nn.intercept_methods(log):
-        return nn.Embed(7, 3, dtype=jnp.bfloat16, name="embed")(ids)
-
-  assert gathered(Logged(), ["embed/"]) == {(7, "bfloat16")}
-  assert "embed" in seen
-
-
 def test_tied_output_layer_is_dense_with_one_warning():
   sparse, dense = states(Tied(jnp.bfloat16))
   with pytest.warns(UserWarning, match="embed/embedding") as caught:
-    (_, grads), (_, want) = jax.jit(
-      lambda a, b: (gradients(a), gradients(b))
-    )(sparse, dense)
+    (_, grads), (_, want) = jax.jit(lambda a, b: (gradients(a), gradients(b)))(
+      sparse, dense
+    )
   (message,) = [str(w.message) for w in caught]
   assert "dot_general" in message and "gradients_of_models_test.py" in message
   # The gradient sums equal rows in bfloat16, as without patterns.
