@@ -69,19 +69,6 @@ def find_touched(sums: PyTree, touched: PyTree) -> PyTree:
   return jax.tree.map(find_leaf, touched, sums, is_leaf=lambda x: x is None)
 
 
-def deduplicate(grads: PyTree) -> PyTree:
-  """Returns gradients in which no `IndexedSlices` has a row number twice.
-
-  Args:
-    grads: A tree of arrays, `IndexedSlices` and None.
-  """
-  return jax.tree.map(
-    lambda g: g.deduplicated() if is_indexed_slices(g) else g,
-    grads,
-    is_leaf=_is_leaf,
-  )
-
-
 def add(
   sums: PyTree, touched: PyTree, grads: PyTree, applied: Any = True
 ) -> tuple[PyTree, PyTree]:

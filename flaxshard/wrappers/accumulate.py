@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxshard.core import checks
+from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import parameter_groups
 from flaxshard.core import tracing
@@ -208,7 +209,7 @@ class Accumulate(base.Base):
     next: base.Next,
   ) -> tuple[base.Target, AccumulateState]:
     """Adds the gradients to the sum; calls `next` when it is complete."""
-    grads = row_accumulator.deduplicate(grads)
+    grads = gradients.deduplicate(grads)
     total, touched = row_accumulator.add(state.grads, state.touched, grads)
     count = state.num_batches + 1
 

@@ -368,7 +368,7 @@ class AGN(base.Base):
     Returns:
       The center and collections after the step, and the new state.
     """
-    grads = row_accumulator.deduplicate(grads)
+    grads = gradients.deduplicate(grads)
     # Outside of the conditional: an update in both of its branches was measured
     # to cost copies of the parameters and slots.
     new = next(

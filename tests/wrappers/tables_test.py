@@ -276,6 +276,18 @@ def test_an_overflow_in_one_row_adds_nothing(name):
   assert int(after.wrapper_states["loss_scale"].skipped_steps) == 1
 
 
+def test_rows_of_equal_numbers_are_summed_in_float32():
+  params = {"table": jnp.zeros((1, 1), jnp.bfloat16)}
+  # A sum in bfloat16 ends at 256.
+  ones = jnp.ones((300, 1), jnp.bfloat16)
+  rows = fs.IndexedSlices(jnp.zeros(300, jnp.int32), ones, (1, 1))
+  state = create(sparse(optax.sgd(1.0)), [fs.Accumulate(1)], params=params)
+  new = jax.jit(lambda state, rows: state.apply_gradients(grads=rows))(
+    state, {"table": rows}
+  )
+  assert new.params["table"] == -300
+
+
 def test_rows_of_a_larger_batch_wait_for_the_next_commit():
   large, *small = make_batches(1, 1, size=20) + make_batches(1, 2, size=2)
   wrappers = [fs.AGN(2, "mean")]
