@@ -230,6 +230,8 @@ def _moves_activations(facts: StepFacts, one: Moved) -> bool:
     return _gathers_examples(facts, one)
   is_forward = "jvp(" in one.op_name or not facts.differentiates
   if one.found.kind == "all-reduce":
+    if _looks_up_rows(facts, one):
+      return False
     # Of features that are split. A sum over examples, such as a covariance,
     # has them no more.
     return "jvp(" in one.op_name and any(
@@ -239,6 +241,22 @@ def _moves_activations(facts: StepFacts, one: Moved) -> bool:
     return False
   # The borders of images that are split are permuted, over other axes.
   return is_forward or any(map(facts.is_from_batch, one.operands))
+
+
+def _looks_up_rows(facts: StepFacts, one: Moved) -> bool:
+  """Returns whether devices sum the rows that each finds in its own part.
+
+  FSDP splits tables by rows. To gather a whole table would take more bytes.
+  """
+  # Of lookups in one collective: "model/(a/gather:b/gather)".
+  if not one.op_name.rstrip(")").endswith("/gather"):
+    return False
+  rows = {
+    leaf.shape[1:]
+    for leaf in facts.params
+    if len(leaf.shape) == 2 and one.axes <= leaf.axes_of_dim(0)
+  }
+  return all(tuple(array.dims[-1:]) in rows for array in one.found.results)
 
 
 def _gathers_examples(facts: StepFacts, one: Moved) -> bool:

@@ -134,3 +134,29 @@ def test_fsdp_sums_microbatches_into_split_gradients() -> None:
   rules = fs.FSDP(min_size=1024)
   found = _check(strategy, _Mlp(), (8192, 64), rules=rules, microbatches=4)
   assert not found.findings, str(found)
+
+
+def test_rows_of_a_table_of_fsdp_are_looked_up() -> None:
+  strategy = fs.Strategy(devices=jax.devices()[:8])
+  state = fs.create_train_state(
+    nn.Embed(512, 32),
+    jax.random.key(0),
+    jax.ShapeDtypeStruct((8,), jnp.int32),
+    optax.adam(1e-3),
+    strategy=strategy,
+    rules="fsdp",
+    sparse=["embedding"],
+    abstract=True,
+  )
+  ids = jax.ShapeDtypeStruct(
+    (96,), jnp.int32, sharding=jax.sharding.NamedSharding(strategy.mesh, _SPLIT)
+  )
+
+  def step(state: Any, ids: jax.Array) -> Any:
+    return state.minimize(
+      lambda p: _squares(state.apply_fn({"params": p}, ids))
+    )
+
+  step = jax.jit(step, donate_argnums=0)
+  found = fs.check(step, state, ids, min_bytes=2**12)
+  assert not found.findings, str(found)
