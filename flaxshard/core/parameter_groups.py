@@ -239,6 +239,11 @@ class SparseRows(optax.GradientTransformationExtraArgs):
   whole_tables: Callable[[Any], set[trees.Path]]
   decaying_tables: Callable[[Any], set[trees.Path]]
 
+  def __repr__(self) -> str:
+    return (
+      f"sparse_rows(patterns={self.patterns}, semantics={self.semantics!r})"
+    )
+
 
 def sparse_mask(tx: Any, params: PyTree) -> PyTree | None:
   """Returns which parameters are tables of `sparse_rows`, or None if none is.
