@@ -60,7 +60,7 @@ _LAYER_KINDS = (
     "inner",
     frozenset({"log_decay", "row_log_decay"}),
     "some rows of its tables are not up to date. Restore it into a state with "
-    "these semantics, and then use tx.settle(state.params, state.opt_state)",
+    "these semantics, and then use state.settle()",
   ),
 )
 

@@ -7,7 +7,6 @@ regular expressions, searched in paths such as `encoder/layer0/kernel`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-import types
 from typing import Any
 
 import jax
@@ -225,6 +224,7 @@ class SparseRows(optax.GradientTransformationExtraArgs):
       by path. Others are not split.
     settle: Takes parameters and state, and returns them with all rows up to
       date. Only `"catch_up"` leaves rows behind.
+    with_parts: Takes such numbers, and returns the optimizer with them.
     whole_tables: Takes parameters, and returns the paths of the tables of which
       an update changes other rows than those of the gradient.
     decaying_tables: Takes parameters, and returns the paths of the tables whose
@@ -234,8 +234,9 @@ class SparseRows(optax.GradientTransformationExtraArgs):
   patterns: tuple[str, ...]
   semantics: str
   inner: Any
-  parts: Mapping[trees.Path, int] = types.MappingProxyType({})
+  parts: Mapping[trees.Path, int]
   settle: Callable[[Any, Any], tuple[Any, Any]]
+  with_parts: Callable[[Mapping[trees.Path, int]], SparseRows]
   whole_tables: Callable[[Any], set[trees.Path]]
   decaying_tables: Callable[[Any], set[trees.Path]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -105,11 +106,8 @@ def update(
   row_params, row_state = _decay(
     row_params, row_state, _missed(state, tables), plan, decay, tables
   )
-  row_grads = row_update.values_of(updates, tables)
-  row_extra = row_update.row_extra(extra, tables)
-  row_updates, new_rows = tx.update(
-    row_grads, row_state, row_params, **row_extra
-  )
+  row_grads = row_update.values_of(updates)
+  row_updates, new_rows = tx.update(row_grads, row_state, row_params, **extra)
   # The updates are added to parameters that have not decayed yet.
   row_updates = jax.tree_util.tree_map_with_path(
     lambda path, u, new, old: (
@@ -122,11 +120,11 @@ def update(
   count = state.step_count + 1
   log_decay = state.log_decay
   if jax.tree.leaves(log_decay):
-    factors = _current_factors(
-      tx, row_grads, row_state, row_params, row_extra, plan
+    factors = _current_log_factors(
+      tx, row_grads, row_state, row_params, extra, plan
     )
     log_decay = jax.tree_util.tree_map_with_path(
-      lambda path, x: x + jnp.log(factors[path]).astype(jnp.float32), log_decay
+      lambda path, x: x + factors[path], log_decay
     )
   last_step = jax.tree_util.tree_map_with_path(
     lambda path, x: _mark(x, count, tables.get(path)), state.last_step
@@ -237,12 +235,16 @@ def _decay(
 
 
 def _power(x: jax.Array, factor: float, steps: jax.Array) -> jax.Array:
-  dtype = jnp.result_type(x.dtype, jnp.float32)
-  return _scale(x, jnp.power(jnp.asarray(factor, dtype), steps))
+  if factor > 0:
+    # In float32 a factor that is nearly 1 would be rounded.
+    return _scale(x, jnp.exp(steps * math.log(factor)))
+  return _scale(x, jnp.power(factor, steps))
 
 
 def _scale(x: jax.Array, factors: jax.Array) -> jax.Array:
-  return (x * factors[:, None]).astype(x.dtype)
+  # JAX does not promote float8 to other dtypes.
+  wide = x.astype(jnp.float32) if x.dtype.itemsize == 1 else x
+  return (wide * factors[:, None]).astype(x.dtype)
 
 
 def _mark(x: jax.Array, value: jax.Array, rows: IndexedSlices | None) -> Any:
@@ -268,17 +270,18 @@ def _merge(rows: PyTree, params: PyTree, whole: Any) -> PyTree:
   )
 
 
-def _current_factors(
+def _current_log_factors(
   tx: Any,
   row_grads: PyTree,
   row_state: PyTree,
   row_params: PyTree,
-  row_extra: Mapping[str, Any],
+  extra: Mapping[str, Any],
   plan: row_plan.RowPlan,
 ) -> dict[Path, jax.Array]:
-  """Returns the factors by which parameters decay in this step.
+  """Returns the logarithms of the factors by which parameters decay now.
 
-  It is the update of a row of ones whose gradient and slots are zero.
+  A factor is 1 plus the update of a row of ones whose gradient and slots are
+  zero.
   """
 
   def probe(path: Path, x: Any, value: float) -> Any:
@@ -296,17 +299,18 @@ def _current_factors(
     x if path is None else probe(path, x, 0.0)
     for x, path in zip(leaves, plan.slots, strict=True)
   ]
-  row_extra = dict(row_extra)
-  if row_extra.get("grad") is not None:
-    row_extra["grad"] = probe_all(row_extra["grad"], 0.0)
+  if extra.get("grad") is not None:
+    extra = {**extra, "grad": probe_all(extra["grad"], 0.0)}
   updates, _ = tx.update(
     probe_all(row_grads, 0.0),
     jax.tree.unflatten(treedef, state),
     probe_all(row_params, 1.0),
-    **row_extra,
+    **extra,
   )
   return {
-    path: 1.0 + update[0, 0]
+    # More exact than the logarithm of a sum that is nearly 1. A factor of 0
+    # has none, and would make later differences NaN.
+    path: jnp.log1p(jnp.maximum(update[0, 0].astype(jnp.float32), -1 + 1e-7))
     for path, update in jax.tree_util.tree_leaves_with_path(updates)
     if path in plan.tables
   }

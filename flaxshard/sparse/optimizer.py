@@ -11,6 +11,7 @@ import optax
 
 from flaxshard.core import checks
 from flaxshard.core import indexed_slices
+from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import parameter_groups
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
@@ -59,7 +60,8 @@ def sparse_rows(
         decay in the steps that it missed, and so is a parameter with weight
         decay. So moments equal those of whole gradients. The moves that
         momentum alone would have made are left out. The state has a step count
-        for each row; `tx.settle(params, opt_state)` brings all rows up to date.
+        for each row. `state.settle()` of a train state, or
+        `tx.settle(params, opt_state)`, brings all rows up to date.
 
     argument: Name of `patterns` for errors.
 
@@ -99,8 +101,28 @@ def sparse_rows(
   if not patterns:
     raise ValueError(f"{argument} must have at least one pattern.")
   semantics = checks.one_of("semantics", semantics, SEMANTICS)
+  return _create(argument, tx, patterns, semantics, {}, {})
+
+
+def _create(
+  argument: str,
+  tx: Any,
+  patterns: tuple[str, ...],
+  semantics: str,
+  parts: table_parts.Parts,
+  plans: dict[Any, Any],
+) -> SparseRows:
+  """Returns the optimizer of `sparse_rows`.
+
+  Args:
+    argument: Name of `patterns` for errors.
+    tx: The optax optimizer.
+    patterns: The checked patterns.
+    semantics: What happens to the rows that a step did not use.
+    parts: See `SparseRows`.
+    plans: What has been found of `tx`, by the shapes of the parameters.
+  """
   inner = optax.with_extra_args_support(tx)
-  plans: dict[Any, Any] = {}
 
   def plan_of(params: PyTree) -> tuple[row_plan.RowPlan, Any]:
     """Returns the plan, and what the semantics need to know of it."""
@@ -133,6 +155,8 @@ def sparse_rows(
   def update(
     updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
   ) -> tuple[PyTree, PyTree]:
+    if extra.get("grad") is not None:
+      updates, extra["grad"] = row_update.join_rows(updates, extra["grad"])
     has_rows = any(map(is_indexed_slices, row_update.leaves(updates)))
     if not has_rows and semantics != "catch_up":
       return inner.update(updates, state, params, **extra)
@@ -142,7 +166,11 @@ def sparse_rows(
     if plan.deferring is not None:
       updates, extra = indexed_slices.to_dense((updates, extra))
       return inner.update(updates, state, params, **extra)
-    updates = table_parts.split(updates, params, new.parts)
+    updates = table_parts.split(updates, params, parts)
+    if extra.get("grad") is not None:
+      extra["grad"] = row_update.values_of(
+        table_parts.split(extra["grad"], params, parts)
+      )
     args = inner, updates, state, params, extra
     if semantics == "catch_up":
       return catch_up.update(*args, plan, facts)
@@ -165,13 +193,17 @@ def sparse_rows(
     plan, facts = plan_of(params)
     if plan.deferring is not None or semantics != "catch_up":
       return set()
-    _, factors = facts
-    return {p for p, f in zip(plan.tables, factors, strict=True) if f != 1.0}
+    _, of_params = facts
+    return {p for p, f in zip(plan.tables, of_params, strict=True) if f != 1.0}
 
   new = SparseRows(init, update)
   new.patterns = patterns
   new.semantics = semantics
   new.inner = tx
+  new.parts = parts
+  new.with_parts = lambda parts: _create(
+    argument, tx, patterns, semantics, parts, plans
+  )
   new.settle = settle
   new.whole_tables = find_whole
   new.decaying_tables = find_decaying
@@ -191,9 +223,33 @@ def with_parts(tx: Any, params: PyTree) -> Any:
   if parts == tx.parts:
     return tx
   # A new object: JAX compares optimizers by their functions.
-  new = sparse_rows(tx.inner, tx.patterns, tx.semantics)
-  new.parts = parts
-  return new
+  return tx.with_parts(parts)
+
+
+def settle(tx: Any, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+  """Returns what `"catch_up"` has left behind, with all rows up to date.
+
+  Args:
+    tx: The optimizer of a train state; all but `"catch_up"` change nothing.
+    params: The parameters of the train state.
+    opt_state: The optimizer's state.
+  """
+  if not isinstance(tx, SparseRows):
+    return params, opt_state
+  optimized = opt_state_lib.optimized_params(params)
+  new, opt_state = tx.settle(optimized, opt_state)
+  if optimized is params:
+    return new, opt_state
+  return type(params)({**params, "params": new}), opt_state
+
+
+def eval_params(tx: Any, params: PyTree, opt_state: PyTree) -> PyTree:
+  """Returns the parameters with the decay of the steps that rows missed."""
+  if isinstance(tx, SparseRows) and tx.decaying_tables(
+    opt_state_lib.optimized_params(params)
+  ):
+    return settle(tx, params, opt_state)[0]
+  return params
 
 
 def wrap(tx: Any, sparse: Any, semantics: Any, *, prefix: str = "") -> Any:

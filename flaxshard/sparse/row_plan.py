@@ -172,9 +172,8 @@ def decay_factors(
       or zero.sum_eqn is not None
       or others
       or not _is_zero(zero)
+      or factor is zero_rows.UNKNOWN
     ):
-      raise _no_decay(argument, plan, path, i, zero)
-    if factor is zero_rows.UNKNOWN:
       raise _no_decay(argument, plan, path, i, zero)
     factors.append(float(factor))
   of_params: list[float | None] = []
@@ -319,16 +318,19 @@ def _no_decay(
 ) -> patterns_lib.PatternError:
   """Returns the error for rows that cannot be brought up to date."""
   owner = None if leaf is None else plan.owners[leaf]
-  name = row_program.function_name(zero.sum_eqn or zero.eqn) or (
-    "the optimizer" if owner is None else owner.__name__
-  )
+  what = "the parameter"
+  if leaf is not None:
+    what = "a slot" if owner is None else f"a slot of {owner.__name__}"
+  name = row_program.function_name(zero.sum_eqn or zero.eqn)
+  by = f" ({name})" if name else ""
   if zero.sum_eqn is not None:
-    reason = f"what {name} does to a row depends on the gradients of others"
+    reason = f"what happens to {what} depends on the gradients of other rows"
   else:
-    what = "the parameter" if leaf is None else "a slot"
     reason = (
-      f"without a gradient {name} changes {what} by more than a constant factor"
+      f"in a step without a gradient, {what} is not multiplied by a factor "
+      "that is the same in all steps"
     )
+  reason += by
   return patterns_lib.PatternError(
     f"{argument}: {trees.path_string(path)} cannot be updated by rows with "
     f"these semantics: {reason}. Use semantics 'lazy'."

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.core.indexed_slices import IndexedSlices
@@ -42,10 +41,7 @@ def update(
   row_params = take_rows(params, params, tables)
   row_state = take_rows(opt_state, params, tables)
   row_updates, new_rows = tx.update(
-    values_of(updates, tables),
-    row_state,
-    row_params,
-    **row_extra(extra, tables),
+    values_of(updates), row_state, row_params, **extra
   )
   return (
     with_rows(row_updates, tables),
@@ -53,21 +49,41 @@ def update(
   )
 
 
-def row_extra(
-  extra: Mapping[str, Any], tables: Mapping[Path, IndexedSlices]
-) -> dict[str, Any]:
-  """Returns the extra arguments of an update, with rows in the gradients."""
-  if extra.get("grad") is None:
-    return dict(extra)
-  return {**extra, "grad": values_of(extra["grad"], tables)}
+def join_rows(some: PyTree, others: PyTree) -> tuple[PyTree, PyTree]:
+  """Returns two trees of gradients with the rows of both in each of them.
+
+  The rows that only the other one has are zero. Where only one has rows, it
+  becomes a whole array.
+  """
+  return _add_rows_of(others, some), _add_rows_of(some, others)
+
+
+def _add_rows_of(others: PyTree, tree: PyTree) -> PyTree:
+  by_path = dict(
+    jax.tree_util.tree_leaves_with_path(others, is_leaf=is_indexed_slices)
+  )
+
+  def add_rows(path: Path, x: Any) -> Any:
+    other = by_path.get(path)
+    if not is_indexed_slices(x) or other is None:
+      return x
+    if not is_indexed_slices(other):
+      return x.to_dense()
+    if other.indices is x.indices:
+      return x
+    return x + other.map_values(lambda rows: jnp.zeros_like(rows, x.dtype))
+
+  return jax.tree_util.tree_map_with_path(
+    add_rows, tree, is_leaf=is_indexed_slices
+  )
 
 
 def find_tables(updates: PyTree) -> dict[Path, IndexedSlices]:
-  """Returns the distinct rows of each table, by path."""
+  """Returns the rows of each table, by path."""
   return {
-    path: slices.deduplicated()
+    path: slices
     for path, slices in jax.tree_util.tree_leaves_with_path(
-      gradients.deduplicate(updates), is_leaf=is_indexed_slices
+      updates, is_leaf=is_indexed_slices
     )
     if is_indexed_slices(slices)
   }
@@ -78,10 +94,10 @@ def leaves(tree: PyTree) -> list[Any]:
   return jax.tree.leaves(tree, is_leaf=is_indexed_slices)
 
 
-def values_of(updates: PyTree, tables: Mapping[Path, IndexedSlices]) -> PyTree:
+def values_of(updates: PyTree) -> PyTree:
   """Returns a tree with the rows as arrays in place of the slices."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: tables[path].values if path in tables else x,
+  return jax.tree.map(
+    lambda x: x.values if is_indexed_slices(x) else x,
     updates,
     is_leaf=is_indexed_slices,
   )
@@ -89,16 +105,12 @@ def values_of(updates: PyTree, tables: Mapping[Path, IndexedSlices]) -> PyTree:
 
 def with_rows(updates: PyTree, tables: Mapping[Path, IndexedSlices]) -> PyTree:
   """Returns a tree with slices in place of the arrays of their rows."""
-
-  def to_slices(path: Path, x: jax.Array) -> Any:
-    if path not in tables:
-      return x
-    rows = tables[path]
-    return IndexedSlices(
-      rows.indices, x, rows.dense_shape, is_unique=True, parts=rows.parts
-    )
-
-  return jax.tree_util.tree_map_with_path(to_slices, updates)
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: (
+      tables[path].map_values(lambda _: x) if path in tables else x
+    ),
+    updates,
+  )
 
 
 def slots_of(

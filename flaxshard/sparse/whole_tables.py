@@ -80,11 +80,8 @@ def update(
   row_params, row_state, params, opt_state = jax.lax.optimization_barrier(
     (row_params, row_state, params, opt_state)
   )
-  row_grads = row_update.values_of(updates, tables)
-  row_extra = row_update.row_extra(extra, tables)
-  row_updates, new_rows = tx.update(
-    row_grads, row_state, row_params, **row_extra
-  )
+  row_grads = row_update.values_of(updates)
+  row_updates, new_rows = tx.update(row_grads, row_state, row_params, **extra)
   slots = row_update.slots_of(opt_state, params, tables)
 
   def to_whole(path: Path, rows: Any, table: Any) -> Any:
@@ -94,7 +91,8 @@ def update(
     if path not in whole:
       return rows
     zeros = lambda: jnp.zeros(table.shape, rows.dtype)
-    return _by_platform(tables[path].to_dense, zeros)
+    slices = tables[path].map_values(lambda _: rows)
+    return _by_platform(slices.to_dense, zeros)
 
   state_leaves, treedef = jax.tree.flatten(opt_state)
   whole_state = [
@@ -104,14 +102,14 @@ def update(
     )
   ]
   map_with_path = jax.tree_util.tree_map_with_path
-  if row_extra.get("grad") is not None:
-    row_extra["grad"] = map_with_path(to_zeros, row_extra["grad"], params)
+  if extra.get("grad") is not None:
+    extra = {**extra, "grad": map_with_path(to_zeros, extra["grad"], params)}
   # The rows without a gradient do as they do with a gradient of zero.
   dense_updates, dense_state = tx.update(
     map_with_path(to_zeros, row_grads, params),
     jax.tree.unflatten(treedef, whole_state),
     map_with_path(to_whole, row_params, params),
-    **row_extra,
+    **extra,
   )
   new_state = [
     rows

@@ -539,7 +539,8 @@ class TrainState(flax_train_state.TrainState):
   def eval_params(self) -> PyTree:
     """The parameters to evaluate and to export.
 
-    They are the average of `EMA` if the state has that wrapper, else `params`.
+    They are the average of `EMA` if the state has that wrapper, else `params`,
+    with the weight decay that rows have missed: see `settle`.
 
     Example:
       >>> import flaxshard as fs
@@ -550,7 +551,34 @@ class TrainState(flax_train_state.TrainState):
       >>> float(state.params["w"]), float(state.eval_params["w"])
       (0.0, 0.5)
     """
-    return stack.eval_params(self.wrappers, self.wrapper_states, self.params)
+    params = sparse_optimizer.eval_params(self.tx, self.params, self.opt_state)
+    return stack.eval_params(self.wrappers, self.wrapper_states, params)
+
+  def settle(self) -> Self:
+    """Returns the state with all rows of its tables up to date.
+
+    The `"catch_up"` semantics of `flaxshard.sparse_rows` multiply the slots of
+    a row, and with weight decay its parameters, by the decay of the steps that
+    it missed only when a step uses it. Call this before you read `params` or
+    slots; `eval_params`, checkpoints and further steps do not need it. A state
+    of other optimizers stays as it is.
+
+    Example:
+      >>> tx = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.5))
+      >>> state = TrainState.create(
+      ...     apply_fn=None, params={"table": jnp.ones((3, 1))}, tx=tx,
+      ...     sparse=["table"], sparse_semantics="catch_up")
+      >>> loss_fn = lambda p: 0 * p["table"][jnp.array([1])].sum()
+      >>> state, _ = state.minimize(loss_fn)
+      >>> state.params["table"].ravel().tolist()
+      [1.0, 0.75, 1.0]
+      >>> state.settle().params["table"].ravel().tolist()
+      [0.75, 0.75, 0.75]
+    """
+    params, opt_state = sparse_optimizer.settle(
+      self.tx, self.params, self.opt_state
+    )
+    return self.replace(params=params, opt_state=opt_state)
 
   def metrics(self) -> dict[str, jax.Array]:
     """Returns the wrappers' metrics, for a training loop to log.

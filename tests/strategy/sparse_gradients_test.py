@@ -81,6 +81,22 @@ def test_steps_equal_dense_steps_on_the_whole_batch(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("semantics", ["tf", "catch_up"])
+def test_replicas_equal_one_replica_with_all_semantics(semantics):
+  eight, one = (
+    run(
+      strategy,
+      sparse_states.create(
+        strategy, optax.adam(0.1), sparse_semantics=semantics
+      ),
+      "run",
+    )
+    for strategy in (EIGHT, ONE)
+  )
+  assert_close((eight.params, eight.opt_state), (one.params, one.opt_state))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["run", "jit"])
 def test_step_counts_of_rows_are_split_as_their_table(way):
   tx = optax.adamw(optax.linear_schedule(0.1, 0.0, 10), weight_decay=0.5)
