@@ -19,6 +19,7 @@ from flaxshard.nnx import variables as variables_lib
 from flaxshard.nnx.pure_loss import PureLoss
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.replicas import context as replica_context
+from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import model_facts
 from flaxshard.state import sharding as sharding_lib
@@ -360,7 +361,8 @@ class Optimizer(nnx.Optimizer[M]):
     """Returns the parameters to evaluate and to export.
 
     They are the average of `EMA` if the optimizer has that wrapper, else those
-    of the module.
+    of the module. With the `"catch_up"` semantics of `flaxshard.sparse_rows`
+    these have the weight decay of all steps.
 
     Args:
       model: The module.
@@ -377,6 +379,9 @@ class Optimizer(nnx.Optimizer[M]):
       >>> nnx.update(average, optimizer.eval_params(model))
     """
     params, _ = self._split(model)
+    params = sparse_optimizer.eval_params(
+      self.tx, params, nnx.as_pure(self.opt_state)
+    )
     return stack.eval_params(self.wrappers, self._local_states(), params)
 
   def metrics(self) -> dict[str, jax.Array]:

@@ -245,11 +245,14 @@ def settle(tx: Any, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
 
 def eval_params(tx: Any, params: PyTree, opt_state: PyTree) -> PyTree:
   """Returns the parameters with the decay of the steps that rows missed."""
-  if isinstance(tx, SparseRows) and tx.decaying_tables(
-    opt_state_lib.optimized_params(params)
-  ):
-    return settle(tx, params, opt_state)[0]
-  return params
+  return settle(tx, params, opt_state)[0] if has_decay(tx, params) else params
+
+
+def has_decay(tx: Any, params: PyTree) -> bool:
+  """Returns whether `settle` changes the parameters of a train state."""
+  return isinstance(tx, SparseRows) and bool(
+    tx.decaying_tables(opt_state_lib.optimized_params(params))
+  )
 
 
 def wrap(tx: Any, sparse: Any, semantics: Any, *, prefix: str = "") -> Any:

@@ -20,6 +20,7 @@ from flaxshard.core import checks
 from flaxshard.data import distribute
 from flaxshard.data import sharding
 from flaxshard.data import sources
+from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
@@ -120,6 +121,9 @@ class Setup:
       step: The step just taken.
     """
     rng = jax.random.fold_in(jax.random.key(self.config.seed), 2**31 - 1)
+    if sparse_optimizer.has_decay(state.tx, state.params):
+      # A task may ask for `eval_params` again, which must not decay twice.
+      state = state.settle()
     evaluation = evaluation_lib.Evaluation(
       # A checkpoint saves replica 0 as well, if groups of replicas differ.
       state=replica_groups.copy_first_replica(

@@ -97,6 +97,22 @@ def test_nnx_optimizer_updates_rows(wrappers):
   np.testing.assert_allclose(rows, dense, rtol=1e-6)
 
 
+def test_nnx_eval_params_have_the_weight_decay_of_all_steps():
+  model = nnx.Embed(*SHAPE, rngs=nnx.Rngs(0))
+  tx = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.5))
+  tx = fs.sparse_rows(tx, ["embedding"], "catch_up")
+  optimizer = fs.nnx.Optimizer(model, tx, wrt=nnx.Param)
+  before = np.asarray(model.embedding[...])
+  _, grads = optimizer.value_and_grad(lambda m: 0 * m(jnp.array([1])).sum())(
+    model
+  )
+  optimizer.update(model, grads)
+  np.testing.assert_array_equal(model.embedding[...][0], before[0])
+  average = nnx.clone(model)
+  nnx.update(average, optimizer.eval_params(model))
+  np.testing.assert_allclose(average.embedding[...], 0.75 * before, rtol=1e-6)
+
+
 def test_config_names_tables_and_semantics():
   data = {
     "model": {"name": "cnn"},
