@@ -19,8 +19,8 @@ from flaxshard.checkpoint import validation
 from flaxshard.checkpoint import wrapper_states
 from flaxshard.core import checks
 from flaxshard.core import multihost
+from flaxshard.state import fields as fields_lib
 from flaxshard.state import replica_groups
-from flaxshard.state.train_state import plain_state
 from flaxshard.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def save_args(
     _log.info("step %d: %s", int(state.step), note)
     state = replica_groups.copy_first_replica(state)
   items: dict[str, Any] = {
-    plain_item: ocp.args.StandardSave(plain_state(state))
+    plain_item: ocp.args.StandardSave(fields_lib.plain_state(state))
   }
   states = wrapper_states.nonempty(state.wrapper_states)
   if states:

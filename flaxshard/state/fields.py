@@ -10,6 +10,8 @@ from typing import Any
 
 from flax import struct
 
+from flaxshard.replicas import values
+
 # Array fields that are no variables of the model.
 _TRAINING_FIELDS = ("step", "opt_state", "wrapper_states")
 
@@ -85,9 +87,25 @@ def _extend(cls: Any, names: tuple[str, ...]) -> Any:
   )
 
 
-def rebuild(cls: Any, values: Mapping[str, Any]) -> Any:
-  """Returns an instance of `extend(cls, values)` with these field values.
+def rebuild(cls: Any, given: Mapping[str, Any]) -> Any:
+  """Returns an instance of `extend(cls, given)` with these field values.
 
   Pickle calls it: it could not find the class that `extend` returns by name.
   """
-  return extend(cls, values)(**values)
+  return extend(cls, given)(**given)
+
+
+def plain_state(state: Any) -> Any:
+  """Returns a TrainState without its wrappers, as `without_wrappers` does."""
+  fields = fields_by_name(type(state))
+  dropped = ("wrappers", "wrapper_states", "global_structures")
+  names = tuple(n for n in fields if n not in dropped)
+  plain_class: Any = extend(state._base_class or type(state), names)
+  return plain_class(
+    **{
+      name: values.mean_over_replicas(getattr(state, name))
+      if is_array_field(fields[name])
+      else getattr(state, name)
+      for name in names
+    }
+  )

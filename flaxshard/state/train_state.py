@@ -19,7 +19,6 @@ from flaxshard.core import checks
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.partitioning import compile_only
-from flaxshard.replicas import values
 from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.state import apply_gradients as apply_gradients_lib
 from flaxshard.state import fields as fields_lib
@@ -618,7 +617,7 @@ class TrainState(flax_train_state.TrainState):
     """
     for note in stack.pending(self.wrappers, self.wrapper_states):
       checks.warn(note)
-    return plain_state(self)
+    return fields_lib.plain_state(self)
 
   def __reduce__(self) -> Any:
     """Pickles the declared class and the values of the fields."""
@@ -678,19 +677,3 @@ def _init(
       wrappers, params, tx, collections, num_replicas
     )
   return computed
-
-
-def plain_state(state: TrainState) -> TrainState:
-  """Returns `state.without_wrappers()`, and does not warn."""
-  fields = fields_lib.fields_by_name(type(state))
-  dropped = ("wrappers", "wrapper_states", "global_structures")
-  names = tuple(n for n in fields if n not in dropped)
-  plain_class: Any = fields_lib.extend(state._base_class or type(state), names)
-  return plain_class(
-    **{
-      name: values.mean_over_replicas(getattr(state, name))
-      if fields_lib.is_array_field(fields[name])
-      else getattr(state, name)
-      for name in names
-    }
-  )

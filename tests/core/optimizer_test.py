@@ -42,6 +42,17 @@ def updates(tx, steps=1, grads=GRADS):
   return update
 
 
+def program(tx):
+  """Returns the program of two updates, as text."""
+
+  def two_updates(params, grads):
+    state = tx.init(params)
+    _, state = tx.update(grads, state, params)
+    return tx.update(grads, state, params)
+
+  return str(jax.make_jaxpr(two_updates)(PARAMS, GRADS))
+
+
 def assert_close(given, wanted, rtol=1e-6):
   assert jax.tree.structure(given) == jax.tree.structure(wanted)
   for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(wanted), strict=True):
@@ -100,7 +111,7 @@ def test_clip_by_global_norm_clips_gradients_but_not_weight_decay(
 def test_optimizers_of_optax(name):
   tx, schedule = create({"name": name})
   wanted = getattr(optax, name)(schedule)
-  assert_close(updates(tx, steps=2), updates(wanted, steps=2))
+  assert program(tx) == program(wanted)
   # Checkpoints hold the optimizer state, so its tree must be optax's too.
   assert jax.tree.structure(tx.init(PARAMS)) == jax.tree.structure(
     wanted.init(PARAMS)
@@ -125,13 +136,13 @@ def test_optimizers_of_tensorflow(name):
   wanted = getattr(tf_optimizers, name)(
     schedule, l1_regularization_strength=0.25
   )
-  assert_close(updates(tx, steps=2), updates(wanted, steps=2))
+  assert program(tx) == program(wanted)
 
 
 def test_power_of_the_learning_rate_may_be_negative():
   tx, schedule = create({"name": "ftrl", "learning_rate_power": -0.75})
   wanted = tf_optimizers.ftrl(schedule, learning_rate_power=-0.75)
-  assert_close(updates(tx, steps=2), updates(wanted, steps=2))
+  assert program(tx) == program(wanted)
   with pytest.raises(ValueError, match=r"learning_rate_power.*at most 0.*0\.5"):
     create({"name": "ftrl", "learning_rate_power": 0.5})
 

@@ -45,8 +45,10 @@ def test_barriers_of_each_mode(mode, sizes):
   assert text.count("stablehlo.optimization_barrier") == len(sizes)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
+@pytest.mark.parametrize(
+  ("wrappers", "dtype"),
+  [((), jnp.float32), ((fs.LossScale("dynamic"),), jnp.bfloat16)],
+)
 def test_values_are_the_same(wrappers, dtype):
   state = create(params=PARAMS, tx=optax.sgd(0.1), wrappers=wrappers)
 

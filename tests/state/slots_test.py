@@ -292,7 +292,7 @@ def test_sums_of_rows(wrapper, name, replicas):
 
 def test_restored_state(tmp_path):
   state = create((fs.AGN(2),), tx=optax.adam(RATE))
-  state, _ = jax.jit(lambda s: s.minimize(quadratic))(state)
+  state = jax.tree.map(lambda x: x + 1, state)
   with fs.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, state)
     restored = checkpointer.restore(create((fs.AGN(2),), tx=optax.adam(RATE)))
