@@ -83,7 +83,7 @@ def test_names(tx, names):
 
 def test_values_by_any_name():
   state = create(tx=optax.adam(RATE, b1=0.75, b2=0.5))
-  state, _ = state.minimize(quadratic)
+  state, _ = jax.jit(lambda s: s.minimize(quadratic))(state)
   gradient = 2 * make_params()["w"]
   for name in ("m", "mu", "0/m", "0/mu"):
     np.testing.assert_allclose(state.get_slot("w", name), 0.25 * gradient)
