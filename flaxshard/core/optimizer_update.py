@@ -48,7 +48,13 @@ def flax_update(
   Raises:
     TypeError: The optimizer needs an extra argument that is not given.
   """
-  grads = _to_dense_elsewhere(state.tx, grads)
+  grads, others = to_dense_elsewhere(state.tx, grads)
+  if others:
+    checks.warn(
+      f"grads: {', '.join(others)} has an IndexedSlices, and the optimizer "
+      "does not update its rows: it becomes a whole array. Name the parameter "
+      "in sparse=[...] of create_train_state, or in flaxshard.sparse_rows."
+    )
   bound = state.replace(tx=extra_args.bind(state.tx, extra)) if extra else state
   try:
     new = _update_in_float32(bound, grads, replaced)
@@ -160,27 +166,32 @@ def _widen(tree: PyTree) -> PyTree:
   )
 
 
-def _to_dense_elsewhere(tx: Any, grads: PyTree) -> PyTree:
-  """Makes rows of what is no table of the optimizer a whole array."""
-  leaves, treedef = jax.tree.flatten(grads, is_leaf=is_indexed_slices)
-  if not any(map(is_indexed_slices, leaves)):
-    return grads
+def to_dense_elsewhere(tx: Any, grads: PyTree) -> tuple[PyTree, list[str]]:
+  """Makes whole arrays of rows that an optimizer does not update as rows.
+
+  Args:
+    tx: The optimizer.
+    grads: A tree of arrays, `IndexedSlices` and None.
+
+  Returns:
+    The gradients, and the paths of these arrays.
+  """
+  flat = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_indexed_slices)
+  if not any(is_indexed_slices(x) for _, x in flat):
+    return grads, []
   mask = parameter_groups.sparse_mask(tx, grads)
-  is_table = [False] * len(leaves) if mask is None else jax.tree.leaves(mask)
-  paths = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_indexed_slices)
-  others = [
-    i for i, x in enumerate(leaves) if is_indexed_slices(x) and not is_table[i]
-  ]
-  if others:
-    names = ", ".join(trees.path_string(paths[i][0]) for i in others)
-    checks.warn(
-      f"grads: {names} has an IndexedSlices, and the optimizer does not update "
-      "its rows: it becomes a whole array. Name the parameter in sparse=[...] "
-      "of create_train_state, or in flaxshard.sparse_rows."
-    )
-  for i in others:
-    leaves[i] = leaves[i].to_dense()
-  return jax.tree.unflatten(treedef, leaves)
+  is_table = [False] * len(flat) if mask is None else jax.tree.leaves(mask)
+  others = {
+    path
+    for (path, x), of_tx in zip(flat, is_table, strict=True)
+    if is_indexed_slices(x) and not of_tx
+  }
+  new = jax.tree_util.tree_map_with_path(
+    lambda path, x: x.to_dense() if path in others else x,
+    grads,
+    is_leaf=is_indexed_slices,
+  )
+  return new, [trees.path_string(path) for path, _ in flat if path in others]
 
 
 def _zero_gradient(p: jax.Array, is_table: bool) -> Any:

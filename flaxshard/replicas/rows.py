@@ -103,6 +103,8 @@ def _gather_dimension(x: jax.Array, mesh: Any) -> jax.Array:
   spec = P(None, *[P.UNCONSTRAINED] * (x.ndim - 1))
   sharding = jax.sharding.NamedSharding(mesh, spec)
   with jax.named_scope(tracing.ROWS_SCOPE):
+    # XLA may name the collective after the operation before it.
+    x = jax.lax.optimization_barrier(x)
     return jax.lax.with_sharding_constraint(x, sharding)
 
 

@@ -174,6 +174,8 @@ def apply_outer_tx(tx: Any, center: ModelState, grads: PyTree) -> ModelState:
     center: The center, with the state of `tx`.
     grads: Gradients like the parameters; None where a leaf has none.
   """
+  # `AGN` has warned of these when its state was created.
+  grads, _ = optimizer_update.to_dense_elsewhere(tx, grads)
   state = train_state.TrainState(
     step=0,
     apply_fn=None,  # type: ignore[arg-type]

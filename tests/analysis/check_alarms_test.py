@@ -139,7 +139,7 @@ def test_fsdp_sums_microbatches_into_split_gradients() -> None:
 def test_rows_of_a_table_of_fsdp_are_looked_up() -> None:
   strategy = fs.Strategy(devices=jax.devices()[:8])
   state = fs.create_train_state(
-    nn.Embed(512, 32),
+    nn.Sequential([nn.Embed(512, 32), nn.Dense(16)]),
     jax.random.key(0),
     jax.ShapeDtypeStruct((8,), jnp.int32),
     optax.adam(1e-3),
