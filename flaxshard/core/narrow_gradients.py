@@ -14,6 +14,7 @@ import jax
 from jax.extend import core as jax_core
 import jax.numpy as jnp
 
+from flaxshard.core import programs
 from flaxshard.core import pullback
 from flaxshard.core import tracing
 
@@ -105,8 +106,7 @@ def _dtype_before_cast(program: Any, var: Any, sources: Sources) -> Any:
     # bits after the loop.
     elif name in tracing.CALLS:
       index = list(eqn.outvars).index(var)
-      program = eqn.params["jaxpr"]
-      program = getattr(program, "jaxpr", program)
+      program = programs.open_program(programs.called(eqn))
       return _dtype_before_cast(program, program.outvars[index], sources)
     else:
       return None

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.extend import core as jax_core
 
+from flaxshard.core import programs
 from flaxshard.core import tracing
 from flaxshard.sparse import row_rules
 from flaxshard.sparse.row_rules import DENSE
@@ -63,7 +64,7 @@ def analyze(program: Any, inputs: Sequence[str]) -> Facts:
     program: A `jax.extend.core.Jaxpr` or `ClosedJaxpr`.
     inputs: What is known of its inputs.
   """
-  program = _open(program)
+  program = programs.open_program(program)
   facts = Facts(program, dict(zip(program.invars, inputs, strict=True)), {})
   for eqn in program.eqns:
     given = [facts.of(x) for x in eqn.invars]
@@ -95,7 +96,7 @@ def _analyze_equation(
   name, count = eqn.primitive.name, len(eqn.outvars)
   dense: tuple[list[str], list[Any]] = [DENSE] * count, [None] * count
   if name in tracing.CALLS:
-    inner = analyze(eqn.params["jaxpr"], given)
+    inner = analyze(programs.called(eqn), given)
     return inner.outputs(), [inner.reason(x) for x in inner.program.outvars]
   if name == "cond":
     branches = [analyze(b, given[1:]) for b in eqn.params["branches"]]
@@ -129,7 +130,7 @@ def _merge(found: Sequence[str]) -> str:
 
 def _analyze_scan(eqn: Any, given: list[str]) -> tuple[list[str], list[Any]]:
   """Finds the carried arrays to which a loop adds rows, and nothing else."""
-  body = _open(eqn.params["jaxpr"])
+  body = programs.open_program(eqn.params["jaxpr"])
   consts, carry, xs = tracing.split_scan(eqn.params, given)
   start = len(consts)
   count = len(eqn.outvars)
@@ -174,7 +175,7 @@ def _adds_to(program: Any, position: int, output: int) -> bool:
     if name in ("add", "add_any", "copy", "copy_p"):
       var = eqn.outvars[0]
     elif name in tracing.CALLS:
-      inner = _open(eqn.params["jaxpr"])
+      inner = programs.open_program(programs.called(eqn))
       outputs = [o for o in range(len(eqn.outvars)) if _adds_to(inner, i, o)]
       if not outputs:
         return False
@@ -183,7 +184,7 @@ def _adds_to(program: Any, position: int, output: int) -> bool:
       consts, carry, _ = tracing.split_scan(
         eqn.params, list(range(len(eqn.invars)))
       )
-      inner = _open(eqn.params["jaxpr"])
+      inner = programs.open_program(eqn.params["jaxpr"])
       if i not in carry or not _adds_to(inner, i, i - len(consts)):
         return False
       var = eqn.outvars[i - len(consts)]
@@ -220,7 +221,7 @@ def _operands(eqn: Any, given: list[str], outputs: list[int]) -> set[int]:
       for i in _demanded_inputs(branch, given[1:], outputs)
     }
   if name in tracing.CALLS:
-    return _demanded_inputs(eqn.params["jaxpr"], given, outputs)
+    return _demanded_inputs(programs.called(eqn), given, outputs)
   return set(row_rules.RULES[name].operands(eqn, given) or ())
 
 
@@ -333,13 +334,13 @@ def _evaluate_equation(
   eqn: Any, args: list[Any], positions: list[int]
 ) -> list[Any]:
   """Returns the outputs of an equation, `Rows` at the positions."""
-  name, params = eqn.primitive.name, eqn.params
+  name = eqn.primitive.name
   if name == "scan":
     return _scan(eqn, args, positions)
   if name == "cond":
     return _cond(eqn, args, positions)
   if name in tracing.CALLS:
-    run = _function(params["jaxpr"], positions)
+    run = _function(programs.called(eqn), positions)
     return _remat(eqn, run, args) if name in _REMATS else run(*args)
   output = row_rules.RULES[name].apply(eqn, *args)
   return [output] if isinstance(output, Rows) else output
@@ -348,7 +349,7 @@ def _evaluate_equation(
 def _function(program: Any, wanted: list[int]) -> Callable[..., list[Any]]:
   """Returns a function that evaluates a program."""
   consts = getattr(program, "consts", ())
-  program = _open(program)
+  program = programs.open_program(program)
   return lambda *args: evaluate(program, consts, args, wanted)
 
 
@@ -437,11 +438,3 @@ def _scan(eqn: Any, args: list[Any], positions: list[int]) -> list[Any]:
       parts += (tuple(x.reshape(-1, *x.shape[2:]) for x in part),)
     outputs[i] = dataclasses.replace(carry[i], parts=parts)
   return outputs
-
-
-def _open(program: Any) -> Any:
-  """Returns the `Jaxpr` of a `ClosedJaxpr`."""
-  # JAX 0.12 has one class for both.
-  if isinstance(program, jax_core.Jaxpr):
-    return program
-  return program.jaxpr

@@ -157,13 +157,14 @@ def _widen_after(eqn: Any, narrow_outputs: Callable[..., Any]) -> list[Any]:
     # What the steps carry must keep its dtype.
     _, carry, _ = tracing.split_scan(eqn.params, eqn.invars)
     first = len(carry)
-  jaxpr, widenings = narrow_outputs(eqn.params["jaxpr"], first)
+  key = "call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"
+  jaxpr, widenings = narrow_outputs(eqn.params[key], first)
   outvars, conversions = list(eqn.outvars), []
   for i, widening in widenings.items():
     narrow = _narrow_variable(outvars[i])
     conversions.append(_convert(widening, narrow, outvars[i]))
     outvars[i] = narrow
-  params = eqn.params | {"jaxpr": jaxpr}
+  params = eqn.params | {key: jaxpr}
   return [eqn.replace(params=params, outvars=outvars), *conversions]
 
 

@@ -20,9 +20,9 @@ def total(rows, b):
   return (jnp.sin(jnp.where(jnp.isnan(rows), 0, rows)) * b).sum()
 
 
-def scan(fn):
+def scan(fn, act=lambda x: x):
   def turn(c, i):
-    return c + fn(i), None
+    return act(c + fn(i)), None
 
   return jax.lax.scan(turn, jnp.float32(0), IDS)[0]
 
@@ -105,8 +105,16 @@ MORE_LOOKUPS = {
     lambda t, b: scan(jax.checkpoint(lambda i: total(t[i], b))),
     5,
   ),
-  "scan of scan": (
-    lambda t, b: scan(lambda i: scan(lambda j: total(t[(i + j) % 7], b))),
+  # The inner loop becomes a `closed_call`.
+  "remat of scan of remat of scan": (
+    jax.checkpoint(
+      lambda t, b: scan(
+        jax.checkpoint(
+          lambda i: scan(lambda j: total(t[(i + j) % 7], b), jnp.sin)
+        ),
+        jnp.sin,
+      )
+    ),
     25,
   ),
   "table in a carry": (

@@ -159,3 +159,21 @@ def test_run_on_tpu_sums_bfloat16_gradients_alone_in_bfloat16(dtype):
   sums = re.findall(r"stablehlo.all_reduce.*?-> tensor<(\S+)>", text, re.S)
   kind = "bf16" if dtype == "bfloat16" else "f32"
   assert sorted(sums) == [f"256x256x{kind}"] * 2 + [f"256x{kind}"] * 2
+
+
+def test_remat_of_nested_loops_is_left_as_it_is():
+  def loop(fn, w):
+    turn = lambda c, x: (jnp.sin(c + fn(x)), None)
+    return jax.lax.scan(turn, jnp.float32(0), w)[0]
+
+  @jax.checkpoint
+  def loss_fn(w):
+    return loop(jax.checkpoint(lambda x: loop(lambda y: x * y, w)), w)
+
+  w = jnp.arange(3.0)
+  traced = jax.make_jaxpr(jax.grad(loss_fn))(w)
+  # Its program is under another key than that of `jit`.
+  assert "closed_call" in str(traced)
+  program = narrow_sums.sum_before_widening(traced)
+  (grad,) = jax.jit(core.jaxpr_as_fun(program))(w)
+  np.testing.assert_array_equal(grad, jax.jit(jax.grad(loss_fn))(w))
