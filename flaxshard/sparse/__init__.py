@@ -1,11 +1,20 @@
 """Row-sparse gradients, and optimizers that update rows of tables."""
 
+from flaxshard.core.indexed_slices import global_norm
 from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.core.indexed_slices import is_indexed_slices
+from flaxshard.core.indexed_slices import to_dense
 from flaxshard.core.parameter_groups import SparseRows
 from flaxshard.sparse.optimizer import sparse_rows
 
-__all__ = ["IndexedSlices", "SparseRows", "is_indexed_slices", "sparse_rows"]
+__all__ = [
+  "IndexedSlices",
+  "SparseRows",
+  "global_norm",
+  "is_indexed_slices",
+  "sparse_rows",
+  "to_dense",
+]
 
 
 def __dir__() -> list[str]:
