@@ -114,15 +114,12 @@ def ftrl(
   power = -learning_rate_power
   l1, l2 = l1_regularization_strength, l2_regularization_strength
 
-  def raise_to_power(accum: jax.Array) -> jax.Array:
-    return accum**power
-
   def new_values(rate: jax.Array, g: Any, w: Any, n: Any, z: Any) -> Any:
     new_n = n + g * g
-    sigma = (raise_to_power(new_n) - raise_to_power(n)) / rate
+    sigma = (new_n**power - n**power) / rate
     shrinkage = 2 * l2_shrinkage_regularization_strength * w
     new_z = z + g + shrinkage - sigma * w
-    quadratic = (beta + raise_to_power(new_n)) / rate + 2 * l2
+    quadratic = (beta + new_n**power) / rate + 2 * l2
     new_w = (l1 * jnp.sign(new_z) - new_z) / quadratic
     new_w = jnp.where(jnp.abs(new_z) > l1, new_w, 0)
     # A warmup may begin at zero, which would give NaN.
@@ -148,7 +145,7 @@ def ftrl(
       state.accum,
       state.linear,
     )
-    return updates, FtrlState(_next(state.count), accum, linear)
+    return updates, FtrlState(optax.safe_increment(state.count), accum, linear)
 
   return optax.GradientTransformation(init, update)
 
@@ -214,7 +211,7 @@ def adagrad_da(
 
   def new_values(count: Any, g: Any, w: Any, z: Any, n: Any) -> Any:
     rate = _rate(learning_rate, count, w)
-    step = _next(count).astype(w.dtype)
+    step = optax.safe_increment(count).astype(w.dtype)
     z, n = z + g, n + g * g
     numerator = jnp.sign(z) * jnp.maximum(jnp.abs(z) - l1 * step, 0)
     return -rate * numerator / (jnp.sqrt(n) + l2 * rate * step), z, n
@@ -236,7 +233,7 @@ def adagrad_da(
       state.gradient_accumulator,
       state.gradient_squared_accumulator,
     )
-    return updates, AdagradDAState(_next(state.count), *slots)
+    return updates, AdagradDAState(optax.safe_increment(state.count), *slots)
 
   return optax.GradientTransformation(init, update)
 
@@ -307,7 +304,9 @@ def proximal_gradient_descent(
     (updates,) = _map_leaves(
       "proximal_gradient_descent", new_values, updates, params
     )
-    return updates, ProximalGradientDescentState(_next(state.count))
+    return updates, ProximalGradientDescentState(
+      optax.safe_increment(state.count)
+    )
 
   return optax.GradientTransformation(init, update)
 
@@ -383,7 +382,9 @@ def proximal_adagrad(
     updates, accumulator = _map_leaves(
       "proximal_adagrad", new_values, updates, params, state.accumulator
     )
-    return updates, ProximalAdagradState(_next(state.count), accumulator)
+    return updates, ProximalAdagradState(
+      optax.safe_increment(state.count), accumulator
+    )
 
   return optax.GradientTransformation(init, update)
 
@@ -423,6 +424,8 @@ def _map_leaves(
     )
 
   def changes(g: jax.Array, w: jax.Array, *old: jax.Array) -> Any:
+    if not jnp.issubdtype(w.dtype, jnp.inexact):
+      return jnp.zeros_like(w), *old  # integers have no gradient
     # Gradients in a wider dtype would change the dtype of the slots.
     new_w, *new = new_values(g.astype(w.dtype), w, *old)
     return new_w - w, *new
@@ -447,10 +450,6 @@ def _rate(
 
 def _zero_count() -> jax.Array:
   return jnp.zeros([], jnp.int32)
-
-
-def _next(count: jax.Array) -> jax.Array:
-  return optax.safe_increment(count)
 
 
 def _check(optimizer: str, limits: dict[str, float], **values: Any) -> None:

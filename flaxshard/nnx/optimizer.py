@@ -118,10 +118,7 @@ class Optimizer(nnx.Optimizer[M]):
         cannot be applied, `rules` are given without a strategy, or a wrapper
         needs `Strategy.run` because the strategy has several replicas.
     """
-    if not isinstance(model, nnx.Pytree):
-      raise TypeError(
-        f"model must be an NNX module, got {checks.describe(model)}."
-      )
+    _check_module(model)
     if wrt is _MISSING:
       raise TypeError(
         "Optimizer: wrt is missing. Write wrt=nnx.Param to train all "
@@ -395,6 +392,7 @@ class Optimizer(nnx.Optimizer[M]):
 
   def _split(self, model: Any) -> tuple[PyTree, PyTree]:
     """Returns the parameters and the other arrays of a module."""
+    _check_module(model)
     params, others = nnx.state(model, self.wrt, ..., graph=self.graph)
     return nnx.as_pure(params), nnx.as_pure(others)
 
@@ -430,6 +428,13 @@ class Optimizer(nnx.Optimizer[M]):
   def _check_params(self, params: PyTree) -> None:
     """Raises a ValueError if a module is not the one of this optimizer."""
     self._calls.check_params(params, self.wrt)
+
+
+def _check_module(model: Any) -> None:
+  if not isinstance(model, nnx.Pytree):
+    raise TypeError(
+      f"model must be an NNX module, got {checks.describe(model)}."
+    )
 
 
 def _check_no_replicas(

@@ -72,6 +72,14 @@ def test_inject_hyperparams():
 
 
 @pytest.mark.parametrize("optimizer", ALL)
+def test_integers_stay(optimizer):
+  params = {"count": jnp.array([3])}
+  # TrainState gives optimizers a zero gradient for them.
+  new, _ = step(optimizer(0.1), params, {"count": jnp.zeros(1)})
+  assert values(new) == {"count": [3]} and new["count"].dtype == jnp.int32
+
+
+@pytest.mark.parametrize("optimizer", ALL)
 def test_update_without_params_is_an_error(optimizer):
   tx = optimizer(0.1)
   with pytest.raises(ValueError, match=f"{optimizer.__name__}.*params"):

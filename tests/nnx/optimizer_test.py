@@ -458,3 +458,5 @@ def test_slots_and_gated_gradients():
     0.1 * grads["layers"][0]["kernel"][...],
     rtol=1e-5,
   )
+  with pytest.raises(TypeError, match="NNX module, got 'layers/0/kernel'"):
+    optimizer.get_slot("layers/0/kernel", "kernel", "m")
