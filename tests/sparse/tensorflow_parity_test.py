@@ -132,15 +132,27 @@ SEMANTICS = {
   ("tf.keras.optimizers.legacy", "RMSprop"): "catch_up",
   ("tf.keras.optimizers.legacy", "Adamax"): "lazy",
 }
-# Cases of Keras 2 that differ from those of tf.train in constants alone.
+# Cases that differ from another one in constants alone.
 REPEATED = {
-  "SGD momentum",
-  "Adagrad",
-  "Adadelta",
-  "RMSprop momentum",
-  "RMSprop centered",
-  "Ftrl",
-  "Adam",
+  "tf.compat.v1.train": {
+    "Momentum",
+    "AdagradDA",
+    "RMSProp",
+    "RMSProp momentum",
+    "Ftrl",
+    "Ftrl power beta shrinkage",
+    "ProximalAdagrad",
+    "Adam large epsilon",
+  },
+  "tf.keras.optimizers.legacy": {
+    "SGD momentum",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop momentum",
+    "RMSprop centered",
+    "Ftrl",
+    "Adam",
+  },
 }
 CASES = [(api, name) for api, cases in COUNTERPARTS.items() for name in cases]
 
@@ -224,15 +236,11 @@ def test_dense_gradients(api, name):
 @pytest.mark.parametrize(
   ("api", "name"),
   [
-    *(("tf.compat.v1.train", name) for name in TRAIN),
-    *(
-      pytest.param(
-        "tf.keras.optimizers.legacy",
-        name,
-        marks=[pytest.mark.slow] if name in REPEATED else [],
-      )
-      for name in LEGACY
-    ),
+    pytest.param(
+      api, name, marks=[pytest.mark.slow] if name in repeated else []
+    )
+    for api, repeated in REPEATED.items()
+    for name in COUNTERPARTS[api]
   ],
 )
 def test_rows(api, name):
