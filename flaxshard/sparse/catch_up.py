@@ -248,14 +248,19 @@ def _scale(x: jax.Array, factors: jax.Array) -> jax.Array:
 
 
 def _mark(x: jax.Array, value: jax.Array, rows: IndexedSlices | None) -> Any:
-  if rows is None:
-    return jnp.full_like(x, value)
-  # The new numbers depend on the old ones, which makes XLA read before it
-  # writes: otherwise it copies the numbers of all rows.
-  old = rows.take_rows(x)
+  """Sets the numbers of rows, or of all rows, to a value.
+
+  Args:
+    x: The numbers, `[rows]`.
+    value: A scalar; of counts not below the old ones.
+    rows: The rows; None takes all.
+  """
+  old = x if rows is None else rows.take_rows(x)
+  # The new numbers depend on the old ones. So XLA splits them over devices in
+  # the same way, and reads before it writes: otherwise it copies all of them.
   is_count = jnp.issubdtype(x.dtype, jnp.integer)
   new = jnp.maximum(old, value) if is_count else value + 0 * old
-  return rows.put_rows(x, new)
+  return new if rows is None else rows.put_rows(x, new)
 
 
 def _decays(path: Path, plan: row_plan.RowPlan, decay: Any) -> bool:

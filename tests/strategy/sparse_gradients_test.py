@@ -120,6 +120,19 @@ def test_step_counts_of_rows_are_split_as_their_table(way):
     assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
 
+@pytest.mark.slow
+def test_step_counts_of_rows_stay_split_after_a_whole_gradient():
+  state = sparse_states.create(
+    SPATIAL, optax.adam(0.1), spec=P("model"), sparse_semantics="catch_up"
+  )
+  step = jax.jit(
+    lambda state, grads: state.apply_gradients(grads=grads), donate_argnums=0
+  )
+  new = step(state, jax.tree.map(jnp.ones_like, state.params))
+  assert new.get_slot("table", "last_step").sharding.spec == P("model")
+  assert all(x.is_deleted() for x in jax.tree.leaves(state.opt_state))
+
+
 # 8 replicas with two ids each: rows are gathered for the larger table, and a
 # whole array is summed for the smaller one.
 @pytest.mark.parametrize("rows", [slow(sparse_states.ROWS), 6])
