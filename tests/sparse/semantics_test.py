@@ -156,7 +156,7 @@ OPTIMIZERS = {
   "schedule_free": (
     contrib.schedule_free_adamw(0.1),
     "ScaleByRms",
-    "optimizer",
+    "the parameter",
   ),
 }
 FAST = ("adam",)
