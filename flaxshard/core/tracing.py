@@ -18,8 +18,11 @@ UPDATE_SCOPE = "accumulated_update"
 # That of the collectives of row-sparse gradients.
 ROWS_SCOPE = "gradient_rows"
 
-# Primitives that run one program, with their own inputs and outputs.
-CALLS = frozenset("jit pjit closed_call remat remat2 checkpoint".split())
+# Primitives that run one program, with their own inputs and outputs. JAX 0.12
+# calls `closed_call` `eval_jaxpr`.
+CALLS = frozenset(
+  "jit pjit closed_call eval_jaxpr remat remat2 checkpoint".split()
+)
 # These do so, too, and may have derivatives of their own.
 CUSTOM_CALLS = frozenset(
   "core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split()

@@ -287,10 +287,6 @@ def _add(eqn: Any, x: Rows, y: Rows) -> Rows:
   return dataclasses.replace(x, parts=x.parts + y.parts)
 
 
-def _sub(eqn: Any, x: Rows, y: Rows) -> Rows:
-  return _add(eqn, x, y.map(lambda _, v: -v))
-
-
 def _mul_operands(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
   return next(((i,) for i, x in enumerate(known) if x != DENSE), None)
 
@@ -461,7 +457,6 @@ RULES = {
   "slice": Rule(_slice_operands, _slice),
   "split": Rule(_first, _split),
   "squeeze": Rule(_keeps_rows, _reshape),
-  "sub": Rule(_all, _sub),
 }
 
 

@@ -56,7 +56,7 @@ def program(rng, depth):
 
 
 @pytest.mark.parametrize(
-  "seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 9))]
+  "seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3, 38))]
 )
 def test_gradient_of_a_random_program_equals_that_of_jax(seed):
   loss = program(random.Random(seed), 3)
