@@ -326,9 +326,10 @@ def _no_decay(
   if zero.sum_eqn is not None:
     reason = f"what happens to {what} depends on the gradients of other rows"
   else:
+    constant = " that is the same in all steps" if leaf is not None else ""
     reason = (
-      f"in a step without a gradient, {what} is not multiplied by a factor "
-      "that is the same in all steps"
+      f"in a step without a gradient, {what} is not just multiplied by a "
+      f"factor{constant}"
     )
   reason += by
   return patterns_lib.PatternError(

@@ -21,12 +21,6 @@ from flaxshard.core import programs
 from flaxshard.sparse import zero_rows
 from flaxshard.sparse.zero_rows import ZeroRow
 
-_NONNEGATIVE = frozenset("abs square sqrt exp".split())
-_KEEP_SIGN = frozenset(
-  "add add_any mul div max convert_element_type reduce_sum reduce_max "
-  "broadcast_in_dim reshape select_n sqrt stop_gradient".split()
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Value:
@@ -36,13 +30,11 @@ class Value:
     dim: The dimension that has the rows; None if it has no rows.
     table: The number of the table; None if all rows are equal, or `dim` is.
     zero: The value in rows whose gradient is zero; if `dim` is None, the value.
-    is_nonnegative: Whether it is known to be 0 or more.
   """
 
   zero: ZeroRow
   dim: int | None = None
   table: int | None = None
-  is_nonnegative: bool = False
 
 
 class MixedRowsError(Exception):
@@ -137,11 +129,7 @@ _GLOBAL = Value(zero_rows.constant(zero_rows.UNKNOWN))
 def _constant(value: Any) -> Value:
   if np.ndim(value) or isinstance(value, jax.core.Tracer):
     return _GLOBAL
-  value = np.asarray(value)
-  return Value(
-    zero_rows.constant(value),
-    is_nonnegative=value.dtype.kind in "fiub" and bool(value >= 0),
-  )
+  return Value(zero_rows.constant(np.asarray(value)))
 
 
 def _same_constants(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -183,15 +171,10 @@ def _evaluate_equation(eqn: Any, other: Any, given: list[Value]) -> list[Value]:
     if programs.semantics(params) != programs.semantics(other.params):
       raise MixedRowsError
     return [_evaluate_elements(eqn, given)]
-  if name in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims"):
+  if name in ("broadcast_in_dim", "reshape"):
     return [_move_rows(eqn, other, given[0])]
   if name.startswith("reduce_") or name == "dot_general":
     return [_reduce(eqn, given)]
-  if name == "transpose":
-    (x,) = given
-    return [
-      dataclasses.replace(x, dim=list(params["permutation"]).index(x.dim))
-    ]
   raise MixedRowsError
 
 
@@ -218,9 +201,7 @@ def _evaluate_global(eqn: Any, other: Any, given: list[Value]) -> list[Value]:
   ):
     return [Value(zero_rows.evaluate(eqn, [x.zero for x in given]))]
   unknown = zero_rows.constant(zero_rows.UNKNOWN, sum_eqn)
-  return [
-    Value(unknown, is_nonnegative=_is_nonnegative(eqn, given)) for _ in shapes
-  ]
+  return [Value(unknown) for _ in shapes]
 
 
 def _broadcast(eqn: Any, other: Any, x: Value) -> Value:
@@ -241,8 +222,6 @@ def _move_rows(eqn: Any, other: Any, x: Value) -> Value:
   assert x.dim is not None
   if eqn.primitive.name == "broadcast_in_dim":
     dim = eqn.params["broadcast_dimensions"][x.dim]
-  elif eqn.primitive.name == "squeeze":
-    dim = x.dim - sum(d < x.dim for d in eqn.params["dimensions"])
   else:
     # The rows stay in order if as many elements are before them: their
     # dimension may have been joined with later ones.
@@ -270,7 +249,7 @@ def _evaluate_elements(eqn: Any, given: list[Value]) -> Value:
     [x for x, v in zip(given, eqn.invars, strict=True) if v.aval.shape]
   )
   zero = zero_rows.evaluate(eqn, [x.zero for x in given])
-  return Value(zero, dim, table, _is_nonnegative(eqn, given))
+  return Value(zero, dim, table)
 
 
 def _common_rows(arrays: Sequence[Value]) -> tuple[int | None, int | None]:
@@ -292,7 +271,6 @@ def _choose(cases: Sequence[Value], sum_eqn: Any) -> Value:
     zero_rows.choose([x.zero for x in cases], sum_eqn),
     dims.pop(),
     next(iter(tables), None),
-    all(x.is_nonnegative for x in cases),
   )
 
 
@@ -311,7 +289,6 @@ def _reduce(eqn: Any, given: list[Value]) -> Value:
   (x,) = given
   axes = eqn.params["axes"]
   assert x.dim is not None
-  nonnegative = _is_nonnegative(eqn, given)
   if x.dim not in axes:
     dim = x.dim - sum(d < x.dim for d in axes)
     zero = x.zero
@@ -327,28 +304,12 @@ def _reduce(eqn: Any, given: list[Value]) -> Value:
         zero.sum_eqn,
         zero.eqn or eqn,
       )
-    return Value(zero, dim, x.table, nonnegative)
+    return Value(zero, dim, x.table)
   neutral = x.zero.is_number and (
     (name == "reduce_sum" and x.zero.is_zero)
-    or (name == "reduce_max" and x.zero.is_zero and x.is_nonnegative)
     or (name == "reduce_and" and bool(np.all(x.zero.const)))
     or (name == "reduce_or" and x.zero.is_zero)
   )
   if not neutral:
     raise MixedRowsError
-  return Value(
-    zero_rows.constant(zero_rows.UNKNOWN, eqn), is_nonnegative=nonnegative
-  )
-
-
-def _is_nonnegative(eqn: Any, given: Sequence[Value]) -> bool:
-  name = eqn.primitive.name
-  if name in _NONNEGATIVE:
-    return True
-  if name == "integer_pow":
-    return eqn.params["y"] % 2 == 0
-  if name == "mul" and eqn.invars[0] is eqn.invars[1]:
-    return True
-  if name == "select_n":
-    given = given[1:]
-  return name in _KEEP_SIGN and all(x.is_nonnegative for x in given)
+  return Value(zero_rows.constant(zero_rows.UNKNOWN, eqn))

@@ -85,7 +85,8 @@ def update(
   slots = row_update.slots_of(opt_state, params, tables)
 
   def to_whole(path: Path, rows: Any, table: Any) -> Any:
-    return table if path in whole else rows
+    # The rows of float8 tables have the dtype of the gradient.
+    return table.astype(rows.dtype) if path in whole else rows
 
   def to_zeros(path: Path, rows: Any, table: Any) -> Any:
     if path not in whole:
@@ -96,7 +97,7 @@ def update(
 
   state_leaves, treedef = jax.tree.flatten(opt_state)
   whole_state = [
-    table if path in whole else rows
+    table.astype(rows.dtype) if path in whole else rows
     for rows, table, path in zip(
       jax.tree.leaves(row_state), state_leaves, slots, strict=True
     )
@@ -151,14 +152,20 @@ def _by_platform(
 
 
 def _add_whole(table: jax.Array, dense: jax.Array, rows: Any) -> jax.Array:
-  return (table + dense).astype(table.dtype)
+  return (_widen(table, dense) + dense).astype(table.dtype)
+
+
+def _widen(x: jax.Array, update: jax.Array) -> jax.Array:
+  # JAX does not promote float8 to other dtypes.
+  return x.astype(update.dtype) if x.dtype.itemsize == 1 else x
 
 
 def _add_in_place(table: jax.Array, dense: jax.Array, rows: Any) -> jax.Array:
   old = rows.take_rows(table)
   # The rows must be read before the table is overwritten.
   old, table = jax.lax.optimization_barrier((old, table))
-  return rows.put_rows((table + dense).astype(table.dtype), old + rows.values)
+  new = _widen(old, rows.values) + rows.values
+  return rows.put_rows(_add_whole(table, dense, rows), new)
 
 
 def _keep(dense: jax.Array, new: jax.Array, rows: Any) -> jax.Array:

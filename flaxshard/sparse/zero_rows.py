@@ -103,8 +103,6 @@ def evaluate(eqn: Any, inputs: Sequence[ZeroRow]) -> ZeroRow:
       return _scale(x, constant(UNKNOWN, y.sum_eqn))
   if name in _LINEAR:
     return inputs[0]
-  if name == "integer_pow" and eqn.params["y"] == 1:
-    return inputs[0]
   if name == "select_n":
     which, *cases = inputs
     if which.is_number:

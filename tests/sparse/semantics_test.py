@@ -87,6 +87,16 @@ def chain_with(transform):
   return optax.chain(transform, optax.adam(0.1))
 
 
+def clip_custom():
+  """Limits the norm of each row by 1, then that of each parameter."""
+
+  def clip(g):
+    g = g / jnp.maximum(1, jnp.linalg.norm(g, axis=-1, keepdims=True))
+    return g / jnp.maximum(1, jnp.sqrt(jnp.vdot(g, g)))
+
+  return optax.stateless(lambda updates, _: jax.tree.map(clip, updates))
+
+
 DECAY = optax.linear_schedule(0.1, 0.0, 10)
 # What each does with "tf" and "catch_up"; with "lazy" all of them work. True:
 # it works. A string: it is refused, and the message names this function.
@@ -120,6 +130,7 @@ OPTIMIZERS = {
     True,
     True,
   ),
+  "clip_custom": (chain_with(clip_custom()), True, True),
   "freeze": (fs.freeze(optax.adam(0.1), ["bias"]), True, True),
   "reduce_on_plateau": (
     optax.chain(optax.adam(0.1), contrib.reduce_on_plateau()),
@@ -156,7 +167,7 @@ OPTIMIZERS = {
   "schedule_free": (
     contrib.schedule_free_adamw(0.1),
     "ScaleByRms",
-    "the parameter",
+    "parameter is not just",
   ),
 }
 FAST = ("adam",)
