@@ -25,11 +25,9 @@ class IndexedSlices:
   may occur several times: its rows are summed. A row number outside of the
   table is padding, and its row is dropped.
 
-  It is a pytree. `jax.tree.map` without `is_leaf=flaxshard.is_indexed_slices`
-  would apply a function to the row numbers too; `map_values` applies it to the
-  rows alone. The first leaf, `no_arithmetic`, therefore has the dtype float0,
-  which JAX gives to gradients of integers: `jnp.clip(g, -1, 1)` of it is a
-  TypeError, and moving, copying or gathering all leaves is not.
+  It is a pytree with two leaves, the row numbers and the rows. A function that
+  `jax.tree.map` applies to all leaves, such as `jnp.clip`, changes the row
+  numbers too: give `is_leaf=flaxshard.is_indexed_slices`, or use `map_values`.
 
   Attributes:
     indices: Row numbers, int `[n]`. Negative numbers are padding: they do not
@@ -41,7 +39,6 @@ class IndexedSlices:
     parts: Number of blocks of equal size that `indices` consist of; 1 unless
       `split` has made them. The i-th block has rows of the i-th part of the
       array alone, and padding. Only each block is then without equal numbers.
-    no_arithmetic: float0 `[n]`.
 
   Example:
     >>> slices = IndexedSlices([2, 0, 2], jnp.ones((3, 1)), (4, 1))
@@ -55,7 +52,6 @@ class IndexedSlices:
   # NumPy arrays then leave `array + slices` to this class, as JAX arrays do.
   __array_ufunc__ = None
 
-  no_arithmetic: Any
   indices: jax.Array
   values: jax.Array
   dense_shape: tuple[int, ...]
@@ -90,7 +86,6 @@ class IndexedSlices:
     self.dense_shape = tuple(operator.index(size) for size in dense_shape)
     self.is_unique = is_unique
     self.parts = parts
-    self.no_arithmetic = np.zeros(self.indices.shape, jax.dtypes.float0)
     self.check()
 
   def check(self) -> None:
@@ -101,9 +96,9 @@ class IndexedSlices:
     if not jnp.issubdtype(self.indices.dtype, jnp.integer):
       raise TypeError(
         "IndexedSlices: indices must be integers, got "
-        f"{self.indices.dtype}{list(self.indices.shape)}. jax.tree.map changes "
-        "the row numbers too: use slices.map_values, or "
-        "is_leaf=flaxshard.is_indexed_slices."
+        f"{self.indices.dtype}{list(self.indices.shape)}. jax.tree.map and "
+        "arithmetic on a whole tree of gradients change the row numbers too: "
+        "use slices.map_values, or is_leaf=flaxshard.is_indexed_slices."
       )
     if not self.dense_shape:
       raise ValueError(
@@ -123,19 +118,16 @@ class IndexedSlices:
       )
 
   def tree_flatten_with_keys(self) -> Any:
-    """Returns the leaves with their names, and what is static."""
-    # The first leaf is where a function that does arithmetic fails.
-    names = "no_arithmetic", "indices", "values"
-    children = [
-      (jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names
-    ]
+    """Returns row numbers and rows, and what is static."""
+    key = jax.tree_util.GetAttrKey
+    children = (key("indices"), self.indices), (key("values"), self.values)
     return children, (self.dense_shape, self.is_unique, self.parts)
 
   @classmethod
   def tree_unflatten(cls, static: Any, children: Any) -> IndexedSlices:
     """Returns the object; JAX also puts other things than arrays in it."""
     new = object.__new__(cls)
-    new.no_arithmetic, new.indices, new.values = children
+    new.indices, new.values = children
     new.dense_shape, new.is_unique, new.parts = static
     return new
 
@@ -358,11 +350,7 @@ def is_indexed_slices(x: Any) -> TypeGuard[IndexedSlices]:
 
 
 def to_dense(tree: PyTree) -> PyTree:
-  """Returns a tree with whole arrays in place of its `IndexedSlices`.
-
-  Args:
-    tree: A tree of arrays and `IndexedSlices`, such as gradients.
-  """
+  """Returns a tree with whole arrays in place of its `IndexedSlices`."""
   return jax.tree.map(
     lambda x: x.to_dense() if is_indexed_slices(x) else x,
     tree,
@@ -373,7 +361,8 @@ def to_dense(tree: PyTree) -> PyTree:
 def global_norm(tree: PyTree) -> jax.Array:
   """Returns the Euclidean norm of all arrays of a tree, as one vector.
 
-  `optax.global_norm` raises a TypeError for an `IndexedSlices`.
+  `optax.global_norm` takes row numbers for values, and does not sum the rows of
+  equal numbers.
 
   Args:
     tree: A tree of arrays and `IndexedSlices`, such as gradients.

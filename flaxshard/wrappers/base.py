@@ -142,7 +142,8 @@ class Base:
       its step is skipped, so no wrapper outside may accumulate gradients.
     takes_indexed_slices: Class attribute. True: `apply` and
       `unscale_gradients` can take an `IndexedSlices` as the gradient of a
-      parameter that `sparse_rows` names: map over gradients with
+      parameter that `sparse_rows` names. It has two leaves, and row numbers are
+      one of them: map over gradients with
       `is_leaf=flaxshard.is_indexed_slices`. False: gradients become whole
       arrays before any wrapper gets them, with a warning, and the update is
       that of any other parameter. A class that overrides one of the two

@@ -83,8 +83,7 @@ def test_rows_pass_as_one_gradient():
   assert gated["embed"]["table"].dense_shape == (5, 4)
   assert gated["embed"]["table"].indices.tolist() == [1, 3]
   gate = lambda grads: gating.gate(grads, "op")
-  # The dtype float0 is a void dtype.
-  dtypes = ["float32", "void", "int32", "float32"]
+  dtypes = ["float32", "int32", "float32"]
   assert barriers(gate, grads) == [dtypes]
 
 
