@@ -9,6 +9,7 @@ _PATH = pathlib.Path(__file__).parents[1] / "docs" / "sparse.md"
 _SNIPPETS = re.findall(r"```python( slow)?\n(.*?)```", _PATH.read_text(), re.S)
 
 
+@pytest.mark.slow
 def test_python_snippets_run_in_order() -> None:
   names = _run([text for marked, text in _SNIPPETS if not marked])
   assert names["halves"]["table"].values.shape == (3, 4)

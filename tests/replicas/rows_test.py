@@ -19,6 +19,7 @@ ONE = fs.Strategy(devices=jax.devices()[:1])
 # Rows of the table: with 3 ids on each of 8 replicas it takes fewer bytes to
 # gather rows of the larger one, and to sum the smaller one as an array.
 LARGE, SMALL = 40, 8
+SIZES = [LARGE, pytest.param(SMALL, marks=pytest.mark.slow)]
 
 
 def make_slices(replicas: int, size: int, dtype=jnp.float32):
@@ -67,7 +68,7 @@ def test_sum_has_the_rows_of_all_replicas(op, size):
     np.testing.assert_array_equal(new[i], new[0])
 
 
-@pytest.mark.parametrize("size", [LARGE, SMALL])
+@pytest.mark.parametrize("size", SIZES)
 def test_sum_within_groups(size):
   ids, values = make_slices(8, size)
   groups = ((0, 2), (1, 3), (4, 6), (5, 7))
@@ -83,7 +84,7 @@ def test_sum_within_groups(size):
       np.testing.assert_allclose(new.to_dense(), wanted, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [LARGE, SMALL])
+@pytest.mark.parametrize("size", SIZES)
 def test_float16_is_summed_in_float32(size):
   ids = np.full((8, 3), 1)
   values = np.full((8, 3, 2), 6e4, np.float16)
@@ -128,7 +129,7 @@ def test_collectives():
   assert collectives(EIGHT, SMALL) == {"all_gather": 2, "all_reduce": 3}
 
 
-@pytest.mark.parametrize("size", [LARGE, SMALL])
+@pytest.mark.parametrize("size", SIZES)
 def test_all_reduce_and_all_gather_of_the_context(size):
   ids, values = make_slices(8, size)
 

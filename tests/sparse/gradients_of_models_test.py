@@ -112,7 +112,7 @@ MODELS = {
 
 @pytest.mark.parametrize(
   "name",
-  [pytest.param(x, marks=[pytest.mark.slow] * ("remat" in x)) for x in MODELS],
+  [pytest.param(x, marks=[pytest.mark.slow] * ("scan" in x)) for x in MODELS],
 )
 def test_gradients_of_a_model_equal_those_of_jax(name):
   model, wrappers = MODELS[name]

@@ -140,11 +140,16 @@ def test_rows_for_an_optimizer_of_whole_arrays_become_dense():
   ("dtype", "grad_dtype", "semantics"),
   [
     ("bfloat16", "own", "lazy"),
-    ("float16", "float32", "lazy"),
-    ("float8_e4m3fn", "own", "lazy"),
-    ("float8_e4m3fn", "float32", "lazy"),
-    pytest.param("float8_e4m3fn", "float32", "tf", marks=pytest.mark.slow),
-    ("float8_e4m3fn", "float32", "catch_up"),
+    *(
+      pytest.param(*case, marks=pytest.mark.slow)
+      for case in (
+        ("float16", "float32", "lazy"),
+        ("float8_e4m3fn", "own", "lazy"),
+        ("float8_e4m3fn", "float32", "lazy"),
+        ("float8_e4m3fn", "float32", "tf"),
+        ("float8_e4m3fn", "float32", "catch_up"),
+      )
+    ),
   ],
 )
 def test_narrow_parameters_are_updated_as_whole_arrays_are(

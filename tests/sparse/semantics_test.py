@@ -13,6 +13,9 @@ import flaxshard as fs
 from flaxshard.core import indexed_slices
 from flaxshard.core import tf_optimizers
 
+# tensorflow_parity_test.py has a short case of each semantics.
+pytestmark = pytest.mark.slow
+
 SHAPE = ROWS, COLUMNS = 12, 3
 # Row 7 is never used; row 5 occurs twice in one step.
 STEPS = [[5, 2, 5, 11], [0, 2], [2], [5, 0, 9], [11, 2]]

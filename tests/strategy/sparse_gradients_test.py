@@ -66,7 +66,7 @@ DYNAMIC, SHARDED = fs.LossScale("dynamic"), fs.CrossShard()
     slow("run_steps", SPATIAL, P("model", None), [DYNAMIC]),
     slow("jit", EIGHT, P(), [DYNAMIC]),
     slow("jit", EIGHT, P("replica", None), []),
-    ("jit", SPATIAL, P("model", None), []),
+    slow("jit", SPATIAL, P("model", None), []),
   ],
 )
 def test_steps_equal_dense_steps_on_the_whole_batch(
@@ -135,7 +135,8 @@ def test_step_counts_of_rows_stay_split_after_a_whole_gradient():
 
 # 8 replicas with two ids each: rows are gathered for the larger table, and a
 # whole array is summed for the smaller one.
-@pytest.mark.parametrize("rows", [slow(sparse_states.ROWS), 6])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [sparse_states.ROWS, 6])
 def test_rows_that_no_replica_uses_stay_whatever_is_sent(rows):
   def step(state, batch):
     batch = {**batch, "ids": batch["ids"] % 4}

@@ -61,6 +61,8 @@ def test_defaults_are_filled_in():
     accumulate_steps=1,
     freeze=(),
     learning_rates=(),
+    sparse=(),
+    sparse_semantics="lazy",
     on_nonfinite="stop",
     profile_steps=(),
     writer="tensorboard",

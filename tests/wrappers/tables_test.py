@@ -91,7 +91,7 @@ WRAPPERS = {
   "accumulate_per_replica": fs.Accumulate(3, per_replica=True),
   "ema": fs.EMA(0.5),
 }
-QUICK = ("mean", "accumulate_per_replica")
+QUICK = ("mean",)
 
 
 @pytest.mark.parametrize(
@@ -203,9 +203,8 @@ def numpy_grads(params, ids, y):
   return {"table": table, "w": error @ rows}
 
 
-@pytest.mark.parametrize(
-  "commit", ["mean", pytest.param("sequential", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("commit", ["mean", "sequential"])
 def test_lazy_adam_equals_a_numpy_reference(commit):
   replicas, period = 2, 2
   batches = make_batches(replicas, 5)
@@ -260,9 +259,8 @@ def test_rows_of_accumulated_batches_equal_one_large_batch():
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-  "name", ["mean", pytest.param("accumulate", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mean", "accumulate"])
 def test_an_overflow_in_one_row_adds_nothing(name):
   wrappers = [fs.LossScale("dynamic"), WRAPPERS[name]]
   good, bad = make_batches(2, 2)
@@ -288,6 +286,7 @@ def test_rows_of_equal_numbers_are_summed_in_float32():
   assert new.params["table"] == -300
 
 
+@pytest.mark.slow
 def test_rows_of_a_larger_batch_wait_for_the_next_commit():
   large, *small = make_batches(1, 1, size=20) + make_batches(1, 2, size=2)
   wrappers = [fs.AGN(2, "mean")]
