@@ -15,6 +15,8 @@ import pytest
 import flaxshard as fs
 from flaxshard.core import indexed_slices
 
+pytestmark = pytest.mark.slow
+
 IDS = jnp.array([[1, 2, 1], [5, 0, 2]])
 
 

@@ -10,6 +10,8 @@ import pytest
 import flaxshard as fs
 from flaxshard.sparse import gradient_rows
 
+pytestmark = pytest.mark.slow
+
 ROWS = 11
 IDS = jnp.array([4, 1, 4, 0])
 LOOKUPS = (

@@ -8,6 +8,8 @@ import pytest
 import flaxshard as fs
 from flaxshard.sparse import row_accumulator
 
+pytestmark = pytest.mark.slow
+
 SHAPE = (6, 2)
 PARAMS = {
   "table": np.zeros(SHAPE, np.float32),

@@ -11,6 +11,8 @@ import flaxshard as fs
 from flaxshard.core import indexed_slices
 from flaxshard.train import config as config_lib
 
+pytestmark = pytest.mark.slow
+
 SHAPE = (12, 3)
 RATE = optax.linear_schedule(0.1, 0.0, 10)
 TX = optax.adam(RATE)

@@ -218,6 +218,7 @@ def assert_steps(
 
 
 # Keras 2 has the formulas of Keras 3 and of tf.train.
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("api", "name"),
   [case for case in CASES if case[0] != "tf.keras.optimizers.legacy"],

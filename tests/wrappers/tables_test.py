@@ -13,6 +13,8 @@ import tree_equality
 
 import flaxshard as fs
 
+pytestmark = pytest.mark.slow
+
 RNG = np.random.default_rng(0)
 ROWS, WIDTH, PER_REPLICA = 40, 4, 6
 PARAMS = {
