@@ -1,9 +1,9 @@
-"""The snippets of docs/nnx.md run."""
+"""The snippets of docs/guides/nnx.md run."""
 
 import pathlib
 import re
 
-_PATH = pathlib.Path(__file__).parents[1] / "docs" / "nnx.md"
+_PATH = pathlib.Path(__file__).parents[1] / "docs" / "guides" / "nnx.md"
 
 
 def test_python_snippets_run_in_order() -> None:

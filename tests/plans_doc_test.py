@@ -1,11 +1,11 @@
-"""The snippets of docs/plans.md run."""
+"""The snippets of docs/guides/plans.md run."""
 
 import pathlib
 import re
 
 import pytest
 
-_PATH = pathlib.Path(__file__).parents[1] / "docs" / "plans.md"
+_PATH = pathlib.Path(__file__).parents[1] / "docs" / "guides" / "plans.md"
 # Snippets marked "python tpu" need the TPU compiler.
 _SNIPPETS = re.findall(r"```python( tpu)?\n(.*?)```", _PATH.read_text(), re.S)
 

@@ -1,11 +1,11 @@
-"""The snippets of docs/sparse.md run."""
+"""The snippets of docs/guides/sparse.md run."""
 
 import pathlib
 import re
 
 import pytest
 
-_PATH = pathlib.Path(__file__).parents[1] / "docs" / "sparse.md"
+_PATH = pathlib.Path(__file__).parents[1] / "docs" / "guides" / "sparse.md"
 _SNIPPETS = re.findall(r"```python( slow)?\n(.*?)```", _PATH.read_text(), re.S)
 
 

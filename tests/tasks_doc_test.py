@@ -1,11 +1,11 @@
-"""The snippets of docs/tasks.md run, in the order of each section."""
+"""The snippets of docs/guides/tasks.md run, in the order of each section."""
 
 import pathlib
 import re
 
 import pytest
 
-_PATH = pathlib.Path(__file__).parents[1] / "docs" / "tasks.md"
+_PATH = pathlib.Path(__file__).parents[1] / "docs" / "guides" / "tasks.md"
 _SECTIONS = dict(
   re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", _PATH.read_text(), re.S | re.M)
 )

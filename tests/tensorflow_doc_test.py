@@ -1,4 +1,4 @@
-"""docs/tensorflow.md: its tables are complete, its names exist, it runs."""
+"""docs/guides/tensorflow.md: its tables are complete, its names exist, it runs."""
 
 import importlib
 import inspect
@@ -11,7 +11,7 @@ import pytest
 import flaxshard as fs
 
 _ROOT = pathlib.Path(__file__).parents[1]
-_TEXT = (_ROOT / "docs" / "tensorflow.md").read_text()
+_TEXT = (_ROOT / "docs" / "guides" / "tensorflow.md").read_text()
 _DATA = json.loads(
   (_ROOT / "tests" / "testdata" / "tensorflow_signatures.json").read_text()
 )

@@ -218,7 +218,7 @@ class TrainState(flax_train_state.TrainState):
       gate_gradients: When a gradient may be used, for example by the update of
         its parameter. "none": as soon as it is computed. "op": after the
         gradients of all parameters of its module. "graph": after all gradients.
-        See docs/tensorflow.md for memory and reproducibility.
+        See docs/guides/tensorflow.md for memory and reproducibility.
 
     Returns:
       `(loss, grads)` or `((loss, aux), grads)`, both unscaled. `grads` is a

@@ -37,7 +37,7 @@ def test_one_process_opens_no_port(caplog, monkeypatch):
 
 
 def test_snippet_of_the_docs_runs(capsys):
-  docs = pathlib.Path(__file__).parents[2] / "docs" / "processes.md"
+  docs = pathlib.Path(__file__).parents[2] / "docs" / "guides" / "processes.md"
   snippets = re.findall(r"```python\n(.*?)```", docs.read_text(), re.S)
   exec(next(s for s in snippets if "fs.initialize" in s))
   assert capsys.readouterr().out.startswith("0 1 no cluster variables")

@@ -248,7 +248,7 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
       "classification",
       'The loss, the metrics and the evaluation: `"classification"`, '
       '`"language_modeling"` or `"package.module:Class"`; with arguments '
-      '`{"name": ..., **arguments}`. See docs/tasks.md.',
+      '`{"name": ..., **arguments}`. See docs/guides/tasks.md.',
     ),
     Field(
       "model",
