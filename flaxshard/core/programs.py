@@ -28,13 +28,18 @@ def open_program(
   program: jax_core.ClosedJaxpr | jax_core.Jaxpr,
 ) -> jax_core.Jaxpr:
   """Returns the program without its constants."""
-  return program.jaxpr if isinstance(program, jax_core.ClosedJaxpr) else program
+  # JAX 0.12 has one class for both.
+  return program if isinstance(program, jax_core.Jaxpr) else program.jaxpr
+
+
+def called_key(eqn: Any) -> str:
+  """Returns the parameter that holds the program of an equation of `CALLS`."""
+  return "call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"
 
 
 def called(eqn: Any) -> Any:
   """Returns the program that an equation of `CALLS` runs."""
-  (key,) = [k for k in ("jaxpr", "call_jaxpr") if k in eqn.params]
-  return eqn.params[key]
+  return eqn.params[called_key(eqn)]
 
 
 def semantics(params: dict[str, Any]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from typing import Any
 from jax.extend import core
 import jax.numpy as jnp
 
+from flaxshard.core import programs
 from flaxshard.core import tracing
 from flaxshard.replicas import context as replica_context
 from flaxshard.strategy import jaxprs
@@ -157,7 +158,7 @@ def _widen_after(eqn: Any, narrow_outputs: Callable[..., Any]) -> list[Any]:
     # What the steps carry must keep its dtype.
     _, carry, _ = tracing.split_scan(eqn.params, eqn.invars)
     first = len(carry)
-  key = "call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"
+  key = programs.called_key(eqn)
   jaxpr, widenings = narrow_outputs(eqn.params[key], first)
   outvars, conversions = list(eqn.outvars), []
   for i, widening in widenings.items():

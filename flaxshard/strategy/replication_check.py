@@ -19,6 +19,7 @@ from typing import Any
 
 from jax.extend import core
 
+from flaxshard.core import programs
 from flaxshard.core import tracing
 from flaxshard.replicas import context as replica_context
 from flaxshard.strategy import replication
@@ -114,7 +115,7 @@ class _Propagation:
 
   def run(self, jaxpr: Any, inputs: list[Replication]) -> list[Replication]:
     """Returns the `Replication` of each output of a jaxpr."""
-    jaxpr = _open(jaxpr)
+    jaxpr = programs.open_program(jaxpr)
     known = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def look_up(atom: Any) -> Replication:
@@ -237,12 +238,6 @@ class _Propagation:
     return replication.join([self.replicated, *given], self.num_replicas)
 
 
-def _open(jaxpr: Any) -> Any:
-  """Returns the `Jaxpr` of a `ClosedJaxpr`."""
-  # JAX 0.12 has one class for both.
-  return jaxpr if isinstance(jaxpr, core.Jaxpr) else jaxpr.jaxpr
-
-
 def _is_ref(atom: Any) -> bool:
   """Returns whether an input of an equation is a mutable array."""
   # JAX has no public class for the type of a mutable array.
@@ -253,7 +248,7 @@ def _jaxprs(values: Iterable[Any]) -> Iterator[Any]:
   """Yields the jaxprs among the parameters of an equation."""
   for value in values:
     if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
-      yield _open(value)
+      yield programs.open_program(value)
     elif isinstance(value, (tuple, list)):
       yield from _jaxprs(value)
 

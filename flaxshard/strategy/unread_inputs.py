@@ -6,6 +6,8 @@ from typing import Any
 
 from jax.extend import core
 
+from flaxshard.core import programs
+
 
 def reads_inputs(jaxpr: Any) -> list[bool]:
   """Returns, for each input of a jaxpr, whether the program may read it.
@@ -18,7 +20,7 @@ def reads_inputs(jaxpr: Any) -> list[bool]:
     >>> reads_inputs(jax.make_jaxpr(lambda x, y: x + 1)(1, 2))
     [True, False]
   """
-  jaxpr = jaxpr if isinstance(jaxpr, core.Jaxpr) else jaxpr.jaxpr
+  jaxpr = programs.open_program(jaxpr)
   # By id: literals have no hash.
   read = {id(atom) for atom in jaxpr.outvars}
   for eqn in jaxpr.eqns:
