@@ -15,7 +15,6 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from flaxshard.analysis.findings import Finding
-from flaxshard.compiled import frames
 from flaxshard.compiled import sources
 from flaxshard.core.policy import Policy
 from flaxshard.state import summary
@@ -120,7 +119,7 @@ def _describe(eqn: Any, executions: float) -> _Product:
     bits,
     2.0 * out * inner * executions,
     sum(x.size * x.dtype.itemsize for x in operands),
-    _source(eqn),
+    sources.equation_line(eqn),
     _place(str(eqn.source_info.name_stack)),
   )
 
@@ -129,13 +128,3 @@ def _place(name_stack: str) -> str:
   if "transpose(" in name_stack:
     return "backward"
   return "forward" if "jvp(" in name_stack else "other"
-
-
-def _source(eqn: Any) -> str:
-  traceback = eqn.source_info.traceback
-  if traceback is None:
-    return ""
-  return sources.user_line(
-    frames.Frame(frame.file_name, frame.function_name, frame.line_num)
-    for frame in traceback.frames
-  )

@@ -1,9 +1,10 @@
-"""The user's source line of an instruction."""
+"""The user's source line of an instruction or an equation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 import os
+from typing import Any
 
 from flaxshard.compiled import frames as frames_lib
 from flaxshard.compiled import hlo
@@ -65,6 +66,24 @@ def source_line(program: hlo.Program, instruction: hlo.Instruction) -> str:
     the current directory if the file is in it; else only its name.
   """
   return user_line(program.tables.frames(instruction.attributes))
+
+
+def equation_line(eqn: Any) -> str:
+  """Returns where the user's code made an equation of a jaxpr, or "".
+
+  Args:
+    eqn: An equation of a traced program.
+
+  Returns:
+    File and line, as `source_line` returns them.
+  """
+  traceback = eqn.source_info.traceback
+  if traceback is None:
+    return ""
+  return user_line(
+    frames_lib.Frame(frame.file_name, frame.function_name, frame.line_num)
+    for frame in traceback.frames
+  )
 
 
 def user_line(frames: Iterable[frames_lib.Frame]) -> str:

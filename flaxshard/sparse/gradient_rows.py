@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from flaxshard.compiled import frames
 from flaxshard.compiled import sources
 from flaxshard.core import checks
 from flaxshard.core import narrow_gradients
@@ -75,12 +74,14 @@ def value_and_grad(
   outputs = backward.evaluate(
     program, traced.program.consts, [traced.cotangent], wanted
   )
-  dtypes = narrow_gradients.dtypes_before_casts(traced.program)
+  dtypes: list[Any] = [None] * len(outputs)
+  if narrow:
+    dtypes = narrow_gradients.dtypes_before_casts(traced.program)
   for i, x in enumerate(outputs):
     if i in wanted:
       indices, rows = x.joined()
       outputs[i] = IndexedSlices(indices, rows, x.shape)
-    elif narrow and dtypes[i] is not None:
+    elif dtypes[i] is not None:
       outputs[i] = x.astype(dtypes[i])
   return (traced.value, traced.aux), traced.gradients(outputs)
 
@@ -116,20 +117,10 @@ def _describe_dense(path: str, eqn: Any) -> str:
   if eqn is None:
     cause = "something other than lookups"
   else:
-    line = _line(eqn)
+    line = sources.equation_line(eqn)
     cause = f"{eqn.primitive.name}{f' ({line})' if line else ''}"
   return (
     f"value_and_grad: the gradient of the sparse parameter {path!r} is a whole "
     f"array, not rows: {cause} contributes to all rows. The update is dense, "
     "too. Remove the parameter from the sparse patterns if that is intended."
-  )
-
-
-def _line(eqn: Any) -> str:
-  traceback = eqn.source_info.traceback
-  if traceback is None:
-    return ""
-  return sources.user_line(
-    frames.Frame(frame.file_name, frame.function_name, frame.line_num)
-    for frame in traceback.frames
   )
