@@ -1,4 +1,4 @@
-"""What an optimizer does with the rows of tables: found before training."""
+"""Finds, before training, which slots of an optimizer have rows of tables."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _TF_ROWS = (
 
 @dataclasses.dataclass(frozen=True)
 class RowPlan:
-  """What an optimizer does with the rows of tables.
+  """Which leaves of an optimizer's state have the rows of which tables.
 
   Attributes:
     tables: The paths of the tables.

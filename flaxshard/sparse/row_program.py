@@ -29,7 +29,8 @@ class Value:
   Attributes:
     dim: The dimension that has the rows; None if it has no rows.
     table: The number of the table; None if all rows are equal, or `dim` is.
-    zero: The value in rows whose gradient is zero; if `dim` is None, the value.
+    zero: The value in the rows whose gradient is zero. If `dim` is None, the
+      value itself.
   """
 
   zero: ZeroRow
@@ -252,10 +253,10 @@ def _evaluate_elements(eqn: Any, given: list[Value]) -> Value:
   return Value(zero, dim, table)
 
 
-def _common_rows(arrays: Sequence[Value]) -> tuple[int | None, int | None]:
-  """Returns the dimension and the table of the rows of several arrays."""
-  dims = {x.dim for x in arrays}
-  tables = {x.table for x in arrays if x.table is not None}
+def _common_rows(values: Sequence[Value]) -> tuple[int | None, int | None]:
+  """Returns the dimension and the table of the rows of several values."""
+  dims = {x.dim for x in values}
+  tables = {x.table for x in values if x.table is not None}
   if len(dims) > 1 or len(tables) > 1:
     raise MixedRowsError
   return dims.pop(), next(iter(tables), None)
@@ -263,15 +264,8 @@ def _common_rows(arrays: Sequence[Value]) -> tuple[int | None, int | None]:
 
 def _choose(cases: Sequence[Value], sum_eqn: Any) -> Value:
   """Returns one of several values, which one the program computes."""
-  dims = {x.dim for x in cases}
-  tables = {x.table for x in cases if x.table is not None}
-  if len(dims) > 1 or len(tables) > 1:
-    raise MixedRowsError
-  return Value(
-    zero_rows.choose([x.zero for x in cases], sum_eqn),
-    dims.pop(),
-    next(iter(tables), None),
-  )
+  dim, table = _common_rows(cases)
+  return Value(zero_rows.choose([x.zero for x in cases], sum_eqn), dim, table)
 
 
 def _reduce(eqn: Any, given: list[Value]) -> Value:

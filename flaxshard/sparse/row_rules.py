@@ -90,8 +90,9 @@ class Rule:
   """How a primitive computes with rows.
 
   Attributes:
-    operands: From an equation and what is known of its inputs, the positions of
-      the inputs that `apply` takes as `Rows`. None: the output is no `Rows`.
+    operands: Takes an equation and what is known of its inputs (`DENSE`,
+      `ROWS` or `ZEROS`). Returns the positions of the inputs that `apply` takes
+      as `Rows`, or None if the output cannot be `Rows`.
     apply: From the equation and its inputs, its output as `Rows`, or a list of
       all outputs.
   """

@@ -1,4 +1,4 @@
-"""How many parts the devices of a mesh split the rows of tables into."""
+"""Counts the parts into which a mesh splits the rows of tables."""
 
 from __future__ import annotations
 

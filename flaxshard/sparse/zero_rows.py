@@ -1,4 +1,4 @@
-"""What an optimizer computes for rows whose gradient is zero.
+"""Describes what an optimizer computes for rows whose gradient is zero.
 
 A `ZeroRow` describes the elements of such a row as functions of the elements at
 the same place in the parameter and its slots: a constant, a sum of multiples of

@@ -1,4 +1,4 @@
-"""What the optimizers of optax do with rows, under each semantics."""
+"""Each optimizer of optax updates rows as its semantics says, or is refused."""
 
 import functools
 
