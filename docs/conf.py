@@ -1,16 +1,38 @@
 """Sphinx configuration of the documentation.
 
-    pip install '.[docs]'
-    python -m sphinx -W --keep-going -j auto docs docs/_build/html
+    pip install -e '.[docs]'
+
+The whole site, as CI builds it, with the notebooks executed (minutes):
+
+    python -m sphinx -W --keep-going -j 2 docs docs/_build/html
+
+While writing, without executing the notebooks (seconds):
+
+    python -m sphinx -q -D nb_execution_mode=off docs docs/_build/html
+
+Open docs/_build/html/index.html afterwards. Links to files outside of docs/
+lead to the branch main on GitHub; `-D repository_ref=v0.1.0` takes a tag.
 """
 
 from __future__ import annotations
 
+import os
+import pathlib
+import sys
+
 import flaxshard
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(_ROOT / "docs" / "_ext"))
+# The kernels of the notebooks take the same flaxshard as this process.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+  [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 project = "flaxshard"
 author = "The flaxshard authors"
 version = release = flaxshard.__version__
+copyright = author
 
 extensions = [
   "myst_nb",
@@ -18,11 +40,49 @@ extensions = [
   "sphinx.ext.napoleon",
   "sphinx_copybutton",
   "sphinx_design",
+  "repository_links",
+  "executed_notebooks",
 ]
-exclude_patterns = ["_build", "tutorials/*.py", "**/__pycache__"]
+exclude_patterns = ["_build", "_ext", "tutorials/*.py", "**/__pycache__"]
+
+# Links to files of the repository, see _ext/repository_links.py.
+repository_url = "https://github.com/flaxshard/flaxshard"
+# Pages that include a file from outside of docs/.
+repository_pages = {
+  "benchmarks": "benchmarks/README.md",
+  "changelog": "CHANGELOG.md",
+  "contributing": "CONTRIBUTING.md",
+}
+# Folders of docs/ that are symbolic links.
+repository_folders = {"tutorials": "colab"}
+
+myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
+myst_heading_anchors = 4
+
+# The notebooks store one picture each, so that all of them need execution.
+nb_execution_mode = "force"
+nb_execution_in_temp = True
+nb_execution_timeout = 300  # seconds, for one cell
+nb_execution_raise_on_error = True
+nb_merge_streams = True
 
 html_theme = "sphinx_book_theme"
 html_title = f"flaxshard {version}"
-
-myst_heading_anchors = 3
-nb_execution_mode = "off"
+html_static_path = ["_static"]
+html_css_files = ["flaxshard.css"]
+html_copy_source = False
+html_context = {"default_mode": "auto"}  # light or dark, as the system
+html_theme_options = {
+  "repository_url": repository_url,
+  "repository_branch": "main",
+  "path_to_docs": "docs",
+  "use_repository_button": True,
+  "use_edit_page_button": True,
+  "use_issues_button": True,
+  "use_download_button": False,
+  "launch_buttons": {"colab_url": "https://colab.research.google.com"},
+  "show_navbar_depth": 1,
+  "max_navbar_depth": 1,
+  "home_page_in_toc": True,
+  "show_toc_level": 2,
+}

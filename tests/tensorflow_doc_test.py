@@ -1,4 +1,4 @@
-"""docs/guides/tensorflow.md: its tables are complete, its names exist, it runs."""
+"""docs/guides/tensorflow.md: tables complete, names exist, snippets run."""
 
 import importlib
 import inspect
