@@ -42,6 +42,7 @@ extensions = [
   "sphinx_design",
   "repository_links",
   "executed_notebooks",
+  "themed_pictures",
 ]
 exclude_patterns = ["_build", "_ext", "tutorials/*.py", "**/__pycache__"]
 

@@ -28,7 +28,9 @@ def idea(scheme: str) -> Drawing:
   d.text(243, 123, "gradients", size=14.5)
   d.box(20, 136, 426, 218, "ours")
   d.text(34, 160, "LossScale", "ours", bold=True)
-  d.text(34, 181, "skips a step whose gradients overflow", "ours", size=14.5)
+  d.text(
+    34, 181, "scales the loss, skips a step that overflows", "ours", size=14.5
+  )
   d.box(36, 195, 394, 145, "ours")
   names = "AGN, CrossShard, Accumulate, EMA, yours"
   d.text(50, 219, names, "ours", bold=True)

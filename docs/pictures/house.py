@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+import functools
 import pathlib
 
 from drawing import Drawing
@@ -44,9 +45,18 @@ def imports() -> dict[str, set[str]]:
   The modules of `flaxshard/` itself count as packages. An import in a function
   or for type checking alone is left out, except in `__main__`.
   """
-  found: dict[str, set[str]] = {name: set() for name in _names()}
-  for path in sorted(_PACKAGE.rglob("*.py")):
-    name = _name_of(path)
+  return _imports(_PACKAGE)
+
+
+@functools.cache
+def _imports(package: pathlib.Path) -> dict[str, set[str]]:
+  found: dict[str, set[str]] = {
+    path.stem: set()
+    for path in sorted(package.iterdir())
+    if path.suffix == ".py" or (path / "__init__.py").exists()
+  }
+  for path in sorted(package.rglob("*.py")):
+    name = path.relative_to(package).parts[0].removesuffix(".py")
     deep = name == "__main__"
     for module in _imported(ast.parse(path.read_text()), deep):
       target = module.split(".")[1] if "." in module else "__init__"
@@ -59,6 +69,7 @@ def imports() -> dict[str, set[str]]:
 def direct(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
   """Returns the arrows of a graph that no longer way replaces."""
 
+  @functools.cache
   def reach(name: str) -> set[str]:
     return set(graph[name]).union(*map(reach, graph[name]))
 
@@ -70,16 +81,6 @@ def direct(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
     }
     for name, targets in graph.items()
   }
-
-
-def _names() -> Iterator[str]:
-  for path in sorted(_PACKAGE.iterdir()):
-    if path.suffix == ".py" or (path / "__init__.py").exists():
-      yield path.stem
-
-
-def _name_of(path: pathlib.Path) -> str:
-  return path.relative_to(_PACKAGE).parts[0].removesuffix(".py")
 
 
 def _imported(node: ast.AST, deep: bool) -> Iterator[str]:
