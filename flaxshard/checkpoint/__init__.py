@@ -1,4 +1,4 @@
-"""Checkpoints of plain Flax, with the wrappers' states beside them.
+"""Checkpoints of plain Flax, with the wrappers' states beside them, in a directory for each step::
 
     checkpoints/1200/default/         step, params, opt_state, collections
                      wrappers/        states of the wrappers, if they have any

@@ -8,6 +8,7 @@ The argument `rules` of `create_train_state` is one of:
   the sharding of an array that is already on the mesh.
 - `"fsdp"`, which is the same as `FSDP()`.
 - A sequence of these entries:
+
   - Pairs `(regex, PartitionSpec)`. The first pair whose regex is found
     (`re.search`) in the path of a parameter, such as `block0/mlp_in/kernel`,
     sets its spec. The metadata of the parameter is then ignored.

@@ -1,10 +1,10 @@
-"""Writes a trained model as files that a program without flaxshard runs.
+"""Writes a trained model as files that a program without flaxshard runs::
 
     model.stablehlo      the task's prediction, of `jax.export`
     model.safetensors    the parameters and the other collections
     model.json           names, shapes and dtypes of both, and where they are of
 
-A program needs JAX, flatbuffers and safetensors to run them:
+A program needs JAX, flatbuffers and safetensors to run them::
 
     from jax import export
     from safetensors.numpy import load_file

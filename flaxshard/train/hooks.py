@@ -13,7 +13,7 @@ run that continues from a checkpoint does not call those of its step again.
 - `metrics`: The row, a dict of floats by name. It is a copy.
 
 What a hook returns is not used. An exception ends the run in all processes with
-a `HookError`; the rows and checkpoints until then stay.
+a `HookError`; the rows and checkpoints until then stay::
 
     config.hooks = (
       "my_package.hooks:log",                                  # a function

@@ -52,6 +52,7 @@ class LossScale(base.Base):
 
   Args:
     scale: One of
+
       * `"dynamic"`: a `DynamicLossScale()`;
       * `"auto"`: dynamic if a parameter or the policy's compute dtype is
         float16, or `create_train_state` finds that the model computes in it;
