@@ -43,6 +43,8 @@ extensions = [
   "repository_links",
   "executed_notebooks",
   "themed_pictures",
+  "api_pages",
+  "config_fields",
 ]
 exclude_patterns = ["_build", "_ext", "tutorials/*.py", "**/__pycache__"]
 

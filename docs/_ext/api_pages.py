@@ -41,8 +41,10 @@ def _mend_docstring(
 
 
 def setup(app: Any) -> dict[str, bool]:
+  """Registers the extension."""
   for name, value in _OPTIONS.items():
     app.config[name] = value
+  app.add_css_file("reference.css")
   app.connect("autodoc-skip-member", _skip_member)
   app.connect("autodoc-process-docstring", _mend_docstring, priority=400)
   return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,6 @@
-"""Checkpoints of plain Flax, with the wrappers' states beside them, in a directory for each step::
+"""Checkpoints of plain Flax, with the wrappers' states beside them.
+
+Each step has a directory::
 
     checkpoints/1200/default/         step, params, opt_state, collections
                      wrappers/        states of the wrappers, if they have any

@@ -171,8 +171,8 @@ num_slices=2)
   def name(self) -> str | None:
     """The name of the topology.
 
-    It is a string such as `"2*v5e:4x4"`. None for devices that are not TPUs or do not fill whole slices, and for a
-    topology without devices.
+    It is a string such as `"2*v5e:4x4"`. None for devices that are not TPUs or
+    do not fill whole slices, and for a topology without devices.
     """
     if self.devices is None or not devices_lib.is_tpu(self.devices.flat[0]):
       return None

@@ -1,4 +1,6 @@
-"""Writes a trained model as files that a program without flaxshard runs::
+"""Writes a trained model as files that a program without flaxshard runs.
+
+The files are::
 
     model.stablehlo      the task's prediction, of `jax.export`
     model.safetensors    the parameters and the other collections

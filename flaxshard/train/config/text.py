@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+import re
 import textwrap
 
 from flaxshard.train.config import definition
@@ -37,24 +38,20 @@ def help_text() -> str:
 
 
 def markdown() -> str:
-  """Returns all fields as tables in Markdown, for docs/config.md."""
+  """Returns all fields in Markdown, a heading each, for docs/config.md."""
   lines = []
   for title, fields in definition.SECTIONS.items():
-    lines += [
-      f"### {title}",
-      "",
-      "| field | allowed | default | meaning |",
-      "| --- | --- | --- | --- |",
-    ]
+    lines += [f"## {title}", ""]
     for path, field in _walk(fields):
-      default = "" if field.fields else f"`{field.default!r}`"
+      # The text may have the characters of **bold** and of a table.
+      allowed = re.sub(r"([*|<])", r"\\\1", field.kind.allowed)
+      facts = f"Allowed: {allowed}."
       if field.default is definition.REQUIRED:
-        default = "required"
-      cells = [f"`{path}`", field.kind.allowed, default, field.meaning]
-      # A bar would end the cell.
-      row = " | ".join(cell.replace("|", "\\|") for cell in cells)
-      lines.append(f"| {row} |")
-    lines.append("")
+        facts += " Required."
+      elif not field.fields:  # each has its own default
+        facts += f" Default: `{field.default!r}`."
+      level = "#" * (3 + path.count("."))
+      lines += [f"{level} `{path}`", "", field.meaning, "", facts, ""]
   return "\n".join(lines).strip()
 
 
