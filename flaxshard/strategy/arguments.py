@@ -15,6 +15,7 @@ from flax import nnx
 import jax
 import numpy as np
 
+from flaxshard.core import checks
 from flaxshard.core import trees
 from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
@@ -166,7 +167,7 @@ def place(mesh: Mesh, leaf: Any, layout: Layout, index: int) -> Any:
   where = f"run: argument {trees.path_string(layout.paths[index][1:])}"
   if isinstance(leaf, jax.core.Tracer):
     raise _traced_error(where)
-  trees.check_arrays(where, leaf)
+  _check_array(where, leaf)
   if trees.dtype_of(leaf) == jax.dtypes.float0:
     raise TypeError(f"{where} is of dtype float0, which no device can hold.")
   trees.check_integers(where, leaf)
@@ -192,6 +193,18 @@ def place(mesh: Mesh, leaf: Any, layout: Layout, index: int) -> Any:
 def default_sharding(mesh: Mesh, *, per_replica: bool) -> NamedSharding:
   """Returns the sharding of an array that has none on the mesh."""
   return NamedSharding(mesh, P(mesh_lib.REPLICA) if per_replica else P())
+
+
+def _check_array(where: str, leaf: Any) -> None:
+  """Raises a TypeError unless an argument is an array or a number."""
+  try:
+    trees.check_arrays(where, leaf)
+  except TypeError as e:
+    raise TypeError(
+      f"{where} must be an array or a number, got {checks.describe(leaf)}. "
+      "Values of other types are bound to the function: "
+      "functools.partial(fn, name=value), created once."
+    ) from e
 
 
 def _check_replica_axis(where: str, mesh: Mesh, leaf: Any, path: Any) -> None:

@@ -245,9 +245,18 @@ class _Body:
 
 
 def _call(fn: Callable[..., PyTree], args: Any, kwargs: Any) -> PyTree:
-  """Calls `fn`; names the axis of the replicas if it uses an unknown axis."""
+  """Calls `fn`, and says in errors of JAX what is special inside of `run`."""
   try:
     return fn(*args, **kwargs)
+  except jax.errors.ConcretizationTypeError as e:
+    # JAX names the arguments by their number among all leaves.
+    e.add_note(
+      "run: fn is traced, and so are all its arguments, numbers and booleans "
+      "too. Bind what Python code decides by, such as "
+      "functools.partial(fn, train=True), created once; or decide with "
+      "jnp.where or jax.lax.cond."
+    )
+    raise
   except NameError as e:
     # The interpreter says which variable does not exist. JAX raises a NameError
     # without a `name` for a collective over an axis that does not exist.

@@ -586,7 +586,10 @@ _programs = FunctionCache(run_lib.Program)
 
 def _check_function(argument: str, fn: Any) -> None:
   if not callable(fn):
-    raise TypeError(f"{argument} must be a function, got {fn!r}.")
+    raise TypeError(
+      f"{argument} must be a function, got {checks.describe(fn)}. Pass the "
+      "function itself, and what it is called with as args."
+    )
   try:
     hash(fn)
   except TypeError as e:

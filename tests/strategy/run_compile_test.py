@@ -89,13 +89,29 @@ def test_arguments_are_checked_on_every_call():
   assert float(run(jnp.ones(()), 2.0)[0]) == 2.0
   assert float(run(jnp.ones(()), 3.0)[0]) == 3.0
   with pytest.raises(
-    TypeError, match=r"argument 1.* must be an array, got 'a'"
+    TypeError,
+    match=r"argument 1 must be an array or a number, got 'a'.*partial",
   ):
     run(jnp.ones(()), "a")
   first = EIGHT.jit(lambda x: x)
   first(fs.PerReplica(np.ones((8, 2))))
   with pytest.raises(ValueError, match="must have the 8 replicas"):
     first(fs.PerReplica(np.ones((4, 2))))
+
+
+def test_a_decision_by_an_argument_gets_a_note():
+  with pytest.raises(jax.errors.TracerBoolConversionError) as e:
+    EIGHT.run(lambda x, train: x if train else 2 * x, (1.0, True))
+  assert any(
+    "functools.partial(fn, train=True)" in n for n in e.value.__notes__
+  )
+
+
+def test_a_result_in_place_of_a_function_is_described():
+  with pytest.raises(
+    TypeError, match=r"fn must be a function, got float32\[8\]"
+  ):
+    EIGHT.run(jnp.ones(8), (1.0,))
 
 
 def test_donated_state_is_aliased():
