@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -154,9 +155,12 @@ class AGN(base.Base):
       return
     # Not by isinstance: optax.MultiSteps is no GradientTransformation.
     if not {"init", "update"} <= set(dir(self.outer_tx)):
+      hint = ""
+      if inspect.isfunction(self.outer_tx):
+        hint = f" Call it, as in {self.outer_tx.__name__}(1.0)."
       raise TypeError(
         "AGN: outer_tx must be an optax GradientTransformation or None, got "
-        f"{self.outer_tx!r}."
+        f"{checks.describe(self.outer_tx)}.{hint}"
       )
     if self.share_step_count:
       raise ValueError(

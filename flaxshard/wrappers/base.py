@@ -583,9 +583,11 @@ def _check_wrapper(where: str, wrapper: Any) -> None:
   if isinstance(wrapper, type) or not isinstance(wrapper, Wrapper):
     methods = [m for m in vars(Wrapper) if not m.startswith("_")]
     missing = [m for m in methods if m not in dir(wrapper)]
+    lacks = f", which has no {', '.join(missing)}" if missing else ""
+    is_uncalled = isinstance(wrapper, type) and not missing
+    hint = f" Create it: {wrapper.__name__}(...)." if is_uncalled else ""
     raise TypeError(
-      f"{where} must be an instance of a wrapper, got {wrapper!r}"
-      + (f", which has no {', '.join(missing)}." if missing else ".")
+      f"{where} must be an instance of a wrapper, got {wrapper!r}{lacks}.{hint}"
     )
   if not isinstance(wrapper, Base):
     _check_spelling(f"{where}, a {type(wrapper).__name__}", dir(wrapper))

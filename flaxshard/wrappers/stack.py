@@ -279,9 +279,16 @@ def apply(
     apply_inner: base.Next = functools.partial(apply_from, i + 1)
     if base.adapt(wrappers[i]).defers_reduction:
       apply_inner = _reduce_before(wrappers, name, apply_inner, reduction)
-    target, state = wrappers[i].apply(
+    returned = wrappers[i].apply(
       target.wrapper_states[name], target, grads, apply_inner
     )
+    # A Target is a tuple too: the result of `next`, without a state.
+    if type(returned) is not tuple or len(returned) != 2:
+      raise TypeError(
+        f"wrapper {name!r}: apply must return (target, state), got "
+        f"{type(returned).__name__}. next returns the target alone."
+      )
+    target, state = returned
     states = {**target.wrapper_states, name: state}
     return target._replace(wrapper_states=states)
 

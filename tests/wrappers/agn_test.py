@@ -265,6 +265,7 @@ def test_a_state_of_one_replica_in_run_raises():
     ({"share_step_count": 1}, TypeError, "share_step_count"),
     ({"commit_delta": "no"}, TypeError, "commit_delta"),
     ({"outer_tx": 0.7}, TypeError, "outer_tx"),
+    ({"outer_tx": optax.sgd}, TypeError, "Call it, as in sgd(1.0)."),
     (
       {"outer_tx": optax.sgd(1.0), "share_step_count": True},
       ValueError,

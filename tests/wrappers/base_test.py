@@ -166,6 +166,27 @@ def test_misspelt_hook_raises(name, hook):
     base.check([type("Mine", (Duck,), {name: True})()])
 
 
+def test_class_in_place_of_a_wrapper_raises():
+  with pytest.raises(TypeError, match=r"Create it: LossScale\(\.\.\.\)\."):
+    base.check([fs.LossScale])
+  with pytest.raises(TypeError, match=r"has no .*apply, partition_specs\.$"):
+    base.check([dict])
+
+
+def test_apply_without_a_state_raises():
+  @dataclasses.dataclass(frozen=True)
+  class Forgetful(Base):
+    def apply(self, state, target, grads, next):
+      return next(target, grads)
+
+  params = {"w": jnp.ones(2)}
+  state = fs.TrainState.create(
+    apply_fn=None, params=params, tx=optax.sgd(0.1), wrappers=[Forgetful()]
+  )
+  with pytest.raises(TypeError, match=r"'forgetful': apply must return"):
+    state.apply_gradients(grads=params)
+
+
 def test_misspelt_hook_as_a_field_without_default_raises():
   with pytest.raises(TypeError, match="'local_update'"):
 
