@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import logging
+import os
 import signal
 import time
 from typing import Any
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxshard.core import checks
 from flaxshard.core import directories
 from flaxshard.core import files
 from flaxshard.core import multihost
@@ -99,6 +101,11 @@ def train_and_evaluate(
     failures.share(),
   ):
     config = config_lib.check(load.record(config, task))
+    if not isinstance(workdir, (str, os.PathLike)):
+      raise TypeError(
+        f"workdir must be a path, got {checks.describe(workdir)}."
+      )
+    workdir = files.absolute(workdir)
     if multihost.is_process_known():
       same_run.check_config(config)
     # First, because it can set the number of virtual devices: from here on JAX
@@ -126,7 +133,6 @@ def _train_and_evaluate(
   hooks: Sequence[hooks_lib.Hook],
 ) -> tuple[TrainState, int | None]:
   """Returns the last state, and the signal that stopped the run, if any."""
-  workdir = files.absolute(workdir)
   with multihost.raise_on_all_processes(ValueError):
     directories.check_writable("workdir", workdir)
   same_run.check_workdir(workdir)

@@ -359,3 +359,5 @@ def test_invalid_wrappers_raise(value, kind, facts):
 def test_other_objects_than_configs_raise():
   with pytest.raises(TypeError, match="config"):
     config_lib.check([("batch_size", 3)])
+  with pytest.raises(TypeError, match=r"config\.read\('digits'\) reads"):
+    config_lib.check("digits")

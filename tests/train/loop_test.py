@@ -308,6 +308,11 @@ def test_an_unwritable_workdir_raises(tmp_path):
     assert f"workdir='{path}" in str(e.value) and reason in str(e.value)
 
 
+def test_a_workdir_that_is_no_path_raises():
+  with pytest.raises(TypeError, match="workdir must be a path, got None"):
+    train.train_and_evaluate(tiny.config(), None)
+
+
 def test_missing_packages_raise_at_the_start(tmp_path, monkeypatch):
   find_spec = charts.importlib.util.find_spec
   for package in ("matplotlib", "tensorboardX"):

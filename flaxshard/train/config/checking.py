@@ -66,7 +66,13 @@ def check(config: Any) -> ml_collections.ConfigDict:
     # absl's flag holds a config file that failed to load as an object that
     # raises the file's error when any attribute is read.
     getattr(config, "model", None)
-    raise TypeError(f"config must be a ConfigDict, got {type(config)}.")
+    hint = ""
+    if isinstance(config, str):
+      hint = f" flaxshard.config.read({config!r}) reads a config by its name."
+    raise TypeError(
+      "config must be a ConfigDict or a dict of its fields, got "
+      f"{checks.describe(config)}.{hint}"
+    )
   given = {name: _to_dict(config[name]) for name in config}
   # Before missing fields, which may be misspelt.
   _check_names("config", definition.FIELDS, given)
