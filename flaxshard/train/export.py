@@ -130,6 +130,11 @@ def export(
       "platforms must be a sequence with some of "
       f"{', '.join(_ALLOWED_PLATFORMS)}, got {platforms!r}."
     )
+  if "gpu" in platforms:
+    raise ValueError(
+      "platforms: 'gpu' must be 'cuda', or 'rocm' for GPUs of AMD, got "
+      f"{platforms!r}."
+    )
   for platform in platforms:
     checks.one_of("platforms", platform, _ALLOWED_PLATFORMS)
   if batch_size is not None:

@@ -244,7 +244,7 @@ def test_a_train_state_is_exported(tmp_path):
   [
     ({"platforms": "cpu"}, ("platforms", "'cpu'")),
     ({"platforms": 3}, ("platforms", "3")),
-    ({"platforms": ("cpu", "gpu")}, ("platforms", "'gpu'", "cuda")),
+    ({"platforms": ("cpu", "gpu")}, ("platforms", "'gpu' must be 'cuda'")),
     ({"batch_size": 0}, ("batch_size", "0")),
     ({"step": 7}, ("step 7",)),
   ],
