@@ -60,7 +60,9 @@ def integer(
   if isinstance(value, (bool, np.bool_)) or not isinstance(
     value, (int, np.integer)
   ):
-    raise ArgumentTypeError(f"{argument} must be an integer, got {value!r}.")
+    raise ArgumentTypeError(
+      f"{argument} must be an integer, got {describe(value)}."
+    )
   if value > maximum or (minimum is not None and value < minimum):
     bounds = [f"at least {minimum}"] if minimum is not None else []
     # The int32 limit only matters to those who exceed it.

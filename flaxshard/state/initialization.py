@@ -256,7 +256,10 @@ def _check_function(model: Any) -> None:
 def _check_rng(rng: Any) -> None:
   """Raises a TypeError unless `rng` is a PRNG key or a dict of keys."""
   got = checks.describe(rng)
-  message = f"rng must be a PRNG key or a dict of keys, got {got}."
+  message = (
+    "rng must be a PRNG key, such as jax.random.key(0), or a dict of keys, got "
+    f"{got}."
+  )
   if not jax.tree.leaves(rng):
     raise TypeError(message)
   try:

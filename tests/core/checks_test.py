@@ -36,6 +36,11 @@ def test_valid_value_is_returned_in_plain_python_type(call, returned):
     (lambda: checks.integer("n", True), TypeError, ("n", "integer", "True")),
     (lambda: checks.integer("n", 1.0), TypeError, ("n", "integer", "1.0")),
     (lambda: checks.integer("n", "1"), TypeError, ("n", "'1'")),
+    (
+      lambda: checks.integer("n", np.ones((9, 9))),
+      TypeError,
+      ("float64[9,9]",),
+    ),
     (lambda: checks.integer("n", 0, minimum=1), ValueError, ("n", "1", "0")),
     (lambda: checks.integer("n", 2**31), ValueError, ("n", "2147483647")),
     (
