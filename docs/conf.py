@@ -40,8 +40,8 @@ extensions = [
   "sphinx.ext.napoleon",
   "sphinx_copybutton",
   "sphinx_design",
+  "notebooks",
   "repository_links",
-  "executed_notebooks",
   "themed_pictures",
   "api_pages",
   "config_fields",
@@ -73,6 +73,7 @@ html_theme = "sphinx_book_theme"
 html_title = f"flaxshard {version}"
 html_static_path = ["_static"]
 html_css_files = ["flaxshard.css"]
+highlight_language = "none"  # of blocks that do not name one
 html_copy_source = False
 html_context = {"default_mode": "auto"}  # light or dark, as the system
 html_theme_options = {
@@ -84,6 +85,7 @@ html_theme_options = {
   "use_issues_button": True,
   "use_download_button": False,
   "launch_buttons": {"colab_url": "https://colab.research.google.com"},
+  "navbar_persistent": [],  # the sidebar has the search
   "show_navbar_depth": 1,
   "max_navbar_depth": 1,
   "home_page_in_toc": True,

@@ -150,7 +150,7 @@ def test_notebook_runs(
   monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
   notebook = make_notebooks.read(source)
   make_notebooks.execute(notebook, tmp_path, timeout=300)
-  # For the site, see docs/_ext/executed_notebooks.py: CI executes them once.
+  # For the site, see docs/_ext/notebooks.py: CI executes them once.
   if folder := os.environ.get("FLAXSHARD_NOTEBOOKS"):
     nbformat.write(notebook, pathlib.Path(folder, f"{source.stem}.ipynb"))
   assert "Hardware: a CPU that emulates 8 devices." in _stdout(

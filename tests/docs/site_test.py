@@ -1,0 +1,151 @@
+"""The extensions of docs/ in a small site."""
+
+import io
+import json
+import pathlib
+import sys
+
+import pytest
+
+pytest.importorskip("myst_nb", reason="needs the extra docs")
+
+from sphinx import errors
+from sphinx.testing.util import SphinxTestApp
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_CONF = """
+import sys
+sys.path.insert(0, {ext!r})
+extensions = ["myst_nb", "notebooks", "repository_links"]
+exclude_patterns = ["_build"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"
+repository_url = "https://github.com/a/b"
+repository_pages = {{"changelog": "CHANGES.md"}}
+repository_folders = {{"tutorials": "colab"}}
+"""
+_BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
+
+
+def _cell(kind: str, source: str, outputs: tuple = ()) -> dict:
+  cell = {"cell_type": kind, "metadata": {}, "source": source}
+  if kind == "code":
+    cell |= {"outputs": list(outputs), "execution_count": None}
+  return cell
+
+
+def _notebook(*cells: dict) -> str:
+  metadata = {"language_info": {"name": "python"}}
+  notebook = {"cells": cells, "metadata": metadata}
+  return json.dumps(notebook | {"nbformat": 4, "nbformat_minor": 4})
+
+
+_MARKDOWN = _cell("markdown", f"# Title\n[![Open]({_BADGE})](https://x.y/z)")
+
+
+@pytest.fixture
+def repository(tmp_path: pathlib.Path) -> pathlib.Path:
+  """Returns a repository with a site in docs/."""
+  files = {
+    "code/a.py": "",
+    "CHANGES.md": "# Changes\n[a](code/a.py) [index](docs/index.md)\n## Old\n",
+    "colab/first.ipynb": _notebook(_MARKDOWN, _cell("code", "print(1)")),
+    "docs/conf.py": _CONF.format(ext=str(_ROOT / "docs" / "_ext")),
+    "docs/changelog.md": "```{include} ../CHANGES.md\n```\n",
+    "docs/index.md": "# Index\n```{toctree}\nchangelog\ntutorials/first\n```\n",
+  }
+  for name, text in files.items():
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(text)
+  (tmp_path / "docs" / "tutorials").symlink_to("../colab")
+  return tmp_path
+
+
+def _build(
+  repository: pathlib.Path, text: str = "", **config: str
+) -> tuple[dict[str, str], str]:
+  """Returns the pages of the site and the warnings.
+
+  Args:
+    repository: Has the site in docs/.
+    text: Is added to the page `index`.
+    **config: Values of the configuration.
+  """
+  docs = repository / "docs"
+  with (docs / "index.md").open("a") as file:
+    file.write(text)
+  warnings = io.StringIO()
+  modules = set(sys.modules)
+  app = SphinxTestApp(
+    srcdir=docs, confoverrides=config, warning=warnings, freshenv=True
+  )
+  try:
+    app.build()
+    out = pathlib.Path(app.outdir)
+    pages = {
+      name: (out / f"{name}.html").read_text()
+      for name in ("index", "changelog", "tutorials/first")
+    }
+  finally:
+    app.cleanup()
+    for name in set(sys.modules) - modules:
+      if name in ("notebooks", "repository_links"):
+        del sys.modules[name]
+  return pages, warnings.getvalue()
+
+
+def test_links_out_of_docs_lead_to_github_or_to_pages(repository) -> None:
+  pages, warnings = _build(
+    repository,
+    "[1](../code/a.py) [2](../code) [3](../CHANGES.md#old) "
+    "[4](../colab/first.ipynb) [5](changelog.md)",
+  )
+  assert not warnings
+  index = pages["index"]
+  assert 'href="https://github.com/a/b/blob/main/code/a.py">1' in index
+  assert 'href="https://github.com/a/b/tree/main/code">2' in index
+  assert 'href="changelog.html#old"' in index
+  assert 'href="tutorials/first.html"><' in index
+  assert 'href="changelog.html"><' in index
+
+
+def test_links_of_an_included_file_are_relative_to_it(repository) -> None:
+  pages, warnings = _build(repository, repository_ref="v1.2.3")
+  assert not warnings
+  page = pages["changelog"]
+  assert 'href="https://github.com/a/b/blob/v1.2.3/code/a.py"' in page
+  assert 'href="index.html"><span class="doc' in page
+
+
+@pytest.mark.parametrize("link", ["../code/b.py", "../no", "../NO.md", "b.md"])
+def test_a_link_to_no_file_is_a_warning(repository, link) -> None:
+  _, warnings = _build(repository, f"[1]({link})")
+  assert "[myst.xref_missing]" in warnings
+  assert "index.md" in warnings
+
+
+def test_badges_are_texts_and_the_first_cell_is_folded(repository) -> None:
+  pages, _ = _build(repository)
+  page = pages["tutorials/first"]
+  assert _BADGE not in page
+  assert 'href="https://x.y/z">Open</a>' in page
+  assert "tag_hide-input" in page
+
+
+def test_notebooks_executed_before_are_taken(
+  repository, tmp_path, monkeypatch
+) -> None:
+  output = {"output_type": "stream", "name": "stdout", "text": "it ran"}
+  monkeypatch.setenv("FLAXSHARD_NOTEBOOKS", str(tmp_path))
+  with pytest.raises(
+    errors.ExtensionError, match=r"there is no .*first\.ipynb"
+  ):
+    _build(repository)
+  executed = tmp_path / "first.ipynb"
+  executed.write_text(_notebook(_MARKDOWN, _cell("code", "print(2)")))
+  with pytest.raises(errors.ExtensionError, match="has other code"):
+    _build(repository)
+  cell = _cell("code", "print(1)", (output,))
+  executed.write_text(_notebook(_MARKDOWN, cell))
+  pages, _ = _build(repository)
+  assert "it ran" in pages["tutorials/first"]
