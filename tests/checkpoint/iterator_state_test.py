@@ -224,7 +224,7 @@ def test_descriptions_show_the_positions(tmp_path):
 def test_snippet_of_the_documentation_runs(tmp_path):
   root = pathlib.Path(__file__).parents[2]
   text = (root / "docs" / "guides" / "processes.md").read_text()
-  section = text.partition("\n## Resume\n")[2].partition("\n## ")[0]
+  section = text.partition("\n### Custom iterators\n")[2].partition("\n## ")[0]
   (snippet,) = re.findall(r"```python\n(.*?)```", section, re.S)
   names = {}
   exec(snippet.replace("/tmp/positions", str(tmp_path)), names)

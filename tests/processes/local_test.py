@@ -186,10 +186,10 @@ def get_config():
 def test_ctrl_c_saves_a_checkpoint(tmp_path):
   config = tmp_path / "config.py"
   config.write_text(CONFIG)
-  # The command of the README, with two processes and a smaller model.
+  # The command of the guide, with two processes and a smaller model.
   (line,) = re.findall(
-    r"^flaxshard (--local_processes=.*)$",
-    (_ROOT / "README.md").read_text(),
+    r"^flaxshard (--local_processes=4 --config=digits .*)$",
+    (_ROOT / "docs" / "guides" / "processes.md").read_text(),
     re.M,
   )
   command = [sys.executable, "-m", "flaxshard", *line.split()]
