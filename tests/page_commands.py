@@ -43,7 +43,7 @@ ELSEWHERE = (
 
 # Pages whose blocks without a kind are figures that were measured, with their
 # conditions.
-MEASURED = ("benchmarks/README.md",)
+MEASURED = ("benchmarks/README.md", "docs/start.md")
 
 _SMALL_MODELS: dict[str, dict[str, Any]] = {
   "cnn": {"features": (4,), "dense": 16},
