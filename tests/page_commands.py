@@ -39,6 +39,11 @@ ELSEWHERE = (
     "tests/processes/cluster_test.py",
   ),
   ("python", r"fs\.ray\.fit\(", "tests/ray_test.py"),
+  (
+    "python",
+    r"^import tensorflow as tf\n",
+    "tests/docs/tensorflow_tables_test.py",
+  ),
 )
 
 # Pages whose blocks without a kind are figures that were measured, with their

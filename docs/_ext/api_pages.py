@@ -48,7 +48,9 @@ def _shorten_signature(
   if getattr(obj, "_is_protocol", False):
     return "", None  # it is not called
   # The fields that Linen adds to each module.
-  signature = re.sub(r", parent: [^=]*= <.*?>, name: [^=]*= None", "", signature)
+  signature = re.sub(
+    r", parent: [^=]*= <.*?>, name: [^=]*= None", "", signature
+  )
   return signature.replace("<factory>", "..."), returns
 
 
