@@ -29,6 +29,12 @@ from flaxshard.train import console
 # covers it is a file (and a name in it), or the reason why nothing can.
 ELSEWHERE = (
   ("bash", r"^python3 -m venv .*-m (flaxshard|pytest)", ".ci/run"),
+  (
+    "bash",
+    r"^(python3 -m venv \.venv$|\.venv/bin/(ruff|python -m (pytest|sphinx)) )",
+    ".ci/run",
+  ),
+  ("bash", r"^python docs/pictures/", "tests/docs/pictures_test.py"),
   ("bash", r"^(\S*/)?(pip|python3? -m pip) install ", "pyproject.toml"),
   ("bash", r"--local_processes=", "tests/processes/local_test.py"),
   ("bash", r"--plan=", "tests/analysis/config_plan_test.py"),

@@ -65,6 +65,15 @@ def test_round_trip_is_exact(wrapper):
     assert from_config(form) == (wrapper,)
 
 
+def test_every_built_in_wrapper_has_a_name():
+  exported = [getattr(fs.wrappers, name) for name in fs.wrappers.__all__]
+  for cls in exported:
+    if isinstance(cls, type) and issubclass(cls, fs.wrappers.Base):
+      if cls is not fs.wrappers.Base:
+        # Others have "package.module:Class".
+        assert ":" not in to_config([cls()])[0][0], cls
+
+
 def test_to_config_writes_plain_values():
   assert to_config([fs.LossScale(128)]) == (("loss_scale", {"scale": 128.0}),)
   assert to_config(
