@@ -23,6 +23,7 @@ from flaxshard.train import charts
 from flaxshard.train import command_line
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
+from flaxshard.train import export
 
 # Blocks that the runner does not run: (kind, pattern, what covers them). The
 # pattern is searched in a command of a "bash" block, or in a whole block. What
@@ -105,6 +106,7 @@ def _parse(command: str) -> tuple[dict[str, str], str | None, list[str]]:
     ("flaxshard", ["flaxshard"]),
     ("flaxshard", ["python", "-m", "flaxshard"]),
     ("checkpoint", ["python", "-m", "flaxshard.checkpoint"]),
+    ("export", ["python", "-m", "flaxshard.train.export"]),
     ("benchmark", ["python"]),
   ):
     if words[: len(start)] == start:
@@ -162,6 +164,8 @@ class Runner:
         self._train(arguments)
       elif program == "checkpoint":
         sys.exit(inspection.main(arguments))
+      elif program == "export":
+        sys.exit(export.main(arguments))
       else:
         # A benchmark takes minutes: only its flags are looked up.
         source = pathlib.Path(arguments[0]).read_text()
