@@ -17,7 +17,9 @@ _ROOT = pathlib.Path(__file__).parents[2]
 _CONF = """
 import sys
 sys.path.insert(0, {ext!r})
-extensions = ["myst_nb", "notebooks", "repository_links"]
+extensions = [
+  "myst_nb", "notebooks", "repository_links", "themed_pictures"
+]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"
@@ -90,7 +92,7 @@ def _build(
   finally:
     app.cleanup()
     for name in set(sys.modules) - modules:
-      if name in ("notebooks", "repository_links"):
+      if name in ("notebooks", "repository_links", "themed_pictures"):
         del sys.modules[name]
   return pages, warnings.getvalue()
 
@@ -122,6 +124,27 @@ def test_links_of_an_included_file_are_relative_to_it(repository) -> None:
   links = _links(pages["changelog"])
   assert links["a"] == "https://github.com/a/b/blob/v1.2.3/code/a.py"
   assert links["index"] == "index.html"
+
+
+def test_pictures_become_an_image_for_each_scheme(repository) -> None:
+  for scheme in ("light", "dark"):
+    (repository / "docs" / f"a_{scheme}.svg").write_text("<svg/>")
+  picture = (
+    "\n<picture>\n"
+    '  <source media="(prefers-color-scheme: dark)" srcset="{0}a_dark.svg">\n'
+    '  <img alt="One &amp; two" src="{0}a_light.svg">\n'
+    "</picture>\n"
+  )
+  with (repository / "CHANGES.md").open("a") as file:
+    file.write(picture.format("docs/"))
+  pages, warnings = _build(repository, picture.format(""))
+  assert not warnings
+  for page in (pages["index"], pages["changelog"]):
+    images = re.findall(r'<img alt="(.*?)" class="(.*?)" src="(.*?)"', page)
+    assert images == [
+      ("One &amp; two", f"only-{scheme}", f"_images/a_{scheme}.svg")
+      for scheme in ("light", "dark")
+    ]
 
 
 @pytest.mark.parametrize("link", ["../code/b.py", "../no", "../NO.md", "b.md"])
