@@ -29,6 +29,10 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
   [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
+# The sdist has no symbolic links.
+if not (_ROOT / "docs" / "tutorials").exists():
+  (_ROOT / "docs" / "tutorials").symlink_to("../colab")
+
 project = "flaxshard"
 author = "The flaxshard authors"
 version = release = flaxshard.__version__
