@@ -226,7 +226,7 @@ def plan_compiled(
   if program is not None:
     # One device alone has no collectives.
     traffic = () if mesh is None else collectives(program, mesh)
-    buffers = largest_buffers(program)
+    buffers = _name_arguments(largest_buffers(program), arguments, batch_argnum)
     cost = cost_lib.read_cost(
       program,
       mesh or jax.sharding.Mesh([device], ("device",)),
@@ -274,6 +274,26 @@ def _devices_of(
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
       return next(iter(sharding.device_set)), None
   return jax.devices()[0], None
+
+
+def _name_arguments(
+  buffers: Sequence[Buffer], arguments: Sequence[PyTree], batch_argnum: int
+) -> tuple[Buffer, ...]:
+  """Names the arguments of a program of `Strategy.jit` by their paths.
+
+  The program takes the leaves of all arguments: `leaves[0]`, `leaves[1]`, ....
+  """
+  paths = jax.tree.flatten_with_path(tuple(arguments))[0]
+  names = {0: "state", batch_argnum: "batch"}
+  origins = {}
+  for i, (path, _) in enumerate(paths):
+    number = path[0].idx
+    name = names.get(number, f"args[{number}]")
+    origins[f"leaves[{i}]"] = name + jax.tree_util.keystr(path[1:])
+  return tuple(
+    dataclasses.replace(b, origin=origins.get(b.origin, b.origin))
+    for b in buffers
+  )
 
 
 def _batch_size(batch: PyTree) -> int | None:

@@ -65,6 +65,17 @@ def planned():
   return strategy, state, fs.plan(strategy.jit(loss_step), state, batch)
 
 
+def test_buffers_of_a_replica_step_have_the_paths_of_its_arguments(planned):
+  origins = {
+    b.origin for b in planned[2].memory.buffers if b.kind == "argument"
+  }
+  assert {
+    "state.params['Dense_0']['kernel']",
+    "state.opt_state[0].mu['Dense_0']['kernel']",
+  } <= origins
+  assert not [name for name in origins if name.startswith("leaves")]
+
+
 def test_state_bytes_are_those_of_describe(planned, capsys):
   strategy, state, plan = planned
   described = strategy.describe(state)
