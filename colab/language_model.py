@@ -102,7 +102,7 @@ print(config.data)
 # ## Train, and stop in the middle
 #
 # The Stop button of the notebook sends the signal SIGINT. This hook sends it at
-# step 75. The run saves a checkpoint and returns the state.
+# step 75. The run finishes its step, saves a checkpoint and returns the state.
 
 # %% tags=["result"]
 import logging
@@ -120,7 +120,8 @@ def stop(step, state, metrics):
 state = fs.train.train_and_evaluate(
   config, str(workdirs / "code"), hooks=[stop]
 )
-print("stopped after steps:", int(state.step))
+stopped = int(state.step)
+print("stopped after steps:", stopped)
 
 # %% [markdown]
 # ## Resume
@@ -166,10 +167,10 @@ def read_rows(workdir, name):
 
 
 figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-for name in ("train_loss", "eval_loss"):
-  axes.plot(*read_rows(workdirs / "code", name), marker="o", label=name)
-axes.axvline(75, color="gray", linestyle="--", label="stopped and resumed")
-axes.set(xlabel="step", ylabel="nats per byte")
+for name, text in (("train_loss", "training"), ("eval_loss", "held out")):
+  axes.plot(*read_rows(workdirs / "code", name), marker="o", label=text)
+axes.axvline(stopped, color="gray", linestyle="--", label="stopped and resumed")
+axes.set(xlabel="step", ylabel="loss in nats per byte")
 axes.legend()
 plt.show()
 
@@ -234,7 +235,33 @@ variables = fs.merge_lora(tuned)
 print("parameters after merging:", count(variables["params"]))
 
 # %% [markdown]
+# ## Planned for eight TPU chips
+#
+# Before you rent eight chips: how long would a step of this config take there, and
+# what limits it? `fs.compare_plans` compiles the step of the config for a TPU
+# slice that this machine lacks, here with two batch sizes. Without the TPU
+# compiler, which a TPU runtime has, only the sizes of the arrays are known.
+
+# %% tags=["result"]
+eight = config.copy_and_resolve_references()
+eight.mesh.replica = -1  # as many replicas as there are devices
+plans = fs.compare_plans(eight, ["v5e:2x4"], batch_size=[32, 256])
+print(plans)
+
+# %% [markdown]
+# With 32 windows, four for each chip, the exchange of the gradients over the
+# network of the chips (ICI) takes longer than the computation. With 256 windows
+# a step computes eight times as much in about the same time. The command
+# `flaxshard --config=lm_text --plan=v5e:2x4` plans from a shell.
+
+# %% tags=["result"]
+print(plans.candidates[0].plan)
+
+# %% [markdown]
 # ## Next
 #
+# The guides have more on [training from a config](https://github.com/flaxshard/flaxshard/blob/main/docs/guides/training.md),
+# [fine-tuning](https://github.com/flaxshard/flaxshard/blob/main/docs/guides/fine_tuning.md) and
+# [plans](https://github.com/flaxshard/flaxshard/blob/main/docs/guides/plans.md).
 # [Your own task, your own wrapper, export](https://colab.research.google.com/github/flaxshard/flaxshard/blob/main/colab/custom_task.ipynb)
 # trains a model of your own, and runs it without flaxshard.

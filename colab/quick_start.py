@@ -267,5 +267,8 @@ print(f"zeros with a scale: {zero_share(2.0**15):.3f}")
 #
 # - `fs.LossScale("dynamic")` has the default settings, `fs.LossScale(128.0)` a
 #   fixed scale.
+# - [Loss scaling](https://github.com/flaxshard/flaxshard/blob/main/docs/guides/loss_scaling.md)
+#   describes the settings, and [a loop of your own](https://github.com/flaxshard/flaxshard/blob/main/docs/guides/train_step.md)
+#   batch statistics and dropout.
 # - [Replicas and shardings](https://colab.research.google.com/github/flaxshard/flaxshard/blob/main/colab/replicas_and_shardings.ipynb)
 #   runs the same step on eight devices.

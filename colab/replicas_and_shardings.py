@@ -314,7 +314,11 @@ plt.show()
 # ## Compiled for eight TPU chips
 #
 # A strategy can have the devices of a TPU slice that this machine lacks. The
-# state on it has shapes and shardings, but no values.
+# state on it has shapes and shardings, but no values. `fs.plan` compiles the
+# step and shows memory, traffic and cost on each chip.
+#
+# A TPU runtime has the compiler. Elsewhere the plan shows what is known without
+# it. Install it with `pip install "jax[tpu]"` and restart the session.
 
 # %% tags=["result"]
 import jax.numpy as jnp
@@ -327,22 +331,18 @@ tpu_batch = tpu.shard_batch(
     "label": jax.ShapeDtypeStruct((512,), jnp.int32),
   }
 )
-lowered = jax.jit(train_step).lower(tpu_state, tpu_batch)
 print("chips:", tpu.mesh.size)
+print(fs.plan(train_step, tpu_state, tpu_batch))
 
 # %% [markdown]
-# With the TPU compiler, `fs.plan` compiles the step and shows memory, traffic and
-# cost on each chip. A TPU runtime has the compiler. Elsewhere, install it with
-# `pip install "jax[tpu]"` and restart the session.
-
-# %%
-if importlib.util.find_spec("libtpu") is not None:
-  print(fs.plan(train_step, tpu_state, tpu_batch))
-else:
-  print("The TPU compiler, libtpu, is not installed here.")
+# Each chip holds an eighth of the hidden layer's kernel. The step collects the
+# parts by an all-gather, and averages all gradients by one all-reduce.
 
 # %% [markdown]
 # ## Next
 #
+# The guides have more on [replicas](https://github.com/flaxshard/flaxshard/blob/main/docs/guides/replicas.md),
+# [shardings](https://github.com/flaxshard/flaxshard/blob/main/docs/guides/shardings.md) and
+# [plans](https://github.com/flaxshard/flaxshard/blob/main/docs/guides/plans.md).
 # [AGN and DiLoCo](https://colab.research.google.com/github/flaxshard/flaxshard/blob/main/colab/agn_and_diloco.ipynb)
 # lets the replicas exchange parameters rarely.

@@ -1,11 +1,14 @@
 """Notebooks in the site: executed once, set-up hidden, badges as text.
 
-The slow tests execute the notebooks, and leave them in the folder named by the
-environment variable FLAXSHARD_NOTEBOOKS. If it is set, the site is made from
-those and executes nothing.
+The tests with the TPU compiler (`pytest -m tpu tests/colab`) execute the
+notebooks, and leave them in the folder named by the environment variable
+FLAXSHARD_NOTEBOOKS. If it is set, the site is made from those and executes
+nothing.
 
 The first code cell, which installs flaxshard on Colab, is folded. Its badge is
 an image from the net: the site shows its text, and has a button above the page.
+Links to documents on GitHub and to notebooks on Colab, which work everywhere,
+lead to the pages of the site.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 from typing import Any
 
 from docutils import nodes
@@ -57,9 +61,30 @@ def _read(app: application.Sphinx, docname: str, source: list[str]) -> None:
     if code(executed) != code(notebook):
       raise errors.ExtensionError(f"{VARIABLE}: {path} has other code")
     notebook = executed
+  for cell in notebook["cells"]:
+    if cell["cell_type"] == "markdown":
+      text = "".join(cell["source"])
+      cell["source"] = _make_links_relative(app.config, text)
   first = _code_cells(notebook)[0]
   first["metadata"].setdefault("tags", []).append("hide-input")
   source[0] = json.dumps(notebook)
+
+
+def _make_links_relative(config: sphinx_config.Config, text: str) -> str:
+  """Returns a text with relative links to the files of the repository.
+
+  Args:
+    config: Has repository_url.
+    text: Markdown of a notebook in a folder of the repository.
+  """
+  github = re.escape(f"{config.repository_url}/blob/main/")
+  text = re.sub(rf"\]\({github}", "](../", text)
+  name = config.repository_url.removeprefix("https://github.com/")
+  colab = re.escape(
+    f"https://colab.research.google.com/github/{name}/blob/main/"
+  )
+  # Not that of a badge, which opens the notebook itself.
+  return re.sub(rf"(?<!\.svg\))\]\({colab}", "](../", text)
 
 
 class BadgesAsText(SphinxTransform):

@@ -1,5 +1,6 @@
-"""The first cell installs flaxshard on the packages of Colab's runtime."""
+"""The first cell installs flaxshard on the packages of Colab's runtimes."""
 
+from collections.abc import Mapping
 import glob
 import json
 import os
@@ -13,12 +14,47 @@ import pytest
 
 _ROOT = make_notebooks.FOLDER.parent
 _SOURCE = make_notebooks.FOLDER / "quick_start.py"
-_COLAB = pathlib.Path(__file__).with_name("colab_constraints.txt")
+_FIRST = next(
+  cell["source"]
+  for cell in make_notebooks.read(_SOURCE).cells
+  if cell["cell_type"] == "code"
+)
 _LIST = """
 import importlib.metadata, json
 found = importlib.metadata.distributions()
 print(json.dumps({x.metadata["Name"].lower(): x.version for x in found}))
 """
+# A machine with a TPU has such files.
+_FAKE_TPU = """
+import glob
+
+glob.glob = lambda path: ["/dev/accel0"] if path == "/dev/accel*" else []
+"""
+_ADDED = {"clu", "flaxshard", "ml-collections", "tensorboardx"}
+# What the cell replaces on a runtime, besides flax, jax and jaxlib.
+_REPLACED = {
+  "cpu": set(),
+  # NVIDIA's libraries stay: PyTorch needs their exact versions.
+  "gpu": {"jax-cuda12-pjrt", "jax-cuda12-plugin"},
+  "tpu": {"libtpu"},
+}
+
+
+def _name(name: str) -> str:
+  return re.sub("[-_.]+", "-", name).lower()
+
+
+def _pinned(name: str) -> dict[str, str]:
+  text = pathlib.Path(__file__).with_name(name).read_text()
+  return dict(re.findall(r"^([\w-]+)==(.*)$", text, re.M))
+
+
+# What a runtime has beside, or in place of, the packages of the CPU runtime.
+_FURTHER = {
+  "cpu": {},
+  "gpu": _pinned("colab_gpu.txt"),
+  "tpu": _pinned("colab_tpu.txt"),
+}
 
 
 def _python313() -> str | None:
@@ -34,27 +70,36 @@ def _python313() -> str | None:
   return None
 
 
-@pytest.mark.slow
-def test_first_cell_upgrades_colab_packages_and_quick_start_runs(
-  tmp_path: pathlib.Path,
-) -> None:
-  base = _python313()
-  if base is None:
-    pytest.skip("needs Python 3.13, as on Colab")
-  python = tmp_path / "colab" / "bin" / "python"
-  environment = {
-    name: value
-    for name, value in os.environ.items()
-    if name not in ("PYTHONPATH", "XLA_FLAGS", "JAX_PLATFORMS")
-  }
-  environment["FLAXSHARD_SOURCE"] = _ROOT.as_uri()
-  environment["PIP_NO_COMPILE"] = "1"  # faster
+class _Runtime:
+  """A virtual environment with the packages of Colab's CPU runtime."""
 
-  def run(*arguments: str, check: bool = True) -> subprocess.CompletedProcess:
+  def __init__(self, folder: pathlib.Path, base: str):
+    self._folder = folder
+    self.python = folder / "colab" / "bin" / "python"
+    self._environment = {
+      name: value
+      for name, value in os.environ.items()
+      if name not in ("PYTHONPATH", "XLA_FLAGS", "JAX_PLATFORMS")
+    }
+    self._environment["PIP_NO_COMPILE"] = "1"  # faster
+    self.run(base, "-m", "venv", str(folder / "colab"))
+    packages = [
+      f"{n}=={v}" for n, v in _pinned("colab_constraints.txt").items()
+    ]
+    pip = (str(self.python), "-m", "pip")
+    self.run(*pip, "install", "--quiet", *packages)
+    # A wheel: pip would build one each time.
+    self.run(*pip, "wheel", "--quiet", "--no-deps", str(_ROOT))
+    (wheel,) = folder.glob("flaxshard-*.whl")
+    self._environment["FLAXSHARD_SOURCE"] = wheel.as_uri()
+
+  def run(
+    self, *arguments: str, check: bool = True, **variables: str
+  ) -> subprocess.CompletedProcess:
     result = subprocess.run(
       arguments,
-      cwd=tmp_path,
-      env=environment,
+      cwd=self._folder,
+      env={**self._environment, **variables},
       capture_output=True,
       text=True,
       timeout=900,
@@ -63,33 +108,90 @@ def test_first_cell_upgrades_colab_packages_and_quick_start_runs(
       assert result.returncode == 0, result.stderr
     return result
 
-  def installed() -> dict[str, str]:
-    return json.loads(run(str(python), "-c", _LIST).stdout)
+  def run_first_cell(
+    self, before: str, **variables: str
+  ) -> subprocess.CompletedProcess:
+    session = self._folder / "session.py"
+    session.write_text(f"{before}\n{_FIRST}")
+    return self.run(str(self.python), str(session), check=False, **variables)
 
-  run(base, "-m", "venv", str(tmp_path / "colab"))
-  run(str(python), "-m", "pip", "install", "--quiet", "-r", str(_COLAB))
-  before = installed()
-  pinned = dict(re.findall(r"^([\w-]+)==(.*)$", _COLAB.read_text(), re.M))
-  assert pinned.items() <= before.items()
+  def installed(self) -> dict[str, str]:
+    found = json.loads(self.run(str(self.python), "-c", _LIST).stdout)
+    return {_name(name): version for name, version in found.items()}
+
+
+def _register(folder: pathlib.Path, packages: Mapping[str, str]) -> None:
+  """Lets pip believe that packages are installed: a GPU needs gigabytes."""
+  folder.mkdir()
+  for name, version in packages.items():
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+      f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    )
+    (info / "RECORD").touch()
+
+
+def _would_install(
+  runtime: _Runtime, hardware: str, folder: pathlib.Path
+) -> dict[str, str]:
+  """Returns the packages that the first cell would install there."""
+  report, programs = folder / "report.json", folder / "bin"
+  programs.mkdir(parents=True)
+  if hardware == "gpu":
+    (programs / "nvidia-smi").write_text("#!/bin/sh\n")
+    (programs / "nvidia-smi").chmod(0o755)
+  _register(folder / "packages", _FURTHER[hardware])
+  result = runtime.run_first_cell(
+    _FAKE_TPU if hardware == "tpu" else "",
+    PATH=f"{programs}{os.pathsep}{os.environ['PATH']}",
+    # Found before the same packages of the virtual environment.
+    PYTHONPATH=str(folder / "packages"),
+    PIP_DRY_RUN="1",
+    PIP_REPORT=str(report),
+  )
+  # pip has resolved and installed nothing.
+  assert result.stderr.endswith("No module named 'flaxshard'\n"), result.stderr
+  found = json.loads(report.read_text())["install"]
+  metadata = [package["metadata"] for package in found]
+  return {_name(x["name"]): x["version"] for x in metadata}
+
+
+@pytest.mark.slow
+def test_first_cell_upgrades_colab_packages_and_quick_start_runs(
+  tmp_path: pathlib.Path,
+) -> None:
+  base = _python313()
+  if base is None:
+    pytest.skip("needs Python 3.13, as on Colab")
+  runtime = _Runtime(tmp_path, base)
+  before = runtime.installed()
+  assert _pinned("colab_constraints.txt").items() <= before.items()
+
+  for hardware, plugins in _REPLACED.items():
+    new = _would_install(runtime, hardware, tmp_path / hardware)
+    replaced = set(new) & set(before | _FURTHER[hardware])
+    assert replaced == {"flax", "jax", "jaxlib", *plugins}, hardware
+    assert set(new) - replaced == _ADDED, hardware
+    for name in {"jaxlib", *_REPLACED["gpu"]} & set(new):
+      assert new[name] == new["jax"], name
+  assert runtime.installed() == before
 
   # A session that has imported packages before its first cell.
-  cells = make_notebooks.read(_SOURCE).cells
-  first = next(c["source"] for c in cells if c["cell_type"] == "code")
-  (tmp_path / "session.py").write_text(f"import jax\nimport optax\n{first}")
-  result = run(str(python), "session.py", check=False)
+  result = runtime.run_first_cell("import jax\nimport optax")
   message = result.stderr.splitlines()[-1]
   assert message.startswith("RuntimeError: pip replaced packages"), message
   assert "Restart the session" in message
-  replaced = dict(re.findall(r"([\w-]+) ([\d.]+\d) by", message))
+  named = dict(re.findall(r"([\w-]+) ([\d.]+\d) by", message))
+  # Replaced, but not imported: flax.
+  assert named == {name: before[name] for name in ("jax", "jaxlib")}
 
-  after = installed()
-  assert "flaxshard" in after
-  upgraded = {name for name in before if after.get(name) != before[name]}
-  assert upgraded & set(pinned) == {"flax", "jax", "jaxlib"}
-  # Upgraded, but not imported: flax.
-  assert replaced == {name: before[name] for name in ("jax", "jaxlib")}
+  after = runtime.installed()
+  assert set(after) - set(before) == _ADDED
+  changed = {name for name in before if after.get(name) != before[name]}
+  assert changed == {"flax", "jax", "jaxlib"}
 
-  output = run(str(python), str(_SOURCE)).stdout
+  output = runtime.run(str(runtime.python), str(_SOURCE)).stdout
   assert output.startswith("Hardware: a CPU that emulates 8 devices.")
   (accuracy,) = re.findall(r"^accuracy: ([\d.]+)", output, re.M)
   assert float(accuracy) >= 0.96

@@ -6,6 +6,7 @@ import re
 
 import make_notebooks
 import nbformat
+import notebook_outputs
 import pytest
 
 _SOURCES = make_notebooks.sources()
@@ -81,29 +82,27 @@ _RESULTS = {
     "difference of the exported model": (0, 1e-5),
   },
 }
-
-
-def _code_cells(notebook: nbformat.NotebookNode) -> list:
-  return [cell for cell in notebook.cells if cell["cell_type"] == "code"]
-
-
-def _stdout(cell: nbformat.NotebookNode) -> str:
-  return "".join(
-    output["text"]
-    for output in cell["outputs"]
-    if output["output_type"] == "stream" and output["name"] == "stdout"
-  )
-
-
-def _results(notebook: nbformat.NotebookNode) -> dict[str, float]:
-  lines = [
-    line
-    for cell in notebook.cells
-    if "result" in cell["metadata"].get("tags", [])
-    for line in _stdout(cell).splitlines()
-  ]
-  matches = [re.fullmatch(r"(.+?): +(-?[\d.,e+-]+)", line) for line in lines]
-  return {m[1]: float(m[2].replace(",", "")) for m in matches if m}
+# Rows of the plans for eight TPU chips that those cells print.
+_PLANS = {
+  "replicas_and_shardings": (
+    r"gradients +all-reduce +replica +ICI +1 +150\.0 KiB",
+    r"parameter +all-gather +replica +ICI +1 +64\.0 KiB .* hidden/kernel",
+  ),
+  "agn_and_diloco": (
+    r"gradients +all-reduce +replica +ICI +0\.0625 if +2\.3 KiB",
+    r"32\.0 KiB +f32\[8,8,8,1\] +argument +batch\['image'\]",
+  ),
+  "language_model": (
+    r"\* +256 +v5e:2x4 .* 936\.3 KiB +9\.59 µs +ICI",
+    r"32 +v5e:2x4 .* 936\.3 KiB +9\.59 µs +ICI",
+    r"gradients +all-reduce +replica +ICI +1 +535\.0 KiB",
+  ),
+  "custom_task": (
+    r"gradients +all-reduce +replica +ICI +1 +65\.1 KiB +114\.0 KiB",
+    r"total +114\.0 KiB",
+    r"counting_clip +4 B",
+  ),
+}
 
 
 def test_every_source_has_its_notebook_and_its_results() -> None:
@@ -119,19 +118,25 @@ def test_notebook_is_made_from_its_source(source: pathlib.Path) -> None:
   nbformat.validate(stored)
   # The only output is one picture.
   assert len(make_notebooks.pictures(stored)) == 1
-  outputs = [x for cell in _code_cells(stored) for x in cell["outputs"]]
+  outputs = [
+    x for cell in notebook_outputs.code_cells(stored) for x in cell["outputs"]
+  ]
   assert [list(output["data"]) for output in outputs] == [["image/png"]]
-  for cell in _code_cells(stored):
+  for cell in notebook_outputs.code_cells(stored):
     cell["outputs"] = []
   assert stored == make_notebooks.read(source)
 
 
 def test_notebooks_start_with_their_badge_and_the_same_first_cell() -> None:
-  first = _code_cells(make_notebooks.read(_SOURCES[0]))[0]["source"]
+  first = notebook_outputs.code_cells(make_notebooks.read(_SOURCES[0]))[0][
+    "source"
+  ]
   for source in _SOURCES:
     notebook = make_notebooks.read(source)
     assert f"]({_BADGE}{source.stem}.ipynb)" in notebook.cells[0]["source"]
-    assert _code_cells(notebook)[0]["source"] == first, source.stem
+    assert notebook_outputs.code_cells(notebook)[0]["source"] == first, (
+      source.stem
+    )
 
 
 def test_links_to_notebooks_exist() -> None:
@@ -140,7 +145,8 @@ def test_links_to_notebooks_exist() -> None:
       assert (source.parent / f"{name}.ipynb").exists(), (source.stem, name)
 
 
-@pytest.mark.slow
+# With the TPU compiler, so that the plans for eight chips are complete.
+@pytest.mark.tpu
 @pytest.mark.parametrize("source", _SOURCES, ids=lambda path: path.stem)
 def test_notebook_runs(
   source: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
@@ -153,11 +159,14 @@ def test_notebook_runs(
   # For the site, see docs/_ext/notebooks.py: CI executes them once.
   if folder := os.environ.get("FLAXSHARD_NOTEBOOKS"):
     nbformat.write(notebook, pathlib.Path(folder, f"{source.stem}.ipynb"))
-  assert "Hardware: a CPU that emulates 8 devices." in _stdout(
-    _code_cells(notebook)[0]
+  assert "Hardware: a CPU that emulates 8 devices." in notebook_outputs.stdout(
+    notebook_outputs.code_cells(notebook)[0]
   )
   assert len(make_notebooks.pictures(notebook)) == 1
-  results, expected = _results(notebook), _RESULTS[source.stem]
+  results, expected = notebook_outputs.results(notebook), _RESULTS[source.stem]
   assert set(results) == set(expected)
   for name, (low, high) in expected.items():
     assert low <= results[name] <= high, (name, results[name])
+  lines = "\n".join(notebook_outputs.printed(notebook))
+  for row in _PLANS.get(source.stem, ()):
+    assert re.search(rf"^ *{row}", lines, re.M), row

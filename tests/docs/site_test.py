@@ -162,6 +162,27 @@ def test_badges_are_texts_and_the_first_cell_is_folded(repository) -> None:
   assert "tag_hide-input" in page
 
 
+def test_links_of_a_notebook_lead_to_pages_of_the_site(repository) -> None:
+  colab = "https://colab.research.google.com/github/a/b/blob/main/colab/"
+  github = "https://github.com/a/b/blob/main/"
+  text = (
+    f"# Title\n[![Open]({_BADGE})]({colab}first.ipynb)\n"
+    f"[1]({colab}first.ipynb) [2]({github}docs/changelog.md#old)\n"
+    f"[3]({github}code/a.py)"
+  )
+  (repository / "colab" / "first.ipynb").write_text(
+    _notebook(_cell("markdown", text), _cell("code", "print(1)"))
+  )
+  pages, warnings = _build(repository)
+  assert not warnings
+  page = pages["tutorials/first"]
+  assert f'href="{colab}first.ipynb">Open</a>' in page
+  links = _links(page)
+  assert links["1"] in ("#", "first.html")
+  assert links["2"] == "../changelog.html#old"
+  assert links["3"] == f"{github}code/a.py"
+
+
 def test_notebooks_executed_before_are_taken(
   repository, tmp_path, monkeypatch
 ) -> None:
