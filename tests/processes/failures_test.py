@@ -113,9 +113,8 @@ def test_regular_end_is_silent_and_needs_no_timeout():
 
 
 def test_snippet_of_the_docs_runs():
-  text = (_ROOT / "docs" / "guides" / "processes.md").read_text()
-  section = text.partition("\n## Failures")[2].partition("\n## ")[0]
-  snippets = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+  text = (_ROOT / "docs" / "guides" / "process_failures.md").read_text()
+  snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
   assert snippets
   for snippet in snippets:
-    exec(compile(snippet, "docs/guides/processes.md", "exec"), {})
+    exec(compile(snippet, "docs/guides/process_failures.md", "exec"), {})

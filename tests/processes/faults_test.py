@@ -249,7 +249,7 @@ def _run_faults(group, tmp_path_factory, cache):
       ends = Program(workdir, cache, fault).wait(frozen)
       _CHECKS[kind](ends, process)
       seconds = _seconds(ends, process, frozen)
-      # With other programs on the machine; see docs/guides/processes.md.
+      # With other programs on the machine; see docs/guides/process_failures.md.
       assert seconds < 60
       report.append(f"{kind} in {place}, process {process}: {seconds:.1f} s")
   return report, _finish(workdir, cache)
