@@ -76,6 +76,10 @@ def measure(args: argparse.Namespace) -> None:
       for period in PERIODS if is_full else (10,):
         wrapper = fs.AGN(communication_period=period, commit=commit)
         variants[f"{commit}, {period}"] = wrapper, period
+    if is_full:
+      for dtype in ("bfloat16", "int8", "int4"):
+        wrapper = fs.AGN(10, "mean", commit_dtype=dtype)
+        variants[f"mean {dtype}, 10"] = wrapper, 10
     _compare(args, name, strategy, model, tx, batch, variants)
 
 
@@ -120,7 +124,7 @@ def _compare(
     f"{name}: {copy / 1e6:.2f} MB of parameters; the data parallel step takes "
     f"{1e3 * first:.2f} ms (median).\n"
   )
-  row = "| {:>14} | {:>8} | {:>6} | {:>5} | {:>5} | {:>5} | {:>11} |".format
+  row = "| {:>17} | {:>8} | {:>6} | {:>5} | {:>5} | {:>5} | {:>11} |".format
   head = "commit, period", "operands", "sent", "state", "temp", "time"
   print_head(row(*head, "quartiles"))
   for variant, seconds in times.items():

@@ -19,6 +19,10 @@ from flaxshard.compiled import values as values_lib
 from flaxshard.compiled.values import Edge
 from flaxshard.core import tracing
 
+# Name scopes of collectives whose data flow does not show that they are for
+# gradients.
+_GRADIENT_SCOPES = frozenset({tracing.ROWS_SCOPE, tracing.QUANTIZED_SCOPE})
+
 _ELEMENT_BY_ELEMENT = tuple(edge for edge in Edge if edge != Edge.OTHER)
 
 
@@ -66,7 +70,7 @@ class Purposes:
       op_name: Its name stack, or that of an instruction near it.
     """
     # A gradient of rows reaches its parameter through indices.
-    if tracing.ROWS_SCOPE in op_name.split("/"):
+    if not _GRADIENT_SCOPES.isdisjoint(op_name.split("/")):
       return Purpose("gradients")
     nbytes: dict[str, int] = {}
     parameters: dict[str, dict[str, None]] = {}

@@ -17,6 +17,8 @@ COMMIT_SCOPE = "agn_commit"
 UPDATE_SCOPE = "accumulated_update"
 # That of the collectives of row-sparse gradients.
 ROWS_SCOPE = "gradient_rows"
+# That of the collectives of quantized commits.
+QUANTIZED_SCOPE = "quantized_gradients"
 
 # Primitives that run one program, with their own inputs and outputs. JAX 0.12
 # calls `closed_call` `eval_jaxpr`.

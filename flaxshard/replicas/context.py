@@ -362,8 +362,7 @@ def reduce_gradients(op: str, grads: PyTree, groups: Groups = None) -> PyTree:
     grads: This replica's gradients, from `gradients.normalize`.
     groups: As in `reduce_over_replicas`.
   """
-  # The warnings of `Strategy.run` look for gradients that are the same already.
-  grads = jax.tree.map(_mark_gradient, grads, is_leaf=is_indexed_slices)
+  grads = mark_gradients(grads)
   leaves = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_indexed_slices)
   treedef: Any = jax.tree.structure(grads, is_leaf=is_indexed_slices)
   statistics = [gradients.is_statistic(path) for path, _ in leaves]
@@ -376,11 +375,21 @@ def reduce_gradients(op: str, grads: PyTree, groups: Groups = None) -> PyTree:
   return treedef.unflatten(values.values())
 
 
-def _mark_gradient(x: Any) -> Any:
-  """Names a gradient, or the rows of one, in the traced program."""
-  if is_indexed_slices(x):
-    return x.map_values(_mark_gradient)
-  return checkpoint_name(x, GRADIENTS)
+def mark_gradients(grads: PyTree) -> PyTree:
+  """Names gradients in the traced program, before they are reduced.
+
+  The warnings of `Strategy.run` look for these that are the same already.
+
+  Args:
+    grads: This replica's gradients.
+  """
+
+  def mark(x: Any) -> Any:
+    if is_indexed_slices(x):
+      return x.map_values(mark)
+    return checkpoint_name(x, GRADIENTS)
+
+  return jax.tree.map(mark, grads, is_leaf=is_indexed_slices)
 
 
 def mean_collection(tree: PyTree, groups: Groups = None) -> PyTree:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from flaxshard.core import block_quantization
 from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
@@ -21,6 +22,7 @@ from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import values
 from flaxshard.sparse import row_accumulator
 from flaxshard.wrappers import agn_commit
+from flaxshard.wrappers import agn_quantized
 from flaxshard.wrappers import agn_sequential
 from flaxshard.wrappers import agn_tables
 from flaxshard.wrappers import base
@@ -105,11 +107,17 @@ class AGN(base.Base):
       `outer_tx=optax.sgd(1.0)` the center is the mean of the local parameters:
       local SGD. With `outer_tx=optax.sgd(0.7, momentum=0.9, nesterov=True)`
       this is DiLoCo.
+    commit_dtype: `"bfloat16"`, `"int8"` or `"int4"`: send commits in this
+      dtype, with a float32 scale for each 256 integers. They are reduced in
+      float32. What quantization cuts off stays in `grad_accum`, for later
+      commits. None: send them as they are. Not with `"sequential"`, nor with
+      tables of `sparse_rows`.
 
   Raises:
     TypeError: An argument is of a wrong type.
-    ValueError: `communication_period` is below 1, `commit` is unknown, or
-      `share_step_count` is combined with `outer_tx`.
+    ValueError: `communication_period` is below 1, `commit` or `commit_dtype` is
+      unknown, `share_step_count` is combined with `outer_tx`, or `commit_dtype`
+      with sequential commits.
 
   Example:
     >>> import flaxshard as fs, optax
@@ -141,6 +149,7 @@ class AGN(base.Base):
   share_step_count: bool = False
   outer_tx: Any = None
   commit_delta: bool = False
+  commit_dtype: str | None = None
 
   def __post_init__(self) -> None:
     period = checks.integer(
@@ -151,6 +160,7 @@ class AGN(base.Base):
     checks.one_of("AGN: commit", self.commit, ("sequential", "mean", "sum"))
     checks.boolean("AGN: share_step_count", self.share_step_count)
     checks.boolean("AGN: commit_delta", self.commit_delta)
+    self._check_commit_dtype()
     if self.outer_tx is None:
       return
     # Not by isinstance: optax.MultiSteps is no GradientTransformation.
@@ -166,6 +176,21 @@ class AGN(base.Base):
       raise ValueError(
         "AGN: share_step_count=True needs one optimizer for local steps and "
         f"commits, got outer_tx={self.outer_tx!r} as well."
+      )
+
+  def _check_commit_dtype(self) -> None:
+    if self.commit_dtype is None:
+      return
+    checks.one_of(
+      "AGN: commit_dtype",
+      self.commit_dtype,
+      (None, *block_quantization.FORMATS),
+    )
+    if self.commit == "sequential":
+      raise ValueError(
+        "AGN: commit_dtype must be None with commit='sequential', got "
+        f"{self.commit_dtype!r}: replicas receive parameters then, which are "
+        "not quantized. Use commit='mean' or 'sum'."
       )
 
   # -- State.
@@ -207,6 +232,12 @@ class AGN(base.Base):
     touched = row_accumulator.init_touched(tx, params)
     if not jax.tree.leaves(touched):
       return touched
+    if self.commit_dtype is not None:
+      raise ValueError(
+        "AGN: commit_dtype must be None with tables of sparse_rows, got "
+        f"{self.commit_dtype!r}: their commits are rows, which are not "
+        "quantized."
+      )
     decaying = agn_tables.find_decaying(tx, params)
     if decaying:
       raise ValueError(
@@ -406,12 +437,16 @@ class AGN(base.Base):
       taken = row_accumulator.take(
         accum, touched, grads, self.communication_period
       )
-      center, local = self._commit(target, next, center, local, taken, grads)
+      center, local, remainders = self._commit(
+        target, next, center, local, taken, grads
+      )
       collections = {
         name: replica_context.mean_collection(x)
         for name, x in collections.items()
       }
       accum, touched = row_accumulator.clear(accum, touched, taken)
+      if remainders is not None:
+        accum = agn_quantized.keep_remainders(accum, remainders)
       return center, local, accum, touched, collections, collections
 
     # The collections that this step replaces, as they were last committed.
@@ -467,7 +502,7 @@ class AGN(base.Base):
     local: ModelState,
     taken: PyTree,
     grads: PyTree,
-  ) -> tuple[ModelState, ModelState]:
+  ) -> tuple[ModelState, ModelState, PyTree]:
     """Commits the accumulated gradients of all replicas.
 
     Args:
@@ -479,7 +514,8 @@ class AGN(base.Base):
       grads: The gradients of this step.
 
     Returns:
-      The new center and this replica's new state.
+      The new center, this replica's new state, and what remains of its
+      accumulated gradients: None if all of them were sent.
     """
     local_commit = agn_commit.commit_gradients(taken, grads, local.params)
     received = agn_commit.received_gradient(local_commit, grads)
@@ -511,21 +547,28 @@ class AGN(base.Base):
       return agn_commit.keep_without_gradient(old, new, received)
 
     # Commits are the same on all replicas: wrappers inside must not reduce.
+    remainders = None
     with replica_context.gradients_already_reduced():
       if self.commit == "sequential":
         center, new_local_params = agn_sequential.commit_sequentially(
           update_center, center, local_commit, (counts, received)
         )
       else:
-        center, new_local_params = agn_commit.commit_combined(
-          self.commit, update_center, center, local_commit, (counts, received)
+        center, new_local_params, remainders = agn_commit.commit_combined(
+          self.commit,
+          update_center,
+          center,
+          local_commit,
+          (counts, received),
+          self.commit_dtype,
         )
     counts = (
       opt_state_lib.counts(center.opt_state) if self.share_step_count else {}
     )
-    return center, ModelState(
+    local = ModelState(
       new_local_params, opt_state_lib.with_counts(local.opt_state, counts)
     )
+    return center, local, remainders
 
   def _normalize(self, accum: PyTree) -> PyTree:
     """Returns the gradients of a commit: the mean over the period."""

@@ -20,6 +20,7 @@ from flaxshard.core import trees
 from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.replicas import context as replica_context
+from flaxshard.wrappers import agn_quantized
 
 PyTree = Any
 
@@ -190,8 +191,13 @@ def apply_outer_tx(tx: Any, center: ModelState, grads: PyTree) -> ModelState:
 
 
 def commit_combined(
-  op: str, update: Update, center: ModelState, grads: PyTree, shared: PyTree
-) -> tuple[ModelState, PyTree]:
+  op: str,
+  update: Update,
+  center: ModelState,
+  grads: PyTree,
+  shared: PyTree,
+  fmt: str | None = None,
+) -> tuple[ModelState, PyTree, PyTree]:
   """Updates the center once, with the sum or mean of all commits.
 
   Args:
@@ -200,9 +206,18 @@ def commit_combined(
     center: The center.
     grads: The gradients that this replica commits; None for leaves without.
     shared: Further arguments of `update`.
+    fmt: The format in which gradients are sent; None: as they are.
 
   Returns:
-    The new center, and the new local parameters: those of the center.
+    The new center; the new local parameters, which are those of the center; and
+    the remainders of `agn_quantized.reduce_quantized`, None without a format.
   """
-  center = update(center, replica_context.reduce_gradients(op, grads), shared)
-  return center, center.params
+  remainders = None
+  if fmt is None:
+    reduced = replica_context.reduce_gradients(op, grads)
+  else:
+    reduced, remainders = agn_quantized.reduce_quantized(
+      op, grads, center.params, fmt
+    )
+  center = update(center, reduced, shared)
+  return center, center.params, remainders
