@@ -133,6 +133,7 @@ def test_center_and_remainders_together_lose_nothing(fmt, replicas):
     assert np.any(waiting)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_reaches_the_mean_of_the_replicas_optima(fmt):
   strategy = strategy_of(8)
@@ -163,6 +164,7 @@ def test_all_replicas_continue_from_the_same_center():
       np.testing.assert_array_equal(row, state.params[name])
 
 
+@pytest.mark.slow
 def test_a_replica_of_several_devices_quantizes_each_shard():
   strategy = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
   model = nn.Dense(64)
