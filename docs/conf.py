@@ -44,6 +44,7 @@ extensions = [
   "sphinx.ext.napoleon",
   "sphinx_copybutton",
   "sphinx_design",
+  "mathml",
   "notebooks",
   "repository_links",
   "themed_pictures",
@@ -73,6 +74,7 @@ nb_execution_timeout = 300  # seconds, for one cell
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 
+html_math_renderer = "mathml"
 html_theme = "sphinx_book_theme"
 html_title = f"flaxshard {version}"
 html_static_path = ["_static"]

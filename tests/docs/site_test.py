@@ -18,8 +18,9 @@ _CONF = """
 import sys
 sys.path.insert(0, {ext!r})
 extensions = [
-  "myst_nb", "notebooks", "repository_links", "themed_pictures"
+  "mathml", "myst_nb", "notebooks", "repository_links", "themed_pictures"
 ]
+html_math_renderer = "mathml"
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"
@@ -92,7 +93,7 @@ def _build(
   finally:
     app.cleanup()
     for name in set(sys.modules) - modules:
-      if name in ("notebooks", "repository_links", "themed_pictures"):
+      if name in ("mathml", "notebooks", "repository_links", "themed_pictures"):
         del sys.modules[name]
   return pages, warnings.getvalue()
 
@@ -145,6 +146,12 @@ def test_pictures_become_an_image_for_each_scheme(repository) -> None:
       ("One &amp; two", f"only-{scheme}", f"_images/a_{scheme}.svg")
       for scheme in ("light", "dark")
     ]
+
+
+def test_formulas_need_no_script(repository) -> None:
+  pages, warnings = _build(repository, "```{math}\nx^2\n```\n")
+  assert not warnings
+  assert "<msup>" in pages["index"] and "mathjax" not in pages["index"]
 
 
 @pytest.mark.parametrize("link", ["../code/b.py", "../no", "../NO.md", "b.md"])
