@@ -39,6 +39,11 @@ ELSEWHERE = (
   ("bash", r"^(\S*/)?(pip|python3? -m pip) install ", "pyproject.toml"),
   ("bash", r"--local_processes=", "tests/processes/local_test.py"),
   ("bash", r"--plan=", "tests/analysis/config_plan_test.py"),
+  (
+    "bash",
+    r"--config=imagenet|tensorflow_datasets as tfds",
+    "tests/data/imagenet_test.py",
+  ),
   ("bash", r"gs://|s3://", "tests/train/bucket_test.py"),
   (
     "bash",
