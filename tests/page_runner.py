@@ -174,7 +174,9 @@ def _last_lines(error: BaseException) -> list[str]:
   if isinstance(error, SyntaxError):  # after the line of code
     text = text.splitlines()[-1]
   short = re.sub(r"^[\w.]+\.(?=\w+:)", "", text)
-  return [short, text, short.splitlines()[-1]]
+  # JAX adds notes about its own frames behind the message.
+  message = f"{type(error).__name__}: {error}"
+  return [short, text, message, message.splitlines()[-1]]
 
 
 def _compare(
