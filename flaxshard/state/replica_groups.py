@@ -71,7 +71,7 @@ def copy_first_replica(state: PyTree) -> PyTree:
   return jax.tree.unflatten(treedef, leaves)
 
 
-# The README's name: `flaxshard.divergence.of_first_replica`.
+# The public name: `flaxshard.divergence.of_first_replica`.
 of_first_replica = copy_first_replica
 
 
