@@ -72,9 +72,12 @@ class CheckpointStep:
     )
     if mapping.errors:
       raise ValueError(f"{self.directory}: {mapping.errors[0]}")
-    restarts = wrapper_states.find_restarts(
-      state.wrappers, template.get(migrate.WRAPPER_STATES, {}), saved
-    )
+    try:
+      restarts = wrapper_states.find_restarts(
+        state.wrappers, template.get(migrate.WRAPPER_STATES, {}), saved
+      )
+    except ValueError as e:
+      raise ValueError(f"{self.directory}: {e}") from e
     derived = wrapper_states.derived_paths(state.wrappers, [*saved, *targets])
     saved = {p: x for p, x in saved.items() if p in targets or p not in derived}
     empty = [p for p in targets if p in derived and p not in saved]

@@ -196,16 +196,23 @@ def find_restarts(
     wrappers: The wrappers of the train state.
     templates: Shapes, dtypes and shardings of their states, by name.
     saved: The leaves of the checkpoint, by path in the train state.
+
+  Raises:
+    ValueError: A wrapper without `restart` was saved with another number of
+      replicas.
   """
   restarts = []
   for wrapper in wrappers:
     path = (migrate.WRAPPER_STATES, base.name_of(wrapper))
     template = templates[path[-1]]
-    if not (base.overrides(wrapper, "restart") and jax.tree.leaves(template)):
+    if not jax.tree.leaves(template):
       continue
     mask = base.per_replica_mask(wrapper, template)
     leaves = leaves_of(template, path)
     per_replica = tuple(itertools.compress(leaves, mask))
+    if not base.overrides(wrapper, "restart"):
+      _check_num_replicas(path[-1], {p: leaves[p] for p in per_replica}, saved)
+      continue
     replicas = leaves[per_replica[0]].shape[0] if per_replica else 1
     saved_replicas = None
     if migrate.has_prefix(saved, path):
@@ -220,6 +227,20 @@ def find_restarts(
       Restart(wrapper, path, template, per_replica, replicas, saved_replicas)
     )
   return restarts
+
+
+def _check_num_replicas(
+  name: str, leaves: Mapping[Path, Any], saved: Mapping[Path, Any]
+) -> None:
+  """Raises a ValueError if only the number of replicas differs in a leaf."""
+  for path, leaf in leaves.items():
+    shape = saved[path].shape if path in saved else leaf.shape
+    if shape[1:] == leaf.shape[1:] and shape != leaf.shape and shape:
+      raise ValueError(
+        f"wrapper {name!r} was saved with {shape[0]} replicas, and has "
+        f"{leaf.shape[0]} here: it keeps a value for each replica, and does "
+        "not define `restart`, which makes a state for another number."
+      )
 
 
 def derived_paths(

@@ -520,3 +520,36 @@ def test_state_that_differs_in_more_than_replicas_raises(path):
       ValueError, match=r"agn/grad_accum/BatchNorm_0/bias: shape \(5, 2\), wh"
     ):
       restore(path, create(replicas, MEAN), 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class CountsPerReplica(fs.wrappers.Base):
+  """Counts the steps of each replica; has no `restart`."""
+
+  def init(self, params, tx):
+    del params, tx
+    return {"steps": jnp.zeros((), jnp.int32)}
+
+  def partition_specs(self, state):
+    return jax.tree.map(lambda _: P("replica"), state)
+
+
+def test_wrapper_without_restart_on_other_replicas_raises(tmp_path):
+  def create_counting(replicas):
+    return fs.TrainState.create(
+      apply_fn=None,
+      params={"w": jnp.ones(3)},
+      tx=optax.sgd(0.1),
+      wrappers=[CountsPerReplica()],
+      strategy=strategy_of(replicas),
+    )
+
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, create_counting(8))
+    checkpointer.restore(create_counting(8))
+    with pytest.raises(
+      ValueError,
+      match=r"/1: wrapper 'counts_per_replica' was saved with 8 replicas, and "
+      "has 4 here: .* does not define `restart`",
+    ):
+      checkpointer.restore(create_counting(4))
