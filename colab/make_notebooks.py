@@ -74,6 +74,7 @@ def execute(
   client = nbclient.NotebookClient(
     notebook,
     timeout=timeout,
+    coalesce_streams=True,  # of a progress bar, keep the last state
     resources={"metadata": {"path": str(folder)}},
   )
   return client.execute()

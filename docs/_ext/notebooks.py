@@ -1,12 +1,12 @@
-"""Notebooks in the site: executed once, set-up hidden, badges as text.
+"""Notebooks in the site: executed once, badges as text.
 
 The tests with the TPU compiler (`pytest -m tpu tests/colab`) execute the
 notebooks, and leave them in the folder named by the environment variable
 FLAXSHARD_NOTEBOOKS. If it is set, the site is made from those and executes
 nothing.
 
-The first code cell, which installs flaxshard on Colab, is folded. Its badge is
-an image from the net: the site shows its text, and has a button above the page.
+The badge of Colab is an image from the net: the site shows its text, and has a
+button above the page.
 Links to documents on GitHub and to notebooks on Colab, which work everywhere,
 lead to the pages of the site.
 """
@@ -34,11 +34,11 @@ def code(notebook: dict[str, Any]) -> list[str]:
   Args:
     notebook: The contents of an .ipynb file.
   """
-  return ["".join(cell["source"]) for cell in _code_cells(notebook)]
-
-
-def _code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
-  return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+  return [
+    "".join(cell["source"])
+    for cell in notebook["cells"]
+    if cell["cell_type"] == "code"
+  ]
 
 
 def _do_not_execute(
@@ -65,8 +65,6 @@ def _read(app: application.Sphinx, docname: str, source: list[str]) -> None:
     if cell["cell_type"] == "markdown":
       text = "".join(cell["source"])
       cell["source"] = _make_links_relative(app.config, text)
-  first = _code_cells(notebook)[0]
-  first["metadata"].setdefault("tags", []).append("hide-input")
   source[0] = json.dumps(notebook)
 
 

@@ -48,8 +48,11 @@ _MARKDOWN = _cell("markdown", f"# Title\n[![Open]({_BADGE})](https://x.y/z)")
 
 
 @pytest.fixture
-def repository(tmp_path: pathlib.Path) -> pathlib.Path:
+def repository(
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> pathlib.Path:
   """Returns a repository with a site in docs/."""
+  monkeypatch.delenv("FLAXSHARD_NOTEBOOKS", raising=False)
   files = {
     "code/a.py": "",
     "CHANGES.md": "# Changes\n[a](code/a.py) [index](docs/index.md)\n## Old\n",
@@ -161,12 +164,11 @@ def test_a_link_to_no_file_is_a_warning(repository, link) -> None:
   assert "index.md" in warnings
 
 
-def test_badges_are_texts_and_the_first_cell_is_folded(repository) -> None:
+def test_badges_are_texts(repository) -> None:
   pages, _ = _build(repository)
   page = pages["tutorials/first"]
   assert _BADGE not in page
   assert 'href="https://x.y/z">Open</a>' in page
-  assert "tag_hide-input" in page
 
 
 def test_links_of_a_notebook_lead_to_pages_of_the_site(repository) -> None:
