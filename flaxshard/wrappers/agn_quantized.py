@@ -139,8 +139,19 @@ def _reduce_parts(
       leaf.from_rows(x).astype(leaf.dtype)
       for leaf, x in zip(splits, totals, strict=True)
     ],
-    [leaf.from_rows(x) for leaf, x in zip(splits, rests, strict=True)],
+    [
+      leaf.from_rows(_drop_nonfinite(x))
+      for leaf, x in zip(splits, rests, strict=True)
+    ],
   )
+
+
+def _drop_nonfinite(rest: jax.Array) -> jax.Array:
+  """Returns a remainder with zeros where a commit was infinite or NaN.
+
+  Otherwise all later commits would be, also where the center skips this one.
+  """
+  return jnp.where(jnp.isfinite(rest), rest, 0)
 
 
 def _encode(rows: list[jax.Array], fmt: str) -> jax.Array:

@@ -236,6 +236,33 @@ def test_a_nonfinite_commit_reaches_the_center():
   assert np.isnan(state.params["w"]).all()
 
 
+@pytest.mark.parametrize("fmt", ["bfloat16", "int4"])
+def test_a_nonfinite_commit_is_not_in_later_ones(fmt):
+  strategy = strategy_of(4)
+  state = create(
+    strategy,
+    1,
+    "mean",
+    commit_dtype=fmt,
+    outer_tx=optax.apply_if_finite(optax.sgd(0.1), 3),
+  )
+
+  def scaled(state, scales):
+    return state.minimize(lambda p: (p["w"] * scales).sum())
+
+  train = strategy.jit(scaled)
+  for replica_2 in (np.nan, np.inf, 1):
+    scales = strategy.distribute_values_from_function(
+      lambda context, x=replica_2: np.float32(
+        x if context.replica_id_in_sync_group == 2 else 1
+      )
+    )
+    state, _ = train(state, scales)
+  # Two commits were skipped, and the third is applied.
+  np.testing.assert_allclose(state.params["w"], PARAMS["w"] - 0.1, atol=1e-3)
+  assert np.isfinite(state.wrapper_states["agn"].grad_accum["w"]).all()
+
+
 @pytest.mark.parametrize(
   ("kwargs", "error", "facts"),
   [
