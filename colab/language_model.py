@@ -96,7 +96,7 @@ config.log_every_steps = 25
 config.eval_every_steps = 50
 config.checkpoint_every_steps = 100
 config.mesh.replica = 1  # -1: as many replicas as there are devices
-print(config.data)
+print(config.model)
 
 # %% [markdown]
 # ## Train, and stop in the middle

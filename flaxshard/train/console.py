@@ -151,8 +151,13 @@ def progress_bar(
     yield lambda step, row: None
     return
   charts.require("the progress bar", "tqdm")
-  from tqdm import auto
-  from tqdm.contrib import logging as tqdm_logging
+  from tqdm import TqdmWarning
+
+  with warnings.catch_warnings():
+    # In a notebook without ipywidgets the bar is text, which is fine.
+    warnings.simplefilter("ignore", TqdmWarning)
+    from tqdm import auto
+    from tqdm.contrib import logging as tqdm_logging
 
   # Log lines are printed above the bar, not through it. tqdm replaces the
   # handlers that write to the console, so ask it only where there are some.

@@ -163,6 +163,12 @@ def test_notebook_runs(
     notebook_outputs.code_cells(notebook)[0]
   )
   assert len(make_notebooks.pictures(notebook)) == 1
+  outputs = [
+    output
+    for cell in notebook_outputs.code_cells(notebook)
+    for output in cell["outputs"]
+  ]
+  assert "Warning:" not in "".join(x.get("text", "") for x in outputs)
   results, expected = notebook_outputs.results(notebook), _RESULTS[source.stem]
   assert set(results) == set(expected)
   for name, (low, high) in expected.items():
