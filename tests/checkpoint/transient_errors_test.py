@@ -79,7 +79,7 @@ def test_too_many_open_files_raises(path, spare):
   with fs.Checkpointer(path) as checkpointer:
     with (
       leave_open_files(spare),
-      pytest.raises(Exception) as e,  # noqa: PT011: of Orbax
+      pytest.raises(Exception) as e,  # of Orbax
     ):
       checkpointer.restore(create(0.0))
     assert not isinstance(e.value, digests.Damaged)
@@ -125,7 +125,7 @@ def test_files_without_permission_raise(path):
   with fs.Checkpointer(path) as checkpointer:
     os.seteuid(65534)
     try:
-      with pytest.raises(Exception) as e:  # noqa: B017, PT011: Orbax's own
+      with pytest.raises(Exception) as e:  # Orbax's own
         checkpointer.restore(create(0.0))
       assert not isinstance(e.value, digests.Damaged)
     finally:
