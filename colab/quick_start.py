@@ -3,7 +3,7 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/flaxshard/flaxshard/blob/main/colab/quick_start.ipynb)
 #
-# float16 is fast and small, but gradients below 6e-8 become zero in it.
+# float16 is fast and small, but gradients below 3e-8 become zero in it.
 # *Dynamic loss scaling* multiplies the loss by a large number, so that small
 # gradients survive, and divides the gradients by it afterwards. A step whose
 # gradients overflow is skipped.

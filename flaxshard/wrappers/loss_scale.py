@@ -38,7 +38,7 @@ State = LossScaleState | tuple[()]
 class LossScale(base.Base):
   """Scales the loss, unscales the gradients and skips steps that overflow.
 
-  float16 gradients below 6e-8 round to zero. A loss that is multiplied by a
+  float16 gradients below 3e-8 round to zero. A loss that is multiplied by a
   scale has gradients that do not. A dynamic scale searches for the largest
   scale that does not overflow. A step with a non-finite gradient changes the
   scale and nothing else: not the parameters, the optimizer state, `step`, the
