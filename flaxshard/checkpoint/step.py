@@ -67,7 +67,7 @@ def save_args(
   note = replica_groups.describe_divergence(state)
   if note:
     _log.info("step %d: %s", int(state.step), note)
-    state = replica_groups.copy_first_replica(state)
+    state = replica_groups.of_first_replica(state)
   items: dict[str, Any] = {
     plain_item: ocp.args.StandardSave(fields_lib.plain_state(state))
   }

@@ -39,7 +39,7 @@ def describe_divergence(state: PyTree) -> str | None:
   return stack.divergence(state.wrappers)
 
 
-def copy_first_replica(state: PyTree) -> PyTree:
+def of_first_replica(state: PyTree) -> PyTree:
   """Copies the state of replica 0 to all replicas, if they differ.
 
   Args:
@@ -55,7 +55,7 @@ def copy_first_replica(state: PyTree) -> PyTree:
     >>> import flaxshard as fs, optax
     >>> state = fs.TrainState.create(
     ...     apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
-    >>> copy_first_replica(state) is state
+    >>> of_first_replica(state) is state
     True
   """
   if describe_divergence(state) is None:
@@ -69,10 +69,6 @@ def copy_first_replica(state: PyTree) -> PyTree:
     for i, x in zip(indices, copies, strict=True):
       leaves[i] = x
   return jax.tree.unflatten(treedef, leaves)
-
-
-# The public name: `flaxshard.divergence.of_first_replica`.
-of_first_replica = copy_first_replica
 
 
 def is_split_over_replicas(x: Any) -> bool:

@@ -52,7 +52,7 @@ class Stream:
       )
     if self._first_replica is None:
       # Once for a batch, and only if it is asked for: this is a collective.
-      self._first_replica = replica_groups.copy_first_replica(self._state)
+      self._first_replica = replica_groups.of_first_replica(self._state)
     return self._first_replica
 
 

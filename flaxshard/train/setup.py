@@ -126,7 +126,7 @@ class Setup:
       state = state.settle()
     evaluation = evaluation_lib.Evaluation(
       # A checkpoint saves replica 0 as well, if groups of replicas differ.
-      state=replica_groups.copy_first_replica(
+      state=replica_groups.of_first_replica(
         state.replace(params=state.eval_params)
       ),
       step=step,

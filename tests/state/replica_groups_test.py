@@ -79,11 +79,11 @@ def assert_on_all_devices(state, wanted):
       assert np.asarray(shard.data).tobytes() == wanted_bytes
 
 
-def test_copy_first_replica_keeps_every_bit(diverged) -> None:
+def test_of_first_replica_keeps_every_bit(diverged) -> None:
   state, wanted = diverged
   for x in (state.params["b"], *jax.tree.leaves(state.opt_state)):
     assert len({held.tobytes() for held in grouped.on_each(x)}) > 1
-  new = replica_groups.copy_first_replica(state)
+  new = replica_groups.of_first_replica(state)
   assert new.params["w"].sharding == state.params["w"].sharding
   assert_on_all_devices(new, wanted)
 
@@ -107,7 +107,7 @@ def test_states_that_do_not_diverge():
   state = grouped.create(fs.Strategy(), fs.LossScale(8))
   assert replica_groups.describe_divergence(state) is None
   assert replica_groups.describe_divergence({"w": 1}) is None
-  assert replica_groups.copy_first_replica(state) is state
+  assert replica_groups.of_first_replica(state) is state
   assert fs.divergence.of_first_replica(state) is state
 
 

@@ -126,7 +126,7 @@ def test_rollouts_of_the_newest_state_resume_to_the_same_result(tmp_path):
 def test_replicas_are_copied_once_for_a_batch_that_needs_the_state(monkeypatch):
   copied = []
   copy = lambda state: copied.append(state) or f"copy of {state}"
-  monkeypatch.setattr(replica_groups, "copy_first_replica", copy)
+  monkeypatch.setattr(replica_groups, "of_first_replica", copy)
 
   class Task:
     name = "Task"

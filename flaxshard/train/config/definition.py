@@ -24,7 +24,7 @@ def resolve_mode(metric: str, mode: str) -> str:
 
   Args:
     metric: Name of a metric of the evaluation.
-    mode: `"max"`, `"min"`, or `"auto"` for a metric of `BEST_MODES`.
+    mode: `"max"`, `"min"`, or `"auto"`: `"min"` for `eval_loss`, else `"max"`.
   """
   return BEST_MODES.get(metric, "max") if mode == "auto" else mode
 
