@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from sphinx.util import inspect
+
 _OPTIONS = {
   # Single backticks in docstrings: code, and a link if it is a public name.
   "default_role": "py:obj",
@@ -21,15 +23,39 @@ _OPTIONS = {
 
 # Docstrings of the fields of NamedTuples, and of `replace`.
 _INHERITED = ("Alias for field number", "Returns a new object replacing")
+_PYTREE = ("tree_flatten_with_keys", "tree_unflatten")
 
 
 def _skip_member(
   app: Any, what: str, name: str, obj: Any, skip: bool, options: Any
 ) -> bool | None:
-  """Leaves out what Python and Flax give all tuples and dataclasses."""
-  del app, what, name, skip, options
+  """Leaves out what Python, Flax and JAX ask of all tuples and pytrees."""
+  del app, what, skip, options
   doc = getattr(obj, "__doc__", None) or ""
-  return True if doc.startswith(_INHERITED) else None
+  return True if doc.startswith(_INHERITED) or name in _PYTREE else None
+
+
+# What Python makes of aliases of types and of default values, and their names.
+_SCALAR = r"~jax\S+Array \| ~numpy.ndarray \|[^]]*?complex"
+_SCHEDULE = rf"~collections.abc.Callable\[\[{_SCALAR}\], {_SCALAR}\]"
+_NAMES = {
+  r"~numpy\S+_Buffer \|.*?_NestedSequence\[complex \| bytes \| str\]": (
+    "~numpy.typing.ArrayLike"
+  ),
+  rf"float \| ~jax\S+Array \| {_SCHEDULE}": "~optax.ScalarOrSchedule",
+  _SCHEDULE: "~optax.Schedule",
+  rf"{_SCALAR} \| .*?Mapping\[\S+ ArrayTree\]": "~optax.OptState",
+  "~flaxshard.state.sharding.HasMesh": "~flaxshard.Strategy",
+  # The fields that Linen adds to each module.
+  r", parent: [^=]*= <.*?>, name: [^=]*= None": "",
+  r"<factory>|<object object>|[\w.]*MISSING\b": "...",
+}
+
+
+def _shorten(text: str) -> str:
+  for long, short in _NAMES.items():
+    text = re.sub(long, short, text)
+  return text
 
 
 def _shorten_signature(
@@ -41,21 +67,24 @@ def _shorten_signature(
   signature: str | None,
   returns: str | None,
 ) -> tuple[str, str | None] | None:
-  """Makes signatures of classes ones that Sphinx can format."""
+  """Makes signatures ones that Sphinx can format and a reader can use."""
   del app, name, options
-  if what != "class" or signature is None:
+  if signature is None:
     return None
-  if getattr(obj, "_is_protocol", False):
+  if what == "class" and getattr(obj, "_is_protocol", False):
     return "", None  # it is not called
-  # The fields that Linen adds to each module.
-  signature = re.sub(
-    r", parent: [^=]*= <.*?>, name: [^=]*= None", "", signature
-  )
-  return signature.replace("<factory>", "..."), returns
+  if signature.startswith("(*args: Any, **kwargs"):  # of an NNX metaclass
+    own = inspect.signature(obj.__init__, bound_method=True)
+    signature = inspect.stringify_signature(own, unqualified_typehints=True)
+  return _shorten(signature), _shorten(returns) if returns else None
 
 
 # Stands for a colon while napoleon reads a docstring.
 _COLON = "\ue000"
+
+
+def _separate(match: re.Match[str]) -> str:
+  return f"{match[1]}\\ {match[2]}" if match[2] else match[1]
 
 
 def _prepare(
@@ -65,7 +94,7 @@ def _prepare(
   del app, name, obj, options
   for i, line in enumerate(lines):
     # A letter after a backtick, as in "`Array`s", needs an escaped space.
-    line = re.sub(r"(`[^`\n]+`)(?=[a-z])", r"\1\\ ", line)
+    line = re.sub(r"(`[^`]+`)([a-z]?)", _separate, line)
     lines[i] = re.sub(r"docs/([\w/]+)\.md", r":doc:`/\1`", line)
   # Napoleon takes what precedes a colon in these lines as a type.
   starts = [i + 1 for i, x in enumerate(lines[:-1]) if x.strip() == "Returns:"]

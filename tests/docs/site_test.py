@@ -1,5 +1,6 @@
 """The extensions of docs/ in a small site."""
 
+import html
 import io
 import json
 import pathlib
@@ -18,7 +19,8 @@ _CONF = """
 import sys
 sys.path.insert(0, {ext!r})
 extensions = [
-  "mathml", "myst_nb", "notebooks", "repository_links", "themed_pictures"
+  "myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "api_pages", "mathml",
+  "notebooks", "repository_links", "themed_pictures",
 ]
 html_math_renderer = "mathml"
 exclude_patterns = ["_build"]
@@ -82,7 +84,6 @@ def _build(
   with (docs / "index.md").open("a") as file:
     file.write(text)
   warnings = io.StringIO()
-  modules = set(sys.modules)
   app = SphinxTestApp(
     srcdir=docs, confoverrides=config, warning=warnings, freshenv=True
   )
@@ -95,9 +96,8 @@ def _build(
     }
   finally:
     app.cleanup()
-    for name in set(sys.modules) - modules:
-      if name in ("mathml", "notebooks", "repository_links", "themed_pictures"):
-        del sys.modules[name]
+    for path in (_ROOT / "docs" / "_ext").glob("*.py"):
+      sys.modules.pop(path.stem, None)
   return pages, warnings.getvalue()
 
 
@@ -155,6 +155,31 @@ def test_formulas_need_no_script(repository) -> None:
   pages, warnings = _build(repository, "```{math}\nx^2\n```\n")
   assert not warnings
   assert "<msup>" in pages["index"] and "mathjax" not in pages["index"]
+
+
+def test_signatures_have_the_names_of_types(repository) -> None:
+  entries = "\n".join(
+    f".. {kind}:: flaxshard.{name}\n"
+    for kind, name in (
+      ("automethod", "Topology.device_at"),
+      ("autofunction", "optimizers.ftrl"),
+      ("autofunction", "create_train_state"),
+      ("autoclass", "nnx.Optimizer"),
+      ("autoclass", "TrainState"),
+    )
+  )
+  pages, _ = _build(repository, f"```{{eval-rst}}\n{entries}```\n")
+  text = re.sub("<.*?>", "", pages["index"])
+  text = " ".join(html.unescape(text).split())
+  for name in (
+    "device_coordinates: ArrayLike",
+    "learning_rate: ScalarOrSchedule",
+    "strategy: Strategy | None",
+    "wrt: Any = ...",
+    "opt_state: OptState",
+  ):
+    assert name in text
+  assert "jax.ShapeDtypeStructs among them" in text
 
 
 @pytest.mark.parametrize("link", ["../code/b.py", "../no", "../NO.md", "b.md"])
