@@ -161,6 +161,7 @@ def test_missing_fields_raise():
   [
     ("config.bach_size", make(bach_size=16), FIELDS, "'batch_size'"),
     ("config.mesh.replicas", make(mesh={"replicas": 8}), mesh(), "'replica'"),
+    ("config.rules", make(rules="fsdp"), FIELDS, "mean config.mesh.rules?"),
   ],
 )
 def test_unknown_fields_raise_with_the_known_and_similar_ones(

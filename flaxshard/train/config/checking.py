@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_collections
@@ -164,10 +164,21 @@ def _check_names(
   names = [field.name for field in fields]
   for name in given:
     if name not in names:
+      places = " or ".join(_places("config", definition.FIELDS, name))
+      hint = f" Did you mean {places}?" if places else ""
       raise ValueError(
         f"{where}.{name} is not a field."
-        f"{checks.did_you_mean(name, names)} The fields are {', '.join(names)}."
+        f"{hint or checks.did_you_mean(name, names)} The fields are "
+        f"{', '.join(names)}."
       )
+
+
+def _places(where: str, fields: Sequence[Field], name: str) -> Iterator[str]:
+  """Yields the paths of the fields of a name."""
+  for field in fields:
+    if field.name == name:
+      yield f"{where}.{name}"
+    yield from _places(f"{where}.{field.name}", field.fields, name)
 
 
 def _to_dict(value: Any) -> Any:
