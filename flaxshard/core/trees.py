@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxshard.core import checks
 from flaxshard.core.indexed_slices import is_indexed_slices
 
 PyTree = Any
@@ -62,6 +63,30 @@ def _is_key(dtype: Any) -> bool:
   return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def is_array(leaf: Any) -> bool:
+  """Returns whether a value is an array of numbers, or a number.
+
+  Args:
+    leaf: Any value. Arrays of JAX, of NumPy and described ones are arrays.
+
+  Example:
+    >>> is_array(2.5), is_array(np.array(["text"]))
+    (True, False)
+  """
+  # `jnp.result_type` accepts dtypes and their names too. Modules of Flax have a
+  # dtype.
+  if isinstance(leaf, (str, type, np.dtype)):
+    return False
+  if hasattr(leaf, "dtype") and not hasattr(leaf, "shape"):
+    return False
+  try:
+    dtype = dtype_of(leaf)
+  except (TypeError, ValueError):
+    return False
+  # Objects, texts, bytes and times of NumPy.
+  return getattr(dtype, "kind", "") not in tuple("OUSMm")
+
+
 def check_arrays(argument: str, tree: PyTree) -> None:
   """Checks that every leaf of a tree is an array or a number.
 
@@ -73,15 +98,11 @@ def check_arrays(argument: str, tree: PyTree) -> None:
     TypeError: A leaf is something else; the message has its path.
   """
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    try:
-      # `jnp.result_type` accepts dtypes and their names too.
-      if isinstance(leaf, (str, type, np.dtype)):
-        raise TypeError("not an array")
-      dtype_of(leaf)
-    except (TypeError, ValueError) as e:
+    if not is_array(leaf):
       raise TypeError(
-        f"{argument}[{path_string(path)}] must be an array, got {leaf!r}."
-      ) from e
+        f"{argument}[{path_string(path)}] must be an array, got "
+        f"{checks.describe(leaf)}."
+      )
 
 
 def integer_overflow(x: Any) -> str | None:

@@ -197,14 +197,12 @@ def default_sharding(mesh: Mesh, *, per_replica: bool) -> NamedSharding:
 
 def _check_array(where: str, leaf: Any) -> None:
   """Raises a TypeError unless an argument is an array or a number."""
-  try:
-    trees.check_arrays(where, leaf)
-  except TypeError as e:
+  if not trees.is_array(leaf):
     raise TypeError(
       f"{where} must be an array or a number, got {checks.describe(leaf)}. "
       "Values of other types are bound to the function: "
       "functools.partial(fn, name=value), created once."
-    ) from e
+    )
 
 
 def _check_replica_axis(where: str, mesh: Mesh, leaf: Any, path: Any) -> None:

@@ -29,6 +29,13 @@ from flaxshard.strategy import unread_inputs
 from flaxshard.strategy.arguments import Layout
 from flaxshard.wrappers import stack
 
+# Errors of JAX for Python code that asks for the value of a traced array.
+_NOT_KNOWN_WHILE_TRACING = (
+  jax.errors.ConcretizationTypeError,
+  jax.errors.TracerArrayConversionError,
+  jax.errors.TracerIntegerConversionError,
+)
+
 PyTree = Any
 P = jax.sharding.PartitionSpec
 
@@ -248,7 +255,7 @@ def _call(fn: Callable[..., PyTree], args: Any, kwargs: Any) -> PyTree:
   """Calls `fn`, and says in errors of JAX what is special inside of `run`."""
   try:
     return fn(*args, **kwargs)
-  except jax.errors.ConcretizationTypeError as e:
+  except _NOT_KNOWN_WHILE_TRACING as e:
     # JAX names the arguments by their number among all leaves.
     e.add_note(
       "run: fn is traced, and so are all its arguments, numbers and booleans "

@@ -212,7 +212,9 @@ class Strategy:
         argument was donated to an earlier call.
     """
     _check_function("fn", fn)
-    if not isinstance(donate_argnums, Iterable):
+    if isinstance(donate_argnums, str) or not isinstance(
+      donate_argnums, Iterable
+    ):
       donate_argnums = (donate_argnums,)
     donated = tuple(
       checks.integer("jit: donate_argnums", i, minimum=0)

@@ -4,6 +4,7 @@ import collections
 from typing import Any, NamedTuple
 
 from flax import core
+from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +31,16 @@ def test_dtype_of_arrays_and_numbers():
 
 @pytest.mark.parametrize(
   "leaf",
-  ["float32", max, jnp.float32, np.dtype("float32")],
+  [
+    "float32",
+    max,
+    jnp.float32,
+    np.dtype("float32"),
+    nn.Dense(3),
+    np.array(["text"]),
+    np.array([[1], None], object),
+    np.datetime64("2020-01-01"),
+  ],
 )
 def test_leaf_that_is_not_an_array_raises(leaf):
   with pytest.raises(TypeError, match=r"params\[a/1\]"):

@@ -3,6 +3,7 @@
 import warnings
 
 import compilations
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,15 +94,31 @@ def test_arguments_are_checked_on_every_call():
     match=r"argument 1 must be an array or a number, got 'a'.*partial",
   ):
     run(jnp.ones(()), "a")
+  for value, described in (
+    (nn.Dense(3), "type Dense"),
+    (np.array(["a"]), "<U1[1]"),
+  ):
+    with pytest.raises(TypeError, match="argument 1") as e:
+      run(jnp.ones(()), value)
+    assert described in str(e.value)
   first = EIGHT.jit(lambda x: x)
   first(fs.PerReplica(np.ones((8, 2))))
   with pytest.raises(ValueError, match="must have the 8 replicas"):
     first(fs.PerReplica(np.ones((4, 2))))
 
 
-def test_a_decision_by_an_argument_gets_a_note():
-  with pytest.raises(jax.errors.TracerBoolConversionError) as e:
-    EIGHT.run(lambda x, train: x if train else 2 * x, (1.0, True))
+@pytest.mark.parametrize(
+  ("fn", "kind"),
+  [
+    (lambda x, y: x if y else 2 * x, jax.errors.TracerBoolConversionError),
+    (lambda x, y: x * [1, 2][y], jax.errors.TracerIntegerConversionError),
+    (lambda x, y: x * np.asarray(y), jax.errors.TracerArrayConversionError),
+    (lambda x, y: x * float(y), jax.errors.ConcretizationTypeError),
+  ],
+)
+def test_a_decision_by_an_argument_gets_a_note(fn, kind):
+  with pytest.raises(kind) as e:
+    EIGHT.run(fn, (1.0, 1))
   assert any(
     "functools.partial(fn, train=True)" in n for n in e.value.__notes__
   )

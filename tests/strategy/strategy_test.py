@@ -281,6 +281,11 @@ def test_device_assignment_gives_the_order_of_the_mesh():
       "donate_argnums.*-1",
     ),
     (
+      lambda s: s.jit(jnp.sum, donate_argnums="state"),
+      TypeError,
+      "donate_argnums.*'state'",
+    ),
+    (
       lambda s: s.jit(jnp.sum, donate_argnums=1)(1.0),
       ValueError,
       "donate_argnums",
