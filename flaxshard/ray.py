@@ -135,9 +135,7 @@ def _import_ray() -> tuple[Any, Any]:
 
 
 def _check_workdir(workdir: str | os.PathLike[str]) -> str:
-  if not isinstance(workdir, (str, os.PathLike)):
-    raise TypeError(f"workdir must be a path, got {type(workdir)}.")
-  path = os.fspath(workdir)
+  path = checks.path("workdir", workdir)
   if not files.is_bucket(path) and not os.path.isabs(path):
     raise ValueError(
       f"workdir must be an absolute path or a bucket's URL, got {path!r}: "

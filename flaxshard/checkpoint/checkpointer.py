@@ -99,8 +99,7 @@ class Checkpointer:
     plain_item: str = "default",
     digests: bool = True,
   ):
-    if not isinstance(directory, (str, os.PathLike)):
-      raise TypeError(f"directory must be a path, got {directory!r}.")
+    directory = checks.path("directory", directory)
     step_lib.check_plain_item(plain_item)
     self._plain_item = plain_item
     self._digests = checks.boolean("digests", digests)
@@ -117,7 +116,7 @@ class Checkpointer:
     except (TypeError, ValueError) as e:
       raise TypeError(f"config must have values JSON can hold: {e}.") from e
     self._config = config
-    directories.check_writable("directory", os.fspath(directory), create=False)
+    directories.check_writable("directory", directory, create=False)
     path = files.absolute(directory)
     # The number of the only step, if the path is that of one step.
     self._only_step = locate.step_of(path)

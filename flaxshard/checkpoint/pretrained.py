@@ -156,8 +156,7 @@ def init_from(
   patterns = init_patterns.Patterns(
     rename, keep, ignore, transpose, reshape, cast
   )
-  if not isinstance(path, (str, os.PathLike)):
-    raise TypeError(f"path must be a path, got {path!r}.")
+  path = checks.path("path", path)
   if not isinstance(subtree, str):
     raise TypeError(f"subtree must be a string, got {subtree!r}.")
   model = model_arrays.ModelArrays.of(state)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 import difflib
 import inspect
 import math
+import os
 import reprlib
 from typing import Any
 import warnings
@@ -106,12 +107,14 @@ def number(
     "above": above,
     "below": below,
   }
-  given = [f"{k} {v:g}" for k, v in bounds.items() if v is not None]
-  allowed = " and ".join(["a finite number", *given])
+  given = [f" {k} {v:g}" for k, v in bounds.items() if v is not None]
+  allowed = "a finite number" + " and".join(given)
   if isinstance(value, (bool, np.bool_)) or not isinstance(
     value, (int, float, np.integer, np.floating)
   ):
-    raise ArgumentTypeError(f"{argument} must be {allowed}, got {value!r}.")
+    raise ArgumentTypeError(
+      f"{argument} must be {allowed}, got {describe(value)}."
+    )
   try:
     is_finite = math.isfinite(value)
   except OverflowError:  # an int that no float can hold
@@ -143,7 +146,9 @@ def boolean(argument: str, value: Any) -> bool:
     True
   """
   if not isinstance(value, (bool, np.bool_)):
-    raise ArgumentTypeError(f"{argument} must be True or False, got {value!r}.")
+    raise ArgumentTypeError(
+      f"{argument} must be True or False, got {describe(value)}."
+    )
   return bool(value)
 
 
@@ -163,9 +168,30 @@ def string(argument: str, value: Any) -> str:
   """
   if not isinstance(value, str) or not value:
     raise ArgumentTypeError(
-      f"{argument} must be a non-empty string, got {value!r}."
+      f"{argument} must be a non-empty string, got {describe(value)}."
     )
   return value
+
+
+def path(argument: str, value: Any) -> str:
+  """Returns a path as a string.
+
+  Args:
+    argument: Name of the argument, for the error message.
+    value: The value to check: a string or a `pathlib.Path`, say.
+
+  Raises:
+    ArgumentTypeError: `value` is not a path.
+
+  Example:
+    >>> path("workdir", "/tmp/run")
+    '/tmp/run'
+  """
+  if not isinstance(value, (str, os.PathLike)):
+    raise ArgumentTypeError(
+      f"{argument} must be a path, got {describe(value)}."
+    )
+  return os.fspath(value)
 
 
 def one_of(argument: str, value: Any, allowed: Iterable[Any]) -> Any:
@@ -189,13 +215,14 @@ def one_of(argument: str, value: Any, allowed: Iterable[Any]) -> Any:
   # By type as well: 1 == True, and an array compares element by element.
   if any(type(value) is type(a) and value == a for a in allowed):
     return value
-  hint = ""
+  got, hint = describe(value), ""
   if isinstance(value, str):
+    got = repr(value)  # whole, for long names
     hint = did_you_mean(value, [a for a in allowed if isinstance(a, str)])
   has_type = any(type(value) is type(a) for a in allowed)
   raise (ValueError if has_type else ArgumentTypeError)(
-    f"{argument} must be one of {', '.join(map(repr, allowed))}, got "
-    f"{value!r}.{hint}"
+    f"{argument} must be one of {', '.join(map(repr, allowed))}, got {got}."
+    f"{hint}"
   )
 
 

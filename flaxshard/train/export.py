@@ -139,9 +139,7 @@ def export(
     checks.one_of("platforms", platform, _ALLOWED_PLATFORMS)
   if batch_size is not None:
     checks.integer("batch_size", batch_size, minimum=1)
-  if not isinstance(path, (str, os.PathLike)):
-    raise TypeError(f"path must be a path, got {checks.describe(path)}.")
-  path = files.absolute(path)
+  path = files.absolute(checks.path("path", path))
   _check_path(path, checks.boolean("overwrite", overwrite))
   model = _open(source, step, task, example)
   variables, predict = _flatten(model)

@@ -172,15 +172,13 @@ def load(
     >>> loaded = fs.load("/tmp/digits")  # doctest: +SKIP
     >>> logits = loaded.predict({"inputs": images})  # doctest: +SKIP
   """
-  if not isinstance(workdir, (str, os.PathLike)):
-    raise TypeError(f"workdir must be a path, got {checks.describe(workdir)}.")
+  workdir = files.absolute(checks.path("workdir", workdir))
   if strategy is not None and not isinstance(strategy, Strategy):
     raise TypeError(
       f"strategy must be a Strategy or None, got {checks.describe(strategy)}."
     )
   if task is not None:
     task = tasks.adapt(task)
-  workdir = files.absolute(workdir)
   config = _read_config(workdir)
   with _name_config_file(workdir):
     loaded = _load_task(config, workdir, task)

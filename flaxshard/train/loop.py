@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import logging
-import os
 import signal
 import time
 from typing import Any
@@ -101,11 +100,7 @@ def train_and_evaluate(
     failures.share(),
   ):
     config = config_lib.check(load.record(config, task))
-    if not isinstance(workdir, (str, os.PathLike)):
-      raise TypeError(
-        f"workdir must be a path, got {checks.describe(workdir)}."
-      )
-    workdir = files.absolute(workdir)
+    workdir = files.absolute(checks.path("workdir", workdir))
     if multihost.is_process_known():
       same_run.check_config(config)
     # First, because it can set the number of virtual devices: from here on JAX

@@ -1,6 +1,7 @@
 """The argument checks: accepted values, and the errors for all others."""
 
 import math
+import pathlib
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from flaxshard.core import checks
     (lambda: checks.number("x", 0, minimum=0, below=1), 0.0),
     (lambda: checks.boolean("b", np.True_), True),
     (lambda: checks.string("s", "a"), "a"),
+    (lambda: checks.path("p", pathlib.PurePosixPath("/a")), "/a"),
     (lambda: checks.one_of("o", None, ("sum", None)), None),
     (lambda: checks.one_of("o", "sum", ("sum", None)), "sum"),
   ],
@@ -54,6 +56,17 @@ def test_valid_value_is_returned_in_plain_python_type(call, returned):
       ("n", "at least 0 and at most 3", "4"),
     ),
     (lambda: checks.number("x", True), TypeError, ("x", "number", "True")),
+    (lambda: checks.number("x", np.ones(9)), TypeError, ("got float64[9].",)),
+    (
+      lambda: checks.number("x", 2, minimum=0, below=1),
+      ValueError,
+      ("x must be a finite number of at least 0 and below 1, got 2.",),
+    ),
+    (lambda: checks.boolean("b", np.ones(9)), TypeError, ("float64[9]",)),
+    (lambda: checks.string("s", np.ones(9)), TypeError, ("float64[9]",)),
+    (lambda: checks.one_of("o", np.ones(9), "a"), TypeError, ("float64[9]",)),
+    (lambda: checks.path("p", None), TypeError, ("p must be a path", "None")),
+    (lambda: checks.path("p", np.ones(9)), TypeError, ("float64[9]",)),
     (lambda: checks.number("x", "1"), TypeError, ("x", "number", "'1'")),
     (lambda: checks.number("x", 1j), TypeError, ("x", "1j")),
     (lambda: checks.number("x", math.nan), ValueError, ("x", "finite", "nan")),
