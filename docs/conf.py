@@ -29,10 +29,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
   [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 
-# The sdist has no symbolic links.
-if not (_ROOT / "docs" / "tutorials").exists():
-  (_ROOT / "docs" / "tutorials").symlink_to("../colab")
-
 project = "flaxshard"
 author = "The flaxshard authors"
 version = release = flaxshard.__version__
@@ -51,7 +47,7 @@ extensions = [
   "api_pages",
   "config_fields",
 ]
-exclude_patterns = ["_build", "_ext", "tutorials/*.py", "**/__pycache__"]
+exclude_patterns = ["_build", "_ext"]
 
 # Links to files of the repository, see _ext/repository_links.py.
 repository_url = "https://github.com/flaxshard/flaxshard"
@@ -61,7 +57,7 @@ repository_pages = {
   "changelog": "CHANGELOG.md",
   "contributing": "CONTRIBUTING.md",
 }
-# Folders of docs/ that are symbolic links.
+# Folders of docs/ with copies of notebooks, see _ext/notebooks.py.
 repository_folders = {"tutorials": "colab"}
 
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]

@@ -1,14 +1,14 @@
-"""Notebooks in the site: executed once, badges as text.
+"""Notebooks in the site.
+
+The site shows copies of them in docs/, as Sphinx reads no folder beside it.
 
 The tests with the TPU compiler (`pytest -m tpu tests/colab`) execute the
 notebooks, and leave them in the folder named by the environment variable
-FLAXSHARD_NOTEBOOKS. If it is set, the site is made from those and executes
-nothing.
+FLAXSHARD_NOTEBOOKS. If it is set, those are copied, and nothing is executed.
 
 The badge of Colab is an image from the net: the site shows its text, and has a
-button above the page.
-Links to documents on GitHub and to notebooks on Colab, which work everywhere,
-lead to the pages of the site.
+button above the page. Links to documents on GitHub and to notebooks on Colab,
+which work everywhere, lead to the pages of the site.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ import pathlib
 import re
 from typing import Any
 
-from docutils import nodes
 from sphinx import application
 from sphinx import config as sphinx_config
 from sphinx import errors
-from sphinx.transforms import SphinxTransform
 
 VARIABLE = "FLAXSHARD_NOTEBOOKS"
 
@@ -41,66 +39,57 @@ def code(notebook: dict[str, Any]) -> list[str]:
   ]
 
 
-def _do_not_execute(
-  app: application.Sphinx, config: sphinx_config.Config
-) -> None:
-  if os.environ.get(VARIABLE):
+def _copy(app: application.Sphinx, config: sphinx_config.Config) -> None:
+  """Copies the notebooks into docs/, executed before or as they are."""
+  executed = os.environ.get(VARIABLE)
+  if executed:
     config.nb_execution_mode = "off"
+  docs = pathlib.Path(app.srcdir)
+  for name, source in config.repository_folders.items():
+    notebooks = list((docs.parent / source).glob("*.ipynb"))
+    folder = docs / name
+    folder.mkdir(exist_ok=True)
+    for old in {*folder.iterdir()} - {folder / x.name for x in notebooks}:
+      old.unlink()
+    for path in notebooks:
+      text = path.read_text()
+      if executed:
+        text = _read_executed(pathlib.Path(executed, path.name), text)
+      copy = folder / path.name
+      if not copy.exists() or copy.read_text() != text:
+        copy.write_text(text)
+
+
+def _read_executed(path: pathlib.Path, text: str) -> str:
+  """Returns the text of a notebook that was executed before.
+
+  Args:
+    path: The notebook that was executed.
+    text: The notebook of the repository.
+  """
+  if not path.exists():
+    raise errors.ExtensionError(f"{VARIABLE}: there is no {path}")
+  if code(json.loads(path.read_text())) != code(json.loads(text)):
+    raise errors.ExtensionError(f"{VARIABLE}: {path} has other code")
+  return path.read_text()
 
 
 def _read(app: application.Sphinx, docname: str, source: list[str]) -> None:
-  """Replaces the text of a notebook by what the site is to show."""
+  """Makes links of a notebook relative, and its badge a text."""
   if app.env.doc2path(docname).suffix != ".ipynb":
     return
-  notebook = json.loads(source[0])
-  if folder := os.environ.get(VARIABLE):
-    path = pathlib.Path(folder, pathlib.PurePosixPath(docname).name + ".ipynb")
-    if not path.exists():
-      raise errors.ExtensionError(f"{VARIABLE}: there is no {path}")
-    executed = json.loads(path.read_text())
-    if code(executed) != code(notebook):
-      raise errors.ExtensionError(f"{VARIABLE}: {path} has other code")
-    notebook = executed
-  for cell in notebook["cells"]:
-    if cell["cell_type"] == "markdown":
-      text = "".join(cell["source"])
-      cell["source"] = _make_links_relative(app.config, text)
-  source[0] = json.dumps(notebook)
-
-
-def _make_links_relative(config: sphinx_config.Config, text: str) -> str:
-  """Returns a text with relative links to the files of the repository.
-
-  Args:
-    config: Has repository_url.
-    text: Markdown of a notebook in a folder of the repository.
-  """
-  github = re.escape(f"{config.repository_url}/blob/main/")
-  text = re.sub(rf"\]\({github}", "](../", text)
-  name = config.repository_url.removeprefix("https://github.com/")
-  colab = re.escape(
-    f"https://colab.research.google.com/github/{name}/blob/main/"
-  )
-  # Not that of a badge, which opens the notebook itself.
-  return re.sub(rf"(?<!\.svg\))\]\({colab}", "](../", text)
-
-
-class BadgesAsText(SphinxTransform):
-  """Replaces the badges of Colab by their texts."""
-
-  default_priority = 5  # before images are collected
-
-  def apply(self, **kwargs: Any) -> None:
-    """Replaces the badges of one page."""
-    for image in list(self.document.findall(nodes.image)):
-      if image["uri"].endswith("/colab-badge.svg"):
-        image.replace_self(nodes.Text(image["alt"]))
+  github = app.config.repository_url
+  colab = github.replace("github.com", "colab.research.google.com/github")
+  # A link of a badge stays: it opens the notebook itself.
+  links = rf"(?<!\.svg\))\]\((?:{github}|{colab})/blob/main/"
+  text = re.sub(links, "](../../", source[0])
+  badge = r"!\[([^]]*)\]\([^)]*/colab-badge\.svg\)"
+  source[0] = re.sub(badge, r"\1", text)
 
 
 def setup(app: application.Sphinx) -> dict[str, Any]:
   """Registers the extension."""
   # Before MyST-NB reads its configuration.
-  app.connect("config-inited", _do_not_execute, priority=1)
+  app.connect("config-inited", _copy, priority=1)
   app.connect("source-read", _read)
-  app.add_transform(BadgesAsText)
   return {"parallel_read_safe": True, "parallel_write_safe": True}

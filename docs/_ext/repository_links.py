@@ -1,145 +1,82 @@
-"""Links out of docs/ into the repository.
+"""Links between files of the repository.
 
-Pages link to files of the repository by relative paths, which work on GitHub:
-`[lm_1b](../../configs/lm_1b.py)`. In the site such a link leads to the file on
-GitHub, or to the page of the site that includes the file. A link to a file or
-folder that does not exist is left to MyST, which warns of it.
+Pages link by relative paths, which work on GitHub:
+`[lm_1b](../../configs/lm_1b.py)`. In the site such a link leads to the page
+that shows the file, else to the file on GitHub. The paths of images, which
+Sphinx copies, are made relative to the page. A link to a file or folder that
+does not exist is left to MyST, which warns of it.
 
 Config values:
   repository_url: Address of the repository on GitHub.
   repository_ref: Branch or tag that the links lead to.
-  repository_pages: Maps names of pages to the files which they include, as
-    paths from the root of the repository.
-  repository_folders: Maps folders of docs/ that are symbolic links to where
-    they lead, as paths from the root of the repository.
+  repository_pages: Maps names of pages to the files which they show, as paths
+    from the root of the repository.
+  repository_folders: Maps folders of docs/ with copies of notebooks to the
+    folders of the notebooks, as paths from the root of the repository.
 """
 
 from __future__ import annotations
 
 import os
 import pathlib
+import re
 from typing import Any
 
 from docutils import nodes
-from sphinx import addnodes
 from sphinx import application
-from sphinx import config as sphinx_config
-from sphinx import environment
-from sphinx.transforms import SphinxTransform
+
+# A path without its anchor, in a link or image of Markdown or of HTML.
+_PATHS = re.compile(r'(\]\(|\bsrc(?:set)?=")([^)\s"#:]+)(?=[)"#])')
 
 
-def resolve(
-  target: str, folder: pathlib.Path, root: pathlib.Path
-) -> tuple[str, str] | None:
-  """Returns the path of a link from the root of the repository, and its anchor.
+def _read(app: application.Sphinx, docname: str, source: list[str]) -> None:
+  """Rewrites the links of a page, or of the file that it shows."""
+  root = pathlib.Path(app.srcdir).parent
+  page = file = pathlib.Path(app.env.doc2path(docname))
+  if docname in app.config.repository_pages:
+    file = root / app.config.repository_pages[docname]
+    source[0] = file.read_text()
+    app.env.note_dependency(str(file))
+
+  def rewrite(match: re.Match[str]) -> str:
+    target = pathlib.Path(os.path.normpath(file.parent / match[2]))
+    if not target.is_relative_to(root) or not target.exists():
+      return match[0]
+    shown = root / _shown(app, target.relative_to(root).as_posix())
+    is_page = app.env.path2doc(shown) in app.env.found_docs
+    if is_page or target.suffix in (".png", ".svg"):
+      return match[1] + os.path.relpath(shown, page.parent)
+    kind = "tree" if target.is_dir() else "blob"
+    address = f"{app.config.repository_url}/{kind}/{app.config.repository_ref}"
+    return f"{match[1]}{address}/{target.relative_to(root).as_posix()}"
+
+  source[0] = _PATHS.sub(rewrite, source[0])
+
+
+def _shown(app: application.Sphinx, path: str) -> str:
+  """Returns the path in docs/ under which the site shows a file, or the path.
 
   Args:
-    target: The link: a relative path, maybe with `#anchor`.
-    folder: The folder of the file that has the link.
-    root: The root of the repository.
-
-  Returns:
-    None if the file does not exist or is outside of the repository.
-  """
-  path, _, anchor = target.partition("#")
-  found = pathlib.Path(os.path.normpath(folder / path))
-  if not path or not found.is_relative_to(root) or not found.exists():
-    return None
-  return found.relative_to(root).as_posix(), anchor
-
-
-def github_url(config: sphinx_config.Config, path: str, anchor: str) -> str:
-  """Returns the address on GitHub of a file or folder of the repository.
-
-  Args:
-    config: Has repository_url and repository_ref.
+    app: Has the config values.
     path: Path from the root of the repository.
-    anchor: Anchor in the file, or "".
   """
-  root = pathlib.Path(config.repository_root)
-  kind = "tree" if (root / path).is_dir() else "blob"
-  url = f"{config.repository_url}/{kind}/{config.repository_ref}/{path}"
-  return f"{url}#{anchor}" if anchor else url
+  for page, file in app.config.repository_pages.items():
+    if path == file:
+      return f"docs/{page}.md"
+  for folder, target in app.config.repository_folders.items():
+    if path.startswith(f"{target}/") and path.endswith(".ipynb"):
+      return path.replace(target, f"docs/{folder}", 1)
+  return path
 
 
-def page_of(file: str, env: environment.BuildEnvironment) -> str | None:
-  """Returns the page of the site that shows a file, or None.
-
-  Args:
-    file: Path from the root of the repository.
-    env: The environment of the build.
-  """
-  for page, included in env.config.repository_pages.items():
-    if file == included:
-      return page
-  for folder, target in env.config.repository_folders.items():
-    if file.startswith(f"{target}/"):
-      file = file.replace(target, f"docs/{folder}", 1)
-  root = pathlib.Path(env.config.repository_root)
-  page = env.path2doc(root / file)
-  return page if page in env.found_docs else None
-
-
-class RepositoryLinks(SphinxTransform):
-  """Replaces MyST's nodes of links to files."""
-
-  default_priority = 5  # before links are resolved, or files collected
-
-  def apply(self, **kwargs: Any) -> None:
-    """Replaces the links of one page."""
-    page = self.env.docname
-    root = pathlib.Path(self.config.repository_root)
-    included = self.config.repository_pages.get(page)
-    file = root / included if included else self.env.doc2path(page)
-    folder = pathlib.Path(file).resolve().parent
-    types = (addnodes.pending_xref, addnodes.download_reference)
-    links = [
-      node
-      for node in self.document.findall(lambda node: isinstance(node, types))
-      if node.get("reftype") == "myst"
-    ]
-    for node in links:
-      target = node["reftarget"]
-      if node.get("refdomain") == "doc":
-        if target in self.env.found_docs:
-          continue
-        # MyST names a file outside of docs/ by its path without suffix.
-        suffixes = [s for s in (".md", ".ipynb") if os.path.exists(target + s)]
-        if not suffixes:
-          continue
-        target = os.path.relpath(target + suffixes[0], folder)
-        target += f"#{node['reftargetid']}" if node["reftargetid"] else ""
-      resolved = resolve(target, folder, root)
-      if resolved is not None:
-        node.replace_self(self._link(node, *resolved))
-
-  def _link(self, node: nodes.Element, file: str, anchor: str) -> nodes.Element:
-    page = page_of(file, self.env)
-    if page is None:
-      url = github_url(self.config, file, anchor)
-      return nodes.reference("", "", *node.children, refuri=url)
-    link = addnodes.pending_xref(
-      "",
-      *node.children,
-      refdomain="doc",
-      reftarget=page,
-      reftargetid=anchor or None,
-      refdoc=self.env.docname,
-      reftype="myst",
-      refexplicit=node["refexplicit"],
-    )
-    link.source, link.line = node.source, node.line
-    return link
-
-
-def _buttons_of_linked_folders(
+def _correct_buttons(
   app: application.Sphinx,
   pagename: str,
   templatename: str,
   context: dict[str, Any],
   doctree: nodes.document | None,
 ) -> None:
-  """Makes the buttons above a page lead to where the symbolic links lead."""
+  """Makes the buttons above a copy lead to the notebook itself."""
   folders = app.config.repository_folders
 
   def correct(button: Any) -> None:
@@ -157,13 +94,11 @@ def _buttons_of_linked_folders(
 
 def setup(app: application.Sphinx) -> dict[str, Any]:
   """Registers the extension."""
-  root = pathlib.Path(app.confdir).parent
-  app.add_config_value("repository_root", str(root), "env")
   app.add_config_value("repository_url", "", "env")
   app.add_config_value("repository_ref", "main", "env")
   app.add_config_value("repository_pages", {}, "env")
-  app.add_config_value("repository_folders", {}, "html")
-  app.add_transform(RepositoryLinks)
+  app.add_config_value("repository_folders", {}, "env")
+  app.connect("source-read", _read)
   # After the theme, which adds its buttons at 501.
-  app.connect("html-page-context", _buttons_of_linked_folders, priority=900)
+  app.connect("html-page-context", _correct_buttons, priority=900)
   return {"parallel_read_safe": True, "parallel_write_safe": True}

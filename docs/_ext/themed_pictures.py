@@ -12,7 +12,6 @@ another, so that such a block becomes two images, of which the theme shows one.
 from __future__ import annotations
 
 import html
-import pathlib
 import re
 from typing import Any
 
@@ -40,19 +39,10 @@ class ThemedPictures(SphinxTransform):
         raise ValueError(f"{self.env.docname}: <picture> of another form")
       alt = html.unescape(light[1])
       images = [
-        nodes.image(uri=self._uri(file), alt=alt, classes=[f"only-{scheme}"])
-        for scheme, file in (("light", light[2]), ("dark", dark[1]))
+        nodes.image(uri=uri, alt=alt, classes=[f"only-{scheme}"])
+        for scheme, uri in (("light", light[2]), ("dark", dark[1]))
       ]
       node.replace_self(nodes.paragraph("", "", *images))
-
-  def _uri(self, file: str) -> str:
-    """Returns the path of a picture from docs/, which Sphinx copies."""
-    page = self.env.docname
-    root = pathlib.Path(self.config.repository_root)
-    included = self.config.repository_pages.get(page)
-    source = root / included if included else self.env.doc2path(page)
-    path = (pathlib.Path(source).resolve().parent / file).resolve()
-    return f"/{path.relative_to(pathlib.Path(self.env.srcdir).resolve())}"
 
 
 def setup(app: application.Sphinx) -> dict[str, Any]:

@@ -66,7 +66,6 @@ def repository(
   for name, text in files.items():
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text(text)
-  (tmp_path / "docs" / "tutorials").symlink_to("../colab")
   return tmp_path
 
 
@@ -111,7 +110,7 @@ def test_links_out_of_docs_lead_to_github_or_to_pages(repository) -> None:
   pages, warnings = _build(
     repository,
     "[1](../code/a.py) [2](../code) [3](../CHANGES.md#old) "
-    "[4](../colab/first.ipynb) [5](changelog.md)",
+    "[4](../colab/first.ipynb) [5](changelog.md) [6](conf.py)",
   )
   assert not warnings
   links = _links(pages["index"])
@@ -120,14 +119,19 @@ def test_links_out_of_docs_lead_to_github_or_to_pages(repository) -> None:
   assert links["3"] == "changelog.html#old"
   assert links["4"] == "tutorials/first.html"
   assert links["5"] == "changelog.html"
+  assert links["6"] == "https://github.com/a/b/blob/main/docs/conf.py"
 
 
 def test_links_of_an_included_file_are_relative_to_it(repository) -> None:
+  (repository / "code" / "a.png").write_bytes(b"")
+  with (repository / "CHANGES.md").open("a") as file:
+    file.write("![b](code/a.png)\n")
   pages, warnings = _build(repository, repository_ref="v1.2.3")
   assert not warnings
   links = _links(pages["changelog"])
   assert links["a"] == "https://github.com/a/b/blob/v1.2.3/code/a.py"
   assert links["index"] == "index.html"
+  assert 'src="_images/a.png"' in pages["changelog"]
 
 
 def test_pictures_become_an_image_for_each_scheme(repository) -> None:

@@ -43,8 +43,9 @@ def markdown() -> str:
   for title, fields in definition.SECTIONS.items():
     lines += [f"## {title}", ""]
     for path, field in _walk(fields):
-      # The text may have the characters of **bold** and of a table.
-      allowed = re.sub(r"([*|<])", r"\\\1", field.kind.allowed)
+      # What is written in a config is code.
+      code = r'[({].*[)}]|"[^"]*"'
+      allowed = re.sub(code, r"`\g<0>`", field.kind.allowed)
       facts = f"Allowed: {allowed}."
       if field.default is definition.REQUIRED:
         facts += " Required."

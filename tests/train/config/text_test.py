@@ -10,8 +10,9 @@ def test_markdown_has_a_heading_with_the_facts_of_each_field():
   assert blocks[at + 2] == "Allowed: integer, at least 1. Required."
   at = blocks.index("#### `mesh.replica`")
   assert blocks[at + 2].endswith("Default: `-1`.")
-  # Nothing that Markdown reads as bold text.
-  assert r"\*\*arguments" in blocks[blocks.index("### `data`") + 2]
+  # What is written in a config is code: ** begins no bold text.
+  allowed = 'Allowed: name, or `{"name": ..., **arguments}`.'
+  assert blocks[blocks.index("### `data`") + 2].startswith(allowed)
 
 
 def test_markdown_and_help_have_the_same_fields():
