@@ -240,14 +240,16 @@ def describe(value: Any) -> str:
   """Returns a value in a few words, for an error message.
 
   Args:
-    value: Any value. Of an array only dtype and shape are shown.
+    value: Any value. Of an array only dtype and shape are shown, of a scalar
+      of NumPy the value.
 
   Example:
     >>> describe(np.zeros((2, 3), np.float32)), describe({"image": 1})
     ('float32[2,3]', "a dict with the keys 'image'")
   """
   shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-  if isinstance(shape, tuple) and dtype is not None:
+  is_array = isinstance(shape, tuple) and dtype is not None
+  if is_array and not isinstance(value, np.generic):
     return f"{dtype}[{','.join(map(str, shape))}]"
   if isinstance(value, Mapping):
     keys = ", ".join(map(repr, list(value)[:8]))

@@ -36,6 +36,7 @@ def test_valid_value_is_returned_in_plain_python_type(call, returned):
   ("call", "kind", "facts"),
   [
     (lambda: checks.integer("n", True), TypeError, ("n", "integer", "True")),
+    (lambda: checks.integer("n", np.float32(2)), TypeError, ("float32(2.0)",)),
     (lambda: checks.integer("n", 1.0), TypeError, ("n", "integer", "1.0")),
     (lambda: checks.integer("n", "1"), TypeError, ("n", "'1'")),
     (
