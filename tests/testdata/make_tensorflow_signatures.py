@@ -1,4 +1,4 @@
-"""Writes tensorflow_signatures.json: what docs/guides/tensorflow_tables.md must cover.
+"""Writes tensorflow_signatures.json: what the tables for TensorFlow must cover.
 
 Needs TensorFlow 2.21 and tf_keras:
 
