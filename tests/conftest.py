@@ -1,5 +1,6 @@
 """Eight virtual CPU devices for every test; servers of buckets for some."""
 
+import gc
 import os
 
 import pytest
@@ -13,6 +14,12 @@ _names = {flag.partition("=")[0] for flag in _given}
 os.environ["XLA_FLAGS"] = " ".join(
   [*_given, *(x for x in _FLAGS if x.partition("=")[0] not in _names)]
 )
+
+
+def pytest_collection_finish() -> None:
+  """Spares the garbage collector the modules and the collected tests."""
+  gc.collect()
+  gc.freeze()
 
 
 @pytest.fixture(scope="session")
