@@ -248,8 +248,8 @@ def describe(value: Any) -> str:
     ('float32[2,3]', "a dict with the keys 'image'")
   """
   shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-  is_array = isinstance(shape, tuple) and dtype is not None
-  if is_array and not isinstance(value, np.generic):
+  is_array = dtype is not None and not isinstance(value, np.generic)
+  if is_array and isinstance(shape, tuple):
     return f"{dtype}[{','.join(map(str, shape))}]"
   if isinstance(value, Mapping):
     keys = ", ".join(map(repr, list(value)[:8]))
