@@ -8,7 +8,7 @@
 # the center, only once per period. This notebook measures how much accuracy that
 # costs, and how much traffic it saves.
 
-# %%
+# %% tags=["hide-input"]
 # Install flaxshard if it is missing, and say which hardware JAX found.
 import glob
 import importlib.metadata

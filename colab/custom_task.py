@@ -8,7 +8,7 @@
 # half of a digit, and gradient clipping that counts how often it clips. The
 # trained model is then exported, and runs without flaxshard.
 
-# %%
+# %% tags=["hide-input"]
 # Install flaxshard if it is missing, and say which hardware JAX found.
 import glob
 import importlib.metadata

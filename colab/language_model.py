@@ -7,7 +7,7 @@
 # notebook trains a small transformer on Python code, stops and resumes the run,
 # and then adapts the model to English text with LoRA. Nothing is downloaded.
 
-# %%
+# %% tags=["hide-input"]
 # Install flaxshard if it is missing, and say which hardware JAX found.
 import glob
 import importlib.metadata

@@ -10,7 +10,7 @@
 #
 # This notebook trains a small network on one chip and looks at a skipped step.
 
-# %%
+# %% tags=["hide-input"]
 # Install flaxshard if it is missing, and say which hardware JAX found.
 import glob
 import importlib.metadata

@@ -7,7 +7,7 @@
 # JAX's global view, and with parameters split over the devices. All three give
 # the same parameters. The pictures show which device holds which part.
 
-# %%
+# %% tags=["hide-input"]
 # Install flaxshard if it is missing, and say which hardware JAX found.
 import glob
 import importlib.metadata
