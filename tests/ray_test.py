@@ -130,6 +130,7 @@ def test_run_with_an_error_and_a_retry_equals_one_process(cluster, tmp_path):
   )
   workdir = tmp_path / "ray"
   for text, replacement in (
+    ('fs.config.read("digits")', "config"),
     ('"/shared/digits"', repr(str(workdir))),
     ('"/shared/ray"', f"{str(tmp_path)!r}, callbacks=callbacks"),
   ):
