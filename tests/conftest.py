@@ -16,6 +16,19 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+  """Gives each worker one block of tests, of which idle ones steal.
+
+  A file is then split between workers rarely: both would set up its fixtures.
+  """
+  if config.getoption("dist") != "load":
+    return None  # what --dist says
+  from xdist import scheduler
+
+  return scheduler.WorkStealingScheduling(config, log)
+
+
 def pytest_collection_finish() -> None:
   """Spares the garbage collector the modules and the collected tests."""
   gc.collect()
