@@ -172,12 +172,12 @@ def test_plot_accepts_missing_rows_and_values(tmp_path):
   assert pixels(path) == (900, 1000)
 
 
-def test_all_metrics_are_drawn(not_saved):
+def test_all_metrics_are_drawn(not_saved, tmp_path):
   rows = [
     {"step": i, "train_kl": 2.0 / i, "train_loss": 1.0, "eval_fid": 3.0}
     for i in (1, 2)
   ]
-  charts.plot(rows, "training.png")
+  charts.plot(rows, str(tmp_path / "training.png"))
   axes = axes_of(not_saved[0])
   assert list(axes)[:3] == ["loss", "kl", "fid"]
   assert lines(axes["kl"]) == {"train_kl": ([1, 2], [2.0, 1.0])}
