@@ -80,13 +80,13 @@ def test_a_stream_that_became_shorter_cannot_be_continued():
     ),
   ],
 )
-def test_an_invalid_stream_raises(splits, error, fact):
+def test_an_invalid_stream_raises(splits, error, fact, tmp_path):
   class Task(small_tasks.Regression):
     def load_data(self):
       return splits
 
   with pytest.raises(error, match=rf"Task.load_data.*{fact}"):
-    train.train_and_evaluate(config(), "unused_workdir", Task())
+    train.train_and_evaluate(config(), str(tmp_path), Task())
 
 
 def run(tmp_path, name, task, *steps):
