@@ -1,4 +1,4 @@
-"""How the pages in docs/api show docstrings."""
+"""Configures autodoc for the pages in docs/api, and shortens signatures."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from flaxshard.sparse.zero_rows import ZeroRow
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-  """What is known of a value in the program of whole tables.
+  """Facts about a value in the program of whole tables.
 
   Attributes:
     dim: The dimension that has the rows; None if it has no rows.

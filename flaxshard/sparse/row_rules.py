@@ -87,7 +87,7 @@ def index_dtype(num_rows: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-  """How a primitive computes with rows.
+  """Evaluates one primitive on `Rows`.
 
   Attributes:
     operands: Takes an equation and what is known of its inputs (`DENSE`,
