@@ -19,8 +19,8 @@ from flaxshard.compiled import values as values_lib
 from flaxshard.compiled.values import Edge
 from flaxshard.core import tracing
 
-# Name scopes of collectives whose data flow does not show that they are for
-# gradients.
+# Scopes of collectives of gradients whose data flow does not show that: rows
+# reach their parameter through indices, quantized gradients as bytes.
 _GRADIENT_SCOPES = frozenset({tracing.ROWS_SCOPE, tracing.QUANTIZED_SCOPE})
 
 _ELEMENT_BY_ELEMENT = tuple(edge for edge in Edge if edge != Edge.OTHER)
@@ -69,7 +69,6 @@ class Purposes:
       collective: The instruction.
       op_name: Its name stack, or that of an instruction near it.
     """
-    # A gradient of rows reaches its parameter through indices.
     if not _GRADIENT_SCOPES.isdisjoint(op_name.split("/")):
       return Purpose("gradients")
     nbytes: dict[str, int] = {}

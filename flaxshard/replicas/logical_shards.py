@@ -36,6 +36,25 @@ def specs_within(params: PyTree) -> PyTree | None:
   return found[0] if any(jax.tree.leaves(found[0])) else None
 
 
+def gradient_specs(params: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
+  """Returns the PartitionSpecs of parameters and gradients in a replica.
+
+  Args:
+    params: As in `specs_within`.
+    grads: Gradients like the parameters; None for leaves without.
+
+  Returns:
+    Two trees of PartitionSpecs, empty ones for parameters that are not sharded;
+    the second one has None where `grads` has.
+  """
+  specs = specs_within(params)
+  if specs is None:
+    specs = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), params)
+  return specs, jax.tree.map(
+    lambda spec, g: None if g is None else spec, specs, grads
+  )
+
+
 def part_of(x: Any, spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
   """Returns shape and dtype of the part of an array on one logical device."""
   sizes = jax.sharding.get_abstract_mesh().shape

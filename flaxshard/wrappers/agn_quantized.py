@@ -49,7 +49,6 @@ def reduce_quantized(
   """
   if replica_context.num_replicas() == 1:
     return grads, jax.tree.map(lambda _: None, grads)
-  grads = replica_context.mark_gradients(grads)
   treedef: Any = jax.tree.structure(grads)
   leaves = jax.tree_util.tree_leaves_with_path(grads)
   quantized = {i: g for i, (path, g) in enumerate(leaves) if _fits(path, g)}
@@ -60,12 +59,11 @@ def reduce_quantized(
   )
   remainders: list[Any] = [None] * len(leaves)
   if quantized:
-    specs = _specs_within_replica(grads, params)
+    all_specs = jax.tree.leaves(logical_shards.gradient_specs(params, grads)[1])
+    specs = [all_specs[i] for i in quantized]
     sums, rests = logical_shards.on_logical_devices(
-      lambda given: _reduce_parts(op, given, fmt),
-      ([specs[i] for i in quantized],),
-      ([specs[i] for i in quantized],) * 2,
-    )(list(quantized.values()))
+      lambda given: _reduce_parts(op, given, fmt), (specs,), (specs, specs)
+    )(replica_context.mark_gradients(list(quantized.values())))
     for i, total, rest in zip(quantized, sums, rests, strict=True):
       reduced[i], remainders[i] = total, rest
   return treedef.unflatten(reduced), treedef.unflatten(remainders)
@@ -88,16 +86,6 @@ def _fits(path: trees.Path, g: jax.Array) -> bool:
     and g.ndim > 0
     and g.size > 0
     and not gradients.is_statistic(path)
-  )
-
-
-def _specs_within_replica(grads: PyTree, params: PyTree) -> list[Any]:
-  """Returns the spec of each gradient over a replica's logical devices."""
-  specs = logical_shards.specs_within(params)
-  if specs is None:
-    specs = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), params)
-  return jax.tree.leaves(
-    jax.tree.map(lambda spec, g: None if g is None else spec, specs, grads)
   )
 
 

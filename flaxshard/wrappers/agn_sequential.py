@@ -52,10 +52,7 @@ def commit_sequentially(
     return center, center.params
   if any(map(is_indexed_slices, _leaves(grads))):
     return _commit_whole(update, center, grads, shared)
-  param_specs = logical_shards.specs_within(center.params)
-  if param_specs is None:
-    param_specs = jax.tree.map(lambda _: P(), center.params)
-  specs = _specs_within_replica(center, grads, param_specs)
+  specs = _specs_within_replica(center, grads)
   # Decided for the shapes on one logical device: an update may depend on them.
   split = _Split.of(
     *jax.tree.map(logical_shards.part_of, (center, grads), specs)
@@ -78,13 +75,11 @@ def commit_sequentially(
 
 
 def _specs_within_replica(
-  center: ModelState, grads: PyTree, param_specs: PyTree
+  center: ModelState, grads: PyTree
 ) -> tuple[ModelState, PyTree]:
   """Returns the specs of center and commits over a replica's logical axes."""
+  param_specs, grad_specs = logical_shards.gradient_specs(center.params, grads)
   slot_specs = opt_state_lib.specs(center.opt_state, center.params, param_specs)
-  grad_specs = jax.tree.map(
-    lambda spec, g: None if g is None else spec, param_specs, grads
-  )
   return ModelState(param_specs, slot_specs), grad_specs
 
 
