@@ -9,7 +9,7 @@ it: the clocks of machines are not compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 import contextlib
 import functools
 import json
@@ -23,7 +23,8 @@ import uuid
 
 import tensorstore as ts
 
-from flaxshard.core import files
+from flaxshard.core import conditional_objects
+from flaxshard.core import local_processes
 
 _log = logging.getLogger(__name__)
 
@@ -32,9 +33,6 @@ _log = logging.getLogger(__name__)
 # a run that resumes on another machine.
 RENEW_SECONDS = 10.0
 LEASE_SECONDS = 40.0
-
-# Seconds that a request may take: a renewal must end well within the lease.
-_REQUEST_SECONDS = 10.0
 
 # The locks that this process holds, by path.
 _held: dict[str, _Lease] = {}
@@ -92,13 +90,13 @@ def check(path: str) -> None:
 
 
 def _create_or_take_over(path: str) -> _Lease:
-  store = _open(path)
-  found = _read(store)
+  store = conditional_objects.open_object(path)
+  found = conditional_objects.read(store)
   if found.state == "value" and not _has_ended(found.value):
     found = _wait_until_stale(path, store, found)
   version = _write(store, _describe_self(0), found.stamp.generation)
   if version is None:
-    raise LockedError(_holder(_read(store).value))
+    raise LockedError(_holder(conditional_objects.read(store).value))
   if found.state == "value":
     _ended.add(_parse(found.value).get("token", ""))
     _log.warning("%s: took over from %s", path, _holder(found.value))
@@ -120,7 +118,7 @@ def _wait_until_stale(path: str, store: ts.KvStore, found: Any) -> Any:
   deadline = time.monotonic() + LEASE_SECONDS
   while time.monotonic() < deadline:
     time.sleep(1.0)
-    now = _read(store)
+    now = conditional_objects.read(store)
     if now.state == "missing":
       return now
     if now.stamp.generation != found.stamp.generation:
@@ -173,7 +171,7 @@ class _Lease:
     content = _describe_self(self._renewals)
     version = _write(self._store, content, self._version)
     if version is None:
-      self._lost = _holder(_read(self._store).value)
+      self._lost = _holder(conditional_objects.read(self._store).value)
       _log.error("%s was taken over by %s", self._path, self._lost)
     else:
       self._version, self._renewed = version, clocks
@@ -202,25 +200,12 @@ def _token() -> str:
   return uuid.uuid4().hex
 
 
-@functools.cache
-def _process_space() -> str:
-  """Returns what names the set of processes that `os.kill` can reach.
-
-  Containers on one machine have process numbers of their own.
-  """
-  try:
-    with open("/proc/sys/kernel/random/boot_id") as f:
-      return f"{f.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
-  except OSError:
-    return ""  # not Linux
-
-
 def _describe_self(renewals: int) -> bytes:
   return json.dumps(
     {
       "holder": f"process {os.getpid()} on {socket.gethostname()}",
       "pid": os.getpid(),
-      "process_space": _process_space(),
+      "process_space": local_processes.space(),
       "token": _token(),
       "renewals": renewals,
     }
@@ -247,64 +232,18 @@ def _has_ended(content: bytes) -> bool:
   if holder.get("token") in {_token(), *_ended}:
     return True
   space, pid = holder.get("process_space"), holder.get("pid")
-  if not space or space != _process_space() or not isinstance(pid, int):
+  if not space or not isinstance(space, str) or not isinstance(pid, int):
     return False
-  try:
-    os.kill(pid, 0)
-  except ProcessLookupError:
-    return True
-  except OSError:
-    return False  # it exists, but belongs to another user
-  return pid == os.getpid()
-
-
-def _open(path: str) -> ts.KvStore:
-  context = {
-    f"{driver}_request_retries": {"max_retries": 4, "max_delay": "2s"}
-    for driver in ("gcs", "s3")
-  }
-  spec = {**files.tensorstore_spec(path), "context": context}
-  if spec["driver"] == "s3":
-    spec["use_conditional_write"] = True
-  with _as_oserror():
-    return ts.KvStore.open(spec).result(timeout=_REQUEST_SECONDS)
-
-
-def _read(store: ts.KvStore) -> Any:
-  """Returns the object: its `state`, its `value`, and its version."""
-  with _as_oserror():
-    return store.read("").result(timeout=_REQUEST_SECONDS)
+  is_this = (space, pid) == (local_processes.space(), os.getpid())
+  return is_this or local_processes.has_ended(space, pid)
 
 
 def _write(
   store: ts.KvStore, content: bytes | None, version: bytes
 ) -> bytes | None:
-  """Writes the object if it has the given version.
-
-  Args:
-    store: The object.
-    content: The new content, different from any other; None deletes the object.
-    version: The version to replace, or that of a missing object.
-
-  Returns:
-    The new version, or None if the object has another version.
-  """
-  with _as_oserror():
-    stamp = store.write("", content, if_equal=version).result(
-      timeout=_REQUEST_SECONDS
-    )
-  if stamp.generation:
-    return stamp.generation
-  now = _read(store)
-  # After a lost answer, this process has replaced the version itself.
-  is_own = _parse(now.value).get("token") == _token()
-  return now.stamp.generation if is_own else None
+  """Writes the object if it has the given version; returns the new one."""
+  return conditional_objects.write(store, content, version, _is_own)
 
 
-@contextlib.contextmanager
-def _as_oserror() -> Iterator[None]:
-  """Raises the errors of TensorStore, which have several types, as OSErrors."""
-  try:
-    yield
-  except Exception as e:
-    raise OSError(f"{type(e).__name__}: {e}") from e
+def _is_own(content: bytes) -> bool:
+  return _parse(content).get("token") == _token()

@@ -167,6 +167,12 @@ def create(
   max_norm = arguments.pop("clip_by_global_norm", None)
   if max_norm is not None:
     checks.number("config.optimizer.clip_by_global_norm", max_norm, above=0)
+  if "learning_rate" in arguments:
+    raise ValueError(
+      "config.optimizer must not have a learning_rate, got "
+      f"{arguments['learning_rate']!r}: set config.learning_rate, which "
+      "config.schedule turns into a schedule."
+    )
   # A custom optimizer may take arguments that are not numbers.
   if arguments.get("name") in _OPTIMIZERS:
     _check_numbers("config.optimizer", arguments)

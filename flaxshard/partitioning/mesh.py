@@ -65,8 +65,13 @@ def create(
   checks.one_of("axis_type", axis_type, _AXIS_TYPES)
   if devices is not None:
     # A NumPy array of devices may have several dimensions.
-    flat = np.ravel(np.array(devices, object))
-    devices = devices_lib.check_devices("devices", flat)
+    flat = np.array(devices, object)
+    if flat.ndim == 0:
+      raise TypeError(
+        f"devices must be a list of devices, such as jax.devices()[:4], got "
+        f"{devices!r}."
+      )
+    devices = devices_lib.check_devices("devices", flat.ravel())
   if device_assignment is not None:
     grid = assigned_devices(device_assignment, devices)
   else:

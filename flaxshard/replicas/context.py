@@ -47,6 +47,8 @@ class ReplicaContext:
       all replicas, because they have been reduced.
     aggregation_skipped: True while gradients are applied that the user has
       declared to be the same on all replicas.
+    first_replica: The number of replica 0 among those of all workers, for PRNG
+      keys; see `number_from`.
     param_specs: A pair for each TrainState that `run` received: the
       PartitionSpecs of its parameters over the logical devices of a replica,
       and the parameters' shapes.
@@ -66,6 +68,7 @@ class ReplicaContext:
   num_replicas_in_sync: int
   gradients_reduced: bool = False
   aggregation_skipped: bool = False
+  first_replica: int = 0
   param_specs: tuple[tuple[PyTree, list[tuple[int, ...]]], ...] = ()
 
   @property
@@ -141,7 +144,8 @@ class ReplicaContext:
 
     Returns:
       Keys like `key`, into which `replica_id_in_sync_group` is folded with
-      `jax.random.fold_in`.
+      `jax.random.fold_in`; with several workers, the number among the replicas
+      of all.
 
     Raises:
       TypeError: A leaf is not a PRNG key.
@@ -157,6 +161,8 @@ class ReplicaContext:
       True
     """
     number = checkpoint_name(self.replica_id_in_sync_group, REPLICA_OF_KEY)
+    if self.first_replica:
+      number += self.first_replica
     return jax.tree_util.tree_map_with_path(
       lambda path, x: _fold_in(path, x, number),
       key,
@@ -245,6 +251,24 @@ def activate(context: ReplicaContext) -> Iterator[None]:
     yield
   finally:
     _current.reset(token)
+
+
+@contextlib.contextmanager
+def number_from(first_replica: int) -> Iterator[None]:
+  """Numbers the replicas from `first_replica` on, for PRNG keys.
+
+  So workers, which are programs of their own, draw other random numbers.
+  Outside of `Strategy.run` it does nothing.
+
+  Args:
+    first_replica: Number of replicas of the workers before this one.
+  """
+  context = _current.get()
+  if context is None:
+    yield
+    return
+  with activate(dataclasses.replace(context, first_replica=first_replica)):
+    yield
 
 
 @contextlib.contextmanager

@@ -112,7 +112,8 @@ class Accumulate(base.Base):
     """Raises a ValueError if a wrapper is on the wrong side of this one."""
     for wrapper in outer:
       name = base.name_of(wrapper)
-      if base.adapt(wrapper).local_updates:
+      adapted = base.adapt(wrapper)
+      if adapted.local_updates or adapted.commits_on_host:
         raise ValueError(
           f"Accumulate must be outside of {name!r}, whose updates belong to "
           "one replica: put 'accumulate' first."

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
-import inspect
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from flaxshard.core import block_quantization
-from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import parameter_groups
-from flaxshard.core import tracing
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import values
 from flaxshard.sparse import row_accumulator
+from flaxshard.wrappers import agn_arguments
+from flaxshard.wrappers import agn_center
 from flaxshard.wrappers import agn_commit
-from flaxshard.wrappers import agn_quantized
-from flaxshard.wrappers import agn_sequential
+from flaxshard.wrappers import agn_delay
+from flaxshard.wrappers import agn_fragments
+from flaxshard.wrappers import agn_host
+from flaxshard.wrappers import agn_schedule
 from flaxshard.wrappers import agn_tables
 from flaxshard.wrappers import base
 from flaxshard.wrappers.agn_commit import ModelState
@@ -31,12 +32,8 @@ from flaxshard.wrappers.agn_commit import ModelState
 PyTree = Any
 P = jax.sharding.PartitionSpec
 
-# Sequential commits are stable if the period is at least this number times the
-# number of replicas (measured with `tf.contrib.opt.AGNOptimizer`).
-_STABLE_PERIOD = 0.64
-
 # The replicated fields of the state. The others are per replica.
-_REPLICATED = ("local_step", "commits", "outer_opt_state")
+_REPLICATED = ("local_step", "commits", "outer_opt_state", "fragment_counts")
 
 
 class AGNState(NamedTuple):
@@ -58,6 +55,14 @@ class AGNState(NamedTuple):
     touched: Per replica, for each table of `sparse_rows`, bool `[rows]`: the
       rows of `grad_accum` that local steps have added to. None for other
       parameters; `{}` without tables.
+    fragment_counts: For each integer of the center's optimizer state that
+      belongs to no parameter, such as a step count, int32 `[fragments]` by
+      path: by how much that of a fragment lags behind. `{}` if all fragments
+      are committed together.
+    sent: Commits whose results have not replaced local parameters yet: see
+      `agn_delay`. `()` without a delay.
+    received: With `transport="host"`, bool `[leaves of grad_accum]`: those that
+      had a gradient in a local step since their last commit. Else `()`.
   """
 
   local_params: PyTree
@@ -68,6 +73,9 @@ class AGNState(NamedTuple):
   collections: dict[str, PyTree]
   outer_opt_state: PyTree
   touched: PyTree
+  fragment_counts: dict[str, jax.Array]
+  sent: PyTree
+  received: PyTree = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,14 +118,38 @@ class AGN(base.Base):
     commit_dtype: `"bfloat16"`, `"int8"` or `"int4"`: send commits in this
       dtype, with a float32 scale for each 256 integers. They are reduced in
       float32. What quantization cuts off stays in `grad_accum`, for later
-      commits. None: send them as they are. Not with `"sequential"`, nor with
-      tables of `sparse_rows`.
+      commits. None: send them as they are. Not with tables of `sparse_rows`,
+      and with `"sequential"` only if `transport="host"`.
+    fragments: Number of groups of parameters that are committed in turn, each
+      once per period. They are contiguous, have about the same number of bytes,
+      and never split a parameter. So the bytes of one step's commit are
+      1/fragments of those of all.
+    fragment_offset: Number of local steps between the commits of consecutive
+      fragments. The last one is committed at multiples of the period. None:
+      `communication_period // fragments`. 0: all in one commit, as with one
+      fragment.
+    delay: Number of local steps from a commit to when the local parameters are
+      replaced by its result, below the period. What these steps accumulate
+      belongs to the next commit.
+    blend: Weight of the local parameters when they are replaced:
+      `local = blend * local + (1 - blend) * center`, at least 0 and below 1.
+    transport: `"compiled"`: commits are collectives of the compiled step.
+      `"host"`: each process steps alone, and `flaxshard.Worker` commits between
+      steps.
+    quorum: With `transport="host"`, least number of workers of a commit. It
+      waits until there are so many.
+    deadline: With `transport="host"`, seconds that a commit by mean or sum
+      waits for other workers after the first one.
+    heartbeat: With `transport="host"`, seconds without a sign of life after
+      which a worker counts as dead.
 
   Raises:
     TypeError: An argument is of a wrong type.
-    ValueError: `communication_period` is below 1, `commit` or `commit_dtype` is
-      unknown, `share_step_count` is combined with `outer_tx`, or `commit_dtype`
-      with sequential commits.
+    ValueError: A number is out of range, `commit`, `commit_dtype` or
+      `transport` is unknown, `share_step_count` is combined with `outer_tx`,
+      `commit_dtype` with sequential commits, or an argument of
+      `transport="host"` with `"compiled"`. When a state is created: there are
+      more fragments than parameters.
 
   Example:
     >>> import flaxshard as fs, optax
@@ -135,63 +167,61 @@ class AGN(base.Base):
   References:
     Hermans, Accumulated Gradient Normalization, 2017 (arXiv:1710.02368);
     `tf.contrib.opt.AGNOptimizer`. Local SGD: Stich, 2018 (arXiv:1805.09767).
-    DiLoCo: Douillard et al., 2023 (arXiv:2311.08105).
+    DiLoCo: Douillard et al., 2023 (arXiv:2311.08105). Fragments, delay and
+    blend: Douillard et al., Streaming DiLoCo, 2025 (arXiv:2501.18512).
   """
 
   name: ClassVar[str] = "agn"
   takes_indexed_slices: ClassVar[bool] = True
-  derived_fields: ClassVar[tuple[str, ...]] = ("touched",)
-  reduces_gradients: ClassVar[bool] = True
-  local_updates: ClassVar[bool] = True
-
+  derived_fields: ClassVar[tuple[str, ...]] = (
+    "touched",
+    "fragment_counts",
+    "sent",
+    "received",
+  )
   communication_period: int = 10
   commit: str = "sequential"
   share_step_count: bool = False
   outer_tx: Any = None
   commit_delta: bool = False
   commit_dtype: str | None = None
+  fragments: int = 1
+  fragment_offset: int | None = None
+  delay: int = 0
+  blend: float = 0.0
+  transport: str = "compiled"
+  quorum: int = 1
+  deadline: float = 60.0
+  heartbeat: float = 10.0
 
   def __post_init__(self) -> None:
-    period = checks.integer(
-      "AGN: communication_period", self.communication_period, minimum=1
-    )
-    # A plain int, also from a NumPy integer: configs hold plain values.
-    object.__setattr__(self, "communication_period", period)
-    checks.one_of("AGN: commit", self.commit, ("sequential", "mean", "sum"))
-    checks.boolean("AGN: share_step_count", self.share_step_count)
-    checks.boolean("AGN: commit_delta", self.commit_delta)
-    self._check_commit_dtype()
-    if self.outer_tx is None:
-      return
-    # Not by isinstance: optax.MultiSteps is no GradientTransformation.
-    if not {"init", "update"} <= set(dir(self.outer_tx)):
-      hint = ""
-      if inspect.isfunction(self.outer_tx):
-        hint = f" Call it, as in {self.outer_tx.__name__}(1.0)."
-      raise TypeError(
-        "AGN: outer_tx must be an optax GradientTransformation or None, got "
-        f"{checks.describe(self.outer_tx)}.{hint}"
-      )
-    if self.share_step_count:
-      raise ValueError(
-        "AGN: share_step_count=True needs one optimizer for local steps and "
-        f"commits, got outer_tx={self.outer_tx!r} as well."
-      )
+    for name, value in agn_arguments.check(self).items():
+      object.__setattr__(self, name, value)
 
-  def _check_commit_dtype(self) -> None:
-    if self.commit_dtype is None:
-      return
-    checks.one_of(
-      "AGN: commit_dtype",
-      self.commit_dtype,
-      (None, *block_quantization.FORMATS),
-    )
-    if self.commit == "sequential":
-      raise ValueError(
-        "AGN: commit_dtype must be None with commit='sequential', got "
-        f"{self.commit_dtype!r}: replicas receive parameters then, which are "
-        "not quantized. Use commit='mean' or 'sum'."
-      )
+  # With transport="host" replicas are those of one process, which are kept
+  # equal: to other wrappers AGN is then one with a replicated state.
+
+  @property
+  def reduces_gradients(self) -> bool:  # type: ignore[override]
+    """Whether AGN gets the gradients of one replica."""
+    return self.transport == "compiled"
+
+  @property
+  def local_updates(self) -> bool:  # type: ignore[override]
+    """Whether replicas have parameters of their own between commits."""
+    return self.transport == "compiled"
+
+  @property
+  def commits_on_host(self) -> bool:  # type: ignore[override]
+    """Whether `flaxshard.Worker` commits, between steps."""
+    return self.transport == "host"
+
+  def check_order(
+    self, outer: Sequence[base.Wrapper], inner: Sequence[base.Wrapper]
+  ) -> None:
+    """Raises a ValueError if a wrapper may not stand inside of this one."""
+    if self.commits_on_host:
+      agn_host.check_order(outer, inner)
 
   # -- State.
 
@@ -208,20 +238,31 @@ class AGN(base.Base):
         "parameters are such a pair already. Pass params.fast, and the fast "
         "optimizer as tx; AGN(outer_tx=...) updates the center."
       )
+    if self.commits_on_host:
+      agn_host.check_state(self, params, tx)
     optimized = opt_state_lib.optimized_params(params)
+    accum = parameter_groups.zero_accumulators(tx, params)
+    # Raises if there are too many fragments.
+    agn_schedule.fragments_by_path(accum, self.fragments)
+    local_opt_state = opt_state_lib.init(tx, optimized)
+    outer_opt_state, center_opt_state = (), local_opt_state
+    if self.outer_tx is not None:
+      outer_opt_state = opt_state_lib.init(self.outer_tx, optimized)
+      center_opt_state = outer_opt_state
     return AGNState(
       local_params=params,
-      local_opt_state=opt_state_lib.init(tx, optimized),
-      grad_accum=parameter_groups.zero_accumulators(tx, params),
+      local_opt_state=local_opt_state,
+      grad_accum=accum,
       local_step=jnp.zeros((), jnp.int32),
       commits=jnp.zeros((), jnp.int32),
       collections={},
-      outer_opt_state=(
-        ()
-        if self.outer_tx is None
-        else opt_state_lib.init(self.outer_tx, optimized)
-      ),
+      outer_opt_state=outer_opt_state,
       touched=self._init_touched(params, tx),
+      fragment_counts=agn_center.init_fragment_counts(
+        self, center_opt_state, params
+      ),
+      sent=() if self.commits_on_host else agn_delay.init(self, params),
+      received=agn_host.init_received(accum) if self.commits_on_host else (),
     )
 
   def _init_touched(self, params: PyTree, tx: Any) -> PyTree:
@@ -275,7 +316,8 @@ class AGN(base.Base):
           f"AGN: the collection {name!r} must not be a PerReplica: AGN keeps "
           "every collection per replica itself. Pass the value of one replica."
         )
-    return state._replace(collections=collections)
+    sent = agn_delay.init_collections(self, state.sent, collections)
+    return state._replace(collections=collections, sent=sent)
 
   def restart(
     self, state: AGNState, target: base.Target, saved: dict[str, jax.Array]
@@ -296,6 +338,9 @@ class AGN(base.Base):
       path.removeprefix("local_opt_state/"): x for path, x in saved.items()
     }
     local_step = saved.get("local_step", state.local_step)
+    sent = state.sent
+    if "params" in sent:
+      sent = {**sent, "params": target.params}
     return state._replace(
       local_params=target.params,
       local_opt_state=opt_state_lib.with_counts(target.opt_state, counts),
@@ -311,38 +356,47 @@ class AGN(base.Base):
         ),
         state.outer_opt_state,
       ),
+      fragment_counts={
+        name: saved.get(f"fragment_counts/{name}", x)
+        for name, x in state.fragment_counts.items()
+      },
+      # What was on its way to replicas is dropped: the center has it.
+      sent=sent,
     )
 
   def adjust_restored(self, state: AGNState) -> tuple[AGNState, None]:
     """Returns the state with the rows of sums that another run has saved."""
     touched = row_accumulator.find_touched(state.grad_accum, state.touched)
-    return state._replace(touched=touched), None
+    received = state.received
+    if self.commits_on_host:
+      received = agn_host.find_received(state)
+    return state._replace(touched=touched, received=received), None
 
   def partition_specs(self, state: AGNState) -> AGNState:
     """Returns the specs: counters and `outer_opt_state` are replicated."""
     specs = {
-      field: P() if field in _REPLICATED else P(mesh_lib.REPLICA)
+      field: (
+        P()
+        if field in _REPLICATED or self.commits_on_host
+        else P(mesh_lib.REPLICA)
+      )
       for field in state._fields
     }
-    return AGNState(
+    tree = AGNState(
       **{
         field: jax.tree.map(lambda _, spec=specs[field]: spec, value)
         for field, value in state._asdict().items()
       }
     )
+    if self.commits_on_host:
+      return tree
+    return tree._replace(sent=agn_delay.partition_specs(state.sent))
 
   def check_replicas(self, num_replicas: int) -> None:
     """Warns if sequential commits are too frequent to be stable."""
-    least = _STABLE_PERIOD * num_replicas
-    if self.commit == "sequential" and self.communication_period < least:
-      checks.warn(
-        f"AGN: communication_period={self.communication_period} is short for "
-        f"sequential commits of {num_replicas} replicas: before a commit is "
-        f"applied, the center changes by {num_replicas - 1} other commits, and "
-        f"below about {_STABLE_PERIOD} * {num_replicas} = {least:.1f} local "
-        "steps training may diverge. Use a longer period, a lower learning "
-        "rate, or commit='mean'.",
-      )
+    # With the host transport, `Worker` knows how many commit.
+    if not self.commits_on_host:
+      agn_arguments.warn_of_short_period(self, num_replicas, "replicas")
 
   def metrics(self, state: AGNState) -> dict[str, jax.Array]:
     """Returns the number of commits, to be logged."""
@@ -350,8 +404,10 @@ class AGN(base.Base):
 
   def pending(self, state: AGNState) -> str | None:
     """Returns how many local steps or rows the center lacks, if any."""
-    steps = int(state.local_step) % self.communication_period
-    if not steps:
+    if self.commits_on_host:
+      return agn_host.pending(self, state)
+    steps = agn_schedule.uncommitted_steps(self, int(state.local_step))
+    if not any(steps):
       waiting = row_accumulator.count_touched(state.touched)
       if not waiting:
         return None
@@ -360,17 +416,24 @@ class AGN(base.Base):
         "are not in params. A commit has communication_period times as many "
         "rows as its step, and earlier steps had larger batches."
       )
+    if min(steps) == max(steps):
+      return (
+        f"AGN: the last {steps[0]} local steps of each replica are not in "
+        "params. They are committed after communication_period="
+        f"{self.communication_period} applied steps."
+      )
     return (
-      f"AGN: the last {steps} local steps of each replica are not in params. "
-      f"They are committed after communication_period="
-      f"{self.communication_period} applied steps."
+      f"AGN: the last {', '.join(map(str, steps))} local steps of each replica "
+      f"are not in params, for fragment 0 to {self.fragments - 1}. Each is "
+      f"committed after communication_period={self.communication_period} "
+      "applied steps."
     )
 
   # -- Collections.
 
   def reduce_collection(self, x: jax.Array) -> jax.Array:
     """Returns a replica's collection unchanged: commits average it."""
-    return x
+    return replica_context.mean_collection(x) if self.commits_on_host else x
 
   def swap_collections(
     self, state: AGNState, collections: dict[str, PyTree]
@@ -403,6 +466,8 @@ class AGN(base.Base):
     Returns:
       The center and collections after the step, and the new state.
     """
+    if self.commits_on_host:
+      return agn_host.apply(self, state, target, grads, next)
     grads = gradients.deduplicate(grads)
     # Outside of the conditional: an update in both of its branches was measured
     # to cost copies of the parameters and slots.
@@ -423,32 +488,6 @@ class AGN(base.Base):
       state.grad_accum, state.touched, added, applied
     )
     local_step = state.local_step + applied
-    is_commit = applied & (local_step % self.communication_period == 0)
-
-    def run_commit(
-      center: ModelState,
-      local: ModelState,
-      accum: PyTree,
-      touched: PyTree,
-      collections: dict[str, PyTree],
-      committed: dict[str, PyTree],
-    ) -> Any:
-      del committed
-      taken = row_accumulator.take(
-        accum, touched, grads, self.communication_period
-      )
-      center, local, remainders = self._commit(
-        target, next, center, local, taken, grads
-      )
-      collections = {
-        name: replica_context.mean_collection(x)
-        for name, x in collections.items()
-      }
-      accum, touched = row_accumulator.clear(accum, touched, taken)
-      if remainders is not None:
-        accum = agn_quantized.keep_remainders(accum, remainders)
-      return center, local, accum, touched, collections, collections
-
     # The collections that this step replaces, as they were last committed.
     committed = {
       name: state.collections[name]
@@ -458,20 +497,25 @@ class AGN(base.Base):
     center_opt_state = (
       target.opt_state if self.outer_tx is None else state.outer_opt_state
     )
-    # All collectives are in this conditional. Its predicate is replicated: a
-    # per-replica one would become a select, with the collectives in every step.
-    with jax.named_scope(tracing.COMMIT_SCOPE):
-      center, local, accum, touched, collections, committed = tracing.cond(
-        is_commit,
-        run_commit,
-        lambda *operands: operands,
-        ModelState(target.params, center_opt_state),
-        ModelState(new.params, new.opt_state),
-        accum,
-        touched,
-        {name: new.collections[name] for name in committed},
-        committed,
-      )
+    new_state, num_commits = agn_fragments.run_commits(
+      self,
+      agn_center.create_update(self, target, next),
+      agn_fragments.CommitState(
+        center=ModelState(target.params, center_opt_state),
+        local=ModelState(new.params, new.opt_state),
+        accum=accum,
+        touched=touched,
+        collections={name: new.collections[name] for name in committed},
+        committed=committed,
+        fragment_counts=state.fragment_counts,
+        sent=state.sent,
+      ),
+      grads,
+      local_step,
+      applied,
+    )
+    center, local = new_state.center, new_state.local
+    collections, committed = new_state.collections, new_state.committed
     if replica_context.get_replica_context() is None:
       # A single replica without `Strategy.run`: collections are not swapped,
       # and the user sees this replica's after every step.
@@ -486,96 +530,12 @@ class AGN(base.Base):
     return target, AGNState(
       local_params=local.params,
       local_opt_state=local.opt_state,
-      grad_accum=accum,
+      grad_accum=new_state.accum,
       local_step=local_step,
-      commits=state.commits + is_commit,
+      commits=state.commits + num_commits,
       collections={**state.collections, **committed},
       outer_opt_state=() if self.outer_tx is None else center.opt_state,
-      touched=touched,
-    )
-
-  def _commit(
-    self,
-    target: base.Target,
-    next: base.Next,
-    center: ModelState,
-    local: ModelState,
-    taken: PyTree,
-    grads: PyTree,
-  ) -> tuple[ModelState, ModelState, PyTree]:
-    """Commits the accumulated gradients of all replicas.
-
-    Args:
-      target: The target of this step, for its other fields.
-      next: Applies gradients with the wrappers inside and the optimizer.
-      center: The center.
-      local: This replica's parameters and optimizer state after the step.
-      taken: This replica's accumulated gradients, those of tables as rows.
-      grads: The gradients of this step.
-
-    Returns:
-      The new center, this replica's new state, and what remains of its
-      accumulated gradients: None if all of them were sent.
-    """
-    local_commit = agn_commit.commit_gradients(taken, grads, local.params)
-    received = agn_commit.received_gradient(local_commit, grads)
-    counts = {}
-    if self.share_step_count:
-      # Equal on all replicas, but JAX does not know: the maximum makes it so.
-      counts = replica_context.reduce_over_replicas(
-        "max", opt_state_lib.counts(local.opt_state)
-      )
-
-    def update_center(
-      old: ModelState, accum: PyTree, shared: tuple[PyTree, PyTree]
-    ) -> ModelState:
-      counts, received = shared
-      grads = self._normalize(accum)
-      if self.outer_tx is not None:
-        new = agn_commit.apply_outer_tx(self.outer_tx, old, grads)
-      else:
-        updated = next(
-          target._replace(
-            # The target's step is local: `state.step` counts no commits.
-            step=jnp.zeros((), jnp.int32),
-            params=old.params,
-            opt_state=opt_state_lib.with_counts(old.opt_state, counts),
-          ),
-          grads,
-        )
-        new = ModelState(updated.params, updated.opt_state)
-      return agn_commit.keep_without_gradient(old, new, received)
-
-    # Commits are the same on all replicas: wrappers inside must not reduce.
-    remainders = None
-    with replica_context.gradients_already_reduced():
-      if self.commit == "sequential":
-        center, new_local_params = agn_sequential.commit_sequentially(
-          update_center, center, local_commit, (counts, received)
-        )
-      else:
-        center, new_local_params, remainders = agn_commit.commit_combined(
-          self.commit,
-          update_center,
-          center,
-          local_commit,
-          (counts, received),
-          self.commit_dtype,
-        )
-    counts = (
-      opt_state_lib.counts(center.opt_state) if self.share_step_count else {}
-    )
-    local = ModelState(
-      new_local_params, opt_state_lib.with_counts(local.opt_state, counts)
-    )
-    return center, local, remainders
-
-  def _normalize(self, accum: PyTree) -> PyTree:
-    """Returns the gradients of a commit: the mean over the period."""
-    if self.commit_delta:
-      return accum
-    # Divided here and not before it is sent: XLA fuses this into the update,
-    # elsewhere it would take memory for a copy.
-    return gradients.map_gradients(
-      lambda a: a / self.communication_period, accum
+      touched=new_state.touched,
+      fragment_counts=new_state.fragment_counts,
+      sent=new_state.sent,
     )

@@ -156,7 +156,13 @@ def keep_without_gradient(
     return jnp.where(received[name], n, o) if name in received else n
 
   params = jax.tree_util.tree_map_with_path(choose, old.params, new.params)
-  parameters = opt_state_lib.parameters_of(old.opt_state, old.params)
+  optimized = opt_state_lib.optimized_params(old.params)
+  # The paths of slots are those in what the optimizer gets.
+  prefix = () if optimized is old.params else (jax.tree_util.DictKey("params"),)
+  parameters = [
+    None if path is None else (*prefix, *path)
+    for path in opt_state_lib.parameters_of(old.opt_state, optimized)
+  ]
   slots = map(
     choose,
     parameters,

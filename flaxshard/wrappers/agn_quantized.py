@@ -53,9 +53,8 @@ def reduce_quantized(
   leaves = jax.tree_util.tree_leaves_with_path(grads)
   quantized = {i: g for i, (path, g) in enumerate(leaves) if _fits(path, g)}
   others = [None if i in quantized else g for i, (_, g) in enumerate(leaves)]
-  reduced = jax.tree.leaves(
-    replica_context.reduce_gradients(op, treedef.unflatten(others)),
-    is_leaf=lambda x: x is None,
+  reduced = treedef.flatten_up_to(
+    replica_context.reduce_gradients(op, treedef.unflatten(others))
   )
   remainders: list[Any] = [None] * len(leaves)
   if quantized:

@@ -135,6 +135,9 @@ class Base:
       False: gradients are averaged over the replicas before any wrapper.
     local_updates: Class attribute. True: the updates applied inside this
       wrapper belong to one replica, so no wrapper inside may reduce gradients.
+    commits_on_host: Class attribute. True: the updates applied inside this
+      wrapper reach `params` by commits on the host, between steps. They need a
+      TrainState, and wrappers that look at `params` must be outside.
     defers_reduction: Class attribute. True: the wrapper receives the gradients
       of one replica. They are averaged over the replicas when it calls `next`,
       unless another wrapper reduces them.
@@ -148,9 +151,10 @@ class Base:
       arrays before any wrapper gets them, with a warning, and the update is
       that of any other parameter. A class that overrides one of the two
       methods, and inherits the attribute, must set it too.
-    derived_fields: Class attribute. Fields of the state that follow from the
-      others. A checkpoint may lack them, or have them where the state does not:
-      they are zeros when `adjust_restored` is called, or dropped.
+    derived_fields: Class attribute. Fields of the state that may start again,
+      or that follow from the others. A checkpoint may lack them, or have them
+      where the state does not, or in another shape: they are zeros when
+      `adjust_restored` is called, or dropped.
     foreign_paths: Class attribute. Leaves of a plain Flax train state that a
       checkpoint without a state of this wrapper may have instead, such as
       `"dynamic_scale/scale"`, and the leaf of this wrapper's state that each
@@ -174,6 +178,7 @@ class Base:
 
   reduces_gradients: ClassVar[bool] = False
   local_updates: ClassVar[bool] = False
+  commits_on_host: ClassVar[bool] = False
   defers_reduction: ClassVar[bool] = False
   skips_steps: ClassVar[bool] = False
   takes_indexed_slices: ClassVar[bool] = False

@@ -99,7 +99,8 @@ class EMA(base.Base):
     """Raises a ValueError inside a wrapper with local updates."""
     del inner
     for wrapper in outer:
-      if base.adapt(wrapper).local_updates:
+      adapted = base.adapt(wrapper)
+      if adapted.local_updates or adapted.commits_on_host:
         raise ValueError(
           f"EMA must be outside of {base.name_of(wrapper)!r}, whose updates "
           "belong to one replica: put 'ema' first."
