@@ -42,6 +42,7 @@ if TYPE_CHECKING:
   from flaxshard import tasks
   from flaxshard import testing
   from flaxshard import train
+  from flaxshard import workers
   from flaxshard.analysis.check import check
   from flaxshard.analysis.compare import compare_plans
   from flaxshard.analysis.plan import plan
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
   from flaxshard.train import config
   from flaxshard.train.export import export
   from flaxshard.train.load import load
+  from flaxshard.workers import Worker
 
 __all__ = [
   "AGN",
@@ -71,6 +73,7 @@ __all__ = [
   "Strategy",
   "Topology",
   "TrainState",
+  "Worker",
   "__version__",
   "analysis",
   "check",
@@ -98,6 +101,7 @@ __all__ = [
   "tasks",
   "testing",
   "train",
+  "workers",
   "wrappers",
 ]
 
@@ -112,6 +116,7 @@ _LAZY = (
   "tasks",
   "testing",
   "train",
+  "workers",
 )
 
 _LAZY_NAMES = {
@@ -122,6 +127,7 @@ _LAZY_NAMES = {
   "export": "flaxshard.train.export",
   "load": "flaxshard.train.load",
   "plan": "flaxshard.analysis.plan",
+  "Worker": "flaxshard.workers",
 }
 
 # Modules with another name; "divergence" is from before there were packages.

@@ -45,12 +45,18 @@ environment variables; elsewhere say it yourself:
 
 --local_processes=4 rehearses that on one machine, in four processes.
 
+With AGN(transport="host") in config.wrappers the processes are workers, which
+JAX does not connect: --num_processes and --process_id, or a launcher's
+variables, are enough. Worker 0 writes to the workdir, worker 2 to the folder
+workers/2 in it. A worker that has ended comes back by the same command.
+
 --plan=v5p:4x4x8 trains nothing. It prints the memory, the traffic and the cost
 of a step of the config on TPUs that this machine does not have, from the TPU
 compiler: pip install 'flaxshard[tpu]'. --plan=v5e:4x4,v5e:8x8 compares several
 topologies, and --plan='2*v5e:8x8' has two slices. --plan_largest_batch searches
 the largest batch that fits. --workdir is optional then, for plan.json,
-plan.html and plan.png.
+plan.html and plan.png. With AGN(transport="host"), --num_processes=4 plans the
+step of one of four workers.
 """
 
 # Flags only: the training loop is in flaxshard/train/loop.py.
@@ -71,6 +77,7 @@ from flaxshard.train import command_line
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
 from flaxshard.train import loop
+from flaxshard.train import ranks
 
 FLAGS = flags.FLAGS
 
@@ -155,6 +162,9 @@ def main(argv: list[str]) -> None:
     if FLAGS.local_processes:
       _run_local_processes()
     local.end_with_parent()
+    if _is_worker():
+      _run_worker()
+      return
     # Before anything touches a device.
     processes.initialize(
       FLAGS.coordinator_address,
@@ -166,8 +176,44 @@ def main(argv: list[str]) -> None:
     loop.train_and_evaluate(FLAGS.config, FLAGS.workdir)
 
 
+def _is_worker() -> bool:
+  """Returns whether the config has an AGN that commits from host to host."""
+  try:
+    return ranks.host_agn(config_lib.check(FLAGS.config)) is not None
+  except (ValueError, TypeError, ImportError):
+    # Raised again by the run, which ends the other processes.
+    return False
+
+
+def _run_worker() -> None:
+  """Runs one of the workers of an AGN that commits from host to host."""
+  for name in ("coordinator_address", "heartbeat_timeout"):
+    if FLAGS[name].present:
+      raise ValueError(
+        f"--{name}={FLAGS[name].value} is for processes that JAX connects, not "
+        "for the workers of an AGN with transport='host': they meet in "
+        "WORKDIR/workers, and heartbeat is an argument of AGN in "
+        "config.wrappers."
+      )
+  loop.train_and_evaluate(
+    FLAGS.config,
+    FLAGS.workdir,
+    worker_id=FLAGS.process_id,
+    num_workers=FLAGS.num_processes,
+    start_timeout=FLAGS.initialization_timeout,
+  )
+
+
 def _print_plan() -> None:
-  for name in ("local_processes", *_CONNECTION_FLAGS):
+  config = FLAGS.config
+  refused = ["local_processes", *_CONNECTION_FLAGS]
+  if _is_worker():
+    # The plan is that of one of so many workers.
+    refused.remove("num_processes")
+    config = ranks.config_of_worker(
+      config_lib.check(config), FLAGS.num_processes or 1
+    )
+  for name in refused:
     if FLAGS[name].present:
       raise ValueError(
         f"--{name}={FLAGS[name].value} cannot be used with --plan={FLAGS.plan}:"
@@ -180,7 +226,7 @@ def _print_plan() -> None:
   from flaxshard.analysis import print_plans
 
   print_plans.print_plans(
-    FLAGS.config,
+    config,
     FLAGS.plan,
     FLAGS.workdir,
     find_largest_batch=FLAGS.plan_largest_batch,
@@ -201,6 +247,7 @@ def _run_local_processes() -> NoReturn:
       [sys.executable, "-m", "flaxshard", *sys.argv[1:]],
       FLAGS.local_processes,
       virtual_devices=config.mesh.virtual_devices,
+      connected=ranks.host_agn(config) is None,
     )
   )
 

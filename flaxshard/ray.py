@@ -29,6 +29,7 @@ from flaxshard.train import config as config_lib
 from flaxshard.train import console
 from flaxshard.train import loop
 from flaxshard.train import metrics as metrics_lib
+from flaxshard.train import ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +95,12 @@ def fit(
   """
   ray_train, jax_trainer = _import_ray()
   config = config_lib.check(config)
+  if ranks.host_agn(config) is not None:
+    raise ValueError(
+      "config.wrappers: fit cannot start AGN(transport='host'), got "
+      f"{config.wrappers!r}: Ray's workers are one JAX world. Use "
+      "transport='compiled', or start the workers without Ray."
+    )
   workdir = _check_workdir(workdir)
   _check_type("scaling_config", scaling_config, ray_train.ScalingConfig)
   if scaling_config.min_workers < 1:

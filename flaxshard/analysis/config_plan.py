@@ -10,6 +10,7 @@ import ml_collections
 
 from flaxshard.analysis import check
 from flaxshard.analysis import compilation as compilation_lib
+from flaxshard.analysis import host_commit_bytes
 from flaxshard.analysis import plan as plan_lib
 from flaxshard.core import checks
 from flaxshard.core.policy import Policy
@@ -18,6 +19,7 @@ from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
 from flaxshard.train import program as program_lib
+from flaxshard.train import ranks
 
 
 def replace_fields(
@@ -44,7 +46,9 @@ def plan_config(config: Any, topology: str, task: Any = None) -> plan_lib.Plan:
   """Plans the train step of a config on devices that need not exist.
 
   State, step and shardings are those of a run. The data is not read, except for
-  one example of a factory without `data.shapes_from`.
+  one example of a factory without `data.shapes_from`. With
+  `AGN(transport="host")` it is the step of one worker, and a note says how many
+  bytes its commits have; see `ranks.config_of_worker`.
 
   Args:
     config: An `ml_collections.ConfigDict` or a dict; see docs/config.md.
@@ -70,6 +74,9 @@ def plan_config(config: Any, topology: str, task: Any = None) -> plan_lib.Plan:
     batch_argnum=program_lib.BATCH,
     topology=topology,
   )
+  if ranks.host_agn(config) is not None:
+    note = host_commit_bytes.describe(program.abstract_state)
+    plan = dataclasses.replace(plan, notes=(*plan.notes, note))
   # Neither compiled nor refused: there is no compiler, as the plan notes.
   if compilation.compiled is None and compilation.error is None:
     return plan

@@ -90,12 +90,17 @@ class LeafMapping:
   def rename(self, saved: Mapping[Path, Any]) -> dict[Path, Any]:
     """Returns the saved leaves, without dropped ones, by their wanted paths.
 
-    A leaf that nothing is mapped to keeps its saved path.
+    A leaf that nothing is mapped to keeps its saved path. Of those that are
+    mapped, the given ones are returned.
     """
     mapped = {*self.sources.values(), *self.dropped}
     return {
       **{path: x for path, x in saved.items() if path not in mapped},
-      **{path: saved[source] for path, source in self.sources.items()},
+      **{
+        path: saved[source]
+        for path, source in self.sources.items()
+        if source in saved
+      },
     }
 
 

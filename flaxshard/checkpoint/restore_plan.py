@@ -79,7 +79,14 @@ class CheckpointStep:
     except ValueError as e:
       raise ValueError(f"{self.directory}: {e}") from e
     derived = wrapper_states.derived_paths(state.wrappers, [*saved, *targets])
-    saved = {p: x for p, x in saved.items() if p in targets or p not in derived}
+    # Those of another shape, as of other hyper-parameters, count as missing.
+    expected_shapes = wrapper_states.expected_shapes(targets, restarts)
+    saved = {
+      p: x
+      for p, x in saved.items()
+      if p not in derived
+      or (p in targets and tuple(x.shape) == expected_shapes[p])
+    }
     empty = [p for p in targets if p in derived and p not in saved]
     # What the checkpoint must have, and what is read of that: a wrapper that
     # restarts needs few of its saved leaves.

@@ -77,6 +77,9 @@ class Restart:
     replicas: The number of replicas of the train state.
     saved_replicas: The number of replicas that the checkpoint has its state
       for; None if it has no state of the wrapper.
+    saved_per_replica: The paths of the leaves that are per replica in the
+      checkpoint. With other hyper-parameters of the wrapper, as the `transport`
+      of AGN, they are others.
   """
 
   wrapper: base.Wrapper
@@ -85,20 +88,24 @@ class Restart:
   per_replica: tuple[Path, ...]
   replicas: int
   saved_replicas: int | None
+  saved_per_replica: tuple[Path, ...]
 
   def saved_leaves(self) -> dict[Path, jax.ShapeDtypeStruct]:
     """Returns the leaves that the checkpoint must have."""
     count = self.saved_replicas
     if count is None:
       return {}
-    return {
-      path: jax.ShapeDtypeStruct(
-        (count, *x.shape[1:]) if path in self.per_replica else x.shape,
-        x.dtype,
-        sharding=x.sharding,
-      )
-      for path, x in leaves_of(self.template, self.path).items()
-    }
+    leaves = {}
+    for path, x in leaves_of(self.template, self.path).items():
+      has_axis, sharding = path in self.per_replica, x.sharding
+      shape = x.shape[1:] if has_axis else x.shape
+      if path in self.saved_per_replica:
+        shape = (count, *shape)
+      if has_axis != (path in self.saved_per_replica):
+        # The spec is for another number of dimensions.
+        sharding = _replicate(sharding)
+      leaves[path] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+    return leaves
 
   def read_leaves(self) -> dict[Path, jax.ShapeDtypeStruct]:
     """Returns the leaves that are of use for any number of replicas.
@@ -108,13 +115,14 @@ class Restart:
     """
     leaves = {}
     for path, x in self.saved_leaves().items():
-      if path not in self.per_replica:
+      has_axis = path in self.saved_per_replica
+      if not has_axis and path not in self.per_replica:
         leaves[path] = x
-      elif x.ndim == 1 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        sharding = x.sharding
-        if isinstance(sharding, jax.sharding.NamedSharding):
-          # The mesh of now may not divide the number of saved replicas.
-          sharding = jax.sharding.NamedSharding(sharding.mesh, jax.P())
+      elif x.ndim == has_axis and not jnp.issubdtype(
+        x.dtype, jax.dtypes.prng_key
+      ):
+        # The mesh of now may not divide the number of saved replicas.
+        sharding = _replicate(x.sharding)
         leaves[path] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return leaves
 
@@ -138,7 +146,7 @@ class Restart:
     ) -> PyTree:
       # The wrapper sees one replica: the scalars of the first stand for all.
       saved = {
-        "/".join(path[len(at) :]): x[0] if path in self.per_replica else x
+        "/".join(path[len(at) :]): x[0] if path in self.saved_per_replica else x
         for path, x in zip(paths, found, strict=True)
       }
       wrappers = (self.wrapper,)
@@ -172,14 +180,21 @@ class Restart:
       f"{int(x)} (accumulated steps lost: {int(found[path]) - int(x)})"
       for path, x in leaves_of(new, at).items()
       if path in found
+      and path not in self.saved_per_replica
       and not x.shape
       and jnp.issubdtype(x.dtype, jnp.integer)
       and int(x) < int(found[path])
     ]
-    dropped = dict.fromkeys(path[len(at)] for path in self.per_replica)
+    dropped = dict.fromkeys(
+      path[len(at)] for path in self.saved_per_replica or self.per_replica
+    )
+    saved, now = f"{self.saved_replicas} replicas", f"there are {self.replicas}"
+    if not self.saved_per_replica:
+      saved, now = "all replicas of a process together", f"{now} with their own"
+    elif not self.per_replica:
+      now = "it is one for all replicas of a process"
     return (
-      f"the state of wrapper {at[-1]!r} for {self.saved_replicas} replicas, "
-      f"now there are {self.replicas}: each begins at "
+      f"the state of wrapper {at[-1]!r} for {saved}, now {now}: each begins at "
       "the restored parameters. Dropped are the per-replica "
       f"{', '.join(dropped)}{''.join(lost)}."
     )
@@ -214,19 +229,69 @@ def find_restarts(
       _check_num_replicas(path[-1], {p: leaves[p] for p in per_replica}, saved)
       continue
     replicas = leaves[per_replica[0]].shape[0] if per_replica else 1
-    saved_replicas = None
+    saved_replicas, saved_per_replica = None, per_replica
     if migrate.has_prefix(saved, path):
+      saved_per_replica = _saved_per_replica(leaves, per_replica, saved)
       # By the first leaf that is saved; the plan compares the others with it.
       counts = [
-        saved[p].shape[0] for p in per_replica if p in saved and saved[p].shape
+        saved[p].shape[0]
+        for p in saved_per_replica
+        if p in saved and saved[p].shape
       ]
-      if not counts or counts[0] == replicas:
+      if saved_per_replica == per_replica and (
+        not counts or counts[0] == replicas
+      ):
         continue  # it is restored as it was saved
-      saved_replicas = counts[0]
+      saved_replicas = counts[0] if counts else 1
     restarts.append(
-      Restart(wrapper, path, template, per_replica, replicas, saved_replicas)
+      Restart(
+        wrapper,
+        path,
+        template,
+        per_replica,
+        replicas,
+        saved_replicas,
+        saved_per_replica,
+      )
     )
   return restarts
+
+
+def _saved_per_replica(
+  leaves: Mapping[Path, Any],
+  per_replica: Sequence[Path],
+  saved: Mapping[Path, Any],
+) -> tuple[Path, ...]:
+  """Returns the leaves of a wrapper that are per replica in a checkpoint.
+
+  Args:
+    leaves: The leaves of its state, by path.
+    per_replica: Those that are per replica in the state.
+    saved: The leaves of the checkpoint.
+  """
+  shapes = {
+    path: (tuple(saved[path].shape), tuple(x.shape))
+    for path, x in leaves.items()
+    if path in saved
+  }
+  if not per_replica:
+    return tuple(
+      path
+      for path, (shape, own) in shapes.items()
+      if len(shape) > len(own) and shape[1:] == own
+    )
+  known = [shapes[path] for path in per_replica if path in shapes]
+  # All of them or none: otherwise they are leaves of another model.
+  if known and all(shape == own[1:] for shape, own in known):
+    return ()
+  return tuple(per_replica)
+
+
+def _replicate(sharding: Any) -> Any:
+  """Returns a sharding on the same devices that splits nothing."""
+  if isinstance(sharding, jax.sharding.NamedSharding):
+    return jax.sharding.NamedSharding(sharding.mesh, jax.P())
+  return sharding
 
 
 def _check_num_replicas(
@@ -258,6 +323,22 @@ def derived_paths(
     for field in base.adapt(w).derived_fields
   }
   return {path for path in paths if path[:3] in roots}
+
+
+def expected_shapes(
+  targets: Mapping[Path, Any], restarts: Sequence[Restart]
+) -> dict[Path, tuple[int, ...]]:
+  """Returns the shapes that leaves of a state have in its checkpoint.
+
+  Args:
+    targets: The leaves of the state, by path.
+    restarts: The wrappers that were saved with another number of replicas.
+  """
+  shapes = {path: tuple(x.shape) for path, x in targets.items()}
+  for restart in restarts:
+    for path, x in restart.saved_leaves().items():
+      shapes[path] = tuple(x.shape)
+  return shapes
 
 
 def zeros_like(

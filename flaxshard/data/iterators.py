@@ -24,6 +24,9 @@ PyTree = Any
 
 _CLOSE_TIMEOUT = 5  # seconds
 
+# The only entry of the position of a Grain dataset that is read by index.
+_INDEX = "next_index"
+
 
 @runtime_checkable
 class _Positioned(Protocol):
@@ -200,6 +203,36 @@ class DistributedIterator:
     source.set_state(state)
     self._state = _copy_state(source)
     self._ended = False
+
+  def skip(self, count: int) -> None:
+    """Goes on after the next batches, without returning them.
+
+    `flaxshard.data.train_iterator` does not read those of a source with an
+    index: its position is the number of batches.
+
+    Args:
+      count: Number of batches.
+
+    Raises:
+      StopIteration: There are not so many.
+
+    Example:
+      >>> import grain, numpy as np
+      >>> from flaxshard.data import distribute
+      >>> mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("replica",))
+      >>> source = grain.MapDataset.range(8).batch(2).to_iter_dataset()
+      >>> with iter(distribute.distribute_dataset(mesh, source)) as iterator:
+      ...   iterator.skip(2)
+      ...   print(next(iterator))
+      [4 5]
+    """
+    state = self._state
+    has_index = isinstance(state, dict) and set(state) == {_INDEX}
+    if has_index and self.position_is_global:
+      self.set_state({_INDEX: state[_INDEX] + count})
+      return
+    for _ in range(count):
+      next(self)
 
   def close(self) -> None:
     """Stops the thread and waits for its current read, up to 5 seconds."""

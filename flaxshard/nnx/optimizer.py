@@ -129,6 +129,7 @@ class Optimizer(nnx.Optimizer[M]):
         f"tx must be an optax optimizer, got {checks.describe(tx)}."
       )
     wrappers = base.check(wrappers)
+    _check_no_host_commits(wrappers)
     selected, others = nnx.state(model, wrt, ..., graph=graph)
     if not jax.tree.leaves(selected):
       kinds = sorted(variables_lib.kinds(others))
@@ -435,6 +436,17 @@ def _check_module(model: Any) -> None:
     raise TypeError(
       f"model must be an NNX module, got {checks.describe(model)}."
     )
+
+
+def _check_no_host_commits(wrappers: tuple[base.Wrapper, ...]) -> None:
+  """Raises a ValueError if a wrapper's commits need a TrainState."""
+  for w in wrappers:
+    if base.adapt(w).commits_on_host:
+      raise ValueError(
+        f"wrappers: {type(w).__name__}(transport='host') needs a TrainState, "
+        "whose center flaxshard.Worker updates between steps. Make one with "
+        "create_train_state(model, ...), which takes NNX modules too."
+      )
 
 
 def _check_no_replicas(

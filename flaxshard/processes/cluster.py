@@ -37,6 +37,14 @@ _VARIABLES = {
   "num_processes": "JAX_NUM_PROCESSES",
   "process_id": "JAX_PROCESS_ID",
 }
+# Those of launchers that say where the coordinator is, and nothing else.
+_COORDINATOR_VARIABLES = (
+  "MASTER_ADDR",
+  "MASTER_PORT",
+  "SLURM_JOB_ID",
+  "SLURM_STEP_NODELIST",
+  "JAX_COORDINATOR_ADDRESS",
+)
 
 
 def find(
@@ -46,6 +54,7 @@ def find(
   process_id: int | None = None,
   *,
   num_tpu_hosts: int = 0,
+  needs_coordinator: bool = True,
 ) -> Cluster:
   """Returns the processes of this program.
 
@@ -61,6 +70,9 @@ def find(
     process_id: Index of this process, from 0.
     num_tpu_hosts: Hosts of the Cloud TPU slices that this machine belongs to; 0
       without TPUs.
+    needs_coordinator: Whether JAX is to connect the processes. If not, the
+      other two values are enough, and `coordinator_address` is not read: so it
+      is for workers that commit over the network of the hosts.
 
   Raises:
     ValueError: A value is not allowed, or some of the values are found and
@@ -72,6 +84,9 @@ def find(
     'node1:62268'
   """
   environ = {name: value for name, value in environ.items() if value.strip()}
+  variables = dict(_VARIABLES)
+  if not needs_coordinator:
+    del variables["coordinator_address"]
   arguments = {
     "coordinator_address": coordinator_address,
     "num_processes": num_processes,
@@ -79,7 +94,7 @@ def find(
   }
   given: dict[str, Any] = {}
   names: list[str] = []
-  for field, variable in _VARIABLES.items():
+  for field, variable in variables.items():
     if arguments[field] is not None:
       given[field] = arguments[field]
       names.append(field)
@@ -88,7 +103,7 @@ def find(
       if field != "coordinator_address":
         given[field] = launchers.integer(environ, variable)
       names.append(variable)
-  if len(given) == len(_VARIABLES) or given.get("num_processes") == 1:
+  if len(given) == len(variables) or given.get("num_processes") == 1:
     return _create(environ, given, f"given by {', '.join(names)}")
 
   half_set: list[launchers.Found] = []
@@ -103,12 +118,12 @@ def find(
       # One task says nothing about processes that are given otherwise.
       if not given:
         return Cluster(source=f"{found.source} started one process")
-    elif {*found.values, *given} >= {*_VARIABLES}:
+    elif {*found.values, *given} >= {*variables}:
       source = (
         f"started by {found.source} ({', '.join(found.variables)} are set)"
       )
       if given:
-        used = [field for field in _VARIABLES if field not in given]
+        used = [field for field in variables if field not in given]
         source = (
           f"given by {', '.join(names)}; {', '.join(used)} from {found.source}"
         )
@@ -119,14 +134,20 @@ def find(
       half_set.append(found)
 
   if num_tpu_hosts > 1 and not given:
+    if not needs_coordinator:
+      raise ValueError(
+        f"this machine is one of {num_tpu_hosts} hosts of a Cloud TPU, which "
+        "JAX alone can number: set num_processes (--num_processes or "
+        "JAX_NUM_PROCESSES) and process_id (--process_id or JAX_PROCESS_ID)."
+      )
     return Cluster(
       num_processes=num_tpu_hosts,
       source=f"Cloud TPU with {num_tpu_hosts} hosts, by JAX's own detection",
     )
   if given:
     missing = [
-      f"{field} (--{field} or {_VARIABLES[field]})"
-      for field in _VARIABLES
+      f"{field} (--{field} or {variables[field]})"
+      for field in variables
       if field not in given
     ]
     have = ", ".join(
@@ -139,10 +160,14 @@ def find(
     have = ", ".join(
       f"{name}={environ[name]!r}" for name in found.variables if name in environ
     )
+    missing = [
+      name
+      for name in found.missing
+      if needs_coordinator or name not in _COORDINATOR_VARIABLES
+    ]
     raise ValueError(
-      f"{have} is set, as by {found.source}, but not "
-      f"{', '.join(found.missing)}. Set all of them, or num_processes=1 for "
-      "one process."
+      f"{have} is set, as by {found.source}, but not {', '.join(missing)}. Set "
+      "all of them, or num_processes=1 for one process."
     )
   if num_tpu_hosts == 1:
     notes.append("a Cloud TPU with one host")
@@ -162,14 +187,14 @@ def _create(
     raise ValueError(
       f"process_id={index} must be less than num_processes={count} ({source})."
     )
-  if "coordinator_address" in values:
+  if values.get("coordinator_address") is not None:
     split_address("coordinator_address", values["coordinator_address"])
   if count == 1:
     return Cluster(source=f"{source}: num_processes is 1")
   if "JAX_LOCAL_DEVICE_IDS" in environ:
     local_device_ids = launchers.integers(environ, "JAX_LOCAL_DEVICE_IDS")
   return Cluster(
-    values["coordinator_address"], count, index, local_device_ids, source
+    values.get("coordinator_address"), count, index, local_device_ids, source
   )
 
 

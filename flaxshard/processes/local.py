@@ -40,7 +40,11 @@ _STOPPED = {
 
 
 def run(
-  command: Sequence[str], num_processes: int, *, virtual_devices: int = 0
+  command: Sequence[str],
+  num_processes: int,
+  *,
+  virtual_devices: int = 0,
+  connected: bool = True,
 ) -> int:
   """Runs `python -m flaxshard` in several processes until all have ended.
 
@@ -51,6 +55,8 @@ def run(
     virtual_devices: `config.mesh.virtual_devices`, over all processes. GPUs of
       the machine are divided among them instead. Without both, each process
       has one CPU device.
+    connected: Whether JAX connects the processes. Then the failure of one ends
+      all. If not, they are workers, and the others go on without it.
 
   Returns:
     The exit code: 0, or that of the process that failed first, which is 128
@@ -81,6 +87,8 @@ def run(
   environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
   environ[_PARENT_PIPE] = str(read_end)
   environ.pop("JAX_COORDINATOR_BIND_ADDRESS", None)
+  # Workers of AGN: nothing else can reach them there.
+  environ.setdefault("FLAXSHARD_WORKER_ADDRESS", "127.0.0.1:0")
   share = num_gpus // num_processes
 
   def start(index: int) -> subprocess.Popen[bytes]:
@@ -89,7 +97,7 @@ def run(
     flags = [
       # The last value of a flag is the one that counts.
       "--local_processes=0",
-      f"--coordinator_address={address}",
+      *([f"--coordinator_address={address}"] if connected else []),
       f"--num_processes={num_processes}",
       f"--process_id={index}",
     ]
@@ -111,7 +119,7 @@ def run(
       for index in range(num_processes):
         children.append(start(index))
       os.close(read_end)
-      return _supervise(children)
+      return _supervise(children, connected)
     finally:
       for child in children:
         _kill(child, signal.SIGKILL)
@@ -166,8 +174,15 @@ def _forward_signals(
       signal.signal(signum, handler)
 
 
-def _supervise(children: Sequence[subprocess.Popen[bytes]]) -> int:
-  """Prints the output of all processes; ends the others once one has failed."""
+def _supervise(
+  children: Sequence[subprocess.Popen[bytes]], connected: bool
+) -> int:
+  """Prints the output of all processes, until all have ended.
+
+  Args:
+    children: The processes.
+    connected: Whether the others are ended once one has failed.
+  """
   first_code = 0
   actions: list[tuple[float, signal.Signals]] = []
   running = dict(enumerate(children))
@@ -190,13 +205,16 @@ def _supervise(children: Sequence[subprocess.Popen[bytes]]) -> int:
         code = child.returncode
         if code and not first_code:
           first_code = code if code > 0 else 128 - code
-          grace = _STOPPED_GRACE if code in _STOPPED else _FAILED_GRACE
-          now = time.monotonic()
-          actions = [
-            (now + grace, signal.SIGTERM),
-            (now + grace + _TERM_GRACE, signal.SIGKILL),
-          ]
-          _print(f"process {index} {_describe(code)}")
+          if connected:
+            grace = _STOPPED_GRACE if code in _STOPPED else _FAILED_GRACE
+            now = time.monotonic()
+            actions = [
+              (now + grace, signal.SIGTERM),
+              (now + grace + _TERM_GRACE, signal.SIGKILL),
+            ]
+            _print(f"process {index} {_describe(code)}")
+        if code and not connected:
+          _print(f"worker {index} {_describe(code)}; the others go on")
       if actions and running and time.monotonic() > actions[0][0]:
         _, signum = actions.pop(0)
         _print(

@@ -13,6 +13,15 @@ _BLUE, _ORANGE = "#3060a0", "#c05020"
 # Points up to which each of them has a marker.
 _MAX_MARKED = 30
 _MAX_METRICS = 8
+# Panels that are drawn if rows have the key.
+_OPTIONAL_PANELS = {
+  "loss scale": "loss_scale",
+  "commits": "commits",
+  "workers in the last commit": "commit_workers",
+  "staleness of commits": "commit_staleness",
+  "MB sent by commits": "commit_megabytes",
+  "seconds per commit": "commit_seconds",
+}
 
 
 def require(feature: str, package: str, remedy: str = _INSTALL) -> None:
@@ -46,7 +55,8 @@ def plot(rows: list[dict[str, Any]], path: str, title: str = "") -> None:
   """Draws the metrics over the steps into a PNG file.
 
   There are panels of the metrics of training and evaluation, the learning rate
-  and the speed, and of the loss scale and AGN's commits where rows have them.
+  and the speed, and of the loss scale and AGN's commits where rows have them:
+  of commits from host to host, the workers, staleness, megabytes and seconds.
   Steps at which updates were skipped are marked on the loss scale.
 
   Args:
@@ -61,9 +71,7 @@ def plot(rows: list[dict[str, Any]], path: str, title: str = "") -> None:
   metrics = _metric_names(rows)
   others = ["learning rate", "steps per second"]
   others += [
-    panel
-    for panel, key in (("loss scale", "loss_scale"), ("commits", "commits"))
-    if _points(rows, key)[0]
+    panel for panel, key in _OPTIONAL_PANELS.items() if _points(rows, key)[0]
   ]
   # One panel alone is as wide as two.
   panels: Any = [
@@ -79,9 +87,10 @@ def plot(rows: list[dict[str, Any]], path: str, title: str = "") -> None:
     _draw(axes[name], rows, f"eval_{name}", _ORANGE, marked=True)
     if axes[name].lines:
       axes[name].legend(frameon=False)
-  for name in ("learning rate", "steps per second", "commits"):
-    if name in axes:
-      _draw(axes[name], rows, name.replace(" ", "_"), _BLUE)
+  for name in ("learning rate", "steps per second", *_OPTIONAL_PANELS):
+    if name in axes and name != "loss scale":
+      key = _OPTIONAL_PANELS.get(name, name.replace(" ", "_"))
+      _draw(axes[name], rows, key, _BLUE)
       # A constant is not drawn as if its last digits were of interest.
       axes[name].set_ylim(bottom=0)
   if "loss scale" in axes:

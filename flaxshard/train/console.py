@@ -51,14 +51,18 @@ def print_log() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def quiet_other_processes() -> Iterator[None]:
+def quiet_other_processes(worker_id: int = 0) -> Iterator[None]:
   """Logs only warnings and errors within the block, except in process 0.
 
   Call it after JAX has started: asking for the process starts it.
+
+  Args:
+    worker_id: The worker that this process is: 0 logs everything.
   """
   log = logging.getLogger("flaxshard")
   level = log.level
-  if jax.process_index() and log.getEffectiveLevel() < logging.WARNING:
+  is_other = worker_id or jax.process_index()
+  if is_other and log.getEffectiveLevel() < logging.WARNING:
     log.setLevel(logging.WARNING)
   try:
     yield

@@ -21,19 +21,27 @@ from flaxshard.partitioning import specs as specs_lib
 from flaxshard.partitioning.topology import Topology
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.train import same_run
+from flaxshard.train.ranks import Rank
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 
 _log = logging.getLogger(__name__)
 
+_ALONE = Rank()
+
 P = jax.sharding.PartitionSpec
 
 
-def create_strategy(config: Any) -> Strategy:
+def create_strategy(config: Any, rank: Rank = _ALONE) -> Strategy:
   """Returns the strategy of a checked config.
 
   Call it before anything else uses JAX: the number of virtual devices cannot be
   changed later.
+
+  Args:
+    config: A checked config.
+    rank: The worker that this process is. The strategy is that of its share of
+      the replicas.
 
   Raises:
     ValueError: There are too few devices, `batch_size` is not a multiple of the
@@ -41,10 +49,10 @@ def create_strategy(config: Any) -> Strategy:
       started without the virtual devices, or processes have other devices.
   """
   if config.mesh.virtual_devices:
-    _use_virtual_devices(config.mesh.virtual_devices)
+    _use_virtual_devices(config.mesh.virtual_devices, rank)
   same_run.check_devices()
   devices = jax.devices()
-  strategy = _create_strategy(config, devices, None)
+  strategy = _create_strategy(config, devices, None, rank)
   _log.info(
     "JAX %s, process %d of %d, %d of %d %s devices, %r",
     jax.__version__,
@@ -99,7 +107,10 @@ def create_compile_only_strategy(config: Any, topology: str) -> Strategy:
 
 
 def _create_strategy(
-  config: Any, devices: Sequence[Any], topology: Topology | None
+  config: Any,
+  devices: Sequence[Any],
+  topology: Topology | None,
+  rank: Rank = _ALONE,
 ) -> Strategy:
   """Returns the strategy of `config.mesh` over the first of some devices.
 
@@ -107,13 +118,15 @@ def _create_strategy(
     config: A checked config.
     devices: All devices.
     topology: The topology of the devices; None: they are `jax.devices()`.
+    rank: The worker that this process is.
   """
   mesh = config.mesh
-  replicas = count_replicas(config, len(devices))
-  if config.batch_size % replicas:
+  replicas = count_replicas(config, len(devices), rank)
+  if rank.share("batch_size", config.batch_size) % replicas:
+    workers = f" in each of {rank.num_workers} workers" * (rank.num_workers > 1)
     raise ValueError(
       f"config.batch_size={config.batch_size} must be a multiple of the "
-      f"{replicas} replicas of config.mesh.replica={mesh.replica}."
+      f"{replicas} replicas of config.mesh.replica={mesh.replica}{workers}."
     )
   _check_wrappers(config.wrappers, replicas, mesh.per_replica)
   return _strategy_of(mesh, replicas, devices, topology)
@@ -136,12 +149,13 @@ def _strategy_of(
   return Strategy(topology, mesh_shape=mesh_shape)
 
 
-def count_replicas(config: Any, num_devices: int) -> int:
+def count_replicas(config: Any, num_devices: int, rank: Rank = _ALONE) -> int:
   """Returns the number of replicas of a checked config on some devices.
 
   Args:
     config: A checked config.
     num_devices: Number of devices.
+    rank: The worker whose replicas are counted.
 
   Raises:
     ValueError: There are too few devices.
@@ -152,6 +166,8 @@ def count_replicas(config: Any, num_devices: int) -> int:
   if replicas == -1:
     # 0 if the logical devices of one replica do not fit.
     replicas = num_devices // logical_count
+  else:
+    replicas = rank.share("mesh.replica", replicas)
   if not 0 < replicas * logical_count <= num_devices:
     logical_field = (
       f"axes={mesh.axes!r}"
@@ -172,11 +188,12 @@ def _count_logical_devices(mesh: Any) -> int:
   return int(mesh.logical_devices)
 
 
-def _use_virtual_devices(count: int) -> None:
-  """Makes JAX start with `count` CPU devices over all processes.
+def _use_virtual_devices(total: int, rank: Rank) -> None:
+  """Makes JAX start with `total` CPU devices over all workers and processes.
 
   GPUs and TPUs are used instead where there are any.
   """
+  count = rank.share("mesh.virtual_devices", total)
   processes = 1
   if jax.distributed.is_initialized():
     processes = multihost.process_count()
@@ -193,13 +210,13 @@ def _use_virtual_devices(count: int) -> None:
     _log.warning(
       "config.mesh.virtual_devices=%d is not used: there are %d %s devices; "
       "JAX_PLATFORMS=cpu runs on virtual devices",
-      count,
+      total,
       len(devices),
       devices[0].platform,
     )
   elif len(devices) != count:
     raise ValueError(
-      f"config.mesh.virtual_devices={count}: JAX has started with "
+      f"config.mesh.virtual_devices={total}: JAX has started with "
       f"{len(devices)} cpu devices already."
     )
 

@@ -7,6 +7,10 @@ last step. So a hook may use collectives, and one that writes files does so
 where `jax.process_index() == 0`. Hooks of a step are called in their order; a
 run that continues from a checkpoint does not call those of its step again.
 
+With `AGN(transport="host")` every worker is process 0 of a program of its own,
+and calls its hooks at its own pace. `workdir` is then the worker's folder, and
+a class can take `worker_id`.
+
 - `step`: Number of batches consumed, by which rows and checkpoints are named.
 - `state`: The `TrainState`. Its arrays are deleted by the next step, so that no
   hook keeps a second state in memory: a hook copies what it needs later.
@@ -84,18 +88,24 @@ class Hooks:
 
 
 def create(
-  named: Sequence[Any], hooks: Any, *, config: Any, workdir: str
+  named: Sequence[Any],
+  hooks: Any,
+  *,
+  config: Any,
+  workdir: str,
+  worker_id: int = 0,
 ) -> Hooks:
   """Returns the hooks of a run.
 
   Args:
     named: `config.hooks`: names `"package.module:attribute"`, or dicts with a
       `"name"` and arguments. A class is created with the arguments, and with
-      `config` and `workdir` if it takes them. Another callable is the hook
-      itself, and the arguments are passed at each call.
+      `config`, `workdir` and `worker_id` if it takes them. Another callable is
+      the hook itself, and the arguments are passed at each call.
     hooks: Further hooks, which are called after the named ones.
     config: The checked config.
-    workdir: The folder of the run.
+    workdir: The folder of the run, or of the worker.
+    worker_id: The worker that this process is.
 
   Raises:
     TypeError: A hook cannot be called with a step, a state and metrics.
@@ -107,7 +117,7 @@ def create(
       f"hooks=[print_loss]; got {checks.describe(hooks)}. config.hooks takes "
       "names."
     )
-  offered = {"config": config, "workdir": workdir}
+  offered = {"config": config, "workdir": workdir, "worker_id": worker_id}
   found = [
     _create_named(f"config.hooks[{i}]", item, offered)
     for i, item in enumerate(named)

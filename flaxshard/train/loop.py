@@ -35,6 +35,7 @@ from flaxshard.train import fine_tuning
 from flaxshard.train import hooks as hooks_lib
 from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import preemption
+from flaxshard.train import ranks
 from flaxshard.train import report
 from flaxshard.train import resume
 from flaxshard.train import run as run_lib
@@ -54,6 +55,9 @@ def train_and_evaluate(
   task: Any = None,
   *,
   hooks: Sequence[hooks_lib.Hook] = (),
+  worker_id: int | None = None,
+  num_workers: int | None = None,
+  start_timeout: float = 300.0,
 ) -> TrainState:
   """Trains the task of a config, or continues the run of a workdir.
 
@@ -69,6 +73,15 @@ def train_and_evaluate(
       `flaxshard.tasks.Task`. Its class is written to `config.json`.
     hooks: Functions that are called after those of `config.hooks`; see
       `flaxshard.train.hooks`.
+    worker_id: With `AGN(transport="host")`, index of the worker that this
+      process is; None: as found in the environment, in the variables of JAX,
+      torchrun, Slurm, Open MPI or Kubernetes. Worker 0 writes to `workdir`,
+      worker k to `workdir/workers/k`, so only the folder `workdir/workers` must
+      be the same for all.
+    num_workers: Number of workers, or None as for `worker_id`.
+      `config.batch_size`, `config.mesh.replica` and
+      `config.mesh.virtual_devices` are those of all workers.
+    start_timeout: Seconds that the workers wait for each other at the start.
 
   Rows of metrics are printed, unless logging is configured: then they are lines
   of the logger `"flaxshard"` at INFO. A terminal and a notebook also show a
@@ -82,9 +95,10 @@ def train_and_evaluate(
   Raises:
     ValueError, TypeError: The config is invalid, `workdir` cannot be written,
       another run is using it, its checkpoint has another model or another data
-      order, or processes disagree on the config, the code, the data, the
-      devices or the workdir.
+      order, or processes or workers disagree on the config, the code, the
+      data, the devices or the workdir.
     ImportError: A package that the config needs is not installed.
+    TimeoutError: At the start, fewer workers have come than a commit needs.
     FloatingPointError: `config.on_nonfinite` is "stop", and the loss of an
       applied step, an evaluation, or parameters to be saved became infinite or
       NaN, or wrappers skipped 20 steps in a row with a loss scale at its floor.
@@ -101,18 +115,19 @@ def train_and_evaluate(
   ):
     config = config_lib.check(load.record(config, task))
     workdir = files.absolute(checks.path("workdir", workdir))
+    rank = ranks.find(config, worker_id, num_workers, start_timeout)
     if multihost.is_process_known():
       same_run.check_config(config)
     # First, because it can set the number of virtual devices: from here on JAX
     # has started.
-    strategy = devices.create_strategy(config)
+    strategy = devices.create_strategy(config, rank)
     if not multihost.is_process_known():
       same_run.check_config(config)
     # After jax.distributed.initialize without flaxshard.initialize.
     failures.watch()
-    with console.quiet_other_processes(), failures.share():
+    with console.quiet_other_processes(rank.worker_id), failures.share():
       state, signum = _train_and_evaluate(
-        config, workdir, strategy, task, hooks
+        config, workdir, rank, strategy, task, hooks
       )
   if signum is not None and not preemption.returns_to_notebook(signum):
     # The exit code that a shell reports for a process ended by the signal.
@@ -122,28 +137,34 @@ def train_and_evaluate(
 
 def _train_and_evaluate(
   config: Any,
-  workdir: str,
+  root: str,
+  rank: ranks.Rank,
   strategy: Strategy,
   task: Any,
   hooks: Sequence[hooks_lib.Hook],
 ) -> tuple[TrainState, int | None]:
   """Returns the last state, and the signal that stopped the run, if any."""
+  workdir = rank.workdir(root)
   with multihost.raise_on_all_processes(ValueError):
     directories.check_writable("workdir", workdir)
   same_run.check_workdir(workdir)
   charts.require_packages(config.writer)
   call_hooks = hooks_lib.create(
-    config.hooks, hooks, config=config, workdir=workdir
+    config.hooks,
+    hooks,
+    config=config,
+    workdir=workdir,
+    worker_id=rank.worker_id,
   )
   # Traces the train step, so that an invalid config is found before anything
   # is written or compiled.
-  setup = setup_lib.create_setup(config, strategy, task)
+  setup = setup_lib.create_setup(config, strategy, task, rank)
   same_run.check_data(setup.splits)
   same_run.check_train_step(setup.lowered_train_step)
 
   # The inner block tells the other processes of an error before the run is
   # closed: that may wait for them.
-  with run_lib.open_run(setup, workdir, call_hooks) as run, failures.share():
+  with run_lib.open_run(setup, root, call_hooks) as run, failures.share():
     state, first_step = run_lib.restore_or_create(setup, run)
     same_run.check_step("the restored step", first_step)
     stopping = early_stopping.resume(config.early_stopping, workdir, first_step)
@@ -155,6 +176,11 @@ def _train_and_evaluate(
         stopping.stopped_step,
         stopping.reason,
       )
+      report.draw(config, workdir)
+    elif first_step < config.num_train_steps and (
+      end := run.commits.find_end()
+    ):
+      _log.warning("nothing to train: %s", end)
       report.draw(config, workdir)
     elif first_step < config.num_train_steps:
       state, signum = _train(setup, run, state, first_step, stopping)
@@ -186,9 +212,15 @@ def _train(
   """
   config = setup.config
   early_stopping.warn_if_too_short(config)
-  resume.write(config, run.workdir, setup.num_train_examples, setup.shapes)
   _log_state(state, first_step)
   _compile(setup.lowered_train_step)
+  try:
+    state, step = run.commits.start(state, first_step)
+  except InterruptedError:
+    # Stopped while it waited for the other workers: nothing to save.
+    return state, run.stop_request.signum
+  # Only now: workers with another config are refused.
+  resume.write(config, run.workdir, setup.num_train_examples, setup.shapes)
   with (
     report.open_report(config, run.workdir, first_step) as write_row,
     timer_lib.profile_steps(
@@ -197,15 +229,16 @@ def _train(
     console.count_warnings() as warn,
   ):
     progress = setup.init_progress()
-    rng = setup.replicate(jax.random.key(config.seed))
-    next_step = setup.init_step(first_step + 1)
+    rng = setup.train_rng()
+    next_step = setup.init_step(step + 1)
     notes = wrapper_notes.WrapperNotes(state, warn)
     divergence_check = divergence.DivergenceCheck(
       config.on_nonfinite, config.num_train_steps, warn
     )
-    timer = timer_lib.Timer(first_step)
+    timer = timer_lib.Timer(step)
     save_time = time.monotonic()
-    for step in range(first_step + 1, config.num_train_steps + 1):
+    while step < config.num_train_steps:
+      step += 1
       profile_before_step(step, state)
       state, progress, next_step = setup.train_step(
         state,
@@ -214,9 +247,15 @@ def _train(
         rng,
         next_step,
       )
+      state, committed_step = run.commits.commit(state, step)
+      if committed_step != step:
+        step, next_step = committed_step, setup.init_step(committed_step + 1)
 
       signum = preemption.agree_on_signal(step, run.stop_request)
       ends = step == config.num_train_steps
+      if ends and signum is None:
+        # The last center is evaluated and saved.
+        state = run.commits.finish(state)
       due = actions.due(config, step, signum is not None, save_time)
       # An exchange at every step would cost time.
       run.checkpointer.check(local=True)
@@ -237,6 +276,7 @@ def _train(
         row: dict[str, float | int | None] = {}
         if due.log:
           row |= _train_row(setup, state, seen)
+          row |= run.commits.row()
           row["steps_per_second"] = steps_per_second
           notes.log_warnings(step, row)
           progress = setup.init_progress()
@@ -250,6 +290,8 @@ def _train(
         if due.save and (
           ends or signum is not None or not divergence_check.is_stalled
         ):
+          # A commit that is under way is in no state.
+          state = run.commits.settle(state)
           divergence_check.check_params(step, state)
           with run.stop_request.saving():
             run.checkpointer.save(
@@ -269,6 +311,9 @@ def _train(
 
     with run.stop_request.saving():
       run.checkpointer.wait()
+    if stopping.stopped_step is not None:
+      # Saved as it was evaluated; the others may go on from another center.
+      run.commits.finish(state)
   if stopping.stopped_step is not None:
     _log.info("stopped early at step %d: %s", step, stopping.reason)
   if ends or signum is None:

@@ -22,6 +22,7 @@ from flaxshard.core import optimizer
 from flaxshard.core import trees
 from flaxshard.core.policy import Policy
 from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.replicas import context as replica_context
 from flaxshard.replicas.values import PerReplica
 from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
@@ -32,10 +33,13 @@ from flaxshard.tasks.adapted import AdaptedTask
 from flaxshard.train import creation as creation_lib
 from flaxshard.train import devices
 from flaxshard.train import steps
+from flaxshard.train.ranks import Rank
 
 _log = logging.getLogger(__name__)
 
 P = jax.sharding.PartitionSpec
+
+_ALONE = Rank()
 
 # Positions in `Program.arguments`.
 STATE, PROGRESS, BATCH, RNG, STEP = range(5)
@@ -49,6 +53,7 @@ class Program:
     config: The checked config.
     task: The task.
     strategy: The devices.
+    batch_size: Examples in a batch, of this worker alone if there are several.
     batch_specs: How each array of a batch is split.
     schedule: The learning rate, as a function of the applied updates.
     create_state: Returns a new state.
@@ -62,6 +67,7 @@ class Program:
   config: Any
   task: AdaptedTask
   strategy: Strategy
+  batch_size: int
   batch_specs: Mapping[str, P]
   schedule: optax.Schedule
   create_state: Callable[[], TrainState]
@@ -113,7 +119,7 @@ class Program:
     return [name for name, value in values.items() if not jnp.shape(value)]
 
   def _eval_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-    mask = jax.ShapeDtypeStruct((self.config.batch_size,), bool)
+    mask = jax.ShapeDtypeStruct((self.batch_size,), bool)
     return {**self.arguments[BATCH], "mask": mask}
 
 
@@ -121,6 +127,7 @@ def create_program(
   config: Any,
   strategy: Strategy,
   loaded: load.LoadedTask,
+  rank: Rank = _ALONE,
 ) -> Program:
   """Builds the state and the train step of a config.
 
@@ -128,15 +135,15 @@ def create_program(
     config: A checked config.
     strategy: Its strategy; see `devices.create_strategy`.
     loaded: The task, and the shapes of its data.
+    rank: The worker that this process is.
 
   Raises:
     ValueError, TypeError: The model, the optimizer, the rules and the wrappers
       do not fit each other. The message names the field.
   """
   task, example = loaded.task, loaded.example
-  specs = devices.batch_specs(
-    config.mesh.split, config.batch_size, strategy, example
-  )
+  batch_size = rank.share("batch_size", config.batch_size)
+  specs = devices.batch_specs(config.mesh.split, batch_size, strategy, example)
   tx, schedule = optimizer.create(config)
   _warn_of_long_warmup(config, schedule)
   policy = Policy(config.precision)
@@ -166,7 +173,7 @@ def create_program(
       jax.eval_shape(functools.partial(steps.init_progress, task), state),
       per_replica,
     ),
-    _abstract_batch(strategy, specs, config.batch_size, example),
+    _abstract_batch(strategy, specs, batch_size, example),
     _place(strategy, jax.eval_shape(lambda: jax.random.key(0)), False),
     _place(strategy, jax.ShapeDtypeStruct((), jnp.int32), per_replica),
   )
@@ -174,10 +181,11 @@ def create_program(
     config=config,
     task=task,
     strategy=strategy,
+    batch_size=batch_size,
     batch_specs=specs,
     schedule=schedule,
     create_state=create_state,
-    train_step=_jit_train_step(task, strategy, arguments, per_replica),
+    train_step=_jit_train_step(task, strategy, arguments, per_replica, rank),
     arguments=arguments,
     notes=notes,
   )
@@ -225,14 +233,18 @@ def _jit_train_step(
   strategy: Strategy,
   arguments: tuple[Any, ...],
   per_replica: bool,
+  rank: Rank,
 ) -> Any:
   """Returns the jitted train step, which donates the state and the progress."""
+  first_replica = rank.worker_id * strategy.num_replicas_in_sync
 
   # Named like the function: the name stands in profiles and programs.
   def counted_train_step(
     state: TrainState, progress: Any, batch: Any, rng: Any, step: Any
   ) -> Any:
-    return steps.counted_train_step(task, state, progress, batch, rng, step)
+    # Each worker has the random streams of its own replicas.
+    with replica_context.number_from(first_replica):
+      return steps.counted_train_step(task, state, progress, batch, rng, step)
 
   if per_replica:
     _check_split_over_replicas(arguments[STATE])

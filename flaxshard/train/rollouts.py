@@ -26,10 +26,13 @@ class Stream:
     step: The number of steps taken.
   """
 
-  def __init__(self, seed: int, batch_size: int):
+  def __init__(self, seed: int, batch_size: int, worker_id: int = 0):
     self.batch_size = batch_size
     self.step = 0
     self._key = jax.random.fold_in(jax.random.key(seed), _STREAM)
+    if worker_id:
+      # Other batches than those of worker 0.
+      self._key = jax.random.fold_in(self._key, worker_id)
     self._state: TrainState | None = None
     self._first_replica: TrainState | None = None
 
@@ -66,6 +69,8 @@ class RolloutIterator:
     task: The task.
     seed: The seed of the run.
     batch: Shapes and shardings of the arrays of a batch, by key.
+    worker_id: Index of the worker that this process is. Each makes batches of
+      its own, of its share of `config.batch_size`.
   """
 
   position_is_global = True
@@ -75,11 +80,12 @@ class RolloutIterator:
     task: AdaptedTask,
     seed: int,
     batch: Mapping[str, jax.ShapeDtypeStruct],
+    worker_id: int = 0,
   ):
     self._task = task
     self._batch = batch
     batch_size = next(iter(batch.values())).shape[0]
-    self._stream = Stream(seed, batch_size)
+    self._stream = Stream(seed, batch_size, worker_id)
     self._batches: Iterator[Any] | None = None
 
   def next_batch(self, state: TrainState) -> dict[str, jax.Array]:
@@ -125,6 +131,10 @@ class RolloutIterator:
     """Continues from a position."""
     self._stream.step = state["step"]
     self._batches = None
+
+  def skip(self, count: int) -> None:
+    """Goes on after the next batches, which are not made."""
+    self.set_state({"step": self._stream.step + count})
 
   def __enter__(self) -> RolloutIterator:
     """Returns itself."""

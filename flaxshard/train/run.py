@@ -17,6 +17,7 @@ from flaxshard.state.train_state import TrainState
 from flaxshard.train import config as config_lib
 from flaxshard.train import fine_tuning
 from flaxshard.train import hooks as hooks_lib
+from flaxshard.train import host_commits
 from flaxshard.train import preemption
 from flaxshard.train import resume
 from flaxshard.train import rollouts
@@ -31,11 +32,12 @@ class Run:
   """Resources that a run holds from its start to its end.
 
   Attributes:
-    workdir: The workdir, locked: no other run can use it.
+    workdir: The workdir of this worker, locked: no other run can use it.
     stop_request: The signal that this process received, if any.
     train_iter: The training batches; checkpoints hold its position.
     checkpointer: The checkpointer of `workdir/checkpoints`.
     call_hooks: Calls the hooks with a step, the state and a row of metrics.
+    commits: The commits of AGN from host to host, if it has any.
   """
 
   workdir: str
@@ -43,6 +45,7 @@ class Run:
   train_iter: distribute.DistributedIterator | rollouts.RolloutIterator
   checkpointer: checkpoint.Checkpointer
   call_hooks: hooks_lib.Hooks
+  commits: host_commits.Commits
 
 
 @contextlib.contextmanager
@@ -53,17 +56,18 @@ def open_run(
 
   Args:
     setup: The setup of the config.
-    workdir: The absolute path of the workdir.
+    workdir: The absolute path of the workdir, the same for all workers.
     call_hooks: Calls the hooks.
 
   Raises:
     ValueError: Another run is using the workdir, or it cannot be written.
   """
   config = setup.config
-  checkpoint_dir = os.path.join(workdir, "checkpoints")
+  folder = setup.rank.workdir(workdir)
+  checkpoint_dir = os.path.join(folder, "checkpoints")
   with contextlib.ExitStack() as exit_stack:
     with multihost.raise_on_all_processes(ValueError):
-      exit_stack.callback(directories.lock("workdir", workdir))
+      exit_stack.callback(directories.lock("workdir", folder))
       directories.check_writable("workdir", checkpoint_dir)
     # From here on a signal ends the run with a checkpoint.
     stop_request = exit_stack.enter_context(preemption.catch_signals())
@@ -81,7 +85,13 @@ def open_run(
         config=json.loads(config.to_json()),
       )
     )
-    yield Run(workdir, stop_request, train_iter, checkpointer, call_hooks)
+    # Left first: others need not wait for this worker's last checkpoint.
+    commits = exit_stack.enter_context(
+      host_commits.open_commits(setup, workdir, stop_request, train_iter)
+    )
+    yield Run(
+      folder, stop_request, train_iter, checkpointer, call_hooks, commits
+    )
 
 
 def restore_or_create(

@@ -53,17 +53,43 @@ def check_config(config: Any) -> None:
   Raises:
     ValueError: Two processes disagree.
   """
-  agreement.check_agreement(
-    {"config": json.loads(config.to_json())}, _SAME_COMMAND
-  )
-  agreement.check_agreement(
-    {"the version of": {name: _version(name) for name in _PACKAGES}},
-    "Install the same packages on all hosts.",
-  )
-  agreement.check_agreement(
-    {"the source file": _digest_sources()},
-    "Install the same version of flaxshard on all hosts.",
-  )
+  if multihost.process_count() == 1:
+    return
+  for facts, hint in _code_facts(config):
+    agreement.check_agreement(facts, hint)
+
+
+def worker_facts(config: Any, splits: data.Splits | None) -> dict[str, Any]:
+  """Returns what all workers of a run must have in common.
+
+  `Worker.start` compares it, by the names of the fields.
+
+  Args:
+    config: A checked config.
+    splits: The loaded data; None if the task makes its own batches.
+  """
+  facts: dict[str, Any] = {}
+  for named, _ in _code_facts(config):
+    facts |= named
+  if splits is not None:
+    facts["the data"] = _data_facts(splits)
+  return facts
+
+
+def _code_facts(config: Any) -> list[tuple[dict[str, Any], str]]:
+  """Returns facts about the config and the code, each with a hint."""
+  versions = {name: _version(name) for name in _PACKAGES}
+  return [
+    ({"config": json.loads(config.to_json())}, _SAME_COMMAND),
+    (
+      {"the version of": versions},
+      "Install the same packages on all hosts.",
+    ),
+    (
+      {"the source file": _digest_sources()},
+      "Install the same version of flaxshard on all hosts.",
+    ),
+  ]
 
 
 def check_devices() -> None:
@@ -97,10 +123,14 @@ def check_data(splits: data.Splits | None) -> None:
   """
   if splits is None or multihost.process_count() == 1:
     return
+  agreement.check_agreement({"the data": _data_facts(splits)}, _SAME_COMMAND)
+
+
+def _data_facts(splits: data.Splits) -> dict[str, Any]:
   sources_by_name = {"train": splits.train}
   if splits.eval is not None:
     sources_by_name["eval"] = splits.eval
-  facts = {
+  return {
     name: {
       "number of examples": "stream"
       if sources.is_stream(source)
@@ -109,7 +139,6 @@ def check_data(splits: data.Splits | None) -> None:
     }
     for name, source in sources_by_name.items()
   }
-  agreement.check_agreement({"the data": facts}, _SAME_COMMAND)
 
 
 def check_train_step(lowered: jax.stages.Lowered) -> None:
@@ -186,8 +215,6 @@ def _version(package: str) -> str:
 
 def _digest_sources() -> dict[str, str]:
   """Returns a digest of each of the package's Python files."""
-  if multihost.process_count() == 1:
-    return {}
   root = pathlib.Path(__file__).parents[1]
   return {
     path.relative_to(root.parent).as_posix(): hashlib.sha256(

@@ -6,7 +6,7 @@ reported within seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -31,6 +31,9 @@ from flaxshard.train import evaluation as evaluation_lib
 from flaxshard.train import program as program_lib
 from flaxshard.train import rollouts
 from flaxshard.train import steps
+from flaxshard.train.ranks import Rank
+
+_ALONE = Rank()
 
 P = jax.sharding.PartitionSpec
 TrainStep = Callable[..., tuple[TrainState, steps.Progress, jax.Array]]
@@ -44,6 +47,8 @@ class Setup:
     config: The checked config.
     task: The task.
     strategy: The devices.
+    rank: The worker that this process is.
+    batch_size: Examples in a batch, of this worker alone if there are several.
     splits: The data; None if the task makes its own batches.
     shapes: The shapes of an example of the data.
     batch_specs: How each array of a batch is split.
@@ -65,6 +70,8 @@ class Setup:
   config: Any
   task: AdaptedTask
   strategy: Strategy
+  rank: Rank
+  batch_size: int
   splits: data.Splits | None
   shapes: data.Shapes
   batch_specs: Mapping[str, P]
@@ -94,7 +101,10 @@ class Setup:
     if self.task.train_batches is None:
       return iter(self.train_batches())
     return rollouts.RolloutIterator(
-      self.task, self.config.seed, self.abstract_batch
+      self.task,
+      self.config.seed,
+      self.abstract_batch,
+      worker_id=self.rank.worker_id,
     )
 
   def train_batches(self) -> distribute.DistributedDataset:
@@ -106,7 +116,9 @@ class Setup:
         splits,
         seed=self.config.seed,
         collate=self.task.collate,
-        **self._rows(),
+        # Rows of the batch of all workers.
+        batch_size=self.config.batch_size,
+        rows=self.rank.rows(self._rows(), self.batch_size),
       ),
       # Training batches are never padded: the data repeats.
       mask=None,
@@ -158,7 +170,13 @@ class Setup:
         f"{self.task.name}.evaluate: there is no evaluation data."
       )
     return self.strategy.distribute_dataset(
-      data.eval_batches(self.splits, collate=self.task.collate, **self._rows()),
+      # Each worker evaluates its center with all examples.
+      data.eval_batches(
+        self.splits,
+        collate=self.task.collate,
+        batch_size=self.batch_size,
+        rows=self._rows(),
+      ),
       spec=self.batch_specs,
     )
 
@@ -167,6 +185,14 @@ class Setup:
     return _give_replicas(
       self.strategy, self.zero_progress, self.config.mesh.per_replica
     )
+
+  def train_rng(self) -> Any:
+    """Returns the PRNG key of the train steps, on the devices."""
+    key = jax.random.key(self.config.seed)
+    if self.rank.worker_id and not self.config.mesh.per_replica:
+      # Otherwise the steps fold the numbers of their replicas into it.
+      key = jax.random.fold_in(key, self.rank.worker_id)
+    return self.replicate(key)
 
   def init_step(self, step: int) -> Any:
     """Returns the number of the first step, on the devices."""
@@ -178,22 +204,21 @@ class Setup:
     """Returns a tree of arrays, whole on every device."""
     return devices.replicate(self.strategy, tree)
 
-  def _rows(self) -> dict[str, Any]:
-    """Returns the size of a batch, and the rows that this process reads."""
-    size = self.config.batch_size
-    return {
-      "batch_size": size,
-      "rows": sharding.pipeline_rows(self.strategy.mesh, size),
-    }
+  def _rows(self) -> Sequence[int]:
+    """Returns the rows of a batch that this process reads."""
+    return sharding.pipeline_rows(self.strategy.mesh, self.batch_size)
 
 
-def create_setup(config: Any, strategy: Strategy, task: Any = None) -> Setup:
+def create_setup(
+  config: Any, strategy: Strategy, task: Any = None, rank: Rank = _ALONE
+) -> Setup:
   """Builds everything that a run needs.
 
   Args:
     config: A checked config.
     strategy: Its strategy; see `devices.create_strategy`.
     task: A task object, in place of the one that `config.task` names.
+    rank: The worker that this process is.
 
   Raises:
     ValueError, TypeError: The data, the model, the optimizer, the rules and the
@@ -202,7 +227,7 @@ def create_setup(config: Any, strategy: Strategy, task: Any = None) -> Setup:
   """
   loaded = load.load(config, task)
   task = loaded.task
-  program = program_lib.create_program(config, strategy, loaded)
+  program = program_lib.create_program(config, strategy, loaded, rank)
   for field, metric in (
     ("config.best_metric", config.best_metric),
     ("config.early_stopping.metric", config.early_stopping.metric),
@@ -216,6 +241,8 @@ def create_setup(config: Any, strategy: Strategy, task: Any = None) -> Setup:
     config=config,
     task=task,
     strategy=strategy,
+    rank=rank,
+    batch_size=program.batch_size,
     splits=loaded.splits,
     shapes=data.Shapes(loaded.example, loaded.num_classes),
     batch_specs=program.batch_specs,
@@ -242,7 +269,7 @@ def _warn_of_scalar_metrics(
   """Warns of means over a batch that count the padding of the last one."""
   if splits is None or splits.eval is None or program.task.evaluate is not None:
     return
-  size = program.config.batch_size
+  size = program.batch_size
   if not len(splits.eval) % size:
     return
   names = program.scalar_metrics()

@@ -1,0 +1,206 @@
+"""Which worker of a run this process is, and its share of devices and data.
+
+With `AGN(transport="host")` each process is a worker: a JAX world of its own,
+which nothing but commits connects with the others. Every other run has one
+worker, which may have many processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import logging
+import os
+from typing import Any
+
+import jax
+
+from flaxshard import wrappers as wrappers_lib
+from flaxshard.core import checks
+from flaxshard.processes import cluster
+from flaxshard.processes import tpu
+from flaxshard.state import host_commits
+from flaxshard.train import config as config_lib
+from flaxshard.wrappers.agn import AGN
+
+_log = logging.getLogger(__name__)
+
+# The folder of a workdir with those of the workers but worker 0.
+WORKERS = "workers"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+  """The worker that this process is.
+
+  A run of N workers is divided like one of N replicas: `config.batch_size`,
+  `config.mesh.replica` and `config.mesh.virtual_devices` are those of all
+  workers.
+
+  Attributes:
+    worker_id: Index of the worker, from 0.
+    num_workers: Number of workers.
+    start_timeout: Seconds that the workers wait for each other at the start.
+  """
+
+  worker_id: int = 0
+  num_workers: int = 1
+  start_timeout: float = 300.0
+
+  def share(self, field: str, total: int) -> int:
+    """Returns this worker's share of a number of all workers.
+
+    Args:
+      field: The field of the config, for the error message.
+      total: The number.
+
+    Raises:
+      ValueError: It cannot be divided equally.
+
+    Example:
+      >>> Rank(1, 4).share("batch_size", 64)
+      16
+    """
+    if total % self.num_workers:
+      raise ValueError(
+        f"config.{field}={total} must be a multiple of the "
+        f"{self.num_workers} workers: each gets an equal share."
+      )
+    return total // self.num_workers
+
+  def rows(self, rows: Sequence[int], batch_size: int) -> Sequence[int]:
+    """Returns the rows of a batch of all workers that this worker reads.
+
+    Args:
+      rows: Rows of this worker's own batch.
+      batch_size: Number of rows of this worker's own batch.
+
+    Example:
+      >>> Rank(1, 2).rows([0, 1], batch_size=2)
+      [2, 3]
+    """
+    return [self.worker_id * batch_size + row for row in rows]
+
+  def workdir(self, workdir: str) -> str:
+    """Returns the folder that this worker writes its files to.
+
+    Args:
+      workdir: The folder of the run, which is that of worker 0.
+
+    Example:
+      >>> Rank(2, 4).workdir("run")
+      'run/workers/2'
+    """
+    return folder_of_worker(workdir, self.worker_id)
+
+
+def folder_of_worker(workdir: str, worker_id: int) -> str:
+  """Returns the folder of a worker's checkpoints and metrics.
+
+  Args:
+    workdir: The folder of the run, which is that of worker 0.
+    worker_id: Index of the worker.
+  """
+  if not worker_id:
+    return workdir
+  return os.path.join(workdir, WORKERS, str(worker_id))
+
+
+def host_agn(config: Any) -> AGN | None:
+  """Returns the AGN of a config that commits from host to host, if any.
+
+  Args:
+    config: A checked config.
+  """
+  return host_commits.find(wrappers_lib.from_config(config.wrappers))
+
+
+def config_of_worker(config: Any, num_workers: int) -> Any:
+  """Returns the config of a run of one worker like each of several.
+
+  Args:
+    config: A checked config.
+    num_workers: Number of workers.
+
+  Raises:
+    ValueError: A field cannot be divided equally.
+  """
+  rank = Rank(0, checks.integer("num_processes", num_workers, minimum=1))
+  values = config.to_dict()
+  values["batch_size"] = rank.share("batch_size", config.batch_size)
+  if config.mesh.replica != -1:
+    values["mesh"]["replica"] = rank.share("mesh.replica", config.mesh.replica)
+  return config_lib.check(values)
+
+
+def find(
+  config: Any,
+  worker_id: int | None = None,
+  num_workers: int | None = None,
+  start_timeout: float = 300.0,
+  environ: Mapping[str, str] = os.environ,
+) -> Rank:
+  """Returns the worker that this process is.
+
+  Call it before JAX starts its devices: with several workers on a machine, each
+  uses its own GPUs.
+
+  Args:
+    config: A checked config.
+    worker_id: Index of the worker; None: as found in the environment, in the
+      variables of JAX, torchrun, Slurm, Open MPI or Kubernetes.
+    num_workers: Number of workers; None: as found in the environment.
+    start_timeout: Seconds that the workers wait for each other at the start.
+    environ: The environment variables.
+
+  Raises:
+    ValueError: The processes are connected by JAX, the config has no AGN that
+      commits from host to host, or an index or a number is wrong or missing.
+  """
+  if host_agn(config) is None:
+    for name, value in (("worker_id", worker_id), ("num_workers", num_workers)):
+      if value is not None:
+        raise ValueError(
+          f"{name}={value!r} needs an AGN with transport='host' in "
+          "config.wrappers: without it, the processes are one JAX program."
+        )
+    return Rank()
+  if jax.distributed.is_initialized():
+    raise ValueError(
+      "config.wrappers: with transport='host', AGN's workers are not connected "
+      "by JAX. Leave out flaxshard.initialize() and "
+      "jax.distributed.initialize()."
+    )
+  found = cluster.find(
+    environ,
+    num_processes=num_workers,
+    process_id=worker_id,
+    num_tpu_hosts=tpu.num_hosts(environ),
+    needs_coordinator=False,
+  )
+  _use_devices(found.local_device_ids)
+  start_timeout = checks.number(
+    "start_timeout", start_timeout, above=0, below=1e6
+  )
+  rank = Rank(found.process_id, found.num_processes, start_timeout)
+  if rank.num_workers == 1:
+    _log.warning(
+      "one worker: %s. Commits of AGN go to this process alone. Of N workers, "
+      "each is started with --num_processes=N and --process_id",
+      found.source,
+    )
+  else:
+    _log.info(
+      "worker %d of %d: %s", rank.worker_id, rank.num_workers, found.source
+    )
+  return rank
+
+
+def _use_devices(local_device_ids: tuple[int, ...] | None) -> None:
+  """Makes JAX start with some of the GPUs of this machine."""
+  if local_device_ids is None:
+    return
+  visible = ",".join(map(str, local_device_ids))
+  # As jax.distributed.initialize does it. Without GPUs they have no effect.
+  jax.config.update("jax_cuda_visible_devices", visible)
+  jax.config.update("jax_rocm_visible_devices", visible)
