@@ -61,20 +61,40 @@ class Clipped:
 
 
 class AGN:
-  """The center and all replicas of AGN."""
+  """The center and all replicas of AGN.
+
+  `groups` are the names of the parameters that are committed together, with the
+  remainder of the steps at which they are: `[(names, remainder)]`.
+  """
 
   def __init__(
-    self, params, opt, replicas, period, commit, outer=None, delta=False
+    self,
+    params,
+    opt,
+    replicas,
+    period,
+    commit,
+    outer=None,
+    delta=False,
+    groups=None,
+    delay=0,
+    blend=0.0,
   ):
     self.opt, self.outer = opt, outer or opt
     self.period, self.commit, self.delta = period, commit, delta
+    self.groups = groups or [(tuple(params), 0)]
+    self.delay, self.blend = delay, blend
     self.center = {k: np.array(p, np.float64) for k, p in params.items()}
-    self.center_slots = self.outer.init(self.center)
+    self.center_slots = [
+      self.outer.init({k: self.center[k] for k in names})
+      for names, _ in self.groups
+    ]
     self.local = [dict(self.center) for _ in range(replicas)]
     self.slots = [opt.init(self.center) for _ in range(replicas)]
     zeros = {k: np.zeros_like(p) for k, p in self.center.items()}
     self.accum = [dict(zeros) for _ in range(replicas)]
-    self.step = 0
+    self.step = self.commits = 0
+    self.sent = []
 
   def take(self, grad_fn):
     """Takes a step of all replicas, with `grad_fn(replica, params)`."""
@@ -88,21 +108,34 @@ class AGN:
       if self.delta:
         added = {k: params[k] - p for k, p in self.local[i].items()}
       self.accum[i] = {k: a + added[k] for k, a in self.accum[i].items()}
-    if self.step % self.period:
-      return
+    for number, (names, remainder) in enumerate(self.groups):
+      if self.step % self.period == remainder:
+        self._commit(number, names)
+    for arrives, new_local in self.sent:
+      if arrives == self.step:
+        for local, new in zip(self.local, new_local, strict=True):
+          for k, p in new.items():
+            local[k] = self.blend * local[k] + (1 - self.blend) * p
+    self.sent = [sent for sent in self.sent if sent[0] > self.step]
+
+  def _commit(self, number, names):
+    self.commits += 1
     divisor = 1 if self.delta else self.period
-    commits = [{k: a / divisor for k, a in acc.items()} for acc in self.accum]
+    commits = [{k: acc[k] / divisor for k in names} for acc in self.accum]
     if self.commit != "sequential":
-      total = {k: sum(c[k] for c in commits) for k in self.center}
+      total = {k: sum(c[k] for c in commits) for k in names}
       if self.commit == "mean":
         total = {k: t / len(commits) for k, t in total.items()}
       commits = [total]
     new_local = []
     for grads in commits:
-      self.center, self.center_slots = self.outer.apply(
-        self.center, self.center_slots, grads
+      new, self.center_slots[number] = self.outer.apply(
+        {k: self.center[k] for k in names}, self.center_slots[number], grads
       )
-      new_local.append(self.center)
-    for i in range(len(self.local)):
-      self.local[i] = dict(new_local[min(i, len(new_local) - 1)])
-      self.accum[i] = {k: np.zeros_like(a) for k, a in self.accum[i].items()}
+      self.center = {**self.center, **new}
+      new_local.append(new)
+    replicas = len(self.local)
+    new_local = [new_local[min(i, len(new_local) - 1)] for i in range(replicas)]
+    self.sent.append((self.step + self.delay, new_local))
+    for accum in self.accum:
+      accum.update({k: np.zeros_like(accum[k]) for k in names})

@@ -33,6 +33,8 @@ def pytest_collection_finish() -> None:
   """Spares the garbage collector the modules and the collected tests."""
   gc.collect()
   gc.freeze()
+  # Programs that are traced are many objects, few of them garbage.
+  gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

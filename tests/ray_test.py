@@ -17,6 +17,11 @@ from flaxshard import train
 from flaxshard.train import metrics as metrics_lib
 
 _TESTS = pathlib.Path(__file__).parent
+_HOST = {
+  "communication_period": 2,
+  "commit": "mean",
+  "transport": "host",
+}
 
 
 def test_missing_ray_is_an_error_that_names_the_extra(monkeypatch):
@@ -53,6 +58,11 @@ def ray_train():
     ({"run_config": {}}, TypeError, "run_config .*RunConfig"),
     ({"heartbeat_timeout": 1e6}, ValueError, "heartbeat_timeout"),
     ({"config": {"batch_size": 0}}, ValueError, "config"),
+    (
+      {"config": tiny.config(wrappers=(("agn", _HOST),))},
+      ValueError,
+      "config.wrappers: .*host",
+    ),
   ],
 )
 def test_invalid_argument_raises_before_ray_starts(

@@ -78,7 +78,14 @@ def test_copied_or_renamed_step_is_passed_over(path, change, caplog, capsys):
   assert "20.damaged" in os.listdir(path)
 
 
-@pytest.mark.parametrize("name", ["checkpoint_20", "best-20", "020"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    "checkpoint_20",
+    pytest.param("best-20", marks=pytest.mark.slow),
+    pytest.param("020", marks=pytest.mark.slow),
+  ],
+)
 def test_copy_with_a_prefix_or_zeros_is_passed_over(path, name, capsys):
   shutil.copytree(path / "5", path / name)
   restored = fs.checkpoint.restore(path, create())
@@ -156,11 +163,11 @@ def metadata_is_a_list(path):
   "change",
   [
     dangling_link,
-    link_loop,
+    pytest.param(link_loop, marks=pytest.mark.slow),
     link_loop_in_a_step,
-    dangling_link_in_a_step,
+    pytest.param(dangling_link_in_a_step, marks=pytest.mark.slow),
     metadata_is_a_list,
-    metadata_nested_too_deep,
+    pytest.param(metadata_nested_too_deep, marks=pytest.mark.slow),
   ],
 )
 def test_what_restore_passes_over_is_shown(path, change, caplog, capsys):

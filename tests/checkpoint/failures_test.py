@@ -63,6 +63,7 @@ def test_leaving_the_context_raises_the_error_of_the_save(path, monkeypatch):
   assert_holds(path, 1.0)
 
 
+@pytest.mark.slow
 def test_error_in_the_context_comes_first(path, monkeypatch, caplog):
   fail_at(monkeypatch, 2)
   with pytest.raises(KeyError), checkpoint.Checkpointer(path) as checkpointer:

@@ -20,7 +20,7 @@ def round_trip(rows, fmt):
 
 
 @pytest.mark.parametrize("fmt", ["int8", "int4"])
-@pytest.mark.parametrize("width", [1, 2, 255, 256, 257, 1000])
+@pytest.mark.parametrize("width", [1, 256, 257])
 def test_integers_have_a_scale_for_each_256_numbers(fmt, width):
   rows = RNG.normal(size=(3, width)).astype(np.float32)
   rows *= 10.0 ** RNG.integers(-6, 6, size=rows.shape)

@@ -243,7 +243,7 @@ def test_custom_optimizer_and_schedule(custom_module):
       "optimizer",
       {"name": "sgd", "learning_rate": 1},
       ValueError,
-      ["'learning_rate'", "momentum"],
+      ["config.learning_rate", "got 1"],
     ),
     ("schedule", {"name": "constant", "end": 3}, ValueError, ["none"]),
     ("optimizer", {"name": "adam", "b1": "x"}, TypeError, [".b1", "'x'"]),

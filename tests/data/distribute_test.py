@@ -668,3 +668,40 @@ def test_a_large_prefetch_reads_all_batches_ahead_at_once():
     next(iterator)
     wait_until(lambda: source.read == 3)
     assert len(list(iterator)) == 2
+
+
+class Stream:
+  """Examples without a length."""
+
+  def __iter__(self):
+    return ({"x": np.int32(i)} for i in range(200))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_skipped_batches_are_not_returned(is_stream):
+  splits = data.digits()
+  if is_stream:
+    splits = data.Splits(train=Stream(), eval=None)
+  key = "x" if is_stream else "labels"
+  returned = []
+  for skipped in (0, 3):
+    source = data.train_iterator(splits, batch_size=8, seed=0)
+    with iter(distributed(source, mask=None)) as iterator:
+      first = next(iterator)[key].tolist()
+      iterator.skip(skipped)
+      rest = [next(iterator)[key].tolist() for _ in range(5)]
+      returned.append([first, *rest])
+      state = iterator.get_state()
+  assert returned[1][0] == returned[0][0]
+  assert returned[1][1:3] == returned[0][4:]
+  assert state["examples"] == 72 if is_stream else state == {"next_index": 9}
+
+
+def test_skipping_reads_batches_that_are_dropped_or_joined():
+  source = grain.MapDataset.range(64).map(lambda i: {"x": i}).batch(4)
+  dataset = distribute.distribute_datasets_from_function(
+    MESH, lambda _: source.to_iter_dataset()
+  )
+  with iter(dataset) as iterator:
+    iterator.skip(1)
+    assert real_examples([next(iterator)]) == list(range(32, 64))

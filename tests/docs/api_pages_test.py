@@ -38,6 +38,7 @@ _MODULES = [
   "tasks",
   "testing",
   "train",
+  "workers",
   "wrappers",
 ]
 

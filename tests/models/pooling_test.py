@@ -11,7 +11,12 @@ from flaxshard.models import pooling
 
 @pytest.mark.parametrize(
   ("size", "window", "stride", "padding"),
-  [((8, 6), 2, 2, 0), ((9, 7), 2, 2, 0), ((8, 7), 3, 2, 1), ((5, 5), 3, 1, 1)],
+  [
+    pytest.param((8, 6), 2, 2, 0, marks=pytest.mark.slow),
+    pytest.param((9, 7), 2, 2, 0, marks=pytest.mark.slow),
+    ((8, 7), 3, 2, 1),
+    pytest.param((5, 5), 3, 1, 1, marks=pytest.mark.slow),
+  ],
 )
 def test_values_and_gradients_are_those_of_flax(size, window, stride, padding):
   # Many values are equal.

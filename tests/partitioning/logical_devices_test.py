@@ -327,6 +327,7 @@ def expected_results():
   return apply_transforms(one_stage)(W, X / 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["checkpoint", "vmap of grad"])
 def test_eager_stages_under_transformations(name, expected_results):
   staged = TRANSFORMS[name](lambda p, x: two_stages(MESH, p, x))

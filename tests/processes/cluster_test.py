@@ -340,3 +340,35 @@ def test_tpu_hosts_are_connected_by_jax():
   assert cluster.find({}, num_tpu_hosts=1).num_processes == 1
   assert cluster.find(INDEXED_JOB, num_tpu_hosts=1).num_processes == 1
   assert "Slurm" in cluster.find(SLURM, num_tpu_hosts=4).source
+
+
+@pytest.mark.parametrize(
+  "environ",
+  [
+    {"JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"},
+    {**JAX, "JAX_COORDINATOR_ADDRESS": "no address"},
+    {"WORLD_SIZE": "4", "RANK": "3"},
+    TORCHRUN,
+    SLURM,
+    OPEN_MPI_5,
+    {**INDEXED_JOB, "JAX_NUM_PROCESSES": "4"},
+  ],
+)
+def test_workers_need_no_coordinator(environ):
+  found = cluster.find(environ, needs_coordinator=False)
+  assert (found.process_id, found.num_processes) == (3, 4)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "missing"),
+  [
+    ({"environ": {}, "num_processes": 4}, "process_id"),
+    ({"environ": {}, "process_id": 1}, "num_processes"),
+    ({"environ": INDEXED_JOB}, "JAX_NUM_PROCESSES"),
+    ({"environ": {}, "num_tpu_hosts": 2}, "process_id"),
+  ],
+)
+def test_missing_number_of_a_worker_raises(arguments, missing):
+  with pytest.raises(ValueError, match=missing) as error:
+    cluster.find(**arguments, needs_coordinator=False)
+  assert "coordinator" not in str(error.value).lower()

@@ -77,6 +77,7 @@ def test_exit_code_is_that_of_the_first_failure(
   assert words in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_one_failure_ends_all(tmp_path, capfd, monkeypatch):
   """SIGTERM first, then SIGKILL, also for processes that a process started."""
   monkeypatch.setattr(local, "_FAILED_GRACE", 0.5)
@@ -119,6 +120,20 @@ sys.exit(130)
   # Both processes catch the signal before it is sent.
   script = script.replace("index or os", "time.sleep(0.5); index or os", 1)
   assert run(tmp_path, script) == 130
+
+
+def test_workers_go_on_without_one_that_fails(tmp_path, capfd):
+  code = """
+if index:
+  assert not any("coordinator" in flag for flag in sys.argv)
+  sys.exit(3)
+time.sleep(0.5)
+open(sys.argv[0] + ".done", "w").close()
+"""
+  assert run(tmp_path, code, connected=False) == 3
+  assert (tmp_path / "script.py.done").exists()
+  err = capfd.readouterr().err
+  assert "worker 1 ended with exit code 3; the others go on" in err
 
 
 def test_indivisible_devices_raise(monkeypatch):

@@ -75,6 +75,7 @@ def test_unreachable_coordinator_raises():
   assert "process 1" in str(error)
 
 
+@pytest.mark.slow
 def test_process_that_has_given_up_is_missing():
   """Process 1 waits less long than process 0 and ends."""
   found = cluster.Cluster(f"127.0.0.1:{free_port()}", 3, 0)
@@ -126,6 +127,7 @@ def test_other_connections_are_ignored():
     assert result.result(timeout=60) == [None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_echo", [False, True])
 def test_another_program_at_the_port_raises(is_echo):
   """JAX's service of a run that trains already, or the process itself.

@@ -112,6 +112,22 @@ def test_fold_in_gives_each_replica_its_own_dropout_key():
     assert folded["many"][i][1, 2] == wanted
 
 
+def test_workers_fold_other_numbers_into_keys():
+  key = jax.random.key(3)
+
+  def draw(key):
+    with replica_context.number_from(16):
+      folded = fs.get_replica_context().fold_in(key)
+    return folded, fs.get_replica_context().fold_in(key)
+
+  later, own = EIGHT.run(draw, args=(key,))
+  for i in range(8):
+    assert later[i] == jax.random.fold_in(key, 16 + i)
+    assert own[i] == jax.random.fold_in(key, i)
+  with replica_context.number_from(16):
+    assert fs.get_replica_context() is None
+
+
 @pytest.mark.parametrize(
   "key", [3, jnp.zeros(3, jnp.uint32), jnp.zeros(2), None, "seed"]
 )

@@ -333,7 +333,10 @@ def assert_trained(state, loss):
   assert_close(state.params, want.params, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("pieces, device", [([1, 2, 2, 1], None), (None, 3)])
+@pytest.mark.parametrize(
+  "pieces, device",
+  [([1, 2, 2, 1], None), pytest.param(None, 3, marks=pytest.mark.slow)],
+)
 def test_split_training_equals_one_device(pieces, device):
   s = strategy(2, 4)
   batches = s.shard_batch(
@@ -432,6 +435,7 @@ def unsplit():
   return state, losses
 
 
+@pytest.mark.slow
 def test_two_stages_train_eagerly():
   s = strategy(2, 2)
   want, want_losses = unsplit()

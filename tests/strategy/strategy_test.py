@@ -268,6 +268,7 @@ def test_device_assignment_gives_the_order_of_the_mesh():
   ("call", "error", "message"),
   [
     (lambda s: s.run(3), TypeError, "fn .*3"),
+    (lambda s: fs.Strategy(devices=4), TypeError, "devices .*list.*got 4"),
     (
       lambda s: s.run(train_step, create(), batch(0)),
       TypeError,

@@ -21,6 +21,7 @@ from flaxshard import checkpoint
 from flaxshard import train
 from flaxshard.checkpoint import inspection
 from flaxshard.core import bucket_lock
+from flaxshard.core import conditional_objects
 from flaxshard.core import directories
 from flaxshard.core import files
 from flaxshard.train import mirror
@@ -352,16 +353,20 @@ def test_a_renewal_whose_answer_was_lost_keeps_the_lock(folder, monkeypatch):
 
 
 def test_only_one_of_several_writers_satisfies_a_precondition(folder):
-  store = bucket_lock._open(f"{folder}/.lock")
-  missing = bucket_lock._read(store).stamp.generation
-  first = bucket_lock._write(store, b"first", missing)
+  store = conditional_objects.open_object(f"{folder}/.lock")
+  missing = conditional_objects.read(store).stamp.generation
+
+  def write(content, version):
+    return conditional_objects.write(store, content, version, lambda _: False)
+
+  first = write(b"first", missing)
   assert first is not None
-  assert bucket_lock._write(store, b"second", missing) is None
-  second = bucket_lock._write(store, b"second", first)
+  assert write(b"second", missing) is None
+  second = write(b"second", first)
   assert second is not None
-  assert bucket_lock._write(store, b"third", first) is None
-  assert bucket_lock._write(store, None, first) is None
-  assert bucket_lock._read(store).value == b"second"
+  assert write(b"third", first) is None
+  assert write(None, first) is None
+  assert conditional_objects.read(store).value == b"second"
 
 
 def test_files_in_a_bucket(folder):

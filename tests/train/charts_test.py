@@ -132,6 +132,23 @@ def test_plot_of_agn_has_its_commits(tmp_path, not_saved):
   }
 
 
+def test_plot_of_workers_has_their_commits(tmp_path, not_saved):
+  commits = {"commit_workers": 4, "commit_staleness": 0.5} | {
+    "commit_megabytes": 0.25,
+    "commit_seconds": 0.125,
+  }
+  rows = [{**ROWS[0], "commits": 0}, {**ROWS[1], "commits": 1, **commits}]
+  charts.plot(rows, str(tmp_path / "training.png"))
+  axes = axes_of(not_saved[0])
+  for panel, key, value in (
+    ("workers in the last commit", "commit_workers", 4),
+    ("staleness of commits", "commit_staleness", 0.5),
+    ("MB sent by commits", "commit_megabytes", 0.25),
+    ("seconds per commit", "commit_seconds", 0.125),
+  ):
+    assert lines(axes[panel]) == {key: ([4], [value])}
+
+
 def test_plot_marks_skipped_steps(tmp_path, drawn):
   path = tmp_path / "training.png"
   charts.plot(scaled_rows(), str(path))

@@ -87,6 +87,7 @@ def test_profile_traces_the_given_steps(tmp_path, monkeypatch, last_step, stop):
   assert events == [("start before 2", str(tmp_path / "profile")), stop]
 
 
+@pytest.mark.slow
 def test_a_trace_is_written(tmp_path):
   with timer_lib.profile_steps((1, 1), str(tmp_path)) as before_step:
     before_step(1, jnp.zeros(()))

@@ -79,7 +79,12 @@ def quantize(rows, fmt):
 
 
 @pytest.mark.parametrize(
-  ("fmt", "op"), [("bfloat16", "mean"), ("int8", "mean"), ("int4", "sum")]
+  ("fmt", "op"),
+  [
+    ("bfloat16", "mean"),
+    pytest.param("int8", "mean", marks=pytest.mark.slow),
+    ("int4", "sum"),
+  ],
 )
 def test_a_commit_equals_its_restatement(fmt, op):
   strategy = strategy_of(4)
@@ -299,3 +304,19 @@ def test_config_has_the_format():
   config = fs.wrappers.to_config([wrapper])
   assert dict(config[0][1])["commit_dtype"] == "int4"
   assert fs.wrappers.from_config(config) == (wrapper,)
+
+
+def test_frozen_parameters_are_not_committed():
+  strategy = strategy_of(2)
+  state = fs.TrainState.create(
+    apply_fn=None,
+    params=PARAMS,
+    tx=fs.freeze(optax.sgd(0.1), ["^w"]),
+    wrappers=[fs.AGN(1, "mean", commit_dtype="int8")],
+    strategy=strategy,
+  )
+  state = run(state, strategy, 1)
+  np.testing.assert_array_equal(state.params["w"], PARAMS["w"])
+  assert state.wrapper_states["agn"].grad_accum["w"] is None
+  wanted = PARAMS["b"] - 0.1 * gradients_of("b", 2).mean(0)
+  np.testing.assert_allclose(state.params["b"], wanted, atol=2e-3)

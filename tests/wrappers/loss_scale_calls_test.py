@@ -187,6 +187,7 @@ def test_unscaling_in_a_function_jitted_apart_says_nothing():
   assert messages(jit, step, create()) == []
 
 
+@pytest.mark.slow
 def test_records_hold_no_tracer():
   with jax.check_tracer_leaks():
     jax.jit(minimize)(create())

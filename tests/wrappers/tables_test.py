@@ -89,6 +89,8 @@ WRAPPERS = {
   "sequential": fs.AGN(3),
   "delta": fs.AGN(3, "sum", commit_delta=True, share_step_count=True),
   "sequential_delta": fs.AGN(3, commit_delta=True),
+  "fragments": fs.AGN(4, "mean", fragments=2, delay=1, blend=0.5),
+  "sequential_fragments": fs.AGN(4, fragments=2, delay=2),
   "accumulate": fs.Accumulate(3),
   "accumulate_per_replica": fs.Accumulate(3, per_replica=True),
   "ema": fs.EMA(0.5),

@@ -1,0 +1,134 @@
+"""A quadratic problem for AGN, and its steps beside `agn_reference`."""
+
+import functools
+
+import agn_reference
+import jax
+import numpy as np
+import optax
+
+import flaxshard as fs
+from flaxshard.wrappers import agn_schedule
+
+RNG = np.random.default_rng(0)
+# Sizes that eight divides, does not divide, and sizes below eight.
+PARAMS = {
+  "w": RNG.normal(size=(5, 16)).astype(np.float32),
+  "b": RNG.normal(size=3).astype(np.float32),
+  "s": np.float32(0.5),
+  "t": RNG.normal(size=(2, 3, 9)).astype(np.float32),
+}
+SCALES = {k: RNG.uniform(0.5, 2.0, p.shape) for k, p in PARAMS.items()}
+TARGETS = {k: RNG.normal(size=(8, *p.shape)) for k, p in PARAMS.items()}
+
+# By bytes: "b" has 12, "s" 4, "t" 216 and "w" 320.
+FRAGMENTS = {
+  1: {"b": 0, "s": 0, "t": 0, "w": 0},
+  2: {"b": 0, "s": 0, "t": 0, "w": 1},
+  3: {"b": 0, "s": 0, "t": 1, "w": 2},
+}
+
+OPTIMIZERS = {
+  "sgd": (optax.sgd(0.1), agn_reference.SGD(0.1)),
+  "momentum": (
+    optax.sgd(0.05, momentum=0.9, nesterov=True),
+    agn_reference.SGD(0.05, 0.9, True),
+  ),
+  "adam": (optax.adam(0.05), agn_reference.Adam(0.05)),
+  "clipped": (
+    optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+    agn_reference.Clipped(1.0, agn_reference.SGD(0.1)),
+  ),
+}
+
+
+@functools.cache
+def strategy_of(replicas):
+  return fs.Strategy(devices=jax.devices()[:replicas])
+
+
+def create(strategy, wrapper, tx, params=PARAMS, wrappers=()):
+  return fs.TrainState.create(
+    apply_fn=None,
+    params=params,
+    tx=tx,
+    wrappers=[*wrappers, wrapper],
+    strategy=strategy,
+  )
+
+
+def loss_fn(params, targets):
+  return sum(
+    (0.5 * SCALES[k].astype(np.float32) * (p - targets[k]) ** 2).sum()
+    for k, p in params.items()
+  )
+
+
+def step(state, targets):
+  return state.minimize(loss_fn, targets)
+
+
+def grad_fn(i, params):
+  return {
+    k: SCALES[k] * (p - TARGETS[k][i].astype(np.float32))
+    for k, p in params.items()
+  }
+
+
+@functools.cache
+def targets_of(strategy):
+  return strategy.distribute_values_from_function(
+    lambda context: {
+      k: t[context.replica_id_in_sync_group].astype(np.float32)
+      for k, t in TARGETS.items()
+    }
+  )
+
+
+def assert_close(state, wanted, rtol=2e-5, atol=2e-5):
+  # Indexing an array on several devices runs a program each time.
+  state = jax.device_get(state)
+  agn = state.wrapper_states["agn"]
+  close = lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+  for k in wanted.center:
+    close(state.params[k], wanted.center[k])
+    for i, (local, accum) in enumerate(
+      zip(wanted.local, wanted.accum, strict=True)
+    ):
+      close(agn.local_params[k][i], local[k])
+      close(agn.grad_accum[k][i], accum[k])
+  assert int(agn.local_step) == int(state.step) == wanted.step
+  assert int(agn.commits) == wanted.commits
+
+
+def groups_of(wrapper):
+  numbers = FRAGMENTS[wrapper.fragments]
+  phases = {}
+  for name in PARAMS:
+    phase = agn_schedule.phase_of(wrapper, numbers[name])
+    phases.setdefault(phase, []).append(name)
+  return [(tuple(names), phase) for phase, names in phases.items()]
+
+
+def compare(wrapper, tx, opt, *, replicas=8, steps=7, outer=None):
+  strategy = strategy_of(replicas)
+  state = create(strategy, wrapper, tx)
+  wanted = agn_reference.AGN(
+    PARAMS,
+    opt,
+    replicas,
+    wrapper.communication_period,
+    wrapper.commit,
+    outer,
+    wrapper.commit_delta,
+    groups_of(wrapper),
+    wrapper.delay,
+    wrapper.blend,
+  )
+  run = strategy.jit(step, donate_argnums=0)
+  targets = targets_of(strategy)
+  for _ in range(steps):
+    state, _ = run(state, targets)
+    wanted.take(grad_fn)
+    assert_close(state, wanted)
+  return state

@@ -1,0 +1,100 @@
+"""Which worker a process is, and its share of a run."""
+
+import jax
+import pytest
+import tiny
+
+from flaxshard.train import config as config_lib
+from flaxshard.train import devices
+from flaxshard.train import ranks
+from flaxshard.train import setup as setup_lib
+from flaxshard.train.ranks import Rank
+
+HOST = (("agn", {"communication_period": 2, "transport": "host"}),)
+
+
+def config(**fields):
+  return config_lib.check(tiny.config(**{"wrappers": HOST, **fields}))
+
+
+def test_rank_is_found_in_the_environment():
+  environ = {"RANK": "2", "WORLD_SIZE": "4"}
+  assert ranks.find(config(), environ=environ) == Rank(2, 4)
+  rank = ranks.find(config(), 1, 3, start_timeout=5, environ=environ)
+  assert rank == Rank(1, 3, 5.0)
+  # Without AGN from host to host, the variables are for JAX.
+  assert ranks.find(config(wrappers=()), environ=environ) == Rank()
+
+
+def test_one_worker_says_so(caplog):
+  assert ranks.find(config(), environ={}) == Rank()
+  assert "one worker: no cluster variables are set" in caplog.text
+  assert "--num_processes=N" in caplog.text
+
+
+@pytest.mark.parametrize(
+  ("given", "words"),
+  [
+    ({"worker_id": 4, "num_workers": 4}, "process_id=4 .* num_processes=4"),
+    ({"worker_id": 1}, "num_processes"),
+    ({"num_workers": 4}, "process_id"),
+    ({"worker_id": 0, "num_workers": 0}, "num_processes"),
+    ({"start_timeout": 0}, "start_timeout"),
+  ],
+)
+def test_invalid_rank_raises(given, words):
+  with pytest.raises(ValueError, match=words):
+    ranks.find(config(), **given, environ={})
+
+
+def test_worker_without_the_wrapper_raises():
+  with pytest.raises(ValueError, match=r"worker_id=1 needs .*transport='host'"):
+    ranks.find(config(wrappers=()), worker_id=1, num_workers=2)
+
+
+def test_connected_processes_raise(monkeypatch):
+  monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+  with pytest.raises(ValueError, match="Leave out flaxshard"):
+    ranks.find(config(), 0, 2)
+
+
+@pytest.mark.parametrize(
+  ("fields", "words"),
+  [
+    ({"batch_size": 6}, "config.batch_size=6 .* the 4 workers"),
+    (
+      {"batch_size": 4, "mesh": {"replica": 8}},
+      "config.batch_size=4 .* 2 replicas .* in each of 4 workers",
+    ),
+    ({"mesh": {"replica": 6}}, "config.mesh.replica=6 .* the 4 workers"),
+    (
+      {"mesh": {"virtual_devices": 6}},
+      "config.mesh.virtual_devices=6 .* the 4 workers",
+    ),
+  ],
+)
+def test_indivisible_share_raises(fields, words):
+  with pytest.raises(ValueError, match=words):
+    devices.create_strategy(config(**fields), Rank(0, 4))
+
+
+def test_workers_read_the_rows_of_their_replicas():
+  fields = {"mesh": {"replica": 4, "per_replica": True}}
+  whole = config(**fields, wrappers=(("agn", {"commit": "mean"}),))
+  strategy = devices.create_strategy(whole)
+  with setup_lib.create_setup(whole, strategy).open_train_batches() as batches:
+    wanted = [next(batches)["labels"].tolist() for _ in range(2)]
+  shared = config(**fields)
+  for worker_id in range(2):
+    rank = Rank(worker_id, 2)
+    strategy = devices.create_strategy(shared, rank)
+    assert strategy.num_replicas_in_sync == 2
+    setup = setup_lib.create_setup(shared, strategy, rank=rank)
+    assert setup.batch_size == 8
+    rows = slice(8 * worker_id, 8 * (worker_id + 1))
+    with setup.open_train_batches() as batches:
+      for batch in wanted:
+        assert next(batches)["labels"].tolist() == batch[rows]
+    # All examples are evaluated by each worker.
+    masks = [batch["mask"] for batch in setup._eval_batches()]
+    assert sum(int(mask.sum()) for mask in masks) == 360
