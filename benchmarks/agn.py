@@ -16,8 +16,10 @@ Four columns are in copies of the parameters, per step and device:
 
   python benchmarks/agn.py
   python benchmarks/agn.py --accuracy --plot=/tmp/agn_accuracy.png
+  python benchmarks/agn.py --fragments
 
 With `--accuracy` it trains a small network on scikit-learn's digits instead.
+With `--fragments` it trains a deeper one, with fragments, delay and blend.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from typing import Any
 import warnings
 
 import agn_accuracy
+import agn_fragments
 from agn_step import BLOCK
 from agn_step import COMMITS
 from agn_step import create
@@ -149,6 +152,7 @@ def main() -> None:
   parser.add_argument("--layers", type=int, default=3)
   parser.add_argument("--batch_size", type=int, default=64)
   parser.add_argument("--accuracy", action="store_true")
+  parser.add_argument("--fragments", action="store_true")
   parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument(
     "--plot", default="", help="path of a PNG, with --accuracy"
@@ -162,6 +166,8 @@ def main() -> None:
   if args.accuracy:
     agn_accuracy.accuracy(args)
     agn_accuracy.trade_off(args)
+  elif args.fragments:
+    agn_fragments.fragments(args)
   else:
     measure(args)
 

@@ -66,19 +66,22 @@ def train(
   steps: int,
   size: int,
   every: int,
+  model: Any = MODEL,
 ) -> list[tuple[float, float]]:
   """Trains; returns held-out accuracy and loss after every `every` steps."""
   digits = Digits()
-  state = create(strategy, MODEL, tx, wrapper, seed)
+  state = create(strategy, model, tx, wrapper, seed)
   batches = digits.batches(seed, steps, size)
   results = []
   for start in range(0, steps, every):
-    part = jax.tree.map(lambda x, s=start: x[s : s + every], batches)
-    with warnings.catch_warnings():
-      warnings.simplefilter("ignore")
-      state, _ = strategy.run_steps(
-        step, state, part, reduce="mean", donate_state=True
-      )
+    # Each replica takes its rows of each batch.
+    part = strategy.shard_batch(
+      {key: x[start : start + every] for key, x in batches.items()},
+      spec=jax.P(None, "replica"),
+    )
+    state, _ = strategy.run_steps(
+      step, state, part, reduce="mean", donate_state=True
+    )
     results.append(digits.evaluate(state))
   return results
 
