@@ -22,20 +22,20 @@ FLOORS: tuple[dict[str, int], ...] = (
     "tasks": 48,
     "checkpoint": 144,
     "strategy": 240,
-    "nnx": 336,
-    "processes": 432,
+    "workers": 336,
+    "nnx": 432,
   },
-  {"models": 48, "state": 300},
-  {"wrappers": 300},
-  {"sparse": 300},
-  {"data": 162, "replicas": 258, "testing": 400},
+  {"models": 48, "state": 268, "processes": 396},
+  {"wrappers": 268},
+  {"sparse": 268},
+  {"data": 162, "replicas": 258, "testing": 376},
   {"partitioning": 200, "compiled": 342},
   {"core": 240},
 )
 
 _MAIN = ("state", "wrappers", "strategy", "checkpoint", "train")
 # Past the boxes between, along a side of the picture.
-_BY_THE_SIDE = {("models", "core"): 24, ("processes", "core"): 456}
+_BY_THE_SIDE = {("models", "core"): 24, ("processes", "core"): 436}
 _WIDTH, _HEIGHT, _STEP = 90, 34, 70
 
 
