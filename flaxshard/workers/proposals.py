@@ -62,13 +62,17 @@ def without_silent(
     The view; None if nobody is silent, fewer than `quorum` would be left, or
     the others, if they live, are the majority and are to propose first.
   """
+  # To a worker that is cut off, the others fall silent one a little before the
+  # other: those that are about to do not count as its side.
+  heard = [m for m in view.members if silence(m) < heartbeat / 2]
+  # Of two halves, the one with the lowest index goes first.
+  is_first = view.members[0] in heard
+  is_majority = 2 * len(heard) + is_first > len(view.members)
   for limit in (heartbeat, heartbeat + MINORITY_SECONDS):
     left = [m for m in view.members if silence(m) < limit]
     if len(left) == len(view.members) or len(left) < quorum:
       return None
-    # Of two halves, the one with the lowest index goes first.
-    is_first = view.members[0] in left
-    if 2 * len(left) + is_first > len(view.members) or limit > heartbeat:
+    if is_majority or limit > heartbeat:
       lost = [str(m.worker_id) for m in view.members if m not in left]
       workers = f"worker{'s' * (len(lost) > 1)} {', '.join(lost)}"
       return view.next(

@@ -38,6 +38,13 @@ def _propose(num_workers, silence, quorum=1):
     ({1: 10.9, 2: 10.9, 3: 10.9}, None),
     ({1: 11.0, 2: 11.0, 3: 11.0}, (0,)),
     ({1: 11.0, 2: 11.0, 3: 10.0}, (0, 3)),
+    # Whoever is cut off hears the last sign of each at another time.
+    ({1: 10.0, 2: 9.9, 3: 9.8}, None),
+    ({1: 11.0, 2: 10.9, 3: 10.8}, (0, 2, 3)),
+    ({0: 9.9, 2: 10.0, 3: 4.9}, None),
+    ({2: 10.0, 3: 5.0}, (0, 1, 3)),
+    ({0: 10.0, 1: 5.0}, None),
+    ({0: 10.0, 1: 4.9}, (1, 2, 3)),
   ],
 )
 def test_silent_members_are_excluded(silence, expected):
