@@ -28,13 +28,28 @@ def modules():
 
 MODULES = modules()
 
+# Examples that train or compile for more than a second.
+_SLOW = {
+  "flaxshard.data.builtin",
+  "flaxshard.models.cnn",
+  "flaxshard.models.resnet",
+  "flaxshard.models.transformer",
+  "flaxshard.state.train_state",
+}
+
 
 def test_there_are_examples():
   assert sum(MODULES.values()) > 150
   assert len(MODULES) > 35
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=pytest.mark.slow) if name in _SLOW else name
+    for name in MODULES
+  ],
+)
 def test_examples(name):
   results = doctest.testmod(importlib.import_module(name))
   assert results.failed == 0

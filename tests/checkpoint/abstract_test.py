@@ -54,8 +54,16 @@ def assert_same(given, wanted):
 @pytest.mark.parametrize(
   "replicas, saved, wrappers",
   [
-    pytest.param(4, (SCALED, AGN), (SCALED, AGN), id="same_wrappers"),
-    pytest.param(4, (), (SCALED, AGN), id="new_wrappers"),
+    pytest.param(
+      4,
+      (SCALED, AGN),
+      (SCALED, AGN),
+      id="same_wrappers",
+      marks=pytest.mark.slow,
+    ),
+    pytest.param(
+      4, (), (SCALED, AGN), id="new_wrappers", marks=pytest.mark.slow
+    ),
     pytest.param(4, (SCALED,), (), id="dropped_wrapper"),
     pytest.param(None, (), (SCALED, AGN), id="new_wrappers_without_a_mesh"),
   ],

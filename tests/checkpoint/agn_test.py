@@ -301,6 +301,7 @@ def test_new_agn_leaves_the_other_wrapper_alone(path):
   assert int(scale.good_steps) == 4
 
 
+@pytest.mark.slow
 def test_restarted_replicas_can_be_donated(path):
   save(path, create(None))
   restored = restore(path, create(8, SCALED, MEAN, seed=1))
@@ -408,6 +409,7 @@ def split_step(state, x):
   return state.minimize(loss_fn)[0]
 
 
+@pytest.mark.slow
 def test_restores_replicas_of_several_logical_devices(path, caplog):
   x = X[0].reshape(-1)[:24].reshape(8, 3)
   strategy, state = split_state(4, 2)

@@ -138,7 +138,7 @@ def restore(path, state):
     return checkpointer.restore(state)
 
 
-SHAPES = [(2, 4), (1, 2), None]
+SHAPES = [(2, 4), pytest.param((1, 2), marks=pytest.mark.slow), None]
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +193,7 @@ def test_restores_on_another_mesh_and_back(saved, shape, tmp_path, monkeypatch):
   assert_lies_like(again, state)
 
 
+@pytest.mark.slow
 def test_training_continues_alike_on_another_mesh(saved):
   path, state = saved
   wanted = jax.device_get(step(state).params)

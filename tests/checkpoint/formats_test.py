@@ -39,9 +39,16 @@ PAIRS = [
   ("agn", "loss_scale"),
   ("loss_scale", "agn"),
 ]
+_SLOW = {("v0", "both"), ("own_manager", "both"), ("agn", "both")}
 
 
-@pytest.mark.parametrize(("writer", "stack"), PAIRS)
+@pytest.mark.parametrize(
+  ("writer", "stack"),
+  [
+    pytest.param(*pair, marks=pytest.mark.slow) if pair in _SLOW else pair
+    for pair in PAIRS
+  ],
+)
 def test_flaxshard_restores_what_any_writer_wrote(
   written, writer, stack, caplog
 ):

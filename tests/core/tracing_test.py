@@ -39,10 +39,12 @@ FLOOR = fs.LossScale(
   [
     ([fs.LossScale("dynamic")], PARAMS),
     ([fs.LossScale("dynamic")], LARGE),
-    ([FLOOR], PARAMS),
-    ([fs.AGN(2)], PARAMS),
+    pytest.param([FLOOR], PARAMS, marks=pytest.mark.slow),
+    pytest.param([fs.AGN(2)], PARAMS, marks=pytest.mark.slow),
     ([fs.LossScale("dynamic"), fs.AGN(2, commit="mean")], PARAMS),
-    ([fs.AGN(2), fs.LossScale("dynamic")], PARAMS),
+    pytest.param(
+      [fs.AGN(2), fs.LossScale("dynamic")], PARAMS, marks=pytest.mark.slow
+    ),
   ],
   ids=["dynamic", "large", "floor", "agn", "scale-agn", "agn-scale"],
 )

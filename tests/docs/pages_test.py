@@ -20,7 +20,10 @@ _KINDS = ("python", "bash")
 
 
 def _marks(page: page_blocks.Page) -> list[pytest.MarkDecorator]:
-  return [getattr(pytest.mark, page.mark)] if page.mark else []
+  if page.mark:
+    return [getattr(pytest.mark, page.mark)]
+  # The guides train, one after another longer than what is quick.
+  return [pytest.mark.slow] if page.name.startswith("docs/guides/") else []
 
 
 @pytest.mark.parametrize("name", _PAGES)

@@ -189,6 +189,7 @@ def test_r2_over_batches():
   assert total.compute()["r2"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_augmented_views_differ_and_keep_the_shape():
   images = jax.random.uniform(jax.random.key(0), (3, 8, 8, 1))
   views = [simclr.augment(jax.random.key(i), images) for i in (1, 1, 2)]

@@ -371,6 +371,7 @@ def call(state):
   return np.asarray(out)
 
 
+@pytest.mark.slow
 def test_nnx_module_and_function_create_the_same_state():
   function = lambda rngs: Net(rngs)
   kwargs = dict(wrappers=[fs.LossScale("auto")], strategy=STRATEGY)

@@ -206,6 +206,7 @@ def test_function_runs_on_one_logical_device_of_each_replica():
   assert calls == {0: 1, 1: 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, EXPLICIT])
 def test_loops_and_gradients_on_one_logical_device(axis_type):
   s = strategy(2, 3, axis_type=axis_type)

@@ -29,6 +29,7 @@ def on_each_device(x):
   return [np.asarray(shard.data) for shard in x.addressable_shards]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:CrossShard")
 def test_replica_0_is_evaluated_saved_and_restored(
   tmp_path, caplog, monkeypatch

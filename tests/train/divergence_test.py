@@ -39,6 +39,7 @@ def diverging_config(**fields):
   return tiny.config(**{**values, **fields})
 
 
+@pytest.mark.slow
 def test_a_run_whose_steps_are_all_skipped_stops_and_keeps_checkpoints(
   tmp_path,
 ):
@@ -61,6 +62,7 @@ def breaking(learning_rate: float, num_train_steps: int):
   return lambda count: jnp.where(count == 3, jnp.inf, learning_rate)
 
 
+@pytest.mark.slow
 def test_parameters_that_are_not_finite_are_not_saved(tmp_path):
   config = diverging_config(
     schedule={"name": f"{_THIS}:breaking"},

@@ -203,6 +203,7 @@ def test_replicas_with_cross_shard_train_like_one_device(
   assert_close(state.params, image_run[1].params)
 
 
+@pytest.mark.slow
 def test_split_params_train_per_replica(split_text_run):
   _, state = split_text_run
   kernel = state.params["block0"]["mlp_in"]["kernel"]
@@ -263,6 +264,7 @@ def test_replicas_with_statistics_and_dropout_resume_exactly(tmp_path):
   assert np.abs(mean).max() > 0
 
 
+@pytest.mark.slow
 def test_a_nonfinite_loss_of_one_replica_stops_all(tmp_path):
   mesh = {
     "per_replica": True,

@@ -255,6 +255,7 @@ def test_an_nnx_model_trains_and_resumes(nnx_run, tmp_path, monkeypatch):
   assert int(resumed_stream["count"]) == 4
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_step_keeps_the_evaluation(nnx_run):
   workdir, _, _ = nnx_run
   assert "eval_accuracy" in tiny.rows(workdir)[-1]

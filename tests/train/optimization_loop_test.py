@@ -48,6 +48,7 @@ COSINE = {"name": "cosine", "warmup_steps": 1}
 PLAIN = dict(num_train_steps=4, log_every_steps=1, schedule=COSINE)
 
 
+@pytest.mark.slow
 def test_accumulated_batches_equal_large_ones_and_averages_are_evaluated(runs):
   large, large_rows = runs(**PLAIN)
   small, rows = runs(

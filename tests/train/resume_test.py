@@ -69,6 +69,7 @@ def test_a_finished_workdir_with_a_changed_config_raises(
     assert fact in str(e.value), str(e.value)
 
 
+@pytest.mark.slow
 def test_a_finished_workdir_trains_again_only_to_extend_it(
   tmp_path, caplog, monkeypatch
 ):

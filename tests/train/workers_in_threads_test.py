@@ -88,6 +88,7 @@ def test_two_workers_equal_two_replicas(tmp_path):
   assert_equal(loaded.state.params, states[1].params)
 
 
+@pytest.mark.slow
 def test_workers_that_disagree_raise(tmp_path):
   agn = {**AGN, "transport": "host"}
   errors = run_workers(tmp_path, config(agn), config(agn, seed=1))

@@ -87,6 +87,7 @@ def test_workers_equal_compiled_commits(tmp_path, count, agn):
   _assert_equal(workers, worker_threads.run_compiled(count, 13, agn, tx))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ("fragments", "delay", "steps"), [(1, 2, 14), (2, 1, 13)]
 )
@@ -602,7 +603,9 @@ def test_a_worker_that_was_lost_comes_back(tmp_path, caplog):
   assert "its last 2 local steps are lost" in caplog.text
 
 
-@pytest.mark.parametrize("commit", ["mean", "sequential"])
+@pytest.mark.parametrize(
+  "commit", [pytest.param("mean", marks=pytest.mark.slow), "sequential"]
+)
 def test_a_worker_that_was_lost_at_its_start_joins_again(
   tmp_path, caplog, commit
 ):

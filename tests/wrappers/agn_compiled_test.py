@@ -192,7 +192,9 @@ def split_params(strategy):
   }
 
 
-@pytest.mark.parametrize("commit", ["mean", "sequential"])
+@pytest.mark.parametrize(
+  "commit", ["mean", pytest.param("sequential", marks=pytest.mark.slow)]
+)
 def test_logical_devices_exchange_their_shards(commit):
   strategy = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
   run, state, x = create(

@@ -157,6 +157,7 @@ def test_each_commit_of_a_fragment_counts_once_in_a_period():
     assert len(traffic[1]) == 4 * len(traffic[0])
 
 
+@pytest.mark.slow
 def test_a_plan_counts_fragments_as_the_plain_commit():
   plans = []
   for wrapper in (fs.AGN(8, "mean"), fs.AGN(8, "mean", fragments=4)):
