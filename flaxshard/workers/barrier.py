@@ -34,7 +34,7 @@ _SAME = "Start all workers with the same model, wrappers and config."
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-  """What a worker says about itself.
+  """The facts and the progress of one worker, for the leader.
 
   Attributes:
     facts: The result of `facts.describe`.
@@ -60,7 +60,7 @@ class Hello:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-  """What the leader has decided.
+  """The decision of the leader: who begins, and with whose center.
 
   Attributes:
     present: The workers that the run begins with.

@@ -1,4 +1,4 @@
-"""What must be the same for all workers of a run, and how they compare it."""
+"""Facts that must be the same for all workers of a run, and their comparison."""
 
 from __future__ import annotations
 

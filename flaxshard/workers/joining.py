@@ -1,4 +1,4 @@
-"""How a worker becomes a member."""
+"""Makes a worker a member of the view."""
 
 from __future__ import annotations
 

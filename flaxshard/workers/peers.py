@@ -1,4 +1,4 @@
-"""What a worker knows of the others: the interface, and its exceptions."""
+"""The interface through which a worker calls the others, and its exceptions."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ PyTree = Any
 
 
 class CommitState(NamedTuple):
-  """What commits change.
+  """The arrays that commits change.
 
   Attributes:
     center: The center, with the state of `tx` or of `outer_tx`.

@@ -1,4 +1,4 @@
-"""What AGN computes if its commits are made on the host, between steps.
+"""The compiled part of AGN whose commits are made on the host, between steps.
 
 With `AGN(transport="host")` each process is a JAX world of its own. Within the
 world AGN is like any wrapper with a replicated state: gradients are averaged
