@@ -1,4 +1,4 @@
-"""Facts that must be the same for all workers of a run, and their comparison."""
+"""Compares facts that must be the same for all workers of a run."""
 
 from __future__ import annotations
 
