@@ -7,7 +7,6 @@ from collections.abc import Callable
 import contextlib
 import logging
 import os
-import threading
 import time
 from typing import Any
 import uuid
@@ -31,14 +30,12 @@ from flaxshard.workers.signs_of_life import SignsOfLife
 from flaxshard.workers.view_log import Member
 from flaxshard.workers.view_log import View
 from flaxshard.workers.view_log import ViewLog
+from flaxshard.workers.view_watch import ViewWatch
 
 __all__ = ["CallFailed", "Membership", "NotAMember", "PeerLost", "ViewChanged"]
 
 _log = logging.getLogger(__name__)
 
-# Seconds until a change of the view is tried again, and until it is logged.
-_RETRY_SECONDS = 0.5
-_LOG_SECONDS = 30.0
 # Seconds that `leave` waits until the others know it.
 _FAREWELL_SECONDS = 1.0
 
@@ -93,11 +90,8 @@ class Membership:
 
     self._num_workers = num_workers
     self._heartbeat = heartbeat
-    self._quorum = quorum
     self._handlers: dict[str, Handler] = {}
     self._past: set[str] = set()
-    self._excluding = threading.Lock()
-    self._logged = -_LOG_SECONDS
     self.log = ViewLog(directory)
     address = address or _read_address("FLAXSHARD_WORKER_ADDRESS")
     if address is None and num_workers == 1:
@@ -113,8 +107,9 @@ class Membership:
     )
     host, _, port = (address or f"{transport.host_address()}:0").rpartition(":")
     self._address = f"{host}:{self._transport.port if port == '0' else port}"
+    watch = ViewWatch(self._current, self.log, heartbeat, quorum)
     self._signs = SignsOfLife(
-      self._current, self._transport, heartbeat, self._on_silence
+      self._current, self._transport, heartbeat, watch.exclude
     )
     self._admission = Admission(
       self._current,
@@ -124,9 +119,7 @@ class Membership:
       num_workers,
       heartbeat,
     )
-    threading.Thread(
-      target=self._poll, name="flaxshard_views_poll", daemon=True
-    ).start()
+    watch.start(self._admission.answer_requests)
     _open.add(self)
 
   @property
@@ -292,80 +285,6 @@ class Membership:
         member = Member(**question["member"])
         answer["reaches"] = self._admission.reaches(member)
     return answer
-
-  def _on_silence(self) -> None:
-    """Excludes silent members, from a thread: storage may take its time."""
-    if self._excluding.acquire(blocking=False):
-      threading.Thread(
-        target=self._exclude, name="flaxshard_exclude", daemon=True
-      ).start()
-
-  def _exclude(self) -> None:
-    try:
-      before = self._current.view
-      view = proposals.change(
-        self._current,
-        self.log,
-        lambda view: (
-          proposals.without_silent(
-            view, self._signs.silence, self._heartbeat, self._quorum
-          )
-          if self._current.is_member
-          else None
-        ),
-      )
-      if view != before:
-        self._signs.ping_now()
-      else:
-        self._warn_below_quorum(view)
-    except OSError as e:
-      self._warn(f"a silent worker cannot be excluded: {e}")
-      time.sleep(_RETRY_SECONDS)
-    finally:
-      self._excluding.release()
-
-  def _poll(self) -> None:
-    """Looks for newer views and for requests in the log, now and then.
-
-    So a worker that is cut off learns that it was excluded.
-    """
-    while not self._wait_until_closed(self._heartbeat / 2):
-      if not self._current.is_member:
-        continue
-      try:
-        view = self.log.latest()
-        if view is not None:
-          self._current.adopt(view)
-        if self._current.is_member:
-          self._admission.answer_requests()
-      except OSError as e:
-        self._warn(f"the views cannot be read or written: {e}")
-
-  def _wait_until_closed(self, seconds: float) -> bool:
-    with self._current.changed:
-      self._current.changed.wait_for(lambda: self._current.is_closed, seconds)
-    return self._current.is_closed
-
-  def _warn_below_quorum(self, view: View) -> None:
-    silent = [
-      member.worker_id
-      for member in view.members
-      if self._signs.silence(member) >= self._heartbeat
-    ]
-    if self._current.is_member and len(view.members) - len(silent) < (
-      self._quorum
-    ):
-      self._warn(
-        f"no sign of life from {', '.join(map(str, silent))}; waiting for "
-        "them, because without them there would be fewer than "
-        f"quorum={self._quorum}"
-      )
-
-  def _warn(self, text: str) -> None:
-    now = time.monotonic()
-    if now - self._logged >= _LOG_SECONDS:
-      self._logged = now
-      _log.warning("worker %d: %s", self.worker_id, text)
 
 
 @atexit.register

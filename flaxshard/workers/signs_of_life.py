@@ -23,7 +23,8 @@ class SignsOfLife:
     current: The current view.
     transport: Has the method `ask`.
     heartbeat: Seconds without a sign of life after which a worker is dead.
-    on_silence: Is called, again and again, while a member is silent for longer.
+    on_silence: Is called with this object, again and again, while a member is
+      silent for longer.
   """
 
   def __init__(
@@ -31,7 +32,7 @@ class SignsOfLife:
     current: CurrentView,
     transport: Any,
     heartbeat: float,
-    on_silence: Callable[[], None],
+    on_silence: Callable[[SignsOfLife], None],
   ):
     self._current = current
     self._transport = transport
@@ -89,7 +90,7 @@ class SignsOfLife:
         for member in others:
           self._ping(member)
       if is_silent:
-        self._on_silence()
+        self._on_silence(self)
 
   def _collect_answers(self, seconds: float) -> set[str | None]:
     answered: set[str | None] = set()

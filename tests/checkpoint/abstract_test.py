@@ -79,6 +79,7 @@ def test_restores_into_an_abstract_state(tmp_path, replicas, saved, wrappers):
   np.testing.assert_array_equal(given.params["kernel"], state.params["kernel"])
 
 
+@pytest.mark.slow
 def test_restores_agn_of_another_number_of_replicas(tmp_path):
   with fs.Checkpointer(tmp_path) as checkpointer:
     checkpointer.save(1, change(create(8, (AGN,), seed=1)))

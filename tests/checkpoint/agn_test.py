@@ -318,6 +318,7 @@ def test_restarted_replicas_can_be_donated(path):
 # Another number of replicas.
 
 
+@pytest.mark.slow
 def test_restores_eight_replicas_as_four_and_back(path, caplog):
   state = after_seven(SCALED, MEAN)
   save(path, state)

@@ -149,6 +149,7 @@ def test_replicated_state_is_restored_replicated(path):
   assert int(step(restored, batch).step) == 11
 
 
+@pytest.mark.slow
 def test_unplaced_leaves_are_restored_on_the_mesh_of_the_others(path):
   # Only the parameters are sharded. The optimizer's count is restored as a
   # committed array, which must not be committed to the first device.

@@ -335,11 +335,13 @@ def test_eager_stages_under_transformations(name, expected_results):
   assert_close(staged(params, put_batch(x=X / 32)), expected_results[name])
 
 
+@pytest.mark.slow
 def test_traced_stages_under_transformations(expected_results):
   staged = apply_transforms(lambda p, x: two_stages(MESH, p, x))
   assert_close(staged(W, put_batch(x=X / 32)), expected_results)
 
 
+@pytest.mark.slow
 def test_eager_gradients_are_on_the_devices_of_the_parameters():
   params = [logical_devices.assign(MESH, w, 1 + 2 * i) for i, w in enumerate(W)]
   batch = logical_devices.assign(MESH, put_batch(), 1)

@@ -69,7 +69,9 @@ def assert_close(new, wanted, rtol=1e-6):
 BATCHES = [create_grads(ids, i) for i, ids in enumerate([IDS, [0, 2], [5, 5]])]
 
 
-@pytest.mark.parametrize("how", ["eager", "donate"])
+@pytest.mark.parametrize(
+  "how", [pytest.param("eager", marks=pytest.mark.slow), "donate"]
+)
 def test_lazy_adam_updates_the_rows_of_the_gradient_alone(how):
   tx = optax.adam(optax.exponential_decay(0.1, 1, 0.5))
   step = lambda state, grads: state.apply_gradients(grads=grads)

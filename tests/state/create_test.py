@@ -392,7 +392,9 @@ def test_nnx_module_and_function_create_the_same_state():
   np.testing.assert_allclose(call(state), wanted_output, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("instance", [False, True])
+@pytest.mark.parametrize(
+  "instance", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_nnx_metadata(instance):
   def model(rngs):
     return Net(rngs, (None, "model"))

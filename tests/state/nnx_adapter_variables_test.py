@@ -66,6 +66,7 @@ def test_remat_of_a_module_with_parameters_only():
     np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_through_remat():
   module = Remat(nnx.Rngs(0))
   state = fs.create_train_state(

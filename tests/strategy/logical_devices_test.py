@@ -463,6 +463,7 @@ def test_two_stages_train_eagerly():
   assert {tuple(device_ids(x)) for x in slots} == set(places.values())
 
 
+@pytest.mark.slow
 def test_two_stages_train_in_one_program():
   s = strategy(2, 2)
   batch = s.shard_batch(stage_batch())

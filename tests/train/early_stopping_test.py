@@ -158,6 +158,7 @@ def test_a_hook_that_raises_ends_the_run_with_its_name_and_step(stopped):
   assert stopped.checkpoints == ["4"]
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_early_counts_as_finished(stopped, tmp_path, caplog):
   copy = str(tmp_path / "copy")
   shutil.copytree(stopped.workdir, copy)

@@ -129,6 +129,7 @@ def test_the_loop_commits_after_each_step(tmp_path):
   assert not (tmp_path / "metrics.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_worker_that_joins_goes_on_where_the_others_are(
   tmp_path, monkeypatch, caplog
 ):

@@ -285,6 +285,7 @@ def test_a_nonfinite_loss_of_one_replica_stops_all(tmp_path):
   assert str(match[1]) not in os.listdir(tmp_path / "checkpoints")
 
 
+@pytest.mark.slow
 def test_an_invalid_label_ends_the_run_and_keeps_checkpoints(tmp_path):
   config = image_config(
     {"replica": 2},

@@ -151,7 +151,12 @@ def test_a_single_worker_commits_alone(tmp_path):
   [
     pytest.param({}, optax.adam(0.05), id="adam"),
     pytest.param(DILOCO, optax.sgd(0.1), id="DiLoCo", marks=pytest.mark.slow),
-    pytest.param({"fragments": 2}, optax.adam(0.05), id="fragments"),
+    pytest.param(
+      {"fragments": 2},
+      optax.adam(0.05),
+      id="fragments",
+      marks=pytest.mark.slow,
+    ),
     pytest.param(
       {},
       optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
@@ -603,9 +608,8 @@ def test_a_worker_that_was_lost_comes_back(tmp_path, caplog):
   assert "its last 2 local steps are lost" in caplog.text
 
 
-@pytest.mark.parametrize(
-  "commit", [pytest.param("mean", marks=pytest.mark.slow), "sequential"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("commit", ["mean", "sequential"])
 def test_a_worker_that_was_lost_at_its_start_joins_again(
   tmp_path, caplog, commit
 ):

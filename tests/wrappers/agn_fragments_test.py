@@ -153,6 +153,7 @@ def test_an_outer_optimizer_that_counts_updates_counts_those_of_a_fragment():
       np.testing.assert_allclose(state.params[k], wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_replica_without_a_strategy():
   wrapper = fs.AGN(4, "sequential", fragments=2, delay=1, blend=0.5)
   wanted = agn_reference.AGN(
@@ -247,7 +248,9 @@ def test_frozen_parameters_stay(commit):
     assert np.abs(state.params[k] - PARAMS[k]).max() > 0.05
 
 
-@pytest.mark.parametrize("fragments", [1, 3])
+@pytest.mark.parametrize(
+  "fragments", [pytest.param(1, marks=pytest.mark.slow), 3]
+)
 def test_nothing_is_lost_in_int8(fragments):
   # With a rate of 1 and plain SGD, center and accumulators hold the sum of all
   # gradients, whatever was cut off.

@@ -83,7 +83,7 @@ def quantize(rows, fmt):
   [
     ("bfloat16", "mean"),
     pytest.param("int8", "mean", marks=pytest.mark.slow),
-    ("int4", "sum"),
+    pytest.param("int4", "sum", marks=pytest.mark.slow),
   ],
 )
 def test_a_commit_equals_its_restatement(fmt, op):

@@ -156,6 +156,7 @@ def test_steps_in_the_global_view_equal_those_with_float32_gradients(
   assert_same_when_wide(monkeypatch, state, train_step, split)
 
 
+@pytest.mark.slow
 def test_steps_in_run_equal_those_with_float32_gradients(monkeypatch):
   # Gradients that are summed over the replicas are float32; AGN sums none.
   strategy, agn = fs.Strategy(), fs.AGN(2, commit="mean")
