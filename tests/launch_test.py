@@ -385,6 +385,7 @@ def test_cloud_tpu_requests_waits_copies_and_trains(gcloud, tmp_path):
   assert words[2:] == ["-m", "flaxshard", *_TRAINING]
 
 
+@pytest.mark.slow
 def test_cloud_tpu_uses_an_existing_queued_resource(gcloud):
   gcloud(*_REQUEST, "--", *_TRAINING)
   result, calls = gcloud(*_REQUEST, "--", *_TRAINING)

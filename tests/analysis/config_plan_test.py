@@ -61,6 +61,7 @@ def test_a_plan_and_a_run_have_the_same_arguments():
     assert x.sharding.is_equivalent_to(planned[key].sharding, x.ndim)
 
 
+@pytest.mark.slow
 @_without_compiler
 def test_several_topologies_are_compared_and_written(tmp_path, capsys, caplog):
   config = tiny.config(mesh={"virtual_devices": 8})

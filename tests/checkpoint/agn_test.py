@@ -251,6 +251,7 @@ def test_plain_program_restores_the_center(path):
   assert dict(restored.wrapper_states) == {}
 
 
+@pytest.mark.slow
 def test_saved_statistics_are_the_mean_at_the_last_commit(path):
   state = trained(create(8, fs.AGN(6)), 8, 6)
   own = state.wrapper_states["agn"].collections["batch_stats"]
@@ -372,6 +373,7 @@ def test_restores_eight_replicas_as_one_and_back(path, caplog):
   )
 
 
+@pytest.mark.slow
 def test_outer_optimizer_is_kept_on_other_replicas(path, caplog):
   state = after_seven(SCALED, OUTER)
   save(path, state)
@@ -447,6 +449,7 @@ def bytes_read():
   return metric["values"][0]["value"]
 
 
+@pytest.mark.slow
 def test_dropped_leaves_are_not_read(path):
   def make(replicas, *wrappers):
     return fs.TrainState.create(
@@ -497,6 +500,7 @@ def test_restart_with_another_state_raises(path):
     restore(path, create(8, Careless(3, commit="mean")))
 
 
+@pytest.mark.slow
 def test_another_outer_optimizer_raises(path):
   save(path, create(8, MEAN))
   for replicas in (8, 4):
@@ -507,6 +511,7 @@ def test_another_outer_optimizer_raises(path):
       restore(path, create(replicas, OUTER))
 
 
+@pytest.mark.slow
 def test_state_that_differs_in_more_than_replicas_raises(path):
   state = create(8, MEAN)
   agn = state.wrapper_states["agn"]

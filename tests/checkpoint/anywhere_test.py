@@ -138,7 +138,11 @@ def restore(path, state):
     return checkpointer.restore(state)
 
 
-SHAPES = [(2, 4), pytest.param((1, 2), marks=pytest.mark.slow), None]
+SHAPES = [
+  pytest.param((2, 4), marks=pytest.mark.slow),
+  pytest.param((1, 2), marks=pytest.mark.slow),
+  None,
+]
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,9 @@ def rename(path):
   shutil.move(path / "10", path / "20")
 
 
-@pytest.mark.parametrize("change", [copy, rename])
+@pytest.mark.parametrize(
+  "change", [copy, pytest.param(rename, marks=pytest.mark.slow)]
+)
 def test_copied_or_renamed_step_is_passed_over(path, change, caplog, capsys):
   change(path)
   newest, origin = (10, 5) if change is copy else (5, 10)
@@ -162,11 +164,11 @@ def metadata_is_a_list(path):
 @pytest.mark.parametrize(
   "change",
   [
-    dangling_link,
+    pytest.param(dangling_link, marks=pytest.mark.slow),
     pytest.param(link_loop, marks=pytest.mark.slow),
     link_loop_in_a_step,
     pytest.param(dangling_link_in_a_step, marks=pytest.mark.slow),
-    metadata_is_a_list,
+    pytest.param(metadata_is_a_list, marks=pytest.mark.slow),
     pytest.param(metadata_nested_too_deep, marks=pytest.mark.slow),
   ],
 )

@@ -173,6 +173,7 @@ def assert_damage_is_passed_over(path, damages, caplog):
     file.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_step_with_a_damaged_file_is_passed_over(path, caplog):
   # One file of each kind; digests_test damages every file.
   arrays = max(

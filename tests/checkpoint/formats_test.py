@@ -39,7 +39,12 @@ PAIRS = [
   ("agn", "loss_scale"),
   ("loss_scale", "agn"),
 ]
-_SLOW = {("v0", "both"), ("own_manager", "both"), ("agn", "both")}
+_SLOW = {
+  ("v0", "both"),
+  ("v0_flat", "both"),
+  ("own_manager", "both"),
+  ("agn", "both"),
+}
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def test_chosen_step_of_a_workdir_is_shown(path, capsys):
   assert "  step: 1\n" in out
 
 
+@pytest.mark.slow
 def test_damaged_steps_are_marked(path, capsys):
   file = path / "20" / "default" / "_METADATA"
   content = bytearray(file.read_bytes())

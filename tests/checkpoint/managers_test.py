@@ -82,6 +82,7 @@ def test_save_args_checks_leaves_before_orbax_hangs():
 # Custom managers.
 
 
+@pytest.mark.slow
 def test_step_with_items_of_other_names_is_not_renamed(tmp_path, capsys):
   state = states.our_state("none")
   # A Checkpointer cannot read it, but another program can.

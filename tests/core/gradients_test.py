@@ -242,6 +242,7 @@ def test_map_gradients_applies_to_rows_and_not_to_row_numbers():
   assert new["b"].tolist() == [2, 2]
 
 
+@pytest.mark.slow
 def test_deduplicate_sums_float16_rows_in_float32():
   # In float16, 2048 + 1 is 2048.
   slices = rows([1, 1, 1], [2048.0, 1.0, 1.0], jnp.float16)

@@ -306,6 +306,7 @@ def test_start_prefetch_reads_before_the_first_batch_is_requested():
     assert real_examples([next(iterator)]) == list(range(8))
 
 
+@pytest.mark.slow
 def test_reading_overlaps_with_the_steps():
   seconds_of_work = 0.02
 
@@ -543,6 +544,7 @@ def labels(iterator, count):
   return [np.asarray(next(iterator)["labels"]).tolist() for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_checkpoints_are_interchangeable_with_those_of_grain(tmp_path):
   plain = train_iterator()
   wanted = labels(plain, 9)

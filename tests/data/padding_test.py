@@ -172,6 +172,7 @@ def evaluate(metrics, batch):
   )
 
 
+@pytest.mark.slow
 def test_buckets_pad_lengths_to_powers_of_two():
   lengths = [5, 8, 1, 9, 3]
   batches = [tokens(8 if n != 3 else 5, n) for n in lengths]

@@ -156,6 +156,7 @@ def test_ppo_refuses_a_batch_size_that_does_not_divide_a_rollout():
     next(ppo.Task().train_batches(stream))
 
 
+@pytest.mark.slow
 def test_carts_fall_over_without_a_policy():
   state = ppo.reset(jax.random.key(0), 16)
   ends = np.full(16, 0)

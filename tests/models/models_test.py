@@ -101,6 +101,7 @@ def test_resnet_has_its_stride_in_the_3x3_convolution():
   assert second.shape == (1, 8, 8, 128)
 
 
+@pytest.mark.slow
 def test_resnet_block_equals_its_shortcut_at_first():
   model, inputs, _ = _create("resnet")
   params = _init(model, inputs)["params"]
@@ -148,6 +149,7 @@ def test_number_of_parameters_of_cnn_and_transformer():
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", models.MODELS)
 def test_logits_and_gradients_are_finite_float32(name):
   model, inputs, shape = _create(name)
@@ -201,6 +203,7 @@ def _equations(jaxpr):
         yield from _equations(inner)
 
 
+@pytest.mark.slow
 def test_transformer_is_causal():
   model, tokens, _ = _create("transformer")
   variables = _init(model, tokens)

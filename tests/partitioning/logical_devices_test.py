@@ -153,6 +153,7 @@ def test_split_moves_arrays_from_other_devices():
     assert_equal(array, X)
 
 
+@pytest.mark.slow
 def test_split_under_transformations():
   def cube(x):
     return (logical_devices.split(MESH, x, [2, 2]) ** 3).sum()
@@ -463,6 +464,7 @@ def test_only_one_device_runs_a_traced_function():
   assert calls == {"first": 1, "second": 1}
 
 
+@pytest.mark.slow
 def test_traced_function_may_loop_close_over_constants_and_draw_noise():
   def loops(x, k):
     total, steps = jax.lax.scan(

@@ -57,6 +57,7 @@ def test_port_in_use_raises():
   assert "Address already in use" in str(error)
 
 
+@pytest.mark.slow
 def test_missing_processes_are_named_in_all_processes():
   port = free_port()
   errors = meet((0, 4), (2, 4), timeout=1.0, port=port)

@@ -104,6 +104,7 @@ def test_create_train_state_with_an_embedding():
   )
 
 
+@pytest.mark.slow
 def test_negative_and_too_large_row_numbers_are_dropped():
   state = create(optax.adam(0.1))
   grads = create_grads([-1, ROWS, ROWS + 7])

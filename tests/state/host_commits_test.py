@@ -133,7 +133,12 @@ def assert_equal_runs(state, workers, exact=True):
       marks=pytest.mark.slow,
     ),
     (MOMENTUM, 2, {"commit": "mean", "fragments": 2, "delay": 1, "blend": 0.5}),
-    (ADAM, 4, {"commit": "sum", "fragments": 3, "fragment_offset": 0}),
+    pytest.param(
+      ADAM,
+      4,
+      {"commit": "sum", "fragments": 3, "fragment_offset": 0},
+      marks=pytest.mark.slow,
+    ),
     pytest.param(
       ADAM,
       4,
@@ -158,7 +163,7 @@ def halves(keys):
   ("tx", "parts", "kwargs"),
   [
     pytest.param(ADAM, None, {}, marks=pytest.mark.slow),
-    (ADAM, halves, {}),
+    pytest.param(ADAM, halves, {}, marks=pytest.mark.slow),
     pytest.param(
       ADAM, halves, {"share_step_count": True}, marks=pytest.mark.slow
     ),

@@ -154,6 +154,7 @@ def test_collections_of_the_model_and_the_mode(state):
     assert set(new) == {"batch_stats"}
 
 
+@pytest.mark.slow
 def test_rules_split_kernels_and_their_factors():
   rules = (("body/kernel", P("replica", "model")), ("head/kernel", P("model")))
   state = make(strategy=STRATEGY, rules=rules)

@@ -45,6 +45,7 @@ def test_repr_shows_each_small_tree_and_the_wrappers():
   assert "0x" not in repr(state)
 
 
+@pytest.mark.slow
 def test_repr_of_a_large_state_with_wrappers_is_a_page(many_params):
   state = create(
     many_params,

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import flaxshard as fs
 
@@ -47,6 +48,7 @@ def _strategy() -> fs.Strategy:
   )
 
 
+@pytest.mark.slow
 def test_programs_compute_the_same_on_split_replicas():
   x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
   key = jax.random.key(0)

@@ -286,6 +286,7 @@ def test_replicated_results_pass(name):
   assert not causes(REPLICATED[name])
 
 
+@pytest.mark.slow
 def test_replicated_results_are_the_same_on_all_devices():
   # The first three do not compile on CPUs, or not over logical devices. The
   # others are marked though they differ.
@@ -384,6 +385,7 @@ def test_step_without_a_full_reduction_raises(args, reduce, cause):
   assert compiled.total == 0
 
 
+@pytest.mark.slow
 def test_step_with_a_reduction_by_hand_passes(args):
   new = STRATEGY.run(update_by_hand(mean), args=args)
   grads = jax.grad(loss_fn)(args[0].params, jax.device_get(args[1]))

@@ -69,6 +69,7 @@ def per_replica_statistics(strategy):
   )
 
 
+@pytest.mark.slow
 def test_batch_norm_over_all_replicas_is_that_of_one_device():
   strategy = SPLIT
   state = wanted = batch_norm_state("replica")
@@ -81,6 +82,7 @@ def test_batch_norm_over_all_replicas_is_that_of_one_device():
   assert_close(state.batch_stats, wanted.batch_stats, 1e-5, 1e-6)
 
 
+@pytest.mark.slow
 def test_per_replica_statistics_stay_apart_and_are_averaged_when_saved(
   tmp_path,
 ):
@@ -112,6 +114,7 @@ def test_per_replica_statistics_stay_apart_and_are_averaged_when_saved(
   assert compiled.total == 0
 
 
+@pytest.mark.slow
 def test_skipped_step_keeps_per_replica_statistics():
   state = per_replica_statistics(EIGHT)
   args = state, sharded(EIGHT, 0, bad=3)

@@ -363,6 +363,7 @@ def test_labels_are_checked_by_the_built_in_tasks(name, arguments, facts):
     assert fact in str(e.value)
 
 
+@pytest.mark.slow
 def test_language_modeling_weights_tokens():
   task = tasks.adapt(tasks.LanguageModeling(num_classes=4))
   example = {

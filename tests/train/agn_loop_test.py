@@ -13,6 +13,7 @@ from flaxshard import train
 from flaxshard.train import charts
 
 
+@pytest.mark.slow
 def test_replicas_differ_between_commits_and_the_center_is_evaluated(
   tmp_path, monkeypatch, caplog
 ):

@@ -78,6 +78,7 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path):
   assert os.listdir(tmp_path / "checkpoints") == ["2"]
 
 
+@pytest.mark.slow
 def test_a_nonfinite_evaluation_stops_before_it_is_saved(tmp_path, caplog):
   config = diverging_config(eval_every_steps=4, max_to_keep=1)
   with pytest.raises(FloatingPointError) as stopped:

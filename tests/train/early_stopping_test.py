@@ -129,6 +129,7 @@ def test_an_unknown_metric_raises_at_the_first_evaluation():
     state.update(1, {"eval_accuracy": 1, "eval_loss": 2})
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_early_has_its_last_row_and_checkpoint(stopped):
   """It counts the evaluations from before the interruption."""
   assert int(stopped.state.step) == 6

@@ -147,6 +147,7 @@ def assert_close(params, wanted) -> None:
   )
 
 
+@pytest.mark.slow
 def test_evaluation_counts_every_example_once(image_run):
   workdir, state = image_run
   held_out = digits().eval

@@ -183,6 +183,7 @@ def infinite_example() -> data.Splits:
   )
 
 
+@pytest.mark.slow
 def test_a_nonfinite_loss_and_float16_are_warned_of_where_they_arise(
   tmp_path, caplog
 ):

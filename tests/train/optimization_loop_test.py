@@ -100,6 +100,7 @@ def test_resume_within_an_accumulation_is_bit_equal(tmp_path):
   assert int(whole.wrapper_states["ema"].num_updates) == int(whole.step) == 2
 
 
+@pytest.mark.slow
 def test_frozen_parameters_and_rates_by_pattern(runs):
   state, rows = runs(
     num_train_steps=4,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import flaxshard as fs
 from flaxshard import tasks
@@ -472,6 +473,7 @@ def test_each_replica_has_its_statistics_and_dropout_mask():
   assert int(together.bad_step) == 0
 
 
+@pytest.mark.slow
 def test_nnx_replicas_draw_different_dropout_masks():
   state = create_nnx(rate=0.5)
   # With the same examples, only dropout can make the losses differ.

@@ -358,6 +358,7 @@ def test_process_that_was_stopped_excludes_nobody(run, monkeypatch):
 # -- A network that is split.
 
 
+@pytest.mark.slow
 def test_half_with_the_lowest_index_goes_on(run):
   created = run(4)
   workers = created.start()
@@ -372,6 +373,7 @@ def test_half_with_the_lowest_index_goes_on(run):
   settle(workers)
 
 
+@pytest.mark.slow
 def test_majority_goes_on_without_the_lowest_index(run):
   created = run(3)
   workers = created.start()

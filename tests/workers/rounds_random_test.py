@@ -251,6 +251,7 @@ def run_seed(seed, **kwargs):
   return run
 
 
+@pytest.mark.slow
 def test_all_are_in_every_round_without_faults():
   run = run_seed(1, num_workers=4, faults=0, num_rounds=4)
   assert run.counts["rounds"] == 16

@@ -293,6 +293,7 @@ def test_other_workers_need_results_of_a_worker_that_has_another_center(pool):
   jax.tree.map(np.testing.assert_array_equal, first.arrays, second.arrays)
 
 
+@pytest.mark.slow
 def test_an_answer_of_an_owner_that_has_come_back_since_is_not_used(pool):
   state, network = create_state(), FakeNetwork(3)
   rounds = [create_rounds(network, k, state, deadline=0.3) for k in range(3)]

@@ -45,7 +45,9 @@ def train(directory, worker_id, results, arguments):
   "arguments",
   [
     pytest.param({}, marks=pytest.mark.slow),
-    {"fragments": 2, "delay": 1, "blend": 0.5},
+    pytest.param(
+      {"fragments": 2, "delay": 1, "blend": 0.5}, marks=pytest.mark.slow
+    ),
     pytest.param({"commit_dtype": "int8"}, marks=pytest.mark.slow),
   ],
   ids=["plain", "fragments and delay", "int8"],

@@ -59,7 +59,12 @@ DILOCO = {
     pytest.param(2, {"commit": "mean"}, id="mean"),
     pytest.param(3, {"commit": "mean"}, id="three", marks=pytest.mark.slow),
     pytest.param(2, {"commit": "sum"}, id="sum", marks=pytest.mark.slow),
-    pytest.param(2, {"commit": "mean", **DILOCO}, id="DiLoCo"),
+    pytest.param(
+      2,
+      {"commit": "mean", **DILOCO},
+      id="DiLoCo",
+      marks=pytest.mark.slow,
+    ),
     pytest.param(
       2,
       {"commit": "mean", "fragments": 3},

@@ -311,6 +311,7 @@ def test_restored_sum_continues_to_the_bit(tmp_path):
   assert_close(fewer.params, large.params)
 
 
+@pytest.mark.slow
 def test_another_number_of_replicas_starts_a_new_sum(tmp_path, caplog):
   wrappers = [fs.Accumulate(3, per_replica=True)]
   state = create(wrappers, strategy=fs.Strategy())

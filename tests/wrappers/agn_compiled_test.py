@@ -127,6 +127,7 @@ def test_a_sequential_commit_exchanges_the_parameters_twice():
   assert by_kind(found) == {"all-to-all": 2 * BYTES, "all-gather": 3 * BYTES}
 
 
+@pytest.mark.slow
 def test_a_sequential_commit_that_mixes_elements_reduces_in_a_loop():
   text = compile_step(fs.AGN(10), tx=CLIPPED).as_text()
   found = collectives(text)
@@ -134,6 +135,7 @@ def test_a_sequential_commit_that_mixes_elements_reduces_in_a_loop():
   assert by_kind(found) == {"all-reduce": BYTES}  # the loop runs eight times
 
 
+@pytest.mark.slow
 def test_loss_scaling_adds_the_reduction_of_one_scalar():
   text = compile_step(fs.LossScale("dynamic"), fs.AGN(10, "mean")).as_text()
   outside = [
@@ -167,6 +169,7 @@ def test_memory_of_the_state_and_of_a_commit():
     assert more < temporary * BYTES
 
 
+@pytest.mark.slow
 def test_steps_and_commits_compile_once():
   run, state, x = create(all_devices(), [fs.LossScale("dynamic"), fs.AGN(6)])
   state, _ = run(state, x)

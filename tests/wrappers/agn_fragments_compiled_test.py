@@ -124,6 +124,7 @@ def test_a_sequential_delay_keeps_one_more_copy_of_the_parameters():
   assert BYTES <= more < BYTES + 100
 
 
+@pytest.mark.slow
 def test_steps_and_commits_of_fragments_compile_once():
   state = create(
     fs.LossScale("dynamic"), fs.AGN(4, "mean", fragments=2, delay=1)

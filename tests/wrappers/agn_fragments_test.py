@@ -186,6 +186,7 @@ def test_share_step_count_advances_at_the_commit_of_each_fragment():
   assert state.wrapper_states["agn"].fragment_counts == {}
 
 
+@pytest.mark.slow
 def test_skipped_steps_delay_commits_and_arrivals():
   strategy = agn_problem.strategy_of(2)
   wrapper = fs.AGN(3, "mean", fragments=3, delay=2, blend=0.5)
@@ -236,6 +237,7 @@ def test_too_many_fragments_raise_when_the_state_is_created():
     agn_problem.create(None, fs.AGN(8, fragments=4), frozen)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:AGN. communication_period")
 @pytest.mark.parametrize("commit", ["sequential", "sum"])
 def test_frozen_parameters_stay(commit):

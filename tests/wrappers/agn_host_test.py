@@ -300,6 +300,7 @@ def test_leaves_without_a_gradient_stay(commit):
   assert commit["@received"].tolist() == [1.0] * 3
 
 
+@pytest.mark.slow
 def test_complex_parameters():
   params = {"z": np.array([1 + 1j, 2 - 1j], np.complex64)}
   loss = lambda p, x: (p["z"] * x).real.sum() ** 2

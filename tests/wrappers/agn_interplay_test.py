@@ -184,6 +184,7 @@ def test_batch_statistics_are_per_replica_and_averaged_by_a_commit():
     assert stored.sharding.spec == jax.sharding.PartitionSpec("replica")
 
 
+@pytest.mark.slow
 def test_each_commit_averages_statistics_and_they_arrive_with_it():
   x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
   x += np.arange(8)[:, None]

@@ -113,7 +113,12 @@ def test_a_commit_equals_its_restatement(fmt, op):
 
 @pytest.mark.parametrize(
   ("fmt", "replicas"),
-  [("int8", 1), ("int4", 3), ("bfloat16", 8), ("int8", 8)],
+  [
+    ("int8", 1),
+    pytest.param("int4", 3, marks=pytest.mark.slow),
+    pytest.param("bfloat16", 8, marks=pytest.mark.slow),
+    ("int8", 8),
+  ],
 )
 def test_center_and_remainders_together_lose_nothing(fmt, replicas):
   # The gradients do not depend on the parameters: their sum is known.
@@ -150,6 +155,7 @@ def test_reaches_the_mean_of_the_replicas_optima(fmt):
   assert error < {"bfloat16": 5e-3, "int8": 1e-2, "int4": 0.2}[fmt]
 
 
+@pytest.mark.slow
 def test_all_replicas_continue_from_the_same_center():
   strategy = strategy_of(8)
   state = run(
@@ -218,7 +224,12 @@ def link_bytes(dtype):
 
 
 @pytest.mark.parametrize(
-  ("dtype", "share"), [("bfloat16", 0.5), ("int8", 0.254), ("int4", 0.129)]
+  ("dtype", "share"),
+  [
+    pytest.param("bfloat16", 0.5, marks=pytest.mark.slow),
+    ("int8", 0.254),
+    pytest.param("int4", 0.129, marks=pytest.mark.slow),
+  ],
 )
 def test_bytes_of_a_commit_relative_to_float32(dtype, share):
   assert link_bytes(dtype) / link_bytes(None) == pytest.approx(share, abs=1e-3)

@@ -78,6 +78,7 @@ def test_run_steps_equals_single_steps(strategy) -> None:
   assert not np.array_equal(*grouped.on_each(looped.params["w"])[:2])
 
 
+@pytest.mark.slow
 def test_replicas_with_two_logical_devices() -> None:
   groups = ((0, 2), (3, 1))
   strategy = fs.Strategy(mesh_shape={"replica": 4, "model": 2})

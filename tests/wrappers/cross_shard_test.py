@@ -60,7 +60,9 @@ def test_reduced_values_and_collectives(strategy, name, reduction) -> None:
     assert sorted(map(sorted, one.groups)) == sorted(map(sorted, groups))
 
 
-@pytest.mark.parametrize("groups", [None, grouped.HALVES])
+@pytest.mark.parametrize(
+  "groups", [pytest.param(None, marks=pytest.mark.slow), grouped.HALVES]
+)
 def test_mean_equals_one_replica_with_the_whole_batch(strategy, groups) -> None:
   """At the same learning rate, with momentum, in each group."""
   tx = optax.adam(0.1)
@@ -107,6 +109,7 @@ def test_mean_equals_the_default_reduction(strategy) -> None:
   assert wrapped.wrapper_states == {"cross_shard": ()}
 
 
+@pytest.mark.slow
 def test_clipping_before_and_after_the_reduction(strategy) -> None:
   limit = 0.05
   clip = optax.clip_by_global_norm(limit)

@@ -50,6 +50,7 @@ def test_groups_reduce_rows_as_they_reduce_arrays(rows, reduction):
   np.testing.assert_array_equal(new[0], new[2])
 
 
+@pytest.mark.slow
 def test_dynamic_scale_is_that_of_flax_for_the_same_overflows():
   """Ids that occur twice: only the sum of their rows overflows float32."""
   ids = jnp.array([3, 3, 1])
