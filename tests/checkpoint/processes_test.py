@@ -391,7 +391,7 @@ preemption.agree_on_signal = interrupted
 try:
   train.train_and_evaluate(config, workdir)
 except SystemExit as e:
-  assert 6 < seen[-1] < 100, seen
+  assert 6 <= seen[-1] < 100, seen
   assert_files(str(seen[-1]))
   print(e.code, seen[-1])
 """
