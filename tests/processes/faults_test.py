@@ -27,6 +27,8 @@ pytestmark = pytest.mark.slow
 _HERE = pathlib.Path(__file__).parent
 _TESTS = _HERE.parent
 _HEARTBEAT_TIMEOUT = 8
+# Read now: pytest changes it while other threads start programs.
+_ENVIRON = dict(os.environ)
 _RESUME = "The same command on all processes continues from the last checkpoint"
 
 
@@ -51,7 +53,7 @@ class Program:
       s.bind(("127.0.0.1", 0))
       port = s.getsockname()[1]
     env = {
-      **os.environ,
+      **_ENVIRON,
       "FAULT": json.dumps(fault or {}),
       "JAX_PLATFORMS": "cpu",
       "JAX_COMPILATION_CACHE_DIR": str(cache),
