@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 import flaxshard as fs
+from flaxshard.workers import view_log
 
 RNG = np.random.default_rng(0)
 # "w" has more than one block of 256 numbers, "s" is a scalar.
@@ -135,3 +136,15 @@ def run_compiled(count: int, steps: int, agn: dict[str, Any], tx: Any = None):
     )
     state, _ = compiled(state, targets)
   return state
+
+
+def exclude(directory: Any, worker: int) -> None:
+  """Proposes a view without a worker, as others do that do not hear it."""
+  log = view_log.ViewLog(str(directory / "views"))
+  while True:
+    view = log.latest()
+    assert view is not None
+    members = tuple(m for m in view.members if m.worker_id != worker)
+    new = view_log.View(view.epoch + 1, members, view.started)
+    if log.propose(new) == new:
+      return

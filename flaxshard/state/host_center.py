@@ -46,7 +46,8 @@ class CenterState(NamedTuple):
     fragment_counts: See `AGNState`.
     collections: The floating-point arrays of the other collections at the last
       commit, by path. Others, such as PRNG keys, belong to a worker.
-    commits: int32 scalar, number of commits.
+    commits: int32 scalar, number of commits; of sequential ones, those of all
+      workers.
   """
 
   params: PyTree
@@ -59,7 +60,8 @@ class CenterState(NamedTuple):
 
 def center_of(state: TrainState) -> CenterState:
   """Returns the center in a train state; its arrays are those of the state."""
-  _, own = host_leaves.agn_state(state)
+  agn, own = host_leaves.agn_state(state)
+  is_sequential = agn.commit == "sequential"
   collections = {name: getattr(state, name) for name in own.collections}
   return CenterState(
     params=state.params,
@@ -67,7 +69,7 @@ def center_of(state: TrainState) -> CenterState:
     outer_opt_state=own.outer_opt_state,
     fragment_counts=own.fragment_counts,
     collections=host_leaves.floating(collections),
-    commits=own.commits,
+    commits=own.center_commits if is_sequential else own.commits,
   )
 
 
@@ -106,8 +108,12 @@ def with_center(
   own = own._replace(
     outer_opt_state=as_arrays(center.outer_opt_state, own.outer_opt_state),
     fragment_counts=as_arrays(center.fragment_counts, own.fragment_counts),
-    commits=jnp.asarray(center.commits, jnp.int32),
   )
+  commits = jnp.asarray(center.commits, jnp.int32)
+  if agn.commit == "sequential":
+    own = own._replace(center_commits=commits)
+  else:
+    own = own._replace(commits=commits)
   if not restart:
     state = host_leaves.with_collections(
       state, center.collections, committed=True

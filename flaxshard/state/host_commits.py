@@ -308,6 +308,7 @@ def replace_params(
     ),
     local_opt_state=opt_state_lib.with_counts(own.local_opt_state, counts),
     commits=own.commits + 1,
+    center_commits=jax.tree.map(lambda x: x + 1, own.center_commits),
   )
   state = host_leaves.with_agn_state(
     state.replace(params=replace(state.params)), own

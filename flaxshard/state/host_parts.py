@@ -29,10 +29,10 @@ def get_part(
 
   Returns:
     The arrays by a name such as `params/w` or `opt_state/0/mu/w`. Those that
-    belong to no parameter are in every part.
+    belong to no parameter are in every part. Of PRNG keys it is their data.
   """
   return {
-    name: x
+    name: jax.random.key_data(x) if _is_key(x) else x
     for name, (key, x) in _name_leaves(center).items()
     if key is None or key in keys
   }
@@ -43,7 +43,14 @@ def put_part(center: CenterState, part: Mapping[str, Any]) -> CenterState:
   leaves = _name_leaves(center)
   host_leaves.check_keys("part", part, leaves)
   treedef: Any = jax.tree.structure(center)
-  return treedef.unflatten(part.get(name, x) for name, (_, x) in leaves.items())
+
+  def get(name: str, old: Any) -> Any:
+    if name in part and _is_key(old):
+      impl = jax.random.key_impl(old)
+      return jax.random.wrap_key_data(part[name], impl=impl)
+    return part.get(name, old)
+
+  return treedef.unflatten(get(name, x) for name, (_, x) in leaves.items())
 
 
 def is_splittable(
@@ -71,6 +78,10 @@ def is_splittable(
     needed <= ({owner} if owner is not None else set())
     for needed, owner in zip(found, owners, strict=True)
   )
+
+
+def _is_key(x: Any) -> bool:
+  return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _name_leaves(center: CenterState) -> dict[str, tuple[str | None, Any]]:

@@ -52,7 +52,8 @@ class Admission:
     """Answers a worker that wants to join.
 
     Args:
-      question: Its `member` and `num_workers`.
+      question: Its `member` and `num_workers`, and whether the run has
+        `started`.
 
     Returns:
       The view with it as `view`, or why it was refused as `refused`; `error`
@@ -79,7 +80,10 @@ class Admission:
         return None
       kept = [m for m in view.members if m.worker_id != newcomer.worker_id]
       return view.next(
-        [*kept, newcomer], f"worker {newcomer.worker_id} has joined"
+        [*kept, newcomer],
+        f"worker {newcomer.worker_id} has joined",
+        # A worker that comes back knows that the run has begun.
+        view.started or question["started"],
       )
 
     try:
@@ -138,7 +142,7 @@ class Admission:
     }
 
   def _is_silent(self, member: Member) -> bool:
-    # Pings are a fifth of a heartbeat apart: two were not answered.
+    # Pings are at most a fifth of a heartbeat apart: two were not answered.
     return self._signs.silence(member) > 0.4 * self._heartbeat
 
   def _find_unreachable(self, newcomer: Member) -> str | None:

@@ -52,21 +52,30 @@ class CellBackups:
     """Takes note that others may not have any; called with the lock."""
     self._sent.clear()
 
+  def lag(self, cell: Cell, version: int) -> int:
+    """Returns how many commits older than a version the copy of a cell is.
+
+    Called with the lock.
+    """
+    return version - self._sent.get(cell, 0)
+
   def start(self) -> None:
-    """Sends the cells that have changed, unless the last ones are under way."""
+    """Sends the cells that have changed, unless the last ones are under way.
+
+    Called with the lock.
+    """
     if self._last is not None and not self._last.done():
       return
-    with self._store.changed:
-      view = self._peers.view
-      if view.epoch != self._sent_in:
-        # A new neighbor has no backups yet.
-        self._sent.clear()
-        self._sent_in = view.epoch
-      changed = {
-        cell: copy
-        for cell, copy in self._copies().items()
-        if copy.version != self._sent.get(cell)
-      }
+    view = self._peers.view
+    if view.epoch != self._sent_in:
+      # A new neighbor has no backups yet.
+      self._sent.clear()
+      self._sent_in = view.epoch
+    changed = {
+      cell: copy
+      for cell, copy in self._copies().items()
+      if copy.version != self._sent.get(cell)
+    }
     me = self._peers.worker_id
     others = [k for k in view.worker_ids if k != me]
     if not (changed and others):
@@ -83,9 +92,11 @@ class CellBackups:
     end = time.monotonic() + seconds
     # The one under way may be older.
     for _ in range(2):
-      self.start()
-      if self._last is not None:
-        futures.wait([self._last], end - time.monotonic())
+      with self._store.changed:
+        self.start()
+        last = self._last
+      if last is not None:
+        futures.wait([last], end - time.monotonic())
 
   def _send(
     self, worker_id: int, copies: Mapping[Cell, Copy], epoch: int

@@ -25,8 +25,8 @@ class Copy:
     arrays: Arrays by name; all of the cell, or those of an answer.
     applied: The last commit of each worker, by its index as a string: its
       incarnation, and the number of the commit.
-    rank: The commits of the center that version 0 is from. They are counted by
-      one worker, over all fragments, and cannot be compared with versions.
+    rank: The commits of the center that version 0 is from. They are those of
+      all fragments, and cannot be compared with versions.
   """
 
   version: int

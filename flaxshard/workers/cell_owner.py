@@ -146,6 +146,11 @@ class CellOwner:
       {**copy.applied, str(sender): name},
       copy.rank,
     )
+    # Usually an owner's own commits start backups. It may be slow, or at its
+    # end.
+    num_members = len(self._peers.view.members)
+    if self.backups.lag(cell, owned.copy.version) >= 2 * num_members:
+      self.backups.start()
     return owned.copy
 
   def _mean_collections(
@@ -318,6 +323,8 @@ class CellOwner:
           del self._opening[cell]
       self._seen_epoch = view.epoch
       self._changed.notify_all()
+      # The next member may be another one.
+      self.backups.start()
 
   def _owns_in(self, view: View, cell: Cell) -> bool:
     ids, me = view.worker_ids, self._peers.worker_id

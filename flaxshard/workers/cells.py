@@ -74,6 +74,7 @@ class Cells:
       cells: The result of `split`, or newer arrays.
     """
     merged: dict[str, Any] = {}
+    # Of the cells that `merged` is from.
     commits: dict[str, int] = {}
     of_fragments: dict[str, dict[int, Any]] = {}
     for (_, fragments), arrays in cells.items():
@@ -82,16 +83,16 @@ class Cells:
         if name in counts:
           for f in fragments:
             of_fragments.setdefault(name, {})[f] = arrays[counts[name]] - x[f]
-        elif name.startswith((_PARAMS, _COLLECTIONS)):
-          # Collections, and statistics, are in every commit of any fragments.
-          if int(arrays["commits"]) >= commits.get(name, 0):
-            merged[name] = x
-            commits[name] = int(arrays["commits"])
-        elif name in merged:
+        elif name in merged and name in counts.values():
           # A step count, which is in every cell.
           merged[name] = np.maximum(merged[name], x)
-        elif name != "commits":
+        elif name != "commits" and int(arrays["commits"]) >= commits.get(
+          name, 0
+        ):
+          # Collections and statistics are in every commit of any fragments, and
+          # what belongs to no parameter, such as a PRNG key, in every cell.
           merged[name] = x
+          commits[name] = int(arrays["commits"])
     for lags, of_fragment in of_fragments.items():
       newest = merged[
         _counts_by_lag(center, merged | dict.fromkeys([lags]))[lags]

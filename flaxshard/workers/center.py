@@ -158,7 +158,7 @@ class Center:
       raise error
     with self._store.changed:
       sent, received = self._store.take_bytes()
-    self._owner.backups.start()
+      self._owner.backups.start()
     arrays: dict[str, np.ndarray] = {}
     for copy, _ in answers:
       arrays |= copy.arrays
@@ -175,17 +175,19 @@ class Center:
     """Returns the newest center, with slots, from the owners of its cells.
 
     Args:
-      center: A center, for its number of commits.
+      center: This worker's center.
 
     Raises:
       NotAMember: The others have lost this worker.
     """
     incarnation = self._peers.incarnation
-    arrays = {}
+    copies, arrays = {}, {}
     for cell in self._cells.keys:
       answer = self._call_owner(cell, "read_cell", Message(), incarnation)
-      found = Copy.from_message(answer).arrays
-      arrays[cell] = self._store.like_cell(cell, found)
+      copy = copies[cell] = Copy.from_message(answer)
+      arrays[cell] = self._store.like_cell(cell, copy.arrays)
+    commits = max(_count_commits(copies), int(center.commits))
+    center = center._replace(commits=np.int32(commits))
     return self._cells.join(center, arrays)
 
   def _commit_cell(
@@ -235,3 +237,12 @@ class Center:
     """Raises if this worker has come back meanwhile, with another center."""
     if self._peers.incarnation != incarnation:
       raise NotAMember("the others had lost this worker")
+
+
+def _count_commits(copies: Mapping[Cell, Copy]) -> int:
+  """Returns the number of commits in a center, with those of its first one."""
+  versions: dict[Fragments, int] = {}
+  for (_, fragments), copy in copies.items():
+    versions[fragments] = max(copy.version, versions.get(fragments, 0))
+  newest = max(copies.values(), key=lambda copy: copy.version)
+  return sum(versions.values()) + max(newest.rank, 0)

@@ -49,7 +49,7 @@ class CenterCopies:
     self._answers: dict[str, Message] = {}
     self._fetched: dict[str, float] = {}
     self._offered: Message | None = None
-    # The commits of this worker's center while it requests another one.
+    # The commits of this worker's center while it may get another one.
     self._pulling: int | None = None
     peers.register(_METHOD, self._handle)
 
@@ -57,6 +57,35 @@ class CenterCopies:
   def is_wanted(self) -> bool:
     """Whether a request waits for the main thread."""
     return bool(self._asked)
+
+  @property
+  def num_kept(self) -> int:
+    """Number of copies that are kept for those who ask again."""
+    return len(self._answers)
+
+  def hold(self, commits: int) -> None:
+    """Answers no requests, until `release` or the end of a pull.
+
+    Others may have a newer center than a worker that joins.
+
+    Args:
+      commits: The number of commits of this worker's center.
+    """
+    with self._mutex:
+      self._asked.clear()
+      self._pulling = commits
+
+  def release(self) -> None:
+    """Takes note that this worker's center is one of the run."""
+    self._pulling = None
+
+  def forget_old(self) -> None:
+    """Drops copies that were sent some time ago."""
+    with self._mutex:
+      now = time.monotonic()
+      for k in [k for k, t in self._fetched.items() if now - t > _KEEP_SECONDS]:
+        del self._fetched[k]
+        self._answers.pop(k, None)
 
   def offer(self, copy: Message | None) -> None:
     """Answers all requests with a copy at once, until it is replaced by None.
@@ -81,12 +110,8 @@ class CenterCopies:
       return
     copy = make()
     with self._mutex:
-      now = time.monotonic()
-      for k in [k for k, t in self._fetched.items() if now - t > _KEEP_SECONDS]:
-        del self._fetched[k]
-        self._answers.pop(k, None)
       self._answers |= dict.fromkeys(asked, copy)
-      self._fetched |= dict.fromkeys(asked, now)
+      self._fetched |= dict.fromkeys(asked, time.monotonic())
 
   def pull(
     self,

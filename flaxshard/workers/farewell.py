@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+import time
 from typing import Any
 
 from flaxshard.workers import membership
@@ -11,6 +12,8 @@ from flaxshard.workers.messages import Message
 _POLL_SECONDS = 0.05
 # A call waits for a worker that is dead as long as it is a member.
 _CALL_SECONDS = 1.0
+# Until a worker that was not done is asked again.
+_ASK_SECONDS = 1.0
 
 
 class Farewell:
@@ -27,6 +30,7 @@ class Farewell:
     self._method = f"done_with_{name}"
     # By incarnation: a worker that comes back is not done.
     self._done: set[str] = set()
+    self._own = ""
     peers.register(self._method, self._handle)
 
   def is_done(self, incarnation: str) -> bool:
@@ -36,6 +40,10 @@ class Farewell:
       incarnation: Its incarnation.
     """
     return incarnation in self._done
+
+  def mark_done(self) -> None:
+    """Answers those who ask that this worker is done."""
+    self._own = self._peers.incarnation
 
   def wait(
     self,
@@ -52,7 +60,7 @@ class Farewell:
     Raises:
       NotAMember: The others have lost this worker.
     """
-    told: set[str] = set()
+    told: dict[str, float] = {}
     while True:
       members = {m.worker_id: m for m in self._peers.view.members}
       me = members.pop(self._peers.worker_id, None)
@@ -63,21 +71,34 @@ class Farewell:
         for k, m in members.items()
         if among is None or m.incarnation in among
       }
-      for incarnation in others.keys() - told:
+      self._own = me.incarnation
+      for incarnation, k in others.items():
+        if not self._is_next(incarnation, told):
+          continue
         message = Message({"incarnation": me.incarnation}, b"")
         try:
-          self._peers.call(
-            others[incarnation], self._method, message, timeout=_CALL_SECONDS
+          answer = self._peers.call(
+            k, self._method, message, timeout=_CALL_SECONDS
           )
         except (membership.PeerLost, membership.ViewChanged, TimeoutError):
           break
-        told.add(incarnation)
+        told[incarnation] = time.monotonic()
+        if answer.fields["done"] == incarnation:
+          # It may have waited before this worker came, and not told it.
+          self._done.add(incarnation)
       else:
         if others.keys() <= self._done:
           return
       wait(_POLL_SECONDS)
 
+  def _is_next(self, incarnation: str, told: dict[str, float]) -> bool:
+    """Returns whether to call a worker now."""
+    if incarnation not in told:
+      return True
+    is_old = time.monotonic() - told[incarnation] > _ASK_SECONDS
+    return is_old and incarnation not in self._done
+
   def _handle(self, sender: int, message: Message) -> Message:
     del sender
     self._done.add(message.fields["incarnation"])
-    return Message({}, b"")
+    return Message({"done": self._own}, b"")

@@ -91,7 +91,7 @@ class Joining:
     ]
     alive = self._probe(others)
     if alive:
-      return self._ask_alive(alive)
+      return self._ask_alive(alive, started)
     if others and self._is_answered(latest, others):
       addresses = ", ".join(m.address for m in others)
       return f"the members live, but cannot be reached at {addresses}"
@@ -113,7 +113,7 @@ class Joining:
       )
     )
 
-  def _ask_alive(self, alive: list[Member]) -> str:
+  def _ask_alive(self, alive: list[Member], started: bool) -> str:
     # Its own index last: another process that uses it knows least of the rest.
     alive.sort(key=lambda m: (m.worker_id == self._me.worker_id, m.worker_id))
     refusals = []
@@ -123,6 +123,7 @@ class Joining:
         "kind": "join",
         "member": dataclasses.asdict(self._me),
         "num_workers": self._num_workers,
+        "started": started,
       }
       answers = questions.ask_all(
         self._transport, [member], question, 2 * self._heartbeat + 5.0

@@ -158,8 +158,8 @@ class Membership:
     without them.
 
     Args:
-      started: Whether the run has begun, if this worker is the only member. A
-        worker that comes back says so, one that starts does not.
+      started: Whether the run has begun. A worker that comes back says so, one
+        that starts does not know it.
       timeout: Seconds to try; None: without end.
       wait: Waits for some seconds, or raises to end this.
 
@@ -251,7 +251,7 @@ class Membership:
       me, base = self._current.me, self._current.view
       self._current.check(me, me)
     if base.started:
-      return
+      raise ViewChanged(f"view {base.epoch}: the run has begun")
     view = base.next(base.members, "the run begins", started=True)
     stored = self.log.propose(view)
     self._current.adopt(stored)

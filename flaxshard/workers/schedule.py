@@ -40,12 +40,16 @@ class StepCounter:
   Args:
     agn: The wrapper.
     local_step: The number of local steps so far.
+
+  Attributes:
+    steps_per_call: The most local steps that a call has taken.
+    seconds_per_step: Seconds of a local step; None if not known yet.
   """
 
   def __init__(self, agn: AGN, local_step: int):
     self._agn = agn
     self._period = agn.communication_period
-    self._steps_per_call = 1
+    self.steps_per_call = 1
     self._timed: tuple[float, int] | None = None
     self.seconds_per_step: float | None = None
     self.restart(local_step)
@@ -65,7 +69,7 @@ class StepCounter:
   @property
   def clock(self) -> int:
     """The local step, if none of the last calls has skipped one."""
-    return self.local_step + self._calls * self._steps_per_call
+    return self.local_step + self._calls * self.steps_per_call
 
   def tick(self) -> bool:
     """Counts a call; returns whether it has to look at the state."""
@@ -82,8 +86,8 @@ class StepCounter:
       ValueError: A step at which a commit was due was not seen.
     """
     taken = local_step - self.local_step
-    if taken > self._calls * self._steps_per_call:
-      self._steps_per_call = -(-taken // self._calls)
+    if taken > self._calls * self.steps_per_call:
+      self.steps_per_call = -(-taken // self._calls)
     for step in range(self.local_step + 1, local_step):
       if self._is_event(step):
         raise ValueError(
@@ -106,7 +110,7 @@ class StepCounter:
     step = self.local_step + 1
     while not self._is_event(step):
       step += 1
-    return max((step - self.local_step) // self._steps_per_call, 1)
+    return max((step - self.local_step) // self.steps_per_call, 1)
 
   def _is_event(self, step: int) -> bool:
     agn = self._agn

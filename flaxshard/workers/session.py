@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import threading
+import time
 from typing import Any
 
 from flaxshard.state import host_commits
@@ -139,7 +140,8 @@ class Session:
     )
     while True:
       try:
-        self._peers.join()
+        self._copies.hold(commits)
+        self._peers.join(wait=self._sleep)
         return self._begin(state, center, copy)
       except membership_lib.NotAMember:
         _log.warning(
@@ -166,7 +168,11 @@ class Session:
     verdict = self._barrier.agree(self._start_timeout, wait)
     if verdict is None:
       self._compare()
-      return self._pulls.take_over(state)
+      state = self._pulls.take_over(state)
+      # Those who wait for all that were there at the start may wait for this.
+      self._ready.mark_done()
+      return state
+    self._copies.release()
     if self._worker_id not in verdict.behind:
       self._exchange.begin(center)
     if not verdict.behind:
@@ -178,6 +184,12 @@ class Session:
     # No owner receives a commit before it has taken the center over.
     self._ready.wait(wait, verdict.incarnations)
     return state
+
+  def _sleep(self, seconds: float) -> None:
+    """Waits while this worker is no member, and may have an old center."""
+    if self._waiting.should_stop:
+      raise Stopped
+    time.sleep(seconds)
 
   def _compare(self) -> None:
     """Compares this worker with a member of a run that is under way."""
@@ -278,13 +290,15 @@ class Session:
       while True:
         try:
           if not is_member:
-            self._peers.join(started=True)
+            self._copies.hold(progress.commits)
+            self._peers.join(started=True, wait=self._sleep)
           return self._pulls.take_over(state, least_step=least_step)
         except membership_lib.NotAMember:
           is_member = False
     except Stopped:
       return state
     finally:
+      self._copies.release()
       # Up to here they tell what the center lacks.
       progress.sent.clear()
 
@@ -292,20 +306,31 @@ class Session:
 
   def finish(self, state: PyTree) -> PyTree:
     """Waits for the others; see `Worker.finish`."""
-    try:
-      state = self._drain(state)
-      wait = lambda seconds: self._waiting.sleep(state, seconds)
-      self._farewell.wait(wait)
-      state = self._pulls.with_newest(state)
-      if self._agn.commit == "sequential":
-        # An owner that has left answers nobody.
-        self._last_farewell.wait(wait)
-      self._is_finished = True
-    except Stopped:
-      pass
-    except membership_lib.NotAMember as e:
-      _log.warning("worker %d: %s, at its end", self._worker_id, e)
-    return state
+    wait = lambda seconds: self._waiting.sleep(state, seconds)
+    is_sequential, is_lost = self._agn.commit == "sequential", False
+    while True:
+      try:
+        if is_lost:
+          self._peers.join(started=True, wait=self._sleep)
+          is_lost = False
+        state = self._drain(state)
+        self._farewell.wait(wait)
+        state = self._pulls.with_newest(state)
+        if is_sequential:
+          # An owner that has left answers nobody.
+          self._last_farewell.wait(wait)
+        self._is_finished = True
+        return state
+      except Stopped:
+        return state
+      except membership_lib.NotAMember:
+        if self._closed.is_set():
+          return state
+        _log.warning("worker %d: %s, at its end", self._worker_id, _EXCLUDED)
+        if not is_sequential:
+          # Its center has all of its commits.
+          return state
+        is_lost = True
 
   def close(self) -> None:
     """Leaves the others, and ends threads and connections."""

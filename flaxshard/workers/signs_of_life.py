@@ -37,7 +37,9 @@ class SignsOfLife:
     self._current = current
     self._transport = transport
     self._heartbeat = heartbeat
-    self._interval = heartbeat / 5
+    # Often: the sides of a split network must know alike who is silent, as a
+    # minority waits for a second longer.
+    self._interval = min(heartbeat / 5, 0.5)
     self._on_silence = on_silence
     self._silence: dict[str, float] = {}  # seconds, by incarnation
     self._mutex = threading.Lock()
@@ -66,7 +68,7 @@ class SignsOfLife:
       now = time.monotonic()
       # If this process was stopped, the others could not reach it: the answers
       # that they have sent since are read before the next tick.
-      elapsed = min(now - last, self._interval)
+      elapsed = min(now - last, self._heartbeat / 5)
       last = now
       others = self._current.others()
       with self._mutex:

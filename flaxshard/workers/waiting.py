@@ -67,18 +67,21 @@ class Waiting:
     Args:
       state: Its state.
     """
+    self._copies.forget_old()
     if not self._copies.is_wanted:
       return
     progress = self._progress
+    steps_per_call = progress.counter.steps_per_call
     # A commit that is under way is not in the center yet. Who starts from it
     # begins before that commit, and gets its result as well.
     if progress.sent:
-      local_step = progress.sent[0].local_step - 1
+      local_step = progress.sent[0].local_step - steps_per_call
     else:
       local_step = int(host_commits.local_step(state))
       if local_step > progress.last_commit_step:
         # Nor is one that is due now, and will be sent.
-        local_step -= bool(host_commits.due(self._agn, local_step))
+        is_due = bool(host_commits.due(self._agn, local_step))
+        local_step -= is_due * steps_per_call
     self._copies.answer(
       lambda: center_copies.pack(
         host_commits.center_of(state),

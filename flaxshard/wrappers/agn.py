@@ -63,6 +63,9 @@ class AGNState(NamedTuple):
       `agn_delay`. `()` without a delay.
     received: With `transport="host"`, bool `[leaves of grad_accum]`: those that
       had a gradient in a local step since their last commit. Else `()`.
+    center_commits: With `transport="host"` and sequential commits, int32
+      scalar: the number of commits of all workers in the center, as far as this
+      worker knows. Else `()`.
   """
 
   local_params: PyTree
@@ -76,6 +79,7 @@ class AGNState(NamedTuple):
   fragment_counts: dict[str, jax.Array]
   sent: PyTree
   received: PyTree = ()
+  center_commits: PyTree = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +182,7 @@ class AGN(base.Base):
     "fragment_counts",
     "sent",
     "received",
+    "center_commits",
   )
   communication_period: int = 10
   commit: str = "sequential"
@@ -263,6 +268,7 @@ class AGN(base.Base):
       ),
       sent=() if self.commits_on_host else agn_delay.init(self, params),
       received=agn_host.init_received(accum) if self.commits_on_host else (),
+      center_commits=agn_host.init_center_commits(self),
     )
 
   def _init_touched(self, params: PyTree, tx: Any) -> PyTree:
@@ -367,10 +373,10 @@ class AGN(base.Base):
   def adjust_restored(self, state: AGNState) -> tuple[AGNState, None]:
     """Returns the state with the rows of sums that another run has saved."""
     touched = row_accumulator.find_touched(state.grad_accum, state.touched)
-    received = state.received
+    state = state._replace(touched=touched)
     if self.commits_on_host:
-      received = agn_host.find_received(state)
-    return state._replace(touched=touched, received=received), None
+      state = agn_host.adjust_restored(state)
+    return state, None
 
   def partition_specs(self, state: AGNState) -> AGNState:
     """Returns the specs: counters and `outer_opt_state` are replicated."""

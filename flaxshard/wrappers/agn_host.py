@@ -99,10 +99,22 @@ def init_received(accum: PyTree) -> jax.Array:
   return jnp.zeros(len(jax.tree.leaves(accum)), bool)
 
 
-def find_received(state: AGNState) -> jax.Array:
-  """Returns `received` with the leaves whose accumulators are not zero as well.
+def init_center_commits(agn: AGN) -> PyTree:
+  """Returns the first `AGNState.center_commits`.
 
-  A checkpoint may lack it.
+  Args:
+    agn: The wrapper.
+  """
+  if agn.commits_on_host and agn.commit == "sequential":
+    return jnp.zeros((), jnp.int32)
+  return ()
+
+
+def adjust_restored(state: AGNState) -> AGNState:
+  """Returns a state with what its checkpoint may lack.
+
+  Accumulators that are not zero have received gradients, and a center has at
+  least the commits of this worker.
 
   Args:
     state: A restored state.
@@ -111,7 +123,12 @@ def find_received(state: AGNState) -> jax.Array:
     lambda flags, leaves: flags | jnp.stack([jnp.any(x != 0) for x in leaves]),
     out_shardings=state.received.sharding,
   )
-  return find(state.received, jax.tree.leaves(state.grad_accum))
+  received = find(state.received, jax.tree.leaves(state.grad_accum))
+  if isinstance(state.center_commits, jax.Array):
+    state = state._replace(
+      center_commits=jnp.maximum(state.center_commits, state.commits)
+    )
+  return state._replace(received=received)
 
 
 def apply(
@@ -182,7 +199,8 @@ def apply(
 def pending(agn: AGN, state: AGNState) -> str | None:
   """Returns how many local steps the center lacks, if any, as a sentence."""
   steps, period = int(state.local_step), agn.communication_period
-  if not int(state.commits) and steps >= period:
+  commits = [state.commits, *jax.tree.leaves(state.center_commits)]
+  if steps >= period and not any(int(x) for x in commits):
     return (
       f"AGN: none of the {steps} local steps of this process are in params. "
       "With transport='host' they are committed by flaxshard.Worker: call "

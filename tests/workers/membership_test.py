@@ -570,8 +570,17 @@ def test_begin_marks_the_run_as_started_for_all(run):
   workers[0].begin()
   eventually(lambda: workers[1].view.started)
   epoch = workers[1].view.epoch
-  workers[1].begin()
+  with pytest.raises(membership_lib.ViewChanged, match="has begun"):
+    workers[1].begin()
   assert workers[1].view.epoch == epoch
+
+
+def test_a_worker_that_comes_back_says_that_the_run_has_begun(run):
+  created = run(2)
+  workers = [created.create(k) for k in range(2)]
+  assert not workers[0].join().started
+  assert workers[1].join(started=True).started
+  eventually(lambda: workers[0].view.started)
 
 
 def test_begin_after_a_change_of_the_members(run):

@@ -12,6 +12,7 @@ import worker_threads
 
 import flaxshard as fs
 from flaxshard.workers import center as center_lib
+from flaxshard.workers import view_log
 
 NUM_WORKERS = 3
 WEIGHTS = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
@@ -73,6 +74,9 @@ def test_all_workers_end_with_one_trained_center(tmp_path, arguments):
       np.testing.assert_array_equal, state.opt_state, first.opt_state
     )
     assert [record.workers for record in records] == [(k,)] * 20 * per_period
+    agn = state.wrapper_states["agn"]
+    assert int(agn.commits) == 20 * per_period
+    assert int(agn.center_commits) == NUM_WORKERS * 20 * per_period
     # Every commit of every worker has advanced Adam's count.
     assert int(state.opt_state[0].count) == 20 * NUM_WORKERS
   assert np.abs(first.params["w"] - WEIGHTS).max() < 0.3
@@ -195,3 +199,70 @@ def test_a_commit_with_nan_ends_its_worker_alone(tmp_path, commit):
 def step_with_scale(state, scale):
   loss_fn = lambda p: (p["a"] ** 2).sum() + (scale * p["w"] ** 2).sum()
   return state.minimize(loss_fn)[0]
+
+
+def test_workers_start_again_from_the_center_with_most_commits(tmp_path):
+  agn = {"commit": "sequential", "transport": "host", "heartbeat": 5.0}
+
+  def saved(value, commits, center_commits):
+    state = worker_threads.create(agn, params={"w": np.full(3, value)})
+    own = state.wrapper_states["agn"]._replace(
+      commits=jnp.int32(commits), center_commits=jnp.int32(center_commits)
+    )
+    return state.replace(wrapper_states={"agn": own})
+
+  def start(k, state):
+    with fs.Worker(str(tmp_path), k, 2) as worker:
+      return worker.finish(worker.start(state))
+
+  # The first one was faster, and has died earlier.
+  results = worker_threads.raise_errors(
+    worker_threads.run_threads(
+      [
+        lambda: start(0, saved(1.0, 480, 500)),
+        lambda: start(1, saved(2.0, 370, 850)),
+      ]
+    )
+  )
+  for state in results:
+    np.testing.assert_array_equal(state.params["w"], np.full(3, 2.0))
+    assert int(state.wrapper_states["agn"].center_commits) == 850
+
+
+def test_a_worker_that_is_lost_while_it_waits_ends_with_the_last_center(
+  tmp_path,
+):
+  agn = {"communication_period": 2, "commit": "sequential", "heartbeat": 3.0}
+  agn |= {"transport": "host"}
+  waits = threading.Event()
+
+  def should_stop():
+    if threading.current_thread().name == "finishing":
+      waits.set()
+    return False
+
+  def train_worker(k):
+    with fs.Worker(str(tmp_path), k, 2, should_stop=should_stop) as worker:
+      state = worker.start(worker_threads.create(agn))
+      for number in range(4 if k == 0 else 8):
+        if k == 1 and number == 4:
+          assert waits.wait(30)
+          worker_threads.exclude(tmp_path, 0)
+          log = view_log.ViewLog(str(tmp_path / "views"))
+          while log.latest().worker_ids != (0, 1):
+            time.sleep(0.01)
+        target = worker_threads.target_of(k, number)
+        state, _ = worker_threads.jit_step(state, target)
+        state = worker.commit(state)
+      if k == 0:
+        threading.current_thread().name = "finishing"
+      return worker.finish(state)
+
+  one, two = worker_threads.raise_errors(
+    worker_threads.run_threads(
+      [lambda: train_worker(0), lambda: train_worker(1)]
+    )
+  )
+  jax.tree.map(np.testing.assert_array_equal, one.params, two.params)
+  for state in (one, two):
+    assert int(state.wrapper_states["agn"].center_commits) == 6

@@ -436,6 +436,16 @@ def test_a_request_to_stop_ends_the_start(tmp_path):
       worker.start(state)
 
 
+def test_a_request_to_stop_ends_the_wait_to_join(tmp_path):
+  agn = {**HOST, "heartbeat": 30.0}
+  with fs.Worker(str(tmp_path), 0, 1) as worker:
+    worker.start(worker_threads.create(agn))
+    # Its index is in use.
+    with fs.Worker(str(tmp_path), 0, 1, should_stop=lambda: True) as other:
+      with pytest.raises(InterruptedError, match="should_stop"):
+        other.start(worker_threads.create(agn))
+
+
 def test_a_request_to_stop_keeps_what_is_not_committed(tmp_path):
   agn = {**HOST, "quorum": 2, "deadline": 30.0}
   stop = threading.Event()
@@ -564,17 +574,6 @@ def test_commits_compile_nothing_after_the_start(tmp_path, commit):
     worker.finish(state)
 
 
-def _exclude(directory, worker):
-  """Proposes a view without a worker, as others do that do not hear it."""
-  log = view_log.ViewLog(str(directory / "views"))
-  while True:
-    view = log.latest()
-    members = tuple(m for m in view.members if m.worker_id != worker)
-    new = view_log.View(view.epoch + 1, members, view.started)
-    if log.propose(new) == new:
-      return
-
-
 def test_a_worker_that_was_lost_comes_back(tmp_path, caplog):
   agn = {**HOST, "heartbeat": 3.0, "communication_period": 4}
   both_at_six = threading.Barrier(2)
@@ -596,7 +595,7 @@ def test_a_worker_that_was_lost_comes_back(tmp_path, caplog):
         waited = True
         both_at_six.wait(30)
         if k == 0:
-          _exclude(tmp_path, 1)
+          worker_threads.exclude(tmp_path, 1)
         end = time.monotonic() + 30
         while not is_back() and time.monotonic() < end:
           state = worker.commit(state)  # worker 0 answers worker 1
@@ -611,6 +610,56 @@ def test_a_worker_that_was_lost_comes_back(tmp_path, caplog):
   assert [r.workers for r in records] == [(0, 1)] * 4
   assert "worker 1: the others have lost it" in caplog.text
   assert "its last 2 local steps are lost" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("commit", ["mean", "sequential"])
+def test_a_worker_that_starts_again_does_not_bring_its_old_center(
+  tmp_path, caplog, commit
+):
+  agn = {**HOST, "commit": commit, "heartbeat": 3.0}
+  has_trained, has_joined = threading.Event(), threading.Event()
+
+  def first():
+    with fs.Worker(str(tmp_path), 0, 2, start_timeout=0.3) as worker:
+      with pytest.warns(UserWarning, match="workers 1 of 2 have not come"):
+        state = worker.start(worker_threads.create(agn))
+      for number in range(12):
+        if number == 8:
+          # As if it were stopped, and the other one did not reach it.
+          before = jax.device_get(state.params)
+          worker_threads.exclude(tmp_path, 0)
+          has_trained.set()
+          assert has_joined.wait(30)
+          while "the others have lost it" not in caplog.text:
+            state = worker.commit(state)
+            time.sleep(0.01)
+          jax.tree.map(np.testing.assert_array_equal, state.params, before)
+        target = worker_threads.target_of(0, number)
+        state, _ = worker_threads.jit_step(state, target)
+        state = worker.commit(state)
+      return worker.finish(state)
+
+  def second():
+    assert has_trained.wait(30)
+
+    def should_stop():
+      has_joined.set()
+      return False
+
+    with fs.Worker(str(tmp_path), 1, 2, should_stop=should_stop) as worker:
+      state = worker.start(worker_threads.create(agn))
+      assert worker.clock >= 8
+      for number in range(worker.clock, 12):
+        target = worker_threads.target_of(1, number)
+        state, _ = worker_threads.jit_step(state, target)
+        state = worker.commit(state)
+      return worker.finish(state)
+
+  one, two = worker_threads.raise_errors(
+    worker_threads.run_threads([first, second])
+  )
+  jax.tree.map(np.testing.assert_array_equal, one.params, two.params)
 
 
 @pytest.mark.slow
@@ -642,7 +691,7 @@ def test_a_worker_that_was_lost_at_its_start_joins_again(
     end = time.monotonic() + 30
     while len(log.latest().members) < 2 and time.monotonic() < end:
       time.sleep(0.01)
-    _exclude(tmp_path, 1)
+    worker_threads.exclude(tmp_path, 1)
     return train(2)
 
   one, two, three = worker_threads.raise_errors(
