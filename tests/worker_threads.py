@@ -91,15 +91,21 @@ def raise_errors(results: list[Any]) -> list[Any]:
   return results
 
 
+def take_steps(worker: fs.Worker, state: Any, numbers: Sequence[int]) -> Any:
+  """Takes the steps of some numbers, with a call of `commit` after each."""
+  for number in numbers:
+    state, _ = jit_step(state, target_of(worker.worker_id, number))
+    state = worker.commit(state)
+  return state
+
+
 def train(
   worker: fs.Worker, state: Any, steps: int, start: Any = None
 ) -> tuple[Any, Any]:
   """Trains up to a step; returns the last state, and the commits."""
   with worker:
     state = worker.start(state)
-    for number in range(worker.clock, steps):
-      state, _ = jit_step(state, target_of(worker.worker_id, number))
-      state = worker.commit(state)
+    state = take_steps(worker, state, range(worker.clock, steps))
     state = worker.finish(state)
   return state, worker.records()
 

@@ -49,6 +49,11 @@ def leaves_by_path(
   return {path_strings(path): leaf for path, leaf in flat}
 
 
+def is_prng_key(x: Any) -> bool:
+  """Returns whether an array is one of typed PRNG keys."""
+  return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def dtype_of(leaf: Any) -> Any:
   """Returns the dtype of an array, or the dtype of a Python number in JAX."""
   # `jnp.result_type` of a float64 array of NumPy would be float32.

@@ -32,7 +32,7 @@ def get_part(
     belong to no parameter are in every part. Of PRNG keys it is their data.
   """
   return {
-    name: jax.random.key_data(x) if _is_key(x) else x
+    name: jax.random.key_data(x) if trees.is_prng_key(x) else x
     for name, (key, x) in _name_leaves(center).items()
     if key is None or key in keys
   }
@@ -45,7 +45,7 @@ def put_part(center: CenterState, part: Mapping[str, Any]) -> CenterState:
   treedef: Any = jax.tree.structure(center)
 
   def get(name: str, old: Any) -> Any:
-    if name in part and _is_key(old):
+    if name in part and trees.is_prng_key(old):
       impl = jax.random.key_impl(old)
       return jax.random.wrap_key_data(part[name], impl=impl)
     return part.get(name, old)
@@ -78,10 +78,6 @@ def is_splittable(
     needed <= ({owner} if owner is not None else set())
     for needed, owner in zip(found, owners, strict=True)
   )
-
-
-def _is_key(x: Any) -> bool:
-  return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _name_leaves(center: CenterState) -> dict[str, tuple[str | None, Any]]:

@@ -16,6 +16,7 @@ import uuid
 import jax
 import numpy as np
 
+from flaxshard.core import trees
 from flaxshard.workers.messages import Message
 from flaxshard.workers.peers import PeerLost
 from flaxshard.workers.peers import Peers
@@ -58,11 +59,6 @@ class CenterCopies:
     """Whether a request waits for the main thread."""
     return bool(self._asked)
 
-  @property
-  def num_kept(self) -> int:
-    """Number of copies that are kept for those who ask again."""
-    return len(self._answers)
-
   def hold(self, commits: int) -> None:
     """Answers no requests, until `release` or the end of a pull.
 
@@ -81,6 +77,8 @@ class CenterCopies:
 
   def forget_old(self) -> None:
     """Drops copies that were sent some time ago."""
+    if not self._fetched:
+      return  # as before nearly every step
     with self._mutex:
       now = time.monotonic()
       for k in [k for k, t in self._fetched.items() if now - t > _KEEP_SECONDS]:
@@ -226,7 +224,7 @@ def unpack(message: Message, like: PyTree) -> PyTree:
   """
   leaves, start = [], 0
   for x in jax.tree.leaves(like):
-    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    is_key = trees.is_prng_key(x)
     raw = jax.eval_shape(jax.random.key_data, x) if is_key else x
     size = int(np.prod(raw.shape, dtype=np.int64)) * raw.dtype.itemsize
     data = np.frombuffer(message.data[start : start + size], raw.dtype)
@@ -241,7 +239,7 @@ def unpack(message: Message, like: PyTree) -> PyTree:
 def _raw_leaves(tree: PyTree) -> list[np.ndarray]:
   leaves = []
   for x in jax.tree.leaves(tree):
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if trees.is_prng_key(x):
       x = jax.random.key_data(x)
     leaves.append(x)
   for x in leaves:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+import functools
 import hashlib
 import logging
 import os
 import threading
-import time
 from typing import Any
 
 from flaxshard.state import host_commits
@@ -109,6 +109,8 @@ class Session:
     self._waiting = Waiting(
       agn, peers, self._copies, progress, self._should_stop, self._closed
     )
+    # One that joins may have an old center.
+    self._join_wait = functools.partial(self._waiting.sleep, None)
     self._barrier = Barrier(
       peers, hello, agn.quorum, agn.commit != "sequential"
     )
@@ -141,7 +143,7 @@ class Session:
     while True:
       try:
         self._copies.hold(commits)
-        self._peers.join(wait=self._sleep)
+        self._peers.join(wait=self._join_wait)
         return self._begin(state, center, copy)
       except membership_lib.NotAMember:
         _log.warning(
@@ -184,12 +186,6 @@ class Session:
     # No owner receives a commit before it has taken the center over.
     self._ready.wait(wait, verdict.incarnations)
     return state
-
-  def _sleep(self, seconds: float) -> None:
-    """Waits while this worker is no member, and may have an old center."""
-    if self._waiting.should_stop:
-      raise Stopped
-    time.sleep(seconds)
 
   def _compare(self) -> None:
     """Compares this worker with a member of a run that is under way."""
@@ -291,7 +287,7 @@ class Session:
         try:
           if not is_member:
             self._copies.hold(progress.commits)
-            self._peers.join(started=True, wait=self._sleep)
+            self._peers.join(started=True, wait=self._join_wait)
           return self._pulls.take_over(state, least_step=least_step)
         except membership_lib.NotAMember:
           is_member = False
@@ -311,7 +307,7 @@ class Session:
     while True:
       try:
         if is_lost:
-          self._peers.join(started=True, wait=self._sleep)
+          self._peers.join(started=True, wait=self._join_wait)
           is_lost = False
         state = self._drain(state)
         self._farewell.wait(wait)

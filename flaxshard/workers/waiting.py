@@ -90,11 +90,11 @@ class Waiting:
       )
     )
 
-  def sleep(self, state: PyTree, seconds: float) -> None:
+  def sleep(self, state: PyTree | None, seconds: float) -> None:
     """Waits for some seconds.
 
     Args:
-      state: The state of this worker.
+      state: The state of this worker; None: requests are not answered.
       seconds: The time.
 
     Raises:
@@ -102,7 +102,8 @@ class Waiting:
     """
     if self.should_stop:
       raise Stopped
-    self.serve(state)
+    if state is not None:
+      self.serve(state)
     time.sleep(seconds)
 
   def wait_for(

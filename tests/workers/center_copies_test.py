@@ -1,8 +1,10 @@
 """Copies of the center for workers that ask for it."""
 
+import gc
 import threading
 import time
 from unittest import mock
+import weakref
 
 import numpy as np
 
@@ -70,10 +72,14 @@ def test_copies_that_were_sent_are_dropped_after_some_time():
   while not one.is_wanted:
     time.sleep(0.01)
   with mock.patch.object(center_copies, "_KEEP_SECONDS", 0.2):
-    one.answer(lambda: _pack(3))
+    copies = [_pack(3)]
+    kept = weakref.ref(copies[0])
+    one.answer(copies.pop)
     assert len(result(10)) == 1
+    result(0).clear()
     one.forget_old()
-    assert one.num_kept == 1
+    assert kept() is not None
     time.sleep(0.3)
     one.forget_old()
-    assert one.num_kept == 0
+    gc.collect()
+    assert kept() is None

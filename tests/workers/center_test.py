@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import flaxshard as fs
+from flaxshard.core import trees
 from flaxshard.state import host_commits
 from flaxshard.workers.center import Center
 from flaxshard.workers.messages import Message
@@ -66,9 +67,8 @@ def assert_close(actual, wanted):
 
 
 def without_keys(tree):
-  is_key = lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
   return jax.tree.map(
-    lambda x: jax.random.key_data(x) if is_key(x) else x, tree
+    lambda x: jax.random.key_data(x) if trees.is_prng_key(x) else x, tree
   )
 
 

@@ -244,18 +244,16 @@ def test_a_worker_that_is_lost_while_it_waits_ends_with_the_last_center(
   def train_worker(k):
     with fs.Worker(str(tmp_path), k, 2, should_stop=should_stop) as worker:
       state = worker.start(worker_threads.create(agn))
-      for number in range(4 if k == 0 else 8):
-        if k == 1 and number == 4:
-          assert waits.wait(30)
-          worker_threads.exclude(tmp_path, 0)
-          log = view_log.ViewLog(str(tmp_path / "views"))
-          while log.latest().worker_ids != (0, 1):
-            time.sleep(0.01)
-        target = worker_threads.target_of(k, number)
-        state, _ = worker_threads.jit_step(state, target)
-        state = worker.commit(state)
+      state = worker_threads.take_steps(worker, state, range(4))
       if k == 0:
         threading.current_thread().name = "finishing"
+      else:
+        assert waits.wait(30)
+        worker_threads.exclude(tmp_path, 0)
+        log = view_log.ViewLog(str(tmp_path / "views"))
+        while log.latest().worker_ids != (0, 1):
+          time.sleep(0.01)
+        state = worker_threads.take_steps(worker, state, range(4, 8))
       return worker.finish(state)
 
   one, two = worker_threads.raise_errors(

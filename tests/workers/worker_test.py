@@ -311,17 +311,13 @@ def test_a_worker_that_joins_pulls_the_center(tmp_path, caplog):
     with fs.Worker(str(tmp_path), 0, 2, start_timeout=0.3) as worker:
       with pytest.warns(UserWarning, match="workers 1 of 2 have not come"):
         state = worker.start(worker_threads.create(agn))
-      for number in range(16):
-        if number == 6:
-          has_begun.set()
-          # Steps that are skipped: the other one asks for the center.
-          while not has_come.is_set():
-            state = worker.commit(state)
-            time.sleep(0.01)
-        state, _ = worker_threads.jit_step(
-          state, worker_threads.target_of(0, number)
-        )
+      state = worker_threads.take_steps(worker, state, range(6))
+      has_begun.set()
+      # Steps that are skipped: the other one asks for the center.
+      while not has_come.is_set():
         state = worker.commit(state)
+        time.sleep(0.01)
+      state = worker_threads.take_steps(worker, state, range(6, 16))
       return worker.finish(state), worker.records()
 
   def second():
@@ -331,11 +327,7 @@ def test_a_worker_that_joins_pulls_the_center(tmp_path, caplog):
       has_come.set()
       assert worker.clock == worker.missed_steps == 6
       centers[1] = jax.device_get(state.params)
-      for number in range(worker.clock, 16):
-        state, _ = worker_threads.jit_step(
-          state, worker_threads.target_of(1, number)
-        )
-        state = worker.commit(state)
+      state = worker_threads.take_steps(worker, state, range(6, 16))
       return worker.finish(state), worker.records()
 
   (one, records), (two, later) = worker_threads.raise_errors(
@@ -624,20 +616,17 @@ def test_a_worker_that_starts_again_does_not_bring_its_old_center(
     with fs.Worker(str(tmp_path), 0, 2, start_timeout=0.3) as worker:
       with pytest.warns(UserWarning, match="workers 1 of 2 have not come"):
         state = worker.start(worker_threads.create(agn))
-      for number in range(12):
-        if number == 8:
-          # As if it were stopped, and the other one did not reach it.
-          before = jax.device_get(state.params)
-          worker_threads.exclude(tmp_path, 0)
-          has_trained.set()
-          assert has_joined.wait(30)
-          while "the others have lost it" not in caplog.text:
-            state = worker.commit(state)
-            time.sleep(0.01)
-          jax.tree.map(np.testing.assert_array_equal, state.params, before)
-        target = worker_threads.target_of(0, number)
-        state, _ = worker_threads.jit_step(state, target)
+      state = worker_threads.take_steps(worker, state, range(8))
+      # As if it were stopped, and the other one did not reach it.
+      before = jax.device_get(state.params)
+      worker_threads.exclude(tmp_path, 0)
+      has_trained.set()
+      assert has_joined.wait(30)
+      while "the others have lost it" not in caplog.text:
         state = worker.commit(state)
+        time.sleep(0.01)
+      jax.tree.map(np.testing.assert_array_equal, state.params, before)
+      state = worker_threads.take_steps(worker, state, range(8, 12))
       return worker.finish(state)
 
   def second():
@@ -650,10 +639,8 @@ def test_a_worker_that_starts_again_does_not_bring_its_old_center(
     with fs.Worker(str(tmp_path), 1, 2, should_stop=should_stop) as worker:
       state = worker.start(worker_threads.create(agn))
       assert worker.clock >= 8
-      for number in range(worker.clock, 12):
-        target = worker_threads.target_of(1, number)
-        state, _ = worker_threads.jit_step(state, target)
-        state = worker.commit(state)
+      numbers = range(worker.clock, 12)
+      state = worker_threads.take_steps(worker, state, numbers)
       return worker.finish(state)
 
   one, two = worker_threads.raise_errors(
@@ -677,11 +664,7 @@ def test_a_worker_that_was_lost_at_its_start_joins_again(
   def train(k):
     with fs.Worker(str(tmp_path), k, 3, should_stop=should_stop) as worker:
       state = worker.start(worker_threads.create(agn))
-      for number in range(4):
-        state, _ = worker_threads.jit_step(
-          state, worker_threads.target_of(k, number)
-        )
-        state = worker.commit(state)
+      state = worker_threads.take_steps(worker, state, range(4))
       return worker.finish(state)
 
   def exclude_and_train():
