@@ -16,10 +16,8 @@ Four columns are in copies of the parameters, per step and device:
 
   python benchmarks/agn.py
   python benchmarks/agn.py --accuracy --plot=/tmp/agn_accuracy.png
-  python benchmarks/agn.py --fragments
 
 With `--accuracy` it trains a small network on scikit-learn's digits instead.
-With `--fragments` it trains a deeper one, with fragments, delay and blend.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ from typing import Any
 import warnings
 
 import agn_accuracy
-import agn_fragments
 from agn_step import BLOCK
 from agn_step import COMMITS
 from agn_step import create
@@ -79,10 +76,6 @@ def measure(args: argparse.Namespace) -> None:
       for period in PERIODS if is_full else (10,):
         wrapper = fs.AGN(communication_period=period, commit=commit)
         variants[f"{commit}, {period}"] = wrapper, period
-    if is_full:
-      for dtype in ("bfloat16", "int8", "int4"):
-        wrapper = fs.AGN(10, "mean", commit_dtype=dtype)
-        variants[f"mean {dtype}, 10"] = wrapper, 10
     _compare(args, name, strategy, model, tx, batch, variants)
 
 
@@ -152,7 +145,6 @@ def main() -> None:
   parser.add_argument("--layers", type=int, default=3)
   parser.add_argument("--batch_size", type=int, default=64)
   parser.add_argument("--accuracy", action="store_true")
-  parser.add_argument("--fragments", action="store_true")
   parser.add_argument("--seeds", type=int, default=3)
   parser.add_argument(
     "--plot", default="", help="path of a PNG, with --accuracy"
@@ -166,8 +158,6 @@ def main() -> None:
   if args.accuracy:
     agn_accuracy.accuracy(args)
     agn_accuracy.trade_off(args)
-  elif args.fragments:
-    agn_fragments.fragments(args)
   else:
     measure(args)
 

@@ -66,11 +66,10 @@ def train(
   steps: int,
   size: int,
   every: int,
-  model: Any = MODEL,
 ) -> list[tuple[float, float]]:
   """Trains; returns held-out accuracy and loss after every `every` steps."""
   digits = Digits()
-  state = create(strategy, model, tx, wrapper, seed)
+  state = create(strategy, MODEL, tx, wrapper, seed)
   batches = digits.batches(seed, steps, size)
   results = []
   for start in range(0, steps, every):
@@ -86,28 +85,9 @@ def train(
   return results
 
 
-def _diloco(period: int, commit_dtype: str | None = None) -> fs.AGN:
+def _diloco(period: int) -> fs.AGN:
   outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-  return fs.AGN(
-    period,
-    "mean",
-    outer_tx=outer,
-    commit_delta=True,
-    commit_dtype=commit_dtype,
-  )
-
-
-# Quantized commits by name, for the two longest periods.
-_QUANTIZED: dict[str, Callable[[int], Any]] = {
-  **{
-    f"mean, {x}": lambda period, x=x: fs.AGN(period, "mean", commit_dtype=x)
-    for x in ("bfloat16", "int8", "int4")
-  },
-  **{
-    f"DiLoCo, {x}": lambda period, x=x: _diloco(period, x)
-    for x in ("int8", "int4")
-  },
-}
+  return fs.AGN(period, "mean", outer_tx=outer, commit_delta=True)
 
 
 def accuracy(args: argparse.Namespace) -> None:
@@ -122,7 +102,6 @@ def accuracy(args: argparse.Namespace) -> None:
     "data parallel": lambda period: fs.CrossShard("mean"),
     **{c: lambda period, c=c: fs.AGN(period, c) for c in COMMITS},
     "DiLoCo": _diloco,
-    **_QUANTIZED,
   }
   print(
     f"An MLP of 64, digits, Adam, {steps} steps of {size} examples over "
@@ -134,7 +113,7 @@ def accuracy(args: argparse.Namespace) -> None:
   curves = {}
   for name, make_wrapper in makers.items():
     per_step = _step_traffic(strategy, make_wrapper(1))
-    for period in _periods(name):
+    for period in (1,) if name == "data parallel" else PERIODS:
       sent = per_step.sent / period / 1e6
       best: Any = None
       for rate in (2e-3, 1e-2):
@@ -172,13 +151,6 @@ def accuracy(args: argparse.Namespace) -> None:
     plot(curves, args.plot)
 
 
-def _periods(name: str) -> tuple[int, ...]:
-  """Returns the periods of a kind of commits, or those of data parallelism."""
-  if name == "data parallel":
-    return (1,)
-  return PERIODS[2:] if name in _QUANTIZED else PERIODS
-
-
 def _step_traffic(strategy: fs.Strategy, wrapper: Any) -> Traffic:
   """Returns the traffic of a step with a commit."""
   state = create(strategy, MODEL, optax.adam(1e-3), wrapper)
@@ -191,15 +163,11 @@ def _step_traffic(strategy: fs.Strategy, wrapper: Any) -> Traffic:
   return traffic(program.as_text(), REPLICAS, 1)
 
 
-_PANELS = (*COMMITS, "DiLoCo")
-
-
 def plot(curves: dict[tuple[str, int], Any], path: str) -> None:
   """Plots accuracy over the traffic of a device, one panel per commit."""
   from matplotlib import figure
 
-  # One panel for each commit that is sent as it is.
-  names = [n for n in dict.fromkeys(n for n, _ in curves) if n in _PANELS]
+  names = (*COMMITS, "DiLoCo")
   fig = figure.Figure(figsize=(9, 6.2), layout="constrained")
   panels = fig.subplots(2, 2, sharex=True, sharey=True).flat
   colors = ("#8c2d04", "#e6843c", "#3f8fbf", "#123a6b")

@@ -1,218 +1,213 @@
-"""Kills one of four workers of AGN over hosts with SIGKILL, ten times.
-
-Each run trains `digits_agn_host` with four processes on this machine. At a
-random step, one of them is killed; in every second run it is started again
-after two seconds. Prints, for each run, the longest pause of the others after
-the kill, the number of steps that were taken, and the loss and the accuracy at
-the end, beside a run without a kill.
+"""Kills workers of AGN in a store with SIGKILL, and counts their commits.
 
   python benchmarks/kills.py
-  python benchmarks/kills.py --runs 2 --commit sequential
+  python benchmarks/kills.py --commits mean --kills 10 --directory=/mnt/share
+
+Four workers train on one store. Every few seconds one of them is killed, or all
+at once. Whoever was killed starts again, in most cases within two seconds.
+
+The gradient of each period is 12 in an element of the parameters that no other
+period has, and the optimizer is `sgd(1.0)`. So the last center says of each
+commit how often it was counted:
+
+- Sequentially and by sum, its element is -12, once.
+- By mean it is -12, -6, -4 or -3: of so many workers. There are as many of each
+  as such merges need.
+- A commit that `fs.Worker.commit` has returned from is in the center.
+- A period whose worker was killed before may be missing.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import collections
 import itertools
-import json
-import os
+import multiprocessing
+from multiprocessing import context as context_lib
 import pathlib
 import random
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import flaxshard as fs
 
 _WORKERS = 4
-_HEARTBEAT = 10.0
-_STEPS = 600
-_RESTART_SECONDS = 2.0
-
-
-def record(step: int, state: Any, metrics: Mapping[str, float]) -> None:
-  """Writes when a step was taken: a hook of the runs."""
-  del state, metrics
-  with open(os.environ["STEPS_FILE"], "a") as f:
-    f.write(f"{step} {time.monotonic()}\n")
+_PERIOD = 2
+_SLOTS = 1 << 14  # periods of a worker, with those that are lost
+_VALUE = 12
+_ALL_EVERY = 10  # of so many kills, one kills all
+_LONG_EVERY = 5  # after one of so many kills, the worker is away for long
+_SHORT, _LONG = 2.0, 15.0  # seconds: at most, and exactly
 
 
 def main() -> None:
-  """Prints the table."""
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--runs", type=int, default=10)
-  parser.add_argument("--commit", default="mean")
-  parser.add_argument("--heartbeat", type=float, default=_HEARTBEAT)
+  """Runs, checks and prints the table."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--directory", default=tempfile.gettempdir())
+  parser.add_argument(
+    "--commits", nargs="+", default=["sequential", "sum", "mean"]
+  )
+  parser.add_argument("--kills", type=int, default=50)
+  parser.add_argument("--quorum", type=int, default=1)
+  parser.add_argument("--grace", type=float, default=10.0)
   parser.add_argument("--seed", type=int, default=0)
   args = parser.parse_args()
-  rng = random.Random(args.seed)
   print(
-    "| run | killed | at step | started again | longest pause (s) "
-    "| workers of commits | eval_loss | eval_accuracy |\n"
-    "| --: | --: | --: | --- | --: | --- | --: | --: |"
+    "| commit | kills | commits in the center | lost | twice "
+    "| pause of others: median, longest | without kills |\n"
+    "| --- | --: | --: | --: | --: | --: | --: |"
   )
-  pauses, losses = [], []
-  for number in range(args.runs + 1):
-    with tempfile.TemporaryDirectory() as folder:
-      run = Run(pathlib.Path(folder), args)
-      try:
-        victim = rng.randrange(_WORKERS)
-        step = rng.randrange(_STEPS // 10, _STEPS * 8 // 10)
-        if number == 0:
-          run.wait()
-          pause, comes_back = None, False
-          survivors = [*range(_WORKERS)]
-        else:
-          comes_back = number % 2 == 0
-          killed = run.kill(victim, step, comes_back)
-          survivors = [k for k in range(_WORKERS) if k != victim]
-          run.wait()
-          pause = max(run.pause(k, killed) for k in survivors)
-          pauses.append(pause)
-        row = run.last_row(survivors[0])
-        counts = run.workers_of_commits(survivors[0])
-        if number:
-          losses.append(row["eval_loss"])
-      finally:
-        run.close()
-    if number == 0:
-      print(f"| | none | | | | {counts} ", end="")
-    else:
-      print(
-        f"| {number} | {victim} | {step} | {'yes' if comes_back else 'no'} "
-        f"| {pause:.1f} | {counts} ",
-        end="",
-      )
+  for commit in args.commits:
+    with tempfile.TemporaryDirectory(dir=args.directory) as name:
+      folder = pathlib.Path(name)
+      kills = disturb(folder, commit, args)
+      found = check(folder, commit)
+      pauses, usual = find_pauses(folder, kills)
     print(
-      f"| {row['eval_loss']:.4f} | {row['eval_accuracy']:.4f} |", flush=True
+      f"| {commit} | {sum(len(k) for _, k in kills)} "
+      f"| {found['counted']} | {found['lost']} | {found['twice']} "
+      f"| {statistics.median(pauses or [0]):.2f}, {max(pauses or [0]):.2f} "
+      f"| {usual:.2f} |",
+      flush=True,
     )
-  print(
-    f"\npause: median {statistics.median(pauses):.1f} s, longest "
-    f"{max(pauses):.1f} s, with a heartbeat of {args.heartbeat} s; eval_loss: "
-    f"{min(losses):.4f} to {max(losses):.4f}; load of the machine "
-    f"{os.getloadavg()[0]:.1f}"
+
+
+def disturb(
+  folder: pathlib.Path, commit: str, args: argparse.Namespace
+) -> list[tuple[float, list[int]]]:
+  """Runs the workers, and kills some of them; returns when and whom."""
+  rng = random.Random(args.seed)
+  context = multiprocessing.get_context("forkserver")
+  running: dict[int, context_lib.ForkServerProcess] = {}
+  kills: list[tuple[float, list[int]]] = []
+
+  def start_missing() -> None:
+    for k in range(_WORKERS):
+      if k not in running or running[k].exitcode:
+        error = k in running and (running[k].exitcode or 0) > 0
+        assert not error, f"worker {k} has failed"
+        running[k] = context.Process(target=run, args=(folder, k, commit, args))
+        running[k].start()
+
+  start_missing()
+  while len(list(folder.glob("times-*"))) < _WORKERS:
+    time.sleep(0.1)
+  time.sleep(8)  # some time without kills
+  for number in range(1, args.kills + 1):
+    time.sleep(rng.uniform(0.2, 4))
+    victims = [rng.randrange(_WORKERS)]
+    if number % _ALL_EVERY == 0:
+      victims = list(range(_WORKERS))
+    kills.append((time.monotonic(), victims))
+    for k in victims:
+      running[k].kill()
+    for k in victims:
+      running[k].join()
+    is_long = number % _LONG_EVERY == 1
+    time.sleep(_LONG if is_long else rng.uniform(0, _SHORT))
+    start_missing()
+  time.sleep(4)
+  (folder / "stop").touch()
+  while any(process.exitcode != 0 for process in running.values()):
+    time.sleep(0.1)
+    start_missing()
+  return kills
+
+
+def run(
+  folder: pathlib.Path, worker_id: int, commit: str, args: argparse.Namespace
+) -> None:
+  """Trains until the file `stop` is there, and writes the last center."""
+  store = fs.Store(quorum=min(args.quorum, _WORKERS), grace=args.grace)
+  state = fs.TrainState.create(
+    apply_fn=None,
+    params={"counts": jnp.zeros((_WORKERS, _SLOTS))},
+    tx=optax.sgd(1.0),
+    wrappers=[fs.AGN(_PERIOD, commit, transport=store)],
   )
+  drawn = folder / f"drawn-{worker_id}"
+  with (
+    open(folder / f"returned-{worker_id}", "a", 1) as returned,
+    open(folder / f"times-{worker_id}", "a", 1) as times,
+    fs.Worker(str(folder / "store"), worker_id, _WORKERS) as worker,
+  ):
+    state = worker.start(state)
+    slot = int(drawn.read_text()) if drawn.exists() else 0
+    while not (folder / "stop").exists():
+      slot += 1
+      # At once, and before anything of this period is written.
+      drawn.with_suffix(".new").write_text(str(slot))
+      drawn.with_suffix(".new").replace(drawn)
+      for _ in range(_PERIOD):
+        state = worker.commit(_step(state, worker_id, slot - 1))
+        times.write(f"{time.monotonic()}\n")
+        time.sleep(0.01)
+      returned.write(f"{slot - 1}\n")
+    state = worker.finish(state)
+  with open(folder / f"center-{worker_id}.npy", "wb") as file:
+    np.save(file, jax.device_get(state.params["counts"]))
 
 
-class Run:
-  """A run of four processes.
+@jax.jit
+def _step(state: fs.TrainState, worker_id: int, slot: int) -> fs.TrainState:
+  return state.minimize(lambda p: _VALUE * p["counts"][worker_id, slot])[0]
 
-  Args:
-    folder: An empty folder.
-    args: The flags.
-  """
 
-  def __init__(self, folder: pathlib.Path, args: argparse.Namespace):
-    self._folder = folder
-    self._args = args
-    self._processes: dict[int, subprocess.Popen[bytes]] = {}
-    for worker in range(_WORKERS):
-      self._start(worker)
+def check(folder: pathlib.Path, commit: str) -> dict[str, int]:
+  """Checks the last center; returns how many commits were counted."""
+  centers = [np.load(folder / f"center-{k}.npy") for k in range(_WORKERS)]
+  for center in centers:
+    np.testing.assert_array_equal(center, centers[0])
+  for k in range(_WORKERS):
+    lines = (folder / f"returned-{k}").read_text().splitlines()
+    missing = [line for line in lines if not centers[0][k, int(line)]]
+    assert not missing, f"commits of worker {k} that are missing: {missing}"
+  drawn = sum(int((folder / f"drawn-{k}").read_text()) for k in range(_WORKERS))
+  counts = collections.Counter(-centers[0][centers[0] != 0])
+  sizes = range(1, _WORKERS + 1) if commit == "mean" else [1]
+  once = {_VALUE / n: n for n in sizes}
+  twice = sum(n for value, n in counts.items() if value not in once)
+  for value, workers in once.items():
+    assert counts[value] % workers == 0, f"{commit}: {counts}"
+  counted = sum(counts.values())
+  return {"counted": counted, "lost": drawn - counted, "twice": twice}
 
-  def _start(self, worker: int) -> None:
-    agn = {
-      "communication_period": 10,
-      "commit": self._args.commit,
-      "transport": "host",
-      "heartbeat": self._args.heartbeat,
-    }
-    root = pathlib.Path(__file__).parents[1]
-    command = [
-      *(sys.executable, "-m", "flaxshard"),
-      "--config=digits_agn_host",
-      f"--workdir={self._folder / 'run'}",
-      f"--num_processes={_WORKERS}",
-      f"--process_id={worker}",
-      f"--config.wrappers=(('loss_scale', {{'scale': 'dynamic'}}), "
-      f"('agn', {agn}))",
-      f"--config.num_train_steps={_STEPS}",
-      "--config.log_every_steps=2",
-      "--config.hooks=('kills:record',)",
+
+def find_pauses(
+  folder: pathlib.Path, kills: list[tuple[float, list[int]]]
+) -> tuple[list[float], float]:
+  """Returns the longest pause of the others after each kill, and before any."""
+  steps = [
+    [float(x) for x in (folder / f"times-{k}").read_text().split()]
+    for k in range(_WORKERS)
+  ]
+  gaps = [list(itertools.pairwise(times)) for times in steps]
+  first = kills[0][0] if kills else float("inf")
+  # Their own restarts are no pauses.
+  away = [[t for t, victims in kills if k in victims] for k in range(_WORKERS)]
+  pauses = []
+  for (begin, victims), (end, _) in itertools.pairwise(
+    [*kills, (float("inf"), [])]
+  ):
+    found = [
+      b - a
+      for k in range(_WORKERS)
+      for a, b in gaps[k]
+      if begin < b and a < end and not any(a <= t <= b for t in away[k])
     ]
-    env = {
-      **os.environ,
-      "JAX_PLATFORMS": "cpu",
-      "PYTHONPATH": os.pathsep.join(map(str, (root, root / "benchmarks"))),
-      "STEPS_FILE": str(self._folder / f"steps-{worker}"),
-    }
-    with open(self._folder / f"log-{worker}", "ab") as log:
-      self._processes[worker] = subprocess.Popen(
-        command, env=env, cwd=root, stdout=log, stderr=log
-      )
-
-  def _steps(self, worker: int) -> list[tuple[int, float]]:
-    """Returns the steps of a worker with their times."""
-    path = self._folder / f"steps-{worker}"
-    if not path.exists():
-      return []
-    lines = path.read_text().splitlines()
-    rows = [line.split() for line in lines if line.count(" ") == 1]
-    return [(int(step), float(seconds)) for step, seconds in rows]
-
-  def kill(self, victim: int, step: int, comes_back: bool) -> float:
-    """Kills a worker at a step; returns the time."""
-    while not any(taken >= step for taken, _ in self._steps(victim)):
-      self._check(victim)
-      time.sleep(0.01)
-    process = self._processes[victim]
-    process.send_signal(signal.SIGKILL)
-    killed = time.monotonic()
-    process.wait()
-    if comes_back:
-      time.sleep(_RESTART_SECONDS)
-      self._start(victim)
-    else:
-      del self._processes[victim]
-    return killed
-
-  def wait(self) -> None:
-    """Waits until all processes have ended."""
-    for worker, process in self._processes.items():
-      process.wait(600)
-      self._check(worker)
-
-  def _check(self, worker: int) -> None:
-    """Raises an error if a worker has ended with another code than 0."""
-    if self._processes[worker].poll():
-      log = (self._folder / f"log-{worker}").read_text()
-      raise RuntimeError(f"worker {worker} has failed:\n{log[-4000:]}")
-
-  def pause(self, worker: int, since: float) -> float:
-    """Returns the longest time between two rows of a worker since a time."""
-    times = [seconds for _, seconds in self._steps(worker)]
-    times = [t for t in times if t < since][-1:] + [
-      t for t in times if t >= since
-    ]
-    return max(b - a for a, b in itertools.pairwise(times))
-
-  def _workdir(self, worker: int) -> pathlib.Path:
-    run = self._folder / "run"
-    return run / "workers" / str(worker) if worker else run
-
-  def last_row(self, worker: int) -> dict[str, float]:
-    """Returns the last row of metrics with an evaluation."""
-    lines = (self._workdir(worker) / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return [row for row in rows if "eval_loss" in row][-1]
-
-  def workers_of_commits(self, worker: int) -> str:
-    """Returns how many commits had how many workers."""
-    folder = self._folder / "run" / "workers" / str(worker)
-    lines = (folder / "commits.jsonl").read_text().splitlines()
-    counts: dict[int, int] = {}
-    for line in lines:
-      count = len(json.loads(line)["workers"])
-      counts[count] = counts.get(count, 0) + 1
-    return ", ".join(f"{n}: {counts[n]}" for n in sorted(counts, reverse=True))
-
-  def close(self) -> None:
-    """Ends what still runs."""
-    for process in self._processes.values():
-      process.kill()
-      process.wait()
+    # None, if the others have not begun again yet.
+    if found and len(victims) < _WORKERS:
+      pauses.append(max(found))
+  usual = max(b - a for pairs in gaps for a, b in pairs if b < first)
+  return pauses, usual
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ from timing import quartiles
 
 from flaxshard import data
 from flaxshard import models
+from flaxshard import tasks
 from flaxshard import train
 from flaxshard.core.policy import Policy
 from flaxshard.state.train_state import TrainState
@@ -224,6 +225,7 @@ class HandWritten:
     self._wait = wait
     self._mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
     self._replicated = jax.sharding.NamedSharding(self._mesh, P())
+    task = tasks.adapt(tasks.Classification(num_classes=10))
     model = models.create(
       ml_collections.ConfigDict(model_config),
       num_classes=10,
@@ -245,12 +247,13 @@ class HandWritten:
 
     def train_step(state: Any, progress: Any, batch: Any, rng: Any, step: Any):
       # The number of the step stays on the devices.
-      return *steps.train_step(state, progress, batch, rng, step), step + 1
+      after = steps.train_step(task, state, progress, batch, rng, step)
+      return *after, step + 1
 
     self._jitted = jax.jit(
       train_step, donate_argnums=(0, 1), out_shardings=self._replicated
     )
-    self._zeros = jax.device_get(steps.init_progress(self._state))
+    self._zeros = jax.device_get(steps.init_progress(task, self._state))
     self._batches: queue.Queue[Any] = queue.Queue(2)
     self._closed = False
     threading.Thread(target=self._read_ahead, daemon=True).start()

@@ -4,8 +4,7 @@ A step looks up rows of the table, computes a small loss, differentiates it, and
 updates table and optimizer:
 
   dense        `jax.value_and_grad`, Flax's TrainState and optax: the reference.
-  lazy, tf, catch_up
-               flaxshard with `sparse=["table"]` and these semantics.
+  lazy, tf     flaxshard with `sparse=["table"]` and these semantics.
   lazy+scale   "lazy" with `LossScale("dynamic")`.
   torch        PyTorch: `Embedding(sparse=True)` and `SparseAdam`, in a process
                of its own; only with --torch.
@@ -45,7 +44,7 @@ LEARNING_RATE = 1e-3
 # Different ids in each step: rows of a step that was just taken are in caches.
 NUM_BATCHES = 16
 _TORCH_SCRIPT = pathlib.Path(__file__).with_name("sparse_torch.py")
-_SEMANTICS = ("lazy", "tf", "catch_up")
+_SEMANTICS = ("lazy", "tf")
 
 
 class Variant(Protocol):

@@ -8,8 +8,6 @@ each program:
   exchanged  bytes that a device receives from others in the collectives of a
              step, if they are rings: those of all-reduce count twice.
   largest    the largest result of a collective.
-  hbm        bytes that a device reads from and writes to HBM, counted in the
-             compiled program.
   temp       temporary memory of a device.
   state      arguments of a device that are updated in place.
 
@@ -34,8 +32,7 @@ import jax.numpy as jnp
 import optax
 
 import flaxshard as fs
-from flaxshard import compiled as compiled_lib
-from flaxshard.compiled import work
+from flaxshard import plans
 
 P = jax.sharding.PartitionSpec
 Shape = jax.ShapeDtypeStruct
@@ -116,15 +113,12 @@ def compile_program(program: Program, args: argparse.Namespace) -> str:
   lowered = jit(train_step, donate_argnums=0).lower(state, batch)
   compiled = lowered.compile()
   found = [
-    c
-    for c in compiled_lib.collectives(compiled, strategy.mesh)
-    if c.group_size > 1
+    c for c in plans.collectives(compiled, strategy.mesh) if c.group_size > 1
   ]
   memory = compiled.memory_analysis()
   cells = [
     sum(map(received, found)),
     max(c.result_bytes for c in found),
-    work.count_work(compiled).hbm_bytes,
     memory.temp_size_in_bytes,
     memory.alias_size_in_bytes,
   ]
@@ -156,7 +150,7 @@ def main() -> None:
     f"{args.topology}, table of {args.rows:,} x {args.features} ({size:,.0f} "
     f"MiB), {args.ids:,} ids per device, Adam, JAX {jax.__version__}; MiB.\n"
   )
-  names = ["exchanged", "largest", "hbm", "temp", "state"]
+  names = ["exchanged", "largest", "temp", "state"]
   print(f"| {'step':<30} | {' | '.join(f'{name:>9}' for name in names)} |")
   print(f"|:{'-' * 31}|{'----------:|' * len(names)}")
   for program in PROGRAMS:

@@ -6,8 +6,6 @@ figure is the compiler's, not a run's. A table has a row for each program:
   bytes  XLA's "bytes accessed", and their ratio to those of the first program.
          They include VMEM, and a slice that is copied there in advance counts
          as the whole array that it is taken from.
-  hbm    bytes read from and written to HBM, counted in the compiled program,
-         and their ratio to those of the first program.
   temp   temporary memory.
   peak   the largest memory alive at once, arguments and outputs included.
 
@@ -43,7 +41,6 @@ import numpy as np
 import optax
 
 import flaxshard as fs
-from flaxshard.compiled import work
 
 PyTree = Any
 
@@ -61,7 +58,6 @@ class Figures(NamedTuple):
   """The compiler's figures of a program, in bytes per device."""
 
   accessed: float
-  hbm: float
   temp: float
   peak: float
 
@@ -73,7 +69,6 @@ def compile_program(program: Program) -> Figures:
   memory = compiled.memory_analysis()
   return Figures(
     compiled.cost_analysis()["bytes accessed"],
-    work.count_work(compiled).hbm_bytes,
     memory.temp_size_in_bytes,
     memory.peak_memory_in_bytes,
   )
@@ -82,8 +77,8 @@ def compile_program(program: Program) -> Figures:
 def print_table(title: str, unit: float, programs: list[Program]) -> None:
   """Compiles programs and prints their figures, in units of `unit` bytes."""
   print(f"\n{title}; one copy: {unit / 2**20:.0f} MiB.\n")
-  print("| program          | bytes | ratio |   hbm | ratio |  temp |  peak |")
-  print("|-----------------:|------:|------:|------:|------:|------:|------:|")
+  print("| program          | bytes | ratio |  temp |  peak |")
+  print("|-----------------:|------:|------:|------:|------:|")
   first = None
   for program in programs:
     figures = compile_program(program)
@@ -91,7 +86,6 @@ def print_table(title: str, unit: float, programs: list[Program]) -> None:
     print(
       f"| {program.name:<16} | {figures.accessed / unit:5.2f} "
       f"| {figures.accessed / first.accessed:5.2f} "
-      f"| {figures.hbm / unit:5.2f} | {figures.hbm / first.hbm:5.2f} "
       f"| {figures.temp / unit:5.2f} | {figures.peak / unit:5.2f} |",
       flush=True,
     )

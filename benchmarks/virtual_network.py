@@ -69,22 +69,22 @@ class Network:
     busy: Seconds of CPU time of the router.
 
   Args:
-    hosts: Number of hosts.
-    rate: Bits per second of each link in each direction; 0: no limit.
+    rates: Of each host, bits per second of its link in each direction; 0: no
+      limit.
     delay: Seconds from one host to another.
     queue: Bytes that may wait for a receiver's link.
   """
 
   def __init__(
-    self, hosts: int, rate: float, delay: float, queue: int = 1_500_000
+    self, rates: Sequence[float], delay: float, queue: int = 1_500_000
   ):
-    self.sent = [0] * hosts
+    self.sent = [0] * len(rates)
     self.dropped = 0
     self.busy = 0.0
-    self._seconds_per_byte = 8 / rate if rate else 0.0
+    self._seconds_per_byte = [8 / rate if rate else 0.0 for rate in rates]
     self._delay = delay
     self._queue = queue
-    self._tuns: list[int | None] = [None] * hosts
+    self._tuns: list[int | None] = [None] * len(rates)
     self._processes: list[subprocess.Popen[Any]] = []
     self._wake_reader, self._wake_writer = os.pipe()
     self._is_closed = False
@@ -152,9 +152,10 @@ class Network:
     with contextlib.suppress(PermissionError):
       os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     clock = time.perf_counter
-    hosts = len(self._tuns)
-    up = [_Port(self._seconds_per_byte, self._queue) for _ in range(hosts)]
-    down = [_Port(self._seconds_per_byte, self._queue) for _ in range(hosts)]
+    up, down = (
+      [_Port(seconds, self._queue) for seconds in self._seconds_per_byte]
+      for _ in range(2)
+    )
     ports = [*up, *down]
     arriving: collections.deque[tuple[float, _Packet]] = collections.deque()
     while not self._is_closed:

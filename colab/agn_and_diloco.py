@@ -77,7 +77,7 @@ print(f"flaxshard {fs.__version__}, JAX {jax.__version__}")
 # ## Eight devices
 #
 # With fewer than eight accelerators, the steps run on eight virtual devices of
-# the CPU. The last section compiles a step for eight TPU chips.
+# the CPU.
 
 # %%
 devices = jax.devices()[:8]
@@ -242,25 +242,17 @@ plt.show()
 # higher learning rate, or more steps.
 
 # %% [markdown]
-# ## Compiled for eight TPU chips
+# ## What a step exchanges
 #
-# The state for a TPU slice that this machine lacks has shapes and no values. With
-# the TPU compiler, which a TPU runtime has, `fs.plan` lists the collectives of a
-# step. The all-reduce is that of the commit: it counts 1/16 with a period of 16.
+# `fs.plan` compiles a step, without a run, and lists its memory and collectives.
+# The all-reduce is that of the commit: it counts 1/16 with a period of 16. With
+# `pip install "flaxshard[tpu]"`, `fs.Strategy("v5e:2x4")` plans it for eight TPU
+# chips that you do not have.
 
 # %% tags=["result"]
-import jax.numpy as jnp
-
-tpu = fs.Strategy("v5e:2x4")
-tpu_state = create_state([METHODS["DiLoCo"](16)], tpu)
-tpu_batch = tpu.shard_batch(
-  {
-    "image": jax.ShapeDtypeStruct((64, 8, 8, 1), jnp.float32),
-    "label": jax.ShapeDtypeStruct((64,), jnp.int32),
-  }
-)
-print("chips:", tpu.mesh.size)
-print(fs.plan(tpu.jit(train_step), tpu_state, tpu_batch))
+batch = strategy.shard_batch({"image": images[:64], "label": labels[:64]})
+state = create_state([METHODS["DiLoCo"](16)])
+print(fs.plan(strategy.jit(train_step), state, batch))
 
 # %% [markdown]
 # ## Next

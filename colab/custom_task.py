@@ -180,21 +180,6 @@ error = ((splits.eval.inputs[:, 4:] - mean) ** 2).mean()
 print(f"error of the mean: {error:.4f}")
 
 # %% [markdown]
-# ## The wrapper on eight TPU chips
-#
-# Does clipping need another exchange between the chips? With the TPU compiler,
-# which a TPU runtime has, the plan of the step lists all collectives. There is one
-# all-reduce of the gradients and no other: a wrapper gets gradients that are
-# averaged already. Its counter has four bytes on each chip.
-
-# %% tags=["result"]
-eight = config.copy_and_resolve_references()
-eight.task = "__main__:LowerHalf"
-eight.mesh.replica = -1
-(planned,) = fs.compare_plans(eight, ["v5e:2x4"]).candidates
-print(planned.plan)
-
-# %% [markdown]
 # ## Export
 #
 # `fs.load` reads the trained model from its workdir. `fs.export` writes the

@@ -235,29 +235,6 @@ variables = fs.merge_lora(tuned)
 print("parameters after merging:", count(variables["params"]))
 
 # %% [markdown]
-# ## Planned for eight TPU chips
-#
-# Before you rent eight chips: how long would a step of this config take there, and
-# what limits it? `fs.compare_plans` compiles the step of the config for a TPU
-# slice that this machine lacks, here with two batch sizes. Without the TPU
-# compiler, which a TPU runtime has, only the sizes of the arrays are known.
-
-# %% tags=["result"]
-eight = config.copy_and_resolve_references()
-eight.mesh.replica = -1  # as many replicas as there are devices
-plans = fs.compare_plans(eight, ["v5e:2x4"], batch_size=[32, 256])
-print(plans)
-
-# %% [markdown]
-# With 32 windows, four for each chip, the exchange of the gradients over the
-# network of the chips (ICI) takes longer than the computation. With 256 windows
-# a step computes eight times as much in about the same time. The command
-# `flaxshard --config=lm_text --plan=v5e:2x4` plans from a shell.
-
-# %% tags=["result"]
-print(plans.candidates[0].plan)
-
-# %% [markdown]
 # ## Next
 #
 # The guides have more on [training from a config](https://github.com/flaxshard/flaxshard/blob/main/docs/guides/training.md),

@@ -76,7 +76,7 @@ print(f"flaxshard {fs.__version__}, JAX {jax.__version__}")
 # ## Eight devices
 #
 # With fewer than eight accelerators, the steps run on eight virtual devices of
-# the CPU. The last section compiles the step for eight TPU chips.
+# the CPU.
 
 # %%
 devices = jax.devices()[:8]
@@ -309,34 +309,6 @@ for axis, state, title in zip(
   axis.set_ylabel("rows")
 axes[-1].set_xlabel("columns")
 plt.show()
-
-# %% [markdown]
-# ## Compiled for eight TPU chips
-#
-# A strategy can have the devices of a TPU slice that this machine lacks. The
-# state on it has shapes and shardings, but no values. `fs.plan` compiles the
-# step and shows memory, traffic and cost on each chip.
-#
-# A TPU runtime has the compiler. Elsewhere the plan shows what is known without
-# it. Install it with `pip install "jax[tpu]"` and restart the session.
-
-# %% tags=["result"]
-import jax.numpy as jnp
-
-tpu = fs.Strategy("v5e:2x4")
-tpu_state = create_state(tpu, "fsdp")
-tpu_batch = tpu.shard_batch(
-  {
-    "image": jax.ShapeDtypeStruct((512, 8, 8, 1), jnp.float32),
-    "label": jax.ShapeDtypeStruct((512,), jnp.int32),
-  }
-)
-print("chips:", tpu.mesh.size)
-print(fs.plan(train_step, tpu_state, tpu_batch))
-
-# %% [markdown]
-# Each chip holds an eighth of the hidden layer's kernel. The step collects the
-# parts by an all-gather, and averages all gradients by one all-reduce.
 
 # %% [markdown]
 # ## Next

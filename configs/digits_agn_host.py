@@ -1,4 +1,4 @@
-"""Trains digits with AGN: four workers that commit from host to host.
+"""Trains digits with AGN: four workers that commit to a center in a store.
 
     flaxshard --config=digits_agn_host --workdir=/tmp/host --local_processes=4
 
@@ -24,9 +24,7 @@ def get_config() -> ml_collections.ConfigDict:
   agn = {
     "communication_period": 10,
     "commit": "mean",
-    "transport": "host",
-    "deadline": 30.0,  # seconds that a commit waits for a worker
-    "heartbeat": 5.0,  # seconds without a sign of life of a lost worker
+    "transport": "store",
   }
   config.wrappers = (("loss_scale", {"scale": "dynamic"}), ("agn", agn))
   return config

@@ -31,28 +31,27 @@ from flaxshard.wrappers import DynamicLossScale
 from flaxshard.wrappers import EMA
 from flaxshard.wrappers import FixedLossScale
 from flaxshard.wrappers import LossScale
+from flaxshard.wrappers import Store
 
 if TYPE_CHECKING:
-  from flaxshard import analysis
+  from flaxshard import center
   from flaxshard import checkpoint
   from flaxshard import data
   from flaxshard import models
   from flaxshard import nnx
+  from flaxshard import plans
   from flaxshard import ray
   from flaxshard import tasks
   from flaxshard import testing
   from flaxshard import train
-  from flaxshard import workers
-  from flaxshard.analysis.check import check
-  from flaxshard.analysis.compare import compare_plans
-  from flaxshard.analysis.plan import plan
-  from flaxshard.analysis.search import largest_batch
+  from flaxshard.center import Worker
   from flaxshard.checkpoint import Checkpointer
   from flaxshard.core import tf_optimizers as optimizers
+  from flaxshard.plans.check import check
+  from flaxshard.plans.plan import plan
   from flaxshard.train import config
   from flaxshard.train.export import export
   from flaxshard.train.load import load
-  from flaxshard.workers import Worker
 
 __all__ = [
   "AGN",
@@ -70,15 +69,15 @@ __all__ = [
   "PerReplica",
   "Policy",
   "ReplicaContext",
+  "Store",
   "Strategy",
   "Topology",
   "TrainState",
   "Worker",
   "__version__",
-  "analysis",
+  "center",
   "check",
   "checkpoint",
-  "compare_plans",
   "config",
   "create_train_state",
   "data",
@@ -87,7 +86,6 @@ __all__ = [
   "get_replica_context",
   "initialize",
   "is_indexed_slices",
-  "largest_batch",
   "load",
   "merge_lora",
   "models",
@@ -95,46 +93,43 @@ __all__ = [
   "nonfinite_leaves",
   "optimizers",
   "plan",
+  "plans",
   "ray",
   "scale_learning_rates",
   "sparse_rows",
   "tasks",
   "testing",
   "train",
-  "workers",
   "wrappers",
 ]
 
 # Imported when asked for: Orbax, Grain and what the loop needs take a second.
 _LAZY = (
-  "analysis",
   "checkpoint",
   "data",
   "models",
   "nnx",
+  "plans",
   "ray",
   "tasks",
   "testing",
   "train",
-  "workers",
+  "center",
 )
 
 _LAZY_NAMES = {
   "Checkpointer": "flaxshard.checkpoint",
-  "compare_plans": "flaxshard.analysis.compare",
-  "largest_batch": "flaxshard.analysis.search",
-  "check": "flaxshard.analysis.check",
+  "check": "flaxshard.plans.check",
   "export": "flaxshard.train.export",
   "load": "flaxshard.train.load",
-  "plan": "flaxshard.analysis.plan",
-  "Worker": "flaxshard.workers",
+  "plan": "flaxshard.plans.plan",
+  "Worker": "flaxshard.center",
 }
 
-# Modules with another name; "divergence" is from before there were packages.
+# Modules with another name.
 _ALIASES = {
   "config": "flaxshard.train.config",
   "optimizers": "flaxshard.core.tf_optimizers",
-  "divergence": "flaxshard.state.replica_groups",
 }
 
 

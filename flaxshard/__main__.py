@@ -45,23 +45,24 @@ environment variables; elsewhere say it yourself:
 
 --local_processes=4 rehearses that on one machine, in four processes.
 
-With AGN(transport="host") in config.wrappers the processes are workers, which
+With AGN(transport="store") in config.wrappers the processes are workers, which
 JAX does not connect: --num_processes and --process_id, or a launcher's
 variables, are enough. Worker 0 writes to the workdir, worker 2 to the folder
 workers/2 in it. A worker that has ended comes back by the same command.
+--synchronize, with the workdir alone, merges their commits and does not train:
+it runs beside the store, so that workers on slow links send and read less.
 
---plan=v5p:4x4x8 trains nothing. It prints the memory, the traffic and the cost
-of a step of the config on TPUs that this machine does not have, from the TPU
-compiler: pip install 'flaxshard[tpu]'. --plan=v5e:4x4,v5e:8x8 compares several
-topologies, and --plan='2*v5e:8x8' has two slices. --plan_largest_batch searches
-the largest batch that fits. --workdir is optional then, for plan.json,
-plan.html and plan.png. With AGN(transport="host"), --num_processes=4 plans the
-step of one of four workers.
+--plan=v5p:4x4x8 trains nothing. It prints the memory and the traffic of a step
+of the config on TPUs that this machine does not have, and likely mistakes, from
+the TPU compiler: pip install 'flaxshard[tpu]'. --plan=v5e:4x4,v5e:8x8 plans two
+topologies, and --plan='2*v5e:8x8' has two slices. --workdir is optional then,
+for plan.json. With AGN(transport="store"), --num_processes=4 plans the step of
+one of four workers.
 """
 
 # Flags only: the training loop is in flaxshard/train/loop.py.
 
-import contextlib
+import faulthandler
 import signal
 import sys
 from typing import NoReturn
@@ -71,7 +72,6 @@ from absl import flags
 from absl import logging as absl_logging
 
 from flaxshard import processes
-from flaxshard.processes import failures
 from flaxshard.processes import local
 from flaxshard.train import command_line
 from flaxshard.train import config as config_lib
@@ -80,9 +80,6 @@ from flaxshard.train import loop
 from flaxshard.train import ranks
 
 FLAGS = flags.FLAGS
-
-# Seconds that a process with wrong flags waits for others, to end them.
-_MISTAKE_SECONDS = 30.0
 
 _CONNECTION_FLAGS = ("coordinator_address", "num_processes", "process_id")
 
@@ -93,10 +90,11 @@ flags.DEFINE_string(
   "get_config(), or a module with it; --help=config lists its fields.",
 )
 flags.DEFINE_boolean("list", False, "Prints the names of the configs.")
+flags.DEFINE_boolean("version", False, "Prints the version.")
 flags.DEFINE_string(
   "workdir",
   None,
-  "The folder of the run, which may be gs://bucket/run or s3://bucket/run. If "
+  "The folder of the run, which may be gs://bucket/run. If "
   "it has a checkpoint, training continues from it.",
 )
 flags.DEFINE_integer(
@@ -127,19 +125,15 @@ flags.DEFINE_float(
 flags.DEFINE_string(
   "plan",
   None,
-  "Topologies, separated by commas, such as v5p:4x4x8: prints the memory, the "
-  "traffic and the cost of a step on them, and trains nothing.",
+  "Topologies, separated by commas, such as v5p:4x4x8: prints the memory and "
+  "the traffic of a step on them, and trains nothing.",
 )
+
+
 flags.DEFINE_boolean(
-  "plan_largest_batch",
+  "synchronize",
   False,
-  "With --plan: searches the largest batch that fits, instead of planning "
-  "config.batch_size.",
-)
-flags.register_multi_flags_validator(
-  ["plan_largest_batch", "plan"],
-  lambda values: values["plan"] is not None or not values["plan_largest_batch"],
-  "--plan_largest_batch needs --plan.",
+  "Merges the commits of the workers of --workdir, and trains nothing.",
 )
 
 
@@ -159,6 +153,12 @@ def main(argv: list[str]) -> None:
     if FLAGS.plan is not None:
       _print_plan()
       return
+    if FLAGS.synchronize:
+      # Imported here: a run does not need it.
+      from flaxshard.train import synchronize
+
+      synchronize.synchronize(FLAGS.workdir)
+      return
     if FLAGS.local_processes:
       _run_local_processes()
     local.end_with_parent()
@@ -166,34 +166,37 @@ def main(argv: list[str]) -> None:
       _run_worker()
       return
     # Before anything touches a device.
-    processes.initialize(
+    found = processes.initialize(
       FLAGS.coordinator_address,
       FLAGS.num_processes,
       FLAGS.process_id,
       heartbeat_timeout=FLAGS.heartbeat_timeout,
       initialization_timeout=FLAGS.initialization_timeout,
     )
+    if found.num_processes > 1:
+      # absl prints the stacks of all threads at SIGABRT. They would hide JAX's
+      # message of a process that is lost.
+      faulthandler.disable()
     loop.train_and_evaluate(FLAGS.config, FLAGS.workdir)
 
 
 def _is_worker() -> bool:
-  """Returns whether the config has an AGN that commits from host to host."""
+  """Returns whether the config has an AGN with a center in a store."""
   try:
-    return ranks.host_agn(config_lib.check(FLAGS.config)) is not None
+    return ranks.store_agn(config_lib.check(FLAGS.config)) is not None
   except (ValueError, TypeError, ImportError):
     # Raised again by the run, which ends the other processes.
     return False
 
 
 def _run_worker() -> None:
-  """Runs one of the workers of an AGN that commits from host to host."""
+  """Runs one of the workers of an AGN with a center in a store."""
   for name in ("coordinator_address", "heartbeat_timeout"):
     if FLAGS[name].present:
       raise ValueError(
         f"--{name}={FLAGS[name].value} is for processes that JAX connects, not "
-        "for the workers of an AGN with transport='host': they meet in "
-        "WORKDIR/workers, and heartbeat is an argument of AGN in "
-        "config.wrappers."
+        "for the workers of an AGN with transport='store': they meet in "
+        "WORKDIR/center."
       )
   loop.train_and_evaluate(
     FLAGS.config,
@@ -223,14 +226,9 @@ def _print_plan() -> None:
   # compiler, for minutes.
   signal.signal(signal.SIGINT, signal.SIG_DFL)
   # Imported here: a run does not need it.
-  from flaxshard.analysis import print_plans
+  from flaxshard.plans import config as config_plans
 
-  print_plans.print_plans(
-    config,
-    FLAGS.plan,
-    FLAGS.workdir,
-    find_largest_batch=FLAGS.plan_largest_batch,
-  )
+  config_plans.print_plans(config, FLAGS.plan, FLAGS.workdir)
 
 
 def _run_local_processes() -> NoReturn:
@@ -247,35 +245,10 @@ def _run_local_processes() -> NoReturn:
       [sys.executable, "-m", "flaxshard", *sys.argv[1:]],
       FLAGS.local_processes,
       virtual_devices=config.mesh.virtual_devices,
-      connected=ranks.host_agn(config) is None,
+      connected=ranks.store_agn(config) is None,
     )
   )
 
 
-def _parse_flags(argv: list[str]) -> list[str]:
-  """Parses flags; a mistake in one process ends all.
-
-  A config file may be missing or broken on one host only. The other processes
-  would wait for this one.
-  """
-  with command_line.end_after_failure():
-    try:
-      return command_line.parse_flags(argv)
-    except SystemExit:
-      # These run in one process.
-      alone = any(
-        a.lstrip("-").startswith(("help", "list", "plan")) for a in argv[1:]
-      )
-      if not alone:
-        # The message is printed; the other processes may not be there.
-        with contextlib.suppress(ValueError, TimeoutError, RuntimeError):
-          processes.initialize(
-            **command_line.connection_flags(argv),
-            initialization_timeout=_MISTAKE_SECONDS,
-          )
-      with failures.share():
-        raise
-
-
 if __name__ == "__main__":
-  app.run(main, flags_parser=_parse_flags)
+  app.run(main, flags_parser=command_line.parse_flags)

@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 
-from flaxshard import compiled as compiled_lib
-from flaxshard.compiled.find import KINDS
 from flaxshard.core import checks
+from flaxshard.plans.traffic import Collective
+from flaxshard.plans.traffic import collectives
+from flaxshard.plans.traffic import KINDS
 
 __all__ = ["Traffic", "assert_traffic"]
 
@@ -26,8 +27,6 @@ class Traffic:
   Attributes:
     axes: A mesh axis or several, along which the devices exchange data. The
       order does not matter, and axes of one device are left out.
-    purpose: "gradients", "parameter", "optimizer state", "activations",
-      "metrics" or "other"; None means any.
     nbytes: Bytes of all of them together, per device and call; None means any
       number. Bytes are those of the operands, of the results for an
       all-gather, times the executions.
@@ -35,12 +34,11 @@ class Traffic:
       either.
 
   Raises:
-    ValueError: `purpose` is unknown or `nbytes` is negative.
+    ValueError: `nbytes` is negative.
     TypeError: A value has the wrong type.
   """
 
   axes: str | Sequence[str]
-  purpose: str | None = None
   nbytes: int | None = None
   in_conditional: bool | None = None
 
@@ -55,8 +53,6 @@ class Traffic:
         "Traffic: axes must be the name of a mesh axis or a sequence of names,"
         f" got {self.axes!r}."
       )
-    if self.purpose is not None:
-      checks.one_of("Traffic: purpose", self.purpose, _PURPOSES)
     if self.nbytes is not None:
       checks.integer(
         "Traffic: nbytes", self.nbytes, minimum=0, maximum=_MAX_BYTES
@@ -64,14 +60,6 @@ class Traffic:
 
 
 _MAX_BYTES = 2**63 - 1
-_PURPOSES = (
-  "gradients",
-  "parameter",
-  "optimizer state",
-  "activations",
-  "metrics",
-  "other",
-)
 _Expected = str | Sequence[str] | Traffic | Sequence[Traffic]
 
 
@@ -92,9 +80,9 @@ def assert_traffic(
     mesh: The mesh of the program.
     expected: From the kind of a collective, such as "all-reduce", to the mesh
       axis or axes that it may span, or to a `Traffic` or a list of them. Each
-      entry must occur. A collective that fits several counts for the one with
-      the most conditions (`purpose`, `in_conditional`). An empty mapping
-      expects no collective at all.
+      entry must occur. A collective that fits several counts for the first one
+      with `in_conditional`, if there is one. An empty mapping expects no
+      collective at all.
     tolerance: How far the bytes may differ from `Traffic.nbytes`, as a fraction
       of these.
     max_bytes: The most bytes that all collectives together may have, per device
@@ -104,8 +92,8 @@ def assert_traffic(
 
   Raises:
     AssertionError: A collective is not expected, an expected one does not
-      occur, or the bytes differ. The message names kind, axes, bytes, purpose,
-      parameters and source line of each.
+      occur, or the bytes differ. The message names kind, axes, bytes and source
+      line of each.
     ValueError: A kind, axis or number is invalid, or `mesh` has another number
       of devices than the program.
     TypeError: A value has the wrong type.
@@ -134,16 +122,17 @@ def assert_traffic(
     compiled = compiled.compile()
   found = [
     collective
-    for collective in compiled_lib.collectives(compiled, mesh)
+    for collective in collectives(compiled, mesh)
     # Groups of one device exchange nothing.
     if collective.group_size > 1 and collective.payload_bytes >= ignore_below
   ]
-  matched: list[list[compiled_lib.Collective]] = [[] for _ in entries]
+  matched: list[list[Collective]] = [[] for _ in entries]
   problems = []
   for collective in found:
     fits = [i for i, entry in enumerate(entries) if _matches(entry, collective)]
     if fits:
-      best = max(fits, key=lambda i: _num_conditions(entries[i]))
+      # max returns the first of equals.
+      best = max(fits, key=lambda i: entries[i][1].in_conditional is not None)
       matched[best].append(collective)
     else:
       problems.append(f"unexpected: {collective}")
@@ -202,31 +191,23 @@ def _traffic(given: _Expected) -> list[Traffic]:
   return [Traffic(given)]  # type: ignore[arg-type]
 
 
-def _matches(entry: _Entry, collective: compiled_lib.Collective) -> bool:
+def _matches(entry: _Entry, collective: Collective) -> bool:
   kind, traffic = entry
   return (
     kind == collective.kind
     and frozenset(traffic.axes) == frozenset(collective.axes)
-    and traffic.purpose in (None, collective.purpose)
     and traffic.in_conditional in (None, collective.in_conditional)
   )
-
-
-def _num_conditions(entry: _Entry) -> int:
-  _, traffic = entry
-  return (traffic.purpose is not None) + (traffic.in_conditional is not None)
 
 
 def _differences(
   kind: str,
   traffic: Traffic,
-  fitting: list[compiled_lib.Collective],
+  fitting: list[Collective],
   tolerance: float,
 ) -> list[str]:
   """Returns how the collectives of one entry differ from it."""
-  axes = ", ".join(traffic.axes)
-  purpose = f" of {traffic.purpose}" if traffic.purpose else ""
-  name = f"{kind} over {axes}{purpose}"
+  name = f"{kind} over {', '.join(traffic.axes)}"
   if not fitting:
     return [f"missing: {name}"]
   total = _bytes(fitting)
@@ -241,9 +222,5 @@ def _differences(
   ]
 
 
-def _bytes(collectives: Sequence[compiled_lib.Collective]) -> float:
-  return sum(c.payload_bytes * c.executions for c in collectives)
-
-
-def __dir__() -> list[str]:
-  return sorted(__all__)
+def _bytes(found: Sequence[Collective]) -> float:
+  return sum(c.payload_bytes * c.executions for c in found)

@@ -8,7 +8,6 @@ import numpy as np
 import optax
 
 import flaxshard as fs
-from flaxshard.wrappers import agn_schedule
 
 RNG = np.random.default_rng(0)
 # Sizes that eight divides, does not divide, and sizes below eight.
@@ -24,8 +23,8 @@ TARGETS = {k: RNG.normal(size=(8, *p.shape)) for k, p in PARAMS.items()}
 # By bytes: "b" has 12, "s" 4, "t" 216 and "w" 320.
 FRAGMENTS = {
   1: {"b": 0, "s": 0, "t": 0, "w": 0},
-  2: {"b": 0, "s": 0, "t": 0, "w": 1},
-  3: {"b": 0, "s": 0, "t": 1, "w": 2},
+  2: {"b": 1, "s": 1, "t": 1, "w": 0},
+  3: {"b": 2, "s": 2, "t": 1, "w": 0},
 }
 
 OPTIMIZERS = {
@@ -68,6 +67,10 @@ def step(state, targets):
   return state.minimize(loss_fn, targets)
 
 
+def step_alone(state, targets):
+  return step(state, targets)[0]
+
+
 def grad_fn(i, params):
   return {
     k: SCALES[k] * (p - TARGETS[k][i].astype(np.float32))
@@ -102,18 +105,21 @@ def assert_close(state, wanted, rtol=2e-5, atol=2e-5):
 
 
 def groups_of(wrapper):
-  numbers = FRAGMENTS[wrapper.fragments]
-  phases = {}
-  for name in PARAMS:
-    phase = agn_schedule.phase_of(wrapper, numbers[name])
-    phases.setdefault(phase, []).append(name)
-  return [(tuple(names), phase) for phase, names in phases.items()]
+  """Returns the parameters of each fragment, and the step of its commit."""
+  period = wrapper.communication_period
+  count = getattr(wrapper.transport, "fragments", 1)
+  numbers = FRAGMENTS[count]
+  return [
+    (
+      tuple(name for name in PARAMS if numbers[name] == f),
+      (f + 1 - count) * (period // count) % period,
+    )
+    for f in range(count)
+  ]
 
 
-def compare(wrapper, tx, opt, *, replicas=8, steps=7, outer=None):
-  strategy = strategy_of(replicas)
-  state = create(strategy, wrapper, tx)
-  wanted = agn_reference.AGN(
+def reference(wrapper, opt, replicas, outer=None):
+  return agn_reference.AGN(
     PARAMS,
     opt,
     replicas,
@@ -122,9 +128,15 @@ def compare(wrapper, tx, opt, *, replicas=8, steps=7, outer=None):
     outer,
     wrapper.commit_delta,
     groups_of(wrapper),
-    wrapper.delay,
-    wrapper.blend,
+    getattr(wrapper.transport, "delay", 0),
+    getattr(wrapper.transport, "blend", 0.0),
   )
+
+
+def compare(wrapper, tx, opt, *, replicas=8, steps=7, outer=None):
+  strategy = strategy_of(replicas)
+  state = create(strategy, wrapper, tx)
+  wanted = reference(wrapper, opt, replicas, outer)
   run = strategy.jit(step, donate_argnums=0)
   targets = targets_of(strategy)
   for _ in range(steps):

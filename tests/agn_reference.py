@@ -94,6 +94,7 @@ class AGN:
     zeros = {k: np.zeros_like(p) for k, p in self.center.items()}
     self.accum = [dict(zeros) for _ in range(replicas)]
     self.step = self.commits = 0
+    self.last = [0] * len(self.groups)
     self.sent = []
 
   def take(self, grad_fn):
@@ -120,7 +121,9 @@ class AGN:
 
   def _commit(self, number, names):
     self.commits += 1
-    divisor = 1 if self.delta else self.period
+    # The first period of a group may be shorter.
+    divisor = 1 if self.delta else self.step - self.last[number]
+    self.last[number] = self.step
     commits = [{k: acc[k] / divisor for k in names} for acc in self.accum]
     if self.commit != "sequential":
       total = {k: sum(c[k] for c in commits) for k in names}

@@ -5,7 +5,7 @@ import types
 
 
 class Shell:
-  """The parts of IPython's shell that flaxshard uses, and what was shown.
+  """The parts of IPython's shell that flaxshard uses.
 
   Args:
     monkeypatch: Pytest's fixture.
@@ -13,12 +13,7 @@ class Shell:
   """
 
   def __init__(self, monkeypatch, notebook=True):
-    self.execution_count = 1
     self.config = {"IPKernelApp": {}} if notebook else {}
-    self.shown = []
     module = types.ModuleType("IPython")
     module.get_ipython = lambda: self
-    module.display = types.ModuleType("IPython.display")
-    module.display.display = lambda data, raw: self.shown.append(data)
     monkeypatch.setitem(sys.modules, "IPython", module)
-    monkeypatch.setitem(sys.modules, "IPython.display", module.display)

@@ -1,5 +1,6 @@
-"""Digits with a fault in process 1, for tests of several processes."""
+"""Digits with a fault in process or worker 1, for tests of several ones."""
 
+from collections.abc import Sequence
 import os
 import pathlib
 import signal
@@ -11,20 +12,21 @@ from flaxshard import data
 
 
 class _FaultyEval:
-  """Examples that call `fault` when process 1 reads them.
+  """Examples that call `fault` when a process reads them.
 
   The first example is read without a fault: loading the data checks it.
   """
 
-  def __init__(self, source, fault):
+  def __init__(self, source, fault, process):
     self._source = source
     self._fault = fault
+    self._process = process
 
   def __len__(self):
     return len(self._source)
 
   def __getitem__(self, index):
-    if index > 0 and jax.process_index() == 1:
+    if index > 0 and jax.process_index() == self._process:
       self._fault()
     return self._source[index]
 
@@ -65,8 +67,69 @@ def _once(workdir, fault):
   return run_once
 
 
-def _digits(fault) -> data.Splits:
+def _digits(fault, process=1) -> data.Splits:
   splits = data.load({"name": "digits"})
   return data.Splits(
-    splits.train, _FaultyEval(splits.eval, fault), splits.num_classes
+    splits.train, _FaultyEval(splits.eval, fault, process), splits.num_classes
   )
+
+
+class Attempt:
+  """A hook that notes an attempt of a worker, and sets the fault of its data.
+
+  The other worker waits at step 5 for all attempts of the faulty one.
+
+  Args:
+    log: A folder with a file for each worker, and in it a line for each attempt
+      with the id of the process and the fault.
+    faulty: Index of the faulty worker.
+    faults: Of its first attempts, in their order: "killed" (by SIGKILL),
+      "device" (an error of JAX) or "disk" (an exception of Python).
+    attempts: Number of attempts that it has.
+    worker_id: Index of the worker.
+  """
+
+  fault = "none"
+
+  def __init__(
+    self,
+    log: str,
+    faulty: int,
+    faults: Sequence[str],
+    attempts: int,
+    worker_id: int,
+  ):
+    self._log = pathlib.Path(log)
+    self._faulty = faulty
+    self._attempts = attempts
+    self._worker_id = worker_id
+    attempt = self._count(worker_id)
+    has_fault = worker_id == faulty and attempt < len(faults)
+    Attempt.fault = faults[attempt] if has_fault else "none"
+    with (self._log / str(worker_id)).open("a") as f:
+      print(os.getpid(), Attempt.fault, file=f)
+
+  def __call__(self, step, state, metrics):
+    if self._worker_id != self._faulty and step == 5:
+      deadline = time.monotonic() + 120
+      while self._count(self._faulty) < self._attempts:
+        assert time.monotonic() < deadline, "the worker has not come back"
+        time.sleep(0.1)
+
+  def _count(self, worker_id):
+    path = self._log / str(worker_id)
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def of_attempt() -> data.Splits:
+  """Has the fault of the last `Attempt` in the first evaluation."""
+
+  def fail():
+    if Attempt.fault == "killed":
+      os.kill(os.getpid(), signal.SIGKILL)
+    if Attempt.fault == "device":
+      raise jax.errors.JaxRuntimeError("INTERNAL: the device is broken")
+    if Attempt.fault == "disk":
+      raise OSError("the disk is broken")
+
+  return _digits(fail, process=0)

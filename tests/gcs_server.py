@@ -1,9 +1,10 @@
 """A server of Google Cloud Storage for tests, with generation preconditions.
 
-`gcp-storage-emulator` ignores preconditions, answers one request at a time and
-omits the header of an object's generation. This program adds them:
+`gcp-storage-emulator` ignores preconditions and the bounds of a list, answers
+one request at a time and omits the header of an object's generation. This
+program adds them:
 
-    python gcs_server.py BUCKET
+    python gcs_server.py BUCKET [ADDRESS]
 
 It prints its port.
 """
@@ -28,6 +29,20 @@ _NAME = re.compile(rb'"name": ?("[^"]+")')
 _lock = threading.Lock()
 
 
+class _Storage(storage_lib.Storage):
+  bounds: tuple[str | None, str | None] = None, None
+
+  def get_file_list(self, *args, **kwargs):
+    found, prefixes = super().get_file_list(*args, **kwargs)
+    start, end = self.bounds
+    return [
+      x
+      for x in found
+      if (start is None or x["name"] >= start)
+      and (end is None or x["name"] < end)
+    ], prefixes
+
+
 class _Handler(emulator.RequestHandler):
   protocol_version = "HTTP/1.1"
   # Otherwise a body waits 40 ms for the client to acknowledge the headers.
@@ -40,11 +55,15 @@ class _Handler(emulator.RequestHandler):
     if query.get("uploadType") == "multipart":
       query["name"] = json.loads(_NAME.search(body)[1])
     # Kept open: the connection stays open for the next request.
-    connection, self.rfile = self.rfile, io.BytesIO(body)
+    connection = self.rfile, self.wfile
+    self.rfile, self.wfile = io.BytesIO(body), io.BytesIO()
     try:
       self._check_and_handle(method, url.path, query)
     finally:
-      self.rfile = connection
+      answer = self.wfile.getvalue()
+      self.rfile, self.wfile = connection
+    # Without the lock: a client on a slow link holds no other one up.
+    self.wfile.write(answer)
 
   def _check_and_handle(
     self, method: str, path: str, query: dict[str, str]
@@ -54,6 +73,7 @@ class _Handler(emulator.RequestHandler):
       wanted = query.get("ifGenerationMatch", generation)
       unwanted = query.get("ifGenerationNotMatch")
       if wanted == generation and unwanted != generation:
+        self.storage.bounds = query.get("startOffset"), query.get("endOffset")
         emulator.Router(self).handle(method)
         return
     self.send_response(304 if method == "GET" and unwanted else 412)
@@ -86,10 +106,11 @@ class _Handler(emulator.RequestHandler):
 
 
 def main() -> None:
-  storage = storage_lib.Storage(use_memory_fs=True)
+  storage = _Storage(use_memory_fs=True)
   buckets.create_bucket(sys.argv[1], storage)
+  address = sys.argv[2] if sys.argv[2:] else "127.0.0.1"
   httpd = server.ThreadingHTTPServer(
-    ("127.0.0.1", 0), functools.partial(_Handler, storage)
+    (address, 0), functools.partial(_Handler, storage)
   )
   httpd.daemon_threads = True
   print(httpd.server_port, flush=True)

@@ -14,13 +14,10 @@ import flaxshard as fs
 
 GROUPINGS = {
   "all": None,
-  "one group": (tuple(range(8)),),
   "one group, reordered": ((5, 2, 7, 0, 1, 6, 3, 4),),
-  "halves": ((0, 1, 2, 3), (4, 5, 6, 7)),
   "strided": ((0, 2, 4, 6), (1, 3, 5, 7)),
   "interleaved": ((0, 7), (1, 6), (2, 5), (3, 4)),
   "reordered": ((6, 3), (0, 5), (7, 2), (4, 1)),
-  "pairs": ((0, 1), (2, 3), (4, 5), (6, 7)),
   "irregular": ((0, 3, 5, 6), (7, 1, 4, 2)),
   "alone": tuple((i,) for i in range(8)),
 }

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import runpy
 import shlex
 import shutil
 import socket
@@ -17,15 +18,19 @@ import tiny
 import xla_flags
 import yaml
 
+from flaxshard import ray
+from flaxshard import train
 from flaxshard.processes import cluster
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _LAUNCH = _ROOT / "launch"
 _SLURM = _LAUNCH / "slurm.sbatch"
+_WORKERS = _LAUNCH / "workers.sbatch"
 _CLOUD_TPU = _LAUNCH / "cloud_tpu.sh"
 _JOB_SET = yaml.safe_load((_LAUNCH / "jobset.yaml").read_text())
 [_REPLICATED_JOB] = _JOB_SET["spec"]["replicatedJobs"]
 _JOB = _REPLICATED_JOB["template"]["spec"]
+_WORKERS_JOB = yaml.safe_load((_LAUNCH / "workers.yaml").read_text())
 
 
 def _write_program(path, text):
@@ -41,7 +46,9 @@ def test_shellcheck_finds_nothing():
   )
   if not shellcheck:
     pytest.skip("needs shellcheck: pip install '.[test-launch]'")
-  subprocess.run([shellcheck, _SLURM, _CLOUD_TPU], check=True)
+  scripts = sorted([*_LAUNCH.glob("*.sh"), *_LAUNCH.glob("*.sbatch")])
+  assert len(scripts) == 3
+  subprocess.run([shellcheck, *scripts], check=True)
 
 
 # Slurm.
@@ -49,7 +56,7 @@ def test_shellcheck_finds_nothing():
 
 @pytest.fixture
 def slurm(tmp_path):
-  """Returns a function that runs the script as Slurm's sbatch does.
+  """Returns a function that runs a script as Slurm's sbatch does.
 
   `srun`, `squeue` and `scontrol` are programs of the test; `scontrol` writes
   its arguments to the file `scontrol`.
@@ -64,16 +71,16 @@ def slurm(tmp_path):
   )
   _write_program(tmp_path / "venv" / "bin" / "activate", "")
 
-  def run(*arguments, srun, state="RUNNING", **variables):
+  def run(*arguments, srun, script=_SLURM, state="RUNNING", **variables):
     _write_program(programs / "srun", f"#!{sys.executable}\n{srun}")
     options = dict(
       line.removeprefix("#SBATCH --").partition("=")[::2]
-      for line in _SLURM.read_text().splitlines()
+      for line in script.read_text().splitlines()
       if line.startswith("#SBATCH --")
     )
-    nodes = int(options["nodes"])
+    nodes = int(options.get("nodes", 1))
     return subprocess.run(
-      ["bash", _SLURM, *arguments],
+      ["bash", script, *arguments],
       cwd=tmp_path,
       capture_output=True,
       text=True,
@@ -90,11 +97,13 @@ def slurm(tmp_path):
         # What sbatch sets for the script.
         "SLURM_JOB_ID": "4711",
         "SLURM_JOB_NUM_NODES": str(nodes),
-        "SLURM_NTASKS": str(nodes * int(options["ntasks-per-node"])),
+        "SLURM_NTASKS": str(nodes * int(options.get("ntasks-per-node", 1))),
         "SLURM_CPUS_PER_TASK": options["cpus-per-task"],
         "SLURM_PROCID": "0",
         "SLURM_LOCALID": "0",
         "SLURM_NODEID": "0",
+        "SLURM_ARRAY_TASK_COUNT": "4",
+        "SLURM_ARRAY_TASK_ID": "2",
         **variables,
       },
     )
@@ -103,18 +112,33 @@ def slurm(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("code", "state", "is_requeued"),
+  ("script", "code", "state", "restarts", "is_requeued"),
   [
-    (0, "RUNNING", False),
-    (1, "RUNNING", False),
-    (143, "RUNNING", True),
-    (143, "COMPLETING", False),
+    (_SLURM, 0, "RUNNING", "0", False),
+    (_SLURM, 1, "RUNNING", "0", False),
+    (_SLURM, 143, "RUNNING", "0", True),
+    (_SLURM, 143, "COMPLETING", "0", False),
+    (_WORKERS, 0, "RUNNING", "0", False),
+    (_WORKERS, 1, "RUNNING", "", True),
+    (_WORKERS, 1, "RUNNING", "2", True),
+    (_WORKERS, 1, "RUNNING", "3", False),
+    (_WORKERS, 1, "COMPLETING", "0", False),
+    (_WORKERS, 137, "RUNNING", "50", True),
+    (_WORKERS, 143, "RUNNING", "50", True),
+    (_WORKERS, 143, "COMPLETING", "0", False),
   ],
 )
 def test_slurm_requeues_a_running_job_that_was_terminated(
-  slurm, tmp_path, code, state, is_requeued
+  slurm, tmp_path, script, code, state, restarts, is_requeued
 ):
-  result = slurm("--config=c.py", srun=f"raise SystemExit({code})", state=state)
+  srun = f"raise SystemExit({code})"
+  result = slurm(
+    "--config=c.py",
+    srun=srun,
+    script=script,
+    state=state,
+    SLURM_RESTART_COUNT=restarts,
+  )
   assert result.returncode == code, result.stderr
   calls = tmp_path / "scontrol"
   assert calls.exists() == is_requeued
@@ -122,17 +146,18 @@ def test_slurm_requeues_a_running_job_that_was_terminated(
     assert calls.read_text() == "requeue 4711\n"
 
 
+def test_job_of_an_array_is_a_worker(slurm):
+  srun = "import sys; print(sys.argv[2:])"
+  result = slurm("--config=c.py", srun=srun, script=_WORKERS)
+  worker = ["--num_processes=4", "--process_id=2", "--config=c.py"]
+  assert result.stdout == f"{['python', '-m', 'flaxshard', *worker]}\n"
+
+
 def test_slurm_passes_the_arguments_to_srun(slurm):
   value = "--config.wrappers=(('agn', {'n': 2}),)"
   result = slurm(value, srun="import sys; print(sys.argv[1:])")
   expected = ["--cpus-per-task=16", "python", "-m", "flaxshard", value]
   assert result.stdout.strip() == str(expected)
-
-
-def test_slurm_without_arguments_shows_the_usage(slurm):
-  result = slurm(srun="raise AssertionError")
-  assert result.returncode == 2
-  assert "--config" in result.stderr
 
 
 # As srun does, with one task on each of two nodes: the variables of a step, and
@@ -184,7 +209,7 @@ def _job_id_of_a_free_port() -> int:
 
 
 @pytest.mark.slow
-def test_slurm_job_saves_at_sigterm_and_continues(slurm, tmp_path):
+def test_slurm_job_saves_at_sigterm(slurm, tmp_path):
   workdir = tmp_path / "run"
   config = tmp_path / "config.py"
   config.write_text(
@@ -199,37 +224,16 @@ def test_slurm_job_saves_at_sigterm_and_continues(slurm, tmp_path):
   arguments = (f"--config={config}", f"--workdir={workdir}")
   job_id = str(_job_id_of_a_free_port())
 
-  first = slurm(*arguments, srun=_SRUN, SLURM_JOB_ID=job_id)
-  assert first.returncode == 143, first.stderr[-3000:]
+  result = slurm(*arguments, srun=_SRUN, SLURM_JOB_ID=job_id)
+  assert result.returncode == 143, result.stderr[-3000:]
   assert (tmp_path / "scontrol").read_text() == f"requeue {job_id}\n"
   saved = tiny.rows(workdir)[-1]["step"]
   assert 4 <= saved < 24
-
-  second = slurm(
-    *arguments, srun=_SRUN, SLURM_JOB_ID=job_id, SLURM_RESTART_COUNT="1"
-  )
-  assert second.returncode == 0, second.stderr[-3000:]
-  assert f"resuming from step {saved}" in second.stderr
-  assert tiny.rows(workdir)[-1]["step"] == 24
-  metadata = workdir / "checkpoints" / "24" / "flaxshard" / "metadata"
+  metadata = workdir / "checkpoints" / str(saved) / "flaxshard" / "metadata"
   assert json.loads(metadata.read_text())["processes"] == 2
 
 
 # Kubernetes.
-
-
-def test_job_set_has_fields_of_its_api_only():
-  # https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/
-  assert _JOB_SET["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
-  assert _JOB_SET["kind"] == "JobSet"
-  spec = _JOB_SET["spec"]
-  assert set(spec) == {"network", "failurePolicy", "replicatedJobs"}
-  assert set(spec["network"]) == {"enableDNSHostnames", "subdomain"}
-  assert set(spec["failurePolicy"]) == {"maxRestarts", "rules"}
-  [rule] = spec["failurePolicy"]["rules"]
-  assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
-  assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
-  assert set(_REPLICATED_JOB) == {"name", "replicas", "template"}
 
 
 @pytest.mark.slow
@@ -245,6 +249,7 @@ def test_job_follows_the_schema_of_kubernetes():
   }
   for version in ("1.31", "1.34"):
     kubernetes_validate.validate(job, version, strict=True)
+    kubernetes_validate.validate(_WORKERS_JOB, version, strict=True)
   job["spec"] = {**_JOB, "paralelism": 2}
   with pytest.raises(kubernetes_validate.ValidationError):
     kubernetes_validate.validate(job, "1.34", strict=True)
@@ -284,6 +289,56 @@ def test_pods_of_the_job_set_receive_sigterm_and_save():
   [mount] = container["volumeMounts"]
   assert workdir.removeprefix("--workdir=").startswith(mount["mountPath"])
   assert [volume["name"] for volume in pod["volumes"]] == [mount["name"]]
+
+
+def test_pods_are_workers_that_start_again_one_by_one():
+  spec = _WORKERS_JOB["spec"]
+  pod = spec["template"]["spec"]
+  assert spec["parallelism"] == spec["completions"]
+  assert spec["completionMode"] == "Indexed"
+  assert spec["backoffLimitPerIndex"] > 0
+  assert pod["restartPolicy"] == "Never"  # as backoffLimitPerIndex asks for
+  [container] = pod["containers"]
+  # No address and no port: the pods have only the workdir in common.
+  assert not {"env", "ports"} & set(container)
+  [config, workdir, count] = container["command"][3:]
+  assert count == f"--num_processes={spec['completions']}"
+  found = cluster.find(
+    {"JOB_COMPLETION_INDEX": "2"},
+    num_processes=spec["completions"],
+    needs_coordinator=False,
+  )
+  assert (found.process_id, found.num_processes) == (2, 4)
+  assert (_ROOT / config.removeprefix("--config=")).is_file()
+  [mount] = container["volumeMounts"]
+  assert workdir.removeprefix("--workdir=").startswith(mount["mountPath"])
+
+
+# Ray.
+
+
+@pytest.mark.slow
+def test_ray_example_starts_workers_that_start_again_one_by_one(
+  monkeypatch, capsys
+):
+  pytest.importorskip("ray.train", reason="needs pip install '.[test-launch]'")
+  calls = []
+
+  def fit(*args, **kwargs):
+    calls.append((*args, kwargs))
+    return ray.FitResult({"step": 8}, "/shared/run")
+
+  monkeypatch.setattr(ray, "fit", fit)
+  config_file = str(_ROOT / "configs" / "digits_agn_host.py")
+  flags = [f"--config={config_file}", "--workdir=/shared/run"]
+  runpy.run_path(str(_LAUNCH / "workers.py"))["main"](flags)
+  assert capsys.readouterr().out == "{'step': 8}\n"
+  [(config, workdir, options)] = calls
+  assert config == train.config.read(config_file)
+  assert workdir == "/shared/run"
+  scaling = options["scaling_config"]
+  assert (scaling.num_workers, scaling.num_gpus_per_worker) == (4, 1)
+  assert options["run_config"].failure_config.max_failures == 20
 
 
 # Cloud TPU.
@@ -385,14 +440,6 @@ def test_cloud_tpu_requests_waits_copies_and_trains(gcloud, tmp_path):
   assert words[2:] == ["-m", "flaxshard", *_TRAINING]
 
 
-@pytest.mark.slow
-def test_cloud_tpu_uses_an_existing_queued_resource(gcloud):
-  gcloud(*_REQUEST, "--", *_TRAINING)
-  result, calls = gcloud(*_REQUEST, "--", *_TRAINING)
-  assert result.returncode == 0, result.stderr
-  assert [call[3] for call in calls].count("create") == 1
-
-
 def test_cloud_tpu_of_several_slices_names_its_nodes(gcloud):
   _, calls = gcloud(*_REQUEST, "--slices=2", "--project=mine", "--", *_TRAINING)
   assert {"--node-count=2", "--node-prefix=digits"} <= set(calls[1])
@@ -425,9 +472,7 @@ def test_cloud_tpu_dry_run_prints_the_commands(gcloud):
   ("arguments", "message"),
   [
     (_REQUEST, "arguments of the training"),
-    (["--nmae=x", "--", *_TRAINING], "--nmae=x"),
     ([*_REQUEST[1:], "--", *_TRAINING], "--name is missing"),
-    ([*_REQUEST[:3], "--", *_TRAINING], "--runtime_version is missing"),
     ([*_REQUEST, "--name=A_b", "--", *_TRAINING], "'A_b'"),
     ([*_REQUEST, "--slices=0", "--", *_TRAINING], "--slices .*'0'"),
     ([*_REQUEST, "--", _TRAINING[1]], "--config is missing"),

@@ -23,7 +23,6 @@ from flaxshard.train import charts
 from flaxshard.train import command_line
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
-from flaxshard.train import export
 
 # Blocks that the runner does not run: (kind, pattern, what covers them). The
 # pattern is searched in a command of a "bash" block, or in a whole block. What
@@ -38,13 +37,13 @@ ELSEWHERE = (
   ("bash", r"^python docs/pictures/", "tests/docs/pictures_test.py"),
   ("bash", r"^(\S*/)?(pip|python3? -m pip) install ", "pyproject.toml"),
   ("bash", r"--local_processes=", "tests/processes/local_test.py"),
-  ("bash", r"--plan=", "tests/analysis/config_plan_test.py"),
+  ("bash", r"--plan=", "tests/plans/config_test.py"),
   (
     "bash",
     r"--config=imagenet|tensorflow_datasets as tfds",
     "tests/data/imagenet_test.py",
   ),
-  ("bash", r"gs://|s3://", "tests/train/bucket_test.py"),
+  ("bash", r"gs://", "tests/train/bucket_test.py"),
   (
     "bash",
     r"--workdir=/shared/digits$",
@@ -111,7 +110,6 @@ def _parse(command: str) -> tuple[dict[str, str], str | None, list[str]]:
     ("flaxshard", ["flaxshard"]),
     ("flaxshard", ["python", "-m", "flaxshard"]),
     ("checkpoint", ["python", "-m", "flaxshard.checkpoint"]),
-    ("export", ["python", "-m", "flaxshard.train.export"]),
     ("benchmark", ["python"]),
   ):
     if words[: len(start)] == start:
@@ -169,8 +167,6 @@ class Runner:
         self._train(arguments)
       elif program == "checkpoint":
         sys.exit(inspection.main(arguments))
-      elif program == "export":
-        sys.exit(export.main(arguments))
       else:
         # A benchmark takes minutes: only its flags are looked up.
         source = pathlib.Path(arguments[0]).read_text()
@@ -200,7 +196,8 @@ class Runner:
     values = flags.FlagValues()
     for name in ("config", "workdir", "plan"):
       flags.DEFINE_string(name, None, "", flag_values=values)
-    flags.DEFINE_boolean("list", False, "", flag_values=values)
+    for name in ("list", "synchronize", "version"):
+      flags.DEFINE_boolean(name, False, "", flag_values=values)
     flags.DEFINE_integer("verbosity", 0, "", flag_values=values)
     command_line.parse_flags(["flaxshard", *arguments], values)
     workdir = values.workdir

@@ -17,11 +17,20 @@ from flaxshard import train
 from flaxshard.train import metrics as metrics_lib
 
 _TESTS = pathlib.Path(__file__).parent
-_HOST = {
-  "communication_period": 2,
-  "commit": "mean",
-  "transport": "host",
-}
+_AGN = tiny.config(
+  wrappers=(
+    (
+      "agn",
+      {
+        "communication_period": 2,
+        "commit": "mean",
+        "transport": {"type": "store", "grace": 1.0, "deadline": 5.0},
+      },
+    ),
+  ),
+  precision="float32",
+  mesh={"replica": 2},
+)
 
 
 def test_missing_ray_is_an_error_that_names_the_extra(monkeypatch):
@@ -35,10 +44,6 @@ def test_missing_ray_is_an_error_that_names_the_extra(monkeypatch):
   monkeypatch.setattr(builtins, "__import__", without_ray)
   with pytest.raises(ImportError, match=r"pip install 'flaxshard\[ray\]'"):
     flaxshard_ray.fit(tiny.config(), "/tmp/run", scaling_config=None)
-
-
-def test_ray_is_an_attribute_of_flaxshard():
-  assert flaxshard.ray is flaxshard_ray
 
 
 @pytest.fixture
@@ -56,13 +61,25 @@ def ray_train():
     ({"workdir": None}, TypeError, "workdir"),
     ({"scaling_config": 2}, TypeError, "scaling_config .*ScalingConfig"),
     ({"run_config": {}}, TypeError, "run_config .*RunConfig"),
+    ({"workers": 0}, ValueError, "num_workers must be at least 1, got 0"),
     ({"heartbeat_timeout": 1e6}, ValueError, "heartbeat_timeout"),
     ({"config": {"batch_size": 0}}, ValueError, "config"),
     (
-      {"config": tiny.config(wrappers=(("agn", _HOST),))},
+      {"config": _AGN, "workers": (1, 2)},
       ValueError,
-      "config.wrappers: .*host",
+      r"scaling_config: .*AGN .*num_workers=\(1, 2\)",
     ),
+    (
+      {"config": _AGN, "workers": 1, "use_tpu": True},
+      ValueError,
+      "scaling_config: .*AGN .*use_tpu=True",
+    ),
+    (
+      {"config": _AGN, "workers": 3},
+      ValueError,
+      "config.batch_size=16 must be a multiple of the 3 workers",
+    ),
+    ({"config": _AGN, "workdir": "runs/digits"}, ValueError, "absolute"),
   ],
 )
 def test_invalid_argument_raises_before_ray_starts(
@@ -70,26 +87,18 @@ def test_invalid_argument_raises_before_ray_starts(
 ):
   import ray
 
+  changed = dict(changed)
+  workers = ray_train.ScalingConfig(
+    num_workers=changed.pop("workers", 2), use_tpu=changed.pop("use_tpu", False)
+  )
   arguments = {
     "config": tiny.config(),
     "workdir": "/tmp/run",
-    "scaling_config": ray_train.ScalingConfig(num_workers=2),
+    "scaling_config": workers,
   }
   with pytest.raises(error, match=message):
-    flaxshard_ray.fit(**{**arguments, **changed})
+    flaxshard.ray.fit(**{**arguments, **changed})
   assert not ray.is_initialized()
-
-
-@pytest.mark.slow
-def test_no_workers_raises(ray_train):
-  with pytest.raises(
-    ValueError, match=r"num_workers must be at least 1, got 0"
-  ):
-    flaxshard_ray.fit(
-      tiny.config(),
-      "/tmp/run",
-      scaling_config=ray_train.ScalingConfig(num_workers=0),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -174,3 +183,83 @@ def test_run_with_an_error_and_a_retry_equals_one_process(cluster, tmp_path):
     np.testing.assert_allclose(
       result.metrics[name], value, rtol=1e-5, err_msg=name
     )
+
+
+def _fit_workers(tmp_path, faulty, faults, max_failures):
+  """Returns the result, and the process and the fault of each attempt."""
+  from ray import train as ray_train
+
+  config = _AGN.copy_and_resolve_references()
+  config.data = {"name": "faulty_data:of_attempt"}
+  config.eval_every_steps = 1
+  hook = {
+    "name": "faulty_data:Attempt",
+    "log": str(tmp_path),
+    "faulty": faulty,
+    "faults": faults,
+    "attempts": max_failures + 1,
+  }
+  config.hooks = (hook,)
+  result = flaxshard.ray.fit(
+    config,
+    str(tmp_path / "run"),
+    scaling_config=ray_train.ScalingConfig(num_workers=2),
+    run_config=ray_train.RunConfig(
+      failure_config=ray_train.FailureConfig(max_failures=max_failures)
+    ),
+  )
+  # Also if worker 0, which writes there, has failed.
+  assert tiny.rows(result.workdir)[-1]["step"] == 8
+  assert pathlib.Path(result.workdir, "checkpoints", "8").is_dir()
+  assert result.metrics["step"] == 8
+  assert np.isfinite([*result.metrics.values()]).all()
+  return result, [
+    [line.split() for line in (tmp_path / str(k)).read_text().splitlines()]
+    for k in range(2)
+  ]
+
+
+@pytest.mark.slow
+def test_ray_restarts_a_worker_of_agn_alone(cluster, tmp_path):
+  result, (attempts_of_0, attempts_of_1) = _fit_workers(
+    tmp_path, 1, ("killed", "disk", "device"), max_failures=3
+  )
+  assert not result.worker_failures
+  steps = [row["step"] for row in tiny.rows(result.workdir)]
+  assert steps == [*range(1, 9)]
+  assert len(attempts_of_0) == 1
+  processes, faults = zip(*attempts_of_1, strict=True)
+  assert faults == ("killed", "disk", "device", "none")
+  # An exception of Python does not end the process.
+  assert processes[1] == processes[2]
+  assert len(set(processes)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("faulty", "fault", "message"),
+  [(1, "disk", "the disk is broken"), (0, "killed", "actor died")],
+)
+def test_others_end_the_run_if_a_worker_fails_for_good(
+  cluster, tmp_path, faulty, fault, message
+):
+  result, attempts = _fit_workers(tmp_path, faulty, (fault,), max_failures=0)
+  assert len(attempts[faulty]) == 1
+  assert [*result.worker_failures] == [faulty]
+  assert message in str(result.worker_failures[faulty])
+
+
+@pytest.mark.slow
+def test_failure_of_all_workers_is_an_error_that_names_them(cluster, tmp_path):
+  from ray import train as ray_train
+
+  config = _AGN.copy_and_resolve_references()
+  config.data = {"name": "faulty_data:missing"}
+  with pytest.raises(ray_train.TrainingFailedError) as caught:
+    flaxshard.ray.fit(
+      config,
+      str(tmp_path),
+      scaling_config=ray_train.ScalingConfig(num_workers=2),
+    )
+  assert [*caught.value.worker_failures] == [0, 1]
+  assert re.search("(?s)worker 0: .*missing.*worker 1: ", str(caught.value))

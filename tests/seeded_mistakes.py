@@ -18,7 +18,6 @@ from typing import Any
 import flax.linen as nn
 from flax.training import train_state as flax_train_state
 import jax
-from jax.flatten_util import ravel_pytree
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -166,7 +165,7 @@ def _data_and_model(devices: Any) -> fs.Strategy:
 # Shardings of the state.
 
 
-@_mistake("replicated parameter", parameter="Dense_2/kernel")
+@_mistake("replicated state", parameter="Dense_2/kernel")
 def regex_misses_a_layer(devices: Any, wrong: bool) -> Program:
   strategy = _data_and_model(devices)
   layers = "[01]" if wrong else r"\d"
@@ -175,23 +174,7 @@ def regex_misses_a_layer(devices: Any, wrong: bool) -> Program:
   return Program(_jit_like(state), state, _abstract_batch(strategy))
 
 
-@_mistake("replicated parameter", parameter="Embed_0/embedding")
-def embedding_has_no_rule(devices: Any, wrong: bool) -> Program:
-  class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-      x = nn.Embed(4096, 64)(x.argmax(-1))
-      return Mlp(2)(x)
-
-  strategy = _data_and_model(devices)
-  rules: Any = (("kernel", P(None, "model")),)
-  if not wrong:
-    rules += (("embedding", P(None, "model")),)
-  state = _abstract_state(strategy, Model(), rules=rules)
-  return Program(_jit_like(state), state, _abstract_batch(strategy))
-
-
-@_mistake("replicated parameter", parameter="Dense_0/kernel")
+@_mistake("replicated state", parameter="Dense_0/kernel")
 def state_made_without_the_rules(devices: Any, wrong: bool) -> Program:
   strategy = _data_and_model(devices)
   rules = (("kernel", P(None, "model")),)
@@ -221,18 +204,10 @@ def _split_first(x: Any) -> Any:
   return P("replica") if x.ndim == 2 else P()
 
 
-@_mistake("replicated slot", parameter="Dense_0/kernel")
+@_mistake("replicated state", parameter="Dense_0/kernel")
 def slots_stay_replicated(devices: Any, wrong: bool) -> Program:
   strategy = fs.Strategy(devices=devices)
   state = _flax_state(strategy, P() if wrong else _split_first)
-  return Program(_jit_like(state), state, _abstract_batch(strategy, (4096, 64)))
-
-
-@_mistake("misplaced slot", parameter="Dense_1/kernel")
-def slots_split_along_the_other_dimension(devices: Any, wrong: bool) -> Program:
-  strategy = fs.Strategy(devices=devices)
-  transposed = lambda x: P(None, "replica") if x.ndim == 2 else P()
-  state = _flax_state(strategy, transposed if wrong else _split_first)
   return Program(_jit_like(state), state, _abstract_batch(strategy, (4096, 64)))
 
 
@@ -240,7 +215,7 @@ class _EmaState(flax_train_state.TrainState):
   ema_params: Any = None
 
 
-@_mistake("replicated slot", parameter="Dense_0/kernel")
+@_mistake("replicated state", parameter="Dense_0/kernel")
 def average_of_parameters_is_replicated(devices: Any, wrong: bool) -> Program:
   strategy = fs.Strategy(devices=devices)
   base = _flax_state(strategy, _split_first)
@@ -314,14 +289,6 @@ def state_is_not_donated(devices: Any, wrong: bool) -> Program:
   return Program(step, state, _abstract_batch(strategy))
 
 
-@_mistake("donation", parameter="Dense_0/kernel")
-def batch_is_donated_instead(devices: Any, wrong: bool) -> Program:
-  strategy = fs.Strategy(devices=devices)
-  state = _abstract_state(strategy, Mlp())
-  step = jax.jit(_train_step, donate_argnums=1 if wrong else 0)
-  return Program(step, state, _abstract_batch(strategy))
-
-
 @_mistake("changed state", parameter="Dense_1/kernel")
 def slots_come_back_in_bfloat16(devices: Any, wrong: bool) -> Program:
   strategy = fs.Strategy(devices=devices)
@@ -340,24 +307,10 @@ def slots_come_back_in_bfloat16(devices: Any, wrong: bool) -> Program:
   )
 
 
-@_mistake("donation", parameter="Dense_1/kernel")
-def inner_donation_has_no_effect(devices: Any, wrong: bool) -> Program:
-  strategy = fs.Strategy(devices=devices)
-  state = _abstract_state(strategy, Mlp())
-  inner = jax.jit(_train_step, donate_argnums=0)
-
-  def two_steps(state: Any, x: jax.Array) -> Any:
-    state, _ = inner(state, x)
-    return inner(state, x)
-
-  step = jax.jit(two_steps, donate_argnums=() if wrong else 0)
-  return Program(step, state, _abstract_batch(strategy))
-
-
 # Data parallelism.
 
 
-@_mistake("repeated work")
+@_mistake("batch")
 def batch_is_on_every_device(devices: Any, wrong: bool) -> Program:
   strategy = fs.Strategy(devices=devices)
   state = _abstract_state(strategy, Mlp())
@@ -365,7 +318,7 @@ def batch_is_on_every_device(devices: Any, wrong: bool) -> Program:
   return Program(_jit_like(state), state, _abstract_batch(strategy, spec=spec))
 
 
-@_mistake("activations", here=True)
+@_mistake("batch", here=True)
 def batch_is_split_along_the_features(devices: Any, wrong: bool) -> Program:
   class Model(nn.Module):
     @nn.compact
@@ -419,7 +372,7 @@ def fsdp_has_no_constraints(devices: Any, wrong: bool) -> Program:
   return Program(_jit_like(state), state, _abstract_batch(strategy, (64, 128)))
 
 
-@_mistake("activations", here=True)
+@_mistake("batch", here=True)
 def microbatches_by_a_plain_reshape(devices: Any, wrong: bool) -> Program:
   strategy = fs.Strategy(devices=devices)
   state = _abstract_state(strategy, Mlp())
@@ -441,7 +394,7 @@ def microbatches_by_a_plain_reshape(devices: Any, wrong: bool) -> Program:
   return Program(_jit_like(state, step), state, _abstract_batch(strategy))
 
 
-@_mistake("activations", here=True)
+@_mistake("batch", here=True)
 def mixup_permutes_the_global_batch(devices: Any, wrong: bool) -> Program:
   strategy = fs.Strategy(devices=devices)
   state = _abstract_state(strategy, Mlp())
@@ -462,7 +415,7 @@ def mixup_permutes_the_global_batch(devices: Any, wrong: bool) -> Program:
   )
 
 
-@_mistake("activations", here=True)
+@_mistake("batch", here=True)
 def time_major_rows_are_flattened(devices: Any, wrong: bool) -> Program:
   class Model(nn.Module):
     @nn.compact
@@ -501,246 +454,60 @@ def max_pool_gathers_the_batch(devices: Any, wrong: bool) -> Program:
   return Program(_jit_like(state), state, batch)
 
 
-# Parameters and activations that are moved.
+# The program.
 
 
-@_mistake("gathered parameter", parameter="Dense_0/kernel")
-def parameters_are_replicated_before_use(devices: Any, wrong: bool) -> Program:
-  strategy = _data_and_model(devices)
-  rules = (("kernel", P(None, "model")),)
-  state = _abstract_state(strategy, Mlp(), rules=rules)
-  whole = jax.sharding.NamedSharding(strategy.mesh, P())
+@_mistake("float32 gradients", here=True, compilers=("tpu",))
+def gradients_are_cast_before_their_sum(devices: Any, wrong: bool) -> Program:
+  strategy = fs.Strategy(devices=devices)
+  state = _abstract_state(strategy, Mlp(dtype=jnp.bfloat16))
+
+  @functools.partial(
+    jax.shard_map,
+    mesh=strategy.mesh,
+    in_specs=(P(), P("replica")),
+    out_specs=P(),
+    check_vma=False,
+  )
+  def gradients(params: Any, x: jax.Array) -> Any:
+    halves = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    grads = jax.grad(functools.partial(_loss, state))(halves, x)
+    if wrong:
+      grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    # here: gradients_are_cast_before_their_sum
+    return jax.lax.psum(grads, "replica")
 
   def step(state: Any, x: jax.Array) -> Any:
-    def loss(params: Any) -> jax.Array:
-      if wrong:
-        params = jax.lax.with_sharding_constraint(params, whole)
-      return _loss(state, params, x)
+    return state.apply_gradients(grads=gradients(state.params, x)), None
 
-    value, grads = jax.value_and_grad(loss)(state.params)
-    return state.apply_gradients(grads=grads), value
-
-  return Program(
-    _jit_like(state, step), state, _abstract_batch(strategy, (4096, 64))
-  )
+  return Program(_jit_like(state, step), state, _abstract_batch(strategy))
 
 
-@_mistake("gathered parameter", here=True, compilers=("cpu",))
-def norm_of_flattened_parameters(devices: Any, wrong: bool) -> Program:
+@_mistake("host callback", here=True, compilers=("cpu",))
+def print_is_left_in_the_step(devices: Any, wrong: bool) -> Program:
   strategy = fs.Strategy(devices=devices)
-  state = _abstract_state(strategy, Mlp(), rules=fs.FSDP(min_size=1024))
+  state = _abstract_state(strategy, Mlp())
 
   def step(state: Any, x: jax.Array) -> Any:
     new, loss = _train_step(state, x)
     if wrong:
-      # here: norm_of_flattened_parameters
-      flat, _ = ravel_pytree(new.params)
-      norm = jnp.sort(flat)[-1]
-    else:
-      norm = optax.global_norm(new.params)
-    return new, (loss, norm)
+      # here: print_is_left_in_the_step
+      jax.debug.print("loss {}", loss)
+    return new, loss
 
-  return Program(
-    _jit_like(state, step), state, _abstract_batch(strategy, (4096, 64))
-  )
+  return Program(_jit_like(state, step), state, _abstract_batch(strategy))
 
 
-@_mistake("rematerialization", here=True)
-def activations_change_their_layout(devices: Any, wrong: bool) -> Program:
-  strategy = _data_and_model(devices)
-  sharding = functools.partial(jax.sharding.NamedSharding, strategy.mesh)
-
-  class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-      x = nn.Dense(64)(x)
-      x = jax.lax.with_sharding_constraint(x, sharding(P("replica")))
-      # here: activations_change_their_layout
-      x = nn.relu(x)
-      spec = P(None, "model") if wrong else P("replica", "model")
-      x = jax.lax.with_sharding_constraint(x, sharding(spec))
-      return nn.Dense(64)(x)
-
-  rules = (("Dense_0/kernel", P()), ("Dense_1/kernel", P("model")))
-  state = _abstract_state(strategy, Model(), rules=rules)
-  return Program(_jit_like(state), state, _abstract_batch(strategy, (512, 64)))
-
-
-# Precision.
-
-
-@_mistake("float32", here=True)
-def layer_has_no_dtype(devices: Any, wrong: bool) -> Program:
-  class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-      half = jnp.bfloat16
-      x = nn.relu(nn.Dense(64, dtype=half)(x))
-      # here: layer_has_no_dtype
-      x = nn.Dense(64, dtype=None if wrong else half, name="transpose")(x)
-      return Mlp(dtype=half)(nn.relu(x))
-
-  strategy = fs.Strategy(devices=devices)
-  state = _abstract_state(strategy, Model())
-  return Program(_jit_like(state), state, _abstract_batch(strategy))
-
-
-@_mistake("float32", here=True)
-def convolution_has_no_dtype(devices: Any, wrong: bool) -> Program:
-  class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-      half = jnp.bfloat16
-      x = nn.relu(nn.Conv(16, (3, 3), dtype=half)(x))
-      # here: convolution_has_no_dtype
-      x = nn.Conv(16, (3, 3), dtype=None if wrong else half)(x)
-      x = nn.relu(nn.Conv(16, (3, 3), dtype=half)(x))
-      return nn.Dense(10, dtype=half)(x.mean((1, 2)))
-
-  strategy = fs.Strategy(devices=devices)
-  state = _abstract_state(strategy, Model(), (1, 8, 8, 3))
-  batch = _abstract_batch(strategy, (64, 8, 8, 3))
-  return Program(_jit_like(state), state, batch)
-
-
-@_mistake("float32", here=True)
-def rotary_tables_promote_attention(devices: Any, wrong: bool) -> Program:
-  class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:  # [batch, time, features]
-      half = jnp.bfloat16
-      query = nn.Dense(64, dtype=half)(x)
-      key = nn.Dense(64, dtype=half)(x)
-      table = np.cos(np.arange(16.0, dtype=np.float32))[:, None]
-      query, key = query * table, key * table
-      if not wrong:
-        query, key = query.astype(half), key.astype(half)
-      # here: rotary_tables_promote_attention
-      weights = jnp.einsum("bqd,bkd->bqk", query, key)
-      value = nn.Dense(64, dtype=half)(x)
-      x = jnp.einsum("bqk,bkd->bqd", nn.softmax(weights).astype(half), value)
-      return Mlp(dtype=half)(x)
-
-  strategy = fs.Strategy(devices=devices)
-  state = _abstract_state(strategy, Model(), (1, 16, 64))
-  return Program(
-    _jit_like(state), state, _abstract_batch(strategy, (64, 16, 64))
-  )
-
-
-@_mistake("float32", here=True)
-def head_ignores_the_policy(devices: Any, wrong: bool) -> Program:
-  class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-      x = Mlp(dtype=jnp.bfloat16)(x)
-      dtype = None if wrong else jnp.bfloat16
-      # here: head_ignores_the_policy
-      return nn.Dense(512, dtype=dtype)(x)
-
-  strategy = fs.Strategy(devices=devices)
-  state = _abstract_state(strategy, Model())
-  return Program(
-    _jit_like(state),
-    state,
-    _abstract_batch(strategy),
-    {"policy": "mixed_bfloat16"},
-  )
-
-
-# Loops.
-
-
-def _microbatches(x: jax.Array) -> jax.Array:
-  # Each device divides its own examples.
-  return x.reshape(-1, 4, *x.shape[1:]).swapaxes(0, 1)
-
-
-@_mistake("collective in loop", here=True)
-def gradients_reduced_in_each_microstep(devices: Any, wrong: bool) -> Program:
+@_mistake("large constant", here=True)
+def data_set_is_a_constant(devices: Any, wrong: bool) -> Program:
   strategy = fs.Strategy(devices=devices)
   state = _abstract_state(strategy, Mlp())
+  whole = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
 
   def step(state: Any, x: jax.Array) -> Any:
-    context = fs.get_replica_context()
-    assert context is not None
-
-    def accumulate(total: Any, x: jax.Array) -> Any:
-      grads = jax.grad(functools.partial(_loss, state))(state.params, x)
-      if wrong:
-        # here: gradients_reduced_in_each_microstep
-        grads = context.all_reduce("mean", grads)
-      return jax.tree.map(jnp.add, total, grads), None
-
-    zeros = jax.tree.map(jnp.zeros_like, state.params)
-    if not wrong:
-      zeros = jax.tree.map(
-        lambda x: jax.lax.pcast(x, "replica", to="varying"), zeros
-      )
-    grads, _ = jax.lax.scan(accumulate, zeros, x.reshape(4, -1, 64))
-    return state.apply_gradients(grads=grads, skip_gradients_aggregation=wrong)
-
-  return Program(
-    strategy.jit(step, donate_argnums=0), state, _abstract_batch(strategy)
-  )
-
-
-@_mistake("collective in loop", here=True, compilers=("cpu",))
-def accumulation_in_the_global_view(devices: Any, wrong: bool) -> Program:
-  strategy = fs.Strategy(devices=devices)
-  state = _abstract_state(strategy, Mlp())
-
-  def step(state: Any, x: jax.Array) -> Any:
-    if not wrong:
-      return _train_step(state, x)
-
-    def accumulate(total: Any, x: jax.Array) -> Any:
-      def loss(params: Any) -> jax.Array:
-        out = state.apply_fn({"params": params}, x)
-        return (out**2).mean()
-
-      grads = jax.grad(loss)(state.params)
-      return jax.tree.map(jnp.add, total, grads), None
-
-    zeros = jax.tree.map(jnp.zeros_like, state.params)
-    x = _microbatches(x)
-    # here: accumulation_in_the_global_view
-    grads, _ = jax.lax.scan(accumulate, zeros, x)
-    return state.apply_gradients(grads=grads), jnp.zeros(())
-
-  return Program(
-    _jit_like(state, step), state, _abstract_batch(strategy, (256, 64))
-  )
-
-
-@_mistake("collective in loop", here=True, compilers=("tpu",))
-def memory_is_gathered_in_each_turn(devices: Any, wrong: bool) -> Program:
-  strategy = fs.Strategy(devices=devices)
-  state = _abstract_state(strategy, Mlp())
-  mesh = strategy.mesh
-
-  @functools.partial(
-    jax.shard_map,
-    mesh=mesh,
-    in_specs=P("replica"),
-    out_specs=P("replica"),
-    check_vma=False,
-  )
-  def attend(memory: jax.Array) -> jax.Array:
-    def turn(x: jax.Array, _: Any) -> Any:
-      if wrong:
-        # here: memory_is_gathered_in_each_turn
-        whole = jax.lax.all_gather(memory, "replica", tiled=True)
-      else:
-        whole = gathered
-      return jnp.tanh(x @ whole.T @ whole), None
-
-    gathered = (
-      None if wrong else jax.lax.all_gather(memory, "replica", tiled=True)
-    )
-    return jax.lax.scan(turn, memory, length=4)[0]
-
-  def step(state: Any, x: jax.Array) -> Any:
-    return _train_step(state, x + jax.lax.stop_gradient(attend(x)))
+    if wrong:
+      # here: data_set_is_a_constant
+      x = x + whole
+    return _train_step(state, x)
 
   return Program(_jit_like(state, step), state, _abstract_batch(strategy))

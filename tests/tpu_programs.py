@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 import flaxshard as fs
-from flaxshard import compiled as compiled_lib
+from flaxshard import plans
 
 P = jax.sharding.PartitionSpec
 Shape = jax.ShapeDtypeStruct
@@ -72,5 +72,5 @@ def strategy_of(topology: str, **mesh_shape: int) -> fs.Strategy:
 
 def collectives(program: Any, strategy: fs.Strategy) -> list[Any]:
   """Returns the collectives between devices."""
-  found = compiled_lib.collectives(program, strategy.mesh)
+  found = plans.collectives(program, strategy.mesh)
   return [c for c in found if c.group_size > 1]

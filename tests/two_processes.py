@@ -33,6 +33,7 @@ def run(
   *args: str,
   processes: int = 2,
   devices: int = 2,
+  logs_errors: bool = False,
 ) -> list[tuple[str, str]]:
   """Runs a script in several processes and asserts that all succeed.
 
@@ -43,14 +44,41 @@ def run(
     *args: Further arguments, from `sys.argv[3]` on.
     processes: Number of processes.
     devices: Number of virtual devices of each process.
+    logs_errors: Whether Orbax logs errors that the script expects.
 
   Returns:
     `(standard output, standard error)` of each process.
   """
+  code = f"{processes=}; {devices=}\n{PREAMBLE}{script}"
+  ended = _run(code, args, processes, end_all=True)
+  assert not any(p.returncode for p, _, _ in ended), ended
+  for _, _, err in ended:
+    # Also one that Python prints after a successful run, at the exit.
+    assert logs_errors or "Traceback" not in err, err
+    assert "Fatal Python" not in err, err
+  return [(out, err) for _, out, err in ended]
+
+
+def run_until_end(script: str, *args: str) -> list[tuple[int, str]]:
+  """Runs a script in two processes, which may fail.
+
+  Args:
+    script: Python code. `sys.argv[1]` is the port, `sys.argv[2]` the index.
+    *args: Further arguments, from `sys.argv[3]` on.
+
+  Returns:
+    `(exit code, standard error)` of each process.
+  """
+  ended = _run(script, args, 2, end_all=False)
+  return [(p.returncode, err) for p, _, err in ended]
+
+
+def _run(
+  code: str, args: tuple[str, ...], processes: int, *, end_all: bool
+) -> list[tuple[subprocess.Popen[str], str, str]]:
   with socket.socket() as s:
     s.bind(("localhost", 0))
     port = s.getsockname()[1]
-  code = f"{processes=}; {devices=}\n{PREAMBLE}{script}"
   started = [
     subprocess.Popen(
       [sys.executable, "-c", code, str(port), str(rank), *args],
@@ -61,21 +89,21 @@ def run(
     for rank in range(processes)
   ]
 
-  def read(process: subprocess.Popen[str]) -> tuple[str, str]:
+  def read(
+    process: subprocess.Popen[str],
+  ) -> tuple[subprocess.Popen[str], str, str]:
     try:
       out = process.communicate(timeout=_TIMEOUT)
     except subprocess.TimeoutExpired:
       process.kill()
       out = process.communicate()
-    if process.returncode:
+    if process.returncode and end_all:
       # The others would wait for this one.
       for other in started:
         other.kill()
-    return out
+    return process, *out
 
   # Reads all at once: a process with a full pipe stops, and the others wait for
   # it.
   with futures.ThreadPoolExecutor(processes) as pool:
-    outs = list(pool.map(read, started))
-  assert not any(p.returncode for p in started), outs
-  return outs
+    return list(pool.map(read, started))

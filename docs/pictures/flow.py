@@ -185,6 +185,49 @@ def agn(scheme: str) -> Drawing:
   return d
 
 
+def center(scheme: str) -> Drawing:
+  """Draws workers, the objects in a store, and who merges."""
+  d = Drawing(
+    480,
+    430,
+    scheme,
+    "Workers write commits to a store and read centers from it. One process, a "
+    "worker or a synchronizer, merges the commits into a new center.",
+  )
+  for k in range(3):
+    x = 4 + 162 * k
+    d.box(x, 4, 148, 50, "ours")
+    d.text(x + 74, 25, f"worker {k}", "ours", anchor="middle", bold=True)
+    d.text(x + 74, 45, "local steps", "ours", anchor="middle", size=14.5)
+    d.arrow([(x + 60, 54), (x + 60, 96)], "sent")
+    d.arrow([(x + 88, 98), (x + 88, 56)], "plain")
+  d.text(56, 81, "commit", "sent", anchor="end", size=14.5)
+  d.text(100, 81, "center", "plain", size=14.5)
+  d.box(4, 98, 472, 232, "paper")
+  d.text(18, 122, "WORKDIR/center/", "plain", mono=True, bold=True)
+  objects = (
+    ("ours", "run", "facts that all workers must share"),
+    ("ours", "worker/1", "its phase, and that it lives"),
+    ("sent", "commit/0/1-4f0c/7", "its 7th commit of fragment 0"),
+    ("ours", "head/0", "names the newest center and slots"),
+    ("plain", "center/0/12-81ac", "parameters, version 12"),
+    ("plain", "slots/0/12-81ac", "of its optimizer, for who merges"),
+  )
+  for i, (kind, name, remark) in enumerate(objects):
+    y = 132 + 32 * i
+    d.box(18, y, 178, 27, kind)
+    d.text(28, y + 19, name, kind, mono=True, size=14.5)
+    d.text(208, y + 19, remark, size=14.5)
+  d.arrow([(180, 330), (180, 372)], "sent")
+  d.text(168, 357, "commits, center, slots", "sent", anchor="end", size=14.5)
+  d.arrow([(300, 374), (300, 332)], "plain")
+  d.text(312, 357, "new version", "plain", size=14.5)
+  d.box(4, 374, 472, 52, "ours")
+  d.text(18, 396, "one worker, or a synchronizer, merges", "ours", bold=True)
+  d.text(18, 416, "two at the same time do no harm", "ours", size=14.5)
+  return d
+
+
 def checkpoint(scheme: str) -> Drawing:
   """Draws what is saved, and how it is restored."""
   d = Drawing(

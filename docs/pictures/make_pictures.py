@@ -22,6 +22,7 @@ PICTURES: dict[str, Callable[[str], Drawing]] = {
   "step": flow.step,
   "run": flow.run,
   "agn": flow.agn,
+  "center": flow.center,
   "checkpoint": flow.checkpoint,
   "house": house.house,
 }

@@ -19,19 +19,13 @@ from flaxshard.checkpoint.save_manager import SaveError
 from flaxshard.checkpoint.step import item_handlers
 from flaxshard.checkpoint.step import restore
 from flaxshard.checkpoint.step import save_args
-from flaxshard.core.directories import check_writable
 
 __all__ = [
   "Checkpointer",
   "InitReport",
   "SaveError",
-  "check_writable",
   "init_from",
   "item_handlers",
   "restore",
   "save_args",
 ]
-
-
-def __dir__() -> list[str]:
-  return sorted(__all__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import json
 import logging
-import math
 import os
 import types
 from typing import Any
@@ -15,20 +14,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import digests as digests_lib
-from flaxshard.checkpoint import existing_step
 from flaxshard.checkpoint import iterator_state
 from flaxshard.checkpoint import locate
 from flaxshard.checkpoint import metadata_item
 from flaxshard.checkpoint import policies
-from flaxshard.checkpoint import readable_steps
 from flaxshard.checkpoint import restore_plan
-from flaxshard.checkpoint import s3
 from flaxshard.checkpoint import save_manager
+from flaxshard.checkpoint import saved_steps
 from flaxshard.checkpoint import step as step_lib
 from flaxshard.checkpoint import step_names
 from flaxshard.checkpoint.save_manager import SaveError
 from flaxshard.core import checks
-from flaxshard.core import directories
 from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.partitioning import compile_only
@@ -46,8 +42,8 @@ class Checkpointer:
 
   Args:
     directory: Path of the directory of the checkpoints, or of a workdir with
-      such a directory `checkpoints`, on a file system or in a bucket:
-      `gs://bucket/run` or `s3://bucket/run`. If it is missing, the first save
+      such a directory `checkpoints`, on a file system or in a bucket,
+      `gs://bucket/run`, which is not locked. If it is missing, the first save
       creates it. If it is the path of one step, only that step can be restored,
       and none can be saved.
     max_to_keep: Number of newest checkpoints to keep; None keeps all. Those
@@ -65,8 +61,7 @@ class Checkpointer:
       `"state"`; the training checkpointer of Orbax v1 reads `"state"`.
     digests: Whether to store a crc32 of every file, which `restore` compares.
       Taking them reads every file once in the background. Without them, only
-      the sizes of the files are stored and compared. In a bucket, the checksums
-      that the bucket keeps are stored and compared in both cases.
+      the sizes of the files are stored and compared, as in a bucket.
 
   Raises:
     TypeError: JSON cannot hold `config`, or an argument has a wrong type.
@@ -116,23 +111,20 @@ class Checkpointer:
     except (TypeError, ValueError) as e:
       raise TypeError(f"config must have values JSON can hold: {e}.") from e
     self._config = config
-    directories.check_writable("directory", directory, create=False)
     path = files.absolute(directory)
+    files.check_writable("directory", path, create=False)
     # The number of the only step, if the path is that of one step.
     self._only_step = locate.step_of(path)
     if self._only_step is None:
       self.directory = os.fspath(locate.directory_of_steps(path))
     else:
       self.directory = os.path.dirname(path)
-    handlers = step_lib.item_handlers(plain_item=self._plain_item)
-    if s3.is_s3(self.directory):
-      handlers = s3.item_handlers(self.directory, handlers)
     self._saves = save_manager.SaveManager(
       self.directory,
       policy,
       # A fresh process can only restore items whose handlers are named here.
       {
-        **handlers,
+        **step_lib.item_handlers(plain_item=self._plain_item),
         iterator_state.ITEM: iterator_state.Handler(),
         # The last handler: it digests the files that the others have written.
         digests_lib.ITEM: metadata_item.Handler(),
@@ -199,19 +191,11 @@ class Checkpointer:
     Returns None if no step has a finite value, or without `best_metric`.
     """
     self.wait()
-    steps = self.all_steps()
-    manager = self._saves.manager
-    if manager is None:
+    metric, mode = self._best
+    if metric is None:
       return None
-    # Flax's own checkpoints have no metrics, and Orbax does not find them.
-    found = set(manager.all_steps())
-    ranks = {
-      policies.rank(manager.metrics(step), *self._best): step
-      for step in steps
-      if step in found
-    }
-    ranks.pop(-math.inf, None)
-    return ranks[max(ranks)] if ranks else None
+    damaged = self._saves.steps.damaged
+    return saved_steps.best_step(self.directory, metric, mode, damaged)
 
   def wait(self) -> None:
     """Waits until the last save is on disk.
@@ -286,24 +270,22 @@ class Checkpointer:
     step = checks.integer("step", step, minimum=0)
     if step_names.is_complete(self._saves.steps.path(step)):
       self._saves.reload()  # another checkpointer may have saved it
-    saved_steps = self.all_steps()
-    if saved_steps and step < saved_steps[-1] and step not in saved_steps:
+    there = self.all_steps()
+    if there and step < there[-1] and step not in there:
       raise ValueError(
         f"step={step} cannot be saved in {self.directory}, which has step "
-        f"{saved_steps[-1]}: restoring reads the latest step. Move later steps "
+        f"{there[-1]}: restoring reads the latest step. Move later steps "
         "away, or use another directory."
       )
     state_items = step_lib.save_args(state, plain_item=self._plain_item)
-    if step in saved_steps:
+    if step in there:
       with multihost.raise_on_all_processes(ValueError, SaveError):
         self.wait()
         path = self._saves.steps.path(step)
-        existing_step.check_same(path, state, state_items)
+        step_lib.check_same(path, state, state_items)
       _log.info("step %d has been saved in %s already", step, self.directory)
       return False
     items: dict[str, Any] = dict(state_items.items())
-    if s3.is_s3(self.directory):
-      items = s3.save_args(items)
     position = None
     with multihost.raise_on_all_processes(TypeError, ValueError, SaveError):
       if data is not None:
@@ -312,7 +294,7 @@ class Checkpointer:
       if metrics is not None:
         metrics = policies.to_json(metrics)
         policies.check_has(self._best[0], metrics)
-        items[readable_steps.METRICS] = ocp.args.JsonSave(metrics)
+        items[saved_steps.METRICS] = ocp.args.JsonSave(metrics)
       self._saves.prepare(step)
     if position is not None:
       position.check_same()

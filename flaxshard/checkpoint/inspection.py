@@ -5,11 +5,10 @@
 
 Lists the steps and shows one: its versions, wrappers, position in the data and
 arrays. Changes nothing, reads no arrays, and uses only the CPU. A step is
-damaged if a file is missing or has another size, if it was copied or renamed
-from another step, or if it is a link that leads nowhere. `--verify` also reads
-and compares all files; in a bucket it compares the checksums that the bucket
-has. Another program may save in the directory at the same time. The exit status
-is 1 if a step is damaged, and 2 if there is nothing to show.
+damaged if a file is missing or has another size, or if it was copied or renamed
+from another step. `--verify` also reads and compares all files, except in a
+bucket. Another program may save in the directory at the same time. The exit
+status is 1 if a step is damaged, and 2 if there is nothing to show.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 import contextlib
-import functools
 import json
 import math
 import os
@@ -25,43 +23,28 @@ import sys
 import time
 from typing import Any
 
+from etils import epath
 import jax
 
-from flaxshard.checkpoint import damage
 from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import iterator_state
 from flaxshard.checkpoint import locate
 from flaxshard.checkpoint import metadata_item
 from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import step_names
+from flaxshard.core import checks
 from flaxshard.core import files
+from flaxshard.core import multihost
 
-# A step that is half deleted is gone after so many seconds.
+# The program that saves may be deleting a step while it is read: it is gone
+# after so many seconds.
 _DELETION_SECONDS = 0.5
 
-# Keys of the metadata that have lines of their own format.
-_SHOWN_SEPARATELY = ("wrappers", "config")
+# Characters of a position in the data that are shown.
+_SHOWN = 200
 
 
-def steps(directory: str | os.PathLike[str]) -> dict[int, str]:
-  """Returns the paths of the steps in a directory, in ascending order.
-
-  Args:
-    directory: Path of the directory of the checkpoints.
-
-  Raises:
-    ValueError: There is no such directory, or no step in it.
-  """
-  found = step_names.steps(directory)
-  if not found:
-    reason = locate.describe_missing(directory)
-    raise ValueError(f"no checkpoint in {os.fspath(directory)}: {reason}")
-  return {step: str(path) for step, path in found.items()}
-
-
-def status(
-  step_dir: str | os.PathLike[str], contents: bool = False
-) -> tuple[str, bool]:
+def status(step_dir: Any, contents: bool = False) -> tuple[str, bool]:
   """Returns a description of a step's condition, and whether it is unusable.
 
   Args:
@@ -72,63 +55,50 @@ def status(
     if digests.verify(step_dir, contents=contents):
       return ("complete, verified" if contents else "complete"), False
     # Without digests, only check that there is a train state.
-    where = os.fspath(step_dir)
-    damage.read(where, lambda: reader.plain(step_names.as_path(where)))
+    reader.plain(step_dir)
     return "complete, without digests", False
   except digests.Damaged as e:
     return f"damaged: {e}", True
   except reader.NotRestorableError as e:
     return f"not restorable: {e}", True
-  except Exception as e:
-    # The program that saves may have deleted the step while it was read.
-    time.sleep(_DELETION_SECONDS)
-    if files.lexists(step_dir):
-      raise
-    return f"deleted: {e}", True
+  except Exception as e:  # of Orbax
+    return f"cannot be read: {e}", True
 
 
 def overview(
-  directory: str | os.PathLike[str], contents: bool = False
-) -> tuple[str, list[int]]:
-  """Returns a line for each step, and the damaged steps.
+  directory: Any, contents: bool = False
+) -> tuple[list[str], dict[int, Any]]:
+  """Returns a line for each step, and its path; None for a damaged one.
 
   Args:
     directory: Path of the directory of the checkpoints.
     contents: Whether to read all files; otherwise only sizes are compared.
-
-  Raises:
-    ValueError: There is no such directory, or no step in it.
   """
-  where = os.fspath(directory)
-  lines, damaged = [where], []
-  step_dirs = steps(where)
-  conditions = {n: status(path, contents) for n, path in step_dirs.items()}
-  if any(is_damaged for _, is_damaged in conditions.values()):
-    # The program that saves may be deleting a step just now.
-    time.sleep(_DELETION_SECONDS)
-  for step, (condition, is_damaged) in conditions.items():
-    if not files.lexists(step_dirs[step]):
-      continue
-    size = _format_size(_bytes_in(step_dirs[step]))
-    lines.append(f"  {step:>8}  {size:>9}  {condition}")
+  directory = step_names.as_path(directory)
+  lines, steps, counted = [str(directory)], {}, set()
+  for step, path in step_names.steps(directory).items():
+    condition, is_damaged = status(path, contents)
+    size = checks.format_bytes(_bytes_in(path))
     if is_damaged:
-      damaged.append(step)
-  counted = {os.path.basename(path) for path in step_dirs.values()}
-  for name in sorted(set(files.list_names(where)) - counted):
-    path = os.path.join(where, name)
-    if files.is_dir(path) or os.path.islink(path):
-      lines.append(f"  not counted: {name}{_describe_other(path)}")
-  return "\n".join(lines), damaged
+      time.sleep(_DELETION_SECONDS)
+    if not path.exists():
+      continue
+    counted.add(path.name)
+    lines.append(f"  {step:>8}  {size:>9}  {condition}")
+    steps[step] = None if is_damaged else path
+  for path in sorted(directory.iterdir()) if steps else ():
+    if path.name not in counted and path.is_dir():
+      lines.append(f"  not counted: {path.name}{_describe_other(path.name)}")
+  return lines, steps
 
 
-def _describe_other(path: str) -> str:
-  """Returns what a directory or link is that is no step, in parentheses."""
-  name = os.path.basename(path)
-  if ".damaged" in name:
+def _describe_other(name: str) -> str:
+  """Returns what a directory is that is no step, in parentheses."""
+  if name.endswith(".damaged"):
     return " (a damaged step that was set aside; it can be deleted)"
   if ".orbax-checkpoint-tmp" in name or step_names.OURS.fullmatch(name):
     return " (a save that has not finished)"
-  return "" if files.exists(path) else " (a link that leads nowhere)"
+  return ""
 
 
 def describe(step_dir: str | os.PathLike[str]) -> str:
@@ -145,25 +115,26 @@ def describe(step_dir: str | os.PathLike[str]) -> str:
   metadata = metadata_item.read_metadata(where)
   if metadata is None:
     lines.append("  not written by flaxshard")
-  else:
-    for key, value in metadata.items():
-      if key not in _SHOWN_SEPARATELY and value is not None:
-        lines.append(f"  {key}: {_format_value(value)}")
-    for wrapper in metadata.get("wrappers", ()):
-      lines.append(f"  wrapper: {_format_wrapper(wrapper)}")
-    for key, value in (metadata.get("config") or {}).items():
-      lines.append(f"  config.{key}: {_format_value(value)}")
-  lines += [f"  {line}" for line in iterator_state.describe(where)]
+  for key, value in (metadata or {}).items():
+    if isinstance(value, dict):
+      lines += [f"  {key}.{k}: {json.dumps(x)}" for k, x in value.items()]
+    elif value is not None:
+      lines.append(f"  {key}: {json.dumps(value)}")
   path = step_names.as_path(where)
-  plain = damage.read(where, lambda: reader.plain(path))
+  item_dir = path / iterator_state.ITEM
+  for file in sorted(item_dir.iterdir()) if item_dir.is_dir() else ():
+    text = " ".join(file.read_bytes().decode(errors="replace").split())
+    lines.append(f"  {iterator_state.ITEM}/{file.name}: {text[:_SHOWN]}")
+  plain = reader.plain(path)
   trees = {plain.item: plain}
   for item, item_dir in reader.items(path).items():
     if item not in trees:
-      read_tree = functools.partial(reader.orbax_tree, item_dir, item)
-      trees[item] = damage.read(where, read_tree)
+      trees[item] = reader.orbax_tree(item_dir, item)
   for item, tree in trees.items():
     size = sum(_bytes_of(x) for x in tree.leaves.values())
-    lines.append(f"{item}: {len(tree.leaves)} arrays, {_format_size(size)}")
+    lines.append(
+      f"{item}: {len(tree.leaves)} arrays, {checks.format_bytes(size)}"
+    )
     width = max((len("/".join(p)) for p in tree.leaves), default=0)
     for leaf_path, leaf in sorted(tree.leaves.items()):
       name = "/".join(leaf_path) or "<root>"
@@ -209,53 +180,43 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(directory: str, step: int | None, verify: bool) -> int:
-  if step is None and (step := locate.step_of(directory)) is not None:
-    directory = os.path.dirname(files.absolute(directory))
-  directory = os.fspath(locate.directory_of_steps(directory))
-  step_dirs = steps(directory)
-  if step is not None and step not in step_dirs:
-    raise ValueError(f"{directory} has no step {step}, only {list(step_dirs)}.")
-  text, damaged = overview(directory, verify)
-  print(text)
-  candidates = sorted(step_dirs, reverse=True) if step is None else [step]
-  for number in candidates:
-    if number in damaged:
-      continue
+  where = step_names.as_path(directory)
+  if step is None and (step := locate.step_of(where)) is not None:
+    where = where.parent
+  where = locate.directory_of_steps(where)
+  lines, steps = overview(where, verify)
+  while not steps and step_names.steps(where):
+    # The program that saves has deleted all of them, and saved others.
+    lines, steps = overview(where, verify)
+  if not steps:
+    raise ValueError(
+      f"no checkpoint in {where}: {locate.describe_missing(where)}"
+    )
+  if step is not None and step not in steps:
+    raise ValueError(f"{where} has no step {step}, only {list(steps)}.")
+  print("\n".join(lines))
+  usable = [n for n, path in steps.items() if path is not None]
+  for number in reversed(usable) if step is None else {step} & {*usable}:
     try:
-      description = describe(step_dirs[number])
-    except Exception:
-      # The program that saves may have deleted the step while it was read.
-      time.sleep(_DELETION_SECONDS)
-      if files.lexists(step_dirs[number]):
-        raise
-    else:
-      print(f"\n{description}")
+      print(f"\n{describe(steps[number])}")
       break
-  return 1 if damaged else 0
-
-
-def _format_wrapper(wrapper: Any) -> str:
-  if isinstance(wrapper, str):  # the repr of a wrapper without a config
-    return wrapper
-  name, arguments = wrapper
-  return f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
-
-
-def _format_value(value: Any) -> str:
-  return value if isinstance(value, str) else json.dumps(value)
+    except Exception as e:
+      time.sleep(_DELETION_SECONDS)
+      if steps[number].exists():
+        message = f"{steps[number]} cannot be read: "
+        raise digests.Damaged(message + multihost.summarize_error(e)) from e
+  return 1 if len(usable) < len(steps) else 0
 
 
 def _bytes_in(path: str) -> int:
-  if files.is_bucket(path):
-    return sum(int(info["size"]) for info in files.find(path).values())
-  paths = [path]
-  for folder, _, names in os.walk(path):
-    paths += [os.path.join(folder, name) for name in names]
+  where = epath.Path(path)
+  if where.is_file():
+    return where.stat().length
   size = 0
-  for file in paths:
-    # A link may lead nowhere, and a file may just have been deleted.
-    with contextlib.suppress(OSError):
-      size += os.path.getsize(file) if os.path.isfile(file) else 0
+  # A file may just have been deleted.
+  with contextlib.suppress(OSError):
+    for file in files.files_in(where):
+      size += file.stat().length
   return size
 
 
@@ -263,11 +224,3 @@ def _bytes_of(leaf: Any) -> int:
   return (
     math.prod(leaf.shape) * jax.dtypes.canonicalize_dtype(leaf.dtype).itemsize
   )
-
-
-def _format_size(count: float) -> str:
-  for unit in ("B", "kB", "MB", "GB"):
-    if count < 1000 or unit == "GB":
-      break
-    count /= 1000
-  return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -85,7 +85,9 @@ class Position:
     state = data.get_state()
     self._is_bytes = isinstance(state, bytes)
     try:
-      self.text = state if self._is_bytes else _to_json(state)
+      self.text = (
+        state if self._is_bytes else json.dumps(state, indent=4).encode()
+      )
     except (TypeError, ValueError) as e:
       raise TypeError(
         f"data.get_state() must return bytes or a value for JSON: {e}."
@@ -101,12 +103,12 @@ class Position:
     """
     own = self.text.decode("latin-1") if self.is_global else ""
     texts = multihost.exchange(own)
+    shown = ["".join(text.split())[:200] for text in texts]
     for process, text in enumerate(texts):
       if text != texts[0]:
-        first, other = (_show(x.encode("latin-1")) for x in (texts[0], text))
         raise ValueError(
           "data.position_is_global is True, but the positions differ: process "
-          f"0 is at {first}, process {process} is at {other}."
+          f"0 is at {shown[0]}, process {process} is at {shown[process]}."
         )
 
   def read(self, step_dir: str | os.PathLike[str]) -> None:
@@ -190,28 +192,6 @@ def _read_file(
   return digests.read_bytes(
     step_names.as_path(item_dir) / _file_name(process, count)
   )
-
-
-def describe(step_dir: str | os.PathLike[str]) -> list[str]:
-  """Returns a line of text for each position in a step.
-
-  Args:
-    step_dir: Path of the directory of the step.
-
-  Raises:
-    Damaged: A file is missing or damaged.
-    ValueError: This process cannot read a file.
-  """
-  item_dir = step_names.as_path(step_dir) / ITEM
-  if not item_dir.is_dir():
-    return []
-  texts = read_positions(item_dir)
-  if len(texts) == 1:
-    return [f"{ITEM}: {_show(texts[0])}"]
-  return [
-    f"{ITEM}, process {process} of {len(texts)}: {_show(text)}"
-    for process, text in enumerate(texts)
-  ]
 
 
 class Handler(ocp.AsyncCheckpointHandler):
@@ -310,16 +290,3 @@ def _file_name(process: int, count: int) -> str:
 
 def _processes(count: int) -> str:
   return f"{count} process" if count == 1 else f"{count} processes"
-
-
-def _to_json(state: Any) -> bytes:
-  return json.dumps(state, indent=4).encode()
-
-
-def _show(text: bytes) -> str:
-  """Returns a position as one line, or its size if it is long or not JSON."""
-  try:
-    line = json.dumps(json.loads(text))
-  except ValueError:
-    line = ""
-  return line if 0 < len(line) <= 200 else f"{len(text):,} bytes"

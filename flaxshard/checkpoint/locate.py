@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 from typing import Any
 
 from flaxshard.checkpoint import reader
@@ -44,7 +43,7 @@ def step_of(path: Any) -> int | None:
 
 
 def describe_missing(path: Any) -> str:
-  """Returns why a path has no steps, and which similar path there is.
+  """Returns why a path has no steps.
 
   Args:
     path: A path without steps.
@@ -53,55 +52,24 @@ def describe_missing(path: Any) -> str:
     >>> import pathlib, tempfile
     >>> runs = pathlib.Path(tempfile.mkdtemp())
     >>> (runs / "digits").mkdir()
-    >>> describe_missing(runs / "digitz").replace(str(runs), "runs")
-    "there is no such path. Did you mean 'runs/digits'?"
+    >>> describe_missing(runs / "digitz").endswith("/digits'?")
+    True
     >>> describe_missing(runs / "digits")
     'it has no steps: it is empty.'
   """
   directory = step_names.as_path(path)
   if not directory.exists():
-    if os.path.islink(directory):
-      return "it is a link that leads nowhere."
-    return f"there is no such path.{_suggest_path(directory)}"
+    parent = directory.parent
+    names = [p.name for p in parent.iterdir()] if parent.is_dir() else []
+    near = difflib.get_close_matches(directory.name, names, n=1)
+    hint = f" Did you mean {str(parent / near[0])!r}?" if near else ""
+    return f"there is no such path.{hint}"
   if not directory.is_dir():
     return "it is a file, not a directory of steps."
   if reader.is_step(directory):
-    number = step_of(directory)
-    name = "one checkpoint" if number is None else f"step {number}"
-    return f"it is {name}: flaxshard.checkpoint.restore(path, state) reads it."
+    return "it is a step: flaxshard.checkpoint.restore(path, state) reads it."
   names = sorted(p.name for p in directory.iterdir())
   if not names:
     return "it has no steps: it is empty."
   others = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-  hints = [
-    repr(str(child)) for child in directory.iterdir() if _has_steps(child)
-  ]
-  hint = f" Did you mean {' or '.join(sorted(hints)[:2])}?" if hints else ""
-  return (
-    f"it has no steps, only {', '.join(names[:_LISTED])}{others}. The "
-    f"directory of a step is called 1200 or checkpoint_1200.{hint}"
-  )
-
-
-def _has_steps(path: Any) -> bool:
-  """Returns whether a path is a step, a directory of steps or a workdir."""
-  try:
-    steps = step_names.steps(directory_of_steps(path))
-    return bool(steps) or step_of(path) is not None
-  except OSError:
-    return False  # no permission to list it
-
-
-def _suggest_path(missing: Any) -> str:
-  """Returns a hint at an existing path like one that does not exist."""
-  parent = missing.parent
-  while not parent.is_dir() and parent != parent.parent:
-    missing, parent = parent, parent.parent
-  try:
-    names = [p.name for p in parent.iterdir()]
-  except OSError:
-    return ""  # no permission to list it
-  similar = difflib.get_close_matches(missing.name, names, n=2)
-  if not similar:
-    return ""
-  return f" Did you mean {' or '.join(repr(str(parent / s)) for s in similar)}?"
+  return f"it has no steps, only {', '.join(names[:_LISTED])}{others}."

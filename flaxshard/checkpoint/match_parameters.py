@@ -10,7 +10,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from flaxshard.checkpoint import init_patterns
 from flaxshard.checkpoint import reader
 from flaxshard.core import checks
 from flaxshard.core import patterns as patterns_lib
@@ -29,6 +28,56 @@ _BOX = "/value"
 _PARAMS = re.compile("^(params|frozen)/")
 # Number of paths that a message lists.
 _LISTED = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Patterns:
+  """Which parameters of a file are used, and for which of a model.
+
+  Patterns are regular expressions, searched in paths such as
+  `encoder/Dense_0/kernel`. The paths of collections other than `params` begin
+  with the name of the collection: `batch_stats/BatchNorm_0/mean`.
+
+  Attributes:
+    rename: `(pattern, replacement)` pairs. Each is applied with `re.sub` to the
+      paths of the file, in this order.
+    keep: Patterns of the model's paths that keep their initial values.
+    ignore: Patterns of the file's paths, before `rename`, that are not used.
+    transpose: `(pattern, axes)` pairs: the order in which a model has the
+      dimensions of arrays of the file, by the model's path. The first match
+      counts.
+    reshape: Patterns of the model's paths whose arrays get the shape that they
+      have in the model, after `transpose`.
+    cast: Whether to cast to dtypes that cannot hold all values of the file's.
+  """
+
+  rename: Sequence[tuple[str, str]] = ()
+  keep: Sequence[str] = ()
+  ignore: Sequence[str] = ()
+  transpose: Sequence[tuple[str, Sequence[int]]] = ()
+  reshape: Sequence[str] = ()
+  cast: bool = False
+
+  def __post_init__(self) -> None:
+    patterns_lib.check("keep", self.keep)
+    patterns_lib.check("ignore", self.ignore)
+    patterns_lib.check("reshape", self.reshape)
+    pairs = patterns_lib.check_pairs("rename", self.rename)
+    for i, (pattern, text) in enumerate(pairs):
+      try:
+        re.sub(pattern, text, "")
+      except (re.error, IndexError, TypeError) as e:
+        raise ValueError(f"rename[{i}]={(pattern, text)!r}: {e}.") from e
+    pairs = patterns_lib.check_pairs("transpose", self.transpose)
+    for i, (_, axes) in enumerate(pairs):
+      if not isinstance(axes, (tuple, list)) or not all(
+        axes.count(axis) == 1 for axis in range(len(axes))
+      ):
+        raise ValueError(
+          f"transpose[{i}] must have the axes in another order, such as "
+          f"(1, 0), got {axes!r}."
+        )
+    checks.boolean("cast", self.cast)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +113,7 @@ class Match:
 def match(
   saved: Mapping[str, Any],
   wanted: Mapping[str, Any],
-  patterns: init_patterns.Patterns,
+  patterns: Patterns,
   *,
   collections: Iterable[str] = (),
   optional: Iterable[str] = (),
@@ -216,28 +265,16 @@ def _check(
       math.prod(shape) == math.prod(want.shape)
     )
     if shape != tuple(want.shape) and not (source.reshape and can_reshape):
-      hint = ""
-      if source.axes is None and shape[::-1] == tuple(want.shape):
-        hint = (
-          f" If its dimensions are in another order, as those of PyTorch, use "
-          f"transpose=(({_pattern(path)!r}, "
-          f"{tuple(reversed(range(len(shape))))}),)."
-        )
-      elif can_reshape:
-        hint = (
-          f" reshape=({_pattern(path)!r},) gives it the shape of the model, "
-          "after transpose."
-        )
       raise ValueError(
         f"{path} has the shape {shape} in the file, and {tuple(want.shape)} in "
-        f"the model; keep=({_pattern(path)!r},) keeps its initial value.{hint}"
+        f"the model. keep=({_pattern(path)!r},) keeps its initial value; "
+        "transpose=((pattern, axes),) and reshape=(pattern,) change the array."
       )
-    if cast or _holds(want.dtype, have.dtype):
-      continue
-    raise ValueError(
-      f"{path} is {have.dtype} in the file, and {want.dtype} in the model, "
-      "which cannot hold all its values; cast=True rounds them."
-    )
+    if not (cast or _holds(want.dtype, have.dtype)):
+      raise ValueError(
+        f"{path} is {have.dtype} in the file, and {want.dtype} in the model, "
+        "which cannot hold all its values; cast=True rounds them."
+      )
 
 
 def _holds(dtype: Any, other: Any) -> bool:
@@ -264,57 +301,24 @@ def _describe_unmatched(
   if missing:
     parts.append(
       f"the file lacks {len(missing)} of {len(wanted)} arrays of the model: "
-      + _list(_with_shapes(missing, wanted))
-      + "."
-    )
-    near = [
-      f"{path} may be {name}"
-      for path in missing[:3]
-      if (name := _nearest(path, unmatched, saved, wanted))
-    ]
-    if near:
-      parts.append(f"{'; '.join(near)}: rename=((pattern, replacement), ...).")
-    parts.append(
-      f"keep=({_pattern(missing[0])!r}, ...) keeps their initial values."
+      f"{_list({path: wanted[path] for path in missing})}. rename=((pattern, "
+      f"replacement),) renames those of the file; "
+      f"keep=({_pattern(missing[0])!r},) keeps initial values."
     )
   if unmatched:
-    shapes = {name: saved[path] for name, path in unmatched.items()}
     parts.append(
       f"The model lacks {len(unmatched)} of {len(saved)} arrays of the file: "
-      f"{_list(_with_shapes(list(unmatched), shapes))}. "
-      f"ignore=({_pattern(next(iter(unmatched)))!r}, ...) leaves them out."
+      f"{_list({name: saved[path] for name, path in unmatched.items()})}. "
+      f"ignore=({_pattern(next(iter(unmatched)))!r},) leaves them out."
     )
   return " ".join(parts)
 
 
-def _nearest(
-  path: str,
-  unmatched: Mapping[str, str],
-  saved: Mapping[str, Any],
-  wanted: Mapping[str, Any],
-) -> str:
-  """Returns the path in the file that is most like a path of the model."""
-  shape = tuple(wanted[path].shape)
-  same_shape = [
-    name for name, p in unmatched.items() if tuple(saved[p].shape) == shape
-  ]
-  # An array of the same shape is likely, even if its name is quite different.
-  found = checks.nearest(path, same_shape, cutoff=0.3)
-  return found or checks.nearest(path, unmatched)
-
-
-def _with_shapes(
-  paths: Iterable[str], leaves: Mapping[str, Any]
-) -> Iterable[str]:
-  return [
-    f"{path} {tuple(leaves[path].shape)}".replace(",)", ")") for path in paths
-  ]
-
-
-def _list(paths: Iterable[str]) -> str:
-  paths = list(paths)
-  more = f" and {len(paths) - _LISTED} more" if len(paths) > _LISTED else ""
-  return f"{', '.join(paths[:_LISTED])}{more}"
+def _list(leaves: Mapping[str, Any]) -> str:
+  """Returns the first paths with their shapes."""
+  texts = [f"{path} {tuple(leaf.shape)}" for path, leaf in leaves.items()]
+  more = f" and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
+  return f"{', '.join(texts[:_LISTED])}{more}"
 
 
 def _pattern(path: str) -> str:

@@ -19,6 +19,7 @@ import time
 from typing import Any
 import zlib
 
+from etils import epath
 import jax
 import orbax.checkpoint as ocp
 
@@ -26,7 +27,6 @@ from flaxshard import wrappers as wrappers_lib
 from flaxshard.checkpoint import digests as digests_lib
 from flaxshard.checkpoint import iterator_state
 from flaxshard.checkpoint import validation
-from flaxshard.core import directories
 from flaxshard.core import files as files_lib
 from flaxshard.core import version
 from flaxshard.state.train_state import TrainState
@@ -93,7 +93,7 @@ def read_metadata(step_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
     Damaged: The file cannot be read.
   """
   path = os.path.join(step_dir, digests_lib.ITEM, digests_lib.METADATA)
-  return digests_lib.read_json(path) if files_lib.exists(path) else None
+  return digests_lib.read_json(path) if epath.Path(path).exists() else None
 
 
 class Handler(ocp.AsyncCheckpointHandler):
@@ -104,8 +104,8 @@ class Handler(ocp.AsyncCheckpointHandler):
   all processes have written everything, process 0 collects those digests and
   takes the rest, before Orbax gives the step its final name. So a step has its
   digests from the moment it exists, and no process reads back arrays that
-  another process has written. In a bucket, process 0 takes all digests from a
-  listing of the objects.
+  another process has written. In a bucket, process 0
+  takes the sizes alone.
   """
 
   def __init__(self) -> None:
@@ -148,25 +148,20 @@ class Handler(ocp.AsyncCheckpointHandler):
     """
     item_dir = os.fspath(directory)
     step_dir = os.path.dirname(item_dir)
-    # A save must not complete a step that another program may be saving, too.
-    directories.check_lock("directory", os.path.dirname(step_dir))
     text = json.dumps(self._args.metadata, indent=2)
-    files_lib.write_bytes(
-      os.path.join(item_dir, digests_lib.METADATA), text.encode()
+    epath.Path(os.path.join(item_dir, digests_lib.METADATA)).write_bytes(
+      text.encode()
     )
-    if files_lib.is_bucket(item_dir):
-      found = digests_lib.take_from_bucket(step_dir)
-      paths = _files_of_items(item_dir)
-      files = {name: found[path] for name, path in paths.items()}
-    elif self._args.digests:
+    if self._args.digests and not files_lib.is_bucket(item_dir):
       files = self._take_digests(item_dir)
     else:
       paths = _files_of_items(item_dir)
-      files = digests_lib.take_sizes(paths)
+      files = digests_lib.take(paths, contents=False)
       # Positions of two steps often have one size, and are small.
       prefix = f"{iterator_state.ITEM}/"
       files |= digests_lib.take(
-        {n: path for n, path in paths.items() if n.startswith(prefix)}
+        {n: path for n, path in paths.items() if n.startswith(prefix)},
+        contents=True,
       )
     body = text.encode()
     name = f"{digests_lib.ITEM}/{digests_lib.METADATA}"
@@ -174,9 +169,8 @@ class Handler(ocp.AsyncCheckpointHandler):
     step_metadata = _read_step_metadata(step_dir)
     digests: dict[str, Any] = {"files": files, "step_metadata": step_metadata}
     digests["crc32"] = digests_lib.crc_of_digests(digests)
-    files_lib.write_bytes(
-      os.path.join(item_dir, digests_lib.DIGESTS),
-      json.dumps(digests, indent=1).encode(),
+    epath.Path(os.path.join(item_dir, digests_lib.DIGESTS)).write_bytes(
+      json.dumps(digests, indent=1).encode()
     )
 
   def _take_digests(self, item_dir: str) -> dict[str, digests_lib.Digest]:
@@ -194,7 +188,7 @@ class Handler(ocp.AsyncCheckpointHandler):
       for name, path in paths.items()
       if name not in known or known[name][0] != os.path.getsize(path)
     }
-    known |= digests_lib.take(rest)
+    known |= digests_lib.take(rest, contents=True)
     return {name: known[name] for name in paths}
 
   def restore(self, directory: Any, args: Any = None) -> dict[str, Any]:
@@ -239,7 +233,7 @@ class _OwnDigests:
       # TensorStore may still replace the manifest, a small file.
       and os.path.basename(name) != _MANIFEST
     }
-    self.files = digests_lib.take(own)
+    self.files = digests_lib.take(own, contents=True)
     if process != 0:
       name = f"{_OWN_DIGESTS}{process}.json"
       with open(os.path.join(self._item_dir, name), "w") as f:
@@ -273,7 +267,7 @@ class Restore(ocp.args.CheckpointArgs):
 def _read_step_metadata(step_dir: str) -> dict[str, Any] | None:
   """Returns Orbax's metadata of an unfinished step, or None without them."""
   path = os.path.join(step_dir, digests_lib.STEP_METADATA)
-  if not files_lib.exists(path):
+  if not epath.Path(path).exists():
     return None
   # Another thread of Orbax adds the handlers of the items about now.
   for _ in range(100):
@@ -299,7 +293,7 @@ def _files_of_items(item_dir: str) -> dict[str, str]:
   """
   step_dir = os.path.dirname(item_dir)
   paths = {}
-  for path in files_lib.files_in(step_dir):
+  for path in map(os.fspath, files_lib.files_in(step_dir)):
     if path.startswith(f"{item_dir}/") or path.endswith(_LOCK_SUFFIX):
       continue
     item, _, rest = os.path.relpath(path, step_dir).partition("/")

@@ -1,7 +1,6 @@
 """Completes Orbax: saves that fail, and programs that end during a save.
 
-Each part says which behavior of Orbax or Python it works around. Its test in
-`orbax_workarounds_test.py` fails once that behavior has changed.
+Each part says which behavior of Orbax or Python it works around.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import jax
 import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import step_names
-from flaxshard.core import directories
 from flaxshard.core import files
 from flaxshard.core import multihost
 
@@ -142,15 +140,7 @@ def remove_unfinished(directory: str, step: int) -> None:
   if jax.process_index() != 0:
     return
   if files.is_bucket(directory):
-    step_dir = os.path.join(directory, str(step))
-    try:
-      # Otherwise another program may be saving this step.
-      directories.check_lock("directory", directory)
-      if not step_names.is_complete(step_dir):
-        files.remove_tree(step_dir)
-    except (OSError, ValueError) as e:
-      _log.warning("%s: the failed save was not removed: %s", step_dir, e)
-    return
+    return  # without its last file it is no step, and the next save replaces it
   unfinished = os.path.join(directory, f"{step}.orbax-checkpoint-tmp")
   # TensorStore finishes the writes it has begun after one of them has failed.
   for _ in range(50):

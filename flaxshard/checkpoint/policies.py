@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import logging
 import math
-import os
 from typing import Any
 
 import numpy as np
 from orbax.checkpoint import checkpoint_managers
 
 from flaxshard.core import checks
-from flaxshard.core import files
-
-_log = logging.getLogger(__name__)
 
 MODES = ("max", "min")
 
@@ -122,69 +117,6 @@ def _is_nonfinite(value: Any) -> bool:
   return value is None or (
     isinstance(value, float) and not math.isfinite(value)
   )
-
-
-@dataclasses.dataclass
-class KeepUndeletable(checkpoint_managers.PreservationPolicy):
-  """Keeps what another policy keeps, and what cannot be deleted.
-
-  Attributes:
-    policy: The other policy.
-    directory: Path of the directory of the steps.
-    deleting: The steps that Orbax deletes after the current save.
-    undeletable: The steps that stay on disk.
-  """
-
-  policy: checkpoint_managers.PreservationPolicy
-  directory: str
-  deleting: list[int] = dataclasses.field(default_factory=list)
-  undeletable: set[int] = dataclasses.field(default_factory=set)
-
-  def should_preserve(
-    self, checkpoints: Sequence[Any], *, context: Any
-  ) -> list[bool]:
-    """Returns for each checkpoint, in ascending order, whether it is kept."""
-    kept = self.policy.should_preserve(checkpoints, context=context)
-    steps = [
-      info.step
-      for info, keep in zip(checkpoints, kept, strict=True)
-      if not keep
-    ]
-    for step in steps:
-      # Orbax may delete the files behind the link, which are elsewhere.
-      if os.path.islink(self._path(step)):
-        self.keep(step, "it is a symbolic link")
-    self.deleting = [step for step in steps if step not in self.undeletable]
-    return [info.step not in self.deleting for info in checkpoints]
-
-  def keep(self, step: int, reason: str) -> None:
-    """Keeps a step from now on, and says so once."""
-    if step not in self.undeletable:
-      self.undeletable.add(step)
-      _log.warning(
-        "%s cannot be deleted: %s. It stays on disk, beside the checkpoints "
-        "that are kept.",
-        self._path(step),
-        reason,
-      )
-
-  def note_failure(self, error: Exception) -> bool:
-    """Keeps the step at which Orbax has stopped to delete, if there is one.
-
-    Args:
-      error: The error of a save that is on disk.
-
-    Returns:
-      Whether a step that was to be deleted is still there.
-    """
-    for step in self.deleting:
-      if files.lexists(self._path(step)):
-        self.keep(step, getattr(error, "strerror", None) or str(error))
-        return True
-    return False
-
-  def _path(self, step: int) -> str:
-    return os.path.join(self.directory, str(step))
 
 
 def rank(

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import logging
-import math
 import os
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from flaxshard.checkpoint import damage
 from flaxshard.checkpoint import digests
-from flaxshard.checkpoint import init_patterns
 from flaxshard.checkpoint import locate
 from flaxshard.checkpoint import match_parameters
-from flaxshard.checkpoint import model_arrays
 from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import restore_plan
 from flaxshard.checkpoint import safetensors_files
@@ -26,11 +22,15 @@ from flaxshard.checkpoint import step_names
 from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.core import multihost
+from flaxshard.core import trees
+from flaxshard.state import fields as fields_lib
+from flaxshard.state import lora
+from flaxshard.state import reinitialize
+from flaxshard.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
 PyTree = Any
-P = jax.sharding.PartitionSpec
 _State = TypeVar("_State")
 _Result = TypeVar("_Result")
 
@@ -62,20 +62,81 @@ class InitReport:
       lines.append(f"  keep their initial values: {', '.join(self.kept)}")
     if self.unused:
       # The optimizer's state has as many arrays as the model, or more.
-      groups: dict[str, int] = {}
-      names = []
-      for path in self.unused:
-        group = path.partition("/")[0]
-        if group in match_parameters.TRAINING_STATE:
-          groups[group] = groups.get(group, 0) + 1
-        else:
-          names.append(path)
-      names += [
-        f"{name} ({count} {'array' if count == 1 else 'arrays'})"
-        for name, count in groups.items()
-      ]
+      names = {
+        f"{group}/..." if group in match_parameters.TRAINING_STATE else path: 0
+        for path in self.unused
+        for group in [path.partition("/")[0]]
+      }
       lines.append(f"  not used of the file: {', '.join(names)}")
     return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ModelArrays:
+  """The arrays of a state, or of a tree of parameters, that may be read.
+
+  Attributes:
+    state: The state, or the tree.
+    fields: The trees of arrays, by field; a tree of parameters is `params`.
+    paths: The field and the path in it of each array, by its path in the model.
+    leaves: The arrays, by the same paths.
+    factors: Paths of the factors of LoRA, which most files lack.
+  """
+
+  state: Any
+  fields: Mapping[str, PyTree]
+  paths: Mapping[str, tuple[str, tuple[str, ...]]]
+  leaves: Mapping[str, jax.Array]
+  factors: frozenset[str]
+
+  @classmethod
+  def of(cls, state: Any) -> _ModelArrays:
+    """Returns the arrays of a state or a tree of parameters."""
+    if isinstance(state, TrainState):
+      fields = fields_lib.variables(state)
+      # Random streams begin with the new run.
+      fields.pop("rngs", None)
+    else:
+      fields = {"params": state}
+    has_lora = isinstance(getattr(state, "apply_fn", None), lora.Apply)
+    frozen = lora.FROZEN if has_lora else None
+    paths, leaves = {}, {}
+    for field, tree in fields.items():
+      # The frozen parameters are parameters of the model.
+      prefix = () if field in ("params", frozen) else (field,)
+      for path, leaf in trees.leaves_by_path(tree).items():
+        name = "/".join((*prefix, *path))
+        if not isinstance(leaf, jax.Array):
+          raise TypeError(
+            f"state must hold JAX arrays, got {checks.describe(leaf)} at "
+            f"{name}. Give the state of create_train_state without abstract."
+          )
+        paths[name] = field, path
+        leaves[name] = leaf
+    factors = [
+      name
+      for name, (field, path) in paths.items()
+      if has_lora
+      and field == "params"
+      and lora.is_factor(path, fields[lora.FROZEN])
+    ]
+    return cls(state, fields, paths, leaves, frozenset(factors))
+
+  def replace(self, arrays: Mapping[str, jax.Array]) -> Any:
+    """Returns the state or the tree with other arrays, by their paths."""
+    by_field = {
+      self.paths[path]: x for path, x in {**self.leaves, **arrays}.items()
+    }
+    fields = {
+      field: jax.tree.unflatten(
+        jax.tree.structure(tree),
+        [by_field[field, path] for path in trees.leaves_by_path(tree)],
+      )
+      for field, tree in self.fields.items()
+    }
+    if not isinstance(self.state, TrainState):
+      return fields["params"]
+    return reinitialize.reinitialize(self.state, fields)
 
 
 def init_from(
@@ -153,13 +214,13 @@ def init_from(
     >>> params["trunk"]["w"].tolist(), report.kept, report.unused
     ([1.0, 1.0], ('head/w',), ('head/w',))
   """
-  patterns = init_patterns.Patterns(
+  patterns = match_parameters.Patterns(
     rename, keep, ignore, transpose, reshape, cast
   )
   path = checks.path("path", path)
   if not isinstance(subtree, str):
     raise TypeError(f"subtree must be a string, got {subtree!r}.")
-  model = model_arrays.ModelArrays.of(state)
+  model = _ModelArrays.of(state)
   directory = step_names.as_path(files.absolute(path))
   opened = _open_safetensors(directory)
   if opened is None:
@@ -209,13 +270,13 @@ def _open_safetensors(
       return None
     tree = safetensors_files.open_tree(file)
     # There are no digests; the package checks the sizes.
-    return restore_plan.CheckpointStep(file, (tree,), verified=True)
+    return restore_plan.CheckpointStep(file, (tree,))
 
 
 def _read(
   opened: restore_plan.CheckpointStep,
-  model: model_arrays.ModelArrays,
-  patterns: init_patterns.Patterns,
+  model: _ModelArrays,
+  patterns: match_parameters.Patterns,
   subtree: str,
 ) -> tuple[dict[str, jax.Array], InitReport]:
   """Returns the arrays of a file by their paths in the model, and a report."""
@@ -252,9 +313,7 @@ def _read(
     return arrays
 
   with multihost.raise_on_all_processes(digests.Damaged, ValueError):
-    arrays = damage.read(
-      str(opened.directory), read_leaves, proves_damage=not opened.verified
-    )
+    arrays = read_leaves()
   report = InitReport(
     str(opened.directory),
     {path: source.path for path, source in match.sources.items()},
@@ -283,17 +342,11 @@ def _leaves_of(
     for name, leaf in leaves.items()
     if name.startswith(prefix)
   }
-  if not leaves:
-    raise ValueError(f"{opened.directory} has no arrays.")
   if not below:
-    parts = [name.split("/") for name in leaves]
-    subtrees = {
-      "/".join(part[:i]): None for part in parts for i in range(1, len(part))
-    }
+    names = ", ".join({name.partition("/")[0]: None for name in leaves})
     raise ValueError(
       f"{opened.directory}: subtree={subtree!r} has no arrays; the file has "
-      f"{', '.join({part[0]: None for part in parts})}."
-      f"{checks.did_you_mean(subtree.strip('/'), subtrees)}"
+      f"{names or 'no arrays'}."
     )
   return below
 
@@ -303,49 +356,19 @@ def _asked(
 ) -> jax.ShapeDtypeStruct:
   """Returns the shape, dtype and sharding with which to read a leaf."""
   sharding = wanted.sharding
-  changes = source.axes is not None or source.reshape
-  if changes and isinstance(sharding, jax.sharding.NamedSharding):
-    axes = source.axes or tuple(range(len(leaf.shape)))
-    spec: Sequence[Any] = (
-      *sharding.spec,
-      *[None] * (wanted.ndim - len(sharding.spec)),
-    )
+  if isinstance(sharding, jax.sharding.NamedSharding):
+    spec: Sequence[Any] = tuple(sharding.spec)
     if source.reshape:
-      transposed = tuple(leaf.shape[axis] for axis in axes)
-      spec = _spec_before_reshape(transposed, wanted.shape, spec)
-    # Dimension i after the transposition is the dimension axes[i] of the file.
-    by_file = dict(zip(axes, spec, strict=True))
-    sharding = jax.sharding.NamedSharding(
-      sharding.mesh, P(*(by_file[i] for i in range(len(axes))))
-    )
+      spec = ()  # not split before it has the model's dimensions
+    elif source.axes is not None:
+      # Dimension i after the transposition is dimension axes[i] of the file.
+      padded = (*spec, *[None] * (wanted.ndim - len(spec)))
+      by_file = dict(zip(source.axes, padded, strict=True))
+      spec = [by_file[i] for i in range(wanted.ndim)]
+    sharding = jax.sharding.NamedSharding(sharding.mesh, jax.P(*spec))
   return jax.ShapeDtypeStruct(
     leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype), sharding=sharding
   )
-
-
-def _spec_before_reshape(
-  shape: Sequence[int], wanted: Sequence[int], spec: Sequence[Any]
-) -> list[Any]:
-  """Returns the PartitionSpec to read an array with that is then reshaped.
-
-  A dimension is split as the first of those that it is divided into. The others
-  are not split while the array is read.
-
-  Args:
-    shape: The shape before.
-    wanted: The shape after.
-    spec: The PartitionSpec after, with an entry for each dimension.
-  """
-  # Dimensions that begin together have as many elements from there on.
-  first = {math.prod(wanted[i:]): i for i, n in enumerate(wanted) if n > 1}
-  result: list[Any] = []
-  for dim, size in enumerate(shape):
-    i = first.get(math.prod(shape[dim:]))
-    if i is None or size == 1 or size % wanted[i]:
-      result.append(None)
-    else:
-      result.append(spec[i])
-  return result
 
 
 def _finish(

@@ -22,7 +22,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import digests
-from flaxshard.checkpoint import s3
 from flaxshard.checkpoint import step_names
 from flaxshard.core import trees
 
@@ -148,7 +147,7 @@ def orbax_tree(
     *prefix: Keys to put before the path of each leaf.
   """
   # The metadata alone: the shapes are compared before any array is read.
-  handler = ocp.PyTreeCheckpointHandler(**s3.tree_options(directory))
+  handler = ocp.PyTreeCheckpointHandler()
   saved = handler.metadata(step_names.as_path(directory)).tree
   metadata = {
     (*prefix, *path): x for path, x in trees.leaves_by_path(saved).items()
@@ -206,7 +205,6 @@ def read_item(
     handler_impl=ocp.BasePyTreeCheckpointHandler(
       # Orbax wants more than the largest request.
       restore_concurrent_bytes=max(largest, _BYTES_AT_ONCE) + 1,
-      **s3.tree_options(directory),
     )
   )
   return handler.restore(

@@ -15,7 +15,6 @@ from typing import Any
 from flax.training import train_state
 import jax
 
-from flaxshard.checkpoint import damage
 from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import migrate
 from flaxshard.checkpoint import reader
@@ -44,12 +43,10 @@ class CheckpointStep:
     directory: The directory of the step, or its file.
     saved_trees: The train state and, if there are any, the wrapper states.
       Paths of the latter begin with `wrapper_states`.
-    verified: Whether the files were compared with their digests.
   """
 
   directory: step_names.Directory
   saved_trees: tuple[reader.SavedTree, ...]
-  verified: bool
 
   def plan(self, state: TrainState) -> RestorePlan:
     """Maps every leaf of a train state to a saved leaf, and compares the two.
@@ -70,8 +67,6 @@ class CheckpointStep:
     mapping = migrate.map_leaves(
       saved, targets, wrapper_states.foreign_paths(state.wrappers)
     )
-    if mapping.errors:
-      raise ValueError(f"{self.directory}: {mapping.errors[0]}")
     try:
       restarts = wrapper_states.find_restarts(
         state.wrappers, template.get(migrate.WRAPPER_STATES, {}), saved
@@ -174,12 +169,7 @@ class RestorePlan:
     where = str(self.step.directory)
     # Reading needs no other process; later parts do.
     with multihost.raise_on_all_processes(digests.Damaged, ValueError):
-      found = damage.read(
-        where,
-        lambda: self._read(self.reads),
-        read_again=lambda: [self._read({p: x}) for p, x in self.reads.items()],
-        proves_damage=not self.step.verified,
-      )
+      found = self._read(self.reads)
       validation.check_restored(where, found, self.reads)
     fields = self._complete_fields(found)
     # Every replica gets the one value of a per-replica collection.
@@ -248,8 +238,7 @@ class RestorePlan:
     states = fields.get(migrate.WRAPPER_STATES, {})
     for wrapper in self.state.wrappers:
       name = base.name_of(wrapper)
-      adapted = base.adapt(wrapper)
-      states[name], note = adapted.adjust_restored(states[name])
+      states[name], note = wrapper.adjust_restored(states[name])
       if note:
         checks.warn(f"{self.step.directory}: {note}")
     # Orbax returns arrays that are complete; so does this function.
@@ -282,22 +271,17 @@ def open_step(
     Damaged: The files differ from those that were saved, or hold no train
       state.
   """
-
-  def read_metadata() -> tuple[reader.SavedTree, ...]:
+  # Before Orbax reads anything: it returns wrong values for flipped bits.
+  digests.verify_together(directory)
+  with multihost.raise_on_all_processes(digests.Damaged, ValueError):
     plain = reader.plain(directory, plain_item)
     wrappers = reader.items(directory).get(wrapper_states.ITEM)
-    if wrappers is None:
-      return (plain,)
-    name = wrapper_states.ITEM
-    return plain, reader.orbax_tree(wrappers, name, migrate.WRAPPER_STATES)
-
-  # Before Orbax reads anything: it returns wrong values for flipped bits.
-  verified = digests.verify_together(directory)
-  with multihost.raise_on_all_processes(digests.Damaged, ValueError):
-    saved_trees = damage.read(
-      str(directory), read_metadata, proves_damage=not verified
-    )
-  return CheckpointStep(step_names.as_path(directory), saved_trees, verified)
+    saved_trees: tuple[reader.SavedTree, ...] = (plain,)
+    if wrappers is not None:
+      name = wrapper_states.ITEM
+      tree = reader.orbax_tree(wrappers, name, migrate.WRAPPER_STATES)
+      saved_trees = (plain, tree)
+  return CheckpointStep(step_names.as_path(directory), saved_trees)
 
 
 def check_state(state: Any) -> None:

@@ -6,19 +6,17 @@ from collections.abc import Callable, Mapping
 import contextlib
 import logging
 import time
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 import weakref
 
+from etils import epath
 import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from flaxshard.checkpoint import orbax_workarounds
-from flaxshard.checkpoint import policies
-from flaxshard.checkpoint import s3
 from flaxshard.checkpoint import saved_steps
 from flaxshard.checkpoint import step_names
-from flaxshard.core import directories
 from flaxshard.core import files
 from flaxshard.core import multihost
 
@@ -57,7 +55,7 @@ class SaveManager:
     item_handlers: Mapping[str, ocp.CheckpointHandler],
   ):
     self._directory = directory
-    self._policy = policies.KeepUndeletable(policy, directory)
+    self._policy = policy
     self._item_handlers = dict(item_handlers)
     self._barrier = orbax_workarounds.SaveBarrier()
     self._saving: int | None = None  # the step of the save that may still run
@@ -65,7 +63,7 @@ class SaveManager:
     self._unlock: weakref.finalize[[], Any] | None = None
     self.steps = saved_steps.SavedSteps(directory)
     self.manager: ocp.CheckpointManager | None = None
-    if multihost.any_process(files.is_dir(directory)):
+    if multihost.any_process(epath.Path(directory).is_dir()):
       self.open()
 
   @property
@@ -77,14 +75,12 @@ class SaveManager:
     """Returns the manager; creates it, and the directory, if there is none."""
     if self.manager is None:
       self.manager = self._retry(self._create_manager)
-      self.steps.note_damaged(self.manager.all_steps())
     return self.manager
 
   def reload(self) -> None:
     """Lists the steps again, which another program may have changed."""
     if self.manager is not None:
       self._retry(self.manager.reload)
-      self.steps.note_damaged(self.manager.all_steps())
 
   def _retry(self, list_steps: Callable[[], _T]) -> _T:
     """Calls a function of Orbax that lists the steps and reads their metrics.
@@ -107,8 +103,7 @@ class SaveManager:
       self._directory,
       options=ocp.CheckpointManagerOptions(
         preservation_policy=self._policy,
-        step_name_format=self.steps.names,
-        atomicity_options=s3.atomicity(self._directory),
+        step_name_format=self.steps,
         async_options=ocp.options.AsyncOptions(
           barrier_sync_fn=self._barrier,
           # If they cannot be created in the background, Orbax's other threads
@@ -123,14 +118,13 @@ class SaveManager:
     """Returns the path of each step, the damaged ones and Flax's included."""
     # Creating the manager synchronizes the processes.
     if self.manager is None and (
-      jax.process_count() > 1 or not files.is_dir(self._directory)
+      jax.process_count() > 1 or not epath.Path(self._directory).is_dir()
     ):
       return {}
     manager = self.open()
     # From its first save on, no other program can save in the directory.
     if not self.locked and jax.process_count() == 1:
-      if self.steps.has_unknown(manager.all_steps()):
-        self.reload()
+      self.reload()
     return self.steps.paths(manager.all_steps())
 
   def wait(self) -> None:
@@ -147,22 +141,13 @@ class SaveManager:
     except Exception as e:
       if step is None:
         raise
-      if not self._is_saved(step, e):
-        raise self._handle_failure(step, e) from e
-
-  def _is_saved(self, step: int, error: Exception) -> bool:
-    """Returns whether a save has only failed to delete an older step."""
-    assert self.manager is not None
-    # Orbax deletes older steps once the new one has its final name.
-    is_there = step_names.is_complete(self.steps.path(step))
-    # Process 0 deletes; the others must come to the same answer.
-    kinds = (OSError, orbax_workarounds.OtherProcessError)
-    if not (isinstance(error, kinds) and is_there):
-      return False
-    if not self._policy.note_failure(error):
-      return False
-    self.manager.reload()  # it forgot the new step and the old ones
-    return True
+      # Orbax deletes older steps once the new one has its final name.
+      if not step_names.is_complete(self.steps.path(step)):
+        self._raise_failure(step, e)
+      _log.warning(
+        "%s: an older checkpoint was not deleted: %s", self._directory, e
+      )
+      self.manager.reload()  # it forgot the new step and the old ones
 
   def check(self, *, local: bool) -> None:
     """Raises if a save has failed in the background.
@@ -193,13 +178,15 @@ class SaveManager:
       SaveError: The last save failed, or the directory cannot be created.
     """
     self.wait()
+    if self._is_gone():
+      self._raise_failure(step, FileNotFoundError())
     # The other processes would wait for directories that process 0 cannot
     # create. With one process, Orbax itself raises at once.
     if jax.process_index() == 0 and self.manager is None:
       try:
-        files.make_dirs(self._directory)
+        epath.Path(self._directory).mkdir(parents=True, exist_ok=True)
       except OSError as e:
-        raise self._handle_failure(step, e) from e
+        self._raise_failure(step, e)
 
   def save(
     self,
@@ -222,10 +209,8 @@ class SaveManager:
     with multihost.raise_on_all_processes(ValueError, SaveError):
       try:
         self._lock(manager)
-        if jax.process_index() == 0 and jax.process_count() > 1:
-          directories.make_and_remove(self._directory)
       except OSError as e:
-        raise self._handle_failure(step, e) from e
+        self._raise_failure(step, e)
     if self._failed is not None:
       manager = self._recover()
     self._rename_damaged(manager, step)
@@ -234,17 +219,16 @@ class SaveManager:
     try:
       manager.save(step, metrics=metrics, args=ocp.args.Composite(**items))
     except Exception as e:
-      raise self._handle_failure(step, e) from e
+      self._raise_failure(step, e)
     self._saving = step
 
   def _lock(self, manager: ocp.CheckpointManager) -> None:
     """Locks the directory until it is closed or deleted."""
-    directories.check_lock("directory", self._directory)
     if self._unlock is None:
       # The manager lives until its save has ended, even without a checkpointer.
       self._unlock = weakref.finalize(
         manager,
-        directories.lock("directory", self._directory, reentrant=True),
+        files.lock("directory", self._directory, reentrant=True),
       )
 
   def _rename_damaged(
@@ -258,15 +242,26 @@ class SaveManager:
     with multihost.raise_on_all_processes(SaveError):
       if jax.process_index() == 0:
         try:
-          self.steps.set_aside_damaged(new_step, self._policy)
+          self.steps.set_aside_damaged()
         except OSError as e:
-          raise self._handle_failure(new_step, e) from e
+          self._raise_failure(new_step, e)
     manager.reload()
-    self.steps.forget_renamed()
 
-  def _handle_failure(self, step: int, error: Exception) -> SaveError:
-    """Removes what was written of a step; returns the error to raise."""
+  def _is_gone(self) -> bool:
+    """Returns whether the directory was there, and is no longer."""
+    is_open = self.manager is not None and not files.is_bucket(self._directory)
+    return is_open and not epath.Path(self._directory).is_dir()
+
+  def _raise_failure(self, step: int, error: Exception) -> NoReturn:
+    """Removes what was written of a step, and raises a SaveError."""
     self._failed = step
+    if self._is_gone():
+      # What Orbax says of it is a hundred lines long.
+      raise SaveError(
+        f"step {step} could not be saved: {self._directory} is gone. It was "
+        "deleted or moved while the program ran. The state in memory is "
+        "unchanged."
+      ) from None
     orbax_workarounds.remove_unfinished(self._directory, step)
     # Orbax forgot the steps that it was going to delete after this save.
     if self.manager is not None:
@@ -276,10 +271,10 @@ class SaveManager:
     reason, _, _ = multihost.summarize_error(error).partition(
       " [tensorstore_spec="
     )
-    return SaveError(
+    raise SaveError(
       f"step {step} could not be saved in {self._directory}: {reason}\nThe "
       "state in memory and the earlier checkpoints are unchanged."
-    )
+    ) from error
 
   def _recover(self) -> ocp.CheckpointManager:
     """Replaces the manager, which may have further errors of a failed save."""

@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import locate
+from flaxshard.checkpoint import metadata_item
 from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import restore_plan
 from flaxshard.checkpoint import step_names
@@ -19,6 +20,7 @@ from flaxshard.checkpoint import validation
 from flaxshard.checkpoint import wrapper_states
 from flaxshard.core import checks
 from flaxshard.core import multihost
+from flaxshard.core import trees
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
@@ -77,6 +79,48 @@ def save_args(
   return ocp.args.Composite(**items)
 
 
+def check_same(
+  step_dir: str, state: TrainState, items: ocp.args.Composite
+) -> None:
+  """Raises an error if a step was saved from another state.
+
+  Compares the trees with their shapes and dtypes, and `state.step`. No array is
+  read. A step that another program saved is not compared.
+
+  Args:
+    step_dir: Path of the directory of the step.
+    state: The state.
+    items: What `save_args` returned for the state.
+
+  Raises:
+    ValueError: The states differ; the message names the first difference.
+  """
+  metadata = metadata_item.read_metadata(step_dir)
+  if metadata is None:
+    return
+  difference = None
+  saved_step = metadata["state_step"]
+  if saved_step != int(state.step):
+    difference = f"state.step is {int(state.step)}, {saved_step} was saved"
+  item_dirs = reader.items(step_dir)
+  current_items = dict(items.items())
+  # A wrapper's state may be on one side only, and with it the whole item.
+  for name in sorted({*current_items, *item_dirs}):
+    saved: Mapping[tuple[str, ...], Any] = {}
+    current: Mapping[tuple[str, ...], Any] = {}
+    if name in item_dirs:
+      saved = reader.orbax_tree(item_dirs[name], name).leaves
+    if name in current_items:
+      types = jax.tree.map(validation.as_saved, current_items[name].item)
+      current = trees.leaves_by_path(types)
+    difference = difference or trees.difference_by_path(saved, current)
+  if difference:
+    raise ValueError(
+      f"{step_dir} was saved from another state: {difference}. Save under "
+      "another step, or in another directory."
+    )
+
+
 def item_handlers(
   *, plain_item: str = "default"
 ) -> dict[str, ocp.CheckpointHandler]:
@@ -119,9 +163,8 @@ def restore(
   The latter may be written by Orbax's `CheckpointManager` or
   `StandardCheckpointer`, by Orbax v1, or by `flax.training.checkpoints` (Orbax
   or msgpack files). A field `dynamic_scale` (Flax's `DynamicScale`) becomes the
-  state of `LossScale`. `optax.apply_if_finite` and `optax.MultiSteps` around
-  the whole optimizer are taken off or start fresh, as `state` has them or not.
-  The log says what is left alone, dropped or started fresh.
+  state of `LossScale`. The log says what is left alone, dropped or started
+  fresh.
 
   A checkpoint of `Checkpointer` is compared with its digests first. A damaged
   step, and one that was copied or renamed from another step, is passed over,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pathlib
 import re
 from typing import Any
 
@@ -12,7 +11,7 @@ from etils import epath
 
 from flaxshard.core import files
 
-# A pathlib.Path, or the path type of a manager whose directory is a bucket.
+# An epath.Path, for whose methods there are no types.
 Directory = Any
 
 # A manager may use a prefix and leading zeros.
@@ -26,15 +25,8 @@ COMMIT_MARK = "commit_success.txt"
 
 
 def as_path(path: Any) -> Directory:
-  """Returns an absolute path; leaves that of a bucket as it is."""
-  if files.is_bucket(path):
-    return epath.Path(files.absolute(path))
-  # Paths of buckets are PurePaths only.
-  is_bucket = isinstance(path, pathlib.PurePath) and not isinstance(
-    path, pathlib.Path
-  )
-  # Orbax takes only absolute paths.
-  return path if is_bucket else pathlib.Path(path).absolute()
+  """Returns an absolute path, on a file system or in a bucket."""
+  return epath.Path(files.absolute(path))  # Orbax takes only absolute paths
 
 
 def steps(
@@ -53,7 +45,7 @@ def steps(
   directory = as_path(directory)
   entries: list[Directory] = []
   if directory.is_dir():
-    # In a bucket it may exist only while another process tests it for writing.
+    # Another process may have deleted it meanwhile.
     with contextlib.suppress(FileNotFoundError):
       entries = sorted(directory.iterdir())
   for path in entries:
@@ -76,5 +68,5 @@ def is_complete(step_dir: files.Path) -> bool:
     step_dir: Path of the directory with the final name.
   """
   if files.is_bucket(step_dir):
-    return files.exists(os.path.join(step_dir, COMMIT_MARK))
+    return epath.Path(os.path.join(step_dir, COMMIT_MARK)).exists()
   return os.path.isdir(step_dir)

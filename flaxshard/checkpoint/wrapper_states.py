@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from flaxshard.checkpoint import migrate
 from flaxshard.checkpoint import reader
-from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.wrappers import base
 from flaxshard.wrappers import config as wrappers_config
@@ -35,7 +34,7 @@ def nonempty(states: Mapping[str, PyTree]) -> dict[str, PyTree]:
 
 
 def foreign_paths(
-  wrappers: Sequence[base.Wrapper],
+  wrappers: Sequence[base.Base],
 ) -> dict[str, dict[Path, Path]]:
   """Returns which leaves of plain Flax train states wrappers can migrate.
 
@@ -47,7 +46,7 @@ def foreign_paths(
     By wrapper name, those of the train state first: the path in the wrapper's
     state for each path in a plain train state.
   """
-  known = {base.name_of(w): base.adapt(w).foreign_paths for w in wrappers}
+  known = {base.name_of(w): w.foreign_paths for w in wrappers}
   for cls in wrappers_config.built_in_wrappers():
     known.setdefault(base.name_of(cls), cls.foreign_paths)
   return {
@@ -82,7 +81,7 @@ class Restart:
       of AGN, they are others.
   """
 
-  wrapper: base.Wrapper
+  wrapper: base.Base
   path: Path
   template: PyTree
   per_replica: tuple[Path, ...]
@@ -153,7 +152,7 @@ class Restart:
       first = stack.drop_replica_axis(
         wrappers, stack.init(wrappers, target.params, tx, target.collections)
       )
-      new = base.adapt(self.wrapper).restart(first[name], target, saved)
+      new = self.wrapper.restart(first[name], target, saved)
       states = stack.add_replica_axis(wrappers, {name: new}, self.replicas)
       new = trees.conform(
         f"wrapper {name!r}: restart", states[name], self.template
@@ -201,7 +200,7 @@ class Restart:
 
 
 def find_restarts(
-  wrappers: Sequence[base.Wrapper],
+  wrappers: Sequence[base.Base],
   templates: Mapping[str, PyTree],
   saved: Mapping[Path, Any],
 ) -> list[Restart]:
@@ -309,7 +308,7 @@ def _check_num_replicas(
 
 
 def derived_paths(
-  wrappers: Sequence[base.Wrapper], paths: Sequence[Path]
+  wrappers: Sequence[base.Base], paths: Sequence[Path]
 ) -> set[Path]:
   """Returns the paths of leaves in the `derived_fields` of wrappers.
 
@@ -320,7 +319,7 @@ def derived_paths(
   roots = {
     (migrate.WRAPPER_STATES, base.name_of(w), field)
     for w in wrappers
-    for field in base.adapt(w).derived_fields
+    for field in w.derived_fields
   }
   return {path for path in paths if path[:3] in roots}
 
@@ -361,7 +360,7 @@ def zeros_like(
 
 
 def compute_first_leaves(
-  wrappers: Sequence[base.Wrapper],
+  wrappers: Sequence[base.Base],
   tx: Any,
   params: PyTree,
   collections: dict[str, PyTree],
@@ -376,15 +375,11 @@ def compute_first_leaves(
     params: The restored parameters.
     collections: The other restored collections, by name.
     template: Shapes, dtypes and shardings of the train state, by field.
-    wanted: The paths of the leaves, in `opt_state` or `wrapper_states`.
+    wanted: The paths of the leaves, in `wrapper_states`.
   """
 
   def compute_leaves(params: PyTree, collections: Any) -> list[jax.Array]:
     leaves: dict[Path, Any] = {}
-    # XLA removes the computation of leaves that are not returned.
-    if any(path[0] == "opt_state" for path in wanted):
-      first = tx.init(opt_state_lib.optimized_params(params))
-      leaves |= leaves_of(first, ("opt_state",))
     for wrapper in wrappers:
       name = base.name_of(wrapper)
       if any(path[:2] == (migrate.WRAPPER_STATES, name) for path in wanted):

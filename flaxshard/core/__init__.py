@@ -4,7 +4,3 @@ from flaxshard.core.gradients import nonfinite_leaves
 from flaxshard.core.policy import Policy
 
 __all__ = ["Policy", "nonfinite_leaves"]
-
-
-def __dir__() -> list[str]:
-  return sorted(__all__)

@@ -263,6 +263,15 @@ def describe(value: Any) -> str:
   return text if is_short else f"an object of type {type(value).__name__}"
 
 
+def format_bytes(nbytes: int) -> str:
+  """Returns a number of bytes as text, such as `1.5 MiB`."""
+  if nbytes < 2**10:
+    return f"{nbytes} B"
+  # Powers of 1024, up to TiB.
+  power = min((nbytes.bit_length() - 1) // 10, 4)
+  return f"{nbytes / 2 ** (10 * power):.1f} {'KMGT'[power - 1]}iB"
+
+
 def did_you_mean(
   name: str, known: Iterable[str], *, cutoff: float = 0.6
 ) -> str:

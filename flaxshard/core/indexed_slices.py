@@ -314,12 +314,8 @@ class IndexedSlices:
   def _add_to(self, x: jax.Array) -> jax.Array:
     """Returns `x` plus the rows, in place if XLA may reuse its memory."""
     rows = self.deduplicated()
-    old, values = rows.take_rows(x), rows.values
-    if x.dtype.itemsize == 1 and x.dtype != values.dtype:
-      # JAX does not promote float8 to other dtypes.
-      old = old.astype(values.dtype)
     # The sum of each row is rounded once, to the dtype of the whole array.
-    return rows.put_rows(x, old + values)
+    return rows.put_rows(x, rows.take_rows(x) + rows.values)
 
   def _scale(self, operation: Any, factor: Any) -> Any:
     if np.ndim(factor) or isinstance(factor, IndexedSlices):

@@ -1,4 +1,4 @@
-"""Finds out whether code runs in a notebook, and in which cell."""
+"""Finds out whether code runs in a notebook."""
 
 from __future__ import annotations
 
@@ -16,12 +16,6 @@ def in_notebook() -> bool:
   shell = _shell()
   # tqdm.auto recognizes a kernel by this entry of the config as well.
   return shell is not None and "IPKernelApp" in shell.config
-
-
-def cell_number() -> int | None:
-  """Returns the number of the cell that runs, None outside of IPython."""
-  shell = _shell()
-  return None if shell is None else shell.execution_count
 
 
 def _shell() -> Any:

@@ -108,9 +108,8 @@ def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
     param_specs: The partition specs of the parameters.
 
   Returns:
-    A tree like `opt_state` of partition specs. The step counts of the rows of
-    tables are split as these rows. Leaves that are not slots are replicated:
-    global step counts, and Adafactor's statistics of rows and columns.
+    A tree like `opt_state` of partition specs. Leaves that are not slots are
+    replicated: step counts, and Adafactor's statistics of rows and columns.
 
   Example:
     >>> import jax.numpy as jnp, optax
@@ -129,10 +128,8 @@ def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
     )
   }
 
-  def spec_of_leaf(path: Path, leaf: Any, parameter: Path | None) -> P:
+  def spec_of_leaf(leaf: Any, parameter: Path | None) -> P:
     shape, spec = by_path.get(parameter or (), ((), P()))
-    if _has_number_per_row(path, parameter):
-      shape, spec = shape[:1], P(*tuple(spec)[:1])
     # L-BFGS keeps several slots of a parameter in one array, so a slot may have
     # more dimensions in front.
     extra = len(leaf.shape) - len(shape)
@@ -140,10 +137,10 @@ def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
       return P(*(None,) * extra, *spec)
     return P()
 
-  leaves, treedef = jax.tree_util.tree_flatten_with_path(opt_state)
+  leaves, treedef = jax.tree.flatten(opt_state)
   new = [
-    spec_of_leaf(path, leaf, parameter)
-    for (path, leaf), parameter in zip(
+    spec_of_leaf(leaf, parameter)
+    for leaf, parameter in zip(
       leaves, parameters_of(opt_state, optimized), strict=True
     )
   ]
@@ -178,16 +175,6 @@ def with_counts(opt_state: PyTree, new: Mapping[str, jax.Array]) -> PyTree:
     ),
     opt_state,
   )
-
-
-def _has_number_per_row(path: Path, parameter: Path | None) -> bool:
-  """Returns whether a slot has one number for each row of its parameter."""
-  # The fields of `sparse.catch_up`. By name: a statistic of Adafactor may have
-  # the same shape.
-  if parameter is None:
-    return False
-  field = trees.path_strings(path[: len(path) - len(parameter)][-1:])
-  return field in (("last_step",), ("row_log_decay",))
 
 
 def _is_count(path: Path, leaf: Any) -> bool:

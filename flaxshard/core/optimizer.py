@@ -40,7 +40,7 @@ def sgd(
   )
 
 
-_OPTIMIZERS: dict[str, Any] = {
+OPTIMIZERS: dict[str, Any] = {
   "adadelta": optax.adadelta,
   "adafactor": optax.adafactor,
   "adagrad": optax.adagrad,
@@ -90,9 +90,9 @@ class Optimizer:
   def __post_init__(self) -> None:
     where = f"optimizer {self.name!r}"
     arguments = dict(self.arguments)
-    if self.name in _OPTIMIZERS:
+    if self.name in OPTIMIZERS:
       _check_numbers(where, arguments)
-    function = registry.lookup("optimizer", self.name, _OPTIMIZERS)
+    function = registry.lookup("optimizer", self.name, OPTIMIZERS)
     tx = registry.construct(where, function, arguments)
     object.__setattr__(self, "_tx", tx)
 
@@ -123,7 +123,7 @@ def _cosine(
   )
 
 
-_SCHEDULES: dict[str, Any] = {"constant": _constant, "cosine": _cosine}
+SCHEDULES: dict[str, Any] = {"constant": _constant, "cosine": _cosine}
 
 
 def create(
@@ -153,7 +153,7 @@ def create(
   schedule = registry.call(
     "config.schedule",
     config["schedule"],
-    _SCHEDULES,
+    SCHEDULES,
     learning_rate=config["learning_rate"],
     num_train_steps=num_updates(config),
   )
@@ -174,10 +174,10 @@ def create(
       "config.schedule turns into a schedule."
     )
   # A custom optimizer may take arguments that are not numbers.
-  if arguments.get("name") in _OPTIMIZERS:
+  if arguments.get("name") in OPTIMIZERS:
     _check_numbers("config.optimizer", arguments)
   tx = registry.call(
-    "config.optimizer", arguments, _OPTIMIZERS, learning_rate=schedule
+    "config.optimizer", arguments, OPTIMIZERS, learning_rate=schedule
   )
   if max_norm is not None:
     # In front: the gradients are clipped, the weight decay is not.

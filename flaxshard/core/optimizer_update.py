@@ -1,4 +1,4 @@
-"""Flax's optimizer update, extended to leaves without a gradient and float8."""
+"""Flax's optimizer update, extended to leaves without a gradient and rows."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ from flaxshard.core.indexed_slices import is_indexed_slices
 
 PyTree = Any
 
+# Read once: a program may replace Flax's class by this package's, which calls
+# this module.
+_FLAX_UPDATE = train_state.TrainState.apply_gradients
+
 
 def flax_update(
   state: Any,
@@ -31,9 +35,9 @@ def flax_update(
 ) -> Any:
   """Applies gradients as Flax's `TrainState.apply_gradients` does.
 
-  A leaf without a gradient keeps its parameter and its slots. Float8 parameters
-  are updated in float32. An `IndexedSlices` becomes a whole array if the
-  optimizer does not update rows of that parameter.
+  A leaf without a gradient keeps its parameter and its slots. An
+  `IndexedSlices` becomes a whole array if the optimizer does not update rows of
+  that parameter.
 
   Args:
     state: A Flax train state.
@@ -44,31 +48,10 @@ def flax_update(
 
   Returns:
     The new state.
-
-  Raises:
-    TypeError: The optimizer needs an extra argument that is not given.
   """
-  grads, others = to_dense_elsewhere(state.tx, grads)
-  if others:
-    checks.warn(
-      f"grads: {', '.join(others)} has an IndexedSlices, and the optimizer "
-      "does not update its rows: it becomes a whole array. Name the parameter "
-      "in sparse=[...] of create_train_state, or in flaxshard.sparse_rows."
-    )
+  grads = _to_dense_elsewhere(state.tx, grads)
   bound = state.replace(tx=extra_args.bind(state.tx, extra)) if extra else state
-  try:
-    new = _update_in_float32(bound, grads, replaced)
-  except TypeError as e:
-    # Looked for only here: it takes as long as a small eager update.
-    missing = sorted(extra_args.required(state.tx) - extra.keys())
-    if not missing:
-      raise
-    write = ", ".join(f"{name}=..." for name in missing)
-    raise TypeError(
-      f"apply_gradients: the optimizer needs {', '.join(missing)} as well: "
-      f"write state.apply_gradients(grads=grads, {write}), or use "
-      "state.minimize(loss_fn), which passes value, grad and value_fn."
-    ) from e
+  new = _update(bound, grads, replaced)
   return new.replace(tx=state.tx) if extra else new
 
 
@@ -83,35 +66,7 @@ def keep_dtypes(new: PyTree, old: PyTree) -> PyTree:
   )
 
 
-def _update_in_float32(
-  state: Any, grads: PyTree, replaced: Mapping[str, Any]
-) -> Any:
-  """Updates a state, its float8 parameters in float32."""
-
-  def needs_float32(path: trees.Path, p: jax.Array, g: Any) -> bool:
-    # `sparse_rows` computes in float32 itself, for the rows alone.
-    if g is None or is_indexed_slices(g) or gradients.is_statistic(path):
-      return False
-    return _is_float8(p) and g.dtype != p.dtype
-
-  wide_leaves = jax.tree_util.tree_map_with_path(
-    needs_float32, opt_state_lib.trained_params(state.params), grads
-  )
-  if not any(jax.tree.leaves(wide_leaves)):
-    return _update(state, grads, replaced)
-  # JAX does not promote float8 to other dtypes: compute in float32.
-  wide = state.replace(
-    params=_widen(state.params), opt_state=_widen(state.opt_state)
-  )
-  new = _update(wide, grads, replaced)
-  return new.replace(
-    params=keep_dtypes(new.params, state.params),
-    opt_state=keep_dtypes(new.opt_state, state.opt_state),
-  )
-
-
 def _update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
-  apply_gradients = train_state.TrainState.apply_gradients
   trained = opt_state_lib.trained_params(state.params)
   # A tree of booleans. Statistics are not frozen: Flax replaces them.
   frozen = jax.tree_util.tree_map_with_path(
@@ -120,7 +75,7 @@ def _update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
     grads,
   )
   if not any(jax.tree.leaves(frozen)):
-    return apply_gradients(state, grads=grads, **replaced)
+    return _FLAX_UPDATE(state, grads=grads, **replaced)
   # The optimizer needs an array for every parameter. With a zero gradient it
   # may still change parameter and slots, by weight decay or momentum: undo it.
   is_table = parameter_groups.sparse_mask(state.tx, trained)
@@ -131,7 +86,7 @@ def _update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
     trained,
     grads,
   )
-  new = apply_gradients(state, grads=filled, **replaced)
+  new = _FLAX_UPDATE(state, grads=filled, **replaced)
   is_pair = isinstance(state.params, optax.LookaheadParams)
   params = jax.tree.map(
     lambda is_frozen, n, o: o if is_frozen else n,
@@ -156,42 +111,27 @@ def _update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
   return new.replace(params=params, opt_state=opt_state)
 
 
-def _is_float8(x: jax.Array) -> bool:
-  return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 2
-
-
-def _widen(tree: PyTree) -> PyTree:
-  return jax.tree.map(
-    lambda x: x.astype(jnp.float32) if _is_float8(x) else x, tree
-  )
-
-
-def to_dense_elsewhere(tx: Any, grads: PyTree) -> tuple[PyTree, list[str]]:
-  """Makes whole arrays of rows that an optimizer does not update as rows.
-
-  Args:
-    tx: The optimizer.
-    grads: A tree of arrays, `IndexedSlices` and None.
-
-  Returns:
-    The gradients, and the paths of these arrays.
-  """
+def _to_dense_elsewhere(tx: Any, grads: PyTree) -> PyTree:
+  """Makes whole arrays of rows that an optimizer does not update as rows."""
   flat = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_indexed_slices)
-  if not any(is_indexed_slices(x) for _, x in flat):
-    return grads, []
+  rows = [path for path, x in flat if is_indexed_slices(x)]
+  if not rows:
+    return grads
   mask = parameter_groups.sparse_mask(tx, grads)
-  is_table = [False] * len(flat) if mask is None else jax.tree.leaves(mask)
-  others = {
-    path
-    for (path, x), of_tx in zip(flat, is_table, strict=True)
-    if is_indexed_slices(x) and not of_tx
-  }
-  new = jax.tree_util.tree_map_with_path(
+  tables = {p for p, m in jax.tree_util.tree_leaves_with_path(mask) if m}
+  others = [path for path in rows if path not in tables]
+  if others:
+    checks.warn(
+      f"grads: {', '.join(map(trees.path_string, others))} has an "
+      "IndexedSlices, and the optimizer does not update its rows: it becomes a "
+      "whole array. Name the parameter in sparse=[...] of create_train_state, "
+      "or in flaxshard.sparse_rows."
+    )
+  return jax.tree_util.tree_map_with_path(
     lambda path, x: x.to_dense() if path in others else x,
     grads,
     is_leaf=is_indexed_slices,
   )
-  return new, [trees.path_string(path) for path, _ in flat if path in others]
 
 
 def _zero_gradient(p: jax.Array, is_table: bool) -> Any:

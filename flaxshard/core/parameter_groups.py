@@ -6,7 +6,7 @@ regular expressions, searched in paths such as `encoder/layer0/kernel`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -107,9 +107,7 @@ def freeze(
       )
     return partition.update(updates, state, params, **extra)
 
-  frozen = Frozen(init, update)
-  frozen.patterns = patterns
-  return frozen
+  return Frozen(init, update, patterns)
 
 
 def scale_learning_rates(
@@ -212,33 +210,36 @@ class Frozen(optax.GradientTransformationExtraArgs):
 
   patterns: tuple[str, ...]
 
+  def __new__(cls, init: Any, update: Any, patterns: tuple[str, ...]) -> Frozen:
+    """Returns an optimizer with patterns."""
+    new = super().__new__(cls, init, update)
+    new.patterns = patterns
+    return new
+
 
 class SparseRows(optax.GradientTransformationExtraArgs):
   """The optimizer that `flaxshard.sparse_rows` returns.
 
   Attributes:
-    patterns: The patterns of the tables.
-    semantics: `"lazy"`, `"tf"` or `"catch_up"`.
     inner: The optimizer that updates the rows.
+    patterns: The patterns of the tables.
+    semantics: `"lazy"` or `"tf"`.
+    argument: The name of the patterns, for errors.
     parts: The number of parts into which devices split the rows of a parameter,
       by path. Others are not split.
-    settle: Takes parameters and state, and returns them with all rows up to
-      date. Only `"catch_up"` leaves rows behind.
-    with_parts: Takes such numbers, and returns the optimizer with them.
-    whole_tables: Takes parameters, and returns the paths of the tables of which
-      an update changes other rows than those of the gradient.
-    decaying_tables: Takes parameters, and returns the paths of the tables whose
-      parameters `settle` changes.
   """
 
+  inner: Any
   patterns: tuple[str, ...]
   semantics: str
-  inner: Any
+  argument: str
   parts: Mapping[trees.Path, int]
-  settle: Callable[[Any, Any], tuple[Any, Any]]
-  with_parts: Callable[[Mapping[trees.Path, int]], SparseRows]
-  whole_tables: Callable[[Any], set[trees.Path]]
-  decaying_tables: Callable[[Any], set[trees.Path]]
+
+  def __new__(cls, init: Any, update: Any, **attributes: Any) -> SparseRows:
+    """Returns an optimizer with attributes."""
+    new = super().__new__(cls, init, update)
+    vars(new).update(attributes)
+    return new
 
   def __repr__(self) -> str:
     return (

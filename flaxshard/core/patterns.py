@@ -29,7 +29,7 @@ def check(argument: str, patterns: Any) -> tuple[str, ...]:
 
   Raises:
     TypeError: `patterns` is not a sequence of strings.
-    PatternError: A pattern is not a regular expression, or is given twice.
+    PatternError: A pattern is not a regular expression.
 
   Example:
     >>> check("patterns", ["^encoder/"])
@@ -50,8 +50,6 @@ def check(argument: str, patterns: Any) -> tuple[str, ...]:
       re.compile(pattern)
     except re.error as e:
       raise PatternError(f"{where}: {pattern!r} is not a regex: {e}.") from e
-    if pattern in patterns[:i]:
-      raise PatternError(f"{where}: {pattern!r} is given twice.")
   return tuple(patterns)
 
 
@@ -69,7 +67,7 @@ def check_pairs(
 
   Raises:
     TypeError: `pairs` is not a sequence of pairs.
-    PatternError: A pattern is not a regular expression, or is given twice.
+    PatternError: A pattern is not a regular expression.
   """
   is_sequence = isinstance(pairs, Sequence) and not isinstance(pairs, str)
   if not is_sequence or not all(

@@ -114,7 +114,10 @@ def ftrl(
   power = -learning_rate_power
   l1, l2 = l1_regularization_strength, l2_regularization_strength
 
-  def new_values(rate: jax.Array, g: Any, w: Any, n: Any, z: Any) -> Any:
+  def new_values(
+    rate: jax.Array, step: jax.Array, g: Any, w: Any, n: Any, z: Any
+  ) -> Any:
+    del step
     new_n = n + g * g
     sigma = (new_n**power - n**power) / rate
     shrinkage = 2 * l2_shrinkage_regularization_strength * w
@@ -128,26 +131,9 @@ def ftrl(
       for new, old in [(new_w, w), (new_n, n), (new_z, z)]
     )
 
-  def init(params: PyTree) -> FtrlState:
-    accum = optax.tree.full_like(params, initial_accumulator_value)
-    return FtrlState(_zero_count(), accum, optax.tree.zeros_like(params))
-
-  def update(
-    updates: PyTree, state: FtrlState, params: PyTree | None = None
-  ) -> tuple[PyTree, FtrlState]:
-    updates, accum, linear = _map_leaves(
-      "ftrl",
-      lambda g, w, *slots: new_values(
-        _rate(learning_rate, state.count, w), g, w, *slots
-      ),
-      updates,
-      params,
-      state.accum,
-      state.linear,
-    )
-    return updates, FtrlState(optax.safe_increment(state.count), accum, linear)
-
-  return optax.GradientTransformation(init, update)
+  return _create(
+    "ftrl", FtrlState, new_values, learning_rate, initial_accumulator_value, 0.0
+  )
 
 
 def adagrad_da(
@@ -209,33 +195,17 @@ def adagrad_da(
   )
   l1, l2 = l1_regularization_strength, l2_regularization_strength
 
-  def new_values(count: Any, g: Any, w: Any, z: Any, n: Any) -> Any:
-    rate = _rate(learning_rate, count, w)
-    step = optax.safe_increment(count).astype(w.dtype)
+  def new_values(
+    rate: jax.Array, step: jax.Array, g: Any, w: Any, z: Any, n: Any
+  ) -> Any:
+    del w
     z, n = z + g, n + g * g
     numerator = jnp.sign(z) * jnp.maximum(jnp.abs(z) - l1 * step, 0)
     return -rate * numerator / (jnp.sqrt(n) + l2 * rate * step), z, n
 
-  def init(params: PyTree) -> AdagradDAState:
-    zeros = optax.tree.zeros_like(params)
-    return AdagradDAState(
-      _zero_count(), zeros, optax.tree.full_like(params, initial)
-    )
-
-  def update(
-    updates: PyTree, state: AdagradDAState, params: PyTree | None = None
-  ) -> tuple[PyTree, AdagradDAState]:
-    updates, *slots = _map_leaves(
-      "adagrad_da",
-      lambda *leaves: new_values(state.count, *leaves),
-      updates,
-      params,
-      state.gradient_accumulator,
-      state.gradient_squared_accumulator,
-    )
-    return updates, AdagradDAState(optax.safe_increment(state.count), *slots)
-
-  return optax.GradientTransformation(init, update)
+  return _create(
+    "adagrad_da", AdagradDAState, new_values, learning_rate, 0.0, initial
+  )
 
 
 def proximal_gradient_descent(
@@ -281,34 +251,13 @@ def proximal_gradient_descent(
     l2_regularization_strength=l2_regularization_strength,
   )
 
-  def init(params: PyTree) -> ProximalGradientDescentState:
-    del params
-    return ProximalGradientDescentState(_zero_count())
-
-  def update(
-    updates: PyTree,
-    state: ProximalGradientDescentState,
-    params: PyTree | None = None,
-  ) -> tuple[PyTree, ProximalGradientDescentState]:
-    def new_values(g: Any, w: Any) -> Any:
-      rate = _rate(learning_rate, state.count, w)
-      return (
-        _shrink(
-          w - rate * g,
-          rate,
-          l1_regularization_strength,
-          l2_regularization_strength,
-        ),
-      )
-
-    (updates,) = _map_leaves(
-      "proximal_gradient_descent", new_values, updates, params
-    )
-    return updates, ProximalGradientDescentState(
-      optax.safe_increment(state.count)
-    )
-
-  return optax.GradientTransformation(init, update)
+  shrink = _shrinkage(l1_regularization_strength, l2_regularization_strength)
+  return _create(
+    "proximal_gradient_descent",
+    ProximalGradientDescentState,
+    lambda rate, step, g, w: (shrink(w - rate * g, rate),),
+    learning_rate,
+  )
 
 
 def proximal_adagrad(
@@ -359,97 +308,86 @@ def proximal_adagrad(
     l2_regularization_strength=l2_regularization_strength,
   )
 
-  def init(params: PyTree) -> ProximalAdagradState:
-    accumulator = optax.tree.full_like(params, initial_accumulator_value)
-    return ProximalAdagradState(_zero_count(), accumulator)
+  shrink = _shrinkage(l1_regularization_strength, l2_regularization_strength)
 
-  def update(
-    updates: PyTree, state: ProximalAdagradState, params: PyTree | None = None
-  ) -> tuple[PyTree, ProximalAdagradState]:
-    def new_values(g: Any, w: Any, n: Any) -> Any:
-      n = n + g * g
-      rate = _rate(learning_rate, state.count, w) * jax.lax.rsqrt(n)
-      return (
-        _shrink(
-          w - rate * g,
-          rate,
-          l1_regularization_strength,
-          l2_regularization_strength,
-        ),
-        n,
-      )
+  def new_values(
+    rate: jax.Array, step: jax.Array, g: Any, w: Any, n: Any
+  ) -> Any:
+    del step
+    n = n + g * g
+    rate = rate * jax.lax.rsqrt(n)
+    return shrink(w - rate * g, rate), n
 
-    updates, accumulator = _map_leaves(
-      "proximal_adagrad", new_values, updates, params, state.accumulator
-    )
-    return updates, ProximalAdagradState(
-      optax.safe_increment(state.count), accumulator
-    )
-
-  return optax.GradientTransformation(init, update)
-
-
-def _shrink(w: jax.Array, rate: jax.Array, l1: float, l2: float) -> jax.Array:
-  """Returns the proximal operator of L1 and L2 penalties."""
-  return jnp.sign(w) * jnp.maximum(jnp.abs(w) - rate * l1, 0) / (1 + rate * l2)
-
-
-def _map_leaves(
-  optimizer: str,
-  new_values: Callable[..., tuple[jax.Array, ...]],
-  grads: PyTree,
-  params: PyTree | None,
-  *slots: PyTree,
-) -> list[PyTree]:
-  """Maps a function to the leaves of gradients, parameters and slots.
-
-  Args:
-    optimizer: Name of the optimizer, for the error message.
-    new_values: Takes a gradient, a parameter and its slots, and returns the new
-      parameter and the new slots.
-    grads: The gradients.
-    params: The parameters.
-    *slots: Trees like `params`.
-
-  Returns:
-    The updates to add to the parameters, and the new slots.
-
-  Raises:
-    ValueError: There are no parameters.
-  """
-  if params is None:
-    raise ValueError(
-      f"{optimizer} computes new parameters from the old ones: write "
-      "tx.update(grads, state, params)."
-    )
-
-  def changes(g: jax.Array, w: jax.Array, *old: jax.Array) -> Any:
-    if not jnp.issubdtype(w.dtype, jnp.inexact):
-      return jnp.zeros_like(w), *old  # integers have no gradient
-    # Gradients in a wider dtype would change the dtype of the slots.
-    new_w, *new = new_values(g.astype(w.dtype), w, *old)
-    return new_w - w, *new
-
-  results = jax.tree.map(changes, grads, params, *slots)
-  return list(
-    jax.tree.transpose(
-      jax.tree.structure(grads),
-      jax.tree.structure((0,) * (1 + len(slots))),
-      results,
-    )
+  return _create(
+    "proximal_adagrad",
+    ProximalAdagradState,
+    new_values,
+    learning_rate,
+    initial_accumulator_value,
   )
 
 
-def _rate(
-  learning_rate: optax.ScalarOrSchedule, count: jax.Array, like: jax.Array
-) -> jax.Array:
-  """Returns the learning rate of a step, in the dtype of a parameter."""
-  rate = learning_rate(count) if callable(learning_rate) else learning_rate
-  return jnp.asarray(rate, like.dtype)
+def _shrinkage(l1: float, l2: float) -> Callable[..., jax.Array]:
+  """Returns the proximal operator of L1 and L2 penalties."""
+  return lambda w, rate: (
+    jnp.sign(w) * jnp.maximum(jnp.abs(w) - rate * l1, 0) / (1 + rate * l2)
+  )
 
 
-def _zero_count() -> jax.Array:
-  return jnp.zeros([], jnp.int32)
+def _create(
+  name: str,
+  state_class: Any,
+  new_values: Callable[..., tuple[jax.Array, ...]],
+  learning_rate: optax.ScalarOrSchedule,
+  *first: float,
+) -> optax.GradientTransformation:
+  """Returns an elementwise optimizer that computes new parameters.
+
+  Args:
+    name: Its name, for the error message.
+    state_class: A named tuple of a count and the slots.
+    new_values: Takes the learning rate, the number of the step from one on, a
+      gradient, a parameter and its slots; returns the new parameter and slots.
+    learning_rate: A number or a schedule.
+    *first: The first value of each slot.
+  """
+
+  def init(params: PyTree) -> Any:
+    slots = (optax.tree.full_like(params, value) for value in first)
+    return state_class(jnp.zeros([], jnp.int32), *slots)
+
+  def update(updates: PyTree, state: Any, params: PyTree | None = None) -> Any:
+    if params is None:
+      raise ValueError(
+        f"{name} computes new parameters from the old ones: write "
+        "tx.update(grads, state, params)."
+      )
+    rate, next_count = learning_rate, optax.safe_increment(state.count)
+    if callable(rate):
+      rate = rate(state.count)
+
+    def changes(g: jax.Array, w: jax.Array, *old: jax.Array) -> Any:
+      if not jnp.issubdtype(w.dtype, jnp.inexact):
+        return jnp.zeros_like(w), *old  # integers have no gradient
+      # Gradients in a wider dtype would change the dtype of the slots.
+      new_w, *new = new_values(
+        jnp.asarray(rate, w.dtype),
+        next_count.astype(w.dtype),
+        g.astype(w.dtype),
+        w,
+        *old,
+      )
+      return new_w - w, *new
+
+    results = jax.tree.map(changes, updates, params, *state[1:])
+    updates, *slots = jax.tree.transpose(
+      jax.tree.structure(updates),
+      jax.tree.structure((0,) * len(state)),
+      results,
+    )
+    return updates, state_class(next_count, *slots)
+
+  return optax.GradientTransformation(init, update)
 
 
 def _check(optimizer: str, limits: dict[str, float], **values: Any) -> None:

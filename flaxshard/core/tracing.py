@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -17,8 +17,6 @@ COMMIT_SCOPE = "agn_commit"
 UPDATE_SCOPE = "accumulated_update"
 # That of the collectives of row-sparse gradients.
 ROWS_SCOPE = "gradient_rows"
-# That of the collectives of quantized commits.
-QUANTIZED_SCOPE = "quantized_gradients"
 
 # Primitives that run one program, with their own inputs and outputs. JAX 0.12
 # calls `closed_call` `eval_jaxpr`.
@@ -100,7 +98,7 @@ def computes_in(program: Any, dtype: Any) -> bool:
     return any(getattr(x.aval, "dtype", None) == dtype for x in atoms)
 
   for eqn in getattr(program, "jaxpr", program).eqns:
-    inner = list(_programs_of(eqn.params.values()))
+    inner = list(core.jaxprs_in_params(eqn.params))
     if any(computes_in(p, dtype) for p in inner):
       return True
     # What an equation with programs computes, they compute.
@@ -121,12 +119,3 @@ def split_scan(
   # JAX 0.12 keeps the three lists in one structure.
   consts, carry, xs = map(list, params["ft_in"].update(inputs).unpack())
   return consts, carry, xs
-
-
-def _programs_of(values: Iterable[Any]) -> Iterator[Any]:
-  """Yields the programs among the parameters of an equation."""
-  for value in values:
-    if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
-      yield value
-    elif isinstance(value, (tuple, list)):
-      yield from _programs_of(value)

@@ -60,14 +60,6 @@ def dtype_of(leaf: Any) -> Any:
   return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
-def _describe(leaf: Any) -> str:
-  return f"{dtype_of(leaf)}{list(np.shape(leaf))}"
-
-
-def _is_key(dtype: Any) -> bool:
-  return jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
 def is_array(leaf: Any) -> bool:
   """Returns whether a value is an array of numbers, or a number.
 
@@ -190,14 +182,19 @@ def difference_by_path(
   for path, wanted_leaf in wanted.items():
     where = "/".join(path) or "<root>"
     if path not in given:
-      return f"{where}: missing, where {_describe(wanted_leaf)} is expected"
+      return (
+        f"{where}: missing, where {checks.describe(wanted_leaf)} is expected"
+      )
     leaf = given[path]
     if leaf is None:
       continue
     shape, wanted_shape = np.shape(leaf), np.shape(wanted_leaf)
     dtype, wanted_dtype = dtype_of(leaf), dtype_of(wanted_leaf)
     # A PRNG key and its integers differ in shape too: report the dtypes.
-    skip_shape = dtypes and _is_key(dtype) != _is_key(wanted_dtype)
+    is_key = [
+      jnp.issubdtype(d, jax.dtypes.prng_key) for d in (dtype, wanted_dtype)
+    ]
+    skip_shape = dtypes and is_key[0] != is_key[1]
     if shape != wanted_shape and not skip_shape:
       return f"{where}: shape {shape}, where {wanted_shape} is expected"
     if dtypes and dtype != wanted_dtype:
@@ -205,7 +202,7 @@ def difference_by_path(
   for path, leaf in given.items():
     if path not in wanted and leaf is not None:
       where = "/".join(path) or "<root>"
-      return f"{where}: {_describe(leaf)}, where nothing is expected"
+      return f"{where}: {checks.describe(leaf)}, where nothing is expected"
   return None
 
 

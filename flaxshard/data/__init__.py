@@ -40,7 +40,3 @@ def __getattr__(name: str) -> Any:
   if name in ("eval_batches", "train_iterator"):
     return getattr(importlib.import_module("flaxshard.data.batching"), name)
   raise AttributeError(f"module 'flaxshard.data' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-  return sorted(__all__)

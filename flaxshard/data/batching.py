@@ -27,8 +27,6 @@ def train_iterator(
   *,
   batch_size: int,
   seed: int,
-  process_index: int = 0,
-  process_count: int = 1,
   rows: Sequence[int] | None = None,
   collate: collate_lib.Collate | None = None,
 ) -> grain.DatasetIterator | streams.StreamIterator:
@@ -45,14 +43,10 @@ def train_iterator(
 
   Args:
     splits: The data.
-    batch_size: Number of examples in a global batch, a multiple of
-      `process_count`.
+    batch_size: Number of examples in a global batch.
     seed: Seed of shuffling and augmentation.
-    process_index: Index of this process, from 0. Of n processes, process i
-      reads the i-th of n equal blocks of rows.
-    process_count: Number of processes that share each batch.
-    rows: The rows of each global batch to read, in ascending order, instead of
-      a block of `process_index`.
+    rows: The rows of each global batch to read, in ascending order: those of
+      this process. None reads all.
     collate: Makes a batch of a sequence of examples; None stacks their arrays.
 
   Returns:
@@ -60,9 +54,8 @@ def train_iterator(
 
   Raises:
     TypeError: A number is not an integer.
-    ValueError: A number is out of range, `batch_size` is not a multiple of
-      `process_count`, `rows` do not ascend, or `rows` and `process_count` are
-      both given.
+    ValueError: A number is out of range, `batch_size` is larger than the number
+      of examples, or `rows` do not ascend.
 
   Example:
     >>> from flaxshard import data
@@ -70,8 +63,9 @@ def train_iterator(
     >>> next(iterator)["inputs"].shape
     (32, 8, 8, 1)
   """
-  rows = _rows_of_process(batch_size, process_index, process_count, rows)
+  rows = _check_rows(rows, batch_size)
   checks.integer("seed", seed, minimum=0)
+  sources.check_batch_size("batch_size", batch_size, splits)
   if sources.is_stream(splits.train):
     return streams.StreamIterator(
       splits,
@@ -96,8 +90,6 @@ def eval_batches(
   splits: Splits,
   *,
   batch_size: int,
-  process_index: int = 0,
-  process_count: int = 1,
   rows: Sequence[int] | None = None,
   collate: collate_lib.Collate | None = None,
 ) -> grain.IterDataset:
@@ -107,13 +99,9 @@ def eval_batches(
 
   Args:
     splits: The data.
-    batch_size: Number of examples in a global batch, a multiple of
-      `process_count`.
-    process_index: Index of this process, from 0. Of n processes, process i
-      reads the i-th of n equal blocks of rows.
-    process_count: Number of processes that share each batch.
-    rows: The rows of each global batch to read, in ascending order, instead of
-      a block of `process_index`.
+    batch_size: Number of examples in a global batch.
+    rows: The rows of each global batch to read, in ascending order: those of
+      this process. None reads all.
     collate: Makes a batch of a sequence of examples; None stacks their arrays.
 
   Returns:
@@ -122,9 +110,7 @@ def eval_batches(
 
   Raises:
     TypeError: A number is not an integer.
-    ValueError: A number is out of range, `batch_size` is not a multiple of
-      `process_count`, `rows` do not ascend, or `rows` and `process_count` are
-      both given.
+    ValueError: A number is out of range, or `rows` do not ascend.
 
   Example:
     >>> from flaxshard import data
@@ -132,7 +118,7 @@ def eval_batches(
     >>> [int(batch["mask"].sum()) for batch in batches]
     [200, 160]
   """
-  rows = _rows_of_process(batch_size, process_index, process_count, rows)
+  rows = _check_rows(rows, batch_size)
   if splits.eval is None:
     raise ValueError("splits.eval is None: there are no evaluation examples.")
   # All processes evaluate in lockstep: they need equally many batches.
@@ -143,42 +129,16 @@ def eval_batches(
   return _batch(dataset, splits, batch_size, rows, collate, num_examples)
 
 
-def _rows_of_process(
-  batch_size: int,
-  process_index: int,
-  process_count: int,
-  rows: Sequence[int] | None,
-) -> Sequence[int]:
-  """Returns the rows of every global batch that a process reads."""
+def _check_rows(rows: Sequence[int] | None, batch_size: int) -> Sequence[int]:
   checks.integer("batch_size", batch_size, minimum=1)
-  checks.integer("process_count", process_count, minimum=1)
-  checks.integer(
-    "process_index", process_index, minimum=0, maximum=process_count - 1
-  )
-  if rows is not None:
-    if process_count > 1:
-      raise ValueError(
-        f"rows={rows!r} replaces the block of rows of process_index="
-        f"{process_index}: give rows or process_count, not both."
-      )
-    return _check_rows(rows, batch_size)
-  if batch_size % process_count:
+  if rows is None:
+    return range(batch_size)
+  rows = [int(row) for row in rows]
+  in_range = rows and 0 <= rows[0] and rows[-1] < batch_size
+  if not in_range or any(a >= b for a, b in itertools.pairwise(rows)):
     raise ValueError(
-      f"batch_size={batch_size} must be a multiple of "
-      f"process_count={process_count}."
-    )
-  size = batch_size // process_count
-  return range(process_index * size, (process_index + 1) * size)
-
-
-def _check_rows(rows: Sequence[int], batch_size: int) -> Sequence[int]:
-  rows = [
-    checks.integer("rows: a row", row, minimum=0, maximum=batch_size - 1)
-    for row in rows
-  ]
-  if not rows or any(a >= b for a, b in itertools.pairwise(rows)):
-    raise ValueError(
-      f"rows must be row numbers of a batch in ascending order, got {rows!r}."
+      f"rows must be row numbers of a batch of {batch_size} in ascending "
+      f"order, got {rows!r}."
     )
   return rows
 

@@ -93,7 +93,6 @@ def text(
     The splits.
 
   Raises:
-    TypeError: An argument is of a wrong type.
     ValueError: `path` is not a folder, or a split is smaller than one window;
       `length` or `eval_every` is out of range.
 
@@ -102,9 +101,6 @@ def text(
     >>> splits.train[0]["inputs"].shape, splits.num_classes
     ((16,), 256)
   """
-  # Not checks.string: "" is allowed.
-  if not isinstance(path, str):
-    raise TypeError(f"path must be a string, got {path!r}.")
   length, eval_every = _check_text(length, eval_every)
   root = pathlib.Path(path or sysconfig.get_paths()["stdlib"]).expanduser()
   if not root.is_dir():

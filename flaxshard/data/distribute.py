@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
-import inspect
 from typing import Any
 
 import jax
@@ -44,11 +43,6 @@ class InputContext:
     input_pipeline_id: Index of this pipeline, from 0.
     num_replicas_in_sync: Number of replicas of all pipelines.
 
-  Raises:
-    TypeError: A field is not an integer.
-    ValueError: A number is not positive, or the index is not below the number
-      of pipelines.
-
   Example:
     >>> context = InputContext(2, 0, num_replicas_in_sync=8)
     >>> context.get_per_replica_batch_size(32)
@@ -61,17 +55,6 @@ class InputContext:
   num_input_pipelines: int = 1
   input_pipeline_id: int = 0
   num_replicas_in_sync: int = 1
-
-  def __post_init__(self) -> None:
-    pipelines, replicas = self.num_input_pipelines, self.num_replicas_in_sync
-    checks.integer("num_input_pipelines", pipelines, minimum=1)
-    checks.integer("num_replicas_in_sync", replicas, minimum=1)
-    checks.integer(
-      "input_pipeline_id",
-      self.input_pipeline_id,
-      minimum=0,
-      maximum=pipelines - 1,
-    )
 
   def get_per_replica_batch_size(self, global_batch_size: int) -> int:
     """Returns the batch size of one replica.
@@ -162,8 +145,7 @@ def distribute_dataset(
       Any error of `iterable`, after the batches before it.
 
   Raises:
-    ValueError: An argument is invalid or does not fit the mesh, or `iterable`
-      is a generator that was read to its end.
+    ValueError: An argument is invalid or does not fit the mesh.
     TypeError: `iterable` is not an iterable, or is a single batch.
 
   Example:
@@ -268,16 +250,6 @@ def _distribute(
     raise TypeError(
       "iterable must be an iterable of batches, got "
       f"{type(iterable).__name__}; shard_batch takes a single batch."
-    )
-  # Other iterators do not show whether they are at their end.
-  if (
-    inspect.isgenerator(iterable)
-    and inspect.getgeneratorstate(iterable) == inspect.GEN_CLOSED
-  ):
-    raise ValueError(
-      "iterable is a generator at its end, which yields no more batches: a "
-      "generator can be read only once. Pass a list or another iterable that "
-      "starts again, or a new generator for each epoch."
     )
   prefetch = checks.integer("prefetch", prefetch, minimum=0)
   config.check(mesh)

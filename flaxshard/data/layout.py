@@ -55,9 +55,6 @@ class Padding:
           f"batch_size={self.batch_size}, of the global batch, must be a "
           f"multiple of the {count} input pipelines."
         )
-    if self.mask is not None:
-      checks.string("mask", self.mask)
-    checks.boolean("drop_remainder", self.drop_remainder)
     checks.one_of("bucket", self.bucket, (None, "power_of_two"))
     if self.bucket is not None and self.mask is None:
       raise ValueError(
@@ -69,11 +66,6 @@ class Padding:
         f"bucket_dims={self.bucket_dims!r} needs bucket='power_of_two'."
       )
     for path, dims in self.varying_dims().items():
-      if not isinstance(dims, tuple):
-        raise ValueError(
-          "bucket_dims must be a tuple of dimensions from 1 on (0 is the "
-          f"batch), or a dict of such tuples by path, got {dims!r} for {path}."
-        )
       for dim in dims:
         # Dimension 0 is the batch.
         where = f"bucket_dims={dims!r} for {path}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-import weakref
 
 import jax
 import numpy as np
@@ -14,21 +13,6 @@ from flaxshard.data import layout as layout_lib
 from flaxshard.data import sharding
 
 PyTree = Any
-
-
-# Masks of padded batches, by id: a JAX array has no hash.
-_masks: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-
-def remember_mask(x: Any) -> None:
-  """Remembers that an array is the mask of a batch that was padded."""
-  if isinstance(x, jax.Array):  # an abstract mask has no values
-    _masks[id(x)] = x
-
-
-def marks_padding(x: Any) -> bool:
-  """Returns whether an array is the mask of a batch that was padded."""
-  return _masks.get(id(x)) is x
 
 
 class Padder:
@@ -72,6 +56,13 @@ class Padder:
     rows = sum(part.rows for part in parts)
     if self._config.drop_remainder and rows < layout.rows:
       return None
+    if not rows and len(sharding.pipelines(self._mesh)) == 1:
+      # Of several processes, one without further examples passes such batches.
+      raise ValueError(
+        f"batch[{layout.leaves[0].path}] has the shape "
+        f"{parts[0].arrays[0].shape}: a batch needs at least one example; "
+        "drop_remainder=True would leave it out."
+      )
     padded = {0: _padded_rows(layout, rows, self._config.bucket)}
     # All parts have the same dimensions that vary, in different sizes.
     for dim in lengths[0]:
@@ -91,7 +82,6 @@ class Padder:
     # Also without padding: another structure would compile the step again.
     if layout.mask is not None:
       mask = _create_mask([part.rows for part in parts], lengths, padded)
-      has_padding = not mask.all()
       if layout.mask_leaf is None:
         arrays.append(mask)
         shardings.append(layout.mask_sharding)
@@ -99,9 +89,6 @@ class Padder:
         given = np.asarray(arrays[layout.mask_leaf])
         arrays[layout.mask_leaf] = _combine_masks(layout.mask, given, mask)
     out = sharding.put(self._mesh, arrays, shardings)
-    if layout.mask is not None and has_padding:
-      mask_leaf = -1 if layout.mask_leaf is None else layout.mask_leaf
-      remember_mask(out[mask_leaf])
     if layout.mask is None or layout.mask_leaf is not None:
       return jax.tree.unflatten(layout.tree, out)
     batch = jax.tree.unflatten(layout.tree, out[:-1])
@@ -159,10 +146,4 @@ def _combine_masks(key: str, given: np.ndarray, mask: np.ndarray) -> np.ndarray:
   # The mask of lower rank, say of rows, applies to all positions of a row.
   rank = max(given.ndim, mask.ndim)
   shapes = [x.shape + (1,) * (rank - x.ndim) for x in (given, mask)]
-  try:
-    return given.reshape(shapes[0]) & mask.reshape(shapes[1])
-  except ValueError as e:
-    raise ValueError(
-      f"batch[{key}] has the shape {given.shape} after padding, which cannot "
-      f"be combined with the mask of padding, {mask.shape}."
-    ) from e
+  return given.reshape(shapes[0]) & mask.reshape(shapes[1])

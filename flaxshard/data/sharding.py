@@ -77,6 +77,11 @@ def shard_batch(
     [[0, 1], [2, 3]]
   """
   flat = host_batch.flatten(batch)
+  if not flat.rows:
+    raise ValueError(
+      f"batch[{flat.paths[0]}] has the shape {flat.arrays[0].shape}: a batch "
+      "needs at least one example for each replica."
+    )
   leaves = make_leaves(mesh, flat, check_specs(mesh, spec))
   count = len(pipelines(mesh))
   arrays = []

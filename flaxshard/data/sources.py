@@ -33,7 +33,7 @@ _F = TypeVar("_F", bound=Callable[..., "Splits"])
 _SHAPES = "flaxshard_shapes"
 
 # Names of modules, so that a factory's dependencies are imported on use only.
-_FACTORIES = {
+FACTORIES = {
   "digits": "flaxshard.data.builtin:digits",
   "text": "flaxshard.data.builtin:text",
   "imagenet": "flaxshard.data.imagenet:imagenet",
@@ -226,7 +226,7 @@ def call_factory(config: Mapping[str, Any]) -> Splits:
   Raises:
     ValueError, TypeError: As `load`.
   """
-  splits = registry.call("config.data", config, _FACTORIES)
+  splits = registry.call("config.data", config, FACTORIES)
   if not isinstance(splits, Splits):
     raise TypeError(
       f"config.data ({config['name']!r}) must return flaxshard.data.Splits, "
@@ -304,6 +304,18 @@ def _first_train_batch(
   return _check_example(f"{where}: train[0]", example, collate)
 
 
+def check_batch_size(argument: str, batch_size: int, splits: Splits) -> None:
+  """Raises a ValueError if a batch would have training examples twice."""
+  if is_stream(splits.train):
+    return
+  count = len(splits.train)  # type: ignore[arg-type]
+  if batch_size > count:
+    raise ValueError(
+      f"{argument}={batch_size} must be at most {count}, the number of "
+      "training examples."
+    )
+
+
 def is_stream(source: Any) -> bool:
   """Returns whether a source of training examples has no length."""
   return not (hasattr(source, "__len__") and hasattr(source, "__getitem__"))
@@ -369,11 +381,11 @@ def call_factory_for_shapes(config: Mapping[str, Any]) -> Shapes | Splits:
     config: `config.data`; see `load`.
   """
   if not (registry.is_dict(config) and "name" in config):
-    registry.call("config.data", config, _FACTORIES)  # raises
+    registry.call("config.data", config, FACTORIES)  # raises
   arguments = dict(config)
   name = arguments.pop("name")
   where = f"config.data ({name!r})"
-  factory = registry.lookup("config.data.name", name, _FACTORIES)
+  factory = registry.lookup("config.data.name", name, FACTORIES)
   get_shapes = getattr(factory, _SHAPES, None)
   if get_shapes is None:
     return call_factory(config)

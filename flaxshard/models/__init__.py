@@ -8,7 +8,6 @@ from typing import Any
 from flax import linen as nn
 from flax import nnx
 
-from flaxshard.core import checks
 from flaxshard.core import registry
 from flaxshard.core.policy import Policy
 from flaxshard.models.cnn import CNN
@@ -81,15 +80,4 @@ def create(
       given["rngs"] = nnx.Rngs(seed)
     if not {"policy", "dtype"} & {*given, *config}:
       policy.warn_if_unused(f"config.model ({config['name']!r})")
-  model = registry.call("config.model", config, MODELS, hidden=hidden, **given)
-  if not isinstance(model, (nn.Module, nnx.Module)):
-    raise TypeError(
-      f"config.model.name: {config['name']!r} must be a Linen or NNX module "
-      "class, or a function that returns a module, got "
-      f"{checks.describe(model)}."
-    )
-  return model
-
-
-def __dir__() -> list[str]:
-  return sorted(__all__)
+  return registry.call("config.model", config, MODELS, hidden=hidden, **given)

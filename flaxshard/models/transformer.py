@@ -163,8 +163,6 @@ class Transformer(nn.Module):
       )
 
   def _check_inputs(self, inputs: jax.Array) -> None:
-    if not jnp.issubdtype(inputs.dtype, jnp.integer):
-      raise TypeError(f"inputs must be integer tokens, got {inputs.dtype}.")
     if inputs.ndim != 2:
       raise ValueError(
         f"inputs must have shape [batch, length], got {inputs.shape}."

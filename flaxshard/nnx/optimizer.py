@@ -4,34 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import functools
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+import weakref
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 import optax
 
-from flaxshard.core import checks
 from flaxshard.core import opt_state as opt_state_lib
-from flaxshard.nnx import calls
 from flaxshard.nnx import placement
 from flaxshard.nnx import variables as variables_lib
 from flaxshard.nnx.pure_loss import PureLoss
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.replicas import context as replica_context
-from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.state import fields as fields_lib
-from flaxshard.state import model_facts
+from flaxshard.state import initialization
 from flaxshard.state import sharding as sharding_lib
+from flaxshard.state import validation
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
-from flaxshard.wrappers.loss_scale import LossScale
 
 PyTree = Any
 M = TypeVar("M", bound=nnx.Module)
 
-_MISSING: Any = object()
+
+class _Pending(NamedTuple):
+  """Variables of a module that a loss has changed, until the update.
+
+  Attributes:
+    model: The module, by a weak reference.
+    before: The arrays of the module, but for the parameters, before the loss.
+    after: The same after the loss.
+  """
+
+  model: weakref.ref[Any]
+  before: dict[str, Any]
+  after: dict[str, Any]
+
+
+# By optimizer, or by its copy in a trace.
+_PENDING: weakref.WeakKeyDictionary[Any, _Pending] = weakref.WeakKeyDictionary()
 
 
 class WrapperState(nnx.Variable):
@@ -88,8 +102,8 @@ class Optimizer(nnx.Optimizer[M]):
     model: M,
     tx: optax.GradientTransformation,
     *,
-    wrt: Any = _MISSING,
-    wrappers: Sequence[base.Wrapper] = (),
+    wrt: Any,
+    wrappers: Sequence[base.Base] = (),
     strategy: sharding_lib.HasMesh | None = None,
     rules: rules_lib.Rules = None,
     graph: bool | None = None,
@@ -113,29 +127,16 @@ class Optimizer(nnx.Optimizer[M]):
       graph: As in `nnx.Optimizer`.
 
     Raises:
-      TypeError: `wrt` is missing, or an argument has a wrong type.
+      TypeError: An argument has a wrong type.
       ValueError: `wrt` selects no variable, a wrapper is given twice, a rule
         cannot be applied, `rules` are given without a strategy, or a wrapper
         needs `Strategy.run` because the strategy has several replicas.
     """
-    _check_module(model)
-    if wrt is _MISSING:
-      raise TypeError(
-        "Optimizer: wrt is missing. Write wrt=nnx.Param to train all "
-        "parameters; before Flax 0.11 this was the default."
-      )
-    if not callable(getattr(tx, "update", None)):
-      raise TypeError(
-        f"tx must be an optax optimizer, got {checks.describe(tx)}."
-      )
+    validation.check_tx(tx)
     wrappers = base.check(wrappers)
-    _check_no_host_commits(wrappers)
-    selected, others = nnx.state(model, wrt, ..., graph=graph)
-    if not jax.tree.leaves(selected):
-      kinds = sorted(variables_lib.kinds(others))
+    if not jax.tree.leaves(nnx.state(model, wrt, graph=graph)):
       raise ValueError(
-        f"wrt={variables_lib.describe(wrt)} selects no variable of "
-        f"{type(model).__name__}, which has {', '.join(kinds) or 'none'}."
+        f"wrt={wrt!r} selects no variable of {type(model).__name__}."
       )
     if strategy is None and rules is not None:
       raise ValueError(
@@ -144,12 +145,11 @@ class Optimizer(nnx.Optimizer[M]):
       )
     mesh = None if strategy is None else sharding_lib.mesh_of(strategy)
     num_replicas = sharding_lib.count_replicas(mesh, wrappers)
-    if num_replicas > 1:
-      _check_no_replicas(wrappers, num_replicas)
+    _check_wrappers(wrappers, num_replicas)
     param_specs = None
     if mesh is not None:
       param_specs = placement.place_module(model, mesh, wrt, rules)
-    wrappers = stack.with_policy(wrappers, model_facts.policy_of_nnx(model))
+    wrappers = stack.with_policy(wrappers, initialization.policy_of_nnx(model))
 
     init = functools.partial(opt_state_lib.init, tx) if wrappers else tx.init
     # Only for its `init`: a skipped step needs the structure of later states.
@@ -158,7 +158,6 @@ class Optimizer(nnx.Optimizer[M]):
     self.tx = tx
     self.wrappers = nnx.static(wrappers)
     params, others = self._split(model)
-    self._calls = nnx.static(calls.Calls(calls.shapes_of(params)))
     states = stack.init(
       wrappers, params, tx, {"variables": others}, num_replicas
     )
@@ -197,37 +196,28 @@ class Optimizer(nnx.Optimizer[M]):
       that `wrt` selects. With `LossScale` they are float32 or wider.
 
     Raises:
-      TypeError: `loss_fn` is no function; or, in a call, it does not return a
-        floating-point scalar, or no pair with `has_aux`.
+      TypeError: In a call: the loss is a pair, and `has_aux` says that it is
+        none, or the other way round.
+      ValueError: In a call: the loss is no scalar.
     """
-    if not callable(loss_fn):
-      raise TypeError(
-        "value_and_grad: loss_fn must be a function, got "
-        f"{checks.describe(loss_fn)}. Write optimizer.value_and_grad(loss_fn)"
-        "(model, batch)."
-      )
 
     @functools.wraps(loss_fn)
     def value_and_grad(
       model: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-      if not isinstance(model, nnx.Pytree):
-        raise TypeError(
-          "value_and_grad: the first argument of loss_fn must be the module, "
-          f"got {checks.describe(model)}."
-        )
       before = variables_lib.leaves(model, self.wrt)
       pure = PureLoss(loss_fn, model, self.wrt, args, kwargs, has_aux)
-      self._check_params(pure.params)
-      with pure:
-        state = self._train_state(pure.params)
-        (loss, (arrays, changed)), grads = state.value_and_grad(
-          pure, has_aux=True, gate_gradients=gate_gradients
-        )
-        aux = pure.update_objects(arrays, changed)
-      self._calls.note_gradients(
-        self, model, before, variables_lib.leaves(model, self.wrt)
+      state = self._train_state(pure.params)
+      (loss, (aux, changed)), grads = state.value_and_grad(
+        pure, has_aux=True, gate_gradients=gate_gradients
       )
+      pure.update_objects(changed)
+      after = variables_lib.leaves(model, self.wrt)
+      earlier = _PENDING.get(self)
+      # Gradients that are accumulated: the step began with the first of them.
+      if earlier and earlier.model() is model and _same(earlier.after, before):
+        before = earlier.before
+      _PENDING[self] = _Pending(weakref.ref(model), before, after)
       return (loss, aux) if has_aux else loss, pure.gradients(grads)
 
     return value_and_grad
@@ -256,12 +246,11 @@ class Optimizer(nnx.Optimizer[M]):
     unscaled = stack.unscale_gradients(
       self.wrappers, self._local_states(), leaves
     )
-    self._calls.note_unscaled()
     return jax.tree.unflatten(treedef, unscaled)
 
   # NNX too takes `grads` by name, though its type does not say so.
   def update(  # type: ignore[override]
-    self, model: M, grads: Any = _MISSING, **kwargs: Any
+    self, model: M, grads: Any, **kwargs: Any
   ) -> Any:
     """Applies unscaled gradients through the wrappers.
 
@@ -276,36 +265,34 @@ class Optimizer(nnx.Optimizer[M]):
       With wrappers the changes of the parameters; zeros in a skipped step.
 
     Raises:
-      TypeError: `grads` is missing, or `model` is not a module.
-      ValueError: The gradients or the parameters of the module have another
-        structure than those of the optimizer, or nothing has scaled the loss.
+      TypeError: The module stands in the place of the gradients.
+      ValueError: The gradients have another structure than the parameters.
     """
-    if grads is _MISSING or not isinstance(model, nnx.Pytree):
+    if isinstance(grads, nnx.Module):
+      # The gradients would be updated, and the module stay as it is.
       raise TypeError(
-        "update takes the module and the gradients: optimizer.update(model, "
-        f"grads); got {checks.describe(model)}"
-        + (" alone." if grads is _MISSING else " as the module.")
+        f"update: grads is the module, a {type(grads).__name__}. Write "
+        "optimizer.update(model, grads)."
       )
-    if type(grads) is tuple:
-      raise ValueError(
-        f"grads must be a state of gradients, got a tuple of {len(grads)}; "
-        "value_and_grad returns (loss, grads): pass its second element."
-      )
-    params, _ = self._split(model)
-    self._check_params(params)
-    selected = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))
-    variables_lib.check_gradients(selected, params, self.wrt)
+    pending = _PENDING.pop(self, None)
     in_replica = replica_context.get_replica_context() is not None
     if not self.wrappers and not in_replica:
       return super().update(model, grads, **kwargs)
-
-    current = variables_lib.leaves(model, self.wrt)
-    changes = self._calls.take_changes(self, model, current)
-    if changes is None and self._goes_around_loss():
-      self._calls.check_differentiated()
-      if current:
-        self._calls.warn_of_changes()
-    old, new = changes or ({}, {})
+    params, _ = self._split(model)
+    selected = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))
+    new = variables_lib.leaves(model, self.wrt)
+    old = {}
+    if pending is not None and pending.model() is model:
+      # A value of another shape, such as one more sown value, has no old one.
+      old = {
+        name: pending.before[name]
+        for name, x in new.items()
+        if name in pending.before
+        and pending.before[name] is not x
+        and jnp.shape(pending.before[name]) == jnp.shape(x)
+      }
+    new = {name: jnp.asarray(new[name]) for name in old}
+    old = {name: jnp.asarray(x) for name, x in old.items()}
     state = self._train_state(params, changed=old)
     result = state.apply_gradients(
       grads=selected, changed=new, **nnx.as_pure(kwargs)
@@ -359,8 +346,7 @@ class Optimizer(nnx.Optimizer[M]):
     """Returns the parameters to evaluate and to export.
 
     They are the average of `EMA` if the optimizer has that wrapper, else those
-    of the module. With the `"catch_up"` semantics of `flaxshard.sparse_rows`
-    these have the weight decay of all steps.
+    of the module.
 
     Args:
       model: The module.
@@ -377,9 +363,6 @@ class Optimizer(nnx.Optimizer[M]):
       >>> nnx.update(average, optimizer.eval_params(model))
     """
     params, _ = self._split(model)
-    params = sparse_optimizer.eval_params(
-      self.tx, params, nnx.as_pure(self.opt_state)
-    )
     return stack.eval_params(self.wrappers, self._local_states(), params)
 
   def metrics(self) -> dict[str, jax.Array]:
@@ -393,7 +376,6 @@ class Optimizer(nnx.Optimizer[M]):
 
   def _split(self, model: Any) -> tuple[PyTree, PyTree]:
     """Returns the parameters and the other arrays of a module."""
-    _check_module(model)
     params, others = nnx.state(model, self.wrt, ..., graph=self.graph)
     return nnx.as_pure(params), nnx.as_pure(others)
 
@@ -416,54 +398,22 @@ class Optimizer(nnx.Optimizer[M]):
       **collections,
     )
 
-  def _goes_around_loss(self) -> bool:
-    """Returns whether a wrapper must see the loss before the gradients."""
-    states = nnx.as_pure(self.wrapper_states)
-    return any(
-      base.overrides(w, "scale_loss") or base.overrides(w, "working_params")
-      for w in self.wrappers
-      # "auto" that found nothing to scale.
-      if not isinstance(w, LossScale) or states[base.name_of(w)]
-    )
 
-  def _check_params(self, params: PyTree) -> None:
-    """Raises a ValueError if a module is not the one of this optimizer."""
-    self._calls.check_params(params, self.wrt)
+def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+  return a.keys() == b.keys() and all(a[key] is b[key] for key in a)
 
 
-def _check_module(model: Any) -> None:
-  if not isinstance(model, nnx.Pytree):
-    raise TypeError(
-      f"model must be an NNX module, got {checks.describe(model)}."
-    )
-
-
-def _check_no_host_commits(wrappers: tuple[base.Wrapper, ...]) -> None:
-  """Raises a ValueError if a wrapper's commits need a TrainState."""
+def _check_wrappers(wrappers: tuple[base.Base, ...], num_replicas: int) -> None:
+  """Raises a ValueError if a wrapper needs a TrainState."""
   for w in wrappers:
-    if base.adapt(w).commits_on_host:
+    needs_replicas = (
+      w.local_updates or w.reduces_gradients or w.defers_reduction
+    )
+    if w.commits_to_store or (needs_replicas and num_replicas > 1):
       raise ValueError(
-        f"wrappers: {type(w).__name__}(transport='host') needs a TrainState, "
-        "whose center flaxshard.Worker updates between steps. Make one with "
-        "create_train_state(model, ...), which takes NNX modules too."
-      )
-
-
-def _check_no_replicas(
-  wrappers: tuple[base.Wrapper, ...], num_replicas: int
-) -> None:
-  """Raises a ValueError if a wrapper acts on the gradients of each replica."""
-  for w in wrappers:
-    adapted = base.adapt(w)
-    if (
-      adapted.local_updates
-      or adapted.reduces_gradients
-      or adapted.defers_reduction
-    ):
-      raise ValueError(
-        f"wrappers: {type(w).__name__} needs the gradients of each of the "
-        f"{num_replicas} replicas. Under nnx.jit there is one gradient, the "
-        "mean over the whole batch, and Strategy.run takes no NNX objects. "
-        "Leave the wrapper out, or make a TrainState with "
-        "create_train_state(model, ...) and call Strategy.run."
+        f"wrappers: {type(w).__name__} commits between steps, or needs the "
+        f"gradients of each of the {num_replicas} replicas. Under nnx.jit "
+        "there is one gradient, the mean over the whole batch. Leave the "
+        "wrapper out, or make a TrainState with create_train_state(model, ...),"
+        " which takes NNX modules too, and call Strategy.run."
       )

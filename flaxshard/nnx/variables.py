@@ -1,4 +1,4 @@
-"""The variables of NNX objects as arrays by path."""
+"""The variables of NNX objects as arrays by path, and of a TrainState."""
 
 from __future__ import annotations
 
@@ -7,51 +7,90 @@ from typing import Any
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
 
+from flaxshard.core import checks
 from flaxshard.core import trees
+from flaxshard.state import nnx_adapter
+from flaxshard.state.train_state import TrainState
 
 PyTree = Any
-# Path of a variable in the module, and the position of an array in it.
-Leaves = dict[tuple[tuple[Any, ...], int], Any]
 
 
-def kinds(state: PyTree) -> set[str]:
-  """Returns the names of the classes of the variables in a state."""
-  return {
-    type(x).__name__ if isinstance(x, nnx.Variable) else "plain arrays"
-    for _, x in nnx.to_flat_state(state)
-  }
+def update(model: nnx.Module, state: TrainState) -> None:
+  """Sets the variables of a module to those of a TrainState.
+
+  `nnx.update(model, state.params)` raises a KeyError for a module with a list
+  of layers, whose keys are integers in NNX and strings in a TrainState.
+
+  The arrays are copied, so that donating the state does not delete those of the
+  module.
+
+  Args:
+    model: The module, of the structure of the one that the state was made of.
+    state: The result of `create_train_state` with an NNX module.
+
+  Raises:
+    TypeError: The state was not made of an NNX module.
+    ValueError: The module lacks a variable of the state or has another
+      parameter, or a variable has another shape.
+
+  Example:
+    >>> import flaxshard as fs, optax
+    >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    >>> state = fs.create_train_state(model, None, None, optax.sgd(0.1))
+    >>> other = nnx.Linear(2, 1, rngs=nnx.Rngs(1))
+    >>> fs.nnx.update(other, state)
+    >>> bool((other.kernel == model.kernel).all())
+    True
+  """
+  apply_fn = getattr(state, "apply_fn", None)
+  if not isinstance(apply_fn, nnx_adapter.Apply):
+    raise TypeError(
+      "state must be a TrainState that create_train_state made of an NNX "
+      f"module, got {checks.describe(state)}."
+    )
+  names = {v.collection for v in apply_fn.variables if v.leaves}
+  new = apply_fn.nnx_state({name: getattr(state, name) for name in names})
+  shapes, params, wanted = (
+    {p: jnp.shape(x) for p, x in trees.leaves_by_path(nnx.as_pure(s)).items()}
+    for s in (nnx.state(model), nnx.state(model, nnx.Param), new)
+  )
+  # Calls may have added others to the module, such as sown values.
+  for path in [*wanted, *params]:
+    if shapes.get(path) != wanted.get(path):
+      raise ValueError(
+        "model must have the structure of the module that the state was made "
+        f"of; its {'/'.join(path)} has the shape {shapes.get(path)}, in the "
+        f"state {wanted.get(path)}."
+      )
+  nnx.update(model, jax.tree.map(jnp.copy, new))
 
 
-def leaves(module: Any, wrt: Any) -> Leaves:
-  """Returns the arrays of a module that are not selected by a filter."""
+def leaves(module: Any, wrt: Any) -> dict[str, Any]:
+  """Returns the arrays of a module that a filter does not select, by path."""
   _, others = nnx.state(module, wrt, ...)
   return {
-    (path, i): leaf
+    _name(path, i): leaf
     for path, variable in nnx.to_flat_state(others)
     for i, leaf in enumerate(jax.tree.leaves(variable))
   }
 
 
 def set_leaves(module: Any, wrt: Any, new: Mapping[str, Any]) -> None:
-  """Sets arrays of a module, by the names that `name_of` returns."""
-  if not new:
-    return
+  """Sets arrays of a module, by the paths that `leaves` returns."""
   _, others = nnx.state(module, wrt, ...)
   changed = []
   for path, variable in nnx.to_flat_state(others):
     old, treedef = jax.tree.flatten(variable)
-    names = [name_of((path, i)) for i in range(len(old))]
-    if not any(name in new for name in names):
-      continue
-    values = [new.get(name, x) for name, x in zip(names, old, strict=True)]
-    changed.append((path, jax.tree.unflatten(treedef, values)))
+    values = [new.get(_name(path, i), x) for i, x in enumerate(old)]
+    if any(map(lambda x, y: x is not y, values, old)):
+      changed.append((path, jax.tree.unflatten(treedef, values)))
   nnx.update(module, nnx.from_flat_state(changed))
 
 
-def name_of(key: tuple[tuple[Any, ...], int]) -> str:
-  """Returns the name of a key of `leaves`."""
-  path, i = key
+def _name(path: tuple[Any, ...], i: int) -> str:
+  """Returns the path of an array of a variable that may be a tree."""
   return "/".join([*map(str, path), *([str(i)] if i else [])])
 
 
@@ -66,21 +105,3 @@ def assign(variables: PyTree, arrays: PyTree) -> None:
     variable.set_value(
       treedef.unflatten([next(values) for _ in range(treedef.num_leaves)])
     )
-
-
-def check_gradients(grads: PyTree, params: PyTree, wrt: Any) -> None:
-  """Raises a ValueError unless gradients have the paths of the parameters."""
-  given = trees.leaves_by_path(grads, True)
-  missing = [p for p in trees.leaves_by_path(params) if p not in given]
-  if missing:
-    raise ValueError(
-      f"update: grads have no gradient of {'/'.join(missing[0])}, which wrt="
-      f"{describe(wrt)} selects. optimizer.value_and_grad(loss_fn) "
-      "differentiates all that wrt selects; nnx.value_and_grad differentiates "
-      f"nnx.Param unless its argnums is nnx.DiffState(0, {describe(wrt)})."
-    )
-
-
-def describe(wrt: Any) -> str:
-  """Returns a filter in a few words, for messages."""
-  return wrt.__name__ if isinstance(wrt, type) else repr(wrt)

@@ -1,7 +1,7 @@
 """Meshes, topologies, device assignments and partitioning rules."""
 
 from flaxshard.partitioning.device_assignment import DeviceAssignment
-from flaxshard.partitioning.fsdp import FSDP
+from flaxshard.partitioning.rules import FSDP
 from flaxshard.partitioning.topology import Topology
 
 __all__ = [
@@ -9,7 +9,3 @@ __all__ = [
   "DeviceAssignment",
   "Topology",
 ]
-
-
-def __dir__() -> list[str]:
-  return sorted(__all__)

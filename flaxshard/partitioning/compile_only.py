@@ -6,15 +6,16 @@ from collections.abc import Iterator
 import contextlib
 import functools
 import importlib.util
+import math
 import os
+import re
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
 
-from flaxshard.partitioning import described_devices
-from flaxshard.partitioning.tpu_generations import TopologyName
+from flaxshard.core import checks
 
 # libtpu reads these when it is loaded. Without them it writes errors about the
 # accelerator type and the hostnames to stderr, and a second process fails on
@@ -24,7 +25,38 @@ _ENVIRONMENT = {
   "TPU_ACCELERATOR_TYPE": "v5litepod-8",
   "TPU_WORKER_HOSTNAMES": "localhost",
 }
+_NAME = re.compile(r"(?:(\d+)\*)?(\w+):(\d+(?:x\d+)+)", re.ASCII)
 _lock = threading.Lock()
+
+
+class _Generation(NamedTuple):
+  """A generation of TPUs.
+
+  Attributes:
+    device_kind: JAX's name of its devices.
+    rank: The number of dimensions of its network: 2 or 3.
+    devices_per_chip: Number of JAX devices on a chip.
+    chip_config: The compiler's name for this way of using a chip's cores; None
+      is its default.
+  """
+
+  device_kind: str
+  rank: int
+  devices_per_chip: int = 1
+  chip_config: str | None = None
+
+
+# As libtpu 0.0.42 describes them.
+_GENERATIONS = {
+  "v2": _Generation("TPU v2", 2, 2),
+  "v3": _Generation("TPU v3", 2, 2),
+  # On Cloud TPU, JAX shows the two cores of a v4 chip as one device.
+  "v4": _Generation("TPU v4", 3, chip_config="megacore"),
+  "v5e": _Generation("TPU v5 lite", 2),
+  "v5p": _Generation("TPU v5", 3),
+  "v6e": _Generation("TPU v6 lite", 2),
+  "tpu7x": _Generation("TPU7x", 3, 2),
+}
 
 
 def is_compile_only(devices: Any) -> bool:
@@ -36,7 +68,7 @@ def is_compile_only(devices: Any) -> bool:
   if isinstance(devices, jax.sharding.Mesh):
     devices = devices.devices.flat[0]
   client = getattr(devices, "client", None)
-  return getattr(client, "runtime_type", None) == described_devices.RUNTIME_TYPE
+  return getattr(client, "runtime_type", None) == "compile_only_runtime"
 
 
 def check_can_run(where: str, mesh: Any) -> None:
@@ -96,45 +128,109 @@ def has_libtpu() -> bool:
   )
 
 
-def devices(name: TopologyName) -> tuple[Any, ...]:
+def named_devices(name: Any, num_slices: int | None = None) -> tuple[Any, ...]:
   """Returns the devices of a topology, in the order of the TPU compiler.
 
   Each call with the same name returns the same devices: meshes over them are
   then equal, too.
 
   Args:
-    name: The checked name of the topology.
+    name: The name of the topology; see `Topology.named`.
+    num_slices: Number of slices; None: the number in the name, else 1.
+
+  Raises:
+    TypeError: `name` is not a string, or `num_slices` not an integer.
+    ValueError: There is no such topology, or no TPU compiler.
   """
+  text = re.sub(r"\s", "", checks.string("topology", name)).lower()
+  match = _NAME.fullmatch(text)
+  if match is None or match[2] not in _GENERATIONS:
+    raise ValueError(
+      f"topology={name!r} must be a generation of TPUs and the chips of a "
+      "slice along each axis, such as 'v5e:2x4', 'v5p:4x4x8', or '2*v5e:2x4' "
+      f"for two slices; the generations are {', '.join(_GENERATIONS)}."
+    )
+  if not has_libtpu():
+    raise ValueError(
+      f'topology={name!r} needs the TPU compiler: pip install "flaxshard[tpu]".'
+    )
+  slices = int(match[1] or 1)
+  if num_slices is not None:
+    if match[1] not in (None, str(num_slices)):
+      raise ValueError(
+        f"num_slices={num_slices} must be None or the number of slices in the "
+        f"name, topology={name!r}."
+      )
+    slices = checks.integer("num_slices", num_slices, minimum=1)
   # Without the lock two threads could get two sets of devices for a name.
   with _lock:
-    if has_libtpu():
-      return _compiler_devices(name)
-    return _described_devices(name)
+    try:
+      return _compiler_devices(match[2], match[3], slices)
+    except jax.errors.JaxRuntimeError as e:
+      raise ValueError(f"topology={name!r}: {e}") from e
 
 
 @functools.cache
-def _described_devices(name: TopologyName) -> tuple[Any, ...]:
-  return tuple(described_devices.describe_devices(name))
-
-
-@functools.cache
-def _compiler_devices(name: TopologyName) -> tuple[Any, ...]:
-  options: dict[str, Any] = {
-    "chips_per_host_bounds": list(name.chips_per_process)
-  }
-  if name.num_slices > 1:
-    options["num_slices"] = name.num_slices
-  if name.generation.chip_config is not None:
-    options["chip_config_name"] = name.generation.chip_config
-  with _libtpu_environment():
+def _compiler_devices(
+  generation: str, sides: str, num_slices: int
+) -> tuple[Any, ...]:
+  options: dict[str, Any] = {}
+  if set(sides.split("x")) == {"1"}:
+    # By default each process has 2 x 2 chips.
+    options["chips_per_host_bounds"] = [1, 1, 1]
+  if num_slices > 1:
+    options["num_slices"] = num_slices
+  if _GENERATIONS[generation].chip_config is not None:
+    options["chip_config_name"] = _GENERATIONS[generation].chip_config
+  with quiet_libtpu():
     description = topologies.get_topology_desc(
-      name.layout, platform="tpu", **options
+      f"{generation}:{sides}", platform="tpu", **options
     )
   return tuple(description.devices)
 
 
+def topology_name(
+  device_kind: str,
+  shape: tuple[int, int, int],
+  num_slices: int,
+  num_devices: int,
+) -> str | None:
+  """Returns the name of a topology, or None if it has none.
+
+  Args:
+    device_kind: JAX's name of its devices.
+    shape: The chips of a slice along x, y and z.
+    num_slices: Number of slices.
+    num_devices: Number of devices of all slices.
+
+  Example:
+    >>> topology_name("TPU v5 lite", (2, 4, 1), 1, 8)
+    'v5e:2x4'
+  """
+  chips = math.prod(shape)
+  # Processes of 2 x 2 chips fill a slice.
+  if chips > 1 and (shape[0] % 2 or shape[1] % 2):
+    return None
+  for name, generation in _GENERATIONS.items():
+    devices = num_slices * chips * generation.devices_per_chip
+    if generation.device_kind == device_kind and devices == num_devices:
+      sides = "x".join(map(str, shape[: generation.rank]))
+      return (
+        f"{num_slices}*{name}:{sides}"
+        if num_slices > 1
+        else (f"{name}:{sides}")
+      )
+  return None
+
+
+def all_devices() -> list[jax.Device]:
+  """Returns `jax.devices()`, without errors of libtpu where there is no TPU."""
+  with quiet_libtpu():
+    return jax.devices()
+
+
 @contextlib.contextmanager
-def _libtpu_environment() -> Iterator[None]:
+def quiet_libtpu() -> Iterator[None]:
   """Sets what libtpu needs in order to be loaded where there is no TPU."""
   added = []
   # JAX sets this variable when it finds no TPU in the machine.
@@ -146,4 +242,4 @@ def _libtpu_environment() -> Iterator[None]:
   finally:
     # Other libraries read them as facts about a cluster.
     for key in added:
-      del os.environ[key]
+      os.environ.pop(key, None)

@@ -36,7 +36,7 @@ class DeviceAssignment:
   Raises:
     ValueError: The array has the wrong shape, or coordinates are outside of the
       mesh, have no device, or are given twice.
-    TypeError: `topology` is not a Topology, or a coordinate is not an integer.
+    TypeError: A coordinate is not an integer.
 
   Example:
     >>> topology = Topology((2, 2, 1, 2))
@@ -57,7 +57,6 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
   def __init__(
     self, topology: Topology, core_assignment: npt.ArrayLike
   ) -> None:
-    _check_topology("DeviceAssignment", topology)
     argument = "DeviceAssignment: core_assignment"
     coordinates = coordinates_lib.integer_array(
       argument, core_assignment, None, None, 4
@@ -80,8 +79,6 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
     computation_stride: npt.ArrayLike | None = None,
     num_replicas: int = 1,
     device_order_mode: str = "auto",
-    *,
-    span_slices: bool = False,
   ) -> DeviceAssignment:
     """Assigns a box of cores to each replica, in the order of TensorFlow.
 
@@ -95,9 +92,8 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
     numbers are then neighbors in the network.
 
     Slices are filled one after the other, so that the slow network between them
-    is outermost. A replica lies within one slice unless `span_slices` is True.
-    In a slice with missing devices a replica is a run of devices in the order
-    of the tasks, not a box.
+    is outermost. A replica lies within one slice. Write the coordinates by hand
+    for one on several slices, or around places without a device.
 
     Args:
       topology: The topology with the cores.
@@ -108,12 +104,8 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
       num_replicas: Number of replicas, at least 1.
       device_order_mode: `"ring"`, `"mesh"`, or `"auto"`, which means rings if
         they are possible. Rings need whole chips, a stride of 1, and slices
-        without missing devices that are full of replicas. A box with an odd
-        side has no ring: its chips are numbered with x fastest, and `"ring"`
-        then warns.
-      span_slices: Whether a replica may lie on several slices. A computation
-        shape of n times the z length of a slice then takes n slices, the same
-        part of each, and its cores are numbered slice by slice.
+        that are full of replicas. A box with an odd side has no ring: its chips
+        are numbered with x fastest, and `"ring"` then warns.
 
     Returns:
       The assignment.
@@ -133,16 +125,15 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
     Source: `tf.tpu.experimental.DeviceAssignment.build`.
     """
     where = "DeviceAssignment.build"
-    _check_topology(where, topology)
-    mode = checks.string(f"{where}: device_order_mode", device_order_mode)
     cores = device_layout.lay_out(
       topology,
       _lengths_or_ones(f"{where}: computation_shape", computation_shape),
       _lengths_or_ones(f"{where}: computation_stride", computation_stride),
       checks.integer(f"{where}: num_replicas", num_replicas, minimum=1),
       # Accept upper case too, as in TensorFlow's DeviceOrderMode.RING.
-      checks.one_of(f"{where}: device_order_mode", mode.lower(), _ORDER_MODES),
-      checks.boolean(f"{where}: span_slices", span_slices),
+      checks.one_of(
+        f"{where}: device_order_mode", device_order_mode.lower(), _ORDER_MODES
+      ),
     )
     return cls(topology, cores)
 
@@ -202,7 +193,7 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
       ValueError: A number is out of range, or there is no such replica.
       TypeError: A number is not an integer.
     """
-    task_id = coordinates_lib.index("task_id", task_id, self.topology.num_tasks)
+    task_id = _index("task_id", task_id, self.topology.num_tasks)
     _, logical_core = self._check_position(0, logical_core)
     numbers = self._device_numbers[:, logical_core]
     tasks = numbers // self.topology.num_tpus_per_task
@@ -240,7 +231,7 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
 
     Raises:
       ValueError: A number is out of range.
-      TypeError: A number is not an integer, or `job` is not a string.
+      TypeError: A number is not an integer.
     """
     coordinates = self.coordinates(replica, logical_core)
     return self.topology.cpu_device_name_at_coordinates(coordinates, job)
@@ -257,7 +248,7 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
 
     Raises:
       ValueError: A number is out of range.
-      TypeError: A number is not an integer, or `job` is not a string.
+      TypeError: A number is not an integer.
     """
     coordinates = self.coordinates(replica, logical_core)
     return self.topology.tpu_device_name_at_coordinates(coordinates, job)
@@ -265,23 +256,9 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
   def _check_position(self, replica: int, logical_core: int) -> tuple[int, int]:
     cores = self.num_cores_per_replica
     return (
-      coordinates_lib.index("replica", replica, self.num_replicas),
-      coordinates_lib.index("logical_core", logical_core, cores),
+      _index("replica", replica, self.num_replicas),
+      _index("logical_core", logical_core, cores),
     )
-
-  # -- Equality.
-
-  def _key(self) -> tuple[Any, ...]:
-    cores = self.core_assignment
-    return self.topology, cores.shape, cores.tobytes()
-
-  def __eq__(self, other: object) -> bool:
-    if not isinstance(other, DeviceAssignment):
-      return NotImplemented
-    return self is other or self._key() == other._key()
-
-  def __hash__(self) -> int:
-    return hash(self._key())
 
   def __repr__(self) -> str:
     return (
@@ -291,9 +268,9 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
     )
 
 
-def _check_topology(where: str, topology: Any) -> None:
-  if not isinstance(topology, Topology):
-    raise TypeError(f"{where}: topology must be a Topology, got {topology!r}.")
+def _index(argument: str, value: Any, length: int) -> int:
+  """Returns `value` as an index from 0 to `length - 1`."""
+  return checks.integer(argument, value, minimum=0, maximum=length - 1)
 
 
 def _lengths_or_ones(argument: str, value: Any) -> Lengths:

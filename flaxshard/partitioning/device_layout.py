@@ -26,7 +26,6 @@ def lay_out(
   stride: Lengths,
   num_replicas: int,
   mode: str,
-  span_slices: bool,
 ) -> np.ndarray:
   """Returns the coordinates of the cores of all replicas.
 
@@ -36,7 +35,6 @@ def lay_out(
     stride: The computation stride, checked.
     num_replicas: Number of replicas, at least 1.
     mode: "auto", "ring" or "mesh".
-    span_slices: Whether a replica may lie on several slices.
 
   Returns:
     int64 [replicas, cores per replica, 4].
@@ -45,140 +43,51 @@ def lay_out(
     ValueError: The arguments do not fit together, or do not fit the topology.
   """
   slice_shape = topology.slice_shape
-  # `part` is the shape of the part of a replica that lies on one slice.
-  spanned, part = 1, shape
-  if span_slices:
-    spanned, part = _divide_over_slices(topology, shape, stride)
   # The box that `stride` interleaved replicas along each axis share.
-  footprint = np.multiply(part, stride)
-  _check_footprint(topology, shape, stride, footprint, span_slices)
+  footprint = np.multiply(shape, stride)
+  if (footprint > slice_shape).any():
+    raise ValueError(
+      f"{_WHERE}: computation_shape times computation_stride must fit in "
+      f"{slice_shape}, a slice of {topology!r}, got {shape} times {stride}."
+    )
   # The most replicas that fit along each axis of a slice.
   counts = (slice_shape // footprint * stride).tolist()
-  capacity, cores = math.prod(counts), math.prod(part)
-  slices = _devices_by_slice(topology)
-  is_whole = [len(devices) == math.prod(slice_shape) for devices in slices]
-  capacities = [
-    capacity if is_whole[n] else min(capacity, len(devices) // cores)
-    for n, devices in enumerate(slices)
-  ]
-  groups = _fill_slices(capacities, spanned, num_replicas)
-  total = sum(count for _, count in groups)
-  if total < num_replicas:
+  capacity = math.prod(counts)
+  if num_replicas > capacity * topology.num_slices:
     raise ValueError(
-      f"{_WHERE}: num_replicas must be at most {total}, with computation_shape "
-      f"{shape} and computation_stride {stride} in {topology!r}, got "
-      f"{num_replicas}."
-    )
-  all_whole = all(is_whole[n] for group, _ in groups for n in group)
-  if not all_whole and max(stride) > 1:
-    raise ValueError(
-      f"{_WHERE}: computation_stride must be all ones in slices with missing "
-      f"devices, got {stride} in {topology!r}."
+      f"{_WHERE}: num_replicas must be at most "
+      f"{capacity * topology.num_slices}, with computation_shape {shape} and "
+      f"computation_stride {stride} in {topology!r}, got {num_replicas}."
     )
   # All replicas have one order, so every slice must have rings.
-  is_full = part[3] == slice_shape[3] and all(n == capacity for _, n in groups)
-  has_rings = is_full and max(stride) == 1 and all_whole
+  has_rings = (
+    shape[3] == slice_shape[3]
+    and max(stride) == 1
+    and num_replicas % capacity == 0
+  )
   if mode == "ring" and not has_rings:
     raise ValueError(
       f"{_WHERE}: device_order_mode must be 'auto' or 'mesh' here, got 'ring': "
-      "rings need whole chips, stride 1, and slices without missing devices "
-      f"that are full of replicas ({capacity}); got {num_replicas} replicas of "
-      f"shape {shape} and stride {stride} in {topology!r}."
+      "rings need whole chips, stride 1, and slices that are full of replicas "
+      f"({capacity}); got {num_replicas} replicas of shape {shape} and stride "
+      f"{stride} in {topology!r}."
     )
-  if mode == "ring" and not (_has_ring(counts[:3]) and _has_ring(part[:3])):
+  if mode == "ring" and not (_has_ring(counts[:3]) and _has_ring(shape[:3])):
     checks.warn(
       f"{_WHERE}: device_order_mode='ring': a box with an odd side has no "
       "ring, so its chips are numbered with x fastest; the sides are "
-      f"{part[:3]} chips, {tuple(counts[:3])} replicas.",
+      f"{shape[:3]} chips, {tuple(counts[:3])} replicas.",
     )
-
-  def lay_out_slice(number: int, count: int) -> np.ndarray:
-    """Returns the cores of `count` replicas: int64 [replicas, cores, 4]."""
-    if not is_whole[number]:
-      return slices[number][: count * cores].reshape(count, cores, 4)
+  slices = []
+  for number in range(-(-num_replicas // capacity)):
     if has_rings and mode != "mesh":
-      boxes = _ring_order(part, counts)
+      boxes = _ring_order(shape, counts)
     else:
-      boxes = _mesh_order(part, stride, counts, count)
+      count = min(capacity, num_replicas - number * capacity)
+      boxes = _mesh_order(shape, stride, counts, count)
     # Slices are stacked along z.
-    return boxes + np.array([0, 0, number * slice_shape[2], 0])
-
-  return np.concatenate(
-    [
-      np.concatenate([lay_out_slice(n, count) for n in group], axis=1)
-      for group, count in groups
-    ]
-  )
-
-
-def _check_footprint(
-  topology: Topology,
-  shape: Lengths,
-  stride: Lengths,
-  footprint: np.ndarray,
-  span_slices: bool,
-) -> None:
-  """Raises a ValueError if a replica does not fit on a slice."""
-  slice_shape = topology.slice_shape
-  if (footprint <= slice_shape).all():
-    return
-  hint = ""
-  if topology.num_slices > 1 and not span_slices:
-    hint = "; span_slices=True allows a replica to lie on several slices"
-  raise ValueError(
-    f"{_WHERE}: computation_shape times computation_stride must fit in "
-    f"{slice_shape}, a slice of {topology!r}, got {shape} times {stride}{hint}."
-  )
-
-
-def _divide_over_slices(
-  topology: Topology, shape: Lengths, stride: Lengths
-) -> tuple[int, Lengths]:
-  """Returns the number of slices of a replica, and its shape on each slice."""
-  x, y, z, cores = shape
-  depth, length = topology.slice_shape[2], z * stride[2]
-  if length <= depth:
-    return 1, shape
-  spanned = length // depth
-  if length % depth or z % spanned or spanned > topology.num_slices:
-    raise ValueError(
-      f"{_WHERE}: computation_shape[2] times computation_stride[2] must be at "
-      f"most the z length of a slice, {depth}, or a multiple of it for up to "
-      f"{topology.num_slices} slices, with equal parts on each; got {z} times "
-      f"{stride[2]}."
-    )
-  return spanned, (x, y, z // spanned, cores)
-
-
-def _devices_by_slice(topology: Topology) -> list[np.ndarray]:
-  """Returns coordinates [devices, 4] for each slice, in the order of tasks."""
-  devices = topology.device_coordinates.reshape(-1, 4).astype(np.int64)
-  numbers = devices[:, 2] // topology.slice_shape[2]
-  return [devices[numbers == n] for n in range(topology.num_slices)]
-
-
-def _fill_slices(
-  capacities: Sequence[int], spanned: int, num_replicas: int
-) -> list[tuple[range, int]]:
-  """Distributes replicas over groups of `spanned` slices, one group at a time.
-
-  Args:
-    capacities: The number of replicas that each slice has room for.
-    spanned: Number of slices in a group.
-    num_replicas: Number of replicas.
-
-  Returns:
-    The slices of each group, and the number of its replicas. Together they may
-    have fewer than `num_replicas`.
-  """
-  groups = []
-  for first in range(0, len(capacities) - spanned + 1, spanned):
-    group = range(first, first + spanned)
-    count = min(num_replicas, *(capacities[n] for n in group))
-    num_replicas -= count
-    if count:
-      groups.append((group, count))
-  return groups
+    slices.append(boxes + np.array([0, 0, number * slice_shape[2], 0]))
+  return np.concatenate(slices)
 
 
 def _mesh_order(

@@ -7,7 +7,9 @@ partitioner. Outside of a trace they move the array. They never change a value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -18,8 +20,8 @@ from flaxshard.core import checks
 from flaxshard.core import trees
 from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import partitions
 from flaxshard.partitioning import specs as specs_lib
+from flaxshard.partitioning.specs import Mesh
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
@@ -30,7 +32,7 @@ def split(
 ) -> jax.Array:
   """Splits a tensor; see `Strategy.split_to_logical_devices`."""
   x = _as_array("tensor", x)
-  spec = partitions.partition_spec(mesh, x.shape, partition_dimensions)
+  spec = partition_spec(mesh, x.shape, partition_dimensions)
   if _is_concrete(x):
     compile_only.check_can_run("split_to_logical_devices", mesh)
     return jax.device_put(x, _keep_replica_split(mesh, spec, x))
@@ -78,9 +80,8 @@ def assign(
   if _is_concrete(x):
     compile_only.check_can_run("assign_to_logical_device", mesh)
     return _move(mesh_lib.logical_device_mesh(mesh, index), x)
-  method = "assign_to_logical_device"
-  mesh = _mesh_of_trace(method, mesh)
-  return _run_in_branch(method, mesh, index, lambda x: x, x)
+  mesh = _mesh_of_trace("assign_to_logical_device", mesh)
+  return _run_in_branch(mesh, index, lambda x: x, x)
 
 
 def on_device(
@@ -91,12 +92,10 @@ def on_device(
 ) -> PyTree:
   """Calls a function on one device; see `Strategy.on_logical_device`."""
   index = _check_index(mesh, logical_device_id)
-  if not callable(fn):
-    raise TypeError(f"fn must be callable, got {fn!r}.")
   args = _as_arrays("args", args)
   if not _is_concrete(*jax.tree.leaves(args)):
     mesh = _mesh_of_trace("on_logical_device", mesh)
-    return _run_in_branch("on_logical_device", mesh, index, fn, *args)
+    return _run_in_branch(mesh, index, fn, *args)
   compile_only.check_can_run("on_logical_device", mesh)
   device = mesh_lib.logical_device_mesh(mesh, index)
   # Arrays that `fn` creates, such as jnp.zeros(2), are on the device too. A
@@ -107,7 +106,6 @@ def on_device(
 
 
 def _run_in_branch(
-  method: str,
   mesh: Any,
   index: int,
   fn: Callable[..., PyTree],
@@ -117,15 +115,7 @@ def _run_in_branch(
   axes = mesh_lib.logical_axes(mesh)
   if not axes:
     return fn(*args)
-  explicit = jax.sharding.AxisType.Explicit
-  if mesh.axis_types[0] == explicit:
-    # The branches of the conditional would have different types.
-    raise ValueError(
-      f"{method} in jax.jit needs a Strategy with axis_type="
-      f"{jax.sharding.AxisType.Auto}, got {explicit}. In Strategy.run and "
-      "outside of a trace it works with both."
-    )
-  if explicit in mesh.axis_types:
+  if jax.sharding.AxisType.Explicit in mesh.axis_types:
     replicated = jax.sharding.NamedSharding(mesh, P())
     args = jax.tree.map(lambda x: mesh_lib.constrain(x, replicated), args)
   dtypes: PyTree = None
@@ -308,3 +298,104 @@ def _as_array(name: str, x: Any) -> Any:
     return x if isinstance(x, (jax.Array, np.ndarray)) else jnp.asarray(x)
   except TypeError as e:
     raise TypeError(f"{name} must be an array, got {x!r}.") from e
+
+
+# -- Specs of partitions.
+
+
+def partition_spec(
+  mesh: Mesh, shape: tuple[int, ...], partition_dimensions: Any
+) -> P:
+  """Returns the spec that splits a tensor over all logical devices.
+
+  Args:
+    mesh: The mesh of a strategy.
+    shape: The shape of the tensor.
+    partition_dimensions: The number of pieces of each dimension; their product
+      is the number of logical devices.
+
+  Returns:
+    A spec with one entry for each dimension.
+
+  Raises:
+    ValueError: There is not one number for each dimension, a number does not
+      divide its dimension, the product is not the number of logical devices, or
+      the mesh axes cannot be combined to these numbers. The last cannot happen
+      on a mesh whose logical axes are prime.
+    TypeError: `partition_dimensions` is not a list of integers.
+
+  Example:
+    >>> mesh = jax.sharding.AbstractMesh(
+    ...     (1, 2, 2, 2), ("replica", "m0", "m1", "m2"))
+    >>> partition_spec(mesh, (3, 28, 28, 1), [1, 2, 4, 1])
+    P(None, 'm0', ('m1', 'm2'), None)
+  """
+  pieces = _check_pieces(mesh, shape, partition_dimensions)
+  sizes = {name: mesh.shape[name] for name in mesh_lib.logical_axes(mesh)}
+  # An axis of size 1 splits nothing.
+  names = [name for name in sizes if sizes[name] > 1]
+  chosen = _choose_axes(names, sizes, pieces)
+  if chosen is None:
+    raise ValueError(
+      f"partition_dimensions={list(pieces)} cannot be built from the mesh axes "
+      f"{sizes}: the number of pieces of each dimension must be a product of "
+      "axis sizes. Every partition is possible with a mesh_shape of prime "
+      "sizes, or with a device_assignment and no mesh_shape."
+    )
+  return P(*(axes[0] if len(axes) == 1 else axes or None for axes in chosen))
+
+
+def _check_pieces(
+  mesh: Mesh, shape: tuple[int, ...], partition_dimensions: Any
+) -> tuple[int, ...]:
+  """Returns the numbers of pieces, if they fit the shape and the mesh."""
+  name = f"partition_dimensions={partition_dimensions!r}"
+  pieces = tuple(
+    checks.integer(f"partition_dimensions[{i}]", count, minimum=1)
+    for i, count in enumerate(partition_dimensions)
+  )
+  if len(pieces) != len(shape):
+    raise ValueError(
+      f"{name} must have one number for each dimension of the tensor, which "
+      f"has shape {shape}: {len(shape)}, got {len(pieces)}."
+    )
+  for i, (size, count) in enumerate(zip(shape, pieces, strict=True)):
+    if size % count:
+      raise ValueError(
+        f"{name}: dimension {i} of the tensor, which has shape {shape}, cannot "
+        f"be divided into {count} pieces."
+      )
+  num_devices = mesh_lib.num_logical_devices(mesh)
+  if math.prod(pieces) != num_devices:
+    raise ValueError(
+      f"{name}: the product must be the number of logical devices, "
+      f"{num_devices}, got {math.prod(pieces)}."
+    )
+  return pieces
+
+
+def _choose_axes(
+  names: Sequence[str], sizes: Mapping[str, int], pieces: Sequence[int]
+) -> list[tuple[str, ...]] | None:
+  """Returns mesh axes for each dimension, or None if there is no solution.
+
+  It tries smaller sets of axes first, and sets of one size in the order of the
+  mesh. If all sizes are equal, the pieces lie in row-major order.
+
+  Args:
+    names: The mesh axes that are still unused, in the order of the mesh.
+    sizes: The sizes of the mesh axes.
+    pieces: The number of pieces of each dimension that is left.
+  """
+  if not pieces:
+    return []
+  # A mesh has few axes, so trying all combinations is fast.
+  for count in range(len(names) + 1):
+    for axes in itertools.combinations(names, count):
+      if math.prod(sizes[name] for name in axes) != pieces[0]:
+        continue
+      unused = [name for name in names if name not in axes]
+      rest = _choose_axes(unused, sizes, pieces[1:])
+      if rest is not None:
+        return [axes, *rest]
+  return None

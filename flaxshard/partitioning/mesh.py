@@ -19,15 +19,13 @@ import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.partitioning import compile_only
-from flaxshard.partitioning import devices as devices_lib
+from flaxshard.partitioning import topology as topology_lib
 from flaxshard.partitioning.device_assignment import DeviceAssignment
 from flaxshard.partitioning.specs import Mesh
 from flaxshard.partitioning.topology import Topology
 
 # The name of the mesh axis of the replicas.
 REPLICA = "replica"
-
-_AXIS_TYPES = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
 
 
 def create(
@@ -46,37 +44,36 @@ def create(
     axis_type: The type of every axis: Auto or Explicit.
 
   Raises:
-    TypeError: An argument has the wrong type.
+    TypeError: `device_assignment` is of another type.
     ValueError: An argument has a wrong value, or they do not fit together.
   """
   is_ordered = devices is not None  # by the user
   if isinstance(device_assignment, str):
     device_assignment = Topology.named(device_assignment)
   if isinstance(device_assignment, Topology):
-    devices = _devices_of(device_assignment, devices)
-    device_assignment = None
-  elif device_assignment is not None and not isinstance(
-    device_assignment, DeviceAssignment
-  ):
-    raise TypeError(
-      "device_assignment must be a DeviceAssignment, a Topology, or the name "
-      f"of one, such as 'v5e:2x4', got {device_assignment!r}."
-    )
-  checks.one_of("axis_type", axis_type, _AXIS_TYPES)
-  if devices is not None:
-    # A NumPy array of devices may have several dimensions.
-    flat = np.array(devices, object)
-    if flat.ndim == 0:
-      raise TypeError(
-        f"devices must be a list of devices, such as jax.devices()[:4], got "
-        f"{devices!r}."
+    if device_assignment.devices is None:
+      raise ValueError(
+        f"device_assignment={device_assignment!r} has no devices; create the "
+        "topology with Topology.from_devices or Topology.named, or pass a "
+        "DeviceAssignment of it."
       )
-    devices = devices_lib.check_devices("devices", flat.ravel())
-  if device_assignment is not None:
+    devices = device_assignment.devices.ravel().tolist()
+    device_assignment = None
+  if isinstance(device_assignment, DeviceAssignment):
     grid = assigned_devices(device_assignment, devices)
+  elif device_assignment is not None:
+    raise TypeError(
+      "device_assignment must be a DeviceAssignment, a Topology or its name, "
+      f"got {type(device_assignment).__name__}; devices go to devices=."
+    )
   else:
-    flat = np.array(jax.devices() if devices is None else devices, object)
+    # An array of devices may have several dimensions.
+    flat = np.array(
+      compile_only.all_devices() if devices is None else devices, object
+    )
     grid = flat.reshape(-1, 1)  # one replica per device, without a mesh_shape
+  if not grid.size:
+    raise ValueError("devices must have at least one device, got none.")
   logical = None if mesh_shape is None else axis_sizes(mesh_shape, grid.size)
   num_replicas = len(grid) if logical is None else logical.pop(REPLICA)
   if device_assignment is None and is_ordered:
@@ -89,22 +86,6 @@ def create(
       f"device_assignment has {len(grid)}."
     )
   return from_grid(grid, logical, axis_type)
-
-
-def _devices_of(topology: Topology, devices: Any) -> list[Any]:
-  """Returns the devices of a topology that is an argument of `Strategy`."""
-  if devices is not None:
-    raise ValueError(
-      f"devices must be None with {topology!r}, which has devices, got "
-      f"{devices!r}."
-    )
-  if topology.devices is None:
-    raise ValueError(
-      f"device_assignment={topology!r} has no devices; create the topology "
-      "with Topology.from_devices or Topology.named, or pass a "
-      "DeviceAssignment of it."
-    )
-  return topology.devices.ravel().tolist()
 
 
 def from_grid(
@@ -168,53 +149,36 @@ def replica_mesh(mesh: jax.sharding.Mesh, index: int) -> jax.sharding.Mesh:
   )
 
 
-def put(x: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
+def put(
+  x: Any, sharding: jax.sharding.NamedSharding, *, compare: bool = True
+) -> jax.Array:
   """Puts an array on the mesh, also if it has devices of other processes.
 
   Args:
-    x: An array; all processes give the same values. On a mesh of several
-      processes JAX compares them, with one exchange for each call.
+    x: An array; all processes give the same values.
     sharding: Where to put it.
+    compare: Whether JAX compares the values of all processes, with one exchange
+      for each call.
   """
-  _check_holds_arrays(x, sharding)
-  if sharding.is_fully_addressable or not (
-    isinstance(x, jax.Array) and x.is_fully_addressable
-  ):
-    return jax.device_put(x, sharding)
-  # Onto devices of other processes JAX puts NumPy arrays, but neither committed
-  # arrays nor keys.
-  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-    data = put(jax.random.key_data(x), sharding)
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-  return jax.device_put(np.asarray(x), sharding)
-
-
-def put_unchecked(x: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
-  """Puts an array on the mesh like `put`, without comparing the processes.
-
-  Args:
-    x: An array that is the same in all processes by construction.
-    sharding: Where to put it.
-  """
-  _check_holds_arrays(x, sharding)
-  if sharding.is_fully_addressable or not getattr(
-    x, "is_fully_addressable", True
-  ):
-    return put(x, sharding)
-  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-    data = put_unchecked(jax.random.key_data(x), sharding)
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-  values = np.asarray(x)
-  # jax.device_put would gather the values of all processes to compare them.
-  return jax.make_array_from_callback(
-    values.shape, sharding, lambda index: values[index]
-  )
-
-
-def _check_holds_arrays(x: Any, sharding: jax.sharding.NamedSharding) -> None:
   # In a trace nothing is moved: the program may be for other devices.
   if not isinstance(x, jax.core.Tracer):
     compile_only.check_can_run("putting an array on the mesh", sharding.mesh)
+  if sharding.is_fully_addressable:
+    return jax.device_put(x, sharding)
+  if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    return jax.device_put(x, sharding)
+  # Onto devices of other processes JAX puts NumPy arrays, but neither committed
+  # arrays nor keys.
+  if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    data = put(jax.random.key_data(x), sharding, compare=compare)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  if compare:
+    local = np.asarray(x) if isinstance(x, jax.Array) else x
+    return jax.device_put(local, sharding)
+  values = np.asarray(x)
+  return jax.make_array_from_callback(
+    values.shape, sharding, lambda index: values[index]
+  )
 
 
 def constrain(x: jax.Array, sharding: jax.sharding.NamedSharding) -> jax.Array:
@@ -262,7 +226,7 @@ def assigned_devices(
   if devices is None and topology.devices is not None:
     return assignment.devices
   if devices is None:
-    devices = jax.devices()
+    devices = compile_only.all_devices()
   by_task: dict[int, list[Any]] = {}
   for device in devices:
     by_task.setdefault(device.process_index, []).append(device)
@@ -298,7 +262,7 @@ def axis_sizes(mesh_shape: Any, num_devices: int) -> dict[str, int]:
     num_devices: The product of the sizes.
 
   Raises:
-    TypeError: `mesh_shape` is not a dict, or a name or size has a wrong type.
+    TypeError: `mesh_shape` is not a dict, or a size is not an integer.
     ValueError: A size is out of range, two are -1, or the product is wrong.
 
   Example:
@@ -311,9 +275,14 @@ def axis_sizes(mesh_shape: Any, num_devices: int) -> dict[str, int]:
       f"{where} must be a dict of axis sizes, such as "
       "{'replica': 4, 'model': 2}."
     )
+  if REPLICA not in mesh_shape:
+    checks.warn(
+      f"{where} has no axis 'replica', so there is one replica, which computes "
+      "all of each batch. Write 'replica': 1 to say so, or name the axis that "
+      "batches are split over 'replica'."
+    )
   sizes = {REPLICA: 1}
   for name, size in mesh_shape.items():
-    checks.string(f"{where}: an axis name", name)
     sizes[name] = checks.integer(f"mesh_shape[{name!r}]", size)
     if sizes[name] < 1 and sizes[name] != -1:
       raise ValueError(
@@ -354,7 +323,7 @@ def order_devices(
   """
   by_slice: dict[int, list[Any]] = {}
   for device in devices:
-    by_slice.setdefault(devices_lib.slice_index(device), []).append(device)
+    by_slice.setdefault(topology_lib.slice_index(device), []).append(device)
   slices = [by_slice[index] for index in sorted(by_slice)]
   grids = []
   for in_slice in slices:
@@ -365,7 +334,7 @@ def order_devices(
         "Pass a device_assignment for replicas that lie on several slices."
       )
     shape = (len(in_slice) // num_logical_devices, num_logical_devices)
-    if devices_lib.is_tpu(in_slice[0]):
+    if topology_lib.is_tpu(in_slice[0]):
       # JAX knows the torus of each TPU version. Without splitting physical axes
       # it would refuse a replica that takes only a part of one.
       try:

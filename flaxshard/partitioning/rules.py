@@ -30,6 +30,9 @@ is compiled. The last regex may be a catch-all, found in every path, such as
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import dataclasses
+import logging
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -40,19 +43,49 @@ from flaxshard.core import checks
 from flaxshard.core import patterns
 from flaxshard.core import registry
 from flaxshard.core import trees
-from flaxshard.partitioning import fsdp as fsdp_lib
 from flaxshard.partitioning import specs
-from flaxshard.partitioning.fsdp import FSDP
 from flaxshard.partitioning.specs import Mesh
 from flaxshard.partitioning.specs import RuleError
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
 
+_log = logging.getLogger(__name__)
+
 _ALLOWED = (
   "allowed: a pair (regex, PartitionSpec), a pair (logical name, mesh axis or "
   "tuple of axes or None), and last 'fsdp' or an FSDP"
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class FSDP:
+  """Splits every large parameter over a mesh axis: fully sharded data parallel.
+
+  For each parameter it splits the largest dimension that no other rule splits
+  and that the size of the axis divides; of equal dimensions the first one. It
+  leaves a parameter as it is if another rule already splits it over the axis.
+  The log names large parameters that stay whole.
+
+  Source: stage 3 of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054). The
+  choice of the dimension and the smallest size follow big_vision's `fsdp`.
+
+  Attributes:
+    axis: Name of the mesh axis, or a tuple of several names.
+    min_size: Number of elements below which a parameter stays whole.
+
+  Example:
+    >>> import flaxshard as fs, jax
+    >>> from flaxshard.partitioning import rules
+    >>> mesh = jax.sharding.AbstractMesh((4, 2), ("replica", "model"))
+    >>> kernel = jax.ShapeDtypeStruct((512, 2048), "float32")
+    >>> rules.resolve(fs.FSDP(min_size=1024), mesh, {"kernel": kernel})
+    {'kernel': P(None, 'replica')}
+  """
+
+  axis: str | tuple[str, ...] = "replica"
+  min_size: int = 2**14
+
 
 # A rule is a pair, an FSDP, or "fsdp"; see the docstring of the module.
 Rules = Sequence[Any] | FSDP | str | None
@@ -101,7 +134,7 @@ def resolve(
   """
   parsed = _parse(rules, "rules")
   _check_mesh_axes(parsed, mesh)
-  leaves: list[fsdp_lib.Leaf] = []
+  leaves: list[_Leaf] = []
   used: set[int] = set()
   # Position of a rule -> position of the earlier rule that took its parameter.
   shadowed: dict[int, int] = {}
@@ -129,7 +162,7 @@ def resolve(
       dims = specs.check(f"{source}: {leaf_name}", spec, shape, mesh)
     # The spec P() of a regex excludes a parameter from FSDP.
     keep_whole = bool(matching) and not tuple(matching[0].spec)
-    leaves.append(fsdp_lib.Leaf(name, shape, dims, keep_whole))
+    leaves.append(_Leaf(name, shape, dims, keep_whole))
 
   for rule in parsed.regexes:
     is_catch_all = rule is parsed.regexes[-1] and all(
@@ -143,7 +176,7 @@ def resolve(
       f"of {argument} has logical names; {_ALLOWED}."
     )
   if parsed.fsdp:
-    leaves = fsdp_lib.split_leaves(parsed.fsdp, mesh, leaves)
+    leaves = _split_leaves(parsed.fsdp, mesh, leaves)
   return jax.tree.unflatten(
     jax.tree.structure(specs.unbox(params)),
     [specs.shortest(leaf.dims, mesh) for leaf in leaves],
@@ -246,11 +279,7 @@ def _parse(rules: Rules, argument: str) -> _ParsedRules:
     if not is_pair or not isinstance(rule[0], str):
       raise TypeError(f"{name} must be a rule, got {rule!r}; {_ALLOWED}.")
     pattern, value = rule
-    if isinstance(value, P):
-      # JAX refuses to iterate over a spec with unreduced or reduced axes.
-      entries = () if value.unreduced or value.reduced else tuple(value)
-    else:
-      entries = (value,)
+    entries = tuple(value) if isinstance(value, P) else (value,)
     axes = [axis for entry in entries for axis in specs.axes_of(entry)]
     if not all(isinstance(axis, str) for axis in axes):
       raise TypeError(
@@ -310,3 +339,81 @@ def _entry_from_config(name: str, entry: Any) -> Any:
       )
     return pattern, value["axes"]
   return pattern, P(*value) if isinstance(value, tuple) else value
+
+
+class _Leaf(NamedTuple):
+  """A parameter and the axes that split it.
+
+  Attributes:
+    path: The path of the parameter, such as `block0/mlp_in/kernel`.
+    shape: Its shape.
+    dims: For each dimension, the mesh axes that split it.
+    keep_whole: Whether a rule excludes the parameter from FSDP.
+  """
+
+  path: str
+  shape: tuple[int, ...]
+  dims: specs.Dims
+  keep_whole: bool
+
+
+def _split_leaves(
+  fsdp: FSDP, mesh: Mesh, leaves: Sequence[_Leaf]
+) -> list[_Leaf]:
+  """Splits one more dimension of each large leaf over the axis of `fsdp`.
+
+  Args:
+    fsdp: The rule.
+    mesh: The mesh; it has the axes of `fsdp`.
+    leaves: The parameters as the other rules split them.
+
+  Returns:
+    The leaves with their new `dims`.
+
+  Raises:
+    RuleError: No leaf is split, although the axis has more than one device.
+  """
+  axes = specs.axes_of(fsdp.axis)
+  axis_size = math.prod(mesh.shape[axis] for axis in axes)
+  new_leaves = list(leaves)
+  is_split = axis_size == 1  # as on a single device: no mistake in the rules
+  indivisible = []
+  for i, leaf in enumerate(leaves):
+    if leaf.keep_whole:
+      continue
+    free_dims = [
+      dim
+      for dim, size in enumerate(leaf.shape)
+      if not leaf.dims[dim] and size % axis_size == 0
+    ]
+    # A mesh axis can split an array only once.
+    if any(axis in axes for dim in leaf.dims for axis in dim):
+      is_split = True
+    elif math.prod(leaf.shape) >= fsdp.min_size and not free_dims:
+      indivisible.append(leaf.path)
+    elif math.prod(leaf.shape) >= fsdp.min_size:
+      is_split = True
+      # Of equal dimensions `max` returns the first.
+      largest = max(free_dims, key=lambda dim: leaf.shape[dim])
+      dims = (*leaf.dims[:largest], axes, *leaf.dims[largest + 1 :])
+      new_leaves[i] = leaf._replace(dims=dims)
+  whole = ", ".join([*indivisible[:3], *["…"] * (len(indivisible) > 3)])
+  if not is_split:
+    raise specs.RuleError(
+      f"rules: {fsdp!r} splits no parameter: of {len(leaves)} parameters all "
+      "but the following are smaller than min_size, and these have no unsplit "
+      f"dimension that the axis, of size {axis_size}, divides: "
+      f"{whole or 'none'}; allowed: a smaller min_size, another axis, or other "
+      "rules."
+    )
+  # A large parameter that stays whole takes its memory on every device.
+  if indivisible:
+    _log.warning(
+      "FSDP: %d large parameters are not split, because %r, of size %d, "
+      "divides no dimension that is still unsplit: %s",
+      len(indivisible),
+      fsdp.axis,
+      axis_size,
+      whole,
+    )
+  return new_leaves

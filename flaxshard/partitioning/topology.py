@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ import numpy.typing as npt
 from flaxshard.core import checks
 from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import coordinates as coordinates_lib
-from flaxshard.partitioning import devices as devices_lib
-from flaxshard.partitioning import tpu_generations
+from flaxshard.partitioning.coordinates import Lengths
+
+_NOT_TPU = ("cpu", "gpu", "cuda", "rocm")
 
 
 @dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -45,8 +47,8 @@ class Topology:
 
   Raises:
     ValueError: An array has the wrong shape, coordinates are outside of the
-      mesh, two devices have the same place, a device is given twice, or
-      `num_slices` does not divide the z length.
+      mesh, two devices have the same place, or `num_slices` does not divide
+      the z length.
     TypeError: A value is not an integer.
 
   Example:
@@ -130,8 +132,8 @@ class Topology:
       (1, 1, 1, 1)
     """
     return cls(
-      *devices_lib.read_topology(
-        jax.devices() if devices is None else devices, mesh_shape
+      *_read_topology(
+        compile_only.all_devices() if devices is None else devices, mesh_shape
       )
     )
 
@@ -139,9 +141,9 @@ class Topology:
   def named(cls, name: str, num_slices: int | None = None) -> Topology:
     """Returns the topology of TPUs with a name, for compiling alone.
 
-    This machine needs no TPU. Programs can be lowered for the devices, but
-    nothing can run on them or be stored there. With the TPU compiler, which
-    `pip install "flaxshard[tpu]"` installs, programs can be compiled too.
+    It needs the TPU compiler, which `pip install "flaxshard[tpu]"` installs,
+    and no TPU. Programs are compiled for the devices, but nothing can run on
+    them or be stored there.
 
     Args:
       name: A generation of TPUs (v2, v3, v4, v5e, v5p, v6e, tpu7x), and the
@@ -151,21 +153,12 @@ class Topology:
         network. None: the number in the name, else 1.
 
     Raises:
-      ValueError: There is no such topology.
+      ValueError: There is no such topology, or no TPU compiler.
       TypeError: An argument has the wrong type.
-
-    Example:
-      >>> topology = Topology.named("v5e:2x4", num_slices=2)
-      >>> topology
-      Topology(mesh_shape=(2, 4, 2, 1), num_tasks=4, num_tpus_per_task=4, \
-num_slices=2)
-      >>> topology.name
-      '2*v5e:2x4'
 
     Source: `jax.experimental.topologies.get_topology_desc`.
     """
-    checked = tpu_generations.parse(name, num_slices)
-    return cls.from_devices(compile_only.devices(checked))
+    return cls.from_devices(compile_only.named_devices(name, num_slices))
 
   @functools.cached_property
   def name(self) -> str | None:
@@ -174,10 +167,10 @@ num_slices=2)
     It is a string such as `"2*v5e:4x4"`. None for devices that are not TPUs or
     do not fill whole slices, and for a topology without devices.
     """
-    if self.devices is None or not devices_lib.is_tpu(self.devices.flat[0]):
+    if self.devices is None or not is_tpu(self.devices.flat[0]):
       return None
     x, y, z, _ = self.slice_shape
-    return tpu_generations.topology_name(
+    return compile_only.topology_name(
       getattr(self.devices.flat[0], "device_kind", ""),
       (x, y, z),
       self.num_slices,
@@ -282,7 +275,7 @@ num_slices=2)
 
     Raises:
       ValueError: The coordinates are outside of the mesh, or have no device.
-      TypeError: They are not integers, or `job` is not a string.
+      TypeError: They are not integers.
     """
     task, _ = self._task_and_device(device_coordinates)
     return f"{_job_prefix(job)}/task:{task}/device:CPU:0"
@@ -298,7 +291,7 @@ num_slices=2)
 
     Raises:
       ValueError: The coordinates are outside of the mesh, or have no device.
-      TypeError: They are not integers, or `job` is not a string.
+      TypeError: They are not integers.
     """
     task, device = self._task_and_device(device_coordinates)
     return f"{_job_prefix(job)}/task:{task}/device:TPU:{device}"
@@ -321,24 +314,6 @@ num_slices=2)
       )
     return self.devices[self._task_and_device(device_coordinates)]
 
-  # -- Equality.
-
-  def _key(self) -> tuple[Any, ...]:
-    cores, devices = self.device_coordinates, self.devices
-    # JAX has one object for each device, so its id identifies the device.
-    ids = None if devices is None else tuple(id(d) for d in devices.flat)
-    # The bytes of an array do not contain its shape.
-    return self.mesh_shape, self.num_slices, cores.shape, cores.tobytes(), ids
-
-  def __eq__(self, other: object) -> bool:
-    # The arrays are read-only, so the values of a topology never change.
-    if not isinstance(other, Topology):
-      return NotImplemented
-    return self is other or self._key() == other._key()
-
-  def __hash__(self) -> int:
-    return hash(self._key())
-
   def __repr__(self) -> str:
     slices = f", num_slices={self.num_slices}" if self.num_slices > 1 else ""
     return (
@@ -348,7 +323,7 @@ num_slices=2)
 
 
 def _job_prefix(job: str | None) -> str:
-  return "" if job is None else f"/job:{checks.string('job', job)}"
+  return "" if job is None else f"/job:{job}"
 
 
 def _device_array(devices: Any, shape: tuple[int, ...]) -> np.ndarray | None:
@@ -361,13 +336,111 @@ def _device_array(devices: Any, shape: tuple[int, ...]) -> np.ndarray | None:
       "Topology: devices must have the shape of device_coordinates without its "
       f"last dimension, {list(shape)}, got {list(array.shape)}."
     )
-  last_positions = {id(device): i for i, device in enumerate(array.flat)}
-  for i, device in enumerate(array.flat):
-    # The dict keeps only the last position of a device that is given twice.
-    if device is None or last_positions[id(device)] != i:
-      index = [int(n) for n in np.unravel_index(i, shape)]
-      raise ValueError(
-        f"Topology: devices{index} must be a device that is given only once, "
-        f"got {device!r}."
-      )
   return coordinates_lib.make_read_only(array)
+
+
+def slice_index(device: Any) -> int:
+  """Returns the number of a device's slice, or 0 if it has none."""
+  # Newer versions of JAX say partition_index; CPU devices have neither.
+  partition = getattr(device, "partition_index", None)
+  return getattr(device, "slice_index", partition) or 0
+
+
+def is_tpu(device: Any) -> bool:
+  """Returns whether a device has coordinates in a torus of TPUs."""
+  # GPUs may have `coords` too, but those say nothing about distances.
+  platform = getattr(device, "platform", "tpu")
+  return hasattr(device, "coords") and platform not in _NOT_TPU
+
+
+def _read_topology(
+  devices: Iterable[jax.Device], mesh_shape: Any
+) -> tuple[Lengths, np.ndarray, np.ndarray, int]:
+  """Reads the arguments of a `Topology` from devices.
+
+  Args:
+    devices: JAX devices.
+    mesh_shape: Four lengths, or None; see `Topology.from_devices`.
+
+  Returns:
+    The shape of the mesh, the coordinates [processes, devices per process, 4],
+    the devices [processes, devices per process], and the number of slices.
+  """
+  argument = "Topology.from_devices: devices"
+  listed = list(devices)
+  if not listed:
+    raise ValueError(f"{argument} must have at least one device, got none.")
+  # NumPy would turn a list of sequence-like objects into a 2D array.
+  flat = np.empty(len(listed), object)
+  flat[:] = listed
+  # `np.unique` numbers the processes and slices without gaps.
+  processes = [device.process_index for device in flat]
+  tasks = np.unique(processes, return_inverse=True)[1]
+  slices = np.unique([slice_index(d) for d in flat], return_inverse=True)[1]
+  num_slices = int(slices.max()) + 1
+  per_task = _check_equal_counts(argument, "processes", tasks)
+  if mesh_shape is not None:
+    mesh_shape = coordinates_lib.mesh_lengths(
+      "Topology.from_devices: mesh_shape", mesh_shape
+    )
+  if all(map(is_tpu, flat)):
+    shape, coordinates = _read_tpu_coordinates(argument, flat, slices)
+  else:
+    per_slice = _check_equal_counts(argument, "slices", slices)
+    shape = mesh_shape or (per_task, per_slice // per_task, num_slices, 1)
+    if math.prod(shape) != len(flat):
+      raise ValueError(
+        "Topology.from_devices: the product of mesh_shape must be the number "
+        f"of devices, {len(flat)}, got {shape}."
+      )
+    coordinates = np.empty((len(flat), 4), np.int64)
+    by_slice_and_task = np.lexsort((tasks, slices))
+    coordinates[by_slice_and_task] = coordinates_lib.all_coordinates(shape)
+  if mesh_shape not in (None, shape):
+    raise ValueError(
+      "Topology.from_devices: mesh_shape must be the shape of the TPUs, "
+      f"{shape}, got {mesh_shape}."
+    )
+  x, y, z, core = coordinates.T
+  # The last key of lexsort is the primary one.
+  order = np.lexsort((core, x, y, z, tasks)).reshape(-1, per_task)
+  return shape, coordinates[order], flat[order], num_slices
+
+
+def _check_equal_counts(argument: str, kind: str, numbers: np.ndarray) -> int:
+  """Returns the number of devices of each process or slice, if all are equal.
+
+  Args:
+    argument: Name of the devices, for the error message.
+    kind: "processes" or "slices".
+    numbers: int [devices], the number of each device's process or slice.
+  """
+  counts = np.bincount(numbers)
+  if counts.min() != counts.max():
+    raise ValueError(
+      f"{argument} must be equally many in all {kind}, got {counts.tolist()}."
+    )
+  return int(counts[0])
+
+
+def _read_tpu_coordinates(
+  argument: str, devices: np.ndarray, slices: np.ndarray
+) -> tuple[Lengths, np.ndarray]:
+  """Returns the shape of the mesh of TPUs, and each device's coordinates."""
+  coordinates = np.array(
+    [(*d.coords, getattr(d, "core_on_chip", 0)) for d in devices]
+  )
+  num_slices = int(slices.max()) + 1
+  shapes = []
+  for number in range(num_slices):
+    in_slice = slices == number
+    # A slice may be a part of a larger torus, and then not start at zeros.
+    coordinates[in_slice] -= coordinates[in_slice].min(axis=0)
+    shapes.append((coordinates[in_slice].max(axis=0) + 1).tolist())
+  if any(shape != shapes[0] for shape in shapes):
+    raise ValueError(
+      f"{argument} must be slices of equal shape, got the shapes {shapes}."
+    )
+  x, y, z, cores = shapes[0]
+  coordinates[:, 2] += z * slices
+  return (x, y, z * num_slices, cores), coordinates

@@ -4,7 +4,3 @@ from flaxshard.processes.cluster import Cluster
 from flaxshard.processes.initialize import initialize
 
 __all__ = ["Cluster", "initialize"]
-
-
-def __dir__() -> list[str]:
-  return sorted(__all__)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
+import jax
+
 from flaxshard.core import checks
-from flaxshard.processes import launchers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,12 +17,14 @@ class Cluster:
 
   Attributes:
     coordinator_address: `"host:port"` of JAX's coordination service, which
-      process 0 runs. None for one process, and where JAX finds it (Cloud TPU).
+      process 0 runs. None for one process, and where JAX finds it.
     num_processes: Number of processes.
     process_id: Index of this process, from 0.
     local_device_ids: Indices of the machine's GPUs that this process uses; None
       for all that it sees.
     source: Where the values were found, for the log.
+    detection_method: How JAX finds the address, as for
+      `jax.distributed.initialize`.
   """
 
   coordinator_address: str | None = None
@@ -29,22 +32,62 @@ class Cluster:
   process_id: int = 0
   local_device_ids: tuple[int, ...] | None = None
   source: str = "no cluster variables are set"
+  detection_method: str | None = "deactivate"
 
 
-# The flag and JAX's variable of each value. JAX reads the first one only.
+@dataclasses.dataclass(frozen=True)
+class _Launcher:
+  """The variables that a launcher sets in each process.
+
+  Attributes:
+    name: The launcher.
+    num_processes: Variable with the number of processes.
+    process_id: That with the index of this process.
+    local_id: That with its index among those of its machine.
+    local_count: That with the number of those; for Slurm, of nodes.
+    method: How JAX finds the coordinator; None: flaxshard does.
+  """
+
+  name: str
+  num_processes: str
+  process_id: str
+  local_id: str
+  local_count: str
+  method: str | None
+
+
+_LAUNCHERS = (
+  _Launcher(
+    "torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", None
+  ),
+  # Before Slurm: mpirun starts one daemon on each node with srun.
+  _Launcher(
+    "Open MPI's mpirun",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "ompi",
+  ),
+  # Not SLURM_NTASKS: a batch script and a shell of salloc have it too.
+  _Launcher(
+    "Slurm's srun",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_STEP_NUM_NODES",
+    "slurm",
+  ),
+)
+
+# The variable of each argument. JAX itself reads the first one only.
 _VARIABLES = {
   "coordinator_address": "JAX_COORDINATOR_ADDRESS",
   "num_processes": "JAX_NUM_PROCESSES",
   "process_id": "JAX_PROCESS_ID",
 }
-# Those of launchers that say where the coordinator is, and nothing else.
-_COORDINATOR_VARIABLES = (
-  "MASTER_ADDR",
-  "MASTER_PORT",
-  "SLURM_JOB_ID",
-  "SLURM_STEP_NODELIST",
-  "JAX_COORDINATOR_ADDRESS",
-)
+_POD_INDEX = "JOB_COMPLETION_INDEX"
+_DEVICE_IDS = "JAX_LOCAL_DEVICE_IDS"
 
 
 def find(
@@ -53,23 +96,19 @@ def find(
   num_processes: int | None = None,
   process_id: int | None = None,
   *,
-  num_tpu_hosts: int = 0,
   needs_coordinator: bool = True,
 ) -> Cluster:
   """Returns the processes of this program.
 
   Each of the three values is taken from the first of these that has it: the
-  arguments, JAX's variables, torchrun, Slurm, Open MPI, Kubernetes, Cloud TPU.
-  Two launchers are never combined, but a launcher completes what the arguments
-  and JAX's variables leave open.
+  arguments, JAX's variables, the index of a pod in an indexed Job of
+  Kubernetes, a launcher (torchrun, Open MPI or Slurm).
 
   Args:
     environ: The environment variables. Empty ones count as not set.
     coordinator_address: `"host:port"` of process 0.
     num_processes: Number of processes.
     process_id: Index of this process, from 0.
-    num_tpu_hosts: Hosts of the Cloud TPU slices that this machine belongs to; 0
-      without TPUs.
     needs_coordinator: Whether JAX is to connect the processes. If not, the
       other two values are enough, and `coordinator_address` is not read: so it
       is for workers that commit over the network of the hosts.
@@ -84,118 +123,184 @@ def find(
     'node1:62268'
   """
   environ = {name: value for name, value in environ.items() if value.strip()}
-  variables = dict(_VARIABLES)
-  if not needs_coordinator:
-    del variables["coordinator_address"]
-  arguments = {
+  if num_processes is not None:
+    num_processes = checks.integer("num_processes", num_processes, minimum=1)
+  if process_id is not None:
+    process_id = checks.integer("process_id", process_id, minimum=0)
+  arguments: dict[str, Any] = {
     "coordinator_address": coordinator_address,
     "num_processes": num_processes,
     "process_id": process_id,
   }
-  given: dict[str, Any] = {}
-  names: list[str] = []
-  for field, variable in variables.items():
-    if arguments[field] is not None:
-      given[field] = arguments[field]
-      names.append(field)
-    elif variable in environ:
-      given[field] = environ[variable]
-      if field != "coordinator_address":
-        given[field] = launchers.integer(environ, variable)
-      names.append(variable)
-  if len(given) == len(variables) or given.get("num_processes") == 1:
-    return _create(environ, given, f"given by {', '.join(names)}")
+  if not needs_coordinator:
+    del arguments["coordinator_address"]
+  # The name under which a value was found, and the value, by field.
+  found = {
+    field: (field, value)
+    for field, value in arguments.items()
+    if value is not None
+  }
+  for field in arguments:
+    _read(environ, field, _VARIABLES[field], found)
+  if "num_processes" in found:
+    _read(environ, "process_id", _POD_INDEX, found)
+    name, count = found["num_processes"]
+    if count == 1:
+      return Cluster(source=f"{name}: num_processes is 1")
 
-  half_set: list[launchers.Found] = []
-  notes: list[str] = []
-  for find_launcher in launchers.ALL:
-    found = find_launcher(environ)
-    if isinstance(found, str):
-      notes.append(found)
-    elif found is None:
-      continue
-    elif found.values.get("num_processes") == 1:
-      # One task says nothing about processes that are given otherwise.
-      if not given:
-        return Cluster(source=f"{found.source} started one process")
-    elif {*found.values, *given} >= {*variables}:
-      source = (
-        f"started by {found.source} ({', '.join(found.variables)} are set)"
-      )
-      if given:
-        used = [field for field in variables if field not in given]
-        source = (
-          f"given by {', '.join(names)}; {', '.join(used)} from {found.source}"
-        )
-      return _create(
-        environ, {**found.values, **given}, source, found.local_device_ids
-      )
-    else:
-      half_set.append(found)
-
-  if num_tpu_hosts > 1 and not given:
-    if not needs_coordinator:
+  launcher = None
+  if len(found) < len(arguments):
+    launcher = next((x for x in _LAUNCHERS if x.num_processes in environ), None)
+  if launcher and _integer(environ, launcher.num_processes) == 1:
+    if not found:
+      return Cluster(source=f"{launcher.name} started one process")
+    # It says nothing about processes that are given otherwise.
+    launcher = None
+  if launcher:
+    _read(environ, "num_processes", launcher.num_processes, found)
+    _read(environ, "process_id", launcher.process_id, found)
+    if needs_coordinator and {"MASTER_ADDR", "MASTER_PORT"} <= set(environ):
+      found.setdefault("coordinator_address", ("MASTER_ADDR", _master(environ)))
+  if not found:
+    if _POD_INDEX in environ and not has_tpu(environ):
       raise ValueError(
-        f"this machine is one of {num_tpu_hosts} hosts of a Cloud TPU, which "
-        "JAX alone can number: set num_processes (--num_processes or "
-        "JAX_NUM_PROCESSES) and process_id (--process_id or JAX_PROCESS_ID)."
+        f"{_POD_INDEX}={environ[_POD_INDEX]!r} is set, as in an indexed Job of "
+        "Kubernetes, but not JAX_NUM_PROCESSES and JAX_COORDINATOR_ADDRESS. "
+        "Set both, or JAX_NUM_PROCESSES=1 for one process."
       )
-    return Cluster(
-      num_processes=num_tpu_hosts,
-      source=f"Cloud TPU with {num_tpu_hosts} hosts, by JAX's own detection",
-    )
-  if given:
-    missing = [
-      f"{field} (--{field} or {variables[field]})"
-      for field in variables
-      if field not in given
-    ]
-    have = ", ".join(
-      f"{name}={value!r}"
-      for name, value in zip(names, given.values(), strict=True)
-    )
-    raise ValueError(f"{have} is set, but not {', '.join(missing)}.")
-  if half_set and num_tpu_hosts != 1:
-    found = half_set[0]
-    have = ", ".join(
-      f"{name}={environ[name]!r}" for name in found.variables if name in environ
-    )
-    missing = [
-      name
-      for name in found.missing
-      if needs_coordinator or name not in _COORDINATOR_VARIABLES
-    ]
+    return Cluster()
+
+  method = launcher.method if launcher else None
+  missing = [
+    f"{field} (--{field} or {_VARIABLES[field]})"
+    for field in arguments
+    if field not in found and not (method and field == "coordinator_address")
+  ]
+  if missing:
+    have = ", ".join(f"{name}={value!r}" for name, value in found.values())
     raise ValueError(
-      f"{have} is set, as by {found.source}, but not {', '.join(missing)}. Set "
-      "all of them, or num_processes=1 for one process."
+      f"{have} is set, but not {', '.join(missing)}. Set all of them, or "
+      "num_processes=1 for one process."
     )
-  if num_tpu_hosts == 1:
-    notes.append("a Cloud TPU with one host")
-  return Cluster(source="; ".join(notes)) if notes else Cluster()
-
-
-def _create(
-  environ: Mapping[str, str],
-  values: Mapping[str, Any],
-  source: str,
-  local_device_ids: tuple[int, ...] | None = None,
-) -> Cluster:
-  """Checks the values and returns the cluster."""
-  count = checks.integer("num_processes", values["num_processes"], minimum=1)
-  index = checks.integer("process_id", values.get("process_id", 0), minimum=0)
+  names = ", ".join(name for name, _ in found.values())
+  source = f"{launcher.name}, {names}" if launcher else f"given by {names}"
+  address = found.get("coordinator_address", ("", None))[1]
+  count, index = found["num_processes"][1], found["process_id"][1]
   if index >= count:
     raise ValueError(
       f"process_id={index} must be less than num_processes={count} ({source})."
     )
-  if values.get("coordinator_address") is not None:
-    split_address("coordinator_address", values["coordinator_address"])
-  if count == 1:
-    return Cluster(source=f"{source}: num_processes is 1")
-  if "JAX_LOCAL_DEVICE_IDS" in environ:
-    local_device_ids = launchers.integers(environ, "JAX_LOCAL_DEVICE_IDS")
-  return Cluster(
-    values.get("coordinator_address"), count, index, local_device_ids, source
-  )
+  if address is not None:
+    split_address("coordinator_address", address)
+  if address is not None or method is None:
+    method = "deactivate"
+  gpus = _local_device_ids(environ, launcher)
+  return Cluster(address, count, index, gpus, source, method)
+
+
+def has_tpu(environ: Mapping[str, str]) -> bool:
+  """Returns whether JAX has found TPU chips on this machine.
+
+  Args:
+    environ: The environment variables, after JAX was imported, which sets one.
+
+  Example:
+    >>> has_tpu({"TPU_ML_PLATFORM": "JAX"})
+    True
+  """
+  return environ.get("TPU_ML_PLATFORM") == "JAX"
+
+
+def use_devices(local_device_ids: tuple[int, ...] | None) -> None:
+  """Makes JAX start with some of the GPUs of this machine.
+
+  Args:
+    local_device_ids: Their indices; None for all.
+  """
+  visible = "all"
+  if local_device_ids is not None:
+    visible = ",".join(map(str, local_device_ids))
+  # As jax.distributed.initialize does it. Without GPUs they have no effect.
+  jax.config.update("jax_cuda_visible_devices", visible)
+  jax.config.update("jax_rocm_visible_devices", visible)
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+  value = environ[name].strip()
+  if not (value.isascii() and value.isdigit()):
+    raise ValueError(
+      f"{name}={environ[name]!r} must be an integer of at least 0."
+    )
+  return int(value)
+
+
+def _read(
+  environ: Mapping[str, str],
+  field: str,
+  variable: str,
+  found: dict[str, tuple[str, Any]],
+) -> None:
+  """Adds the value of a variable, if it is set and the field is not found."""
+  if field not in found and variable in environ:
+    is_address = field == "coordinator_address"
+    value = environ[variable] if is_address else _integer(environ, variable)
+    found[field] = variable, value
+
+
+def _master(environ: Mapping[str, str]) -> str:
+  """Returns the coordinator's address from torchrun's variables."""
+  # torchrun's own store listens on MASTER_PORT. As JAX does for Slurm: above
+  # the ports that Linux gives to outgoing connections, which end at 60999.
+  port = 2**16 - 2**12 + _integer(environ, "MASTER_PORT") % 2**12
+  if "JAX_COORDINATOR_PORT" in environ:
+    port = _integer(environ, "JAX_COORDINATOR_PORT")
+  host = environ["MASTER_ADDR"]
+  return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _local_device_ids(
+  environ: Mapping[str, str], launcher: _Launcher | None
+) -> tuple[int, ...] | None:
+  """Returns this process's part of the GPUs of its machine.
+
+  JAX would give each process of a launcher one GPU, and also one that is alone
+  on its machine.
+  """
+  if _DEVICE_IDS in environ:
+    ids = environ[_DEVICE_IDS].split(",")
+    return tuple(_integer({_DEVICE_IDS: i}, _DEVICE_IDS) for i in ids)
+  # With --gpus-per-task and --gpu-bind, Slurm shows each task its own GPUs.
+  is_bound = environ.get("SLURM_GPU_BIND", "none") != "none"
+  if (
+    launcher is None
+    or is_bound
+    or not {launcher.local_id, launcher.local_count} <= set(environ)
+    or "SLURM_GPUS_PER_TASK" in environ
+    or environ.get("JAX_PLATFORMS") == "cpu"
+  ):
+    return None
+  local_id = _integer(environ, launcher.local_id)
+  local_count = _integer(environ, launcher.local_count)
+  if launcher.method == "slurm":
+    # The variable is the number of nodes.
+    local_count = -(-_integer(environ, launcher.num_processes) // local_count)
+  if local_count == 1:
+    return None
+  for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+    if name in environ:
+      gpus = len(environ[name].split(","))
+      if gpus < local_count:
+        return None  # The launcher has given each process its own.
+      if gpus % local_count:
+        raise ValueError(
+          f"{name}={environ[name]!r} has {gpus} GPUs, which {local_count} "
+          "processes of this machine cannot share equally; set "
+          f"{_DEVICE_IDS} in each process."
+        )
+      share = gpus // local_count
+      return tuple(range(local_id * share, (local_id + 1) * share))
+  # One GPU for each process, as JAX does it. Without GPUs it has no effect.
+  return (local_id,)
 
 
 def split_address(argument: str, address: Any) -> tuple[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import os
@@ -14,18 +13,11 @@ from flaxshard.core import checks
 from flaxshard.core import multihost
 from flaxshard.processes import cluster as cluster_lib
 from flaxshard.processes import failures
-from flaxshard.processes import rendezvous
-from flaxshard.processes import tpu
 
 _log = logging.getLogger(__name__)
 
-# JAX ends a process with SIGABRT when its own heartbeat times out: later than
-# flaxshard's heartbeat, which names the lost process.
-_JAX_HEARTBEAT_MARGIN = 30.0
-
-
-# The arguments of the call that connected the processes, and its result.
-_connected: tuple[dict[str, Any], cluster_lib.Cluster] | None = None
+# What the call that connected the processes has returned.
+_connected: cluster_lib.Cluster | None = None
 
 
 def initialize(
@@ -41,31 +33,29 @@ def initialize(
   Call it before anything else uses JAX. Without arguments it finds the other
   processes in the environment: JAX's variables, torchrun, Slurm, Open MPI,
   Kubernetes, Cloud TPU. One line of the log says what was found. One process
-  stays one process and opens no port.
+  stays one process and opens no port, except on a Cloud TPU.
 
-  A second call with the same arguments does nothing, and neither does a call
-  after `jax.distributed.initialize`.
+  A second call does nothing, and neither does a call after
+  `jax.distributed.initialize`.
 
   Args:
     coordinator_address: `"host:port"` of process 0, with a port that is free
       there.
     num_processes: Number of processes.
     process_id: Index of this process, from 0.
-    heartbeat_timeout: Seconds without a sign of life after which a process
-      counts as lost.
-    initialization_timeout: Seconds to wait for the other processes.
+    heartbeat_timeout: Seconds without a sign of life after which JAX counts a
+      process as lost, and ends the others.
+    initialization_timeout: Seconds to wait for the other processes. Then JAX
+      ends this one.
 
   Returns:
     The processes of the program.
 
   Raises:
-    ValueError: An argument or a variable is invalid, some of the values are
-      given and others not found, the coordinator's port is in use, two
-      processes have the same index, or the processes are connected already with
-      other arguments.
-    TimeoutError: After `initialization_timeout`, a process is missing. The
-      message names it and the address.
-    RuntimeError: JAX has started its devices already.
+    ValueError: An argument or a variable is invalid, or some of the values are
+      given and others not found.
+    RuntimeError: JAX has started its devices already, or cannot open the
+      coordinator's port.
 
   Example:
     >>> initialize(num_processes=1).num_processes
@@ -81,122 +71,83 @@ def initialize(
   initialization_timeout = checks.number(
     "initialization_timeout", initialization_timeout, above=0, below=1e6
   )
-  arguments = {
-    "coordinator_address": coordinator_address,
-    "num_processes": num_processes,
-    "process_id": process_id,
-    "heartbeat_timeout": heartbeat_timeout,
-    "initialization_timeout": initialization_timeout,
-  }
   if _connected is not None and jax.distributed.is_initialized():
-    _check_same_arguments(_connected[0], arguments)
-    return _connected[1]
+    return _connected
   found = cluster_lib.find(
-    os.environ,
-    coordinator_address,
-    num_processes,
-    process_id,
-    num_tpu_hosts=tpu.num_hosts(os.environ),
+    os.environ, coordinator_address, num_processes, process_id
   )
+  timeouts: dict[str, Any] = {
+    "heartbeat_timeout_seconds": math.ceil(heartbeat_timeout),
+    "initialization_timeout": math.ceil(initialization_timeout),
+  }
   if jax.distributed.is_initialized():
-    found = _describe_existing(found)
+    if found.num_processes == 1 or not found.coordinator_address:
+      found = _existing("jax.distributed.initialize was called before")
+  elif found == cluster_lib.Cluster() and cluster_lib.has_tpu(os.environ):
+    found = _connect_tpu(timeouts)
   elif found.num_processes > 1:
-    found = _connect(found, heartbeat_timeout, initialization_timeout)
-    _connected = arguments, found
-  if found.num_processes > 1:
-    multihost.set_process(found.process_id, found.num_processes)
-    failures.watch(heartbeat_timeout, found.coordinator_address)
+    _log_found(found)
+    _connect(found, timeouts)
   if found.num_processes == 1:
     _log.info("one process: %s", found.source)
-  else:
-    gpus = found.local_device_ids
-    _log.info(
-      "process %d of %d, coordinator %s%s: %s",
-      found.process_id,
-      found.num_processes,
-      found.coordinator_address or "chosen by JAX",
-      "" if gpus is None else f", local devices {', '.join(map(str, gpus))}",
-      found.source,
-    )
+    return found
+  _connected = found
+  multihost.set_process(found.process_id, found.num_processes)
+  failures.watch()
   return found
 
 
-def _check_same_arguments(first: dict[str, Any], now: dict[str, Any]) -> None:
-  for name, value in now.items():
-    if value != first[name]:
-      raise ValueError(
-        f"initialize was called with {name}={first[name]!r} before, now with "
-        f"{name}={value!r}: the processes of a program are connected once."
-      )
+def _log_found(found: cluster_lib.Cluster) -> None:
+  gpus = found.local_device_ids
+  _log.info(
+    "process %d of %d, coordinator %s%s: %s",
+    found.process_id,
+    found.num_processes,
+    found.coordinator_address or "chosen by JAX",
+    "" if gpus is None else f", local devices {', '.join(map(str, gpus))}",
+    found.source,
+  )
 
 
-def _describe_existing(found: cluster_lib.Cluster) -> cluster_lib.Cluster:
-  """Returns the processes that jax.distributed.initialize has connected."""
-  source = "jax.distributed.initialize was called before"
-  if found.num_processes > 1 and found.coordinator_address:
-    return dataclasses.replace(found, source=f"{source}; {found.source}")
+def _connect(found: cluster_lib.Cluster, timeouts: dict[str, Any]) -> None:
+  address = found.coordinator_address
+  bind_address = None
+  if address is not None and address.startswith("127.0.0.1:"):
+    # All processes are on this machine: nothing else can reach the port.
+    bind_address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address)
+  notice = failures.Notice(
+    f"process {found.process_id} of {found.num_processes} waits for the others "
+    f"at {address or 'the address that JAX has chosen'}, at most "
+    f"{timeouts['initialization_timeout']} s"
+  )
+  with notice:
+    jax.distributed.initialize(
+      address,
+      found.num_processes,
+      found.process_id,
+      cluster_detection_method=found.detection_method,
+      coordinator_bind_address=bind_address,
+      **timeouts,
+    )
+  if found.detection_method != "deactivate" or found.local_device_ids:
+    cluster_lib.use_devices(found.local_device_ids)
+
+
+def _connect_tpu(timeouts: dict[str, Any]) -> cluster_lib.Cluster:
+  try:
+    jax.distributed.initialize(**timeouts)
+  except ValueError:
+    # Not a virtual machine of Google's cloud: one process.
+    return cluster_lib.Cluster()
+  found = _existing("Cloud TPU, by JAX's own detection")
+  _log_found(found)
+  return found
+
+
+def _existing(source: str) -> cluster_lib.Cluster:
   # Starts JAX's devices: JAX has no other public name for the two numbers.
   return cluster_lib.Cluster(
     num_processes=jax.process_count(),
     process_id=jax.process_index(),
     source=source,
   )
-
-
-def _connect(
-  found: cluster_lib.Cluster,
-  heartbeat_timeout: float,
-  initialization_timeout: float,
-) -> cluster_lib.Cluster:
-  _check_devices_not_started()
-  timeouts: dict[str, Any] = {
-    "initialization_timeout": math.ceil(initialization_timeout),
-    "heartbeat_timeout_seconds": math.ceil(
-      heartbeat_timeout + _JAX_HEARTBEAT_MARGIN
-    ),
-  }
-  if found.coordinator_address is None:
-    # A Cloud TPU with several hosts.
-    jax.distributed.initialize(**timeouts)
-    return dataclasses.replace(
-      found,
-      num_processes=jax.process_count(),
-      process_id=jax.process_index(),
-    )
-  bind_address = _bind_address(found.coordinator_address)
-  rendezvous.meet(found, initialization_timeout, bind_address)
-  jax.distributed.initialize(
-    found.coordinator_address,
-    found.num_processes,
-    found.process_id,
-    found.local_device_ids,
-    # Otherwise JAX takes its GPUs from a launcher's variables.
-    cluster_detection_method="deactivate",
-    coordinator_bind_address=bind_address,
-    **timeouts,
-  )
-  return found
-
-
-def _bind_address(coordinator_address: str) -> str | None:
-  """Returns where process 0 listens, None for JAX's default, all addresses."""
-  given = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
-  if given:
-    cluster_lib.split_address("JAX_COORDINATOR_BIND_ADDRESS", given)
-    return given
-  # All processes are on this machine: nothing else can reach the port.
-  is_local = coordinator_address.startswith("127.0.0.1:")
-  return coordinator_address if is_local else None
-
-
-def _check_devices_not_started() -> None:
-  count = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
-  try:
-    # JAX accepts another number before its devices have started only.
-    jax.config.update("jax_num_cpu_devices", max(count, 1) + 1)
-    jax.config.update("jax_num_cpu_devices", count)
-  except RuntimeError:
-    raise RuntimeError(
-      "flaxshard.initialize must be called before JAX starts its devices: "
-      "before jax.devices(), jax.process_count() and any computation."
-    ) from None

@@ -7,12 +7,11 @@ and passes signals on. It uses no devices itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import importlib.metadata
 import importlib.util
 import os
-import selectors
 import signal
 import socket
 import subprocess
@@ -27,9 +26,9 @@ _FAILED_GRACE = 20.0
 _STOPPED_GRACE = 60.0
 _TERM_GRACE = 10.0
 
-# The variable with a pipe that the parent never writes to. It is closed when
-# the parent ends, however it ends.
-_PARENT_PIPE = "FLAXSHARD_PARENT_PIPE"
+# Set in the processes that `run` starts: their standard input is a pipe, to
+# which the parent never writes. It is closed when the parent ends.
+_STARTED = "FLAXSHARD_LOCAL_PROCESS"
 
 # Exit codes of a process that a signal has stopped, see `train.preemption`.
 _STOPPED = {
@@ -63,11 +62,8 @@ def run(
     plus the number of the signal if a signal has killed it.
 
   Raises:
-    ValueError: The devices cannot be divided equally, or the operating system
-      is Windows.
+    ValueError: The devices cannot be divided equally.
   """
-  if os.name != "posix":
-    raise ValueError("--local_processes needs Linux or macOS.")
   if virtual_devices % num_processes:
     raise ValueError(
       f"config.mesh.virtual_devices={virtual_devices} must be a multiple of "
@@ -83,12 +79,8 @@ def run(
   with socket.socket() as s:
     s.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{s.getsockname()[1]}"
-  read_end, write_end = os.pipe()
-  environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
-  environ[_PARENT_PIPE] = str(read_end)
+  environ = {**os.environ, "PYTHONUNBUFFERED": "1", _STARTED: "1"}
   environ.pop("JAX_COORDINATOR_BIND_ADDRESS", None)
-  # Workers of AGN: nothing else can reach them there.
-  environ.setdefault("FLAXSHARD_WORKER_ADDRESS", "127.0.0.1:0")
   share = num_gpus // num_processes
 
   def start(index: int) -> subprocess.Popen[bytes]:
@@ -104,10 +96,9 @@ def run(
     return subprocess.Popen(
       [*command, *flags],
       env=environ | ids,
-      stdin=subprocess.DEVNULL,
+      stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
-      pass_fds=[read_end],
       # A group of its own: the parent passes Ctrl-C on, and SIGKILL reaches
       # what the process has started.
       start_new_session=True,
@@ -118,12 +109,10 @@ def run(
     try:
       for index in range(num_processes):
         children.append(start(index))
-      os.close(read_end)
       return _supervise(children, connected)
     finally:
       for child in children:
         _kill(child, signal.SIGKILL)
-      os.close(write_end)
 
 
 def _count_gpus() -> int:
@@ -186,74 +175,59 @@ def _supervise(
   first_code = 0
   actions: list[tuple[float, signal.Signals]] = []
   running = dict(enumerate(children))
-  with selectors.DefaultSelector() as pipes:
-    for index, child in running.items():
-      for source, target in (
-        (child.stdout, sys.stdout),
-        (child.stderr, sys.stderr),
-      ):
-        assert source is not None
-        data = (target, f"[{index}] ".encode(), bytearray())
-        pipes.register(source, selectors.EVENT_READ, data)
-    while running:
-      _copy_lines(pipes, 0.2)
-      ended = {i: c for i, c in running.items() if c.poll() is not None}
-      if ended:
-        _copy_lines(pipes, 0)  # their last lines
-      for index, child in ended.items():
-        del running[index]
-        code = child.returncode
-        if code and not first_code:
-          first_code = code if code > 0 else 128 - code
-          if connected:
-            grace = _STOPPED_GRACE if code in _STOPPED else _FAILED_GRACE
-            now = time.monotonic()
-            actions = [
-              (now + grace, signal.SIGTERM),
-              (now + grace + _TERM_GRACE, signal.SIGKILL),
-            ]
-            _print(f"process {index} {_describe(code)}")
-        if code and not connected:
-          _print(f"worker {index} {_describe(code)}; the others go on")
-      if actions and running and time.monotonic() > actions[0][0]:
-        _, signum = actions.pop(0)
-        _print(
-          f"sending {signum.name} to the processes that have not ended: "
-          f"{', '.join(map(str, running))}"
-        )
-        for child in running.values():
-          _kill(child, signum)
-    # A process that a child has left behind may hold a pipe open.
-    deadline = time.monotonic() + 5
-    while pipes.get_map() and time.monotonic() < deadline:
-      _copy_lines(pipes, 0.2)
+  readers = {index: _print_lines(index, c) for index, c in running.items()}
+  while running:
+    time.sleep(0.1)
+    for index, child in list(running.items()):
+      code = child.poll()
+      if code is None:
+        continue
+      del running[index]
+      # A process that the child has left behind may hold a pipe open.
+      for reader in readers[index]:
+        reader.join(2)
+      if code and not connected:
+        _print(f"worker {index} {_describe(code)}; the others go on")
+      elif code and not first_code:
+        grace = _STOPPED_GRACE if code in _STOPPED else _FAILED_GRACE
+        now = time.monotonic()
+        actions = [
+          (now + grace, signal.SIGTERM),
+          (now + grace + _TERM_GRACE, signal.SIGKILL),
+        ]
+        _print(f"process {index} {_describe(code)}")
+      first_code = first_code or (code if code >= 0 else 128 - code)
+    if actions and running and time.monotonic() > actions[0][0]:
+      _, signum = actions.pop(0)
+      _print(
+        f"sending {signum.name} to the processes that have not ended: "
+        f"{', '.join(map(str, running))}"
+      )
+      for child in running.values():
+        _kill(child, signum)
   return first_code
 
 
-def _copy_lines(pipes: selectors.BaseSelector, timeout: float) -> None:
-  """Copies whole lines of output, each with a prefix.
+def _print_lines(
+  index: int, child: subprocess.Popen[bytes]
+) -> list[threading.Thread]:
+  """Starts threads that print a process's lines, with its index in front."""
 
-  Args:
-    pipes: The open pipes. Each has a tuple of the file that its lines go to, of
-      the prefix, and of the beginning of a line that has not ended yet.
-    timeout: Seconds to wait for output.
-  """
-  for key, _ in pipes.select(timeout):
-    target, prefix, line = key.data
-    received = os.read(key.fd, 2**16)
-    if not received:
-      pipes.unregister(key.fileobj)
-      received = b"\n" if line else b""
-    whole, newline, rest = received.rpartition(b"\n")
-    if newline:
-      lines = prefix + (line + whole).replace(b"\n", b"\n" + prefix) + b"\n"
-      line.clear()
+  def copy(source: Any, target: Any) -> None:
+    for line in iter(source.readline, b""):
+      end = b"" if line.endswith(b"\n") else b"\n"
       # Nobody may read our output any more; the process must not wait for it.
       with contextlib.suppress(OSError):
+        target.buffer.write(f"[{index}] ".encode() + line + end)
         target.flush()
-        target.buffer.write(lines)
-        target.flush()
-    line.extend(rest)
+
+  threads = [
+    threading.Thread(target=copy, args=pipes, daemon=True)
+    for pipes in ((child.stdout, sys.stdout), (child.stderr, sys.stderr))
+  ]
+  for thread in threads:
+    thread.start()
+  return threads
 
 
 def _kill(child: subprocess.Popen[bytes], signum: int) -> None:
@@ -274,29 +248,22 @@ def _describe(code: int) -> str:
 
 
 def _print(message: str) -> None:
-  with contextlib.suppress(OSError):  # as in _copy_lines
+  with contextlib.suppress(OSError):  # as in _print_lines
     print(f"flaxshard: {message}", file=sys.stderr, flush=True)
 
 
-def end_with_parent(environ: Mapping[str, str] = os.environ) -> None:
+def end_with_parent() -> None:
   """Ends this process, with a checkpoint, if the parent process ends.
 
   It does nothing in a process that `run` has not started.
-
-  Args:
-    environ: The environment variables.
   """
-  if _PARENT_PIPE not in environ:
-    return
-  pipe = int(environ[_PARENT_PIPE])
   # Not for the processes that this one starts.
-  os.set_inheritable(pipe, False)
-  os.environ.pop(_PARENT_PIPE, None)
-  threading.Thread(target=_wait_for_parent, args=(pipe,), daemon=True).start()
+  if os.environ.pop(_STARTED, None):
+    threading.Thread(target=_wait_for_parent, daemon=True).start()
 
 
-def _wait_for_parent(pipe: int) -> None:
-  os.read(pipe, 1)  # It returns when the parent has ended.
+def _wait_for_parent() -> None:
+  os.read(0, 1)  # It returns when the parent has ended.
   os.kill(os.getpid(), signal.SIGTERM)
   time.sleep(_STOPPED_GRACE)
   os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -5,7 +5,3 @@ from flaxshard.replicas.context import ReplicaContext
 from flaxshard.replicas.values import PerReplica
 
 __all__ = ["PerReplica", "ReplicaContext", "get_replica_context"]
-
-
-def __dir__() -> list[str]:
-  return sorted(__all__)

@@ -7,10 +7,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -147,9 +148,6 @@ class ReplicaContext:
       `jax.random.fold_in`; with several workers, the number among the replicas
       of all.
 
-    Raises:
-      TypeError: A leaf is not a PRNG key.
-
     Example:
       >>> import flaxshard as fs
       >>> strategy = fs.Strategy()
@@ -163,11 +161,7 @@ class ReplicaContext:
     number = checkpoint_name(self.replica_id_in_sync_group, REPLICA_OF_KEY)
     if self.first_replica:
       number += self.first_replica
-    return jax.tree_util.tree_map_with_path(
-      lambda path, x: _fold_in(path, x, number),
-      key,
-      is_leaf=lambda x: x is None,
-    )
+    return jax.tree.map(lambda x: _fold_in(x, number), key)
 
   def assume_replicated(self, value: PyTree) -> PyTree:
     """Marks arrays as the same on all replicas, for `Strategy.run`'s check.
@@ -386,7 +380,13 @@ def reduce_gradients(op: str, grads: PyTree, groups: Groups = None) -> PyTree:
     grads: This replica's gradients, from `gradients.normalize`.
     groups: As in `reduce_over_replicas`.
   """
-  grads = mark_gradients(grads)
+  # The warnings of `Strategy.run` look for these that are the same already.
+  mark = lambda x: checkpoint_name(x, GRADIENTS)
+  grads = jax.tree.map(
+    lambda x: x.map_values(mark) if is_indexed_slices(x) else mark(x),
+    grads,
+    is_leaf=is_indexed_slices,
+  )
   leaves = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_indexed_slices)
   treedef: Any = jax.tree.structure(grads, is_leaf=is_indexed_slices)
   statistics = [gradients.is_statistic(path) for path, _ in leaves]
@@ -397,23 +397,6 @@ def reduce_gradients(op: str, grads: PyTree, groups: Groups = None) -> PyTree:
     if part:
       values |= reduce_over_replicas(kind_op, part, groups)
   return treedef.unflatten(values.values())
-
-
-def mark_gradients(grads: PyTree) -> PyTree:
-  """Names gradients in the traced program, before they are reduced.
-
-  The warnings of `Strategy.run` look for these that are the same already.
-
-  Args:
-    grads: This replica's gradients.
-  """
-
-  def mark(x: Any) -> Any:
-    if is_indexed_slices(x):
-      return x.map_values(mark)
-    return checkpoint_name(x, GRADIENTS)
-
-  return jax.tree.map(mark, grads, is_leaf=is_indexed_slices)
 
 
 def mean_collection(tree: PyTree, groups: Groups = None) -> PyTree:
@@ -444,28 +427,62 @@ def mean_collection(tree: PyTree, groups: Groups = None) -> PyTree:
   return tree if num_replicas() == 1 else jax.tree.map(mean_or_first, tree)
 
 
-def is_first_replica() -> jax.Array:
-  """Returns a bool scalar: whether this is replica 0, or no replica at all."""
-  if _current.get() is None:
-    return jnp.array(True)
-  return jax.lax.axis_index(mesh_lib.REPLICA) == 0
+def mean_extra_args(extra: Mapping[str, Any]) -> dict[str, Any]:
+  """Averages the loss, its gradients and its function over the replicas.
+
+  Args:
+    extra: Extra arguments by name: `value`, `grad`, `value_fn`, and others,
+      which stay as they are.
+  """
+  reduced = dict(extra)
+  if "value" in extra:
+    value = jnp.asarray(extra["value"])
+    reduced["value"] = mean_collection(value)
+  if "grad" in extra:
+    reduced["grad"] = reduce_gradients("mean", extra["grad"])
+  if "value_fn" in extra:
+    reduced["value_fn"] = _mean_of(extra["value_fn"])
+  return reduced
 
 
-def _fold_in(path: trees.Path, key: Any, number: jax.Array) -> jax.Array:
+def _mean_of(value_fn: Callable[..., Any]) -> Callable[..., jax.Array]:
+  """Returns a function whose value and gradient are means over the replicas."""
+
+  # optax looks at the signature for further arguments.
+  @functools.wraps(value_fn)
+  def mean_value(params: PyTree, *args: Any, **kwargs: Any) -> jax.Array:
+    def local(params: PyTree) -> jax.Array:
+      return jnp.asarray(value_fn(params, *args, **kwargs))
+
+    # JAX differentiates a mean over replicas as if each had its own parameters.
+    @jax.custom_vjp
+    def mean(params: PyTree) -> jax.Array:
+      return mean_collection(local(params))
+
+    def forward(params: PyTree) -> tuple[jax.Array, PyTree]:
+      value, grads = jax.value_and_grad(local)(params)
+      return (
+        mean_collection(value),
+        reduce_over_replicas("mean", grads),
+      )
+
+    def backward(grads: PyTree, cotangent: jax.Array) -> tuple[PyTree]:
+      return (jax.tree.map(lambda g: g * cotangent.astype(g.dtype), grads),)
+
+    mean.defvjp(forward, backward)
+    return mean(params)
+
+  return mean_value
+
+
+def _fold_in(key: jax.Array, number: jax.Array) -> jax.Array:
   """Folds a number into a key or an array of keys, typed or raw."""
-  is_array = isinstance(key, jax.Array)
-  if is_array and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-    # jax.random.fold_in takes one key.
-    fold_in = jax.vmap(lambda k: jax.random.fold_in(k, number))
-    return fold_in(key.reshape(-1)).reshape(key.shape)
-  try:
+  if not trees.is_prng_key(key):
     typed = jax.random.wrap_key_data(key)
-  except (TypeError, ValueError) as e:
-    raise TypeError(
-      f"fold_in: key[{trees.path_string(path)}] must be a PRNG key, such as "
-      f"jax.random.key(0), got {key!r}."
-    ) from e
-  return jax.random.key_data(_fold_in(path, typed, number))
+    return jax.random.key_data(_fold_in(typed, number))
+  # jax.random.fold_in takes one key.
+  fold_in = jax.vmap(lambda k: jax.random.fold_in(k, number))
+  return fold_in(key.reshape(-1)).reshape(key.shape)
 
 
 def check_reduce_op(reduce_op: Any, argument: str = "reduce_op") -> None:
@@ -473,14 +490,11 @@ def check_reduce_op(reduce_op: Any, argument: str = "reduce_op") -> None:
   checks.one_of(argument, reduce_op, ("sum", "mean"))
 
 
-def check_axis(where: str, axis: Any, shape: tuple[int, ...]) -> None:
+def check_axis(where: str, axis: int, shape: tuple[int, ...]) -> None:
   """Raises unless `axis` is an axis of an array of that shape."""
-  axis = checks.integer(f"{where}: axis", axis)
-  ndim = len(shape)
-  if not -ndim <= axis < ndim:
-    allowed = f"; allowed: {-ndim} to {ndim - 1}" if ndim else ", a scalar"
+  if not -len(shape) <= axis < len(shape):
     raise ValueError(
-      f"{where}: axis={axis} is no axis of an array of shape {shape}{allowed}."
+      f"{where}: axis={axis} is no axis of an array of shape {shape}."
     )
 
 

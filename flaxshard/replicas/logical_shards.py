@@ -85,18 +85,3 @@ def on_logical_devices(
     axis_names={name for name, kind in types if kind != manual},
     check_vma=False,
   )
-
-
-def fully_manual(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
-  """Returns `fn` in a `shard_map` that is manual over all axes of the mesh.
-
-  Host callbacks need that: XLA cannot partition them. Arguments and results are
-  replicated over the logical devices of a replica.
-  """
-  mesh = jax.sharding.get_abstract_mesh()
-  types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-  manual = {n for n, t in types.items() if t == jax.sharding.AxisType.Manual}
-  if not manual or manual == set(types):
-    return fn
-  whole = jax.sharding.PartitionSpec()
-  return on_logical_devices(fn, whole, whole)

@@ -47,20 +47,16 @@ def reduce(
   """Reduces per-replica values to one value; see `Strategy.reduce`."""
   replica_context.check_reduce_op(reduce_op)
   compile_only.check_can_run("reduce", mesh)
-  trees.check_arrays("reduce: value", value)
-  for path, x in jax.tree_util.tree_leaves_with_path(
-    value, is_leaf=is_indexed_slices
-  ):
-    if is_indexed_slices(x):
-      raise ValueError(
-        f"reduce: value[{trees.path_string(path)}] is an IndexedSlices, whose "
-        "row numbers cannot be summed. Inside of run use "
-        "get_replica_context().all_reduce, or return slices.to_dense()."
-      )
+  slices = jax.tree.leaves(value, is_leaf=is_indexed_slices)
+  if any(map(is_indexed_slices, slices)):
+    raise ValueError(
+      "reduce: the row numbers of an IndexedSlices cannot be summed. Inside of "
+      "run use get_replica_context().all_reduce, or return slices.to_dense()."
+    )
 
   def reduce_array(v: Any) -> jax.Array:
     axes = () if axis is None else (_axis_after_replicas("reduce", axis, v),)
-    return _reducer(mesh, reduce_op, (0, *axes))(v)
+    return _reducer(mesh, reduce_op, (0, *axes))(_on_mesh(mesh, v))
 
   def reduce_leaf(path: Any, x: Any) -> Any:
     if is_per_replica(x):
@@ -71,10 +67,7 @@ def reduce(
         f"reduce: value[{trees.path_string(path)}] must be a PerReplica, got "
         f"{x!r}: the sum of a replicated value is ambiguous."
       )
-    if axis is None:
-      return x
-    replica_context.check_axis("reduce", axis, np.shape(x))
-    return jnp.mean(jnp.asarray(x), axis)
+    return x if axis is None else jnp.mean(jnp.asarray(x), axis)
 
   return _map_leaves(reduce_leaf, value)
 
@@ -83,16 +76,17 @@ def gather(mesh: jax.sharding.Mesh, value: PyTree, axis: int) -> PyTree:
   """Concatenates per-replica values; see `Strategy.gather`."""
   compile_only.check_can_run("gather", mesh)
 
+  def gather_array(v: Any) -> jax.Array:
+    gatherer = _gatherer(mesh, _axis_after_replicas("gather", axis, v))
+    return gatherer(_on_mesh(mesh, v))
+
   def gather_leaf(path: Any, x: Any) -> Any:
     if not is_per_replica(x):
       raise ValueError(
         f"gather: value[{trees.path_string(path)}] must be a PerReplica, got "
         f"{x!r}."
       )
-    return jax.tree.map(
-      lambda v: _gatherer(mesh, _axis_after_replicas("gather", axis, v))(v),
-      _check_rows(mesh, "gather", path, x),
-    )
+    return jax.tree.map(gather_array, _check_rows(mesh, "gather", path, x))
 
   return _map_leaves(gather_leaf, value)
 
@@ -129,18 +123,12 @@ def from_function(
   mesh: jax.sharding.Mesh, value_fn: Callable[[ValueContext], PyTree]
 ) -> PyTree:
   """Makes a `PerReplica`; see `Strategy.distribute_values_from_function`."""
-  if not callable(value_fn):
-    raise TypeError(f"value_fn must be a function, got {value_fn!r}.")
   compile_only.check_can_run("distribute_values_from_function", mesh)
   # Each process calls it for its own replicas only.
   local = local_replicas(mesh)
   num_replicas = mesh.shape[mesh_lib.REPLICA]
   values = [value_fn(ValueContext(i, num_replicas)) for i in local]
   for i, value in zip(local, values, strict=True):
-    where = f"value_fn of replica {i}"
-    trees.check_arrays(where, value)
-    for path, x in jax.tree_util.tree_leaves_with_path(value):
-      trees.check_integers(f"{where}: value[{trees.path_string(path)}]", x)
     difference = trees.first_difference(value, values[0])
     if difference:
       raise ValueError(
@@ -148,6 +136,8 @@ def from_function(
         f"and dtypes, but replica {i} differs from replica {local[0]} at "
         f"{difference}."
       )
+    for path, x in jax.tree_util.tree_leaves_with_path(value):
+      trees.check_integers(f"value_fn: value[{trees.path_string(path)}]", x)
   sharding = jax.sharding.NamedSharding(mesh, P(mesh_lib.REPLICA))
 
   def stack_rows(*rows: Any) -> PerReplica:
@@ -195,56 +185,46 @@ def _reducer(
   mesh: jax.sharding.Mesh, reduce_op: str, axes: tuple[int, ...]
 ) -> Callable[[Any], jax.Array]:
   fn = jnp.sum if reduce_op == "sum" else jnp.mean
-  return _compiled(mesh, lambda x: fn(x, axis=axes))
+  return jax.jit(lambda x: fn(x, axis=axes), out_shardings=_whole(mesh))
 
 
 @functools.lru_cache
 def _gatherer(mesh: jax.sharding.Mesh, axis: int) -> Callable[[Any], jax.Array]:
-  whole = jax.sharding.NamedSharding(mesh, P())
-  return _compiled(
-    mesh,
-    # With Explicit axes JAX refuses to iterate over a sharded axis.
-    lambda x: jnp.concatenate(
-      list(mesh_lib.constrain(x, whole)), axis=axis - 1
-    ),
+  # With Explicit axes JAX refuses to iterate over a sharded axis.
+  fn = lambda x: list(mesh_lib.constrain(x, _whole(mesh)))
+  return jax.jit(
+    lambda x: jnp.concatenate(fn(x), axis=axis - 1), out_shardings=_whole(mesh)
   )
 
 
-def _compiled(
-  mesh: jax.sharding.Mesh, fn: Callable[[Any], jax.Array]
-) -> Callable[[Any], jax.Array]:
-  # Replicated, so that every process can read the whole result.
-  whole = jax.sharding.NamedSharding(mesh, P())
-  compiled = jax.jit(fn, out_shardings=whole)
+def _whole(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
+  """Returns the sharding with which every process can read the whole array."""
+  return jax.sharding.NamedSharding(mesh, P())
 
-  def put_and_call(x: Any) -> jax.Array:
-    sharding = x.sharding if isinstance(x, jax.Array) else None
-    if (
-      not isinstance(sharding, jax.sharding.NamedSharding)
-      or sharding.mesh != mesh
-    ):
-      x = mesh_lib.put(x, whole)
-    return compiled(x)
 
-  return put_and_call
+def _is_on(mesh: jax.sharding.Mesh, x: Any) -> bool:
+  sharding = x.sharding if isinstance(x, jax.Array) else None
+  return (
+    isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh == mesh
+  )
+
+
+def _on_mesh(mesh: jax.sharding.Mesh, x: Any) -> Any:
+  return x if _is_on(mesh, x) else mesh_lib.put(x, _whole(mesh))
 
 
 def _local_row(mesh: jax.sharding.Mesh, index: int, x: Any) -> jax.Array:
   """Returns `x[index]` on the devices of its replica, without communication."""
   devices = mesh_lib.replica_mesh(mesh, index)
-  sharding = x.sharding if isinstance(x, jax.Array) else None
   if (
-    not isinstance(sharding, jax.sharding.NamedSharding)
-    or sharding.mesh != mesh
-    or mesh_lib.REPLICA not in (*sharding.spec, None)[:1]
+    not _is_on(mesh, x) or mesh_lib.REPLICA not in (*x.sharding.spec, None)[:1]
   ):
-    whole = jax.sharding.NamedSharding(devices, P())
-    return jax.device_put(take_row(jnp.asarray(x), index), whole)
+    return jax.device_put(take_row(jnp.asarray(x), index), _whole(devices))
   # A shard without a start holds all rows: the mesh has one replica.
   parts = [
     shard.data[0]
     for shard in x.addressable_shards
     if shard.index[0].start in (index, None)
   ]
-  rest = jax.sharding.NamedSharding(devices, P(*sharding.spec[1:]))
+  rest = jax.sharding.NamedSharding(devices, P(*x.sharding.spec[1:]))
   return jax.make_array_from_single_device_arrays(x.shape[1:], rest, parts)

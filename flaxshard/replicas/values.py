@@ -6,7 +6,6 @@ sharded over `"replica"`. Otherwise it is replicated: the same on all replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import dataclasses
 import operator
 from typing import Any
@@ -23,31 +22,6 @@ PyTree = Any
 P = jax.sharding.PartitionSpec
 
 
-_NUMBERS = int, float, complex, np.generic, np.ndarray, jax.Array
-
-
-def _operator(
-  op: Callable[[Any, Any], Any], reflected: bool = False
-) -> Callable[[Any, Any], Any]:
-  """Returns the method of an operator: it is applied on each replica."""
-
-  def apply(self: PerReplica, other: Any) -> Any:
-    if isinstance(other, PerReplica):
-      return jax.tree.map(op, self, other)
-    if not isinstance(other, _NUMBERS):
-      return NotImplemented
-    # An array could have a value for each replica, or be one for all.
-    if np.ndim(other):
-      raise TypeError(
-        f"a PerReplica and an array of shape {np.shape(other)} are ambiguous: "
-        "combine them in Strategy.run, or with x.value, [replicas, ...]."
-      )
-    flipped = lambda x: op(other, x)
-    return jax.tree.map(flipped if reflected else lambda x: op(x, other), self)
-
-  return apply
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class PerReplica:
@@ -57,10 +31,8 @@ class PerReplica:
   `PerReplica`. Everything that a function returns, except TrainStates, becomes
   a `PerReplica` outside of `run`. `Strategy.reduce` makes one value of it.
 
-  Arithmetic and order comparisons with a number, or with another `PerReplica`,
-  apply to each replica's value. `==` compares identities. What asks for one
-  number (`float`, `int`, `bool`, `round`, `item`, a format) raises a TypeError:
-  write `float(losses.mean())` or `float(losses[0])`.
+  It is no number: write `float(losses.mean())` or `float(losses[0])`. With
+  `jax.tree.map` a function applies to the values of all replicas.
 
   Attributes:
     value: An array `[replicas, ...]`, or a tree of such arrays.
@@ -69,8 +41,6 @@ class PerReplica:
     >>> losses = PerReplica(jnp.array([1.0, 3.0]))
     >>> float(losses[1]), float(losses.mean())
     (3.0, 2.0)
-    >>> [float(x) for x in 1 + losses / 2]
-    [1.5, 2.5]
 
   References:
     `tf.distribute.DistributedValues`.
@@ -115,55 +85,12 @@ class PerReplica:
       lambda x: jnp.mean(jnp.asarray(x), axis, dtype, out), self.value
     )
 
-  # So that `np.float32(2) * x` calls `__rmul__`.
-  __array_priority__ = 1000
-
-  __add__ = _operator(operator.add)
-  __radd__ = _operator(operator.add, reflected=True)
-  __sub__ = _operator(operator.sub)
-  __rsub__ = _operator(operator.sub, reflected=True)
-  __mul__ = _operator(operator.mul)
-  __rmul__ = _operator(operator.mul, reflected=True)
-  __truediv__ = _operator(operator.truediv)
-  __rtruediv__ = _operator(operator.truediv, reflected=True)
-  __floordiv__ = _operator(operator.floordiv)
-  __rfloordiv__ = _operator(operator.floordiv, reflected=True)
-  __mod__ = _operator(operator.mod)
-  __rmod__ = _operator(operator.mod, reflected=True)
-  __pow__ = _operator(operator.pow)
-  __rpow__ = _operator(operator.pow, reflected=True)
-  __lt__ = _operator(operator.lt)
-  __le__ = _operator(operator.le)
-  __gt__ = _operator(operator.gt)
-  __ge__ = _operator(operator.ge)
-
-  def __neg__(self) -> PerReplica:
-    return jax.tree.map(operator.neg, self)
-
-  def __abs__(self) -> PerReplica:
-    return jax.tree.map(abs, self)
-
   def __float__(self) -> float:
     raise self._ambiguous("float(x)")
-
-  def __int__(self) -> int:
-    raise self._ambiguous("int(x)")
 
   def __bool__(self) -> bool:
     # Otherwise it would be True because of `__len__`.
     raise self._ambiguous("the truth of x")
-
-  def __round__(self, digits: int | None = None) -> Any:
-    raise self._ambiguous("round(x)")
-
-  def item(self) -> Any:
-    """Raises a TypeError, as `float` does."""
-    raise self._ambiguous("x.item()")
-
-  def __format__(self, spec: str) -> str:
-    if spec:
-      raise self._ambiguous(f"the format {spec!r} of x")
-    return str(self)
 
   def _ambiguous(self, what: str) -> TypeError:
     return TypeError(

@@ -15,7 +15,3 @@ __all__ = [
   "sparse_rows",
   "to_dense",
 ]
-
-
-def __dir__() -> list[str]:
-  return sorted(__all__)

@@ -7,22 +7,22 @@ rules of `row_rules`, and all others are evaluated as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import dataclasses
 from typing import Any
 
-import jax
 from jax.extend import core as jax_core
 
 from flaxshard.core import programs
-from flaxshard.core import tracing
 from flaxshard.sparse import row_rules
 from flaxshard.sparse.row_rules import DENSE
 from flaxshard.sparse.row_rules import ROWS
 from flaxshard.sparse.row_rules import Rows
 from flaxshard.sparse.row_rules import ZEROS
 
-_REMATS = frozenset("remat remat2 checkpoint".split())
+# The equations whose programs are looked into. Others, such as those of loops,
+# conditionals and `jax.checkpoint`, have whole gradients.
+_CALLS = frozenset("jit pjit closed_call eval_jaxpr".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,13 @@ def analyze(program: Any, inputs: Sequence[str]) -> Facts:
   facts = Facts(program, dict(zip(program.invars, inputs, strict=True)), {})
   for eqn in program.eqns:
     given = [facts.of(x) for x in eqn.invars]
-    found, reasons = _analyze_equation(eqn, given)
+    if eqn.primitive.name in _CALLS:
+      inner = analyze(programs.called(eqn), given)
+      found = inner.outputs()
+      reasons = [inner.reason(x) for x in inner.program.outvars]
+    else:
+      found = [row_rules.result(eqn, given)] * len(eqn.outvars)
+      reasons = [None] * len(eqn.outvars)
     for var, known, reason in zip(eqn.outvars, found, reasons, strict=True):
       facts.known[var] = known
       if known == DENSE:
@@ -89,110 +95,7 @@ def _inner_reason(facts: Facts, eqn: Any) -> Any:
   )
 
 
-def _analyze_equation(
-  eqn: Any, given: list[str]
-) -> tuple[list[str], list[Any]]:
-  """Returns what is known of the outputs of an equation, and why if dense."""
-  name, count = eqn.primitive.name, len(eqn.outvars)
-  dense: tuple[list[str], list[Any]] = [DENSE] * count, [None] * count
-  if name in tracing.CALLS:
-    inner = analyze(programs.called(eqn), given)
-    return inner.outputs(), [inner.reason(x) for x in inner.program.outvars]
-  if name == "cond":
-    branches = [analyze(b, given[1:]) for b in eqn.params["branches"]]
-    known, reasons = [], []
-    for i in range(count):
-      outputs = [b.outputs()[i] for b in branches]
-      known.append(_merge(outputs))
-      at = outputs.index(DENSE) if DENSE in outputs else 0
-      reasons.append(branches[at].reason(branches[at].program.outvars[i]))
-    return known, reasons
-  if name == "scan":
-    return _analyze_scan(eqn, given)
-  rule = row_rules.RULES.get(name)
-  operands = None if rule is None else rule.operands(eqn, given)
-  if operands is None:
-    return dense
-  # These two add rows to zeros. `pad` may take an array.
-  is_zeros = name not in ("scatter-add", "dynamic_update_slice") and all(
-    given[i] == ZEROS for i in operands
-  )
-  if name == "pad":
-    is_zeros = given[0] == ZEROS
-  return [ZEROS if is_zeros else ROWS] * count, [None] * count
-
-
-def _merge(found: Sequence[str]) -> str:
-  if DENSE in found:
-    return DENSE
-  return ROWS if ROWS in found else ZEROS
-
-
-def _analyze_scan(eqn: Any, given: list[str]) -> tuple[list[str], list[Any]]:
-  """Finds the carried arrays to which a loop adds rows, and nothing else."""
-  body = programs.open_program(eqn.params["jaxpr"])
-  consts, carry, xs = tracing.split_scan(eqn.params, given)
-  start = len(consts)
-  count = len(eqn.outvars)
-  known, reasons = [DENSE] * count, [None] * count
-  sums = [
-    x if x != DENSE and _adds_to(body, start + i, i) else DENSE
-    for i, x in enumerate(carry)
-  ]
-  # In the body such a sum starts from zeros at each turn.
-  started = [DENSE if x == DENSE else ZEROS for x in sums]
-  inner = analyze(body, [DENSE] * len(consts) + started + [DENSE] * len(xs))
-  for i, (x, out) in enumerate(zip(sums, inner.outputs(), strict=False)):
-    if x != DENSE:
-      known[i] = _merge([x, out])
-      reasons[i] = inner.reason(body.outvars[i])
-  return known, reasons
-
-
-def _adds_to(program: Any, position: int, output: int) -> bool:
-  """Returns whether a program only adds to an input, for one of its outputs.
-
-  Args:
-    program: A `jax.extend.core.Jaxpr`.
-    position: The position of the input.
-    output: The position of the output.
-  """
-  var = program.invars[position]
-  while True:
-    readers = [
-      (eqn, i)
-      for eqn in program.eqns
-      for i, x in enumerate(eqn.invars)
-      if x is var
-    ]
-    ends = [i for i, x in enumerate(program.outvars) if x is var]
-    if len(readers) + len(ends) != 1:
-      return False
-    if ends:
-      return ends == [output]
-    ((eqn, i),) = readers
-    name = eqn.primitive.name
-    if name in ("add", "add_any", "copy", "copy_p"):
-      var = eqn.outvars[0]
-    elif name in tracing.CALLS:
-      inner = programs.open_program(programs.called(eqn))
-      outputs = [o for o in range(len(eqn.outvars)) if _adds_to(inner, i, o)]
-      if not outputs:
-        return False
-      var = eqn.outvars[outputs[0]]
-    elif name == "scan":
-      consts, carry, _ = tracing.split_scan(
-        eqn.params, list(range(len(eqn.invars)))
-      )
-      inner = programs.open_program(eqn.params["jaxpr"])
-      if i not in carry or not _adds_to(inner, i, i - len(consts)):
-        return False
-      var = eqn.outvars[i - len(consts)]
-    else:
-      return False
-
-
-def demand(facts: Facts, wanted: Iterable[int]) -> set[Any]:
+def _demand(facts: Facts, wanted: Iterable[int]) -> set[Any]:
   """Returns the variables that must be `Rows` for the wanted outputs.
 
   Args:
@@ -210,27 +113,11 @@ def demand(facts: Facts, wanted: Iterable[int]) -> set[Any]:
 
 def _operands(eqn: Any, given: list[str], outputs: list[int]) -> set[int]:
   """Returns which inputs an equation takes as `Rows` for some outputs."""
-  name = eqn.primitive.name
-  if name == "scan":
-    consts, _, _ = tracing.split_scan(eqn.params, given)
-    return {len(consts) + i for i in outputs}
-  if name == "cond":
-    return {
-      1 + i
-      for branch in eqn.params["branches"]
-      for i in _demanded_inputs(branch, given[1:], outputs)
-    }
-  if name in tracing.CALLS:
-    return _demanded_inputs(programs.called(eqn), given, outputs)
-  return set(row_rules.RULES[name].operands(eqn, given) or ())
-
-
-def _demanded_inputs(
-  program: Any, given: list[str], outputs: list[int]
-) -> set[int]:
-  facts = analyze(program, given)
-  demanded = demand(facts, outputs)
-  return {i for i, x in enumerate(facts.program.invars) if x in demanded}
+  if eqn.primitive.name in _CALLS:
+    facts = analyze(programs.called(eqn), given)
+    demanded = _demand(facts, outputs)
+    return {i for i, x in enumerate(facts.program.invars) if x in demanded}
+  return set(row_rules.RULES[eqn.primitive.name].operands(eqn, given) or ())
 
 
 def evaluate(
@@ -251,9 +138,8 @@ def evaluate(
   Returns:
     The outputs: arrays, and `Rows` at the positions in `wanted`.
   """
-  known = [_known(x) for x in inputs]
-  facts = analyze(program, known)
-  demanded = demand(facts, wanted)
+  facts = analyze(program, [_known(x) for x in inputs])
+  demanded = _demand(facts, wanted)
   values: dict[Any, Any] = dict(
     zip(program.constvars, consts, strict=True)
   ) | dict(zip(program.invars, inputs, strict=True))
@@ -279,7 +165,13 @@ def evaluate(
     positions = [i for i, x in enumerate(eqn.outvars) if x in demanded]
     operands = _operands(eqn, given, positions)
     args = [read(x, i in operands) for i, x in enumerate(eqn.invars)]
-    outputs = _evaluate_equation(eqn, args, positions)
+    if eqn.primitive.name in _CALLS:
+      inner = programs.called(eqn)
+      inner_consts = getattr(inner, "consts", ())
+      inner = programs.open_program(inner)
+      outputs = evaluate(inner, inner_consts, args, positions)
+    else:
+      outputs = [row_rules.RULES[eqn.primitive.name].apply(eqn, *args)]
     values.update(zip(eqn.outvars, outputs, strict=True))
   return [read(x, i in wanted) for i, x in enumerate(program.outvars)]
 
@@ -328,113 +220,3 @@ def _piece(program: Any, eqns: list[Any]) -> Any:
 def _variables(atoms: Iterable[Any]) -> dict[Any, None]:
   """Returns the variables among atoms, once each and in order."""
   return {x: None for x in atoms if not isinstance(x, jax_core.Literal)}
-
-
-def _evaluate_equation(
-  eqn: Any, args: list[Any], positions: list[int]
-) -> list[Any]:
-  """Returns the outputs of an equation, `Rows` at the positions."""
-  name = eqn.primitive.name
-  if name == "scan":
-    return _scan(eqn, args, positions)
-  if name == "cond":
-    return _cond(eqn, args, positions)
-  if name in tracing.CALLS:
-    run = _function(programs.called(eqn), positions)
-    return _remat(eqn, run, args) if name in _REMATS else run(*args)
-  output = row_rules.RULES[name].apply(eqn, *args)
-  return [output] if isinstance(output, Rows) else output
-
-
-def _function(program: Any, wanted: list[int]) -> Callable[..., list[Any]]:
-  """Returns a function that evaluates a program."""
-  consts = getattr(program, "consts", ())
-  program = programs.open_program(program)
-  return lambda *args: evaluate(program, consts, args, wanted)
-
-
-def _remat(eqn: Any, run: Callable[..., Any], args: list[Any]) -> list[Any]:
-  """Evaluates an equation of `jax.checkpoint` as such an equation."""
-  leaves, treedef = jax.tree.flatten(args)
-
-  def flat(*leaves: Any) -> Any:
-    return run(*jax.tree.unflatten(treedef, leaves))
-
-  closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-  program = closed.jaxpr
-  # The equation has no place for constants: they become inputs.
-  program = jax_core.Jaxpr(
-    (),
-    [*program.constvars, *program.invars],
-    program.outvars,
-    program.eqns,
-    program.effects,
-    program.debug_info,
-  )
-  outputs = eqn.primitive.bind(
-    *closed.consts, *leaves, **{**eqn.params, "jaxpr": program}
-  )
-  return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
-
-
-def _cond(eqn: Any, args: list[Any], positions: list[int]) -> list[Any]:
-  """Pads the rows of each branch to the number of rows of the largest one."""
-  index, *operands = args
-  branches = [_function(b, positions) for b in eqn.params["branches"]]
-  results = [jax.eval_shape(branch, *operands) for branch in branches]
-  counts = {i: max(r[i].num_rows() for r in results) for i in positions}
-
-  def padded(branch: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    def run(*operands: Any) -> list[Any]:
-      outputs = branch(*operands)
-      for i, count in counts.items():
-        x = outputs[i]
-        if not count:
-          outputs[i] = dataclasses.replace(x, parts=())
-          continue
-        part = row_rules.padding_part(count - x.num_rows(), x.shape, x.dtype)
-        rows = dataclasses.replace(x, parts=(*x.parts, part))
-        outputs[i] = dataclasses.replace(x, parts=(rows.joined(),))
-      return outputs
-
-    return run
-
-  return jax.lax.switch(index, [padded(b) for b in branches], *operands)
-
-
-def _scan(eqn: Any, args: list[Any], positions: list[int]) -> list[Any]:
-  """Collects the rows that a loop adds to an array at each turn."""
-  params = eqn.params
-  consts, carry, xs = tracing.split_scan(params, args)
-  run = _function(params["jaxpr"], positions)
-  others = [i for i in range(len(carry)) if i not in positions]
-  shapes = [tuple(x.aval.shape) for x in eqn.outvars]
-  dtypes = [x.aval.dtype for x in eqn.outvars]
-
-  def turn(plain: list[Any], xs: list[Any]) -> Any:
-    given = [Rows((), s, d) for s, d in zip(shapes, dtypes, strict=True)]
-    given = given[: len(carry)]
-    for i, x in zip(others, plain, strict=True):
-      given[i] = x
-    outputs = run(*consts, *given, *xs)
-    added = [outputs[i].joined() for i in positions]
-    return [outputs[i] for i in others], (outputs[len(carry) :], added)
-
-  plain, (ys, added) = jax.lax.scan(
-    turn,
-    [carry[i] for i in others],
-    xs,
-    length=params["length"],
-    reverse=params["reverse"],
-    unroll=params["unroll"],
-  )
-  outputs = [None] * len(carry) + ys
-  for i, x in zip(others, plain, strict=True):
-    outputs[i] = x
-  for i, part in zip(positions, added, strict=True):
-    parts = carry[i].parts
-    if part[0].size:
-      # The rows of all turns.
-      parts += (tuple(x.reshape(-1, *x.shape[2:]) for x in part),)
-    outputs[i] = dataclasses.replace(carry[i], parts=parts)
-  return outputs

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import functools
 from typing import Any
 
+from flax import linen as nn
 import jax
+import jax.numpy as jnp
 
-from flaxshard.compiled import sources
 from flaxshard.core import checks
 from flaxshard.core import narrow_gradients
 from flaxshard.core import pullback
+from flaxshard.core import source_lines
 from flaxshard.core import trees
 from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.sparse import backward
-from flaxshard.sparse import late_casts
 from flaxshard.sparse.row_rules import DENSE
 
 PyTree = Any
@@ -65,7 +67,7 @@ def value_and_grad(
     ([7, 3], [2.0, 2.0])
   """
   paths = [trees.path_string(path) for path in trees.paths(params)]
-  with late_casts.cast_after_lookup():
+  with nn.intercept_methods(_cast_after_lookup):
     traced = pullback.trace(fn, params)
   wanted, dense = _find_rows(traced, mask)
   for leaf, reason in dense:
@@ -117,10 +119,66 @@ def _describe_dense(path: str, eqn: Any) -> str:
   if eqn is None:
     cause = "something other than lookups"
   else:
-    line = sources.equation_line(eqn)
+    line = source_lines.equation_line(eqn)
     cause = f"{eqn.primitive.name}{f' ({line})' if line else ''}"
   return (
     f"value_and_grad: the gradient of the sparse parameter {path!r} is a whole "
     f"array, not rows: {cause} contributes to all rows. The update is dense, "
-    "too. Remove the parameter from the sparse patterns if that is intended."
+    "too. Look rows up outside of loops, conditionals and jax.checkpoint; or "
+    "remove the parameter from the sparse patterns if that is intended."
   )
+
+
+def _cast_after_lookup(
+  next_fn: Callable[..., Any],
+  args: tuple[Any, ...],
+  kwargs: dict[str, Any],
+  context: Any,
+) -> Any:
+  """Makes `nn.Embed` look up rows first and cast them then.
+
+  `nn.Embed(dtype=jnp.bfloat16)` casts its float32 table and takes rows of the
+  result. XLA's CPU backend casts these rows alone. Its TPU backend casts the
+  whole table at every step. Rows and derivatives are the same, bit for bit.
+  """
+  module = context.module
+  # An interceptor of the user's is not skipped.
+  is_next = next_fn is context.orig_method
+  is_lookup = context.method_name == "__call__" and len(args) == 1
+  if not (is_next and is_lookup and _narrows_table(module)):
+    return next_fn(*args, **kwargs)
+  (ids,) = args
+  if not jnp.issubdtype(ids.dtype, jnp.integer):
+    # The module raises an error.
+    return next_fn(*args, **kwargs)
+  return _take(module.embedding, ids, module.dtype)
+
+
+def _narrows_table(module: Any) -> bool:
+  """Returns whether a module is an `nn.Embed` that casts its table to 16 bits.
+
+  With one row `nn.Embed` ignores the ids. A subclass may do something else.
+  """
+  if (
+    type(module) is not nn.Embed
+    or module.promote_dtype is not nn.dtypes.promote_dtype
+    or module.dtype is None
+    or module.num_embeddings == 1
+  ):
+    return False
+  narrow, wide = jnp.dtype(module.dtype), module.embedding.dtype
+  is_wide = wide in (jnp.float32, jnp.float64)
+  return is_wide and narrow in (jnp.float16, jnp.bfloat16)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _take(table: jax.Array, ids: jax.Array, dtype: Any) -> jax.Array:
+  return jnp.take(table, ids, axis=0).astype(dtype)
+
+
+@_take.defjvp
+def _take_tangent(dtype: Any, primals: Any, tangents: Any) -> Any:
+  # The derivative of `nn.Embed`: the gradient sums rows in `dtype`, as there.
+  (table, ids), (tangent, _) = primals, tangents
+  rows = jnp.take(tangent.astype(dtype), ids, axis=0, fill_value=0)
+  return _take(table, ids, dtype), rows

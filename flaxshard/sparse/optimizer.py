@@ -3,29 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import optax.contrib
 
 from flaxshard.core import checks
 from flaxshard.core import indexed_slices
-from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import parameter_groups
 from flaxshard.core import patterns as patterns_lib
+from flaxshard.core import tf_optimizers
 from flaxshard.core import trees
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.core.parameter_groups import SparseRows
-from flaxshard.sparse import catch_up
-from flaxshard.sparse import row_plan
 from flaxshard.sparse import row_update
 from flaxshard.sparse import table_parts
-from flaxshard.sparse import whole_tables
 
 PyTree = Any
 
-SEMANTICS = ("lazy", "tf", "catch_up")
+SEMANTICS = ("lazy", "tf")
+
+# The states of transformations that update each row of a table by itself, or
+# with sums to which a gradient of zero adds nothing. These have no slots.
+_SLOTLESS = (
+  optax.ApplyIfFiniteState,
+  optax.EmptyState,
+  optax.InjectHyperparamsState,
+  optax.MaskedState,
+  optax.PartitionState,
+  optax.ScaleByScheduleState,
+  optax.ZeroNansState,
+  optax.contrib.ReduceLROnPlateauState,
+)
+# Of these TensorFlow's kernels for sparse gradients update rows alone.
+_TF_SLOTS = (
+  optax.ScaleByAdaDeltaState,
+  optax.ScaleByRmsState,
+  optax.ScaleByRStdDevState,
+  optax.ScaleByRssState,
+  optax.TraceState,
+  tf_optimizers.AdagradDAState,
+  tf_optimizers.FtrlState,
+  tf_optimizers.ProximalAdagradState,
+  tf_optimizers.ProximalGradientDescentState,
+)
+_OTHER_SLOTS = (
+  optax.EmaState,
+  optax.ScaleByAdamState,
+  optax.ScaleByAdanState,
+  optax.ScaleByAmsgradState,
+  optax.ScaleByBeliefState,
+  optax.ScaleByLionState,
+  optax.ScaleByRpropState,
+)
 
 
 def sparse_rows(
@@ -43,6 +77,13 @@ def sparse_rows(
   place. Other parameters are updated by `tx` as usual. Step counts and
   schedules count steps, not uses of a row.
 
+  Of `tx`, the transformations of optax that are known to work row by row are
+  those of SGD, momentum, Adagrad, RMSProp, Adadelta, Adam and its relatives,
+  Lion, Rprop and `fs.optimizers`, with masks, groups, schedules and clipping.
+  Those without a state of their own are tried on small arrays. With others,
+  such as Adafactor, LAMB and LARS, gradients become whole arrays, and a warning
+  says why.
+
   Call it last, around the whole optimizer.
 
   Args:
@@ -53,31 +94,23 @@ def sparse_rows(
 
       * `"lazy"`: they and their slots stay as they are.
       * `"tf"`: what TensorFlow's kernels do. With Adam the moments of all rows
-        decay, and all rows move: the result is that of a whole gradient, at the
+        decay, and all rows move: the update is that of a whole gradient, at the
         costs of one. With SGD, momentum, Adagrad, RMSProp, Adadelta and
-        `fs.optimizers` it is `"lazy"`. Other optimizers with slots are refused.
-      * `"catch_up"`: when a row is used, its slots are multiplied by their
-        decay in the steps that it missed, and so is a parameter with weight
-        decay. So moments equal those of whole gradients. The moves that
-        momentum alone would have made are left out. The state has a step count
-        for each row. `state.settle()` of a train state, or
-        `tx.settle(params, opt_state)`, brings all rows up to date.
+        `fs.optimizers` it is `"lazy"`. TensorFlow has no kernel for other
+        optimizers: their gradients become whole arrays, with a warning.
 
     argument: Name of `patterns` for errors.
 
   Returns:
-    An optax optimizer. Its state is that of `tx`, with `"catch_up"` a
-    `CatchUpState` around it. Its updates have an `IndexedSlices` where the
-    gradients have one, or with `"tf"` a `TableUpdate`; `optax.apply_updates`
-    adds them in place.
+    An optax optimizer. Its state is that of `tx`. Its updates have an
+    `IndexedSlices` where the gradients have one, which `optax.apply_updates`
+    adds in place.
 
   Raises:
     TypeError: `patterns` is not a sequence of strings.
     ValueError: There is no pattern, one is not a regular expression, or
       `semantics` does not exist. From `init`: a pattern matches no parameter,
-      or one that is not a table, a floating-point array with two dimensions;
-      or `tx` computes a row from other rows, as LAMB does. Sums over rows to
-      which zeros add nothing, such as the global norm of gradients, are exact.
+      or one that is not a table, a floating-point array with two dimensions.
 
   Example:
     >>> import flaxshard as fs
@@ -101,113 +134,187 @@ def sparse_rows(
   if not patterns:
     raise ValueError(f"{argument} must have at least one pattern.")
   semantics = checks.one_of("semantics", semantics, SEMANTICS)
-  return _create(argument, tx, patterns, semantics, {}, {})
+  return _create(tx, patterns, semantics, argument, {})
 
 
 def _create(
-  argument: str,
   tx: Any,
   patterns: tuple[str, ...],
   semantics: str,
+  argument: str,
   parts: table_parts.Parts,
-  plans: dict[Any, Any],
 ) -> SparseRows:
   """Returns the optimizer of `sparse_rows`.
 
   Args:
-    argument: Name of `patterns` for errors.
     tx: The optax optimizer.
     patterns: The checked patterns.
     semantics: What happens to the rows that a step did not use.
+    argument: Name of `patterns` for errors.
     parts: See `SparseRows`.
-    plans: What has been found of `tx`, by the shapes of the parameters.
   """
   inner = optax.with_extra_args_support(tx)
 
-  def plan_of(params: PyTree) -> tuple[row_plan.RowPlan, Any]:
-    """Returns the plan, and what the semantics need to know of it."""
-    leaves, treedef = jax.tree.flatten(params)
-    key = treedef, tuple((jnp.shape(p), trees.dtype_of(p)) for p in leaves)
-    if key not in plans:
-      plan = row_plan.create(
-        argument, inner, params, _find_tables(argument, patterns, tx, params)
-      )
-      facts: Any = None
-      if plan.deferring is None and semantics == "tf":
-        facts = row_plan.whole_tables(argument, plan)
-      elif plan.deferring is None and semantics == "catch_up":
-        facts = row_plan.decay_factors(argument, plan)
-      plans[key] = plan, facts
-    return plans[key]
-
   def init(params: PyTree) -> PyTree:
-    plan, facts = plan_of(params)
-    if plan.deferring is not None:
-      checks.warn(
-        f"{argument}={patterns!r}: {plan.deferring} applies gradients in later "
-        "steps, which rows are not enough for: they become whole arrays."
-      )
+    tables = _find_tables(argument, patterns, tx, params)
     state = inner.init(params)
-    if semantics == "catch_up" and plan.deferring is None:
-      return catch_up.init(state, params, plan, facts)
+    whole, reason = _find_whole(tx, state, params, tables, semantics)
+    if reason:
+      checks.warn(
+        f"{argument}={patterns!r}: {reason}. So gradients of "
+        f"{', '.join(map(trees.path_string, whole))} become whole arrays, and "
+        "a step takes as long as without patterns."
+      )
     return state
 
   def update(
     updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
   ) -> tuple[PyTree, PyTree]:
-    if extra.get("grad") is not None:
-      updates, extra["grad"] = row_update.join_rows(updates, extra["grad"])
-    has_rows = any(map(is_indexed_slices, row_update.leaves(updates)))
-    if not has_rows and semantics != "catch_up":
+    tables = row_update.find_tables(updates)
+    if not tables:
+      extra = indexed_slices.to_dense(extra)
       return inner.update(updates, state, params, **extra)
     if params is None:
       raise ValueError("sparse_rows: update needs params, got None.")
-    plan, facts = plan_of(params)
-    if plan.deferring is not None:
-      updates, extra = indexed_slices.to_dense((updates, extra))
-      return inner.update(updates, state, params, **extra)
+    whole, _ = _find_whole(tx, state, params, tables, semantics)
+    updates = jax.tree_util.tree_map_with_path(
+      lambda path, x: x.to_dense() if path in whole else x,
+      updates,
+      is_leaf=is_indexed_slices,
+    )
     updates = table_parts.split(updates, params, parts)
-    if extra.get("grad") is not None:
-      extra["grad"] = row_update.values_of(
-        table_parts.split(extra["grad"], params, parts)
-      )
-    args = inner, updates, state, params, extra
-    if semantics == "catch_up":
-      return catch_up.update(*args, plan, facts)
-    if semantics == "tf":
-      return whole_tables.update(*args, facts)
-    return row_update.update(*args)
+    return row_update.update(inner, updates, state, params, extra)
 
-  def settle(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-    if not isinstance(state, catch_up.CatchUpState):
-      return params, state
-    return catch_up.settle(params, state, *plan_of(params))
-
-  def find_whole(params: PyTree) -> set[trees.Path]:
-    plan, facts = plan_of(params)
-    if plan.deferring is not None:
-      return set(plan.tables)
-    return set(facts) if semantics == "tf" else set()
-
-  def find_decaying(params: PyTree) -> set[trees.Path]:
-    plan, facts = plan_of(params)
-    if plan.deferring is not None or semantics != "catch_up":
-      return set()
-    _, of_params = facts
-    return {p for p, f in zip(plan.tables, of_params, strict=True) if f != 1.0}
-
-  new = SparseRows(init, update)
-  new.patterns = patterns
-  new.semantics = semantics
-  new.inner = tx
-  new.parts = parts
-  new.with_parts = lambda parts: _create(
-    argument, tx, patterns, semantics, parts, plans
+  return SparseRows(
+    init,
+    update,
+    inner=tx,
+    patterns=patterns,
+    semantics=semantics,
+    argument=argument,
+    parts=parts,
   )
-  new.settle = settle
-  new.whole_tables = find_whole
-  new.decaying_tables = find_decaying
-  return new
+
+
+def _find_whole(
+  tx: Any, state: PyTree, params: PyTree, tables: Any, semantics: str
+) -> tuple[list[trees.Path], str]:
+  """Finds the tables that an optimizer has to update as whole arrays.
+
+  Args:
+    tx: The optimizer.
+    state: Its state.
+    params: The parameters.
+    tables: The paths of the tables.
+    semantics: What happens to the rows that a step did not use.
+
+  Returns:
+    The paths of these tables, and the reason, which is empty if there is none
+    or if TensorFlow updates all of their rows, too.
+  """
+  found: list[Any] = []
+  treedef: Any = jax.tree.structure(params)
+
+  def visit(node: Any) -> bool:
+    if jax.tree.structure(node) == treedef:
+      return True  # slots: parameters may be named tuples
+    if isinstance(node, optax.InjectStatefulHyperparamsState):
+      # Its other fields are hyperparameters, and counts of their schedules.
+      jax.tree.leaves(node.inner_state, is_leaf=visit)
+      return True
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+      found.append(node)
+    return False
+
+  jax.tree.leaves(state, is_leaf=visit)
+  known = (*_SLOTLESS, *_TF_SLOTS, *_OTHER_SLOTS, optax.MaskedNode)
+  no_kernel = "TensorFlow has no sparse kernel for {}"
+  unknown = {type(x).__name__ for x in found if not isinstance(x, known)}
+  if unknown:
+    reason = "{} in the optimizer's state may mix rows"
+    reason = no_kernel if semantics == "tf" else reason
+    return list(tables), reason.format(", ".join(sorted(unknown)))
+  whole: dict[trees.Path, None] = {}
+  for node in found if semantics == "tf" else ():
+    if isinstance(node, _OTHER_SLOTS):
+      slots = row_update.slots_of(node, params, tables)
+      whole |= dict.fromkeys(path for path in slots if path is not None)
+      if not isinstance(node, optax.ScaleByAdamState):
+        unknown.add(type(node).__name__)
+  if len(whole) < len(tables):
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    shapes = tuple(tuple(min(n, 3) for n in jnp.shape(p)) for _, p in leaves)
+    is_table = tuple(path in tables for path, _ in leaves)
+    reason = _try_rows(tx, treedef, shapes, is_table)
+    if reason:
+      return list(tables), reason
+  return list(whole), no_kernel.format(", ".join(unknown)) if unknown else ""
+
+
+@functools.lru_cache(maxsize=16)
+def _try_rows(
+  tx: Any,
+  treedef: Any,
+  shapes: tuple[tuple[int, ...], ...],
+  is_table: tuple[bool, ...],
+) -> str:
+  """Tries an optimizer on small tables, with and without an unused row.
+
+  The states do not say whether it has transformations such as
+  `optax.scale_by_trust_ratio`, whose norms are those of a whole table.
+
+  Args:
+    tx: The optimizer.
+    treedef: The structure of the parameters.
+    shapes: Small shapes, one for each parameter.
+    is_table: Which of them are tables.
+
+  Returns:
+    Why it has to update whole tables, or an empty string.
+  """
+  tx = optax.with_extra_args_support(tx)
+
+  def run(rows: int, step: jax.Array, scale: jax.Array) -> list[jax.Array]:
+    params, grads = [], []
+    for shape, table in zip(shapes, is_table, strict=True):
+      shape = (3, *shape[1:]) if table else shape
+      x = 1 + jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+      params.append(x[:rows] if table else x)
+      grads.append(scale * (x.at[2].set(0)[:rows] if table else x))
+    params, grads = treedef.unflatten(params), treedef.unflatten(grads)
+    state = jax.tree.map(
+      lambda x: jnp.full_like(x, step) if jnp.result_type(x) == "int32" else x,
+      tx.init(params),
+    )
+    new = tx.update(grads, state, params, value=scale, grad=grads)
+    # Slots too: Adam's first update does not depend on the gradient's size.
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    tables = [path for (path, _), t in zip(leaves, is_table, strict=True) if t]
+    slots = [
+      x for tree in new for x in row_update.slots_of(tree, params, tables)
+    ]
+    new = zip(jax.tree.leaves(new), slots, strict=True)
+    return [x[:2] for x, path in new if path is not None]
+
+  # Schedules may begin or end with 0, and some gradients are not clipped.
+  trials = np.meshgrid([1, 100, 10_000, 1_000_000], [1e-3, 1e3])
+  try:
+    with jax.ensure_compile_time_eval():
+      # XLA drops the updates of other parameters.
+      less, more = jax.device_get(
+        jax.jit(
+          lambda *trials: [
+            jax.vmap(functools.partial(run, rows))(*trials) for rows in (2, 3)
+          ]
+        )(*(jnp.ravel(x) for x in trials))
+      )
+  except Exception as e:  # whatever tx raises
+    return f"the optimizer fails on small arrays ({type(e).__name__}: {e})"
+  # Another norm differs by 20 % or more; bfloat16 rounds by less than 1 %.
+  same = functools.partial(np.allclose, rtol=0.05, atol=0, equal_nan=True)
+  if all(map(same, less, more)):
+    return ""
+  return "the optimizer's update of a row depends on other rows"
 
 
 def with_parts(tx: Any, params: PyTree) -> Any:
@@ -223,36 +330,7 @@ def with_parts(tx: Any, params: PyTree) -> Any:
   if parts == tx.parts:
     return tx
   # A new object: JAX compares optimizers by their functions.
-  return tx.with_parts(parts)
-
-
-def settle(tx: Any, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-  """Returns what `"catch_up"` has left behind, with all rows up to date.
-
-  Args:
-    tx: The optimizer of a train state; all but `"catch_up"` change nothing.
-    params: The parameters of the train state.
-    opt_state: The optimizer's state.
-  """
-  if not isinstance(tx, SparseRows):
-    return params, opt_state
-  optimized = opt_state_lib.optimized_params(params)
-  new, opt_state = tx.settle(optimized, opt_state)
-  if optimized is params:
-    return new, opt_state
-  return type(params)({**params, "params": new}), opt_state
-
-
-def eval_params(tx: Any, params: PyTree, opt_state: PyTree) -> PyTree:
-  """Returns the parameters with the decay of the steps that rows missed."""
-  return settle(tx, params, opt_state)[0] if has_decay(tx, params) else params
-
-
-def has_decay(tx: Any, params: PyTree) -> bool:
-  """Returns whether `settle` changes the parameters of a train state."""
-  return isinstance(tx, SparseRows) and bool(
-    tx.decaying_tables(opt_state_lib.optimized_params(params))
-  )
+  return _create(tx.inner, tx.patterns, tx.semantics, tx.argument, parts)
 
 
 def wrap(tx: Any, sparse: Any, semantics: Any, *, prefix: str = "") -> Any:
@@ -282,8 +360,7 @@ def _find_tables(
   """Returns the paths of the tables that are trained.
 
   Raises:
-    PatternError: A pattern matches no parameter, one that is no table, or
-      frozen ones alone.
+    PatternError: A pattern matches no parameter, or one that is no table.
   """
   parameter_groups.check_used(argument, patterns, params)
   frozen = parameter_groups.frozen_mask(tx, params)
@@ -292,13 +369,12 @@ def _find_tables(
     for path, is_frozen in jax.tree_util.tree_leaves_with_path(frozen)
     if is_frozen
   }
-  tables, used = [], set()
+  tables = []
   for path, p in jax.tree_util.tree_leaves_with_path(params):
     name = trees.path_string(path)
     i = patterns_lib.first_match(patterns, name)
     if i is None or path in frozen_paths:
       continue
-    used.add(i)
     dtype, shape = trees.dtype_of(p), jnp.shape(p)
     if len(shape) != 2 or not jnp.issubdtype(dtype, jnp.floating):
       raise patterns_lib.PatternError(
@@ -307,10 +383,4 @@ def _find_tables(
         "two dimensions."
       )
     tables.append(path)
-  for i, pattern in enumerate(patterns):
-    if i not in used:
-      raise patterns_lib.PatternError(
-        f"{argument}[{i}]={pattern!r} matches frozen parameters alone, which "
-        "have no gradients."
-      )
   return tables

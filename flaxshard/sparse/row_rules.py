@@ -44,7 +44,7 @@ class Rows:
       return self.parts[0]
     zeros = jnp.zeros((0, *self.shape[1:]), self.dtype)
     indices, values = zip(
-      (jnp.zeros(0, index_dtype(self.shape[0])), zeros),
+      (jnp.zeros(0, _index_dtype(self.shape[0])), zeros),
       *self.parts,
       strict=True,
     )
@@ -55,10 +55,6 @@ class Rows:
     indices, values = self.joined()
     zeros = jnp.zeros(self.shape, self.dtype)
     return zeros.at[indices].add(values, mode="drop")
-
-  def num_rows(self) -> int:
-    """Returns the number of rows of all parts."""
-    return sum(indices.size for indices, _ in self.parts)
 
   def map(
     self,
@@ -79,8 +75,12 @@ class Rows:
       self.dtype if dtype is None else dtype,
     )
 
+  def with_part(self, indices: jax.Array, values: jax.Array) -> Rows:
+    """Returns the sum with further rows."""
+    return dataclasses.replace(self, parts=(*self.parts, (indices, values)))
 
-def index_dtype(num_rows: int) -> Any:
+
+def _index_dtype(num_rows: int) -> Any:
   """Returns the dtype of row numbers: they and the padding fit into it."""
   return jnp.dtype("int32" if num_rows < 2**31 else "int64")
 
@@ -93,12 +93,28 @@ class Rule:
     operands: Takes an equation and what is known of its inputs (`DENSE`,
       `ROWS` or `ZEROS`). Returns the positions of the inputs that `apply` takes
       as `Rows`, or None if the output cannot be `Rows`.
-    apply: From the equation and its inputs, its output as `Rows`, or a list of
-      all outputs.
+    apply: From the equation and its inputs, its output as `Rows`.
+    adds: Whether it adds rows of its own.
   """
 
   operands: Callable[[Any, list[str]], tuple[int, ...] | None]
-  apply: Callable[..., Rows | list[Rows]]
+  apply: Callable[..., Rows]
+  adds: bool = False
+
+
+def result(eqn: Any, known: list[str]) -> str:
+  """Returns what is known of the output of an equation.
+
+  Args:
+    eqn: The equation.
+    known: What is known of its inputs.
+  """
+  rule = RULES.get(eqn.primitive.name)
+  operands = None if rule is None else rule.operands(eqn, known)
+  if rule is None or operands is None:
+    return DENSE
+  is_zeros = not rule.adds and all(known[i] == ZEROS for i in operands)
+  return ZEROS if is_zeros else ROWS
 
 
 def _first(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
@@ -117,7 +133,7 @@ def _like(eqn: Any) -> tuple[tuple[int, ...], Any]:
   return tuple(aval.shape), aval.dtype
 
 
-def is_literal_zero(atom: Any) -> bool:
+def _is_literal_zero(atom: Any) -> bool:
   """Returns whether an input of an equation is the number zero."""
   return isinstance(atom, jax_core.Literal) and not np.any(atom.val)
 
@@ -126,58 +142,54 @@ def is_literal_zero(atom: Any) -> bool:
 
 
 def _zeros_operands(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
-  if not is_literal_zero(eqn.invars[0]):
+  if not _is_literal_zero(eqn.invars[0]):
     return None
   return () if eqn.outvars[0].aval.shape else None
 
 
-def _scatter_window(eqn: Any) -> int | None:
-  """Returns how many rows an update of a scatter has; None if not whole ones.
+def _zeros(eqn: Any, *_: Any) -> Rows:
+  return Rows((), *_like(eqn))
 
-  Each update must cover whole rows: all elements of all dimensions but the
-  first one.
-  """
+
+def _scatters_rows(eqn: Any) -> bool:
+  """Returns whether each update of a scatter covers one whole row."""
   dims = eqn.params["dimension_numbers"]
   if dims.operand_batching_dims:
-    return None
+    return False
   shape, updates = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
-  inserted = set(dims.inserted_window_dims)
   sizes = iter(dims.update_window_dims)
   window = [
-    1 if d in inserted else updates[next(sizes)] for d in range(len(shape))
+    1 if d in dims.inserted_window_dims else updates[next(sizes)]
+    for d in range(len(shape))
   ]
-  return window[0] if tuple(window[1:]) == tuple(shape[1:]) else None
+  return tuple(window) == (1, *shape[1:])
 
 
 def _scatter_operands(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
-  if known[0] == DENSE or _scatter_window(eqn) is None:
-    return None
-  return (0,)
+  return (0,) if known[0] != DENSE and _scatters_rows(eqn) else None
 
 
 def _scatter_add(
   eqn: Any, rows: Rows, indices: jax.Array, updates: jax.Array
 ) -> Rows:
   dims = eqn.params["dimension_numbers"]
-  # The dimensions of the updates that count them come first, then a window.
+  # The dimensions of the updates that count them come first, then a row.
   order = [
     d for d in range(updates.ndim) if d not in dims.update_window_dims
   ] + list(dims.update_window_dims)
   values = updates.transpose(order).reshape(-1, *rows.shape[1:])
-  part = _scattered_rows(eqn, indices), values
-  return dataclasses.replace(rows, parts=(*rows.parts, part))
+  return rows.with_part(_scattered_rows(eqn, indices), values)
 
 
 def _scattered_rows(eqn: Any, indices: jax.Array) -> jax.Array:
   """Returns the numbers of the rows that a scatter writes."""
   dims, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
-  window: Any = _scatter_window(eqn)
   rows = _like(eqn)[0][0]
   indices = indices.reshape(-1, indices.shape[-1])
-  start = jnp.zeros(len(indices), index_dtype(rows))
+  start = jnp.zeros(len(indices), _index_dtype(rows))
   is_inside = jnp.ones(len(indices), bool)
   for column, d in enumerate(dims.scatter_dims_to_operand_dims):
-    last = rows - window if d == 0 else 0
+    last = rows - 1 if d == 0 else 0
     given = _wide(indices[:, column])
     if mode == lax.GatherScatterMode.CLIP:
       given = jnp.clip(given, 0, last)
@@ -185,29 +197,22 @@ def _scattered_rows(eqn: Any, indices: jax.Array) -> jax.Array:
       is_inside &= (given >= 0) & (given <= last)
     if d == 0:
       start = given
-  start = jnp.where(is_inside, start, rows).astype(index_dtype(rows))
-  if window == 1:
-    return start
-  every = start[:, None] + jnp.arange(window, dtype=start.dtype)
-  return jnp.where(is_inside[:, None], every, rows).reshape(-1)
+  return jnp.where(is_inside, start, rows).astype(_index_dtype(rows))
 
 
 def _overwrite_operands(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
   # The gradient of what `table.at[ids].set(...)` overwrites is zero.
-  if known[2] != ZEROS or known[0] == DENSE or _scatter_window(eqn) is None:
-    return None
-  return (0,)
+  return _scatter_operands(eqn, known) if known[2] == ZEROS else None
 
 
 def _overwrite(eqn: Any, rows: Rows, indices: jax.Array, _: Any) -> Rows:
   gone = _scattered_rows(eqn, indices)
-  keep = lambda i, v: jnp.where(_like_rows(jnp.isin(i, gone), v), 0, v)
+
+  def keep(i: jax.Array, v: jax.Array) -> jax.Array:
+    is_gone = jnp.isin(i, gone).reshape(-1, *[1] * (v.ndim - 1))
+    return jnp.where(is_gone, 0, v)
+
   return rows.map(keep)
-
-
-def _like_rows(x: jax.Array, rows: jax.Array) -> jax.Array:
-  """Returns numbers `[n]` in a shape that is broadcast to `[n, ...]`."""
-  return x.reshape(-1, *[1] * (rows.ndim - 1))
 
 
 def _wide(indices: jax.Array) -> jax.Array:
@@ -226,21 +231,19 @@ def _update_operands(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
 def _dynamic_update_slice(
   eqn: Any, rows: Rows, update: jax.Array, start: jax.Array, *_: Any
 ) -> Rows:
-  count = len(update)
+  count, dtype = len(update), _index_dtype(rows.shape[0])
   # As JAX does, it moves a slice that would end outside.
   start = jnp.clip(_wide(start), 0, rows.shape[0] - count)
-  indices = start.astype(index_dtype(rows.shape[0])) + jnp.arange(
-    count, dtype=index_dtype(rows.shape[0])
+  return rows.with_part(
+    start.astype(dtype) + jnp.arange(count, dtype=dtype), update
   )
-  return dataclasses.replace(rows, parts=((indices, update),))
 
 
 def _pad_operands(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
+  """Accepts the gradient of a slice of rows."""
   config = eqn.params["padding_config"]
-  if not config or not is_literal_zero(eqn.invars[1]):
+  if not config or not _is_literal_zero(eqn.invars[1]):
     return None
-  if known[0] != DENSE:
-    return (0,)
   low, high, _ = config[0]
   if any(tuple(c) != (0, 0, 0) for c in config[1:]) or min(low, high) < 0:
     return None
@@ -249,39 +252,13 @@ def _pad_operands(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
   return () if 2 * used <= rows else None
 
 
-def _pad(eqn: Any, x: Any, zero: Any) -> Rows:
+def _pad(eqn: Any, x: jax.Array, zero: Any) -> Rows:
   low, _, between = map(int, eqn.params["padding_config"][0])
-  shape, dtype = _like(eqn)
-  if not isinstance(x, Rows):
-    indices = jnp.arange(len(x), dtype=index_dtype(shape[0]))
-    return Rows(((low + (1 + between) * indices, x),), shape, dtype)
-  rows = _move_rows(x, lambda i: low + (1 + between) * i, shape)
-  config = [(0, 0, 0), *eqn.params["padding_config"][1:]]
-  return rows.map(lambda _, v: lax.pad(v, jnp.zeros((), dtype), config))
+  indices = jnp.arange(len(x), dtype=_index_dtype(_like(eqn)[0][0]))
+  return _zeros(eqn).with_part(low + (1 + between) * indices, x)
 
 
-def _move_rows(
-  rows: Rows, move: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]
-) -> Rows:
-  """Returns rows with other numbers.
-
-  Args:
-    rows: The rows.
-    move: From old row numbers to new ones. Those that are outside of the new
-      array are dropped.
-    shape: The shape of the new array.
-  """
-  dtype = index_dtype(max(rows.shape[0], shape[0]))
-
-  def new(indices: jax.Array) -> jax.Array:
-    moved = move(indices.astype(dtype))
-    is_row = (indices < rows.shape[0]) & (moved >= 0) & (moved < shape[0])
-    return jnp.where(is_row, moved, shape[0]).astype(index_dtype(shape[0]))
-
-  return Rows(tuple((new(i), v) for i, v in rows.parts), shape, rows.dtype)
-
-
-# -- Sums, factors and casts of rows.
+# -- Sums, factors, casts and shapes of rows.
 
 
 def _add(eqn: Any, x: Rows, y: Rows) -> Rows:
@@ -294,9 +271,7 @@ def _mul_operands(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
 
 def _select_rows(factor: jax.Array, indices: jax.Array) -> jax.Array:
   """Returns the rows of an array that stands beside `Rows`."""
-  if not factor.ndim:
-    return factor
-  return factor.at[indices].get(mode="clip")
+  return factor.at[indices].get(mode="clip") if factor.ndim else factor
 
 
 def _mul(eqn: Any, x: Any, y: Any) -> Rows:
@@ -334,9 +309,6 @@ def _same(eqn: Any, x: Rows) -> Rows:
   return x
 
 
-# -- Other shapes.
-
-
 def _keeps_rows(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
   """Accepts a `reshape` or `squeeze` that keeps the first dimension."""
   old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
@@ -354,114 +326,25 @@ def _reshape(eqn: Any, x: Rows) -> Rows:
   return x.map(lambda _, v: v.reshape(-1, *shape[1:]), shape)
 
 
-def _broadcast_operands(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
-  if known[0] == DENSE:
-    return _zeros_operands(eqn, known)
-  old, (new, _) = eqn.invars[0].aval.shape, _like(eqn)
-  places = eqn.params["broadcast_dimensions"]
-  return (0,) if places[0] == 0 and old[0] == new[0] else None
-
-
-def _broadcast(eqn: Any, x: Any, *_: Any) -> Rows:
-  shape, dtype = _like(eqn)
-  if not isinstance(x, Rows):
-    return Rows((), shape, dtype)
-  places = eqn.params["broadcast_dimensions"]
-  wide = lambda _, v: lax.broadcast_in_dim(v, (len(v), *shape[1:]), places)
-  return x.map(wide, shape)
-
-
-def _sum_operands(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
-  return None if known[0] == DENSE or 0 in eqn.params["axes"] else (0,)
-
-
-def _reduce_sum(eqn: Any, x: Rows) -> Rows:
-  axes = eqn.params["axes"]
-  shape, _ = _like(eqn)
-  return x.map(lambda _, v: v.sum(axes, dtype=v.dtype), shape)
-
-
-def _slice_operands(eqn: Any, known: list[str]) -> tuple[int, ...] | None:
-  strides = eqn.params["strides"]
-  if known[0] == DENSE or (strides is not None and strides[0] != 1):
-    return None
-  return (0,)
-
-
-def _slice(eqn: Any, x: Rows) -> Rows:
-  start, limit = eqn.params["start_indices"], eqn.params["limit_indices"]
-  shape, _ = _like(eqn)
-  rows = _move_rows(x, lambda i: i - int(start[0]), shape)
-  return rows.map(
-    lambda _, v: lax.slice(
-      v, (0, *start[1:]), (len(v), *limit[1:]), eqn.params["strides"]
-    )
-  )
-
-
-def _split(eqn: Any, x: Rows) -> list[Rows]:
-  axis, outputs, start = eqn.params["axis"], [], 0
-  for size, var in zip(eqn.params["sizes"], eqn.outvars, strict=True):
-    shape = tuple(var.aval.shape)
-    if axis == 0:
-      move = lambda i, start=start: i - start
-      outputs.append(_move_rows(x, move, shape))
-    else:
-      cut = lambda _, v, start=start, size=size: lax.slice_in_dim(
-        v, start, start + size, axis=axis
-      )
-      outputs.append(x.map(cut, shape))
-    start += size
-  return outputs
-
-
-def _concatenate(eqn: Any, *given: Rows) -> Rows:
-  axis, (shape, dtype) = eqn.params["dimension"], _like(eqn)
-  parts: list[Any] = []
-  start = 0
-  for x in given:
-    parts += _place(x, start, axis, shape).parts
-    start += x.shape[axis]
-  return Rows(tuple(parts), shape, dtype)
-
-
-def _place(x: Rows, start: int, axis: int, shape: tuple[int, ...]) -> Rows:
-  """Returns rows as a part of an array, from a position along an axis."""
-  if axis == 0:
-    return _move_rows(x, lambda i: i + start, shape)
-  config = [(0, 0, 0)] * len(shape)
-  config[axis] = (start, shape[axis] - start - x.shape[axis], 0)
-  zero = jnp.zeros((), x.dtype)
-  return x.map(lambda _, v: lax.pad(v, zero, config), shape)
-
-
 RULES = {
   "add": Rule(_all, _add),
   "add_any": Rule(_all, _add),
-  "broadcast_in_dim": Rule(_broadcast_operands, _broadcast),
-  "concatenate": Rule(_all, _concatenate),
+  "broadcast_in_dim": Rule(_zeros_operands, _zeros),
   "convert_element_type": Rule(_first, _convert),
   "copy": Rule(_first, _same),
   "copy_p": Rule(_first, _same),
   "div": Rule(_first, _div),
-  "dynamic_update_slice": Rule(_update_operands, _dynamic_update_slice),
+  "dynamic_update_slice": Rule(
+    _update_operands, _dynamic_update_slice, adds=True
+  ),
   "name": Rule(_first, _same),
   "mul": Rule(_mul_operands, _mul),
   "neg": Rule(_first, lambda eqn, x: x.map(lambda _, v: -v)),
-  "pad": Rule(_pad_operands, _pad),
-  "reduce_sum": Rule(_sum_operands, _reduce_sum),
+  "pad": Rule(_pad_operands, _pad, adds=True),
   "reshape": Rule(_keeps_rows, _reshape),
   "scatter": Rule(_overwrite_operands, _overwrite),
-  "scatter-add": Rule(_scatter_operands, _scatter_add),
+  "scatter-add": Rule(_scatter_operands, _scatter_add, adds=True),
   "select_n": Rule(_select_operands, _select_n),
   "sharding_constraint": Rule(_first, _same),
-  "slice": Rule(_slice_operands, _slice),
-  "split": Rule(_first, _split),
   "squeeze": Rule(_keeps_rows, _reshape),
 }
-
-
-def padding_part(num_rows: int, shape: tuple[int, ...], dtype: Any) -> Any:
-  """Returns a part of `Rows` with padding alone."""
-  indices = jnp.full(num_rows, shape[0], index_dtype(shape[0]))
-  return indices, jnp.zeros((num_rows, *shape[1:]), dtype)

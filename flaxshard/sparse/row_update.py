@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from flaxshard.core import indexed_slices
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.core.indexed_slices import IndexedSlices
@@ -38,6 +39,10 @@ def update(
     rows.
   """
   tables = find_tables(updates)
+  if extra.get("grad") is not None:
+    # The gradient may have other rows than the updates.
+    grad = indexed_slices.to_dense(extra["grad"])
+    extra = {**extra, "grad": take_rows(grad, params, tables)}
   row_params = take_rows(params, params, tables)
   row_state = take_rows(opt_state, params, tables)
   row_updates, new_rows = tx.update(
@@ -46,35 +51,6 @@ def update(
   return (
     with_rows(row_updates, tables),
     put_rows(opt_state, new_rows, params, tables),
-  )
-
-
-def join_rows(some: PyTree, others: PyTree) -> tuple[PyTree, PyTree]:
-  """Returns two trees of gradients with the rows of both in each of them.
-
-  The rows that only the other one has are zero. Where only one has rows, it
-  becomes a whole array.
-  """
-  return _add_rows_of(others, some), _add_rows_of(some, others)
-
-
-def _add_rows_of(others: PyTree, tree: PyTree) -> PyTree:
-  by_path = dict(
-    jax.tree_util.tree_leaves_with_path(others, is_leaf=is_indexed_slices)
-  )
-
-  def add_rows(path: Path, x: Any) -> Any:
-    other = by_path.get(path)
-    if not is_indexed_slices(x) or other is None:
-      return x
-    if not is_indexed_slices(other):
-      return x.to_dense()
-    if other.indices is x.indices:
-      return x
-    return x + other.map_values(lambda rows: jnp.zeros_like(rows, x.dtype))
-
-  return jax.tree_util.tree_map_with_path(
-    add_rows, tree, is_leaf=is_indexed_slices
   )
 
 
@@ -87,11 +63,6 @@ def find_tables(updates: PyTree) -> dict[Path, IndexedSlices]:
     )
     if is_indexed_slices(slices)
   }
-
-
-def leaves(tree: PyTree) -> list[Any]:
-  """Returns the leaves of a tree, with `IndexedSlices` as leaves."""
-  return jax.tree.leaves(tree, is_leaf=is_indexed_slices)
 
 
 def values_of(updates: PyTree) -> PyTree:
@@ -139,17 +110,10 @@ def take_rows(
   """Returns a tree with the rows in place of the tables and of their slots."""
   values, treedef = jax.tree.flatten(tree)
   new = [
-    x if path is None else _take(x, tables[path])
+    x if path is None else tables[path].take_rows(x)
     for x, path in zip(values, slots_of(tree, params, tables), strict=True)
   ]
   return jax.tree.unflatten(treedef, new)
-
-
-def _take(x: jax.Array, rows: IndexedSlices) -> jax.Array:
-  taken = rows.take_rows(x)
-  # JAX does not promote float8: compute in the dtype of the gradient.
-  is_float8 = taken.dtype.itemsize == 1 and taken.dtype != rows.dtype
-  return taken.astype(rows.dtype) if is_float8 else taken
 
 
 def put_rows(

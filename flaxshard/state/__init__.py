@@ -4,7 +4,3 @@ from flaxshard.state.create import create_train_state
 from flaxshard.state.train_state import TrainState
 
 __all__ = ["TrainState", "create_train_state"]
-
-
-def __dir__() -> list[str]:
-  return sorted(__all__)

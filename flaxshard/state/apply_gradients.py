@@ -18,12 +18,10 @@ from flaxshard.core import optimizer_update
 from flaxshard.core import parameter_groups
 from flaxshard.core import trees
 from flaxshard.replicas import context as replica_context
-from flaxshard.replicas import mean_extra_args
 from flaxshard.replicas import rows
 from flaxshard.replicas import values
-from flaxshard.state import aggregation as aggregation_lib
 from flaxshard.state import fields as fields_lib
-from flaxshard.state import gradient_pairs
+from flaxshard.state import tf_surface
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 
@@ -57,11 +55,11 @@ def apply_gradients(
     skip_gradients_aggregation: As in the method.
     aggregation: As in the method.
   """
-  op = aggregation_lib.check(
+  op = tf_surface.check_aggregation(
     aggregation, skip_gradients_aggregation, state.wrappers
   )
   replaced, extra = _split_names(state, given)
-  aggregation_lib.check_extra_arguments(op, extra)
+  tf_surface.check_extra_arguments(op, extra)
   grads = _check_gradients(state, grads)
   mark: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
   if replica_context.get_replica_context() is None:
@@ -80,7 +78,7 @@ def apply_gradients(
         grads = replica_context.reduce_gradients(op, grads)
         mark = replica_context.gradients_already_reduced()
       if not stack.has_local_updates(state.wrappers):
-        extra = mean_extra_args.mean_over_replicas(extra)
+        extra = replica_context.mean_extra_args(extra)
   if not state.wrappers:
     return optimizer_update.flax_update(state, grads, replaced, extra)
   with mark:
@@ -93,10 +91,6 @@ def _check_gradients(state: TrainState, grads: PyTree) -> PyTree:
   grads = trees.conform(
     "grads", grads, trained, dtypes=False, of_gradients=True
   )
-  for message in stack.check_gradients(
-    state.wrappers, state.wrapper_states, grads
-  ):
-    checks.warn(message)
   grads = parameter_groups.drop_frozen(state.tx, gradients.normalize(grads))
   if not jax.tree.leaves(grads):
     paths = map(trees.path_string, trees.paths(trained))
@@ -118,8 +112,6 @@ def _split_names(
     if name in _RESERVED or (names is not None and name not in names):
       allowed = sorted((fields - _STATIC) | (names or set()))
       hint = checks.did_you_mean(name, allowed)
-      if name == "global_step":
-        hint = gradient_pairs.GLOBAL_STEP_HINT
       raise TypeError(
         f"apply_gradients: {name!r} cannot be replaced, and is no argument of "
         f"the optimizer; allowed: grads, {', '.join(allowed)}.{hint}"
@@ -179,7 +171,7 @@ def _update_through_wrappers(
     has_local_updates = stack.has_local_updates(state.wrappers)
     if has_local_updates and context and context.gradients_reduced:
       # Local updates take the loss of their replica, a commit takes the mean.
-      given = mean_extra_args.mean_over_replicas(extra)
+      given = replica_context.mean_extra_args(extra)
     new = optimizer_update.flax_update(current, grads, {}, given)
     return target._replace(
       step=new.step,
@@ -209,7 +201,7 @@ def _update_through_wrappers(
     )
   if replica_context.get_replica_context() is None:
     new_states = stack.add_replica_axis(state.wrappers, new_states)
-  new = state.replace(
+  return state.replace(
     step=target.step,
     params=target.params,
     opt_state=target.opt_state,
@@ -217,11 +209,6 @@ def _update_through_wrappers(
     **new_collections,
     **static,
   )
-  # `replace` warns of collections that come after the update. On this very
-  # object alone: a copy, or a state that another function has passed on, may
-  # replace its collections as it likes.
-  object.__setattr__(new, "_applied", frozenset(replaced))
-  return new
 
 
 def _split_collections(

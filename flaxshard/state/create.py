@@ -22,8 +22,6 @@ from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import initialization
 from flaxshard.state import lora as lora_lib
-from flaxshard.state import lora_split
-from flaxshard.state import model_facts
 from flaxshard.state import sharding as sharding_lib
 from flaxshard.state import validation
 from flaxshard.state.train_state import TrainState
@@ -41,7 +39,7 @@ def create_train_state(
   sample_input: Any,
   tx: optax.GradientTransformation,
   *,
-  wrappers: Sequence[base.Wrapper] = (),
+  wrappers: Sequence[base.Base] = (),
   strategy: sharding_lib.HasMesh | None = None,
   rules: rules_lib.Rules = None,
   strict: bool = True,
@@ -65,8 +63,8 @@ def create_train_state(
   Args:
     model: A Linen module, an NNX module, or a function that takes `nnx.Rngs`
       and returns an NNX module. An NNX module is initialized already: its
-      arrays are copied, and `rng` and `sample_input` may be None. For a
-      function, `sample_input` may be None.
+      arrays are copied, and `rng` may be None. For NNX `sample_input` is not
+      read.
     rng: A PRNG key, or a dict of keys by stream name, as in `model.init`.
     sample_input: One input of the model: arrays or `jax.ShapeDtypeStruct`s. A
       tuple is a list of positional arguments.
@@ -92,21 +90,19 @@ def create_train_state(
       their slots as they are; see there.
     **init_kwargs: Keyword arguments of the model's call, such as `train=False`,
       and of `model.init`, such as `method`. Arrays and `jax.ShapeDtypeStruct`s
-      among them are treated as those of `sample_input`, which may be `()`. The
-      call of an NNX model, which finds its precision, gets them too.
+      among them are treated as those of `sample_input`, which may be `()`. NNX
+      models take none: they are not called.
 
   Returns:
     A state at step 0. `state.apply_fn(variables, *args)` applies the model.
     Each collection other than `params` is a field under its own name.
 
   Raises:
-    TypeError: `model`, `rng`, `wrappers`, `strategy`, `strict`, `abstract` or a
-      rule has a wrong type, a name in `init_kwargs` is no argument of the
-      model's call, or the call needs an argument that is not given.
-    ValueError: The model has no parameters, `sample_input` is empty, a
-      collection has the name of a TrainState field, a rule or `lora` cannot be
-      applied, `rules` are given without a strategy, or a pattern of `sparse`
-      matches no table.
+    TypeError: `model`, `tx`, `wrappers`, `strategy` or a rule has a wrong type,
+      or an NNX model is given arguments for a call.
+    ValueError: The model has no parameters, a collection has the name of a
+      TrainState field, a rule or `lora` cannot be applied, `rules` are given
+      without a strategy, or a pattern of `sparse` matches no table.
 
   Example:
     >>> import flaxshard as fs, flax.linen as nn, jax.numpy as jnp
@@ -119,8 +115,6 @@ def create_train_state(
     (3, 2)
   """
   wrappers = base.check(wrappers)
-  abstract = checks.boolean("abstract", abstract)
-  strict = checks.boolean("strict", strict)
   validation.check_tx(tx)
   tx = sparse_optimizer.wrap(tx, sparse, sparse_semantics)
   if strategy is None and rules is not None:
@@ -128,17 +122,21 @@ def create_train_state(
       f"rules={rules!r} need a strategy, whose mesh they split parameters "
       "over; got strategy=None."
     )
-  if lora is not None and not isinstance(lora, lora_lib.LoRA):
-    raise TypeError(f"lora must be a flaxshard.LoRA or None, got {lora!r}.")
+  if init_kwargs and not isinstance(model, nn.Module):
+    # Otherwise a misspelt argument, such as `wrapers`, would be lost.
+    raise TypeError(
+      f"create_train_state: {', '.join(init_kwargs)} is no argument; only "
+      "Linen modules are called, with arguments of their own."
+    )
   if strategy is None and not abstract and lora is None:
     # No shardings to plan: initialize the model on the default device.
     facts, variables = initialization.run(model, rng, sample_input, init_kwargs)
-    for message in _precision_notes(facts, wrappers):
+    for message in _precision_notes(facts.policy, wrappers):
       checks.warn(message)
     return TrainState.create(
       apply_fn=facts.apply_fn,
       tx=tx,
-      wrappers=stack.with_policy(wrappers, facts.effective_policy),
+      wrappers=stack.with_policy(wrappers, facts.policy),
       # `unbox` applies the sharding constraints of a mesh in the context.
       **nn.meta.unbox(variables),
     )
@@ -214,7 +212,7 @@ def plan_creation(
   sample_input: Any,
   tx: optax.GradientTransformation,
   *,
-  wrappers: tuple[base.Wrapper, ...] = (),
+  wrappers: tuple[base.Base, ...] = (),
   mesh: jax.sharding.Mesh | None = None,
   rules: rules_lib.Rules = None,
   strict: bool = True,
@@ -255,25 +253,23 @@ def plan_creation(
   apply_fn, split = init.model.apply_fn, None
   if lora is not None:
     if lora_lib.FROZEN in init.variables:
-      raise lora_split.LoRAError(
-        f"model={init.model.name} has a collection {lora_lib.FROZEN!r} "
-        "already, in which the frozen parameters would be."
+      raise lora_lib.LoRAError(
+        f"the model has a collection {lora_lib.FROZEN!r} already, in which the "
+        "frozen parameters would be."
       )
-    split = lora_split.plan_split(
-      lora, specs_lib.unbox(init.variables["params"])
-    )
+    split = lora_lib.plan_split(lora, specs_lib.unbox(init.variables["params"]))
     if specs:
       specs["params"], specs[lora_lib.FROZEN] = split.split_specs(
         specs["params"]
       )
     apply_fn = lora_lib.Apply(apply_fn, lora.alpha / lora.rank)
-    args = (*args, lora_split.factor_key(rng))
+    args = (*args, lora_lib.factor_key(rng))
     if arg_specs is not None:
       arg_specs = (*arg_specs, P())
   arg_shardings = None
   if mesh is not None:
     arg_shardings = sharding_lib.shardings_of(arg_specs, mesh)
-  wrappers = stack.with_policy(wrappers, init.model.effective_policy)
+  wrappers = stack.with_policy(wrappers, init.model.policy)
   num_replicas = sharding_lib.count_replicas(mesh, wrappers)
   static_fields = dict(apply_fn=apply_fn, tx=tx, wrappers=wrappers)
 
@@ -309,30 +305,18 @@ def plan_creation(
     arg_shardings,
     {**static_fields, "tx": split_tx},
     abstract_fields,
-    _precision_notes(init.model, wrappers),
+    _precision_notes(init.model.policy, wrappers),
   )
 
 
 def _precision_notes(
-  model: model_facts.Model, wrappers: Sequence[base.Wrapper]
+  policy: Policy | None, wrappers: Sequence[base.Base]
 ) -> list[str]:
-  """Returns warnings about precisions that a model and a state do not share."""
-  if model.computes_in is None:
-    return []
-  notes = []
-  policy = model.policy or Policy("float32")
-  declared = policy.compute_dtype
-  if declared != jnp.float32 and declared not in model.computes_in:
-    notes.append(
-      f"model={model.name}: its precision is {policy.name!r}, but it computes "
-      f"nothing in {declared.name}. Pass dtype=policy.compute_dtype to its "
-      "layers, or use the precision 'float32'."
-    )
+  """Returns a warning about a float16 model whose loss is not scaled."""
   scaled = any(isinstance(w, LossScale) for w in wrappers)
-  if jnp.dtype(jnp.float16) in model.computes_in and not scaled:
-    notes.append(
-      f"model={model.name} computes in float16, where small gradients become "
-      "zero, and the loss is not scaled. Use wrappers=[LossScale('dynamic')], "
-      "or bfloat16."
-    )
-  return notes
+  if policy is None or policy.compute_dtype != jnp.float16 or scaled:
+    return []
+  return [
+    "model: it computes in float16, where small gradients become zero, and the "
+    "loss is not scaled. Use wrappers=[LossScale('dynamic')], or bfloat16."
+  ]

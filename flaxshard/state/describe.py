@@ -1,33 +1,33 @@
-"""Describes the shardings of a state's arrays, in a table."""
+"""Describes the arrays of a state: a table of shardings, and its `repr`."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 import dataclasses
-import functools
-import html
+import inspect
 import math
+import textwrap
 from typing import Any
 
 from flax.training import train_state
 import jax
 import numpy as np
 
-from flaxshard.core import ipython
+from flaxshard.core import checks
 from flaxshard.core import trees
 from flaxshard.state import fields as fields_lib
-from flaxshard.state import replica_groups
-from flaxshard.state import summary
+from flaxshard.wrappers import stack
 
 PyTree = Any
 
 # Bytes from which on a replicated array gets a mark: it could be split.
 _LARGE = 2**20
-# Devices up to which a notebook shows the parts of an array, legibly.
-_MAX_GRID = 16
-_size = summary.format_bytes
 _HEADER = ("shape", "dtype", "spec", "per device", "whole")
+# Lines for each tree in the `repr` of a state, so that parameters, slots and
+# the states of the wrappers fit on a page together.
+_MAX_LINES = 10
+_size = checks.format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,6 @@ class Row:
     sharding: Sharding of the array; None if it is not on a device.
     nbytes: Bytes of the whole array.
     bytes_per_device: Bytes on each device that holds a part.
-    large: Whether the array has 1 MiB or more and is replicated over several
-      devices.
   """
 
   path: str
@@ -51,7 +49,15 @@ class Row:
   sharding: jax.sharding.Sharding | None
   nbytes: int
   bytes_per_device: int
-  large: bool
+
+  @property
+  def large(self) -> bool:
+    """Whether it has 1 MiB or more, replicated over several devices."""
+    return (
+      self.sharding is not None
+      and len(self.sharding.device_set) > 1
+      and self.bytes_per_device == self.nbytes >= _LARGE
+    )
 
   @property
   def spec(self) -> str:
@@ -59,12 +65,25 @@ class Row:
     if self.sharding is None:
       return "not placed"
     if isinstance(self.sharding, jax.sharding.NamedSharding):
-      entries = map(repr, self.sharding.spec)
-      return f"P({', '.join(entries)})"
+      return f"P({', '.join(map(repr, self.sharding.spec))})"
     if len(self.sharding.device_set) == 1:
       device: Any = next(iter(self.sharding.device_set))
       return f"{device.platform}:{device.id}"
     return str(self.sharding)
+
+  def cells(self) -> tuple[str, ...]:
+    """Returns the row of the table."""
+    mark = "* " if self.large else ""  # the footer explains it
+    held = mark + _size(self.bytes_per_device)
+    shape = str(self.shape)
+    return (
+      f"  {self.path}",
+      shape,
+      self.dtype,
+      self.spec,
+      held,
+      _size(self.nbytes),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,20 +111,16 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Description:
-  """The arrays of a state with their shardings.
-
-  `str()` is a table. A notebook shows the table with colors.
+  """The arrays of a state with their shardings; `str()` is a table.
 
   Attributes:
     groups: The arrays by field.
     note: A sentence on how the replicas differ, if a wrapper makes them differ;
       else None.
-    shown_in_cell: Number of the IPython cell that has shown it already.
   """
 
   groups: tuple[Group, ...]
   note: str | None = None
-  shown_in_cell: int | None = None
 
   @property
   def rows(self) -> tuple[Row, ...]:
@@ -120,12 +135,12 @@ class Description:
   @property
   def nbytes(self) -> int:
     """Bytes of all arrays, each counted once."""
-    return sum(row.nbytes for row in self.rows)
+    return Group("", self.rows).nbytes
 
   @property
   def bytes_per_device(self) -> int:
     """Bytes on the device that holds the most."""
-    return max(_bytes_by_device(self.rows).values(), default=0)
+    return Group("", self.rows).bytes_per_device
 
   @property
   def summary(self) -> str:
@@ -139,52 +154,28 @@ class Description:
     return f"Description({self.summary})"
 
   def __str__(self) -> str:
-    table: list[Sequence[str]] = []
+    table: list[tuple[str, ...]] = []
     for group in self.groups:
       table.append((group.name, *_HEADER))
-      table.extend((f"  {row.path}", *_cells(row)) for row in group.rows)
-      table.append(("  total", "", "", "", *_sizes(group)))
+      table.extend(row.cells() for row in group.rows)
+      sizes = _size(group.bytes_per_device), _size(group.nbytes)
+      table.append(("  total", "", "", "", *sizes))
     # One set of column widths for all groups, so that their columns align.
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
-    for name, shape, dtype, spec, *sizes in table:
+    for row in table:
       # Text to the left, sizes to the right.
-      text = zip((name, shape, dtype, spec), widths[:4], strict=True)
-      numbers = zip(sizes, widths[4:], strict=True)
-      cells = [cell.ljust(width) for cell, width in text]
-      cells += [cell.rjust(width) for cell, width in numbers]
+      cells = [
+        cell.rjust(width) if i >= 4 else cell.ljust(width)
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+      ]
       lines.append("  ".join(cells).rstrip())
-    return "\n".join([*lines, *self._footer()])
-
-  def _ipython_display_(self) -> None:
-    # IPython shows the value of a cell's last line, which `show` returns.
-    if self.shown_in_cell != ipython.cell_number():
-      show(self)
-
-  def _repr_html_(self) -> str:
-    lines = ['<table style="border-collapse: collapse; text-align: left">']
-    for group in self.groups:
-      lines.append(_html_row("th", (group.name, *_HEADER, "devices")))
-      for row in group.rows:
-        lines.append(
-          _html_row("td", (row.path, *_cells(row)), _render_grid(row))
-        )
-      lines.append(
-        _html_row("td", ("total", "", "", "", *_sizes(group), ""), bold=True)
-      )
-    lines.append("</table>")
-    lines.extend(f"<p>{html.escape(line)}</p>" for line in self._footer())
-    return "\n".join(lines)
-
-  def _footer(self) -> list[str]:
-    lines = [self.summary]
+    lines.append(self.summary)
     if any(row.large for row in self.rows):
       lines.append(
         f"* at least {_size(_LARGE)}, replicated over several devices"
       )
-    if self.note:
-      lines.append(self.note)
-    return lines
+    return "\n".join([*lines, *([self.note] if self.note else [])])
 
 
 def describe(state: PyTree) -> Description:
@@ -199,8 +190,7 @@ def describe(state: PyTree) -> Description:
     device of every array, and totals, for each field of the state. An asterisk
     marks arrays of 1 MiB or more that are replicated over several devices. If
     a wrapper makes replicas differ, as `CrossShard` with groups does, a line
-    under the table says how. A notebook also shows which device holds which
-    part of an array, for up to 16 devices; each part has its own color.
+    under the table says how.
 
   Raises:
     TypeError: A leaf is not an array.
@@ -216,9 +206,10 @@ def describe(state: PyTree) -> Description:
     arrays: 1, 128.0 KiB in all; devices: 1, at most 128.0 KiB on each
   """
   trees.check_arrays("state", state)
-  fields = {"tree": state}
+  fields, note = {"tree": state}, None
   if isinstance(state, train_state.TrainState):
     fields = fields_lib.array_fields(state)
+    note = stack.divergence(getattr(state, "wrappers", ()))
   groups = (
     Group(
       name,
@@ -230,33 +221,49 @@ def describe(state: PyTree) -> Description:
     )
     for name, tree in fields.items()
   )
-  return Description(
-    tuple(group for group in groups if group.rows),
-    replica_groups.describe_divergence(state),
-  )
+  return Description(tuple(group for group in groups if group.rows), note)
 
 
-def show(description: Description) -> Description:
-  """Prints a description; a notebook shows it as HTML.
+def summarize(state: Any) -> str:
+  """Returns the fields of a state, its trees as shapes, dtypes and bytes.
 
   Args:
-    description: The description.
+    state: A Flax dataclass, such as a TrainState, of arrays, tracers,
+      `jax.ShapeDtypeStruct`s or anything else. No array is read but scalars.
 
-  Returns:
-    The description. As the value of the same cell it is not shown again.
+  Example:
+    >>> import flaxshard as fs, jax.numpy as jnp, optax
+    >>> state = fs.TrainState.create(
+    ...   apply_fn=None, params={"w": jnp.ones((4, 2))}, tx=optax.sgd(0.1),
+    ...   wrappers=[fs.LossScale(1024.0)])
+    >>> print(summarize(state))  # doctest: +ELLIPSIS
+    TrainState(
+      step=int32[] 0,
+      apply_fn=None,
+      params: 1 array of float32, 8 elements, 32 B
+        w  float32[4,2]
+      tx=...
+      opt_state=(EmptyState(), EmptyState()),
+      ...
+    )
   """
-  cell = ipython.cell_number()
-  if cell is None:
-    print(description)
-    return description
-  from IPython import display
-
-  content = {
-    "text/plain": str(description),
-    "text/html": description._repr_html_(),
-  }
-  display.display(content, raw=True)
-  return dataclasses.replace(description, shown_in_cell=cell)
+  lines = []
+  for field in dataclasses.fields(state):
+    value = getattr(state, field.name)
+    if not field.repr:
+      continue
+    if field.name == "wrappers" and value:
+      lines += ["wrappers=(", *(f"  {_shorten(w)}," for w in value), "),"]
+    elif (
+      fields_lib.is_array_field(field)
+      and not jax.tree_util.all_leaves([value])
+      and jax.tree.leaves(value)
+    ):
+      lines += _tree_lines(field.name, value)
+    else:
+      lines.append(f"{field.name}={_describe_leaf(value)},")
+  body = textwrap.indent("\n".join(lines), "  ")
+  return f"{type(state).__name__}(\n{body}\n)"
 
 
 def _row(path: str, leaf: Any) -> Row:
@@ -264,15 +271,11 @@ def _row(path: str, leaf: Any) -> Row:
   # A traced array has no device yet.
   is_traced = isinstance(leaf, jax.core.Tracer)
   sharding = None if is_traced else getattr(leaf, "sharding", None)
-  nbytes = math.prod(shape) * dtype.itemsize
-  bytes_per_device = 0
-  large = False
+  held = 0
   if sharding is not None:
-    part_shape = sharding.shard_shape(shape)
-    bytes_per_device = math.prod(part_shape) * dtype.itemsize
-    replicated = bytes_per_device == nbytes and len(sharding.device_set) > 1
-    large = replicated and nbytes >= _LARGE
-  return Row(path, shape, str(dtype), sharding, nbytes, bytes_per_device, large)
+    held = math.prod(sharding.shard_shape(shape)) * dtype.itemsize
+  nbytes = math.prod(shape) * dtype.itemsize
+  return Row(path, shape, str(dtype), sharding, nbytes, held)
 
 
 def _bytes_by_device(rows: Iterable[Row]) -> dict[Any, int]:
@@ -285,65 +288,48 @@ def _bytes_by_device(rows: Iterable[Row]) -> dict[Any, int]:
   return held
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-  mark = "* " if row.large else ""  # the footer explains it
-  return (
-    str(row.shape),
-    row.dtype,
-    row.spec,
-    mark + _size(row.bytes_per_device),
-    _size(row.nbytes),
-  )
+def _tree_lines(name: str, tree: PyTree) -> list[str]:
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  arrays = [x for _, x in leaves if _is_array(x)]
+  size = sum(math.prod(x.shape) for x in arrays)
+  nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+  dtypes = sorted({str(x.dtype) for x in arrays})
+  lines = [
+    f"{name}: {len(leaves)} array{'s' if leaves[1:] else ''} of "
+    f"{', '.join(dtypes)}, {size:,} elements, {_size(nbytes)}"
+  ]
+  shown = [(trees.path_string(p), x) for p, x in leaves[:_MAX_LINES]]
+  width = max(len(path) for path, _ in shown)
+  lines += [f"  {p.ljust(width)}  {_describe_leaf(x)}" for p, x in shown]
+  if len(leaves) > len(shown):
+    lines.append(f"  ... and {len(leaves) - len(shown)} more")
+  return lines
 
 
-def _sizes(group: Group) -> tuple[str, str]:
-  return _size(group.bytes_per_device), _size(group.nbytes)
+def _describe_leaf(leaf: Any) -> str:
+  if not _is_array(leaf):
+    return _shorten(leaf)
+  text = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+  if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+    return text
+  if leaf.is_deleted():  # a donated array keeps its shape alone
+    return f"{text}, deleted"
+  is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+  if leaf.shape or is_key or not leaf.is_fully_replicated:
+    return text
+  # device_get: jax.transfer_guard("disallow") allows explicit transfers.
+  return f"{text} {jax.device_get(leaf)}"
 
 
-def _html_row(
-  tag: str, cells: Iterable[str], markup: str = "", *, bold: bool = False
-) -> str:
-  style = ' style="padding: 1px 8px; text-align: left"'
-  parts = [html.escape(cell) for cell in cells]
-  if bold:
-    parts = [f"<b>{part}</b>" if part else "" for part in parts]
-  if markup:
-    parts.append(markup)
-  return f"<tr>{''.join(f'<{tag}{style}>{p}</{tag}>' for p in parts)}</tr>"
+def _is_array(leaf: Any) -> bool:
+  # Tracers and jax.ShapeDtypeStruct as well.
+  return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _render_grid(row: Row) -> str:
-  """Returns an HTML table of the parts of an array, with their devices."""
-  if row.sharding is None:
-    return "–"
-  count = len(row.sharding.device_set)
-  if count > _MAX_GRID:
-    return f"{count} devices"
-  return _render_parts(row.sharding, row.shape)
-
-
-# Many arrays of a state have the same sharding and shape.
-@functools.lru_cache
-def _render_parts(
-  sharding: jax.sharding.Sharding, shape: tuple[int, ...]
-) -> str:
-  # Device ids by the start of their part, which identifies it.
-  parts: dict[tuple[int, ...], list[int]] = collections.defaultdict(list)
-  indices: dict[Any, Any] = dict(sharding.devices_indices_map(shape))
-  for device, index in indices.items():
-    parts[tuple(s.start or 0 for s in index)].append(device.id)
-  split = [d for d in range(len(shape)) if len({key[d] for key in parts}) > 1]
-  lines: dict[Any, list[str]] = collections.defaultdict(list)
-  for i, start in enumerate(sorted(parts)):
-    # Hues at equal distances, so that no two parts look alike.
-    hue = round(360 * i / len(parts))
-    color = f"hsl({hue}, 70%, 82%)" if len(parts) > 1 else "#eee"
-    devices = " ".join(map(str, sorted(parts[start])))
-    # If several dimensions are split, the first one runs down, in rows, and
-    # the others run to the right.
-    lines[start[split[0]] if len(split) > 1 else 0].append(
-      f'<td style="background: {color}; color: #000; padding: 1px 6px; '
-      f'border: 1px solid #fff; text-align: center">{devices}</td>'
-    )
-  rows = "".join(f"<tr>{''.join(cells)}</tr>" for cells in lines.values())
-  return f'<table style="border-collapse: collapse">{rows}</table>'
+def _shorten(value: Any) -> str:
+  if inspect.ismethod(value):
+    # The repr of a bound method has that of its module, of many lines.
+    return f"{type(value.__self__).__name__}.{value.__name__}"
+  if inspect.isfunction(value):
+    return value.__qualname__
+  return textwrap.shorten(repr(value), 80, placeholder=" ...")

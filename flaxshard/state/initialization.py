@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import linen as nn
 from flax import nnx
@@ -15,14 +14,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import checks
+from flaxshard.core import tracing
+from flaxshard.core.policy import Policy
 from flaxshard.partitioning import specs as specs_lib
-from flaxshard.state import call_arguments
-from flaxshard.state import model_facts
 from flaxshard.state import nnx_adapter
 
 PyTree = Any
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
+
+
+class Model(NamedTuple):
+  """Static facts about a model.
+
+  Attributes:
+    apply_fn: Applies the model: `apply_fn(variables, *args)`.
+    policy: The precision policy that the model declares, or "mixed_float16" if
+      it computes in float16; None if neither.
+  """
+
+  apply_fn: Any
+  policy: Policy | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +54,13 @@ class Initializer:
   initialize: Callable[..., dict[str, PyTree]]
   args: tuple[Any, ...]
   variables: dict[str, PyTree]
-  model: model_facts.Model
+  model: Model
   args_are_variables: bool = False
 
 
 def run(
   model: Any, rng: Any, sample_input: Any, init_kwargs: Mapping[str, Any] = {}
-) -> tuple[model_facts.Model, dict[str, PyTree]]:
+) -> tuple[Model, dict[str, PyTree]]:
   """Initializes a model on the default device.
 
   Args:
@@ -60,9 +72,6 @@ def run(
   Returns:
     Static facts about the model, and its variables in the boxes of their
     partitioning metadata, by collection.
-
-  Raises:
-    TypeError, ValueError: See `create_train_state`.
   """
   if isinstance(model, nn.Module):
     initialize, args = _linen_initializer(model, rng, sample_input, init_kwargs)
@@ -71,13 +80,12 @@ def run(
     program = jitted.trace(*args).jaxpr  # traced once, also for the call
     variables = jitted(*args)
     _check_params(model, variables)
-    return model_facts.of_linen(model, program), variables
-  if not isinstance(model, nnx.Module):
-    # Not under jit, so the function may use concrete values.
-    model = _construct_nnx(model, rng)
-  apply_fn, variables = nnx_adapter.split(model)
-  facts = _nnx_facts(model, apply_fn, variables, sample_input, init_kwargs)
-  return facts, variables
+    return _linen_facts(model, program), variables
+  # Not under jit, so the function may use concrete values.
+  module = _construct_nnx(model, rng)
+  apply_fn, variables = nnx_adapter.split(module)
+  _check_params(module, variables)
+  return Model(apply_fn, policy_of_nnx(module)), variables
 
 
 def trace(
@@ -90,61 +98,76 @@ def trace(
     rng: See there.
     sample_input: See there.
     init_kwargs: See there.
-
-  Raises:
-    TypeError, ValueError: See `create_train_state`.
   """
   if isinstance(model, nn.Module):
     initialize, args = _linen_initializer(model, rng, sample_input, init_kwargs)
     traced = jax.jit(initialize).trace(*args)
     _check_params(model, traced.out_info)
-    facts = model_facts.of_linen(model, traced.jaxpr)
+    facts = _linen_facts(model, traced.jaxpr)
     return Initializer(initialize, args, traced.out_info, facts)
 
   if isinstance(model, nnx.Module):
     apply_fn, variables = nnx_adapter.split(model, boxed=True, copy=False)
-    facts = _nnx_facts(model, apply_fn, variables, sample_input, init_kwargs)
+    _check_params(model, variables)
     return Initializer(
       # Copies: donating the state must not delete the arrays of the module.
       lambda variables: jax.tree.map(jnp.copy, variables),
       (specs_lib.unbox(variables),),
       variables,
-      facts,
+      Model(apply_fn, policy_of_nnx(model)),
       args_are_variables=True,
     )
 
-  models: list[model_facts.Model] = []
+  models: list[Model] = []
 
   def initialize_nnx(rng: Any) -> dict[str, PyTree]:
     # NNX would shard each variable by its metadata alone, before `rules` do.
     with nnx.use_eager_sharding(False):
       module = _construct_nnx(model, rng)
     apply_fn, variables = nnx_adapter.split(module, boxed=True)
-    models.append(
-      _nnx_facts(module, apply_fn, variables, sample_input, init_kwargs)
-    )
+    _check_params(module, variables)
+    models.append(Model(apply_fn, policy_of_nnx(module)))
     return variables
 
-  _check_function(model)
-  _check_rng(rng)  # the error of `eval_shape` would not name the argument
   variables = jax.eval_shape(initialize_nnx, rng)
   return Initializer(initialize_nnx, (rng,), variables, models[0])
 
 
-def _nnx_facts(
-  module: nnx.Module,
-  apply_fn: Any,
-  variables: Mapping[str, PyTree],
-  sample_input: Any,
-  init_kwargs: Mapping[str, Any],
-) -> model_facts.Model:
-  """Checks an NNX module and its arguments; returns the facts about it."""
-  _check_params(module, variables)
-  call_arguments.check_nnx(module, sample_input, init_kwargs)
-  unboxed = specs_lib.unbox(variables)
-  return model_facts.of_nnx(
-    module, apply_fn, unboxed, sample_input, init_kwargs
-  )
+def policy_of_nnx(module: Any) -> Policy | None:
+  """Returns the precision policy of an NNX module.
+
+  A module with `dtype=jnp.float16`, or with a module in it that has one, and
+  with no policy has "mixed_float16".
+  """
+  modules: list[Any] = [m for _, m in nnx.iter_modules(module)]
+  # Linen modules too, such as that of `nnx.bridge.ToNNX`.
+  modules += [
+    x for m in modules for x in vars(m).values() if isinstance(x, nn.Module)
+  ]
+  return _declared_policy(module, any(map(_is_float16, modules)))
+
+
+def _linen_facts(model: nn.Module, program: Any) -> Model:
+  # The program of `init` contains the whole forward pass.
+  if tracing.computes_in(program, jnp.float16):
+    return Model(model.apply, Policy("mixed_float16"))
+  return Model(model.apply, _declared_policy(model, _is_float16(model)))
+
+
+def _declared_policy(model: Any, is_float16: bool) -> Policy | None:
+  policy = getattr(model, "policy", None)
+  if isinstance(policy, Policy):
+    return policy
+  return Policy("mixed_float16") if is_float16 else None
+
+
+def _is_float16(module: Any) -> bool:
+  """Returns whether the `dtype` of a layer, as Flax names it, is float16."""
+  dtype = getattr(module, "dtype", None)
+  try:
+    return dtype is not None and jnp.dtype(dtype) == jnp.float16
+  except TypeError:
+    return False  # The module uses the name `dtype` for something else.
 
 
 def _linen_initializer(
@@ -158,46 +181,19 @@ def _linen_initializer(
   The overwrite-with-gradient collection of Flax's fp8 modules becomes a part of
   the parameters, where `flax.training.train_state.TrainState` expects it.
   """
-  _check_rng(rng)
-  inputs = call_arguments.positional(sample_input)
-  init_kwargs = dict(init_kwargs)
-  leaves, treedef = jax.tree.flatten((inputs, init_kwargs))
-  if not jax.tree.leaves(inputs) and not init_kwargs:
-    raise ValueError(
-      f"sample_input must be one input of the model, got {sample_input!r}."
-    )
-  call_arguments.check_linen(model, inputs, init_kwargs)
+  # `type(...) is`: a NamedTuple is one argument.
+  is_tuple = type(sample_input) is tuple
+  inputs = sample_input if is_tuple else (sample_input,)
+  leaves, treedef = jax.tree.flatten((inputs, dict(init_kwargs)))
   # Only arrays are traced: a model may branch on a flag such as train=True.
   arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, _ARRAYS)}
 
   # `rng` and `arrays` are arguments, not constants: jit would embed constants
   # in the program, and could not place them on the mesh.
   def initialize(rng: Any, arrays: dict[int, Any]) -> dict[str, PyTree]:
-    given = [model_facts.zeros(arrays.get(i, x)) for i, x in enumerate(leaves)]
+    given = [_zeros(arrays.get(i, x)) for i, x in enumerate(leaves)]
     args, kwargs = jax.tree.unflatten(treedef, given)
-    try:
-      variables = dict(model.init(rng, *args, **kwargs))
-    except Exception as e:
-      # Flax's message often says only how a layer failed, not on which input.
-      if isinstance(sample_input, Mapping):
-        first = next(iter(sample_input))
-        raise TypeError(
-          f"sample_input must be what {type(model).__name__} is called with, "
-          f"got {checks.describe(sample_input)}, with which it fails "
-          f"({type(e).__name__}). Pass the input of a batch, not the batch, "
-          f"such as batch[{first!r}]."
-        ) from e
-      by_name = "".join(
-        f", {name}={jax.tree.map(_describe, value)}"
-        for name, value in init_kwargs.items()
-      )
-      e.add_note(
-        f"{type(model).__name__} was called with sample_input="
-        f"{jax.tree.map(_describe, sample_input)}{by_name}. A tuple is a list "
-        "of positional arguments; further keyword arguments of "
-        "create_train_state, such as train=False, are passed by name."
-      )
-      raise
+    variables = dict(model.init(rng, *args, **kwargs))
     # A state of Flax's TrainState has both collections in its `params`.
     if OVERWRITE_WITH_GRADIENT in variables:
       scales = variables.pop(OVERWRITE_WITH_GRADIENT)
@@ -208,77 +204,29 @@ def _linen_initializer(
   return initialize, (rng, arrays)
 
 
-def _describe(leaf: Any) -> Any:
-  """Returns dtype and shape of an array, and any other leaf as it is."""
-  if isinstance(leaf, (*_ARRAYS, jax.ShapeDtypeStruct)):
-    return f"{leaf.dtype}{list(leaf.shape)}"
-  return leaf
+def _zeros(x: Any) -> Any:
+  """Returns zeros for a shape and dtype, and any other leaf as it is."""
+  is_struct = isinstance(x, jax.ShapeDtypeStruct)
+  return jnp.zeros(x.shape, x.dtype) if is_struct else x
 
 
-def _construct_nnx(function: Any, rng: Any) -> nnx.Module:
-  """Calls a function of `nnx.Rngs` that returns an NNX module."""
-  _check_function(function)
-  _check_rng(rng)
-  rngs = nnx.Rngs(**rng) if isinstance(rng, Mapping) else nnx.Rngs(rng)
-  module = function(rngs)
+def _construct_nnx(model: Any, rng: Any) -> nnx.Module:
+  """Returns an NNX module, or the one that a function of `nnx.Rngs` returns."""
+  module = model
+  if callable(model) and not isinstance(model, nnx.Module):
+    rngs = nnx.Rngs(**rng) if isinstance(rng, Mapping) else nnx.Rngs(rng)
+    module = model(rngs)
   if not isinstance(module, nnx.Module):
     raise TypeError(
-      "model must be an instance of flax.linen.Module or flax.nnx.Module, or a "
-      f"function that returns the latter, got {checks.describe(function)}, "
-      f"which returned {checks.describe(module)}."
+      "model must be a Linen module, an NNX module, or a function of nnx.Rngs "
+      f"that returns one, got {checks.describe(model)}."
     )
   return module
 
 
-def _check_function(model: Any) -> None:
-  """Raises a TypeError unless `model` can be called with `nnx.Rngs`."""
-  if isinstance(model, nnx.Optimizer):
-    raise TypeError(
-      f"model must be a module, got a {type(model).__name__}. For a TrainState "
-      "pass the module, and the optax optimizer as tx. To keep NNX's train "
-      "step, with wrappers, write flaxshard.nnx.Optimizer(model, tx, "
-      "wrt=nnx.Param, wrappers=[...])."
-    )
-  # A module class is callable too, but here it is a forgotten `()`.
-  if callable(model) and not isinstance(model, type):
-    try:
-      inspect.signature(model).bind(None)
-      return
-    except (TypeError, ValueError):
-      pass  # it takes another number of arguments, or has no signature
-  raise TypeError(
-    "model must be an instance of flax.linen.Module or flax.nnx.Module, or a "
-    "function of nnx.Rngs that returns the latter, got "
-    f"{checks.describe(model)}."
-  )
-
-
-def _check_rng(rng: Any) -> None:
-  """Raises a TypeError unless `rng` is a PRNG key or a dict of keys."""
-  got = checks.describe(rng)
-  message = (
-    "rng must be a PRNG key, such as jax.random.key(0), or a dict of keys, got "
-    f"{got}."
-  )
-  if not jax.tree.leaves(rng):
-    raise TypeError(message)
-  try:
-    # Accepts typed keys and raw uint32 keys, as `model.init` does.
-    jax.eval_shape(lambda rng: jax.tree.map(jax.random.key_data, rng), rng)
-  except TypeError as e:
-    raise TypeError(message) from e
-
-
 def _check_params(model: Any, variables: Mapping[str, PyTree]) -> None:
   if not jax.tree.leaves(variables.get("params", {})):
-    hint = ""
-    if "arrays" in variables:
-      hint = (
-        " Arrays that are attributes are not trained: write nnx.Param(array); "
-        "or select them with flaxshard.nnx.Optimizer(model, tx, wrt=lambda "
-        "path, x: path[-1] == 'w')."
-      )
     raise ValueError(
       f"model={type(model).__name__} has no parameters: its collections are "
-      f"{sorted(variables)}, 'params' must be one with arrays in it.{hint}"
+      f"{sorted(variables)}, 'params' must be one with arrays in it."
     )

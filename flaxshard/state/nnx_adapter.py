@@ -90,7 +90,17 @@ class Apply:
         "eval" such changes are dropped. New variables, such as sown values, are
         dropped in any mode, as in Linen.
     """
-    to_return = self._check_collections(variables, mutable)
+    # A variable with the value None has no leaves, so it needs no collection.
+    known = {v.collection for v in self.variables if v.leaves}
+    if set(variables) != known:
+      raise ValueError(
+        f"apply_fn: the variables given are {sorted(variables)}; the module "
+        f"has {sorted(known)}."
+      )
+    if isinstance(mutable, bool):
+      to_return = known - {"params"} | {"intermediates"} if mutable else set()
+    else:
+      to_return = {mutable} if isinstance(mutable, str) else set(mutable)
     checks.one_of("apply_fn: mode", mode, ("train", "eval", None))
     # A new module for each call: calls change modules, but not `variables`.
     module, given = self._merge(variables)
@@ -104,16 +114,6 @@ class Apply:
       output = getattr(module, method or "__call__")(*args, **kwargs)
 
     variables_after = nnx.to_flat_state(nnx.state(module))
-    made = {
-      _collection_of(v) for path, v in variables_after if path not in given
-    }
-    known = {v.collection for v in self.variables if v.leaves}
-    unknown = to_return - known - made - {"intermediates"}
-    if unknown:
-      raise ValueError(
-        f"apply_fn: mutable names {sorted(unknown)}; the module has "
-        f"{sorted(known)}, and the call made {sorted(made - known)}."
-      )
     returned: dict[str, Any] = {}
     # By path: after the call the module may have more variables than before.
     for path, variable in variables_after:
@@ -145,16 +145,7 @@ class Apply:
 
     Args:
       variables: Some or all of the collections, by name.
-
-    Raises:
-      ValueError: A collection is unknown.
     """
-    known = {v.collection for v in self.variables}
-    if unknown := set(variables) - known:
-      raise ValueError(
-        f"nnx_state: unknown collections {sorted(unknown)}; the module has "
-        f"{sorted(known)}."
-      )
     return nnx.from_flat_state(
       [
         (
@@ -167,30 +158,6 @@ class Apply:
         if collection in variables and leaves
       ]
     )
-
-  def _check_collections(
-    self,
-    variables: Mapping[str, Any],
-    mutable: bool | str | Sequence[str],
-  ) -> set[str]:
-    """Checks the names of the collections; returns those to be returned."""
-    # A variable with the value None has no leaves, so it needs no collection.
-    known = {v.collection for v in self.variables if v.leaves}
-    if isinstance(mutable, bool):
-      to_return = known - {"params"} | {"intermediates"} if mutable else set()
-    else:
-      to_return = {mutable} if isinstance(mutable, str) else set(mutable)
-    if unknown := set(variables) - known:
-      raise ValueError(
-        f"apply_fn: variables names {sorted(unknown)}; the module has "
-        f"{sorted(known)}."
-      )
-    if missing := known - set(variables):
-      raise ValueError(
-        f"apply_fn: variables lack {sorted(missing)}; the module has "
-        f"{sorted(known)}."
-      )
-    return to_return
 
   def _merge(
     self, collections: Mapping[str, Any]

@@ -49,7 +49,7 @@ def mesh_of(strategy: HasMesh) -> jax.sharding.Mesh:
 
 
 def count_replicas(
-  mesh: jax.sharding.Mesh | None, wrappers: tuple[base.Wrapper, ...]
+  mesh: jax.sharding.Mesh | None, wrappers: tuple[base.Base, ...]
 ) -> int:
   """Returns the number of replicas of a mesh; 1 without a mesh.
 
@@ -73,7 +73,7 @@ def complete_fields(
   init: Callable[[Mapping[str, PyTree]], dict[str, PyTree]],
   given: Mapping[str, PyTree],
   mesh: jax.sharding.Mesh,
-  wrappers: tuple[base.Wrapper, ...],
+  wrappers: tuple[base.Base, ...],
 ) -> dict[str, PyTree]:
   """Places the given fields of a state and creates its other fields.
 
@@ -118,7 +118,7 @@ def complete_fields(
 def abstract_fields(
   fields: Mapping[str, PyTree],
   specs: Mapping[str, PyTree],
-  wrappers: tuple[base.Wrapper, ...],
+  wrappers: tuple[base.Base, ...],
   mesh: jax.sharding.Mesh | None,
 ) -> dict[str, PyTree]:
   """Returns shapes, dtypes and shardings of the fields of a state.
@@ -167,7 +167,7 @@ def _default_device() -> jax.Device:
 
 
 def wrapper_specs(
-  wrappers: tuple[base.Wrapper, ...],
+  wrappers: tuple[base.Base, ...],
   states: Mapping[str, PyTree],
   params: PyTree,
   param_specs: PyTree,

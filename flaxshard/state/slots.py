@@ -1,4 +1,4 @@
-"""The slots of a TrainState by parameter and name, and all its variables.
+"""The slots of a TrainState, by parameter and name.
 
 A slot is an array that the optimizer, or a wrapper, keeps for one parameter,
 such as Adam's first moment. TensorFlow's `Optimizer.get_slot` finds it by the
@@ -15,7 +15,7 @@ import optax
 from flaxshard.core import checks
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
-from flaxshard.state import parameter_paths
+from flaxshard.state import tf_surface
 
 PyTree = Any
 
@@ -37,90 +37,81 @@ class Slot(NamedTuple):
 
   Attributes:
     parameter: The path of the parameter.
-    group: Name of the wrapper that has the slot; "" for the optimizer.
-    path: The path in the state of the group, without that of the parameter.
-    tensorflow_path: The same, with TensorFlow's name at its end.
+    name: Its last key, in TensorFlow's words; behind that of its wrapper.
+    long_name: The same with all keys, such as `0/m`.
+    others: The two with optax's last key, such as `mu` and `0/mu`.
     value: The array.
   """
 
   parameter: str
-  group: str
-  path: str
-  tensorflow_path: str
+  name: str
+  long_name: str
+  others: tuple[str, ...]
   value: Any
-
-  def matches(self, name: str) -> bool:
-    """Returns whether a name is the end of one of the slot's paths."""
-    if self.group:
-      group, _, name = name.partition("/")
-      if group != self.group or not name:
-        return False
-    return any(
-      f"/{path}".endswith(f"/{name}")
-      for path in (self.path, self.tensorflow_path)
-    )
 
 
 def get_slot_names(
   params: PyTree, opt_state: PyTree, wrapper_states: PyTree
 ) -> list[str]:
   """Returns the names of all slots; see `TrainState.get_slot_names`."""
-  slots = _find(params, opt_state, wrapper_states)
-  return sorted({name for of_one in _named(slots).values() for name in of_one})
+  return _names(_find(params, opt_state, wrapper_states))
 
 
 def get_slot(
   params: PyTree,
   opt_state: PyTree,
   wrapper_states: PyTree,
-  parameter: Any,
+  parameter: str,
   name: str,
 ) -> jax.Array | None:
   """Returns a slot by parameter and name; see `TrainState.get_slot`."""
-  parameter = parameter_paths.find("get_slot: parameter", parameter, params)
-  name = checks.string("get_slot: name", name)
+  tf_surface.check_path("get_slot: parameter", parameter, params)
   slots = _find(params, opt_state, wrapper_states)
-  named = _named(slots)
-  of_parameter = named.get(parameter, {})
-  if name in of_parameter:
-    return of_parameter[name].value
-  found = {n: s for n, s in of_parameter.items() if s.matches(name)}
-  if len(found) == 1:
-    return next(iter(found.values())).value
-  if found:
+  found = [s for s in slots if name in (s.name, s.long_name, *s.others)]
+  of_parameter = [s for s in found if s.parameter == parameter]
+  if len(of_parameter) == 1:
+    return of_parameter[0].value
+  if of_parameter:
     raise ValueError(
       f"get_slot: {parameter} has several slots {name!r}: give one of "
-      f"{', '.join(map(repr, found))}."
+      f"{', '.join(repr(s.long_name) for s in of_parameter)}."
     )
-  if any(slot.matches(name) for slot in slots):
+  if found:
     return None
-  names = sorted({name for of_one in named.values() for name in of_one})
-  listed = ", ".join(map(repr, names)) or "none"
-  # optax's names are known as well.
-  known = [*names, *(s.path.rpartition("/")[2] for s in slots)]
+  names = _names(slots)
   raise ValueError(
-    f"get_slot: no parameter has a slot {name!r}; the slots are {listed}."
-    f"{checks.did_you_mean(name, known)}"
+    f"get_slot: no parameter has a slot {name!r}; the slots are "
+    f"{', '.join(map(repr, names)) or 'none'}."
+    f"{checks.did_you_mean(name, names)}"
   )
 
 
-def variables(
-  opt_state: PyTree, wrapper_states: PyTree
-) -> dict[str, jax.Array]:
-  """Returns the arrays of the optimizer and the wrappers, by path."""
-  tree = {"opt_state": opt_state, "wrapper_states": dict(wrapper_states)}
-  flat = jax.tree_util.tree_leaves_with_path(tree)
-  return {trees.path_string(path): leaf for path, leaf in flat}
+def _names(slots: list[Slot]) -> list[str]:
+  """Returns the names of slots; the long ones where a parameter has two."""
+  short = [(s.parameter, s.name) for s in slots]
+  return sorted(
+    {
+      s.name if short.count(key) == 1 else s.long_name
+      for key, s in zip(short, slots, strict=True)
+    }
+  )
 
 
 def _find(
   params: PyTree, opt_state: PyTree, wrapper_states: PyTree
 ) -> list[Slot]:
   """Returns the slots, in the order of the states."""
-  parameter_paths.leaves(params)  # raises if a path is not unique
   trained = opt_state_lib.trained_params(params)
   slots: list[Slot] = []
   for group, tree in {"": opt_state, **wrapper_states}.items():
+    # By the path of the optax state that a slot is a field of.
+    tensorflow_names = {
+      path: _TENSORFLOW_NAMES[type(node)]
+      for path, node in jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: type(x) in _TENSORFLOW_NAMES
+      )
+      if type(node) in _TENSORFLOW_NAMES
+    }
     flat = jax.tree_util.tree_leaves_with_path(tree)
     owners = _owners(tree, trained)
     for (path, leaf), owner in zip(flat, owners, strict=True):
@@ -128,16 +119,16 @@ def _find(
         continue
       parameter, length = owner
       prefix = path[: len(path) - length]
-      keys = trees.path_strings(prefix) or ("<root>",)
-      slots.append(
-        Slot(
-          parameter,
-          group,
-          "/".join(keys),
-          "/".join([*keys[:-1], _tensorflow_name(tree, prefix) or keys[-1]]),
-          leaf,
-        )
+      *keys, last = trees.path_strings(prefix) or ("<root>",)
+      in_front = [group] if group else []
+      names = tensorflow_names.get(prefix[:-1], {})
+      tensorflow = names.get(last, last)
+      name, long_name, *others = (
+        "/".join([*in_front, *middle, end])
+        for end in (tensorflow, last)
+        for middle in ((), keys)
       )
+      slots.append(Slot(parameter, name, long_name, (*others,), leaf))
   return slots
 
 
@@ -157,38 +148,3 @@ def _owners(tree: PyTree, trained: PyTree) -> list[tuple[str, int] | None]:
       owners, opt_state_lib.parameters_of(tree, optimized), strict=True
     )
   ]
-
-
-def _named(slots: list[Slot]) -> dict[str, dict[str, Slot]]:
-  """Returns the slots of each parameter by their shortest distinct names."""
-  by_parameter: dict[str, list[Slot]] = {}
-  for slot in slots:
-    by_parameter.setdefault(slot.parameter, []).append(slot)
-  named: dict[str, dict[str, Slot]] = {}
-  for parameter, of_one in by_parameter.items():
-    short = [(s.group, s.tensorflow_path.rpartition("/")[2]) for s in of_one]
-    named[parameter] = {
-      "/".join(
-        filter(
-          None, key if short.count(key) == 1 else (s.group, s.tensorflow_path)
-        )
-      ): s
-      for key, s in zip(short, of_one, strict=True)
-    }
-  return named
-
-
-def _tensorflow_name(tree: PyTree, prefix: trees.Path) -> str | None:
-  """Returns TensorFlow's name of a field, or None if it has no other one."""
-  for key in prefix[:-1]:
-    match key:
-      case jax.tree_util.GetAttrKey(name=name):
-        tree = getattr(tree, name)
-      case jax.tree_util.SequenceKey(idx=i):
-        tree = tree[i]
-      case jax.tree_util.DictKey(key=k):
-        tree = tree[k]
-      case _:
-        return None
-  names = _TENSORFLOW_NAMES.get(type(tree), {})
-  return names.get(trees.path_string(prefix[-1:])) if prefix else None

@@ -21,12 +21,11 @@ from flaxshard.core import trees
 from flaxshard.partitioning import compile_only
 from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.state import apply_gradients as apply_gradients_lib
+from flaxshard.state import describe
 from flaxshard.state import fields as fields_lib
-from flaxshard.state import gradient_pairs
-from flaxshard.state import parameter_paths
 from flaxshard.state import sharding as sharding_lib
 from flaxshard.state import slots
-from flaxshard.state import summary
+from flaxshard.state import tf_surface
 from flaxshard.state import validation
 from flaxshard.state import value_and_grad as value_and_grad_lib
 from flaxshard.wrappers import base
@@ -71,7 +70,7 @@ class TrainState(flax_train_state.TrainState):
     ([0.8999999761581421, 0.8999999761581421], 1)
   """
 
-  wrappers: tuple[base.Wrapper, ...] = struct.field(
+  wrappers: tuple[base.Base, ...] = struct.field(
     pytree_node=False, default=(), kw_only=True
   )
   # Inside Strategy.run a PerReplica leaf is a plain array, so nothing else
@@ -92,8 +91,6 @@ class TrainState(flax_train_state.TrainState):
       setattr(cls, name, dataclasses.field())
     # Otherwise the dataclass of each subclass gets a repr with all values.
     super().__init_subclass__(**{"repr": False, **kwargs})
-    # Flax gives each of its dataclasses a `replace` without our checks.
-    cls.replace = _replace  # type: ignore[method-assign,assignment]
 
   if TYPE_CHECKING:
     # Collections are fields that only `create` knows.
@@ -101,7 +98,7 @@ class TrainState(flax_train_state.TrainState):
 
   def __repr__(self) -> str:
     """Returns shapes, dtypes and bytes of all trees, about a page."""
-    return summary.summarize(self)
+    return describe.summarize(self)
 
   @classmethod
   def create(
@@ -110,7 +107,7 @@ class TrainState(flax_train_state.TrainState):
     apply_fn: Callable[..., Any] | None,
     params: PyTree,
     tx: optax.GradientTransformation,
-    wrappers: Sequence[base.Wrapper] = (),
+    wrappers: Sequence[base.Base] = (),
     strategy: sharding_lib.HasMesh | None = None,
     sparse: Sequence[str] = (),
     sparse_semantics: str = "lazy",
@@ -157,7 +154,6 @@ class TrainState(flax_train_state.TrainState):
     mesh = None if strategy is None else sharding_lib.mesh_of(strategy)
     num_replicas = sharding_lib.count_replicas(mesh, wrappers)
     validation.check_collections(cls, TrainState, collections)
-    validation.check_params(params)
     validation.check_tx(tx)
     tx = sparse_optimizer.wrap(tx, sparse, sparse_semantics)
     fields = fields_lib.fields_by_name(cls)
@@ -209,9 +205,9 @@ class TrainState(flax_train_state.TrainState):
       *args: Further arguments of `loss_fn`.
       has_aux: Whether `loss_fn` returns auxiliary output.
       var_list: The parameters to differentiate: a sequence of paths such as
-        `"Dense_0/kernel"`, of leaves of `state.params`, and of regular
-        expressions that are searched in the paths. A string that is a path
-        selects that parameter alone. None means all parameters.
+        `"Dense_0/kernel"` and of regular expressions that are searched in the
+        paths. A string that is a path selects that parameter alone. None means
+        all parameters.
       grad_loss: The cotangent of the loss, an array of its shape: the gradients
         are those of `(loss * grad_loss).sum()`. With it `loss_fn` may return an
         array of any shape.
@@ -259,6 +255,9 @@ class TrainState(flax_train_state.TrainState):
     Returns:
       The loss to differentiate. Pass its gradients to `unscale_gradients`.
 
+    Raises:
+      ValueError: The call is in the loss of `value_and_grad`, which scales it.
+
     Example:
       >>> import flaxshard as fs
       >>> state = fs.TrainState.create(
@@ -268,6 +267,11 @@ class TrainState(flax_train_state.TrainState):
       >>> float(grads["w"]), float(state.unscale_gradients(grads)["w"])
       (24.0, 3.0)
     """
+    if value_and_grad_lib.inside.get() is self.wrapper_states and self.wrappers:
+      raise ValueError(
+        "scale_loss: value_and_grad and minimize scale the loss themselves. "
+        "Return the loss as it is."
+      )
     return stack.scale_loss(
       self.wrappers,
       stack.local_states(self.wrappers, self.wrapper_states),
@@ -330,14 +334,14 @@ class TrainState(flax_train_state.TrainState):
     )
     selected = None
     if var_list is not None:
-      selected = parameter_paths.select("var_list", var_list, self.params)
-    pairs = gradient_pairs.from_tree(grads, selected)
+      selected = tf_surface.select(var_list, self.params)
+    pairs = tf_surface.pairs_of(grads, selected)
     return (pairs, value[1]) if has_aux else pairs
 
   def apply_gradients(
     self,
     *positional: Any,
-    grads: PyTree = gradient_pairs.MISSING,
+    grads: PyTree = tf_surface.MISSING,
     skip_gradients_aggregation: bool = False,
     aggregation: str | None = None,
     **replaced: PyTree,
@@ -393,7 +397,7 @@ class TrainState(flax_train_state.TrainState):
       >>> float(state.params["w"]), int(state.step)
       (0.5, 1)
     """
-    grads = gradient_pairs.gradients_argument(positional, grads, self.params)
+    grads = tf_surface.gradients_argument(positional, grads, self.params)
     return apply_gradients_lib.apply_gradients(
       self,
       grads,
@@ -481,14 +485,13 @@ class TrainState(flax_train_state.TrainState):
       self.params, self.opt_state, self.wrapper_states
     )
 
-  def get_slot(self, parameter: Any, name: str) -> jax.Array | None:
+  def get_slot(self, parameter: str, name: str) -> jax.Array | None:
     """Returns the array that the optimizer or a wrapper keeps for a parameter.
 
     Args:
-      parameter: The path of the parameter, such as `"Dense_0/kernel"`, or the
-        parameter itself, the very object in `state.params`.
-      name: One of `get_slot_names()`, or optax's name of the field, or the end
-        of its path in `opt_state`: `"m"`, `"mu"` or `"0/mu"`.
+      parameter: The path of the parameter, such as `"Dense_0/kernel"`.
+      name: One of `get_slot_names()`, or optax's name of the field, or its path
+        in `opt_state`: `"m"`, `"mu"` or `"0/mu"`.
 
     Returns:
       The array, with the shape of the parameter in most optimizers. Slots that
@@ -499,7 +502,6 @@ class TrainState(flax_train_state.TrainState):
     Raises:
       ValueError: No parameter has a slot of this name, where TensorFlow returns
         None; the parameter does not exist; or several slots have the name.
-      TypeError: `parameter` is neither a string nor an array.
 
     Example:
       >>> state = TrainState.create(
@@ -507,8 +509,6 @@ class TrainState(flax_train_state.TrainState):
       ...     tx=optax.sgd(0.1, momentum=0.9))
       >>> state, _ = state.minimize(lambda p: 3 * p["w"].sum())
       >>> state.get_slot("w", "momentum").tolist()
-      [3.0, 3.0]
-      >>> state.get_slot(state.params["w"], "trace").tolist()
       [3.0, 3.0]
     """
     return slots.get_slot(
@@ -530,7 +530,12 @@ class TrainState(flax_train_state.TrainState):
       >>> list(state.variables())
       ['opt_state/0/count', 'opt_state/0/mu/w', 'opt_state/0/nu/w']
     """
-    return slots.variables(self.opt_state, self.wrapper_states)
+    tree = {
+      "opt_state": self.opt_state,
+      "wrapper_states": dict(self.wrapper_states),
+    }
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return {trees.path_string(path): leaf for path, leaf in flat}
 
   # -- The wrappers' parameters and metrics, and the state without wrappers.
 
@@ -538,8 +543,7 @@ class TrainState(flax_train_state.TrainState):
   def eval_params(self) -> PyTree:
     """The parameters to evaluate and to export.
 
-    They are the average of `EMA` if the state has that wrapper, else `params`,
-    with the weight decay that rows have missed: see `settle`.
+    They are the average of `EMA` if the state has that wrapper, else `params`.
 
     Example:
       >>> import flaxshard as fs
@@ -550,34 +554,7 @@ class TrainState(flax_train_state.TrainState):
       >>> float(state.params["w"]), float(state.eval_params["w"])
       (0.0, 0.5)
     """
-    params = sparse_optimizer.eval_params(self.tx, self.params, self.opt_state)
-    return stack.eval_params(self.wrappers, self.wrapper_states, params)
-
-  def settle(self) -> Self:
-    """Returns the state with all rows of its tables up to date.
-
-    The `"catch_up"` semantics of `flaxshard.sparse_rows` multiply the slots of
-    a row, and with weight decay its parameters, by the decay of the steps that
-    it missed only when a step uses it. Call this before you read `params` or
-    slots; `eval_params`, checkpoints and further steps do not need it. A state
-    of other optimizers stays as it is.
-
-    Example:
-      >>> tx = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.5))
-      >>> state = TrainState.create(
-      ...     apply_fn=None, params={"table": jnp.ones((3, 1))}, tx=tx,
-      ...     sparse=["table"], sparse_semantics="catch_up")
-      >>> loss_fn = lambda p: 0 * p["table"][jnp.array([1])].sum()
-      >>> state, _ = state.minimize(loss_fn)
-      >>> state.params["table"].ravel().tolist()
-      [1.0, 0.75, 1.0]
-      >>> state.settle().params["table"].ravel().tolist()
-      [0.75, 0.75, 0.75]
-    """
-    params, opt_state = sparse_optimizer.settle(
-      self.tx, self.params, self.opt_state
-    )
-    return self.replace(params=params, opt_state=opt_state)
+    return stack.eval_params(self.wrappers, self.wrapper_states, self.params)
 
   def metrics(self) -> dict[str, jax.Array]:
     """Returns the wrappers' metrics, for a training loop to log.
@@ -629,35 +606,9 @@ class TrainState(flax_train_state.TrainState):
     return fields_lib.rebuild, (self._base_class or type(self), fields)
 
 
-def _replace(state: TrainState, **updates: Any) -> TrainState:
-  """Returns the state with other values of some fields."""
-  if "wrappers" in updates:
-    updates["wrappers"] = wrappers = base.check(updates["wrappers"])
-    names = [base.name_of(w) for w in wrappers]
-    states = updates.get("wrapper_states", state.wrapper_states)
-    if sorted(names) != sorted(states):
-      raise ValueError(
-        f"replace: wrappers={names} have no states here; the state has "
-        f"{sorted(states)}. Create a state with them: "
-        "TrainState.create(apply_fn=state.apply_fn, params=state.params, "
-        "tx=state.tx, wrappers=wrappers), and then replace step and opt_state; "
-        "state.without_wrappers() drops them all."
-      )
-  applied = vars(state).get("_applied")
-  if applied is not None and "batch_stats" in updates.keys() - applied:
-    for message in stack.check_late_collection(
-      state.wrappers, state.wrapper_states, "batch_stats"
-    ):
-      checks.warn(message)
-  return dataclasses.replace(state, **updates)
-
-
-TrainState.replace = _replace  # type: ignore[method-assign,assignment]
-
-
 def _init(
   tx: optax.GradientTransformation,
-  wrappers: tuple[base.Wrapper, ...],
+  wrappers: tuple[base.Base, ...],
   num_replicas: int,
   given: Mapping[str, PyTree],
 ) -> dict[str, PyTree]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import contextvars
 from typing import Any, TYPE_CHECKING
 
 import jax
@@ -15,10 +16,10 @@ from flaxshard.core import narrow_gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import parameter_groups
 from flaxshard.core import tracing
+from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.sparse import gradient_rows
 from flaxshard.state import fields as fields_lib
-from flaxshard.state import gating
-from flaxshard.state import parameter_paths
+from flaxshard.state import tf_surface
 from flaxshard.state import validation
 from flaxshard.wrappers import stack
 
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
   from flaxshard.state.train_state import TrainState
 
 PyTree = Any
+
+# The wrappers' states of the `value_and_grad` that calls its loss function.
+inside: contextvars.ContextVar[Any] = contextvars.ContextVar(
+  "inside", default=None
+)
 
 
 def value_and_grad(
@@ -39,8 +45,7 @@ def value_and_grad(
   gate_gradients: str,
 ) -> tuple[Any, PyTree]:
   """Does the work of `TrainState.value_and_grad`, whose arguments it has."""
-  validation.check_loss_fn(loss_fn)
-  gating.check(gate_gradients)
+  checks.one_of("gate_gradients", gate_gradients, ("none", "op", "graph"))
   params = opt_state_lib.trained_params(
     stack.working_params(
       state.wrappers,
@@ -51,19 +56,15 @@ def value_and_grad(
   trained = _select(state, params, var_list)
   # jax.grad rejects integer leaves unless allow_int=True.
   allow_int = not all(map(_is_inexact, jax.tree.leaves(trained)))
-  for message in stack.check_loss(
-    state.wrappers,
-    state.wrapper_states,
-    # Only parameters are traced: the loss may branch on an argument.
-    lambda: jax.make_jaxpr(lambda p: loss_fn(p, *args))(params),
-  ):
-    checks.warn(message)
 
   def scaled_loss(trained: PyTree) -> tuple[jax.Array, Any]:
     all_params = parameter_groups.merge(params, trained)
-    loss, aux = validation.split_loss(
-      loss_fn(all_params, *args), has_aux, grad_loss
-    )
+    token = inside.set(state.wrapper_states)
+    try:
+      result = loss_fn(all_params, *args)
+    finally:
+      inside.reset(token)
+    loss, aux = validation.split_loss(result, has_aux, grad_loss)
     objective = validation.weigh_loss(loss, grad_loss)
     # The unscaled loss is an auxiliary output: to divide the scaled loss by the
     # scale would not undo an overflow.
@@ -88,9 +89,9 @@ def value_and_grad(
       scaled_loss, has_aux=True, allow_int=allow_int
     )(trained)
   if is_gated:
-    grads = gating.gate(grads, gate_gradients)
+    grads = _gate(grads, gate_gradients)
     if not is_narrow:
-      grads = gating.widen(grads, trained)
+      grads = _widen(grads, trained)
   grads = state.unscale_gradients(grads)
   # Without integer parameters every leaf is a gradient already.
   return value, gradients.normalize(grads) if allow_int else grads
@@ -153,14 +154,47 @@ def _select(
   trained = parameter_groups.drop_frozen(state.tx, params)
   if var_list is None:
     return trained
-  selected = parameter_paths.select("var_list", var_list, state.params)
-  trained = parameter_paths.keep_selected(selected, trained)
-  if not any(map(_is_inexact, jax.tree.leaves(trained))):
-    raise ValueError(
-      f"var_list selects only frozen parameters and integers: "
-      f"{', '.join(sorted(selected))}."
-    )
-  return trained
+  selected = tf_surface.select(var_list, state.params)
+  return tf_surface.keep_selected(selected, trained)
+
+
+def _gate(grads: PyTree, mode: str) -> PyTree:
+  """Puts gradients behind optimization barriers.
+
+  XLA runs each operation as soon as its inputs exist. A barrier makes all its
+  outputs wait for all its inputs, and keeps the operations before and after it
+  from being fused.
+
+  Args:
+    grads: A tree of gradients; leaves without a gradient stay as they are.
+    mode: "op": one barrier for the gradients of each module, whose paths differ
+      in their last key alone. "graph": one barrier for all gradients.
+  """
+  flat, treedef = jax.tree_util.tree_flatten_with_path(
+    grads, is_leaf=is_indexed_slices
+  )
+  groups: dict[Any, dict[int, Any]] = {}
+  for i, (path, g) in enumerate(flat):
+    if gradients.has_gradient(path, g) or gradients.is_statistic(path):
+      module = path[:-1] if mode == "op" else ()
+      groups.setdefault(module, {})[i] = g
+  leaves = [g for _, g in flat]
+  for group in groups.values():
+    gated: Any = jax.lax.optimization_barrier(group)
+    for i, g in gated.items():
+      leaves[i] = g
+  return jax.tree.unflatten(treedef, leaves)
+
+
+def _widen(grads: PyTree, params: PyTree) -> PyTree:
+  """Casts gradients to the dtypes of their parameters."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, p, g: (
+      g.astype(p.dtype) if gradients.has_gradient(path, g) else g
+    ),
+    params,
+    grads,
+  )
 
 
 def _is_inexact(x: Any) -> bool:

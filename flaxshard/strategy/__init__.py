@@ -3,7 +3,3 @@
 from flaxshard.strategy.strategy import Strategy
 
 __all__ = ["Strategy"]
-
-
-def __dir__() -> list[str]:
-  return sorted(__all__)

@@ -84,9 +84,8 @@ def layout_of(tree: PyTree) -> Layout:
       raise TypeError(
         f"run: argument {trees.path_string(path[1:])} is an nnx.Optimizer, "
         "whose update and whose module's changes would be lost. Call the step "
-        "under nnx.jit, with flaxshard.nnx.Optimizer(..., strategy=strategy) "
-        "and a batch of strategy.shard_batch; or make a TrainState with "
-        "create_train_state(model, ...)."
+        "under nnx.jit, or make a TrainState with create_train_state(model, "
+        "...)."
       )
     inner = [p for p, _ in jax.tree_util.tree_leaves_with_path(node)]
     paths += [(*path, *p) for p in inner]
@@ -167,14 +166,21 @@ def place(mesh: Mesh, leaf: Any, layout: Layout, index: int) -> Any:
   where = f"run: argument {trees.path_string(layout.paths[index][1:])}"
   if isinstance(leaf, jax.core.Tracer):
     raise _traced_error(where)
-  _check_array(where, leaf)
-  if trees.dtype_of(leaf) == jax.dtypes.float0:
-    raise TypeError(f"{where} is of dtype float0, which no device can hold.")
+  if not trees.is_array(leaf):
+    raise TypeError(
+      f"{where} must be an array or a number, got {checks.describe(leaf)}. "
+      "Values of other types are bound to the function: "
+      "functools.partial(fn, name=value), created once."
+    )
   trees.check_integers(where, leaf)
   if isinstance(leaf, jax.Array) and leaf.is_deleted():
     raise ValueError(f"{where} is deleted: it was donated to an earlier call.")
-  if layout.per_replica[index]:
-    _check_replica_axis(where, mesh, leaf, layout.paths[index])
+  replicas = mesh.shape[mesh_lib.REPLICA]
+  if layout.per_replica[index] and np.shape(leaf)[:1] != (replicas,):
+    raise ValueError(
+      f"{where}, which each replica has for itself, must have the {replicas} "
+      f"replicas as its first dimension, got shape {np.shape(leaf)}."
+    )
   target = _target_sharding(where, mesh, leaf, layout, index)
   if isinstance(leaf, jax.ShapeDtypeStruct) or compile_only.is_compile_only(
     mesh
@@ -193,29 +199,6 @@ def place(mesh: Mesh, leaf: Any, layout: Layout, index: int) -> Any:
 def default_sharding(mesh: Mesh, *, per_replica: bool) -> NamedSharding:
   """Returns the sharding of an array that has none on the mesh."""
   return NamedSharding(mesh, P(mesh_lib.REPLICA) if per_replica else P())
-
-
-def _check_array(where: str, leaf: Any) -> None:
-  """Raises a TypeError unless an argument is an array or a number."""
-  if not trees.is_array(leaf):
-    raise TypeError(
-      f"{where} must be an array or a number, got {checks.describe(leaf)}. "
-      "Values of other types are bound to the function: "
-      "functools.partial(fn, name=value), created once."
-    )
-
-
-def _check_replica_axis(where: str, mesh: Mesh, leaf: Any, path: Any) -> None:
-  replicas = mesh.shape[mesh_lib.REPLICA]
-  if np.shape(leaf)[:1] == (replicas,):
-    return
-  kind = "a PerReplica"
-  if "wrapper_states" in trees.path_strings(path):
-    kind = "which create_train_state(..., strategy=...) makes for each replica"
-  raise ValueError(
-    f"{where}, {kind}, must have the {replicas} replicas "
-    f"as its first dimension, got shape {np.shape(leaf)}."
-  )
 
 
 def _target_sharding(
@@ -252,7 +235,8 @@ def _target_sharding(
 def _traced_error(where: str) -> TypeError:
   return TypeError(
     f"{where} is traced: a Strategy compiles by itself. Call it outside of "
-    "jax.jit; for several steps in one program there is run_steps."
+    "jax.jit, jax.grad, jax.vmap and jax.eval_shape; for several steps in one "
+    "program there is run_steps."
   )
 
 

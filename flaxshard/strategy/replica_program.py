@@ -25,7 +25,6 @@ from flaxshard.strategy import replica_view
 from flaxshard.strategy import replication
 from flaxshard.strategy import replication_check
 from flaxshard.strategy import step_warnings
-from flaxshard.strategy import unread_inputs
 from flaxshard.strategy.arguments import Layout
 from flaxshard.wrappers import stack
 
@@ -54,7 +53,6 @@ class ReplicaProgram:
       called.
     batch_dim: The dimension of a batch with the examples.
     warnings: The warnings of each traced program, by kind.
-    unread: The indices of bool leaves that a train step does not read.
   """
 
   mesh: jax.sharding.Mesh
@@ -65,7 +63,6 @@ class ReplicaProgram:
   unplaced: tuple[int, ...]
   batch_dim: int
   warnings: dict[str, str] = dataclasses.field(default_factory=dict)
-  unread: list[int] = dataclasses.field(default_factory=list)
 
   def run(self, *leaves: jax.Array) -> PyTree:
     """Returns what the function returns, on all replicas; it is jitted."""
@@ -134,17 +131,18 @@ class ReplicaProgram:
     for i, spec in enumerate(in_specs):
       if mesh_lib.REPLICA in spec:
         inputs[i] = replication.per_replica(count)
-    seen = step_warnings.Observations(count)
-    outputs = replication_check.propagate(jaxpr, inputs, count, seen.observe)
+    gradients = step_warnings.Gradients()
+    outputs = replication_check.propagate(
+      jaxpr, inputs, count, gradients.observe
+    )
     # The outputs are ordered: first all that replicas must share.
     order = sorted(range(len(outputs)), key=results.per_replica.__getitem__)
     shared = order[: results.per_replica.count(False)]
     groups = _groups_of(results, count)
-    checked = [groups[i] for i in shared]
     replication_check.check(
       outputs[: len(shared)],
       [trees.path_string(results.paths[i]) for i in shared],
-      checked,
+      [groups[i] for i in shared],
     )
     in_states = {
       state.start + i
@@ -159,16 +157,9 @@ class ReplicaProgram:
       leaves,
       self.unplaced,
       self.batch_dim,
-      checked,
       [k for k, i in enumerate(order) if i not in in_states],
     )
-    self.warnings.update(step.warnings(seen))
-    # Without gradients, as in an evaluation, a mask is often used elsewhere.
-    if seen.gradients:
-      is_read = unread_inputs.reads_inputs(jaxpr)
-      self.unread.extend(
-        i for i, x in enumerate(leaves) if x.dtype == bool and not is_read[i]
-      )
+    self.warnings.update(step.warnings(gradients))
 
   def _assemble(
     self, body: _Body, replicated: Sequence[Any], per_replica: Sequence[Any]

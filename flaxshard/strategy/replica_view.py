@@ -37,7 +37,7 @@ def is_node(x: Any) -> bool:
   return is_state(x) or isinstance(x, (PerReplica, Replicated))
 
 
-def wrappers_of(state: Any) -> tuple[base.Wrapper, ...]:
+def wrappers_of(state: Any) -> tuple[base.Base, ...]:
   """Returns the wrappers of a TrainState; Flax's own has none."""
   return state.wrappers if isinstance(state, TrainState) else ()
 
@@ -70,7 +70,7 @@ def to_local(tree: PyTree) -> PyTree:
 
   def convert_node(node: Any) -> Any:
     if is_per_replica(node):
-      return jax.tree.map(_take_only_row, node.value)
+      return jax.tree.map(lambda x: x[0], node.value)
     if is_state(node):
       return _state_to_local(node)
     return node
@@ -177,15 +177,6 @@ def _swap_collections(state: Any, wrapper_states: Mapping[str, PyTree]) -> Any:
     state.wrappers, wrapper_states, collections
   )
   return state.replace(wrapper_states=wrapper_states, **collections)
-
-
-def _take_only_row(x: jax.Array) -> jax.Array:
-  if x.shape[:1] != (1,):
-    raise ValueError(
-      "run: a PerReplica must have the replicas as its first dimension; a "
-      f"replica's part of one has shape {x.shape}."
-    )
-  return x[0]
 
 
 def _add_row_axis(tree: PyTree) -> PyTree:

@@ -13,7 +13,7 @@ cannot follow tells all replicas apart: unknown is an error, never accepted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 from typing import Any
 
@@ -164,7 +164,7 @@ class _Propagation:
     if name == "custom_linear_solve":
       return self.linear_solve(params, given)
     if name in _CALLS:
-      (body,) = _jaxprs(params.values())
+      (body,) = core.jaxprs_in_params(params)
       return self.run(body, given)
     over = params.get("axes", params.get("axis_name"))
     if replication.names_replicas(over):
@@ -244,15 +244,6 @@ def _is_ref(atom: Any) -> bool:
   return hasattr(atom.aval, "inner_aval")
 
 
-def _jaxprs(values: Iterable[Any]) -> Iterator[Any]:
-  """Yields the jaxprs among the parameters of an equation."""
-  for value in values:
-    if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
-      yield programs.open_program(value)
-    elif isinstance(value, (tuple, list)):
-      yield from _jaxprs(value)
-
-
 def _mentions_replicas(eqn: Any) -> bool:
   """Returns whether an equation, or a jaxpr in it, names the replica axis."""
   params = dict(eqn.params)
@@ -267,8 +258,8 @@ def _mentions_replicas(eqn: Any) -> bool:
   )
   return named or any(
     _mentions_replicas(inner)
-    for jaxpr in _jaxprs(params.values())
-    for inner in jaxpr.eqns
+    for program in core.jaxprs_in_params(params)
+    for inner in program.eqns
   )
 
 

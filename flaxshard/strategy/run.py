@@ -8,21 +8,20 @@ back together (`replica_program`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 import contextvars
 import functools
+import types
 from typing import Any, NamedTuple
+import weakref
 
 import jax
 import numpy as np
 
 from flaxshard.core import checks
-from flaxshard.core import trees
-from flaxshard.data import padding
 from flaxshard.partitioning import compile_only
 from flaxshard.replicas import context as replica_context
 from flaxshard.strategy import arguments
-from flaxshard.strategy import function_cache
 from flaxshard.strategy import run_steps
 from flaxshard.strategy.arguments import Layout
 from flaxshard.strategy.replica_program import ReplicaProgram
@@ -41,12 +40,10 @@ class _Compiled(NamedTuple):
   Attributes:
     jitted: The jitted program.
     warnings: The warnings that were found when it was traced, by kind.
-    unread: The indices of bool leaves that a train step does not read.
   """
 
   jitted: Any
   warnings: dict[str, str]
-  unread: list[int]
 
 
 class _LastCall(NamedTuple):
@@ -90,7 +87,6 @@ class Program:
     self._layouts: dict[Any, Layout] = {}
     self._compiled: dict[Any, _Compiled] = {}
     self._warned: set[str] = set()
-    self._calls = 0
     self._last_calls: dict[Any, _LastCall] = {}
 
   def call(self, fn: Function, args: Any, kwargs: Any) -> PyTree:
@@ -132,22 +128,8 @@ class Program:
       out = last.compiled.jitted(*leaves)
     finally:
       _called.reset(token)
-    for i in last.compiled.unread:
-      # Only now: most steps never see a batch that is padded.
-      if padding.marks_padding(leaves[i]):
-        path = trees.path_string(self._layouts[treedef].paths[i][1:])
-        last.compiled.warnings["padding"] = (
-          f"run: the batch has padding, which argument {path} marks, and the "
-          "step does not read this mask: the repeated examples count as real "
-          "ones. Divide the sum of the real losses by their number, over all "
-          "replicas: (losses * mask).sum() / context.all_reduce('mean', "
-          "mask.sum()); or leave out the batch with drop_remainder=True."
-        )
     if last.compiled.warnings:
       self._warn(last.compiled)
-    if self._calls < 2:
-      self._calls += 1
-      _count_call(fn, self._calls)
     # Only now: a call that raised must sort its arguments again.
     self._last_calls[treedef] = last
     return jax.block_until_ready(out) if self._wait else out
@@ -174,7 +156,7 @@ class Program:
   def _prepare(self, args: Any, kwargs: Any) -> tuple[_Compiled, list[Any]]:
     """Returns the program for some arguments, and their leaves on the mesh."""
     # Only a call shows how many arguments there are.
-    if any(i >= len(args) for i in self._donate_argnums):
+    if any(not 0 <= i < len(args) for i in self._donate_argnums):
       raise ValueError(
         f"donate_argnums={tuple(self._donate_argnums)} must be positions of "
         f"arguments, of which there are {len(args)}."
@@ -238,43 +220,71 @@ class Program:
       if positional.idx == 0 and argument.idx in self._donate_argnums
     ]
     jitted = jax.jit(program.run, donate_argnums=donated)
-    return _Compiled(jitted, program.warnings, program.unread)
+    return _Compiled(jitted, program.warnings)
 
 
-_one_time_functions = function_cache.OneTimeFunctions()
+class FunctionCache:
+  """The programs by function and options, dropped when it is collected.
 
+  `jax.jit` keeps compiled programs in the same way: a function that was run
+  once, and the arrays that it captured, are not kept alive.
 
-def _count_call(fn: Function, calls: int) -> None:
-  """Warns if a function is one of several that are called once each.
-
-  Args:
-    fn: The function.
-    calls: 1 in its first call, 2 in its second one.
+  Equal callables share an entry, which dies with the first of them. A bound
+  method is a new object at each access, so its entry dies with the object that
+  it is bound to.
   """
-  if calls > 1:
-    _one_time_functions.remove(fn)
-  elif _one_time_functions.add(fn) == 3:
-    inner: Any = function_cache.inner_function(fn)
-    code = inner.__code__
-    checks.warn(
-      f"run: the function {inner.__qualname__} ({code.co_filename}:"
-      f"{code.co_firstlineno}) was compiled for the third time, because each "
-      "call is given a new function object. Define it once, outside of the "
-      "loop, and pass what changes as args.",
-    )
+
+  def __init__(self) -> None:
+    self._by_function: weakref.WeakKeyDictionary[
+      Any, dict[Hashable, Program]
+    ] = weakref.WeakKeyDictionary()
+    self._by_method: dict[tuple[int, Any], dict[Hashable, Program]] = {}
+
+  def __len__(self) -> int:
+    """Returns the number of functions with an entry."""
+    return len(self._by_function) + len(self._by_method)
+
+  def get(self, fn: Function, *options: Hashable) -> Program:
+    """Returns the programs of a function, for arguments of `Program`."""
+    if isinstance(fn, types.MethodType):
+      programs = self._programs_of_method(fn)
+    else:
+      programs = self._by_function.setdefault(fn, {})
+    if options not in programs:
+      programs[options] = Program(*options)  # type: ignore[arg-type]
+    return programs[options]
+
+  def _programs_of_method(
+    self, fn: types.MethodType
+  ) -> dict[Hashable, Program]:
+    # By identity, as bound methods compare: the object may not be hashable.
+    key = id(fn.__self__), fn.__func__
+    if key not in self._by_method:
+      self._by_method[key] = {}
+      # The number of a dead object may be given to a new one.
+      finalizer = weakref.finalize(fn.__self__, self._by_method.pop, key, None)
+      finalizer.atexit = False
+    return self._by_method[key]
 
 
 class CompiledFunction:
-  """The result of `Strategy.jit`: a function that runs once per replica."""
+  """The result of `Strategy.jit` and `Strategy.jit_steps`.
 
-  def __init__(self, fn: Function, program: Program):
+  Args:
+    fn: The function.
+    program: Its compiled forms.
+    steps: Whether it is a step, which is called with a state and batches.
+  """
+
+  def __init__(self, fn: Function, program: Program, steps: bool = False):
     functools.update_wrapper(self, fn)
     self._fn = fn
     self._program = program
+    self._arguments = _stack_batches if steps else _as_given
 
   def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
     """Runs the function on each replica."""
-    return self._program.call(self._fn, args, kwargs)
+    return self._program.call(self._fn, *self._arguments(*args, **kwargs))
 
   def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
     """Lowers the program, as `jax.jit(...).lower` does."""
@@ -282,26 +292,12 @@ class CompiledFunction:
 
   def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
     """Traces the program, as `jax.jit(...).trace` does."""
-    return self._program.trace(self._fn, args, kwargs)
+    return self._program.trace(self._fn, *self._arguments(*args, **kwargs))
 
 
-class CompiledSteps:
-  """The result of `Strategy.jit_steps`: a loop over batches."""
+def _as_given(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+  return args, kwargs
 
-  def __init__(self, step_fn: Function, program: Program):
-    self._step_fn = step_fn
-    self._program = program
 
-  def __call__(self, state: PyTree, batches: PyTree) -> tuple[PyTree, PyTree]:
-    """Runs a step for each batch, on each replica."""
-    args = state, run_steps.stack(batches)
-    return self._program.call(self._step_fn, args, {})
-
-  def lower(self, state: PyTree, batches: PyTree) -> jax.stages.Lowered:
-    """Lowers the loop, as `jax.jit(...).lower` does."""
-    return self.trace(state, batches).lower()
-
-  def trace(self, state: PyTree, batches: PyTree) -> jax.stages.Traced:
-    """Traces the loop, as `jax.jit(...).trace` does."""
-    args = state, run_steps.stack(batches)
-    return self._program.trace(self._step_fn, args, {})
+def _stack_batches(state: PyTree, batches: PyTree) -> tuple[Any, Any]:
+  return (state, run_steps.stack(batches)), {}

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import trees
-from flaxshard.data import padding
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import values
 
@@ -38,8 +37,6 @@ def stack(batches: PyTree) -> PyTree:
   """
   trees.check_arrays("run_steps: batches", batches)
   if isinstance(batches, list):
-    if not batches:
-      raise ValueError("run_steps: batches must be at least one, got [].")
     for i, batch in enumerate(batches[1:], 1):
       difference = trees.first_difference(batch, batches[0])
       if difference:
@@ -47,25 +44,18 @@ def stack(batches: PyTree) -> PyTree:
           f"run_steps: batches[{i}] must be like batches[0], but differs at "
           f"{difference}."
         )
-    batches = jax.tree.map(_stack, *batches, is_leaf=values.is_per_replica)
+    if batches:
+      batches = jax.tree.map(_stack, *batches, is_leaf=values.is_per_replica)
   # In a PerReplica the steps come after the replicas.
-  counts = {}
-  for path, x in jax.tree_util.tree_leaves_with_path(
-    batches, is_leaf=values.is_per_replica
-  ):
-    axis = 1 if values.is_per_replica(x) else 0
-    for inner, leaf in jax.tree_util.tree_leaves_with_path(x):
-      where = trees.path_string((*path, *inner))
-      counts[where] = np.shape(leaf)[axis : axis + 1]
-  if not counts or () in counts.values() or (0,) in counts.values():
-    raise ValueError(
-      "run_steps: batches must be arrays with at least one step as their first "
-      f"dimension, got {counts}."
-    )
-  if len(set(counts.values())) > 1:
+  counts = {
+    np.shape(leaf)[values.is_per_replica(x) :][:1]
+    for x in jax.tree.leaves(batches, is_leaf=values.is_per_replica)
+    for leaf in jax.tree.leaves(x)
+  }
+  if len(counts) != 1 or counts & {(), (0,)}:
     raise ValueError(
       "run_steps: all leaves of batches must have the same number of steps, "
-      f"got { {path: n for path, (n,) in counts.items()} }."
+      f"at least one, as their first dimension, got {sorted(counts)}."
     )
   return batches
 
@@ -78,27 +68,19 @@ def _stack(*parts: Any) -> Any:
 
 
 def _stack_arrays(axis: int, *parts: Any) -> Any:
-  if any(isinstance(x, jax.ShapeDtypeStruct) for x in parts):
-    return _stack_abstract(axis, *parts)
+  first = parts[0]
+  if isinstance(first, jax.ShapeDtypeStruct):
+    shape = (*first.shape[:axis], len(parts), *first.shape[axis:])
+    sharding = first.sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+      sharding = _stacked_sharding(sharding, axis)
+    return jax.ShapeDtypeStruct(shape, first.dtype, sharding=sharding)
   # NumPy batches stay on the host: `run` moves the whole stack at once.
   if not all(isinstance(x, jax.Array) for x in parts):
     return np.stack(parts, axis)
-  sharding = parts[0].sharding
-  if isinstance(sharding, jax.sharding.NamedSharding):
-    stacked = _stacker(sharding, axis)(*parts)
-    if any(map(padding.marks_padding, parts)):
-      padding.remember_mask(stacked)
-    return stacked
+  if isinstance(first.sharding, jax.sharding.NamedSharding):
+    return _stacker(first.sharding, axis)(*parts)
   return jnp.stack(parts, axis)
-
-
-def _stack_abstract(axis: int, *parts: Any) -> jax.ShapeDtypeStruct:
-  first = parts[0]
-  shape = (*first.shape[:axis], len(parts), *first.shape[axis:])
-  sharding = first.sharding
-  if isinstance(sharding, jax.sharding.NamedSharding):
-    sharding = _stacked_sharding(sharding, axis)
-  return jax.ShapeDtypeStruct(shape, first.dtype, sharding=sharding)
 
 
 @functools.lru_cache

@@ -31,36 +31,18 @@ _INDEXED = frozenset(("gather", "dynamic_slice"))
 _KEY = "fold_in"
 
 
-@dataclasses.dataclass(frozen=True)
-class Observations:
-  """The `Replication` of gradients and PRNG keys in a program, by equation.
+class Gradients(dict[int, Replication]):
+  """The `Replication` of the operands of the reductions of `apply_gradients`.
 
-  Equations in a loop or in a function that is called twice are met more than
-  once: the entry is the join.
-
-  Attributes:
-    num_replicas: The number of replicas.
-    gradients: The operands of the reductions of `apply_gradients`.
-    random: The PRNG keys from which random numbers are drawn.
-    shapes: The shapes of these random numbers.
+  By equation: one in a loop or in a function that is called twice is met more
+  than once, and its entry is the join.
   """
-
-  num_replicas: int
-  gradients: dict[int, Replication] = dataclasses.field(default_factory=dict)
-  random: dict[int, Replication] = dataclasses.field(default_factory=dict)
-  shapes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
   def observe(self, eqn: Any, given: list[Replication]) -> None:
     """Records an equation; a `replication_check.Rule` that decides nothing."""
     if _is_marked(eqn, replica_context.GRADIENTS):
-      self._join(self.gradients, eqn, given[0])
-    elif eqn.primitive.name == "random_bits":
-      self._join(self.random, eqn, given[0])
-      self.shapes[id(eqn)] = eqn.outvars[0].aval.shape
-
-  def _join(self, found: dict[int, Replication], eqn: Any, x: Any) -> None:
-    values = [x, *([found[id(eqn)]] if id(eqn) in found else [])]
-    found[id(eqn)] = replication.join(values, self.num_replicas)
+      found = [given[0], *([self[id(eqn)]] if id(eqn) in self else [])]
+      self[id(eqn)] = replication.join(found, len(given[0].classes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +58,6 @@ class TracedStep:
     unplaced: The indices of the inputs that were not on a mesh when `run` was
       called, so that nobody has said how to split them.
     batch_dim: The dimension of a batch with the examples: 1 in `run_steps`.
-    checked: For each output that replicas must share, the groups of replicas
-      that do. These outputs are the first ones.
     results: The indices of the outputs that are not part of a TrainState.
   """
 
@@ -88,7 +68,6 @@ class TracedStep:
   leaves: Sequence[Any]
   unplaced: Sequence[int]
   batch_dim: int
-  checked: Sequence[replication.Groups]
   results: Sequence[int]
 
   @property
@@ -96,19 +75,18 @@ class TracedStep:
     """The number of replicas."""
     return len(self.inputs[0].classes)
 
-  def warnings(self, seen: Observations) -> dict[str, str]:
+  def warnings(self, gradients: Gradients) -> dict[str, str]:
     """Returns the warnings by kind.
 
     Args:
-      seen: What the replication check met in the program.
+      gradients: What the replication check met in the program.
     """
     # Other functions may compute the same on all replicas for good reasons.
     if not self.layout.states:
       return {}
     found = {
       "unsplit": self._unsplit_batch(),
-      "reduced": self._reduced_by_hand(seen),
-      "random": self._same_random_numbers(seen),
+      "reduced": self._reduced_by_hand(gradients),
     }
     return {kind: text for kind, text in found.items() if text is not None}
 
@@ -117,44 +95,46 @@ class TracedStep:
     batches = [
       i
       for i in self.unplaced
-      if not self._is_key(i)
+      if not _is_key(self.leaves[i])
       # With fewer examples than replicas it is hardly a batch.
       and self.leaves[i].shape[self.batch_dim :][:1] >= (self.num_replicas,)
     ]
     if not batches or any(map(self._is_split, range(len(self.inputs)))):
       return None
-
-    outputs, seen = self._propagate(
+    outputs, gradients = self._propagate(
       [replication.replicated(self.num_replicas)] * len(self.inputs),
       self._name_differences,
     )
-    computed = list(seen.gradients.values()) or [
-      outputs[i] for i in self.results
-    ]
+    computed = list(gradients.values()) or [outputs[i] for i in self.results]
     # A program that drops other units on each replica still computes the whole
     # batch there. One that uses the number of a replica otherwise may take a
     # part of the batch by itself.
     if not computed or not all(x.causes <= {_KEY} for x in computed):
       return None
+    listed = replication_check.abbreviate(
+      [
+        f"argument {trees.path_string(self.layout.paths[i][1:])} of shape "
+        f"{self.leaves[i].shape}"
+        for i in batches
+      ]
+    )
     whole = "strategy.shard_batch(batch, spec=jax.sharding.PartitionSpec())"
     return (
       f"run: no argument is split over the {self.num_replicas} replicas, so "
-      f"each of them computes the whole of {self._list(batches)}. Split a "
-      "batch with strategy.shard_batch(batch), or all batches of a dataset "
-      "with strategy.distribute_dataset(batches). If every replica is to "
-      f"compute all of it, put it on the mesh: {whole}."
+      f"each of them computes the whole of {listed}. Split a batch with "
+      "strategy.shard_batch(batch), or all batches of a dataset with "
+      "strategy.distribute_dataset(batches). If every replica is to compute "
+      f"all of it, put it on the mesh: {whole}."
     )
 
-  def _reduced_by_hand(self, seen: Observations) -> str | None:
+  def _reduced_by_hand(self, gradients: Gradients) -> str | None:
     """Returns a warning if gradients are reduced twice."""
-    found = seen.gradients.values()
-    if not found or not all(x.is_replicated for x in found):
+    if not gradients or not all(x.is_replicated for x in gradients.values()):
       return None
-
     # Gradients that a sum over the replicas has made the same, and not only
     # constants or the same data on all replicas.
     _, without_sums = self._propagate(self.inputs, _sums_of_rows_too())
-    if all(x.is_replicated for x in without_sums.gradients.values()):
+    if all(x.is_replicated for x in without_sums.values()):
       return None
     return (
       "run: the gradients are already reduced over the replicas when "
@@ -162,53 +142,6 @@ class TracedStep:
       f"{self.num_replicas} times as long. Leave out the psum, pmean or "
       "all_reduce of the gradients, or call "
       "apply_gradients(..., skip_gradients_aggregation=True)."
-    )
-
-  def _same_random_numbers(self, seen: Observations) -> str | None:
-    """Returns a warning if replicas draw the same numbers for other data."""
-    keys = [
-      i
-      for i, x in enumerate(self.inputs)
-      if self._is_key(i) and x.is_replicated and not self._in_state(i)
-    ]
-    indices = range(len(self.inputs))
-    sizes = {self._local_batch_size(i) for i in indices}
-    # One number or more for each example. Noise on gradients or parameters, or
-    # numbers for the whole batch, may well be the same.
-    state_shapes = {self.leaves[i].shape for i in indices if self._in_state(i)}
-    suspects = [
-      i
-      for i, x in seen.random.items()
-      if x.is_replicated
-      and seen.shapes[i][:1]
-      and seen.shapes[i][0] in sizes
-      and seen.shapes[i] not in state_shapes
-    ]
-    if not keys or not suspects:
-      return None
-    inputs = list(self.inputs)
-    for i in keys:
-      inputs[i] = replication.per_replica(self.num_replicas)
-    outputs, with_own_keys = self._propagate(inputs)
-    # Noise that the TrainState needs to be the same is no mistake.
-    for x, groups in zip(outputs, self.checked, strict=False):
-      if not x.same_within(groups):
-        return None
-    shapes = sorted(
-      {
-        seen.shapes[i]
-        for i in suspects
-        if not with_own_keys.random[i].is_replicated
-      }
-    )
-    if not shapes:
-      return None
-    return (
-      "run: each replica draws the same random numbers, of shape "
-      f"{', '.join(map(str, shapes))}, for its part of the batch, because it "
-      f"has the same PRNG key: {self._list(keys)}. For dropout or noise use "
-      "key = fs.get_replica_context().fold_in(key). If the numbers are to be "
-      "the same, say so with key = context.assume_replicated(key)."
     )
 
   def _name_differences(
@@ -226,24 +159,18 @@ class TracedStep:
     return _sums_keep_differences(eqn, given)
 
   def _propagate(
-    self, inputs: Sequence[Replication], rule: replication_check.Rule = None
-  ) -> tuple[list[Replication], Observations]:
-    seen = Observations(self.num_replicas)
+    self, inputs: Sequence[Replication], rule: Any
+  ) -> tuple[list[Replication], Gradients]:
+    gradients = Gradients()
 
     def observe(eqn: Any, given: list[Replication]) -> Any:
-      seen.observe(eqn, given)
-      return rule(eqn, given) if rule is not None else None
+      gradients.observe(eqn, given)
+      return rule(eqn, given)
 
     outputs = replication_check.propagate(
       self.jaxpr, inputs, self.num_replicas, observe
     )
-    return outputs, seen
-
-  def _in_state(self, i: int) -> bool:
-    return any(
-      state.start <= i < state.start + state.treedef.num_leaves
-      for state in self.layout.states
-    )
+    return outputs, gradients
 
   def _is_split(self, i: int) -> bool:
     """Returns whether replicas have different data of an input."""
@@ -253,35 +180,13 @@ class TracedStep:
       "wrapper_states" not in trees.path_strings(self.layout.paths[i])
     )
 
-  def _local_batch_size(self, i: int) -> int | None:
-    """Returns how many examples of an input a replica has; None for none."""
-    if self._in_state(i) or not self._is_split(i):
-      return None
-    dim = self.batch_dim
-    if self.layout.per_replica[i]:
-      sizes = self.leaves[i].shape[1 + dim :]
-      return sizes[0] if sizes else None
-    if tuple(self.in_specs[i])[dim : dim + 1] != (mesh_lib.REPLICA,):
-      return None
-    return self.leaves[i].shape[dim] // self.num_replicas
 
-  def _is_key(self, i: int) -> bool:
-    """Returns whether an input is a PRNG key, typed or raw."""
-    x = self.leaves[i]
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-      return True
-    raw = jax.eval_shape(jax.random.PRNGKey, 0)
-    return x.dtype == raw.dtype and x.shape[-1:] == raw.shape
-
-  def _list(self, indices: Sequence[int]) -> str:
-    """Returns the paths and shapes of some inputs."""
-    return replication_check.abbreviate(
-      [
-        f"argument {trees.path_string(self.layout.paths[i][1:])} of shape "
-        f"{self.leaves[i].shape}"
-        for i in indices
-      ]
-    )
+def _is_key(x: Any) -> bool:
+  """Returns whether an input is a PRNG key, typed or raw."""
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    return True
+  raw = jax.eval_shape(jax.random.PRNGKey, 0)
+  return x.dtype == raw.dtype and x.shape[-1:] == raw.shape
 
 
 def _is_marked(eqn: Any, mark: str) -> bool:

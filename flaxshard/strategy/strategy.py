@@ -18,7 +18,6 @@ from flaxshard.replicas.operations import ValueContext
 from flaxshard.state import describe
 from flaxshard.strategy import run as run_lib
 from flaxshard.strategy import run_steps as run_steps_lib
-from flaxshard.strategy.function_cache import FunctionCache
 
 PyTree = Any
 
@@ -146,9 +145,8 @@ class Strategy:
     or a distributed batch, are not compared and cost nothing.
 
     When a step with a TrainState is traced, a UserWarning says so if no
-    argument is split over the replicas, if gradients are already reduced when
-    `apply_gradients` averages them, or if a PRNG key gives all replicas the
-    same random numbers for their parts of a batch.
+    argument is split over the replicas, or if gradients are already reduced
+    when `apply_gradients` averages them.
 
     Args:
       fn: The function. It is compiled once, and again for arguments of another
@@ -176,16 +174,10 @@ class Strategy:
       >>> len(out["twice"]) == strategy.num_replicas_in_sync
       True
     """
-    _check_function("fn", fn)
-    if isinstance(args, (str, Mapping)) or not isinstance(args, Sequence):
+    if not isinstance(args, (tuple, list)):
       raise TypeError(
         "run: args must be a tuple of arguments, such as args=(state, batch), "
-        f"got a {type(args).__name__}."
-      )
-    if not isinstance(kwargs, (Mapping, type(None))):
-      raise TypeError(
-        "run: kwargs must be a dict of arguments, got a "
-        f"{type(kwargs).__name__}."
+        f"got {checks.describe(args)}."
       )
     return self._program(fn).call(fn, tuple(args), dict(kwargs or {}))
 
@@ -211,16 +203,10 @@ class Strategy:
       ValueError: `donate_argnums` are not positions of arguments; in a call, an
         argument was donated to an earlier call.
     """
-    _check_function("fn", fn)
-    if isinstance(donate_argnums, str) or not isinstance(
-      donate_argnums, Iterable
-    ):
+    if isinstance(donate_argnums, int):
       donate_argnums = (donate_argnums,)
-    donated = tuple(
-      checks.integer("jit: donate_argnums", i, minimum=0)
-      for i in donate_argnums
-    )
-    return run_lib.CompiledFunction(fn, self._program(fn, donated))
+    program = self._program(fn, tuple(donate_argnums))
+    return run_lib.CompiledFunction(fn, program)
 
   def run_steps(
     self,
@@ -291,10 +277,9 @@ class Strategy:
     Raises:
       ValueError: `reduce` is no reduction.
     """
-    _check_function("step_fn", step_fn)
     loop = run_steps_lib.Loop.create(reduce)
     program = self._program(step_fn, (0,) if donate_state else (), loop)
-    return run_lib.CompiledSteps(step_fn, program)
+    return run_lib.CompiledFunction(step_fn, program, steps=True)
 
   def reduce(
     self, reduce_op: str, value: PyTree, axis: int | None = None
@@ -450,9 +435,7 @@ class Strategy:
     return distribute.shard_batch(self.mesh, batch, spec)
 
   def describe(self, state: PyTree) -> describe.Description:
-    """Shows how arrays are sharded, with bytes per device.
-
-    It is printed, and in a notebook shown as a colored grid.
+    """Prints how arrays are sharded, with bytes per device.
 
     Args:
       state: A TrainState, or any tree of arrays.
@@ -460,7 +443,9 @@ class Strategy:
     Returns:
       The description.
     """
-    return describe.show(describe.describe(state))
+    description = describe.describe(state)
+    print(description)
+    return description
 
   def split_to_logical_devices(
     self, tensor: Any, partition_dimensions: Sequence[int]
@@ -583,18 +568,4 @@ class Strategy:
 
 
 # One cache for all strategies: equal meshes share what is compiled.
-_programs = FunctionCache(run_lib.Program)
-
-
-def _check_function(argument: str, fn: Any) -> None:
-  if not callable(fn):
-    raise TypeError(
-      f"{argument} must be a function, got {checks.describe(fn)}. Pass the "
-      "function itself, and what it is called with as args."
-    )
-  try:
-    hash(fn)
-  except TypeError as e:
-    raise TypeError(
-      f"{argument} must be hashable, as functions are: {e}."
-    ) from e
+_programs = run_lib.FunctionCache()

@@ -4,7 +4,7 @@ import importlib
 from typing import Any, TYPE_CHECKING
 
 if TYPE_CHECKING:
-  from flaxshard.tasks.adapter import adapt
+  from flaxshard.tasks.adapted import adapt
   from flaxshard.tasks.classification import Classification
   from flaxshard.tasks.language_modeling import LanguageModeling
   from flaxshard.tasks.load import create
@@ -30,7 +30,7 @@ _MODULES = {
   "Task": "task",
   "Classification": "classification",
   "LanguageModeling": "language_modeling",
-  "adapt": "adapter",
+  "adapt": "adapted",
   "create": "load",
 }
 
@@ -54,7 +54,3 @@ def __getattr__(name: str) -> Any:
     module = importlib.import_module(f"flaxshard.tasks.{_MODULES[name]}")
     return getattr(module, name)
   raise AttributeError(f"module 'flaxshard.tasks' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-  return sorted(__all__)

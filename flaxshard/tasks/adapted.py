@@ -1,14 +1,14 @@
-"""A checked task, as functions with defaults."""
+"""A task as functions with defaults, and its checks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import inspect
 from typing import Any
 
 from clu import metrics as clu_metrics
 from flax import nnx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,10 +21,20 @@ from flaxshard.state import fields as fields_lib
 from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks import apply as apply_lib
-from flaxshard.tasks import metrics as metrics_lib
 from flaxshard.tasks import task as task_lib
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
+_METHODS = (
+  "loss",
+  "init_inputs",
+  "predict",
+  "evaluate",
+  "load_data",
+  "example",
+  "collate",
+  "train_batches",
+  "create_model",
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,6 +70,11 @@ class AdaptedTask:
   collate: Callable[..., Any] | None = None
   train_batches: Callable[..., Any] | None = None
 
+  @property
+  def metric_names(self) -> list[str]:
+    """The names of the metrics."""
+    return list(_fields(self.metrics))
+
   def __call__(
     self,
     state: TrainState,
@@ -78,64 +93,19 @@ class AdaptedTask:
       train: Whether this is a train step.
 
     Raises:
-      TypeError, ValueError: The loss is not a floating-point scalar with an
-        `Aux`, or the aux has a collection that the state does not have.
+      TypeError: The task does not return a loss and an `Aux`.
     """
     apply_fn = apply_lib.apply_in(state, train=train, rngs=rngs)
-    try:
-      result = self.loss(apply_fn, params, batch, rngs, train)
-    except KeyError as e:
-      key = e.args[0] if e.args else None
-      if not isinstance(key, str) or key in batch:
-        raise
-      raise ValueError(
-        f"{self.name}.loss: there is no key {key!r}; the batch has "
-        f"{', '.join(batch)}.{checks.did_you_mean(key, batch)}"
-      ) from e
-    loss, aux = self._check_result(state, result)
-    if train:
-      _warn_of_missing_collections(self.name, state, aux)
-    return loss, aux
-
-  def _check_result(
-    self, state: TrainState, result: Any
-  ) -> tuple[jax.Array, task_lib.Aux]:
-    where = f"{self.name}.loss"
-    if (
-      not isinstance(result, tuple)
-      or len(result) != 2
-      or not isinstance(result[1], task_lib.Aux)
-    ):
+    result = self.loss(apply_fn, params, batch, rngs, train)
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if not is_pair or not isinstance(result[1], task_lib.Aux):
       raise TypeError(
-        f"{where} must return (loss, flaxshard.tasks.Aux(metrics=...)), got "
-        f"{_describe_result(result)}."
+        f"{self.name}.loss must return (loss, flaxshard.tasks.Aux(metrics=...))"
+        f", got {checks.describe(result)}."
       )
     loss, aux = result
-    shape, dtype = jnp.shape(loss), jnp.result_type(loss)
-    if shape or not jnp.issubdtype(dtype, jnp.floating):
-      mean = " Take its mean." if shape else ""
-      raise ValueError(
-        f"{where} must return a floating-point scalar as the loss, got "
-        f"{checks.describe(loss)}.{mean}"
-      )
-    if not isinstance(aux.metrics, Mapping):
-      raise TypeError(
-        f"{where}: Aux.metrics must be a dict of arrays, got "
-        f"{checks.describe(aux.metrics)}."
-      )
-    if not isinstance(aux.collections, Mapping):
-      raise TypeError(
-        f"{where}: Aux.collections must be a dict of collections, got "
-        f"{checks.describe(aux.collections)}."
-      )
-    names = list(fields_lib.collections(state))
-    for name in aux.collections:
-      if name not in names:
-        raise ValueError(
-          f"{where}: Aux.collections has {name!r}, and the state has "
-          f"{', '.join(names) or 'no collections'}."
-          f"{checks.did_you_mean(name, names)}"
-        )
+    if train:
+      _warn_of_missing_collections(self.name, state, aux)
     return loss, aux
 
   def update_metrics(
@@ -154,15 +124,12 @@ class AdaptedTask:
       mask: The mask of an evaluation batch, used if `values` has none.
 
     Raises:
-      ValueError: A metric needs a value that is missing, or no metric of the
-        task reads a value.
+      TypeError: The metrics cannot be merged under `jax.jit`.
     """
-    # The `evaluate` of a task may read further values by another collection.
-    if type(metrics) is self.metrics and (mask is None or not self.evaluate):
-      metrics_lib.check_values_are_read(self.name, self.metrics, values)
     if mask is not None:
       values = {"mask": mask, **values}
-    return metrics_lib.update(self.name, metrics, values)
+    single = type(metrics).single_from_model_output(**values)
+    return _merge(self.name, metrics, single)
 
   def abstract_inputs(
     self, batch: Mapping[str, Any]
@@ -245,15 +212,132 @@ class AdaptedTask:
       registry.accepted(maker, {"policy": 0, "dtype": 0}) for maker in makers
     ):
       policy.warn_if_unused(where)
-    model = registry.construct(where, self.create_model, {}, given=given)
-    if not isinstance(model, (nn.Module, nnx.Module)) and (
-      isinstance(model, type) or not callable(model)
-    ):
-      raise TypeError(
-        f"{where} must return a Linen module, an NNX module or a function of "
-        f"nnx.Rngs, got {checks.describe(model)}."
+    return registry.construct(where, self.create_model, {}, given=given)
+
+
+def adapt(task: Any, where: str = "task") -> AdaptedTask:
+  """Checks a task and returns it as functions with defaults.
+
+  Args:
+    task: An object with the attributes and methods of `flaxshard.tasks.Task`.
+    where: The argument or config field that it comes from, for errors.
+
+  Raises:
+    TypeError: It is a class, or its metrics have a wrong type.
+    ValueError: `loss` or `metrics` is missing, or a method has a name like that
+      of an optional one.
+
+  Example:
+    >>> from flaxshard import tasks
+    >>> adapt(tasks.Classification(num_classes=10)).name
+    'Classification'
+  """
+  if isinstance(task, AdaptedTask):
+    return task
+  if inspect.isclass(task):
+    raise TypeError(
+      f"{where} must be an object, got the class {task.__qualname__}: call it, "
+      f"as in task={task.__name__}()."
+    )
+  name = type(task).__name__
+  public = [n for n in dir(task) if not n.startswith("_")]
+  for required in ("loss", "metrics"):
+    if required not in public:
+      raise ValueError(
+        f"{where}: {name} has no {required!r}. A task has `metrics`, a "
+        "clu.metrics.Collection class, and `loss(apply_fn, params, batch, "
+        f"rngs, train)`.{checks.did_you_mean(required, public)}"
       )
-    return model
+  missing = [n for n in _METHODS if n not in public]
+  for method in public:
+    # A misspelt optional method would not be called.
+    near = checks.did_you_mean(method, missing, cutoff=0.85)
+    if near and method not in _METHODS and callable(getattr(task, method)):
+      raise ValueError(
+        f"{where}: {name} has a method {method!r}, which is not called.{near} "
+        "Begin the name of a method of your own with an underscore."
+      )
+  functions: dict[str, Any] = {n: getattr(task, n, None) for n in _METHODS}
+  _check_metrics(name, task.metrics)
+  init_inputs = functions.pop("init_inputs") or _default_inputs
+  predict = functions.pop("predict")
+
+  def adapted_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    result = init_inputs(batch)
+    match result:
+      case (tuple() as args, Mapping() as kwargs):
+        return args, dict(kwargs)
+      case tuple():
+        return result, {}
+    raise TypeError(
+      f"{name}.init_inputs must return a tuple, the positional arguments of "
+      "the model's call, or (args, kwargs) with a tuple and a dict; got "
+      f"{checks.describe(result)}."
+    )
+
+  def default_predict(apply_fn: Any, params: Any, batch: Any) -> Any:
+    args, kwargs = adapted_inputs(batch)
+    return apply_fn(params, *args, **kwargs)[0]
+
+  return AdaptedTask(
+    task=task,
+    name=name,
+    metrics=task.metrics,
+    init_inputs=adapted_inputs,
+    predict=predict or default_predict,
+    **functions,
+  )
+
+
+def _default_inputs(batch: Mapping[str, Any]) -> Any:
+  if "inputs" not in batch:
+    raise ValueError(
+      "init_inputs(batch), which returns the arguments of the model's call, is "
+      f"missing, and the batch has no 'inputs' but {', '.join(batch)}."
+    )
+  return (batch["inputs"],)
+
+
+def _check_metrics(name: str, metrics: Any) -> None:
+  """Raises a TypeError unless metrics can be merged under `jax.jit`."""
+  is_class = inspect.isclass(metrics)
+  if not (is_class and issubclass(metrics, clu_metrics.Collection)):
+    raise TypeError(
+      f"{name}.metrics must be a class, a clu.metrics.Collection, got "
+      f"{checks.describe(metrics)}."
+    )
+  if any(isinstance(field, str) for field in _fields(metrics).values()):
+    raise TypeError(
+      f"{name}.metrics: the fields of {metrics.__name__} are strings, because "
+      "its file has `from __future__ import annotations`; clu needs types. "
+      "Remove that import, or use clu.metrics.Collection.create(...)."
+    )
+  jax.eval_shape(lambda: _merge(name, metrics.empty(), metrics.empty()))
+
+
+def _fields(metrics: type[clu_metrics.Collection]) -> dict[str, Any]:
+  # Those of the class itself: clu does not read those of base classes.
+  return vars(metrics).get("__annotations__", {})
+
+
+def _merge(
+  name: str, metrics: clu_metrics.Collection, other: clu_metrics.Collection
+) -> clu_metrics.Collection:
+  """Returns merged metrics of the same shapes, or raises a TypeError."""
+  shapes = lambda tree: [
+    (jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)
+  ]
+  try:
+    merged = metrics.merge(other)
+    if shapes(merged) == shapes(metrics):
+      return merged
+  except Exception:  # whatever a metric raises for a tracer
+    pass
+  raise TypeError(
+    f"{name}.metrics: {type(metrics).__name__} cannot be merged under jax.jit, "
+    "or its arrays have other shapes then. Metrics that collect values, such "
+    "as CollectingMetric, belong in the task's `evaluate`."
+  )
 
 
 def _warn_of_missing_collections(
@@ -268,9 +352,3 @@ def _warn_of_missing_collections(
       f"{name}.loss: Aux.collections lacks {', '.join(missing)}, which then "
       "never change. Return what apply_fn returned: Aux(metrics, collections)."
     )
-
-
-def _describe_result(result: Any) -> str:
-  if isinstance(result, tuple):
-    return f"({', '.join(checks.describe(x) for x in result)})"
-  return checks.describe(result)

@@ -15,7 +15,6 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 import jax
 import jax.numpy as jnp
 
-from flaxshard.core import checks
 from flaxshard.replicas import context as replica_context
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import lora
@@ -118,13 +117,12 @@ class BoundApply:
     **kwargs: Any,
   ) -> tuple[Any, dict[str, Any]]:
     """Calls the model; see `flaxshard.tasks.Apply`."""
-    if not isinstance(rngs, Mapping | None):
-      raise TypeError(
-        "apply_fn: rngs must be a dict of PRNG keys by name, such as the rngs "
-        f"of the loss, got {checks.describe(rngs)}."
-      )
     given = {**self.collections, **(collections or {})}
-    _check_collections(given, list(self.collections))
+    if unknown := given.keys() - self.collections.keys():
+      raise ValueError(
+        f"apply_fn: collections={sorted(unknown)}; the state has "
+        f"{sorted(self.collections)}."
+      )
     mutable = [mutable] if isinstance(mutable, str) else list(mutable)
     # A call adds what it sows to the values that are there.
     for name in mutable:
@@ -251,16 +249,6 @@ def _parameters(
   function: Callable[..., Any],
 ) -> Mapping[str, inspect.Parameter]:
   return inspect.signature(function).parameters
-
-
-def _check_collections(given: Mapping[str, Any], names: list[str]) -> None:
-  for name in given:
-    if name not in names:
-      raise ValueError(
-        f"apply_fn: collections has {name!r}; the state has "
-        f"{', '.join(names) or 'no collections'}."
-        f"{checks.did_you_mean(name, names)}"
-      )
 
 
 def _fold_in_replica(tree: Any) -> Any:

@@ -54,10 +54,6 @@ class Classification:
   metrics = Metrics
 
   def __init__(self, num_classes: int | None = None):
-    if num_classes is None:
-      raise ValueError(
-        "num_classes is missing: the data of a classification must have it."
-      )
     self._num_classes = checks.integer("num_classes", num_classes, minimum=1)
 
   def loss(

@@ -36,10 +36,6 @@ class LanguageModeling:
   metrics = classification.Metrics
 
   def __init__(self, num_classes: int | None = None):
-    if num_classes is None:
-      raise ValueError(
-        "num_classes is missing: the data of a language model must have it."
-      )
     self._num_classes = checks.integer("num_classes", num_classes, minimum=1)
 
   def loss(

@@ -11,11 +11,10 @@ import jax
 
 from flaxshard import data as data_lib
 from flaxshard import tasks
-from flaxshard.core import checks
 from flaxshard.core import registry
 from flaxshard.core.policy import Policy
 from flaxshard.data import sources
-from flaxshard.tasks import adapter
+from flaxshard.tasks.adapted import adapt
 from flaxshard.tasks.adapted import AdaptedTask
 
 
@@ -117,7 +116,7 @@ def load(
   if task is None:
     adapted = _create(config, read)
   else:
-    adapted = adapter.adapt(task)
+    adapted = adapt(task)
   if known is not None:
     return LoadedTask(adapted, known.example, known.num_classes, None)
   collate = adapted.collate
@@ -129,17 +128,15 @@ def load(
   if adapted.example is not None and (
     shapes_only or not (adapted.load_data or config.data)
   ):
-    shapes = _shapes_of_example(adapted.name, adapted.example())
+    shapes = {
+      key: jax.ShapeDtypeStruct(x.shape, x.dtype)
+      for key, x in adapted.example().items()
+    }
     return LoadedTask(adapted, shapes, None, None)
   if adapted.load_data is None:
     splits, where = read(), f"config.data ({config.data.get('name')!r})"
   else:
     splits, where = adapted.load_data(), f"{adapted.name}.load_data"
-    if not isinstance(splits, data_lib.Splits):
-      raise TypeError(
-        f"{where} must return flaxshard.data.Splits, got "
-        f"{checks.describe(splits)}."
-      )
   if isinstance(splits, data_lib.Shapes):
     shapes = sources.collate_shapes(where, splits.example, collate)
     return LoadedTask(adapted, shapes, splits.num_classes, None)
@@ -172,7 +169,7 @@ def _create(config: Any, read: Callable[..., Any]) -> AdaptedTask:
       raise ValueError(
         f"{where} is an object, which takes no arguments, got {given!r}."
       )
-    return adapter.adapt(found, where)
+    return adapt(found, where)
   policy = Policy(config.precision)
   offered = {
     "policy": policy,
@@ -200,26 +197,4 @@ def _create(config: Any, read: Callable[..., Any]) -> AdaptedTask:
         if isinstance(data, data_lib.Shapes)
         else sources.shapes_of(sources.check_splits("config.data", data))
       )
-  return adapter.adapt(
-    registry.construct(where, found, given, given=accepted), where
-  )
-
-
-def _shapes_of_example(
-  name: str, example: Any
-) -> dict[str, jax.ShapeDtypeStruct]:
-  if not isinstance(example, Mapping) or not example:
-    raise TypeError(
-      f"{name}.example must return a dict of arrays or "
-      f"jax.ShapeDtypeStructs, got {checks.describe(example)}."
-    )
-  shapes = {}
-  for key, x in example.items():
-    try:
-      shapes[key] = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    except AttributeError as e:
-      raise TypeError(
-        f"{name}.example: {key!r} must be an array or a "
-        f"jax.ShapeDtypeStruct, got {checks.describe(x)}."
-      ) from e
-  return shapes
+  return adapt(registry.construct(where, found, given, given=accepted), where)

@@ -20,7 +20,3 @@ def __getattr__(name: str) -> Any:
   if name in _MODULES:
     return getattr(importlib.import_module(_MODULES[name]), name)
   raise AttributeError(f"module 'flaxshard.train' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-  return sorted(__all__)

@@ -7,11 +7,14 @@ import contextlib
 import os
 import signal
 import sys
-from typing import Any, NoReturn
+import traceback
+from typing import NoReturn
 
 from absl import flags
 
+from flaxshard.center.store import StoreError
 from flaxshard.checkpoint.save_manager import SaveError
+from flaxshard.core.version import VERSION
 from flaxshard.processes import failures
 from flaxshard.train import config as config_lib
 from flaxshard.train.config import definition
@@ -22,13 +25,16 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 _TRACEBACK_HINT = " (--verbosity=1 shows the traceback.)"
 
-# What `train_and_evaluate` raises at a mistake of the user.
+# What `train_and_evaluate` raises at a mistake of the user; a RuntimeError if a
+# worker was started twice.
 _MISTAKES = (
   ValueError,
   TypeError,
   ImportError,
   FloatingPointError,
   SaveError,
+  StoreError,
+  RuntimeError,
   TimeoutError,
 )
 
@@ -43,27 +49,31 @@ def parse_flags(
 
   Args:
     argv: The command line, with the program's name.
-    flag_values: The flags, among them `config`, `workdir`, `plan` and `list`.
+    flag_values: The flags, among them `config`, `workdir`, `plan`, `list`,
+      `synchronize` and `version`.
 
   Returns:
     The program's name.
 
   Raises:
     SystemExit: A flag, a field or the config file is wrong; the message names
-      it. Or what --list and --help=config ask for is printed.
+      it. Or what --list, --version and --help=config ask for is printed.
   """
   program, *arguments = argv
-  with _exit_at(flags.Error, ""):
+  with _exit_at(flags.Error):
     arguments = flag_values.read_flags_from_files(arguments, force_gnu=False)
   if any(argument.lstrip("-") == "help=config" for argument in arguments):
     print(config_text.help_text())
     raise SystemExit(0)
   arguments, fields = overrides.split(arguments)
-  with _exit_at(flags.Error, " --help lists the flags."):
+  with _exit_at(flags.Error, after=" --help lists the flags."):
     try:
       rest = flag_values([program, *arguments])
     except flags.UnrecognizedFlagError as error:
       raise _add_field_hint(error) from None
+  if flag_values.version:
+    print(f"flaxshard {VERSION}")
+    raise SystemExit(0)
   if flag_values.list:
     _print_names()
     raise SystemExit(0)
@@ -72,6 +82,10 @@ def parse_flags(
       f"unexpected argument {rest[1]!r}: the flags are --config=NAME, "
       "--workdir=FOLDER, --config.FIELD=VALUE and --plan=TOPOLOGY."
     )
+  if flag_values.synchronize:
+    if not flag_values.workdir:
+      _exit("--synchronize needs --workdir: the folder of the run.")
+    return rest
   if not flag_values.config:
     _exit(
       "--config is missing: a name that --list prints, or a file. For example: "
@@ -81,31 +95,13 @@ def parse_flags(
     _exit(
       "--workdir is missing: the folder of the run. Only --plan needs none."
     )
-  verbose = flag_values.verbosity > 0
-  with _exit_at(
-    config_lib.ConfigFileError, "", before="--config=", verbose=verbose
-  ):
+  with _exit_at(config_lib.ConfigFileError, before="--config="):
     config = config_lib.read(flag_values.config)
-  with _exit_at(ValueError, ""):
+  with _exit_at(ValueError):
     overrides.apply(config, fields)
   # From here on the flag is the config, as with `config_flags`.
   flag_values["config"].value = config
   return rest
-
-
-def connection_flags(argv: Sequence[str]) -> dict[str, Any]:
-  """Returns the flags that say how this process reaches the others.
-
-  Args:
-    argv: The command line, whose other flags may be wrong.
-  """
-  values = flags.FlagValues()
-  flags.DEFINE_string("coordinator_address", None, "", flag_values=values)
-  flags.DEFINE_integer("num_processes", None, "", flag_values=values)
-  flags.DEFINE_integer("process_id", None, "", flag_values=values)
-  with contextlib.suppress(flags.Error):
-    values(argv, known_only=True)
-  return {name: values[name].value for name in values}
 
 
 @contextlib.contextmanager
@@ -151,31 +147,23 @@ def end_after_failure() -> Iterator[None]:
       if not e.code:
         # In a user's code. The run is not complete.
         print(f"flaxshard: SystemExit({e.code}) ends the run", file=sys.stderr)
-      failures.end_process(e.code if isinstance(e.code, int) and e.code else 1)
+      failures.end(e.code if isinstance(e.code, int) and e.code else 1)
     raise
 
 
 @contextlib.contextmanager
 def _exit_at(
-  kind: type[Exception], after: str, *, before: str = "", verbose: bool = False
+  kind: type[Exception], *, before: str = "", after: str = ""
 ) -> Iterator[None]:
-  """Exits with the message of an error, between two texts.
-
-  Args:
-    kind: The type of the error.
-    after: Text after the message.
-    before: Text before the message.
-    verbose: Whether the error is raised with its traceback instead.
-  """
+  """Exits with the message of an error, between two texts."""
   message = None
   try:
     yield
   except kind as error:
-    if verbose:
-      raise
     message = f"{before}{error}{after}"
-    if error.__cause__ is not None:
-      message += _TRACEBACK_HINT
+    if isinstance(error, config_lib.ConfigFileError) and error.__cause__:
+      # Python's own: it has the file and the line.
+      traceback.print_exception(error.__cause__)
   # Outside of the `except` block: the error would be printed as a context.
   if message is not None:
     _exit(message)

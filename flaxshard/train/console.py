@@ -14,7 +14,6 @@ import warnings
 import jax
 
 from flaxshard.core import ipython
-from flaxshard.train import charts
 
 _log = logging.getLogger(__name__)
 
@@ -154,14 +153,11 @@ def progress_bar(
   if not (sys.stderr.isatty() or ipython.in_notebook()):
     yield lambda step, row: None
     return
-  charts.require("the progress bar", "tqdm")
-  from tqdm import TqdmWarning
-
   with warnings.catch_warnings():
-    # In a notebook without ipywidgets the bar is text, which is fine.
-    warnings.simplefilter("ignore", TqdmWarning)
+    # Without ipywidgets, the bar of a notebook is text.
+    warnings.filterwarnings("ignore", "IProgress not found")
     from tqdm import auto
-    from tqdm.contrib import logging as tqdm_logging
+  from tqdm.contrib import logging as tqdm_logging
 
   # Log lines are printed above the bar, not through it. tqdm replaces the
   # handlers that write to the console, so ask it only where there are some.

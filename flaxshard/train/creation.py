@@ -20,7 +20,7 @@ from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.state import create as create_lib
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import lora
-from flaxshard.state.lora_split import LoRAError
+from flaxshard.state.lora import LoRAError
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import apply

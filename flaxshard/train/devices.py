@@ -15,14 +15,14 @@ import numpy as np
 from flaxshard import wrappers as wrappers_lib
 from flaxshard.core import checks
 from flaxshard.core import multihost
+from flaxshard.partitioning import compile_only
+from flaxshard.partitioning import logical_devices
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import partitions
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.partitioning.topology import Topology
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.train import same_run
 from flaxshard.train.ranks import Rank
-from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 
 _log = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ def create_strategy(config: Any, rank: Rank = _ALONE) -> Strategy:
   """
   if config.mesh.virtual_devices:
     _use_virtual_devices(config.mesh.virtual_devices, rank)
+  devices = compile_only.all_devices()
   same_run.check_devices()
-  devices = jax.devices()
   strategy = _create_strategy(config, devices, None, rank)
   _log.info(
     "JAX %s, process %d of %d, %d of %d %s devices, %r",
@@ -78,7 +78,7 @@ def strategy_for_state(config: Any) -> tuple[Strategy, bool]:
     The strategy of `config.mesh`, or that of the first device if there are too
     few; and whether it is the former.
   """
-  available = jax.devices()
+  available = compile_only.all_devices()
   try:
     replicas = count_replicas(config, len(available))
   except ValueError as e:
@@ -128,7 +128,7 @@ def _create_strategy(
       f"config.batch_size={config.batch_size} must be a multiple of the "
       f"{replicas} replicas of config.mesh.replica={mesh.replica}{workers}."
     )
-  _check_wrappers(config.wrappers, replicas, mesh.per_replica)
+  _check_wrappers(config.wrappers, replicas)
   return _strategy_of(mesh, replicas, devices, topology)
 
 
@@ -205,7 +205,7 @@ def _use_virtual_devices(total: int, rank: Rank) -> None:
   # JAX raises if it has started already, perhaps with the right number.
   with contextlib.suppress(RuntimeError):
     jax.config.update("jax_num_cpu_devices", count // processes)
-  devices = jax.devices()
+  devices = compile_only.all_devices()
   if devices[0].platform != "cpu":
     _log.warning(
       "config.mesh.virtual_devices=%d is not used: there are %d %s devices; "
@@ -221,20 +221,9 @@ def _use_virtual_devices(total: int, rank: Rank) -> None:
     )
 
 
-def _check_wrappers(
-  wrappers_config: Any, replicas: int, per_replica: bool
-) -> None:
+def _check_wrappers(wrappers_config: Any, replicas: int) -> None:
   """Raises if the wrappers cannot be used with that many replicas."""
   wrappers = wrappers_lib.from_config(wrappers_config)
-  reducing = [
-    base.name_of(w) for w in wrappers if stack.reduces_gradients((w,))
-  ]
-  if replicas > 1 and reducing and not per_replica:
-    raise ValueError(
-      f"config.wrappers: {', '.join(reducing)} reduces the gradients of "
-      f"{replicas} replicas, which config.mesh.per_replica=False does not keep "
-      "apart; set config.mesh.per_replica=True."
-    )
   # Checked now, so that the error names the field of the config.
   with warnings.catch_warnings():
     # Creating the state gives the same warnings again.
@@ -274,7 +263,7 @@ def batch_specs(
     replicas = strategy.num_replicas_in_sync
     shape = (batch_size // replicas, *np.shape(example[key]))
     try:
-      spec = partitions.partition_spec(strategy.mesh, shape, pieces)
+      spec = logical_devices.partition_spec(strategy.mesh, shape, pieces)
     except ValueError as e:
       raise ValueError(f"{field}: {e}") from e
     # Each replica splits its own part of the batch dimension.
@@ -292,7 +281,9 @@ def replicate(strategy: Strategy, tree: Any) -> Any:
       that no process waits for another one.
   """
   replicated = jax.sharding.NamedSharding(strategy.mesh, P())
-  return jax.tree.map(lambda x: mesh_lib.put_unchecked(x, replicated), tree)
+  return jax.tree.map(
+    lambda x: mesh_lib.put(x, replicated, compare=False), tree
+  )
 
 
 def block_if_virtual_cpu(strategy: Strategy, fn: Any) -> Any:

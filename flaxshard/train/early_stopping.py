@@ -195,30 +195,6 @@ def _read_values(
   ]
 
 
-def warn_if_too_short(config: Any) -> None:
-  """Warns if a run is too short to be ended early.
-
-  Not an error: a few steps of a long run are a common test of its config.
-
-  Args:
-    config: A checked config.
-  """
-  if not is_on(config.early_stopping):
-    return
-  # The first evaluation is the best one so far.
-  first = (config.early_stopping.patience + 2) * config.eval_every_steps
-  if first > config.num_train_steps:
-    _log.warning(
-      "config.early_stopping.patience=%d with config.eval_every_steps=%d can "
-      "end a run at step %d at the earliest, and this one has "
-      "config.num_train_steps=%d",
-      config.early_stopping.patience,
-      config.eval_every_steps,
-      first,
-      config.num_train_steps,
-    )
-
-
 def _sign(config: Mapping[str, Any]) -> int:
   mode = config_lib.resolve_mode(config["metric"], config["mode"])
   return -1 if mode == "max" else 1

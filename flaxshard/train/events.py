@@ -12,7 +12,7 @@ from flaxshard.core import files
 from flaxshard.train import charts
 from flaxshard.train import metrics as metrics_lib
 
-WriteRow = Callable[[int, metrics_lib.Row], None]
+WriteRow = Callable[..., None]
 
 
 def event_writer(
@@ -28,43 +28,22 @@ def event_writer(
   are the hyperparameters of the run.
 
   Args:
-    name: `"tensorboard"` (tensorboardX, without TensorFlow), `"clu"`
-      (`clu.metric_writers`, which needs TensorFlow), or `"none"`.
+    name: `"tensorboard"` (tensorboardX, without TensorFlow) or `"none"`.
     workdir: The folder of the event file.
     last_step: The step that the run continues from. TensorBoard drops the
       events of later steps that an earlier run wrote.
     config: The config, of plain values, lists and dicts.
 
   Returns:
-    A function `write(step, row)`, and a function that closes the file.
+    A function `write(step, row, flush=False)`, and a function that closes the
+    file. In a bucket, tensorboardX writes the whole file with `flush` alone.
 
   Raises:
     ImportError: The package is not installed.
   """
   charts.require_packages(name)
   if name == "none":
-    return (lambda step, row: None), (lambda: None)
-  if name == "clu":
-    return _clu_writer(workdir, last_step, config)
-  return _tensorboard_writer(workdir, last_step, config)
-
-
-def _clu_writer(
-  workdir: str, last_step: int, config: Mapping[str, Any] | None
-) -> tuple[WriteRow, Callable[[], None]]:
-  from clu import metric_writers
-
-  writer = metric_writers.create_default_writer(workdir, asynchronous=False)
-  if config:
-    writer.write_texts(last_step, {"config": _to_markdown(config)})
-    writer.write_hparams(_flatten(config))
-  write = lambda step, row: writer.write_scalars(step, _scalars(row))
-  return write, writer.close
-
-
-def _tensorboard_writer(
-  workdir: str, last_step: int, config: Mapping[str, Any] | None
-) -> tuple[WriteRow, Callable[[], None]]:
+    return (lambda step, row, flush=False: None), (lambda: None)
   from tensorboardX import event_file_writer
   from tensorboardX import summary
   from tensorboardX.proto import event_pb2
@@ -73,8 +52,6 @@ def _tensorboard_writer(
   # EventsWriter has no thread, unlike SummaryWriter. On a full disk that thread
   # dies, and the next write waits for it forever.
   events = event_file_writer.EventsWriter(os.path.join(workdir, "events"))
-  # The full file name has a time stamp; errors name its constant part.
-  path = os.path.join(workdir, "events.out.tfevents")
 
   def write_event(step: int, **content: Any) -> None:
     event = event_pb2.Event(wall_time=time.time(), step=step, **content)
@@ -90,20 +67,18 @@ def _tensorboard_writer(
     for content in (summary.text("config", _to_markdown(config)), *hparams):
       write_event(last_step, summary=content)
 
-  def write(step: int, row: metrics_lib.Row) -> None:
+  in_bucket = files.is_bucket(workdir)
+
+  def write(step: int, row: metrics_lib.Row, flush: bool = False) -> None:
     values = [
       summary_pb2.Summary.Value(tag=tag, simple_value=number)
       for tag, number in _scalars(row).items()
     ]
-    with files.add_filename_to_oserror(path):
-      write_event(step, summary=summary_pb2.Summary(value=values))
+    write_event(step, summary=summary_pb2.Summary(value=values))
+    if flush or not in_bucket:
       events.flush()
 
-  def close() -> None:
-    with files.add_filename_to_oserror(path):
-      events.close()
-
-  return write, close
+  return write, events.close
 
 
 def _scalars(row: metrics_lib.Row) -> dict[str, float | int]:

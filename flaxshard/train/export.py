@@ -15,22 +15,18 @@ A program needs JAX, flatbuffers and safetensors to run them::
       exported = export.deserialize(f.read())
     variables = load_file("model/model.safetensors")
     outputs = exported.call(variables, {"inputs": images})
-
-`python -m flaxshard.train.export WORKDIR PATH` writes them.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
-import sys
 from typing import Any
 
+from etils import epath
 import jax
 from jax import export as jax_export
 import jax.numpy as jnp
@@ -39,7 +35,6 @@ import optax
 
 from flaxshard import tasks
 from flaxshard.core import checks
-from flaxshard.core import directories
 from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.core import trees
@@ -53,14 +48,7 @@ VARIABLES_FILE = "model.safetensors"
 DESCRIPTION_FILE = "model.json"
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-_ALLOWED_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-
-# Those that safetensors has for NumPy.
-_DTYPES = (
-  "bool",
-  *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
-  *("bfloat16", "float16", "float32", "float64", "complex64"),
-)
+_ALLOWED_PLATFORMS = (*PLATFORMS, "rocm")
 
 
 def export(
@@ -88,8 +76,8 @@ def export(
     task: The task object of a run that was given one: see `fs.load`. For a
       `TrainState`, a task whose `predict` is exported; None calls the model
       with `batch["inputs"]`.
-    example: For a `TrainState`: the arrays of one example by name, without the
-      batch dimension, or `jax.ShapeDtypeStruct`s of them.
+    example: For a `TrainState` alone: the arrays of one example by name,
+      without the batch dimension, or `jax.ShapeDtypeStruct`s of them.
     platforms: Where the function can run: any of `"cpu"`, `"cuda"`, `"rocm"`
       and `"tpu"`. None of them need be on this machine.
     batch_size: Examples in a batch of the function; None: any number.
@@ -99,7 +87,6 @@ def export(
     The content of `model.json`.
 
   Raises:
-    TypeError: `source` is none of these.
     ValueError: The workdir cannot be loaded, `path` holds files already, the
       model cannot be exported for any batch size or one of the platforms, or
       several processes call it.
@@ -115,32 +102,23 @@ def export(
     https://docs.jax.dev/en/latest/export/export.html
     https://huggingface.co/docs/safetensors
   """
-  _require_packages()
+  # Imported before the export, which takes a while.
+  try:
+    import flatbuffers  # noqa: F401
+    import safetensors  # noqa: F401
+  except ImportError as e:
+    raise ImportError(
+      f"fs.export needs {e.name}: pip install 'flaxshard[export]'"
+    ) from e
   if multihost.process_count() > 1:
     raise ValueError(
       "export runs in one process; this program has "
       f"{multihost.process_count()}. Call it after the run, with its workdir."
     )
-  if (
-    isinstance(platforms, str)
-    or not isinstance(platforms, Sequence)
-    or not platforms
-  ):
-    raise ValueError(
-      "platforms must be a sequence with some of "
-      f"{', '.join(_ALLOWED_PLATFORMS)}, got {platforms!r}."
-    )
-  if "gpu" in platforms:
-    raise ValueError(
-      "platforms: 'gpu' must be 'cuda', or 'rocm' for GPUs of AMD, got "
-      f"{platforms!r}."
-    )
   for platform in platforms:
     checks.one_of("platforms", platform, _ALLOWED_PLATFORMS)
-  if batch_size is not None:
-    checks.integer("batch_size", batch_size, minimum=1)
   path = files.absolute(checks.path("path", path))
-  _check_path(path, checks.boolean("overwrite", overwrite))
+  _check_path(path, overwrite)
   model = _open(source, step, task, example)
   variables, predict = _flatten(model)
   shapes = {
@@ -174,34 +152,26 @@ class _Model:
 def _open(source: Any, step: Any, task: Any, example: Any) -> _Model:
   """Returns the model of a workdir, of a loaded run or of a state."""
   facts: dict[str, Any] = {"flaxshard": VERSION, "jax": jax.__version__}
-  if isinstance(source, TrainState):
-    if step is not None or not isinstance(example, Mapping) or not example:
+  is_state = isinstance(source, TrainState)
+  chosen = step if is_state else (step or task)
+  if chosen is not None and isinstance(source, (TrainState, load_lib.Loaded)):
+    raise ValueError(
+      f"step={step!r} and task={task!r} are for a workdir; source is loaded "
+      "already."
+    )
+  if is_state:
+    if not example:
       raise ValueError(
-        f"a TrainState is exported with example={{'inputs': ...}}, one example "
-        f"without the batch dimension, and has no step; got example={example!r}"
-        f" and step={step!r}."
+        "a TrainState is exported with example={'inputs': ...}: one example, "
+        f"without the batch dimension; got example={example!r}."
       )
     predict = _predict_inputs
     if task is not None:
       predict = functools.partial(load_lib.predict, tasks.adapt(task))
     facts["step"] = int(source.step)
     return _Model(source, predict, example, facts)
-  if example is not None:
-    raise ValueError(
-      f"example={example!r} is for a TrainState; a run knows its own."
-    )
-  if not isinstance(source, (str, os.PathLike, load_lib.Loaded)):
-    raise TypeError(
-      "source must be the path of a workdir, what fs.load returned, or a "
-      f"flaxshard TrainState, got {checks.describe(source)}."
-    )
   if not isinstance(source, load_lib.Loaded):
     source = load_lib.load(source, step, task=task)
-  elif step is not None or task is not None:
-    raise ValueError(
-      f"step={step!r} and task={task!r} are for a workdir; source is loaded "
-      "already."
-    )
   facts |= {
     "step": source.step,
     "task": source.task.name,
@@ -212,11 +182,6 @@ def _open(source: Any, step: Any, task: Any, example: Any) -> _Model:
 
 
 def _predict_inputs(state: TrainState, batch: Mapping[str, Any]) -> Any:
-  if "inputs" not in batch:
-    raise ValueError(
-      f"example has no 'inputs', but {', '.join(batch)}: give a task, whose "
-      "`predict` or `init_inputs` says what the model is called with."
-    )
   apply_fn = load_lib.apply_in_evaluation(state)
   return apply_fn(state.params, batch["inputs"])[0]
 
@@ -258,11 +223,6 @@ def _flatten(
   variables = {}
   for name, (_, x) in zip(names, paths, strict=True):
     x = jax.random.key_data(x) if name in key_impls else x
-    if str(x.dtype) not in _DTYPES:
-      raise ValueError(
-        f"{name} has the dtype {x.dtype}, which safetensors cannot hold; it "
-        f"can hold {', '.join(_DTYPES)}."
-      )
     variables[name] = np.ascontiguousarray(jax.device_get(x)).reshape(x.shape)
   return variables, predict
 
@@ -335,9 +295,8 @@ def _export(
   if exported.nr_devices != 1:
     raise ValueError(
       "the prediction cannot be exported: the model splits arrays over "
-      f"{exported.nr_devices} devices by itself. Load it on one device: "
-      "fs.load(workdir, strategy=fs.Strategy(devices=jax.devices()[:1]), "
-      "rules=())."
+      f"{exported.nr_devices} devices by itself. Load it on one device, with "
+      "rules=()."
     )
   return exported
 
@@ -377,27 +336,18 @@ def _describe_array(x: Any) -> dict[str, Any]:
   return {"shape": shape, "dtype": str(x.dtype)}
 
 
-def _require_packages() -> None:
-  # `jax.export` needs flatbuffers to serialize.
-  for name in ("safetensors", "flatbuffers"):
-    if importlib.util.find_spec(name) is None:
-      raise ImportError(
-        f"an export needs the package {name}: pip install 'flaxshard[export]'."
-      )
-
-
 def _check_path(path: str, overwrite: bool) -> None:
-  directories.check_writable("path", path, create=False)
-  if not files.exists(path):
+  files.check_writable("path", path, create=False)
+  if not epath.Path(path).exists():
     return
-  if not files.is_dir(path):
+  if not epath.Path(path).is_dir():
     raise ValueError(f"path={path!r} must be a folder, and is a file.")
   names = (FUNCTION_FILE, VARIABLES_FILE, DESCRIPTION_FILE)
-  found = [n for n in names if files.exists(os.path.join(path, n))]
+  found = [n for n in names if epath.Path(os.path.join(path, n)).exists()]
   if found and not overwrite:
     raise ValueError(
       f"path={path!r} has {', '.join(found)} already: use another folder, or "
-      "overwrite=True (--overwrite)."
+      "overwrite=True."
     )
 
 
@@ -409,73 +359,16 @@ def _write(
 ) -> None:
   from safetensors import numpy as safetensors_numpy
 
-  files.make_dirs(path)
+  epath.Path(path).mkdir(parents=True, exist_ok=True)
   description_path = os.path.join(path, DESCRIPTION_FILE)
   # First that of an earlier export: where it is, the others are complete.
-  if files.exists(description_path):
-    files.remove(description_path)
+  epath.Path(description_path).unlink(missing_ok=True)
   where = os.path.join(path, VARIABLES_FILE)
   if files.is_bucket(path):
-    files.write_bytes(where, safetensors_numpy.save(variables))
+    epath.Path(where).write_bytes(safetensors_numpy.save(variables))
   else:
     safetensors_numpy.save_file(variables, where)
-  files.write_bytes(
-    os.path.join(path, FUNCTION_FILE), bytes(exported.serialize())
+  epath.Path(os.path.join(path, FUNCTION_FILE)).write_bytes(
+    bytes(exported.serialize())
   )
-  with files.atomic_write(description_path) as f:
-    json.dump(description, f, indent=2)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-  """Exports the run of a workdir; returns the exit code.
-
-  Args:
-    argv: The arguments; None takes them from the command line.
-  """
-  parser = argparse.ArgumentParser(
-    prog="python -m flaxshard.train.export",
-    description="Writes the trained model of a run as files that a program "
-    "without flaxshard runs: model.stablehlo, model.safetensors, model.json.",
-  )
-  parser.add_argument("workdir", help="the workdir of a run")
-  parser.add_argument("path", help="the folder for the files")
-  parser.add_argument(
-    "--step", help="the checkpoint: a number or best; default: the latest"
-  )
-  parser.add_argument(
-    "--platforms",
-    default=",".join(PLATFORMS),
-    help="where it can run, separated by commas (default: %(default)s)",
-  )
-  parser.add_argument(
-    "--batch_size", type=int, help="default: any number of examples"
-  )
-  parser.add_argument(
-    "--overwrite", action="store_true", help="replace an earlier export"
-  )
-  flags = parser.parse_args(argv)
-  step = flags.step
-  if step is not None and step.isdecimal():
-    step = int(step)
-  try:
-    description = export(
-      flags.workdir,
-      flags.path,
-      step=step,
-      platforms=flags.platforms.split(","),
-      batch_size=flags.batch_size,
-      overwrite=flags.overwrite,
-    )
-  except (ValueError, TypeError, ImportError, OSError) as e:
-    print(e, file=sys.stderr)
-    return 1
-  print(
-    f"exported step {description['step']} of {flags.workdir} to {flags.path}"
-  )
-  for kind in ("inputs", "outputs"):
-    print(f"{kind}: {json.dumps(description[kind])}")
-  return 0
-
-
-if __name__ == "__main__":
-  sys.exit(main())
+  files.write_text(description_path, json.dumps(description, indent=2))

@@ -7,7 +7,7 @@ last step. So a hook may use collectives, and one that writes files does so
 where `jax.process_index() == 0`. Hooks of a step are called in their order; a
 run that continues from a checkpoint does not call those of its step again.
 
-With `AGN(transport="host")` every worker is process 0 of a program of its own,
+With `AGN(transport="store")` every worker is process 0 of a program of its own,
 and calls its hooks at its own pace. `workdir` is then the worker's folder, and
 a class can take `worker_id`.
 
@@ -89,7 +89,7 @@ class Hooks:
 
 def create(
   named: Sequence[Any],
-  hooks: Any,
+  hooks: Sequence[Hook],
   *,
   config: Any,
   workdir: str,
@@ -111,12 +111,6 @@ def create(
     TypeError: A hook cannot be called with a step, a state and metrics.
     ValueError: A name is unknown, or an argument is.
   """
-  if isinstance(hooks, str) or not isinstance(hooks, Sequence):
-    raise TypeError(
-      f"hooks must be a sequence of functions {_SIGNATURE}, such as "
-      f"hooks=[print_loss]; got {checks.describe(hooks)}. config.hooks takes "
-      "names."
-    )
   offered = {"config": config, "workdir": workdir, "worker_id": worker_id}
   found = [
     _create_named(f"config.hooks[{i}]", item, offered)
@@ -124,11 +118,6 @@ def create(
   ]
   for i, hook in enumerate(hooks):
     name = _name_of(hook)
-    if inspect.isclass(hook):
-      raise TypeError(
-        f"hooks[{i}] is the class {name}: create it, as in "
-        f"hooks=[{hook.__name__}(...)], or name it in config.hooks."
-      )
     _check_callable(f"hooks[{i}] ({name})", hook)
     found.append((name, hook))
   return Hooks(tuple(found))
@@ -150,46 +139,30 @@ def _create_named(
     }
     hook = registry.construct(where, found, arguments, given=given)
   else:
-    hook = _bind(where, found, arguments)
+    passed = registry.to_plain(arguments)  # at each call
+    hook = functools.partial(found, **passed) if passed else found
   _check_callable(where, hook)
   return name, hook
 
 
-def _bind(where: str, function: Any, arguments: Mapping[str, Any]) -> Any:
-  """Returns a hook that passes the arguments of a config at each call."""
-  if not arguments or not callable(function):
-    return function
-  parameters = inspect.signature(function).parameters
-  takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-  for key in arguments:
-    if key not in parameters and not takes_any:
-      raise ValueError(
-        f"{where}: unknown argument {key!r}; it takes {', '.join(parameters)}."
-        f"{checks.did_you_mean(key, parameters)}"
-      )
-  return functools.partial(function, **registry.to_plain(arguments))
-
-
 def _check_callable(where: str, hook: Any) -> None:
   """Raises if a hook cannot be called with a step, a state and metrics."""
-  if not callable(hook):
+  # A call of an async function or a generator would not run its body.
+  if (
+    not callable(hook)
+    or inspect.isclass(hook)
+    or inspect.iscoroutinefunction(hook)
+    or inspect.isgeneratorfunction(hook)
+  ):
     raise TypeError(
       f"{where} must be a function {_SIGNATURE} or a callable object, "
       f"got {checks.describe(hook)}."
     )
-  # A call of such a function does not run its body.
-  if inspect.iscoroutinefunction(hook) or inspect.isgeneratorfunction(hook):
-    raise TypeError(f"{where} must not be an async function or a generator.")
   try:
-    signature = inspect.signature(hook)
-  except ValueError:
-    return  # a built-in function may have no signature
-  try:
-    signature.bind(0, None, {})
-  except TypeError as e:
-    raise TypeError(
-      f"{where} is called with {_SIGNATURE} and takes {signature}: {e}."
-    ) from e
+    inspect.signature(hook).bind(0, None, {})
+  # ValueError: an argument of the config that the function does not take.
+  except (TypeError, ValueError) as e:
+    raise TypeError(f"{where} is called with {_SIGNATURE}: {e}.") from e
 
 
 def _name_of(hook: Any) -> str:

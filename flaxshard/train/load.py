@@ -7,24 +7,24 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import os
 from typing import Any
 
+from etils import epath
 import jax
 import ml_collections
-import numpy as np
 
 from flaxshard import tasks
-from flaxshard.checkpoint import best_step
 from flaxshard.checkpoint import locate
+from flaxshard.checkpoint import saved_steps
 from flaxshard.checkpoint import step as step_lib
+from flaxshard.checkpoint import step_names
 from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.core import optimizer
 from flaxshard.core import registry
-from flaxshard.partitioning import specs as specs_lib
-from flaxshard.state import create as create_lib
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import apply as apply_lib
@@ -34,7 +34,10 @@ from flaxshard.tasks.task import Apply
 from flaxshard.train import config as config_lib
 from flaxshard.train import creation as creation_lib
 from flaxshard.train import devices
+from flaxshard.train import ranks
 from flaxshard.train import resume
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -81,29 +84,7 @@ class Loaded:
       batch: Arrays `[batch, ...]` by name: those of the data that the task's
         `predict` reads, for most tasks `inputs` alone. Of several processes,
         all must call it, with the same batch.
-
-    Raises:
-      TypeError: `batch` is not a dict.
-      ValueError: A name is unknown, or an array has no batch dimension.
     """
-    if not isinstance(batch, Mapping):
-      names = ", ".join(f"{name!r}: ..." for name in self.example)
-      raise TypeError(
-        f"batch must be a dict of arrays with some of {{{names}}}, got "
-        f"{checks.describe(batch)}."
-      )
-    for name, x in batch.items():
-      if name not in self.example:
-        raise ValueError(
-          f"batch[{name!r}]: examples of the data have "
-          f"{', '.join(self.example)}.{checks.did_you_mean(name, self.example)}"
-        )
-      shape = self.example[name].shape
-      if np.ndim(x) != len(shape) + 1:
-        raise ValueError(
-          f"batch[{name!r}] must have the shape "
-          f"({', '.join(map(str, ('batch', *shape)))}), got {np.shape(x)}."
-        )
     return self._predict(self.state, dict(batch))
 
   @functools.cached_property
@@ -144,8 +125,7 @@ def load(
 ) -> Loaded:
   """Loads the state, the task and the config of a run from its workdir.
 
-  The data of the run need not be there, except for workdirs of versions that
-  did not store the shapes of the data. The run may still be in progress.
+  The data of the run need not be there. The run may still be in progress.
 
   Args:
     workdir: The workdir, on a file system or in a bucket.
@@ -173,10 +153,6 @@ def load(
     >>> logits = loaded.predict({"inputs": images})  # doctest: +SKIP
   """
   workdir = files.absolute(checks.path("workdir", workdir))
-  if strategy is not None and not isinstance(strategy, Strategy):
-    raise TypeError(
-      f"strategy must be a Strategy or None, got {checks.describe(strategy)}."
-    )
   if task is not None:
     task = tasks.adapt(task)
   config = _read_config(workdir)
@@ -188,11 +164,21 @@ def load(
       rules = ()
   program_config = _with_rules(config, rules)
   with _name_config_file(workdir):
-    creation = _plan_creation(program_config, strategy, loaded, rules)
+    tx, _ = optimizer.create(program_config)
+    creation = creation_lib.plan_creation(program_config, strategy, loaded, tx)
   directory = locate.directory_of_steps(workdir)
-  number, state = step_lib.restore_from_directory(
-    directory, creation.abstract_state(), _choose_step(config, workdir, step)
+  chosen = _choose_step(config, workdir, step)
+  restore = lambda: step_lib.restore_from_directory(
+    directory, creation.abstract_state(), chosen
   )
+  has_steps = bool(step_names.steps(directory))
+  if chosen is not None or ranks.store_agn(config) is None:
+    number, state = restore()
+  else:
+    newest = restore() if has_steps else (0, creation.create_state())
+    found = _find_final_center(workdir, *newest)
+    # Without a step, restoring says what is missing.
+    number, state = found or (newest if has_steps else restore())
   return Loaded(
     state=state,
     config=config,
@@ -212,18 +198,13 @@ def _read_config(workdir: str) -> ml_collections.ConfigDict:
       is broken or is not that of this version.
   """
   path = os.path.join(workdir, "config.json")
-  if not files.exists(path):
+  if not epath.Path(path).exists():
     hint = locate.describe_missing(workdir)
-    if files.is_dir(workdir):
+    if epath.Path(workdir).is_dir():
       hint = "it has no config.json."
       parent = os.path.dirname(workdir)
-      if files.exists(os.path.join(parent, "config.json")):
+      if epath.Path(os.path.join(parent, "config.json")).exists():
         hint += f" Did you mean {parent!r}?"
-      else:
-        hint += (
-          " flaxshard.checkpoint.restore(path, state) reads the checkpoints of "
-          "other programs."
-        )
     raise ValueError(f"workdir={workdir!r} is not the workdir of a run: {hint}")
   values = _read_json(path)
   with _name_config_file(workdir):
@@ -233,7 +214,7 @@ def _read_config(workdir: str) -> ml_collections.ConfigDict:
 
 def _read_json(path: str) -> dict[str, Any]:
   try:
-    return dict(json.loads(files.read_bytes(path)))
+    return dict(json.loads(epath.Path(path).read_bytes()))
   except (ValueError, TypeError) as e:
     raise ValueError(f"{path} is broken: {e}") from e
 
@@ -250,34 +231,37 @@ def _name_config_file(workdir: str) -> Iterator[None]:
 
 def _load_task(config: Any, workdir: str, task: Any) -> tasks_load.LoadedTask:
   """Returns the task of a run and the shapes of its data."""
-  shapes = None
   path = resume.data_path(workdir)
-  if files.exists(path):
-    content = _read_json(path)
-    try:
-      shapes = resume.shapes_from_json(content)
-    except (KeyError, TypeError, AttributeError) as e:
-      raise ValueError(f"{path} is broken: {e!r}") from e
-  if shapes is None:
-    # A workdir of a version that did not store them: from the data.
-    return tasks_load.load(config, task, shapes_only=True)
+  try:
+    shapes = resume.shapes_from_json(_read_json(path))
+  except (KeyError, TypeError, AttributeError) as e:
+    raise ValueError(f"{path} is broken: {e!r}") from e
   return tasks_load.load(config, task, known=shapes)
 
 
-def _plan_creation(
-  config: Any, strategy: Strategy, loaded: tasks_load.LoadedTask, rules: Any
-) -> create_lib.CreationPlan:
-  """Traces the creation of the state, with which shapes are known."""
-  tx, _ = optimizer.create(config)
-  try:
-    return creation_lib.plan_creation(config, strategy, loaded, tx)
-  except ValueError as e:
-    if rules is not None or not isinstance(e.__cause__, specs_lib.RuleError):
-      raise
-    raise ValueError(
-      f"{e} These are the rules of the run: give rules for this strategy, or "
-      "rules=() to put all parameters whole on each device."
-    ) from e
+def _find_final_center(
+  workdir: str, number: int, state: TrainState
+) -> tuple[int, TrainState] | None:
+  """Returns the final center of a run that nobody could save in its workdir.
+
+  Args:
+    workdir: The workdir.
+    number: The newest step in it.
+    state: Its state.
+
+  Returns:
+    The step and the state; None if the run has not ended, or has saved it.
+  """
+  # Imported here: other runs do not need it.
+  from flaxshard.center import heads
+  from flaxshard.center import store
+
+  url = store.center_url(workdir)
+  with contextlib.suppress(store.StoreError):  # the store warns
+    if found := heads.final_state(url, state):
+      _log.warning("step %d is older than the final center in %s", number, url)
+      return found
+  return None
 
 
 def _with_rules(config: Any, rules: Any) -> Any:
@@ -304,7 +288,7 @@ def _choose_step(config: Any, workdir: str, step: Any) -> int | None:
     )
   with multihost.raise_on_all_processes(ValueError):
     mode = config_lib.resolve_mode(metric, config.best_mode)
-    number = best_step.best_step(workdir, metric, mode)
+    number = saved_steps.best_step(workdir, metric, mode)
   if number is None:
     raise ValueError(
       f"step='best': no checkpoint in {workdir} has a finite {metric}."

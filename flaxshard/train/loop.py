@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+import contextlib
 import logging
 import signal
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from clu import parameter_overview
 import jax
+from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import checks
-from flaxshard.core import directories
 from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.core import parameter_groups
@@ -23,7 +24,6 @@ from flaxshard.state import describe
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import load
-from flaxshard.train import actions
 from flaxshard.train import charts
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
@@ -43,7 +43,6 @@ from flaxshard.train import same_run
 from flaxshard.train import setup as setup_lib
 from flaxshard.train import steps
 from flaxshard.train import timer as timer_lib
-from flaxshard.train import wrapper_notes
 from flaxshard.wrappers import stack
 
 _log = logging.getLogger(__name__)
@@ -64,20 +63,19 @@ def train_and_evaluate(
   Args:
     config: An `ml_collections.ConfigDict` or a dict; see docs/config.md.
     workdir: The folder for `checkpoints/`, `metrics.jsonl`, TensorBoard events,
-      `training.png` and `config.json`, on a file system or in a bucket:
-      `gs://bucket/run` or `s3://bucket/run`. If it has a checkpoint, training
-      continues from there, with the same result as without an interruption.
-      All processes must see the same folder. Process 0 writes in it; the others
-      write their parts of checkpoints only.
+      `training.png` and `config.json`, on a file system or in a bucket,
+      `gs://bucket/run`. If it has a checkpoint, training continues from there,
+      with the same result as without an interruption. All processes must see
+      the same folder. Process 0 writes in it; the others write their parts of
+      checkpoints only.
     task: A task object, in place of the one that `config.task` names; see
       `flaxshard.tasks.Task`. Its class is written to `config.json`.
     hooks: Functions that are called after those of `config.hooks`; see
       `flaxshard.train.hooks`.
-    worker_id: With `AGN(transport="host")`, index of the worker that this
+    worker_id: With `AGN(transport="store")`, index of the worker that this
       process is; None: as found in the environment, in the variables of JAX,
       torchrun, Slurm, Open MPI or Kubernetes. Worker 0 writes to `workdir`,
-      worker k to `workdir/workers/k`, so only the folder `workdir/workers` must
-      be the same for all.
+      worker k to `workdir/workers/k`. The center is in `workdir/center`.
     num_workers: Number of workers, or None as for `worker_id`.
       `config.batch_size`, `config.mesh.replica` and
       `config.mesh.virtual_devices` are those of all workers.
@@ -125,7 +123,7 @@ def train_and_evaluate(
       same_run.check_config(config)
     # After jax.distributed.initialize without flaxshard.initialize.
     failures.watch()
-    with console.quiet_other_processes(rank.worker_id), failures.share():
+    with console.quiet_other_processes(rank.worker_id):
       state, signum = _train_and_evaluate(
         config, workdir, rank, strategy, task, hooks
       )
@@ -146,7 +144,7 @@ def _train_and_evaluate(
   """Returns the last state, and the signal that stopped the run, if any."""
   workdir = rank.workdir(root)
   with multihost.raise_on_all_processes(ValueError):
-    directories.check_writable("workdir", workdir)
+    files.check_writable("workdir", workdir)
   same_run.check_workdir(workdir)
   charts.require_packages(config.writer)
   call_hooks = hooks_lib.create(
@@ -168,30 +166,22 @@ def _train_and_evaluate(
     state, first_step = run_lib.restore_or_create(setup, run)
     same_run.check_step("the restored step", first_step)
     stopping = early_stopping.resume(config.early_stopping, workdir, first_step)
-    signum = None
+    signum, done = None, None
     if stopping.stopped_step is not None:
-      _log.warning(
-        "nothing to train: the run in %s stopped early at step %d: %s",
-        workdir,
-        stopping.stopped_step,
-        stopping.reason,
+      done = (
+        f"the run in {workdir} stopped early at step {stopping.stopped_step}: "
+        f"{stopping.reason}"
       )
+    elif first_step >= config.num_train_steps:
+      done = (
+        f"step {first_step} of config.num_train_steps={config.num_train_steps} "
+        f"is done in {workdir}"
+      )
+    if done:
+      _log.warning("nothing to train: %s", done)
       report.draw(config, workdir)
-    elif first_step < config.num_train_steps and (
-      end := run.commits.find_end()
-    ):
-      _log.warning("nothing to train: %s", end)
-      report.draw(config, workdir)
-    elif first_step < config.num_train_steps:
-      state, signum = _train(setup, run, state, first_step, stopping)
     else:
-      _log.warning(
-        "nothing to train: step %d of config.num_train_steps=%d is done in %s",
-        first_step,
-        config.num_train_steps,
-        workdir,
-      )
-      report.draw(config, workdir)
+      state, signum = _train(setup, run, state, first_step, stopping)
   if signum is None:
     report.log_result(workdir)
   return state, signum
@@ -211,7 +201,6 @@ def _train(
     the last step, or None.
   """
   config = setup.config
-  early_stopping.warn_if_too_short(config)
   _log_state(state, first_step)
   _compile(setup.lowered_train_step)
   try:
@@ -231,7 +220,7 @@ def _train(
     progress = setup.init_progress()
     rng = setup.train_rng()
     next_step = setup.init_step(step + 1)
-    notes = wrapper_notes.WrapperNotes(state, warn)
+    notes = divergence.WrapperNotes(state, warn)
     divergence_check = divergence.DivergenceCheck(
       config.on_nonfinite, config.num_train_steps, warn
     )
@@ -253,13 +242,20 @@ def _train(
 
       signum = preemption.agree_on_signal(step, run.stop_request)
       ends = step == config.num_train_steps
-      if ends and signum is None:
+      if ends:
         # The last center is evaluated and saved.
-        state = run.commits.finish(state)
-      due = actions.due(config, step, signum is not None, save_time)
+        try:
+          state = run.commits.finish(state)
+        except InterruptedError:
+          _log.warning(
+            "stopped at the last step, before the other workers; the same "
+            "command or call continues from the last checkpoint"
+          )
+          return state, run.stop_request.signum
+      due = _find_due(config, step, signum is not None, save_time)
       # An exchange at every step would cost time.
       run.checkpointer.check(local=True)
-      if not due.any:
+      if not any(due):
         continue
 
       jax.block_until_ready(progress)
@@ -272,7 +268,7 @@ def _train(
           stopping = stopping.update(step, evaluation)
         if stopping.stopped_step is not None:
           # Like the last step of a run, it is logged and saved.
-          ends, due = True, actions.Due(log=True, evaluate=True, save=True)
+          ends, due = True, _Due(log=True, evaluate=True, save=True)
         row: dict[str, float | int | None] = {}
         if due.log:
           row |= _train_row(setup, state, seen)
@@ -311,9 +307,12 @@ def _train(
 
     with run.stop_request.saving():
       run.checkpointer.wait()
+    if ends and run.commits.must_publish:
+      run_lib.publish(setup, run, step, state, row)
     if stopping.stopped_step is not None:
       # Saved as it was evaluated; the others may go on from another center.
-      run.commits.finish(state)
+      with contextlib.suppress(InterruptedError):
+        run.commits.finish(state)
   if stopping.stopped_step is not None:
     _log.info("stopped early at step %d: %s", step, stopping.reason)
   if ends or signum is None:
@@ -325,6 +324,37 @@ def _train(
     run.workdir,
   )
   return state, signum
+
+
+class _Due(NamedTuple):
+  """The actions that are due after a step."""
+
+  log: bool
+  evaluate: bool
+  save: bool
+
+
+def _find_due(config: Any, step: int, stop: bool, save_time: float) -> _Due:
+  """Returns what to do after a step.
+
+  Args:
+    config: A checked config.
+    step: The step just taken.
+    stop: Whether a signal ends the run after this step.
+    save_time: `time.monotonic()` of the last save.
+  """
+  final = step == config.num_train_steps
+  # The last step of a run is logged and saved, whatever its number.
+  last = final or stop
+  log = last or step % config.log_every_steps == 0
+  save = last or step % config.checkpoint_every_steps == 0
+  if log and not save and config.checkpoint_every_minutes:
+    seconds = time.monotonic() - save_time
+    save = seconds >= 60 * config.checkpoint_every_minutes
+    if jax.process_count() > 1:
+      # Clocks differ: all processes save when process 0 does.
+      save = bool(multihost_utils.broadcast_one_to_all(np.array(save)))
+  return _Due(log, final or step % config.eval_every_steps == 0, save)
 
 
 def _log_state(state: TrainState, first_step: int) -> None:

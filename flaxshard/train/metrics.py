@@ -12,6 +12,7 @@ import os
 import textwrap
 from typing import Any
 
+from etils import epath
 import numpy as np
 
 from flaxshard.core import files
@@ -35,8 +36,9 @@ Row = Mapping[str, float | int | None]
 class MetricsFile:
   """Writes `metrics.jsonl`: one JSON object per line.
 
-  A row is on disk as soon as it is written. JSON has no NaN and no infinity:
-  numbers that are not finite are written as null.
+  A row is on disk as soon as it is written; in a bucket, with the next
+  checkpoint. JSON has no NaN and no infinity: numbers that are not finite are
+  written as null.
 
   Args:
     path: The file. Rows of steps after `last_step` are removed, because a
@@ -46,26 +48,41 @@ class MetricsFile:
 
   def __init__(self, path: str, last_step: int):
     kept = [row for row in read_rows(path) if row["step"] <= last_step]
-    # A crash while the file is rewritten must not lose the earlier rows.
-    with files.atomic_write(path) as f:
-      f.writelines(json.dumps(row) + "\n" for row in kept)
     self._path = path
-    self._file = open(path, "a")
+    self._lines = [json.dumps(row) + "\n" for row in kept]
+    # A crash while the file is rewritten must not lose the earlier rows.
+    files.write_text(path, "".join(self._lines))
+    # An object in a bucket cannot be appended to.
+    self._file = None if files.is_bucket(path) else open(path, "a")
 
-  def write(self, step: int, row: Row) -> None:
-    """Appends a row."""
+  def write(self, step: int, row: Row, flush: bool = False) -> None:
+    """Appends a row.
+
+    Args:
+      step: The step of the row.
+      row: Values by name.
+      flush: Whether a row in a bucket is written at once, and not with those
+        that follow.
+    """
     finite = {
       key: value if value is None or math.isfinite(value) else None
       for key, value in row.items()
     }
-    with files.add_filename_to_oserror(self._path):
-      self._file.write(json.dumps({"step": step, **finite}) + "\n")
+    line = json.dumps({"step": step, **finite}) + "\n"
+    if self._file is not None:
+      self._file.write(line)
       # A process that is killed loses what it has not flushed.
       self._file.flush()
+      return
+    self._lines.append(line)
+    if flush:
+      files.write_text(self._path, "".join(self._lines))
 
   def close(self) -> None:
     """Closes the file."""
-    with files.add_filename_to_oserror(self._path):
+    if self._file is None:
+      files.write_text(self._path, "".join(self._lines))
+    else:
       self._file.close()
 
 
@@ -83,9 +100,9 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     path: The file; it may be missing.
   """
   rows = []
-  if files.exists(path):
+  if epath.Path(path).exists():
     # A broken line may have bytes that are not UTF-8.
-    with io.TextIOWrapper(files.open_to_read(path), errors="replace") as f:
+    with io.TextIOWrapper(epath.Path(path).open("rb"), errors="replace") as f:
       for line in f:
         try:
           row = json.loads(line)

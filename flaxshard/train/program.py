@@ -20,7 +20,6 @@ import optax
 from flaxshard.core import checks
 from flaxshard.core import optimizer
 from flaxshard.core import trees
-from flaxshard.core.policy import Policy
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas.values import PerReplica
@@ -73,17 +72,13 @@ class Program:
   create_state: Callable[[], TrainState]
   train_step: Any
   arguments: tuple[Any, ...]
-  notes: tuple[str, ...] = ()
+  notes: tuple[str, ...]
 
   @property
   def abstract_state(self) -> TrainState:
     """The state with a `jax.ShapeDtypeStruct` for every array."""
     state: TrainState = self.arguments[STATE]
     return state
-
-  def lower(self) -> jax.stages.Lowered:
-    """Returns the lowered train step; see `trace`."""
-    return self.trace().lower()
 
   def trace(self) -> jax.stages.Traced:
     """Traces the train step and the evaluation; returns the traced train step.
@@ -145,8 +140,6 @@ def create_program(
   batch_size = rank.share("batch_size", config.batch_size)
   specs = devices.batch_specs(config.mesh.split, batch_size, strategy, example)
   tx, schedule = optimizer.create(config)
-  _warn_of_long_warmup(config, schedule)
-  policy = Policy(config.precision)
 
   creation = creation_lib.plan_creation(config, strategy, loaded, tx)
   state, notes = creation.abstract_state(), tuple(creation.notes)
@@ -161,9 +154,6 @@ def create_program(
     leaves = jax.tree.leaves(creation.create_state())
     # The static fields of the traced state, or the step would compile again.
     return jax.tree.unflatten(jax.tree.structure(state), leaves)
-
-  if policy.compute_dtype == jnp.float16:
-    _check_floating_point(config.precision, state.params)
 
   per_replica = config.mesh.per_replica
   arguments = (
@@ -238,13 +228,15 @@ def _jit_train_step(
   """Returns the jitted train step, which donates the state and the progress."""
   first_replica = rank.worker_id * strategy.num_replicas_in_sync
 
-  # Named like the function: the name stands in profiles and programs.
+  # The name stands in profiles and programs. The number of the next step stays
+  # on the devices, where no step waits for it.
   def counted_train_step(
     state: TrainState, progress: Any, batch: Any, rng: Any, step: Any
   ) -> Any:
     # Each worker has the random streams of its own replicas.
     with replica_context.number_from(first_replica):
-      return steps.counted_train_step(task, state, progress, batch, rng, step)
+      taken = steps.train_step(task, state, progress, batch, rng, step)
+    return *taken, step + 1
 
   if per_replica:
     _check_split_over_replicas(arguments[STATE])
@@ -257,32 +249,6 @@ def _jit_train_step(
     # second step would compile again.
     out_shardings=jax.tree.map(lambda x: x.sharding, results),
   )
-
-
-def _warn_of_long_warmup(config: Any, schedule: optax.Schedule) -> None:
-  """Warns if the learning rate never reaches its peak.
-
-  Not an error: a few steps of a long run are a common test of its config.
-  """
-  warmup_steps = config.schedule.get("warmup_steps", 0)
-  num_updates = optimizer.num_updates(config)
-  # A custom schedule may mean something else by it.
-  if isinstance(warmup_steps, int) and warmup_steps > num_updates:
-    length = f"config.num_train_steps={config.num_train_steps}"
-    if config.accumulate_steps > 1:
-      length += (
-        f", {num_updates} updates with "
-        f"config.accumulate_steps={config.accumulate_steps}"
-      )
-    _log.warning(
-      "config.schedule.warmup_steps=%d is longer than the run of %s: the "
-      "learning rate ends at %.3g, and does not reach "
-      "config.learning_rate=%.3g",
-      warmup_steps,
-      length,
-      schedule(num_updates - 1),
-      config.learning_rate,
-    )
 
 
 def _check_split_over_replicas(state: TrainState) -> None:
@@ -302,12 +268,3 @@ def _check_split_over_replicas(state: TrainState) -> None:
     "config.mesh.per_replica: each replica sees the whole state. What "
     "config.mesh.rules split over 'replica' is gathered for every step."
   )
-
-
-def _check_floating_point(precision: str, params: Any) -> None:
-  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-      raise ValueError(
-        f"config.precision={precision!r} needs floating-point parameters; "
-        f"{trees.path_string(path)} is {leaf.dtype}."
-      )

@@ -1,6 +1,6 @@
 """Which worker of a run this process is, and its share of devices and data.
 
-With `AGN(transport="host")` each process is a worker: a JAX world of its own,
+With `AGN(transport="store")` each process is a worker: a JAX world of its own,
 which nothing but commits connects with the others. Every other run has one
 worker, which may have many processes.
 """
@@ -18,8 +18,6 @@ import jax
 from flaxshard import wrappers as wrappers_lib
 from flaxshard.core import checks
 from flaxshard.processes import cluster
-from flaxshard.processes import tpu
-from flaxshard.state import host_commits
 from flaxshard.train import config as config_lib
 from flaxshard.wrappers.agn import AGN
 
@@ -106,13 +104,16 @@ def folder_of_worker(workdir: str, worker_id: int) -> str:
   return os.path.join(workdir, WORKERS, str(worker_id))
 
 
-def host_agn(config: Any) -> AGN | None:
-  """Returns the AGN of a config that commits from host to host, if any.
+def store_agn(config: Any) -> AGN | None:
+  """Returns the AGN of a config whose center is in a store, if there is one.
 
   Args:
     config: A checked config.
   """
-  return host_commits.find(wrappers_lib.from_config(config.wrappers))
+  for wrapper in wrappers_lib.from_config(config.wrappers):
+    if isinstance(wrapper, AGN) and wrapper.commits_to_store:
+      return wrapper
+  return None
 
 
 def config_of_worker(config: Any, num_workers: int) -> Any:
@@ -154,31 +155,31 @@ def find(
     environ: The environment variables.
 
   Raises:
-    ValueError: The processes are connected by JAX, the config has no AGN that
-      commits from host to host, or an index or a number is wrong or missing.
+    ValueError: The processes are connected by JAX, the config has no AGN
+      with a center in a store, or an index or a number is wrong or missing.
   """
-  if host_agn(config) is None:
+  if store_agn(config) is None:
     for name, value in (("worker_id", worker_id), ("num_workers", num_workers)):
       if value is not None:
         raise ValueError(
-          f"{name}={value!r} needs an AGN with transport='host' in "
+          f"{name}={value!r} needs an AGN with transport='store' in "
           "config.wrappers: without it, the processes are one JAX program."
         )
     return Rank()
   if jax.distributed.is_initialized():
     raise ValueError(
-      "config.wrappers: with transport='host', AGN's workers are not connected "
-      "by JAX. Leave out flaxshard.initialize() and "
+      "config.wrappers: with transport='store', AGN's workers are not "
+      "connected by JAX. Leave out flaxshard.initialize() and "
       "jax.distributed.initialize()."
     )
   found = cluster.find(
     environ,
     num_processes=num_workers,
     process_id=worker_id,
-    num_tpu_hosts=tpu.num_hosts(environ),
     needs_coordinator=False,
   )
-  _use_devices(found.local_device_ids)
+  if found.local_device_ids is not None:
+    cluster.use_devices(found.local_device_ids)
   start_timeout = checks.number(
     "start_timeout", start_timeout, above=0, below=1e6
   )
@@ -194,13 +195,3 @@ def find(
       "worker %d of %d: %s", rank.worker_id, rank.num_workers, found.source
     )
   return rank
-
-
-def _use_devices(local_device_ids: tuple[int, ...] | None) -> None:
-  """Makes JAX start with some of the GPUs of this machine."""
-  if local_device_ids is None:
-    return
-  visible = ",".join(map(str, local_device_ids))
-  # As jax.distributed.initialize does it. Without GPUs they have no effect.
-  jax.config.update("jax_cuda_visible_devices", visible)
-  jax.config.update("jax_rocm_visible_devices", visible)

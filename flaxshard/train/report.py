@@ -15,7 +15,6 @@ from flaxshard.train import charts
 from flaxshard.train import console
 from flaxshard.train import events
 from flaxshard.train import metrics as metrics_lib
-from flaxshard.train import mirror
 
 _log = logging.getLogger(__name__)
 
@@ -37,8 +36,8 @@ def open_report(
 
   Yields:
     A function `write_row(step, row, flush=False)`; it does nothing in other
-    processes. With `flush`, it waits until the row is in the bucket, if the
-    workdir is in one.
+    processes. Rows of a workdir in a bucket are written there with `flush`,
+    and at the end.
   """
   if jax.process_index():
     yield lambda step, row, flush=False: None
@@ -47,15 +46,12 @@ def open_report(
     stack.enter_context(
       metrics_lib.close_on_exit(lambda: draw(config, workdir))
     )
-    folder = stack.enter_context(
-      mirror.open_folder(workdir, (metrics_lib.FILE,))
-    )
     metrics_file = metrics_lib.MetricsFile(
-      metrics_lib.metrics_path(folder.path), first_step
+      metrics_lib.metrics_path(workdir), first_step
     )
     stack.enter_context(metrics_lib.close_on_exit(metrics_file.close))
     write_events, close_events = events.event_writer(
-      config.writer, folder.path, first_step, json.loads(config.to_json())
+      config.writer, workdir, first_step, json.loads(config.to_json())
     )
     stack.enter_context(metrics_lib.close_on_exit(close_events))
     update_bar = stack.enter_context(
@@ -63,9 +59,8 @@ def open_report(
     )
 
     def write_row(step: int, row: metrics_lib.Row, flush: bool = False) -> None:
-      metrics_file.write(step, row)
-      write_events(step, row)
-      folder.copy(flush)
+      metrics_file.write(step, row, flush)
+      write_events(step, row, flush)
       for line in metrics_lib.format_row(step, row):
         _log.info("%s", line)
       update_bar(step, row)
@@ -90,14 +85,21 @@ def draw(config: Any, workdir: str) -> None:
   charts.plot(rows, os.path.join(workdir, "training.png"), title)
 
 
-def log_result(workdir: str) -> None:
-  """Logs the last metrics and where the files are, in process 0."""
+def log_result(workdir: str, level: int = logging.INFO) -> None:
+  """Logs the last metrics and where the files are, in process 0.
+
+  Args:
+    workdir: The folder of the files.
+    level: The level: workers but worker 0 log warnings only.
+  """
   if jax.process_index():
     return
   final = metrics_lib.read_last_values(metrics_lib.metrics_path(workdir))
   # Of two lines, the second one is the evaluation.
   for line in metrics_lib.format_row(final.pop("step", 0), final)[-1:]:
-    _log.info("done: %s", line)
-  _log.info(
-    "in %s: checkpoints/, metrics.jsonl, training.png, config.json", workdir
+    _log.log(level, "done: %s", line)
+  _log.log(
+    level,
+    "in %s: checkpoints/, metrics.jsonl, training.png, config.json",
+    workdir,
   )

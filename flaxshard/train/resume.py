@@ -9,6 +9,7 @@ import os
 import types
 from typing import Any, NamedTuple
 
+from etils import epath
 import jax
 import numpy as np
 
@@ -23,7 +24,7 @@ _log = logging.getLogger(__name__)
 _DATA_FIELDS = ("data", "batch_size", "seed")
 
 # These fields do not change what a run of given data computes.
-_FREE_FIELDS = (
+FREE_FIELDS = (
   "mesh",
   "log_every_steps",
   "eval_every_steps",
@@ -108,12 +109,12 @@ def _check_data(
       "continued. Use that data or another workdir."
     )
   changed = {
-    # A field that an older version did not have is no change.
+    # A field that another version did not have is no change.
     field: tuple(_differences(f"config.{field}", before[field], now[field]))
     for field in now
     if field in before
   }
-  free = [text for field in _FREE_FIELDS for text in changed.pop(field, ())]
+  free = [text for field in FREE_FIELDS for text in changed.pop(field, ())]
   if free:
     _log.info("changed since the last run: %s", ", ".join(free))
   return Changes(
@@ -201,16 +202,11 @@ def write(
     os.path.join(workdir, "config.json"): json.loads(config.to_json()),
     data_path(workdir): {
       "num_train_examples": num_train_examples,
-      "num_classes": shapes.num_classes,
-      "example": {
-        key: {"shape": x.shape, "dtype": str(x.dtype)}
-        for key, x in shapes.example.items()
-      },
+      **shapes_to_json(shapes),
     },
   }
   for path, content in contents.items():
-    with files.atomic_write(path) as f:
-      json.dump(content, f, indent=2, sort_keys=True)
+    files.write_text(path, json.dumps(content, indent=2, sort_keys=True))
 
 
 def data_path(workdir: str) -> str:
@@ -218,14 +214,19 @@ def data_path(workdir: str) -> str:
   return os.path.join(workdir, "data.json")
 
 
-def shapes_from_json(content: Mapping[str, Any]) -> data.Shapes | None:
-  """Returns the shapes in a `data.json`; None if it has none.
+def shapes_to_json(shapes: data.Shapes) -> dict[str, Any]:
+  """Returns the shapes for a `data.json`."""
+  return {
+    "num_classes": shapes.num_classes,
+    "example": {
+      key: {"shape": x.shape, "dtype": str(x.dtype)}
+      for key, x in shapes.example.items()
+    },
+  }
 
-  Args:
-    content: The content. An older version stored the number of examples alone.
-  """
-  if "example" not in content:
-    return None
+
+def shapes_from_json(content: Mapping[str, Any]) -> data.Shapes:
+  """Returns the shapes in the content of a `data.json`."""
   example = {
     key: jax.ShapeDtypeStruct(tuple(x["shape"]), np.dtype(x["dtype"]))
     for key, x in content["example"].items()
@@ -235,11 +236,11 @@ def shapes_from_json(content: Mapping[str, Any]) -> data.Shapes | None:
 
 def _read(path: str) -> dict[str, Any] | None:
   """Returns the content of a JSON file, or None if it is missing."""
-  if not files.exists(path):
+  if not epath.Path(path).exists():
     _log.warning("%s is missing: cannot check that the config fits", path)
     return None
   try:
-    return dict(json.loads(files.read_bytes(path)))
+    return dict(json.loads(epath.Path(path).read_bytes()))
   except (ValueError, TypeError) as e:
     raise ValueError(
       f"{path} is broken ({e}). Remove it to continue without this check."

@@ -103,13 +103,7 @@ class RolloutIterator:
     stream.set_state(state)
     try:
       if self._batches is None:
-        made = self._task.train_batches(stream)  # type: ignore[misc]
-        if not hasattr(made, "__iter__"):
-          raise TypeError(
-            f"{where} must return an iterator of batches, or yield them; got "
-            f"{checks.describe(made)}."
-          )
-        self._batches = iter(made)
+        self._batches = iter(self._task.train_batches(stream))  # type: ignore[misc]
       batch = next(self._batches, None)
       if batch is None:
         raise ValueError(

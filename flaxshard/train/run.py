@@ -8,17 +8,20 @@ import dataclasses
 import json
 import logging
 import os
+from typing import Any
 
 from flaxshard import checkpoint
-from flaxshard.core import directories
+from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.data import distribute
 from flaxshard.state.train_state import TrainState
+from flaxshard.train import commits as commits_lib
 from flaxshard.train import config as config_lib
 from flaxshard.train import fine_tuning
 from flaxshard.train import hooks as hooks_lib
-from flaxshard.train import host_commits
+from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import preemption
+from flaxshard.train import report
 from flaxshard.train import resume
 from flaxshard.train import rollouts
 from flaxshard.train import same_run
@@ -32,20 +35,22 @@ class Run:
   """Resources that a run holds from its start to its end.
 
   Attributes:
+    root: The workdir of all workers, which is that of worker 0.
     workdir: The workdir of this worker, locked: no other run can use it.
     stop_request: The signal that this process received, if any.
     train_iter: The training batches; checkpoints hold its position.
     checkpointer: The checkpointer of `workdir/checkpoints`.
     call_hooks: Calls the hooks with a step, the state and a row of metrics.
-    commits: The commits of AGN from host to host, if it has any.
+    commits: The commits of AGN to a center in a store, if it has one.
   """
 
+  root: str
   workdir: str
   stop_request: preemption.StopRequest
   train_iter: distribute.DistributedIterator | rollouts.RolloutIterator
   checkpointer: checkpoint.Checkpointer
   call_hooks: hooks_lib.Hooks
-  commits: host_commits.Commits
+  commits: commits_lib.Commits
 
 
 @contextlib.contextmanager
@@ -64,34 +69,90 @@ def open_run(
   """
   config = setup.config
   folder = setup.rank.workdir(workdir)
-  checkpoint_dir = os.path.join(folder, "checkpoints")
   with contextlib.ExitStack() as exit_stack:
     with multihost.raise_on_all_processes(ValueError):
-      exit_stack.callback(directories.lock("workdir", folder))
-      directories.check_writable("workdir", checkpoint_dir)
+      exit_stack.callback(files.lock("workdir", folder))
+      files.check_writable("workdir", os.path.join(folder, "checkpoints"))
     # From here on a signal ends the run with a checkpoint.
     stop_request = exit_stack.enter_context(preemption.catch_signals())
     train_iter = exit_stack.enter_context(setup.open_train_batches())
-    best_metric = config.best_metric
     checkpointer = exit_stack.enter_context(
-      checkpoint.Checkpointer(
-        checkpoint_dir,
-        max_to_keep=config.max_to_keep,
-        keep_every=config.keep_every_steps or None,
-        best_metric=None if best_metric == "none" else best_metric,
-        best_mode=config_lib.resolve_mode(best_metric, config.best_mode),
-        keep_best=config.keep_best,
-        # Through JSON, which turns the tuples into lists.
-        config=json.loads(config.to_json()),
-      )
+      _create_checkpointer(config, folder)
     )
     # Left first: others need not wait for this worker's last checkpoint.
     commits = exit_stack.enter_context(
-      host_commits.open_commits(setup, workdir, stop_request, train_iter)
+      commits_lib.open_commits(setup, workdir, stop_request, train_iter)
     )
     yield Run(
-      folder, stop_request, train_iter, checkpointer, call_hooks, commits
+      root=workdir,
+      workdir=folder,
+      stop_request=stop_request,
+      train_iter=train_iter,
+      checkpointer=checkpointer,
+      call_hooks=call_hooks,
+      commits=commits,
     )
+
+
+def _create_checkpointer(config: Any, folder: str) -> checkpoint.Checkpointer:
+  """Returns the checkpointer of a workdir."""
+  best_metric = config.best_metric
+  return checkpoint.Checkpointer(
+    os.path.join(folder, "checkpoints"),
+    max_to_keep=config.max_to_keep,
+    keep_every=config.keep_every_steps or None,
+    best_metric=None if best_metric == "none" else best_metric,
+    best_mode=config_lib.resolve_mode(best_metric, config.best_mode),
+    keep_best=config.keep_best,
+    # Through JSON, which turns the tuples into lists.
+    config=json.loads(config.to_json()),
+  )
+
+
+def publish(
+  setup: setup_lib.Setup,
+  run: Run,
+  step: int,
+  state: TrainState,
+  row: metrics_lib.Row,
+) -> None:
+  """Saves the final center in the workdir of worker 0, which is gone.
+
+  If that is locked, `fs.load` finds the final center in the store.
+
+  Args:
+    setup: The setup of the config.
+    run: The run of another worker.
+    step: The last step.
+    state: The state with the final center.
+    row: The last row of metrics, with the evaluation.
+  """
+  config, root = setup.config, run.root
+  try:
+    unlock = files.lock("workdir", root)
+  except ValueError as e:
+    _log.warning("the final center is in the store only: %s", e)
+    return
+  with contextlib.ExitStack() as stack:
+    stack.callback(unlock)
+    saver = stack.enter_context(_create_checkpointer(config, root))
+    latest = saver.latest_step()
+    if latest is not None and latest >= step:
+      return
+    _log.warning(
+      "worker 0 is gone: worker %d saves the final center in %s",
+      setup.rank.worker_id,
+      root,
+    )
+    resume.write(config, root, setup.num_train_examples, setup.shapes)
+    evaluation = {k: x for k, x in row.items() if k.startswith("eval_")}
+    saver.save(step, state, data=run.train_iter, metrics=evaluation)
+    # Rows of this step may be those of a worker 0 that could not save it.
+    file = metrics_lib.MetricsFile(metrics_lib.metrics_path(root), step - 1)
+    with contextlib.closing(file):
+      file.write(step, row, flush=True)
+  report.draw(config, root)
+  report.log_result(root, logging.WARNING)
 
 
 def restore_or_create(

@@ -11,23 +11,24 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import pathlib
 import time
 from typing import Any
 import uuid
 
+from etils import epath
 import jax
 import numpy as np
 
 from flaxshard import data
-from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.core import trees
 from flaxshard.data import sources
 from flaxshard.processes import agreement
+from flaxshard.train import resume
 
 # The packages that decide what a step computes and how it is saved.
 _PACKAGES = (
+  "flaxshard",
   "jax",
   "jaxlib",
   "flax",
@@ -39,11 +40,13 @@ _PACKAGES = (
 # Seconds until a new file is visible on all hosts of a shared file system.
 _VISIBLE_SECONDS = 10.0
 
-_SAME_COMMAND = "Run the same command, with the same files, on all processes."
+_SAME_COMMAND = (
+  "Run the same command, with the same files and packages, on all processes."
+)
 
 
 def check_config(config: Any) -> None:
-  """Raises if processes have other configs, packages or sources of flaxshard.
+  """Raises if processes have other configs or packages.
 
   Call it before JAX starts its devices: with other configs, that may hang.
 
@@ -53,10 +56,7 @@ def check_config(config: Any) -> None:
   Raises:
     ValueError: Two processes disagree.
   """
-  if multihost.process_count() == 1:
-    return
-  for facts, hint in _code_facts(config):
-    agreement.check_agreement(facts, hint)
+  agreement.check_agreement(_code_facts(config), _SAME_COMMAND)
 
 
 def worker_facts(config: Any, splits: data.Splits | None) -> dict[str, Any]:
@@ -68,28 +68,20 @@ def worker_facts(config: Any, splits: data.Splits | None) -> dict[str, Any]:
     config: A checked config.
     splits: The loaded data; None if the task makes its own batches.
   """
-  facts: dict[str, Any] = {}
-  for named, _ in _code_facts(config):
-    facts |= named
+  facts = _code_facts(config)
+  for field in resume.FREE_FIELDS:
+    facts["config"].pop(field)
   if splits is not None:
     facts["the data"] = _data_facts(splits)
   return facts
 
 
-def _code_facts(config: Any) -> list[tuple[dict[str, Any], str]]:
-  """Returns facts about the config and the code, each with a hint."""
-  versions = {name: _version(name) for name in _PACKAGES}
-  return [
-    ({"config": json.loads(config.to_json())}, _SAME_COMMAND),
-    (
-      {"the version of": versions},
-      "Install the same packages on all hosts.",
-    ),
-    (
-      {"the source file": _digest_sources()},
-      "Install the same version of flaxshard on all hosts.",
-    ),
-  ]
+def _code_facts(config: Any) -> dict[str, Any]:
+  """Returns facts about the config and the code."""
+  return {
+    "config": json.loads(config.to_json()),
+    "the version of": {name: _version(name) for name in _PACKAGES},
+  }
 
 
 def check_devices() -> None:
@@ -175,12 +167,12 @@ def check_workdir(workdir: str) -> None:
   path = os.path.join(workdir, names[0])
   try:
     if is_writer:
-      files.write_bytes(path, b"")
+      epath.Path(path).write_bytes(b"")
     seen = multihost.exchange("yes" if _wait_for(path) else "no")
   finally:
     if is_writer:
       with contextlib.suppress(OSError):
-        files.remove(path)
+        epath.Path(path).unlink()
   blind = [str(i) for i, answer in enumerate(seen) if answer == "no"]
   if blind:
     raise ValueError(
@@ -213,17 +205,6 @@ def _version(package: str) -> str:
     return "not installed"
 
 
-def _digest_sources() -> dict[str, str]:
-  """Returns a digest of each of the package's Python files."""
-  root = pathlib.Path(__file__).parents[1]
-  return {
-    path.relative_to(root.parent).as_posix(): hashlib.sha256(
-      path.read_bytes()
-    ).hexdigest()[:16]
-    for path in sorted(root.rglob("*.py"))
-  }
-
-
 def _digest(source: Any) -> str:
   """Returns a digest of the first example of a data source."""
   first, again = (
@@ -247,7 +228,7 @@ def _digest_example(example: Any) -> str:
 
 def _wait_for(path: str) -> bool:
   deadline = time.monotonic() + _VISIBLE_SECONDS
-  while not files.exists(path):
+  while not epath.Path(path).exists():
     if time.monotonic() > deadline:
       return False
     time.sleep(0.1)

@@ -6,26 +6,23 @@ reported within seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from flaxshard import data
 from flaxshard.core import checks
 from flaxshard.data import distribute
 from flaxshard.data import sharding
 from flaxshard.data import sources
-from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import load
-from flaxshard.tasks.adapted import AdaptedTask
 from flaxshard.train import devices
 from flaxshard.train import evaluation as evaluation_lib
 from flaxshard.train import program as program_lib
@@ -36,51 +33,28 @@ from flaxshard.train.ranks import Rank
 _ALONE = Rank()
 
 P = jax.sharding.PartitionSpec
-TrainStep = Callable[..., tuple[TrainState, steps.Progress, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
+class Setup(program_lib.Program):
   """Everything that a run needs, built from its config.
 
   Attributes:
-    config: The checked config.
-    task: The task.
-    strategy: The devices.
     rank: The worker that this process is.
-    batch_size: Examples in a batch, of this worker alone if there are several.
     splits: The data; None if the task makes its own batches.
     shapes: The shapes of an example of the data.
-    batch_specs: How each array of a batch is split.
-    schedule: The learning rate, as a function of the applied updates.
-    abstract_state: The state with a `jax.ShapeDtypeStruct` for every array.
-    abstract_batch: The shapes and shardings of a batch.
-    create_state: Returns a new state.
     zero_progress: The progress before any step, as NumPy arrays.
-    train_step: `train_step(state, progress, batch, rng, step)` returns the next
-      state, progress and number of the step. The given state and progress are
-      donated.
-    lowered_train_step: The same step, traced and ready to be compiled.
+    lowered_train_step: The train step, traced and ready to be compiled.
     eval_step: `eval_step(state, metrics, batch, rng, index)` returns the merged
       metrics.
     read_progress: Waits for the progress of a step and returns that of all
       replicas combined, as NumPy arrays.
   """
 
-  config: Any
-  task: AdaptedTask
-  strategy: Strategy
   rank: Rank
-  batch_size: int
   splits: data.Splits | None
   shapes: data.Shapes
-  batch_specs: Mapping[str, P]
-  schedule: optax.Schedule
-  abstract_state: TrainState
-  abstract_batch: Mapping[str, jax.ShapeDtypeStruct]
-  create_state: Callable[[], TrainState]
   zero_progress: steps.Progress
-  train_step: TrainStep
   lowered_train_step: jax.stages.Lowered
   eval_step: Callable[..., Any]
   read_progress: Callable[[Any], steps.Progress]
@@ -103,7 +77,7 @@ class Setup:
     return rollouts.RolloutIterator(
       self.task,
       self.config.seed,
-      self.abstract_batch,
+      self.arguments[program_lib.BATCH],
       worker_id=self.rank.worker_id,
     )
 
@@ -133,9 +107,6 @@ class Setup:
       step: The step just taken.
     """
     rng = jax.random.fold_in(jax.random.key(self.config.seed), 2**31 - 1)
-    if sparse_optimizer.has_decay(state.tx, state.params):
-      # A task may ask for `eval_params` again, which must not decay twice.
-      state = state.settle()
     evaluation = evaluation_lib.Evaluation(
       # A checkpoint saves replica 0 as well, if groups of replicas differ.
       state=replica_groups.of_first_replica(
@@ -227,34 +198,32 @@ def create_setup(
   """
   loaded = load.load(config, task)
   task = loaded.task
+  if loaded.splits is not None:
+    sources.check_batch_size(
+      "config.batch_size", config.batch_size, loaded.splits
+    )
   program = program_lib.create_program(config, strategy, loaded, rank)
   for field, metric in (
     ("config.best_metric", config.best_metric),
     ("config.early_stopping.metric", config.early_stopping.metric),
   ):
     evaluation_lib.check_metric(field, metric, task, loaded.splits)
-  lowered = program.lower()
+  lowered = program.trace().lower()
   _warn_of_scalar_metrics(program, loaded.splits)
   per_replica = config.mesh.per_replica
-  state = program.abstract_state
+  fields = vars(program)
+  if not per_replica:
+    # `Strategy.jit` waits for the results by itself.
+    step = devices.block_if_virtual_cpu(strategy, program.train_step)
+    fields = {**fields, "train_step": step}
   return Setup(
-    config=config,
-    task=task,
-    strategy=strategy,
+    **fields,
     rank=rank,
-    batch_size=program.batch_size,
     splits=loaded.splits,
     shapes=data.Shapes(loaded.example, loaded.num_classes),
-    batch_specs=program.batch_specs,
-    schedule=program.schedule,
-    abstract_state=state,
-    abstract_batch=program.arguments[program_lib.BATCH],
-    create_state=program.create_state,
-    zero_progress=jax.device_get(steps.init_progress(task, state)),
-    # `Strategy.jit` waits for the results by itself.
-    train_step=program.train_step
-    if per_replica
-    else devices.block_if_virtual_cpu(strategy, program.train_step),
+    zero_progress=jax.device_get(
+      steps.init_progress(task, program.abstract_state)
+    ),
     lowered_train_step=lowered,
     eval_step=devices.block_if_virtual_cpu(
       strategy, jax.jit(functools.partial(steps.eval_step, task))

@@ -109,22 +109,6 @@ def train_step(
   )
 
 
-def counted_train_step(
-  task: AdaptedTask,
-  state: TrainState,
-  progress: Progress,
-  batch: Batch,
-  rng: jax.Array,
-  step: jax.Array,
-) -> tuple[TrainState, Progress, jax.Array]:
-  """Takes one step like `train_step`, and returns the number of the next one.
-
-  So the number stays on the devices, where no step waits for it.
-  """
-  new_state, new_progress = train_step(task, state, progress, batch, rng, step)
-  return new_state, new_progress, step + 1
-
-
 def eval_step(
   task: AdaptedTask,
   state: TrainState,

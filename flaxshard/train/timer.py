@@ -9,6 +9,7 @@ import os
 import tempfile
 import time
 
+from etils import epath
 import jax
 
 from flaxshard.core import files
@@ -97,7 +98,10 @@ def profile_steps(
     jax.profiler.stop_trace()
     is_tracing = False
     if folder != path:
-      files.copy_files(folder, path)
+      for file in files.files_in(folder):
+        copy = epath.Path(path) / file.relative_to(folder)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(file.read_bytes())
     _log.info("profiled from step %d: %s", first, path)
 
   with contextlib.ExitStack() as stack:

@@ -4,11 +4,11 @@ from flaxshard.wrappers.accumulate import Accumulate
 from flaxshard.wrappers.accumulate import AccumulateState
 from flaxshard.wrappers.agn import AGN
 from flaxshard.wrappers.agn import AGNState
+from flaxshard.wrappers.agn_store import Store
 from flaxshard.wrappers.base import Base
 from flaxshard.wrappers.base import Next
 from flaxshard.wrappers.base import Stall
 from flaxshard.wrappers.base import Target
-from flaxshard.wrappers.base import Wrapper
 from flaxshard.wrappers.config import from_config
 from flaxshard.wrappers.config import to_config
 from flaxshard.wrappers.cross_shard import CrossShard
@@ -34,12 +34,8 @@ __all__ = [
   "LossScaleState",
   "Next",
   "Stall",
+  "Store",
   "Target",
-  "Wrapper",
   "from_config",
   "to_config",
 ]
-
-
-def __dir__() -> list[str]:
-  return sorted(__all__)

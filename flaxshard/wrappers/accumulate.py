@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -14,9 +15,9 @@ from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import parameter_groups
 from flaxshard.core import tracing
+from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.sparse import row_accumulator
 from flaxshard.wrappers import base
 
 PyTree = Any
@@ -31,13 +32,10 @@ class AccumulateState(NamedTuple):
       None for leaves without a gradient. With `per_replica` they are those of a
       replica, `[replicas, ...]` in a TrainState.
     num_batches: int32 scalar, the number of batches in the sum.
-    touched: For each table of `sparse_rows`, bool `[rows]`: the rows in the
-      sum. None for other parameters; `{}` without tables.
   """
 
   grads: PyTree
   num_batches: jax.Array
-  touched: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +60,9 @@ class Accumulate(base.Base):
   completes an update.
 
   Of a table of `sparse_rows`, a batch adds its rows in place, and the update
-  has the rows of all its batches: at most `steps` times as many as the batch
-  that completes it. Rows beyond that, from larger batches, stay in the sum for
-  the next update.
+  has the rows whose sum is not zero: at most `steps` times as many as the batch
+  that completes it has. Rows beyond that, from larger batches, stay in the sum
+  for the next update.
 
   Args:
     steps: Number of batches in an update.
@@ -90,7 +88,6 @@ class Accumulate(base.Base):
 
   name: ClassVar[str] = "accumulate"
   takes_indexed_slices: ClassVar[bool] = True
-  derived_fields: ClassVar[tuple[str, ...]] = ("touched",)
 
   steps: int = 1
   per_replica: bool = False
@@ -107,35 +104,27 @@ class Accumulate(base.Base):
     return self.per_replica
 
   def check_order(
-    self, outer: Sequence[base.Wrapper], inner: Sequence[base.Wrapper]
+    self, outer: Sequence[base.Base], inner: Sequence[base.Base]
   ) -> None:
     """Raises a ValueError if a wrapper is on the wrong side of this one."""
     for wrapper in outer:
-      name = base.name_of(wrapper)
-      adapted = base.adapt(wrapper)
-      if adapted.local_updates or adapted.commits_on_host:
+      is_reduced = wrapper.reduces_gradients and self.per_replica
+      if wrapper.local_updates or wrapper.commits_to_store or is_reduced:
         raise ValueError(
-          f"Accumulate must be outside of {name!r}, whose updates belong to "
-          "one replica: put 'accumulate' first."
-        )
-      if base.adapt(wrapper).reduces_gradients and self.per_replica:
-        raise ValueError(
-          f"Accumulate(per_replica=True) is inside of {name!r}, which reduces "
-          "the gradients of each batch: use Accumulate(per_replica=False), or "
-          "put 'accumulate' first."
+          f"Accumulate must be outside of {base.name_of(wrapper)!r}, which "
+          "needs the gradients of each replica: put 'accumulate' first."
         )
     for wrapper in inner:
       name = base.name_of(wrapper)
-      if base.adapt(wrapper).skips_steps:
+      if wrapper.skips_steps:
         raise ValueError(
           f"Accumulate must be inside of {name!r}, which looks at the "
           f"gradients of each batch: put {name!r} first."
         )
-      if base.adapt(wrapper).reduces_gradients and not self.per_replica:
+      if wrapper.reduces_gradients and not self.per_replica:
         raise ValueError(
-          f"Accumulate(per_replica=False) is outside of {name!r}, which "
-          "receives the gradients of one replica: use "
-          "Accumulate(per_replica=True)."
+          f"Accumulate(per_replica=False) is outside of {name!r}, which needs "
+          "the gradients of each replica: use Accumulate(per_replica=True)."
         )
 
   def init(self, params: PyTree, tx: Any) -> AccumulateState:
@@ -150,7 +139,6 @@ class Accumulate(base.Base):
     return AccumulateState(
       grads=parameter_groups.zero_accumulators(tx, trained),
       num_batches=jnp.zeros((), jnp.int32),
-      touched=row_accumulator.init_touched(tx, trained),
     )
 
   def restart(
@@ -163,21 +151,11 @@ class Accumulate(base.Base):
     del target, saved
     return state
 
-  def adjust_restored(
-    self, state: AccumulateState
-  ) -> tuple[AccumulateState, None]:
-    """Returns the state with the rows of sums that another run has saved."""
-    touched = row_accumulator.find_touched(state.grads, state.touched)
-    return state._replace(touched=touched), None
-
   def partition_specs(self, state: AccumulateState) -> Any:
     """Returns the specs: the sums are per replica if `per_replica`."""
     spec = P(mesh_lib.REPLICA) if self.per_replica else P()
     specs: Any = jax.tree.map(lambda _: P(), state)
-    return specs._replace(
-      grads=jax.tree.map(lambda _: spec, state.grads),
-      touched=jax.tree.map(lambda _: spec, state.touched),
-    )
+    return specs._replace(grads=jax.tree.map(lambda _: spec, state.grads))
 
   def took_batch(
     self, before: AccumulateState, after: AccumulateState
@@ -186,17 +164,10 @@ class Accumulate(base.Base):
     return before.num_batches != after.num_batches
 
   def pending(self, state: AccumulateState) -> str | None:
-    """Returns how many batches or rows the parameters lack, if any."""
+    """Returns how many batches the parameters lack, if any."""
     count = int(state.num_batches)
     if not count:
-      waiting = row_accumulator.count_touched(state.touched)
-      if not waiting:
-        return None
-      return (
-        f"Accumulate: {waiting} rows of tables did not fit in the last update, "
-        "and are not in params. An update has `steps` times as many rows as "
-        "its last batch, and earlier batches were larger."
-      )
+      return None
     return (
       f"Accumulate: {count} of {self.steps} batches of the next update are "
       "done; their gradients are not in params."
@@ -211,43 +182,30 @@ class Accumulate(base.Base):
   ) -> tuple[base.Target, AccumulateState]:
     """Adds the gradients to the sum; calls `next` when it is complete."""
     grads = gradients.deduplicate(grads)
-    total, touched = row_accumulator.add(state.grads, state.touched, grads)
+    total = _map(_add, state.grads, grads)
     count = state.num_batches + 1
 
-    def update(
-      target: base.Target, total: PyTree, touched: PyTree
-    ) -> tuple[base.Target, PyTree, PyTree]:
+    def update(target: base.Target, total: PyTree) -> tuple[Any, PyTree]:
+      taken = _map(functools.partial(_take, self.steps), total, grads)
       # Statistics of Flax's fp8 layers have no sum: the last batch's replace
-      # them. A leaf without a gradient in this batch keeps its sum.
-      taken = jax.tree.map(
-        lambda x, g: None if g is None else x,
-        row_accumulator.take(total, touched, grads, self.steps),
-        grads,
-        is_leaf=_is_leaf,
+      # them. By the count and not by `steps`: a restored state may have more.
+      mean = _map(
+        lambda x, g: g if x is None else x / count.astype(x.dtype), taken, grads
       )
-      # By the count and not by `steps`: a restored state may have more.
-      mean = jax.tree.map(
-        lambda x, g: g if x is None else x / count.astype(x.dtype),
-        taken,
-        grads,
-        is_leaf=_is_leaf,
-      )
-      return next(target, mean), *row_accumulator.clear(total, touched, taken)
+      return next(target, mean), _map(_clear, total, taken)
 
     # Not equal: a restored state may have a sum of more batches than `steps`.
     is_update = count >= self.steps
     with jax.named_scope(tracing.UPDATE_SCOPE):
-      target, total, touched = tracing.cond(
-        is_update, update, lambda *operands: operands, target, total, touched
+      target, total = tracing.cond(
+        is_update, update, lambda *operands: operands, target, total
       )
-    return target, AccumulateState(
-      total, jnp.where(is_update, 0, count), touched
-    )
+    return target, AccumulateState(total, jnp.where(is_update, 0, count))
 
 
 def add_accumulation(
-  wrappers: Sequence[base.Wrapper], steps: int, *, per_replica: bool = False
-) -> tuple[base.Wrapper, ...]:
+  wrappers: Sequence[base.Base], steps: int, *, per_replica: bool = False
+) -> tuple[base.Base, ...]:
   """Adds an `Accumulate` to wrappers, for `accumulate_steps` of a config.
 
   It is placed as far outside as possible, so that other wrappers see the
@@ -277,9 +235,9 @@ def add_accumulation(
     )
   if steps == 1:
     return wrappers
-  skipping = [i for i, w in enumerate(wrappers) if base.adapt(w).skips_steps]
+  skipping = [i for i, w in enumerate(wrappers) if w.skips_steps]
   position = skipping[-1] + 1 if skipping else 0
-  is_reduced = any(base.adapt(w).reduces_gradients for w in wrappers[:position])
+  is_reduced = any(w.reduces_gradients for w in wrappers[:position])
   accumulate = Accumulate(steps, per_replica=per_replica and not is_reduced)
   try:
     return base.check([*wrappers[:position], accumulate, *wrappers[position:]])
@@ -287,5 +245,54 @@ def add_accumulation(
     raise ValueError(f"config.accumulate_steps={steps}: {e}") from e
 
 
-def _is_leaf(x: Any) -> bool:
-  return x is None or is_indexed_slices(x)
+def _map(fn: Callable[..., Any], tree: PyTree, other: PyTree) -> PyTree:
+  """Maps `fn` over the leaves of two trees, of which None and rows are some."""
+  return jax.tree.map(
+    fn, tree, other, is_leaf=lambda x: x is None or is_indexed_slices(x)
+  )
+
+
+def _add(total: Any, g: Any) -> Any:
+  """Returns a sum with a gradient added."""
+  if total is None or g is None:
+    return total
+  return (total + g).astype(total.dtype)
+
+
+def _take(steps: int, total: Any, g: Any) -> Any:
+  """Returns what an update gets of a sum; None if it stays.
+
+  Args:
+    steps: The number of batches in an update.
+    total: The sum of a parameter; None if it has none.
+    g: The gradient of the last batch; None if it has none.
+  """
+  if total is None or g is None:
+    return None
+  if not is_indexed_slices(g):
+    return total
+  is_used = jnp.any(total != 0, axis=tuple(range(1, total.ndim)))
+  # The number of rows must be static: that of `steps` such batches at most.
+  size = min(total.shape[0], steps * g.indices.size)
+  # The number of the k-th of them, by binary search; beyond the last one the
+  # number of rows, which is padding.
+  indices = jnp.searchsorted(
+    jnp.cumsum(is_used.astype(jnp.int32)), jnp.arange(1, size + 1)
+  ).astype(jnp.int32)
+  rows = total.at[indices].get(
+    mode="fill", fill_value=0, indices_are_sorted=True
+  )
+  return IndexedSlices(indices, rows, total.shape, is_unique=True)
+
+
+def _clear(total: Any, taken: Any) -> Any:
+  """Returns a sum without what was taken."""
+  if total is None or taken is None:
+    return total
+  if not is_indexed_slices(taken):
+    return jnp.zeros_like(total)
+  # Zeros that depend on the rows: XLA then reads the rows before it clears
+  # them. In the other order it would have to copy the whole sum.
+  zeros = jnp.where(jnp.isfinite(taken.values), jnp.abs(taken.values) * 0, 0)
+  # Not `unique_indices`: the padding occurs several times.
+  return total.at[taken.indices].set(zeros, mode="drop")

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from flaxshard.core import gradients
+from flaxshard.core import checks
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import parameter_groups
+from flaxshard.core import tracing
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import values
-from flaxshard.sparse import row_accumulator
-from flaxshard.wrappers import agn_arguments
-from flaxshard.wrappers import agn_center
 from flaxshard.wrappers import agn_commit
-from flaxshard.wrappers import agn_delay
-from flaxshard.wrappers import agn_fragments
-from flaxshard.wrappers import agn_host
-from flaxshard.wrappers import agn_schedule
-from flaxshard.wrappers import agn_tables
+from flaxshard.wrappers import agn_sequential
+from flaxshard.wrappers import agn_store
 from flaxshard.wrappers import base
 from flaxshard.wrappers.agn_commit import ModelState
 
@@ -33,7 +29,11 @@ PyTree = Any
 P = jax.sharding.PartitionSpec
 
 # The replicated fields of the state. The others are per replica.
-_REPLICATED = ("local_step", "commits", "outer_opt_state", "fragment_counts")
+_REPLICATED = ("local_step", "commits", "outer_opt_state")
+
+# Sequential commits are stable if the period is at least this number times the
+# number of replicas (measured with `tf.contrib.opt.AGNOptimizer`).
+_STABLE_PERIOD = 0.64
 
 
 class AGNState(NamedTuple):
@@ -52,20 +52,12 @@ class AGNState(NamedTuple):
     collections: Per replica, the other collections by name, such as
       `batch_stats`.
     outer_opt_state: The state of `outer_tx`; `()` without `outer_tx`.
-    touched: Per replica, for each table of `sparse_rows`, bool `[rows]`: the
-      rows of `grad_accum` that local steps have added to. None for other
-      parameters; `{}` without tables.
-    fragment_counts: For each integer of the center's optimizer state that
-      belongs to no parameter, such as a step count, int32 `[fragments]` by
-      path: by how much that of a fragment lags behind. `{}` if all fragments
-      are committed together.
-    sent: Commits whose results have not replaced local parameters yet: see
-      `agn_delay`. `()` without a delay.
-    received: With `transport="host"`, bool `[leaves of grad_accum]`: those that
-      had a gradient in a local step since their last commit. Else `()`.
-    center_commits: With `transport="host"` and sequential commits, int32
-      scalar: the number of commits of all workers in the center, as far as this
-      worker knows. Else `()`.
+    received: With a store, bool `[leaves of grad_accum]`: those that had a
+      gradient in a local step since their last commit. Else `()`.
+    sent: With a store, int32 `[fragments]`: the local step of the last commit
+      of each fragment. Else `()`.
+    versions: With a store, int32 `[fragments]`: the version of the center that
+      `params` has of each fragment. Else `()`.
   """
 
   local_params: PyTree
@@ -75,11 +67,9 @@ class AGNState(NamedTuple):
   commits: jax.Array
   collections: dict[str, PyTree]
   outer_opt_state: PyTree
-  touched: PyTree
-  fragment_counts: dict[str, jax.Array]
-  sent: PyTree
   received: PyTree = ()
-  center_commits: PyTree = ()
+  sent: PyTree = ()
+  versions: PyTree = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,41 +109,15 @@ class AGN(base.Base):
       `outer_tx=optax.sgd(1.0)` the center is the mean of the local parameters:
       local SGD. With `outer_tx=optax.sgd(0.7, momentum=0.9, nesterov=True)`
       this is DiLoCo.
-    commit_dtype: `"bfloat16"`, `"int8"` or `"int4"`: send commits in this
-      dtype, with a float32 scale for each 256 integers. They are reduced in
-      float32. What quantization cuts off stays in `grad_accum`, for later
-      commits. None: send them as they are. Not with tables of `sparse_rows`,
-      and with `"sequential"` only if `transport="host"`.
-    fragments: Number of groups of parameters that are committed in turn, each
-      once per period. They are contiguous, have about the same number of bytes,
-      and never split a parameter. So the bytes of one step's commit are
-      1/fragments of those of all.
-    fragment_offset: Number of local steps between the commits of consecutive
-      fragments. The last one is committed at multiples of the period. None:
-      `communication_period // fragments`. 0: all in one commit, as with one
-      fragment.
-    delay: Number of local steps from a commit to when the local parameters are
-      replaced by its result, below the period. What these steps accumulate
-      belongs to the next commit.
-    blend: Weight of the local parameters when they are replaced:
-      `local = blend * local + (1 - blend) * center`, at least 0 and below 1.
     transport: `"compiled"`: commits are collectives of the compiled step.
-      `"host"`: each process steps alone, and `flaxshard.Worker` commits between
-      steps.
-    quorum: With `transport="host"`, least number of workers of a commit. It
-      waits until there are so many.
-    deadline: With `transport="host"`, seconds that a commit by mean or sum
-      waits for other workers after the first one.
-    heartbeat: With `transport="host"`, seconds without a sign of life after
-      which a worker counts as dead.
+      `"store"`, or a `Store` with options: each process steps alone, and
+      `flaxshard.Worker` commits to a center in a store between steps.
 
   Raises:
     TypeError: An argument is of a wrong type.
-    ValueError: A number is out of range, `commit`, `commit_dtype` or
-      `transport` is unknown, `share_step_count` is combined with `outer_tx`,
-      `commit_dtype` with sequential commits, or an argument of
-      `transport="host"` with `"compiled"`. When a state is created: there are
-      more fragments than parameters.
+    ValueError: A number is out of range, `commit` or `transport` is unknown, or
+      `share_step_count` is combined with `outer_tx` or a store. When a state is
+      created: there are more fragments than parameters.
 
   Example:
     >>> import flaxshard as fs, optax
@@ -171,62 +135,55 @@ class AGN(base.Base):
   References:
     Hermans, Accumulated Gradient Normalization, 2017 (arXiv:1710.02368);
     `tf.contrib.opt.AGNOptimizer`. Local SGD: Stich, 2018 (arXiv:1805.09767).
-    DiLoCo: Douillard et al., 2023 (arXiv:2311.08105). Fragments, delay and
-    blend: Douillard et al., Streaming DiLoCo, 2025 (arXiv:2501.18512).
+    DiLoCo: Douillard et al., 2023 (arXiv:2311.08105).
   """
 
   name: ClassVar[str] = "agn"
-  takes_indexed_slices: ClassVar[bool] = True
-  derived_fields: ClassVar[tuple[str, ...]] = (
-    "touched",
-    "fragment_counts",
-    "sent",
-    "received",
-    "center_commits",
-  )
+  derived_fields: ClassVar[tuple[str, ...]] = ("received", "sent", "versions")
   communication_period: int = 10
   commit: str = "sequential"
   share_step_count: bool = False
   outer_tx: Any = None
   commit_delta: bool = False
-  commit_dtype: str | None = None
-  fragments: int = 1
-  fragment_offset: int | None = None
-  delay: int = 0
-  blend: float = 0.0
-  transport: str = "compiled"
-  quorum: int = 1
-  deadline: float = 60.0
-  heartbeat: float = 10.0
+  transport: Any = "compiled"
 
   def __post_init__(self) -> None:
-    for name, value in agn_arguments.check(self).items():
-      object.__setattr__(self, name, value)
+    # As a plain Python number: configs hold these.
+    period = checks.integer(
+      "AGN: communication_period", self.communication_period, minimum=1
+    )
+    object.__setattr__(self, "communication_period", period)
+    object.__setattr__(self, "transport", agn_store.parse(self.transport))
+    checks.one_of("AGN: commit", self.commit, ("sequential", "mean", "sum"))
+    checks.boolean("AGN: share_step_count", self.share_step_count)
+    checks.boolean("AGN: commit_delta", self.commit_delta)
+    _check_outer_tx(self)
+    agn_store.check_arguments(self)
 
-  # With transport="host" replicas are those of one process, which are kept
-  # equal: to other wrappers AGN is then one with a replicated state.
+  # With a store, replicas are those of one process, which are kept equal: to
+  # other wrappers AGN is then one with a replicated state.
 
   @property
   def reduces_gradients(self) -> bool:  # type: ignore[override]
     """Whether AGN gets the gradients of one replica."""
-    return self.transport == "compiled"
+    return not self.commits_to_store
 
   @property
   def local_updates(self) -> bool:  # type: ignore[override]
     """Whether replicas have parameters of their own between commits."""
-    return self.transport == "compiled"
+    return not self.commits_to_store
 
   @property
-  def commits_on_host(self) -> bool:  # type: ignore[override]
+  def commits_to_store(self) -> bool:  # type: ignore[override]
     """Whether `flaxshard.Worker` commits, between steps."""
-    return self.transport == "host"
+    return isinstance(self.transport, agn_store.Store)
 
   def check_order(
-    self, outer: Sequence[base.Wrapper], inner: Sequence[base.Wrapper]
+    self, outer: Sequence[base.Base], inner: Sequence[base.Base]
   ) -> None:
     """Raises a ValueError if a wrapper may not stand inside of this one."""
-    if self.commits_on_host:
-      agn_host.check_order(outer, inner)
+    if self.commits_to_store:
+      agn_store.check_order(outer, inner)
 
   # -- State.
 
@@ -243,17 +200,14 @@ class AGN(base.Base):
         "parameters are such a pair already. Pass params.fast, and the fast "
         "optimizer as tx; AGN(outer_tx=...) updates the center."
       )
-    if self.commits_on_host:
-      agn_host.check_state(self, params, tx)
+    if self.commits_to_store:
+      agn_store.check_optimizer(self, tx)
     optimized = opt_state_lib.optimized_params(params)
     accum = parameter_groups.zero_accumulators(tx, params)
-    # Raises if there are too many fragments.
-    agn_schedule.fragments_by_path(accum, self.fragments)
     local_opt_state = opt_state_lib.init(tx, optimized)
-    outer_opt_state, center_opt_state = (), local_opt_state
+    outer_opt_state = ()
     if self.outer_tx is not None:
       outer_opt_state = opt_state_lib.init(self.outer_tx, optimized)
-      center_opt_state = outer_opt_state
     return AGNState(
       local_params=params,
       local_opt_state=local_opt_state,
@@ -262,50 +216,7 @@ class AGN(base.Base):
       commits=jnp.zeros((), jnp.int32),
       collections={},
       outer_opt_state=outer_opt_state,
-      touched=self._init_touched(params, tx),
-      fragment_counts=agn_center.init_fragment_counts(
-        self, center_opt_state, params
-      ),
-      sent=() if self.commits_on_host else agn_delay.init(self, params),
-      received=agn_host.init_received(accum) if self.commits_on_host else (),
-      center_commits=agn_host.init_center_commits(self),
-    )
-
-  def _init_touched(self, params: PyTree, tx: Any) -> PyTree:
-    """Returns the rows of the accumulators of tables: none.
-
-    Tables that have None there are summed and committed as a whole.
-    """
-    touched = row_accumulator.init_touched(tx, params)
-    if not jax.tree.leaves(touched):
-      return touched
-    if self.commit_dtype is not None:
-      raise ValueError(
-        "AGN: commit_dtype must be None with tables of sparse_rows, got "
-        f"{self.commit_dtype!r}: their commits are rows, which are not "
-        "quantized."
-      )
-    decaying = agn_tables.find_decaying(tx, params)
-    if decaying:
-      raise ValueError(
-        f"AGN: {', '.join(decaying)} decay without a gradient, as by weight "
-        "decay. With semantics='catch_up', replicas and center would apply the "
-        "decay of steps before a commit to parameters after it: use 'lazy' or "
-        "'tf'."
-      )
-    whole = set()
-    if self.commit_delta:
-      # The change of the rows of a gradient would not be all of it.
-      whole |= agn_tables.find_whole(tx, params)
-    if self.commit == "sequential":
-      # Nor would local tables follow the center by the rows of commits.
-      whole |= agn_tables.find_whole(
-        tx if self.outer_tx is None else self.outer_tx, params
-      )
-    elif self.outer_tx is not None:
-      agn_tables.warn_of_whole_tables(self.outer_tx, tx, params)
-    return jax.tree_util.tree_map_with_path(
-      lambda path, rows: None if path in whole else rows, touched
+      **(agn_store.init_fields(self, accum) if self.commits_to_store else {}),
     )
 
   def init_collections(
@@ -322,8 +233,7 @@ class AGN(base.Base):
           f"AGN: the collection {name!r} must not be a PerReplica: AGN keeps "
           "every collection per replica itself. Pass the value of one replica."
         )
-    sent = agn_delay.init_collections(self, state.sent, collections)
-    return state._replace(collections=collections, sent=sent)
+    return state._replace(collections=collections)
 
   def restart(
     self, state: AGNState, target: base.Target, saved: dict[str, jax.Array]
@@ -344,14 +254,10 @@ class AGN(base.Base):
       path.removeprefix("local_opt_state/"): x for path, x in saved.items()
     }
     local_step = saved.get("local_step", state.local_step)
-    sent = state.sent
-    if "params" in sent:
-      sent = {**sent, "params": target.params}
     return state._replace(
       local_params=target.params,
       local_opt_state=opt_state_lib.with_counts(target.opt_state, counts),
       grad_accum=jax.tree.map(jnp.zeros_like, state.grad_accum),
-      touched=jax.tree.map(jnp.zeros_like, state.touched),
       # Back to the start of a period: the next commit averages a whole one.
       local_step=local_step - local_step % self.communication_period,
       commits=saved.get("commits", state.commits),
@@ -362,47 +268,24 @@ class AGN(base.Base):
         ),
         state.outer_opt_state,
       ),
-      fragment_counts={
-        name: saved.get(f"fragment_counts/{name}", x)
-        for name, x in state.fragment_counts.items()
-      },
-      # What was on its way to replicas is dropped: the center has it.
-      sent=sent,
+      sent=jax.tree.map(lambda x: jnp.full_like(x, local_step), state.sent),
     )
-
-  def adjust_restored(self, state: AGNState) -> tuple[AGNState, None]:
-    """Returns the state with the rows of sums that another run has saved."""
-    touched = row_accumulator.find_touched(state.grad_accum, state.touched)
-    state = state._replace(touched=touched)
-    if self.commits_on_host:
-      state = agn_host.adjust_restored(state)
-    return state, None
 
   def partition_specs(self, state: AGNState) -> AGNState:
     """Returns the specs: counters and `outer_opt_state` are replicated."""
-    specs = {
-      field: (
-        P()
-        if field in _REPLICATED or self.commits_on_host
-        else P(mesh_lib.REPLICA)
-      )
-      for field in state._fields
-    }
-    tree = AGNState(
-      **{
-        field: jax.tree.map(lambda _, spec=specs[field]: spec, value)
-        for field, value in state._asdict().items()
-      }
-    )
-    if self.commits_on_host:
-      return tree
-    return tree._replace(sent=agn_delay.partition_specs(state.sent))
+
+    def specs_of(field: str, value: PyTree) -> PyTree:
+      is_replicated = field in _REPLICATED or self.commits_to_store
+      spec = P() if is_replicated else P(mesh_lib.REPLICA)
+      return jax.tree.map(lambda _: spec, value)
+
+    return AGNState(*map(specs_of, state._fields, state))
 
   def check_replicas(self, num_replicas: int) -> None:
     """Warns if sequential commits are too frequent to be stable."""
-    # With the host transport, `Worker` knows how many commit.
-    if not self.commits_on_host:
-      agn_arguments.warn_of_short_period(self, num_replicas, "replicas")
+    # With a store, `Worker` knows how many commit.
+    if not self.commits_to_store:
+      warn_of_short_period(self, num_replicas, "replicas")
 
   def metrics(self, state: AGNState) -> dict[str, jax.Array]:
     """Returns the number of commits, to be logged."""
@@ -410,36 +293,22 @@ class AGN(base.Base):
 
   def pending(self, state: AGNState) -> str | None:
     """Returns how many local steps or rows the center lacks, if any."""
-    if self.commits_on_host:
-      return agn_host.pending(self, state)
-    steps = agn_schedule.uncommitted_steps(self, int(state.local_step))
-    if not any(steps):
-      waiting = row_accumulator.count_touched(state.touched)
-      if not waiting:
-        return None
-      return (
-        f"AGN: {waiting} rows of tables did not fit in the last commit, and "
-        "are not in params. A commit has communication_period times as many "
-        "rows as its step, and earlier steps had larger batches."
-      )
-    if min(steps) == max(steps):
-      return (
-        f"AGN: the last {steps[0]} local steps of each replica are not in "
-        "params. They are committed after communication_period="
-        f"{self.communication_period} applied steps."
-      )
+    if self.commits_to_store:
+      return agn_store.pending(self, state)
+    steps = int(state.local_step) % self.communication_period
+    if not steps:
+      return None
     return (
-      f"AGN: the last {', '.join(map(str, steps))} local steps of each replica "
-      f"are not in params, for fragment 0 to {self.fragments - 1}. Each is "
-      f"committed after communication_period={self.communication_period} "
-      "applied steps."
+      f"AGN: the last {steps} local steps of each replica are not in params. "
+      "They are committed after communication_period="
+      f"{self.communication_period} applied steps."
     )
 
   # -- Collections.
 
   def reduce_collection(self, x: jax.Array) -> jax.Array:
     """Returns a replica's collection unchanged: commits average it."""
-    return replica_context.mean_collection(x) if self.commits_on_host else x
+    return replica_context.mean_collection(x) if self.commits_to_store else x
 
   def swap_collections(
     self, state: AGNState, collections: dict[str, PyTree]
@@ -472,9 +341,8 @@ class AGN(base.Base):
     Returns:
       The center and collections after the step, and the new state.
     """
-    if self.commits_on_host:
-      return agn_host.apply(self, state, target, grads, next)
-    grads = gradients.deduplicate(grads)
+    if self.commits_to_store:
+      return agn_store.apply(self, state, target, grads, next)
     # Outside of the conditional: an update in both of its branches was measured
     # to cost copies of the parameters and slots.
     new = next(
@@ -487,12 +355,7 @@ class AGN(base.Base):
     applied = new.step != target.step
     added = grads
     if self.commit_delta:
-      added = agn_commit.param_delta(
-        state.local_params, new.params, grads, state.touched
-      )
-    accum, touched = row_accumulator.add(
-      state.grad_accum, state.touched, added, applied
-    )
+      added = agn_commit.param_delta(state.local_params, new.params)
     local_step = state.local_step + applied
     # The collections that this step replaces, as they were last committed.
     committed = {
@@ -500,48 +363,141 @@ class AGN(base.Base):
       for name in new.collections
       if name in state.collections
     }
-    center_opt_state = (
-      target.opt_state if self.outer_tx is None else state.outer_opt_state
-    )
-    new_state, num_commits = agn_fragments.run_commits(
-      self,
-      agn_center.create_update(self, target, next),
-      agn_fragments.CommitState(
-        center=ModelState(target.params, center_opt_state),
-        local=ModelState(new.params, new.opt_state),
-        accum=accum,
-        touched=touched,
-        collections={name: new.collections[name] for name in committed},
-        committed=committed,
-        fragment_counts=state.fragment_counts,
-        sent=state.sent,
+    has_outer = self.outer_tx is not None
+    counts = {}
+    if self.share_step_count:
+      counts = opt_state_lib.counts(new.opt_state)
+    given = _CommitState(
+      center=ModelState(
+        target.params, state.outer_opt_state if has_outer else target.opt_state
       ),
-      grads,
-      local_step,
-      applied,
+      local_params=new.params,
+      local_counts=counts,
+      accum=agn_commit.accumulate(state.grad_accum, added, applied),
+      collections={name: new.collections[name] for name in committed},
+      committed=committed,
     )
-    center, local = new_state.center, new_state.local
-    collections, committed = new_state.collections, new_state.committed
+    is_due = applied & (local_step % self.communication_period == 0)
+    commit = functools.partial(
+      self._commit, agn_commit.create_update(self, target, next), grads
+    )
+    # All collectives are in this conditional. Its predicate is replicated: a
+    # per-replica one would become a select, with the collectives in every step.
+    with jax.named_scope(tracing.COMMIT_SCOPE):
+      after = tracing.cond(is_due, commit, lambda given: given, given)
+    committed = after.committed
     if replica_context.get_replica_context() is None:
       # A single replica without `Strategy.run`: collections are not swapped,
       # and the user sees this replica's after every step.
-      committed = collections
+      committed = after.collections
     target = new._replace(
-      params=center.params,
-      collections={**new.collections, **collections},
-      opt_state=(
-        center.opt_state if self.outer_tx is None else target.opt_state
-      ),
+      params=after.center.params,
+      collections={**new.collections, **after.collections},
+      opt_state=target.opt_state if has_outer else after.center.opt_state,
     )
-    return target, AGNState(
-      local_params=local.params,
-      local_opt_state=local.opt_state,
-      grad_accum=new_state.accum,
+    return target, state._replace(
+      local_params=after.local_params,
+      local_opt_state=opt_state_lib.with_counts(
+        new.opt_state, after.local_counts
+      ),
+      grad_accum=after.accum,
       local_step=local_step,
-      commits=state.commits + num_commits,
+      commits=state.commits + is_due,
       collections={**state.collections, **committed},
-      outer_opt_state=() if self.outer_tx is None else center.opt_state,
-      touched=new_state.touched,
-      fragment_counts=new_state.fragment_counts,
-      sent=new_state.sent,
+      outer_opt_state=after.center.opt_state if has_outer else (),
+    )
+
+  def _commit(
+    self, update: agn_commit.Update, grads: PyTree, state: _CommitState
+  ) -> _CommitState:
+    """Commits what all replicas have accumulated.
+
+    Args:
+      update: One update of the center.
+      grads: The gradients of the local step.
+      state: The state after it.
+    """
+    commit = agn_commit.commit_gradients(state.accum, grads, state.local_params)
+    received = agn_commit.received_gradient(commit, grads)
+    # Equal on all replicas, but JAX does not know: the maximum makes it so.
+    counts = replica_context.reduce_over_replicas("max", state.local_counts)
+    shared = (counts, received)
+    # Commits are the same on all replicas: wrappers inside must not reduce.
+    with replica_context.gradients_already_reduced():
+      if self.commit == "sequential":
+        center, local_params = agn_sequential.commit_sequentially(
+          update, state.center, commit, shared
+        )
+      else:
+        commit = replica_context.reduce_gradients(self.commit, commit)
+        center = update(state.center, commit, shared)
+        local_params = center.params
+    if counts:
+      counts = opt_state_lib.counts(center.opt_state)
+    means = {
+      name: replica_context.mean_collection(x)
+      for name, x in state.collections.items()
+    }
+    return _CommitState(
+      center=center,
+      local_params=local_params,
+      local_counts=counts,
+      accum=jax.tree.map(jnp.zeros_like, state.accum),
+      collections=means,
+      committed=means,
+    )
+
+
+class _CommitState(NamedTuple):
+  """The arrays that a commit changes.
+
+  Attributes:
+    center: The center, with the state of `tx` or of `outer_tx`.
+    local_params: This replica's parameters.
+    local_counts: With `share_step_count`, the step counts of its optimizer.
+    accum: See `AGNState.grad_accum`.
+    collections: This replica's collections.
+    committed: The collections as they were last committed.
+  """
+
+  center: ModelState
+  local_params: PyTree
+  local_counts: dict[str, jax.Array]
+  accum: PyTree
+  collections: dict[str, PyTree]
+  committed: dict[str, PyTree]
+
+
+def warn_of_short_period(agn: AGN, count: int, noun: str) -> None:
+  """Warns if sequential commits are too frequent to be stable.
+
+  Args:
+    agn: The wrapper.
+    count: The number of those that commit.
+    noun: What they are: "replicas" or "workers".
+  """
+  least = _STABLE_PERIOD * count
+  if agn.commit == "sequential" and agn.communication_period < least:
+    checks.warn(
+      f"AGN: communication_period={agn.communication_period} is short for "
+      f"sequential commits of {count} {noun}: before a commit is applied, the "
+      f"center changes by {count - 1} other commits, and below about "
+      f"{_STABLE_PERIOD} * {count} = {least:.1f} local steps training may "
+      "diverge. Use a longer period, a lower learning rate, or commit='mean'.",
+    )
+
+
+def _check_outer_tx(agn: AGN) -> None:
+  if agn.outer_tx is None:
+    return
+  # Not by isinstance: optax.MultiSteps is no GradientTransformation.
+  if not {"init", "update"} <= set(dir(agn.outer_tx)):
+    raise TypeError(
+      "AGN: outer_tx must be an optax GradientTransformation or None, got "
+      f"{checks.describe(agn.outer_tx)}."
+    )
+  if agn.share_step_count:
+    raise ValueError(
+      "AGN: share_step_count=True needs one optimizer for local steps and "
+      f"commits, got outer_tx={agn.outer_tx!r} as well."
     )

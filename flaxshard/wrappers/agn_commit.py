@@ -17,10 +17,8 @@ from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
 from flaxshard.core import trees
-from flaxshard.core.indexed_slices import IndexedSlices
-from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.replicas import context as replica_context
-from flaxshard.wrappers import agn_quantized
+from flaxshard.wrappers import base
 
 PyTree = Any
 
@@ -40,43 +38,50 @@ class ModelState(NamedTuple):
 Update = Callable[[ModelState, PyTree, PyTree], ModelState]
 
 
-def param_delta(
-  old: PyTree, new: PyTree, grads: PyTree, touched: PyTree
-) -> PyTree:
+# -- What a replica accumulates and commits.
+
+
+def accumulate(accum: PyTree, grads: PyTree, applied: jax.Array) -> PyTree:
+  """Adds gradients to their sums.
+
+  Args:
+    accum: The sums; None for leaves that never have a gradient.
+    grads: The gradients or parameter deltas; None for leaves without.
+    applied: Whether to add them, a bool scalar.
+  """
+
+  def add(total: Any, g: Any) -> Any:
+    if total is None or g is None:
+      return total
+    # Not g * applied: the gradients of a skipped step may be infinite.
+    return total + jnp.where(applied, g, jnp.zeros_like(g)).astype(total.dtype)
+
+  return jax.tree.map(add, accum, grads, is_leaf=lambda x: x is None)
+
+
+def param_delta(old: PyTree, new: PyTree) -> PyTree:
   """Returns the change of parameters in one step, with the sign of a gradient.
 
   Args:
     old: The parameters before the step.
     new: The parameters after the step.
-    grads: The gradients of the step, without equal row numbers.
-    touched: The rows of the accumulators of tables, see `row_accumulator`.
 
   Returns:
-    `old - new`, in the dtypes of the accumulators. Of a table, the rows of its
-    gradient: a local step has changed no others.
+    `old - new`, in the dtypes of the accumulators.
   """
 
   def subtract(o: jax.Array, n: jax.Array) -> jax.Array:
     dtype = gradients.accumulator_dtype(o.dtype)
     return o.astype(dtype) - n.astype(dtype)
 
-  def subtract_leaf(o: jax.Array, n: jax.Array, g: Any, rows: Any) -> Any:
-    if rows is None or not is_indexed_slices(g):
-      return subtract(o, n)
-    take_rows = lambda x: x.at[g.indices].get(mode="fill", fill_value=0)
-    delta = subtract(take_rows(o), take_rows(n))
-    return IndexedSlices(g.indices, delta, g.dense_shape, is_unique=True)
-
-  if not jax.tree.leaves(touched):
-    touched = jax.tree.map(lambda _: None, old)
-  return jax.tree.map(subtract_leaf, old, new, grads, touched)
+  return jax.tree.map(subtract, old, new)
 
 
-def commit_gradients(taken: PyTree, grads: PyTree, params: PyTree) -> PyTree:
+def commit_gradients(accum: PyTree, grads: PyTree, params: PyTree) -> PyTree:
   """Returns the gradients that a replica commits.
 
   Args:
-    taken: The accumulated gradients or parameter deltas.
+    accum: The accumulated gradients or parameter deltas.
     grads: The gradients of this step.
     params: The replica's local parameters.
 
@@ -89,7 +94,7 @@ def commit_gradients(taken: PyTree, grads: PyTree, params: PyTree) -> PyTree:
     # The sum of statistics over a period means nothing.
     return p if gradients.is_statistic(path) and g is not None else x
 
-  return jax.tree_util.tree_map_with_path(choose, params, taken, grads)
+  return jax.tree_util.tree_map_with_path(choose, params, accum, grads)
 
 
 def received_gradient(committed: PyTree, grads: PyTree) -> dict[str, jax.Array]:
@@ -107,16 +112,12 @@ def received_gradient(committed: PyTree, grads: PyTree) -> dict[str, jax.Array]:
     accumulator but no gradient in this step.
   """
   grad_of = dict(
-    jax.tree_util.tree_leaves_with_path(
-      grads, is_leaf=lambda g: g is None or is_indexed_slices(g)
-    )
+    jax.tree_util.tree_leaves_with_path(grads, is_leaf=lambda g: g is None)
   )
   nonzero = {
     # Collectives take numbers, not booleans.
-    trees.path_string(path): _is_nonzero(x).astype(jnp.int32)
-    for path, x in jax.tree_util.tree_leaves_with_path(
-      committed, is_leaf=is_indexed_slices
-    )
+    trees.path_string(path): jnp.any(x != 0).astype(jnp.int32)
+    for path, x in jax.tree_util.tree_leaves_with_path(committed)
     if grad_of[path] is None
   }
   if not nonzero:
@@ -125,11 +126,51 @@ def received_gradient(committed: PyTree, grads: PyTree) -> dict[str, jax.Array]:
   return {path: x > 0 for path, x in nonzero.items()}
 
 
-def _is_nonzero(x: Any) -> jax.Array:
-  """Returns whether an array, or some rows, have a gradient at all."""
-  if is_indexed_slices(x):
-    return jnp.any(x.indices < x.dense_shape[0])
-  return jnp.any(x != 0)
+# -- Updates of the center.
+
+
+def create_update(agn: Any, target: base.Target, next: base.Next) -> Update:
+  """Returns the update of the center with accumulated gradients.
+
+  Its `shared` are step counts of the optimizer by path, `{}` for those of the
+  center, and the result of `received_gradient`.
+
+  Args:
+    agn: An `AGN` wrapper.
+    target: The target of this step, for its other fields.
+    next: Applies gradients with the wrappers inside and the optimizer.
+  """
+
+  def update_center(
+    old: ModelState, accum: PyTree, shared: tuple[PyTree, PyTree]
+  ) -> ModelState:
+    counts, received = shared
+    grads = _keep_statistics(old.params, normalize(agn, accum))
+    if agn.outer_tx is not None:
+      new = apply_tx(agn.outer_tx, old, grads)
+    else:
+      updated = next(
+        target._replace(
+          # The target's step is local: `state.step` counts no commits.
+          step=jnp.zeros((), jnp.int32),
+          params=old.params,
+          opt_state=opt_state_lib.with_counts(old.opt_state, counts),
+        ),
+        grads,
+      )
+      new = ModelState(updated.params, updated.opt_state)
+    return keep_without_gradient(old, new, received)
+
+  return update_center
+
+
+def normalize(agn: Any, accum: PyTree) -> PyTree:
+  """Returns the gradients of a commit: the mean over the period."""
+  if agn.commit_delta:
+    return accum
+  # Divided here and not before it is sent: XLA fuses this into the update,
+  # elsewhere it would take memory for a copy.
+  return gradients.map_gradients(lambda a: a / agn.communication_period, accum)
 
 
 def keep_without_gradient(
@@ -173,16 +214,14 @@ def keep_without_gradient(
   return ModelState(params, opt_state)
 
 
-def apply_outer_tx(tx: Any, center: ModelState, grads: PyTree) -> ModelState:
-  """Updates the center with `outer_tx`.
+def apply_tx(tx: Any, center: ModelState, grads: PyTree) -> ModelState:
+  """Updates the center with an optimizer.
 
   Args:
     tx: The optax optimizer of the center.
     center: The center, with the state of `tx`.
     grads: Gradients like the parameters; None where a leaf has none.
   """
-  # `AGN` has warned of these when its state was created.
-  grads, _ = optimizer_update.to_dense_elsewhere(tx, grads)
   state = train_state.TrainState(
     step=0,
     apply_fn=None,  # type: ignore[arg-type]
@@ -196,34 +235,13 @@ def apply_outer_tx(tx: Any, center: ModelState, grads: PyTree) -> ModelState:
   )
 
 
-def commit_combined(
-  op: str,
-  update: Update,
-  center: ModelState,
-  grads: PyTree,
-  shared: PyTree,
-  fmt: str | None = None,
-) -> tuple[ModelState, PyTree, PyTree]:
-  """Updates the center once, with the sum or mean of all commits.
+def _keep_statistics(params: PyTree, grads: PyTree) -> PyTree:
+  """Returns gradients with the values of statistics that have none.
 
-  Args:
-    op: "sum" or "mean".
-    update: One update of the center.
-    center: The center.
-    grads: The gradients that this replica commits; None for leaves without.
-    shared: Further arguments of `update`.
-    fmt: The format in which gradients are sent; None: as they are.
-
-  Returns:
-    The new center; the new local parameters, which are those of the center; and
-    the remainders of `agn_quantized.reduce_quantized`, None without a format.
+  Flax replaces its statistics by their gradients, also by None.
   """
-  remainders = None
-  if fmt is None:
-    reduced = replica_context.reduce_gradients(op, grads)
-  else:
-    reduced, remainders = agn_quantized.reduce_quantized(
-      op, grads, center.params, fmt
-    )
-  center = update(center, reduced, shared)
-  return center, center.params, remainders
+  return jax.tree_util.tree_map_with_path(
+    lambda path, p, g: p if g is None and gradients.is_statistic(path) else g,
+    params,
+    grads,
+  )

@@ -1,4 +1,4 @@
-"""The interface of wrappers: the base class `Base` and the protocol `Wrapper`.
+"""The interface of wrappers: the base class `Base`.
 
 A wrapper changes how a loss becomes gradients and how gradients become
 parameters. It is a frozen dataclass of hyper-parameters. Its state is a pytree
@@ -10,32 +10,19 @@ through the wrappers inside and the optimizer. The wrapper decides when to call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
-import inspect
 import re
 import types
-from typing import (
-  Any,
-  ClassVar,
-  NamedTuple,
-  Protocol,
-  runtime_checkable,
-  Self,
-)
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
-from jax.extend import core as jax_core
 
-from flaxshard.core import checks
 from flaxshard.core.policy import Policy
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import values
 
 PyTree = Any
-
-# A name that is at least this similar to a hook counts as a misspelling of it.
-_MISSPELT = 0.8
 
 
 class Target(NamedTuple):
@@ -71,47 +58,6 @@ class Stall(NamedTuple):
   reason: str
 
 
-@runtime_checkable
-class Wrapper(Protocol):
-  """The six methods that every wrapper has.
-
-  Inherit from `Base`, which has a default for each of them and for every
-  optional hook. A class that does not inherit must define all six methods. It
-  may also define any of the optional hooks of `Base`, with the same signatures.
-  It must be hashable.
-
-  Example:
-    >>> isinstance(Base(), Wrapper)
-    True
-  """
-
-  def init(self, params: PyTree, tx: Any) -> PyTree:
-    """See `Base.init`."""
-    ...
-
-  def working_params(self, state: PyTree, params: PyTree) -> PyTree:
-    """See `Base.working_params`."""
-    ...
-
-  def scale_loss(self, state: PyTree, loss: jax.Array) -> jax.Array:
-    """See `Base.scale_loss`."""
-    ...
-
-  def unscale_gradients(self, state: PyTree, grads: PyTree) -> PyTree:
-    """See `Base.unscale_gradients`."""
-    ...
-
-  def apply(
-    self, state: PyTree, target: Target, grads: PyTree, next: Next
-  ) -> tuple[Target, PyTree]:
-    """See `Base.apply`."""
-    ...
-
-  def partition_specs(self, state: PyTree) -> PyTree:
-    """See `Base.partition_specs`."""
-    ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Base:
   """A wrapper that changes nothing: override the methods that you need.
@@ -120,9 +66,6 @@ class Base:
   key of its state in `TrainState.wrapper_states` is the class attribute `name`
   if there is one, else the class name in snake case (`LossScale` becomes
   `loss_scale`).
-
-  A public attribute of a subclass whose name is almost that of a hook, such as
-  `reduces_gradient`, is a TypeError when the class is defined.
 
   A leaf of a wrapper's state is replicated or per replica. `partition_specs`
   says which. In a TrainState a per-replica leaf has a leading axis, one row for
@@ -135,8 +78,8 @@ class Base:
       False: gradients are averaged over the replicas before any wrapper.
     local_updates: Class attribute. True: the updates applied inside this
       wrapper belong to one replica, so no wrapper inside may reduce gradients.
-    commits_on_host: Class attribute. True: the updates applied inside this
-      wrapper reach `params` by commits on the host, between steps. They need a
+    commits_to_store: Class attribute. True: the updates applied inside this
+      wrapper reach `params` by commits to a store, between steps. They need a
       TrainState, and wrappers that look at `params` must be outside.
     defers_reduction: Class attribute. True: the wrapper receives the gradients
       of one replica. They are averaged over the replicas when it calls `next`,
@@ -149,8 +92,7 @@ class Base:
       one of them: map over gradients with
       `is_leaf=flaxshard.is_indexed_slices`. False: gradients become whole
       arrays before any wrapper gets them, with a warning, and the update is
-      that of any other parameter. A class that overrides one of the two
-      methods, and inherits the attribute, must set it too.
+      that of any other parameter.
     derived_fields: Class attribute. Fields of the state that may start again,
       or that follow from the others. A checkpoint may lack them, or have them
       where the state does not, or in another shape: they are zeros when
@@ -159,9 +101,6 @@ class Base:
       checkpoint without a state of this wrapper may have instead, such as
       `"dynamic_scale/scale"`, and the leaf of this wrapper's state that each
       becomes. The other leaves of the state start fresh.
-
-  Raises:
-    TypeError: On subclassing, if an attribute is a misspelt hook.
 
   Example:
     >>> import flaxshard as fs, jax.numpy as jnp, optax
@@ -178,17 +117,12 @@ class Base:
 
   reduces_gradients: ClassVar[bool] = False
   local_updates: ClassVar[bool] = False
-  commits_on_host: ClassVar[bool] = False
+  commits_to_store: ClassVar[bool] = False
   defers_reduction: ClassVar[bool] = False
   skips_steps: ClassVar[bool] = False
   takes_indexed_slices: ClassVar[bool] = False
   derived_fields: ClassVar[tuple[str, ...]] = ()
   foreign_paths: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
-
-  def __init_subclass__(cls, **kwargs: Any) -> None:
-    super().__init_subclass__(**kwargs)
-    # A field without a default is an annotation only, no class attribute.
-    _check_spelling(cls.__name__, {*vars(cls), *inspect.get_annotations(cls)})
 
   # -- The way of a step: from parameters to gradients to an update.
 
@@ -286,52 +220,6 @@ class Base:
     del before, after
     return None
 
-  # -- What a step may have forgotten; said while it is traced.
-
-  def check_loss(
-    self, state: PyTree, trace: Callable[[], jax_core.ClosedJaxpr]
-  ) -> str | None:
-    """Returns a warning about a loss that is about to be differentiated.
-
-    Args:
-      state: The wrapper's state.
-      trace: Returns the program of the loss. It traces the loss once more, so
-        it should not be called at every step.
-
-    Returns:
-      A message; None, the default, if there is nothing to report.
-    """
-    del state, trace
-    return None
-
-  def check_gradients(self, state: PyTree, grads: PyTree) -> str | None:
-    """Returns a warning about gradients that are about to be applied.
-
-    Args:
-      state: The wrapper's state.
-      grads: The gradients, as the user gave them.
-
-    Returns:
-      A message; None, the default, if there is nothing to report.
-    """
-    del state, grads
-    return None
-
-  def check_late_collection(self, state: PyTree, name: str) -> str | None:
-    """Returns a warning about a collection replaced after the update.
-
-    A step that `apply` skips cannot hold such a collection back.
-
-    Args:
-      state: The wrapper's state.
-      name: Name of the collection.
-
-    Returns:
-      A message; None, the default, if the wrapper skips no step.
-    """
-    del state, name
-    return None
-
   # -- Other collections, such as batch statistics.
 
   def init_collections(
@@ -380,9 +268,7 @@ class Base:
     del policy
     return self
 
-  def check_order(
-    self, outer: Sequence[Wrapper], inner: Sequence[Wrapper]
-  ) -> None:
+  def check_order(self, outer: Sequence[Base], inner: Sequence[Base]) -> None:
     """Raises a ValueError if another wrapper is on the wrong side.
 
     Args:
@@ -497,74 +383,43 @@ class Base:
     return None
 
 
-_HOOKS = frozenset(name for name in vars(Base) if not name.startswith("_"))
-
-
-def name_of(wrapper: Wrapper | type) -> str:
+def name_of(wrapper: Base | type) -> str:
   """Returns the key of a wrapper's state in `wrapper_states`."""
   cls = wrapper if isinstance(wrapper, type) else type(wrapper)
   snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
   return getattr(wrapper, "name", snake)
 
 
-def adapt(wrapper: Wrapper) -> Base:
-  """Returns a `Base` with the hooks of a wrapper.
-
-  This is the one place that looks at the attributes of a wrapper that does not
-  inherit from `Base`.
-  """
-  if isinstance(wrapper, Base):
-    return wrapper
-  adapted = Base()
-  for name in _HOOKS & set(dir(wrapper)):
-    # An attribute of the instance hides the default of the class.
-    object.__setattr__(adapted, name, getattr(wrapper, name))
-  return adapted
-
-
-def overrides(wrapper: Wrapper, hook: str) -> bool:
+def overrides(wrapper: Base, hook: str) -> bool:
   """Returns whether a wrapper defines a hook, instead of the default."""
-  bound = getattr(adapt(wrapper), hook)
-  return getattr(bound, "__func__", bound) is not getattr(Base, hook)
+  return getattr(type(wrapper), hook) is not getattr(Base, hook)
 
 
-def takes_indexed_slices(wrapper: Wrapper, hook: str) -> bool:
-  """Returns whether a method of a wrapper may get `IndexedSlices`.
-
-  A class that overrides the method of a parent class must say so itself.
-  """
-  if not adapt(wrapper).takes_indexed_slices:
-    return False
-  for cls in type(wrapper).__mro__:
-    if "takes_indexed_slices" in vars(cls):
-      return True
-    if hook in vars(cls):
-      return False
-  return True
-
-
-def check(wrappers: Iterable[Wrapper]) -> tuple[Wrapper, ...]:
+def check(wrappers: Iterable[Base]) -> tuple[Base, ...]:
   """Checks wrappers and returns them as a tuple.
 
   Args:
     wrappers: A sequence of wrappers, outermost first.
 
   Raises:
-    TypeError: An entry is not a wrapper, has a misspelt hook, or cannot be
-      hashed.
+    TypeError: `wrappers` is no list or tuple, or an entry is not a wrapper.
     ValueError: The same wrapper is given twice, a wrapper reduces gradients
       inside one that keeps them local, or its `check_order` raises.
   """
-  unordered = isinstance(wrappers, (str, Mapping, Set))
-  if unordered or not isinstance(wrappers, Iterable):
+  if not isinstance(wrappers, (tuple, list)):
+    # A set has no order.
     raise TypeError(
-      "wrappers must be a sequence of wrappers such as "
-      f"[LossScale('dynamic')], got {wrappers!r}."
+      f"wrappers must be a list or a tuple, the outermost first, got "
+      f"{wrappers!r}."
     )
   wrappers = tuple(wrappers)
   names: list[str] = []
   for i, wrapper in enumerate(wrappers):
-    _check_wrapper(f"wrappers[{i}]", wrapper)
+    if not isinstance(wrapper, Base):
+      raise TypeError(
+        f"wrappers[{i}] must be an instance of a wrapper, such as "
+        f"LossScale('dynamic'), got {wrapper!r}."
+      )
     name = name_of(wrapper)
     if name in names:
       raise ValueError(
@@ -572,72 +427,24 @@ def check(wrappers: Iterable[Wrapper]) -> tuple[Wrapper, ...]:
         f"got {[name_of(w) for w in wrappers]}."
       )
     names.append(name)
-    outer = [w for w in wrappers[:i] if adapt(w).local_updates]
-    if outer and adapt(wrapper).reduces_gradients:
+    outer = [w for w in wrappers[:i] if w.local_updates]
+    if outer and wrapper.reduces_gradients:
       raise ValueError(
         f"wrappers[{i}]: {name!r} reduces gradients over replicas, but "
         f"{name_of(outer[0])!r} around it keeps them local; put {name!r} first."
       )
   for i, wrapper in enumerate(wrappers):
-    adapt(wrapper).check_order(wrappers[:i], wrappers[i + 1 :])
+    wrapper.check_order(wrappers[:i], wrappers[i + 1 :])
   return wrappers
 
 
-def _check_wrapper(where: str, wrapper: Any) -> None:
-  """Raises a TypeError unless a value is a hashable wrapper."""
-  if isinstance(wrapper, type) or not isinstance(wrapper, Wrapper):
-    methods = [m for m in vars(Wrapper) if not m.startswith("_")]
-    missing = [m for m in methods if m not in dir(wrapper)]
-    lacks = f", which has no {', '.join(missing)}" if missing else ""
-    is_uncalled = isinstance(wrapper, type) and not missing
-    hint = f" Create it: {wrapper.__name__}(...)." if is_uncalled else ""
-    raise TypeError(
-      f"{where} must be an instance of a wrapper, got {wrapper!r}{lacks}.{hint}"
-    )
-  if not isinstance(wrapper, Base):
-    _check_spelling(f"{where}, a {type(wrapper).__name__}", dir(wrapper))
-  try:
-    hash(wrapper)
-  except TypeError as e:
-    # Wrappers are static fields of the state: jit compares them by hash.
-    raise TypeError(
-      f"{where}={wrapper!r} must be hashable: a frozen dataclass of "
-      f"plain numbers and strings, without arrays ({e})."
-    ) from e
-
-
-def _check_spelling(where: str, names: Iterable[str]) -> None:
-  """Raises a TypeError if a public name is almost that of a hook."""
-  for name in names:
-    if name.startswith("_") or name in _HOOKS:
-      continue
-    hint = checks.did_you_mean(name, _HOOKS, cutoff=_MISSPELT)
-    if hint:
-      raise TypeError(
-        f"{where}: {name!r} is not a hook of a wrapper.{hint} Begin the name "
-        "of a helper with an underscore."
-      )
-
-
-def partition_specs(wrapper: Wrapper, state: PyTree) -> list[jax.P]:
-  """Returns the PartitionSpec of each leaf of a wrapper's state.
-
-  Raises:
-    ValueError: The wrapper's `partition_specs` returns another structure.
-  """
-  specs = wrapper.partition_specs(state)
+def partition_specs(wrapper: Base, state: PyTree) -> list[jax.P]:
+  """Returns the PartitionSpec of each leaf of a wrapper's state."""
   treedef: Any = jax.tree.structure(state)
-  try:
-    return treedef.flatten_up_to(specs)
-  except ValueError as e:
-    raise ValueError(
-      f"wrapper {name_of(wrapper)!r}: partition_specs must return a tree like "
-      f"the state, with a PartitionSpec for each leaf, got {specs!r}."
-    ) from e
+  return treedef.flatten_up_to(wrapper.partition_specs(state))
 
 
-def per_replica_mask(wrapper: Wrapper, state: PyTree) -> list[bool]:
+def per_replica_mask(wrapper: Base, state: PyTree) -> list[bool]:
   """Returns, for each leaf of a wrapper's state, whether it is per replica."""
-  return [
-    values.has_replica_axis(spec) for spec in partition_specs(wrapper, state)
-  ]
+  specs = partition_specs(wrapper, state)
+  return [values.has_replica_axis(spec) for spec in specs]

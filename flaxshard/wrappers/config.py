@@ -19,6 +19,7 @@ from flaxshard.core.optimizer import Optimizer
 from flaxshard.core.policy import Policy
 from flaxshard.wrappers import accumulate
 from flaxshard.wrappers import agn
+from flaxshard.wrappers import agn_store
 from flaxshard.wrappers import base
 from flaxshard.wrappers import cross_shard
 from flaxshard.wrappers import ema
@@ -37,10 +38,11 @@ _VALUES: dict[str, type] = {
   "fixed": loss_scale_rules.FixedLossScale,
   "optimizer": Optimizer,
   "policy": Policy,
+  "store": agn_store.Store,
 }
 
 
-def from_config(config: Iterable[Any]) -> tuple[base.Wrapper, ...]:
+def from_config(config: Iterable[Any]) -> tuple[base.Base, ...]:
   """Builds the wrappers that a config names.
 
   Args:
@@ -72,7 +74,7 @@ def from_config(config: Iterable[Any]) -> tuple[base.Wrapper, ...]:
 
 
 def to_config(
-  wrappers: Sequence[base.Wrapper],
+  wrappers: Sequence[base.Base],
 ) -> tuple[tuple[str, dict[str, Any]], ...]:
   """Returns the config of wrappers: the inverse of `from_config`.
 
@@ -123,26 +125,29 @@ def _construct(where: str, cls: type, arguments: Any) -> Any:
   if not dataclasses.is_dataclass(cls):
     raise TypeError(f"{where} must name a dataclass, got {cls!r}.")
   values = {
-    k: _parse_value(f"{where}: {k}", v) for k, v in dict(arguments).items()
+    # The only type of a transport that has arguments.
+    k: _parse_value(f"{where}: {k}", v, "store" if k == "transport" else None)
+    for k, v in dict(arguments).items()
   }
   return registry.construct(where, cls, values)
 
 
-def _parse_value(where: str, value: Any) -> Any:
-  """Returns the dataclass that a dict with a `type` describes."""
-  if registry.is_dict(value):
-    value = dict(value)
-    if "type" not in value:
-      raise ValueError(
-        f"{where}: a dict needs a 'type', one of {', '.join(_VALUES)}; "
-        f"got {value!r}."
-      )
-    cls = registry.lookup(f"{where}: type", value.pop("type"), _VALUES)
-    if cls is Optimizer:
-      name = value.pop("name", None)
-      value = {"name": name, "arguments": tuple(value.items())}
-    return _construct(where, cls, value)
-  return value
+def _parse_value(where: str, value: Any, default: str | None) -> Any:
+  """Returns the dataclass that a dict with a `type` describes.
+
+  Args:
+    where: Its place, for errors.
+    value: A value of a config.
+    default: The type of a dict without `type`.
+  """
+  if not registry.is_dict(value):
+    return value
+  value = dict(value)
+  cls = registry.lookup(f"{where}: type", value.pop("type", default), _VALUES)
+  if cls is Optimizer:
+    name = value.pop("name", None)
+    value = {"name": name, "arguments": tuple(value.items())}
+  return _construct(where, cls, value)
 
 
 def _name_in_config(instance: Any) -> str:

@@ -8,7 +8,6 @@ import operator
 from typing import Any, ClassVar
 
 import jax
-import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.replicas import context as replica_context
@@ -103,22 +102,16 @@ class CrossShard(base.Base):
     Raises:
       ValueError: A replica is in no group, or a group has an unknown number.
     """
-    groups = self.group_assignment
-    if groups is None:
+    if self.group_assignment is None:
       return
-    named = {i for group in groups for i in group}
+    named = {i for group in self.group_assignment for i in group}
     missing = sorted(set(range(num_replicas)) - named)
     unknown = sorted(named - set(range(num_replicas)))
-    problems = []
-    if missing:
-      problems.append(f"{_format(missing)} in no group")
-    if unknown:
-      problems.append(f"{_format(unknown)} no replica")
-    if problems:
+    if missing or unknown:
       raise ValueError(
-        f"CrossShard: group_assignment={groups!r} must contain each of the "
-        f"{num_replicas} replicas, 0 to {num_replicas - 1}, once; "
-        f"{', '.join(problems)}."
+        f"CrossShard: group_assignment={self.group_assignment!r} must contain "
+        f"each of the {num_replicas} replicas, 0 to {num_replicas - 1}, once; "
+        f"missing: {missing}, unknown: {unknown}."
       )
 
   def divergence(self) -> str | None:
@@ -172,55 +165,27 @@ class CrossShard(base.Base):
 def _check_groups(value: Any) -> Groups:
   """Returns groups as tuples of tuples; raises if they cannot be groups."""
   where = f"CrossShard: group_assignment={value!r}"
-  wrong_type = TypeError(
-    f"{where} must be a sequence of groups of replica numbers, such as "
-    "((0, 2), (1, 3)), or None."
-  )
-  if not _is_sequence(value) or not all(map(_is_sequence, value)):
-    raise wrong_type
   try:
-    groups = tuple(tuple(map(_replica_number, group)) for group in value)
+    # Takes 0-dimensional arrays too, unlike checks.integer.
+    groups = tuple(tuple(map(operator.index, group)) for group in value)
   except TypeError as e:
-    raise wrong_type from e
-  if not groups or not all(groups):
-    raise ValueError(f"{where} must have at least one group and no empty one.")
-  owner: dict[int, int] = {}
-  for i, group in enumerate(groups):
-    for number in group:
-      if number < 0:
-        raise ValueError(f"{where}: replica numbers are >= 0, got {number}.")
-      if number in owner:
-        other = groups[owner[number]]
-        places = (
-          f"twice in {_format(group)}"
-          if owner[number] == i
-          else f"in {_format(other)} and in {_format(group)}"
-        )
-        raise ValueError(
-          f"{where} must contain each replica once; {number} is {places}."
-        )
-      owner[number] = i
+    raise TypeError(
+      f"{where} must be a sequence of groups of replica numbers, such as "
+      "((0, 2), (1, 3)), or None."
+    ) from e
   sizes = [len(group) for group in groups]
-  if len(set(sizes)) > 1:
+  if len(set(sizes)) != 1 or not sizes[0]:
     raise ValueError(
-      f"{where} must have groups of one size; the sizes are {sizes}."
+      f"{where} must have groups of one size, and none that is empty; the "
+      f"sizes are {sizes}."
+    )
+  numbers = [number for group in groups for number in group]
+  twice = sorted({i for i in numbers if numbers.count(i) > 1})
+  if twice:
+    raise ValueError(
+      f"{where} must contain each replica once; given twice: {twice}."
     )
   return groups
-
-
-def _is_sequence(value: Any) -> bool:
-  """Returns whether a value is a list, a tuple or an array."""
-  if isinstance(value, (np.ndarray, jax.Array)):
-    return value.ndim > 0
-  return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-
-
-def _replica_number(value: Any) -> int:
-  """Returns a replica number as an int; a TypeError for another type."""
-  if isinstance(value, bool):
-    raise TypeError("a bool is no replica number")
-  # Takes 0-dimensional arrays too, unlike checks.integer.
-  return operator.index(value)
 
 
 def _format(numbers: Sequence[int]) -> str:

@@ -61,7 +61,6 @@ class EMA(base.Base):
       with the `num_updates` of `tf.train.ExponentialMovingAverage`.
 
   Raises:
-    TypeError: An argument has a wrong type.
     ValueError: `decay` is not from 0 to below 1.
 
   Example:
@@ -90,17 +89,14 @@ class EMA(base.Base):
   def __post_init__(self) -> None:
     decay = checks.number("EMA: decay", self.decay, minimum=0, below=1)
     object.__setattr__(self, "decay", decay)
-    checks.boolean("EMA: debias", self.debias)
-    checks.boolean("EMA: warmup", self.warmup)
 
   def check_order(
-    self, outer: Sequence[base.Wrapper], inner: Sequence[base.Wrapper]
+    self, outer: Sequence[base.Base], inner: Sequence[base.Base]
   ) -> None:
     """Raises a ValueError inside a wrapper with local updates."""
     del inner
     for wrapper in outer:
-      adapted = base.adapt(wrapper)
-      if adapted.local_updates or adapted.commits_on_host:
+      if wrapper.local_updates or wrapper.commits_to_store:
         raise ValueError(
           f"EMA must be outside of {base.name_of(wrapper)!r}, whose updates "
           "belong to one replica: put 'ema' first."

@@ -7,10 +7,9 @@ import dataclasses
 import math
 import types
 from typing import Any, ClassVar
-import warnings
+import weakref
 
 import jax
-from jax.extend import core as jax_core
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,10 +19,7 @@ from flaxshard.core import tracing
 from flaxshard.core import trees
 from flaxshard.core.policy import Policy
 from flaxshard.replicas import context as replica_context
-from flaxshard.replicas import logical_shards
 from flaxshard.wrappers import base
-from flaxshard.wrappers.loss_scale_calls import ScaleCalls
-from flaxshard.wrappers.loss_scale_narrow import NarrowGradients
 from flaxshard.wrappers.loss_scale_rules import check_scale
 from flaxshard.wrappers.loss_scale_rules import DynamicLossScale
 from flaxshard.wrappers.loss_scale_rules import FixedLossScale
@@ -32,6 +28,14 @@ from flaxshard.wrappers.loss_scale_rules import LossScaleState
 PyTree = Any
 # `()` where `"auto"` finds nothing to scale: nothing is compiled then.
 State = LossScaleState | tuple[()]
+
+# For an unscaled gradient, by its id: itself, the 16-bit gradient that it was
+# computed from, and the scale. Arrays and tracers have no hash. Weak references
+# keep no trace alive.
+_narrow: dict[int, tuple[weakref.ref[Any], ...]] = {}
+# The scale of the last scaled loss, if no gradients were unscaled since.
+_scaled: list[weakref.ref[Any]] = []
+_NO_REFS = (lambda: None,) * 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +65,6 @@ class LossScale(base.Base):
       * a `DynamicLossScale` or a `FixedLossScale`.
     policy: The precision policy that `"auto"` looks at. With None,
       `create_train_state` takes the model's `policy`, or else its `dtype`.
-    warn_at_floor: Raise a RuntimeWarning from the compiled step when it skips
-      while a dynamic scale is at its floor, `min_scale`. This puts a host
-      callback into the step: JAX's persistent compilation cache does not store
-      a program with a callback, and `jax.export` cannot write one. The training
-      loop warns without a callback, from the metrics. A custom loop can call
-      `warning` too.
 
   Raises:
     TypeError: An argument has a wrong type.
@@ -88,7 +86,6 @@ class LossScale(base.Base):
 
   name: ClassVar[str] = "loss_scale"
   takes_indexed_slices: ClassVar[bool] = True
-  skips_steps: ClassVar[bool] = True
   # Flax's `DynamicScale`, as its ImageNet and WMT examples keep it.
   foreign_paths: ClassVar[Mapping[str, str]] = types.MappingProxyType(
     {"dynamic_scale/scale": "scale", "dynamic_scale/fin_steps": "good_steps"}
@@ -96,42 +93,20 @@ class LossScale(base.Base):
 
   scale: str | float | DynamicLossScale | FixedLossScale = "dynamic"
   policy: Policy | None = None
-  warn_at_floor: bool = False
-  # Both change while steps are traced, and are no part of what the wrapper is.
-  calls: ScaleCalls = dataclasses.field(
-    default_factory=ScaleCalls, init=False, repr=False, compare=False
-  )
-  narrow: NarrowGradients = dataclasses.field(
-    default_factory=NarrowGradients, init=False, repr=False, compare=False
-  )
 
   def __post_init__(self) -> None:
-    scale = self.scale
-    allowed = (
-      "'dynamic', 'auto', a positive number, a DynamicLossScale or a "
-      "FixedLossScale"
-    )
+    scale, argument = self.scale, "LossScale: scale"
     if isinstance(scale, str):
-      if scale not in ("dynamic", "auto"):
-        raise ValueError(
-          f"LossScale: scale={scale!r}; allowed: {allowed}."
-          f"{checks.did_you_mean(scale, ('dynamic', 'auto'))}"
-        )
+      checks.one_of(argument, scale, ("dynamic", "auto"))
     elif not isinstance(scale, (DynamicLossScale, FixedLossScale)):
-      try:
-        value = check_scale("LossScale: scale", scale)
-      except TypeError as e:
-        raise TypeError(
-          f"LossScale: scale={scale!r}; allowed: {allowed}."
-        ) from e
-      object.__setattr__(self, "scale", value)
+      object.__setattr__(self, "scale", check_scale(argument, scale))
     if isinstance(self.policy, str):
       object.__setattr__(self, "policy", Policy(self.policy))
-    if self.policy is not None and not isinstance(self.policy, Policy):
-      raise TypeError(
-        f"LossScale: policy must be a Policy or its name, got {self.policy!r}."
-      )
-    checks.boolean("LossScale: warn_at_floor", self.warn_at_floor)
+
+  @property
+  def skips_steps(self) -> bool:  # type: ignore[override]
+    """Whether a step with a non-finite gradient is skipped."""
+    return not isinstance(self.rule, FixedLossScale)
 
   @property
   def rule(self) -> DynamicLossScale | FixedLossScale:
@@ -146,48 +121,7 @@ class LossScale(base.Base):
     """Returns the wrapper with the model's policy, unless it has one."""
     if self.policy is not None:
       return self
-    new = dataclasses.replace(self, policy=policy)
-    object.__setattr__(new, "calls", self.calls)
-    return new
-
-  def check_loss(
-    self, state: State, trace: Callable[[], jax_core.ClosedJaxpr]
-  ) -> str | None:
-    """Warns of a loss in float16 that `"auto"` does not scale."""
-    if state or self.scale != "auto" or not self.calls.once("loss"):
-      return None
-    try:
-      program = trace()
-    except jax.errors.ConcretizationTypeError:
-      # An eager loss may branch on the value of an argument.
-      return None
-    if not tracing.computes_in(program, jnp.float16):
-      return None
-    return (
-      "LossScale('auto'): the loss computes in float16, but is not scaled: "
-      "'auto' saw float16 neither in the parameters nor in a precision policy. "
-      "Use LossScale('dynamic'), LossScale('auto', policy='mixed_float16'), or "
-      "create_train_state, which looks at the model."
-    )
-
-  def check_gradients(self, state: State, grads: PyTree) -> str | None:
-    """Warns of gradients that were not scaled, or not unscaled."""
-    if not state or self.rule == FixedLossScale(1.0):
-      return None
-    return self.calls.check(state.scale, grads)
-
-  def check_late_collection(self, state: State, name: str) -> str | None:
-    """Warns of a collection that a skipped step would not hold back."""
-    if not state or isinstance(self.rule, FixedLossScale):
-      return None
-    if not self.calls.once("late collection"):
-      return None
-    return (
-      f"LossScale: replace({name}=...) after apply_gradients also takes the "
-      "value of a step that overflows and is skipped, which may be infinite. "
-      f"Write apply_gradients(grads=grads, {name}=...), which then keeps the "
-      "old value."
-    )
+    return dataclasses.replace(self, policy=policy)
 
   def init(self, params: PyTree, tx: Any) -> State:
     """Returns the first state; `()` if `"auto"` finds nothing to scale."""
@@ -217,7 +151,7 @@ class LossScale(base.Base):
     loss = jnp.asarray(loss)
     if not jnp.issubdtype(loss.dtype, jnp.inexact):
       raise TypeError(f"loss must be floating-point, got {loss.dtype}.")
-    self.calls.note_scaled(state.scale)
+    _scaled[:] = [weakref.ref(state.scale)]
     dtype = _at_least_float32(loss.dtype)
     return loss.astype(dtype) * self._scale_of(state).astype(dtype)
 
@@ -225,13 +159,18 @@ class LossScale(base.Base):
     """Returns the gradients divided by the scale, in float32 or wider."""
     if not state:
       return grads
-    self.calls.note_unscaled(state.scale)
+    _scaled.clear()
     divide = _divider(self._scale_of(state))
 
     def unscale(g: jax.Array) -> jax.Array:
       unscaled = divide(g)
       if isinstance(g, jax.core.Tracer) and g.dtype.itemsize == 2:
-        self.narrow.remember(unscaled, g, state.scale)
+        key = id(unscaled)
+        _narrow[key] = (
+          weakref.ref(unscaled, lambda _: _narrow.pop(key, None)),
+          weakref.ref(g),
+          weakref.ref(state.scale),
+        )
       return unscaled
 
     return gradients.map_gradients(unscale, grads)
@@ -246,6 +185,14 @@ class LossScale(base.Base):
     """Calls `next` if all gradients are finite; updates a dynamic scale."""
     if not state:
       return next(target, grads), state
+    if _scaled and _scaled[0]() is state.scale:
+      _scaled.clear()
+      checks.warn(
+        "LossScale: state.scale_loss scaled the loss, but its gradients were "
+        "not unscaled: they are too large by the scale. Call grads = "
+        "state.unscale_gradients(grads) before apply_gradients, or use "
+        "state.value_and_grad(loss_fn), which does both."
+      )
     rule = self.rule
     if isinstance(rule, FixedLossScale):
       # A restored state may have another scale: the configured one replaces it.
@@ -254,41 +201,32 @@ class LossScale(base.Base):
     grads = gradients.deduplicate(grads)
     finite = replica_context.all_replicas(gradients.all_finite(grads))
     new_state = rule.update(state, finite)
-    at_floor = state.scale <= np.float32(rule.min_scale)
 
     # A gradient enters the branch as the model computed it, if that is in 16
     # bits, and is unscaled there. Outside of it XLA would write it to memory in
     # float32: twice the bytes, on TPU the largest temporary of a step.
     leaves = jax.tree.leaves(grads)
     treedef: Any = jax.tree.structure(grads)
-    narrow = [self.narrow.recall(g, state.scale) for g in leaves]
+    narrow = [_scaled_in_16_bits(g, state.scale) for g in leaves]
     operands = [
       g if n is None else n for g, n in zip(leaves, narrow, strict=True)
     ]
 
-    def apply(target: Any, operands: Any, skipped_steps: Any) -> Any:
+    def apply(target: Any, operands: Any) -> Any:
       divide = _divider(state.scale)
       grads = treedef.unflatten(
         x if n is None else divide(x)
         for x, n in zip(operands, narrow, strict=True)
       )
-      return next(target, grads), skipped_steps
-
-    def skip(target: Any, operands: Any, skipped_steps: Any) -> Any:
-      del operands
-      if self.warn_at_floor:
-        # XLA removes a callback whose result nobody uses, so the count of
-        # skipped steps passes through it.
-        skipped_steps = _warn_on_host(at_floor, state.scale, skipped_steps)
-      return target, skipped_steps
+      return next(target, grads)
 
     # A branch leaves donated buffers in place. To select between new and old
     # values would copy parameters and optimizer state. The branch that updates
     # is the first, which was measured to use less memory.
-    target, skipped_steps = tracing.cond(
-      finite, apply, skip, target, operands, new_state.skipped_steps
+    target = tracing.cond(
+      finite, apply, lambda target, operands: target, target, operands
     )
-    return target, new_state._replace(skipped_steps=skipped_steps)
+    return target, new_state
 
   def adjust_restored(self, state: State) -> tuple[State, str | None]:
     """Moves a restored scale into the configured bounds.
@@ -393,6 +331,18 @@ class LossScale(base.Base):
     return any(trees.dtype_of(x) == jnp.float16 for x in leaves)
 
 
+def _scaled_in_16_bits(
+  unscaled: jax.Array, scale: jax.Array
+) -> jax.Array | None:
+  """Returns the scaled gradient that `unscaled` was computed from.
+
+  None if it is not known, or if `unscaled` is the result of anything else, such
+  as clipping.
+  """
+  known, scaled, used = (ref() for ref in _narrow.get(id(unscaled), _NO_REFS))
+  return scaled if known is unscaled and used is scale else None
+
+
 def _divider(scale: jax.Array) -> Callable[[jax.Array], jax.Array]:
   """Returns a function that divides by a scale, in float32 or wider."""
   # XLA turns a division by a broadcast scalar into a multiplication by its
@@ -421,43 +371,3 @@ def _floor_message(scale: float, skipped_steps: float) -> str:
     "is not allowed: look for the source with "
     "flaxshard.nonfinite_leaves(grads), or lower min_scale."
   )
-
-
-def _warn_on_host(
-  at_floor: jax.Array, scale: jax.Array, skipped_steps: jax.Array
-) -> jax.Array:
-  """Warns on the host if `at_floor`; returns `skipped_steps` unchanged."""
-
-  def warn(is_due: Any, scale: Any, skipped_steps: Any) -> Any:
-    # vmap turns the branches of a cond into a select and runs both.
-    if is_due:
-      message = _floor_message(float(scale), int(skipped_steps))
-      warnings.warn(message, RuntimeWarning, stacklevel=2)
-    return np.asarray(skipped_steps)
-
-  def call_host(*args: jax.Array) -> jax.Array:
-    # A pure callback has no effect, so that the step keeps JAX's fast dispatch.
-    # A debug callback costs ten microseconds per leaf of the state at each
-    # step.
-    return jax.pure_callback(
-      warn,
-      jax.ShapeDtypeStruct((), jnp.int32),
-      *args,
-      vmap_method="sequential",
-    )
-
-  if not isinstance(at_floor, jax.core.Tracer):
-    # An eager step is on the host already.
-    return jnp.asarray(warn(at_floor, scale, skipped_steps))
-  unchanged = jax.lax.cond(
-    at_floor,
-    logical_shards.fully_manual(call_host),
-    lambda *args: args[-1],
-    # One replica warns, not each.
-    at_floor & replica_context.is_first_replica(),
-    scale,
-    skipped_steps,
-  )
-  # Only the warning differs between replicas. `Strategy.run` cannot know that
-  # of a callback.
-  return replica_context.assume_replicated(unchanged)

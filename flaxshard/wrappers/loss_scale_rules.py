@@ -95,37 +95,33 @@ class DynamicLossScale:
   hysteresis: int = 1
 
   def __post_init__(self) -> None:
-    def argument(field: str) -> str:
-      return f"DynamicLossScale: {field}"
-
-    numbers = ["initial_scale", "growth_factor", "min_scale", "max_scale"]
-    if self.backoff_factor is not None:
-      numbers.append("backoff_factor")
-    for field in numbers:
-      value = check_scale(argument(field), getattr(self, field))
-      object.__setattr__(self, field, value)
+    name = "DynamicLossScale: "
+    for field in (
+      "initial_scale",
+      "growth_factor",
+      "backoff_factor",
+      "min_scale",
+      "max_scale",
+    ):
+      value = getattr(self, field)
+      if field != "backoff_factor" or value is not None:
+        object.__setattr__(self, field, check_scale(name + field, value))
     for field in ("growth_interval", "hysteresis"):
-      count = checks.integer(argument(field), getattr(self, field), minimum=1)
+      count = checks.integer(name + field, getattr(self, field), minimum=1)
       object.__setattr__(self, field, count)
     # As float32, in which the scale is computed: 1 + 1e-9 is 1 there.
     if not np.float32(self.growth_factor) > 1:
       raise ValueError(
-        f"{argument('growth_factor')} must be above 1, "
-        f"got {self.growth_factor!r}."
+        f"{name}growth_factor must be above 1, got {self.growth_factor!r}."
       )
-    if (
-      self.backoff_factor is not None
-      and not np.float32(self.backoff_factor) < 1
-    ):
+    if not np.float32(self.backoff_factor or 0) < 1:
       raise ValueError(
-        f"{argument('backoff_factor')} must be between 0 and 1, "
-        f"got {self.backoff_factor!r}."
+        f"{name}backoff_factor must be below 1, got {self.backoff_factor!r}."
       )
     if not self.min_scale <= self.initial_scale <= self.max_scale:
       raise ValueError(
-        f"{argument('initial_scale')} must be between min_scale="
-        f"{self.min_scale!r} and max_scale={self.max_scale!r}, "
-        f"got {self.initial_scale!r}."
+        f"{name}initial_scale must be between min_scale={self.min_scale!r} and "
+        f"max_scale={self.max_scale!r}, got {self.initial_scale!r}."
       )
 
   def steps_to_floor(self, scale: float) -> int:

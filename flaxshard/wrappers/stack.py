@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import functools
 import types
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,41 +22,36 @@ from flaxshard.replicas import context as replica_context
 from flaxshard.wrappers import base
 
 PyTree = Any
-Wrappers = tuple[base.Wrapper, ...]
+Wrappers = tuple[base.Base, ...]
 States = Mapping[str, PyTree]
-T = TypeVar("T")
 
 
 def with_policy(wrappers: Wrappers, policy: Policy | None) -> Wrappers:
   """Returns the wrappers for a model of that precision policy."""
   if policy is None:
     return wrappers
-  # A wrapper that does not inherit from Base must not become its adapter.
-  return tuple(
-    base.adapt(w).with_policy(policy) if base.overrides(w, "with_policy") else w
-    for w in wrappers
-  )
+  return tuple(w.with_policy(policy) for w in wrappers)
 
 
 def reduces_gradients(wrappers: Wrappers) -> bool:
   """Returns whether a wrapper reduces gradients over the replicas itself."""
-  return any(base.adapt(w).reduces_gradients for w in wrappers)
+  return any(w.reduces_gradients for w in wrappers)
 
 
 def defers_reduction(wrappers: Wrappers) -> bool:
   """Returns whether gradients are reduced inside of a wrapper."""
-  return any(base.adapt(w).defers_reduction for w in wrappers)
+  return any(w.defers_reduction for w in wrappers)
 
 
 def has_local_updates(wrappers: Wrappers) -> bool:
   """Returns whether a wrapper updates each replica separately."""
-  return any(base.adapt(w).local_updates for w in wrappers)
+  return any(w.local_updates for w in wrappers)
 
 
 def check_replicas(wrappers: Wrappers, num_replicas: int) -> None:
   """Raises or warns if wrappers do not fit a number of replicas."""
   for w in wrappers:
-    base.adapt(w).check_replicas(num_replicas)
+    w.check_replicas(num_replicas)
   note = divergence(wrappers)
   if note:
     checks.warn(note)
@@ -67,7 +62,7 @@ def divergence(wrappers: Wrappers) -> str | None:
   # A wrapper with local updates reduces over all replicas when they commit.
   if has_local_updates(wrappers):
     return None
-  notes = [base.adapt(w).divergence() for w in wrappers]
+  notes = [w.divergence() for w in wrappers]
   return " ".join(note for note in notes if note) or None
 
 
@@ -80,9 +75,7 @@ def replica_groups(
   """
   if divergence(wrappers) is None:
     return [range(num_replicas)]
-  return next(
-    filter(None, (base.adapt(w).replica_groups() for w in wrappers)), ()
-  )
+  return next(filter(None, (w.replica_groups() for w in wrappers)), ())
 
 
 # -- Their states.
@@ -105,9 +98,7 @@ def init(
     num_replicas: Length of the replica axis of the per-replica leaves.
   """
   states = {
-    base.name_of(w): base.adapt(w).init_collections(
-      w.init(params, tx), dict(collections)
-    )
+    base.name_of(w): w.init_collections(w.init(params, tx), dict(collections))
     for w in wrappers
   }
   return add_replica_axis(wrappers, states, num_replicas)
@@ -181,17 +172,13 @@ def swap_collections(
   states = dict(states)
   for w in wrappers:
     name = base.name_of(w)
-    states[name], collections = base.adapt(w).swap_collections(
-      states[name], collections
-    )
+    states[name], collections = w.swap_collections(states[name], collections)
   return states, collections
 
 
 def reduce_collection(wrappers: Wrappers, x: jax.Array) -> jax.Array:
   """Reduces a collection's array over the replicas (default: mean)."""
-  reducing = [
-    base.adapt(w) for w in wrappers if base.overrides(w, "reduce_collection")
-  ]
+  reducing = [w for w in wrappers if base.overrides(w, "reduce_collection")]
   if not reducing:
     return replica_context.mean_collection(x)
   for w in reducing:
@@ -214,7 +201,7 @@ def working_params(
 def eval_params(wrappers: Wrappers, states: States, params: PyTree) -> PyTree:
   """Returns the parameters to evaluate and to export."""
   for w in reversed(wrappers):
-    params = base.adapt(w).eval_params(states[base.name_of(w)], params)
+    params = w.eval_params(states[base.name_of(w)], params)
   return params
 
 
@@ -241,8 +228,7 @@ def take_narrow_gradients(wrappers: Wrappers, states: States) -> bool:
   """Returns whether `unscale_gradients` may get gradients in 16 bits."""
   unscaling = [w for w in wrappers if base.overrides(w, "unscale_gradients")]
   return bool(unscaling) and all(
-    base.adapt(w).takes_narrow_gradients(states[base.name_of(w)])
-    for w in unscaling
+    w.takes_narrow_gradients(states[base.name_of(w)]) for w in unscaling
   )
 
 
@@ -277,7 +263,7 @@ def apply(
       return update(target, grads)
     name = base.name_of(wrappers[i])
     apply_inner: base.Next = functools.partial(apply_from, i + 1)
-    if base.adapt(wrappers[i]).defers_reduction:
+    if wrappers[i].defers_reduction:
       apply_inner = _reduce_before(wrappers, name, apply_inner, reduction)
     returned = wrappers[i].apply(
       target.wrapper_states[name], target, grads, apply_inner
@@ -318,16 +304,14 @@ def _to_dense_unless_taken(
   unaware = [
     w
     for w in wrappers
-    if base.overrides(w, hook) and not base.takes_indexed_slices(w, hook)
+    if base.overrides(w, hook) and not w.takes_indexed_slices
   ]
   if not (paths and unaware):
     return grads
   checks.warn(
-    f"wrapper {base.name_of(unaware[0])!r}: {hook} gets whole arrays as the "
-    f"gradients of {', '.join(paths)}, and the step updates whole tables, "
-    "because the class does not say that it takes IndexedSlices. If it treats "
-    "them as leaves, with is_leaf=flaxshard.is_indexed_slices, set its class "
-    "attribute takes_indexed_slices = True."
+    f"wrapper {base.name_of(unaware[0])!r}: {hook} takes no IndexedSlices: the "
+    f"gradients of {', '.join(paths)} become whole arrays, and the step "
+    "updates whole tables. See takes_indexed_slices of flaxshard.wrappers.Base."
   )
   return indexed_slices.to_dense(grads)
 
@@ -370,39 +354,11 @@ def took_batch(
     A bool scalar; None if no wrapper accumulates gradients.
   """
   answers = [
-    base.adapt(w).took_batch(before[base.name_of(w)], after[base.name_of(w)])
+    w.took_batch(before[base.name_of(w)], after[base.name_of(w)])
     for w in wrappers
   ]
   known = [answer for answer in answers if answer is not None]
   return functools.reduce(jnp.logical_or, known) if known else None
-
-
-# -- What a step may have forgotten.
-
-
-def check_loss(
-  wrappers: Wrappers, states: States, trace: Callable[[], Any]
-) -> list[str]:
-  """Returns the wrappers' warnings about a loss to be differentiated."""
-  return _ask(wrappers, states, lambda w, state: w.check_loss(state, trace))
-
-
-def check_gradients(
-  wrappers: Wrappers, states: States, grads: PyTree
-) -> list[str]:
-  """Returns the wrappers' warnings about gradients to be applied."""
-  return _ask(
-    wrappers, states, lambda w, state: w.check_gradients(state, grads)
-  )
-
-
-def check_late_collection(
-  wrappers: Wrappers, states: States, name: str
-) -> list[str]:
-  """Returns the wrappers' warnings about a collection replaced too late."""
-  return _ask(
-    wrappers, states, lambda w, state: w.check_late_collection(state, name)
-  )
 
 
 # -- For the training loop.
@@ -412,28 +368,8 @@ def metrics(wrappers: Wrappers, states: States) -> dict[str, jax.Array]:
   """Returns the scalars that the wrappers want to have logged, by name."""
   scalars: dict[str, jax.Array] = {}
   for w in wrappers:
-    scalars.update(base.adapt(w).metrics(states[base.name_of(w)]))
+    scalars.update(w.metrics(states[base.name_of(w)]))
   return scalars
-
-
-def warnings_of(
-  wrappers: Wrappers,
-  previous: Mapping[str, float] | None,
-  current: Mapping[str, float],
-) -> list[str]:
-  """Returns the warnings that the wrappers' metrics give rise to.
-
-  Args:
-    wrappers: The wrappers.
-    previous: The result of `metrics`, as Python numbers, when it was last
-      logged; None the first time. It may hold further entries.
-    current: The same now.
-
-  Returns:
-    One message for each wrapper that has something to report.
-  """
-  messages = [base.adapt(w).warning(previous, current) for w in wrappers]
-  return [message for message in messages if message]
 
 
 def pending(wrappers: Wrappers, states: States) -> list[str]:
@@ -446,19 +382,11 @@ def pending(wrappers: Wrappers, states: States) -> list[str]:
     isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) for x in leaves
   ):
     return []
-  return _ask(wrappers, states, lambda w, state: w.pending(state))
+  notes = [w.pending(states[base.name_of(w)]) for w in wrappers]
+  return [note for note in notes if note]
 
 
 def stalls(wrappers: Wrappers, states: States) -> list[base.Stall]:
   """Returns what `Base.stalled` of each wrapper returns, without None."""
-  return _ask(wrappers, states, lambda w, state: w.stalled(state))
-
-
-def _ask(
-  wrappers: Wrappers,
-  states: States,
-  question: Callable[[base.Base, PyTree], T | None],
-) -> list[T]:
-  """Returns what each wrapper answers, given its state, without None."""
-  answers = [question(base.adapt(w), states[base.name_of(w)]) for w in wrappers]
-  return [answer for answer in answers if answer]
+  found = [w.stalled(states[base.name_of(w)]) for w in wrappers]
+  return [stall for stall in found if stall]

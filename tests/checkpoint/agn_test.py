@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import logging
-import shutil
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 from flax.training import train_state as flax_train_state
@@ -14,13 +13,9 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-import tensorstore
-import tiny
 
 import flaxshard as fs
 from flaxshard import checkpoint
-from flaxshard import train
-from flaxshard.train import charts
 
 P = jax.sharding.PartitionSpec
 X = np.random.default_rng(0).normal(size=(8, 16, 2)).astype(np.float32)
@@ -196,33 +191,6 @@ def test_resuming_in_mid_period_is_exact(path, wrappers, caplog):
   assert messages(caplog) == []
 
 
-@pytest.mark.slow
-def test_loop_resumes_in_mid_period(tmp_path, monkeypatch):
-  monkeypatch.setattr(charts, "plot", lambda *args: None)
-  config = tiny.config(
-    model={"name": "normed:Normed"},
-    mesh={"per_replica": True, "replica": 4},
-    wrappers=(
-      ("loss_scale", {"scale": "dynamic"}),
-      ("agn", {"communication_period": 2, "commit": "mean"}),
-    ),
-    num_train_steps=5,
-    log_every_steps=1,
-    eval_every_steps=5,
-    checkpoint_every_steps=3,
-  )
-  state = train.train_and_evaluate(config, str(tmp_path / "a"))
-  shutil.copytree(tmp_path / "a", tmp_path / "b")
-  shutil.rmtree(tmp_path / "b" / "checkpoints" / "5")
-  resumed = train.train_and_evaluate(config, str(tmp_path / "b"))
-  # Only the leaves: each run has another optimizer as a static field.
-  assert_trees_equal(jax.tree.leaves(resumed), jax.tree.leaves(state))
-  rows = tiny.untimed_rows(tmp_path / "a")
-  assert [row["commits"] for row in rows] == [0, 1, 1, 2, 2]
-  assert tiny.untimed_rows(tmp_path / "b") == rows
-  assert int(state.wrapper_states["agn"].local_step) == 5
-
-
 # Without the wrapper: the center.
 
 
@@ -251,20 +219,6 @@ def test_plain_program_restores_the_center(path):
   assert dict(restored.wrapper_states) == {}
 
 
-@pytest.mark.slow
-def test_saved_statistics_are_the_mean_at_the_last_commit(path):
-  state = trained(create(8, fs.AGN(6)), 8, 6)
-  own = state.wrapper_states["agn"].collections["batch_stats"]
-  wanted = jax.tree.map(lambda x: np.asarray(x).mean(0), own)
-  save(path, trained(state, 8, 2))
-  restored = restore(path, create(None, seed=1))
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
-    jax.device_get(restored.batch_stats),
-    wanted,
-  )
-
-
 # A wrapper that is new.
 
 
@@ -291,67 +245,7 @@ def test_new_agn_starts_from_a_plain_checkpoint(path, caplog):
   assert int(new.step) == 8
 
 
-def test_new_agn_leaves_the_other_wrapper_alone(path):
-  # Every leaf differs from that of a new state.
-  state = jax.tree.map(lambda x: x + 4, create(8, SCALED))
-  save(path, state)
-  restored = restore(path, create(8, SCALED, MEAN, seed=1))
-  assert_begins_at_center(restored, 8, count=4, local_step=0, commits=0)
-  scale = restored.wrapper_states["loss_scale"]
-  assert_trees_equal(scale, state.wrapper_states["loss_scale"])
-  assert int(scale.good_steps) == 4
-
-
-@pytest.mark.slow
-def test_restarted_replicas_can_be_donated(path):
-  save(path, create(None))
-  restored = restore(path, create(8, SCALED, MEAN, seed=1))
-  wanted = trained(restored, 8, 1)
-  step = strategy_of(8).jit(train_step, donate_argnums=0)
-  assert_trees_equal(step(restored, strategy_of(8).shard_batch(X[0])), wanted)
-  # One replica's copy has the center's shape but for a dimension of 1.
-  restored = restore(path, create(None, SCALED, MEAN, seed=1))
-  wanted = jax.device_get(trained(restored, None, 1))
-  step = jax.jit(train_step, donate_argnums=0)
-  assert_trees_equal(jax.device_get(step(restored, X[0])), wanted)
-
-
 # Another number of replicas.
-
-
-@pytest.mark.slow
-def test_restores_eight_replicas_as_four_and_back(path, caplog):
-  state = after_seven(SCALED, MEAN)
-  save(path, state)
-  fresh = create(4, SCALED, MEAN, seed=1)
-  four = restore(path, fresh)
-  assert messages(caplog) == [
-    f"{path / '7'} has the state of wrapper 'agn' for 8 replicas, now there "
-    "are 4: each begins at the restored parameters. Dropped are the "
-    "per-replica local_params, local_opt_state, grad_accum, collections; "
-    "local_step goes back from 7 to 6 (accumulated steps lost: 1)."
-  ]
-  assert_plain_equal(four, state)
-  assert int(state.opt_state[0].count) == 2
-  assert_begins_at_center(four, 4, count=7, local_step=6, commits=2)
-  assert_lies_like(four, fresh)
-  assert_trees_equal(
-    jax.device_get(four.wrapper_states["loss_scale"]),
-    jax.device_get(state.wrapper_states["loss_scale"]),
-  )
-
-  four = trained(four, 4, 3)
-  assert int(four.wrapper_states["agn"].commits) == 3
-  save(path, four, 10)
-  caplog.clear()
-  eight = restore(path, create(8, SCALED, MEAN, seed=1))
-  assert_begins_at_center(eight, 8, count=10, local_step=9, commits=3)
-  # At the end of a period nothing had accumulated.
-  (message,) = messages(caplog)
-  assert "for 4 replicas, now there are 8" in message
-  assert message.endswith("local_opt_state, grad_accum, collections.")
-  eight = trained(eight, 8, 3)
-  assert (int(eight.step), int(eight.opt_state[0].count)) == (13, 4)
 
 
 def test_restores_eight_replicas_as_one_and_back(path, caplog):
@@ -370,24 +264,6 @@ def test_restores_eight_replicas_as_one_and_back(path, caplog):
   assert_begins_at_center(eight, 8, count=12, local_step=9, commits=3)
   assert (
     "goes back from 11 to 9 (accumulated steps lost: 2)." in messages(caplog)[0]
-  )
-
-
-@pytest.mark.slow
-def test_outer_optimizer_is_kept_on_other_replicas(path, caplog):
-  state = after_seven(SCALED, OUTER)
-  save(path, state)
-  fresh = create(4, SCALED, OUTER, seed=1)
-  restored = restore(path, fresh)
-  outer = state.wrapper_states["agn"].outer_opt_state
-  assert all(np.any(x) for x in jax.tree.leaves(outer))
-  agn = restored.wrapper_states["agn"]
-  assert_trees_equal(jax.device_get(agn.outer_opt_state), jax.device_get(outer))
-  assert_begins_at_center(restored, 4, count=7, local_step=6, commits=2)
-  assert_lies_like(restored, fresh)
-  assert (
-    "per-replica local_params, local_opt_state, grad_accum, collections; "
-    in (messages(caplog)[0])
   )
 
 
@@ -443,91 +319,7 @@ def test_restores_replicas_of_several_logical_devices(path, caplog):
   assert int(new.wrapper_states["agn"].local_step) == 4
 
 
-def bytes_read():
-  name = "/tensorstore/kvstore/file/bytes_read"
-  (metric,) = tensorstore.experimental_collect_matching_metrics(name)
-  return metric["values"][0]["value"]
-
-
-@pytest.mark.slow
-def test_dropped_leaves_are_not_read(path):
-  def make(replicas, *wrappers):
-    return fs.TrainState.create(
-      apply_fn=None,
-      params={"w": np.random.default_rng(0).random((64, 1024), np.float32)},
-      tx=TX,
-      wrappers=wrappers,
-      strategy=strategy_of(replicas),
-    )
-
-  # Local parameters and noise, because zeros would be compressed.
-  state = make(8, MEAN)
-  agn = state.wrapper_states["agn"]
-  noise = jax.random.normal(jax.random.key(0), (8, 64, 1024))
-  slots, rest = agn.local_opt_state[0], agn.local_opt_state[1:]
-  agn = agn._replace(
-    grad_accum={"w": noise},
-    local_opt_state=(slots._replace(mu={"w": noise}, nu={"w": noise}), *rest),
-  )
-  save(path, state.replace(wrapper_states={"agn": agn}))
-  size = 4 * 64 * 1024
-  before = bytes_read()
-  restore(path, make(8, MEAN))
-  assert bytes_read() - before > 20 * size
-  for other in (make(4, MEAN), make(8)):
-    before = bytes_read()
-    restore(path, other)
-    assert bytes_read() - before < 1.2 * size  # the parameters
-
-
 # States that do not fit.
-
-
-@dataclasses.dataclass(frozen=True)
-class Careless(fs.AGN):
-  name: ClassVar[str] = "careless"
-
-  def restart(self, state, target, saved):
-    return state._replace(local_step=jnp.zeros(2, jnp.int32))
-
-
-def test_restart_with_another_state_raises(path):
-  save(path, create(8))
-  with pytest.raises(
-    ValueError,
-    match=r"'careless': restart .* at local_step: shape \(2,\), where \(\)",
-  ):
-    restore(path, create(8, Careless(3, commit="mean")))
-
-
-@pytest.mark.slow
-def test_another_outer_optimizer_raises(path):
-  save(path, create(8, MEAN))
-  for replicas in (8, 4):
-    with pytest.raises(
-      ValueError,
-      match=r"agn/outer_opt_state/0/trace/BatchNorm_0/bias: missing",
-    ):
-      restore(path, create(replicas, OUTER))
-
-
-@pytest.mark.slow
-def test_state_that_differs_in_more_than_replicas_raises(path):
-  state = create(8, MEAN)
-  agn = state.wrapper_states["agn"]
-  bent = agn._replace(local_step=jnp.zeros(3, jnp.int32))
-  save(path, state.replace(wrapper_states={"agn": bent}))
-  cut = agn._replace(grad_accum=jax.tree.map(lambda x: x[:5], agn.grad_accum))
-  save(path, state.replace(wrapper_states={"agn": cut}), 8)
-  for replicas in (8, 4):
-    with pytest.raises(
-      ValueError, match=r"agn/local_step: shape \(3,\), where \(\) is expected"
-    ):
-      restore(path, create(replicas, MEAN), 7)
-    with pytest.raises(
-      ValueError, match=r"agn/grad_accum/BatchNorm_0/bias: shape \(5, 2\), wh"
-    ):
-      restore(path, create(replicas, MEAN), 8)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,8 @@ import sys
 import flax
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import flaxshard as fs
@@ -50,38 +48,20 @@ def test_newest_step_is_shown(path, capsys):
   lines = out.splitlines()
   assert lines[0] == str(path)
   assert [line.split()[0] for line in lines[1:3]] == ["1", "20"]
-  assert all(line.endswith("kB  complete") for line in lines[1:3])
-  assert lines[3:] == [
-    "",
+  assert all("complete" in line for line in lines[1:3])
+  # The metadata, and the arrays, of the newest step.
+  for line in (
     str(path / "20"),
-    f"  flaxshard: {fs.__version__}",
-    f"  jax: {jax.__version__}",
-    f"  orbax: {ocp.__version__}",
+    f'  jax: "{jax.__version__}"',
     "  step: 20",
-    "  state_step: 0",
-    '  items: ["default", "wrappers"]',
-    "  processes: 1",
-    "  wrapper: loss_scale(scale=128.0)",
+    '  wrappers: [["loss_scale", {"scale": 128.0}]]',
     "  config.seed: 5",
     "default: 3 arrays, 40 B",
-    "  params/bias    float32[3]",
     "  params/kernel  float32[2,3]",
-    "  step           int32[]",
     "wrappers: 4 arrays, 16 B",
-    "  loss_scale/bad_steps      int32[]",
-    "  loss_scale/good_steps     int32[]",
     "  loss_scale/scale          float32[]",
-    "  loss_scale/skipped_steps  int32[]",
-  ]
-
-
-def test_chosen_step_of_a_workdir_is_shown(path, capsys):
-  code, out, _ = run(capsys, path.parent, "--step", 1, "--verify")
-  assert code == 0
-  assert out.splitlines()[0] == str(path)
-  assert out.count("complete, verified") == 2
-  assert f"\n\n{path / '1'}\n" in out
-  assert "  step: 1\n" in out
+  ):
+    assert line in lines[3:]
 
 
 @pytest.mark.slow
@@ -92,13 +72,15 @@ def test_damaged_steps_are_marked(path, capsys):
   file.write_bytes(content)
   (path / "30").mkdir()
   (path / "20.damaged").mkdir()
+  (path / "40.orbax-checkpoint-tmp").mkdir()
   # Without --verify only sizes and missing files show damage.
   code, out, err = run(capsys, path)
   assert code == 1
   assert err.startswith(f"error: {path / '20'} cannot be read: KeyError: ")
   assert "  complete\n" in out
   assert f"damaged: {path / '30'} is empty.\n" in out
-  assert "  not counted: 20.damaged (" in out
+  for name in ("20.damaged", "40.orbax-checkpoint-tmp"):
+    assert f"  not counted: {name} (" in out
   code, out, _ = run(capsys, path, "--verify")
   assert code == 1
   assert f"damaged: {file} has crc32 " in out
@@ -109,42 +91,20 @@ def test_damaged_steps_are_marked(path, capsys):
   assert "params/kernel" not in out
 
 
-def test_plain_checkpoint_is_shown(state, tmp_path, capsys):
-  with ocp.CheckpointManager(tmp_path) as manager:
-    manager.save(2, args=ocp.args.StandardSave(state.without_wrappers()))
-  code, out, _ = run(capsys, tmp_path, "--verify")
-  assert code == 0
-  assert "complete, without digests" in out
-  assert "not written by flaxshard" in out
-  assert "  params/kernel  float32[2,3]\n" in out
-
-
 def test_msgpack_checkpoints_are_shown(state, tmp_path, capsys):
   content = flax.serialization.to_bytes(state.without_wrappers())
   (tmp_path / "checkpoint_2").write_bytes(content)
   (tmp_path / "checkpoint_10").write_bytes(content[:50])
-  code, out, _ = run(capsys, tmp_path)
+  code, out, _ = run(capsys, tmp_path, "--verify")
   assert code == 1
   lines = out.splitlines()
   size = f"{len(content)} B"
   assert lines[1] == f"  {2:>8}  {size:>9}  complete, without digests"
   assert "checkpoint_10 is no checkpoint of Flax" in lines[2]
+  assert "  not written by flaxshard" in lines
   assert "checkpoint_2: 3 arrays, 40 B" in lines
   assert "  params/kernel  float32[2,3]" in lines
   assert not any("not counted" in line for line in lines)
-
-
-def test_wrapper_without_a_config_is_shown_by_its_repr(tmp_path):
-  state = fs.TrainState.create(
-    apply_fn=None,
-    params={"w": jnp.zeros(2)},
-    tx=optax.sgd(0.1),
-    wrappers=[fs.AGN(4, outer_tx=optax.sgd(0.7))],
-  )
-  with checkpoint.Checkpointer(tmp_path) as checkpointer:
-    checkpointer.save(1, state)
-  text = inspection.describe(tmp_path / "1")
-  assert "  wrapper: AGN(communication_period=4" in text
 
 
 def test_nothing_to_show_exits_with_2(path, tmp_path, capsys):
@@ -158,19 +118,6 @@ def test_nothing_to_show_exits_with_2(path, tmp_path, capsys):
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and fact in err
-
-
-def test_step_without_digests_shows_sizes_only(state, tmp_path, capsys):
-  with checkpoint.Checkpointer(tmp_path, digests=False) as checkpointer:
-    checkpointer.save(1, state)
-  code, out, _ = run(capsys, tmp_path, "--verify")
-  assert code == 0
-  assert "complete, without digests" in out
-  file = tmp_path / "1" / "default" / "_METADATA"
-  file.write_bytes(file.read_bytes()[:-1])
-  code, out, _ = run(capsys, tmp_path)
-  assert code == 1
-  assert f"damaged: {file} has " in out
 
 
 @pytest.mark.slow

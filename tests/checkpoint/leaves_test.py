@@ -147,53 +147,34 @@ def test_restores_numpy_leaves_and_python_numbers(tmp_path):
   )
 
 
-def test_number_that_does_not_fit_raises(tmp_path):
-  states.write_v0(tmp_path, states.flax_state().replace(step=2**40))
-  with pytest.raises(
-    ValueError, match=f"{tmp_path}/.*: step: 1099511627776 is not exact in int"
-  ):
-    fs.checkpoint.restore(tmp_path, states.our_state("none"))
-  states.write_v0(tmp_path / "float", states.flax_state().replace(step=1.0))
-  with pytest.raises(ValueError, match="step: dtype float64, where int32 is"):
-    fs.checkpoint.restore(tmp_path / "float", states.our_state("none"))
-
-
 # Nothing is cast or filled.
 
 
-def swapped(collection, name, leaf):
-  state = states.our_state("none")
-  tree = {**getattr(state, collection), name: leaf}
-  return state.replace(**{collection: tree})
-
-
 @pytest.mark.parametrize(
-  ("state", "difference"),
+  ("collection", "name", "leaf", "facts"),
   [
+    ("params", "half", lambda: jnp.ones(3), ["float16", "float32"]),
+    ("params", "more", lambda: jnp.ones(3), ["missing", "float32[3]"]),
+    ("rngs", "raw", lambda: jax.random.key(0), ["uint32", "key<fry>"]),
     (
-      lambda: swapped("params", "half", jnp.ones(3)),
-      "params/half: dtype float16, where float32 is expected",
+      "rngs",
+      "dropout",
+      lambda: jax.random.key(0, impl="unsafe_rbg"),
+      ["key<rbg>", "key<urbg>"],
     ),
     (
-      lambda: swapped("params", "more", jnp.ones(3)),
-      r"params/more: missing, where float32\[3\] is expected",
-    ),
-    (
-      lambda: swapped("rngs", "raw", jax.random.key(0)),
-      r"rngs/raw: dtype uint32, where key<fry> is expected",
-    ),
-    (
-      lambda: swapped("rngs", "dropout", jax.random.key(0, impl="unsafe_rbg")),
-      r"rngs/dropout: dtype key<rbg>, where key<urbg> is expected",
-    ),
-    (
-      lambda: swapped("rngs", "dropout", jax.random.PRNGKey(0, impl="rbg")),
-      r"rngs/dropout: dtype key<rbg>, where uint32 is expected",
+      "rngs",
+      "dropout",
+      lambda: jax.random.PRNGKey(0, impl="rbg"),
+      ["key<rbg>", "uint32"],
     ),
   ],
 )
-def test_leaf_that_differs_raises(written, state, difference):
+def test_leaf_that_differs_raises(written, collection, name, leaf, facts):
   path, _ = written("both")
-  with pytest.raises(ValueError, match=difference) as e:
-    fs.checkpoint.restore(path, state())
-  assert str(path / str(states.STEP)) in str(e.value)
+  state = states.our_state("none")
+  tree = {**getattr(state, collection), name: leaf()}
+  with pytest.raises(ValueError) as e:
+    fs.checkpoint.restore(path, state.replace(**{collection: tree}))
+  for fact in (str(path / str(states.STEP)), f"{collection}/{name}: ", *facts):
+    assert fact in str(e.value)

@@ -42,7 +42,7 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("restore", READERS)
-@pytest.mark.parametrize("deleted", ["3", "3/default", "3/default/_METADATA"])
+@pytest.mark.parametrize("deleted", ["3", "3/default/_METADATA"])
 def test_step_deleted_while_it_is_read_gives_way_to_a_newer_one(
   path, restore, deleted, monkeypatch
 ):
@@ -78,27 +78,12 @@ def test_manager_is_created_while_steps_are_deleted(path, monkeypatch):
     assert list(checkpointer.all_steps()) == [2, 3]
 
 
-def test_step_deleted_while_it_is_shown(path, monkeypatch, capsys):
-  original = reader.plain
-
-  def plain(where, item=None):
-    shutil.rmtree(path / "3", ignore_errors=True)
-    return original(where, item)
-
-  monkeypatch.setattr(reader, "plain", plain)
-  assert inspection.main([str(path)]) == 0
-  assert f"\n\n{path / '2'}\n" in capsys.readouterr().out
-
-
 _WRITER = """
-import sys, time
+import sys
 import jax.numpy as jnp, optax
 import flaxshard as fs
-end = time.monotonic() + 12
 with fs.Checkpointer(sys.argv[1], max_to_keep=2) as checkpointer:
-  step = 0
-  while time.monotonic() < end:
-    step += 1
+  for step in range(1, 60):
     state = fs.TrainState.create(
       apply_fn=None, params={"w": jnp.full(3, step)}, tx=optax.set_to_zero())
     checkpointer.save(step, state, metrics={"loss": 1 / step})

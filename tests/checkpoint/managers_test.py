@@ -10,44 +10,6 @@ import pytest
 import flaxshard as fs
 from flaxshard.checkpoint import inspection
 
-# Arguments.
-
-
-def test_invalid_arguments_raise(tmp_path):
-  path = tmp_path / "v0"
-  states.write(path, "v0")
-  with pytest.raises(TypeError, match="must be a flaxshard TrainState"):
-    fs.checkpoint.restore(path, states.flax_state())
-  with pytest.raises(TypeError, match="must be a flaxshard TrainState"):
-    fs.checkpoint.save_args(states.flax_state())
-  with pytest.raises(TypeError, match="manager must be an Orbax Checkpoint"):
-    fs.checkpoint.restore(3, states.our_state("none"))
-  with pytest.raises(
-    ValueError, match=r"no checkpoint of step 7 .* are .1200."
-  ):
-    fs.checkpoint.restore(path, states.our_state("none"), 7)
-  with pytest.raises(ValueError, match=r"nowhere: there is no such path"):
-    fs.checkpoint.restore(tmp_path / "nowhere", states.our_state("none"))
-  states.write_v0(tmp_path / "workdir" / "checkpoints", states.flax_state())
-  restored = fs.checkpoint.restore(
-    tmp_path / "workdir", states.our_state("none")
-  )
-  assert int(restored.step) == 0
-  (tmp_path / "empty").mkdir()
-  with pytest.raises(ValueError, match=r"empty: it has no steps"):
-    fs.checkpoint.restore(tmp_path / "empty", states.our_state("none"))
-  for directory in (None, 3, b"bytes"):
-    with pytest.raises(TypeError, match=f"directory must .* {directory!r}"):
-      fs.Checkpointer(directory)
-  for call in (
-    lambda name: fs.checkpoint.save_args(
-      states.our_state("none"), plain_item=name
-    ),
-    lambda name: fs.Checkpointer(tmp_path, plain_item=name),
-  ):
-    with pytest.raises(ValueError, match="plain_item must be one of 'defa"):
-      call("zzz")
-
 
 def test_plain_item_names_the_item_of_the_train_state(tmp_path):
   state = states.change_leaves(states.flax_state())
@@ -63,40 +25,13 @@ def test_plain_item_names_the_item_of_the_train_state(tmp_path):
     tmp_path, states.our_state("none"), plain_item="train"
   )
   states.assert_same(states.plain_fields(restored), states.plain_fields(state))
-  with pytest.raises(
-    ValueError,
-    match=r"3 has no train state in an item 'default' or 'state' or"
-    r" 'pytree', only 'other', 'train': plain_item is",
-  ):
-    fs.checkpoint.restore(tmp_path, states.our_state("none"))
-
-
-def test_save_args_checks_leaves_before_orbax_hangs():
-  state = states.our_state("none")
-  with pytest.raises(TypeError, match=r"params/half.* must be an array"):
-    fs.checkpoint.save_args(state.replace(params={"half": "text"}))
-  with pytest.raises(ValueError, match=r"params/half.* has no elements"):
-    fs.checkpoint.save_args(state.replace(params={"half": jnp.ones((0, 2))}))
-
-
-# Custom managers.
-
-
-@pytest.mark.slow
-def test_step_with_items_of_other_names_is_not_renamed(tmp_path, capsys):
-  state = states.our_state("none")
-  # A Checkpointer cannot read it, but another program can.
-  with ocp.CheckpointManager(tmp_path) as manager:
-    args = ocp.args.Composite(model=ocp.args.StandardSave(state))
-    manager.save(3, args=args)
+  assert inspection.main([str(tmp_path)]) == 1
+  # A Checkpointer cannot read it, and does not rename it.
   with fs.Checkpointer(tmp_path) as checkpointer:
-    with pytest.raises(ValueError, match="only 'model': plain_item"):
-      checkpointer.restore(state)
-    assert inspection.main([str(tmp_path)]) == 1
-    assert "only 'model'" in capsys.readouterr().out
-    assert checkpointer.save(4, state)
+    with pytest.raises(ValueError, match="only 'other', 'train': plain_item"):
+      checkpointer.restore(restored)
+    assert checkpointer.save(4, restored)
     assert checkpointer.all_steps() == [3, 4]
-  fs.checkpoint.restore(tmp_path, state, 3, plain_item="model")
 
 
 def test_custom_manager_saves_and_restores(tmp_path):

@@ -1,11 +1,8 @@
 """Policies that choose which checkpoints to keep."""
 
-import errno
 import json
-import os
 import types
 
-from flax.training import checkpoints
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -74,11 +71,6 @@ def preserved(kwargs, metrics):
   return [i.step for i, k in zip(infos, keep, strict=True) if k]
 
 
-def test_keep_every_without_a_metric():
-  kwargs = dict(max_to_keep=1, keep_every=2)
-  assert preserved(kwargs, dict.fromkeys(range(1, 6))) == [2, 4, 5]
-
-
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_missing_metric_is_worse_than_any_number(mode):
   kwargs = dict(max_to_keep=1, best_metric="a", best_mode=mode)
@@ -86,12 +78,6 @@ def test_missing_metric_is_worse_than_any_number(mode):
     metrics = {1: {"a": 0.5}, 2: missing, 3: {"a": 0.5}, 4: missing, 5: missing}
     # Of equal ones, the later is kept.
     assert preserved(kwargs, metrics) == [3, 5]
-
-
-def test_newest_step_is_kept_even_if_it_is_the_worst():
-  kwargs = dict(max_to_keep=1, best_metric="a")
-  metrics = {1: {"a": 9}, 2: {"a": 8}, 3: {"a": 1}}
-  assert preserved(kwargs, metrics) == [1, 3]
 
 
 def test_metrics_are_read_after_a_restart(path):
@@ -102,31 +88,7 @@ def test_metrics_are_read_after_a_restart(path):
   assert steps_on_disk(path) == [2, 3, 4]
 
 
-@pytest.mark.parametrize("finite", [{"a": 1.0}, {}, None])
-def test_as_many_as_max_to_keep_are_kept_without_a_nonfinite_metric(finite):
-  for count in (1, 3):
-    metrics = dict.fromkeys(range(1, 8), finite)
-    kept = preserved(dict(max_to_keep=count), metrics)
-    assert kept == list(range(8 - count, 8))
-
-
-def test_best_step_beside_a_checkpoint_of_flax(path):
-  checkpoints.save_checkpoint(path, create(), 1)
-  save_all(path, {2: 0.9, 3: 0.5}, best_metric="accuracy")
-  with checkpoint.Checkpointer(path, best_metric="accuracy") as checkpointer:
-    assert checkpointer.all_steps() == [1, 2, 3]
-    assert checkpointer.best_step() == 2
-
-
 # A run that diverges.
-
-
-def test_run_that_diverges_keeps_at_most_twice_max_to_keep():
-  good = {step: {"a": 1.0} for step in range(1, 10)}
-  bad = {step: {"a": float("nan")} for step in range(10, 30)}
-  for count in (1, 3):
-    kept = preserved(dict(max_to_keep=count), good | bad)
-    assert len(kept) == 2 * count
 
 
 def test_nonfinite_metrics_delete_no_finite_ones():
@@ -156,68 +118,7 @@ def test_run_that_diverges_keeps_its_good_checkpoints(path):
   np.testing.assert_array_equal(restored.params["w"], np.full(3, 2.0))
 
 
-# Mistake: a misspelt metric.
-
-
-def test_metrics_without_the_best_metric_raise(path):
-  with checkpoint.Checkpointer(path, best_metric="accuracy") as checkpointer:
-    with pytest.raises(ValueError, match="'accuracy'") as e:
-      checkpointer.save(1, create(), metrics={"acuracy": 0.5, "loss": 1.0})
-    assert "'acuracy', 'loss'" in str(e.value)
-    assert "Did you mean 'acuracy'?" in str(e.value)
-    assert not path.exists() or steps_on_disk(path) == []
-    # Between evaluations there are no metrics.
-    assert checkpointer.save(1, create())
-    assert checkpointer.save(2, create(), metrics={})
-    assert checkpointer.save(3, create(), metrics={"accuracy": None})
-    assert checkpointer.best_step() is None
-
-
 # Steps that cannot be deleted.
-
-
-def told(caplog):
-  return [
-    r.getMessage() for r in caplog.records if r.name.startswith("flaxsha")
-  ]
-
-
-def test_step_that_is_a_link_stays(path, caplog):
-  save_all(path, {1: 0.5, 2: 0.9})
-  archive = path.parent / "archive"
-  (path / "1").rename(archive)
-  (path / "1").symlink_to(archive)
-  with caplog.at_level("WARNING", "flaxshard"):
-    save_all(path, {3: 0.7, 4: 0.8, 5: 0.9}, max_to_keep=1)
-  assert steps_on_disk(path) == [1, 5]
-  assert (archive / "default" / "_METADATA").exists()
-  (message,) = told(caplog)
-  assert f"{path / '1'} cannot be deleted: it is a symbolic link" in message
-
-
-@pytest.mark.slow
-def test_step_that_cannot_be_deleted_is_told_once(path, caplog, monkeypatch):
-  save_all(path, {1: "none given", 2: "none given"})
-  original = os.rmdir
-
-  def rmdir(directory, **kwargs):
-    if os.path.basename(directory) == "1":
-      raise PermissionError(errno.EPERM, "Operation not permitted", directory)
-    original(directory, **kwargs)
-
-  monkeypatch.setattr(os, "rmdir", rmdir)
-  with caplog.at_level("WARNING", "flaxshard"):
-    with checkpoint.Checkpointer(path, max_to_keep=2) as checkpointer:
-      for step in (3, 4, 5):
-        assert checkpointer.save(step, create(step))
-        checkpointer.wait()
-        checkpointer.check()
-        assert checkpointer.latest_step() == step
-  assert steps_on_disk(path) == [1, 4, 5]
-  (message,) = told(caplog)
-  assert f"{path / '1'} cannot be deleted: Operation not permitted" in message
-  restored = fs.checkpoint.restore(path, create())
-  np.testing.assert_array_equal(restored.params["w"], np.full(3, 5.0))
 
 
 def test_nonfinite_metrics_are_null_on_disk(path):
@@ -268,39 +169,6 @@ def test_step_with_damaged_metadata_is_passed_over(path, metadata):
     assert checkpointer.restored_step == checkpointer.best_step() == 1
     with pytest.raises(ValueError, match=f"{path}/2/_CHECKPOINT_METADATA"):
       checkpointer.restore(create(), 2)
-
-
-@pytest.mark.parametrize(
-  "metrics", [{"a": "high"}, {"a": np.ones(2)}, {1: 0.5}, [0.5]]
-)
-def test_invalid_metrics_raise(metrics):
-  with pytest.raises(TypeError, match="metrics"):
-    policies.to_json(metrics)
-
-
-@pytest.mark.parametrize(
-  "kwargs, argument",
-  [
-    (dict(max_to_keep=0), "max_to_keep"),
-    (dict(max_to_keep=1, keep_every=2.0), "keep_every"),
-    (dict(keep_every=2), "max_to_keep"),
-    (dict(best_metric="a", keep_best=0), "keep_best"),
-    (dict(best_mode="min"), "best_metric"),
-    (dict(best_metric="a", best_mode="most"), "best_mode"),
-    (dict(best_metric=""), "best_metric"),
-  ],
-)
-def test_invalid_arguments_raise(path, kwargs, argument):
-  with pytest.raises(ValueError, match=argument):
-    checkpoint.Checkpointer(path, **kwargs)
-  assert not path.exists()
-
-
-def test_rank_orders_metrics():
-  order = [None, {}, {"a": float("nan")}, {"a": 1}, {"a": 2.5}]
-  ranks = [policies.rank(metrics, "a", "max") for metrics in order]
-  assert ranks == [-np.inf, -np.inf, -np.inf, 1.0, 2.5]
-  assert policies.rank({"a": 2.5}, "a", "min") == -2.5
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Two processes and a bucket: `init_from` reads the parts that are needed."""
 
 import bucket_servers
+from etils import epath
 from flax import linen as nn
 from flax import serialization
 import jax
@@ -12,7 +13,6 @@ from safetensors import numpy as safetensors_numpy
 import two_processes
 
 import flaxshard as fs
-from flaxshard.core import files
 
 pytestmark = pytest.mark.slow
 
@@ -25,8 +25,9 @@ def save_all(folder):
   with fs.Checkpointer(f"{folder}/run/checkpoints") as checkpointer:
     checkpointer.save(1, state)
   params = jax.tree.map(np.asarray, state.params)
-  files.write_bytes(f"{folder}/a.safetensors", safetensors_numpy.save(params))
-  files.write_bytes(f"{folder}/a.msgpack", serialization.to_bytes(params))
+  write = lambda path, content: epath.Path(path).write_bytes(content)
+  write(f"{folder}/a.safetensors", safetensors_numpy.save(params))
+  write(f"{folder}/a.msgpack", serialization.to_bytes(params))
   return params
 
 
@@ -65,9 +66,8 @@ def test_two_processes(tmp_path):
     assert "error" in output and "missing" in output
 
 
-@pytest.mark.parametrize("scheme", ["gs", "s3"])
-def test_bucket(servers, scheme):
-  folder = f"{scheme}://{bucket_servers.BUCKET}/pretrained"
+def test_bucket(servers):
+  folder = f"gs://{bucket_servers.BUCKET}/pretrained"
   params = save_all(folder)
   for name in ("run", "a.safetensors", "a.msgpack"):
     zeros = jax.tree.map(jnp.zeros_like, params)

@@ -1,7 +1,6 @@
 """`init_from` reads parameters of any format into a new state."""
 
 import json
-import struct
 import types
 
 from flax import linen as nn
@@ -208,23 +207,21 @@ def test_partial_and_renamed(tmp_path, pretrained):
     make(model=Net(classes=9)), path, keep=["^head/"]
   )
   assert report.kept == ("head/bias", "head/kernel")
+  # A part of a file.
+  part = tmp_path / "part.msgpack"
+  part.write_bytes(
+    serialization.to_bytes({"a": {"b": variables_of(pretrained)}})
+  )
+  new, _ = fs.checkpoint.init_from(make(), part, subtree="a/b")
+  assert_equal(variables_of(new), variables_of(pretrained))
+  with pytest.raises(ValueError, match=r"subtree='a/c' .* has a"):
+    fs.checkpoint.init_from(make(), part, subtree="a/c")
   # The head under its new name.
   new, report = fs.checkpoint.init_from(
     make(model=Net(head="classifier")), path, rename=[("^head", "classifier")]
   )
   assert report.loaded["classifier/bias"] == "params/head/bias"
   assert_equal(new.params["classifier"], pretrained.params["head"])
-
-
-def test_subtree(tmp_path, pretrained):
-  file = tmp_path / "model.msgpack"
-  file.write_bytes(
-    serialization.to_bytes({"a": {"b": variables_of(pretrained)}})
-  )
-  new, _ = fs.checkpoint.init_from(make(), file, subtree="a/b")
-  assert_equal(variables_of(new), variables_of(pretrained))
-  with pytest.raises(ValueError, match="Did you mean 'a/b'"):
-    fs.checkpoint.init_from(make(), file, subtree="a/c")
 
 
 def test_other_dtypes_and_dimensions(tmp_path):
@@ -248,12 +245,15 @@ def test_other_dtypes_and_dimensions(tmp_path):
   np.testing.assert_array_equal(kernel, weight.T)
   assert kernel.dtype == jnp.float32
   assert kernel.sharding == state.params["layers_0"]["kernel"].sharding
-  with pytest.raises(ValueError, match=r"transpose=.*\(1, 0\)"):
+  with pytest.raises(ValueError, match=r"\(16, 8\).*\(8, 16\).*transpose="):
     fs.checkpoint.init_from(state, file, rename=rename)
 
   half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), new.params)
   tree = {
-    "layers_0": {"kernel": weight.T + 1 / 256, "bias": tensors["body.bias"]}
+    "layers_0": {
+      "kernel": weight.T + 1 / 256,
+      "bias": np.ones(16, jnp.float8_e4m3fn),  # bfloat16 holds it
+    }
   }
   narrow = tmp_path / "model.msgpack"
   narrow.write_bytes(serialization.to_bytes(tree))
@@ -300,26 +300,6 @@ def test_other_numbers_of_dimensions(tmp_path):
   with pytest.raises(ValueError, match=r"\(2, 32\).*\(32, 2\).*transpose="):
     safetensors_numpy.save_file({"x": np.ones((2, 32))}, file)
     fs.checkpoint.init_from({"x": jnp.ones((32, 2))}, file, reshape=["x"])
-
-
-def test_floats_of_eight_bits(tmp_path):
-  params = {"kernel": jnp.ones((2, 4))}
-  small = np.arange(8).reshape(2, 4).astype(jnp.float8_e4m3fn)
-  file = tmp_path / "model.msgpack"
-  file.write_bytes(serialization.to_bytes({"kernel": small}))
-  new, _ = fs.checkpoint.init_from(params, file)
-  np.testing.assert_array_equal(new["kernel"], small.astype(np.float32))
-  with pytest.raises(ValueError, match=r"float8.*cast=True"):
-    fs.checkpoint.init_from(
-      {"kernel": params["kernel"].astype(jnp.float8_e5m2)}, file
-    )
-  # The package safetensors knows the dtypes of NumPy and bfloat16 alone.
-  header = {"dtype": "F8_E4M3", "shape": [2, 4], "data_offsets": [0, 8]}
-  text = json.dumps({"kernel": header}).encode()
-  file = tmp_path / "model.safetensors"
-  file.write_bytes(struct.pack("<Q", len(text)) + text + small.tobytes())
-  with pytest.raises(ValueError, match=r"cannot read kernel.*bfloat16"):
-    fs.checkpoint.init_from(params, file)
 
 
 def test_nnx_checkpoint(tmp_path):
@@ -378,7 +358,7 @@ def test_copies_in_wrapper_states_are_those_of_the_new_parameters(
     (
       {"rename": [("^body/", "stem/")]},
       ValueError,
-      ["lacks 2 of 8", "body/kernel (8, 16)", "may be 'stem/", "ignore="],
+      ["lacks 2 of 8", "body/kernel (8, 16)", "stem/kernel", "ignore="],
     ),
     ({"rename": [("body", "head")]}, ValueError, ["same path"]),
     ({"ignore": ["^head/"]}, ValueError, ["head/kernel (16, 4)", "keep="]),
@@ -394,35 +374,31 @@ def test_copies_in_wrapper_states_are_those_of_the_new_parameters(
     ({"cast": 1}, TypeError, ["cast"]),
     ({"path": "/tmp/no/such/path"}, ValueError, ["no such path"]),
     ({"path": None}, TypeError, ["path"]),
+    (
+      {"state": lambda: make(model=Net(classes=5))},
+      ValueError,
+      ["head/bias ", "(4,)", "(5,)", "keep="],
+    ),
+    # Statistics that the model does not have are not dropped silently.
+    (
+      {"state": lambda: make().params},
+      ValueError,
+      ["lacks 2 of 8", "batch_stats/norm"],
+    ),
+    ({"state": lambda: make(abstract=True)}, TypeError, ["abstract"]),
   ],
 )
 def test_mistakes(kwargs, error, facts, tmp_path, pretrained):
-  kwargs = {"path": save_bytes(tmp_path, pretrained), **kwargs}
+  kwargs = {
+    "state": make,
+    "path": save_bytes(tmp_path, pretrained),
+    **kwargs,
+  }
+  state = kwargs.pop("state")()
   with pytest.raises(error) as e:
-    fs.checkpoint.init_from(make(), **kwargs)
+    fs.checkpoint.init_from(state, **kwargs)
   for fact in facts:
     assert fact in str(e.value)
-
-
-def test_other_shapes_and_leaves(tmp_path, pretrained):
-  path = save_bytes(tmp_path, pretrained)
-  with pytest.raises(ValueError, match=r"head/bias .*\(4,\).*\(5,\).*keep="):
-    fs.checkpoint.init_from(make(model=Net(classes=5)), path)
-  # Statistics that the model does not have are not dropped silently.
-  with pytest.raises(ValueError, match=r"lacks 2 of 8.*batch_stats/norm"):
-    fs.checkpoint.init_from(make().params, path)
-  with pytest.raises(TypeError, match="abstract"):
-    fs.checkpoint.init_from(make(abstract=True), path)
-
-
-def test_safetensors_directory_with_several_files(tmp_path):
-  for name in ("a.safetensors", "b.safetensors"):
-    safetensors_numpy.save_file({"x": np.ones(2)}, tmp_path / name)
-  with pytest.raises(ValueError, match=r"a.safetensors, b.safetensors"):
-    fs.checkpoint.init_from(make(), tmp_path)
-  (tmp_path / "c.safetensors").write_bytes(b"no tensors")
-  with pytest.raises(ValueError, match=r"c.safetensors"):
-    fs.checkpoint.init_from(make(), tmp_path / "c.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -436,8 +412,8 @@ def test_safetensors_directory_with_several_files(tmp_path):
       b'{"weight_map": {"a": "b.safetensors"}}',
       ["b.safetensors", "index", "missing"],
     ),
-    ("a.safetensors.index.json", b'{"weight_map": {"a": 1}}', ["names of"]),
     ("a.safetensors.index.json", b'{"weight_map": 1}', ["no index"]),
+    ("c.safetensors", b"no tensors", ["c.safetensors"]),
   ],
 )
 def test_files_that_cannot_be_read(name, content, facts, tmp_path):

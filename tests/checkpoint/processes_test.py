@@ -1,7 +1,6 @@
-"""Two processes that save together: digests, damage, failures, signals."""
+"""Two processes that save together: digests, damage, failures."""
 
 import pathlib
-import signal
 from typing import Any
 
 import jax
@@ -80,8 +79,8 @@ step = 1
 checkpointer = fs.Checkpointer(path)
 checkpointer.save(1, create(strategy, 1))
 checkpointer.wait()
-cases = (("finalize", "check"), ("write 1", "check"), ("write 0", "wait"),
-         ("finalize", "save"), ("write 1", "close"))
+cases = (("write 1", "check"), ("write 0", "wait"), ("finalize", "save"),
+         ("write 1", "close"))
 for how, asked in cases:
   step += 1
   start = time.monotonic()
@@ -120,22 +119,6 @@ with fs.Checkpointer(path) as checkpointer:
     checkpointer.restore(create(strategy, 0)), create(strategy, step))
   checkpointer.save(9, create(strategy, 9))
 assert_files("1", str(step), "9", "9.damaged")
-# An old step that process 0 cannot delete stays, and no process fails.
-rmdir = os.rmdir
-
-def keep_9(directory, **kwargs):
-  if os.path.basename(directory) == "9":
-    raise PermissionError(1, "Operation not permitted", directory)
-  rmdir(directory, **kwargs)
-
-os.rmdir = keep_9
-with fs.Checkpointer(path, max_to_keep=1) as checkpointer:
-  for later in (10, 11):
-    checkpointer.save(later, create(strategy, later))
-    checkpointer.wait()
-    checkpointer.check()
-  assert list(checkpointer.all_steps()) == [9, 11], checkpointer.all_steps()
-os.rmdir = rmdir
 # A checkpoint that one process has saved.
 assert_same(
   fs.checkpoint.restore(sys.argv[5], create(strategy, 0)), create(strategy, 5))
@@ -193,12 +176,14 @@ def test_save_that_fails_in_one_process_fails_in_both(tmp_path):
   strategy = fs.Strategy(devices=jax.devices()[:4])
   with fs.Checkpointer(by_one) as checkpointer:
     checkpointer.save(1, create(strategy, 5))
-  outs = two_processes.run(_SETUP + _FAILURES, _TESTS, str(path), str(by_one))
+  outs = two_processes.run(
+    _SETUP + _FAILURES, _TESTS, str(path), str(by_one), logs_errors=True
+  )
   for out, _ in outs:
     assert out.splitlines()[-1] == "same"
   # One process restores what two have saved.
   assert_same(
-    fs.checkpoint.restore(path, create(strategy, 0)), create(strategy, 11)
+    fs.checkpoint.restore(path, create(strategy, 0)), create(strategy, 9)
   )
 
 
@@ -364,46 +349,3 @@ def test_each_process_digests_its_own_files(tmp_path):
     assert counter.position == [10]
     with pytest.raises(ValueError, match=r"2 processes, .* has 1 process: .*2"):
       checkpointer.restore(state, 2, data=Counter(None))
-
-
-# In the loop. JAX looks for signals once a second.
-_LOOP = """
-import signal
-import tiny
-from flaxshard.train import preemption
-from flaxshard import train
-
-workdir, path = path, os.path.join(path, "checkpoints")
-config = tiny.config(
-  num_train_steps=400, checkpoint_every_steps=1000, log_every_steps=1000,
-  eval_every_steps=1000)
-agreed = preemption.agree_on_signal
-seen = []
-
-def interrupted(step, request):
-  if step == 6 and rank == 1:
-    os.kill(os.getpid(), signal.SIGINT)
-  seen.append(step)
-  time.sleep(0.05)
-  return agreed(step, request)
-
-preemption.agree_on_signal = interrupted
-try:
-  train.train_and_evaluate(config, workdir)
-except SystemExit as e:
-  assert 6 <= seen[-1] < 100, seen
-  assert_files(str(seen[-1]))
-  print(e.code, seen[-1])
-"""
-
-
-def test_loop_stops_in_both_processes(tmp_path):
-  (out0, _), (out1, _) = two_processes.run(
-    _SETUP + _LOOP, _TESTS, str(tmp_path)
-  )
-  code0, step0 = out0.splitlines()[-1].split()
-  code1, step1 = out1.splitlines()[-1].split()
-  assert step0 == step1
-  # Process 1 got Ctrl-C; process 0 stops as for SIGTERM.
-  assert int(code0) == 128 + signal.SIGTERM
-  assert int(code1) == 128 + signal.SIGINT

@@ -111,38 +111,3 @@ def test_transient_errors_are_raised(path, error, monkeypatch):
       checkpointer.restore(create(0.0))
     assert e.value is error
   assert_healthy(path)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="gives up the rights of root")
-def test_files_without_permission_raise(path):
-  files = [p for p in (path / "2").rglob("*") if p.is_file()]
-  for file in files:
-    file.chmod(0)
-  os.chmod(path.parent.parent, 0o755)
-  for folder in (path.parent, path, *path.rglob("*")):
-    if folder.is_dir():
-      folder.chmod(0o777)
-  with fs.Checkpointer(path) as checkpointer:
-    os.seteuid(65534)
-    try:
-      with pytest.raises(Exception) as e:  # Orbax's own
-        checkpointer.restore(create(0.0))
-      assert not isinstance(e.value, digests.Damaged)
-    finally:
-      os.seteuid(0)
-  for file in files:
-    file.chmod(0o644)
-  assert_healthy(path)
-
-
-def test_a_truncated_file_is_passed_over(path, caplog):
-  largest = max(
-    (p for p in (path / "2").rglob("*") if p.is_file()),
-    key=lambda p: p.stat().st_size,
-  )
-  largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
-  with fs.Checkpointer(path) as checkpointer:
-    restored = checkpointer.restore(create(0.0))
-    assert checkpointer.restored_step == 1
-  np.testing.assert_array_equal(restored.params["w0"], np.full(1000, 1.0))
-  assert f"step 2 is damaged, passed over: {path / '2'}" in caplog.text

@@ -106,16 +106,6 @@ def test_whole_state_is_restored_with_and_without_its_wrappers(
         )
 
 
-def test_wrapper_that_a_whole_state_lacks_starts_fresh(state, tmp_path, caplog):
-  where = to_bytes(tmp_path, create("loss_scale", value=2.0))
-  with caplog.at_level(logging.INFO, "flaxshard"):
-    restored = fs.checkpoint.restore(where, create("loss_scale", "agn"))
-  assert "wrapper 'agn': that starts fresh" in caplog.text
-  np.testing.assert_array_equal(
-    restored.wrapper_states["agn"].local_params["w"], np.full((1, 3), 2.0)
-  )
-
-
 def test_number_without_a_field_is_passed_over_and_named(tmp_path, caplog):
   saved = {**serialization.to_state_dict(create(value=2.0)), "epoch": 3}
   saved["meta"] = {"rate": 0.5}

@@ -34,7 +34,6 @@ _RESULTS = {
     "rules, bytes per device": (153_680, 153_680),
     "FSDP, difference": (0, 1e-5),
     "FSDP, bytes per device": (77_904, 77_904),
-    "chips": (8, 8),
   },
   "agn_and_diloco": {
     "distance after step 1": (0.003, 0.005),
@@ -62,7 +61,6 @@ _RESULTS = {
     "DiLoCo 16, accuracy": (0.92, 0.99),
     "DiLoCo 64, KiB": (188, 188),
     "DiLoCo 64, accuracy": (0.92, 0.99),
-    "chips": (8, 8),
   },
   "language_model": {
     "stopped after steps": (75, 80),
@@ -82,27 +80,8 @@ _RESULTS = {
     "difference of the exported model": (0, 1e-5),
   },
 }
-# Rows of the plans for eight TPU chips that those cells print.
-_PLANS = {
-  "replicas_and_shardings": (
-    r"gradients +all-reduce +replica +ICI +1 +150\.0 KiB",
-    r"parameter +all-gather +replica +ICI +1 +64\.0 KiB .* hidden/kernel",
-  ),
-  "agn_and_diloco": (
-    r"gradients +all-reduce +replica +ICI +0\.0625 if +2\.3 KiB",
-    r"32\.0 KiB +f32\[8,8,8,1\] +argument +batch\['image'\]",
-  ),
-  "language_model": (
-    r"\* +256 +v5e:2x4 .* 936\.3 KiB +9\.59 µs +ICI",
-    r"32 +v5e:2x4 .* 936\.3 KiB +9\.59 µs +ICI",
-    r"gradients +all-reduce +replica +ICI +1 +535\.0 KiB",
-  ),
-  "custom_task": (
-    r"gradients +all-reduce +replica +ICI +1 +65\.1 KiB +114\.0 KiB",
-    r"total +114\.0 KiB",
-    r"counting_clip +4 B",
-  ),
-}
+# The row of the plan that a cell prints.
+_PLAN = r"all-reduce +replica .*0\.0625 "
 
 
 def test_every_source_has_its_notebook_and_its_results() -> None:
@@ -145,7 +124,7 @@ def test_links_to_notebooks_exist() -> None:
       assert (source.parent / f"{name}.ipynb").exists(), (source.stem, name)
 
 
-# With the TPU compiler, so that the plans for eight chips are complete.
+# With the tests of the TPU compiler, after which CI builds the site.
 @pytest.mark.tpu
 @pytest.mark.parametrize("source", _SOURCES, ids=lambda path: path.stem)
 def test_notebook_runs(
@@ -173,6 +152,6 @@ def test_notebook_runs(
   assert set(results) == set(expected)
   for name, (low, high) in expected.items():
     assert low <= results[name] <= high, (name, results[name])
-  lines = "\n".join(notebook_outputs.printed(notebook))
-  for row in _PLANS.get(source.stem, ()):
-    assert re.search(rf"^ *{row}", lines, re.M), row
+  if source.stem == "agn_and_diloco":
+    lines = "\n".join(notebook_outputs.printed(notebook))
+    assert re.search(_PLAN, lines), lines

@@ -1,56 +1,119 @@
-"""Files on a file system; those in buckets are tested in bucket_test.py."""
+"""Workdirs: one program at a time writes in one, if it can be written."""
 
+import contextlib
 import os
+import pathlib
+import subprocess
 import sys
 
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+import tiny
 
+import flaxshard as fs
+from flaxshard import train
 from flaxshard.core import files
 
+_ROOT = pathlib.Path(__file__).parents[2]
 
-def test_paths_of_buckets():
-  assert files.is_bucket("gs://bucket/run") and files.is_bucket("s3://bucket")
-  assert not files.is_bucket("/gs/run") and not files.is_bucket("hdfs://run")
-  assert files.absolute("gs://bucket/run/") == "gs://bucket/run"
-  assert files.absolute("s3://bucket//run/../x") == "s3://bucket/x"
-  assert files.absolute("~") == os.path.expanduser("~")
-  assert files.absolute("run") == os.path.join(os.getcwd(), "run")
-
-
-def test_atomic_write_keeps_the_old_content_after_an_error(tmp_path):
-  path = tmp_path / "file"
-  path.write_text("old")
-  with pytest.raises(KeyError), files.atomic_write(path) as f:
-    f.write("new")
-    raise KeyError
-  assert path.read_text() == "old"
-  with files.atomic_write(path) as f:
-    f.write("new")
-  assert files.read_bytes(path) == b"new"
+_HOLD = """
+import sys
+from flaxshard.core import files
+releases = [files.lock("directory", path) for path in sys.argv[1:]]
+print("locked", flush=True)
+sys.stdin.read()
+"""
 
 
-def test_files_and_directories(tmp_path):
-  files.make_dirs(tmp_path / "a" / "b")
-  files.write_bytes(tmp_path / "a" / "b" / "file", b"content")
-  assert files.is_dir(tmp_path / "a") and not files.is_file(tmp_path / "a")
-  assert files.size(tmp_path / "a" / "b" / "file") == 7
-  files.rename(tmp_path / "a", tmp_path / "c")
-  assert files.files_in(str(tmp_path)) == [str(tmp_path / "c" / "b" / "file")]
-  files.copy_files(str(tmp_path / "c" / "b"), tmp_path)
-  assert sorted(files.list_names(tmp_path)) == ["c", "file"]
-  files.remove(tmp_path / "file")
-  assert not files.exists(tmp_path / "file")
-  (tmp_path / "link").symlink_to(tmp_path / "none")
-  assert files.lexists(tmp_path / "link")
-  assert not files.exists(tmp_path / "link")
+def create(value):
+  return fs.TrainState.create(
+    apply_fn=None, params={"w": jnp.full(3, value)}, tx=optax.sgd(0.1)
+  )
 
 
+@contextlib.contextmanager
+def locked_by_another_program(*paths):
+  process = subprocess.Popen(
+    [sys.executable, "-c", _HOLD, *map(str, paths)],
+    cwd=_ROOT,
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+  with process:
+    assert process.stdout.readline() == "locked\n"
+    yield process
+    process.kill()
+
+
+@pytest.mark.slow
+def test_another_program_holds_the_lock(tmp_path):
+  path, workdir = tmp_path / "checkpoints", tmp_path / "workdir"
+  workdir.mkdir()
+  with fs.Checkpointer(path) as checkpointer:
+    checkpointer.save(1, create(1.0))
+  with fs.Checkpointer(path) as checkpointer:
+    with locked_by_another_program(path, workdir) as holder:
+      by_holder = f"is being written by process {holder.pid} on "
+      with pytest.raises(ValueError, match=f"directory='{path}' {by_holder}"):
+        checkpointer.save(2, create(2.0))
+      assert list(checkpointer.all_steps()) == [1]
+      # Reading needs no lock.
+      w = checkpointer.restore(create(0.0)).params["w"]
+      np.testing.assert_array_equal(w, np.ones(3, np.float32))
+      by_holder = f"process {holder.pid} "
+      with pytest.raises(ValueError, match=f"workdir=.* {by_holder}"):
+        train.train_and_evaluate(tiny.config(), str(workdir))
+      assert os.listdir(workdir) == [".lock"]
+    # The file of a killed process is left, and locks nothing.
+    assert (path / ".lock").exists()
+    assert checkpointer.save(2, create(2.0))
+  assert sorted(os.listdir(path)) == ["1", "2"]
+
+
+def test_two_checkpointers_of_one_program_share_the_lock(tmp_path):
+  with fs.Checkpointer(tmp_path) as one, fs.Checkpointer(tmp_path) as two:
+    assert one.save(1, create(1.0))
+    assert two.save(2, create(2.0))
+    one.wait()
+    two.wait()
+    assert not two.save(1, create(1.0))
+    assert not one.save(2, create(2.0))
+    assert one.all_steps() == two.all_steps() == [1, 2]
+  assert sorted(os.listdir(tmp_path)) == ["1", "2"]
+
+
+def test_unwritable_directory_raises(tmp_path):
+  file = tmp_path / "file"
+  file.write_text("content")
+  for directory in (file, file / "below", "/dev/null/run"):
+    with pytest.raises(ValueError, match=f"workdir.*{directory}"):
+      files.check_writable("workdir", str(directory))
+  assert file.read_text() == "content"
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "hdfs://host/run"])
 @pytest.mark.parametrize(
-  ("scheme", "package", "extra"),
-  [("gs", "gcsfs", "flaxshard[gcs]"), ("s3", "s3fs", "flaxshard[s3]")],
+  "call",
+  [
+    fs.Checkpointer,
+    lambda url: fs.checkpoint.restore(url, create(1.0)),
+    lambda url: fs.checkpoint.init_from({"w": jnp.ones(3)}, url),
+    lambda url: train.train_and_evaluate(tiny.config(), url),
+    fs.load,
+  ],
 )
-def test_a_missing_package_names_the_extra(scheme, package, extra, monkeypatch):
-  monkeypatch.setitem(sys.modules, package, None)
-  with pytest.raises(ImportError) as e:
-    files.exists(f"{scheme}://bucket/run")
-  assert package in str(e.value) and extra in str(e.value)
+def test_other_urls_are_refused(call, url):
+  with pytest.raises(ValueError, match=url):
+    call(url)
+
+
+def test_file_keeps_the_old_content_after_an_error(tmp_path):
+  path = tmp_path / "file"
+  files.write_text(path, "old")
+  (tmp_path / "file.tmp").mkdir()
+  with pytest.raises(OSError):
+    files.write_text(path, "new")
+  assert path.read_text() == "old"

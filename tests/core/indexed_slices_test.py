@@ -40,14 +40,6 @@ def denses(slices, x):
   return slices.to_dense(), rows.to_dense(), x + slices - x, slices.norm()
 
 
-def test_no_rows_are_zeros():
-  empty = fs.IndexedSlices(jnp.zeros(0, int), jnp.zeros((0, 2)), SHAPE)
-  *arrays, norm = denses(empty, DENSE)
-  for x in arrays:
-    np.testing.assert_array_equal(x, np.zeros(SHAPE))
-  assert float(norm) == 0
-
-
 def test_rows_of_any_integer_dtype():
   for dtype in ("int8", "uint32"):
     indices = np.array([3, 0, 3], dtype)
@@ -83,15 +75,6 @@ def test_arithmetic_is_that_of_the_array():
     np.testing.assert_array_equal(dense, want)
   for got in sums:
     np.testing.assert_array_equal(got, 1 + DENSE)
-
-
-def test_arithmetic_with_other_shapes_raises():
-  with pytest.raises(TypeError):
-    SLICES * jnp.ones(2)
-  with pytest.raises(TypeError):
-    SLICES + jnp.ones(2)
-  with pytest.raises(ValueError, match=r"\(5, 2\) and \(6, 2\)"):
-    SLICES + fs.IndexedSlices([0], jnp.ones((1, 2)), (6, 2))
 
 
 def test_norms_sum_equal_rows_first():

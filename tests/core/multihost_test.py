@@ -81,8 +81,8 @@ print("same")
 
 HOLDER = """
 import sys
-from flaxshard.core import directories
-release = directories.lock("directory", sys.argv[1])
+from flaxshard.core import files
+release = files.lock("directory", sys.argv[1])
 print("locked", flush=True)
 sys.stdin.read()
 """

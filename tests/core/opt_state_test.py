@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 
-import flaxshard as fs
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 
@@ -60,13 +59,6 @@ def test_slots_follow_their_parameters(tx, copies):
   assert {leaf.shape for leaf, spec in leaves if spec == A} == {(256, 512)}
 
 
-def test_slots_of_a_masked_optimizer():
-  for mask in (matrices, matrices(PARAMS)):
-    _, specs = specs_of(optax.masked(optax.adam(0.1), mask))
-    assert specs.inner_state[0].mu["a"]["kernel"] == A
-    assert specs.inner_state[0].nu["kernel"] == KERNEL
-
-
 def test_slots_of_several_optimizers():
   label = lambda p: jax.tree.map(lambda m: "m" if m else "v", matrices(p))
   tx = optax.multi_transform(
@@ -85,14 +77,6 @@ def test_factored_slots_are_replicated():
   # Slots that are not factored have the shape of the parameter.
   assert specs[0].v["a"]["bias"] == BIAS
   assert specs[0].v["kernel"] == KERNEL
-
-
-def test_step_counts_of_rows_are_split_as_the_rows():
-  tx = optax.adamw(optax.linear_schedule(0.1, 0.0, 9), weight_decay=0.1)
-  _, specs = specs_of(fs.sparse_rows(tx, ["^a/kernel"], "catch_up"))
-  assert specs.last_step["a"]["kernel"] == P("replica")
-  assert specs.row_log_decay["a"]["kernel"] == P("replica")
-  assert specs.log_decay["a"]["kernel"] == specs.step_count == P()
 
 
 def test_slots_with_leading_dimensions():

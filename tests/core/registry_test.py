@@ -35,11 +35,6 @@ def test_unknown_name_raises(name, facts):
     assert fact in str(e.value)
 
 
-def test_name_that_is_not_a_string_raises():
-  with pytest.raises(TypeError, match=r"config\.model .* got 3"):
-    registry.lookup("config.model", 3, BUILTIN)
-
-
 def power(base, exponent=2, *, hidden=0):
   if exponent == 0:
     raise ValueError("exponent must not be 0.")
@@ -65,26 +60,15 @@ def test_call_passes_arguments_as_plain_values():
   [
     ("power", TypeError, ["config.f", "'power'"]),
     ({"exponent": 3}, ValueError, ["config.f", "'name'"]),
-    ({"name": "power", "base": 1}, ValueError, ["'base'", "are exponent"]),
     ({"name": "power", "hidden": 1}, ValueError, ["'hidden'"]),
-    (
-      {"name": "power", "exponet": 1},
-      ValueError,
-      ["config.f ('power')", "Did you mean 'exponent'"],
-    ),
+    ({"name": "power", "exponet": 1}, ValueError, ["'exponent'"]),
     ({"name": "math:pi"}, TypeError, ["config.f ('math:pi')", "3.14"]),
     # The function does not name the config field; the registry does, once.
     ({"name": "power", "exponent": 0}, ValueError, ["config.f ('power'): exp"]),
   ],
 )
-def test_invalid_call_raises(config, error, facts):
+def test_mistakes(config, error, facts):
   with pytest.raises(error) as e:
     call(config, hidden=("hidden",))
-  for fact in facts:
-    assert fact in str(e.value)
+  assert all(fact in str(e.value) for fact in facts)
   assert str(e.value).count("config.f") == 1
-
-
-def test_missing_argument_raises():
-  with pytest.raises(TypeError, match=r"config\.f \('power'\): .*'base'"):
-    registry.call("config.f", {"name": "power"}, FUNCTIONS)

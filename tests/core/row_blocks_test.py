@@ -50,28 +50,6 @@ def test_blocks_hold_the_rows_of_their_part(parts):
   np.testing.assert_array_equal(new, negated)
 
 
-def test_rows_stay_whole_if_the_parts_do_not_divide_them():
-  split = jax.eval_shape(lambda slices: slices.split(5), make_slices([1, 2]))
-  assert split.parts == 1
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
-def test_row_numbers_of_any_integer_dtype(dtype):
-  # A table with as many rows as the dtype has numbers: padding needs one more.
-  @jax.jit
-  def compute(indices):
-    slices = fs.IndexedSlices(indices, np.ones((3, 1), np.float32), (256, 1))
-    table = np.zeros((256, 1), np.float32)
-    return slices.deduplicated().indices, slices.to_dense(), table + slices
-
-  indices, *sums = compute(np.asarray([127, 1, 127], dtype))
-  assert indices.tolist() == [1, 127, 256]
-  for total in sums:
-    assert total[:, 0].tolist() == [
-      {1: 1, 127: 2}.get(i, 0) for i in range(256)
-    ]
-
-
 def test_blocks_in_a_program_without_communication():
   strategy = fs.Strategy(mesh_shape={"replica": 2, "model": 4})
   specs = (jax.sharding.PartitionSpec("model", None), None)

@@ -56,33 +56,6 @@ def test_text_windows_with_labels_one_byte_later(folder):
       assert example["labels"].tolist() == window[1:]
 
 
-def test_text_defaults_to_python_files_of_the_standard_library(
-  folder, monkeypatch
-):
-  # The whole standard library takes seconds to read.
-  monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(folder)})
-  for name, content in (("a.py", b"x" * 300), ("b.py", b"y" * 300)):
-    (folder / name).write_bytes(content)
-  splits = data.text(eval_every=2)
-  assert splits.train[0]["inputs"].shape == (128,)
-  assert splits.train[0]["inputs"].tolist() == [ord("x")] * 128
-  assert splits.eval[0]["inputs"].tolist() == [ord("y")] * 128
-
-
-def test_text_leaves_out_installed_packages_of_the_default_folder(
-  folder, monkeypatch
-):
-  (folder / "site-packages").mkdir()
-  (folder / "site-packages" / "x.txt").write_bytes(b"Z" * 100)
-  monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(folder)})
-  splits = data.text(suffix=".txt", length=5, eval_every=2)
-  assert ord("Z") not in splits.train.tokens
-  assert ord("Z") not in splits.eval.tokens
-  # A given folder is searched completely.
-  splits = data.text(str(folder), suffix=".txt", length=5, eval_every=3)
-  assert ord("Z") in splits.eval.tokens
-
-
 @pytest.mark.parametrize(
   ("arguments", "facts"),
   [

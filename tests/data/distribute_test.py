@@ -81,18 +81,6 @@ def test_every_example_occurs_once_in_order():
     assert real_examples(batches) == list(range(43))
 
 
-def test_rows_are_split_over_the_replicas():
-  devices = np.array(jax.devices()).reshape(4, 2)
-  mesh = jax.sharding.Mesh(devices, ("replica", "model"))
-  (batch,) = distributed([examples(8)], mesh)
-  for x in (batch["x"], batch["mask"]):
-    assert x.sharding == jax.sharding.NamedSharding(mesh, P("replica"))
-  shards = {s.device: s.data.tolist() for s in batch["x"].addressable_shards}
-  for replica in range(4):
-    for device in devices[replica]:
-      assert shards[device] == [2 * replica, 2 * replica + 1]
-
-
 @jax.jit
 def evaluate(metrics, batch):
   values = batch["x"].astype(jnp.float32)
@@ -130,13 +118,6 @@ def test_a_masked_loss_has_the_gradient_of_the_real_examples():
 
   (batch,) = distributed([{"x": xs}])
   np.testing.assert_allclose(gradient(w, batch), 1 / w)
-
-
-def test_a_mean_that_ignores_the_mask_counts_no_example_thrice():
-  (batch,) = distributed([examples(9)], batch_size=16)
-  assert np.bincount(batch["x"]).tolist() == [2] * 7 + [1] * 2
-  (batch,) = distributed([examples(3)], batch_size=16)
-  assert np.asarray(batch["x"]).tolist() == [*[0, 1, 2] * 5, 0]
 
 
 def test_structure_values_and_dtypes_are_kept():
@@ -190,15 +171,6 @@ def test_the_thread_uses_the_x64_setting_of_the_caller():
 # Iterables.
 
 
-def test_a_generator_continues_where_the_last_iteration_stopped():
-  dataset = distributed(iter(epoch(64, 8)))
-  first = list(itertools.islice(dataset, 3))
-  rest = list(dataset)
-  assert real_examples(first + rest) == list(range(64))
-  with pytest.warns(UserWarning, match="list_iterator, can be read only once"):
-    assert list(dataset) == []
-
-
 def test_grain_datasets_restart_and_grain_iterators_do_not():
   source = grain.MapDataset.range(24).map(lambda i: {"x": i}).batch(8)
   for iterable in (source, source.to_iter_dataset()):
@@ -228,38 +200,6 @@ def test_second_epoch_of_a_generator_warns(prefetch):
       for _ in dataset:
         raise AssertionError
     assert [x.filename for x in w] == [__file__]
-
-
-def test_generator_at_its_end_raises():
-  batches = (batch for batch in epoch(24, 8))
-  assert len(list(distributed(batches))) == 3
-  with pytest.raises(ValueError, match=r"generator at its end.*list"):
-    distributed(batches)
-
-
-def test_a_class_with_getitem_alone_is_an_iterable():
-  class Sequence:
-    def __getitem__(self, i):
-      return epoch(20, 8)[i]
-
-  dataset = distributed(Sequence())
-  for _ in range(2):
-    assert real_examples(dataset) == list(range(20))
-
-
-def test_iterators_of_one_dataset_are_independent():
-  dataset = distributed(epoch(40, 8))
-  a, b = iter(dataset), iter(dataset)
-  assert real_examples([next(a), next(a), next(b), next(a), next(b)]) == [
-    *range(16),
-    *range(8),
-    *range(16, 24),
-    *range(8, 16),
-  ]
-
-
-def test_an_empty_iterable_has_no_batches():
-  assert list(distributed([])) == []
 
 
 # Reading ahead.
@@ -296,34 +236,6 @@ def test_reads_ahead_as_many_batches_as_requested(prefetch):
   iterator.close()
 
 
-def test_start_prefetch_reads_before_the_first_batch_is_requested():
-  source = Counting()
-  with iter(distributed(source)) as iterator:
-    iterator.start_prefetch()
-    iterator.start_prefetch()
-    wait_until(lambda: source.read == 2)
-    assert len(threads()) == 1
-    assert real_examples([next(iterator)]) == list(range(8))
-
-
-@pytest.mark.slow
-def test_reading_overlaps_with_the_steps():
-  seconds_of_work = 0.02
-
-  def source():
-    for i in range(10):
-      time.sleep(seconds_of_work)
-      yield examples(8, i)
-
-  seconds = {}
-  for prefetch in (0, 2):
-    start = time.monotonic()
-    for _ in distributed(source(), prefetch=prefetch):
-      time.sleep(seconds_of_work)
-    seconds[prefetch] = time.monotonic() - start
-  assert seconds[2] < 0.8 * seconds[0]
-
-
 # Errors and the end.
 
 
@@ -348,36 +260,6 @@ def test_an_error_is_raised_after_the_batches_before_it(prefetch, error):
   # A generator ends with its first error.
   with pytest.raises(StopIteration):
     next(iterator)
-
-
-@PREFETCHES
-def test_a_source_may_continue_after_an_error(prefetch):
-  class Flaky(Counting):
-    failed = False
-
-    def __next__(self):
-      if self.read == 2 and not self.failed:
-        self.failed = True
-        raise OSError("try again")
-      return super().__next__()
-
-  iterator = iter(distributed(Flaky(count=4), prefetch=prefetch))
-  batches = [next(iterator), next(iterator)]
-  with pytest.raises(OSError, match="try again"):
-    next(iterator)
-  assert real_examples([*batches, *iterator]) == list(range(32))
-
-
-def test_an_error_leaves_no_reference_cycle():
-  gc.disable()
-  try:
-    iterator = iter(distributed(failing(KeyError("disk"), after=0)))
-    with pytest.raises(KeyError) as e:
-      next(iterator)
-    del iterator, e
-    assert_no_threads()
-  finally:
-    gc.enable()
 
 
 @pytest.mark.parametrize("how", ["drop", "close", "with", "raise"])
@@ -420,64 +302,6 @@ def test_the_thread_ends_with_its_iterator(how):
   assert_no_threads()
 
 
-def test_a_closed_iterator_raises():
-  iterator = iter(distributed(epoch(40, 8)))
-  next(iterator)
-  iterator.close()
-  for method in (iterator.__next__, iterator.start_prefetch):
-    with pytest.raises(ValueError, match="closed"):
-      method()
-
-
-def test_close_wakes_a_waiting_reader():
-  hold = threading.Event()
-
-  def source():
-    yield examples(8)
-    hold.wait(10)
-    yield examples(8)
-
-  iterator = iter(distributed(source()))
-  next(iterator)
-  errors = []
-
-  def read():
-    try:
-      next(iterator)  # the batch that is being read
-      next(iterator)
-    except ValueError as e:
-      errors.append(str(e))
-
-  reader = threading.Thread(target=read)
-  reader.start()
-  time.sleep(0.02)
-  closer = threading.Thread(target=iterator.close)
-  closer.start()
-  time.sleep(0.02)
-  hold.set()
-  closer.join(5)
-  reader.join(5)
-  assert len(errors) == 1 and "closed" in errors[0]
-
-
-def test_close_warns_about_a_source_that_does_not_return(caplog, monkeypatch):
-  join = threading.Thread.join
-  monkeypatch.setattr(
-    threading.Thread, "join", lambda self, timeout=None: join(self, 0.05)
-  )
-  hold = threading.Event()
-
-  def source():
-    yield examples(8)
-    hold.wait(10)
-
-  iterator = iter(distributed(source()))
-  next(iterator)
-  iterator.close()
-  assert "source has not returned a batch" in caplog.text
-  hold.set()
-
-
 # Position.
 
 
@@ -515,13 +339,6 @@ def test_the_position_counts_dropped_and_joined_batches():
     # Examples 64 to 79 do not fill a global batch.
     assert real_examples(iterator) == list(range(32, 64))
     iterator.set_state(state)
-
-
-def test_a_source_without_a_position_raises():
-  iterator = iter(distributed(epoch(16, 8)))
-  for method in (iterator.get_state, lambda: iterator.set_state({})):
-    with pytest.raises(TypeError, match=r"list_iterator.*get_state"):
-      method()
 
 
 def tiny_state():
@@ -585,21 +402,6 @@ def test_a_position_that_cannot_be_saved_raises_before_the_save(tmp_path):
     assert checkpointer.all_steps() == []
 
 
-def test_a_position_in_bytes_can_be_saved(tmp_path):
-  loader = grain.DataLoader(
-    data_source=make_splits().train,
-    sampler=grain.samplers.SequentialSampler(40, grain.sharding.NoSharding()),
-    operations=[grain.transforms.Batch(8)],
-  )
-  with checkpoint.Checkpointer(tmp_path) as checkpointer:
-    with iter(distributed(loader)) as iterator:
-      labels(iterator, 2)
-      checkpointer.save(2, tiny_state(), data=iterator)
-    with iter(distributed(loader)) as iterator:
-      checkpointer.restore(tiny_state(), data=iterator)
-      assert labels(iterator, 1) == [list(range(16, 24))]
-
-
 # Datasets from a function.
 
 
@@ -620,35 +422,6 @@ def test_a_function_gets_the_context_and_returns_batches_of_replicas():
     assert shard.data.tolist() == list(range(4 * i, 4 * i + 4))
 
 
-def test_datasets_from_a_function_take_the_options_of_a_dataset():
-  dataset = distribute.distribute_datasets_from_function(
-    MESH,
-    lambda context: epoch(40, 2),
-    batch_size=16,
-    drop_remainder=True,
-    mask="real",
-    prefetch=0,
-  )
-  assert [b["x"].shape for b in dataset] == [(16,)] * 2
-  assert all("real" in b for b in dataset)
-  with pytest.raises(TypeError, match="'prefech'"):
-    distribute.distribute_datasets_from_function(MESH, lambda _: [], prefech=1)
-
-
-def test_per_replica_batch_size():
-  context = distribute.InputContext(2, 1, num_replicas_in_sync=8)
-  assert context.get_per_replica_batch_size(64) == 8
-  for size in (63, 0, -8):
-    with pytest.raises(ValueError, match=f"global_batch_size={size} .*8"):
-      context.get_per_replica_batch_size(size)
-  for size in (8.0, "8", True, 2**31):
-    with pytest.raises(ValueError, match=f"global_batch_size .*{size}"):
-      context.get_per_replica_batch_size(size)
-  for fields in ((0, 0, 8), (2, 2, 8), (1, 0, 0), (1, 0, 2**31)):
-    with pytest.raises(ValueError, match=r"num_|input_pipeline_id"):
-      distribute.InputContext(*fields)
-
-
 # Arguments.
 
 
@@ -656,20 +429,6 @@ def test_an_invalid_iterable_raises():
   for iterable, got in ((examples(8), "dict"), ("data", "str"), (3, "int")):
     with pytest.raises(TypeError, match=f"iterable .* {got}"):
       distributed(iterable)
-
-
-def test_invalid_prefetch_raises():
-  for prefetch in (-1, 2**31, 10**20):
-    with pytest.raises(ValueError, match=f"prefetch .* {prefetch}"):
-      distributed([], prefetch=prefetch)
-
-
-def test_a_large_prefetch_reads_all_batches_ahead_at_once():
-  source = Counting(3)
-  with iter(distributed(source, prefetch=2**31 - 1)) as iterator:
-    next(iterator)
-    wait_until(lambda: source.read == 3)
-    assert len(list(iterator)) == 2
 
 
 class Stream:
@@ -697,13 +456,3 @@ def test_skipped_batches_are_not_returned(is_stream):
   assert returned[1][0] == returned[0][0]
   assert returned[1][1:3] == returned[0][4:]
   assert state["examples"] == 72 if is_stream else state == {"next_index": 9}
-
-
-def test_skipping_reads_batches_that_are_dropped_or_joined():
-  source = grain.MapDataset.range(64).map(lambda i: {"x": i}).batch(4)
-  dataset = distribute.distribute_datasets_from_function(
-    MESH, lambda _: source.to_iter_dataset()
-  )
-  with iter(dataset) as iterator:
-    iterator.skip(1)
-    assert real_examples([next(iterator)]) == list(range(32, 64))

@@ -63,27 +63,3 @@ def test_values_and_dtypes_are_those_of_jax_in_new_memory(dtype):
   assert out.dtype == wanted.dtype == host_batch.dtype_of(x)
   np.testing.assert_array_equal(out, wanted)
   assert not np.shares_memory(out, x)
-
-
-def test_arrays_are_concatenated_and_padded():
-  a = np.arange(6).reshape(2, 3)
-  b = np.arange(10, 14).reshape(1, 4)
-  np.testing.assert_array_equal(
-    host_batch.join("x", [a, b], (5, 5)),
-    [
-      [0, 1, 2, 0, 0],
-      [3, 4, 5, 0, 0],
-      [10, 11, 12, 13, 0],
-      [0, 1, 2, 0, 0],
-      [3, 4, 5, 0, 0],
-    ],
-  )
-  np.testing.assert_array_equal(
-    host_batch.join("x", [np.ones((0, 3))], (2, 3)), np.zeros((2, 3))
-  )
-
-
-def test_device_arrays_stay_on_the_device_unless_padded():
-  x = jnp.arange(4)
-  assert host_batch.join("x", [x], (4,)) is x
-  assert host_batch.join("x", [x], (6,)).tolist() == [0, 1, 2, 3, 0, 1]

@@ -4,7 +4,6 @@ import dataclasses
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -44,17 +43,6 @@ def test_a_batch_is_split_over_replicas_and_replicated_within_them():
       np.testing.assert_array_equal(parts[device], part)
 
 
-def test_a_spec_splits_a_leaf_over_logical_devices():
-  batch = {"image": images(), "label": np.arange(4)}
-  spec = {"image": P("replica", ("m0", "m1"))}
-  out = distribute.shard_batch(MESH, batch, spec)
-  assert out["label"].sharding.spec == P("replica")
-  parts = shards(out["image"])
-  for (r, i, j), device in np.ndenumerate(MESH.devices):
-    part = batch["image"][2 * r : 2 * r + 2, 2 * i + j : 2 * i + j + 1]
-    np.testing.assert_array_equal(parts[device], part)
-
-
 @pytest.mark.parametrize(
   "spec",
   [
@@ -86,11 +74,7 @@ def test_the_mask_of_a_dataset_is_split_as_the_rows():
     ("replica", TypeError, ["PartitionSpec", "'replica'"]),
     (P("model"), ValueError, ["axes", "'model'"]),
     (P("replica", ("m0", "m0")), ValueError, ["twice", "'m0'"]),
-    (
-      {"label": P("replica", "m0")},
-      ValueError,
-      ["batch[label]", "more entries", "ndim=1"],
-    ),
+    ({"label": P("replica", "m0")}, ValueError, ["batch[label]", "ndim=1"]),
     ({"imgae": P("replica")}, ValueError, ["'imgae'", "image, label"]),
     (
       {"image": P("replica", None, ("m0", "m1"))},
@@ -112,21 +96,8 @@ def test_an_invalid_spec_raises(spec, error, facts):
 def test_a_batch_that_the_replicas_cannot_divide_raises():
   with pytest.raises(ValueError, match=r"batch\[x\].* 3 .* 0.* 2"):
     distribute.shard_batch(MESH, {"x": np.ones(3)})
-
-
-def test_arrays_may_be_changed_after_sharding():
-  for shape in ((8,), (64, 1024)):
-    x = np.zeros(shape, np.float32)
-    out = distribute.shard_batch(MESH, {"x": x})
-    x[:] = 1
-    assert not out["x"].any()
-
-
-def test_device_arrays_are_resharded():
-  x = jnp.arange(8)
-  out = distribute.shard_batch(MESH, {"x": x})
-  assert out["x"].sharding.spec == P("replica")
-  assert out["x"].tolist() == list(range(8))
+  with pytest.raises(ValueError, match=r"batch\[x\].*\(0, 4\)"):
+    distribute.shard_batch(MESH, {"x": np.ones((0, 4))})
 
 
 # Pipelines.

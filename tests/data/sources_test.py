@@ -1,7 +1,6 @@
 """Data sources, and the factories that a config names."""
 
 import pickle
-import subprocess
 import sys
 import types
 
@@ -101,17 +100,6 @@ def test_load_with_invalid_examples_raises(factories, made, facts):
     data.load({"name": "my_factories:made"})
   for fact in ["my_factories:made", *facts]:
     assert fact in str(e.value)
-
-
-@pytest.mark.slow
-def test_importing_flaxshard_does_not_import_grain():
-  script = (
-    "import sys, flaxshard, flaxshard.strategy; from flaxshard import data\n"
-    "assert 'grain' not in sys.modules\n"
-    "assert sorted(set(data.__all__) - set(dir(data))) == []\n"
-    "data.Splits, data.train_iterator; assert 'grain' in sys.modules\n"
-  )
-  subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_arrays_of_any_names():

@@ -17,18 +17,16 @@ _ENTRIES = re.findall(
 )
 # Modules whose names users write, also those without `__all__`.
 _MODULES = [
-  "analysis",
+  "center",
   "checkpoint",
-  "compiled",
   "config",
   "core",
   "data",
-  "divergence",
-  "examples",
   "models",
   "nnx",
   "optimizers",
   "partitioning",
+  "plans",
   "processes",
   "ray",
   "replicas",
@@ -38,7 +36,6 @@ _MODULES = [
   "tasks",
   "testing",
   "train",
-  "workers",
   "wrappers",
 ]
 

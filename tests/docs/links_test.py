@@ -108,19 +108,3 @@ def test_addresses_of_the_repository_lead_to_its_files(suffix: str) -> None:
     if not (_ROOT / name).exists()
   ]
   assert not missing
-
-
-def test_anchors_are_those_of_github() -> None:
-  text = "# A `b_c`: d, e\n## [f](g.md) *h*!\n# A b_c d e\n# A `b_c`: d, e\n"
-  assert _slugs(text) == {"a-b_c-d-e", "f-h", "a-b_c-d-e-1", "a-b_c-d-e-2"}
-  # A comment in a block of code is no heading.
-  assert _slugs("```bash\n# a\n```\n") == set()
-
-
-def test_what_is_wrong_with_a_link_is_named() -> None:
-  page = _ROOT / "docs" / "index.md"
-  assert _fault(page, "start.md") is None
-  assert _fault(page, "no.md") == "does not exist"
-  assert _fault(page, "../../x") == "leads out of the repository"
-  assert _fault(page, "index.md#no") == "has no such heading"
-  assert "colab/" in str(_fault(page, "tutorials/quick_start.ipynb"))

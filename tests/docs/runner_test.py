@@ -1,11 +1,5 @@
 """The runner of the pages finds wrong outputs, errors and unchecked blocks."""
 
-import os
-import re
-import sys
-import warnings
-
-import jax
 import page_blocks
 import page_runner
 import pytest
@@ -68,21 +62,6 @@ def test_other_text_is_named_with_page_and_line(tmp_path, code, text):
     run(tmp_path, page)
 
 
-def test_an_error_is_named_with_the_line_of_the_page(tmp_path):
-  page = "# A\n\n- b\n\n  ```python\n  def f():\n    1 / 0\n  f()\n  ```\n"
-  with pytest.raises(page_runner.PageError) as raised:
-    run(tmp_path, page)
-  assert str(raised.value) == "page.md:7: ZeroDivisionError: division by zero"
-  page = "```python\nf(\n```\n"
-  with pytest.raises(page_runner.PageError, match=r"page\.md:2: SyntaxError"):
-    page_runner.run(read(tmp_path, page), tmp_path, ("python",))
-
-
-def test_blocks_share_names_and_run_in_order(tmp_path):
-  page = "```python\na = [1]\n```\n```python\na.append(2)\n```\n"
-  assert run(tmp_path, page)["a"] == [1, 2]
-
-
 @pytest.mark.parametrize(
   ("page", "message"),
   [
@@ -99,33 +78,6 @@ def test_blocks_share_names_and_run_in_order(tmp_path):
 def test_a_block_that_nothing_checks_is_named(tmp_path, page, message):
   with pytest.raises(page_runner.PageError, match=message):
     page_runner.check_kinds(read(tmp_path, page))
-
-
-@pytest.mark.parametrize(
-  ("page", "message"),
-  [
-    ("<!-- tests: fast -->\n", "no mark of tests: 'fast'"),
-    ("# A\n\n```python\na\n", r":3: the block does not end"),
-  ],
-)
-def test_a_malformed_page_is_an_error(tmp_path, page, message):
-  with pytest.raises(ValueError, match=message):
-    read(tmp_path, page)
-
-
-def test_a_command_prints_its_mistake(tmp_path):
-  text = "flaxshard: --config=digitz: ... Did you mean 'digits' ..."
-  command = "flaxshard --config=digitz \\\n  --workdir=/tmp/a  # a typo"
-  page = f"```bash\n{command}\n```\n\n```text\n{text}\n```\n"
-  run(tmp_path, page)
-  with pytest.raises(page_runner.PageError, match="'digits'"):
-    page_runner.run(read(tmp_path, page.replace(text, "a")), tmp_path)
-  (tmp_path / "configs").unlink()
-  (tmp_path / "benchmarks").unlink()
-  # Without a text, it has to succeed.
-  with pytest.raises(page_runner.PageError, match="Did you mean 'digits'"):
-    page = read(tmp_path, page.split("```text")[0])
-    page_runner.run(page, tmp_path)
 
 
 @pytest.mark.slow
@@ -154,50 +106,3 @@ step = int(fs.load("/tmp/mine").step)
 """
   assert run(tmp_path, page)["step"] == 4
   assert (tmp_path / "folder" / "tmp" / "mine" / "metrics.jsonl").exists()
-
-
-def test_what_a_page_changes_is_restored(tmp_path):
-  before = os.getcwd(), dict(os.environ), list(sys.path), list(warnings.filters)
-  precision = jax.config.jax_default_matmul_precision
-  page = """
-```python
-import os, pathlib, sys, warnings
-import jax
-
-jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_default_matmul_precision", "highest")
-os.environ["A_VARIABLE"] = "1"
-os.environ["PATH"] = ""
-sys.path.insert(0, "a")
-warnings.simplefilter("error")
-pathlib.Path("a_module_of_the_page.py").write_text("x = 1")
-import a_module_of_the_page
-os.mkdir("a")
-os.chdir("a")
-is_main = sys.modules["__main__"].__dict__ is globals()
-```
-"""
-  assert run(tmp_path, page)["is_main"]
-  after = os.getcwd(), dict(os.environ), list(sys.path), list(warnings.filters)
-  assert after == before
-  assert jax.config.jax_default_matmul_precision == precision
-  assert "a_module_of_the_page" not in sys.modules
-  with pytest.raises(page_runner.PageError, match="AssertionError: 4"):
-    update = 'import jax\njax.config.update("jax_num_cpu_devices", 4)'
-    page = read(tmp_path, f"```python\n{update}\n```\n")
-    page_runner.run(page, tmp_path)
-
-
-def test_pages_are_found_by_themselves(monkeypatch, tmp_path):
-  monkeypatch.setattr(page_blocks, "ROOT", tmp_path)
-  for name in ("README.md", "docs/a.md", "docs/b/c.md", "docs/_build/d.md"):
-    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / name).write_text("<!-- tests: slow -->\n# A\n")
-  pages = page_blocks.pages()
-  assert [page.name for page in pages] == [
-    "README.md",
-    "docs/a.md",
-    "docs/b/c.md",
-  ]
-  assert {page.mark for page in pages} == {"slow"}
-  assert re.search("tests: slow", pages[0].path.read_text())

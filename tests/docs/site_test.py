@@ -1,6 +1,5 @@
 """The extensions of docs/ in a small site."""
 
-import html
 import io
 import json
 import pathlib
@@ -11,7 +10,6 @@ import pytest
 
 pytest.importorskip("myst_nb", reason="needs the extra docs")
 
-from sphinx import errors
 from sphinx.testing.util import SphinxTestApp
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -155,49 +153,11 @@ def test_pictures_become_an_image_for_each_scheme(repository) -> None:
     ]
 
 
-def test_formulas_need_no_script(repository) -> None:
-  pages, warnings = _build(repository, "```{math}\nx^2\n```\n")
-  assert not warnings
-  assert "<msup>" in pages["index"] and "mathjax" not in pages["index"]
-
-
-def test_signatures_have_the_names_of_types(repository) -> None:
-  entries = "\n".join(
-    f".. {kind}:: flaxshard.{name}\n"
-    for kind, name in (
-      ("automethod", "Topology.device_at"),
-      ("autofunction", "optimizers.ftrl"),
-      ("autofunction", "create_train_state"),
-      ("autoclass", "nnx.Optimizer"),
-      ("autoclass", "TrainState"),
-    )
-  )
-  pages, _ = _build(repository, f"```{{eval-rst}}\n{entries}```\n")
-  text = re.sub("<.*?>", "", pages["index"])
-  text = " ".join(html.unescape(text).split())
-  for name in (
-    "device_coordinates: ArrayLike",
-    "learning_rate: ScalarOrSchedule",
-    "strategy: Strategy | None",
-    "wrt: Any = ...",
-    "opt_state: OptState",
-  ):
-    assert name in text
-  assert "jax.ShapeDtypeStructs among them" in text
-
-
 @pytest.mark.parametrize("link", ["../code/b.py", "../no", "../NO.md", "b.md"])
 def test_a_link_to_no_file_is_a_warning(repository, link) -> None:
   _, warnings = _build(repository, f"[1]({link})")
   assert "[myst.xref_missing]" in warnings
   assert "index.md" in warnings
-
-
-def test_badges_are_texts(repository) -> None:
-  pages, _ = _build(repository)
-  page = pages["tutorials/first"]
-  assert _BADGE not in page
-  assert 'href="https://x.y/z">Open</a>' in page
 
 
 def test_links_of_a_notebook_lead_to_pages_of_the_site(repository) -> None:
@@ -219,22 +179,3 @@ def test_links_of_a_notebook_lead_to_pages_of_the_site(repository) -> None:
   assert links["1"] in ("#", "first.html")
   assert links["2"] == "../changelog.html#old"
   assert links["3"] == f"{github}code/a.py"
-
-
-def test_notebooks_executed_before_are_taken(
-  repository, tmp_path, monkeypatch
-) -> None:
-  output = {"output_type": "stream", "name": "stdout", "text": "it ran"}
-  monkeypatch.setenv("FLAXSHARD_NOTEBOOKS", str(tmp_path))
-  with pytest.raises(
-    errors.ExtensionError, match=r"there is no .*first\.ipynb"
-  ):
-    _build(repository)
-  executed = tmp_path / "first.ipynb"
-  executed.write_text(_notebook(_MARKDOWN, _cell("code", "print(2)")))
-  with pytest.raises(errors.ExtensionError, match="has other code"):
-    _build(repository)
-  cell = _cell("code", "print(1)", (output,))
-  executed.write_text(_notebook(_MARKDOWN, cell))
-  pages, _ = _build(repository)
-  assert "it ran" in pages["tutorials/first"]

@@ -48,12 +48,7 @@ def test_messages_in_headings_exist(name: str) -> None:
   assert not missing
 
 
-def test_every_page_and_entry_is_in_the_index() -> None:
+def test_every_page_is_in_the_index() -> None:
   index = (_FOLDER.parent / "troubleshooting.md").read_text()
   listed = re.findall(r"\(troubleshooting/(\w+)\.md\)", index)
   assert set(listed) == set(_PAGES)
-  links = r"^- \[(.*)\]\(troubleshooting/(\w+)\.md#.*\)$"
-  entries = re.findall(links, index, re.M)
-  for name, path in _PAGES.items():
-    headings = re.findall(r"^## (.*)$", path.read_text(), re.M)
-    assert [text for text, page in entries if page == name] == headings

@@ -107,19 +107,13 @@ def test_recsys_recommends_better_than_popularity(tmp_path):
   assert row["eval_recall_at_100"] < 1.05 * oracle
 
 
-# Small models, and a checkpoint between two rollouts of PPO.
+# An NNX model, and a checkpoint between two rollouts of PPO.
 SMALL = {
   "ddpm": {"model": {"width": 16, "depth": 1, "dropout": 0.1}},
   "ppo": {
     "model": {"hidden": (8,)},
     "task": {"num_envs": 2, "rollout_length": 32, "epochs": 1},
   },
-  "recsys": {
-    "model": {"features": 8},
-    "task": {"num_users": 100, "num_items": 50, "num_genres": 5},
-  },
-  "regression": {"model": {"hidden": (8,)}},
-  "vae": {"model": {"hidden": 8}},
 }
 
 

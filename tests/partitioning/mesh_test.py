@@ -39,33 +39,12 @@ def ids(grid):
 # from_grid
 
 
-@pytest.mark.parametrize(
-  "count, axes",
-  [
-    (1, {}),
-    (8960, {**{f"m{i}": 2 for i in range(8)}, "m8": 5, "m9": 7}),
-  ],
-)
-def test_prime_axes(count, axes):
-  assert mesh_lib.prime_axes(count) == axes
-
-
 def test_from_grid_keeps_the_order_of_devices():
   grid = device_grid(8)[::-1].reshape(2, 4)
   mesh = mesh_lib.from_grid(grid)
   assert dict(mesh.shape) == {"replica": 2, "m0": 2, "m1": 2}
   assert mesh.axis_types == (AUTO,) * 3
   np.testing.assert_array_equal(mesh.devices.reshape(2, 4), grid)
-
-
-def test_from_grid_with_named_axes():
-  mesh = mesh_lib.from_grid(
-    device_grid(1, 8), {"data": 2, "model": 4}, EXPLICIT
-  )
-  assert list(mesh.shape.items()) == [("replica", 1), ("data", 2), ("model", 4)]
-  assert mesh.axis_types == (EXPLICIT,) * 3
-  # The first logical axis varies slowest.
-  assert mesh.devices[0, 1, 2].id == 6
 
 
 @pytest.mark.parametrize("replicas, logical", [(8, 1), (2, 3)])
@@ -91,7 +70,7 @@ def test_parts_of_a_mesh(replicas, logical):
   "mesh_shape, sizes",
   [
     ({"model": 2, "replica": -1}, {"replica": 4, "model": 2}),
-    ({"model": -1}, {"replica": 1, "model": 8}),
+    ({"model": -1, "replica": 1}, {"replica": 1, "model": 8}),
     ({"replica": np.int64(8), "m": np.int8(-1)}, {"replica": 8, "m": 1}),
   ],
 )
@@ -107,7 +86,6 @@ def test_axis_sizes(mesh_shape, sizes):
     ({"replica": 3}, ValueError, ("number of devices, 8",)),
     ({"replica": -1, "m": -1}, ValueError, ("only one", "['replica', 'm']")),
     ({"replica": 0}, ValueError, ("['replica']", "at least 1", "got 0")),
-    ({"": 8}, TypeError, ("axis name", "got ''")),
     ([("replica", 8)], TypeError, ("[('replica', 8)]", "dict of axis sizes")),
   ],
 )
@@ -127,11 +105,6 @@ def test_devices_keep_their_order_within_slices():
   by_slice = sorted(order, key=lambda i: i // 4)
   pairs = np.array(by_slice).reshape(-1, 2).tolist()
   assert ids(mesh_lib.order_devices(devices, 2)) == pairs
-
-
-def test_devices_without_slice_index_are_in_one_slice():
-  devices = [Device(i, slice_index=None) for i in range(4)]
-  assert ids(mesh_lib.order_devices(devices, 4)) == [[0, 1, 2, 3]]
 
 
 def test_replica_on_several_slices_raises():
@@ -188,18 +161,6 @@ def test_task_has_the_devices_of_its_process():
   devices = [Device(i, process_index=i % 2) for i in range(8)]
   grid = mesh_lib.assigned_devices(assignment_by_hand(num_tasks=2), devices)
   assert ids(grid) == [[2, 5], [6, 1]]
-
-
-def test_default_devices_are_those_of_the_topology_or_of_jax():
-  assignment = assignment_by_hand()
-  assert ids(mesh_lib.assigned_devices(assignment, None)) == [[1, 6], [3, 4]]
-  topology = fs.Topology.from_devices(
-    jax.devices()[::-1], mesh_shape=(2, 2, 1, 2)
-  )
-  assignment = fs.DeviceAssignment(topology, assignment.core_assignment)
-  grid = mesh_lib.assigned_devices(assignment, None)
-  assert grid.tolist() == assignment.devices.tolist()
-  assert grid[0, 0] is topology.device_at((0, 0, 0, 1))
 
 
 def test_too_few_devices_for_an_assignment_raises():

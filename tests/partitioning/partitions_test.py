@@ -7,8 +7,8 @@ from factors import factorizations
 import jax
 import pytest
 
+from flaxshard.partitioning import logical_devices
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import partitions
 from flaxshard.partitioning import specs as specs_lib
 
 P = jax.sharding.PartitionSpec
@@ -25,7 +25,7 @@ def test_every_partition_has_a_spec_on_prime_axes(count):
   mesh = abstract_mesh(axes)
   for rank in range(1, 6):
     for pieces in factorizations(count, rank):
-      spec = partitions.partition_spec(mesh, pieces, pieces)
+      spec = logical_devices.partition_spec(mesh, pieces, pieces)
       used = [specs_lib.axes_of(entry) for entry in spec]
       products = tuple(math.prod(axes[a] for a in names) for names in used)
       assert products == pieces
@@ -39,7 +39,7 @@ def test_every_partition_has_a_spec_on_prime_axes(count):
 
 def test_partition_of_eight_on_prime_axes():
   mesh = abstract_mesh({"m0": 2, "m1": 2, "m2": 2})
-  spec = partitions.partition_spec(mesh, (3, 28, 28, 1), [1, 2, 4, 1])
+  spec = logical_devices.partition_spec(mesh, (3, 28, 28, 1), [1, 2, 4, 1])
   assert spec == P(None, "m0", ("m1", "m2"), None)
 
 
@@ -52,7 +52,7 @@ def test_partition_of_eight_on_prime_axes():
 )
 def test_partition_on_named_axes(pieces, spec):
   mesh = abstract_mesh({"model": 2, "data": 4, "one": 1})
-  assert partitions.partition_spec(mesh, pieces, pieces) == spec
+  assert logical_devices.partition_spec(mesh, pieces, pieces) == spec
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,6 @@ def test_partition_on_named_axes(pieces, spec):
 def test_partition_that_the_axes_do_not_allow_raises(axes, pieces):
   mesh = abstract_mesh(axes)
   with pytest.raises(ValueError, match="partition_dimensions") as e:
-    partitions.partition_spec(mesh, pieces, pieces)
+    logical_devices.partition_spec(mesh, pieces, pieces)
   assert str(list(pieces)) in str(e.value)
   assert str(axes) in str(e.value)

@@ -1,7 +1,6 @@
 """Topologies: coordinates, names, devices, and errors."""
 
 import dataclasses
-import pickle
 from types import SimpleNamespace
 
 import jax
@@ -48,20 +47,6 @@ def test_lookups_at_coordinates():
   assert tpu_name([1, 1, 0, 0], "w") == "/job:w/task:1/device:TPU:2"
 
 
-def test_default_coordinates_give_one_task_all_cores():
-  topology = fs.Topology([2, 2, 2, 2])
-  assert topology.num_tasks == 1
-  # Cores vary fastest, then x, y and z.
-  assert topology.device_coordinates[0, :5].tolist() == [
-    [0, 0, 0, 0],
-    [0, 0, 0, 1],
-    [1, 0, 0, 0],
-    [1, 0, 0, 1],
-    [0, 1, 0, 0],
-  ]
-  assert topology.device_coordinates[0, 8].tolist() == [0, 0, 1, 0]
-
-
 def test_missing_devices_have_no_task_and_no_name():
   topology = fs.Topology((2, 2, 1, 2), TWO_HOSTS[1:])
   assert topology.missing_devices.tolist() == TWO_HOSTS[0]
@@ -75,36 +60,17 @@ def test_missing_devices_have_no_task_and_no_name():
       method([1, 0, 0, 1])
 
 
-def test_topology_is_immutable_hashable_and_equal_by_value():
-  one, two = (fs.Topology((2, 2, 1, 2), TWO_HOSTS) for _ in range(2))
-  others = [
-    fs.Topology((2, 2, 1, 2), TWO_HOSTS[::-1]),
-    fs.Topology((2, 2, 2, 2), TWO_HOSTS),
-    fs.Topology((2, 2, 2, 2), TWO_HOSTS, num_slices=2),
-    fs.Topology((2, 2, 1, 2), TWO_HOSTS, np.arange(8).reshape(2, 4)),
-  ]
-  assert one == two and hash(one) == hash(two)
-  assert one == pickle.loads(pickle.dumps(one))
-  assert len({one, two, *others}) == 5
-  assert one != "topology"
+def test_topology_is_immutable():
+  topology = fs.Topology((2, 2, 2, 2), TWO_HOSTS, num_slices=2)
   with pytest.raises(dataclasses.FrozenInstanceError):
-    one.mesh_shape = (1, 1, 1, 1)
-  for array in (one.device_coordinates, one.missing_devices):
+    topology.mesh_shape = (1, 1, 1, 1)
+  for array in (topology.device_coordinates, topology.missing_devices):
     with pytest.raises(ValueError, match="read-only"):
       array[:] = 0
-  assert repr(others[2]) == (
+  assert repr(topology) == (
     "Topology(mesh_shape=(2, 2, 2, 2), num_tasks=2, num_tpus_per_task=4, "
     "num_slices=2)"
   )
-
-
-def test_topology_copies_its_arguments():
-  coordinates = np.array(TWO_HOSTS, np.int32)
-  devices = np.array([list("abcd"), list("efgh")], object)
-  topology = fs.Topology((2, 2, 1, 2), coordinates, devices)
-  coordinates[:], devices[:] = 7, None
-  assert topology.device_at((1, 0, 0, 1)) == "d"
-  assert topology.device_at((1, 1, 0, 0)) == "g"
 
 
 MESH = (1, 1, 2, 1)
@@ -115,19 +81,9 @@ ZEROS = [0, 0, 0, 0]
   ("arguments", "error", "facts"),
   [
     ([(2, 2, 1.0, 1)], TypeError, ("mesh_shape", "got (2, 2, 1.0, 1)")),
-    ([(2**30,) * 4], ValueError, ("mesh_shape", "product")),
-    ([(2**31, 1, 1, 1)], ValueError, ("mesh_shape", "int32", str(2**31))),
-    ([(2**63, 1, 1, 1)], ValueError, ("mesh_shape", "int32", str(2**63))),
-    (
-      [(2, 1, 1, 1), np.full((1, 2, 4), 2**64 - 1, np.uint64)],
-      ValueError,
-      ("device_coordinates", "int32", str(2**64 - 1)),
-    ),
-    ([MESH, [[ZEROS], []]], ValueError, ("device_coordinates", "[n, n, 4]")),
     ([MESH, [[ZEROS, [0, 0, 2, 0]]]], ValueError, ("[0, 1]", "[0, 0, 2, 0]")),
     ([MESH, [[ZEROS], [ZEROS]]], ValueError, ("[0, 0]", "another core")),
     ([(2, 1, 1, 1), None, ["a", "b"]], ValueError, ("devices", "[1, 2]")),
-    ([(2, 1, 1, 1), None, [["a", "a"]]], ValueError, ("devices[0, 0]", "'a'")),
     ([(2, 1, 4, 1), None, None, 3], ValueError, ("num_slices=3", "got 4")),
   ],
 )
@@ -138,24 +94,9 @@ def test_invalid_arguments_raise(arguments, error, facts):
     assert fact in str(e.value)
 
 
-def test_lookup_with_invalid_coordinates_raises():
-  topology = fs.Topology((2, 2, 1, 2))
-  for coordinates, error in (
-    ((2, 0, 0, 0), ValueError),
-    ([0.0] * 4, TypeError),
-  ):
-    with pytest.raises(error, match="device_coordinates"):
-      topology.tpu_device_name_at_coordinates(coordinates)
-
-
 def test_lookup_of_a_device_without_devices_raises():
   with pytest.raises(ValueError, match=r"Topology\.from_devices"):
     fs.Topology((2, 2, 1, 2)).device_at(ZEROS)
-
-
-def test_invalid_job_raises():
-  with pytest.raises(TypeError, match=r"job .* got 3"):
-    fs.Topology((2, 2, 1, 2)).cpu_device_name_at_coordinates(ZEROS, job=3)
 
 
 # -- From devices.
@@ -170,15 +111,14 @@ def test_coordinates_of_tpus_are_shifted_to_start_at_zeros():
     for x in (2, 3)
   ]
   topology = fs.Topology.from_devices(devices)
-  assert topology == fs.Topology(
-    (2, 2, 1, 2), TWO_HOSTS, topology.devices.tolist()
-  )
+  assert topology.mesh_shape == (2, 2, 1, 2)
+  np.testing.assert_array_equal(topology.device_coordinates, TWO_HOSTS)
   for device in devices:
     x, y, _ = device.coords
     at = (x - 2, y - 4, 0, device.core_on_chip)
     assert topology.device_at(at) is device
   same = fs.Topology.from_devices(iter(devices[::-1]), mesh_shape=[2, 2, 1, 2])
-  assert same == topology
+  assert same.devices.tolist() == topology.devices.tolist()
   with pytest.raises(ValueError, match=r"mesh_shape .*\(2, 2, 1, 2\), got"):
     fs.Topology.from_devices(devices, mesh_shape=(4, 1, 1, 2))
 
@@ -216,14 +156,6 @@ def test_slices_are_stacked_along_z():
   ("devices", "error", "facts"),
   [
     ([], ValueError, ("at least one",)),
-    (7, TypeError, ("got 7",)),
-    ([tpu((0, 0, 0)), gpu(0)], ValueError, ("TPUs or none",)),
-    (
-      [tpu((0, 0, 1)), tpu((0, 0, 0)), tpu((0, 0, 1))],
-      ValueError,
-      ("devices[0]", "another core"),
-    ),
-    ([tpu((0, 0, 0.5))], TypeError, ("coords", "0.5")),
     (
       [tpu((x, 0, 0), process=x // 2) for x in range(3)],
       ValueError,
@@ -241,11 +173,6 @@ def test_invalid_devices_raise(devices, error, facts):
     fs.Topology.from_devices(devices)
   for fact in facts:
     assert fact in str(e.value)
-
-
-def test_partition_index_is_the_slice_index_of_newer_jax():
-  devices = [gpu(p, partition_index=p) for p in (0, 1)]
-  assert fs.Topology.from_devices(devices).num_slices == 2
 
 
 def test_gpus_are_ordered_by_process_and_node():
@@ -275,15 +202,12 @@ def test_cpu_devices_take_a_given_mesh_shape():
   assert topology.device_at((0, 0, 0, 1)) is devices[1]
   assert topology.device_at((1, 0, 0, 0)) is devices[2]
   assert topology.device_at((0, 1, 0, 0)) is devices[4]
-  assert topology == fs.Topology((2, 2, 1, 2), None, [devices])
   reversed_ = fs.Topology.from_devices(devices[::-1], mesh_shape=(1, 8, 1, 1))
   assert reversed_.device_at((0, 0, 0, 0)) is devices[7]
   with pytest.raises(ValueError, match=r"devices, 8, got \(2, 2, 1, 1\)"):
     fs.Topology.from_devices(mesh_shape=(2, 2, 1, 1))
   with pytest.raises(TypeError, match="from_devices: mesh_shape must be int"):
     fs.Topology.from_devices(mesh_shape=(8.0, 1, 1, 1))
-  with pytest.raises(ValueError, match=r"devices .* twice"):
-    fs.Topology.from_devices([devices[0]] * 2)
 
 
 def test_given_mesh_shape_is_filled_process_by_process():

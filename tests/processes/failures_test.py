@@ -1,94 +1,78 @@
-"""An uncaught exception of one process ends all of them."""
+"""An uncaught exception or a killed process ends all of them."""
 
-import pathlib
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 
 import pytest
+import two_processes
 
-_ROOT = pathlib.Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
 
-# A program with its own loop. `sys.argv[3]` is what process 1 does in step 3.
+# A program with its own loop. `mode` is what happens in step 3.
 _PROGRAM = """
 import os, signal, sys, time
 import jax
 jax.config.update("jax_platforms", "cpu")
 import flaxshard as fs
-from flaxshard.processes import events, failures
+from flaxshard.processes import failures
 
-receive, calls = events.Events.receive, []
-events.Events.receive = lambda *args: calls.append(args) or receive(*args)
-fs.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]),
-              heartbeat_timeout=10)
+mode, index = sys.argv[3], int(sys.argv[2])
+fs.initialize(f"127.0.0.1:{sys.argv[1]}", 2, index, heartbeat_timeout=10)
 import numpy as np
 from jax.experimental import multihost_utils
 
 for step in range(6):
   multihost_utils.process_allgather(np.ones(2))
-  if step == 3 and jax.process_index() == 1:
-    if sys.argv[3] == "raise":
-      raise ValueError("an error of the user")
-    if sys.argv[3] == "exit":
-      with failures.share():
-        sys.exit(3)
-    if sys.argv[3] == "kill 0":
-      print("ready", flush=True)
-      time.sleep(100)
-  if step == 3 and sys.argv[3] == "raise all":
+  if step == 3 and mode == f"raise {index}":
+    raise ValueError("an error of the user")
+  if step == 3 and mode == f"exit {index}":
+    with failures.share():
+      sys.exit(3)
+  if step == 3 and mode == f"kill {index}":
+    os.kill(os.getpid(), signal.SIGKILL)
+  if step == 3 and mode == "raise all":
     raise ValueError("an error of all")
-time.sleep(0.5 * jax.process_index() + 2)
-# JAX does not free the memory of a wait that ends by its timeout.
-assert len(calls) == 1, calls
+  if step == 3 and mode == "catch all":
+    try:
+      with failures.share():
+        raise ValueError("an error of all")
+    except ValueError:
+      pass
+if mode == f"raise {index} late":
+  time.sleep(2)
+  raise ValueError("an error of the user")
 """
 
 
-def _run(mode, kill=None):
+def _run(mode):
   """Returns the exit code and the standard error of each process."""
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    port = s.getsockname()[1]
-  processes = [
-    subprocess.Popen(
-      [sys.executable, "-c", _PROGRAM, str(port), str(i), mode],
-      cwd=_ROOT,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for i in range(2)
-  ]
-  try:
-    if kill is not None:
-      # Gloo prints lines before.
-      assert "ready\n" in iter(processes[1 - kill].stdout.readline, "")
-      processes[kill].kill()
-    logs = [p.communicate(timeout=120)[1] for p in processes]
-  finally:
-    for process in processes:
-      process.kill()
-  return [(p.returncode, log) for p, log in zip(processes, logs, strict=True)]
+  start = time.monotonic()
+  ended = two_processes.run_until_end(_PROGRAM, mode)
+  assert time.monotonic() - start < 60
+  return ended
 
 
-@pytest.mark.slow
-def test_uncaught_exception_ends_all_processes():
-  (code_0, log_0), (code_1, log_1) = _run("raise")
-  assert (code_0, code_1) == (1, 1)
-  assert log_1.count("ValueError: an error of the user") == 1
-  assert re.search(r"process 1 \(host .*an error of the user", log_0)
+@pytest.mark.parametrize(
+  ("mode", "process", "code", "text"),
+  [
+    ("raise 0", 0, 1, "ValueError: an error of the user"),
+    ("raise 1", 1, 1, "ValueError: an error of the user"),
+    # The other one is at the end of the program already.
+    ("raise 1 late", 1, 1, "ValueError: an error of the user"),
+    ("exit 1", 1, 3, "SystemExit: 3"),
+  ],
+)
+def test_failure_ends_all_processes(mode, process, code, text):
+  ended = _run(mode)
+  assert [e[0] for e in ended] == ([code, 1] if process == 0 else [1, code])
+  assert re.search(
+    rf"process {process} \(host .*, pid \d+\) failed: {text}",
+    ended[1 - process][1],
+  )
+  assert "Fatal" not in ended[process][1]
 
 
-@pytest.mark.slow
-def test_shared_exit_ends_all_processes():
-  (code_0, log_0), (code_1, _) = _run("exit")
-  assert (code_0, code_1) == (1, 1)
-  assert re.search(r"process 1 \(host .* failed: SystemExit: 3", log_0)
-
-
-@pytest.mark.slow
 def test_each_process_reports_its_own_exception():
   for code, log in _run("raise all"):
     assert code == 1
@@ -96,25 +80,19 @@ def test_each_process_reports_its_own_exception():
     assert log.splitlines()[-1] == "ValueError: an error of all"
 
 
-@pytest.mark.slow
-def test_end_of_process_0_is_reported_before_jax_aborts():
-  (code_0, _), (code_1, log_1) = _run("kill 0", kill=0)
-  assert code_0 == -signal.SIGKILL
-  assert code_1 == 1, log_1
-  assert re.search(r"process 0 \(host .*, pid \d+\) is lost", log_1)
+@pytest.mark.parametrize("mode", ["end", "catch all"])
+def test_regular_end_is_silent(mode):
+  assert _run(mode) == [(0, ""), (0, "")]
 
 
-@pytest.mark.slow
-def test_regular_end_is_silent_and_needs_no_timeout():
-  start = time.monotonic()
-  for code, log in _run("end"):
-    assert (code, log) == (0, "")
-  assert time.monotonic() - start < 100
+def test_killed_process_is_named():
+  (code_0, log_0), (code_1, _) = _run("kill 1")
+  assert (code_0, code_1) == (1, -signal.SIGKILL)
+  assert "no answer from process 1" in log_0
 
 
-def test_snippet_of_the_docs_runs():
-  text = (_ROOT / "docs" / "guides" / "process_failures.md").read_text()
-  snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-  assert snippets
-  for snippet in snippets:
-    exec(compile(snippet, "docs/guides/process_failures.md", "exec"), {})
+def test_end_of_process_0_ends_the_others():
+  """JAX aborts them, because its service has ended."""
+  (code_0, _), (code_1, log_1) = _run("kill 0")
+  assert (code_0, code_1) == (-signal.SIGKILL, -signal.SIGABRT)
+  assert "leader" in log_1

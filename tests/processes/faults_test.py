@@ -45,10 +45,9 @@ class Program:
     workdir: The workdir.
     cache: A directory for compiled programs.
     fault: See `faulty`.
-    flags: Further flags of each process.
   """
 
-  def __init__(self, workdir, cache, fault=None, flags=((), ())):
+  def __init__(self, workdir, cache, fault=None):
     with socket.socket() as s:
       s.bind(("127.0.0.1", 0))
       port = s.getsockname()[1]
@@ -70,9 +69,7 @@ class Program:
         f"--coordinator_address=127.0.0.1:{port}",
         *("--num_processes=2", f"--process_id={i}"),
         f"--heartbeat_timeout={_HEARTBEAT_TIMEOUT}",
-        *flags[i],
       ]
-      # No file: a process with a full disk must be able to write its log.
       process = subprocess.Popen(
         command,
         env=env,
@@ -125,12 +122,15 @@ def _seconds(ends, process, frozen):
 
 def _check_lost(ends, process):
   other = ends[1 - process]
-  # JAX may have aborted a process after the message, while it was ending.
-  assert other.code == 1, ends
-  assert re.search(
-    rf"process {process} \(host .*, pid \d+\) is lost", other.log
-  )
-  assert _RESUME in other.log
+  if other.code == 1:
+    # The other one was computing, and has seen its end.
+    assert f"no answer from process {process}" in other.log, ends
+    assert _RESUME in other.log
+  else:
+    # JAX's heartbeats, or the end of its service in process 0.
+    assert other.code == -signal.SIGABRT, other.log
+    pattern = r"heartbeats\):\n1" if process else "leader|Service/Heartbeat"
+    assert re.search(pattern, other.log), other.log
 
 
 def _check_kill(ends, process):
@@ -184,31 +184,21 @@ _CHECKS = {
   "exception": _check_error("an injected error"),
   "exit": _check_error("SystemExit|exit"),
   "nan": _check_nan,
-  "disk full": _check_error("File too large|No space left"),
 }
-_EVERYWHERE = [
-  (place, process)
-  for place in ("training", "evaluation", "save")
-  for process in (0, 1)
-]
 _PLACES = {
-  "kill": _EVERYWHERE,
-  "freeze": [("training", 0), ("evaluation", 1), ("save", 0), ("save", 1)],
-  "terminate": [("training", 0), ("save", 1)],
-  "interrupt": [("evaluation", 1), ("save", 0)],
+  "kill": [("training", 0), ("evaluation", 1), ("save", 1)],
+  "freeze": [("save", 0), ("training", 1)],
+  "terminate": [("training", 0)],
+  "interrupt": [("save", 1)],
   "interrupt thrice": [("training", 1)],
-  "exception": [*_EVERYWHERE, ("load", 0), ("data", 1)],
+  "exception": [("training", 0), ("save", 1), ("data", 1)],
   "exit": [("training", 1)],
   "nan": [("evaluation", 1)],
-  # From a step in training on: the metrics of process 0, a save of process 1.
-  "disk full": [("training", 0), ("training", 1), ("save", 0)],
 }
 # Each group uses one workdir and is resumed at its end.
 _GROUPS = (
-  ("kill",),
-  ("freeze", "nan"),
-  ("exception", "exit"),
-  ("terminate", "interrupt", "interrupt thrice", "disk full"),
+  ("kill", "freeze", "nan", "exit"),
+  ("exception", "terminate", "interrupt", "interrupt thrice"),
 )
 
 
@@ -251,7 +241,7 @@ def _run_faults(group, tmp_path_factory, cache):
       ends = Program(workdir, cache, fault).wait(frozen)
       _CHECKS[kind](ends, process)
       seconds = _seconds(ends, process, frozen)
-      # With other programs on the machine; see docs/guides/process_failures.md.
+      # With other programs on the machine.
       assert seconds < 60
       report.append(f"{kind} in {place}, process {process}: {seconds:.1f} s")
   return report, _finish(workdir, cache)

@@ -5,14 +5,13 @@ FAULT is a JSON object:
   process  the index of the process that fails
   place    "training", "evaluation", "save", "data" or "load"
   kind     "kill", "freeze", "terminate", "interrupt", "interrupt thrice",
-           "exception", "exit", "nan" or "disk full"
+           "exception", "exit" or "nan"
 
 The fault writes a line `FAULT at <seconds since the epoch>` to standard error.
 """
 
 import json
 import os
-import resource
 import signal
 import sys
 import threading
@@ -97,13 +96,13 @@ def _prepare():
       time.sleep(1.0)
     return agree(step, request)
 
-  def take_digests(paths):
+  def take_digests(paths, **options):
     # Not when a checkpoint is read.
     if any(".orbax-checkpoint-tmp" in path for path in paths.values()):
       # The first save succeeds.
       if len(steps) > 5:
         _fail_in("save")
-    return take(paths)
+    return take(paths, **options)
 
   preemption.agree_on_signal = agree_on_signal
   digests.take = take_digests
@@ -135,10 +134,3 @@ def _fail_in(place):
     sys.exit(0)
   if kind == "exception":
     raise KeyError("an injected error")
-  if kind == "disk full" and place == "save":
-    raise OSError(28, "No space left on device")
-  if kind == "disk full":
-    # For every file from now on.
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    hard_limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard_limit))

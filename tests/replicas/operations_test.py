@@ -59,8 +59,6 @@ def test_replica_sees_its_own_row():
 @pytest.mark.parametrize(
   ("value_fn", "error", "message"),
   [
-    (3, TypeError, "value_fn must be a function, got 3"),
-    (lambda c: "a", TypeError, "value_fn of replica 0.* got 'a'"),
     (
       lambda c: {"a": np.ones(c.replica_id_in_sync_group)},
       ValueError,
@@ -103,8 +101,6 @@ def test_integers_that_do_not_fit_raise():
   ):
     with pytest.raises(ValueError, match=r"-1099511627776.* do not fit int32"):
       call()
-  # Nothing is computed: it is returned unchanged.
-  assert EIGHT.reduce("mean", 2**40) == 2**40
 
 
 def test_reduce_of_integers_and_booleans():
@@ -141,9 +137,7 @@ def test_gather_concatenates_rows(strategy):
   ("call", "error", "message"),
   [
     (lambda v: EIGHT.reduce("max", v), ValueError, "'max'"),
-    (lambda v: EIGHT.reduce("mean", "a"), TypeError, "reduce: value.* got 'a'"),
-    (lambda v: EIGHT.reduce("sum", v, axis=2), ValueError, "allowed: -2 to 1"),
-    (lambda v: EIGHT.gather(v, None), TypeError, r"gather: axis .* None"),
+    (lambda v: EIGHT.reduce("sum", v, axis=2), ValueError, "axis=2"),
     (lambda v: EIGHT.gather({"a": 1.0}, 0), ValueError, r"value\[a\] must be"),
     (lambda v: SPLIT.reduce("sum", v), ValueError, "2 rows"),
     (

@@ -14,7 +14,6 @@ from flaxshard.replicas import rows
 P = jax.sharding.PartitionSpec
 
 EIGHT = fs.Strategy()
-SPATIAL = fs.Strategy(mesh_shape={"replica": 2, "model": 4})
 ONE = fs.Strategy(devices=jax.devices()[:1])
 # Rows of the table: with 3 ids on each of 8 replicas it takes fewer bytes to
 # gather rows of the larger one, and to sum the smaller one as an array.
@@ -154,5 +153,5 @@ def test_all_reduce_and_all_gather_of_the_context(size):
 def test_reduce_outside_of_run_names_rows():
   ids, values = make_slices(8, LARGE)
   out = reduce_all(EIGHT, "mean", ids, values, LARGE)
-  with pytest.raises(ValueError, match=r"value\[table\] is an IndexedSlices"):
+  with pytest.raises(ValueError, match="IndexedSlices"):
     EIGHT.reduce("mean", {"table": out})

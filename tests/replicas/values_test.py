@@ -23,56 +23,6 @@ def test_per_replica_is_a_sequence():
     losses[2]
 
 
-@pytest.mark.parametrize("index", [slice(1), "0", 0.5])
-def test_index_that_is_no_integer_raises(index):
-  with pytest.raises(TypeError, match="integer"):
-    fs.PerReplica(jnp.ones(2))[index]
-
-
-def test_per_replica_has_arithmetic():
-  x = fs.PerReplica(jnp.array([1.0, 3.0]))
-  y = fs.PerReplica(np.array([2.0, -2.0], np.float32))
-  results = {
-    "x + 1": x + 1,
-    "1 - x": 1 - x,
-    "np 2 * x": np.float32(2) * x,
-    "jnp 2 * x": jnp.float32(2) * x,
-    "x / y": x / y,
-    "2**x": 2**x,
-    "x // 2": x // 2,
-    "5 % x": 5 % x,
-    "-abs(y)": -abs(y),
-    "x > 2": x > 2,
-    "x <= y": x <= y,
-  }
-  assert {
-    name: (type(value), np.asarray(value).tolist())
-    for name, value in results.items()
-  } == {
-    "x + 1": (fs.PerReplica, [2, 4]),
-    "1 - x": (fs.PerReplica, [0, -2]),
-    "np 2 * x": (fs.PerReplica, [2, 6]),
-    "jnp 2 * x": (fs.PerReplica, [2, 6]),
-    "x / y": (fs.PerReplica, [0.5, -1.5]),
-    "2**x": (fs.PerReplica, [2, 8]),
-    "x // 2": (fs.PerReplica, [0, 1]),
-    "5 % x": (fs.PerReplica, [0, 2]),
-    "-abs(y)": (fs.PerReplica, [-2, -2]),
-    "x > 2": (fs.PerReplica, [False, True]),
-    "x <= y": (fs.PerReplica, [True, False]),
-  }
-  tree = fs.PerReplica({"a": jnp.arange(2), "b": jnp.ones((2, 3))}) * 2
-  assert tree[1]["a"] == 2 and tree[1]["b"].tolist() == [2, 2, 2]
-
-
-@pytest.mark.parametrize("other", [np.ones(2), jnp.ones(2), "1", [1, 2]])
-def test_arithmetic_with_an_array_for_some_replicas_raises(other):
-  x = fs.PerReplica(jnp.array([1.0, 3.0]))
-  for call in (lambda: x + other, lambda: other + x, lambda: x < other):
-    with pytest.raises(TypeError, match="PerReplica"):
-      call()
-
-
 def test_mean_of_a_per_replica():
   x = fs.PerReplica(jnp.array([[1.0, 2.0], [3.0, 6.0]]))
   assert float(x.mean()) == float(np.mean(x)) == 3.0
@@ -83,14 +33,12 @@ def test_mean_of_a_per_replica():
 
 @pytest.mark.parametrize(
   "convert",
-  [float, int, bool, round, lambda x: x.item(), lambda x: f"{x:.3f}"],
-  ids=["float", "int", "bool", "round", "item", "format"],
+  [float, bool],
 )
 def test_one_number_of_a_per_replica_loss_raises(convert):
   losses = fs.PerReplica(jnp.ones(8))
   with pytest.raises(TypeError, match=r"8 replicas.* x\.mean\(\) .*x\[0\]"):
     convert(losses)
-  assert "PerReplica" in f"{losses}"
 
 
 def test_per_replica_is_a_pytree():

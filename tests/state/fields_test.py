@@ -51,38 +51,6 @@ def create(cls=fs.TrainState, wrappers=(), **collections):
   )
 
 
-def test_field_names():
-  names = set(fields_lib.fields_by_name(Declared))
-  assert names == set(fields_lib.fields_by_name(fs.TrainState)) | {
-    "ema",
-    "note",
-  }
-  state = create(Declared, [fs.LossScale(8)], batch_stats={"m": jnp.ones(1)})
-  assert set(fields_lib.array_field_names(state)) == {
-    "step",
-    "params",
-    "opt_state",
-    "ema",
-    "batch_stats",
-    "wrapper_states",
-  }
-  fields = fields_lib.fields_by_name(type(state))
-  assert fields_lib.is_array_field(fields["batch_stats"])
-  assert not fields_lib.is_array_field(fields["note"])
-  assert not fields_lib.is_array_field(fields["wrappers"])
-
-
-def test_extend_returns_the_same_class_for_the_same_names():
-  a = fields_lib.extend(fs.TrainState, ("batch_stats", "cache"))
-  assert a is fields_lib.extend(fs.TrainState, ("batch_stats", "cache"))
-  assert a is not fields_lib.extend(fs.TrainState, ("batch_stats",))
-  assert issubclass(a, fs.TrainState)
-  assert a.__name__ == "TrainState"
-  assert a.__module__ == fs.TrainState.__module__
-  assert fields_lib.extend(fs.TrainState, ()) is fs.TrainState
-  assert fields_lib.extend(Declared, ("ema", "note")) is Declared
-
-
 STATES = {
   "plain": {},
   "both": {

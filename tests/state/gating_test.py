@@ -8,7 +8,6 @@ import pytest
 from quadratic_states import create
 
 import flaxshard as fs
-from flaxshard.state import gating
 
 PARAMS = {
   "layer0": {"kernel": jnp.eye(3), "bias": jnp.ones(3)},
@@ -73,26 +72,3 @@ def test_gradients_of_a_mixed_model_pass_in_16_bits(wrappers):
   # Sorted by path: the head computes in float32.
   wanted = ["float32", *["bfloat16"] * 4]
   assert wanted in barriers(jax.jit(step).__wrapped__, state, X)
-
-
-def test_rows_pass_as_one_gradient():
-  table = fs.IndexedSlices([1, 3], jnp.ones((2, 4)), (5, 4))
-  grads = {"embed": {"table": table, "bias": jnp.ones(4)}, "none": None}
-  gated = gating.gate(grads, "op")
-  assert gated["none"] is None
-  assert gated["embed"]["table"].dense_shape == (5, 4)
-  assert gated["embed"]["table"].indices.tolist() == [1, 3]
-  gate = lambda grads: gating.gate(grads, "op")
-  dtypes = ["float32", "int32", "float32"]
-  assert barriers(gate, grads) == [dtypes]
-
-
-def test_unknown_mode():
-  state = create()
-  for mode, error in (("grpah", ValueError), (1, TypeError), (None, TypeError)):
-    with pytest.raises(error, match="'none', 'op', 'graph'"):
-      state.value_and_grad(lambda p: p["b"]["c"], gate_gradients=mode)
-  with pytest.raises(TypeError, match="'graph' for TensorFlow's GATE_GRAPH"):
-    state.compute_gradients(lambda p: p["b"]["c"], gate_gradients=2)
-  with pytest.raises(ValueError, match="Did you mean 'graph'"):
-    state.minimize(lambda p: p["b"]["c"], gate_gradients="grpah")

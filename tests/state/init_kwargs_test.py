@@ -3,7 +3,6 @@
 import types
 
 from flax import linen as nn
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,69 +84,8 @@ def test_abstract_state_of_an_abstract_keyword_argument(strategy):
   )
 
 
-def test_only_keyword_arguments():
-  state = fs.create_train_state(
-    Net(), KEY, (), optax.sgd(0.1), train=False, x=X
-  )
-  assert state.params["Dense_0"]["kernel"].shape == (8, 16)
-
-
 def test_method():
   state = make(method="encode")
   assert shapes(state) == {
     "Dense_0": {"bias": ((3,), jnp.float32), "kernel": ((8, 3), jnp.float32)}
   }
-
-
-class Half(nnx.Module):
-  """Computes in float16 if it is called so."""
-
-  def __init__(self, rngs):
-    self.kernel = nnx.Param(jnp.ones((8, 4)))
-
-  def __call__(self, x, *, half):
-    dtype = jnp.float16 if half else x.dtype
-    return x.astype(dtype) @ self.kernel[...].astype(dtype)
-
-
-@pytest.mark.parametrize("model", [Half, Half(nnx.Rngs(0))], ids=["f", "m"])
-@pytest.mark.parametrize("strategy", [None, STRATEGY])
-def test_nnx_arguments_find_the_precision(model, strategy):
-  if isinstance(model, type):
-    model = lambda rngs: Half(rngs)
-  wrappers = [fs.LossScale("auto")]
-  for half in (True, False):
-    state = make(model, half=half, strategy=strategy, wrappers=wrappers)
-    assert bool(state.wrapper_states["loss_scale"]) == half
-
-
-@pytest.mark.parametrize(
-  ("kwargs", "facts"),
-  [
-    ({}, ["Net.__call__", "train=False"]),
-    ({"train": False, "wrapers": []}, ["wrapers", "'wrappers'"]),
-    ({"train": False, "rngs": {}}, ["rngs", "'rng'"]),
-    ({"trian": False}, ["trian", "'train'", "Net.__call__"]),
-    ({"train": False, "x": X}, ["x twice"]),
-    ({"model": nn.Sequential([nn.Dense(2)]), "stratgy": None}, ["'strategy'"]),
-    ({"model": lambda rngs: Half(rngs), "halv": True}, ["'half'"]),
-    (
-      {"model": lambda rngs: Half(rngs), "half": True, "x": None},
-      ["half", "sample_input"],
-    ),
-  ],
-)
-@pytest.mark.parametrize("strategy", [None, STRATEGY])
-def test_invalid_arguments_raise(kwargs, facts, strategy):
-  with pytest.raises(TypeError) as e:
-    if "x" in kwargs and "model" not in kwargs:
-      fs.create_train_state(Net(), KEY, X, optax.sgd(0.1), **kwargs)
-    make(strategy=strategy, **kwargs)
-  for fact in facts:
-    assert fact in str(e.value)
-
-
-def test_error_in_the_model_names_the_arguments():
-  with pytest.raises(ValueError, match="initialized with") as e:
-    make(train=True)
-  assert any("train=True" in note for note in e.value.__notes__)

@@ -61,48 +61,6 @@ def test_path_selects_one_parameter_and_pattern_several():
   assert selected(["a"]) == ["a"]
   assert selected(["a.*"]) == ["a", "ab"]
   assert selected(("b$", "c")) == ["ab", "c"]
-  assert selected([state.params["c"], "a"]) == ["a", "c"]
-
-
-@pytest.mark.parametrize(
-  ("var_list", "error", "parts"),
-  [
-    ([], ValueError, ["at least one"]),
-    ("w", TypeError, ["sequence"]),
-    ([1], TypeError, ["var_list[0]", "1"]),
-    (["w", "("], ValueError, ["not a regex"]),
-    (["w", "b/d"], ValueError, ["var_list[1]='b/d'", "Did you mean 'b/c'"]),
-    ([jnp.ones(2)], ValueError, ["var_list[0]", "identity"]),
-  ],
-)
-def test_errors_of_var_list(var_list, error, parts):
-  state = create()
-  for method in (
-    state.minimize,
-    state.value_and_grad,
-    state.compute_gradients,
-  ):
-    with pytest.raises(error) as e:
-      method(quadratic, var_list=var_list)
-    assert all(part in str(e.value) for part in parts)
-
-
-def test_var_list_without_trained_parameters():
-  params = {**make_params(), "n": jnp.int32(1)}
-  state = create(tx=fs.freeze(optax.sgd(0.5), ["^b/"]), params=params)
-  for method in (state.minimize, state.compute_gradients):
-    with pytest.raises(ValueError, match=r"only frozen.*: b/c, n"):
-      method(quadratic, var_list=["b/c", "n"])
-
-
-def test_loss_that_is_no_function():
-  with pytest.raises(TypeError, match=r"loss_fn must be a function.*float32"):
-    create().minimize(jnp.ones(()))
-
-
-def test_var_list_with_a_line_search():
-  with pytest.raises(ValueError, match=r"value_fn.*flaxshard\.freeze"):
-    create(tx=optax.lbfgs()).minimize(quadratic, var_list=["w"])
 
 
 # grad_loss.
@@ -123,11 +81,6 @@ def test_cotangent_of_an_array(wrappers, dtype):
   np.testing.assert_allclose(new.params["w"], [0, -8])
 
 
-def test_cotangent_of_a_scalar():
-  _, grads = create().value_and_grad(quadratic, grad_loss=2.0)
-  assert float(grads["b"]["c"]) == 2
-
-
 def test_line_search_minimizes_the_weighted_sum():
   state = create(tx=optax.lbfgs())
   weights = jnp.array([0.5, 2.0])
@@ -137,24 +90,6 @@ def test_line_search_minimizes_the_weighted_sum():
     state, loss = step(state)
   np.testing.assert_allclose(state.params["w"], [3, 3], atol=1e-3)
   assert loss.shape == (2,)
-
-
-@pytest.mark.parametrize(
-  ("loss", "grad_loss", "error", "parts"),
-  [
-    (lambda p: p["w"], jnp.ones(3), ValueError, ["(2,)", "(3,)"]),
-    (lambda p: p["w"], 1.0, ValueError, ["(2,)", "()"]),
-    (lambda p: p["w"], "x", TypeError, ["grad_loss", "'x'"]),
-    (lambda p: p["w"], [1.0, 2.0], TypeError, ["grad_loss", "list"]),
-    (lambda p: p["b"]["c"], 1j, TypeError, ["grad_loss", "complex64"]),
-    (lambda p: p["w"], None, TypeError, ["scalar", "(2,)"]),
-    (lambda p: 3, 1.0, TypeError, ["floating-point", "int32"]),
-  ],
-)
-def test_errors_of_grad_loss(loss, grad_loss, error, parts):
-  with pytest.raises(error) as e:
-    create().minimize(loss, grad_loss=grad_loss)
-  assert all(part in str(e.value) for part in parts)
 
 
 # aggregation.
@@ -194,39 +129,34 @@ def test_reduction_over_replicas(wrappers):
   assert [float(strategy.reduce("mean", w, axis=None)) for w in got] == wanted
 
 
+LBFGS = {"tx": optax.lbfgs()}
+
+
 @pytest.mark.parametrize(
-  ("wrappers", "kwargs", "parts"),
+  ("create_args", "args", "error", "facts"),
   [
-    ((fs.CrossShard("sum"),), {}, ["'cross_shard'", "'sum'"]),
-    ((fs.AGN(2),), {}, ["'agn'"]),
-    ((), {"skip_gradients_aggregation": True}, ["skip_gradients_aggregation"]),
+    ({}, {"var_list": []}, ValueError, ["at least one"]),
+    ({}, {"var_list": "kernel"}, TypeError, ["sequence", "kernel"]),
+    ({}, {"var_list": [1]}, TypeError, ["var_list[0]", "1"]),
+    ({}, {"var_list": ["w", "b/d"]}, ValueError, ["'b/d'", "b/c"]),
+    (LBFGS, {"var_list": ["w"]}, ValueError, ["value_fn", "freeze"]),
+    ({}, {"grad_loss": jnp.ones(3)}, ValueError, ["()", "(3,)"]),
+    ({}, {"aggregation": "avg"}, ValueError, ["aggregation", "avg"]),
+    (LBFGS, {"aggregation": "sum"}, ValueError, ["grad and value_fn"]),
+    (
+      {"wrappers": (fs.CrossShard("sum"),)},
+      {"aggregation": "sum"},
+      ValueError,
+      ["cross_shard", "sum"],
+    ),
+    ({}, {"gate_gradients": "grpah"}, ValueError, ["'graph'"]),
+    ({}, {"gate_gradients": 2}, TypeError, ["'graph'"]),
   ],
 )
-def test_contradictions(wrappers, kwargs, parts):
-  with pytest.raises(ValueError) as e:
-    create(wrappers).apply_gradients(
-      grads=make_params(), aggregation="sum", **kwargs
-    )
-  assert all(part in str(e.value) for part in parts)
-
-
-def test_sum_outside_of_run_warns():
-  with pytest.warns(UserWarning, match=r"Strategy\.run"):
-    new, _ = create().minimize(quadratic, aggregation="sum")
-  np.testing.assert_array_equal(new.params["w"], [0, 0])
-
-
-def test_unknown_aggregation():
-  with pytest.raises(ValueError, match=r"aggregation must be .*'avg'"):
-    create().minimize(quadratic, aggregation="avg")
-
-
-def test_line_search_does_not_take_a_sum():
-  with (
-    pytest.warns(UserWarning, match=r"Strategy\.run"),
-    pytest.raises(ValueError, match="grad and value_fn"),
-  ):
-    create(tx=optax.lbfgs()).minimize(quadratic, aggregation="sum")
+def test_mistakes(create_args, args, error, facts):
+  with pytest.raises(error) as e:
+    create(**create_args).minimize(quadratic, **args)
+  assert all(fact in str(e.value) for fact in facts)
 
 
 # step, which stands for TensorFlow's global_step.

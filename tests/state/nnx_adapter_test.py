@@ -1,7 +1,5 @@
 """NNX modules in a TrainState."""
 
-import pickle
-
 import compilations
 from flax import nnx
 import jax
@@ -53,18 +51,6 @@ def assert_same(a, b):
   assert a.keys() == b.keys()
   for name in a:
     np.testing.assert_allclose(a[name], b[name], rtol=1e-5, atol=1e-6)
-
-
-def test_split_uses_the_collection_names_of_linen():
-  module = make()
-  _, variables = nnx_adapter.split(module)
-  assert set(variables) == {"params", "batch_stats", "rngs"}
-  assert set(variables["params"]) == {"dense", "norm"}
-  np.testing.assert_array_equal(
-    variables["params"]["dense"]["kernel"], module.dense.kernel[...]
-  )
-  assert set(variables["batch_stats"]["norm"]) == {"mean", "var"}
-  assert set(variables["rngs"]) == {"drop"}
 
 
 def test_collections_of_other_variables():
@@ -122,21 +108,6 @@ def test_mode():
   np.testing.assert_allclose(trained, make()(X), rtol=1e-5, atol=1e-6)
 
 
-def test_mutable_collections_are_returned():
-  apply_fn, variables = nnx_adapter.split(make())
-  both = ["batch_stats", "rngs"]
-  _, new = apply_fn(variables, X, mutable=both)
-  assert set(new) == set(both)
-  _, new = apply_fn(variables, X, mode="eval", mutable="batch_stats")
-  assert set(new) == {"batch_stats"}
-  assert_same(new["batch_stats"], variables["batch_stats"])
-  out, new = apply_fn(variables, X, mode="eval", mutable=[])
-  assert new == {}
-  np.testing.assert_array_equal(out, apply_fn(variables, X, mode="eval"))
-  _, new = apply_fn(variables, X, mode="eval", mutable=["params"])
-  assert_same(new["params"], variables["params"])
-
-
 def test_change_of_an_immutable_collection_raises():
   apply_fn, variables = nnx_adapter.split(make())
   with pytest.raises(
@@ -167,26 +138,6 @@ def test_method():
     wanted + 1,
     rtol=1e-5,
   )
-
-
-@pytest.mark.parametrize(
-  ("change", "kwargs", "facts"),
-  [
-    ({"rngs": None}, {}, ["variables", "['rngs']"]),
-    ({"stats": {}}, {}, ["variables", "['stats']"]),
-    ({}, {"mutable": "stats"}, ["mutable", "['stats']"]),
-    ({}, {"mode": "evaluate"}, ["mode", "'train', 'eval'", "'evaluate'"]),
-  ],
-)
-def test_invalid_call_raises(change, kwargs, facts):
-  apply_fn, variables = nnx_adapter.split(make())
-  variables = {
-    k: v for k, v in {**variables, **change}.items() if v is not None
-  }
-  with pytest.raises(ValueError) as e:
-    apply_fn(variables, X, **kwargs)
-  for fact in ["apply_fn", *facts]:
-    assert fact in str(e.value)
 
 
 def create(wrappers=(), tx=None):
@@ -263,50 +214,3 @@ def test_skipped_step_keeps_statistics_and_random_streams():
   a, _ = step(state, X)
   b, _ = step(skipped, X)
   assert_same(a.params, b.params)
-
-
-def test_auto_loss_scale_follows_the_dtype_of_the_module():
-  class Half(nnx.Module):
-    dtype = jnp.float16
-
-    def __init__(self, rngs):
-      self.dense = nnx.Linear(3, 2, dtype=self.dtype, rngs=rngs)
-
-  make_state = lambda module: fs.create_train_state(
-    module, None, None, optax.sgd(0.1), wrappers=[fs.LossScale("auto")]
-  )
-  on = make_state(Half(nnx.Rngs(0))).wrapper_states["loss_scale"]
-  assert float(on.scale) == 2.0**15
-  assert make_state(make()).wrapper_states["loss_scale"] == ()
-
-
-def test_invalid_module_raises():
-  class Empty(nnx.Module):
-    pass
-
-  with pytest.raises(ValueError, match=r"Empty .*params"):
-    fs.create_train_state(Empty(), None, None, optax.sgd(0.1))
-  with pytest.raises(TypeError, match="model"):
-    fs.create_train_state(Net, None, None, optax.sgd(0.1))
-
-
-class GraphdefOfThisProcess:
-  """Stands for a graphdef: its hash is another one in another process."""
-
-  process = 1
-
-  def __hash__(self):
-    return self.process
-
-  def __eq__(self, other):
-    return isinstance(other, GraphdefOfThisProcess)
-
-
-def test_unpickled_apply_has_the_hash_of_its_process(monkeypatch):
-  apply_fn = nnx_adapter.Apply(GraphdefOfThisProcess(), ())
-  hash(apply_fn)
-  pickled = pickle.dumps(apply_fn)
-  monkeypatch.setattr(GraphdefOfThisProcess, "process", 2)
-  loaded = pickle.loads(pickled)
-  assert loaded == apply_fn
-  assert hash(loaded) == hash(nnx_adapter.Apply(GraphdefOfThisProcess(), ()))

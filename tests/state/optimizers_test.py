@@ -135,19 +135,6 @@ def test_line_search_over_replicas_is_that_of_the_whole_batch():
   assert_trees_close(state.params, optax_steps(tx, PARAMS, 1))
 
 
-@pytest.mark.parametrize(
-  ("tx", "used"),
-  [
-    (optax.adam(0.1), set()),
-    (optax.MultiSteps(EXTRA["reduce_on_plateau"], 2), {"value"}),
-    (optax.chain(optax.clip(1.0), optax.polyak_sgd()), {"value"}),
-    (optax.lbfgs(), {"value", "grad", "value_fn"}),
-  ],
-)
-def test_names_that_an_optimizer_uses(tx, used):
-  assert fs.core.extra_args.used(tx) & {"value", "grad", "value_fn"} == used
-
-
 def test_custom_extra_argument():
   def update(updates, state, params=None, *, factor, **extra_args):
     return jax.tree.map(lambda u: u * factor, updates), state
@@ -156,31 +143,6 @@ def test_custom_extra_argument():
   state = create(optax.chain(custom, optax.sgd(0.5)))
   new = state.apply_gradients(grads=PARAMS, factor=2.0)
   assert_trees_equal(new.params, jax.tree.map(jnp.zeros_like, PARAMS))
-
-
-def test_field_named_as_an_extra_argument_wins():
-  state = create(optax.sgd(0.5), value={"x": jnp.zeros(())})
-  new = state.apply_gradients(grads=PARAMS, value={"x": jnp.ones(())})
-  assert float(new.value["x"]) == 1
-
-
-@pytest.mark.parametrize("wrappers", WRAPPERS.values(), ids=WRAPPERS)
-def test_monitor_under_jit(wrappers):
-  norm = optax.tree.norm
-  tx = optax.chain(
-    optax.monitor({"norm": norm, "ema": optax.measure_with_ema(norm, 0.5)}),
-    optax.sgd(0.25),
-  )
-  state = create(tx, wrappers)
-  for _ in range(2):
-    state = minimize(state)
-  opt_state = state.opt_state
-  if "agn" in state.wrapper_states:
-    opt_state = state.wrapper_states["agn"].local_opt_state
-  second = optax_steps(tx, PARAMS, 1)
-  grads = jax.grad(quadratic)(second)
-  got = optax.tree.get(opt_state, "norm")
-  assert_trees_close(jnp.ravel(got)[0], norm(grads))
 
 
 def test_lookahead_is_that_of_flax():
@@ -199,20 +161,3 @@ def test_lookahead_is_that_of_flax():
   for state in states:
     assert_trees_close(state.params, plain.params)
     assert_trees_close(state.opt_state, plain.opt_state)
-
-
-def test_lookahead_keeps_a_leaf_without_a_gradient():
-  tx = optax.lookahead(optax.adam(0.1), sync_period=1, slow_step_size=0.5)
-  pairs = optax.LookaheadParams.init_synced(PARAMS)
-  state = create(tx, [fs.LossScale("dynamic")], pairs)
-  grads = {"w": jnp.ones(2), "b": None}
-  new = jax.jit(lambda state: state.apply_gradients(grads=grads))(state)
-  assert float(new.params.fast["b"]) == float(new.params.slow["b"]) == 0.5
-  assert float(new.params.fast["w"][0]) < 1
-
-
-def test_lookahead_within_agn_raises():
-  pairs = optax.LookaheadParams.init_synced(PARAMS)
-  tx = optax.lookahead(optax.adam(0.1), sync_period=2, slow_step_size=0.5)
-  with pytest.raises(TypeError, match=r"LookaheadParams.*outer_tx"):
-    create(tx, [fs.AGN(2)], pairs)

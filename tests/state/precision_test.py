@@ -24,28 +24,12 @@ class InnerFloat16(nn.Module):
     return nn.Dense(2, dtype=self.dtype_of_layer)(x).astype(jnp.float32)
 
 
-class IgnoresPolicy(nn.Module):
-  policy: fs.Policy
-
-  @nn.compact
-  def __call__(self, x):
-    return nn.Dense(2)(x.astype(jnp.float16).astype(jnp.float32))
-
-
 class InnerNNX(nnx.Module):
   def __init__(self, rngs):
     self.hidden = nnx.Linear(3, 2, dtype=jnp.float16, rngs=rngs)
 
   def __call__(self, x):
     return self.hidden(x).astype(jnp.float32)
-
-
-class CastingNNX(nnx.Module):
-  def __init__(self, rngs):
-    self.w = nnx.Param(jnp.ones((3, 2)))
-
-  def __call__(self, x):
-    return (x.astype(jnp.float16) @ self.w.astype(jnp.float16)).sum()
 
 
 def create(model, *wrappers, sample_input=X, **kwargs):
@@ -70,7 +54,6 @@ MODELS = {
   "shapes": (lambda: InnerFloat16(), jax.ShapeDtypeStruct(X.shape, X.dtype)),
   "nnx": (lambda: InnerNNX(nnx.Rngs(0)), None),
   "nnx function": (lambda: lambda rngs: InnerNNX(rngs), None),
-  "nnx that casts": (lambda: CastingNNX(nnx.Rngs(0)), X),
 }
 
 
@@ -85,12 +68,6 @@ def test_float16_in_inner_layers(make, x, strategy):
   assert "computes in float16" in said and "LossScale('dynamic')" in said
 
 
-def test_policy_of_the_wrapper_wins():
-  wrapper = fs.LossScale("auto", policy="float32")
-  state, _ = create(InnerFloat16(), wrapper)
-  assert state.metrics() == {}
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_other_precisions_need_no_scale(dtype):
   state, said = create(InnerFloat16(dtype), fs.LossScale("auto"))
@@ -98,26 +75,6 @@ def test_other_precisions_need_no_scale(dtype):
   assert create(InnerFloat16(dtype))[1] == []
 
 
-@pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize("strategy", [None, fs.Strategy()], ids=["", "mesh"])
-def test_precision_that_the_model_does_not_use(name, strategy):
-  model = IgnoresPolicy(fs.Policy(name))
-  (said,) = create(model, fs.LossScale("dynamic"), strategy=strategy)[1]
-  assert "IgnoresPolicy" in said and name in said
-  assert "policy.compute_dtype" in said
-
-
-def test_precision_that_the_model_uses_or_that_is_float32():
-  assert create(IgnoresPolicy(fs.Policy("float32")))[1] == []
-  model = fs.models.CNN(num_classes=2, policy=fs.Policy("mixed_bfloat16"))
-  assert create(model, sample_input=jnp.ones((1, 8, 8, 1)))[1] == []
-
-
 def test_abstract_state_says_nothing():
   # It may be restored for an evaluation, which needs no scale.
   assert create(InnerFloat16(), abstract=True)[1] == []
-
-
-def test_nnx_module_that_does_not_fit_its_input_is_no_error():
-  state, said = create(InnerNNX(nnx.Rngs(0)), sample_input=jnp.ones((1, 7)))
-  assert state.params and "float16" in said[0]

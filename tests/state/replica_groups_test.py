@@ -108,17 +108,4 @@ def test_states_that_do_not_diverge():
   assert replica_groups.describe_divergence(state) is None
   assert replica_groups.describe_divergence({"w": 1}) is None
   assert replica_groups.of_first_replica(state) is state
-  assert fs.divergence.of_first_replica(state) is state
-
-
-def test_is_split_over_replicas():
-  mesh = fs.Strategy(mesh_shape={"replica": 4, "model": 2}).mesh
-  for spec, is_split in [
-    (P("replica"), True),
-    (P(None, ("model", "replica")), True),
-    (P("model"), False),
-    (P(), False),
-  ]:
-    x = jax.device_put(np.ones((8, 8)), jax.NamedSharding(mesh, spec))
-    assert replica_groups.is_split_over_replicas(x) == is_split
-  assert not replica_groups.is_split_over_replicas(np.ones(8))
+  assert replica_groups.of_first_replica(state) is state

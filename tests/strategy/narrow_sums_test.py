@@ -151,6 +151,7 @@ def test_other_sums_stay():
     assert summed_dtypes(program) == summed_dtypes(traced) != ["bfloat16"]
 
 
+@pytest.mark.tpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_run_on_tpu_sums_bfloat16_gradients_alone_in_bfloat16(dtype):
   strategy = tpu_programs.strategy_of("v5e:2x2")

@@ -1,6 +1,5 @@
 """The check of which programs give every replica the same TrainState."""
 
-import dataclasses
 import functools
 
 import compilations
@@ -385,18 +384,6 @@ def test_step_without_a_full_reduction_raises(args, reduce, cause):
   assert compiled.total == 0
 
 
-@pytest.mark.slow
-def test_step_with_a_reduction_by_hand_passes(args):
-  new = STRATEGY.run(update_by_hand(mean), args=args)
-  grads = jax.grad(loss_fn)(args[0].params, jax.device_get(args[1]))
-  np.testing.assert_allclose(
-    new.params["w2"],
-    args[0].params["w2"] - 0.1 * grads["w2"],
-    rtol=1e-5,
-    atol=1e-6,
-  )
-
-
 def test_step_with_assume_replicated_passes(args):
   # Each sum has two terms, so that their order makes no difference.
   pairs = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
@@ -437,22 +424,6 @@ def test_groups_of_a_wrapper_may_differ_but_not_within(args):
     STRATEGY.run(update_by_hand(send_around), args=(state, args[1]))
 
 
-@dataclasses.dataclass(frozen=True)
-class Divergent(fs.wrappers.Base):
-  def divergence(self):
-    return "Divergent: each replica has its parameters."
-
-
-@pytest.mark.filterwarnings("ignore:Divergent")
-def test_wrapper_that_declares_divergence_without_groups_is_not_checked(args):
-  state = create(STRATEGY, [Divergent()])
-  STRATEGY.run(update_by_hand(lambda grads: grads), args=(state, args[1]))
-  # A second state that is computed from it is checked.
-  copy = lambda state, other: other.replace(params=state.params)
-  with pytest.raises(ValueError, match=r"own data: params/w1"):
-    STRATEGY.run(copy, args=(state, args[0]))
-
-
 @pytest.mark.filterwarnings("ignore:CrossShard")
 def test_state_computed_from_a_state_of_groups_raises(args):
   groups = fs.CrossShard(group_assignment=GROUPS)
@@ -464,12 +435,6 @@ def test_state_computed_from_a_state_of_groups_raises(args):
     student.replace(params=mean(student.params)), teacher
   )
   STRATEGY.run(average, args=(student, teacher))
-
-
-def test_only_the_leaves_that_differ_are_named(args):
-  step = lambda s, b: {"state": s.replace(step=b["x"].sum().astype(int))}
-  with pytest.raises(ValueError, match=r"own data: state/step\. "):
-    STRATEGY.run(step, args=args)
 
 
 def test_skipping_the_reduction_of_local_gradients_raises(args):

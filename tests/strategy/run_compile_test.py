@@ -3,7 +3,6 @@
 import warnings
 
 import compilations
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,50 +84,12 @@ def test_other_values_do_not_compile_again():
   assert len(traces) == 2
 
 
-def test_arguments_are_checked_on_every_call():
-  run = EIGHT.jit(lambda x, y: x * y)
-  assert float(run(jnp.ones(()), 2.0)[0]) == 2.0
-  assert float(run(jnp.ones(()), 3.0)[0]) == 3.0
-  with pytest.raises(
-    TypeError,
-    match=r"argument 1 must be an array or a number, got 'a'.*partial",
-  ):
-    run(jnp.ones(()), "a")
-  for value, described in (
-    (nn.Dense(3), "type Dense"),
-    (np.array(["a"]), "<U1[1]"),
-  ):
-    with pytest.raises(TypeError, match="argument 1") as e:
-      run(jnp.ones(()), value)
-    assert described in str(e.value)
-  first = EIGHT.jit(lambda x: x)
-  first(fs.PerReplica(np.ones((8, 2))))
-  with pytest.raises(ValueError, match="must have the 8 replicas"):
-    first(fs.PerReplica(np.ones((4, 2))))
-
-
-@pytest.mark.parametrize(
-  ("fn", "kind"),
-  [
-    (lambda x, y: x if y else 2 * x, jax.errors.TracerBoolConversionError),
-    (lambda x, y: x * [1, 2][y], jax.errors.TracerIntegerConversionError),
-    (lambda x, y: x * np.asarray(y), jax.errors.TracerArrayConversionError),
-    (lambda x, y: x * float(y), jax.errors.ConcretizationTypeError),
-  ],
-)
-def test_a_decision_by_an_argument_gets_a_note(fn, kind):
-  with pytest.raises(kind) as e:
-    EIGHT.run(fn, (1.0, 1))
+def test_a_decision_by_an_argument_gets_a_note():
+  with pytest.raises(jax.errors.TracerBoolConversionError) as e:
+    EIGHT.run(lambda x, y: x if y else 2 * x, (1.0, 1))
   assert any(
     "functools.partial(fn, train=True)" in n for n in e.value.__notes__
   )
-
-
-def test_a_result_in_place_of_a_function_is_described():
-  with pytest.raises(
-    TypeError, match=r"fn must be a function, got float32\[8\]"
-  ):
-    EIGHT.run(jnp.ones(8), (1.0,))
 
 
 def test_donated_state_is_aliased():

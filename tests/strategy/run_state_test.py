@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from regression import assert_close
 from regression import batch
 from regression import create
 from regression import sharded
@@ -19,7 +18,6 @@ from regression import X
 import flaxshard as fs
 
 EIGHT = fs.Strategy()
-SPLIT = fs.Strategy(mesh_shape={"replica": 2, "model": 4})
 
 
 class Model(nn.Module):
@@ -70,19 +68,6 @@ def per_replica_statistics(strategy):
 
 
 @pytest.mark.slow
-def test_batch_norm_over_all_replicas_is_that_of_one_device():
-  strategy = SPLIT
-  state = wanted = batch_norm_state("replica")
-  alone = jax.jit(batch_norm_step)
-  wanted = wanted.replace(apply_fn=Model().apply)
-  for i in range(2):
-    state, _ = strategy.run(batch_norm_step, args=(state, sharded(strategy, i)))
-    wanted, _ = alone(wanted, batch(i))
-  assert_close(state.params, wanted.params, 1e-4, 1e-5)
-  assert_close(state.batch_stats, wanted.batch_stats, 1e-5, 1e-6)
-
-
-@pytest.mark.slow
 def test_per_replica_statistics_stay_apart_and_are_averaged_when_saved(
   tmp_path,
 ):
@@ -112,15 +97,6 @@ def test_per_replica_statistics_stay_apart_and_are_averaged_when_saved(
   with compilations.count() as compiled:
     strategy.run(batch_norm_step, args=args)
   assert compiled.total == 0
-
-
-@pytest.mark.slow
-def test_skipped_step_keeps_per_replica_statistics():
-  state = per_replica_statistics(EIGHT)
-  args = state, sharded(EIGHT, 0, bad=3)
-  new, _ = EIGHT.run(batch_norm_step, args=args)
-  assert int(new.step) == 0
-  assert_close(new.batch_stats, state.batch_stats, 0, 0)
 
 
 def test_one_leaf_of_a_collection_may_be_per_replica():

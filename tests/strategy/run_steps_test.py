@@ -1,7 +1,6 @@
 """Strategy.run_steps: the same results as a Python loop over run."""
 
 import compilations
-from flax import core
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +16,6 @@ from regression import Y
 
 import flaxshard as fs
 from flaxshard.strategy import run_steps as run_steps_lib
-
-P = jax.sharding.PartitionSpec
 
 STRATEGY = fs.Strategy()
 DYNAMIC = (fs.LossScale("dynamic"),)
@@ -89,29 +86,6 @@ def test_each_output_has_its_own_reduction(batches, wanted):
   assert isinstance(outputs["key"], fs.PerReplica)
 
 
-def test_stacked_batches_equal_a_list(batches, wanted):
-  where = jax.sharding.NamedSharding(STRATEGY.mesh, P(None, "replica"))
-  stacked = jax.device_put({"x": X, "y": Y}, where)
-  state, loss = STRATEGY.run_steps(
-    train_step, create(STRATEGY, DYNAMIC), stacked, reduce="mean"
-  )
-  assert_close(state.params, wanted[0].params)
-  assert loss.shape == ()
-
-
-@pytest.mark.filterwarnings("ignore:run. no argument is split")
-def test_numpy_batches_are_replicated():
-  state, losses = STRATEGY.run_steps(
-    train_step, create(STRATEGY), [batch(i) for i in range(3)]
-  )
-  alone = create()
-  step = jax.jit(train_step)
-  for i in range(3):
-    alone, _ = step(alone, batch(i))
-  assert_close(state.params, alone.params, 1e-4, 1e-5)
-  assert np.ptp(np.asarray(losses)) == 0
-
-
 def test_per_replica_batches():
   # As many steps as replicas: sizes do not show which dimension is which.
   steps = 8
@@ -147,17 +121,6 @@ def test_step_in_the_middle_is_skipped():
   assert float(scale.scale) == 2.0**14
 
 
-def test_step_that_returns_only_the_state(batches):
-  state, outputs = STRATEGY.run_steps(
-    only_state, create(STRATEGY), batches, reduce="sum"
-  )
-  assert int(state.step) == 3 and outputs is None
-
-
-def only_state(state, batch):
-  return state.minimize(loss_fn, batch)[0]
-
-
 def test_per_replica_collections_stay_per_replica(batches):
   state = create(STRATEGY, seen={"sum": jnp.zeros(())})
   own = STRATEGY.distribute_values_from_function(lambda _: state.seen)
@@ -184,14 +147,6 @@ def test_donated_state_is_deleted(batches):
     STRATEGY.run_steps(train_step, state, batches, donate_state=True)
 
 
-def test_second_call_does_not_compile(batches):
-  state, _ = STRATEGY.run_steps(train_step, create(STRATEGY), batches)
-  with compilations.count() as compiled:
-    state, _ = STRATEGY.run_steps(train_step, state, batches[::-1])
-    STRATEGY.run_steps(train_step, state, batches)
-  assert compiled.total == 0
-
-
 def test_steps_are_one_compiled_program(batches):
   step = lambda state, batch: state.minimize(loss_fn, batch)
   state = create(STRATEGY)
@@ -202,53 +157,33 @@ def test_steps_are_one_compiled_program(batches):
 
 
 @pytest.mark.parametrize(
-  ("given", "error", "message"),
+  ("arguments", "error", "facts"),
   [
-    ([], ValueError, r"batches.*\[\]"),
-    (None, ValueError, "batches"),
-    ({"x": X[:0]}, ValueError, "batches"),
-    (["a"], TypeError, r"batches\[0\].*'a'"),
-    ({"x": X, "y": Y[:2]}, ValueError, "'y': 2"),
+    ({"batches": []}, ValueError, r"batches.*\[\]"),
+    ({"batches": {"x": X[:0]}}, ValueError, "batches"),
+    ({"batches": ["a"]}, TypeError, r"batches\[0\].*'a'"),
+    ({"batches": {"x": X, "y": Y[:2]}}, ValueError, r"\[\(2,\), \(3,\)\]"),
     (
-      [batch(0), {**batch(1), "y": Y[1][:8]}],
+      {"batches": [batch(0), {**batch(1), "y": Y[1][:8]}]},
       ValueError,
       r"batches\[1\].* y: .*\(8,\)",
     ),
-  ],
-)
-def test_invalid_batches_raise(given, error, message):
-  with pytest.raises(error, match=message):
-    STRATEGY.run_steps(train_step, create(), given)
-
-
-@pytest.mark.parametrize(
-  ("reduce", "message"),
-  [
-    ("max", r"run_steps: reduce .*'max'"),
-    ({"a": "sum"}, "reduce={'a': 'sum'}"),
-  ],
-)
-def test_invalid_reduction_raises(batches, reduce, message):
-  with pytest.raises(ValueError, match=message):
-    STRATEGY.run_steps(train_step, create(STRATEGY), batches, reduce=reduce)
-
-
-@pytest.mark.parametrize(
-  ("step", "error", "message"),
-  [
-    (lambda s, b: None, ValueError, "at step: missing"),
+    ({"reduce": "max"}, ValueError, "reduce .*'max'"),
+    ({"reduce": {"a": "sum"}}, ValueError, "reduce={'a': 'sum'}"),
+    ({"step": lambda s, b: None}, ValueError, "at step: missing"),
     (
-      lambda s, b: s.replace(params={**s.params, "w1": s.params["w2"]}),
+      {
+        "step": lambda s, b: s.replace(
+          params={**s.params, "w1": s.params["w2"]}
+        )
+      },
       ValueError,
       r"params/w1: .*\(8,\)",
     ),
-    (
-      lambda s, b: s.replace(params=core.freeze(s.params)),
-      TypeError,
-      "FrozenDict",
-    ),
   ],
 )
-def test_step_that_changes_the_state_raises(batches, step, error, message):
-  with pytest.raises(error, match=message):
-    STRATEGY.run_steps(step, create(STRATEGY), batches)
+def test_mistakes(batches, arguments, error, facts):
+  given = {"step": train_step, "batches": batches, **arguments}
+  step, batches = given.pop("step"), given.pop("batches")
+  with pytest.raises(error, match=facts):
+    STRATEGY.run_steps(step, create(STRATEGY), batches, **given)

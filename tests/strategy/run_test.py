@@ -1,8 +1,5 @@
 """Strategy.run: arguments, results, and the errors about them."""
 
-import dataclasses
-import functools
-
 from flax import linen as nn
 from flax import struct
 from flax.training import train_state as flax_train_state
@@ -69,15 +66,6 @@ def test_array_sharded_over_both_axes_stays_sharded_over_logical_devices():
   np.testing.assert_array_equal(columns, wanted)
 
 
-def test_python_numbers_and_keys_are_replicated():
-  fn = lambda x, flag, key: (2 * x, ~flag, jax.random.key_data(key))
-  key = jax.random.key(3)
-  twice, flag, data = EIGHT.run(fn, args=(1.5, np.bool_(False), key))
-  assert np.asarray(twice).tolist() == [3.0] * 8
-  assert np.asarray(flag).all()
-  np.testing.assert_array_equal(data[7], jax.random.key_data(key))
-
-
 def test_captured_arrays_are_replicated():
   constant, key = jnp.arange(3.0), jax.random.key(0)
   state = create(EIGHT)
@@ -114,14 +102,6 @@ def test_results_keep_their_structure():
   assert np.asarray(got["list"][1]).tolist() == [1] * 8
   assert got["half"].value.dtype == jnp.bfloat16
   assert EIGHT.run(lambda: None) is None
-
-
-def test_nested_state_is_returned_as_one_state():
-  fn = lambda state: {"a": [state.replace(step=state.step + 2)], "b": 1}
-  got = EIGHT.run(fn, args=(create(EIGHT),))
-  assert int(got["a"][0].step) == 2
-  assert_close(got["a"][0].params, create().params, 0, 0)
-  assert isinstance(got["b"], fs.PerReplica)
 
 
 def test_flax_train_state():
@@ -164,25 +144,6 @@ def test_two_states_keep_their_shardings():
 
 
 @pytest.mark.parametrize(
-  ("fn", "error", "message"),
-  [
-    (lambda: {"a": "x"}, TypeError, r"\[a\]"),
-    (lambda: fs.PerReplica(jnp.ones(8)), TypeError, "PerReplica"),
-  ],
-)
-def test_invalid_result_raises(fn, error, message):
-  with pytest.raises(error, match=message):
-    EIGHT.run(fn)
-
-
-def test_error_of_the_function_propagates():
-  with pytest.raises(ZeroDivisionError):
-    EIGHT.run(lambda: 1 // 0)
-  with pytest.raises(NameError, match="not_defined"):
-    EIGHT.run(lambda: not_defined)  # noqa: F821
-
-
-@pytest.mark.parametrize(
   "call",
   [
     lambda: jax.lax.psum(jnp.ones(2), "batch"),
@@ -207,99 +168,6 @@ def test_batch_norm_over_the_axis_of_the_replicas():
   np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("args", [{"x": X[0]}, X[0], 3.0, None])
-def test_args_without_a_tuple_raise(args):
-  name = type(args).__name__
-  with pytest.raises(TypeError, match=rf"args=\(state, batch\), got a {name}"):
-    EIGHT.run(lambda x: x, args)
-
-
-def test_state_and_batch_as_arguments_of_run_raise():
-  state = create()
-  with pytest.raises(TypeError, match=r"args=\(state, batch\)") as e:
-    EIGHT.run(lambda state, batch: state, state, batch(0))
-  assert len(str(e.value)) < 200
-
-
-@pytest.mark.parametrize("number", [2**31, np.int64(-(2**31) - 1), 2**70])
-def test_integer_that_does_not_fit_raises(number):
-  with pytest.raises(ValueError, match=rf"argument 1/n .*{number}.*int32"):
-    EIGHT.run(lambda x, y: x, args=(1, {"n": number}))
-
-
-@pytest.mark.parametrize(
-  ("args", "message"),
-  [
-    ((1.0, {"a": fs.PerReplica(np.ones((4, 2)))}), "argument 1/a"),
-    ((fs.PerReplica(np.ones(16)),), r"the 8 replicas .* got shape \(16,\)"),
-    (
-      (jax.device_put(X[0], NamedSharding(SPLIT.mesh, P("model"))),),
-      "argument 0",
-    ),
-  ],
-)
-def test_argument_with_wrong_shape_or_mesh_raises(args, message):
-  with pytest.raises(ValueError, match=message):
-    EIGHT.run(lambda *args: 1, args=args)
-
-
-def test_replicated_array_on_another_mesh_is_moved():
-  x = jax.device_put(X[0], NamedSharding(SPLIT.mesh, P()))
-  got = EIGHT.run(lambda x: x.sum(), args=(x,))
-  np.testing.assert_allclose(np.asarray(got), [X[0].sum()] * 8, rtol=1e-5)
-
-
-def test_float0_argument_raises():
-  float0 = np.zeros(3, jax.dtypes.float0)
-  with pytest.raises(TypeError, match=r"argument 0/a.*float0"):
-    EIGHT.run(lambda x: 1, args=({"a": float0},))
-
-
-run = lambda x: EIGHT.run(lambda x: x, args=(x,))
-
-
-@pytest.mark.parametrize(
-  ("call", "message"),
-  [
-    (lambda: jax.jit(lambda x: run(np.ones(2)))(1.0), "argument 0"),
-    (lambda: EIGHT.run(lambda: run(1.0)), "run"),
-  ],
-)
-def test_run_inside_a_trace_raises(call, message):
-  with pytest.raises(TypeError, match=message):
-    call()
-
-
-class Callables:
-  """An object with methods."""
-
-  factor = 2.0
-
-  def method(self, x):
-    return self.factor * x
-
-
-@dataclasses.dataclass(frozen=True)
-class Scale:
-  factor: float
-
-  def __call__(self, x):
-    return self.factor * x
-
-
-@pytest.mark.parametrize(
-  "fn",
-  [
-    Callables().method,
-    Scale(2.0),
-    functools.partial(jnp.multiply, 2.0),
-    jax.jit(lambda x: 2.0 * x),
-  ],
-)
-def test_every_kind_of_callable_runs(fn):
-  assert np.asarray(EIGHT.run(fn, args=(1.5,))).tolist() == [3.0] * 8
-
-
 def test_callbacks_run_on_each_replica(capfd):
   def fn(x):
     jax.debug.print("replica {}", replica_id())
@@ -310,3 +178,42 @@ def test_callbacks_run_on_each_replica(capfd):
   assert np.asarray(out).tolist() == [-2.0] * 8
   printed = capfd.readouterr().out.split("\n")
   assert sorted(filter(None, printed)) == [f"replica {i}" for i in range(8)]
+
+
+echo = lambda x: EIGHT.run(lambda x: x, args=(x,))
+SPLIT_OTHERWISE = jax.device_put(X[0], NamedSharding(SPLIT.mesh, P("model")))
+
+
+@pytest.mark.parametrize(
+  ("call", "error", "facts"),
+  [
+    (
+      lambda: EIGHT.run(jnp.sum, 3.0),
+      TypeError,
+      r"args=\(state, batch\), got ",
+    ),
+    (lambda: EIGHT.run(loss_fn, create(), batch(0)), TypeError, "TrainState"),
+    (lambda: echo("a"), TypeError, "argument 0.*'a'"),
+    (lambda: echo({"n": 2**31}), ValueError, rf"argument 0/n .*{2**31}.*int32"),
+    (lambda: echo({"a": fs.PerReplica(np.ones((4, 2)))}), ValueError, "0/a"),
+    (lambda: echo(fs.PerReplica(np.ones(16))), ValueError, r"shape \(16,\)"),
+    (lambda: echo(SPLIT_OTHERWISE), ValueError, "argument 0"),
+    (lambda: EIGHT.run(lambda: {"a": "x"}), TypeError, r"\[a\]"),
+    (lambda: EIGHT.run(lambda: fs.PerReplica(X)), TypeError, "PerReplica"),
+    (lambda: jax.jit(lambda x: echo(X))(1.0), TypeError, "argument 0"),
+    (lambda: EIGHT.run(lambda: echo(1.0)), TypeError, "run"),
+    (
+      lambda: EIGHT.jit(jnp.sum, donate_argnums=-1)(1.0),
+      ValueError,
+      "donate_argnums.*-1",
+    ),
+    (
+      lambda: EIGHT.jit(jnp.sum, donate_argnums=1)(1.0),
+      ValueError,
+      "donate_argnums",
+    ),
+  ],
+)
+def test_mistakes(call, error, facts):
+  with pytest.raises(error, match=facts):
+    call()

@@ -3,7 +3,6 @@
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from regression import assert_close
@@ -15,8 +14,6 @@ from regression import split
 from regression import train_step
 
 import flaxshard as fs
-from flaxshard.partitioning import DeviceAssignment
-from flaxshard.partitioning import Topology
 
 P = jax.sharding.PartitionSpec
 Explicit = jax.sharding.AxisType.Explicit
@@ -157,14 +154,6 @@ def test_sharded_state_equals_one_device_and_stays_sharded(name, spec, wanted):
     assert matrix.sharding.is_equivalent_to(where, 2)
 
 
-def test_state_on_one_device_is_moved_to_the_mesh(wanted):
-  state = create(wrappers=DYNAMIC)
-  for i in range(3):
-    state, _ = EIGHT.run(train_step, args=(state, sharded(EIGHT, i)))
-  assert_trained(state, wanted[0])
-  assert state.params["w1"].sharding.device_set == set(jax.devices())
-
-
 @pytest.mark.parametrize("step", [train_step, step_without_aggregation])
 def test_nonfinite_gradient_of_one_replica_skips_the_step_of_all(step):
   state = create(EIGHT, DYNAMIC)
@@ -195,28 +184,6 @@ def test_finite_flag_is_reduced_without_aggregation():
   assert sum(x.startswith("s32[]") for x in found) == 1
 
 
-def test_run_passes_keyword_arguments():
-  out = EIGHT.run(lambda x, *, y: x - y, args=(3.0,), kwargs={"y": np.ones(2)})
-  np.testing.assert_array_equal(np.asarray(out), np.full((8, 2), 2.0))
-
-
-def test_run_without_arguments():
-  for name, strategy in STRATEGIES.items():
-    ids = strategy.run(WHO)
-    count = strategy.num_replicas_in_sync
-    assert np.asarray(ids).tolist() == list(range(count)), name
-
-
-def test_one_function_on_several_strategies():
-  def scaled(x):
-    return x * fs.get_replica_context().num_replicas_in_sync
-
-  for strategy in (EIGHT, STRATEGIES["2x4"], fs.Strategy(), STRATEGIES["4"]):
-    count = strategy.num_replicas_in_sync
-    out = np.asarray(strategy.run(scaled, args=(1.5,)))
-    assert out.tolist() == [1.5 * count] * count
-
-
 def test_reversed_devices():
   reverse = fs.Strategy(devices=jax.devices()[::-1])
   assert reverse.mesh.devices.tolist() == jax.devices()[::-1]
@@ -228,83 +195,3 @@ def test_reversed_devices():
   assert int(state.step) == 1
   with pytest.raises(ValueError, match="argument 1/x"):
     reverse.run(train_step, args=(state, sharded(EIGHT, 0)))
-
-
-@pytest.mark.parametrize(
-  ("name", "sizes"),
-  [
-    ("8", (8, 1, 1, 8)),
-    ("2x4", (2, 4, 1, 2)),
-  ],
-)
-def test_sizes(name, sizes):
-  strategy = STRATEGIES[name]
-  assert sizes == (
-    strategy.num_replicas_in_sync,
-    strategy.num_logical_devices,
-    strategy.num_hosts,
-    strategy.num_replicas_per_host,
-  )
-  assert strategy.mesh.axis_names[0] == "replica"
-
-
-def test_device_assignment_gives_the_order_of_the_mesh():
-  topology = Topology.from_devices(mesh_shape=(2, 2, 1, 2))
-  assignment = DeviceAssignment.build(
-    topology, computation_shape=[1, 2, 1, 1], num_replicas=4
-  )
-  strategy = fs.Strategy(assignment)
-  assert strategy.device_assignment is assignment
-  assert dict(strategy.mesh.shape) == {"replica": 4, "m0": 2}
-  np.testing.assert_array_equal(strategy.mesh.devices, assignment.devices)
-  named = fs.Strategy(assignment, mesh_shape={"replica": -1, "model": 2})
-  assert dict(named.mesh.shape) == {"replica": 4, "model": 2}
-  assert np.asarray(named.run(WHO)).tolist() == [0, 1, 2, 3]
-  with pytest.raises(ValueError, match=r"2.*device_assignment"):
-    fs.Strategy(assignment, mesh_shape={"replica": 2, "model": 4})
-
-
-@pytest.mark.parametrize(
-  ("call", "error", "message"),
-  [
-    (lambda s: s.run(3), TypeError, "fn .*3"),
-    (lambda s: fs.Strategy(devices=4), TypeError, "devices .*list.*got 4"),
-    (
-      lambda s: s.run(train_step, create(), batch(0)),
-      TypeError,
-      "args .*TrainState",
-    ),
-    (lambda s: s.run(jnp.sum, (1,), 2), TypeError, "kwargs"),
-    (lambda s: s.run(jnp.sum, ("a",)), TypeError, "argument 0.*'a'"),
-    (
-      lambda s: s.jit(jnp.sum, donate_argnums=-1),
-      ValueError,
-      "donate_argnums.*-1",
-    ),
-    (
-      lambda s: s.jit(jnp.sum, donate_argnums="state"),
-      TypeError,
-      "donate_argnums.*'state'",
-    ),
-    (
-      lambda s: s.jit(jnp.sum, donate_argnums=1)(1.0),
-      ValueError,
-      "donate_argnums",
-    ),
-    (lambda s: s.run_steps(3, 0, 0), TypeError, "step_fn .*3"),
-  ],
-)
-def test_invalid_call_raises(call, error, message):
-  with pytest.raises(error, match=message):
-    call(EIGHT)
-
-
-def test_unhashable_function_raises():
-  class Step:
-    __hash__ = None
-
-    def __call__(self, x):
-      return x
-
-  with pytest.raises(TypeError, match=r"fn .*hashable"):
-    EIGHT.run(Step(), args=(1.0,))

@@ -16,7 +16,7 @@ import tree_equality
 from flaxshard import data
 from flaxshard import tasks
 from flaxshard import train
-from flaxshard.analysis import config_plan
+from flaxshard.plans import config as config_plans
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import lora
 from flaxshard.tasks import load
@@ -197,8 +197,9 @@ def test_collate_makes_batches_of_any_examples(tmp_path):
   assert np.isfinite(tiny.rows(tmp_path)[-1]["eval_loss"])
 
 
+@pytest.mark.tpu
 def test_a_custom_task_is_planned():
-  plan = config_plan.plan_config(config(task=f"{_THIS}:Regression"), "v5e:2x2")
+  plan = config_plans.plan_config(config(task=f"{_THIS}:Regression"), "v5e:2x2")
   assert "params" in str(plan)
 
 

@@ -101,34 +101,9 @@ class Strings(clu_metrics.Collection):
       ValueError,
       ["'evalute'", "'evaluate'"],
     ),
-    (with_attributes(collate=3), TypeError, ["Changed.collate", "3"]),
-    (
-      with_attributes(loss=lambda self, params, batch: 0),
-      TypeError,
-      ["Changed.loss", "apply_fn, params, batch, rngs, train"],
-    ),
-    (
-      with_attributes(evaluate=lambda self: {}),
-      TypeError,
-      ["Changed.evaluate", "(evaluation)"],
-    ),
-    (
-      with_attributes(
-        loss=lambda self, f, params, batch, *_: f(
-          params, batch["inputs"], rngs=jax.random.key(0)
-        )
-      ),
-      TypeError,
-      ["apply_fn", "rngs", "dict of PRNG keys"],
-    ),
     (with_attributes(metrics=Collected), TypeError, ["Collected", "merged"]),
     (with_attributes(metrics=Strings), TypeError, ["Strings", "strings"]),
     (with_attributes(metrics=dict), TypeError, ["metrics", "builtins.dict"]),
-    (
-      with_attributes(create_model=lambda self: Model),
-      TypeError,
-      ["Changed.create_model", "Model"],
-    ),
     (
       with_attributes(create_model=lambda self, width: Model()),
       TypeError,
@@ -140,67 +115,16 @@ class Strings(clu_metrics.Collection):
       ["Changed.init_inputs", "tuple", "float32[1,2]"],
     ),
     (
-      with_attributes(init_inputs=lambda self, batch: (batch["input"],)),
-      ValueError,
-      ["Changed.init_inputs", "'input'", "inputs"],
-    ),
-    (
-      with_attributes(load_data=lambda self: []),
-      TypeError,
-      ["Changed.load_data", "Splits"],
-    ),
-    (
       with_attributes(collate=lambda self, examples: {"inputs": np.ones(2)}),
       ValueError,
       ["Changed.load_data", "collate", "(2,)"],
     ),
-    # Without a key of the batch, and with its mask.
-    (
-      with_attributes(
-        loss=lambda self, f, params, batch, rngs, train: batch["input"]
-      ),
-      ValueError,
-      ["Changed.loss", "'input'", "Did you mean 'inputs'"],
-    ),
     (with_result(lambda loss, aux: loss), TypeError, ["loss", "Aux"]),
-    (
-      with_result(lambda loss, aux: (loss, aux.metrics)),
-      TypeError,
-      ["Changed.loss", "Aux", "'loss'"],
-    ),
     (
       with_result(lambda loss, aux: (aux.metrics["loss"], aux)),
       ValueError,
-      ["Changed.loss", "scalar", "float32[8]", "mean"],
+      ["scalar", "(8,)"],
     ),
-    (
-      with_result(lambda loss, aux: (jnp.int32(3), aux)),
-      ValueError,
-      ["Changed.loss", "floating-point", "int32"],
-    ),
-    (
-      with_result(lambda loss, aux: (loss, tasks.Aux({"los": loss}))),
-      ValueError,
-      ["Changed.metrics", "'los'", "Loss"],
-    ),
-    (
-      with_result(
-        lambda loss, aux: (
-          loss,
-          aux.replace(metrics={**aux.metrics, "kl": 1.0}),
-        )
-      ),
-      ValueError,
-      ["Changed.loss", "'kl'", "fields are loss"],
-    ),
-    (
-      with_result(
-        lambda loss, aux: (loss, aux.replace(collections={"count": {}}))
-      ),
-      ValueError,
-      ["Changed.loss", "'count'", "'counts'"],
-    ),
-    (with_attributes(example=lambda self: 3, load_data=None), TypeError, ["3"]),
     (with_attributes(load_data=None), ValueError, ["config.data is missing"]),
   ],
 )

@@ -44,8 +44,6 @@ class Collecting(small_tasks.Streamed):
     distances = np.linalg.norm(rows["outputs"] - rows["target"], axis=-1)
     values = super().evaluate(evaluation)
     np.testing.assert_allclose(distances.mean(), values["distance"], rtol=1e-5)
-    with pytest.raises(ValueError, match=r"\[batch, ...\]"):
-      evaluation.collect(lambda apply_fn, params, batch: batch["x"].mean())
     return values
 
   def _predict(self, apply_fn, params, batch):

@@ -13,8 +13,7 @@ TABLE = (1_000_000, 16)
 NUM_IDS = 256
 
 
-@pytest.mark.parametrize("semantics", ["lazy", "tf", "catch_up"])
-def test_update_has_no_temporary_array_of_the_size_of_a_table(semantics):
+def test_update_has_no_temporary_array_of_the_size_of_a_table():
   (device, *_) = fs.Strategy("v5e:2x2").mesh.devices.flat
   sharding = jax.sharding.SingleDeviceSharding(device)
 
@@ -28,7 +27,6 @@ def test_update_has_no_temporary_array_of_the_size_of_a_table(semantics):
       tx=optax.adamw(optax.linear_schedule(0.1, 0.0, 10)),
       wrappers=[fs.LossScale("dynamic")],
       sparse=["table"],
-      sparse_semantics=semantics,
     )
 
   def step(state, ids, rows):

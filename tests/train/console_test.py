@@ -3,10 +3,8 @@
 import contextlib
 import io
 import logging
-import sys
 import warnings
 
-import fake_ipython
 import pytest
 
 from flaxshard.train import console
@@ -49,15 +47,6 @@ def test_lines_are_printed_once_if_logging_is_not_configured(
   assert (out, lines) == ("", ["step 20: loss=0.5", "careful"])
   log = logging.getLogger("flaxshard")
   assert (log.handlers, log.level, log.propagate) == ([], 0, True)
-
-
-def test_a_notebook_prints_lines_to_standard_output(monkeypatch, capsys):
-  fake_ipython.Shell(monkeypatch)
-  with handlers(plain_handler()), console.show_log():
-    LOG.info("step 20: loss=0.5")
-  out, err = capsys.readouterr()
-  assert out.endswith(" step 20: loss=0.5\n")
-  assert err == ""
 
 
 def test_configured_logging_stays_as_it_is(capsys):
@@ -115,37 +104,6 @@ def test_a_recurring_warning_is_logged_once_and_counted_at_the_end(caplog):
 ROW = {"train_loss": 0.123456, "train_accuracy": 0.98765}
 
 
-def test_the_bar_on_a_terminal_shows_loss_and_accuracy(monkeypatch, capsys):
-  monkeypatch.setattr(
-    type(sys.stderr), "isatty", lambda self: True, raising=False
-  )
-  with handlers(plain_handler()), console.show_log():
-    with console.progress_bar(2, 6) as update:
-      update(4, ROW)
-      LOG.info("step 4")
-      update(6, {"eval_loss": 0.5})
-  out, err = capsys.readouterr()
-  assert out == ""
-  last = err.rstrip().rpartition("\r")[2]
-  for fact in ("6/6", "loss=0.1235", "acc=0.9877"):
-    assert fact in last, last
-  # Once, and on a line of its own.
-  (line,) = [x for x in err.splitlines() if "step 4" in x]
-  assert line.rpartition("\r")[2].rstrip().endswith(" step 4")
-
-
-def test_the_bar_does_not_print_lines_of_configured_logging_again(
-  monkeypatch, capsys
-):
-  monkeypatch.setattr(
-    type(sys.stderr), "isatty", lambda self: True, raising=False
-  )
-  with handlers(plain_handler(), level=logging.INFO), console.show_log():
-    with console.progress_bar(0, 4):
-      LOG.info("step 4")
-  assert capsys.readouterr().err.count("step 4") == 1
-
-
 def test_piped_output_has_no_bar_and_no_escape_codes(capsys):
   with handlers(plain_handler()), console.show_log():
     with console.progress_bar(0, 4) as update:
@@ -154,13 +112,3 @@ def test_piped_output_has_no_bar_and_no_escape_codes(capsys):
   _, err = capsys.readouterr()
   assert err.count("\n") == 1
   assert not {"\r", "\x1b"} & set(err)
-
-
-def test_a_notebook_has_a_bar_on_standard_output(monkeypatch, capsys):
-  fake_ipython.Shell(monkeypatch)
-  with console.progress_bar(0, 4) as update:
-    update(4, ROW)
-  out, err = capsys.readouterr()
-  assert "4/4" in out
-  assert "acc=0.9877" in out
-  assert err == ""

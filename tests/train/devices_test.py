@@ -1,14 +1,12 @@
 """The strategy of `config.mesh`, and how batches are split over it."""
 
 import logging
-import types
 
 import jax
 import numpy as np
 import pytest
 import tiny
 
-from flaxshard.core import multihost
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
 
@@ -122,12 +120,6 @@ def test_batches_are_split_into_pieces(mesh, pieces, spec):
       assert starts == list(first + np.multiply(piece, shape))
 
 
-def test_labels_can_be_split():
-  strategy = create_strategy(logical_devices=2)
-  specs = devices.batch_specs({"labels": (2,)}, 16, strategy, EXAMPLE)
-  assert specs == {"inputs": P("replica"), "labels": P(("replica", "m0"))}
-
-
 @pytest.mark.parametrize(
   ("mesh", "key", "pieces", "fact"),
   [
@@ -146,51 +138,3 @@ def test_invalid_splits_raise_with_field_and_value(mesh, key, pieces, fact):
     devices.batch_specs({key: pieces}, 16, strategy, EXAMPLE)
   assert str(e.value).startswith(f"config.mesh.split.{key}={pieces!r}: ")
   assert fact in str(e.value)
-
-
-def test_replicated_arrays_are_whole_on_every_device():
-  strategy = create_strategy(logical_devices=2)
-  tree = {"step": np.int32(3), "key": jax.random.key(0)}
-  placed = devices.replicate(strategy, tree)
-  assert int(placed["step"]) == 3
-  for x in placed.values():
-    assert x.sharding.is_fully_replicated
-    assert len(x.sharding.device_set) == 8
-
-
-def test_virtual_devices_are_divided_among_processes(monkeypatch):
-  monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-  monkeypatch.setattr(multihost, "process_count", lambda: 3)
-  with pytest.raises(ValueError, match="virtual_devices=8") as e:
-    create_strategy(virtual_devices=8)
-  assert "3 processes" in str(e.value)
-
-
-def test_real_devices_come_before_virtual_ones(monkeypatch, caplog):
-  gpus = [types.SimpleNamespace(platform="gpu") for _ in range(2)]
-  monkeypatch.setattr(jax, "devices", lambda: gpus)
-  monkeypatch.setattr(
-    devices,
-    "Strategy",
-    lambda topology, mesh_shape: types.SimpleNamespace(
-      mesh=types.SimpleNamespace(size=2, shape=mesh_shape)
-    ),
-  )
-  strategy = create_strategy(virtual_devices=8)
-  assert strategy.mesh.shape == {"replica": 2}
-  (warning,) = [r.getMessage() for r in caplog.records]
-  for fact in ("config.mesh.virtual_devices=8", "2 gpu", "JAX_PLATFORMS=cpu"):
-    assert fact in warning
-
-
-@pytest.mark.parametrize("replicas, waits", [(1, False), (2, True)])
-def test_calls_on_several_virtual_devices_wait(monkeypatch, replicas, waits):
-  waited = []
-  wait = jax.block_until_ready
-  monkeypatch.setattr(
-    jax, "block_until_ready", lambda x: waited.append(x) or wait(x)
-  )
-  strategy = create_strategy(replica=replicas)
-  double = devices.block_if_virtual_cpu(strategy, jax.jit(lambda x: 2 * x))
-  assert float(double(np.float32(2))) == 4
-  assert bool(waited) == waits

@@ -8,11 +8,8 @@ import pytest
 import tiny
 
 from flaxshard import data
-from flaxshard import LoRA
 from flaxshard import merge_lora
 from flaxshard import train
-from flaxshard.train import config as config_lib
-from flaxshard.train import fine_tuning
 
 _THIS = "fine_tuning_test_factories"
 
@@ -92,60 +89,3 @@ def test_fine_tuning_with_lora_on_other_data(tmp_path, caplog, recwarn):
   assert jax.tree.map(np.shape, merged) == jax.tree.map(
     np.shape, pretrained.params
   )
-
-
-@pytest.mark.slow
-def test_initialization_in_each_replica(tmp_path):
-  values = dict(num_train_steps=2, eval_every_steps=2, checkpoint_every_steps=2)
-  first = train.train_and_evaluate(tiny.config(**values), str(tmp_path / "a"))
-  config = tiny.config(
-    **values,
-    learning_rate=1e-30,
-    optimizer={"name": "sgd"},
-    init_from={"path": str(tmp_path / "a"), "step": 2},
-    mesh={"per_replica": True},
-  )
-  state = train.train_and_evaluate(config, str(tmp_path / "b"))
-  jax.tree.map(np.testing.assert_array_equal, state.params, first.params)
-
-
-@pytest.mark.parametrize(
-  ("fields", "facts"),
-  [
-    ({"init_from": {"pth": "a"}}, ["init_from.pth", "'path'"]),
-    ({"init_from": {"keep": ("head",)}}, ["init_from.keep", "init_from.path"]),
-    (
-      {"init_from": {"path": "a", "keep": ("(",)}},
-      ["init_from.keep[0]", "'('"],
-    ),
-    (
-      {"init_from": {"path": "a", "rename": ("b",)}},
-      ["init_from.rename", "pairs"],
-    ),
-    ({"init_from": {"path": "a", "keep": "b"}}, ["init_from.keep", "sequence"]),
-    ({"lora": {"alpha": 8}}, ["lora.alpha", "lora.rank"]),
-    ({"lora": {"rank": -1}}, ["lora.rank", "-1"]),
-    ({"lora": {"rank": 2, "train": ("(",)}}, ["config.lora: train", "'('"]),
-  ],
-)
-def test_invalid_fields_raise(fields, facts):
-  with pytest.raises(ValueError) as e:
-    config_lib.check(tiny.config(**fields))
-  for fact in facts:
-    assert fact in str(e.value)
-
-
-def test_lora_of_a_config():
-  config = config_lib.check(tiny.config(lora={"rank": 2, "train": ["head"]}))
-  assert fine_tuning.create_lora(config.lora) == LoRA(2, train=("head",))
-  assert fine_tuning.create_lora(config_lib.check(tiny.config()).lora) is None
-
-
-@pytest.mark.slow
-def test_errors_of_the_model_name_the_field(tmp_path):
-  config = tiny.config(lora={"rank": 2, "patterns": ("kernal",)})
-  with pytest.raises(ValueError, match=r"config\.lora: .*'kernel'"):
-    train.train_and_evaluate(config, str(tmp_path))
-  config = tiny.config(init_from={"path": str(tmp_path / "missing")})
-  with pytest.raises(ValueError, match=r"config\.init_from: .*no such path"):
-    train.train_and_evaluate(config, str(tmp_path))

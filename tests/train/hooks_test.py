@@ -52,15 +52,8 @@ class Keeper:
       np.asarray(jax.tree.leaves(self.state.params)[0])
 
 
-not_a_hook = 3
-
-
 async def never_awaited(step, state, metrics):
   pass
-
-
-def never_iterated(step, state, metrics):
-  yield step
 
 
 def create(named, hooks=(), workdir="."):
@@ -98,43 +91,18 @@ def test_hooks_are_called_in_order_with_copies_of_the_row(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ("value", "facts"),
-  [
-    ("my_package:log", ("config.hooks", "sequence", "'my_package:log'")),
-    (("log",), ("config.hooks", "package.module:name")),
-    ((print,), ("config.hooks",)),
-    (({"every": 3},), ("config.hooks", "name")),
-  ],
-)
-def test_an_invalid_field_raises_before_anything_is_imported(value, facts):
-  with pytest.raises(ValueError) as e:
-    config_lib.check(tiny.config(hooks=value))
-  for fact in facts:
-    assert fact in str(e.value), str(e.value)
-
-
-@pytest.mark.parametrize(
   ("named", "hooks", "facts"),
   [
+    # The field, before anything is imported.
+    ("my_package:log", (), ("config.hooks", "sequence", "'my_package:log'")),
+    (("log",), (), ("config.hooks", "package.module:name")),
+    # What it names.
     ((f"{_THIS}:recrod",), (), ("config.hooks[0]", "Did you mean 'record'?")),
-    ((f"{_THIS}:not_a_hook",), (), ("not_a_hook", "(step, state, metrics)")),
-    (
-      ({"name": f"{_THIS}:record", "int": 1},),
-      (),
-      ("config.hooks[0]", "'int'", "Did you mean 'into'?"),
-    ),
-    (
-      ({"name": f"{_THIS}:Writer", "nam": 1},),
-      (),
-      ("config.hooks[0]", "'nam'", "Did you mean 'name'?"),
-    ),
-    ((f"{_THIS}:never_awaited",), (), ("config.hooks[0]", "async")),
-    ((), (never_iterated,), ("hooks[0]", "never_iterated", "generator")),
-    ((), (Writer,), ("hooks[0]", "hooks=[Writer(...)]")),
-    ((), record, ("hooks must be a sequence", "record")),
-    ((), "my_package:log", ("hooks must be a sequence", "config.hooks")),
+    (({"name": f"{_THIS}:record", "int": 1},), (), ("config.hooks[0]",)),
+    (({"name": f"{_THIS}:Writer", "nam": 1},), (), ("hooks[0]", "'nam'")),
+    ((f"{_THIS}:never_awaited",), (), ("config.hooks[0]", "never_awaited")),
+    ((), (Writer,), ("hooks[0]", "Writer")),
     ((), (lambda step, state: None,), ("hooks[0]", "(step, state, metrics)")),
-    ((), (3,), ("hooks[0]", "3")),
   ],
 )
 def test_a_hook_that_cannot_be_called_raises(named, hooks, facts):

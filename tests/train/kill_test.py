@@ -112,7 +112,9 @@ def kill_and_compare(
       if not path.name.isdecimal()
     )
     report(f"kill {i + 1}: {before} before, {steps_on_disk} now, {leftovers}")
-    assert "damaged" not in log
+    # A kill while an older step was deleted leaves a part of it.
+    damaged = [x for x in leftovers if x.endswith(".damaged")]
+    assert all(int(x.partition(".")[0]) <= before - 3 for x in damaged), log
   _finish(_start(workdir, steps))
   with (
     np.load(os.path.join(whole, "final.npz")) as a,

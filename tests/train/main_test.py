@@ -40,7 +40,6 @@ def test_help_and_mistakes(tmp_path):
   file = tmp_path / "file"
   file.write_text("")
   mistakes = {
-    "--config.batch_siz=3": ("batch_siz", "Did you mean 'batch_size'"),
     "--config.batch_size=0": ("config.batch_size", "0"),
     "--local_processes=3 --config.mesh.virtual_devices=8": (
       "config.mesh.virtual_devices=8",
@@ -49,8 +48,6 @@ def test_help_and_mistakes(tmp_path):
     "--local_processes=2 --process_id=1": ("--process_id",),
     "--num_processes=2": ("--process_id", "--coordinator_address"),
     f"--workdir={file}": (str(file), "it is a file"),
-    "--config=digitz": ("Did you mean 'digits'",),
-    "--config.optimizer=adamv": ("config.optimizer", "'adamw'"),
   }
   calls = [["--help"], ["--help=config"], ["--list"]]
   for arguments in mistakes:
@@ -80,12 +77,17 @@ def test_help_and_mistakes(tmp_path):
 
 @pytest.mark.slow
 def test_import_starts_no_backend_and_is_lazy():
+  # Nor does a check, which comes before a run sets the number of devices.
   code = """
 import sys
 import flaxshard
 heavy = {"orbax.checkpoint", "grain", "clu", "matplotlib", "tensorflow"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 assert flaxshard.Checkpointer is flaxshard.checkpoint.Checkpointer
+config = flaxshard.config.read("digits")
+for name in ("adafactor", "adamw", "ftrl", "lion", "rmsprop", "sgd"):
+  config.optimizer = {"name": name}
+  flaxshard.config.check(config)
 import jax
 # JAX refuses this once a backend has started.
 jax.config.update("jax_num_cpu_devices", 3)

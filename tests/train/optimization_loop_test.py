@@ -1,10 +1,5 @@
 """Runs that accumulate, freeze, scale learning rates and average parameters."""
 
-import os
-import pathlib
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import optax
@@ -13,7 +8,6 @@ import tiny
 import tree_equality
 
 from flaxshard import train
-from flaxshard.core import patterns
 
 
 def config(**fields):
@@ -121,86 +115,3 @@ def test_frozen_parameters_and_rates_by_pattern(runs):
   assert not np.any(np.asarray(state.params["dense"]["bias"]))
   assert np.any(np.asarray(plain.params["dense"]["bias"]))
   assert np.any(np.asarray(state.params["head"]["bias"]))
-
-
-@pytest.mark.parametrize(
-  ["fields", "message"],
-  [
-    (
-      {"freeze": ("^desne/",)},
-      r"^config.freeze\[0\]='\^desne/' matches no parameter.*'dense'",
-    ),
-    (
-      {"learning_rates": (("haed", 2.0),)},
-      r"^config.learning_rates\[0\]='haed' matches no parameter",
-    ),
-  ],
-)
-def test_patterns_that_match_nothing_raise(tmp_path, fields, message):
-  with pytest.raises(patterns.PatternError, match=message):
-    train.train_and_evaluate(config(**fields), str(tmp_path))
-
-
-@pytest.mark.parametrize(
-  ["fields", "message"],
-  [
-    ({"accumulate_steps": 0}, "config.accumulate_steps must be"),
-    (
-      {"accumulate_steps": 2, "wrappers": ("agn", "loss_scale")},
-      "config.accumulate_steps=2: Accumulate must be outside",
-    ),
-    (
-      {"wrappers": (("accumulate", {"steps": 2}),)},
-      "set config.accumulate_steps",
-    ),
-    ({"freeze": "^encoder/"}, "config.freeze must be a sequence"),
-    ({"learning_rates": (("a", -1.0),)}, r"config.learning_rates\[0\] must be"),
-  ],
-)
-def test_invalid_fields_raise(fields, message):
-  with pytest.raises(ValueError, match=message):
-    train.config.check(config(**fields))
-
-
-_FIELDS = dict(
-  accumulate_steps=3,
-  freeze=("^head/bias",),
-  learning_rates=(("^dense/", 2.0),),
-  wrappers=(("loss_scale", {"scale": "dynamic"}), ("ema", {"decay": 0.5})),
-  num_train_steps=6,
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("per_replica", [False, True])
-def test_two_processes_train_like_one(runs, tmp_path, per_replica):
-  mesh = {"replica": 2, "per_replica": per_replica}
-  if not per_replica:
-    # Parameters, slots, sums and averages are split over both processes.
-    mesh["rules"] = ({"name": "fsdp", "min_size": 0},)
-  _, expected = runs(mesh=mesh, **_FIELDS)
-  (tmp_path / "my_config.py").write_text(
-    "import optimization_loop_test\n"
-    "def get_config():\n"
-    f"  mesh = dict(virtual_devices=2, **{mesh!r})\n"
-    "  fields = optimization_loop_test._FIELDS\n"
-    "  return optimization_loop_test.config(mesh=mesh, **fields)\n"
-  )
-  tests = pathlib.Path(__file__).parents[1]
-  paths = [tmp_path, tests, tests / "train", tests.parent]
-  process = subprocess.run(
-    [
-      *(sys.executable, "-m", "flaxshard", "--local_processes=2"),
-      *(f"--config={tmp_path}/my_config.py", f"--workdir={tmp_path}/run"),
-    ],
-    env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
-    capture_output=True,
-    text=True,
-    timeout=240,
-  )
-  assert process.returncode == 0, process.stdout + process.stderr
-  rows = tiny.rows(tmp_path / "run")
-  assert len(rows) == len(expected)
-  for row, wanted in zip(rows, expected, strict=True):
-    for name in set(wanted) - {"steps_per_second"}:
-      assert row[name] == pytest.approx(wanted[name], rel=1e-3), name

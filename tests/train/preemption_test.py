@@ -6,10 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 
-import fake_ipython
-from jax.experimental import multihost_utils
 import pytest
 
 from flaxshard.train import preemption
@@ -67,16 +64,6 @@ def test_handlers_are_restored(handlers):
     send(signal.SIGINT)
 
 
-@pytest.mark.parametrize("signum", [None, signal.SIGTERM])
-def test_handlers_are_restored_after_an_error(signum, handlers):
-  with pytest.raises(KeyError), preemption.catch_signals():
-    if signum:
-      send(signum)
-    raise KeyError
-  for s in SIGNALS:
-    assert signal.getsignal(s) is handlers[s]
-
-
 class Clock:
   """A clock that tests set."""
 
@@ -112,40 +99,6 @@ def test_only_a_third_signal_interrupts_and_never_a_save(signum, error, caplog):
   clock.now = 10
   with pytest.raises(error):
     request.receive(signum)
-
-
-def test_only_sigint_in_ipython_returns_to_the_notebook(monkeypatch):
-  assert not preemption.returns_to_notebook(signal.SIGINT)
-  fake_ipython.Shell(monkeypatch)
-  assert preemption.returns_to_notebook(signal.SIGINT)
-  assert not preemption.returns_to_notebook(signal.SIGTERM)
-
-
-def test_no_signal_is_caught_outside_of_the_main_thread(handlers):
-  answers = []
-
-  def work():
-    with preemption.catch_signals() as request:
-      answers.append(signal.getsignal(signal.SIGTERM))
-      signal.raise_signal(signal.SIGTERM)
-      answers.append(request.signum)
-
-  thread = threading.Thread(target=work)
-  thread.start()
-  thread.join()
-  assert answers == [handlers[signal.SIGTERM], None]
-  assert handlers["received"] == [signal.SIGTERM]
-
-
-def test_without_jax_distributed_no_other_process_is_asked(monkeypatch):
-  def fail(step):
-    raise AssertionError(step)
-
-  monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", fail)
-  request = preemption.StopRequest()
-  assert preemption.agree_on_signal(1, request) is None
-  request.receive(2)
-  assert preemption.agree_on_signal(2**31 - 1, request) == 2
 
 
 # Step 3 sends SIGTERM; JAX looks for signals once a second.

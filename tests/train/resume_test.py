@@ -47,10 +47,6 @@ def make_config(**fields):
       ("config.learning_rate: 0.01 -> 0.5", "config.num_train_steps above 4"),
     ),
     (
-      {"num_train_steps": 6, "optimizer": {"name": "adamw", "b1": 0.5}},
-      ("num_train_steps: 4 -> 6", "optimizer.b1: None -> 0.5", "from step 4"),
-    ),
-    (
       {"num_train_steps": 2, "resume": "extend"},
       ("config.num_train_steps: 4 -> 2", "above 4"),
     ),
@@ -110,7 +106,7 @@ def test_a_config_changed_before_the_end_warns_with_old_and_new(
   tmp_path, caplog
 ):
   resume.write(config_lib.check(make_config()), str(tmp_path), 128, _SHAPES)
-  fields = {"learning_rate": 0.5, "num_train_steps": 6, "writer": "clu"}
+  fields = {"learning_rate": 0.5, "num_train_steps": 6, "writer": "none"}
   config = config_lib.check(make_config(**fields))
   changes = resume.check_data(config, str(tmp_path), 128)
   assert not caplog.records
@@ -124,12 +120,3 @@ def test_a_config_changed_before_the_end_warns_with_old_and_new(
   ):
     assert fact in record.getMessage()
   assert "writer" not in record.getMessage()
-
-
-def test_fields_that_an_older_version_did_not_have_are_no_change(tmp_path):
-  config = config_lib.check(make_config())
-  older = config.copy_and_resolve_references()
-  with older.unlocked():
-    del older.resume, older.precision
-  resume.write(older, str(tmp_path), 128, _SHAPES)
-  assert resume.check_data(config, str(tmp_path), 128).fields == ()

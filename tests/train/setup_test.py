@@ -2,7 +2,6 @@
 
 import re
 import sys
-import warnings
 
 import flax.linen as nn
 import jax
@@ -30,18 +29,6 @@ def importable():
     yield
 
 
-class IntegerParam(nn.Module):
-  """A model with an integer parameter."""
-
-  num_classes: int
-  policy: object
-
-  @nn.compact
-  def __call__(self, x, train: bool = False):
-    self.param("count", lambda key: jnp.zeros((), jnp.int32))
-    return nn.Dense(self.num_classes)(x.reshape(x.shape[0], -1))
-
-
 class Probabilities(nn.Module):
   """A model with a softmax, which the loss takes once more."""
 
@@ -54,17 +41,6 @@ class Probabilities(nn.Module):
     return nn.softmax(x.astype(self.policy.compute_dtype))
 
 
-class IgnoresPolicy(nn.Module):
-  """A model that computes in float32 whatever its policy."""
-
-  num_classes: int
-  policy: object
-
-  @nn.compact
-  def __call__(self, x, train: bool = False):
-    return nn.Dense(self.num_classes)(x.reshape(x.shape[0], -1))
-
-
 class WrongLogits(nn.Module):
   """A model whose logits have no dimension for the classes."""
 
@@ -74,29 +50,6 @@ class WrongLogits(nn.Module):
   @nn.compact
   def __call__(self, x, train: bool = False):
     return nn.Dense(1)(x.reshape(x.shape[0], -1))[:, 0]
-
-
-class WrongInEvaluation(nn.Module):
-  """A model whose logits are wrong in evaluation only."""
-
-  num_classes: int
-  policy: object
-
-  @nn.compact
-  def __call__(self, x, train: bool = False):
-    logits = nn.Dense(self.num_classes)(x.reshape(x.shape[0], -1))
-    return logits if train else logits.argmax(-1)
-
-
-class WithoutTrain(nn.Module):
-  """A model without the argument `train`."""
-
-  num_classes: int
-  policy: object
-
-  @nn.compact
-  def __call__(self, x):
-    return nn.Dense(self.num_classes)(x.reshape(x.shape[0], -1))
 
 
 def unlabelled() -> data.Splits:
@@ -127,20 +80,6 @@ def test_params_split_over_replicas_that_see_the_whole_state_warn(caplog):
   assert "config.mesh.rules" in record.getMessage()
 
 
-def test_a_warmup_longer_than_the_run_warns_with_the_last_rate(caplog):
-  for warmup_steps in (80, 8):
-    schedule = {"name": "cosine", "warmup_steps": warmup_steps}
-    create_setup(schedule=schedule, learning_rate=0.8)
-  (record,) = [r for r in caplog.records if r.levelname == "WARNING"]
-  for fact in (
-    "config.schedule.warmup_steps=80",
-    "config.num_train_steps=8",
-    "ends at 0.07",
-    "config.learning_rate=0.8",
-  ):
-    assert fact in record.getMessage()
-
-
 @pytest.mark.parametrize("precision", ["mixed_float16", "mixed_bfloat16"])
 def test_model_that_returns_probabilities_warns(precision):
   model = {"name": f"{_THIS}:Probabilities"}
@@ -148,35 +87,6 @@ def test_model_that_returns_probabilities_warns(precision):
   with pytest.warns(UserWarning, match=r"config\.model .*logits"):
     row = setup.evaluate(setup.create_state())
   assert row.keys() == {"eval_loss", "eval_accuracy"}
-
-
-def test_model_that_returns_logits_does_not_warn():
-  setup = create_setup()
-  with warnings.catch_warnings(action="error"):
-    setup.evaluate(setup.create_state())
-
-
-@pytest.mark.parametrize(
-  ("fields", "fact"),
-  [
-    (dict(model={"name": f"{_THIS}:IgnoresPolicy"}), "nothing in float16"),
-    (dict(wrappers=()), "LossScale"),
-  ],
-)
-def test_an_unused_precision_or_float16_without_a_scale_warns_once(
-  fields, fact
-):
-  with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("default")
-    create_setup(precision="mixed_float16", **fields).create_state()
-  assert [fact in str(w.message) for w in caught] == [True]
-
-
-def test_a_model_needs_no_argument_train():
-  setup = create_setup(
-    model={"name": f"{_THIS}:WithoutTrain"}, precision="float32"
-  )
-  assert setup.abstract_state.params["Dense_0"]["kernel"].shape == (64, 10)
 
 
 def test_a_spatial_split_exchanges_borders_only():
@@ -195,83 +105,39 @@ def test_a_spatial_split_exchanges_borders_only():
 
 
 @pytest.mark.parametrize(
-  ("fields", "kind", "facts"),
+  ("fields", "facts"),
   [
-    (
-      dict(model={"name": "cnn", "depth": 3}),
-      ValueError,
-      ("config.model", "'depth'"),
-    ),
-    (
-      dict(data={"name": f"{_THIS}:unlabelled"}),
-      ValueError,
-      ("config.data", "'labels'"),
-    ),
-    (
-      dict(model={"name": f"{_THIS}:WrongLogits"}),
-      ValueError,
-      ("config.model", "config.data", "(16,)"),
-    ),
-    (
-      dict(model={"name": f"{_THIS}:WrongInEvaluation"}),
-      ValueError,
-      ("config.model", "config.data", "(16,)"),
-    ),
-    (
-      dict(optimizer={"name": "adamw", "weight_decay": float("nan")}),
-      ValueError,
-      ("config.optimizer", "weight_decay", "nan"),
-    ),
+    (dict(model={"name": "cnn", "depth": 3}), ("config.model", "'depth'")),
+    (dict(data={"name": f"{_THIS}:unlabelled"}), ("config.data", "'labels'")),
+    (dict(model={"name": f"{_THIS}:WrongLogits"}), ("config.model", "(16,)")),
     (
       dict(schedule={"name": "cosine", "warmup_steps": -1}),
-      ValueError,
       ("config.schedule", "warmup_steps", "-1"),
     ),
+    (dict(freeze=("^desne/",)), ("config.freeze[0]='^desne/'", "'dense'")),
     (
-      dict(model={"name": f"{_THIS}:IntegerParam"}),
-      ValueError,
-      ("config.precision='mixed_float16'", "count", "int32"),
+      dict(learning_rates=(("haed", 2.0),)),
+      ("config.learning_rates[0]='haed'",),
     ),
     # An error of a rule names config.mesh.rules, not config.model.
     (
       dict(mesh={"rules": (("kernell", ("replica",)),)}),
-      ValueError,
-      ("config.mesh.rules[0]", "dense/kernel", "Did you mean"),
+      ("config.mesh.rules[0]", "dense/kernel"),
     ),
-    (
-      dict(mesh={"split": {"input": (1,)}}),
-      ValueError,
-      ("config.mesh.split.input=(1,)", "inputs"),
-    ),
-    # CrossShard needs replicas that keep their gradients apart.
-    (
-      dict(
-        mesh={"replica": 4}, wrappers=(("cross_shard", {"reduction": "mean"}),)
-      ),
-      ValueError,
-      ("config.wrappers: cross_shard", "config.mesh.per_replica=True"),
-    ),
+    (dict(mesh={"split": {"input": (1,)}}), ("config.mesh.split.input",)),
+    (dict(data="digits", batch_size=5000), ("config.batch_size=5000", "1437")),
     (
       dict(
         mesh={"replica": 8, "per_replica": True},
         wrappers=(("cross_shard", {"group_assignment": GROUPS}),),
       ),
-      ValueError,
-      ("config.wrappers: CrossShard", "group_assignment", "(4, 5, 6, 7)"),
-    ),
-    (
-      dict(
-        mesh={"replica": 4, "per_replica": True, **FSDP},
-        wrappers=(("cross_shard", {"group_assignment": GROUPS}),),
-      ),
-      ValueError,
-      ("config.mesh.rules: nothing", "config.wrappers: CrossShard", "(2, 0)"),
+      ("config.wrappers: CrossShard", "group_assignment", "4, 5, 6, 7"),
     ),
   ],
 )
 @pytest.mark.filterwarnings("ignore:CrossShard")
-def test_invalid_configs_raise_with_the_field(fields, kind, facts):
-  with pytest.raises(kind) as e:
+def test_invalid_configs_raise_with_the_field(fields, facts):
+  with pytest.raises(ValueError) as e:
     create_setup(**fields)
   assert str(e.value).startswith(facts[0])
   for fact in facts:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import flaxshard as fs
 from flaxshard import tasks
@@ -168,43 +167,6 @@ def test_metrics_are_means_over_all_labels_of_several_steps():
   )
 
 
-def test_labels_may_have_more_dimensions():
-  class Bytes(nn.Module):
-    @nn.compact
-    def __call__(self, x, train=False):
-      del train
-      return nn.Embed(5, 5, name="embed")(x)
-
-  tokens = np.array([[0, 1, 2], [3, 4, 0]], np.int32)
-  labels = np.array([[1, 2, 3], [4, 0, 1]], np.int32)
-  state = fs.create_train_state(Bytes(), RNG, tokens, optax.sgd(0.1))
-  table = np.asarray(state.params["embed"]["embedding"])
-  _, progress = run(state, [{"inputs": tokens, "labels": labels}])
-  assert_metrics(progress.metrics, mean_metrics([(table[tokens], labels)]))
-  metrics = eval_step(
-    state,
-    Metrics.empty(),
-    {"inputs": tokens, "labels": labels, "mask": np.array([False, True])},
-  )
-  assert_metrics(metrics, mean_metrics([(table[tokens[1:]], labels[1:])]))
-  assert int(metrics.loss.count) == 3
-
-
-def test_the_loss_is_computed_in_float32():
-  class Half(nn.Module):
-    @nn.compact
-    def __call__(self, x, train=False):
-      del train
-      return nn.Dense(3, dtype=jnp.float16, name="out")(x)
-
-  state = create(Half())
-  _, progress = run(state, [BATCH])
-  assert progress.metrics.loss.total.dtype == jnp.float32
-  logits = state.apply_fn({"params": state.params}, X)
-  assert logits.dtype == jnp.float16
-  assert_metrics(progress.metrics, mean_metrics([(np.asarray(logits), LABELS)]))
-
-
 def test_a_skipped_step_does_not_count_and_is_not_bad():
   state = create(Normed(), optax.adam(0.1), DYNAMIC)
   state, progress = run(state, [BATCH])
@@ -227,15 +189,6 @@ def test_a_skipped_step_does_not_count_and_is_not_bad():
   assert int(state_3.step) == 2
   assert int(progress_3.metrics.loss.count) == 8
   assert np.isfinite(progress_3.metrics.compute()["loss"])
-
-
-def test_bad_leaves_are_those_of_the_local_params_of_agn():
-  # Between commits the center, `state.params`, does not change.
-  agn = (fs.AGN(communication_period=2),)
-  state, progress = run(create(wrappers=agn), [with_inputs(np.nan)])
-  assert all(np.isfinite(p).all() for p in jax.tree.leaves(state.params))
-  assert int(progress.bad_step) == 1
-  assert steps.bad_paths(state, progress) == ["out/bias", "out/kernel"]
 
 
 def test_the_first_bad_step_and_its_parameters_are_reported():
@@ -273,21 +226,6 @@ def test_the_first_bad_step_and_its_parameters_are_reported():
   assert not np.any(np.isfinite(state.params["offset"]))
   assert int(progress.bad_step) == 8
   assert steps.bad_paths(state, progress) == ["slope"]
-
-
-def test_a_fixed_scale_skips_nothing():
-  state = create(wrappers=(fs.LossScale(8.0),))
-  state, progress = run(state, [BATCH, with_inputs(np.inf), BATCH], 4)
-  assert int(state.step) == 3
-  assert int(progress.bad_step) == 5
-  assert steps.bad_paths(state, progress) == ["out/bias", "out/kernel"]
-
-
-def test_training_updates_batch_statistics():
-  state, _ = run(create(Normed()), [BATCH])
-  stats = state.batch_stats["BatchNorm_0"]
-  np.testing.assert_allclose(stats["mean"], 0.5 * X.mean(0), rtol=1e-6)
-  np.testing.assert_allclose(stats["var"], 0.5 + 0.5 * X.var(0), rtol=1e-6)
 
 
 def test_dropout_depends_on_the_step_and_the_key():
@@ -381,30 +319,6 @@ def test_an_nnx_model_trains_and_evaluates():
   assert_metrics(metrics, mean_metrics([(wanted, LABELS)]), rtol=1e-4)
 
 
-def test_nnx_dropout_changes_each_step_and_is_off_in_evaluation():
-  state = create_nnx(rate=0.5)
-  assert "rngs" in state.__dataclass_fields__
-  loss = lambda s: float(run(s, [BATCH])[1].metrics.compute()["loss"])
-  assert loss(state) == loss(state)
-  new_state, _ = run(state, [BATCH])
-  # The random streams alone change the loss.
-  assert loss(state) != loss(state.replace(rngs=new_state.rngs))
-  batch = {**BATCH, "mask": np.ones(4, bool)}
-  metrics = eval_step(state, Metrics.empty(), batch)
-  wanted = nnx_logits(state, np.zeros(2), np.ones(2))
-  assert_metrics(metrics, mean_metrics([(wanted, LABELS)]), rtol=1e-4)
-
-
-def test_a_skipped_step_keeps_an_nnx_state():
-  state = create_nnx(rate=0.5, wrappers=DYNAMIC)
-  new_state, progress = run(state, [with_inputs(np.inf)])
-  assert int(new_state.wrapper_states["loss_scale"].skipped_steps) == 1
-  assert int(progress.bad_step) == 0
-  assert int(progress.metrics.loss.count) == 0
-  for field in ("step", "params", "batch_stats"):
-    assert_trees_equal(getattr(new_state, field), getattr(state, field))
-
-
 # Replicas.
 
 
@@ -471,24 +385,6 @@ def test_each_replica_has_its_statistics_and_dropout_mask():
   together = steps.combine_replicas(jax.device_get(progress))
   assert_metrics(together.metrics, mean_metrics([(logits, LABELS)]))
   assert int(together.bad_step) == 0
-
-
-@pytest.mark.slow
-def test_nnx_replicas_draw_different_dropout_masks():
-  state = create_nnx(rate=0.5)
-  # With the same examples, only dropout can make the losses differ.
-  same = {"inputs": X[[0, 1, 0, 1]], "labels": LABELS[[0, 1, 0, 1]]}
-  new_state, progress = each_replica(state, same)
-  losses = np.asarray(progress.metrics.loss.total)
-  assert losses[0] != losses[1]
-  stream = state.rngs["dropout"]["rngs"]
-  new_stream = new_state.rngs["dropout"]["rngs"]
-  # The key in the state stays; the counter is shared by the replicas.
-  assert new_stream["key"] == stream["key"]
-  assert int(new_stream["count"]) == int(stream["count"]) + 1
-  _, plain = each_replica(create_nnx(), same)
-  losses = np.asarray(plain.metrics.loss.total)
-  assert losses[0] == losses[1]
 
 
 def test_combine_replicas_reports_the_first_bad_step():

@@ -10,7 +10,6 @@ import pytest
 import tree_equality
 
 import flaxshard as fs
-from flaxshard.wrappers import accumulate
 
 _rng = np.random.default_rng(0)
 X = _rng.normal(size=(4, 16, 8)).astype(np.float32)
@@ -188,34 +187,6 @@ def test_replicas_take_the_update_of_one_large_batch(wrappers):
   assert_close(state.params, large.params, rtol=1e-5)
 
 
-def test_skipped_aggregation_of_the_gradients_of_each_replica_raises():
-  strategy = fs.Strategy()
-  state = create([fs.Accumulate(2, per_replica=True)], strategy=strategy)
-
-  def step(state):
-    return state.apply_gradients(
-      grads=state.params, skip_gradients_aggregation=True
-    )
-
-  with pytest.raises(ValueError, match="'accumulate' keeps the gradients of"):
-    strategy.run(step, args=(state,))
-
-
-def test_plan_counts_the_traffic_of_an_update_once_in_its_batches():
-  strategy = fs.Strategy()
-  state = create([fs.Accumulate(4, per_replica=True)], strategy=strategy)
-  step = strategy.jit(lambda state, b: train_step(state, b)[0])
-  plan = fs.plan(step, state, strategy.shard_batch(batch(0)))
-  assert plan.period == 4
-  counts = [
-    c.executions_per_step(plan.period)
-    for c in plan.traffic
-    if c.purpose == "gradients"
-  ]
-  # The gradients are reduced inside of the conditional.
-  assert counts and set(counts) == {0.25}
-
-
 def test_agn_takes_a_local_step_with_the_mean_of_the_batches():
   strategy = fs.Strategy()
   n = strategy.num_replicas_in_sync
@@ -256,11 +227,11 @@ def test_sums_are_sharded_like_the_parameters():
   ["wrappers", "message"],
   [
     ([fs.Accumulate(2), fs.LossScale()], "must be inside of 'loss_scale'"),
-    ([fs.AGN(2), fs.Accumulate(2)], "must be outside of"),
+    ([fs.AGN(2), fs.Accumulate(2)], "must be outside of 'agn'"),
     ([fs.Accumulate(2), fs.CrossShard()], "use Accumulate.per_replica=True"),
     (
       [fs.CrossShard(), fs.Accumulate(2, per_replica=True)],
-      "use Accumulate.per_replica=False",
+      "must be outside of 'cross_shard'",
     ),
     ([fs.AGN(2), fs.EMA()], "EMA must be outside of 'agn'"),
   ],
@@ -268,24 +239,6 @@ def test_sums_are_sharded_like_the_parameters():
 def test_wrong_order_raises(wrappers, message):
   with pytest.raises(ValueError, match=message):
     create(wrappers)
-
-
-def test_config_adds_a_wrapper_that_fits_those_around_it():
-  def add(*wrappers):
-    return accumulate.add_accumulation(wrappers, 2, per_replica=True)
-
-  per_replica = fs.Accumulate(2, per_replica=True)
-  scale, cross_shard = fs.LossScale("dynamic"), fs.CrossShard()
-  assert add(scale, fs.AGN(2)) == (scale, per_replica, fs.AGN(2))
-  assert add(scale, cross_shard) == (scale, per_replica, cross_shard)
-  # The gradients of each batch are reduced before they are added.
-  assert add(cross_shard, scale) == (cross_shard, scale, fs.Accumulate(2))
-
-
-@pytest.mark.parametrize("steps", [0, 1.5, True])
-def test_invalid_steps_raise(steps):
-  with pytest.raises(ValueError, match="Accumulate: steps must be"):
-    fs.Accumulate(steps)
 
 
 # -- Checkpoints.

@@ -184,36 +184,6 @@ def test_batch_statistics_are_per_replica_and_averaged_by_a_commit():
     assert stored.sharding.spec == jax.sharding.PartitionSpec("replica")
 
 
-@pytest.mark.slow
-def test_each_commit_averages_statistics_and_they_arrive_with_it():
-  x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
-  x += np.arange(8)[:, None]
-  state = fs.create_train_state(
-    Net(),
-    jax.random.key(0),
-    x,
-    optax.sgd(0.1),
-    # Statistics of a commit are on their way when the next one is made.
-    wrappers=[fs.AGN(4, "mean", fragments=2, delay=3, blend=0.5)],
-    strategy=FOUR,
-  )
-  step = FOUR.jit(norm_step)
-  batch = FOUR.shard_batch(x)
-  means = x.reshape(4, 2, 3).mean(1)
-  own, committed, sent = np.zeros((4, 3)), np.zeros(3), {}
-  for i in range(1, 12):
-    state, seen = step(state, batch)
-    own = 0.5 * own + 0.5 * means
-    if i in sent:
-      own = np.broadcast_to(sent[i], (4, 3))
-    if i % 2 == 0:
-      committed = own.mean(0)
-      sent[i + 3] = committed
-    np.testing.assert_allclose(seen.value, own, rtol=1e-5)
-    stats = state.batch_stats["BatchNorm_0"]["mean"]
-    np.testing.assert_allclose(stats, committed, rtol=1e-5, atol=1e-7)
-
-
 def test_batch_statistics_of_one_replica_outside_of_run():
   x = np.ones((4, 3), np.float32) * np.arange(3)
   state = fs.create_train_state(

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import flaxshard as fs
-from flaxshard.wrappers import agn_rows
+from flaxshard.wrappers import agn_sequential
 
 P = jax.sharding.PartitionSpec
 FOUR = fs.Strategy(devices=jax.devices()[:4])
@@ -162,9 +162,11 @@ def test_parameters_that_are_split_over_replicas_raise():
     apply(state, {"w": jnp.ones((4, 2))})
 
 
-@pytest.mark.parametrize("large", [agn_rows.LARGE, 1], ids=["rows", "alone"])
+@pytest.mark.parametrize(
+  "large", [agn_sequential.LARGE, 1], ids=["rows", "alone"]
+)
 def test_two_states_in_one_step(monkeypatch, large):
-  monkeypatch.setattr(agn_rows, "LARGE", large)
+  monkeypatch.setattr(agn_sequential, "LARGE", large)
   one = {"w": put(np.ones((4, 2), np.float32), None, "model")}
   two = {"w": np.ones(3, np.float32)}
   tx = optax.sgd(0.25)
@@ -195,25 +197,3 @@ def test_trees_with_empty_leaves_and_containers():
   assert jax.tree.structure(new.params) == jax.tree.structure(params)
   for leaf in (new.params["w"], new.params["tuple"][0]):
     np.testing.assert_allclose(leaf, 1 - 0.25 * 4, atol=1e-4)
-
-
-@COMMITS
-def test_a_commit_without_the_gradient_of_a_parameter(commit):
-  params = {"w": ONES, "b": ONES}
-  state = create(params, optax.sgd(0.25), fs.AGN(1, commit=commit))
-  new = apply(state, {"w": None, "b": ONES})
-  np.testing.assert_array_equal(new.params["w"], ONES)
-  assert int(agn(new).commits) == 1
-
-
-@pytest.mark.parametrize("wrappers", [(), (fs.AGN(1),)])
-def test_a_frozen_leaf_named_as_a_field_of_the_optimizer(wrappers):
-  params = {"w": ONES, "count": np.int32(3), "mu": {"w": ONES}}
-  state = create(params, optax.adam(0.01), *wrappers)
-  for _ in range(3):
-    state = apply(state, {"w": jnp.ones(2), "count": None, "mu": {"w": None}})
-  slots = agn(state).local_opt_state[0] if wrappers else state.opt_state[0]
-  np.testing.assert_array_equal(slots.count, 3)
-  np.testing.assert_allclose(np.ravel(slots.mu["w"]), 0.271, rtol=1e-5)
-  np.testing.assert_array_equal(np.ravel(slots.mu["mu"]["w"]), 0)
-  assert int(state.params["count"]) == 3

@@ -60,24 +60,6 @@ def test_overflow_on_one_replica_skips_on_all(
   assert {c.kind for c in found} == {"all-reduce"}
 
 
-def test_run_steps_equals_single_steps(strategy) -> None:
-  groups = grouped.GROUPINGS["reordered"]
-  wrappers = (fs.CrossShard("mean", groups), fs.LossScale("dynamic"))
-  tx = optax.adam(0.1)
-  batches = [grouped.X, grouped.X[::-1].copy(), 2 * grouped.X]
-  shards = [strategy.shard_batch(x) for x in batches]
-  state = grouped.create(strategy, *wrappers, tx=tx)
-  looped, _ = strategy.run_steps(grouped.train_step, state, shards)
-  for x in shards:
-    state, _ = strategy.run(grouped.train_step, args=(state, x))
-  for a, b in zip(jax.tree.leaves(looped), jax.tree.leaves(state), strict=True):
-    np.testing.assert_allclose(
-      grouped.on_each(a), grouped.on_each(b), rtol=1e-5, atol=1e-6
-    )
-  assert int(looped.step) == 3
-  assert not np.array_equal(*grouped.on_each(looped.params["w"])[:2])
-
-
 @pytest.mark.slow
 def test_replicas_with_two_logical_devices() -> None:
   groups = ((0, 2), (3, 1))

@@ -1,6 +1,6 @@
-"""CrossShard: values of the reduction, and the collectives it compiles to."""
+"""CrossShard: reduced values, their collectives, and mistakes."""
 
-import dataclasses
+import re
 import warnings
 
 import grouped
@@ -17,10 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:CrossShard")
 @pytest.fixture(scope="module")
 def strategy():
   return fs.Strategy()
-
-
-def assert_equal(a, b):
-  jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 @pytest.mark.parametrize(
@@ -81,34 +77,6 @@ def test_mean_equals_one_replica_with_the_whole_batch(strategy, groups) -> None:
     grouped.assert_close(held, wanted, rtol=1e-4)
 
 
-def test_sum_equals_the_mean_with_n_times_the_learning_rate(strategy) -> None:
-  x = strategy.shard_batch(grouped.X)
-  of_sum, _ = strategy.run(
-    grouped.train_step,
-    args=(
-      grouped.create(strategy, fs.CrossShard("sum"), tx=optax.sgd(0.01)),
-      x,
-    ),
-  )
-  of_mean, _ = strategy.run(
-    grouped.train_step,
-    args=(
-      grouped.create(strategy, fs.CrossShard("mean"), tx=optax.sgd(0.08)),
-      x,
-    ),
-  )
-  grouped.assert_close(of_sum.params, of_mean.params)
-
-
-def test_mean_equals_the_default_reduction(strategy) -> None:
-  x = strategy.shard_batch(grouped.X)
-  bare, _ = strategy.run(grouped.train_step, args=(grouped.create(strategy), x))
-  state = grouped.create(strategy, fs.CrossShard())
-  wrapped, _ = strategy.run(grouped.train_step, args=(state, x))
-  assert_equal(jax.device_get(bare.params), jax.device_get(wrapped.params))
-  assert wrapped.wrapper_states == {"cross_shard": ()}
-
-
 @pytest.mark.slow
 def test_clipping_before_and_after_the_reduction(strategy) -> None:
   limit = 0.05
@@ -135,13 +103,10 @@ def test_clipping_before_and_after_the_reduction(strategy) -> None:
     strategy, fs.CrossShard(), tx=optax.chain(clip, optax.sgd(1))
   )
   before = grouped.create(strategy, fs.CrossShard())
-  outside = grouped.create(strategy, Clip(limit), fs.CrossShard())
   found = {
     "reduce, then clip": strategy.run(grouped.train_step, args=(after, x))[0],
     "clip, then reduce": strategy.run(clip_first, args=(before, x)),
-    "a wrapper": strategy.run(grouped.train_step, args=(outside, x))[0],
   }
-  wanted["a wrapper"] = wanted["clip, then reduce"]
   for name, new in found.items():
     update = jax.tree.map(np.subtract, grouped.make_params(), new.params)
     grouped.assert_close(update, wanted[name], rtol=1e-4)
@@ -149,17 +114,6 @@ def test_clipping_before_and_after_the_reduction(strategy) -> None:
     grouped.assert_close(
       wanted["reduce, then clip"], wanted["clip, then reduce"]
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class Clip(fs.wrappers.Base):
-  """Clips gradients by their norm, as a wrapper."""
-
-  limit: float
-
-  def apply(self, state, target, grads, next):
-    clip = optax.clip_by_global_norm(self.limit)
-    return next(target, clip.update(grads, clip.init(grads))[0]), state
 
 
 def test_skip_gradients_aggregation_reduces_nothing(strategy) -> None:
@@ -205,3 +159,77 @@ def test_outside_run_warns_and_does_not_reduce() -> None:
     new.params,
     grouped.trained(grouped.make_params(), [grouped.X], optax.sgd(1.0)),
   )
+
+
+@pytest.mark.parametrize(
+  ("arguments", "error", "fact"),
+  [
+    (("max",), ValueError, "'max'"),
+    (("mean", ()), ValueError, r"group_assignment=\(\)"),
+    (("mean", ((0, 1), ())), ValueError, "empty"),
+    (("mean", ((0, 1), (2,))), ValueError, r"sizes are \[2, 1\]"),
+    (("mean", ((0, 1), (1, 2))), ValueError, r"each replica once.* \[1\]"),
+    (("mean", 3), TypeError, "group_assignment=3"),
+    (("mean", ("01", "23")), TypeError, "group_assignment="),
+    (("mean", ((0, 1.0), (2, 3))), TypeError, "group_assignment="),
+  ],
+)
+def test_mistakes(arguments, error, fact) -> None:
+  with pytest.raises(error, match=fact):
+    fs.CrossShard(*arguments)
+
+
+@pytest.mark.parametrize(
+  "groups, message",
+  [
+    (((0, 1), (2, 3)), r"the 8 replicas, 0 to 7, .* \[4, 5, 6, 7\]"),
+    (((0, 1, 2, 3), (4, 5, 6, 8)), r"missing: \[7\], unknown: \[8\]"),
+  ],
+)
+def test_groups_without_a_replica_or_with_an_unknown_one_raise(
+  strategy, groups, message
+) -> None:
+  wrapper = fs.CrossShard("mean", groups)
+  with pytest.raises(ValueError, match=message):
+    grouped.create(strategy, wrapper)
+  state = grouped.create(
+    None, wrapper, batch_stats={"m": np.zeros(5, np.float32)}
+  )
+  with pytest.raises(ValueError, match=message):
+    strategy.run(
+      grouped.train_step, args=(state, strategy.shard_batch(grouped.X))
+    )
+
+
+def test_groups_become_tuples_of_int() -> None:
+  wanted = fs.CrossShard("mean", grouped.HALVES)
+  lists = [list(group) for group in grouped.HALVES]
+  for groups in (lists, np.array(lists), [np.array(g) for g in lists]):
+    wrapper = fs.CrossShard("mean", groups)
+    assert wrapper == wanted and hash(wrapper) == hash(wanted)
+    assert {type(i) for g in wrapper.group_assignment for i in g} == {int}
+
+
+def test_groups_that_diverge_warn(strategy, capsys) -> None:
+  message = r"groups \(0, 2, 4, 6\), \(1, 3, 5, 7\), .* replica 0, \(0"
+  with pytest.warns(UserWarning, match=message):
+    state = grouped.create(strategy, fs.CrossShard("mean", grouped.HALVES))
+  with pytest.warns(UserWarning, match=message):
+    strategy.run(
+      grouped.train_step, args=(state, strategy.shard_batch(2 * grouped.X))
+    )
+  description = strategy.describe(state)
+  assert re.search(message, capsys.readouterr().out.splitlines()[-1])
+  assert re.search(message, description.note)
+
+  many = fs.CrossShard("mean", [[i] for i in range(16)])
+  assert "reduced in 16 groups of 1" in many.divergence()
+
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    for groups in (None, grouped.GROUPINGS["one group, reordered"]):
+      state = grouped.create(strategy, fs.CrossShard("mean", groups))
+      strategy.run(
+        grouped.train_step, args=(state, strategy.shard_batch(grouped.X))
+      )
+      assert strategy.describe(state).note is None

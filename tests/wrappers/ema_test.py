@@ -56,21 +56,6 @@ def test_average_equals_its_definition(debias, warmup):
     assert int(state.wrapper_states["ema"].num_updates) == n + 1
 
 
-def test_debiased_average_equals_that_of_optax():
-  ema = optax.ema(0.9999, debias=True)
-  ema_state = ema.init(PARAMS)
-  for state in path_of_params(create([fs.EMA(0.9999)]), [1.0, -3.0, 2.0]):
-    expected, ema_state = ema.update(state.params, ema_state)
-    np.testing.assert_allclose(
-      # optax subtracts the decay from 1 in float32.
-      state.eval_params["w"],
-      expected["w"],
-      rtol=2e-3,
-    )
-  first = step(create([fs.EMA(0.9999)]), 1.0)
-  tree_equality.assert_trees_equal(first.eval_params, first.params)
-
-
 def test_without_an_update_the_parameters_are_evaluated():
   state = create([fs.EMA()])
   tree_equality.assert_trees_equal(state.eval_params, state.params)
@@ -202,11 +187,3 @@ def test_average_takes_four_bytes_per_parameter():
 def test_invalid_decay_raises(decay):
   with pytest.raises(ValueError, match="EMA: decay must be"):
     fs.EMA(decay)
-
-
-def test_config_of_the_wrapper():
-  wrappers = fs.wrappers.from_config((("ema", {"decay": 0.99}),))
-  assert wrappers == (fs.EMA(0.99),)
-  assert fs.wrappers.to_config([fs.EMA(0.99, warmup=True)]) == (
-    ("ema", {"decay": 0.99, "warmup": True}),
-  )

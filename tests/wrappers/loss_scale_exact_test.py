@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import flaxshard as fs
@@ -57,19 +56,3 @@ def test_scale_equals_a_float32_reference(growth_factor, backoff_factor, seed):
   assert len(set(wanted)) > 5
   assert int(last.good_steps) == good
   assert int(last.skipped_steps) == int((~finite).sum())
-
-
-def test_train_step_backs_off_exactly():
-  rule = fs.DynamicLossScale(initial_scale=1234.5, growth_factor=7.3)
-  state = fs.TrainState.create(
-    apply_fn=None,
-    params={"w": jnp.ones(1)},
-    tx=optax.sgd(1.0),
-    wrappers=[fs.LossScale(rule)],
-  )
-  step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-  wanted = np.float32(1234.5)
-  for _ in range(3):
-    state = step(state, {"w": jnp.array([jnp.inf])})
-    wanted = wanted / np.float32(7.3)
-    assert np.asarray(state.wrapper_states["loss_scale"].scale) == wanted

@@ -129,42 +129,6 @@ def test_clip_by_global_norm_clips_unscaled_gradients():
   np.testing.assert_allclose(state.params["w"], [-9.0, -12.0], rtol=1e-6)
 
 
-def test_multi_steps_does_not_accumulate_a_skipped_micro_step():
-  state = fs.TrainState.create(
-    apply_fn=None,
-    params={"w": jnp.zeros(1)},
-    tx=optax.MultiSteps(optax.sgd(1.0), every_k_schedule=2),
-    wrappers=[fs.LossScale("dynamic")],
-  )
-  step = jax.jit(lambda s, g: s.apply_gradients(grads={"w": g}))
-  seen = []
-  for g in (1.0, np.inf, 3.0, np.nan, 8.0, 2.0):
-    state = step(state, np.array([g], np.float32))
-    seen.append(
-      (
-        float(state.params["w"][0]),
-        float(state.opt_state.acc_grads["w"][0]),
-        int(state.opt_state.mini_step),
-        int(state.opt_state.gradient_step),
-        int(state.step),
-      )
-    )
-  assert seen == [
-    (0.0, 1.0, 1, 0, 1),
-    (0.0, 1.0, 1, 0, 1),
-    (-2.0, 0.0, 0, 1, 2),
-    (-2.0, 0.0, 0, 1, 2),
-    (-2.0, 8.0, 1, 1, 3),
-    (-7.0, 0.0, 0, 2, 4),
-  ]
-
-
-def test_frozen_parameters_do_not_change():
-  state, _ = train(create(OPTIMIZERS["frozen"]()), batches())
-  assert float(state.params["b"]) == 0.125
-  assert (np.asarray(state.params["w"]) != [0.5, -0.25]).all()
-
-
 def test_gradients_of_frozen_parameters_are_checked():
   # A NaN in a frozen branch comes from an overflow of the whole as well.
   state = create(OPTIMIZERS["frozen"]())
@@ -172,70 +136,6 @@ def test_gradients_of_frozen_parameters_are_checked():
   skipped = state.apply_gradients(grads=grads)
   assert int(skipped.step) == 0
   np.testing.assert_array_equal(skipped.params["w"], [0.5, -0.25])
-
-
-def test_schedule_counts_applied_updates():
-  boundaries = optax.piecewise_constant_schedule(1.0, {2: 0.125})
-  state = fs.TrainState.create(
-    apply_fn=None,
-    params={"w": jnp.zeros(1)},
-    tx=optax.sgd(boundaries),
-    wrappers=[fs.LossScale("dynamic")],
-  )
-  step = jax.jit(lambda s, g: s.apply_gradients(grads={"w": g}))
-  seen = []
-  for g in (1.0, np.inf, np.nan, 1.0, 1.0):
-    state = step(state, np.array([g], np.float32))
-    seen.append(float(state.params["w"][0]))
-  # The third update, not the third step, is the first at the lower rate.
-  assert seen == [-1.0, -1.0, -1.0, -2.0, -2.125]
-  assert int(optax.tree.get(state.opt_state, "count")) == 3
-
-
-def test_jax_checkpoint_of_the_loss():
-  def rematerialized(params, x, y):
-    return jax.checkpoint(loss_fn)(params, x, y)
-
-  state = create(optax.sgd(0.1))
-  batch = (X, Y)
-  loss, grads = jax.jit(lambda s, b: s.value_and_grad(loss_fn, *b))(
-    state, batch
-  )
-  loss2, grads2 = jax.jit(lambda s, b: s.value_and_grad(rematerialized, *b))(
-    state, batch
-  )
-  # By hand: residuals X @ w + b - Y.
-  residuals = X @ np.array([0.5, -0.25]) + 0.125 - Y
-  np.testing.assert_allclose(loss, (residuals**2).mean(), rtol=1e-6)
-  np.testing.assert_allclose(grads["w"], 2 * residuals @ X / 4, rtol=1e-5)
-  np.testing.assert_allclose(grads["b"], 2 * residuals.mean(), rtol=1e-5)
-  assert_close((loss2, grads2), (loss, grads))
-
-
-def test_jax_checkpoint_of_the_scaled_loss():
-  state = create(optax.sgd(0.1))
-
-  @jax.jit
-  def by_hand(state, x, y):
-    scaled = lambda p: state.scale_loss(jax.checkpoint(loss_fn)(p, x, y))
-    return state.unscale_gradients(jax.grad(scaled)(state.params))
-
-  assert_close(by_hand(state, X, Y), jax.grad(loss_fn)(state.params, X, Y))
-
-
-def test_scan_over_steps_equals_a_loop():
-  data = batches()
-  state = create(OPTIMIZERS["multi_steps"]())
-  looped, losses = train(state, data)
-  scanned, scanned_losses = jax.jit(
-    lambda state, data: jax.lax.scan(train_step, state, data)
-  )(state, data)
-  assert_close(scanned, looped)
-  np.testing.assert_allclose(scanned_losses, losses, rtol=1e-6)
-  assert int(scanned.step) == 5
-  got = scanned.wrapper_states["loss_scale"]
-  assert (float(got.scale), int(got.good_steps)) == (2.0**9, 3)
-  assert int(got.skipped_steps) == 1
 
 
 def test_donation_in_applied_and_skipped_steps():
@@ -249,16 +149,6 @@ def test_donation_in_applied_and_skipped_steps():
   np.testing.assert_array_equal(donated_losses, losses)
   # It was a donation: the first state is gone, skipped leaves included.
   assert all(x.is_deleted() for x in jax.tree.leaves(first))
-
-
-def test_donation_when_the_first_step_is_skipped():
-  data = batches(n=3, bad=0)
-  tx = optax.adam(0.1)
-  donating = jax.jit(train_step, donate_argnums=0)
-  donated, _ = train(create(tx), data, donating)
-  wanted = reference(tx, data, bad=0)
-  assert_close(donated.params, wanted.params)
-  assert int(donated.step) == 2
 
 
 def test_members_of_a_vmapped_ensemble_skip_separately():

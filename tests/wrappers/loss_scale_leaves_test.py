@@ -1,4 +1,4 @@
-"""LossScale with parameters that have no gradient, float8 and statistics."""
+"""LossScale with parameters that have no gradient, and statistics."""
 
 import jax
 import jax.numpy as jnp
@@ -144,53 +144,6 @@ def test_integer_parameters_with_transformations_over_all_leaves(name, scale):
     np.testing.assert_allclose(state.params["w"], alone["w"], atol=1e-6)
   assert (np.asarray(state.params["w"]) < 2).all()
   assert int(state.step) == 4
-
-
-@pytest.mark.parametrize(
-  ("dtype", "scale"),
-  [
-    (jnp.float8_e4m3fn, 64.0),
-    (jnp.float8_e5m2, fs.DynamicLossScale(64.0, growth_interval=9)),
-  ],
-)
-def test_float8_parameters_are_updated_in_float32(dtype, scale):
-  # The scaled gradient of a float8 parameter is float8.
-  params = {"w": jnp.array([1.0, -2.0], dtype), "v": jnp.ones(2)}
-  state = create(params, optax.sgd(0.5), scale)
-
-  def loss_fn(p):
-    return (p["w"].astype(jnp.float32) * p["v"] * 0.5).sum()
-
-  loss, grads = jax.jit(lambda s: s.value_and_grad(loss_fn))(state)
-  assert float(loss) == -0.5
-  assert grads["w"].dtype == grads["v"].dtype == jnp.float32
-  np.testing.assert_array_equal(grads["w"], [0.5, 0.5])
-  np.testing.assert_array_equal(grads["v"], [0.5, -1.0])
-  new = apply_step(state, grads)
-  assert new.params["w"].dtype == dtype
-  assert new.params["v"].dtype == jnp.float32
-  # Rounded to float8 after the update: e5m2 has no -2.25.
-  wanted = jnp.array([0.75, -2.25]).astype(dtype)
-  np.testing.assert_array_equal(
-    new.params["w"].astype(float), wanted.astype(float)
-  )
-  np.testing.assert_array_equal(new.params["v"], [0.75, 1.5])
-  assert int(new.step) == 1
-  assert jax.tree.structure(apply_step(new, grads)) == jax.tree.structure(new)
-
-
-def test_float8_beside_an_integer_parameter():
-  params = {"w": jnp.array([1.0, -2.0], jnp.float8_e4m3fn), "n": jnp.arange(2)}
-  state = create(params, optax.adam(0.5), 64.0)
-  loss_fn = lambda p: (p["w"].astype(jnp.float32) * 0.5).sum()
-  new, loss = jax.jit(lambda s: s.minimize(loss_fn))(state)
-  assert float(loss) == -0.5
-  assert new.params["w"].dtype == jnp.float8_e4m3fn
-  np.testing.assert_array_equal(new.params["w"].astype(float), [0.5, -2.5])
-  np.testing.assert_array_equal(new.params["n"], [0, 1])
-  assert jax.tree.map(lambda x: x.dtype, new.opt_state) == jax.tree.map(
-    lambda x: x.dtype, state.opt_state
-  )
 
 
 def owg_optimizers():

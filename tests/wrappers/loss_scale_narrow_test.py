@@ -11,9 +11,8 @@ import optax
 import pytest
 
 import flaxshard as fs
-from flaxshard.wrappers.loss_scale_narrow import NarrowGradients
+from flaxshard.wrappers import loss_scale
 
-P = jax.sharding.PartitionSpec
 # No power of two: a division by it rounds.
 RULE = fs.DynamicLossScale(initial_scale=123.4, growth_factor=7.3)
 
@@ -100,7 +99,7 @@ def widen(monkeypatch):
   monkeypatch.setattr(
     fs.LossScale, "takes_narrow_gradients", lambda self, state: False
   )
-  monkeypatch.setattr(NarrowGradients, "recall", lambda *args: None)
+  monkeypatch.setattr(loss_scale, "_scaled_in_16_bits", lambda *args: None)
 
 
 def assert_same_when_wide(monkeypatch, state, step, batches, jit=jax.jit):
@@ -147,15 +146,6 @@ def test_steps_equal_those_with_float32_gradients(monkeypatch, step, dtype):
   assert_same_when_wide(monkeypatch, create(dtype), step, batches())
 
 
-def test_steps_in_the_global_view_equal_those_with_float32_gradients(
-  monkeypatch,
-):
-  strategy = fs.Strategy()
-  state = create("bfloat16", strategy=strategy)
-  split = batches(strategy.shard_batch)
-  assert_same_when_wide(monkeypatch, state, train_step, split)
-
-
 @pytest.mark.slow
 def test_steps_in_run_equal_those_with_float32_gradients(monkeypatch):
   # Gradients that are summed over the replicas are float32; AGN sums none.
@@ -177,31 +167,6 @@ def test_gradients_enter_the_branch_in_16_bits(step, dtype):
   ]
 
 
-def test_eager_loss_may_branch_on_an_argument():
-  state, x = create_two(), jnp.ones(2)
-
-  def grad_of(a):
-    params = {**state.params, "a": a}
-    # Under vmap the parameters are tracers, and `x` is not.
-    loss_fn = lambda p: p["a"].sum() if jnp.sum(x) > 0 else p["b"].sum()
-    return state.replace(params=params).value_and_grad(loss_fn)[1]["a"]
-
-  grads = jax.vmap(grad_of)(jnp.zeros((2, 4)))
-  np.testing.assert_allclose(grads, np.ones((2, 4)), rtol=1e-6)
-
-
-def test_eager_loss_of_an_auto_scale_may_branch_on_an_argument():
-  state = fs.TrainState.create(
-    apply_fn=None,
-    params={"w": jnp.ones(())},
-    tx=optax.sgd(0.5),
-    wrappers=[fs.LossScale("auto")],
-  )
-  loss_fn = lambda p, x: p["w"] * x if jnp.abs(x) > 0 else p["w"]
-  state, _ = state.minimize(loss_fn, jnp.ones(()))
-  assert float(state.params["w"]) == 0.5
-
-
 def test_gradients_that_were_clipped_enter_the_branch_in_float32():
   assert gradients_in_branch(clipped, create("float16")) == ["float32"] * 3
 
@@ -218,17 +183,6 @@ def test_another_wrapper_that_unscales_gets_float32_gradients():
 
   state = create("float16", Halve(), fs.LossScale(RULE))
   assert gradients_in_branch(train_step, state) == ["float32"] * 3
-
-
-def test_gradients_of_another_scale_are_not_taken_from_the_record():
-  narrow, scale, other = NarrowGradients(), jnp.ones(()), jnp.ones(())
-  scaled, unscaled = jnp.ones(2, jnp.float16), jnp.ones(2)
-  narrow.remember(unscaled, scaled, scale)
-  assert narrow.recall(unscaled, scale) is scaled
-  assert narrow.recall(unscaled, other) is None
-  assert narrow.recall(scaled, scale) is None
-  del scaled
-  assert narrow.recall(unscaled, scale) is None
 
 
 def test_overflow_in_one_leaf_skips_the_step(monkeypatch):

@@ -20,7 +20,3 @@ __all__ = [
   "read",
   "resolve_mode",
 ]
-
-
-def __dir__() -> list[str]:
-  return sorted(__all__)

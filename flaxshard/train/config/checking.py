@@ -8,13 +8,19 @@ from typing import Any
 import ml_collections
 from ml_collections import config_dict
 
+from flaxshard import models
 from flaxshard import tasks
 from flaxshard import wrappers
 from flaxshard.core import checks
+from flaxshard.core import optimizer
+from flaxshard.core import registry
+from flaxshard.data import sources
 from flaxshard.train import fine_tuning
 from flaxshard.train.config import definition
 from flaxshard.train.config.definition import Field
 from flaxshard.wrappers import accumulate
+from flaxshard.wrappers import base
+from flaxshard.wrappers import stack
 
 
 def defaults() -> ml_collections.ConfigDict:
@@ -42,6 +48,9 @@ def defaults() -> ml_collections.ConfigDict:
 
 def check(config: Any) -> ml_collections.ConfigDict:
   """Checks a config and fills in the defaults.
+
+  What a name such as `"my_package.my_module:my_model"` stands for is not
+  imported: the run checks that.
 
   Args:
     config: A `ConfigDict` or a dict, with some or all of the fields.
@@ -78,15 +87,12 @@ def check(config: Any) -> ml_collections.ConfigDict:
   _check_names("config", definition.FIELDS, given)
   _check_model_and_data(given)
   checked = _check_fields("config", definition.FIELDS, given)
+  _check_builtin_names(checked)
   _check_mesh(checked["mesh"])
   _check_kept_checkpoints(checked)
   _check_early_stopping(checked["early_stopping"])
   fine_tuning.check(checked)
-  accumulate.add_accumulation(
-    wrappers.from_config(checked["wrappers"]),
-    checked["accumulate_steps"],
-    per_replica=checked["mesh"]["per_replica"],
-  )
+  _check_wrappers(checked)
   # Locked, not frozen: a FrozenConfigDict cannot hold the dicts in `wrappers`.
   return ml_collections.ConfigDict(checked).lock()
 
@@ -203,6 +209,27 @@ def _check_model_and_data(config: Mapping[str, Any]) -> None:
         )
 
 
+def _check_builtin_names(config: Mapping[str, Any]) -> None:
+  """Raises if a name is none of flaxshard's, or the optimizer is wrong."""
+  task = config["task"]
+  name = task if isinstance(task, str) else task["name"]
+  known: dict[str, tuple[Any, Mapping[str, Any]]] = {
+    "data": (config["data"].get("name"), sources.FACTORIES),
+    "schedule": (config["schedule"]["name"], optimizer.SCHEDULES),
+    "optimizer": (config["optimizer"]["name"], optimizer.OPTIMIZERS),
+  }
+  if not name.startswith("<"):  # that of an object, see `tasks.load.record`
+    known["task"] = (name, tasks.BUILTIN)
+  if name in tasks.BUILTIN:  # others may create their own
+    known["model"] = (config["model"]["name"], models.MODELS)
+  for field, (name, builtin) in known.items():
+    # Code of the user is not imported.
+    if name is not None and ":" not in name:
+      registry.lookup(f"config.{field}.name", name, builtin)
+  if all(":" not in known[field][0] for field in ("optimizer", "schedule")):
+    optimizer.create(config)
+
+
 def _check_mesh(mesh: Mapping[str, Any]) -> None:
   if mesh["axes"] and mesh["logical_devices"] != 1:
     raise ValueError(
@@ -263,4 +290,22 @@ def _check_early_stopping(rule: Mapping[str, Any]) -> None:
       f"config.early_stopping.mode='auto' is not known for the metric "
       f"{rule['metric']!r}: it must be 'min' if smaller values are better, or "
       "'max'."
+    )
+
+
+def _check_wrappers(config: Mapping[str, Any]) -> None:
+  """Raises if wrappers do not fit each other, or the mesh."""
+  given = wrappers.from_config(config["wrappers"])
+  per_replica = config["mesh"]["per_replica"]
+  accumulate.add_accumulation(
+    given, config["accumulate_steps"], per_replica=per_replica
+  )
+  if per_replica or config["mesh"]["replica"] == 1:
+    return
+  names = [base.name_of(w) for w in given if stack.reduces_gradients((w,))]
+  if names:
+    raise ValueError(
+      f"config.wrappers: {', '.join(names)} reduces the gradients of the "
+      "replicas, which config.mesh.per_replica=False does not keep apart; set "
+      "config.mesh.per_replica=True, or config.mesh.replica=1."
     )

@@ -55,7 +55,7 @@ class Field:
 MESH = (
   Field(
     "replica",
-    kinds.replicas(),
+    kinds.REPLICAS,
     -1,
     "Number of replicas, which share a batch; -1 uses as many as fit the "
     "devices.",
@@ -63,28 +63,28 @@ MESH = (
   Field("logical_devices", kinds.integer(1), 1, "Devices of each replica."),
   Field(
     "axes",
-    kinds.axes(),
+    kinds.AXES,
     (),
     'Named logical axes, such as `(("model", 2),)`, instead of a number of '
     "logical devices.",
   ),
   Field(
     "rules",
-    kinds.partitioning_rules(),
+    kinds.RULES,
     (),
     'How parameters are split: `("fsdp",)`, `(("kernel$", (None, "model")),)`; '
     "see `flaxshard.partitioning.rules.from_config`.",
   ),
   Field(
     "split",
-    kinds.split(),
+    kinds.SPLIT,
     {},
     "Pieces that an array of the batch is split into over the logical devices, "
     'by key, one number for each dimension: `{"inputs": (1, 2, 4, 1)}`.',
   ),
   Field(
     "per_replica",
-    kinds.boolean(),
+    kinds.BOOLEAN,
     False,
     "Runs the step once per replica, as `Strategy.run` does.",
   ),
@@ -102,7 +102,7 @@ MESH = (
 EARLY_STOPPING = (
   Field(
     "metric",
-    kinds.evaluation_metric(),
+    kinds.EVALUATION_METRIC,
     "none",
     'A metric of the evaluation, such as `"eval_loss"`; `"none"` turns early '
     "stopping off.",
@@ -123,7 +123,7 @@ EARLY_STOPPING = (
   ),
   Field(
     "min_delta",
-    kinds.not_negative(),
+    kinds.NOT_NEGATIVE,
     0.0,
     "An evaluation improves if it is better than the best one by more than "
     "this.",
@@ -133,7 +133,7 @@ EARLY_STOPPING = (
 INIT_FROM = (
   Field(
     "path",
-    kinds.text(),
+    kinds.TEXT,
     "",
     "A workdir, a checkpoint of Orbax or Flax, or a safetensors file, on a "
     "file system or in a bucket; empty initializes the model by itself.",
@@ -146,13 +146,13 @@ INIT_FROM = (
   ),
   Field(
     "item",
-    kinds.text(),
+    kinds.TEXT,
     "",
     "Name of the item of an Orbax checkpoint; empty looks for the train state.",
   ),
   Field(
     "subtree",
-    kinds.text(),
+    kinds.TEXT,
     "",
     'Path of the part of the file to read, such as `"params/encoder"`.',
   ),
@@ -191,7 +191,7 @@ INIT_FROM = (
   ),
   Field(
     "cast",
-    kinds.boolean(),
+    kinds.BOOLEAN,
     False,
     "Whether to round arrays to dtypes that cannot hold all their values.",
   ),
@@ -206,7 +206,7 @@ LORA = (
   ),
   Field(
     "alpha",
-    kinds.positive(),
+    kinds.POSITIVE,
     16.0,
     "The product of the factors is multiplied by `alpha / rank`.",
   ),
@@ -244,7 +244,7 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
   "Task, model and data": (
     Field(
       "task",
-      kinds.task(),
+      kinds.TASK,
       "classification",
       'The loss, the metrics and the evaluation: `"classification"`, '
       '`"language_modeling"` or `"package.module:Class"`; with arguments '
@@ -252,14 +252,14 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
     ),
     Field(
       "model",
-      kinds.model(),
+      kinds.MODEL,
       {},
       "The model and its arguments; see `flaxshard.models.create`. A task that "
       "creates its own model gets them, and needs no name.",
     ),
     Field(
       "data",
-      kinds.optional_named(),
+      kinds.OPTIONAL_NAMED,
       {},
       "The data and its arguments; see `flaxshard.data.load`. Only a task "
       "that loads its own data needs none.",
@@ -286,13 +286,13 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
   "Optimization": (
     Field(
       "learning_rate",
-      kinds.positive(),
+      kinds.POSITIVE,
       REQUIRED,
       "Peak of the learning-rate schedule.",
     ),
     Field(
       "schedule",
-      kinds.named(),
+      kinds.NAMED,
       {"name": "constant"},
       'The learning rate over the steps: `"constant"`, `"cosine"` (with '
       '`warmup_steps`) or `"package.module:function"`; see '
@@ -300,7 +300,7 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
     ),
     Field(
       "optimizer",
-      kinds.named(),
+      kinds.NAMED,
       {"name": "adamw"},
       'An optax optimizer and its arguments, or `"package.module:function"`; '
       "`clip_by_global_norm` is the largest norm of all gradients together. "
@@ -318,14 +318,14 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
     ),
     Field(
       "freeze",
-      kinds.patterns(),
+      kinds.PATTERNS,
       (),
       "Regular expressions, searched in paths such as `encoder/layer0/kernel`: "
       "these parameters are not trained; see `flaxshard.freeze`.",
     ),
     Field(
       "learning_rates",
-      kinds.learning_rates(),
+      kinds.LEARNING_RATES,
       (),
       'Factors of the learning rate by pattern: `(("^head/", 10.0),)`. The '
       "first pattern that is found in the path of a parameter counts; see "
@@ -334,7 +334,7 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
     ),
     Field(
       "sparse",
-      kinds.patterns(),
+      kinds.PATTERNS,
       (),
       "Regular expressions, searched in paths such as `embed/embedding`: "
       "gradients and updates of these tables have the rows that a step used; "
@@ -355,7 +355,7 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
     ),
     Field(
       "wrappers",
-      kinds.wrappers(),
+      kinds.WRAPPERS,
       (),
       'Wrappers of the optimizer, outermost first: `(("loss_scale", {"scale": '
       '"dynamic"}),)`; see `flaxshard.wrappers.from_config`.',
@@ -396,13 +396,13 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
     ),
     Field(
       "writer",
-      kinds.one_of("tensorboard", "clu", "none"),
+      kinds.one_of("tensorboard", "none"),
       "tensorboard",
-      'Event writer; `"clu"` needs TensorFlow.',
+      "Event writer.",
     ),
     Field(
       "profile_steps",
-      kinds.steps_range(),
+      kinds.STEPS_RANGE,
       (),
       "`(first, last)` step to trace into `workdir/profile`.",
     ),
@@ -416,7 +416,7 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
     ),
     Field(
       "checkpoint_every_minutes",
-      kinds.not_negative(),
+      kinds.NOT_NEGATIVE,
       0,
       "Also saves with a row of metrics when the last save is at least this "
       "many minutes old; 0 turns it off.",
@@ -435,7 +435,7 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
     ),
     Field(
       "best_metric",
-      kinds.string(),
+      kinds.STRING,
       "none",
       "Also keeps the checkpoints that are best by this metric of the "
       'evaluation, such as `"eval_loss"`; `"none"` keeps none of them.',
@@ -462,7 +462,7 @@ SECTIONS: dict[str, tuple[Field, ...]] = {
     ),
     Field(
       "hooks",
-      kinds.hooks(),
+      kinds.HOOKS,
       (),
       "Functions to call after each row of metrics with `(step, state, "
       'metrics)`: `"package.module:name"`, or a dict with a `"name"` and '

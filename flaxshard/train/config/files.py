@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import pathlib
 import sys
-import traceback
 import types
 
 import ml_collections
@@ -17,9 +16,6 @@ from flaxshard.core import checks
 from flaxshard.train.config import checking
 
 _PACKAGE = pathlib.Path(__file__).parents[2]
-
-# Longest message of an error in a file that is repeated as a whole.
-_MAX_MESSAGE = 300
 
 
 class ConfigFileError(ValueError):
@@ -32,10 +28,10 @@ def read(name: str) -> ml_collections.ConfigDict:
   The code of the file runs, with the permissions of the program.
 
   Args:
-    name: One of `names()`, the path of a Python file with a function
-      `get_config()`, or the name of a module with that function,
-      `"package.module"`. What follows a colon is an argument of the function:
-      `"my_config.py:large"` calls `get_config("large")`.
+    name: One of `names()`, which is never taken for a path, the path of a
+      Python file with a function `get_config()`, or the name of a module with
+      that function, `"package.module"`. What follows a colon is an argument of
+      the function: `"my_config.py:large"` calls `get_config("large")`.
 
   Returns:
     The config that `get_config()` returns, unlocked, with every field. It is
@@ -43,7 +39,7 @@ def read(name: str) -> ml_collections.ConfigDict:
 
   Raises:
     ConfigFileError: There is no such config, or the file fails. The error that
-      the file raised is the cause.
+      the file raised is the cause, and has the line.
 
   Example:
     >>> config = read("digits")
@@ -61,7 +57,7 @@ def read(name: str) -> ml_collections.ConfigDict:
   try:
     config = get_config(*arguments)
   except Exception as error:
-    raise ConfigFileError(_summarize(error, place, module.__file__)) from error
+    raise _failure(place, error) from error
   if not isinstance(config, (Mapping, ml_collections.ConfigDict)):
     raise ConfigFileError(
       f"{place}: get_config() returns {config!r}; it must return the config, "
@@ -70,7 +66,7 @@ def read(name: str) -> ml_collections.ConfigDict:
   try:
     return checking.add_defaults(config)
   except ValueError as error:
-    raise ConfigFileError(f"{place}: {error}") from error
+    raise ConfigFileError(f"{place}: {error}") from None
 
 
 def names() -> dict[str, str]:
@@ -103,11 +99,12 @@ def _load(place: str) -> types.ModuleType:
   """Returns the module of a config."""
   path = pathlib.Path(place).expanduser()
   is_path = path.suffix == ".py" or len(path.parts) > 1
-  if is_path or path.exists():
+  # A name comes first: a folder "digits" may be the workdir of an earlier run.
+  if not is_path and place in (paths := _paths()):
+    path = paths[place]
+  elif is_path or path.exists():
     if not path.is_file():
       raise ConfigFileError(f"{_no_such_file(path)}{_near(path)}")
-  elif place in (paths := _paths()):
-    path = paths[place]
   elif "." in place:
     return _import(place)
   else:
@@ -125,7 +122,7 @@ def _load(place: str) -> types.ModuleType:
   try:
     spec.loader.exec_module(module)
   except Exception as error:
-    raise ConfigFileError(_summarize(error, place, str(path))) from error
+    raise _failure(place, error) from error
   return module
 
 
@@ -133,9 +130,7 @@ def _import(name: str) -> types.ModuleType:
   try:
     return importlib.import_module(name)
   except Exception as error:
-    raise ConfigFileError(
-      f"the module {_summarize(error, name, None)}"
-    ) from error
+    raise _failure(f"the module {name}", error) from error
 
 
 def _no_such_file(path: pathlib.Path) -> str:
@@ -156,22 +151,5 @@ def _near(path: pathlib.Path) -> str:
   return hint or checks.did_you_mean(path.stem, known)
 
 
-def _summarize(error: Exception, place: str, file: str | None) -> str:
-  """Returns one line for an error in a config file: where, and what."""
-  line = None
-  if isinstance(error, SyntaxError) and error.filename == file:
-    line = error.lineno
-  elif file is not None:
-    lines = [
-      frame.lineno
-      for frame in traceback.extract_tb(error.__traceback__)
-      if frame.filename == file
-    ]
-    line = lines[-1] if lines else None
-  # The last entry: a SyntaxError has its source in front.
-  message = " ".join(traceback.format_exception_only(error)[-1].split())
-  if len(message) > _MAX_MESSAGE:
-    # Suggestions stand at the end.
-    half = _MAX_MESSAGE // 2
-    message = f"{message[:half]} ... {message[-half:]}"
-  return f"{place}{f', line {line}' if line else ''}: {message}"
+def _failure(place: str, error: Exception) -> ConfigFileError:
+  return ConfigFileError(f"{place}: {type(error).__name__}: {error}")

@@ -38,111 +38,10 @@ def integer(minimum: int) -> Kind:
   return Kind(int, f"integer, at least {minimum}", check)
 
 
-def positive() -> Kind:
-  """Returns the kind of numbers above 0."""
-  # Below float32's largest number, 3.4e38: schedules compute in float32.
-  check = functools.partial(checks.number, above=0, below=1e38)
-  return Kind(float, "number above 0", check)
-
-
-def not_negative() -> Kind:
-  """Returns the kind of numbers of at least 0."""
-  check = functools.partial(checks.number, minimum=0, below=1e38)
-  return Kind(float, "number, at least 0", check)
-
-
-def boolean() -> Kind:
-  """Returns the kind of booleans."""
-  return Kind(bool, "True or False", checks.boolean)
-
-
 def one_of(*allowed: str) -> Kind:
   """Returns the kind of a few strings."""
   check = functools.partial(checks.one_of, allowed=allowed)
   return Kind(str, " or ".join(f'"{a}"' for a in allowed), check)
-
-
-def named() -> Kind:
-  """Returns the kind of names, and of dicts with a name and arguments.
-
-  A name stands for the dict without arguments.
-  """
-  allowed = 'name, or {"name": ..., **arguments}'
-  return Kind(dict, allowed, _check_named)
-
-
-def optional_named() -> Kind:
-  """Returns the kind of `named`, or of `{}`."""
-
-  def check(field: str, value: Any) -> Any:
-    # None: not set in `defaults`.
-    return {} if value in ({}, None) else _check_named(field, value)
-
-  return Kind(dict, 'name, or {"name": ..., **arguments}', check)
-
-
-def model() -> Kind:
-  """Returns the kind of `config.model`: a task's own model needs no name."""
-
-  def check(field: str, value: Any) -> Any:
-    if value is None:  # not set in `defaults`
-      return {}
-    if isinstance(value, dict) and "name" not in value:
-      return value
-    return _check_named(field, value)
-
-  return Kind(dict, 'name, or {"name": ..., **arguments}', check)
-
-
-def task() -> Kind:
-  """Returns the kind of `config.task`."""
-
-  def check(field: str, value: Any) -> Any:
-    if isinstance(value, str) and value:
-      return value
-    return _check_named(field, value)
-
-  return Kind(dict, 'name, or {"name": ..., **arguments}', check)
-
-
-def string() -> Kind:
-  """Returns the kind of strings that are not empty."""
-  return Kind(str, "string", checks.string)
-
-
-def wrappers() -> Kind:
-  """Returns the kind of `config.wrappers`."""
-  return Kind(tuple, "names, or (name, {**arguments}) pairs", _check_wrappers)
-
-
-def steps_range() -> Kind:
-  """Returns the kind of `()` and `(first step, last step)`."""
-  return Kind(tuple, "() or (first step, last step)", _check_steps_range)
-
-
-def replicas() -> Kind:
-  """Returns the kind of `config.mesh.replica`."""
-  return Kind(int, "-1, or integer of at least 1", _check_replicas)
-
-
-def axes() -> Kind:
-  """Returns the kind of `config.mesh.axes`."""
-  return Kind(tuple, "(name, size) pairs", _check_axes)
-
-
-def partitioning_rules() -> Kind:
-  """Returns the kind of `config.mesh.rules`."""
-  return Kind(tuple, "rules", _check_rules)
-
-
-def split() -> Kind:
-  """Returns the kind of `config.mesh.split`."""
-  return Kind(dict, "{key: (pieces, ...)}", _check_split)
-
-
-def text() -> Kind:
-  """Returns the kind of strings, the empty one included."""
-  return Kind(str, "string", _check_text)
 
 
 def sequence(allowed: str) -> Kind:
@@ -154,27 +53,6 @@ def fields(*names: str) -> Kind:
   """Returns the kind of a dict with some of these fields."""
   check = functools.partial(_check_dict, names=names)
   return Kind(dict, "dict of the fields below", check)
-
-
-def evaluation_metric() -> Kind:
-  """Returns the kind of names of metrics of an evaluation, and "none"."""
-  return Kind(str, '"none" or "eval_..."', _check_evaluation_metric)
-
-
-def patterns() -> Kind:
-  """Returns the kind of regular expressions for paths of parameters."""
-  return Kind(tuple, "regular expressions", patterns_lib.check)
-
-
-def learning_rates() -> Kind:
-  """Returns the kind of `config.learning_rates`."""
-  check = parameter_groups.check_factors
-  return Kind(tuple, "(pattern, factor above 0) pairs", check)
-
-
-def hooks() -> Kind:
-  """Returns the kind of `config.hooks`."""
-  return Kind(tuple, 'names or {"name": ..., **arguments}', _check_hooks)
 
 
 def _is_int(value: Any) -> bool:
@@ -315,3 +193,54 @@ def _check_rules(field: str, value: Any) -> Any:
     # Every invalid field is a ValueError.
     raise ValueError(str(e)) from e
   return value
+
+
+def _check_optional_named(field: str, value: Any) -> Any:
+  # None: not set in `defaults`.
+  return {} if value in ({}, None) else _check_named(field, value)
+
+
+def _check_model(field: str, value: Any) -> Any:
+  if value is None:  # not set in `defaults`
+    return {}
+  if isinstance(value, dict) and "name" not in value:
+    return value  # a task's own model needs no name
+  return _check_named(field, value)
+
+
+def _check_task(field: str, value: Any) -> Any:
+  if isinstance(value, str) and value:
+    return value
+  return _check_named(field, value)
+
+
+# Below float32's largest number, 3.4e38: schedules compute in float32.
+POSITIVE = Kind(
+  float, "number above 0", functools.partial(checks.number, above=0, below=1e38)
+)
+NOT_NEGATIVE = Kind(
+  float,
+  "number, at least 0",
+  functools.partial(checks.number, minimum=0, below=1e38),
+)
+BOOLEAN = Kind(bool, "True or False", checks.boolean)
+STRING = Kind(str, "string", checks.string)
+TEXT = Kind(str, "string", _check_text)  # the empty one included
+# A name stands for the dict without arguments.
+_NAMED = 'name, or {"name": ..., **arguments}'
+NAMED = Kind(dict, _NAMED, _check_named)
+OPTIONAL_NAMED = Kind(dict, _NAMED, _check_optional_named)
+MODEL = Kind(dict, _NAMED, _check_model)
+TASK = Kind(dict, _NAMED, _check_task)
+WRAPPERS = Kind(tuple, "names, or (name, {**arguments}) pairs", _check_wrappers)
+STEPS_RANGE = Kind(tuple, "() or (first step, last step)", _check_steps_range)
+REPLICAS = Kind(int, "-1, or integer of at least 1", _check_replicas)
+AXES = Kind(tuple, "(name, size) pairs", _check_axes)
+RULES = Kind(tuple, "rules", _check_rules)
+SPLIT = Kind(dict, "{key: (pieces, ...)}", _check_split)
+EVALUATION_METRIC = Kind(str, '"none" or "eval_..."', _check_evaluation_metric)
+PATTERNS = Kind(tuple, "regular expressions", patterns_lib.check)
+LEARNING_RATES = Kind(
+  tuple, "(pattern, factor above 0) pairs", parameter_groups.check_factors
+)
+HOOKS = Kind(tuple, 'names or {"name": ..., **arguments}', _check_hooks)

@@ -8,9 +8,8 @@ keys, and a field may have several types: `--config.optimizer=lion`.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 import difflib
-import numbers
 import re
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ from flaxshard.train.config.definition import Field
 
 _FLAG = re.compile(r"--?config\.([^=]+)(?:=(.*))?", re.DOTALL)
 _NEGATED_FLAG = re.compile(r"--?noconfig\.([^=]+)")
-_INDEXED = re.compile(r"([^\[\]]+)\[(\d+)\]")
 
 
 class Override(NamedTuple):
@@ -31,7 +29,7 @@ class Override(NamedTuple):
 
   Attributes:
     flag: The flag without its value, for errors.
-    path: The field, such as `"mesh.replica"` or `"model.features[0]"`.
+    path: The field, such as `"mesh.replica"`.
     text: The value as it was written.
   """
 
@@ -125,20 +123,18 @@ def _set(
     parts: The rest of the path of the field.
     override: The field and its value.
   """
-  name, index = _split_index(parts[0])
+  name = parts[0]
   place = f"{where}.{name}"
   field = None if fields is None else _find_field(override, fields, where, name)
   current = holder.get(name)
   if len(parts) == 1:
-    if index is not None:
-      holder[name] = _replace_item(override, place, current, index)
-    elif field is None:
+    if field is None:
       holder[name] = _parse_like(override, current)
     else:
       value = _parse(field.kind.type, override.text)
       holder[name] = field.kind.check(place, value)
     return
-  if index is not None or (
+  if (
     current is not None and not registry.is_dict(current)
     if field is None
     else field.kind.type is not dict
@@ -174,24 +170,6 @@ def _find_field(
   )
 
 
-def _split_index(part: str) -> tuple[str, int | None]:
-  match = _INDEXED.fullmatch(part)
-  return (match[1], int(match[2])) if match else (part, None)
-
-
-def _replace_item(
-  override: Override, place: str, current: Any, index: int
-) -> Any:
-  """Returns a sequence with one item replaced."""
-  if not isinstance(current, (list, tuple)) or index >= len(current):
-    raise ValueError(
-      f"{override.flag}: {place} is {current!r}, which has no item {index}."
-    )
-  items = list(current)
-  items[index] = _parse_like(override, items[index])
-  return type(current)(items)
-
-
 def _parse(kind: type, text: str) -> Any:
   """Returns the value of a text, or the text if it is no value of its kind."""
   if kind is str:
@@ -208,37 +186,17 @@ def _parse(kind: type, text: str) -> Any:
 
 
 def _parse_like(override: Override, current: Any) -> Any:
-  """Returns the value of a key that is not defined: of the type that it has.
+  """Returns the value of a key that is not defined.
 
   Args:
     override: The key and the text of its value.
-    current: The value so far; None: any type.
+    current: The value so far: a string and a sequence keep their type.
   """
   if isinstance(current, str):
     return override.text
-  is_bool = isinstance(current, bool)
-  value = _parse(bool if is_bool else object, override.text)
-  if current is None or value is None:
-    return value
-  if isinstance(current, (list, tuple)) and not isinstance(value, str):
+  kind = bool if isinstance(current, bool) else object
+  value = _parse(kind, override.text)
+  if isinstance(current, (list, tuple)) and isinstance(value, (int, float)):
     # As config_flags does: 16 is the same as (16,).
-    is_sequence = isinstance(value, (list, tuple))
-    return type(current)(value if is_sequence else [value])
-  if is_bool:
-    kinds: Any = bool
-  elif isinstance(current, numbers.Number):
-    kinds = numbers.Number
-  else:
-    kinds = (Mapping,) if registry.is_dict(current) else type(current)
-  is_other_number = isinstance(value, bool) and not is_bool
-  if not isinstance(value, kinds) or is_other_number:
-    raise ValueError(
-      f"{override.flag}={override.text} must have the type of "
-      f"{_to_plain(current)!r}."
-    )
+    return type(current)([value])
   return value
-
-
-def _to_plain(value: Any) -> Any:
-  is_config = isinstance(value, ml_collections.ConfigDict)
-  return value.to_dict() if is_config else value

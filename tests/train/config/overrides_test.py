@@ -23,13 +23,9 @@ def override(*argv, **fields):
     (["--config.batch_size=8"], "batch_size", 8),
     (["-config.batch_size", "1_000"], "batch_size", 1000),
     (["--config.learning_rate=1e-3"], "learning_rate", 1e-3),
-    (["--config.learning_rate", "1"], "learning_rate", 1.0),
     (["--config.mesh.replica", "-1"], "mesh.replica", -1),
     (["--config.mesh.per_replica"], "mesh.per_replica", True),
     (["--noconfig.mesh.per_replica"], "mesh.per_replica", False),
-    (["--config.mesh.per_replica=true"], "mesh.per_replica", True),
-    (["--config.mesh.per_replica=0"], "mesh.per_replica", False),
-    (["--config.precision=mixed_float16"], "precision", "mixed_float16"),
     (["--config.wrappers=()"], "wrappers", ()),
     (["--config.profile_steps=(2, 3)"], "profile_steps", (2, 3)),
     (["--config.mesh.rules=fsdp"], "mesh.rules", "fsdp"),
@@ -39,11 +35,6 @@ def override(*argv, **fields):
     (["--config.optimizer.b1=0.5"], "optimizer.b1", 0.5),
     (["--config.optimizer.nesterov=true"], "optimizer.nesterov", True),
     (["--config.task=language_modeling"], "task", "language_modeling"),
-    (["--config.task={'name': 'a:B'}"], "task.name", "a:B"),
-    (["--config.task.size=3"], "task.size", 3),
-    (["--config.task.size=3"], "task.name", "classification"),
-    (["--config.model.name=cnn"], "model.name", "cnn"),
-    (["--config.model.block.size=3"], "model.block.size", 3),
     # The last one counts, as with other flags.
     (["--config.seed=1", "--config.seed=2"], "seed", 2),
   ],
@@ -73,12 +64,10 @@ def test_every_field_that_is_defined_can_be_set():
     ("features=(16, 32)", (16, 32)),
     ("features=[16, 32]", (16, 32)),
     ("features=16", (16,)),
-    ("features[1]=16", (4, 16)),
     ("dense=0.5", 0.5),
     ("dense=None", None),
     ("flag=1", True),
     ("kind=3", "3"),
-    ("inner={'a': 2}", {"a": 2}),
     ("inner.a=3", {"a": 3}),
   ],
 )
@@ -91,7 +80,7 @@ def test_keys_of_free_dicts_keep_their_type(text, value):
     "inner": {"a": 1},
   }
   config = override(f"--config.model.{text}", model=model).model.to_dict()
-  key = text.split("=")[0].split("[")[0].split(".")[0]
+  key = text.split("=")[0].split(".")[0]
   assert config[key] == value and type(config[key]) is type(value)
 
 
@@ -100,23 +89,14 @@ def test_keys_of_free_dicts_keep_their_type(text, value):
   [
     ("batch_sise=3", ("'batch_size'",)),
     ("replica=3", ("'mesh.replica'",)),
-    ("mesh.replicas=3", ("config.mesh.replicas", "'replica'")),
     ("batch_size.x=3", ("config.batch_size has no fields",)),
     ("model.dense.x=3", ("config.model.dense has no fields", "3")),
     ("batch_size=many", ("config.batch_size", "integer", "'many'")),
-    ("batch_size=2.5", ("config.batch_size", "integer", "2.5")),
-    ("batch_size=0", ("config.batch_size", "at least 1")),
-    ("batch_size", ("config.batch_size", "integer")),
     ("learning_rate=nan", ("config.learning_rate", "'nan'")),
     ("mesh.per_replica=maybe", ("config.mesh.per_replica", "'maybe'")),
-    ("writer=stdout", ("config.writer", "'tensorboard'")),
     ("model=3", ("config.model", "'name'")),
-    ("model.dense=many", ("config.model.dense=many", "3")),
-    ("model.dense=true", ("config.model.dense=true", "3")),
-    ("model.features[2]=1", ("config.model.features", "no item 2")),
+    ("wrappers[0]=ema", ("config.wrappers[0]", "'wrappers'")),
     ("wrappers=3", ("config.wrappers", "got 3")),
-    ("wrappers=('los_scale',)", ("config.wrappers", "'loss_scale'")),
-    ("mesh=3", ("config.mesh", "virtual_devices")),
   ],
 )
 def test_mistakes_name_the_field(argument, facts):

@@ -1,0 +1,103 @@
+"""The facts of a run, the same for all workers: the object `run`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+import json
+import math
+from typing import Any
+import zlib
+
+from flaxshard.center import update as update_lib
+from flaxshard.center.store import DamagedError
+from flaxshard.center.store import Objects
+from flaxshard.center.update import CenterUpdate
+from flaxshard.state.train_state import TrainState
+
+_KEY = "run"
+
+# Of `CenterUpdate.probe`: machines differ in the last bits.
+_TOLERANCE = 1e-4
+
+
+def describe(
+  update: CenterUpdate, state: TrainState, facts: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns the facts of a run as values for JSON.
+
+  Args:
+    update: The center's update.
+    state: The train state of a worker.
+    facts: Further facts, such as the config.
+  """
+  agn, store = update.agn, update.agn.transport
+  params = update_lib.by_path(state.params)
+  return {
+    # First: a field of a config says more than what follows from it.
+    **json.loads(json.dumps(facts)),
+    "AGN": {
+      "communication_period": agn.communication_period,
+      "commit": agn.commit,
+      "commit_delta": agn.commit_delta,
+      "outer_tx": agn.outer_tx is not None,
+      "transport": {
+        name: getattr(store, name)
+        # Others may change, as the number of workers may.
+        for name in ("fragments", "delay", "blend", "commit_dtype")
+      },
+    },
+    "params": {p: f"{x.dtype}{list(x.shape)}" for p, x in params.items()},
+    "parameters that do not change": {
+      path: zlib.crc32(update_lib.to_host(x).tobytes())
+      for path, x in params.items()
+      if path not in update.fragment_of
+    },
+    "change by some updates with fixed gradients": update.probe(),
+  }
+
+
+def agree(objects: Objects, own: dict[str, Any]) -> None:
+  """Writes the facts of a run, or compares them with those that are there.
+
+  Args:
+    objects: The store.
+    own: The facts of this worker.
+
+  Raises:
+    ValueError: They differ; the message has the path and both values.
+  """
+  content, generation = objects.read(_KEY)
+  if content is None:
+    if objects.write(_KEY, json.dumps(own).encode(), generation) is not None:
+      return
+  found = read(objects) or {}
+  for path, there, here in _differences("", found, own):
+    raise ValueError(
+      f"Worker: {path} is {here!r} here, and {there!r} in the run in "
+      f"{objects.url}. All workers need the same. For another run use another "
+      "directory."
+    )
+
+
+def read(objects: Objects) -> dict[str, Any] | None:
+  """Returns the facts of the run in a store; None before its first worker."""
+  content, _ = objects.read(_KEY)
+  try:
+    return None if content is None else json.loads(content)
+  except ValueError as e:
+    raise DamagedError(f"{_KEY} in {objects.url} is damaged: {e}") from e
+
+
+def _differences(
+  path: str, there: Any, here: Any
+) -> Iterator[tuple[str, Any, Any]]:
+  """Yields where values of JSON differ, and both values."""
+  if isinstance(there, dict) and isinstance(here, dict):
+    for key in {**here, **there}:
+      name = f"{path}.{key}" if path else key
+      yield from _differences(name, there.get(key), here.get(key))
+  elif isinstance(there, float) and isinstance(here, float):
+    if not math.isclose(there, here, rel_tol=_TOLERANCE, abs_tol=1e-12):
+      yield path, there, here
+  elif there != here:
+    yield path, there, here

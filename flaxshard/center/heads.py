@@ -1,0 +1,236 @@
+"""Heads: the objects that name the newest version of each fragment.
+
+A head changes by compare-and-swap only. What it names is written once, under
+unique names, and never changed. So a center, its slots and the commits in it
+always belong together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+import uuid
+
+import numpy as np
+
+from flaxshard.center import encoding
+from flaxshard.center import train_states
+from flaxshard.center import update as update_lib
+from flaxshard.center.store import DamagedError
+from flaxshard.center.store import Objects
+from flaxshard.center.store import pack
+from flaxshard.center.store import unpack
+from flaxshard.center.train_states import Center
+from flaxshard.center.update import CenterUpdate
+from flaxshard.state.train_state import TrainState
+
+S = TypeVar("S", bound=TrainState)
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+  """The newest version of a fragment.
+
+  Attributes:
+    version: The number of updates.
+    center: Key of the parameters.
+    slots: Key of the optimizer's slots, which only who merges reads.
+    change: Key of the encoded change since the last version, or "".
+    taken: By start of a worker, `worker-start`: local step and staleness of
+      its last commit in the center.
+    workers: Number of workers whose commits made this version.
+    finished: Whether this is the final center.
+    generation: The generation of the object.
+  """
+
+  version: int
+  center: str
+  slots: str
+  change: str = ""
+  taken: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+  workers: int = 0
+  finished: bool = False
+  generation: bytes = b""
+
+  @property
+  def step(self) -> int:
+    """The largest local step of a commit in the center."""
+    return max((step for step, _ in self.taken.values()), default=0)
+
+  def last_step(self, name: str) -> int:
+    """Returns the local step of the last commit of a start in the center."""
+    return self.taken.get(name, [0])[0]
+
+
+def key_of(fragment: int) -> str:
+  """Returns the key of the head of a fragment."""
+  return f"head/{fragment}"
+
+
+def version_of(key: str) -> int:
+  """Returns the version in the key of a center, of slots or of a change."""
+  return int(key.rpartition("/")[2].partition("-")[0])
+
+
+def publish(
+  objects: Objects,
+  fragment: int,
+  center: Center,
+  generation: bytes,
+  *,
+  change: dict[str, Any] | None = None,
+  taken: dict[str, list[int]] | None = None,
+  workers: int = 0,
+) -> bool:
+  """Writes a center under new names and swaps the head.
+
+  Args:
+    objects: The store.
+    fragment: The number of the fragment.
+    center: The center with its slots.
+    generation: The generation of the head that it replaces, or of none.
+    change: See `add_change`.
+    taken: See `Head`.
+    workers: See `Head`.
+
+  Returns:
+    Whether the head still had the generation. If not, nothing stays.
+  """
+  unique = f"{fragment}/{center.version}-{uuid.uuid4().hex[:8]}"
+  head = Head(
+    center.version,
+    f"center/{unique}",
+    f"slots/{unique}",
+    f"change/{unique}" if change else "",
+    taken or {},
+    workers,
+  )
+  others = {"collections": center.collections}
+  contents: dict[str, Any] = {
+    head.center: {"params": center.params, **others},
+    head.slots: {
+      "slots": center.slots,
+      "remainders": center.remainders or {},
+    },
+  }
+  if change:
+    contents[head.change] = {"params": change, **others}
+  objects.write_all({key: pack(x) for key, x in contents.items()})
+  if swap(objects, fragment, head, generation):
+    return True
+  objects.delete(contents)
+  return False
+
+
+def read(objects: Objects, fragment: int) -> tuple[Head | None, bytes]:
+  """Returns a head, None if there is none, and its generation."""
+  content, generation = objects.read(key_of(fragment))
+  if content is None:
+    return None, generation
+  try:
+    found = unpack(key_of(fragment), content)
+    return Head(**found, generation=generation), generation
+  except (DamagedError, TypeError) as e:
+    raise DamagedError(
+      f"{e} If {objects.url} is removed, the same command goes on from the "
+      "checkpoints."
+    ) from e
+
+
+def swap(objects: Objects, fragment: int, new: Head, generation: bytes) -> bool:
+  """Replaces a head; returns whether it still had the generation."""
+  content = dataclasses.asdict(new)
+  del content["generation"]
+  written = objects.write(key_of(fragment), pack(content), generation)
+  if written is not None:
+    return True
+  # A write whose answer was lost is our own: its names are unique.
+  now, _ = read(objects, fragment)
+  return now is not None and (now.center, now.finished) == (
+    new.center,
+    new.finished,
+  )
+
+
+def read_center(
+  objects: Objects,
+  fragment: int,
+  head: Head,
+  *,
+  base: tuple[int, dict[str, np.ndarray]] | None = None,
+  slots: bool = False,
+) -> tuple[Head, Center]:
+  """Returns the center that a head names, or a newer one.
+
+  Args:
+    objects: The store.
+    fragment: The number of the fragment.
+    head: Its head.
+    base: A version and its parameters: if the encoded change is one from this
+      version, it is read instead of the parameters.
+    slots: Whether to read the slots as well.
+
+  Raises:
+    DamagedError: An object is damaged or missing.
+  """
+  while True:
+    uses_change = bool(
+      head.change and base is not None and base[0] == head.version - 1
+    )
+    first = head.change if uses_change else head.center
+    contents = objects.read_all([first, *([head.slots] if slots else [])])
+    if None not in contents:
+      break
+    # Merged meanwhile, and swept.
+    newer, _ = read(objects, fragment)
+    if newer is None or newer.version == head.version:
+      raise DamagedError(f"{first} in {objects.url} is missing.")
+    head = newer
+  found = unpack(first, contents[0] or b"")
+  if uses_change and base is not None:
+    found["params"] = add_change(base[1], found["params"])
+  if slots:
+    found |= unpack(head.slots, contents[1] or b"")
+  return head, Center(version=head.version, **found)
+
+
+def final_state(url: str, state: S) -> tuple[int, S] | None:
+  """Returns the step and the state of the final center of a run that has ended.
+
+  Args:
+    url: The center.
+    state: A state of its workers.
+
+  Returns:
+    None if the run has not ended, or if the state has this center.
+  """
+  objects, update = Objects(url), CenterUpdate(state)
+  _, own = update_lib.find(state)
+  found = [read(objects, fragment)[0] for fragment in range(own.versions.size)]
+  final = [head for head in found if head is not None and head.finished]
+  versions = [head.version for head in final]
+  if len(final) < len(found) or versions == own.versions.tolist():
+    return None
+  step = max(head.step for head in final)
+  for fragment, head in enumerate(final):
+    _, center = read_center(objects, fragment, head, slots=True)
+    state = train_states.put_center(update, state, fragment, center)
+  return step, state
+
+
+def add_change(
+  params: dict[str, np.ndarray], change: dict[str, Any]
+) -> dict[str, np.ndarray]:
+  """Returns changed parameters, to the same bits on every machine.
+
+  Args:
+    params: The parameters before.
+    change: By path, `{"by": ...}` with an encoded difference, or `{"to": ...}`
+      with the new value.
+  """
+  return {
+    path: change[path]["to"]
+    if "to" in change[path]
+    else (x + encoding.decode(change[path]["by"])).astype(x.dtype)
+    for path, x in params.items()
+  }

@@ -1,0 +1,317 @@
+"""Objects in a store: a folder, a bucket of Google or S3, or memory.
+
+TensorStore's `KvStore` writes an object on the condition that it still has a
+certain generation. Everything here rests on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+import logging
+import math
+import os
+import threading
+import time
+from typing import Any, TypeVar
+import zlib
+
+import jax.numpy as jnp
+import numpy as np
+import tensorstore as ts
+
+from flaxshard.core import files
+
+_log = logging.getLogger("flaxshard")
+
+T = TypeVar("T")
+# A class with a method `list` has no other name for these.
+Keys = list[str]
+Contents = list[bytes | None]
+Reads = list[tuple[bytes | None, bytes]]
+
+# The key of an array in a header.
+_ARRAY = "@array"
+
+# Seconds that a request may take: of small objects, and of large ones on a slow
+# link.
+_SMALL_SECONDS, _LARGE_SECONDS = 60.0, 600.0
+
+# Pauses in seconds between attempts while the store cannot be reached.
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
+
+# Stores in memory are those of this process.
+_MEMORY = ts.Context()
+
+# TensorStore's own attempts end after seconds, not after minutes.
+_RETRIES = {"max_retries": 3, "initial_delay": "100ms", "max_delay": "1s"}
+
+
+class StoreError(OSError):
+  """The store cannot be read or written."""
+
+
+class DamagedError(ValueError):
+  """An object is not what was written."""
+
+
+def center_url(directory: str) -> str:
+  """Returns the URL of the center of a run.
+
+  Args:
+    directory: A folder, or a URL that begins with `gs://`, `s3://` or
+      `memory://`.
+
+  Raises:
+    ValueError: It is a URL of another kind.
+
+  Example:
+    >>> center_url("/tmp/run"), center_url("s3://bucket/run/")
+    ('/tmp/run/center', 's3://bucket/run/center')
+  """
+  if directory.startswith(("gs://", "s3://", "memory://")):
+    return f"{directory.rstrip('/')}/center"
+  return os.path.join(files.absolute(directory), "center")
+
+
+def pack(tree: Any) -> bytes:
+  """Returns a tree of dicts with NumPy arrays and values of JSON as bytes.
+
+  The bytes are a checksum, the length of a header, the header in JSON, in which
+  arrays are a dtype, a shape and a place, and the arrays one after another. A
+  general serializer would copy them twice, for as long as a disk takes.
+  """
+  buffers: list[Any] = []
+
+  def describe(x: Any) -> Any:
+    if isinstance(x, dict):
+      return {key: describe(value) for key, value in x.items()}
+    if not isinstance(x, (np.ndarray, np.generic)):
+      return x
+    x = np.ascontiguousarray(x).reshape(np.shape(x))
+    buffers.append(x.reshape(-1).view(np.uint8))
+    return {_ARRAY: [x.dtype.name, list(x.shape)]}
+
+  header = json.dumps(describe(tree)).encode()
+  body = [len(header).to_bytes(8, "little"), header, *buffers]
+  checksum = 0
+  for part in body:
+    checksum = zlib.crc32(part, checksum)
+  return b"".join([checksum.to_bytes(4, "little"), *body])
+
+
+def unpack(key: str, content: bytes) -> Any:
+  """Undoes `pack`; the arrays are read-only views of the bytes.
+
+  Args:
+    key: The key of the object, for the error.
+    content: Its content.
+
+  Raises:
+    DamagedError: The checksum is another one.
+  """
+  view = memoryview(content)
+  if zlib.crc32(view[4:]).to_bytes(4, "little") != view[:4]:
+    raise DamagedError(f"{key} is damaged: its checksum is wrong.")
+  place = 12 + int.from_bytes(view[4:12], "little")
+
+  def restore(x: Any) -> Any:
+    nonlocal place
+    if not isinstance(x, dict):
+      return x
+    if _ARRAY not in x:
+      return {name: restore(value) for name, value in x.items()}
+    name, shape = x[_ARRAY]
+    # jnp knows bfloat16 and float8.
+    dtype, count = jnp.dtype(name), math.prod(shape)
+    found = np.frombuffer(view, dtype, count, place).reshape(shape)
+    place += count * dtype.itemsize
+    return found
+
+  try:
+    return restore(json.loads(bytes(view[12:place])))
+  except (KeyError, TypeError, ValueError) as e:
+    raise DamagedError(f"{key} is damaged: {e!r}") from e
+
+
+class Objects:
+  """The objects below a URL.
+
+  Args:
+    url: A folder, `gs://bucket/name`, `s3://bucket/name` or `memory://name`.
+
+  What this process has written last, of each kind, is read from memory.
+
+  Attributes:
+    num_bytes: The bytes that were read and written.
+
+  Example:
+    >>> objects = Objects("memory://example")
+    >>> content, generation = objects.read("head")
+    >>> content, objects.write("head", b"1", generation) is None
+    (None, False)
+    >>> objects.write("head", b"2", generation), objects.list("he")
+    (None, ['head'])
+  """
+
+  def __init__(self, url: str):
+    self.url = url
+    self.num_bytes = 0
+    self._lock = threading.Lock()
+    # By kind of request: since when it has failed.
+    self._failing: dict[str, float] = {}
+    # By the key without its last part: the last key, and its content.
+    self._written: dict[str, tuple[str, bytes]] = {}
+    [self._kv] = self._run("opened", lambda: [_open(url)], _SMALL_SECONDS)
+
+  def read(self, key: str) -> tuple[bytes | None, bytes]:
+    """Returns the content of an object, None if missing, and its generation."""
+    return self.read_each([key])[0]
+
+  def read_each(self, keys: Sequence[str]) -> Reads:
+    """Returns contents and generations of objects, read at the same time."""
+    results = self._run(
+      "read", lambda: [self._kv.read(key) for key in keys], _LARGE_SECONDS
+    )
+    found = []
+    for result in results:
+      content = result.value if result.state == "value" else None
+      self._count(content)
+      found.append((content, result.stamp.generation))
+    return found
+
+  def read_all(self, keys: Iterable[str]) -> Contents:
+    """Returns the contents of objects of unique names; None if missing."""
+    keys = list(keys)
+    known = dict(self._written.get(_kind_of(key), ("", b"")) for key in keys)
+    others = [key for key in keys if key not in known]
+    for key, (content, _) in zip(others, self.read_each(others), strict=True):
+      if content is not None:
+        known[key] = content
+    return [known.get(key) for key in keys]
+
+  def write(self, key: str, content: bytes, generation: bytes) -> bytes | None:
+    """Writes an object if it still has a generation.
+
+    Returns:
+      Its new generation, or None if it has another one.
+    """
+    [stamp] = self._run(
+      "written",
+      lambda: [self._kv.write(key, content, if_equal=generation)],
+      _SMALL_SECONDS,
+    )
+    self._count(content)
+    return stamp.generation or None
+
+  def write_all(self, contents: Mapping[str, bytes]) -> None:
+    """Writes objects of unique names at the same time."""
+    self._run(
+      "written",
+      lambda: [self._kv.write(k, x) for k, x in contents.items()],
+      _LARGE_SECONDS,
+    )
+    for key, content in contents.items():
+      self._count(content)
+      self._written[_kind_of(key)] = key, content
+
+  def delete(self, keys: Iterable[str]) -> None:
+    """Deletes objects; missing ones are ignored."""
+    keys = list(keys)
+    self._run(
+      "written",
+      lambda: [self._kv.write(key, None) for key in keys],
+      _SMALL_SECONDS,
+    )
+
+  def list(self, prefix: str) -> Keys:
+    """Returns the keys that begin with a prefix, sorted."""
+    keys = ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
+    [found] = self._run("read", lambda: [self._kv.list(keys)], _SMALL_SECONDS)
+    return sorted(key.decode() for key in found)
+
+  def check(self, seconds: float) -> None:
+    """Raises a StoreError if requests have failed for so many seconds."""
+    for verb, since in list(self._failing.items()):
+      if time.monotonic() - since > seconds:
+        raise StoreError(f"{self.url} cannot be {verb} for {seconds:g} seconds")
+
+  def keep_trying(
+    self,
+    fn: Callable[[], T],
+    closed: threading.Event,
+    seconds: float = math.inf,
+  ) -> T:
+    """Calls a function again while the store cannot be reached.
+
+    Args:
+      fn: A function that reads and writes objects.
+      closed: Once it is set, the error is raised.
+      seconds: After so many seconds, too.
+    """
+    pause, end = _FIRST_PAUSE, time.monotonic() + seconds
+    while True:
+      try:
+        return fn()
+      except StoreError:
+        if time.monotonic() > end or closed.wait(pause):
+          raise
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+  def _run(self, verb: str, start: Callable[[], Any], seconds: float) -> Any:
+    """Waits for futures of TensorStore; its errors become `StoreError`.
+
+    Args:
+      verb: What is done with objects, for messages.
+      start: A function that returns the futures.
+      seconds: How long to wait.
+    """
+    try:
+      end = time.monotonic() + seconds
+      results = [f.result(timeout=end - time.monotonic()) for f in start()]
+    # TensorStore raises several types, with the reason in the message.
+    except Exception as e:
+      if verb not in self._failing:
+        self._failing[verb] = time.monotonic()
+        _log.warning("%s cannot be %s now: %s", self.url, verb, e)
+      raise StoreError(f"{self.url} cannot be {verb}: {e}") from e
+    since = self._failing.pop(verb, None)
+    if since is not None:
+      gone = time.monotonic() - since
+      _log.warning("%s can be %s again, after %.0f s", self.url, verb, gone)
+    return results
+
+  def _count(self, content: bytes | None) -> None:
+    with self._lock:
+      self.num_bytes += len(content or b"")
+
+
+def _kind_of(key: str) -> str:
+  return key.rpartition("/")[0]
+
+
+def _open(url: str) -> Any:
+  """Opens a store: the future of a `KvStore`."""
+  scheme, _, path = url.rpartition("://")
+  if not scheme:
+    # Not flushed to the disk, which takes as long as all else: a machine that
+    # loses power may damage its last objects, which their checksums tell.
+    context = {"file_io_sync": False}
+    return ts.KvStore.open(
+      {"driver": "file", "path": f"{url}/", "context": context}
+    )
+  if scheme == "memory":
+    spec: dict[str, Any] = {"driver": "memory", "path": f"{path}/"}
+    return ts.KvStore.open(spec, context=_MEMORY)
+  bucket, _, name = path.partition("/")
+  driver = {"gs": "gcs", "s3": "s3"}[scheme]
+  spec = {
+    "driver": driver,
+    "bucket": bucket,
+    "path": f"{name}/" if name else "",
+    "context": {f"{driver}_request_retries": _RETRIES},
+  }
+  endpoint = os.environ.get("AWS_ENDPOINT_URL")
+  if scheme == "s3" and endpoint:
+    spec["endpoint"] = endpoint
+  return ts.KvStore.open(spec)

@@ -1,0 +1,363 @@
+"""Parser of HLO text: the program that `jax.stages.Compiled.as_text` prints.
+
+JAX has no public parser of this text. The parser reads what the other modules
+of this package need and ignores the rest. Instructions keep their attributes as
+text, which is searched when an attribute is asked for.
+
+Source of the syntax: https://openxla.org/xla/operation_semantics and
+`HloModule::ToString` in https://github.com/openxla/xla.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import dataclasses
+import functools
+import math
+import re
+from typing import Any
+
+from flaxshard.core import source_lines
+
+# Bits of one element. Types that are not listed (token, opaque) have no data.
+_BITS = {
+  "pred": 8, "s1": 1, "u1": 1, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8,
+  "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64,
+  "f4e2m1fn": 4, "f8e3m4": 8, "f8e4m3": 8, "f8e4m3fn": 8, "f8e4m3b11fnuz": 8,
+  "f8e4m3fnuz": 8, "f8e5m2": 8, "f8e5m2fnuz": 8, "f8e8m0fnu": 8, "bf16": 16,
+  "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128,
+}  # fmt: skip
+
+_ARRAY = re.compile(r"(\w+)\[([^\]]*)\]")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) .*\{\s*$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([^\s=]+) = ")
+_ARRAY_THEN_OPCODE = re.compile(
+  r"(\w+\[[^\]]*\](?:\{[^}]*\})?) ([a-z][\w-]*)\("
+)
+_TUPLE_THEN_OPCODE = re.compile(r"\) ([a-z][\w-]*)\(")
+_OPERAND = re.compile(r"%([^\s,()]+)")
+_PAREN = re.compile(r"[()]")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_CALLED = re.compile(
+  r"(?:calls|to_apply|body|condition|true_computation|false_computation)"
+  r"=%?([^\s,{}]+)"
+  r"|(?:branch_computations|called_computations|calls)=\{([^}]*)\}"
+)
+# The tables of source locations at the head of the text.
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+  """The shape of one array.
+
+  Attributes:
+    dtype: HLO's name of the type, such as `bf16`.
+    dims: Lengths of the dimensions.
+  """
+
+  dtype: str
+  dims: tuple[int, ...]
+
+  @property
+  def size(self) -> int:
+    """Number of elements."""
+    return math.prod(self.dims)
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes of the elements, without the padding of a layout."""
+    return -(-self.size * _BITS.get(self.dtype, 0) // 8)
+
+
+@functools.lru_cache(maxsize=65536)
+def parse_shape(text: str) -> tuple[Array, ...]:
+  """Returns the arrays of a shape: one, or the leaves of a tuple in order.
+
+  Example:
+    >>> [x.nbytes for x in parse_shape("(f32[2,3]{1,0:T(8,128)}, s32[])")]
+    [24, 4]
+  """
+  return tuple(
+    # "<=8" is a dynamic length with its bound.
+    Array(
+      dtype,
+      tuple(int(d.strip("<=? ")) for d in dims.split(",") if d.strip()),
+    )
+    for dtype, dims in _ARRAY.findall(text)
+  )
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Instruction:
+  """One instruction.
+
+  Attributes:
+    name: Its name, without the leading `%`.
+    opcode: Such as `fusion`.
+    shape: Text of its shape.
+    operands: Names of its operands; for a parameter, constant or iota empty.
+    literal: Text between the parentheses: number of a parameter, value of a
+      constant.
+    attributes: Text after the parentheses.
+    computation: The computation that it stands in.
+  """
+
+  name: str
+  opcode: str
+  shape: str
+  operands: tuple[str, ...]
+  literal: str
+  attributes: str
+  computation: Computation
+
+  @property
+  def arrays(self) -> tuple[Array, ...]:
+    """The arrays of its result."""
+    return parse_shape(self.shape)
+
+  @property
+  def op_name(self) -> str:
+    """JAX's name stack, or the path of an entry parameter's argument."""
+    name = self.attribute(r'op_name="((?:[^"\\]|\\.)*)"')
+    if "\\" not in name:
+      return name
+    # The escapes of C, such as `\303\266` for ö.
+    decoded = name.encode().decode("unicode_escape")
+    return decoded.encode("latin-1").decode(errors="replace")
+
+  @property
+  def called(self) -> tuple[str, ...]:
+    """Names of the computations that it calls, in the order of the text."""
+    names: list[str] = []
+    # Name stacks may have any text, such as "body=x".
+    attributes = _QUOTED.sub("", self.attributes)
+    for single, several in _CALLED.findall(attributes):
+      found = [single] if single else several.split(",")
+      names.extend(name.strip().lstrip("%") for name in found)
+    return tuple(names)
+
+  def called_as(self, role: str) -> str:
+    """Returns the computation of one role, such as `body`; "" if none."""
+    return self.attribute(rf"\b{role}=%?([^\s,{{}}]+)")
+
+  def attribute(self, pattern: str) -> str:
+    """Returns the first group of a pattern in the attributes, or ""."""
+    match = re.search(pattern, self.attributes)
+    return match[1] if match else ""
+
+  @property
+  def operand_instructions(self) -> list[Instruction]:
+    """The instructions that its operands name."""
+    by_name = self.computation.instructions
+    return [by_name[name] for name in self.operands if name in by_name]
+
+  @property
+  def call_operands(self) -> list[Instruction]:
+    """The instructions that a called computation has as its parameters."""
+    given = self.operand_instructions
+    if given or not self.opcode.endswith("-start"):
+      return given
+    # The compiler of TPU7x gives operands to calls on SparseCores later.
+    updates = (i for i in self.users if i.opcode.endswith("-update"))
+    update = next(updates, None)
+    return [] if update is None else update.operand_instructions[1:]
+
+  @property
+  def users(self) -> list[Instruction]:
+    """The instructions that read its result."""
+    return self.computation.users.get(self.name, [])
+
+
+@dataclasses.dataclass(eq=False)
+class Computation:
+  """A computation: its instructions by name, in the order of the text."""
+
+  name: str
+  instructions: dict[str, Instruction]
+  root: Instruction | None = None
+
+  @functools.cached_property
+  def users(self) -> dict[str, list[Instruction]]:
+    """For each name, the instructions that read the result."""
+    found: dict[str, list[Instruction]] = {}
+    for other in self.instructions.values():
+      for name in dict.fromkeys(other.operands):
+        found.setdefault(name, []).append(other)
+    return found
+
+  @property
+  def parameters(self) -> list[Instruction]:
+    """Its parameters, by number."""
+    found = [i for i in self.instructions.values() if i.opcode == "parameter"]
+    return sorted(found, key=lambda i: int(i.literal))
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+  """A parsed HLO module.
+
+  Attributes:
+    num_partitions: Devices that run the program; in several slices, those of
+      one slice.
+    computations: Computations by name.
+    entry: The computation that is run.
+    tables: The rows of the tables of source locations, by number.
+  """
+
+  num_partitions: int
+  computations: dict[str, Computation]
+  entry: Computation
+  tables: dict[str, dict[int, str]]
+
+  def instructions(self) -> Iterator[Instruction]:
+    """Yields the instructions of all computations."""
+    for computation in self.computations.values():
+      yield from computation.instructions.values()
+
+  def source_line(self, instruction: Instruction) -> str:
+    """Returns where the user's code made an instruction, or ""."""
+    return source_lines.user_line(self._frames(instruction))
+
+  def _frames(self, instruction: Instruction) -> Iterator[tuple[str, int]]:
+    if file := instruction.attribute(r'source_file="([^"]*)"'):
+      yield file, int(instruction.attribute(r"source_line=(\d+)") or 0)
+      return
+    frames, locations = self._stack_frames, self.tables["FileLocations"]
+    number = int(instruction.attribute(r"stack_frame_id=(\d+)") or 0)
+    for _ in frames:  # a bound, should a frame be its own parent
+      if number not in frames:
+        return
+      location, number = frames[number]
+      ids = _numbers(locations.get(location, ""))
+      file = self.tables["FileNames"].get(ids.get("file_name_id", 0), "")
+      yield file.strip('"'), ids.get("line", 0)
+
+  @functools.cached_property
+  def _stack_frames(self) -> dict[int, tuple[int, int]]:
+    """The location and the parent of each frame."""
+    frames = {}
+    for number, text in self.tables["StackFrames"].items():
+      ids = _numbers(text)
+      frames[number] = (
+        ids.get("file_location_id", 0),
+        ids.get("parent_frame_id", 0),
+      )
+    # XLA prints the parent's number plus one: an outermost frame 1 names
+    # itself.
+    if any(parent == number for number, (_, parent) in frames.items()):
+      frames = {k: (location, p - 1) for k, (location, p) in frames.items()}
+    return frames
+
+
+def _numbers(text: str) -> dict[str, int]:
+  return {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", text)}
+
+
+def parse(compiled: Any) -> Program:
+  r"""Parses the HLO text of a compiled program.
+
+  Args:
+    compiled: A compiled program (`jax.jit(f).lower(...).compile()`), its text,
+      or a parsed program, which is returned as it is.
+
+  Raises:
+    TypeError: `compiled` is none of these.
+    ValueError: The text is no HLO module.
+
+  Example:
+    >>> text = "HloModule m\n\nENTRY %e (x: f32[2]) -> f32[2] {\n"
+    >>> text += "  ROOT %x = f32[2]{0} parameter(0)\n}\n"
+    >>> parse(text).entry.root.shape
+    'f32[2]{0}'
+  """
+  if isinstance(compiled, Program):
+    return compiled
+  text = compiled
+  if hasattr(compiled, "as_text"):
+    text = compiled.as_text() or ""
+  if not isinstance(text, str):
+    raise TypeError(
+      "compiled must be a compiled program, such as"
+      f" jax.jit(f).lower(...).compile(), or its HLO text, got {compiled!r}."
+    )
+  if not text.startswith("HloModule"):
+    raise ValueError(
+      "compiled must be HLO text that begins with 'HloModule', got"
+      f" {text[:60]!r}."
+    )
+  return _parse_text(text)
+
+
+def _parse_text(text: str) -> Program:
+  lines = text.split("\n")
+  tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+  table: dict[int, str] | None = None
+  computations: dict[str, Computation] = {}
+  computation: Computation | None = None
+  entry: Computation | None = None
+  for line in lines[1:]:
+    if not line:
+      table = None
+    elif line[0] == " ":
+      if computation is not None:
+        _parse_instruction(line, computation)
+    elif line[0] == "}":
+      computation = None
+    elif line in tables:
+      table = tables[line]
+    elif table is not None:
+      number, _, value = line.partition(" ")
+      table[int(number)] = value
+    elif match := _COMPUTATION.match(line):
+      computation = Computation(match[2], {})
+      computations[computation.name] = computation
+      if match[1]:
+        entry = computation
+  if entry is None:
+    raise ValueError("compiled: the HLO text has no ENTRY computation.")
+  partitions = re.search(r"num_partitions=(\d+)", lines[0])
+  count = int(partitions[1]) if partitions else 1
+  return Program(count, computations, entry, tables)
+
+
+def _parse_instruction(line: str, computation: Computation) -> None:
+  """Adds the instruction of a line to its computation."""
+  match = _INSTRUCTION.match(line)
+  if match is None:
+    return
+  start = match.end()
+  if line[start] == "(":
+    head = _TUPLE_THEN_OPCODE.search(line, start)
+  else:
+    head = _ARRAY_THEN_OPCODE.match(line, start)
+  if head is None:
+    return
+  opcode = head[head.lastindex or 1]
+  end = _closing_paren(line, head.end())
+  inner = line[head.end() : end]
+  operands: tuple[str, ...] = ()
+  if opcode not in ("parameter", "constant", "iota"):
+    operands = tuple(_OPERAND.findall(inner))
+  instruction = Instruction(
+    match[2],
+    opcode,
+    line[start : head.start(head.lastindex or 1) - 1],
+    operands,
+    inner if not operands else "",
+    line[end + 1 :],
+    computation,
+  )
+  computation.instructions[instruction.name] = instruction
+  if match[1]:
+    computation.root = instruction
+
+
+def _closing_paren(line: str, start: int) -> int:
+  """Returns the position of the parenthesis that closes the operands."""
+  depth = 1
+  for match in _PAREN.finditer(line, start):
+    depth += 1 if match[0] == "(" else -1
+    if not depth:
+      return match.start()
+  return len(line)

@@ -1,0 +1,301 @@
+"""Plans a train step: memory and traffic of each device, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import importlib.metadata
+import math
+import textwrap
+from typing import Any
+
+import jax
+
+from flaxshard.core import checks
+from flaxshard.partitioning.topology import Topology
+from flaxshard.plans import memory as memory_lib
+from flaxshard.plans import step as step_lib
+from flaxshard.plans.findings import Findings
+from flaxshard.plans.memory import Memory
+from flaxshard.plans.traffic import Collective
+from flaxshard.wrappers.accumulate import Accumulate
+from flaxshard.wrappers.agn import AGN
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan:
+  """Memory and traffic of one step. All bytes are per device.
+
+  `str()` is a table.
+
+  Attributes:
+    topology: The devices, such as `"v5e:2x4"`.
+    device_kind: JAX's name of the devices.
+    mesh: Sizes of the mesh axes by name; empty for one device without a mesh.
+    compiler: Versions of JAX and the compiler.
+    seconds: Seconds for tracing and compiling the step.
+    memory: The memory.
+    traffic: The collectives of the program.
+    period: Batches in a commit of AGN or an update of Accumulate, over which
+      its collectives are averaged; 1 without both.
+    notes: Sentences on what the figures do not say.
+    findings: What `check` finds in the step of a config; None if it was not
+      checked.
+  """
+
+  topology: str
+  device_kind: str
+  mesh: Mapping[str, int]
+  compiler: str
+  seconds: float
+  memory: Memory
+  traffic: tuple[Collective, ...] = ()
+  period: int = 1
+  notes: tuple[str, ...] = ()
+  findings: Findings | None = None
+
+  @property
+  def title(self) -> str:
+    """The devices and their mesh, in a line."""
+    axes = ", ".join(f"{name}={size}" for name, size in self.mesh.items())
+    return (
+      f"{self.topology} ({self.device_kind}){f', mesh {axes}' if axes else ''}"
+    )
+
+  def __repr__(self) -> str:
+    return f"Plan({self.title}, peak={memory_lib.show_size(self.memory.peak)})"
+
+  def __str__(self) -> str:
+    return self.text()
+
+  def text(self, *, verbose: bool = False) -> str:
+    """Returns the plan as tables.
+
+    Args:
+      verbose: Whether each collective has a row of its own.
+    """
+    lines = [
+      f"plan of a step on {self.title}",
+      "memory per device",
+      *_aligned(memory_lib.rows_of(self.memory), numbers=(1,)),
+    ]
+    if not self.memory.refused:
+      lines += self._traffic_lines(verbose)
+    lines += self.notes
+    if self.findings is not None:
+      lines += ["check for mistakes", textwrap.indent(str(self.findings), "  ")]
+    return "\n".join(lines)
+
+  def to_dict(self) -> dict[str, Any]:
+    """Returns the plan as dicts, lists, strings and numbers, as in JSON."""
+    values = dataclasses.asdict(self)
+    values["memory"] |= {
+      "state": dict(self.memory.state),
+      "fits": self.memory.fits,
+      "excess": self.memory.excess,
+    }
+    values["mesh"] = dict(self.mesh)
+    for entry, collective in zip(values["traffic"], self.traffic, strict=True):
+      entry["payload_bytes"] = collective.payload_bytes
+      entry["link_bytes"] = collective.link_bytes
+    return values
+
+  def _traffic_lines(self, verbose: bool) -> list[str]:
+    """Returns the traffic as a table, the most bytes first."""
+    title = "traffic per step and device"
+    if self.period > 1:
+      title += f", that of commits and updates divided by {self.period} batches"
+    groups: dict[tuple[object, ...], list[Collective]] = {}
+    for i, c in enumerate(self.traffic):
+      key = (c.kind, c.axes, c.network, c.in_conditional, c.in_commit)
+      groups.setdefault((*key, i if verbose else 0), []).append(c)
+    rows = [self._row(group) for group in groups.values()]
+    rows.sort(key=lambda row: -row[0])
+    header = ("kind", "axes", "links", "count", "bytes", "sent", "from")
+    sent = checks.format_bytes(round(sum(sent for sent, _ in rows)))
+    total = ("total", "", "", "", "", sent, "")
+    cells = [header, *(row for _, row in rows), total]
+    return [title, *_aligned(cells, numbers=(3, 4, 5))]
+
+  def _row(self, group: Sequence[Collective]) -> tuple[float, tuple[str, ...]]:
+    """Returns the bytes that collectives send, and their row."""
+    counts = [c.executions_per_step(self.period) for c in group]
+    pairs = list(zip(counts, group, strict=True))
+    sent = sum(n * c.link_bytes for n, c in pairs)
+    first = group[0]
+    origins = {
+      origin: None for c in group for origin in (*c.arguments, c.source)
+    }
+    origins.pop("", None)
+    shown = next(iter(origins), "")
+    if len(origins) > 1:
+      shown += f" and {len(origins) - 1} more"
+    return sent, (
+      first.kind,
+      ", ".join(first.axes) or "other groups",
+      first.network.upper() if first.network != "none" else "none",
+      f"{sum(counts):.4g}" + (" if" if first.in_conditional else ""),
+      checks.format_bytes(round(sum(n * c.payload_bytes for n, c in pairs))),
+      checks.format_bytes(round(sent)),
+      shown,
+    )
+
+
+def plan(
+  step: Callable[..., Any],
+  state: PyTree,
+  batch: PyTree,
+  *args: PyTree,
+  donate_argnums: int | Sequence[int] | None = None,
+) -> Plan:
+  """Plans one call of a train step on the devices of its state.
+
+  The step is compiled for the devices of the state's shardings and not run.
+  With `Strategy("v5e:2x4")` these are devices that this machine does not have.
+
+  Args:
+    step: `step(state, batch, *args)`, a function or the result of `jax.jit`,
+      `nnx.jit` or `Strategy.jit`.
+    state: The state, arrays or `jax.ShapeDtypeStruct`s.
+    batch: The batch, arrays or `jax.ShapeDtypeStruct`s.
+    *args: Further arguments of the step.
+    donate_argnums: Positions of the arguments whose memory the step may
+      overwrite, for a function that is not jitted. None: the state.
+
+  Returns:
+    The plan. A step that does not fit the devices has a plan, too: its memory
+    says by how much.
+
+  Raises:
+    TypeError: `step` is not a function, or an argument has leaves that are not
+      arrays.
+    ValueError: `donate_argnums` is given for a step that is jitted already.
+
+  Example:
+    >>> import flax.linen as nn, jax.numpy as jnp, optax
+    >>> import flaxshard as fs
+    >>> strategy = fs.Strategy(devices=jax.devices()[:1])
+    >>> x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    >>> state = fs.create_train_state(
+    ...   nn.Dense(2), jax.random.key(0), x, optax.adam(1e-3),
+    ...   strategy=strategy, abstract=True)
+    >>> def step(state, x):
+    ...   return state.minimize(
+    ...     lambda params: state.apply_fn({"params": params}, x).sum())
+    >>> memory = plan(step, state, x).memory
+    >>> memory.state["params"], memory.state["opt_state"], memory.batch
+    (40, 84, 128)
+  """
+  return plan_step(
+    step_lib.compile_call(step, state, batch, args, donate_argnums)
+  )
+
+
+def plan_step(step: step_lib.Step, topology: str | None = None) -> Plan:
+  """Plans one call of a compiled step.
+
+  Args:
+    step: The step.
+    topology: Name of the devices; None: it is made from the devices.
+  """
+  device, mesh = step.device, step.mesh
+  compiler = "libtpu" if device.platform == "tpu" else "jaxlib"
+  versions = f"jax {jax.__version__}, {compiler} {_version(compiler)}"
+  return Plan(
+    topology=topology or _name_devices(device, mesh),
+    device_kind=device.device_kind,
+    mesh={} if mesh is None else dict(mesh.shape),
+    compiler=versions,
+    seconds=step.seconds,
+    memory=memory_lib.read_memory(step),
+    traffic=_with_paths(step),
+    period=_commit_period(step.state),
+    notes=tuple(_notes(step, versions)),
+  )
+
+
+def _name_devices(device: jax.Device, mesh: jax.sharding.Mesh | None) -> str:
+  """Returns "v5e:2x4" for whole slices of TPUs, else "8 of cpu"."""
+  devices = [device] if mesh is None else list(mesh.devices.flat)
+  try:
+    name = Topology.from_devices(devices).name
+  except ValueError:  # they do not fill a box of chips
+    name = None
+  return name or f"{len(devices)} of {device.device_kind}"
+
+
+def _with_paths(step: step_lib.Step) -> tuple[Collective, ...]:
+  """Returns the collectives with the paths of the arguments that they move.
+
+  JAX names the arguments of a program of `Strategy.jit` `leaves[0]`, ....
+  """
+  names = {0: "state", step.batch_argnum: "batch"}
+  paths = {
+    leaf.parameter: f"{names.get(leaf.argnum, 'args')}/{leaf.path}".rstrip("/")
+    for leaf in step.leaves
+  }
+
+  def rename(one: Collective) -> Collective:
+    operands = tuple(
+      dataclasses.replace(x, name=paths.get(x.argument, x.name))
+      if x.argument is not None
+      else x
+      for x in one.operands
+    )
+    return dataclasses.replace(one, operands=operands)
+
+  return tuple(map(rename, step.collectives))
+
+
+def _commit_period(state: PyTree) -> int:
+  wrappers = getattr(state, "wrappers", ())
+  periods = [w.communication_period for w in wrappers if isinstance(w, AGN)]
+  # Around AGN, each of its steps takes several batches.
+  periods += [w.steps for w in wrappers if isinstance(w, Accumulate)]
+  return math.prod(periods)
+
+
+def _version(package: str) -> str:
+  try:
+    return importlib.metadata.version(package)
+  # TPU_LIBRARY_PATH may name a library that no package installed.
+  except importlib.metadata.PackageNotFoundError:
+    return "of unknown version"
+
+
+def _notes(step: step_lib.Step, versions: str) -> list[str]:
+  if step.compiled is None:
+    reason = step.error.partition("\n")[0]
+    return [
+      f"The compiler refused the program: {reason}",
+      "It gave up at this many bytes; the peak may be higher.",
+    ]
+  notes = [f"Figures of the compiler ({versions}), not of a run."]
+  if not all(c.trip_count_known for c in step.collectives):
+    notes.append(
+      "A loop's number of turns is not in the program: its collectives count "
+      "as in one turn."
+    )
+  if step.device.platform == "cpu" and step.mesh and step.mesh.size > 1:
+    notes.append(
+      "The temporaries are those of virtual CPU devices: those of other "
+      "devices may be several times larger or smaller."
+    )
+  return notes
+
+
+def _aligned(
+  rows: Sequence[Sequence[str]], numbers: Sequence[int]
+) -> list[str]:
+  """Returns rows as lines; columns of numbers are aligned to the right."""
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  lines = []
+  for row in rows:
+    cells = [
+      cell.rjust(width) if i in numbers else cell.ljust(width)
+      for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ]
+    lines.append(("  " + "  ".join(cells)).rstrip())
+  return lines

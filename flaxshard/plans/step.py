@@ -1,0 +1,294 @@
+"""A train step, compiled for its devices, with its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import functools
+import math
+import time
+from typing import Any
+
+import jax
+
+from flaxshard.core import trees
+from flaxshard.partitioning import compile_only
+from flaxshard.plans import hlo
+from flaxshard.plans import traffic
+
+PyTree = Any
+P = jax.sharding.PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """An array among the arguments or the results of a step.
+
+  Attributes:
+    path: Its path in its argument, such as `params/Dense_0/kernel`.
+    argnum: The position of its argument.
+    shape: Its shape.
+    dtype: Its dtype.
+    sharding: Its sharding in the program; None if a device has all of it.
+    is_weak: Whether its dtype is weak, as that of a Python number is.
+    donated: Whether the step may overwrite it.
+    parameter: The number of the program's parameter that it is; None if the
+      program does not read it.
+  """
+
+  path: str
+  argnum: int
+  shape: tuple[int, ...]
+  dtype: Any
+  sharding: jax.sharding.Sharding | None
+  is_weak: bool = False
+  donated: bool = False
+  parameter: int | None = None
+
+  @property
+  def size(self) -> int:
+    """Number of elements."""
+    return math.prod(self.shape)
+
+  @property
+  def local_size(self) -> int:
+    """Number of elements on each device."""
+    if self.sharding is None:
+      return self.size
+    return math.prod(self.sharding.shard_shape(self.shape))
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes on each device, without padding."""
+    return self.local_size * int(self.dtype.itemsize)
+
+  @property
+  def axes(self) -> frozenset[str]:
+    """Mesh axes of more than one device that split it."""
+    if not isinstance(self.sharding, jax.sharding.NamedSharding):
+      return frozenset()
+    shape = self.sharding.mesh.shape
+    names = (n for d in range(len(self.shape)) for n in self.axes_of_dim(d))
+    return frozenset(n for n in names if shape[n] > 1)
+
+  def axes_of_dim(self, dim: int) -> frozenset[str]:
+    """Mesh axes along one dimension, also those of one device."""
+    if not isinstance(self.sharding, jax.sharding.NamedSharding):
+      return frozenset()
+    entry = (*self.sharding.spec, *[None] * len(self.shape))[dim]
+    if entry is None or entry is P.UNCONSTRAINED:
+      return frozenset()
+    return frozenset(entry if isinstance(entry, tuple) else (entry,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """A traced step, and its program.
+
+  Attributes:
+    arguments: Its arguments, the state first.
+    batch_argnum: The position of the batch.
+    traced: The traced step.
+    compiled: The compiled program; None if the devices have too little memory.
+    error: The compiler's message then; else "".
+    seconds: Seconds for tracing and compiling.
+  """
+
+  arguments: tuple[PyTree, ...]
+  batch_argnum: int
+  traced: jax.stages.Traced
+  compiled: Any
+  error: str
+  seconds: float
+
+  @property
+  def state(self) -> PyTree:
+    """The state."""
+    return self.arguments[0]
+
+  @functools.cached_property
+  def program(self) -> hlo.Program:
+    """The parsed text of `compiled`, which may be 20 MB long."""
+    return hlo.parse(self.compiled)
+
+  @functools.cached_property
+  def collectives(self) -> tuple[traffic.Collective, ...]:
+    """The collectives; one device alone has none, nor has what is refused."""
+    if self.compiled is None or self.mesh is None:
+      return ()
+    return traffic.collectives(self.program, self.mesh)
+
+  @functools.cached_property
+  def leaves(self) -> tuple[Leaf, ...]:
+    """The arrays of all arguments."""
+    flat = jax.tree_util.tree_leaves_with_path(self.arguments)
+    # A Python number has a shape and a dtype there, too.
+    shapes = jax.tree.leaves(jax.eval_shape(lambda *x: x, *self.arguments))
+    shardings = [getattr(leaf, "sharding", None) for _, leaf in flat]
+    donated = [False] * len(flat)
+    parameters: list[int | None] = [None] * len(flat)
+    if self.compiled is not None:
+      # The program may split arguments itself. What it does not read has no
+      # sharding.
+      inputs = _leaves_or_none(self.compiled.input_shardings)
+      infos = jax.tree.leaves(self.compiled.args_info)
+      donated = [info.donated for info in infos]
+      # Constants and tokens of effects come before the arguments.
+      number = len(self.program.entry.parameters) - sum(
+        x is not None for x in inputs
+      )
+      for i, sharding in enumerate(inputs):
+        if sharding is not None:
+          shardings[i] = sharding
+          parameters[i] = number
+          number += 1
+    return tuple(
+      Leaf(
+        trees.path_string(path[1:]),
+        path[0].idx,
+        tuple(x.shape),
+        x.dtype,
+        sharding,
+        x.weak_type,
+        is_donated,
+        parameter,
+      )
+      for (path, _), x, sharding, is_donated, parameter in zip(
+        flat, shapes, shardings, donated, parameters, strict=True
+      )
+    )
+
+  @property
+  def state_leaves(self) -> list[Leaf]:
+    """The arrays of the state."""
+    return [leaf for leaf in self.leaves if leaf.argnum == 0]
+
+  @property
+  def batch_leaves(self) -> list[Leaf]:
+    """The arrays of the batch."""
+    return [x for x in self.leaves if x.argnum == self.batch_argnum]
+
+  @property
+  def params(self) -> PyTree:
+    """The parameters in the state; all of it if it has no such field."""
+    if isinstance(self.state, Mapping):
+      return self.state.get("params", self.state)
+    return getattr(self.state, "params", self.state)
+
+  @functools.cached_property
+  def mesh(self) -> jax.sharding.Mesh | None:
+    """The mesh of the arguments; None for one device without a mesh."""
+    meshes = (getattr(x.sharding, "mesh", None) for x in self.leaves)
+    found = (mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh))
+    return next(found, None)
+
+  @property
+  def device(self) -> jax.Device:
+    """One of the devices."""
+    if self.mesh is not None:
+      return self.mesh.devices.flat[0]
+    for leaf in self.leaves:
+      if isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding):
+        return next(iter(leaf.sharding.device_set))
+    return compile_only.all_devices()[0]
+
+  def new_state(self) -> list[Leaf] | None:
+    """Returns the new state among the results, or None if there is none."""
+    if self.compiled is None:
+      return None
+    # The compiled program knows the shardings, the traced one the weak types.
+    results = jax.tree.map(
+      lambda x, traced: Leaf(
+        "", 0, x.shape, x.dtype, x.sharding, traced.weak_type
+      ),
+      self.compiled.out_info,
+      self.traced.out_info,
+    )
+    parts = results if type(results) in (tuple, list) else ()
+    for part in (results, *parts):
+      # By its type and paths: static fields may differ from call to call.
+      if type(part) is type(self.state) and (
+        trees.paths(part) == trees.paths(self.state)
+      ):
+        return [
+          dataclasses.replace(leaf, path=trees.path_string(path))
+          for path, leaf in jax.tree_util.tree_leaves_with_path(part)
+        ]
+    return None
+
+
+def _leaves_or_none(tree: PyTree) -> list[Any]:
+  return jax.tree.leaves(tree, is_leaf=lambda x: x is None)
+
+
+def compile_call(
+  step: Callable[..., Any],
+  state: PyTree,
+  batch: PyTree,
+  args: Sequence[PyTree],
+  donate_argnums: int | Sequence[int] | None,
+) -> Step:
+  """Compiles `step(state, batch, *args)`; see `fs.plan`.
+
+  Raises:
+    TypeError: `step` is not a function, or an argument has leaves that are not
+      arrays.
+    ValueError: `donate_argnums` is out of range, or given for a step that is
+      jitted already.
+  """
+  for name, tree in {"state": state, "batch": batch, "args": args}.items():
+    trees.check_arrays(name, tree)
+  if not callable(step):
+    raise TypeError(f"step must be a function, got {step!r}.")
+  arguments = (state, batch, *args)
+  jitted: Any = step
+  if not callable(getattr(step, "trace", None)):
+    donated = 0 if donate_argnums is None else donate_argnums
+    jitted = jax.jit(step, donate_argnums=donated)
+  elif donate_argnums is not None:
+    raise ValueError(
+      f"donate_argnums={donate_argnums!r} must be None for a step that is "
+      "jitted already: give it to jax.jit or Strategy.jit."
+    )
+  return compile_step(lambda: jitted.trace(*arguments), arguments)
+
+
+def compile_step(
+  trace: Callable[[], jax.stages.Traced],
+  arguments: tuple[PyTree, ...],
+  batch_argnum: int = 1,
+) -> Step:
+  """Traces and compiles a step.
+
+  Args:
+    trace: Returns the traced step.
+    arguments: Its arguments.
+    batch_argnum: The position of the batch.
+
+  Returns:
+    The step; without a program if the devices have too little memory for it.
+  """
+  start = time.perf_counter()
+  traced = trace()
+  # That of nnx.jit holds JAX's.
+  traced = getattr(traced, "traced", traced)
+  compiled, error = None, ""
+  try:
+    compiled = traced.lower().compile()
+  except jax.errors.JaxRuntimeError as e:
+    error = str(e)
+    if "RESOURCE_EXHAUSTED" not in error:
+      raise
+  seconds = time.perf_counter() - start
+  return Step(arguments, batch_argnum, traced, compiled, error, seconds)
+
+
+def iterate_programs(jaxpr: Any) -> Iterator[Any]:
+  """Yields a jaxpr and those in its equations, closed where JAX has them so."""
+  yield jaxpr
+  for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for value in jax.tree.leaves(
+      list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+    ):
+      if hasattr(value, "eqns"):
+        yield from iterate_programs(value)

@@ -1,0 +1,429 @@
+"""The collectives of a compiled program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+import dataclasses
+from typing import Any
+
+import jax
+
+from flaxshard.core import tracing
+from flaxshard.plans import flow
+from flaxshard.plans import groups
+from flaxshard.plans import hlo
+
+KINDS = (
+  "all-reduce",
+  "all-gather",
+  "reduce-scatter",
+  "all-to-all",
+  "ragged-all-to-all",
+  "collective-permute",
+  "collective-broadcast",
+)
+_STARTS = 'custom_call_target="AsyncCollectiveStart"'
+_RENDEZVOUS = r'_xla_host_transfer_rendezvous="([^"]*)"'
+# How far to look for a name stack: a transfer between slices stands some
+# instructions behind what made its operand.
+_NAME_DISTANCE = 8
+_NEIGHBORS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+  """An array that a collective moves, without padding.
+
+  Attributes:
+    array: Its shape on one device.
+    argument: The number of the program's parameter that it is, as a whole or
+      a part, in another layout or precision; None if it is computed.
+    name: JAX's name of that argument, such as `state.params['w']`, or "".
+    is_widened: Whether it is float32 and was cast from bfloat16.
+  """
+
+  array: hlo.Array
+  argument: int | None = None
+  name: str = ""
+  is_widened: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """One collective of a program; bytes are those of one device.
+
+  Attributes:
+    kind: Such as `all-reduce`. An all-reduce whose result each device cuts to
+      its part in the same fusion is a `reduce-scatter`.
+    operands: The arrays that a device gives.
+    results: The arrays that it gets.
+    devices: Among which devices data moves.
+    executions: Executions in one call of the program: the product of the trip
+      counts of the loops around it.
+    trip_count_known: False if a loop around it has a trip count that the
+      program does not state; `executions` then counts one turn of it.
+    in_conditional: Whether it stands in a branch that need not run.
+    in_commit: Whether it stands in AGN's conditional, and runs at commits only.
+    op_name: JAX's name stack of the operation, or of one next to it if the
+      compiler kept none.
+    source: The user's line, such as `model.py:12`, or "".
+  """
+
+  kind: str
+  operands: tuple[Operand, ...]
+  results: tuple[hlo.Array, ...]
+  devices: groups.Spanned
+  executions: float = 1
+  trip_count_known: bool = True
+  in_conditional: bool = False
+  in_commit: bool = False
+  op_name: str = ""
+  source: str = ""
+
+  @property
+  def dtype(self) -> str:
+    """Type of the largest operand, such as `bf16`."""
+    arrays = [operand.array for operand in self.operands]
+    return max(arrays, key=lambda x: x.nbytes).dtype if arrays else ""
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    """Mesh axes along which it moves data."""
+    return self.devices.axes
+
+  @property
+  def group_size(self) -> int:
+    """Number of devices that exchange data with each other."""
+    return self.devices.group_size
+
+  @property
+  def network(self) -> str:
+    """The slowest network that it uses: "dcn", "ici" or "none"."""
+    return self.devices.network
+
+  @property
+  def operand_bytes(self) -> int:
+    """Bytes of the operands of one execution."""
+    return sum(operand.array.nbytes for operand in self.operands)
+
+  @property
+  def result_bytes(self) -> int:
+    """Bytes of the results of one execution."""
+    return sum(array.nbytes for array in self.results)
+
+  @property
+  def payload_bytes(self) -> int:
+    """Bytes of the whole values: an all-gather's results, else the operands."""
+    if self.kind == "all-gather":
+      return self.result_bytes
+    return self.operand_bytes
+
+  @property
+  def link_bytes(self) -> float:
+    """Bytes that a device sends in one execution, with ring algorithms."""
+    n = self.group_size
+    share = (n - 1) / n
+    if self.kind == "all-reduce":
+      return 2 * share * self.operand_bytes
+    if self.kind == "all-gather":
+      return share * self.result_bytes
+    if self.kind in ("reduce-scatter", "all-to-all", "ragged-all-to-all"):
+      return share * self.operand_bytes
+    return float(self.operand_bytes) if n > 1 else 0.0
+
+  @property
+  def arguments(self) -> tuple[str, ...]:
+    """Names of the arguments that it moves, such as `state.params['w']`."""
+    return tuple(dict.fromkeys(x.name for x in self.operands if x.name))
+
+  def executions_per_step(self, period: float) -> float:
+    """Returns how often it runs in a step, on average.
+
+    Args:
+      period: Steps between two commits of AGN. Other conditionals are assumed
+        to take the branch of the collective in every step.
+    """
+    return self.executions / (period if self.in_commit else 1)
+
+  def __str__(self) -> str:
+    over = f" over {', '.join(self.axes)}" if self.axes else ""
+    parts = [f"{self.kind}{over}: {self.payload_bytes:,} bytes"]
+    if self.executions != 1:
+      parts.append(f"{self.executions:g} times")
+    if not self.trip_count_known:
+      parts.append("in a loop whose number of turns is unknown")
+    if self.in_conditional:
+      parts.append("in a conditional")
+    parts += self.arguments[:1]
+    if self.source:
+      parts.append(self.source)
+    op_name = f" [{self.op_name}]" if self.op_name else ""
+    return ", ".join(parts) + op_name
+
+
+def collectives(
+  compiled: Any, mesh: jax.sharding.Mesh
+) -> tuple[Collective, ...]:
+  """Reads the collectives off a compiled program.
+
+  The start and the end of an asynchronous collective, and the pieces of one
+  that the TPU compiler spreads over several fusions, count once.
+
+  Args:
+    compiled: A compiled program, or its HLO text.
+    mesh: The mesh that the program was compiled for.
+
+  Returns:
+    The collectives; one that all branches of a conditional have counts once, as
+    outside of it.
+
+  Raises:
+    TypeError: `compiled` is no program, or `mesh` is no mesh.
+    ValueError: The text is no HLO module, or `mesh` has another number of
+      devices than the program.
+
+  Example:
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
+    >>> collectives(compiled, mesh)
+    ()
+  """
+  if not isinstance(mesh, jax.sharding.Mesh):
+    raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}.")
+  program = hlo.parse(compiled)
+  reader = _Reader(program, groups.Devices(program, mesh))
+  return tuple(reader.read(program.entry, _Place()))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+  """The calls that reach a computation.
+
+  Attributes:
+    executions: Runs per call of the program.
+    known: Whether the program states the turns of all loops around it.
+    callers: Instructions that call it, outermost first.
+  """
+
+  executions: float = 1
+  known: bool = True
+  callers: flow.Callers = ()
+
+
+class _Reader:
+  """Finds and describes the collectives of a program."""
+
+  def __init__(self, program: hlo.Program, devices: groups.Devices) -> None:
+    self._program = program
+    self._devices = devices
+    self._commits = _find_commits(program)
+    # Collectives that the TPU compiler spreads over several fusions.
+    self._started = {
+      (start.opcode, _channel(start))
+      for call in program.instructions()
+      if _STARTS in call.attributes
+      for start in call.operand_instructions
+    }
+
+  def read(
+    self, computation: hlo.Computation, place: _Place
+  ) -> list[Collective]:
+    """Returns the collectives of a computation and those that it calls."""
+    found = []
+    for one in computation.instructions.values():
+      if one.opcode == "send":
+        found += self._slice_transfer(one, place)
+      elif one.opcode.removesuffix("-start") in KINDS:
+        if not self._is_continuation(one):
+          found.append(self._collective(one, place))
+      elif one.opcode == "conditional":
+        branches = [self._read(name, one, place) for name in one.called]
+        found += _merge(branches, one.name in self._commits)
+      elif one.opcode == "while":
+        turns = flow.trip_count(self._program, one)
+        inner = dataclasses.replace(
+          place,
+          executions=place.executions * (1 if turns is None else turns),
+          known=place.known and turns is not None,
+        )
+        for role in ("body", "condition"):
+          found += self._read(one.called_as(role), one, inner)
+      elif flow.is_call(one):
+        for name in one.called:
+          found += self._read(name, one, place)
+    return found
+
+  def _read(
+    self, name: str, caller: hlo.Instruction, place: _Place
+  ) -> list[Collective]:
+    computation = self._program.computations.get(name)
+    if computation is None:
+      return []
+    callers = (*place.callers, caller)
+    return self.read(computation, dataclasses.replace(place, callers=callers))
+
+  def _collective(self, one: hlo.Instruction, place: _Place) -> Collective:
+    kind = one.opcode.removesuffix("-start")
+    given = [
+      (value, array)
+      for value in one.operand_instructions
+      for array in value.arrays
+    ]
+    results = one.arrays
+    if kind != one.opcode and kind != "all-reduce":
+      # The shape is a tuple of operands, results, and the compiler's flags.
+      results = results[len(given) : 2 * len(given)]
+    caller = place.callers[-1] if place.callers else None
+    if kind == "all-reduce" and caller and caller.opcode == "fusion":
+      # Each device cuts out its part in the same fusion.
+      if any(name.startswith("all-reduce-scatter") for name in caller.called):
+        kind, results = "reduce-scatter", caller.arrays
+    return self._describe(kind, one, given, results, place)
+
+  def _slice_transfer(
+    self, send: hlo.Instruction, place: _Place
+  ) -> list[Collective]:
+    """Reads a transfer between slices: a `send` and a `recv` of one name."""
+    kind = send.attribute(r'_xla_megascale_transfer_type="(\w+)"')
+    if not kind:
+      return []
+    kind = kind.lower().replace("_", "-")
+    value = send.operand_instructions[0]
+    name = send.attribute(_RENDEZVOUS)
+    received = [
+      i.arrays[:1]
+      for i in send.computation.instructions.values()
+      if i.opcode == "recv" and i.attribute(_RENDEZVOUS) == name
+    ]
+    return [
+      self._describe(
+        kind if kind in KINDS else "collective-permute",
+        send,
+        [(value, array) for array in value.arrays],
+        received[0] if received else value.arrays,
+        place,
+      )
+    ]
+
+  def _describe(
+    self,
+    kind: str,
+    one: hlo.Instruction,
+    given: Sequence[tuple[hlo.Instruction, hlo.Array]],
+    results: tuple[hlo.Array, ...],
+    place: _Place,
+  ) -> Collective:
+    named = _nearest_named([one, *place.callers[-1:]])
+    return Collective(
+      kind,
+      tuple(self._operand(value, array, place) for value, array in given),
+      results,
+      self._devices.spanned(one),
+      place.executions,
+      place.known,
+      op_name=named.op_name if named else "",
+      source=self._program.source_line(named) if named else "",
+    )
+
+  def _operand(
+    self, value: hlo.Instruction, array: hlo.Array, place: _Place
+  ) -> Operand:
+    path = list(flow.origin(self._program, value, place.callers))
+    last = path[-1]
+    is_widened = array.dtype == "f32" and any(
+      [a.dtype for a in one.arrays] == ["bf16"] for one in path
+    )
+    if last.opcode == "parameter" and last.computation is self._program.entry:
+      return Operand(array, int(last.literal), last.op_name, is_widened)
+    return Operand(array, is_widened=is_widened)
+
+  def _is_continuation(self, one: hlo.Instruction) -> bool:
+    """Whether another fusion starts the collective that this one goes on."""
+    return (
+      (one.opcode, _channel(one)) in self._started
+      and "async_collective_fusion_config" in one.attributes
+      and not any(_STARTS in user.attributes for user in one.users)
+    )
+
+
+def _channel(instruction: hlo.Instruction) -> str:
+  return instruction.attribute(r"channel_id=(\d+)")
+
+
+def _find_commits(program: hlo.Program) -> set[str]:
+  """Returns the conditionals of AGN, which commits once in a period.
+
+  Without AGN they are those of Accumulate, which updates once in a period.
+  Those around it and in it, such as LossScale's, are not among them.
+  """
+  conditionals = [
+    (i.name, i.op_name)
+    for i in program.instructions()
+    if i.opcode == "conditional"
+  ]
+  for scope in (tracing.COMMIT_SCOPE, tracing.UPDATE_SCOPE):
+    found = {
+      name for name, stack in conditionals if stack.endswith(f"/{scope}/cond")
+    }
+    if found:
+      return found
+  return set()
+
+
+def _merge(
+  branches: Sequence[Sequence[Collective]], is_commit: bool
+) -> list[Collective]:
+  """Returns the collectives of a conditional; what all branches have, once."""
+  common = Counter(map(_signature, branches[0]))
+  for branch in branches[1:]:
+    common &= Counter(map(_signature, branch))
+  merged = []
+  for number, branch in enumerate(branches):
+    left = common.copy()
+    for one in branch:
+      if not one.in_conditional and left[_signature(one)] > 0:
+        left[_signature(one)] -= 1
+        if not number:
+          merged.append(one)
+      else:
+        in_commit = one.in_commit or is_commit
+        merged.append(
+          dataclasses.replace(one, in_conditional=True, in_commit=in_commit)
+        )
+  return merged
+
+
+def _signature(one: Collective) -> tuple[object, ...]:
+  """Returns what equal collectives of several branches share."""
+  return (
+    one.kind,
+    one.dtype,
+    one.operand_bytes,
+    one.devices,
+    one.executions,
+    one.in_conditional,
+  )
+
+
+def _nearest_named(
+  starts: Sequence[hlo.Instruction],
+) -> hlo.Instruction | None:
+  """Returns the nearest instruction that has a name stack, or None.
+
+  The compiler drops the names of some instructions that it splits or adds.
+  First the given instructions themselves are asked, then what makes their
+  operands and what uses their results.
+  """
+  for start in starts:
+    if start.op_name:
+      return start
+  for start in starts:
+    behind, ahead = [start], [start]
+    for _ in range(_NAME_DISTANCE):
+      behind = [i for b in behind for i in b.operand_instructions][:_NEIGHBORS]
+      ahead = [i for a in ahead for i in a.users][:_NEIGHBORS]
+      for near in (*behind, *ahead):
+        if near.op_name and near.opcode != "parameter":
+          return near
+  return None

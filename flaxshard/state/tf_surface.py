@@ -1,0 +1,213 @@
+"""TensorFlow's arguments: parameters by path, gradient pairs, aggregation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import patterns as patterns_lib
+from flaxshard.core import trees
+from flaxshard.core.indexed_slices import is_indexed_slices
+from flaxshard.replicas import context as replica_context
+from flaxshard.wrappers import base
+from flaxshard.wrappers import stack
+
+PyTree = Any
+Pair = tuple[Any, str]
+
+MISSING: Any = object()
+
+
+def parameter_paths(params: PyTree) -> list[str]:
+  """Returns the paths of the parameters that have gradients.
+
+  Args:
+    params: The parameters of a state. Of a pair for `optax.lookahead`, those of
+      the fast ones are returned.
+
+  Example:
+    >>> parameter_paths({"Dense_0": {"kernel": 1.0}})
+    ['Dense_0/kernel']
+  """
+  trained = opt_state_lib.trained_params(params)
+  return [trees.path_string(path) for path in trees.paths(trained)]
+
+
+def check_path(argument: str, path: Any, params: PyTree) -> str:
+  """Returns `path` if it is the path of a parameter.
+
+  Args:
+    argument: Name of the argument, for errors.
+    path: A string such as `Dense_0/kernel`.
+    params: The parameters of a state.
+
+  Raises:
+    ValueError: No parameter has this path.
+  """
+  known = parameter_paths(params)
+  if path not in known:
+    raise ValueError(
+      patterns_lib.describe_no_match(
+        f"{argument}={path!r}", str(path), "params", known
+      )
+    )
+  return path
+
+
+def select(var_list: Any, params: PyTree) -> set[str]:
+  """Returns the paths of the parameters that `var_list` names.
+
+  Args:
+    var_list: A sequence of paths of parameters, and of regular expressions
+      that are searched in all paths.
+    params: The parameters of a state.
+
+  Raises:
+    TypeError: `var_list` is not a sequence of strings.
+    ValueError: It is empty, an element selects no parameter or is no regular
+      expression, or one is given twice.
+
+  Example:
+    >>> params = {"a": {"w": 1.0, "b": 2.0}, "c": {"w": 3.0}}
+    >>> sorted(select(["a/b", "^c/"], params))
+    ['a/b', 'c/w']
+  """
+  known = parameter_paths(params)
+  selected: set[str] = set()
+  for element in patterns_lib.check("var_list", var_list):
+    if element in known:
+      selected.add(element)
+    else:
+      where = f"var_list: {element!r}"
+      selected.update(patterns_lib.find(where, element, "params", known))
+  if not selected:
+    raise ValueError("var_list must name at least one parameter, got [].")
+  return selected
+
+
+def keep_selected(selected: set[str], tree: PyTree) -> PyTree:
+  """Returns a tree like the parameters, with None for those not selected.
+
+  Args:
+    selected: The paths to keep.
+    tree: A tree like the parameters. None may stand for a leaf.
+  """
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: x if trees.path_string(path) in selected else None, tree
+  )
+
+
+def pairs_of(grads: PyTree, selected: set[str] | None) -> list[Pair]:
+  """Returns the gradients of a tree as (gradient, path) pairs, in its order.
+
+  Args:
+    grads: A tree like the parameters, with None where there is no gradient.
+    selected: The paths to return; None for all of them.
+  """
+  flat = jax.tree_util.tree_leaves_with_path(
+    grads, is_leaf=lambda x: x is None or is_indexed_slices(x)
+  )
+  named = ((g, trees.path_string(path)) for path, g in flat)
+  return [(g, p) for g, p in named if selected is None or p in selected]
+
+
+def gradients_argument(
+  positional: Sequence[Any], grads: Any, params: PyTree
+) -> PyTree:
+  """Returns the gradients that a call of `apply_gradients` was given.
+
+  Args:
+    positional: The positional arguments.
+    grads: The argument `grads`, or `MISSING`.
+    params: The parameters of the state.
+
+  Returns:
+    A tree of gradients, not checked against `params`.
+
+  Raises:
+    TypeError: A tree is given by position, or gradients twice, or not at all.
+    ValueError: A pair has an unknown path, or one that an earlier pair has.
+  """
+  given = [*positional, *([] if grads is MISSING else [grads])]
+  if len(given) == 1:
+    value = list(given[0]) if isinstance(given[0], Iterator) else given[0]
+    if _is_pairs(value):
+      return _tree_of(value, params)
+    if type(value) is tuple and not isinstance(params, tuple):
+      raise ValueError(
+        f"grads must be a tree like params, got a tuple of {len(value)}; "
+        "value_and_grad returns (loss, grads): pass its second element."
+      )
+    if not positional:
+      return value
+  raise TypeError(
+    "apply_gradients takes gradients by name: write "
+    "state.apply_gradients(grads=grads). Only (gradient, path) pairs, as "
+    "compute_gradients returns them, may be given by position."
+  )
+
+
+def _is_pairs(given: Any) -> bool:
+  # A path is a string, and no tree of gradients has strings.
+  return isinstance(given, (list, tuple)) and all(
+    isinstance(pair, (list, tuple))
+    and len(pair) == 2
+    and isinstance(pair[1], str)
+    for pair in given
+  )
+
+
+def _tree_of(pairs: Iterable[Pair], params: PyTree) -> PyTree:
+  """Returns pairs as a tree of gradients, with None for other parameters."""
+  by_path: dict[str, Any] = {}
+  for i, (g, path) in enumerate(pairs):
+    where = f"apply_gradients: the path of pair {i}"
+    if check_path(where, path, params) in by_path:
+      raise ValueError(
+        f"{where}, {path!r}, is given twice. Add the gradients of a parameter."
+      )
+    by_path[path] = g
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: by_path.get(trees.path_string(path)),
+    opt_state_lib.trained_params(params),
+  )
+
+
+def check_aggregation(
+  aggregation: Any, is_skipped: bool, wrappers: tuple[base.Base, ...]
+) -> str:
+  """Returns "mean" or "sum"; the mean for None.
+
+  Args:
+    aggregation: "mean", "sum" or None.
+    is_skipped: Whether gradients are not reduced at all.
+    wrappers: The wrappers of the state.
+
+  Raises:
+    ValueError: It is none of these, or something else decides already.
+  """
+  if aggregation is None:
+    return "mean"
+  replica_context.check_reduce_op(aggregation, "aggregation")
+  if is_skipped or stack.reduces_gradients(wrappers):
+    names = [base.name_of(w) for w in wrappers]
+    other = "skip_gradients_aggregation=True" if is_skipped else f"{names}"
+    raise ValueError(
+      f"aggregation={aggregation!r} is given, and {other} decides how "
+      "gradients are reduced: give one of the two."
+    )
+  return aggregation
+
+
+def check_extra_arguments(reduction: str, names: Iterable[str]) -> None:
+  """Raises a ValueError if a sum contradicts arguments of the optimizer."""
+  # They are means over the replicas, and must be those of the gradients.
+  means = sorted({"grad", "value_fn"} & set(names))
+  if reduction == "sum" and means:
+    raise ValueError(
+      f"aggregation='sum': the optimizer uses {' and '.join(means)}, the mean "
+      "over the replicas; use aggregation='mean'."
+    )

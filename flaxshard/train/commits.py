@@ -1,0 +1,177 @@
+"""The commits of a run whose AGN has its center in a store.
+
+The loop calls `commit` after each step. In other runs that does nothing: their
+commits are part of the compiled step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import contextlib
+from typing import Any
+
+from flaxshard.state.train_state import TrainState
+from flaxshard.train import preemption
+from flaxshard.train import ranks
+from flaxshard.train import resume
+from flaxshard.train import same_run
+from flaxshard.train import setup as setup_lib
+
+
+class Commits:
+  """The commits of a run that are part of its compiled step."""
+
+  def start(self, state: TrainState, step: int) -> tuple[TrainState, int]:
+    """Joins the other workers.
+
+    Args:
+      state: The state, restored or new.
+      step: Its step.
+
+    Returns:
+      The state to train from, and the step that it goes on from: that of the
+      others, if they are further.
+    """
+    return state, step
+
+  def commit(self, state: TrainState, step: int) -> tuple[TrainState, int]:
+    """Commits if a period ends; called after each step.
+
+    Args:
+      state: The state.
+      step: The step just taken.
+
+    Returns:
+      The state, and the step: a later one if this worker was away for so long
+      that the others have left it behind.
+    """
+    return state, step
+
+  def settle(self, state: TrainState) -> TrainState:
+    """Returns a state to be saved: with the newest center and its slots."""
+    return state
+
+  def finish(self, state: TrainState) -> TrainState:
+    """Waits for the other workers; returns the state with the final center.
+
+    Args:
+      state: The state after the last step.
+
+    Raises:
+      InterruptedError: A signal has ended the wait. The state is not final, so
+        it is not to be saved as the last one.
+    """
+    return state
+
+  @property
+  def must_publish(self) -> bool:
+    """Whether this worker is to save the final center for worker 0."""
+    return False
+
+  def row(self) -> dict[str, float]:
+    """Returns the columns of `metrics.jsonl` for the commits since the last."""
+    return {}
+
+
+class StoreCommits(Commits):
+  """The commits of a worker.
+
+  Args:
+    worker: A `flaxshard.Worker`, which has been entered.
+    setup: The setup of the config.
+    train_iter: The training batches, which go on with those of the others when
+      the worker joins.
+  """
+
+  def __init__(self, worker: Any, setup: setup_lib.Setup, train_iter: Any):
+    self._worker = worker
+    self._setup = setup
+    self._train_iter = train_iter
+
+  def start(self, state: TrainState, step: int) -> tuple[TrainState, int]:
+    """Joins the other workers; see `Commits.start`."""
+    setup = self._setup
+    facts = same_run.worker_facts(setup.config, setup.splits)
+    facts["example"] = resume.shapes_to_json(setup.shapes)
+    state = self._worker.start(state, facts=facts)
+    missed = self._worker.missed_steps
+    if self._worker.is_finished:
+      missed = setup.config.num_train_steps
+    # One step is left at least: it is evaluated and saved.
+    return state, self._skip(step, missed, setup.config.num_train_steps - 1)
+
+  def commit(self, state: TrainState, step: int) -> tuple[TrainState, int]:
+    """Commits if a period ends; see `Commits.commit`."""
+    before = self._worker.missed_steps
+    state = self._worker.commit(state)
+    last = self._setup.config.num_train_steps
+    missed = self._worker.missed_steps - before
+    if self._worker.is_finished:
+      missed = last
+    return state, self._skip(step, missed, last)
+
+  def settle(self, state: TrainState) -> TrainState:
+    """Takes over the newest center; see `Commits.settle`."""
+    return state if self._worker.is_closed else self._worker.settle(state)
+
+  def finish(self, state: TrainState) -> TrainState:
+    """Waits for the other workers; see `Commits.finish`."""
+    state = self._worker.finish(state)
+    if not self._worker.is_finished:
+      raise InterruptedError("the run was stopped while it waited for others")
+    return state
+
+  @property
+  def must_publish(self) -> bool:
+    """Whether worker 0 is gone; see `Commits.must_publish`."""
+    return self._worker.worker_id > 0 and self._worker.is_leader
+
+  def row(self) -> dict[str, float]:
+    """Returns the columns of `metrics.jsonl`; see `Commits.row`."""
+    return self._worker.metrics()
+
+  def _skip(self, step: int, missed: int, last: int) -> int:
+    """Skips batches up to the step of the others; returns the step.
+
+    Args:
+      step: The step of this worker.
+      missed: The steps that the others are ahead.
+      last: The last step to return.
+    """
+    count = min(missed, last - step)
+    if count <= 0:
+      return step
+    self._train_iter.skip(count)
+    return step + count
+
+
+@contextlib.contextmanager
+def open_commits(
+  setup: setup_lib.Setup,
+  workdir: str,
+  stop_request: preemption.StopRequest,
+  train_iter: Any,
+) -> Iterator[Commits]:
+  """Opens the commits of a run.
+
+  Args:
+    setup: The setup of the config.
+    workdir: The folder of all workers.
+    stop_request: The signals of this process: after one, nothing is waited for.
+    train_iter: The training batches.
+  """
+  if ranks.store_agn(setup.config) is None:
+    yield Commits()
+    return
+  # Imported here: other runs do not need it.
+  from flaxshard.center.worker import Worker
+
+  rank = setup.rank
+  with Worker(
+    workdir,
+    rank.worker_id,
+    rank.num_workers,
+    start_timeout=rank.start_timeout,
+    should_stop=lambda: stop_request.signum is not None,
+  ) as worker:
+    yield StoreCommits(worker, setup, train_iter)

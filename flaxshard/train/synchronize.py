@@ -1,0 +1,67 @@
+"""`flaxshard --synchronize`: merges the commits of a run's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import signal
+from typing import Any
+
+from flaxshard.center import synchronizer
+from flaxshard.center.store import center_url
+from flaxshard.center.store import Objects
+from flaxshard.core import files
+from flaxshard.core import optimizer
+from flaxshard.core import registry
+from flaxshard.state.train_state import TrainState
+from flaxshard.tasks import load as tasks_load
+from flaxshard.train import config as config_lib
+from flaxshard.train import console
+from flaxshard.train import creation as creation_lib
+from flaxshard.train import devices
+from flaxshard.train import resume
+
+
+def synchronize(workdir: str) -> None:
+  """Merges the commits of the workers of a run until it has ended.
+
+  The config of the run comes from its center. Nothing is trained, and no data
+  is read. After a signal the workers go on without it.
+
+  Args:
+    workdir: The workdir of the run; its first worker may come later.
+
+  Raises:
+    StoreError: The store cannot be read or written.
+    SystemExit: After a signal; the code is 128 plus its number.
+    ValueError, TypeError: The run's model or optimizer cannot be created here.
+  """
+  workdir = files.absolute(workdir)
+  files.check_writable("workdir", workdir, create=False)
+  objects = Objects(center_url(workdir))
+  signums: list[int] = []
+  should_stop = lambda: bool(signums)
+  for signum in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(signum, lambda signum, frame: signums.append(signum))
+  with console.show_log():
+    facts = synchronizer.wait_for_run(objects, should_stop)
+    if facts is not None:
+      synchronizer.synchronize(objects, _abstract_state(facts), should_stop)
+    if signums:
+      raise SystemExit(128 + signums[0])
+
+
+def _abstract_state(facts: Mapping[str, Any]) -> TrainState:
+  """Returns the shapes and dtypes of the state of a run's workers."""
+  if "config" not in facts:
+    raise ValueError(
+      "--synchronize needs a run from a config: the workers of this one have "
+      "a loop of their own, and merge themselves."
+    )
+  # JSON has lists for the tuples of the config.
+  config = config_lib.check(registry.to_plain(facts["config"]))
+  shapes = resume.shapes_from_json(facts["example"])
+  loaded = tasks_load.load(config, None, known=shapes)
+  strategy, _ = devices.strategy_for_state(config)
+  tx, _ = optimizer.create(config)
+  creation = creation_lib.plan_creation(config, strategy, loaded, tx)
+  return creation.abstract_state()

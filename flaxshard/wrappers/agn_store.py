@@ -1,0 +1,320 @@
+"""AGN's local steps for a center in a store: `transport="store"`.
+
+The compiled step takes local steps and adds their gradients up, the same on all
+replicas of a process. `flaxshard.Worker` commits between steps.
+
+The parameters are divided into fragments, which are committed in turn: the last
+one at the multiples of the period, each other one `period // fragments` local
+steps before the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any, TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from flaxshard.core import checks
+from flaxshard.core import extra_args
+from flaxshard.core import trees
+from flaxshard.replicas import context as replica_context
+from flaxshard.wrappers import agn_commit
+from flaxshard.wrappers import base
+
+if TYPE_CHECKING:
+  from flaxshard.wrappers.agn import AGN
+  from flaxshard.wrappers.agn import AGNState
+
+PyTree = Any
+
+COMMIT_DTYPES = ("bfloat16", "int8", "int4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+  """The options of `AGN(transport=Store(...))`: a center in a store.
+
+  Args:
+    fragments: Number of groups of parameters that are committed in turn, each
+      once per period. They have about the same number of bytes, and never split
+      a parameter. So the bytes of one commit are 1/fragments of those of all.
+    delay: Number of local steps from a commit to when the local parameters are
+      replaced by the center, below the period. Meanwhile the commit travels.
+      What these steps accumulate belongs to the next commit.
+    blend: Weight of the local parameters when they are replaced:
+      `local = blend * local + (1 - blend) * center`, at least 0 and below 1.
+    commit_dtype: `"bfloat16"`, `"int8"` or `"int4"`: send commits, and changes
+      of the center, in this dtype; integers with a float32 scale for each 256.
+      What is cut off goes into the next ones. None: the dtype as it is.
+    quorum: With commits by mean or sum, least number of workers in an update of
+      the center. Workers that have finished count.
+    grace: Seconds that an update by mean or sum waits for more workers than
+      `quorum`, from the first commit on.
+    deadline: Seconds that a worker waits for the result of its commit before it
+      goes on alone, and after which a worker that gives no sign of life counts
+      as gone.
+
+  Raises:
+    TypeError: An argument is of a wrong type.
+    ValueError: A number is out of range, or `commit_dtype` is unknown.
+
+  Example:
+    >>> import flaxshard as fs
+    >>> agn = fs.AGN(10, "mean", transport=fs.Store(commit_dtype="int8"))
+    >>> agn.transport.commit_dtype, agn.transport.quorum
+    ('int8', 1)
+
+  References:
+    Fragments, delay and blend: Douillard et al., Streaming DiLoCo, 2025
+    (arXiv:2501.18512). Quorum and grace: Decoupled DiLoCo, 2026
+    (arXiv:2604.21428).
+  """
+
+  fragments: int = 1
+  delay: int = 0
+  blend: float = 0.0
+  commit_dtype: str | None = None
+  quorum: int = 1
+  grace: float = 10.0
+  deadline: float = 60.0
+
+  def __post_init__(self) -> None:
+    values: dict[str, Any] = {
+      name: checks.integer(f"Store: {name}", getattr(self, name), minimum=least)
+      for name, least in (("fragments", 1), ("delay", 0), ("quorum", 1))
+    }
+    values["blend"] = checks.number(
+      "Store: blend", self.blend, minimum=0, below=1
+    )
+    values["grace"] = checks.number("Store: grace", self.grace, minimum=0)
+    values["deadline"] = checks.number(
+      "Store: deadline", self.deadline, above=0
+    )
+    # As plain Python numbers: configs hold these.
+    for name, value in values.items():
+      object.__setattr__(self, name, value)
+    allowed = (None, *COMMIT_DTYPES)
+    checks.one_of("Store: commit_dtype", self.commit_dtype, allowed)
+
+
+def check_arguments(agn: AGN) -> None:
+  """Raises a ValueError if arguments of AGN do not fit its store."""
+  store, period = agn.transport, agn.communication_period
+  if not isinstance(store, Store):
+    return
+  for name in ("fragments", "delay"):
+    value, most = getattr(store, name), period - (name == "delay")
+    if value > most:
+      raise ValueError(
+        f"AGN: transport: {name}={value} must be at most {most} with "
+        f"communication_period={period}."
+      )
+  if agn.share_step_count:
+    raise ValueError(
+      "AGN: share_step_count=True needs transport='compiled': in a store the "
+      "center counts its own updates."
+    )
+  if agn.commit == "sequential" and store.quorum > 1:
+    raise ValueError(
+      f"AGN: transport: quorum={store.quorum} needs commit='mean' or 'sum': "
+      "sequential commits are applied one by one."
+    )
+
+
+def check_order(outer: Sequence[base.Base], inner: Sequence[base.Base]) -> None:
+  """Raises a ValueError if a wrapper may not stand beside AGN.
+
+  Args:
+    outer: The wrappers around an AGN with a store.
+    inner: The wrappers inside of it.
+  """
+  for wrapper in (*outer, *inner):
+    note = wrapper.divergence()
+    if note is not None:
+      raise ValueError(
+        "AGN(transport='store') needs equal replicas within a process: "
+        f"{base.name_of(wrapper)!r} lets them differ. {note}"
+      )
+  for wrapper in inner:
+    name = base.name_of(wrapper)
+    if wrapper.reduces_gradients or wrapper.defers_reduction:
+      raise ValueError(
+        f"AGN(transport='store') must be inside of {name!r}: it accumulates "
+        "gradients that are averaged over the replicas of this process "
+        f"already. Put {name!r} first."
+      )
+
+
+def check_optimizer(agn: AGN, tx: Any) -> None:
+  """Raises a ValueError if the center's optimizer needs the loss."""
+  needed = sorted(extra_args.required(tx))
+  if agn.outer_tx is None and needed:
+    raise ValueError(
+      f"AGN: tx needs {', '.join(needed)} in every update, which a commit with "
+      "transport='store' does not have: it is made between steps. Give another "
+      "optimizer for the center, such as outer_tx=optax.sgd(1.0) with "
+      "commit_delta=True, or use transport='compiled'."
+    )
+
+
+# -- Fragments.
+
+
+def divide(accumulators: PyTree, fragments: int) -> dict[str, int]:
+  """Returns the fragment of each parameter with a gradient, by its path.
+
+  Args:
+    accumulators: `AGNState.grad_accum`. None is no leaf.
+    fragments: The number of fragments.
+
+  Raises:
+    ValueError: There are more fragments than leaves.
+
+  Example:
+    >>> tree = {"a": jnp.ones(2), "b": jnp.ones(3), "c": jnp.ones(1)}
+    >>> divide(tree, 2)
+    {'a': 1, 'b': 0, 'c': 1}
+  """
+  leaves = {
+    trees.path_string(path): x.size * x.dtype.itemsize
+    for path, x in jax.tree_util.tree_leaves_with_path(accumulators)
+  }
+  if fragments > max(len(leaves), 1):
+    raise ValueError(
+      f"AGN: transport: fragments={fragments} must be at most the number of "
+      f"parameters with a gradient, {len(leaves)}: a parameter is never split."
+    )
+  loads = [0] * fragments
+  found = {}
+  # The largest first, each to the fragment that has the fewest bytes.
+  for path in sorted(leaves, key=lambda path: (-leaves[path], path)):
+    number = loads.index(min(loads))
+    # An empty parameter counts as well: no fragment is left without one.
+    loads[number] += max(leaves[path], 1)
+    found[path] = number
+  return {path: found[path] for path in leaves}
+
+
+def due(agn: AGN, local_step: int) -> tuple[int, ...]:
+  """Returns the fragments that are committed after a local step.
+
+  Args:
+    agn: A wrapper with a store.
+    local_step: The number of local steps that have been taken.
+
+  Example:
+    >>> import flaxshard as fs
+    >>> agn = fs.AGN(4, transport=fs.Store(fragments=2))
+    >>> [due(agn, step) for step in range(1, 5)]
+    [(), (0,), (), (1,)]
+  """
+  period, fragments = agn.communication_period, agn.transport.fragments
+  if local_step < 1:
+    return ()
+  return tuple(
+    f
+    for f in range(fragments)
+    if (f + 1 - fragments) * (period // fragments) % period
+    == local_step % period
+  )
+
+
+# -- A step.
+
+
+def init_fields(agn: AGN, accum: PyTree) -> dict[str, jax.Array]:
+  """Returns the first values of the fields of `AGNState` for a store."""
+  fragments = agn.transport.fragments
+  divide(accum, fragments)  # raises if there are too many
+  return {
+    "received": jnp.zeros(len(jax.tree.leaves(accum)), bool),
+    "sent": jnp.zeros(fragments, jnp.int32),
+    "versions": jnp.zeros(fragments, jnp.int32),
+  }
+
+
+def apply(
+  agn: AGN, state: AGNState, target: base.Target, grads: PyTree, next: base.Next
+) -> tuple[base.Target, AGNState]:
+  """Takes a local step and adds its gradients to the accumulators.
+
+  Args:
+    agn: The wrapper.
+    state: Its state, the same on all replicas.
+    target: The center, and the collections of this process.
+    grads: The gradients, the same on all replicas.
+    next: Applies gradients with the wrappers inside and the optimizer.
+
+  Returns:
+    The center, which stays, with the new collections; and the new state.
+  """
+  new = next(
+    target._replace(params=state.local_params, opt_state=state.local_opt_state),
+    grads,
+  )
+  # A wrapper inside, such as LossScale, may have skipped the step.
+  applied = new.step != target.step
+  added = grads
+  if agn.commit_delta:
+    added = agn_commit.param_delta(state.local_params, new.params)
+  # Static in one step, but steps of a period may differ in it.
+  treedef: Any = jax.tree.structure(state.local_params)
+  pairs = zip(
+    treedef.flatten_up_to(grads),
+    treedef.flatten_up_to(state.grad_accum),
+    strict=True,
+  )
+  has_gradient = jnp.array(
+    [g is not None for g, total in pairs if total is not None], bool
+  )
+  collections = state.collections
+  if replica_context.get_replica_context() is None:
+    # Without `Strategy.run` collections are not swapped: the fields of the
+    # train state are those of this process, as in `AGNState`.
+    collections = collections | {
+      name: x for name, x in new.collections.items() if name in collections
+    }
+  return (
+    new._replace(params=target.params, opt_state=target.opt_state),
+    state._replace(
+      local_params=new.params,
+      local_opt_state=new.opt_state,
+      grad_accum=agn_commit.accumulate(state.grad_accum, added, applied),
+      local_step=state.local_step + applied,
+      collections=collections,
+      received=state.received | (has_gradient & applied),
+    ),
+  )
+
+
+def pending(agn: AGN, state: AGNState) -> str | None:
+  """Returns how many local steps the center lacks, if any, as a sentence."""
+  step, period = int(state.local_step), agn.communication_period
+  if step >= period and not jnp.any(state.sent):
+    return (
+      f"AGN: none of the {step} local steps of this process are in params. "
+      "With transport='store' they are committed by flaxshard.Worker: call "
+      "state = worker.commit(state) after each step."
+    )
+  steps = [step - int(sent) for sent in state.sent]
+  if not any(steps):
+    return None
+  which = f"the last {', '.join(map(str, steps))} local steps"
+  if len(steps) > 1:
+    which = f"of fragments 0 to {len(steps) - 1} {which}"
+  return (
+    f"AGN: {which} of this process are not in params. They are committed after "
+    f"communication_period={period} applied steps."
+  )
+
+
+def parse(transport: Any) -> Any:
+  """Returns the transport that an argument names: `"compiled"` or a `Store`."""
+  if transport == "store":
+    return Store()
+  if not isinstance(transport, Store):
+    checks.one_of("AGN: transport", transport, ("compiled", "store"))
+  return transport

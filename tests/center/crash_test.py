@@ -1,0 +1,285 @@
+"""Operations of a center's store that fail, and workers that end at them."""
+
+import collections
+from concurrent import futures
+import dataclasses
+import itertools
+import random
+import threading
+from typing import Any
+
+import center_workers
+import jax
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+from flaxshard.center import encoding
+from flaxshard.center import members
+from flaxshard.center import store
+from flaxshard.wrappers import agn_store
+
+STEPS = 6
+OPERATIONS = ("read_each", "write", "write_all", "list", "delete")
+START = {"a": np.zeros(3, np.float32), "b": np.ones(5, np.float32)}
+
+KINDS = {
+  "": {},
+  "fragments": {"fragments": 2},
+  "int8 delay": {"fragments": 2, "delay": 1, "commit_dtype": "int8"},
+  # Both workers merge at the same time.
+  "race": {"commit_dtype": "int8"},
+}
+MODES = [*itertools.product(("sum", "mean", "sequential"), KINDS)]
+
+pytestmark = [
+  pytest.mark.filterwarnings("ignore:AGN. communication_period"),
+  pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+  ),
+]
+
+_local = threading.local()
+
+
+class Killed(BaseException):
+  """As kill -9: no line of the worker comes after it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+  """What happens at the `count`-th operation of a kind.
+
+  `how`: "error": it fails; "lost": it is done, and its answer is lost; "kill":
+  a part of it is done, and the worker has ended.
+  """
+
+  worker: int
+  kind: tuple[str, str]
+  count: int
+  how: str
+
+
+class Host:
+  """The operations of one start of a worker."""
+
+  def __init__(self, run, fault):
+    self.run, self.fault = run, fault
+    self.is_dead = False
+    self.seen = collections.Counter()
+    self._lock = threading.Lock()
+
+  def call(self, operation, fn, first, *rest):
+    if not isinstance(first, str | dict):
+      first = list(first)
+    keys = [first] if isinstance(first, str) else list(first)
+    kind = operation, keys[0].partition("/")[0] if keys else ""
+    with self._lock:
+      if self.is_dead:
+        raise Killed
+      self.seen[kind] += 1
+      fault = self.fault
+      if fault is None or (kind, self.seen[kind]) != (fault.kind, fault.count):
+        fault = None
+      elif fault.how == "kill":
+        self.is_dead = True
+    if fault is None:
+      return self._do(fn, first, *rest)
+    if fault.how == "lost":
+      self._do(fn, first, *rest)
+    if fault.how == "kill":
+      if len(keys) > 1:
+        some = keys[:1]
+        self._do(
+          fn,
+          {k: first[k] for k in some}
+          if rest == () and isinstance(first, dict)
+          else some,
+        )
+      raise Killed
+    raise store.StoreError(f"{fault}")
+
+  def _do(self, fn, first, *rest):
+    result = fn(first, *rest)
+    if isinstance(first, dict):
+      self.run.written |= first
+    elif result is not None and rest and first.startswith("head/"):
+      fragment = int(first.partition("/")[2])
+      self.run.heads[fragment].append(store.unpack(first, rest[0]))
+    return result
+
+
+@pytest.fixture(autouse=True)
+def guarded(request, monkeypatch):
+  """Operations of threads that are workers go through their `Host`."""
+  create = store.Objects.__init__
+
+  def init(self, url):
+    create(self, url)
+    self.host = getattr(_local, "host", None)
+
+  monkeypatch.setattr(store.Objects, "__init__", init)
+  for name in OPERATIONS:
+    original = getattr(store.Objects, name)
+
+    def call(self, *args, name=name, original=original):
+      if self.host is None:
+        return original(self, *args)
+      return self.host.call(name, lambda *a: original(self, *a), *args)
+
+    monkeypatch.setattr(store.Objects, name, call)
+  if "race" in request.node.name:
+    monkeypatch.setattr(members.Members, "merges", lambda self, fragment: True)
+
+
+class Run:
+  """Two workers with integer gradients, of which one has a fault."""
+
+  def __init__(self, setup, fault=None):
+    self.setup, self.fault = setup, fault
+    self.directory = center_workers.new_directory()
+    self.written: dict[str, bytes] = {}
+    self.heads = collections.defaultdict(list)
+    self.hosts: dict[int, Host] = {}
+    self.missed = {}
+
+  def train(self, k):
+    fault = self.fault if self.fault and self.fault.worker == k else None
+    while True:
+      host = _local.host = Host(self, fault)
+      self.hosts.setdefault(k, host)
+      fault, is_started = None, False
+      worker = fs.Worker(self.directory, k, 2, start_timeout=60)
+      try:
+        state = worker.start(self.setup.state)
+        is_started = True
+        while worker.clock < STEPS and not worker.is_finished:
+          if host.is_dead:
+            raise Killed
+          x = np.float32(1 + 10 * k + worker.clock)
+          state = worker.commit(self.setup.step(state, x))
+        state = worker.finish(state)
+        self.missed[k] = worker.missed_steps
+        return jax.device_get(state.params)
+      except Killed:
+        pass
+      except store.StoreError:
+        if is_started:
+          raise
+      # Another start of the same worker.
+
+  def check(self):
+    results = [futures.Future() for _ in range(2)]
+
+    def target(k):
+      try:
+        results[k].set_result(self.train(k))
+      except BaseException as e:
+        results[k].set_exception(e)
+
+    for k in range(2):
+      threading.Thread(target=target, args=(k,), daemon=True).start()
+    params = [result.result(timeout=90) for result in results]
+    jax.tree.map(np.testing.assert_array_equal, *params)
+    agn = self.setup.agn
+    for fragment in range(agn.transport.fragments):
+      self._check_center(agn, fragment, params[0])
+    return self
+
+  def _check_center(self, agn, fragment, params):
+    """Asserts that each commit that was taken is in the center once."""
+    heads = sorted(
+      self.heads[fragment], key=lambda h: (h["version"], h["finished"])
+    )
+    assert heads[-1]["finished"]
+    exact = {k: x.astype(np.float64) for k, x in START.items()}
+    steps, taken = collections.Counter(), {}
+    for head in heads:
+      new = [
+        self.commit(key, name[0])
+        for name, (step, _) in head["taken"].items()
+        for key in self._written_between(fragment, name, taken, step)
+      ]
+      taken = {name: step for name, (step, _) in head["taken"].items()}
+      total = sum(commit["examples"] for commit, _ in new)
+      for commit, worker in new:
+        steps[worker] += commit["steps"]
+        weight = commit["examples"] / total if agn.commit == "mean" else 1.0
+        for path, x in commit["grads"].items():
+          exact[path] -= weight * encoding.decode(x)
+    final = store.unpack("slots", self.written[heads[-1]["slots"]])
+    atol = 1e-3 if agn.transport.commit_dtype or agn.commit == "mean" else 0
+    for path in commit["grads"]:
+      found = params[path] + final["remainders"].get(path, 0)
+      np.testing.assert_allclose(found, exact[path], rtol=0, atol=atol)
+    last = max(s for s in range(STEPS + 1) if fragment in agn_store.due(agn, s))
+    if self.fault is None or self.fault.how != "kill":
+      for k in range(2):
+        assert steps[str(k)] == last - self.missed[k], "steps were lost"
+
+  def _written_between(self, fragment, name, taken, step):
+    """Returns the commits of a start after the last one that was taken."""
+    found = [
+      key
+      for key in self.written
+      if key.startswith(f"commit/{fragment}/{name}/")
+      and taken.get(name, 0) < int(key.rpartition("/")[2]) <= step
+    ]
+    assert found or step == taken.get(name, 0)
+    return found
+
+  def commit(self, key, worker):
+    return store.unpack(key, self.written[key]), worker
+
+
+class Setup:
+  """A mode: its state and its step."""
+
+  def __init__(self, commit: str, kwargs: dict[str, Any]):
+    self.agn = fs.AGN(
+      2,
+      commit,
+      commit_delta=True,
+      outer_tx=optax.sgd(1.0),
+      transport=fs.Store(grace=0.5, deadline=30, **kwargs),
+    )
+    self.state = fs.TrainState.create(
+      apply_fn=None, params=START, tx=optax.sgd(1.0), wrappers=[self.agn]
+    )
+    loss = lambda p, x: (p["a"] * x).sum() - 2 * (p["b"] * x).sum()
+    self.step = jax.jit(lambda state, x: state.minimize(loss, x)[0])
+    self.step(self.state, np.float32(1))
+
+  def faults(self, most):
+    """Returns a fault for the first operations of each kind, and for more."""
+    clean = Run(self).check()
+    return [
+      Fault(k, kind, n, how)
+      for k, host in clean.hosts.items()
+      for kind, count in sorted(host.seen.items())
+      for n in range(1, min(count, most) + 1)
+      for how in ("error", "lost", "kill")
+    ]
+
+
+def check(commit, kind, most, sample=None):
+  setup = Setup(commit, KINDS[kind])
+  faults = setup.faults(most)
+  if sample is not None:
+    faults = random.Random(f"{commit} {kind}").sample(faults, sample)
+  with futures.ThreadPoolExecutor(6) as pool:
+    runs = {fault: pool.submit(Run(setup, fault).check) for fault in faults}
+  failed = {f: run.exception() for f, run in runs.items() if run.exception()}
+  assert not failed, "\n".join(f"{f}: {e!r}" for f, e in failed.items())
+
+
+@pytest.mark.parametrize(("commit", "kind"), MODES)
+def test_some_operations_that_fail(commit, kind):
+  check(commit, kind, most=3, sample=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("commit", "kind"), MODES)
+def test_more_operations_that_fail(commit, kind):
+  check(commit, kind, most=8, sample=24)

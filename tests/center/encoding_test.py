@@ -1,0 +1,92 @@
+"""Arrays in fewer bits."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxshard.center import encoding
+
+LARGEST = {"int8": 127, "int4": 7}
+RNG = np.random.default_rng(0)
+
+
+def round_trip(x, dtype):
+  return encoding.decode(encoding.encode(x, dtype))
+
+
+def test_known_values():
+  x = np.array([[254, -254, 2], [3, 0, -1]], np.float32)
+  encoded = encoding.encode(x, "int8")
+  assert encoded["numbers"].tolist() == [127, -127, 1, 2, 0, 0]
+  assert encoded["scales"].tolist() == [2.0]
+  assert encoded["shape"] == [2, 3]
+  assert round_trip(x, "int8").tolist() == [[254, -254, 2], [4, 0, 0]]
+  encoded = encoding.encode(np.array([7, -7, 0.6], np.float32), "int4")
+  # Two numbers plus eight in a byte, the first one in the low bits.
+  assert encoded["numbers"].tolist() == [15 + (1 << 4), 9 + (8 << 4)]
+  assert encoded["scales"].tolist() == [1.0]
+  assert encoding.decode(encoded).tolist() == [7, -7, 1]
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+@pytest.mark.parametrize("size", [1, 2, 255, 256, 257, 1000])
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+def test_errors_are_at_most_half_a_scale(dtype, size, kind):
+  x = RNG.normal(size=size) * 10 ** RNG.uniform(-3, 3, size)
+  x = np.asarray(jnp.asarray(x, kind))
+  found = round_trip(x, dtype)
+  assert found.dtype == np.float32
+  wide = x.astype(np.float32)
+  for start in range(0, size, 256):
+    block = slice(start, start + 256)
+    scale = np.abs(wide[block]).max() / LARGEST[dtype]
+    assert np.abs(found[block] - wide[block]).max() <= 0.5001 * scale
+  # What is exact stays so.
+  np.testing.assert_allclose(round_trip(found, dtype), found, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_zeros_and_very_small_numbers(dtype):
+  x = np.zeros(600, np.float32)
+  assert round_trip(x, dtype).tolist() == x.tolist()
+  x[300:] = 1e-45
+  assert np.abs(round_trip(x, dtype)).max() <= 1e-45
+
+
+def test_bfloat16_rounds_to_the_nearest():
+  x = np.array([1 + 2**-7, 1 + 2**-9, -3e38], np.float32)
+  found = round_trip(x, "bfloat16")
+  assert found.dtype == np.float32
+  assert found[:2].tolist() == [1 + 2**-7, 1.0]
+  np.testing.assert_allclose(found[2], x[2], rtol=2**-8)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4", None])
+@pytest.mark.parametrize(
+  "x",
+  [
+    np.float32(0.3),
+    np.arange(3),
+    np.ones(2, np.complex64),
+    np.zeros((0, 3), np.float32),
+  ],
+  ids=["scalar", "integer", "complex", "empty"],
+)
+def test_other_arrays_stay(dtype, x):
+  found = round_trip(x, dtype)
+  assert (found.dtype, found.shape) == (x.dtype, x.shape)
+  np.testing.assert_array_equal(found, x)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
+def test_what_is_cut_off_comes_later(dtype):
+  total, sent = np.zeros((20, 30)), np.zeros((20, 30))
+  remainder = np.zeros((20, 30), np.float32)
+  for _ in range(50):
+    x = RNG.normal(size=(20, 30)).astype(np.float32)
+    total += x
+    decoded = round_trip(x + remainder, dtype)
+    remainder = x + remainder - decoded
+    sent += decoded
+  np.testing.assert_allclose(sent + remainder, total, atol=1e-4)
+  assert np.abs(remainder).max() < 0.5

@@ -1,0 +1,226 @@
+"""Workers that are killed, stopped, started twice and started late."""
+
+import os
+import signal
+
+import forked_programs
+from forked_programs import wait_until
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import flaxshard as fs
+from flaxshard.center import heads
+from flaxshard.center.store import Objects
+
+pytestmark = pytest.mark.slow
+
+_CONFIG = """
+import time
+import ml_collections
+
+def get_config(commit="sequential"):
+  return ml_collections.ConfigDict(dict(
+    model={"name": "cnn", "features": (), "dense": 8},
+    data={"name": "digits"},
+    batch_size=16,
+    num_train_steps=26,
+    learning_rate=1e-2,
+    precision="float32",
+    wrappers=(("agn", dict(
+      communication_period=2, commit=commit,
+      transport={"deadline": 4.0, "grace": 2.0})),),
+    log_every_steps=1,
+    eval_every_steps=26,
+    checkpoint_every_steps=6,
+    writer="none",
+  ))
+
+def wait(step, state, metrics):
+  time.sleep(0.3)
+"""
+_SLOWLY = "--config.hooks=('my_config:wait',)"
+
+
+@pytest.fixture(scope="module")
+def programs():
+  with forked_programs.Programs() as started:
+    yield started
+
+
+@pytest.fixture
+def start(programs, tmp_path):
+  """Starts one of two workers, or another program with the config."""
+  (tmp_path / "my_config.py").write_text(_CONFIG)
+
+  def start_worker(worker_id, *arguments, workdir="run", of=2):
+    return programs.start(
+      tmp_path,
+      "--config=my_config.py",
+      f"--workdir={workdir}",
+      f"--num_processes={of}",
+      f"--process_id={worker_id}",
+      "--initialization_timeout=1",
+      *arguments,
+    )
+
+  yield start_worker
+  programs.kill()
+
+
+def folder(tmp_path, worker_id):
+  return tmp_path / "run" / (f"workers/{worker_id}" if worker_id else "")
+
+
+def head(tmp_path):
+  return heads.read(Objects(f"{tmp_path}/run/center"), 0)[0]
+
+
+def step_of(tmp_path, worker_id):
+  rows = tiny.rows(folder(tmp_path, worker_id))
+  return rows[-1]["step"] if rows else 0
+
+
+def wait_for_step(tmp_path, worker_id, step, *programs):
+  wait_until(
+    lambda: step_of(tmp_path, worker_id) >= step,
+    f"step {step} of worker {worker_id}",
+    *programs,
+  )
+
+
+def assert_ended(tmp_path, *worker_ids):
+  """All workers have saved the final center, in which each commit is once."""
+  found = head(tmp_path)
+  assert found.finished
+  paths = [tmp_path / "run", *(folder(tmp_path, k) for k in worker_ids)]
+  loaded = [fs.load(path) for path in paths]
+  assert [x.step for x in loaded] == [26] * len(paths)
+  for other in loaded[1:]:
+    jax.tree.map(np.testing.assert_array_equal, other.params, loaded[0].params)
+  assert [int(x.state.wrapper_states["agn"].versions[0]) for x in loaded] == (
+    [found.version] * len(paths)
+  )
+
+
+def test_workers_that_are_killed_come_back(start, tmp_path):
+  first = [start(k, _SLOWLY) for k in range(2)]
+  wait_for_step(tmp_path, 1, 4, *first)
+  first[1].kill()
+  wait_for_step(tmp_path, 0, step_of(tmp_path, 1) + 4, *first)
+  second = start(1, _SLOWLY)
+  wait_until(lambda: "goes on from" in second.printed, "jump", second)
+  first[0].kill()
+  second.kill()
+  before = head(tmp_path)
+  assert 4 <= before.version and not before.finished
+  outputs = [x.end() for x in [start(k) for k in range(2)]]
+  assert "done: step 26: eval_loss=" in outputs[0]
+  assert "Traceback" not in "".join(outputs)
+  # The center has gone on: what it had taken is still in it.
+  after = head(tmp_path)
+  assert before.taken.items() <= after.taken.items()
+  assert after.version > before.version
+  assert_ended(tmp_path, 0, 1)
+
+
+def test_worker_0_that_was_stopped_and_one_that_comes_late_find_the_end(
+  start, tmp_path
+):
+  stopped = start(0, _SLOWLY, of=4)
+  other = start(1, _SLOWLY, of=4)
+  wait_for_step(tmp_path, 0, 3, stopped)
+  stopped.send(signal.SIGSTOP)
+  output = other.end()
+  assert "the final center is in the store only: workdir=" in output
+  before = head(tmp_path)
+  assert before.finished
+  final = fs.load(folder(tmp_path, 1))
+  found = fs.load(tmp_path / "run")
+  assert step_of(tmp_path, 0) < found.step
+  jax.tree.map(np.testing.assert_array_equal, found.params, final.params)
+  late = start(2, of=4)
+  stopped.send(signal.SIGCONT)
+  for program in (stopped, late):
+    assert "finds that the run has ended" in program.end()
+  assert "done: step 26: eval_loss=" in stopped.printed
+  assert head(tmp_path) == before
+  assert_ended(tmp_path, 0, 1, 2)
+
+
+def test_the_older_of_two_starts_ends(start, tmp_path):
+  first = start(0, _SLOWLY, of=1)
+  wait_for_step(tmp_path, 0, 7, first)
+  refused = start(0, of=1).end(code=1)
+  assert "is being written by process" in refused
+  # As on a file system without locks.
+  for folder_name in ("run", "run/checkpoints"):
+    os.remove(tmp_path / folder_name / ".lock")
+  start(0, of=1).end()
+  message = first.end(code=1).splitlines()[-1]
+  assert message.startswith("flaxshard: Worker: worker 0 of ")
+  assert "was started again" in message
+  assert "Traceback" not in first.printed
+
+
+def test_a_synchronizer_merges_while_it_lives(programs, start, tmp_path):
+  arguments = ["--synchronize", "--workdir=run"]
+  synchronizer = programs.start(tmp_path, *arguments)
+  wait_until(
+    lambda: "waiting for the first worker" in synchronizer.printed,
+    "message",
+    synchronizer,
+  )
+  workers = [start(k, _SLOWLY) for k in range(2)]
+  wait_until(
+    lambda: "merging the commits" in synchronizer.printed, "merge", synchronizer
+  )
+  wait_for_step(tmp_path, 0, 5, *workers)
+  synchronizer.kill()
+  version = head(tmp_path).version
+  # The workers merge again, and another one may come.
+  wait_until(lambda: head(tmp_path).version > version + 1, "merge", *workers)
+  another = programs.start(tmp_path, *arguments)
+  for worker in workers:
+    worker.end()
+  assert "the run has ended" in another.end()
+  assert_ended(tmp_path, 0, 1)
+
+
+def test_mistakes_of_a_synchronizer_are_one_line(programs, tmp_path):
+  (tmp_path / "file").write_text("")
+  for arguments, words in (
+    ([], "--synchronize needs --workdir"),
+    (["--workdir=file/run"], "file/run' cannot be written: "),
+  ):
+    program = programs.start(tmp_path, "--synchronize", *arguments)
+    output = program.end(code=1)
+    assert words in output
+    assert "Traceback" not in output
+  waiting = programs.start(tmp_path, "--synchronize", "--workdir=run")
+  wait_until(lambda: "waiting for" in waiting.printed, "message", waiting)
+  waiting.send(signal.SIGTERM)
+  waiting.end(code=128 + signal.SIGTERM)
+
+
+def test_a_worker_with_another_config_is_refused(start, tmp_path):
+  good = start(0, _SLOWLY, of=4)
+  wait_for_step(tmp_path, 0, 1, good)
+  others = [
+    start(1, "--config.learning_rate=0.5", of=4),
+    start(2, "--config.model.dense=4", of=4),
+  ]
+  for program, words in zip(
+    others,
+    (
+      "config.learning_rate is 0.5 here, and 0.01 in",
+      "config.model.dense is 4 here, and 8 in",
+    ),
+    strict=True,
+  ):
+    message = program.end(code=1).splitlines()[-1]
+    assert message.startswith(f"flaxshard: Worker: {words} the run in")
+    assert "Traceback" not in program.printed
+  good.end()
+  assert_ended(tmp_path, 0)

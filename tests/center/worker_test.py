@@ -1,0 +1,438 @@
+"""Worker: mistakes, other facts, damage, and stores that are not reachable."""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+
+import center_workers
+import jax
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+from flaxshard.center import exchange
+from flaxshard.center import store
+
+PARAMS = {"b": np.float32(8), "w": np.arange(6, dtype=np.float32)}
+SGD = optax.sgd(1.0)
+
+
+def agn(period=2, commit="mean", outer_tx=None, **kwargs):
+  kwargs = {"grace": 0.4, "deadline": 2.0, **kwargs}
+  transport = fs.Store(**kwargs)
+  return fs.AGN(period, commit, outer_tx=outer_tx, transport=transport)
+
+
+def create(wrapper=None, tx=SGD, params=PARAMS, **kwargs):
+  return fs.TrainState.create(
+    apply_fn=None,
+    params=params,
+    tx=tx,
+    wrappers=[wrapper or agn()],
+    **kwargs,
+  )
+
+
+@jax.jit
+def step(state, x):
+  return state.minimize(lambda p: p["b"] * x)[0]
+
+
+def train(worker, state, xs):
+  for x in xs:
+    state = worker.commit(step(state, np.float32(x)))
+  return state
+
+
+def messages(caplog):
+  return [
+    r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING
+  ]
+
+
+@pytest.fixture
+def directory():
+  return center_workers.new_directory()
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "error", "message"),
+  [
+    ({"directory": 3}, TypeError, "Worker: directory must be"),
+    ({"worker_id": 2}, ValueError, "worker_id must be .* at most 1, got 2"),
+    ({"worker_id": -1}, ValueError, "Worker: worker_id must be"),
+    ({"worker_id": 0.5}, TypeError, "Worker: worker_id must be"),
+    ({"num_workers": 0}, ValueError, "Worker: num_workers must be"),
+    ({"num_workers": None}, ValueError, "num_processes"),
+    ({"start_timeout": 0}, ValueError, "Worker: start_timeout must be"),
+  ],
+)
+def test_arguments(kwargs, error, message):
+  with pytest.raises(error, match=message):
+    fs.Worker(
+      **{"directory": "memory://x", "worker_id": 0, "num_workers": 2, **kwargs}
+    )
+
+
+def test_the_number_may_come_from_a_launcher(monkeypatch):
+  monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "3")
+  monkeypatch.setenv("SLURM_PROCID", "1")
+  worker = fs.Worker("memory://x")
+  assert (worker.worker_id, worker.num_workers) == (1, 3)
+
+
+@pytest.mark.parametrize("call", ["commit", "settle", "finish"])
+def test_calls_in_the_wrong_order(directory, call):
+  state = create()
+  worker = fs.Worker(directory, 0, 1)
+  with pytest.raises(RuntimeError, match=f"{call} before start: call state ="):
+    getattr(worker, call)(state)
+  with worker:
+    worker.start(state)
+    with pytest.raises(RuntimeError, match="start was called before"):
+      worker.start(state)
+  assert worker.is_closed
+  with pytest.raises(RuntimeError, match=f"{call} after finish or close"):
+    getattr(worker, call)(state)
+
+
+@pytest.mark.parametrize(
+  ("create", "error", "message"),
+  [
+    (lambda: {"w": 1}, TypeError, "must be a flaxshard.TrainState, got"),
+    (lambda: create(fs.EMA()), ValueError, r"store', got \['ema'\]"),
+    (lambda: create(fs.AGN(2)), ValueError, r"store', got \['agn'\]"),
+    (lambda: create(agn(quorum=3)), ValueError, "quorum=3 must be at most num"),
+  ],
+)
+def test_states_that_cannot_be_committed(directory, create, error, message):
+  with pytest.raises(error, match=message):
+    fs.Worker(directory, 0, 2).start(create())
+
+
+def test_too_few_workers(directory):
+  worker = fs.Worker(directory, 0, 2, start_timeout=0.2)
+  message = "worker 1 of 2 has not come to .* within start_timeout=0.2 seconds"
+  with pytest.raises(TimeoutError, match=message):
+    worker.start(create(agn(quorum=2)))
+  assert worker.is_closed
+
+
+def test_should_stop_ends_every_wait(directory, caplog, monkeypatch):
+  monkeypatch.setattr(exchange, "_LAST_WRITE_SECONDS", 0.2)
+  stops = threading.Event()
+  with fs.Worker(
+    directory, 0, 2, start_timeout=0.2, should_stop=stops.is_set
+  ) as worker:
+    state = worker.start(create(agn(grace=30, deadline=60)))
+    assert "the run begins without it" in messages(caplog)[0]
+    threading.Timer(0.2, stops.set).start()
+    start = time.monotonic()
+    worker.finish(worker.settle(train(worker, state, [1, 1])))
+  with pytest.raises(InterruptedError, match="should_stop"):
+    fs.Worker(
+      center_workers.new_directory(), 0, 2, should_stop=stops.is_set
+    ).start(create())
+  assert time.monotonic() - start < 10
+
+
+# What all workers have in common.
+
+
+def schedule(last):
+  return optax.sgd(optax.linear_schedule(0.0, last, 10))
+
+
+def test_who_differs_is_refused_and_the_others_go_on(directory):
+  facts = {"config": {"seed": 1, "name": "a"}}
+  outer = optax.adam(0.1)
+  adam = agn(outer_tx=outer)
+  float16 = {**PARAMS, "w": PARAMS["w"].astype(np.float16)}
+  longer = {**PARAMS, "w": np.zeros(7, np.float32)}
+  moment = r"change by .*\.outer_tx: b is"
+  # Beside the first worker's, another state or other facts.
+  cases = [
+    (agn(3), {}, r"AGN.communication_period is 3 here, and 2 in the run"),
+    (agn(commit="sum"), {}, r"AGN.commit is 'sum' here, and 'mean'"),
+    (agn(delay=1, outer_tx=outer), {}, r"transport.delay is 1 here, and 0"),
+    (
+      agn(commit_dtype="int8", outer_tx=outer),
+      {},
+      r"commit_dtype is 'int8' here, and None",
+    ),
+    (adam, {"params": float16}, r"params.w is 'float16\[6\]' here, .*float32"),
+    (adam, {"params": longer}, r"params.w is 'float32\[7\]' here, and"),
+    (adam, {"params": {"b": PARAMS["b"]}}, r"params.w is None here, and"),
+    (adam, {"tx": optax.sgd(0.99)}, r"change by .*\.tx: b is"),
+    (adam, {"tx": schedule(0.5)}, r"change by .*\.tx: b is"),
+    (agn(outer_tx=optax.adam(0.2)), {}, moment),
+    (agn(outer_tx=optax.sgd(0.1)), {}, moment),
+    (agn(), {}, r"AGN.outer_tx is False here, and True"),
+    (adam, {"facts": {"config": {"seed": 2}}}, r"config\.(name|seed) is"),
+    (adam, {"facts": {}}, r"config.* is None here"),
+  ]
+  with fs.Worker(directory, 0, 1) as worker:
+    state = worker.start(create(adam, tx=schedule(1.0)), facts)
+    for wrapper, others, message in cases:
+      others = {"tx": schedule(1.0), "facts": facts, **others}
+      other_facts = others.pop("facts")
+      with pytest.raises(ValueError, match=message):
+        fs.Worker(directory, 1, 2).start(create(wrapper, **others), other_facts)
+    state = train(worker, state, [1, 1])
+    worker.finish(state)
+    assert worker.is_finished
+
+
+# Damage.
+
+
+GOOD = {
+  "steps": 2,
+  "examples": 2.0,
+  "step": 2,
+  "version": 0,
+  "grads": {"b": np.float32(4)},
+  "statistics": {},
+  "collections": {},
+}
+BAD = {
+  "empty": b"",
+  "zeros": bytes(4),
+  "text": b"hello" * 20,
+  "cut": store.pack(GOOD)[:-1],
+  "list": store.pack([1, 2]),
+  "lacks": store.pack({"grads": {}}),
+  "steps": store.pack({**GOOD, "steps": 0}),
+  "step": store.pack({**GOOD, "step": "a"}),
+  "version": store.pack({**GOOD, "version": None}),
+  "examples": store.pack({**GOOD, "examples": float("inf")}),
+  "unknown": store.pack({**GOOD, "grads": {"c": np.float32(4)}}),
+  "shape": store.pack({**GOOD, "grads": {"b": np.ones(2, np.float32)}}),
+  "nan": store.pack({**GOOD, "grads": {"b": np.float32(np.nan)}}),
+  "numbers": store.pack({**GOOD, "grads": {"b": 4.0}}),
+  "code": store.pack({**GOOD, "grads": {"b": {"numbers": 1}}}),
+  "statistics": store.pack({**GOOD, "statistics": {"b": np.float32(1)}}),
+  "collections": store.pack({**GOOD, "collections": {"stats/m": "x"}}),
+  "stats": store.pack(
+    {**GOOD, "collections": {"stats/m": np.ones(9, np.float32)}}
+  ),
+}
+
+
+@pytest.mark.parametrize("commit", ["mean", "sequential"])
+def test_a_malformed_commit_is_set_aside(tmp_path, caplog, commit):
+  stats = {"m": np.zeros(2, np.float32)}
+  with fs.Worker(str(tmp_path), 0, 1) as worker:
+    state = worker.start(create(agn(commit=commit), stats=stats))
+    for k, content in enumerate(BAD.values()):
+      folder = tmp_path / "center" / "commit" / "0" / f"{7 + k}-foreign"
+      folder.mkdir(parents=True)
+      (folder / "000000001").write_bytes(content)
+    (folder / "no number").write_bytes(b"a")
+    state = worker.finish(train(worker, state, [1, 1, 2, 2]))
+  assert float(state.params["b"]) == 8 - 1 - 2
+  np.testing.assert_array_equal(state.stats["m"], stats["m"])
+  aside = [x for x in messages(caplog) if "is set aside" in x]
+  assert len(aside) == len(BAD), aside
+  for k in range(len(BAD)):
+    key = f"a commit of worker {7 + k} is set aside: commit/0/{7 + k}-foreign/"
+    assert any(x.startswith(key) for x in aside), list(BAD)[k]
+
+
+def test_a_good_commit_of_another_is_merged(tmp_path):
+  with fs.Worker(str(tmp_path), 0, 1) as worker:
+    state = worker.start(create(agn(commit="sum")))
+    folder = tmp_path / "center" / "commit" / "0" / "1-other"
+    folder.mkdir(parents=True)
+    (folder / "000000001").write_bytes(store.pack(GOOD))
+    state = worker.finish(train(worker, state, [1, 1]))
+  assert float(state.params["b"]) == 8 - 2 - 1
+
+
+@pytest.mark.parametrize("kind", ["center", "slots", "head"])
+@pytest.mark.parametrize("way", ["changed", "missing"])
+def test_a_damaged_center_is_an_error_that_names_it(tmp_path, kind, way):
+  with fs.Worker(str(tmp_path), 0, 1) as worker:
+    train(worker, worker.start(create()), [1, 1])
+  files = [p for p in (tmp_path / "center" / kind).rglob("*") if p.is_file()]
+  for file in files:
+    if way == "missing":
+      file.unlink()
+    else:
+      content = bytearray(file.read_bytes())
+      content[-1] ^= 1
+      file.write_bytes(content)
+  with contextlib.ExitStack() as stack:
+    if (kind, way) != ("head", "missing"):
+      match = f"(center|{kind})/0.* is (damaged|missing)"
+      stack.enter_context(pytest.raises(store.DamagedError, match=match))
+    # Without a head it is a new run.
+    with fs.Worker(str(tmp_path), 0, 1) as worker:
+      worker.start(create())
+
+
+def test_nan_is_not_written_and_the_others_end(directory, caplog):
+  wrapper = agn()
+  both = [create(wrapper), create(wrapper)]
+  with center_workers.Workers(both, step, directory) as group:
+    first, second = group.workers
+    states = [step(s, np.float32(1)) for s in group.states]
+    states = [w.commit(s) for w, s in zip(group.workers, states, strict=True)]
+    with pytest.raises(
+      FloatingPointError, match="of b have NaN or infinity at local step 2"
+    ):
+      first.commit(step(states[0], np.float32(np.nan)))
+    first.close()
+    state = second.commit(step(states[1], np.float32(3)))
+    state = second.finish(state)
+  assert float(state.params["b"]) == 8 - 2
+
+
+# Several starts, and workers that end.
+
+
+@pytest.mark.parametrize("call", ["commit", "finish"])
+def test_a_second_start_of_a_worker_ends_the_first(directory, call):
+  # A partner that does not finish.
+  wrapper = agn(commit="sequential", deadline=30)
+  both = [create(wrapper)] * 2
+  with center_workers.Workers(both, step, directory) as group:
+    first, state = group.workers[0], group.states[0]
+    with fs.Worker(directory, 0, 2) as second:
+      new = second.start(create(wrapper))
+      with pytest.raises(RuntimeError, match=r"worker 0 of .* started again"):
+        if call == "finish":
+          first.finish(state)
+        for _ in range(200):
+          state = first.commit(step(state, np.float32(1)))
+          time.sleep(0.02)
+      new = train(second, new, [1, 1])
+      assert not second.is_finished
+
+
+def test_nobody_waits_for_a_worker_that_does_not_come_back(directory):
+  wrapper = agn(commit="sum", grace=0.2, deadline=1.0)
+  both = [create(wrapper)] * 2
+  with center_workers.Workers(both, step, directory) as group:
+    group.step([np.float32(1)] * 2)
+    group.step([np.float32(1)] * 2)
+    lost = group.workers[0]
+    # No sign of life, no commit, and nothing is merged.
+    lost._members._closed.set()
+    lost._merger.close()
+    start = time.monotonic()
+    state = train(group.workers[1], group.states[1], [2, 2])
+    state = group.workers[1].finish(state)
+    assert group.workers[1].is_finished
+  assert float(state.params["b"]) == 8 - 2 - 2
+  assert time.monotonic() - start < 10
+  # Whoever comes late finds the final center.
+  with fs.Worker(directory, 0, 2) as late:
+    state = late.start(create(wrapper))
+    assert (late.is_finished, late.clock) == (True, 4)
+    state = late.finish(train(late, state, [5]))
+  assert float(state.params["b"]) == 8 - 2 - 2
+
+
+# Stores that are not reachable.
+
+
+@pytest.fixture
+def cable(monkeypatch):
+  """An event: while it is clear, no store can be read or written."""
+  monkeypatch.setattr(store, "_LONGEST_PAUSE", 0.1)
+  monkeypatch.setattr(exchange, "_LAST_WRITE_SECONDS", 0.2)
+  plugged = threading.Event()
+  plugged.set()
+  run = store.Objects._run
+
+  def fail():
+    raise OSError("no route to host")
+
+  monkeypatch.setattr(
+    store.Objects,
+    "_run",
+    lambda self, verb, start, seconds: run(
+      self, verb, start if plugged.is_set() else fail, seconds
+    ),
+  )
+  return plugged
+
+
+def test_training_goes_on_without_the_store(directory, cable, caplog):
+  with fs.Worker(directory, 0, 1) as worker:
+    state = worker.start(create(agn(deadline=0.4)))
+    state = train(worker, state, [1, 1])
+    cable.clear()
+    state = train(worker, state, [2, 4, 5, 6, 7, 8])
+    # The second commit is under way, the third one grows.
+    assert float(state.params["b"]) == 8 - 1
+    assert float(state.wrapper_states["agn"].grad_accum["b"]) == 5 + 6 + 7 + 8
+    cable.set()
+    while float(state.params["b"]) == 8 - 1:
+      state = worker.settle(state)
+      time.sleep(0.05)
+    assert float(state.params["b"]) == 8 - 1 - 3
+    state = worker.finish(train(worker, state, [9, 1]))
+  # A commit is the mean of its six steps.
+  assert float(state.params["b"]) == 8 - 1 - 3 - 6
+  found = messages(caplog)
+  assert [x for x in found if "now: no route" in x]
+  assert [x for x in found if "goes on alone: its commit of local step 4" in x]
+  assert [x for x in found if " again, after" in x]
+  assert len(found) < 8
+
+
+def test_nothing_is_lost_if_the_store_comes_back_at_the_end(directory, cable):
+  with fs.Worker(directory, 0, 1) as worker:
+    state = worker.start(create(agn(deadline=1.0)))
+    cable.clear()
+    state = train(worker, state, [1, 1, 3, 5])
+    threading.Timer(0.2, cable.set).start()
+    state = worker.finish(state)
+    assert worker.is_finished
+  assert float(state.params["b"]) == 8 - 1 - 4
+
+
+def test_at_the_end_it_is_an_error(directory, cable):
+  with fs.Worker(directory, 0, 1) as worker:
+    state = train(worker, worker.start(create(agn(deadline=0.4))), [1, 1, 1])
+    cable.clear()
+    state = train(worker, state, [1])
+    start = time.monotonic()
+    with pytest.raises(store.StoreError, match=r"cannot be .* seconds"):
+      worker.finish(state)
+    cable.set()
+    assert 0.4 < time.monotonic() - start < 4
+
+
+def test_a_wrong_address_is_an_error_within_seconds(monkeypatch):
+  monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", "http://127.0.0.1:1")
+  start = time.monotonic()
+  with pytest.raises(fs.center.StoreError, match="gs://no-such-bucket/run"):
+    fs.Worker("gs://no-such-bucket/run", 0, 1).start(create())
+  assert time.monotonic() - start < 20
+
+
+def sockets():
+  links = set()
+  for name in os.listdir("/proc/self/fd"):
+    with contextlib.suppress(OSError):
+      links.add(os.readlink(f"/proc/self/fd/{name}"))
+  return {x for x in links if x.startswith("socket:")}
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="Linux only")
+def test_no_socket_is_opened(directory, tmp_path):
+  before = sockets()
+  for place in (directory, str(tmp_path)):
+    with center_workers.Workers([create()] * 2, step, place) as group:
+      group.step([np.float32(1)] * 2)
+      group.step([np.float32(1)] * 2)
+      assert sockets() <= before

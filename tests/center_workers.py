@@ -1,0 +1,66 @@
+"""Workers of AGN as threads of one process, with a center in memory."""
+
+from concurrent import futures
+import itertools
+
+import flaxshard as fs
+
+_NUMBERS = itertools.count()
+
+
+def new_directory():
+  return f"memory://tests_{next(_NUMBERS)}"
+
+
+class Workers:
+  """Workers that take each step together.
+
+  Args:
+    states: The state of each worker.
+    step: `step(state, *args)` returns the new state.
+    directory: Where the center lies; None: a new one.
+    in_turn: Whether they commit one after another, in order.
+  """
+
+  def __init__(self, states, step, directory=None, in_turn=False):
+    self.directory = directory or new_directory()
+    self.num_workers = len(states)
+    self._step = step
+    self._in_turn = in_turn
+    self._pool = futures.ThreadPoolExecutor(len(states))
+    self.workers = [
+      fs.Worker(self.directory, k, len(states)) for k in range(len(states))
+    ]
+    self.states = self._all(fs.Worker.start, self.workers, states)
+
+  def step(self, *args, examples=None):
+    """Takes a step; each argument has a value for each worker."""
+    per_worker = list(zip(*args, strict=True)) or [()] * self.num_workers
+    self.states = [
+      self._step(state, *own)
+      for state, own in zip(self.states, per_worker, strict=True)
+    ]
+    call = map if self._in_turn else self._all
+    examples = examples or [1.0] * self.num_workers
+    self.states = list(
+      call(fs.Worker.commit, self.workers, self.states, examples)
+    )
+
+  def settle(self):
+    """Returns the states with the newest center."""
+    return self._all(fs.Worker.settle, self.workers, self.states)
+
+  def finish(self):
+    self.states = self._all(fs.Worker.finish, self.workers, self.states)
+    return self.states
+
+  def _all(self, fn, *args):
+    return list(self._pool.map(fn, *args))
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, *args):
+    for worker in self.workers:
+      worker.close()
+    self._pool.shutdown()

@@ -1,0 +1,207 @@
+"""Mistakes, and the facts that their errors name."""
+
+import os
+
+from flax.training import train_state as flax_train_state
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import flaxshard as fs
+
+TX = optax.adam(0.1)
+SCALED = [fs.LossScale("dynamic")]
+
+
+def create(params=None, tx=TX, wrappers=SCALED):
+  return fs.TrainState.create(
+    apply_fn=None,
+    params={"w": jnp.ones(3)} if params is None else params,
+    tx=tx,
+    wrappers=wrappers,
+  )
+
+
+def with_leaf(leaf):
+  return create().replace(params={"a": {"b": leaf}})
+
+
+def deleted():
+  array = jnp.ones(3)
+  array.delete()
+  return array
+
+
+def flax_state():
+  return flax_train_state.TrainState.create(
+    apply_fn=None, params={"w": jnp.ones(3)}, tx=TX
+  )
+
+
+def closed(path):
+  with fs.Checkpointer(path) as checkpointer:
+    pass
+  return checkpointer
+
+
+@pytest.fixture
+def runs(tmp_path):
+  """A folder with the workdir `digits`, which has the steps 3 and 12."""
+  state = create()
+  for step in (3, 12):
+    with fs.Checkpointer(tmp_path / "digits" / "checkpoints") as checkpointer:
+      checkpointer.save(step, state)
+  (tmp_path / "empty").mkdir()
+  (tmp_path / "file").write_text("content")
+  return tmp_path
+
+
+def save(state, step=20, **kwargs):
+  def call(runs):
+    with fs.Checkpointer(runs / "digits") as checkpointer:
+      checkpointer.save(step, state() if callable(state) else state, **kwargs)
+
+  return call
+
+
+def open_with(metrics=None, **kwargs):
+  def call(runs):
+    with fs.Checkpointer(runs / "digits", **kwargs) as checkpointer:
+      checkpointer.save(20, create(), metrics=metrics)
+
+  return call
+
+
+def restore(path="digits", step=None, state=create):
+  def by_function(runs):
+    fs.checkpoint.restore(runs / path, state(), step)
+
+  def by_checkpointer(runs):
+    fs.Checkpointer(runs / path).restore(state(), step)
+
+  return by_function, by_checkpointer
+
+
+SAVING = [
+  (save(None), TypeError, ["state", "None"]),
+  (save(flax_state), TypeError, ["flaxshard.TrainState.create"]),
+  (save(lambda: with_leaf("text")), TypeError, ["params/a/b", "'text'"]),
+  (save(lambda: with_leaf(3)), TypeError, ["params/a/b", "3"]),
+  (save(lambda: with_leaf(np.array([1, None]))), TypeError, ["object"]),
+  (save(lambda: with_leaf(np.ones(2))), TypeError, ["float64", "x64"]),
+  (save(lambda: with_leaf(deleted())), ValueError, ["params/a/b", "donate"]),
+  (save(lambda: with_leaf(jnp.ones((0, 3)))), ValueError, ["(0, 3)"]),
+  (save(create, 2.0), TypeError, ["step", "2.0"]),
+  (save(create, True), TypeError, ["step", "True"]),
+  (save(create, -1), ValueError, ["step", "-1"]),
+  (save(create, 4), ValueError, ["step=4", "12"]),
+  (
+    save(lambda: create().replace(step=jnp.int32(5)), 3),
+    ValueError,
+    ["state.step is 5, 0"],
+  ),
+  (save(lambda: create({"w": jnp.ones(2)}), 3), ValueError, ["params/w"]),
+  (save(lambda: create(wrappers=[]), 3), ValueError, ["loss_scale/"]),
+  (save(create, metrics={"loss": "a"}), TypeError, ["metrics['loss']", "'a'"]),
+  (open_with(max_to_keep=0), ValueError, ["max_to_keep", "0"]),
+  (open_with(max_to_keep=1, keep_every=2.0), ValueError, ["keep_every", "2.0"]),
+  (open_with(keep_every=2), ValueError, ["max_to_keep"]),
+  (open_with(best_mode="min"), ValueError, ["best_metric"]),
+  (open_with(best_metric="a", best_mode="most"), ValueError, ["'most'"]),
+  (
+    open_with({"acuracy": 0.5}, best_metric="accuracy"),
+    ValueError,
+    ["'accuracy'", "'acuracy'"],
+  ),
+  (save(create, data=3), TypeError, ["data", "3", "get_state"]),
+  (
+    lambda runs: fs.Checkpointer(runs / "digits/checkpoints/3").save(9, 0),
+    ValueError,
+    ["checkpoints/3", "one checkpoint"],
+  ),
+  (
+    lambda runs: closed(runs / "new").save(1, create()),
+    ValueError,
+    ["new", "closed"],
+  ),
+  (
+    lambda runs: fs.Checkpointer(runs / "file" / "below"),
+    ValueError,
+    ["directory", "file/below"],
+  ),
+  (lambda runs: fs.Checkpointer(None), TypeError, ["directory", "None"]),
+  (
+    lambda runs: fs.Checkpointer(runs, plain_item="zzz"),
+    ValueError,
+    ["plain_item", "zzz"],
+  ),
+  (
+    lambda runs: fs.Checkpointer(runs, config={"a": object()}),
+    TypeError,
+    ["config"],
+  ),
+  (
+    lambda runs: fs.checkpoint.restore(3, create()),
+    TypeError,
+    ["manager", "3"],
+  ),
+]
+RESTORING = [
+  (*restore("digitz"), ["digitz", "no such path", "Did you mean", "digits'"]),
+  (*restore("empty"), ["empty", "no steps"]),
+  (*restore("file"), ["file"]),
+  (*restore(step=4), ["step 4", "[3, 12]"]),
+  (*restore(step=-1), ["step", "-1"]),
+  (*restore("digits/checkpoints/3", 12), ["step 12"]),
+  (
+    *restore(state=lambda: create({"w": jnp.ones(2)})),
+    ["checkpoints/12", "params/w", "(3,)", "(2,)"],
+  ),
+  (
+    *restore(state=lambda: create(tx=optax.sgd(0.1))),
+    ["opt_state/0/count", "nothing is expected"],
+  ),
+  (
+    *restore(state=lambda: create(tx=optax.chain(optax.identity(), TX))),
+    ["opt_state/1/0/count", "missing"],
+  ),
+]
+
+
+def check(call, error, facts, runs):
+  before = sorted(map(str, runs.rglob("*")))
+  with pytest.raises(error) as e:
+    call(runs)
+  for fact in facts:
+    assert fact in str(e.value)
+  assert sorted(map(str, runs.rglob("*"))) == before
+
+
+@pytest.mark.parametrize(("call", "error", "facts"), SAVING)
+def test_saving(call, error, facts, runs):
+  check(call, error, facts, runs)
+
+
+@pytest.mark.parametrize(("function", "checkpointer", "facts"), RESTORING)
+def test_restoring(function, checkpointer, facts, runs):
+  check(checkpointer, ValueError, facts, runs)
+  if "file" not in facts:
+    check(function, ValueError, facts, runs)
+
+
+def test_reading_a_missing_directory_creates_nothing(tmp_path):
+  with fs.Checkpointer(tmp_path / "typo") as checkpointer:
+    assert checkpointer.latest_step() is None
+    assert list(checkpointer.all_steps()) == []
+    assert checkpointer.best_step() is None
+    checkpointer.check()
+    checkpointer.wait()
+  assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("step", [np.int64(2), np.array(2), jnp.int32(2)])
+def test_integer_of_an_array_is_saved_under_its_number(tmp_path, step):
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    assert checkpointer.save(step, create())
+  assert [p.name for p in tmp_path.iterdir()] == ["2"]

@@ -1,0 +1,139 @@
+"""Plans of configs, and `python -m flaxshard --plan`."""
+
+import importlib
+import json
+import logging
+
+import jax
+import pytest
+import tiny
+
+from configs import lm_1b
+from flaxshard.plans import config as config_plans
+from flaxshard.tasks import load
+from flaxshard.train import config as config_lib
+from flaxshard.train import devices
+from flaxshard.train import program as program_lib
+from flaxshard.train import setup as setup_lib
+
+
+def test_a_plan_and_a_run_have_the_same_arguments():
+  config = config_lib.check(
+    tiny.config(mesh={"rules": ({"name": "fsdp", "min_size": 64},)})
+  )
+  setup = setup_lib.create_setup(config, devices.create_strategy(config))
+  loaded = load.load(config, shapes_only=True)
+  program = program_lib.create_program(config, setup.strategy, loaded)
+  for planned, run in zip(
+    jax.tree.leaves(program.abstract_state),
+    jax.tree.leaves(setup.abstract_state),
+    strict=True,
+  ):
+    assert (planned.shape, planned.dtype) == (run.shape, run.dtype)
+    assert planned.sharding == run.sharding
+  with iter(setup.train_batches()) as batches:
+    batch = next(batches)
+  planned = program.arguments[program_lib.BATCH]
+  for key, x in batch.items():
+    assert (x.shape, x.dtype) == (planned[key].shape, planned[key].dtype)
+    assert x.sharding.is_equivalent_to(planned[key].sharding, x.ndim)
+
+
+@pytest.mark.tpu
+def test_several_topologies_are_planned_and_written(tmp_path, capsys, caplog):
+  config = tiny.config(mesh={"virtual_devices": 8})
+  with caplog.at_level(logging.INFO, "flaxshard"):
+    config_plans.print_plans(config, "v5e:2x2, v5e:2x4", str(tmp_path))
+  printed = capsys.readouterr().out
+  assert "v5e:2x2" in printed and "v5e:2x4" in printed
+  assert printed.count("check for mistakes") == 2
+  values = json.loads((tmp_path / "plan.json").read_text())
+  assert [v["mesh"]["replica"] for v in values.values()] == [4, 8]
+  assert caplog.text.count("planned v5e") == 2
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+  ("topologies", "fact"),
+  [("v5e:2x2,", "topology"), ("v5e:2x2,v5e:2x4", "8 replicas")],
+)
+def test_all_topologies_are_checked_before_the_first_is_planned(
+  topologies, fact, caplog
+):
+  config = tiny.config(batch_size=12)
+  with (
+    caplog.at_level(logging.INFO, "flaxshard"),
+    pytest.raises(ValueError) as e,
+  ):
+    config_plans.print_plans(config, topologies, None)
+  assert fact in str(e.value)
+  assert "planned" not in caplog.text
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+  ("fields", "topology", "facts"),
+  [
+    ({}, "v5x:2x2", ("v5x",)),
+    ({"batch_size": 12}, "v5e:2x4", ("config.batch_size=12", "8 replicas")),
+    (
+      {"mesh": {"axes": (("model", 3),), "replica": 4}},
+      "v5e:2x4",
+      ("config.mesh", "12 devices", "there are 8"),
+    ),
+  ],
+)
+def test_configs_that_do_not_fit_the_devices_raise(fields, topology, facts):
+  with pytest.raises(ValueError) as e:
+    config_plans.plan_config(tiny.config(**fields), topology)
+  for fact in facts:
+    assert fact in str(e.value)
+
+
+@pytest.mark.tpu
+def test_lm_1b_has_a_billion_parameters_split_by_its_rules():
+  config = config_lib.check(lm_1b.get_config())
+  loaded = load.load(config, shapes_only=True)
+  params = program_lib.create_program(
+    config,
+    devices.create_compile_only_strategy(config, "v5p:4x4x8"),
+    loaded,
+  ).abstract_state.params
+  count = sum(x.size for x in jax.tree.leaves(params))
+  assert 1.0e9 < count < 1.05e9
+  kernel = params["block8"]["mlp_in"]["kernel"]
+  assert kernel.sharding.shard_shape(kernel.shape) == (3072 // 128, 12288)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("name", ["digits", "digits_agn", "digits_spatial"])
+def test_shipped_configs_have_plans(name):
+  config = importlib.import_module(f"configs.{name}").get_config()
+  config.model.features = (4,)
+  config.model.dense = 8
+  plan = config_plans.plan_config(config, "v5e:2x4")
+  assert plan.memory.fits
+  assert plan.memory.peak > plan.memory.state_bytes
+  assert plan.findings is not None and not plan.findings
+  if name == "digits":
+    # The gradient of Flax's max pooling gathers the images of all devices.
+    assert {c.kind for c in plan.traffic} == {"all-reduce"}
+  conditional = [c for c in plan.traffic if c.in_conditional]
+  if name == "digits_agn":
+    # Outside of the conditional there is the flag of the loss scale alone.
+    outside = [c.operand_bytes for c in plan.traffic if not c.in_conditional]
+    assert conditional and sum(outside) <= 64
+    assert plan.period == 10
+
+
+@pytest.mark.tpu
+def test_too_large_a_model_is_a_plan_that_does_not_fit():
+  config = tiny.config(
+    model={"name": "cnn", "features": (), "dense": 80_000_000}
+  )
+  plan = config_plans.plan_config(config, "v5e:2x2")
+  assert plan.memory.fits is False
+  assert plan.memory.excess > 2**30
+  assert plan.findings.notes
+  for fact in ("DOES NOT FIT", plan.findings.notes[0]):
+    assert fact in str(plan)

@@ -1,0 +1,405 @@
+"""The reader of HLO text: programs, groups of devices, loops, branches."""
+
+# ruff: noqa: E501
+import gc
+import weakref
+
+import jax
+import numpy as np
+import pytest
+
+from flaxshard import plans
+from flaxshard.core import source_lines
+from flaxshard.plans import flow
+from flaxshard.plans import groups
+from flaxshard.plans import hlo
+
+MESH = jax.sharding.Mesh(
+  np.array(jax.devices()[:8]).reshape(1, 2, 1, 4), ("one", "a", "unit", "b")
+)
+
+PROGRAM = """\
+HloModule jit_f, is_scheduled=true, input_output_alias={ {0}: (1, {}, \
+may-alias), {1}: (0, {}, must-alias) }, entry_computation_layout={()->()}, \
+num_partitions=4
+
+FileNames
+1 "/home/user/train.py"
+2 "/venv/lib/python3.11/site-packages/flax/linen/linear.py"
+
+FunctionNames
+1 "step"
+2 "Dense.__call__"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=2}
+2 {file_name_id=2 function_name_id=2 line=8 end_line=8 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+%fused (p.0: f32[8]) -> f32[8] {
+  %p.0 = f32[8]{0:T(128)} parameter(0)
+  ROOT %neg = f32[8]{0:T(128)S(1)} negate(%p.0)
+}
+
+ENTRY %main (a.1: f32[8], b.1: f32[8]) -> (f32[8], f32[8]) {
+  %b.1 = f32[8]{0:T(128)} parameter(1), metadata={op_name="s[\\'Gr\\303\\266\\303\\237e\\']"}
+  %a.1 = f32[8]{0:T(128)} parameter(0)
+  %c = s32[]{:T(128)} constant(3)
+  %fusion = f32[8]{0:T(128)S(1)} fusion(%a.1), kind=kLoop, calls=%fused, \
+metadata={op_name="jit(f)/neg" stack_frame_id=2}
+  ROOT %t = (f32[8]{0:T(128)}, /*index=1*/f32[8]{0:T(128)}) tuple(%fusion, \
+/*index=1*/%b.1)
+}
+"""
+
+
+def test_a_program():
+  program = hlo.parse(PROGRAM)
+  assert program.num_partitions == 4
+  assert list(program.computations) == ["fused", "main"]
+  entry = program.entry
+  assert [p.name for p in entry.parameters] == ["a.1", "b.1"]
+  assert entry.parameters[1].op_name == "s['Größe']"
+  assert entry.root.operands == ("fusion", "b.1")
+  assert entry.root.arrays == (hlo.Array("f32", (8,)),) * 2
+  fusion = entry.instructions["fusion"]
+  assert (fusion.called, fusion.op_name) == (("fused",), "jit(f)/neg")
+  assert [u.name for u in fusion.users] == ["t"]
+  # The innermost frame is Flax's.
+  assert program.source_line(fusion) == "train.py:7"
+  assert entry.instructions["c"].literal == "3"
+  assert hlo.parse(program) is program
+
+
+@pytest.mark.parametrize(
+  ("text", "nbytes"),
+  [
+    ("f32[3,100]{1,0:T(8,128)}", 1200),
+    ("bf16[10,128]{1,0:T(8,128)(2,1)}", 2560),
+    ("s32[]{:T(128)}", 4),
+    ("pred[7]{0}", 7),
+    ("s4[7]{0}", 4),
+    ("f32[<=8,2]{1,0}", 64),
+    ("f32[0,4]{1,0}", 0),
+    ("token[]", 0),
+  ],
+)
+def test_bytes_of_a_shape(text, nbytes):
+  (array,) = hlo.parse_shape(text)
+  assert array.nbytes == nbytes
+
+
+@pytest.mark.parametrize(
+  ("given", "error", "fact"),
+  [
+    ("module @jit_f {}", ValueError, "module @jit_f"),
+    (jax.jit(lambda x: x + 1).lower(1.0), ValueError, "HloModule"),
+    (3, TypeError, "got 3"),
+  ],
+)
+def test_inputs_that_are_no_program_raise(given, error, fact):
+  with pytest.raises(error, match=fact):
+    plans.collectives(given, MESH)
+
+
+SITE = "/venv/lib/python3.12/site-packages"
+
+
+@pytest.mark.parametrize(
+  ("files", "expected"),
+  [
+    ([f"{SITE}/flax/linen/linear.py", "/home/u/model.py"], "model.py:2"),
+    ([f"{SITE}/models/vit.py", "/home/u/train.py"], "vit.py:1"),
+    ([f"{SITE}/jax/numpy.py", f"{SITE}/optax/adam.py"], "adam.py:2"),
+    ([f"{SITE}/flaxshard/models/cnn.py", "/home/u/t.py"], "cnn.py:1"),
+    ([f"{SITE}/flaxshard/state/train_state.py", "/home/u/t.py"], "t.py:2"),
+    ([f"{SITE}/jax/numpy.py"], ""),
+  ],
+)
+def test_the_users_line(files, expected):
+  frames = [(file, line) for line, file in enumerate(files, 1)]
+  assert source_lines.user_line(frames) == expected
+
+
+@pytest.mark.parametrize(
+  ("text", "expected"),
+  [
+    ("replica_groups={{0,1},{2,3}}, x", ((0, 1), (2, 3))),
+    ("replica_groups={}, x", ((0, 1, 2, 3),)),
+    ("replica_groups=[2,2]<=[4], x", ((0, 1), (2, 3))),
+    ("replica_groups=[2,2]<=[2,2]T(1,0), x", ((0, 2), (1, 3))),
+    ("replica_groups=[4,1]<=[4]", ((0,), (1,), (2,), (3,))),
+    ("replica_groups=mesh['a'=2,'b'=2] {'a'}, x", ((0, 2), (1, 3))),
+    ("replica_groups=mesh['a'=2,'b'=2] {'b'}, x", ((0, 1), (2, 3))),
+    ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}", ((0, 1, 2, 3),)),
+    ("replica_groups=mesh['a'=4] {'a':(1)2}", ((0, 2), (1, 3))),
+    ("replica_groups=mesh['a'=4] {'a':(2)2}", ((0, 1), (2, 3))),
+    (
+      "replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}, x",
+      ((0, 1), (2, 3)),
+    ),
+    (
+      "replica_groups=mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'a'}",
+      ((0, 1), (2, 3)),
+    ),
+  ],
+)
+def test_replica_groups(text, expected):
+  assert groups.replica_groups(text, 4) == expected
+
+
+HEAD = """\
+HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+"""
+A = "channel_id=1, replica_groups=[4,2]<=[2,4]T(1,0)"
+B = "channel_id=2, replica_groups=[2,4]<=[8]"
+# A scope of the user may have the words and the brackets of HLO.
+SCOPE = 'metadata={op_name="jit(f)/body=%add, calls={%add, %sum} ( {/x"}'
+
+
+def _read(text, mesh=MESH):
+  return plans.collectives(HEAD + text, mesh)
+
+
+def _rows(found):
+  return sorted(
+    (c.kind, c.axes, c.operand_bytes, c.result_bytes) for c in found
+  )
+
+
+# Named scopes are in the conditional's own metadata: they are no branches.
+BRANCHES = f"""\
+%f (p: f32[64]) -> f32[64] {{
+  %p = f32[64]{{0}} parameter(0)
+  ROOT %r.0 = f32[64]{{0}} all-reduce(%p), {A}, to_apply=%add, {SCOPE}
+}}
+
+%g (q: f32[64]) -> f32[64] {{
+  %q = f32[64]{{0}} parameter(0)
+  ROOT %r.1 = f32[64]{{0}} all-reduce(%q), {A}, to_apply=%add
+}}
+
+%h (s: f32[64]) -> f32[64] {{
+  %s = f32[64]{{0}} parameter(0)
+  %t = f32[64]{{0}} all-reduce(%s), {A}, to_apply=%add
+  ROOT %r.2 = f32[64]{{0}} all-reduce(%t), {B}, to_apply=%add
+}}
+
+%body (l: (s32[], f32[64])) -> (s32[], f32[64]) {{
+  %l = (s32[], f32[64]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%l), index=0
+  %v = f32[64]{{0}} get-tuple-element(%l), index=1
+  %c = f32[64]{{0}} conditional(%i, %v, %v, %v), \
+branch_computations={{%f, %g, %h}}, {SCOPE}
+  %one = s32[] constant(1)
+  %j = s32[] add(%i, %one)
+  ROOT %m = (s32[], f32[64]{{0}}) tuple(%j, %c)
+}}
+
+%condition (k: (s32[], f32[64])) -> pred[] {{
+  %k = (s32[], f32[64]{{0}}) parameter(0)
+  %n = s32[] get-tuple-element(%k), index=0
+  %bound = s32[] constant(5)
+  ROOT %lt = pred[] compare(%n, %bound), direction=LT, {SCOPE}
+}}
+
+ENTRY %main (w: f32[64]) -> (s32[], f32[64]) {{
+  %w = f32[64]{{0}} parameter(0), metadata={{op_name="state.params[\\'w\\']"}}
+  %zero = s32[] constant(-2)
+  %t0 = (s32[], /*index=1*/f32[64]{{0}}) tuple(%zero, /*index=1*/%w)
+  ROOT %loop = (s32[], /*index=1*/f32[64]{{0}}) while(%t0), \
+condition=%condition, body=%body, {SCOPE}
+}}
+"""
+
+
+@pytest.mark.parametrize("order", ["%f, %g, %h", "%h, %g, %f"])
+def test_what_all_branches_have_counts_once(order):
+  text = BRANCHES.replace("%f, %g, %h", order)
+  common, other = sorted(_read(text), key=lambda c: c.axes)
+  assert (common.axes, common.in_conditional) == (("a",), False)
+  assert (other.axes, other.in_conditional) == (("b",), True)
+  assert (common.executions, other.executions) == (7, 7)
+  # It is moved into the loop and its branches.
+  assert common.arguments == ("state.params['w']",)
+  # A sum of it is not.
+  assert other.arguments == ()
+
+
+@pytest.mark.parametrize(
+  ("text", "turns"),
+  [
+    (BRANCHES, 7),
+    (BRANCHES.replace("constant(5)", "constant(-5)"), 0),
+    # The text of a float may be that of an integer, or not.
+    (BRANCHES.replace("constant(5)", "constant(1.5)"), None),
+    (BRANCHES.replace("constant(-2)", "constant(nan)"), None),
+    (BRANCHES.replace("constant(1)", "constant(0.5)"), None),
+    (BRANCHES.replace("direction=LT", "direction=NE"), None),
+  ],
+)
+def test_turns_of_a_loop(text, turns):
+  program = hlo.parse(HEAD + text)
+  assert flow.trip_count(program, program.entry.root) == turns
+  found = _read(text)
+  assert {c.trip_count_known for c in found} == {turns is not None}
+  assert ("is unknown" in str(found[0])) == (turns is None)
+
+
+# SparseCores gather parameters: their calls get the operands in an update.
+LATE = f"""\
+%gather (p: f32[64]) -> f32[256] {{
+  %p = f32[64]{{0}} parameter(0)
+  ROOT %all-gather = f32[256]{{0}} all-gather(%p), {B}, dimensions={{0}}
+}}, execution_thread="sparsecore"
+
+%reduce (q: f32[256]) -> f32[64] {{
+  %q = f32[256]{{0}} parameter(0)
+  ROOT %reduce-scatter = f32[64]{{0}} reduce-scatter(%q), {B}, dimensions={{0}}, \
+to_apply=%add
+}}, execution_thread="sparsecore"
+
+ENTRY %main (w: f32[64], x: f32[256]) -> (f32[64]) {{
+  %w = f32[64]{{0}} parameter(0), metadata={{op_name="state.params[\\'w\\']"}}
+  %x = f32[256]{{0}} parameter(1), metadata={{op_name="batch"}}
+  %s.0 = ((), (), (s32[1])) call-start(), async_execution_thread="sparsecore", to_apply=%gather
+  %cast = f32[64]{{0}} copy(%w)
+  %u.0 = ((f32[64]{{0}}), f32[256]{{0}}) call-update(%s.0, %cast)
+  %square = f32[256]{{0}} multiply(%x, %x)
+  %d.0 = f32[256]{{0}} call-done(%u.0)
+  %dot = f32[256]{{0}} multiply(%d.0, %square)
+  %s.1 = ((), (), (s32[1])) call-start(), async_execution_thread="sparsecore", to_apply=%reduce
+  %u.1 = ((f32[256]{{0}}), f32[64]{{0}}) call-update(%s.1, %dot)
+  %d.1 = f32[64]{{0}} call-done(%u.1)
+  %new = f32[64]{{0}} subtract(%w, %d.1)
+  ROOT %out = (f32[64]{{0}}) tuple(%new)
+}}
+"""
+
+
+def test_asynchronous_calls_that_get_their_operands_late():
+  found = _read(LATE)
+  assert _rows(found) == [
+    ("all-gather", ("b",), 256, 1024),
+    ("reduce-scatter", ("b",), 1024, 256),
+  ]
+  assert {c.kind: c.arguments for c in found} == {
+    "all-gather": ("state.params['w']",),
+    "reduce-scatter": (),
+  }
+
+
+# A gather that one turn starts and the next one ends, and scatters in the short
+# form of asynchronous computations.
+ASYNC = f"""\
+%inner (p: f32[64]) -> f32[16] {{
+  %p = f32[64]{{0}} parameter(0)
+  ROOT %scatter.0 = f32[16]{{0}} reduce-scatter(%p), {B}, dimensions={{0}}, \
+to_apply=%add
+}}
+
+%body (l: ((f32[64], f32[128]), f32[64])) -> ((f32[64], f32[128]), f32[64]) {{
+  %l = ((f32[64]{{0}}, f32[128]{{0}}), f32[64]{{0}}) parameter(0)
+  %v = (f32[64]{{0}}, f32[128]{{0}}) get-tuple-element(%l), index=0
+  %u = f32[64]{{0}} get-tuple-element(%l), index=1
+  %d = f32[128]{{0}} all-gather-done(%v)
+  %s = (f32[64]{{0}}, f32[128]{{0}}) all-gather-start(%u), {A}, dimensions={{0}}
+  %cut = f32[64]{{0}} slice(%d), slice={{[0:64]}}
+  ROOT %m = ((f32[64]{{0}}, f32[128]{{0}}), f32[64]{{0}}) tuple(%s, %cut)
+}}
+
+%condition (k: ((f32[64], f32[128]), f32[64])) -> pred[] {{
+  %k = ((f32[64]{{0}}, f32[128]{{0}}), f32[64]{{0}}) parameter(0)
+  ROOT %go = pred[] constant(true)
+}}
+
+ENTRY %main (w: f32[64], t: token[]) -> (f32[16], f32[16], token[]) {{
+  %w = f32[64]{{0}} parameter(0)
+  %t = token[] parameter(1)
+  %first = (f32[64]{{0}}, f32[128]{{0}}) custom-call(), \
+custom_call_target="AllocateBuffer"
+  %t0 = ((f32[64]{{0}}, f32[128]{{0}}), f32[64]{{0}}) tuple(%first, %w)
+  %loop = ((f32[64]{{0}}, f32[128]{{0}}), f32[64]{{0}}) while(%t0), \
+condition=%condition, body=%body, \
+backend_config={{"known_trip_count":{{"n":"6"}}}}
+  %x = f32[64]{{0}} get-tuple-element(%loop), index=1
+  %s.1 = ((f32[64]{{0}}), f32[16]{{0}}, s32[]) fusion-start(%x), kind=kCustom, \
+calls=%inner
+  %d.1 = f32[16]{{0}} fusion-done(%s.1)
+  %s.2 = ((f32[64]{{0}}), f32[16]{{0}}, s32[]) reduce-scatter-start(%x), {B}, \
+dimensions={{0}}, to_apply=%add
+  %d.2 = f32[16]{{0}} reduce-scatter-done(%s.2)
+  ROOT %out = (f32[16]{{0}}, f32[16]{{0}}, token[]) tuple(%d.1, %d.2, %t)
+}}
+"""
+
+
+def test_asynchronous_forms():
+  found = _read(ASYNC)
+  assert _rows(found) == [
+    ("all-gather", ("a",), 256, 512),
+    ("reduce-scatter", ("b",), 256, 64),
+    ("reduce-scatter", ("b",), 256, 64),
+  ]
+  assert sorted(c.executions for c in found) == [1, 1, 6]
+
+
+MIXED = """\
+ENTRY %main (a: s4[33], b: f8e4m3fn[7], c: f32[<=8,2], d: bf16[64]) -> (s4[33], f8e4m3fn[7], f32[<=8,2], bf16[64]) {
+  %a = s4[33]{0:E(4)} parameter(0)
+  %b = f8e4m3fn[7]{0} parameter(1)
+  %c = f32[<=8,2]{1,0} parameter(2)
+  %d = bf16[64]{0} parameter(3)
+  ROOT %all = (s4[33]{0:E(4)}, f8e4m3fn[7]{0}, f32[<=8,2]{1,0}, /*index=3*/bf16[64]{0}) all-reduce(%a, %b, %c, /*index=3*/%d), GROUPS, to_apply=%add
+}
+"""
+
+
+@pytest.mark.parametrize(
+  ("groups", "axes"),
+  [
+    ("{{0,4},{1,5},{2,6},{3,7}}", ("a",)),
+    ("{{7,3},{6,2},{5,1},{4,0}}", ("a",)),
+    ("{{0,1,2,3},{4,5,6,7}}", ("b",)),
+    ("{}", ("a", "b")),
+    ("{{0,1},{2,3},{4,5},{6,7}}", ()),
+  ],
+)
+def test_several_operands_of_rare_types(groups, axes):
+  (found,) = _read(MIXED.replace("GROUPS", f"replica_groups={groups}"))
+  nbytes = 17 + 7 + 64 + 128
+  assert (found.operand_bytes, found.result_bytes) == (nbytes, nbytes)
+  assert (found.dtype, found.axes) == ("bf16", axes)
+
+
+def test_axes_of_equal_size():
+  # Groups tell axes of equal size apart, in any order of the devices.
+  devices = np.array(jax.devices()[:8]).reshape(2, 2, 2).transpose(2, 0, 1)
+  mesh = jax.sharding.Mesh(devices, ("x", "y", "z"))
+  for text, axes in (
+    ("[4,2]<=[2,4]T(1,0)", ("x",)),
+    ("[4,2]<=[2,2,2]T(0,2,1)", ("y",)),
+    ("[4,2]<=[8]", ("z",)),
+    ("[2,4]<=[2,2,2]T(1,0,2)", ("x", "z")),
+  ):
+    (found,) = _read(MIXED.replace("GROUPS", f"replica_groups={text}"), mesh)
+    assert found.axes == axes
+
+
+def test_a_program_is_freed_after_use():
+  program = hlo.parse(HEAD + BRANCHES)
+  plans.collectives(program, MESH)
+  freed = weakref.ref(program)
+  del program
+  gc.collect()
+  assert freed() is None

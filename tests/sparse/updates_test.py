@@ -1,0 +1,373 @@
+"""Updates of the rows of tables: optimizers, semantics, states and mistakes."""
+
+import functools
+import warnings
+
+from flax import linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax import contrib
+import pytest
+
+import flaxshard as fs
+
+SHAPE = ROWS, COLUMNS = 12, 3
+# Row 7 is never used; row 5 occurs twice in one step.
+STEPS = [[5, 2, 5, 11], [0, 2], [2], [5, 0, 9], [11, 2]]
+PARAMS = {
+  "table": jnp.linspace(-1.0, 1.0, ROWS * COLUMNS).reshape(SHAPE),
+  "bias": jnp.array([0.5, -0.25, 0.125]),
+}
+DECAY = optax.linear_schedule(0.1, 0.0, 10)
+
+
+def create_grads(ids, seed=0, dtype=jnp.float32):
+  rng = np.random.default_rng(seed)
+  values = jnp.asarray(rng.normal(size=(len(ids), COLUMNS)), dtype)
+  return {
+    "table": fs.IndexedSlices(ids, values, SHAPE),
+    "bias": jnp.asarray(rng.normal(size=COLUMNS), dtype),
+  }
+
+
+BATCHES = [create_grads(ids, i) for i, ids in enumerate(STEPS)]
+
+
+def create(tx, semantics="lazy", sparse=("table",), params=None, **kwargs):
+  params = PARAMS if params is None else params
+  if sparse:
+    kwargs |= {"sparse": sparse, "sparse_semantics": semantics}
+  return fs.TrainState.create(apply_fn=None, params=params, tx=tx, **kwargs)
+
+
+def assert_close(new, wanted, rtol=2e-5):
+  assert jax.tree.structure(new) == jax.tree.structure(wanted)
+  for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(wanted), strict=True):
+    assert x.dtype == y.dtype
+    np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-6 if rtol else 0)
+
+
+def apply(state, batches=None):
+  """Returns parameters and slots after each step."""
+  step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+  results = []
+  for grads in BATCHES if batches is None else batches:
+    state = step(state, grads)
+    results.append((state.params, state.opt_state))
+  return results
+
+
+@functools.cache
+def run_dense(name, keeps_unused):
+  """Applies whole gradients; may undo what happens to the other rows."""
+  tx = optax.with_extra_args_support(OPTIMIZERS[name][0])
+  params, state = PARAMS, tx.init(PARAMS)
+
+  @jax.jit
+  def step(grads, state, params, used):
+    updates, new_state = tx.update(grads, state, params)
+    new = optax.apply_updates(params, updates), new_state
+    if not keeps_unused:
+      return new
+    keep = lambda n, o: jnp.where(used, n, o) if n.shape == SHAPE else n
+    return jax.tree.map(keep, new, (params, state))
+
+  results = []
+  for grads, ids in zip(BATCHES, STEPS, strict=True):
+    used = np.isin(np.arange(ROWS), ids)[:, None]
+    params, state = step(fs.sparse.to_dense(grads), state, params, used)
+    results.append((params, state))
+  return results
+
+
+def chain_with(transform):
+  return optax.chain(transform, optax.adam(0.1))
+
+
+# What each does with "tf", of rows that a step does not use: "rows" leaves them
+# as they are, "whole" updates them without a warning, as TensorFlow does, and
+# the name of a state is in the warning that all rows are updated.
+OPTIMIZERS = {
+  "momentum": (optax.sgd(0.1, 0.9), "rows"),
+  "adam": (optax.adam(0.1), "whole"),
+  "adam_bfloat16": (optax.adam(0.1, mu_dtype="bfloat16"), "whole"),
+  "adamw_schedule": (optax.adamw(DECAY, weight_decay=0.5), "whole"),
+  "nadam": (optax.nadam(0.1), "whole"),
+  "radam": (optax.radam(0.1), "whole"),
+  "adamax": (optax.adamax(0.1), "whole"),
+  "rmsprop": (optax.rmsprop(0.1, centered=True, momentum=0.9), "rows"),
+  "adagrad": (optax.adagrad(0.1), "rows"),
+  "adadelta": (optax.adadelta(0.1), "rows"),
+  "norm": (
+    optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
+    "rows",
+  ),
+  "clip_by_global_norm": (chain_with(optax.clip_by_global_norm(0.1)), "whole"),
+  "zero_nans": (chain_with(optax.zero_nans()), "whole"),
+  "clip_and_decay": (
+    optax.chain(
+      optax.clip_by_global_norm(0.5),
+      optax.adamw(0.1, weight_decay=0.5, mask={"table": True, "bias": False}),
+    ),
+    "whole",
+  ),
+  "groups": (
+    optax.multi_transform(
+      {"a": optax.sgd(0.1, 0.9), "b": optax.adam(0.1)},
+      {"table": "a", "bias": "b"},
+    ),
+    "rows",
+  ),
+  "freeze": (fs.freeze(optax.adam(0.1), ["bias"]), "whole"),
+  "scaled": (fs.scale_learning_rates(optax.adagrad(0.1), [("t", 2)]), "rows"),
+  "inject_hyperparams": (
+    optax.inject_hyperparams(optax.adam)(learning_rate=DECAY),
+    "whole",
+  ),
+  "apply_if_finite": (optax.apply_if_finite(optax.adagrad(0.1), 3), "rows"),
+  "ftrl": (fs.optimizers.ftrl(0.1), "rows"),
+  "lion": (optax.lion(0.1), "ScaleByLionState"),
+  "rprop": (optax.rprop(0.1), "ScaleByRpropState"),
+  "amsgrad": (optax.amsgrad(0.1), "ScaleByAmsgradState"),
+  "adabelief": (optax.adabelief(0.1), "ScaleByBeliefState"),
+  "adan": (optax.adan(0.1), "ScaleByAdanState"),
+  "ema": (optax.chain(optax.sgd(0.1), optax.ema(0.9)), "EmaState"),
+}
+NAMES = [
+  pytest.param(name, marks=[] if name in ("adam", "lion") else pytest.mark.slow)
+  for name in OPTIMIZERS
+]
+# They update all rows, with a warning that names the state, or says that rows
+# are mixed.
+WARMUP = optax.linear_schedule(0.0, 0.1, 10)
+MIX = "depends on other rows"
+WHOLE = {
+  "FactoredState": optax.adafactor(0.1),
+  "AddNoiseState": optax.noisy_sgd(0.1, key=0),
+  "MultiStepsState": optax.MultiSteps(optax.adam(0.1), 2),
+  "ScaleByNovogradState": optax.novograd(0.1),
+  "ScheduleFreeState": contrib.schedule_free_adamw(0.1),
+  "MuonState": contrib.muon(0.1),
+  f"lamb {MIX}": optax.lamb(WARMUP),
+  f"lars {MIX}": optax.lars(0.1),
+  f"adaptive_grad_clip {MIX}": chain_with(optax.adaptive_grad_clip(0.01)),
+  f"clip_by_block_rms {MIX}": optax.chain(
+    optax.clip_by_block_rms(0.1), optax.sgd(0.1)
+  ),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lazy_equals_whole_gradients_in_the_rows_that_a_step_uses(name):
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    state = create(OPTIMIZERS[name][0])
+  wanted = run_dense(name, True)
+  for new, want in zip(apply(state), wanted, strict=True):
+    assert_close(new, want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tf_equals_whole_gradients_or_lazy(name):
+  tx, kind = OPTIMIZERS[name]
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    state = create(tx, "tf")
+  messages = [str(w.message) for w in caught]
+  if kind in ("rows", "whole"):
+    assert not messages
+  else:
+    assert len(messages) == 1 and kind in messages[0] and "table" in messages[0]
+  wanted = run_dense(name, kind == "rows")
+  for new, want in zip(apply(state), wanted, strict=True):
+    assert_close(new, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE)
+def test_other_optimizers_get_whole_gradients_and_a_warning(name):
+  reason = MIX if MIX in name else name
+  with pytest.warns(UserWarning, match=rf"sparse=.*{reason}.*table") as caught:
+    state = jax.jit(create, static_argnums=0)(WHOLE[name])
+  assert len(caught) == 1
+  dense = create(WHOLE[name], sparse=())
+  new = apply(state, BATCHES[:2])[-1]
+  want = apply(dense, map(fs.sparse.to_dense, BATCHES[:2]))[-1]
+  assert_close(new[0], want[0])
+
+
+@pytest.mark.slow
+def test_tf_equals_whole_gradients_with_adam_bit_for_bit():
+  tx = optax.adam(DECAY)
+  new = apply(create(tx, "tf"))
+  want = apply(create(tx, sparse=()), map(fs.sparse.to_dense, BATCHES))
+  assert_close(new, want, rtol=0)
+
+
+def test_extra_argument_grad_has_the_rows_of_the_updates():
+  def update(updates, state, params=None, *, grad, **extra):
+    return jax.tree.map(lambda u, g: u + 2 * g, updates, grad), state
+
+  add_grad = optax.GradientTransformationExtraArgs(
+    lambda params: optax.EmptyState(), update
+  )
+  state = create(optax.chain(add_grad, optax.sgd(1.0)))
+  loss_fn = lambda p: p["table"][jnp.array([1, 1])].sum()
+  new, _ = jax.jit(lambda s: s.minimize(loss_fn))(state)
+  change = np.array(state.params["table"] - new.params["table"])
+  np.testing.assert_allclose(change[1], 6, rtol=1e-6)
+  assert not change[[0, *range(2, ROWS)]].any()
+
+
+def test_value_of_the_loss_reaches_an_optimizer_of_rows():
+  tx = optax.chain(optax.adam(0.1), contrib.reduce_on_plateau())
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    state = create(tx)
+  new, _ = state.minimize(lambda p: p["table"][jnp.array([1])].sum())
+  change = np.array(new.params["table"] != state.params["table"])
+  assert np.flatnonzero(change.any(1)).tolist() == [1]
+
+
+def test_create_train_state_with_an_embedding():
+  model = nn.Sequential([nn.Embed(ROWS, COLUMNS), nn.Dense(2)])
+  ids = jnp.array([1, 4])
+  state = fs.create_train_state(
+    model, jax.random.key(0), ids, optax.sgd(1.0), sparse=["embedding"]
+  )
+  assert state.tx.patterns == ("embedding",)
+  before = state.params["layers_0"]["embedding"]
+  grads = jax.tree.map(jnp.zeros_like, state.params)
+  grads["layers_0"]["embedding"] = fs.IndexedSlices(
+    ids, jnp.ones((2, COLUMNS)), before.shape
+  )
+  after = state.apply_gradients(grads=grads).params["layers_0"]["embedding"]
+  np.testing.assert_allclose(
+    before - after, grads["layers_0"]["embedding"].to_dense(), atol=1e-6
+  )
+
+
+@pytest.mark.slow
+def test_negative_and_too_large_row_numbers_are_dropped():
+  state = create(optax.adam(0.1))
+  new = state.apply_gradients(grads=create_grads([-1, ROWS, ROWS + 7]))
+  assert_close(new.params["table"], state.params["table"], rtol=0)
+  assert not np.any(new.opt_state[0].mu["table"])
+
+
+def test_whole_gradient_of_a_table_is_an_ordinary_update():
+  tx = optax.adam(0.1)
+  grads = jax.tree.map(jnp.ones_like, PARAMS)
+  new = create(tx).apply_gradients(grads=grads)
+  dense = create(tx, sparse=()).apply_gradients(grads=grads)
+  assert_close(new.params, dense.params, rtol=0)
+
+
+def test_table_without_gradient_stays():
+  state = create(optax.adamw(0.1, weight_decay=0.5))
+  new = state.apply_gradients(grads={"table": None, "bias": jnp.ones(COLUMNS)})
+  assert_close(new.params["table"], state.params["table"], rtol=0)
+  assert not np.array_equal(new.params["bias"], state.params["bias"])
+
+
+def test_rows_for_an_optimizer_of_whole_arrays_become_dense():
+  state = create(optax.adam(0.1), sparse=())
+  with pytest.warns(UserWarning, match=r"table.*sparse=\["):
+    new = state.apply_gradients(grads=BATCHES[0])
+  dense = state.apply_gradients(grads=fs.sparse.to_dense(BATCHES[0]))
+  assert_close(new.params, dense.params, rtol=0)
+
+
+@pytest.mark.parametrize(
+  ("dtype", "grad_dtype"),
+  [
+    ("bfloat16", "bfloat16"),
+    pytest.param("float16", "float32", marks=pytest.mark.slow),
+  ],
+)
+def test_narrow_parameters_are_updated_as_whole_arrays_are(dtype, grad_dtype):
+  tx = optax.sgd(0.5, momentum=0.5)
+  params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+  grads = create_grads([7, 3, 0], dtype=grad_dtype) | {"bias": None}
+  new = create(tx, params=params).apply_gradients(grads=grads)
+  assert new.params["table"].dtype == dtype
+  dense = {**grads, "table": grads["table"].to_dense()}
+  plain = create(tx, sparse=(), params=params).apply_gradients(grads=dense)
+  assert_close(new.params["table"], plain.params["table"], rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("saved", "wanted"), [(("table",), ()), ((), ("table",))]
+)
+def test_checkpoint_is_that_of_a_dense_run(tmp_path, saved, wanted):
+  tx = optax.adam(0.1)
+  state = create(tx, sparse=saved).apply_gradients(
+    grads=jax.tree.map(jnp.ones_like, PARAMS)
+  )
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(2, state)
+    restored = checkpointer.restore(create(tx, sparse=wanted))
+  assert_close(restored.params, state.params, rtol=0)
+  assert_close(restored.opt_state, state.opt_state, rtol=0)
+
+
+@pytest.mark.parametrize(
+  ("kwargs", "facts"),
+  [
+    ({"sparse": ["tabel"]}, r"sparse\[0\]='tabel'.*table"),
+    ({"sparse": ["bias"]}, r"sparse\[0\]='bias'.*bias, float32\[3\]"),
+    ({"sparse": ["ids"]}, r"sparse\[0\]='ids'.*ids, int32"),
+    ({"semantics": "lasy"}, "sparse_semantics.*'lasy'.*'lazy'"),
+    (
+      {"tx": fs.sparse_rows(optax.sgd(1.0), ["t"]), "sparse": ["table"]},
+      "sparse_rows",
+    ),
+    (
+      {
+        "tx": optax.lookahead(optax.sgd(1.0), 2, 0.5),
+        "params": optax.LookaheadParams.init_synced({"table": jnp.ones(SHAPE)}),
+      },
+      "optax.lookahead",
+    ),
+  ],
+)
+def test_invalid_tables_raise(kwargs, facts):
+  given = {"params": PARAMS | {"ids": jnp.zeros(SHAPE, int)}}
+  with pytest.raises(ValueError, match=facts):
+    create(**{"tx": optax.adam(0.1)} | given | kwargs)
+
+
+def test_semantics_without_tables_raise():
+  with pytest.raises(ValueError, match="sparse_semantics='tf' needs sparse"):
+    create(optax.adam(0.1), sparse=(), sparse_semantics="tf")
+
+
+@pytest.mark.parametrize("wrap", [fs.freeze, fs.scale_learning_rates])
+def test_sparse_rows_goes_around_other_groups(wrap):
+  tx = fs.sparse_rows(optax.sgd(1.0), ["table"])
+  arguments = ["bias"] if wrap is fs.freeze else [("bias", 2.0)]
+  with pytest.raises(ValueError, match="sparse_rows last"):
+    wrap(tx, arguments)
+
+
+def test_update_has_no_temporary_array_of_the_size_of_a_table():
+  shape, size = (100_000, 16), 256
+  make = lambda: fs.TrainState.create(
+    apply_fn=None,
+    params={"table": jnp.zeros(shape)},
+    tx=optax.adamw(DECAY),
+    wrappers=[fs.LossScale("dynamic")],
+    sparse=["table"],
+  )
+  loss_fn = lambda p, ids: (p["table"][ids] ** 2).sum()
+  step = lambda state, ids: state.minimize(loss_fn, ids)
+  compiled = (
+    jax.jit(step, donate_argnums=0)
+    .lower(jax.eval_shape(make), jax.ShapeDtypeStruct((size,), jnp.int32))
+    .compile()
+  )
+  table = 4 * shape[0] * shape[1]
+  assert compiled.memory_analysis().temp_size_in_bytes < table / 4
