@@ -208,7 +208,7 @@ def center(scheme: str) -> Drawing:
   objects = (
     ("ours", "run", "facts that all workers must share"),
     ("ours", "worker/1", "its phase, and that it lives"),
-    ("sent", "commit/0/1-4f0c/7", "its 7th commit of fragment 0"),
+    ("sent", "commit/0/1-4f0c/70", "its commit of local step 70"),
     ("ours", "head/0", "names the newest center and slots"),
     ("plain", "center/0/12-81ac", "parameters, version 12"),
     ("plain", "slots/0/12-81ac", "of its optimizer, for who merges"),

@@ -16,14 +16,14 @@ from flaxshard.center import heads
 from flaxshard.center.heads import Head
 from flaxshard.center.store import Objects
 from flaxshard.center.store import pack
+from flaxshard.center.store import pause_after
 from flaxshard.center.train_states import Center
 
 _log = logging.getLogger("flaxshard")
 
-# Pauses in seconds between two looks at the head that a commit is to come into:
-# as a multiple of what a look takes, and their bounds.
-_PAUSES_PER_LOOK = 0.5
-_PAUSE_BOUNDS = (0.005, 0.5)
+# The pause between two looks at the head that a commit is to come into, as a
+# multiple of what a look takes.
+_PAUSE_LOOKS = 0.5
 
 # Seconds after which a wait asks whether to stop, and those of a last write.
 _ASK_SECONDS, _LAST_WRITE_SECONDS = 0.1, 5.0
@@ -211,6 +211,5 @@ class Exchange:
           heads.read_center, objects, fragment, head, base=base
         )
         return objects.keep_trying(read, self._closed)
-      pause = _PAUSES_PER_LOOK * (time.monotonic() - asked)
-      if self._closed.wait(min(max(pause, _PAUSE_BOUNDS[0]), _PAUSE_BOUNDS[1])):
+      if self._closed.wait(pause_after(asked, _PAUSE_LOOKS)):
         raise futures.CancelledError

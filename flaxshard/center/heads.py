@@ -137,6 +137,17 @@ def read(objects: Objects, fragment: int) -> tuple[Head | None, bytes]:
     ) from e
 
 
+def read_every(objects: Objects, fragments: int) -> list[Head]:
+  """Returns the heads of all fragments; those that are missing are left out."""
+  found = [read(objects, fragment)[0] for fragment in range(fragments)]
+  return [head for head in found if head is not None]
+
+
+def has_ended(found: list[Head], fragments: int) -> bool:
+  """Returns whether the heads of all fragments name the final center."""
+  return sum(head.finished for head in found) == fragments
+
+
 def swap(objects: Objects, fragment: int, new: Head, generation: bytes) -> bool:
   """Replaces a head; returns whether it still had the generation."""
   content = dataclasses.asdict(new)
@@ -206,13 +217,14 @@ def final_state(url: str, state: S) -> tuple[int, S] | None:
   """
   objects, update = Objects(url), CenterUpdate(state)
   _, own = update_lib.find(state)
-  found = [read(objects, fragment)[0] for fragment in range(own.versions.size)]
-  final = [head for head in found if head is not None and head.finished]
-  versions = [head.version for head in final]
-  if len(final) < len(found) or versions == own.versions.tolist():
+  found = read_every(objects, own.versions.size)
+  versions = [head.version for head in found]
+  if (
+    not has_ended(found, own.versions.size) or versions == own.versions.tolist()
+  ):
     return None
-  step = max(head.step for head in final)
-  for fragment, head in enumerate(final):
+  step = max(head.step for head in found)
+  for fragment, head in enumerate(found):
     _, center = read_center(objects, fragment, head, slots=True)
     state = train_states.put_center(update, state, fragment, center)
   return step, state

@@ -12,6 +12,7 @@ from typing import Any
 import uuid
 
 from flaxshard.center.store import DamagedError
+from flaxshard.center.store import JOIN_SECONDS
 from flaxshard.center.store import Objects
 from flaxshard.center.store import pack
 from flaxshard.center.store import StoreError
@@ -22,9 +23,6 @@ SYNCHRONIZER = "synchronizer"
 
 # A worker that has missed so many signs of life merges no more.
 _MISSED_BEATS = 4
-
-# Seconds that the end of this process waits for a request.
-_JOIN_SECONDS = 10.0
 
 # Bounds of the seconds between two signs of life.
 _BEAT_SECONDS = (0.2, 5.0)
@@ -105,7 +103,7 @@ class Members:
     self._closed.set()
     if self._thread.ident is None:
       return
-    self._thread.join(_JOIN_SECONDS)
+    self._thread.join(JOIN_SECONDS)
     if self.phase == "training":
       self.announce("away")
 
@@ -167,7 +165,7 @@ class Members:
 
   @property
   def patience(self) -> float:
-    """Seconds after which somebody else merges for one that is quiet."""
+    """Seconds after which updates do not wait for a worker that is quiet."""
     return (_MISSED_BEATS + 1) * self._seconds
 
   def _phase_of(self, name: str) -> str:

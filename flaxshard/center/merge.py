@@ -24,7 +24,9 @@ from flaxshard.center import heads
 from flaxshard.center.heads import Head
 from flaxshard.center.members import Members
 from flaxshard.center.store import DamagedError
+from flaxshard.center.store import JOIN_SECONDS
 from flaxshard.center.store import Objects
+from flaxshard.center.store import pause_after
 from flaxshard.center.store import StoreError
 from flaxshard.center.train_states import Center
 from flaxshard.center.update import CenterUpdate
@@ -32,14 +34,8 @@ from flaxshard.core import gradients
 
 _log = logging.getLogger("flaxshard")
 
-# Pauses in seconds between two looks for commits: as a multiple of what a look
-# takes, so that a far store is asked less often, and their bounds.
-_PAUSES_PER_LOOK = 4.0
-_PAUSE_BOUNDS = (0.005, 0.5)
-
-
-# Seconds that the end of this process waits for a request.
-_JOIN_SECONDS = 10.0
+# The pause between two looks for commits, as a multiple of what a look takes.
+_PAUSE_LOOKS = 4.0
 
 # Seconds that an older version stays in the store.
 _KEPT_SECONDS = 2.0
@@ -90,14 +86,13 @@ class Merger:
     self._closed.set()
     self._wake.set()
     if self._thread.ident is not None:
-      self._thread.join(_JOIN_SECONDS)
+      self._thread.join(JOIN_SECONDS)
 
   def wake(self) -> None:
     """Looks for commits now."""
     self._wake.set()
 
   def _run(self) -> None:
-    least, most = _PAUSE_BOUNDS
     try:
       with contextlib.suppress(StoreError):  # the store has warned
         for fragment in range(self._store.fragments):
@@ -112,10 +107,7 @@ class Merger:
           ]
         except StoreError:
           merged = []  # the store has warned
-        took = time.monotonic() - start
-        pause = (
-          0.0 if any(merged) else min(max(_PAUSES_PER_LOOK * took, least), most)
-        )
+        pause = 0.0 if any(merged) else pause_after(start, _PAUSE_LOOKS)
         if self._wake.wait(pause):
           self._wake.clear()
     except BaseException as e:

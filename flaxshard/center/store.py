@@ -40,6 +40,12 @@ _SMALL_SECONDS, _LARGE_SECONDS = 60.0, 600.0
 # Pauses in seconds between attempts while the store cannot be reached.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 
+# Bounds of the pauses in seconds between two looks for something new.
+_LOOK_PAUSES = (0.005, 0.5)
+
+# Seconds that the end of this process waits for a request.
+JOIN_SECONDS = 10.0
+
 # Stores in memory are those of this process.
 _MEMORY = ts.Context()
 
@@ -72,6 +78,17 @@ def center_url(directory: str) -> str:
   if directory.startswith(("gs://", "s3://", "memory://")):
     return f"{directory.rstrip('/')}/center"
   return os.path.join(files.absolute(directory), "center")
+
+
+def pause_after(start: float, looks: float) -> float:
+  """Returns the seconds until the next look: a far store is asked less often.
+
+  Args:
+    start: When the last look began, by `time.monotonic`.
+    looks: The pause as a multiple of what it took.
+  """
+  least, most = _LOOK_PAUSES
+  return min(max(looks * (time.monotonic() - start), least), most)
 
 
 def pack(tree: Any) -> bytes:

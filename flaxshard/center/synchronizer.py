@@ -88,7 +88,7 @@ def synchronize(
 
 def _has_ended(objects: Objects, fragments: int) -> bool:
   try:
-    found = [heads.read(objects, fragment)[0] for fragment in range(fragments)]
+    found = heads.read_every(objects, fragments)
   except StoreError:
     return False  # the store has warned
-  return all(head is not None and head.finished for head in found)
+  return heads.has_ended(found, fragments)

@@ -174,13 +174,15 @@ class CenterUpdate:
       The new parameters and slots.
     """
     with _on_cpu():
-      new = _jit_update(self, params, slots, grads)
+      new = self._update(params, slots, grads)
       return jax.tree.map(np.asarray, new)
 
-  def update(
+  # One program for each set of gradients: compiled once in a process.
+  @functools.partial(jax.jit, static_argnums=0)
+  def _update(
     self, params: Arrays, slots: Arrays, grads: Arrays
   ) -> tuple[Arrays, Arrays]:
-    """As `apply`, traced; arrays that are not given are zeros."""
+    """Updates; arrays that are not given are zeros."""
     full_params = _fill(self._params, params)
     grads_tree = jax.tree_util.tree_map_with_path(
       functools.partial(_gradient_of, grads=grads), full_params
@@ -234,14 +236,6 @@ class CenterUpdate:
       )
       if path in self.accumulators
     }
-
-
-# One program for each set of gradients: compiled once in a process.
-@functools.partial(jax.jit, static_argnums=0)
-def _jit_update(
-  update: CenterUpdate, params: Arrays, slots: Arrays, grads: Arrays
-) -> tuple[Arrays, Arrays]:
-  return update.update(params, slots, grads)
 
 
 def _on_cpu() -> Any:

@@ -383,18 +383,16 @@ class Worker:
   def _create_head(self, state: Any, fragment: int) -> None:
     """Writes the center of a state, unless the store has one as new."""
     head, generation = heads.read(self._objects, fragment)
-    center = train_states.first_center(self._update, state, fragment)
-    if head is None or head.version < center.version:
+    _, own = update_lib.find(state)
+    if head is None or head.version < int(own.versions[fragment]):
+      center = train_states.first_center(self._update, state, fragment)
       heads.publish(self._objects, fragment, center, generation)
 
   def _read_heads(self) -> list[Head]:
-    found = [
-      heads.read(self._objects, fragment)[0]
-      for fragment in range(self._store.fragments)
-    ]
-    if None in found:
+    found = heads.read_every(self._objects, self._store.fragments)
+    if len(found) < self._store.fragments:
       raise StoreError(f"{self._objects.url} has lost its heads.")
-    return [head for head in found if head is not None]
+    return found
 
   def _wait_for_all(self) -> None:
     """Waits for the other workers at the beginning of a run."""
@@ -566,6 +564,8 @@ class Worker:
     is_late = self._members.phase != "done"
     self._exchange.drop()
     self._members.announce("done")
+    # Another start of this worker takes the final center, and saves it.
+    self._members.check()
     patiently = functools.partial(
       self._objects.keep_trying,
       closed=self._closed,
