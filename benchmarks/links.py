@@ -78,7 +78,7 @@ class PackedMean(base.Base):
     """Calls `next` with the averaged gradients."""
     packed, unpack = jax.flatten_util.ravel_pytree(grads)
     reduced = replica_context.reduce_gradients("mean", {"packed": packed})
-    return next(target, unpack(reduced["packed"]))
+    return next(target, unpack(reduced["packed"])), state
 
 
 @dataclasses.dataclass(frozen=True)
