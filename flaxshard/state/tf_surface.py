@@ -1,12 +1,20 @@
-"""TensorFlow's arguments: parameters by path, gradient pairs, aggregation."""
+"""TensorFlow's surface: parameters by path, gradient pairs, slots by name.
+
+A slot is an array that the optimizer, or a wrapper, keeps for one parameter,
+such as Adam's first moment. TensorFlow's `Optimizer.get_slot` finds it by the
+name that TensorFlow gives it; optax has other names for the same slots.
+"""
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import optax
 
+from flaxshard.core import checks
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
@@ -19,6 +27,18 @@ PyTree = Any
 Pair = tuple[Any, str]
 
 MISSING: Any = object()
+
+# TensorFlow's names of optax's fields: `get_slot_names()` of the optimizers in
+# tf.compat.v1.train, TensorFlow 2.21; `vhat` of Keras.
+_TENSORFLOW_NAMES: dict[type, dict[str, str]] = {
+  optax.ScaleByAdamState: {"mu": "m", "nu": "v"},
+  optax.ScaleByAmsgradState: {"mu": "m", "nu": "v", "nu_max": "vhat"},
+  optax.TraceState: {"trace": "momentum"},
+  optax.ScaleByRmsState: {"nu": "rms"},
+  optax.ScaleByRStdDevState: {"mu": "mg", "nu": "rms"},
+  optax.ScaleByRssState: {"sum_of_squares": "accumulator"},
+  optax.ScaleByAdaDeltaState: {"e_g": "accum", "e_x": "accum_update"},
+}
 
 
 def parameter_paths(params: PyTree) -> list[str]:
@@ -211,3 +231,96 @@ def check_extra_arguments(reduction: str, names: Iterable[str]) -> None:
       f"aggregation='sum': the optimizer uses {' and '.join(means)}, the mean "
       "over the replicas; use aggregation='mean'."
     )
+
+
+class Slot(NamedTuple):
+  """A slot of a parameter.
+
+  Attributes:
+    parameter: The path of the parameter.
+    names: Its last key in TensorFlow's words, all keys such as `0/m`, and the
+      two in optax's words, such as `mu` and `0/mu`; each behind the name of
+      the wrapper that keeps the slot.
+    value: The array.
+  """
+
+  parameter: str
+  names: tuple[str, str, str, str]
+  value: Any
+
+
+def get_slot_names(
+  params: PyTree, opt_state: PyTree, wrapper_states: PyTree
+) -> list[str]:
+  """Returns the names of all slots; see `TrainState.get_slot_names`."""
+  return _names(_find_slots(params, opt_state, wrapper_states))
+
+
+def get_slot(
+  params: PyTree,
+  opt_state: PyTree,
+  wrapper_states: PyTree,
+  parameter: str,
+  name: str,
+) -> jax.Array | None:
+  """Returns a slot by parameter and name; see `TrainState.get_slot`."""
+  check_path("get_slot: parameter", parameter, params)
+  slots = _find_slots(params, opt_state, wrapper_states)
+  found = [s for s in slots if name in s.names]
+  if not found:
+    names = _names(slots)
+    raise ValueError(
+      f"get_slot: no parameter has a slot {name!r}; the slots are "
+      f"{', '.join(map(repr, names)) or 'none'}."
+      f"{checks.did_you_mean(name, names)}"
+    )
+  of_parameter = [s for s in found if s.parameter == parameter]
+  if len(of_parameter) > 1:
+    raise ValueError(
+      f"get_slot: {parameter} has several slots {name!r}: give one of "
+      f"{', '.join(repr(s.names[1]) for s in of_parameter)}."
+    )
+  return of_parameter[0].value if of_parameter else None
+
+
+def _names(slots: list[Slot]) -> list[str]:
+  """Returns the names of slots; the long ones where a parameter has two."""
+  counts = collections.Counter((s.parameter, s.names[0]) for s in slots)
+  is_shared = lambda s: counts[s.parameter, s.names[0]] > 1
+  return sorted({s.names[1] if is_shared(s) else s.names[0] for s in slots})
+
+
+def _find_slots(
+  params: PyTree, opt_state: PyTree, wrapper_states: PyTree
+) -> list[Slot]:
+  """Returns the slots, in the order of the states."""
+  known = trained = opt_state_lib.trained_params(params)
+  parameters = {path: trees.path_string(path) for path in trees.paths(trained)}
+  optimized = opt_state_lib.optimized_params(trained)
+  if optimized is not trained:
+    # Beside the statistics of fp8 layers, optimizers see the parameters alone.
+    known = {**trained, **optimized}
+    for path in trees.paths(optimized):
+      parameters[path] = f"params/{trees.path_string(path)}"
+  slots: list[Slot] = []
+  for group, tree in {"": opt_state, **wrapper_states}.items():
+    # By the path of the optax state that a slot is a field of.
+    tensorflow_names = {
+      path: _TENSORFLOW_NAMES.get(type(node), {})
+      for path, node in jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda x: type(x) in _TENSORFLOW_NAMES
+      )
+    }
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    owners = opt_state_lib.parameters_of(tree, known)
+    for (path, leaf), owner in zip(flat, owners, strict=True):
+      if owner is None:
+        continue
+      prefix = path[: len(path) - len(owner)]
+      *keys, last = trees.path_strings(prefix) or ("<root>",)
+      tensorflow = tensorflow_names.get(prefix[:-1], {}).get(last, last)
+      names = ([tensorflow], [*keys, tensorflow], [last], [*keys, last])
+      in_front = [group] if group else []
+      a, b, c, d = ("/".join([*in_front, *name]) for name in names)
+      slots.append(Slot(parameters[owner], (a, b, c, d), leaf))
+  return slots

@@ -24,7 +24,6 @@ from flaxshard.state import apply_gradients as apply_gradients_lib
 from flaxshard.state import describe
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import sharding as sharding_lib
-from flaxshard.state import slots
 from flaxshard.state import tf_surface
 from flaxshard.state import validation
 from flaxshard.state import value_and_grad as value_and_grad_lib
@@ -481,7 +480,7 @@ class TrainState(flax_train_state.TrainState):
       >>> state.get_slot_names()
       ['m', 'v']
     """
-    return slots.get_slot_names(
+    return tf_surface.get_slot_names(
       self.params, self.opt_state, self.wrapper_states
     )
 
@@ -511,7 +510,7 @@ class TrainState(flax_train_state.TrainState):
       >>> state.get_slot("w", "momentum").tolist()
       [3.0, 3.0]
     """
-    return slots.get_slot(
+    return tf_surface.get_slot(
       self.params, self.opt_state, self.wrapper_states, parameter, name
     )
 

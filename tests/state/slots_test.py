@@ -21,8 +21,9 @@ RATE = 0.1
     pytest.param(optax.sgd(RATE, momentum=0.9), ["momentum"], id="momentum"),
     pytest.param(optax.adam(RATE), ["m", "v"], id="adam"),
     pytest.param(optax.amsgrad(RATE), ["m", "v", "vhat"], id="amsgrad"),
+    pytest.param(optax.rmsprop(RATE), ["rms"], id="rmsprop"),
     pytest.param(
-      optax.rmsprop(RATE, momentum=0.9), ["momentum", "rms"], id="rmsprop"
+      optax.rmsprop(RATE, momentum=0.0), ["momentum", "rms"], id="tf_rmsprop"
     ),
     pytest.param(
       optax.rmsprop(RATE, centered=True), ["mg", "rms"], id="centered"
