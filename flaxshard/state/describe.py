@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable
 import dataclasses
 import inspect
 import math
@@ -35,7 +34,8 @@ class Row:
   """One array.
 
   Attributes:
-    path: Path of the array in the group, such as `Dense_0/kernel`.
+    group: Name of its field of the state, such as `params`.
+    path: Path of the array in the field, such as `Dense_0/kernel`.
     shape: Shape of the array.
     dtype: Name of the dtype.
     sharding: Sharding of the array; None if it is not on a device.
@@ -43,6 +43,7 @@ class Row:
     bytes_per_device: Bytes on each device that holds a part.
   """
 
+  group: str
   path: str
   shape: tuple[int, ...]
   dtype: str
@@ -51,52 +52,48 @@ class Row:
   bytes_per_device: int
 
   @property
-  def large(self) -> bool:
-    """Whether it has 1 MiB or more, replicated over several devices."""
-    return (
-      self.sharding is not None
-      and len(self.sharding.device_set) > 1
-      and self.bytes_per_device == self.nbytes >= _LARGE
-    )
-
-  @property
   def spec(self) -> str:
-    """The PartitionSpec, such as `P(None, 'model')`, or the single device."""
+    """The PartitionSpec, such as `P(None, 'model')`, or the devices."""
     if self.sharding is None:
       return "not placed"
     if isinstance(self.sharding, jax.sharding.NamedSharding):
       return f"P({', '.join(map(repr, self.sharding.spec))})"
-    if len(self.sharding.device_set) == 1:
-      device: Any = next(iter(self.sharding.device_set))
-      return f"{device.platform}:{device.id}"
-    return str(self.sharding)
+    devices: Any = self.sharding.device_set
+    return ", ".join(sorted(f"{d.platform}:{d.id}" for d in devices))
 
-  def cells(self) -> tuple[str, ...]:
-    """Returns the row of the table."""
-    mark = "* " if self.large else ""  # the footer explains it
-    held = mark + _size(self.bytes_per_device)
-    shape = str(self.shape)
-    return (
-      f"  {self.path}",
-      shape,
-      self.dtype,
-      self.spec,
-      held,
-      _size(self.nbytes),
-    )
+  @property
+  def mark(self) -> str:
+    """An asterisk for 1 MiB or more, replicated over several devices."""
+    is_whole = self.bytes_per_device == self.nbytes >= _LARGE
+    several = self.sharding is not None and len(self.sharding.device_set) > 1
+    return "* " if is_whole and several else ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
-  """The arrays of one field of a state, such as `params`.
+@dataclasses.dataclass(frozen=True, repr=False)
+class Description:
+  """The arrays of a state with their shardings; `str()` is a table.
 
   Attributes:
-    name: Name of the field.
-    rows: The arrays of the field.
+    rows: The arrays.
+    note: A sentence on how the replicas differ, if a wrapper makes them differ;
+      else None.
   """
 
-  name: str
   rows: tuple[Row, ...]
+  note: str | None = None
+
+  @property
+  def groups(self) -> dict[str, Description]:
+    """The arrays of each field of the state, by its name."""
+    rows = collections.defaultdict[str, list[Row]](list)
+    for row in self.rows:
+      rows[row.group].append(row)
+    return {name: Description(tuple(group)) for name, group in rows.items()}
+
+  @property
+  def num_devices(self) -> int:
+    """Number of devices that hold an array."""
+    return len(self._bytes_by_device())
 
   @property
   def nbytes(self) -> int:
@@ -106,41 +103,7 @@ class Group:
   @property
   def bytes_per_device(self) -> int:
     """Bytes on the device that holds the most."""
-    return max(_bytes_by_device(self.rows).values(), default=0)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Description:
-  """The arrays of a state with their shardings; `str()` is a table.
-
-  Attributes:
-    groups: The arrays by field.
-    note: A sentence on how the replicas differ, if a wrapper makes them differ;
-      else None.
-  """
-
-  groups: tuple[Group, ...]
-  note: str | None = None
-
-  @property
-  def rows(self) -> tuple[Row, ...]:
-    """The arrays of all groups."""
-    return tuple(row for group in self.groups for row in group.rows)
-
-  @property
-  def num_devices(self) -> int:
-    """Number of devices that hold an array."""
-    return len(_bytes_by_device(self.rows))
-
-  @property
-  def nbytes(self) -> int:
-    """Bytes of all arrays, each counted once."""
-    return Group("", self.rows).nbytes
-
-  @property
-  def bytes_per_device(self) -> int:
-    """Bytes on the device that holds the most."""
-    return Group("", self.rows).bytes_per_device
+    return max(self._bytes_by_device().values(), default=0)
 
   @property
   def summary(self) -> str:
@@ -150,28 +113,38 @@ class Description:
       f"{self.num_devices}, at most {_size(self.bytes_per_device)} on each"
     )
 
+  def _bytes_by_device(self) -> collections.Counter[Any]:
+    # Devices may differ: not every array is on every device.
+    held: collections.Counter[Any] = collections.Counter()
+    for row in self.rows:
+      for device in row.sharding.device_set if row.sharding else ():
+        held[device] += row.bytes_per_device
+    return held
+
   def __repr__(self) -> str:
     return f"Description({self.summary})"
 
   def __str__(self) -> str:
     table: list[tuple[str, ...]] = []
-    for group in self.groups:
-      table.append((group.name, *_HEADER))
-      table.extend(row.cells() for row in group.rows)
+    for name, group in self.groups.items():
+      table.append((name, *_HEADER))
+      for r in group.rows:
+        sizes = r.mark + _size(r.bytes_per_device), _size(r.nbytes)
+        table.append((f"  {r.path}", str(r.shape), r.dtype, r.spec, *sizes))
       sizes = _size(group.bytes_per_device), _size(group.nbytes)
       table.append(("  total", "", "", "", *sizes))
     # One set of column widths for all groups, so that their columns align.
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
-    for row in table:
+    for cells in table:
       # Text to the left, sizes to the right.
-      cells = [
+      aligned = [
         cell.rjust(width) if i >= 4 else cell.ljust(width)
-        for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
       ]
-      lines.append("  ".join(cells).rstrip())
+      lines.append("  ".join(aligned).rstrip())
     lines.append(self.summary)
-    if any(row.large for row in self.rows):
+    if any(row.mark for row in self.rows):
       lines.append(
         f"* at least {_size(_LARGE)}, replicated over several devices"
       )
@@ -210,18 +183,25 @@ def describe(state: PyTree) -> Description:
   if isinstance(state, train_state.TrainState):
     fields = fields_lib.array_fields(state)
     note = stack.divergence(getattr(state, "wrappers", ()))
-  groups = (
-    Group(
-      name,
-      tuple(
-        # A field that is one array, such as `step`, has an empty path.
-        _row(trees.path_string(path) if path else name, leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-      ),
-    )
+  rows = [
+    # A field that is one array, such as `step`, has an empty path.
+    _row(name, trees.path_string(path) if path else name, leaf)
     for name, tree in fields.items()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  ]
+  return Description(tuple(rows), note)
+
+
+def _row(group: str, path: str, leaf: Any) -> Row:
+  dtype, shape = trees.dtype_of(leaf), np.shape(leaf)
+  # A traced array has no device yet.
+  is_traced = isinstance(leaf, jax.core.Tracer)
+  sharding = None if is_traced else getattr(leaf, "sharding", None)
+  nbytes, held = (
+    0 if part is None else math.prod(part) * dtype.itemsize
+    for part in (shape, sharding and sharding.shard_shape(shape))
   )
-  return Description(tuple(group for group in groups if group.rows), note)
+  return Row(group, path, shape, str(dtype), sharding, nbytes, held)
 
 
 def summarize(state: Any) -> str:
@@ -249,86 +229,51 @@ def summarize(state: Any) -> str:
   """
   lines = []
   for field in dataclasses.fields(state):
-    value = getattr(state, field.name)
-    if not field.repr:
-      continue
-    if field.name == "wrappers" and value:
+    name, value = field.name, getattr(state, field.name)
+    leaves = jax.tree.leaves(value)
+    is_tree = bool(leaves) and fields_lib.is_array_field(field)
+    if name == "wrappers" and value:
       lines += ["wrappers=(", *(f"  {_shorten(w)}," for w in value), "),"]
-    elif (
-      fields_lib.is_array_field(field)
-      and not jax.tree_util.all_leaves([value])
-      and jax.tree.leaves(value)
-    ):
-      lines += _tree_lines(field.name, value)
-    else:
-      lines.append(f"{field.name}={_describe_leaf(value)},")
+    elif is_tree and all(map(trees.is_array, leaves)):
+      lines += _tree_lines(name, value)
+    elif field.repr:
+      lines.append(f"{name}={_shorten(value)},")
   body = textwrap.indent("\n".join(lines), "  ")
   return f"{type(state).__name__}(\n{body}\n)"
 
 
-def _row(path: str, leaf: Any) -> Row:
-  dtype, shape = trees.dtype_of(leaf), np.shape(leaf)
-  # A traced array has no device yet.
-  is_traced = isinstance(leaf, jax.core.Tracer)
-  sharding = None if is_traced else getattr(leaf, "sharding", None)
-  held = 0
-  if sharding is not None:
-    held = math.prod(sharding.shard_shape(shape)) * dtype.itemsize
-  nbytes = math.prod(shape) * dtype.itemsize
-  return Row(path, shape, str(dtype), sharding, nbytes, held)
-
-
-def _bytes_by_device(rows: Iterable[Row]) -> dict[Any, int]:
-  # Devices may differ: not every array is on every device.
-  held: dict[Any, int] = collections.defaultdict(int)
-  for row in rows:
-    if row.sharding is not None:
-      for device in row.sharding.device_set:
-        held[device] += row.bytes_per_device
-  return held
-
-
 def _tree_lines(name: str, tree: PyTree) -> list[str]:
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  arrays = [x for _, x in leaves if _is_array(x)]
-  size = sum(math.prod(x.shape) for x in arrays)
-  nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
-  dtypes = sorted({str(x.dtype) for x in arrays})
+  if jax.tree_util.all_leaves([tree]):
+    return [f"{name}={_describe_array(tree)},"]
+  table = describe(tree)
+  size = sum(math.prod(row.shape) for row in table.rows)
+  dtypes = ", ".join(sorted({row.dtype for row in table.rows}))
   lines = [
-    f"{name}: {len(leaves)} array{'s' if leaves[1:] else ''} of "
-    f"{', '.join(dtypes)}, {size:,} elements, {_size(nbytes)}"
+    f"{name}: {len(table.rows)} array{'s' if table.rows[1:] else ''} of "
+    f"{dtypes}, {size:,} elements, {_size(table.nbytes)}"
   ]
-  shown = [(trees.path_string(p), x) for p, x in leaves[:_MAX_LINES]]
-  width = max(len(path) for path, _ in shown)
-  lines += [f"  {p.ljust(width)}  {_describe_leaf(x)}" for p, x in shown]
-  if len(leaves) > len(shown):
-    lines.append(f"  ... and {len(leaves) - len(shown)} more")
+  shown = table.rows[:_MAX_LINES]
+  width = max(len(row.path) for row in shown)
+  for row, x in zip(shown, jax.tree.leaves(tree), strict=False):
+    lines.append(f"  {row.path.ljust(width)}  {_describe_array(x)}")
+  if len(table.rows) > len(shown):
+    lines.append(f"  ... and {len(table.rows) - len(shown)} more")
   return lines
 
 
-def _describe_leaf(leaf: Any) -> str:
-  if not _is_array(leaf):
-    return _shorten(leaf)
-  text = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-  if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
-    return text
-  if leaf.is_deleted():  # a donated array keeps its shape alone
-    return f"{text}, deleted"
-  is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
-  if leaf.shape or is_key or not leaf.is_fully_replicated:
+def _describe_array(x: Any) -> str:
+  """Returns dtype and shape, and the value of a scalar."""
+  text = checks.describe(x)
+  is_on_device = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+  if not is_on_device or x.shape or trees.is_prng_key(x):
     return text
   # device_get: jax.transfer_guard("disallow") allows explicit transfers.
-  return f"{text} {jax.device_get(leaf)}"
-
-
-def _is_array(leaf: Any) -> bool:
-  # Tracers and jax.ShapeDtypeStruct as well.
-  return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+  return f"{text} {'deleted' if x.is_deleted() else jax.device_get(x)}"
 
 
 def _shorten(value: Any) -> str:
+  # Of functions their names: the repr of a bound method has that of its module.
   if inspect.ismethod(value):
-    # The repr of a bound method has that of its module, of many lines.
     return f"{type(value.__self__).__name__}.{value.__name__}"
   if inspect.isfunction(value):
     return value.__qualname__

@@ -68,7 +68,8 @@ def test_state_bytes_are_those_of_describe(planned, capsys):
   described = strategy.describe(state)
   capsys.readouterr()
   fields = plan.memory.state
-  by_group = {group.name: group.bytes_per_device for group in described.groups}
+  groups = described.groups
+  by_group = {name: groups[name].bytes_per_device for name in groups}
   wrappers = fields["loss_scale"] + fields["agn"]
   assert wrappers == by_group.pop("wrapper_states")
   assert by_group == {k: v for k, v in fields.items() if k in by_group}

@@ -58,8 +58,8 @@ def test_groups_of_a_train_state():
   )
   description = describe(state)
   sizes = {
-    group.name: (len(group.rows), group.nbytes, group.bytes_per_device)
-    for group in description.groups
+    name: (len(group.rows), group.nbytes, group.bytes_per_device)
+    for name, group in description.groups.items()
   }
   assert sizes == {
     "step": (1, 4, 4),
@@ -159,7 +159,7 @@ def test_repr_of_what_has_no_values():
   assert seen == [repr(jax.eval_shape(lambda: state))]
   assert seen == [repr(state).replace("int32[] 0", "int32[]")]
   ranks = repr(jax.tree.map(lambda x: f"rank {x.ndim}", state))
-  assert "w  'rank 2'" in ranks
+  assert "params={'w': 'rank 2'}," in ranks
   assert "params={'w': None}," in repr(jax.tree.map(lambda x: None, state))
   jax.jit(lambda s: s.replace(step=s.step + 1), donate_argnums=0)(state)
-  assert "step=int32[], deleted," in repr(state)
+  assert "step=int32[] deleted," in repr(state)
