@@ -138,12 +138,7 @@ class Optimizer(nnx.Optimizer[M]):
       raise ValueError(
         f"wrt={wrt!r} selects no variable of {type(model).__name__}."
       )
-    if strategy is None and rules is not None:
-      raise ValueError(
-        f"rules={rules!r} need a strategy, whose mesh they split parameters "
-        "over; got strategy=None."
-      )
-    mesh = None if strategy is None else sharding_lib.mesh_of(strategy)
+    mesh = sharding_lib.mesh_of(strategy, rules)
     num_replicas = sharding_lib.count_replicas(mesh, wrappers)
     _check_wrappers(wrappers, num_replicas)
     param_specs = None

@@ -117,11 +117,7 @@ def create_train_state(
   wrappers = base.check(wrappers)
   validation.check_tx(tx)
   tx = sparse_optimizer.wrap(tx, sparse, sparse_semantics)
-  if strategy is None and rules is not None:
-    raise ValueError(
-      f"rules={rules!r} need a strategy, whose mesh they split parameters "
-      "over; got strategy=None."
-    )
+  mesh = sharding_lib.mesh_of(strategy, rules)
   if init_kwargs and not isinstance(model, nn.Module):
     # Otherwise a misspelt argument, such as `wrapers`, would be lost.
     raise TypeError(
@@ -140,7 +136,6 @@ def create_train_state(
       # `unbox` applies the sharding constraints of a mesh in the context.
       **nn.meta.unbox(variables),
     )
-  mesh = None if strategy is None else sharding_lib.mesh_of(strategy)
   plan = plan_creation(
     model,
     rng,

@@ -35,12 +35,26 @@ class HasMesh(Protocol):
     ...
 
 
-def mesh_of(strategy: HasMesh) -> jax.sharding.Mesh:
-  """Returns the mesh of a strategy.
+def mesh_of(
+  strategy: HasMesh | None, rules: rules_lib.Rules = None
+) -> jax.sharding.Mesh | None:
+  """Returns the mesh of a strategy; None without one.
+
+  Args:
+    strategy: The argument of a creation.
+    rules: The rules that need its mesh; an empty sequence needs none.
 
   Raises:
     TypeError: `strategy` is not a strategy.
+    ValueError: There are rules and no strategy.
   """
+  if strategy is None:
+    if rules not in (None, (), []):
+      raise ValueError(
+        f"rules={rules!r} need a strategy, whose mesh they split parameters "
+        "over; got strategy=None."
+      )
+    return None
   if isinstance(strategy, HasMesh):
     mesh = strategy.mesh
     if isinstance(mesh, jax.sharding.Mesh):

@@ -150,7 +150,7 @@ class TrainState(flax_train_state.TrainState):
       (0, [0.0, 0.0])
     """
     wrappers = base.check(wrappers)
-    mesh = None if strategy is None else sharding_lib.mesh_of(strategy)
+    mesh = sharding_lib.mesh_of(strategy)
     num_replicas = sharding_lib.count_replicas(mesh, wrappers)
     validation.check_collections(cls, TrainState, collections)
     validation.check_tx(tx)

@@ -416,9 +416,14 @@ def check(wrappers: Iterable[Base]) -> tuple[Base, ...]:
   names: list[str] = []
   for i, wrapper in enumerate(wrappers):
     if not isinstance(wrapper, Base):
+      # By name: the modules of these classes import this one.
+      kind = type(wrapper).__name__
+      hint = " It is the argument lora=." if kind == "LoRA" else ""
+      if kind in ("FixedLossScale", "DynamicLossScale"):
+        hint = f" Write LossScale({kind}(...))."
       raise TypeError(
         f"wrappers[{i}] must be an instance of a wrapper, such as "
-        f"LossScale('dynamic'), got {wrapper!r}."
+        f"LossScale('dynamic'), got {wrapper!r}.{hint}"
       )
     name = name_of(wrapper)
     if name in names:

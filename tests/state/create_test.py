@@ -193,6 +193,23 @@ def test_no_device_holds_the_whole_state():
   assert memory.argument_size_in_bytes < 1000
 
 
+def test_step_in_the_global_view_keeps_the_shardings():
+  # The gradient of the bias is split as the kernel is; XLA would leave it so.
+  state = make(nn.Dense(32), strategy=STRATEGY, rules=(FSDP(min_size=64),))
+  shardings = jax.tree.map(lambda x: x.sharding, state)
+
+  def step(state):
+    loss = lambda p: (state.apply_fn({"params": p}, X) ** 2).mean()
+    return state.minimize(loss)
+
+  jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+  state, _ = jitted(state)
+  with compilations.count() as compiled:
+    state, _ = jitted(state)
+  assert compiled.total == 0
+  assert jax.tree.map(lambda x: x.sharding, state) == shardings
+
+
 def test_keys_and_inputs_on_any_device():
   make_dense = lambda **kwargs: make(
     nn.Dense(8), tx=optax.sgd(0.1), strategy=STRATEGY, **kwargs

@@ -214,6 +214,17 @@ def test_stacked_layers_have_factors_each():
     )
 
 
+def test_loss_without_the_frozen_parameters_raises(state):
+  call = lambda params: state.apply_fn({"params": params}, X).sum()
+  wanted = r"\{'params': params, 'frozen': state.frozen"
+  for method in (
+    state.value_and_grad,
+    jax.jit(state.minimize, static_argnums=0),
+  ):
+    with pytest.raises(ValueError, match=wanted):
+      method(call)
+
+
 @pytest.mark.parametrize(
   ("arguments", "error", "facts"),
   [

@@ -62,6 +62,12 @@ MISTAKES = [
   (lambda: create(tx=optax.adam), TypeError, ["tx", "adam(1e-3)"]),
   (lambda: create(tx="adam"), TypeError, ["tx", "'adam'"]),
   (lambda: create(fs.LossScale()), TypeError, ["LossScale"]),
+  (
+    lambda: create([fs.FixedLossScale(2.0)]),
+    TypeError,
+    ["LossScale(FixedLossScale(...))"],
+  ),
+  (lambda: create([fs.LoRA(2)]), TypeError, ["lora="]),
   (lambda: create({"loss_scale": fs.LossScale()}), TypeError, ["wrappers"]),
   (lambda: create(batch_stats={"m": "x"}), TypeError, ["batch_stats[m]"]),
   (lambda: create(wrapers=[fs.LossScale()]), TypeError, ["wrapers"]),
@@ -113,6 +119,12 @@ def test_mistakes(call, error, facts):
   with pytest.raises(error) as e:
     call()
   assert all(fact in str(e.value) for fact in facts), str(e.value)
+
+
+@pytest.mark.parametrize("rules", [None, (), []])
+def test_no_rules_need_no_strategy(rules):
+  state = make(nn.Dense(1), rules=rules)
+  assert state.params["kernel"].shape == (3, 1)
 
 
 def test_loss_that_is_scaled_twice():
