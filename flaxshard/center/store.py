@@ -328,7 +328,9 @@ def _open(url: str) -> Any:
     "path": f"{name}/" if name else "",
     "context": {f"{driver}_request_retries": _RETRIES},
   }
-  endpoint = os.environ.get("AWS_ENDPOINT_URL")
-  if scheme == "s3" and endpoint:
-    spec["endpoint"] = endpoint
+  if scheme == "s3":
+    # Of any server: else two could write after both have read.
+    spec["use_conditional_write"] = True
+    if endpoint := os.environ.get("AWS_ENDPOINT_URL"):
+      spec["endpoint"] = endpoint
   return ts.KvStore.open(spec)
