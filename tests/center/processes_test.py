@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import forked_programs
 from forked_programs import wait_until
@@ -20,7 +21,7 @@ _CONFIG = """
 import time
 import ml_collections
 
-def get_config(commit="sequential"):
+def get_config():
   return ml_collections.ConfigDict(dict(
     model={"name": "cnn", "features": (), "dense": 8},
     data={"name": "digits"},
@@ -29,7 +30,7 @@ def get_config(commit="sequential"):
     learning_rate=1e-2,
     precision="float32",
     wrappers=(("agn", dict(
-      communication_period=2, commit=commit,
+      communication_period=2, commit="sequential",
       transport={"deadline": 4.0, "grace": 2.0})),),
     log_every_steps=1,
     eval_every_steps=26,
@@ -38,9 +39,12 @@ def get_config(commit="sequential"):
   ))
 
 def wait(step, state, metrics):
-  time.sleep(0.3)
+  while step >= int(open("last").read()):
+    time.sleep(0.02)
 """
-_SLOWLY = "--config.hooks=('my_config:wait',)"
+_END = 100
+# Such a program waits at the step that `wait_at` names.
+_HELD = "--config.hooks=('my_config:wait',)"
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +81,12 @@ def head(tmp_path):
   return heads.read(Objects(f"{tmp_path}/run/center"), 0)[0]
 
 
+def wait_at(tmp_path, step):
+  """Lets programs with `_HELD` go on to a step."""
+  (tmp_path / "new").write_text(str(step))
+  (tmp_path / "new").rename(tmp_path / "last")
+
+
 def step_of(tmp_path, worker_id):
   rows = tiny.rows(folder(tmp_path, worker_id))
   return rows[-1]["step"] if rows else 0
@@ -105,11 +115,13 @@ def assert_ended(tmp_path, *worker_ids):
 
 
 def test_workers_that_are_killed_come_back(start, tmp_path):
-  first = [start(k, _SLOWLY) for k in range(2)]
+  wait_at(tmp_path, 8)
+  first = [start(k, _HELD) for k in range(2)]
   wait_for_step(tmp_path, 1, 4, *first)
   first[1].kill()
-  wait_for_step(tmp_path, 0, step_of(tmp_path, 1) + 4, *first)
-  second = start(1, _SLOWLY)
+  wait_at(tmp_path, 16)
+  wait_for_step(tmp_path, 0, 12, *first)
+  second = start(1, _HELD)
   wait_until(lambda: "goes on from" in second.printed, "jump", second)
   first[0].kill()
   second.kill()
@@ -125,13 +137,26 @@ def test_workers_that_are_killed_come_back(start, tmp_path):
   assert_ended(tmp_path, 0, 1)
 
 
+def stop(program, center):
+  """Stops a program while it holds no lock, which others would wait for."""
+  while True:
+    program.send(signal.SIGSTOP)
+    time.sleep(0.1)
+    if not list(center.rglob("*.__lock")):
+      return
+    program.send(signal.SIGCONT)
+    time.sleep(0.1)
+
+
 def test_worker_0_that_was_stopped_and_one_that_comes_late_find_the_end(
   start, tmp_path
 ):
-  stopped = start(0, _SLOWLY, of=4)
-  other = start(1, _SLOWLY, of=4)
-  wait_for_step(tmp_path, 0, 3, stopped)
-  stopped.send(signal.SIGSTOP)
+  wait_at(tmp_path, 8)
+  stopped = start(0, _HELD, of=4)
+  other = start(1, _HELD, of=4)
+  wait_for_step(tmp_path, 0, 8, stopped)
+  stop(stopped, tmp_path / "run/center")
+  wait_at(tmp_path, _END)
   output = other.end()
   assert "the final center is in the store only: workdir=" in output
   before = head(tmp_path)
@@ -150,18 +175,27 @@ def test_worker_0_that_was_stopped_and_one_that_comes_late_find_the_end(
 
 
 def test_the_older_of_two_starts_ends(start, tmp_path):
-  first = start(0, _SLOWLY, of=1)
-  wait_for_step(tmp_path, 0, 7, first)
+  wait_at(tmp_path, 8)
+  first = start(0, _HELD, of=1)
+  wait_for_step(tmp_path, 0, 8, first)
+  wait_until((tmp_path / "run/checkpoints/6").exists, "checkpoint", first)
   refused = start(0, of=1).end(code=1)
   assert "is being written by process" in refused
   # As on a file system without locks.
   for folder_name in ("run", "run/checkpoints"):
     os.remove(tmp_path / folder_name / ".lock")
   start(0, of=1).end()
+  wait_at(tmp_path, _END)
   message = first.end(code=1).splitlines()[-1]
   assert message.startswith("flaxshard: Worker: worker 0 of ")
   assert "was started again" in message
   assert "Traceback" not in first.printed
+
+
+def wait_for_merging(synchronizer):
+  wait_until(
+    lambda: "merging the commits" in synchronizer.printed, "merge", synchronizer
+  )
 
 
 def test_a_synchronizer_merges_while_it_lives(programs, start, tmp_path):
@@ -172,16 +206,18 @@ def test_a_synchronizer_merges_while_it_lives(programs, start, tmp_path):
     "message",
     synchronizer,
   )
-  workers = [start(k, _SLOWLY) for k in range(2)]
-  wait_until(
-    lambda: "merging the commits" in synchronizer.printed, "merge", synchronizer
-  )
-  wait_for_step(tmp_path, 0, 5, *workers)
+  wait_at(tmp_path, 8)
+  workers = [start(k, _HELD) for k in range(2)]
+  wait_for_merging(synchronizer)
+  wait_for_step(tmp_path, 0, 8, *workers)
   synchronizer.kill()
   version = head(tmp_path).version
+  wait_at(tmp_path, 16)
   # The workers merge again, and another one may come.
   wait_until(lambda: head(tmp_path).version > version + 1, "merge", *workers)
   another = programs.start(tmp_path, *arguments)
+  wait_for_merging(another)
+  wait_at(tmp_path, _END)
   for worker in workers:
     worker.end()
   assert "the run has ended" in another.end()
@@ -205,8 +241,9 @@ def test_mistakes_of_a_synchronizer_are_one_line(programs, tmp_path):
 
 
 def test_a_worker_with_another_config_is_refused(start, tmp_path):
-  good = start(0, _SLOWLY, of=4)
-  wait_for_step(tmp_path, 0, 1, good)
+  wait_at(tmp_path, 4)
+  good = start(0, _HELD, of=4)
+  wait_for_step(tmp_path, 0, 4, good)
   others = [
     start(1, "--config.learning_rate=0.5", of=4),
     start(2, "--config.model.dense=4", of=4),
@@ -222,5 +259,6 @@ def test_a_worker_with_another_config_is_refused(start, tmp_path):
     message = program.end(code=1).splitlines()[-1]
     assert message.startswith(f"flaxshard: Worker: {words} the run in")
     assert "Traceback" not in program.printed
+  wait_at(tmp_path, _END)
   good.end()
   assert_ended(tmp_path, 0)

@@ -406,10 +406,10 @@ def test_at_the_end_it_is_an_error(directory, cable):
     cable.clear()
     state = train(worker, state, [1])
     start = time.monotonic()
-    with pytest.raises(store.StoreError, match=r"cannot be .* seconds"):
+    with pytest.raises(store.StoreError, match=r"cannot be (read|written)"):
       worker.finish(state)
     cable.set()
-    assert 0.4 < time.monotonic() - start < 4
+    assert time.monotonic() - start > 0.4
 
 
 def test_a_wrong_address_is_an_error_within_seconds(monkeypatch):
