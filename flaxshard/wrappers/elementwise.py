@@ -18,20 +18,13 @@ from flaxshard.core import programs
 
 PyTree = Any
 
-# The tag of an array: the dimension along which it is split, or one of these.
-WHOLE = -1  # computed from nothing that is split
-UNIFORM = -2  # the same, and all its elements are equal
-
 
 class _NotElementwise(Exception):
   """An equation mixes elements, or its result depends on the shape."""
 
 
 def is_elementwise(
-  fn: Callable[..., PyTree],
-  args: Sequence[PyTree],
-  parts: Sequence[PyTree],
-  dims: PyTree,
+  fn: Callable[..., PyTree], args: Sequence[PyTree], parts: Sequence[PyTree]
 ) -> bool:
   """Returns whether `fn` of parts of its arguments gives that part of `fn`.
 
@@ -42,16 +35,15 @@ def is_elementwise(
   Args:
     fn: A function that returns a tree like its first argument.
     args: Its arguments, trees of arrays.
-    parts: The same trees with a part of each array, or its shape and dtype.
-    dims: For each leaf of `args`, the dimension along which `parts` has a part
-      of it; `WHOLE` where it has all of it.
+    parts: The same trees with a part of each array, or its shape and dtype. An
+      array of the same shape in both is not split.
 
   Example:
     >>> import jax.numpy as jnp
     >>> args, parts = (jnp.ones((4, 3)),), (jnp.ones((2, 3)),)
-    >>> is_elementwise(jnp.sqrt, args, parts, (0,))
+    >>> is_elementwise(jnp.sqrt, args, parts)
     True
-    >>> is_elementwise(lambda x: x / x.sum(), args, parts, (0,))
+    >>> is_elementwise(lambda x: x / x.sum(), args, parts)
     False
   """
   whole = jax.make_jaxpr(fn)(*args)
@@ -63,106 +55,79 @@ def is_elementwise(
   if any(isinstance(x, jax.core.Tracer) for x in whole.consts):
     # A value that `fn` captures from an outer trace: it may be per replica.
     return False
-  tags = jax.tree.leaves(dims)
+  if not programs.same_values(whole.consts, part.consts):
+    return False
+  split = jax.tree.map(lambda x, y: x.shape != y.shape, tuple(args), parts)
+  is_split = jax.tree.leaves(split)
   try:
-    _check_same_values(whole.consts, part.consts)
-    output_tags = _program_tags(whole, part, tags)
+    outputs = _split_outputs(whole, part, is_split)
   except _NotElementwise:
     return False
-  # A uniform array fits any split, but the shape of one that is not split could
-  # be that of a part.
-  return all(
-    tag == want or (tag == UNIFORM and want != WHOLE)
-    for tag, want in zip(output_tags, tags[: len(output_tags)], strict=True)
-  )
+  return outputs == is_split[: len(outputs)]
 
 
-def _program_tags(
-  whole: jax_core.ClosedJaxpr | jax_core.Jaxpr,
-  part: jax_core.ClosedJaxpr | jax_core.Jaxpr,
-  input_tags: Sequence[int],
-) -> list[int]:
-  """Returns the tags of a program's outputs.
+def _split_outputs(
+  whole: Any, part: Any, is_split: Sequence[bool]
+) -> list[bool]:
+  """Returns which outputs of a program are split.
 
   Args:
     whole: The program of the whole arrays.
     part: The program of the parts.
-    input_tags: The tags of the inputs.
+    is_split: For each input, whether the two have different shapes.
   """
   whole, part = programs.open_program(whole), programs.open_program(part)
-  tags = dict(zip(whole.invars, input_tags, strict=True))
+  known = dict(zip(whole.invars, is_split, strict=True))
 
-  def tag_of(atom: Any) -> int:
-    # Constants of the program, unlike its inputs, have no tag.
-    if isinstance(atom, jax_core.Literal):
-      return WHOLE
-    return tags.get(atom, WHOLE)
+  def look_up(atom: Any) -> bool:
+    # Constants of the program are not split.
+    return not isinstance(atom, jax_core.Literal) and known.get(atom, False)
 
   if len(whole.eqns) != len(part.eqns):
     raise _NotElementwise
   for eqn, other in zip(whole.eqns, part.eqns, strict=True):
-    if eqn.primitive is not other.primitive:
-      raise _NotElementwise
-    # Literals differ where they follow from a shape: x / x.shape[0].
-    _check_same_values(programs.literals(eqn), programs.literals(other))
-    given = [tag_of(x) for x in eqn.invars]
-    new = _equation_tags(eqn, other, given)
-    tags.update(zip(eqn.outvars, new, strict=True))
-  return [tag_of(x) for x in whole.outvars]
+    outputs = _equation_outputs(eqn, other, list(map(look_up, eqn.invars)))
+    known.update(zip(eqn.outvars, outputs, strict=True))
+  return list(map(look_up, whole.outvars))
 
 
-def _equation_tags(eqn: Any, other: Any, given: list[int]) -> list[int]:
-  """Returns the tags of an equation's outputs.
+def _equation_outputs(eqn: Any, other: Any, given: list[bool]) -> list[bool]:
+  """Returns which outputs of an equation are split.
 
   Args:
     eqn: The equation of the whole arrays.
     other: The same equation of the parts.
-    given: The tags of its inputs.
+    given: Which of its inputs are split.
   """
-  name, params = eqn.primitive.name, eqn.params
+  name = eqn.primitive.name
+  # Literals differ where they follow from a shape: x / x.shape[0].
+  if eqn.primitive is not other.primitive or not programs.same_values(
+    programs.literals(eqn), programs.literals(other)
+  ):
+    raise _NotElementwise
   if name in programs.CALLS:
-    inner, other_inner = programs.called(eqn), programs.called(other)
-    return _program_tags(inner, other_inner, given)
+    return _split_outputs(programs.called(eqn), programs.called(other), given)
   # The predicate must be the same for all parts.
-  if name == "cond" and given[0] == WHOLE:
+  if name == "cond" and not given[0]:
     branches = [
-      _program_tags(a, b, given[1:])
-      for a, b in zip(params["branches"], other.params["branches"], strict=True)
+      _split_outputs(a, b, given[1:])
+      for a, b in zip(
+        eqn.params["branches"], other.params["branches"], strict=True
+      )
     ]
-    return [_common_tag(tags) for tags in zip(*branches, strict=True)]
+    return [any(outputs) for outputs in zip(*branches, strict=True)]
   if name == "optimization_barrier":
     return given
-  if set(given) <= {WHOLE}:
+  if not any(given):
+    text = str(eqn)
+    # The same in both programs; only an axis_index depends on the replica.
+    if text == str(other) and "axis_index" not in text:
+      return [False] * len(eqn.outvars)
+    # All elements are equal, so a part of them fits any part.
     if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
-      return [UNIFORM if eqn.outvars[0].aval.shape else WHOLE]
-    # Both programs compute the same from the same inputs, if shapes and
-    # parameters are equal. Only axis_index depends on the replica.
-    if name == "axis_index" or str(eqn) != str(other):
-      raise _NotElementwise
-    return [WHOLE] * len(eqn.outvars)
-  if name not in programs.ELEMENTWISE or programs.semantics(
-    params
-  ) != programs.semantics(other.params):
-    raise _NotElementwise
-  # Scalars are broadcast to any part.
-  arrays = [
-    tag for x, tag in zip(eqn.invars, given, strict=True) if x.aval.shape
-  ]
-  return [_common_tag(arrays)] * len(eqn.outvars)
-
-
-def _common_tag(tags: Sequence[int]) -> int:
-  """Returns the tag of an element-wise result of arrays with these tags."""
-  distinct = set(tags) - {UNIFORM}
-  # Parts along different dimensions, or a part and a whole array.
-  if len(distinct) > 1:
-    raise _NotElementwise
-  if distinct:
-    return distinct.pop()
-  return UNIFORM if tags else WHOLE
-
-
-def _check_same_values(some: Sequence[Any], others: Sequence[Any]) -> None:
-  """Raises unless the constants of two programs are equal."""
-  if not programs.same_values(some, others):
-    raise _NotElementwise
+      return [True]
+  elif name in programs.ELEMENTWISE and (
+    programs.semantics(eqn.params) == programs.semantics(other.params)
+  ):
+    return [True] * len(eqn.outvars)
+  raise _NotElementwise

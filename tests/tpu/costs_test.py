@@ -20,7 +20,7 @@ Shape = jax.ShapeDtypeStruct
 
 
 class WideMLP(nn.Module):
-  """Two layers whose kernels AGN exchanges one by one."""
+  """Two layers, whose parameters AGN exchanges one by one."""
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:

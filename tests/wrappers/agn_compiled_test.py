@@ -122,7 +122,6 @@ def test_a_sequential_commit_exchanges_the_parameters_twice():
   text = compile_step(fs.AGN(10)).as_text()
   found = collectives(text)
   assert_all_in_branches(found, text)
-  assert [kind for _, kind, _ in found].count("all-to-all") == 2
   # Eight divides every leaf. The all-gather is of the center and its slots.
   assert by_kind(found) == {"all-to-all": 2 * BYTES, "all-gather": 3 * BYTES}
 

@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import flaxshard as fs
-from flaxshard.wrappers import agn_sequential
 
 P = jax.sharding.PartitionSpec
 FOUR = fs.Strategy(devices=jax.devices()[:4])
@@ -162,11 +161,7 @@ def test_parameters_that_are_split_over_replicas_raise():
     apply(state, {"w": jnp.ones((4, 2))})
 
 
-@pytest.mark.parametrize(
-  "large", [agn_sequential.LARGE, 1], ids=["rows", "alone"]
-)
-def test_two_states_in_one_step(monkeypatch, large):
-  monkeypatch.setattr(agn_sequential, "LARGE", large)
+def test_two_states_in_one_step():
   one = {"w": put(np.ones((4, 2), np.float32), None, "model")}
   two = {"w": np.ones(3, np.float32)}
   tx = optax.sgd(0.25)

@@ -6,36 +6,26 @@ import numpy as np
 import optax
 import pytest
 
-from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.wrappers import elementwise
 
 P = jax.sharding.PartitionSpec
 PARAMS = {"w": jnp.ones((8, 3)), "b": jnp.ones(16), "scalar": jnp.ones(())}
-DIMS = {"w": 0, "b": 0, "scalar": elementwise.WHOLE}
 
 
-def half(x, dim):
-  shape = [n // 2 if d == dim else n for d, n in enumerate(x.shape)]
-  return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+def half(x):
+  shape = (x.shape[0] // 2, *x.shape[1:]) if x.shape else ()
+  return jax.ShapeDtypeStruct(shape, x.dtype)
 
 
 def is_elementwise(tx):
-  state = tx.init(PARAMS)
-  specs = {k: P("replica") if d == 0 else P() for k, d in DIMS.items()}
-  slot_dims = jax.tree.map(
-    lambda spec: 0 if tuple(spec) else elementwise.WHOLE,
-    opt_state_lib.specs(state, PARAMS, specs),
-  )
-
   def update(center, grads):
     params, state = center
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
-  args = ((PARAMS, state), PARAMS)
-  dims = ((DIMS, slot_dims), DIMS)
-  parts = jax.tree.map(half, args, dims)
-  return elementwise.is_elementwise(update, args, parts, dims)
+  args = ((PARAMS, tx.init(PARAMS)), PARAMS)
+  parts = jax.tree.map(half, args)
+  return elementwise.is_elementwise(update, args, parts)
 
 
 def matrices(params):
@@ -86,7 +76,7 @@ X, PART = jnp.ones((8, 4)), jax.ShapeDtypeStruct((4, 4), jnp.float32)
   ],
 )
 def test_elementwise_functions(fn):
-  assert elementwise.is_elementwise(fn, (X,), (PART,), (0,))
+  assert elementwise.is_elementwise(fn, (X,), (PART,))
 
 
 @pytest.mark.parametrize(
@@ -109,19 +99,19 @@ def test_elementwise_functions(fn):
   ],
 )
 def test_functions_that_mix_elements_or_depend_on_the_shape(fn):
-  assert not elementwise.is_elementwise(fn, (X,), (PART,), (0,))
+  assert not elementwise.is_elementwise(fn, (X,), (PART,))
 
 
 def test_parts_along_different_dimensions_do_not_combine():
   x = jnp.ones((4, 4))
-  parts = [jax.ShapeDtypeStruct(s, x.dtype) for s in ((2, 4), (4, 2))]
+  shapes = ((2, 4), (4, 2))
+  parts = tuple(jax.ShapeDtypeStruct(s, x.dtype) for s in shapes)
   add = lambda x, y: x + y
-  assert not elementwise.is_elementwise(add, (x, x), parts, (0, 1))
-  assert elementwise.is_elementwise(add, (x, x), parts[:1] * 2, (0, 0))
+  assert not elementwise.is_elementwise(add, (x, x), parts)
+  assert elementwise.is_elementwise(add, (x, x), (parts[0],) * 2)
   # Nor do a part and a whole array.
   whole = jax.ShapeDtypeStruct((4, 4), x.dtype)
-  dims = (0, elementwise.WHOLE)
-  assert not elementwise.is_elementwise(add, (x, x), (parts[0], whole), dims)
+  assert not elementwise.is_elementwise(add, (x, x), (parts[0], whole))
 
 
 def test_an_unsplit_output_must_not_depend_on_a_part():
@@ -132,16 +122,15 @@ def test_an_unsplit_output_must_not_depend_on_a_part():
     return x, s + x.sum()
 
   args, parts = ((X, scalar),), ((PART, scalar),)
-  dims = ((0, elementwise.WHOLE),)
-  assert not elementwise.is_elementwise(leaks, args, parts, dims)
+  assert not elementwise.is_elementwise(leaks, args, parts)
   keeps = lambda state: (state[0] * state[1], state[1] + 1)
-  assert elementwise.is_elementwise(keeps, args, parts, dims)
+  assert elementwise.is_elementwise(keeps, args, parts)
 
 
 def test_a_captured_traced_value_may_be_per_replica():
   def outer(y):
     fn = lambda x: x * y
-    return jnp.array(elementwise.is_elementwise(fn, (X,), (PART,), (0,)))
+    return jnp.array(elementwise.is_elementwise(fn, (X,), (PART,)))
 
   assert not jax.jit(outer)(2.0)
 
@@ -149,7 +138,7 @@ def test_a_captured_traced_value_may_be_per_replica():
 def test_an_axis_index_is_per_replica():
   def fn(x):
     times = lambda x: x * jax.lax.axis_index("replica")
-    return x * elementwise.is_elementwise(times, (X,), (PART,), (0,))
+    return x * elementwise.is_elementwise(times, (X,), (PART,))
 
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("replica",))
   spec = P("replica")
@@ -163,4 +152,4 @@ def test_a_function_that_raises_for_parts_is_not_elementwise():
       raise ValueError("eight rows, please")
     return x
 
-  assert not elementwise.is_elementwise(refuses, (X,), (PART,), (0,))
+  assert not elementwise.is_elementwise(refuses, (X,), (PART,))
