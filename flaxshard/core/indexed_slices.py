@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxshard.core import row_blocks
-
 PyTree = Any
 
 
@@ -231,13 +229,21 @@ class IndexedSlices:
       [0, 4, 4, 3]
     """
     rows = self.deduplicated()
-    if parts == 1 or self.dense_shape[0] % parts or rows.parts == parts:
+    num_rows = self.dense_shape[0]
+    if parts == 1 or num_rows % parts or rows.parts == parts:
       return rows
-    indices, values = row_blocks.split(
-      rows.indices, rows.values, self.dense_shape[0], parts
-    )
+    part = jnp.arange(parts, dtype=rows.indices.dtype)[:, None]
+    # Padding is in no part.
+    is_own = rows.indices // (num_rows // parts) == part
+    indices = jnp.where(is_own, rows.indices, num_rows)
+    is_own = is_own.reshape(*is_own.shape, *[1] * (self.ndim - 1))
+    values = jnp.where(is_own, rows.values, 0)
     return IndexedSlices(
-      indices, values, self.dense_shape, is_unique=True, parts=parts
+      indices.reshape(-1),
+      values.reshape(-1, *self.dense_shape[1:]),
+      self.dense_shape,
+      is_unique=True,
+      parts=parts,
     )
 
   def take_rows(self, x: jax.Array) -> jax.Array:
@@ -247,7 +253,8 @@ class IndexedSlices:
       x: An array with as many rows as `dense_shape[0]`. Padding takes the last
         row of it, or of a part of it.
     """
-    return row_blocks.take(x, self._in_range(), self.parts)
+    # Padding takes values that occur: zeros could give NaNs.
+    return self._by_part(lambda x, indices: x.at[indices].get(mode="clip"), x)
 
   def put_rows(self, x: jax.Array, rows: jax.Array) -> jax.Array:
     """Returns another array with new rows, in place if XLA may.
@@ -257,7 +264,17 @@ class IndexedSlices:
       rows: The new rows, `[n, ...]`. The row numbers of this object must be
         distinct: see `deduplicated`. Rows of padding are dropped.
     """
-    return row_blocks.put(x, self._in_range(), rows, self.parts)
+
+    def put(x: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+      return x.at[indices].set(
+        rows.astype(x.dtype),
+        mode="drop",
+        # A block has padding before its rows too.
+        indices_are_sorted=self.parts == 1,
+        unique_indices=True,
+      )
+
+    return self._by_part(put, x, rows)
 
   def map_values(self, fn: Callable[[jax.Array], jax.Array]) -> IndexedSlices:
     """Applies a function to the rows.
@@ -274,10 +291,6 @@ class IndexedSlices:
       is_unique=self.is_unique,
       parts=self.parts,
     )
-
-  def norm(self) -> jax.Array:
-    """Returns the Euclidean norm of the whole array, a real scalar."""
-    return jnp.linalg.norm(self.deduplicated().values.reshape(-1))
 
   # -- Arithmetic.
 
@@ -321,6 +334,25 @@ class IndexedSlices:
     if np.ndim(factor) or isinstance(factor, IndexedSlices):
       return NotImplemented
     return self.map_values(lambda values: operation(values, factor))
+
+  def _by_part(self, fn: Any, x: jax.Array, *rows: jax.Array) -> jax.Array:
+    """Calls `fn(part, row numbers in it, *rows)` for each part of an array.
+
+    A compiler that sees `x[indices]` for an array whose rows are split over
+    devices does not know which device has which row: it sums over the devices
+    what each of them finds. With a block of row numbers for each part, each
+    device reads and writes its own part, without communication.
+    """
+    indices, num_rows = self._in_range(), x.shape[0]
+    if self.parts == 1:
+      return fn(x, indices, *rows)
+    size = num_rows // self.parts
+    split = lambda x: x.reshape(self.parts, -1, *x.shape[1:])
+    part = jnp.arange(self.parts, dtype=indices.dtype)[:, None]
+    blocks = split(indices)
+    local = jnp.where(blocks < num_rows, blocks - part * size, size)
+    new = jax.vmap(fn)(split(x), local, *map(split, rows))
+    return new.reshape(-1, *x.shape[1:])
 
   def _in_range(self) -> jax.Array:
     """Returns the row numbers, with padding beyond the last row."""
@@ -368,12 +400,9 @@ def global_norm(tree: PyTree) -> jax.Array:
     >>> float(global_norm({"table": slices}))
     2.0
   """
+  rows = lambda x: x.deduplicated().values if is_indexed_slices(x) else x
   squares = [
-    jnp.sum(jnp.square(jnp.abs(_rows(x))))
+    jnp.sum(jnp.square(jnp.abs(rows(x))))
     for x in jax.tree.leaves(tree, is_leaf=is_indexed_slices)
   ]
   return jnp.sqrt(sum(squares, start=jnp.zeros(())))
-
-
-def _rows(x: Any) -> jax.Array:
-  return x.deduplicated().values if is_indexed_slices(x) else x

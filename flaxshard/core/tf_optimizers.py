@@ -6,8 +6,10 @@ Each of them computes new parameters, not a step, so it needs `params` in
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+import functools
+import inspect
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ import optax
 from flaxshard.core import checks
 
 PyTree = Any
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class FtrlState(NamedTuple):
@@ -47,6 +50,32 @@ class ProximalAdagradState(NamedTuple):
   accumulator: PyTree
 
 
+def _checked(**limits: Mapping[str, float]) -> Callable[[Function], Function]:
+  """Decorates an optimizer: numbers must be in their limits, or at least zero.
+
+  Args:
+    **limits: Arguments of `checks.number`, by argument of the optimizer.
+  """
+
+  def decorate(function: Any) -> Any:
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+      given = signature.bind(*args, **kwargs).arguments
+      for name, value in given.items():
+        # A schedule, or an array (maybe traced) of `optax.inject_hyperparams`.
+        if not callable(value) and not isinstance(value, jax.Array):
+          argument = f"{function.__name__}: {name}"
+          checks.number(argument, value, **limits.get(name, {"minimum": 0}))
+      return function(*args, **kwargs)
+
+    return checked
+
+  return decorate
+
+
+@_checked(learning_rate={"above": 0}, learning_rate_power={"maximum": 0})
 def ftrl(
   learning_rate: optax.ScalarOrSchedule,
   learning_rate_power: float = -0.5,
@@ -100,17 +129,6 @@ def ftrl(
     `tf.compat.v1.train.FtrlOptimizer`; McMahan et al., Ad Click Prediction: a
     View from the Trenches, 2013.
   """
-  _check("ftrl", {"above": 0}, learning_rate=learning_rate)
-  _check("ftrl", {"maximum": 0}, learning_rate_power=learning_rate_power)
-  _check(
-    "ftrl",
-    {"minimum": 0},
-    initial_accumulator_value=initial_accumulator_value,
-    l1_regularization_strength=l1_regularization_strength,
-    l2_regularization_strength=l2_regularization_strength,
-    l2_shrinkage_regularization_strength=l2_shrinkage_regularization_strength,
-    beta=beta,
-  )
   power = -learning_rate_power
   l1, l2 = l1_regularization_strength, l2_regularization_strength
 
@@ -132,10 +150,11 @@ def ftrl(
     )
 
   return _create(
-    "ftrl", FtrlState, new_values, learning_rate, initial_accumulator_value, 0.0
+    FtrlState, new_values, learning_rate, initial_accumulator_value, 0.0
   )
 
 
+@_checked(initial_gradient_squared_accumulator_value={"above": 0})
 def adagrad_da(
   learning_rate: optax.ScalarOrSchedule,
   initial_gradient_squared_accumulator_value: float = 0.1,
@@ -180,19 +199,6 @@ def adagrad_da(
     `tf.compat.v1.train.AdagradDAOptimizer`; Duchi et al., Adaptive Subgradient
     Methods for Online Learning and Stochastic Optimization, 2011.
   """
-  initial = initial_gradient_squared_accumulator_value
-  _check(
-    "adagrad_da",
-    {"above": 0},
-    initial_gradient_squared_accumulator_value=initial,
-  )
-  _check(
-    "adagrad_da",
-    {"minimum": 0},
-    learning_rate=learning_rate,
-    l1_regularization_strength=l1_regularization_strength,
-    l2_regularization_strength=l2_regularization_strength,
-  )
   l1, l2 = l1_regularization_strength, l2_regularization_strength
 
   def new_values(
@@ -204,10 +210,15 @@ def adagrad_da(
     return -rate * numerator / (jnp.sqrt(n) + l2 * rate * step), z, n
 
   return _create(
-    "adagrad_da", AdagradDAState, new_values, learning_rate, 0.0, initial
+    AdagradDAState,
+    new_values,
+    learning_rate,
+    0.0,
+    initial_gradient_squared_accumulator_value,
   )
 
 
+@_checked()
 def proximal_gradient_descent(
   learning_rate: optax.ScalarOrSchedule,
   l1_regularization_strength: float = 0.0,
@@ -243,23 +254,15 @@ def proximal_gradient_descent(
     `tf.compat.v1.train.ProximalGradientDescentOptimizer`; Duchi and Singer,
     Efficient Learning using Forward-Backward Splitting, 2009.
   """
-  _check(
-    "proximal_gradient_descent",
-    {"minimum": 0},
-    learning_rate=learning_rate,
-    l1_regularization_strength=l1_regularization_strength,
-    l2_regularization_strength=l2_regularization_strength,
-  )
-
   shrink = _shrinkage(l1_regularization_strength, l2_regularization_strength)
   return _create(
-    "proximal_gradient_descent",
     ProximalGradientDescentState,
     lambda rate, step, g, w: (shrink(w - rate * g, rate),),
     learning_rate,
   )
 
 
+@_checked(initial_accumulator_value={"above": 0})
 def proximal_adagrad(
   learning_rate: optax.ScalarOrSchedule,
   initial_accumulator_value: float = 0.1,
@@ -295,19 +298,6 @@ def proximal_adagrad(
     `tf.compat.v1.train.ProximalAdagradOptimizer`; Duchi and Singer, Efficient
     Learning using Forward-Backward Splitting, 2009.
   """
-  _check(
-    "proximal_adagrad",
-    {"above": 0},
-    initial_accumulator_value=initial_accumulator_value,
-  )
-  _check(
-    "proximal_adagrad",
-    {"minimum": 0},
-    learning_rate=learning_rate,
-    l1_regularization_strength=l1_regularization_strength,
-    l2_regularization_strength=l2_regularization_strength,
-  )
-
   shrink = _shrinkage(l1_regularization_strength, l2_regularization_strength)
 
   def new_values(
@@ -319,7 +309,6 @@ def proximal_adagrad(
     return shrink(w - rate * g, rate), n
 
   return _create(
-    "proximal_adagrad",
     ProximalAdagradState,
     new_values,
     learning_rate,
@@ -335,7 +324,6 @@ def _shrinkage(l1: float, l2: float) -> Callable[..., jax.Array]:
 
 
 def _create(
-  name: str,
   state_class: Any,
   new_values: Callable[..., tuple[jax.Array, ...]],
   learning_rate: optax.ScalarOrSchedule,
@@ -344,7 +332,6 @@ def _create(
   """Returns an elementwise optimizer that computes new parameters.
 
   Args:
-    name: Its name, for the error message.
     state_class: A named tuple of a count and the slots.
     new_values: Takes the learning rate, the number of the step from one on, a
       gradient, a parameter and its slots; returns the new parameter and slots.
@@ -359,7 +346,7 @@ def _create(
   def update(updates: PyTree, state: Any, params: PyTree | None = None) -> Any:
     if params is None:
       raise ValueError(
-        f"{name} computes new parameters from the old ones: write "
+        "The optimizer computes new parameters from the old ones: write "
         "tx.update(grads, state, params)."
       )
     rate, next_count = learning_rate, optax.safe_increment(state.count)
@@ -388,11 +375,3 @@ def _create(
     return updates, state_class(next_count, *slots)
 
   return optax.GradientTransformation(init, update)
-
-
-def _check(optimizer: str, limits: dict[str, float], **values: Any) -> None:
-  """Raises if a number is out of its limits, those of `checks.number`."""
-  for name, value in values.items():
-    # A schedule, or an array (maybe traced) of `optax.inject_hyperparams`.
-    if not callable(value) and not isinstance(value, jax.Array):
-      checks.number(f"{optimizer}: {name}", value, **limits)
