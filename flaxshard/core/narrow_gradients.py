@@ -14,9 +14,8 @@ import jax
 from jax.extend import core as jax_core
 import jax.numpy as jnp
 
-from flaxshard.core import programs
+from flaxshard.core import jaxprs
 from flaxshard.core import pullback
-from flaxshard.core import tracing
 
 PyTree = Any
 # The equation that computes each variable, for each program.
@@ -104,9 +103,9 @@ def _dtype_before_cast(program: Any, var: Any, sources: Sources) -> Any:
       var = eqn.invars[0]
     # Not `scan`: XLA would collect its outputs in float32, and cast them to 16
     # bits after the loop.
-    elif name in tracing.CALLS:
+    elif name in jaxprs.CALLS:
       index = list(eqn.outvars).index(var)
-      program = programs.open_program(programs.called(eqn))
+      program = jaxprs.open_program(jaxprs.called(eqn))
       return _dtype_before_cast(program, program.outvars[index], sources)
     else:
       return None

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.extend import core as jax_core
 
-from flaxshard.core import programs
+from flaxshard.core import jaxprs
 from flaxshard.sparse import row_rules
 from flaxshard.sparse.row_rules import DENSE
 from flaxshard.sparse.row_rules import ROWS
@@ -64,12 +64,12 @@ def analyze(program: Any, inputs: Sequence[str]) -> Facts:
     program: A `jax.extend.core.Jaxpr` or `ClosedJaxpr`.
     inputs: What is known of its inputs.
   """
-  program = programs.open_program(program)
+  program = jaxprs.open_program(program)
   facts = Facts(program, dict(zip(program.invars, inputs, strict=True)), {})
   for eqn in program.eqns:
     given = [facts.of(x) for x in eqn.invars]
     if eqn.primitive.name in _CALLS:
-      inner = analyze(programs.called(eqn), given)
+      inner = analyze(jaxprs.called(eqn), given)
       found = inner.outputs()
       reasons = [inner.reason(x) for x in inner.program.outvars]
     else:
@@ -114,7 +114,7 @@ def _demand(facts: Facts, wanted: Iterable[int]) -> set[Any]:
 def _operands(eqn: Any, given: list[str], outputs: list[int]) -> set[int]:
   """Returns which inputs an equation takes as `Rows` for some outputs."""
   if eqn.primitive.name in _CALLS:
-    facts = analyze(programs.called(eqn), given)
+    facts = analyze(jaxprs.called(eqn), given)
     demanded = _demand(facts, outputs)
     return {i for i, x in enumerate(facts.program.invars) if x in demanded}
   return set(row_rules.RULES[eqn.primitive.name].operands(eqn, given) or ())
@@ -166,9 +166,9 @@ def evaluate(
     operands = _operands(eqn, given, positions)
     args = [read(x, i in operands) for i, x in enumerate(eqn.invars)]
     if eqn.primitive.name in _CALLS:
-      inner = programs.called(eqn)
+      inner = jaxprs.called(eqn)
       inner_consts = getattr(inner, "consts", ())
-      inner = programs.open_program(inner)
+      inner = jaxprs.open_program(inner)
       outputs = evaluate(inner, inner_consts, args, positions)
     else:
       outputs = [row_rules.RULES[eqn.primitive.name].apply(eqn, *args)]

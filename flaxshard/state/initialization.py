@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import checks
-from flaxshard.core import tracing
+from flaxshard.core import jaxprs
 from flaxshard.core.policy import Policy
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.state import nnx_adapter
@@ -149,7 +149,7 @@ def policy_of_nnx(module: Any) -> Policy | None:
 
 def _linen_facts(model: nn.Module, program: Any) -> Model:
   # The program of `init` contains the whole forward pass.
-  if tracing.computes_in(program, jnp.float16):
+  if jaxprs.computes_in(program, jnp.float16):
     return Model(model.apply, Policy("mixed_float16"))
   return Model(model.apply, _declared_policy(model, _is_float16(model)))
 

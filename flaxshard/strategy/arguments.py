@@ -1,18 +1,20 @@
 """The arguments and results of `Strategy.run`: what kind of leaf each one is.
 
-A leaf is *per replica* (it has a leading replica axis, sharded over
-`"replica"`), or *replicated* (each replica sees all of it), or a plain array,
-of which each replica sees the part that its sharding gives it.
+A leaf is `OWN` (it has a leading replica axis, sharded over `"replica"`), or
+`SHARED` (each replica sees all of it), or `SPLIT`: a plain array, of which each
+replica sees the part that its sharding gives it. Inside of `run` a replica has
+its own row of each `OWN` leaf: the value itself in place of a `PerReplica`, and
+its own wrapper states and collections.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-import dataclasses
 from typing import Any, NamedTuple
 
 from flax import nnx
+from flax.training import train_state as flax_train_state
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import checks
@@ -20,9 +22,13 @@ from flaxshard.core import trees
 from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
+from flaxshard.replicas.values import has_per_replica
 from flaxshard.replicas.values import is_per_replica
+from flaxshard.replicas.values import PerReplica
 from flaxshard.replicas.values import Replicated
-from flaxshard.strategy import replica_view
+from flaxshard.state import fields as fields_lib
+from flaxshard.state.train_state import TrainState
+from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 
 PyTree = Any
@@ -30,103 +36,115 @@ Mesh = jax.sharding.Mesh
 NamedSharding = jax.sharding.NamedSharding
 P = jax.sharding.PartitionSpec
 
-
-class StateLeaves(NamedTuple):
-  """The place of a TrainState among the leaves of a tree.
-
-  Attributes:
-    treedef: The structure of the state.
-    start: The index of its first leaf.
-    wrappers: Its wrappers.
-  """
-
-  treedef: Any
-  start: int
-  wrappers: tuple[Any, ...]
+OWN, SHARED, SPLIT = "own", "shared", "split"
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
-  """The kind and the path of each leaf of arguments or results.
+class Leaf(NamedTuple):
+  """A leaf of arguments or results.
 
   Attributes:
-    per_replica: For each leaf, whether it is per replica.
-    replicated: For each leaf, whether it is replicated, however it is sharded:
-      so are the other leaves of a TrainState.
-    paths: For each leaf, its path.
-    states: The TrainStates in the tree.
+    path: Its path.
+    kind: `OWN`, `SHARED` or `SPLIT`.
+    wrappers: The wrappers of the TrainState that it is part of, or None.
   """
 
-  per_replica: tuple[bool, ...]
-  replicated: tuple[bool, ...]
-  paths: tuple[Any, ...]
-  states: tuple[StateLeaves, ...]
+  path: Any
+  kind: str
+  wrappers: tuple[base.Base, ...] | None
 
 
-def layout_of(tree: PyTree) -> Layout:
-  """Returns the layout of a tree of arguments or results.
+def is_state(x: Any) -> bool:
+  """Returns whether `x` is a TrainState, Flax's own or ours."""
+  return isinstance(x, flax_train_state.TrainState)
 
-  Raises:
-    TypeError: The tree has an `nnx.Optimizer`.
-  """
-  per_replica: list[bool] = []
-  replicated: list[bool] = []
-  paths: list[Any] = []
-  states: list[StateLeaves] = []
+
+def is_node(x: Any) -> bool:
+  """Returns whether `x` is a TrainState, a `PerReplica` or a `Replicated`."""
+  return is_state(x) or isinstance(x, (PerReplica, Replicated))
+
+
+def states_of(tree: PyTree) -> list[Any]:
+  """Returns the TrainStates in a tree."""
+  return list(filter(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
+
+
+def wrappers_of(state: Any) -> tuple[base.Base, ...]:
+  """Returns the wrappers of a TrainState; Flax's own has none."""
+  return state.wrappers if isinstance(state, TrainState) else ()
+
+
+def leaves_of(tree: PyTree) -> tuple[Leaf, ...]:
+  """Returns what the leaves of a tree of arguments or results are."""
+  leaves: list[Leaf] = []
   # What kind of leaf it is depends on the node around it.
-  nodes = jax.tree_util.tree_leaves_with_path(
-    tree,
-    is_leaf=lambda x: replica_view.is_node(x) or isinstance(x, nnx.Optimizer),
+  for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node):
+    inner = trees.paths(node)
+    wrappers = wrappers_of(node) if is_state(node) else None
+    kinds = [SPLIT] * len(inner)
+    if is_state(node):
+      kinds = [OWN if x else SHARED for x in jax.tree.leaves(own_leaves(node))]
+    elif is_node(node):
+      kinds = [OWN if is_per_replica(node) else SHARED] * len(inner)
+    leaves += [
+      Leaf((*path, *p), kind, wrappers)
+      for p, kind in zip(inner, kinds, strict=True)
+    ]
+  return tuple(leaves)
+
+
+def own_leaves(state: Any) -> Any:
+  """Returns a TrainState of booleans: whether each leaf is `OWN`."""
+  mask = jax.tree.map(
+    lambda x: jax.tree.map(lambda _: is_per_replica(x), x),
+    state,
+    is_leaf=is_per_replica,
   )
-  for path, node in nodes:
-    # As a tree it is copied, so that its update would be lost.
-    if isinstance(node, nnx.Optimizer):
+  # A wrapper says by its specs which of its leaves are per replica.
+  states = {}
+  for wrapper in wrappers_of(state):
+    name = base.name_of(wrapper)
+    states[name] = jax.tree.unflatten(
+      jax.tree.structure(state.wrapper_states[name]),
+      base.per_replica_mask(wrapper, state.wrapper_states[name]),
+    )
+  return mask.replace(wrapper_states=states) if states else mask
+
+
+# -- The arguments, before they are on the mesh.
+
+
+def refuse_modules(args: PyTree) -> None:
+  """Raises a TypeError if NNX modules or optimizers are among arguments."""
+  is_module = lambda x: isinstance(x, nnx.Pytree)
+  for path, x in jax.tree_util.tree_leaves_with_path(args, is_leaf=is_module):
+    # As a tree it is copied, so that what changes in it would be lost.
+    if is_module(x):
       raise TypeError(
-        f"run: argument {trees.path_string(path[1:])} is an nnx.Optimizer, "
-        "whose update and whose module's changes would be lost. Call the step "
-        "under nnx.jit, or make a TrainState with create_train_state(model, "
-        "...)."
+        f"run: argument {trees.path_string(path[1:])} is a "
+        f"{type(x).__name__} of NNX, whose changes would be lost: parameters, "
+        "batch statistics, random streams. Make a TrainState with "
+        "create_train_state(model, ...), or call the step under nnx.jit. To "
+        "compute with a model that does not change, pass nnx.state(model) as "
+        "the argument, and call nnx.merge in fn."
       )
-    inner = [p for p, _ in jax.tree_util.tree_leaves_with_path(node)]
-    paths += [(*path, *p) for p in inner]
-    if replica_view.is_state(node):
-      treedef = jax.tree.structure(node)
-      wrappers = replica_view.wrappers_of(node)
-      states.append(StateLeaves(treedef, len(per_replica), wrappers))
-      mask = jax.tree.leaves(replica_view.per_replica_mask(node))
-      per_replica += mask
-      replicated += [not x for x in mask]
-    else:
-      per_replica += [is_per_replica(node)] * len(inner)
-      replicated += [isinstance(node, Replicated)] * len(inner)
-  return Layout(
-    tuple(per_replica), tuple(replicated), tuple(paths), tuple(states)
-  )
 
 
-def check_wrappers(mesh: Mesh, shardings: PyTree) -> None:
-  """Raises if the wrappers of a TrainState cannot run on a mesh.
+def check_states(args: PyTree, mesh: Mesh) -> None:
+  """Raises if the wrappers of TrainStates cannot run on a mesh.
 
   Args:
+    args: The arguments, with their shardings for leaves.
     mesh: The strategy's mesh.
-    shardings: The arguments, with their shardings for leaves.
 
   Raises:
     ValueError: A wrapper does not fit the number of replicas, or a leaf is
       split over replicas though the wrappers let replicas differ in it.
   """
-  for state in jax.tree.leaves(shardings, is_leaf=replica_view.is_state):
-    wrappers = replica_view.wrappers_of(state)
+  for state in states_of(args):
+    wrappers = wrappers_of(state)
     stack.check_replicas(wrappers, mesh.shape[mesh_lib.REPLICA])
-    note = stack.divergence(wrappers)
-    if note is not None:
-      note = f"which groups that differ cannot be. {note}"
-    elif stack.has_local_updates(wrappers):
-      note = (
-        "and would be gathered at every step, where replicas that step alone "
-        "have nothing to communicate. Split over logical axes."
-      )
-    else:
+    note = stack.divergence(wrappers) or ""
+    if not note and not stack.has_local_updates(wrappers):
       continue
     # Per-replica leaves are split over the replicas on purpose.
     others = jax.tree.map(
@@ -138,93 +156,87 @@ def check_wrappers(mesh: Mesh, shardings: PyTree) -> None:
       if mesh_lib.REPLICA in specs_lib.axes_in(sharding.spec):
         raise ValueError(
           f"run: state[{trees.path_string(path)}] is split over 'replica', "
-          f"{sharding.spec}, {note}"
+          f"{sharding.spec}, though its wrappers let replicas step alone: "
+          f"split it over logical axes. {note}"
         )
 
 
-# -- Where arguments lie.
-
-
-def place(mesh: Mesh, leaf: Any, layout: Layout, index: int) -> Any:
+def place(mesh: Mesh, x: Any, leaf: Leaf) -> Any:
   """Puts an argument on the mesh, if it is not there already.
 
   Args:
     mesh: The strategy's mesh.
-    leaf: A leaf of the arguments; a `jax.ShapeDtypeStruct` for lowering.
-    layout: The layout of the arguments.
-    index: The index of the leaf.
+    x: The argument; a `jax.ShapeDtypeStruct` for lowering.
+    leaf: What it is.
 
   Returns:
     The array, with a sharding on the mesh.
 
   Raises:
-    TypeError: The leaf is not an array, or is traced.
-    ValueError: The leaf was donated, is per replica for another number of
-      replicas, is sharded on another mesh, has integers that do not fit their
-      dtype in JAX, or is not the same in all processes.
+    TypeError: The argument is not an array, or is traced.
+    ValueError: It was donated, is per replica for another number of replicas,
+      is sharded on another mesh, has integers that do not fit their dtype in
+      JAX, or is not the same in all processes.
   """
-  where = f"run: argument {trees.path_string(layout.paths[index][1:])}"
-  if isinstance(leaf, jax.core.Tracer):
-    raise _traced_error(where)
-  if not trees.is_array(leaf):
-    raise TypeError(
-      f"{where} must be an array or a number, got {checks.describe(leaf)}. "
-      "Values of other types are bound to the function: "
-      "functools.partial(fn, name=value), created once."
-    )
-  trees.check_integers(where, leaf)
-  if isinstance(leaf, jax.Array) and leaf.is_deleted():
-    raise ValueError(f"{where} is deleted: it was donated to an earlier call.")
-  replicas = mesh.shape[mesh_lib.REPLICA]
-  if layout.per_replica[index] and np.shape(leaf)[:1] != (replicas,):
-    raise ValueError(
-      f"{where}, which each replica has for itself, must have the {replicas} "
-      f"replicas as its first dimension, got shape {np.shape(leaf)}."
-    )
-  target = _target_sharding(where, mesh, leaf, layout, index)
-  if isinstance(leaf, jax.ShapeDtypeStruct) or compile_only.is_compile_only(
-    mesh
-  ):
-    return compile_only.abstract_array(leaf, target)
-  try:
-    placed = mesh_lib.put(leaf, target)
-  except AssertionError as e:  # JAX has compared the processes
-    raise ValueError(f"{where} must be the same in all processes: {e}") from e
+  where = f"run: argument {trees.path_string(leaf.path[1:])}"
+  placed = x
+  if not isinstance(x, jax.core.Tracer):
+    if not trees.is_array(x):
+      raise TypeError(
+        f"{where} must be an array or a number, got {checks.describe(x)}. "
+        "Values of other types are bound to the function: "
+        "functools.partial(fn, name=value), created once."
+      )
+    trees.check_integers(where, x)
+    if isinstance(x, jax.Array) and x.is_deleted():
+      raise ValueError(
+        f"{where} is deleted: it was donated to an earlier call."
+      )
+    replicas = mesh.shape[mesh_lib.REPLICA]
+    if leaf.kind == OWN and np.shape(x)[:1] != (replicas,):
+      raise ValueError(
+        f"{where}, which each replica has for itself, must have the {replicas} "
+        f"replicas as its first dimension, got shape {np.shape(x)}."
+      )
+    target = _sharding_on(mesh, where, x, leaf.kind)
+    if isinstance(x, jax.ShapeDtypeStruct) or compile_only.is_compile_only(
+      mesh
+    ):
+      return compile_only.abstract_array(x, target)
+    try:
+      placed = mesh_lib.put(x, target)
+    except AssertionError as e:  # JAX has compared the processes
+      raise ValueError(f"{where} must be the same in all processes: {e}") from e
   # A NumPy array is traced only now, if `run` is called inside jax.jit.
   if isinstance(placed, jax.core.Tracer):
-    raise _traced_error(where)
+    raise TypeError(
+      f"{where} is traced: a Strategy compiles by itself. Call it outside of "
+      "jax.jit, jax.grad, jax.vmap, jax.eval_shape and run; for several steps "
+      "in one program there is run_steps."
+    )
   return placed
 
 
-def default_sharding(mesh: Mesh, *, per_replica: bool) -> NamedSharding:
-  """Returns the sharding of an array that has none on the mesh."""
-  return NamedSharding(mesh, P(mesh_lib.REPLICA) if per_replica else P())
-
-
-def _target_sharding(
-  where: str, mesh: Mesh, leaf: Any, layout: Layout, index: int
-) -> NamedSharding:
+def _sharding_on(mesh: Mesh, where: str, x: Any, kind: str) -> NamedSharding:
   """Returns the sharding with which an argument enters the program."""
-  per_replica = layout.per_replica[index]
-  sharding = getattr(leaf, "sharding", None)
+  sharding = getattr(x, "sharding", None)
   if not isinstance(sharding, NamedSharding):
-    return default_sharding(mesh, per_replica=per_replica)
+    return default_sharding(mesh, kind)
   if sharding.mesh != mesh:
     # A whole copy can be moved. The parts of a batch of another strategy lie on
     # the wrong devices, or in the wrong order: most likely a mistake.
-    if not per_replica and not sharding.is_fully_replicated:
+    if kind != OWN and not sharding.is_fully_replicated:
       raise ValueError(
         f"{where} is sharded on another mesh, of other axes or devices, or in "
         f"another order: {sharding}. Shard it on strategy.mesh, {mesh}."
       )
-    return default_sharding(mesh, per_replica=per_replica)
+    return default_sharding(mesh, kind)
   spec = sharding.spec
-  if layout.replicated[index]:
+  if kind == SHARED:
     # XLA returns the state with this form of the spec. Any other form would
     # make the second step compile again.
-    dims = tuple(map(specs_lib.axes_of, spec))
-    spec = specs_lib.shortest(dims, mesh)
-  if per_replica and mesh_lib.REPLICA not in specs_lib.axes_of(
+    spec = specs_lib.shortest(tuple(map(specs_lib.axes_of, spec)), mesh)
+  if kind == OWN and mesh_lib.REPLICA not in specs_lib.axes_of(
     (*spec, None)[0]
   ):
     spec = P(mesh_lib.REPLICA, *spec[1:])
@@ -232,75 +244,102 @@ def _target_sharding(
   return NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
 
 
-def _traced_error(where: str) -> TypeError:
-  return TypeError(
-    f"{where} is traced: a Strategy compiles by itself. Call it outside of "
-    "jax.jit, jax.grad, jax.vmap and jax.eval_shape; for several steps in one "
-    "program there is run_steps."
-  )
+def default_sharding(mesh: Mesh, kind: str) -> NamedSharding:
+  """Returns the sharding of an array that has none on the mesh."""
+  return NamedSharding(mesh, P(mesh_lib.REPLICA) if kind == OWN else P())
 
 
-# -- How `jax.shard_map` splits them.
+# -- Between the view of all replicas and that of one.
 
 
-def replica_spec(sharding: NamedSharding, replicated: bool) -> P:
-  """Returns the part of a sharding that concerns replicas."""
-  if replicated:
-    return P()
-  return P(
-    *(
-      mesh_lib.REPLICA if mesh_lib.REPLICA in specs_lib.axes_of(entry) else None
-      for entry in sharding.spec
-    )
-  )
-
-
-def logical_spec(sharding: NamedSharding) -> P:
-  """Returns the part of a sharding that concerns logical devices."""
-  dims = map(specs_lib.axes_of, sharding.spec)
-  return P(
-    *(tuple(a for a in d if a != mesh_lib.REPLICA) or None for d in dims)
-  )
-
-
-def gather_replicated(
-  x: jax.Array, sharding: NamedSharding, replicated: bool
-) -> jax.Array:
-  """Gathers a replicated leaf that is stored split over the replicas."""
-  if not replicated or mesh_lib.REPLICA not in specs_lib.axes_in(sharding.spec):
-    return x
-  # jax.shard_map gathers by itself only where the axes are Auto.
-  return mesh_lib.constrain(
-    x, NamedSharding(sharding.mesh, logical_spec(sharding))
-  )
-
-
-def param_specs(
-  treedef: Any, leaves: Sequence[Any], shardings: Sequence[Any]
-) -> tuple[Any, ...]:
-  """Returns how the parameters of each TrainState are split in a replica.
+def to_local(tree: PyTree) -> PyTree:
+  """Puts this replica's row in place of every per-replica leaf.
 
   Args:
-    treedef: The structure of the arguments.
-    leaves: Their leaves.
-    shardings: The sharding of each leaf.
-
-  Returns:
-    For each TrainState, PartitionSpecs over the logical axes like `params`, and
-    a list of the shapes of the parameters.
+    tree: The arguments in the body of `jax.shard_map`, where a per-replica leaf
+      has one row.
   """
-  # Two states may have the same structure: the shapes tell them apart.
-  arrays, splits = (
-    jax.tree.leaves(
-      jax.tree.unflatten(treedef, x), is_leaf=replica_view.is_state
+
+  def convert(node: Any) -> Any:
+    if is_per_replica(node):
+      return jax.tree.map(lambda x: x[0], node.value)
+    return _state_to_local(node) if is_state(node) else node
+
+  return jax.tree.map(convert, tree, is_leaf=is_node)
+
+
+def to_global(tree: PyTree) -> PyTree:
+  """Undoes `to_local`, and makes every other value a `PerReplica`.
+
+  Args:
+    tree: What the function returned: TrainStates, and trees of arrays.
+
+  Raises:
+    TypeError: The function returned a `PerReplica`.
+  """
+
+  def convert(node: Any) -> Any:
+    if is_per_replica(node):
+      raise TypeError(
+        "run: fn returned a PerReplica. fn must return this replica's value; "
+        "run returns a PerReplica with the values of all replicas."
+      )
+    if isinstance(node, Replicated):
+      return node
+    return _state_to_global(node) if is_state(node) else _rows(PerReplica(node))
+
+  return jax.tree.map(convert, tree, is_leaf=is_node)
+
+
+def _rows(tree: PyTree) -> PyTree:
+  """Gives each array of a tree the axis of the replicas, of length 1."""
+  return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
+
+
+def _state_to_local(state: Any) -> Any:
+  wrappers = wrappers_of(state)
+  if wrappers:
+    # The collections that wrappers keep are those of one replica.
+    states, collections = stack.swap_collections(
+      wrappers,
+      stack.drop_replica_axis(wrappers, state.wrapper_states),
+      fields_lib.collections(state),
     )
-    for x in (leaves, shardings)
-  )
-  return tuple(
-    (
-      jax.tree.map(logical_spec, split.params),
-      [x.shape for x in jax.tree.leaves(state.params)],
+    state = state.replace(wrapper_states=states, **collections)
+  own = {
+    name: x
+    for name, x in fields_lib.array_fields(state).items()
+    if has_per_replica(x)
+  }
+  if own and not isinstance(state, TrainState):
+    raise TypeError(
+      f"run: {type(state).__name__}.{next(iter(own))} is a PerReplica; only a "
+      "flaxshard.TrainState can have one."
     )
-    for state, split in zip(arrays, splits, strict=True)
-    if replica_view.is_state(state)
-  )
+  if not own:
+    return state
+  # The state carries the structure of these fields to the end of `fn`, where
+  # nothing else shows which of their leaves were per replica.
+  structures = tuple((name, jax.tree.structure(x)) for name, x in own.items())
+  return state.replace(**to_local(own), global_structures=structures)
+
+
+def _state_to_global(state: Any) -> Any:
+  wrappers = wrappers_of(state)
+  if wrappers:
+    states, collections = stack.swap_collections(
+      wrappers, state.wrapper_states, fields_lib.collections(state)
+    )
+    states = stack.add_replica_axis(wrappers, states)
+    state = state.replace(wrapper_states=states, **collections)
+  if not getattr(state, "global_structures", ()):
+    return state
+  fields = {
+    name: jax.tree.map(
+      lambda x: _rows(x) if is_per_replica(x) else x,
+      jax.tree.unflatten(treedef, jax.tree.leaves(getattr(state, name))),
+      is_leaf=is_per_replica,
+    )
+    for name, treedef in state.global_structures
+  }
+  return state.replace(**fields, global_structures=())

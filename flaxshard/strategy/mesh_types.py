@@ -24,11 +24,10 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from flaxshard.core import tracing
-from flaxshard.strategy import jaxprs
+from flaxshard.core import jaxprs
 
 # The primitives that lower the jaxprs among their parameters as plain code.
-_INLINED = tracing.CALLS | tracing.CUSTOM_CALLS | {"scan", "while", "cond"}
+_INLINED = jaxprs.CALLS | jaxprs.CUSTOM_CALLS | {"scan", "while", "cond"}
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 

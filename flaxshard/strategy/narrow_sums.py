@@ -23,10 +23,8 @@ from typing import Any
 from jax.extend import core
 import jax.numpy as jnp
 
-from flaxshard.core import programs
-from flaxshard.core import tracing
+from flaxshard.core import jaxprs
 from flaxshard.replicas import context as replica_context
-from flaxshard.strategy import jaxprs
 
 
 def sum_before_widening(jaxpr: Any) -> Any:
@@ -151,14 +149,14 @@ def _widen_after(eqn: Any, narrow_outputs: Callable[..., Any]) -> list[Any]:
     The equation, followed by the conversions.
   """
   name = eqn.primitive.name
-  if name not in tracing.CALLS and name != "scan":
+  if name not in jaxprs.CALLS and name != "scan":
     return [eqn]
   first = 0
   if name == "scan":
     # What the steps carry must keep its dtype.
-    _, carry, _ = tracing.split_scan(eqn.params, eqn.invars)
+    _, carry, _ = jaxprs.split_scan(eqn.params, eqn.invars)
     first = len(carry)
-  key = programs.called_key(eqn)
+  key = jaxprs.called_key(eqn)
   jaxpr, widenings = narrow_outputs(eqn.params[key], first)
   outvars, conversions = list(eqn.outvars), []
   for i, widening in widenings.items():

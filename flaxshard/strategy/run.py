@@ -1,9 +1,8 @@
 """Calls and compiles functions that run once per replica, for `Strategy.run`.
 
-A call has four stages. The arguments are sorted into per-replica and replicated
-leaves, and put on the mesh (`arguments`). The function becomes the body of a
-`jax.shard_map` over the replicas, its jaxpr is checked, and the results are put
-back together (`replica_program`).
+The arguments of a call are sorted into those that each replica has for itself
+and those that all share, and put on the mesh (`arguments`). The function
+becomes one program for all replicas, which is checked (`program`).
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.partitioning import compile_only
-from flaxshard.replicas import context as replica_context
 from flaxshard.strategy import arguments
 from flaxshard.strategy import run_steps
-from flaxshard.strategy.arguments import Layout
-from flaxshard.strategy.replica_program import ReplicaProgram
+from flaxshard.strategy.arguments import Leaf
+from flaxshard.strategy.program import ReplicaProgram
 
 PyTree = Any
 Function = Callable[..., PyTree]
@@ -53,13 +51,13 @@ class _LastCall(NamedTuple):
     compiled: The compiled program.
     shardings: The shardings that the leaves had; None for what is no JAX array.
     stay: The indices of the leaves that were on the mesh already.
-    move: The indices of the leaves that must be put there.
+    move: The other leaves by index.
   """
 
   compiled: _Compiled
   shardings: list[Any]
   stay: list[int]
-  move: list[int]
+  move: dict[int, Leaf]
 
 
 class Program:
@@ -84,50 +82,38 @@ class Program:
     self._donate_argnums = donate_argnums
     self._wait = wait
     self._transform = transform
-    self._layouts: dict[Any, Layout] = {}
+    self._leaves: dict[Any, tuple[Leaf, ...]] = {}
     self._compiled: dict[Any, _Compiled] = {}
     self._warned: set[str] = set()
     self._last_calls: dict[Any, _LastCall] = {}
 
   def call(self, fn: Function, args: Any, kwargs: Any) -> PyTree:
     """Calls `fn(*args, **kwargs)` on each replica; see `Strategy.run`."""
-    if replica_context.get_replica_context() is not None:
-      raise TypeError(
-        "run: called inside of run, where this replica's program is traced. "
-        "Call the function itself."
-      )
-    compile_only.check_can_run("run", self._mesh)
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+    shardings = [getattr(x, "sharding", None) for x in leaves]
     # In a training loop the shardings are the same objects in each step. Their
     # comparison is then the only work for each leaf.
     last = self._last_calls.get(treedef)
     if (
       last is None
-      # A donated array keeps its sharding, so that is checked as well.
+      # A donated array keeps its sharding, and JAX 0.10.2 crashes on it.
       or last.shardings != shardings
       or any([leaves[i].is_deleted() for i in last.stay])
     ):
+      compile_only.check_can_run("run", self._mesh)
       compiled, leaves = self._prepare(args, kwargs)
       # An array that had to be moved will be moved in the next call too.
-      stays = [
-        leaf.sharding == x for leaf, x in zip(leaves, shardings, strict=True)
-      ]
-      last = _LastCall(
-        compiled,
-        shardings,
-        stay=[i for i, stay in enumerate(stays) if stay],
-        move=[i for i, stay in enumerate(stays) if not stay],
-      )
+      move = {
+        i: leaf
+        for i, leaf in enumerate(self._leaves[treedef])
+        if leaves[i].sharding != shardings[i]
+      }
+      stay = [i for i in range(len(leaves)) if i not in move]
+      last = _LastCall(compiled, shardings, stay, move)
     else:
-      layout = self._layouts[treedef]
-      for i in last.move:
-        leaves[i] = arguments.place(self._mesh, leaves[i], layout, i)
-    token = _called.set(fn)
-    try:
-      out = last.compiled.jitted(*leaves)
-    finally:
-      _called.reset(token)
+      for i, leaf in last.move.items():
+        leaves[i] = arguments.place(self._mesh, leaves[i], leaf)
+    out = self._with_function(fn, last.compiled.jitted, leaves)
     if last.compiled.warnings:
       self._warn(last.compiled)
     # Only now: a call that raised must sort its arguments again.
@@ -137,13 +123,19 @@ class Program:
   def trace(self, fn: Function, args: Any, kwargs: Any) -> jax.stages.Traced:
     """Traces the program for arguments, which may be ShapeDtypeStructs."""
     compiled, leaves = self._prepare(args, kwargs)
-    token = _called.set(fn)
-    try:
-      traced = compiled.jitted.trace(*leaves)
-    finally:
-      _called.reset(token)
+    traced = self._with_function(fn, compiled.jitted.trace, leaves)
     self._warn(compiled)
     return traced
+
+  def _with_function(
+    self, fn: Function, program: Callable[..., Any], leaves: list[Any]
+  ) -> Any:
+    """Calls a program, which runs `fn` if JAX traces it."""
+    token = _called.set(fn)
+    try:
+      return program(*leaves)
+    finally:
+      _called.reset(token)
 
   def _warn(self, compiled: _Compiled) -> None:
     """Gives the warnings of a program, each kind once for each function."""
@@ -161,43 +153,26 @@ class Program:
         f"donate_argnums={tuple(self._donate_argnums)} must be positions of "
         f"arguments, of which there are {len(args)}."
       )
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    if treedef not in self._layouts:
-      self._layouts[treedef] = arguments.layout_of((args, kwargs))
-    layout = self._layouts[treedef]
-    unplaced = tuple(
-      i
-      for i, leaf in enumerate(leaves)
-      # jax.jit(...).lower takes shapes without a sharding, which says nothing.
-      if isinstance(leaf, (np.ndarray, jax.Array))
-      and not isinstance(
-        getattr(leaf, "sharding", None), jax.sharding.NamedSharding
-      )
-      and not layout.replicated[i]
-      and not layout.per_replica[i]
-    )
-    leaves = [
-      arguments.place(self._mesh, leaf, layout, i)
-      for i, leaf in enumerate(leaves)
+    values, treedef = jax.tree.flatten((args, kwargs))
+    if treedef not in self._leaves:
+      arguments.refuse_modules((args, kwargs))
+      self._leaves[treedef] = arguments.leaves_of((args, kwargs))
+    leaves = self._leaves[treedef]
+    placed = [
+      arguments.place(self._mesh, x, leaf)
+      for x, leaf in zip(values, leaves, strict=True)
     ]
-    shardings = tuple(leaf.sharding for leaf in leaves)
+    shardings = tuple(x.sharding for x in placed)
     if (treedef, shardings) not in self._compiled:
-      self._compiled[treedef, shardings] = self._jit(
-        treedef, shardings, unplaced
-      )
-    return self._compiled[treedef, shardings], leaves
+      self._compiled[treedef, shardings] = self._jit(values, treedef, shardings)
+    return self._compiled[treedef, shardings], placed
 
   def _jit(
-    self,
-    treedef: Any,
-    shardings: tuple[Any, ...],
-    unplaced: tuple[int, ...],
+    self, values: Sequence[Any], treedef: Any, shardings: tuple[Any, ...]
   ) -> _Compiled:
     """Returns the jitted program for one structure and sharding."""
-    layout = self._layouts[treedef]
-    tree = jax.tree.unflatten(treedef, shardings)
-    arguments.check_wrappers(self._mesh, tree)
-    transform = self._transform
+    arguments.check_states(treedef.unflatten(shardings), self._mesh)
+    leaves, transform = self._leaves[treedef], self._transform
 
     def get_function() -> Function:
       fn = _called.get()
@@ -206,17 +181,27 @@ class Program:
     program = ReplicaProgram(
       self._mesh,
       treedef,
+      leaves,
       shardings,
-      layout,
       get_function,
-      unplaced,
+      unplaced=tuple(
+        i
+        for i, (x, leaf) in enumerate(zip(values, leaves, strict=True))
+        # jax.jit(...).lower takes shapes without a sharding, which says
+        # nothing.
+        if isinstance(x, (np.ndarray, jax.Array))
+        and leaf.kind == arguments.SPLIT
+        and not isinstance(
+          getattr(x, "sharding", None), jax.sharding.NamedSharding
+        )
+      ),
       # A loop over batches puts the steps first.
       batch_dim=0 if transform is None else 1,
     )
     # JAX sees the leaves as arguments, not the trees.
     donated = [
       i
-      for i, (positional, argument, *_) in enumerate(layout.paths)
+      for i, (positional, argument, *_) in enumerate(x.path for x in leaves)
       if positional.idx == 0 and argument.idx in self._donate_argnums
     ]
     jitted = jax.jit(program.run, donate_argnums=donated)

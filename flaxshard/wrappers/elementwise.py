@@ -13,10 +13,21 @@ from typing import Any
 
 import jax
 from jax.extend import core as jax_core
+import numpy as np
 
-from flaxshard.core import programs
+from flaxshard.core import jaxprs
 
 PyTree = Any
+
+# Primitives that compute each element from the same element of their inputs.
+_ELEMENTWISE = frozenset(
+  "abs add add_any and atan2 cbrt ceil clamp complex conj "
+  "convert_element_type copy copy_p cos cosh div eq erf erf_inv erfc exp "
+  "exp2 expm1 floor ge gt imag integer_pow is_finite le log log1p logistic "
+  "lt max min mul ne neg nextafter not optimization_barrier or pow real "
+  "reduce_precision rem round rsqrt select_n sign sin sinh sqrt square "
+  "stop_gradient sub tan tanh xor".split()
+)
 
 
 class _NotElementwise(Exception):
@@ -55,7 +66,7 @@ def is_elementwise(
   if any(isinstance(x, jax.core.Tracer) for x in whole.consts):
     # A value that `fn` captures from an outer trace: it may be per replica.
     return False
-  if not programs.same_values(whole.consts, part.consts):
+  if not _same_values(whole.consts, part.consts):
     return False
   split = jax.tree.map(lambda x, y: x.shape != y.shape, tuple(args), parts)
   is_split = jax.tree.leaves(split)
@@ -76,7 +87,7 @@ def _split_outputs(
     part: The program of the parts.
     is_split: For each input, whether the two have different shapes.
   """
-  whole, part = programs.open_program(whole), programs.open_program(part)
+  whole, part = jaxprs.open_program(whole), jaxprs.open_program(part)
   known = dict(zip(whole.invars, is_split, strict=True))
 
   def look_up(atom: Any) -> bool:
@@ -101,12 +112,12 @@ def _equation_outputs(eqn: Any, other: Any, given: list[bool]) -> list[bool]:
   """
   name = eqn.primitive.name
   # Literals differ where they follow from a shape: x / x.shape[0].
-  if eqn.primitive is not other.primitive or not programs.same_values(
-    programs.literals(eqn), programs.literals(other)
+  if eqn.primitive is not other.primitive or not _same_values(
+    _literals(eqn), _literals(other)
   ):
     raise _NotElementwise
-  if name in programs.CALLS:
-    return _split_outputs(programs.called(eqn), programs.called(other), given)
+  if name in jaxprs.CALLS or name in jaxprs.CUSTOM_CALLS:
+    return _split_outputs(jaxprs.called(eqn), jaxprs.called(other), given)
   # The predicate must be the same for all parts.
   if name == "cond" and not given[0]:
     branches = [
@@ -126,8 +137,34 @@ def _equation_outputs(eqn: Any, other: Any, given: list[bool]) -> list[bool]:
     # All elements are equal, so a part of them fits any part.
     if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
       return [True]
-  elif name in programs.ELEMENTWISE and (
-    programs.semantics(eqn.params) == programs.semantics(other.params)
+  elif name in _ELEMENTWISE and (
+    _semantics(eqn.params) == _semantics(other.params)
   ):
     return [True] * len(eqn.outvars)
   raise _NotElementwise
+
+
+def _semantics(params: dict[str, Any]) -> dict[str, str]:
+  """Returns the parameters of an equation that affect its values."""
+  return {k: str(v) for k, v in params.items() if k != "sharding"}
+
+
+def _literals(eqn: Any) -> list[Any]:
+  """Returns the constants in the inputs of an equation.
+
+  Those of one function differ between two shapes where they follow from a
+  shape: `x / x.shape[0]`.
+  """
+  return [x.val for x in eqn.invars if isinstance(x, jax_core.Literal)]
+
+
+def _same_values(some: Sequence[Any], others: Sequence[Any]) -> bool:
+  """Returns whether constants are equal; NaN equals NaN."""
+  return len(some) == len(others) and all(
+    np.array_equal(np.asarray(a), np.asarray(b), equal_nan=_is_inexact(a))
+    for a, b in zip(some, others, strict=True)
+  )
+
+
+def _is_inexact(x: Any) -> bool:
+  return np.issubdtype(np.asarray(x).dtype, np.inexact)

@@ -410,7 +410,7 @@ def test_strategy_run_refuses_an_optimizer():
   model, optimizer = create((), nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
   strategy = fs.Strategy()
   with pytest.raises(TypeError, match=r"argument 1 .*nnx\.jit"):
-    strategy.run(our_step, args=(model, optimizer, batches()[0]))
+    strategy.run(our_step, args=(nnx.state(model), optimizer, batches()[0]))
   # Nor are there wrappers that act on the gradients of each replica.
   per_replica = fs.Accumulate(2, per_replica=True)
   for wrapper in (fs.CrossShard("sum"), fs.AGN(100), per_replica):

@@ -200,7 +200,7 @@ def test_a_per_replica_collection_raises():
   stats = FOUR.distribute_values_from_function(lambda c: {"mean": np.zeros(3)})
   with pytest.raises(TypeError, match=r"'batch_stats'.*PerReplica"):
     create([fs.AGN(4)], batch_stats=stats)
-  with pytest.raises(TypeError, match=r"batch_stats.*PerReplica"):
+  with pytest.raises(ValueError, match=r"own data: batch_stats/mean"):
     FOUR.run(lambda state: state, args=(state.replace(batch_stats=stats),))
 
 

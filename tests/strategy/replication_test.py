@@ -16,9 +16,7 @@ from regression import sharded
 
 import flaxshard as fs
 from flaxshard.replicas import context
-from flaxshard.strategy import replication_check
-from flaxshard.strategy.replication import per_replica
-from flaxshard.strategy.replication import replicated
+from flaxshard.strategy.replication import ReplicationCheck
 
 P = jax.sharding.PartitionSpec
 
@@ -41,8 +39,8 @@ def propagate(fn):
     check_vma=False,
   )
   jaxpr = jax.make_jaxpr(sharded)(jnp.ones(4), jnp.ones(16))
-  inputs = [replicated(4), per_replica(4)]
-  return replication_check.propagate(jaxpr, inputs, 4)
+  check = ReplicationCheck(4)
+  return check.run(jaxpr, [check.constant, check.own])
 
 
 def classes(fn):

@@ -1,0 +1,107 @@
+"""Mistakes in a step, which JAX would run without a complaint.
+
+A step is only reported if its program proves the mistake: the replication check
+marks each value with what it was computed from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from flaxshard.core import trees
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.strategy.arguments import Leaf
+from flaxshard.strategy.replication import abbreviate
+from flaxshard.strategy.replication import NUMBER
+from flaxshard.strategy.replication import Replication
+from flaxshard.strategy.replication import SUMMED
+
+
+def find(
+  gradients: Sequence[Replication],
+  outputs: Sequence[Replication],
+  unsplit: Sequence[str],
+  num_replicas: int,
+) -> dict[str, str]:
+  """Returns the warnings about a traced step, by kind.
+
+  Args:
+    gradients: The facts of the gradients that `apply_gradients` reduces.
+    outputs: The facts of the outputs that are not part of a TrainState.
+    unsplit: What `unsplit_batches` returns.
+    num_replicas: The number of replicas.
+  """
+  warnings = {}
+  computed = gradients or outputs
+  # A program that drops other units on each replica still computes the whole
+  # batch there. One that uses the number of a replica otherwise may take a part
+  # of the batch by itself.
+  if unsplit and computed and not any(NUMBER in x.marks for x in computed):
+    whole = "strategy.shard_batch(batch, spec=jax.sharding.PartitionSpec())"
+    warnings["unsplit"] = (
+      f"run: no argument is split over the {num_replicas} replicas, so each of "
+      f"them computes the whole of {abbreviate(list(unsplit))}. Split a batch "
+      "with strategy.shard_batch(batch), or all batches of a dataset with "
+      "strategy.distribute_dataset(batches). If every replica is to compute "
+      f"all of it, put it on the mesh: {whole}."
+    )
+  # A sum over the replicas has made them the same, and not only constants or
+  # the same data on all replicas.
+  if all(x.is_replicated for x in gradients) and any(
+    SUMMED in x.marks for x in gradients
+  ):
+    warnings["reduced"] = (
+      "run: the gradients are already reduced over the replicas when "
+      "apply_gradients averages them: if they were summed, the step is "
+      f"{num_replicas} times as long. Leave out the psum, pmean or all_reduce "
+      "of the gradients, or call apply_gradients(..., "
+      "skip_gradients_aggregation=True)."
+    )
+  return warnings
+
+
+def unsplit_batches(
+  leaves: Sequence[Leaf],
+  arrays: Sequence[Any],
+  in_specs: Sequence[jax.sharding.PartitionSpec],
+  unplaced: Sequence[int],
+  batch_dim: int,
+  num_replicas: int,
+) -> list[str]:
+  """Returns the arguments that look like batches, if no argument is split.
+
+  Args:
+    leaves: What the arguments are.
+    arrays: The arguments, with their global shapes.
+    in_specs: How each of them is split over the replicas.
+    unplaced: The indices of those that were not on a mesh when `run` was
+      called, so that nobody has said how to split them.
+    batch_dim: The dimension of a batch with the examples: 1 in `run_steps`.
+    num_replicas: The number of replicas.
+  """
+  for leaf, spec in zip(leaves, in_specs, strict=True):
+    # What wrappers keep for each replica (AGN's local parameters) is no data,
+    # and parameters that are stored split are gathered.
+    if mesh_lib.REPLICA in spec and (
+      "wrapper_states" not in trees.path_strings(leaf.path)
+    ):
+      return []
+  return [
+    f"argument {trees.path_string(leaves[i].path[1:])} of shape "
+    f"{arrays[i].shape}"
+    for i in unplaced
+    if not _is_key(arrays[i])
+    # With fewer examples than replicas it is hardly a batch.
+    and arrays[i].shape[batch_dim:][:1] >= (num_replicas,)
+  ]
+
+
+def _is_key(x: Any) -> bool:
+  """Returns whether an input is a PRNG key, typed or raw."""
+  if trees.is_prng_key(x):
+    return True
+  raw = jax.eval_shape(jax.random.PRNGKey, 0)
+  return x.dtype == raw.dtype and x.shape[-1:] == raw.shape

@@ -1,0 +1,266 @@
+"""The program that `Strategy.run` compiles: one function, on all replicas.
+
+The function is the body of a `jax.shard_map` that is manual over the replicas;
+the logical devices are left to XLA. The traced body is checked: a TrainState
+must come back the same from every replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from flaxshard.core import trees
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import specs as specs_lib
+from flaxshard.replicas import context as replica_context
+from flaxshard.replicas.values import Replicated
+from flaxshard.strategy import arguments
+from flaxshard.strategy import mesh_types
+from flaxshard.strategy import mistakes
+from flaxshard.strategy import narrow_sums
+from flaxshard.strategy import replication
+from flaxshard.strategy.arguments import Leaf
+from flaxshard.wrappers import stack
+
+# Errors of JAX for Python code that asks for the value of a traced array.
+_NOT_KNOWN_WHILE_TRACING = (
+  jax.errors.ConcretizationTypeError,
+  jax.errors.TracerArrayConversionError,
+  jax.errors.TracerIntegerConversionError,
+)
+
+PyTree = Any
+NamedSharding = jax.sharding.NamedSharding
+P = jax.sharding.PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReplicaProgram:
+  """A function on all replicas, for one structure and sharding of arguments.
+
+  Attributes:
+    mesh: The strategy's mesh.
+    treedef: The structure of `(args, kwargs)`.
+    leaves: What the leaves are.
+    shardings: The sharding of each leaf.
+    get_function: Returns the function, when the program is traced.
+    unplaced: The indices of the leaves that were not on a mesh when `run` was
+      called.
+    batch_dim: The dimension of a batch with the examples.
+    warnings: The warnings of each traced program, by kind.
+  """
+
+  mesh: jax.sharding.Mesh
+  treedef: Any
+  leaves: tuple[Leaf, ...]
+  shardings: tuple[NamedSharding, ...]
+  get_function: Callable[[], Callable[..., PyTree]]
+  unplaced: tuple[int, ...]
+  batch_dim: int
+  warnings: dict[str, str] = dataclasses.field(default_factory=dict)
+
+  def run(self, *arrays: jax.Array) -> PyTree:
+    """Returns what the function returns, on all replicas; it is jitted."""
+    is_shared = [leaf.kind == arguments.SHARED for leaf in self.leaves]
+    in_specs = tuple(
+      P() if shared else _part_of(x.spec, of_replicas=True)
+      for x, shared in zip(self.shardings, is_shared, strict=True)
+    )
+    # jax.shard_map gathers what is stored split over the replicas, but only
+    # where the axes are Auto.
+    arrays = tuple(
+      _gather(x, sharding) if shared else x
+      for x, sharding, shared in zip(
+        arrays, self.shardings, is_shared, strict=True
+      )
+    )
+    returned: list[PyTree] = []
+    context = self._context(arrays)
+
+    def body(*arrays: jax.Array) -> tuple[list[Any], list[Any]]:
+      args, kwargs = arguments.to_local(
+        jax.tree.unflatten(self.treedef, arrays)
+      )
+      with replica_context.activate(context):
+        out = _call(self.get_function(), args, kwargs)
+      trees.check_arrays("run: what fn returned", out)
+      out = arguments.to_global(out)
+      leaves, kinds = jax.tree.leaves(out), arguments.leaves_of(out)
+      returned[:] = jax.tree.structure(out), kinds
+      # Results that all replicas share have one spec, the others another.
+      parts: tuple[list[Any], list[Any]] = ([], [])
+      for x, leaf in zip(leaves, kinds, strict=True):
+        parts[leaf.kind == arguments.OWN].append(x)
+      return parts
+
+    mapped = jax.shard_map(
+      body,
+      mesh=self.mesh,
+      in_specs=in_specs,
+      out_specs=(P(), P(mesh_lib.REPLICA)),
+      axis_names={mesh_lib.REPLICA},
+      # With check_vma=True, jax.grad would sum the gradients of replicated
+      # parameters over the replicas, and groups could not be reduced.
+      check_vma=False,
+    )
+    # Traced once, for the check and for the call.
+    program = jax.jit(mapped, inline=True).trace(*arrays).jaxpr
+    treedef, kinds = returned
+    order = sorted(
+      range(len(kinds)), key=lambda i: kinds[i].kind == arguments.OWN
+    )
+    self._check(program, in_specs, [kinds[i] for i in order], arrays)
+    # On CPU bfloat16 is summed in float32.
+    if self.mesh.devices.flat[0].platform != "cpu":
+      program = narrow_sums.sum_before_widening(program)
+    types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+    del types[mesh_lib.REPLICA]
+    # Types of Explicit axes say how values are split.
+    if set(types.values()) == {jax.sharding.AxisType.Auto}:
+      program = mesh_types.forget_mesh(program)
+    results = dict(zip(order, core.jaxpr_as_fun(program)(*arrays), strict=True))
+    return self._place(
+      treedef.unflatten(results[i] for i in range(len(results)))
+    )
+
+  def _context(
+    self, arrays: Sequence[jax.Array]
+  ) -> replica_context.ReplicaContext:
+    # Two states may have the same structure: the shapes tell them apart.
+    states, splits = (
+      arguments.states_of(self.treedef.unflatten(x))
+      for x in (arrays, self.shardings)
+    )
+    return replica_context.ReplicaContext(
+      self.mesh.shape[mesh_lib.REPLICA],
+      param_specs=tuple(
+        (
+          jax.tree.map(lambda x: _part_of(x.spec), split.params),
+          [x.shape for x in jax.tree.leaves(state.params)],
+        )
+        for state, split in zip(states, splits, strict=True)
+      ),
+    )
+
+  def _check(
+    self,
+    program: Any,
+    in_specs: Sequence[P],
+    results: Sequence[Leaf],
+    arrays: Sequence[jax.Array],
+  ) -> None:
+    """Raises if a shared result may differ; collects the warnings."""
+    count = self.mesh.shape[mesh_lib.REPLICA]
+    if count == 1:
+      return
+    # All replicas are one group, unless wrappers keep groups of them apart.
+    groups = {
+      wrappers: stack.replica_groups(wrappers or (), count)
+      for wrappers in {leaf.wrappers for leaf in (*self.leaves, *results)}
+    }
+    check = replication.ReplicationCheck(count)
+    inputs = [
+      check.own if mesh_lib.REPLICA in spec else check.within(groups[wrappers])
+      for spec, (_, _, wrappers) in zip(in_specs, self.leaves, strict=True)
+    ]
+    found = check.run(program, inputs)
+    replication.check_results(
+      [
+        (trees.path_string(leaf.path), fact, groups[leaf.wrappers])
+        for leaf, fact in zip(results, found, strict=True)
+        if leaf.kind == arguments.SHARED
+      ]
+    )
+    # Other functions may compute the same on all replicas for good reasons.
+    if all(leaf.wrappers is None for leaf in self.leaves):
+      return
+    outside = [
+      fact
+      for leaf, fact in zip(results, found, strict=True)
+      if leaf.wrappers is None
+    ]
+    unsplit = mistakes.unsplit_batches(
+      self.leaves, arrays, in_specs, self.unplaced, self.batch_dim, count
+    )
+    self.warnings.update(
+      mistakes.find(check.gradients, outside, unsplit, count)
+    )
+
+  def _place(self, results: PyTree) -> PyTree:
+    """Gives the TrainStates among the results their shardings."""
+    arrived = arguments.states_of(self.treedef.unflatten(self.shardings))
+
+    def place(node: Any) -> Any:
+      if isinstance(node, Replicated):
+        return node.value
+      if not arguments.is_state(node):
+        return node
+      treedef: Any = jax.tree.structure(node)
+      # A state leaves with the shardings that it arrived with. Others would
+      # make the next step compile again.
+      for i, state in enumerate(arrived):
+        if jax.tree.structure(state) == treedef:
+          return jax.tree.map(mesh_lib.constrain, node, arrived.pop(i))
+      shardings = [
+        arguments.default_sharding(self.mesh, leaf.kind)
+        for leaf in arguments.leaves_of(node)
+      ]
+      return jax.tree.map(
+        mesh_lib.constrain, node, treedef.unflatten(shardings)
+      )
+
+    return jax.tree.map(place, results, is_leaf=arguments.is_node)
+
+
+def _part_of(spec: P, *, of_replicas: bool = False) -> P:
+  """Returns what a spec says of the logical axes, or of the replicas alone."""
+  parts = (
+    [
+      a
+      for a in specs_lib.axes_of(dim)
+      if (a == mesh_lib.REPLICA) == of_replicas
+    ]
+    for dim in spec
+  )
+  if of_replicas:
+    return P(*(part[0] if part else None for part in parts))
+  return P(*(tuple(part) or None for part in parts))
+
+
+def _gather(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+  """Gathers an array over the replicas, if it is split over them."""
+  if mesh_lib.REPLICA not in specs_lib.axes_in(sharding.spec):
+    return x
+  whole = NamedSharding(sharding.mesh, _part_of(sharding.spec))
+  return mesh_lib.constrain(x, whole)
+
+
+def _call(fn: Callable[..., PyTree], args: Any, kwargs: Any) -> PyTree:
+  """Calls `fn`, and says in errors of JAX what is special inside of `run`."""
+  try:
+    return fn(*args, **kwargs)
+  except _NOT_KNOWN_WHILE_TRACING as e:
+    # JAX names the arguments by their number among all leaves.
+    e.add_note(
+      "run: fn is traced, and so are all its arguments, numbers and booleans "
+      "too. Bind what Python code decides by, such as "
+      "functools.partial(fn, train=True), created once; or decide with "
+      "jnp.where or jax.lax.cond."
+    )
+    raise
+  except NameError as e:
+    # The interpreter says which variable does not exist. JAX raises a NameError
+    # without a `name` for a collective over an axis that does not exist.
+    if type(e) is not NameError or e.name is not None:
+      raise
+    raise ValueError(
+      f"run: {e} Inside of run the replicas are the axis "
+      f"{mesh_lib.REPLICA!r}: write axis_name={mesh_lib.REPLICA!r}, as in "
+      f"nn.BatchNorm(axis_name={mesh_lib.REPLICA!r}) or jax.lax.pmean(x, "
+      f"{mesh_lib.REPLICA!r})."
+    ) from e
