@@ -7,7 +7,7 @@ regular expressions, searched in paths such as `encoder/layer0/kernel`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def freeze(
   Raises:
     TypeError: `patterns` is not a sequence of strings.
     ValueError: There is no pattern, or one is not a regular expression. From
-      `init`: a pattern matches no parameter, or the patterns match all.
+      `init`: a pattern matches no parameter.
 
   Example:
     >>> import flaxshard as fs, jax.numpy as jnp
@@ -66,32 +66,21 @@ def freeze(
     >>> {name: float(p["w"]) for name, p in state.params.items()}
     {'encoder': 1.0, 'head': 0.75}
   """
-  if isinstance(tx, SparseRows):
-    raise ValueError(
-      "freeze: tx updates tables by rows; call sparse_rows last: "
-      "sparse_rows(freeze(tx, frozen_patterns), patterns)."
-    )
+  _check_order("freeze", tx, SparseRows)
   patterns = patterns_lib.check(argument, patterns)
   if not patterns:
     raise ValueError(f"{argument} must have at least one pattern.")
 
   def create_labels(params: PyTree) -> PyTree:
-    return jax.tree.map(
-      lambda is_frozen: "freeze" if is_frozen else "train",
-      _match_any(patterns, params),
-    )
+    mask = _mask(patterns, params)
+    return jax.tree.map(lambda m: "freeze" if m else "train", mask)
 
   partition = optax.partition(
     {"train": tx, "freeze": optax.set_to_zero()}, create_labels
   )
 
   def init(params: PyTree) -> PyTree:
-    paths = check_used(argument, patterns, params)
-    if all(patterns_lib.first_match(patterns, p) is not None for p in paths):
-      raise patterns_lib.PatternError(
-        f"{argument}={patterns!r} freezes all parameters: "
-        f"{', '.join(paths[:20])}; at least one must be trained."
-      )
+    check_used(argument, patterns, params)
     return partition.init(params)
 
   def update(
@@ -101,13 +90,13 @@ def freeze(
       # `value_and_grad` returns None where a parameter is frozen.
       updates = jax.tree.map(
         lambda is_frozen, p, u: jnp.zeros_like(p) if is_frozen else u,
-        _match_any(patterns, params),
+        _mask(patterns, params),
         params,
         updates,
       )
     return partition.update(updates, state, params, **extra)
 
-  return Frozen(init, update, patterns)
+  return Frozen(init, update, patterns=patterns)
 
 
 def scale_learning_rates(
@@ -147,16 +136,7 @@ def scale_learning_rates(
     >>> {name: float(update) for name, update in updates.items()}
     {'body': -0.25, 'head': -0.5}
   """
-  if isinstance(tx, SparseRows):
-    raise ValueError(
-      "scale_learning_rates: tx updates tables by rows; call sparse_rows last: "
-      "sparse_rows(scale_learning_rates(tx, factors), patterns)."
-    )
-  if isinstance(tx, Frozen):
-    raise ValueError(
-      "scale_learning_rates: tx has frozen parameters; call freeze last: "
-      "freeze(scale_learning_rates(tx, factors), patterns)."
-    )
+  _check_order("scale_learning_rates", tx, SparseRows, Frozen)
   factors = check_factors(argument, factors)
   if not factors:
     raise ValueError(f"{argument} must have at least one pair.")
@@ -201,23 +181,30 @@ def check_factors(argument: str, factors: Any) -> tuple[tuple[str, float], ...]:
   )
 
 
-class Frozen(optax.GradientTransformationExtraArgs):
+class _WithAttributes(optax.GradientTransformationExtraArgs):
+  """An optimizer with attributes, which a named tuple alone cannot have."""
+
+  function: str
+
+  def __new__(cls, init: Any, update: Any, **attributes: Any) -> Self:
+    """Returns an optimizer with attributes."""
+    new = super().__new__(cls, init, update)
+    vars(new).update(attributes)
+    return new
+
+
+class Frozen(_WithAttributes):
   """The optimizer that `freeze` returns.
 
   Attributes:
     patterns: The patterns of the frozen parameters.
   """
 
+  function = "freeze"
   patterns: tuple[str, ...]
 
-  def __new__(cls, init: Any, update: Any, patterns: tuple[str, ...]) -> Frozen:
-    """Returns an optimizer with patterns."""
-    new = super().__new__(cls, init, update)
-    new.patterns = patterns
-    return new
 
-
-class SparseRows(optax.GradientTransformationExtraArgs):
+class SparseRows(_WithAttributes):
   """The optimizer that `flaxshard.sparse_rows` returns.
 
   Attributes:
@@ -229,21 +216,20 @@ class SparseRows(optax.GradientTransformationExtraArgs):
       by path. Others are not split.
   """
 
+  function = "sparse_rows"
   inner: Any
   patterns: tuple[str, ...]
   semantics: str
   argument: str
   parts: Mapping[trees.Path, int]
 
-  def __new__(cls, init: Any, update: Any, **attributes: Any) -> SparseRows:
-    """Returns an optimizer with attributes."""
-    new = super().__new__(cls, init, update)
-    vars(new).update(attributes)
-    return new
 
-  def __repr__(self) -> str:
-    return (
-      f"sparse_rows(patterns={self.patterns}, semantics={self.semantics!r})"
+def _check_order(function: str, tx: Any, *outer: type[_WithAttributes]) -> None:
+  """Raises if `tx` is a result of a function that must be called later."""
+  if isinstance(tx, outer):
+    raise ValueError(
+      f"{function}: tx is a result of {tx.function}; call {tx.function} last: "
+      f"{tx.function}({function}(tx, ...), patterns)."
     )
 
 
@@ -327,50 +313,27 @@ def merge(params: PyTree, trained: PyTree) -> PyTree:
   )
 
 
-def rates(
-  learning_rate: Any, factors: Sequence[tuple[str, float]]
-) -> Mapping[str, Any]:
-  """Returns the learning rates to log, by name.
-
-  Example:
-    >>> rates(0.5, [("head/", 10.0)])
-    {'learning_rate': 0.5, 'learning_rate/head/': 5.0}
-  """
-  return {
-    "learning_rate": learning_rate,
-    **{
-      f"learning_rate/{pattern}": learning_rate * factor
-      for pattern, factor in factors
-    },
-  }
-
-
 def _mask(patterns: tuple[str, ...], params: PyTree) -> PyTree:
   """Returns which parameters of a train state match a pattern."""
-  if opt_state_lib.optimized_params(params) is params:
-    return _match_any(patterns, params)
-  # The collections of Flax's fp8 layers: the optimizer sees one of them. The
-  # other has scaling factors, whose new values come as gradients.
-  return {
-    name: _match_any(patterns if name == "params" else (), collection)
-    for name, collection in params.items()
-  }
+  # Of the collections of Flax's fp8 layers the optimizer sees one. The other
+  # has scaling factors, whose new values come as gradients.
+  is_fp8 = opt_state_lib.optimized_params(params) is not params
 
+  def matches(path: trees.Path, _: Any) -> bool:
+    if is_fp8 and gradients.is_statistic(path):
+      return False
+    name = trees.path_string(path[1:] if is_fp8 else path)
+    return patterns_lib.first_match(patterns, name) is not None
 
-def _match_any(patterns: tuple[str, ...], params: PyTree) -> PyTree:
   return jax.tree_util.tree_map_with_path(
-    lambda path, _: (
-      patterns_lib.first_match(patterns, trees.path_string(path)) is not None
-    ),
-    params,
-    is_leaf=indexed_slices.is_indexed_slices,
+    matches, params, is_leaf=indexed_slices.is_indexed_slices
   )
 
 
 def check_used(
   argument: str, patterns: tuple[str, ...], params: PyTree
-) -> list[str]:
-  """Checks that each pattern matches a parameter; returns their paths."""
+) -> None:
+  """Raises unless each pattern is the first that matches some parameter."""
   if isinstance(params, optax.LookaheadParams):
     # The fast and the slow parameters would be two groups.
     raise ValueError(
@@ -379,4 +342,3 @@ def check_used(
     )
   paths = [trees.path_string(path) for path in trees.paths(params)]
   patterns_lib.check_used(argument, patterns, paths)
-  return paths

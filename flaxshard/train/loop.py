@@ -18,7 +18,6 @@ import numpy as np
 from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.core import multihost
-from flaxshard.core import parameter_groups
 from flaxshard.processes import failures
 from flaxshard.state import describe
 from flaxshard.state.train_state import TrainState
@@ -395,9 +394,9 @@ def _train_row(
   row = {f"train_{name}": value for name, value in values.items()}
   # The rate of the last applied update, which had the step before it.
   applied = jax.device_get(state.step)
-  row |= parameter_groups.rates(
-    setup.schedule(jnp.maximum(applied - 1, 0)), setup.config.learning_rates
-  )
+  rate = row["learning_rate"] = setup.schedule(jnp.maximum(applied - 1, 0))
+  for pattern, factor in setup.config.learning_rates:
+    row[f"learning_rate/{pattern}"] = rate * factor
   # Not `state.metrics()`, which a collection of that name would hide.
   row |= stack.metrics(state.wrappers, state.wrapper_states)
   return metrics_lib.to_numbers(row)

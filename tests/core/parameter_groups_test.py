@@ -212,7 +212,6 @@ SGD = optax.sgd(0.1)
   ("wrap", "given", "facts"),
   [
     (fs.freeze, ["^encodr/"], r"patterns\[0\]='\^encodr/'.*'encoder'"),
-    (fs.freeze, ["encoder", "head"], "all parameters.*encoder/bias"),
     (fs.freeze, ["encoder", "encoder/k"], r"patterns\[1\]='encoder/k'"),
     (fs.freeze, "^encoder/", "patterns .*'\\^encoder/'"),
     (fs.scale_learning_rates, [("haed", 2.0)], r"factors\[0\]='haed'.*'head'"),
