@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flax import nnx
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
@@ -35,34 +36,33 @@ def place_module(
   """
   # LoRA trains few of the parameters, and the others are the large ones.
   is_param = nnx.Any(wrt, nnx.Param)
-  specs: dict[tuple[Any, ...], Any] = {}
-  for state, name, group_rules in zip(
-    nnx.state(model, is_param, ...),
-    ("params", "variables"),
-    (rules, None),
-    strict=True,
-  ):
-    flat = dict(nnx.to_flat_state(state))
-    boxed: dict[str, Any] = {}
-    for path, variable in flat.items():
-      for key, value in nnx_adapter.leaves_of(path, variable):
-        shape = value
-        if isinstance(value, jax.core.Tracer):
-          shape = jax.ShapeDtypeStruct(value.shape, value.dtype)
-        nnx_adapter.set_leaf(boxed, key, nnx_adapter.box(variable, shape))
-    resolved = rules_lib.resolve(group_rules, mesh, boxed, argument=name)
-    for path, variable in flat.items():
-      keys = [key for key, _ in nnx_adapter.leaves_of(path, variable)]
-      own = [nnx_adapter.get_leaf(resolved, key) for key in keys]
-      treedef: Any = jax.tree.structure(variable)
-      specs[path] = treedef.unflatten(own)
-      placed = _place(jax.tree.leaves(variable), own, mesh)
-      flat[path] = treedef.unflatten(placed)
-    nnx.update(model, nnx.from_flat_state(list(flat.items())))
-  trained = [path for path, _ in nnx.to_flat_state(nnx.state(model, wrt))]
-  return nnx.as_pure(
-    nnx.from_flat_state([(path, specs[path]) for path in trained])
-  )
+  params, others = nnx.state(model, is_param, ...)
+  param_specs = _place_state(model, params, mesh, rules, "params")
+  _place_state(model, others, mesh, None, "variables")
+  return nnx.as_pure(nnx.filter_state(param_specs, wrt))
+
+
+def _place_state(
+  model: Any,
+  state: nnx.State,
+  mesh: jax.sharding.Mesh,
+  rules: rules_lib.Rules,
+  name: str,
+) -> nnx.State:
+  """Puts variables of a module on a mesh; returns their PartitionSpecs."""
+  boxed: dict[tuple[str, ...], Any] = {}
+  for place, variable, value in nnx_adapter.leaves_of(state):
+    if isinstance(value, jax.core.Tracer):
+      value = jax.ShapeDtypeStruct(value.shape, value.dtype)
+    boxed[place[1:]] = nnx_adapter.box(variable, value)
+  nested = traverse_util.unflatten_dict(boxed)
+  resolved = rules_lib.resolve(rules, mesh, nested, argument=name)
+  by_path = traverse_util.flatten_dict(resolved)
+  specs = [by_path[path] for path in boxed]
+  arrays, treedef = jax.tree.flatten(state)
+  nnx.update(model, treedef.unflatten(_place(arrays, specs, mesh)))
+  specs_state: nnx.State = treedef.unflatten(specs)
+  return specs_state
 
 
 def place_optimizer(

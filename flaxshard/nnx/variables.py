@@ -50,7 +50,7 @@ def update(model: nnx.Module, state: TrainState) -> None:
       "state must be a TrainState that create_train_state made of an NNX "
       f"module, got {checks.describe(state)}."
     )
-  names = {v.collection for v in apply_fn.variables if v.leaves}
+  names = {name for name, *_ in apply_fn.places}
   new = apply_fn.nnx_state({name: getattr(state, name) for name in names})
   shapes, params, wanted = (
     {p: jnp.shape(x) for p, x in trees.leaves_by_path(nnx.as_pure(s)).items()}

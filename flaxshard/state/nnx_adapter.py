@@ -1,14 +1,20 @@
-"""Gives NNX modules the interface of Linen modules: variables and `apply`."""
+"""Gives NNX modules the interface of Linen modules: variables and `apply`.
+
+`nnx.bridge.ToLinen` is not used. It keeps no random streams, so that each call
+draws the same dropout mask. It leaves a `LoRAParam` out of `params`, refuses
+the string keys of lists that Orbax restores, ignores the new values of a
+parameter that is a tree, and calls the module to initialize it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import dataclasses
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax import linen as nn
 from flax import nnx
+from flax import traverse_util
 import jax
 from jax.experimental import layout
 import jax.numpy as jnp
@@ -22,16 +28,12 @@ _COLLECTIONS: dict[type, str] = {
   nnx.BatchStat: "batch_stats",
   nnx.Cache: "cache",
   nnx.Intermediate: "intermediates",
+  # Keys and counts of streams are variables of several classes.
+  nnx.RngState: "rngs",
 }
 
-
-class _Variable(NamedTuple):
-  """The place of a variable of the module in the collections."""
-
-  path: tuple[Any, ...]  # in the NNX state
-  collection: str
-  treedef: Any  # of the variable with its metadata
-  leaves: tuple[tuple[str, ...], ...]  # paths in the collection
+# The name of a collection, and the path of an array in it.
+Place = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,23 +43,21 @@ class Apply:
   It is called like a Linen `apply`: `apply_fn({"params": params, ...}, *args)`,
   with every collection of the module. `mutable` names the collections whose new
   values are returned beside the output; True stands for all but `params`.
+
+  Attributes:
+    graphdef: The module without its state.
+    treedef: The structure of the state.
+    places: The places of its arrays in the collections.
   """
 
   graphdef: Any
-  variables: tuple[_Variable, ...]
-
-  @functools.cached_property
-  def _hash(self) -> int:
-    return hash((self.graphdef, self.variables))
+  treedef: Any
+  places: tuple[Place, ...]
 
   def __hash__(self) -> int:
     # `jax.jit` hashes its static arguments at every call. Hashing the graph of
     # a large module takes longer than dispatching a step.
-    return self._hash
-
-  def __getstate__(self) -> dict[str, Any]:
-    # Without the hash: hashes of strings differ between processes.
-    return {"graphdef": self.graphdef, "variables": self.variables}
+    return hash(self.treedef)
 
   def __call__(
     self,
@@ -90,85 +90,54 @@ class Apply:
         "eval" such changes are dropped. New variables, such as sown values, are
         dropped in any mode, as in Linen.
     """
-    # A variable with the value None has no leaves, so it needs no collection.
-    known = {v.collection for v in self.variables if v.leaves}
+    known = {name for name, *_ in self.places}
     if set(variables) != known:
       raise ValueError(
         f"apply_fn: the variables given are {sorted(variables)}; the module "
         f"has {sorted(known)}."
       )
-    if isinstance(mutable, bool):
-      to_return = known - {"params"} | {"intermediates"} if mutable else set()
-    else:
-      to_return = {mutable} if isinstance(mutable, str) else set(mutable)
     checks.one_of("apply_fn: mode", mode, ("train", "eval", None))
+    state = self.nnx_state(variables)
+    old = dict(zip(self.places, jax.tree.leaves(state), strict=True))
     # A new module for each call: calls change modules, but not `variables`.
-    module, given = self._merge(variables)
-    if mode == "train":
-      module.train()
-    elif mode == "eval":
-      module.eval()
+    module = nnx.merge(self.graphdef, state)
+    if mode is not None:
+      getattr(module, mode)()
     if callable(method):
       output = method(module, *args, **kwargs)
     else:
       output = getattr(module, method or "__call__")(*args, **kwargs)
 
-    variables_after = nnx.to_flat_state(nnx.state(module))
-    returned: dict[str, Any] = {}
-    # By path: after the call the module may have more variables than before.
-    for path, variable in variables_after:
-      # A variable that was not given is new: the call made or sowed it.
-      name, old_values = given.get(path, (_collection_of(variable), None))
-      for i, (key, new) in enumerate(leaves_of(path, variable)):
-        is_new = mutable is True and old_values is None and name != "params"
-        if name in to_return or is_new:
-          set_leaf(returned.setdefault(name, {}), key, new)
-        elif (
-          old_values is not None
-          # Identity: under jit the values are unknown, and a call that writes
-          # a variable writes a new array.
-          and new is not old_values[i]
-          and name != "params"
-          and mode != "eval"
-        ):
-          raise ValueError(
-            f"apply_fn: the call changed {name}[{'/'.join(key)}], which would "
-            f"be lost; pass mutable=[{name!r}], or mode='eval'."
-          )
-    return output if mutable is False else (output, returned)
+    names: Collection[str] = ()
+    if not isinstance(mutable, bool):
+      names = {mutable} if isinstance(mutable, str) else mutable
+    returned: dict[Place, Any] = {}
+    for place, _, new in leaves_of(nnx.state(module)):
+      name = place[0]
+      if name in names or (mutable is True and name != "params"):
+        returned[place] = new
+      elif (
+        name != "params"
+        and mode != "eval"
+        # Identity: under jit the values are unknown, and a call that writes a
+        # variable writes a new array.
+        and new is not old.get(place, new)
+      ):
+        raise ValueError(
+          f"apply_fn: the call changed {name}[{'/'.join(place[1:])}], which "
+          f"would be lost; pass mutable=[{name!r}], or mode='eval'."
+        )
+    if mutable is False:
+      return output
+    return output, traverse_util.unflatten_dict(returned)
 
   def nnx_state(self, variables: Mapping[str, Any]) -> nnx.State:
-    """Returns variables as a state for `nnx.update`.
-
-    The collections have strings for keys, as Orbax restores them; a module
-    counts the layers of a list with integers.
-
-    Args:
-      variables: Some or all of the collections, by name.
-    """
-    return nnx.from_flat_state(
-      [
-        (
-          path,
-          jax.tree.unflatten(
-            treedef, [get_leaf(variables[collection], leaf) for leaf in leaves]
-          ),
-        )
-        for path, collection, treedef, leaves in self.variables
-        if collection in variables and leaves
-      ]
-    )
-
-  def _merge(
-    self, collections: Mapping[str, Any]
-  ) -> tuple[nnx.Module, dict[tuple[Any, ...], tuple[str, list[Any]]]]:
-    """Returns the module, and each variable's collection and leaves by path."""
-    flat, given = [], {}
-    for path, collection, treedef, leaves in self.variables:
-      values = [get_leaf(collections[collection], leaf) for leaf in leaves]
-      flat.append((path, jax.tree.unflatten(treedef, values)))
-      given[path] = (collection, values)
-    return nnx.merge(self.graphdef, nnx.from_flat_state(flat)), given
+    """Returns all collections as a state for `nnx.update` and `nnx.merge`."""
+    # They have strings for keys, as Orbax restores them; a module counts the
+    # layers of a list with integers.
+    flat = traverse_util.flatten_dict(variables)
+    state: nnx.State = self.treedef.unflatten([flat[p] for p in self.places])
+    return state
 
 
 def split(
@@ -191,35 +160,29 @@ def split(
     collection with the name of their class.
   """
   graphdef, state = nnx.split(module)
-  found: list[_Variable] = []
-  collections: dict[str, Any] = {}
-  for path, variable in nnx.to_flat_state(state):
-    name = _collection_of(variable)
-    leaves = leaves_of(path, variable)
-    keys = tuple(key for key, _ in leaves)
-    found.append(_Variable(path, name, jax.tree.structure(variable), keys))
-    for key, value in leaves:
-      # A Python number has no dtype until JAX makes an array of it.
-      if copy or isinstance(value, (bool, int, float, complex)):
-        value = jnp.copy(value)
-      if boxed:
-        value = box(variable, value)
-      set_leaf(collections.setdefault(name, {}), key, value)
-  return Apply(graphdef, tuple(found)), collections
+  collections: dict[Place, Any] = {}
+  for place, variable, value in leaves_of(state):
+    # A Python number has no dtype until JAX makes an array of it.
+    if copy or isinstance(value, (bool, int, float, complex)):
+      value = jnp.copy(value)
+    collections[place] = box(variable, value) if boxed else value
+  apply_fn = Apply(graphdef, jax.tree.structure(state), tuple(collections))
+  return apply_fn, traverse_util.unflatten_dict(collections)
 
 
-def _collection_of(variable: Any) -> str:
-  """Returns the name of the collection of a variable or bare array."""
-  if not isinstance(variable, nnx.Variable):
-    return "arrays"
-  # Keys and counts of streams are variables of several classes.
-  if isinstance(variable, nnx.RngState):
-    return "rngs"
-  # isinstance: a subclass of Param, such as LoRAParam, is a parameter.
-  for kind, name in _COLLECTIONS.items():
-    if isinstance(variable, kind):
-      return name
-  return type(variable).__name__
+def leaves_of(state: nnx.State) -> Iterator[tuple[Place, Any, Any]]:
+  """Yields the place of each array of a state, its variable, and the array."""
+  is_variable = lambda x: isinstance(x, nnx.Variable)
+  for path, variable in jax.tree.leaves_with_path(state, is_leaf=is_variable):
+    name, value = "arrays", variable
+    if is_variable(variable):
+      value = variable.get_value()
+      # isinstance: a subclass of Param, such as LoRAParam, is a parameter.
+      kind = next((k for k in _COLLECTIONS if isinstance(variable, k)), None)
+      name = _COLLECTIONS[kind] if kind else type(variable).__name__
+    for inner, leaf in jax.tree.leaves_with_path(value):
+      # Strings: Orbax restores the keys of dicts as strings.
+      yield (name, *trees.path_strings((*path, *inner))), variable, leaf
 
 
 def box(variable: Any, value: Any) -> Any:
@@ -239,31 +202,3 @@ def box(variable: Any, value: Any) -> Any:
   return nn.LogicallyPartitioned(
     value, tuple(names), rules=tuple(map(tuple, rules))
   )
-
-
-def leaves_of(
-  path: tuple[Any, ...], variable: Any
-) -> list[tuple[tuple[str, ...], Any]]:
-  """Returns the arrays of a variable, with their paths in its collection."""
-  value = (
-    variable.get_value() if isinstance(variable, nnx.Variable) else variable
-  )
-  # String keys: Orbax restores the keys of dicts as strings.
-  return [
-    ((*map(str, path), *trees.path_strings(inner)), leaf)
-    for inner, leaf in jax.tree_util.tree_leaves_with_path(value)
-  ]
-
-
-def get_leaf(tree: Any, path: tuple[str, ...]) -> Any:
-  """Returns the leaf of nested dicts at a path."""
-  for key in path:
-    tree = tree[key]
-  return tree
-
-
-def set_leaf(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-  """Sets the leaf of nested dicts at a path."""
-  for key in path[:-1]:
-    tree = tree.setdefault(key, {})
-  tree[path[-1]] = value
