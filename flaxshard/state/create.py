@@ -126,13 +126,13 @@ def create_train_state(
     )
   if strategy is None and not abstract and lora is None:
     # No shardings to plan: initialize the model on the default device.
-    facts, variables = initialization.run(model, rng, sample_input, init_kwargs)
-    for message in _precision_notes(facts.policy, wrappers):
+    init, variables = initialization.run(model, rng, sample_input, init_kwargs)
+    for message in _precision_notes(init.policy, wrappers):
       checks.warn(message)
     return TrainState.create(
-      apply_fn=facts.apply_fn,
+      apply_fn=init.apply_fn,
       tx=tx,
-      wrappers=stack.with_policy(wrappers, facts.policy),
+      wrappers=stack.with_policy(wrappers, init.policy),
       # `unbox` applies the sharding constraints of a mesh in the context.
       **nn.meta.unbox(variables),
     )
@@ -245,7 +245,7 @@ def plan_creation(
       arg_specs = rules_lib.resolve(
         None, mesh, init.args, argument="(rng, sample_input)", strict=strict
       )
-  apply_fn, split = init.model.apply_fn, None
+  apply_fn, split = init.apply_fn, None
   if lora is not None:
     if lora_lib.FROZEN in init.variables:
       raise lora_lib.LoRAError(
@@ -264,7 +264,7 @@ def plan_creation(
   arg_shardings = None
   if mesh is not None:
     arg_shardings = sharding_lib.shardings_of(arg_specs, mesh)
-  wrappers = stack.with_policy(wrappers, init.model.policy)
+  wrappers = stack.with_policy(wrappers, init.policy)
   num_replicas = sharding_lib.count_replicas(mesh, wrappers)
   static_fields = dict(apply_fn=apply_fn, tx=tx, wrappers=wrappers)
 
@@ -300,7 +300,7 @@ def plan_creation(
     arg_shardings,
     {**static_fields, "tx": split_tx},
     abstract_fields,
-    _precision_notes(init.model.policy, wrappers),
+    _precision_notes(init.policy, wrappers),
   )
 
 

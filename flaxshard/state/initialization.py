@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax import linen as nn
 from flax import nnx
@@ -24,22 +24,9 @@ PyTree = Any
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
-class Model(NamedTuple):
-  """Static facts about a model.
-
-  Attributes:
-    apply_fn: Applies the model: `apply_fn(variables, *args)`.
-    policy: The precision policy that the model declares, or "mixed_float16" if
-      it computes in float16; None if neither.
-  """
-
-  apply_fn: Any
-  policy: Policy | None
-
-
 @dataclasses.dataclass(frozen=True)
 class Initializer:
-  """A traceable initialization of a model; nothing is allocated yet.
+  """A traced initialization of a model; nothing is allocated yet.
 
   Attributes:
     initialize: Takes `args` and returns the variables, in the boxes of their
@@ -47,20 +34,23 @@ class Initializer:
     args: Arrays, or `jax.ShapeDtypeStruct`s of them.
     variables: Shapes and dtypes of the variables, in the same boxes. The
       variables of an existing NNX module have a sharding too.
-    model: Static facts about the model.
+    apply_fn: Applies the model: `apply_fn(variables, *args)`.
+    policy: The precision policy that the model declares, or "mixed_float16" if
+      it computes in float16; None if neither.
     args_are_variables: Whether `args` is `(variables,)` without boxes.
   """
 
   initialize: Callable[..., dict[str, PyTree]]
   args: tuple[Any, ...]
   variables: dict[str, PyTree]
-  model: Model
+  apply_fn: Callable[..., Any]
+  policy: Policy | None
   args_are_variables: bool = False
 
 
 def run(
   model: Any, rng: Any, sample_input: Any, init_kwargs: Mapping[str, Any] = {}
-) -> tuple[Model, dict[str, PyTree]]:
+) -> tuple[Initializer, dict[str, PyTree]]:
   """Initializes a model on the default device.
 
   Args:
@@ -70,22 +60,16 @@ def run(
     init_kwargs: See there.
 
   Returns:
-    Static facts about the model, and its variables in the boxes of their
-    partitioning metadata, by collection.
+    What `trace` returns, and the variables in the boxes of their partitioning
+    metadata, by collection.
   """
   if isinstance(model, nn.Module):
-    initialize, args = _linen_initializer(model, rng, sample_input, init_kwargs)
+    init = trace(model, rng, sample_input, init_kwargs)
     # Under jit: otherwise each operation is compiled by itself.
-    jitted = jax.jit(initialize)
-    program = jitted.trace(*args).jaxpr  # traced once, also for the call
-    variables = jitted(*args)
-    _check_params(model, variables)
-    return _linen_facts(model, program), variables
+    return init, jax.jit(init.initialize)(*init.args)
   # Not under jit, so the function may use concrete values.
-  module = _construct_nnx(model, rng)
-  apply_fn, variables = nnx_adapter.split(module)
-  _check_params(module, variables)
-  return Model(apply_fn, policy_of_nnx(module)), variables
+  init = trace(_construct_nnx(model, rng), rng, sample_input, init_kwargs)
+  return init, init.initialize(*init.args)
 
 
 def trace(
@@ -103,8 +87,10 @@ def trace(
     initialize, args = _linen_initializer(model, rng, sample_input, init_kwargs)
     traced = jax.jit(initialize).trace(*args)
     _check_params(model, traced.out_info)
-    facts = _linen_facts(model, traced.jaxpr)
-    return Initializer(initialize, args, traced.out_info, facts)
+    # The program of `init` contains the whole forward pass.
+    is_float16 = jaxprs.computes_in(traced.jaxpr, jnp.float16)
+    policy = Policy("mixed_float16") if is_float16 else _policy_of(model)
+    return Initializer(initialize, args, traced.out_info, model.apply, policy)
 
   if isinstance(model, nnx.Module):
     apply_fn, variables = nnx_adapter.split(model, boxed=True, copy=False)
@@ -114,11 +100,12 @@ def trace(
       lambda variables: jax.tree.map(jnp.copy, variables),
       (specs_lib.unbox(variables),),
       variables,
-      Model(apply_fn, policy_of_nnx(model)),
+      apply_fn,
+      policy_of_nnx(model),
       args_are_variables=True,
     )
 
-  models: list[Model] = []
+  static: list[Any] = []
 
   def initialize_nnx(rng: Any) -> dict[str, PyTree]:
     # NNX would shard each variable by its metadata alone, before `rules` do.
@@ -126,11 +113,11 @@ def trace(
       module = _construct_nnx(model, rng)
     apply_fn, variables = nnx_adapter.split(module, boxed=True)
     _check_params(module, variables)
-    models.append(Model(apply_fn, policy_of_nnx(module)))
+    static[:] = apply_fn, policy_of_nnx(module)
     return variables
 
   variables = jax.eval_shape(initialize_nnx, rng)
-  return Initializer(initialize_nnx, (rng,), variables, models[0])
+  return Initializer(initialize_nnx, (rng,), variables, *static)
 
 
 def policy_of_nnx(module: Any) -> Policy | None:
@@ -144,20 +131,15 @@ def policy_of_nnx(module: Any) -> Policy | None:
   modules += [
     x for m in modules for x in vars(m).values() if isinstance(x, nn.Module)
   ]
-  return _declared_policy(module, any(map(_is_float16, modules)))
+  return _policy_of(module, modules)
 
 
-def _linen_facts(model: nn.Module, program: Any) -> Model:
-  # The program of `init` contains the whole forward pass.
-  if jaxprs.computes_in(program, jnp.float16):
-    return Model(model.apply, Policy("mixed_float16"))
-  return Model(model.apply, _declared_policy(model, _is_float16(model)))
-
-
-def _declared_policy(model: Any, is_float16: bool) -> Policy | None:
+def _policy_of(model: Any, modules: Sequence[Any] = ()) -> Policy | None:
+  """Returns the policy of a model, by its attributes or those in it."""
   policy = getattr(model, "policy", None)
   if isinstance(policy, Policy):
     return policy
+  is_float16 = any(map(_is_float16, (model, *modules)))
   return Policy("mixed_float16") if is_float16 else None
 
 
