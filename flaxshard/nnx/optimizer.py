@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import functools
-from typing import Any, NamedTuple, TypeVar
-import weakref
+from typing import Any, TypeVar
 
 from flax import nnx
 import jax
@@ -13,9 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.nnx import placement
 from flaxshard.nnx import variables as variables_lib
-from flaxshard.nnx.pure_loss import PureLoss
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.state import fields as fields_lib
@@ -28,24 +27,6 @@ from flaxshard.wrappers import stack
 
 PyTree = Any
 M = TypeVar("M", bound=nnx.Module)
-
-
-class _Pending(NamedTuple):
-  """Variables of a module that a loss has changed, until the update.
-
-  Attributes:
-    model: The module, by a weak reference.
-    before: The arrays of the module, but for the parameters, before the loss.
-    after: The same after the loss.
-  """
-
-  model: weakref.ref[Any]
-  before: dict[str, Any]
-  after: dict[str, Any]
-
-
-# By optimizer, or by its copy in a trace.
-_PENDING: weakref.WeakKeyDictionary[Any, _Pending] = weakref.WeakKeyDictionary()
 
 
 class WrapperState(nnx.Variable):
@@ -78,6 +59,8 @@ class Optimizer(nnx.Optimizer[M]):
     wrappers: The wrappers, outermost first.
     wrapper_states: The wrappers' states by name, of `WrapperState` variables;
       `{}` without wrappers.
+    before: With wrappers, and between `value_and_grad` and `update`: what the
+      loss has changed in the module, as it was, of `WrapperState` variables.
 
   Example:
     >>> import flaxshard as fs
@@ -88,7 +71,7 @@ class Optimizer(nnx.Optimizer[M]):
     >>> @nnx.jit
     ... def train_step(model, optimizer, x):
     ...   loss_fn = lambda model, x: (model(x) ** 2).mean()
-    ...   loss, grads = optimizer.value_and_grad(loss_fn)(model, x)
+    ...   loss, grads = optimizer.value_and_grad(loss_fn, model, x)
     ...   optimizer.update(model, grads)
     ...   return loss
     >>> float(train_step(model, optimizer, jnp.zeros((4, 2))))
@@ -160,6 +143,7 @@ class Optimizer(nnx.Optimizer[M]):
     self.wrapper_states = nnx.data(
       jax.tree.map(lambda x: WrapperState(jnp.copy(x)), states)
     )
+    self.before = nnx.data(nnx.State({}))
     if mesh is not None:
       placement.place_optimizer(self, params, param_specs, mesh)
 
@@ -168,54 +152,96 @@ class Optimizer(nnx.Optimizer[M]):
   def value_and_grad(
     self,
     loss_fn: Callable[..., Any],
-    *,
+    model: Any = None,
+    *args: Any,
     has_aux: bool = False,
     gate_gradients: str = "none",
-  ) -> Callable[..., tuple[Any, Any]]:
-    """Differentiates a loss through the wrappers.
+    **kwargs: Any,
+  ) -> tuple[Any, Any]:
+    """Differentiates `loss_fn(model, *args, **kwargs)` through the wrappers.
 
     Use it in place of `nnx.value_and_grad`, which knows nothing of loss
     scaling. What the loss changes in the module, and in other NNX objects among
     its arguments, is changed there too.
 
+    A step is all calls since the last `update`: with gradients of several
+    calls, a skipped step undoes what all of them have changed in the module.
+
     Args:
-      loss_fn: `loss_fn(model, *args, **kwargs)` returns a floating-point
-        scalar, the loss, or `(loss, aux)` if `has_aux`.
+      loss_fn: Returns a floating-point scalar, the loss, or a pair
+        `(loss, aux)` if `has_aux`.
+      model: The module, the first argument of `loss_fn`.
+      *args: Further arguments of `loss_fn`.
       has_aux: Whether `loss_fn` returns auxiliary output.
       gate_gradients: "none", "op" or "graph": which gradients must be there
         before one of them is used; see `TrainState.value_and_grad`.
+      **kwargs: Keyword arguments of `loss_fn`.
 
     Returns:
-      A function of the arguments of `loss_fn` that returns `(loss, grads)`, or
-      `((loss, aux), grads)`, both unscaled. `grads` is a state of the variables
-      that `wrt` selects. With `LossScale` they are float32 or wider.
+      `(loss, grads)`, or `((loss, aux), grads)`, both unscaled. `grads` is a
+      state of the variables that `wrt` selects. With `LossScale` they are
+      float32 or wider.
 
     Raises:
-      TypeError: In a call: the loss is a pair, and `has_aux` says that it is
-        none, or the other way round.
-      ValueError: In a call: the loss is no scalar.
+      TypeError: The model is missing; or the loss is a pair, and `has_aux` says
+        that it is none, or the other way round.
+      ValueError: The loss is no scalar.
     """
-
-    @functools.wraps(loss_fn)
-    def value_and_grad(
-      model: Any, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
-      before = variables_lib.leaves(model, self.wrt)
-      pure = PureLoss(loss_fn, model, self.wrt, args, kwargs, has_aux)
-      state = self._train_state(pure.params)
-      (loss, (aux, changed)), grads = state.value_and_grad(
-        pure, has_aux=True, gate_gradients=gate_gradients
+    if model is None:
+      raise TypeError(
+        "value_and_grad: the model is missing. Write loss, grads = "
+        "optimizer.value_and_grad(loss_fn, model, batch)."
       )
-      pure.update_objects(changed)
-      after = variables_lib.leaves(model, self.wrt)
-      earlier = _PENDING.get(self)
-      # Gradients that are accumulated: the step began with the first of them.
-      if earlier and earlier.model() is model and _same(earlier.after, before):
-        before = earlier.before
-      _PENDING[self] = _Pending(weakref.ref(model), before, after)
-      return (loss, aux) if has_aux else loss, pure.gradients(grads)
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
+    # Split together: objects may share variables, such as random streams.
+    objects = (model, *filter(_is_object, leaves))
+    in_wrt = nnx.filterlib.to_predicate(self.wrt)
+    # The model is the first of the objects.
+    is_trained = lambda path, x: path[0] == 0 and in_wrt(path[1:], x)
+    graphdef, trained, others = nnx.split(objects, is_trained, ...)
+    before = dict(nnx.to_flat_state(others))
 
-    return value_and_grad
+    def pure_loss(params: PyTree) -> tuple[Any, tuple[Any, nnx.State]]:
+      given = _with_arrays(trained, jax.tree.leaves(params))
+      copies = nnx.merge(graphdef, given, others, copy=True)
+      # Anything but objects is passed as it is: the loss may branch on a flag.
+      rest = iter(copies[1:])
+      given_args, given_kwargs = jax.tree.unflatten(
+        treedef, [next(rest) if _is_object(x) else x for x in leaves]
+      )
+      output = loss_fn(copies[0], *given_args, **given_kwargs)
+      loss, aux = validation.split_loss(output, has_aux)
+      known = before | dict(nnx.to_flat_state(given))
+      # What the loss leaves alone is no output, so that a transformation
+      # neither copies nor carries it.
+      changed = [
+        (path, x)
+        for path, x in nnx.to_flat_state(nnx.state(copies))
+        if path not in known or not _is_same(x, known[path])
+      ]
+      return loss, (aux, nnx.from_flat_state(changed))
+
+    params, _ = self._split(model)
+    (loss, (aux, changed)), grads = self._train_state(params).value_and_grad(
+      pure_loss, has_aux=True, gate_gradients=gate_gradients
+    )
+    held = dict(nnx.to_flat_state(self.before))
+    first = {
+      path[1:]: WrapperState(nnx.as_pure(before[path]))
+      for path, _ in nnx.to_flat_state(changed)
+      if path[0] == 0 and path in before and path[1:] not in held
+    }
+    if self.wrappers and first:
+      self.before = nnx.data(nnx.from_flat_state([*(held | first).items()]))
+    nnx.update(objects, changed)
+    leaves_of_grads = jax.tree.leaves(
+      grads, is_leaf=lambda x: x is None or is_indexed_slices(x)
+    )
+    variables = nnx.state(model, self.wrt)
+    return (
+      (loss, aux) if has_aux else loss,
+      _with_arrays(variables, leaves_of_grads),
+    )
 
   def scale_loss(self, loss: jax.Array) -> jax.Array:
     """Scales a loss, for a step that does not use `value_and_grad`.
@@ -269,31 +295,31 @@ class Optimizer(nnx.Optimizer[M]):
         f"update: grads is the module, a {type(grads).__name__}. Write "
         "optimizer.update(model, grads)."
       )
-    pending = _PENDING.pop(self, None)
     in_replica = replica_context.get_replica_context() is not None
     if not self.wrappers and not in_replica:
       return super().update(model, grads, **kwargs)
     params, _ = self._split(model)
     selected = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))
-    new = variables_lib.leaves(model, self.wrt)
-    old = {}
-    if pending is not None and pending.model() is model:
-      # A value of another shape, such as one more sown value, has no old one.
-      old = {
-        name: pending.before[name]
-        for name, x in new.items()
-        if name in pending.before
-        and pending.before[name] is not x
-        and jnp.shape(pending.before[name]) == jnp.shape(x)
-      }
-    new = {name: jnp.asarray(new[name]) for name in old}
-    old = {name: jnp.asarray(x) for name, x in old.items()}
-    state = self._train_state(params, changed=old)
-    result = state.apply_gradients(
-      grads=selected, changed=new, **nnx.as_pure(kwargs)
+    variables = dict(nnx.to_flat_state(nnx.state(model)))
+    # A value of another shape, such as one more sown value, has no old one.
+    before = {
+      path: x
+      for path, x in nnx.to_flat_state(self.before)
+      if path in variables and _shapes(x) == _shapes(variables[path])
+    }
+    after = nnx.from_flat_state([(path, variables[path]) for path in before])
+    old, new = (
+      list(map(jnp.asarray, jax.tree.leaves(x)))
+      for x in (nnx.from_flat_state(list(before.items())), after)
     )
-    nnx.update(model, result.params)
-    variables_lib.set_leaves(model, self.wrt, result.changed)
+    result = self._train_state(params, others=old).apply_gradients(
+      grads=selected, others=new, **nnx.as_pure(kwargs)
+    )
+    trained = nnx.state(model, self.wrt)
+    nnx.update(model, _with_arrays(trained, jax.tree.leaves(result.params)))
+    nnx.update(model, _with_arrays(after, result.others))
+    if jax.tree.leaves(self.before):
+      self.before = nnx.data(nnx.State({}))
     self.step[...] = jnp.asarray(result.step, self.step[...].dtype)
     variables_lib.assign(self.opt_state, result.opt_state)
     variables_lib.assign(self.wrapper_states, result.wrapper_states)
@@ -394,8 +420,22 @@ class Optimizer(nnx.Optimizer[M]):
     )
 
 
-def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-  return a.keys() == b.keys() and all(a[key] is b[key] for key in a)
+def _with_arrays(variables: nnx.State, arrays: list[Any]) -> nnx.State:
+  state: nnx.State = jax.tree.structure(variables).unflatten(arrays)
+  return state
+
+
+def _is_object(x: Any) -> bool:
+  return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+  old, new = jax.tree.leaves(a), jax.tree.leaves(b)
+  return len(old) == len(new) and all(map(lambda x, y: x is y, old, new))
+
+
+def _shapes(variable: Any) -> list[tuple[int, ...]]:
+  return list(map(jnp.shape, jax.tree.leaves(variable)))
 
 
 def _check_wrappers(wrappers: tuple[base.Base, ...], num_replicas: int) -> None:

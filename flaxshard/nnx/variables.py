@@ -1,8 +1,7 @@
-"""The variables of NNX objects as arrays by path, and of a TrainState."""
+"""Sets the variables of NNX objects to the arrays of other trees."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
@@ -65,33 +64,6 @@ def update(model: nnx.Module, state: TrainState) -> None:
         f"state {wanted.get(path)}."
       )
   nnx.update(model, jax.tree.map(jnp.copy, new))
-
-
-def leaves(module: Any, wrt: Any) -> dict[str, Any]:
-  """Returns the arrays of a module that a filter does not select, by path."""
-  _, others = nnx.state(module, wrt, ...)
-  return {
-    _name(path, i): leaf
-    for path, variable in nnx.to_flat_state(others)
-    for i, leaf in enumerate(jax.tree.leaves(variable))
-  }
-
-
-def set_leaves(module: Any, wrt: Any, new: Mapping[str, Any]) -> None:
-  """Sets arrays of a module, by the paths that `leaves` returns."""
-  _, others = nnx.state(module, wrt, ...)
-  changed = []
-  for path, variable in nnx.to_flat_state(others):
-    old, treedef = jax.tree.flatten(variable)
-    values = [new.get(_name(path, i), x) for i, x in enumerate(old)]
-    if any(map(lambda x, y: x is not y, values, old)):
-      changed.append((path, jax.tree.unflatten(treedef, values)))
-  nnx.update(module, nnx.from_flat_state(changed))
-
-
-def _name(path: tuple[Any, ...], i: int) -> str:
-  """Returns the path of an array of a variable that may be a tree."""
-  return "/".join([*map(str, path), *([str(i)] if i else [])])
 
 
 def assign(variables: PyTree, arrays: PyTree) -> None:

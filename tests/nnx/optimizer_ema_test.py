@@ -26,7 +26,7 @@ class Model(nnx.Module):
 @nnx.jit
 def step(model, optimizer, x):
   loss_fn = lambda model, x: (model(x) ** 2).mean()
-  _, grads = optimizer.value_and_grad(loss_fn)(model, x)
+  _, grads = optimizer.value_and_grad(loss_fn, model, x)
   optimizer.update(model, grads)
 
 

@@ -36,7 +36,7 @@ def loss_fn(model, batch):
 
 @nnx.jit
 def our_step(model, optimizer, batch):
-  loss, grads = optimizer.value_and_grad(loss_fn)(model, batch)
+  loss, grads = optimizer.value_and_grad(loss_fn, model, batch)
   optimizer.update(model, grads)
   return loss
 
@@ -173,7 +173,7 @@ def test_loops_and_cached_partial():
   def loop(model, optimizer, stacked):
     @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
     def body(carry, batch):
-      loss, grads = carry[1].value_and_grad(loss_fn)(carry[0], batch)
+      loss, grads = carry[1].value_and_grad(loss_fn, carry[0], batch)
       carry[1].update(carry[0], grads)
       return carry, loss
 
@@ -203,8 +203,8 @@ def test_aux_keyword_arguments_and_other_objects():
       model.made = nnx.Intermediate(outputs)
       return loss, {"outputs": outputs}
 
-    (loss, aux), grads = optimizer.value_and_grad(loss_fn, has_aux=True)(
-      model, metrics, batch=batch, flag=True
+    (loss, aux), grads = optimizer.value_and_grad(
+      loss_fn, model, metrics, batch=batch, flag=True, has_aux=True
     )
     optimizer.update(model, grads)
     return loss, aux
@@ -223,14 +223,63 @@ def test_accumulation_holds_back_both_forward_passes():
   def step(
     model: Net, optimizer: fs.nnx.Optimizer[Net], first: dict, second: dict
   ):
-    _, a = optimizer.value_and_grad(loss_fn)(model, first)
-    _, b = optimizer.value_and_grad(loss_fn)(model, second)
+    _, a = optimizer.value_and_grad(loss_fn, model, first)
+    _, b = optimizer.value_and_grad(loss_fn, model, second)
     # By name, which NNX's optimizer takes too.
     return optimizer.update(model, grads=jax.tree.map(jnp.add, a, b))
 
   updates = step(model, optimizer, *batches(2, overflow=1))
   assert_same(arrays(model), before)
   assert not any(np.any(x) for x in jax.tree.leaves(updates))
+
+
+def test_a_step_of_two_programs():
+  """Gradients pass through functions, and the limits of compiled programs."""
+  model, optimizer = create()
+  shape = jax.tree.structure(nnx.split((model, optimizer)))
+
+  @nnx.jit
+  def compute(model, optimizer, batch):
+    return optimizer.value_and_grad(loss_fn, model, batch)[1]
+
+  @nnx.jit
+  def apply(model, optimizer, grads):
+    optimizer.update(model, jax.tree.map(lambda g: 2 * g, grads))
+
+  for i, batch in enumerate(batches(overflow=1)):
+    before = arrays(model)
+    apply(model, optimizer, compute(model, optimizer, batch))
+    if i == 1:
+      assert_same(arrays(model), before)
+  assert int(optimizer.step[...]) == int(model.drop.rngs.count[...]) == 3
+  assert jax.tree.structure(nnx.split((model, optimizer))) == shape
+
+
+def test_accumulation_in_a_scan():
+  model, optimizer = create()
+  before = arrays(model)
+
+  @nnx.jit
+  def step(model, optimizer, first, others):
+    # Outside of the scan: it begins the step, whose state the scan carries.
+    _, grads = optimizer.value_and_grad(loss_fn, model, first)
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def add(carry, batch):
+      model, optimizer, grads = carry
+      _, more = optimizer.value_and_grad(loss_fn, model, batch)
+      return model, optimizer, jax.tree.map(jnp.add, grads, more)
+
+    optimizer.update(model, add((model, optimizer, grads), others)[2])
+
+  stacked = lambda made: jax.tree.map(lambda *x: jnp.stack(x), *made)
+  for overflow in (0, 2):
+    first, *others = batches(overflow=overflow)
+    step(model, optimizer, first, stacked(others))
+    assert_same(arrays(model), before)
+  first, *others = batches()
+  step(model, optimizer, first, stacked(others))
+  assert int(model.drop.rngs.count[...]) == 4
 
 
 def test_wrt_trains_what_it_selects():
@@ -367,6 +416,11 @@ def test_strategy_shards_parameters_and_slots():
     (lambda: create(wrt=nnx.LoRAParam), ValueError, ["LoRAParam", "Net"]),
     (lambda: create(rules="fsdp"), ValueError, ["rules='fsdp'", "strategy"]),
     (
+      lambda: create()[1].value_and_grad(loss_fn),
+      TypeError,
+      ["value_and_grad(loss_fn, model, batch)"],
+    ),
+    (
       lambda: create([fs.AGN(2, transport="store")]),
       ValueError,
       ["AGN", "create_train_state"],
@@ -398,7 +452,7 @@ def test_swapped_arguments():
 
 def gradients(loss):
   model, optimizer = create()
-  return model, optimizer, optimizer.value_and_grad(loss)(model, batches()[0])
+  return model, optimizer, optimizer.value_and_grad(loss, model, batches()[0])
 
 
 def apply(change):
@@ -450,8 +504,9 @@ def test_slots_and_gated_gradients():
 
   @nnx.jit
   def step(model, optimizer, batch):
-    compute = optimizer.value_and_grad(loss_fn, gate_gradients="graph")
-    _, grads = compute(model, batch)
+    _, grads = optimizer.value_and_grad(
+      loss_fn, model, batch, gate_gradients="graph"
+    )
     optimizer.update(model, grads)
     return grads
 

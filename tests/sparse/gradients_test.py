@@ -435,7 +435,7 @@ def test_nnx_optimizer_updates_rows_of_embed():
       @nnx.jit
       def step(model, optimizer):
         loss_fn = lambda model: (model(MODEL_IDS) ** 2).sum()
-        _, grads = optimizer.value_and_grad(loss_fn)(model)
+        _, grads = optimizer.value_and_grad(loss_fn, model)
         kinds.append(type(grads["embed"]["embedding"].get_value()))
         optimizer.update(model, grads)
 
