@@ -143,7 +143,7 @@ class Optimizer(nnx.Optimizer[M]):
     self.wrapper_states = nnx.data(
       jax.tree.map(lambda x: WrapperState(jnp.copy(x)), states)
     )
-    self.before = nnx.data(nnx.State({}))
+    self.before: nnx.State = nnx.data(nnx.State({}))
     if mesh is not None:
       placement.place_optimizer(self, params, param_specs, mesh)
 
@@ -198,7 +198,8 @@ class Optimizer(nnx.Optimizer[M]):
     in_wrt = nnx.filterlib.to_predicate(self.wrt)
     # The model is the first of the objects.
     is_trained = lambda path, x: path[0] == 0 and in_wrt(path[1:], x)
-    graphdef, trained, others = nnx.split(objects, is_trained, ...)
+    graphdef, *states = nnx.split(objects, is_trained, ...)
+    trained, others = states
     before = dict(nnx.to_flat_state(others))
 
     def pure_loss(params: PyTree) -> tuple[Any, tuple[Any, nnx.State]]:
@@ -421,7 +422,7 @@ class Optimizer(nnx.Optimizer[M]):
 
 
 def _with_arrays(variables: nnx.State, arrays: list[Any]) -> nnx.State:
-  state: nnx.State = jax.tree.structure(variables).unflatten(arrays)
+  state: nnx.State = jax.tree.unflatten(jax.tree.structure(variables), arrays)
   return state
 
 

@@ -60,8 +60,9 @@ def _place_state(
   by_path = traverse_util.flatten_dict(resolved)
   specs = [by_path[path] for path in boxed]
   arrays, treedef = jax.tree.flatten(state)
-  nnx.update(model, treedef.unflatten(_place(arrays, specs, mesh)))
-  specs_state: nnx.State = treedef.unflatten(specs)
+  placed = jax.tree.unflatten(treedef, _place(arrays, specs, mesh))
+  nnx.update(model, placed)
+  specs_state: nnx.State = jax.tree.unflatten(treedef, specs)
   return specs_state
 
 
