@@ -26,6 +26,8 @@ from flaxshard.partitioning.topology import Topology
 
 # The name of the mesh axis of the replicas.
 REPLICA = "replica"
+# What other programs call the axis that batches are split over.
+_BATCH_AXES = frozenset(("batch", "data", "dp", "fsdp"))
 
 
 def create(
@@ -257,13 +259,15 @@ def axis_sizes(mesh_shape: Any, num_devices: int) -> dict[str, int]:
   """Returns the sizes of all axes, with `"replica"` first.
 
   Args:
-    mesh_shape: Axis sizes by name. Without `"replica"` there is one replica.
-      One size may be -1, which means the devices that are left.
+    mesh_shape: Axis sizes by name. Without `"replica"` there is one replica;
+      an axis with a name such as `"data"` is then a mistake. One size may be
+      -1, which means the devices that are left.
     num_devices: The product of the sizes.
 
   Raises:
     TypeError: `mesh_shape` is not a dict, or a size is not an integer.
-    ValueError: A size is out of range, two are -1, or the product is wrong.
+    ValueError: A size is out of range, two are -1, the product is wrong, or an
+      axis has the name of one for batches, and no axis is `"replica"`.
 
   Example:
     >>> axis_sizes({"model": 2, "replica": -1}, 8)
@@ -274,6 +278,14 @@ def axis_sizes(mesh_shape: Any, num_devices: int) -> dict[str, int]:
     raise TypeError(
       f"{where} must be a dict of axis sizes, such as "
       "{'replica': 4, 'model': 2}."
+    )
+  batch_axes = sorted(_BATCH_AXES.intersection(mesh_shape))
+  if REPLICA not in mesh_shape and batch_axes:
+    raise ValueError(
+      f"{where} has no axis 'replica': one replica would compute all of each "
+      f"batch on each of {num_devices} devices. Name the axis that batches are "
+      f"split over 'replica' instead of {batch_axes[0]!r}, or write 'replica': "
+      f"1 as well, if {batch_axes[0]!r} is an axis of its logical devices."
     )
   if REPLICA not in mesh_shape:
     checks.warn(

@@ -33,7 +33,8 @@ def stack(batches: PyTree) -> PyTree:
   Raises:
     TypeError: A leaf is not an array.
     ValueError: There are no batches, the batches differ in structure, shape or
-      dtype, or the leaves have different numbers of steps.
+      dtype, the leaves have different numbers of steps, or a single batch is
+      given, which has its examples where the steps should be.
   """
   trees.check_arrays("run_steps: batches", batches)
   if isinstance(batches, list):
@@ -46,6 +47,8 @@ def stack(batches: PyTree) -> PyTree:
         )
     if batches:
       batches = jax.tree.map(_stack, *batches, is_leaf=values.is_per_replica)
+  else:
+    _refuse_one_batch(batches)
   # In a PerReplica the steps come after the replicas.
   counts = {
     np.shape(leaf)[values.is_per_replica(x) :][:1]
@@ -58,6 +61,23 @@ def stack(batches: PyTree) -> PyTree:
       f"at least one, as their first dimension, got {sorted(counts)}."
     )
   return batches
+
+
+def _refuse_one_batch(batches: PyTree) -> None:
+  """Raises if the first dimension is split over replicas, as of a batch."""
+  for path, x in jax.tree_util.tree_leaves_with_path(
+    batches, is_leaf=values.is_per_replica
+  ):
+    sharding = getattr(x, "sharding", None)
+    if isinstance(
+      sharding, jax.sharding.NamedSharding
+    ) and values.has_replica_axis(sharding.spec):
+      raise ValueError(
+        f"run_steps: batches[{trees.path_string(path)}] of shape {x.shape} is "
+        "split over the replicas along its first dimension, which is that of "
+        "the steps. Pass a list of batches, [batch], or arrays [steps, batch, "
+        "...] with the sharding PartitionSpec(None, 'replica')."
+      )
 
 
 def _stack(*parts: Any) -> Any:

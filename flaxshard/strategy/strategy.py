@@ -159,8 +159,9 @@ class Strategy:
       on all replicas; every other array is a `PerReplica`.
 
     Raises:
-      TypeError: An argument or a result is not an array, or an argument is
-        traced, because `run` is called inside `jax.jit` or `run`.
+      TypeError: An argument or a result is not an array; an argument is traced,
+        because `run` is called inside `jax.jit` or `run`; or it is an NNX
+        module or optimizer, whose changes would be lost.
       ValueError: An argument is sharded on another mesh, was donated, or has
         integers that do not fit int32, or differs between processes; a
         `PerReplica` has another number of replicas; `fn` uses an axis name that
@@ -237,8 +238,9 @@ class Strategy:
 
     Raises:
       ValueError: There are no batches, or the leaves have different numbers of
-        steps; `step_fn` changes the shape, dtype or structure of the state;
-        `reduce` is no reduction.
+        steps; `batches` is a single batch, split along its first dimension;
+        `step_fn` changes the shape, dtype or structure of the state; `reduce`
+        is no reduction.
 
     Example:
       >>> import flaxshard as fs, numpy as np, optax

@@ -104,6 +104,8 @@ def test_devices_keep_their_order():
     ({"mesh_shape": {"replica": 3}}, ValueError, "mesh_shape.*8"),
     ({"device_assignment": [0]}, TypeError, "device_assignment.*devices="),
     ({"mesh_shape": [8]}, TypeError, "mesh_shape"),
+    ({"mesh_shape": {"data": 8}}, ValueError, "'replica' instead of 'data'"),
+    ({"mesh_shape": {"fsdp": -1, "model": 2}}, ValueError, "8 devices"),
     (
       {"device_assignment": by_hand(), "devices": jax.devices()[:4]},
       ValueError,

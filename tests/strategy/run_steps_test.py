@@ -17,6 +17,8 @@ from regression import Y
 import flaxshard as fs
 from flaxshard.strategy import run_steps as run_steps_lib
 
+P = jax.sharding.PartitionSpec
+
 STRATEGY = fs.Strategy()
 DYNAMIC = (fs.LossScale("dynamic"),)
 
@@ -156,6 +158,14 @@ def test_steps_are_one_compiled_program(batches):
   assert compiled.total == 1
 
 
+def test_stacked_batches_may_be_split_over_the_replicas(batches):
+  stacked = {"x": X, "y": Y}
+  split = STRATEGY.shard_batch(stacked, spec=P(None, "replica"))
+  state, _ = STRATEGY.run_steps(train_step, create(STRATEGY), split)
+  wanted, _ = STRATEGY.run_steps(train_step, create(STRATEGY), batches)
+  assert_close(state, wanted, 0, 0)
+
+
 @pytest.mark.parametrize(
   ("arguments", "error", "facts"),
   [
@@ -167,6 +177,12 @@ def test_steps_are_one_compiled_program(batches):
       {"batches": [batch(0), {**batch(1), "y": Y[1][:8]}]},
       ValueError,
       r"batches\[1\].* y: .*\(8,\)",
+    ),
+    # One batch in place of several: its examples are no steps.
+    (
+      {"batches": sharded(STRATEGY, 0)},
+      ValueError,
+      r"batches\[x\] of shape \(16, 8\).* a list of batches",
     ),
     ({"reduce": "max"}, ValueError, "reduce .*'max'"),
     ({"reduce": {"a": "sum"}}, ValueError, "reduce={'a': 'sum'}"),

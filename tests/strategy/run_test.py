@@ -1,6 +1,7 @@
 """Strategy.run: arguments, results, and the errors about them."""
 
 from flax import linen as nn
+from flax import nnx
 from flax import struct
 from flax.training import train_state as flax_train_state
 import jax
@@ -201,6 +202,12 @@ SPLIT_OTHERWISE = jax.device_put(X[0], NamedSharding(SPLIT.mesh, P("model")))
     (lambda: EIGHT.run(lambda: {"a": "x"}), TypeError, r"\[a\]"),
     (lambda: EIGHT.run(lambda: fs.PerReplica(X)), TypeError, "PerReplica"),
     (lambda: jax.jit(lambda x: echo(X))(1.0), TypeError, "argument 0"),
+    (
+      lambda: echo({"a": nnx.BatchNorm(2, rngs=nnx.Rngs(0))}),
+      TypeError,
+      r"argument 0/a is a BatchNorm .*nnx\.jit",
+    ),
+    (lambda: echo(nnx.Rngs(0)), TypeError, "argument 0 is a Rngs"),
     (lambda: EIGHT.run(lambda: echo(1.0)), TypeError, "run"),
     (
       lambda: EIGHT.jit(jnp.sum, donate_argnums=-1)(1.0),
