@@ -289,23 +289,7 @@ def did_you_mean(
     >>> did_you_mean("dynamc", ["dynamic", "auto"])
     " Did you mean 'dynamic'?"
   """
-  found = nearest(name, known, cutoff=cutoff)
-  return f" Did you mean {found}?" if found else ""
-
-
-def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-  """Returns the one or two names that are most like another, or "".
-
-  Args:
-    name: The name that was not found.
-    known: The names that exist.
-    cutoff: The least similarity, between 0 and 1.
-
-  Example:
-    >>> nearest("dynamc", ["dynamic", "auto"])
-    "'dynamic'"
-  """
   # Once each: a name may be that of several parameters.
   names = list(dict.fromkeys(known))
   matches = difflib.get_close_matches(name, names, n=2, cutoff=cutoff)
-  return " or ".join(map(repr, matches))
+  return f" Did you mean {' or '.join(map(repr, matches))}?" if matches else ""

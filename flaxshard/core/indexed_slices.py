@@ -98,21 +98,13 @@ class IndexedSlices:
         "arithmetic on a whole tree of gradients change the row numbers too: "
         "use slices.map_values, or is_leaf=flaxshard.is_indexed_slices."
       )
-    if not self.dense_shape:
+    wanted = (self.indices.size, *self.dense_shape[1:])
+    is_vector = self.indices.ndim == 1
+    if not (self.dense_shape and is_vector and self.values.shape == wanted):
       raise ValueError(
-        "IndexedSlices: dense_shape must have at least one dimension, got ()."
-      )
-    if self.indices.ndim != 1:
-      raise ValueError(
-        "IndexedSlices: indices must have one dimension, got shape "
-        f"{self.indices.shape}."
-      )
-    wanted = (*self.indices.shape, *self.dense_shape[1:])
-    if self.values.shape != wanted:
-      raise ValueError(
-        f"IndexedSlices: values must have shape {wanted}, a row for each of "
-        f"the {self.indices.size} indices of an array of shape "
-        f"{self.dense_shape}, got {self.values.shape}."
+        "IndexedSlices: indices must be [n] and values [n, *dense_shape[1:]] "
+        f"for a dense_shape of at least one dimension, got {self.dense_shape} "
+        f"with {list(self.indices.shape)} and {list(self.values.shape)}."
       )
 
   def tree_flatten_with_keys(self) -> Any:

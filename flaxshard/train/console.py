@@ -13,8 +13,6 @@ import warnings
 
 import jax
 
-from flaxshard.core import ipython
-
 _log = logging.getLogger(__name__)
 
 Warn = Callable[[str, str], None]
@@ -84,7 +82,7 @@ def _is_logging_configured() -> bool:
 
 def _stream() -> TextIO:
   # A notebook shows standard error on red ground.
-  return sys.stdout if ipython.in_notebook() else sys.stderr
+  return sys.stdout if in_notebook() else sys.stderr
 
 
 @contextlib.contextmanager
@@ -150,7 +148,7 @@ def progress_bar(
   Yields:
     A function `update(step, row)`; it does nothing elsewhere.
   """
-  if not (sys.stderr.isatty() or ipython.in_notebook()):
+  if not (sys.stderr.isatty() or in_notebook()):
     yield lambda step, row: None
     return
   with warnings.catch_warnings():
@@ -196,3 +194,24 @@ def _is_console(handler: logging.Handler) -> bool:
     sys.stdout,
     sys.stderr,
   )
+
+
+def in_ipython() -> bool:
+  """Returns whether code runs in IPython, in a notebook or in a terminal."""
+  return _shell() is not None
+
+
+def in_notebook() -> bool:
+  """Returns whether code runs in a Jupyter kernel, not in a terminal."""
+  shell = _shell()
+  # tqdm.auto recognizes a kernel by this entry of the config as well.
+  return shell is not None and "IPKernelApp" in shell.config
+
+
+def _shell() -> Any:
+  # A program that IPython runs has imported it.
+  if "IPython" not in sys.modules:
+    return None
+  from IPython import get_ipython
+
+  return get_ipython()

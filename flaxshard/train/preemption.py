@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from flaxshard.core import ipython
+from flaxshard.train import console
 
 _log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ def returns_to_notebook(signum: int) -> bool:
   Args:
     signum: The signal that stopped the run.
   """
-  return signum == signal.SIGINT and ipython.in_ipython()
+  return signum == signal.SIGINT and console.in_ipython()
 
 
 def _uses_preemption_service() -> bool:

@@ -96,10 +96,10 @@ def test_norms_sum_equal_rows_first():
   [
     ([0.5], VALUES[:1], SHAPE, TypeError, "must be integers, got float"),
     ([True], VALUES[:1], SHAPE, TypeError, "must be integers, got bool"),
-    ([[0]], VALUES[:1], SHAPE, ValueError, "one dimension"),
-    ([0, 1], VALUES[:1], SHAPE, ValueError, r"shape \(2, 2\)"),
-    ([0], jnp.ones((1, 3)), SHAPE, ValueError, r"got \(1, 3\)"),
-    ([0], jnp.ones(1), (), ValueError, "at least one dimension"),
+    ([[0]], VALUES[:1], SHAPE, ValueError, r"\[1, 1\] and \[1, 2\]"),
+    ([0, 1], VALUES[:1], SHAPE, ValueError, r"\[2\] and \[1, 2\]"),
+    ([0], jnp.ones((1, 3)), SHAPE, ValueError, r"\(5, 2\) with .* \[1, 3\]"),
+    ([0], jnp.ones(1), (), ValueError, r"at least one dimension, got \(\)"),
   ],
 )
 def test_invalid_arguments_raise(indices, values, shape, error, match):
