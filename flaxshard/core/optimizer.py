@@ -88,13 +88,8 @@ class Optimizer:
   )
 
   def __post_init__(self) -> None:
-    where = f"optimizer {self.name!r}"
-    arguments = dict(self.arguments)
-    if self.name in OPTIMIZERS:
-      _check_numbers(where, arguments)
-    function = registry.lookup("optimizer", self.name, OPTIMIZERS)
-    tx = registry.construct(where, function, arguments)
-    object.__setattr__(self, "_tx", tx)
+    config = {"name": self.name, **dict(self.arguments)}
+    object.__setattr__(self, "_tx", _build("optimizer", config))
 
   def init(self, params: Any) -> Any:
     """Returns the initial optimizer state."""
@@ -157,11 +152,6 @@ def create(
     learning_rate=config["learning_rate"],
     num_train_steps=num_updates(config),
   )
-  if not callable(schedule):
-    raise TypeError(
-      f"config.schedule: {config['schedule']['name']!r} must return a function "
-      f"of the step, got {schedule!r}."
-    )
   arguments = dict(config["optimizer"])
   # Not an argument of the optimizer.
   max_norm = arguments.pop("clip_by_global_norm", None)
@@ -173,12 +163,7 @@ def create(
       f"{arguments['learning_rate']!r}: set config.learning_rate, which "
       "config.schedule turns into a schedule."
     )
-  # A custom optimizer may take arguments that are not numbers.
-  if arguments.get("name") in OPTIMIZERS:
-    _check_numbers("config.optimizer", arguments)
-  tx = registry.call(
-    "config.optimizer", arguments, OPTIMIZERS, learning_rate=schedule
-  )
+  tx = _build("config.optimizer", arguments, learning_rate=schedule)
   if max_norm is not None:
     # In front: the gradients are clipped, the weight decay is not.
     tx = optax.chain(optax.clip_by_global_norm(max_norm), tx)
@@ -200,14 +185,18 @@ def num_updates(config: Mapping[str, Any]) -> int:
   return max(config["num_train_steps"] // config["accumulate_steps"], 1)
 
 
-def _check_numbers(where: str, arguments: Mapping[str, Any]) -> None:
-  """Raises unless all numbers are finite and in their range.
+def _build(where: str, config: Mapping[str, Any], **given: Any) -> Any:
+  """Builds an optimizer from its name and arguments.
 
-  optax accepts others, and then computes NaNs or increases the loss.
+  The numbers of built-in ones must be finite and in their range: optax accepts
+  others, and then computes NaNs or increases the loss.
   """
-  for name, value in arguments.items():
+  # A custom optimizer may take arguments that are not numbers.
+  is_built_in = config.get("name") in OPTIMIZERS
+  for name, value in config.items() if is_built_in else ():
     # optax uses None and booleans as flags, not as numbers.
     if name != "name" and value is not None and not isinstance(value, bool):
       # FTRL's power of the learning rate is negative, and checked by `ftrl`.
       minimum = None if name == "learning_rate_power" else 0
       checks.number(f"{where}.{name}", value, minimum=minimum)
+  return registry.call(where, config, OPTIMIZERS, **given)
