@@ -32,6 +32,7 @@ from flaxshard.wrappers import EMA
 from flaxshard.wrappers import FixedLossScale
 from flaxshard.wrappers import LossScale
 from flaxshard.wrappers import Store
+from flaxshard.wrappers import wrap
 
 if TYPE_CHECKING:
   from flaxshard import center
@@ -100,6 +101,7 @@ __all__ = [
   "tasks",
   "testing",
   "train",
+  "wrap",
   "wrappers",
 ]
 

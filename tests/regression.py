@@ -27,7 +27,7 @@ def create(strategy=None, wrappers=(), tx=ADAM, **collections):
   """Creates a state, replicated on the mesh of a strategy if there is one."""
   # To create a state on a mesh compiles a program: avoid it where a copy will
   # do. AGN's per-replica state has to be created there.
-  per_replica = any(w.reduces_gradients for w in wrappers)
+  per_replica = any(w.reduces != "before" for w in wrappers)
   state = fs.TrainState.create(
     apply_fn=None,
     params=jax.tree.map(jnp.array, PARAMS),

@@ -223,7 +223,8 @@ class RestorePlan:
         params,
         _unflatten(self.template["opt_state"], ("opt_state",), leaves),
         collections,
-        {},
+        wrapper_states={},
+        new_collections={},
       )
       new = restart.compute_state(self.state.tx, target, found)
       leaves |= wrapper_states.leaves_of(new, restart.path)

@@ -8,8 +8,6 @@ import functools
 import inspect
 from typing import Any
 
-import optax
-
 # The names that optax documents. An optimizer that takes extra arguments
 # ignores those that it does not use, so that one step suits many optimizers.
 _STANDARD = frozenset(("value", "grad", "value_fn"))
@@ -51,15 +49,6 @@ def accepted(tx: Any) -> frozenset[str] | None:
   if any(p.kind is p.VAR_KEYWORD for p in parameters):
     names |= _STANDARD
   return names
-
-
-def bind(tx: Any, extra_args: Mapping[str, Any]) -> Any:
-  """Returns an optimizer whose update has been given extra arguments."""
-  if not extra_args:
-    return tx
-  return optax.GradientTransformation(
-    tx.init, functools.partial(tx.update, **extra_args)
-  )
 
 
 def _inspect(tx: Any) -> tuple[frozenset[str], frozenset[str], bool]:

@@ -6,6 +6,7 @@ A slot is an array that belongs to one parameter, such as Adam's first moment.
 from __future__ import annotations
 
 from collections.abc import Mapping
+import inspect
 from typing import Any
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from flaxshard.core import checks
 from flaxshard.core import trees
 
 PyTree = Any
@@ -37,6 +39,18 @@ def trained_params(params: PyTree) -> PyTree:
   These are all of them, or the fast ones of a pair for `optax.lookahead`.
   """
   return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def check_tx(tx: Any) -> None:
+  """Raises a TypeError unless `tx` is an optax optimizer."""
+  # By attribute, because optax.MultiSteps is no GradientTransformation.
+  if hasattr(tx, "init") and callable(getattr(tx, "update", None)):
+    return
+  hint = f" Call it: {tx.__name__}(1e-3)." if inspect.isfunction(tx) else ""
+  raise TypeError(
+    "tx must be an optax GradientTransformation, such as optax.adam(1e-3), got "
+    f"{checks.describe(tx)}.{hint}"
+  )
 
 
 def init(tx: Any, params: PyTree) -> PyTree:

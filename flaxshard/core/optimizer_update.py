@@ -1,4 +1,4 @@
-"""Flax's optimizer update, extended to leaves without a gradient and rows."""
+"""Updates by an optimizer, also of leaves without a gradient, and of rows."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Mapping
 import types
 from typing import Any
 
-from flax.training import train_state
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 import jax
 import jax.numpy as jnp
 import optax
 
 from flaxshard.core import checks
-from flaxshard.core import extra_args
 from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import parameter_groups
@@ -22,37 +21,73 @@ from flaxshard.core.indexed_slices import is_indexed_slices
 
 PyTree = Any
 
-# Read once: a program may replace Flax's class by this package's, which calls
-# this module.
-_FLAX_UPDATE = train_state.TrainState.apply_gradients
 
-
-def flax_update(
-  state: Any,
+def update(
+  tx: Any,
+  params: PyTree,
+  opt_state: PyTree,
   grads: PyTree,
-  replaced: Mapping[str, Any],
   extra: Mapping[str, Any] = types.MappingProxyType({}),
-) -> Any:
-  """Applies gradients as Flax's `TrainState.apply_gradients` does.
+) -> tuple[PyTree, PyTree]:
+  """Updates parameters and slots as Flax's `TrainState.apply_gradients` does.
 
   A leaf without a gradient keeps its parameter and its slots. An
   `IndexedSlices` becomes a whole array if the optimizer does not update rows of
   that parameter.
 
   Args:
-    state: A Flax train state.
-    grads: A tree like `trained_params(state.params)`; None where a leaf has no
+    tx: The optax optimizer.
+    params: The parameters.
+    opt_state: Its state.
+    grads: A tree like `trained_params(params)`; None where a leaf has no
       gradient.
-    replaced: New values of other fields of the state.
     extra: Extra arguments of the optimizer's update.
 
   Returns:
-    The new state.
+    The new parameters and the new state.
   """
-  grads = _to_dense_elsewhere(state.tx, grads)
-  bound = state.replace(tx=extra_args.bind(state.tx, extra)) if extra else state
-  new = _update(bound, grads, replaced)
-  return new.replace(tx=state.tx) if extra else new
+  grads = _to_dense_elsewhere(tx, grads)
+  trained = opt_state_lib.trained_params(params)
+  # A tree of booleans. Statistics are not frozen: their gradients replace them.
+  frozen = jax.tree_util.tree_map_with_path(
+    lambda path, _, g: g is None and not gradients.is_statistic(path),
+    trained,
+    grads,
+  )
+  if not any(jax.tree.leaves(frozen)):
+    return _update(tx, params, opt_state, grads, extra)
+  # The optimizer needs an array for every parameter. With a zero gradient it
+  # may still change parameter and slots, by weight decay or momentum: undo it.
+  is_table = parameter_groups.sparse_mask(tx, trained)
+  filled = jax.tree.map(
+    lambda is_frozen, table, p, g: _zero_gradient(p, table) if is_frozen else g,
+    frozen,
+    is_table or jax.tree.map(lambda _: False, trained),
+    trained,
+    grads,
+  )
+  new_params, new_state = _update(tx, params, opt_state, filled, extra)
+  is_pair = isinstance(params, optax.LookaheadParams)
+  new_params = jax.tree.map(
+    lambda is_frozen, n, o: o if is_frozen else n,
+    optax.LookaheadParams(frozen, frozen) if is_pair else frozen,
+    new_params,
+    params,
+  )
+  optimized = opt_state_lib.optimized_params
+  is_frozen = dict(jax.tree_util.tree_leaves_with_path(optimized(frozen)))
+  # None: leaves such as step counts belong to no parameter.
+  parameters = opt_state_lib.parameters_of(opt_state, optimized(trained))
+  slots = [
+    o if parameter is not None and is_frozen[parameter] else n
+    for n, o, parameter in zip(
+      jax.tree.leaves(new_state),
+      jax.tree.leaves(opt_state),
+      parameters,
+      strict=True,
+    )
+  ]
+  return new_params, jax.tree.unflatten(jax.tree.structure(new_state), slots)
 
 
 def keep_dtypes(new: PyTree, old: PyTree) -> PyTree:
@@ -66,49 +101,24 @@ def keep_dtypes(new: PyTree, old: PyTree) -> PyTree:
   )
 
 
-def _update(state: Any, grads: PyTree, replaced: Mapping[str, Any]) -> Any:
-  trained = opt_state_lib.trained_params(state.params)
-  # A tree of booleans. Statistics are not frozen: Flax replaces them.
-  frozen = jax.tree_util.tree_map_with_path(
-    lambda path, _, g: g is None and not gradients.is_statistic(path),
-    trained,
-    grads,
+def _update(
+  tx: Any,
+  params: PyTree,
+  opt_state: PyTree,
+  grads: PyTree,
+  extra: Mapping[str, Any],
+) -> tuple[PyTree, PyTree]:
+  """Updates parameters that all have a gradient."""
+  optimized = opt_state_lib.optimized_params(params)
+  has_statistics = optimized is not params
+  updates, new_state = tx.update(
+    grads["params"] if has_statistics else grads, opt_state, optimized, **extra
   )
-  if not any(jax.tree.leaves(frozen)):
-    return _FLAX_UPDATE(state, grads=grads, **replaced)
-  # The optimizer needs an array for every parameter. With a zero gradient it
-  # may still change parameter and slots, by weight decay or momentum: undo it.
-  is_table = parameter_groups.sparse_mask(state.tx, trained)
-  filled = jax.tree.map(
-    lambda is_frozen, table, p, g: _zero_gradient(p, table) if is_frozen else g,
-    frozen,
-    is_table or jax.tree.map(lambda _: False, trained),
-    trained,
-    grads,
-  )
-  new = _FLAX_UPDATE(state, grads=filled, **replaced)
-  is_pair = isinstance(state.params, optax.LookaheadParams)
-  params = jax.tree.map(
-    lambda is_frozen, n, o: o if is_frozen else n,
-    optax.LookaheadParams(frozen, frozen) if is_pair else frozen,
-    new.params,
-    state.params,
-  )
-  optimized = opt_state_lib.optimized_params
-  is_frozen = dict(jax.tree_util.tree_leaves_with_path(optimized(frozen)))
-  # None: leaves such as step counts belong to no parameter.
-  parameters = opt_state_lib.parameters_of(state.opt_state, optimized(trained))
-  slots = [
-    o if parameter is not None and is_frozen[parameter] else n
-    for n, o, parameter in zip(
-      jax.tree.leaves(new.opt_state),
-      jax.tree.leaves(state.opt_state),
-      parameters,
-      strict=True,
-    )
-  ]
-  opt_state = jax.tree.unflatten(jax.tree.structure(new.opt_state), slots)
-  return new.replace(params=params, opt_state=opt_state)
+  new = optax.apply_updates(optimized, updates)
+  if has_statistics:
+    statistics = grads[OVERWRITE_WITH_GRADIENT]
+    new = {"params": new, OVERWRITE_WITH_GRADIENT: statistics}
+  return new, new_state
 
 
 def _to_dense_elsewhere(tx: Any, grads: PyTree) -> PyTree:

@@ -20,10 +20,11 @@ from flaxshard.replicas import context as replica_context
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import initialization
 from flaxshard.state import sharding as sharding_lib
-from flaxshard.state import validation
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
+from flaxshard.wrappers import step as step_lib
+from flaxshard.wrappers.agn import AGN
 
 PyTree = Any
 M = TypeVar("M", bound=nnx.Module)
@@ -115,8 +116,8 @@ class Optimizer(nnx.Optimizer[M]):
         cannot be applied, `rules` are given without a strategy, or a wrapper
         needs `Strategy.run` because the strategy has several replicas.
     """
-    validation.check_tx(tx)
-    wrappers = base.check(wrappers)
+    opt_state_lib.check_tx(tx)
+    wrappers = stack.check(wrappers)
     if not jax.tree.leaves(nnx.state(model, wrt, graph=graph)):
       raise ValueError(
         f"wrt={wrt!r} selects no variable of {type(model).__name__}."
@@ -211,7 +212,7 @@ class Optimizer(nnx.Optimizer[M]):
         treedef, [next(rest) if _is_object(x) else x for x in leaves]
       )
       output = loss_fn(copies[0], *given_args, **given_kwargs)
-      loss, aux = validation.split_loss(output, has_aux)
+      loss, aux = step_lib.split_loss(output, has_aux)
       known = before | dict(nnx.to_flat_state(given))
       # What the loss leaves alone is no output, so that a transformation
       # neither copies nor carries it.
@@ -265,7 +266,7 @@ class Optimizer(nnx.Optimizer[M]):
       The gradients of the loss itself, for `update`.
     """
     leaves, treedef = jax.tree.flatten(grads)
-    unscaled = stack.unscale_gradients(
+    unscaled = step_lib.unscale_gradients(
       self.wrappers, self._local_states(), leaves
     )
     return jax.tree.unflatten(treedef, unscaled)
@@ -385,7 +386,7 @@ class Optimizer(nnx.Optimizer[M]):
       >>> nnx.update(average, optimizer.eval_params(model))
     """
     params, _ = self._split(model)
-    return stack.eval_params(self.wrappers, self._local_states(), params)
+    return stack.params(self.wrappers, self._local_states(), params, "eval")
 
   def metrics(self) -> dict[str, jax.Array]:
     """Returns the wrappers' metrics, for a training loop to log.
@@ -442,10 +443,8 @@ def _shapes(variable: Any) -> list[tuple[int, ...]]:
 def _check_wrappers(wrappers: tuple[base.Base, ...], num_replicas: int) -> None:
   """Raises a ValueError if a wrapper needs a TrainState."""
   for w in wrappers:
-    needs_replicas = (
-      w.local_updates or w.reduces_gradients or w.defers_reduction
-    )
-    if w.commits_to_store or (needs_replicas and num_replicas > 1):
+    is_store = isinstance(w, AGN) and w.commits_to_store
+    if is_store or (w.reduces != "before" and num_replicas > 1):
       raise ValueError(
         f"wrappers: {type(w).__name__} commits between steps, or needs the "
         f"gradients of each of the {num_replicas} replicas. Under nnx.jit "

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from flaxshard.core import checks
+from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.core.policy import Policy
 from flaxshard.partitioning import compile_only
@@ -23,7 +24,6 @@ from flaxshard.state import fields as fields_lib
 from flaxshard.state import initialization
 from flaxshard.state import lora as lora_lib
 from flaxshard.state import sharding as sharding_lib
-from flaxshard.state import validation
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
@@ -72,7 +72,7 @@ def create_train_state(
     wrappers: Wrappers such as `LossScale("dynamic")`, outermost first. Wrappers
       with a precision policy take it from `model.policy` or `model.dtype`.
     strategy: The `Strategy` whose mesh holds the state. Optimizer slots are
-      sharded like their parameters, wrapper states by `partition_specs`, other
+      sharded like their parameters, wrapper states by their `specs`, other
       collections by their metadata. Everything else is replicated.
     rules: How the parameters are split over the mesh: None (by their metadata,
       else replicated), `"fsdp"`, or a sequence of rules; see
@@ -114,8 +114,8 @@ def create_train_state(
     >>> abstract_state.params["kernel"].shape
     (3, 2)
   """
-  wrappers = base.check(wrappers)
-  validation.check_tx(tx)
+  wrappers = stack.check(wrappers)
+  opt_state_lib.check_tx(tx)
   tx = sparse_optimizer.wrap(tx, sparse, sparse_semantics)
   mesh = sharding_lib.mesh_of(strategy, rules)
   if init_kwargs and not isinstance(model, nn.Module):

@@ -141,7 +141,7 @@ def abstract_fields(
     fields: All array fields by name: arrays, or shapes and dtypes of them.
     specs: PartitionSpecs of the parameters and of the other collections, by
       name. Optimizer slots follow their parameters, wrapper states follow
-      `partition_specs`, and everything else is replicated.
+      `specs`, and everything else is replicated.
     wrappers: The wrappers of the state.
     mesh: The mesh; None puts everything on the default device.
   """
@@ -193,15 +193,15 @@ def wrapper_specs(
   parameter that it is a copy or a slot of.
 
   Raises:
-    TypeError: `partition_specs` returns a leaf that is not a PartitionSpec.
-    ValueError: `partition_specs` returns another tree than the state's, or a
+    TypeError: `specs` returns a leaf that is not a PartitionSpec.
+    ValueError: `specs` returns another tree than the state's, or a
       spec that does not fit a leaf.
   """
   result = {}
   for wrapper in wrappers:
     name = base.name_of(wrapper)
     leaves = jax.tree_util.tree_leaves_with_path(states[name])
-    wanted = base.partition_specs(wrapper, states[name])
+    wanted = base.specs(wrapper, states[name])
     param_like = opt_state_lib.specs(states[name], params, param_specs)
     specs = []
     # Local copies of the parameters and of their slots (AGN) follow them.
@@ -209,7 +209,7 @@ def wrapper_specs(
       leaves, wanted, jax.tree.leaves(param_like), strict=True
     ):
       # Checked here: JAX's error would not name the wrapper.
-      where = f"wrapper {name!r}: partition_specs[{trees.path_string(path)}]"
+      where = f"wrapper {name!r}: specs[{trees.path_string(path)}]"
       dims = specs_lib.check(where, spec, tuple(leaf.shape), mesh)
       specs.append(specs_lib.shortest(_split_like(dims, param_spec), mesh))
     treedef: Any = jax.tree.structure(states[name])

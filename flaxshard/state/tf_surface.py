@@ -198,8 +198,8 @@ def _tree_of(pairs: Iterable[Pair], params: PyTree) -> PyTree:
 
 def check_aggregation(
   aggregation: Any, is_skipped: bool, wrappers: tuple[base.Base, ...]
-) -> str:
-  """Returns "mean" or "sum"; the mean for None.
+) -> str | None:
+  """Returns "mean" or "sum", the mean by default; None if it is skipped.
 
   Args:
     aggregation: "mean", "sum" or None.
@@ -210,7 +210,7 @@ def check_aggregation(
     ValueError: It is none of these, or something else decides already.
   """
   if aggregation is None:
-    return "mean"
+    return None if is_skipped else "mean"
   replica_context.check_reduce_op(aggregation, "aggregation")
   if is_skipped or stack.reduces_gradients(wrappers):
     names = [base.name_of(w) for w in wrappers]
@@ -222,7 +222,7 @@ def check_aggregation(
   return aggregation
 
 
-def check_extra_arguments(reduction: str, names: Iterable[str]) -> None:
+def check_extra_arguments(reduction: str | None, names: Iterable[str]) -> None:
   """Raises a ValueError if a sum contradicts arguments of the optimizer."""
   # They are means over the replicas, and must be those of the gradients.
   means = sorted({"grad", "value_fn"} & set(names))

@@ -16,21 +16,31 @@ import jax.numpy as jnp
 import optax
 
 from flaxshard.core import checks
+from flaxshard.core import extra_args
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.partitioning import compile_only
+from flaxshard.replicas import context as replica_context
 from flaxshard.sparse import optimizer as sparse_optimizer
-from flaxshard.state import apply_gradients as apply_gradients_lib
 from flaxshard.state import describe
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import sharding as sharding_lib
 from flaxshard.state import tf_surface
-from flaxshard.state import validation
-from flaxshard.state import value_and_grad as value_and_grad_lib
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
+from flaxshard.wrappers import step as step_lib
 
 PyTree = Any
+
+# Methods that a field or a collection of the same name may hide. Flax's
+# examples have a field `metrics`.
+_HIDEABLE = frozenset(("metrics", "variables"))
+
+# Fields that only the update itself changes, and those without arrays.
+_RESERVED = frozenset(
+  ("step", "params", "opt_state", "wrapper_states", "wrappers")
+)
+_STATIC = frozenset(("apply_fn", "tx", "global_structures"))
 
 
 class TrainState(flax_train_state.TrainState):
@@ -86,7 +96,7 @@ class TrainState(flax_train_state.TrainState):
     # Flax's examples declare a field `metrics`. Without this, dataclasses would
     # take the inherited method `metrics` as the default of that field.
     declared = inspect.get_annotations(cls).keys() - vars(cls).keys()
-    for name in declared & validation.HIDEABLE:
+    for name in declared & _HIDEABLE:
       setattr(cls, name, dataclasses.field())
     # Otherwise the dataclass of each subclass gets a repr with all values.
     super().__init_subclass__(**{"repr": False, **kwargs})
@@ -122,7 +132,7 @@ class TrainState(flax_train_state.TrainState):
       strategy: A `Strategy`, to put the state on its mesh. Parameters and
         collections that are sharded over that mesh keep their sharding; others
         are replicated. Optimizer slots are sharded like their parameters, and
-        the wrappers' states as their `partition_specs` say.
+        the wrappers' states as their `specs` say.
       sparse: Regular expressions, found in paths such as `embed/embedding`:
         gradients and updates of these tables have the rows that a step used;
         see `flaxshard.sparse_rows`.
@@ -149,11 +159,11 @@ class TrainState(flax_train_state.TrainState):
       >>> int(state.step), state.batch_stats["mean"].tolist()
       (0, [0.0, 0.0])
     """
-    wrappers = base.check(wrappers)
+    wrappers = stack.check(wrappers)
     mesh = sharding_lib.mesh_of(strategy)
     num_replicas = sharding_lib.count_replicas(mesh, wrappers)
-    validation.check_collections(cls, TrainState, collections)
-    validation.check_tx(tx)
+    _check_collections(cls, collections)
+    opt_state_lib.check_tx(tx)
     tx = sparse_optimizer.wrap(tx, sparse, sparse_semantics)
     fields = fields_lib.fields_by_name(cls)
     static = {
@@ -235,12 +245,18 @@ class TrainState(flax_train_state.TrainState):
       >>> float(loss), float(grads["w"])
       (3.0, 3.0)
     """
-    return value_and_grad_lib.value_and_grad(
-      self,
+    selected = None
+    if var_list is not None:
+      selected = tf_surface.select(var_list, self.params).__contains__
+    return step_lib.value_and_grad(
+      self.tx,
+      self.wrappers,
+      self.wrapper_states,
+      self.params,
       loss_fn,
       args,
       has_aux=has_aux,
-      var_list=var_list,
+      is_selected=selected,
       grad_loss=grad_loss,
       gate_gradients=gate_gradients,
     )
@@ -266,16 +282,7 @@ class TrainState(flax_train_state.TrainState):
       >>> float(grads["w"]), float(state.unscale_gradients(grads)["w"])
       (24.0, 3.0)
     """
-    if value_and_grad_lib.inside.get() is self.wrapper_states and self.wrappers:
-      raise ValueError(
-        "scale_loss: value_and_grad and minimize scale the loss themselves. "
-        "Return the loss as it is."
-      )
-    return stack.scale_loss(
-      self.wrappers,
-      stack.local_states(self.wrappers, self.wrapper_states),
-      loss,
-    )
+    return step_lib.scale_loss(self.wrappers, self.wrapper_states, loss)
 
   def unscale_gradients(self, grads: PyTree) -> PyTree:
     """Undoes `scale_loss` on the gradients of a scaled loss.
@@ -285,8 +292,11 @@ class TrainState(flax_train_state.TrainState):
 
     Returns:
       The gradients of the loss itself, for `apply_gradients`.
+
+    Raises:
+      ValueError: `LossScale` has unscaled them, as those of `value_and_grad`.
     """
-    return stack.unscale_gradients(
+    return step_lib.unscale_gradients(
       self.wrappers,
       stack.local_states(self.wrappers, self.wrapper_states),
       grads,
@@ -397,12 +407,66 @@ class TrainState(flax_train_state.TrainState):
       (0.5, 1)
     """
     grads = tf_surface.gradients_argument(positional, grads, self.params)
-    return apply_gradients_lib.apply_gradients(
-      self,
-      grads,
-      replaced,
-      skip_gradients_aggregation=skip_gradients_aggregation,
-      aggregation=aggregation,
+    grads = step_lib.check_gradients(self.tx, self.params, grads)
+    reduction = tf_surface.check_aggregation(
+      aggregation, skip_gradients_aggregation, self.wrappers
+    )
+    collections, static, extra = self._split_names(replaced)
+    tf_surface.check_extra_arguments(reduction, extra)
+    in_replica = replica_context.get_replica_context() is not None
+    if self.wrappers or in_replica:
+      # A skipped step keeps the old ones.
+      collections = {
+        name: jax.tree.map(
+          trees.drop_weak_type, trees.conform(name, x, getattr(self, name))
+        )
+        for name, x in collections.items()
+      }
+    if in_replica:
+      collections = step_lib.reduce_collections(
+        self.wrappers, collections, dict(self.global_structures)
+      )
+    target = base.Target(
+      step=self.step,  # type: ignore[arg-type]
+      params=self.params,
+      opt_state=self.opt_state,
+      collections={name: getattr(self, name) for name in collections},
+      wrapper_states=dict(self.wrapper_states),
+      new_collections=collections,
+    )
+    new = step_lib.update(
+      self.tx, self.wrappers, target, grads, extra, reduction=reduction
+    )
+    if self.wrappers:
+      static["wrapper_states"] = new.wrapper_states
+    return self.replace(
+      step=new.step,
+      params=new.params,
+      opt_state=new.opt_state,
+      **new.collections,
+      **static,
+    )
+
+  def _split_names(
+    self, given: Mapping[str, Any]
+  ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Returns the array fields, the static fields and the others by name."""
+    fields = set(fields_lib.fields_by_name(type(self))) - _RESERVED
+    arrays = fields & set(fields_lib.array_field_names(self))
+    extra = {k: v for k, v in given.items() if k not in fields}
+    names = extra_args.accepted(self.tx) if extra else None
+    for name in extra:
+      if name in _RESERVED or (names is not None and name not in names):
+        allowed = sorted((fields - _STATIC) | (names or set()))
+        hint = checks.did_you_mean(name, allowed)
+        raise TypeError(
+          f"apply_gradients: {name!r} cannot be replaced, and is no argument "
+          f"of the optimizer; allowed: grads, {', '.join(allowed)}.{hint}"
+        )
+    return (
+      {k: v for k, v in given.items() if k in arrays},
+      {k: v for k, v in given.items() if k in fields - arrays},
+      extra,
     )
 
   def minimize(
@@ -446,17 +510,32 @@ class TrainState(flax_train_state.TrainState):
       grad_loss=grad_loss,
       gate_gradients=gate_gradients,
     )
-    extra = value_and_grad_lib.extra_arguments(
-      self,
-      loss_fn,
-      args,
-      value,
-      grads,
-      has_aux=has_aux,
-      var_list=var_list,
-      grad_loss=grad_loss,
+    fields = fields_lib.fields_by_name(type(self))
+    used = extra_args.used(self.tx) & {"value", "grad", "value_fn"} - set(
+      fields
     )
-    new = self.apply_gradients(grads=grads, aggregation=aggregation, **extra)
+    if var_list is not None and "value_fn" in used:
+      # Undoing its step for some parameters leaves a point it has not seen.
+      raise ValueError(
+        "minimize: var_list needs an optimizer that updates each parameter by "
+        "itself; this one uses value_fn, as line searches do. Freeze the other "
+        "parameters: flaxshard.freeze(tx, patterns)."
+      )
+
+    def objective(value: Any) -> Any:
+      loss = value[0] if has_aux else value
+      return step_lib.weigh_loss(loss, grad_loss)
+
+    extra = dict(
+      value=objective(value),
+      grad=grads,
+      value_fn=lambda params: objective(loss_fn(params, *args)),
+    )
+    new = self.apply_gradients(
+      grads=grads,
+      aggregation=aggregation,
+      **{name: extra[name] for name in used},
+    )
     return new, value
 
   # -- Slots.
@@ -553,7 +632,7 @@ class TrainState(flax_train_state.TrainState):
       >>> float(state.params["w"]), float(state.eval_params["w"])
       (0.0, 0.5)
     """
-    return stack.eval_params(self.wrappers, self.wrapper_states, self.params)
+    return stack.params(self.wrappers, self.wrapper_states, self.params, "eval")
 
   def metrics(self) -> dict[str, jax.Array]:
     """Returns the wrappers' metrics, for a training loop to log.
@@ -627,3 +706,20 @@ def _init(
       wrappers, params, tx, collections, num_replicas
     )
   return computed
+
+
+def _check_collections(cls: type, collections: Mapping[str, PyTree]) -> None:
+  """Raises unless collections can be fields of a state of a class."""
+  fields = set(fields_lib.fields_by_name(cls))
+  taken = (fields & set(fields_lib.fields_by_name(TrainState))) | (
+    set(dir(cls)) - fields - _HIDEABLE
+  )
+  for name, tree in collections.items():
+    if name in taken:
+      raise ValueError(
+        f"a collection cannot be named {name!r}: a TrainState has an attribute "
+        "of that name."
+      )
+    # A misspelt argument, such as `wrapers`, would be a collection.
+    if name not in fields:
+      trees.check_arrays(name, tree)

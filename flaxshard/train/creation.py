@@ -27,7 +27,7 @@ from flaxshard.tasks import apply
 from flaxshard.tasks import load
 from flaxshard.tasks.adapted import AdaptedTask
 from flaxshard.train import fine_tuning
-from flaxshard.wrappers import accumulate
+from flaxshard.wrappers import config as wrappers_config
 
 
 def plan_creation(
@@ -95,7 +95,7 @@ def _plan_creation(
       jax.random.key(config.seed),
       args,
       tx,
-      wrappers=accumulate.add_accumulation(
+      wrappers=wrappers_config.add_accumulation(
         wrappers_lib.from_config(config.wrappers),
         config.accumulate_steps,
         per_replica=config.mesh.per_replica,

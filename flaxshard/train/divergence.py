@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import logging
 import math
 from typing import Any
 
 import jax
+import numpy as np
 
 from flaxshard.core import gradients
 from flaxshard.state.train_state import TrainState
 from flaxshard.train import console
 from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import steps
-from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
+from flaxshard.wrappers.loss_scale import LossScale
+from flaxshard.wrappers.loss_scale_rules import DynamicLossScale
 
 _log = logging.getLogger(__name__)
 
@@ -73,15 +75,16 @@ class DivergenceCheck:
     """
     if progress.bad_step:
       self._report("loss", _describe_bad_step(state, progress))
-    stalls = stack.stalls(state.wrappers, state.wrapper_states)
-    self._has_stalled = bool(stalls)
-    diverged = [s for s in stalls if s.steps >= self._max_stalled_steps]
-    if diverged:
+    stalled = _stalled_steps(state)
+    self._has_stalled = stalled > 0
+    if stalled >= self._max_stalled_steps:
+      scale = state.wrapper_states[LossScale.name]
       self._report(
         "stall",
-        f"step {step}: the last {diverged[0].steps} steps were skipped, so "
-        f"training makes no progress. {diverged[0].reason} A lower "
-        "config.learning_rate may help.",
+        f"step {step}: the last {stalled} steps were skipped, so training "
+        "makes no progress. "
+        f"{_describe_floor(float(scale.scale), int(scale.skipped_steps))} A "
+        "lower config.learning_rate may help.",
       )
 
   def check_evaluation(
@@ -157,10 +160,15 @@ class WrapperNotes:
 
   def log_warnings(self, step: int, row: Mapping[str, Any]) -> None:
     """Logs the warnings that follow from a row of metrics."""
-    for wrapper in self._wrappers:
-      message = wrapper.warning(self._previous, row)
-      if message:
-        self._warn(base.name_of(wrapper), f"step {step}: {message}")
+    for rule in _dynamic_rules(self._wrappers):
+      # "auto" may have found nothing to scale.
+      scale = row.get("loss_scale", math.inf)
+      if scale <= rule.min_scale:
+        skipped = row["skipped_steps"] - self._previous["skipped_steps"]
+        # The skipped steps that lowered the scale to its floor are no failure.
+        if skipped > rule.steps_to_floor(self._previous["loss_scale"]):
+          message = _describe_floor(scale, row["skipped_steps"])
+          self._warn(LossScale.name, f"step {step}: {message}")
     self._previous = dict(row)
 
   def log_pending(self, step: int, state: TrainState, is_last: bool) -> None:
@@ -174,6 +182,33 @@ class WrapperNotes:
       for note in notes:
         _log.warning("step %d %s with updates pending. %s", step, when, note)
     self._has_pending = self._has_pending or bool(notes)
+
+
+def _dynamic_rules(wrappers: Sequence[Any]) -> list[DynamicLossScale]:
+  """Returns the rule of a dynamic loss scale, if there is one."""
+  rules = [w.rule for w in wrappers if isinstance(w, LossScale)]
+  return [rule for rule in rules if isinstance(rule, DynamicLossScale)]
+
+
+def _stalled_steps(state: TrainState) -> int:
+  """Returns how many steps in a row were skipped, if no scale is left to try.
+
+  That is so at the smallest scale. Else it is 0.
+  """
+  for rule in _dynamic_rules(state.wrappers):
+    scale = state.wrapper_states[LossScale.name]
+    if scale and scale.scale <= np.float32(rule.min_scale):
+      return int(scale.bad_steps)
+  return 0
+
+
+def _describe_floor(scale: float, skipped_steps: float) -> str:
+  return (
+    f"LossScale: the scale is at its floor, {scale:g}, and gradients are still "
+    f"not finite ({int(skipped_steps)} steps skipped so far). A smaller scale "
+    "is not allowed: look for the source with "
+    "flaxshard.nonfinite_leaves(grads), or lower min_scale."
+  )
 
 
 def _describe_bad_step(state: TrainState, progress: steps.Progress) -> str:

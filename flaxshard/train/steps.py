@@ -78,12 +78,11 @@ def train_step(
   new_state = state.apply_gradients(grads=grads, **aux.collections)
 
   applied = new_state.step != state.step
-  is_added = stack.took_batch(
-    state.wrappers, state.wrapper_states, new_state.wrapper_states
-  )
-  if is_added is not None:
+  before = state.wrapper_states.get("accumulate")
+  if before is not None:
     # A batch whose gradients are only accumulated is used, too.
-    applied |= is_added
+    after = new_state.wrapper_states["accumulate"]
+    applied |= after.num_batches != before.num_batches
   # A skipped step has no finite loss.
   metrics = jax.tree.map(
     lambda new, old: jnp.where(applied, new, old),
@@ -176,4 +175,4 @@ def bad_paths(state: TrainState, progress: Progress) -> list[str]:
 def _working_params(state: TrainState) -> Any:
   """Returns the parameters at which the next loss is computed."""
   states = stack.local_states(state.wrappers, state.wrapper_states)
-  return stack.working_params(state.wrappers, states, state.params)
+  return stack.params(state.wrappers, states, state.params, "train")

@@ -7,7 +7,6 @@ from flaxshard.wrappers.agn import AGNState
 from flaxshard.wrappers.agn_store import Store
 from flaxshard.wrappers.base import Base
 from flaxshard.wrappers.base import Next
-from flaxshard.wrappers.base import Stall
 from flaxshard.wrappers.base import Target
 from flaxshard.wrappers.config import from_config
 from flaxshard.wrappers.config import to_config
@@ -18,6 +17,9 @@ from flaxshard.wrappers.loss_scale import LossScale
 from flaxshard.wrappers.loss_scale_rules import DynamicLossScale
 from flaxshard.wrappers.loss_scale_rules import FixedLossScale
 from flaxshard.wrappers.loss_scale_rules import LossScaleState
+from flaxshard.wrappers.wrapped import wrap
+from flaxshard.wrappers.wrapped import Wrapped
+from flaxshard.wrappers.wrapped import WrappedState
 
 __all__ = [
   "AGN",
@@ -33,9 +35,11 @@ __all__ = [
   "LossScale",
   "LossScaleState",
   "Next",
-  "Stall",
   "Store",
   "Target",
+  "Wrapped",
+  "WrappedState",
   "from_config",
   "to_config",
+  "wrap",
 ]

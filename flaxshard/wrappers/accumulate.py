@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any, ClassVar, NamedTuple
@@ -99,33 +99,9 @@ class Accumulate(base.Base):
     checks.boolean("Accumulate: per_replica", self.per_replica)
 
   @property
-  def defers_reduction(self) -> bool:  # type: ignore[override]
-    """Whether gradients are reduced inside of this wrapper."""
-    return self.per_replica
-
-  def check_order(
-    self, outer: Sequence[base.Base], inner: Sequence[base.Base]
-  ) -> None:
-    """Raises a ValueError if a wrapper is on the wrong side of this one."""
-    for wrapper in outer:
-      is_reduced = wrapper.reduces_gradients and self.per_replica
-      if wrapper.local_updates or wrapper.commits_to_store or is_reduced:
-        raise ValueError(
-          f"Accumulate must be outside of {base.name_of(wrapper)!r}, which "
-          "needs the gradients of each replica: put 'accumulate' first."
-        )
-    for wrapper in inner:
-      name = base.name_of(wrapper)
-      if wrapper.skips_steps:
-        raise ValueError(
-          f"Accumulate must be inside of {name!r}, which looks at the "
-          f"gradients of each batch: put {name!r} first."
-        )
-      if wrapper.reduces_gradients and not self.per_replica:
-        raise ValueError(
-          f"Accumulate(per_replica=False) is outside of {name!r}, which needs "
-          "the gradients of each replica: use Accumulate(per_replica=True)."
-        )
+  def reduces(self) -> str:  # type: ignore[override]
+    """Whether gradients are reduced before this wrapper, or inside of it."""
+    return "inside" if self.per_replica else "before"
 
   def init(self, params: PyTree, tx: Any) -> AccumulateState:
     """Returns the first state: a sum of no gradients.
@@ -151,17 +127,11 @@ class Accumulate(base.Base):
     del target, saved
     return state
 
-  def partition_specs(self, state: AccumulateState) -> Any:
+  def specs(self, state: AccumulateState) -> Any:
     """Returns the specs: the sums are per replica if `per_replica`."""
     spec = P(mesh_lib.REPLICA) if self.per_replica else P()
     specs: Any = jax.tree.map(lambda _: P(), state)
     return specs._replace(grads=jax.tree.map(lambda _: spec, state.grads))
-
-  def took_batch(
-    self, before: AccumulateState, after: AccumulateState
-  ) -> jax.Array:
-    """Returns whether a batch was added to the sum."""
-    return before.num_batches != after.num_batches
 
   def pending(self, state: AccumulateState) -> str | None:
     """Returns how many batches the parameters lack, if any."""
@@ -194,6 +164,10 @@ class Accumulate(base.Base):
       )
       return next(target, mean), _map(_clear, total, taken)
 
+    # Also a batch without an update changes them.
+    target = target._replace(
+      collections={**target.collections, **target.new_collections}
+    )
     # Not equal: a restored state may have a sum of more batches than `steps`.
     is_update = count >= self.steps
     with jax.named_scope(tracing.UPDATE_SCOPE):
@@ -201,48 +175,6 @@ class Accumulate(base.Base):
         is_update, update, lambda *operands: operands, target, total
       )
     return target, AccumulateState(total, jnp.where(is_update, 0, count))
-
-
-def add_accumulation(
-  wrappers: Sequence[base.Base], steps: int, *, per_replica: bool = False
-) -> tuple[base.Base, ...]:
-  """Adds an `Accumulate` to wrappers, for `accumulate_steps` of a config.
-
-  It is placed as far outside as possible, so that other wrappers see the
-  gradients of the update. Wrappers that skip steps, such as `LossScale`, and
-  what is around them stay outside.
-
-  Args:
-    wrappers: The wrappers, outermost first.
-    steps: Number of batches in an update. With 1 nothing is added.
-    per_replica: See `Accumulate`. A wrapper around it that reduces the
-      gradients of each batch, such as `CrossShard`, makes it False.
-
-  Raises:
-    ValueError: The wrappers do not allow it.
-
-  Example:
-    >>> import flaxshard as fs
-    >>> added = add_accumulation([fs.LossScale(), fs.EMA()], 4)
-    >>> [base.name_of(wrapper) for wrapper in added]
-    ['loss_scale', 'accumulate', 'ema']
-  """
-  wrappers = tuple(wrappers)
-  if any(isinstance(wrapper, Accumulate) for wrapper in wrappers):
-    raise ValueError(
-      "config.wrappers: 'accumulate' is not a wrapper of a training config; "
-      "set config.accumulate_steps, which the schedule depends on as well."
-    )
-  if steps == 1:
-    return wrappers
-  skipping = [i for i, w in enumerate(wrappers) if w.skips_steps]
-  position = skipping[-1] + 1 if skipping else 0
-  is_reduced = any(w.reduces_gradients for w in wrappers[:position])
-  accumulate = Accumulate(steps, per_replica=per_replica and not is_reduced)
-  try:
-    return base.check([*wrappers[:position], accumulate, *wrappers[position:]])
-  except ValueError as e:
-    raise ValueError(f"config.accumulate_steps={steps}: {e}") from e
 
 
 def _map(fn: Callable[..., Any], tree: PyTree, other: PyTree) -> PyTree:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import dataclasses
 import functools
 from typing import Any, ClassVar, NamedTuple
@@ -18,7 +17,6 @@ from flaxshard.core import tracing
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
-from flaxshard.replicas import values
 from flaxshard.wrappers import agn_commit
 from flaxshard.wrappers import agn_sequential
 from flaxshard.wrappers import agn_store
@@ -164,26 +162,14 @@ class AGN(base.Base):
   # other wrappers AGN is then one with a replicated state.
 
   @property
-  def reduces_gradients(self) -> bool:  # type: ignore[override]
-    """Whether AGN gets the gradients of one replica."""
-    return not self.commits_to_store
+  def reduces(self) -> str:  # type: ignore[override]
+    """Whether AGN gets the gradients of one replica, and keeps them."""
+    return "before" if self.commits_to_store else "local"
 
   @property
-  def local_updates(self) -> bool:  # type: ignore[override]
-    """Whether replicas have parameters of their own between commits."""
-    return not self.commits_to_store
-
-  @property
-  def commits_to_store(self) -> bool:  # type: ignore[override]
+  def commits_to_store(self) -> bool:
     """Whether `flaxshard.Worker` commits, between steps."""
     return isinstance(self.transport, agn_store.Store)
-
-  def check_order(
-    self, outer: Sequence[base.Base], inner: Sequence[base.Base]
-  ) -> None:
-    """Raises a ValueError if a wrapper may not stand inside of this one."""
-    if self.commits_to_store:
-      agn_store.check_order(outer, inner)
 
   # -- State.
 
@@ -218,22 +204,6 @@ class AGN(base.Base):
       outer_opt_state=outer_opt_state,
       **(agn_store.init_fields(self, accum) if self.commits_to_store else {}),
     )
-
-  def init_collections(
-    self, state: AGNState, collections: dict[str, PyTree]
-  ) -> AGNState:
-    """Returns the state with the collections, to be kept per replica.
-
-    Raises:
-      TypeError: A collection is a `PerReplica` already.
-    """
-    for name, tree in collections.items():
-      if values.has_per_replica(tree):
-        raise TypeError(
-          f"AGN: the collection {name!r} must not be a PerReplica: AGN keeps "
-          "every collection per replica itself. Pass the value of one replica."
-        )
-    return state._replace(collections=collections)
 
   def restart(
     self, state: AGNState, target: base.Target, saved: dict[str, jax.Array]
@@ -271,7 +241,7 @@ class AGN(base.Base):
       sent=jax.tree.map(lambda x: jnp.full_like(x, local_step), state.sent),
     )
 
-  def partition_specs(self, state: AGNState) -> AGNState:
+  def specs(self, state: AGNState) -> AGNState:
     """Returns the specs: counters and `outer_opt_state` are replicated."""
 
     def specs_of(field: str, value: PyTree) -> PyTree:
@@ -304,28 +274,11 @@ class AGN(base.Base):
       f"{self.communication_period} applied steps."
     )
 
-  # -- Collections.
-
-  def reduce_collection(self, x: jax.Array) -> jax.Array:
-    """Returns a replica's collection unchanged: commits average it."""
-    return replica_context.mean_collection(x) if self.commits_to_store else x
-
-  def swap_collections(
-    self, state: AGNState, collections: dict[str, PyTree]
-  ) -> tuple[AGNState, dict[str, PyTree]]:
-    """Exchanges the committed collections for those of the replica, or back."""
-    swapped = {name: collections[name] for name in state.collections}
-    return (
-      state._replace(collections=swapped),
-      {**collections, **state.collections},
-    )
-
   # -- A step.
 
-  def working_params(self, state: AGNState, params: PyTree) -> PyTree:
-    """Returns this replica's local parameters."""
-    del params
-    return state.local_params
+  def params(self, state: AGNState, params: PyTree, mode: str) -> PyTree:
+    """Returns this replica's local parameters, or the center to evaluate."""
+    return state.local_params if mode == "train" else params
 
   def apply(
     self, state: AGNState, target: base.Target, grads: PyTree, next: base.Next

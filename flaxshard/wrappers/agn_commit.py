@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flax.training import train_state
 import jax
 import jax.numpy as jnp
 
@@ -222,16 +221,11 @@ def apply_tx(tx: Any, center: ModelState, grads: PyTree) -> ModelState:
     center: The center, with the state of `tx`.
     grads: Gradients like the parameters; None where a leaf has none.
   """
-  state = train_state.TrainState(
-    step=0,
-    apply_fn=None,  # type: ignore[arg-type]
-    params=center.params,
-    tx=tx,
-    opt_state=center.opt_state,
+  params, opt_state = optimizer_update.update(
+    tx, center.params, center.opt_state, grads
   )
-  new = optimizer_update.flax_update(state, grads, {})
   return ModelState(
-    new.params, optimizer_update.keep_dtypes(new.opt_state, center.opt_state)
+    params, optimizer_update.keep_dtypes(opt_state, center.opt_state)
   )
 
 

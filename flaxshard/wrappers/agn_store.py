@@ -10,7 +10,6 @@ steps before the next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import dataclasses
 from typing import Any, TYPE_CHECKING
 
@@ -122,30 +121,6 @@ def check_arguments(agn: AGN) -> None:
       f"AGN: transport: quorum={store.quorum} needs commit='mean' or 'sum': "
       "sequential commits are applied one by one."
     )
-
-
-def check_order(outer: Sequence[base.Base], inner: Sequence[base.Base]) -> None:
-  """Raises a ValueError if a wrapper may not stand beside AGN.
-
-  Args:
-    outer: The wrappers around an AGN with a store.
-    inner: The wrappers inside of it.
-  """
-  for wrapper in (*outer, *inner):
-    note = wrapper.divergence()
-    if note is not None:
-      raise ValueError(
-        "AGN(transport='store') needs equal replicas within a process: "
-        f"{base.name_of(wrapper)!r} lets them differ. {note}"
-      )
-  for wrapper in inner:
-    name = base.name_of(wrapper)
-    if wrapper.reduces_gradients or wrapper.defers_reduction:
-      raise ValueError(
-        f"AGN(transport='store') must be inside of {name!r}: it accumulates "
-        "gradients that are averaged over the replicas of this process "
-        f"already. Put {name!r} first."
-      )
 
 
 def check_optimizer(agn: AGN, tx: Any) -> None:

@@ -25,6 +25,7 @@ from flaxshard.wrappers import cross_shard
 from flaxshard.wrappers import ema
 from flaxshard.wrappers import loss_scale
 from flaxshard.wrappers import loss_scale_rules
+from flaxshard.wrappers import stack
 
 _WRAPPERS: dict[str, type[base.Base]] = {
   "accumulate": accumulate.Accumulate,
@@ -68,7 +69,7 @@ def from_config(config: Iterable[Any]) -> tuple[base.Base, ...]:
       "wrappers must be a sequence of (name, arguments) pairs such as "
       f"(('loss_scale', {{'scale': 'dynamic'}}),), got {config!r}."
     )
-  return base.check(
+  return stack.check(
     [_build(f"wrappers[{i}]", entry) for i, entry in enumerate(config)]
   )
 
@@ -93,8 +94,52 @@ def to_config(
     (('loss_scale', {'scale': 'dynamic'}),)
   """
   return tuple(
-    (_name_in_config(w), _arguments_in_config(w)) for w in base.check(wrappers)
+    (_name_in_config(w), _arguments_in_config(w)) for w in stack.check(wrappers)
   )
+
+
+def add_accumulation(
+  wrappers: Sequence[base.Base], steps: int, *, per_replica: bool = False
+) -> tuple[base.Base, ...]:
+  """Adds an `Accumulate` to wrappers, for `accumulate_steps` of a config.
+
+  It is placed as far outside as possible, so that other wrappers see the
+  gradients of the update. `LossScale` and what is around it stay outside.
+
+  Args:
+    wrappers: The wrappers, outermost first.
+    steps: Number of batches in an update. With 1 nothing is added.
+    per_replica: See `Accumulate`. A wrapper around it that reduces the
+      gradients of each batch, such as `CrossShard`, makes it False.
+
+  Raises:
+    ValueError: The wrappers do not allow it.
+
+  Example:
+    >>> import flaxshard as fs
+    >>> added = add_accumulation([fs.LossScale(), fs.EMA()], 4)
+    >>> [base.name_of(wrapper) for wrapper in added]
+    ['loss_scale', 'accumulate', 'ema']
+  """
+  wrappers = tuple(wrappers)
+  if any(isinstance(wrapper, accumulate.Accumulate) for wrapper in wrappers):
+    raise ValueError(
+      "config.wrappers: 'accumulate' is not a wrapper of a training config; "
+      "set config.accumulate_steps, which the schedule depends on as well."
+    )
+  if steps == 1:
+    return wrappers
+  scaling = [isinstance(w, loss_scale.LossScale) for w in wrappers]
+  position = scaling.index(True) + 1 if any(scaling) else 0
+  outer, inner = wrappers[:position], wrappers[position:]
+  is_reduced = stack.reduces_gradients(outer)
+  added = accumulate.Accumulate(
+    steps, per_replica=per_replica and not is_reduced
+  )
+  try:
+    return stack.check([*outer, added, *inner])
+  except ValueError as e:
+    raise ValueError(f"config.accumulate_steps={steps}: {e}") from e
 
 
 def built_in_wrappers() -> tuple[type[base.Base], ...]:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import dataclasses
 import operator
 from typing import Any, ClassVar
-
-import jax
 
 from flaxshard.core import checks
 from flaxshard.replicas import context as replica_context
 from flaxshard.wrappers import base
 
 Groups = tuple[tuple[int, ...], ...]
-
-# A message lists at most so many groups; it counts more.
-_MAX_LISTED = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +70,7 @@ class CrossShard(base.Base):
 
   name: ClassVar[str] = "cross_shard"
   takes_indexed_slices: ClassVar[bool] = True
-  reduces_gradients: ClassVar[bool] = True
+  reduces: ClassVar[str] = "self"
 
   reduction: str = "mean"
   group_assignment: Groups | None = None
@@ -88,7 +82,7 @@ class CrossShard(base.Base):
       object.__setattr__(self, "group_assignment", groups)
 
   @property
-  def groups(self) -> Groups | None:
+  def groups(self) -> Groups | None:  # type: ignore[override]
     """The groups, if there are several; None if all replicas are one group."""
     groups = self.group_assignment
     return groups if groups and len(groups) > 1 else None
@@ -114,26 +108,6 @@ class CrossShard(base.Base):
         f"missing: {missing}, unknown: {unknown}."
       )
 
-  def divergence(self) -> str | None:
-    """Returns a sentence on the groups, if there are several."""
-    groups = self.groups
-    if groups is None:
-      return None
-    if len(groups) > _MAX_LISTED:
-      which = f"{len(groups)} groups of {len(groups[0])}"
-    else:
-      which = f"groups {', '.join(map(_format, groups))}"
-    first = next(group for group in groups if 0 in group)
-    return (
-      f"CrossShard: gradients are reduced in {which}, so each group gets "
-      "different parameters. The parameters of the group of replica 0, "
-      f"{_format(first)}, are evaluated and saved."
-    )
-
-  def replica_groups(self) -> Groups | None:
-    """Returns the groups, if there are several."""
-    return self.groups
-
   def apply(
     self, state: Any, target: base.Target, grads: Any, next: base.Next
   ) -> tuple[base.Target, Any]:
@@ -155,11 +129,6 @@ class CrossShard(base.Base):
       return next(target, grads), state
     with replica_context.gradients_already_reduced():
       return next(target, grads), state
-
-  def reduce_collection(self, x: jax.Array) -> jax.Array:
-    """Returns the mean of an array of a collection, within the groups."""
-    self.check_replicas(replica_context.num_replicas())
-    return replica_context.mean_collection(x, self.groups)
 
 
 def _check_groups(value: Any) -> Groups:
@@ -186,7 +155,3 @@ def _check_groups(value: Any) -> Groups:
       f"{where} must contain each replica once; given twice: {twice}."
     )
   return groups
-
-
-def _format(numbers: Sequence[int]) -> str:
-  return f"({', '.join(map(str, numbers))})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
@@ -90,18 +89,6 @@ class EMA(base.Base):
     decay = checks.number("EMA: decay", self.decay, minimum=0, below=1)
     object.__setattr__(self, "decay", decay)
 
-  def check_order(
-    self, outer: Sequence[base.Base], inner: Sequence[base.Base]
-  ) -> None:
-    """Raises a ValueError inside a wrapper with local updates."""
-    del inner
-    for wrapper in outer:
-      if wrapper.local_updates or wrapper.commits_to_store:
-        raise ValueError(
-          f"EMA must be outside of {base.name_of(wrapper)!r}, whose updates "
-          "belong to one replica: put 'ema' first."
-        )
-
   def init(self, params: PyTree, tx: Any) -> EMAState:
     """Returns the first state.
 
@@ -117,8 +104,10 @@ class EMA(base.Base):
       num_updates=jnp.zeros((), jnp.int32),
     )
 
-  def eval_params(self, state: EMAState, params: PyTree) -> PyTree:
-    """Returns the average, in the dtypes of the parameters."""
+  def params(self, state: EMAState, params: PyTree, mode: str) -> PyTree:
+    """Returns the average to evaluate, in the dtypes of the parameters."""
+    if mode == "train":
+      return params
     average = jax.tree.map(
       lambda a, p: p if a is None else a.astype(p.dtype),
       state.params,

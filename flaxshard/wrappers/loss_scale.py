@@ -29,10 +29,10 @@ PyTree = Any
 # `()` where `"auto"` finds nothing to scale: nothing is compiled then.
 State = LossScaleState | tuple[()]
 
-# For an unscaled gradient, by its id: itself, the 16-bit gradient that it was
-# computed from, and the scale. Arrays and tracers have no hash. Weak references
-# keep no trace alive.
-_narrow: dict[int, tuple[weakref.ref[Any], ...]] = {}
+# For an unscaled gradient, by its id: itself, the gradient that it was computed
+# from, and the scale. Arrays and tracers have no hash. Weak references keep no
+# trace alive.
+_unscaled: dict[int, tuple[weakref.ref[Any], ...]] = {}
 # The scale of the last scaled loss, if no gradients were unscaled since.
 _scaled: list[weakref.ref[Any]] = []
 _NO_REFS = (lambda: None,) * 3
@@ -104,7 +104,7 @@ class LossScale(base.Base):
       object.__setattr__(self, "policy", Policy(self.policy))
 
   @property
-  def skips_steps(self) -> bool:  # type: ignore[override]
+  def skips_steps(self) -> bool:
     """Whether a step with a non-finite gradient is skipped."""
     return not isinstance(self.rule, FixedLossScale)
 
@@ -116,12 +116,6 @@ class LossScale(base.Base):
     if isinstance(self.scale, float):
       return FixedLossScale(self.scale)
     return self.scale
-
-  def with_policy(self, policy: Policy) -> LossScale:
-    """Returns the wrapper with the model's policy, unless it has one."""
-    if self.policy is not None:
-      return self
-    return dataclasses.replace(self, policy=policy)
 
   def init(self, params: PyTree, tx: Any) -> State:
     """Returns the first state; `()` if `"auto"` finds nothing to scale."""
@@ -156,28 +150,32 @@ class LossScale(base.Base):
     return loss.astype(dtype) * self._scale_of(state).astype(dtype)
 
   def unscale_gradients(self, state: State, grads: PyTree) -> PyTree:
-    """Returns the gradients divided by the scale, in float32 or wider."""
+    """Returns the gradients divided by the scale, in float32 or wider.
+
+    Raises:
+      ValueError: They are the result of such a division already.
+    """
     if not state:
       return grads
     _scaled.clear()
     divide = _divider(self._scale_of(state))
 
     def unscale(g: jax.Array) -> jax.Array:
-      unscaled = divide(g)
-      if isinstance(g, jax.core.Tracer) and g.dtype.itemsize == 2:
-        key = id(unscaled)
-        _narrow[key] = (
-          weakref.ref(unscaled, lambda _: _narrow.pop(key, None)),
-          weakref.ref(g),
-          weakref.ref(state.scale),
+      if _source_of(g, state.scale) is not None:
+        raise ValueError(
+          "unscale_gradients: the gradients are unscaled already, as "
+          "value_and_grad returns them. Pass them to apply_gradients."
         )
+      unscaled = divide(g)
+      key = id(unscaled)
+      _unscaled[key] = (
+        weakref.ref(unscaled, lambda _: _unscaled.pop(key, None)),
+        weakref.ref(g),
+        weakref.ref(state.scale),
+      )
       return unscaled
 
     return gradients.map_gradients(unscale, grads)
-
-  def takes_narrow_gradients(self, state: State) -> bool:
-    """Returns whether the scale is dynamic: `apply` hands them to a branch."""
-    return bool(state) and not isinstance(self.rule, FixedLossScale)
 
   def apply(
     self, state: State, target: base.Target, grads: PyTree, next: base.Next
@@ -207,7 +205,7 @@ class LossScale(base.Base):
     # float32: twice the bytes, on TPU the largest temporary of a step.
     leaves = jax.tree.leaves(grads)
     treedef: Any = jax.tree.structure(grads)
-    narrow = [_scaled_in_16_bits(g, state.scale) for g in leaves]
+    narrow = [_source_in_16_bits(g, state.scale) for g in leaves]
     operands = [
       g if n is None else n for g, n in zip(leaves, narrow, strict=True)
     ]
@@ -269,55 +267,6 @@ class LossScale(base.Base):
       "skipped_steps": state.skipped_steps,
     }
 
-  def warning(
-    self, previous: Mapping[str, float] | None, current: Mapping[str, float]
-  ) -> str | None:
-    """Warns if steps were skipped while a dynamic scale was at its floor.
-
-    Args:
-      previous: `metrics` when they were last logged; None the first time.
-      current: `metrics` now.
-
-    Returns:
-      A message, or None.
-
-    Example:
-      >>> row = {"loss_scale": 1.0, "skipped_steps": 20}
-      >>> LossScale("dynamic").warning(row, row)
-      >>> LossScale("dynamic").warning(row, {**row, "skipped_steps": 21})[:37]
-      'LossScale: the scale is at its floor,'
-    """
-    rule = self.rule
-    if isinstance(rule, FixedLossScale) or "loss_scale" not in current:
-      return None
-    if current["loss_scale"] > rule.min_scale:
-      return None
-    if previous is None:
-      previous = {"loss_scale": rule.initial_scale, "skipped_steps": 0}
-    skipped = current["skipped_steps"] - previous["skipped_steps"]
-    # The skipped steps that lowered the scale to its floor are no failure.
-    if skipped <= rule.steps_to_floor(previous["loss_scale"]):
-      return None
-    return _floor_message(current["loss_scale"], current["skipped_steps"])
-
-  def stalled(self, state: State) -> base.Stall | None:
-    """Returns the steps skipped in a row, if the scale is at its floor.
-
-    Example:
-      >>> wrapper = LossScale(DynamicLossScale(initial_scale=1.0))
-      >>> state = wrapper.init({"w": jnp.ones(3)}, None)
-      >>> wrapper.stalled(state)
-      >>> wrapper.stalled(state._replace(bad_steps=jnp.int32(3))).steps
-      3
-    """
-    rule = self.rule
-    if isinstance(rule, FixedLossScale) or not state or not state.bad_steps:
-      return None
-    if state.scale > np.float32(rule.min_scale):
-      return None
-    message = _floor_message(float(state.scale), int(state.skipped_steps))
-    return base.Stall(int(state.bad_steps), message)
-
   def _scale_of(self, state: LossScaleState) -> jax.Array:
     rule = self.rule
     if isinstance(rule, FixedLossScale):
@@ -331,16 +280,23 @@ class LossScale(base.Base):
     return any(trees.dtype_of(x) == jnp.float16 for x in leaves)
 
 
-def _scaled_in_16_bits(
-  unscaled: jax.Array, scale: jax.Array
-) -> jax.Array | None:
+def _source_of(unscaled: jax.Array, scale: jax.Array) -> jax.Array | None:
   """Returns the scaled gradient that `unscaled` was computed from.
 
   None if it is not known, or if `unscaled` is the result of anything else, such
   as clipping.
   """
-  known, scaled, used = (ref() for ref in _narrow.get(id(unscaled), _NO_REFS))
+  known, scaled, used = (ref() for ref in _unscaled.get(id(unscaled), _NO_REFS))
   return scaled if known is unscaled and used is scale else None
+
+
+def _source_in_16_bits(
+  unscaled: jax.Array, scale: jax.Array
+) -> jax.Array | None:
+  """Returns the scaled gradient in a trace, if it has 16 bits."""
+  found = _source_of(unscaled, scale)
+  is_narrow = isinstance(found, jax.core.Tracer) and found.dtype.itemsize == 2
+  return found if is_narrow else None
 
 
 def _divider(scale: jax.Array) -> Callable[[jax.Array], jax.Array]:
@@ -362,12 +318,3 @@ def _at_least_float32(dtype: Any) -> Any:
   """Returns float32 for narrower dtypes, others as they are."""
   # Not by jnp.promote_types: JAX does not promote float8 to other dtypes.
   return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
-
-
-def _floor_message(scale: float, skipped_steps: float) -> str:
-  return (
-    f"LossScale: the scale is at its floor, {scale:g}, and gradients are still "
-    f"not finite ({int(skipped_steps)} steps skipped so far). A smaller scale "
-    "is not allowed: look for the source with "
-    "flaxshard.nonfinite_leaves(grads), or lower min_scale."
-  )

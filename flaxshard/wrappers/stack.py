@@ -1,12 +1,12 @@
-"""The wrappers of a TrainState as one stack: each function calls them in turn.
+"""The wrappers of a train state as one stack: their order and their states.
 
 Wrappers are ordered outermost first. Their states are a dict by wrapper name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
 import types
 from typing import Any
 
@@ -14,38 +14,113 @@ import jax
 import jax.numpy as jnp
 
 from flaxshard.core import checks
-from flaxshard.core import indexed_slices
 from flaxshard.core import trees
-from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.core.policy import Policy
 from flaxshard.replicas import context as replica_context
+from flaxshard.replicas import values
 from flaxshard.wrappers import base
+from flaxshard.wrappers.accumulate import Accumulate
+from flaxshard.wrappers.agn import AGN
+from flaxshard.wrappers.ema import EMA
+from flaxshard.wrappers.loss_scale import LossScale
 
 PyTree = Any
 Wrappers = tuple[base.Base, ...]
 States = Mapping[str, PyTree]
 
+# Above so many groups of replicas a message has their number alone.
+_MAX_LISTED = 8
+
+
+def check(wrappers: Iterable[base.Base]) -> Wrappers:
+  """Checks wrappers and returns them as a tuple.
+
+  Args:
+    wrappers: A sequence of wrappers, outermost first.
+
+  Raises:
+    TypeError: `wrappers` is no list or tuple, or an entry is not a wrapper.
+    ValueError: The same wrapper is given twice, or one may not stand inside of
+      another one.
+  """
+  if not isinstance(wrappers, (tuple, list)):
+    # A set has no order.
+    raise TypeError(
+      f"wrappers must be a list or a tuple, the outermost first, got "
+      f"{wrappers!r}."
+    )
+  wrappers = tuple(wrappers)
+  names: list[str] = []
+  for i, wrapper in enumerate(wrappers):
+    if not isinstance(wrapper, base.Base):
+      # By name: state/ imports this module.
+      kind = type(wrapper).__name__
+      hint = " It is the argument lora=." if kind == "LoRA" else ""
+      if kind in ("FixedLossScale", "DynamicLossScale"):
+        hint = f" Write LossScale({kind}(...))."
+      raise TypeError(
+        f"wrappers[{i}] must be an instance of a wrapper, such as "
+        f"LossScale('dynamic'), got {wrapper!r}.{hint}"
+      )
+    name = base.name_of(wrapper)
+    if name in names:
+      raise ValueError(
+        f"wrappers[{i}]: {name!r} is given twice; "
+        f"got {[base.name_of(w) for w in wrappers]}."
+      )
+    names.append(name)
+    for outer in wrappers[:i]:
+      reason = _conflict(outer, wrapper)
+      if reason:
+        raise ValueError(
+          f"wrappers[{i}]: {name!r} may not be inside of "
+          f"{base.name_of(outer)!r}, {reason}: put {name!r} first."
+        )
+  return wrappers
+
+
+def _conflict(outer: base.Base, inner: base.Base) -> str | None:
+  """Returns why a wrapper may not stand inside of another one, if so."""
+  needs_center = isinstance(inner, (Accumulate, EMA))
+  if outer.reduces == "local":
+    if inner.reduces != "before":
+      return "which keeps gradients local"
+    if needs_center:
+      return "whose updates belong to one replica"
+  if isinstance(outer, AGN) and outer.commits_to_store:
+    if inner.reduces != "before" or needs_center:
+      return "which accumulates gradients of the whole process"
+  if inner.reduces == "inside" and outer.reduces == "self":
+    return "which has reduced the gradients of each batch already"
+  if isinstance(outer, Accumulate):
+    if isinstance(inner, LossScale) and inner.skips_steps:
+      return "which would add gradients that overflow"
+    if inner.reduces in ("self", "local") and not outer.per_replica:
+      return "which adds gradients that are reduced (per_replica=False)"
+  return None
+
 
 def with_policy(wrappers: Wrappers, policy: Policy | None) -> Wrappers:
   """Returns the wrappers for a model of that precision policy."""
-  if policy is None:
-    return wrappers
-  return tuple(w.with_policy(policy) for w in wrappers)
+  return tuple(
+    dataclasses.replace(w, policy=policy)
+    if isinstance(w, LossScale) and w.policy is None
+    else w
+    for w in wrappers
+  )
+
+
+# -- Replicas.
 
 
 def reduces_gradients(wrappers: Wrappers) -> bool:
   """Returns whether a wrapper reduces gradients over the replicas itself."""
-  return any(w.reduces_gradients for w in wrappers)
-
-
-def defers_reduction(wrappers: Wrappers) -> bool:
-  """Returns whether gradients are reduced inside of a wrapper."""
-  return any(w.defers_reduction for w in wrappers)
+  return any(w.reduces in ("self", "local") for w in wrappers)
 
 
 def has_local_updates(wrappers: Wrappers) -> bool:
   """Returns whether a wrapper updates each replica separately."""
-  return any(w.local_updates for w in wrappers)
+  return any(w.reduces == "local" for w in wrappers)
 
 
 def check_replicas(wrappers: Wrappers, num_replicas: int) -> None:
@@ -62,20 +137,27 @@ def divergence(wrappers: Wrappers) -> str | None:
   # A wrapper with local updates reduces over all replicas when they commit.
   if has_local_updates(wrappers):
     return None
-  notes = [w.divergence() for w in wrappers]
-  return " ".join(note for note in notes if note) or None
+  for w in wrappers:
+    if w.groups:
+      first = next(group for group in w.groups if 0 in group)
+      which = f"groups {', '.join(map(str, map(tuple, w.groups)))}"
+      if len(w.groups) > _MAX_LISTED:
+        which = f"{len(w.groups)} groups of {len(first)}"
+      return (
+        f"{type(w).__name__}: gradients are reduced in {which}, so each group "
+        "gets different parameters. The parameters of the group of replica 0, "
+        f"{tuple(first)}, are evaluated and saved."
+      )
+  return None
 
 
 def replica_groups(
   wrappers: Wrappers, num_replicas: int
 ) -> Sequence[Sequence[int]]:
-  """Returns the groups of replicas that hold the same parameters.
-
-  Empty if the wrappers let replicas differ and do not say in which groups.
-  """
+  """Returns the groups of replicas that hold the same parameters."""
   if divergence(wrappers) is None:
     return [range(num_replicas)]
-  return next(filter(None, (w.replica_groups() for w in wrappers)), ())
+  return next(w.groups for w in wrappers if w.groups)
 
 
 # -- Their states.
@@ -96,12 +178,29 @@ def init(
     tx: The optax optimizer.
     collections: The other collections of the train state, by name.
     num_replicas: Length of the replica axis of the per-replica leaves.
+
+  Raises:
+    TypeError: A collection that a wrapper keeps is a `PerReplica` already.
   """
-  states = {
-    base.name_of(w): w.init_collections(w.init(params, tx), dict(collections))
-    for w in wrappers
-  }
+  states = {}
+  for w in wrappers:
+    state = w.init(params, tx)
+    if keeps_collections(state):
+      for name, tree in collections.items():
+        if values.has_per_replica(tree):
+          raise TypeError(
+            f"wrapper {base.name_of(w)!r}: the collection {name!r} must not be "
+            "a PerReplica: the wrapper keeps every collection per replica "
+            "itself. Pass the value of one replica."
+          )
+      state = state._replace(collections=dict(collections))
+    states[base.name_of(w)] = state
   return add_replica_axis(wrappers, states, num_replicas)
+
+
+def keeps_collections(state: PyTree) -> bool:
+  """Returns whether the state of a wrapper has a field `collections`."""
+  return "collections" in getattr(state, "_fields", ())
 
 
 def add_replica_axis(
@@ -152,6 +251,8 @@ def _map_per_replica(
   mapped = dict(states)
   for w in wrappers:
     name = base.name_of(w)
+    if not base.overrides(w, "specs"):
+      continue
     leaves = jax.tree_util.tree_leaves_with_path(states[name])
     treedef: Any = jax.tree.structure(states[name])
     mask = base.per_replica_mask(w, states[name])
@@ -162,9 +263,6 @@ def _map_per_replica(
   return mapped
 
 
-# -- Other collections.
-
-
 def swap_collections(
   wrappers: Wrappers, states: States, collections: dict[str, PyTree]
 ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
@@ -172,36 +270,32 @@ def swap_collections(
   states = dict(states)
   for w in wrappers:
     name = base.name_of(w)
-    states[name], collections = w.swap_collections(states[name], collections)
+    if keeps_collections(states[name]):
+      kept = states[name].collections
+      states[name] = states[name]._replace(
+        collections={k: collections[k] for k in kept}
+      )
+      collections = {**collections, **kept}
   return states, collections
 
 
 def reduce_collection(wrappers: Wrappers, x: jax.Array) -> jax.Array:
-  """Reduces a collection's array over the replicas (default: mean)."""
-  reducing = [w for w in wrappers if base.overrides(w, "reduce_collection")]
-  if not reducing:
-    return replica_context.mean_collection(x)
-  for w in reducing:
-    x = w.reduce_collection(x)
-  return x
+  """Reduces a collection's array over the replicas, or those of a group."""
+  if has_local_updates(wrappers):
+    return x  # commits reduce it
+  groups = next((w.groups for w in wrappers if w.groups), None)
+  return replica_context.mean_collection(x, groups)
 
 
-# -- A step.
+# -- Each of them in turn.
 
 
-def working_params(
-  wrappers: Wrappers, states: States, params: PyTree
+def params(
+  wrappers: Wrappers, states: States, params: PyTree, mode: str
 ) -> PyTree:
-  """Returns the parameters at which the loss is differentiated."""
+  """Returns the parameters to use; see `Base.params`."""
   for w in reversed(wrappers):
-    params = w.working_params(states[base.name_of(w)], params)
-  return params
-
-
-def eval_params(wrappers: Wrappers, states: States, params: PyTree) -> PyTree:
-  """Returns the parameters to evaluate and to export."""
-  for w in reversed(wrappers):
-    params = w.eval_params(states[base.name_of(w)], params)
+    params = w.params(states[base.name_of(w)], params, mode)
   return params
 
 
@@ -212,156 +306,6 @@ def scale_loss(
   for w in reversed(wrappers):
     loss = w.scale_loss(states[base.name_of(w)], loss)
   return loss
-
-
-def unscale_gradients(
-  wrappers: Wrappers, states: States, grads: PyTree
-) -> PyTree:
-  """Undoes `scale_loss` on gradients, outermost first."""
-  grads = _to_dense_unless_taken(wrappers, "unscale_gradients", grads)
-  for w in wrappers:
-    grads = w.unscale_gradients(states[base.name_of(w)], grads)
-  return grads
-
-
-def take_narrow_gradients(wrappers: Wrappers, states: States) -> bool:
-  """Returns whether `unscale_gradients` may get gradients in 16 bits."""
-  unscaling = [w for w in wrappers if base.overrides(w, "unscale_gradients")]
-  return bool(unscaling) and all(
-    w.takes_narrow_gradients(states[base.name_of(w)]) for w in unscaling
-  )
-
-
-def apply(
-  wrappers: Wrappers,
-  target: base.Target,
-  grads: PyTree,
-  update: base.Next,
-  reduction: str = "mean",
-) -> base.Target:
-  """Applies gradients through the wrappers.
-
-  Args:
-    wrappers: The wrappers.
-    target: The part of the train state that the update may change. It holds
-      the states of the wrappers too, so that a wrapper that calls `next` under
-      a condition, or twice, updates those of the inner wrappers with it.
-    grads: Unscaled gradients like the parameters.
-    update: The optimizer's update, called by the innermost wrapper.
-    reduction: "mean" or "sum", over the replicas, if a wrapper that defers the
-      reduction leaves it to this function.
-
-  Returns:
-    The new target.
-  """
-  # Before the outermost wrapper: `AGN` counts on the wrappers inside of it to
-  # change no other rows than those of the gradients that it passes to them.
-  grads = _to_dense_unless_taken(wrappers, "apply", grads)
-
-  def apply_from(i: int, target: base.Target, grads: PyTree) -> base.Target:
-    if i == len(wrappers):
-      return update(target, grads)
-    name = base.name_of(wrappers[i])
-    apply_inner: base.Next = functools.partial(apply_from, i + 1)
-    if wrappers[i].defers_reduction:
-      apply_inner = _reduce_before(wrappers, name, apply_inner, reduction)
-    returned = wrappers[i].apply(
-      target.wrapper_states[name], target, grads, apply_inner
-    )
-    # A Target is a tuple too: the result of `next`, without a state.
-    if type(returned) is not tuple or len(returned) != 2:
-      raise TypeError(
-        f"wrapper {name!r}: apply must return (target, state), got "
-        f"{type(returned).__name__}. next returns the target alone."
-      )
-    target, state = returned
-    states = {**target.wrapper_states, name: state}
-    return target._replace(wrapper_states=states)
-
-  return apply_from(0, target, grads)
-
-
-def _to_dense_unless_taken(
-  wrappers: Wrappers, hook: str, grads: PyTree
-) -> PyTree:
-  """Returns gradients without rows if a wrapper's hook does not take them.
-
-  A wrapper that knows nothing of `IndexedSlices` may map a function over all
-  leaves, and so change row numbers.
-
-  Args:
-    wrappers: The wrappers.
-    hook: Name of the method that gets the gradients.
-    grads: The gradients.
-  """
-  paths = [
-    trees.path_string(path)
-    for path, g in jax.tree_util.tree_leaves_with_path(
-      grads, is_leaf=is_indexed_slices
-    )
-    if is_indexed_slices(g)
-  ]
-  unaware = [
-    w
-    for w in wrappers
-    if base.overrides(w, hook) and not w.takes_indexed_slices
-  ]
-  if not (paths and unaware):
-    return grads
-  checks.warn(
-    f"wrapper {base.name_of(unaware[0])!r}: {hook} takes no IndexedSlices: the "
-    f"gradients of {', '.join(paths)} become whole arrays, and the step "
-    "updates whole tables. See takes_indexed_slices of flaxshard.wrappers.Base."
-  )
-  return indexed_slices.to_dense(grads)
-
-
-def _reduce_before(
-  wrappers: Wrappers, name: str, apply_inner: base.Next, reduction: str
-) -> base.Next:
-  """Returns `apply_inner` on gradients that are reduced over the replicas."""
-  context = replica_context.get_replica_context()
-  if context is None or has_local_updates(wrappers):
-    return apply_inner
-  if context.aggregation_skipped:
-    raise ValueError(
-      f"apply_gradients: {name!r} keeps the gradients of each replica, which "
-      "are to be reduced later; skip_gradients_aggregation=True says that they "
-      "are reduced: use Accumulate(per_replica=False)."
-    )
-  if context.gradients_reduced or reduces_gradients(wrappers):
-    return apply_inner
-
-  def reduce_and_apply(target: base.Target, grads: PyTree) -> base.Target:
-    grads = replica_context.reduce_gradients(reduction, grads)
-    with replica_context.gradients_already_reduced():
-      return apply_inner(target, grads)
-
-  return reduce_and_apply
-
-
-def took_batch(
-  wrappers: Wrappers, before: States, after: States
-) -> jax.Array | None:
-  """Returns whether a step without an update has used its batch.
-
-  Args:
-    wrappers: The wrappers.
-    before: Their states before the step.
-    after: Their states after the step.
-
-  Returns:
-    A bool scalar; None if no wrapper accumulates gradients.
-  """
-  answers = [
-    w.took_batch(before[base.name_of(w)], after[base.name_of(w)])
-    for w in wrappers
-  ]
-  known = [answer for answer in answers if answer is not None]
-  return functools.reduce(jnp.logical_or, known) if known else None
-
-
-# -- For the training loop.
 
 
 def metrics(wrappers: Wrappers, states: States) -> dict[str, jax.Array]:
@@ -384,9 +328,3 @@ def pending(wrappers: Wrappers, states: States) -> list[str]:
     return []
   notes = [w.pending(states[base.name_of(w)]) for w in wrappers]
   return [note for note in notes if note]
-
-
-def stalls(wrappers: Wrappers, states: States) -> list[base.Stall]:
-  """Returns what `Base.stalled` of each wrapper returns, without None."""
-  found = [w.stalled(states[base.name_of(w)]) for w in wrappers]
-  return [stall for stall in found if stall]

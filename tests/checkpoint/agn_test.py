@@ -330,7 +330,7 @@ class CountsPerReplica(fs.wrappers.Base):
     del params, tx
     return {"steps": jnp.zeros((), jnp.int32)}
 
-  def partition_specs(self, state):
+  def specs(self, state):
     return jax.tree.map(lambda _: P("replica"), state)
 
 

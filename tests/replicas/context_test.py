@@ -193,12 +193,12 @@ def test_mean_collection_averages_floats_and_keeps_others():
 class Local(fs.wrappers.Base):
   """Updates a per-replica copy of the parameters."""
 
-  reduces_gradients: ClassVar[bool] = True
+  reduces: ClassVar[str] = "self"
 
   def init(self, params, tx):
     return {"params": params, "steps": jnp.zeros(())}
 
-  def working_params(self, state, params):
+  def params(self, state, params, mode):
     return state["params"]
 
   def apply(self, state, target, grads, next):
@@ -207,7 +207,7 @@ class Local(fs.wrappers.Base):
       target = next(target, replica_context.reduce_gradients("mean", grads))
     return target, {"params": local, "steps": state["steps"] + 1}
 
-  def partition_specs(self, state):
+  def specs(self, state):
     split = jax.tree.map(lambda _: P("replica"), state["params"])
     return {"params": split, "steps": P()}
 

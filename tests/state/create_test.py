@@ -62,14 +62,14 @@ def assert_same(a, b):
 class Local(fs.wrappers.Base):
   """A wrapper with a per-replica copy of the parameters."""
 
-  specs: Any = None
+  given: Any = None
 
   def init(self, params, tx):
     return {"local": params, "count": 0}
 
-  def partition_specs(self, state):
-    if self.specs is not None:
-      return self.specs
+  def specs(self, state):
+    if self.given is not None:
+      return self.given
     local = jax.tree.map(lambda _: P("replica"), state["local"])
     return {"local": local, "count": P()}
 

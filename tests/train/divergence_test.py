@@ -3,10 +3,13 @@
 import os
 
 import jax.numpy as jnp
+import optax
 import pytest
 import tiny
 
+import flaxshard as fs
 from flaxshard import train
+from flaxshard.train import divergence
 
 _THIS = "divergence_test_factories"
 _FLOOR = ("loss_scale", {"scale": {"type": "dynamic", "initial_scale": 1.0}})
@@ -97,3 +100,34 @@ def test_a_nonfinite_evaluation_stops_before_it_is_saved(tmp_path):
   assert [r["skipped_steps"] for r in rows] == [0, *range(2, 35, 4)]
   # Where no step was applied, there is no loss to average.
   assert [r["train_loss"] for r in rows[2:]] == [None] * 8
+
+
+@pytest.mark.parametrize(
+  ("previous", "current", "warns"),
+  [
+    # (scale, skipped steps) of two logged rows.
+    ((1.0, 5), (1.0, 6), True),
+    ((2.0, 5), (2.0, 6), False),  # not at the floor
+    ((4.0, 5), (1.0, 7), False),  # the two steps that lowered the scale
+    ((4.0, 5), (1.0, 8), True),
+    ((2.0, 0), (1.0, 1), False),  # from the initial scale
+  ],
+)
+def test_a_scale_at_its_floor_is_a_warning(previous, current, warns):
+  state = fs.TrainState.create(
+    apply_fn=None,
+    params={"w": jnp.ones(2)},
+    tx=optax.sgd(0.1),
+    wrappers=[fs.LossScale(fs.DynamicLossScale(initial_scale=2.0))],
+  )
+  messages = []
+  notes = divergence.WrapperNotes(
+    state, lambda kind, text: messages.append(text)
+  )
+  for step, (scale, skipped) in enumerate((previous, current)):
+    messages.clear()
+    notes.log_warnings(step, {"loss_scale": scale, "skipped_steps": skipped})
+  assert bool(messages) == warns
+  if warns:
+    assert f"{current[1]} steps skipped" in messages[0]
+    assert "nonfinite_leaves" in messages[0]

@@ -226,14 +226,17 @@ def test_sums_are_sharded_like_the_parameters():
 @pytest.mark.parametrize(
   ["wrappers", "message"],
   [
-    ([fs.Accumulate(2), fs.LossScale()], "must be inside of 'loss_scale'"),
-    ([fs.AGN(2), fs.Accumulate(2)], "must be outside of 'agn'"),
-    ([fs.Accumulate(2), fs.CrossShard()], "use Accumulate.per_replica=True"),
+    ([fs.Accumulate(2), fs.LossScale()], "put 'loss_scale' first"),
+    ([fs.AGN(2), fs.Accumulate(2)], "put 'accumulate' first"),
+    (
+      [fs.Accumulate(2), fs.CrossShard()],
+      r"per_replica=False\): put 'cross_shard' first",
+    ),
     (
       [fs.CrossShard(), fs.Accumulate(2, per_replica=True)],
-      "must be outside of 'cross_shard'",
+      "put 'accumulate' first",
     ),
-    ([fs.AGN(2), fs.EMA()], "EMA must be outside of 'agn'"),
+    ([fs.AGN(2), fs.EMA()], "put 'ema' first"),
   ],
 )
 def test_wrong_order_raises(wrappers, message):

@@ -26,7 +26,9 @@ class Affine(Base):
   factor: float = 1.0
   shift: float = 0.0
 
-  def working_params(self, state, params):
+  def params(self, state, params, mode):
+    if mode == "eval":
+      return params
     return jax.tree.map(lambda p: p * self.factor + self.shift, params)
 
   def scale_loss(self, state, loss):
@@ -218,6 +220,7 @@ def test_target_holds_the_replaced_collections():
     "opt_state",
     "collections",
     "wrapper_states",
+    "new_collections",
   )
   # Only the collection that this step replaces: old values, then new ones.
   assert list(seen["collections"]) == ["batch_stats"]

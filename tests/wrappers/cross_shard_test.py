@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import flaxshard as fs
+from flaxshard.wrappers import stack
 
 pytestmark = pytest.mark.filterwarnings("ignore:CrossShard")
 
@@ -223,7 +224,7 @@ def test_groups_that_diverge_warn(strategy, capsys) -> None:
   assert re.search(message, description.note)
 
   many = fs.CrossShard("mean", [[i] for i in range(16)])
-  assert "reduced in 16 groups of 1" in many.divergence()
+  assert "reduced in 16 groups of 1" in stack.divergence((many,))
 
   with warnings.catch_warnings():
     warnings.simplefilter("error")

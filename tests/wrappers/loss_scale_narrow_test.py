@@ -12,6 +12,7 @@ import pytest
 
 import flaxshard as fs
 from flaxshard.wrappers import loss_scale
+from flaxshard.wrappers import step as step_lib
 
 # No power of two: a division by it rounds.
 RULE = fs.DynamicLossScale(initial_scale=123.4, growth_factor=7.3)
@@ -96,10 +97,8 @@ def batches(place=lambda x: x):
 
 def widen(monkeypatch):
   """Lets the gradients enter the branch unscaled, in float32."""
-  monkeypatch.setattr(
-    fs.LossScale, "takes_narrow_gradients", lambda self, state: False
-  )
-  monkeypatch.setattr(loss_scale, "_scaled_in_16_bits", lambda *args: None)
+  monkeypatch.setattr(step_lib, "_unscales_16_bits", lambda *args: False)
+  monkeypatch.setattr(loss_scale, "_source_in_16_bits", lambda *args: None)
 
 
 def assert_same_when_wide(monkeypatch, state, step, batches, jit=jax.jit):

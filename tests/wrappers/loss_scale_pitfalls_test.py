@@ -236,31 +236,3 @@ def test_local_gradients_in_shard_map_skip_on_all_devices():
     assert int(skipped.step) == 1
     assert float(scale_state(skipped).scale) == 2.0**14
     assert int(scale_state(skipped).skipped_steps) == 1
-
-
-# The user is warned when the scale is at its floor.
-
-FLOOR = fs.DynamicLossScale(initial_scale=2.0)
-
-
-@pytest.mark.parametrize(
-  ("previous", "current", "warns"),
-  [
-    # (scale, skipped steps) of two logged rows; None before the first row.
-    ((1.0, 5), (1.0, 6), True),
-    ((2.0, 5), (2.0, 6), False),  # not at the floor
-    ((4.0, 5), (1.0, 7), False),  # the two steps that lowered the scale
-    ((4.0, 5), (1.0, 8), True),
-    (None, (1.0, 1), False),  # from 2.0, the initial scale
-  ],
-)
-def test_warning_from_the_metrics(previous, current, warns):
-  def row(values):
-    names = ("loss_scale", "skipped_steps")
-    return None if values is None else dict(zip(names, values, strict=True))
-
-  message = fs.LossScale(FLOOR).warning(row(previous), row(current))
-  assert (message is not None) == warns
-  if warns:
-    assert f"{current[1]} steps skipped" in message
-    assert "nonfinite_leaves" in message

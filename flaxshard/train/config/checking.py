@@ -18,8 +18,8 @@ from flaxshard.data import sources
 from flaxshard.train import fine_tuning
 from flaxshard.train.config import definition
 from flaxshard.train.config.definition import Field
-from flaxshard.wrappers import accumulate
 from flaxshard.wrappers import base
+from flaxshard.wrappers import config as wrappers_config
 from flaxshard.wrappers import stack
 
 
@@ -297,7 +297,7 @@ def _check_wrappers(config: Mapping[str, Any]) -> None:
   """Raises if wrappers do not fit each other, or the mesh."""
   given = wrappers.from_config(config["wrappers"])
   per_replica = config["mesh"]["per_replica"]
-  accumulate.add_accumulation(
+  wrappers_config.add_accumulation(
     given, config["accumulate_steps"], per_replica=per_replica
   )
   if per_replica or config["mesh"]["replica"] == 1:

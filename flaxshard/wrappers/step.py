@@ -1,0 +1,461 @@
+"""A step through the wrappers: from a loss to gradients, and to an update.
+
+These functions are the core of `TrainState`, of `flaxshard.nnx.Optimizer` and
+of `flaxshard.wrap`. They take wrappers, their states and parameters as they
+are, and know no train state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import contextlib
+import contextvars
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flaxshard.core import checks
+from flaxshard.core import gradients
+from flaxshard.core import indexed_slices
+from flaxshard.core import narrow_gradients
+from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import optimizer_update
+from flaxshard.core import parameter_groups
+from flaxshard.core import tracing
+from flaxshard.core import trees
+from flaxshard.core.indexed_slices import is_indexed_slices
+from flaxshard.replicas import context as replica_context
+from flaxshard.replicas import rows
+from flaxshard.replicas import values
+from flaxshard.sparse import gradient_rows
+from flaxshard.wrappers import base
+from flaxshard.wrappers import stack
+from flaxshard.wrappers.loss_scale import LossScale
+
+PyTree = Any
+Wrappers = tuple[base.Base, ...]
+States = Mapping[str, PyTree]
+
+# The wrappers' states of the `value_and_grad` that calls its loss function.
+_inside: contextvars.ContextVar[Any] = contextvars.ContextVar(
+  "inside", default=None
+)
+
+
+# -- From a loss to gradients.
+
+
+def value_and_grad(
+  tx: Any,
+  wrappers: Wrappers,
+  states: States,
+  params: PyTree,
+  loss_fn: Callable[..., Any],
+  args: tuple[Any, ...] = (),
+  *,
+  has_aux: bool = False,
+  is_selected: Callable[[str], bool] | None = None,
+  grad_loss: Any = None,
+  gate_gradients: str = "none",
+) -> tuple[Any, PyTree]:
+  """Differentiates a loss through wrappers.
+
+  Args:
+    tx: The optax optimizer.
+    wrappers: The wrappers.
+    states: Their states.
+    params: The parameters.
+    loss_fn: `loss_fn(params, *args)` returns a loss, or `(loss, aux)`.
+    args: See there.
+    has_aux: Whether `loss_fn` returns auxiliary output.
+    is_selected: Returns whether the parameter of a path is differentiated;
+      None for all.
+    grad_loss: See `TrainState.value_and_grad`.
+    gate_gradients: See there.
+
+  Returns:
+    `(loss, grads)` or `((loss, aux), grads)`, unscaled.
+  """
+  checks.one_of("gate_gradients", gate_gradients, ("none", "op", "graph"))
+  local = stack.local_states(wrappers, states)
+  params = opt_state_lib.trained_params(
+    stack.params(wrappers, local, params, "train")
+  )
+  # Only what is trained is differentiated: a frozen parameter has no gradient
+  # that the compiler would have to remove.
+  trained = parameter_groups.drop_frozen(tx, params)
+  if is_selected is not None:
+    trained = jax.tree_util.tree_map_with_path(
+      lambda path, x: x if is_selected(trees.path_string(path)) else None,
+      trained,
+    )
+
+  def scaled_loss(trained: PyTree) -> tuple[jax.Array, Any]:
+    token = _inside.set(states)
+    try:
+      result = loss_fn(parameter_groups.merge(params, trained), *args)
+    finally:
+      _inside.reset(token)
+    loss, aux = split_loss(result, has_aux, grad_loss)
+    # The unscaled loss is an auxiliary output: to divide the scaled loss by the
+    # scale would not undo an overflow.
+    scaled = stack.scale_loss(wrappers, local, weigh_loss(loss, grad_loss))
+    return scaled, (loss, aux) if has_aux else loss
+
+  # Eagerly there is no compiler to save memory for.
+  is_compiling = tracing.is_compiling()
+  is_narrow = is_compiling and _unscales_16_bits(wrappers, local)
+  # A barrier behind a cast from bfloat16 would hide the cast: replicas would
+  # exchange the gradients in float32.
+  is_gated = is_compiling and gate_gradients != "none"
+  mask = parameter_groups.sparse_mask(tx, trained)
+  if mask is not None:
+    (_, value), grads = gradient_rows.value_and_grad(
+      scaled_loss, trained, mask, narrow=is_narrow or is_gated
+    )
+  elif is_narrow or is_gated:
+    (_, value), grads = narrow_gradients.value_and_grad(scaled_loss, trained)
+  else:
+    (_, value), grads = jax.value_and_grad(
+      scaled_loss, has_aux=True, allow_int=True
+    )(trained)
+  if is_gated:
+    grads = _gate(grads, gate_gradients)
+  if is_gated and not is_narrow:
+    grads = jax.tree_util.tree_map_with_path(
+      lambda path, p, g: (
+        g.astype(p.dtype) if gradients.has_gradient(path, g) else g
+      ),
+      trained,
+      grads,
+    )
+  return value, gradients.normalize(unscale_gradients(wrappers, local, grads))
+
+
+def scale_loss(wrappers: Wrappers, states: States, loss: jax.Array) -> Any:
+  """Scales a loss, for a step without `value_and_grad`.
+
+  Raises:
+    ValueError: The call is in a loss of `value_and_grad`, which scales it.
+  """
+  if wrappers and _inside.get() is states:
+    raise ValueError(
+      "scale_loss: value_and_grad and minimize scale the loss themselves. "
+      "Return the loss as it is."
+    )
+  return stack.scale_loss(wrappers, stack.local_states(wrappers, states), loss)
+
+
+def unscale_gradients(
+  wrappers: Wrappers, states: States, grads: PyTree
+) -> PyTree:
+  """Undoes the scaling of the loss on gradients, outermost wrapper first.
+
+  Args:
+    wrappers: The wrappers.
+    states: Their states, of one replica.
+    grads: Gradients of the scaled loss.
+  """
+  grads = _to_dense_unless_taken(wrappers, "unscale_gradients", grads)
+  for w in wrappers:
+    grads = w.unscale_gradients(states[base.name_of(w)], grads)
+  return grads
+
+
+def weigh_loss(loss: Any, grad_loss: Any) -> Any:
+  """Returns the scalar that is differentiated: the loss, weighted and summed.
+
+  Args:
+    loss: The loss.
+    grad_loss: The cotangent of the loss; None for a scalar that stays.
+  """
+  if grad_loss is None:
+    return loss
+  # A product or a sum in 16 bits could overflow.
+  dtype = gradients.accumulator_dtype(trees.dtype_of(loss))
+  return jnp.sum(jnp.asarray(loss, dtype) * jnp.asarray(grad_loss, dtype))
+
+
+def split_loss(
+  value: Any, has_aux: bool, grad_loss: Any = None
+) -> tuple[Any, Any]:
+  """Returns the loss and the auxiliary output that a loss function returned."""
+  is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+  if is_pair != has_aux:
+    raise TypeError(
+      "loss_fn must return the loss, or (loss, aux) with has_aux=True; got "
+      f"{'a' if is_pair else 'no'} pair with has_aux={has_aux}."
+    )
+  loss, aux = value if has_aux else (value, None)
+  if loss is None:
+    raise TypeError(
+      "loss_fn must return a scalar, got None: is `return` there?"
+    )
+  wanted = () if grad_loss is None else jnp.shape(grad_loss)
+  if jnp.shape(loss) != wanted:
+    raise ValueError(
+      "loss_fn must return a scalar, or an array of the shape of grad_loss: "
+      f"{wanted}, got {jnp.shape(loss)}."
+    )
+  return loss, aux
+
+
+def _unscales_16_bits(wrappers: Wrappers, states: States) -> bool:
+  """Returns whether a dynamic LossScale alone unscales the gradients."""
+  unscaling = [w for w in wrappers if base.overrides(w, "unscale_gradients")]
+  return [
+    isinstance(w, LossScale) and w.skips_steps and bool(states[w.name])
+    for w in unscaling
+  ] == [True]
+
+
+def _gate(grads: PyTree, mode: str) -> PyTree:
+  """Puts gradients behind optimization barriers.
+
+  XLA runs each operation as soon as its inputs exist. A barrier makes all its
+  outputs wait for all its inputs, and keeps the operations before and after it
+  from being fused.
+
+  Args:
+    grads: A tree of gradients; leaves without a gradient stay as they are.
+    mode: "op": one barrier for the gradients of each module, whose paths differ
+      in their last key alone. "graph": one barrier for all gradients.
+  """
+  flat, treedef = jax.tree_util.tree_flatten_with_path(
+    grads, is_leaf=is_indexed_slices
+  )
+  groups: dict[Any, dict[int, Any]] = {}
+  for i, (path, g) in enumerate(flat):
+    if gradients.has_gradient(path, g) or gradients.is_statistic(path):
+      module = path[:-1] if mode == "op" else ()
+      groups.setdefault(module, {})[i] = g
+  leaves = {i: g for i, (_, g) in enumerate(flat)}
+  for group in groups.values():
+    leaves |= jax.lax.optimization_barrier(group)
+  return jax.tree.unflatten(treedef, leaves.values())
+
+
+# -- From gradients to an update.
+
+
+def update(
+  tx: Any,
+  wrappers: Wrappers,
+  target: base.Target,
+  grads: PyTree,
+  extra: Mapping[str, Any] = types.MappingProxyType({}),
+  *,
+  reduction: str | None = "mean",
+) -> base.Target:
+  """Applies gradients through wrappers and an optimizer.
+
+  Args:
+    tx: The optax optimizer.
+    wrappers: The wrappers.
+    target: What changes. Collections are reduced over the replicas already.
+    grads: Unscaled gradients, as `check_gradients` returns them.
+    extra: Extra arguments of the optimizer's update.
+    reduction: How gradients are reduced over the replicas, if no wrapper does
+      it: "mean", "sum", or None for gradients that are the same on all.
+
+  Returns:
+    The new target.
+  """
+  context = replica_context.get_replica_context()
+  is_local = stack.has_local_updates(wrappers)
+  mark: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+  if context is None:
+    grads = rows.gather_over_mesh(grads)
+  else:
+    if reduction is None:
+      mark = replica_context.gradients_already_reduced(by_user=True)
+    elif all(w.reduces == "before" for w in wrappers):
+      # Before the wrappers: a reduced gradient carries the NaN of any replica
+      # to all of them, so that LossScale needs no collective of its own.
+      grads = replica_context.reduce_gradients(reduction, grads)
+      mark = replica_context.gradients_already_reduced()
+    if reduction is not None and not is_local:
+      extra = replica_context.mean_extra_args(extra)
+
+  def apply_tx(target: base.Target, grads: PyTree) -> base.Target:
+    given = extra
+    inner = replica_context.get_replica_context()
+    if is_local and inner is not None and inner.gradients_reduced:
+      # Local updates take the loss of their replica, a commit takes the mean.
+      given = replica_context.mean_extra_args(extra)
+    new = _update(tx, target, grads, given)
+    if not wrappers:
+      return new
+    opt_state = optimizer_update.keep_dtypes(new.opt_state, target.opt_state)
+    return new._replace(opt_state=opt_state)
+
+  if not wrappers:
+    return apply_tx(target, grads)
+  states = stack.local_states(wrappers, target.wrapper_states)
+  with mark:
+    target = _apply_from(
+      0,
+      wrappers,
+      apply_tx,
+      reduction or "mean",
+      # A step that a user made may be weakly typed: lax.cond refuses branches
+      # of different types.
+      target._replace(
+        step=jnp.asarray(target.step, jnp.int32), wrapper_states=states
+      ),
+      # Before the outermost wrapper: `AGN` counts on the wrappers inside of it
+      # to change no other rows than those that it passes to them.
+      _to_dense_unless_taken(wrappers, "apply", grads),
+    )
+  states = target.wrapper_states
+  if context is None:
+    states = stack.add_replica_axis(wrappers, states)
+  return target._replace(wrapper_states=states)
+
+
+def check_gradients(tx: Any, params: PyTree, grads: PyTree) -> PyTree:
+  """Returns gradients with None for each leaf that has or needs none.
+
+  Raises:
+    ValueError: They do not match the parameters, or none is there.
+  """
+  trained = opt_state_lib.trained_params(params)
+  grads = trees.conform(
+    "grads", grads, trained, dtypes=False, of_gradients=True
+  )
+  grads = parameter_groups.drop_frozen(tx, gradients.normalize(grads))
+  if not jax.tree.leaves(grads):
+    paths = map(trees.path_string, trees.paths(trained))
+    raise ValueError(
+      f"No gradients provided for any parameter: {', '.join(paths)}."
+    )
+  return grads
+
+
+def reduce_collections(
+  wrappers: Wrappers,
+  collections: Mapping[str, PyTree],
+  structures: Mapping[str, Any] = types.MappingProxyType({}),
+) -> dict[str, PyTree]:
+  """Reduces new collections over the replicas, except per-replica leaves.
+
+  Args:
+    wrappers: The wrappers.
+    collections: The collections by name.
+    structures: The tree structures outside of `run` of those that have
+      per-replica leaves: inside nothing else shows them.
+  """
+
+  def reduce_leaf(x: Any) -> Any:
+    is_own = values.is_per_replica(x)
+    return x if is_own else stack.reduce_collection(wrappers, x)
+
+  reduced = {}
+  for name, tree in collections.items():
+    leaves, treedef = jax.tree.flatten(tree)
+    tree = jax.tree.unflatten(structures.get(name, treedef), leaves)
+    tree = jax.tree.map(reduce_leaf, tree, is_leaf=values.is_per_replica)
+    reduced[name] = jax.tree.unflatten(treedef, jax.tree.leaves(tree))
+  return reduced
+
+
+def _update(
+  tx: Any, target: base.Target, grads: PyTree, extra: Mapping[str, Any]
+) -> base.Target:
+  """Updates parameters and slots, and takes over the new collections."""
+  params, opt_state = optimizer_update.update(
+    tx, target.params, target.opt_state, grads, extra
+  )
+  return target._replace(
+    step=target.step + 1,
+    params=params,
+    opt_state=opt_state,
+    collections={**target.collections, **target.new_collections},
+  )
+
+
+def _apply_from(
+  i: int,
+  wrappers: Wrappers,
+  update: base.Next,
+  reduction: str,
+  target: base.Target,
+  grads: PyTree,
+) -> base.Target:
+  """Applies gradients through the wrappers from number `i` on."""
+  if i == len(wrappers):
+    return update(target, grads)
+  wrapper, name = wrappers[i], base.name_of(wrappers[i])
+
+  def next(target: base.Target, grads: PyTree) -> base.Target:
+    mark: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if _reduces_inside(wrapper, wrappers):
+      grads = replica_context.reduce_gradients(reduction, grads)
+      mark = replica_context.gradients_already_reduced()
+    with mark:
+      return _apply_from(i + 1, wrappers, update, reduction, target, grads)
+
+  returned = wrapper.apply(target.wrapper_states[name], target, grads, next)
+  # A Target is a tuple too: the result of `next`, without a state.
+  if type(returned) is not tuple or len(returned) != 2:
+    raise TypeError(
+      f"wrapper {name!r}: apply must return (target, state), got "
+      f"{type(returned).__name__}. next returns the target alone."
+    )
+  target, state = returned
+  return target._replace(wrapper_states={**target.wrapper_states, name: state})
+
+
+def _reduces_inside(wrapper: base.Base, wrappers: Wrappers) -> bool:
+  """Returns whether gradients are reduced when a wrapper calls `next`."""
+  context = replica_context.get_replica_context()
+  if wrapper.reduces != "inside" or context is None:
+    return False
+  if stack.has_local_updates(wrappers):
+    return False
+  if context.aggregation_skipped:
+    raise ValueError(
+      f"apply_gradients: {base.name_of(wrapper)!r} keeps the gradients of each "
+      "replica, which are to be reduced later; skip_gradients_aggregation=True "
+      "says that they are reduced: use Accumulate(per_replica=False)."
+    )
+  return not (context.gradients_reduced or stack.reduces_gradients(wrappers))
+
+
+def _to_dense_unless_taken(
+  wrappers: Wrappers, hook: str, grads: PyTree
+) -> PyTree:
+  """Returns gradients without rows if a wrapper's hook does not take them.
+
+  A wrapper that knows nothing of `IndexedSlices` may map a function over all
+  leaves, and so change row numbers.
+
+  Args:
+    wrappers: The wrappers.
+    hook: Name of the method that gets the gradients.
+    grads: The gradients.
+  """
+  unaware = [
+    w
+    for w in wrappers
+    if base.overrides(w, hook) and not w.takes_indexed_slices
+  ]
+  if not unaware:
+    return grads
+  paths = [
+    trees.path_string(path)
+    for path, g in jax.tree_util.tree_leaves_with_path(
+      grads, is_leaf=is_indexed_slices
+    )
+    if is_indexed_slices(g)
+  ]
+  if not paths:
+    return grads
+  checks.warn(
+    f"wrapper {base.name_of(unaware[0])!r}: {hook} takes no IndexedSlices: the "
+    f"gradients of {', '.join(paths)} become whole arrays, and the step "
+    "updates whole tables. See takes_indexed_slices of flaxshard.wrappers.Base."
+  )
+  return indexed_slices.to_dense(grads)
