@@ -113,13 +113,14 @@ class _ModelArrays:
           )
         paths[name] = field, path
         leaves[name] = leaf
-    factors = [
-      name
-      for name, (field, path) in paths.items()
-      if has_lora
-      and field == "params"
-      and lora.is_factor(path, fields[lora.FROZEN])
-    ]
+    factors: list[str] = []
+    if has_lora:
+      of_model = lora.model_leaves(fields["params"], fields[lora.FROZEN])
+      factors = [
+        name
+        for name, (field, path) in paths.items()
+        if field == "params" and path not in of_model
+      ]
     return cls(state, fields, paths, leaves, frozenset(factors))
 
   def replace(self, arrays: Mapping[str, jax.Array]) -> Any:

@@ -29,7 +29,7 @@ is compiled. The last regex may be a catch-all, found in every path, such as
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import dataclasses
 import logging
 import math
@@ -42,10 +42,8 @@ import jax
 from flaxshard.core import checks
 from flaxshard.core import patterns
 from flaxshard.core import registry
-from flaxshard.core import trees
 from flaxshard.partitioning import specs
 from flaxshard.partitioning.specs import Mesh
-from flaxshard.partitioning.specs import RuleError
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
@@ -56,6 +54,13 @@ _ALLOWED = (
   "allowed: a pair (regex, PartitionSpec), a pair (logical name, mesh axis or "
   "tuple of axes or None), and last 'fsdp' or an FSDP"
 )
+
+
+class RuleError(ValueError):
+  """A partitioning rule that cannot be followed.
+
+  The message starts with `rules`, the argument's name in `create_train_state`.
+  """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,49 +137,21 @@ def resolve(
     >>> resolve((("mlp_in/kernel", P(None, "model")), "fsdp"), mesh, params)
     {'mlp_in': {'kernel': P('replica', 'model')}, 'norm': {'scale': P()}}
   """
-  parsed = _parse(rules, "rules")
-  _check_mesh_axes(parsed, mesh)
+  parsed = _parse(rules, "rules", mesh)
   leaves: list[_Leaf] = []
-  used: set[int] = set()
-  # Position of a rule -> position of the earlier rule that took its parameter.
-  shadowed: dict[int, int] = {}
-  has_logical_names = False
   for path, value, box in specs.iterate_leaves(params):
-    name = trees.path_string(path)
-    shape = tuple(value.shape)
-    leaf_name = f"{argument}[{name}]"
-    has_logical_names |= isinstance(box, nn.LogicallyPartitioned)
-    matching = [rule for rule in parsed.regexes if rule.regex.search(name)]
-    if matching:
-      first, *later = matching
-      used.add(first.position)
-      shadowed.update({rule.position: first.position for rule in later})
-      try:
-        dims = specs.check(
-          f"{first.description}: {leaf_name}", first.spec, shape, mesh
-        )
-      except ValueError as e:
-        raise RuleError(str(e)) from e
+    where, shape = f"{argument}[{path}]", tuple(value.shape)
+    rule = next((r for r in parsed.regexes if r.regex.search(path)), None)
+    if rule is not None:
+      what = f"{rule.description}: {where}"
+      dims = specs.check(what, rule.spec, shape, mesh, RuleError)
     else:
       source, spec = specs.spec_of_leaf(
-        leaf_name, value, box, parsed.logical, mesh, strict
+        where, value, box, parsed.logical, mesh, strict
       )
-      dims = specs.check(f"{source}: {leaf_name}", spec, shape, mesh)
-    # The spec P() of a regex excludes a parameter from FSDP.
-    keep_whole = bool(matching) and not tuple(matching[0].spec)
-    leaves.append(_Leaf(name, shape, dims, keep_whole))
-
-  for rule in parsed.regexes:
-    is_catch_all = rule is parsed.regexes[-1] and all(
-      rule.regex.search(leaf.path) for leaf in leaves
-    )
-    if rule.position not in used and not is_catch_all:
-      _raise_unused(rule, shadowed, argument, [leaf.path for leaf in leaves])
-  if parsed.logical and not has_logical_names:
-    raise RuleError(
-      f"rules: the pairs {parsed.logical!r} are for logical names, and no leaf "
-      f"of {argument} has logical names; {_ALLOWED}."
-    )
+      dims = specs.check(f"{source}: {where}", spec, shape, mesh)
+    leaves.append(_Leaf(path, shape, box, rule, dims))
+  _check_used(parsed, argument, leaves)
   if parsed.fsdp:
     leaves = _split_leaves(parsed.fsdp, mesh, leaves)
   return jax.tree.unflatten(
@@ -227,101 +204,109 @@ def from_config(value: Any, *, argument: str = "rules") -> Rules:
   return rules
 
 
-class _RegexRule(NamedTuple):
-  position: int
+class _Regex(NamedTuple):
+  """A rule for the parameters in whose paths a regex is found."""
+
+  description: str
   regex: re.Pattern[str]
   spec: P
 
-  @property
-  def description(self) -> str:
-    return f"rules[{self.position}]={(self.regex.pattern, self.spec)!r}"
 
+class _Rules(NamedTuple):
+  """Rules by their forms."""
 
-class _ParsedRules(NamedTuple):
-  regexes: list[_RegexRule]
-  logical: tuple[tuple[str, Any], ...]
+  regexes: list[_Regex]
+  logical: list[tuple[str, Any]]
   fsdp: FSDP | None
-  # The mesh axes of the logical rules and of FSDP, with the rule's description.
-  axes: list[tuple[str, Any]]
 
 
-def _parse(rules: Rules, argument: str) -> _ParsedRules:
-  """Sorts the rules by their forms; needs no mesh and no parameters."""
-  if rules is None:
-    rules = ()
-  elif isinstance(rules, (str, FSDP)):
-    rules = (rules,)
+class _Leaf(NamedTuple):
+  """A parameter, the rule that it follows, and the axes that split it."""
+
+  path: str
+  shape: tuple[int, ...]
+  box: Any
+  rule: _Regex | None
+  dims: specs.Dims
+
+
+def _parse(rules: Rules, argument: str, mesh: Mesh | None = None) -> _Rules:
+  """Sorts rules by their forms; without a mesh, axes are not checked."""
+  if rules is None or isinstance(rules, (str, FSDP)):
+    rules = () if rules is None else (rules,)
   # A PartitionSpec is a sequence too.
-  elif isinstance(rules, P) or not isinstance(rules, Sequence):
+  if isinstance(rules, P) or not isinstance(rules, Sequence):
     raise TypeError(
       f"{argument} must be None, 'fsdp', an FSDP or a sequence, got {rules!r}; "
       f"{_ALLOWED}."
     )
-  parsed = _ParsedRules([], (), None, [])
+  regexes: list[_Regex] = []
+  logical: list[tuple[str, Any]] = []
+  fsdp = None
   for i, rule in enumerate(rules):
-    name = f"{argument}[{i}]"
-    if isinstance(rule, (str, FSDP)):
-      if isinstance(rule, str) and rule != "fsdp":
+    name, where = f"{argument}[{i}]", f"{argument}[{i}]={rule!r}"
+    axes: Any = ()
+    match rule:
+      case FSDP() | "fsdp" if i == len(rules) - 1:
+        fsdp = rule if isinstance(rule, FSDP) else FSDP()
+        axes = fsdp.axis
+      case FSDP() | "fsdp":
+        raise RuleError(f"{where} must be the last entry; {_ALLOWED}.")
+      case str():
         hint = checks.did_you_mean(rule, ["fsdp"])
         if not hint and len(rules) == 2:
           # ("kernel", P()) is two rules, (("kernel", P()),) is one.
           hint = f" A single pair needs a comma: ({tuple(rules)!r},)."
         raise RuleError(f"{name}: unknown name {rule!r}; {_ALLOWED}.{hint}")
-      if i < len(rules) - 1:
-        raise RuleError(
-          f"{name}={rule!r} must be the last entry, got {rules!r}; {_ALLOWED}."
-        )
-      fsdp = FSDP() if isinstance(rule, str) else rule
-      parsed.axes.append((f"{name}={fsdp!r}", fsdp.axis))
-      parsed = parsed._replace(fsdp=fsdp)
-      continue
-    is_pair = isinstance(rule, (tuple, list)) and len(rule) == 2
-    if not is_pair or not isinstance(rule[0], str):
-      raise TypeError(f"{name} must be a rule, got {rule!r}; {_ALLOWED}.")
-    pattern, value = rule
-    entries = tuple(value) if isinstance(value, P) else (value,)
-    axes = [axis for entry in entries for axis in specs.axes_of(entry)]
-    if not all(isinstance(axis, str) for axis in axes):
+      case (str(pattern), P() as spec):
+        try:
+          regexes.append(_Regex(where, re.compile(pattern), spec))
+        except re.error as e:
+          raise RuleError(f"{name}: {pattern!r} is not a regex: {e}.") from e
+      case (str(pattern), axes):
+        # Flax's logical_to_mesh_axes takes tuples, not lists.
+        axes = tuple(axes) if isinstance(axes, list) else axes
+        logical.append((pattern, axes))
+      case _:
+        raise TypeError(f"{name} must be a rule, got {rule!r}; {_ALLOWED}.")
+    if not all(isinstance(axis, str) for axis in specs.axes_of(axes)):
       raise TypeError(
-        f"{name}: the second of a pair must be a PartitionSpec, such as "
-        "PartitionSpec(None, 'model'), or the mesh axes of a logical name, got "
-        f"{rule!r}; {_ALLOWED}."
+        f"{where}: the second of a pair must be a PartitionSpec, such as "
+        "PartitionSpec(None, 'model'), or the mesh axes of a logical name; "
+        f"{_ALLOWED}."
       )
-    if isinstance(value, P):
-      try:
-        parsed.regexes.append(_RegexRule(i, re.compile(pattern), value))
-      except re.error as e:
-        raise RuleError(f"{name}: {pattern!r} is not a regex: {e}.") from e
-    else:
-      parsed.axes.append((f"{name}={rule!r}", value))
-      # Flax's logical_to_mesh_axes takes tuples, not lists.
-      pair = (pattern, tuple(value) if isinstance(value, list) else value)
-      parsed = parsed._replace(logical=(*parsed.logical, pair))
-  return parsed
+    if mesh is not None:
+      specs.check(where, P(specs.axes_of(axes)), ("any",), mesh, RuleError)
+  return _Rules(regexes, logical, fsdp)
 
 
-def _check_mesh_axes(parsed: _ParsedRules, mesh: Mesh) -> None:
-  for description, axes in parsed.axes:
-    for axis in specs.axes_of(axes):
-      if axis not in mesh.axis_names:
-        raise RuleError(
-          f"{description}: the mesh has no axis {axis!r}; mesh axes: "
-          f"{dict(mesh.shape)}.{checks.did_you_mean(axis, mesh.axis_names)}"
-        )
-
-
-def _raise_unused(
-  rule: _RegexRule, shadowed: Mapping[int, int], argument: str, paths: list[str]
-) -> None:
-  if rule.position in shadowed:
+def _check_used(parsed: _Rules, argument: str, leaves: Sequence[_Leaf]) -> None:
+  """Raises a RuleError for a rule that no parameter follows."""
+  for rule in parsed.regexes:
+    found = [leaf for leaf in leaves if rule.regex.search(leaf.path)]
+    is_catch_all = rule is parsed.regexes[-1] and len(found) == len(leaves)
+    if not found:
+      paths = [leaf.path for leaf in leaves]
+      message = patterns.describe_no_match(
+        rule.description, rule.regex.pattern, argument, paths
+      )
+      raise RuleError(message)
+    earlier = found[0].rule
+    if (
+      earlier is not None
+      and not is_catch_all
+      and all(leaf.rule is not rule for leaf in found)
+    ):
+      raise RuleError(
+        f"{rule.description} is never used: earlier rules, such as "
+        f"{earlier.description}, match all its parameters."
+      )
+  is_named = lambda leaf: isinstance(leaf.box, nn.LogicallyPartitioned)
+  if parsed.logical and not any(map(is_named, leaves)):
     raise RuleError(
-      f"{rule.description} is never used: earlier rules, such as "
-      f"rules[{shadowed[rule.position]}], match all its parameters."
+      f"rules: the pairs {parsed.logical!r} are for logical names, and no leaf "
+      f"of {argument} has logical names; {_ALLOWED}."
     )
-  message = patterns.describe_no_match(
-    rule.description, rule.regex.pattern, argument, paths
-  )
-  raise RuleError(message)
 
 
 def _entry_from_config(name: str, entry: Any) -> Any:
@@ -341,65 +326,38 @@ def _entry_from_config(name: str, entry: Any) -> Any:
   return pattern, P(*value) if isinstance(value, tuple) else value
 
 
-class _Leaf(NamedTuple):
-  """A parameter and the axes that split it.
-
-  Attributes:
-    path: The path of the parameter, such as `block0/mlp_in/kernel`.
-    shape: Its shape.
-    dims: For each dimension, the mesh axes that split it.
-    keep_whole: Whether a rule excludes the parameter from FSDP.
-  """
-
-  path: str
-  shape: tuple[int, ...]
-  dims: specs.Dims
-  keep_whole: bool
-
-
 def _split_leaves(
   fsdp: FSDP, mesh: Mesh, leaves: Sequence[_Leaf]
 ) -> list[_Leaf]:
-  """Splits one more dimension of each large leaf over the axis of `fsdp`.
-
-  Args:
-    fsdp: The rule.
-    mesh: The mesh; it has the axes of `fsdp`.
-    leaves: The parameters as the other rules split them.
-
-  Returns:
-    The leaves with their new `dims`.
-
-  Raises:
-    RuleError: No leaf is split, although the axis has more than one device.
-  """
+  """Splits one more dimension of each large leaf over the axis of `fsdp`."""
   axes = specs.axes_of(fsdp.axis)
-  axis_size = math.prod(mesh.shape[axis] for axis in axes)
-  new_leaves = list(leaves)
+  (axis_size,) = specs.parts((axes,), mesh.shape)
+  new_leaves, indivisible = [], []
   is_split = axis_size == 1  # as on a single device: no mistake in the rules
-  indivisible = []
-  for i, leaf in enumerate(leaves):
-    if leaf.keep_whole:
-      continue
-    free_dims = [
-      dim
-      for dim, size in enumerate(leaf.shape)
-      if not leaf.dims[dim] and size % axis_size == 0
+  for leaf in leaves:
+    dims = list(leaf.dims)
+    free = [
+      i
+      for i, size in enumerate(leaf.shape)
+      if not (dims[i] or size % axis_size)
     ]
+    # The spec P() of a regex excludes a parameter from FSDP.
+    is_excluded = leaf.rule is not None and not tuple(leaf.rule.spec)
     # A mesh axis can split an array only once.
-    if any(axis in axes for dim in leaf.dims for axis in dim):
+    if any(axis in axes for dim in dims for axis in dim):
       is_split = True
-    elif math.prod(leaf.shape) >= fsdp.min_size and not free_dims:
-      indivisible.append(leaf.path)
-    elif math.prod(leaf.shape) >= fsdp.min_size:
+    elif math.prod(leaf.shape) < fsdp.min_size or is_excluded:
+      pass
+    elif free:
       is_split = True
       # Of equal dimensions `max` returns the first.
-      largest = max(free_dims, key=lambda dim: leaf.shape[dim])
-      dims = (*leaf.dims[:largest], axes, *leaf.dims[largest + 1 :])
-      new_leaves[i] = leaf._replace(dims=dims)
+      dims[max(free, key=lambda i: leaf.shape[i])] = axes
+    else:
+      indivisible.append(leaf.path)
+    new_leaves.append(leaf._replace(dims=tuple(dims)))
   whole = ", ".join([*indivisible[:3], *["…"] * (len(indivisible) > 3)])
   if not is_split:
-    raise specs.RuleError(
+    raise RuleError(
       f"rules: {fsdp!r} splits no parameter: of {len(leaves)} parameters all "
       "but the following are smaller than min_size, and these have no unsplit "
       f"dimension that the axis, of size {axis_size}, divides: "

@@ -1,8 +1,13 @@
-"""PartitionSpecs: reads them from Flax's metadata and checks that they fit."""
+"""How an array is split: for each dimension, the mesh axes that split it.
+
+Rules, Flax's metadata, arrays on a mesh and wrappers all say it as a
+PartitionSpec, in several forms. `check` reads each of them once, as `Dims`, and
+`shortest` writes it in the one form that a state has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import math
 from typing import Any
 
@@ -17,13 +22,6 @@ P = jax.sharding.PartitionSpec
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 # For each dimension of an array, the mesh axes that split it.
 Dims = tuple[tuple[str, ...], ...]
-
-
-class RuleError(ValueError):
-  """A partitioning rule that cannot be followed.
-
-  The message starts with `rules`, the argument's name in `create_train_state`.
-  """
 
 
 def axes_of(entry: Any) -> tuple[Any, ...]:
@@ -43,8 +41,23 @@ def axes_in(spec: P) -> set[str]:
   return {axis for entry in spec for axis in axes_of(entry)}
 
 
+def dims_of(spec: P, ndim: int) -> Dims:
+  """Returns the axes that split each dimension of an array of `ndim`.
+
+  Example:
+    >>> dims_of(P(None, "model"), 3)
+    ((), ('model',), ())
+  """
+  # A spec may be shorter than the shape: the other dimensions are not split.
+  return (*map(axes_of, spec), *((),) * (ndim - len(spec)))
+
+
 def check(
-  what: str, spec: Any, shape: tuple[int | str, ...], mesh: Mesh
+  what: str,
+  spec: Any,
+  shape: tuple[int | str, ...],
+  mesh: Mesh,
+  error: type[ValueError] = ValueError,
 ) -> Dims:
   """Checks that a PartitionSpec fits a shape and a mesh.
 
@@ -54,6 +67,7 @@ def check(
     shape: The shape of the array. A dimension may have a name for its size; it
       is then not checked whether the axes divide it.
     mesh: The mesh.
+    error: The class of the errors.
 
   Returns:
     The axes that split each dimension: one tuple for each.
@@ -68,39 +82,58 @@ def check(
     >>> check("kernel", P(None, "model"), (3, 8), mesh)
     ((), ('model',))
   """
-  sizes = dict(mesh.shape)
-  is_known = not shape or any(isinstance(size, int) for size in shape)
-  array = f"the shape {shape}" if is_known else f"an array of ndim={len(shape)}"
-  context = f"got {spec} for {array}; mesh axes: {sizes}."
   if not isinstance(spec, P):
     raise TypeError(f"{what}: must be a PartitionSpec, got {spec!r}.")
+  sizes, dims = dict(mesh.shape), dims_of(spec, len(shape))
+  axes = [axis for dim in dims for axis in dim]
+  unknown = [axis for axis in axes if axis not in sizes]
+  twice = [axis for axis in axes if axes.count(axis) > 1]
+  problem, hint = "", ""
   if len(spec) > len(shape):
-    raise ValueError(
-      f"{what}: the spec has more entries than the array has dimensions; "
-      f"{context}"
+    problem = "the spec has more entries than the array has dimensions"
+  elif unknown:
+    problem = f"the mesh has no axis {unknown[0]!r}"
+    hint = checks.did_you_mean(str(unknown[0]), sizes)
+  elif twice:
+    problem = f"the axis {twice[0]!r} must not be used twice"
+  else:
+    counts = parts(dims, sizes)
+    for i, (size, count) in enumerate(zip(shape, counts, strict=True)):
+      if isinstance(size, int) and size % count:
+        problem = (
+          f"dimension {i}, of size {size}, cannot be divided by {count}, the "
+          f"size of {spec[i]!r}"
+        )
+        break
+  if problem:
+    raise error(
+      f"{what}: {problem}; got {spec} for ndim={len(shape)}, the shape "
+      f"{shape}; mesh axes: {sizes}.{hint}"
     )
-  seen: set[str] = set()
-  for i, entry in enumerate(spec):
-    for axis in axes_of(entry):
-      if axis not in sizes:
-        raise ValueError(
-          f"{what}: the mesh has no axis {axis!r}; {context}"
-          f"{checks.did_you_mean(str(axis), sizes)}"
-        )
-      if axis in seen:
-        raise ValueError(
-          f"{what}: the axis {axis!r} must not be used twice; {context}"
-        )
-      seen.add(axis)
-    size, count = shape[i], math.prod(sizes[a] for a in axes_of(entry))
-    if isinstance(size, int) and size % count:
-      raise ValueError(
-        f"{what}: dimension {i}, of size {size}, cannot be divided by "
-        f"{count}, the size of {entry!r}; {context}"
-      )
-  dims = tuple(axes_of(entry) for entry in spec)
-  # A spec may be shorter than the shape: the other dimensions are not split.
-  return (*dims, *((),) * (len(shape) - len(dims)))
+  return dims
+
+
+def parts(dims: Dims, sizes: Mapping[str, int]) -> tuple[int, ...]:
+  """Returns the number of parts of each dimension.
+
+  Args:
+    dims: For each dimension, the mesh axes that split it.
+    sizes: The sizes of the mesh axes.
+  """
+  return tuple(math.prod(sizes[axis] for axis in axes) for axes in dims)
+
+
+def spec_of(dims: Sequence[tuple[str, ...]]) -> P:
+  """Returns the PartitionSpec without Nones at its end.
+
+  Example:
+    >>> spec_of(((), ("model",), ()))
+    P(None, 'model')
+  """
+  entries = [axes[0] if len(axes) == 1 else axes or None for axes in dims]
+  while entries and entries[-1] is None:
+    entries.pop()
+  return P(*entries)
 
 
 def shortest(dims: Sequence[tuple[str, ...]], mesh: Mesh) -> P:
@@ -114,34 +147,29 @@ def shortest(dims: Sequence[tuple[str, ...]], mesh: Mesh) -> P:
     dims: For each dimension, the mesh axes that split it.
     mesh: The mesh.
   """
-  kept = [tuple(a for a in axes if mesh.shape[a] > 1) for axes in dims]
-  while kept and not kept[-1]:
-    kept.pop()
-  return P(*((axes[0] if len(axes) == 1 else axes or None) for axes in kept))
+  return spec_of([tuple(a for a in d if mesh.shape[a] > 1) for d in dims])
+
+
+# -- What an array says of itself: Flax's metadata, or its sharding.
 
 
 def unbox(tree: PyTree) -> PyTree:
   """Replaces Flax's metadata boxes in a tree by the arrays in them."""
-
-  def unbox_leaf(leaf: Any) -> Any:
-    # `Partitioned.unbox` would add a sharding constraint to the array.
-    if isinstance(leaf, nn.Partitioned):
-      return unbox(leaf.unbox(apply_constraint=False))
-    return unbox(leaf.unbox()) if nn.meta.is_axis_metadata(leaf) else leaf
-
-  return jax.tree.map(unbox_leaf, tree, is_leaf=nn.meta.is_axis_metadata)
-
-
-def iterate_leaves(tree: PyTree) -> Iterator[tuple[trees.Path, Any, Any]]:
-  """Yields the path, the array, and the metadata box or None, of each leaf."""
-  flat = jax.tree_util.tree_leaves_with_path(
-    tree, is_leaf=nn.meta.is_axis_metadata
+  # `Partitioned.unbox` would add a sharding constraint to the array.
+  return jax.tree.map(
+    lambda x: x.value if nn.meta.is_axis_metadata(x) else x,
+    tree,
+    is_leaf=nn.meta.is_axis_metadata,
   )
-  for path, leaf in flat:
+
+
+def iterate_leaves(tree: PyTree) -> Iterator[tuple[str, Any, Any]]:
+  """Yields the path, the array, and the metadata box or None, of each leaf."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(
+    tree, is_leaf=nn.meta.is_axis_metadata
+  ):
     box = leaf if nn.meta.is_axis_metadata(leaf) else None
-    # A box may hold a tree.
-    for inner, value in jax.tree_util.tree_leaves_with_path(unbox(leaf)):
-      yield (*path, *inner), value, box
+    yield trees.path_string(path), unbox(leaf), box
 
 
 def spec_of_leaf(
@@ -168,29 +196,36 @@ def spec_of_leaf(
     The source of the spec, for error messages, and the spec.
 
   Raises:
-    TypeError: The box is of an unknown type.
     ValueError: A logical name has no rule, or the array is on another mesh.
   """
   if isinstance(box, nn.LogicallyPartitioned):
+    source = f"logical names {tuple(box.names)!r}"
     # Flax takes the first rule of a name whose axes are still unused.
     rules = (*rules, *(box.rules or ()), *nn.get_logical_axis_rules())
-    return (
-      f"logical names {box.names!r}",
-      _spec_of_logical_names(name, box, rules, mesh, strict),
-    )
-  if isinstance(box, nn.Partitioned):
-    return f"metadata {box.names!r}", P(*box.names)
+    known = {logical for logical, _ in rules}
+    # As in NNX, a name without a rule may be that of a mesh axis.
+    rules = (*rules, *((a, a) for a in mesh.axis_names if a not in known))
+    known |= set(mesh.axis_names)
+    for logical in box.names if strict else ():
+      # Flax would leave the dimension unsplit: a typo would pass.
+      if isinstance(logical, str) and logical not in known:
+        raise ValueError(
+          f"{name} has the {source}, and no rule maps {logical!r} to a mesh "
+          f"axis; allowed: {sorted(known)}, or a rule such as ({logical!r}, "
+          "None) in `rules` or flax.linen.logical_axis_rules; with "
+          "strict=False such a dimension is unsplit."
+          f"{checks.did_you_mean(logical, known)}"
+        )
+    try:
+      spec: Any = nn.logical_to_mesh_axes(box.names, rules)
+    except ValueError as e:
+      raise ValueError(f"{name} has the {source}: {e}") from e
+    return source, spec
   if box is not None:
-    raise TypeError(
-      f"{name}: cannot read partitioning metadata of type "
-      f"{type(box).__name__}; allowed: nn.Partitioned, nn.LogicallyPartitioned."
-    )
-  sharding = None
+    return f"metadata {box.names!r}", P(*box.names)
   # A traced array has no sharding on devices.
-  if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)) and not isinstance(
-    value, jax.core.Tracer
-  ):
-    sharding = value.sharding
+  is_traced = isinstance(value, jax.core.Tracer)
+  sharding = None if is_traced else getattr(value, "sharding", None)
   if sharding is None or sharding.is_fully_replicated:
     return "no rule", P()
   if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh == mesh:
@@ -199,32 +234,3 @@ def spec_of_leaf(
     f"{name} is split over another mesh: {sharding}; allowed: an array on one "
     f"device, a replicated one, or a NamedSharding on {mesh}."
   )
-
-
-def _spec_of_logical_names(
-  leaf_name: str,
-  box: nn.LogicallyPartitioned,
-  rules: Sequence[Any],
-  mesh: Mesh,
-  strict: bool,
-) -> P:
-  """Translates the logical names of a box to mesh axes."""
-  names = tuple(box.names)
-  known = {name for name, _ in rules}
-  # As in NNX, a name without a rule may be that of a mesh axis.
-  rules = (*rules, *((a, a) for a in mesh.axis_names if a not in known))
-  known |= set(mesh.axis_names)
-  for name in names if strict else ():
-    # Flax would leave the dimension unsplit: a typo would pass.
-    if isinstance(name, str) and name not in known:
-      raise ValueError(
-        f"{leaf_name} has the logical names {names!r}, and no rule maps "
-        f"{name!r} to a mesh axis; allowed: {sorted(known)}, or a rule such as "
-        f"({name!r}, None) in `rules` or flax.linen.logical_axis_rules; with "
-        "strict=False such a dimension is unsplit."
-        f"{checks.did_you_mean(name, known)}"
-      )
-  try:
-    return nn.logical_to_mesh_axes(names, rules)  # type: ignore[return-value]
-  except ValueError as e:
-    raise ValueError(f"{leaf_name} has the logical names {names!r}: {e}") from e

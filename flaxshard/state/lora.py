@@ -19,7 +19,7 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models"
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import functools
 import math
@@ -34,6 +34,7 @@ import jax.numpy as jnp
 from flaxshard.core import checks
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import trees
+from flaxshard.partitioning import specs as specs_lib
 from flaxshard.state import fields as fields_lib
 
 if TYPE_CHECKING:
@@ -97,14 +98,11 @@ class LoRA:
   def __post_init__(self) -> None:
     checks.integer("LoRA: rank", self.rank, minimum=1)
     checks.number("LoRA: alpha", self.alpha, above=0)
-    for field in ("patterns", "train"):
-      checked = patterns_lib.check(f"LoRA: {field}", getattr(self, field))
-      # Hashable, whatever sequence was given.
-      object.__setattr__(self, field, checked)
+    patterns_lib.check("LoRA: patterns", self.patterns)
+    patterns_lib.check("LoRA: train", self.train)
     pairs = patterns_lib.check_pairs("LoRA: batch_dims", self.batch_dims)
     for i, (_, number) in enumerate(pairs):
       checks.integer(f"LoRA: batch_dims[{i}][1]", number, minimum=1)
-    object.__setattr__(self, "batch_dims", pairs)
     if not self.patterns:
       raise ValueError("LoRA: patterns must name a parameter, got ().")
 
@@ -157,40 +155,30 @@ def merge(params: PyTree, frozen: PyTree, scale: float) -> PyTree:
     frozen: The frozen parameters.
     scale: What the product of the factors is multiplied by.
   """
-  merged = dict(trees.leaves_by_path(frozen))
-  factors: dict[_Path, dict[str, Any]] = {}
-  for path, x in trees.leaves_by_path(params).items():
-    if is_factor(path, frozen):
-      factors.setdefault(path[:-1], {})[path[-1]] = x
-    else:
-      merged[path] = x
-  for path, by_name in factors.items():
-    a, b = (by_name[name] for name in FACTORS)
-    kernel = merged[path]
-    multiply = functools.partial(jnp.tensordot, axes=1)
-    # Both factors have the batch dimensions, and one of `rank`.
-    for _ in range(a.ndim + b.ndim - 2 - kernel.ndim):
-      multiply = jax.vmap(multiply)
-    product = multiply(a, b)
-    merged[path] = kernel + (scale * product).astype(kernel.dtype)
+  trained, merged = trees.leaves_by_path(params), model_leaves(params, frozen)
+  for path, kernel in merged.items():
+    if (*path, FACTORS[0]) in trained:
+      a, b = (trained[*path, name] for name in FACTORS)
+      multiply = functools.partial(jnp.tensordot, axes=1)
+      # Both factors have the batch dimensions, and one of `rank`.
+      for _ in range(a.ndim + b.ndim - 2 - kernel.ndim):
+        multiply = jax.vmap(multiply)
+      merged[path] = kernel + (scale * multiply(a, b)).astype(kernel.dtype)
   return traverse_util.unflatten_dict(merged)
 
 
-def is_factor(path: Sequence[str], frozen: PyTree) -> bool:
-  """Returns whether a path in `params` is that of a factor of a kernel.
+def model_leaves(params: PyTree, frozen: PyTree) -> dict[_Path, Any]:
+  """Returns the leaves of the model by path: kernels, and no factors.
 
   Args:
-    path: The path. A model may have parameters with the names of factors.
+    params: The trained parameters, with factors in place of kernels.
     frozen: The frozen parameters.
   """
-  if path[-1] not in FACTORS:
-    return False
-  node = frozen
-  for key in path[:-1]:
-    if not isinstance(node, Mapping) or key not in node:
-      return False
-    node = node[key]
-  return not isinstance(node, Mapping)
+  kernels = trees.leaves_by_path(frozen)
+  trained = trees.leaves_by_path(params)
+  # A model may have parameters with the names of factors.
+  own = {path: x for path, x in trained.items() if path[:-1] not in kernels}
+  return kernels | own
 
 
 def merge_lora(state: TrainState) -> dict[str, PyTree]:
@@ -212,20 +200,13 @@ def merge_lora(state: TrainState) -> dict[str, PyTree]:
   apply_fn = state.apply_fn
   if not isinstance(apply_fn, Apply):
     return variables
-  frozen = variables.pop(FROZEN)
-  params = variables["params"]
-  leaves = {
-    **trees.leaves_by_path(frozen),
-    **{
-      path: x
-      for path, x in trees.leaves_by_path(params).items()
-      if not is_factor(path, frozen)
-    },
-  }
-  shardings = traverse_util.unflatten_dict(
-    {path: x.sharding for path, x in leaves.items()}
+  params, frozen = variables["params"], variables.pop(FROZEN)
+  shardings = {p: x.sharding for p, x in model_leaves(params, frozen).items()}
+  merge_jitted = jax.jit(
+    merge,
+    static_argnums=2,
+    out_shardings=traverse_util.unflatten_dict(shardings),
   )
-  merge_jitted = jax.jit(merge, static_argnums=2, out_shardings=shardings)
   variables["params"] = merge_jitted(params, frozen, apply_fn.scale)
   return variables
 
@@ -258,28 +239,15 @@ class Split:
       params: The parameters of the model.
       key: The PRNG key of the factors.
     """
-    trained: dict[_Path, Any] = {}
-    frozen: dict[_Path, Any] = {}
-    for path, x in trees.leaves_by_path(params).items():
-      (trained if path in self.trained else frozen)[path] = x
-      if path not in self.factorized:
-        continue
-      first_input, first_output = self.factorized[path]
-      batch, outputs = x.shape[:first_input], x.shape[first_output:]
-      inputs = x.shape[first_input:first_output]
+
+    def create(path: _Path, x: Any, first: int, last: int) -> tuple[Any, Any]:
       # By path: further patterns do not change the other factors.
-      seed = zlib.crc32("/".join(path).encode())
-      noise = jax.random.normal(
-        jax.random.fold_in(key, seed), (*batch, *inputs, self.rank), x.dtype
-      )
-      trained[*path, FACTORS[0]] = noise / math.sqrt(math.prod(inputs))
-      trained[*path, FACTORS[1]] = jnp.zeros(
-        (*batch, self.rank, *outputs), x.dtype
-      )
-    return (
-      traverse_util.unflatten_dict(trained),
-      traverse_util.unflatten_dict(frozen),
-    )
+      path_key = jax.random.fold_in(key, zlib.crc32("/".join(path).encode()))
+      a = jax.random.normal(path_key, (*x.shape[:last], self.rank), x.dtype)
+      b = jnp.zeros((*x.shape[:first], self.rank, *x.shape[last:]), x.dtype)
+      return a / math.sqrt(math.prod(x.shape[first:last])), b
+
+    return self._split(params, create)
 
   def split_specs(self, specs: PyTree) -> tuple[PyTree, PyTree]:
     """Returns the PartitionSpecs of the trained and the frozen parameters.
@@ -289,22 +257,28 @@ class Split:
     Args:
       specs: The PartitionSpecs of the model's parameters.
     """
-    trained: dict[_Path, P] = {}
-    frozen: dict[_Path, P] = {}
-    flat = jax.tree_util.tree_leaves_with_path(
-      specs, is_leaf=lambda x: isinstance(x, P)
-    )
-    for key_path, spec in flat:
-      path = trees.path_strings(key_path)
-      (trained if path in self.trained else frozen)[path] = spec
+
+    def create(_: _Path, spec: Any, first: int, last: int) -> tuple[P, P]:
+      dims = specs_lib.dims_of(spec, max(len(spec), last))
+      return (
+        specs_lib.spec_of(dims[:last]),
+        specs_lib.spec_of((*dims[:first], (), *dims[last:])),
+      )
+
+    return self._split(specs, create)
+
+  def _split(
+    self, tree: PyTree, create_factors: Callable[..., tuple[Any, Any]]
+  ) -> tuple[PyTree, PyTree]:
+    """Sorts the leaves, and adds factors to those that are trained."""
+    trained: dict[_Path, Any] = {}
+    frozen: dict[_Path, Any] = {}
+    for path, x in trees.leaves_by_path(tree).items():
+      (trained if path in self.trained else frozen)[path] = x
       if path in self.factorized:
-        first_input, first_output = self.factorized[path]
-        # A spec may be shorter than the shape: missing entries are None.
-        dims = (*spec, *[None] * (first_output - len(spec)))
-        trained[*path, FACTORS[0]] = _shortest((*dims[:first_output], None))
-        trained[*path, FACTORS[1]] = _shortest(
-          (*dims[:first_input], None, *dims[first_output:])
-        )
+        factors = create_factors(path, x, *self.factorized[path])
+        for name, factor in zip(FACTORS, factors, strict=True):
+          trained[*path, name] = factor
     return (
       traverse_util.unflatten_dict(trained),
       traverse_util.unflatten_dict(frozen),
@@ -319,8 +293,8 @@ def plan_split(lora: LoRA, params: PyTree) -> Split:
     params: Shapes of the model's parameters.
 
   Raises:
-    LoRAError: A pattern matches no parameter, or a kernel cannot have factors
-      of that rank.
+    LoRAError: A pattern matches no parameter, or a parameter cannot have
+      factors.
   """
   if OVERWRITE_WITH_GRADIENT in params:
     raise LoRAError(
@@ -345,20 +319,18 @@ def plan_split(lora: LoRA, params: PyTree) -> Split:
     num_batch = 0 if i is None else lora.batch_dims[i][1]
     shape = x.shape[num_batch:]
     if len(shape) < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
-      beside = "" if i is None else f" beside {num_batch} batch dimensions"
       raise LoRAError(
         f"patterns={lora.patterns!r} finds {name}, a {x.dtype} of shape "
         f"{tuple(x.shape)}; factors are for floating-point parameters with two "
-        f"dimensions or more{beside}. train=... trains it as it is."
+        f"dimensions or more beside {num_batch} batch dimensions. train=... "
+        "trains it as it is."
       )
-    num_inputs = _num_inputs(shape)
-    smaller = min(math.prod(shape[:num_inputs]), math.prod(shape[num_inputs:]))
-    if lora.rank > smaller:
-      raise LoRAError(
-        f"rank={lora.rank} is above {smaller}, the rank of {name} of "
-        f"shape {tuple(x.shape)}. Use a lower rank, patterns without it, or "
-        "train=... to train it as it is."
-      )
+    # Inputs and outputs are divided where the factors are smallest; of equals
+    # at the last place, because kernels have their outputs last.
+    num_inputs = min(
+      range(len(shape) - 1, 0, -1),
+      key=lambda i: math.prod(shape[:i]) + math.prod(shape[i:]),
+    )
     factorized[names[name]] = num_batch, num_batch + num_inputs
   return Split(factorized, frozenset(names[n] for n in trained), lora.rank)
 
@@ -370,33 +342,15 @@ def factor_key(rng: Any) -> Any:
   return rng
 
 
-def _num_inputs(shape: Sequence[int]) -> int:
-  """Returns how many dimensions are inputs: where the factors are smallest."""
-  counts = range(1, len(shape))
-  # The last of equals: kernels have their outputs last.
-  return min(
-    reversed(counts),
-    key=lambda i: math.prod(shape[:i]) + math.prod(shape[i:]),
-  )
-
-
 def _find(
   field: str, patterns: Sequence[str], names: Iterable[str]
 ) -> list[str]:
   """Returns the names in which a pattern is found, in their order."""
   names = list(names)
-  for i, pattern in enumerate(patterns):
-    where = f"{field}[{i}]={pattern!r}"
-    try:
+  try:
+    for i, pattern in enumerate(patterns):
+      where = f"{field}[{i}]={pattern!r}"
       patterns_lib.find(where, pattern, "params", names)
-    except patterns_lib.PatternError as e:
-      raise LoRAError(str(e)) from e
+  except patterns_lib.PatternError as e:
+    raise LoRAError(str(e)) from e
   return [n for n in names if patterns_lib.first_match(patterns, n) is not None]
-
-
-def _shortest(dims: Sequence[Any]) -> P:
-  """Returns a PartitionSpec without Nones at its end."""
-  dims = list(dims)
-  while dims and dims[-1] is None:
-    dims.pop()
-  return P(*dims)

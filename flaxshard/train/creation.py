@@ -15,7 +15,6 @@ from flaxshard import wrappers as wrappers_lib
 from flaxshard.core import patterns
 from flaxshard.core.policy import Policy
 from flaxshard.partitioning import rules as rules_lib
-from flaxshard.partitioning import specs as specs_lib
 from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.state import create as create_lib
 from flaxshard.state import fields as fields_lib
@@ -143,7 +142,7 @@ def errors_name_field(context: str) -> Iterator[None]:
   except patterns.PatternError:
     # It names config.freeze, config.learning_rates or config.sparse.
     raise
-  except specs_lib.RuleError as e:
+  except rules_lib.RuleError as e:
     # The message of a RuleError begins with "rules", a field of config.mesh.
     raise ValueError(f"config.mesh.{e}") from e
   except LoRAError as e:
