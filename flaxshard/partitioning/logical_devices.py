@@ -33,55 +33,22 @@ def split(
   """Splits a tensor; see `Strategy.split_to_logical_devices`."""
   x = _as_array("tensor", x)
   spec = partition_spec(mesh, x.shape, partition_dimensions)
-  if _is_concrete(x):
-    compile_only.check_can_run("split_to_logical_devices", mesh)
-    return jax.device_put(x, _keep_replica_split(mesh, spec, x))
-  mesh = _mesh_of_trace("split_to_logical_devices", mesh)
-  if not _has_auto_replicas(mesh):
-    return mesh_lib.constrain(x, _keep_replica_split(mesh, spec, x))
-  if mesh.shape[mesh_lib.REPLICA] > 1:
-    # The spec uses all logical axes, so the unconstrained dimensions can only
-    # be split over the replicas. XLA decides whether they are.
-    spec = P(*(P.UNCONSTRAINED if axes is None else axes for axes in spec))
-  return mesh_lib.constrain(x, jax.sharding.NamedSharding(mesh, spec))
+  return _place("split_to_logical_devices", mesh, x, spec)
 
 
 def replicate(mesh: jax.sharding.Mesh, x: Any) -> jax.Array:
   """Replicates a tensor; see `Strategy.replicate_to_logical_devices`."""
   x = _as_array("tensor", x)
   spec = P(*[None] * x.ndim)
-  if _is_concrete(x):
-    compile_only.check_can_run("replicate_to_logical_devices", mesh)
-    return jax.device_put(x, _keep_replica_split(mesh, spec, x))
-  mesh = _mesh_of_trace("replicate_to_logical_devices", mesh)
-  if not _has_auto_replicas(mesh) or mesh.shape[mesh_lib.REPLICA] == 1:
-    return mesh_lib.constrain(x, _keep_replica_split(mesh, spec, x))
-  axes = mesh_lib.logical_axes(mesh)
-  if not axes:
-    return x
-  # A constraint would need a spec for the replicas too. A shard_map over the
-  # logical axes alone leaves the split over the replicas as it is.
-  identity = jax.shard_map(
-    lambda x: x,
-    mesh=mesh,
-    in_specs=P(),
-    out_specs=P(),
-    axis_names=set(axes),
-  )
-  return identity(x)
+  return _place("replicate_to_logical_devices", mesh, x, spec)
 
 
 def assign(
   mesh: jax.sharding.Mesh, x: Any, logical_device_id: int
 ) -> jax.Array:
   """Puts a tensor on one device; see `Strategy.assign_to_logical_device`."""
-  x = _as_array("tensor", x)
-  index = _check_index(mesh, logical_device_id)
-  if _is_concrete(x):
-    compile_only.check_can_run("assign_to_logical_device", mesh)
-    return _move(mesh_lib.logical_device_mesh(mesh, index), x)
-  mesh = _mesh_of_trace("assign_to_logical_device", mesh)
-  return _run_in_branch(mesh, index, lambda x: x, x)
+  method, x = "assign_to_logical_device", _as_array("tensor", x)
+  return _call(method, mesh, logical_device_id, lambda x: x, (x,))
 
 
 def on_device(
@@ -91,12 +58,89 @@ def on_device(
   *args: PyTree,
 ) -> PyTree:
   """Calls a function on one device; see `Strategy.on_logical_device`."""
-  index = _check_index(mesh, logical_device_id)
-  args = _as_arrays("args", args)
+  method, args = "on_logical_device", _as_arrays("args", args)
+  return _call(method, mesh, logical_device_id, fn, args)
+
+
+# -- All devices of a replica.
+
+
+def _place(method: str, mesh: Any, x: Any, spec: P) -> jax.Array:
+  """Splits a tensor over all logical devices, or over none.
+
+  An existing split over the replicas stays, in dimensions that `spec` leaves.
+  """
+  if _is_concrete(x):
+    compile_only.check_can_run(method, mesh)
+    return jax.device_put(x, _keep_replica_split(mesh, spec, x))
+  mesh = _mesh_of_trace(method, mesh)
+  is_auto = mesh.axis_types[0] == jax.sharding.AxisType.Auto
+  if not is_auto or mesh.shape[mesh_lib.REPLICA] == 1:
+    return mesh_lib.constrain(x, _keep_replica_split(mesh, spec, x))
+  # XLA decides which dimensions are split over the replicas.
+  axes = set(mesh_lib.logical_axes(mesh))
+  if specs_lib.axes_in(spec) or not axes:
+    # The spec uses all logical axes, so the unconstrained dimensions can only
+    # be split over the replicas.
+    spec = P(*(P.UNCONSTRAINED if entry is None else entry for entry in spec))
+    return mesh_lib.constrain(x, jax.sharding.NamedSharding(mesh, spec))
+  # A constraint would need a spec for the replicas too. A shard_map over the
+  # logical axes alone leaves the split over the replicas as it is.
+  return jax.shard_map(
+    lambda x: x, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=axes
+  )(x)
+
+
+def _keep_replica_split(
+  mesh: Any, spec: P, x: Any
+) -> jax.sharding.NamedSharding:
+  """Returns a sharding for `spec` that keeps an existing split over replicas.
+
+  A dimension that `spec` splits is not split over the replicas any more.
+  """
+  current = _replica_spec(mesh, x)
+  spec = P(*(new or old for new, old in zip(spec, current, strict=True)))
+  return jax.sharding.NamedSharding(mesh, spec)
+
+
+def _replica_spec(mesh: Any, x: Any) -> P:
+  """Returns, for each dimension, "replica" if it is split over the replicas.
+
+  That is known of arrays, and of traced arrays if the axes are Explicit.
+  """
+  x = _primal_value(x)
+  is_traced = isinstance(x, jax.core.Tracer)
+  sharding = getattr(jax.typeof(x) if is_traced else x, "sharding", None)
+  spec, num_replicas = P(), mesh.shape[mesh_lib.REPLICA]
+  # The mesh may be another one, as long as it has the same replicas.
+  if isinstance(sharding, jax.sharding.NamedSharding) and (
+    sharding.mesh.shape.get(mesh_lib.REPLICA) == num_replicas
+  ):
+    spec = sharding.spec
+  dims = specs_lib.dims_of(spec, x.ndim)
+  return P(*(mesh_lib.REPLICA if mesh_lib.REPLICA in d else None for d in dims))
+
+
+# -- One device of a replica.
+
+
+def _call(
+  method: str,
+  mesh: jax.sharding.Mesh,
+  logical_device_id: Any,
+  fn: Callable[..., PyTree],
+  args: tuple[PyTree, ...],
+) -> PyTree:
+  """Calls a function of arrays on one logical device of each replica."""
+  index = checks.integer(
+    "logical_device_id",
+    logical_device_id,
+    minimum=0,
+    maximum=mesh_lib.num_logical_devices(mesh) - 1,
+  )
   if not _is_concrete(*jax.tree.leaves(args)):
-    mesh = _mesh_of_trace("on_logical_device", mesh)
-    return _run_in_branch(mesh, index, fn, *args)
-  compile_only.check_can_run("on_logical_device", mesh)
+    return _run_in_branch(_mesh_of_trace(method, mesh), index, fn, *args)
+  compile_only.check_can_run(method, mesh)
   device = mesh_lib.logical_device_mesh(mesh, index)
   # Arrays that `fn` creates, such as jnp.zeros(2), are on the device too. A
   # logical device may have no device in this process, hence the None.
@@ -129,7 +173,13 @@ def _run_in_branch(
   # Trace ahead, for the shapes of the other branch and for the values that `fn`
   # closes over.
   jaxpr, shapes = jax.make_jaxpr(call_fn, return_shape=True)(*args)
-  _check_closed_over(jaxpr.consts)
+  for x in jaxpr.consts:
+    # JAX cannot use such an array inside the shard_map.
+    if isinstance(x, jax.core.Tracer) and not jax.typeof(x).sharding.mesh.empty:
+      raise ValueError(
+        f"on_logical_device: fn closes over a traced {jax.typeof(x)}; pass it "
+        "as an argument: on_logical_device(logical_device_id, fn, *args)."
+      )
 
   def choose_branch(*args: PyTree) -> PyTree:
     out = jax.lax.cond(
@@ -161,32 +211,20 @@ def _move(device: jax.sharding.Mesh, tree: PyTree) -> PyTree:
   """Moves arrays to a logical device, which has one device of each replica."""
 
   def move_array(x: Any) -> jax.Array:
-    spec = P(*_replica_spec(device, x))
-    return jax.device_put(x, jax.sharding.NamedSharding(device, spec))
+    sharding = jax.sharding.NamedSharding(device, _replica_spec(device, x))
+    return jax.device_put(x, sharding)
 
   return jax.tree.map(move_array, tree)
 
 
-def _check_closed_over(values: Sequence[Any]) -> None:
-  """Raises a ValueError if a branch closes over a traced array on the mesh."""
-  for x in values:
-    # JAX cannot use such an array inside the shard_map.
-    if isinstance(x, jax.core.Tracer) and not jax.typeof(x).sharding.mesh.empty:
-      raise ValueError(
-        f"on_logical_device: fn closes over a traced {jax.typeof(x)}; pass it "
-        "as an argument: on_logical_device(logical_device_id, fn, *args)."
-      )
-
-
 def _dtype_or_key_impl(x: Any) -> Any:
   """Returns the dtype of an array, or the name of the PRNG of a key."""
-  is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-  return str(jax.random.key_impl(x)) if is_key else x.dtype
+  return str(jax.random.key_impl(x)) if trees.is_prng_key(x) else x.dtype
 
 
 def _to_summable(x: Any) -> jax.Array:
   """Converts to a dtype with zeros: keys to their data, booleans to int8."""
-  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+  if trees.is_prng_key(x):
     return jax.random.key_data(x)
   return x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
 
@@ -198,6 +236,9 @@ def _sum_results(results: jax.Array, dtype: Any) -> jax.Array:
   if isinstance(dtype, str):
     return jax.random.wrap_key_data(x, impl=dtype)
   return x.astype(dtype)
+
+
+# -- Traces.
 
 
 def _mesh_of_trace(method: str, mesh: jax.sharding.Mesh) -> Any:
@@ -218,11 +259,6 @@ def _mesh_of_trace(method: str, mesh: jax.sharding.Mesh) -> Any:
   return mesh if current.empty else current
 
 
-def _has_auto_replicas(mesh: Any) -> bool:
-  """Returns whether XLA chooses how arrays are split over the replicas."""
-  return mesh.axis_types[0] == jax.sharding.AxisType.Auto
-
-
 def _is_concrete(*arrays: Any) -> bool:
   """Returns whether neither the arrays nor the surrounding code are traced."""
   # Under `jax.jit` a new array is traced, also if all arguments are concrete.
@@ -235,49 +271,6 @@ def _primal_value(x: Any) -> Any:
   while isinstance(x, jax.core.Tracer) and hasattr(x, "primal"):
     x = x.primal
   return x
-
-
-def _keep_replica_split(
-  mesh: Any, spec: P, x: Any
-) -> jax.sharding.NamedSharding:
-  """Returns a sharding for `spec` that keeps an existing split over replicas.
-
-  A dimension that `spec` splits is not split over the replicas any more.
-  """
-  current = _replica_spec(mesh, x)
-  spec = P(*(new or old for new, old in zip(spec, current, strict=True)))
-  return jax.sharding.NamedSharding(mesh, spec)
-
-
-def _replica_spec(mesh: Any, x: Any) -> list[str | None]:
-  """Returns, for each dimension, "replica" if it is split over the replicas.
-
-  That is known of arrays, and of traced arrays if the axes are Explicit.
-  """
-  x = _primal_value(x)
-  sharding = None
-  if isinstance(x, jax.core.Tracer):
-    sharding = jax.typeof(x).sharding
-  elif isinstance(x, jax.Array):
-    sharding = x.sharding
-  spec: list[str | None] = [None] * x.ndim
-  # The mesh may be another one, as long as it has the same replicas.
-  if isinstance(sharding, jax.sharding.NamedSharding) and (
-    sharding.mesh.shape.get(mesh_lib.REPLICA) == mesh.shape[mesh_lib.REPLICA]
-  ):
-    for i, axes in enumerate(sharding.spec):
-      if mesh_lib.REPLICA in specs_lib.axes_of(axes):
-        spec[i] = mesh_lib.REPLICA
-  return spec
-
-
-def _check_index(mesh: jax.sharding.Mesh, logical_device_id: Any) -> int:
-  return checks.integer(
-    "logical_device_id",
-    logical_device_id,
-    minimum=0,
-    maximum=mesh_lib.num_logical_devices(mesh) - 1,
-  )
 
 
 def _as_arrays(name: str, tree: PyTree) -> PyTree:
@@ -330,48 +323,34 @@ def partition_spec(
     >>> partition_spec(mesh, (3, 28, 28, 1), [1, 2, 4, 1])
     P(None, 'm0', ('m1', 'm2'), None)
   """
-  pieces = _check_pieces(mesh, shape, partition_dimensions)
-  sizes = {name: mesh.shape[name] for name in mesh_lib.logical_axes(mesh)}
-  # An axis of size 1 splits nothing.
-  names = [name for name in sizes if sizes[name] > 1]
-  chosen = _choose_axes(names, sizes, pieces)
-  if chosen is None:
-    raise ValueError(
-      f"partition_dimensions={list(pieces)} cannot be built from the mesh axes "
-      f"{sizes}: the number of pieces of each dimension must be a product of "
-      "axis sizes. Every partition is possible with a mesh_shape of prime "
-      "sizes, or with a device_assignment and no mesh_shape."
-    )
-  return P(*(axes[0] if len(axes) == 1 else axes or None for axes in chosen))
-
-
-def _check_pieces(
-  mesh: Mesh, shape: tuple[int, ...], partition_dimensions: Any
-) -> tuple[int, ...]:
-  """Returns the numbers of pieces, if they fit the shape and the mesh."""
   name = f"partition_dimensions={partition_dimensions!r}"
-  pieces = tuple(
+  pieces = [
     checks.integer(f"partition_dimensions[{i}]", count, minimum=1)
     for i, count in enumerate(partition_dimensions)
-  )
+  ]
+  sizes = {axis: mesh.shape[axis] for axis in mesh_lib.logical_axes(mesh)}
   if len(pieces) != len(shape):
     raise ValueError(
       f"{name} must have one number for each dimension of the tensor, which "
       f"has shape {shape}: {len(shape)}, got {len(pieces)}."
     )
-  for i, (size, count) in enumerate(zip(shape, pieces, strict=True)):
-    if size % count:
-      raise ValueError(
-        f"{name}: dimension {i} of the tensor, which has shape {shape}, cannot "
-        f"be divided into {count} pieces."
-      )
-  num_devices = mesh_lib.num_logical_devices(mesh)
-  if math.prod(pieces) != num_devices:
+  if math.prod(pieces) != math.prod(sizes.values()):
     raise ValueError(
       f"{name}: the product must be the number of logical devices, "
-      f"{num_devices}, got {math.prod(pieces)}."
+      f"{math.prod(sizes.values())}, got {math.prod(pieces)}."
     )
-  return pieces
+  # An axis of size 1 splits nothing.
+  dims = _choose_axes([a for a in sizes if sizes[a] > 1], sizes, pieces)
+  if dims is None:
+    raise ValueError(
+      f"{name} cannot be built from the mesh axes {sizes}: the number of "
+      "pieces of each dimension must be a product of axis sizes. Every "
+      "partition is possible with a mesh_shape of prime sizes, or with a "
+      "device_assignment and no mesh_shape."
+    )
+  spec = P(*map(specs_lib.entry_of, dims))
+  specs_lib.check(name, spec, shape, mesh)
+  return spec
 
 
 def _choose_axes(

@@ -36,6 +36,11 @@ def axes_of(entry: Any) -> tuple[Any, ...]:
   return tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
 
 
+def entry_of(axes: tuple[str, ...]) -> Any:
+  """Returns the entry of a PartitionSpec for mesh axes; undoes `axes_of`."""
+  return axes[0] if len(axes) == 1 else axes or None
+
+
 def axes_in(spec: P) -> set[str]:
   """Returns all mesh axes in a PartitionSpec."""
   return {axis for entry in spec for axis in axes_of(entry)}
@@ -130,7 +135,7 @@ def spec_of(dims: Sequence[tuple[str, ...]]) -> P:
     >>> spec_of(((), ("model",), ()))
     P(None, 'model')
   """
-  entries = [axes[0] if len(axes) == 1 else axes or None for axes in dims]
+  entries = [entry_of(axes) for axes in dims]
   while entries and entries[-1] is None:
     entries.pop()
   return P(*entries)

@@ -156,7 +156,7 @@ def test_split_moves_arrays_from_other_devices():
   "pieces, error, facts",
   [
     ([4], ValueError, ("(8, 4)", "got 1")),
-    ([3, 1], ValueError, ("dimension 0", "(8, 4)", "3 pieces")),
+    ([3, 1], ValueError, ("logical devices, 4", "got 3")),
     ([2, 4], ValueError, ("logical devices, 4", "got 8")),
     ([4, 2.0], TypeError, ("[1]", "integer", "got 2.0")),
   ],
@@ -170,6 +170,13 @@ def test_invalid_partition_raises(pieces, error, facts):
       call(X)
     for fact in ("partition_dimensions", *facts):
       assert fact in str(e.value)
+
+
+def test_indivisible_partition_raises():
+  with pytest.raises(ValueError, match="partition_dimensions=") as e:
+    logical_devices.split(MESH, X[:6], [4, 1])
+  for fact in ("[4, 1]", "dimension 0", "(6, 4)", "by 4"):
+    assert fact in str(e.value)
 
 
 # replicate
