@@ -36,6 +36,7 @@ _unscaled: dict[int, tuple[weakref.ref[Any], ...]] = {}
 # The scale of the last scaled loss, if no gradients were unscaled since.
 _scaled: list[weakref.ref[Any]] = []
 _NO_REFS = (lambda: None,) * 3
+_DYNAMIC = DynamicLossScale()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +113,7 @@ class LossScale(base.Base):
   def rule(self) -> DynamicLossScale | FixedLossScale:
     """The rule by which the scale changes, if there is a scale."""
     if isinstance(self.scale, str):
-      return DynamicLossScale()
+      return _DYNAMIC
     if isinstance(self.scale, float):
       return FixedLossScale(self.scale)
     return self.scale
@@ -161,7 +162,7 @@ class LossScale(base.Base):
     divide = _divider(self._scale_of(state))
 
     def unscale(g: jax.Array) -> jax.Array:
-      if _source_of(g, state.scale) is not None:
+      if _find(g, state.scale) is not None:
         raise ValueError(
           "unscale_gradients: the gradients are unscaled already, as "
           "value_and_grad returns them. Pass them to apply_gradients."
@@ -280,21 +281,21 @@ class LossScale(base.Base):
     return any(trees.dtype_of(x) == jnp.float16 for x in leaves)
 
 
-def _source_of(unscaled: jax.Array, scale: jax.Array) -> jax.Array | None:
-  """Returns the scaled gradient that `unscaled` was computed from.
+def _find(unscaled: jax.Array, scale: jax.Array) -> tuple[Any] | None:
+  """Returns the scaled gradient that `unscaled` was computed from, in a tuple.
 
-  None if it is not known, or if `unscaled` is the result of anything else, such
-  as clipping.
+  None in it if nothing holds that gradient any more. None if `unscaled` is the
+  result of anything else, such as clipping.
   """
   known, scaled, used = (ref() for ref in _unscaled.get(id(unscaled), _NO_REFS))
-  return scaled if known is unscaled and used is scale else None
+  return (scaled,) if known is unscaled and used is scale else None
 
 
 def _source_in_16_bits(
   unscaled: jax.Array, scale: jax.Array
 ) -> jax.Array | None:
-  """Returns the scaled gradient in a trace, if it has 16 bits."""
-  found = _source_of(unscaled, scale)
+  """Returns the scaled gradient of a trace, if it has 16 bits."""
+  (found,) = _find(unscaled, scale) or (None,)
   is_narrow = isinstance(found, jax.core.Tracer) and found.dtype.itemsize == 2
   return found if is_narrow else None
 

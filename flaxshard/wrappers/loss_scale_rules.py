@@ -147,9 +147,10 @@ class DynamicLossScale:
     may_grow = jnp.isfinite(grown) & (grown <= np.float32(self.max_scale))
     due = state.good_steps + 1 >= self.growth_interval
     if self.backoff_factor is None:
-      # Without the barrier XLA multiplies by the rounded reciprocal.
-      factor = jax.lax.optimization_barrier(jnp.float32(self.growth_factor))
-      backed_off = scale / factor
+      # An array, also under `vmap`: XLA would multiply by the reciprocal of a
+      # constant or of a scalar, which is rounded.
+      factor = 0 * scale + np.float32(self.growth_factor)
+      backed_off = scale / jax.lax.optimization_barrier(factor)
     else:
       backed_off = scale * np.float32(self.backoff_factor)
     backed_off = jnp.maximum(backed_off, np.float32(self.min_scale))

@@ -115,6 +115,19 @@ def test_collections_change_with_every_batch_but_not_with_a_skipped_one():
   assert sums == [1, 3, 3, 7, 15] and int(state.step) == 1
 
 
+def test_a_sum_of_more_batches_than_steps_is_divided_by_their_number():
+  longer = create([fs.Accumulate(4)], tx=optax.sgd(1.0))
+  state = create([fs.Accumulate(2)], tx=optax.sgd(1.0))
+  grads = [jax.tree.map(lambda p, i=i: p * 0 + i, PARAMS) for i in (1, 2, 3, 6)]
+  for g in grads[:3]:
+    longer = longer.apply_gradients(grads=g)
+  # As after a restore with fewer steps.
+  state = state.replace(wrapper_states=longer.wrapper_states)
+  state = state.apply_gradients(grads=grads[3])
+  assert int(state.step) == 1
+  assert_close(state.params, jax.tree.map(lambda p: p - 3, PARAMS))
+
+
 def test_sums_of_half_precision_gradients_are_float32():
   params = {"w": jnp.zeros(2, jnp.bfloat16)}
   state = fs.TrainState.create(

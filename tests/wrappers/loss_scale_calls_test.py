@@ -121,3 +121,26 @@ def test_functions_that_are_jitted_apart_say_nothing():
 
   assert messages(take_steps, create()) == []
   assert messages(jit, unscale_apart, create()) == []
+
+
+def unscale_again(state):
+  _, grads = state.value_and_grad(quadratic)
+  return state.unscale_gradients(grads)
+
+
+def scale_inside(state):
+  return state.minimize(lambda params: state.scale_loss(quadratic(params)))
+
+
+@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("scale", ["dynamic", 8.0])
+@pytest.mark.parametrize(
+  ("step", "message"),
+  [
+    (unscale_again, "unscale_gradients: the gradients are unscaled already"),
+    (scale_inside, "scale_loss: value_and_grad and minimize scale the loss"),
+  ],
+)
+def test_a_loss_is_scaled_once_and_unscaled_once(step, message, scale, way):
+  with pytest.raises(ValueError, match=message):
+    way(step)(create(fs.LossScale(scale)))

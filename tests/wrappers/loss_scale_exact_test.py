@@ -56,3 +56,19 @@ def test_scale_equals_a_float32_reference(growth_factor, backoff_factor, seed):
   assert len(set(wanted)) > 5
   assert int(last.good_steps) == good
   assert int(last.skipped_steps) == int((~finite).sum())
+
+
+@pytest.mark.parametrize("growth_factor", [1.7, 3.0, 10.0])
+def test_many_scales_at_once_are_divided_as_one_is(growth_factor):
+  rule = fs.DynamicLossScale(growth_factor=growth_factor)
+  scales = np.random.default_rng(0).uniform(20, 2**20, 500).astype(np.float32)
+  zero = jnp.int32(0)
+
+  def back_off(scale):
+    state = LossScaleState(scale, zero, zero, zero)
+    return rule.update(state, jnp.array(False)).scale
+
+  for way in (jax.vmap(back_off), jax.jit(jax.vmap(back_off))):
+    np.testing.assert_array_equal(
+      way(scales), scales / np.float32(rule.growth_factor)
+    )
