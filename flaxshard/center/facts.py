@@ -30,8 +30,9 @@ def describe(
     state: The train state of a worker.
     facts: Further facts, such as the config.
   """
-  agn, store = update.agn, update.agn.transport
-  params = update_lib.by_path(state.params)
+  agn, own = update_lib.find(state)
+  store = agn.transport
+  arrays = update_lib.by_path(update_lib.center_of(state, own))
   return {
     # First: a field of a config says more than what follows from it.
     **json.loads(json.dumps(facts)),
@@ -46,11 +47,11 @@ def describe(
         for name in ("fragments", "delay", "blend", "commit_dtype")
       },
     },
-    "params": {p: f"{x.dtype}{list(x.shape)}" for p, x in params.items()},
+    "arrays": {p: f"{x.dtype}{list(x.shape)}" for p, x in arrays.items()},
     "parameters that do not change": {
       path: zlib.crc32(update_lib.to_host(x).tobytes())
-      for path, x in params.items()
-      if path not in update.fragment_of
+      for path, x in arrays.items()
+      if path.startswith("params") and path not in update.fragment_of
     },
     "change by some updates with fixed gradients": update.probe(),
   }

@@ -21,7 +21,6 @@ from flaxshard.center.store import Objects
 from flaxshard.center.store import pack
 from flaxshard.center.store import unpack
 from flaxshard.center.train_states import Center
-from flaxshard.center.update import CenterUpdate
 from flaxshard.state.train_state import TrainState
 
 S = TypeVar("S", bound=TrainState)
@@ -74,7 +73,6 @@ def version_of(key: str) -> int:
 
 def publish(
   objects: Objects,
-  fragment: int,
   center: Center,
   generation: bytes,
   *,
@@ -86,8 +84,7 @@ def publish(
 
   Args:
     objects: The store.
-    fragment: The number of the fragment.
-    center: The center with its slots.
+    center: The center of a fragment with its slots.
     generation: The generation of the head that it replaces, or of none.
     change: See `add_change`.
     taken: See `Head`.
@@ -96,7 +93,7 @@ def publish(
   Returns:
     Whether the head still had the generation. If not, nothing stays.
   """
-  unique = f"{fragment}/{center.version}-{uuid.uuid4().hex[:8]}"
+  unique = f"{center.fragment}/{center.version}-{uuid.uuid4().hex[:8]}"
   head = Head(
     center.version,
     f"center/{unique}",
@@ -105,18 +102,17 @@ def publish(
     taken or {},
     workers,
   )
-  others = {"collections": center.collections}
   contents: dict[str, Any] = {
-    head.center: {"params": center.params, **others},
+    head.center: {"arrays": center.arrays},
     head.slots: {
       "slots": center.slots,
       "remainders": center.remainders or {},
     },
   }
   if change:
-    contents[head.change] = {"params": change, **others}
+    contents[head.change] = {"arrays": change}
   objects.write_all({key: pack(x) for key, x in contents.items()})
-  if swap(objects, fragment, head, generation):
+  if swap(objects, center.fragment, head, generation):
     return True
   objects.delete(contents)
   return False
@@ -177,8 +173,8 @@ def read_center(
     objects: The store.
     fragment: The number of the fragment.
     head: Its head.
-    base: A version and its parameters: if the encoded change is one from this
-      version, it is read instead of the parameters.
+    base: A version and its arrays: if the encoded change is one from this
+      version, it is read instead of the arrays.
     slots: Whether to read the slots as well.
 
   Raises:
@@ -199,10 +195,10 @@ def read_center(
     head = newer
   found = unpack(first, contents[0] or b"")
   if uses_change and base is not None:
-    found["params"] = add_change(base[1], found["params"])
+    found["arrays"] = add_change(base[1], found["arrays"])
   if slots:
     found |= unpack(head.slots, contents[1] or b"")
-  return head, Center(version=head.version, **found)
+  return head, Center(fragment, head.version, **found)
 
 
 def final_state(url: str, state: S) -> tuple[int, S] | None:
@@ -215,7 +211,7 @@ def final_state(url: str, state: S) -> tuple[int, S] | None:
   Returns:
     None if the run has not ended, or if the state has this center.
   """
-  objects, update = Objects(url), CenterUpdate(state)
+  objects = Objects(url)
   _, own = update_lib.find(state)
   found = read_every(objects, own.versions.size)
   versions = [head.version for head in found]
@@ -226,17 +222,17 @@ def final_state(url: str, state: S) -> tuple[int, S] | None:
   step = max(head.step for head in found)
   for fragment, head in enumerate(found):
     _, center = read_center(objects, fragment, head, slots=True)
-    state = train_states.put_center(update, state, fragment, center)
+    state = train_states.put_center(state, center)
   return step, state
 
 
 def add_change(
-  params: dict[str, np.ndarray], change: dict[str, Any]
+  arrays: dict[str, np.ndarray], change: dict[str, Any]
 ) -> dict[str, np.ndarray]:
-  """Returns changed parameters, to the same bits on every machine.
+  """Returns changed arrays, to the same bits on every machine.
 
   Args:
-    params: The parameters before.
+    arrays: The arrays before.
     change: By path, `{"by": ...}` with an encoded difference, or `{"to": ...}`
       with the new value.
   """
@@ -244,5 +240,5 @@ def add_change(
     path: change[path]["to"]
     if "to" in change[path]
     else (x + encoding.decode(change[path]["by"])).astype(x.dtype)
-    for path, x in params.items()
+    for path, x in arrays.items()
   }

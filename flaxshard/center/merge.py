@@ -232,10 +232,9 @@ class Merger:
       # Not to be read again.
       new = dataclasses.replace(head, taken=taken)
       return heads.swap(self._objects, fragment, new, generation)
-    new_center, change = self._compute(fragment, center, good)
+    new_center, change = self._compute(center, good)
     if not heads.publish(
       self._objects,
-      fragment,
       new_center,
       generation,
       change=change,
@@ -254,19 +253,17 @@ class Merger:
     return True
 
   def _compute(
-    self, fragment: int, center: Center, commits: list[dict[str, Any]]
+    self, center: Center, commits: list[dict[str, Any]]
   ) -> tuple[Center, dict[str, Any]]:
     """Returns the new center, and the encoded change if it is wanted."""
-    cut_off = center.remainders or {}
+    slots, cut_off = center.slots or {}, center.remainders or {}
     exact = {
       path: x + cut_off[path] if path in cut_off else x
-      for path, x in center.params.items()
+      for path, x in center.arrays.items()
     }
-    slots, collections = center.slots or {}, center.collections
-    for grads, given in commits_lib.combine(self._update, commits):
-      exact, slots = self._update.apply(fragment, exact, slots, grads)
-      collections = {k: given.get(k, x) for k, x in collections.items()}
-    new = Center(center.version + 1, exact, collections, slots)
+    for committed in commits_lib.combine(self._update, commits):
+      exact, slots = self._update.apply(exact, slots, committed)
+    new = Center(center.fragment, center.version + 1, exact, slots)
     dtype = self._store.commit_dtype
     if dtype is None:
       return new, {}
@@ -279,15 +276,15 @@ class Merger:
       path: {"by": encoding.encode(difference(exact[path], x), dtype)}
       if path in self._update.accumulators and x.dtype.kind in "fV"
       else {"to": exact[path]}
-      for path, x in center.params.items()
+      for path, x in center.arrays.items()
     }
-    params = heads.add_change(center.params, change)
+    arrays = heads.add_change(center.arrays, change)
     remainders = {
       path: difference(exact[path], x)
-      for path, x in params.items()
+      for path, x in arrays.items()
       if "by" in change[path]
     }
-    return new._replace(params=params, remainders=remainders), change
+    return new._replace(arrays=arrays, remainders=remainders), change
 
   def _read_commits(
     self, fragment: int, found: list[_Found]

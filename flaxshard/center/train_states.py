@@ -27,16 +27,16 @@ class Center(NamedTuple):
   """One version of a fragment of the center.
 
   Attributes:
+    fragment: The number of the fragment.
     version: Its number.
-    params: The parameters by path.
-    collections: Other collections by path; of the last fragment only.
+    arrays: The arrays by path.
     slots: The optimizer's slots by path, if they were read.
     remainders: With the slots: what encoding has cut off, by path.
   """
 
+  fragment: int
   version: int
-  params: Arrays
-  collections: Arrays
+  arrays: Arrays
   slots: Arrays | None = None
   remainders: Arrays | None = None
 
@@ -53,15 +53,14 @@ def take(
 
   Returns:
     The state with what encoding has cut off in the accumulators; and the
-    commit: `steps`, the local step `step`, the `version` that it started from,
-    and arrays by path in `grads`, `statistics` and `collections`.
+    commit, without `examples`.
 
   Raises:
     FloatingPointError: An accumulator has NaN or infinity.
   """
   _, own = update_lib.find(state)
-  is_last = fragment == update.agn.transport.fragments - 1
-  accum, received = own.grad_accum, np.asarray(own.received).copy()
+  accum = {"params": own.grad_accum}
+  received = np.asarray(own.received).copy()
   remainders, sent = {}, {}
   for i, (path, x) in enumerate(update_lib.by_path(accum).items()):
     if update.fragment_of[path] != fragment:
@@ -80,42 +79,34 @@ def take(
       if sent[path] is not total:
         remainders[path] += total - encoding.decode(sent[path])
     received[i] = False
+  local = update_lib.by_path(update_lib.local_of(own))
+  for path in update.others:
+    if update.fragment_of[path] == fragment:
+      sent[path] = np.array(local[path])
   commit = {
     "steps": int(own.local_step) - int(own.sent[fragment]),
     "step": int(own.local_step),
     "version": int(own.versions[fragment]),
-    "grads": sent,
-    "statistics": {},
-    "collections": {},
+    "arrays": sent,
   }
-  if is_last:
-    params = update_lib.by_path(own.local_params)
-    collections = update_lib.by_path(own.collections)
-    commit["statistics"] = {p: np.array(params[p]) for p in update.statistics}
-    commit["collections"] = {
-      p: np.array(collections[p]) for p in update.collections
-    }
   own = own._replace(
-    grad_accum=_put(accum, remainders),
+    grad_accum=_put(accum, remainders)["params"],
     received=_place(received, own.received),
     sent=_place(_with(own.sent, fragment, own.local_step), own.sent),
   )
   return _with_agn(state, own), commit
 
 
-def put_center(update: CenterUpdate, state: S, fragment: int, new: Center) -> S:
-  """Returns the state with another center; local parameters stay.
+def put_center(state: S, new: Center) -> S:
+  """Returns the state with another center; what is local stays.
 
   Args:
-    update: The center's update.
     state: The train state of a worker.
-    fragment: The number of the fragment.
-    new: Its center.
+    new: The center of a fragment.
   """
   agn, own = update_lib.find(state)
-  state = _put_collections(state, own, new, committed=True)
-  state = state.replace(params=_put(state.params, new.params))
-  versions = _with(own.versions, fragment, new.version)
+  state = state.replace(**_put(update_lib.center_of(state, own), new.arrays))
+  versions = _with(own.versions, new.fragment, new.version)
   own = own._replace(versions=_place(versions, own.versions))
   if new.slots is not None:
     if agn.outer_tx is None:
@@ -126,51 +117,46 @@ def put_center(update: CenterUpdate, state: S, fragment: int, new: Center) -> S:
   return _with_agn(state, own)
 
 
-def pull(update: CenterUpdate, state: S, fragment: int, new: Center) -> S:
+def pull(update: CenterUpdate, state: S, new: Center) -> S:
   """Returns the state after a commit: it goes on from the center.
 
   Args:
     update: The center's update.
     state: The train state of a worker.
-    fragment: The fragment that was committed.
-    new: Its center, whose parameters the local ones are blended with.
+    new: The center of the fragment that was committed. Parameters are blended
+      with the local ones.
   """
-  state = put_center(update, state, fragment, new)
+  state = put_center(state, new)
   agn, own = update_lib.find(state)
-  local = update_lib.by_path(own.local_params)
-  weight, blended = agn.transport.blend, {}
-  for path, x in new.params.items():
-    blended[path] = x
+  local = update_lib.by_path(update_lib.local_of(own))
+  weight, arrays = agn.transport.blend, dict(new.arrays)
+  for path, x in new.arrays.items():
     if weight and path in update.accumulators:
       old = np.asarray(local[path])
       dtype = gradients.accumulator_dtype(old.dtype)
       mixed = weight * old.astype(dtype) + (1 - weight) * x.astype(dtype)
-      blended[path] = mixed.astype(old.dtype)
-  own = own._replace(local_params=_put(own.local_params, blended))
-  if fragment == agn.transport.fragments - 1:
+      arrays[path] = mixed.astype(old.dtype)
+  own = _put_local(own, arrays)
+  if new.fragment == agn.transport.fragments - 1:
     own = own._replace(commits=own.commits + 1)
-  return _put_collections(_with_agn(state, own), own, new, committed=False)
+  return _with_agn(state, own)
 
 
-def restart(
-  update: CenterUpdate, state: S, centers: list[Center], local_step: int
-) -> S:
+def restart(state: S, centers: list[Center], local_step: int) -> S:
   """Returns the state of a worker that starts from the center.
 
   Args:
-    update: The center's update.
     state: The train state of a worker.
     centers: The center of each fragment.
     local_step: The local step to go on from. `state.step` and the step counts
       of the local optimizer advance by as many.
   """
-  _, own = update_lib.find(state)
-  is_new = not int(own.local_step)
-  for fragment, new in enumerate(centers):
-    state = put_center(update, state, fragment, new)
-    _, own = update_lib.find(state)
-    state = _put_collections(state, own, new, committed=False)
   agn, own = update_lib.find(state)
+  is_new = not int(own.local_step)
+  for new in centers:
+    state = put_center(state, new)
+    own = _put_local(update_lib.find(state)[1], new.arrays)
+    state = _with_agn(state, own)
   shift = local_step - int(own.local_step)
   slots = own.local_opt_state
   counts = opt_state_lib.counts(slots)
@@ -198,16 +184,11 @@ def first_center(
   """Returns the center in a train state, with its slots."""
   agn, own = update_lib.find(state)
   slots = own.outer_opt_state if agn.outer_tx is not None else state.opt_state
-  collections = {}
-  if fragment == agn.transport.fragments - 1:
-    fields = {name: getattr(state, name) for name in own.collections}
-    found = update_lib.by_path(fields)
-    collections = {p: update_lib.to_host(found[p]) for p in update.collections}
   return Center(
-    version=int(own.versions[fragment]),
-    params=update.params_of(fragment, state.params),
-    collections=collections,
-    slots=update.slots_of(fragment, slots),
+    fragment,
+    int(own.versions[fragment]),
+    update.arrays_of(fragment, update_lib.center_of(state, own)),
+    update.slots_of(fragment, slots),
   )
 
 
@@ -216,17 +197,10 @@ def _with_agn(state: S, own: AGNState) -> S:
   return state.replace(wrapper_states=states)
 
 
-def _put_collections(
-  state: S, own: AGNState, new: Center, *, committed: bool
-) -> S:
-  """Replaces the collections of the state, or of this worker's local steps."""
-  if not new.collections:
-    return state
-  if not committed:
-    collections = _put(own.collections, new.collections)
-    return _with_agn(state, own._replace(collections=collections))
-  fields = {name: getattr(state, name) for name in own.collections}
-  return state.replace(**_put(fields, new.collections))
+def _put_local(own: AGNState, arrays: Arrays) -> AGNState:
+  """Replaces arrays of the local steps."""
+  local = _put(update_lib.local_of(own), arrays)
+  return own._replace(local_params=local.pop("params"), collections=local)
 
 
 def _put(tree: PyTree, given: Mapping[str, Any]) -> PyTree:

@@ -1,8 +1,9 @@
 """Updates of the center: the optimizer's, on the parameters of a fragment.
 
-An update runs on the CPU of the process that merges, with arrays of NumPy by
-path. A fragment has slots of its own, step counts among them: fragments are
-committed at different steps.
+The arrays of a center are parameters, with paths as `params/kernel`, and other
+collections, as `batch_stats/mean`. An update runs on the CPU of the process
+that merges, with arrays of NumPy by path. A fragment has slots of its own, step
+counts among them: fragments are committed at different steps.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from flaxshard.wrappers.agn import AGNState
 
 PyTree = Any
 Arrays = dict[str, Any]
-Layout = dict[str, tuple[tuple[int, ...], Any]]
 
 # The updates of `CenterUpdate.probe`: step counts and gradients of all sizes,
 # so that schedules, moments and clipping show.
@@ -52,12 +52,29 @@ def find(state: Any) -> tuple[AGN, AGNState]:
   )
 
 
+def center_of(state: TrainState, own: AGNState) -> PyTree:
+  """Returns the arrays of the center that a state has."""
+  return {"params": state.params} | {
+    name: getattr(state, name) for name in own.collections
+  }
+
+
+def local_of(own: AGNState) -> PyTree:
+  """Returns the arrays of the local steps of a worker."""
+  return {"params": own.local_params} | own.collections
+
+
 def by_path(tree: PyTree) -> Arrays:
   """Returns the leaves of a tree by their paths."""
   return {
     trees.path_string(path): x
     for path, x in jax.tree_util.tree_leaves_with_path(tree)
   }
+
+
+def is_statistic(path: str) -> bool:
+  """Returns whether the array of a path is a statistic of an fp8 layer."""
+  return path.startswith(f"params/{gradients.OVERWRITE_WITH_GRADIENT}/")
 
 
 def to_host(x: Any) -> np.ndarray:
@@ -73,11 +90,12 @@ class CenterUpdate:
 
   Attributes:
     agn: Its AGN.
-    fragment_of: The fragment of each parameter that commits change, by path.
-    statistics: Paths of the statistics of Flax's fp8 layers.
-    collections: Paths of the floating-point arrays of other collections. They
-      and the statistics belong to the last fragment.
-    accumulators: Shape and dtype of the gradients, by path.
+    fragment_of: The fragment of each array of the center that changes, by path.
+    accumulators: Paths of the parameters whose gradients are committed.
+    others: Paths of what commits have the new values of: the statistics of
+      Flax's fp8 layers, and floating-point arrays of other collections. They
+      belong to the last fragment.
+    layout: Shape and dtype of the arrays of commits, by path.
   """
 
   def __init__(self, state: TrainState):
@@ -89,34 +107,30 @@ class CenterUpdate:
     self._local_tx = state.tx
     if self.agn.outer_tx is not None:
       self._tx, self._slots = self.agn.outer_tx, shapes(own.outer_opt_state)
-    last = self.agn.transport.fragments - 1
-    self.fragment_of = agn_store.divide(own.grad_accum, last + 1)
-    params, collections = by_path(state.params), by_path(own.collections)
-    self.statistics = [
-      trees.path_string(path)
-      for path in trees.paths(state.params)
-      if gradients.is_statistic(path)
-    ]
-    self.fragment_of |= dict.fromkeys(self.statistics, last)
-    self.collections = [
+    fragments = self.agn.transport.fragments
+    accumulators, local = {"params": own.grad_accum}, by_path(local_of(own))
+    self.accumulators = set(by_path(accumulators))
+    self.others = [
       path
-      for path, x in collections.items()
+      for path, x in local.items()
+      if is_statistic(path)
       # The parameters that LoRA freezes are the same everywhere.
-      if jnp.issubdtype(x.dtype, jnp.floating)
-      and path.partition("/")[0] != lora.FROZEN
+      or (
+        path.partition("/")[0] not in ("params", lora.FROZEN)
+        and jnp.issubdtype(x.dtype, jnp.floating)
+      )
     ]
-    self.accumulators = _describe(by_path(own.grad_accum))
-    self._last_arrays = {
-      "statistics": _describe({p: params[p] for p in self.statistics}),
-      "collections": _describe({p: collections[p] for p in self.collections}),
-    }
+    self.fragment_of = agn_store.divide(accumulators, fragments)
+    self.fragment_of |= dict.fromkeys(self.others, fragments - 1)
+    arrays = by_path(accumulators) | {path: local[path] for path in self.others}
+    self.layout = {k: (x.shape, np.dtype(x.dtype)) for k, x in arrays.items()}
     self._slot_fragments = self._find_slot_fragments()
 
   def _find_slot_fragments(self) -> dict[str, int | None]:
     """Returns the fragment of each slot; None for those of all fragments."""
     optimized = opt_state_lib.optimized_params(self._params)
     # Beside the statistics of fp8 layers, parameters have paths of their own.
-    prefix = "" if optimized is self._params else "params/"
+    prefix = "params/" if optimized is self._params else "params/params/"
     names = by_path(self._slots)
     owners = opt_state_lib.parameters_of(self._slots, optimized)
     return {
@@ -126,27 +140,11 @@ class CenterUpdate:
       for name, owner in zip(names, owners, strict=True)
     }
 
-  def layout(self, fragment: int, kind: str) -> Layout:
-    """Returns shape and dtype of the arrays of a commit, by path.
-
-    Args:
-      fragment: The number of the fragment.
-      kind: `"grads"`, `"statistics"` or `"collections"`.
-    """
-    if kind == "grads":
-      return {
-        path: x
-        for path, x in self.accumulators.items()
-        if self.fragment_of[path] == fragment
-      }
-    is_last = fragment == self.agn.transport.fragments - 1
-    return self._last_arrays[kind] if is_last else {}
-
-  def params_of(self, fragment: int, params: PyTree) -> Arrays:
-    """Returns the parameters of a fragment as arrays of NumPy, by path."""
+  def arrays_of(self, fragment: int, tree: PyTree) -> Arrays:
+    """Returns the arrays of a fragment of the center as those of NumPy."""
     return {
       path: to_host(x)
-      for path, x in by_path(params).items()
+      for path, x in by_path(tree).items()
       if self.fragment_of.get(path) == fragment
     }
 
@@ -159,23 +157,24 @@ class CenterUpdate:
     }
 
   def apply(
-    self, fragment: int, params: Arrays, slots: Arrays, grads: Arrays
+    self, center: Arrays, slots: Arrays, committed: Arrays
   ) -> tuple[Arrays, Arrays]:
-    """Updates the center of a fragment once.
+    """Updates a fragment of the center once.
 
     Args:
-      fragment: Its number.
-      params: Its parameters.
+      center: Its arrays.
       slots: Its slots.
-      grads: Gradients; a parameter without one keeps its value and its slots.
-        The newest values of statistics.
+      committed: Gradients, and the new values of other arrays. A parameter
+        without a gradient keeps its value and its slots.
 
     Returns:
-      The new parameters and slots.
+      The new arrays and slots.
     """
+    params = {k: x for k, x in center.items() if k.startswith("params")}
+    grads = {k: x for k, x in committed.items() if k in params}
     with _on_cpu():
-      new = self._update(params, slots, grads)
-      return jax.tree.map(np.asarray, new)
+      new = jax.tree.map(np.asarray, self._update(params, slots, grads))
+    return {**center, **committed, **new[0]}, new[1]
 
   # One program for each set of gradients: compiled once in a process.
   @functools.partial(jax.jit, static_argnums=0)
@@ -183,16 +182,14 @@ class CenterUpdate:
     self, params: Arrays, slots: Arrays, grads: Arrays
   ) -> tuple[Arrays, Arrays]:
     """Updates; arrays that are not given are zeros."""
-    full_params = _fill(self._params, params)
-    grads_tree = jax.tree_util.tree_map_with_path(
-      functools.partial(_gradient_of, grads=grads), full_params
-    )
+    full_params = _fill({"params": self._params}, params)["params"]
     new = agn_commit.apply_tx(
       self._tx,
       agn_commit.ModelState(full_params, _fill(self._slots, slots)),
-      grads_tree,
+      _gradients(full_params, grads),
     )
-    new_params, new_slots = by_path(new.params), by_path(new.opt_state)
+    new_params = by_path({"params": new.params})
+    new_slots = by_path(new.opt_state)
     return (
       {path: new_params[path] for path in params},
       {name: _key_data(new_slots[name]) for name in slots},
@@ -225,16 +222,11 @@ class CenterUpdate:
         opt_state=opt_state_lib.with_counts(new.opt_state, counts)
       )
       grads = dict.fromkeys(self.accumulators, jnp.float32(size))
-      grads_tree = jax.tree_util.tree_map_with_path(
-        functools.partial(_gradient_of, grads=grads), old
-      )
-      new = agn_commit.apply_tx(tx, new, grads_tree)
+      new = agn_commit.apply_tx(tx, new, _gradients(old, grads))
+    before, after = by_path({"params": old}), by_path({"params": new.params})
     return {
-      path: jnp.mean(jnp.abs(n - o), dtype=jnp.float32)
-      for (path, n), o in zip(
-        by_path(new.params).items(), jax.tree.leaves(old), strict=True
-      )
-      if path in self.accumulators
+      path: jnp.mean(jnp.abs(after[path] - before[path]), dtype=jnp.float32)
+      for path in self.accumulators
     }
 
 
@@ -244,10 +236,6 @@ def _on_cpu() -> Any:
     return jax.default_device(jax.local_devices(backend="cpu")[0])
   except RuntimeError:  # JAX_PLATFORMS has no CPU
     return jax.default_device(jax.local_devices()[0])
-
-
-def _describe(arrays: Arrays) -> Layout:
-  return {p: (tuple(x.shape), np.dtype(x.dtype)) for p, x in arrays.items()}
 
 
 def _fill(like: PyTree, given: Mapping[str, Any]) -> PyTree:
@@ -264,12 +252,19 @@ def _fill(like: PyTree, given: Mapping[str, Any]) -> PyTree:
   return jax.tree_util.tree_map_with_path(fill, like)
 
 
-def _gradient_of(path: trees.Path, p: Any, grads: Mapping[str, Any]) -> Any:
-  given = grads.get(trees.path_string(path))
-  if gradients.is_statistic(path):
-    # Flax takes the gradient of a statistic as its new value.
-    return p if given is None else jnp.asarray(given, p.dtype)
-  return None if given is None else jnp.broadcast_to(given, p.shape)
+def _gradients(params: PyTree, given: Mapping[str, Any]) -> PyTree:
+  """Returns gradients for all parameters; None where none is given."""
+
+  def gradient_of(path: trees.Path, p: Any) -> Any:
+    name = trees.path_string(path)
+    if is_statistic(name):
+      # Flax takes the gradient of a statistic as its new value.
+      return jnp.asarray(given.get(name, p), p.dtype)
+    return jnp.broadcast_to(given[name], p.shape) if name in given else None
+
+  return jax.tree_util.tree_map_with_path(gradient_of, {"params": params})[
+    "params"
+  ]
 
 
 def _key_data(x: Any) -> Any:

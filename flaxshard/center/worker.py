@@ -386,7 +386,7 @@ class Worker:
     _, own = update_lib.find(state)
     if head is None or head.version < int(own.versions[fragment]):
       center = train_states.first_center(self._update, state, fragment)
-      heads.publish(self._objects, fragment, center, generation)
+      heads.publish(self._objects, center, generation)
 
   def _read_heads(self) -> list[Head]:
     found = heads.read_every(self._objects, self._store.fragments)
@@ -454,7 +454,7 @@ class Worker:
       steps = [head.step for head, _ in found]
       local_step = max(before, self._find_last_step(), *steps)
     centers = [center for _, center in found]
-    state = train_states.restart(self._update, state, centers, local_step)
+    state = train_states.restart(state, centers, local_step)
     if local_step > before:
       _log.warning(
         "worker %d goes on from local step %d, where the others are: it has "
@@ -510,10 +510,11 @@ class Worker:
     base = None
     if self._store.commit_dtype is not None:
       _, own = update_lib.find(state)
-      params = self._update.params_of(fragment, state.params)
+      center = update_lib.center_of(state, own)
+      arrays = self._update.arrays_of(fragment, center)
       # Copies: the state may be donated.
-      params = {path: np.array(x) for path, x in params.items()}
-      base = int(own.versions[fragment]), params
+      arrays = {path: np.array(x) for path, x in arrays.items()}
+      base = int(own.versions[fragment]), arrays
     state, commit = train_states.take(self._update, state, fragment)
     if commit["steps"]:
       commit["examples"] = self._examples[fragment]
@@ -529,7 +530,7 @@ class Worker:
     head, center = found
     if head.finished:
       return self._take_final(state)
-    return train_states.pull(self._update, state, fragment, center)
+    return train_states.pull(self._update, state, center)
 
   def _ask(self) -> bool:
     """Returns whether to stop; raises what has ended this worker."""
@@ -584,8 +585,8 @@ class Worker:
 
   def _put_newest(self, state: Any) -> Any:
     """Returns the state with the newest center and its slots."""
-    for fragment, (_, center) in enumerate(self._read_centers()):
-      state = train_states.put_center(self._update, state, fragment, center)
+    for _, center in self._read_centers():
+      state = train_states.put_center(state, center)
     return state
 
   def _check_running(self, name: str) -> None:

@@ -193,7 +193,7 @@ class Run:
       self.heads[fragment], key=lambda h: (h["version"], h["finished"])
     )
     assert heads[-1]["finished"]
-    exact = {k: x.astype(np.float64) for k, x in START.items()}
+    exact = {f"params/{k}": x.astype(np.float64) for k, x in START.items()}
     steps, taken = collections.Counter(), {}
     for head in heads:
       new = [
@@ -206,12 +206,14 @@ class Run:
       for commit, worker in new:
         steps[worker] += commit["steps"]
         weight = commit["examples"] / total if agn.commit == "mean" else 1.0
-        for path, x in commit["grads"].items():
+        for path, x in commit["arrays"].items():
           exact[path] -= weight * encoding.decode(x)
     final = store.unpack("slots", self.written[heads[-1]["slots"]])
     atol = 1e-3 if agn.transport.commit_dtype or agn.commit == "mean" else 0
-    for path in commit["grads"]:
-      found = params[path] + final["remainders"].get(path, 0)
+    for path in commit["arrays"]:
+      found = params[path.removeprefix("params/")] + final["remainders"].get(
+        path, 0
+      )
       np.testing.assert_allclose(found, exact[path], rtol=0, atol=atol)
     last = max(s for s in range(STEPS + 1) if fragment in agn_store.due(agn, s))
     if self.fault is None or self.fault.how != "kill":

@@ -155,7 +155,7 @@ def test_who_differs_is_refused_and_the_others_go_on(directory):
   adam = agn(outer_tx=outer)
   float16 = {**PARAMS, "w": PARAMS["w"].astype(np.float16)}
   longer = {**PARAMS, "w": np.zeros(7, np.float32)}
-  moment = r"change by .*\.outer_tx: b is"
+  moment = r"change by .*\.outer_tx: params/b is"
   # Beside the first worker's, another state or other facts.
   cases = [
     (agn(3), {}, r"AGN.communication_period is 3 here, and 2 in the run"),
@@ -166,11 +166,19 @@ def test_who_differs_is_refused_and_the_others_go_on(directory):
       {},
       r"commit_dtype is 'int8' here, and None",
     ),
-    (adam, {"params": float16}, r"params.w is 'float16\[6\]' here, .*float32"),
-    (adam, {"params": longer}, r"params.w is 'float32\[7\]' here, and"),
-    (adam, {"params": {"b": PARAMS["b"]}}, r"params.w is None here, and"),
-    (adam, {"tx": optax.sgd(0.99)}, r"change by .*\.tx: b is"),
-    (adam, {"tx": schedule(0.5)}, r"change by .*\.tx: b is"),
+    (
+      adam,
+      {"params": float16},
+      r"arrays.params/w is 'float16\[6\]' here, .*float32",
+    ),
+    (adam, {"params": longer}, r"arrays.params/w is 'float32\[7\]' here, and"),
+    (
+      adam,
+      {"params": {"b": PARAMS["b"]}},
+      r"arrays.params/w is None here, and",
+    ),
+    (adam, {"tx": optax.sgd(0.99)}, r"change by .*\.tx: params/b is"),
+    (adam, {"tx": schedule(0.5)}, r"change by .*\.tx: params/b is"),
     (agn(outer_tx=optax.adam(0.2)), {}, moment),
     (agn(outer_tx=optax.sgd(0.1)), {}, moment),
     (agn(), {}, r"AGN.outer_tx is False here, and True"),
@@ -197,31 +205,32 @@ GOOD = {
   "examples": 2.0,
   "step": 2,
   "version": 0,
-  "grads": {"b": np.float32(4)},
-  "statistics": {},
-  "collections": {},
+  "arrays": {"params/b": np.float32(4), "stats/m": np.ones(2, np.float32)},
 }
+
+
+def with_arrays(**arrays):
+  return store.pack({**GOOD, "arrays": {**GOOD["arrays"], **arrays}})
+
+
 BAD = {
   "empty": b"",
   "zeros": bytes(4),
   "text": b"hello" * 20,
   "cut": store.pack(GOOD)[:-1],
   "list": store.pack([1, 2]),
-  "lacks": store.pack({"grads": {}}),
+  "lacks": store.pack({"arrays": GOOD["arrays"]}),
   "steps": store.pack({**GOOD, "steps": 0}),
   "step": store.pack({**GOOD, "step": "a"}),
   "version": store.pack({**GOOD, "version": None}),
   "examples": store.pack({**GOOD, "examples": float("inf")}),
-  "unknown": store.pack({**GOOD, "grads": {"c": np.float32(4)}}),
-  "shape": store.pack({**GOOD, "grads": {"b": np.ones(2, np.float32)}}),
-  "nan": store.pack({**GOOD, "grads": {"b": np.float32(np.nan)}}),
-  "numbers": store.pack({**GOOD, "grads": {"b": 4.0}}),
-  "code": store.pack({**GOOD, "grads": {"b": {"numbers": 1}}}),
-  "statistics": store.pack({**GOOD, "statistics": {"b": np.float32(1)}}),
-  "collections": store.pack({**GOOD, "collections": {"stats/m": "x"}}),
-  "stats": store.pack(
-    {**GOOD, "collections": {"stats/m": np.ones(9, np.float32)}}
-  ),
+  "unknown": with_arrays(**{"params/c": np.float32(4)}),
+  "shape": with_arrays(**{"params/b": np.ones(2, np.float32)}),
+  "nan": with_arrays(**{"params/b": np.float32(np.nan)}),
+  "code": with_arrays(**{"params/b": {"numbers": 1}}),
+  "text in an array": with_arrays(**{"stats/m": "x"}),
+  "shape of a collection": with_arrays(**{"stats/m": np.ones(9, np.float32)}),
+  "no collection": store.pack({**GOOD, "arrays": {"params/b": np.float32(4)}}),
 }
 
 
@@ -247,12 +256,15 @@ def test_a_malformed_commit_is_set_aside(tmp_path, caplog, commit):
 
 def test_a_good_commit_of_another_is_merged(tmp_path):
   with fs.Worker(str(tmp_path), 0, 1) as worker:
-    state = worker.start(create(agn(commit="sum")))
+    stats = {"m": np.zeros(2, np.float32)}
+    state = worker.start(create(agn(commit="sum"), stats=stats))
     folder = tmp_path / "center" / "commit" / "0" / "1-other"
     folder.mkdir(parents=True)
     (folder / "000000001").write_bytes(store.pack(GOOD))
     state = worker.finish(train(worker, state, [1, 1]))
   assert float(state.params["b"]) == 8 - 2 - 1
+  # The mean, weighted by examples: two beside the two of this worker.
+  np.testing.assert_array_equal(state.stats["m"], [0.5] * 2)
 
 
 @pytest.mark.parametrize("kind", ["center", "slots", "head"])
@@ -285,7 +297,8 @@ def test_nan_is_not_written_and_the_others_end(directory, caplog):
     states = [step(s, np.float32(1)) for s in group.states]
     states = [w.commit(s) for w, s in zip(group.workers, states, strict=True)]
     with pytest.raises(
-      FloatingPointError, match="of b have NaN or infinity at local step 2"
+      FloatingPointError,
+      match="of params/b have NaN or infinity at local step 2",
     ):
       first.commit(step(states[0], np.float32(np.nan)))
     first.close()
