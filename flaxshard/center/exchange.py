@@ -30,9 +30,10 @@ _ASK_SECONDS, _LAST_WRITE_SECONDS = 0.1, 5.0
 
 
 class _Sent(NamedTuple):
-  """A commit on its way: its local step, and its thread's result."""
+  """A commit on its way: its step and version, and its thread's result."""
 
   step: int
+  version: int
   time: float
   written: threading.Event
   result: futures.Future[tuple[Head, Center]]
@@ -97,7 +98,8 @@ class Exchange:
     # Not a pool, whose threads a program waits for at its end.
     threading.Thread(target=run, daemon=True).start()
     now = time.monotonic()
-    self._sent[fragment] = _Sent(commit["step"], now, written, result)
+    step, version = commit["step"], commit["version"]
+    self._sent[fragment] = _Sent(step, version, now, written, result)
 
   def receive(
     self, fragment: int, wait: bool, ask: Callable[[], bool]
@@ -138,7 +140,7 @@ class Exchange:
     del self._sent[fragment]
     self._late.discard(fragment)
     head, center = sent.result.result()
-    _, staleness = head.taken.get(self._name, (0, 0))
+    staleness = max(center.version - sent.version - 1, 0)
     seconds = time.monotonic() - sent.time
     self._results.append((seconds, staleness, head.workers))
     return head, center
@@ -205,7 +207,7 @@ class Exchange:
         lambda: heads.read(objects, fragment), self._closed
       )
       if head is not None and (
-        head.last_step(self._name) >= step or head.finished
+        head.taken.get(self._name, 0) >= step or head.finished
       ):
         read = functools.partial(
           heads.read_center, objects, fragment, head, base=base

@@ -19,6 +19,7 @@ from flaxshard.center import update as update_lib
 from flaxshard.center.store import DamagedError
 from flaxshard.center.store import Objects
 from flaxshard.center.store import pack
+from flaxshard.center.store import StoreError
 from flaxshard.center.store import unpack
 from flaxshard.center.train_states import Center
 from flaxshard.state.train_state import TrainState
@@ -35,8 +36,8 @@ class Head:
     center: Key of the parameters.
     slots: Key of the optimizer's slots, which only who merges reads.
     change: Key of the encoded change since the last version, or "".
-    taken: By start of a worker, `worker-start`: local step and staleness of
-      its last commit in the center.
+    taken: By start of a worker, `worker-start`: the local step of its last
+      commit in the center.
     workers: Number of workers whose commits made this version.
     finished: Whether this is the final center.
     generation: The generation of the object.
@@ -46,7 +47,7 @@ class Head:
   center: str
   slots: str
   change: str = ""
-  taken: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+  taken: dict[str, int] = dataclasses.field(default_factory=dict)
   workers: int = 0
   finished: bool = False
   generation: bytes = b""
@@ -54,11 +55,7 @@ class Head:
   @property
   def step(self) -> int:
     """The largest local step of a commit in the center."""
-    return max((step for step, _ in self.taken.values()), default=0)
-
-  def last_step(self, name: str) -> int:
-    """Returns the local step of the last commit of a start in the center."""
-    return self.taken.get(name, [0])[0]
+    return max(self.taken.values(), default=0)
 
 
 def key_of(fragment: int) -> str:
@@ -77,7 +74,7 @@ def publish(
   generation: bytes,
   *,
   change: dict[str, Any] | None = None,
-  taken: dict[str, list[int]] | None = None,
+  taken: dict[str, int] | None = None,
   workers: int = 0,
 ) -> bool:
   """Writes a center under new names and swaps the head.
@@ -134,14 +131,21 @@ def read(objects: Objects, fragment: int) -> tuple[Head | None, bytes]:
 
 
 def read_every(objects: Objects, fragments: int) -> list[Head]:
-  """Returns the heads of all fragments; those that are missing are left out."""
+  """Returns the heads of all fragments.
+
+  Raises:
+    StoreError: One is missing.
+  """
   found = [read(objects, fragment)[0] for fragment in range(fragments)]
-  return [head for head in found if head is not None]
+  there = [head for head in found if head is not None]
+  if len(there) < fragments:
+    raise StoreError(f"{objects.url} has no heads, or has lost some.")
+  return there
 
 
-def has_ended(found: list[Head], fragments: int) -> bool:
+def have_ended(found: list[Head]) -> bool:
   """Returns whether the heads of all fragments name the final center."""
-  return sum(head.finished for head in found) == fragments
+  return all(head.finished for head in found)
 
 
 def swap(objects: Objects, fragment: int, new: Head, generation: bytes) -> bool:
@@ -210,14 +214,15 @@ def final_state(url: str, state: S) -> tuple[int, S] | None:
 
   Returns:
     None if the run has not ended, or if the state has this center.
+
+  Raises:
+    StoreError: The store cannot be read, or has no center.
   """
   objects = Objects(url)
   _, own = update_lib.find(state)
   found = read_every(objects, own.versions.size)
   versions = [head.version for head in found]
-  if (
-    not has_ended(found, own.versions.size) or versions == own.versions.tolist()
-  ):
+  if not have_ended(found) or versions == own.versions.tolist():
     return None
   step = max(head.step for head in found)
   for fragment, head in enumerate(found):

@@ -6,6 +6,7 @@ changed for so many seconds of the clock of who looks.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import Any
@@ -30,7 +31,7 @@ _BEAT_SECONDS = (0.2, 5.0)
 
 def find_num_workers(objects: Objects) -> int:
   """Returns the number of workers that the workers of a run know; 0 if none."""
-  keys = [k for k in objects.list("worker/") if not k.endswith(SYNCHRONIZER)]
+  keys = objects.list("worker/")
   read = objects.read_each(keys)
   found = [_parse(key, x) for key, (x, _) in zip(keys, read, strict=True)]
   return max((x["num_workers"] for x in found if x is not None), default=0)
@@ -58,7 +59,6 @@ class Members:
   Attributes:
     names: The numbers of all workers, as strings.
     start: A unique name of this start of the worker.
-    phase: `"training"`, `"done"`, or `"away"` once it has left.
     was_away: Whether this process stood still for longer than the deadline.
   """
 
@@ -71,7 +71,6 @@ class Members:
     deadline: float,
   ):
     self.start = uuid.uuid4().hex[:8]
-    self.phase = "training"
     self.was_away = False
     self._objects = objects
     self._name = name
@@ -82,11 +81,13 @@ class Members:
     self._seconds = min(max(grace / 4, least), most, deadline / 4)
     self._generation = b""
     self._is_replaced = False
-    # By name: generation, when it was seen first, and phase.
+    # By name: generation, when it was seen first, and phase: "training",
+    # "done", "away" once it has left, or "absent" before it comes.
     now = time.monotonic()
     self._seen: dict[str, tuple[bytes, float, str]] = dict.fromkeys(
       [*self._order, SYNCHRONIZER], (b"", now, "absent")
     )
+    self._seen[name] = b"", now, "training"
     self._lock = threading.Lock()
     self._closed = threading.Event()
     self._thread = threading.Thread(target=self._run, daemon=True)
@@ -104,20 +105,23 @@ class Members:
     if self._thread.ident is None:
       return
     self._thread.join(JOIN_SECONDS)
-    if self.phase == "training":
+    if not self.is_done:
       self.announce("away")
 
   def announce(self, phase: str) -> None:
     """Tells the others of a new phase, if the store can be reached."""
-    self.phase = phase
-    try:
+    self._seen[self._name] = b"", 0.0, phase
+    with contextlib.suppress(StoreError):  # the next sign of life tells it
       self._beat()
-    except StoreError:
-      pass  # the next sign of life tells it
 
-  def absent(self) -> list[str]:
-    """Returns the workers that have never given a sign of life."""
-    return [name for name in self._order if self._phase_of(name) == "absent"]
+  def in_phase(self, *phases: str) -> set[str]:
+    """Returns the workers that are in one of some phases."""
+    return {name for name in self.names if self._seen[name][2] in phases}
+
+  @property
+  def is_done(self) -> bool:
+    """Whether this worker has finished."""
+    return self._seen[self._name][2] == "done"
 
   def check(self) -> None:
     """Raises a RuntimeError if another start has replaced this one."""
@@ -136,19 +140,8 @@ class Members:
     """
     now = time.monotonic()
     seconds = self._deadline if seconds is None else seconds
-    return {
-      name
-      for name in self._order
-      if name != self._name
-      and (
-        self._seen[name][2] in ("done", "away")
-        or now - self._seen[name][1] > seconds
-      )
-    }
-
-  def done(self) -> set[str]:
-    """Returns the workers that have finished."""
-    return {name for name in self._order if self._phase_of(name) == "done"}
+    quiet = {x for x in self.names if now - self._seen[x][1] > seconds}
+    return (quiet | self.in_phase("done", "away")) - {self._name}
 
   def merges(self, fragment: int) -> bool:
     """Returns whether this process is the one to merge a fragment."""
@@ -168,9 +161,6 @@ class Members:
     """Seconds after which updates do not wait for a worker that is quiet."""
     return (_MISSED_BEATS + 1) * self._seconds
 
-  def _phase_of(self, name: str) -> str:
-    return self.phase if name == self._name else self._seen[name][2]
-
   def _key(self, name: str) -> str:
     return f"worker/{name}"
 
@@ -181,11 +171,9 @@ class Members:
       if now - last > self._deadline:
         self.was_away = True
       last = now
-      try:
+      with contextlib.suppress(StoreError):  # the store has warned
         self._beat()
         self.look()
-      except StoreError:
-        pass  # the store has warned
 
   def _beat(self, *, takes_over: bool = False) -> None:
     """Writes the object of this worker, unless another start has replaced it.
@@ -196,7 +184,7 @@ class Members:
     with self._lock:
       own = {
         "start": self.start,
-        "phase": self.phase,
+        "phase": self._seen[self._name][2],
         "num_workers": len(self._order),
         "beat": time.time(),
       }

@@ -135,10 +135,10 @@ class Merger:
       head, generation = heads.read(self._objects, fragment)
       if head is None:
         return False
-      old = [c.key for c in found if c.step <= head.last_step(c.name)]
+      old = [c.key for c in found if c.step <= head.taken.get(c.name, 0)]
       if old:
         self._objects.delete(old)
-      new = [c for c in found if c.step > head.last_step(c.name)]
+      new = [c for c in found if c.step > head.taken.get(c.name, 0)]
       if self._update.agn.commit != "sequential":
         new = self._choose(fragment, head, new, last)
       if not new or head.finished:
@@ -154,7 +154,9 @@ class Merger:
         head, generation = heads.read(self._objects, fragment)
         if head is None or head.finished:
           break
-        if any(c.step > head.last_step(c.name) for c in self._list(fragment)):
+        if any(
+          c.step > head.taken.get(c.name, 0) for c in self._list(fragment)
+        ):
           continue  # another one has merged meanwhile
         final = dataclasses.replace(head, finished=True)
         if heads.swap(self._objects, fragment, final, generation):
@@ -201,7 +203,7 @@ class Merger:
     self._waits[fragment] = head.version, since
     # A worker that seems to have ended is not waited for.
     over = self._members.over(self._members.patience)
-    done = self._members.done()
+    done = self._members.in_phase("done")
     is_whole = self._members.names <= over | done | chosen.keys()
     count = len(chosen.keys() | done)
     if last or (
@@ -221,10 +223,8 @@ class Merger:
     )
     if commits is None or newest.version != head.version:
       return False  # swapped meanwhile
-    taken = dict(head.taken)
-    for c, commit in commits:
-      version = int(commit["version"]) if commit else head.version
-      taken[c.name] = [c.step, head.version - version]
+    # In the order of their steps.
+    taken = head.taken | {c.name: c.step for c, _ in commits}
     good = [commit for _, commit in commits if commit is not None]
     # The oldest first.
     good.sort(key=lambda commit: commit["version"])

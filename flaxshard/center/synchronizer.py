@@ -88,7 +88,6 @@ def synchronize(
 
 def _has_ended(objects: Objects, fragments: int) -> bool:
   try:
-    found = heads.read_every(objects, fragments)
+    return heads.have_ended(heads.read_every(objects, fragments))
   except StoreError:
     return False  # the store has warned
-  return heads.has_ended(found, fragments)

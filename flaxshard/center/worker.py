@@ -27,7 +27,6 @@ from flaxshard.center.merge import Merger
 from flaxshard.center.store import center_url
 from flaxshard.center.store import Objects
 from flaxshard.center.store import StoreError
-from flaxshard.center.train_states import Center
 from flaxshard.center.update import CenterUpdate
 from flaxshard.core import checks
 from flaxshard.processes import cluster
@@ -156,7 +155,7 @@ class Worker:
     """Whether no worker with a lower index has finished, which it looks up."""
     with contextlib.suppress(StoreError):
       self._members.look()
-    done = {int(name) for name in self._members.done()}
+    done = {int(name) for name in self._members.in_phase("done")}
     return min(done, default=self._worker_id) == self._worker_id
 
   def start(self, state: Any, facts: Mapping[str, Any] | None = None) -> Any:
@@ -217,8 +216,8 @@ class Worker:
       self._merger.wake,
     )
     self._last_step = self._clock = int(own.local_step)
-    self._calls = 0
-    self._next_look = 1
+    # Calls of `commit` until there may be something to do.
+    self._calls_left = 1
     # By fragment: the examples since the last commit.
     self._examples = [0.0] * store.fragments
     # Fragments whose commit was due while the one before was under way.
@@ -234,11 +233,10 @@ class Worker:
       is_new = not any(head.version or head.finished for head in found)
       if is_new:
         self._wait_for_all()
-      state = self._join(state, is_new)
+      return self._join(state, is_new)
     except BaseException:
       self.close()
       raise
-    return state
 
   def commit(self, state: Any, examples: float = 1.0) -> Any:
     """Commits what the last local steps have accumulated, if a commit is due.
@@ -265,14 +263,14 @@ class Worker:
     checks.number("Worker: examples", examples, above=0)
     self._clock += 1
     if self._is_finished:
-      return state
+      # This step is not taken: the state is the one that others have saved.
+      return train_states.restart(state, [], self._last_step)
     self._examples = [x + examples for x in self._examples]
-    self._calls += 1
-    if self._calls < self._next_look:
+    self._calls_left -= 1
+    if self._calls_left:
       return state
     local_step = int(update_lib.find(state)[1].local_step)
-    self._calls = 0
-    self._next_look = self._steps_to_next(local_step)
+    self._calls_left = self._steps_to_next(local_step)
     if local_step == self._last_step:
       return state  # the step was skipped, or is accumulated
     self._last_step = local_step
@@ -289,10 +287,11 @@ class Worker:
       for fragment in due:
         state = self._receive(state, fragment)
     if self._members.was_away and not self._exchange.under_way:
-      try:
-        state = self._come_back(state)
-      except StoreError:
-        return state  # the store has warned; at the next commit
+      # If the store cannot be read, at the next commit.
+      with contextlib.suppress(StoreError):
+        if not self._is_finished and self._step_of_all() > local_step:
+          state = self._take_newest(state, self._step_of_all())
+        self._members.was_away = False
     return state
 
   def settle(self, state: Any) -> Any:
@@ -310,10 +309,9 @@ class Worker:
       state = self._receive(state, fragment)
     if self._is_finished or self._worker_id:
       return state
-    try:
-      return self._put_newest(state)
-    except StoreError:
-      return state  # the store has warned
+    with contextlib.suppress(StoreError):  # the store has warned
+      return self._take_newest(state)
+    return state
 
   def finish(self, state: Any) -> Any:
     """Waits for the other workers, and returns the state with the final center.
@@ -335,8 +333,9 @@ class Worker:
         state = self._receive(self._send(state, fragment), fragment)
     if self._overdue:
       _log.warning(
-        "worker %d ends, and its last local steps are not in the center: for "
-        "too long fewer than quorum=%d workers were there",
+        "worker %d ends, and its last local steps are not in the center: the "
+        "commit before them is not merged: fewer than quorum=%d workers are "
+        "there, or the store cannot be reached",
         self._worker_id,
         self._store.quorum,
       )
@@ -389,15 +388,14 @@ class Worker:
       heads.publish(self._objects, center, generation)
 
   def _read_heads(self) -> list[Head]:
-    found = heads.read_every(self._objects, self._store.fragments)
-    if len(found) < self._store.fragments:
-      raise StoreError(f"{self._objects.url} has lost its heads.")
-    return found
+    return heads.read_every(self._objects, self._store.fragments)
 
   def _wait_for_all(self) -> None:
     """Waits for the other workers at the beginning of a run."""
     end = time.monotonic() + self._start_timeout
-    while (missing := self._members.absent()) and time.monotonic() < end:
+    while (
+      missing := self._members.in_phase("absent")
+    ) and time.monotonic() < end:
       if any(head.version for head in self._read_heads()):
         return
       if self._ask():
@@ -406,9 +404,10 @@ class Worker:
       self._members.look()
     if not missing:
       return
+    names = ", ".join(sorted(missing))
     message = (
-      f"worker {', '.join(missing)} of {self._num_workers} has not come to "
-      f"{self._url} within start_timeout={self._start_timeout:g} seconds"
+      f"worker {names} of {self._num_workers} has not come to {self._url} "
+      f"within start_timeout={self._start_timeout:g} seconds"
     )
     if self._num_workers - len(missing) < self._store.quorum:
       raise TimeoutError(f"Worker: {message}.")
@@ -424,7 +423,7 @@ class Worker:
     """
     _, own = update_lib.find(state)
     found = self._read_heads()
-    if all(head.finished for head in found):
+    if heads.have_ended(found):
       return self._take_final(state)
     step, versions = int(own.local_step), own.versions.tolist()
     # Else it is the state of another transport or of other fragments.
@@ -432,42 +431,44 @@ class Worker:
     is_own &= self._find_last_step() <= step
     if step and is_own and versions == [head.version for head in found]:
       return state  # as it was left
-    return self._restart(state, step if is_new else None)
+    newest = step if is_new else max(step, self._step_of_all())
+    return self._take_newest(state, newest)
 
-  def _read_centers(self) -> list[tuple[Head, Center]]:
-    """Returns the newest center of each fragment with its slots."""
-    return [
-      heads.read_center(self._objects, fragment, head, slots=True)
-      for fragment, head in enumerate(self._read_heads())
-    ]
-
-  def _restart(self, state: Any, local_step: int | None = None) -> Any:
-    """Returns the state at the newest center.
+  def _take_newest(self, state: Any, local_step: int | None = None) -> Any:
+    """Returns the state with the newest center and its slots.
 
     Args:
       state: The state of this worker.
-      local_step: The step to go on from; None: that of the others.
+      local_step: The step from which local steps go on, from the center; None:
+        they stay as they are.
     """
-    before = int(update_lib.find(state)[1].local_step)
-    found = self._read_centers()
+    centers = [
+      heads.read_center(self._objects, fragment, head, slots=True)[1]
+      for fragment, head in enumerate(self._read_heads())
+    ]
     if local_step is None:
-      steps = [head.step for head, _ in found]
-      local_step = max(before, self._find_last_step(), *steps)
-    centers = [center for _, center in found]
-    state = train_states.restart(state, centers, local_step)
-    if local_step > before:
+      for center in centers:
+        state = train_states.put_center(state, center)
+      return state
+    missed = local_step - int(update_lib.find(state)[1].local_step)
+    if missed > 0:
       _log.warning(
         "worker %d goes on from local step %d, where the others are: it has "
         "missed %d",
         self._worker_id,
         local_step,
-        local_step - before,
+        missed,
       )
-    self._clock += local_step - before
-    self._missed_steps += local_step - before
+    self._clock += missed
+    self._missed_steps += missed
     self._last_step = local_step
-    self._calls, self._next_look = 0, self._steps_to_next(local_step)
-    return state
+    self._calls_left = self._steps_to_next(local_step)
+    return train_states.restart(state, centers, local_step)
+
+  def _step_of_all(self) -> int:
+    """Returns the largest local step of a commit in the store."""
+    steps = [head.step for head in self._read_heads()]
+    return max(*steps, self._find_last_step())
 
   def _find_last_step(self) -> int:
     """Returns the local step of the last commit of this worker in the store."""
@@ -477,15 +478,6 @@ class Worker:
       for key in self._objects.list(f"commit/{fragment}/{self._worker_id}-")
     ]
     return max((int(key.rpartition("/")[2]) for key in keys), default=0)
-
-  def _come_back(self, state: Any) -> Any:
-    """Returns the state after this process stood still for long."""
-    if not self._is_finished:
-      found = self._read_heads()
-      if max(head.step for head in found) > self._last_step:
-        state = self._restart(state)
-    self._members.was_away = False
-    return state
 
   # -- Commits.
 
@@ -546,7 +538,7 @@ class Worker:
     last = time.monotonic()
     while True:
       try:
-        if all(head.finished for head in self._read_heads()):
+        if heads.have_ended(self._read_heads()):
           return self._take_final(state)
         self._members.look()
         if self._members.over() | {str(self._worker_id)} >= self._members.names:
@@ -562,7 +554,7 @@ class Worker:
 
   def _take_final(self, state: Any) -> Any:
     """Returns the state with the final center, at the last step of the run."""
-    is_late = self._members.phase != "done"
+    is_late = not self._members.is_done
     self._exchange.drop()
     self._members.announce("done")
     # Another start of this worker takes the final center, and saves it.
@@ -575,19 +567,14 @@ class Worker:
     # One that died may have begun it.
     patiently(self._merger.finish)
     self._is_finished = True
+    step = None
     if is_late:
       _log.warning(
         "worker %d finds that the run has ended: it takes the final center",
         self._worker_id,
       )
-      return patiently(lambda: self._restart(state))
-    return patiently(lambda: self._put_newest(state))
-
-  def _put_newest(self, state: Any) -> Any:
-    """Returns the state with the newest center and its slots."""
-    for _, center in self._read_centers():
-      state = train_states.put_center(state, center)
-    return state
+      step = max(self._last_step, patiently(self._step_of_all))
+    return patiently(lambda: self._take_newest(state, step))
 
   def _check_running(self, name: str) -> None:
     if not self._is_started:

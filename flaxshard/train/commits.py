@@ -19,7 +19,22 @@ from flaxshard.train import setup as setup_lib
 
 
 class Commits:
-  """The commits of a run that are part of its compiled step."""
+  """The commits of a run.
+
+  Args:
+    setup: The setup of the config.
+    train_iter: The training batches, which go on with those of the others when
+      the worker joins.
+    worker: A `flaxshard.Worker`, which has been entered; None: commits are part
+      of the compiled step, and nothing is done here.
+  """
+
+  def __init__(
+    self, setup: setup_lib.Setup, train_iter: Any, worker: Any = None
+  ):
+    self._setup = setup
+    self._train_iter = train_iter
+    self._worker = worker
 
   def start(self, state: TrainState, step: int) -> tuple[TrainState, int]:
     """Joins the other workers.
@@ -32,7 +47,14 @@ class Commits:
       The state to train from, and the step that it goes on from: that of the
       others, if they are further.
     """
-    return state, step
+    if self._worker is None:
+      return state, step
+    config = self._setup.config
+    facts = same_run.worker_facts(config, self._setup.splits)
+    facts["example"] = resume.shapes_to_json(self._setup.shapes)
+    state = self._worker.start(state, facts=facts)
+    # One step is left at least: it is evaluated and saved.
+    return state, self._skip(step, 0, config.num_train_steps - 1)
 
   def commit(self, state: TrainState, step: int) -> tuple[TrainState, int]:
     """Commits if a period ends; called after each step.
@@ -45,11 +67,17 @@ class Commits:
       The state, and the step: a later one if this worker was away for so long
       that the others have left it behind.
     """
-    return state, step
+    if self._worker is None:
+      return state, step
+    before = self._worker.missed_steps
+    state = self._worker.commit(state)
+    return state, self._skip(step, before, self._setup.config.num_train_steps)
 
   def settle(self, state: TrainState) -> TrainState:
     """Returns a state to be saved: with the newest center and its slots."""
-    return state
+    if self._worker is None or self._worker.is_closed:
+      return state
+    return self._worker.settle(state)
 
   def finish(self, state: TrainState) -> TrainState:
     """Waits for the other workers; returns the state with the final center.
@@ -61,61 +89,8 @@ class Commits:
       InterruptedError: A signal has ended the wait. The state is not final, so
         it is not to be saved as the last one.
     """
-    return state
-
-  @property
-  def must_publish(self) -> bool:
-    """Whether this worker is to save the final center for worker 0."""
-    return False
-
-  def row(self) -> dict[str, float]:
-    """Returns the columns of `metrics.jsonl` for the commits since the last."""
-    return {}
-
-
-class StoreCommits(Commits):
-  """The commits of a worker.
-
-  Args:
-    worker: A `flaxshard.Worker`, which has been entered.
-    setup: The setup of the config.
-    train_iter: The training batches, which go on with those of the others when
-      the worker joins.
-  """
-
-  def __init__(self, worker: Any, setup: setup_lib.Setup, train_iter: Any):
-    self._worker = worker
-    self._setup = setup
-    self._train_iter = train_iter
-
-  def start(self, state: TrainState, step: int) -> tuple[TrainState, int]:
-    """Joins the other workers; see `Commits.start`."""
-    setup = self._setup
-    facts = same_run.worker_facts(setup.config, setup.splits)
-    facts["example"] = resume.shapes_to_json(setup.shapes)
-    state = self._worker.start(state, facts=facts)
-    missed = self._worker.missed_steps
-    if self._worker.is_finished:
-      missed = setup.config.num_train_steps
-    # One step is left at least: it is evaluated and saved.
-    return state, self._skip(step, missed, setup.config.num_train_steps - 1)
-
-  def commit(self, state: TrainState, step: int) -> tuple[TrainState, int]:
-    """Commits if a period ends; see `Commits.commit`."""
-    before = self._worker.missed_steps
-    state = self._worker.commit(state)
-    last = self._setup.config.num_train_steps
-    missed = self._worker.missed_steps - before
-    if self._worker.is_finished:
-      missed = last
-    return state, self._skip(step, missed, last)
-
-  def settle(self, state: TrainState) -> TrainState:
-    """Takes over the newest center; see `Commits.settle`."""
-    return state if self._worker.is_closed else self._worker.settle(state)
-
-  def finish(self, state: TrainState) -> TrainState:
-    """Waits for the other workers; see `Commits.finish`."""
+    if self._worker is None:
+      return state
     state = self._worker.finish(state)
     if not self._worker.is_finished:
       raise InterruptedError("the run was stopped while it waited for others")
@@ -123,21 +98,25 @@ class StoreCommits(Commits):
 
   @property
   def must_publish(self) -> bool:
-    """Whether worker 0 is gone; see `Commits.must_publish`."""
-    return self._worker.worker_id > 0 and self._worker.is_leader
+    """Whether this worker is to save the final center for worker 0."""
+    worker = self._worker
+    return worker is not None and worker.worker_id > 0 and worker.is_leader
 
   def row(self) -> dict[str, float]:
-    """Returns the columns of `metrics.jsonl`; see `Commits.row`."""
-    return self._worker.metrics()
+    """Returns the columns of `metrics.jsonl` for the commits since the last."""
+    return {} if self._worker is None else self._worker.metrics()
 
-  def _skip(self, step: int, missed: int, last: int) -> int:
+  def _skip(self, step: int, before: int, last: int) -> int:
     """Skips batches up to the step of the others; returns the step.
 
     Args:
       step: The step of this worker.
-      missed: The steps that the others are ahead.
+      before: `Worker.missed_steps` at the step.
       last: The last step to return.
     """
+    missed = self._worker.missed_steps - before
+    if self._worker.is_finished:
+      missed = last
     count = min(missed, last - step)
     if count <= 0:
       return step
@@ -161,7 +140,7 @@ def open_commits(
     train_iter: The training batches.
   """
   if ranks.store_agn(setup.config) is None:
-    yield Commits()
+    yield Commits(setup, train_iter)
     return
   # Imported here: other runs do not need it.
   from flaxshard.center.worker import Worker
@@ -174,4 +153,4 @@ def open_commits(
     start_timeout=rank.start_timeout,
     should_stop=lambda: stop_request.signum is not None,
   ) as worker:
-    yield StoreCommits(worker, setup, train_iter)
+    yield Commits(setup, train_iter, worker)

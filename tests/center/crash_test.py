@@ -198,10 +198,10 @@ class Run:
     for head in heads:
       new = [
         self.commit(key, name[0])
-        for name, (step, _) in head["taken"].items()
+        for name, step in head["taken"].items()
         for key in self._written_between(fragment, name, taken, step)
       ]
-      taken = {name: step for name, (step, _) in head["taken"].items()}
+      taken = head["taken"]
       total = sum(commit["examples"] for commit, _ in new)
       for commit, worker in new:
         steps[worker] += commit["steps"]
