@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import trees
+from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import values
 
 PyTree = Any
 
+NamedSharding = jax.sharding.NamedSharding
 P = jax.sharding.PartitionSpec
 
 
@@ -31,30 +33,34 @@ def stack(batches: PyTree) -> PyTree:
     The stacked batches; a `PerReplica` is `[replicas, steps, ...]`.
 
   Raises:
-    TypeError: A leaf is not an array.
-    ValueError: There are no batches, the batches differ in structure, shape or
-      dtype, the leaves have different numbers of steps, or a single batch is
-      given, which has its examples where the steps should be.
+    ValueError: There are no batches, the leaves have different numbers of
+      steps, or a single batch is given, which has its examples where the steps
+      should be.
   """
-  trees.check_arrays("run_steps: batches", batches)
-  if isinstance(batches, list):
-    for i, batch in enumerate(batches[1:], 1):
-      difference = trees.first_difference(batch, batches[0])
-      if difference:
-        raise ValueError(
-          f"run_steps: batches[{i}] must be like batches[0], but differs at "
-          f"{difference}."
-        )
-    if batches:
-      batches = jax.tree.map(_stack, *batches, is_leaf=values.is_per_replica)
-  else:
-    _refuse_one_batch(batches)
   # In a PerReplica the steps come after the replicas.
-  counts = {
-    np.shape(leaf)[values.is_per_replica(x) :][:1]
-    for x in jax.tree.leaves(batches, is_leaf=values.is_per_replica)
-    for leaf in jax.tree.leaves(x)
-  }
+  dims = jax.tree.map(
+    lambda x: jax.tree.map(lambda _: int(values.is_per_replica(x)), x),
+    batches[0] if isinstance(batches, list) and batches else batches,
+    is_leaf=values.is_per_replica,
+  )
+  if isinstance(batches, list) and batches:
+    batches = jax.tree.map(_stack, dims, *batches)
+  counts = set()
+  leaves = jax.tree_util.tree_leaves_with_path(batches)
+  for (path, x), dim in zip(leaves, jax.tree.leaves(dims), strict=True):
+    counts.add(np.shape(x)[dim:][:1])
+    sharding = getattr(x, "sharding", None)
+    if (
+      dim == 0
+      and isinstance(sharding, NamedSharding)
+      and values.has_replica_axis(sharding.spec)
+    ):
+      raise ValueError(
+        f"run_steps: batches[{trees.path_string(path)}] of shape {x.shape} is "
+        "split over the replicas along its first dimension, which is that of "
+        "the steps. Pass a list of batches, [batch], or arrays [steps, batch, "
+        "...] with the sharding PartitionSpec(None, 'replica')."
+      )
   if len(counts) != 1 or counts & {(), (0,)}:
     raise ValueError(
       "run_steps: all leaves of batches must have the same number of steps, "
@@ -63,62 +69,28 @@ def stack(batches: PyTree) -> PyTree:
   return batches
 
 
-def _refuse_one_batch(batches: PyTree) -> None:
-  """Raises if the first dimension is split over replicas, as of a batch."""
-  for path, x in jax.tree_util.tree_leaves_with_path(
-    batches, is_leaf=values.is_per_replica
-  ):
-    sharding = getattr(x, "sharding", None)
-    if isinstance(
-      sharding, jax.sharding.NamedSharding
-    ) and values.has_replica_axis(sharding.spec):
-      raise ValueError(
-        f"run_steps: batches[{trees.path_string(path)}] of shape {x.shape} is "
-        "split over the replicas along its first dimension, which is that of "
-        "the steps. Pass a list of batches, [batch], or arrays [steps, batch, "
-        "...] with the sharding PartitionSpec(None, 'replica')."
-      )
-
-
-def _stack(*parts: Any) -> Any:
-  if values.is_per_replica(parts[0]):
-    stack = functools.partial(_stack_arrays, 1)
-    return values.PerReplica(jax.tree.map(stack, *(x.value for x in parts)))
-  return _stack_arrays(0, *parts)
-
-
-def _stack_arrays(axis: int, *parts: Any) -> Any:
-  first = parts[0]
+def _stack(dim: int, *parts: Any) -> Any:
+  """Returns arrays as one, with a new dimension."""
+  first, sharding = parts[0], getattr(parts[0], "sharding", None)
+  if isinstance(sharding, NamedSharding):
+    # Each device stacks its parts: the new dimension is not split.
+    spec = [*sharding.spec, *(None,) * dim]
+    spec.insert(dim, None)
+    sharding = NamedSharding(sharding.mesh, P(*spec))
   if isinstance(first, jax.ShapeDtypeStruct):
-    shape = (*first.shape[:axis], len(parts), *first.shape[axis:])
-    sharding = first.sharding
-    if isinstance(sharding, jax.sharding.NamedSharding):
-      sharding = _stacked_sharding(sharding, axis)
+    shape = (*first.shape[:dim], len(parts), *first.shape[dim:])
     return jax.ShapeDtypeStruct(shape, first.dtype, sharding=sharding)
+  if isinstance(sharding, NamedSharding):
+    return _stack_on_mesh(dim, sharding, *parts)
   # NumPy batches stay on the host: `run` moves the whole stack at once.
-  if not all(isinstance(x, jax.Array) for x in parts):
-    return np.stack(parts, axis)
-  if isinstance(first.sharding, jax.sharding.NamedSharding):
-    return _stacker(first.sharding, axis)(*parts)
-  return jnp.stack(parts, axis)
+  return (jnp if isinstance(first, jax.Array) else np).stack(parts, dim)
 
 
-@functools.lru_cache
-def _stacker(
-  sharding: jax.sharding.NamedSharding, axis: int
-) -> Callable[..., jax.Array]:
-  stacked = _stacked_sharding(sharding, axis)
-  return jax.jit(lambda *xs: jnp.stack(xs, axis), out_shardings=stacked)
-
-
-def _stacked_sharding(
-  sharding: jax.sharding.NamedSharding, axis: int
-) -> jax.sharding.NamedSharding:
-  # Each device stacks its parts: the new dimension is not split.
-  spec = [*sharding.spec, *(None,) * axis]
-  return jax.sharding.NamedSharding(
-    sharding.mesh, P(*spec[:axis], None, *spec[axis:])
-  )
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _stack_on_mesh(
+  dim: int, sharding: NamedSharding, *parts: jax.Array
+) -> jax.Array:
+  return mesh_lib.constrain(jnp.stack(parts, dim), sharding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +100,11 @@ class Loop:
   It is hashable, so that the compiled loop is found again.
 
   Attributes:
-    treedef: The structure of `reduce`.
-    ops: The leaves of `reduce`: None, "sum" or "mean".
+    reduce: The structure of the reductions.
+    ops: Each of them: None, "sum" or "mean".
   """
 
-  treedef: Any
+  reduce: Any
   ops: tuple[str | None, ...]
 
   @classmethod
@@ -157,21 +129,11 @@ class Loop:
       return out if type(out) is tuple and len(out) == 2 else (out, None)
 
     def loop(state: PyTree, batches: PyTree) -> tuple[PyTree, PyTree]:
-      # jax.lax.scan needs an initial carry of the outputs' shapes, and its
-      # errors about a changed state would not name the path.
-      new, outputs = jax.eval_shape(
-        lambda state, batches: step(
-          state, jax.tree.map(lambda x: x[0], batches)
-        ),
-        state,
+      # jax.lax.scan needs an initial carry of the outputs' shapes.
+      _, outputs = jax.eval_shape(
+        lambda batches: step(state, jax.tree.map(lambda x: x[0], batches)),
         batches,
       )
-      difference = trees.first_difference(new, state)
-      if difference:
-        raise ValueError(
-          "run_steps: step_fn must return a state like the one it is given, "
-          f"but it differs at {difference}."
-        )
       # The outputs are carried, not stacked: only those of the last step are
       # returned.
       zeros = jax.tree.map(lambda x: jax.lax.full(x.shape, 0, x.dtype), outputs)
@@ -180,27 +142,14 @@ class Loop:
         (state, zeros),
         batches,
       )
-      return state, self._reduce(outputs)
+      context = replica_context.get_replica_context()
+      assert context is not None
+
+      parts = self.reduce.flatten_up_to(outputs)
+      reduced = [
+        part if op is None else values.Replicated(context.all_reduce(op, part))
+        for op, part in zip(self.ops, parts, strict=True)
+      ]
+      return state, self.reduce.unflatten(reduced)
 
     return loop
-
-  def _reduce(self, outputs: PyTree) -> PyTree:
-    context = replica_context.get_replica_context()
-    assert context is not None
-    reduce = jax.tree.unflatten(self.treedef, self.ops)
-
-    def reduce_part(op: str | None, part: PyTree) -> PyTree:
-      if op is None:
-        return part
-      return values.Replicated(context.all_reduce(op, part))
-
-    try:
-      return jax.tree.map(
-        reduce_part, reduce, outputs, is_leaf=lambda x: x is None
-      )
-    except ValueError as e:
-      raise ValueError(
-        f"run_steps: reduce={reduce!r} must be None, 'sum', 'mean', or a tree "
-        "of these that matches the outputs, "
-        f"{jax.tree.structure(outputs)}."
-      ) from e
