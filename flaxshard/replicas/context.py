@@ -50,9 +50,8 @@ class ReplicaContext:
       declared to be the same on all replicas.
     first_replica: The number of replica 0 among those of all workers, for PRNG
       keys; see `number_from`.
-    param_specs: A pair for each TrainState that `run` received: the
-      PartitionSpecs of its parameters over the logical devices of a replica,
-      and the parameters' shapes.
+    params: The parameters of each TrainState that `run` received, as
+      `jax.ShapeDtypeStruct`s with shardings.
 
   Example:
     >>> import flaxshard as fs
@@ -70,7 +69,7 @@ class ReplicaContext:
   gradients_reduced: bool = False
   aggregation_skipped: bool = False
   first_replica: int = 0
-  param_specs: tuple[tuple[PyTree, list[tuple[int, ...]]], ...] = ()
+  params: tuple[PyTree, ...] = ()
 
   @property
   def replica_id_in_sync_group(self) -> jax.Array:

@@ -8,54 +8,47 @@ from typing import Any
 
 import jax
 
+from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
 
 PyTree = Any
+P = jax.sharding.PartitionSpec
 
 
-def specs_within(params: PyTree) -> PyTree | None:
+def logical_spec(spec: P) -> P:
+  """Returns what a PartitionSpec says of the logical axes."""
+  dims = map(specs_lib.axes_of, spec)
+  return P(
+    *(tuple(a for a in d if a != mesh_lib.REPLICA) or None for d in dims)
+  )
+
+
+def specs_within(params: PyTree) -> PyTree:
   """Returns the PartitionSpecs of parameters over logical devices.
 
   Args:
     params: The parameters of a TrainState that `Strategy.run` received.
 
   Returns:
-    A tree of PartitionSpecs. None if no parameter is sharded, or if two
-    TrainStates have parameters of the same shapes but other PartitionSpecs.
+    A tree of PartitionSpecs. They are empty if two TrainStates have parameters
+    of the same shapes but other PartitionSpecs.
   """
   context = replica_context.get_replica_context()
-  shapes = [x.shape for x in jax.tree.leaves(params)]
   structure: Any = jax.tree.structure(params)
-  found: list[PyTree] = []
-  for specs, spec_shapes in () if context is None else context.param_specs:
-    if jax.tree.structure(specs) == structure and spec_shapes == shapes:
-      found.append(specs)
-  if not found or any(specs != found[0] for specs in found):
-    return None
-  return found[0] if any(jax.tree.leaves(found[0])) else None
+  shapes = [x.shape for x in jax.tree.leaves(params)]
+  found = set()
+  for arrived in () if context is None else context.params:
+    leaves: list[Any] = jax.tree.leaves(arrived)
+    if jax.tree.structure(arrived) == structure and shapes == [
+      x.shape for x in leaves
+    ]:
+      found.add(tuple(logical_spec(x.sharding.spec) for x in leaves))
+  specs = found.pop() if len(found) == 1 else [P()] * len(shapes)
+  return structure.unflatten(specs)
 
 
-def gradient_specs(params: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
-  """Returns the PartitionSpecs of parameters and gradients in a replica.
-
-  Args:
-    params: As in `specs_within`.
-    grads: Gradients like the parameters; None for leaves without.
-
-  Returns:
-    Two trees of PartitionSpecs, empty ones for parameters that are not sharded;
-    the second one has None where `grads` has.
-  """
-  specs = specs_within(params)
-  if specs is None:
-    specs = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), params)
-  return specs, jax.tree.map(
-    lambda spec, g: None if g is None else spec, specs, grads
-  )
-
-
-def part_of(x: Any, spec: jax.sharding.PartitionSpec) -> jax.ShapeDtypeStruct:
+def part_of(x: Any, spec: P) -> jax.ShapeDtypeStruct:
   """Returns shape and dtype of the part of an array on one logical device."""
   sizes = jax.sharding.get_abstract_mesh().shape
   shape = list(x.shape)

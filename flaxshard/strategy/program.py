@@ -15,9 +15,11 @@ import jax
 from jax.extend import core
 
 from flaxshard.core import trees
+from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
+from flaxshard.replicas import logical_shards
 from flaxshard.replicas.values import Replicated
 from flaxshard.strategy import arguments
 from flaxshard.strategy import mesh_types
@@ -68,7 +70,7 @@ class ReplicaProgram:
     """Returns what the function returns, on all replicas; it is jitted."""
     is_shared = [leaf.kind == arguments.SHARED for leaf in self.leaves]
     in_specs = tuple(
-      P() if shared else _part_of(x.spec, of_replicas=True)
+      P() if shared else _replica_spec(x.spec)
       for x, shared in zip(self.shardings, is_shared, strict=True)
     )
     # jax.shard_map gathers what is stored split over the replicas, but only
@@ -80,7 +82,13 @@ class ReplicaProgram:
       )
     )
     returned: list[PyTree] = []
-    context = self._context(arrays)
+    # Two states may have the same structure: the shapes tell them apart.
+    shapes = map(compile_only.abstract_array, arrays, self.shardings)
+    states = arguments.states_of(self.treedef.unflatten(shapes))
+    context = replica_context.ReplicaContext(
+      self.mesh.shape[mesh_lib.REPLICA],
+      params=tuple(state.params for state in states),
+    )
 
     def body(*arrays: jax.Array) -> tuple[list[Any], list[Any]]:
       args, kwargs = arguments.to_local(
@@ -128,25 +136,6 @@ class ReplicaProgram:
       treedef.unflatten(results[i] for i in range(len(results)))
     )
 
-  def _context(
-    self, arrays: Sequence[jax.Array]
-  ) -> replica_context.ReplicaContext:
-    # Two states may have the same structure: the shapes tell them apart.
-    states, splits = (
-      arguments.states_of(self.treedef.unflatten(x))
-      for x in (arrays, self.shardings)
-    )
-    return replica_context.ReplicaContext(
-      self.mesh.shape[mesh_lib.REPLICA],
-      param_specs=tuple(
-        (
-          jax.tree.map(lambda x: _part_of(x.spec), split.params),
-          [x.shape for x in jax.tree.leaves(state.params)],
-        )
-        for state, split in zip(states, splits, strict=True)
-      ),
-    )
-
   def _check(
     self,
     program: Any,
@@ -158,23 +147,21 @@ class ReplicaProgram:
     count = self.mesh.shape[mesh_lib.REPLICA]
     if count == 1:
       return
+    check = replication.ReplicationCheck(count)
     # All replicas are one group, unless wrappers keep groups of them apart.
-    groups = {
-      wrappers: stack.replica_groups(wrappers or (), count)
+    same = {
+      wrappers: check.within(stack.replica_groups(wrappers or (), count))
       for wrappers in {leaf.wrappers for leaf in (*self.leaves, *results)}
     }
-    check = replication.ReplicationCheck(count)
     inputs = [
-      check.own if mesh_lib.REPLICA in spec else check.within(groups[wrappers])
-      for spec, (_, _, wrappers) in zip(in_specs, self.leaves, strict=True)
+      check.own if mesh_lib.REPLICA in spec else same[leaf.wrappers]
+      for spec, leaf in zip(in_specs, self.leaves, strict=True)
     ]
     found = check.run(program, inputs)
-    replication.check_results(
-      [
-        (trees.path_string(leaf.path), fact, groups[leaf.wrappers])
-        for leaf, fact in zip(results, found, strict=True)
-        if leaf.kind == arguments.SHARED
-      ]
+    check.check_results(
+      (trees.path_string(leaf.path), fact, same[leaf.wrappers])
+      for leaf, fact in zip(results, found, strict=True)
+      if leaf.kind == arguments.SHARED
     )
     # Other functions may compute the same on all replicas for good reasons.
     if all(leaf.wrappers is None for leaf in self.leaves):
@@ -217,27 +204,18 @@ class ReplicaProgram:
     return jax.tree.map(place, results, is_leaf=arguments.is_node)
 
 
-def _part_of(spec: P, *, of_replicas: bool = False) -> P:
-  """Returns what a spec says of the logical axes, or of the replicas alone."""
-  parts = (
-    [
-      a
-      for a in specs_lib.axes_of(dim)
-      if (a == mesh_lib.REPLICA) == of_replicas
-    ]
-    for dim in spec
-  )
-  if of_replicas:
-    return P(*(part[0] if part else None for part in parts))
-  return P(*(tuple(part) or None for part in parts))
+def _replica_spec(spec: P) -> P:
+  """Returns what a PartitionSpec says of the replicas."""
+  dims = map(specs_lib.axes_of, spec)
+  return P(*(mesh_lib.REPLICA if mesh_lib.REPLICA in d else None for d in dims))
 
 
 def _gather(x: jax.Array, sharding: NamedSharding) -> jax.Array:
   """Gathers an array over the replicas, if it is split over them."""
   if mesh_lib.REPLICA not in specs_lib.axes_in(sharding.spec):
     return x
-  whole = NamedSharding(sharding.mesh, _part_of(sharding.spec))
-  return mesh_lib.constrain(x, whole)
+  spec = logical_shards.logical_spec(sharding.spec)
+  return mesh_lib.constrain(x, NamedSharding(sharding.mesh, spec))
 
 
 def _call(fn: Callable[..., PyTree], args: Any, kwargs: Any) -> PyTree:

@@ -75,10 +75,6 @@ class Replication(NamedTuple):
     """Whether all replicas are known to hold the same value."""
     return not any(self.classes)
 
-  def same_within(self, groups: Groups) -> bool:
-    """Returns whether the replicas of each group hold the same value."""
-    return all(len({self.classes[i] for i in group}) == 1 for group in groups)
-
 
 class ReplicationCheck(jaxprs.Forward[Replication]):
   """Follows which replicas hold the same values through programs.
@@ -213,6 +209,45 @@ class ReplicationCheck(jaxprs.Forward[Replication]):
       return self.fact(found.classes, found.causes | {name}, found.marks)
     return found
 
+  def check_results(
+    self, results: Iterable[tuple[str, Replication, Replication]]
+  ) -> None:
+    """Raises if replicas may differ in a result that they must share.
+
+    Args:
+      results: For each result its path in what `fn` returned, what was found,
+        and which replicas must hold the same value.
+
+    Raises:
+      ValueError: A result may differ; the message names its path, the
+        primitives that make it differ, and the remedy.
+    """
+    own_data, unknown = [], []
+    for path, found, wanted in results:
+      if self.join([found, wanted]).classes == wanted.classes:
+        continue
+      if found.causes:
+        unknown.append(f"{path} ({', '.join(sorted(found.causes))})")
+      else:
+        own_data.append(path)
+    problems = []
+    if own_data:
+      listed = abbreviate(own_data)
+      problems.append(f"follow from a replica's own data: {listed}")
+    if unknown:
+      problems.append(
+        f"may differ after these primitives: {abbreviate(unknown)}"
+      )
+    if problems:
+      raise ValueError(
+        "run: a TrainState must come back the same from every replica, but "
+        f"these leaves {'; these '.join(problems)}. state.apply_gradients "
+        "averages gradients and the collections it is handed; otherwise use "
+        "get_replica_context().all_reduce('mean', ...). If you know that a "
+        "value is the same on all replicas, bit for bit, mark it with "
+        "get_replica_context().assume_replicated(...)."
+      )
+
 
 def _names_replicas(axes: Any) -> bool:
   """Returns whether a parameter of an equation is, or has, the replica axis."""
@@ -240,41 +275,6 @@ def _mentions_replicas(eqn: Any) -> bool:
     for program in core.jaxprs_in_params(params)
     for inner in program.eqns
   )
-
-
-def check_results(results: Iterable[tuple[str, Replication, Groups]]) -> None:
-  """Raises if replicas may differ in a result that they must share.
-
-  Args:
-    results: For each result its path in what `fn` returned, its fact, and the
-      groups of replicas within which it must be the same.
-
-  Raises:
-    ValueError: A result may differ; the message names its path, the primitives
-      that make it differ, and the remedy.
-  """
-  own_data, unknown = [], []
-  for path, fact, groups in results:
-    if fact.same_within(groups):
-      continue
-    if fact.causes:
-      unknown.append(f"{path} ({', '.join(sorted(fact.causes))})")
-    else:
-      own_data.append(path)
-  problems = []
-  if own_data:
-    problems.append(f"follow from a replica's own data: {abbreviate(own_data)}")
-  if unknown:
-    problems.append(f"may differ after these primitives: {abbreviate(unknown)}")
-  if problems:
-    raise ValueError(
-      "run: a TrainState must come back the same from every replica, but these "
-      f"leaves {'; these '.join(problems)}. state.apply_gradients averages "
-      "gradients and the collections it is handed; otherwise use "
-      "get_replica_context().all_reduce('mean', ...). If you know that a value "
-      "is the same on all replicas, bit for bit, mark it with "
-      "get_replica_context().assume_replicated(...)."
-    )
 
 
 def abbreviate(items: list[str]) -> str:

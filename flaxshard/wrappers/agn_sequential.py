@@ -58,7 +58,10 @@ def commit_sequentially(
     center = update(center, grads, shared)
     return center, center.params
   # Over the logical devices of a replica.
-  param_specs, grad_specs = logical_shards.gradient_specs(center.params, grads)
+  param_specs = logical_shards.specs_within(center.params)
+  grad_specs = jax.tree.map(
+    lambda spec, g: None if g is None else spec, param_specs, grads
+  )
   slot_specs = opt_state_lib.specs(center.opt_state, center.params, param_specs)
   specs = ModelState(param_specs, slot_specs), grad_specs
   # Decided for the shapes on one logical device: an update may depend on them.

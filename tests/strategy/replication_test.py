@@ -317,9 +317,10 @@ def test_groups_are_the_same_within_groups_only():
   # In another order a sum may round differently.
   other_order = lambda x, y: grouped(two(x, y), [[0, 1], [2, 3]])
   assert classes(other_order) == (0, 0, 1, 1)
-  (found,) = propagate(two)
-  assert found.same_within([[0, 3], [1, 2]])
-  assert not found.same_within([range(4)])
+  check, (found,) = ReplicationCheck(4), propagate(two)
+  check.check_results([("w", found, check.within([[0, 3], [1, 2]]))])
+  with pytest.raises(ValueError, match=r"w \(psum over axis_index_groups\)"):
+    check.check_results([("w", found, check.constant)])
 
 
 def test_gradient_of_an_assumed_value_is_not_assumed():
