@@ -23,6 +23,7 @@ from flaxshard.checkpoint import save_manager
 from flaxshard.checkpoint import saved_steps
 from flaxshard.checkpoint import step as step_lib
 from flaxshard.checkpoint import step_names
+from flaxshard.checkpoint.restore_plan import S
 from flaxshard.checkpoint.save_manager import SaveError
 from flaxshard.core import checks
 from flaxshard.core import files
@@ -224,7 +225,7 @@ class Checkpointer:
   def save(
     self,
     step: int,
-    state: TrainState,
+    state: TrainState | Mapping[str, TrainState],
     data: iterator_state.Positioned | None = None,
     metrics: Mapping[str, Any] | None = None,
   ) -> bool:
@@ -236,8 +237,9 @@ class Checkpointer:
 
     Args:
       step: Number of the step, usually the number of batches consumed.
-      state: The state. It may be donated once this returns. If groups of
-        replicas differ, the state of replica 0 is saved, and this is logged.
+      state: The state, or a dict of states by name, such as the two of a GAN.
+        It may be donated once this returns. If groups of replicas differ, the
+        state of replica 0 is saved, and this is logged.
       data: The iterator whose position to save. If its attribute
         `position_is_global` is True, as for `flaxshard.data.train_iterator`,
         any number of processes can restore the position.
@@ -307,10 +309,10 @@ class Checkpointer:
 
   def restore(
     self,
-    state: TrainState,
+    state: S,
     step: int | None = None,
     data: iterator_state.Positioned | None = None,
-  ) -> TrainState:
+  ) -> S:
     """Restores a checkpoint into the structure and shardings of `state`.
 
     A damaged step, with a file that differs from the one that was saved, is
@@ -328,6 +330,7 @@ class Checkpointer:
       state: A state of the same model and optimizer, with the shardings to
         restore into. With `jax.ShapeDtypeStruct`s for arrays (see
         `create_train_state(..., abstract=True)`) only one state is in memory.
+        Or a dict of some of the states that were saved as a dict.
       step: The step to restore; None is the latest that is not damaged.
       data: An iterator to set to the position that was saved with the state.
 
@@ -352,7 +355,7 @@ class Checkpointer:
         self._saves.reload()
       return self._paths()
 
-    def restore_step(number: int, where: str) -> TrainState:
+    def restore_step(number: int, where: str) -> S:
       try:
         return self._restore(state, number, where, data)
       except digests_lib.Damaged:
@@ -366,21 +369,22 @@ class Checkpointer:
 
   def _restore(
     self,
-    state: TrainState,
+    state: S,
     step: int,
     where: str,
     data: iterator_state.Positioned | None,
-  ) -> TrainState:
+  ) -> S:
     """Restores the state, then sets the data, if it is given."""
     plan = restore_plan.open_step(where).plan(state)
     if data is None:
-      return plan.restore()
+      whole: S = plan.restore()
+      return whole
     with multihost.raise_on_all_processes(
       digests_lib.Damaged, TypeError, ValueError
     ):
       position = iterator_state.Position(data)
       position.read(where)
-    restored = plan.restore()
+    restored: S = plan.restore()
     # Not before: a damaged step must leave the data where it is.
     with multihost.raise_on_all_processes(TypeError, ValueError):
       position.apply()

@@ -43,8 +43,15 @@ _LOCK_SUFFIX = ".__lock"
 _PROCESS = re.compile(r"process_(?:replica_)?(\d+)")
 
 
+def state_step(state: TrainState | Mapping[str, TrainState]) -> Any:
+  """Returns the step of a state, or the steps of states by name."""
+  if isinstance(state, Mapping):
+    return {name: int(s.step) for name, s in state.items()}
+  return int(state.step)
+
+
 def metadata(
-  state: TrainState,
+  state: TrainState | Mapping[str, TrainState],
   step: int,
   items: Sequence[str],
   config: Mapping[str, Any] | None = None,
@@ -52,11 +59,12 @@ def metadata(
   """Returns the content of the file `metadata`.
 
   Args:
-    state: The state that is saved.
+    state: The state that is saved, or states by name.
     step: Number of the step that it is saved under.
     items: Names of the step's other items.
     config: The training config, with values that JSON can hold.
   """
+  states = state.values() if isinstance(state, Mapping) else [state]
   replicated = validation.replicated_sharding(state)
   mesh = None if replicated is None else replicated.mesh
   return {
@@ -64,9 +72,9 @@ def metadata(
     "jax": jax.__version__,
     "orbax": ocp.__version__,
     "step": step,
-    "state_step": int(state.step),
+    "state_step": state_step(state),
     "items": sorted(items),
-    "wrappers": [_wrapper_config(w) for w in state.wrappers],
+    "wrappers": [_wrapper_config(w) for s in states for w in s.wrappers],
     "processes": jax.process_count(),
     "devices": None if mesh is None else mesh.size,
     "mesh": None if mesh is None else dict(mesh.shape),

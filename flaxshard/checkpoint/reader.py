@@ -82,6 +82,28 @@ class SavedTree:
   leaves: Mapping[Path, Any]
   read: Callable[[Mapping[Path, jax.ShapeDtypeStruct]], dict[Path, Any]]
 
+  def part(self, name: str, at: int) -> SavedTree:
+    """Returns the part of a tree below a key.
+
+    Args:
+      name: The key.
+      at: Its index in the paths, which lack it in the part.
+    """
+    sources = {
+      (*path[:at], *path[at + 1 :]): path
+      for path in self.leaves
+      if path[at] == name
+    }
+
+    def read(
+      wanted: Mapping[Path, jax.ShapeDtypeStruct],
+    ) -> dict[Path, Any]:
+      found = self.read({sources[path]: x for path, x in wanted.items()})
+      return {path: found[sources[path]] for path in wanted}
+
+    leaves = {path: self.leaves[source] for path, source in sources.items()}
+    return SavedTree(self.item, leaves, read)
+
 
 def is_step(path: step_names.Directory) -> bool:
   """Returns whether a path is one checkpoint, not a directory of several."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import dataclasses
 import logging
-from typing import Any
+from typing import Any, TypeVar
 
 from flax.training import train_state
 import jax
@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 
 PyTree = Any
 Path = tuple[str, ...]
+# A train state, or several by name.
+S = TypeVar("S", bound="TrainState | Mapping[str, TrainState]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,17 +50,33 @@ class CheckpointStep:
   directory: step_names.Directory
   saved_trees: tuple[reader.SavedTree, ...]
 
-  def plan(self, state: TrainState) -> RestorePlan:
+  def part(self, name: str) -> CheckpointStep:
+    """Returns the step with one alone of several train states, by its name."""
+    return CheckpointStep(
+      self.directory,
+      tuple(
+        tree.part(name, at=int(tree.item == wrapper_states.ITEM))
+        for tree in self.saved_trees
+      ),
+    )
+
+  def plan(self, state: TrainState | Mapping[str, TrainState]) -> Any:
     """Maps every leaf of a train state to a saved leaf, and compares the two.
 
     Args:
-      state: The state to restore into: arrays, or `jax.ShapeDtypeStruct`s.
+      state: The state to restore into: arrays, or `jax.ShapeDtypeStruct`s. Or
+        states by name.
+
+    Returns:
+      A `RestorePlan`, or `RestorePlans`.
 
     Raises:
       TypeError: `state` is not a `TrainState`.
       ValueError: They differ; the message names the first path.
     """
     check_state(state)
+    if isinstance(state, Mapping):
+      return RestorePlans({n: self.part(n).plan(s) for n, s in state.items()})
     template = _template(state)
     targets = _leaves_by_path(template)
     saved: dict[Path, Any] = {}
@@ -259,6 +277,17 @@ class RestorePlan:
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class RestorePlans:
+  """The plans for several train states by name, which one step holds."""
+
+  plans: Mapping[str, Any]
+
+  def restore(self) -> dict[str, TrainState]:
+    """Restores each of the states, as `RestorePlan.restore`."""
+    return {name: plan.restore() for name, plan in self.plans.items()}
+
+
 def open_step(
   directory: step_names.Directory, plain_item: str | None = None
 ) -> CheckpointStep:
@@ -286,7 +315,11 @@ def open_step(
 
 
 def check_state(state: Any) -> None:
-  """Raises a TypeError unless `state` is a `flaxshard.TrainState`."""
+  """Raises a TypeError unless `state` is a TrainState, or a dict of some."""
+  if isinstance(state, Mapping) and state:
+    for s in state.values():
+      check_state(s)
+    return
   if isinstance(state, TrainState):
     return
   kind = type(state)

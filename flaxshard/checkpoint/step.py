@@ -18,6 +18,7 @@ from flaxshard.checkpoint import restore_plan
 from flaxshard.checkpoint import step_names
 from flaxshard.checkpoint import validation
 from flaxshard.checkpoint import wrapper_states
+from flaxshard.checkpoint.restore_plan import S
 from flaxshard.core import checks
 from flaxshard.core import multihost
 from flaxshard.core import trees
@@ -31,7 +32,7 @@ _T = TypeVar("_T")
 
 
 def save_args(
-  state: TrainState, *, plain_item: str = "default"
+  state: TrainState | Mapping[str, TrainState], *, plain_item: str = "default"
 ) -> ocp.args.Composite:
   """Returns the arguments with which an Orbax manager saves a state.
 
@@ -40,8 +41,9 @@ def save_args(
   with `ocp.args.Composite(**save_args(state), data=...)`.
 
   Args:
-    state: The state. If groups of replicas differ, replica 0 is saved, and the
-      log says so.
+    state: The state, or a dict of states by name: then each item is a dict of
+      what it has for each of them. If groups of replicas differ, replica 0 is
+      saved, and the log says so.
     plain_item: The item for the plain train state: `"default"`, the name in
       Orbax's `CheckpointManager`, or `"state"`, the name in Orbax v1.
 
@@ -66,21 +68,36 @@ def save_args(
   restore_plan.check_state(state)
   check_plain_item(plain_item)
   validation.check_savable("state", state)
-  note = replica_groups.describe_divergence(state)
-  if note:
-    _log.info("step %d: %s", int(state.step), note)
-    state = replica_groups.of_first_replica(state)
-  items: dict[str, Any] = {
-    plain_item: ocp.args.StandardSave(fields_lib.plain_state(state))
-  }
-  states = wrapper_states.nonempty(state.wrapper_states)
+  if isinstance(state, Mapping):
+    state = {name: _of_first_replica(s) for name, s in state.items()}
+    plain: Any = {n: fields_lib.plain_state(s) for n, s in state.items()}
+    by_name = {
+      n: wrapper_states.nonempty(s.wrapper_states) for n, s in state.items()
+    }
+    states = {name: s for name, s in by_name.items() if s}
+  else:
+    state = _of_first_replica(state)
+    plain = fields_lib.plain_state(state)
+    states = wrapper_states.nonempty(state.wrapper_states)
+  items: dict[str, Any] = {plain_item: ocp.args.StandardSave(plain)}
   if states:
     items[wrapper_states.ITEM] = ocp.args.PyTreeSave(states)
   return ocp.args.Composite(**items)
 
 
+def _of_first_replica(state: TrainState) -> TrainState:
+  """Returns the state of replica 0; logs it if groups of replicas differ."""
+  note = replica_groups.describe_divergence(state)
+  if note is None:
+    return state
+  _log.info("step %d: %s", int(state.step), note)
+  return replica_groups.of_first_replica(state)
+
+
 def check_same(
-  step_dir: str, state: TrainState, items: ocp.args.Composite
+  step_dir: str,
+  state: TrainState | Mapping[str, TrainState],
+  items: ocp.args.Composite,
 ) -> None:
   """Raises an error if a step was saved from another state.
 
@@ -89,7 +106,7 @@ def check_same(
 
   Args:
     step_dir: Path of the directory of the step.
-    state: The state.
+    state: The state, or states by name.
     items: What `save_args` returned for the state.
 
   Raises:
@@ -100,8 +117,9 @@ def check_same(
     return
   difference = None
   saved_step = metadata["state_step"]
-  if saved_step != int(state.step):
-    difference = f"state.step is {int(state.step)}, {saved_step} was saved"
+  state_step = metadata_item.state_step(state)
+  if saved_step != state_step:
+    difference = f"state.step is {state_step}, {saved_step} was saved"
   item_dirs = reader.items(step_dir)
   current_items = dict(items.items())
   # A wrapper's state may be on one side only, and with it the whole item.
@@ -153,11 +171,11 @@ def item_handlers(
 
 def restore(
   manager: Any,
-  state: TrainState,
+  state: S,
   step: int | None = None,
   *,
   plain_item: str | None = None,
-) -> TrainState:
+) -> S:
   """Restores a checkpoint of flaxshard or of a plain Flax program.
 
   The latter may be written by Orbax's `CheckpointManager` or
@@ -179,6 +197,7 @@ def restore(
     state: A state of the same model and optimizer, with the shardings to
       restore into. With `jax.ShapeDtypeStruct`s for arrays (see
       `create_train_state(..., abstract=True)`) only one state is in memory.
+      Or a dict of some of the states that were saved as a dict.
     step: The step to restore; None is the latest that is not damaged.
     plain_item: The item that holds the train state; None is the first of
       `default`, `state` and `pytree` that exists.
@@ -196,7 +215,9 @@ def restore(
   if isinstance(manager, (str, os.PathLike)):
     directory = step_names.as_path(manager)
     if reader.is_step(directory) and step in (None, locate.step_of(directory)):
-      return restore_plan.open_step(directory, plain_item).plan(state).restore()
+      plan = restore_plan.open_step(directory, plain_item).plan(state)
+      restored: S = plan.restore()
+      return restored
     directory = locate.directory_of_steps(directory)
   elif hasattr(manager, "directory"):  # Orbax's managers have no common class
     directory = manager.directory
@@ -211,10 +232,10 @@ def restore(
 
 def restore_from_directory(
   directory: step_names.Directory,
-  state: TrainState,
+  state: S,
   step: int | None,
   plain_item: str | None = None,
-) -> tuple[int, TrainState]:
+) -> tuple[int, S]:
   """Returns the step that was restored, and its state.
 
   Args:
