@@ -7,6 +7,7 @@ import functools
 from typing import Any, TypeVar
 
 from flax import nnx
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 import optax
@@ -19,6 +20,7 @@ from flaxshard.partitioning import rules as rules_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import initialization
+from flaxshard.state import nnx_adapter
 from flaxshard.state import sharding as sharding_lib
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
@@ -322,9 +324,7 @@ class Optimizer(nnx.Optimizer[M]):
     nnx.update(model, _with_arrays(after, result.others))
     if jax.tree.leaves(self.before):
       self.before = nnx.data(nnx.State({}))
-    self.step[...] = jnp.asarray(result.step, self.step[...].dtype)
-    variables_lib.assign(self.opt_state, result.opt_state)
-    variables_lib.assign(self.wrapper_states, result.wrapper_states)
+    self._assign(result.step, result.opt_state, result.wrapper_states)
     return jax.tree.map(lambda n, o: n - o, result.params, params)
 
   def get_slot_names(self, model: Any) -> list[str]:
@@ -396,6 +396,72 @@ class Optimizer(nnx.Optimizer[M]):
       with `LossScale`, `commits` (int32) with `AGN`; `{}` without wrappers.
     """
     return stack.metrics(self.wrappers, nnx.as_pure(self.wrapper_states))
+
+  # -- Checkpoints.
+
+  def train_state(self, model: Any) -> TrainState:
+    """Returns the module and the optimizer as a TrainState for a checkpoint.
+
+    It has the leaves that `create_train_state` makes of the module, the same
+    arrays as the module, and no `apply_fn`. Parameters that `wrt` does not
+    select are in the collection `frozen`.
+
+    Args:
+      model: The module.
+
+    Example:
+      >>> import flaxshard as fs, tempfile
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = fs.nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+      >>> with fs.Checkpointer(tempfile.mkdtemp()) as checkpointer:
+      ...   checkpointer.save(1, optimizer.train_state(model))
+      ...   state = checkpointer.restore(optimizer.train_state(model))
+      True
+      >>> optimizer.set_train_state(model, state)
+    """
+    flat: dict[nnx_adapter.Place, Any] = {}
+    for group, places in self._groups(model):
+      flat |= dict(zip(places, jax.tree.leaves(group), strict=True))
+    return self._train_state(**traverse_util.unflatten_dict(flat))
+
+  def set_train_state(self, model: Any, state: TrainState) -> None:
+    """Sets the module and the optimizer to a TrainState.
+
+    Args:
+      model: The module.
+      state: A state like that of `train_state`, such as a restored one.
+    """
+    flat = traverse_util.flatten_dict(fields_lib.variables(state))
+    for group, places in self._groups(model):
+      nnx.update(model, _with_arrays(group, [flat[place] for place in places]))
+    self._assign(state.step, state.opt_state, state.wrapper_states)
+
+  def _groups(
+    self, model: Any
+  ) -> list[tuple[nnx.State, list[nnx_adapter.Place]]]:
+    """Returns what is trained, and what is not, with places in a TrainState."""
+    trained, others = nnx.state(model, self.wrt, ...)
+    frozen = {"params": "frozen"}
+    return [
+      (
+        trained,
+        [("params", *p[1:]) for p, *_ in nnx_adapter.leaves_of(trained)],
+      ),
+      (
+        others,
+        [
+          (frozen.get(p[0], p[0]), *p[1:])
+          for p, *_ in nnx_adapter.leaves_of(others)
+        ],
+      ),
+    ]
+
+  def _assign(
+    self, step: Any, opt_state: PyTree, wrapper_states: PyTree
+  ) -> None:
+    self.step[...] = jnp.asarray(step, self.step[...].dtype)
+    variables_lib.assign(self.opt_state, opt_state)
+    variables_lib.assign(self.wrapper_states, wrapper_states)
 
   def _split(self, model: Any) -> tuple[PyTree, PyTree]:
     """Returns the parameters and the other arrays of a module."""

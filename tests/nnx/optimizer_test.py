@@ -352,6 +352,42 @@ def test_checkpoints_with_and_without_wrappers_restore_into_each_other(
     assert_same(arrays(ours), arrays(optimizer))
 
 
+def test_checkpointer_takes_the_module_and_the_optimizer(tmp_path):
+  model, optimizer = create()
+  for batch in batches(overflow=1):
+    our_step(model, optimizer, batch)
+  other, other_optimizer = create(model=Net(nnx.Rngs(1)))
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(4, optimizer.train_state(model))
+    state = checkpointer.restore(other_optimizer.train_state(other))
+    other_optimizer.set_train_state(other, state)
+    assert_same(arrays(other, other_optimizer), arrays(model, optimizer))
+    our_step(other, other_optimizer, batches()[0])
+    # It is the checkpoint of a TrainState of the module.
+    module = Net(nnx.Rngs(2))
+    state = fs.create_train_state(module, None, None, TX, wrappers=DYNAMIC)
+    state = checkpointer.restore(state)
+  fs.nnx.update(module, state)
+  assert_same(arrays(module), arrays(model))
+
+
+def test_checkpoint_of_lora_layers_has_the_frozen_parameters(tmp_path):
+  make = lambda seed: create(
+    model=nnx.LoRALinear(4, 1, lora_rank=2, rngs=nnx.Rngs(seed)),
+    wrt=nnx.LoRAParam,
+  )
+  (model, optimizer), (other, other_optimizer) = make(0), make(1)
+  our_step(model, optimizer, batches()[0])
+  state = optimizer.train_state(model)
+  assert set(state.params) == {"lora"} and "kernel" in state.frozen
+  with fs.Checkpointer(tmp_path) as checkpointer:
+    checkpointer.save(1, {"adapter": state})
+    state = other_optimizer.train_state(other)
+    state = checkpointer.restore({"adapter": state})["adapter"]
+  other_optimizer.set_train_state(other, state)
+  assert_same(arrays(other, other_optimizer), arrays(model, optimizer))
+
+
 def test_auto_finds_float16_in_inner_modules():
   model = Net(nnx.Rngs(0))
   model.layers[1].dtype = jnp.float16
