@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxshard.core import extra_args
 from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import optimizer_update
 from flaxshard.core import trees
 from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
@@ -202,7 +202,7 @@ class CenterUpdate:
     """
     found: dict[str, float] = {}
     for name, tx in (("tx", self._local_tx), ("outer_tx", self.agn.outer_tx)):
-      if tx is not None and not extra_args.required(tx):
+      if tx is not None and not optimizer_update.required_arguments(tx):
         with _on_cpu():
           changes = jax.device_get(jax.jit(self._probe, static_argnums=0)(tx))
         found |= {f"{name}: {k}": float(x) for k, x in changes.items()}
@@ -214,7 +214,7 @@ class CenterUpdate:
       lambda p: jnp.full(p.shape, 0.5, gradients.accumulator_dtype(p.dtype)),
       self._params,
     )
-    slots = opt_state_lib.init(tx, opt_state_lib.optimized_params(old))
+    slots = tx.init(opt_state_lib.optimized_params(old))
     new = agn_commit.ModelState(old, slots)
     for count, size in _PROBES:
       counts = dict.fromkeys(opt_state_lib.counts(slots), jnp.int32(count))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 import math
 import operator
 from typing import Any, TypeGuard
@@ -369,10 +369,23 @@ def is_indexed_slices(x: Any) -> TypeGuard[IndexedSlices]:
   return isinstance(x, IndexedSlices)
 
 
-def to_dense(tree: PyTree) -> PyTree:
-  """Returns a tree with whole arrays in place of its `IndexedSlices`."""
-  return jax.tree.map(
-    lambda x: x.to_dense() if is_indexed_slices(x) else x,
+def find(tree: PyTree) -> dict[tuple[Any, ...], IndexedSlices]:
+  """Returns the `IndexedSlices` of a tree, by path."""
+  flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_indexed_slices)
+  return {path: x for path, x in flat if is_indexed_slices(x)}
+
+
+def to_dense(tree: PyTree, *, keep: Container[Any] = ()) -> PyTree:
+  """Returns a tree with whole arrays in place of its `IndexedSlices`.
+
+  Args:
+    tree: The tree.
+    keep: The paths of those that stay.
+  """
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: (
+      x.to_dense() if is_indexed_slices(x) and path not in keep else x
+    ),
     tree,
     is_leaf=is_indexed_slices,
   )

@@ -1,8 +1,14 @@
-"""Updates by an optimizer, also of leaves without a gradient, and of rows."""
+"""Updates by an optimizer, also of leaves without a gradient, and of rows.
+
+An optimizer's update may take extra arguments, such as the `value` of the loss.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
+import functools
+import inspect
 import types
 from typing import Any
 
@@ -13,13 +19,19 @@ import optax
 
 from flaxshard.core import checks
 from flaxshard.core import gradients
+from flaxshard.core import indexed_slices
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import parameter_groups
 from flaxshard.core import trees
 from flaxshard.core.indexed_slices import IndexedSlices
-from flaxshard.core.indexed_slices import is_indexed_slices
 
 PyTree = Any
+Parameters = Mapping[str, inspect.Parameter]
+
+# The names of extra arguments that optax documents. An optimizer that takes
+# extra arguments ignores those that it does not use, so that one step suits
+# many optimizers.
+_STANDARD = frozenset(("value", "grad", "value_fn"))
 
 
 def update(
@@ -123,25 +135,19 @@ def _update(
 
 def _to_dense_elsewhere(tx: Any, grads: PyTree) -> PyTree:
   """Makes whole arrays of rows that an optimizer does not update as rows."""
-  flat = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_indexed_slices)
-  rows = [path for path, x in flat if is_indexed_slices(x)]
+  rows = indexed_slices.find(grads)
   if not rows:
     return grads
   mask = parameter_groups.sparse_mask(tx, grads)
   tables = {p for p, m in jax.tree_util.tree_leaves_with_path(mask) if m}
-  others = [path for path in rows if path not in tables]
+  others = [trees.path_string(path) for path in rows if path not in tables]
   if others:
     checks.warn(
-      f"grads: {', '.join(map(trees.path_string, others))} has an "
-      "IndexedSlices, and the optimizer does not update its rows: it becomes a "
-      "whole array. Name the parameter in sparse=[...] of create_train_state, "
-      "or in flaxshard.sparse_rows."
+      f"grads: {', '.join(others)} has an IndexedSlices, and the optimizer "
+      "does not update its rows: it becomes a whole array. Name the parameter "
+      "in sparse=[...] of create_train_state, or in flaxshard.sparse_rows."
     )
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: x.to_dense() if path in others else x,
-    grads,
-    is_leaf=is_indexed_slices,
-  )
+  return indexed_slices.to_dense(grads, keep=tables)
 
 
 def _zero_gradient(p: jax.Array, is_table: bool) -> Any:
@@ -152,3 +158,95 @@ def _zero_gradient(p: jax.Array, is_table: bool) -> Any:
   # Optimizers divide and take roots, which integer arrays do not support.
   inexact = jnp.issubdtype(p.dtype, jnp.inexact)
   return jnp.zeros(p.shape, p.dtype if inexact else jnp.float32)
+
+
+# -- Extra arguments.
+
+
+def used_arguments(tx: Any) -> frozenset[str]:
+  """Returns the names of the extra arguments that an optimizer uses.
+
+  Keyword arguments of functions inside the optimizer may be among them.
+
+  Example:
+    >>> sorted(used_arguments(optax.polyak_sgd()))
+    ['value']
+    >>> sorted(used_arguments(optax.adam(0.1)))
+    []
+  """
+  return frozenset(
+    p.name
+    for function, parameters in _functions(tx)
+    # In optax an update has a `state`, its other functions have none.
+    if "state" in parameters or not _is_optax(function)
+    for p in parameters.values()
+    if p.kind is p.KEYWORD_ONLY
+  )
+
+
+def required_arguments(tx: Any) -> frozenset[str]:
+  """Returns the names of the extra arguments that an optimizer must be given.
+
+  Example:
+    >>> sorted(required_arguments(optax.polyak_sgd()))
+    ['value']
+  """
+  return frozenset(
+    p.name
+    for _, parameters in _functions(tx)
+    # Other functions of an optimizer get theirs from its update.
+    if "state" in parameters
+    for p in parameters.values()
+    if p.kind is p.KEYWORD_ONLY and p.default is p.empty
+  )
+
+
+def accepted_arguments(tx: Any) -> frozenset[str] | None:
+  """Returns the names of the extra arguments that an optimizer accepts.
+
+  None if any name is accepted: that of a custom optimizer with `**kwargs`.
+  """
+  for function, parameters in _functions(tx):
+    if _takes_any(parameters) and not _is_optax(function):
+      return None
+  names = used_arguments(tx)
+  takes_any = _takes_any(inspect.signature(tx.update).parameters)
+  return names | _STANDARD if takes_any else names
+
+
+def _functions(tx: Any) -> Iterator[tuple[Any, Parameters]]:
+  """Yields the functions in the update of an optimizer, with parameters."""
+  # `optax.chain` takes any name and passes it on, so look at the functions that
+  # it closes over.
+  seen: set[int] = set()
+  pending: list[Any] = [tx.update]
+  while pending:
+    x = pending.pop()
+    if id(x) in seen:
+      continue
+    seen.add(id(x))
+    if isinstance(x, (tuple, list)):
+      pending += x
+    elif isinstance(x, Mapping):
+      pending += x.values()
+    elif isinstance(x, functools.partial):
+      pending.append(x.func)
+    elif inspect.ismethod(x):
+      # An object such as `optax.MultiSteps`, around another optimizer.
+      pending += [x.__func__, *getattr(x.__self__, "__dict__", {}).values()]
+    elif inspect.isfunction(x):
+      yield x, inspect.signature(x).parameters
+      # Not inspect.getclosurevars: it fails where a variable has no value.
+      for cell in x.__closure__ or ():
+        with contextlib.suppress(ValueError):
+          pending.append(cell.cell_contents)
+
+
+def _takes_any(parameters: Parameters) -> bool:
+  return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _is_optax(function: Any) -> bool:
+  package = (function.__module__ or "").partition(".")[0]
+  # This package's optimizers are those of optax.
+  return package in ("optax", __name__.partition(".")[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-import functools
 from typing import Any, TypeVar
 
 from flax import nnx
@@ -132,11 +131,7 @@ class Optimizer(nnx.Optimizer[M]):
       param_specs = placement.place_module(model, mesh, wrt, rules)
     wrappers = stack.with_policy(wrappers, initialization.policy_of_nnx(model))
 
-    init = functools.partial(opt_state_lib.init, tx) if wrappers else tx.init
-    # Only for its `init`: a skipped step needs the structure of later states.
-    completed = optax.GradientTransformation(init, tx.update)
-    super().__init__(model, completed, wrt=wrt, graph=graph)
-    self.tx = tx
+    super().__init__(model, tx, wrt=wrt, graph=graph)
     self.wrappers = nnx.static(wrappers)
     params, others = self._split(model)
     states = stack.init(

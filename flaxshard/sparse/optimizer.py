@@ -18,7 +18,6 @@ from flaxshard.core import parameter_groups
 from flaxshard.core import patterns as patterns_lib
 from flaxshard.core import tf_optimizers
 from flaxshard.core import trees
-from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.core.parameter_groups import SparseRows
 from flaxshard.sparse import row_update
 from flaxshard.sparse import table_parts
@@ -170,18 +169,14 @@ def _create(
   def update(
     updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
   ) -> tuple[PyTree, PyTree]:
-    tables = row_update.find_tables(updates)
+    tables = indexed_slices.find(updates)
     if not tables:
       extra = indexed_slices.to_dense(extra)
       return inner.update(updates, state, params, **extra)
     if params is None:
       raise ValueError("sparse_rows: update needs params, got None.")
     whole, _ = _find_whole(tx, state, params, tables, semantics)
-    updates = jax.tree_util.tree_map_with_path(
-      lambda path, x: x.to_dense() if path in whole else x,
-      updates,
-      is_leaf=is_indexed_slices,
-    )
+    updates = indexed_slices.to_dense(updates, keep=tables.keys() - whole)
     updates = table_parts.split(updates, params, parts)
     return row_update.update(inner, updates, state, params, extra)
 

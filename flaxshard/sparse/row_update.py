@@ -38,7 +38,7 @@ def update(
     `(updates, opt_state)`, with rows in `updates` where the gradients have
     rows.
   """
-  tables = find_tables(updates)
+  tables = indexed_slices.find(updates)
   if extra.get("grad") is not None:
     # The gradient may have other rows than the updates.
     grad = indexed_slices.to_dense(extra["grad"])
@@ -52,17 +52,6 @@ def update(
     with_rows(row_updates, tables),
     put_rows(opt_state, new_rows, params, tables),
   )
-
-
-def find_tables(updates: PyTree) -> dict[Path, IndexedSlices]:
-  """Returns the rows of each table, by path."""
-  return {
-    path: slices
-    for path, slices in jax.tree_util.tree_leaves_with_path(
-      updates, is_leaf=is_indexed_slices
-    )
-    if is_indexed_slices(slices)
-  }
 
 
 def values_of(updates: PyTree) -> PyTree:

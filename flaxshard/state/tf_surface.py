@@ -82,7 +82,7 @@ def select(var_list: Any, params: PyTree) -> set[str]:
 
   Args:
     var_list: A sequence of paths of parameters, and of regular expressions
-      that are searched in all paths.
+      that are searched in all paths; None for all parameters.
     params: The parameters of a state.
 
   Raises:
@@ -96,6 +96,8 @@ def select(var_list: Any, params: PyTree) -> set[str]:
     ['a/b', 'c/w']
   """
   known = parameter_paths(params)
+  if var_list is None:
+    return set(known)
   selected: set[str] = set()
   for element in patterns_lib.check("var_list", var_list):
     if element in known:
@@ -108,30 +110,18 @@ def select(var_list: Any, params: PyTree) -> set[str]:
   return selected
 
 
-def keep_selected(selected: set[str], tree: PyTree) -> PyTree:
-  """Returns a tree like the parameters, with None for those not selected.
-
-  Args:
-    selected: The paths to keep.
-    tree: A tree like the parameters. None may stand for a leaf.
-  """
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: x if trees.path_string(path) in selected else None, tree
-  )
-
-
-def pairs_of(grads: PyTree, selected: set[str] | None) -> list[Pair]:
+def pairs_of(grads: PyTree, selected: set[str]) -> list[Pair]:
   """Returns the gradients of a tree as (gradient, path) pairs, in its order.
 
   Args:
     grads: A tree like the parameters, with None where there is no gradient.
-    selected: The paths to return; None for all of them.
+    selected: The paths to return.
   """
   flat = jax.tree_util.tree_leaves_with_path(
     grads, is_leaf=lambda x: x is None or is_indexed_slices(x)
   )
   named = ((g, trees.path_string(path)) for path, g in flat)
-  return [(g, p) for g, p in named if selected is None or p in selected]
+  return [(g, p) for g, p in named if p in selected]
 
 
 def gradients_argument(

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import optax
 
 from flaxshard.core import checks
-from flaxshard.core import extra_args
 from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import optimizer_update
 from flaxshard.core import trees
 from flaxshard.partitioning import compile_only
 from flaxshard.replicas import context as replica_context
@@ -341,9 +341,7 @@ class TrainState(flax_train_state.TrainState):
       grad_loss=grad_loss,
       gate_gradients=gate_gradients,
     )
-    selected = None
-    if var_list is not None:
-      selected = tf_surface.select(var_list, self.params)
+    selected = tf_surface.select(var_list, self.params)
     pairs = tf_surface.pairs_of(grads, selected)
     return (pairs, value[1]) if has_aux else pairs
 
@@ -454,7 +452,7 @@ class TrainState(flax_train_state.TrainState):
     fields = set(fields_lib.fields_by_name(type(self))) - _RESERVED
     arrays = fields & set(fields_lib.array_field_names(self))
     extra = {k: v for k, v in given.items() if k not in fields}
-    names = extra_args.accepted(self.tx) if extra else None
+    names = optimizer_update.accepted_arguments(self.tx) if extra else None
     for name in extra:
       if name in _RESERVED or (names is not None and name not in names):
         allowed = sorted((fields - _STATIC) | (names or set()))
@@ -510,10 +508,9 @@ class TrainState(flax_train_state.TrainState):
       grad_loss=grad_loss,
       gate_gradients=gate_gradients,
     )
-    fields = fields_lib.fields_by_name(type(self))
-    used = extra_args.used(self.tx) & {"value", "grad", "value_fn"} - set(
-      fields
-    )
+    used = optimizer_update.used_arguments(self.tx)
+    used &= {"value", "grad", "value_fn"}
+    used -= fields_lib.fields_by_name(type(self)).keys()
     if var_list is not None and "value_fn" in used:
       # Undoing its step for some parameters leaves a point it has not seen.
       raise ValueError(
@@ -692,13 +689,9 @@ def _init(
 ) -> dict[str, PyTree]:
   """Returns the fields of a state that are computed from the given fields."""
   params = given["params"]
-  # Without wrappers the state is that of Flax in every case.
-  init_optimizer = (
-    functools.partial(opt_state_lib.init, tx) if wrappers else tx.init
-  )
   computed: dict[str, PyTree] = dict(
     step=jnp.zeros((), jnp.int32),
-    opt_state=init_optimizer(opt_state_lib.optimized_params(params)),
+    opt_state=tx.init(opt_state_lib.optimized_params(params)),
   )
   if wrappers:
     collections = {k: v for k, v in given.items() if k != "params"}

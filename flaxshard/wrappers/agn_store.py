@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from flaxshard.core import checks
-from flaxshard.core import extra_args
+from flaxshard.core import optimizer_update
 from flaxshard.core import trees
 from flaxshard.replicas import context as replica_context
 from flaxshard.wrappers import agn_commit
@@ -125,7 +125,7 @@ def check_arguments(agn: AGN) -> None:
 
 def check_optimizer(agn: AGN, tx: Any) -> None:
   """Raises a ValueError if the center's optimizer needs the loss."""
-  needed = sorted(extra_args.required(tx))
+  needed = sorted(optimizer_update.required_arguments(tx))
   if agn.outer_tx is None and needed:
     raise ValueError(
       f"AGN: tx needs {', '.join(needed)} in every update, which a commit with "

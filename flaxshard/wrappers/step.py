@@ -444,13 +444,7 @@ def _to_dense_unless_taken(
   ]
   if not unaware:
     return grads
-  paths = [
-    trees.path_string(path)
-    for path, g in jax.tree_util.tree_leaves_with_path(
-      grads, is_leaf=is_indexed_slices
-    )
-    if is_indexed_slices(g)
-  ]
+  paths = [trees.path_string(path) for path in indexed_slices.find(grads)]
   if not paths:
     return grads
   checks.warn(

@@ -53,7 +53,7 @@ class Wrapped:
     optimized = opt_state_lib.optimized_params(params)
     state = WrappedState(
       jnp.zeros((), jnp.int32),
-      opt_state_lib.init(self.tx, optimized),
+      self.tx.init(optimized),
       stack.init(self.wrappers, params, self.tx),
     )
     # A step that donates both must not get a buffer twice.
