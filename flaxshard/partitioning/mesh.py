@@ -8,6 +8,7 @@ devices of a replica get one axis for each prime factor of their number: `m0`,
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 import math
 from typing import Any
@@ -59,34 +60,34 @@ def create(
         "topology with Topology.from_devices or Topology.named, or pass a "
         "DeviceAssignment of it."
       )
-    devices = device_assignment.devices.ravel().tolist()
-    device_assignment = None
-  if isinstance(device_assignment, DeviceAssignment):
-    grid = assigned_devices(device_assignment, devices)
+    devices, is_ordered = device_assignment.devices.ravel().tolist(), False
   elif device_assignment is not None:
-    raise TypeError(
-      "device_assignment must be a DeviceAssignment, a Topology or its name, "
-      f"got {type(device_assignment).__name__}; devices go to devices=."
-    )
-  else:
-    # An array of devices may have several dimensions.
-    flat = np.array(
-      compile_only.all_devices() if devices is None else devices, object
-    )
-    grid = flat.reshape(-1, 1)  # one replica per device, without a mesh_shape
-  if not grid.size:
+    if not isinstance(device_assignment, DeviceAssignment):
+      raise TypeError(
+        "device_assignment must be a DeviceAssignment, a Topology or its name, "
+        f"got {type(device_assignment).__name__}; devices go to devices=."
+      )
+    grid = assigned_devices(device_assignment, devices)
+    logical = None if mesh_shape is None else axis_sizes(mesh_shape, grid.size)
+    if logical is not None and logical.pop(REPLICA) != len(grid):
+      raise ValueError(
+        f"mesh_shape={mesh_shape!r} has another number of replicas than "
+        f"device_assignment, which has {len(grid)}."
+      )
+    return from_grid(grid, logical, axis_type)
+  # An array of devices may have several dimensions.
+  flat = np.array(
+    compile_only.all_devices() if devices is None else devices, object
+  ).ravel()
+  if not flat.size:
     raise ValueError("devices must have at least one device, got none.")
-  logical = None if mesh_shape is None else axis_sizes(mesh_shape, grid.size)
-  num_replicas = len(grid) if logical is None else logical.pop(REPLICA)
-  if device_assignment is None and is_ordered:
-    grid = grid.reshape(num_replicas, -1)
-  elif device_assignment is None:
-    grid = order_devices(grid.ravel().tolist(), grid.size // num_replicas)
-  elif num_replicas != len(grid):
-    raise ValueError(
-      f"mesh_shape={mesh_shape!r} has {num_replicas} replicas; "
-      f"device_assignment has {len(grid)}."
-    )
+  if mesh_shape is None:
+    mesh_shape = {REPLICA: -1}  # one replica per device
+  logical = axis_sizes(mesh_shape, flat.size)
+  num_replicas = logical.pop(REPLICA)
+  grid = flat.reshape(num_replicas, -1)
+  if not is_ordered:
+    grid = order_devices(flat.tolist(), grid.shape[1])
   return from_grid(grid, logical, axis_type)
 
 
@@ -229,30 +230,21 @@ def assigned_devices(
     return assignment.devices
   if devices is None:
     devices = compile_only.all_devices()
-  by_task: dict[int, list[Any]] = {}
-  for device in devices:
-    by_task.setdefault(device.process_index, []).append(device)
-  num_processes = len(by_task)
-  num_tasks, per_task = topology.num_tasks, topology.num_tpus_per_task
-  # So one process can stand in for all tasks of a topology.
-  if num_processes == 1:
-    (local,) = by_task.values()
-    by_task = {
-      task: local[task * per_task : (task + 1) * per_task]
-      for task in range(num_tasks)
-    }
+  # Sorting is stable: each process keeps the order of its devices.
+  by_task = sorted(devices, key=lambda device: device.process_index)
+  sizes = collections.Counter(device.process_index for device in by_task)
   numbers = topology.device_numbers(assignment.core_assignment)
-  grid = np.empty(numbers.shape, object)
-  for position, number in np.ndenumerate(numbers):
-    task, index = divmod(int(number), per_task)
-    if index >= len(by_task.get(task, ())):
-      raise ValueError(
-        f"device_assignment has {num_tasks} tasks of {per_task} devices, and "
-        f"needs device {index} of task {task}; got {len(devices)} devices in "
-        f"{num_processes} processes."
-      )
-    grid[position] = by_task[task][index]
-  return grid
+  # One process can stand in for all tasks of a topology.
+  is_complete = len(sizes) == 1 or set(sizes.values()) == {
+    topology.num_tpus_per_task
+  }
+  if not is_complete or numbers.max() >= len(by_task):
+    raise ValueError(
+      f"device_assignment needs device {numbers.max()} of {topology!r}, got "
+      f"{len(by_task)} devices in {len(sizes)} processes; all processes must "
+      "have the devices of a task."
+    )
+  return np.array(by_task, object)[numbers]
 
 
 def axis_sizes(mesh_shape: Any, num_devices: int) -> dict[str, int]:
@@ -295,26 +287,13 @@ def axis_sizes(mesh_shape: Any, num_devices: int) -> dict[str, int]:
     )
   sizes = {REPLICA: 1}
   for name, size in mesh_shape.items():
-    sizes[name] = checks.integer(f"mesh_shape[{name!r}]", size)
-    if sizes[name] < 1 and sizes[name] != -1:
-      raise ValueError(
-        f"mesh_shape[{name!r}] must be at least 1, or -1 for the devices that "
-        f"are left, got {size!r}."
-      )
-  open_axes = [name for name, size in sizes.items() if size == -1]
-  if len(open_axes) > 1:
-    raise ValueError(f"{where}: only one axis may be -1, got {open_axes}.")
-  if open_axes:
-    # The product has one factor -1.
-    known = -math.prod(sizes.values())
-    # Too large a product must not give 0: the check below then reports it.
-    sizes[open_axes[0]] = max(num_devices // known, 1)
-  if math.prod(sizes.values()) != num_devices:
-    raise ValueError(
-      f"{where}: the product of the sizes must be the number of devices, "
-      f"{num_devices}."
-    )
-  return sizes
+    sizes[name] = checks.integer(f"mesh_shape[{name!r}]", size, minimum=-1)
+  try:
+    # NumPy finds the size that is -1.
+    shape = np.empty(num_devices).reshape(tuple(sizes.values())).shape
+  except ValueError as e:
+    raise ValueError(f"{where} of {num_devices} devices: {e}.") from e
+  return dict(zip(sizes, shape, strict=True))
 
 
 def order_devices(

@@ -138,20 +138,35 @@ def resolve(
     {'mlp_in': {'kernel': P('replica', 'model')}, 'norm': {'scale': P()}}
   """
   parsed = _parse(rules, "rules", mesh)
+  regexes = [rule.pattern for rule in parsed.regexes]
   leaves: list[_Leaf] = []
+  has_logical_names = False
   for path, value, box in specs.iterate_leaves(params):
     where, shape = f"{argument}[{path}]", tuple(value.shape)
-    rule = next((r for r in parsed.regexes if r.regex.search(path)), None)
-    if rule is not None:
-      what = f"{rule.description}: {where}"
-      dims = specs.check(what, rule.spec, shape, mesh, RuleError)
-    else:
+    has_logical_names |= isinstance(box, nn.LogicallyPartitioned)
+    i = patterns.first_match(regexes, path)
+    if i is None:
       source, spec = specs.spec_of_leaf(
         where, value, box, parsed.logical, mesh, strict
       )
       dims = specs.check(f"{source}: {where}", spec, shape, mesh)
-    leaves.append(_Leaf(path, shape, box, rule, dims))
-  _check_used(parsed, argument, leaves)
+    else:
+      what, _, spec = parsed.regexes[i]
+      dims = specs.check(f"{what}: {where}", spec, shape, mesh, RuleError)
+    # The spec P() of a regex excludes a parameter from FSDP.
+    leaves.append(_Leaf(path, shape, dims, i is not None and not tuple(spec)))
+  paths = [leaf.path for leaf in leaves]
+  if regexes and all(re.search(regexes[-1], path) for path in paths):
+    regexes.pop()  # a catch-all
+  try:
+    patterns.check_used("rules", regexes, paths)
+  except patterns.PatternError as e:
+    raise RuleError(str(e)) from e
+  if parsed.logical and not has_logical_names:
+    raise RuleError(
+      f"rules: the pairs {parsed.logical!r} are for logical names, and no leaf "
+      f"of {argument} has logical names; {_ALLOWED}."
+    )
   if parsed.fsdp:
     leaves = _split_leaves(parsed.fsdp, mesh, leaves)
   return jax.tree.unflatten(
@@ -208,7 +223,7 @@ class _Regex(NamedTuple):
   """A rule for the parameters in whose paths a regex is found."""
 
   description: str
-  regex: re.Pattern[str]
+  pattern: str
   spec: P
 
 
@@ -221,13 +236,12 @@ class _Rules(NamedTuple):
 
 
 class _Leaf(NamedTuple):
-  """A parameter, the rule that it follows, and the axes that split it."""
+  """A parameter, the axes that split it, and whether FSDP leaves it alone."""
 
   path: str
   shape: tuple[int, ...]
-  box: Any
-  rule: _Regex | None
   dims: specs.Dims
+  keep_whole: bool
 
 
 def _parse(rules: Rules, argument: str, mesh: Mesh | None = None) -> _Rules:
@@ -260,9 +274,10 @@ def _parse(rules: Rules, argument: str, mesh: Mesh | None = None) -> _Rules:
         raise RuleError(f"{name}: unknown name {rule!r}; {_ALLOWED}.{hint}")
       case (str(pattern), P() as spec):
         try:
-          regexes.append(_Regex(where, re.compile(pattern), spec))
+          re.compile(pattern)
         except re.error as e:
           raise RuleError(f"{name}: {pattern!r} is not a regex: {e}.") from e
+        regexes.append(_Regex(where, pattern, spec))
       case (str(pattern), axes):
         # Flax's logical_to_mesh_axes takes tuples, not lists.
         axes = tuple(axes) if isinstance(axes, list) else axes
@@ -278,35 +293,6 @@ def _parse(rules: Rules, argument: str, mesh: Mesh | None = None) -> _Rules:
     if mesh is not None:
       specs.check(where, P(specs.axes_of(axes)), ("any",), mesh, RuleError)
   return _Rules(regexes, logical, fsdp)
-
-
-def _check_used(parsed: _Rules, argument: str, leaves: Sequence[_Leaf]) -> None:
-  """Raises a RuleError for a rule that no parameter follows."""
-  for rule in parsed.regexes:
-    found = [leaf for leaf in leaves if rule.regex.search(leaf.path)]
-    is_catch_all = rule is parsed.regexes[-1] and len(found) == len(leaves)
-    if not found:
-      paths = [leaf.path for leaf in leaves]
-      message = patterns.describe_no_match(
-        rule.description, rule.regex.pattern, argument, paths
-      )
-      raise RuleError(message)
-    earlier = found[0].rule
-    if (
-      earlier is not None
-      and not is_catch_all
-      and all(leaf.rule is not rule for leaf in found)
-    ):
-      raise RuleError(
-        f"{rule.description} is never used: earlier rules, such as "
-        f"{earlier.description}, match all its parameters."
-      )
-  is_named = lambda leaf: isinstance(leaf.box, nn.LogicallyPartitioned)
-  if parsed.logical and not any(map(is_named, leaves)):
-    raise RuleError(
-      f"rules: the pairs {parsed.logical!r} are for logical names, and no leaf "
-      f"of {argument} has logical names; {_ALLOWED}."
-    )
 
 
 def _entry_from_config(name: str, entry: Any) -> Any:
@@ -336,17 +322,12 @@ def _split_leaves(
   is_split = axis_size == 1  # as on a single device: no mistake in the rules
   for leaf in leaves:
     dims = list(leaf.dims)
-    free = [
-      i
-      for i, size in enumerate(leaf.shape)
-      if not (dims[i] or size % axis_size)
-    ]
-    # The spec P() of a regex excludes a parameter from FSDP.
-    is_excluded = leaf.rule is not None and not tuple(leaf.rule.spec)
+    free = [i for i, size in enumerate(leaf.shape) if size % axis_size == 0]
+    free = [i for i in free if not dims[i]]
     # A mesh axis can split an array only once.
     if any(axis in axes for dim in dims for axis in dim):
       is_split = True
-    elif math.prod(leaf.shape) < fsdp.min_size or is_excluded:
+    elif math.prod(leaf.shape) < fsdp.min_size or leaf.keep_whole:
       pass
     elif free:
       is_split = True
@@ -358,20 +339,16 @@ def _split_leaves(
   whole = ", ".join([*indivisible[:3], *["…"] * (len(indivisible) > 3)])
   if not is_split:
     raise RuleError(
-      f"rules: {fsdp!r} splits no parameter: of {len(leaves)} parameters all "
-      "but the following are smaller than min_size, and these have no unsplit "
-      f"dimension that the axis, of size {axis_size}, divides: "
-      f"{whole or 'none'}; allowed: a smaller min_size, another axis, or other "
-      "rules."
+      f"rules: {fsdp!r} splits no parameter: {len(leaves)} parameters are "
+      f"smaller than min_size, but for {whole or 'none'}, which have no "
+      f"unsplit dimension that the axis, of size {axis_size}, divides; "
+      "allowed: a smaller min_size, another axis, or other rules."
     )
   # A large parameter that stays whole takes its memory on every device.
   if indivisible:
     _log.warning(
       "FSDP: %d large parameters are not split, because %r, of size %d, "
       "divides no dimension that is still unsplit: %s",
-      len(indivisible),
-      fsdp.axis,
-      axis_size,
-      whole,
+      *(len(indivisible), fsdp.axis, axis_size, whole),
     )
   return new_leaves

@@ -83,9 +83,10 @@ def test_axis_sizes(mesh_shape, sizes):
 @pytest.mark.parametrize(
   "mesh_shape, error, facts",
   [
-    ({"replica": 3}, ValueError, ("number of devices, 8",)),
-    ({"replica": -1, "m": -1}, ValueError, ("only one", "['replica', 'm']")),
-    ({"replica": 0}, ValueError, ("['replica']", "at least 1", "got 0")),
+    ({"replica": 3}, ValueError, ("{'replica': 3}", "8 devices")),
+    ({"replica": -1, "m": -1}, ValueError, ("'m': -1", "one unknown")),
+    ({"replica": 0}, ValueError, ("{'replica': 0}", "8 devices")),
+    ({"replica": -2}, ValueError, ("['replica']", "at least -1", "got -2")),
     ([("replica", 8)], TypeError, ("[('replica', 8)]", "dict of axis sizes")),
   ],
 )
@@ -164,7 +165,7 @@ def test_task_has_the_devices_of_its_process():
 
 
 def test_too_few_devices_for_an_assignment_raises():
-  with pytest.raises(ValueError, match="device 6 of task 0") as e:
+  with pytest.raises(ValueError, match="device 6 of Topology") as e:
     mesh_lib.assigned_devices(
       assignment_by_hand(), [Device(i) for i in range(6)]
     )
