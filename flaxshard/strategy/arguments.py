@@ -9,6 +9,7 @@ its own wrapper states and collections.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -78,36 +79,32 @@ def leaves_of(tree: PyTree) -> tuple[Leaf, ...]:
   leaves: list[Leaf] = []
   # What kind of leaf it is depends on the node around it.
   for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node):
-    inner = trees.paths(node)
     wrappers = wrappers_of(node) if is_state(node) else None
-    kinds = [SPLIT] * len(inner)
-    if is_state(node):
-      kinds = [OWN if x else SHARED for x in jax.tree.leaves(own_leaves(node))]
-    elif is_node(node):
-      kinds = [OWN if is_per_replica(node) else SHARED] * len(inner)
-    leaves += [
-      Leaf((*path, *p), kind, wrappers)
-      for p, kind in zip(inner, kinds, strict=True)
-    ]
+    is_shared = wrappers is not None or isinstance(node, Replicated)
+    kinds: list[str] = []
+    marked = _mark_own(node) if wrappers else node
+    for x in jax.tree.leaves(marked, is_leaf=is_per_replica):
+      kind = OWN if is_per_replica(x) else SHARED if is_shared else SPLIT
+      kinds += [kind] * len(jax.tree.leaves(x))
+    inner = jax.tree_util.tree_leaves_with_path(node)
+    for (p, _), kind in zip(inner, kinds, strict=True):
+      leaves.append(Leaf((*path, *p), kind, wrappers))
   return tuple(leaves)
 
 
-def own_leaves(state: Any) -> Any:
-  """Returns a TrainState of booleans: whether each leaf is `OWN`."""
-  mask = jax.tree.map(
-    lambda x: jax.tree.map(lambda _: is_per_replica(x), x),
-    state,
-    is_leaf=is_per_replica,
-  )
-  # A wrapper says by its specs which of its leaves are per replica.
-  states = {}
-  for wrapper in wrappers_of(state):
+def _mark_own(state: Any) -> Any:
+  """Makes each `OWN` leaf of the wrapper states a `PerReplica`."""
+  states = dict(state.wrapper_states)
+  for wrapper in state.wrappers:
     name = base.name_of(wrapper)
-    states[name] = jax.tree.unflatten(
-      jax.tree.structure(state.wrapper_states[name]),
-      base.per_replica_mask(wrapper, state.wrapper_states[name]),
-    )
-  return mask.replace(wrapper_states=states) if states else mask
+    leaves, treedef = jax.tree.flatten(states[name])
+    # A wrapper says by its specs which of its leaves are per replica.
+    mask = base.per_replica_mask(wrapper, states[name])
+    marked = [
+      PerReplica(x) if own else x for x, own in zip(leaves, mask, strict=True)
+    ]
+    states[name] = jax.tree.unflatten(treedef, marked)
+  return state.replace(wrapper_states=states)
 
 
 # -- The arguments, before they are on the mesh.
@@ -297,27 +294,22 @@ def _rows(tree: PyTree) -> PyTree:
 
 
 def _state_to_local(state: Any) -> Any:
-  wrappers = wrappers_of(state)
-  if wrappers:
-    # The collections that wrappers keep are those of one replica.
-    states, collections = stack.swap_collections(
-      wrappers,
-      stack.drop_replica_axis(wrappers, state.wrapper_states),
-      fields_lib.collections(state),
+  if wrappers_of(state):
+    state = _swap_collections(
+      state, stack.drop_replica_axis(state.wrappers, state.wrapper_states)
     )
-    state = state.replace(wrapper_states=states, **collections)
+  if not has_per_replica(state):
+    return state
   own = {
     name: x
     for name, x in fields_lib.array_fields(state).items()
     if has_per_replica(x)
   }
-  if own and not isinstance(state, TrainState):
+  if not isinstance(state, TrainState):
     raise TypeError(
       f"run: {type(state).__name__}.{next(iter(own))} is a PerReplica; only a "
       "flaxshard.TrainState can have one."
     )
-  if not own:
-    return state
   # The state carries the structure of these fields to the end of `fn`, where
   # nothing else shows which of their leaves were per replica.
   structures = tuple((name, jax.tree.structure(x)) for name, x in own.items())
@@ -325,13 +317,10 @@ def _state_to_local(state: Any) -> Any:
 
 
 def _state_to_global(state: Any) -> Any:
-  wrappers = wrappers_of(state)
-  if wrappers:
-    states, collections = stack.swap_collections(
-      wrappers, state.wrapper_states, fields_lib.collections(state)
-    )
-    states = stack.add_replica_axis(wrappers, states)
-    state = state.replace(wrapper_states=states, **collections)
+  if wrappers_of(state):
+    state = _swap_collections(state, state.wrapper_states)
+    states = stack.add_replica_axis(state.wrappers, state.wrapper_states)
+    state = state.replace(wrapper_states=states)
   if not getattr(state, "global_structures", ()):
     return state
   fields = {
@@ -343,3 +332,13 @@ def _state_to_global(state: Any) -> Any:
     for name, treedef in state.global_structures
   }
   return state.replace(**fields, global_structures=())
+
+
+def _swap_collections(state: Any, states: Mapping[str, PyTree]) -> Any:
+  """Exchanges the state's collections for those of one replica."""
+  if not any(map(stack.keeps_collections, states.values())):
+    return state.replace(wrapper_states=states)
+  states, collections = stack.swap_collections(
+    state.wrappers, states, fields_lib.collections(state)
+  )
+  return state.replace(wrapper_states=states, **collections)

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.strategy.arguments import Leaf
+from flaxshard.partitioning import specs as specs_lib
+from flaxshard.strategy import arguments
 from flaxshard.strategy.replication import abbreviate
 from flaxshard.strategy.replication import NUMBER
 from flaxshard.strategy.replication import Replication
@@ -23,7 +25,7 @@ from flaxshard.strategy.replication import SUMMED
 def find(
   gradients: Sequence[Replication],
   outputs: Sequence[Replication],
-  unsplit: Sequence[str],
+  batches: list[str],
   num_replicas: int,
 ) -> dict[str, str]:
   """Returns the warnings about a traced step, by kind.
@@ -31,7 +33,7 @@ def find(
   Args:
     gradients: The facts of the gradients that `apply_gradients` reduces.
     outputs: The facts of the outputs that are not part of a TrainState.
-    unsplit: What `unsplit_batches` returns.
+    batches: What `whole_batches` returns.
     num_replicas: The number of replicas.
   """
   warnings = {}
@@ -39,11 +41,11 @@ def find(
   # A program that drops other units on each replica still computes the whole
   # batch there. One that uses the number of a replica otherwise may take a part
   # of the batch by itself.
-  if unsplit and computed and not any(NUMBER in x.marks for x in computed):
+  if batches and computed and not any(NUMBER in x.marks for x in computed):
     whole = "strategy.shard_batch(batch, spec=jax.sharding.PartitionSpec())"
     warnings["unsplit"] = (
       f"run: no argument is split over the {num_replicas} replicas, so each of "
-      f"them computes the whole of {abbreviate(list(unsplit))}. Split a batch "
+      f"them computes the whole of {abbreviate(batches)}. Split a batch "
       "with strategy.shard_batch(batch), or all batches of a dataset with "
       "strategy.distribute_dataset(batches). If every replica is to compute "
       f"all of it, put it on the mesh: {whole}."
@@ -63,40 +65,45 @@ def find(
   return warnings
 
 
-def unsplit_batches(
-  leaves: Sequence[Leaf],
-  arrays: Sequence[Any],
-  in_specs: Sequence[jax.sharding.PartitionSpec],
-  unplaced: Sequence[int],
+def whole_batches(
+  values: Sequence[Any],
+  leaves: Sequence[arguments.Leaf],
+  shardings: Sequence[jax.sharding.NamedSharding],
   batch_dim: int,
-  num_replicas: int,
 ) -> list[str]:
   """Returns the arguments that look like batches, if no argument is split.
 
   Args:
-    leaves: What the arguments are.
-    arrays: The arguments, with their global shapes.
-    in_specs: How each of them is split over the replicas.
-    unplaced: The indices of those that were not on a mesh when `run` was
-      called, so that nobody has said how to split them.
+    values: The leaves of the arguments, as they are passed to `run`.
+    leaves: What they are.
+    shardings: Their shardings on the mesh.
     batch_dim: The dimension of a batch with the examples: 1 in `run_steps`.
-    num_replicas: The number of replicas.
   """
-  for leaf, spec in zip(leaves, in_specs, strict=True):
+  found = []
+  for x, leaf, sharding in zip(values, leaves, shardings, strict=True):
+    path = trees.path_string(leaf.path[1:])
     # What wrappers keep for each replica (AGN's local parameters) is no data,
     # and parameters that are stored split are gathered.
-    if mesh_lib.REPLICA in spec and (
-      "wrapper_states" not in trees.path_strings(leaf.path)
+    if (
+      leaf.kind != arguments.SHARED
+      and mesh_lib.REPLICA in specs_lib.axes_in(sharding.spec)
+      and "wrapper_states" not in path
     ):
       return []
-  return [
-    f"argument {trees.path_string(leaves[i].path[1:])} of shape "
-    f"{arrays[i].shape}"
-    for i in unplaced
-    if not _is_key(arrays[i])
-    # With fewer examples than replicas it is hardly a batch.
-    and arrays[i].shape[batch_dim:][:1] >= (num_replicas,)
-  ]
+    # Nobody has said how to split what is not on a mesh. jax.jit(...).lower
+    # takes shapes without a sharding, which says nothing.
+    if (
+      leaf.kind == arguments.SPLIT
+      and isinstance(x, (np.ndarray, jax.Array))
+      and not isinstance(
+        getattr(x, "sharding", None), jax.sharding.NamedSharding
+      )
+      and not _is_key(x)
+      # With fewer examples than replicas it is hardly a batch.
+      and x.shape[batch_dim:][:1] >= (sharding.mesh.shape[mesh_lib.REPLICA],)
+    ):
+      found.append(f"argument {path} of shape {x.shape}")
+  return found
 
 
 def _is_key(x: Any) -> bool:

@@ -51,9 +51,7 @@ class ReplicaProgram:
     leaves: What the leaves are.
     shardings: The sharding of each leaf.
     get_function: Returns the function, when the program is traced.
-    unplaced: The indices of the leaves that were not on a mesh when `run` was
-      called.
-    batch_dim: The dimension of a batch with the examples.
+    batches: The arguments that look like batches that are not split.
     warnings: The warnings of each traced program, by kind.
   """
 
@@ -62,8 +60,7 @@ class ReplicaProgram:
   leaves: tuple[Leaf, ...]
   shardings: tuple[NamedSharding, ...]
   get_function: Callable[[], Callable[..., PyTree]]
-  unplaced: tuple[int, ...]
-  batch_dim: int
+  batches: list[str]
   warnings: dict[str, str] = dataclasses.field(default_factory=dict)
 
   def run(self, *arrays: jax.Array) -> PyTree:
@@ -122,7 +119,7 @@ class ReplicaProgram:
     order = sorted(
       range(len(kinds)), key=lambda i: kinds[i].kind == arguments.OWN
     )
-    self._check(program, in_specs, [kinds[i] for i in order], arrays)
+    self._check(program, in_specs, [kinds[i] for i in order])
     # On CPU bfloat16 is summed in float32.
     if self.mesh.devices.flat[0].platform != "cpu":
       program = narrow_sums.sum_before_widening(program)
@@ -137,11 +134,7 @@ class ReplicaProgram:
     )
 
   def _check(
-    self,
-    program: Any,
-    in_specs: Sequence[P],
-    results: Sequence[Leaf],
-    arrays: Sequence[jax.Array],
+    self, program: Any, in_specs: Sequence[P], results: Sequence[Leaf]
   ) -> None:
     """Raises if a shared result may differ; collects the warnings."""
     count = self.mesh.shape[mesh_lib.REPLICA]
@@ -157,26 +150,18 @@ class ReplicaProgram:
       check.own if mesh_lib.REPLICA in spec else same[leaf.wrappers]
       for spec, leaf in zip(in_specs, self.leaves, strict=True)
     ]
-    found = check.run(program, inputs)
+    found = list(zip(results, check.run(program, inputs), strict=True))
     check.check_results(
-      (trees.path_string(leaf.path), fact, same[leaf.wrappers])
-      for leaf, fact in zip(results, found, strict=True)
+      (leaf.path, fact, same[leaf.wrappers])
+      for leaf, fact in found
       if leaf.kind == arguments.SHARED
     )
     # Other functions may compute the same on all replicas for good reasons.
-    if all(leaf.wrappers is None for leaf in self.leaves):
-      return
-    outside = [
-      fact
-      for leaf, fact in zip(results, found, strict=True)
-      if leaf.wrappers is None
-    ]
-    unsplit = mistakes.unsplit_batches(
-      self.leaves, arrays, in_specs, self.unplaced, self.batch_dim, count
-    )
-    self.warnings.update(
-      mistakes.find(check.gradients, outside, unsplit, count)
-    )
+    if any(leaf.wrappers is not None for leaf in self.leaves):
+      outside = [fact for leaf, fact in found if leaf.wrappers is None]
+      self.warnings.update(
+        mistakes.find(check.gradients, outside, self.batches, count)
+      )
 
   def _place(self, results: PyTree) -> PyTree:
     """Gives the TrainStates among the results their shardings."""

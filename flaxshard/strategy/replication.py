@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from flaxshard.core import jaxprs
+from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
@@ -210,7 +211,7 @@ class ReplicationCheck(jaxprs.Forward[Replication]):
     return found
 
   def check_results(
-    self, results: Iterable[tuple[str, Replication, Replication]]
+    self, results: Iterable[tuple[Any, Replication, Replication]]
   ) -> None:
     """Raises if replicas may differ in a result that they must share.
 
@@ -226,10 +227,11 @@ class ReplicationCheck(jaxprs.Forward[Replication]):
     for path, found, wanted in results:
       if self.join([found, wanted]).classes == wanted.classes:
         continue
+      where = trees.path_string(path)
       if found.causes:
-        unknown.append(f"{path} ({', '.join(sorted(found.causes))})")
+        unknown.append(f"{where} ({', '.join(sorted(found.causes))})")
       else:
-        own_data.append(path)
+        own_data.append(where)
     problems = []
     if own_data:
       listed = abbreviate(own_data)

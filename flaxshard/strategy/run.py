@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import weakref
 
 import jax
-import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.partitioning import compile_only
 from flaxshard.strategy import arguments
+from flaxshard.strategy import mistakes
 from flaxshard.strategy import run_steps
 from flaxshard.strategy.arguments import Leaf
 from flaxshard.strategy.program import ReplicaProgram
@@ -184,25 +184,16 @@ class Program:
       leaves,
       shardings,
       get_function,
-      unplaced=tuple(
-        i
-        for i, (x, leaf) in enumerate(zip(values, leaves, strict=True))
-        # jax.jit(...).lower takes shapes without a sharding, which says
-        # nothing.
-        if isinstance(x, (np.ndarray, jax.Array))
-        and leaf.kind == arguments.SPLIT
-        and not isinstance(
-          getattr(x, "sharding", None), jax.sharding.NamedSharding
-        )
-      ),
       # A loop over batches puts the steps first.
-      batch_dim=0 if transform is None else 1,
+      mistakes.whole_batches(
+        values, leaves, shardings, 0 if transform is None else 1
+      ),
     )
     # JAX sees the leaves as arguments, not the trees.
     donated = [
       i
-      for i, (positional, argument, *_) in enumerate(x.path for x in leaves)
-      if positional.idx == 0 and argument.idx in self._donate_argnums
+      for i, leaf in enumerate(leaves)
+      if leaf.path[0].idx == 0 and leaf.path[1].idx in self._donate_argnums
     ]
     jitted = jax.jit(program.run, donate_argnums=donated)
     return _Compiled(jitted, program.warnings)

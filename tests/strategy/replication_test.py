@@ -22,6 +22,7 @@ P = jax.sharding.PartitionSpec
 
 STRATEGY = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
 GROUPS = [[0, 1], [2, 3]]
+PATH = (jax.tree_util.DictKey("w"),)
 RING = [(i, (i + 1) % 4) for i in range(4)]
 
 mean = lambda tree: jax.lax.pmean(tree, "replica")
@@ -318,9 +319,9 @@ def test_groups_are_the_same_within_groups_only():
   other_order = lambda x, y: grouped(two(x, y), [[0, 1], [2, 3]])
   assert classes(other_order) == (0, 0, 1, 1)
   check, (found,) = ReplicationCheck(4), propagate(two)
-  check.check_results([("w", found, check.within([[0, 3], [1, 2]]))])
+  check.check_results([(PATH, found, check.within([[0, 3], [1, 2]]))])
   with pytest.raises(ValueError, match=r"w \(psum over axis_index_groups\)"):
-    check.check_results([("w", found, check.constant)])
+    check.check_results([(PATH, found, check.constant)])
 
 
 def test_gradient_of_an_assumed_value_is_not_assumed():
