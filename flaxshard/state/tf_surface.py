@@ -187,7 +187,10 @@ def _tree_of(pairs: Iterable[Pair], params: PyTree) -> PyTree:
 
 
 def check_aggregation(
-  aggregation: Any, is_skipped: bool, wrappers: tuple[base.Base, ...]
+  aggregation: Any,
+  is_skipped: bool,
+  wrappers: tuple[base.Base, ...],
+  extra: Iterable[str],
 ) -> str | None:
   """Returns "mean" or "sum", the mean by default; None if it is skipped.
 
@@ -195,6 +198,7 @@ def check_aggregation(
     aggregation: "mean", "sum" or None.
     is_skipped: Whether gradients are not reduced at all.
     wrappers: The wrappers of the state.
+    extra: Names of extra arguments of the optimizer.
 
   Raises:
     ValueError: It is none of these, or something else decides already.
@@ -209,18 +213,14 @@ def check_aggregation(
       f"aggregation={aggregation!r} is given, and {other} decides how "
       "gradients are reduced: give one of the two."
     )
-  return aggregation
-
-
-def check_extra_arguments(reduction: str | None, names: Iterable[str]) -> None:
-  """Raises a ValueError if a sum contradicts arguments of the optimizer."""
   # They are means over the replicas, and must be those of the gradients.
-  means = sorted({"grad", "value_fn"} & set(names))
-  if reduction == "sum" and means:
+  means = sorted({"grad", "value_fn"} & set(extra))
+  if aggregation == "sum" and means:
     raise ValueError(
       f"aggregation='sum': the optimizer uses {' and '.join(means)}, the mean "
       "over the replicas; use aggregation='mean'."
     )
+  return aggregation
 
 
 class Slot(NamedTuple):
@@ -239,23 +239,15 @@ class Slot(NamedTuple):
   value: Any
 
 
-def get_slot_names(
-  params: PyTree, opt_state: PyTree, wrapper_states: PyTree
-) -> list[str]:
+def get_slot_names(state: Any) -> list[str]:
   """Returns the names of all slots; see `TrainState.get_slot_names`."""
-  return _names(_find_slots(params, opt_state, wrapper_states))
+  return _names(_find_slots(state))
 
 
-def get_slot(
-  params: PyTree,
-  opt_state: PyTree,
-  wrapper_states: PyTree,
-  parameter: str,
-  name: str,
-) -> jax.Array | None:
+def get_slot(state: Any, parameter: str, name: str) -> jax.Array | None:
   """Returns a slot by parameter and name; see `TrainState.get_slot`."""
-  check_path("get_slot: parameter", parameter, params)
-  slots = _find_slots(params, opt_state, wrapper_states)
+  check_path("get_slot: parameter", parameter, state.params)
+  slots = _find_slots(state)
   found = [s for s in slots if name in s.names]
   if not found:
     names = _names(slots)
@@ -280,11 +272,9 @@ def _names(slots: list[Slot]) -> list[str]:
   return sorted({s.names[1] if is_shared(s) else s.names[0] for s in slots})
 
 
-def _find_slots(
-  params: PyTree, opt_state: PyTree, wrapper_states: PyTree
-) -> list[Slot]:
-  """Returns the slots, in the order of the states."""
-  known = trained = opt_state_lib.trained_params(params)
+def _find_slots(state: Any) -> list[Slot]:
+  """Returns the slots of a train state, in the order of its states."""
+  known = trained = opt_state_lib.trained_params(state.params)
   parameters = {path: trees.path_string(path) for path in trees.paths(trained)}
   optimized = opt_state_lib.optimized_params(trained)
   if optimized is not trained:
@@ -293,7 +283,7 @@ def _find_slots(
     for path in trees.paths(optimized):
       parameters[path] = f"params/{trees.path_string(path)}"
   slots: list[Slot] = []
-  for group, tree in {"": opt_state, **wrapper_states}.items():
+  for group, tree in {"": state.opt_state, **state.wrapper_states}.items():
     # By the path of the optax state that a slot is a field of.
     tensorflow_names = {
       path: _TENSORFLOW_NAMES.get(type(node), {})

@@ -406,11 +406,10 @@ class TrainState(flax_train_state.TrainState):
     """
     grads = tf_surface.gradients_argument(positional, grads, self.params)
     grads = step_lib.check_gradients(self.tx, self.params, grads)
-    reduction = tf_surface.check_aggregation(
-      aggregation, skip_gradients_aggregation, self.wrappers
-    )
     collections, static, extra = self._split_names(replaced)
-    tf_surface.check_extra_arguments(reduction, extra)
+    reduction = tf_surface.check_aggregation(
+      aggregation, skip_gradients_aggregation, self.wrappers, extra
+    )
     in_replica = replica_context.get_replica_context() is not None
     if self.wrappers or in_replica:
       # A skipped step keeps the old ones.
@@ -556,9 +555,7 @@ class TrainState(flax_train_state.TrainState):
       >>> state.get_slot_names()
       ['m', 'v']
     """
-    return tf_surface.get_slot_names(
-      self.params, self.opt_state, self.wrapper_states
-    )
+    return tf_surface.get_slot_names(self)
 
   def get_slot(self, parameter: str, name: str) -> jax.Array | None:
     """Returns the array that the optimizer or a wrapper keeps for a parameter.
@@ -586,9 +583,7 @@ class TrainState(flax_train_state.TrainState):
       >>> state.get_slot("w", "momentum").tolist()
       [3.0, 3.0]
     """
-    return tf_surface.get_slot(
-      self.params, self.opt_state, self.wrapper_states, parameter, name
-    )
+    return tf_surface.get_slot(self, parameter, name)
 
   def variables(self) -> dict[str, jax.Array]:
     """Returns all arrays of the optimizer and the wrappers, by path.
