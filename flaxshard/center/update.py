@@ -22,7 +22,7 @@ from flaxshard.core import optimizer_update
 from flaxshard.core import trees
 from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
-from flaxshard.wrappers import agn_commit
+from flaxshard.wrappers import agn as agn_lib
 from flaxshard.wrappers import agn_store
 from flaxshard.wrappers import base
 from flaxshard.wrappers.agn import AGN
@@ -183,9 +183,9 @@ class CenterUpdate:
   ) -> tuple[Arrays, Arrays]:
     """Updates; arrays that are not given are zeros."""
     full_params = _fill({"params": self._params}, params)["params"]
-    new = agn_commit.apply_tx(
+    new = agn_lib.apply_tx(
       self._tx,
-      agn_commit.ModelState(full_params, _fill(self._slots, slots)),
+      agn_lib.ModelState(full_params, _fill(self._slots, slots)),
       _gradients(full_params, grads),
     )
     new_params = by_path({"params": new.params})
@@ -215,14 +215,14 @@ class CenterUpdate:
       self._params,
     )
     slots = tx.init(opt_state_lib.optimized_params(old))
-    new = agn_commit.ModelState(old, slots)
+    new = agn_lib.ModelState(old, slots)
     for count, size in _PROBES:
       counts = dict.fromkeys(opt_state_lib.counts(slots), jnp.int32(count))
       new = new._replace(
         opt_state=opt_state_lib.with_counts(new.opt_state, counts)
       )
       grads = dict.fromkeys(self.accumulators, jnp.float32(size))
-      new = agn_commit.apply_tx(tx, new, _gradients(old, grads))
+      new = agn_lib.apply_tx(tx, new, _gradients(old, grads))
     before, after = by_path({"params": old}), by_path({"params": new.params})
     return {
       path: jnp.mean(jnp.abs(after[path] - before[path]), dtype=jnp.float32)

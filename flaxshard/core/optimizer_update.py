@@ -78,28 +78,50 @@ def update(
     trained,
     grads,
   )
-  new_params, new_state = _update(tx, params, opt_state, filled, extra)
-  is_pair = isinstance(params, optax.LookaheadParams)
-  new_params = jax.tree.map(
-    lambda is_frozen, n, o: o if is_frozen else n,
-    optax.LookaheadParams(frozen, frozen) if is_pair else frozen,
+  new = _update(tx, params, opt_state, filled, extra)
+  return keep(frozen, (params, opt_state), new)
+
+
+def keep(
+  is_kept: PyTree, old: tuple[PyTree, PyTree], new: tuple[PyTree, PyTree]
+) -> tuple[PyTree, PyTree]:
+  """Returns an update without its effect on some leaves and their slots.
+
+  Args:
+    is_kept: For each of the trained parameters whether it is kept: a bool, or
+      a bool scalar of a traced program.
+    old: Parameters and optimizer state before the update.
+    new: Those after it.
+  """
+
+  def choose(is_kept: Any, o: jax.Array, n: jax.Array) -> jax.Array:
+    if isinstance(is_kept, jax.Array):
+      return jnp.where(is_kept, o, n)
+    return o if is_kept else n
+
+  (old_params, old_state), (new_params, new_state) = old, new
+  trained = opt_state_lib.trained_params(old_params)
+  is_pair = isinstance(old_params, optax.LookaheadParams)
+  params = jax.tree.map(
+    choose,
+    optax.LookaheadParams(is_kept, is_kept) if is_pair else is_kept,
+    old_params,
     new_params,
-    params,
   )
   optimized = opt_state_lib.optimized_params
-  is_frozen = dict(jax.tree_util.tree_leaves_with_path(optimized(frozen)))
+  kept = dict(jax.tree_util.tree_leaves_with_path(optimized(is_kept)))
   # None: leaves such as step counts belong to no parameter.
-  parameters = opt_state_lib.parameters_of(opt_state, optimized(trained))
+  parameters = opt_state_lib.parameters_of(old_state, optimized(trained))
   slots = [
-    o if parameter is not None and is_frozen[parameter] else n
-    for n, o, parameter in zip(
-      jax.tree.leaves(new_state),
-      jax.tree.leaves(opt_state),
+    n if parameter is None else choose(kept[parameter], o, n)
+    for parameter, o, n in zip(
       parameters,
+      jax.tree.leaves(old_state),
+      jax.tree.leaves(new_state),
       strict=True,
     )
   ]
-  return new_params, jax.tree.unflatten(jax.tree.structure(new_state), slots)
+  return params, jax.tree.unflatten(jax.tree.structure(new_state), slots)
 
 
 def keep_dtypes(new: PyTree, old: PyTree) -> PyTree:

@@ -11,23 +11,24 @@ import jax.numpy as jnp
 import optax
 
 from flaxshard.core import checks
+from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import optimizer_update
 from flaxshard.core import parameter_groups
 from flaxshard.core import tracing
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
-from flaxshard.wrappers import agn_commit
 from flaxshard.wrappers import agn_sequential
 from flaxshard.wrappers import agn_store
 from flaxshard.wrappers import base
-from flaxshard.wrappers.agn_commit import ModelState
+from flaxshard.wrappers.agn_sequential import ModelState
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
 
 # The replicated fields of the state. The others are per replica.
-_REPLICATED = ("local_step", "commits", "outer_opt_state")
+_REPLICATED = ("local_step", "commits", "outer_opt_state", "received")
 
 # Sequential commits are stable if the period is at least this number times the
 # number of replicas (measured with `tf.contrib.opt.AGNOptimizer`).
@@ -50,8 +51,8 @@ class AGNState(NamedTuple):
     collections: Per replica, the other collections by name, such as
       `batch_stats`.
     outer_opt_state: The state of `outer_tx`; `()` without `outer_tx`.
-    received: With a store, bool `[leaves of grad_accum]`: those that had a
-      gradient in a local step since their last commit. Else `()`.
+    received: bool `[leaves of grad_accum]`, those that had a gradient in a
+      local step since their last commit.
     sent: With a store, int32 `[fragments]`: the local step of the last commit
       of each fragment. Else `()`.
     versions: With a store, int32 `[fragments]`: the version of the center that
@@ -65,7 +66,7 @@ class AGNState(NamedTuple):
   commits: jax.Array
   collections: dict[str, PyTree]
   outer_opt_state: PyTree
-  received: PyTree = ()
+  received: jax.Array
   sent: PyTree = ()
   versions: PyTree = ()
 
@@ -202,6 +203,7 @@ class AGN(base.Base):
       commits=jnp.zeros((), jnp.int32),
       collections={},
       outer_opt_state=outer_opt_state,
+      received=jnp.zeros(len(jax.tree.leaves(accum)), bool),
       **(agn_store.init_fields(self, accum) if self.commits_to_store else {}),
     )
 
@@ -262,16 +264,25 @@ class AGN(base.Base):
     return {"commits": state.commits}
 
   def pending(self, state: AGNState) -> str | None:
-    """Returns how many local steps or rows the center lacks, if any."""
+    """Returns how many local steps the center lacks, if any."""
+    step, period = int(state.local_step), self.communication_period
+    missing, who = [step % period], "each replica"
     if self.commits_to_store:
-      return agn_store.pending(self, state)
-    steps = int(state.local_step) % self.communication_period
-    if not steps:
+      if step >= period and not jnp.any(state.sent):
+        return (
+          f"AGN: none of the {step} local steps of this process are in params. "
+          "With transport='store' they are committed by flaxshard.Worker: call "
+          "state = worker.commit(state) after each step."
+        )
+      missing, who = [step - int(sent) for sent in state.sent], "this process"
+    if not any(missing):
       return None
+    which = f"the last {', '.join(map(str, missing))} local steps"
+    if len(missing) > 1:
+      which = f"of fragments 0 to {len(missing) - 1} {which}"
     return (
-      f"AGN: the last {steps} local steps of each replica are not in params. "
-      "They are committed after communication_period="
-      f"{self.communication_period} applied steps."
+      f"AGN: {which} of {who} are not in params. They are committed after "
+      f"communication_period={period} applied steps."
     )
 
   # -- A step.
@@ -294,131 +305,212 @@ class AGN(base.Base):
     Returns:
       The center and collections after the step, and the new state.
     """
-    if self.commits_to_store:
-      return agn_store.apply(self, state, target, grads, next)
     # Outside of the conditional: an update in both of its branches was measured
     # to cost copies of the parameters and slots.
-    new = next(
+    local = next(
       target._replace(
         params=state.local_params, opt_state=state.local_opt_state
       ),
       grads,
     )
     # A wrapper inside, such as LossScale, may have skipped the step.
-    applied = new.step != target.step
-    added = grads
-    if self.commit_delta:
-      added = agn_commit.param_delta(state.local_params, new.params)
-    local_step = state.local_step + applied
-    # The collections that this step replaces, as they were last committed.
-    committed = {
-      name: state.collections[name]
-      for name in new.collections
-      if name in state.collections
-    }
-    has_outer = self.outer_tx is not None
-    counts = {}
-    if self.share_step_count:
-      counts = opt_state_lib.counts(new.opt_state)
-    given = _CommitState(
-      center=ModelState(
-        target.params, state.outer_opt_state if has_outer else target.opt_state
-      ),
-      local_params=new.params,
-      local_counts=counts,
-      accum=agn_commit.accumulate(state.grad_accum, added, applied),
-      collections={name: new.collections[name] for name in committed},
-      committed=committed,
+    applied = local.step != target.step
+    new_state = self._accumulate(state, local, grads, applied)
+    new_target = local._replace(
+      params=target.params, opt_state=target.opt_state
     )
-    is_due = applied & (local_step % self.communication_period == 0)
-    commit = functools.partial(
-      self._commit, agn_commit.create_update(self, target, next), grads
-    )
+    if self.commits_to_store:
+      return new_target, new_state
+    is_due = applied & (new_state.local_step % self.communication_period == 0)
+    update = self._create_update(state, target, grads, next)
     # All collectives are in this conditional. Its predicate is replicated: a
     # per-replica one would become a select, with the collectives in every step.
     with jax.named_scope(tracing.COMMIT_SCOPE):
-      after = tracing.cond(is_due, commit, lambda given: given, given)
-    committed = after.committed
-    if replica_context.get_replica_context() is None:
-      # A single replica without `Strategy.run`: collections are not swapped,
-      # and the user sees this replica's after every step.
-      committed = after.collections
-    target = new._replace(
-      params=after.center.params,
-      collections={**new.collections, **after.collections},
-      opt_state=target.opt_state if has_outer else after.center.opt_state,
+      return tracing.cond(
+        is_due,
+        functools.partial(self._commit, update),
+        lambda *given: given,
+        new_target,
+        new_state,
+      )
+
+  def _accumulate(
+    self, state: AGNState, local: base.Target, grads: PyTree, applied: jax.Array
+  ) -> AGNState:
+    """Returns the state after a local step, without a commit.
+
+    Args:
+      state: The state before the step.
+      local: What the step has made of the local parameters.
+      grads: Its gradients; None for leaves without.
+      applied: Whether the step was applied, a bool scalar.
+    """
+    added = grads
+    if self.commit_delta:
+      added = jax.tree.map(_delta, state.local_params, local.params)
+
+    def add(total: Any, x: Any) -> Any:
+      if total is None or x is None:
+        return total
+      # Not x * applied: the gradients of a skipped step may be infinite.
+      x = jnp.where(applied, x, jnp.zeros_like(x))
+      return total + x.astype(total.dtype)
+
+    has_gradient = jax.tree.leaves(
+      jax.tree.map(
+        lambda _, total, g: None if total is None else g is not None,
+        local.params,
+        state.grad_accum,
+        grads,
+      )
     )
-    return target, state._replace(
-      local_params=after.local_params,
-      local_opt_state=opt_state_lib.with_counts(
-        new.opt_state, after.local_counts
+    collections = state.collections
+    if replica_context.get_replica_context() is None:
+      # Without `Strategy.run` collections are not swapped: the user sees those
+      # of this replica after every step.
+      collections = collections | {
+        name: x for name, x in local.collections.items() if name in collections
+      }
+    return state._replace(
+      local_params=local.params,
+      local_opt_state=local.opt_state,
+      grad_accum=jax.tree.map(
+        add, state.grad_accum, added, is_leaf=lambda x: x is None
       ),
-      grad_accum=after.accum,
-      local_step=local_step,
-      commits=state.commits + is_due,
-      collections={**state.collections, **committed},
-      outer_opt_state=after.center.opt_state if has_outer else (),
+      local_step=state.local_step + applied,
+      collections=collections,
+      received=state.received | (jnp.array(has_gradient, bool) & applied),
     )
 
+  def _create_update(
+    self, state: AGNState, target: base.Target, grads: PyTree, next: base.Next
+  ) -> agn_sequential.Update:
+    """Returns the update of the center with accumulated gradients.
+
+    Its further arguments are step counts of the optimizer by path, `{}` for
+    those of the center, and `AGNState.received`.
+
+    Args:
+      state: The state, for its structure.
+      target: The target of this step, for its other fields.
+      grads: The gradients of this step; None for leaves without.
+      next: Applies gradients with the wrappers inside and the optimizer.
+    """
+    accumulators: Any = jax.tree.structure(state.grad_accum)
+    numbers = accumulators.unflatten(range(accumulators.num_leaves))
+
+    def update_center(
+      old: ModelState, accum: PyTree, shared: tuple[PyTree, jax.Array]
+    ) -> ModelState:
+      counts, received = shared
+      if not self.commit_delta:
+        # Here and not before it is sent: XLA fuses this into the update,
+        # elsewhere it would take memory for a copy.
+        accum = gradients.map_gradients(
+          lambda a: a / self.communication_period, accum
+        )
+      if self.outer_tx is not None:
+        new = apply_tx(self.outer_tx, old, accum)
+      else:
+        updated = next(
+          target._replace(
+            # The target's step is local: `state.step` counts no commits.
+            step=jnp.zeros((), jnp.int32),
+            params=old.params,
+            opt_state=opt_state_lib.with_counts(old.opt_state, counts),
+          ),
+          accum,
+        )
+        new = ModelState(updated.params, updated.opt_state)
+      # Whether a leaf has a gradient is static in one step, but may differ from
+      # step to step: those without one in this step may have had one before.
+      is_kept = jax.tree.map(
+        lambda _, g, i: g is None and i is not None and ~received[i],
+        old.params,
+        grads,
+        numbers,
+      )
+      return ModelState(*optimizer_update.keep(is_kept, old, new))
+
+    return update_center
+
   def _commit(
-    self, update: agn_commit.Update, grads: PyTree, state: _CommitState
-  ) -> _CommitState:
+    self, update: agn_sequential.Update, target: base.Target, state: AGNState
+  ) -> tuple[base.Target, AGNState]:
     """Commits what all replicas have accumulated.
 
     Args:
       update: One update of the center.
-      grads: The gradients of the local step.
-      state: The state after it.
+      target: The center, and the collections of this replica.
+      state: The state after the local step.
     """
-    commit = agn_commit.commit_gradients(state.accum, grads, state.local_params)
-    received = agn_commit.received_gradient(commit, grads)
-    # Equal on all replicas, but JAX does not know: the maximum makes it so.
-    counts = replica_context.reduce_over_replicas("max", state.local_counts)
-    shared = (counts, received)
+    has_outer = self.outer_tx is not None
+    center = ModelState(
+      target.params, state.outer_opt_state if has_outer else target.opt_state
+    )
+    # Of Flax's statistics the newest values: their sum means nothing.
+    commit = jax.tree_util.tree_map_with_path(
+      lambda path, p, x: p if gradients.is_statistic(path) else x,
+      state.local_params,
+      state.grad_accum,
+    )
+    counts = {}
+    if self.share_step_count:
+      # Equal on all replicas, but JAX does not know: the maximum makes it so.
+      counts = replica_context.reduce_over_replicas(
+        "max", opt_state_lib.counts(state.local_opt_state)
+      )
+    shared = (counts, state.received)
     # Commits are the same on all replicas: wrappers inside must not reduce.
     with replica_context.gradients_already_reduced():
       if self.commit == "sequential":
         center, local_params = agn_sequential.commit_sequentially(
-          update, state.center, commit, shared
+          update, center, commit, shared
         )
       else:
         commit = replica_context.reduce_gradients(self.commit, commit)
-        center = update(state.center, commit, shared)
+        center = update(center, commit, shared)
         local_params = center.params
     if counts:
       counts = opt_state_lib.counts(center.opt_state)
     means = {
       name: replica_context.mean_collection(x)
-      for name, x in state.collections.items()
+      for name, x in target.collections.items()
+      if name in state.collections
     }
-    return _CommitState(
-      center=center,
+    target = target._replace(
+      params=center.params,
+      opt_state=target.opt_state if has_outer else center.opt_state,
+      collections={**target.collections, **means},
+    )
+    return target, state._replace(
       local_params=local_params,
-      local_counts=counts,
-      accum=jax.tree.map(jnp.zeros_like, state.accum),
-      collections=means,
-      committed=means,
+      local_opt_state=opt_state_lib.with_counts(state.local_opt_state, counts),
+      grad_accum=jax.tree.map(jnp.zeros_like, state.grad_accum),
+      commits=state.commits + 1,
+      collections={**state.collections, **means},
+      outer_opt_state=center.opt_state if has_outer else (),
+      received=jnp.zeros_like(state.received),
     )
 
 
-class _CommitState(NamedTuple):
-  """The arrays that a commit changes.
+def _delta(old: jax.Array, new: jax.Array) -> jax.Array:
+  """Returns the change of a parameter, with the sign of a gradient."""
+  dtype = gradients.accumulator_dtype(old.dtype)
+  return old.astype(dtype) - new.astype(dtype)
 
-  Attributes:
-    center: The center, with the state of `tx` or of `outer_tx`.
-    local_params: This replica's parameters.
-    local_counts: With `share_step_count`, the step counts of its optimizer.
-    accum: See `AGNState.grad_accum`.
-    collections: This replica's collections.
-    committed: The collections as they were last committed.
+
+def apply_tx(tx: Any, center: ModelState, grads: PyTree) -> ModelState:
+  """Updates the center with an optimizer.
+
+  Args:
+    tx: The optax optimizer of the center.
+    center: The center, with the state of `tx`.
+    grads: Gradients like the parameters; None where a leaf has none.
   """
-
-  center: ModelState
-  local_params: PyTree
-  local_counts: dict[str, jax.Array]
-  accum: PyTree
-  collections: dict[str, PyTree]
-  committed: dict[str, PyTree]
+  params, opt_state = optimizer_update.update(tx, *center, grads)
+  opt_state = optimizer_update.keep_dtypes(opt_state, center.opt_state)
+  return ModelState(params, opt_state)
 
 
 def warn_of_short_period(agn: AGN, count: int, noun: str) -> None:

@@ -11,20 +11,19 @@ shape, so that it is not copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import parameter_groups
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import logical_shards
 from flaxshard.wrappers import elementwise
-from flaxshard.wrappers.agn_commit import ModelState
-from flaxshard.wrappers.agn_commit import Update
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
@@ -32,6 +31,23 @@ P = jax.sharding.PartitionSpec
 # Instead of the dimension in which a leaf is split: every replica has all of it
 # and makes the same updates.
 WHOLE = -1
+
+
+class ModelState(NamedTuple):
+  """The center: parameters and their optimizer state.
+
+  Attributes:
+    params: The parameters.
+    opt_state: The state of the optimizer that updates them.
+  """
+
+  params: PyTree
+  opt_state: PyTree
+
+
+# One update of the center: `update(center, grads, shared)` returns the new one.
+# `shared` are further values that are the same on all replicas.
+Update = Callable[[ModelState, PyTree, PyTree], ModelState]
 
 
 def commit_sequentially(
@@ -66,19 +82,15 @@ def commit_sequentially(
   specs = ModelState(param_specs, slot_specs), grad_specs
   # Decided for the shapes on one logical device: an update may depend on them.
   own = jax.tree.map(logical_shards.part_of, (center, grads), specs)
-  dims = _choose_dims(*own)
-  part = jax.tree.map(_part_of, own[0], dims)
-  grad_part = jax.tree.map(
-    lambda p, g: None if g is None else jax.ShapeDtypeStruct(p.shape, g.dtype),
-    part.params,
-    grads,
+  dims = jax.tree.map(_choose_dim, own)
+  parts = jax.tree.map(_part_of, own, dims)
+  is_elementwise = elementwise.is_elementwise(
+    update, (center, grads, shared), (*parts, shared)
   )
-  if not elementwise.is_elementwise(
-    update, (center, grads, shared), (part, grad_part, shared)
-  ):
-    return _commit_whole(update, center, grads, shared)
-  commit: Callable[..., Any] = functools.partial(_commit_parts, update, dims)
-  if any(jax.tree.leaves(specs)):
+  if not is_elementwise:
+    dims = jax.tree.map(lambda _: WHOLE, dims)
+  commit: Callable[..., Any] = functools.partial(_apply_commits, update, dims)
+  if is_elementwise and any(jax.tree.leaves(specs)):
     # So that a device exchanges its shard with the same device of the other
     # replicas.
     commit = logical_shards.on_logical_devices(
@@ -87,47 +99,9 @@ def commit_sequentially(
   return commit(center, grads, shared)
 
 
-def choose_dim(shape: Sequence[int], count: int) -> int:
-  """Returns the dimension that splits into equal parts with least padding.
-
-  Args:
-    shape: The shape of an array.
-    count: Number of parts.
-
-  Returns:
-    A dimension; `WHOLE` for an array of one element or none.
-
-  Example:
-    >>> choose_dim((3, 16), 8)
-    1
-  """
-  dims = [d for d, n in enumerate(shape) if n > 1 and 0 not in shape]
-  # The padded size relative to the size.
-  padding = lambda d: -(-shape[d] // count) * count / shape[d]
-  return min(dims, key=padding, default=WHOLE)
-
-
-def _choose_dims(center: ModelState, grads: PyTree) -> ModelState:
-  """Returns the dimensions in which the center is split."""
-  count = replica_context.num_replicas()
-  dims = jax.tree.map(
-    lambda p, g: WHOLE if g is None else choose_dim(p.shape, count),
-    center.params,
-    grads,
-  )
-  # Slots have to be split as their parameters. `opt_state.specs` finds them,
-  # so express the split as partition specs and read it back.
-  specs = jax.tree.map(
-    lambda dim: P() if dim == WHOLE else P(*[None] * dim, mesh_lib.REPLICA),
-    dims,
-  )
-  slot_specs = opt_state_lib.specs(center.opt_state, center.params, specs)
-  return ModelState(dims, jax.tree.map(lambda spec: len(spec) - 1, slot_specs))
-
-
-def _commit_parts(
+def _apply_commits(
   update: Update,
-  dims: ModelState,
+  dims: tuple[ModelState, PyTree],
   center: ModelState,
   grads: PyTree,
   shared: PyTree,
@@ -135,22 +109,20 @@ def _commit_parts(
   """Applies all commits to this replica's part of the center.
 
   Args:
-    update: One update of the center, element-wise.
-    dims: The dimensions in which the center is split.
+    update: One update of the center.
+    dims: The dimensions in which center and gradients are split.
     center: The center.
     grads: The gradients that this replica commits.
     shared: Further arguments of `update`.
 
   Returns:
-    The new center and this replica's new local parameters, as
-    `commit_sequentially`.
+    As `commit_sequentially`.
   """
+  center_dims, grad_dims = dims
 
-  def send(p: jax.Array, g: jax.Array | None, dim: int) -> jax.Array | None:
-    if g is None:
-      return None
-    # In a dtype that holds the parameters exactly as well.
-    return _send(g.astype(jnp.promote_types(g.dtype, p.dtype)), dim)
+  def pick(params: PyTree) -> PyTree:
+    """Returns the parameters that have a gradient, as a tree like `grads`."""
+    return jax.tree.map(lambda p, g: None if g is None else p, params, grads)
 
   def apply_commit(
     k: jax.Array, carry: tuple[ModelState, PyTree]
@@ -163,111 +135,89 @@ def _commit_parts(
       grad_dims,
     )
     part = update(part, commit, shared)
-    received = jax.tree.map(
-      lambda p, x, dim: None if x is None else _write(x, dim, k, p),
-      part.params,
+    return part, jax.tree.map(
+      lambda x, p, dim: _write(x, dim, k, p),
       received,
-      dims.params,
+      pick(part.params),
+      grad_dims,
     )
-    return part, received
 
-  grad_dims = jax.tree.map(
-    lambda dim, g: None if g is None else dim, dims.params, grads
-  )
-  received = jax.tree.map(send, center.params, grads, dims.params)
-  part = jax.tree.map(_own_part, center, dims)
+  old = pick(center.params)
+  received = jax.tree.map(_send, grads, old, grad_dims)
+  part = jax.tree.map(_own_part, center, center_dims)
   part, received = jax.lax.fori_loop(
     0, replica_context.num_replicas(), apply_commit, (part, received)
   )
-  new = jax.tree.map(_gather, center, part, dims)
-  local_params = jax.tree.map(
-    lambda p, x, dim: p if x is None else _send_back(x, dim, p),
-    new.params,
-    received,
-    dims.params,
+  new = jax.tree.map(_gather, pick(part.params), old, grad_dims)
+  slots = jax.tree.map(
+    _gather, part.opt_state, center.opt_state, center_dims.opt_state
   )
-  return new, local_params
+  local = jax.tree.map(_send_back, received, old, grad_dims)
+  merge = functools.partial(parameter_groups.merge, center.params)
+  return ModelState(merge(new), slots), merge(local)
 
 
-def _commit_whole(
-  update: Update, center: ModelState, grads: PyTree, shared: PyTree
-) -> tuple[ModelState, PyTree]:
-  """Applies all commits to the whole center, on every replica."""
-  replica = jax.lax.axis_index(mesh_lib.REPLICA)
-
-  def apply_commit(
-    k: jax.Array, carry: tuple[ModelState, PyTree]
-  ) -> tuple[ModelState, PyTree]:
-    center, new_local_params = carry
-    # The sum of replica k's gradients and zeros broadcasts replica k's. One
-    # commit at a time: an all-gather would hold a copy for each replica.
-    sent = jax.tree.map(
-      lambda g: jnp.where(replica == k, g, jnp.zeros_like(g)), grads
-    )
-    commit = replica_context.reduce_over_replicas("sum", sent)
-    center = update(center, commit, shared)
-    return center, jax.tree.map(
-      lambda new, old: jnp.where(replica == k, new, old),
-      center.params,
-      new_local_params,
-    )
-
-  return jax.lax.fori_loop(
-    0, replica_context.num_replicas(), apply_commit, (center, center.params)
-  )
+# -- One leaf, which is split in the dimension `dim`, or `WHOLE`.
 
 
-# -- One leaf, which is split in the dimension `dim` or not at all.
+def _choose_dim(x: Any) -> int:
+  """Returns the dimension that splits into equal parts with least padding.
+
+  Of an array of one element or none it is `WHOLE`.
+  """
+  dims = [d for d, n in enumerate(x.shape) if n > 1 and 0 not in x.shape]
+  padding = lambda d: _part_size(x, d) / x.shape[d]
+  return min(dims, key=padding, default=WHOLE)
+
+
+def _part_size(x: Any, dim: int) -> int:
+  return -(-x.shape[dim] // replica_context.num_replicas())
 
 
 def _part_of(x: Any, dim: int) -> jax.ShapeDtypeStruct:
   """Returns shape and dtype of a part."""
   shape = list(x.shape)
   if dim != WHOLE:
-    shape[dim] = _ceil_div(shape[dim])
+    shape[dim] = _part_size(x, dim)
   return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-
-
-def _ceil_div(n: int) -> int:
-  return -(-n // replica_context.num_replicas())
 
 
 def _pad(x: jax.Array, dim: int) -> jax.Array:
   """Appends zeros, so that all parts have the same size."""
-  count = replica_context.num_replicas()
-  missing = _ceil_div(x.shape[dim]) * count - x.shape[dim]
-  widths = [(0, missing if d == dim else 0) for d in range(x.ndim)]
-  return jnp.pad(x, widths) if missing else x
+  size = _part_size(x, dim) * replica_context.num_replicas()
+  widths = [(0, size - n if d == dim else 0) for d, n in enumerate(x.shape)]
+  return jnp.pad(x, widths)
 
 
 def _own_part(x: jax.Array, dim: int) -> jax.Array:
-  """Returns this replica's part."""
+  """Returns this replica's part of a leaf."""
   if dim == WHOLE:
     return x
   return _read(_pad(x, dim), dim, jax.lax.axis_index(mesh_lib.REPLICA))
 
 
-def _gather(x: jax.Array, part: jax.Array, dim: int) -> jax.Array:
-  """Returns an array like `x` from the part of each replica."""
+def _gather(part: jax.Array, old: jax.Array, dim: int) -> jax.Array:
+  """Returns a leaf, like `old`, from the part of each replica."""
   if dim == WHOLE:
     return part
   new = jax.lax.all_gather(part, mesh_lib.REPLICA, axis=dim, tiled=True)
-  return _copy_result(jax.lax.slice_in_dim(new, 0, x.shape[dim], axis=dim))
+  return _copy_result(jax.lax.slice_in_dim(new, 0, old.shape[dim], axis=dim))
 
 
-def _send(x: jax.Array, dim: int) -> jax.Array:
-  """Sends part i to replica i; part i of the result is from replica i."""
+def _send(g: jax.Array, p: jax.Array, dim: int) -> jax.Array:
+  """Sends part i of a gradient to replica i; part i is then from replica i."""
+  # In a dtype that holds the parameters exactly as well.
+  g = g.astype(jnp.promote_types(g.dtype, p.dtype))
+  return g if dim == WHOLE else _exchange(_pad(g, dim), dim)
+
+
+def _send_back(received: jax.Array, old: jax.Array, dim: int) -> jax.Array:
+  """Returns the parameters, like `old`, that replaced this replica's commit."""
+  received = received.astype(old.dtype)
   if dim == WHOLE:
-    return jax.lax.all_gather(x, mesh_lib.REPLICA)
-  return _exchange(_pad(x, dim), dim)
-
-
-def _send_back(received: jax.Array, dim: int, like: jax.Array) -> jax.Array:
-  """Returns what was written to this replica's parts, as an array `like`."""
-  if dim == WHOLE:
-    return received[jax.lax.axis_index(mesh_lib.REPLICA)].astype(like.dtype)
-  new = _exchange(received.astype(like.dtype), dim)
-  return _copy_result(jax.lax.slice_in_dim(new, 0, like.shape[dim], axis=dim))
+    return received
+  new = _exchange(received, dim)
+  return _copy_result(jax.lax.slice_in_dim(new, 0, old.shape[dim], axis=dim))
 
 
 def _exchange(x: jax.Array, dim: int) -> jax.Array:
@@ -275,20 +225,25 @@ def _exchange(x: jax.Array, dim: int) -> jax.Array:
 
 
 def _read(received: jax.Array, dim: int, k: jax.Array) -> jax.Array:
-  """Returns the part of replica `k`."""
+  """Returns this replica's part of what replica `k` sent."""
   if dim == WHOLE:
-    return received[k]
-  size = _ceil_div(received.shape[dim])
+    # The sum of replica k's leaf and zeros. One at a time: an all-gather would
+    # hold a copy for each replica.
+    is_sender = jax.lax.axis_index(mesh_lib.REPLICA) == k
+    sent = jnp.where(is_sender, received, jnp.zeros_like(received))
+    return replica_context.reduce_over_replicas("sum", sent)
+  size = _part_size(received, dim)
   return jax.lax.dynamic_slice_in_dim(received, k * size, size, dim)
 
 
 def _write(
   received: jax.Array, dim: int, k: jax.Array, part: jax.Array
 ) -> jax.Array:
-  """Replaces the part of replica `k`."""
+  """Replaces what replica `k` sent."""
   part = part.astype(received.dtype)
   if dim == WHOLE:
-    return received.at[k].set(part)
+    is_sender = jax.lax.axis_index(mesh_lib.REPLICA) == k
+    return jnp.where(is_sender, part, received)
   start = k * part.shape[dim]
   return jax.lax.dynamic_update_slice_in_dim(received, part, start, dim)
 

@@ -19,13 +19,9 @@ import jax.numpy as jnp
 from flaxshard.core import checks
 from flaxshard.core import optimizer_update
 from flaxshard.core import trees
-from flaxshard.replicas import context as replica_context
-from flaxshard.wrappers import agn_commit
-from flaxshard.wrappers import base
 
 if TYPE_CHECKING:
   from flaxshard.wrappers.agn import AGN
-  from flaxshard.wrappers.agn import AGNState
 
 PyTree = Any
 
@@ -197,7 +193,7 @@ def due(agn: AGN, local_step: int) -> tuple[int, ...]:
   )
 
 
-# -- A step.
+# -- The state.
 
 
 def init_fields(agn: AGN, accum: PyTree) -> dict[str, jax.Array]:
@@ -205,85 +201,9 @@ def init_fields(agn: AGN, accum: PyTree) -> dict[str, jax.Array]:
   fragments = agn.transport.fragments
   divide(accum, fragments)  # raises if there are too many
   return {
-    "received": jnp.zeros(len(jax.tree.leaves(accum)), bool),
     "sent": jnp.zeros(fragments, jnp.int32),
     "versions": jnp.zeros(fragments, jnp.int32),
   }
-
-
-def apply(
-  agn: AGN, state: AGNState, target: base.Target, grads: PyTree, next: base.Next
-) -> tuple[base.Target, AGNState]:
-  """Takes a local step and adds its gradients to the accumulators.
-
-  Args:
-    agn: The wrapper.
-    state: Its state, the same on all replicas.
-    target: The center, and the collections of this process.
-    grads: The gradients, the same on all replicas.
-    next: Applies gradients with the wrappers inside and the optimizer.
-
-  Returns:
-    The center, which stays, with the new collections; and the new state.
-  """
-  new = next(
-    target._replace(params=state.local_params, opt_state=state.local_opt_state),
-    grads,
-  )
-  # A wrapper inside, such as LossScale, may have skipped the step.
-  applied = new.step != target.step
-  added = grads
-  if agn.commit_delta:
-    added = agn_commit.param_delta(state.local_params, new.params)
-  # Static in one step, but steps of a period may differ in it.
-  treedef: Any = jax.tree.structure(state.local_params)
-  pairs = zip(
-    treedef.flatten_up_to(grads),
-    treedef.flatten_up_to(state.grad_accum),
-    strict=True,
-  )
-  has_gradient = jnp.array(
-    [g is not None for g, total in pairs if total is not None], bool
-  )
-  collections = state.collections
-  if replica_context.get_replica_context() is None:
-    # Without `Strategy.run` collections are not swapped: the fields of the
-    # train state are those of this process, as in `AGNState`.
-    collections = collections | {
-      name: x for name, x in new.collections.items() if name in collections
-    }
-  return (
-    new._replace(params=target.params, opt_state=target.opt_state),
-    state._replace(
-      local_params=new.params,
-      local_opt_state=new.opt_state,
-      grad_accum=agn_commit.accumulate(state.grad_accum, added, applied),
-      local_step=state.local_step + applied,
-      collections=collections,
-      received=state.received | (has_gradient & applied),
-    ),
-  )
-
-
-def pending(agn: AGN, state: AGNState) -> str | None:
-  """Returns how many local steps the center lacks, if any, as a sentence."""
-  step, period = int(state.local_step), agn.communication_period
-  if step >= period and not jnp.any(state.sent):
-    return (
-      f"AGN: none of the {step} local steps of this process are in params. "
-      "With transport='store' they are committed by flaxshard.Worker: call "
-      "state = worker.commit(state) after each step."
-    )
-  steps = [step - int(sent) for sent in state.sent]
-  if not any(steps):
-    return None
-  which = f"the last {', '.join(map(str, steps))} local steps"
-  if len(steps) > 1:
-    which = f"of fragments 0 to {len(steps) - 1} {which}"
-  return (
-    f"AGN: {which} of this process are not in params. They are committed after "
-    f"communication_period={period} applied steps."
-  )
 
 
 def parse(transport: Any) -> Any:
