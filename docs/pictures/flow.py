@@ -74,7 +74,7 @@ def step(scheme: str) -> Drawing:
   )
   rows = (
     ("plain", "state.params", ""),
-    ("ours", "working_params", "AGN: the replica's local copy"),
+    ("ours", "params", "AGN: the replica's local copy"),
     ("plain", "loss_fn(params)", "your function"),
     ("ours", "scale_loss", "LossScale: times the scale"),
     ("plain", "jax.grad", ""),
