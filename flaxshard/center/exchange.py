@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent import futures
-import functools
 import logging
 import threading
 import time
@@ -194,24 +193,18 @@ class Exchange:
     written: threading.Event,
   ) -> tuple[Head, Center]:
     """Writes a commit, and returns the center that it has come into."""
-    objects = self._objects
-    step = commit["step"]
+    objects, step = self._objects, commit["step"]
     key = f"commit/{fragment}/{self._name}/{step:09d}"
-    content = {key: pack(commit)}
-    objects.keep_trying(lambda: objects.write_all(content), self._closed)
-    written.set()
-    self._on_written()
-    while True:
-      asked = time.monotonic()
-      head, _ = objects.keep_trying(
-        lambda: heads.read(objects, fragment), self._closed
-      )
-      if head is not None and (
-        head.taken.get(self._name, 0) >= step or head.finished
-      ):
-        read = functools.partial(
-          heads.read_center, objects, fragment, head, base=base
-        )
-        return objects.keep_trying(read, self._closed)
-      if self._closed.wait(pause_after(asked, _PAUSE_LOOKS)):
-        raise futures.CancelledError
+    with objects.patient(self._closed):
+      objects.write_all({key: pack(commit)})
+      written.set()
+      self._on_written()
+      while True:
+        asked = time.monotonic()
+        head, _ = heads.read(objects, fragment)
+        if head is not None and (
+          head.taken.get(self._name, 0) >= step or head.finished
+        ):
+          return heads.read_center(objects, fragment, head, base=base)
+        if self._closed.wait(pause_after(asked, _PAUSE_LOOKS)):
+          raise futures.CancelledError

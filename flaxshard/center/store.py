@@ -6,14 +6,15 @@ certain generation. Everything here rests on that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
 import json
 import logging
 import math
 import os
 import threading
 import time
-from typing import Any, TypeVar
+from typing import Any
 import zlib
 
 import jax.numpy as jnp
@@ -24,7 +25,6 @@ from flaxshard.core import files
 
 _log = logging.getLogger("flaxshard")
 
-T = TypeVar("T")
 # A class with a method `list` has no other name for these.
 Keys = list[str]
 Contents = list[bytes | None]
@@ -175,6 +175,7 @@ class Objects:
     self.url = url
     self.num_bytes = 0
     self._lock = threading.Lock()
+    self._thread = threading.local()
     # By kind of request: since when it has failed.
     self._failing: dict[str, float] = {}
     # By the key without its last part: the last key, and its content.
@@ -253,27 +254,21 @@ class Objects:
       if time.monotonic() - since > seconds:
         raise StoreError(f"{self.url} cannot be {verb} for {seconds:g} seconds")
 
-  def keep_trying(
-    self,
-    fn: Callable[[], T],
-    closed: threading.Event,
-    seconds: float = math.inf,
-  ) -> T:
-    """Calls a function again while the store cannot be reached.
+  @contextlib.contextmanager
+  def patient(
+    self, closed: threading.Event, seconds: float = math.inf
+  ) -> Iterator[None]:
+    """In the `with` block, requests of this thread that fail are tried again.
 
     Args:
-      fn: A function that reads and writes objects.
       closed: Once it is set, the error is raised.
       seconds: After so many seconds, too.
     """
-    pause, end = _FIRST_PAUSE, time.monotonic() + seconds
-    while True:
-      try:
-        return fn()
-      except StoreError:
-        if time.monotonic() > end or closed.wait(pause):
-          raise
-        pause = min(2 * pause, _LONGEST_PAUSE)
+    self._thread.patience = closed, time.monotonic() + seconds
+    try:
+      yield
+    finally:
+      del self._thread.patience
 
   def _run(self, verb: str, start: Callable[[], Any], seconds: float) -> Any:
     """Waits for futures of TensorStore; its errors become `StoreError`.
@@ -283,15 +278,21 @@ class Objects:
       start: A function that returns the futures.
       seconds: How long to wait.
     """
-    try:
-      end = time.monotonic() + seconds
-      results = [f.result(timeout=end - time.monotonic()) for f in start()]
-    # TensorStore raises several types, with the reason in the message.
-    except Exception as e:
-      if verb not in self._failing:
-        self._failing[verb] = time.monotonic()
-        _log.warning("%s cannot be %s now: %s", self.url, verb, e)
-      raise StoreError(f"{self.url} cannot be {verb}: {e}") from e
+    closed, last = getattr(self._thread, "patience", (None, 0.0))
+    pause = _FIRST_PAUSE
+    while True:
+      try:
+        end = time.monotonic() + seconds
+        results = [f.result(timeout=end - time.monotonic()) for f in start()]
+        break
+      # TensorStore raises several types, with the reason in the message.
+      except Exception as e:
+        if verb not in self._failing:
+          self._failing[verb] = time.monotonic()
+          _log.warning("%s cannot be %s now: %s", self.url, verb, e)
+        if closed is None or time.monotonic() > last or closed.wait(pause):
+          raise StoreError(f"{self.url} cannot be {verb}: {e}") from e
+        pause = min(2 * pause, _LONGEST_PAUSE)
     since = self._failing.pop(verb, None)
     if since is not None:
       gone = time.monotonic() - since

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Mapping
 import contextlib
-import functools
 import logging
 import os
 import threading
@@ -559,22 +558,18 @@ class Worker:
     self._members.announce("done")
     # Another start of this worker takes the final center, and saves it.
     self._members.check()
-    patiently = functools.partial(
-      self._objects.keep_trying,
-      closed=self._closed,
-      seconds=self._store.deadline,
-    )
-    # One that died may have begun it.
-    patiently(self._merger.finish)
-    self._is_finished = True
-    step = None
-    if is_late:
+    with self._objects.patient(self._closed, self._store.deadline):
+      # One that died may have begun it.
+      self._merger.finish()
+      self._is_finished = True
+      if not is_late:
+        return self._take_newest(state)
       _log.warning(
         "worker %d finds that the run has ended: it takes the final center",
         self._worker_id,
       )
-      step = max(self._last_step, patiently(self._step_of_all))
-    return patiently(lambda: self._take_newest(state, step))
+      newest = max(self._last_step, self._step_of_all())
+      return self._take_newest(state, newest)
 
   def _check_running(self, name: str) -> None:
     if not self._is_started:

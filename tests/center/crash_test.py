@@ -3,6 +3,7 @@
 import collections
 from concurrent import futures
 import dataclasses
+import functools
 import itertools
 import random
 import threading
@@ -21,7 +22,6 @@ from flaxshard.center import store
 from flaxshard.wrappers import agn_store
 
 STEPS = 6
-OPERATIONS = ("read_each", "write", "write_all", "list", "delete")
 START = {"a": np.zeros(3, np.float32), "b": np.ones(5, np.float32)}
 
 KINDS = {
@@ -52,7 +52,7 @@ class Fault:
   """What happens at the `count`-th operation of a kind.
 
   `how`: "error": it fails; "lost": it is done, and its answer is lost; "kill":
-  a part of it is done, and the worker has ended.
+  the worker has ended before it.
   """
 
   worker: int
@@ -70,44 +70,49 @@ class Host:
     self.seen = collections.Counter()
     self._lock = threading.Lock()
 
-  def call(self, operation, fn, first, *rest):
-    if not isinstance(first, str | dict):
-      first = list(first)
-    keys = [first] if isinstance(first, str) else list(first)
-    kind = operation, keys[0].partition("/")[0] if keys else ""
+  def call(self, operation, key, fn):
+    """Calls a function that starts an operation, if there is no fault."""
+    kind = operation, key.partition("/")[0]
     with self._lock:
       if self.is_dead:
         raise Killed
       self.seen[kind] += 1
       fault = self.fault
       if fault is None or (kind, self.seen[kind]) != (fault.kind, fault.count):
-        fault = None
-      elif fault.how == "kill":
+        return fn()
+      if fault.how == "kill":
         self.is_dead = True
-    if fault is None:
-      return self._do(fn, first, *rest)
+        raise Killed
     if fault.how == "lost":
-      self._do(fn, first, *rest)
-    if fault.how == "kill":
-      if len(keys) > 1:
-        some = keys[:1]
-        self._do(
-          fn,
-          {k: first[k] for k in some}
-          if rest == () and isinstance(first, dict)
-          else some,
-        )
-      raise Killed
-    raise store.StoreError(f"{fault}")
+      fn()
+    raise OSError(f"{fault}")
 
-  def _do(self, fn, first, *rest):
-    result = fn(first, *rest)
-    if isinstance(first, dict):
-      self.run.written |= first
-    elif result is not None and rest and first.startswith("head/"):
-      fragment = int(first.partition("/")[2])
-      self.run.heads[fragment].append(store.unpack(first, rest[0]))
-    return result
+
+class Guarded:
+  """A `KvStore` whose operations go through a `Host`."""
+
+  def __init__(self, kv, host):
+    self._kv, self._host = kv, host
+
+  def read(self, key):
+    return self._host.call("read", key, lambda: self._kv.read(key))
+
+  def list(self, keys):
+    start = keys.inclusive_min.decode()
+    return self._host.call("list", start, lambda: self._kv.list(keys))
+
+  def write(self, key, content, **condition):
+    operation = "delete" if content is None else "write"
+    fn = functools.partial(self._write, key, content, **condition)
+    return self._host.call(operation, key, fn)
+
+  def _write(self, key, content, **condition):
+    future, run = self._kv.write(key, content, **condition), self._host.run
+    if not condition and content is not None:
+      run.written[key] = content
+    elif condition and future.result().generation and key.startswith("head/"):
+      run.heads[int(key.partition("/")[2])].append(store.unpack(key, content))
+    return future
 
 
 @pytest.fixture(autouse=True)
@@ -117,18 +122,10 @@ def guarded(request, monkeypatch):
 
   def init(self, url):
     create(self, url)
-    self.host = getattr(_local, "host", None)
+    if host := getattr(_local, "host", None):
+      self._kv = Guarded(self._kv, host)
 
   monkeypatch.setattr(store.Objects, "__init__", init)
-  for name in OPERATIONS:
-    original = getattr(store.Objects, name)
-
-    def call(self, *args, name=name, original=original):
-      if self.host is None:
-        return original(self, *args)
-      return self.host.call(name, lambda *a: original(self, *a), *args)
-
-    monkeypatch.setattr(store.Objects, name, call)
   if "race" in request.node.name:
     monkeypatch.setattr(members.Members, "merges", lambda self, fragment: True)
 

@@ -365,16 +365,15 @@ def cable(monkeypatch):
   plugged.set()
   run = store.Objects._run
 
-  def fail():
-    raise OSError("no route to host")
+  def run_if_plugged(self, verb, start, seconds):
+    def start_if_plugged():
+      if plugged.is_set():
+        return start()
+      raise OSError("no route to host")
 
-  monkeypatch.setattr(
-    store.Objects,
-    "_run",
-    lambda self, verb, start, seconds: run(
-      self, verb, start if plugged.is_set() else fail, seconds
-    ),
-  )
+    return run(self, verb, start_if_plugged, seconds)
+
+  monkeypatch.setattr(store.Objects, "_run", run_if_plugged)
   return plugged
 
 
