@@ -30,6 +30,7 @@ from flaxshard.center.update import CenterUpdate
 from flaxshard.core import checks
 from flaxshard.processes import cluster
 from flaxshard.wrappers import agn_store
+from flaxshard.wrappers import stack
 from flaxshard.wrappers.agn import warn_of_short_period
 
 _log = logging.getLogger("flaxshard")
@@ -587,7 +588,7 @@ def _find_agn(state: Any) -> tuple[Any, Any]:
 
   Raises:
     TypeError: It is no TrainState.
-    ValueError: It has none.
+    ValueError: It has none, or its replicas differ.
     RuntimeError: JAX connects several processes.
   """
   if not hasattr(state, "wrappers"):
@@ -596,6 +597,11 @@ def _find_agn(state: Any) -> tuple[Any, Any]:
       f"{checks.describe(state)}."
     )
   found = update_lib.find(state)
+  if note := stack.divergence(state.wrappers):
+    raise ValueError(
+      "Worker: the replicas of this process must have equal parameters, which "
+      f"are committed. {note}"
+    )
   if jax.process_count() > 1:
     raise RuntimeError(
       f"Worker: JAX connects {jax.process_count()} processes, but each worker "

@@ -274,18 +274,22 @@ def test_accumulate_outside(per_replica):
 @pytest.mark.parametrize(
   ("wrappers", "message"),
   [
-    ([store(2), fs.EMA()], r"EMA must be outside of 'agn'"),
-    ([store(2), fs.Accumulate(2)], r"Accumulate must be outside of 'agn'"),
-    ([store(2), fs.CrossShard()], r"Put 'cross_shard' first"),
-    (
-      [fs.CrossShard("mean", ((0, 1), (2, 3))), store(2)],
-      r"equal replicas within a process: 'cross_shard'",
-    ),
+    ([store(2), fs.EMA()], r"'ema' .* inside of 'agn'"),
+    ([store(2), fs.Accumulate(2)], r"'accumulate' .* inside of 'agn'"),
+    ([store(2), fs.CrossShard()], r"'cross_shard' .* inside of 'agn'"),
   ],
 )
 def test_order_of_wrappers(wrappers, message):
   with pytest.raises(ValueError, match=message):
     create(*wrappers)
+
+
+@pytest.mark.filterwarnings("ignore:CrossShard. gradients are reduced in")
+def test_replicas_that_differ_are_not_committed():
+  groups = fs.CrossShard("mean", ((0, 1), (2, 3)))
+  state = create(groups, store(2, "mean"), strategy=FOUR)
+  with pytest.raises(ValueError, match=r"must have equal .*\(0, 1\), \(2, 3\)"):
+    center_workers.Workers([state], STEP)
 
 
 def test_cross_shard_outside():
