@@ -52,8 +52,6 @@ def _place_state(
   """Puts variables of a module on a mesh; returns their PartitionSpecs."""
   boxed: dict[tuple[str, ...], Any] = {}
   for place, variable, value in nnx_adapter.leaves_of(state):
-    if isinstance(value, jax.core.Tracer):
-      value = jax.ShapeDtypeStruct(value.shape, value.dtype)
     boxed[place[1:]] = nnx_adapter.box(variable, value)
   nested = traverse_util.unflatten_dict(boxed)
   resolved = rules_lib.resolve(rules, mesh, nested, argument=name)

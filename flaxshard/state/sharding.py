@@ -8,7 +8,7 @@ Everything else is replicated.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import jax
 
@@ -25,7 +25,6 @@ PyTree = Any
 P = jax.sharding.PartitionSpec
 
 
-@runtime_checkable
 class HasMesh(Protocol):
   """The part of a `Strategy` that this package uses: its mesh."""
 
@@ -55,10 +54,9 @@ def mesh_of(
         "over; got strategy=None."
       )
     return None
-  if isinstance(strategy, HasMesh):
-    mesh = strategy.mesh
-    if isinstance(mesh, jax.sharding.Mesh):
-      return mesh
+  mesh = getattr(strategy, "mesh", None)
+  if isinstance(mesh, jax.sharding.Mesh):
+    return mesh
   raise TypeError(f"strategy must be a Strategy or None, got {strategy!r}.")
 
 
@@ -149,21 +147,20 @@ def abstract_fields(
     default = jax.sharding.SingleDeviceSharding(_default_device())
     shardings = jax.tree.map(lambda _: default, dict(fields))
   else:
-    params = fields["params"]
-    all_specs: dict[str, PyTree] = {}
-    for name, tree in fields.items():
-      if name in specs:
-        all_specs[name] = specs[name]
-      elif name == "opt_state":
-        all_specs[name] = opt_state_lib.specs(tree, params, specs["params"])
-      elif name == "wrapper_states":
-        all_specs[name] = wrapper_specs(
-          wrappers, tree, params, specs["params"], mesh
-        )
-      else:
-        # The step, and arrays that a user's subclass adds.
-        all_specs[name] = jax.tree.map(lambda _: P(), tree)
-    shardings = shardings_of(all_specs, mesh)
+    params, param_specs = fields["params"], specs["params"]
+    specs = {
+      # The step, and arrays that a user's subclass adds.
+      **jax.tree.map(lambda _: P(), dict(fields)),
+      "opt_state": opt_state_lib.specs(
+        fields["opt_state"], params, param_specs
+      ),
+      **specs,
+    }
+    if wrappers:
+      specs["wrapper_states"] = wrapper_specs(
+        wrappers, fields["wrapper_states"], params, param_specs, mesh
+      )
+    shardings = shardings_of(specs, mesh)
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
     dict(fields),
@@ -211,23 +208,15 @@ def wrapper_specs(
       # Checked here: JAX's error would not name the wrapper.
       where = f"wrapper {name!r}: specs[{trees.path_string(path)}]"
       dims = specs_lib.check(where, spec, tuple(leaf.shape), mesh)
-      specs.append(specs_lib.shortest(_split_like(dims, param_spec), mesh))
+      used = {axis for axes in dims for axis in axes}
+      if used <= {mesh_lib.REPLICA}:
+        like = specs_lib.dims_of(param_spec, len(dims))
+        # An axis can split only one dimension, so axes in use are left out.
+        dims = tuple(
+          own or tuple(axis for axis in other if axis not in used)
+          for own, other in zip(dims, like, strict=True)
+        )
+      specs.append(specs_lib.shortest(dims, mesh))
     treedef: Any = jax.tree.structure(states[name])
     result[name] = treedef.unflatten(specs)
   return result
-
-
-def _split_like(dims: specs_lib.Dims, param_spec: P) -> specs_lib.Dims:
-  """Adds the axes of a parameter's spec, unless `dims` has other axes already.
-
-  The axis `"replica"` does not count as another axis.
-  """
-  used = {axis for axes in dims for axis in axes}
-  if used - {mesh_lib.REPLICA}:
-    return dims
-  entries = (*param_spec, *(None,) * len(dims))
-  # An axis can split only one dimension, so axes in use are left out.
-  return tuple(
-    axes or tuple(a for a in specs_lib.axes_of(entry) if a not in used)
-    for axes, entry in zip(dims, entries, strict=False)
-  )

@@ -77,7 +77,7 @@ def test_assignment_agrees_with_tensorflow(case):
 
 
 def test_ring_has_the_order_in_the_documentation():
-  # The picture in `device_layout`: one replica on 4 x 2 x 2 chips.
+  # The picture in `_ring_of_chips`: one replica on 4 x 2 x 2 chips.
   ring = fs.DeviceAssignment.build(
     fs.Topology((4, 2, 2, 1)), (4, 2, 2, 1), device_order_mode="ring"
   )
