@@ -160,22 +160,15 @@ def nonfinite_leaves(grads: PyTree) -> list[str]:
     Paths such as `Dense_0/kernel`, in the order of the tree.
 
   Raises:
-    TypeError: A leaf is traced, as all leaves are inside `jax.jit`.
+    jax.errors.TracerBoolConversionError: A leaf is traced by `jax.jit`.
 
   Example:
     >>> nonfinite_leaves({"a": jnp.ones(2), "b": {"c": jnp.array([jnp.nan])}})
     ['b/c']
   """
-  leaves = _leaves_with_path(grads)
-  for path, leaf in leaves:
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(leaf)):
-      raise TypeError(
-        f"nonfinite_leaves: grads[{trees.path_string(path)}] is traced; call "
-        "it on concrete arrays, outside jax.jit."
-      )
   return [
     trees.path_string(path)
-    for path, leaf in leaves
+    for path, leaf in _leaves_with_path(grads)
     if has_gradient(path, leaf)
     and not bool(jnp.all(jnp.isfinite(_values(deduplicate(leaf)))))
   ]

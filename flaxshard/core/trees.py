@@ -234,7 +234,11 @@ def conform(
   leaves = leaves_by_path(given, of_gradients)
   for path, leaf in leaves.items():
     if is_indexed_slices(leaf):
-      _check_slices(f"{argument}[{'/'.join(path) or '<root>'}]", leaf)
+      try:
+        leaf.check()
+      except (TypeError, ValueError) as e:
+        where = f"{argument}[{'/'.join(path) or '<root>'}]"
+        raise type(e)(f"{where}: {e}") from e
   wanted_leaves = leaves_by_path(wanted)
   difference = difference_by_path(leaves, wanted_leaves, dtypes=dtypes)
   if difference:
@@ -245,14 +249,6 @@ def conform(
   return jax.tree.unflatten(
     jax.tree.structure(wanted), [leaves[path] for path in wanted_leaves]
   )
-
-
-def _check_slices(where: str, slices: Any) -> None:
-  """Raises unless the arrays of an `IndexedSlices` fit together."""
-  try:
-    slices.check()
-  except (TypeError, ValueError) as e:
-    raise type(e)(f"{where}: {e}") from e
 
 
 def unshare_buffers(tree: PyTree) -> PyTree:
