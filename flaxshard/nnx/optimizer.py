@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from flaxshard.core import opt_state as opt_state_lib
+from flaxshard.core import trees
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.nnx import placement
 from flaxshard.nnx import variables as variables_lib
@@ -201,7 +202,7 @@ class Optimizer(nnx.Optimizer[M]):
     before = dict(nnx.to_flat_state(others))
 
     def pure_loss(params: PyTree) -> tuple[Any, tuple[Any, nnx.State]]:
-      given = _with_arrays(trained, jax.tree.leaves(params))
+      given = _with_arrays(trained, params)
       copies = nnx.merge(graphdef, given, others, copy=True)
       # Anything but objects is passed as it is: the loss may branch on a flag.
       rest = iter(copies[1:])
@@ -220,9 +221,14 @@ class Optimizer(nnx.Optimizer[M]):
       ]
       return loss, (aux, nnx.from_flat_state(changed))
 
-    params, _ = self._split(model)
-    (loss, (aux, changed)), grads = self._train_state(params).value_and_grad(
-      pure_loss, has_aux=True, gate_gradients=gate_gradients
+    (loss, (aux, changed)), grads = step_lib.value_and_grad(
+      self.tx,
+      self.wrappers,
+      nnx.as_pure(self.wrapper_states),
+      self._split(model)[0],
+      pure_loss,
+      has_aux=True,
+      gate_gradients=gate_gradients,
     )
     held = dict(nnx.to_flat_state(self.before))
     first = {
@@ -233,14 +239,8 @@ class Optimizer(nnx.Optimizer[M]):
     if self.wrappers and first:
       self.before = nnx.data(nnx.from_flat_state([*(held | first).items()]))
     nnx.update(objects, changed)
-    leaves_of_grads = jax.tree.leaves(
-      grads, is_leaf=lambda x: x is None or is_indexed_slices(x)
-    )
-    variables = nnx.state(model, self.wrt)
-    return (
-      (loss, aux) if has_aux else loss,
-      _with_arrays(variables, leaves_of_grads),
-    )
+    grads = _with_arrays(nnx.state(model, self.wrt), grads)
+    return (loss, aux) if has_aux else loss, grads
 
   def scale_loss(self, loss: jax.Array) -> jax.Array:
     """Scales a loss, for a step that does not use `value_and_grad`.
@@ -294,71 +294,48 @@ class Optimizer(nnx.Optimizer[M]):
         f"update: grads is the module, a {type(grads).__name__}. Write "
         "optimizer.update(model, grads)."
       )
-    in_replica = replica_context.get_replica_context() is not None
-    if not self.wrappers and not in_replica:
+    if replica_context.get_replica_context() is not None:
+      raise ValueError(
+        "update: inside Strategy.run each replica would train a module of its "
+        "own. Make a TrainState with create_train_state(model, ...)."
+      )
+    if not self.wrappers:
       return super().update(model, grads, **kwargs)
     params, _ = self._split(model)
-    selected = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))
     variables = dict(nnx.to_flat_state(nnx.state(model)))
     # A value of another shape, such as one more sown value, has no old one.
-    before = {
-      path: x
+    before = [
+      (path, x)
       for path, x in nnx.to_flat_state(self.before)
       if path in variables and _shapes(x) == _shapes(variables[path])
-    }
-    after = nnx.from_flat_state([(path, variables[path]) for path in before])
-    old, new = (
-      list(map(jnp.asarray, jax.tree.leaves(x)))
-      for x in (nnx.from_flat_state(list(before.items())), after)
+    ]
+    after = nnx.from_flat_state([(path, variables[path]) for path, _ in before])
+    old = nnx.as_pure(nnx.from_flat_state(before))
+    new = trees.conform("the model's variables", nnx.as_pure(after), old)
+    target = base.Target(
+      step=self.step[...].astype(jnp.int32),
+      params=params,
+      opt_state=nnx.as_pure(self.opt_state),
+      collections={"changed": jax.tree.map(trees.drop_weak_type, old)},
+      wrapper_states=nnx.as_pure(self.wrapper_states),
+      new_collections={"changed": jax.tree.map(trees.drop_weak_type, new)},
     )
-    result = self._train_state(params, others=old).apply_gradients(
-      grads=selected, others=new, **nnx.as_pure(kwargs)
+    result = step_lib.update(
+      self.tx,
+      self.wrappers,
+      target,
+      step_lib.check_gradients(
+        self.tx, params, nnx.as_pure(nnx.state(grads, self.wrt))
+      ),
+      nnx.as_pure(kwargs),
     )
     trained = nnx.state(model, self.wrt)
-    nnx.update(model, _with_arrays(trained, jax.tree.leaves(result.params)))
-    nnx.update(model, _with_arrays(after, result.others))
+    nnx.update(model, _with_arrays(trained, result.params))
+    nnx.update(model, _with_arrays(after, result.collections))
     if jax.tree.leaves(self.before):
       self.before = nnx.data(nnx.State({}))
     self._assign(result.step, result.opt_state, result.wrapper_states)
     return jax.tree.map(lambda n, o: n - o, result.params, params)
-
-  def get_slot_names(self, model: Any) -> list[str]:
-    """Returns the names of the arrays that exist for each parameter.
-
-    Args:
-      model: The module.
-
-    Returns:
-      The names, sorted; see `TrainState.get_slot_names`.
-    """
-    params, _ = self._split(model)
-    return self._train_state(params).get_slot_names()
-
-  def get_slot(self, model: Any, path: str, name: str) -> jax.Array | None:
-    """Returns the array that the optimizer or a wrapper keeps for a parameter.
-
-    Args:
-      model: The module.
-      path: The path of the parameter, such as `"linear/kernel"`.
-      name: One of `get_slot_names(model)`; see `TrainState.get_slot`.
-
-    Returns:
-      The array; None if this parameter has no such slot and another one has.
-
-    Raises:
-      ValueError: No parameter has this path, or none has a slot of this name.
-
-    Example:
-      >>> import flaxshard as fs, optax
-      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-      >>> optimizer = fs.nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
-      >>> optimizer.get_slot_names(model)
-      ['m', 'v']
-      >>> optimizer.get_slot(model, "bias", "m").tolist()
-      [0.0]
-    """
-    params, _ = self._split(model)
-    return self._train_state(params).get_slot(path, name)
 
   def eval_params(self, model: Any) -> PyTree:
     """Returns the parameters to evaluate and to export.
@@ -395,11 +372,12 @@ class Optimizer(nnx.Optimizer[M]):
   # -- Checkpoints.
 
   def train_state(self, model: Any) -> TrainState:
-    """Returns the module and the optimizer as a TrainState for a checkpoint.
+    """Returns the module and the optimizer as a TrainState.
 
-    It has the leaves that `create_train_state` makes of the module, the same
-    arrays as the module, and no `apply_fn`. Parameters that `wrt` does not
-    select are in the collection `frozen`.
+    It is for a `Checkpointer`, and for the methods of a state: `get_slot` and
+    `variables`. It has the leaves that `create_train_state` makes of the
+    module, the same arrays as the module, and no `apply_fn`. Parameters that
+    `wrt` does not select are in the collection `frozen`.
 
     Args:
       model: The module.
@@ -417,7 +395,18 @@ class Optimizer(nnx.Optimizer[M]):
     flat: dict[nnx_adapter.Place, Any] = {}
     for group, places in self._groups(model):
       flat |= dict(zip(places, jax.tree.leaves(group), strict=True))
-    return self._train_state(**traverse_util.unflatten_dict(flat))
+    fields = traverse_util.unflatten_dict(flat)
+    if self.wrappers:
+      fields["wrapper_states"] = _with_string_keys(self.wrapper_states)
+    state: TrainState = fields_lib.extend(TrainState, fields)(
+      step=self.step[...].astype(jnp.int32),
+      apply_fn=None,
+      tx=self.tx,
+      opt_state=_with_string_keys(self.opt_state),
+      wrappers=self.wrappers,
+      **fields,
+    )
+    return state
 
   def set_train_state(self, model: Any, state: TrainState) -> None:
     """Sets the module and the optimizer to a TrainState.
@@ -425,11 +414,24 @@ class Optimizer(nnx.Optimizer[M]):
     Args:
       model: The module.
       state: A state like that of `train_state`, such as a restored one.
+
+    Raises:
+      ValueError: The state is one of another module, optimizer or wrappers.
     """
-    flat = traverse_util.flatten_dict(fields_lib.variables(state))
+    own = fields_lib.array_fields(self.train_state(model))
+    given = {n: trees.conform(n, getattr(state, n), x) for n, x in own.items()}
+    flat = traverse_util.flatten_dict(given)
     for group, places in self._groups(model):
       nnx.update(model, _with_arrays(group, [flat[place] for place in places]))
-    self._assign(state.step, state.opt_state, state.wrapper_states)
+    self._assign(
+      state.step,
+      trees.conform("opt_state", state.opt_state, nnx.as_pure(self.opt_state)),
+      trees.conform(
+        "wrapper_states",
+        given.get("wrapper_states", {}),
+        nnx.as_pure(self.wrapper_states),
+      ),
+    )
 
   def _groups(
     self, model: Any
@@ -466,25 +468,30 @@ class Optimizer(nnx.Optimizer[M]):
   def _local_states(self) -> dict[str, PyTree]:
     return stack.local_states(self.wrappers, nnx.as_pure(self.wrapper_states))
 
-  def _train_state(self, params: PyTree, **collections: PyTree) -> TrainState:
-    """Returns the TrainState that takes the step."""
-    names = [*collections, *(["wrapper_states"] if self.wrappers else [])]
-    cls = fields_lib.extend(TrainState, names)
-    if self.wrappers:
-      collections["wrapper_states"] = nnx.as_pure(self.wrapper_states)
-    return cls(
-      step=self.step[...].astype(jnp.int32),
-      apply_fn=None,
-      params=params,
-      tx=self.tx,
-      opt_state=nnx.as_pure(self.opt_state),
-      wrappers=self.wrappers,
-      **collections,
-    )
+
+def _with_string_keys(tree: PyTree) -> PyTree:
+  """Returns a tree of variables as arrays, in dicts as Orbax restores them."""
+  is_state = lambda x: isinstance(x, nnx.State)
+  return jax.tree.map(
+    lambda x: (
+      traverse_util.unflatten_dict(
+        {tuple(map(str, path)): leaf for path, leaf in nnx.to_flat_state(x)}
+      )
+      if is_state(x)
+      else x
+    ),
+    nnx.as_pure(tree),
+    is_leaf=is_state,
+  )
 
 
-def _with_arrays(variables: nnx.State, arrays: list[Any]) -> nnx.State:
-  state: nnx.State = jax.tree.unflatten(jax.tree.structure(variables), arrays)
+def _with_arrays(variables: nnx.State, tree: PyTree) -> nnx.State:
+  """Returns a state of the same variables with the leaves of a tree."""
+  # A frozen parameter has no gradient; a table may have rows of one.
+  leaves = jax.tree.leaves(
+    tree, is_leaf=lambda x: x is None or is_indexed_slices(x)
+  )
+  state: nnx.State = jax.tree.unflatten(jax.tree.structure(variables), leaves)
   return state
 
 

@@ -547,9 +547,10 @@ def test_slots_and_gated_gradients():
     return grads
 
   grads = step(model, optimizer, batch)
-  assert optimizer.get_slot_names(model) == ["m", "v"]
+  state = optimizer.train_state(model)
+  assert state.get_slot_names() == ["m", "v"]
   np.testing.assert_allclose(
-    optimizer.get_slot(model, "layers/0/kernel", "m"),
+    state.get_slot("layers/0/kernel", "m"),
     0.1 * grads["layers"][0]["kernel"][...],
     rtol=1e-5,
   )
