@@ -393,8 +393,8 @@ class Optimizer(nnx.Optimizer[M]):
       >>> optimizer.set_train_state(model, state)
     """
     flat: dict[nnx_adapter.Place, Any] = {}
-    for group, places in self._groups(model):
-      flat |= dict(zip(places, jax.tree.leaves(group), strict=True))
+    for part, places in variables_lib.parts(model, self.wrt):
+      flat |= dict(zip(places, jax.tree.leaves(part), strict=True))
     fields = traverse_util.unflatten_dict(flat)
     if self.wrappers:
       fields["wrapper_states"] = _with_string_keys(self.wrapper_states)
@@ -418,40 +418,8 @@ class Optimizer(nnx.Optimizer[M]):
     Raises:
       ValueError: The state is one of another module, optimizer or wrappers.
     """
-    own = fields_lib.array_fields(self.train_state(model))
-    given = {n: trees.conform(n, getattr(state, n), x) for n, x in own.items()}
-    flat = traverse_util.flatten_dict(given)
-    for group, places in self._groups(model):
-      nnx.update(model, _with_arrays(group, [flat[place] for place in places]))
-    self._assign(
-      state.step,
-      trees.conform("opt_state", state.opt_state, nnx.as_pure(self.opt_state)),
-      trees.conform(
-        "wrapper_states",
-        given.get("wrapper_states", {}),
-        nnx.as_pure(self.wrapper_states),
-      ),
-    )
-
-  def _groups(
-    self, model: Any
-  ) -> list[tuple[nnx.State, list[nnx_adapter.Place]]]:
-    """Returns what is trained, and what is not, with places in a TrainState."""
-    trained, others = nnx.state(model, self.wrt, ...)
-    frozen = {"params": "frozen"}
-    return [
-      (
-        trained,
-        [("params", *p[1:]) for p, *_ in nnx_adapter.leaves_of(trained)],
-      ),
-      (
-        others,
-        [
-          (frozen.get(p[0], p[0]), *p[1:])
-          for p, *_ in nnx_adapter.leaves_of(others)
-        ],
-      ),
-    ]
+    variables_lib.update(model, state, wrt=self.wrt)
+    self._assign(state.step, state.opt_state, dict(state.wrapper_states))
 
   def _assign(
     self, step: Any, opt_state: PyTree, wrapper_states: PyTree
@@ -470,19 +438,16 @@ class Optimizer(nnx.Optimizer[M]):
 
 
 def _with_string_keys(tree: PyTree) -> PyTree:
-  """Returns a tree of variables as arrays, in dicts as Orbax restores them."""
+  """Returns the arrays of variables, in dicts like those of a TrainState."""
+
+  def convert(x: Any) -> Any:
+    if not isinstance(x, nnx.State):
+      return x
+    flat = {tuple(map(str, path)): leaf for path, leaf in nnx.to_flat_state(x)}
+    return traverse_util.unflatten_dict(flat)
+
   is_state = lambda x: isinstance(x, nnx.State)
-  return jax.tree.map(
-    lambda x: (
-      traverse_util.unflatten_dict(
-        {tuple(map(str, path)): leaf for path, leaf in nnx.to_flat_state(x)}
-      )
-      if is_state(x)
-      else x
-    ),
-    nnx.as_pure(tree),
-    is_leaf=is_state,
-  )
+  return jax.tree.map(convert, nnx.as_pure(tree), is_leaf=is_state)
 
 
 def _with_arrays(variables: nnx.State, tree: PyTree) -> nnx.State:

@@ -92,8 +92,9 @@ def place_optimizer(
       ),
     ),
   ):
-    placed = _place(jax.tree.leaves(arrays), jax.tree.leaves(specs), mesh)
-    variables_lib.assign(variables, placed)
+    leaves, treedef = jax.tree.flatten(arrays)
+    placed = _place(leaves, jax.tree.leaves(specs), mesh)
+    variables_lib.assign(variables, jax.tree.unflatten(treedef, placed))
 
 
 def _place(

@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from flax import nnx
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
-from flaxshard.core import checks
 from flaxshard.core import trees
+from flaxshard.state import fields as fields_lib
 from flaxshard.state import nnx_adapter
 from flaxshard.state.train_state import TrainState
 
 PyTree = Any
 
 
-def update(model: nnx.Module, state: TrainState) -> None:
+def parts(
+  model: Any, wrt: Any = nnx.Param
+) -> Iterator[tuple[nnx.State, list[nnx_adapter.Place]]]:
+  """Yields the parameters of a module, and its other variables.
+
+  Args:
+    model: The module.
+    wrt: The filter of the parameters.
+
+  Yields:
+    Each part, and the places of its leaves in a TrainState: in `params`, and in
+    the collections of Linen's names. Parameters that are not trained are in
+    `frozen`.
+  """
+  trained, others = nnx.state(model, wrt, ...)
+  places = [place for place, *_ in nnx_adapter.leaves_of(trained)]
+  yield trained, [("params", *path) for _, *path in places]
+  places = [place for place, *_ in nnx_adapter.leaves_of(others)]
+  names = {"params": "frozen"}
+  yield others, [(names.get(name, name), *path) for name, *path in places]
+
+
+def update(
+  model: nnx.Module, state: TrainState, *, wrt: Any = nnx.Param
+) -> None:
   """Sets the variables of a module to those of a TrainState.
 
   `nnx.update(model, state.params)` raises a KeyError for a module with a list
@@ -28,9 +54,10 @@ def update(model: nnx.Module, state: TrainState) -> None:
   Args:
     model: The module, of the structure of the one that the state was made of.
     state: The result of `create_train_state` with an NNX module.
+    wrt: The filter of the variables in `state.params`, if they are not all
+      parameters; see `Optimizer.train_state`.
 
   Raises:
-    TypeError: The state was not made of an NNX module.
     ValueError: The module lacks a variable of the state or has another
       parameter, or a variable has another shape.
 
@@ -43,31 +70,30 @@ def update(model: nnx.Module, state: TrainState) -> None:
     >>> bool((other.kernel == model.kernel).all())
     True
   """
-  apply_fn = getattr(state, "apply_fn", None)
-  if not isinstance(apply_fn, nnx_adapter.Apply):
-    raise TypeError(
-      "state must be a TrainState that create_train_state made of an NNX "
-      f"module, got {checks.describe(state)}."
-    )
-  names = {name for name, *_ in apply_fn.places}
-  new = apply_fn.nnx_state({name: getattr(state, name) for name in names})
-  shapes, params, wanted = (
-    {p: jnp.shape(x) for p, x in trees.leaves_by_path(nnx.as_pure(s)).items()}
-    for s in (nnx.state(model), nnx.state(model, nnx.Param), new)
-  )
-  # Calls may have added others to the module, such as sown values.
-  for path in [*wanted, *params]:
-    if shapes.get(path) != wanted.get(path):
+  given = traverse_util.flatten_dict(fields_lib.variables(state))
+  shapes: dict[nnx_adapter.Place, Any] = {}
+  new = []
+  for part, places in parts(model, wrt):
+    own = dict(zip(places, jax.tree.leaves(part), strict=True))
+    # Calls may have added others to the module, such as sown values.
+    leaves = [jnp.copy(given.get(place, x)) for place, x in own.items()]
+    new.append(jax.tree.unflatten(jax.tree.structure(part), leaves))
+    shapes |= {place: jnp.shape(x) for place, x in own.items()}
+  for place in [*given, *(p for p in shapes if p[0] in ("params", "frozen"))]:
+    wanted = jnp.shape(given[place]) if place in given else None
+    if shapes.get(place) != wanted:
       raise ValueError(
         "model must have the structure of the module that the state was made "
-        f"of; its {'/'.join(path)} has the shape {shapes.get(path)}, in the "
-        f"state {wanted.get(path)}."
+        f"of; its {'/'.join(place)} has the shape {shapes.get(place)}, in the "
+        f"state {wanted}."
       )
-  nnx.update(model, jax.tree.map(jnp.copy, new))
+  for part in new:
+    nnx.update(model, part)
 
 
 def assign(variables: PyTree, arrays: PyTree) -> None:
-  """Sets each variable of a tree to the array at its place."""
+  """Sets each variable of a tree to the array at its path."""
+  arrays = trees.conform("the state", arrays, nnx.as_pure(variables))
   nodes = jax.tree.leaves(
     variables, is_leaf=lambda x: isinstance(x, nnx.Variable)
   )
