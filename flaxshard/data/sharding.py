@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -219,13 +218,12 @@ def make_leaves(
         f"spec {spec} for batch[{path}] must split its leading dimension over "
         "'replica': each process has some of the rows."
       )
-    parts = tuple(math.prod(mesh.shape[a] for a in names) for names in axes)
     leaves.append(
       Leaf(
         path=path,
         dtype=host_batch.dtype_of(x),
         shape=(BATCH, *x.shape[1:]),
-        parts=parts,
+        parts=specs_lib.parts(axes, mesh.shape),
         sharding=jax.sharding.NamedSharding(mesh, spec),
       )
     )

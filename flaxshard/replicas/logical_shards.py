@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-import math
 from typing import Any
 
 import jax
@@ -51,10 +50,9 @@ def specs_within(params: PyTree) -> PyTree:
 def part_of(x: Any, spec: P) -> jax.ShapeDtypeStruct:
   """Returns shape and dtype of the part of an array on one logical device."""
   sizes = jax.sharding.get_abstract_mesh().shape
-  shape = list(x.shape)
-  for i, entry in enumerate(spec):
-    shape[i] //= math.prod(sizes[axis] for axis in specs_lib.axes_of(entry))
-  return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+  parts = specs_lib.parts(specs_lib.dims_of(spec, x.ndim), sizes)
+  shape = tuple(n // count for n, count in zip(x.shape, parts, strict=True))
+  return jax.ShapeDtypeStruct(shape, x.dtype)
 
 
 def on_logical_devices(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-import math
 from typing import Any
 
 import jax
@@ -80,7 +79,7 @@ def _by_path(
 ) -> Parts:
   """Returns the product of the axes that split the rows, if it is above 1."""
   parts = {
-    path: math.prod(sizes[axis] for axis in specs_lib.axes_of((*spec, None)[0]))
+    path: specs_lib.parts(specs_lib.dims_of(spec, 1), sizes)[0]
     for path, (spec, sizes) in found.items()
   }
   return {path: count for path, count in parts.items() if count > 1}
