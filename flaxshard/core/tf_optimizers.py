@@ -18,7 +18,7 @@ import optax
 from flaxshard.core import checks
 
 PyTree = Any
-Function = TypeVar("Function", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class FtrlState(NamedTuple):
@@ -50,7 +50,7 @@ class ProximalAdagradState(NamedTuple):
   accumulator: PyTree
 
 
-def _checked(**limits: Mapping[str, float]) -> Callable[[Function], Function]:
+def _checked(**limits: Mapping[str, float]) -> Callable[[_Function], _Function]:
   """Decorates an optimizer: numbers must be in their limits, or at least zero.
 
   Args:
