@@ -200,13 +200,8 @@ class ReplicaContext:
       >>> float(strategy.run(step, args=(state,)).params["w"])
       0.5
     """
-    return assume_replicated(value)
-
-
-def assume_replicated(value: PyTree) -> PyTree:
-  """Marks arrays as replicated; see `ReplicaContext.assume_replicated`."""
-  # An identity whose name stays visible in the jaxpr.
-  return checkpoint_name(value, ASSUMED_REPLICATED)
+    # An identity whose name stays visible in the jaxpr.
+    return checkpoint_name(value, ASSUMED_REPLICATED)
 
 
 _current: contextvars.ContextVar[ReplicaContext | None] = (
