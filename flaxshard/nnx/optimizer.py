@@ -130,7 +130,7 @@ class Optimizer(nnx.Optimizer[M]):
     param_specs = None
     if mesh is not None:
       param_specs = placement.place_module(model, mesh, wrt, rules)
-    wrappers = stack.with_policy(wrappers, initialization.policy_of_nnx(model))
+    wrappers = stack.with_policy(wrappers, initialization.policy_of(model))
 
     super().__init__(model, tx, wrt=wrt, graph=graph)
     self.wrappers = nnx.static(wrappers)

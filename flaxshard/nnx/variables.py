@@ -93,7 +93,7 @@ def update(
 
 def assign(variables: PyTree, arrays: PyTree) -> None:
   """Sets each variable of a tree to the array at its path."""
-  arrays = trees.conform("the state", arrays, nnx.as_pure(variables))
+  arrays = trees.conform("the state given", arrays, nnx.as_pure(variables))
   nodes = jax.tree.leaves(
     variables, is_leaf=lambda x: isinstance(x, nnx.Variable)
   )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any
 
@@ -83,25 +83,35 @@ def trace(
     sample_input: See there.
     init_kwargs: See there.
   """
+  init = _trace(model, rng, sample_input, init_kwargs)
+  if not jax.tree.leaves(init.variables.get("params", {})):
+    raise ValueError(
+      f"model={type(model).__name__} has no parameters: its collections are "
+      f"{sorted(init.variables)}, 'params' must be one with arrays in it."
+    )
+  return init
+
+
+def _trace(
+  model: Any, rng: Any, sample_input: Any, init_kwargs: Mapping[str, Any]
+) -> Initializer:
   if isinstance(model, nn.Module):
     initialize, args = _linen_initializer(model, rng, sample_input, init_kwargs)
     traced = jax.jit(initialize).trace(*args)
-    _check_params(model, traced.out_info)
     # The program of `init` contains the whole forward pass.
     is_float16 = jaxprs.computes_in(traced.jaxpr, jnp.float16)
-    policy = Policy("mixed_float16") if is_float16 else _policy_of(model)
+    policy = Policy("mixed_float16") if is_float16 else policy_of(model)
     return Initializer(initialize, args, traced.out_info, model.apply, policy)
 
   if isinstance(model, nnx.Module):
     apply_fn, variables = nnx_adapter.split(model, boxed=True, copy=False)
-    _check_params(model, variables)
     return Initializer(
       # Copies: donating the state must not delete the arrays of the module.
       lambda variables: jax.tree.map(jnp.copy, variables),
       (specs_lib.unbox(variables),),
       variables,
       apply_fn,
-      policy_of_nnx(model),
+      policy_of(model),
       args_are_variables=True,
     )
 
@@ -112,35 +122,30 @@ def trace(
     with nnx.use_eager_sharding(False):
       module = _construct_nnx(model, rng)
     apply_fn, variables = nnx_adapter.split(module, boxed=True)
-    _check_params(module, variables)
-    static[:] = apply_fn, policy_of_nnx(module)
+    static[:] = apply_fn, policy_of(module)
     return variables
 
   variables = jax.eval_shape(initialize_nnx, rng)
   return Initializer(initialize_nnx, (rng,), variables, *static)
 
 
-def policy_of_nnx(module: Any) -> Policy | None:
-  """Returns the precision policy of an NNX module.
+def policy_of(model: Any) -> Policy | None:
+  """Returns the precision policy of a module, or None.
 
-  A module with `dtype=jnp.float16`, or with a module in it that has one, and
-  with no policy has "mixed_float16".
+  It is its attribute `policy`. Without one, a module with `dtype=jnp.float16`
+  has "mixed_float16", and so has an NNX module with such a module in it.
   """
-  modules: list[Any] = [m for _, m in nnx.iter_modules(module)]
-  # Linen modules too, such as that of `nnx.bridge.ToNNX`.
-  modules += [
-    x for m in modules for x in vars(m).values() if isinstance(x, nn.Module)
-  ]
-  return _policy_of(module, modules)
-
-
-def _policy_of(model: Any, modules: Sequence[Any] = ()) -> Policy | None:
-  """Returns the policy of a model, by its attributes or those in it."""
   policy = getattr(model, "policy", None)
   if isinstance(policy, Policy):
     return policy
-  is_float16 = any(map(_is_float16, (model, *modules)))
-  return Policy("mixed_float16") if is_float16 else None
+  modules: list[Any] = [model]
+  if not isinstance(model, nn.Module):
+    modules = [m for _, m in nnx.iter_modules(model)]
+    # Linen modules too, such as that of `nnx.bridge.ToNNX`.
+    modules += [
+      x for m in modules for x in vars(m).values() if isinstance(x, nn.Module)
+    ]
+  return Policy("mixed_float16") if any(map(_is_float16, modules)) else None
 
 
 def _is_float16(module: Any) -> bool:
@@ -204,11 +209,3 @@ def _construct_nnx(model: Any, rng: Any) -> nnx.Module:
       f"that returns one, got {checks.describe(model)}."
     )
   return module
-
-
-def _check_params(model: Any, variables: Mapping[str, PyTree]) -> None:
-  if not jax.tree.leaves(variables.get("params", {})):
-    raise ValueError(
-      f"model={type(model).__name__} has no parameters: its collections are "
-      f"{sorted(variables)}, 'params' must be one with arrays in it."
-    )

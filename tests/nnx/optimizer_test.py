@@ -369,6 +369,28 @@ def test_checkpointer_takes_the_module_and_the_optimizer(tmp_path):
   assert_same(arrays(module), arrays(model))
 
 
+def test_state_of_many_layers():
+  """Layers are counted by integers in NNX, and by strings in a TrainState."""
+  make = lambda seed: nnx.List(
+    [nnx.Linear(1, 1, rngs=nnx.Rngs(seed)) for _ in range(11)]
+  )
+  state = fs.create_train_state(make(0), None, None, TX, wrappers=[fs.EMA(0.5)])
+  # Every slot has a value of its own.
+  leaves, treedef = jax.tree.flatten(state)
+  numbers = [jnp.full_like(x, i) for i, x in enumerate(leaves)]
+  state = jax.tree.unflatten(treedef, numbers)
+  model, optimizer = create([fs.EMA(0.5)], make(1))
+  optimizer.set_train_state(model, state)
+  found = optimizer.train_state(model)
+  for name in ("step", "params", "opt_state", "wrapper_states"):
+    jax.tree.map(
+      np.testing.assert_array_equal, getattr(found, name), getattr(state, name)
+    )
+  plain = fs.create_train_state(make(0), None, None, TX)
+  with pytest.raises(ValueError, match=r"ema/params/0/bias: missing"):
+    optimizer.set_train_state(model, plain)
+
+
 def test_checkpoint_of_lora_layers_has_the_frozen_parameters(tmp_path):
   make = lambda seed: create(
     model=nnx.LoRALinear(4, 1, lora_rank=2, rngs=nnx.Rngs(seed)),
