@@ -216,31 +216,21 @@ class FunctionCache:
     ] = weakref.WeakKeyDictionary()
     self._by_method: dict[tuple[int, Any], dict[Hashable, Program]] = {}
 
-  def __len__(self) -> int:
-    """Returns the number of functions with an entry."""
-    return len(self._by_function) + len(self._by_method)
-
   def get(self, fn: Function, *options: Hashable) -> Program:
     """Returns the programs of a function, for arguments of `Program`."""
     if isinstance(fn, types.MethodType):
-      programs = self._programs_of_method(fn)
+      # By identity, as bound methods compare: the object may not be hashable.
+      key = id(fn.__self__), fn.__func__
+      if key not in self._by_method:
+        # The number of a dead object may be given to a new one.
+        drop = weakref.finalize(fn.__self__, self._by_method.pop, key, None)
+        drop.atexit = False
+      programs = self._by_method.setdefault(key, {})
     else:
       programs = self._by_function.setdefault(fn, {})
     if options not in programs:
       programs[options] = Program(*options)  # type: ignore[arg-type]
     return programs[options]
-
-  def _programs_of_method(
-    self, fn: types.MethodType
-  ) -> dict[Hashable, Program]:
-    # By identity, as bound methods compare: the object may not be hashable.
-    key = id(fn.__self__), fn.__func__
-    if key not in self._by_method:
-      self._by_method[key] = {}
-      # The number of a dead object may be given to a new one.
-      finalizer = weakref.finalize(fn.__self__, self._by_method.pop, key, None)
-      finalizer.atexit = False
-    return self._by_method[key]
 
 
 class CompiledFunction:
