@@ -159,12 +159,4 @@ def _literals(eqn: Any) -> list[Any]:
 
 
 def _same_values(some: Sequence[Any], others: Sequence[Any]) -> bool:
-  """Returns whether constants are equal; NaN equals NaN."""
-  return len(some) == len(others) and all(
-    np.array_equal(np.asarray(a), np.asarray(b), equal_nan=_is_inexact(a))
-    for a, b in zip(some, others, strict=True)
-  )
-
-
-def _is_inexact(x: Any) -> bool:
-  return np.issubdtype(np.asarray(x).dtype, np.inexact)
+  return len(some) == len(others) and all(map(np.array_equal, some, others))

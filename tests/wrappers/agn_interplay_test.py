@@ -93,6 +93,25 @@ def test_an_overflow_at_the_end_of_a_period_postpones_the_commit():
   np.testing.assert_array_equal(state.params["b"], wanted)
 
 
+def test_a_skipped_step_adds_nothing():
+  decay = optax.chain(optax.add_decayed_weights(0.5), SGD)
+  wrappers = [fs.AGN(2), fs.LossScale(SCALE)]
+  state = create(wrappers, tx=decay, strategy=None)
+  apply = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
+  grads = {"w": jnp.ones(6), "b": None}
+  before = apply(state, grads)
+  infinite = {"w": jnp.full(6, jnp.inf), "b": jnp.float32(jnp.inf)}
+  state = apply(before, infinite)
+  np.testing.assert_array_equal(agn(state).grad_accum["w"], np.ones((1, 6)))
+  jax.tree.map(np.testing.assert_array_equal, agn(state), agn(before))
+  # No applied step of the period had a gradient of b: it does not decay.
+  state = apply(state, grads)
+  assert int(agn(state).commits) == 1
+  np.testing.assert_array_equal(state.params["b"], PARAMS["b"])
+  wanted = PARAMS["w"] - 0.25 * (1 + 0.5 * PARAMS["w"])
+  np.testing.assert_allclose(state.params["w"], wanted, rtol=1e-6)
+
+
 def test_run_steps_equals_single_steps():
   wrappers = [fs.LossScale("dynamic"), fs.AGN(3)]
   state, other = create(wrappers), create(wrappers)
