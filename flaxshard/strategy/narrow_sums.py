@@ -62,30 +62,56 @@ def _exchange_sums(
   for eqn in jaxpr.eqns:
     params = {k: jaxprs.map_inner(exchange, v) for k, v in eqn.params.items()}
     eqn = eqn.replace(params=params)
-    widening = _widening_of_sum(eqn, source)
-    if widening is None:
-      new = _widen_after(eqn, narrow_outputs)
-    else:
-      narrow = _narrow_variable(eqn.outvars[0])
-      new = [
-        eqn.replace(invars=widening.invars, outvars=[narrow]),
-        _convert(widening, narrow, eqn.outvars[0]),
-      ]
-    for new_eqn in new:
+    gradient = _gradient_that_is_summed(eqn, source)
+    new = [] if gradient is None else _sum_narrow(eqn, gradient, source)
+    for new_eqn in new or _widen_after(eqn, narrow_outputs):
       eqns.append(new_eqn)
       source.update(dict.fromkeys(new_eqn.outvars, new_eqn))
   return jaxpr.replace(eqns=eqns)
 
 
-def _widening_of_sum(eqn: Any, source: dict[Any, Any]) -> Any:
-  """Returns what converts the gradient that an equation sums, or None."""
+def _gradient_that_is_summed(eqn: Any, source: dict[Any, Any]) -> Any:
+  """Returns the gradient that an equation sums over the replicas, or None."""
   if eqn.primitive.name != "psum" or len(eqn.invars) != 1:
     return None
   mark = _source(eqn.invars[0], source)
   if mark is None or mark.primitive.name != "name":
     return None
   is_gradient = mark.params["name"] == replica_context.GRADIENTS
-  return _widening(mark.invars[0], source) if is_gradient else None
+  return mark.invars[0] if is_gradient else None
+
+
+def _sum_narrow(eqn: Any, gradient: Any, source: dict[Any, Any]) -> list[Any]:
+  """Returns equations that sum a gradient in bfloat16.
+
+  Args:
+    eqn: The equation that sums the gradient in float32.
+    gradient: The gradient.
+    source: The equation that computes a variable.
+
+  Returns:
+    The equations, with the result of `eqn`; none if the gradient holds more
+    than bfloat16 numbers.
+  """
+  add = _source(gradient, source)
+  if add is None or add.primitive.name != "add_any":
+    terms, totals = [gradient], eqn.outvars
+  else:
+    # A parameter that is used twice, such as a tied embedding, has the sum of
+    # two gradients. Of two sums of bfloat16 XLA makes one.
+    terms = add.invars
+    totals = [core.Var(eqn.outvars[0].aval) for _ in terms]
+  eqns = []
+  for term, total in zip(terms, totals, strict=True):
+    widening = _widening(term, source)
+    if widening is None:
+      return []
+    narrow = _narrow_variable(total)
+    eqns.append(eqn.replace(invars=widening.invars, outvars=[narrow]))
+    eqns.append(_convert(widening, narrow, total))
+  if len(terms) > 1:
+    eqns.append(add.replace(invars=totals, outvars=eqn.outvars))
+  return eqns
 
 
 def _source(atom: Any, source: dict[Any, Any]) -> Any:
