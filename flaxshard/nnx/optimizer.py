@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import functools
 from typing import Any, TypeVar
 
 from flax import nnx
@@ -156,7 +157,7 @@ class Optimizer(nnx.Optimizer[M]):
     has_aux: bool = False,
     gate_gradients: str = "none",
     **kwargs: Any,
-  ) -> tuple[Any, Any]:
+  ) -> Any:
     """Differentiates `loss_fn(model, *args, **kwargs)` through the wrappers.
 
     Use it in place of `nnx.value_and_grad`, which knows nothing of loss
@@ -169,7 +170,8 @@ class Optimizer(nnx.Optimizer[M]):
     Args:
       loss_fn: Returns a floating-point scalar, the loss, or a pair
         `(loss, aux)` if `has_aux`.
-      model: The module, the first argument of `loss_fn`.
+      model: The module, the first argument of `loss_fn`. Without it a function
+        of the module and the rest is returned, as by `nnx.value_and_grad`.
       *args: Further arguments of `loss_fn`.
       has_aux: Whether `loss_fn` returns auxiliary output.
       gate_gradients: "none", "op" or "graph": which gradients must be there
@@ -182,14 +184,16 @@ class Optimizer(nnx.Optimizer[M]):
       float32 or wider.
 
     Raises:
-      TypeError: The model is missing; or the loss is a pair, and `has_aux` says
-        that it is none, or the other way round.
+      TypeError: The loss is a pair, and `has_aux` says that it is none, or the
+        other way round.
       ValueError: The loss is no scalar.
     """
     if model is None:
-      raise TypeError(
-        "value_and_grad: the model is missing. Write loss, grads = "
-        "optimizer.value_and_grad(loss_fn, model, batch)."
+      return functools.partial(
+        self.value_and_grad,
+        loss_fn,
+        has_aux=has_aux,
+        gate_gradients=gate_gradients,
       )
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
     # Split together: objects may share variables, such as random streams.
@@ -336,6 +340,42 @@ class Optimizer(nnx.Optimizer[M]):
       self.before = nnx.data(nnx.State({}))
     self._assign(result.step, result.opt_state, result.wrapper_states)
     return jax.tree.map(lambda n, o: n - o, result.params, params)
+
+  def get_slot_names(self, model: Any) -> list[str]:
+    """Returns the names of the arrays that exist for each parameter.
+
+    Args:
+      model: The module.
+
+    Returns:
+      The names, sorted; see `TrainState.get_slot_names`.
+    """
+    return self.train_state(model).get_slot_names()
+
+  def get_slot(self, model: Any, path: str, name: str) -> jax.Array | None:
+    """Returns the array that the optimizer or a wrapper keeps for a parameter.
+
+    Args:
+      model: The module.
+      path: The path of the parameter, such as `"linear/kernel"`.
+      name: One of `get_slot_names(model)`; see `TrainState.get_slot`.
+
+    Returns:
+      The array; None if this parameter has no such slot and another one has.
+
+    Raises:
+      ValueError: No parameter has this path, or none has a slot of this name.
+
+    Example:
+      >>> import flaxshard as fs, optax
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = fs.nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+      >>> optimizer.get_slot_names(model)
+      ['m', 'v']
+      >>> optimizer.get_slot(model, "bias", "m").tolist()
+      [0.0]
+    """
+    return self.train_state(model).get_slot(path, name)
 
   def eval_params(self, model: Any) -> PyTree:
     """Returns the parameters to evaluate and to export.

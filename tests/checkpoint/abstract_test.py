@@ -40,7 +40,12 @@ def create(replicas, wrappers, tx=ADAM, abstract=False, seed=0):
 
 def change(state):
   """Returns a state whose leaves all differ from those of a new one."""
-  return jax.tree.map(lambda x: jax.device_put(x + 3, x.sharding), state)
+
+  def change_leaf(x):
+    new = ~x if x.dtype == bool else x + 3
+    return jax.device_put(new, x.sharding)
+
+  return jax.tree.map(change_leaf, state)
 
 
 def assert_same(given, wanted):

@@ -472,11 +472,6 @@ def test_strategy_shards_parameters_and_slots():
     (lambda: create(wrt=nnx.LoRAParam), ValueError, ["LoRAParam", "Net"]),
     (lambda: create(rules="fsdp"), ValueError, ["rules='fsdp'", "strategy"]),
     (
-      lambda: create()[1].value_and_grad(loss_fn),
-      TypeError,
-      ["value_and_grad(loss_fn, model, batch)"],
-    ),
-    (
       lambda: create([fs.AGN(2, transport="store")]),
       ValueError,
       ["AGN", "create_train_state"],
@@ -573,4 +568,28 @@ def test_slots_and_gated_gradients():
     state.get_slot("layers/0/kernel", "m"),
     0.1 * grads["layers"][0]["kernel"][...],
     rtol=1e-5,
+  )
+
+
+def test_the_call_that_nnx_has_is_a_step_too():
+  (model, optimizer), (other, same) = create(), create()
+  for batch in batches():
+    loss = our_step(model, optimizer, batch)
+    want, grads = same.value_and_grad(loss_fn)(other, batch)
+    same.update(other, grads)
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+  assert int(same.step[...]) == 4
+  got, want = arrays(model), arrays(other)
+  assert got.keys() == want.keys()
+  for path, x in got.items():
+    np.testing.assert_allclose(x, want[path], rtol=1e-4, atol=1e-5)
+
+
+def test_slots_by_the_path_of_a_parameter():
+  model, optimizer = create()
+  our_step(model, optimizer, batches()[0])
+  assert optimizer.get_slot_names(model) == ["m", "v"]
+  np.testing.assert_array_equal(
+    optimizer.get_slot(model, "layers/0/kernel", "m"),
+    optimizer.opt_state[0].mu["layers"][0]["kernel"][...],
   )
