@@ -41,6 +41,29 @@ def trained_params(params: PyTree) -> PyTree:
   return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
+def init(tx: Any, params: PyTree) -> PyTree:
+  """Returns the first state of an optimizer, in the structure of later ones.
+
+  `optax.transforms.monitor` adds its measurements in the first update. They are
+  zero here: a step that may be skipped must return the same structure.
+
+  Args:
+    tx: The optax optimizer.
+    params: The parameters, see `optimized_params`.
+  """
+  state = tx.init(params)
+  is_monitor = lambda x: isinstance(x, optax.transforms.MonitorState)
+  if not any(map(is_monitor, jax.tree.leaves(state, is_leaf=is_monitor))):
+    return state
+  _, later = jax.eval_shape(tx.update, trained_params(params), state, params)
+  first = trees.leaves_by_path(state)
+  leaves = [
+    first.get(path, jnp.zeros(x.shape, x.dtype))
+    for path, x in trees.leaves_by_path(later).items()
+  ]
+  return jax.tree.unflatten(jax.tree.structure(later), leaves)
+
+
 def check_tx(tx: Any) -> None:
   """Raises a TypeError unless `tx` is an optax optimizer."""
   # By attribute, because optax.MultiSteps is no GradientTransformation.

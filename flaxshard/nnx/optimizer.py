@@ -133,7 +133,11 @@ class Optimizer(nnx.Optimizer[M]):
       param_specs = placement.place_module(model, mesh, wrt, rules)
     wrappers = stack.with_policy(wrappers, initialization.policy_of(model))
 
-    super().__init__(model, tx, wrt=wrt, graph=graph)
+    init = functools.partial(opt_state_lib.init, tx) if wrappers else tx.init
+    # Only for its `init`: a skipped step needs the structure of later states.
+    completed = optax.GradientTransformation(init, tx.update)
+    super().__init__(model, completed, wrt=wrt, graph=graph)
+    self.tx = tx
     self.wrappers = nnx.static(wrappers)
     params, others = self._split(model)
     states = stack.init(
@@ -289,7 +293,8 @@ class Optimizer(nnx.Optimizer[M]):
       With wrappers the changes of the parameters; zeros in a skipped step.
 
     Raises:
-      TypeError: The module stands in the place of the gradients.
+      TypeError: The module stands in the place of the gradients; or, with
+        wrappers, the optimizer has no such extra argument.
       ValueError: The gradients have another structure than the parameters.
     """
     if isinstance(grads, nnx.Module):
@@ -305,6 +310,7 @@ class Optimizer(nnx.Optimizer[M]):
       )
     if not self.wrappers:
       return super().update(model, grads, **kwargs)
+    step_lib.check_extra(self.tx, kwargs)
     params, _ = self._split(model)
     variables = dict(nnx.to_flat_state(nnx.state(model)))
     # A value of another shape, such as one more sown value, has no old one.

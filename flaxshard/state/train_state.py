@@ -684,9 +684,13 @@ def _init(
 ) -> dict[str, PyTree]:
   """Returns the fields of a state that are computed from the given fields."""
   params = given["params"]
+  optimized = opt_state_lib.optimized_params(params)
   computed: dict[str, PyTree] = dict(
     step=jnp.zeros((), jnp.int32),
-    opt_state=tx.init(opt_state_lib.optimized_params(params)),
+    # Without wrappers the state is that of Flax in every case.
+    opt_state=(
+      opt_state_lib.init(tx, optimized) if wrappers else tx.init(optimized)
+    ),
   )
   if wrappers:
     collections = {k: v for k, v in given.items() if k != "params"}

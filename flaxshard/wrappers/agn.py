@@ -191,10 +191,10 @@ class AGN(base.Base):
       agn_store.check_optimizer(self, tx)
     optimized = opt_state_lib.optimized_params(params)
     accum = parameter_groups.zero_accumulators(tx, params)
-    local_opt_state = tx.init(optimized)
+    local_opt_state = opt_state_lib.init(tx, optimized)
     outer_opt_state = ()
     if self.outer_tx is not None:
-      outer_opt_state = self.outer_tx.init(optimized)
+      outer_opt_state = opt_state_lib.init(self.outer_tx, optimized)
     return AGNState(
       local_params=params,
       local_opt_state=local_opt_state,

@@ -7,7 +7,7 @@ are, and know no train state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import contextlib
 import contextvars
 import types
@@ -332,6 +332,21 @@ def check_gradients(tx: Any, params: PyTree, grads: PyTree) -> PyTree:
       f"No gradients provided for any parameter: {', '.join(paths)}."
     )
   return grads
+
+
+def check_extra(tx: Any, names: Iterable[str]) -> None:
+  """Raises a TypeError if a name is no argument of an optimizer's update.
+
+  `optax.chain` takes any name, and leaves out those that nothing uses.
+  """
+  allowed = optimizer_update.accepted_arguments(tx) if names else None
+  for name in names if allowed is not None else ():
+    if name not in allowed:
+      raise TypeError(
+        f"update: {name!r} is no argument of the optimizer; allowed: "
+        f"{', '.join(sorted(allowed)) or 'none'}."
+        f"{checks.did_you_mean(name, allowed)}"
+      )
 
 
 def reduce_collections(

@@ -53,7 +53,7 @@ class Wrapped:
     optimized = opt_state_lib.optimized_params(params)
     state = WrappedState(
       jnp.zeros((), jnp.int32),
-      self.tx.init(optimized),
+      opt_state_lib.init(self.tx, optimized),
       stack.init(self.wrappers, params, self.tx),
     )
     # A step that donates both must not get a buffer twice.
@@ -108,8 +108,10 @@ class Wrapped:
 
     Raises:
       ValueError: `grads` does not match `params`.
+      TypeError: The optimizer has no such extra argument.
     """
     grads = step.check_gradients(self.tx, params, grads)
+    step.check_extra(self.tx, extra)
     target = base.Target(
       step=state.step,
       params=params,

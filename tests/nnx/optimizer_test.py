@@ -501,6 +501,13 @@ def test_swapped_arguments():
     optimizer.update(nnx.state(model, nnx.Param), model)
 
 
+def test_unknown_argument_of_the_optimizer():
+  # optax.chain alone takes any name, and does nothing with it.
+  model, optimizer, (loss, grads) = gradients(loss_fn)
+  with pytest.raises(TypeError, match=r"'valeu' .* Did you mean 'value'"):
+    optimizer.update(model, grads, valeu=loss)
+
+
 def gradients(loss):
   model, optimizer = create()
   return model, optimizer, optimizer.value_and_grad(loss, model, batches()[0])
