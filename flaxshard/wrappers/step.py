@@ -340,7 +340,9 @@ def check_extra(tx: Any, names: Iterable[str]) -> None:
   `optax.chain` takes any name, and leaves out those that nothing uses.
   """
   allowed = optimizer_update.accepted_arguments(tx) if names else None
-  for name in names if allowed is not None else ():
+  if allowed is None:
+    return
+  for name in names:
     if name not in allowed:
       raise TypeError(
         f"update: {name!r} is no argument of the optimizer; allowed: "
