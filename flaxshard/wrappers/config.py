@@ -104,7 +104,8 @@ def add_accumulation(
   """Adds an `Accumulate` to wrappers, for `accumulate_steps` of a config.
 
   It is placed as far outside as possible, so that other wrappers see the
-  gradients of the update. `LossScale` and what is around it stay outside.
+  gradients of the update. A dynamic `LossScale` and what is around it stay
+  outside.
 
   Args:
     wrappers: The wrappers, outermost first.
@@ -129,8 +130,10 @@ def add_accumulation(
     )
   if steps == 1:
     return wrappers
-  scaling = [isinstance(w, loss_scale.LossScale) for w in wrappers]
-  position = scaling.index(True) + 1 if any(scaling) else 0
+  skipping = [
+    isinstance(w, loss_scale.LossScale) and w.skips_steps for w in wrappers
+  ]
+  position = skipping.index(True) + 1 if any(skipping) else 0
   outer, inner = wrappers[:position], wrappers[position:]
   is_reduced = stack.reduces_gradients(outer)
   added = accumulate.Accumulate(
