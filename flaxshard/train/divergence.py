@@ -197,7 +197,8 @@ def _stalled_steps(state: TrainState) -> int:
   """
   for rule in _dynamic_rules(state.wrappers):
     scale = state.wrapper_states[LossScale.name]
-    if scale and scale.scale <= np.float32(rule.min_scale):
+    # On the host: an operation on the devices would be one of all processes.
+    if scale and float(scale.scale) <= np.float32(rule.min_scale):
       return int(scale.bad_steps)
   return 0
 
