@@ -73,21 +73,25 @@ def dtypes_before_casts(program: Any) -> list[Any]:
   """
   sources: Sources = {}
   program = program.jaxpr
-  return [_dtype_before_cast(program, x, sources) for x in program.outvars]
+  return [dtype_before_cast(program, x, sources) for x in program.outvars]
 
 
-def _dtype_before_cast(program: Any, var: Any, sources: Sources) -> Any:
+def dtype_before_cast(
+  program: Any, var: Any, sources: Sources, *, loops: bool = False
+) -> Any:
   """Returns the 16-bit dtype that a variable was cast from, else None.
 
   Args:
     program: The `jax.extend.core.Jaxpr` that computes the variable.
     var: The variable, or a literal.
     sources: The equation of each variable, by program; missing ones are added.
+    loops: Whether to look at what the steps of a `scan` return. XLA collects it
+      in float32, and casts it to 16 bits after the loop.
   """
-  if program not in sources:
-    sources[program] = {out: eqn for eqn in program.eqns for out in eqn.outvars}
   # Literals have no hash.
   while not isinstance(var, jax_core.Literal):
+    if program not in sources:
+      sources[program] = {x: eqn for eqn in program.eqns for x in eqn.outvars}
     eqn = sources[program].get(var)
     if eqn is None:
       return None
@@ -101,12 +105,14 @@ def _dtype_before_cast(program: Any, var: Any, sources: Sources) -> Any:
       return dtype if is_exact else None
     if name in _MOVES:
       var = eqn.invars[0]
-    # Not `scan`: XLA would collect its outputs in float32, and cast them to 16
-    # bits after the loop.
-    elif name in jaxprs.CALLS:
+    elif name in jaxprs.CALLS or (loops and name == "scan"):
       index = list(eqn.outvars).index(var)
+      if name == "scan":
+        _, carry, _ = jaxprs.split_scan(eqn.params, eqn.invars)
+        if index < len(carry):  # the first steps may compute it otherwise
+          return None
       program = jaxprs.open_program(jaxprs.called(eqn))
-      return _dtype_before_cast(program, program.outvars[index], sources)
+      var = program.outvars[index]
     else:
       return None
   return None

@@ -23,10 +23,9 @@ from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import topology as topology_lib
 from flaxshard.partitioning.device_assignment import DeviceAssignment
 from flaxshard.partitioning.specs import Mesh
+from flaxshard.partitioning.specs import REPLICA
 from flaxshard.partitioning.topology import Topology
 
-# The name of the mesh axis of the replicas.
-REPLICA = "replica"
 # What other programs call the axis that batches are split over.
 _BATCH_AXES = frozenset(("batch", "data", "dp", "fsdp"))
 

@@ -22,6 +22,8 @@ P = jax.sharding.PartitionSpec
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 # For each dimension of an array, the mesh axes that split it.
 Dims = tuple[tuple[str, ...], ...]
+# The name of the mesh axis of the replicas.
+REPLICA = "replica"
 
 
 def axes_of(entry: Any) -> tuple[Any, ...]:
@@ -44,6 +46,27 @@ def entry_of(axes: tuple[str, ...]) -> Any:
 def axes_in(spec: P) -> set[str]:
   """Returns all mesh axes in a PartitionSpec."""
   return {axis for entry in spec for axis in axes_of(entry)}
+
+
+def replica_part(spec: P) -> P:
+  """Returns what a PartitionSpec says of the replicas.
+
+  Example:
+    >>> replica_part(P(("replica", "model"), "model"))
+    P('replica', None)
+  """
+  return P(*(REPLICA if REPLICA in axes_of(entry) else None for entry in spec))
+
+
+def logical_part(spec: P) -> P:
+  """Returns what a PartitionSpec says of the logical axes.
+
+  Example:
+    >>> logical_part(P(("replica", "model"), "model"))
+    P('model', 'model')
+  """
+  dims = [[axis for axis in axes_of(e) if axis != REPLICA] for e in spec]
+  return P(*(entry_of(tuple(axes)) for axes in dims))
 
 
 def dims_of(spec: P, ndim: int) -> Dims:

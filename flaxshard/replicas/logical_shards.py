@@ -7,20 +7,11 @@ from typing import Any
 
 import jax
 
-from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
-
-
-def logical_spec(spec: P) -> P:
-  """Returns what a PartitionSpec says of the logical axes."""
-  dims = map(specs_lib.axes_of, spec)
-  return P(
-    *(tuple(a for a in d if a != mesh_lib.REPLICA) or None for d in dims)
-  )
 
 
 def specs_within(params: PyTree) -> PyTree:
@@ -42,7 +33,7 @@ def specs_within(params: PyTree) -> PyTree:
     if jax.tree.structure(arrived) == structure and shapes == [
       x.shape for x in leaves
     ]:
-      found.add(tuple(logical_spec(x.sharding.spec) for x in leaves))
+      found.add(tuple(specs_lib.logical_part(x.sharding.spec) for x in leaves))
   specs = found.pop() if len(found) == 1 else [P()] * len(shapes)
   return structure.unflatten(specs)
 

@@ -24,6 +24,7 @@ from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas.values import has_per_replica
+from flaxshard.replicas.values import has_replica_axis
 from flaxshard.replicas.values import is_per_replica
 from flaxshard.replicas.values import PerReplica
 from flaxshard.replicas.values import Replicated
@@ -74,37 +75,29 @@ def wrappers_of(state: Any) -> tuple[base.Base, ...]:
   return state.wrappers if isinstance(state, TrainState) else ()
 
 
-def leaves_of(tree: PyTree) -> tuple[Leaf, ...]:
+def leaves_of(tree: PyTree) -> list[Leaf]:
   """Returns what the leaves of a tree of arguments or results are."""
   leaves: list[Leaf] = []
   # What kind of leaf it is depends on the node around it.
   for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_node):
     wrappers = wrappers_of(node) if is_state(node) else None
     is_shared = wrappers is not None or isinstance(node, Replicated)
-    kinds: list[str] = []
-    marked = _mark_own(node) if wrappers else node
-    for x in jax.tree.leaves(marked, is_leaf=is_per_replica):
+    if wrappers:
+      # A wrapper says by its specs which of its leaves are per replica.
+      states = stack.map_per_replica(
+        lambda path, x: PerReplica(x), wrappers, node.wrapper_states
+      )
+      node = node.replace(wrapper_states=states)
+    for inner, x in jax.tree_util.tree_leaves_with_path(
+      node, is_leaf=is_per_replica
+    ):
       kind = OWN if is_per_replica(x) else SHARED if is_shared else SPLIT
-      kinds += [kind] * len(jax.tree.leaves(x))
-    inner = jax.tree_util.tree_leaves_with_path(node)
-    for (p, _), kind in zip(inner, kinds, strict=True):
-      leaves.append(Leaf((*path, *p), kind, wrappers))
-  return tuple(leaves)
-
-
-def _mark_own(state: Any) -> Any:
-  """Makes each `OWN` leaf of the wrapper states a `PerReplica`."""
-  states = dict(state.wrapper_states)
-  for wrapper in state.wrappers:
-    name = base.name_of(wrapper)
-    leaves, treedef = jax.tree.flatten(states[name])
-    # A wrapper says by its specs which of its leaves are per replica.
-    mask = base.per_replica_mask(wrapper, states[name])
-    marked = [
-      PerReplica(x) if own else x for x, own in zip(leaves, mask, strict=True)
-    ]
-    states[name] = jax.tree.unflatten(treedef, marked)
-  return state.replace(wrapper_states=states)
+      rows = x.value if is_per_replica(x) else x
+      leaves += [
+        Leaf((*path, *inner, *rest), kind, wrappers)
+        for rest, _ in jax.tree_util.tree_leaves_with_path(rows)
+      ]
+  return leaves
 
 
 # -- The arguments, before they are on the mesh.
@@ -233,9 +226,7 @@ def _sharding_on(mesh: Mesh, where: str, x: Any, kind: str) -> NamedSharding:
     # XLA returns the state with this form of the spec. Any other form would
     # make the second step compile again.
     spec = specs_lib.shortest(tuple(map(specs_lib.axes_of, spec)), mesh)
-  if kind == OWN and mesh_lib.REPLICA not in specs_lib.axes_of(
-    (*spec, None)[0]
-  ):
+  elif kind == OWN and not has_replica_axis(spec):
     spec = P(mesh_lib.REPLICA, *spec[1:])
   # An array that was offloaded to host memory stays there.
   return NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
@@ -283,33 +274,32 @@ def to_global(tree: PyTree) -> PyTree:
       )
     if isinstance(node, Replicated):
       return node
-    return _state_to_global(node) if is_state(node) else _rows(PerReplica(node))
+    return _state_to_global(node) if is_state(node) else PerReplica(_row(node))
 
   return jax.tree.map(convert, tree, is_leaf=is_node)
 
 
-def _rows(tree: PyTree) -> PyTree:
-  """Gives each array of a tree the axis of the replicas, of length 1."""
-  return jax.tree.map(lambda x: jnp.asarray(x)[None], tree)
+def _row(x: Any) -> jax.Array:
+  """Returns an array with the axis of the replicas, of length 1."""
+  return jnp.asarray(x)[None]
 
 
 def _state_to_local(state: Any) -> Any:
-  if wrappers_of(state):
-    state = _swap_collections(
-      state, stack.drop_replica_axis(state.wrappers, state.wrapper_states)
-    )
-  if not has_per_replica(state):
-    return state
   own = {
     name: x
     for name, x in fields_lib.array_fields(state).items()
     if has_per_replica(x)
   }
-  if not isinstance(state, TrainState):
+  if own and not isinstance(state, TrainState):
     raise TypeError(
       f"run: {type(state).__name__}.{next(iter(own))} is a PerReplica; only a "
       "flaxshard.TrainState can have one."
     )
+  if wrappers_of(state):
+    states = stack.drop_replica_axis(state.wrappers, state.wrapper_states)
+    state = _swap_collections(state, states)
+  if not own:
+    return state
   # The state carries the structure of these fields to the end of `fn`, where
   # nothing else shows which of their leaves were per replica.
   structures = tuple((name, jax.tree.structure(x)) for name, x in own.items())
@@ -321,23 +311,22 @@ def _state_to_global(state: Any) -> Any:
     state = _swap_collections(state, state.wrapper_states)
     states = stack.add_replica_axis(state.wrappers, state.wrapper_states)
     state = state.replace(wrapper_states=states)
-  if not getattr(state, "global_structures", ()):
+  structures = getattr(state, "global_structures", ())
+  if not structures:
     return state
   fields = {
     name: jax.tree.map(
-      lambda x: _rows(x) if is_per_replica(x) else x,
-      jax.tree.unflatten(treedef, jax.tree.leaves(getattr(state, name))),
+      lambda x: jax.tree.map(_row, x) if is_per_replica(x) else x,
+      treedef.unflatten(jax.tree.leaves(getattr(state, name))),
       is_leaf=is_per_replica,
     )
-    for name, treedef in state.global_structures
+    for name, treedef in structures
   }
   return state.replace(**fields, global_structures=())
 
 
 def _swap_collections(state: Any, states: Mapping[str, PyTree]) -> Any:
   """Exchanges the state's collections for those of one replica."""
-  if not any(map(stack.keeps_collections, states.values())):
-    return state.replace(wrapper_states=states)
   states, collections = stack.swap_collections(
     state.wrappers, states, fields_lib.collections(state)
   )

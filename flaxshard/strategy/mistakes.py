@@ -16,10 +16,10 @@ from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.strategy import arguments
-from flaxshard.strategy.replication import abbreviate
-from flaxshard.strategy.replication import NUMBER
-from flaxshard.strategy.replication import Replication
-from flaxshard.strategy.replication import SUMMED
+from flaxshard.strategy.same_state import abbreviate
+from flaxshard.strategy.same_state import NUMBER
+from flaxshard.strategy.same_state import Replication
+from flaxshard.strategy.same_state import SUMMED
 
 
 def find(

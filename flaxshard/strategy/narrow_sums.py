@@ -1,4 +1,4 @@
-"""Sums bfloat16 gradients over the replicas before they become float32.
+"""Sums bfloat16 gradients over the replicas in bfloat16.
 
 If a model computes in bfloat16 with float32 parameters, the last operation on a
 gradient is the conversion from bfloat16 to float32. `apply_gradients` sums what
@@ -17,185 +17,73 @@ up, or the result of `jax.lax.optimization_barrier`.
 from __future__ import annotations
 
 from collections.abc import Callable
-import functools
 from typing import Any
 
+import jax
 from jax.extend import core
 import jax.numpy as jnp
 
 from flaxshard.core import jaxprs
+from flaxshard.core import narrow_gradients
 from flaxshard.replicas import context as replica_context
 
 
-def sum_before_widening(jaxpr: Any) -> Any:
+def sum_before_widening(program: Any) -> Any:
   """Returns a program that sums bfloat16 gradients before it converts them.
 
   Args:
-    jaxpr: A `Jaxpr`, or a `ClosedJaxpr`.
+    program: A `Jaxpr`, or a `ClosedJaxpr`.
 
   Returns:
     A program with the same inputs and outputs.
   """
-  narrow_outputs = functools.cache(_narrow_outputs)
-  exchange = jaxprs.rewriter(
-    lambda jaxpr, inner: _exchange_sums(jaxpr, inner, narrow_outputs)
-  )
-  return exchange(jaxpr)
+  return jaxprs.rewriter(_exchange_sums)(program)
 
 
-def _exchange_sums(
-  jaxpr: Any, exchange: Callable[..., Any], narrow_outputs: Callable[..., Any]
-) -> Any:
-  """Exchanges sums and conversions in a jaxpr.
-
-  Args:
-    jaxpr: The `Jaxpr`.
-    exchange: Does the same in a jaxpr of one of its equations.
-    narrow_outputs: `_narrow_outputs`.
-
-  Returns:
-    The new `Jaxpr`.
-  """
-  # The equation that computes a variable.
-  source: dict[Any, Any] = {}
+def _exchange_sums(program: Any, exchange: Callable[[Any], Any]) -> Any:
+  """Exchanges sums and conversions; `exchange` does so in inner programs."""
+  sources: narrow_gradients.Sources = {}
+  marks = {
+    eqn.outvars[0]: eqn.invars[0]
+    for eqn in program.eqns
+    if eqn.primitive.name == "name"
+    and eqn.params["name"] == replica_context.GRADIENTS
+  }
   eqns = []
-  for eqn in jaxpr.eqns:
+  for eqn in program.eqns:
     params = {k: jaxprs.map_inner(exchange, v) for k, v in eqn.params.items()}
-    eqn = eqn.replace(params=params)
-    gradient = _gradient_that_is_summed(eqn, source)
-    new = [] if gradient is None else _sum_narrow(eqn, gradient, source)
-    for new_eqn in new or _widen_after(eqn, narrow_outputs):
-      eqns.append(new_eqn)
-      source.update(dict.fromkeys(new_eqn.outvars, new_eqn))
-  return jaxpr.replace(eqns=eqns)
+    new = [eqn.replace(params=params)]
+    if eqn.primitive.name == "psum":
+      # Literals have no hash, but only variables have a mark.
+      found = [
+        narrow_gradients.dtype_before_cast(
+          program, marks[x], sources, loops=True
+        )
+        for x in eqn.invars
+        if isinstance(x, core.Var) and x in marks
+      ]
+      if found == [jnp.bfloat16]:
+        new = _sum_in_bfloat16(eqn)
+    eqns += new
+  return program.replace(eqns=eqns)
 
 
-def _gradient_that_is_summed(eqn: Any, source: dict[Any, Any]) -> Any:
-  """Returns the gradient that an equation sums over the replicas, or None."""
-  if eqn.primitive.name != "psum" or len(eqn.invars) != 1:
-    return None
-  mark = _source(eqn.invars[0], source)
-  if mark is None or mark.primitive.name != "name":
-    return None
-  is_gradient = mark.params["name"] == replica_context.GRADIENTS
-  return mark.invars[0] if is_gradient else None
+def _sum_in_bfloat16(eqn: Any) -> list[Any]:
+  """Returns equations that compute a sum of one array in bfloat16."""
+  (x,), (total,) = eqn.invars, eqn.outvars
+  # XLA leaves out the first conversion, together with that of the gradient.
+  narrow, narrow_total = (
+    core.Var(v.aval.update(dtype=jnp.dtype(jnp.bfloat16))) for v in (x, total)
+  )
+  return [
+    _convert(x, narrow),
+    eqn.replace(invars=[narrow], outvars=[narrow_total]),
+    _convert(narrow_total, total),
+  ]
 
 
-def _sum_narrow(eqn: Any, gradient: Any, source: dict[Any, Any]) -> list[Any]:
-  """Returns equations that sum a gradient in bfloat16.
-
-  Args:
-    eqn: The equation that sums the gradient in float32.
-    gradient: The gradient.
-    source: The equation that computes a variable.
-
-  Returns:
-    The equations, with the result of `eqn`; none if the gradient holds more
-    than bfloat16 numbers.
-  """
-  add = _source(gradient, source)
-  if add is None or add.primitive.name != "add_any":
-    terms, totals = [gradient], eqn.outvars
-  else:
-    # A parameter that is used twice, such as a tied embedding, has the sum of
-    # two gradients. Of two sums of bfloat16 XLA makes one.
-    terms = add.invars
-    totals = [core.Var(eqn.outvars[0].aval) for _ in terms]
-  eqns = []
-  for term, total in zip(terms, totals, strict=True):
-    widening = _widening(term, source)
-    if widening is None:
-      return []
-    narrow = _narrow_variable(total)
-    eqns.append(eqn.replace(invars=widening.invars, outvars=[narrow]))
-    eqns.append(_convert(widening, narrow, total))
-  if len(terms) > 1:
-    eqns.append(add.replace(invars=totals, outvars=eqn.outvars))
-  return eqns
-
-
-def _source(atom: Any, source: dict[Any, Any]) -> Any:
-  """Returns the equation that computes a value, or None."""
-  # Literals have no hash.
-  return None if isinstance(atom, core.Literal) else source.get(atom)
-
-
-def _widening(atom: Any, source: dict[Any, Any]) -> Any:
-  """Returns the equation that converts bfloat16 to `atom`, or None."""
-  eqn = _source(atom, source)
-  if (
-    eqn is None
-    or eqn.primitive.name != "convert_element_type"
-    or eqn.params["new_dtype"] != jnp.float32
-    or isinstance(eqn.invars[0], core.Literal)
-    or eqn.invars[0].aval.dtype != jnp.bfloat16
-    or eqn.invars[0].aval.sharding != atom.aval.sharding
-  ):
-    return None
-  return eqn
-
-
-def _widen_after(eqn: Any, narrow_outputs: Callable[..., Any]) -> list[Any]:
-  """Moves conversions of the results of a call or a loop behind it.
-
-  Args:
-    eqn: An equation.
-    narrow_outputs: `_narrow_outputs`.
-
-  Returns:
-    The equation, followed by the conversions.
-  """
-  name = eqn.primitive.name
-  if name not in jaxprs.CALLS and name != "scan":
-    return [eqn]
-  first = 0
-  if name == "scan":
-    # What the steps carry must keep its dtype.
-    _, carry, _ = jaxprs.split_scan(eqn.params, eqn.invars)
-    first = len(carry)
-  key = jaxprs.called_key(eqn)
-  jaxpr, widenings = narrow_outputs(eqn.params[key], first)
-  outvars, conversions = list(eqn.outvars), []
-  for i, widening in widenings.items():
-    narrow = _narrow_variable(outvars[i])
-    conversions.append(_convert(widening, narrow, outvars[i]))
-    outvars[i] = narrow
-  params = eqn.params | {key: jaxpr}
-  return [eqn.replace(params=params, outvars=outvars), *conversions]
-
-
-def _narrow_outputs(jaxpr: Any, first: int) -> tuple[Any, dict[int, Any]]:
-  """Returns a program without the conversions of its outputs to float32.
-
-  Args:
-    jaxpr: A `Jaxpr`, or a `ClosedJaxpr`.
-    first: The index of the first output that may change its dtype.
-
-  Returns:
-    The program, and the equation that converted an output, by its index.
-  """
-  widenings = {}
-
-  def narrow(jaxpr: Any) -> Any:
-    source = {x: eqn for eqn in jaxpr.eqns for x in eqn.outvars}
-    outputs = list(jaxpr.outvars)
-    for i in range(first, len(outputs)):
-      widening = _widening(outputs[i], source)
-      if widening is not None:
-        widenings[i] = widening
-        (outputs[i],) = widening.invars
-    return jaxpr.replace(outvars=outputs)
-
-  return jaxprs.map_open(narrow, jaxpr), widenings
-
-
-def _convert(widening: Any, narrow: Any, wide: Any) -> Any:
-  """Returns an equation that converts `narrow` to `wide`, like another one."""
-  # Its shape may be another one: that of the results of all steps of a loop.
-  params = widening.params | {"sharding": None}
-  return widening.replace(params=params, invars=[narrow], outvars=[wide])
-
-
-def _narrow_variable(variable: Any) -> Any:
-  """Returns a new variable: the same in bfloat16."""
-  return core.Var(variable.aval.update(dtype=jnp.dtype(jnp.bfloat16)))
+def _convert(x: Any, result: Any) -> Any:
+  """Returns an equation that converts one variable to another one."""
+  convert = lambda x: x.astype(result.aval.dtype)
+  (eqn,) = jax.make_jaxpr(convert)(jnp.zeros((), x.aval.dtype)).eqns
+  return eqn.replace(invars=[x], outvars=[result])

@@ -19,13 +19,12 @@ from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
-from flaxshard.replicas import logical_shards
 from flaxshard.replicas.values import Replicated
 from flaxshard.strategy import arguments
-from flaxshard.strategy import mesh_types
 from flaxshard.strategy import mistakes
 from flaxshard.strategy import narrow_sums
-from flaxshard.strategy import replication
+from flaxshard.strategy import open_constraints
+from flaxshard.strategy import same_state
 from flaxshard.strategy.arguments import Leaf
 from flaxshard.wrappers import stack
 
@@ -57,28 +56,26 @@ class ReplicaProgram:
 
   mesh: jax.sharding.Mesh
   treedef: Any
-  leaves: tuple[Leaf, ...]
-  shardings: tuple[NamedSharding, ...]
+  leaves: Sequence[Leaf]
+  shardings: Sequence[NamedSharding]
   get_function: Callable[[], Callable[..., PyTree]]
   batches: list[str]
   warnings: dict[str, str] = dataclasses.field(default_factory=dict)
 
   def run(self, *arrays: jax.Array) -> PyTree:
     """Returns what the function returns, on all replicas; it is jitted."""
-    is_shared = [leaf.kind == arguments.SHARED for leaf in self.leaves]
-    in_specs = tuple(
-      P() if shared else _replica_spec(x.spec)
-      for x, shared in zip(self.shardings, is_shared, strict=True)
-    )
-    # jax.shard_map gathers what is stored split over the replicas, but only
-    # where the axes are Auto.
-    arrays = tuple(
-      _gather(x, sharding) if shared else x
-      for x, sharding, shared in zip(
-        arrays, self.shardings, is_shared, strict=True
-      )
-    )
-    returned: list[PyTree] = []
+    in_specs, parts = [], []
+    for x, leaf, sharding in zip(
+      arrays, self.leaves, self.shardings, strict=True
+    ):
+      shared = leaf.kind == arguments.SHARED
+      in_specs.append(P() if shared else specs_lib.replica_part(sharding.spec))
+      if shared and mesh_lib.REPLICA in specs_lib.axes_in(sharding.spec):
+        # jax.shard_map gathers what is stored split over the replicas, but only
+        # where the axes are Auto.
+        spec = specs_lib.logical_part(sharding.spec)
+        x = mesh_lib.constrain(x, NamedSharding(self.mesh, spec))
+      parts.append(x)
     # Two states may have the same structure: the shapes tell them apart.
     shapes = map(compile_only.abstract_array, arrays, self.shardings)
     states = arguments.states_of(self.treedef.unflatten(shapes))
@@ -86,27 +83,26 @@ class ReplicaProgram:
       self.mesh.shape[mesh_lib.REPLICA],
       params=tuple(state.params for state in states),
     )
+    returned: list[Any] = []
 
     def body(*arrays: jax.Array) -> tuple[list[Any], list[Any]]:
-      args, kwargs = arguments.to_local(
-        jax.tree.unflatten(self.treedef, arrays)
-      )
+      args, kwargs = arguments.to_local(self.treedef.unflatten(arrays))
       with replica_context.activate(context):
         out = _call(self.get_function(), args, kwargs)
       trees.check_arrays("run: what fn returned", out)
       out = arguments.to_global(out)
-      leaves, kinds = jax.tree.leaves(out), arguments.leaves_of(out)
+      kinds = arguments.leaves_of(out)
       returned[:] = jax.tree.structure(out), kinds
       # Results that all replicas share have one spec, the others another.
-      parts: tuple[list[Any], list[Any]] = ([], [])
-      for x, leaf in zip(leaves, kinds, strict=True):
-        parts[leaf.kind == arguments.OWN].append(x)
-      return parts
+      shared, own = [], []
+      for x, leaf in zip(jax.tree.leaves(out), kinds, strict=True):
+        (own if leaf.kind == arguments.OWN else shared).append(x)
+      return shared, own
 
     mapped = jax.shard_map(
       body,
       mesh=self.mesh,
-      in_specs=in_specs,
+      in_specs=tuple(in_specs),
       out_specs=(P(), P(mesh_lib.REPLICA)),
       axis_names={mesh_lib.REPLICA},
       # With check_vma=True, jax.grad would sum the gradients of replicated
@@ -114,7 +110,7 @@ class ReplicaProgram:
       check_vma=False,
     )
     # Traced once, for the check and for the call.
-    program = jax.jit(mapped, inline=True).trace(*arrays).jaxpr
+    program = jax.jit(mapped, inline=True).trace(*parts).jaxpr
     treedef, kinds = returned
     order = sorted(
       range(len(kinds)), key=lambda i: kinds[i].kind == arguments.OWN
@@ -123,15 +119,11 @@ class ReplicaProgram:
     # On CPU bfloat16 is summed in float32.
     if self.mesh.devices.flat[0].platform != "cpu":
       program = narrow_sums.sum_before_widening(program)
-    types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-    del types[mesh_lib.REPLICA]
     # Types of Explicit axes say how values are split.
-    if set(types.values()) == {jax.sharding.AxisType.Auto}:
-      program = mesh_types.forget_mesh(program)
-    results = dict(zip(order, core.jaxpr_as_fun(program)(*arrays), strict=True))
-    return self._place(
-      treedef.unflatten(results[i] for i in range(len(results)))
-    )
+    if set(self.mesh.axis_types[1:]) == {jax.sharding.AxisType.Auto}:
+      program = open_constraints.forget_mesh(program)
+    results = dict(zip(order, core.jaxpr_as_fun(program)(*parts), strict=True))
+    return self._place(treedef.unflatten(results[i] for i in sorted(results)))
 
   def _check(
     self, program: Any, in_specs: Sequence[P], results: Sequence[Leaf]
@@ -140,7 +132,7 @@ class ReplicaProgram:
     count = self.mesh.shape[mesh_lib.REPLICA]
     if count == 1:
       return
-    check = replication.ReplicationCheck(count)
+    check = same_state.SameStateCheck(count)
     # All replicas are one group, unless wrappers keep groups of them apart.
     same = {
       wrappers: check.within(stack.replica_groups(wrappers or (), count))
@@ -187,20 +179,6 @@ class ReplicaProgram:
       )
 
     return jax.tree.map(place, results, is_leaf=arguments.is_node)
-
-
-def _replica_spec(spec: P) -> P:
-  """Returns what a PartitionSpec says of the replicas."""
-  dims = map(specs_lib.axes_of, spec)
-  return P(*(mesh_lib.REPLICA if mesh_lib.REPLICA in d else None for d in dims))
-
-
-def _gather(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-  """Gathers an array over the replicas, if it is split over them."""
-  if mesh_lib.REPLICA not in specs_lib.axes_in(sharding.spec):
-    return x
-  spec = logical_shards.logical_spec(sharding.spec)
-  return mesh_lib.constrain(x, NamedSharding(sharding.mesh, spec))
 
 
 def _call(fn: Callable[..., PyTree], args: Any, kwargs: Any) -> PyTree:

@@ -16,8 +16,8 @@ from flaxshard.partitioning.topology import Topology
 from flaxshard.replicas import operations
 from flaxshard.replicas.operations import ValueContext
 from flaxshard.state import describe
-from flaxshard.strategy import run as run_lib
-from flaxshard.strategy import run_steps as run_steps_lib
+from flaxshard.strategy import calls
+from flaxshard.strategy import steps_loop
 
 PyTree = Any
 
@@ -207,7 +207,7 @@ class Strategy:
     if isinstance(donate_argnums, int):
       donate_argnums = (donate_argnums,)
     program = self._program(fn, tuple(donate_argnums))
-    return run_lib.CompiledFunction(fn, program)
+    return calls.CompiledFunction(fn, program)
 
   def run_steps(
     self,
@@ -279,9 +279,9 @@ class Strategy:
     Raises:
       ValueError: `reduce` is no reduction.
     """
-    loop = run_steps_lib.Loop.create(reduce)
+    loop = steps_loop.Loop.create(reduce)
     program = self._program(step_fn, (0,) if donate_state else (), loop)
-    return run_lib.CompiledFunction(step_fn, program, steps=True)
+    return calls.CompiledFunction(step_fn, program, steps=True)
 
   def reduce(
     self, reduce_op: str, value: PyTree, axis: int | None = None
@@ -563,11 +563,11 @@ class Strategy:
     self,
     fn: Callable[..., PyTree],
     donate_argnums: tuple[int, ...] = (),
-    transform: run_steps_lib.Loop | None = None,
-  ) -> run_lib.Program:
+    transform: steps_loop.Loop | None = None,
+  ) -> calls.Program:
     """Returns the compiled programs of a function."""
     return _programs.get(fn, self.mesh, donate_argnums, self.waits, transform)
 
 
 # One cache for all strategies: equal meshes share what is compiled.
-_programs = run_lib.FunctionCache()
+_programs = calls.FunctionCache()

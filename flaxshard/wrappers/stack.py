@@ -207,7 +207,7 @@ def add_replica_axis(
   wrappers: Wrappers, states: States, num_replicas: int = 1
 ) -> dict[str, PyTree]:
   """Adds a leading replica axis to the per-replica leaves, by broadcasting."""
-  return _map_per_replica(
+  return map_per_replica(
     lambda path, x: jnp.broadcast_to(x, (num_replicas, *x.shape)),
     wrappers,
     states,
@@ -229,7 +229,7 @@ def drop_replica_axis(wrappers: Wrappers, states: States) -> dict[str, PyTree]:
       )
     return x[0]
 
-  return _map_per_replica(take_only_row, wrappers, states)
+  return map_per_replica(take_only_row, wrappers, states)
 
 
 def local_states(wrappers: Wrappers, states: States) -> dict[str, PyTree]:
@@ -244,7 +244,7 @@ def local_states(wrappers: Wrappers, states: States) -> dict[str, PyTree]:
   return drop_replica_axis(wrappers, states)
 
 
-def _map_per_replica(
+def map_per_replica(
   fn: Callable[[str, jax.Array], jax.Array], wrappers: Wrappers, states: States
 ) -> dict[str, PyTree]:
   """Applies `fn(path, leaf)` to the per-replica leaves of states."""

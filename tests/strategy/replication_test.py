@@ -16,7 +16,7 @@ from regression import sharded
 
 import flaxshard as fs
 from flaxshard.replicas import context
-from flaxshard.strategy.replication import ReplicationCheck
+from flaxshard.strategy.same_state import SameStateCheck
 
 P = jax.sharding.PartitionSpec
 
@@ -40,7 +40,7 @@ def propagate(fn):
     check_vma=False,
   )
   jaxpr = jax.make_jaxpr(sharded)(jnp.ones(4), jnp.ones(16))
-  check = ReplicationCheck(4)
+  check = SameStateCheck(4)
   return check.run(jaxpr, [check.constant, check.own])
 
 
@@ -318,7 +318,7 @@ def test_groups_are_the_same_within_groups_only():
   # In another order a sum may round differently.
   other_order = lambda x, y: grouped(two(x, y), [[0, 1], [2, 3]])
   assert classes(other_order) == (0, 0, 1, 1)
-  check, (found,) = ReplicationCheck(4), propagate(two)
+  check, (found,) = SameStateCheck(4), propagate(two)
   check.check_results([(PATH, found, check.within([[0, 3], [1, 2]]))])
   with pytest.raises(ValueError, match=r"w \(psum over axis_index_groups\)"):
     check.check_results([(PATH, found, check.constant)])

@@ -15,7 +15,7 @@ from regression import X
 from regression import Y
 
 import flaxshard as fs
-from flaxshard.strategy import run_steps as run_steps_lib
+from flaxshard.strategy import steps_loop
 
 P = jax.sharding.PartitionSpec
 
@@ -152,7 +152,7 @@ def test_donated_state_is_deleted(batches):
 def test_steps_are_one_compiled_program(batches):
   step = lambda state, batch: state.minimize(loss_fn, batch)
   state = create(STRATEGY)
-  stacked = run_steps_lib.stack(batches)
+  stacked = steps_loop.stack(batches)
   with compilations.count() as compiled:
     STRATEGY.run_steps(step, state, stacked, reduce="mean")
   assert compiled.total == 1

@@ -27,15 +27,6 @@ class WideMLP(nn.Module):
     return nn.Dense(WIDTH)(nn.relu(nn.Dense(WIDTH)(x)))
 
 
-class TiedMLP(nn.Module):
-  """One layer, applied twice: its gradient is a sum of two."""
-
-  @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
-    layer = nn.Dense(WIDTH, dtype=jnp.bfloat16)
-    return layer(nn.relu(layer(x)))
-
-
 def _create(
   strategy: fs.Strategy, model: nn.Module, wrappers: Sequence[Any] = ()
 ) -> tuple[Any, Any]:
@@ -71,15 +62,6 @@ def test_run_moves_the_bytes_of_the_global_view(topology: str) -> None:
   assert _bytes_accessed(program) <= 1.02 * _bytes_accessed(reference)
   (found,) = tpu_programs.collectives(program, strategy)
   assert (found.dtype, found.operand_bytes) == ("bf16", 2 * PARAMS)
-
-
-def test_gradients_of_tied_parameters_are_reduced_in_bfloat16() -> None:
-  strategy = tpu_programs.strategy_of("v6e:2x2")
-  args = _create(strategy, TiedMLP())
-  program = _compile(strategy, tpu_programs.train_step, args, "run")
-  (found,) = tpu_programs.collectives(program, strategy)
-  assert found.dtype == "bf16"
-  assert found.operand_bytes == 2 * 2 * (WIDTH * WIDTH + WIDTH)
 
 
 @pytest.mark.parametrize("topology", ["v5p:2x2x2", "v6e:2x4"])

@@ -20,7 +20,7 @@ from flaxshard.core import checks
 from flaxshard.partitioning import compile_only
 from flaxshard.strategy import arguments
 from flaxshard.strategy import mistakes
-from flaxshard.strategy import run_steps
+from flaxshard.strategy import steps_loop
 from flaxshard.strategy.arguments import Leaf
 from flaxshard.strategy.program import ReplicaProgram
 
@@ -32,32 +32,20 @@ Function = Callable[..., PyTree]
 _called: contextvars.ContextVar[Function] = contextvars.ContextVar("called")
 
 
-class _Compiled(NamedTuple):
-  """A program in compiled form.
-
-  Attributes:
-    jitted: The jitted program.
-    warnings: The warnings that were found when it was traced, by kind.
-  """
-
-  jitted: Any
-  warnings: dict[str, str]
-
-
 class _LastCall(NamedTuple):
   """The last call with arguments of one structure.
 
   Attributes:
-    compiled: The compiled program.
+    program: The program.
+    jitted: The jitted program.
     shardings: The shardings that the leaves had; None for what is no JAX array.
-    stay: The indices of the leaves that were on the mesh already.
-    move: The other leaves by index.
+    move: What each leaf is, or None if it was on the mesh already.
   """
 
-  compiled: _Compiled
+  program: ReplicaProgram
+  jitted: Any
   shardings: list[Any]
-  stay: list[int]
-  move: dict[int, Leaf]
+  move: list[Leaf | None]
 
 
 class Program:
@@ -82,121 +70,122 @@ class Program:
     self._donate_argnums = donate_argnums
     self._wait = wait
     self._transform = transform
-    self._leaves: dict[Any, tuple[Leaf, ...]] = {}
-    self._compiled: dict[Any, _Compiled] = {}
+    self._compiled: dict[Any, tuple[ReplicaProgram, Any]] = {}
     self._warned: set[str] = set()
     self._last_calls: dict[Any, _LastCall] = {}
 
   def call(self, fn: Function, args: Any, kwargs: Any) -> PyTree:
     """Calls `fn(*args, **kwargs)` on each replica; see `Strategy.run`."""
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    shardings = [getattr(x, "sharding", None) for x in leaves]
+    values, treedef = jax.tree.flatten((args, kwargs))
+    shardings = [getattr(x, "sharding", None) for x in values]
     # In a training loop the shardings are the same objects in each step. Their
     # comparison is then the only work for each leaf.
     last = self._last_calls.get(treedef)
     if (
       last is None
-      # A donated array keeps its sharding, and JAX 0.10.2 crashes on it.
       or last.shardings != shardings
-      or any([leaves[i].is_deleted() for i in last.stay])
+      # A donated array keeps its sharding, and JAX 0.10.2 crashes on it.
+      or any(
+        [
+          x.is_deleted()
+          for x, leaf in zip(values, last.move, strict=True)
+          if leaf is None
+        ]
+      )
     ):
       compile_only.check_can_run("run", self._mesh)
-      compiled, leaves = self._prepare(args, kwargs)
+      leaves, placed, program, jitted = self._prepare(args, kwargs)
       # An array that had to be moved will be moved in the next call too.
-      move = {
-        i: leaf
-        for i, leaf in enumerate(self._leaves[treedef])
-        if leaves[i].sharding != shardings[i]
-      }
-      stay = [i for i in range(len(leaves)) if i not in move]
-      last = _LastCall(compiled, shardings, stay, move)
+      move = [
+        None if x.sharding == sharding else leaf
+        for x, sharding, leaf in zip(placed, shardings, leaves, strict=True)
+      ]
+      last = _LastCall(program, jitted, shardings, move)
     else:
-      for i, leaf in last.move.items():
-        leaves[i] = arguments.place(self._mesh, leaves[i], leaf)
-    out = self._with_function(fn, last.compiled.jitted, leaves)
-    if last.compiled.warnings:
-      self._warn(last.compiled)
+      placed = [
+        x if leaf is None else arguments.place(self._mesh, x, leaf)
+        for x, leaf in zip(values, last.move, strict=True)
+      ]
+    out = self._run(last.jitted, fn, placed)
+    self._warn(last.program)
     # Only now: a call that raised must sort its arguments again.
     self._last_calls[treedef] = last
     return jax.block_until_ready(out) if self._wait else out
 
   def trace(self, fn: Function, args: Any, kwargs: Any) -> jax.stages.Traced:
     """Traces the program for arguments, which may be ShapeDtypeStructs."""
-    compiled, leaves = self._prepare(args, kwargs)
-    traced = self._with_function(fn, compiled.jitted.trace, leaves)
-    self._warn(compiled)
+    _, placed, program, jitted = self._prepare(args, kwargs)
+    traced = self._run(jitted.trace, fn, placed)
+    self._warn(program)
     return traced
 
-  def _with_function(
-    self, fn: Function, program: Callable[..., Any], leaves: list[Any]
-  ) -> Any:
-    """Calls a program, which runs `fn` if JAX traces it."""
+  def _run(self, run: Callable[..., Any], fn: Function, values: Any) -> Any:
+    """Returns `run(*values)`, which runs `fn` if JAX traces it."""
     token = _called.set(fn)
     try:
-      return program(*leaves)
+      return run(*values)
     finally:
       _called.reset(token)
 
-  def _warn(self, compiled: _Compiled) -> None:
+  def _warn(self, program: ReplicaProgram) -> None:
     """Gives the warnings of a program, each kind once for each function."""
-    for kind, message in compiled.warnings.items():
+    while program.warnings:
+      kind, message = program.warnings.popitem()
       if kind not in self._warned:
         self._warned.add(kind)
         checks.warn(message)
-    compiled.warnings.clear()
 
-  def _prepare(self, args: Any, kwargs: Any) -> tuple[_Compiled, list[Any]]:
-    """Returns the program for some arguments, and their leaves on the mesh."""
+  def _prepare(
+    self, args: Any, kwargs: Any
+  ) -> tuple[Sequence[Leaf], list[Any], ReplicaProgram, Any]:
+    """Returns what the leaves of arguments are, and these on the mesh.
+
+    Returns:
+      What each leaf is, the leaves on the mesh, the program for arguments like
+      these, and the jitted program.
+    """
     # Only a call shows how many arguments there are.
     if any(not 0 <= i < len(args) for i in self._donate_argnums):
       raise ValueError(
         f"donate_argnums={tuple(self._donate_argnums)} must be positions of "
         f"arguments, of which there are {len(args)}."
       )
+    arguments.refuse_modules((args, kwargs))
     values, treedef = jax.tree.flatten((args, kwargs))
-    if treedef not in self._leaves:
-      arguments.refuse_modules((args, kwargs))
-      self._leaves[treedef] = arguments.leaves_of((args, kwargs))
-    leaves = self._leaves[treedef]
+    leaves = arguments.leaves_of((args, kwargs))
     placed = [
       arguments.place(self._mesh, x, leaf)
       for x, leaf in zip(values, leaves, strict=True)
     ]
     shardings = tuple(x.sharding for x in placed)
-    if (treedef, shardings) not in self._compiled:
-      self._compiled[treedef, shardings] = self._jit(values, treedef, shardings)
-    return self._compiled[treedef, shardings], placed
+    key = treedef, shardings
+    if key not in self._compiled:
+      arguments.check_states(treedef.unflatten(shardings), self._mesh)
+      program = ReplicaProgram(
+        self._mesh,
+        treedef,
+        leaves,
+        shardings,
+        self._function,
+        # A loop over batches puts the steps first.
+        mistakes.whole_batches(
+          values, leaves, shardings, 0 if self._transform is None else 1
+        ),
+      )
+      # JAX sees the leaves as arguments, not the trees.
+      donated = [
+        i
+        for i, leaf in enumerate(leaves)
+        if leaf.path[0].idx == 0 and leaf.path[1].idx in self._donate_argnums
+      ]
+      jitted = jax.jit(program.run, donate_argnums=donated)
+      self._compiled[key] = program, jitted
+    return leaves, placed, *self._compiled[key]
 
-  def _jit(
-    self, values: Sequence[Any], treedef: Any, shardings: tuple[Any, ...]
-  ) -> _Compiled:
-    """Returns the jitted program for one structure and sharding."""
-    arguments.check_states(treedef.unflatten(shardings), self._mesh)
-    leaves, transform = self._leaves[treedef], self._transform
-
-    def get_function() -> Function:
-      fn = _called.get()
-      return fn if transform is None else transform(fn)
-
-    program = ReplicaProgram(
-      self._mesh,
-      treedef,
-      leaves,
-      shardings,
-      get_function,
-      # A loop over batches puts the steps first.
-      mistakes.whole_batches(
-        values, leaves, shardings, 0 if transform is None else 1
-      ),
-    )
-    # JAX sees the leaves as arguments, not the trees.
-    donated = [
-      i
-      for i, leaf in enumerate(leaves)
-      if leaf.path[0].idx == 0 and leaf.path[1].idx in self._donate_argnums
-    ]
-    jitted = jax.jit(program.run, donate_argnums=donated)
-    return _Compiled(jitted, program.warnings)
+  def _function(self) -> Function:
+    """Returns the function to trace."""
+    fn = _called.get()
+    return fn if self._transform is None else self._transform(fn)
 
 
 class FunctionCache:
@@ -266,4 +255,4 @@ def _as_given(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
 
 
 def _stack_batches(state: PyTree, batches: PyTree) -> tuple[Any, Any]:
-  return (state, run_steps.stack(batches)), {}
+  return (state, steps_loop.stack(batches)), {}

@@ -77,7 +77,7 @@ class Replication(NamedTuple):
     return not any(self.classes)
 
 
-class ReplicationCheck(jaxprs.Forward[Replication]):
+class SameStateCheck(jaxprs.Forward[Replication]):
   """Follows which replicas hold the same values through programs.
 
   Attributes:

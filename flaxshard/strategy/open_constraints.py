@@ -31,11 +31,11 @@ _INLINED = jaxprs.CALLS | jaxprs.CUSTOM_CALLS | {"scan", "while", "cond"}
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
-def forget_mesh(jaxpr: Any) -> Any:
+def forget_mesh(program: Any) -> Any:
   """Returns a program without open sharding constraints in `jax.shard_map`.
 
   Args:
-    jaxpr: A `ClosedJaxpr`. Of its equations, the body of each `jax.shard_map`
+    program: A `ClosedJaxpr`. Of its equations, the body of each `jax.shard_map`
       becomes one call of a `jax.jit`, whose values have types without a mesh.
       The body must have no axes of type `Explicit`.
 
@@ -45,55 +45,64 @@ def forget_mesh(jaxpr: Any) -> Any:
   """
   convert = jaxprs.rewriter(_without_mesh)
 
-  def convert_bodies(jaxpr: Any) -> Any:
+  def convert_bodies(opened: Any) -> Any:
     eqns = []
-    for eqn in jaxpr.eqns:
+    for eqn in opened.eqns:
       if eqn.primitive.name == "shard_map":
         body = eqn.params["jaxpr"]
         body = _call(body, convert(body))
         eqn = eqn.replace(params=eqn.params | {"jaxpr": body})
       eqns.append(eqn)
-    return jaxpr.replace(eqns=eqns)
+    return opened.replace(eqns=eqns)
 
-  return jaxprs.map_open(convert_bodies, jaxpr)
+  return jaxprs.map_open(convert_bodies, program)
 
 
-def _call(jaxpr: Any, without_mesh: Any) -> Any:
-  """Returns a jaxpr like `jaxpr`, that calls one whose types have no mesh.
+def _call(body: Any, without_mesh: Any) -> Any:
+  """Returns a `Jaxpr` like `body`, that calls one whose types have no mesh.
 
-  The inner jaxpr is not traced again when the outer one is evaluated: JAX would
+  The inner one is not traced again when the outer one is evaluated: JAX would
   put the mesh back into the types.
   """
   # An equation of `jax.jit`, with as many inputs and outputs.
-  template = jax.make_jaxpr(
-    jax.jit(lambda *_: [jax.numpy.zeros(()) for _ in jaxpr.outvars])
-  )(*[0.0] * len(jaxpr.invars))
-  (eqn,) = template.eqns
-  outvars = [core.Var(atom.aval) for atom in jaxpr.outvars]
+  function = jax.jit(lambda *_: [jax.numpy.zeros(())] * len(body.outvars))
+  (eqn,) = jax.make_jaxpr(function)(*[0.0] * len(body.invars)).eqns
+  outvars = [core.Var(atom.aval) for atom in body.outvars]
   closed = core.ClosedJaxpr(without_mesh, ())
   eqn = eqn.replace(
-    invars=list(jaxpr.invars),
+    invars=list(body.invars),
     outvars=outvars,
     params=eqn.params | {"jaxpr": closed, "name": "replica"},
-    effects=jaxpr.effects,
+    effects=body.effects,
   )
-  return jaxpr.replace(eqns=[eqn], outvars=outvars)
+  return body.replace(eqns=[eqn], outvars=outvars)
 
 
-def _without_mesh(jaxpr: Any, inner: Callable[[Any], Any]) -> Any:
+def _without_mesh(program: Any, inner: Callable[[Any], Any]) -> Any:
   """Returns a `Jaxpr` whose values have types without a mesh.
 
   Args:
-    jaxpr: The `Jaxpr`.
-    inner: Does the same in a jaxpr of one of its equations.
+    program: The `Jaxpr`.
+    inner: Does the same in a program of one of its equations.
   """
   new_variables: dict[Any, Any] = {}
 
+  def convert_atom(atom: Any) -> Any:
+    # Mutable arrays and tokens are of other types.
+    if type(atom.aval) is not jax.core.ShapedArray:
+      return atom
+    spec = jax.sharding.PartitionSpec(*[None] * atom.aval.ndim)
+    sharding = jax.sharding.NamedSharding(_NO_MESH, spec)
+    aval = atom.aval.update(sharding=sharding)
+    if isinstance(atom, core.Literal):
+      return core.Literal(atom.val, aval)
+    return new_variables.setdefault(atom, core.Var(aval))
+
   def convert(atoms: Sequence[Any]) -> list[Any]:
-    return [_convert_atom(atom, new_variables) for atom in atoms]
+    return list(map(convert_atom, atoms))
 
   eqns = []
-  for eqn in jaxpr.eqns:
+  for eqn in program.eqns:
     params = eqn.params
     if eqn.primitive.name in _INLINED:
       params = {k: jaxprs.map_inner(inner, v) for k, v in params.items()}
@@ -102,26 +111,9 @@ def _without_mesh(jaxpr: Any, inner: Callable[[Any], Any]) -> Any:
         invars=convert(eqn.invars), outvars=convert(eqn.outvars), params=params
       )
     )
-  return jaxpr.replace(
-    constvars=convert(jaxpr.constvars),
-    invars=convert(jaxpr.invars),
-    outvars=convert(jaxpr.outvars),
+  return program.replace(
+    constvars=convert(program.constvars),
+    invars=convert(program.invars),
+    outvars=convert(program.outvars),
     eqns=eqns,
   )
-
-
-def _convert_atom(atom: Any, new_variables: dict[Any, Any]) -> Any:
-  """Returns a variable or literal with a type that has no mesh."""
-  aval = atom.aval
-  # Mutable arrays and tokens are of other types.
-  if type(aval) is not jax.core.ShapedArray:
-    return atom
-  sharding = jax.sharding.NamedSharding(
-    _NO_MESH, jax.sharding.PartitionSpec(*[None] * aval.ndim)
-  )
-  aval = aval.update(sharding=sharding)
-  if isinstance(atom, core.Literal):
-    return core.Literal(atom.val, aval)
-  if atom not in new_variables:
-    new_variables[atom] = core.Var(aval)
-  return new_variables[atom]

@@ -1,0 +1,210 @@
+"""What `Strategy.run` rewrites in a traced program, and that values stay."""
+
+import re
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tpu_programs
+
+import flaxshard as fs
+from flaxshard.replicas import context as replica_context
+from flaxshard.strategy import narrow_sums
+
+P = jax.sharding.PartitionSpec
+PARAMS = np.arange(8.0, dtype=np.float32).reshape(2, 4)
+X = np.arange(6.0, dtype=np.float32).reshape(2, 3, 1)
+
+
+# -- Gradients are summed in bfloat16, if the model computed them so.
+
+
+def loss(params, x):
+  """Computes in bfloat16, with exact results."""
+  return (x.astype(jnp.bfloat16) * params.astype(jnp.bfloat16)).sum()
+
+
+def loss_of_loop(params, x, dtype=jnp.bfloat16):
+  """Adds up the rows of the parameters in a loop."""
+
+  def add(total, row):
+    return total + (x.astype(dtype) * row.astype(dtype)).sum(), None
+
+  return jax.lax.scan(add, jnp.zeros((), dtype), params)[0]
+
+
+def mean_gradient(
+  loss_fn, mark=replica_context.GRADIENTS, change=lambda grad: grad
+):
+  def fn(params, x):
+    grad = change(jax.grad(loss_fn)(params, x))
+    return jax.lax.pmean(checkpoint_name(grad, mark), "replica")
+
+  return fn
+
+
+def step_in_loop(params, x):
+  def step(params, _):
+    return params - mean_gradient(loss)(params, x), None
+
+  return jax.lax.scan(step, params, length=2)[0]
+
+
+def summed_dtypes(fn, rewrite=narrow_sums.sum_before_widening):
+  """Returns the dtypes that `fn` sums in, and its results on two replicas."""
+  traced = jax.make_jaxpr(fn, axis_env=[("replica", 2)])(PARAMS[0], X[0])
+  program = rewrite(traced)
+  sums = re.findall(r":(\w+)\[\d*\] = psum", str(program))
+  run = jax.vmap(
+    core.jaxpr_as_fun(program), axis_name="replica", in_axes=(None, 0)
+  )
+  return sums, run(PARAMS[0], X)
+
+
+@pytest.mark.parametrize(
+  "fn",
+  [
+    mean_gradient(loss),
+    mean_gradient(jax.jit(loss)),
+    mean_gradient(jax.checkpoint(loss)),
+    mean_gradient(loss_of_loop),
+    jax.jit(mean_gradient(loss)),
+    step_in_loop,
+  ],
+  ids=["plain", "jit", "remat", "scan", "sum in jit", "sum in scan"],
+)
+def test_bfloat16_gradients_are_summed_in_bfloat16(fn):
+  before, wanted = summed_dtypes(fn, lambda program: program)
+  after, out = summed_dtypes(fn)
+  assert (before, after) == (["f32"], ["bf16"])
+  assert out[0].dtype == np.float32
+  np.testing.assert_array_equal(out[0], wanted[0])
+
+
+def test_other_sums_stay():
+  def scaled(params, x):
+    return loss(params, x).astype(jnp.float32) * params.sum()
+
+  def carry(grad):
+    # What a loop carries keeps its dtype.
+    round_number = lambda x, _: (x.astype(jnp.bfloat16).astype(x.dtype), None)
+    return jax.lax.scan(round_number, grad, length=2)[0]
+
+  for fn in (
+    mean_gradient(loss, mark="of the user"),
+    mean_gradient(loss, change=carry),
+    mean_gradient(
+      loss, change=lambda g: g.astype(jnp.bfloat16).astype(jnp.float16)
+    ),
+    # Not a conversion: a sum of float32.
+    mean_gradient(scaled),
+    # The user asks for float32.
+    mean_gradient(loss, change=jax.lax.optimization_barrier),
+    mean_gradient(lambda p, x: (x * p).sum()),
+    # float16 has fewer exponents: its sum may overflow.
+    mean_gradient(lambda p, x: loss_of_loop(p, x, jnp.float16)),
+  ):
+    before, _ = summed_dtypes(fn, lambda program: program)
+    after, _ = summed_dtypes(fn)
+    assert after == before != ["bf16"]
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_run_on_tpu_sums_bfloat16_gradients_alone_in_bfloat16(dtype):
+  strategy = tpu_programs.strategy_of("v5e:2x2")
+  args = tpu_programs.create(strategy, dtype=jnp.dtype(dtype))
+  text = strategy.jit(tpu_programs.train_step).lower(*args).as_text()
+  sums = re.findall(r"stablehlo.all_reduce.*?-> tensor<(\S+)>", text, re.S)
+  kind = "bf16" if dtype == "bfloat16" else "f32"
+  assert sorted(sums) == [f"256x256x{kind}"] * 2 + [f"256x{kind}"] * 2
+
+
+# -- No open sharding constraints, in replicas of several logical devices.
+
+
+@jax.custom_vjp
+def double(x):
+  return 2 * x
+
+
+double.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
+
+
+def compute(x, key):
+  """Computes with each kind of inner program that XLA runs as plain code."""
+
+  def step(carry, row):
+    carry = jax.lax.cond(
+      row[0] > 0, lambda c: c + row, lambda c: c - row, carry
+    )
+    return carry, jnp.sum(carry)
+
+  def loss(x):
+    last, sums = jax.lax.scan(step, jnp.zeros(x.shape[1:]), double(x))
+    return jnp.sum(last**2) + jnp.sum(jax.nn.relu(sums))
+
+  grads = jax.grad(jax.checkpoint(loss))(x)
+  halved = jax.lax.while_loop(
+    lambda v: jnp.max(v) > 1, lambda v: v * 0.5, jnp.abs(grads)
+  )
+  ref = jax.new_ref(halved)
+  ref[...] = ref[...] + jax.random.normal(key, halved.shape)
+  return jax.lax.psum(ref[...], "replica"), jax.random.split(key)
+
+
+def split_strategy():
+  return fs.Strategy(
+    devices=jax.devices()[:4], mesh_shape={"replica": 2, "model": 2}
+  )
+
+
+@pytest.mark.slow
+def test_programs_compute_the_same_on_split_replicas():
+  x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+  results = []
+  for strategy in (split_strategy(), fs.Strategy(devices=jax.devices()[:2])):
+    spec = P("replica", *strategy.mesh.axis_names[1:])
+    batch = strategy.shard_batch(x, spec=spec)
+    results.append(strategy.run(compute, args=(batch, jax.random.key(0))))
+  (split, split_keys), (whole, whole_keys) = results
+  np.testing.assert_allclose(split[0], whole[0], rtol=1e-6)
+  np.testing.assert_array_equal(
+    *(jax.random.key_data(keys[1]) for keys in (split_keys, whole_keys))
+  )
+
+
+def test_only_the_constraints_of_the_program_are_lowered():
+  strategy = split_strategy()
+
+  def step(x):
+    x = jax.lax.with_sharding_constraint(x + 1, P(None, "model"))
+    y = strategy.split_to_logical_devices(jax.nn.relu(x) * 3, [1, 2])
+    return jax.lax.cond(y[0, 0] > 0, lambda v: v * 2, lambda v: v + 1, y)
+
+  batch = strategy.shard_batch(np.ones((8, 4), np.float32))
+  text = strategy.jit(step).lower(batch).as_text()
+  values = [
+    line
+    for line in text[text.index("func.func private") :].splitlines()
+    if "sharding_constraint" in line and "xf32" in line
+  ]
+  assert len(values) == 2
+  assert all('[{}, {"model"}]' in line for line in values)
+
+
+def test_a_jitted_function_that_is_called_twice_is_lowered_once():
+  strategy = split_strategy()
+
+  @jax.jit
+  def layer(x):
+    return jnp.tanh(x @ x)
+
+  batch = strategy.shard_batch(np.ones((8, 4, 4), np.float32))
+  lowered = strategy.jit(lambda x: layer(layer(x))).lower(batch)
+  text = lowered.as_text()
+  assert text.count("func.func private @layer") == 1
+  assert text.count("call @layer") == 2
