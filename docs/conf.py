@@ -56,6 +56,7 @@ repository_pages = {
   "benchmarks": "benchmarks/README.md",
   "changelog": "CHANGELOG.md",
   "contributing": "CONTRIBUTING.md",
+  "index": "README.md",
 }
 # Folders of docs/ with copies of notebooks, see _ext/notebooks.py.
 repository_folders = {"tutorials": "colab"}

@@ -34,6 +34,7 @@ ELSEWHERE = (
     r"^(python3 -m venv \.venv$|\.venv/bin/(ruff|python -m (pytest|sphinx)) )",
     ".ci/run",
   ),
+  ("bash", r"^git clone ", "none: the tests need no network"),
   ("bash", r"^python docs/pictures/", "tests/docs/pictures_test.py"),
   ("bash", r"^(\S*/)?(pip|python3? -m pip) install ", "pyproject.toml"),
   ("bash", r"--local_processes=", "tests/processes/local_test.py"),

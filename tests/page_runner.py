@@ -52,13 +52,13 @@ def _problem(
       ):
         return f"no rule for {command!r}: see tests/page_commands.py"
     return ""
-  if block.kind == "python" or page_commands.covered_by(block.kind, block.text):
+  if block.kind in ("python", "diff") or page_commands.covered_by(block.kind, block.text):
     return ""
   if not block.kind and page.name in page_commands.MEASURED:
     return ""
   if block.kind != "text":
     return f"no test checks blocks of the kind {block.kind!r}"
-  if not before or before.kind not in ("python", "bash"):
+  if not before or before.kind not in ("python", "bash", "diff"):
     return "a text follows no code block"
   if not _is_run(before):
     return "a text follows code that is not run: see tests/page_commands.py"
@@ -75,7 +75,7 @@ def _is_run(block: page_blocks.Block) -> bool:
 def run(
   page: page_blocks.Page,
   folder: pathlib.Path,
-  kinds: tuple[str, ...] = ("python", "bash"),
+  kinds: tuple[str, ...] = ("python", "diff", "bash"),
 ) -> dict[str, Any]:
   """Runs the blocks of a page and compares what they print.
 
@@ -111,12 +111,29 @@ def run(
           raise PageError(
             f"{place}: {type(error).__name__}: {error}"
           ) from error
+      elif block.kind == "diff":
+        for text in _sides(code.text):
+          half = dataclasses.replace(code, text=text)
+          # Both are complete; the names that they define are theirs.
+          other = types.ModuleType("__main__")
+          vars(other).update(vars(module))
+          outputs = _run_python(page, half, other, caught, bool(expected))
       elif _is_run(block):
         outputs = _run_python(page, code, module, caught, bool(expected))
       if expected:
         outputs = [output.replace(str(folder), "") for output in outputs]
         _compare(page, expected[0], outputs)
   return vars(module)
+
+
+def _sides(text: str) -> list[str]:
+  """Returns the programs of a diff, before and after the change."""
+  return [
+    "\n".join(
+      line[1:] if line[:1] in (" ", sign) else "" for line in text.split("\n")
+    )
+    for sign in "-+"
+  ]
 
 
 def _run_python(

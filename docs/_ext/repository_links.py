@@ -9,8 +9,8 @@ does not exist is left to MyST, which warns of it.
 Config values:
   repository_url: Address of the repository on GitHub.
   repository_ref: Branch or tag that the links lead to.
-  repository_pages: Maps names of pages to the files which they show, as paths
-    from the root of the repository.
+  repository_pages: Maps names of pages to the files which they show in place of
+    their first line, as paths from the root of the repository.
   repository_folders: Maps folders of docs/ with copies of notebooks to the
     folders of the notebooks, as paths from the root of the repository.
 """
@@ -35,7 +35,9 @@ def _read(app: application.Sphinx, docname: str, source: list[str]) -> None:
   page = file = pathlib.Path(app.env.doc2path(docname))
   if docname in app.config.repository_pages:
     file = root / app.config.repository_pages[docname]
-    source[0] = file.read_text()
+    # The page links to the file in its first line.
+    rest = source[0].partition("\n")[2]
+    source[0] = f"{file.read_text()}\n{rest}"
     app.env.note_dependency(str(file))
 
   def rewrite(match: re.Match[str]) -> str:

@@ -16,7 +16,7 @@ import pytest
 import xla_flags
 
 _PAGES = {page.name: page for page in page_blocks.pages()}
-_KINDS = ("python", "bash")
+_KINDS = ("python", "diff", "bash")
 
 
 def _marks(page: page_blocks.Page) -> list[pytest.MarkDecorator]:
@@ -41,7 +41,7 @@ def test_every_block_is_checked(name: str) -> None:
 )
 def test_blocks_run_in_order(name: str, tmp_path: pathlib.Path) -> None:
   page = _PAGES[name]
-  page_runner.run(page, tmp_path, _KINDS if page.mark else ("python",))
+  page_runner.run(page, tmp_path, _KINDS if page.mark else ("python", "diff"))
 
 
 @pytest.mark.slow

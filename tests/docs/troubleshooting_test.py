@@ -36,7 +36,7 @@ def test_messages_in_headings_exist(name: str) -> None:
   outputs = _squeeze(
     " ".join(x.text for x in page_blocks.read(_PAGES[name]).blocks)
   )
-  headings = re.findall(r"^## .*$", _PAGES[name].read_text(), re.M)
+  headings = re.findall(r"^### .*$", _PAGES[name].read_text(), re.M)
   assert headings
   quoted = [x for line in headings for x in re.findall("`([^`]+)`", line)]
   parts = [part.strip() for x in quoted for part in x.split("...")]
@@ -50,5 +50,5 @@ def test_messages_in_headings_exist(name: str) -> None:
 
 def test_every_page_is_in_the_index() -> None:
   index = (_FOLDER.parent / "troubleshooting.md").read_text()
-  listed = re.findall(r"\(troubleshooting/(\w+)\.md\)", index)
+  listed = re.findall(r"\(troubleshooting/(\w+)\.md#", index)
   assert set(listed) == set(_PAGES)
