@@ -29,7 +29,7 @@ from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import rows
 from flaxshard.replicas import values
-from flaxshard.sparse import gradient_rows
+from flaxshard.sparse import lookups
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 from flaxshard.wrappers.loss_scale import LossScale
@@ -110,17 +110,16 @@ def value_and_grad(
   # A barrier behind a cast from bfloat16 would hide the cast: replicas would
   # exchange the gradients in float32.
   is_gated = is_compiling and gate_gradients != "none"
+  differentiate = narrow_gradients.value_and_grad
+  if not (is_narrow or is_gated):
+    differentiate = _differentiate
   mask = parameter_groups.sparse_mask(tx, trained)
   if mask is not None:
-    (_, value), grads = gradient_rows.value_and_grad(
-      scaled_loss, trained, mask, narrow=is_narrow or is_gated
+    (_, value), grads = lookups.value_and_grad(
+      scaled_loss, trained, mask, differentiate
     )
-  elif is_narrow or is_gated:
-    (_, value), grads = narrow_gradients.value_and_grad(scaled_loss, trained)
   else:
-    (_, value), grads = jax.value_and_grad(
-      scaled_loss, has_aux=True, allow_int=True
-    )(trained)
+    (_, value), grads = differentiate(scaled_loss, trained)
   if is_gated:
     grads = _gate(grads, gate_gradients)
   if is_gated and not is_narrow:
@@ -132,6 +131,10 @@ def value_and_grad(
       grads,
     )
   return value, gradients.normalize(unscale_gradients(wrappers, local, grads))
+
+
+def _differentiate(fn: Callable[..., Any], params: PyTree) -> Any:
+  return jax.value_and_grad(fn, has_aux=True, allow_int=True)(params)
 
 
 def scale_loss(wrappers: Wrappers, states: States, loss: jax.Array) -> Any:

@@ -68,7 +68,6 @@ ONE_LOOKUP = {
   ),
   "vmap": (lambda t, b: total(jax.vmap(lambda i: t[i])(IDS), b), 5),
   "jit": (lambda t, b: total(jax.jit(lambda t: t[IDS])(t), b), 5),
-  "custom_vjp": (lambda t, b: total(look_up(t, IDS), b), 5),
   "scaled table": (lambda t, b: total((-2 * t)[IDS], b), 5),
   "masked table": (
     lambda t, b: total(jnp.where(jnp.arange(7)[:, None] == 2, 0, t)[IDS], b),
@@ -76,6 +75,11 @@ ONE_LOOKUP = {
   ),
   "padding row": (lambda t, b: total(t.at[0].set(0)[IDS], b), 5),
   "reshape": (lambda t, b: total(t.reshape(7, 1, 3)[IDS], b), 5),
+  "function of elements": (lambda t, b: total(jnp.tanh(t / 2)[IDS], b), 5),
+  "uses without a gradient": (
+    lambda t, b: total(t[IDS] * (t > 0).sum(), jax.lax.stop_gradient(t).sum()),
+    5,
+  ),
 }
 # The order of the sums differs.
 MORE_LOOKUPS = {
@@ -86,13 +90,14 @@ MORE_LOOKUPS = {
 DENSE = {
   "tied output": (
     lambda t, b: total(t[IDS], b) + (b @ t.T).sum(),
-    "dot_general",
+    "transpose",
   ),
-  "squares": (lambda t, b: total(t[IDS], b) + (t**2).sum(), "mul"),
-  "columns": (lambda t, b: total(t[IDS], b) + total(t[:, 0], 1), "pad"),
-  "most rows": (lambda t, b: total(t[IDS], b) + total(t[1:], b), "pad"),
+  "squares": (lambda t, b: total(t[IDS], b) + (t**2).sum(), "reduce_sum"),
+  "columns": (lambda t, b: total(t[IDS], b) + total(t[:, 0], 1), "slice"),
+  "most rows": (lambda t, b: total(t[IDS], b) + total(t[1:], b), "slice"),
   "one-hot": (lambda t, b: total(jax.nn.one_hot(IDS, 7) @ t, b), "dot_general"),
-  "clipped gradient": (lambda t, b: total(clip_gradient(t)[IDS], b), "min"),
+  "clipped gradient": (lambda t, b: total(clip_gradient(t)[IDS], b), "vjp"),
+  "custom lookup": (lambda t, b: total(look_up(t, IDS), b), "vjp"),
   "remat": (jax.checkpoint(lambda t, b: total(t[IDS], b)), "remat2|checkpoint"),
   "scan": (
     lambda t, b: jax.lax.scan(
@@ -183,7 +188,7 @@ def test_dense_use_gives_a_whole_array_and_a_warning(name, compiled):
   check(result, wanted, exact=True)
   (message,) = compiled[1][name]
   assert "'t'" in message
-  assert re.search(rf"({DENSE[name][1]}) \(", message)
+  assert re.search(rf"({DENSE[name][1]})\w* \(", message)
   assert "gradients_test.py:" in message
 
 
@@ -288,19 +293,14 @@ def test_gradient_of_a_random_program_equals_that_of_jax(seed):
 MODEL_IDS = jnp.array([[1, 2, 1], [5, 0, 2]])
 
 
-class MyEmbed(nn.Embed):
-  """A class whose lookup may be another one."""
-
-
 class Embedded(nn.Module):
   """An embedding and a layer."""
 
   dtype: Any = None
-  embed_class: Any = nn.Embed
 
   @nn.compact
   def __call__(self, ids):
-    x = self.embed_class(7, 3, dtype=self.dtype, name="embed")(ids)
+    x = nn.Embed(7, 3, dtype=self.dtype, name="embed")(ids)
     return nn.Dense(2, dtype=self.dtype)(x)
 
 
@@ -351,15 +351,8 @@ def test_gradients_of_a_model_equal_those_of_jax():
     np.testing.assert_allclose(got, wanted, rtol=1e-2, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-  ("model", "gathered"),
-  [
-    (Embedded(jnp.bfloat16), "float32"),
-    (Embedded(jnp.bfloat16, MyEmbed), "bfloat16"),
-  ],
-)
-def test_rows_are_cast_rather_than_the_table(model, gathered):
-  state = create_state(model)
+def test_rows_are_cast_rather_than_the_table():
+  state = create_state(Embedded(jnp.bfloat16))
   found = set()
 
   def visit(program):
@@ -371,7 +364,7 @@ def test_rows_are_cast_rather_than_the_table(model, gathered):
         visit(inner)
 
   visit(jax.make_jaxpr(lambda s: gradients(s)[1])(state).jaxpr)
-  assert found == {(7, gathered)}
+  assert found == {(7, "float32")}
 
 
 @pytest.mark.slow
@@ -382,7 +375,7 @@ def test_tied_output_layer_is_dense_with_one_warning():
       create_state(model), create_state(model, ())
     )
   (message,) = [str(w.message) for w in caught]
-  assert "dot_general" in message and "gradients_test.py" in message
+  assert "transpose" in message and "gradients_test.py" in message
   # The gradient sums equal rows in bfloat16, as without patterns.
   np.testing.assert_array_equal(
     grads["embed"]["embedding"], want["embed"]["embedding"]
