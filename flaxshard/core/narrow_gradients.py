@@ -15,7 +15,6 @@ from jax.extend import core as jax_core
 import jax.numpy as jnp
 
 from flaxshard.core import jaxprs
-from flaxshard.core import pullback
 
 PyTree = Any
 # The equation that computes each variable, for each program.
@@ -51,15 +50,26 @@ def value_and_grad(
     >>> float(value), float(grad), grad.dtype
     (9.0, 6.0, dtype(bfloat16))
   """
-  traced = pullback.trace(fn, params)
-  outputs = jax_core.jaxpr_as_fun(traced.program)(traced.cotangent)
-  dtypes = dtypes_before_casts(traced.program)
-  return (traced.value, traced.aux), traced.gradients(
-    [
-      x if dtype is None else x.astype(dtype)
-      for x, dtype in zip(outputs, dtypes, strict=True)
-    ]
-  )
+  # Outside of the trace below, so that `fn` may store what it computes.
+  value, pullback, aux = jax.vjp(fn, params, has_aux=True)
+  if not jnp.issubdtype(value.dtype, jnp.floating):
+    raise TypeError(f"loss_fn must return a real scalar, got {value.dtype}.")
+  grads: dict[int, Any] = {}
+
+  def trace(cotangent: jax.Array) -> dict[int, Any]:
+    grads.update(enumerate(jax.tree.leaves(pullback(cotangent))))
+    # A gradient of `float0` is a constant, which is no output of a program.
+    return {i: g for i, g in grads.items() if isinstance(g, jax.core.Tracer)}
+
+  one = jnp.ones_like(value)
+  program, computed = jax.make_jaxpr(trace, return_shape=True)(one)
+  outputs = jax_core.jaxpr_as_fun(program)(one)
+  dtypes = dtypes_before_casts(program)
+  for i, x, dtype in zip(computed, outputs, dtypes, strict=True):
+    grads[i] = x if dtype is None else x.astype(dtype)
+  treedef: Any = jax.tree.structure(params)
+  leaves = [grads[i] for i in range(treedef.num_leaves)]
+  return (value, aux), treedef.unflatten(leaves)
 
 
 def dtypes_before_casts(program: Any) -> list[Any]:

@@ -74,7 +74,8 @@ def value_and_grad(
     >>> grads["table"].indices.tolist(), grads["bias"].tolist()
     ([7, 3], [2.0, 2.0])
   """
-  leaves, treedef = jax.tree.flatten(params)
+  leaves = jax.tree.leaves(params)
+  treedef: Any = jax.tree.structure(params)
   program, shapes = jax.make_jaxpr(fn, return_shape=True)(params)
   is_table = jax.tree.leaves(mask)
   dense, found = _find(program, leaves, is_table)
