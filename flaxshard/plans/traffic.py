@@ -9,10 +9,11 @@ from typing import Any
 
 import jax
 
-from flaxshard.core import tracing
 from flaxshard.plans import flow
 from flaxshard.plans import groups
 from flaxshard.plans import hlo
+from flaxshard.wrappers import accumulate
+from flaxshard.wrappers import agn
 
 KINDS = (
   "all-reduce",
@@ -362,7 +363,7 @@ def _find_commits(program: hlo.Program) -> set[str]:
     for i in program.instructions()
     if i.opcode == "conditional"
   ]
-  for scope in (tracing.COMMIT_SCOPE, tracing.UPDATE_SCOPE):
+  for scope in (agn.COMMIT_SCOPE, accumulate.UPDATE_SCOPE):
     found = {
       name for name, stack in conditionals if stack.endswith(f"/{scope}/cond")
     }

@@ -16,7 +16,6 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from flaxshard.core import gradients
-from flaxshard.core import tracing
 from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import mesh as mesh_lib
@@ -25,6 +24,8 @@ PyTree = Any
 P = jax.sharding.PartitionSpec
 # The name that marks rows in a jaxpr that are gathered to be summed.
 SUMMED = "flaxshard.summed_rows"
+# JAX name scope of the collectives: compiled programs name it.
+_SCOPE = "gradient_rows"
 Groups = Sequence[Sequence[int]] | None
 
 
@@ -102,7 +103,7 @@ def _gather_dimension(x: jax.Array, mesh: Any) -> jax.Array:
   """Returns an array whose first dimension is not split over a mesh."""
   spec = P(None, *[P.UNCONSTRAINED] * (x.ndim - 1))
   sharding = jax.sharding.NamedSharding(mesh, spec)
-  with jax.named_scope(tracing.ROWS_SCOPE):
+  with jax.named_scope(_SCOPE):
     # XLA may name the collective after the operation before it.
     x = jax.lax.optimization_barrier(x)
     return jax.lax.with_sharding_constraint(x, sharding)
@@ -122,7 +123,7 @@ def _sum_gathered(slices: IndexedSlices, groups: Groups) -> IndexedSlices:
 def _sum_dense(slices: IndexedSlices, groups: Groups) -> IndexedSlices:
   """Returns the sum, by an all-reduce of the whole array."""
   dense = slices.astype(_sum_dtype(slices.dtype)).to_dense()
-  with jax.named_scope(tracing.ROWS_SCOPE):
+  with jax.named_scope(_SCOPE):
     total = jax.lax.psum(dense, mesh_lib.REPLICA, axis_index_groups=groups)
   indices = _gather(slices.indices, groups)
   # Rows without elements: only their numbers are deduplicated.
@@ -142,7 +143,7 @@ def _sum_dense(slices: IndexedSlices, groups: Groups) -> IndexedSlices:
 
 
 def _gather(x: jax.Array, groups: Groups) -> jax.Array:
-  with jax.named_scope(tracing.ROWS_SCOPE):
+  with jax.named_scope(_SCOPE):
     return jax.lax.all_gather(
       x, mesh_lib.REPLICA, axis_index_groups=groups, tiled=True
     )

@@ -221,8 +221,8 @@ class TrainState(flax_train_state.TrainState):
         are those of `(loss * grad_loss).sum()`. With it `loss_fn` may return an
         array of any shape.
       gate_gradients: When a gradient may be used, for example by the update of
-        its parameter. "none": as soon as it is computed. "op": after the
-        gradients of all parameters of its module. "graph": after all gradients.
+        its parameter. "none": as soon as it is computed. "op" and "graph":
+        after all gradients.
         See docs/guides/tensorflow.md for memory and reproducibility.
 
     Returns:

@@ -85,7 +85,7 @@ def leaves_of(tree: PyTree) -> list[Leaf]:
     if wrappers:
       # A wrapper says by its specs which of its leaves are per replica.
       states = stack.map_per_replica(
-        lambda path, x: PerReplica(x), wrappers, node.wrapper_states
+        lambda name, x: PerReplica(x), wrappers, node.wrapper_states
       )
       node = node.replace(wrapper_states=states)
     for inner, x in jax.tree_util.tree_leaves_with_path(

@@ -135,7 +135,7 @@ class ReplicaProgram:
     check = same_state.SameStateCheck(count)
     # All replicas are one group, unless wrappers keep groups of them apart.
     same = {
-      wrappers: check.within(stack.replica_groups(wrappers or (), count))
+      wrappers: check.within(stack.groups_of(wrappers or ()) or [range(count)])
       for wrappers in {leaf.wrappers for leaf in (*self.leaves, *results)}
     }
     inputs = [

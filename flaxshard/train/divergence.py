@@ -16,8 +16,8 @@ from flaxshard.train import console
 from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import steps
 from flaxshard.wrappers import stack
+from flaxshard.wrappers.loss_scale import DynamicLossScale
 from flaxshard.wrappers.loss_scale import LossScale
-from flaxshard.wrappers.loss_scale_rules import DynamicLossScale
 
 _log = logging.getLogger(__name__)
 

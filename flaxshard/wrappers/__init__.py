@@ -13,10 +13,10 @@ from flaxshard.wrappers.config import to_config
 from flaxshard.wrappers.cross_shard import CrossShard
 from flaxshard.wrappers.ema import EMA
 from flaxshard.wrappers.ema import EMAState
+from flaxshard.wrappers.loss_scale import DynamicLossScale
+from flaxshard.wrappers.loss_scale import FixedLossScale
 from flaxshard.wrappers.loss_scale import LossScale
-from flaxshard.wrappers.loss_scale_rules import DynamicLossScale
-from flaxshard.wrappers.loss_scale_rules import FixedLossScale
-from flaxshard.wrappers.loss_scale_rules import LossScaleState
+from flaxshard.wrappers.loss_scale import LossScaleState
 from flaxshard.wrappers.wrapped import wrap
 from flaxshard.wrappers.wrapped import Wrapped
 from flaxshard.wrappers.wrapped import WrappedState

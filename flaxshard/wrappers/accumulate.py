@@ -14,7 +14,6 @@ from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import parameter_groups
-from flaxshard.core import tracing
 from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import mesh as mesh_lib
@@ -22,6 +21,9 @@ from flaxshard.wrappers import base
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
+
+# JAX name scope of the conditional of an update: compiled programs name it.
+UPDATE_SCOPE = "accumulated_update"
 
 
 class AccumulateState(NamedTuple):
@@ -170,8 +172,8 @@ class Accumulate(base.Base):
     )
     # Not equal: a restored state may have a sum of more batches than `steps`.
     is_update = count >= self.steps
-    with jax.named_scope(tracing.UPDATE_SCOPE):
-      target, total = tracing.cond(
+    with jax.named_scope(UPDATE_SCOPE):
+      target, total = base.cond(
         is_update, update, lambda *operands: operands, target, total
       )
     return target, AccumulateState(total, jnp.where(is_update, 0, count))

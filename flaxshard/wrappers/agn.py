@@ -15,7 +15,6 @@ from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
 from flaxshard.core import parameter_groups
-from flaxshard.core import tracing
 from flaxshard.core import trees
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
@@ -26,6 +25,9 @@ from flaxshard.wrappers.agn_sequential import ModelState
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
+
+# JAX name scope of the conditional of a commit: compiled programs name it.
+COMMIT_SCOPE = "agn_commit"
 
 # The replicated fields of the state. The others are per replica.
 _REPLICATED = ("local_step", "commits", "outer_opt_state", "received")
@@ -325,8 +327,8 @@ class AGN(base.Base):
     update = self._create_update(state, target, grads, next)
     # All collectives are in this conditional. Its predicate is replicated: a
     # per-replica one would become a select, with the collectives in every step.
-    with jax.named_scope(tracing.COMMIT_SCOPE):
-      return tracing.cond(
+    with jax.named_scope(COMMIT_SCOPE):
+      return base.cond(
         is_due,
         functools.partial(self._commit, update),
         lambda *given: given,

@@ -17,29 +17,27 @@ import optax
 from flaxshard.core import registry
 from flaxshard.core.optimizer import Optimizer
 from flaxshard.core.policy import Policy
-from flaxshard.wrappers import accumulate
-from flaxshard.wrappers import agn
-from flaxshard.wrappers import agn_store
 from flaxshard.wrappers import base
-from flaxshard.wrappers import cross_shard
-from flaxshard.wrappers import ema
 from flaxshard.wrappers import loss_scale
-from flaxshard.wrappers import loss_scale_rules
 from flaxshard.wrappers import stack
+from flaxshard.wrappers.accumulate import Accumulate
+from flaxshard.wrappers.agn import AGN
+from flaxshard.wrappers.agn_store import Store
+from flaxshard.wrappers.cross_shard import CrossShard
+from flaxshard.wrappers.ema import EMA
 
-_WRAPPERS: dict[str, type[base.Base]] = {
-  "accumulate": accumulate.Accumulate,
-  "agn": agn.AGN,
-  "cross_shard": cross_shard.CrossShard,
-  "ema": ema.EMA,
+# The names of wrappers, and of dataclasses among their arguments.
+_CLASSES: dict[str, Any] = {
+  "accumulate": Accumulate,
+  "agn": AGN,
+  "cross_shard": CrossShard,
+  "dynamic": loss_scale.DynamicLossScale,
+  "ema": EMA,
+  "fixed": loss_scale.FixedLossScale,
   "loss_scale": loss_scale.LossScale,
-}
-_VALUES: dict[str, type] = {
-  "dynamic": loss_scale_rules.DynamicLossScale,
-  "fixed": loss_scale_rules.FixedLossScale,
   "optimizer": Optimizer,
   "policy": Policy,
-  "store": agn_store.Store,
+  "store": Store,
 }
 
 
@@ -93,9 +91,7 @@ def to_config(
     >>> to_config([loss_scale.LossScale("dynamic")])
     (('loss_scale', {'scale': 'dynamic'}),)
   """
-  return tuple(
-    (_name_in_config(w), _arguments_in_config(w)) for w in stack.check(wrappers)
-  )
+  return tuple(map(_pair_of, stack.check(wrappers)))
 
 
 def add_accumulation(
@@ -122,23 +118,20 @@ def add_accumulation(
     >>> [base.name_of(wrapper) for wrapper in added]
     ['loss_scale', 'accumulate', 'ema']
   """
-  wrappers = tuple(wrappers)
-  if any(isinstance(wrapper, accumulate.Accumulate) for wrapper in wrappers):
+  if any(isinstance(w, Accumulate) for w in wrappers):
     raise ValueError(
       "config.wrappers: 'accumulate' is not a wrapper of a training config; "
       "set config.accumulate_steps, which the schedule depends on as well."
     )
   if steps == 1:
-    return wrappers
-  skipping = [
-    isinstance(w, loss_scale.LossScale) and w.skips_steps for w in wrappers
-  ]
-  position = skipping.index(True) + 1 if any(skipping) else 0
-  outer, inner = wrappers[:position], wrappers[position:]
+    return tuple(wrappers)
+  position = 0
+  for i, w in enumerate(wrappers):
+    if isinstance(w, loss_scale.LossScale) and w.skips_steps:
+      position = i + 1
+  outer, inner = tuple(wrappers[:position]), wrappers[position:]
   is_reduced = stack.reduces_gradients(outer)
-  added = accumulate.Accumulate(
-    steps, per_replica=per_replica and not is_reduced
-  )
+  added = Accumulate(steps, per_replica=per_replica and not is_reduced)
   try:
     return stack.check([*outer, added, *inner])
   except ValueError as e:
@@ -147,7 +140,7 @@ def add_accumulation(
 
 def built_in_wrappers() -> tuple[type[base.Base], ...]:
   """Returns the wrapper classes of flaxshard."""
-  return tuple(_WRAPPERS.values())
+  return tuple(c for c in _CLASSES.values() if issubclass(c, base.Base))
 
 
 def _build(where: str, entry: Any) -> Any:
@@ -163,71 +156,49 @@ def _build(where: str, entry: Any) -> Any:
       f"{where} must be a name or a pair (name, dict of arguments), "
       f"got {entry!r}."
     )
-  name, arguments = entry
-  cls = registry.lookup(where, name, _WRAPPERS)
-  return _construct(f"{where} ({name!r})", cls, arguments)
+  return _construct(where, *entry)
 
 
-def _construct(where: str, cls: type, arguments: Any) -> Any:
-  """Calls a dataclass with the arguments of a config."""
+def _construct(where: str, name: Any, arguments: Any) -> Any:
+  """Builds the dataclass of a name with the arguments of a config."""
+  cls = registry.lookup(where, name, _CLASSES)
+  where, arguments = f"{where} ({name!r})", dict(arguments)
   if not dataclasses.is_dataclass(cls):
     raise TypeError(f"{where} must name a dataclass, got {cls!r}.")
-  values = {
-    # The only type of a transport that has arguments.
-    k: _parse_value(f"{where}: {k}", v, "store" if k == "transport" else None)
-    for k, v in dict(arguments).items()
-  }
-  return registry.construct(where, cls, values)
-
-
-def _parse_value(where: str, value: Any, default: str | None) -> Any:
-  """Returns the dataclass that a dict with a `type` describes.
-
-  Args:
-    where: Its place, for errors.
-    value: A value of a config.
-    default: The type of a dict without `type`.
-  """
-  if not registry.is_dict(value):
-    return value
-  value = dict(value)
-  cls = registry.lookup(f"{where}: type", value.pop("type", default), _VALUES)
   if cls is Optimizer:
-    name = value.pop("name", None)
-    value = {"name": name, "arguments": tuple(value.items())}
-  return _construct(where, cls, value)
+    name = arguments.pop("name", None)
+    arguments = {"name": name, "arguments": tuple(arguments.items())}
+  for key, value in arguments.items():
+    if registry.is_dict(value):
+      value = dict(value)
+      # A transport that has arguments has one type only.
+      kind = value.pop("type", "store" if key == "transport" else None)
+      arguments[key] = _construct(f"{where}: {key}: type", kind, value)
+  return registry.construct(where, cls, arguments)
 
 
-def _name_in_config(instance: Any) -> str:
-  """Returns the short name of a class, or `"package.module:Class"`."""
+def _pair_of(instance: Any) -> tuple[str, dict[str, Any]]:
+  """Returns the name and the arguments that make a dataclass instance."""
   cls = type(instance)
-  for name, known in (*_WRAPPERS.items(), *_VALUES.items()):
-    if cls is known:
-      return name
-  return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _arguments_in_config(instance: Any) -> dict[str, Any]:
-  """Returns the arguments that make a dataclass instance, as plain values."""
+  names = {known: name for name, known in _CLASSES.items()}
+  name = names.get(cls, f"{cls.__module__}:{cls.__qualname__}")
+  if isinstance(instance, Optimizer):
+    return name, {"name": instance.name, **dict(instance.arguments)}
   arguments = {}
   for i, field in enumerate(dataclasses.fields(instance)):
     value = getattr(instance, field.name)
     # The first argument says the most about a wrapper, so that it is written
     # even if it equals its default.
-    if field.init and (value != field.default or i == 0):
-      if isinstance(value, Optimizer):
-        value = dict(type="optimizer", name=value.name, **dict(value.arguments))
-      elif dataclasses.is_dataclass(value):
-        value = {
-          "type": _name_in_config(value),
-          **_arguments_in_config(value),
-        }
-      elif isinstance(value, (optax.GradientTransformation, optax.MultiSteps)):
-        # A transformation is a pair of functions: its arguments are lost.
-        raise ValueError(
-          f"{_name_in_config(instance)}: {field.name}={value!r} cannot be "
-          "written into a config; use "
-          "flaxshard.core.optimizer.Optimizer('sgd', (...))."
-        )
-      arguments[field.name] = value
-  return arguments
+    if not field.init or (value == field.default and i > 0):
+      continue
+    if isinstance(value, (optax.GradientTransformation, optax.MultiSteps)):
+      # A transformation is a pair of functions: its arguments are lost.
+      raise ValueError(
+        f"{name}: {field.name}={value!r} cannot be written into a config; use "
+        "flaxshard.core.optimizer.Optimizer('sgd', (...))."
+      )
+    if dataclasses.is_dataclass(value):
+      kind, rest = _pair_of(value)
+      value = {"type": kind, **rest}
+    arguments[field.name] = value
+  return name, arguments

@@ -11,7 +11,6 @@ import optax
 
 from flaxshard.core import checks
 from flaxshard.core import parameter_groups
-from flaxshard.core import tracing
 from flaxshard.wrappers import base
 
 PyTree = Any
@@ -116,7 +115,7 @@ class EMA(base.Base):
     )
     # Before the first update there is no average. A conditional: a select would
     # copy all parameters for each evaluation.
-    return tracing.cond(state.num_updates > 0, lambda: average, lambda: params)
+    return base.cond(state.num_updates > 0, lambda: average, lambda: params)
 
   def apply(
     self, state: EMAState, target: base.Target, grads: PyTree, next: base.Next

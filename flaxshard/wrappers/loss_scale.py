@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import dataclasses
 import math
 import types
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 import weakref
 
 import jax
@@ -15,28 +15,198 @@ import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core import gradients
-from flaxshard.core import tracing
 from flaxshard.core import trees
 from flaxshard.core.policy import Policy
 from flaxshard.replicas import context as replica_context
 from flaxshard.wrappers import base
-from flaxshard.wrappers.loss_scale_rules import check_scale
-from flaxshard.wrappers.loss_scale_rules import DynamicLossScale
-from flaxshard.wrappers.loss_scale_rules import FixedLossScale
-from flaxshard.wrappers.loss_scale_rules import LossScaleState
 
 PyTree = Any
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+_FLOAT32_TINY = float(np.finfo(np.float32).tiny)
+
+# By the id of an unscaled gradient, as arrays and tracers have no hash: a weak
+# reference to it, the scale, and the scaled gradient if it has 16 bits.
+_unscaled: dict[int, tuple[weakref.ref[Any], jax.Array, jax.Array | None]] = {}
+
+
+def _check_scale(argument: str, value: Any) -> float:
+  """Returns a positive number that is a normal float32, as a Python float.
+
+  Raises:
+    TypeError: `value` is not a number.
+    ValueError: `value` is zero, negative, not finite or subnormal in float32.
+  """
+  number = checks.number(argument, value, above=0)
+  # A subnormal float32 reads as zero on many devices.
+  if not _FLOAT32_TINY <= number <= _FLOAT32_MAX:
+    raise ValueError(
+      f"{argument} must be between {_FLOAT32_TINY:g} and {_FLOAT32_MAX:g}, the "
+      f"normal float32 numbers, got {value!r}."
+    )
+  return number
+
+
+class LossScaleState(NamedTuple):
+  """The state of `LossScale`.
+
+  Attributes:
+    scale: float32 scalar, the factor of the next loss.
+    good_steps: int32 scalar, finite steps since the scale last changed.
+    skipped_steps: int32 scalar, steps skipped since the beginning.
+    bad_steps: int32 scalar, non-finite steps since the last finite one.
+  """
+
+  scale: jax.Array
+  good_steps: jax.Array
+  skipped_steps: jax.Array
+  bad_steps: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedLossScale:
+  """A scale that never changes. Non-finite gradients are applied as they are.
+
+  Args:
+    loss_scale: The scale, positive and finite.
+
+  Raises:
+    TypeError: `loss_scale` is not a number.
+    ValueError: `loss_scale` is not positive and finite.
+
+  Example:
+    >>> FixedLossScale(128).loss_scale
+    128.0
+  """
+
+  loss_scale: float
+
+  def __post_init__(self) -> None:
+    value = _check_scale("FixedLossScale: loss_scale", self.loss_scale)
+    object.__setattr__(self, "loss_scale", value)
+
+  @property
+  def initial_scale(self) -> float:
+    """The scale, which is also the smallest and the largest one."""
+    return self.loss_scale
+
+  min_scale = max_scale = initial_scale
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale:
+  """A scale that grows after finite steps and backs off after non-finite ones.
+
+  After `growth_interval` finite steps in a row the scale is multiplied by
+  `growth_factor`, if the product is finite and at most `max_scale`. A step with
+  a non-finite gradient is skipped. After `hysteresis` skipped steps in a row,
+  and after each further one, the scale is multiplied by `backoff_factor`, but
+  not below `min_scale`. A finite step starts that count of skipped steps again.
+
+  Args:
+    initial_scale: The first scale, between `min_scale` and `max_scale`.
+    growth_interval: Number of finite steps in a row before the scale grows.
+    growth_factor: A factor above 1.
+    backoff_factor: A factor between 0 and 1; None is `1 / growth_factor`.
+    min_scale: The smallest scale.
+    max_scale: The largest scale; the default is the largest finite float32.
+    hysteresis: Number of skipped steps in a row before the scale backs off.
+
+  Raises:
+    TypeError: An argument is not a number, or a count is not an integer.
+    ValueError: An argument is out of range.
+
+  Example:
+    >>> DynamicLossScale(initial_scale=2.0**10, growth_interval=100).min_scale
+    1.0
+
+  References:
+    `tf.keras.mixed_precision.LossScaleOptimizer`, for growth and backoff.
+  """
+
+  initial_scale: float = 2.0**15
+  growth_interval: int = 2000
+  growth_factor: float = 2.0
+  backoff_factor: float | None = None
+  min_scale: float = 1.0
+  max_scale: float = _FLOAT32_MAX
+  hysteresis: int = 1
+
+  def __post_init__(self) -> None:
+    name = "DynamicLossScale: "
+    for field in (
+      "initial_scale",
+      "growth_factor",
+      "backoff_factor",
+      "min_scale",
+      "max_scale",
+    ):
+      value = getattr(self, field)
+      if field != "backoff_factor" or value is not None:
+        object.__setattr__(self, field, _check_scale(name + field, value))
+    for field in ("growth_interval", "hysteresis"):
+      count = checks.integer(name + field, getattr(self, field), minimum=1)
+      object.__setattr__(self, field, count)
+    # As float32, in which the scale is computed: 1 + 1e-9 is 1 there.
+    if not np.float32(self.growth_factor) > 1:
+      raise ValueError(
+        f"{name}growth_factor must be above 1, got {self.growth_factor!r}."
+      )
+    if not np.float32(self.backoff_factor or 0) < 1:
+      raise ValueError(
+        f"{name}backoff_factor must be below 1, got {self.backoff_factor!r}."
+      )
+    if not self.min_scale <= self.initial_scale <= self.max_scale:
+      raise ValueError(
+        f"{name}initial_scale must be between min_scale={self.min_scale!r} and "
+        f"max_scale={self.max_scale!r}, got {self.initial_scale!r}."
+      )
+
+  def steps_to_floor(self, scale: float) -> int:
+    """Returns how many skipped steps in a row take a scale to `min_scale`."""
+    if scale <= self.min_scale:
+      return 0
+    factor = 1 / self.growth_factor
+    if self.backoff_factor is not None:
+      factor = self.backoff_factor
+    backoffs = math.log(self.min_scale / scale) / math.log(factor)
+    # The first `hysteresis - 1` skipped steps leave the scale as it is.
+    return math.ceil(backoffs) + self.hysteresis - 1
+
+  def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
+    """Returns the state after a step.
+
+    Args:
+      state: The state before the step.
+      finite: bool scalar, whether all gradients of all replicas are finite.
+    """
+    scale = state.scale
+    grown = scale * np.float32(self.growth_factor)
+    may_grow = jnp.isfinite(grown) & (grown <= np.float32(self.max_scale))
+    due = state.good_steps + 1 >= self.growth_interval
+    if self.backoff_factor is None:
+      # An array, also under `vmap`: XLA would multiply by the reciprocal of a
+      # constant or of a scalar, which is rounded.
+      factor = 0 * scale + np.float32(self.growth_factor)
+      backed_off = scale / jax.lax.optimization_barrier(factor)
+    else:
+      backed_off = scale * np.float32(self.backoff_factor)
+    backed_off = jnp.maximum(backed_off, np.float32(self.min_scale))
+    bad_steps = jnp.where(finite, 0, state.bad_steps + 1)
+    if_finite = jnp.where(due & may_grow, grown, scale)
+    if_not = jnp.where(bad_steps >= self.hysteresis, backed_off, scale)
+    return LossScaleState(
+      scale=jnp.where(finite, if_finite, if_not),
+      # Also 0 where the scale could not grow: it is tried again later.
+      good_steps=jnp.where(finite & ~due, state.good_steps + 1, 0),
+      skipped_steps=state.skipped_steps + jnp.where(finite, 0, 1),
+      bad_steps=bad_steps,
+    )
+
+
+_DYNAMIC = DynamicLossScale()
 # `()` where `"auto"` finds nothing to scale: nothing is compiled then.
 State = LossScaleState | tuple[()]
-
-# For an unscaled gradient, by its id: itself, the gradient that it was computed
-# from, and the scale. Arrays and tracers have no hash. Weak references keep no
-# trace alive.
-_unscaled: dict[int, tuple[weakref.ref[Any], ...]] = {}
-# The scale of the last scaled loss, if no gradients were unscaled since.
-_scaled: list[weakref.ref[Any]] = []
-_NO_REFS = (lambda: None,) * 3
-_DYNAMIC = DynamicLossScale()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,14 +270,9 @@ class LossScale(base.Base):
     if isinstance(scale, str):
       checks.one_of(argument, scale, ("dynamic", "auto"))
     elif not isinstance(scale, (DynamicLossScale, FixedLossScale)):
-      object.__setattr__(self, "scale", check_scale(argument, scale))
+      object.__setattr__(self, "scale", _check_scale(argument, scale))
     if isinstance(self.policy, str):
       object.__setattr__(self, "policy", Policy(self.policy))
-
-  @property
-  def skips_steps(self) -> bool:
-    """Whether a step with a non-finite gradient is skipped."""
-    return not isinstance(self.rule, FixedLossScale)
 
   @property
   def rule(self) -> DynamicLossScale | FixedLossScale:
@@ -118,22 +283,28 @@ class LossScale(base.Base):
       return FixedLossScale(self.scale)
     return self.scale
 
+  @property
+  def skips_steps(self) -> bool:
+    """Whether a step with a non-finite gradient is skipped."""
+    return isinstance(self.rule, DynamicLossScale)
+
   def init(self, params: PyTree, tx: Any) -> State:
     """Returns the first state; `()` if `"auto"` finds nothing to scale."""
     del tx
     if self.scale == "auto" and not self._uses_float16(params):
       return ()
-    rule = self.rule
-    if isinstance(rule, FixedLossScale):
-      scale = rule.loss_scale
-    else:
-      scale = rule.initial_scale
     return LossScaleState(
-      scale=jnp.array(scale, jnp.float32),
+      scale=jnp.array(self.rule.initial_scale, jnp.float32),
       good_steps=jnp.zeros((), jnp.int32),
       skipped_steps=jnp.zeros((), jnp.int32),
       bad_steps=jnp.zeros((), jnp.int32),
     )
+
+  def _uses_float16(self, params: PyTree) -> bool:
+    if self.policy is not None and self.policy.compute_dtype == jnp.float16:
+      return True
+    leaves = jax.tree.leaves(params)
+    return any(trees.dtype_of(x) == jnp.float16 for x in leaves)
 
   def scale_loss(self, state: State, loss: jax.Array) -> jax.Array:
     """Returns the loss times the scale, in float32 (float64 stays).
@@ -146,9 +317,8 @@ class LossScale(base.Base):
     loss = jnp.asarray(loss)
     if not jnp.issubdtype(loss.dtype, jnp.inexact):
       raise TypeError(f"loss must be floating-point, got {loss.dtype}.")
-    _scaled[:] = [weakref.ref(state.scale)]
-    dtype = _at_least_float32(loss.dtype)
-    return loss.astype(dtype) * self._scale_of(state).astype(dtype)
+    dtype = gradients.accumulator_dtype(loss.dtype)
+    return loss.astype(dtype) * state.scale.astype(dtype)
 
   def unscale_gradients(self, state: State, grads: PyTree) -> PyTree:
     """Returns the gradients divided by the scale, in float32 or wider.
@@ -158,21 +328,21 @@ class LossScale(base.Base):
     """
     if not state:
       return grads
-    _scaled.clear()
-    divide = _divider(self._scale_of(state))
+    divide = _divider(state.scale)
 
     def unscale(g: jax.Array) -> jax.Array:
-      if _find(g, state.scale) is not None:
+      if _is_unscaled(g, state.scale):
         raise ValueError(
           "unscale_gradients: the gradients are unscaled already, as "
           "value_and_grad returns them. Pass them to apply_gradients."
         )
       unscaled = divide(g)
       key = id(unscaled)
+      is_narrow = isinstance(g, jax.core.Tracer) and g.dtype.itemsize == 2
       _unscaled[key] = (
         weakref.ref(unscaled, lambda _: _unscaled.pop(key, None)),
-        weakref.ref(g),
-        weakref.ref(state.scale),
+        state.scale,
+        g if is_narrow else None,
       )
       return unscaled
 
@@ -182,50 +352,37 @@ class LossScale(base.Base):
     self, state: State, target: base.Target, grads: PyTree, next: base.Next
   ) -> tuple[base.Target, State]:
     """Calls `next` if all gradients are finite; updates a dynamic scale."""
-    if not state:
-      return next(target, grads), state
-    if _scaled and _scaled[0]() is state.scale:
-      _scaled.clear()
-      checks.warn(
-        "LossScale: state.scale_loss scaled the loss, but its gradients were "
-        "not unscaled: they are too large by the scale. Call grads = "
-        "state.unscale_gradients(grads) before apply_gradients, or use "
-        "state.value_and_grad(loss_fn), which does both."
-      )
     rule = self.rule
-    if isinstance(rule, FixedLossScale):
-      # A restored state may have another scale: the configured one replaces it.
-      return next(target, grads), state._replace(scale=self._scale_of(state))
+    if not state or isinstance(rule, FixedLossScale):
+      return next(target, grads), state
     # Once, for the finite check and for the update in the branch.
     grads = gradients.deduplicate(grads)
     finite = replica_context.all_replicas(gradients.all_finite(grads))
-    new_state = rule.update(state, finite)
-
+    leaves = jax.tree.leaves(grads)
+    treedef: Any = jax.tree.structure(grads)
     # A gradient enters the branch as the model computed it, if that is in 16
     # bits, and is unscaled there. Outside of it XLA would write it to memory in
     # float32: twice the bytes, on TPU the largest temporary of a step.
-    leaves = jax.tree.leaves(grads)
-    treedef: Any = jax.tree.structure(grads)
-    narrow = [_source_in_16_bits(g, state.scale) for g in leaves]
-    operands = [
-      g if n is None else n for g, n in zip(leaves, narrow, strict=True)
-    ]
+    given = [_narrow(g, state.scale) for g in leaves]
+    is_scaled = [x is not g for x, g in zip(given, leaves, strict=True)]
 
-    def apply(target: Any, operands: Any) -> Any:
+    def update(target: base.Target, given: list[jax.Array]) -> base.Target:
       divide = _divider(state.scale)
-      grads = treedef.unflatten(
-        x if n is None else divide(x)
-        for x, n in zip(operands, narrow, strict=True)
+      return next(
+        target,
+        treedef.unflatten(
+          divide(x) if scaled else x
+          for x, scaled in zip(given, is_scaled, strict=True)
+        ),
       )
-      return next(target, grads)
 
     # A branch leaves donated buffers in place. To select between new and old
     # values would copy parameters and optimizer state. The branch that updates
     # is the first, which was measured to use less memory.
-    target = tracing.cond(
-      finite, apply, lambda target, operands: target, target, operands
+    target = base.cond(
+      finite, update, lambda target, given: target, target, given
     )
-    return target, new_state
+    return target, rule.update(state, finite)
 
   def adjust_restored(self, state: State) -> tuple[State, str | None]:
     """Moves a restored scale into the configured bounds.
@@ -234,70 +391,44 @@ class LossScale(base.Base):
       state: The restored state.
 
     Returns:
-      The state with a scale between `min_scale` and `max_scale`, or with the
-      fixed scale, and a sentence if that is another one than was saved.
+      The state with a scale between the smallest and the largest one of the
+      rule, and a sentence if that is another one than was saved.
     """
     if not state:
       return state, None
     saved, rule = float(state.scale), self.rule
-    if isinstance(rule, FixedLossScale):
-      new, allowed = rule.loss_scale, "is not the fixed scale"
-    else:
-      # NaN is in no bounds.
-      new = saved if math.isfinite(saved) else rule.initial_scale
-      new = min(max(new, rule.min_scale), rule.max_scale)
-      allowed = (
-        f"is outside of min_scale={rule.min_scale:g} and "
-        f"max_scale={rule.max_scale:g}"
-      )
-    scale = np.float32(new)
+    # NaN is in no bounds.
+    new = saved if math.isfinite(saved) else rule.initial_scale
+    scale = np.float32(min(max(new, rule.min_scale), rule.max_scale))
     if scale == saved:
       return state, None
     placed = jax.device_put(scale, state.scale.sharding)
     return state._replace(scale=placed), (
-      f"LossScale: the saved scale {saved:g} {allowed}: training goes on with "
-      f"{scale:g}."
+      f"LossScale: the saved scale {saved:g} is not between "
+      f"min_scale={rule.min_scale:g} and max_scale={rule.max_scale:g}: "
+      f"training goes on with {scale:g}."
     )
 
   def metrics(self, state: State) -> dict[str, jax.Array]:
     """Returns `loss_scale` (float32) and `skipped_steps` (int32), scalars."""
     if not state:
       return {}
-    return {
-      "loss_scale": self._scale_of(state),
-      "skipped_steps": state.skipped_steps,
-    }
-
-  def _scale_of(self, state: LossScaleState) -> jax.Array:
-    rule = self.rule
-    if isinstance(rule, FixedLossScale):
-      return jnp.array(rule.loss_scale, jnp.float32)
-    return state.scale
-
-  def _uses_float16(self, params: PyTree) -> bool:
-    if self.policy is not None and self.policy.compute_dtype == jnp.float16:
-      return True
-    leaves = jax.tree.leaves(params)
-    return any(trees.dtype_of(x) == jnp.float16 for x in leaves)
+    return {"loss_scale": state.scale, "skipped_steps": state.skipped_steps}
 
 
-def _find(unscaled: jax.Array, scale: jax.Array) -> tuple[Any] | None:
-  """Returns the scaled gradient that `unscaled` was computed from, in a tuple.
+def _is_unscaled(g: jax.Array, scale: jax.Array) -> bool:
+  """Returns whether a gradient is the result of a division by this scale.
 
-  None in it if nothing holds that gradient any more. None if `unscaled` is the
-  result of anything else, such as clipping.
+  It is not if it was changed since, for example by clipping.
   """
-  known, scaled, used = (ref() for ref in _unscaled.get(id(unscaled), _NO_REFS))
-  return (scaled,) if known is unscaled and used is scale else None
+  known = _unscaled.get(id(g))
+  return known is not None and known[0]() is g and known[1] is scale
 
 
-def _source_in_16_bits(
-  unscaled: jax.Array, scale: jax.Array
-) -> jax.Array | None:
-  """Returns the scaled gradient of a trace, if it has 16 bits."""
-  (found,) = _find(unscaled, scale) or (None,)
-  is_narrow = isinstance(found, jax.core.Tracer) and found.dtype.itemsize == 2
-  return found if is_narrow else None
+def _narrow(g: jax.Array, scale: jax.Array) -> jax.Array:
+  """Returns the scaled gradient that `g` was computed from, if in 16 bits."""
+  source = _unscaled[id(g)][2] if _is_unscaled(g, scale) else None
+  return g if source is None else source
 
 
 def _divider(scale: jax.Array) -> Callable[[jax.Array], jax.Array]:
@@ -309,13 +440,7 @@ def _divider(scale: jax.Array) -> Callable[[jax.Array], jax.Array]:
   factor, divisor = jax.lax.optimization_barrier((factor, scale * factor))
 
   def divide(x: jax.Array) -> jax.Array:
-    x = x.astype(_at_least_float32(x.dtype))
+    x = x.astype(gradients.accumulator_dtype(x.dtype))
     return x * factor.astype(x.real.dtype) / divisor.astype(x.real.dtype)
 
   return divide
-
-
-def _at_least_float32(dtype: Any) -> Any:
-  """Returns float32 for narrower dtypes, others as they are."""
-  # Not by jnp.promote_types: JAX does not promote float8 to other dtypes.
-  return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype

@@ -5,7 +5,7 @@ Wrappers are ordered outermost first. Their states are a dict by wrapper name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 import dataclasses
 import types
 from typing import Any
@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from flaxshard.core import checks
-from flaxshard.core import trees
 from flaxshard.core.policy import Policy
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import values
@@ -132,32 +131,29 @@ def check_replicas(wrappers: Wrappers, num_replicas: int) -> None:
     checks.warn(note)
 
 
-def divergence(wrappers: Wrappers) -> str | None:
-  """Returns how replicas come to hold different parameters; None if not."""
+def groups_of(wrappers: Wrappers) -> replica_context.Groups:
+  """Returns the groups of replicas with the same parameters; None if all."""
   # A wrapper with local updates reduces over all replicas when they commit.
   if has_local_updates(wrappers):
     return None
-  for w in wrappers:
-    if w.groups:
-      first = next(group for group in w.groups if 0 in group)
-      which = f"groups {', '.join(map(str, map(tuple, w.groups)))}"
-      if len(w.groups) > _MAX_LISTED:
-        which = f"{len(w.groups)} groups of {len(first)}"
-      return (
-        f"{type(w).__name__}: gradients are reduced in {which}, so each group "
-        "gets different parameters. The parameters of the group of replica 0, "
-        f"{tuple(first)}, are evaluated and saved."
-      )
-  return None
+  return next((w.groups for w in wrappers if w.groups), None)
 
 
-def replica_groups(
-  wrappers: Wrappers, num_replicas: int
-) -> Sequence[Sequence[int]]:
-  """Returns the groups of replicas that hold the same parameters."""
-  if divergence(wrappers) is None:
-    return [range(num_replicas)]
-  return next(w.groups for w in wrappers if w.groups)
+def divergence(wrappers: Wrappers) -> str | None:
+  """Returns how replicas come to hold different parameters; None if not."""
+  groups = groups_of(wrappers)
+  if groups is None:
+    return None
+  name = next(type(w).__name__ for w in wrappers if w.groups)
+  first = next(tuple(group) for group in groups if 0 in group)
+  which = f"groups {', '.join(str(tuple(group)) for group in groups)}"
+  if len(groups) > _MAX_LISTED:
+    which = f"{len(groups)} groups of {len(first)}"
+  return (
+    f"{name}: gradients are reduced in {which}, so each group gets different "
+    f"parameters. The parameters of the group of replica 0, {first}, are "
+    "evaluated and saved."
+  )
 
 
 # -- Their states.
@@ -208,7 +204,7 @@ def add_replica_axis(
 ) -> dict[str, PyTree]:
   """Adds a leading replica axis to the per-replica leaves, by broadcasting."""
   return map_per_replica(
-    lambda path, x: jnp.broadcast_to(x, (num_replicas, *x.shape)),
+    lambda name, x: jnp.broadcast_to(x, (num_replicas, *x.shape)),
     wrappers,
     states,
   )
@@ -221,11 +217,11 @@ def drop_replica_axis(wrappers: Wrappers, states: States) -> dict[str, PyTree]:
     ValueError: There are several replicas.
   """
 
-  def take_only_row(path: str, x: jax.Array) -> jax.Array:
+  def take_only_row(name: str, x: jax.Array) -> jax.Array:
     if x.shape[:1] != (1,):
       raise ValueError(
-        f"wrapper_states[{path}] has a row for each of {x.shape[0]} replicas: "
-        "call the train step through Strategy.run."
+        f"wrapper_states[{name!r}] has a row for each of {x.shape[0]} "
+        "replicas: call the train step through Strategy.run."
       )
     return x[0]
 
@@ -247,19 +243,18 @@ def local_states(wrappers: Wrappers, states: States) -> dict[str, PyTree]:
 def map_per_replica(
   fn: Callable[[str, jax.Array], jax.Array], wrappers: Wrappers, states: States
 ) -> dict[str, PyTree]:
-  """Applies `fn(path, leaf)` to the per-replica leaves of states."""
+  """Applies `fn(wrapper's name, leaf)` to the per-replica leaves of states."""
   mapped = dict(states)
   for w in wrappers:
     name = base.name_of(w)
-    if not base.overrides(w, "specs"):
-      continue
-    leaves = jax.tree_util.tree_leaves_with_path(states[name])
-    treedef: Any = jax.tree.structure(states[name])
-    mask = base.per_replica_mask(w, states[name])
-    mapped[name] = treedef.unflatten(
-      fn(f"{name}/{trees.path_string(path)}", x) if is_per_replica else x
-      for (path, x), is_per_replica in zip(leaves, mask, strict=True)
-    )
+    if base.overrides(w, "specs"):
+      leaves = jax.tree.leaves(states[name])
+      treedef: Any = jax.tree.structure(states[name])
+      mask = base.per_replica_mask(w, states[name])
+      mapped[name] = treedef.unflatten(
+        fn(name, x) if is_per_replica else x
+        for x, is_per_replica in zip(leaves, mask, strict=True)
+      )
   return mapped
 
 
@@ -277,14 +272,6 @@ def swap_collections(
       )
       collections = {**collections, **kept}
   return states, collections
-
-
-def reduce_collection(wrappers: Wrappers, x: jax.Array) -> jax.Array:
-  """Reduces a collection's array over the replicas, or those of a group."""
-  if has_local_updates(wrappers):
-    return x  # commits reduce it
-  groups = next((w.groups for w in wrappers if w.groups), None)
-  return replica_context.mean_collection(x, groups)
 
 
 # -- Each of them in turn.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 import contextlib
 import contextvars
+import functools
 import types
 from typing import Any
 
@@ -23,9 +24,7 @@ from flaxshard.core import narrow_gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
 from flaxshard.core import parameter_groups
-from flaxshard.core import tracing
 from flaxshard.core import trees
-from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import rows
 from flaxshard.replicas import values
@@ -105,7 +104,7 @@ def value_and_grad(
     return scaled, (loss, aux) if has_aux else loss
 
   # Eagerly there is no compiler to save memory for.
-  is_compiling = tracing.is_compiling()
+  is_compiling = narrow_gradients.is_compiling()
   is_narrow = is_compiling and _unscales_16_bits(wrappers, local)
   # A barrier behind a cast from bfloat16 would hide the cast: replicas would
   # exchange the gradients in float32.
@@ -120,17 +119,16 @@ def value_and_grad(
     )
   else:
     (_, value), grads = differentiate(scaled_loss, trained)
+  grads = gradients.normalize(grads)
   if is_gated:
-    grads = _gate(grads, gate_gradients)
+    # XLA runs each operation as soon as its inputs exist. All outputs of a
+    # barrier wait for all its inputs.
+    grads = jax.lax.optimization_barrier(grads)
   if is_gated and not is_narrow:
-    grads = jax.tree_util.tree_map_with_path(
-      lambda path, p, g: (
-        g.astype(p.dtype) if gradients.has_gradient(path, g) else g
-      ),
-      trained,
-      grads,
+    grads = jax.tree.map(
+      lambda p, g: None if g is None else g.astype(p.dtype), trained, grads
     )
-  return value, gradients.normalize(unscale_gradients(wrappers, local, grads))
+  return value, unscale_gradients(wrappers, local, grads)
 
 
 def _differentiate(fn: Callable[..., Any], params: PyTree) -> Any:
@@ -214,32 +212,6 @@ def _unscales_16_bits(wrappers: Wrappers, states: States) -> bool:
   ] == [True]
 
 
-def _gate(grads: PyTree, mode: str) -> PyTree:
-  """Puts gradients behind optimization barriers.
-
-  XLA runs each operation as soon as its inputs exist. A barrier makes all its
-  outputs wait for all its inputs, and keeps the operations before and after it
-  from being fused.
-
-  Args:
-    grads: A tree of gradients; leaves without a gradient stay as they are.
-    mode: "op": one barrier for the gradients of each module, whose paths differ
-      in their last key alone. "graph": one barrier for all gradients.
-  """
-  flat, treedef = jax.tree_util.tree_flatten_with_path(
-    grads, is_leaf=is_indexed_slices
-  )
-  groups: dict[Any, dict[int, Any]] = {}
-  for i, (path, g) in enumerate(flat):
-    if gradients.has_gradient(path, g) or gradients.is_statistic(path):
-      module = path[:-1] if mode == "op" else ()
-      groups.setdefault(module, {})[i] = g
-  leaves = {i: g for i, (_, g) in enumerate(flat)}
-  for group in groups.values():
-    leaves |= jax.lax.optimization_barrier(group)
-  return jax.tree.unflatten(treedef, leaves.values())
-
-
 # -- From gradients to an update.
 
 
@@ -268,18 +240,16 @@ def update(
   """
   context = replica_context.get_replica_context()
   is_local = stack.has_local_updates(wrappers)
+  reduced_at = None
   mark: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
   if context is None:
     grads = rows.gather_over_mesh(grads)
+  elif reduction is None:
+    _check_skipped_reduction(wrappers)
+    mark = replica_context.gradients_already_reduced(by_user=True)
   else:
-    if reduction is None:
-      mark = replica_context.gradients_already_reduced(by_user=True)
-    elif all(w.reduces == "before" for w in wrappers):
-      # Before the wrappers: a reduced gradient carries the NaN of any replica
-      # to all of them, so that LossScale needs no collective of its own.
-      grads = replica_context.reduce_gradients(reduction, grads)
-      mark = replica_context.gradients_already_reduced()
-    if reduction is not None and not is_local:
+    reduced_at = _where_reduced(wrappers)
+    if not is_local:
       extra = replica_context.mean_extra_args(extra)
 
   def apply_tx(target: base.Target, grads: PyTree) -> base.Target:
@@ -288,34 +258,75 @@ def update(
     if is_local and inner is not None and inner.gradients_reduced:
       # Local updates take the loss of their replica, a commit takes the mean.
       given = replica_context.mean_extra_args(extra)
-    new = _update(tx, target, grads, given)
-    if not wrappers:
-      return new
-    opt_state = optimizer_update.keep_dtypes(new.opt_state, target.opt_state)
-    return new._replace(opt_state=opt_state)
+    params, opt_state = optimizer_update.update(
+      tx, target.params, target.opt_state, grads, given
+    )
+    if wrappers:
+      opt_state = optimizer_update.keep_dtypes(opt_state, target.opt_state)
+    return target._replace(
+      step=target.step + 1,
+      params=params,
+      opt_state=opt_state,
+      collections={**target.collections, **target.new_collections},
+    )
 
-  if not wrappers:
-    return apply_tx(target, grads)
-  states = stack.local_states(wrappers, target.wrapper_states)
-  with mark:
-    target = _apply_from(
-      0,
-      wrappers,
-      apply_tx,
-      reduction or "mean",
-      # A step that a user made may be weakly typed: lax.cond refuses branches
-      # of different types.
-      target._replace(
-        step=jnp.asarray(target.step, jnp.int32), wrapper_states=states
-      ),
+  def apply_from(i: int, target: base.Target, grads: PyTree) -> base.Target:
+    """Applies gradients through the wrappers from number `i` on."""
+    mark: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if i == reduced_at:
+      grads = replica_context.reduce_gradients(reduction or "mean", grads)
+      mark = replica_context.gradients_already_reduced()
+    if i == 0:
       # Before the outermost wrapper: `AGN` counts on the wrappers inside of it
       # to change no other rows than those that it passes to them.
-      _to_dense_unless_taken(wrappers, "apply", grads),
+      grads = _to_dense_unless_taken(wrappers, "apply", grads)
+    with mark:
+      if i == len(wrappers):
+        return apply_tx(target, grads)
+      name = base.name_of(wrappers[i])
+      target, state = wrappers[i].apply(
+        target.wrapper_states[name],
+        target,
+        grads,
+        functools.partial(apply_from, i + 1),
+      )
+    states = {**target.wrapper_states, name: state}
+    return target._replace(wrapper_states=states)
+
+  if wrappers:
+    target = target._replace(
+      # A step that a user made may be weakly typed: lax.cond refuses branches
+      # of different types.
+      step=jnp.asarray(target.step, jnp.int32),
+      wrapper_states=stack.local_states(wrappers, target.wrapper_states),
     )
-  states = target.wrapper_states
-  if context is None:
-    states = stack.add_replica_axis(wrappers, states)
-  return target._replace(wrapper_states=states)
+  with mark:
+    target = apply_from(0, target, grads)
+  if wrappers and context is None:
+    states = stack.add_replica_axis(wrappers, target.wrapper_states)
+    return target._replace(wrapper_states=states)
+  return target
+
+
+def _where_reduced(wrappers: Wrappers) -> int | None:
+  """Returns before which wrapper gradients are reduced; None if by one."""
+  kinds = [w.reduces for w in wrappers]
+  if stack.reduces_gradients(wrappers):
+    return None
+  # Before all others: a reduced gradient carries the NaN of any replica to all
+  # of them, so that LossScale needs no collective of its own.
+  return kinds.index("inside") + 1 if "inside" in kinds else 0
+
+
+def _check_skipped_reduction(wrappers: Wrappers) -> None:
+  """Raises if a wrapper keeps gradients that are to be reduced later."""
+  names = [base.name_of(w) for w in wrappers if w.reduces == "inside"]
+  if names and not stack.has_local_updates(wrappers):
+    raise ValueError(
+      f"apply_gradients: {names[0]!r} keeps the gradients of each replica, "
+      "which are to be reduced later; skip_gradients_aggregation=True says "
+      "that they are reduced: use Accumulate(per_replica=False)."
+    )
 
 
 def check_gradients(tx: Any, params: PyTree, grads: PyTree) -> PyTree:
@@ -367,10 +378,12 @@ def reduce_collections(
     structures: The tree structures outside of `run` of those that have
       per-replica leaves: inside nothing else shows them.
   """
+  groups = stack.groups_of(wrappers)
 
   def reduce_leaf(x: Any) -> Any:
-    is_own = values.is_per_replica(x)
-    return x if is_own else stack.reduce_collection(wrappers, x)
+    # Commits reduce those of replicas with local updates.
+    is_own = values.is_per_replica(x) or stack.has_local_updates(wrappers)
+    return x if is_own else replica_context.mean_collection(x, groups)
 
   reduced = {}
   for name, tree in collections.items():
@@ -379,69 +392,6 @@ def reduce_collections(
     tree = jax.tree.map(reduce_leaf, tree, is_leaf=values.is_per_replica)
     reduced[name] = jax.tree.unflatten(treedef, jax.tree.leaves(tree))
   return reduced
-
-
-def _update(
-  tx: Any, target: base.Target, grads: PyTree, extra: Mapping[str, Any]
-) -> base.Target:
-  """Updates parameters and slots, and takes over the new collections."""
-  params, opt_state = optimizer_update.update(
-    tx, target.params, target.opt_state, grads, extra
-  )
-  return target._replace(
-    step=target.step + 1,
-    params=params,
-    opt_state=opt_state,
-    collections={**target.collections, **target.new_collections},
-  )
-
-
-def _apply_from(
-  i: int,
-  wrappers: Wrappers,
-  update: base.Next,
-  reduction: str,
-  target: base.Target,
-  grads: PyTree,
-) -> base.Target:
-  """Applies gradients through the wrappers from number `i` on."""
-  if i == len(wrappers):
-    return update(target, grads)
-  wrapper, name = wrappers[i], base.name_of(wrappers[i])
-
-  def next(target: base.Target, grads: PyTree) -> base.Target:
-    mark: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if _reduces_inside(wrapper, wrappers):
-      grads = replica_context.reduce_gradients(reduction, grads)
-      mark = replica_context.gradients_already_reduced()
-    with mark:
-      return _apply_from(i + 1, wrappers, update, reduction, target, grads)
-
-  returned = wrapper.apply(target.wrapper_states[name], target, grads, next)
-  # A Target is a tuple too: the result of `next`, without a state.
-  if type(returned) is not tuple or len(returned) != 2:
-    raise TypeError(
-      f"wrapper {name!r}: apply must return (target, state), got "
-      f"{type(returned).__name__}. next returns the target alone."
-    )
-  target, state = returned
-  return target._replace(wrapper_states={**target.wrapper_states, name: state})
-
-
-def _reduces_inside(wrapper: base.Base, wrappers: Wrappers) -> bool:
-  """Returns whether gradients are reduced when a wrapper calls `next`."""
-  context = replica_context.get_replica_context()
-  if wrapper.reduces != "inside" or context is None:
-    return False
-  if stack.has_local_updates(wrappers):
-    return False
-  if context.aggregation_skipped:
-    raise ValueError(
-      f"apply_gradients: {base.name_of(wrapper)!r} keeps the gradients of each "
-      "replica, which are to be reduced later; skip_gradients_aggregation=True "
-      "says that they are reduced: use Accumulate(per_replica=False)."
-    )
-  return not (context.gradients_reduced or stack.reduces_gradients(wrappers))
 
 
 def _to_dense_unless_taken(

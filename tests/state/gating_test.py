@@ -34,7 +34,7 @@ def barriers(fn, *args):
 
 
 @pytest.mark.parametrize(
-  ("mode", "sizes"), [("none", []), ("op", [1, 2, 2]), ("graph", [5])]
+  ("mode", "sizes"), [("none", []), ("op", [5]), ("graph", [5])]
 )
 def test_barriers_of_each_mode(mode, sizes):
   state = create(params=PARAMS, tx=optax.adam(0.1))

@@ -153,7 +153,7 @@ def test_a_step_of_several_replicas_outside_of_run_raises():
     agn_problem.strategy_of(2), fs.AGN(2), optax.sgd(0.1)
   )
   targets = {k: t[0] for k, t in agn_problem.TARGETS.items()}
-  with pytest.raises(ValueError, match=r"\[agn/local_params/b\].*2 replicas"):
+  with pytest.raises(ValueError, match=r"'agn'.* 2 replicas"):
     jax.jit(agn_problem.step)(state, targets)
 
 

@@ -83,20 +83,6 @@ def test_base_changes_nothing():
   assert new.metrics() == {}
 
 
-def test_apply_without_a_state_raises():
-  @dataclasses.dataclass(frozen=True)
-  class Forgetful(Base):
-    def apply(self, state, target, grads, next):
-      return next(target, grads)
-
-  params = {"w": jnp.ones(2)}
-  state = fs.TrainState.create(
-    apply_fn=None, params=params, tx=optax.sgd(0.1), wrappers=[Forgetful()]
-  )
-  with pytest.raises(TypeError, match=r"'forgetful': apply must return"):
-    state.apply_gradients(grads=params)
-
-
 @pytest.mark.parametrize(
   ("wrappers", "error", "fact"),
   [

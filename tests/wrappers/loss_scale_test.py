@@ -206,13 +206,3 @@ def test_fixed_scale_never_skips():
   np.testing.assert_array_equal(state.params["w"], [0.5, -np.inf])
   assert int(state.step) == 1
   assert scale_state(state) == (16.0, 0, 0, 0)
-
-
-def test_configured_fixed_scale_replaces_the_one_in_the_state():
-  # A checkpoint may hold another scale.
-  state = create({"w": jnp.ones(1)}, optax.sgd(0.5), 16)
-  old = scale_state(state)._replace(scale=jnp.float32(2.0))
-  state = state.replace(wrapper_states={"loss_scale": old})
-  assert float(state.scale_loss(jnp.float32(1.0))) == 16.0
-  state = apply_step(state, {"w": jnp.ones(1)})
-  assert float(scale_state(state).scale) == 16.0

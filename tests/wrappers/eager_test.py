@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import flaxshard as fs
-from flaxshard.core import tracing
+from flaxshard.wrappers import base
 
 PARAMS = {"w": jnp.array([[1.0, -2.0], [0.5, 0.25]]), "b": jnp.ones(2)}
 LARGE = {"w": jnp.full((128, 128), 0.5)}
@@ -25,8 +25,8 @@ def take_step(state):
 @pytest.mark.parametrize("pred", [True, False])
 def test_branches_are_those_of_lax_cond(pred):
   args = (lambda x: x * 2, lambda x: x - 1, jnp.float32(5))
-  traced = jax.jit(lambda p: tracing.cond(p, *args))(pred)
-  assert float(tracing.cond(jnp.array(pred), *args)) == float(traced)
+  traced = jax.jit(lambda p: base.cond(p, *args))(pred)
+  assert float(base.cond(jnp.array(pred), *args)) == float(traced)
 
 
 @pytest.mark.parametrize(
