@@ -23,9 +23,9 @@ from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.core import trees
+from flaxshard.state import create
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import lora
-from flaxshard.state import reinitialize
 from flaxshard.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class _ModelArrays:
     }
     if not isinstance(self.state, TrainState):
       return fields["params"]
-    return reinitialize.reinitialize(self.state, fields)
+    return create.reinitialize(self.state, fields)
 
 
 def init_from(

@@ -24,6 +24,7 @@ from flaxshard.state import fields as fields_lib
 from flaxshard.state import initialization
 from flaxshard.state import lora as lora_lib
 from flaxshard.state import sharding as sharding_lib
+from flaxshard.state.train_state import check_collections
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
@@ -124,18 +125,9 @@ def create_train_state(
       f"create_train_state: {', '.join(init_kwargs)} is no argument; only "
       "Linen modules are called, with arguments of their own."
     )
-  if strategy is None and not abstract and lora is None:
-    # No shardings to plan: initialize the model on the default device.
-    init, variables = initialization.run(model, rng, sample_input, init_kwargs)
-    for message in _precision_notes(init.policy, wrappers):
-      checks.warn(message)
-    return TrainState.create(
-      apply_fn=init.apply_fn,
-      tx=tx,
-      wrappers=stack.with_policy(wrappers, init.policy),
-      # `unbox` applies the sharding constraints of a mesh in the context.
-      **nn.meta.unbox(variables),
-    )
+  if mesh is None and not abstract and not isinstance(model, nn.Module):
+    # Not traced, so that a function of `nnx.Rngs` may use concrete values.
+    model = initialization.construct_nnx(model, rng)
   plan = plan_creation(
     model,
     rng,
@@ -189,11 +181,13 @@ class CreationPlan:
   def jit(self) -> tuple[Any, tuple[Any, ...]]:
     """Returns `create_fields` under `jax.jit`, and its arguments placed."""
     args = self.args
-    # jit refuses arguments that are committed to other devices than the mesh's.
+    # Without a strategy the arrays are not committed to a device.
+    shardings = None
     if self.arg_shardings is not None:
+      # jit refuses arguments that are committed to other devices.
       args = jax.tree.map(mesh_lib.put, args, self.arg_shardings)
-    # With these, each device computes its own part of the initial values only.
-    shardings = jax.tree.map(lambda x: x.sharding, self.abstract_fields)
+      # Each device computes its own part of the initial values only.
+      shardings = sharding_lib.shardings_like(self.abstract_fields)
     return jax.jit(self.create_fields, out_shardings=shardings), args
 
   def _assemble(self, fields: Mapping[str, PyTree]) -> TrainState:
@@ -261,44 +255,39 @@ def plan_creation(
     args = (*args, lora_lib.factor_key(rng))
     if arg_specs is not None:
       arg_specs = (*arg_specs, P())
-  arg_shardings = None
-  if mesh is not None:
-    arg_shardings = sharding_lib.shardings_of(arg_specs, mesh)
+  check_collections(
+    TrainState, {k: v for k, v in init.variables.items() if k != "params"}
+  )
   wrappers = stack.with_policy(wrappers, init.policy)
   num_replicas = sharding_lib.count_replicas(mesh, wrappers)
-  static_fields = dict(apply_fn=apply_fn, tx=tx, wrappers=wrappers)
+  # A constraint of a mesh in the context counts where there is no strategy.
+  unbox = nn.meta.unbox if mesh is None else specs_lib.unbox
 
   def create_fields(*args: Any) -> dict[str, PyTree]:
-    # `specs` already holds the metadata of the boxes.
     if split is None:
-      arrays = specs_lib.unbox(init.initialize(*args))
+      arrays = unbox(init.initialize(*args))
     else:
       *init_args, key = args
-      arrays = specs_lib.unbox(init.initialize(*init_args))
+      arrays = unbox(init.initialize(*init_args))
       arrays["params"], arrays[lora_lib.FROZEN] = split.split_arrays(
         arrays["params"], key
       )
-    # Without the strategy: `create` would place arrays, which jit does here.
-    state = TrainState.create(**static_fields, **arrays)
-    fields = fields_lib.array_fields(state)
-    if wrappers:
-      # Created without a strategy, the states are those of one replica.
-      single = stack.drop_replica_axis(wrappers, state.wrapper_states)
-      fields["wrapper_states"] = stack.add_replica_axis(
-        wrappers, single, num_replicas
-      )
+    computed = fields_lib.computed(tx, wrappers, arrays, num_replicas)
     # The train step donates the state, so no two outputs may share a buffer.
-    return trees.unshare_buffers(fields)
+    return trees.unshare_buffers({**arrays, **computed})
 
   abstract_fields = sharding_lib.abstract_fields(
     jax.eval_shape(create_fields, *args), specs, wrappers, mesh
   )
-  split_tx = sparse_optimizer.with_parts(tx, abstract_fields["params"])
   return CreationPlan(
     create_fields,
     args,
-    arg_shardings,
-    {**static_fields, "tx": split_tx},
+    None if mesh is None else sharding_lib.shardings_of(arg_specs, mesh),
+    dict(
+      apply_fn=apply_fn,
+      tx=sparse_optimizer.with_parts(tx, abstract_fields["params"]),
+      wrappers=wrappers,
+    ),
     abstract_fields,
     _precision_notes(init.policy, wrappers),
   )
@@ -315,3 +304,35 @@ def _precision_notes(
     "model: it computes in float16, where small gradients become zero, and the "
     "loss is not scaled. Use wrappers=[LossScale('dynamic')], or bfloat16."
   ]
+
+
+def reinitialize(
+  state: TrainState, replaced: Mapping[str, PyTree]
+) -> TrainState:
+  """Returns a state at step 0 with other parameters and collections.
+
+  Optimizer slots and wrapper states are created anew: some hold copies of the
+  parameters (a moving average, the local parameters of AGN).
+
+  Args:
+    state: A state of arrays, whose shardings the result has.
+    replaced: The new values of `params` and of collections, by field.
+  """
+  given = fields_lib.variables(state) | dict(replaced)
+  old = {
+    name: tree
+    for name, tree in fields_lib.array_fields(state).items()
+    if name not in given
+  }
+
+  def create_fields(given: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    new = fields_lib.computed(state.tx, state.wrappers, given)
+    # Of one replica: each per-replica leaf has one row.
+    new = jax.tree.map(lambda x, old: jnp.broadcast_to(x, old.shape), new, old)
+    # The train step donates the state, so no two outputs may share a buffer.
+    return trees.unshare_buffers(new)
+
+  jitted = jax.jit(
+    create_fields, out_shardings=sharding_lib.shardings_like(old)
+  )
+  return state.replace(**replaced, **jitted(given))

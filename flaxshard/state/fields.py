@@ -9,8 +9,12 @@ import types
 from typing import Any
 
 from flax import struct
+import jax.numpy as jnp
 
+from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.replicas import values
+from flaxshard.wrappers import base
+from flaxshard.wrappers import stack
 
 # Array fields that are no variables of the model.
 _TRAINING_FIELDS = ("step", "opt_state", "wrapper_states")
@@ -50,6 +54,39 @@ def variables(state: Any) -> dict[str, Any]:
 def collections(state: Any) -> dict[str, Any]:
   """Returns the variables of a state other than `params`, by field name."""
   return {k: v for k, v in variables(state).items() if k != "params"}
+
+
+def computed(
+  tx: Any,
+  wrappers: tuple[base.Base, ...],
+  given: Mapping[str, Any],
+  num_replicas: int = 1,
+) -> dict[str, Any]:
+  """Returns the other fields of a state at step 0.
+
+  Args:
+    tx: The optax optimizer.
+    wrappers: The wrappers.
+    given: `params` and the collections, by field name.
+    num_replicas: Length of the replica axis of the per-replica leaves.
+  """
+  params = given["params"]
+  optimized = opt_state_lib.optimized_params(params)
+  fields: dict[str, Any] = {"step": jnp.zeros((), jnp.int32)}
+  if not wrappers:
+    # Without wrappers the state is that of Flax in every case.
+    return {**fields, "opt_state": tx.init(optimized)}
+  return {
+    **fields,
+    "opt_state": opt_state_lib.init(tx, optimized),
+    "wrapper_states": stack.init(
+      wrappers,
+      params,
+      tx,
+      {name: tree for name, tree in given.items() if name != "params"},
+      num_replicas,
+    ),
+  }
 
 
 def extend(cls: Any, names: Iterable[str]) -> Any:

@@ -48,30 +48,6 @@ class Initializer:
   args_are_variables: bool = False
 
 
-def run(
-  model: Any, rng: Any, sample_input: Any, init_kwargs: Mapping[str, Any] = {}
-) -> tuple[Initializer, dict[str, PyTree]]:
-  """Initializes a model on the default device.
-
-  Args:
-    model: As in `create_train_state`, like the other three.
-    rng: See there.
-    sample_input: See there.
-    init_kwargs: See there.
-
-  Returns:
-    What `trace` returns, and the variables in the boxes of their partitioning
-    metadata, by collection.
-  """
-  if isinstance(model, nn.Module):
-    init = trace(model, rng, sample_input, init_kwargs)
-    # Under jit: otherwise each operation is compiled by itself.
-    return init, jax.jit(init.initialize)(*init.args)
-  # Not under jit, so the function may use concrete values.
-  init = trace(_construct_nnx(model, rng), rng, sample_input, init_kwargs)
-  return init, init.initialize(*init.args)
-
-
 def trace(
   model: Any, rng: Any, sample_input: Any, init_kwargs: Mapping[str, Any] = {}
 ) -> Initializer:
@@ -97,7 +73,9 @@ def _trace(
 ) -> Initializer:
   if isinstance(model, nn.Module):
     initialize, args = _linen_initializer(model, rng, sample_input, init_kwargs)
-    traced = jax.jit(initialize).trace(*args)
+    # Under jit, so that `initialize` is traced once.
+    initialize = jax.jit(initialize)
+    traced = initialize.trace(*args)
     # The program of `init` contains the whole forward pass.
     is_float16 = jaxprs.computes_in(traced.jaxpr, jnp.float16)
     policy = Policy("mixed_float16") if is_float16 else policy_of(model)
@@ -120,7 +98,7 @@ def _trace(
   def initialize_nnx(rng: Any) -> dict[str, PyTree]:
     # NNX would shard each variable by its metadata alone, before `rules` do.
     with nnx.use_eager_sharding(False):
-      module = _construct_nnx(model, rng)
+      module = construct_nnx(model, rng)
     apply_fn, variables = nnx_adapter.split(module, boxed=True)
     static[:] = apply_fn, policy_of(module)
     return variables
@@ -197,7 +175,7 @@ def _zeros(x: Any) -> Any:
   return jnp.zeros(x.shape, x.dtype) if is_struct else x
 
 
-def _construct_nnx(model: Any, rng: Any) -> nnx.Module:
+def construct_nnx(model: Any, rng: Any) -> nnx.Module:
   """Returns an NNX module, or the one that a function of `nnx.Rngs` returns."""
   module = model
   if callable(model) and not isinstance(model, nnx.Module):

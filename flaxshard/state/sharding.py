@@ -7,7 +7,7 @@ Everything else is replicated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
@@ -18,6 +18,7 @@ from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
+from flaxshard.state import fields as fields_lib
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 
@@ -82,34 +83,42 @@ def shardings_of(specs: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
 
 
 def complete_fields(
-  init: Callable[[Mapping[str, PyTree]], dict[str, PyTree]],
+  tx: Any,
+  wrappers: tuple[base.Base, ...],
   given: Mapping[str, PyTree],
   mesh: jax.sharding.Mesh,
-  wrappers: tuple[base.Base, ...],
 ) -> dict[str, PyTree]:
   """Places the given fields of a state and creates its other fields.
 
   Args:
-    init: Takes the given fields and returns the other fields, by name.
+    tx: The optax optimizer.
+    wrappers: The wrappers of the state.
     given: The parameters and collections, by name. Arrays that are split over
       the mesh keep their sharding; all others are replicated.
     mesh: The mesh.
-    wrappers: The wrappers of the state.
 
   Returns:
     All fields by name. On a mesh of devices for compiling alone they have a
     `jax.ShapeDtypeStruct` for every array.
   """
+  is_abstract = compile_only.is_compile_only(mesh)
+  place: Any = mesh_lib.put
+  if is_abstract:
+    place = compile_only.abstract_array
+    given = jax.tree.map(trees.to_strong_shape, dict(given))
+  else:
+    given = trees.unshare_buffers(dict(given))
+  num_replicas = count_replicas(mesh, wrappers)
   specs = {
     name: rules_lib.resolve(None, mesh, tree, argument=name)
     for name, tree in given.items()
   }
-  is_abstract = compile_only.is_compile_only(mesh)
-  place = compile_only.abstract_array if is_abstract else mesh_lib.put
-  given = jax.tree.map(place, dict(given), shardings_of(specs, mesh))
+  given = jax.tree.map(place, given, shardings_of(specs, mesh))
 
   def create_fields(given: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    return trees.unshare_buffers(init(given))
+    return trees.unshare_buffers(
+      fields_lib.computed(tx, wrappers, given, num_replicas)
+    )
 
   # The shardings of slots and wrapper states depend on their shapes.
   created = jax.eval_shape(create_fields, given)
@@ -117,14 +126,13 @@ def complete_fields(
   if is_abstract:
     return abstract
   # Sharded outputs: no device ever holds a whole slot of a split parameter.
-  jitted = jax.jit(
-    create_fields,
-    out_shardings={
-      name: jax.tree.map(lambda x: x.sharding, abstract[name])
-      for name in created
-    },
-  )
-  return {**given, **jitted(given)}
+  shardings = {name: shardings_like(abstract[name]) for name in created}
+  return {**given, **jax.jit(create_fields, out_shardings=shardings)(given)}
+
+
+def shardings_like(tree: PyTree) -> PyTree:
+  """Returns the shardings of the arrays of a tree."""
+  return jax.tree.map(lambda x: x.sharding, tree)
 
 
 def abstract_fields(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-import functools
 import inspect
 from typing import Any, ClassVar, Self, TYPE_CHECKING
 
@@ -12,14 +11,12 @@ from flax import core
 from flax import struct
 from flax.training import train_state as flax_train_state
 import jax
-import jax.numpy as jnp
 import optax
 
 from flaxshard.core import checks
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
 from flaxshard.core import trees
-from flaxshard.partitioning import compile_only
 from flaxshard.replicas import context as replica_context
 from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.state import describe
@@ -161,8 +158,7 @@ class TrainState(flax_train_state.TrainState):
     """
     wrappers = stack.check(wrappers)
     mesh = sharding_lib.mesh_of(strategy)
-    num_replicas = sharding_lib.count_replicas(mesh, wrappers)
-    _check_collections(cls, collections)
+    check_collections(cls, collections)
     opt_state_lib.check_tx(tx)
     tx = sparse_optimizer.wrap(tx, sparse, sparse_semantics)
     fields = fields_lib.fields_by_name(cls)
@@ -173,15 +169,11 @@ class TrainState(flax_train_state.TrainState):
     }
     given = {k: v for k, v in collections.items() if k not in static}
     given["params"] = params
-    init = functools.partial(_init, tx, wrappers, num_replicas)
     if mesh is None:
-      arrays = trees.unshare_buffers({**given, **init(given)})
+      computed = fields_lib.computed(tx, wrappers, given)
+      arrays = trees.unshare_buffers({**given, **computed})
     else:
-      if compile_only.is_compile_only(mesh):
-        given = jax.tree.map(trees.to_strong_shape, given)
-      else:
-        given = trees.unshare_buffers(given)
-      arrays = sharding_lib.complete_fields(init, given, mesh, wrappers)
+      arrays = sharding_lib.complete_fields(tx, wrappers, given, mesh)
       tx = sparse_optimizer.with_parts(tx, arrays["params"])
     return fields_lib.extend(cls, arrays)(
       apply_fn=apply_fn, tx=tx, wrappers=wrappers, **static, **arrays
@@ -676,31 +668,7 @@ class TrainState(flax_train_state.TrainState):
     return fields_lib.rebuild, (self._base_class or type(self), fields)
 
 
-def _init(
-  tx: optax.GradientTransformation,
-  wrappers: tuple[base.Base, ...],
-  num_replicas: int,
-  given: Mapping[str, PyTree],
-) -> dict[str, PyTree]:
-  """Returns the fields of a state that are computed from the given fields."""
-  params = given["params"]
-  optimized = opt_state_lib.optimized_params(params)
-  computed: dict[str, PyTree] = dict(
-    step=jnp.zeros((), jnp.int32),
-    # Without wrappers the state is that of Flax in every case.
-    opt_state=(
-      opt_state_lib.init(tx, optimized) if wrappers else tx.init(optimized)
-    ),
-  )
-  if wrappers:
-    collections = {k: v for k, v in given.items() if k != "params"}
-    computed["wrapper_states"] = stack.init(
-      wrappers, params, tx, collections, num_replicas
-    )
-  return computed
-
-
-def _check_collections(cls: type, collections: Mapping[str, PyTree]) -> None:
+def check_collections(cls: type, collections: Mapping[str, PyTree]) -> None:
   """Raises unless collections can be fields of a state of a class."""
   fields = set(fields_lib.fields_by_name(cls))
   taken = (fields & set(fields_lib.fields_by_name(TrainState))) | (
