@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import inspect
+import itertools
 import math
 import textwrap
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax.training import train_state
 import jax
@@ -22,15 +23,13 @@ PyTree = Any
 
 # Bytes from which on a replicated array gets a mark: it could be split.
 _LARGE = 2**20
-_HEADER = ("shape", "dtype", "spec", "per device", "whole")
 # Lines for each tree in the `repr` of a state, so that parameters, slots and
 # the states of the wrappers fit on a page together.
 _MAX_LINES = 10
 _size = checks.format_bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
   """One array.
 
   Attributes:
@@ -85,10 +84,8 @@ class Description:
   @property
   def groups(self) -> dict[str, Description]:
     """The arrays of each field of the state, by its name."""
-    rows = collections.defaultdict[str, list[Row]](list)
-    for row in self.rows:
-      rows[row.group].append(row)
-    return {name: Description(tuple(group)) for name, group in rows.items()}
+    groups = itertools.groupby(self.rows, lambda row: row.group)
+    return {name: Description(tuple(rows)) for name, rows in groups}
 
   @property
   def num_devices(self) -> int:
@@ -113,9 +110,9 @@ class Description:
       f"{self.num_devices}, at most {_size(self.bytes_per_device)} on each"
     )
 
-  def _bytes_by_device(self) -> collections.Counter[Any]:
+  def _bytes_by_device(self) -> dict[Any, int]:
     # Devices may differ: not every array is on every device.
-    held: collections.Counter[Any] = collections.Counter()
+    held: dict[Any, int] = collections.defaultdict(int)
     for row in self.rows:
       for device in row.sharding.device_set if row.sharding else ():
         held[device] += row.bytes_per_device
@@ -127,7 +124,7 @@ class Description:
   def __str__(self) -> str:
     table: list[tuple[str, ...]] = []
     for name, group in self.groups.items():
-      table.append((name, *_HEADER))
+      table.append((name, "shape", "dtype", "spec", "per device", "whole"))
       for r in group.rows:
         sizes = r.mark + _size(r.bytes_per_device), _size(r.nbytes)
         table.append((f"  {r.path}", str(r.shape), r.dtype, r.spec, *sizes))
@@ -135,14 +132,11 @@ class Description:
       table.append(("  total", "", "", "", *sizes))
     # One set of column widths for all groups, so that their columns align.
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for cells in table:
-      # Text to the left, sizes to the right.
-      aligned = [
-        cell.rjust(width) if i >= 4 else cell.ljust(width)
-        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-      ]
-      lines.append("  ".join(aligned).rstrip())
+    # Text to the left, sizes to the right.
+    line = "  ".join(
+      f"{{:{'<' if i < 4 else '>'}{width}}}" for i, width in enumerate(widths)
+    )
+    lines = [line.format(*cells).rstrip() for cells in table]
     lines.append(self.summary)
     if any(row.mark for row in self.rows):
       lines.append(
@@ -245,19 +239,18 @@ def summarize(state: Any) -> str:
 def _tree_lines(name: str, tree: PyTree) -> list[str]:
   if jax.tree_util.all_leaves([tree]):
     return [f"{name}={_describe_array(tree)},"]
-  table = describe(tree)
-  size = sum(math.prod(row.shape) for row in table.rows)
+  table, leaves = describe(tree), jax.tree.leaves(tree)
+  elements = sum(math.prod(row.shape) for row in table.rows)
   dtypes = ", ".join(sorted({row.dtype for row in table.rows}))
+  width = max(len(row.path) for row in table.rows[:_MAX_LINES])
   lines = [
-    f"{name}: {len(table.rows)} array{'s' if table.rows[1:] else ''} of "
-    f"{dtypes}, {size:,} elements, {_size(table.nbytes)}"
+    f"{name}: {len(leaves)} array{'s' if leaves[1:] else ''} of {dtypes}, "
+    f"{elements:,} elements, {_size(table.nbytes)}"
   ]
-  shown = table.rows[:_MAX_LINES]
-  width = max(len(row.path) for row in shown)
-  for row, x in zip(shown, jax.tree.leaves(tree), strict=False):
+  for row, x in zip(table.rows[:_MAX_LINES], leaves, strict=False):
     lines.append(f"  {row.path.ljust(width)}  {_describe_array(x)}")
-  if len(table.rows) > len(shown):
-    lines.append(f"  ... and {len(table.rows) - len(shown)} more")
+  if len(leaves) > _MAX_LINES:
+    lines.append(f"  ... and {len(leaves) - _MAX_LINES} more")
   return lines
 
 
