@@ -21,7 +21,6 @@ from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import step_names
 from flaxshard.checkpoint import validation
 from flaxshard.checkpoint import wrapper_states
-from flaxshard.core import checks
 from flaxshard.core import multihost
 from flaxshard.core import trees
 from flaxshard.replicas import values
@@ -254,12 +253,6 @@ class RestorePlan:
       name: _unflatten(tree, (name,), leaves)
       for name, tree in self.template.items()
     }
-    states = fields.get(migrate.WRAPPER_STATES, {})
-    for wrapper in self.state.wrappers:
-      name = base.name_of(wrapper)
-      states[name], note = wrapper.adjust_restored(states[name])
-      if note:
-        checks.warn(f"{self.step.directory}: {note}")
     # Orbax returns arrays that are complete; so does this function.
     return jax.block_until_ready(fields)
 

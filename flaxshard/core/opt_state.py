@@ -64,15 +64,15 @@ def init(tx: Any, params: PyTree) -> PyTree:
   return jax.tree.unflatten(jax.tree.structure(later), leaves)
 
 
-def check_tx(tx: Any) -> None:
+def check_tx(tx: Any, argument: str = "tx") -> None:
   """Raises a TypeError unless `tx` is an optax optimizer."""
   # By attribute, because optax.MultiSteps is no GradientTransformation.
   if hasattr(tx, "init") and callable(getattr(tx, "update", None)):
     return
   hint = f" Call it: {tx.__name__}(1e-3)." if inspect.isfunction(tx) else ""
   raise TypeError(
-    "tx must be an optax GradientTransformation, such as optax.adam(1e-3), got "
-    f"{checks.describe(tx)}.{hint}"
+    f"{argument} must be an optax GradientTransformation, such as "
+    f"optax.adam(1e-3), got {checks.describe(tx)}.{hint}"
   )
 
 

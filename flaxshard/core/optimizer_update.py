@@ -196,14 +196,7 @@ def used_arguments(tx: Any) -> frozenset[str]:
     >>> sorted(used_arguments(optax.adam(0.1)))
     []
   """
-  return frozenset(
-    p.name
-    for function, parameters in _functions(tx)
-    # In optax an update has a `state`, its other functions have none.
-    if "state" in parameters or not _is_optax(function)
-    for p in parameters.values()
-    if p.kind is p.KEYWORD_ONLY
-  )
+  return frozenset(p.name for p in _keywords(tx))
 
 
 def required_arguments(tx: Any) -> frozenset[str]:
@@ -213,14 +206,9 @@ def required_arguments(tx: Any) -> frozenset[str]:
     >>> sorted(required_arguments(optax.polyak_sgd()))
     ['value']
   """
-  return frozenset(
-    p.name
-    for _, parameters in _functions(tx)
-    # Other functions of an optimizer get theirs from its update.
-    if "state" in parameters
-    for p in parameters.values()
-    if p.kind is p.KEYWORD_ONLY and p.default is p.empty
-  )
+  # Other functions of an optimizer get theirs from its update.
+  parameters = _keywords(tx, updates_only=True)
+  return frozenset(p.name for p in parameters if p.default is p.empty)
 
 
 def accepted_arguments(tx: Any) -> frozenset[str] | None:
@@ -228,12 +216,23 @@ def accepted_arguments(tx: Any) -> frozenset[str] | None:
 
   None if any name is accepted: that of a custom optimizer with `**kwargs`.
   """
-  for function, parameters in _functions(tx):
-    if _takes_any(parameters) and not _is_optax(function):
-      return None
-  names = used_arguments(tx)
+  if any(
+    _takes_any(parameters) and not _is_optax(function)
+    for function, parameters in _functions(tx)
+  ):
+    return None
   takes_any = _takes_any(inspect.signature(tx.update).parameters)
-  return names | _STANDARD if takes_any else names
+  return used_arguments(tx) | (_STANDARD if takes_any else frozenset())
+
+
+def _keywords(
+  tx: Any, *, updates_only: bool = False
+) -> Iterator[inspect.Parameter]:
+  """Yields the keyword arguments of the functions in an optimizer."""
+  for function, parameters in _functions(tx):
+    # In optax an update has a `state`, its other functions have none.
+    if "state" in parameters or not (updates_only or _is_optax(function)):
+      yield from (p for p in parameters.values() if p.kind is p.KEYWORD_ONLY)
 
 
 def _functions(tx: Any) -> Iterator[tuple[Any, Parameters]]:

@@ -6,10 +6,8 @@ Each of them computes new parameters, not a step, so it needs `params` in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-import functools
-import inspect
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +16,6 @@ import optax
 from flaxshard.core import checks
 
 PyTree = Any
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class FtrlState(NamedTuple):
@@ -50,32 +47,6 @@ class ProximalAdagradState(NamedTuple):
   accumulator: PyTree
 
 
-def _checked(**limits: Mapping[str, float]) -> Callable[[_Function], _Function]:
-  """Decorates an optimizer: numbers must be in their limits, or at least zero.
-
-  Args:
-    **limits: Arguments of `checks.number`, by argument of the optimizer.
-  """
-
-  def decorate(function: Any) -> Any:
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-      given = signature.bind(*args, **kwargs).arguments
-      for name, value in given.items():
-        # A schedule, or an array (maybe traced) of `optax.inject_hyperparams`.
-        if not callable(value) and not isinstance(value, jax.Array):
-          argument = f"{function.__name__}: {name}"
-          checks.number(argument, value, **limits.get(name, {"minimum": 0}))
-      return function(*args, **kwargs)
-
-    return checked
-
-  return decorate
-
-
-@_checked(learning_rate={"above": 0}, learning_rate_power={"maximum": 0})
 def ftrl(
   learning_rate: optax.ScalarOrSchedule,
   learning_rate_power: float = -0.5,
@@ -129,6 +100,7 @@ def ftrl(
     `tf.compat.v1.train.FtrlOptimizer`; McMahan et al., Ad Click Prediction: a
     View from the Trenches, 2013.
   """
+  _check_number("ftrl: learning_rate_power", learning_rate_power, maximum=0)
   power = -learning_rate_power
   l1, l2 = l1_regularization_strength, l2_regularization_strength
 
@@ -154,7 +126,6 @@ def ftrl(
   )
 
 
-@_checked(initial_gradient_squared_accumulator_value={"above": 0})
 def adagrad_da(
   learning_rate: optax.ScalarOrSchedule,
   initial_gradient_squared_accumulator_value: float = 0.1,
@@ -199,6 +170,11 @@ def adagrad_da(
     `tf.compat.v1.train.AdagradDAOptimizer`; Duchi et al., Adaptive Subgradient
     Methods for Online Learning and Stochastic Optimization, 2011.
   """
+  _check_number(
+    "adagrad_da: initial_gradient_squared_accumulator_value",
+    initial_gradient_squared_accumulator_value,
+    above=0,
+  )
   l1, l2 = l1_regularization_strength, l2_regularization_strength
 
   def new_values(
@@ -218,7 +194,6 @@ def adagrad_da(
   )
 
 
-@_checked()
 def proximal_gradient_descent(
   learning_rate: optax.ScalarOrSchedule,
   l1_regularization_strength: float = 0.0,
@@ -262,7 +237,6 @@ def proximal_gradient_descent(
   )
 
 
-@_checked(initial_accumulator_value={"above": 0})
 def proximal_adagrad(
   learning_rate: optax.ScalarOrSchedule,
   initial_accumulator_value: float = 0.1,
@@ -298,6 +272,11 @@ def proximal_adagrad(
     `tf.compat.v1.train.ProximalAdagradOptimizer`; Duchi and Singer, Efficient
     Learning using Forward-Backward Splitting, 2009.
   """
+  _check_number(
+    "proximal_adagrad: initial_accumulator_value",
+    initial_accumulator_value,
+    above=0,
+  )
   shrink = _shrinkage(l1_regularization_strength, l2_regularization_strength)
 
   def new_values(
@@ -314,6 +293,12 @@ def proximal_adagrad(
     learning_rate,
     initial_accumulator_value,
   )
+
+
+def _check_number(argument: str, value: Any, **limits: float) -> None:
+  """Checks an argument; `optax.inject_hyperparams` gives an array."""
+  if not isinstance(value, jax.Array):
+    checks.number(argument, value, **limits)
 
 
 def _shrinkage(l1: float, l2: float) -> Callable[..., jax.Array]:

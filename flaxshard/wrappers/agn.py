@@ -158,7 +158,13 @@ class AGN(base.Base):
     checks.one_of("AGN: commit", self.commit, ("sequential", "mean", "sum"))
     checks.boolean("AGN: share_step_count", self.share_step_count)
     checks.boolean("AGN: commit_delta", self.commit_delta)
-    _check_outer_tx(self)
+    if self.outer_tx is not None:
+      opt_state_lib.check_tx(self.outer_tx, "AGN: outer_tx")
+      if self.share_step_count:
+        raise ValueError(
+          "AGN: share_step_count=True needs one optimizer for local steps and "
+          f"commits, got outer_tx={self.outer_tx!r} as well."
+        )
     agn_store.check_arguments(self)
 
   # With a store, replicas are those of one process, which are kept equal: to
@@ -531,20 +537,4 @@ def warn_of_short_period(agn: AGN, count: int, noun: str) -> None:
       f"center changes by {count - 1} other commits, and below about "
       f"{_STABLE_PERIOD} * {count} = {least:.1f} local steps training may "
       "diverge. Use a longer period, a lower learning rate, or commit='mean'.",
-    )
-
-
-def _check_outer_tx(agn: AGN) -> None:
-  if agn.outer_tx is None:
-    return
-  # Not by isinstance: optax.MultiSteps is no GradientTransformation.
-  if not {"init", "update"} <= set(dir(agn.outer_tx)):
-    raise TypeError(
-      "AGN: outer_tx must be an optax GradientTransformation or None, got "
-      f"{checks.describe(agn.outer_tx)}."
-    )
-  if agn.share_step_count:
-    raise ValueError(
-      "AGN: share_step_count=True needs one optimizer for local steps and "
-      f"commits, got outer_tx={agn.outer_tx!r} as well."
     )

@@ -86,8 +86,8 @@ class Base:
       that of any other parameter.
     derived_fields: Class attribute. Fields of the state that may start again,
       or that follow from the others. A checkpoint may lack them, or have them
-      where the state does not, or in another shape: they are zeros when
-      `adjust_restored` is called, or dropped.
+      where the state does not, or in another shape: they are zeros then, or
+      dropped.
     foreign_paths: Class attribute. Leaves of a plain Flax train state that a
       checkpoint without a state of this wrapper may have instead, such as
       `"dynamic_scale/scale"`, and the leaf of this wrapper's state that each
@@ -192,19 +192,6 @@ class Base:
     """
     del target, saved
     return state
-
-  def adjust_restored(self, state: PyTree) -> tuple[PyTree, str | None]:
-    """Adjusts a restored state to the hyper-parameters of this wrapper.
-
-    Args:
-      state: The state of the wrapper in a checkpoint, which another
-        configuration may have saved.
-
-    Returns:
-      The state to go on with, and a sentence on what has changed, for a
-      warning. The default: the state as it is, and None.
-    """
-    return state, None
 
   def metrics(self, state: PyTree) -> dict[str, jax.Array]:
     """Returns scalars to log, by name: none."""

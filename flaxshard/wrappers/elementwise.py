@@ -8,7 +8,8 @@ different: there, elements depend on others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+import itertools
 from typing import Any
 
 import jax
@@ -28,6 +29,9 @@ _ELEMENTWISE = frozenset(
   "reduce_precision rem round rsqrt select_n sign sin sinh sqrt square "
   "stop_gradient sub tan tanh xor".split()
 )
+
+# Primitives whose programs are followed, and one that computes nothing.
+_FOLLOWED = jaxprs.CALLS | jaxprs.CUSTOM_CALLS | {"optimization_barrier"}
 
 
 class _NotElementwise(Exception):
@@ -66,82 +70,66 @@ def is_elementwise(
   if any(isinstance(x, jax.core.Tracer) for x in whole.consts):
     # A value that `fn` captures from an outer trace: it may be per replica.
     return False
-  if not _same_values(whole.consts, part.consts):
+  pairs = list(
+    itertools.zip_longest(jaxprs.equations(whole), jaxprs.equations(part))
+  )
+  if not _same_values(whole.consts, part.consts) or any(
+    a is None
+    or b is None
+    or a.primitive is not b.primitive
+    # Literals differ where they follow from a shape: x / x.shape[0].
+    or not _same_values(_literals(a), _literals(b))
+    for a, b in pairs
+  ):
     return False
   split = jax.tree.map(lambda x, y: x.shape != y.shape, tuple(args), parts)
   is_split = jax.tree.leaves(split)
   try:
-    outputs = _split_outputs(whole, part, is_split)
+    outputs = _Split({id(a): b for a, b in pairs}).run(whole, is_split)
   except _NotElementwise:
     return False
   return outputs == is_split[: len(outputs)]
 
 
-def _split_outputs(
-  whole: Any, part: Any, is_split: Sequence[bool]
-) -> list[bool]:
-  """Returns which outputs of a program are split.
+class _Split(jaxprs.Forward[bool]):
+  """Whether a value is split: a part of it is computed from the parts.
 
   Args:
-    whole: The program of the whole arrays.
-    part: The program of the parts.
-    is_split: For each input, whether the two have different shapes.
+    twins: For each equation of the whole arrays, by its id, that of the parts.
   """
-  whole, part = jaxprs.open_program(whole), jaxprs.open_program(part)
-  known = dict(zip(whole.invars, is_split, strict=True))
 
-  def look_up(atom: Any) -> bool:
-    # Constants of the program are not split.
-    return not isinstance(atom, jax_core.Literal) and known.get(atom, False)
+  constant = False
 
-  if len(whole.eqns) != len(part.eqns):
+  def __init__(self, twins: dict[int, Any]):
+    self._twins = twins
+
+  def join(self, facts: Iterable[bool]) -> bool:
+    """Returns whether a value is split that is computed from several ones."""
+    return any(facts)
+
+  def rule(self, eqn: Any, given: list[bool]) -> list[bool] | None:
+    """Decides about equations that run no programs."""
+    name, twin = eqn.primitive.name, self._twins[id(eqn)]
+    if name in _FOLLOWED or (name == "cond" and not given[0]):
+      # The predicate of a cond must be the same for all parts.
+      return None
+    if not any(given):
+      text = str(eqn)
+      # The same in both programs; only an axis_index depends on the replica.
+      if text == str(twin) and "axis_index" not in text:
+        return [False] * len(eqn.outvars)
+      # All elements are equal, so a part of them fits any part.
+      if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
+        return [True]
+    elif name in _ELEMENTWISE and (
+      _semantics(eqn.params) == _semantics(twin.params)
+    ):
+      return [True] * len(eqn.outvars)
     raise _NotElementwise
-  for eqn, other in zip(whole.eqns, part.eqns, strict=True):
-    outputs = _equation_outputs(eqn, other, list(map(look_up, eqn.invars)))
-    known.update(zip(eqn.outvars, outputs, strict=True))
-  return list(map(look_up, whole.outvars))
 
-
-def _equation_outputs(eqn: Any, other: Any, given: list[bool]) -> list[bool]:
-  """Returns which outputs of an equation are split.
-
-  Args:
-    eqn: The equation of the whole arrays.
-    other: The same equation of the parts.
-    given: Which of its inputs are split.
-  """
-  name = eqn.primitive.name
-  # Literals differ where they follow from a shape: x / x.shape[0].
-  if eqn.primitive is not other.primitive or not _same_values(
-    _literals(eqn), _literals(other)
-  ):
+  def unfollowed(self, eqn: Any, given: list[bool]) -> bool:
+    """Raises: the equation writes to a mutable array."""
     raise _NotElementwise
-  if name in jaxprs.CALLS or name in jaxprs.CUSTOM_CALLS:
-    return _split_outputs(jaxprs.called(eqn), jaxprs.called(other), given)
-  # The predicate must be the same for all parts.
-  if name == "cond" and not given[0]:
-    branches = [
-      _split_outputs(a, b, given[1:])
-      for a, b in zip(
-        eqn.params["branches"], other.params["branches"], strict=True
-      )
-    ]
-    return [any(outputs) for outputs in zip(*branches, strict=True)]
-  if name == "optimization_barrier":
-    return given
-  if not any(given):
-    text = str(eqn)
-    # The same in both programs; only an axis_index depends on the replica.
-    if text == str(other) and "axis_index" not in text:
-      return [False] * len(eqn.outvars)
-    # All elements are equal, so a part of them fits any part.
-    if name == "broadcast_in_dim" and not eqn.invars[0].aval.shape:
-      return [True]
-  elif name in _ELEMENTWISE and (
-    _semantics(eqn.params) == _semantics(other.params)
-  ):
-    return [True] * len(eqn.outvars)
-  raise _NotElementwise
 
 
 def _semantics(params: dict[str, Any]) -> dict[str, str]:
@@ -150,11 +138,7 @@ def _semantics(params: dict[str, Any]) -> dict[str, str]:
 
 
 def _literals(eqn: Any) -> list[Any]:
-  """Returns the constants in the inputs of an equation.
-
-  Those of one function differ between two shapes where they follow from a
-  shape: `x / x.shape[0]`.
-  """
+  """Returns the constants in the inputs of an equation."""
   return [x.val for x in eqn.invars if isinstance(x, jax_core.Literal)]
 
 

@@ -85,13 +85,6 @@ class FixedLossScale:
     value = _check_scale("FixedLossScale: loss_scale", self.loss_scale)
     object.__setattr__(self, "loss_scale", value)
 
-  @property
-  def initial_scale(self) -> float:
-    """The scale, which is also the smallest and the largest one."""
-    return self.loss_scale
-
-  min_scale = max_scale = initial_scale
-
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
@@ -134,19 +127,13 @@ class DynamicLossScale:
 
   def __post_init__(self) -> None:
     name = "DynamicLossScale: "
-    for field in (
-      "initial_scale",
-      "growth_factor",
-      "backoff_factor",
-      "min_scale",
-      "max_scale",
-    ):
-      value = getattr(self, field)
-      if field != "backoff_factor" or value is not None:
-        object.__setattr__(self, field, _check_scale(name + field, value))
-    for field in ("growth_interval", "hysteresis"):
-      count = checks.integer(name + field, getattr(self, field), minimum=1)
-      object.__setattr__(self, field, count)
+    for field in dataclasses.fields(self):
+      value, argument = getattr(self, field.name), f"{name}{field.name}"
+      if field.name in ("growth_interval", "hysteresis"):
+        value = checks.integer(argument, value, minimum=1)
+      elif field.name != "backoff_factor" or value is not None:
+        value = _check_scale(argument, value)
+      object.__setattr__(self, field.name, value)
     # As float32, in which the scale is computed: 1 + 1e-9 is 1 there.
     if not np.float32(self.growth_factor) > 1:
       raise ValueError(
@@ -191,12 +178,14 @@ class DynamicLossScale:
       backed_off = scale / jax.lax.optimization_barrier(factor)
     else:
       backed_off = scale * np.float32(self.backoff_factor)
-    backed_off = jnp.maximum(backed_off, np.float32(self.min_scale))
     bad_steps = jnp.where(finite, 0, state.bad_steps + 1)
     if_finite = jnp.where(due & may_grow, grown, scale)
     if_not = jnp.where(bad_steps >= self.hysteresis, backed_off, scale)
+    new_scale = jnp.where(finite, if_finite, if_not)
+    low, high = np.float32(self.min_scale), np.float32(self.max_scale)
     return LossScaleState(
-      scale=jnp.where(finite, if_finite, if_not),
+      # That of a checkpoint may have been out of these bounds.
+      scale=jax.lax.clamp(low, new_scale, high),
       # Also 0 where the scale could not grow: it is tried again later.
       good_steps=jnp.where(finite & ~due, state.good_steps + 1, 0),
       skipped_steps=state.skipped_steps + jnp.where(finite, 0, 1),
@@ -293,8 +282,13 @@ class LossScale(base.Base):
     del tx
     if self.scale == "auto" and not self._uses_float16(params):
       return ()
+    rule = self.rule
+    if isinstance(rule, FixedLossScale):
+      scale = rule.loss_scale
+    else:
+      scale = rule.initial_scale
     return LossScaleState(
-      scale=jnp.array(self.rule.initial_scale, jnp.float32),
+      scale=jnp.array(scale, jnp.float32),
       good_steps=jnp.zeros((), jnp.int32),
       skipped_steps=jnp.zeros((), jnp.int32),
       bad_steps=jnp.zeros((), jnp.int32),
@@ -352,9 +346,13 @@ class LossScale(base.Base):
     self, state: State, target: base.Target, grads: PyTree, next: base.Next
   ) -> tuple[base.Target, State]:
     """Calls `next` if all gradients are finite; updates a dynamic scale."""
-    rule = self.rule
-    if not state or isinstance(rule, FixedLossScale):
+    if not state:
       return next(target, grads), state
+    rule = self.rule
+    if isinstance(rule, FixedLossScale):
+      # A restored state may have another scale: the configured one replaces it.
+      scale = jnp.array(rule.loss_scale, jnp.float32)
+      return next(target, grads), state._replace(scale=scale)
     # Once, for the finite check and for the update in the branch.
     grads = gradients.deduplicate(grads)
     finite = replica_context.all_replicas(gradients.all_finite(grads))
@@ -383,31 +381,6 @@ class LossScale(base.Base):
       finite, update, lambda target, given: target, target, given
     )
     return target, rule.update(state, finite)
-
-  def adjust_restored(self, state: State) -> tuple[State, str | None]:
-    """Moves a restored scale into the configured bounds.
-
-    Args:
-      state: The restored state.
-
-    Returns:
-      The state with a scale between the smallest and the largest one of the
-      rule, and a sentence if that is another one than was saved.
-    """
-    if not state:
-      return state, None
-    saved, rule = float(state.scale), self.rule
-    # NaN is in no bounds.
-    new = saved if math.isfinite(saved) else rule.initial_scale
-    scale = np.float32(min(max(new, rule.min_scale), rule.max_scale))
-    if scale == saved:
-      return state, None
-    placed = jax.device_put(scale, state.scale.sharding)
-    return state._replace(scale=placed), (
-      f"LossScale: the saved scale {saved:g} is not between "
-      f"min_scale={rule.min_scale:g} and max_scale={rule.max_scale:g}: "
-      f"training goes on with {scale:g}."
-    )
 
   def metrics(self, state: State) -> dict[str, jax.Array]:
     """Returns `loss_scale` (float32) and `skipped_steps` (int32), scalars."""

@@ -81,16 +81,6 @@ def test_arithmetic_is_that_of_the_array():
     np.testing.assert_array_equal(got, 1 + DENSE)
 
 
-def test_norms_sum_equal_rows_first():
-  want = np.linalg.norm(DENSE)
-  tree = {"a": SLICES, "b": jnp.array([3.0])}
-  own, norm = jax.jit(
-    lambda tree: (fs.sparse.global_norm(tree["a"]), fs.sparse.global_norm(tree))
-  )(tree)
-  np.testing.assert_allclose(own, want, rtol=1e-6)
-  np.testing.assert_allclose(norm, np.hypot(want, 3), rtol=1e-6)
-
-
 @pytest.mark.parametrize(
   ("indices", "values", "shape", "error", "match"),
   [

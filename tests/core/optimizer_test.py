@@ -143,36 +143,6 @@ def test_cosine_schedule(warmup_steps, num_train_steps, steps, rates):
 # Custom functions and errors.
 
 
-@pytest.fixture
-def custom_module(tmp_path, monkeypatch):
-  (tmp_path / "flaxshard_custom_optimizer.py").write_text(
-    """
-import optax
-
-def signs(learning_rate, times=1.0):
-  return optax.chain(
-    optax.scale_by_sign(), optax.scale(times),
-    optax.scale_by_learning_rate(learning_rate))
-
-def linear(learning_rate, num_train_steps, end):
-  return optax.linear_schedule(learning_rate, end, num_train_steps)
-"""
-  )
-  monkeypatch.syspath_prepend(str(tmp_path))
-  return "flaxshard_custom_optimizer"
-
-
-def test_custom_optimizer_and_schedule(custom_module):
-  tx, schedule = create(
-    {"name": f"{custom_module}:signs", "times": 3.0, "clip_by_global_norm": 1},
-    {"name": f"{custom_module}:linear", "end": 0.25},
-  )
-  assert values_at(schedule, 0, 50, 100) == [0.5, 0.375, 0.25]
-  assert_close(
-    updates(tx), jax.tree.map(lambda g: -0.5 * 3.0 * jnp.sign(g), GRADS)
-  )
-
-
 @pytest.mark.parametrize(
   ("field", "config", "error", "facts"),
   [

@@ -101,13 +101,10 @@ def test_ftrl_skips_a_step_with_learning_rate_zero():
 @pytest.mark.parametrize(
   ("optimizer", "name", "value", "error"),
   [
-    ("ftrl", "learning_rate", 0, ValueError),
     ("ftrl", "learning_rate_power", 0.5, ValueError),
-    ("ftrl", "beta", "1", TypeError),
-    ("ftrl", "initial_accumulator_value", -1, ValueError),
+    ("ftrl", "learning_rate_power", "1", TypeError),
     ("adagrad_da", "initial_gradient_squared_accumulator_value", 0, ValueError),
     ("proximal_adagrad", "initial_accumulator_value", 0, ValueError),
-    ("proximal_gradient_descent", "l1_regularization_strength", -1, ValueError),
   ],
 )
 def test_mistakes(optimizer, name, value, error):

@@ -3,7 +3,6 @@
 import functools
 import re
 
-import compilations
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -145,18 +144,6 @@ def test_loss_scaling_adds_the_reduction_of_one_scalar():
   assert outside == [("all-reduce", 4)]
 
 
-def test_a_device_holds_the_local_copy_of_its_replica_only():
-  _, state, _ = create(all_devices(), [fs.AGN(10)])
-  agn = state.wrapper_states["agn"]
-  for tree in (agn.local_params, agn.local_opt_state, agn.grad_accum):
-    for leaf in jax.tree.leaves(tree):
-      shards = leaf.addressable_shards
-      assert leaf.shape[0] == len(shards) == 8
-      assert {shard.data.shape[0] for shard in shards} == {1}
-  for leaf in jax.tree.leaves((state.params, state.opt_state)):
-    assert leaf.sharding.is_fully_replicated
-
-
 def test_memory_of_the_state_and_of_a_commit():
   plain = compile_step().memory_analysis()
   for commit, temporary in (("mean", 0.5), ("sequential", 2.5)):
@@ -166,17 +153,6 @@ def test_memory_of_the_state_and_of_a_commit():
     assert stats.alias_size_in_bytes > 7 * BYTES
     more = stats.temp_size_in_bytes - plain.temp_size_in_bytes
     assert more < temporary * BYTES
-
-
-@pytest.mark.slow
-def test_steps_and_commits_compile_once():
-  run, state, x = create(all_devices(), [fs.LossScale("dynamic"), fs.AGN(6)])
-  state, _ = run(state, x)
-  with compilations.count() as compiled:
-    for _ in range(7):
-      state, _ = run(state, x)
-  assert compiled.total == 0
-  assert int(state.wrapper_states["agn"].commits) == 1
 
 
 SPLIT = {"w": [P(None, "model"), P("model", None)], "b": [P("model"), P()]}

@@ -112,24 +112,6 @@ def test_a_skipped_step_adds_nothing():
   np.testing.assert_allclose(state.params["w"], wanted, rtol=1e-6)
 
 
-def test_run_steps_equals_single_steps():
-  wrappers = [fs.LossScale("dynamic"), fs.AGN(3)]
-  state, other = create(wrappers), create(wrappers)
-  for _ in range(7):
-    state = run(state)
-
-  def scan_step(state, batch):
-    return step(state, *batch)
-
-  batches = jax.tree.map(
-    lambda x: fs.PerReplica(np.repeat(x[:, None, None], 7, axis=1)),
-    (XS, ONES),
-  )
-  other, _ = FOUR.run_steps(scan_step, other, batches)
-  jax.tree.map(np.testing.assert_array_equal, state, other)
-  assert int(agn(other).commits) == 2
-
-
 @pytest.mark.parametrize(
   ("dtype", "commit"), [(jnp.bfloat16, "sequential"), (jnp.float16, "mean")]
 )

@@ -116,20 +116,6 @@ def test_an_update_that_depends_on_the_size_of_arrays():
   np.testing.assert_allclose(state.params["w"], 0.5**4)
 
 
-def test_an_optimizer_whose_state_depends_on_sizes():
-  tx = optax.masked(
-    optax.sgd(0.1, momentum=0.9),
-    lambda params: jax.tree.map(lambda p: p.size > 3, params),
-  )
-  state = create({"w": np.ones(4, np.float32)}, tx, fs.AGN(1))
-  state = apply(state, {"w": jnp.ones(4)})
-  momentum, w = 0.0, 1.0
-  for _ in range(4):
-    momentum = 0.9 * momentum + 1
-    w -= 0.1 * momentum
-  np.testing.assert_allclose(state.params["w"], w, rtol=1e-6)
-
-
 @dataclasses.dataclass(frozen=True)
 class Weighted(fs.wrappers.Base):
   """Multiplies gradients by the replica index, also those of a commit."""
@@ -159,24 +145,6 @@ def test_parameters_that_are_split_over_replicas_raise():
     ValueError, match=r"state\[params/w\] is split over 'replica'"
   ):
     apply(state, {"w": jnp.ones((4, 2))})
-
-
-def test_two_states_in_one_step():
-  one = {"w": put(np.ones((4, 2), np.float32), None, "model")}
-  two = {"w": np.ones(3, np.float32)}
-  tx = optax.sgd(0.25)
-  states = [create(p, tx, fs.AGN(1), strategy=SPLIT) for p in (one, two)]
-  states = SPLIT.run(
-    lambda *states: tuple(
-      s.apply_gradients(grads=jax.tree.map(jnp.ones_like, s.params))
-      for s in states
-    ),
-    args=tuple(states),
-  )
-  for state in states:
-    np.testing.assert_array_equal(state.params["w"], 0.0)
-    mine = np.asarray(agn(state).local_params["w"]).reshape(4, -1)[:, 0]
-    np.testing.assert_array_equal(mine, [0.75, 0.5, 0.25, 0.0])
 
 
 def test_trees_with_empty_leaves_and_containers():

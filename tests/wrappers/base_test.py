@@ -71,18 +71,6 @@ def create(wrappers, params=None, tx=None):
 step = jax.jit(lambda state, g: state.apply_gradients(grads={"w": g}))
 
 
-def test_base_changes_nothing():
-  params = {"w": jnp.array([2.0, -3.0])}
-  state, bare = create([Base()], params), create([], params)
-  assert state.wrapper_states == {"base": ()}
-  loss_fn = lambda p: (p["w"] ** 2).sum()
-  new, loss = state.minimize(loss_fn)
-  want, want_loss = bare.minimize(loss_fn)
-  assert float(loss) == float(want_loss)
-  np.testing.assert_array_equal(new.params["w"], want.params["w"])
-  assert new.metrics() == {}
-
-
 @pytest.mark.parametrize(
   ("wrappers", "error", "fact"),
   [
@@ -122,20 +110,6 @@ SIGN_THEN_SCALE = [SignGradients(), fs.LossScale("dynamic")]
 SCALE_THEN_SIGN = [fs.LossScale("dynamic"), SignGradients()]
 
 
-@pytest.mark.parametrize("wrappers", [SIGN_THEN_SCALE, SCALE_THEN_SIGN])
-def test_custom_wrapper_with_loss_scale(wrappers):
-  state = create(wrappers)
-  loss_fn = lambda p: (p["w"] ** 2).sum()
-  minimize = jax.jit(lambda s: s.minimize(loss_fn))
-  state, loss = minimize(state)
-  assert float(loss) == 13.0
-  np.testing.assert_array_equal(state.params["w"], [1.5, -2.5])
-  skipped = step(state, jnp.array([jnp.nan, 1.0]))
-  np.testing.assert_array_equal(skipped.params["w"], [1.5, -2.5])
-  assert int(skipped.step) == 1
-  assert float(skipped.wrapper_states["loss_scale"].scale) == 2.0**14
-
-
 def test_outermost_wrapper_sees_gradients_first():
   # An infinity has a sign: only a check before the sign sees it.
   bad = jnp.array([jnp.inf, -1.0])
@@ -164,53 +138,3 @@ def test_skipped_step_keeps_the_states_of_inner_wrappers(wrappers, counted):
   assert seen == counted
   assert int(state.step) == 2
   np.testing.assert_array_equal(state.params["w"], [1.0, -3.0])
-
-
-def test_next_called_twice_updates_inner_states_twice():
-  state = create([Counter(calls=2), fs.LossScale(fs.DynamicLossScale(8.0))])
-  state = step(state, jnp.array([1.0, 0.0]))
-  np.testing.assert_array_equal(state.params["w"], [1.0, -3.0])
-  assert int(state.step) == 2
-  assert int(state.wrapper_states["loss_scale"].good_steps) == 2
-  state = step(state, jnp.array([jnp.inf, 0.0]))
-  assert float(state.wrapper_states["loss_scale"].scale) == 2.0
-  assert int(state.wrapper_states["loss_scale"].skipped_steps) == 2
-
-
-def test_target_holds_the_replaced_collections():
-  seen = {}
-
-  @dataclasses.dataclass(frozen=True)
-  class Look(Base):
-    def apply(self, state, target, grads, next):
-      seen["fields"] = target._fields
-      seen["collections"] = target.collections
-      target = next(target, grads)
-      seen["after"] = target.collections
-      return target, state
-
-  state = fs.TrainState.create(
-    apply_fn=None,
-    params={"w": jnp.ones(1)},
-    tx=optax.sgd(0.5),
-    wrappers=[Look()],
-    batch_stats={"m": jnp.zeros(1)},
-    cache={"c": jnp.zeros(1)},
-  )
-  new = state.apply_gradients(
-    grads={"w": jnp.ones(1)}, batch_stats={"m": jnp.ones(1)}
-  )
-  assert seen["fields"] == (
-    "step",
-    "params",
-    "opt_state",
-    "collections",
-    "wrapper_states",
-    "new_collections",
-  )
-  # Only the collection that this step replaces: old values, then new ones.
-  assert list(seen["collections"]) == ["batch_stats"]
-  assert float(seen["collections"]["batch_stats"]["m"][0]) == 0.0
-  assert float(seen["after"]["batch_stats"]["m"][0]) == 1.0
-  assert float(new.batch_stats["m"][0]) == 1.0
-  assert float(new.cache["c"][0]) == 0.0

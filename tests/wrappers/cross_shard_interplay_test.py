@@ -1,11 +1,9 @@
 """CrossShard with other wrappers, collections and parts of a train step."""
 
-import flax.linen as nn
 import grouped
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import flaxshard as fs
@@ -121,44 +119,6 @@ def test_collections_are_averaged_within_groups(strategy) -> None:
     7,
     8,
   ] * 4
-
-
-class Normed(nn.Module):
-  @nn.compact
-  def __call__(self, x, train=False):
-    return nn.BatchNorm(use_running_average=not train, momentum=0.5)(x)
-
-
-def test_batch_norm_within_groups(strategy) -> None:
-  """Each group has its own batch statistics and parameters."""
-  groups = grouped.GROUPINGS["interleaved"]
-  state = fs.create_train_state(
-    Normed(),
-    jax.random.key(0),
-    grouped.X,
-    optax.sgd(1.0),
-    wrappers=[fs.CrossShard("mean", groups), fs.LossScale("dynamic")],
-    strategy=strategy,
-  )
-
-  def step(state, x):
-    def loss_fn(params):
-      variables = {"params": params, "batch_stats": state.batch_stats}
-      y, new = state.apply_fn(variables, x, train=True, mutable=["batch_stats"])
-      return (y**2 * x).mean(), new
-
-    (_, new), grads = state.value_and_grad(loss_fn, has_aux=True)
-    return state.apply_gradients(grads=grads, **new)
-
-  new = strategy.run(step, args=(state, strategy.shard_batch(grouped.X)))
-  stats = new.batch_stats["BatchNorm_0"]
-  for i in range(8):
-    rows = [grouped.rows_of([j]) for j in grouped.group_of(i, groups)]
-    mean = 0.5 * np.mean([x.mean(0) for x in rows], 0)
-    var = 0.5 + 0.5 * np.mean([x.var(0) for x in rows], 0)
-    held = {k: grouped.on_each(x)[i] for k, x in stats.items()}
-    grouped.assert_close(held, {"mean": mean, "var": var})
-  assert int(new.step) == 1
 
 
 def test_parameters_without_a_gradient_and_statistics(strategy) -> None:

@@ -57,66 +57,6 @@ def test_reduced_values_and_collectives(strategy, name, reduction) -> None:
     assert sorted(map(sorted, one.groups)) == sorted(map(sorted, groups))
 
 
-@pytest.mark.parametrize(
-  "groups", [pytest.param(None, marks=pytest.mark.slow), grouped.HALVES]
-)
-def test_mean_equals_one_replica_with_the_whole_batch(strategy, groups) -> None:
-  """At the same learning rate, with momentum, in each group."""
-  tx = optax.adam(0.1)
-  state = grouped.create(strategy, fs.CrossShard("mean", groups), tx=tx)
-  batches = [grouped.X, grouped.X[::-1].copy(), 2 * grouped.X]
-  for x in batches:
-    state, _ = strategy.run(
-      grouped.train_step, args=(state, strategy.shard_batch(x))
-    )
-  for i in range(8):
-    mine = [2 * j + k for j in grouped.group_of(i, groups) for k in (0, 1)]
-    wanted = grouped.trained(
-      grouped.make_params(), [x[mine] for x in batches], tx
-    )
-    held = {key: grouped.on_each(p)[i] for key, p in state.params.items()}
-    grouped.assert_close(held, wanted, rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_clipping_before_and_after_the_reduction(strategy) -> None:
-  limit = 0.05
-  clip = optax.clip_by_global_norm(limit)
-  local = grouped.local_gradients()
-
-  def clipped(grads):
-    return clip.update(grads, clip.init(grads))[0]
-
-  def clip_first(state, x):
-    _, grads = state.value_and_grad(grouped.loss_fn, x)
-    return state.apply_gradients(grads=clipped(grads))
-
-  def mean(trees):
-    return jax.tree.map(lambda *g: np.mean(g, axis=0), *trees)
-
-  assert min(optax.tree.norm(g) for g in local) > limit
-  x = strategy.shard_batch(grouped.X)
-  wanted = {
-    "reduce, then clip": clipped(mean(local)),
-    "clip, then reduce": mean([clipped(g) for g in local]),
-  }
-  after = grouped.create(
-    strategy, fs.CrossShard(), tx=optax.chain(clip, optax.sgd(1))
-  )
-  before = grouped.create(strategy, fs.CrossShard())
-  found = {
-    "reduce, then clip": strategy.run(grouped.train_step, args=(after, x))[0],
-    "clip, then reduce": strategy.run(clip_first, args=(before, x)),
-  }
-  for name, new in found.items():
-    update = jax.tree.map(np.subtract, grouped.make_params(), new.params)
-    grouped.assert_close(update, wanted[name], rtol=1e-4)
-  with pytest.raises(AssertionError):  # they differ
-    grouped.assert_close(
-      wanted["reduce, then clip"], wanted["clip, then reduce"]
-    )
-
-
 def test_skip_gradients_aggregation_reduces_nothing(strategy) -> None:
   state = grouped.create(strategy, fs.CrossShard("sum"))
 

@@ -114,22 +114,6 @@ def test_average_of_bfloat16_parameters_is_float32():
   assert int(state.eval_params["n"]) == 3
 
 
-def test_replicas_keep_the_average_of_one_device():
-  strategy = fs.Strategy()
-  n = strategy.num_replicas_in_sync
-  state = create([fs.EMA(0.5), fs.LossScale("dynamic")], strategy=strategy)
-  train_step = lambda state, x: state.minimize(
-    lambda p: (p["w"] * x.mean()).sum()
-  )[0]
-  xs = [np.arange(2.0 * n), np.ones(2 * n)]
-  for x in xs:
-    state = strategy.run(train_step, args=(state, strategy.shard_batch(x)))
-  expected = path_of_params(create([fs.EMA(0.5)]), [xs[0].mean(), 1.0])[-1]
-  np.testing.assert_allclose(
-    state.eval_params["w"], expected.eval_params["w"], rtol=1e-6
-  )
-
-
 def test_average_around_agn_is_that_of_the_center():
   states = path_of_params(create([fs.EMA(0.5), fs.AGN(2)]), [1.0, 3.0, 1.0])
   centers = [np.asarray(state.params["w"]) for state in states]

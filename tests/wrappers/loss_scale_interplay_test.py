@@ -77,11 +77,6 @@ def assert_close(a, b):
   )
 
 
-def assert_equal(a, b):
-  assert jax.tree.structure(a) == jax.tree.structure(b)
-  jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 def frozen_labels(params):
   return {name: "frozen" if name == "b" else "train" for name in params}
 
@@ -136,19 +131,6 @@ def test_gradients_of_frozen_parameters_are_checked():
   skipped = state.apply_gradients(grads=grads)
   assert int(skipped.step) == 0
   np.testing.assert_array_equal(skipped.params["w"], [0.5, -0.25])
-
-
-def test_donation_in_applied_and_skipped_steps():
-  data = batches()
-  tx = optax.adam(0.1)
-  donating = jax.jit(train_step, donate_argnums=0)
-  kept, losses = train(create(tx), data)
-  first = create(tx)
-  donated, donated_losses = train(first, data, donating)
-  assert_equal(donated, kept)
-  np.testing.assert_array_equal(donated_losses, losses)
-  # It was a donation: the first state is gone, skipped leaves included.
-  assert all(x.is_deleted() for x in jax.tree.leaves(first))
 
 
 def test_members_of_a_vmapped_ensemble_skip_separately():

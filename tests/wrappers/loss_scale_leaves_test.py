@@ -105,47 +105,6 @@ def test_integer_parameters_and_float0_gradients_pass_through(name):
   assert grads["i"] is None
 
 
-def integer_optimizers():
-  return {
-    "clip": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.5)),
-    "noisy_sgd": optax.noisy_sgd(0.5, eta=0.0, key=jax.random.key(0)),
-    "multi_steps": optax.MultiSteps(
-      optax.adam(0.5), every_k_schedule=2
-    ).gradient_transformation(),
-  }
-
-
-@pytest.mark.parametrize(
-  ("name", "scale"),
-  [("clip", "dynamic"), ("noisy_sgd", None), ("multi_steps", 1024.0)],
-)
-def test_integer_parameters_with_transformations_over_all_leaves(name, scale):
-  tx = integer_optimizers()[name]
-  params = {"w": jnp.full(2, 2.0), "i": jnp.array([7, 8]), "b": jnp.array(True)}
-  wrappers = [] if scale is None else [fs.LossScale(scale)]
-  state = fs.TrainState.create(
-    apply_fn=None, params=params, tx=tx, wrappers=wrappers
-  )
-  loss_fn = lambda p: jnp.where(p["b"], (p["w"] * p["i"]).sum(), 0.0)
-  step = jax.jit(lambda s: s.minimize(loss_fn)[0])
-  dtypes = jax.tree.map(lambda x: x.dtype, state)
-  # The reference: the optimizer applied to the one trainable leaf.
-  alone = {"w": params["w"]}
-  slots_alone = tx.init(alone)
-  for _ in range(4):
-    updates, slots_alone = tx.update(
-      {"w": jnp.array([7.0, 8.0])}, slots_alone, alone
-    )
-    alone = optax.apply_updates(alone, updates)
-    state = step(state)
-    assert jax.tree.map(lambda x: x.dtype, state) == dtypes
-    np.testing.assert_array_equal(state.params["i"], [7, 8])
-    assert bool(state.params["b"])
-    np.testing.assert_allclose(state.params["w"], alone["w"], atol=1e-6)
-  assert (np.asarray(state.params["w"]) < 2).all()
-  assert int(state.step) == 4
-
-
 def owg_optimizers():
   labels = lambda params: jax.tree.map(lambda _: "a", params)
   return {

@@ -18,15 +18,6 @@ from flaxshard.wrappers import step as step_lib
 RULE = fs.DynamicLossScale(initial_scale=123.4, growth_factor=7.3)
 
 
-def create_two():
-  return fs.TrainState.create(
-    apply_fn=None,
-    params={"a": jnp.linspace(0.5, 3, 4), "b": jnp.zeros(2)},
-    tx=optax.sgd(0.1),
-    wrappers=[fs.LossScale(RULE)],
-  )
-
-
 class Model(nn.Module):
   """Uses the kernel `twice` twice, and `scale` in float32."""
 
@@ -145,15 +136,6 @@ def test_steps_equal_those_with_float32_gradients(monkeypatch, step, dtype):
   assert_same_when_wide(monkeypatch, create(dtype), step, batches())
 
 
-@pytest.mark.slow
-def test_steps_in_run_equal_those_with_float32_gradients(monkeypatch):
-  # Gradients that are summed over the replicas are float32; AGN sums none.
-  strategy, agn = fs.Strategy(), fs.AGN(2, commit="mean")
-  state = create("float16", fs.LossScale(RULE), agn, strategy=strategy)
-  split = batches(strategy.shard_batch)
-  assert_same_when_wide(monkeypatch, state, train_step, split, strategy.jit)
-
-
 @pytest.mark.parametrize(
   ("step", "dtype"), [(train_step, "float16"), (minimize, "bfloat16")]
 )
@@ -182,16 +164,3 @@ def test_another_wrapper_that_unscales_gets_float32_gradients():
 
   state = create("float16", Halve(), fs.LossScale(RULE))
   assert gradients_in_branch(train_step, state) == ["float32"] * 3
-
-
-def test_overflow_in_one_leaf_skips_the_step(monkeypatch):
-  def step(state, weight):
-    def loss_fn(params):
-      a, b = (params[k].astype(jnp.float16) for k in "ab")
-      loss = (a**2).sum() + (b * weight.astype(jnp.float16)).sum()
-      return loss.astype(jnp.float32)
-
-    return state.minimize(loss_fn)[0]
-
-  weights = map(jnp.float32, (1.0, 0.5, 3e4, 2.0))
-  assert_same_when_wide(monkeypatch, create_two(), step, weights)
