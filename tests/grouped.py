@@ -1,9 +1,6 @@
 """A small model on eight replicas in groups, for the tests of CrossShard."""
 
-import dataclasses
 import functools
-import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +8,7 @@ import numpy as np
 import optax
 
 import flaxshard as fs
+from flaxshard import plans
 
 GROUPINGS = {
   "all": None,
@@ -92,31 +90,9 @@ def assert_close(a, b, rtol=1e-5):
   )
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
-  kind: str
-  nbytes: int
-  groups: tuple | None
-
-
-def collectives(text):
-  """The collectives of a compiled program: kind, bytes and groups of each."""
-  kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-[a-z]+"
-  found = []
-  for line in text.splitlines():
-    match = re.search(rf" = (.*?) ({kinds})(?:-start)?\(", line)
-    if not match:
-      continue
-    nbytes = 0
-    for dtype, dims in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", match[1]):
-      bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
-      shape = [int(d) for d in dims.split(",") if d]
-      nbytes += bits // 8 * math.prod(shape)
-    groups = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line)
-    if groups:
-      groups = tuple(
-        tuple(map(int, group.split(",")))
-        for group in re.findall(r"\{([\d,]+)\}", groups[1])
-      )
-    found.append(Collective(match[2], nbytes, groups))
-  return found
+def collectives(compiled, strategy):
+  """The kind, the bytes, and the size of the groups of each collective."""
+  return [
+    (c.kind, c.operand_bytes, c.group_size)
+    for c in plans.collectives(compiled, strategy.mesh)
+  ]

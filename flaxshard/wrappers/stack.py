@@ -241,7 +241,7 @@ def local_states(wrappers: Wrappers, states: States) -> dict[str, PyTree]:
 
 
 def map_per_replica(
-  fn: Callable[[str, jax.Array], jax.Array], wrappers: Wrappers, states: States
+  fn: Callable[[str, jax.Array], Any], wrappers: Wrappers, states: States
 ) -> dict[str, PyTree]:
   """Applies `fn(wrapper's name, leaf)` to the per-replica leaves of states."""
   mapped = dict(states)

@@ -80,11 +80,3 @@ def test_aux_may_hold_anything_and_the_function_is_called_once():
   assert float(loss) == 1 and grad.tolist() == [0, 2]
   assert same.tolist() == [0, 1] and twice.tolist() == [0, 2]
   assert len(calls) == 1
-
-
-def test_complex_loss_raises():
-  def fn(w):
-    return w.astype("complex64").sum(), None
-
-  with pytest.raises(TypeError, match="real scalar, got complex64"):
-    narrow_gradients.value_and_grad(fn, jnp.ones(2))

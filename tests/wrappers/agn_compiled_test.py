@@ -1,7 +1,7 @@
 """The compiled AGN step: place and size of its collectives, its memory."""
 
+import collections
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import flaxshard as fs
+from flaxshard import plans
 
 P = jax.sharding.PartitionSpec
 SIZE = 64
@@ -23,7 +24,6 @@ PARAMS = {
 BYTES = 4 * sum(p.size for p in jax.tree.leaves(PARAMS))
 ADAM = optax.adam(1e-2)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
-OPS = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
 
 
 def loss_fn(params, x):
@@ -56,92 +56,40 @@ def compile_step(*wrappers, tx=ADAM):
   return run.lower(state, x).compile()
 
 
-def collectives(text):
-  """Returns `(computation, kind, bytes of the result)` of all collectives."""
-  found, computation = [], None
-  for line in text.splitlines():
-    header = re.match(r"(ENTRY )?%?(\S+) \(.*\{$", line)
-    if header:
-      computation = "entry" if header[1] else header[2]
-    match = re.search(rf"= (.*?) ({OPS})(-start)?\(", line)
-    if match:
-      sizes = [
-        np.dtype({"f32": "f4", "s32": "i4"}[dtype]).itemsize
-        * int(np.prod([int(n) for n in shape.split(",") if n]))
-        for dtype, shape in re.findall(r"(f32|s32)\[([\d,]*)\]", match[1])
-      ]
-      found.append((computation, match[2], sum(sizes)))
-  return found
-
-
-def by_kind(found):
-  kinds = {}
-  for _, kind, size in found:
-    kinds[kind] = kinds.get(kind, 0) + size
+def collectives(compiled):
+  """Returns `{kind: bytes}` of all collectives, which commits alone have."""
+  kinds = collections.Counter()
+  for found in plans.collectives(compiled, all_devices().mesh):
+    assert found.in_commit
+    kinds[found.kind] += found.result_bytes
   return kinds
 
 
-def branches(text):
-  """Returns the computations of conditionals' branches, and those they call."""
-  names = set()
-  for match in re.findall(
-    r"(?:true_computation|false_computation)=%?([\w.\-]+)"
-    r"|branch_computations=\{([^}]*)\}",
-    text,
-  ):
-    names |= {n.strip().lstrip("%") for n in ",".join(match).split(",") if n}
-  calls = {}
-  computation = None
-  for line in text.splitlines():
-    header = re.match(r"(ENTRY )?%?(\S+) \(.*\{$", line)
-    computation = header[2] if header else computation
-    for called in re.findall(
-      r"(?:calls|body|condition|to_apply)=%?(\S+?)[,} ]", line + " "
-    ):
-      calls.setdefault(computation, set()).add(called)
-  while True:
-    more = set().union(*(calls.get(n, set()) for n in names)) | names
-    if more == names:
-      return names
-    names = more
-
-
-def assert_all_in_branches(found, text):
-  assert {name for name, _, _ in found} <= branches(text)
-
-
 def test_a_combined_commit_is_one_reduction_inside_the_conditional():
-  text = compile_step(fs.AGN(10, commit="mean")).as_text()
-  found = collectives(text)
-  assert [c[1:] for c in found] == [("all-reduce", BYTES)]
-  assert_all_in_branches(found, text)
+  compiled = compile_step(fs.AGN(10, commit="mean"))
+  assert collectives(compiled) == {"all-reduce": BYTES}
+  assert len(plans.collectives(compiled, all_devices().mesh)) == 1
 
 
 def test_a_sequential_commit_exchanges_the_parameters_twice():
-  text = compile_step(fs.AGN(10)).as_text()
-  found = collectives(text)
-  assert_all_in_branches(found, text)
   # Eight divides every leaf. The all-gather is of the center and its slots.
-  assert by_kind(found) == {"all-to-all": 2 * BYTES, "all-gather": 3 * BYTES}
+  wanted = {"all-to-all": 2 * BYTES, "all-gather": 3 * BYTES}
+  assert collectives(compile_step(fs.AGN(10))) == wanted
 
 
 @pytest.mark.slow
 def test_a_sequential_commit_that_mixes_elements_reduces_in_a_loop():
-  text = compile_step(fs.AGN(10), tx=CLIPPED).as_text()
-  found = collectives(text)
-  assert_all_in_branches(found, text)
-  assert by_kind(found) == {"all-reduce": BYTES}  # the loop runs eight times
+  compiled = compile_step(fs.AGN(10), tx=CLIPPED)
+  # The loop runs eight times.
+  assert collectives(compiled) == {"all-reduce": BYTES}
 
 
 @pytest.mark.slow
 def test_loss_scaling_adds_the_reduction_of_one_scalar():
-  text = compile_step(fs.LossScale("dynamic"), fs.AGN(10, "mean")).as_text()
-  outside = [
-    (kind, size)
-    for name, kind, size in collectives(text)
-    if name not in branches(text)
-  ]
-  assert outside == [("all-reduce", 4)]
+  compiled = compile_step(fs.LossScale("dynamic"), fs.AGN(10, "mean"))
+  found = plans.collectives(compiled, all_devices().mesh)
+  outside = [c for c in found if not c.in_conditional]
+  assert [(c.kind, c.result_bytes) for c in outside] == [("all-reduce", 4)]
 
 
 def test_memory_of_the_state_and_of_a_commit():
@@ -180,20 +128,11 @@ def test_logical_devices_exchange_their_shards(commit):
   )
   agn = state.wrapper_states["agn"]
   assert agn.local_params["layer1"]["w"].sharding.spec == P("replica", "model")
-  text = run.lower(state, x).compile().as_text()
+  found = plans.collectives(run.lower(state, x).compile(), strategy.mesh)
+  total = sum(c.result_bytes for c in found if "replica" in c.axes)
   per_device = sum(
     p.addressable_shards[0].data.nbytes for p in jax.tree.leaves(state.params)
   )
-  over_replicas = [
-    (kind, size)
-    for line, (_, kind, size) in zip(
-      re.findall(rf".* = .* (?:{OPS})(?:-start)?\(.*", text),
-      collectives(text),
-      strict=True,
-    )
-    if "{{0,2,4,6},{1,3,5,7}}" in line or "{'replica'}" in line
-  ]
-  total = sum(size for _, size in over_replicas)
   assert total == per_device * (1 if commit == "mean" else 5)
   if commit == "mean":
     return

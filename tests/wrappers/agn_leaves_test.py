@@ -1,7 +1,5 @@
 """AGN with unusual parameters, gradients and optimizers."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,37 +112,6 @@ def test_an_update_that_depends_on_the_size_of_arrays():
   state = create({"w": put(w, None, "model")}, tx, fs.AGN(1), strategy=SPLIT)
   state = apply(state, {"w": jnp.zeros((8, 8))}, SPLIT)
   np.testing.assert_allclose(state.params["w"], 0.5**4)
-
-
-@dataclasses.dataclass(frozen=True)
-class Weighted(fs.wrappers.Base):
-  """Multiplies gradients by the replica index, also those of a commit."""
-
-  def apply(self, state, target, grads, next):
-    index = fs.get_replica_context().replica_id_in_sync_group
-    return next(target, jax.tree.map(lambda g: g * index, grads)), state
-
-
-@COMMITS
-def test_a_center_that_would_differ_between_replicas_raises(commit):
-  wrapper = fs.AGN(1, commit=commit)
-  state = create(
-    {"w": np.ones(8, np.float32)}, optax.sgd(1.0), wrapper, Weighted()
-  )
-  with pytest.raises(ValueError, match=r"same from every replica.*params/w"):
-    apply(state, {"w": jnp.ones(8)})
-
-
-def test_parameters_that_are_split_over_replicas_raise():
-  w = jax.device_put(
-    np.ones((4, 2), np.float32),
-    jax.sharding.NamedSharding(FOUR.mesh, P("replica")),
-  )
-  state = create({"w": w}, optax.sgd(1.0), fs.AGN(4))
-  with pytest.raises(
-    ValueError, match=r"state\[params/w\] is split over 'replica'"
-  ):
-    apply(state, {"w": jnp.ones((4, 2))})
 
 
 def test_trees_with_empty_leaves_and_containers():

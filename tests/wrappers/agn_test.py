@@ -33,21 +33,6 @@ def test_every_step_equals_the_reference_on_few_replicas(replicas):
   )
 
 
-def test_a_mean_commit_at_every_step_equals_data_parallelism():
-  strategy = agn_problem.strategy_of(4)
-  targets = agn_problem.targets_of(strategy)
-  tx = agn_problem.OPTIMIZERS["adam"][0]
-  state = agn_problem.create(strategy, fs.AGN(1, commit="mean"), tx)
-  plain = fs.TrainState.create(
-    apply_fn=None, params=agn_problem.PARAMS, tx=tx, strategy=strategy
-  )
-  for _ in range(3):
-    state, _ = strategy.run(agn_problem.step, (state, targets))
-    plain, _ = strategy.run(agn_problem.step, (plain, targets))
-  for k in agn_problem.PARAMS:
-    np.testing.assert_allclose(state.params[k], plain.params[k], rtol=1e-5)
-
-
 def test_local_sgd_averages_the_local_parameters():
   wrapper = fs.AGN(3, commit="mean", commit_delta=True, outer_tx=optax.sgd(1.0))
   state = agn_problem.compare(
@@ -190,20 +175,6 @@ def test_invalid_options_of_a_store_raise(kwargs, error, fact):
   with pytest.raises(error) as e:
     fs.Store(**kwargs)
   assert "Store: " in str(e.value) and fact in str(e.value)
-
-
-def test_a_numpy_period_becomes_an_int():
-  assert type(fs.AGN(np.int64(4)).communication_period) is int
-  assert fs.AGN(np.int64(4)) == fs.AGN(4)
-  assert hash(fs.AGN(np.int64(4))) == hash(fs.AGN(4))
-
-
-def test_a_reducing_wrapper_inside_raises():
-  with pytest.raises(ValueError, match=r"'cross_shard'.*'agn'"):
-    agn_problem.create(
-      None, fs.CrossShard(), optax.sgd(0.1), wrappers=[fs.AGN()]
-    )
-  agn_problem.create(None, fs.AGN(), optax.sgd(0.1), wrappers=[fs.CrossShard()])
 
 
 @pytest.mark.parametrize(("period", "warns"), [(5, True), (6, False)])
