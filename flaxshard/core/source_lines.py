@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 import os
+import re
 from typing import Any
 
 # Frames in these packages are not the user's. The models of this package count
 # as the user's: a line in them says more than the line that calls the model.
-_LIBRARIES = (
-  "chex",
-  "contextlib.py",
-  "flax",
-  "flaxshard",
-  "functools.py",
-  "jax",
-  "jaxlib",
-  "optax",
+_LIBRARIES = frozenset(
+  "chex contextlib.py flax flaxshard functools.py jax jaxlib optax".split()
 )
+_ROOT = os.path.dirname(os.path.dirname(__file__)) + "/"
 
 
 def equation_line(eqn: Any) -> str:
@@ -50,28 +45,22 @@ def user_line(frames: Iterable[tuple[str, int]]) -> str:
   """
   fallback = ""
   for file, line in frames:
-    library = _library(file)
-    if not library:
+    package = _package(file)
+    if package not in _LIBRARIES:
       return _show(file, line)
-    if not fallback and library not in ("jax", "jaxlib"):
+    if not fallback and package not in ("jax", "jaxlib"):
       fallback = _show(file, line)
   return fallback
 
 
-def _library(file: str) -> str:
-  """Returns the library that a file belongs to, or "" for the user's."""
-  parts = file.split("/")
-  if parts[-3:-1] == ["flaxshard", "models"]:
-    return ""
-  for folder in ("site-packages", "dist-packages"):
-    if folder in parts:
-      package = parts[len(parts) - parts[::-1].index(folder)]
-      return package if package in _LIBRARIES else ""
-  if parts[-1] in _LIBRARIES:
-    return parts[-1]
-  # An editable install of this package.
-  root = os.path.dirname(os.path.dirname(__file__))
-  return "flaxshard" if file.startswith(root + "/") else ""
+def _package(file: str) -> str:
+  """Returns the installed package that a file belongs to, or its own name."""
+  if "/flaxshard/models/" in file:
+    return "models"
+  if file.startswith(_ROOT):  # an editable install
+    return "flaxshard"
+  found = re.search(r"(?:site|dist)-packages/([^/]+)", file)
+  return found[1] if found else os.path.basename(file)
 
 
 def _show(file: str, line: int) -> str:

@@ -206,3 +206,26 @@ def test_a_step_moves_a_restored_scale_into_the_bounds(scale, wanted):
   state = create(params, tx, scale).replace(wrapper_states=old.wrapper_states)
   state = apply_step(state, {"w": jnp.ones(1)})
   assert float(scale_state(state).scale) == wanted
+
+
+@pytest.mark.parametrize("way", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("scale", ["dynamic", 8.0])
+@pytest.mark.parametrize(
+  ("step", "message"),
+  [
+    (
+      lambda s, f: s.unscale_gradients(s.value_and_grad(f)[1]),
+      "unscale_gradients: the gradients are unscaled already",
+    ),
+    (
+      lambda s, f: s.minimize(lambda p: s.scale_loss(f(p))),
+      "scale_loss: value_and_grad and minimize scale the loss",
+    ),
+  ],
+)
+def test_a_loss_is_scaled_once_and_unscaled_once(step, message, scale, way):
+  loss_fn = lambda p: sum((x.astype("float32") ** 2).sum() for x in p.values())
+  params = {"w": jnp.ones(3, jnp.float16), "b": jnp.ones(2)}
+  state = create(params, optax.sgd(0.125), scale)
+  with pytest.raises(ValueError, match=message):
+    way(lambda state: step(state, loss_fn))(state)
