@@ -8,70 +8,34 @@
 # half of a digit, and gradient clipping that counts how often it clips. The
 # trained model is then exported, and runs without flaxshard.
 
-# %% tags=["hide-input"]
-# Install flaxshard if it is missing, and say which hardware JAX found.
-import glob
-import importlib.metadata
-import importlib.util
-import os
-import shutil
-import subprocess
-import sys
+# %% cellView="form" tags=["hide-input"]
+# @title Set-up: installs flaxshard where it is missing
+import glob, importlib.util, os, shutil, subprocess, sys
 
 has_tpu = bool(glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"))
 has_gpu = shutil.which("nvidia-smi") is not None
-source = os.environ.get(
-  "FLAXSHARD_SOURCE", "git+https://github.com/flaxshard/flaxshard"
-)
-
-
-def imported_versions():
-  """Returns the installed versions of the packages imported so far."""
-  packages = importlib.metadata.packages_distributions()
-  names = {name for module in sys.modules for name in packages.get(module, ())}
-  return {name: importlib.metadata.version(name) for name in names}
-
-
 if importlib.util.find_spec("flaxshard") is None:
-  before = imported_versions()
-  install = [sys.executable, "-m", "pip", "install", "--quiet"]
+  if "jax" in sys.modules:
+    raise RuntimeError("Restart the session: JAX was imported before.")
+  address = "git+https://github.com/flaxshard/flaxshard"
   extras = "train,export,tpu" if has_tpu else "train,export"
-  install.append(f"flaxshard[{extras}] @ {source}")
+  package = (
+    f"flaxshard[{extras}] @ {os.environ.get('FLAXSHARD_SOURCE', address)}"
+  )
   # JAX 0.12 needs a newer NumPy than Colab's, which is imported already.
-  install.append("jax[cuda12]<0.12" if has_gpu else "jax<0.12")
-  subprocess.run(install, check=True)
-  importlib.invalidate_caches()
-  replaced = [
-    f"{name} {old} by {importlib.metadata.version(name)}"
-    for name, old in sorted(before.items())
-    if importlib.metadata.version(name) != old
-  ]
-  if replaced:
-    raise RuntimeError(
-      f"pip replaced packages that were imported before: {', '.join(replaced)}. "
-      "Restart the session (Runtime > Restart session), then run this cell "
-      "again."
-    )
-
-# JAX reads these when it starts: eight virtual devices, if there is only a CPU.
-emulate = "--xla_force_host_platform_device_count=8"
-if emulate.split("=")[0] not in os.environ.get("XLA_FLAGS", ""):
-  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {emulate}"
+  jax = "jax[cuda12]<0.12" if has_gpu else "jax<0.12"
+  pip = [sys.executable, "-m", "pip", "install", "--quiet"]
+  subprocess.run([*pip, package, jax], check=True)
 if not (has_tpu or has_gpu):
-  os.environ.setdefault("JAX_PLATFORMS", "cpu")
+  os.environ.setdefault("JAX_PLATFORMS", "cpu")  # which emulates eight devices
+flag = "--xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
 
 import jax
-
 import flaxshard as fs
 
-kind = jax.devices()[0].device_kind
-if jax.default_backend() == "cpu":
-  if jax.device_count() < 8:
-    raise RuntimeError("JAX was started before this cell. Restart the session.")
-  print(f"Hardware: a CPU that emulates {jax.device_count()} devices.")
-else:
-  print(f"Hardware: {jax.device_count()} x {kind}.")
-print(f"flaxshard {fs.__version__}, JAX {jax.__version__}")
+print(jax.device_count(), "x", jax.devices()[0].device_kind)
+print("JAX", jax.__version__, "flaxshard", fs.__version__)
 
 # %% [markdown]
 # ## A task

@@ -1,12 +1,10 @@
 """Makes the notebooks of this folder from the .py files beside them.
 
-    python colab/make_notebooks.py            # the text of all notebooks
-    python colab/make_notebooks.py --execute  # and their pictures
-    python colab/make_notebooks.py --execute quick_start
+    python colab/make_notebooks.py quick_start
 
-Edit the .py files, in jupytext's percent format, never the .ipynb files. The
-cell with the tag "picture" keeps the picture of its last execution; no other
-output is stored. Needs `pip install '.[test]'`.
+executes a notebook and stores it with its outputs; without a name, all. Edit
+the .py files, in jupytext's percent format, never the .ipynb files. Needs
+`pip install '.[test,tpu]'`.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import nbclient
 import nbformat
 
 FOLDER = pathlib.Path(__file__).parent
-PICTURE = "picture"  # the tag of the cell that stores its picture
 
 
 def sources() -> list[pathlib.Path]:
@@ -38,7 +35,8 @@ def read(source: pathlib.Path) -> nbformat.NotebookNode:
   # jupytext's metadata have its version, and its cell ids are random.
   notebook.metadata = nbformat.from_dict(
     {
-      "colab": {"provenance": []},
+      "accelerator": "TPU",
+      "colab": {"gpuType": "V5E1", "provenance": []},
       "kernelspec": {
         "display_name": "Python 3",
         "language": "python",
@@ -50,9 +48,7 @@ def read(source: pathlib.Path) -> nbformat.NotebookNode:
   notebook.nbformat, notebook.nbformat_minor = 4, 5
   for number, cell in enumerate(notebook.cells):
     cell["id"] = f"cell-{number}"
-    cell["metadata"] = nbformat.from_dict(
-      {name: x for name, x in cell["metadata"].items() if name == "tags"}
-    )
+    cell["metadata"].pop("lines_to_next_cell", None)
   return notebook
 
 
@@ -74,59 +70,26 @@ def execute(
   client = nbclient.NotebookClient(
     notebook,
     timeout=timeout,
+    record_timing=False,
     coalesce_streams=True,  # of a progress bar, keep the last state
     resources={"metadata": {"path": str(folder)}},
   )
-  return client.execute()
-
-
-def is_picture(cell: nbformat.NotebookNode) -> bool:
-  """Returns whether a cell stores its picture."""
-  return PICTURE in cell["metadata"].get("tags", [])
-
-
-def pictures(notebook: nbformat.NotebookNode) -> list[str]:
-  """Returns the pictures in the cells with the tag, PNG in base64."""
-  return [
-    output["data"]["image/png"]
-    for cell in notebook.cells
-    if is_picture(cell)
-    for output in cell["outputs"]
-    if "image/png" in output.get("data", {})
-  ]
-
-
-def store_picture(notebook: nbformat.NotebookNode, png: str) -> None:
-  """Stores a picture as the output of the cell with the tag.
-
-  Args:
-    notebook: A notebook without outputs; it is changed.
-    png: PNG in base64.
-  """
-  (cell,) = filter(is_picture, notebook.cells)
-  output = nbformat.v4.new_output("display_data", {"image/png": png})
-  cell["outputs"] = [output]
+  metadata = notebook.metadata.copy()
+  client.execute()
+  notebook.metadata = metadata  # without the version of the kernel
+  return notebook
 
 
 def main() -> None:
   """Writes the notebooks."""
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("names", nargs="*", help="such as quick_start; or all")
-  parser.add_argument("--execute", action="store_true")
-  arguments = parser.parse_args()
+  names = parser.parse_args().names
   for source in sources():
-    if arguments.names and source.stem not in arguments.names:
-      continue
-    target = source.with_suffix(".ipynb")
-    if arguments.execute:
-      found = pictures(execute(read(source), FOLDER))
-    else:
-      found = pictures(nbformat.read(target, 4)) if target.exists() else []
-    notebook = read(source)
-    if found:
-      store_picture(notebook, found[-1])
-    nbformat.write(notebook, target)
-    print(f"{target}: {'a' if found else 'no'} picture")
+    if not names or source.stem in names:
+      notebook = execute(read(source), FOLDER)
+      nbformat.write(notebook, source.with_suffix(".ipynb"))
+      print(source.with_suffix(".ipynb"))
 
 
 if __name__ == "__main__":

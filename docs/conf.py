@@ -2,13 +2,7 @@
 
     pip install -e '.[docs]'
 
-The whole site, as CI builds it, with the notebooks executed (minutes):
-
-    python -m sphinx -W --keep-going -j 2 docs docs/_build/html
-
-While writing, without executing the notebooks (seconds):
-
-    python -m sphinx -q -D nb_execution_mode=off docs docs/_build/html
+    python -m sphinx -W --keep-going docs docs/_build/html
 
 Open docs/_build/html/index.html afterwards. Links to files outside of docs/
 lead to the branch main on GitHub; `-D repository_ref=v0.1.0` takes a tag.
@@ -16,7 +10,6 @@ lead to the branch main on GitHub; `-D repository_ref=v0.1.0` takes a tag.
 
 from __future__ import annotations
 
-import os
 import pathlib
 import sys
 
@@ -24,10 +17,6 @@ import flaxshard
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT / "docs" / "_ext"))
-# The kernels of the notebooks take the same flaxshard as this process.
-os.environ["PYTHONPATH"] = os.pathsep.join(
-  [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-)
 
 project = "flaxshard"
 author = "The flaxshard authors"
@@ -64,11 +53,8 @@ repository_folders = {"tutorials": "colab"}
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 4
 
-# The notebooks store one picture each, so that all of them need execution.
-nb_execution_mode = "force"
-nb_execution_in_temp = True
-nb_execution_timeout = 300  # seconds, for one cell
-nb_execution_raise_on_error = True
+# The notebooks are stored with their outputs.
+nb_execution_mode = "off"
 nb_merge_streams = True
 
 html_math_renderer = "mathml"

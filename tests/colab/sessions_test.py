@@ -68,7 +68,7 @@ def test_notebook_runs_with_one_chip(tmp_path: pathlib.Path) -> None:
   _add_one_chip(notebook)
   make_notebooks.execute(notebook, tmp_path, timeout=300)
   _, first, second, *_ = notebook_outputs.code_cells(notebook)
-  assert notebook_outputs.stdout(first).startswith("Hardware: 1 x cpu.")
+  assert notebook_outputs.stdout(first).startswith("1 x cpu\n")
   assert notebook_outputs.stdout(second) == "8 devices: cpu\n"
 
 

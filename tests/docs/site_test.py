@@ -52,7 +52,6 @@ def repository(
   tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> pathlib.Path:
   """Returns a repository with a site in docs/."""
-  monkeypatch.delenv("FLAXSHARD_NOTEBOOKS", raising=False)
   files = {
     "code/a.py": "",
     "CHANGES.md": "# Changes\n[a](code/a.py) [index](docs/index.md)\n## Old\n",
