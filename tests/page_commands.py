@@ -18,7 +18,7 @@ import pytest
 import tiny
 
 from flaxshard import train
-from flaxshard.checkpoint import inspection
+from flaxshard.checkpoint import __main__ as inspection
 from flaxshard.train import charts
 from flaxshard.train import command_line
 from flaxshard.train import config as config_lib

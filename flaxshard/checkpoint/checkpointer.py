@@ -13,23 +13,22 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from flaxshard.checkpoint import choose
 from flaxshard.checkpoint import digests as digests_lib
-from flaxshard.checkpoint import iterator_state
-from flaxshard.checkpoint import locate
-from flaxshard.checkpoint import metadata_item
-from flaxshard.checkpoint import policies
-from flaxshard.checkpoint import restore_plan
-from flaxshard.checkpoint import save_manager
-from flaxshard.checkpoint import saved_steps
-from flaxshard.checkpoint import step as step_lib
-from flaxshard.checkpoint import step_names
-from flaxshard.checkpoint.restore_plan import S
-from flaxshard.checkpoint.save_manager import SaveError
+from flaxshard.checkpoint import items as items_lib
+from flaxshard.checkpoint import keep
+from flaxshard.checkpoint import reader
+from flaxshard.checkpoint import restoring
+from flaxshard.checkpoint import saving
+from flaxshard.checkpoint import steps
+from flaxshard.checkpoint.positions import Position
+from flaxshard.checkpoint.positions import Positioned
+from flaxshard.checkpoint.restoring import S
+from flaxshard.checkpoint.saving import SaveError
 from flaxshard.core import checks
-from flaxshard.core import files
+from flaxshard.core import files as files_lib
 from flaxshard.core import multihost
 from flaxshard.partitioning import compile_only
-from flaxshard.state.train_state import TrainState
 
 _log = logging.getLogger(__name__)
 
@@ -37,9 +36,10 @@ _log = logging.getLogger(__name__)
 class Checkpointer:
   """Saves and restores train states, with Orbax's `CheckpointManager`.
 
-  Saves are asynchronous. Leaving the context waits for the last one, and so
-  does the end of the program. From its first save until it is closed or
-  deleted, no other program can save in the directory; others can restore.
+  Saves are asynchronous. Leaving the context waits for the last one; a program
+  that ends without that, or without `wait`, loses it. From its first save until
+  it is closed or deleted, no other program can save in the directory; others
+  can restore.
 
   Args:
     directory: Path of the directory of the checkpoints, or of a workdir with
@@ -95,41 +95,33 @@ class Checkpointer:
     plain_item: str = "default",
     digests: bool = True,
   ):
-    directory = checks.path("directory", directory)
-    step_lib.check_plain_item(plain_item)
+    path = files_lib.absolute(checks.path("directory", directory))
     self._plain_item = plain_item
-    self._digests = checks.boolean("digests", digests)
-    policy = policies.create_policy(
-      max_to_keep,
-      keep_every=keep_every,
-      best_metric=best_metric,
-      best_mode=best_mode,
-      keep_best=keep_best,
+    self._keep = keep.Keep(
+      max_to_keep, keep_every, best_metric, best_mode, keep_best
     )
-    self._best = (best_metric, best_mode)
     try:
       json.dumps(config)
     except (TypeError, ValueError) as e:
       raise TypeError(f"config must have values JSON can hold: {e}.") from e
     self._config = config
-    path = files.absolute(directory)
-    files.check_writable("directory", path, create=False)
+    files_lib.check_writable("directory", path, create=False)
     # The number of the only step, if the path is that of one step.
-    self._only_step = locate.step_of(path)
+    self._only_step = steps.number_of(path)
+    self.directory = os.path.dirname(path)
     if self._only_step is None:
-      self.directory = os.fspath(locate.directory_of_steps(path))
-    else:
-      self.directory = os.path.dirname(path)
-    self._saves = save_manager.SaveManager(
+      self.directory = os.fspath(steps.directory_of_steps(path))
+    checks.boolean("digests", digests)
+    self._saver = saving.Saver(
       self.directory,
-      policy,
+      self._keep,
       # A fresh process can only restore items whose handlers are named here.
       {
-        **step_lib.item_handlers(plain_item=self._plain_item),
-        iterator_state.ITEM: iterator_state.Handler(),
-        # The last handler: it digests the files that the others have written.
-        digests_lib.ITEM: metadata_item.Handler(),
+        **items_lib.item_handlers(plain_item=plain_item),
+        steps.POSITION: ocp.JsonCheckpointHandler(),
+        steps.FLAXSHARD: ocp.JsonCheckpointHandler(),
       },
+      digests and not files_lib.is_bucket(self.directory),
     )
     self._restored_step: int | None = None
     self._closed = False
@@ -159,7 +151,7 @@ class Checkpointer:
       SaveError: The last save failed.
     """
     self._closed = True
-    self._saves.close()
+    self._saver.close()
 
   def latest_step(self) -> int | None:
     """Returns the last of `all_steps`, or None if there are none."""
@@ -172,14 +164,13 @@ class Checkpointer:
     deleted. Known damaged steps are not: empty directories, and steps that
     `restore` could not read.
     """
-    return sorted(self._paths().keys() - self._saves.steps.damaged)
+    found = self._paths()
+    return sorted(found.keys() - self._saver.damaged)
 
-  def _paths(self) -> dict[int, str]:
+  def _paths(self) -> dict[int, Any]:
     """Returns the path of each step, the damaged ones included."""
-    paths = self._saves.step_paths()
-    if self._only_step is None:
-      return paths
-    return {n: path for n, path in paths.items() if n == self._only_step}
+    paths, only = self._saver.paths(), self._only_step
+    return {n: p for n, p in paths.items() if only is None or n == only}
 
   @property
   def restored_step(self) -> int | None:
@@ -192,11 +183,8 @@ class Checkpointer:
     Returns None if no step has a finite value, or without `best_metric`.
     """
     self.wait()
-    metric, mode = self._best
-    if metric is None:
-      return None
-    damaged = self._saves.steps.damaged
-    return saved_steps.best_step(self.directory, metric, mode, damaged)
+    damaged = self._saver.damaged
+    return choose.best_step(self.directory, self._keep, damaged)
 
   def wait(self) -> None:
     """Waits until the last save is on disk.
@@ -204,7 +192,7 @@ class Checkpointer:
     Raises:
       SaveError: The save failed.
     """
-    self._saves.wait()
+    self._saver.wait()
 
   def check(self, *, local: bool = False) -> None:
     """Raises if a save has failed in the background; does not wait for a save.
@@ -220,13 +208,13 @@ class Checkpointer:
     Raises:
       SaveError: The last save failed.
     """
-    self._saves.check(local=local)
+    self._saver.check(local=local)
 
   def save(
     self,
     step: int,
-    state: TrainState | Mapping[str, TrainState],
-    data: iterator_state.Positioned | None = None,
+    state: items_lib.States,
+    data: Positioned | None = None,
     metrics: Mapping[str, Any] | None = None,
   ) -> bool:
     """Starts to save a state; does nothing if the step has been saved already.
@@ -263,15 +251,15 @@ class Checkpointer:
       raise ValueError(f"the Checkpointer of {self.directory} is closed.")
     if self._only_step is not None:
       raise ValueError(
-        f"directory={self._saves.steps.path(self._only_step)!r} is one "
-        f"checkpoint, step {self._only_step}: to save, open "
-        f"{self.directory!r}."
+        f"directory='{self.directory}/{self._only_step}' is one checkpoint: to "
+        f"save, open {self.directory!r}."
       )
     if isinstance(step, (np.ndarray, jax.Array)) and step.shape == ():
       step = step.item()  # such as `state.step`
     step = checks.integer("step", step, minimum=0)
-    if step_names.is_complete(self._saves.steps.path(step)):
-      self._saves.reload()  # another checkpointer may have saved it
+    path = os.path.join(self.directory, str(step))
+    if steps.is_complete(path):
+      self._saver.reload()  # another checkpointer may have saved it
     there = self.all_steps()
     if there and step < there[-1] and step not in there:
       raise ValueError(
@@ -279,39 +267,33 @@ class Checkpointer:
         f"{there[-1]}: restoring reads the latest step. Move later steps "
         "away, or use another directory."
       )
-    state_items = step_lib.save_args(state, plain_item=self._plain_item)
+    composite = items_lib.save_args(state, plain_item=self._plain_item)
     if step in there:
       with multihost.raise_on_all_processes(ValueError, SaveError):
         self.wait()
-        path = self._saves.steps.path(step)
-        step_lib.check_same(path, state, state_items)
+        items_lib.check_same(path, state, composite)
       _log.info("step %d has been saved in %s already", step, self.directory)
       return False
-    items: dict[str, Any] = dict(state_items.items())
+    items: dict[str, Any] = dict(composite.items())
     position = None
-    with multihost.raise_on_all_processes(TypeError, ValueError, SaveError):
+    with multihost.raise_on_all_processes(TypeError, ValueError):
       if data is not None:
-        position = iterator_state.Position(data)
-        items[iterator_state.ITEM] = iterator_state.Save(position)
+        position = Position(data)
       if metrics is not None:
-        metrics = policies.to_json(metrics)
-        policies.check_has(self._best[0], metrics)
-        items[saved_steps.METRICS] = ocp.args.JsonSave(metrics)
-      self._saves.prepare(step)
+        metrics = self._keep.check(metrics)
+        items[steps.METRICS] = ocp.args.JsonSave(metrics)
+    files: dict[str, bytes] = {}
     if position is not None:
-      position.check_same()
-    items[digests_lib.ITEM] = metadata_item.Save(
-      metadata_item.metadata(state, step, tuple(items), self._config),
-      self._digests,
-    )
-    self._saves.save(step, items, metrics)
+      files = position.files()
+      # With an item, programs without Grain know what the files are.
+      items[steps.POSITION] = ocp.args.JsonSave({"processes": len(files)})
+    metadata = items_lib.metadata(state, step, tuple(items), self._config)
+    items[steps.FLAXSHARD] = ocp.args.JsonSave(metadata)
+    self._saver.save(step, items, metrics, files)
     return True
 
   def restore(
-    self,
-    state: S,
-    step: int | None = None,
-    data: iterator_state.Positioned | None = None,
+    self, state: S, step: int | None = None, data: Positioned | None = None
   ) -> S:
     """Restores a checkpoint into the structure and shardings of `state`.
 
@@ -319,12 +301,11 @@ class Checkpointer:
     passed over with a warning in the log: the step before it is restored.
     `restored_step` says which one was.
 
-    A wrapper that the checkpoint lacks keeps its state from `state`, or has its
-    first state if `state` is abstract. A wrapper with `restart` starts from the
-    restored parameters, also if the checkpoint is for another number of
-    replicas: then the values of each replica are dropped, with a warning. The
-    state of a wrapper that `state` lacks stays on disk. The log says all of
-    that.
+    A wrapper that the checkpoint lacks has its first state. A wrapper with
+    `restart` starts from the restored parameters, also if the checkpoint is for
+    another number of replicas: then the values of each replica are dropped,
+    with a warning. The state of a wrapper that `state` lacks stays on disk. The
+    log says all of that.
 
     Args:
       state: A state of the same model and optimizer, with the shardings to
@@ -346,46 +327,35 @@ class Checkpointer:
         names the file, or the first path that differs. Nothing on disk is
         changed.
     """
-    restore_plan.check_state(state)
+    items_lib.check_state(state)
     compile_only.check_can_hold("restore: state", state)
     self.wait()
 
-    def list_steps() -> dict[int, str]:
-      if not self._saves.locked:
-        self._saves.reload()
-      return self._paths()
-
-    def restore_step(number: int, where: str) -> S:
+    def restore_step(number: int, where: Any) -> S:
       try:
-        return self._restore(state, number, where, data)
+        return self._restore(state, where, data)
       except digests_lib.Damaged:
-        self._saves.steps.damaged.add(number)
+        self._saver.damaged.add(number)
         raise
 
-    self._restored_step, restored = step_lib.read_newest(
-      self.directory, list_steps, step, restore_step
+    self._restored_step, restored = choose.read_newest(
+      self.directory, self._paths, step, restore_step
     )
     return restored
 
-  def _restore(
-    self,
-    state: S,
-    step: int,
-    where: str,
-    data: iterator_state.Positioned | None,
-  ) -> S:
+  def _restore(self, state: S, where: Any, data: Positioned | None) -> S:
     """Restores the state, then sets the data, if it is given."""
-    plan = restore_plan.open_step(where).plan(state)
-    if data is None:
-      whole: S = plan.restore()
-      return whole
-    with multihost.raise_on_all_processes(
-      digests_lib.Damaged, TypeError, ValueError
-    ):
-      position = iterator_state.Position(data)
-      position.read(where)
-    restored: S = plan.restore()
-    # Not before: a damaged step must leave the data where it is.
-    with multihost.raise_on_all_processes(TypeError, ValueError):
-      position.apply()
+    leaves = reader.open_step(where)
+    position = None
+    if data is not None:
+      with multihost.raise_on_all_processes(
+        digests_lib.Damaged, TypeError, ValueError
+      ):
+        position = Position(data)
+        position.read(where)
+    restored = restoring.restore_leaves(where, leaves, state)
+    if position is not None:
+      # Not before: a damaged step must leave the data where it is.
+      with multihost.raise_on_all_processes(TypeError, ValueError):
+        position.apply()
     return restored

@@ -1,13 +1,18 @@
-"""Digests of a step's files: takes them, and compares the files with them.
+"""Digests of a step's files: writes them, and compares the files with them.
+
+    checkpoints/1200/flaxshard/metadata       versions, wrappers, config (JSON)
+                               digests.json   size and crc32 of every file
 
 Orbax has no checksum of its data: it returns wrong values for a flipped bit. So
-`metadata_item` writes the size and the crc32 of every file into a step when it
-is saved. In a bucket, which has checksums of its own, only sizes are compared.
+the last file of a step has the size and the crc32 of all others. In a bucket,
+which has checksums of its own, only sizes are compared. The name of the item
+sorts after `default`: a program that reads the first item of a step reads the
+train state. Without flaxshard, `ocp.args.JsonRestore` reads `metadata`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent import futures
 import json
 import logging
@@ -18,52 +23,35 @@ import zlib
 from etils import epath
 import jax
 
-from flaxshard.checkpoint import step_names
+from flaxshard.checkpoint import steps
+from flaxshard.core import files as files_lib
 from flaxshard.core import multihost
 
 _log = logging.getLogger(__name__)
 
-ITEM = "flaxshard"
-DIGESTS = "digests.json"
-METADATA = "metadata"  # what wrote the step; it names the step
-STEP_METADATA = "_CHECKPOINT_METADATA"  # Orbax's file of a step's items
+METADATA = "metadata"
+_DIGESTS = "digests.json"
+_STEP_METADATA = "_CHECKPOINT_METADATA"  # Orbax's file of a step's items
 
 _CHUNK_BYTES = 1 << 20
 _THREADS = 4
-
-# Size and crc32 of a file; None if only the size was recorded.
-Digest = list[int | None]
+# TensorStore writes a file under a name with the first suffix, and renames it.
+# Of the marks nothing is read.
+_UNCOMPARED = (".__lock", steps.COMMIT_MARK)
 
 # Errors of a file that is not what was saved. Others, such as too many open
 # files or no permission, say nothing of the file, and are raised as they are.
 _MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+
+# Size and crc32 of a file; None if only the size was recorded.
+Digest = list[int | None]
 
 
 class Damaged(ValueError):
   """A step differs from what was saved; the message names the file."""
 
 
-def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-  """Returns the object in a JSON file.
-
-  Args:
-    path: Path of the file.
-
-  Raises:
-    Damaged: The file is missing, or is not a JSON object.
-    OSError: This process cannot read the file.
-  """
-  text = read_bytes(path)
-  try:
-    value = json.loads(text)
-  except (ValueError, RecursionError) as e:  # the latter if nested too deep
-    raise Damaged(f"{path} is not JSON: {e}.") from e
-  if not isinstance(value, dict):
-    raise Damaged(f"{path} is not a JSON object.")
-  return value
-
-
-def read_bytes(path: str | os.PathLike[str]) -> bytes:
+def read_bytes(path: Any) -> bytes:
   """Returns the content of a file.
 
   Args:
@@ -79,48 +67,126 @@ def read_bytes(path: str | os.PathLike[str]) -> bytes:
     raise Damaged(f"{path} is missing.") from e
 
 
-def is_empty(step_dir: str | os.PathLike[str]) -> bool:
-  """Returns whether the directory of a step exists and is empty.
+def read_json(path: Any) -> dict[str, Any]:
+  """Returns the object in a JSON file; raises `Damaged` if it has none."""
+  text = read_bytes(path)
+  try:
+    return dict(json.loads(text))
+  # The last one if it is nested too deep.
+  except (ValueError, TypeError, RecursionError) as e:
+    raise Damaged(f"{path} is not a JSON object: {e}.") from e
 
-  A process that is killed while it deletes a step can leave one behind.
+
+def read_metadata(step_dir: Any) -> dict[str, Any] | None:
+  """Returns the metadata of a step; None if flaxshard did not write it."""
+  path = steps.as_path(step_dir) / steps.FLAXSHARD / METADATA
+  return read_json(path) if path.exists() else None
+
+
+# -- Writing.
+
+
+def write(step_dir: Any, *, contents: bool) -> None:
+  """Writes the digests of a step as its last file, in process 0.
+
+  Args:
+    step_dir: Path of the unfinished step.
+    contents: Whether to read all files for their crc32. Otherwise only the
+      small ones are read that may have one size in two steps.
   """
-  path = epath.Path(step_dir)
-  return path.is_dir() and not any(path.iterdir())
+  paths = {}
+  for path in map(os.fspath, files_lib.files_in(step_dir)):
+    name = os.path.relpath(path, step_dir)
+    # Orbax writes its own metadata and the marks once more.
+    if name != _STEP_METADATA and not name.endswith(_UNCOMPARED):
+      paths[name] = path
+  small = (f"{steps.FLAXSHARD}/", f"{steps.POSITION}/")
+  digests = take(paths, {n for n in paths if contents or n.startswith(small)})
+  content: dict[str, Any] = {"files": digests}
+  content["crc32"] = _crc_of(content)
+  text = json.dumps(content, indent=1)
+  (epath.Path(step_dir) / steps.FLAXSHARD / _DIGESTS).write_text(text)
 
 
-def other_step(step_dir: str | os.PathLike[str]) -> int | None:
-  """Returns the step that was saved, if a directory is named after another.
+def take(paths: Mapping[str, str], read: Collection[str]) -> dict[str, Digest]:
+  """Returns the size of files, and the crc32 of those to read, by name."""
 
-  Such a directory was copied or renamed. The position of the data, the metrics
-  and a schedule are then those of another step than the name says.
+  def digest(name: str) -> Digest:
+    return digest_file(paths[name], contents=name in read)
+
+  # crc32 releases the GIL, so threads speed it up.
+  with futures.ThreadPoolExecutor(_THREADS) as pool:
+    return dict(zip(paths, pool.map(digest, paths), strict=True))
+
+
+def digest_file(path: Any, *, contents: bool) -> Digest:
+  """Returns the size and, if it is to be read, the crc32 of a file."""
+  if not contents:
+    return [epath.Path(path).stat().length, None]
+  size, crc = 0, 0
+  with epath.Path(path).open("rb") as f:
+    while chunk := f.read(_CHUNK_BYTES):
+      crc = zlib.crc32(chunk, crc)
+      size += len(chunk)
+  return [size, crc]
+
+
+def _crc_of(digests: Mapping[str, Any]) -> int:
+  """Returns the crc32 of the content of `digests.json`, without its own."""
+  rest = {key: value for key, value in digests.items() if key != "crc32"}
+  return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+
+
+# -- Comparing.
+
+
+def check(step_dir: Any) -> None:
+  """Compares what is read of every step, without its digests.
+
+  Orbax's manager reads the metrics and the metadata of all steps, and raises
+  without naming the file if one is damaged.
 
   Args:
     step_dir: Path of the directory of the step.
 
   Raises:
-    Damaged: The metadata of the step cannot be read.
+    Damaged: The step is missing, empty or was saved under another number, an
+      item is missing, or one of these files cannot be read.
   """
-  where = step_names.as_path(step_dir)
-  path = where / ITEM / METADATA
-  match = step_names.ANY.fullmatch(where.name)
-  if match is None or not path.exists():
-    return None
-  number = int(match[1])
-  saved = read_json(path).get("step", number)
-  return saved if saved != number else None
+  where = steps.as_path(step_dir)
+  if not where.is_dir():
+    raise Damaged(f"{where} is missing, or no directory.")
+  # A process that is killed while it deletes a step can leave one behind.
+  if not any(where.iterdir()):
+    raise Damaged(f"{where} is empty.")
+  metadata, path = read_metadata(where), where / _STEP_METADATA
+  if metadata is not None or path.exists():
+    # The handlers by item, or the only one; None in a step of an older Orbax.
+    items = read_json(path).get("item_handlers")
+    if not isinstance(items, (dict, str, type(None))):
+      raise Damaged(f"{path} has no items.")
+    for item in sorted(items) if isinstance(items, dict) else ():
+      if not (where / item).is_dir():
+        raise Damaged(f"{where / item} is missing; {_STEP_METADATA} has it.")
+  if (where / steps.METRICS / steps.METRICS).exists():
+    read_json(where / steps.METRICS / steps.METRICS)
+  match = steps.ANY.fullmatch(where.name)
+  if match and metadata is not None:
+    # The position of the data, the metrics and a schedule are those of it.
+    saved = metadata.get("step", int(match[1]))
+    if saved != int(match[1]):
+      raise Damaged(
+        f"{where} was saved as step {saved}: it was copied or renamed. Give it "
+        f"the name {saved} to restore it."
+      )
 
 
 def verify(
-  step_dir: str | os.PathLike[str],
-  part: int = 0,
-  parts: int = 1,
-  *,
-  contents: bool = True,
+  step_dir: Any, part: int = 0, parts: int = 1, *, contents: bool = True
 ) -> bool:
   """Compares the files of a step with their digests.
 
-  Orbax's marks `commit_success.txt` of the step and of the item `flaxshard` are
-  not compared: nothing is read from them.
+  Orbax's marks `commit_success.txt`, of which nothing is read, do not count.
 
   Args:
     step_dir: Path of the directory of the step.
@@ -146,146 +212,49 @@ def verify(
     >>> verify(step)  # a step without digests
     False
   """
-  where = step_names.as_path(step_dir)
+  where = steps.as_path(step_dir)
   if where.is_file():
     return False  # Flax writes a state as one file
-  if not where.is_dir():
-    raise Damaged(f"{where} is missing, or no directory.")
-  if is_empty(where):
-    raise Damaged(f"{where} is empty.")
-  step_metadata = _check_items(where)
-  if not (where / ITEM).is_dir():
+  check(where)
+  path = where / steps.FLAXSHARD / _DIGESTS
+  if not path.parent.is_dir():
     _log.info("%s has no digests: it is read without a check", where)
     return False
-  path = where / ITEM / DIGESTS
   digests = read_json(path)
-  if digests.get("crc32") != crc_of_digests(digests):
+  if digests.get("crc32") != _crc_of(digests):
     raise Damaged(f"{path} is not what was written: its own crc32 differs.")
-  # Orbax adds the time of the commit after the digests are taken.
-  for key, value in (digests["step_metadata"] or {}).items():
-    if key not in step_metadata or step_metadata[key] != value:
-      path = where / STEP_METADATA
-      raise Damaged(f"{path} is missing, or is not what was written.")
-  names = sorted(digests["files"])[part::parts]
 
   def find_damage(name: str) -> str | None:
-    size, crc = digests["files"][name]
-    return _find_damage(where / name, size, crc, contents)
+    return _find_damage(where / name, digests["files"][name], contents)
 
   with futures.ThreadPoolExecutor(_THREADS) as pool:
-    damages = [d for d in pool.map(find_damage, names) if d]
+    names = [n for n in digests["files"] if not n.endswith(_UNCOMPARED)]
+    damages = [
+      d for d in pool.map(find_damage, sorted(names)[part::parts]) if d
+    ]
   if damages:
-    others = len(damages) - 1
-    more = f" ({others} more files are damaged)" if others else ""
+    more = f" and {len(damages) - 1} more files" if len(damages) > 1 else ""
     raise Damaged(f"{damages[0]}{more}.")
-  saved_step = other_step(where)
-  if saved_step is not None:
-    raise Damaged(
-      f"{where} was saved as step {saved_step}: it was copied or renamed. "
-      f"Give it the name {saved_step} to restore it."
-    )
   # All processes must agree, so this does not depend on the part.
   return all(crc is not None for _, crc in digests["files"].values())
 
 
-def _check_items(where: step_names.Directory) -> dict[str, Any]:
-  """Returns Orbax's metadata of a step; empty if it has none.
-
-  Raises:
-    Damaged: An item is missing that the metadata list.
-  """
-  path = where / STEP_METADATA
-  if not path.exists():
-    return {}
-  step_metadata = read_json(path)
-  items = step_metadata.get("item_handlers")
-  for item in sorted(items) if isinstance(items, dict) else ():
-    if not (where / item).is_dir():
-      raise Damaged(f"{where / item} is missing; {STEP_METADATA} has it.")
-  return step_metadata
+def _find_damage(path: Any, digest: Digest, contents: bool) -> str | None:
+  """Returns how a file differs from its digest; None if it does not."""
+  size, crc = digest
+  try:
+    found = digest_file(path, contents=contents and crc is not None)
+  except _MISSING:
+    return f"{path} is missing"
+  if found[0] != size:
+    return f"{path} has {found[0]:,} bytes, {size:,} were written"
+  if found[1] not in (None, crc):
+    return f"{path} has crc32 {found[1]:08x}, {crc:08x} was written"
+  return None
 
 
-def verify_together(step_dir: str | os.PathLike[str]) -> bool:
-  """Verifies a step, each process a part of it, with one result for all.
-
-  Args:
-    step_dir: Path of the directory of the step.
-
-  Returns:
-    As `verify`.
-
-  Raises:
-    Damaged: As `verify`, with the number of the process that found the damage.
-  """
+def verify_together(step_dir: Any) -> bool:
+  """Verifies a step, each process a part of it, with one result for all."""
   with multihost.raise_on_all_processes(Damaged, OSError, ValueError):
     verified = verify(step_dir, jax.process_index(), jax.process_count())
   return verified
-
-
-def set_aside(step_dir: str) -> str:
-  """Renames a damaged step, so that the step can be saved again.
-
-  Args:
-    step_dir: Path of the directory of the step.
-
-  Returns:
-    The new path, such as `300.damaged`.
-  """
-  new_path = f"{step_dir}.damaged"
-  epath.Path(step_dir).rename(new_path)
-  return new_path
-
-
-def crc_of_digests(digests: Mapping[str, Any]) -> int:
-  """Returns the crc32 of the content of `digests.json`.
-
-  Args:
-    digests: The content, with or without its own crc32.
-  """
-  rest = {key: value for key, value in digests.items() if key != "crc32"}
-  return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
-
-
-def take(paths: Mapping[str, str], *, contents: bool) -> dict[str, Digest]:
-  """Returns the size and the crc32 of files.
-
-  Args:
-    paths: Paths of the files, by name.
-    contents: Whether to read them; otherwise the crc32 is None.
-  """
-
-  def digest(path: str) -> Digest:
-    if contents:
-      return _digest(path)
-    return [epath.Path(path).stat().length, None]
-
-  # crc32 releases the GIL, so threads speed it up.
-  with futures.ThreadPoolExecutor(_THREADS) as pool:
-    return dict(zip(paths, pool.map(digest, paths.values()), strict=True))
-
-
-def _digest(path: str | os.PathLike[str]) -> Digest:
-  """Returns the size and the crc32 of a file."""
-  size, crc = 0, 0
-  with epath.Path(path).open("rb") as f:
-    while chunk := f.read(_CHUNK_BYTES):
-      crc = zlib.crc32(chunk, crc)
-      size += len(chunk)
-  return [size, crc]
-
-
-def _find_damage(
-  path: step_names.Directory, size: int, crc: int | None, contents: bool
-) -> str | None:
-  """Returns how a file differs from its digest; None if it does not."""
-  try:
-    found_size = epath.Path(path).stat().length
-    if found_size != size:
-      return f"{path} has {found_size:,} bytes, {size:,} were written"
-    if contents and crc is not None:
-      found_crc = _digest(path)[1]
-      if found_crc != crc:
-        return f"{path} has crc32 {found_crc:08x}, {crc:08x} was written"
-  except _MISSING:
-    return f"{path} is missing"
-  return None

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import logging
 import os
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from flaxshard.checkpoint import choose
 from flaxshard.checkpoint import digests
-from flaxshard.checkpoint import locate
-from flaxshard.checkpoint import match_parameters
+from flaxshard.checkpoint import matching
 from flaxshard.checkpoint import reader
-from flaxshard.checkpoint import restore_plan
 from flaxshard.checkpoint import safetensors_files
-from flaxshard.checkpoint import step as step_lib
-from flaxshard.checkpoint import step_names
+from flaxshard.checkpoint import steps
 from flaxshard.core import checks
-from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.core import trees
 from flaxshard.state import create
@@ -32,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 PyTree = Any
 _State = TypeVar("_State")
-_Result = TypeVar("_Result")
+_Leaves = Mapping[reader.Path, reader.SavedLeaf]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,81 +60,12 @@ class InitReport:
     if self.unused:
       # The optimizer's state has as many arrays as the model, or more.
       names = {
-        f"{group}/..." if group in match_parameters.TRAINING_STATE else path: 0
+        f"{group}/..." if group in matching.TRAINING_STATE else path: 0
         for path in self.unused
         for group in [path.partition("/")[0]]
       }
       lines.append(f"  not used of the file: {', '.join(names)}")
     return "\n".join(lines)
-
-
-@dataclasses.dataclass(frozen=True)
-class _ModelArrays:
-  """The arrays of a state, or of a tree of parameters, that may be read.
-
-  Attributes:
-    state: The state, or the tree.
-    fields: The trees of arrays, by field; a tree of parameters is `params`.
-    paths: The field and the path in it of each array, by its path in the model.
-    leaves: The arrays, by the same paths.
-    factors: Paths of the factors of LoRA, which most files lack.
-  """
-
-  state: Any
-  fields: Mapping[str, PyTree]
-  paths: Mapping[str, tuple[str, tuple[str, ...]]]
-  leaves: Mapping[str, jax.Array]
-  factors: frozenset[str]
-
-  @classmethod
-  def of(cls, state: Any) -> _ModelArrays:
-    """Returns the arrays of a state or a tree of parameters."""
-    if isinstance(state, TrainState):
-      fields = fields_lib.variables(state)
-      # Random streams begin with the new run.
-      fields.pop("rngs", None)
-    else:
-      fields = {"params": state}
-    has_lora = isinstance(getattr(state, "apply_fn", None), lora.Apply)
-    frozen = lora.FROZEN if has_lora else None
-    paths, leaves = {}, {}
-    for field, tree in fields.items():
-      # The frozen parameters are parameters of the model.
-      prefix = () if field in ("params", frozen) else (field,)
-      for path, leaf in trees.leaves_by_path(tree).items():
-        name = "/".join((*prefix, *path))
-        if not isinstance(leaf, jax.Array):
-          raise TypeError(
-            f"state must hold JAX arrays, got {checks.describe(leaf)} at "
-            f"{name}. Give the state of create_train_state without abstract."
-          )
-        paths[name] = field, path
-        leaves[name] = leaf
-    factors: list[str] = []
-    if has_lora:
-      of_model = lora.model_leaves(fields["params"], fields[lora.FROZEN])
-      factors = [
-        name
-        for name, (field, path) in paths.items()
-        if field == "params" and path not in of_model
-      ]
-    return cls(state, fields, paths, leaves, frozenset(factors))
-
-  def replace(self, arrays: Mapping[str, jax.Array]) -> Any:
-    """Returns the state or the tree with other arrays, by their paths."""
-    by_field = {
-      self.paths[path]: x for path, x in {**self.leaves, **arrays}.items()
-    }
-    fields = {
-      field: jax.tree.unflatten(
-        jax.tree.structure(tree),
-        [by_field[field, path] for path in trees.leaves_by_path(tree)],
-      )
-      for field, tree in self.fields.items()
-    }
-    if not isinstance(self.state, TrainState):
-      return fields["params"]
-    return create.reinitialize(self.state, fields)
 
 
 def init_from(
@@ -215,146 +143,146 @@ def init_from(
     >>> params["trunk"]["w"].tolist(), report.kept, report.unused
     ([1.0, 1.0], ('head/w',), ('head/w',))
   """
-  patterns = match_parameters.Patterns(
-    rename, keep, ignore, transpose, reshape, cast
-  )
-  path = checks.path("path", path)
+  patterns = matching.Patterns(rename, keep, ignore, transpose, reshape, cast)
   if not isinstance(subtree, str):
     raise TypeError(f"subtree must be a string, got {subtree!r}.")
-  model = _ModelArrays.of(state)
-  directory = step_names.as_path(files.absolute(path))
-  opened = _open_safetensors(directory)
-  if opened is None:
-    arrays, report = _open_steps(
-      directory, step, item, lambda step: _read(step, model, patterns, subtree)
+  fields = _fields_of(state)
+  where, leaves = _open(steps.as_path(checks.path("path", path)), step, item)
+  saved = _below(where, leaves, subtree)
+  try:
+    sources = matching.match(
+      saved,
+      fields.leaves,
+      patterns,
+      collections=fields.trees.keys() - {"params"},
+      optional=fields.factors,
     )
-  elif step is not None or item is not None:
-    raise ValueError(
-      f"step={step!r} and item={item!r} must be None for the safetensors file "
-      f"{opened.directory}."
+  except ValueError as e:
+    raise ValueError(f"{where}: {e}") from e
+  with multihost.raise_on_all_processes(digests.Damaged, ValueError):
+    found = reader.read(
+      {
+        path: (saved[source.path], _asked(saved[source.path], source, wanted))
+        for path, source in sources.items()
+        for wanted in [fields.leaves[path]]
+      }
     )
-  else:
-    arrays, report = _read(opened, model, patterns, subtree)
+    arrays = {
+      path: _finish(x, sources[path], fields.leaves[path])
+      for path, x in found.items()
+    }
+  read = {source.path for source in sources.values()}
+  report = InitReport(
+    str(where),
+    {path: source.path for path, source in sources.items()},
+    tuple(path for path in fields.leaves if path not in sources),
+    tuple(path for path in saved if path not in read),
+  )
   _log.info("%s", report)
-  return model.replace(arrays), report
+  new: _State = _replace(state, fields, arrays)
+  return new, report
 
 
-def _open_steps(
-  directory: step_names.Directory,
-  step: int | None,
-  item: str | None,
-  read: Callable[[restore_plan.CheckpointStep], _Result],
-) -> _Result:
-  """Returns what `read` returns for the step at a path, or the newest there."""
+class _Fields(NamedTuple):
+  """The arrays of a state, or of a tree of parameters, that may be read.
 
-  def read_step(where: step_names.Directory) -> _Result:
-    return read(restore_plan.open_step(where, item))
+  Attributes:
+    trees: The trees of arrays, by field; a tree of parameters is `params`.
+    leaves: The arrays, by their path in the model, in the order of the trees.
+    factors: Paths of the factors of LoRA, which most files lack.
+  """
 
-  if reader.is_step(directory) and step in (None, locate.step_of(directory)):
-    return read_step(directory)
-  directory = locate.directory_of_steps(directory)
-  return step_lib.read_newest(
+  trees: Mapping[str, PyTree]
+  leaves: Mapping[str, jax.Array]
+  factors: frozenset[str]
+
+
+def _fields_of(state: Any) -> _Fields:
+  """Returns the arrays of a state or a tree of parameters."""
+  fields = {"params": state}
+  if isinstance(state, TrainState):
+    fields = fields_lib.variables(state)
+    # Random streams begin with the new run.
+    fields.pop("rngs", None)
+  has_lora = isinstance(getattr(state, "apply_fn", None), lora.Apply)
+  leaves, factors = {}, set()
+  of_model: Mapping[Any, Any] = {}
+  if has_lora:
+    of_model = lora.model_leaves(fields["params"], fields[lora.FROZEN])
+  for field, tree in fields.items():
+    # The frozen parameters are parameters of the model.
+    is_params = field == "params" or (has_lora and field == lora.FROZEN)
+    for path, leaf in trees.leaves_by_path(tree).items():
+      name = "/".join(path if is_params else (field, *path))
+      if not isinstance(leaf, jax.Array):
+        raise TypeError(
+          f"state must hold JAX arrays, got {checks.describe(leaf)} at "
+          f"{name}. Give the state of create_train_state without abstract."
+        )
+      leaves[name] = leaf
+      if has_lora and field == "params" and path not in of_model:
+        factors.add(name)
+  return _Fields(fields, leaves, frozenset(factors))
+
+
+def _replace(state: Any, fields: _Fields, arrays: Mapping[str, Any]) -> Any:
+  """Returns the state or the tree with other arrays, by their paths."""
+  leaves = iter([arrays.get(path, x) for path, x in fields.leaves.items()])
+  new = {
+    field: jax.tree.map(lambda _: next(leaves), tree)
+    for field, tree in fields.trees.items()
+  }
+  if not isinstance(state, TrainState):
+    return new["params"]
+  return create.reinitialize(state, new)
+
+
+def _open(path: Any, step: int | None, item: str | None) -> tuple[Any, _Leaves]:
+  """Returns the file or the step at a path, and its leaves by path."""
+  with multihost.raise_on_all_processes(ValueError, ImportError):
+    file = safetensors_files.find(path)
+    if file is not None:
+      if step is not None or item is not None:
+        raise ValueError(
+          f"step={step!r} and item={item!r} must be None for the safetensors "
+          f"file {file}."
+        )
+      # There are no digests; the package checks the sizes.
+      return file, safetensors_files.open_leaves(file)
+  if steps.is_step(path) and step in (None, steps.number_of(path)):
+    return path, reader.open_step(path, item)
+  directory = steps.directory_of_steps(path)
+  return choose.read_newest(
     directory,
-    lambda: step_names.steps(directory),
+    lambda: steps.find(directory),
     step,
-    lambda _, where: read_step(where),
+    lambda _, where: (where, reader.open_step(where, item)),
   )[1]
 
 
-def _open_safetensors(
-  path: step_names.Directory,
-) -> restore_plan.CheckpointStep | None:
-  """Returns the safetensors files at a path, or None if there are none."""
-  with multihost.raise_on_all_processes(ValueError, ImportError):
-    file = safetensors_files.find(path)
-    if file is None:
-      return None
-    tree = safetensors_files.open_tree(file)
-    # There are no digests; the package checks the sizes.
-    return restore_plan.CheckpointStep(file, (tree,))
-
-
-def _read(
-  opened: restore_plan.CheckpointStep,
-  model: _ModelArrays,
-  patterns: match_parameters.Patterns,
-  subtree: str,
-) -> tuple[dict[str, jax.Array], InitReport]:
-  """Returns the arrays of a file by their paths in the model, and a report."""
-  saved = _leaves_of(opened, subtree)
-  try:
-    match = match_parameters.match(
-      {name: leaf for name, (_, _, leaf) in saved.items()},
-      model.leaves,
-      patterns,
-      collections=model.fields.keys() - {"params"},
-      optional=model.factors,
-    )
-  except ValueError as e:
-    raise ValueError(f"{opened.directory}: {e}") from e
-
-  def read_leaves() -> dict[str, jax.Array]:
-    arrays: dict[str, jax.Array] = {}
-    for tree in opened.saved_trees:
-      sources = {
-        path: (source, saved[source.path][1])
-        for path, source in match.sources.items()
-        if saved[source.path][0] is tree
-      }
-      found = tree.read(
-        {
-          key: _asked(tree.leaves[key], source, model.leaves[path])
-          for path, (source, key) in sources.items()
-        }
-      )
-      arrays |= {
-        path: _finish(found[key], source, model.leaves[path])
-        for path, (source, key) in sources.items()
-      }
-    return arrays
-
-  with multihost.raise_on_all_processes(digests.Damaged, ValueError):
-    arrays = read_leaves()
-  report = InitReport(
-    str(opened.directory),
-    {path: source.path for path, source in match.sources.items()},
-    match.kept,
-    match.unused,
-  )
-  return arrays, report
-
-
-def _leaves_of(
-  opened: restore_plan.CheckpointStep, subtree: str
-) -> dict[str, tuple[reader.SavedTree, tuple[str, ...], Any]]:
-  """Returns the leaves below a path of a file, with their tree and full path.
-
-  Raises:
-    ValueError: There is no leaf below the path.
-  """
-  prefix = f"{subtree.strip('/')}/" if subtree.strip("/") else ""
-  leaves = {
-    "/".join(path): (tree, path, leaf)
-    for tree in opened.saved_trees
-    for path, leaf in tree.leaves.items()
-  }
+def _below(
+  where: Any, leaves: _Leaves, subtree: str
+) -> dict[str, reader.SavedLeaf]:
+  """Returns the leaves below a path of a file, by the rest of their path."""
+  prefix = f"{subtree.strip('/')}/".lstrip("/")
+  by_name = {"/".join(path): leaf for path, leaf in leaves.items()}
   below = {
     name.removeprefix(prefix): leaf
-    for name, leaf in leaves.items()
+    for name, leaf in by_name.items()
     if name.startswith(prefix)
   }
   if not below:
-    names = ", ".join({name.partition("/")[0]: None for name in leaves})
+    names = ", ".join({name.partition("/")[0]: None for name in by_name})
     raise ValueError(
-      f"{opened.directory}: subtree={subtree!r} has no arrays; the file has "
+      f"{where}: subtree={subtree!r} has no arrays; the file has "
       f"{names or 'no arrays'}."
     )
   return below
 
 
 def _asked(
-  leaf: Any, source: match_parameters.Source, wanted: jax.Array
-) -> jax.ShapeDtypeStruct:
+  leaf: Any, source: matching.Source, wanted: jax.Array
+) -> reader.Asked:
   """Returns the shape, dtype and sharding with which to read a leaf."""
   sharding = wanted.sharding
   if isinstance(sharding, jax.sharding.NamedSharding):
@@ -373,7 +301,7 @@ def _asked(
 
 
 def _finish(
-  x: jax.Array, source: match_parameters.Source, wanted: jax.Array
+  x: jax.Array, source: matching.Source, wanted: jax.Array
 ) -> jax.Array:
   """Returns an array that was read with the model's dimensions and dtype."""
   unchanged = source.axes is None and not source.reshape

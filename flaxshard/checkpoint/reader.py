@@ -1,4 +1,4 @@
-"""Reads the train state in one step of a checkpoint, written by any program.
+"""Reads the leaves of one step, written by any program.
 
     1200/default/, 1200/state/, 1200/pytree/   Orbax's managers, v0 and v1
     1200/                                      Orbax's StandardCheckpointer
@@ -10,10 +10,11 @@ One Orbax handler reads the directories: they differ only in names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import collections
+from collections.abc import Callable, Hashable, Iterable, Mapping
 import dataclasses
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 from flax import serialization
 import jax
@@ -22,18 +23,21 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import digests
-from flaxshard.checkpoint import step_names
+from flaxshard.checkpoint import steps
+from flaxshard.core import multihost
 from flaxshard.core import trees
 
-PyTree = Any
 Path = tuple[str, ...]
-PLAIN_ITEMS = ("default", "state", "pytree")
-WRAPPERS_ITEM = "wrappers"
-_METADATA = "_METADATA"
+Asked = jax.ShapeDtypeStruct
+_Name = TypeVar("_Name", bound=Hashable)
+
+# The first key of the paths of wrapper states.
+WRAPPER_STATES = "wrapper_states"
 
 # Least number of bytes that are read at once, so that many small leaves are
 # read together.
 _BYTES_AT_ONCE = 16 << 20
+_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
 class NotRestorableError(ValueError):
@@ -41,116 +45,113 @@ class NotRestorableError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class SavedScalar:
-  """A saved number that may be restored with another dtype of its kind.
-
-  It is a Python number, which has no dtype of its own, or the step, an integer
-  that other programs save with 64 bits.
+class SavedLeaf:
+  """A leaf on disk.
 
   Attributes:
-    dtype: The widest dtype of its kind, or that of the step.
-    is_python: Whether it is a Python number.
-    shape: `()`.
+    shape: Its shape. PRNG keys appear as the integers on disk.
+    dtype: Its dtype; the widest of its kind for a Python number, which has no
+      dtype of its own.
+    is_number: Whether it is a Python number.
+    is_step: Whether it is the step, which other programs save with 64 bits.
+    tree: The name of its item, or of its file.
+    key: Its path there.
+    read: Reads leaves of this tree, given the shape, dtype and sharding to
+      restore each with, by key. An array may have another dtype than asked for.
   """
 
+  shape: tuple[int, ...]
   dtype: Any
-  is_python: bool
-  shape: tuple[int, ...] = ()
+  is_number: bool
+  is_step: bool
+  tree: str
+  key: Path
+  read: Callable[[Mapping[Path, Asked]], dict[Path, jax.Array]]
 
-  def fits(self, wanted: Any) -> bool:
-    """Returns whether it may be restored as the wanted shape and dtype."""
-    kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-    return tuple(wanted.shape) == () and any(
-      jnp.issubdtype(self.dtype, kind) and jnp.issubdtype(wanted.dtype, kind)
-      for kind in kinds
+  def as_wanted(self, wanted: Any) -> Any:
+    """Returns `wanted` if the leaf may become it with a cast, else itself."""
+    fits = (
+      wanted is not None
+      and (self.is_number or self.is_step)
+      and wanted.shape == ()
+      and any(
+        jnp.issubdtype(self.dtype, kind) and jnp.issubdtype(wanted.dtype, kind)
+        for kind in _KINDS
+      )
     )
+    return wanted if fits else self
 
 
-@dataclasses.dataclass(frozen=True)
-class SavedTree:
-  """A tree on disk.
+def read(
+  wanted: Mapping[_Name, tuple[SavedLeaf, Asked]],
+) -> dict[_Name, jax.Array]:
+  """Reads leaves, those of one tree together.
 
-  Attributes:
-    item: The name of its item, or of its file.
-    leaves: Metadata of arrays and `SavedScalar`s, by path. PRNG keys appear as
-      the integers on disk.
-    read: Reads some leaves, given the shape, dtype and sharding to restore
-      each with, by path. An array may have another dtype than was asked for.
+  Args:
+    wanted: Each leaf, and the shape, dtype and sharding to restore it with.
   """
-
-  item: str
-  leaves: Mapping[Path, Any]
-  read: Callable[[Mapping[Path, jax.ShapeDtypeStruct]], dict[Path, Any]]
-
-  def part(self, name: str, at: int) -> SavedTree:
-    """Returns the part of a tree below a key.
-
-    Args:
-      name: The key.
-      at: Its index in the paths, which lack it in the part.
-    """
-    sources = {
-      (*path[:at], *path[at + 1 :]): path
-      for path in self.leaves
-      if path[at] == name
-    }
-
-    def read(
-      wanted: Mapping[Path, jax.ShapeDtypeStruct],
-    ) -> dict[Path, Any]:
-      found = self.read({sources[path]: x for path, x in wanted.items()})
-      return {path: found[sources[path]] for path in wanted}
-
-    leaves = {path: self.leaves[source] for path, source in sources.items()}
-    return SavedTree(self.item, leaves, read)
-
-
-def is_step(path: step_names.Directory) -> bool:
-  """Returns whether a path is one checkpoint, not a directory of several."""
-  path = step_names.as_path(path)
-  if path.is_file() or (path / _METADATA).exists():
-    return True
-  return any(not step_names.ANY.fullmatch(name) for name in items(path))
-
-
-def items(where: step_names.Directory) -> dict[str, step_names.Directory]:
-  """Returns the path of each tree that Orbax wrote into a step, by name."""
-  where = step_names.as_path(where)
-  if not where.is_dir():
-    return {}
+  by_tree: Any = collections.defaultdict(dict)
+  for leaf, asked in wanted.values():
+    by_tree[leaf.read][leaf.key] = asked
+  found = {read: read(asked) for read, asked in by_tree.items()}
   return {
-    path.name: path
-    for path in sorted(where.iterdir())
-    if (path / _METADATA).exists()
+    name: found[leaf.read][leaf.key] for name, (leaf, _) in wanted.items()
   }
 
 
-def plain(where: step_names.Directory, item: str | None = None) -> SavedTree:
-  """Returns the train state of a step.
+def open_step(
+  step_dir: Any, plain_item: str | None = None
+) -> dict[Path, SavedLeaf]:
+  """Compares a step with its digests; returns its leaves by path.
+
+  Paths begin with the field of the train state, as in a train state.
 
   Args:
-    where: The directory of the step, or the file.
-    item: The name of its item; None looks for one of `PLAIN_ITEMS`.
+    step_dir: The directory of the step, or its file.
+    plain_item: The item that holds the train state; None looks for one of
+      `steps.PLAIN`.
 
   Raises:
-    Damaged: The step has no item of a train state.
-    NotRestorableError: It only has items of other names.
+    Damaged: The files differ from those that were saved, or hold no train
+      state.
+    NotRestorableError: The step only has items of other names.
     ValueError: Flax wrote the file from several processes.
   """
-  where = step_names.as_path(where)
+  where = steps.as_path(step_dir)
+  # Before Orbax reads anything: it returns wrong values for flipped bits.
+  digests.verify_together(where)
+  with multihost.raise_on_all_processes(digests.Damaged, ValueError):
+    return open_unverified(where, plain_item)
+
+
+def open_unverified(
+  where: Any, plain_item: str | None = None
+) -> dict[Path, SavedLeaf]:
+  """Returns `open_step` without a comparison with the digests."""
   if where.is_file():
-    return _msgpack_tree(where)
-  if item is None and (where / _METADATA).exists():
-    return orbax_tree(where, where.name)
-  there = items(where)
-  names = PLAIN_ITEMS if item is None else (item,)
-  for name in names:
-    if name in there:
-      return orbax_tree(there[name], name)
+    return _msgpack_leaves(where)
+  there = steps.items(where)
+  if plain_item is None and steps.is_tree(where):
+    leaves = _orbax_leaves(where)
+  else:
+    names = steps.PLAIN if plain_item is None else (plain_item,)
+    found = [there[name] for name in names if name in there]
+    if not found:
+      _raise_missing(where, names, sorted(there.keys() - {steps.WRAPPERS}))
+    leaves = _orbax_leaves(found[0])
+  if steps.WRAPPERS in there:
+    leaves |= {
+      (WRAPPER_STATES, *key): leaf
+      for key, leaf in _orbax_leaves(there[steps.WRAPPERS]).items()
+    }
+  return leaves
+
+
+def _raise_missing(where: Any, names: Iterable[str], others: list[str]) -> None:
   wanted = " or ".join(map(repr, names))
   message = f"{where} has no train state in an item {wanted}"
   # Another program names its items as it likes: nothing is lost.
-  if others := sorted(there.keys() - {WRAPPERS_ITEM}):
+  if others:
     raise NotRestorableError(
       f"{message}, only {', '.join(map(repr, others))}: plain_item is the name "
       "of the item to restore."
@@ -158,60 +159,58 @@ def plain(where: step_names.Directory, item: str | None = None) -> SavedTree:
   raise digests.Damaged(f"{message}.")
 
 
-def orbax_tree(
-  directory: step_names.Directory, item: str, *prefix: str
-) -> SavedTree:
-  """Returns a tree that Orbax wrote.
+def part(leaves: Mapping[Path, SavedLeaf], name: str) -> dict[Path, SavedLeaf]:
+  """Returns the leaves of one of several states, by its name."""
+  found = {}
+  for path, leaf in leaves.items():
+    at = int(path[0] == WRAPPER_STATES)
+    if path[at] == name:
+      found[path[:at] + path[at + 1 :]] = leaf
+  return found
 
-  Args:
-    directory: The directory of the item.
-    item: The name of the item.
-    *prefix: Keys to put before the path of each leaf.
-  """
+
+def _orbax_leaves(directory: Any) -> dict[Path, SavedLeaf]:
+  """Returns the leaves of a tree that Orbax wrote."""
   # The metadata alone: the shapes are compared before any array is read.
-  handler = ocp.PyTreeCheckpointHandler()
-  saved = handler.metadata(step_names.as_path(directory)).tree
-  metadata = {
-    (*prefix, *path): x for path, x in trees.leaves_by_path(saved).items()
-  }
+  saved = ocp.PyTreeCheckpointHandler().metadata(directory).tree
+  metadata = trees.leaves_by_path(saved)
 
-  def read_leaves(
-    wanted: Mapping[Path, jax.ShapeDtypeStruct],
-  ) -> dict[Path, Any]:
+  def read_leaves(wanted: Mapping[Path, Asked]) -> dict[Path, Any]:
     def request(path: Any, x: Any) -> Any:
-      full_path = (*prefix, *trees.path_strings(path))
-      asked = wanted.get(full_path)
+      key = trees.path_strings(path)
+      asked = wanted.get(key)
       if asked is None:
         return ocp.PLACEHOLDER
       # In the saved dtype, so that `_place` notices a cast that changes it.
       if _is_number(x):
         return x.dtype.type(0).item()
-      is_cast = _is_step(full_path, x) and x.dtype != asked.dtype
+      is_cast = _is_step(key, x) and x.dtype != asked.dtype
       return np.zeros((), x.dtype) if is_cast else asked
 
-    if not wanted:
-      return {}
     tree = jax.tree_util.tree_map_with_path(request, saved)
     found = trees.leaves_by_path(
       read_item(directory, tree, map(metadata.__getitem__, wanted))
     )
     return {
-      path: _place(directory, path, found[path[len(prefix) :]], asked)
-      for path, asked in wanted.items()
+      key: _place(directory, key, found[key], asked)
+      for key, asked in wanted.items()
     }
 
-  leaves = {
-    path: SavedScalar(x.dtype, _is_number(x))
-    if _is_number(x) or _is_step(path, x)
-    else x
-    for path, x in metadata.items()
+  return {
+    key: SavedLeaf(
+      tuple(x.shape),
+      x.dtype,
+      _is_number(x),
+      _is_step(key, x),
+      directory.name,
+      key,
+      read_leaves,
+    )
+    for key, x in metadata.items()
   }
-  return SavedTree(item, leaves, read_leaves)
 
 
-def read_item(
-  directory: step_names.Directory, item: PyTree, leaves: Iterable[Any]
-) -> PyTree:
+def read_item(directory: Any, item: Any, leaves: Iterable[Any]) -> Any:
   """Reads leaves of an item, few at a time.
 
   Each leaf is in memory twice while it is read: as it was read, and as it is
@@ -230,7 +229,7 @@ def read_item(
     )
   )
   return handler.restore(
-    step_names.as_path(directory),
+    directory,
     args=ocp.args.PyTreeRestore(
       item=item,
       restore_args=ocp.checkpoint_utils.construct_restore_args(item),
@@ -253,57 +252,52 @@ def _is_number(x: Any) -> bool:
   return isinstance(x, ocp.metadata.value.ScalarMetadata)
 
 
-def _is_step(path: Path, x: Any) -> bool:
+def _is_step(key: Path, x: Any) -> bool:
   """Returns whether a leaf is the step, as an array."""
   return (
-    path == ("step",) and x.shape == () and jnp.issubdtype(x.dtype, jnp.integer)
+    key == ("step",) and x.shape == () and jnp.issubdtype(x.dtype, jnp.integer)
   )
 
 
-def _msgpack_tree(file: step_names.Directory) -> SavedTree:
-  """Returns the tree in a msgpack file of Flax."""
+def _msgpack_leaves(file: Any) -> dict[Path, SavedLeaf]:
+  """Returns the leaves in a msgpack file of Flax."""
   content = file.read_bytes()
   try:
     found = trees.leaves_by_path(serialization.msgpack_restore(content))
   except Exception as e:  # msgpack has no one type of error for a wrong file
     raise digests.Damaged(f"{file} is no checkpoint of Flax: {e}") from e
-  leaves: dict[Path, Any] = {}
-  for path, x in found.items():
-    if isinstance(x, (bool, int, float, complex)):
-      leaves[path] = SavedScalar(np.result_type(type(x)), is_python=True)
-    elif isinstance(x, (np.ndarray, np.generic)) and _is_step(path, x):
-      leaves[path] = SavedScalar(x.dtype, is_python=False)
-    elif isinstance(x, (np.ndarray, np.generic)):
-      leaves[path] = jax.ShapeDtypeStruct(np.shape(x), x.dtype)
-    else:
-      raise ValueError(
-        f"{file}: {'/'.join(path)} must be an array, got {x!r}. Files that "
-        "Flax wrote from several processes cannot be read."
-      )
 
-  def read_leaves(
-    wanted: Mapping[Path, jax.ShapeDtypeStruct],
-  ) -> dict[Path, Any]:
+  def read_leaves(wanted: Mapping[Path, Asked]) -> dict[Path, Any]:
     return {
-      path: _place(file, path, found[path], asked)
-      for path, asked in wanted.items()
+      key: _place(file, key, found[key], asked) for key, asked in wanted.items()
     }
 
-  return SavedTree(file.name, leaves, read_leaves)
+  leaves = {}
+  for key, x in found.items():
+    is_number = isinstance(x, (bool, int, float, complex))
+    if not is_number and not isinstance(x, (np.ndarray, np.generic)):
+      raise ValueError(
+        f"{file}: {'/'.join(key)} must be an array, got {x!r}. Files that "
+        "Flax wrote from several processes cannot be read."
+      )
+    x = np.asarray(x)
+    is_step = not is_number and _is_step(key, x)
+    leaves[key] = SavedLeaf(
+      x.shape, x.dtype, is_number, is_step, file.name, key, read_leaves
+    )
+  return leaves
 
 
-def _place(
-  where: step_names.Directory, path: Path, x: Any, asked: jax.ShapeDtypeStruct
-) -> Any:
+def _place(where: Any, key: Path, x: Any, asked: Asked) -> jax.Array:
   """Returns a leaf that was read as an array with the wanted sharding."""
   if isinstance(x, jax.Array):
     return x
-  if not isinstance(x, (np.ndarray, np.generic)) or path == ("step",):
+  if not isinstance(x, (np.ndarray, np.generic)) or key == ("step",):
     # astype wraps numbers around without an error.
     number = np.asarray(x).astype(asked.dtype)
     if number.item() != x:
       raise NotRestorableError(
-        f"{where}: {'/'.join(path)}: {x} is not exact in {asked.dtype}."
+        f"{where}: {'/'.join(key)}: {x} is not exact in {asked.dtype}."
       )
     x = number
   # Each device gets only its part.

@@ -13,7 +13,7 @@ from typing import NoReturn
 from absl import flags
 
 from flaxshard.center.store import StoreError
-from flaxshard.checkpoint.save_manager import SaveError
+from flaxshard.checkpoint.saving import SaveError
 from flaxshard.core.version import VERSION
 from flaxshard.processes import failures
 from flaxshard.train import config as config_lib

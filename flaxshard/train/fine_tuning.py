@@ -10,13 +10,13 @@ from typing import Any
 import jax
 
 from flaxshard import checkpoint
-from flaxshard.checkpoint import match_parameters
+from flaxshard.checkpoint import matching
 from flaxshard.core import parameter_groups
 from flaxshard.state import lora as lora_lib
 from flaxshard.state.train_state import TrainState
 from flaxshard.train.config import definition
 
-_PATTERNS = tuple(f.name for f in dataclasses.fields(match_parameters.Patterns))
+_PATTERNS = tuple(f.name for f in dataclasses.fields(matching.Patterns))
 
 
 def check(config: Mapping[str, Any]) -> None:
@@ -31,7 +31,7 @@ def check(config: Mapping[str, Any]) -> None:
   if not lora["rank"]:
     _check_defaults("lora", lora, definition.LORA, "rank")
   try:
-    match_parameters.Patterns(**{name: init_from[name] for name in _PATTERNS})
+    matching.Patterns(**{name: init_from[name] for name in _PATTERNS})
   except (TypeError, ValueError) as e:
     raise ValueError(f"config.init_from.{e}") from e
   create_lora(lora)

@@ -16,10 +16,10 @@ import jax
 import ml_collections
 
 from flaxshard import tasks
-from flaxshard.checkpoint import locate
-from flaxshard.checkpoint import saved_steps
-from flaxshard.checkpoint import step as step_lib
-from flaxshard.checkpoint import step_names
+from flaxshard.checkpoint import choose
+from flaxshard.checkpoint import keep
+from flaxshard.checkpoint import restoring
+from flaxshard.checkpoint import steps
 from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.core import multihost
@@ -166,12 +166,12 @@ def load(
   with _name_config_file(workdir):
     tx, _ = optimizer.create(program_config)
     creation = creation_lib.plan_creation(program_config, strategy, loaded, tx)
-  directory = locate.directory_of_steps(workdir)
+  directory = steps.directory_of_steps(workdir)
   chosen = _choose_step(config, workdir, step)
-  restore = lambda: step_lib.restore_from_directory(
+  restore = lambda: restoring.restore_newest(
     directory, creation.abstract_state(), chosen
   )
-  has_steps = bool(step_names.steps(directory))
+  has_steps = bool(steps.find(directory))
   if chosen is not None or ranks.store_agn(config) is None:
     number, state = restore()
   else:
@@ -199,7 +199,7 @@ def _read_config(workdir: str) -> ml_collections.ConfigDict:
   """
   path = os.path.join(workdir, "config.json")
   if not epath.Path(path).exists():
-    hint = locate.describe_missing(workdir)
+    hint = steps.describe_missing(workdir)
     if epath.Path(workdir).is_dir():
       hint = "it has no config.json."
       parent = os.path.dirname(workdir)
@@ -288,7 +288,8 @@ def _choose_step(config: Any, workdir: str, step: Any) -> int | None:
     )
   with multihost.raise_on_all_processes(ValueError):
     mode = config_lib.resolve_mode(metric, config.best_mode)
-    number = saved_steps.best_step(workdir, metric, mode)
+    ranking = keep.Keep(best_metric=metric, best_mode=mode)
+    number = choose.best_step(workdir, ranking)
   if number is None:
     raise ValueError(
       f"step='best': no checkpoint in {workdir} has a finite {metric}."

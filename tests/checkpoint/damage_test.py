@@ -24,8 +24,8 @@ import tiny
 import flaxshard as fs
 from flaxshard import checkpoint
 from flaxshard import train
+from flaxshard.checkpoint import __main__ as inspection
 from flaxshard.checkpoint import digests
-from flaxshard.checkpoint import inspection
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import pytest
 
 import flaxshard as fs
 from flaxshard import checkpoint
-from flaxshard.checkpoint import inspection
+from flaxshard.checkpoint import __main__ as inspection
 
 
 @pytest.fixture(scope="module")

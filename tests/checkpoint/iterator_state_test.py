@@ -11,7 +11,8 @@ import pytest
 import flaxshard as fs
 from flaxshard import data
 from flaxshard.checkpoint import digests
-from flaxshard.checkpoint import iterator_state
+from flaxshard.checkpoint import positions
+from flaxshard.checkpoint import steps
 
 TX = optax.adam(0.125)
 
@@ -96,7 +97,7 @@ def test_position_is_saved_as_grain_does(tmp_path):
 
 def write_positions(step_dir, positions):
   """Writes the files that Grain writes in as many processes."""
-  item_dir = step_dir / iterator_state.ITEM
+  item_dir = step_dir / steps.POSITION
   item_dir.mkdir(parents=True)
   for i, position in enumerate(positions):
     file = item_dir / f"process_{i}-of-{len(positions)}.json"
@@ -107,7 +108,7 @@ def test_global_position_of_several_processes_is_restored(tmp_path):
   whole = take(make_iterator(), 6)
   write_positions(tmp_path, [{"next_index": 4}] * 4)
   iterator = make_iterator()
-  position = iterator_state.Position(iterator)
+  position = positions.Position(iterator)
   position.read(tmp_path)
   position.apply()
   assert take(iterator, 2) == whole[4:]
@@ -115,7 +116,7 @@ def test_global_position_of_several_processes_is_restored(tmp_path):
 
 def test_missing_position_of_a_process_is_damage(tmp_path):
   write_positions(tmp_path, [{"next_index": 4}] * 3)
-  (tmp_path / iterator_state.ITEM / "process_1-of-3.json").unlink()
-  position = iterator_state.Position(make_iterator())
+  (tmp_path / steps.POSITION / "process_1-of-3.json").unlink()
+  position = positions.Position(make_iterator())
   with pytest.raises(digests.Damaged, match=r"process_1-of-3.json is missing"):
     position.read(tmp_path)

@@ -8,7 +8,7 @@ from orbax.checkpoint import v1 as ocp_v1
 import pytest
 
 import flaxshard as fs
-from flaxshard.checkpoint import inspection
+from flaxshard.checkpoint import __main__ as inspection
 
 
 def test_plain_item_names_the_item_of_the_train_state(tmp_path):

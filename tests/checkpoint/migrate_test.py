@@ -1,9 +1,7 @@
 """Restoring checkpoints with Flax's DynamicScale or optax's wrappers."""
 
-from collections.abc import Mapping
-import dataclasses
 import logging
-from typing import Any, ClassVar
+from typing import Any
 
 import flax
 from flax.training import checkpoints
@@ -143,36 +141,6 @@ def test_state_with_a_dynamic_scale_field_restores_it(tmp_path, logged_notes):
   restored = fs.checkpoint.restore(tmp_path, state)
   assert_same(restored.dynamic_scale, scale)
   assert logged_notes() == []
-
-
-class CountingState(flax_train_state.TrainState):
-  """A plain train state with a field that a wrapper knows."""
-
-  skips: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Skips(fs.wrappers.Base):
-  """A custom wrapper that migrates one leaf of its state."""
-
-  foreign_paths: ClassVar[Mapping[str, str]] = {"skips/count": "total"}
-
-  def init(self, params, tx):
-    return {"total": jnp.int32(0), "recent": jnp.int32(1)}
-
-
-def test_custom_wrapper_migrates_its_foreign_paths(tmp_path):
-  plain = CountingState.create(
-    apply_fn=None, params=PARAMS, tx=ADAM, skips={"count": jnp.int32(5)}
-  )
-  save_v0(tmp_path, plain)
-  state = ours(wrappers=(Skips(),))
-  state = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-  restored = fs.checkpoint.restore(tmp_path, state).wrapper_states["skips"]
-  assert {k: int(x) for k, x in restored.items()} == {"total": 5, "recent": 1}
-  # No other wrapper knows the field.
-  with pytest.raises(ValueError, match="skips/count: int32"):
-    fs.checkpoint.restore(tmp_path, ours())
 
 
 # Files and meshes.

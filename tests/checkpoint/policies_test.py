@@ -12,7 +12,7 @@ import tiny
 import flaxshard as fs
 from flaxshard import checkpoint
 from flaxshard import train
-from flaxshard.checkpoint import policies
+from flaxshard.checkpoint import keep
 
 
 def create(value=1.0):
@@ -67,8 +67,8 @@ def preserved(kwargs, metrics):
   infos = [
     types.SimpleNamespace(step=step, metrics=m) for step, m in metrics.items()
   ]
-  keep = policies.create_policy(**kwargs).should_preserve(infos, context=None)
-  return [i.step for i, k in zip(infos, keep, strict=True) if k]
+  kept = keep.Keep(**kwargs).should_preserve(infos, context=None)
+  return [i.step for i, k in zip(infos, kept, strict=True) if k]
 
 
 @pytest.mark.parametrize("mode", ["max", "min"])
@@ -151,7 +151,7 @@ def test_step_with_damaged_metrics_is_passed_over(path, broken):
     assert checkpointer.best_step() == 1
     restored = checkpointer.restore(create())
     np.testing.assert_array_equal(restored.params["w"], np.full(3, 1))
-    with pytest.raises(ValueError, match=f"{file} has"):
+    with pytest.raises(ValueError, match=f"{file} is"):
       checkpointer.restore(create(), 2)
     checkpointer.save(2, create(2), metrics={"accuracy": 0.7})
     assert checkpointer.best_step() == 2

@@ -406,13 +406,13 @@ def test_mistakes(kwargs, error, facts, tmp_path, pretrained):
   [
     ("a.safetensors", {"a.b": np.ones(2), "a/b": np.ones(2)}, ["slashes"]),
     ("a.safetensors", {}, ["no arrays"]),
-    ("pytorch_model.bin", b"PK", ["PyTorch", "safetensors.torch.save_file"]),
+    ("pytorch_model.bin", b"PK", ["pytorch_model.bin", "Flax"]),
     (
       "a.safetensors.index.json",
       b'{"weight_map": {"a": "b.safetensors"}}',
       ["b.safetensors", "index", "missing"],
     ),
-    ("a.safetensors.index.json", b'{"weight_map": 1}', ["no index"]),
+    ("a.safetensors.index.json", b'{"weight_map": 1}', ["index"]),
     ("c.safetensors", b"no tensors", ["c.safetensors"]),
   ],
 )

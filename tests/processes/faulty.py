@@ -96,13 +96,13 @@ def _prepare():
       time.sleep(1.0)
     return agree(step, request)
 
-  def take_digests(paths, **options):
+  def take_digests(paths, read):
     # Not when a checkpoint is read.
     if any(".orbax-checkpoint-tmp" in path for path in paths.values()):
       # The first save succeeds.
       if len(steps) > 5:
         _fail_in("save")
-    return take(paths, **options)
+    return take(paths, read)
 
   preemption.agree_on_signal = agree_on_signal
   digests.take = take_digests

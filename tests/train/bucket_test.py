@@ -18,8 +18,8 @@ import tiny
 
 import flaxshard as fs
 from flaxshard import train
-from flaxshard.checkpoint import inspection
-from flaxshard.checkpoint import step_names
+from flaxshard.checkpoint import __main__ as inspection
+from flaxshard.checkpoint import steps
 from flaxshard.core import files
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("servers")]
@@ -119,7 +119,7 @@ def test_a_killed_run_with_a_damaged_step_ends_like_a_local_run(
   rows = _rows(f"{folder}/metrics.jsonl")
   assert [row["step"] for row in rows][:4] == [1, 2, 3, 4]
 
-  newest = max(step_names.steps(f"{folder}/checkpoints"))
+  newest = max(steps.find(f"{folder}/checkpoints"))
   path = _damage(f"{folder}/checkpoints/{newest}")
   # The output of a save that was killed.
   half = epath.Path(f"{folder}/checkpoints/{newest + 1}/default/x")
@@ -132,7 +132,7 @@ def test_a_killed_run_with_a_damaged_step_ends_like_a_local_run(
   names = _names(folder)
   assert {"config.json", "data.json", "training.png"} < set(names)
   assert [n.partition(".out.")[0] for n in names].count("events") == 2
-  assert max(step_names.steps(f"{folder}/checkpoints")) == 6
+  assert max(steps.find(f"{folder}/checkpoints")) == 6
   assert f"{newest}.damaged" in _names(f"{folder}/checkpoints")
   assert inspection.main([folder, "--verify"]) == 0
   fs.export(folder, f"{folder}_model")

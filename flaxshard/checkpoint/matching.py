@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import dataclasses
 import math
 import re
@@ -10,7 +10,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from flaxshard.checkpoint import reader
 from flaxshard.core import checks
 from flaxshard.core import patterns as patterns_lib
 
@@ -34,21 +33,7 @@ _LISTED = 10
 class Patterns:
   """Which parameters of a file are used, and for which of a model.
 
-  Patterns are regular expressions, searched in paths such as
-  `encoder/Dense_0/kernel`. The paths of collections other than `params` begin
-  with the name of the collection: `batch_stats/BatchNorm_0/mean`.
-
-  Attributes:
-    rename: `(pattern, replacement)` pairs. Each is applied with `re.sub` to the
-      paths of the file, in this order.
-    keep: Patterns of the model's paths that keep their initial values.
-    ignore: Patterns of the file's paths, before `rename`, that are not used.
-    transpose: `(pattern, axes)` pairs: the order in which a model has the
-      dimensions of arrays of the file, by the model's path. The first match
-      counts.
-    reshape: Patterns of the model's paths whose arrays get the shape that they
-      have in the model, after `transpose`.
-    cast: Whether to cast to dtypes that cannot hold all values of the file's.
+  The arguments of `init_from` explain them.
   """
 
   rename: Sequence[tuple[str, str]] = ()
@@ -59,9 +44,8 @@ class Patterns:
   cast: bool = False
 
   def __post_init__(self) -> None:
-    patterns_lib.check("keep", self.keep)
-    patterns_lib.check("ignore", self.ignore)
-    patterns_lib.check("reshape", self.reshape)
+    for name in ("keep", "ignore", "reshape"):
+      patterns_lib.check(name, getattr(self, name))
     pairs = patterns_lib.check_pairs("rename", self.rename)
     for i, (pattern, text) in enumerate(pairs):
       try:
@@ -95,115 +79,94 @@ class Source:
   reshape: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Match:
-  """The result of `match`.
-
-  Attributes:
-    sources: By the paths of the model.
-    kept: Paths of the model that keep their initial values.
-    unused: Paths of the file that are not used.
-  """
-
-  sources: Mapping[str, Source]
-  kept: tuple[str, ...]
-  unused: tuple[str, ...]
-
-
 def match(
   saved: Mapping[str, Any],
   wanted: Mapping[str, Any],
   patterns: Patterns,
   *,
-  collections: Iterable[str] = (),
-  optional: Iterable[str] = (),
-) -> Match:
+  collections: Collection[str] = (),
+  optional: Collection[str] = (),
+) -> dict[str, Source]:
   """Finds the leaf of a file for each leaf of a model.
 
   Args:
-    saved: Shapes and dtypes of the file's leaves, by path. If they are those of
-      a train state or of all variables of a model, paths begin with the name of
-      the collection.
-    wanted: Shapes and dtypes of the model's leaves. Paths of parameters begin
-      with no name of a collection.
+    saved: The file's leaves, by path. If they are those of a train state or of
+      all variables of a model, paths begin with the name of the collection.
+    wanted: The model's leaves. Paths of parameters begin with no name of a
+      collection.
     patterns: Which leaves to use.
     collections: Names of the model's collections other than `params`.
     optional: Paths in `wanted` that may keep their initial values.
+
+  Returns:
+    The sources by the paths of the model. Other leaves keep their values.
 
   Raises:
     ValueError: A leaf has no counterpart, in the file or in the model, and no
       pattern that says so; shapes or dtypes differ; or a pattern matches
       nothing. The message lists the paths, with those that are near.
   """
+  by_name = _names_of(saved)
   has_collections = any(path.startswith("params/") for path in saved)
-  # The file's paths, as they are shown and matched.
-  names = {
-    path: _PARAMS.sub("", path) if has_collections else path
-    for path, leaf in saved.items()
-    if not (has_collections and _is_training_state(path, leaf))
-  }
-  ignored = _select("ignore", patterns.ignore, names.values(), "the file")
-  by_name = _rename(
-    {n: path for path, n in names.items() if n not in ignored}, patterns.rename
-  )
+  ignored = _select("ignore", patterns.ignore, by_name, "the file")
+  by_name = {n: path for n, path in by_name.items() if n not in ignored}
+  by_name = _rename(by_name, patterns.rename)
   kept = _select("keep", patterns.keep, wanted, "the model")
-
   sources: dict[str, Source] = {}
-  missing: list[str] = []
-  counterparts: set[str] = set()
+  missing, unmatched = [], dict(by_name)
   for path in wanted:
-    collection, _, rest = path.partition("/")
-    candidates = [path]
+    name = path.removesuffix(_BOX)
+    collection, _, rest = name.partition("/")
     if collection in collections and not has_collections:
       # A file of an NNX module has all its variables in one tree.
-      candidates.append(rest)
-    candidates += [candidate + _BOX for candidate in candidates]
-    candidates += [c.removesuffix(_BOX) for c in candidates[:2]]
-    name = next((c for c in candidates if c in by_name), None)
-    if name is not None:
-      counterparts.add(by_name[name])
-    if path in kept or (name is None and path in optional):
-      continue
-    if name is None:
-      missing.append(path)
-    else:
+      name = name if name in by_name else rest
+    unmatched.pop(name, None)
+    if path not in kept and name in by_name:
       sources[path] = Source(by_name[name])
-  unmatched = {
-    name: path for name, path in by_name.items() if path not in counterparts
-  }
+    elif path not in kept and path not in optional:
+      missing.append(path)
   if missing or unmatched:
     raise ValueError(_describe_unmatched(missing, unmatched, saved, wanted))
   if not sources:
     raise ValueError("keep matches all parameters of the model: none is read.")
-  sources = _transpose(sources, saved, patterns.transpose)
+  # The first pattern counts.
+  for i, (pattern, axes) in reversed(list(enumerate(patterns.transpose))):
+    field = f"transpose[{i}]={(pattern, axes)!r}"
+    for path in patterns_lib.find(field, pattern, "the model", list(sources)):
+      shape = tuple(saved[sources[path].path].shape)
+      if len(shape) != len(axes):
+        raise ValueError(
+          f"{field} matches {path}, which has the shape {shape} in the file."
+        )
+      sources[path] = Source(sources[path].path, tuple(axes))
   for path in _select("reshape", patterns.reshape, sources, "the model"):
     sources[path] = dataclasses.replace(sources[path], reshape=True)
-  _check(sources, saved, wanted, patterns.cast)
-  read = {source.path for source in sources.values()}
-  return Match(
-    sources,
-    tuple(path for path in wanted if path not in sources),
-    tuple(path for path in saved if path not in read),
-  )
+  for path, source in sources.items():
+    _check(path, source, saved[source.path], wanted[path], patterns.cast)
+  return sources
 
 
-def _is_training_state(path: str, leaf: Any) -> bool:
-  """Returns whether a leaf is that of a train state, beside the variables."""
-  # Programs save numbers of their own beside the state, such as an epoch.
-  is_number = isinstance(leaf, reader.SavedScalar) and "/" not in path
-  return is_number or path.partition("/")[0] in TRAINING_STATE
+def _names_of(saved: Mapping[str, Any]) -> dict[str, str]:
+  """Returns the paths of a model's leaves in a file, by the names to match."""
+  if not any(path.startswith("params/") for path in saved):
+    return {path.removesuffix(_BOX): path for path in saved}
+  return {
+    _PARAMS.sub("", path).removesuffix(_BOX): path
+    for path, leaf in saved.items()
+    # Programs save numbers of their own beside the state, such as an epoch.
+    if path.partition("/")[0] not in TRAINING_STATE
+    and not (leaf.is_number and "/" not in path)
+  }
 
 
 def _select(
-  field: str, patterns: Sequence[str], paths: Iterable[str], where: str
+  field: str, patterns: Sequence[str], paths: Collection[str], where: str
 ) -> set[str]:
   """Returns the paths in which a pattern is found."""
-  paths = list(paths)
   selected: set[str] = set()
   for i, pattern in enumerate(patterns):
-    selected.update(
-      patterns_lib.find(f"{field}[{i}]={pattern!r}", pattern, where, paths)
-    )
+    place = f"{field}[{i}]={pattern!r}"
+    selected.update(patterns_lib.find(place, pattern, where, list(paths)))
   return selected
 
 
@@ -216,65 +179,36 @@ def _rename(
     place = f"rename[{i}]={(pattern, text)!r}"
     patterns_lib.find(place, pattern, "the file", list(renamed.values()))
     renamed = {k: re.sub(pattern, text, new) for k, new in renamed.items()}
-  result: dict[str, str] = {}
   first: dict[str, str] = {}
   for name, new in renamed.items():
-    if new in result:
+    if first.setdefault(new, name) != name:
       raise ValueError(
         f"rename makes {first[new]!r} and {name!r} of the file the same path "
         f"{new!r}."
       )
-    first[new] = name
-    result[new] = paths[name]
-  return result
+  return {new: paths[name] for new, name in first.items()}
 
 
-def _transpose(
-  sources: Mapping[str, Source],
-  saved: Mapping[str, Any],
-  transposes: Sequence[tuple[str, Sequence[int]]],
-) -> dict[str, Source]:
-  result = dict(sources)
-  for i, (pattern, axes) in reversed(list(enumerate(transposes))):
-    place = f"transpose[{i}]={(pattern, axes)!r}"
-    for path in patterns_lib.find(place, pattern, "the model", list(sources)):
-      shape = tuple(saved[sources[path].path].shape)
-      if len(shape) != len(axes):
-        raise ValueError(
-          f"transpose[{i}]={(pattern, axes)!r} matches {path}, which has the "
-          f"shape {shape} in the file."
-        )
-      result[path] = Source(sources[path].path, tuple(axes))
-  return result
-
-
-def _check(
-  sources: Mapping[str, Source],
-  saved: Mapping[str, Any],
-  wanted: Mapping[str, Any],
-  cast: bool,
-) -> None:
-  """Raises a ValueError if shapes or dtypes do not fit."""
-  for path, source in sources.items():
-    have, want = saved[source.path], wanted[path]
-    shape = tuple(have.shape)
-    if source.axes is not None:
-      shape = tuple(shape[axis] for axis in source.axes)
-    # With as many dimensions, they would be in another order.
-    can_reshape = len(shape) != len(want.shape) and (
-      math.prod(shape) == math.prod(want.shape)
+def _check(path: str, source: Source, have: Any, want: Any, cast: bool) -> None:
+  """Raises a ValueError if the shape or the dtype does not fit."""
+  shape = tuple(have.shape)
+  if source.axes is not None:
+    shape = tuple(shape[axis] for axis in source.axes)
+  # With as many dimensions, they would be in another order.
+  can_reshape = len(shape) != len(want.shape) and (
+    math.prod(shape) == math.prod(want.shape)
+  )
+  if shape != tuple(want.shape) and not (source.reshape and can_reshape):
+    raise ValueError(
+      f"{path} has the shape {shape} in the file, and {tuple(want.shape)} in "
+      f"the model. keep=({_pattern(path)!r},) keeps its initial value; "
+      "transpose=((pattern, axes),) and reshape=(pattern,) change the array."
     )
-    if shape != tuple(want.shape) and not (source.reshape and can_reshape):
-      raise ValueError(
-        f"{path} has the shape {shape} in the file, and {tuple(want.shape)} in "
-        f"the model. keep=({_pattern(path)!r},) keeps its initial value; "
-        "transpose=((pattern, axes),) and reshape=(pattern,) change the array."
-      )
-    if not (cast or _holds(want.dtype, have.dtype)):
-      raise ValueError(
-        f"{path} is {have.dtype} in the file, and {want.dtype} in the model, "
-        "which cannot hold all its values; cast=True rounds them."
-      )
+  if not (cast or _holds(want.dtype, have.dtype)):
+    raise ValueError(
+      f"{path} is {have.dtype} in the file, and {want.dtype} in the model, "
+      "which cannot hold all its values; cast=True rounds them."
+    )
 
 
 def _holds(dtype: Any, other: Any) -> bool:

@@ -1,0 +1,379 @@
+"""Restores a step into a train state: maps what is saved to what is wanted.
+
+`{path: leaf}` of both sides are compared. The source of a wanted leaf is the
+saved leaf of the same path, or that of another program's layout. A wrapper
+whose state the checkpoint lacks, or has for other replicas, makes a new one
+from the restored parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import logging
+import os
+import re
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from flaxshard.checkpoint import choose
+from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import items
+from flaxshard.checkpoint import reader
+from flaxshard.checkpoint import steps
+from flaxshard.checkpoint import wrapper_states
+from flaxshard.checkpoint.reader import Path
+from flaxshard.checkpoint.reader import SavedLeaf
+from flaxshard.checkpoint.reader import WRAPPER_STATES
+from flaxshard.core import multihost
+from flaxshard.core import trees
+from flaxshard.replicas import values
+from flaxshard.state import fields as fields_lib
+from flaxshard.state.train_state import TrainState
+from flaxshard.wrappers import base
+
+_log = logging.getLogger(__name__)
+
+PyTree = Any
+Leaves = Mapping[Path, Any]
+S = TypeVar("S", bound=items.States)
+
+# Where other programs keep a leaf, as a pattern of its path, and its path here.
+LAYOUTS = (
+  # An nnx.Variable or a nn.Partitioned that was saved as an object.
+  (re.compile("(.+)/value"), r"\1"),
+  # Flax's `DynamicScale`, as a field that its ImageNet and WMT examples have.
+  (re.compile("dynamic_scale/scale"), "wrapper_states/loss_scale/scale"),
+  (
+    re.compile("dynamic_scale/fin_steps"),
+    "wrapper_states/loss_scale/good_steps",
+  ),
+)
+
+
+def restore(
+  manager: Any,
+  state: S,
+  step: int | None = None,
+  *,
+  plain_item: str | None = None,
+) -> S:
+  """Restores a checkpoint of flaxshard or of a plain Flax program.
+
+  The latter may be written by Orbax's `CheckpointManager` or
+  `StandardCheckpointer`, by Orbax v1, or by `flax.training.checkpoints` (Orbax
+  or msgpack files). A field `dynamic_scale` (Flax's `DynamicScale`) becomes the
+  state of `LossScale`. The log says what is left alone, dropped or started
+  fresh.
+
+  A checkpoint of `Checkpointer` is compared with its digests first. A damaged
+  step, and one that was copied or renamed from another step, is passed over,
+  with a warning in the log. The saved state may have wrapper states of its own.
+
+  Args:
+    manager: An Orbax manager, or a path: of a directory of steps (`1200`,
+      `checkpoint_1200`), of a workdir with such a directory `checkpoints`, or
+      of one checkpoint.
+    state: A state of the same model and optimizer, with the shardings to
+      restore into. With `jax.ShapeDtypeStruct`s for arrays (see
+      `create_train_state(..., abstract=True)`) only one state is in memory.
+      Or a dict of some of the states that were saved as a dict.
+    step: The step to restore; None is the latest that is not damaged.
+    plain_item: The item that holds the train state; None is the first of
+      `default`, `state` and `pytree` that exists.
+
+  Returns:
+    The restored state; see `Checkpointer.restore`.
+
+  Raises:
+    TypeError: `state` is not a `TrainState`.
+    ValueError: There is no such checkpoint, it is damaged, or its tree differs
+      from `state`. The message names the file, or the first path that differs.
+      Nothing is cast or filled in, and nothing on disk is changed.
+  """
+  items.check_state(state)
+  if isinstance(manager, (str, os.PathLike)):
+    directory = steps.as_path(manager)
+    if steps.is_step(directory) and step in (None, steps.number_of(directory)):
+      return restore_step(directory, state, plain_item)
+    directory = steps.directory_of_steps(directory)
+  elif hasattr(manager, "directory"):  # Orbax's managers have no common class
+    directory = manager.directory
+    if isinstance(manager, ocp.CheckpointManager):
+      manager.wait_until_finished()  # the newest step may not be complete yet
+  else:
+    raise TypeError(
+      f"manager must be an Orbax CheckpointManager or a path, got {manager!r}."
+    )
+  return restore_newest(directory, state, step, plain_item)[1]
+
+
+def restore_newest(
+  directory: Any, state: S, step: int | None, plain_item: str | None = None
+) -> tuple[int, S]:
+  """Returns the step that was restored, and its state.
+
+  Args:
+    directory: The directory of the steps.
+    state: As in `restore`, like the following two.
+    step: See there.
+    plain_item: See there.
+  """
+  return choose.read_newest(
+    directory,
+    lambda: steps.find(directory),
+    step,
+    lambda _, where: restore_step(where, state, plain_item),
+  )
+
+
+def restore_step(where: Any, state: S, plain_item: str | None = None) -> S:
+  """Restores one step, as `restore`.
+
+  Args:
+    where: The directory of the step, or its file.
+    state: See `restore`.
+    plain_item: See there.
+  """
+  return restore_leaves(where, reader.open_step(where, plain_item), state)
+
+
+def sources(saved: Leaves, wanted: Leaves) -> dict[Path, Path]:
+  """Returns the saved path of each wanted leaf that a checkpoint has.
+
+  Args:
+    saved: The leaves on disk, by path.
+    wanted: The leaves of the train state to restore, by path.
+
+  Example:
+    >>> sources({("w", "value"): 1, ("b",): 2}, {("w",): 3, ("b",): 4})
+    {('b',): ('b',), ('w',): ('w', 'value')}
+  """
+  found = {path: path for path in wanted if path in saved}
+  for path in saved:
+    here = _path_here(path)
+    if here in wanted and path not in wanted:
+      found.setdefault(here, path)
+  return found
+
+
+def _path_here(path: Path) -> Path:
+  """Returns the path here of a leaf in another program's layout, or `()`."""
+  name = "/".join(path)
+  for pattern, here in LAYOUTS:
+    if match := pattern.fullmatch(name):
+      return tuple(match.expand(here).split("/"))
+  return ()
+
+
+def restore_leaves(where: Any, saved: Mapping[Path, SavedLeaf], state: S) -> S:
+  """Restores an opened step.
+
+  Args:
+    where: The step.
+    saved: Its leaves, by path.
+    state: The state to restore into: arrays, or `jax.ShapeDtypeStruct`s. Or
+      states by name.
+
+  Raises:
+    Damaged: The files are damaged.
+    ValueError: The leaves differ, or one was not restored as it was asked for;
+      the message names the first path.
+  """
+  plans = {
+    name: _Plan(where, reader.part(saved, name) if name else saved, part)
+    for name, part in items.by_name(state).items()
+  }
+  restored: Any = {name: plan.restore() for name, plan in plans.items()}
+  return restored if isinstance(state, Mapping) else restored[""]
+
+
+class _Plan:
+  """The source of each leaf of a train state.
+
+  Creating it compares the leaves by their metadata alone; `restore` reads them.
+  """
+
+  def __init__(
+    self, where: Any, saved: Mapping[Path, SavedLeaf], state: TrainState
+  ):
+    self._where, self._saved, self._state = where, saved, state
+    self._template = _template(state)
+    # Not as a dict of all, which would be sorted: errors name the first path
+    # that differs, and a parameter says more than an optimizer slot.
+    self._wanted = {
+      (name, *path): x
+      for name, tree in self._template.items()
+      for path, x in trees.leaves_by_path(tree).items()
+    }
+    self._sources = sources(saved, self._wanted)
+    plans = [self._plan_wrapper(wrapper) for wrapper in state.wrappers]
+    self._new = [new for new in plans if new is not None]
+    self._check_others()
+
+  def _note(self, note: str) -> None:
+    _log.info("%s: %s", self._where, note)
+
+  def _plan_wrapper(self, wrapper: base.Base) -> wrapper_states.NewState | None:
+    """Returns how a wrapper makes its state; None if it is as it was saved."""
+    name = base.name_of(wrapper)
+    template = self._template[WRAPPER_STATES][name]
+    wanted = wrapper_states.by_path(wrapper, template)
+    saved = _below(self._saved, (WRAPPER_STATES, name))
+    difference = _difference(saved, wanted)
+    if not wanted or not difference:
+      return None
+    if not saved:
+      missing = tuple(path for path in wanted if path not in self._sources)
+      fields = {self._sources[p][0] for p in wanted if p in self._sources}
+      for field in fields:
+        self._note(f"its field {field!r} becomes the state of wrapper {name!r}")
+      if not fields:
+        self._note(f"it has no state of wrapper {name!r}: that starts fresh")
+      return wrapper_states.NewState(wrapper, template, missing, {}, None)
+    if not base.overrides(wrapper, "restart"):
+      raise ValueError(
+        f"{self._where} has another state of wrapper {name!r}, which does not "
+        f"define `restart` to go on from it: {difference}."
+      )
+    for path in wanted:
+      self._sources.pop(path, None)
+    usable = wrapper_states.go_on_from(wrapper, template, saved)
+    return wrapper_states.NewState(
+      wrapper, template, tuple(wanted), usable, difference
+    )
+
+  def _check_others(self) -> None:
+    """Raises a ValueError unless all other leaves are there, and no more."""
+    has = {path: self._saved[source] for path, source in self._sources.items()}
+    names = {path[1] for path in self._wanted if path[0] == WRAPPER_STATES}
+    used, left = set(self._sources.values()), {}
+    for path, leaf in self._saved.items():
+      is_state = path[0] == WRAPPER_STATES
+      if path in used or (is_state and path[1] in names):
+        continue
+      if is_state:
+        left[path[:2]] = f"a state of wrapper {path[1]!r}"
+      elif _path_here(path)[:1] == (WRAPPER_STATES,):
+        left[path[:1]] = f"a field {path[0]!r}"
+      elif leaf.is_number and path[0] not in self._template:
+        # Programs save numbers of their own beside the state, as an epoch.
+        left[path] = f"a number {'/'.join(path)!r}"
+      else:
+        has[path] = leaf
+    for path in sorted(left):
+      self._note(f"it has {left[path]}: left alone")
+    made = {path for new in self._new for path in new.missing}
+    wanted = {p: x for p, x in self._wanted.items() if p not in made}
+    if difference := _difference(has, wanted):
+      raise ValueError(
+        f"{self._where} was written by another model or optimizer: "
+        f"{difference}."
+      )
+
+  def restore(self) -> TrainState:
+    """Reads the leaves of the plan, and returns the restored state."""
+    leaves = self._read(
+      {path: self._saved[source] for path, source in self._sources.items()},
+      self._wanted,
+    )
+    target = base.Target(
+      leaves["step",],
+      self._unflatten("params", leaves),
+      self._unflatten("opt_state", leaves),
+      {
+        name: self._unflatten(name, leaves)
+        for name in fields_lib.collections(self._state)
+      },
+      wrapper_states={},
+      new_collections={},
+    )
+    for new in self._new:
+      saved = self._read(new.saved, new.asked())
+      made = new.make(self._state.tx, target, saved)
+      if new.difference:
+        loss = new.describe_loss(made, saved)
+        _log.warning("%s has %s", self._where, loss)
+      leaves |= made
+    fields = {name: self._unflatten(name, leaves) for name in self._template}
+    # Every replica gets the one value of a per-replica collection.
+    given = {name: getattr(self._state, name) for name in fields}
+    # Orbax returns arrays that are complete; so does this function.
+    return self._state.replace(
+      **values.broadcast_to_replicas(jax.block_until_ready(fields), given)
+    )
+
+  def _read(
+    self, saved: Mapping[Path, SavedLeaf], asked: Leaves
+  ) -> dict[Path, jax.Array]:
+    """Reads leaves with the asked shapes, dtypes and shardings."""
+    # Reading needs no other process.
+    with multihost.raise_on_all_processes(digests.Damaged, ValueError):
+      found = reader.read({p: (leaf, asked[p]) for p, leaf in saved.items()})
+      # Orbax casts dtypes and leaves gaps without an error. The kind of a PRNG
+      # key is known only once it is read.
+      asked = {path: asked[path] for path in saved}
+      if difference := trees.difference_by_path(found, asked):
+        raise ValueError(
+          f"{self._where} was not restored faithfully: {difference}."
+        )
+    return found
+
+  def _unflatten(self, name: str, leaves: Leaves) -> PyTree:
+    """Returns a field of the state."""
+    tree = self._template[name]
+    return jax.tree.unflatten(
+      jax.tree.structure(tree),
+      [leaves[(name, *path)] for path in trees.leaves_by_path(tree)],
+    )
+
+
+def _template(state: TrainState) -> dict[str, PyTree]:
+  """Returns shape, dtype and sharding of the leaves to restore, by field.
+
+  A leaf that is not placed on a mesh is replicated over the mesh of the others.
+  A `PerReplica` stands there as one value, as it is saved.
+  """
+  fields = fields_lib.array_fields(state)
+  mesh = items.mesh_of(fields)
+  default: Any = jax.device_put(0).sharding  # of the default device
+  if mesh is not None:
+    default = jax.sharding.NamedSharding(mesh, jax.P())
+
+  def describe(x: Any) -> PyTree:
+    if values.is_per_replica(x):
+      return jax.tree.map(
+        lambda row: jax.ShapeDtypeStruct(
+          row.shape[1:], row.dtype, sharding=default
+        ),
+        x.value,
+      )
+    sharding = getattr(x, "sharding", None)
+    # Restored arrays are committed, and jit refuses arrays that are committed
+    # to different devices: an optimizer's count must not stay on device 0.
+    if not isinstance(sharding, jax.sharding.NamedSharding) and not (
+      isinstance(x, jax.Array) and x.committed
+    ):
+      sharding = default if mesh is not None else sharding or default
+    return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
+
+  return {
+    name: jax.tree.map(describe, tree, is_leaf=values.is_per_replica)
+    for name, tree in fields.items()
+  }
+
+
+def _below(leaves: Leaves, at: Path) -> dict[Path, Any]:
+  """Returns the leaves whose path begins with `at`."""
+  return {path: x for path, x in leaves.items() if path[: len(at)] == at}
+
+
+def _difference(saved: Mapping[Path, SavedLeaf], wanted: Leaves) -> str | None:
+  """Returns where and how saved leaves differ from the wanted ones, or None."""
+  as_saved = {path: items.as_saved(x) for path, x in wanted.items()}
+  return trees.difference_by_path(
+    {path: x.as_wanted(as_saved.get(path)) for path, x in saved.items()},
+    as_saved,
+  )
