@@ -140,7 +140,6 @@ class AGN(base.Base):
   """
 
   name: ClassVar[str] = "agn"
-  derived_fields: ClassVar[tuple[str, ...]] = ("received", "sent", "versions")
   communication_period: int = 10
   commit: str = "sequential"
   share_step_count: bool = False

@@ -10,10 +10,9 @@ through the wrappers inside and the optimizer. The wrapper decides when to call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import dataclasses
 import re
-import types
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -84,14 +83,6 @@ class Base:
       `is_leaf=flaxshard.is_indexed_slices`. False: gradients become whole
       arrays before any wrapper gets them, with a warning, and the update is
       that of any other parameter.
-    derived_fields: Class attribute. Fields of the state that may start again,
-      or that follow from the others. A checkpoint may lack them, or have them
-      where the state does not, or in another shape: they are zeros then, or
-      dropped.
-    foreign_paths: Class attribute. Leaves of a plain Flax train state that a
-      checkpoint without a state of this wrapper may have instead, such as
-      `"dynamic_scale/scale"`, and the leaf of this wrapper's state that each
-      becomes. The other leaves of the state start fresh.
 
   Example:
     >>> import flaxshard as fs, jax.numpy as jnp, optax
@@ -109,8 +100,6 @@ class Base:
   reduces: ClassVar[str] = "before"
   groups: ClassVar[replica_context.Groups] = None
   takes_indexed_slices: ClassVar[bool] = False
-  derived_fields: ClassVar[tuple[str, ...]] = ()
-  foreign_paths: ClassVar[Mapping[str, str]] = types.MappingProxyType({})
 
   def init(self, params: PyTree, tx: Any) -> PyTree:
     """Returns the first state of the wrapper: `()`, nothing to remember.
@@ -177,7 +166,10 @@ class Base:
   def restart(
     self, state: PyTree, target: Target, saved: dict[str, jax.Array]
   ) -> PyTree:
-    """Makes a state from a checkpoint that has none for so many replicas.
+    """Makes a state from a checkpoint that has none, or another one.
+
+    The state in a checkpoint is another one if the paths, shapes or dtypes of
+    its leaves differ, as for another number of replicas.
 
     Args:
       state: A first state.
@@ -188,7 +180,7 @@ class Base:
 
     Returns:
       The state to go on with. The default: the first state. Without an
-      override, a checkpoint for another number of replicas is an error.
+      override, a checkpoint that has another state is an error.
     """
     del target, saved
     return state

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import dataclasses
 import math
-import types
 from typing import Any, ClassVar, NamedTuple
 import weakref
 
@@ -246,10 +245,6 @@ class LossScale(base.Base):
 
   name: ClassVar[str] = "loss_scale"
   takes_indexed_slices: ClassVar[bool] = True
-  # Flax's `DynamicScale`, as its ImageNet and WMT examples keep it.
-  foreign_paths: ClassVar[Mapping[str, str]] = types.MappingProxyType(
-    {"dynamic_scale/scale": "scale", "dynamic_scale/fin_steps": "good_steps"}
-  )
 
   scale: str | float | DynamicLossScale | FixedLossScale = "dynamic"
   policy: Policy | None = None
