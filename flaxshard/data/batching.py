@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-import dataclasses
+from collections.abc import Callable, Sequence
 import itertools
-from typing import SupportsIndex
+from typing import Any, TYPE_CHECKING
 
-import grain
 import numpy as np
 
 from flaxshard.core import checks
-from flaxshard.data import collate as collate_lib
+from flaxshard.data import examples as examples_lib
 from flaxshard.data import sources
 from flaxshard.data import streams
 from flaxshard.data.sources import Example
-from flaxshard.data.sources import Source
 from flaxshard.data.sources import Splits
 
-# Elements are whole batches: Grain's default would buffer 500 of them.
-_READ_OPTIONS = grain.ReadOptions(num_threads=4, prefetch_buffer_size=16)
+if TYPE_CHECKING:
+  import grain
 
 
 def train_iterator(
@@ -28,7 +25,7 @@ def train_iterator(
   batch_size: int,
   seed: int,
   rows: Sequence[int] | None = None,
-  collate: collate_lib.Collate | None = None,
+  collate: examples_lib.Collate | None = None,
 ) -> grain.DatasetIterator | streams.StreamIterator:
   """Returns an endless iterator over this process's rows of global batches.
 
@@ -66,21 +63,25 @@ def train_iterator(
   rows = _check_rows(rows, batch_size)
   checks.integer("seed", seed, minimum=0)
   sources.check_batch_size("batch_size", batch_size, splits)
+  make_batch = _batch_maker(splits, "train", collate)
   if sources.is_stream(splits.train):
     return streams.StreamIterator(
-      splits,
-      batch_size=batch_size,
-      rows=rows,
-      seed=seed,
-      shapes=_shapes(splits, collate),
-      collate=collate or collate_lib.stack,
+      splits, batch_size=batch_size, rows=rows, seed=seed, make_batch=make_batch
     )
-  dataset = grain.MapDataset.source(splits.train).seed(seed).shuffle().repeat()
+  import grain  # takes about a second
+
+  examples = grain.MapDataset.source(splits.train).seed(seed).shuffle().repeat()
   if splits.augment is not None:
-    dataset = dataset.random_map(splits.augment)
+    examples = examples.random_map(splits.augment)
+
   # Rows are selected after the random transformations: Grain seeds each example
-  # by its index, and only before the selection is that the global index.
-  iterator = iter(_batch(dataset, splits, batch_size, rows, collate))
+  # by its index, and only before the selection is that the global index. One
+  # transformation of batches takes less time than some for each example.
+  def read(number: int) -> Example:
+    start = number * batch_size
+    return make_batch([examples[start + row] for row in rows])
+
+  iterator = iter(_read_batches(read, len(examples) // batch_size))
   # The position is the number of global batches read, for any share of them.
   iterator.position_is_global = True
   return iterator
@@ -91,7 +92,7 @@ def eval_batches(
   *,
   batch_size: int,
   rows: Sequence[int] | None = None,
-  collate: collate_lib.Collate | None = None,
+  collate: examples_lib.Collate | None = None,
 ) -> grain.IterDataset:
   """Returns this process's rows of the evaluation batches, in order.
 
@@ -121,12 +122,20 @@ def eval_batches(
   rows = _check_rows(rows, batch_size)
   if splits.eval is None:
     raise ValueError("splits.eval is None: there are no evaluation examples.")
-  # All processes evaluate in lockstep: they need equally many batches.
+  make_batch = _batch_maker(splits, "eval", collate)
+  import grain
+
   num_examples = len(splits.eval)
-  padded_length = -(-num_examples // batch_size) * batch_size
-  source = _Repeated(splits.eval, padded_length)
-  dataset = grain.MapDataset.source(source)
-  return _batch(dataset, splits, batch_size, rows, collate, num_examples)
+  examples = grain.MapDataset.source(splits.eval)
+
+  def read(number: int) -> Example:
+    positions = number * batch_size + np.asarray(rows)
+    # After the last example, Grain begins again with the first one.
+    batch = make_batch([examples[i] for i in positions.tolist()])
+    return {**batch, "mask": positions < num_examples}
+
+  # All processes evaluate in lockstep: they need equally many batches.
+  return _read_batches(read, -(-num_examples // batch_size))
 
 
 def _check_rows(rows: Sequence[int] | None, batch_size: int) -> Sequence[int]:
@@ -143,79 +152,27 @@ def _check_rows(rows: Sequence[int] | None, batch_size: int) -> Sequence[int]:
   return rows
 
 
-def _batch(
-  dataset: grain.MapDataset,
-  splits: Splits,
-  batch_size: int,
-  rows: Sequence[int],
-  collate: collate_lib.Collate | None,
-  num_examples: int | None = None,
+def _batch_maker(
+  splits: Splits, split: str, collate: examples_lib.Collate | None
+) -> Callable[[Sequence[Any]], Example]:
+  """Returns a function that makes a batch of examples, all of one shape.
+
+  The train step is compiled for the shapes of the first example.
+  """
+  where = "config.data"
+  shapes = examples_lib.example_shapes(where, splits, split, collate)
+  return lambda examples: examples_lib.make_batch(
+    f"{where}: a batch", examples, collate, shapes
+  )
+
+
+def _read_batches(
+  read: Callable[[int], Example], count: int
 ) -> grain.IterDataset:
-  """Returns the batches of some rows of each global batch of a dataset."""
-  shapes = _shapes(splits, collate)
-  collate = collate or collate_lib.stack
-  source = _Batches(dataset, batch_size, rows, shapes, collate, num_examples)
-  return grain.MapDataset.source(source).to_iter_dataset(_READ_OPTIONS)
+  """Returns a dataset of the batches that a function reads by their number."""
+  import grain
 
-
-def _shapes(
-  splits: Splits, collate: collate_lib.Collate | None
-) -> dict[str, tuple[int, ...]]:
-  """Returns the shapes of an example after `collate`, by key.
-
-  All batches must have them: the train step is compiled for them.
-  """
-  first = sources.first_batch("config.data", splits, collate)
-  return {key: x.shape[1:] for key, x in first.items()}
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Batches:
-  """A source of some rows of each global batch of a dataset.
-
-  One source of batches costs less time than Grain's transformations, which
-  handle each example in each of them.
-
-  Attributes:
-    dataset: The examples.
-    batch_size: Number of examples in a global batch.
-    rows: The rows of each global batch to read.
-    shapes: Shapes of an example after `collate`, by key.
-    collate: Makes a batch of a sequence of examples.
-    num_examples: Number of examples that are no padding. Batches then have a
-      mask; None: they have none.
-  """
-
-  dataset: grain.MapDataset
-  batch_size: int
-  rows: Sequence[int]
-  shapes: Mapping[str, tuple[int, ...]]
-  collate: collate_lib.Collate
-  num_examples: int | None
-
-  def __len__(self) -> int:
-    # Nothing is dropped: training repeats for ever, evaluation is padded.
-    return len(self.dataset) // self.batch_size
-
-  def __getitem__(self, index: SupportsIndex) -> Example:
-    start = int(index) * self.batch_size
-    examples = [self.dataset[start + row] for row in self.rows]
-    batch = collate_lib.collate_rows(examples, self.shapes, self.collate)
-    if self.num_examples is not None:
-      positions = start + np.asarray(self.rows)
-      batch["mask"] = positions < self.num_examples
-    return batch
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Repeated:
-  """A source repeated, with its examples in turn, up to a length."""
-
-  source: Source
-  length: int
-
-  def __len__(self) -> int:
-    return self.length
-
-  def __getitem__(self, index: SupportsIndex) -> Example:
-    return self.source[int(index) % len(self.source)]
+  batches = grain.MapDataset.range(count).map(read)
+  # Grain's default would buffer 500 batches.
+  options = grain.ReadOptions(num_threads=4, prefetch_buffer_size=16)
+  return batches.to_iter_dataset(options)

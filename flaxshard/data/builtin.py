@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from flaxshard.core import checks
+from flaxshard.data.factories import shapes_from
 from flaxshard.data.sources import Arrays
 from flaxshard.data.sources import Shapes
-from flaxshard.data.sources import shapes_from
 from flaxshard.data.sources import Splits
 from flaxshard.data.sources import Windows
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from flaxshard.core import checks
-from flaxshard.data import layout
+from flaxshard.data import padding
 from flaxshard.data import sharding
 from flaxshard.data.iterators import DistributedDataset
 from flaxshard.data.iterators import DistributedIterator
@@ -163,7 +163,7 @@ def distribute_dataset(
   return _distribute(
     mesh,
     iterable,
-    layout.Padding(
+    padding.Padding(
       batch_size=batch_size,
       mask=mask,
       drop_remainder=drop_remainder,
@@ -228,7 +228,7 @@ def distribute_datasets_from_function(
   return _distribute(
     mesh,
     dataset_fn(context),
-    layout.Padding(**options),
+    padding.Padding(**options),
     prefetch=prefetch,
     # All pipelines feed equally many replicas.
     joined=len(pipelines[0]),
@@ -238,7 +238,7 @@ def distribute_datasets_from_function(
 def _distribute(
   mesh: jax.sharding.Mesh,
   iterable: Iterable[PyTree],
-  config: layout.Padding,
+  config: padding.Padding,
   *,
   prefetch: int,
   joined: int,

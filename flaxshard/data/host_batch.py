@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxshard.core import checks
 from flaxshard.core import trees
 
 PyTree = Any
@@ -21,21 +22,22 @@ class HostBatch(NamedTuple):
 
   Attributes:
     tree: The tree structure of the batch.
-    arrays: The leaves, `[batch, ...]`.
+    arrays: The leaves, `[batch, ...]`, by path, such as `"image"`.
+    rows: The number of examples.
   """
 
   tree: Any
-  arrays: list[Array]
+  arrays: dict[str, Array]
+  rows: int
 
-  @property
-  def rows(self) -> int:
-    """The number of examples."""
-    return self.arrays[0].shape[0]
-
-  @property
-  def paths(self) -> list[str]:
-    """The paths of the leaves, such as `"image"`, in the order of `arrays`."""
-    return _paths(self.tree)
+  def check_not_empty(self, remedy: str) -> None:
+    """Raises a ValueError if the batch has no examples."""
+    if not self.rows:
+      path, x = next(iter(self.arrays.items()))
+      raise ValueError(
+        f"batch[{path}] has the shape {x.shape}: a batch needs at least one "
+        f"example{remedy}."
+      )
 
 
 def flatten(batch: PyTree) -> HostBatch:
@@ -49,35 +51,31 @@ def flatten(batch: PyTree) -> HostBatch:
     The tree structure and the arrays, not copied.
 
   Raises:
-    ValueError: There is no leaf. A leaf is ragged, a scalar, or has another
-      number of rows than the first leaf. Its integers do not fit the dtype
-      that JAX gives them. The message names the path.
+    ValueError: There is no leaf. A leaf is a scalar, or has another number of
+      rows than the first leaf. Its integers do not fit the dtype that JAX gives
+      them. The message names the path.
     TypeError: A leaf is not numeric.
 
   Example:
     >>> batch = flatten({"image": np.ones((2, 3)), "label": np.ones(2)})
-    >>> batch.paths, batch.rows
+    >>> list(batch.arrays), batch.rows
     (['image', 'label'], 2)
   """
-  leaves, tree = jax.tree.flatten(batch)
+  leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
   if not leaves:
     raise ValueError(f"a batch must have arrays, got {batch!r}.")
-  arrays: list[Array] = []
-  for i, leaf in enumerate(leaves):
-    try:
-      array = _check_leaf(leaf)
-    except (TypeError, ValueError) as e:
-      # Paths are only computed for errors: they take longer than the checks.
-      kind = TypeError if isinstance(e, TypeError) else ValueError
-      raise kind(f"batch[{_paths(tree)[i]}] {e}") from e
-    arrays.append(array)
-    if len(array) != len(arrays[0]):
-      paths = _paths(tree)
+  arrays: dict[str, Array] = {}
+  for key_path, leaf in leaves:
+    path = trees.path_string(key_path)
+    arrays[path] = _check_leaf(f"batch[{path}]", leaf)
+  (first, array), *others = arrays.items()
+  for path, other in others:
+    if other.shape[0] != array.shape[0]:
       raise ValueError(
-        f"batch[{paths[i]}] has {len(array)} examples, batch[{paths[0]}] has "
-        f"{len(arrays[0])}; the leading dimension is the batch."
+        f"batch[{path}] has {other.shape[0]} examples, batch[{first}] has "
+        f"{array.shape[0]}; the leading dimension is the batch."
       )
-  return HostBatch(tree, arrays)
+  return HostBatch(tree, arrays, array.shape[0])
 
 
 def dtype_of(x: Array) -> np.dtype:
@@ -109,30 +107,29 @@ def join(path: str, arrays: Sequence[Array], shape: tuple[int, ...]) -> Array:
   first = arrays[0]
   if isinstance(first, jax.ShapeDtypeStruct):
     return jax.ShapeDtypeStruct(shape, dtype_of(first))
-  unchanged = len(arrays) == 1 and first.shape == shape
   # A device array stays there. In several processes it has to be copied to the
   # host: JAX assembles global arrays from the host arrays of the processes.
-  one_process = jax.process_count() == 1
-  if unchanged and one_process and isinstance(first, jax.Array):
+  if (
+    isinstance(first, jax.Array)
+    and first.shape == shape
+    and jax.process_count() == 1
+  ):
     return trees.drop_weak_type(first)
-  dtype = dtype_of(first)
+  # New memory: a source may reuse its array for the next batch, and a JAX array
+  # on the CPU may alias the memory of a NumPy array.
+  out = np.zeros(shape, dtype_of(first))
+  filled = 0
   try:
     # float64 to float32 overflows to infinity, silently by default.
     with np.errstate(over="raise"):
-      if unchanged:
-        # A copy: a source may reuse its array for the next batch, and a JAX
-        # array on the CPU may alias the memory of a NumPy array.
-        return np.array(first, dtype, order="C")
-      out = np.zeros(shape, dtype)
-      rows = 0
       for x in arrays:
-        out[(slice(rows, rows + len(x)), *map(slice, x.shape[1:]))] = x
-        rows += len(x)
+        rows = slice(filled, filled + len(x))
+        out[(rows, *map(slice, x.shape[1:]))] = x
+        filled += len(x)
   except FloatingPointError as e:
     raise ValueError(
-      f"batch[{path}] has finite numbers that overflow in {dtype}."
+      f"batch[{path}] has finite numbers that overflow in {out.dtype}."
     ) from e
-  filled = rows
   while 0 < filled < len(out):
     # Not zeros: a loss that is finite for every example is then finite for the
     # padding too. log(0), or the gradient of a norm at 0, is not. All rows in
@@ -142,40 +139,23 @@ def join(path: str, arrays: Sequence[Array], shape: tuple[int, ...]) -> Array:
   return out
 
 
-def _check_leaf(x: Any) -> Array:
+def _check_leaf(where: str, x: Any) -> Array:
   """Returns a leaf as an array, or raises if JAX would change its values."""
-  if isinstance(x, jax.ShapeDtypeStruct):
-    pass
-  elif isinstance(x, jax.Array):
-    if not x.is_fully_addressable:
-      raise ValueError(
-        "lies on devices of other processes: it is sharded already."
-      )
-  elif isinstance(x, np.ma.MaskedArray):
-    raise TypeError("is a masked array, whose mask would be lost.")
-  else:
+  if isinstance(x, np.ma.MaskedArray):
+    raise TypeError(f"{where} is a masked array, whose mask would be lost.")
+  if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
     x = np.asarray(x)
-  if x.dtype == object:
-    raise ValueError(
-      f"is an array of objects, shape {x.shape}: rows of different lengths "
-      "must be padded into one array first."
-    )
   # jnp knows bfloat16 and float8 as numbers, NumPy does not.
   if not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
-    raise TypeError(f"must be numbers or booleans, got {x.dtype}.")
+    # An array of objects, as of rows of different lengths, has a wrong shape.
+    raise checks.ArgumentTypeError(
+      f"{where} must be numbers or booleans, got {x.dtype}, shape {x.shape}."
+    )
   if not x.ndim:
     raise ValueError(
-      "is a scalar: every leaf must be an array whose leading dimension is the "
-      "batch."
+      f"{where} is a scalar: every leaf must be an array whose leading "
+      "dimension is the batch."
     )
-  if not isinstance(x, jax.ShapeDtypeStruct):
-    overflow = trees.integer_overflow(x)
-    if overflow is not None:
-      raise ValueError(overflow)
+  if overflow := trees.integer_overflow(x):
+    raise ValueError(f"{where} {overflow}")
   return x
-
-
-def _paths(tree: Any) -> list[str]:
-  numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
-  flat = jax.tree_util.tree_leaves_with_path(numbered)
-  return [trees.path_string(path) for path, _ in flat]

@@ -6,19 +6,19 @@ not: TensorFlow Datasets reads the files, and Pillow decodes the images.
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import io
 import math
-from typing import Any, SupportsIndex
+from typing import Any
 
+import grain
 import jax
 import numpy as np
 
 from flaxshard.core import checks
+from flaxshard.data.factories import shapes_from
 from flaxshard.data.sources import Example
 from flaxshard.data.sources import Shapes
-from flaxshard.data.sources import shapes_from
-from flaxshard.data.sources import Source
 from flaxshard.data.sources import Splits
 
 # Left, upper, right and lower edge in pixels, as in Pillow.
@@ -95,12 +95,11 @@ def imagenet(
   tfds, builder = _builder(dataset, data_dir)
   if not builder.info.splits:
     raise ValueError(_not_prepared(builder, dataset, data_dir))
-  features = builder.info.features
-  sources = []
+  sources = {}
   splits = {"train_split": train_split, "eval_split": eval_split}
   for argument, split in splits.items():
     try:
-      # `Images` decodes with Pillow, which needs no TensorFlow.
+      # Decoded with Pillow, which needs no TensorFlow.
       source = builder.as_data_source(
         split, decoders={"image": tfds.decode.SkipDecoding()}
       )
@@ -109,12 +108,13 @@ def imagenet(
       raise ValueError(_not_prepared(builder, dataset, data_dir)) from e
     except ValueError as e:
       raise ValueError(f"{argument}={split!r}: {e}") from e
-    sources.append(Images(source))
+    sources[argument] = grain.MapDataset.source(source).map(_decode_example)
+  crop_center = functools.partial(_crop_center, image_size)
   return Splits(
-    train=sources[0],
-    eval=CenterCropped(sources[1], image_size),
-    num_classes=features["label"].num_classes,
-    augment=RandomCropAndFlip(image_size),
+    train=sources["train_split"],
+    eval=sources["eval_split"].map(crop_center),
+    num_classes=builder.info.features["label"].num_classes,
+    augment=functools.partial(_crop_and_flip, image_size),
   )
 
 
@@ -136,78 +136,32 @@ def _builder(dataset: str, data_dir: str | None) -> tuple[Any, Any]:
     raise ValueError(f"dataset={dataset!r}: {reason}") from e
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Images:
-  """A source of decoded images of any size.
-
-  Attributes:
-    source: Examples `{"image": contents of an image file, "label": int}`.
-  """
-
-  source: Any
-
-  def __len__(self) -> int:
-    """Returns the number of images."""
-    return len(self.source)
-
-  def __getitem__(self, index: SupportsIndex) -> Example:
-    """Returns example `index`: inputs uint8 `[h, w, 3]`, labels int32 `[]`."""
-    example = self.source[index]
-    return {
-      "inputs": decode(example["image"]),
-      "labels": np.int32(example["label"]),
-    }
+def _decode_example(example: Example) -> Example:
+  """Returns inputs uint8 `[h, w, 3]` and labels int32 `[]`."""
+  return {
+    "inputs": decode(example["image"]),
+    "labels": np.int32(example["label"]),
+  }
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class CenterCropped:
-  """A source of the cropped, resized and normalized images of a source.
-
-  Attributes:
-    source: Examples with inputs uint8 `[h, w, 3]`.
-    image_size: Height and width of the results.
-  """
-
-  source: Source
-  image_size: int
-
-  def __len__(self) -> int:
-    """Returns the number of images."""
-    return len(self.source)
-
-  def __getitem__(self, index: SupportsIndex) -> Example:
-    """Returns example `index`, inputs float32 `[image_size, image_size, 3]`."""
-    example = self.source[index]
-    image = example["inputs"]
-    height, width, _ = image.shape
-    image = resize(image, center_box(height, width), self.image_size)
-    return {**example, "inputs": normalize(image)}
+def _crop_center(size: int, example: Example) -> Example:
+  """Returns an example with the center of the image, normalized."""
+  image = example["inputs"]
+  height, width, _ = image.shape
+  image = resize(image, center_box(height, width), size)
+  return {**example, "inputs": normalize(image)}
 
 
-@dataclasses.dataclass(frozen=True)
-class RandomCropAndFlip:
-  """The training augmentation: random crop, resizing, random flip.
-
-  Attributes:
-    image_size: Height and width of the results.
-  """
-
-  image_size: int
-
-  def __call__(self, example: Example, rng: np.random.Generator) -> Example:
-    """Returns the example with inputs float32 `[image_size, image_size, 3]`.
-
-    Args:
-      example: An example with inputs uint8 `[h, w, 3]`.
-      rng: The generator of the crop and the flip.
-    """
-    image = example["inputs"]
-    height, width, _ = image.shape
-    box = random_box(height, width, rng)
-    image = resize(image, box, self.image_size)
-    if rng.random() < 0.5:
-      image = image[:, ::-1]
-    return {**example, "inputs": normalize(image)}
+def _crop_and_flip(
+  size: int, example: Example, rng: np.random.Generator
+) -> Example:
+  """Returns an example with a random part of the image, normalized."""
+  image = example["inputs"]
+  height, width, _ = image.shape
+  image = resize(image, random_box(height, width, rng), size)
+  if rng.random() < 0.5:
+    image = image[:, ::-1]
+  return {**example, "inputs": normalize(image)}
 
 
 def decode(data: bytes) -> np.ndarray:

@@ -8,13 +8,12 @@ import dataclasses
 import functools
 import itertools
 import logging
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 import weakref
 
 import jax
 
 from flaxshard.core import checks
-from flaxshard.data import layout
 from flaxshard.data import padding
 from flaxshard.data import prefetch as prefetch_lib
 
@@ -23,18 +22,6 @@ _log = logging.getLogger(__name__)
 PyTree = Any
 
 _CLOSE_TIMEOUT = 5  # seconds
-
-# The only entry of the position of a Grain dataset that is read by index.
-_INDEX = "next_index"
-
-
-@runtime_checkable
-class _Positioned(Protocol):
-  """A source with a position, such as a Grain iterator."""
-
-  def get_state(self) -> Any: ...
-
-  def set_state(self, state: Any) -> None: ...
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -56,7 +43,7 @@ class DistributedDataset:
 
   mesh: jax.sharding.Mesh
   iterable: Iterable[PyTree]
-  config: layout.Padding
+  config: padding.Padding
   prefetch: int
   joined: int
   _single_iterator: DistributedIterator | None = dataclasses.field(
@@ -180,7 +167,7 @@ class DistributedIterator:
     Raises:
       TypeError: The source has no `get_state` and `set_state`.
     """
-    self._positioned_source()
+    self._check_position()
     return copy.deepcopy(self._state)
 
   def set_state(self, state: Any) -> None:
@@ -194,12 +181,13 @@ class DistributedIterator:
       ValueError: The iterator was closed.
     """
     self._check_open()
-    source = self._positioned_source()
+    self._check_position()
     prefetch = self._prefetch
     self._stop_prefetch()
     if prefetch is not None:
       # The thread may be in the middle of a read of the source.
       prefetch.join()
+    source: Any = self._source
     source.set_state(state)
     self._state = _copy_state(source)
     self._ended = False
@@ -226,13 +214,14 @@ class DistributedIterator:
       ...   print(next(iterator))
       [4 5]
     """
-    state = self._state
-    has_index = isinstance(state, dict) and set(state) == {_INDEX}
-    if has_index and self.position_is_global:
-      self.set_state({_INDEX: state[_INDEX] + count})
-      return
-    for _ in range(count):
-      next(self)
+    match self._state:
+      case {"next_index": index, **others} if (
+        self.position_is_global and not others
+      ):
+        self.set_state({"next_index": index + count})
+      case _:
+        for _ in range(count):
+          next(self)
 
   def close(self) -> None:
     """Stops the thread and waits for its current read, up to 5 seconds."""
@@ -263,13 +252,12 @@ class DistributedIterator:
     if self._closed:
       raise ValueError("the iterator was closed.")
 
-  def _positioned_source(self) -> _Positioned:
-    if not isinstance(self._source, _Positioned):
+  def _check_position(self) -> None:
+    if not _has_position(self._source):
       raise TypeError(
         f"the source, a {type(self._source).__name__}, has no get_state and "
         "set_state; the iterator of a Grain dataset has them."
       )
-    return self._source
 
 
 def _read_batch(
@@ -296,7 +284,10 @@ def _read_batch(
 
 def _copy_state(source: Any) -> Any:
   """Returns a copy of the position of a source; None if it has none."""
-  if not isinstance(source, _Positioned):
-    return None
   # Some sources return the object that they count in.
-  return copy.deepcopy(source.get_state())
+  return copy.deepcopy(source.get_state()) if _has_position(source) else None
+
+
+def _has_position(source: Any) -> bool:
+  """Returns whether a source has a position, as a Grain iterator."""
+  return hasattr(source, "get_state") and hasattr(source, "set_state")

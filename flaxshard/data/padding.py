@@ -3,16 +3,118 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import dataclasses
+import math
 from typing import Any
 
 import jax
 import numpy as np
 
+from flaxshard.core import checks
+from flaxshard.core import trees
 from flaxshard.data import host_batch
-from flaxshard.data import layout as layout_lib
 from flaxshard.data import sharding
+from flaxshard.partitioning import specs as specs_lib
 
 PyTree = Any
+P = jax.sharding.PartitionSpec
+
+# Stand for the sizes of dimensions that are padded, in the shape of a leaf.
+_BATCH = "batch"
+_VARYING = "any"
+
+
+@dataclasses.dataclass(frozen=True)
+class Padding:
+  """Options for padding batches; see `distribute.distribute_dataset`.
+
+  Attributes:
+    batch_size: Number of rows in a global batch; None takes it from the first
+      batch.
+    mask: The key of the mask in a batch; None for no mask and no padding.
+    drop_remainder: Whether batches with fewer rows are dropped.
+    bucket: None or `"power_of_two"`.
+    bucket_dims: Dimensions that vary: a tuple for all leaves, or a nested dict
+      of tuples by path. None stands for `(1,)`.
+    spec: A `PartitionSpec` for all leaves, or a nested dict of them by path.
+  """
+
+  batch_size: int | None = None
+  mask: str | None = "mask"
+  drop_remainder: bool = False
+  bucket: str | None = None
+  bucket_dims: Any = None
+  spec: PyTree = sharding.OVER_REPLICAS
+
+  def check(self, mesh: jax.sharding.Mesh) -> None:
+    """Raises a ValueError if a field is invalid or does not fit the mesh."""
+    count = len(sharding.pipelines(mesh))
+    if self.batch_size is not None:
+      # Every pipeline passes the same number of rows.
+      checks.integer("batch_size", self.batch_size, minimum=1)
+      if self.batch_size % count:
+        raise ValueError(
+          f"batch_size={self.batch_size}, of the global batch, must be a "
+          f"multiple of the {count} input pipelines."
+        )
+    checks.one_of("bucket", self.bucket, (None, "power_of_two"))
+    if self.bucket is not None and self.mask is None:
+      raise ValueError(
+        f"bucket={self.bucket!r} pads batches, which needs a mask, got "
+        "mask=None."
+      )
+    if self.bucket is None and self.bucket_dims is not None:
+      raise ValueError(
+        f"bucket_dims={self.bucket_dims!r} needs bucket='power_of_two'."
+      )
+    for path, dims in self.varying_dims().items():
+      for dim in dims:
+        # Dimension 0 is the batch.
+        where = f"bucket_dims={dims!r} for {path}: a dimension"
+        checks.integer(where, dim, minimum=1)
+    sharding.check_specs(mesh, self.spec)
+
+  def varying_dims(self) -> dict[str, Any]:
+    """Returns the dimensions that may vary, by path."""
+    if self.bucket is None:
+      return {}
+    dims = (1,) if self.bucket_dims is None else self.bucket_dims
+    return sharding.by_path(dims)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+  """The properties of a leaf that all batches share.
+
+  Attributes:
+    shape: Its shape on the host; dimensions that are padded have a name.
+    dtype: Its dtype on the device.
+  """
+
+  shape: tuple[int | str, ...]
+  dtype: np.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+  """The properties that all batches share, taken from the first one.
+
+  Attributes:
+    tree: The tree structure.
+    leaves: The leaves by path.
+    shardings: Their shardings by path, and that of the mask.
+    rows: Number of rows in a full batch of this process.
+    multiples: By dimension, the number that its padded size is a multiple of.
+      Has the batch dimension, 0, and the dimensions that vary.
+    mask: The key of the mask; None for no mask.
+  """
+
+  tree: Any
+  leaves: dict[str, _Leaf]
+  shardings: dict[str, jax.sharding.NamedSharding]
+  rows: int
+  multiples: dict[int, int]
+  mask: str | None
 
 
 class Padder:
@@ -26,10 +128,10 @@ class Padder:
     config: How to pad.
   """
 
-  def __init__(self, mesh: jax.sharding.Mesh, config: layout_lib.Padding):
+  def __init__(self, mesh: jax.sharding.Mesh, config: Padding):
     self._mesh = mesh
     self._config = config
-    self._layout: layout_lib.Layout | None = None
+    self._layout: _Layout | None = None
 
   def __call__(self, batches: Sequence[PyTree]) -> PyTree | None:
     """Joins host batches into one, pads it, and puts it on the mesh.
@@ -46,58 +148,157 @@ class Padder:
       TypeError: A leaf is not numeric.
     """
     parts = [host_batch.flatten(batch) for batch in batches]
+    rows = sum(part.rows for part in parts)
     if self._layout is None:
       is_dict = isinstance(batches[0], Mapping)
-      self._layout = layout_lib.create_layout(
-        self._mesh, self._config, parts, is_dict
+      self._layout = _create_layout(
+        self._mesh, self._config, parts[0], rows, is_dict
       )
     layout = self._layout
-    lengths = [layout_lib.check_batch(layout, part) for part in parts]
-    rows = sum(part.rows for part in parts)
+    lengths = [_check_batch(layout, part) for part in parts]
     if self._config.drop_remainder and rows < layout.rows:
       return None
     if not rows and len(sharding.pipelines(self._mesh)) == 1:
       # Of several processes, one without further examples passes such batches.
-      raise ValueError(
-        f"batch[{layout.leaves[0].path}] has the shape "
-        f"{parts[0].arrays[0].shape}: a batch needs at least one example; "
-        "drop_remainder=True would leave it out."
-      )
+      parts[0].check_not_empty("; drop_remainder=True would leave it out")
     padded = {0: _padded_rows(layout, rows, self._config.bucket)}
     # All parts have the same dimensions that vary, in different sizes.
     for dim in lengths[0]:
       longest = max(part[dim] for part in lengths)
       padded[dim] = _round_to_bucket(longest, layout.multiples[dim])
-
-    arrays = []
-    for i, leaf in enumerate(layout.leaves):
+    arrays = {}
+    for path, leaf in layout.leaves.items():
       shape = tuple(
         padded[dim] if isinstance(size, str) else size
         for dim, size in enumerate(leaf.shape)
       )
-      arrays.append(
-        host_batch.join(leaf.path, [p.arrays[i] for p in parts], shape)
-      )
-    shardings = [leaf.sharding for leaf in layout.leaves]
+      leaves = [part.arrays[path] for part in parts]
+      arrays[path] = host_batch.join(path, leaves, shape)
     # Also without padding: another structure would compile the step again.
     if layout.mask is not None:
       mask = _create_mask([part.rows for part in parts], lengths, padded)
-      if layout.mask_leaf is None:
-        arrays.append(mask)
-        shardings.append(layout.mask_sharding)
-      elif not isinstance(arrays[layout.mask_leaf], jax.ShapeDtypeStruct):
-        given = np.asarray(arrays[layout.mask_leaf])
-        arrays[layout.mask_leaf] = _combine_masks(layout.mask, given, mask)
-    out = sharding.put(self._mesh, arrays, shardings)
-    if layout.mask is None or layout.mask_leaf is not None:
-      return jax.tree.unflatten(layout.tree, out)
-    batch = jax.tree.unflatten(layout.tree, out[:-1])
-    return {**batch, layout.mask: out[-1]}
+      if layout.mask in arrays:
+        mask = _combine_masks(
+          layout.mask, np.asarray(arrays[layout.mask]), mask
+        )
+      arrays[layout.mask] = mask
+    out = sharding.put(self._mesh, arrays, layout.shardings)
+    batch = jax.tree.unflatten(layout.tree, [out[p] for p in layout.leaves])
+    if layout.mask is None or layout.mask in layout.leaves:
+      return batch
+    return {**batch, layout.mask: out[layout.mask]}
 
 
-def _padded_rows(
-  layout: layout_lib.Layout, rows: int, bucket: str | None
-) -> int:
+def _create_layout(
+  mesh: jax.sharding.Mesh,
+  config: Padding,
+  first: host_batch.HostBatch,
+  rows: int,
+  is_dict: bool,
+) -> _Layout:
+  """Returns the layout that all batches of an iterator share.
+
+  Args:
+    mesh: The mesh.
+    config: How to pad.
+    first: The first host batch.
+    rows: Number of rows of the first batch.
+    is_dict: Whether a batch is a dict, which can have a mask.
+
+  Raises:
+    ValueError: `config` does not fit the first batch.
+  """
+  if config.bucket is not None and not is_dict:
+    raise ValueError(
+      f"bucket={config.bucket!r} adds a mask, so batches must be dicts, got "
+      f"{first.tree}."
+    )
+  varying = config.varying_dims()
+  sharding.check_paths("bucket_dims", varying, first.arrays)
+  leaves = {}
+  for path, x in first.arrays.items():
+    # A tuple for all leaves also names dimensions that some do not have.
+    dims = sharding.lookup(varying, path, ())
+    sizes = [_VARYING if i in dims else n for i, n in enumerate(x.shape)]
+    leaves[path] = _Leaf((_BATCH, *sizes[1:]), host_batch.dtype_of(x))
+  shapes = {path: leaf.shape for path, leaf in leaves.items()}
+  specs = sharding.check_specs(mesh, config.spec)
+  chosen = sharding.specs_by_path(mesh, specs, shapes)
+  multiples = {0: 1}
+  row_parts = {}
+  for path, spec in chosen.items():
+    axes = specs_lib.dims_of(spec, len(shapes[path]))
+    parts = specs_lib.parts(axes, mesh.shape)
+    row_parts[path] = parts[0]
+    for dim, size in enumerate(shapes[path]):
+      if isinstance(size, str):
+        # One padded size for all leaves: every sharding has to divide it.
+        multiples[dim] = math.lcm(multiples.get(dim, 1), parts[dim])
+  count = len(sharding.pipelines(mesh))
+  # Each process pads its rows to its share of the multiple: together the rows
+  # of all pipelines reach the multiple.
+  multiples[0] //= math.gcd(multiples[0], count)
+  if config.batch_size is not None:
+    rows = int(config.batch_size) // count
+  if not rows:
+    raise ValueError("the first batch has no examples: give the batch_size.")
+  mask = config.mask if is_dict else None
+  if mask is not None and mask not in chosen:
+    # Its rows are split as those of the leaf with the most parts.
+    chosen[mask] = P(*chosen[max(row_parts, key=row_parts.__getitem__)][:1])
+  return _Layout(
+    tree=first.tree,
+    leaves=leaves,
+    shardings={
+      path: jax.sharding.NamedSharding(mesh, spec)
+      for path, spec in chosen.items()
+    },
+    rows=rows,
+    multiples=multiples,
+    mask=mask,
+  )
+
+
+def _check_batch(
+  layout: _Layout, batch: host_batch.HostBatch
+) -> dict[int, int]:
+  """Returns the sizes of the dimensions that vary, by dimension.
+
+  Raises:
+    ValueError: The batch differs from the first one, or two leaves have
+      different sizes in a dimension that varies.
+  """
+  given = {}
+  sizes: dict[int, tuple[int, str]] = {}
+  for path, x in batch.arrays.items():
+    pattern = layout.leaves[path].shape if path in layout.leaves else ()
+    # The same name on both sides compares as equal below.
+    shape = [*pattern[: x.ndim], *x.shape[len(pattern) :]]
+    for dim, (name, size) in enumerate(zip(shape, x.shape, strict=True)):
+      if not isinstance(name, str):
+        shape[dim] = size
+      elif name == _VARYING:
+        other_size, other = sizes.setdefault(dim, (size, path))
+        if size != other_size:
+          raise ValueError(
+            f"batch[{path}] has size {size} in dimension {dim}, "
+            f"batch[{other}] has {other_size}, but there is one mask for both; "
+            "bucket_dims as a dict by path names the leaves that vary."
+          )
+    given[path] = _Leaf(tuple(shape), host_batch.dtype_of(x))
+  if given != layout.leaves:
+    difference = trees.difference_by_path(
+      {(path,): leaf for path, leaf in given.items()},
+      {(path,): leaf for path, leaf in layout.leaves.items()},
+    )
+    raise ValueError(
+      f"a batch differs from the first one in {difference}. Dimensions vary "
+      "with bucket='power_of_two' and bucket_dims."
+    )
+  return {dim: sizes[dim][0] for dim in sorted(sizes)}
+
+
+def _padded_rows(layout: _Layout, rows: int, bucket: str | None) -> int:
   """Returns the number of rows that a batch of this process is padded to."""
   multiple = layout.multiples[0]
   padded = -(-layout.rows // multiple) * multiple

@@ -1,4 +1,9 @@
-"""A thread that reads items ahead."""
+"""A thread that reads items ahead.
+
+Grain's ThreadPrefetchIterDataset does not fit every iterable: it waits for
+ever, in `close` and at the end of the process, for a source that is stuck or
+that raises SystemExit.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,6 @@ from typing import Any, NamedTuple
 import weakref
 
 import jax
-import numpy as np
 
 
 class Item(NamedTuple):
@@ -42,14 +46,15 @@ class Prefetch:
 
   def __init__(self, read: Callable[[], Item], size: int):
     self._read = read
-    self._size = size
-    # A SimpleQueue as a semaphore, one entry for each item that `get` has
-    # taken: it is written in C, threading.Semaphore in Python.
-    self._taken: queue.SimpleQueue[None] = queue.SimpleQueue()
+    # SimpleQueues are written in C. The first one has an entry for each item
+    # that may be read: it is a semaphore.
+    self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
     self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+    for _ in range(size):
+      self._places.put(None)
     self._stopped = False
     # jax.enable_x64 is thread-local: pass its value on to the thread.
-    self._x64 = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
+    self._x64 = jax.dtypes.canonicalize_dtype("int64") == "int64"
     self._thread = threading.Thread(
       target=self._run, name="flaxshard-prefetch", daemon=True
     )
@@ -59,14 +64,14 @@ class Prefetch:
   def get(self) -> Item:
     """Returns the next item; waits until it is read."""
     item = self._items.get()
-    self._taken.put(None)
+    self._places.put(None)
     return item
 
   def stop(self) -> None:
     """Asks the thread to end after its current read; does not wait."""
     self._stopped = True
-    # Wakes the thread if it waits for an item to be taken.
-    self._taken.put(None)
+    # Wakes the thread if it waits for a place.
+    self._places.put(None)
 
   def join(self, timeout: float | None = None) -> bool:
     """Waits for the thread to end.
@@ -83,21 +88,14 @@ class Prefetch:
     return not self._thread.is_alive()
 
   def _run(self) -> None:
+    failed = False
     with jax.enable_x64(self._x64):
-      error: BaseException | None = None
-      free = self._size  # places for which no item has to be taken first
-      while error is None:
-        if free:
-          free -= 1
-        else:
-          self._taken.get()
-        if self._stopped:
-          # Wakes a reader that waits in `get`.
-          error = ValueError("the iterator was closed.")
-          item = Item(error=error)
-        else:
-          item = self._read()
-          error = item.error
+      while not failed:
+        self._places.get()
+        # The error wakes a reader that waits in `get`.
+        closed = Item(error=ValueError("the iterator was closed."))
+        item = closed if self._stopped else self._read()
+        failed = item.error is not None
         self._items.put(item)
         # Else this variable would keep a batch alive during the next read.
         del item

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-import dataclasses
 import functools
 from typing import Any
 
@@ -20,28 +19,6 @@ PyTree = Any
 P = jax.sharding.PartitionSpec
 
 OVER_REPLICAS = P(mesh_lib.REPLICA)
-
-# Stands for the size of the leading dimension, in the shape of a `Leaf`.
-BATCH = "batch"
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-  """The properties of a leaf that all batches share.
-
-  Attributes:
-    path: The path of the leaf, such as `"image"`.
-    dtype: Its dtype on the device.
-    shape: Its shape. Dimensions that vary have a name instead of a size.
-    parts: Number of parts that the mesh splits each dimension into.
-    sharding: The sharding of the global array.
-  """
-
-  path: str
-  dtype: np.dtype
-  shape: tuple[int | str, ...]
-  parts: tuple[int, ...]
-  sharding: jax.sharding.NamedSharding
 
 
 def shard_batch(
@@ -76,19 +53,16 @@ def shard_batch(
     [[0, 1], [2, 3]]
   """
   flat = host_batch.flatten(batch)
-  if not flat.rows:
-    raise ValueError(
-      f"batch[{flat.paths[0]}] has the shape {flat.arrays[0].shape}: a batch "
-      "needs at least one example for each replica."
-    )
-  leaves = make_leaves(mesh, flat, check_specs(mesh, spec))
-  count = len(pipelines(mesh))
-  arrays = []
-  for leaf, x in zip(leaves, flat.arrays, strict=True):
-    check_divisible(leaf, (len(x) * count, *x.shape[1:]))
-    arrays.append(host_batch.join(leaf.path, [x], x.shape))
-  global_arrays = put(mesh, arrays, [leaf.sharding for leaf in leaves])
-  return jax.tree.unflatten(flat.tree, global_arrays)
+  flat.check_not_empty(" for each replica")
+  arrays = flat.arrays
+  shapes = {path: global_shape(mesh, x.shape) for path, x in arrays.items()}
+  specs = specs_by_path(mesh, check_specs(mesh, spec), shapes)
+  out = put(
+    mesh,
+    {path: host_batch.join(path, [x], x.shape) for path, x in arrays.items()},
+    {path: jax.sharding.NamedSharding(mesh, specs[path]) for path in arrays},
+  )
+  return jax.tree.unflatten(flat.tree, out.values())
 
 
 # Cached: every batch needs it, and a mesh may have thousands of devices.
@@ -193,77 +167,66 @@ def check_specs(mesh: jax.sharding.Mesh, spec: PyTree) -> dict[str, P]:
   return table
 
 
-def make_leaves(
-  mesh: jax.sharding.Mesh, batch: host_batch.HostBatch, specs: Mapping[str, P]
-) -> list[Leaf]:
-  """Returns the properties of each leaf of a batch.
+def specs_by_path(
+  mesh: jax.sharding.Mesh,
+  specs: Mapping[str, P],
+  shapes: Mapping[str, tuple[int | str, ...]],
+) -> dict[str, P]:
+  """Returns the partition spec of each leaf of a batch.
 
   Args:
     mesh: The mesh.
-    batch: The first batch, on the host.
-    specs: Partition specs by path, checked against the mesh.
+    specs: Partition specs by path, for leaves or trees of them.
+    shapes: Shapes of the global arrays by path. A dimension that is padded
+      later has a name for its size.
 
   Raises:
     ValueError: A spec does not fit the batch.
   """
-  check_paths("spec", specs, batch.paths)
-  leaves = []
-  for path, x in zip(batch.paths, batch.arrays, strict=True):
-    spec = lookup(specs, path, OVER_REPLICAS)
-    # Sizes are checked later: a batch may be padded first.
-    unknown = ("any",) * x.ndim
-    axes = specs_lib.check(f"spec for batch[{path}]", spec, unknown, mesh)
+  check_paths("spec", specs, shapes)
+  chosen = {path: lookup(specs, path, OVER_REPLICAS) for path in shapes}
+  for path, spec in chosen.items():
+    where = f"spec for batch[{path}]"
+    axes = specs_lib.check(where, spec, shapes[path], mesh)
     if len(pipelines(mesh)) > 1 and mesh_lib.REPLICA not in axes[0]:
       raise ValueError(
-        f"spec {spec} for batch[{path}] must split its leading dimension over "
-        "'replica': each process has some of the rows."
+        f"{where}: {spec} must split its leading dimension over 'replica': "
+        "each process has some of the rows."
       )
-    leaves.append(
-      Leaf(
-        path=path,
-        dtype=host_batch.dtype_of(x),
-        shape=(BATCH, *x.shape[1:]),
-        parts=specs_lib.parts(axes, mesh.shape),
-        sharding=jax.sharding.NamedSharding(mesh, spec),
-      )
-    )
-  return leaves
+  return chosen
 
 
-def check_divisible(leaf: Leaf, shape: Iterable[int | str]) -> None:
-  """Raises a ValueError unless the sharding of a leaf divides a shape.
-
-  Args:
-    leaf: The leaf.
-    shape: Sizes of its dimensions. Names of dimensions that vary are ignored.
-  """
-  for dim, (size, parts) in enumerate(zip(shape, leaf.parts, strict=True)):
-    if isinstance(size, int) and size % parts:
-      raise ValueError(
-        f"batch[{leaf.path}] has size {size} in dimension {dim}, which must be "
-        f"a multiple of {parts}: {leaf.sharding.spec} splits it in {parts}."
-      )
+def global_shape(
+  mesh: jax.sharding.Mesh, shape: tuple[Any, ...]
+) -> tuple[Any, ...]:
+  """Returns the shape of the rows of all pipelines together."""
+  return (shape[0] * len(pipelines(mesh)), *shape[1:])
 
 
 def put(
   mesh: jax.sharding.Mesh,
-  arrays: Sequence[host_batch.Array],
-  shardings: Sequence[jax.sharding.NamedSharding],
-) -> list[Any]:
+  arrays: Mapping[str, host_batch.Array],
+  shardings: Mapping[str, jax.sharding.NamedSharding],
+) -> dict[str, Any]:
   """Assembles global arrays from the rows of each pipeline."""
-  count = len(pipelines(mesh))
   # JAX would infer the shapes from the sharding, and multiply every dimension
   # that is split over processes. Only the batch is: a process has full rows.
-  shapes = [(x.shape[0] * count, *x.shape[1:]) for x in arrays]
-  if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
-    return [
-      jax.ShapeDtypeStruct(shape, x.dtype, sharding=s)
-      for shape, x, s in zip(shapes, arrays, shardings, strict=True)
-    ]
+  shapes = {path: global_shape(mesh, x.shape) for path, x in arrays.items()}
+  if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays.values()):
+    return {
+      path: jax.ShapeDtypeStruct(
+        shapes[path], x.dtype, sharding=shardings[path]
+      )
+      for path, x in arrays.items()
+    }
   compile_only.check_can_run("sharding a batch of arrays", mesh)
-  return jax.make_array_from_process_local_data(
-    list(shardings), list(arrays), shapes
+  # Lists: the order of a dict would be lost.
+  out = jax.make_array_from_process_local_data(
+    [shardings[path] for path in arrays],
+    list(arrays.values()),
+    list(shapes.values()),
   )
+  return dict(zip(arrays, out, strict=True))
 
 
 def by_path(values: Any) -> dict[str, Any]:
@@ -287,7 +250,7 @@ def lookup(table: Mapping[str, Any], path: str, default: Any) -> Any:
 
 
 def check_paths(
-  argument: str, table: Mapping[str, Any], paths: Sequence[str]
+  argument: str, table: Mapping[str, Any], paths: Iterable[str]
 ) -> None:
   """Raises a ValueError if an entry of a table matches no path."""
   for key in table:

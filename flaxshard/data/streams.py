@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import copy
 import itertools
 from typing import Any
 
 import numpy as np
 
-from flaxshard.data import collate as collate_lib
-from flaxshard.data.collate import Example
+from flaxshard.data.sources import Example
 from flaxshard.data.sources import Splits
 
 
@@ -31,8 +30,7 @@ class StreamIterator:
     batch_size: Number of examples in a global batch.
     rows: The rows of each global batch to return.
     seed: Seed of the augmentation.
-    shapes: Shapes of an example after `collate`, by key.
-    collate: Makes a batch of a sequence of examples.
+    make_batch: Makes a batch of a sequence of examples.
   """
 
   position_is_global = True
@@ -44,15 +42,13 @@ class StreamIterator:
     batch_size: int,
     rows: Sequence[int],
     seed: int,
-    shapes: Mapping[str, tuple[int, ...]],
-    collate: collate_lib.Collate,
+    make_batch: Callable[[Sequence[Any]], Example],
   ):
     self._splits = splits
     self._batch_size = batch_size
     self._rows = frozenset(rows)
     self._seed = seed
-    self._shapes = shapes
-    self._collate = collate
+    self._make_batch = make_batch
     self._total = 0  # examples read
     self._in_epoch = 0  # examples read since the start of the stream
     self._source: Iterator[Any] = iter(splits.train)
@@ -69,7 +65,7 @@ class StreamIterator:
       if row in self._rows:
         examples.append(self._augment(example))
       self._total += 1
-    return collate_lib.collate_rows(examples, self._shapes, self._collate)
+    return self._make_batch(examples)
 
   def get_state(self) -> dict[str, Any]:
     """Returns the position."""

@@ -14,7 +14,7 @@ from flaxshard.models.cnn import CNN
 from flaxshard.models.resnet import ResNet
 from flaxshard.models.transformer import Transformer
 
-__all__ = ["CNN", "MODELS", "ResNet", "Transformer", "create"]
+__all__ = ["CNN", "MODELS", "ResNet", "Transformer", "accepted", "create"]
 
 MODELS: Mapping[str, type[nn.Module]] = {
   "cnn": CNN,
@@ -68,16 +68,32 @@ def create(
     function = registry.lookup("config.model.name", config["name"], MODELS)
     if isinstance(function, type) and issubclass(function, nn.Module):
       hidden = ("parent", "name")
-    offered: dict[str, Any] = {"policy": policy, "seed": seed, "rngs": None}
-    if num_classes is not None:
-      offered["num_classes"] = num_classes
-    if example is not None:
-      offered["example"] = example
-    if "dtype" not in config:
-      offered["dtype"] = policy.compute_dtype
-    given = registry.accepted(function, offered)
-    if "rngs" in given:
-      given["rngs"] = nnx.Rngs(seed)
+    of_data = {"num_classes": num_classes, "example": example}
+    known = {name: x for name, x in of_data.items() if x is not None}
+    given = accepted(function, policy=policy, seed=seed, **known)
+    if "dtype" in config:
+      given.pop("dtype", None)
     if not {"policy", "dtype"} & {*given, *config}:
       policy.warn_if_unused(f"config.model ({config['name']!r})")
   return registry.call("config.model", config, MODELS, hidden=hidden, **given)
+
+
+def accepted(
+  function: Any, *, policy: Policy, seed: int, **others: Any
+) -> dict[str, Any]:
+  """Returns the arguments of a function that makes a model.
+
+  Args:
+    function: The function or class.
+    policy: Precision policy, for its arguments `policy` and `dtype`.
+    seed: Its argument `seed`, and that of `rngs`, an `nnx.Rngs`.
+    **others: Further values by name.
+
+  Returns:
+    The values that its signature names.
+  """
+  offered = {"policy": policy, "dtype": policy.compute_dtype, "seed": seed}
+  given = registry.accepted(function, {**offered, "rngs": None, **others})
+  if "rngs" in given:
+    given["rngs"] = nnx.Rngs(seed)
+  return given

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-import dataclasses
+from collections.abc import Mapping
 import inspect
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 from clu import metrics as clu_metrics
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,8 +22,7 @@ from flaxshard.tasks import apply as apply_lib
 from flaxshard.tasks import task as task_lib
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
-_METHODS = (
-  "loss",
+_OPTIONAL = (
   "init_inputs",
   "predict",
   "evaluate",
@@ -37,38 +34,57 @@ _METHODS = (
 )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class AdaptedTask:
-  """A checked task, with a function for every method.
+  """A checked task. A method that the task lacks is None, or has a default.
+
+  Args:
+    task: The user's object.
 
   Attributes:
     task: The user's object.
     name: Name of the task, for messages.
     metrics: The metrics of training and evaluation.
-    loss: `loss(apply_fn, params, batch, rngs, train)` of the task.
-    init_inputs: Returns `(args, kwargs)` of the model's call for a batch.
-    predict: `predict(apply_fn, params, batch)` returns the outputs.
-    create_model: The task's method, or None: the model is that of
-      `config.model`.
-    evaluate: The task's method, or None: the means of the metrics.
-    load_data: The task's method, or None: the data is that of `config.data`.
-    example: The task's method, or None.
-    collate: The task's method, or None: arrays are stacked.
-    train_batches: The task's method, or None: batches are read from the data.
+    create_model: None: the model is that of `config.model`.
+    evaluate: None: the means of the metrics.
+    load_data: None: the data is that of `config.data`.
+    example: None: that of the data.
+    collate: None: arrays are stacked.
+    train_batches: None: batches are read from the data.
   """
 
-  task: Any
-  name: str
-  metrics: type[clu_metrics.Collection]
-  loss: Callable[..., Any]
-  init_inputs: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
-  predict: Callable[..., Any]
-  create_model: Callable[..., Any] | None = None
-  evaluate: Callable[..., Any] | None = None
-  load_data: Callable[..., Any] | None = None
-  example: Callable[..., Any] | None = None
-  collate: Callable[..., Any] | None = None
-  train_batches: Callable[..., Any] | None = None
+  def __init__(self, task: Any):
+    self.task = task
+    self.name = type(task).__name__
+    self.metrics: type[clu_metrics.Collection] = task.metrics
+    optional = {name: getattr(task, name, None) for name in _OPTIONAL}
+    self._init_inputs = optional.pop("init_inputs") or _default_inputs
+    self._predict = optional.pop("predict")
+    vars(self).update(optional)
+
+  if TYPE_CHECKING:
+
+    def __getattr__(self, name: str) -> Any: ...
+
+  def init_inputs(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns `(args, kwargs)` of the model's call for a batch."""
+    result = self._init_inputs(batch)
+    match result:
+      case (tuple() as args, Mapping() as kwargs):
+        return args, dict(kwargs)
+      case tuple():
+        return result, {}
+    raise TypeError(
+      f"{self.name}.init_inputs must return a tuple, the positional arguments "
+      "of the model's call, or (args, kwargs) with a tuple and a dict; got "
+      f"{checks.describe(result)}."
+    )
+
+  def predict(self, apply_fn: Any, params: Any, batch: Any) -> Any:
+    """Returns the outputs of the model for a batch."""
+    if self._predict is not None:
+      return self._predict(apply_fn, params, batch)
+    args, kwargs = self.init_inputs(batch)
+    return apply_fn(params, *args, **kwargs)[0]
 
   @property
   def metric_names(self) -> list[str]:
@@ -96,7 +112,7 @@ class AdaptedTask:
       TypeError: The task does not return a loss and an `Aux`.
     """
     apply_fn = apply_lib.apply_in(state, train=train, rngs=rngs)
-    result = self.loss(apply_fn, params, batch, rngs, train)
+    result = self.task.loss(apply_fn, params, batch, rngs, train)
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not is_pair or not isinstance(result[1], task_lib.Aux):
       raise TypeError(
@@ -129,7 +145,21 @@ class AdaptedTask:
     if mask is not None:
       values = {"mask": mask, **values}
     single = type(metrics).single_from_model_output(**values)
-    return _merge(self.name, metrics, single)
+    shapes = lambda tree: [
+      (jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)
+    ]
+    try:
+      merged = metrics.merge(single)
+      is_merged = shapes(merged) == shapes(metrics)
+    except Exception:  # whatever a metric raises for a tracer
+      is_merged = False
+    if not is_merged:
+      raise TypeError(
+        f"{self.name}.metrics: {type(metrics).__name__} cannot be merged under "
+        "jax.jit, or its arrays have other shapes then. Metrics that collect "
+        "values, such as CollectingMetric, belong in the task's `evaluate`."
+      )
+    return merged
 
   def abstract_inputs(
     self, batch: Mapping[str, Any]
@@ -190,23 +220,19 @@ class AdaptedTask:
         example=example,
       )
     where = f"{self.name}.create_model"
-    offered = {
-      "config": registry.to_plain(config),
-      "example": example,
-      "num_classes": num_classes,
-      "policy": policy,
-      "dtype": policy.compute_dtype,
-      "seed": seed,
-      "rngs": None,
-    }
-    given = registry.accepted(self.create_model, offered)
+    given = models.accepted(
+      self.create_model,
+      policy=policy,
+      seed=seed,
+      config=registry.to_plain(config),
+      example=example,
+      num_classes=num_classes,
+    )
     if config and "config" not in given:
       raise ValueError(
         f"config.model={registry.to_plain(config)!r} has no effect: {where} "
         "makes the model, and takes no argument `config`."
       )
-    if "rngs" in given:
-      given["rngs"] = nnx.Rngs(seed)
     makers = (self.create_model, type(self.task))
     if not config and not any(
       registry.accepted(maker, {"policy": 0, "dtype": 0}) for maker in makers
@@ -248,45 +274,17 @@ def adapt(task: Any, where: str = "task") -> AdaptedTask:
         "clu.metrics.Collection class, and `loss(apply_fn, params, batch, "
         f"rngs, train)`.{checks.did_you_mean(required, public)}"
       )
-  missing = [n for n in _METHODS if n not in public]
+  missing = [n for n in _OPTIONAL if n not in public]
   for method in public:
     # A misspelt optional method would not be called.
     near = checks.did_you_mean(method, missing, cutoff=0.85)
-    if near and method not in _METHODS and callable(getattr(task, method)):
+    if near and method not in _OPTIONAL and callable(getattr(task, method)):
       raise ValueError(
         f"{where}: {name} has a method {method!r}, which is not called.{near} "
         "Begin the name of a method of your own with an underscore."
       )
-  functions: dict[str, Any] = {n: getattr(task, n, None) for n in _METHODS}
   _check_metrics(name, task.metrics)
-  init_inputs = functions.pop("init_inputs") or _default_inputs
-  predict = functions.pop("predict")
-
-  def adapted_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    result = init_inputs(batch)
-    match result:
-      case (tuple() as args, Mapping() as kwargs):
-        return args, dict(kwargs)
-      case tuple():
-        return result, {}
-    raise TypeError(
-      f"{name}.init_inputs must return a tuple, the positional arguments of "
-      "the model's call, or (args, kwargs) with a tuple and a dict; got "
-      f"{checks.describe(result)}."
-    )
-
-  def default_predict(apply_fn: Any, params: Any, batch: Any) -> Any:
-    args, kwargs = adapted_inputs(batch)
-    return apply_fn(params, *args, **kwargs)[0]
-
-  return AdaptedTask(
-    task=task,
-    name=name,
-    metrics=task.metrics,
-    init_inputs=adapted_inputs,
-    predict=predict or default_predict,
-    **functions,
-  )
+  return AdaptedTask(task)
 
 
 def _default_inputs(batch: Mapping[str, Any]) -> Any:
@@ -312,32 +310,11 @@ def _check_metrics(name: str, metrics: Any) -> None:
       "its file has `from __future__ import annotations`; clu needs types. "
       "Remove that import, or use clu.metrics.Collection.create(...)."
     )
-  jax.eval_shape(lambda: _merge(name, metrics.empty(), metrics.empty()))
 
 
 def _fields(metrics: type[clu_metrics.Collection]) -> dict[str, Any]:
   # Those of the class itself: clu does not read those of base classes.
   return vars(metrics).get("__annotations__", {})
-
-
-def _merge(
-  name: str, metrics: clu_metrics.Collection, other: clu_metrics.Collection
-) -> clu_metrics.Collection:
-  """Returns merged metrics of the same shapes, or raises a TypeError."""
-  shapes = lambda tree: [
-    (jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)
-  ]
-  try:
-    merged = metrics.merge(other)
-    if shapes(merged) == shapes(metrics):
-      return merged
-  except Exception:  # whatever a metric raises for a tracer
-    pass
-  raise TypeError(
-    f"{name}.metrics: {type(metrics).__name__} cannot be merged under jax.jit, "
-    "or its arrays have other shapes then. Metrics that collect values, such "
-    "as CollectingMetric, belong in the task's `evaluate`."
-  )
 
 
 def _warn_of_missing_collections(

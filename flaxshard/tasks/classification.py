@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from flaxshard.core import checks
-from flaxshard.data import collate as collate_lib
+from flaxshard.data import examples as examples_lib
 from flaxshard.data import sources
 from flaxshard.tasks import task as task_lib
 
@@ -85,7 +85,7 @@ class Classification:
 
   def collate(self, examples: Sequence[sources.Example]) -> sources.Example:
     """Stacks examples, and checks their labels."""
-    batch = collate_lib.stack(examples)
+    batch = examples_lib.stack(examples)
     # On the device, a label out of range gives a NaN or is taken for another
     # class.
     check_labels("config.data", batch.get("labels"), self._num_classes)

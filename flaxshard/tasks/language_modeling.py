@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import checks
-from flaxshard.data import collate as collate_lib
+from flaxshard.data import examples as examples_lib
 from flaxshard.data import sources
 from flaxshard.tasks import classification
 from flaxshard.tasks import task as task_lib
@@ -63,7 +63,7 @@ class LanguageModeling:
 
   def collate(self, examples: Sequence[sources.Example]) -> sources.Example:
     """Stacks examples, and checks their labels."""
-    batch = collate_lib.stack(examples)
+    batch = examples_lib.stack(examples)
     labels = batch.get("labels")
     if labels is not None and "weights" in batch:
       # Labels of padding may be any number, and are replaced by 0.

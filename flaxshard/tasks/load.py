@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import functools
 import inspect
 from typing import Any
 
 import jax
 
 from flaxshard import data as data_lib
-from flaxshard import tasks
 from flaxshard.core import registry
 from flaxshard.core.policy import Policy
-from flaxshard.data import sources
+from flaxshard.data import examples
+from flaxshard.data import factories
 from flaxshard.tasks.adapted import adapt
 from flaxshard.tasks.adapted import AdaptedTask
+from flaxshard.tasks.classification import Classification
+from flaxshard.tasks.language_modeling import LanguageModeling
+
+BUILTIN = {
+  "classification": Classification,
+  "language_modeling": LanguageModeling,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,59 +105,52 @@ def load(
   Raises:
     ValueError, TypeError: The task or the data is not valid.
   """
-  found: list[Any] = [] if known is None else [known]
 
-  def read() -> data_lib.Splits | data_lib.Shapes:
+  @functools.cache
+  def read() -> Any:
     """Returns the data that `config.data` names, or its shapes."""
-    if not found:
-      if not config.data:
-        raise ValueError(
-          "config.data is missing: the task has neither load_data nor example."
-        )
-      found.append(
-        sources.call_factory_for_shapes(config.data)
-        if shapes_only
-        else sources.call_factory(config.data)
+    if known is not None:
+      return known
+    if not config.data:
+      raise ValueError(
+        "config.data is missing: the task has neither load_data nor example."
       )
-    return found[0]
+    if shapes_only:
+      return factories.call_factory_for_shapes(config.data)
+    return factories.call_factory(config.data)
 
-  if task is None:
-    adapted = _create(config, read)
-  else:
-    adapted = adapt(task)
+  adapted = _create(config, read) if task is None else adapt(task)
   if known is not None:
     return LoadedTask(adapted, known.example, known.num_classes, None)
-  collate = adapted.collate
   if adapted.load_data is not None and config.data:
     raise ValueError(
       f"config.data={config.data.to_dict()!r} has no effect: {adapted.name} "
       "loads its own data in load_data."
     )
-  if adapted.example is not None and (
-    shapes_only or not (adapted.load_data or config.data)
-  ):
-    shapes = {
+  has_data = adapted.load_data is not None or config.data
+  if adapted.example is not None and (shapes_only or not has_data):
+    example = {
       key: jax.ShapeDtypeStruct(x.shape, x.dtype)
       for key, x in adapted.example().items()
     }
-    return LoadedTask(adapted, shapes, None, None)
+    return LoadedTask(adapted, example, None, None)
   if adapted.load_data is None:
-    splits, where = read(), f"config.data ({config.data.get('name')!r})"
+    data, where = read(), f"config.data ({config.data.get('name')!r})"
   else:
-    splits, where = adapted.load_data(), f"{adapted.name}.load_data"
-  if isinstance(splits, data_lib.Shapes):
-    shapes = sources.collate_shapes(where, splits.example, collate)
-    return LoadedTask(adapted, shapes, splits.num_classes, None)
-  batch = sources.check_splits(where, splits, collate)
-  shapes = sources.shapes_of(batch)
-  return LoadedTask(
-    adapted, shapes, splits.num_classes, None if shapes_only else splits
-  )
+    data, where = adapted.load_data(), f"{adapted.name}.load_data"
+  shapes = _example_shapes(where, data, adapted.collate)
+  splits = None if shapes_only else data
+  return LoadedTask(adapted, shapes, data.num_classes, splits)
 
 
-def _makes_data(task: Any) -> bool:
-  """Returns whether a task, or its class, brings its own data or shapes."""
-  return any(getattr(task, n, None) for n in ("load_data", "example"))
+def _example_shapes(
+  where: str,
+  data: data_lib.Splits | data_lib.Shapes,
+  collate: examples.Collate | None = None,
+) -> examples.ExampleShapes:
+  if isinstance(data, data_lib.Shapes):
+    return examples.collate_shapes(where, data.example, collate)
+  return examples.check_splits(where, data, collate)
 
 
 def _create(config: Any, read: Callable[..., Any]) -> AdaptedTask:
@@ -162,7 +163,7 @@ def _create(config: Any, read: Callable[..., Any]) -> AdaptedTask:
       f"config.task={name!r} was an object: give it again as the argument "
       "task of train_and_evaluate, fs.load or fs.export."
     )
-  found = registry.lookup("config.task", name, tasks.BUILTIN)
+  found = registry.lookup("config.task", name, BUILTIN)
   where = f"config.task ({name!r})"
   if not inspect.isclass(found) and hasattr(found, "loss"):
     if given:
@@ -175,26 +176,20 @@ def _create(config: Any, read: Callable[..., Any]) -> AdaptedTask:
     "policy": policy,
     "dtype": policy.compute_dtype,
     "seed": config.seed,
-    "config": None,
-    "example": None,
-    "num_classes": None,
+    "config": registry.to_plain(config.model),
   }
-  accepted = registry.accepted(found, offered)
-  if "config" in accepted:
-    accepted["config"] = registry.to_plain(config.model)
-  accepted = {k: v for k, v in accepted.items() if k not in given}
-  of_data = {"num_classes", "example"} & accepted.keys()
-  if of_data and not config.data and _makes_data(found):
-    # The task knows them: its defaults are used.
-    accepted = {k: v for k, v in accepted.items() if k not in of_data}
-  elif of_data:
-    data = read()
-    if "num_classes" in accepted:
-      accepted["num_classes"] = data.num_classes
-    if "example" in accepted:
-      accepted["example"] = (
-        data.example
-        if isinstance(data, data_lib.Shapes)
-        else sources.shapes_of(sources.check_splits("config.data", data))
-      )
+  if config.data or not any(
+    getattr(found, n, None) for n in ("load_data", "example")
+  ):
+    # Else the task makes its data, and its defaults are used.
+    offered |= {"num_classes": None, "example": None}
+  accepted = {
+    name: value
+    for name, value in registry.accepted(found, offered).items()
+    if name not in given
+  }
+  if "num_classes" in accepted:
+    accepted["num_classes"] = read().num_classes
+  if "example" in accepted:
+    accepted["example"] = _example_shapes("config.data", read())
   return adapt(registry.construct(where, found, given, given=accepted), where)

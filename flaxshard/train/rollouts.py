@@ -103,7 +103,7 @@ class RolloutIterator:
     stream.set_state(state)
     try:
       if self._batches is None:
-        self._batches = iter(self._task.train_batches(stream))  # type: ignore[misc]
+        self._batches = iter(self._task.train_batches(stream))
       batch = next(self._batches, None)
       if batch is None:
         raise ValueError(

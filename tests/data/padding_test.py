@@ -203,7 +203,7 @@ def test_bucket_dims_by_path_name_the_leaves_that_vary():
     assert [b["dense"].shape for b in out] == [(4, 13)] * 2
     assert [b["mask"].sum() for b in out] == [12, 24]
   check_raises(
-    ["dense:", "14", "13"],
+    ["dense", "14", "13"],
     [batch(3), batch(3, dense=14)],
     bucket_dims=dims,
     **options,

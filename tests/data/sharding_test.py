@@ -4,6 +4,8 @@ import dataclasses
 import types
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -68,6 +70,39 @@ def test_the_mask_of_a_dataset_is_split_as_the_rows():
   assert batch["label"].tolist() == [0, 1, 2, 0]
 
 
+X = np.ones(2)
+OBJECTS = np.array([[1, 2], None], object)
+KEYS = jax.random.split(jax.random.key(0))
+
+
+def nested(leaf):
+  return {"a": {"b": leaf}, "x": X}
+
+
+@pytest.mark.parametrize(
+  ("batch", "error", "facts"),
+  [
+    (nested(OBJECTS), ValueError, ["[a/b]", "object", "(2,)"]),
+    (nested(np.array(["x", "y"])), TypeError, ["[a/b]", "<U1"]),
+    (nested(np.ma.masked_array(X, [0, 1])), TypeError, ["[a/b]", "masked"]),
+    (nested(KEYS), TypeError, ["[a/b]", "key"]),
+    (nested(np.float32(3)), ValueError, ["[a/b]", "scalar"]),
+    (nested([X, np.ones(3)]), ValueError, ["[a/b/1] has 3", "[a/b/0] has 2"]),
+    (nested(np.array([1, 2**31])), ValueError, ["[a/b]", "int64", f"{2**31}"]),
+    (nested(np.array([1.0, 1e300])), ValueError, ["[a/b]", "float32"]),
+    ({}, ValueError, ["arrays", "{}"]),
+    ({"a": None}, ValueError, ["arrays"]),
+    ({"x": np.ones(3)}, ValueError, ["batch[x]", "3", "2"]),
+    ({"x": np.ones((0, 4))}, ValueError, ["batch[x]", "(0, 4)"]),
+  ],
+)
+def test_an_invalid_batch_raises(batch, error, facts):
+  with pytest.raises(error) as e:
+    distribute.shard_batch(MESH, batch)
+  for fact in facts:
+    assert fact in str(e.value)
+
+
 @pytest.mark.parametrize(
   ("spec", "error", "facts"),
   [
@@ -79,25 +114,39 @@ def test_the_mask_of_a_dataset_is_split_as_the_rows():
     (
       {"image": P("replica", None, ("m0", "m1"))},
       ValueError,
-      ["batch[image]", "size 2", "dimension 2", "4"],
+      ["batch[image]", "dimension 2", "size 2", "4"],
     ),
   ],
 )
 def test_an_invalid_spec_raises(spec, error, facts):
   batch = {"image": images(), "label": np.arange(4)}
-  with pytest.raises(error) as e:
-    distribute.shard_batch(MESH, batch, spec)
-  for fact in facts:
-    assert fact in str(e.value)
-  with pytest.raises(error):
-    list(distribute.distribute_dataset(MESH, [batch], spec=spec))
+  for call in (
+    lambda: distribute.shard_batch(MESH, batch, spec),
+    lambda: list(distribute.distribute_dataset(MESH, [batch], spec=spec)),
+  ):
+    with pytest.raises(error) as e:
+      call()
+    for fact in facts:
+      assert fact in str(e.value)
 
 
-def test_a_batch_that_the_replicas_cannot_divide_raises():
-  with pytest.raises(ValueError, match=r"batch\[x\].* 3 .* 0.* 2"):
-    distribute.shard_batch(MESH, {"x": np.ones(3)})
-  with pytest.raises(ValueError, match=r"batch\[x\].*\(0, 4\)"):
-    distribute.shard_batch(MESH, {"x": np.ones((0, 4))})
+@pytest.mark.parametrize(
+  "dtype", [*("bool", "float64", ">i8", "complex128"), ml_dtypes.bfloat16]
+)
+@pytest.mark.parametrize("rows", [2, 3])  # without and with padding
+def test_values_and_dtypes_are_those_of_jax_in_new_memory(dtype, rows):
+  x = np.array([0, 1, 3])[:rows].astype(dtype)
+  (batch,) = distribute.distribute_dataset(MESH, [{"x": x}])
+  wanted = jnp.asarray(x.astype(x.dtype.newbyteorder("=")))
+  assert batch["x"].dtype == wanted.dtype
+  x[:] = 0
+  np.testing.assert_array_equal(batch["x"][:rows], wanted)
+
+
+def test_numbers_that_are_not_finite_are_kept():
+  x = np.array([np.inf, -np.inf, np.nan, 1 / 3])
+  out = distribute.shard_batch(MESH, x)
+  np.testing.assert_array_equal(out, x.astype(np.float32))
 
 
 # Pipelines.

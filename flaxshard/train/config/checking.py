@@ -14,7 +14,7 @@ from flaxshard import wrappers
 from flaxshard.core import checks
 from flaxshard.core import optimizer
 from flaxshard.core import registry
-from flaxshard.data import sources
+from flaxshard.data import factories
 from flaxshard.train import fine_tuning
 from flaxshard.train.config import definition
 from flaxshard.train.config.definition import Field
@@ -214,7 +214,7 @@ def _check_builtin_names(config: Mapping[str, Any]) -> None:
   task = config["task"]
   name = task if isinstance(task, str) else task["name"]
   known: dict[str, tuple[Any, Mapping[str, Any]]] = {
-    "data": (config["data"].get("name"), sources.FACTORIES),
+    "data": (config["data"].get("name"), factories.FACTORIES),
     "schedule": (config["schedule"]["name"], optimizer.SCHEDULES),
     "optimizer": (config["optimizer"]["name"], optimizer.OPTIMIZERS),
   }

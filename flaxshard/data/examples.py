@@ -1,0 +1,213 @@
+"""Makes batches of examples, and checks the examples of a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+
+from flaxshard.core import checks
+from flaxshard.core import trees
+from flaxshard.data import sources
+from flaxshard.data.sources import Example
+
+Collate = Callable[[Sequence[Any]], Mapping[str, Any]]
+# Shape and dtype of each array of an example, by key.
+ExampleShapes = Mapping[str, jax.ShapeDtypeStruct]
+
+
+def stack(examples: Sequence[Mapping[str, Any]]) -> Example:
+  """Stacks the arrays of each key of examples.
+
+  Args:
+    examples: Dicts of arrays with the same keys and shapes.
+
+  Returns:
+    A batch: a dict of arrays `[len(examples), ...]`.
+
+  Raises:
+    ValueError: Examples differ.
+
+  Example:
+    >>> stack([{"inputs": 1}, {"inputs": 2}])["inputs"].tolist()
+    [1, 2]
+  """
+  first, *others = (
+    {key: np.shape(x) for key, x in example.items()} for example in examples
+  )
+  for shapes in others:
+    _check_shapes(shapes, first)
+  return {key: np.stack([x[key] for x in examples]) for key in first}
+
+
+def make_batch(
+  where: str,
+  examples: Sequence[Any],
+  collate: Collate | None,
+  shapes: ExampleShapes | None = None,
+) -> Example:
+  """Returns a checked batch of examples, as NumPy arrays.
+
+  Args:
+    where: Name of the data, for error messages.
+    examples: The examples.
+    collate: Makes a batch of a sequence of examples; None stacks their arrays.
+    shapes: The shapes that all examples must have.
+
+  Raises:
+    ValueError: The batch is no dict of numeric arrays `[examples, ...]`, has a
+      mask, or has other shapes.
+  """
+  batch = (collate or stack)(examples)
+  if not isinstance(batch, Mapping) or not batch:
+    raise ValueError(
+      f"{where} must be a dict of arrays, got {checks.describe(batch)}."
+    )
+  if "mask" in batch:
+    # `eval_batches` would overwrite it.
+    raise ValueError(
+      f"{where} must not have the key 'mask', which marks padding in the last "
+      "batch; rename it."
+    )
+  arrays = {key: np.asarray(value) for key, value in batch.items()}
+  for key, value in arrays.items():
+    # JAX has no arrays of strings or objects.
+    if not np.issubdtype(value.dtype, np.number) and value.dtype != np.bool_:
+      raise ValueError(f"{where}: {key} must be numeric, got {value.dtype}.")
+    if value.shape[:1] != (len(examples),):
+      raise ValueError(
+        f"{where}: collate must return arrays with a row for each of the "
+        f"{len(examples)} examples; {key} has the shape {value.shape}."
+      )
+  if shapes is not None:
+    _check_shapes(
+      {key: x.shape[1:] for key, x in arrays.items()},
+      {key: x.shape for key, x in shapes.items()},
+    )
+  return arrays
+
+
+def check_splits(
+  where: str, splits: sources.Splits, collate: Collate | None = None
+) -> ExampleShapes:
+  """Checks the first example of each split.
+
+  Reading all may take hours: the iterators check the others when they read
+  them.
+
+  Args:
+    where: Name of the data, for error messages.
+    splits: The splits.
+    collate: Makes a batch of examples; None stacks their arrays.
+
+  Returns:
+    The shapes of an example after `collate`.
+
+  Raises:
+    ValueError: A split is empty, or its first example is not valid.
+    TypeError: A split is neither a sequence nor, for training, an iterable.
+  """
+  if splits.num_classes is not None:
+    checks.integer(f"{where}: num_classes", splits.num_classes, minimum=1)
+  train = example_shapes(where, splits, "train", collate)
+  if splits.eval is not None:
+    evaluation = example_shapes(where, splits, "eval", collate)
+    if difference := trees.first_difference(evaluation, train):
+      raise ValueError(
+        f"{where}: examples of eval must have the keys, shapes and dtypes of "
+        f"those of train, but differ in {difference}."
+      )
+  return train
+
+
+def example_shapes(
+  where: str,
+  splits: sources.Splits,
+  split: str,
+  collate: Collate | None = None,
+) -> ExampleShapes:
+  """Returns the shapes of the first example of a split after `collate`.
+
+  Args:
+    where: Name of the data, for error messages.
+    splits: The splits.
+    split: `"train"` or `"eval"`.
+    collate: Makes a batch of examples; None stacks their arrays.
+
+  Raises:
+    ValueError, TypeError: As `check_splits`.
+  """
+  source = getattr(splits, split)
+  if sources.is_stream(source):
+    _check_stream(f"{where}: {split}", source, split == "train")
+    first = list(itertools.islice(source, 1))
+  else:
+    first = [source[0]] if len(source) else []
+  if not first:
+    raise ValueError(f"{where} has no {split} examples.")
+  (example,) = first
+  if split == "train" and splits.augment is not None:
+    example = splits.augment(example, np.random.default_rng(0))
+  return _shapes_of(f"{where}: {split}[0]", example, collate)
+
+
+def collate_shapes(
+  where: str, example: ExampleShapes, collate: Collate | None
+) -> ExampleShapes:
+  """Returns the shapes of an example after `collate`.
+
+  Args:
+    where: Name of the data, for error messages.
+    example: Shapes of an example by key.
+    collate: Makes a batch of examples; None stacks their arrays.
+  """
+  if collate is None:
+    return dict(example)
+  zeros = {key: np.zeros(x.shape, x.dtype) for key, x in example.items()}
+  return _shapes_of(where, zeros, collate)
+
+
+def _check_stream(where: str, source: Any, allowed: bool) -> None:
+  got = f"got {checks.describe(source)}"
+  if not allowed or not isinstance(source, Iterable):
+    stream = " or an iterable" if allowed else " or None"
+    raise TypeError(f"{where} must be a sequence of examples{stream}, {got}.")
+  if iter(source) is source:
+    raise TypeError(
+      f"{where} can be iterated over only once, {got}. Pass an object whose "
+      "`__iter__` starts again, such as a Grain dataset: a resumed run reads "
+      "it from its start."
+    )
+
+
+def _check_shapes(
+  given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
+) -> None:
+  if given != wanted:
+    raise ValueError(
+      f"config.data: every example must have the shapes {dict(wanted)}, got "
+      f"{dict(given)}. A task with `collate` can pad them."
+    )
+
+
+def _shapes_of(
+  where: str, example: Any, collate: Collate | None
+) -> ExampleShapes:
+  if collate is None and not isinstance(example, Mapping):
+    raise ValueError(
+      f"{where} must be a dict of arrays, such as 'inputs' and 'labels', got "
+      f"{example!r}."
+    )
+  try:
+    batch = make_batch(where, [example], collate)
+  except (ValueError, TypeError, LookupError) as e:
+    # An error of the user's `collate` does not say which data it was given.
+    kind = TypeError if isinstance(e, TypeError) else ValueError
+    text = str(e)
+    raise kind(text if text.startswith(where) else f"{where}: {e}") from e
+  return {
+    key: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for key, x in batch.items()
+  }
