@@ -161,9 +161,14 @@ def _batch_maker(
   """
   where = "config.data"
   shapes = examples_lib.example_shapes(where, splits, split, collate)
-  return lambda examples: examples_lib.make_batch(
-    f"{where}: a batch", examples, collate, shapes
-  )
+
+  def make_batch(examples: Sequence[Any]) -> Example:
+    batch = (collate or examples_lib.stack)(examples)
+    return examples_lib.check_batch(
+      f"{where}: a batch", batch, len(examples), shapes
+    )
+
+  return make_batch
 
 
 def _read_batches(

@@ -43,28 +43,25 @@ def stack(examples: Sequence[Mapping[str, Any]]) -> Example:
   return {key: np.stack([x[key] for x in examples]) for key in first}
 
 
-def make_batch(
-  where: str,
-  examples: Sequence[Any],
-  collate: Collate | None,
-  shapes: ExampleShapes | None = None,
+def check_batch(
+  where: str, batch: Any, rows: int, shapes: ExampleShapes | None = None
 ) -> Example:
-  """Returns a checked batch of examples, as NumPy arrays.
+  """Returns a batch as NumPy arrays, or raises if it cannot be one.
 
   Args:
     where: Name of the data, for error messages.
-    examples: The examples.
-    collate: Makes a batch of a sequence of examples; None stacks their arrays.
+    batch: What `collate` has returned.
+    rows: Number of examples.
     shapes: The shapes that all examples must have.
 
   Raises:
-    ValueError: The batch is no dict of numeric arrays `[examples, ...]`, has a
-      mask, or has other shapes.
+    ValueError: It is no dict of numeric arrays `[rows, ...]`, has a mask, or
+      has other shapes.
   """
-  batch = (collate or stack)(examples)
   if not isinstance(batch, Mapping) or not batch:
     raise ValueError(
-      f"{where} must be a dict of arrays, got {checks.describe(batch)}."
+      f"{where} must be a dict of arrays, such as 'inputs' and 'labels', got "
+      f"{checks.describe(batch)}."
     )
   if "mask" in batch:
     # `eval_batches` would overwrite it.
@@ -77,10 +74,10 @@ def make_batch(
     # JAX has no arrays of strings or objects.
     if not np.issubdtype(value.dtype, np.number) and value.dtype != np.bool_:
       raise ValueError(f"{where}: {key} must be numeric, got {value.dtype}.")
-    if value.shape[:1] != (len(examples),):
+    if value.shape[:1] != (rows,):
       raise ValueError(
         f"{where}: collate must return arrays with a row for each of the "
-        f"{len(examples)} examples; {key} has the shape {value.shape}."
+        f"{rows} examples; {key} has the shape {value.shape}."
       )
   if shapes is not None:
     _check_shapes(
@@ -196,18 +193,15 @@ def _check_shapes(
 def _shapes_of(
   where: str, example: Any, collate: Collate | None
 ) -> ExampleShapes:
-  if collate is None and not isinstance(example, Mapping):
-    raise ValueError(
-      f"{where} must be a dict of arrays, such as 'inputs' and 'labels', got "
-      f"{example!r}."
-    )
   try:
-    batch = make_batch(where, [example], collate)
-  except (ValueError, TypeError, LookupError) as e:
-    # An error of the user's `collate` does not say which data it was given.
+    batch = (collate or stack)([example])
+  except (ValueError, TypeError, LookupError, AttributeError) as e:
+    # An error of `collate` does not say which example it was given.
     kind = TypeError if isinstance(e, TypeError) else ValueError
-    text = str(e)
-    raise kind(text if text.startswith(where) else f"{where}: {e}") from e
+    raise kind(
+      f"{where}: no batch can be made of {checks.describe(example)}: {e}"
+    ) from e
   return {
-    key: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for key, x in batch.items()
+    key: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    for key, x in check_batch(where, batch, 1).items()
   }

@@ -44,6 +44,7 @@ class AdaptedTask:
     task: The user's object.
     name: Name of the task, for messages.
     metrics: The metrics of training and evaluation.
+    loss: `loss(apply_fn, params, batch, rngs, train)` of the task.
     create_model: None: the model is that of `config.model`.
     evaluate: None: the means of the metrics.
     load_data: None: the data is that of `config.data`.
@@ -56,6 +57,7 @@ class AdaptedTask:
     self.task = task
     self.name = type(task).__name__
     self.metrics: type[clu_metrics.Collection] = task.metrics
+    self.loss = task.loss
     optional = {name: getattr(task, name, None) for name in _OPTIONAL}
     self._init_inputs = optional.pop("init_inputs") or _default_inputs
     self._predict = optional.pop("predict")
@@ -112,7 +114,7 @@ class AdaptedTask:
       TypeError: The task does not return a loss and an `Aux`.
     """
     apply_fn = apply_lib.apply_in(state, train=train, rngs=rngs)
-    result = self.task.loss(apply_fn, params, batch, rngs, train)
+    result = self.loss(apply_fn, params, batch, rngs, train)
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not is_pair or not isinstance(result[1], task_lib.Aux):
       raise TypeError(

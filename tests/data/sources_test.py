@@ -83,7 +83,7 @@ def test_load_with_an_invalid_config_raises(factories, config, kind, facts):
   [
     (splits(evaluation=[]), ["eval"]),
     (splits(num_classes=0), ["num_classes", "got 0"]),
-    (splits(train=[3]), ["train[0]", "'inputs' and 'labels'", "3"]),
+    (splits(train=[3]), ["train[0]", "3"]),
     (splits(train=source(3, mask=True)), ["train[0]", "'mask'"]),
     (splits(train=source(3, extra="word")), ["train[0]", "extra", "<U4"]),
     (splits(source(3, np.float64)), ["float32", "float64"]),
