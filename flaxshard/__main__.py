@@ -65,7 +65,7 @@ one of four workers.
 import faulthandler
 import signal
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import app
 from absl import flags
@@ -150,20 +150,23 @@ def main(argv: list[str]) -> None:
     command_line.report_mistakes(verbose),
     console.print_log(),
   ):
-    if FLAGS.plan is not None:
-      _print_plan()
-      return
     if FLAGS.synchronize:
       # Imported here: a run does not need it.
       from flaxshard.train import synchronize
 
       synchronize.synchronize(FLAGS.workdir)
       return
+    # Once, before several processes find the same mistake.
+    config = config_lib.check(FLAGS.config)
+    is_worker = ranks.store_agn(config) is not None
+    if FLAGS.plan is not None:
+      _print_plan(config, is_worker)
+      return
     if FLAGS.local_processes:
-      _run_local_processes()
+      _run_local_processes(config, is_worker)
     local.end_with_parent()
-    if _is_worker():
-      _run_worker()
+    if is_worker:
+      _run_worker(config)
       return
     # Before anything touches a device.
     found = processes.initialize(
@@ -177,19 +180,10 @@ def main(argv: list[str]) -> None:
       # absl prints the stacks of all threads at SIGABRT. They would hide JAX's
       # message of a process that is lost.
       faulthandler.disable()
-    loop.train_and_evaluate(FLAGS.config, FLAGS.workdir)
+    loop.train_and_evaluate(config, FLAGS.workdir)
 
 
-def _is_worker() -> bool:
-  """Returns whether the config has an AGN with a center in a store."""
-  try:
-    return ranks.store_agn(config_lib.check(FLAGS.config)) is not None
-  except (ValueError, TypeError, ImportError):
-    # Raised again by the run, which ends the other processes.
-    return False
-
-
-def _run_worker() -> None:
+def _run_worker(config: Any) -> None:
   """Runs one of the workers of an AGN with a center in a store."""
   for name in ("coordinator_address", "heartbeat_timeout"):
     if FLAGS[name].present:
@@ -199,7 +193,7 @@ def _run_worker() -> None:
         "WORKDIR/center."
       )
   loop.train_and_evaluate(
-    FLAGS.config,
+    config,
     FLAGS.workdir,
     worker_id=FLAGS.process_id,
     num_workers=FLAGS.num_processes,
@@ -207,15 +201,12 @@ def _run_worker() -> None:
   )
 
 
-def _print_plan() -> None:
-  config = FLAGS.config
+def _print_plan(config: Any, is_worker: bool) -> None:
   refused = ["local_processes", *_CONNECTION_FLAGS]
-  if _is_worker():
+  if is_worker:
     # The plan is that of one of so many workers.
     refused.remove("num_processes")
-    config = ranks.config_of_worker(
-      config_lib.check(config), FLAGS.num_processes or 1
-    )
+    config = ranks.config_of_worker(config, FLAGS.num_processes or 1)
   for name in refused:
     if FLAGS[name].present:
       raise ValueError(
@@ -231,21 +222,19 @@ def _print_plan() -> None:
   config_plans.print_plans(config, FLAGS.plan, FLAGS.workdir)
 
 
-def _run_local_processes() -> NoReturn:
+def _run_local_processes(config: Any, is_worker: bool) -> NoReturn:
   for name in _CONNECTION_FLAGS:
     if FLAGS[name].present:
       raise ValueError(
         f"--local_processes={FLAGS.local_processes} chooses --{name} itself: "
         "give one of the two."
       )
-  # Once, before each process finds the same mistake.
-  config = config_lib.check(FLAGS.config)
   raise SystemExit(
     local.run(
       [sys.executable, "-m", "flaxshard", *sys.argv[1:]],
       FLAGS.local_processes,
       virtual_devices=config.mesh.virtual_devices,
-      connected=ranks.store_agn(config) is None,
+      connected=not is_worker,
     )
   )
 

@@ -37,7 +37,9 @@ def lookup(argument: str, name: Any, builtin: Mapping[str, Any]) -> Any:
     f"allowed: {', '.join(sorted(builtin))}, or 'package.module:attribute'"
   )
   if not isinstance(name, str):
-    raise TypeError(f"{argument} must be a string, got {name!r}; {allowed}.")
+    raise checks.ArgumentTypeError(
+      f"{argument} must be a string, got {name!r}; {allowed}."
+    )
   if name in builtin:
     if not isinstance(builtin[name], str):
       return builtin[name]
@@ -88,26 +90,22 @@ def call(
     The result of the call.
 
   Raises:
-    TypeError: `config` is not a dict, the name is not that of a callable,
-      an argument is missing, or the function raises a TypeError.
-    ValueError: The config has no name, an unknown name or argument (the message
-      lists the known ones), or the function raises a ValueError.
+    TypeError: `config` is not a dict with a name, the name is not that of a
+      callable, an argument is missing, or the function raises a TypeError.
+    ValueError: A name or an argument is unknown (the message lists the known
+      ones), or the function raises a ValueError.
 
   Example:
     >>> functions = {"power": lambda base, exponent=2: base**exponent}
     >>> call("config.f", {"name": "power", "exponent": 3}, functions, base=2)
     8
   """
-  allowed = f"{', '.join(builtin)}, or 'package.module:attribute'"
-  if not is_dict(config):
-    raise TypeError(
-      f"{field} must be a dict with a 'name' ({allowed}), got {config!r}."
+  if not is_dict(config) or "name" not in config:
+    raise checks.ArgumentTypeError(
+      f"{field} must be a dict with a 'name' ({', '.join(builtin)}, or "
+      f"'package.module:attribute'), got {config!r}."
     )
   arguments = dict(config)
-  if "name" not in arguments:
-    raise ValueError(
-      f"{field} must have a 'name' ({allowed}), got {arguments!r}."
-    )
   name = arguments.pop("name")
   function = lookup(f"{field}.name", name, builtin)
   return construct(
@@ -139,7 +137,9 @@ def construct(
     TypeError, ValueError: As in `call`.
   """
   if not callable(function):
-    raise TypeError(f"{where} must name something callable, got {function!r}.")
+    raise checks.ArgumentTypeError(
+      f"{where} must name something callable, got {function!r}."
+    )
   signature = _signature(function)
   parameters = signature.parameters.values()
   takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -162,7 +162,7 @@ def construct(
   try:
     signature.bind(**kwargs)
   except TypeError as e:
-    raise TypeError(f"{where}: {e}.") from e
+    raise checks.ArgumentTypeError(f"{where}: {e}.") from e
   try:
     return function(**kwargs)
   except (TypeError, ValueError, ArithmeticError) as e:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 import jax
 
@@ -35,48 +36,42 @@ class Cluster:
   detection_method: str | None = "deactivate"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Launcher:
+class _Launcher(NamedTuple):
   """The variables that a launcher sets in each process.
 
   Attributes:
     name: The launcher.
+    method: How JAX finds the coordinator; "deactivate": flaxshard does.
     num_processes: Variable with the number of processes.
     process_id: That with the index of this process.
     local_id: That with its index among those of its machine.
     local_count: That with the number of those; for Slurm, of nodes.
-    method: How JAX finds the coordinator; None: flaxshard does.
   """
 
   name: str
+  method: str
   num_processes: str
   process_id: str
   local_id: str
   local_count: str
-  method: str | None
 
 
 _LAUNCHERS = (
   _Launcher(
-    "torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", None
+    *("torchrun", "deactivate"),
+    *("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
   ),
   # Before Slurm: mpirun starts one daemon on each node with srun.
   _Launcher(
-    "Open MPI's mpirun",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "ompi",
+    *("Open MPI's mpirun", "ompi"),
+    *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
   ),
   # Not SLURM_NTASKS: a batch script and a shell of salloc have it too.
   _Launcher(
-    "Slurm's srun",
-    "SLURM_STEP_NUM_TASKS",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "SLURM_STEP_NUM_NODES",
-    "slurm",
+    *("Slurm's srun", "slurm"),
+    *("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    *("SLURM_LOCALID", "SLURM_STEP_NUM_NODES"),
   ),
 )
 
@@ -88,6 +83,7 @@ _VARIABLES = {
 }
 _POD_INDEX = "JOB_COMPLETION_INDEX"
 _DEVICE_IDS = "JAX_LOCAL_DEVICE_IDS"
+_ADDRESS = re.compile(r"(\[[^][/\s]+\]|[^][/\s:]+):([0-9]{1,5})")
 
 
 def find(
@@ -140,10 +136,18 @@ def find(
     for field, value in arguments.items()
     if value is not None
   }
+
+  def read(field: str, variable: str) -> None:
+    """Adds the value of a variable, if it is set and the field is not found."""
+    if field not in found and variable in environ:
+      is_address = field == "coordinator_address"
+      value = environ[variable] if is_address else _integer(environ, variable)
+      found[field] = variable, value
+
   for field in arguments:
-    _read(environ, field, _VARIABLES[field], found)
+    read(field, _VARIABLES[field])
   if "num_processes" in found:
-    _read(environ, "process_id", _POD_INDEX, found)
+    read("process_id", _POD_INDEX)
     name, count = found["num_processes"]
     if count == 1:
       return Cluster(source=f"{name}: num_processes is 1")
@@ -157,8 +161,8 @@ def find(
     # It says nothing about processes that are given otherwise.
     launcher = None
   if launcher:
-    _read(environ, "num_processes", launcher.num_processes, found)
-    _read(environ, "process_id", launcher.process_id, found)
+    read("num_processes", launcher.num_processes)
+    read("process_id", launcher.process_id)
     if needs_coordinator and {"MASTER_ADDR", "MASTER_PORT"} <= set(environ):
       found.setdefault("coordinator_address", ("MASTER_ADDR", _master(environ)))
   if not found:
@@ -170,11 +174,14 @@ def find(
       )
     return Cluster()
 
-  method = launcher.method if launcher else None
+  method = "deactivate"
+  if launcher and "coordinator_address" not in found:
+    method = launcher.method
   missing = [
     f"{field} (--{field} or {_VARIABLES[field]})"
     for field in arguments
-    if field not in found and not (method and field == "coordinator_address")
+    if field not in found
+    and (field != "coordinator_address" or method == "deactivate")
   ]
   if missing:
     have = ", ".join(f"{name}={value!r}" for name, value in found.values())
@@ -191,9 +198,12 @@ def find(
       f"process_id={index} must be less than num_processes={count} ({source})."
     )
   if address is not None:
-    split_address("coordinator_address", address)
-  if address is not None or method is None:
-    method = "deactivate"
+    match = _ADDRESS.fullmatch(checks.string("coordinator_address", address))
+    if match is None or not 0 < int(match[2]) < 2**16:
+      raise ValueError(
+        "coordinator_address must be 'host:port' such as 'node1:1234' or "
+        f"'[::1]:1234', with a port from 1 to 65535, got {address!r}."
+      )
   gpus = _local_device_ids(environ, launcher)
   return Cluster(address, count, index, gpus, source, method)
 
@@ -232,19 +242,6 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
       f"{name}={environ[name]!r} must be an integer of at least 0."
     )
   return int(value)
-
-
-def _read(
-  environ: Mapping[str, str],
-  field: str,
-  variable: str,
-  found: dict[str, tuple[str, Any]],
-) -> None:
-  """Adds the value of a variable, if it is set and the field is not found."""
-  if field not in found and variable in environ:
-    is_address = field == "coordinator_address"
-    value = environ[variable] if is_address else _integer(environ, variable)
-    found[field] = variable, value
 
 
 def _master(environ: Mapping[str, str]) -> str:
@@ -301,34 +298,3 @@ def _local_device_ids(
       return tuple(range(local_id * share, (local_id + 1) * share))
   # One GPU for each process, as JAX does it. Without GPUs it has no effect.
   return (local_id,)
-
-
-def split_address(argument: str, address: Any) -> tuple[str, int]:
-  """Returns the host and the port of an address.
-
-  Args:
-    argument: Name of the argument, for the error message.
-    address: `"host:port"`; an IPv6 host has brackets, as in `"[::1]:1234"`.
-
-  Raises:
-    ValueError: It is not such an address.
-
-  Example:
-    >>> split_address("address", "[::1]:1234")
-    ('::1', 1234)
-  """
-  host, _, port = checks.string(argument, address).rpartition(":")
-  is_bracketed = host.startswith("[") and host.endswith("]")
-  if is_bracketed:
-    host = host[1:-1]
-  is_host = host and not set(host) & set("/[] ")
-  if not is_host or (":" in host) != is_bracketed:
-    raise ValueError(
-      f"{argument} must be 'host:port' such as 'node1:1234' or '[::1]:1234', "
-      f"got {address!r}."
-    )
-  if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
-    raise ValueError(
-      f"{argument} must end with a port from 1 to 65535, got {address!r}."
-    )
-  return host, int(port)

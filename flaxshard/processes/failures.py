@@ -3,7 +3,7 @@
 A process that fails writes its error to the key-value store of JAX's
 coordination service, which process 0 runs. Failures are numbered: in each
 process a thread waits for the next one. A process that is killed while the
-others compute shows in their errors, and does not answer them. One that is lost
+others compute shows in their errors, and process 0 names it. One that is lost
 otherwise is found by JAX's heartbeats: JAX then ends the others with SIGABRT
 and names its number.
 """
@@ -11,12 +11,11 @@ and names its number.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 import contextlib
 import json
 import logging
 import os
-import re
 import socket
 import sys
 import threading
@@ -45,47 +44,14 @@ _TEXT_LENGTH = 2000
 _SAME_ERROR_SECONDS = 5.0
 _CLEANUP_SECONDS = 8.0
 
-# Seconds in which a process answers a failure.
-_ANSWER_SECONDS = 3.0
-
-# Seconds after which a process says that it waits.
-_NOTICE_SECONDS = 15.0
-
 _HOW_TO_RESUME = (
   "The same command on all processes continues from the last checkpoint."
 )
-
 
 # The number of nested `share` blocks.
 _depth = 0
 
 _watcher: _Watcher | None = None
-
-
-class Notice:
-  """Logs a message if its block takes longer than some seconds.
-
-  Args:
-    message: The message.
-  """
-
-  def __init__(self, message: str):
-    self._message = message
-    self._begin = threading.Event()
-    self._end = threading.Event()
-    # Now: at the end of a program, Python starts no thread any more.
-    threading.Thread(target=self._run, daemon=True).start()
-
-  def _run(self) -> None:
-    self._begin.wait()
-    if not self._end.wait(_NOTICE_SECONDS):
-      _log.warning(self._message)
-
-  def __enter__(self) -> None:
-    self._begin.set()
-
-  def __exit__(self, *error: object) -> None:
-    self._end.set()
 
 
 class _Watcher:
@@ -101,17 +67,12 @@ class _Watcher:
     self.is_clean = threading.Event()
     self.is_clean.set()
     self._index = multihost.process_index()
-    self._count = multihost.process_count()
     self._client = multihost.coordination_client()
     here = f"host {socket.gethostname()}, pid {os.getpid()}"
     self._name = f"process {self._index} ({here})"
     # The failures in which this process has raised an exception.
     self._raised = 0
     self._has_raised = threading.Condition()
-    self._notice = Notice(
-      f"{self._name} has reached the end of the program and waits for the "
-      "other processes"
-    )
     self._thread = threading.Thread(target=self._listen, daemon=True)
     self._thread.start()
 
@@ -125,11 +86,10 @@ class _Watcher:
     if self.is_active:
       if isinstance(self.error, SystemExit):
         self.end(_exit_code(self.error))
-      with self._notice:
-        # The thread still learns of a failure of the others meanwhile.
-        jax.distributed.shutdown()
+      # The thread still learns of a failure of the others meanwhile.
+      jax.distributed.shutdown()
     # Python must not end before the thread has returned from JAX.
-    self._thread.join(_ANSWER_SECONDS)
+    self._thread.join(_SAME_ERROR_SECONDS)
 
   def publish(self, error: BaseException) -> None:
     """Tells the other processes of an exception of this one."""
@@ -138,24 +98,23 @@ class _Watcher:
     self.error = error
     if _depth:
       self.is_clean.clear()
-    failure = {
-      "error": str(error)[:_TEXT_LENGTH],
-      "text": f"{self._name} failed: {_describe(error)}",
-    }
+    message = str(error)[:_TEXT_LENGTH]
+    text = f"{self._name} failed: {_describe(error)}"
+    failure = json.dumps({"error": message, "text": text})
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-      if not self._set(str(self._raised), json.dumps(failure)):
-        first = self._receive(self._raised)
+      try:
+        self._client.key_value_set(f"{_PREFIX}/{self._raised}", failure)
+      except jax.errors.JaxRuntimeError:
+        # The key exists: another process has failed before.
+        first = self._receive(self._raised, timeout_ms=1000)
         # `raise_on_all_processes` puts the process before the message.
-        message = re.sub(r"^process \d+: ", "", str(error))[:_TEXT_LENGTH]
-        if not message or message != first["error"]:
+        if not message.endswith(first["error"]):
           _log.error("before the error of this process, %s", first["text"])
     with self._has_raised:
       self._raised += 1
       self._has_raised.notify_all()
 
-  def end(
-    self, code: int, text: str = "", number: int | None = None
-  ) -> NoReturn:
+  def end(self, code: int, text: str = "") -> NoReturn:
     """Ends this process at once, after a failure was published.
 
     The regular exit would wait for the other processes. Process 0 ends last,
@@ -164,37 +123,39 @@ class _Watcher:
     Args:
       code: The exit code.
       text: Why the process ends, for the log.
-      number: The number of the failure; None for that of this process.
     """
-    if number is None:
-      number = self._raised - 1
-    silent: set[int] = set()
+    messages = [text] if text else []
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-      self._set(f"answered/{number}/{self._index}")
-      silent = self._wait_for_all(f"answered/{number}", _ANSWER_SECONDS)
-    if silent:
-      names = ", ".join(map(str, sorted(silent)))
-      text += f"\nno answer from process {names}: killed, or frozen"
-    if text:
-      _log.error("%s\n%s", text.strip(), _HOW_TO_RESUME)
+      self._client.key_value_set(f"{_PREFIX}/ended/{self._index}", "")
+      if self._index == 0 and (silent := self._wait_for_others()):
+        names = ", ".join(map(str, silent))
+        messages.append(f"no answer from process {names}: killed, or frozen")
+    if messages:
+      _log.error("%s", "\n".join([*messages, _HOW_TO_RESUME]))
     for stream in (sys.stdout, sys.stderr, *logging.getLogger().handlers):
       with contextlib.suppress(Exception):
         stream.flush()
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-      self._set(f"ended/{self._index}")
-      if self._index == 0:
-        self._wait_for_all("ended", _CLEANUP_SECONDS, silent)
     os._exit(code)
+
+  def _wait_for_others(self) -> list[int]:
+    """Waits until the other processes end; returns those that do not."""
+    deadline = time.monotonic() + _CLEANUP_SECONDS
+    while True:
+      found = self._client.key_value_dir_get(f"{_PREFIX}/ended/")
+      ended = {int(name.rpartition("/")[2]) for name, _ in found}
+      running = sorted({*range(multihost.process_count())} - ended)
+      if not running or time.monotonic() > deadline:
+        return running
+      time.sleep(0.05)
 
   def _listen(self) -> None:
     number = 0
     # JAX raises it when the processes disconnect.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
       while True:
-        failure = self._receive(number)
-        self._set(f"answered/{number}/{self._index}")
+        failure = self._receive(number, _FOREVER_MS)
         if not self._raises(number):
-          self.end(1, f"{self._name} ends: {failure['text']}", number)
+          self.end(1, f"{self._name} ends: {failure['text']}")
         if not self.is_clean.wait(_CLEANUP_SECONDS):
           lines = traceback.format_exception(self.error)
           self.end(1, f"{self._name} still cleans up after\n{''.join(lines)}")
@@ -207,36 +168,12 @@ class _Watcher:
         lambda: self._raised > number, _SAME_ERROR_SECONDS
       )
 
-  def _receive(self, number: int) -> dict[str, str]:
+  def _receive(self, number: int, timeout_ms: int) -> dict[str, str]:
     """Returns a failure, as soon as a process has published it."""
     text = self._client.blocking_key_value_get(
-      f"{_PREFIX}/{number}", _FOREVER_MS
+      f"{_PREFIX}/{number}", timeout_ms
     )
     return dict(json.loads(text))
-
-  def _set(self, key: str, value: str = "") -> bool:
-    """Sets a value, unless the key has one; returns whether it was set."""
-    try:
-      self._client.key_value_set(f"{_PREFIX}/{key}", value)
-    except jax.errors.JaxRuntimeError as e:
-      # The error has no code apart from its message.
-      if not str(e).startswith("ALREADY_EXISTS"):
-        raise
-      return False
-    return True
-
-  def _wait_for_all(
-    self, key: str, seconds: float, lost: Collection[int] = ()
-  ) -> set[int]:
-    """Returns the processes that have not set a key within some seconds."""
-    deadline = time.monotonic() + seconds
-    while True:
-      found = self._client.key_value_dir_get(f"{_PREFIX}/{key}/")
-      present = {int(name.rpartition("/")[2]) for name, _ in found}
-      missing = {*range(self._count)} - present - {*lost}
-      if not missing or time.monotonic() > deadline:
-        return missing
-      time.sleep(0.05)
 
 
 def watch() -> None:

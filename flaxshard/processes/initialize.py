@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
+import threading
 from typing import Any
 
 import jax
@@ -15,6 +17,9 @@ from flaxshard.processes import cluster as cluster_lib
 from flaxshard.processes import failures
 
 _log = logging.getLogger(__name__)
+
+# Seconds after which a process says that it waits.
+_NOTICE_SECONDS = 15.0
 
 # What the call that connected the processes has returned.
 _connected: cluster_lib.Cluster | None = None
@@ -84,9 +89,11 @@ def initialize(
     if found.num_processes == 1 or not found.coordinator_address:
       found = _existing("jax.distributed.initialize was called before")
   elif found == cluster_lib.Cluster() and cluster_lib.has_tpu(os.environ):
-    found = _connect_tpu(timeouts)
+    # Not a virtual machine of Google's cloud: one process.
+    with contextlib.suppress(ValueError):
+      jax.distributed.initialize(**timeouts)
+      found = _existing("Cloud TPU, by JAX's own detection")
   elif found.num_processes > 1:
-    _log_found(found)
     _connect(found, timeouts)
   if found.num_processes == 1:
     _log.info("one process: %s", found.source)
@@ -97,30 +104,33 @@ def initialize(
   return found
 
 
-def _log_found(found: cluster_lib.Cluster) -> None:
-  gpus = found.local_device_ids
-  _log.info(
-    "process %d of %d, coordinator %s%s: %s",
-    found.process_id,
-    found.num_processes,
-    found.coordinator_address or "chosen by JAX",
-    "" if gpus is None else f", local devices {', '.join(map(str, gpus))}",
-    found.source,
-  )
-
-
 def _connect(found: cluster_lib.Cluster, timeouts: dict[str, Any]) -> None:
   address = found.coordinator_address
+  gpus = found.local_device_ids
+  who = f"process {found.process_id} of {found.num_processes}"
+  where = address or "the address that JAX has chosen"
+  _log.info(
+    "%s, coordinator %s%s: %s",
+    who,
+    address or "chosen by JAX",
+    f", local devices {', '.join(map(str, gpus))}" if gpus else "",
+    found.source,
+  )
   bind_address = None
   if address is not None and address.startswith("127.0.0.1:"):
     # All processes are on this machine: nothing else can reach the port.
     bind_address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address)
-  notice = failures.Notice(
-    f"process {found.process_id} of {found.num_processes} waits for the others "
-    f"at {address or 'the address that JAX has chosen'}, at most "
-    f"{timeouts['initialization_timeout']} s"
+  notice = threading.Timer(
+    _NOTICE_SECONDS,
+    _log.warning,
+    (
+      f"{who} waits for the others at {where}, at most "
+      f"{timeouts['initialization_timeout']} s",
+    ),
   )
-  with notice:
+  notice.daemon = True
+  notice.start()
+  try:
     jax.distributed.initialize(
       address,
       found.num_processes,
@@ -129,25 +139,14 @@ def _connect(found: cluster_lib.Cluster, timeouts: dict[str, Any]) -> None:
       coordinator_bind_address=bind_address,
       **timeouts,
     )
-  if found.detection_method != "deactivate" or found.local_device_ids:
-    cluster_lib.use_devices(found.local_device_ids)
-
-
-def _connect_tpu(timeouts: dict[str, Any]) -> cluster_lib.Cluster:
-  try:
-    jax.distributed.initialize(**timeouts)
-  except ValueError:
-    # Not a virtual machine of Google's cloud: one process.
-    return cluster_lib.Cluster()
-  found = _existing("Cloud TPU, by JAX's own detection")
-  _log_found(found)
-  return found
+  finally:
+    notice.cancel()
+  if found.detection_method != "deactivate" or gpus:
+    cluster_lib.use_devices(gpus)
 
 
 def _existing(source: str) -> cluster_lib.Cluster:
   # Starts JAX's devices: JAX has no other public name for the two numbers.
-  return cluster_lib.Cluster(
-    num_processes=jax.process_count(),
-    process_id=jax.process_index(),
-    source=source,
-  )
+  index, count = jax.process_index(), jax.process_count()
+  _log.info("process %d of %d: %s", index, count, source)
+  return cluster_lib.Cluster(None, count, index, source=source)

@@ -7,7 +7,7 @@ and passes signals on. It uses no devices itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 import contextlib
 import importlib.metadata
 import importlib.util
@@ -20,22 +20,14 @@ import threading
 import time
 from typing import Any
 
-# Seconds for the other processes to end by themselves after one has failed,
-# or has stopped after a signal; then for SIGTERM, before SIGKILL.
-_FAILED_GRACE = 20.0
-_STOPPED_GRACE = 60.0
+# Seconds for the other processes to end by themselves after one has failed or
+# has stopped; then for SIGTERM, before SIGKILL.
+_GRACE = 60.0
 _TERM_GRACE = 10.0
 
 # Set in the processes that `run` starts: their standard input is a pipe, to
 # which the parent never writes. It is closed when the parent ends.
 _STARTED = "FLAXSHARD_LOCAL_PROCESS"
-
-# Exit codes of a process that a signal has stopped, see `train.preemption`.
-_STOPPED = {
-  code
-  for signum in (signal.SIGINT, signal.SIGTERM)
-  for code in (-signum, 128 + signum)
-}
 
 
 def run(
@@ -99,20 +91,23 @@ def run(
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
-      # A group of its own: the parent passes Ctrl-C on, and SIGKILL reaches
-      # what the process has started.
+      # A group of its own: the parent passes Ctrl-C on.
       start_new_session=True,
     )
 
   children: list[subprocess.Popen[bytes]] = []
-  with _forward_signals(children):
-    try:
-      for index in range(num_processes):
-        children.append(start(index))
-      return _supervise(children, connected)
-    finally:
-      for child in children:
-        _kill(child, signal.SIGKILL)
+  previous = {
+    signum: signal.signal(signum, lambda signum, _: _send(signum, children))
+    for signum in (signal.SIGINT, signal.SIGTERM)
+  }
+  try:
+    for index in range(num_processes):
+      children.append(start(index))
+    return _supervise(children, connected)
+  finally:
+    _send(signal.SIGKILL, children)
+    for signum, handler in previous.items():
+      signal.signal(signum, handler)
 
 
 def _count_gpus() -> int:
@@ -139,28 +134,14 @@ def _count_gpus() -> int:
   return int(count) if platform == "gpu" else 0
 
 
-@contextlib.contextmanager
-def _forward_signals(
-  children: Sequence[subprocess.Popen[bytes]],
-) -> Iterator[None]:
-  """Passes SIGINT and SIGTERM on to the processes."""
-
-  def forward(signum: int, frame: Any) -> None:
-    del frame
-    for child in children:
-      if child.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-          os.kill(child.pid, signum)
-
-  previous = {
-    signum: signal.signal(signum, forward)
-    for signum in (signal.SIGINT, signal.SIGTERM)
-  }
-  try:
-    yield
-  finally:
-    for signum, handler in previous.items():
-      signal.signal(signum, handler)
+def _send(signum: int, children: Iterable[subprocess.Popen[bytes]]) -> None:
+  for child in children:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+      # SIGKILL also reaches what a child that has ended has left behind.
+      if signum == signal.SIGKILL:
+        os.killpg(child.pid, signum)
+      elif child.returncode is None:
+        os.kill(child.pid, signum)
 
 
 def _supervise(
@@ -171,8 +152,14 @@ def _supervise(
   Args:
     children: The processes.
     connected: Whether the others are ended once one has failed.
+
+  Returns:
+    The exit code of the process that failed first, or 0.
   """
   first_code = 0
+  name, others = (
+    ("process", "") if connected else ("worker", "; the others go on")
+  )
   actions: list[tuple[float, signal.Signals]] = []
   running = dict(enumerate(children))
   readers = {index: _print_lines(index, c) for index, c in running.items()}
@@ -186,16 +173,15 @@ def _supervise(
       # A process that the child has left behind may hold a pipe open.
       for reader in readers[index]:
         reader.join(2)
-      if code and not connected:
-        _print(f"worker {index} {_describe(code)}; the others go on")
-      elif code and not first_code:
-        grace = _STOPPED_GRACE if code in _STOPPED else _FAILED_GRACE
-        now = time.monotonic()
-        actions = [
-          (now + grace, signal.SIGTERM),
-          (now + grace + _TERM_GRACE, signal.SIGKILL),
-        ]
-        _print(f"process {index} {_describe(code)}")
+      if code > 0:
+        _print(f"{name} {index} ended with exit code {code}{others}")
+      elif code < 0:
+        _print(
+          f"{name} {index} was killed by {signal.Signals(-code).name}{others}"
+        )
+      if code and connected and not first_code:
+        end = time.monotonic() + _GRACE
+        actions = [(end, signal.SIGTERM), (end + _TERM_GRACE, signal.SIGKILL)]
       first_code = first_code or (code if code >= 0 else 128 - code)
     if actions and running and time.monotonic() > actions[0][0]:
       _, signum = actions.pop(0)
@@ -203,8 +189,7 @@ def _supervise(
         f"sending {signum.name} to the processes that have not ended: "
         f"{', '.join(map(str, running))}"
       )
-      for child in running.values():
-        _kill(child, signum)
+      _send(signum, running.values())
   return first_code
 
 
@@ -230,23 +215,6 @@ def _print_lines(
   return threads
 
 
-def _kill(child: subprocess.Popen[bytes], signum: int) -> None:
-  # After SIGKILL also what a child that has ended has left behind.
-  with contextlib.suppress(ProcessLookupError, PermissionError):
-    if signum == signal.SIGKILL:
-      os.killpg(child.pid, signum)
-    elif child.returncode is None:
-      os.kill(child.pid, signum)
-
-
-def _describe(code: int) -> str:
-  if code < 0:
-    return f"was killed by {signal.Signals(-code).name}"
-  if code in _STOPPED:
-    return f"was stopped by {signal.Signals(code - 128).name}"
-  return f"ended with exit code {code}"
-
-
 def _print(message: str) -> None:
   with contextlib.suppress(OSError):  # as in _print_lines
     print(f"flaxshard: {message}", file=sys.stderr, flush=True)
@@ -265,5 +233,5 @@ def end_with_parent() -> None:
 def _wait_for_parent() -> None:
   os.read(0, 1)  # It returns when the parent has ended.
   os.kill(os.getpid(), signal.SIGTERM)
-  time.sleep(_STOPPED_GRACE)
+  time.sleep(_GRACE)
   os.killpg(os.getpgrp(), signal.SIGKILL)

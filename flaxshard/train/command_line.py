@@ -60,22 +60,26 @@ def parse_flags(
       it. Or what --list, --version and --help=config ask for is printed.
   """
   program, *arguments = argv
-  with _exit_at(flags.Error):
+  try:
     arguments = flag_values.read_flags_from_files(arguments, force_gnu=False)
-  if any(argument.lstrip("-") == "help=config" for argument in arguments):
-    print(config_text.help_text())
-    raise SystemExit(0)
-  arguments, fields = overrides.split(arguments)
-  with _exit_at(flags.Error, after=" --help lists the flags."):
-    try:
-      rest = flag_values([program, *arguments])
-    except flags.UnrecognizedFlagError as error:
-      raise _add_field_hint(error) from None
+    if any(argument.lstrip("-") == "help=config" for argument in arguments):
+      print(config_text.help_text())
+      raise SystemExit(0)
+    arguments, fields = overrides.split(arguments)
+    rest = flag_values([program, *arguments])
+  except flags.Error as error:
+    name = getattr(error, "flagname", None)
+    is_field = name in definition.FIELDS
+    hint = f" Did you mean --config.{name}?" if is_field else ""
+    _exit(f"{error}{hint} --help lists the flags.")
   if flag_values.version:
     print(f"flaxshard {VERSION}")
     raise SystemExit(0)
   if flag_values.list:
-    _print_names()
+    names = config_lib.names()
+    width = max(map(len, names))
+    for name, meaning in names.items():
+      print(f"{name:{width}}  {meaning}")
     raise SystemExit(0)
   if rest[1:]:
     _exit(
@@ -95,10 +99,17 @@ def parse_flags(
     _exit(
       "--workdir is missing: the folder of the run. Only --plan needs none."
     )
-  with _exit_at(config_lib.ConfigFileError, before="--config="):
+  try:
     config = config_lib.read(flag_values.config)
-  with _exit_at(ValueError):
+  except config_lib.ConfigFileError as error:
+    if error.__cause__:
+      # Python's own: it has the file and the line.
+      traceback.print_exception(error.__cause__)
+    _exit(f"--config={error}")
+  try:
     overrides.apply(config, fields)
+  except ValueError as error:
+    _exit(str(error))
   # From here on the flag is the config, as with `config_flags`.
   flag_values["config"].value = config
   return rest
@@ -151,50 +162,12 @@ def end_after_failure() -> Iterator[None]:
     raise
 
 
-@contextlib.contextmanager
-def _exit_at(
-  kind: type[Exception], *, before: str = "", after: str = ""
-) -> Iterator[None]:
-  """Exits with the message of an error, between two texts."""
-  message = None
-  try:
-    yield
-  except kind as error:
-    message = f"{before}{error}{after}"
-    if isinstance(error, config_lib.ConfigFileError) and error.__cause__:
-      # Python's own: it has the file and the line.
-      traceback.print_exception(error.__cause__)
-  # Outside of the `except` block: the error would be printed as a context.
-  if message is not None:
-    _exit(message)
-
-
-def _add_field_hint(
-  error: flags.UnrecognizedFlagError,
-) -> flags.UnrecognizedFlagError:
-  """Returns the error of an unknown flag, with the field of that name."""
-  names = [field.name for field in definition.FIELDS]
-  if error.flagname not in names:
-    return error
-  return flags.UnrecognizedFlagError(
-    error.flagname, suggestions=[f"config.{error.flagname}"]
-  )
-
-
-def _print_names() -> None:
-  """Prints the configs of flaxshard, one in each line."""
-  names = config_lib.names()
-  width = max(map(len, names))
-  for name, meaning in names.items():
-    print(f"{name:{width}}  {meaning}")
-
-
 def _exit(message: str) -> NoReturn:
   print(f"flaxshard: {message}", file=sys.stderr)
   error = SystemExit(1)
   # For the other processes.
   error.add_note(message)
-  raise error
+  raise error from None
 
 
 def _is_raised_by_flaxshard(error: BaseException) -> bool:

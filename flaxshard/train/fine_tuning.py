@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
 import math
 from typing import Any
@@ -14,27 +14,22 @@ from flaxshard.checkpoint import matching
 from flaxshard.core import parameter_groups
 from flaxshard.state import lora as lora_lib
 from flaxshard.state.train_state import TrainState
-from flaxshard.train.config import definition
 
 _PATTERNS = tuple(f.name for f in dataclasses.fields(matching.Patterns))
 
 
 def check(config: Mapping[str, Any]) -> None:
-  """Raises a ValueError if the patterns are wrong, or have no effect.
+  """Raises a ValueError if the patterns are wrong.
 
   Args:
     config: A config in which each field has been checked by itself.
   """
-  init_from, lora = config["init_from"], config["lora"]
-  if not init_from["path"]:
-    _check_defaults("init_from", init_from, definition.INIT_FROM, "path")
-  if not lora["rank"]:
-    _check_defaults("lora", lora, definition.LORA, "rank")
+  init_from = config["init_from"]
   try:
     matching.Patterns(**{name: init_from[name] for name in _PATTERNS})
   except (TypeError, ValueError) as e:
     raise ValueError(f"config.init_from.{e}") from e
-  create_lora(lora)
+  create_lora(config["lora"])
 
 
 def create_lora(lora: Mapping[str, Any]) -> lora_lib.LoRA | None:
@@ -46,9 +41,7 @@ def create_lora(lora: Mapping[str, Any]) -> lora_lib.LoRA | None:
   if not lora["rank"]:
     return None
   try:
-    return lora_lib.LoRA(
-      **{field.name: lora[field.name] for field in definition.LORA}
-    )
+    return lora_lib.LoRA(**lora)
   except (TypeError, ValueError) as e:
     # The message begins with the name of the class.
     raise ValueError(f"config.lora: {str(e).removeprefix('LoRA: ')}") from e
@@ -95,18 +88,3 @@ def describe_frozen(state: TrainState) -> str | None:
   if frozen:
     return f"{trained:,} parameters are trained; {frozen:,} are frozen"
   return None
-
-
-def _check_defaults(
-  where: str,
-  given: Mapping[str, Any],
-  fields: Sequence[definition.Field],
-  needed: str,
-) -> None:
-  """Raises a ValueError for a field that has no effect without another."""
-  for field in fields:
-    if given[field.name] != field.default:
-      raise ValueError(
-        f"config.{where}.{field.name}={given[field.name]!r} needs "
-        f"config.{where}.{needed}."
-      )

@@ -41,7 +41,9 @@ _CLASSES: dict[str, Any] = {
 }
 
 
-def from_config(config: Iterable[Any]) -> tuple[base.Base, ...]:
+def from_config(
+  config: Iterable[Any], argument: str = "wrappers"
+) -> tuple[base.Base, ...]:
   """Builds the wrappers that a config names.
 
   Args:
@@ -49,6 +51,7 @@ def from_config(config: Iterable[Any]) -> tuple[base.Base, ...]:
       default arguments. A name is `"accumulate"`, `"agn"`, `"cross_shard"`,
       `"ema"`, `"loss_scale"`, or `"package.module:Class"` for a custom
       wrapper. The `ConfigDict`s of `ml_collections` may stand for dicts.
+    argument: Name of `config`, for errors.
 
   Returns:
     The wrappers, outermost first.
@@ -64,11 +67,11 @@ def from_config(config: Iterable[Any]) -> tuple[base.Base, ...]:
   """
   if isinstance(config, (str, Mapping)) or not isinstance(config, Iterable):
     raise TypeError(
-      "wrappers must be a sequence of (name, arguments) pairs such as "
+      f"{argument} must be a sequence of (name, arguments) pairs such as "
       f"(('loss_scale', {{'scale': 'dynamic'}}),), got {config!r}."
     )
   return stack.check(
-    [_build(f"wrappers[{i}]", entry) for i, entry in enumerate(config)]
+    [_build(f"{argument}[{i}]", entry) for i, entry in enumerate(config)]
   )
 
 

@@ -66,7 +66,6 @@ print(sys.argv[1:-1], os.environ.get("JAX_LOCAL_DEVICE_IDS"), file=sys.stderr)
       137,
       "process 1 was killed by SIGKILL",
     ),
-    ("index and sys.exit(143)", 143, "process 1 was stopped by SIGTERM"),
   ],
 )
 def test_exit_code_is_that_of_the_first_failure(
@@ -78,7 +77,7 @@ def test_exit_code_is_that_of_the_first_failure(
 
 def test_one_failure_ends_all(tmp_path, capfd, monkeypatch):
   """SIGTERM first, then SIGKILL, also for processes that a process started."""
-  monkeypatch.setattr(local, "_FAILED_GRACE", 0.5)
+  monkeypatch.setattr(local, "_GRACE", 0.5)
   monkeypatch.setattr(local, "_TERM_GRACE", 0.5)
   script = f"""
 import subprocess
@@ -228,7 +227,7 @@ def handle(*_):
     sys.exit()
 
 signal.signal(signal.SIGTERM, handle)
-local._STOPPED_GRACE = 1.0
+local._GRACE = 1.0
 local.end_with_parent()
 with open(f"{{folder}}/part{{index}}", "w") as f:
   f.write(str(os.getpid()))

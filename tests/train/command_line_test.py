@@ -1,18 +1,21 @@
-"""Mistakes on the command line end with one line."""
+"""The command line: fields of the config, and mistakes in one line."""
 
 from absl import flags
 import pytest
 
+import flaxshard as fs
 from flaxshard.train import command_line
-from flaxshard.train import config as config_lib
 
 _CONFIG = """
 import flaxshard as fs
 
 def get_config(size=8):
-  config = fs.config.defaults()
+  config = fs.config.read("digits")
   config.batch_size = int(size)
-  config.model = {"name": "cnn", "features": [4, 8]}
+  config.model = {
+    "name": "cnn", "features": [4, 8], "dense": 3, "flag": False, "kind": "a",
+    "inner": {"a": 1},
+  }
   return config
 """
 
@@ -27,13 +30,10 @@ def path(tmp_path):
 def parse(*arguments):
   """Returns the flags of a command line."""
   values = flags.FlagValues()
-  flags.DEFINE_string("config", None, "", flag_values=values)
-  flags.DEFINE_string("workdir", None, "", flag_values=values)
-  flags.DEFINE_string("plan", None, "", flag_values=values)
-  flags.DEFINE_boolean("list", False, "", flag_values=values)
-  flags.DEFINE_boolean("version", False, "", flag_values=values)
-  flags.DEFINE_boolean("synchronize", False, "", flag_values=values)
-  flags.DEFINE_integer("verbosity", 0, "", flag_values=values)
+  for name in ("config", "workdir", "plan"):
+    flags.DEFINE_string(name, None, "", flag_values=values)
+  for name in ("list", "version", "synchronize"):
+    flags.DEFINE_boolean(name, False, "", flag_values=values)
   argv = ["flaxshard", *arguments]
   assert command_line.parse_flags(argv, values) == ["flaxshard"]
   return values
@@ -41,8 +41,11 @@ def parse(*arguments):
 
 def message_of(capsys, *arguments) -> str:
   """Returns the line that a command line with a mistake prints."""
-  with pytest.raises(SystemExit) as stopped:
-    parse(*arguments)
+  with (
+    pytest.raises(SystemExit) as stopped,
+    command_line.report_mistakes(False),
+  ):
+    fs.config.check(parse(*arguments).config)
   assert stopped.value.code == 1
   message = capsys.readouterr().err
   assert message.startswith("flaxshard: ")
@@ -50,36 +53,84 @@ def message_of(capsys, *arguments) -> str:
   return message
 
 
-def test_valid_flags_change_the_config(path, tmp_path):
-  values = parse(f"--config={path}:4", "--workdir=w", "--config.seed", "3")
+def test_flags_may_stand_in_any_order_and_in_a_file(path, tmp_path):
+  values = parse("--config.seed", "3", f"--config={path}:4", "--workdir", "w")
   assert (values.config.batch_size, values.config.seed) == (4, 3)
   assert values.workdir == "w"
   flagfile = tmp_path / "flags"
   flagfile.write_text("--config.batch_size=3\n--config.model.features=5\n")
-  # Fields may stand before the config that has them.
   argv = [f"--flagfile={flagfile}", "--config", str(path), "--workdir=w"]
   config = parse(*argv).config
   assert (config.batch_size, config.model.features) == (3, [5])
 
 
 @pytest.mark.parametrize(
+  ("argv", "path_of_field", "value"),
+  [
+    (["--config.batch_size=8"], "batch_size", 8),
+    (["-config.batch_size", "1_000"], "batch_size", 1000),
+    (["--config.learning_rate=1e-3"], "learning_rate", 1e-3),
+    (["--config.checkpoint_every_minutes=1"], "checkpoint_every_minutes", 1.0),
+    (["--config.mesh.replica", "-1"], "mesh.replica", -1),
+    (["--config.mesh.per_replica"], "mesh.per_replica", True),
+    (["--noconfig.mesh.per_replica"], "mesh.per_replica", False),
+    (["--config.wrappers=()"], "wrappers", ()),
+    (["--config.wrappers=ema"], "wrappers", ("ema",)),
+    (["--config.profile_steps=(2, 3)"], "profile_steps", (2, 3)),
+    (["--config.mesh.rules=fsdp"], "mesh.rules", ("fsdp",)),
+    (["--config.mesh.rules={'name': 'fsdp'}"], "mesh.rules.name", "fsdp"),
+    (["--config.mesh.split.inputs=(1, 2)"], "mesh.split.inputs", (1, 2)),
+    (["--config.optimizer=sgd"], "optimizer", "sgd"),
+    (["--config.optimizer={'name': 'sgd'}"], "optimizer.name", "sgd"),
+    (["--config.optimizer=a", "--config.optimizer.b=1"], "optimizer.name", "a"),
+    (["--config.optimizer.b1=0.5"], "optimizer.b1", 0.5),
+    (["--config.optimizer.nesterov=true"], "optimizer.nesterov", True),
+    (["--config.task=language_modeling"], "task", "language_modeling"),
+    (["--config.task.name=a.b:C"], "task.name", "a.b:C"),
+    (["--config.init_from.path=12"], "init_from.path", "12"),
+    # The last one counts, as with other flags.
+    (["--config.seed=1", "--config.seed=2"], "seed", 2),
+    # Arguments keep their type.
+    (["--config.model.features=(16, 32)"], "model.features", [16, 32]),
+    (["--config.model.features=16"], "model.features", [16]),
+    (["--config.model.dense=0.5"], "model.dense", 0.5),
+    (["--config.model.dense=None"], "model.dense", None),
+    (["--config.model.flag=true"], "model.flag", True),
+    (["--config.model.kind=3"], "model.kind", "3"),
+    (["--config.model.inner.a=3"], "model.inner.a", 3),
+    (["--config.model.new=3"], "model.new", 3),
+  ],
+)
+def test_every_field_is_set(path, argv, path_of_field, value):
+  found = parse(f"--config={path}", "--workdir=w", *argv).config
+  for name in path_of_field.split("."):
+    found = found[name]
+  assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
   ("argument", "facts"),
   [
-    (
-      "--config.batch_sise=3",
-      ("--config.batch_sise", "Did you mean 'batch_size'", "--help=config"),
-    ),
+    ("--config.batch_sise=3", ("config.batch_sise", "'batch_size'")),
+    ("--config.replica=3", ("config.replica", "config.mesh.replica")),
+    ("--config.mash.replica=3", ("config.mash", "'mesh'")),
+    ("--config.batch_size.x=3", ("config.batch_size.x", "8")),
+    ("--config.model.dense.x=3", ("config.model.dense.x", "3")),
+    ("--config.batch_size=many", ("config.batch_size", "integer", "'many'")),
+    ("--config.learning_rate=nan", ("config.learning_rate", "'nan'")),
+    ("--config.mesh.per_replica=maybe", ("config.mesh.per_replica", "'maybe'")),
+    ("--config.model=3", ("config.model", "got 3", '"name"')),
+    ("--config.wrappers[0]=ema", ("config.wrappers[0]", "'wrappers'")),
+    ("--config.wrappers=3", ("config.wrappers", "got 3")),
     ("--worksdir=w", ("'worksdir'", "workdir")),
-    ("--batch_size=3", ("'batch_size'", "config.batch_size")),
+    ("--batch_size=3", ("'batch_size'", "--config.batch_size")),
     ("w", ("'w'", "--workdir=FOLDER")),
     ("--config=digitz", ("digitz", "Did you mean 'digits'", "--list")),
     ("--config=", ("--config is missing", "--list", "--config=digits")),
     ("--workdir=", ("--workdir is missing", "plan")),
   ],
 )
-def test_a_mistake_in_a_flag_is_named_in_one_line(
-  path, argument, facts, capsys
-):
+def test_a_mistake_is_named_in_one_line(path, argument, facts, capsys):
   message = message_of(capsys, f"--config={path}", "--workdir=w", argument)
   for fact in facts:
     assert fact in message, message
@@ -95,24 +146,31 @@ def test_a_broken_config_file_is_a_traceback_and_one_line(path, capsys):
   assert printed.endswith(f"\nflaxshard: --config={path}: {error}\n")
 
 
-def test_errors_of_flaxshard_are_messages_and_others_keep_their_traceback(
-  capsys,
-):
+@pytest.mark.parametrize(
+  ("call", "verbose", "raised"),
+  [
+    (lambda: fs.config.check({"batch": 3}), False, "config.batch is not a"),
+    (lambda: fs.config.check({"batch": 3}), True, ValueError),
+    # Raised by others than flaxshard: they keep their traceback.
+    (lambda: int("a"), False, ValueError),
+  ],
+)
+def test_errors_of_flaxshard_are_messages(call, verbose, raised, capsys):
+  is_message = isinstance(raised, str)
   with (
-    pytest.raises(SystemExit) as stopped,
-    command_line.report_mistakes(False),
+    pytest.raises(SystemExit if is_message else raised) as e,
+    command_line.report_mistakes(verbose),
   ):
-    config_lib.check({"batch": 3})
-  assert stopped.value.code == 1
-  message = capsys.readouterr().err
-  assert message.startswith("flaxshard: config.batch is not a field")
-  with pytest.raises(ValueError), command_line.report_mistakes(verbose=True):
-    config_lib.check({"batch": 3})
-  with pytest.raises(ValueError), command_line.report_mistakes(False):
-    int("a")
+    call()
+  if is_message:
+    assert e.value.code == 1
+    assert capsys.readouterr().err.startswith(f"flaxshard: {raised}")
+
+
+def test_ctrl_c_ends_with_its_exit_code():
   with (
-    pytest.raises(SystemExit) as stopped,
+    pytest.raises(SystemExit) as e,
     command_line.report_mistakes(False),
   ):
     raise KeyboardInterrupt
-  assert stopped.value.code == 130
+  assert e.value.code == 130

@@ -1,9 +1,15 @@
-"""The fields of a config: defaults, required fields, and invalid values."""
+"""Configs: defaults, files, and mistakes."""
+
+import pathlib
 
 import ml_collections
 import pytest
 
 import flaxshard as fs
+from flaxshard.train import config as config_lib
+from flaxshard.train.config import text
+
+_CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
 
 def make(**fields):
@@ -20,12 +26,8 @@ def make(**fields):
 
 def test_a_config_starts_from_the_defaults():
   config = fs.config.defaults()
-  for name, value in make().items():
-    with pytest.raises(ValueError, match=rf"^config\.{name} is missing"):
-      fs.config.check(config)
-    config[name] = value
+  config.update(make())
   checked = fs.config.check(make())
-  assert isinstance(checked, ml_collections.ConfigDict)
   assert checked.to_dict() == fs.config.check(config).to_dict()
   assert list(checked) == list(config)
   assert (checked.seed, checked.wrappers, checked.mesh.replica) == (0, (), -1)
@@ -86,34 +88,51 @@ def test_the_result_is_a_locked_copy():
   assert not config.is_locked
 
 
+def test_the_help_has_the_type_the_default_and_the_meaning_of_each_field():
+  printed = text.help_text()
+  assert "  batch_size: integer, at least 1; required\n      Exam" in printed
+  assert '  resume: "auto" or "extend"; default \'auto\'\n      What' in printed
+  for field in fs.config.defaults():
+    assert f"\n  {field}: " in printed
+    assert f"\n### `{field}`\n" in text.markdown()
+  assert "\n#### `mesh.replica`\n\nNumber of replicas" in text.markdown()
+
+
 # The fields, and what the message names. Few values: the checkers of
 # `core.checks` have their tests.
 MISTAKES = [
-  # Unknown fields and names.
+  # Missing and unknown fields and names.
+  (dict(model=None), ("config.model.name", "None", "cnn")),
+  (dict(data={"path": "a"}), ("config.data.name", "None", "digits")),
+  (dict(batch_size=None), ("config.batch_size is missing", "at least 1")),
   (dict(bach_size=16), ("config.bach_size", "'batch_size'", "num_train")),
   (dict(mesh={"replicas": 8}), ("config.mesh.replicas", "'replica'")),
   (dict(rules="fsdp"), ("config.rules", "config.mesh.rules?")),
   (dict(optimizer={"name": "adam", "b3": 0}), ("config.optimizer", "'b3'")),
+  (dict(optimizer="adamm"), ("config.optimizer", "'adamm'", "'adam'")),
   (dict(schedule="cosin"), ("config.schedule", "'cosin'", "'cosine'")),
   (dict(model={"name": "cn"}), ("config.model", "'cn'", "'cnn'")),
+  (dict(data="digit"), ("config.data", "'digit'", "'digits'")),
   (dict(task="classificatio"), ("config.task", "'classification'")),
   # Numbers.
   (dict(batch_size=0), ("config.batch_size", "0", "at least 1")),
-  (dict(seed=-1), ("config.seed", "-1", "at least 0")),
   (dict(learning_rate=1e39), ("config.learning_rate", "1e+39", "above 0")),
   (dict(checkpoint_every_minutes=-1), ("config.checkpoint_every_minutes",)),
   # Choices.
   (dict(on_nonfinite="stopp"), ("config.on_nonfinite", "'stop', 'continue'")),
   (dict(precision=["float32"]), ("config.precision", "'mixed_float16'")),
-  (dict(best_metric="accuracy"), ("config.best_metric", "'eval_accuracy'")),
-  # Names with arguments, and ranges.
-  (dict(data=3), ("config.data", "3", "'name'")),
+  (dict(best_metric="accuracy"), ("config.best_metric", "eval_accuracy")),
+  # Names with arguments, patterns and ranges.
+  (dict(data=3), ("config.data", "3", '"name"')),
+  (dict(hooks=("log",)), ("config.hooks", "'log'", "package.module:name")),
+  (dict(freeze="head"), ("config.freeze", "'head'", "('^encoder/',)")),
   (dict(profile_steps=(0, 2)), ("config.profile_steps", "(0, 2)", "last")),
   # The mesh.
+  (dict(mesh=3), ("config.mesh", "3", "replica, logical_devices")),
   (dict(mesh={"replica": 0}), ("config.mesh.replica", "0", "-1")),
   (dict(mesh={"per_replica": 1}), ("config.mesh.per_replica", "1", "True")),
   (dict(mesh={"axes": ("model", 2)}), ("config.mesh.axes", "('model', 2)")),
-  (dict(mesh={"axes": (("replica", 2),)}), ("config.mesh.axes", "'replica'")),
+  (dict(mesh={"axes": (("replica", 2),)}), ("config.mesh.axes", "replica")),
   (dict(mesh={"axes": (("a", 2), ("a", 2))}), ("config.mesh.axes", "'a'")),
   (dict(mesh={"split": {"inputs": 8}}), ("config.mesh.split", "(1, 2, 4, 1)")),
   (dict(mesh={"rules": {"name": "fsdb"}}), ("config.mesh.rules", "'fsdb'")),
@@ -123,10 +142,11 @@ MISTAKES = [
     dict(wrappers=(("loss_scale", {"scale": -1}),)),
     ("config.wrappers", "scale", "-1"),
   ),
-  (dict(wrappers=("agn",)), ("agn", "config.mesh.per_replica=True")),
+  # A comma forgotten.
+  (dict(wrappers=("loss_scale", {"scale": 1})), ("config.wrappers", "[1]")),
   (
-    dict(wrappers=("cross_shard",), mesh={"replica": 8}),
-    ("cross_shard", "config.mesh.per_replica=True"),
+    dict(wrappers=("cross_shard", "agn"), mesh={"replica": 8}),
+    ("cross_shard, agn", "config.mesh.per_replica=True"),
   ),
   # Initialization and LoRA.
   (dict(init_from={"pth": "a"}), ("init_from.pth", "'path'")),
@@ -134,9 +154,8 @@ MISTAKES = [
   (dict(init_from={"path": "a", "keep": ("(",)}), ("keep[0]", "'('")),
   (dict(init_from={"path": "a", "rename": ("b",)}), ("rename", "pairs")),
   (dict(lora={"alpha": 8}), ("lora.alpha", "lora.rank")),
-  (dict(lora={"rank": 2, "train": ("(",)}), ("config.lora: train", "'('")),
+  (dict(lora={"rank": 2, "train": ("(",)}), ("config.lora.train[0]", "'('")),
   # Early stopping.
-  (dict(early_stopping={"metrics": "a"}), ("metrics", "'metric'?")),
   (
     dict(early_stopping={"patience": 1}),
     ("early_stopping.patience=1", "early_stopping.metric"),
@@ -144,7 +163,7 @@ MISTAKES = [
   (dict(early_stopping={"metric": "train_loss"}), ("'train_loss'", "eval")),
   (
     dict(early_stopping={"metric": "eval_bleu"}),
-    ("config.early_stopping.mode", "'max'"),
+    ("config.early_stopping.mode", "'eval_bleu'", "'max'"),
   ),
   # Fields that contradict each other.
   (
@@ -152,11 +171,7 @@ MISTAKES = [
     ("config.keep_every_steps=6", "config.checkpoint_every_steps=1000"),
   ),
   (dict(keep_best=2), ("config.keep_best=2", "config.best_metric")),
-  (dict(best_mode="min"), ("config.best_mode='min'", "config.best_metric")),
-  (
-    dict(best_metric="eval_distance"),
-    ("config.best_metric='eval_distance'", "config.best_mode"),
-  ),
+  (dict(best_metric="eval_bleu"), ("config.best_mode", "'eval_bleu'")),
   (
     dict(best_metric="eval_loss", eval_every_steps=3),
     (
@@ -185,3 +200,110 @@ def test_other_objects_than_configs_raise():
     fs.config.check([("batch_size", 3)])
   with pytest.raises(TypeError, match=r"config\.read\('digits'\) reads"):
     fs.config.check("digits")
+
+
+def test_names_are_those_of_the_configs_folder():
+  names = config_lib.names()
+  assert list(names) == sorted(p.stem for p in _CONFIGS.glob("*.py"))
+  for name, meaning in names.items():
+    assert 0 < len(meaning) < 80 and meaning.endswith("."), name
+
+
+@pytest.mark.parametrize("name", config_lib.names())
+def test_configs_of_flaxshard_are_valid(name):
+  config = config_lib.read(name)
+  checked = config_lib.check(config)
+  # What a file spells is what the run has, and a path gives the same.
+  assert checked.to_dict() == config.to_dict()
+  assert config_lib.read(str(_CONFIGS / f"{name}.py")).to_dict() == (
+    config.to_dict()
+  )
+
+
+def test_own_files_take_arguments_and_get_the_defaults(tmp_path, monkeypatch):
+  path = tmp_path / "mine_of_config_test.py"
+  path.write_text(
+    "def get_config(size='2'):\n"
+    "  return {'batch_size': int(size), 'mesh': {'replica': 1}}\n"
+  )
+  config = config_lib.read(f"{path}:3")
+  assert isinstance(config, ml_collections.ConfigDict)
+  assert (config.batch_size, config.mesh.replica) == (3, 1)
+  assert (config.seed, config.mesh.axes) == (0, ())
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv("HOME", str(tmp_path))
+  for name in (path.name, f"./{path.name}", f"~/{path.name}"):
+    assert config_lib.read(name).batch_size == 2
+  package = tmp_path / "package_of_config_test"
+  package.mkdir()
+  path.rename(package / "mine.py")
+  monkeypatch.syspath_prepend(str(tmp_path))
+  assert config_lib.read("package_of_config_test.mine:4").batch_size == 4
+
+
+def test_references_between_fields_are_kept(tmp_path):
+  path = tmp_path / "my_config.py"
+  path.write_text(
+    "import flaxshard as fs\n"
+    "def get_config():\n"
+    "  config = fs.config.defaults()\n"
+    "  config.num_train_steps = 100\n"
+    "  config.log_every_steps = config.get_ref('num_train_steps') // 10\n"
+    "  return config\n"
+  )
+  config = config_lib.read(str(path))
+  config.num_train_steps = 50
+  assert config.log_every_steps == 5
+
+
+@pytest.mark.parametrize(
+  ("text", "facts"),
+  [
+    ("x = (", ("SyntaxError", "line 1")),
+    ("\nimport no_such_package", ("'no_such_package'",)),
+    ("def get_config():\n  return 1 / 0", ("ZeroDivisionError",)),
+    ("def get_config(x):\n  return {}", ("get_config()", "'x'")),
+    ("def get_confg(): pass", ("no function get_config", "'get_confg'")),
+    ("def get_config(): pass", ("returns None",)),
+    (
+      "def get_config():\n  return {'bach_size': 3}",
+      ("config.bach_size is not a field. Did you mean 'batch_size'",),
+    ),
+  ],
+)
+def test_a_broken_file_is_named(tmp_path, text, facts):
+  path = tmp_path / "my_config.py"
+  path.write_text(text)
+  with pytest.raises(config_lib.ConfigFileError) as e:
+    config_lib.read(str(path))
+  assert str(e.value).startswith(str(path))
+  for fact in facts:
+    assert fact in str(e.value)
+
+
+@pytest.mark.parametrize(
+  ("name", "facts"),
+  [
+    ("digitz", ("digitz: there is no config", "'digits'")),
+    ("mine", ("Did you mean 'mine.py'",)),
+    ("digits.py", ("no such file in", "'digits'")),
+    ("mini.py", ("no such file in", "'mine.py'")),
+    ("config/digit.py", ("no such file in", "'digits'")),
+    (".", ("is a folder",)),
+    ("./digits/", ("is a folder",)),
+    ("no_such_package.configs", ("No module named 'no_such_package'",)),
+  ],
+)
+def test_a_config_that_does_not_exist_is_named(
+  tmp_path, monkeypatch, name, facts
+):
+  (tmp_path / "mine.py").write_text("")
+  # As README's workdir, seen from the folder that it is in.
+  (tmp_path / "digits").mkdir()
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(config_lib.ConfigFileError) as e:
+    config_lib.read(name)
+  for fact in facts:
+    assert fact in str(e.value)
+  # A name comes before a folder.
+  assert config_lib.read("digits").model.name == "cnn"

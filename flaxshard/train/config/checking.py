@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ml_collections
@@ -17,10 +17,42 @@ from flaxshard.core import registry
 from flaxshard.data import factories
 from flaxshard.train import fine_tuning
 from flaxshard.train.config import definition
-from flaxshard.train.config.definition import Field
+from flaxshard.train.config import kinds
+from flaxshard.train.config.definition import FIELDS
 from flaxshard.wrappers import base
 from flaxshard.wrappers import config as wrappers_config
 from flaxshard.wrappers import stack
+
+# What the fields with a name may name, besides `"package.module:attribute"`.
+_BUILTIN: dict[str, Mapping[str, Any]] = {
+  "task": tasks.BUILTIN,
+  "model": models.MODELS,
+  "data": factories.FACTORIES,
+  "schedule": optimizer.SCHEDULES,
+  "optimizer": optimizer.OPTIMIZERS,
+}
+# Fields without an effect as long as the field in front has its default.
+_SWITCHES = {
+  "best_metric": ("best_mode", "keep_best"),
+  **{
+    f"{group}.{name}": tuple(p for p in FIELDS if p.startswith(f"{group}."))
+    for group, name in (
+      ("early_stopping", "metric"),
+      ("init_from", "path"),
+      ("lora", "rank"),
+    )
+  },
+}
+
+
+def resolve_mode(metric: str, mode: str) -> str:
+  """Returns `"max"` or `"min"`: whether larger or smaller values are better.
+
+  Args:
+    metric: Name of a metric of the evaluation.
+    mode: `"max"`, `"min"`, or `"auto"`: `"min"` for `eval_loss`, else `"max"`.
+  """
+  return kinds.BEST_MODES.get(metric, "max") if mode == "auto" else mode
 
 
 def defaults() -> ml_collections.ConfigDict:
@@ -39,11 +71,59 @@ def defaults() -> ml_collections.ConfigDict:
     >>> config.optimizer.name, config.batch_size
     ('adamw', None)
   """
-  return ml_collections.ConfigDict(
-    {field.name: _default(field) for field in definition.FIELDS},
-    # A field may have several types: `config.mesh.rules = "fsdp"`.
-    type_safe=False,
-  )
+  return add_defaults({})
+
+
+def add_defaults(
+  config: Mapping[str, Any] | ml_collections.ConfigDict,
+) -> ml_collections.ConfigDict:
+  """Returns a config, unlocked, with the defaults of the fields that it lacks.
+
+  Args:
+    config: A `ConfigDict` or a dict, with some or all of the fields. A
+      `ConfigDict` is changed in place, to keep its references to fields.
+
+  Raises:
+    ValueError: It has a field that is not defined.
+  """
+  if not isinstance(config, ml_collections.ConfigDict):
+    config = ml_collections.ConfigDict(config, type_safe=False)
+  _check_names("", config)
+  config.unlock()
+  for path, field in FIELDS.items():
+    group, name = _find(config, path)
+    # `check` reports what is no group.
+    if registry.is_dict(group) and name not in group:
+      group[name] = (
+        config_dict.placeholder(field.type)
+        if field.default is definition.REQUIRED
+        else field.kind.check(path, field.default)
+      )
+  return config
+
+
+def _find(config: Any, path: str) -> tuple[Any, str]:
+  """Returns what holds a field, and the name of the field in it."""
+  group, _, name = path.rpartition(".")
+  return (config[group] if group else config), name
+
+
+def _check_names(prefix: str, group: Mapping[str, Any]) -> None:
+  """Raises if a name is not that of a field."""
+  known = [p.removeprefix(prefix) for p in FIELDS if p.startswith(prefix)]
+  names = [name for name in known if "." not in name]
+  for name in group:
+    path = prefix + name
+    if name not in names:
+      places = [f"config.{p}" for p in FIELDS if p.split(".")[-1] == name]
+      hint = f" Did you mean {' or '.join(places)}?" if places else ""
+      raise ValueError(
+        f"config.{path} is not a field."
+        f"{hint or checks.did_you_mean(name, names)} The fields are "
+        f"{', '.join(names)}."
+      )
+    if FIELDS[path].type is dict and registry.is_dict(group[name]):
+      _check_names(f"{path}.", group[name])
 
 
 def check(config: Any) -> ml_collections.ConfigDict:
@@ -61,8 +141,8 @@ def check(config: Any) -> ml_collections.ConfigDict:
   Raises:
     ValueError: A field is missing or unknown (the message lists similar names),
       or its value is not allowed.
-    TypeError: `config` is not a config, or `wrappers` is not a sequence of
-      names and `(name, arguments)` pairs.
+    TypeError: `config` is not a config, or a value has the wrong type; then it
+      is a ValueError as well.
 
   Example:
     >>> config = check({
@@ -71,10 +151,7 @@ def check(config: Any) -> ml_collections.ConfigDict:
     >>> config.optimizer.name, config.mesh.replica
     ('adamw', -1)
   """
-  if not isinstance(config, (Mapping, ml_collections.ConfigDict)):
-    # absl's flag holds a config file that failed to load as an object that
-    # raises the file's error when any attribute is read.
-    getattr(config, "model", None)
+  if not registry.is_dict(config):
     hint = ""
     if isinstance(config, str):
       hint = f" flaxshard.config.read({config!r}) reads a config by its name."
@@ -82,215 +159,89 @@ def check(config: Any) -> ml_collections.ConfigDict:
       "config must be a ConfigDict or a dict of its fields, got "
       f"{checks.describe(config)}.{hint}"
     )
-  given = {name: _to_dict(config[name]) for name in config}
-  # Before missing fields, which may be misspelt.
-  _check_names("config", definition.FIELDS, given)
-  _check_model_and_data(given)
-  checked = _check_fields("config", definition.FIELDS, given)
-  _check_builtin_names(checked)
-  _check_mesh(checked["mesh"])
-  _check_kept_checkpoints(checked)
-  _check_early_stopping(checked["early_stopping"])
+  # A copy: changing the checked config leaves the given one as it is.
+  given = ml_collections.ConfigDict(dict(config), type_safe=False).to_dict()
+  checked = add_defaults(given).to_dict()
+  values = {}  # by path
+  for path, field in FIELDS.items():
+    group, name = _find(checked, path)
+    if group[name] is None and field.default is definition.REQUIRED:
+      raise ValueError(
+        f"config.{path} is missing, and has no default: it must be "
+        f"{field.kind.allowed}."
+      )
+    try:
+      value = field.kind.check(f"config.{path}", group[name])
+    except TypeError as e:
+      # Every invalid field is a ValueError.
+      raise checks.ArgumentTypeError(str(e)) from e
+    group[name] = values[path] = value
+  _check_named(values)
+  for mistake in _contradictions(values):
+    raise ValueError(mistake)
+  if ":" not in values["optimizer"]["name"] + values["schedule"]["name"]:
+    optimizer.create(checked)
   fine_tuning.check(checked)
   _check_wrappers(checked)
   # Locked, not frozen: a FrozenConfigDict cannot hold the dicts in `wrappers`.
   return ml_collections.ConfigDict(checked).lock()
 
 
-def add_defaults(
-  config: Mapping[str, Any] | ml_collections.ConfigDict,
-) -> ml_collections.ConfigDict:
-  """Returns a config, unlocked, with the defaults of the fields that it lacks.
+def _check_named(values: Mapping[str, Any]) -> None:
+  """Raises if a name is missing or unknown.
 
-  Args:
-    config: A `ConfigDict` or a dict, with some or all of the fields. A
-      `ConfigDict` is changed in place, to keep its references to fields.
-
-  Raises:
-    ValueError: It has a field that is not defined.
+  What a name of a module stands for is not imported.
   """
-  if not isinstance(config, ml_collections.ConfigDict):
-    config = ml_collections.ConfigDict(config, type_safe=False)
-  config.unlock()
-  _add_defaults("config", definition.FIELDS, config)
-  return config
-
-
-def _add_defaults(where: str, fields: Sequence[Field], config: Any) -> None:
-  _check_names(where, fields, config)
-  for field in fields:
-    if field.name not in config:
-      config[field.name] = _default(field)
-    # A value of another type is reported by `check`.
-    elif field.fields and isinstance(
-      config[field.name], ml_collections.ConfigDict
-    ):
-      _add_defaults(f"{where}.{field.name}", field.fields, config[field.name])
-
-
-def _default(field: Field) -> Any:
-  """Returns the value of a field in `defaults`."""
-  if field.fields:
-    return {inner.name: _default(inner) for inner in field.fields}
-  if field.default is not definition.REQUIRED:
-    return _to_dict(field.default)
-  # A ConfigDict holds a dict that replaces a placeholder as a plain dict.
-  is_dict = field.kind.type is dict
-  return {} if is_dict else config_dict.placeholder(field.kind.type)
-
-
-def _check_fields(
-  where: str, fields: Sequence[Field], given: Mapping[str, Any]
-) -> dict[str, Any]:
-  """Returns the checked value or the default of each field."""
-  _check_names(where, fields, given)
-  values = {}
-  for field in fields:
-    place = f"{where}.{field.name}"
-    value = given.get(field.name, _to_dict(field.default))
-    if field.default is definition.REQUIRED and (
-      # As in `defaults`.
-      value is definition.REQUIRED or value is None or value == {}
-    ):
-      raise ValueError(
-        f"{place} is missing, and has no default: it must be "
-        f"{field.kind.allowed}."
-      )
-    value = field.kind.check(place, value)
-    if field.fields:
-      value = _check_fields(place, field.fields, value)
-    values[field.name] = value
-  return values
-
-
-def _check_names(
-  where: str, fields: Sequence[Field], given: Iterable[str]
-) -> None:
-  """Raises if a name is not that of a field."""
-  names = [field.name for field in fields]
-  for name in given:
-    if name not in names:
-      places = " or ".join(_places("config", definition.FIELDS, name))
-      hint = f" Did you mean {places}?" if places else ""
-      raise ValueError(
-        f"{where}.{name} is not a field."
-        f"{hint or checks.did_you_mean(name, names)} The fields are "
-        f"{', '.join(names)}."
-      )
-
-
-def _places(where: str, fields: Sequence[Field], name: str) -> Iterator[str]:
-  """Yields the paths of the fields of a name."""
-  for field in fields:
-    if field.name == name:
-      yield f"{where}.{name}"
-    yield from _places(f"{where}.{field.name}", field.fields, name)
-
-
-def _to_dict(value: Any) -> Any:
-  # A deep copy: changing the checked config leaves the given one as it is.
-  if isinstance(value, ml_collections.ConfigDict):
-    return value.to_dict()
-  if isinstance(value, Mapping):
-    return {key: _to_dict(item) for key, item in value.items()}
-  return value
-
-
-def _check_model_and_data(config: Mapping[str, Any]) -> None:
-  """Raises if the model or the data of a built-in task is missing."""
-  task = config.get("task", "classification")
-  name = task.get("name") if isinstance(task, dict) else task
-  if name in tasks.BUILTIN:  # others may create their own
-    for field in ("model", "data"):
-      if config.get(field) in (None, {}):
-        raise ValueError(
-          f"config.{field} is missing: config.task={name!r} needs a dict with "
-          "a 'name' and arguments."
-        )
-
-
-def _check_builtin_names(config: Mapping[str, Any]) -> None:
-  """Raises if a name is none of flaxshard's, or the optimizer is wrong."""
-  task = config["task"]
-  name = task if isinstance(task, str) else task["name"]
-  known: dict[str, tuple[Any, Mapping[str, Any]]] = {
-    "data": (config["data"].get("name"), factories.FACTORIES),
-    "schedule": (config["schedule"]["name"], optimizer.SCHEDULES),
-    "optimizer": (config["optimizer"]["name"], optimizer.OPTIMIZERS),
-  }
-  if not name.startswith("<"):  # that of an object, see `tasks.load.record`
-    known["task"] = (name, tasks.BUILTIN)
-  if name in tasks.BUILTIN:  # others may create their own
-    known["model"] = (config["model"]["name"], models.MODELS)
-  for field, (name, builtin) in known.items():
-    # Code of the user is not imported.
-    if name is not None and ":" not in name:
+  task = values["task"]
+  task = task if isinstance(task, str) else task.get("name")
+  for field, builtin in _BUILTIN.items():
+    # Other tasks than flaxshard's may create their own.
+    if field in ("model", "data") and task not in tasks.BUILTIN:
+      continue
+    name = task if field == "task" else values[field].get("name")
+    # A task that was given as an object is `<module.Class>`.
+    if not isinstance(name, str) or not (":" in name or name.startswith("<")):
       registry.lookup(f"config.{field}.name", name, builtin)
-  if all(":" not in known[field][0] for field in ("optimizer", "schedule")):
-    optimizer.create(config)
 
 
-def _check_mesh(mesh: Mapping[str, Any]) -> None:
-  if mesh["axes"] and mesh["logical_devices"] != 1:
-    raise ValueError(
-      f"config.mesh.logical_devices={mesh['logical_devices']} must be 1 if "
-      f"config.mesh.axes={mesh['axes']!r} names the axes of the logical "
-      "devices."
-    )
+def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
+  """Yields what is wrong with fields that are valid by themselves."""
 
+  def show(path: str) -> str:
+    return f"config.{path}={values[path]!r}"
 
-def _check_kept_checkpoints(config: Mapping[str, Any]) -> None:
-  """Raises if a checkpoint is to be kept that is never saved or rated."""
-  every = config["checkpoint_every_steps"]
-  keep_every = config["keep_every_steps"]
-  if keep_every % every:
-    raise ValueError(
-      f"config.keep_every_steps={keep_every} must be 0 or a multiple of "
-      f"config.checkpoint_every_steps={every}: other steps are not saved."
+  if values["mesh.axes"] and values["mesh.logical_devices"] != 1:
+    yield (
+      f"{show('mesh.logical_devices')} must be 1 if {show('mesh.axes')} names "
+      "the axes of the logical devices."
     )
-  metric, mode = config["best_metric"], config["best_mode"]
-  if metric == "none":
-    for name, default in (("keep_best", 1), ("best_mode", "auto")):
-      if config[name] != default:
-        raise ValueError(
-          f"config.{name}={config[name]!r} needs config.best_metric, such as "
-          f"{' or '.join(map(repr, definition.BEST_MODES))}."
-        )
-  elif not metric.startswith("eval_"):
-    raise ValueError(
-      "config.best_metric must be a metric of the evaluation, such as "
-      f"{' or '.join(map(repr, definition.BEST_MODES))}, or 'none', got "
-      f"{metric!r}.{checks.did_you_mean(metric, definition.BEST_MODES)}"
+  every = values["checkpoint_every_steps"]
+  if values["keep_every_steps"] % every:
+    yield (
+      f"{show('keep_every_steps')} must be 0 or a multiple of "
+      f"{show('checkpoint_every_steps')}: other steps are not saved."
     )
-  elif mode == "auto" and metric not in definition.BEST_MODES:
-    raise ValueError(
-      f"config.best_metric={metric!r} needs config.best_mode, 'max' or 'min': "
-      "whether larger or smaller values are better."
-      f"{checks.did_you_mean(metric, definition.BEST_MODES)}"
+  if values["best_metric"] != "none" and every % values["eval_every_steps"]:
+    yield (
+      f"{show('checkpoint_every_steps')} must be a multiple of "
+      f"{show('eval_every_steps')} with {show('best_metric')}: a checkpoint is "
+      "rated by the evaluation of its step."
     )
-  elif every % config["eval_every_steps"]:
-    raise ValueError(
-      f"config.checkpoint_every_steps={every} must be a multiple of "
-      f"config.eval_every_steps={config['eval_every_steps']} with "
-      f"config.best_metric={config['best_metric']!r}: a checkpoint is rated by "
-      "the evaluation of its step."
-    )
-
-
-def _check_early_stopping(rule: Mapping[str, Any]) -> None:
-  if rule["metric"] == "none":
-    for field in definition.EARLY_STOPPING:
-      if rule[field.name] != field.default:
-        raise ValueError(
-          f"config.early_stopping.{field.name}={rule[field.name]!r} needs "
-          "config.early_stopping.metric, such as 'eval_loss'."
-        )
-  elif rule["mode"] == "auto" and rule["metric"] not in definition.BEST_MODES:
-    raise ValueError(
-      f"config.early_stopping.mode='auto' is not known for the metric "
-      f"{rule['metric']!r}: it must be 'min' if smaller values are better, or "
-      "'max'."
-    )
+  for switch, paths in _SWITCHES.items():
+    for path in paths:
+      is_off = values[switch] == FIELDS[switch].default
+      if is_off and values[path] != FIELDS[path].default:
+        yield f"{show(path)} needs {switch}, and {show(switch)}."
+  for metric, mode in (
+    ("best_metric", "best_mode"),
+    ("early_stopping.metric", "early_stopping.mode"),
+  ):
+    is_known = values[metric] in ("none", *kinds.BEST_MODES)
+    if values[mode] == "auto" and not is_known:
+      yield (
+        f"{show(mode)} is not known for {show(metric)}: it must be 'min' if "
+        "smaller values are better, or 'max'."
+      )
 
 
 def _check_wrappers(config: Mapping[str, Any]) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
 import importlib
-import importlib.util
 import pathlib
-import sys
-import types
+import runpy
+from typing import Any
 
 import ml_collections
 
 from flaxshard.core import checks
+from flaxshard.core import registry
 from flaxshard.train.config import checking
 
 _PACKAGE = pathlib.Path(__file__).parents[2]
@@ -47,18 +46,21 @@ def read(name: str) -> ml_collections.ConfigDict:
     ('cnn', -1)
   """
   place, *arguments = name.split(":", 1)
-  module = _load(place)
-  get_config = vars(module).get("get_config")
-  if not callable(get_config):
-    raise ConfigFileError(
-      f"{place} has no function get_config(), which returns the config."
-      f"{checks.did_you_mean('get_config', vars(module))}"
-    )
   try:
+    module = _load(place)
+    get_config = module.get("get_config")
+    if not callable(get_config):
+      raise ConfigFileError(
+        f"{place} has no function get_config(), which returns the config."
+        f"{checks.did_you_mean('get_config', module)}"
+      )
     config = get_config(*arguments)
+  except ConfigFileError:
+    raise
   except Exception as error:
-    raise _failure(place, error) from error
-  if not isinstance(config, (Mapping, ml_collections.ConfigDict)):
+    message = f"{place}: {type(error).__name__}: {error}"
+    raise ConfigFileError(message) from error
+  if not registry.is_dict(config):
     raise ConfigFileError(
       f"{place}: get_config() returns {config!r}; it must return the config, "
       "a ConfigDict or a dict."
@@ -95,61 +97,29 @@ def _paths() -> dict[str, pathlib.Path]:
   }
 
 
-def _load(place: str) -> types.ModuleType:
-  """Returns the module of a config."""
+def _load(place: str) -> dict[str, Any]:
+  """Runs the file or module of a config, and returns its attributes."""
   path = pathlib.Path(place).expanduser()
   is_path = path.suffix == ".py" or len(path.parts) > 1
   # A name comes first: a folder "digits" may be the workdir of an earlier run.
   if not is_path and place in (paths := _paths()):
-    path = paths[place]
-  elif is_path or path.exists():
-    if not path.is_file():
-      raise ConfigFileError(f"{_no_such_file(path)}{_near(path)}")
-  elif "." in place:
-    return _import(place)
-  else:
-    raise ConfigFileError(
-      f"{place}: there is no config of this name.{_near(path)} --list prints "
-      "the names; other configs are files, given by their path."
-    )
-  # Registered as a module: dataclasses look theirs up.
-  module_name = f"config_{path.stem}"
-  spec = importlib.util.spec_from_file_location(module_name, path)
-  if spec is None or spec.loader is None:
-    raise ConfigFileError(f"{place} must be a Python file, *.py.")
-  module = importlib.util.module_from_spec(spec)
-  sys.modules[module_name] = module
-  try:
-    spec.loader.exec_module(module)
-  except Exception as error:
-    raise _failure(place, error) from error
-  return module
-
-
-def _import(name: str) -> types.ModuleType:
-  try:
-    return importlib.import_module(name)
-  except Exception as error:
-    raise _failure(f"the module {name}", error) from error
-
-
-def _no_such_file(path: pathlib.Path) -> str:
+    return runpy.run_path(str(paths[place]), run_name=place)
+  if path.is_file():
+    return runpy.run_path(str(path), run_name=path.stem)
   if path.is_dir():
-    return f"{path} is a folder, not a config file."
-  if not path.parent.is_dir():
-    return f"{path}: there is no folder {path.parent.resolve()}."
-  return f"{path}: there is no such file in {path.parent.resolve()}."
-
-
-def _near(path: pathlib.Path) -> str:
-  """Returns a hint with the files and names that are similar to a path."""
-  folder = path if path.is_dir() else path.parent
-  files = [str(p) for p in folder.glob("*.py")] if folder.is_dir() else []
-  known = list(_paths())
-  # "digits.py" and "config/digits.py" may stand for the name "digits".
-  hint = checks.did_you_mean(str(path), [*files, *known])
-  return hint or checks.did_you_mean(path.stem, known)
-
-
-def _failure(place: str, error: Exception) -> ConfigFileError:
-  return ConfigFileError(f"{place}: {type(error).__name__}: {error}")
+    raise ConfigFileError(f"{path} is a folder, not a config file.")
+  if not is_path and "." in place:
+    return vars(importlib.import_module(place))
+  # A file nearby, or a name: "digits.py" may stand for "digits".
+  hint = checks.did_you_mean(
+    str(path), [*map(str, path.parent.glob("*.py")), *_paths()]
+  ) or checks.did_you_mean(path.stem, _paths())
+  what = (
+    f"{path}: there is no such file in {path.parent.resolve()}."
+    if is_path
+    else f"{place}: there is no config of this name."
+  )
+  raise ConfigFileError(
+    f"{what}{hint} --list prints the names; other configs are files, given by "
+    "their path."
+  )

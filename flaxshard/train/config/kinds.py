@@ -1,246 +1,198 @@
-"""The kinds of values that config fields have, and how each is checked."""
+"""The kinds of values that config fields have: what is allowed, and a check."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-import dataclasses
+from collections.abc import Callable, Iterable
 import functools
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 from flaxshard import wrappers as wrappers_lib
 from flaxshard.core import checks
 from flaxshard.core import parameter_groups
 from flaxshard.core import patterns as patterns_lib
-from flaxshard.partitioning import rules
+from flaxshard.partitioning import rules as rules_lib
+
+# Whether a larger or a smaller value is better, with a mode of "auto".
+BEST_MODES = {"eval_accuracy": "max", "eval_loss": "min"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
   """The values that a field may have.
 
   Attributes:
-    type: Python type of the values. If there are several, the type of which
-      text from the command line is read: `str` takes the text as it is, `bool`
-      takes true and false, others take a Python literal.
     allowed: What is allowed, for `--help=config`.
     check: `check(field, value)` returns the value, or raises a ValueError that
       names the field, the value and what is allowed.
   """
 
-  type: type
   allowed: str
   check: Callable[[str, Any], Any]
 
 
-def integer(minimum: int) -> Kind:
+def at_least(minimum: int) -> Kind:
   """Returns the kind of integers of at least `minimum`."""
   check = functools.partial(checks.integer, minimum=minimum)
-  return Kind(int, f"integer, at least {minimum}", check)
+  return Kind(f"integer, at least {minimum}", check)
+
+
+def number(allowed: str, **bounds: float) -> Kind:
+  """Returns the kind of numbers within bounds, see `checks.number`."""
+  # Below float32's largest number, 3.4e38: schedules compute in float32.
+  return Kind(allowed, functools.partial(checks.number, below=1e38, **bounds))
 
 
 def one_of(*allowed: str) -> Kind:
   """Returns the kind of a few strings."""
   check = functools.partial(checks.one_of, allowed=allowed)
-  return Kind(str, " or ".join(f'"{a}"' for a in allowed), check)
+  return Kind(" or ".join(f'"{a}"' for a in allowed), check)
 
 
-def sequence(allowed: str) -> Kind:
-  """Returns the kind of sequences, whose elements are checked elsewhere."""
-  return Kind(tuple, allowed, _check_sequence)
+def pairs(allowed: str) -> Kind:
+  """Returns the kind of pairs of a pattern and a value, checked elsewhere."""
+  check = functools.partial(patterns_lib.check_pairs, expected=allowed)
+  return Kind(allowed, check)
 
 
-def fields(*names: str) -> Kind:
+def group(names: Iterable[str]) -> Kind:
   """Returns the kind of a dict with some of these fields."""
-  check = functools.partial(_check_dict, names=names)
-  return Kind(dict, "dict of the fields below", check)
+  is_dict = where(f"a dict with {', '.join(names)}", _is_dict)
+  return Kind("dict of the fields below", is_dict.check)
+
+
+def readable(allowed: str, read: Callable[..., object]) -> Kind:
+  """Returns the kind of values that `read(value, argument=field)` accepts."""
+
+  def check(field: str, value: Any) -> Any:
+    read(value, argument=field)
+    return value
+
+  return Kind(allowed, check)
+
+
+def where(allowed: str, is_valid: Callable[[Any], bool]) -> Kind:
+  """Returns the kind of values for which a function returns True."""
+
+  def check(field: str, value: Any) -> Any:
+    if not is_valid(value):
+      raise ValueError(f"{field} must be {allowed}, got {value!r}.")
+    return value
+
+  return Kind(allowed, check)
+
+
+def _check_named(field: str, value: Any) -> Any:
+  """A name stands for the dict without arguments, and None for the empty one.
+
+  Whether there must be a name is checked with what the name stands for.
+  """
+  if isinstance(value, str) and value:
+    return {"name": value}
+  return where(_NAMED, _is_dict).check(field, {} if value is None else value)
+
+
+def _check_task(field: str, value: Any) -> Any:
+  return value if isinstance(value, str) else _check_named(field, value)
+
+
+def _is_dict(value: Any) -> bool:
+  return isinstance(value, dict)
 
 
 def _is_int(value: Any) -> bool:
   return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_dict(field: str, value: Any, names: Sequence[str]) -> Any:
-  if not isinstance(value, dict):
-    raise ValueError(
-      f"{field} must be a dict with {', '.join(names)}, got {value!r}."
-    )
-  return value
+def _is_sequence(value: Any) -> bool:
+  return isinstance(value, (tuple, list))
 
 
-def _check_text(field: str, value: Any) -> str:
-  if not isinstance(value, str):
-    raise ValueError(f"{field} must be a string, got {value!r}.")
-  return value
+def _is_replicas(value: Any) -> bool:
+  return _is_int(value) and (value == -1 or value > 0)
 
 
-def _check_sequence(field: str, value: Any) -> Any:
-  if not isinstance(value, (tuple, list)):
-    raise ValueError(f"{field} must be a sequence, got {value!r}.")
-  return value
-
-
-def _check_named(field: str, value: Any) -> Any:
-  if isinstance(value, str):
-    return {"name": value}
-  if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-    raise ValueError(
-      f"{field} must be a name, or a dict with a 'name' and the arguments of "
-      f"what it names, got {value!r}."
-    )
-  return value
-
-
-def _check_wrappers(field: str, value: Any) -> Any:
-  try:
-    wrappers_lib.from_config(value)
-  except (TypeError, ValueError) as e:
-    is_type_error = isinstance(e, TypeError)
-    kind = checks.ArgumentTypeError if is_type_error else ValueError
-    raise kind(f"{field}: {e}") from e
-  return value
-
-
-def _check_steps_range(field: str, value: Any) -> Any:
-  is_range = isinstance(value, (tuple, list)) and (
-    len(value) == 0
-    or (len(value) == 2 and all(map(_is_int, value)) and value[0] > 0)
-  )
-  if not is_range or list(value) != sorted(value):
-    raise ValueError(
-      f"{field} must be () or (first step, last step), got {value!r}."
-    )
-  return value
-
-
-def _check_replicas(field: str, value: Any) -> int:
-  if not _is_int(value) or not (value == -1 or value > 0):
-    raise ValueError(
-      f"{field} must be a number of replicas, or -1 for as many as fit, got "
-      f"{value!r}."
-    )
-  return value
-
-
-def _is_axis(value: Any) -> bool:
-  return (
-    isinstance(value, (tuple, list))
-    and len(value) == 2
-    and isinstance(value[0], str)
-    # The strategy adds the axis "replica" itself.
-    and value[0] not in ("", "replica")
-    and _is_int(value[1])
-    and value[1] > 0
-  )
-
-
-def _check_axes(field: str, value: Any) -> Any:
-  if (
-    not isinstance(value, (tuple, list))
-    or not all(map(_is_axis, value))
-    or len({name for name, _ in value}) < len(value)
-  ):
-    raise ValueError(
-      f"{field} must be (name, size) pairs such as (('model', 2),), with "
-      f"different names other than 'replica', got {value!r}."
-    )
-  return value
-
-
-def _check_split(field: str, value: Any) -> Any:
-  if not isinstance(value, dict) or not all(
-    isinstance(pieces, (tuple, list)) and all(map(_is_int, pieces))
-    for pieces in value.values()
-  ):
-    raise ValueError(
-      f"{field} must be a dict from keys of the batch to numbers of pieces, "
-      f"such as {{'inputs': (1, 2, 4, 1)}}, got {value!r}."
-    )
-  return value
-
-
-def _check_evaluation_metric(field: str, value: Any) -> str:
+def _is_metric(value: Any) -> bool:
   # The metrics of training are means since the last row, and a signal adds a
   # row: a resumed run would have others than one without an interruption.
-  if not isinstance(value, str) or not (
+  return isinstance(value, str) and (
     value == "none" or value.startswith("eval_")
+  )
+
+
+def _is_steps_range(value: Any) -> bool:
+  if not _is_sequence(value) or not all(map(_is_int, value)):
+    return False
+  return not value or (len(value) == 2 and 0 < value[0] <= value[1])
+
+
+def _are_hooks(value: Any) -> bool:
+  return _is_sequence(value) and all(
+    ":" in str(hook.get("name") if _is_dict(hook) else hook) for hook in value
+  )
+
+
+def _are_axes(value: Any) -> bool:
+  if not _is_sequence(value) or not all(
+    _is_sequence(axis) and list(map(type, axis)) == [str, int] and axis[1] > 0
+    for axis in value
   ):
-    raise ValueError(
-      f"{field} must be 'none' or a metric of the evaluation, such as "
-      f"'eval_loss', got {value!r}."
-    )
-  return value
+    return False
+  # The strategy adds the axis "replica" itself.
+  return len({name for name, _ in value} - {"", "replica"}) == len(value)
 
 
-def _is_hook(value: Any) -> bool:
-  name = value.get("name") if isinstance(value, dict) else value
-  return isinstance(name, str) and ":" in name
+def _is_split(value: Any) -> bool:
+  return _is_dict(value) and all(
+    _is_sequence(pieces) and all(map(_is_int, pieces))
+    for pieces in value.values()
+  )
 
 
-def _check_hooks(field: str, value: Any) -> Any:
-  if not isinstance(value, (tuple, list)) or not all(map(_is_hook, value)):
-    raise ValueError(
-      f"{field} must be a sequence of names 'package.module:name' and dicts "
-      "with a 'name' and arguments, such as ('my_package.hooks:log',), got "
-      f"{value!r}."
-    )
-  return value
+_NAMED = 'a name, or {"name": ..., **arguments}'
 
-
-def _check_rules(field: str, value: Any) -> Any:
-  try:
-    rules.from_config(value, argument=field)
-  except TypeError as e:
-    # Every invalid field is a ValueError.
-    raise ValueError(str(e)) from e
-  return value
-
-
-def _check_optional_named(field: str, value: Any) -> Any:
-  # None: not set in `defaults`.
-  return {} if value in ({}, None) else _check_named(field, value)
-
-
-def _check_model(field: str, value: Any) -> Any:
-  if value is None:  # not set in `defaults`
-    return {}
-  if isinstance(value, dict) and "name" not in value:
-    return value  # a task's own model needs no name
-  return _check_named(field, value)
-
-
-def _check_task(field: str, value: Any) -> Any:
-  if isinstance(value, str) and value:
-    return value
-  return _check_named(field, value)
-
-
-# Below float32's largest number, 3.4e38: schedules compute in float32.
-POSITIVE = Kind(
-  float, "number above 0", functools.partial(checks.number, above=0, below=1e38)
-)
-NOT_NEGATIVE = Kind(
-  float,
-  "number, at least 0",
-  functools.partial(checks.number, minimum=0, below=1e38),
-)
-BOOLEAN = Kind(bool, "True or False", checks.boolean)
-STRING = Kind(str, "string", checks.string)
-TEXT = Kind(str, "string", _check_text)  # the empty one included
-# A name stands for the dict without arguments.
-_NAMED = 'name, or {"name": ..., **arguments}'
-NAMED = Kind(dict, _NAMED, _check_named)
-OPTIONAL_NAMED = Kind(dict, _NAMED, _check_optional_named)
-MODEL = Kind(dict, _NAMED, _check_model)
-TASK = Kind(dict, _NAMED, _check_task)
-WRAPPERS = Kind(tuple, "names, or (name, {**arguments}) pairs", _check_wrappers)
-STEPS_RANGE = Kind(tuple, "() or (first step, last step)", _check_steps_range)
-REPLICAS = Kind(int, "-1, or integer of at least 1", _check_replicas)
-AXES = Kind(tuple, "(name, size) pairs", _check_axes)
-RULES = Kind(tuple, "rules", _check_rules)
-SPLIT = Kind(dict, "{key: (pieces, ...)}", _check_split)
-EVALUATION_METRIC = Kind(str, '"none" or "eval_..."', _check_evaluation_metric)
-PATTERNS = Kind(tuple, "regular expressions", patterns_lib.check)
-LEARNING_RATES = Kind(
-  tuple, "(pattern, factor above 0) pairs", parameter_groups.check_factors
-)
-HOOKS = Kind(tuple, 'names or {"name": ..., **arguments}', _check_hooks)
+Boolean = Annotated[bool, Kind("True or False", checks.boolean)]
+Text = Annotated[str, where("string", lambda value: isinstance(value, str))]
+Natural = Annotated[int, at_least(0)]
+Count = Annotated[int, at_least(1)]
+Replicas = Annotated[int, where("-1, or integer of at least 1", _is_replicas)]
+Positive = Annotated[float, number("number above 0", above=0)]
+NotNegative = Annotated[float, number("number, at least 0", minimum=0)]
+Mode = Annotated[str, one_of("auto", "max", "min")]
+Metric = Annotated[
+  str,
+  where(
+    '"none", "eval_loss", "eval_accuracy" or another "eval_..."', _is_metric
+  ),
+]
+Named = Annotated[Any, Kind(_NAMED, _check_named)]
+Task = Annotated[Any, Kind(_NAMED, _check_task)]
+Hooks = Annotated[
+  Any,
+  where(
+    'a sequence of names "package.module:name", or dicts with a "name"',
+    _are_hooks,
+  ),
+]
+StepsRange = Annotated[
+  Any, where("() or (first step, last step)", _is_steps_range)
+]
+Axes = Annotated[
+  Any,
+  where(
+    '(name, size) pairs such as (("model", 2),), with different names other '
+    'than "replica"',
+    _are_axes,
+  ),
+]
+Split = Annotated[
+  Any,
+  where('{key: (pieces, ...)} such as {"inputs": (1, 2, 4, 1)}', _is_split),
+]
+Patterns = Annotated[Any, Kind("regular expressions", patterns_lib.check)]
+LearningRates = Annotated[
+  Any, Kind("(pattern, factor above 0) pairs", parameter_groups.check_factors)
+]
+Rules = Annotated[Any, readable("rules", rules_lib.from_config)]
+Wrappers = Annotated[
+  Any,
+  readable("names, or (name, {**arguments}) pairs", wrappers_lib.from_config),
+]

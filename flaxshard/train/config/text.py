@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 import re
 import textwrap
 
@@ -20,21 +19,16 @@ def help_text() -> str:
   ]
   for title, fields in definition.SECTIONS.items():
     lines += ["", f"{title}:"]
-    for path, field in _walk(fields):
-      facts = [field.kind.allowed]
-      if field.default is definition.REQUIRED:
-        facts.append("required")
-      elif not field.fields:  # each has its own default
-        facts.append(f"default {field.default!r}")
-      lines += ["", f"  {path}: {'; '.join(facts)}"]
+    for path, field in fields.items():
+      lines += ["", f"  {path}: {_facts(field)}"]
       lines += textwrap.wrap(
-        field.meaning.replace("`", ""),
+        field.meaning,
         _WIDTH,
         initial_indent=" " * 6,
         subsequent_indent=" " * 6,
         break_on_hyphens=False,
       )
-  return "\n".join(lines)
+  return "\n".join(lines).replace("`", "")
 
 
 def markdown() -> str:
@@ -42,25 +36,20 @@ def markdown() -> str:
   lines = []
   for title, fields in definition.SECTIONS.items():
     lines += [f"## {title}", ""]
-    for path, field in _walk(fields):
-      # What is written in a config is code.
-      code = r'[({].*[)}]|"[^"]*"'
-      allowed = re.sub(code, r"`\g<0>`", field.kind.allowed)
-      facts = f"Allowed: {allowed}."
-      if field.default is definition.REQUIRED:
-        facts += " Required."
-      elif not field.fields:  # each has its own default
-        facts += f" Default: `{field.default!r}`."
+    for path, field in fields.items():
       level = "#" * (3 + path.count("."))
+      facts = f"Allowed: {_facts(field)}."
       lines += [f"{level} `{path}`", "", field.meaning, "", facts, ""]
   return "\n".join(lines).strip()
 
 
-def _walk(
-  fields: Sequence[Field], prefix: str = ""
-) -> Iterator[tuple[str, Field]]:
-  """Yields the paths of fields, and the fields."""
-  for field in fields:
-    path = f"{prefix}{field.name}"
-    yield path, field
-    yield from _walk(field.fields, f"{path}.")
+def _facts(field: Field) -> str:
+  """Returns what is allowed, and the default, in Markdown."""
+  # What is written in a config is code.
+  facts = re.sub(r'[({].*[)}]|"[^"]*"', r"`\g<0>`", field.kind.allowed)
+  if field.default is definition.REQUIRED:
+    return f"{facts}; required"
+  # Of a dict with fields, each has a default of its own.
+  return (
+    facts if field.type is dict else f"{facts}; default `{field.default!r}`"
+  )
