@@ -62,6 +62,7 @@ one of four workers.
 
 # Flags only: the training loop is in flaxshard/train/loop.py.
 
+from collections.abc import Iterable
 import faulthandler
 import signal
 import sys
@@ -145,11 +146,7 @@ def main(argv: list[str]) -> None:
     absl_logging.set_verbosity(absl_logging.WARNING)
 
   verbose = FLAGS.verbosity > 0
-  with (
-    command_line.end_after_failure(),
-    command_line.report_mistakes(verbose),
-    console.print_log(),
-  ):
+  with command_line.report_mistakes(verbose), console.print_log():
     if FLAGS.synchronize:
       # Imported here: a run does not need it.
       from flaxshard.train import synchronize
@@ -185,13 +182,11 @@ def main(argv: list[str]) -> None:
 
 def _run_worker(config: Any) -> None:
   """Runs one of the workers of an AGN with a center in a store."""
-  for name in ("coordinator_address", "heartbeat_timeout"):
-    if FLAGS[name].present:
-      raise ValueError(
-        f"--{name}={FLAGS[name].value} is for processes that JAX connects, not "
-        "for the workers of an AGN with transport='store': they meet in "
-        "WORKDIR/center."
-      )
+  _refuse(
+    ("coordinator_address", "heartbeat_timeout"),
+    "is for processes that JAX connects, not for the workers of an AGN with "
+    "transport='store': they meet in WORKDIR/center.",
+  )
   loop.train_and_evaluate(
     config,
     FLAGS.workdir,
@@ -207,12 +202,10 @@ def _print_plan(config: Any, is_worker: bool) -> None:
     # The plan is that of one of so many workers.
     refused.remove("num_processes")
     config = ranks.config_of_worker(config, FLAGS.num_processes or 1)
-  for name in refused:
-    if FLAGS[name].present:
-      raise ValueError(
-        f"--{name}={FLAGS[name].value} cannot be used with --plan={FLAGS.plan}:"
-        " a plan runs in one process."
-      )
+  _refuse(
+    refused,
+    f"cannot be used with --plan={FLAGS.plan}: a plan runs in one process.",
+  )
   # Ctrl-C ends the program at once: Python's own handler would wait for the
   # compiler, for minutes.
   signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -223,12 +216,11 @@ def _print_plan(config: Any, is_worker: bool) -> None:
 
 
 def _run_local_processes(config: Any, is_worker: bool) -> NoReturn:
-  for name in _CONNECTION_FLAGS:
-    if FLAGS[name].present:
-      raise ValueError(
-        f"--local_processes={FLAGS.local_processes} chooses --{name} itself: "
-        "give one of the two."
-      )
+  _refuse(
+    _CONNECTION_FLAGS,
+    f"cannot be used with --local_processes={FLAGS.local_processes}, which "
+    "chooses it.",
+  )
   raise SystemExit(
     local.run(
       [sys.executable, "-m", "flaxshard", *sys.argv[1:]],
@@ -237,6 +229,12 @@ def _run_local_processes(config: Any, is_worker: bool) -> NoReturn:
       connected=not is_worker,
     )
   )
+
+
+def _refuse(names: Iterable[str], why: str) -> None:
+  for name in names:
+    if FLAGS[name].present:
+      raise ValueError(f"--{name}={FLAGS[name].value} {why}")
 
 
 if __name__ == "__main__":

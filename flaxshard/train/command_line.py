@@ -23,8 +23,6 @@ from flaxshard.train.config import text as config_text
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-_TRACEBACK_HINT = " (--verbosity=1 shows the traceback.)"
-
 # What `train_and_evaluate` raises at a mistake of the user; a RuntimeError if a
 # worker was started twice.
 _MISTAKES = (
@@ -119,7 +117,10 @@ def parse_flags(
 def report_mistakes(verbose: bool) -> Iterator[None]:
   """Exits with the message of a mistake that flaxshard found.
 
-  An error that other code raised keeps its traceback.
+  An error that other code raised keeps its traceback. After a failure among
+  several processes this one ends at once: the regular exit would wait for the
+  others. An exception that is raised again is left to `sys.excepthook`; see
+  `failures.watch`.
 
   Args:
     verbose: Whether all errors keep their traceback.
@@ -129,45 +130,33 @@ def report_mistakes(verbose: bool) -> Iterator[None]:
   except _MISTAKES as error:
     if verbose or not _is_raised_by_flaxshard(error):
       raise
-    _exit(f"{error}{_TRACEBACK_HINT}")
-  except SystemExit:
-    # All is saved: another Ctrl-C should not change the exit code.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise
+    code = 1
+    message = f"flaxshard: {error} (--verbosity=1 shows the traceback.)"
   except KeyboardInterrupt:
     if verbose:
       raise
     # The exit code that a shell reports for a process ended by Ctrl-C.
-    print("\nstopped; the checkpoints saved so far are kept", file=sys.stderr)
-    raise SystemExit(130) from None
-
-
-@contextlib.contextmanager
-def end_after_failure() -> Iterator[None]:
-  """Ends this process at once at a SystemExit after a failure.
-
-  The regular exit would wait for the other processes. An exception of another
-  type is left to `sys.excepthook`; see `failures.watch`.
-  """
-  try:
-    yield
-  except SystemExit as e:
-    if failures.has_failed():
-      if isinstance(e.code, str):
-        print(e.code, file=sys.stderr)
-      if not e.code:
-        # In a user's code. The run is not complete.
-        print(f"flaxshard: SystemExit({e.code}) ends the run", file=sys.stderr)
-      failures.end(e.code if isinstance(e.code, int) and e.code else 1)
-    raise
+    code = 130
+    message = "\nstopped; the checkpoints saved so far are kept"
+  except SystemExit as error:
+    # All is saved: another Ctrl-C should not change the exit code.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not failures.has_failed():
+      raise
+    # In a user's code. The run is not complete.
+    code = error.code if isinstance(error.code, int) and error.code else 1
+    message = f"flaxshard: SystemExit({error.code}) ends the run"
+  else:
+    return
+  print(message, file=sys.stderr)
+  if failures.has_failed():
+    failures.end(code)
+  raise SystemExit(code)
 
 
 def _exit(message: str) -> NoReturn:
   print(f"flaxshard: {message}", file=sys.stderr)
-  error = SystemExit(1)
-  # For the other processes.
-  error.add_note(message)
-  raise error from None
+  raise SystemExit(1)
 
 
 def _is_raised_by_flaxshard(error: BaseException) -> bool:

@@ -7,6 +7,7 @@ import pytest
 
 import flaxshard as fs
 from flaxshard.train import config as config_lib
+from flaxshard.train.config import definition
 from flaxshard.train.config import text
 
 _CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -95,6 +96,7 @@ def test_the_help_has_the_type_the_default_and_the_meaning_of_each_field():
   for field in fs.config.defaults():
     assert f"\n  {field}: " in printed
     assert f"\n### `{field}`\n" in text.markdown()
+  assert all(field.meaning for field in definition.FIELDS.values())
   assert "\n#### `mesh.replica`\n\nNumber of replicas" in text.markdown()
 
 

@@ -323,7 +323,9 @@ def read(group: type, prefix: str = "") -> dict[str, Field]:
       fields |= read(hint, f"{path}.")
     else:
       default = vars(group).get(name, REQUIRED)
-      fields[path] = Field(*get_args(hint), default, meanings[name])
+      value_type, kind = get_args(hint)
+      meaning = meanings.get(name, "")
+      fields[path] = Field(value_type, kind, default, meaning)
   return fields
 
 
@@ -340,9 +342,9 @@ def _meanings(group: type) -> dict[str, str]:
 
 
 # Titles, and the fields below them.
-SECTIONS = {
-  _about(section).rstrip("."): read(section) for section in Config.__bases__
-}
+SECTIONS = [
+  (_about(section).rstrip("."), read(section)) for section in Config.__bases__
+]
 FIELDS = {
-  path: field for fields in SECTIONS.values() for path, field in fields.items()
+  path: field for _, fields in SECTIONS for path, field in fields.items()
 }

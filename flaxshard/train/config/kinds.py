@@ -35,7 +35,7 @@ def at_least(minimum: int) -> Kind:
   return Kind(f"integer, at least {minimum}", check)
 
 
-def number(allowed: str, **bounds: float) -> Kind:
+def number(allowed: str, **bounds: Any) -> Kind:
   """Returns the kind of numbers within bounds, see `checks.number`."""
   # Below float32's largest number, 3.4e38: schedules compute in float32.
   return Kind(allowed, functools.partial(checks.number, below=1e38, **bounds))

@@ -17,7 +17,7 @@ def help_text() -> str:
     "The fields of a config. A config file has what differs from the defaults;",
     "--config.FIELD=VALUE sets a field on the command line.",
   ]
-  for title, fields in definition.SECTIONS.items():
+  for title, fields in definition.SECTIONS:
     lines += ["", f"{title}:"]
     for path, field in fields.items():
       lines += ["", f"  {path}: {_facts(field)}"]
@@ -34,7 +34,7 @@ def help_text() -> str:
 def markdown() -> str:
   """Returns all fields in Markdown, a heading each, for docs/config.md."""
   lines = []
-  for title, fields in definition.SECTIONS.items():
+  for title, fields in definition.SECTIONS:
     lines += [f"## {title}", ""]
     for path, field in fields.items():
       level = "#" * (3 + path.count("."))
