@@ -1,6 +1,5 @@
 """The command line: flags, errors, virtual devices and signals."""
 
-import json
 import os
 import pathlib
 import re
@@ -9,29 +8,12 @@ import subprocess
 import sys
 import time
 
+import forked_programs
 import pytest
 import tiny
 import xla_flags
 
 _ROOT = pathlib.Path(__file__).parents[2]
-
-
-# Runs `python -m flaxshard` with each list of arguments, after one import of
-# what it imports.
-_RUN_EACH = """
-import json, os, runpy, sys
-from flaxshard.processes import local
-from flaxshard.train import command_line, loop
-
-for index, arguments in enumerate(json.loads(sys.argv[1])):
-  if not os.fork():
-    with open(f"{sys.argv[2]}/{index}", "w") as output:
-      os.dup2(output.fileno(), 1)
-      os.dup2(output.fileno(), 2)
-    sys.argv[1:] = arguments
-    runpy.run_module("flaxshard", run_name="__main__", alter_sys=True)
-  print(os.waitstatus_to_exitcode(os.wait()[1]))
-"""
 
 
 @pytest.mark.slow
@@ -49,30 +31,30 @@ def test_help_and_mistakes(tmp_path):
     "--num_processes=2": ("--process_id", "--coordinator_address"),
     f"--workdir={file}": (str(file), "it is a file"),
   }
-  calls = [["--help"], ["--help=config"], ["--list"]]
-  for arguments in mistakes:
-    calls.append(["--config=configs/digits.py", f"--workdir={tmp_path}"])
-    calls[-1] += arguments.split()
-  result = subprocess.run(
-    [sys.executable, "-c", _RUN_EACH, json.dumps(calls), str(tmp_path)],
-    cwd=_ROOT,
-    capture_output=True,
-    text=True,
-    timeout=240,
-  )
-  # absl exits with 1 after --help.
-  codes = ["1", "0", "0", *["1"] * len(mistakes)]
-  assert result.stdout.split() == codes, result.stderr
-  outputs = [(tmp_path / str(i)).read_text() for i in range(len(calls))]
-  for part in ("--config.batch_size=", "--workdir", "metrics.jsonl", "Ctrl-C"):
-    assert part in outputs[0], part
-  assert "mesh.virtual_devices" in outputs[1]
-  assert "lm_text_fsdp" in outputs[2]
-  for facts, output in zip(mistakes.values(), outputs[3:], strict=True):
-    for fact in ("flaxshard: ", *facts):
-      assert fact in output, output
-    assert "Traceback" not in output
-    assert len(output.splitlines()) <= 4
+  with forked_programs.Programs() as programs:
+
+    def start(*arguments):
+      return programs.start(tmp_path, *arguments)
+
+    usage, fields, names = map(start, ("--help", "--help=config", "--list"))
+    failed = {
+      facts: start(
+        "--config=digits", f"--workdir={tmp_path}/w", *arguments.split()
+      )
+      for arguments, facts in mistakes.items()
+    }
+    # absl exits with 1 after --help.
+    printed = usage.end(code=1)
+    for part in ("--config.batch_size=", "--workdir", "metrics.jsonl"):
+      assert part in printed, part
+    assert "mesh.virtual_devices" in fields.end()
+    assert "lm_text_fsdp" in names.end()
+    for facts, program in failed.items():
+      output = program.end(code=1)
+      for fact in ("flaxshard: ", *facts):
+        assert fact in output, output
+      assert "Traceback" not in output
+      assert len(output.splitlines()) <= 4
 
 
 @pytest.mark.slow
