@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-import hashlib
 import json
 import os
 import socket
@@ -20,12 +19,11 @@ _VALUE_LENGTH = 300
 def check_agreement(facts: Mapping[str, Any], hint: str = "") -> None:
   """Raises in all processes if the facts of any two processes differ.
 
-  All processes must call it. With one process it does nothing. The processes
-  exchange digests; only where these differ are the facts themselves compared.
+  All processes must call it. With one process it does nothing.
 
   Args:
-    facts: Facts by name, which must be equal in all processes. The values are
-      made of dicts, lists, strings, numbers, bools and None.
+    facts: A few facts by name, which must be equal in all processes. The values
+      are made of dicts, lists, strings, numbers, bools and None.
     hint: A sentence for the message that says what to do.
 
   Raises:
@@ -35,28 +33,20 @@ def check_agreement(facts: Mapping[str, Any], hint: str = "") -> None:
   Example:
     >>> check_agreement({"seed": 0})
   """
-  index, count = multihost.process_index(), multihost.process_count()
-  if count == 1:
+  if multihost.process_count() == 1:
     return
-  # As JSON, which has lists for tuples, like the facts of other processes.
-  text = json.dumps(facts, sort_keys=True)
-  digests = multihost.exchange(hashlib.sha256(text.encode()).hexdigest())
-  other = next((i for i in range(count) if digests[i] != digests[0]), None)
-  if other is None:
-    return
-  name = f"process {index} (host {socket.gethostname()}, pid {os.getpid()})"
-  # The facts may be large: of two processes only.
-  sent = json.dumps([name, text]) if index in (0, other) else ""
-  received = multihost.exchange(sent)
-  name_0, text_0 = json.loads(received[0])
-  name_1, text_1 = json.loads(received[other])
-  field, value_0, value_1 = _first_difference(
-    "", json.loads(text_0), json.loads(text_1)
-  )
-  raise ValueError(
-    f"the processes disagree on {field}: {_short(value_0)} in {name_0}, "
-    f"{_short(value_1)} in {name_1}. {hint}".rstrip()
-  )
+  name = f"process {multihost.process_index()}"
+  name = f"{name} (host {socket.gethostname()}, pid {os.getpid()})"
+  texts = multihost.exchange(json.dumps([name, facts], sort_keys=True))
+  # As JSON, which has lists for tuples.
+  (name_0, facts_0), *others = map(json.loads, texts)
+  for name_1, facts_1 in others:
+    if facts_1 != facts_0:
+      field, value_0, value_1 = _first_difference("", facts_0, facts_1)
+      raise ValueError(
+        f"the processes disagree on {field}: {_short(value_0)} in {name_0}, "
+        f"{_short(value_1)} in {name_1}. {hint}".rstrip()
+      )
 
 
 def _first_difference(field: str, a: Any, b: Any) -> tuple[str, Any, Any]:

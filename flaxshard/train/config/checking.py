@@ -167,7 +167,7 @@ def check(config: Any) -> ml_collections.ConfigDict:
     group, name = _find(checked, path)
     if group[name] is None and field.default is definition.REQUIRED:
       raise ValueError(
-        f"config.{path} is missing, and has no default: it must be "
+        f"config.{path} is missing, and has no default; allowed: "
         f"{field.kind.allowed}."
       )
     try:
@@ -231,7 +231,7 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
     for path in paths:
       is_off = values[switch] == FIELDS[switch].default
       if is_off and values[path] != FIELDS[path].default:
-        yield f"{show(path)} needs {switch}, and {show(switch)}."
+        yield f"{show(path)} has no effect with {show(switch)}."
   for metric, mode in (
     ("best_metric", "best_mode"),
     ("early_stopping.metric", "early_stopping.mode"),

@@ -150,7 +150,7 @@ def _is_split(value: Any) -> bool:
 _NAMED = 'a name, or {"name": ..., **arguments}'
 
 Boolean = Annotated[bool, Kind("True or False", checks.boolean)]
-Text = Annotated[str, where("string", lambda value: isinstance(value, str))]
+Text = Annotated[str, where("a string", lambda value: isinstance(value, str))]
 Natural = Annotated[int, at_least(0)]
 Count = Annotated[int, at_least(1)]
 Replicas = Annotated[int, where("-1, or integer of at least 1", _is_replicas)]
