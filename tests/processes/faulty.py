@@ -5,8 +5,8 @@ FAULT is a JSON object:
   process  the index of the process that fails
   place    "training" (after a row of metrics), "save" (while a checkpoint is
            written) or "data"
-  kind     "kill", "freeze", "terminate", "interrupt", "interrupt thrice",
-           "exception" or "exit"
+  kind     "kill", "terminate", "interrupt", "interrupt thrice", "exception" or
+           "exit"
   workdir  the folder of the run
 
 The fault writes a line `FAULT at <seconds since the epoch>` to standard error.
@@ -29,7 +29,6 @@ from flaxshard.core import multihost
 _FAULT = json.loads(os.environ.get("FAULT", "{}"))
 _SIGNALS = {
   "kill": signal.SIGKILL,
-  "freeze": signal.SIGSTOP,
   "terminate": signal.SIGTERM,
   "interrupt": signal.SIGINT,
 }

@@ -150,26 +150,8 @@ def is_running(pid):
   return bool(state) and not state.startswith("Z")
 
 
-CONFIG = """
-import flaxshard as fs
-def get_config():
-  config = fs.config.read("digits")
-  config.model = {"name": "cnn", "features": (2,), "dense": 4}
-  config.schedule = {"name": "constant"}
-  config.precision, config.wrappers = "float32", ()
-  config.mesh.virtual_devices = 2
-  config.writer = "none"
-  config.log_every_steps = 1
-  config.num_train_steps = 100_000
-  config.eval_every_steps = config.checkpoint_every_steps = 100_000
-  return config
-"""
-
-
 @pytest.mark.slow
 def test_ctrl_c_saves_a_checkpoint(tmp_path):
-  config = tmp_path / "config.py"
-  config.write_text(CONFIG)
   # The command of the guide, with two processes and a smaller model.
   (line,) = re.findall(
     r"^flaxshard (--local_processes=4 --config=digits .*)$",
@@ -177,8 +159,12 @@ def test_ctrl_c_saves_a_checkpoint(tmp_path):
     re.M,
   )
   command = [sys.executable, "-m", "flaxshard", *line.split()]
-  command += ["--local_processes=2", f"--config={config}"]
-  command += [f"--workdir={tmp_path / 'run'}"]
+  command += ["--local_processes=2", f"--workdir={tmp_path / 'run'}"]
+  command += ["--config.model.features=(2,)", "--config.model.dense=4"]
+  command += ["--config.mesh.virtual_devices=2", "--config.writer=none"]
+  command += ["--config.log_every_steps=1", "--config.num_train_steps=100000"]
+  command += ["--config.precision=float32", "--config.wrappers=()"]
+  command += ["--config.checkpoint_every_steps=100000"]
   parent = subprocess.Popen(
     command,
     cwd=_ROOT,
