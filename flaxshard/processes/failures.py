@@ -11,7 +11,7 @@ and names its number.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 import contextlib
 import json
 import logging
@@ -44,6 +44,9 @@ _TEXT_LENGTH = 2000
 _SAME_ERROR_SECONDS = 5.0
 _CLEANUP_SECONDS = 8.0
 
+# Seconds in which a process answers a failure.
+_ANSWER_SECONDS = 3.0
+
 _HOW_TO_RESUME = (
   "The same command on all processes continues from the last checkpoint."
 )
@@ -70,7 +73,8 @@ class _Watcher:
     self._client = multihost.coordination_client()
     here = f"host {socket.gethostname()}, pid {os.getpid()}"
     self._name = f"process {self._index} ({here})"
-    # The failures in which this process has raised an exception.
+    # The last failure, and those in which this process has raised an exception.
+    self._number = 0
     self._raised = 0
     self._has_raised = threading.Condition()
     self._thread = threading.Thread(target=self._listen, daemon=True)
@@ -111,6 +115,7 @@ class _Watcher:
         if not message.endswith(first["error"]):
           _log.error("before the error of this process, %s", first["text"])
     with self._has_raised:
+      self._number = self._raised
       self._raised += 1
       self._has_raised.notify_all()
 
@@ -125,28 +130,38 @@ class _Watcher:
       text: Why the process ends, for the log.
     """
     messages = [text] if text else []
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-      self._client.key_value_set(f"{_PREFIX}/ended/{self._index}", "")
-      if self._index == 0 and (silent := self._wait_for_others()):
-        names = ", ".join(map(str, silent))
-        messages.append(f"no answer from process {names}: killed, or frozen")
+    silent: set[int] = set()
+    if self._index == 0:
+      silent = self._wait_for_all(f"answered/{self._number}", _ANSWER_SECONDS)
+    if silent:
+      names = ", ".join(map(str, sorted(silent)))
+      messages.append(f"no answer from process {names}: killed, or frozen")
     if messages:
       _log.error("%s", "\n".join([*messages, _HOW_TO_RESUME]))
     for stream in (sys.stdout, sys.stderr, *logging.getLogger().handlers):
       with contextlib.suppress(Exception):
         stream.flush()
+    self._set(f"ended/{self._index}")
+    if self._index == 0:
+      self._wait_for_all("ended", _CLEANUP_SECONDS, silent)
     os._exit(code)
 
-  def _wait_for_others(self) -> list[int]:
-    """Waits until the other processes end; returns those that do not."""
-    deadline = time.monotonic() + _CLEANUP_SECONDS
-    while True:
-      found = self._client.key_value_dir_get(f"{_PREFIX}/ended/")
-      ended = {int(name.rpartition("/")[2]) for name, _ in found}
-      running = sorted({*range(multihost.process_count())} - ended)
-      if not running or time.monotonic() > deadline:
-        return running
-      time.sleep(0.05)
+  def _set(self, key: str) -> None:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+      self._client.key_value_set(f"{_PREFIX}/{key}", "")
+
+  def _wait_for_all(
+    self, key: str, seconds: float, lost: Collection[int] = ()
+  ) -> set[int]:
+    """Returns the others that have not set a key within some seconds."""
+    deadline = time.monotonic() + seconds
+    missing = {*range(multihost.process_count())} - {self._index, *lost}
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+      while missing and time.monotonic() < deadline:
+        found = self._client.key_value_dir_get(f"{_PREFIX}/{key}/")
+        missing -= {int(name.rpartition("/")[2]) for name, _ in found}
+        time.sleep(0.05)
+    return missing
 
   def _listen(self) -> None:
     number = 0
@@ -154,6 +169,8 @@ class _Watcher:
     with contextlib.suppress(jax.errors.JaxRuntimeError):
       while True:
         failure = self._receive(number, _FOREVER_MS)
+        self._number = number
+        self._set(f"answered/{number}/{self._index}")
         if not self._raises(number):
           self.end(1, f"{self._name} ends: {failure['text']}")
         if not self.is_clean.wait(_CLEANUP_SECONDS):
