@@ -44,7 +44,8 @@ import virtual_network
 import flaxshard as fs
 from flaxshard import data as data_lib
 from flaxshard import models
-from flaxshard.center import synchronizer
+from flaxshard.center import facts
+from flaxshard.center import merge
 from flaxshard.center.store import Objects
 from flaxshard.core.policy import Policy
 from flaxshard.replicas import context as replica_context
@@ -70,7 +71,7 @@ class PackedMean(base.Base):
   `fs.CrossShard("mean")` leaves the gradients as they are.
   """
 
-  reduces_gradients = True
+  reduces = "self"
 
   def apply(
     self, state: Any, target: base.Target, grads: Any, next: base.Next
@@ -283,9 +284,10 @@ def serve_bucket(folder: pathlib.Path, host: int, method: Method) -> None:
   if method.synchronizer:
     # What `flaxshard --synchronize` does for a run with a config.
     objects = Objects(f"{_DIRECTORY}/center")
-    synchronizer.wait_for_run(objects, lambda: False)
+    while facts.read(objects) is None:
+      time.sleep(0.1)
     state = create_state(method, *load(1)[::2])
-    synchronizer.synchronize(objects, state, lambda: False)
+    merge.synchronize(objects, state, lambda: False)
   server.wait()
 
 
