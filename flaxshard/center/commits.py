@@ -1,4 +1,4 @@
-"""Commits as they lie in the store, and the updates that they make together.
+"""Commits as they lie in the store, and the update that they make together.
 
 A commit has `steps` and `examples`, the local step `step`, the `version` of the
 center that it started from, and `arrays` by path: encoded gradients, and with
@@ -9,79 +9,158 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flaxshard.center import encoding
+from flaxshard.center import heads
+from flaxshard.center import store
 from flaxshard.center import update as update_lib
-from flaxshard.center.store import DamagedError
-from flaxshard.center.store import unpack
-from flaxshard.center.update import Arrays
+from flaxshard.center.heads import Arrays
+from flaxshard.center.heads import Center
 from flaxshard.center.update import CenterUpdate
+from flaxshard.core import gradients
 
 _NUMBERS = ("steps", "examples", "step", "version")
+
+
+class Stored(NamedTuple):
+  """A commit in the store: its key, the start of its worker, its step."""
+
+  key: str
+  name: str
+  step: int
+
+  @property
+  def worker(self) -> str:
+    """The number of the worker."""
+    return self.name.partition("-")[0]
+
+
+def key_of(fragment: int, name: str, step: int) -> str:
+  """Returns the key of a commit.
+
+  Args:
+    fragment: The number of the fragment.
+    name: The start of the worker, `worker-start`.
+    step: The local step.
+  """
+  return f"commit/{fragment}/{name}/{step:09d}"
+
+
+def find(objects: store.Objects, prefix: str = "") -> list[Stored]:
+  """Returns the commits in the store.
+
+  Args:
+    objects: The store.
+    prefix: How their keys go on after `commit/`.
+  """
+  keys = [key.split("/") for key in objects.list(f"commit/{prefix}")]
+  return [
+    Stored("/".join(parts), parts[2], int(parts[3]))
+    for parts in keys
+    if len(parts) == 4 and parts[3].isdigit()
+  ]
 
 
 def decode(
   update: CenterUpdate, fragment: int, key: str, content: bytes
 ) -> dict[str, Any]:
-  """Returns a commit with decoded arrays.
+  """Returns a commit with decoded arrays, gradients as the mean of its steps.
 
   Raises:
     DamagedError: It is damaged, or is no commit of this run.
   """
-  commit = unpack(key, content)
+  commit = store.unpack(key, content)
   try:
+    numbers = {name: float(commit[name]) for name in _NUMBERS}
     arrays = {
       path: encoding.decode(x).astype(update.layout[path][1])
       for path, x in commit["arrays"].items()
     }
-    numbers = {name: float(commit[name]) for name in _NUMBERS}
     is_valid = (
       all(map(math.isfinite, numbers.values()))
-      and numbers["steps"] > 0
-      and numbers["examples"] > 0
+      and min(numbers["steps"], numbers["examples"]) > 0
+      and {update.fragment_of[path] for path in arrays} <= {fragment}
       and all(
-        update.fragment_of[path] == fragment
-        and x.shape == update.layout[path][0]
-        and np.isfinite(x).all()
+        x.shape == update.layout[path][0] and np.isfinite(x).all()
         for path, x in arrays.items()
       )
       and all(
-        path in arrays
+        path in arrays or update.fragment_of[path] != fragment
         for path in update.others
-        if update.fragment_of[path] == fragment
       )
     )
   # Whatever it is: nobody else's training ends by it.
   except Exception as e:
-    raise DamagedError(f"{key} is no commit of this run: {e!r}") from e
+    raise store.DamagedError(f"{key} is no commit of this run: {e!r}") from e
   if not is_valid:
-    raise DamagedError(f"{key} is no commit of this run.")
+    raise store.DamagedError(f"{key} is no commit of this run.")
+  if not update.agn.commit_delta:
+    for path in update.accumulators & arrays.keys():
+      arrays[path] = arrays[path] / arrays[path].dtype.type(numbers["steps"])
   return {**numbers, "arrays": arrays}
 
 
-def combine(
-  update: CenterUpdate, commits: list[dict[str, Any]]
-) -> Iterator[Arrays]:
-  """Yields what each update of the center gets: see `CenterUpdate.apply`.
+def merge(
+  update: CenterUpdate, center: Center, commits: list[dict[str, Any]]
+) -> tuple[Center, Arrays]:
+  """Returns the next version of a center.
 
   Args:
     update: The center's update.
-    commits: The commits. Sequential ones are applied one by one, others as one,
-      their mean weighted by examples.
+    center: The center with its slots.
+    commits: Decoded commits. Sequential ones are applied one by one, others as
+      one, their mean weighted by examples.
+
+  Returns:
+    The new center; and the change as `heads.add_change` takes it, `{}` without
+    `commit_dtype`.
   """
+  exact, slots = dict(center.arrays), center.slots
+  for path, x in center.remainders.items():
+    exact[path] = exact[path] + x
+  for committed in _combine(update, commits):
+    exact, slots = update.apply(exact, slots, committed)
+  new = Center(center.fragment, center.version + 1, exact, slots)
+  dtype = update.agn.transport.commit_dtype
+  if dtype is None:
+    return new, {}
+  # Center and workers apply what is encoded, so that they stay equal.
+  change = {
+    path: {"by": encoding.encode(_difference(exact[path], x), dtype)}
+    if path in update.accumulators and x.dtype.kind in "fV"
+    else {"to": exact[path]}
+    for path, x in center.arrays.items()
+  }
+  arrays = heads.add_change(center.arrays, change)
+  remainders = {
+    path: _difference(exact[path], x)
+    for path, x in arrays.items()
+    if "by" in change[path]
+  }
+  return new._replace(arrays=arrays, remainders=remainders), change
+
+
+def _difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+  wide = gradients.accumulator_dtype(b.dtype)
+  return a.astype(wide) - b.astype(wide)
+
+
+def _combine(
+  update: CenterUpdate, commits: list[dict[str, Any]]
+) -> Iterator[Arrays]:
+  """Yields what each update of the center gets: see `CenterUpdate.apply`."""
   if update.agn.commit == "sequential":
-    for commit in commits:
-      yield _normalize(update, commit)
+    yield from (commit["arrays"] for commit in commits)
     return
   weights = np.array([c["examples"] for c in commits], np.float64)
   weights /= weights.sum()
   factors = weights if update.agn.commit == "mean" else np.ones(len(commits))
   combined: Arrays = {}
   for commit, factor, weight in zip(commits, factors, weights, strict=True):
-    for path, x in _normalize(update, commit).items():
+    for path, x in commit["arrays"].items():
       join: Any = np.add
       if path in update.accumulators:
         part = x * x.dtype.type(factor)
@@ -91,15 +170,3 @@ def combine(
         part = x.astype(np.float32) * np.float32(weight)
       combined[path] = join(combined[path], part) if path in combined else part
   yield {path: x.astype(update.layout[path][1]) for path, x in combined.items()}
-
-
-def _normalize(update: CenterUpdate, commit: dict[str, Any]) -> Arrays:
-  """Returns the arrays of a commit with the mean gradients of its steps."""
-  if update.agn.commit_delta:
-    return commit["arrays"]
-  return {
-    path: x / x.dtype.type(commit["steps"])
-    if path in update.accumulators
-    else x
-    for path, x in commit["arrays"].items()
-  }

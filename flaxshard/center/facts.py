@@ -8,9 +8,10 @@ import math
 from typing import Any
 import zlib
 
-from flaxshard.center import update as update_lib
-from flaxshard.center.store import DamagedError
+from flaxshard.center import train_states
 from flaxshard.center.store import Objects
+from flaxshard.center.store import pack
+from flaxshard.center.store import unpack
 from flaxshard.center.update import CenterUpdate
 from flaxshard.state.train_state import TrainState
 
@@ -30,9 +31,10 @@ def describe(
     state: The train state of a worker.
     facts: Further facts, such as the config.
   """
-  agn, own = update_lib.find(state)
-  store = agn.transport
-  arrays = update_lib.by_path(update_lib.center_of(state, own))
+  agn = update.agn
+  arrays = train_states.by_path(train_states.parts(state)["center"])
+  # The other options may change, as the number of workers may.
+  options = ("fragments", "delay", "blend", "commit_dtype")
   return {
     # First: a field of a config says more than what follows from it.
     **json.loads(json.dumps(facts)),
@@ -41,15 +43,11 @@ def describe(
       "commit": agn.commit,
       "commit_delta": agn.commit_delta,
       "outer_tx": agn.outer_tx is not None,
-      "transport": {
-        name: getattr(store, name)
-        # Others may change, as the number of workers may.
-        for name in ("fragments", "delay", "blend", "commit_dtype")
-      },
+      "transport": {name: getattr(agn.transport, name) for name in options},
     },
     "arrays": {p: f"{x.dtype}{list(x.shape)}" for p, x in arrays.items()},
     "parameters that do not change": {
-      path: zlib.crc32(update_lib.to_host(x).tobytes())
+      path: zlib.crc32(train_states.to_host(x).tobytes())
       for path, x in arrays.items()
       if path.startswith("params") and path not in update.fragment_of
     },
@@ -68,11 +66,9 @@ def agree(objects: Objects, own: dict[str, Any]) -> None:
     ValueError: They differ; the message has the path and both values.
   """
   content, generation = objects.read(_KEY)
-  if content is None:
-    if objects.write(_KEY, json.dumps(own).encode(), generation) is not None:
-      return
-  found = read(objects) or {}
-  for path, there, here in _differences("", found, own):
+  if content is None and objects.write(_KEY, pack(own), generation) is not None:
+    return
+  for path, there, here in _differences("", read(objects), own):
     raise ValueError(
       f"Worker: {path} is {here!r} here, and {there!r} in the run in "
       f"{objects.url}. All workers need the same. For another run use another "
@@ -83,10 +79,7 @@ def agree(objects: Objects, own: dict[str, Any]) -> None:
 def read(objects: Objects) -> dict[str, Any] | None:
   """Returns the facts of the run in a store; None before its first worker."""
   content, _ = objects.read(_KEY)
-  try:
-    return None if content is None else json.loads(content)
-  except ValueError as e:
-    raise DamagedError(f"{_KEY} in {objects.url} is damaged: {e}") from e
+  return None if content is None else unpack(_KEY, content)
 
 
 def _differences(

@@ -1,30 +1,39 @@
 """Heads: the objects that name the newest version of each fragment.
 
-A head changes by compare-and-swap only. What it names is written once, under
-unique names, and never changed. So a center, its slots and the commits in it
+A head changes by compare-and-swap only. What it names is written once, under a
+unique name, and never changed. So a center, its slots and the commits in it
 always belong together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 import uuid
 
-import numpy as np
-
 from flaxshard.center import encoding
-from flaxshard.center import train_states
-from flaxshard.center import update as update_lib
-from flaxshard.center.store import DamagedError
-from flaxshard.center.store import Objects
-from flaxshard.center.store import pack
-from flaxshard.center.store import StoreError
-from flaxshard.center.store import unpack
-from flaxshard.center.train_states import Center
-from flaxshard.state.train_state import TrainState
+from flaxshard.center import store
 
-S = TypeVar("S", bound=TrainState)
+Arrays = dict[str, Any]
+
+
+class Center(NamedTuple):
+  """One version of a fragment of the center.
+
+  Attributes:
+    fragment: The number of the fragment.
+    version: Its number.
+    arrays: The arrays by path.
+    slots: The optimizer's slots by path, if they were read.
+    remainders: With the slots: what encoding has cut off, by path.
+  """
+
+  fragment: int
+  version: int
+  arrays: Arrays
+  slots: Mapping[str, Any] = {}
+  remainders: Mapping[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,34 +42,31 @@ class Head:
 
   Attributes:
     version: The number of updates.
-    center: Key of the parameters.
-    slots: Key of the optimizer's slots, which only who merges reads.
-    change: Key of the encoded change since the last version, or "".
+    name: The unique name of its objects, `version-unique`: `center/...` has the
+      parameters, `slots/...` the optimizer's slots, which only who merges
+      reads, and `change/...` the encoded change since the last version.
     taken: By start of a worker, `worker-start`: the local step of its last
       commit in the center.
-    workers: Number of workers whose commits made this version.
+    workers: Number of workers whose commits made this version; 0 for a center
+      that was no update.
     finished: Whether this is the final center.
-    generation: The generation of the object.
   """
 
   version: int
-  center: str
-  slots: str
-  change: str = ""
+  name: str
   taken: dict[str, int] = dataclasses.field(default_factory=dict)
   workers: int = 0
   finished: bool = False
-  generation: bytes = b""
 
   @property
   def step(self) -> int:
     """The largest local step of a commit in the center."""
     return max(self.taken.values(), default=0)
 
-
-def key_of(fragment: int) -> str:
-  """Returns the key of the head of a fragment."""
-  return f"head/{fragment}"
+  def keys(self, fragment: int) -> list[str]:
+    """Returns the keys of the objects of this version."""
+    kinds = ("center", "slots", "change")
+    return [f"{kind}/{fragment}/{self.name}" for kind in kinds]
 
 
 def version_of(key: str) -> int:
@@ -68,69 +74,22 @@ def version_of(key: str) -> int:
   return int(key.rpartition("/")[2].partition("-")[0])
 
 
-def publish(
-  objects: Objects,
-  center: Center,
-  generation: bytes,
-  *,
-  change: dict[str, Any] | None = None,
-  taken: dict[str, int] | None = None,
-  workers: int = 0,
-) -> bool:
-  """Writes a center under new names and swaps the head.
-
-  Args:
-    objects: The store.
-    center: The center of a fragment with its slots.
-    generation: The generation of the head that it replaces, or of none.
-    change: See `add_change`.
-    taken: See `Head`.
-    workers: See `Head`.
-
-  Returns:
-    Whether the head still had the generation. If not, nothing stays.
-  """
-  unique = f"{center.fragment}/{center.version}-{uuid.uuid4().hex[:8]}"
-  head = Head(
-    center.version,
-    f"center/{unique}",
-    f"slots/{unique}",
-    f"change/{unique}" if change else "",
-    taken or {},
-    workers,
-  )
-  contents: dict[str, Any] = {
-    head.center: {"arrays": center.arrays},
-    head.slots: {
-      "slots": center.slots,
-      "remainders": center.remainders or {},
-    },
-  }
-  if change:
-    contents[head.change] = {"arrays": change}
-  objects.write_all({key: pack(x) for key, x in contents.items()})
-  if swap(objects, center.fragment, head, generation):
-    return True
-  objects.delete(contents)
-  return False
-
-
-def read(objects: Objects, fragment: int) -> tuple[Head | None, bytes]:
+def read(objects: store.Objects, fragment: int) -> tuple[Head | None, bytes]:
   """Returns a head, None if there is none, and its generation."""
-  content, generation = objects.read(key_of(fragment))
+  key = f"head/{fragment}"
+  content, generation = objects.read(key)
   if content is None:
     return None, generation
   try:
-    found = unpack(key_of(fragment), content)
-    return Head(**found, generation=generation), generation
-  except (DamagedError, TypeError) as e:
-    raise DamagedError(
+    return Head(**store.unpack(key, content)), generation
+  except (store.DamagedError, TypeError) as e:
+    raise store.DamagedError(
       f"{e} If {objects.url} is removed, the same command goes on from the "
       "checkpoints."
     ) from e
 
 
-def read_every(objects: Objects, fragments: int) -> list[Head]:
+def read_every(objects: store.Objects, fragments: int) -> list[Head]:
   """Returns the heads of all fragments.
 
   Raises:
@@ -139,7 +98,7 @@ def read_every(objects: Objects, fragments: int) -> list[Head]:
   found = [read(objects, fragment)[0] for fragment in range(fragments)]
   there = [head for head in found if head is not None]
   if len(there) < fragments:
-    raise StoreError(f"{objects.url} has no heads, or has lost some.")
+    raise store.StoreError(f"{objects.url} has no heads, or has lost some.")
   return there
 
 
@@ -148,27 +107,58 @@ def have_ended(found: list[Head]) -> bool:
   return all(head.finished for head in found)
 
 
-def swap(objects: Objects, fragment: int, new: Head, generation: bytes) -> bool:
+def swap(
+  objects: store.Objects, fragment: int, new: Head, generation: bytes
+) -> bool:
   """Replaces a head; returns whether it still had the generation."""
-  content = dataclasses.asdict(new)
-  del content["generation"]
-  written = objects.write(key_of(fragment), pack(content), generation)
-  if written is not None:
-    return True
-  # A write whose answer was lost is our own: its names are unique.
-  now, _ = read(objects, fragment)
-  return now is not None and (now.center, now.finished) == (
-    new.center,
-    new.finished,
+  key, content = f"head/{fragment}", store.pack(dataclasses.asdict(new))
+  return (
+    objects.write(key, content, generation) is not None
+    # A write whose answer was lost is our own: its name is unique.
+    or objects.read(key)[0] == content
   )
 
 
+def publish(
+  objects: store.Objects,
+  center: Center,
+  generation: bytes,
+  change: Arrays | None = None,
+  **fields: Any,
+) -> bool:
+  """Writes a center under a new name and swaps the head.
+
+  Args:
+    objects: The store.
+    center: The center of a fragment with its slots.
+    generation: The generation of the head that it replaces, or of none.
+    change: See `add_change`.
+    **fields: The other fields of the new head.
+
+  Returns:
+    Whether the head still had the generation. If not, nothing stays.
+  """
+  name = f"{center.version}-{uuid.uuid4().hex[:8]}"
+  head = Head(center.version, name, **fields)
+  slots = {"slots": center.slots, "remainders": center.remainders}
+  trees = [{"arrays": center.arrays}, slots]
+  if change:
+    trees.append({"arrays": change})
+  keys = head.keys(center.fragment)[: len(trees)]
+  packed = map(store.pack, trees)
+  objects.write_all(dict(zip(keys, packed, strict=True)))
+  if swap(objects, center.fragment, head, generation):
+    return True
+  objects.delete(keys)
+  return False
+
+
 def read_center(
-  objects: Objects,
+  objects: store.Objects,
   fragment: int,
   head: Head,
   *,
-  base: tuple[int, dict[str, np.ndarray]] | None = None,
+  base: Center | None = None,
   slots: bool = False,
 ) -> tuple[Head, Center]:
   """Returns the center that a head names, or a newer one.
@@ -177,63 +167,36 @@ def read_center(
     objects: The store.
     fragment: The number of the fragment.
     head: Its head.
-    base: A version and its arrays: if the encoded change is one from this
-      version, it is read instead of the arrays.
+    base: A center: if the encoded change is one from it, that is read instead
+      of the arrays.
     slots: Whether to read the slots as well.
 
   Raises:
     DamagedError: An object is damaged or missing.
   """
   while True:
-    uses_change = bool(
-      head.change and base is not None and base[0] == head.version - 1
-    )
-    first = head.change if uses_change else head.center
-    contents = objects.read_all([first, *([head.slots] if slots else [])])
+    center_key, slots_key, change_key = head.keys(fragment)
+    from_base = head.workers and base and base.version == head.version - 1
+    keys = [change_key if from_base else center_key]
+    keys += [slots_key] if slots else []
+    contents = objects.read_all(keys)
     if None not in contents:
       break
     # Merged meanwhile, and swept.
     newer, _ = read(objects, fragment)
-    if newer is None or newer.version == head.version:
-      raise DamagedError(f"{first} in {objects.url} is missing.")
+    if newer is None or newer.name == head.name:
+      missing = keys[contents.index(None)]
+      raise store.DamagedError(f"{missing} in {objects.url} is missing.")
     head = newer
-  found = unpack(first, contents[0] or b"")
-  if uses_change and base is not None:
-    found["arrays"] = add_change(base[1], found["arrays"])
-  if slots:
-    found |= unpack(head.slots, contents[1] or b"")
+  found: dict[str, Any] = {}
+  for key, content in zip(keys, contents, strict=True):
+    found |= store.unpack(key, content or b"")
+  if from_base and base:
+    found["arrays"] = add_change(base.arrays, found["arrays"])
   return head, Center(fragment, head.version, **found)
 
 
-def final_state(url: str, state: S) -> tuple[int, S] | None:
-  """Returns the step and the state of the final center of a run that has ended.
-
-  Args:
-    url: The center.
-    state: A state of its workers.
-
-  Returns:
-    None if the run has not ended, or if the state has this center.
-
-  Raises:
-    StoreError: The store cannot be read, or has no center.
-  """
-  objects = Objects(url)
-  _, own = update_lib.find(state)
-  found = read_every(objects, own.versions.size)
-  versions = [head.version for head in found]
-  if not have_ended(found) or versions == own.versions.tolist():
-    return None
-  step = max(head.step for head in found)
-  for fragment, head in enumerate(found):
-    _, center = read_center(objects, fragment, head, slots=True)
-    state = train_states.put_center(state, center)
-  return step, state
-
-
-def add_change(
-  arrays: dict[str, np.ndarray], change: dict[str, Any]
-) -> dict[str, np.ndarray]:
+def add_change(arrays: Arrays, change: Arrays) -> Arrays:
   """Returns changed arrays, to the same bits on every machine.
 
   Args:

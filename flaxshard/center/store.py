@@ -6,8 +6,7 @@ certain generation. Everything here rests on that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-import contextlib
+from collections.abc import Callable, Iterable, Mapping
 import json
 import logging
 import math
@@ -36,9 +35,6 @@ _ARRAY = "@array"
 # Seconds that a request may take: of small objects, and of large ones on a slow
 # link.
 _SMALL_SECONDS, _LARGE_SECONDS = 60.0, 600.0
-
-# Pauses in seconds between attempts while the store cannot be reached.
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0
 
 # Bounds of the pauses in seconds between two looks for something new.
 _LOOK_PAUSES = (0.005, 0.5)
@@ -154,12 +150,14 @@ def unpack(key: str, content: bytes) -> Any:
 class Objects:
   """The objects below a URL.
 
+  What this process has written last of each kind of unique names is read from
+  memory.
+
   Args:
     url: A folder, `gs://bucket/name`, `s3://bucket/name` or `memory://name`.
 
-  What this process has written last, of each kind, is read from memory.
-
   Attributes:
+    url: The URL.
     num_bytes: The bytes that were read and written.
 
   Example:
@@ -175,38 +173,27 @@ class Objects:
     self.url = url
     self.num_bytes = 0
     self._lock = threading.Lock()
-    self._thread = threading.local()
     # By kind of request: since when it has failed.
     self._failing: dict[str, float] = {}
     # By the key without its last part: the last key, and its content.
     self._written: dict[str, tuple[str, bytes]] = {}
-    [self._kv] = self._run("opened", lambda: [_open(url)], _SMALL_SECONDS)
+    [self._kv] = self._run("opened", lambda: [_open(url)])
 
   def read(self, key: str) -> tuple[bytes | None, bytes]:
     """Returns the content of an object, None if missing, and its generation."""
-    return self.read_each([key])[0]
-
-  def read_each(self, keys: Sequence[str]) -> Reads:
-    """Returns contents and generations of objects, read at the same time."""
-    results = self._run(
-      "read", lambda: [self._kv.read(key) for key in keys], _LARGE_SECONDS
-    )
-    found = []
-    for result in results:
-      content = result.value if result.state == "value" else None
-      self._count(content)
-      found.append((content, result.stamp.generation))
+    [found] = self._read([key])
     return found
 
   def read_all(self, keys: Iterable[str]) -> Contents:
-    """Returns the contents of objects of unique names; None if missing."""
+    """Returns the contents of objects, read at the same time."""
     keys = list(keys)
     known = dict(self._written.get(_kind_of(key), ("", b"")) for key in keys)
     others = [key for key in keys if key not in known]
-    for key, (content, _) in zip(others, self.read_each(others), strict=True):
-      if content is not None:
-        known[key] = content
-    return [known.get(key) for key in keys]
+    found = {
+      key: content
+      for key, (content, _) in zip(others, self._read(others), strict=True)
+    }
+    return [known.get(key) or found.get(key) for key in keys]
 
   def write(self, key: str, content: bytes, generation: bytes) -> bytes | None:
     """Writes an object if it still has a generation.
@@ -215,9 +202,7 @@ class Objects:
       Its new generation, or None if it has another one.
     """
     [stamp] = self._run(
-      "written",
-      lambda: [self._kv.write(key, content, if_equal=generation)],
-      _SMALL_SECONDS,
+      "written", lambda: [self._kv.write(key, content, if_equal=generation)]
     )
     self._count(content)
     return stamp.generation or None
@@ -236,16 +221,12 @@ class Objects:
   def delete(self, keys: Iterable[str]) -> None:
     """Deletes objects; missing ones are ignored."""
     keys = list(keys)
-    self._run(
-      "written",
-      lambda: [self._kv.write(key, None) for key in keys],
-      _SMALL_SECONDS,
-    )
+    self._run("written", lambda: [self._kv.write(key, None) for key in keys])
 
   def list(self, prefix: str) -> Keys:
     """Returns the keys that begin with a prefix, sorted."""
     keys = ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
-    [found] = self._run("read", lambda: [self._kv.list(keys)], _SMALL_SECONDS)
+    [found] = self._run("read", lambda: [self._kv.list(keys)])
     return sorted(key.decode() for key in found)
 
   def check(self, seconds: float) -> None:
@@ -254,23 +235,19 @@ class Objects:
       if time.monotonic() - since > seconds:
         raise StoreError(f"{self.url} cannot be {verb} for {seconds:g} seconds")
 
-  @contextlib.contextmanager
-  def patient(
-    self, closed: threading.Event, seconds: float = math.inf
-  ) -> Iterator[None]:
-    """In the `with` block, requests of this thread that fail are tried again.
+  def _read(self, keys: Keys) -> Reads:
+    found = []
+    for result in self._run(
+      "read", lambda: [self._kv.read(key) for key in keys], _LARGE_SECONDS
+    ):
+      content = result.value if result.state == "value" else None
+      self._count(content)
+      found.append((content, result.stamp.generation))
+    return found
 
-    Args:
-      closed: Once it is set, the error is raised.
-      seconds: After so many seconds, too.
-    """
-    self._thread.patience = closed, time.monotonic() + seconds
-    try:
-      yield
-    finally:
-      del self._thread.patience
-
-  def _run(self, verb: str, start: Callable[[], Any], seconds: float) -> Any:
+  def _run(
+    self, verb: str, start: Callable[[], Any], seconds: float = _SMALL_SECONDS
+  ) -> Any:
     """Waits for futures of TensorStore; its errors become `StoreError`.
 
     Args:
@@ -278,22 +255,17 @@ class Objects:
       start: A function that returns the futures.
       seconds: How long to wait.
     """
-    closed, last = getattr(self._thread, "patience", (None, 0.0))
-    pause = _FIRST_PAUSE
-    while True:
-      try:
-        end = time.monotonic() + seconds
-        results = [f.result(timeout=end - time.monotonic()) for f in start()]
-        break
-      # TensorStore raises several types, with the reason in the message.
-      except Exception as e:
-        if verb not in self._failing:
-          self._failing[verb] = time.monotonic()
-          _log.warning("%s cannot be %s now: %s", self.url, verb, e)
-        if closed is None or time.monotonic() > last or closed.wait(pause):
-          raise StoreError(f"{self.url} cannot be {verb}: {e}") from e
-        pause = min(2 * pause, _LONGEST_PAUSE)
-    since = self._failing.pop(verb, None)
+    try:
+      end = time.monotonic() + seconds
+      results = [f.result(timeout=end - time.monotonic()) for f in start()]
+    # TensorStore raises several types, with the reason in the message.
+    except Exception as e:
+      if verb not in self._failing:
+        self._failing[verb] = time.monotonic()
+        _log.warning("%s cannot be %s now: %s", self.url, verb, e)
+      raise StoreError(f"{self.url} cannot be {verb}: {e}") from e
+    # Nothing was asked for: nobody knows.
+    since = self._failing.pop(verb, None) if results else None
     if since is not None:
       gone = time.monotonic() - since
       _log.warning("%s can be %s again, after %.0f s", self.url, verb, gone)

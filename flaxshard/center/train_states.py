@@ -1,148 +1,143 @@
-"""Commits and centers in the train state of a worker."""
+"""The parts of a worker's train state that commits and centers are about."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flaxshard.center import encoding
-from flaxshard.center import update as update_lib
-from flaxshard.center.update import Arrays
-from flaxshard.center.update import CenterUpdate
-from flaxshard.core import gradients
+from flaxshard.center import heads
+from flaxshard.center import store
+from flaxshard.center.heads import Arrays
+from flaxshard.center.heads import Center
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.state.train_state import TrainState
+from flaxshard.wrappers import base
+from flaxshard.wrappers.agn import AGN
 from flaxshard.wrappers.agn import AGNState
 
 PyTree = Any
 S = TypeVar("S", bound=TrainState)
 
-
-class Center(NamedTuple):
-  """One version of a fragment of the center.
-
-  Attributes:
-    fragment: The number of the fragment.
-    version: Its number.
-    arrays: The arrays by path.
-    slots: The optimizer's slots by path, if they were read.
-    remainders: With the slots: what encoding has cut off, by path.
-  """
-
-  fragment: int
-  version: int
-  arrays: Arrays
-  slots: Arrays | None = None
-  remainders: Arrays | None = None
+# Fields of `AGNState` that are parts as they are.
+_FIELDS = (
+  *("local_opt_state", "local_step", "commits"),
+  *("received", "sent", "versions"),
+)
 
 
-def take(
-  update: CenterUpdate, state: S, fragment: int
-) -> tuple[S, dict[str, Any]]:
-  """Takes a commit out of the accumulators.
-
-  Args:
-    update: The center's update.
-    state: The train state of a worker.
-    fragment: The fragment that is committed.
-
-  Returns:
-    The state with what encoding has cut off in the accumulators; and the
-    commit, without `examples`.
+def find(state: Any) -> tuple[AGN, AGNState]:
+  """Returns the AGN with a store of a train state, and its state.
 
   Raises:
-    FloatingPointError: An accumulator has NaN or infinity.
+    ValueError: There is none.
   """
-  _, own = update_lib.find(state)
-  accum = {"params": own.grad_accum}
-  received = np.asarray(own.received).copy()
-  remainders, sent = {}, {}
-  for i, (path, x) in enumerate(update_lib.by_path(accum).items()):
-    if update.fragment_of[path] != fragment:
-      continue
-    total = np.asarray(x)
-    if not np.isfinite(total).all():
-      raise FloatingPointError(
-        f"Worker: the accumulated gradients of {path} have NaN or infinity at "
-        f"local step {int(own.local_step)}. They are not committed. A "
-        "LossScale around AGN skips such steps."
-      )
-    if received[i]:
-      # No copy: these arrays are in no state any more.
-      sent[path] = encoding.encode(total, update.agn.transport.commit_dtype)
-      remainders[path] = np.zeros_like(total)
-      if sent[path] is not total:
-        remainders[path] += total - encoding.decode(sent[path])
-    received[i] = False
-  local = update_lib.by_path(update_lib.local_of(own))
-  for path in update.others:
-    if update.fragment_of[path] == fragment:
-      sent[path] = np.array(local[path])
-  commit = {
-    "steps": int(own.local_step) - int(own.sent[fragment]),
-    "step": int(own.local_step),
-    "version": int(own.versions[fragment]),
-    "arrays": sent,
-  }
-  own = own._replace(
-    grad_accum=_put(accum, remainders)["params"],
-    received=_place(received, own.received),
-    sent=_place(_with(own.sent, fragment, own.local_step), own.sent),
+  wrappers = getattr(state, "wrappers", ())
+  for wrapper in wrappers:
+    if isinstance(wrapper, AGN) and wrapper.commits_to_store:
+      return wrapper, state.wrapper_states[wrapper.name]
+  names = [base.name_of(w) for w in wrappers]
+  raise ValueError(
+    "Worker: state.wrappers must have an AGN with transport='store', got "
+    f"{names}."
   )
-  return _with_agn(state, own), commit
 
 
-def put_center(state: S, new: Center) -> S:
-  """Returns the state with another center; what is local stays.
+def parts(state: TrainState) -> dict[str, PyTree]:
+  """Returns the parts of a train state.
+
+  Returns:
+    `"center"` and its `"slots"`; `"local"`, the arrays of the local steps;
+    `"sum"`, the accumulators; and fields of `AGNState`. Paths in the center, in
+    `"local"` and in `"sum"` begin with `params` or the name of another
+    collection, such as `batch_stats`.
+  """
+  agn, own = find(state)
+  others = {name: getattr(state, name) for name in own.collections}
+  return {
+    "center": {"params": state.params, **others},
+    "slots": state.opt_state if agn.outer_tx is None else own.outer_opt_state,
+    "local": {"params": own.local_params, **own.collections},
+    "sum": {"params": own.grad_accum},
+    **{name: getattr(own, name) for name in _FIELDS},
+  }
+
+
+def with_parts(state: S, **new: PyTree) -> S:
+  """Returns a state with other parts, whose arrays lie where the old ones do.
+
+  Args:
+    state: The train state.
+    **new: Parts, with arrays of JAX or NumPy.
+  """
+  agn, own = find(state)
+  old = parts(state)
+  new = jax.tree.map(
+    lambda x, old: old if x is old else _place(x, old), {**old, **new}, old
+  )
+  fields = {name: new[name] for name in _FIELDS}
+  if agn.outer_tx is None:
+    state = state.replace(opt_state=new["slots"])
+  else:
+    fields["outer_opt_state"] = new["slots"]
+  own = own._replace(
+    local_params=new["local"].pop("params"),
+    collections=new["local"],
+    grad_accum=new["sum"]["params"],
+    **fields,
+  )
+  wrapper_states = {**state.wrapper_states, agn.name: own}
+  return state.replace(**new["center"], wrapper_states=wrapper_states)
+
+
+def by_path(tree: PyTree) -> Arrays:
+  """Returns the leaves of a tree by their paths."""
+  return {
+    trees.path_string(path): x
+    for path, x in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+def replace(tree: PyTree, arrays: Mapping[str, Any]) -> PyTree:
+  """Returns a tree with other arrays at some paths."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: arrays.get(trees.path_string(path), x), tree
+  )
+
+
+def key_data(x: Any) -> Any:
+  """Returns an array; of PRNG keys their data."""
+  return jax.random.key_data(x) if trees.is_prng_key(x) else x
+
+
+def to_host(x: Any) -> np.ndarray:
+  """Returns an array as one of NumPy; of PRNG keys their data."""
+  return np.asarray(key_data(x))
+
+
+def put_center(state: S, new: Center, local: Arrays | None = None) -> S:
+  """Returns the state with another center.
 
   Args:
     state: The train state of a worker.
     new: The center of a fragment.
+    local: New arrays of the local steps; the others stay.
   """
-  agn, own = update_lib.find(state)
-  state = state.replace(**_put(update_lib.center_of(state, own), new.arrays))
-  versions = _with(own.versions, new.fragment, new.version)
-  own = own._replace(versions=_place(versions, own.versions))
-  if new.slots is not None:
-    if agn.outer_tx is None:
-      state = state.replace(opt_state=_put(state.opt_state, new.slots))
-    else:
-      outer = _put(own.outer_opt_state, new.slots)
-      own = own._replace(outer_opt_state=outer)
-  return _with_agn(state, own)
+  old = parts(state)
+  return with_parts(
+    state,
+    center=replace(old["center"], new.arrays),
+    slots=replace(old["slots"], new.slots),
+    local=replace(old["local"], local or {}),
+    versions=old["versions"].at[new.fragment].set(new.version),
+  )
 
 
-def pull(update: CenterUpdate, state: S, new: Center) -> S:
-  """Returns the state after a commit: it goes on from the center.
-
-  Args:
-    update: The center's update.
-    state: The train state of a worker.
-    new: The center of the fragment that was committed. Parameters are blended
-      with the local ones.
-  """
-  state = put_center(state, new)
-  agn, own = update_lib.find(state)
-  local = update_lib.by_path(update_lib.local_of(own))
-  weight, arrays = agn.transport.blend, dict(new.arrays)
-  for path, x in new.arrays.items():
-    if weight and path in update.accumulators:
-      old = np.asarray(local[path])
-      dtype = gradients.accumulator_dtype(old.dtype)
-      mixed = weight * old.astype(dtype) + (1 - weight) * x.astype(dtype)
-      arrays[path] = mixed.astype(old.dtype)
-  own = _put_local(own, arrays)
-  if new.fragment == agn.transport.fragments - 1:
-    own = own._replace(commits=own.commits + 1)
-  return _with_agn(state, own)
-
-
-def restart(state: S, centers: list[Center], local_step: int) -> S:
+def restart(state: S, centers: Sequence[Center], local_step: int) -> S:
   """Returns the state of a worker that starts from the center.
 
   Args:
@@ -151,68 +146,53 @@ def restart(state: S, centers: list[Center], local_step: int) -> S:
     local_step: The local step to go on from. `state.step` and the step counts
       of the local optimizer advance by as many.
   """
-  agn, own = update_lib.find(state)
-  is_new = not int(own.local_step)
+  agn, own = find(state)
   for new in centers:
-    state = put_center(state, new)
-    own = _put_local(update_lib.find(state)[1], new.arrays)
-    state = _with_agn(state, own)
+    state = put_center(state, new, new.arrays)
+  # A worker that joins late begins with the moments of the center.
+  is_new = agn.outer_tx is None and not int(own.local_step)
+  slots = state.opt_state if is_new else own.local_opt_state
   shift = local_step - int(own.local_step)
-  slots = own.local_opt_state
-  counts = opt_state_lib.counts(slots)
-  if is_new and agn.outer_tx is None:
-    # A worker that joins late begins with the moments of the center.
-    slots = jax.tree.map(_copy, state.opt_state)
   counts = {
-    path: _place(np.asarray(x) + shift, x) for path, x in counts.items()
+    path: np.asarray(count) + shift
+    for path, count in opt_state_lib.counts(own.local_opt_state).items()
   }
-  own = own._replace(
-    local_params=jax.tree.map(_copy, state.params),
-    local_opt_state=opt_state_lib.with_counts(slots, counts),
-    grad_accum=jax.tree.map(_zeros, own.grad_accum),
-    received=_zeros(own.received),
-    local_step=_place(local_step, own.local_step),
-    sent=_place(np.full(own.sent.shape, local_step), own.sent),
+  local = {"params": jax.tree.map(to_host, state.params)}
+  old = parts(state)
+  state = with_parts(
+    state,
+    local=replace(old["local"], by_path(local)),
+    local_opt_state=replace(jax.tree.map(to_host, slots), counts),
+    sum=jax.tree.map(np.zeros_like, old["sum"]),
+    received=np.zeros_like(own.received),
+    local_step=local_step,
+    sent=np.full_like(own.sent, local_step),
   )
-  state = state.replace(step=_place(np.asarray(state.step) + shift, state.step))
-  return _with_agn(state, own)
+  return state.replace(step=_place(np.asarray(state.step) + shift, state.step))
 
 
-def first_center(
-  update: CenterUpdate, state: TrainState, fragment: int
-) -> Center:
-  """Returns the center in a train state, with its slots."""
-  agn, own = update_lib.find(state)
-  slots = own.outer_opt_state if agn.outer_tx is not None else state.opt_state
-  return Center(
-    fragment,
-    int(own.versions[fragment]),
-    update.arrays_of(fragment, update_lib.center_of(state, own)),
-    update.slots_of(fragment, slots),
-  )
+def final_state(url: str, state: S) -> tuple[int, S] | None:
+  """Returns the step and the state of the final center of a run that has ended.
 
+  Args:
+    url: The center.
+    state: A state of its workers.
 
-def _with_agn(state: S, own: AGNState) -> S:
-  states = {**state.wrapper_states, update_lib.find(state)[0].name: own}
-  return state.replace(wrapper_states=states)
+  Returns:
+    None if the run has not ended, or if the state has this center.
 
-
-def _put_local(own: AGNState, arrays: Arrays) -> AGNState:
-  """Replaces arrays of the local steps."""
-  local = _put(update_lib.local_of(own), arrays)
-  return own._replace(local_params=local.pop("params"), collections=local)
-
-
-def _put(tree: PyTree, given: Mapping[str, Any]) -> PyTree:
-  """Returns a tree with other arrays at some paths, where the old ones lie."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: (
-      _place(given[name], x)
-      if (name := trees.path_string(path)) in given
-      else x
-    ),
-    tree,
-  )
+  Raises:
+    StoreError: The store cannot be read, or has no center.
+  """
+  objects = store.Objects(url)
+  versions = find(state)[1].versions.tolist()
+  found = heads.read_every(objects, len(versions))
+  if not heads.have_ended(found) or versions == [x.version for x in found]:
+    return None
+  for fragment, head in enumerate(found):
+    _, center = heads.read_center(objects, fragment, head, slots=True)
+    state = put_center(state, center)
+  return max(head.step for head in found), state
 
 
 def _place(value: Any, like: Any) -> jax.Array:
@@ -226,17 +206,3 @@ def _place(value: Any, like: Any) -> jax.Array:
   # A copy: the state may be donated, and nobody else may have its memory.
   host = np.asarray(value, like.dtype)
   return jax.device_put(host, sharding, may_alias=False)
-
-
-def _copy(x: jax.Array) -> jax.Array:
-  return _place(update_lib.to_host(x), x)
-
-
-def _zeros(x: jax.Array) -> jax.Array:
-  return _place(np.zeros(x.shape, x.dtype), x)
-
-
-def _with(x: Any, index: int, value: Any) -> np.ndarray:
-  new = np.array(x)
-  new[index] = value
-  return new

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import functools
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flaxshard.center import encoding
+from flaxshard.center import train_states
+from flaxshard.center.heads import Arrays
+from flaxshard.center.heads import Center
 from flaxshard.core import gradients
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
@@ -24,62 +28,20 @@ from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import agn as agn_lib
 from flaxshard.wrappers import agn_store
-from flaxshard.wrappers import base
-from flaxshard.wrappers.agn import AGN
-from flaxshard.wrappers.agn import AGNState
 
 PyTree = Any
-Arrays = dict[str, Any]
+S = TypeVar("S", bound=TrainState)
+
+by_path = train_states.by_path
 
 # The updates of `CenterUpdate.probe`: step counts and gradients of all sizes,
 # so that schedules, moments and clipping show.
 _PROBES = ((0, 1e-6), (10, -3.0), (1_000, 1e-4), (100_000, 0.1))
 
 
-def find(state: Any) -> tuple[AGN, AGNState]:
-  """Returns the AGN with a store of a train state, and its state.
-
-  Raises:
-    ValueError: There is none.
-  """
-  for wrapper in state.wrappers:
-    if isinstance(wrapper, AGN) and wrapper.commits_to_store:
-      return wrapper, state.wrapper_states[wrapper.name]
-  names = [base.name_of(w) for w in state.wrappers]
-  raise ValueError(
-    "Worker: state.wrappers must have an AGN with transport='store', got "
-    f"{names}."
-  )
-
-
-def center_of(state: TrainState, own: AGNState) -> PyTree:
-  """Returns the arrays of the center that a state has."""
-  return {"params": state.params} | {
-    name: getattr(state, name) for name in own.collections
-  }
-
-
-def local_of(own: AGNState) -> PyTree:
-  """Returns the arrays of the local steps of a worker."""
-  return {"params": own.local_params} | own.collections
-
-
-def by_path(tree: PyTree) -> Arrays:
-  """Returns the leaves of a tree by their paths."""
-  return {
-    trees.path_string(path): x
-    for path, x in jax.tree_util.tree_leaves_with_path(tree)
-  }
-
-
 def is_statistic(path: str) -> bool:
   """Returns whether the array of a path is a statistic of an fp8 layer."""
   return path.startswith(f"params/{gradients.OVERWRITE_WITH_GRADIENT}/")
-
-
-def to_host(x: Any) -> np.ndarray:
-  """Returns an array as one of NumPy; of PRNG keys their data."""
-  return np.asarray(jax.random.key_data(x) if trees.is_prng_key(x) else x)
 
 
 class CenterUpdate:
@@ -99,17 +61,15 @@ class CenterUpdate:
   """
 
   def __init__(self, state: TrainState):
-    self.agn, own = find(state)
+    self.agn, _ = train_states.find(state)
     # No arrays: they would stay in memory.
-    shapes = functools.partial(jax.eval_shape, lambda x: x)
-    self._params = shapes(state.params)
-    self._tx, self._slots = state.tx, shapes(state.opt_state)
+    shapes = jax.eval_shape(train_states.parts, state)
+    self._params = shapes["center"]["params"]
+    self._slots = shapes["slots"]
     self._local_tx = state.tx
-    if self.agn.outer_tx is not None:
-      self._tx, self._slots = self.agn.outer_tx, shapes(own.outer_opt_state)
-    fragments = self.agn.transport.fragments
-    accumulators, local = {"params": own.grad_accum}, by_path(local_of(own))
-    self.accumulators = set(by_path(accumulators))
+    self._tx = self.agn.outer_tx or state.tx
+    accumulators, local = by_path(shapes["sum"]), by_path(shapes["local"])
+    self.accumulators = set(accumulators)
     self.others = [
       path
       for path, x in local.items()
@@ -120,44 +80,117 @@ class CenterUpdate:
         and jnp.issubdtype(x.dtype, jnp.floating)
       )
     ]
-    self.fragment_of = agn_store.divide(accumulators, fragments)
+    fragments = self.agn.transport.fragments
+    self.fragment_of = agn_store.divide(shapes["sum"], fragments)
     self.fragment_of |= dict.fromkeys(self.others, fragments - 1)
-    arrays = by_path(accumulators) | {path: local[path] for path in self.others}
+    arrays = accumulators | {path: local[path] for path in self.others}
     self.layout = {k: (x.shape, np.dtype(x.dtype)) for k, x in arrays.items()}
-    self._slot_fragments = self._find_slot_fragments()
-
-  def _find_slot_fragments(self) -> dict[str, int | None]:
-    """Returns the fragment of each slot; None for those of all fragments."""
     optimized = opt_state_lib.optimized_params(self._params)
     # Beside the statistics of fp8 layers, parameters have paths of their own.
     prefix = "params/" if optimized is self._params else "params/params/"
-    names = by_path(self._slots)
     owners = opt_state_lib.parameters_of(self._slots, optimized)
-    return {
+    # None: slots that all fragments have, such as step counts.
+    self._slot_fragments = {
       name: None
       if owner is None
       else self.fragment_of.get(prefix + trees.path_string(owner), 0)
-      for name, owner in zip(names, owners, strict=True)
+      for name, owner in zip(by_path(self._slots), owners, strict=True)
     }
 
-  def arrays_of(self, fragment: int, tree: PyTree) -> Arrays:
-    """Returns the arrays of a fragment of the center as those of NumPy."""
-    return {
-      path: to_host(x)
-      for path, x in by_path(tree).items()
+  def center_of(
+    self, state: TrainState, fragment: int, *, slots: bool = True
+  ) -> Center:
+    """Returns a fragment of the center in a train state.
+
+    Args:
+      state: The train state.
+      fragment: The number of the fragment.
+      slots: Whether with its slots.
+    """
+    given = train_states.parts(state)
+    center = {
+      path: train_states.to_host(x)
+      for path, x in by_path(given["center"]).items()
       if self.fragment_of.get(path) == fragment
     }
-
-  def slots_of(self, fragment: int, slots: PyTree) -> Arrays:
-    """Returns the slots of a fragment as arrays of NumPy, by path."""
-    return {
-      name: to_host(x)
-      for name, x in by_path(slots).items()
+    own_slots = {
+      name: train_states.to_host(x)
+      for name, x in by_path(given["slots"] if slots else ()).items()
       if self._slot_fragments[name] in (None, fragment)
     }
+    version = int(given["versions"][fragment])
+    return Center(fragment, version, center, own_slots)
+
+  def take(self, state: S, fragment: int) -> tuple[S, dict[str, Any]]:
+    """Takes a commit out of the accumulators.
+
+    Args:
+      state: The train state of a worker.
+      fragment: The fragment that is committed.
+
+    Returns:
+      The state with what encoding has cut off in the accumulators; and the
+      commit, without `examples`.
+
+    Raises:
+      FloatingPointError: An accumulator has NaN or infinity.
+    """
+    old = train_states.parts(state)
+    sums, local = by_path(old["sum"]), by_path(old["local"])
+    step = int(old["local_step"])
+    is_sent = np.array([self.fragment_of[path] == fragment for path in sums])
+    received = np.asarray(old["received"])
+    remainders, sent = {}, {}
+    for path, has_gradient in zip(sums, received & is_sent, strict=True):
+      if has_gradient:
+        total = np.asarray(sums[path])
+        if not np.isfinite(total).all():
+          raise FloatingPointError(
+            f"Worker: the accumulated gradients of {path} have NaN or infinity "
+            f"at local step {step}. They are not committed. A LossScale around "
+            "AGN skips such steps."
+          )
+        # No copy: these arrays are in no state any more.
+        sent[path] = encoding.encode(total, self.agn.transport.commit_dtype)
+        remainders[path] = total - encoding.decode(sent[path])
+    for path in self.others:
+      if self.fragment_of[path] == fragment:
+        sent[path] = np.array(local[path])
+    commit = {
+      "steps": step - int(old["sent"][fragment]),
+      "step": step,
+      "version": int(old["versions"][fragment]),
+      "arrays": sent,
+    }
+    state = train_states.with_parts(
+      state,
+      sum=train_states.replace(old["sum"], remainders),
+      received=received & ~is_sent,
+      sent=old["sent"].at[fragment].set(step),
+    )
+    return state, commit
+
+  def pull(self, state: S, new: Center) -> S:
+    """Returns the state after a commit: it goes on from the center.
+
+    Args:
+      state: The train state of a worker.
+      new: The center of the fragment that was committed. Parameters are blended
+        with the local ones.
+    """
+    old = train_states.parts(state)
+    own, local = by_path(old["local"]), dict(new.arrays)
+    if blend := self.agn.transport.blend:
+      for path in self.accumulators & local.keys():
+        dtype = gradients.accumulator_dtype(own[path].dtype)
+        a, b = (np.asarray(x, dtype) for x in (own[path], local[path]))
+        local[path] = blend * a + (1 - blend) * b
+    is_last = new.fragment == self.agn.transport.fragments - 1
+    state = train_states.put_center(state, new, local)
+    return train_states.with_parts(state, commits=old["commits"] + is_last)
 
   def apply(
-    self, center: Arrays, slots: Arrays, committed: Arrays
+    self, center: Arrays, slots: Mapping[str, Any], committed: Arrays
   ) -> tuple[Arrays, Arrays]:
     """Updates a fragment of the center once.
 
@@ -192,7 +225,7 @@ class CenterUpdate:
     new_slots = by_path(new.opt_state)
     return (
       {path: new_params[path] for path in params},
-      {name: _key_data(new_slots[name]) for name in slots},
+      {name: train_states.key_data(new_slots[name]) for name in slots},
     )
 
   def probe(self) -> dict[str, float]:
@@ -243,11 +276,10 @@ def _fill(like: PyTree, given: Mapping[str, Any]) -> PyTree:
 
   def fill(path: trees.Path, x: Any) -> Any:
     value = given.get(trees.path_string(path))
-    if not trees.is_prng_key(x):
-      return jnp.zeros(x.shape, x.dtype) if value is None else value
     if value is None:
-      return jax.random.split(jax.random.key(0), x.shape)
-    return jax.random.wrap_key_data(value)
+      raw = jax.eval_shape(train_states.key_data, x)
+      value = jnp.zeros(raw.shape, raw.dtype)
+    return jax.random.wrap_key_data(value) if trees.is_prng_key(x) else value
 
   return jax.tree_util.tree_map_with_path(fill, like)
 
@@ -265,7 +297,3 @@ def _gradients(params: PyTree, given: Mapping[str, Any]) -> PyTree:
   return jax.tree_util.tree_map_with_path(gradient_of, {"params": params})[
     "params"
   ]
-
-
-def _key_data(x: Any) -> Any:
-  return jax.random.key_data(x) if trees.is_prng_key(x) else x

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping
+from concurrent import futures
 import contextlib
+import itertools
 import logging
 import os
-import threading
 import time
-import types
 from typing import Any, Self
 
-import jax
 import numpy as np
 
+from flaxshard.center import commits as commits_lib
 from flaxshard.center import facts as facts_lib
 from flaxshard.center import heads
+from flaxshard.center import store
 from flaxshard.center import train_states
-from flaxshard.center import update as update_lib
 from flaxshard.center.exchange import Exchange
 from flaxshard.center.heads import Head
-from flaxshard.center.members import Members
 from flaxshard.center.merge import Merger
-from flaxshard.center.store import center_url
-from flaxshard.center.store import Objects
-from flaxshard.center.store import StoreError
 from flaxshard.center.update import CenterUpdate
 from flaxshard.core import checks
 from flaxshard.processes import cluster
@@ -35,8 +31,8 @@ from flaxshard.wrappers.agn import warn_of_short_period
 
 _log = logging.getLogger("flaxshard")
 
-# Seconds after which a wait asks `should_stop`.
-_ASK_SECONDS = 0.1
+# Seconds after which a wait asks whether to stop, and those of a last write.
+_ASK_SECONDS, _LAST_WRITE_SECONDS = 0.1, 5.0
 
 
 class Worker:
@@ -58,6 +54,18 @@ class Worker:
       that the run goes on with those that are there, if they are `quorum`.
     should_stop: A function that returns True when this worker shall stop, as
       after a signal. Then nothing is waited for any more. None: never.
+
+  Attributes:
+    worker_id: Index of this worker, from 0.
+    num_workers: Number of workers of the run, also of those that are not there.
+    clock: The step that this worker is at: how many batches are behind it.
+      After `start` it says where to go on in the data: at 0, at the step of a
+      restored state, or where the others are. It jumps if this worker comes
+      back after the others have gone on without it.
+    missed_steps: Number of steps of `clock` that others have taken without this
+      worker.
+    is_closed: Whether this worker has left the run.
+    is_finished: Whether the state has the final center, which no step changes.
 
   Raises:
     TypeError: An argument is of a wrong type.
@@ -92,7 +100,7 @@ class Worker:
     start_timeout: float = 300.0,
     should_stop: Callable[[], bool] | None = None,
   ):
-    self._url = center_url(checks.path("Worker: directory", directory))
+    self._url = store.center_url(checks.path("Worker: directory", directory))
     if num_workers is not None:
       checks.integer("Worker: num_workers", num_workers, minimum=1)
       if worker_id is not None:
@@ -104,59 +112,21 @@ class Worker:
       process_id=worker_id,
       needs_coordinator=False,
     )
-    self._worker_id, self._num_workers = found.process_id, found.num_processes
+    self.worker_id, self.num_workers = found.process_id, found.num_processes
+    self.clock, self.missed_steps = 0, 0
+    self.is_closed = self.is_finished = self._is_started = False
     self._start_timeout = checks.number(
       "Worker: start_timeout", start_timeout, above=0
     )
     self._should_stop = should_stop or (lambda: False)
-    self._closed = threading.Event()
-    self._is_started = False
-    self._is_finished = False
-    self._clock = 0
-    self._missed_steps = 0
-
-  @property
-  def worker_id(self) -> int:
-    """Index of this worker, from 0."""
-    return self._worker_id
-
-  @property
-  def num_workers(self) -> int:
-    """Number of workers of the run, also of those that are not there."""
-    return self._num_workers
-
-  @property
-  def clock(self) -> int:
-    """The step that this worker is at: how many batches are behind it.
-
-    After `start` it says where to go on in the data: at 0, at the step of a
-    restored state, or where the others are. It jumps if this worker comes back
-    after the others have gone on without it.
-    """
-    return self._clock
-
-  @property
-  def missed_steps(self) -> int:
-    """Number of steps of `clock` that others have taken without this one."""
-    return self._missed_steps
-
-  @property
-  def is_closed(self) -> bool:
-    """Whether this worker has left the run."""
-    return self._closed.is_set()
-
-  @property
-  def is_finished(self) -> bool:
-    """Whether the state has the final center, which no step changes."""
-    return self._is_finished
 
   @property
   def is_leader(self) -> bool:
     """Whether no worker with a lower index has finished, which it looks up."""
-    with contextlib.suppress(StoreError):
+    with contextlib.suppress(store.StoreError):
       self._members.look()
     done = {int(name) for name in self._members.in_phase("done")}
-    return min(done, default=self._worker_id) == self._worker_id
+    return min(done, default=self.worker_id) >= self.worker_id
 
   def start(self, state: Any, facts: Mapping[str, Any] | None = None) -> Any:
     """Joins the other workers, and returns the state to begin with.
@@ -183,54 +153,50 @@ class Worker:
     """
     if self._is_started:
       raise RuntimeError(
-        "Worker: start was called before: a Worker takes part in one run. "
-        "Create another one."
+        "Worker: start was called before: a Worker takes part in one run."
       )
     self._is_started = True
-    agn, own = _find_agn(state)
-    store = self._store = agn.transport
-    if store.quorum > self._num_workers:
+    self._agn, own = train_states.find(state)
+    if note := stack.divergence(state.wrappers):
       raise ValueError(
-        f"AGN: transport: quorum={store.quorum} must be at most num_workers="
-        f"{self._num_workers}."
+        "Worker: the replicas of this process must have equal parameters, "
+        f"which are committed. {note}"
       )
-    warn_of_short_period(agn, self._num_workers, "workers")
-    self._agn = agn
+    self._options = self._agn.transport
+    if self._options.quorum > self.num_workers:
+      raise ValueError(
+        f"AGN: transport: quorum={self._options.quorum} must be at most "
+        f"num_workers={self.num_workers}."
+      )
+    warn_of_short_period(self._agn, self.num_workers, "workers")
     self._update = CenterUpdate(state)
-    self._objects = Objects(self._url)
-    facts_lib.agree(
-      self._objects, facts_lib.describe(self._update, state, facts or {})
+    self._objects = store.Objects(self._url)
+    own_facts = facts_lib.describe(self._update, state, facts or {})
+    facts_lib.agree(self._objects, own_facts)
+    self._merger = Merger(
+      self._objects, self._update, str(self.worker_id), self.num_workers
     )
-    self._members = Members(
-      self._objects,
-      str(self._worker_id),
-      self._num_workers,
-      store.grace,
-      store.deadline,
-    )
-    self._merger = Merger(self._objects, self._update, self._members)
-    self._exchange = Exchange(
-      self._objects,
-      f"{self._worker_id}-{self._members.start}",
-      store.deadline,
-      self._merger.wake,
-    )
-    self._last_step = self._clock = int(own.local_step)
-    # Calls of `commit` until there may be something to do.
-    self._calls_left = 1
-    # By fragment: the examples since the last commit.
-    self._examples = [0.0] * store.fragments
+    self._members = self._merger.members
+    self._last_step = self.clock = int(own.local_step)
+    # The clock at which there may be something to do.
+    self._next_look = self.clock + 1
+    # By fragment: the examples since the last commit, and the commit under way.
+    self._examples = [0.0] * self._options.fragments
+    self._exchanges: dict[int, Exchange] = {}
     # Fragments whose commit was due while the one before was under way.
     self._overdue: set[int] = set()
+    # Of commits: seconds, versions in between, and workers.
+    self._results: list[tuple[float, int, int]] = []
     # Before Python ends: TensorStore's threads would abort it.
     atexit.register(self.close)
     try:
-      for fragment in range(store.fragments):
-        self._create_head(state, fragment)
-      self._members.enter()
+      for fragment, version in enumerate(own.versions):
+        head, generation = heads.read(self._objects, fragment)
+        if head is None or head.version < int(version):
+          center = self._update.center_of(state, fragment)
+          heads.publish(self._objects, center, generation)
       self._merger.start()
-      found = self._read_heads()
-      is_new = not any(head.version or head.finished for head in found)
+      is_new = not any(x.version or x.finished for x in self._read_heads())
       if is_new:
         self._wait_for_all()
       return self._join(state, is_new)
@@ -261,35 +227,28 @@ class Worker:
     """
     self._check_running("commit")
     checks.number("Worker: examples", examples, above=0)
-    self._clock += 1
-    if self._is_finished:
+    self.clock += 1
+    if self.is_finished:
       # This step is not taken: the state is the one that others have saved.
       return train_states.restart(state, [], self._last_step)
     self._examples = [x + examples for x in self._examples]
-    self._calls_left -= 1
-    if self._calls_left:
+    if self.clock < self._next_look:
       return state
-    local_step = int(update_lib.find(state)[1].local_step)
-    self._calls_left = self._steps_to_next(local_step)
+    local_step = int(train_states.find(state)[1].local_step)
+    self._next_look = self.clock + self._steps_to_next(local_step)
     if local_step == self._last_step:
       return state  # the step was skipped, or is accumulated
     self._last_step = local_step
     self._members.check()
-    due = agn_store.due(self._agn, local_step)
-    if self._store.delay:
-      for fragment in agn_store.due(self._agn, local_step - self._store.delay):
-        state = self._receive(state, fragment)
-    for fragment in due:
-      # One commit at a time: until its result has come, the next one grows.
-      state = self._receive(state, fragment, wait=False)
+    for fragment in agn_store.due(self._agn, local_step):
       state = self._send(state, fragment)
-    if not self._store.delay:
-      for fragment in due:
-        state = self._receive(state, fragment)
-    if self._members.was_away and not self._exchange.under_way:
+    delayed = local_step - self._options.delay
+    for fragment in agn_store.due(self._agn, delayed):
+      state = self._receive(state, fragment)
+    if self._members.was_away and not self._exchanges:
       # If the store cannot be read, at the next commit.
-      with contextlib.suppress(StoreError):
-        if not self._is_finished and self._step_of_all() > local_step:
+      with contextlib.suppress(store.StoreError):
+        if not self.is_finished and self._step_of_all() > local_step:
           state = self._take_newest(state, self._step_of_all())
         self._members.was_away = False
     return state
@@ -305,12 +264,11 @@ class Worker:
       state: The state after the last `commit`. Do not use it again.
     """
     self._check_running("settle")
-    for fragment in self._exchange.under_way:
+    for fragment in list(self._exchanges):
       state = self._receive(state, fragment)
-    if self._is_finished or self._worker_id:
-      return state
-    with contextlib.suppress(StoreError):  # the store has warned
-      return self._take_newest(state)
+    if not self.is_finished and not self.worker_id:
+      with contextlib.suppress(store.StoreError):  # the store has warned
+        return self._take_newest(state)
     return state
 
   def finish(self, state: Any) -> Any:
@@ -326,8 +284,9 @@ class Worker:
       StoreError: The store cannot be reached for `deadline` seconds.
     """
     self._check_running("finish")
-    self._exchange.retry()
-    for fragment in range(self._store.fragments):
+    for exchange in self._exchanges.values():
+      exchange.is_late = False
+    for fragment in range(self._options.fragments):
       state = self._receive(state, fragment)
       if fragment in self._overdue:
         state = self._receive(self._send(state, fragment), fragment)
@@ -336,13 +295,15 @@ class Worker:
         "worker %d ends, and its last local steps are not in the center: the "
         "commit before them is not merged: fewer than quorum=%d workers are "
         "there, or the store cannot be reached",
-        self._worker_id,
-        self._store.quorum,
+        self.worker_id,
+        self._options.quorum,
       )
-    self._exchange.wait_until_written(self._ask)
-    if not self._is_finished:
-      self._members.announce("done")
-      state = self._wait_for_end(state)
+    for exchange in self._exchanges.values():
+      # The end would come without it.
+      while not self._wait(exchange.written, _ASK_SECONDS) and not self._ask():
+        self._objects.check(self._options.deadline)
+    if not self.is_finished:
+      state = self._end(state)
     self.close()
     return state
 
@@ -353,63 +314,56 @@ class Worker:
     versions of the center in between, are means. `commit_workers` is the number
     of workers in the last version. `commit_megabytes` were read and written.
     """
-    return self._exchange.metrics()
+    if not self._results:
+      return {}
+    seconds, staleness, workers = zip(*self._results, strict=True)
+    self._results = []
+    num_bytes, self._objects.num_bytes = self._objects.num_bytes, 0
+    return {
+      "commit_workers": float(workers[-1]),
+      "commit_staleness": float(np.mean(staleness)),
+      "commit_megabytes": num_bytes / 1e6,
+      "commit_seconds": float(np.mean(seconds)),
+    }
 
   def close(self) -> None:
     """Leaves the run without waiting. `with` does it as well."""
-    if not self._is_started or self._closed.is_set():
+    if not self._is_started or self.is_closed:
       return
-    self._closed.set()
+    self.is_closed = True
     atexit.unregister(self.close)
-    if hasattr(self, "_exchange"):
-      self._exchange.close()
+    if hasattr(self, "_merger"):
+      for exchange in self._exchanges.values():
+        exchange.close(_LAST_WRITE_SECONDS)
       self._merger.close()
-      self._members.leave()
 
   def __enter__(self) -> Self:
     return self
 
-  def __exit__(
-    self,
-    exc_type: type[BaseException] | None,
-    exc: BaseException | None,
-    traceback: types.TracebackType | None,
-  ) -> None:
+  def __exit__(self, *error: object) -> None:
     self.close()
 
   # -- Start.
 
-  def _create_head(self, state: Any, fragment: int) -> None:
-    """Writes the center of a state, unless the store has one as new."""
-    head, generation = heads.read(self._objects, fragment)
-    _, own = update_lib.find(state)
-    if head is None or head.version < int(own.versions[fragment]):
-      center = train_states.first_center(self._update, state, fragment)
-      heads.publish(self._objects, center, generation)
-
-  def _read_heads(self) -> list[Head]:
-    return heads.read_every(self._objects, self._store.fragments)
-
   def _wait_for_all(self) -> None:
     """Waits for the other workers at the beginning of a run."""
     end = time.monotonic() + self._start_timeout
-    while (
-      missing := self._members.in_phase("absent")
-    ) and time.monotonic() < end:
+    while missing := self._members.in_phase("absent"):
       if any(head.version for head in self._read_heads()):
         return
+      if time.monotonic() > end:
+        break
       if self._ask():
         raise InterruptedError("Worker: should_stop has ended the wait.")
       time.sleep(_ASK_SECONDS)
       self._members.look()
-    if not missing:
+    else:
       return
-    names = ", ".join(sorted(missing))
     message = (
-      f"worker {names} of {self._num_workers} has not come to {self._url} "
-      f"within start_timeout={self._start_timeout:g} seconds"
+      f"worker {', '.join(sorted(missing))} of {self.num_workers} has not come "
+      f"to {self._url} within start_timeout={self._start_timeout:g} seconds"
     )
-    if self._num_workers - len(missing) < self._store.quorum:
+    if self.num_workers - len(missing) < self._options.quorum:
       raise TimeoutError(f"Worker: {message}.")
     _log.warning("%s: the run begins without it", message)
 
@@ -421,18 +375,31 @@ class Worker:
       is_new: Whether this worker was there at the beginning: it has not missed
         what others have done since.
     """
-    _, own = update_lib.find(state)
+    _, own = train_states.find(state)
     found = self._read_heads()
     if heads.have_ended(found):
-      return self._take_final(state)
+      return self._end(state, is_late=True)
     step, versions = int(own.local_step), own.versions.tolist()
     # Else it is the state of another transport or of other fragments.
     is_own = step <= self._agn.communication_period or bool(own.sent.any())
     is_own &= self._find_last_step() <= step
     if step and is_own and versions == [head.version for head in found]:
       return state  # as it was left
-    newest = step if is_new else max(step, self._step_of_all())
-    return self._take_newest(state, newest)
+    return self._take_newest(state, step if is_new else self._step_of_all(step))
+
+  def _read_heads(self) -> list[Head]:
+    return heads.read_every(self._objects, self._options.fragments)
+
+  def _step_of_all(self, least: int = 0) -> int:
+    """Returns the largest local step of a commit in the store."""
+    steps = [head.step for head in self._read_heads()]
+    return max(least, self._find_last_step(), *steps)
+
+  def _find_last_step(self) -> int:
+    """Returns the local step of the last commit of this worker in the store."""
+    found = commits_lib.find(self._objects)
+    own = [c.step for c in found if c.worker == str(self.worker_id)]
+    return max(own, default=0)
 
   def _take_newest(self, state: Any, local_step: int | None = None) -> Any:
     """Returns the state with the newest center and its slots.
@@ -450,162 +417,150 @@ class Worker:
       for center in centers:
         state = train_states.put_center(state, center)
       return state
-    missed = local_step - int(update_lib.find(state)[1].local_step)
+    missed = local_step - int(train_states.find(state)[1].local_step)
     if missed > 0:
       _log.warning(
         "worker %d goes on from local step %d, where the others are: it has "
         "missed %d",
-        self._worker_id,
+        self.worker_id,
         local_step,
         missed,
       )
-    self._clock += missed
-    self._missed_steps += missed
+    self.clock += missed
+    self.missed_steps += missed
     self._last_step = local_step
-    self._calls_left = self._steps_to_next(local_step)
+    self._next_look = self.clock + self._steps_to_next(local_step)
     return train_states.restart(state, centers, local_step)
-
-  def _step_of_all(self) -> int:
-    """Returns the largest local step of a commit in the store."""
-    steps = [head.step for head in self._read_heads()]
-    return max(*steps, self._find_last_step())
-
-  def _find_last_step(self) -> int:
-    """Returns the local step of the last commit of this worker in the store."""
-    keys = [
-      key
-      for fragment in range(self._store.fragments)
-      for key in self._objects.list(f"commit/{fragment}/{self._worker_id}-")
-    ]
-    return max((int(key.rpartition("/")[2]) for key in keys), default=0)
 
   # -- Commits.
 
   def _steps_to_next(self, local_step: int) -> int:
     """Returns in how many steps there may be something to send or receive."""
-    delays = {0, self._store.delay}
     return next(
       n
-      for n in range(1, self._agn.communication_period + 1)
-      if any(agn_store.due(self._agn, local_step + n - d) for d in delays)
-      or n == self._agn.communication_period
+      for n in itertools.count(1)
+      if agn_store.due(self._agn, local_step + n)
+      or agn_store.due(self._agn, local_step + n - self._options.delay)
     )
 
   def _send(self, state: Any, fragment: int) -> Any:
     """Takes a commit out of the state and starts its exchange."""
-    if fragment in self._exchange.under_way:
+    # One at a time: until its result has come, the next one grows.
+    state = self._receive(state, fragment, wait=False)
+    if fragment in self._exchanges:
       self._overdue.add(fragment)
       return state
     self._overdue.discard(fragment)
-    if self._is_finished:
+    if self.is_finished:
       return state
     base = None
-    if self._store.commit_dtype is not None:
-      _, own = update_lib.find(state)
-      center = update_lib.center_of(state, own)
-      arrays = self._update.arrays_of(fragment, center)
+    if self._options.commit_dtype is not None:
+      base = self._update.center_of(state, fragment, slots=False)
       # Copies: the state may be donated.
-      arrays = {path: np.array(x) for path, x in arrays.items()}
-      base = int(own.versions[fragment]), arrays
-    state, commit = train_states.take(self._update, state, fragment)
+      arrays = {path: np.array(x) for path, x in base.arrays.items()}
+      base = base._replace(arrays=arrays)
+    state, commit = self._update.take(state, fragment)
     if commit["steps"]:
       commit["examples"] = self._examples[fragment]
-      self._exchange.send(fragment, commit, base)
+      name = f"{self.worker_id}-{self._members.start}"
+      self._exchanges[fragment] = Exchange(
+        self._objects, fragment, name, commit, base, self._merger.wake.set
+      )
     self._examples[fragment] = 0.0
     return state
 
   def _receive(self, state: Any, fragment: int, wait: bool = True) -> Any:
-    """Returns the state that continues from the result of a commit, if any."""
-    found = self._exchange.receive(fragment, wait, self._ask)
-    if found is None:
+    """Returns the state that continues from the result of a commit, if any.
+
+    Args:
+      state: The state of this worker.
+      fragment: The fragment of the commit.
+      wait: Whether to wait until the deadline, once for each commit.
+    """
+    exchange = self._exchanges.get(fragment)
+    if exchange is None:
       return state
-    head, center = found
+    wait = wait and not exchange.is_late
+    if not self._wait(exchange.result, self._options.deadline if wait else 0.0):
+      exchange.is_late |= wait
+      if wait and not self._should_stop():
+        _log.warning(
+          "worker %d goes on alone: its commit of local step %d is not in the "
+          "center after deadline=%g seconds",
+          self.worker_id,
+          exchange.commit["step"],
+          self._options.deadline,
+        )
+      return state
+    del self._exchanges[fragment]
+    head, center = exchange.result.result()
+    self._results.append(exchange.metrics())
     if head.finished:
-      return self._take_final(state)
-    return train_states.pull(self._update, state, center)
+      return self._end(state, is_late=True)
+    return self._update.pull(state, center)
+
+  def _wait(self, future: futures.Future[Any], seconds: float) -> bool:
+    """Waits for a thread, not for long once `should_stop` is True.
+
+    Returns:
+      Whether it has ended.
+    """
+    end, stops = time.monotonic() + seconds, False
+    while not future.done() and time.monotonic() < end:
+      futures.wait([future], timeout=_ASK_SECONDS)
+      if self._ask() and not stops:
+        stops, end = True, min(end, time.monotonic() + _LAST_WRITE_SECONDS)
+    return future.done()
 
   def _ask(self) -> bool:
     """Returns whether to stop; raises what has ended this worker."""
-    self._members.check()
-    if self._merger.error is not None:
-      raise self._merger.error
+    self._merger.check()
     return self._should_stop()
 
   # -- The end.
 
-  def _wait_for_end(self, state: Any) -> Any:
-    """Waits until the center is the final one, or makes it so."""
+  def _end(self, state: Any, is_late: bool = False) -> Any:
+    """Waits until the center is the final one, and returns the state with it.
+
+    Args:
+      state: The state of this worker.
+      is_late: Whether the others have ended: the state continues from the
+        center, and nobody is waited for. One that died may have begun it.
+    """
+    self._members.announce("done")
+    if is_late:
+      self._exchanges.clear()
+      self._merger.ends.set()
     last = time.monotonic()
-    while True:
+    # Another start of this worker takes the final center, and saves it. After a
+    # signal the others are not waited for.
+    while not self._ask() or is_late or self._members.have_ended:
+      self._objects.check(self._options.deadline)
       try:
         if heads.have_ended(self._read_heads()):
-          return self._take_final(state)
+          step = self._step_of_all(self._last_step) if is_late else None
+          state = self._take_newest(state, step)
+          break
         self._members.look()
-        if self._members.over() | {str(self._worker_id)} >= self._members.names:
-          self._merger.finish()
-          continue
         last = time.monotonic()
-      except StoreError:
-        if time.monotonic() - last > self._store.deadline:
+      except store.StoreError:
+        if time.monotonic() - last > self._options.deadline:
           raise
-      if self._ask():
-        return state
       time.sleep(_ASK_SECONDS)
-
-  def _take_final(self, state: Any) -> Any:
-    """Returns the state with the final center, at the last step of the run."""
-    is_late = not self._members.is_done
-    self._exchange.drop()
-    self._members.announce("done")
-    # Another start of this worker takes the final center, and saves it.
-    self._members.check()
-    with self._objects.patient(self._closed, self._store.deadline):
-      # One that died may have begun it.
-      self._merger.finish()
-      self._is_finished = True
-      if not is_late:
-        return self._take_newest(state)
+    else:
+      return state
+    self.is_finished = True
+    self._exchanges.clear()
+    if is_late:
       _log.warning(
         "worker %d finds that the run has ended: it takes the final center",
-        self._worker_id,
+        self.worker_id,
       )
-      newest = max(self._last_step, self._step_of_all())
-      return self._take_newest(state, newest)
+    return state
 
   def _check_running(self, name: str) -> None:
-    if not self._is_started:
+    if not self._is_started or self.is_closed:
       raise RuntimeError(
-        f"Worker: {name} before start: call state = worker.start(state) first."
+        f"Worker: {name} needs a worker that is in the run: call it after "
+        "state = worker.start(state), and before finish and close."
       )
-    if self._closed.is_set():
-      raise RuntimeError(
-        f"Worker: {name} after finish or close: this worker has left the run."
-      )
-
-
-def _find_agn(state: Any) -> tuple[Any, Any]:
-  """Returns the AGN of a state that commits to a store, and its state.
-
-  Raises:
-    TypeError: It is no TrainState.
-    ValueError: It has none, or its replicas differ.
-    RuntimeError: JAX connects several processes.
-  """
-  if not hasattr(state, "wrappers"):
-    raise TypeError(
-      "Worker: state must be a flaxshard.TrainState, got "
-      f"{checks.describe(state)}."
-    )
-  found = update_lib.find(state)
-  if note := stack.divergence(state.wrappers):
-    raise ValueError(
-      "Worker: the replicas of this process must have equal parameters, which "
-      f"are committed. {note}"
-    )
-  if jax.process_count() > 1:
-    raise RuntimeError(
-      f"Worker: JAX connects {jax.process_count()} processes, but each worker "
-      "is one process alone. Leave out flaxshard.initialize() and "
-      "jax.distributed.initialize()."
-    )
-  return found

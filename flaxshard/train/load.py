@@ -253,12 +253,12 @@ def _find_final_center(
     The step and the state; None if the run has not ended, or has saved it.
   """
   # Imported here: other runs do not need it.
-  from flaxshard.center import heads
   from flaxshard.center import store
+  from flaxshard.center import train_states
 
   url = store.center_url(workdir)
   with contextlib.suppress(store.StoreError):  # the store warns
-    if found := heads.final_state(url, state):
+    if found := train_states.final_state(url, state):
       _log.warning("step %d is older than the final center in %s", number, url)
       return found
   return None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+import logging
 import signal
+import time
 from typing import Any
 
-from flaxshard.center import synchronizer
-from flaxshard.center.store import center_url
-from flaxshard.center.store import Objects
+from flaxshard.center import facts as facts_lib
+from flaxshard.center import merge
+from flaxshard.center import store
 from flaxshard.core import files
 from flaxshard.core import optimizer
 from flaxshard.core import registry
@@ -19,6 +21,10 @@ from flaxshard.train import console
 from flaxshard.train import creation as creation_lib
 from flaxshard.train import devices
 from flaxshard.train import resume
+
+_log = logging.getLogger("flaxshard")
+
+_PAUSE_SECONDS = 0.2
 
 
 def synchronize(workdir: str) -> None:
@@ -37,15 +43,20 @@ def synchronize(workdir: str) -> None:
   """
   workdir = files.absolute(workdir)
   files.check_writable("workdir", workdir, create=False)
-  objects = Objects(center_url(workdir))
+  objects = store.Objects(store.center_url(workdir))
   signums: list[int] = []
-  should_stop = lambda: bool(signums)
   for signum in (signal.SIGINT, signal.SIGTERM):
     signal.signal(signum, lambda signum, frame: signums.append(signum))
   with console.show_log():
-    facts = synchronizer.wait_for_run(objects, should_stop)
+    facts = facts_lib.read(objects)
+    if facts is None:
+      _log.info("waiting for the first worker in %s", objects.url)
+    while facts is None and not signums:
+      time.sleep(_PAUSE_SECONDS)
+      facts = facts_lib.read(objects)
     if facts is not None:
-      synchronizer.synchronize(objects, _abstract_state(facts), should_stop)
+      state = _abstract_state(facts)
+      merge.synchronize(objects, state, lambda: bool(signums))
     if signums:
       raise SystemExit(128 + signums[0])
 

@@ -205,7 +205,8 @@ class Run:
         weight = commit["examples"] / total if agn.commit == "mean" else 1.0
         for path, x in commit["arrays"].items():
           exact[path] -= weight * encoding.decode(x)
-    final = store.unpack("slots", self.written[heads[-1]["slots"]])
+    key = f"slots/{fragment}/{heads[-1]['name']}"
+    final = store.unpack("slots", self.written[key])
     atol = 1e-3 if agn.transport.commit_dtype or agn.commit == "mean" else 0
     for path in commit["arrays"]:
       found = params[path.removeprefix("params/")] + final["remainders"].get(

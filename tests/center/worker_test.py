@@ -15,6 +15,7 @@ import pytest
 import flaxshard as fs
 from flaxshard.center import exchange
 from flaxshard.center import store
+from flaxshard.center import worker as worker_lib
 
 PARAMS = {"b": np.float32(8), "w": np.arange(6, dtype=np.float32)}
 SGD = optax.sgd(1.0)
@@ -91,21 +92,21 @@ def test_the_number_may_come_from_a_launcher(monkeypatch):
 def test_calls_in_the_wrong_order(directory, call):
   state = create()
   worker = fs.Worker(directory, 0, 1)
-  with pytest.raises(RuntimeError, match=f"{call} before start: call state ="):
+  with pytest.raises(RuntimeError, match=f"Worker: {call} needs a worker"):
     getattr(worker, call)(state)
   with worker:
     worker.start(state)
     with pytest.raises(RuntimeError, match="start was called before"):
       worker.start(state)
   assert worker.is_closed
-  with pytest.raises(RuntimeError, match=f"{call} after finish or close"):
+  with pytest.raises(RuntimeError, match=f"Worker: {call} needs a worker"):
     getattr(worker, call)(state)
 
 
 @pytest.mark.parametrize(
   ("create", "error", "message"),
   [
-    (lambda: {"w": 1}, TypeError, "must be a flaxshard.TrainState, got"),
+    (lambda: {"w": 1}, ValueError, r"store', got \[\]"),
     (lambda: create(fs.EMA()), ValueError, r"store', got \['ema'\]"),
     (lambda: create(fs.AGN(2)), ValueError, r"store', got \['agn'\]"),
     (lambda: create(agn(quorum=3)), ValueError, "quorum=3 must be at most num"),
@@ -125,7 +126,7 @@ def test_too_few_workers(directory):
 
 
 def test_should_stop_ends_every_wait(directory, caplog, monkeypatch):
-  monkeypatch.setattr(exchange, "_LAST_WRITE_SECONDS", 0.2)
+  monkeypatch.setattr(worker_lib, "_LAST_WRITE_SECONDS", 0.2)
   stops = threading.Event()
   with fs.Worker(
     directory, 0, 2, start_timeout=0.2, should_stop=stops.is_set
@@ -359,19 +360,19 @@ def test_nobody_waits_for_a_worker_that_does_not_come_back(directory):
 @pytest.fixture
 def cable(monkeypatch):
   """An event: while it is clear, no store can be read or written."""
-  monkeypatch.setattr(store, "_LONGEST_PAUSE", 0.1)
-  monkeypatch.setattr(exchange, "_LAST_WRITE_SECONDS", 0.2)
+  monkeypatch.setattr(exchange, "_LONGEST_PAUSE", 0.1)
+  monkeypatch.setattr(worker_lib, "_LAST_WRITE_SECONDS", 0.2)
   plugged = threading.Event()
   plugged.set()
   run = store.Objects._run
 
-  def run_if_plugged(self, verb, start, seconds):
+  def run_if_plugged(self, verb, start, *args):
     def start_if_plugged():
       if plugged.is_set():
         return start()
       raise OSError("no route to host")
 
-    return run(self, verb, start_if_plugged, seconds)
+    return run(self, verb, start_if_plugged, *args)
 
   monkeypatch.setattr(store.Objects, "_run", run_if_plugged)
   return plugged
