@@ -21,7 +21,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import signal
 import socket
 from typing import Any
 
@@ -118,7 +117,12 @@ def fit(
   """
   ray_train, jax_trainer = _import_ray()
   config = config_lib.check(config)
-  workdir = _check_workdir(workdir)
+  workdir = checks.path("workdir", workdir)
+  if not files.is_bucket(workdir) and not os.path.isabs(workdir):
+    raise ValueError(
+      f"workdir must be an absolute path or a bucket's URL, got {workdir!r}: "
+      "workers have other working directories."
+    )
   _check_type("scaling_config", scaling_config, ray_train.ScalingConfig)
   if scaling_config.min_workers < 1:
     raise ValueError(
@@ -160,16 +164,6 @@ def _import_ray() -> tuple[Any, Any]:
       "pip install 'flaxshard[ray]'"
     ) from e
   return ray_train, jax_trainer
-
-
-def _check_workdir(workdir: str | os.PathLike[str]) -> str:
-  path = checks.path("workdir", workdir)
-  if not files.is_bucket(path) and not os.path.isabs(path):
-    raise ValueError(
-      f"workdir must be an absolute path or a bucket's URL, got {path!r}: "
-      "workers have other working directories."
-    )
-  return path
 
 
 def _check_type(argument: str, value: Any, expected: type) -> None:
@@ -299,8 +293,8 @@ def _train(arguments: dict[str, Any]) -> dict[str, Any] | None:
     except SystemExit as e:
       # Ray shows the message of an error, and of this one only the number.
       raise RuntimeError(
-        f"stopped by {_signal_name(e.code)} with a checkpoint in {workdir}; "
-        "the same call continues from there"
+        f"stopped with exit code {e.code} (128 and the number of a signal) and "
+        f"a checkpoint in {workdir}; the same call continues from there"
       ) from e
   if jax.process_index():
     return None
@@ -315,10 +309,3 @@ def _print_log() -> contextlib.AbstractContextManager[None]:
 
 def _read_metrics(workdir: str) -> dict[str, Any]:
   return metrics_lib.read_last_values(metrics_lib.metrics_path(workdir))
-
-
-def _signal_name(code: Any) -> str:
-  try:
-    return signal.Signals(code - 128).name
-  except (TypeError, ValueError):
-    return f"exit code {code}"

@@ -45,17 +45,6 @@ def broken_once(workdir: str) -> data.Splits:
   return _digits(_once(workdir, fail))
 
 
-def terminated_once(workdir: str) -> data.Splits:
-  """Sends SIGTERM to the launcher in the first evaluation of process 1."""
-
-  def terminate():
-    os.kill(os.getppid(), signal.SIGTERM)
-    # Until JAX has told all processes.
-    time.sleep(2)
-
-  return _digits(_once(workdir, terminate))
-
-
 def _once(workdir, fault):
   marker = pathlib.Path(workdir) / "fault"
 

@@ -34,6 +34,7 @@ class Exchange:
     commit: The commit.
     base: See `heads.read_center`.
     on_written: Called when the commit is in the store.
+    closed: An event that ends the thread.
     is_late: Whether it has missed the deadline: nobody waits for it.
 
   Attributes:
@@ -47,13 +48,13 @@ class Exchange:
   commit: dict[str, Any]
   base: Center | None
   on_written: Callable[[], None]
+  closed: threading.Event
   is_late: bool = False
 
   def __post_init__(self) -> None:
     self.written: futures.Future[None] = futures.Future()
     self.result: futures.Future[tuple[Head, Center]] = futures.Future()
     self._start = time.monotonic()
-    self._closed = threading.Event()
     # Not a pool, whose threads a program waits for at its end.
     threading.Thread(target=self._run, daemon=True).start()
 
@@ -63,15 +64,10 @@ class Exchange:
     versions = center.version - self.commit["version"] - 1
     return time.monotonic() - self._start, max(versions, 0), head.workers
 
-  def close(self, seconds: float) -> None:
-    """Ends the thread, after some seconds if the commit is being written."""
-    futures.wait([self.written], timeout=seconds)
-    self._closed.set()
-
   def _run(self) -> None:
     """Looks for the result until it is there, also while the store fails."""
     pause, failed_pause = 0.0, _FIRST_PAUSE
-    while not self.result.done() and not self._closed.wait(pause):
+    while not self.result.done() and not self.closed.wait(pause):
       start = time.monotonic()
       try:
         self._look()

@@ -33,7 +33,7 @@ class _Seen(NamedTuple):
   comes.
   """
 
-  content: bytes
+  content: bytes | None
   time: float
   phase: str
 
@@ -117,10 +117,12 @@ class Members:
 
   def look(self) -> None:
     """Reads the objects of all others."""
-    keys = [k for k in self._objects.list("worker/") if k != self._key]
+    keys = [key for key in self._objects.list("worker/") if key != self._key]
     for key, content in zip(keys, self._objects.read_all(keys), strict=True):
       found, name = _parse(key, content), key.partition("/")[2]
-      if found and content and content != self._seen[name].content:
+      if not found or not (name.isdigit() or name == SYNCHRONIZER):
+        continue
+      if name not in self._seen or content != self._seen[name].content:
         self._seen[name] = _Seen(content, time.monotonic(), found["phase"])
 
   def in_phase(self, phase: str) -> set[str]:

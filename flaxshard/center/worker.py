@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import logging
 import os
+import threading
 import time
 from typing import Any, Self
 
@@ -119,6 +120,9 @@ class Worker:
       "Worker: start_timeout", start_timeout, above=0
     )
     self._should_stop = should_stop or (lambda: False)
+    self._closed = threading.Event()
+    # By fragment: the commit that is under way.
+    self._exchanges: dict[int, Exchange] = {}
 
   @property
   def is_leader(self) -> bool:
@@ -180,9 +184,8 @@ class Worker:
     self._last_step = self.clock = int(own.local_step)
     # The clock at which there may be something to do.
     self._next_look = self.clock + 1
-    # By fragment: the examples since the last commit, and the commit under way.
+    # By fragment: the examples since the last commit.
     self._examples = [0.0] * self._options.fragments
-    self._exchanges: dict[int, Exchange] = {}
     # Fragments whose commit was due while the one before was under way.
     self._overdue: set[int] = set()
     # Of commits: seconds, versions in between, and workers.
@@ -332,9 +335,10 @@ class Worker:
       return
     self.is_closed = True
     atexit.unregister(self.close)
+    writes = [exchange.written for exchange in self._exchanges.values()]
+    futures.wait(writes, timeout=_LAST_WRITE_SECONDS)
+    self._closed.set()
     if hasattr(self, "_merger"):
-      for exchange in self._exchanges.values():
-        exchange.close(_LAST_WRITE_SECONDS)
       self._merger.close()
 
   def __enter__(self) -> Self:
@@ -464,7 +468,13 @@ class Worker:
       commit["examples"] = self._examples[fragment]
       name = f"{self.worker_id}-{self._members.start}"
       self._exchanges[fragment] = Exchange(
-        self._objects, fragment, name, commit, base, self._merger.wake.set
+        self._objects,
+        fragment,
+        name,
+        commit,
+        base,
+        on_written=self._merger.wake.set,
+        closed=self._closed,
       )
     self._examples[fragment] = 0.0
     return state

@@ -1,6 +1,5 @@
 """Workers that are killed, stopped, started twice and started late."""
 
-import os
 import signal
 import time
 
@@ -174,53 +173,21 @@ def test_worker_0_that_was_stopped_and_one_that_comes_late_find_the_end(
   assert_ended(tmp_path, 0, 1, 2)
 
 
-def test_the_older_of_two_starts_ends(start, tmp_path):
-  wait_at(tmp_path, 8)
-  first = start(0, _HELD, of=1)
-  wait_for_step(tmp_path, 0, 8, first)
-  wait_until((tmp_path / "run/checkpoints/6").exists, "checkpoint", first)
-  refused = start(0, of=1).end(code=1)
-  assert "is being written by process" in refused
-  # As on a file system without locks.
-  for folder_name in ("run", "run/checkpoints"):
-    os.remove(tmp_path / folder_name / ".lock")
-  start(0, of=1).end()
-  wait_at(tmp_path, _END)
-  message = first.end(code=1).splitlines()[-1]
-  assert message.startswith("flaxshard: Worker: worker 0 of ")
-  assert "was started again" in message
-  assert "Traceback" not in first.printed
-
-
-def wait_for_merging(synchronizer):
-  wait_until(
-    lambda: "merging the commits" in synchronizer.printed, "merge", synchronizer
-  )
-
-
 def test_a_synchronizer_merges_while_it_lives(programs, start, tmp_path):
-  arguments = ["--synchronize", "--workdir=run"]
-  synchronizer = programs.start(tmp_path, *arguments)
-  wait_until(
-    lambda: "waiting for the first worker" in synchronizer.printed,
-    "message",
-    synchronizer,
-  )
+  synchronizer = programs.start(tmp_path, "--synchronize", "--workdir=run")
+
+  def wait_for(words):
+    wait_until(lambda: words in synchronizer.printed, words, synchronizer)
+
+  wait_for("waiting for the first worker")
   wait_at(tmp_path, 8)
   workers = [start(k, _HELD) for k in range(2)]
-  wait_for_merging(synchronizer)
+  wait_for("merging the commits")
   wait_for_step(tmp_path, 0, 8, *workers)
-  synchronizer.kill()
-  version = head(tmp_path).version
-  wait_at(tmp_path, 16)
-  # The workers merge again, and another one may come.
-  wait_until(lambda: head(tmp_path).version > version + 1, "merge", *workers)
-  another = programs.start(tmp_path, *arguments)
-  wait_for_merging(another)
   wait_at(tmp_path, _END)
   for worker in workers:
     worker.end()
-  assert "the run has ended" in another.end()
+  assert "the run has ended" in synchronizer.end()
   assert_ended(tmp_path, 0, 1)
 
 
@@ -238,27 +205,3 @@ def test_mistakes_of_a_synchronizer_are_one_line(programs, tmp_path):
   wait_until(lambda: "waiting for" in waiting.printed, "message", waiting)
   waiting.send(signal.SIGTERM)
   waiting.end(code=128 + signal.SIGTERM)
-
-
-def test_a_worker_with_another_config_is_refused(start, tmp_path):
-  wait_at(tmp_path, 4)
-  good = start(0, _HELD, of=4)
-  wait_for_step(tmp_path, 0, 4, good)
-  others = [
-    start(1, "--config.learning_rate=0.5", of=4),
-    start(2, "--config.model.dense=4", of=4),
-  ]
-  for program, words in zip(
-    others,
-    (
-      "config.learning_rate is 0.5 here, and 0.01 in",
-      "config.model.dense is 4 here, and 8 in",
-    ),
-    strict=True,
-  ):
-    message = program.end(code=1).splitlines()[-1]
-    assert message.startswith(f"flaxshard: Worker: {words} the run in")
-    assert "Traceback" not in program.printed
-  wait_at(tmp_path, _END)
-  good.end()
-  assert_ended(tmp_path, 0)

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 import threading
 import time
 
@@ -14,6 +13,7 @@ import pytest
 
 import flaxshard as fs
 from flaxshard.center import exchange
+from flaxshard.center import merge
 from flaxshard.center import store
 from flaxshard.center import worker as worker_lib
 
@@ -354,6 +354,29 @@ def test_nobody_waits_for_a_worker_that_does_not_come_back(directory):
   assert float(state.params["b"]) == 8 - 2 - 2
 
 
+def test_a_synchronizer_merges_while_it_lives(directory):
+  both = [create(agn(commit="sum"))] * 2
+  stops = threading.Event()
+  with center_workers.Workers(both, step, directory) as group:
+    center = store.Objects(f"{directory}/center")
+    synchronizer = threading.Thread(
+      target=merge.synchronize, args=(center, both[0], stops.is_set)
+    )
+    synchronizer.start()
+    members = [worker._members for worker in group.workers]
+    while any(m.merges(0) for m in members):
+      time.sleep(0.05)
+    for _ in range(2):
+      group.step([np.float32(1), np.float32(2)])
+    stops.set()
+    synchronizer.join()
+    # The workers merge again.
+    for _ in range(2):
+      group.step([np.float32(1), np.float32(2)])
+    states = group.finish()
+  assert [float(state.params["b"]) for state in states] == [8 - 3 - 3] * 2
+
+
 # Stores that are not reachable.
 
 
@@ -431,21 +454,3 @@ def test_a_wrong_address_is_an_error_within_seconds(monkeypatch):
   with pytest.raises(fs.center.StoreError, match="gs://no-such-bucket/run"):
     fs.Worker("gs://no-such-bucket/run", 0, 1).start(create())
   assert time.monotonic() - start < 20
-
-
-def sockets():
-  links = set()
-  for name in os.listdir("/proc/self/fd"):
-    with contextlib.suppress(OSError):
-      links.add(os.readlink(f"/proc/self/fd/{name}"))
-  return {x for x in links if x.startswith("socket:")}
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="Linux only")
-def test_no_socket_is_opened(directory, tmp_path):
-  before = sockets()
-  for place in (directory, str(tmp_path)):
-    with center_workers.Workers([create()] * 2, step, place) as group:
-      group.step([np.float32(1)] * 2)
-      group.step([np.float32(1)] * 2)
-      assert sockets() <= before
