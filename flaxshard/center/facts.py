@@ -33,15 +33,14 @@ def describe(
   """
   agn = update.agn
   arrays = train_states.by_path(train_states.parts(state)["center"])
+  fields = ("communication_period", "commit", "commit_delta")
   # The other options may change, as the number of workers may.
   options = ("fragments", "delay", "blend", "commit_dtype")
   return {
     # First: a field of a config says more than what follows from it.
     **json.loads(json.dumps(facts)),
     "AGN": {
-      "communication_period": agn.communication_period,
-      "commit": agn.commit,
-      "commit_delta": agn.commit_delta,
+      **{name: getattr(agn, name) for name in fields},
       "outer_tx": agn.outer_tx is not None,
       "transport": {name: getattr(agn.transport, name) for name in options},
     },

@@ -110,9 +110,8 @@ class Members:
   def announce(self, phase: str) -> None:
     """Tells the others of a new phase, if the store can be reached."""
     self._seen[self._name] = _Seen(b"", math.inf, phase)
-    with contextlib.suppress(
-      store.StoreError
-    ):  # the next sign of life tells it
+    # The next sign of life tells it.
+    with contextlib.suppress(store.StoreError):
       self._beat()
 
   def look(self) -> None:

@@ -104,6 +104,8 @@ def by_path(tree: PyTree) -> Arrays:
 
 def replace(tree: PyTree, arrays: Mapping[str, Any]) -> PyTree:
   """Returns a tree with other arrays at some paths."""
+  if not arrays:
+    return tree
   return jax.tree_util.tree_map_with_path(
     lambda path, x: arrays.get(trees.path_string(path), x), tree
   )
