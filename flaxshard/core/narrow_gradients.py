@@ -26,21 +26,6 @@ _MOVES = frozenset(
 )
 
 
-def is_compiling() -> bool:
-  """Returns whether operations are traced into a program, as by `jax.jit`.
-
-  They are not under `jax.vmap` or `jax.grad` alone, which run operations on
-  other than their own tracers at once.
-
-  Example:
-    >>> is_compiling(), bool(jax.jit(is_compiling)())
-    (False, True)
-    >>> jax.vmap(lambda x: x * is_compiling())(jnp.ones(1))
-    Array([0.], dtype=float32)
-  """
-  return isinstance(jnp.zeros(()), jax.core.Tracer)
-
-
 def value_and_grad(
   fn: Callable[[PyTree], tuple[jax.Array, Any]], params: PyTree
 ) -> tuple[tuple[jax.Array, Any], PyTree]:

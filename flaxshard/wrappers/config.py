@@ -141,11 +141,6 @@ def add_accumulation(
     raise ValueError(f"config.accumulate_steps={steps}: {e}") from e
 
 
-def built_in_wrappers() -> tuple[type[base.Base], ...]:
-  """Returns the wrapper classes of flaxshard."""
-  return tuple(c for c in _CLASSES.values() if issubclass(c, base.Base))
-
-
 def _build(where: str, entry: Any) -> Any:
   """Builds the wrapper of one entry; `where` is its place, for errors."""
   if isinstance(entry, str):

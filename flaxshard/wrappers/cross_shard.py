@@ -99,13 +99,12 @@ class CrossShard(base.Base):
     if self.group_assignment is None:
       return
     named = {i for group in self.group_assignment for i in group}
-    missing = sorted(set(range(num_replicas)) - named)
-    unknown = sorted(named - set(range(num_replicas)))
-    if missing or unknown:
+    wanted = set(range(num_replicas))
+    if named != wanted:
       raise ValueError(
         f"CrossShard: group_assignment={self.group_assignment!r} must contain "
         f"each of the {num_replicas} replicas, 0 to {num_replicas - 1}, once; "
-        f"missing: {missing}, unknown: {unknown}."
+        f"missing: {sorted(wanted - named)}, unknown: {sorted(named - wanted)}."
       )
 
   def apply(

@@ -77,7 +77,8 @@ def value_and_grad(
   Returns:
     `(loss, grads)` or `((loss, aux), grads)`, unscaled.
   """
-  checks.one_of("gate_gradients", gate_gradients, ("none", "op", "graph"))
+  if gate_gradients != "none":
+    checks.one_of("gate_gradients", gate_gradients, ("none", "op", "graph"))
   local = stack.local_states(wrappers, states)
   params = opt_state_lib.trained_params(
     stack.params(wrappers, local, params, "train")
@@ -104,7 +105,7 @@ def value_and_grad(
     return scaled, (loss, aux) if has_aux else loss
 
   # Eagerly there is no compiler to save memory for.
-  is_compiling = narrow_gradients.is_compiling()
+  is_compiling = _is_compiling()
   is_narrow = is_compiling and _unscales_16_bits(wrappers, local)
   # A barrier behind a cast from bfloat16 would hide the cast: replicas would
   # exchange the gradients in float32.
@@ -129,6 +130,15 @@ def value_and_grad(
       lambda p, g: None if g is None else g.astype(p.dtype), trained, grads
     )
   return value, unscale_gradients(wrappers, local, grads)
+
+
+def _is_compiling() -> bool:
+  """Returns whether operations are traced into a program, as by `jax.jit`.
+
+  They are not under `jax.vmap` or `jax.grad` alone, which run operations on
+  other than their own tracers at once.
+  """
+  return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def _differentiate(fn: Callable[..., Any], params: PyTree) -> Any:
