@@ -235,7 +235,7 @@ class CenterUpdate:
     """
     found: dict[str, float] = {}
     for name, tx in (("tx", self._local_tx), ("outer_tx", self.agn.outer_tx)):
-      if tx is not None and not optimizer_update.required_arguments(tx):
+      if tx is not None and not optimizer_update.objective_of(tx):
         with _on_cpu():
           changes = jax.device_get(jax.jit(self._probe, static_argnums=0)(tx))
         found |= {f"{name}: {k}": float(x) for k, x in changes.items()}

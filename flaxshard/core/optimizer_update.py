@@ -28,10 +28,10 @@ from flaxshard.core.indexed_slices import IndexedSlices
 PyTree = Any
 Parameters = Mapping[str, inspect.Parameter]
 
-# The names of extra arguments that optax documents. An optimizer that takes
-# extra arguments ignores those that it does not use, so that one step suits
-# many optimizers.
-_STANDARD = frozenset(("value", "grad", "value_fn"))
+# Extra arguments that optax documents: the loss, its gradients, its function.
+# An optimizer that takes extra arguments ignores those that it does not use, so
+# that one step suits many optimizers.
+_OBJECTIVE = frozenset(("value", "grad", "value_fn"))
 
 
 def update(
@@ -185,30 +185,16 @@ def _zero_gradient(p: jax.Array, is_table: bool) -> Any:
 # -- Extra arguments.
 
 
-def used_arguments(tx: Any) -> frozenset[str]:
-  """Returns the names of the extra arguments that an optimizer uses.
-
-  Keyword arguments of functions inside the optimizer may be among them.
+def objective_of(tx: Any) -> frozenset[str]:
+  """Returns which of `value`, `grad` and `value_fn` an optimizer uses.
 
   Example:
-    >>> sorted(used_arguments(optax.polyak_sgd()))
+    >>> sorted(objective_of(optax.polyak_sgd()))
     ['value']
-    >>> sorted(used_arguments(optax.adam(0.1)))
+    >>> sorted(objective_of(optax.adam(0.1)))
     []
   """
-  return frozenset(p.name for p in _keywords(tx))
-
-
-def required_arguments(tx: Any) -> frozenset[str]:
-  """Returns the names of the extra arguments that an optimizer must be given.
-
-  Example:
-    >>> sorted(required_arguments(optax.polyak_sgd()))
-    ['value']
-  """
-  # Other functions of an optimizer get theirs from its update.
-  parameters = _keywords(tx, updates_only=True)
-  return frozenset(p.name for p in parameters if p.default is p.empty)
+  return _used_arguments(tx) & _OBJECTIVE
 
 
 def accepted_arguments(tx: Any) -> frozenset[str] | None:
@@ -222,17 +208,22 @@ def accepted_arguments(tx: Any) -> frozenset[str] | None:
   ):
     return None
   takes_any = _takes_any(inspect.signature(tx.update).parameters)
-  return used_arguments(tx) | (_STANDARD if takes_any else frozenset())
+  return _used_arguments(tx) | (_OBJECTIVE if takes_any else frozenset())
 
 
-def _keywords(
-  tx: Any, *, updates_only: bool = False
-) -> Iterator[inspect.Parameter]:
-  """Yields the keyword arguments of the functions in an optimizer."""
-  for function, parameters in _functions(tx):
+def _used_arguments(tx: Any) -> frozenset[str]:
+  """Returns the names of the extra arguments that an optimizer uses.
+
+  Keyword arguments of functions inside the optimizer may be among them.
+  """
+  return frozenset(
+    p.name
+    for function, parameters in _functions(tx)
     # In optax an update has a `state`, its other functions have none.
-    if "state" in parameters or not (updates_only or _is_optax(function)):
-      yield from (p for p in parameters.values() if p.kind is p.KEYWORD_ONLY)
+    if "state" in parameters or not _is_optax(function)
+    for p in parameters.values()
+    if p.kind is p.KEYWORD_ONLY
+  )
 
 
 def _functions(tx: Any) -> Iterator[tuple[Any, Parameters]]:

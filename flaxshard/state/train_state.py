@@ -499,8 +499,7 @@ class TrainState(flax_train_state.TrainState):
       grad_loss=grad_loss,
       gate_gradients=gate_gradients,
     )
-    used = optimizer_update.used_arguments(self.tx)
-    used &= {"value", "grad", "value_fn"}
+    used = optimizer_update.objective_of(self.tx)
     used -= fields_lib.fields_by_name(type(self)).keys()
     if var_list is not None and "value_fn" in used:
       # Undoing its step for some parameters leaves a point it has not seen.

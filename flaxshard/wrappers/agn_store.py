@@ -121,7 +121,7 @@ def check_arguments(agn: AGN) -> None:
 
 def check_optimizer(agn: AGN, tx: Any) -> None:
   """Raises a ValueError if the center's optimizer needs the loss."""
-  needed = sorted(optimizer_update.required_arguments(tx))
+  needed = sorted(optimizer_update.objective_of(tx))
   if agn.outer_tx is None and needed:
     raise ValueError(
       f"AGN: tx needs {', '.join(needed)} in every update, which a commit with "
