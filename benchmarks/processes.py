@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -240,18 +241,15 @@ class HandWritten:
         params=variables["params"],
         tx=optax.adamw(_LEARNING_RATE),
       )
-      return state, jax.random.key(1), jnp.int32(1)
+      return state, jax.random.key(1)
 
     placed = jax.jit(create, out_shardings=self._replicated)()
-    self._state, self._rng, self._step = placed
-
-    def train_step(state: Any, progress: Any, batch: Any, rng: Any, step: Any):
-      # The number of the step stays on the devices.
-      after = steps.train_step(task, state, progress, batch, rng, step)
-      return *after, step + 1
-
+    self._state, self._rng = placed
+    self._step = 0
     self._jitted = jax.jit(
-      train_step, donate_argnums=(0, 1), out_shardings=self._replicated
+      functools.partial(steps.train_step, task),
+      donate_argnums=(0, 1),
+      out_shardings=self._replicated,
     )
     self._zeros = jax.device_get(steps.init_progress(task, self._state))
     self._batches: queue.Queue[Any] = queue.Queue(2)
@@ -284,7 +282,7 @@ class HandWritten:
       lambda x: jax.make_array_from_callback(
         x.shape, self._replicated, lambda index: x[index]
       ),
-      self._zeros,
+      self._zeros._replace(step=np.array(self._step, np.int32)),
     )
 
   def steps_per_second(self) -> float:
@@ -292,11 +290,12 @@ class HandWritten:
     start = time.perf_counter()
     progress = self._init_progress()
     for _ in range(self._num_steps):
-      self._state, progress, self._step = self._jitted(
-        self._state, progress, self._batches.get(), self._rng, self._step
+      self._state, progress = self._jitted(
+        self._state, progress, self._batches.get(), self._rng
       )
       if self._wait:
         jax.block_until_ready(self._state)
+    self._step += self._num_steps
     metrics = jax.device_get(progress).metrics.compute()
     if self._file:
       row = {name: float(value) for name, value in metrics.items()}

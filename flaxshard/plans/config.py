@@ -21,8 +21,8 @@ from flaxshard.plans import step as step_lib
 from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
-from flaxshard.train import program as program_lib
 from flaxshard.train import ranks
+from flaxshard.train import setup as setup_lib
 
 _log = logging.getLogger(__name__)
 
@@ -52,12 +52,10 @@ def plan_config(config: Any, topology: str, task: Any = None) -> plan_lib.Plan:
   config = config_lib.check(load.record(config, task))
   strategy = devices.create_compile_only_strategy(config, topology)
   loaded = load.load(config, task, shapes_only=True)
-  program = program_lib.create_program(config, strategy, loaded)
-  for note in program.notes:
+  setup = setup_lib.plan_setup(config, strategy, loaded)
+  for note in setup.notes:
     checks.warn(note)
-  step = step_lib.compile_step(
-    program.trace, program.arguments, program_lib.BATCH
-  )
+  step = step_lib.compile_step(setup.trace, setup.arguments, setup_lib.BATCH)
   plan = plan_lib.plan_step(step, topology)
   rules = rules_lib.from_config(config.mesh.rules)
   plan = dataclasses.replace(plan, findings=check.check_step(step, rules))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 import contextlib
 from typing import Any
+import warnings
 
 from flax import linen as nn
 from flax.core.scope import DenyList
@@ -27,6 +28,7 @@ from flaxshard.tasks import load
 from flaxshard.tasks.adapted import AdaptedTask
 from flaxshard.train import fine_tuning
 from flaxshard.wrappers import config as wrappers_config
+from flaxshard.wrappers import stack
 
 
 def plan_creation(
@@ -47,25 +49,16 @@ def plan_creation(
     ValueError, TypeError: The model, the rules and the wrappers do not fit each
       other. The message names the field.
   """
+  task, example = loaded.task, loaded.example
   tx = sparse_optimizer.wrap(
     tx, config.sparse, config.sparse_semantics, prefix="config."
   )
-  creation = _plan_creation(config, strategy, loaded, tx)
-  sown = _sown_collections(creation.abstract_state())
-  if sown:
-    creation = _plan_creation(config, strategy, loaded, tx, sown)
-  return creation
-
-
-def _plan_creation(
-  config: Any,
-  strategy: Strategy,
-  loaded: load.LoadedTask,
-  tx: optax.GradientTransformation,
-  sown: Sequence[str] = (),
-) -> create_lib.CreationPlan:
-  """Traces the creation without the collections that it sows."""
-  task, example = loaded.task, loaded.example
+  wrappers = wrappers_config.add_accumulation(
+    wrappers_lib.from_config(config.wrappers),
+    config.accumulate_steps,
+    per_replica=config.mesh.per_replica,
+  )
+  _check_replicas(wrappers, strategy.num_replicas_in_sync)
   model = task.make_model(
     config.model,
     example=example,
@@ -80,30 +73,40 @@ def _plan_creation(
     }
   )
   # Models without a default mode are initialized as in evaluation.
-  mode: dict[str, Any] = apply.mode_arguments(
-    model.__call__, False, args, required=True
-  )
-  if sown:
-    # Otherwise `init` puts the values that it sows in the state.
-    mode["mutable"] = DenyList(("intermediates", *sown))
-  with errors_name_field(
-    f"{describe_model(config, task)} cannot be initialized"
-  ):
+  mode = apply.mode_arguments(model.__call__, False, args, required=True)
+
+  def plan(**init_kwargs: Any) -> create_lib.CreationPlan:
     return create_lib.plan_creation(
       model,
       jax.random.key(config.seed),
       args,
       tx,
-      wrappers=wrappers_config.add_accumulation(
-        wrappers_lib.from_config(config.wrappers),
-        config.accumulate_steps,
-        per_replica=config.mesh.per_replica,
-      ),
+      wrappers=wrappers,
       mesh=strategy.mesh,
       rules=rules_lib.from_config(config.mesh.rules),
       lora=fine_tuning.create_lora(config.lora),
-      init_kwargs={**mode, **kwargs},
+      init_kwargs={**mode, **kwargs, **init_kwargs},
     )
+
+  with errors_name_field(
+    f"{describe_model(config, task)} cannot be initialized"
+  ):
+    creation = plan()
+    if sown := _sown_collections(creation.abstract_state()):
+      # Otherwise `init` puts the values that it sows in the state.
+      creation = plan(mutable=DenyList(("intermediates", *sown)))
+  return creation
+
+
+def _check_replicas(wrappers: Sequence[Any], num_replicas: int) -> None:
+  """Raises a ValueError if the wrappers do not fit the replicas."""
+  with warnings.catch_warnings():
+    # Planning the creation gives the same warnings again.
+    warnings.simplefilter("ignore")
+    try:
+      stack.check_replicas(tuple(wrappers), num_replicas)
+    except ValueError as e:
+      raise ValueError(f"config.wrappers: {e}") from e
 
 
 def _sown_collections(state: TrainState) -> list[str]:

@@ -7,12 +7,10 @@ import contextlib
 import logging
 import math
 from typing import Any
-import warnings
 
 import jax
 import numpy as np
 
-from flaxshard import wrappers as wrappers_lib
 from flaxshard.core import checks
 from flaxshard.core import multihost
 from flaxshard.partitioning import compile_only
@@ -21,9 +19,7 @@ from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.partitioning.topology import Topology
 from flaxshard.strategy.strategy import Strategy
-from flaxshard.train import same_run
 from flaxshard.train.ranks import Rank
-from flaxshard.wrappers import stack
 
 _log = logging.getLogger(__name__)
 
@@ -45,14 +41,12 @@ def create_strategy(config: Any, rank: Rank = _ALONE) -> Strategy:
 
   Raises:
     ValueError: There are too few devices, `batch_size` is not a multiple of the
-      number of replicas, the wrappers do not fit the replicas, JAX has
-      started without the virtual devices, or processes have other devices.
+      number of replicas, or JAX has started without the virtual devices.
   """
   if config.mesh.virtual_devices:
     _use_virtual_devices(config.mesh.virtual_devices, rank)
   devices = compile_only.all_devices()
-  same_run.check_devices()
-  strategy = _create_strategy(config, devices, None, rank)
+  strategy = _create_strategy(config, devices, rank=rank)
   _log.info(
     "JAX %s, process %d of %d, %d of %d %s devices, %r",
     jax.__version__,
@@ -64,27 +58,6 @@ def create_strategy(config: Any, rank: Rank = _ALONE) -> Strategy:
     strategy,
   )
   return strategy
-
-
-def strategy_for_state(config: Any) -> tuple[Strategy, bool]:
-  """Returns a strategy that holds the state of a run on the devices here.
-
-  `config.mesh.virtual_devices` is not used.
-
-  Args:
-    config: A checked config.
-
-  Returns:
-    The strategy of `config.mesh`, or that of the first device if there are too
-    few; and whether it is the former.
-  """
-  available = compile_only.all_devices()
-  try:
-    replicas = count_replicas(config, len(available))
-  except ValueError as e:
-    _log.info("the state is put on the first device: %s", e)
-    return Strategy(devices=available[:1]), False
-  return _strategy_of(config.mesh, replicas, available, None), True
 
 
 def create_compile_only_strategy(config: Any, topology: str) -> Strategy:
@@ -109,48 +82,47 @@ def create_compile_only_strategy(config: Any, topology: str) -> Strategy:
 def _create_strategy(
   config: Any,
   devices: Sequence[Any],
-  topology: Topology | None,
+  topology: Topology | None = None,
   rank: Rank = _ALONE,
 ) -> Strategy:
-  """Returns the strategy of `config.mesh` over the first of some devices.
-
-  Args:
-    config: A checked config.
-    devices: All devices.
-    topology: The topology of the devices; None: they are `jax.devices()`.
-    rank: The worker that this process is.
-  """
-  mesh = config.mesh
-  replicas = count_replicas(config, len(devices), rank)
+  """Returns the strategy of a config over the first of some devices."""
+  shape = _mesh_shape(config, len(devices), rank)
+  replicas = shape[mesh_lib.REPLICA]
   if rank.share("batch_size", config.batch_size) % replicas:
     workers = f" in each of {rank.num_workers} workers" * (rank.num_workers > 1)
     raise ValueError(
       f"config.batch_size={config.batch_size} must be a multiple of the "
-      f"{replicas} replicas of config.mesh.replica={mesh.replica}{workers}."
+      f"{replicas} replicas of config.mesh.replica={config.mesh.replica}"
+      f"{workers}."
     )
-  _check_wrappers(config.wrappers, replicas)
-  return _strategy_of(mesh, replicas, devices, topology)
+  return _strategy_of(shape, devices, topology)
 
 
-def _strategy_of(
-  mesh: Any, replicas: int, devices: Sequence[Any], topology: Topology | None
-) -> Strategy:
-  """Returns the strategy of a number of replicas; see `_create_strategy`."""
-  logical_count = _count_logical_devices(mesh)
-  used = replicas * logical_count
-  mesh_shape = {
-    mesh_lib.REPLICA: replicas,
-    # With prime factors as axes, every split has a PartitionSpec.
-    **(dict(mesh.axes) or mesh_lib.prime_axes(logical_count)),
-  }
-  if used < len(devices):
-    return Strategy(devices=devices[:used], mesh_shape=mesh_shape)
-  # With all devices, the mesh follows the topology of the network.
-  return Strategy(topology, mesh_shape=mesh_shape)
+def strategy_for_state(config: Any) -> tuple[Strategy, bool]:
+  """Returns a strategy that holds the state of a run on the devices here.
+
+  `config.mesh.virtual_devices` is not used.
+
+  Args:
+    config: A checked config.
+
+  Returns:
+    The strategy of `config.mesh`, or that of the first device if there are too
+    few; and whether it is the former.
+  """
+  devices = compile_only.all_devices()
+  try:
+    shape = _mesh_shape(config, len(devices))
+  except ValueError as e:
+    _log.info("the state is put on the first device: %s", e)
+    return Strategy(devices=devices[:1]), False
+  return _strategy_of(shape, devices), True
 
 
-def count_replicas(config: Any, num_devices: int, rank: Rank = _ALONE) -> int:
-  """Returns the number of replicas of a checked config on some devices.
+def _mesh_shape(
+  config: Any, num_devices: int, rank: Rank = _ALONE
+) -> dict[str, int]:
+  """Returns the axes of `config.mesh` on some devices.
 
   Args:
     config: A checked config.
@@ -161,7 +133,9 @@ def count_replicas(config: Any, num_devices: int, rank: Rank = _ALONE) -> int:
     ValueError: There are too few devices.
   """
   mesh = config.mesh
-  logical_count = _count_logical_devices(mesh)
+  # With prime factors as axes, every split has a PartitionSpec.
+  axes = dict(mesh.axes) or mesh_lib.prime_axes(mesh.logical_devices)
+  logical_count = math.prod(axes.values())
   replicas: int = mesh.replica
   if replicas == -1:
     # 0 if the logical devices of one replica do not fit.
@@ -169,23 +143,28 @@ def count_replicas(config: Any, num_devices: int, rank: Rank = _ALONE) -> int:
   else:
     replicas = rank.share("mesh.replica", replicas)
   if not 0 < replicas * logical_count <= num_devices:
-    logical_field = (
-      f"axes={mesh.axes!r}"
-      if mesh.axes
-      else f"logical_devices={mesh.logical_devices}"
-    )
+    logical_field = f"logical_devices={mesh.logical_devices}"
+    if mesh.axes:
+      logical_field = f"axes={mesh.axes!r}"
     raise ValueError(
       f"config.mesh.replica={mesh.replica} with config.mesh.{logical_field} "
       f"needs {max(replicas, 1) * logical_count} devices; there are "
       f"{num_devices}."
     )
-  return replicas
+  return {mesh_lib.REPLICA: replicas, **axes}
 
 
-def _count_logical_devices(mesh: Any) -> int:
-  if mesh.axes:
-    return math.prod(dict(mesh.axes).values())
-  return int(mesh.logical_devices)
+def _strategy_of(
+  mesh_shape: Mapping[str, int],
+  devices: Sequence[Any],
+  topology: Topology | None = None,
+) -> Strategy:
+  """Returns the strategy of a mesh over the first of all devices."""
+  used = math.prod(mesh_shape.values())
+  if used < len(devices):
+    return Strategy(devices=devices[:used], mesh_shape=mesh_shape)
+  # With all devices, the mesh follows the topology of the network.
+  return Strategy(topology, mesh_shape=mesh_shape)
 
 
 def _use_virtual_devices(total: int, rank: Rank) -> None:
@@ -219,19 +198,6 @@ def _use_virtual_devices(total: int, rank: Rank) -> None:
       f"config.mesh.virtual_devices={total}: JAX has started with "
       f"{len(devices)} cpu devices already."
     )
-
-
-def _check_wrappers(wrappers_config: Any, replicas: int) -> None:
-  """Raises if the wrappers cannot be used with that many replicas."""
-  wrappers = wrappers_lib.from_config(wrappers_config)
-  # Checked now, so that the error names the field of the config.
-  with warnings.catch_warnings():
-    # Creating the state gives the same warnings again.
-    warnings.simplefilter("ignore")
-    try:
-      stack.check_replicas(wrappers, replicas)
-    except ValueError as e:
-      raise ValueError(f"config.wrappers: {e}") from e
 
 
 def batch_specs(

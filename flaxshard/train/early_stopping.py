@@ -7,8 +7,7 @@ run stops at the same step as one without an interruption.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-import dataclasses
+from collections.abc import Mapping
 import json
 import logging
 import math
@@ -25,7 +24,6 @@ from flaxshard.train import metrics as metrics_lib
 _log = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
 class EarlyStopping:
   """The evaluations of a run so far, and whether they end it.
 
@@ -34,30 +32,49 @@ class EarlyStopping:
   that do not improve, and stops at the next one. A metric that is not finite
   does not improve; before the first finite one nothing is counted.
 
+  Args:
+    config: `config.early_stopping`, also that of an earlier run; without a
+      metric nothing ends the run.
+
   Attributes:
-    config: `config.early_stopping`, checked.
-    rule: Flax's rule; it knows smaller metrics as better.
     best_step: The step of the best evaluation, 0 before the first one.
     stopped_step: The step that ends the run, or None.
+
+  Example:
+    >>> stopping = EarlyStopping({"metric": "eval_loss", "mode": "auto",
+    ...                           "patience": 1, "min_delta": 0.0})
+    >>> for step, loss in enumerate([0.5, 0.3, 0.4, 0.3]):
+    ...   stopping.update(step, {"eval_loss": loss})
+    >>> stopping.stopped_step, stopping.best_step
+    (3, 1)
   """
 
-  config: Mapping[str, Any]
-  rule: flax_early_stopping.EarlyStopping
-  best_step: int = 0
-  stopped_step: int | None = None
+  def __init__(self, config: Mapping[str, Any]):
+    self.best_step = 0
+    self.stopped_step: int | None = None
+    self._config = config
+    # It is {} in workdirs of older versions.
+    self._metric = config.get("metric", "none")
+    if self._metric != "none":
+      mode = config_lib.resolve_mode(self._metric, config["mode"])
+      # Flax's rule knows smaller metrics as better.
+      self._sign = -1 if mode == "max" else 1
+      self._rule = flax_early_stopping.EarlyStopping(
+        patience=config["patience"], min_delta=config["min_delta"]
+      )
 
   @property
   def reason(self) -> str:
     """Why the run ends, in one sentence without a full stop."""
-    best = self.rule.best_metric * _sign(self.config)
     return (
-      f"{self.config['metric']} has not improved on {best:.4g} of step "
-      f"{self.best_step} by more than {self.config['min_delta']:g} in "
-      f"{self.config['patience'] + 1} evaluations"
+      f"{self._metric} has not improved on "
+      f"{self._rule.best_metric * self._sign:.4g} of step {self.best_step} by "
+      f"more than {self._config['min_delta']:g} in "
+      f"{self._config['patience'] + 1} evaluations"
     )
 
-  def update(self, step: int, evaluation: Mapping[str, float]) -> EarlyStopping:
-    """Returns the state after an evaluation; all processes must call it.
+  def update(self, step: int, evaluation: Mapping[str, float]) -> None:
+    """Adds an evaluation; all processes must call it.
 
     Args:
       step: The step just taken.
@@ -66,72 +83,27 @@ class EarlyStopping:
     Raises:
       ValueError: The evaluation has no metric of that name.
     """
-    if not is_on(self.config):
-      return self
-    metric = self.config["metric"]
-    if metric not in evaluation:
+    if self._metric == "none":
+      return
+    if self._metric not in evaluation:
       raise evaluation_lib.no_metric(
-        "config.early_stopping.metric", metric, evaluation
+        "config.early_stopping.metric", self._metric, evaluation
       )
+    value = evaluation[self._metric]
     # A task may compute another value in each process: that of process 0 is
-    # the one in `metrics.jsonl`.
-    values = multihost.exchange(_dump(evaluation[metric]))
-    return self._add(step, json.loads(values[0]))
+    # the one in `metrics.jsonl`, where null stands for a value without JSON.
+    text = json.dumps(value if math.isfinite(value) else None)
+    self.add(step, json.loads(multihost.exchange(text)[0]))
 
-  def replay(self, values: Iterable[tuple[int, float | None]]) -> EarlyStopping:
-    """Returns the state after some evaluations.
-
-    Args:
-      values: Pairs of a step and the metric, in the order of the steps; None
-        stands for one that is not finite.
-    """
-    state = self
-    for step, value in values:
-      state = state._add(step, value)
-    return state
-
-  def _add(self, step: int, value: float | None) -> EarlyStopping:
-    if value is None:
-      loss = math.inf
-    else:
-      loss = value * _sign(self.config)
-    rule = self.rule.update(loss)
-    stops = rule.should_stop and self.stopped_step is None
-    return dataclasses.replace(
-      self,
-      rule=rule,
-      best_step=step if rule.has_improved else self.best_step,
-      stopped_step=step if stops else self.stopped_step,
+  def add(self, step: int, value: float | None) -> None:
+    """Adds the metric of an evaluation; None is one that is not finite."""
+    self._rule = self._rule.update(
+      math.inf if value is None else value * self._sign
     )
-
-
-def create(config: Mapping[str, Any]) -> EarlyStopping:
-  """Returns the state before any evaluation.
-
-  Args:
-    config: `config.early_stopping`, checked.
-
-  Example:
-    >>> state = create({"metric": "eval_loss", "mode": "auto", "patience": 1,
-    ...                 "min_delta": 0.0})
-    >>> for step, loss in enumerate([0.5, 0.3, 0.4, 0.3]):
-    ...   state = state.update(step, {"eval_loss": loss})
-    >>> state.stopped_step, state.best_step
-    (3, 1)
-  """
-  rule = flax_early_stopping.EarlyStopping(
-    patience=config["patience"], min_delta=config["min_delta"]
-  )
-  return EarlyStopping(config, rule)
-
-
-def is_on(config: Mapping[str, Any]) -> bool:
-  """Returns whether a `config.early_stopping` can end a run.
-
-  Args:
-    config: `config.early_stopping`; `{}` in workdirs of older versions.
-  """
-  return config.get("metric", "none") != "none"
+    if self._rule.has_improved:
+      self.best_step = step
+    if self._rule.should_stop and self.stopped_step is None:
+      self.stopped_step = step
 
 
 def resume(
@@ -146,13 +118,13 @@ def resume(
     workdir: The workdir of the run.
     first_step: The step that the run continues from, 0 for a new one.
   """
-  state = create(config)
-  if not is_on(config) or not first_step:
-    return state
+  stopping = EarlyStopping(config)
+  if config["metric"] == "none" or not first_step:
+    return stopping
   values: list[tuple[int, float | None]] = []
   with multihost.raise_on_all_processes(OSError, ValueError):
     if jax.process_index() == 0:
-      values = _read_values(config["metric"], workdir, first_step)
+      values = _read_values(config, workdir, first_step)
       if not values:
         _log.warning(
           "%s has no %s up to step %d: config.early_stopping counts from there",
@@ -160,7 +132,9 @@ def resume(
           config["metric"],
           first_step,
         )
-  return state.replay(json.loads(multihost.exchange(json.dumps(values))[0]))
+  for step, value in json.loads(multihost.exchange(json.dumps(values))[0]):
+    stopping.add(step, value)
+  return stopping
 
 
 def has_ended(config: Mapping[str, Any], workdir: str, last_step: int) -> bool:
@@ -173,33 +147,24 @@ def has_ended(config: Mapping[str, Any], workdir: str, last_step: int) -> bool:
     workdir: The workdir of the run.
     last_step: The step.
   """
-  if not is_on(config):
-    return False
-  values = _read_values(config["metric"], workdir, last_step)
-  return create(config).replay(values).stopped_step is not None
+  stopping = EarlyStopping(config)
+  for step, value in _read_values(config, workdir, last_step):
+    stopping.add(step, value)
+  return stopping.stopped_step is not None
 
 
 def _read_values(
-  metric: str, workdir: str, last_step: int
+  config: Mapping[str, Any], workdir: str, last_step: int
 ) -> list[tuple[int, float | None]]:
-  """Returns the steps and values of a metric in `metrics.jsonl`.
+  """Returns the steps and values of the metric in `metrics.jsonl`.
 
   Rows after `last_step` are left out: a run that continues from there writes
   them again.
   """
+  metric = config.get("metric", "none")
   rows = metrics_lib.read_rows(metrics_lib.metrics_path(workdir))
   return [
     (row["step"], row[metric])
     for row in rows
     if metric in row and row["step"] <= last_step
   ]
-
-
-def _sign(config: Mapping[str, Any]) -> int:
-  mode = config_lib.resolve_mode(config["metric"], config["mode"])
-  return -1 if mode == "max" else 1
-
-
-def _dump(value: float) -> str:
-  # JSON has no NaN; a row has null for it too.
-  return json.dumps(value if math.isfinite(value) else None)

@@ -29,7 +29,6 @@ a `HookError`; the rows and checkpoints until then stay::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-import dataclasses
 import functools
 import inspect
 from typing import Any
@@ -47,46 +46,6 @@ class HookError(RuntimeError):
   """A hook raised; the message names it, the step and the error."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Hooks:
-  """The hooks of a run, in the order in which they are called.
-
-  Attributes:
-    hooks: Pairs of the name of a hook, for errors, and the hook.
-  """
-
-  hooks: tuple[tuple[str, Hook], ...] = ()
-
-  def __call__(
-    self, step: int, state: TrainState, row: Mapping[str, float | int | None]
-  ) -> None:
-    """Calls the hooks.
-
-    Args:
-      step: Number of batches consumed.
-      state: The state after that step. The next step donates its arrays.
-      row: The row of metrics; a hook gets a copy without the values that are
-        None.
-
-    Raises:
-      HookError: A hook raised an exception, or returned a state.
-    """
-    for name, hook in self.hooks:
-      metrics = {k: float(v) for k, v in row.items() if v is not None}
-      try:
-        result = hook(step, state, metrics)
-        if isinstance(result, TrainState):
-          raise TypeError(
-            "it returned a state, which is not used: a hook cannot change the "
-            "state of the run."
-          )
-      except Exception as e:
-        raise HookError(
-          f"hook {name} raised {type(e).__name__} at step {step}: {e}"
-          f"{_explain_deleted(e)}"
-        ) from e
-
-
 def create(
   named: Sequence[Any],
   hooks: Sequence[Hook],
@@ -94,8 +53,8 @@ def create(
   config: Any,
   workdir: str,
   worker_id: int = 0,
-) -> Hooks:
-  """Returns the hooks of a run.
+) -> Callable[[int, TrainState, Mapping[str, float | int | None]], None]:
+  """Returns a function that calls the hooks of a run, in their order.
 
   Args:
     named: `config.hooks`: names `"package.module:attribute"`, or dicts with a
@@ -106,6 +65,11 @@ def create(
     config: The checked config.
     workdir: The folder of the run, or of the worker.
     worker_id: The worker that this process is.
+
+  Returns:
+    A function `call(step, state, row)`. Each hook gets a copy of the row,
+    without the values that are None. If one raises an exception or returns a
+    state, `call` raises a HookError.
 
   Raises:
     TypeError: A hook cannot be called with a step, a state and metrics.
@@ -120,7 +84,24 @@ def create(
     name = _name_of(hook)
     _check_callable(f"hooks[{i}] ({name})", hook)
     found.append((name, hook))
-  return Hooks(tuple(found))
+
+  def call(
+    step: int, state: TrainState, row: Mapping[str, float | int | None]
+  ) -> None:
+    for name, hook in found:
+      metrics = {k: float(v) for k, v in row.items() if v is not None}
+      try:
+        if isinstance(hook(step, state, metrics), TrainState):
+          raise TypeError(
+            "it returned a state, which is not used: a hook cannot change the "
+            "state of the run."
+          )
+      except Exception as e:
+        raise HookError(
+          f"hook {name} raised {type(e).__name__} at step {step}: {e}"
+        ) from e
+
+  return call
 
 
 def _create_named(
@@ -131,29 +112,19 @@ def _create_named(
   found = registry.lookup(where, name, {})
   where = f"{where} ({name!r})"
   if inspect.isclass(found):
-    taken = inspect.signature(found).parameters
-    given = {
-      key: value
-      for key, value in offered.items()
-      if key in taken and key not in arguments
-    }
+    given = registry.accepted(
+      found, {k: v for k, v in offered.items() if k not in arguments}
+    )
     hook = registry.construct(where, found, arguments, given=given)
   else:
-    passed = registry.to_plain(arguments)  # at each call
-    hook = functools.partial(found, **passed) if passed else found
+    hook = functools.partial(found, **registry.to_plain(arguments))
   _check_callable(where, hook)
   return name, hook
 
 
 def _check_callable(where: str, hook: Any) -> None:
   """Raises if a hook cannot be called with a step, a state and metrics."""
-  # A call of an async function or a generator would not run its body.
-  if (
-    not callable(hook)
-    or inspect.isclass(hook)
-    or inspect.iscoroutinefunction(hook)
-    or inspect.isgeneratorfunction(hook)
-  ):
+  if not callable(hook) or inspect.isclass(hook):
     raise TypeError(
       f"{where} must be a function {_SIGNATURE} or a callable object, "
       f"got {checks.describe(hook)}."
@@ -171,14 +142,3 @@ def _name_of(hook: Any) -> str:
     return _name_of(hook.func)
   named = hook if hasattr(hook, "__qualname__") else type(hook)
   return f"{named.__module__}:{named.__qualname__}"
-
-
-def _explain_deleted(error: Exception) -> str:
-  # JAX has no exception type of its own for a deleted array.
-  if not isinstance(error, RuntimeError) or "deleted" not in str(error):
-    return ""
-  return (
-    "\nThe arrays of a state live until the next step, which donates them. A "
-    "hook that needs them later copies them: jax.device_get(state.params), or "
-    "jax.tree.map(jnp.copy, state.params)."
-  )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 import contextlib
 import logging
+import os
 import signal
 import time
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
+from flaxshard import checkpoint
 from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.core import multihost
@@ -23,7 +25,7 @@ from flaxshard.state import describe
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import load
-from flaxshard.train import charts
+from flaxshard.train import commits as commits_lib
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
 from flaxshard.train import devices
@@ -37,7 +39,6 @@ from flaxshard.train import preemption
 from flaxshard.train import ranks
 from flaxshard.train import report
 from flaxshard.train import resume
-from flaxshard.train import run as run_lib
 from flaxshard.train import same_run
 from flaxshard.train import setup as setup_lib
 from flaxshard.train import steps
@@ -123,16 +124,15 @@ def train_and_evaluate(
     # After jax.distributed.initialize without flaxshard.initialize.
     failures.watch()
     with console.quiet_other_processes(rank.worker_id):
-      state, signum = _train_and_evaluate(
-        config, workdir, rank, strategy, task, hooks
-      )
-  if signum is not None and not preemption.returns_to_notebook(signum):
-    # The exit code that a shell reports for a process ended by the signal.
-    raise SystemExit(128 + signum)
-  return state
+      state, signum = _run(config, workdir, rank, strategy, task, hooks)
+  # The user of a notebook keeps the session.
+  if signum is None or (signum == signal.SIGINT and console.in_ipython()):
+    return state
+  # The exit code that a shell reports for a process ended by the signal.
+  raise SystemExit(128 + signum)
 
 
-def _train_and_evaluate(
+def _run(
   config: Any,
   root: str,
   rank: ranks.Rank,
@@ -145,7 +145,7 @@ def _train_and_evaluate(
   with multihost.raise_on_all_processes(ValueError):
     files.check_writable("workdir", workdir)
   same_run.check_workdir(workdir)
-  charts.require_packages(config.writer)
+  report.require_packages(config.writer)
   call_hooks = hooks_lib.create(
     config.hooks,
     hooks,
@@ -156,42 +156,91 @@ def _train_and_evaluate(
   # Traces the train step, so that an invalid config is found before anything
   # is written or compiled.
   setup = setup_lib.create_setup(config, strategy, task, rank)
-  same_run.check_data(setup.splits)
-  same_run.check_train_step(setup.lowered_train_step)
+  same_run.check_setup(setup.splits, setup.lowered_train_step)
 
   # The inner block tells the other processes of an error before the run is
   # closed: that may wait for them.
-  with run_lib.open_run(setup, root, call_hooks) as run, failures.share():
-    state, first_step = run_lib.restore_or_create(setup, run)
-    same_run.check_step("the restored step", first_step)
-    stopping = early_stopping.resume(config.early_stopping, workdir, first_step)
-    signum, done = None, None
+  with contextlib.ExitStack() as stack, failures.share():
+    with multihost.raise_on_all_processes(ValueError):
+      stack.callback(files.lock("workdir", workdir))
+      files.check_writable("workdir", os.path.join(workdir, "checkpoints"))
+    # From here on a signal ends the run with a checkpoint.
+    stop_request = stack.enter_context(preemption.catch_signals())
+    batches = stack.enter_context(setup.open_train_batches())
+    checkpointer = stack.enter_context(
+      resume.open_checkpointer(config, workdir)
+    )
+    # Left first: others need not wait for this worker's last checkpoint.
+    commits = stack.enter_context(
+      commits_lib.open_commits(setup, root, stop_request, batches)
+    )
+    state, step = resume.restore_or_create(
+      setup, workdir, checkpointer, batches
+    )
+    stopping = early_stopping.resume(config.early_stopping, workdir, step)
+    signum = None
     if stopping.stopped_step is not None:
-      done = (
-        f"the run in {workdir} stopped early at step {stopping.stopped_step}: "
-        f"{stopping.reason}"
+      _log.warning(
+        "nothing to train: the run in %s stopped early at step %d: %s",
+        workdir,
+        stopping.stopped_step,
+        stopping.reason,
       )
-    elif first_step >= config.num_train_steps:
-      done = (
-        f"step {first_step} of config.num_train_steps={config.num_train_steps} "
-        f"is done in {workdir}"
+      report.draw(config, workdir)
+    elif step >= config.num_train_steps:
+      _log.warning(
+        "nothing to train: step %d of config.num_train_steps=%d is done in %s",
+        step,
+        config.num_train_steps,
+        workdir,
       )
-    if done:
-      _log.warning("nothing to train: %s", done)
       report.draw(config, workdir)
     else:
-      state, signum = _train(setup, run, state, first_step, stopping)
+      run = _Run(
+        setup=setup,
+        root=root,
+        workdir=workdir,
+        stop_request=stop_request,
+        batches=batches,
+        checkpointer=checkpointer,
+        commits=commits,
+        call_hooks=call_hooks,
+        stopping=stopping,
+      )
+      state, signum = _train(run, state, step)
   if signum is None:
     report.log_result(workdir)
   return state, signum
 
 
+class _Run(NamedTuple):
+  """What a run holds from its start to its end.
+
+  Attributes:
+    setup: The setup of the config.
+    root: The workdir of all workers, which is that of worker 0.
+    workdir: The workdir of this worker, locked: no other run can use it.
+    stop_request: The signal that this process received, if any.
+    batches: The training batches; checkpoints hold their position.
+    checkpointer: The checkpointer of `workdir/checkpoints`.
+    commits: The commits of AGN to a center in a store, if it has one.
+    call_hooks: Calls the hooks with a step, the state and a row of metrics.
+    stopping: The evaluations so far, and whether they end the run.
+  """
+
+  setup: setup_lib.Setup
+  root: str
+  workdir: str
+  stop_request: preemption.StopRequest
+  batches: Any
+  checkpointer: checkpoint.Checkpointer
+  commits: commits_lib.Commits
+  call_hooks: Any
+  stopping: early_stopping.EarlyStopping
+
+
 def _train(
-  setup: setup_lib.Setup,
-  run: run_lib.Run,
-  state: TrainState,
-  first_step: int,
-  stopping: early_stopping.EarlyStopping,
+  run: _Run, state: TrainState, first_step: int
 ) -> tuple[TrainState, int | None]:
   """Trains from `first_step` to the last step, or until a signal.
 
@@ -199,7 +248,7 @@ def _train(
     The last state, which is saved, and the signal that stopped the run before
     the last step, or None.
   """
-  config = setup.config
+  setup, config, stopping = run.setup, run.setup.config, run.stopping
   _log_state(state, first_step)
   _compile(setup.lowered_train_step)
   try:
@@ -208,7 +257,7 @@ def _train(
     # Stopped while it waited for the other workers: nothing to save.
     return state, run.stop_request.signum
   # Only now: workers with another config are refused.
-  resume.write(config, run.workdir, setup.num_train_examples, setup.shapes)
+  resume.write(setup, run.workdir)
   with (
     report.open_report(config, run.workdir, first_step) as write_row,
     timer_lib.profile_steps(
@@ -216,28 +265,21 @@ def _train(
     ) as profile_before_step,
     console.count_warnings() as warn,
   ):
-    progress = setup.init_progress()
+    watch = divergence.Watch(config, state, warn)
     rng = setup.train_rng()
-    next_step = setup.init_step(step + 1)
-    notes = divergence.WrapperNotes(state, warn)
-    divergence_check = divergence.DivergenceCheck(
-      config.on_nonfinite, config.num_train_steps, warn
-    )
+    progress = setup.init_progress(step)
     timer = timer_lib.Timer(step)
     save_time = time.monotonic()
-    while step < config.num_train_steps:
+    ends, signum = False, None
+    while not ends and signum is None:
       step += 1
       profile_before_step(step, state)
-      state, progress, next_step = setup.train_step(
-        state,
-        progress,
-        setup.next_batch(run.train_iter, state),
-        rng,
-        next_step,
-      )
+      batch = setup.next_batch(run.batches, state)
+      state, progress = setup.train_step(state, progress, batch, rng)
       state, committed_step = run.commits.commit(state, step)
       if committed_step != step:
-        step, next_step = committed_step, setup.init_step(committed_step + 1)
+        step = committed_step
+        progress = progress._replace(step=setup.init_progress(step).step)
 
       signum = preemption.agree_on_signal(step, run.stop_request)
       ends = step == config.num_train_steps
@@ -251,48 +293,48 @@ def _train(
             "command or call continues from the last checkpoint"
           )
           return state, run.stop_request.signum
-      due = _find_due(config, step, signum is not None, save_time)
       # An exchange at every step would cost time.
       run.checkpointer.check(local=True)
-      if not any(due):
+      log, evaluate, save = _find_due(
+        config, step, signum is not None, save_time
+      )
+      if not (log or evaluate or save):
         continue
 
       jax.block_until_ready(progress)
-      steps_per_second = timer.lap(step) if due.log else None
+      steps_per_second = timer.lap(step) if log else None
       with timer.paused():
         seen = setup.read_progress(progress)
-        divergence_check.check_steps(step, state, seen)
-        evaluation = setup.evaluate(state, step) if due.evaluate else {}
-        if due.evaluate:
-          stopping = stopping.update(step, evaluation)
-        if stopping.stopped_step is not None:
-          # Like the last step of a run, it is logged and saved.
-          ends, due = True, _Due(log=True, evaluate=True, save=True)
+        watch.check_steps(step, state, seen)
+        evaluation: dict[str, float] = {}
+        if evaluate:
+          evaluation = setup.evaluate(state, step)
+          stopping.update(step, evaluation)
+          if stopping.stopped_step is not None:
+            # Like the last step of a run, it is logged and saved.
+            ends = log = save = True
+          watch.warn_of_pending(step, state, ends)
         row: dict[str, float | int | None] = {}
-        if due.log:
+        if log:
           row |= _train_row(setup, state, seen)
           row |= run.commits.row()
           row["steps_per_second"] = steps_per_second
-          notes.log_warnings(step, row)
-          progress = setup.init_progress()
+          watch.warn_at_floor(step, row)
+          progress = setup.init_progress(step)
         row |= evaluation
-        if due.evaluate:
-          notes.log_pending(step, state, ends)
         if row:
           # A run that resumes from this step has its row.
-          write_row(step, row, flush=due.save)
-        divergence_check.check_evaluation(step, evaluation)
-        if due.save and (
-          ends or signum is not None or not divergence_check.is_stalled
-        ):
+          write_row(step, row, flush=save)
+        watch.check_evaluation(step, evaluation)
+        if save and (ends or signum is not None or not watch.is_stalled):
           # A commit that is under way is in no state.
           state = run.commits.settle(state)
-          divergence_check.check_params(step, state)
+          watch.check_params(step, state)
           with run.stop_request.saving():
             run.checkpointer.save(
               step,
               state,
-              data=run.train_iter,
+              data=run.batches,
               # Also without `config.best_metric`: the last checkpoint with a
               # finite evaluation is not deleted for one without.
               metrics=evaluation,
@@ -301,13 +343,11 @@ def _train(
         if row:
           # After the save: what a hook raises does not lose this step.
           run.call_hooks(step, state, row)
-      if ends or signum is not None:
-        break
 
     with run.stop_request.saving():
       run.checkpointer.wait()
     if ends and run.commits.must_publish:
-      run_lib.publish(setup, run, step, state, row)
+      _publish(run, step, state, row)
     if stopping.stopped_step is not None:
       # Saved as it was evaluated; the others may go on from another center.
       with contextlib.suppress(InterruptedError):
@@ -325,16 +365,10 @@ def _train(
   return state, signum
 
 
-class _Due(NamedTuple):
-  """The actions that are due after a step."""
-
-  log: bool
-  evaluate: bool
-  save: bool
-
-
-def _find_due(config: Any, step: int, stop: bool, save_time: float) -> _Due:
-  """Returns what to do after a step.
+def _find_due(
+  config: Any, step: int, stop: bool, save_time: float
+) -> tuple[bool, bool, bool]:
+  """Returns whether to log, to evaluate and to save after a step.
 
   Args:
     config: A checked config.
@@ -353,7 +387,7 @@ def _find_due(config: Any, step: int, stop: bool, save_time: float) -> _Due:
     if jax.process_count() > 1:
       # Clocks differ: all processes save when process 0 does.
       save = bool(multihost_utils.broadcast_one_to_all(np.array(save)))
-  return _Due(log, final or step % config.eval_every_steps == 0, save)
+  return log, final or step % config.eval_every_steps == 0, save
 
 
 def _log_state(state: TrainState, first_step: int) -> None:
@@ -390,8 +424,9 @@ def _train_row(
   with np.errstate(invalid="ignore"):
     computed = progress.metrics.compute()
   values = evaluation_lib.check_numbers(f"{setup.task.name}.metrics", computed)
-  row: dict[str, Any]
-  row = {f"train_{name}": value for name, value in values.items()}
+  row: dict[str, Any] = {
+    f"train_{name}": value for name, value in values.items()
+  }
   # The rate of the last applied update, which had the step before it.
   applied = jax.device_get(state.step)
   rate = row["learning_rate"] = setup.schedule(jnp.maximum(applied - 1, 0))
@@ -400,3 +435,44 @@ def _train_row(
   # Not `state.metrics()`, which a collection of that name would hide.
   row |= stack.metrics(state.wrappers, state.wrapper_states)
   return metrics_lib.to_numbers(row)
+
+
+def _publish(
+  run: _Run, step: int, state: TrainState, row: metrics_lib.Row
+) -> None:
+  """Saves the final center in the workdir of worker 0, which is gone.
+
+  If that is locked, `fs.load` finds the final center in the store.
+
+  Args:
+    run: The run of another worker.
+    step: The last step.
+    state: The state with the final center.
+    row: The last row of metrics, with the evaluation.
+  """
+  config, root = run.setup.config, run.root
+  try:
+    unlock = files.lock("workdir", root)
+  except ValueError as e:
+    _log.warning("the final center is in the store only: %s", e)
+    return
+  with contextlib.ExitStack() as stack:
+    stack.callback(unlock)
+    saver = stack.enter_context(resume.open_checkpointer(config, root))
+    latest = saver.latest_step()
+    if latest is not None and latest >= step:
+      return
+    _log.warning(
+      "worker 0 is gone: worker %d saves the final center in %s",
+      run.setup.rank.worker_id,
+      root,
+    )
+    resume.write(run.setup, root)
+    evaluation = {k: x for k, x in row.items() if k.startswith("eval_")}
+    saver.save(step, state, data=run.batches, metrics=evaluation)
+    # Rows of this step may be those of a worker 0 that could not save it.
+    file = metrics_lib.MetricsFile(metrics_lib.metrics_path(root), step - 1)
+    with contextlib.closing(file):
+      file.write(step, row, flush=True)
+  report.draw(config, root)
+  report.log_result(root, logging.WARNING)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-import contextlib
+from collections.abc import Mapping
 import io
 import json
 import logging
@@ -149,15 +148,15 @@ def format_row(step: int, row: Row) -> list[str]:
     >>> format_row(20, {**row, "eval_loss": 0.45678})
     ['step 20: loss=0.3457 scale=2^15', 'step 20: eval_loss=0.4568']
   """
-  train: list[str] = []
-  evaluation: list[str] = []
-  for name, value in row.items():
-    if value is None or (name == "skipped_steps" and not value):
-      continue
-    items = evaluation if name.startswith("eval_") else train
-    items.append(_format_metric(name, value))
   lines: list[str] = []
-  for items in (train, evaluation):
+  for is_evaluation in (False, True):
+    items = [
+      _format_metric(name, value)
+      for name, value in row.items()
+      if name.startswith("eval_") == is_evaluation
+      and value is not None
+      and (value or name != "skipped_steps")
+    ]
     if items:
       lines += textwrap.wrap(
         f"step {step}: {' '.join(items)}",
@@ -181,22 +180,3 @@ def _format_metric(name: str, value: float | int) -> str:
   else:
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
   return f"{_SHORT_NAMES.get(name, name)}={text}"
-
-
-@contextlib.contextmanager
-def close_on_exit(close: Callable[[], None]) -> Iterator[None]:
-  """Calls `close` at the end of the `with` block.
-
-  If both the block and `close` fail, the error of the block is raised and the
-  other one is logged.
-  """
-  try:
-    yield
-  except BaseException:
-    try:
-      close()
-    except Exception as e:
-      # Raising this one would hide the first error.
-      _log.error("%s", e)
-    raise
-  close()

@@ -19,8 +19,6 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from flaxshard.train import console
-
 _log = logging.getLogger(__name__)
 
 
@@ -148,18 +146,6 @@ def agree_on_signal(step: int, request: StopRequest) -> int | None:
     # Read only now: the signal may have come since the call.
     return request.signum or signal.SIGTERM
   return None
-
-
-def returns_to_notebook(signum: int) -> bool:
-  """Returns whether a stopped run returns its state instead of exiting.
-
-  That is after Stop in a notebook, or Ctrl-C in IPython: the user keeps the
-  session, and SystemExit would only be printed there.
-
-  Args:
-    signum: The signal that stopped the run.
-  """
-  return signum == signal.SIGINT and console.in_ipython()
 
 
 def _uses_preemption_service() -> bool:

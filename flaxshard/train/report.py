@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
+import importlib.util
 import json
 import logging
 import os
+import time
 from typing import Any
 
 import jax
 
+from flaxshard.core import files
 from flaxshard.train import charts
 from flaxshard.train import console
-from flaxshard.train import events
 from flaxshard.train import metrics as metrics_lib
 
 _log = logging.getLogger(__name__)
+
+
+def require_packages(writer: str) -> None:
+  """Raises an ImportError if what reports a run lacks a package.
+
+  Args:
+    writer: `config.writer`.
+  """
+  packages = {"training.png": "matplotlib", "the progress bar": "tqdm"}
+  if writer == "tensorboard":
+    packages["config.writer='tensorboard'"] = "tensorboardX"
+  for feature, package in packages.items():
+    if importlib.util.find_spec(package) is None:
+      raise ImportError(
+        f"{feature} needs {package}, not installed: "
+        "pip install 'flaxshard[train]'"
+      )
 
 
 @contextlib.contextmanager
@@ -43,29 +62,111 @@ def open_report(
     yield lambda step, row, flush=False: None
     return
   with contextlib.ExitStack() as stack:
-    stack.enter_context(
-      metrics_lib.close_on_exit(lambda: draw(config, workdir))
+    stack.callback(draw, config, workdir)
+    path = metrics_lib.metrics_path(workdir)
+    rows = stack.enter_context(
+      contextlib.closing(metrics_lib.MetricsFile(path, first_step))
     )
-    metrics_file = metrics_lib.MetricsFile(
-      metrics_lib.metrics_path(workdir), first_step
-    )
-    stack.enter_context(metrics_lib.close_on_exit(metrics_file.close))
-    write_events, close_events = events.event_writer(
-      config.writer, workdir, first_step, json.loads(config.to_json())
-    )
-    stack.enter_context(metrics_lib.close_on_exit(close_events))
+    events = None
+    if config.writer == "tensorboard":
+      events = stack.enter_context(
+        contextlib.closing(_Events(config, workdir, first_step))
+      )
     update_bar = stack.enter_context(
       console.progress_bar(first_step, config.num_train_steps)
     )
 
     def write_row(step: int, row: metrics_lib.Row, flush: bool = False) -> None:
-      metrics_file.write(step, row, flush)
-      write_events(step, row, flush)
+      rows.write(step, row, flush)
+      if events:
+        events.write(step, row, flush)
       for line in metrics_lib.format_row(step, row):
         _log.info("%s", line)
       update_bar(step, row)
 
     yield write_row
+
+
+class _Events:
+  """A file of TensorBoard events, written by tensorboardX.
+
+  The metrics of training and evaluation are side by side: their tags are
+  `loss/train` and `loss/eval`. The config is the text `config`, and its fields
+  are the hyperparameters of the run.
+
+  Args:
+    config: The checked config.
+    workdir: The folder of the file.
+    first_step: The step that the run continues from. TensorBoard drops the
+      events of later steps that an earlier run wrote.
+  """
+
+  def __init__(self, config: Any, workdir: str, first_step: int):
+    from tensorboardX import event_file_writer
+    from tensorboardX import summary
+    from tensorboardX.proto import event_pb2
+
+    # EventsWriter has no thread, unlike SummaryWriter. On a full disk that
+    # thread dies, and the next write waits for it forever.
+    self._events = event_file_writer.EventsWriter(
+      os.path.join(workdir, "events")
+    )
+    # In a bucket, tensorboardX writes the whole file at each flush.
+    self._is_in_bucket = files.is_bucket(workdir)
+    if first_step:
+      # TensorBoard drops events at or after the step of a START event.
+      start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+      self._write(first_step + 1, session_log=start)
+    values = json.loads(config.to_json())
+    text = json.dumps(values, indent=2, sort_keys=True)
+    # In Markdown, lines indented by four spaces are shown as they are.
+    lines = "\n".join(f"    {line}" for line in text.splitlines())
+    # The third summary says that the session has ended.
+    hparams = summary.hparams(_flatten(values), {"loss/eval": 0})[:2]
+    for content in (summary.text("config", lines), *hparams):
+      self._write(first_step, summary=content)
+
+  def _write(self, step: int, **content: Any) -> None:
+    from tensorboardX.proto import event_pb2
+
+    event = event_pb2.Event(wall_time=time.time(), step=step, **content)
+    self._events.write_event(event)
+
+  def write(self, step: int, row: metrics_lib.Row, flush: bool = False) -> None:
+    """Writes a row of metrics."""
+    from tensorboardX.proto import summary_pb2
+
+    values = [
+      summary_pb2.Summary.Value(tag=_tag(name), simple_value=value)
+      for name, value in row.items()
+      if value is not None
+    ]
+    self._write(step, summary=summary_pb2.Summary(value=values))
+    if flush or not self._is_in_bucket:
+      self._events.flush()
+
+  def close(self) -> None:
+    """Closes the file."""
+    self._events.close()
+
+
+def _tag(name: str) -> str:
+  """Returns `loss/train` for `train_loss`: TensorBoard groups by the prefix."""
+  split, _, metric = name.partition("_")
+  return f"{metric}/{split}" if split in ("train", "eval") else name
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Returns the fields of a config as `model.name`, lists as text."""
+  flat: dict[str, Any] = {}
+  for key, value in tree.items():
+    if isinstance(value, Mapping):
+      flat |= _flatten(value, f"{prefix}{key}.")
+    elif isinstance(value, (bool, int, float, str)):
+      flat[prefix + key] = value
+    else:
+      flat[prefix + key] = json.dumps(value)
+  return flat
 
 
 def draw(config: Any, workdir: str) -> None:

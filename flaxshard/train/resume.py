@@ -1,22 +1,32 @@
-"""Decides whether a config can continue the run of a workdir."""
+"""Continues the run of a workdir, or begins one.
+
+`config.json` and `data.json` say with which config and data a workdir was
+trained. The data must be the same: a checkpoint counts the batches consumed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 import json
 import logging
+import math
 import os
-import types
-from typing import Any, NamedTuple
+from typing import Any
 
 from etils import epath
 import jax
 import numpy as np
 
+from flaxshard import checkpoint
 from flaxshard import data
 from flaxshard.core import files
 from flaxshard.core import multihost
+from flaxshard.processes import agreement
+from flaxshard.state.train_state import TrainState
+from flaxshard.train import config as config_lib
 from flaxshard.train import early_stopping
+from flaxshard.train import fine_tuning
+from flaxshard.train import setup as setup_lib
 
 _log = logging.getLogger(__name__)
 
@@ -43,55 +53,87 @@ FREE_FIELDS = (
 )
 
 
-class Changes(NamedTuple):
-  """The differences between a config and that of the last run in a workdir.
+def open_checkpointer(config: Any, workdir: str) -> checkpoint.Checkpointer:
+  """Returns the checkpointer of a workdir.
 
-  Attributes:
-    fields: The changed fields that affect the result of training, each as
-      `"config.learning_rate: 0.1 -> 0.2"`.
-    num_train_steps: The last step of the last run; None if it is not known.
-    early_stopping: `config.early_stopping` of the last run.
+  Args:
+    config: A checked config.
+    workdir: The workdir.
   """
+  best_metric = config.best_metric
+  return checkpoint.Checkpointer(
+    os.path.join(workdir, "checkpoints"),
+    max_to_keep=config.max_to_keep,
+    keep_every=config.keep_every_steps or None,
+    best_metric=None if best_metric == "none" else best_metric,
+    best_mode=config_lib.resolve_mode(best_metric, config.best_mode),
+    keep_best=config.keep_best,
+    config=_to_json(config),
+  )
 
-  fields: tuple[str, ...]
-  num_train_steps: int | None
-  early_stopping: Mapping[str, Any] = types.MappingProxyType({})
+
+def restore_or_create(
+  setup: setup_lib.Setup,
+  workdir: str,
+  checkpointer: checkpoint.Checkpointer,
+  batches: Any,
+) -> tuple[TrainState, int]:
+  """Returns the state to train from, and the step that it was saved at.
+
+  Args:
+    setup: The setup of the config.
+    workdir: The workdir.
+    checkpointer: Its checkpointer.
+    batches: The training batches, which continue from the same step.
+
+  Raises:
+    ValueError: The checkpoint has another model or another data order, or a
+      finished run would pass for one of a changed config.
+  """
+  config = setup.config
+  latest_step = checkpointer.latest_step()
+  agreement.check_agreement(
+    {"the latest checkpoint": latest_step},
+    "All processes must read the same checkpoints.",
+  )
+  if latest_step is None:
+    return fine_tuning.initialize(config, setup.create_state()), 0
+  with multihost.raise_on_all_processes(ValueError):
+    if jax.process_index() == 0:
+      check(config, workdir, setup.num_train_examples, latest_step)
+  # Into shapes and shardings: a state of arrays would need its memory twice.
+  state = checkpointer.restore(setup.abstract_state, data=batches)
+  # Not always the latest step: a damaged one is passed over.
+  first_step = checkpointer.restored_step or 0
+  if first_step < config.num_train_steps:
+    _log.info("resuming from step %d in %s", first_step, workdir)
+  return state, first_step
 
 
-def check_data(
-  config: Any, workdir: str, num_train_examples: int | None
-) -> Changes:
-  """Raises if a config has other data than the last run of a workdir.
+def check(
+  config: Any, workdir: str, num_train_examples: int | None, latest_step: int
+) -> None:
+  """Raises if a config cannot continue the last run of a workdir.
 
-  A checkpoint counts the batches consumed. With other data, another batch size
-  or another seed, that count means other examples. Process 0 reads the workdir,
-  and all processes raise its error.
+  With other data, another batch size or another seed, the batches consumed are
+  other examples. A finished run must not pass for one of a changed config. A
+  config that changes in the middle of a run is warned of.
 
   Args:
     config: A checked config.
     workdir: The workdir, with the `config.json` of its last run.
     num_train_examples: Number of training examples now.
-
-  Returns:
-    The changes of other fields; no changes in processes other than 0.
+    latest_step: The latest step that was saved.
 
   Raises:
-    ValueError: The data has changed, or a file of the last run is broken.
+    ValueError: The data has changed; or the last run is finished, the config
+      has changed, and `config.resume` is not "extend", or there is no step to
+      add; or a file of the last run is broken.
   """
-  with multihost.raise_on_all_processes(ValueError):
-    if jax.process_index() == 0:
-      return _check_data(config, workdir, num_train_examples)
-  return Changes((), None)
-
-
-def _check_data(
-  config: Any, workdir: str, num_train_examples: int | None
-) -> Changes:
   before = _read(os.path.join(workdir, "config.json"))
   if before is None:
-    return Changes((), None)
-  # Through JSON like the saved config, which has lists for tuples.
-  now = json.loads(config.to_json())
+    return
+  now = _to_json(config)
   for field in _DATA_FIELDS:
     if before.get(field) != now[field]:
       raise ValueError(
@@ -110,103 +152,72 @@ def _check_data(
     )
   changed = {
     # A field that another version did not have is no change.
-    field: tuple(_differences(f"config.{field}", before[field], now[field]))
+    field: list(_differences(f"config.{field}", before[field], now[field]))
     for field in now
     if field in before
   }
   free = [text for field in FREE_FIELDS for text in changed.pop(field, ())]
   if free:
     _log.info("changed since the last run: %s", ", ".join(free))
-  return Changes(
-    sum(changed.values(), ()),
-    before.get("num_train_steps"),
-    before.get("early_stopping", {}),
-  )
-
-
-def check_changes(
-  config: Any, workdir: str, changes: Changes, first_step: int
-) -> None:
-  """Raises if a finished run would pass for one of a changed config.
-
-  A config that changes in the middle of a run is warned of.
-
-  Args:
-    config: A checked config.
-    workdir: The workdir.
-    changes: The result of `check_data`. All processes raise the error that
-      follows from the changes that process 0 found.
-    first_step: The step that is restored.
-
-  Raises:
-    ValueError: The last run is finished, the config has changed, and
-      `config.resume` is not "extend", or there is no step to add.
-  """
-  with multihost.raise_on_all_processes(ValueError):
-    _check_changes(config, workdir, changes, first_step)
-
-
-def _check_changes(
-  config: Any, workdir: str, changes: Changes, first_step: int
-) -> None:
-  if not changes.fields:
+  fields = ", ".join(text for texts in changed.values() for text in texts)
+  if not fields:
     return
-  fields = ", ".join(changes.fields)
-  if first_step >= config.num_train_steps:
+  if latest_step >= config.num_train_steps:
     raise ValueError(
-      f"{workdir} has trained {first_step} steps already, with another "
+      f"{workdir} has trained {latest_step} steps already, with another "
       f"config: {fields}. Use another workdir, or a config.num_train_steps "
-      f"above {first_step} with config.resume='extend'."
+      f"above {latest_step} with config.resume='extend'."
     )
-  if early_stopping.has_ended(config.early_stopping, workdir, first_step):
+  if early_stopping.has_ended(config.early_stopping, workdir, latest_step):
     raise ValueError(
-      f"config.early_stopping ends the run in {workdir} at step {first_step} "
+      f"config.early_stopping ends the run in {workdir} at step {latest_step} "
       f"already, and the config has changed: {fields}. Use another workdir, or "
       "a larger config.early_stopping.patience or "
       "config.early_stopping.metric='none' with config.resume='extend'."
     )
-  last_step = changes.num_train_steps
-  if early_stopping.has_ended(changes.early_stopping, workdir, first_step):
-    last_step = first_step
-  is_finished = last_step is not None and first_step >= last_step
-  if is_finished and config.resume != "extend":
+  is_finished = latest_step >= before.get("num_train_steps", math.inf)
+  if config.resume != "extend" and (
+    is_finished
+    or early_stopping.has_ended(
+      before.get("early_stopping", {}), workdir, latest_step
+    )
+  ):
     raise ValueError(
-      f"{workdir} has a finished run of {last_step} steps, and the config has "
-      f"changed: {fields}. Use another workdir, or config.resume='extend' "
-      f"(--config.resume=extend) to train on from step {first_step}."
+      f"{workdir} has a finished run of {latest_step} steps, and the config "
+      f"has changed: {fields}. Use another workdir, or config.resume='extend' "
+      f"(--config.resume=extend) to train on from step {latest_step}."
     )
   _log.warning(
     "the config has changed; training goes on from step %d with %s",
-    first_step,
+    latest_step,
     fields,
   )
 
 
-def write(
-  config: Any,
-  workdir: str,
-  num_train_examples: int | None,
-  shapes: data.Shapes,
-) -> None:
+def write(setup: setup_lib.Setup, workdir: str) -> None:
   """Writes what the next run compares, from process 0.
 
   Args:
-    config: The checked config, for `config.json`.
+    setup: The setup of the config. A run is loaded without its data: the shapes
+      of an example are written.
     workdir: The workdir.
-    num_train_examples: Number of training examples, for `data.json`.
-    shapes: Shapes of an example: a run is loaded without its data.
   """
   if jax.process_index():
     return
   contents = {
-    os.path.join(workdir, "config.json"): json.loads(config.to_json()),
+    os.path.join(workdir, "config.json"): _to_json(setup.config),
     data_path(workdir): {
-      "num_train_examples": num_train_examples,
-      **shapes_to_json(shapes),
+      "num_train_examples": setup.num_train_examples,
+      **shapes_to_json(setup.shapes),
     },
   }
   for path, content in contents.items():
     files.write_text(path, json.dumps(content, indent=2, sort_keys=True))
+
+
+def _to_json(config: Any) -> dict[str, Any]:
+  """Returns a config as in its `config.json`, which has lists for tuples."""
+  return dict(json.loads(config.to_json()))
 
 
 def data_path(workdir: str) -> str:

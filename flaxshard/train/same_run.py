@@ -41,7 +41,8 @@ _PACKAGES = (
 _VISIBLE_SECONDS = 10.0
 
 _SAME_COMMAND = (
-  "Run the same command, with the same files and packages, on all processes."
+  "Run the same command, with the same files and packages, and as many devices "
+  "of one kind, on all processes."
 )
 
 
@@ -84,8 +85,22 @@ def _code_facts(config: Any) -> dict[str, Any]:
   }
 
 
-def check_devices() -> None:
-  """Raises if processes have other devices.
+def _version(package: str) -> str:
+  try:
+    return importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError:
+    return "not installed"
+
+
+def check_setup(
+  splits: data.Splits | None, lowered: jax.stages.Lowered
+) -> None:
+  """Raises if processes have other devices, data or train steps.
+
+  Args:
+    splits: The loaded data; None if the task makes its own batches.
+    lowered: The traced train step, which shows the code of the model, the
+      optimizer and the wrappers.
 
   Raises:
     ValueError: Two processes disagree.
@@ -93,29 +108,18 @@ def check_devices() -> None:
   if multihost.process_count() == 1:
     return
   devices = jax.local_devices()
-  agreement.check_agreement(
-    {
-      "the devices of a process": {
-        "number": len(devices),
-        "kind": devices[0].device_kind,
-      }
+  facts: dict[str, Any] = {
+    "the devices of a process": {
+      "number": len(devices),
+      "kind": devices[0].device_kind,
     },
-    "Each process needs the same number and kind of devices.",
-  )
-
-
-def check_data(splits: data.Splits | None) -> None:
-  """Raises if processes have loaded other data.
-
-  Args:
-    splits: The loaded data; None if the task makes its own batches.
-
-  Raises:
-    ValueError: Two processes disagree.
-  """
-  if splits is None or multihost.process_count() == 1:
-    return
-  agreement.check_agreement({"the data": _data_facts(splits)}, _SAME_COMMAND)
+    "the traced train step (SHA-256)": hashlib.sha256(
+      lowered.as_text().encode()
+    ).hexdigest(),
+  }
+  if splits is not None:
+    facts["the data"] = _data_facts(splits)
+  agreement.check_agreement(facts, _SAME_COMMAND)
 
 
 def _data_facts(splits: data.Splits) -> dict[str, Any]:
@@ -131,78 +135,6 @@ def _data_facts(splits: data.Splits) -> dict[str, Any]:
     }
     for name, source in sources_by_name.items()
   }
-
-
-def check_train_step(lowered: jax.stages.Lowered) -> None:
-  """Raises if processes would compile other train steps.
-
-  Args:
-    lowered: The traced train step.
-
-  Raises:
-    ValueError: Two processes disagree.
-  """
-  if multihost.process_count() == 1:
-    return
-  digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
-  agreement.check_agreement(
-    {"the traced train step (SHA-256)": digest},
-    "The code of the model, the optimizer or the wrappers differs.",
-  )
-
-
-def check_workdir(workdir: str) -> None:
-  """Raises if the workdir is not the same directory for all processes.
-
-  Args:
-    workdir: The absolute path of the workdir; it exists and can be written.
-
-  Raises:
-    ValueError: A process does not see a file that process 0 has written.
-  """
-  if multihost.process_count() == 1:
-    return
-  is_writer = multihost.process_index() == 0
-  names = multihost.exchange(f".same_workdir_{uuid.uuid4().hex}")
-  path = os.path.join(workdir, names[0])
-  try:
-    if is_writer:
-      epath.Path(path).write_bytes(b"")
-    seen = multihost.exchange("yes" if _wait_for(path) else "no")
-  finally:
-    if is_writer:
-      with contextlib.suppress(OSError):
-        epath.Path(path).unlink()
-  blind = [str(i) for i, answer in enumerate(seen) if answer == "no"]
-  if blind:
-    raise ValueError(
-      f"workdir={workdir!r} is not the same directory for all processes: "
-      f"process {', '.join(blind)} does not see a file that process 0 has "
-      f"written {_VISIBLE_SECONDS:g} s ago. Use a directory that all hosts "
-      "share."
-    )
-
-
-def check_step(name: str, step: int | None) -> None:
-  """Raises if processes have other steps.
-
-  Args:
-    name: What the step is, such as `"the restored step"`.
-    step: The step of this process.
-
-  Raises:
-    ValueError: Two processes disagree.
-  """
-  agreement.check_agreement(
-    {name: step}, "All processes must read the same checkpoints."
-  )
-
-
-def _version(package: str) -> str:
-  try:
-    return importlib.metadata.version(package)
-  except importlib.metadata.PackageNotFoundError:
-    return "not installed"
 
 
 def _digest(source: Any) -> str:
@@ -226,9 +158,39 @@ def _digest_example(example: Any) -> str:
   return digest.hexdigest()[:16]
 
 
-def _wait_for(path: str) -> bool:
+def check_workdir(workdir: str) -> None:
+  """Raises if the workdir is not the same directory for all processes.
+
+  Args:
+    workdir: The absolute path of the workdir; it exists and can be written.
+
+  Raises:
+    ValueError: A process does not see a file that process 0 has written.
+  """
+  if multihost.process_count() == 1:
+    return
+  name = multihost.exchange(f".same_workdir_{uuid.uuid4().hex}")[0]
+  path = epath.Path(os.path.join(workdir, name))
+  is_writer = multihost.process_index() == 0
+  if is_writer:
+    path.write_bytes(b"")
+  try:
+    with multihost.raise_on_all_processes(ValueError):
+      if not _wait_for(path):
+        raise ValueError(
+          f"workdir={workdir!r} is not the same directory for all processes: "
+          "a file that process 0 has written is not there after "
+          f"{_VISIBLE_SECONDS:g} s. Use a directory that all hosts share."
+        )
+  finally:
+    if is_writer:
+      with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _wait_for(path: epath.Path) -> bool:
   deadline = time.monotonic() + _VISIBLE_SECONDS
-  while not epath.Path(path).exists():
+  while not path.exists():
     if time.monotonic() > deadline:
       return False
     time.sleep(0.1)

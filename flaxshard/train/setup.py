@@ -1,103 +1,279 @@
 """Builds what a run needs from its config: devices, data, state and steps.
 
 Nothing is written and no step is compiled here, so that an invalid config is
-reported within seconds.
+reported within seconds. A plan uses it too, for devices that need not exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
+import logging
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from flaxshard import data
 from flaxshard.core import checks
+from flaxshard.core import optimizer
+from flaxshard.core import trees
 from flaxshard.data import distribute
 from flaxshard.data import sharding
 from flaxshard.data import sources
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.replicas import context as replica_context
+from flaxshard.replicas.values import PerReplica
 from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
+from flaxshard.tasks import apply
 from flaxshard.tasks import load
+from flaxshard.tasks.adapted import AdaptedTask
+from flaxshard.train import creation as creation_lib
 from flaxshard.train import devices
 from flaxshard.train import evaluation as evaluation_lib
-from flaxshard.train import program as program_lib
 from flaxshard.train import rollouts
 from flaxshard.train import steps
 from flaxshard.train.ranks import Rank
+
+_log = logging.getLogger(__name__)
 
 _ALONE = Rank()
 
 P = jax.sharding.PartitionSpec
 
+# Positions in `Setup.arguments`.
+STATE, PROGRESS, BATCH, RNG = range(4)
 
-@dataclasses.dataclass(frozen=True)
-class Setup(program_lib.Program):
-  """Everything that a run needs, built from its config.
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Setup:
+  """The devices, the task, the data, the state and the steps of a config.
 
   Attributes:
+    config: The checked config.
+    strategy: The devices.
     rank: The worker that this process is.
-    splits: The data; None if the task makes its own batches.
+    task: The task.
+    splits: The data; None for a plan, and if the task makes its own batches.
     shapes: The shapes of an example of the data.
-    zero_progress: The progress before any step, as NumPy arrays.
-    lowered_train_step: The train step, traced and ready to be compiled.
-    eval_step: `eval_step(state, metrics, batch, rng, index)` returns the merged
-      metrics.
-    read_progress: Waits for the progress of a step and returns that of all
-      replicas combined, as NumPy arrays.
+    batch_size: Examples in a batch, of this worker alone if there are several.
+    batch_specs: How each array of a batch is split.
+    schedule: The learning rate, as a function of the applied updates.
+    create_state: Returns a new state.
+    jitted_train_step: `jitted_train_step(state, progress, batch, rng)` under
+      `jax.jit`. It donates the state and the progress.
+    arguments: The arguments of the train step, with a `jax.ShapeDtypeStruct`
+      for every array.
+    notes: Warnings about the precision, which `create_state` gives.
   """
 
+  config: Any
+  strategy: Strategy
   rank: Rank
+  task: AdaptedTask
   splits: data.Splits | None
   shapes: data.Shapes
-  zero_progress: steps.Progress
-  lowered_train_step: jax.stages.Lowered
-  eval_step: Callable[..., Any]
-  read_progress: Callable[[Any], steps.Progress]
+  batch_size: int
+  batch_specs: Mapping[str, P]
+  schedule: optax.Schedule
+  create_state: Callable[[], TrainState]
+  jitted_train_step: Any
+  arguments: tuple[Any, ...]
+  notes: tuple[str, ...]
 
-  def next_batch(self, iterator: Any, state: TrainState) -> Any:
-    """Returns the next training batch, on the devices.
+  @property
+  def abstract_state(self) -> TrainState:
+    """The state with a `jax.ShapeDtypeStruct` for every array."""
+    state: TrainState = self.arguments[STATE]
+    return state
 
-    Args:
-      iterator: That of `open_train_batches`.
-      state: The newest train state.
+  @property
+  def num_train_examples(self) -> int | None:
+    """The number of training examples; None if it is not known."""
+    if self.splits is None or sources.is_stream(self.splits.train):
+      return None
+    return len(self.splits.train)  # type: ignore[arg-type]
+
+  # The steps.
+
+  @functools.cached_property
+  def train_step(self) -> Callable[..., tuple[TrainState, steps.Progress]]:
+    """`train_step(state, progress, batch, rng)` returns the first two anew."""
+    return devices.block_if_virtual_cpu(self.strategy, self.jitted_train_step)
+
+  @functools.cached_property
+  def eval_step(self) -> Callable[..., Any]:
+    """`eval_step(state, metrics, batch, rng, index)` merges the metrics."""
+    jitted = jax.jit(functools.partial(steps.eval_step, self.task))
+    return devices.block_if_virtual_cpu(self.strategy, jitted)
+
+  @functools.cached_property
+  def lowered_train_step(self) -> jax.stages.Lowered:
+    """The train step, traced and ready to be compiled."""
+    return self.trace().lower()
+
+  def trace(self) -> jax.stages.Traced:
+    """Traces the train step and the evaluation; returns the traced train step.
+
+    Raises:
+      ValueError, TypeError: The model cannot be trained on the data.
     """
-    if self.task.train_batches is None:
-      return next(iterator)
-    return iterator.next_batch(state)
+    where = f"config.data ({self.config.data.get('name')!r})"
+    if not self.config.data:
+      where = f"the data of {self.task.name}"
+    model = creation_lib.describe_model(self.config, self.task)
+    with creation_lib.errors_name_field(
+      f"{model} cannot be trained on {where}"
+    ):
+      traced: jax.stages.Traced = self.jitted_train_step.trace(*self.arguments)
+      # Evaluation is compiled much later: trace it now to find its errors.
+      metrics = jax.eval_shape(self.task.metrics.empty)
+      self._eval_shape(steps.eval_step, metrics)
+    return traced
+
+  def warn_of_scalar_metrics(self) -> None:
+    """Warns of means over a batch that count the padding of the last one."""
+    if not self._has_eval_data or self.task.evaluate is not None:
+      return
+    count = len(self.splits.eval)  # type: ignore[union-attr, arg-type]
+    if not count % self.batch_size:
+      return
+
+    def metrics_of(
+      task: AdaptedTask, state: Any, _: Any, batch: Any, rng: Any, index: Any
+    ) -> Any:
+      del index
+      return task(state, state.params, batch, apply.Rngs(rng), False)[1].metrics
+
+    values = self._eval_shape(metrics_of, None)
+    if names := [k for k, value in values.items() if not jnp.shape(value)]:
+      checks.warn(
+        f"{self.task.name}.loss: Aux.metrics has scalars: {', '.join(names)}. "
+        f"The {count} evaluation examples are no multiple of config.batch_size="
+        f"{self.batch_size}, and the padding of the last batch counts in them. "
+        "Return arrays [batch]: the metrics take their mean."
+      )
+
+  def _eval_shape(self, step: Callable[..., Any], metrics: Any) -> Any:
+    """Returns the shapes of what a step returns for an evaluation batch."""
+    state, _, batch, rng = self.arguments
+    mask = jax.ShapeDtypeStruct((self.batch_size,), bool)
+    step = functools.partial(step, self.task)
+    return jax.eval_shape(
+      step, state, metrics, {**batch, "mask": mask}, rng, np.int32(0)
+    )
+
+  # Arguments of the train step, on the devices.
+
+  def init_progress(self, step: int) -> steps.Progress:
+    """Returns the progress before the steps that follow a step."""
+    values = self._zero_progress._replace(step=np.int32(step))
+    abstract = self.arguments[PROGRESS]
+    # Per replica, the arrays have one more dimension.
+    placed = [
+      mesh_lib.put(np.broadcast_to(x, like.shape), like.sharding, compare=False)
+      for x, like in zip(
+        jax.tree.leaves(values), jax.tree.leaves(abstract), strict=True
+      )
+    ]
+    progress: steps.Progress
+    progress = jax.tree.unflatten(jax.tree.structure(abstract), placed)
+    return progress
+
+  @functools.cached_property
+  def _zero_progress(self) -> Any:
+    return jax.device_get(steps.init_progress(self.task, self.abstract_state))
+
+  @functools.cached_property
+  def read_progress(self) -> Callable[[steps.Progress], steps.Progress]:
+    """Waits for a progress; returns that of all replicas as NumPy arrays."""
+    if not self.config.mesh.per_replica:
+      # Each process has the whole progress already.
+      return jax.device_get
+    replicated = jax.sharding.NamedSharding(self.strategy.mesh, P())
+    # One program, and not one for each array.
+    combine = jax.jit(steps.combine_replicas, out_shardings=replicated)
+    return lambda progress: jax.device_get(combine(progress))
+
+  def train_rng(self) -> Any:
+    """Returns the PRNG key of the train steps."""
+    key = jax.random.key(self.config.seed)
+    if self.rank.worker_id and not self.config.mesh.per_replica:
+      # Otherwise the steps fold the numbers of their replicas into it.
+      key = jax.random.fold_in(key, self.rank.worker_id)
+    return devices.replicate(self.strategy, key)
+
+  # The data.
 
   def open_train_batches(self) -> Any:
     """Returns an iterator over the training batches, a context manager."""
-    if self.task.train_batches is None:
-      return iter(self.train_batches())
-    return rollouts.RolloutIterator(
-      self.task,
-      self.config.seed,
-      self.arguments[program_lib.BATCH],
-      worker_id=self.rank.worker_id,
+    if self.task.train_batches is not None:
+      return rollouts.RolloutIterator(
+        self.task,
+        self.config.seed,
+        self.arguments[BATCH],
+        worker_id=self.rank.worker_id,
+      )
+    assert self.splits is not None
+    batches = data.train_iterator(
+      self.splits,
+      seed=self.config.seed,
+      collate=self.task.collate,
+      # Rows of the batch of all workers.
+      batch_size=self.config.batch_size,
+      rows=self.rank.rows(self._rows(), self.batch_size),
+    )
+    # Training batches are never padded: the data repeats.
+    return iter(
+      self.strategy.distribute_dataset(
+        batches, mask=None, spec=self.batch_specs
+      )
     )
 
-  def train_batches(self) -> distribute.DistributedDataset:
-    """Returns the endless training batches, on the devices."""
-    splits = self.splits
-    assert splits is not None
+  def next_batch(self, batches: Any, state: TrainState) -> Any:
+    """Returns the next training batch, on the devices.
+
+    Args:
+      batches: What `open_train_batches` has returned.
+      state: The newest train state.
+    """
+    if self.task.train_batches is not None:
+      return batches.next_batch(state)
+    return next(batches)
+
+  @property
+  def _has_eval_data(self) -> bool:
+    return self.splits is not None and self.splits.eval is not None
+
+  def eval_batches(self) -> distribute.DistributedDataset:
+    """Returns the evaluation batches, on the devices.
+
+    Raises:
+      ValueError: There is no evaluation data.
+    """
+    if not self._has_eval_data:
+      raise ValueError(
+        f"{self.task.name}.evaluate: there is no evaluation data."
+      )
     return self.strategy.distribute_dataset(
-      data.train_iterator(
-        splits,
-        seed=self.config.seed,
+      # Each worker evaluates its center with all examples.
+      data.eval_batches(
+        self.splits,  # type: ignore[arg-type]
         collate=self.task.collate,
-        # Rows of the batch of all workers.
-        batch_size=self.config.batch_size,
-        rows=self.rank.rows(self._rows(), self.batch_size),
+        batch_size=self.batch_size,
+        rows=self._rows(),
       ),
-      # Training batches are never padded: the data repeats.
-      mask=None,
       spec=self.batch_specs,
     )
+
+  def _rows(self) -> Sequence[int]:
+    """Returns the rows of a batch that this process reads."""
+    return sharding.pipeline_rows(self.strategy.mesh, self.batch_size)
 
   def evaluate(self, state: TrainState, step: int = 0) -> dict[str, float]:
     """Returns the metrics of the task's evaluation, as `eval_<name>`.
@@ -107,77 +283,22 @@ class Setup(program_lib.Program):
       step: The step just taken.
     """
     rng = jax.random.fold_in(jax.random.key(self.config.seed), 2**31 - 1)
+    replicate = functools.partial(devices.replicate, self.strategy)
     evaluation = evaluation_lib.Evaluation(
       # A checkpoint saves replica 0 as well, if groups of replicas differ.
       state=replica_groups.of_first_replica(
         state.replace(params=state.eval_params)
       ),
       step=step,
-      rng=self.replicate(rng),
+      rng=replicate(rng),
       task=self.task,
-      read_batches=self._eval_batches,
+      read_batches=self.eval_batches,
       eval_step=self.eval_step,
-      replicate=self.replicate,
+      replicate=replicate,
     )
     return evaluation_lib.evaluate(
       evaluation, self._has_eval_data, self.config.best_metric
     )
-
-  @property
-  def num_train_examples(self) -> int | None:
-    """The number of training examples; None if it is not known."""
-    splits = self.splits
-    if splits is None or sources.is_stream(splits.train):
-      return None
-    return len(splits.train)  # type: ignore[arg-type]
-
-  @property
-  def _has_eval_data(self) -> bool:
-    return self.splits is not None and self.splits.eval is not None
-
-  def _eval_batches(self) -> distribute.DistributedDataset:
-    if self.splits is None or self.splits.eval is None:
-      raise ValueError(
-        f"{self.task.name}.evaluate: there is no evaluation data."
-      )
-    return self.strategy.distribute_dataset(
-      # Each worker evaluates its center with all examples.
-      data.eval_batches(
-        self.splits,
-        collate=self.task.collate,
-        batch_size=self.batch_size,
-        rows=self._rows(),
-      ),
-      spec=self.batch_specs,
-    )
-
-  def init_progress(self) -> steps.Progress:
-    """Returns the progress before any step, on the devices."""
-    return _give_replicas(
-      self.strategy, self.zero_progress, self.config.mesh.per_replica
-    )
-
-  def train_rng(self) -> Any:
-    """Returns the PRNG key of the train steps, on the devices."""
-    key = jax.random.key(self.config.seed)
-    if self.rank.worker_id and not self.config.mesh.per_replica:
-      # Otherwise the steps fold the numbers of their replicas into it.
-      key = jax.random.fold_in(key, self.rank.worker_id)
-    return self.replicate(key)
-
-  def init_step(self, step: int) -> Any:
-    """Returns the number of the first step, on the devices."""
-    return _give_replicas(
-      self.strategy, np.int32(step), self.config.mesh.per_replica
-    )
-
-  def replicate(self, tree: Any) -> Any:
-    """Returns a tree of arrays, whole on every device."""
-    return devices.replicate(self.strategy, tree)
-
-  def _rows(self) -> Sequence[int]:
-    """Returns the rows of a batch that this process reads."""
-    return sharding.pipeline_rows(self.strategy.mesh, self.batch_size)
 
 
 def create_setup(
@@ -197,74 +318,146 @@ def create_setup(
     ImportError: A package that the config needs is not installed.
   """
   loaded = load.load(config, task)
-  task = loaded.task
   if loaded.splits is not None:
     sources.check_batch_size(
       "config.batch_size", config.batch_size, loaded.splits
     )
-  program = program_lib.create_program(config, strategy, loaded, rank)
+  setup = plan_setup(config, strategy, loaded, rank)
   for field, metric in (
     ("config.best_metric", config.best_metric),
     ("config.early_stopping.metric", config.early_stopping.metric),
   ):
-    evaluation_lib.check_metric(field, metric, task, loaded.splits)
-  lowered = program.trace().lower()
-  _warn_of_scalar_metrics(program, loaded.splits)
-  per_replica = config.mesh.per_replica
-  fields = vars(program)
-  if not per_replica:
-    # `Strategy.jit` waits for the results by itself.
-    step = devices.block_if_virtual_cpu(strategy, program.train_step)
-    fields = {**fields, "train_step": step}
+    evaluation_lib.check_metric(field, metric, loaded.task, loaded.splits)
+  # Traced now, so that its errors come before anything is written.
+  setup.lowered_train_step  # noqa: B018
+  setup.warn_of_scalar_metrics()
+  return setup
+
+
+def plan_setup(
+  config: Any,
+  strategy: Strategy,
+  loaded: load.LoadedTask,
+  rank: Rank = _ALONE,
+) -> Setup:
+  """Builds the state and the train step from the shapes of the data.
+
+  Nothing is read, traced or allocated but the creation of the state.
+
+  Args:
+    config: A checked config.
+    strategy: Its strategy; see `devices.create_strategy`.
+    loaded: The task, and the shapes of its data.
+    rank: The worker that this process is.
+
+  Raises:
+    ValueError, TypeError: The model, the optimizer, the rules and the wrappers
+      do not fit each other. The message names the field.
+  """
+  task, example = loaded.task, loaded.example
+  batch_size = rank.share("batch_size", config.batch_size)
+  specs = devices.batch_specs(config.mesh.split, batch_size, strategy, example)
+  tx, schedule = optimizer.create(config)
+
+  creation = creation_lib.plan_creation(config, strategy, loaded, tx)
+  state, notes = creation.abstract_state(), tuple(creation.notes)
+  # That of an NNX module holds the arrays of the module, which would stay in
+  # memory during a restore and the whole run.
+  del creation
+
+  def create_state() -> TrainState:
+    for note in notes:
+      checks.warn(note)
+    creation = creation_lib.plan_creation(config, strategy, loaded, tx)
+    leaves = jax.tree.leaves(creation.create_state())
+    # The static fields of the traced state, or the step would compile again.
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+  init_progress = functools.partial(steps.init_progress, task)
+  batch = {
+    key: jax.ShapeDtypeStruct(
+      (batch_size, *np.shape(x)),
+      # Without jax_enable_x64, JAX turns float64 and int64 into 32 bits.
+      jax.dtypes.canonicalize_dtype(trees.dtype_of(x)),
+      sharding=jax.sharding.NamedSharding(strategy.mesh, specs[key]),
+    )
+    for key, x in example.items()
+  }
+  arguments = (
+    state,
+    _place(
+      strategy, jax.eval_shape(init_progress, state), config.mesh.per_replica
+    ),
+    batch,
+    _place(strategy, jax.eval_shape(lambda: jax.random.key(0)), False),
+  )
   return Setup(
-    **fields,
+    config=config,
+    strategy=strategy,
     rank=rank,
+    task=task,
     splits=loaded.splits,
-    shapes=data.Shapes(loaded.example, loaded.num_classes),
-    zero_progress=jax.device_get(
-      steps.init_progress(task, program.abstract_state)
-    ),
-    lowered_train_step=lowered,
-    eval_step=devices.block_if_virtual_cpu(
-      strategy, jax.jit(functools.partial(steps.eval_step, task))
-    ),
-    read_progress=_make_progress_reader(strategy, per_replica),
+    shapes=data.Shapes(example, loaded.num_classes),
+    batch_size=batch_size,
+    batch_specs=specs,
+    schedule=schedule,
+    create_state=create_state,
+    jitted_train_step=_jit_train_step(config, strategy, task, arguments, rank),
+    arguments=arguments,
+    notes=notes,
   )
 
 
-def _warn_of_scalar_metrics(
-  program: program_lib.Program, splits: data.Splits | None
-) -> None:
-  """Warns of means over a batch that count the padding of the last one."""
-  if splits is None or splits.eval is None or program.task.evaluate is not None:
-    return
-  size = program.batch_size
-  if not len(splits.eval) % size:
-    return
-  names = program.scalar_metrics()
-  if names:
-    checks.warn(
-      f"{program.task.name}.loss: Aux.metrics has scalars: {', '.join(names)}. "
-      f"The {len(splits.eval)} evaluation examples are no multiple of "
-      f"config.batch_size={size}, and the padding of the last batch counts in "
-      "them. Return arrays [batch]: the metrics take their mean."
-    )
+def _place(strategy: Strategy, tree: Any, per_replica: bool) -> Any:
+  """Returns shapes that are whole on every device, or one for each replica."""
+  spec = P(mesh_lib.REPLICA) if per_replica else P()
+  sharding = jax.sharding.NamedSharding(strategy.mesh, spec)
+  rows = (strategy.num_replicas_in_sync,) if per_replica else ()
+
+  def place_leaf(x: jax.ShapeDtypeStruct) -> Any:
+    placed = jax.ShapeDtypeStruct((*rows, *x.shape), x.dtype, sharding=sharding)
+    return PerReplica(placed) if per_replica else placed
+
+  return jax.tree.map(place_leaf, tree)
 
 
-def _give_replicas(strategy: Strategy, tree: Any, per_replica: bool) -> Any:
-  """Places arrays that all replicas start from."""
-  if per_replica:
-    return strategy.distribute_values_from_function(lambda context: tree)
-  return devices.replicate(strategy, tree)
+def _jit_train_step(
+  config: Any,
+  strategy: Strategy,
+  task: AdaptedTask,
+  arguments: tuple[Any, ...],
+  rank: Rank,
+) -> Any:
+  """Returns the jitted train step, which donates the state and the progress."""
+  first_replica = rank.worker_id * strategy.num_replicas_in_sync
 
+  # The name stands in profiles and programs.
+  def train_step(
+    state: TrainState, progress: steps.Progress, batch: Any, rng: Any
+  ) -> tuple[TrainState, steps.Progress]:
+    # Each worker has the random streams of its own replicas.
+    with replica_context.number_from(first_replica):
+      return steps.train_step(task, state, progress, batch, rng)
 
-def _make_progress_reader(
-  strategy: Strategy, per_replica: bool
-) -> Callable[[Any], steps.Progress]:
-  if not per_replica:
-    # Each process has the whole progress already.
-    return jax.device_get
-  replicated = jax.sharding.NamedSharding(strategy.mesh, P())
-  # One program, and not one for each array.
-  combine = jax.jit(steps.combine_replicas, out_shardings=replicated)
-  return lambda progress: jax.device_get(combine(progress))
+  if config.mesh.per_replica:
+    # Rules split parameters; the slots of the optimizer follow them.
+    if any(
+      map(
+        replica_groups.is_split_over_replicas,
+        jax.tree.leaves(arguments[STATE].params),
+      )
+    ):
+      _log.warning(
+        "config.mesh.per_replica: each replica sees the whole state. What "
+        "config.mesh.rules split over 'replica' is gathered for every step."
+      )
+    return strategy.jit(train_step, donate_argnums=(STATE, PROGRESS))
+  return jax.jit(
+    train_step,
+    donate_argnums=(STATE, PROGRESS),
+    # Without them, XLA may choose other shardings for the new state, and the
+    # second step would compile again.
+    out_shardings=jax.tree.map(
+      lambda x: x.sharding, (arguments[STATE], arguments[PROGRESS])
+    ),
+  )

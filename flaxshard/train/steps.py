@@ -24,25 +24,32 @@ class Progress(NamedTuple):
   """Results of the steps since the last row of metrics.
 
   Attributes:
+    step: int32 scalar, number of batches consumed. It is counted on the
+      devices, where no step waits for it.
     metrics: Metrics of the applied steps. A skipped step has no finite loss.
     bad_step: int32 scalar, the first applied step with a non-finite loss, or 0.
     bad_leaves: bool `[number of leaves of params]`, whether each parameter is
       not finite after that step. With AGN these are the local parameters.
   """
 
+  step: jax.Array
   metrics: clu_metrics.Collection
   bad_step: jax.Array
   bad_leaves: jax.Array
 
 
-def init_progress(task: AdaptedTask, state: TrainState) -> Progress:
-  """Returns the progress before any step.
+def init_progress(
+  task: AdaptedTask, state: TrainState, step: int = 0
+) -> Progress:
+  """Returns the progress before the steps that follow a step.
 
   Args:
     task: The task.
     state: The state, arrays or `jax.ShapeDtypeStruct`s.
+    step: Number of batches consumed.
   """
   return Progress(
+    step=jnp.int32(step),
     metrics=task.metrics.empty(),
     bad_step=jnp.zeros((), jnp.int32),
     bad_leaves=jnp.zeros(len(jax.tree.leaves(state.params)), bool),
@@ -55,7 +62,6 @@ def train_step(
   progress: Progress,
   batch: Batch,
   rng: jax.Array,
-  step: jax.Array,
 ) -> tuple[TrainState, Progress]:
   """Takes one step on a batch.
 
@@ -65,11 +71,11 @@ def train_step(
     progress: The progress so far.
     batch: Arrays `[batch, ...]` by name.
     rng: The PRNG key of the run. The step and the replica are folded into it.
-    step: int32 scalar, number of batches consumed, including this one.
 
   Returns:
     The next state and progress.
   """
+  step = progress.step + 1
 
   def loss_fn(params: Any) -> tuple[jax.Array, Any]:
     return task(state, params, batch, apply.train_rngs(rng, step), True)
@@ -102,6 +108,7 @@ def train_step(
     progress.bad_leaves,
   )
   return new_state, Progress(
+    step=step,
     metrics=metrics,
     bad_step=jnp.where(bad, step, progress.bad_step),
     bad_leaves=bad_leaves,
@@ -156,6 +163,7 @@ def combine_replicas(progress: Progress) -> Progress:
   first = jnp.min(rows.bad_step, initial=largest, where=is_bad)
   is_first = (rows.bad_step == first)[:, None]
   return Progress(
+    step=rows.step[0],
     metrics=rows.metrics.reduce(),
     bad_step=jnp.where(is_bad.any(), first, 0),
     bad_leaves=jnp.any(rows.bad_leaves, axis=0, where=is_first),

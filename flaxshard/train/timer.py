@@ -9,7 +9,6 @@ import os
 import tempfile
 import time
 
-from etils import epath
 import jax
 
 from flaxshard.core import files
@@ -70,7 +69,8 @@ def profile_steps(
 
   Args:
     steps: The first and the last step to trace, or () for none.
-    workdir: The trace is written to its subdirectory `profile/`.
+    workdir: The trace is written to its subdirectory `profile/`, that of a
+      workdir in a bucket to a folder on this machine. The log says where.
 
   Yields:
     A function `before_step(step, state)`, to be called before each step with
@@ -79,39 +79,30 @@ def profile_steps(
   # Traces of processes on one host would overwrite each other.
   first, last = (0, 0) if jax.process_index() else steps or (0, 0)
   path = os.path.join(workdir, "profile")
+  if first and files.is_bucket(workdir):
+    # The profiler writes to file systems only.
+    path = tempfile.mkdtemp(prefix="profile_")
   is_tracing = False
 
-  def before_step(step: int, state: TrainState) -> None:
+  def trace(wanted: bool) -> None:
     nonlocal is_tracing
-    if is_tracing == (first <= step <= last):
-      return
-    # Steps are dispatched ahead: let those outside of the range finish.
-    jax.block_until_ready(state)
-    if is_tracing:
-      stop_trace()
+    if wanted:
+      jax.profiler.start_trace(path)
     else:
-      jax.profiler.start_trace(folder)
-      is_tracing = True
+      jax.profiler.stop_trace()
+      _log.info("profiled from step %d: %s", first, path)
+    is_tracing = wanted
 
-  def stop_trace() -> None:
-    nonlocal is_tracing
-    jax.profiler.stop_trace()
-    is_tracing = False
-    if folder != path:
-      for file in files.files_in(folder):
-        copy = epath.Path(path) / file.relative_to(folder)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(file.read_bytes())
-    _log.info("profiled from step %d: %s", first, path)
+  def before_step(step: int, state: TrainState) -> None:
+    wanted = first <= step <= last
+    if is_tracing != wanted:
+      # Steps are dispatched ahead: let those outside of the range finish.
+      jax.block_until_ready(state)
+      trace(wanted)
 
-  with contextlib.ExitStack() as stack:
-    folder = path
-    if files.is_bucket(path):
-      # The profiler writes to file systems only.
-      folder = stack.enter_context(tempfile.TemporaryDirectory())
-    try:
-      yield before_step
-    finally:
-      # Training may end within the range.
-      if is_tracing:
-        stop_trace()
+  try:
+    yield before_step
+  finally:
+    # Training may end within the range.
+    if is_tracing:
+      trace(False)

@@ -23,7 +23,7 @@ from flaxshard.plans import step as step_lib
 from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices as devices_lib
-from flaxshard.train import program as program_lib
+from flaxshard.train import setup as setup_lib
 
 # So small that the arrays of the seeded programs count.
 _MIN_BYTES = 2048
@@ -146,13 +146,13 @@ def test_configs_have_no_findings(name: str) -> None:
     config.model.num_layers = 2
   checked = config_lib.check(config)
   loaded = load.load(checked, shapes_only=True)
-  program = program_lib.create_program(
+  program = setup_lib.plan_setup(
     checked,
     devices_lib.create_strategy(checked),
     loaded,
   )
   step = step_lib.compile_step(
-    program.trace, program.arguments, program_lib.BATCH
+    program.trace, program.arguments, setup_lib.BATCH
   )
   # Arrays of a real model are larger, and so is what they move.
   found = check_lib.check_step(

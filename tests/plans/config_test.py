@@ -13,7 +13,6 @@ from flaxshard.plans import config as config_plans
 from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
-from flaxshard.train import program as program_lib
 from flaxshard.train import setup as setup_lib
 
 
@@ -23,7 +22,7 @@ def test_a_plan_and_a_run_have_the_same_arguments():
   )
   setup = setup_lib.create_setup(config, devices.create_strategy(config))
   loaded = load.load(config, shapes_only=True)
-  program = program_lib.create_program(config, setup.strategy, loaded)
+  program = setup_lib.plan_setup(config, setup.strategy, loaded)
   for planned, run in zip(
     jax.tree.leaves(program.abstract_state),
     jax.tree.leaves(setup.abstract_state),
@@ -31,9 +30,9 @@ def test_a_plan_and_a_run_have_the_same_arguments():
   ):
     assert (planned.shape, planned.dtype) == (run.shape, run.dtype)
     assert planned.sharding == run.sharding
-  with iter(setup.train_batches()) as batches:
+  with setup.open_train_batches() as batches:
     batch = next(batches)
-  planned = program.arguments[program_lib.BATCH]
+  planned = program.arguments[setup_lib.BATCH]
   for key, x in batch.items():
     assert (x.shape, x.dtype) == (planned[key].shape, planned[key].dtype)
     assert x.sharding.is_equivalent_to(planned[key].sharding, x.ndim)
@@ -94,7 +93,7 @@ def test_configs_that_do_not_fit_the_devices_raise(fields, topology, facts):
 def test_lm_1b_has_a_billion_parameters_split_by_its_rules():
   config = config_lib.check(lm_1b.get_config())
   loaded = load.load(config, shapes_only=True)
-  params = program_lib.create_program(
+  params = setup_lib.plan_setup(
     config,
     devices.create_compile_only_strategy(config, "v5p:4x4x8"),
     loaded,

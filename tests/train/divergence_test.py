@@ -121,12 +121,10 @@ def test_a_scale_at_its_floor_is_a_warning(previous, current, warns):
     wrappers=[fs.LossScale(fs.DynamicLossScale(initial_scale=2.0))],
   )
   messages = []
-  notes = divergence.WrapperNotes(
-    state, lambda kind, text: messages.append(text)
-  )
+  watch = divergence.Watch(None, state, lambda _, text: messages.append(text))
   for step, (scale, skipped) in enumerate((previous, current)):
     messages.clear()
-    notes.log_warnings(step, {"loss_scale": scale, "skipped_steps": skipped})
+    watch.warn_at_floor(step, {"loss_scale": scale, "skipped_steps": skipped})
   assert bool(messages) == warns
   if warns:
     assert f"{current[1]} steps skipped" in messages[0]

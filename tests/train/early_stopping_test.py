@@ -71,15 +71,6 @@ def stopped(tmp_path_factory):
   return Stopped(workdir, state, calls, e.value, checkpoints)
 
 
-def replay(rule, values):
-  return create(rule).replay(enumerate(values, start=1))
-
-
-def create(rule):
-  config = config_lib.check(tiny.config(early_stopping=rule))
-  return early_stopping.create(config.early_stopping)
-
-
 @pytest.mark.parametrize(
   ("rule", "values", "stopped_step", "best_step"),
   [
@@ -97,9 +88,13 @@ def create(rule):
 def test_the_run_ends_after_patience_evaluations_without_improvement(
   rule, values, stopped_step, best_step
 ):
-  state = replay({"metric": "eval_loss", **rule}, values)
-  assert state.stopped_step == stopped_step
-  assert state.best_step == best_step
+  rule = {"metric": "eval_loss", **rule}
+  config = config_lib.check(tiny.config(early_stopping=rule))
+  stopping = early_stopping.EarlyStopping(config.early_stopping)
+  for step, value in enumerate(values, start=1):
+    stopping.add(step, value)
+  assert stopping.stopped_step == stopped_step
+  assert stopping.best_step == best_step
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The training loop on one mesh: files, resuming, skipped and bad steps."""
 
 import gc
+import importlib.util
 import json
 import logging
 import os
@@ -265,7 +266,11 @@ def read_files(workdir) -> dict[pathlib.Path, bytes]:
   ("fields", "facts"),
   [
     (
-      dict(model={"name": "cnn", "features": (), "dense": 9}),
+      dict(
+        model={"name": "cnn", "features": (), "dense": 9},
+        num_train_steps=16,
+        resume="extend",
+      ),
       ("dense/bias", "(8,)", "(9,)"),
     ),
     # The position of the data would mean other examples.
@@ -305,7 +310,7 @@ def test_an_unwritable_workdir_raises(tmp_path):
 
 
 def test_a_missing_package_raises_at_the_start(tmp_path, monkeypatch):
-  monkeypatch.setattr(charts.importlib.util, "find_spec", lambda name: None)
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
   with pytest.raises(ImportError, match=r"matplotlib.*flaxshard\[train\]"):
     train.train_and_evaluate(tiny.config(), str(tmp_path))
   assert os.listdir(tmp_path) == []

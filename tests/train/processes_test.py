@@ -140,7 +140,7 @@ def test_cross_process_operations_do_not_grow_with_steps(two_process_runs):
   for result in two_process_runs[2]:
     short, long = dict(result[False, 8][0]), dict(result[False, 16][0])
     for counts, num_steps in ((short, 8), (long, 16)):
-      assert counts.pop("jit_counted_train_step") == num_steps
+      assert counts.pop("jit_train_step") == num_steps
     # A row of metrics needs no operation either: the long run has four.
     assert short == long
     # The counters count: two evaluations, and the exchanges of two saves.

@@ -12,7 +12,6 @@ from flaxshard.train import config as config_lib
 from flaxshard.train import resume
 
 _THIS = "resume_test_factories"
-_SHAPES = data.Shapes({"inputs": jax.ShapeDtypeStruct((8, 8, 1), "float32")})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,15 +22,10 @@ def importable():
 
 
 def digits() -> data.Splits:
-  """Returns `NUM_EXAMPLES` digits."""
+  """Returns 128 digits."""
   splits = data.digits()
-  train_examples = data.Arrays(
-    splits.train.inputs[:NUM_EXAMPLES], splits.train.labels[:NUM_EXAMPLES]
-  )
-  return data.Splits(train_examples, splits.eval, 10)
-
-
-NUM_EXAMPLES = 128
+  inputs, labels = splits.train.inputs[:128], splits.train.labels[:128]
+  return data.Splits(data.Arrays(inputs, labels), splits.eval, 10)
 
 
 def make_config(**fields):
@@ -39,30 +33,62 @@ def make_config(**fields):
   return tiny.config(data={"name": f"{_THIS}:digits"}, **fields)
 
 
+@pytest.fixture
+def workdir(tmp_path):
+  """A workdir of 128 examples and four steps."""
+  config = config_lib.check(make_config())
+  (tmp_path / "config.json").write_text(config.to_json())
+  (tmp_path / "data.json").write_text('{"num_train_examples": 128}')
+  return str(tmp_path)
+
+
+def check(workdir, latest_step, num_examples=128, **fields):
+  config = config_lib.check(make_config(**fields))
+  resume.check(config, workdir, num_examples, latest_step)
+
+
 @pytest.mark.parametrize(
-  ("fields", "facts"),
+  ("arguments", "facts"),
   [
     (
       {"learning_rate": 0.5},
-      ("config.learning_rate: 0.01 -> 0.5", "config.num_train_steps above 4"),
+      (
+        "config.learning_rate: 0.01 -> 0.5",
+        "config.num_train_steps above 4",
+        "config.resume='extend'",
+      ),
     ),
     (
       {"num_train_steps": 2, "resume": "extend"},
       ("config.num_train_steps: 4 -> 2", "above 4"),
     ),
+    ({"num_train_steps": 6}, ("config.num_train_steps: 4 -> 6", "=extend")),
+    # Another number of examples under the same config.
+    ({"num_examples": 96}, ("config.data=", "96 training", "128")),
+    ({"seed": 1}, ("config.seed=1", "with 0")),
   ],
 )
-def test_a_finished_workdir_with_a_changed_config_raises(
-  tmp_path, fields, facts
-):
-  workdir = str(tmp_path)
-  resume.write(config_lib.check(make_config()), workdir, 128, _SHAPES)
-  config = config_lib.check(make_config(**fields))
-  changes = resume.check_data(config, workdir, 128)
+def test_a_finished_workdir_with_a_change_raises(workdir, arguments, facts):
   with pytest.raises(ValueError) as e:
-    resume.check_changes(config, workdir, changes, 4)
-  for fact in (workdir, "another workdir", "config.resume='extend'", *facts):
+    check(workdir, 4, **arguments)
+  for fact in (workdir, "another workdir", *facts):
     assert fact in str(e.value), str(e.value)
+
+
+def test_a_config_changed_before_the_end_warns_with_old_and_new(
+  workdir, caplog
+):
+  check(workdir, 4, writer="tensorboard", max_to_keep=2)
+  assert not caplog.records
+  check(workdir, 2, learning_rate=0.5, num_train_steps=6, writer="none")
+  (message,) = caplog.messages
+  for fact in (
+    "step 2",
+    "config.learning_rate: 0.01 -> 0.5",
+    "config.num_train_steps: 4 -> 6",
+  ):
+    assert fact in message
+  assert "writer" not in message
 
 
 @pytest.mark.slow
@@ -90,33 +116,3 @@ def test_a_finished_workdir_trains_again_only_to_extend_it(
   config.resume = "extend"
   assert int(train.train_and_evaluate(config, workdir).step) == 6
   assert "config.num_train_steps: 4 -> 6" in caplog.text
-
-
-def test_another_number_of_examples_under_the_same_config_raises(tmp_path):
-  config = config_lib.check(make_config())
-  resume.write(config, str(tmp_path), 128, _SHAPES)
-  assert resume.check_data(config, str(tmp_path), 128)[:2] == ((), 4)
-  with pytest.raises(ValueError) as e:
-    resume.check_data(config, str(tmp_path), 96)
-  for fact in ("config.data=", "96 training", "128", str(tmp_path)):
-    assert fact in str(e.value), str(e.value)
-
-
-def test_a_config_changed_before_the_end_warns_with_old_and_new(
-  tmp_path, caplog
-):
-  resume.write(config_lib.check(make_config()), str(tmp_path), 128, _SHAPES)
-  fields = {"learning_rate": 0.5, "num_train_steps": 6, "writer": "none"}
-  config = config_lib.check(make_config(**fields))
-  changes = resume.check_data(config, str(tmp_path), 128)
-  assert not caplog.records
-  resume.check_changes(config, str(tmp_path), changes, 2)
-  (record,) = caplog.records
-  assert record.levelno == logging.WARNING
-  for fact in (
-    "step 2",
-    "config.learning_rate: 0.01 -> 0.5",
-    "config.num_train_steps: 4 -> 6",
-  ):
-    assert fact in record.getMessage()
-  assert "writer" not in record.getMessage()

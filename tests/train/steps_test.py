@@ -76,11 +76,10 @@ def create(model=Linear(), tx=SGD, wrappers=()):  # noqa: B008
 
 
 def run(state, batches, first_step=1, progress=None):
-  progress = steps.init_progress(TASK, state) if progress is None else progress
-  for i, batch in enumerate(batches):
-    state, progress = train_step(
-      state, progress, batch, RNG, jnp.int32(first_step + i)
-    )
+  if progress is None:
+    progress = steps.init_progress(TASK, state, first_step - 1)
+  for batch in batches:
+    state, progress = train_step(state, progress, batch, RNG)
   return state, progress
 
 
@@ -158,7 +157,7 @@ def test_metrics_are_means_over_all_labels_of_several_steps():
   second = jax.device_get(state.params)
   # A batch of another size weighs by its labels.
   small = {"inputs": X[:1], "labels": LABELS[:1]}
-  state, progress = run(state, [small], 2, progress)
+  state, progress = run(state, [small], progress=progress)
   assert_metrics(
     progress.metrics,
     mean_metrics(
@@ -171,7 +170,7 @@ def test_a_skipped_step_does_not_count_and_is_not_bad():
   state = create(Normed(), optax.adam(0.1), DYNAMIC)
   state, progress = run(state, [BATCH])
   mean = jax.device_get(progress.metrics.compute())
-  state_2, progress_2 = run(state, [with_inputs(np.inf)], 2, progress)
+  state_2, progress_2 = run(state, [with_inputs(np.inf)], progress=progress)
 
   assert int(state_2.step) == 1
   scale = state_2.wrapper_states["loss_scale"]
@@ -185,7 +184,7 @@ def test_a_skipped_step_does_not_count_and_is_not_bad():
     assert_trees_equal(getattr(state_2, field), getattr(state, field))
 
   # The next step is applied.
-  state_3, progress_3 = run(state_2, [BATCH], 3, progress_2)
+  state_3, progress_3 = run(state_2, [BATCH], progress=progress_2)
   assert int(state_3.step) == 2
   assert int(progress_3.metrics.loss.count) == 8
   assert np.isfinite(progress_3.metrics.compute()["loss"])
@@ -214,7 +213,7 @@ def test_the_first_bad_step_and_its_parameters_are_reported():
   )
   state, progress = run(state, [batch(1e-3)], 7)
   assert int(progress.bad_step) == 0
-  state, progress = run(state, [batch(3e38)], 8, progress)
+  state, progress = run(state, [batch(3e38)], progress=progress)
   assert int(state.step) == 2
   assert int(progress.bad_step) == 8
   assert not np.any(np.isfinite(state.params["slope"]))
@@ -222,7 +221,7 @@ def test_the_first_bad_step_and_its_parameters_are_reported():
   assert steps.bad_paths(state, progress) == ["slope"]
 
   # Later bad steps break more parameters; the first one stays reported.
-  state, progress = run(state, [batch(1.0), batch(1.0)], 9, progress)
+  state, progress = run(state, [batch(1.0), batch(1.0)], progress=progress)
   assert not np.any(np.isfinite(state.params["offset"]))
   assert int(progress.bad_step) == 8
   assert steps.bad_paths(state, progress) == ["slope"]
@@ -232,9 +231,8 @@ def test_dropout_depends_on_the_step_and_the_key():
   state = create(Dropped())
 
   def loss(step, rng=RNG):
-    _, progress = train_step(
-      state, steps.init_progress(TASK, state), BATCH, rng, jnp.int32(step)
-    )
+    progress = steps.init_progress(TASK, state, step - 1)
+    _, progress = train_step(state, progress, BATCH, rng)
     return float(progress.metrics.compute()["loss"])
 
   assert loss(1) == loss(1)
@@ -335,11 +333,11 @@ def each_replica(state, batch, step=1):
   """Takes a step on two replicas; returns state and progress."""
   strategy = fs.Strategy(devices=jax.devices()[:2])
   progress = strategy.distribute_values_from_function(
-    lambda context: steps.init_progress(TASK, state)
+    lambda context: steps.init_progress(TASK, state, step - 1)
   )
   return strategy.run(
     functools.partial(steps.train_step, TASK),
-    (state, progress, strategy.shard_batch(batch), RNG, np.int32(step)),
+    (state, progress, strategy.shard_batch(batch), RNG),
   )
 
 
@@ -392,6 +390,7 @@ def test_combine_replicas_reports_the_first_bad_step():
     loss=jnp.array([1.0, 2.0]), correct=jnp.array([1.0, 0.0])
   )
   progress = steps.Progress(
+    step=fs.PerReplica(np.array([9] * 4, np.int32)),
     metrics=jax.tree.map(
       lambda x: fs.PerReplica(np.broadcast_to(x, (4,))), metrics
     ),

@@ -1,0 +1,140 @@
+"""What a row of metrics is written to: files, TensorBoard, the picture."""
+
+import json
+import pathlib
+import struct
+import sys
+
+from matplotlib import figure
+from matplotlib import image
+import numpy as np
+import pytest
+import tiny
+
+from flaxshard.train import charts
+from flaxshard.train import config as config_lib
+from flaxshard.train import metrics as metrics_lib
+from flaxshard.train import report
+
+
+@pytest.fixture
+def path(tmp_path):
+  return tmp_path / "metrics.jsonl"
+
+
+def write_rows(path, last_step, rows):
+  file = metrics_lib.MetricsFile(str(path), last_step)
+  for step, row in rows.items():
+    file.write(step, row)
+  file.close()
+  return path.read_text().splitlines()
+
+
+def test_rows_are_json_and_a_resumed_run_replaces_later_ones(path, caplog):
+  nonfinite = {"a": np.nan, "b": -np.inf, "c": None, "d": 0.0, "e": 0}
+  lines = write_rows(path, 0, {2: nonfinite, 4: {"x": 0.5}, 6: {"x": 0.25}})
+  assert lines[0] == (
+    '{"step": 2, "a": null, "b": null, "c": null, "d": 0.0, "e": 0}'
+  )
+  # The last write of a process that was killed.
+  path.write_text(path.read_text() + '{"step": 8, "lo')
+  kept = write_rows(path, 4, {6: {"x": 0.0}})
+  assert kept == [*lines[:2], '{"step": 6, "x": 0.0}']
+  # The temporary file is gone.
+  assert list(path.parent.iterdir()) == [path]
+  (message,) = caplog.messages
+  assert str(path) in message and '{"step": 8, "lo' in message
+
+
+def read_events(folder):
+  """Returns (step, value) of all summaries in the event files of a folder.
+
+  A record is its length, a checksum of that, the event and a checksum of it.
+  """
+  from tensorboardX.proto import event_pb2
+
+  events = []
+  for file in sorted(pathlib.Path(folder).glob("events.out.tfevents.*")):
+    content = file.read_bytes()
+    while content:
+      (length,) = struct.unpack("<Q", content[:8])
+      events.append(event_pb2.Event.FromString(content[12 : 12 + length]))
+      content = content[16 + length :]
+  return events
+
+
+def test_tensorboard_has_the_config_and_the_metrics_side_by_side(
+  tmp_path, monkeypatch
+):
+  monkeypatch.setattr(charts, "plot", lambda *args: None)
+  config = config_lib.check(tiny.config(writer="tensorboard"))
+  with report.open_report(config, str(tmp_path), 4) as write_row:
+    write_row(6, {"train_loss": 0.5, "loss_scale": 2.0**15, "absent": None})
+    write_row(8, {"eval_accuracy": 0.25, "skipped_steps": 3})
+  events = read_events(tmp_path)
+  # The config is a text; what a run before this one wrote later is dropped.
+  values = [(e.step, value) for e in events for value in e.summary.value]
+  (text,) = [v for _, v in values if v.tag == "config/text_summary"]
+  assert b'"batch_size": 16' in text.tensor.string_val[0]
+  assert [e.step for e in events if e.session_log.status] == [5]
+  scalars = [(step, v.tag, v.simple_value) for step, v in values if step > 4]
+  assert scalars == [
+    (6, "loss/train", 0.5),
+    (6, "loss_scale", 2.0**15),
+    (8, "accuracy/eval", 0.25),
+    (8, "skipped_steps", 3.0),
+  ]
+  rows = [
+    json.loads(line)
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+  ]
+  assert [row["step"] for row in rows] == [6, 8]
+
+
+ROWS = [
+  {"step": 2, "train_loss": 2.0, "learning_rate": 0.125},
+  {"step": 4, "train_loss": 1.0, "eval_loss": 1.5, "loss_scale": 2.0}
+  | {"skipped_steps": 1},
+  # A row with an evaluation only, and one with a non-finite loss.
+  {"step": 5, "eval_loss": 1.25, "eval_fid": 3.0},
+  {"step": 6, "train_loss": None, "loss_scale": None, "commits": 1}
+  | {"commit_workers": 4},
+]
+
+
+def test_each_metric_is_drawn(tmp_path, monkeypatch):
+  # Pyplot would choose a GUI backend and keep every figure.
+  monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+  figures = []
+  save = figure.Figure.savefig
+
+  def keep_and_save(self, *args, **kwargs):
+    figures.append(self)
+    save(self, *args, **kwargs)
+
+  monkeypatch.setattr(figure.Figure, "savefig", keep_and_save)
+  path = tmp_path / "training.png"
+  charts.plot(ROWS, str(path))
+  drawn = {
+    ax.get_ylabel(): {
+      line.get_label(): (list(line.get_xdata()), list(line.get_ydata()))
+      for line in ax.get_lines()
+    }
+    for ax in figures[0].axes
+  }
+  assert drawn == {
+    "loss": {
+      "train_loss": ([2, 4], [2.0, 1.0]),
+      "eval_loss": ([4, 5], [1.5, 1.25]),
+    },
+    "fid": {"eval_fid": ([5], [3.0])},
+    "learning rate": {"learning_rate": ([2], [0.125])},
+    "loss scale": {"loss_scale": ([4], [2.0])},
+    "skipped steps": {"skipped_steps": ([4], [1])},
+    "commits": {"commits": ([6], [1])},
+    "workers in the last commit": {"commit_workers": ([6], [4])},
+  }
+  # Something is drawn: not one color.
+  assert np.ptp(image.imread(path)[..., :3]) > 0.5
+  charts.plot([], str(path))
+  assert image.imread(path).shape[:2] == (300, 1000)
