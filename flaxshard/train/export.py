@@ -20,7 +20,6 @@ A program needs JAX, flatbuffers and safetensors to run them::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-import dataclasses
 import functools
 import json
 import os
@@ -118,67 +117,49 @@ def export(
   for platform in platforms:
     checks.one_of("platforms", platform, _ALLOWED_PLATFORMS)
   path = files.absolute(checks.path("path", path))
-  _check_path(path, overwrite)
-  model = _open(source, step, task, example)
-  variables, predict = _flatten(model)
-  shapes = {
-    k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in variables.items()
-  }
-  exported = _export(
-    predict, shapes, model.example, tuple(platforms), batch_size
-  )
-  description = {**model.facts, **_describe(variables, exported)}
-  _write(path, variables, exported, description)
-  return description
-
-
-@dataclasses.dataclass(frozen=True)
-class _Model:
-  """Model to export.
-
-  Attributes:
-    state: The train state.
-    predict: `predict(state, batch)` returns the outputs.
-    example: Arrays of one example, or their shapes.
-    facts: Facts about the run, for `model.json`.
-  """
-
-  state: TrainState
-  predict: Callable[[TrainState, Mapping[str, Any]], Any]
-  example: Mapping[str, Any]
-  facts: Mapping[str, Any]
-
-
-def _open(source: Any, step: Any, task: Any, example: Any) -> _Model:
-  """Returns the model of a workdir, of a loaded run or of a state."""
-  facts: dict[str, Any] = {"flaxshard": VERSION, "jax": jax.__version__}
-  is_state = isinstance(source, TrainState)
-  chosen = step if is_state else (step or task)
-  if chosen is not None and isinstance(source, (TrainState, load_lib.Loaded)):
+  files.check_writable("path", path, create=False)
+  names = (FUNCTION_FILE, VARIABLES_FILE, DESCRIPTION_FILE)
+  found = [n for n in names if epath.Path(os.path.join(path, n)).exists()]
+  if found and not overwrite:
     raise ValueError(
-      f"step={step!r} and task={task!r} are for a workdir; source is loaded "
-      "already."
+      f"path={path!r} has {', '.join(found)} already: use another folder, or "
+      "overwrite=True."
     )
-  if is_state:
+  if isinstance(source, TrainState):
     if not example:
       raise ValueError(
         "a TrainState is exported with example={'inputs': ...}: one example, "
         f"without the batch dimension; got example={example!r}."
       )
-    predict = _predict_inputs
+    state, predict = source, _predict_inputs
     if task is not None:
       predict = functools.partial(load_lib.predict, tasks.adapt(task))
-    facts["step"] = int(source.step)
-    return _Model(source, predict, example, facts)
-  if not isinstance(source, load_lib.Loaded):
-    source = load_lib.load(source, step, task=task)
-  facts |= {
-    "step": source.step,
-    "task": source.task.name,
-    "config": json.loads(source.config.to_json()),
+    facts: dict[str, Any] = {"step": int(source.step)}
+  else:
+    if not isinstance(source, load_lib.Loaded):
+      source = load_lib.load(source, step, task=task)
+    elif step is not None or task is not None:
+      raise ValueError(
+        f"step={step!r} and task={task!r} are for a workdir; source is loaded "
+        "already."
+      )
+    state, example = source.state, source.example
+    predict = functools.partial(load_lib.predict, source.task)
+    facts = {
+      "step": source.step,
+      "task": source.task.name,
+      "config": json.loads(source.config.to_json()),
+    }
+  variables, call = _flatten(state, predict)
+  exported = _export(call, variables, example, tuple(platforms), batch_size)
+  description = {
+    "flaxshard": VERSION,
+    "jax": jax.__version__,
+    **facts,
+    **_describe(variables, exported),
   }
-  predict = functools.partial(load_lib.predict, source.task)
-  return _Model(source.state, predict, source.example, facts)
+  _write(path, variables, exported, description)
+  return description
 
 
 def _predict_inputs(state: TrainState, batch: Mapping[str, Any]) -> Any:
@@ -187,44 +168,45 @@ def _predict_inputs(state: TrainState, batch: Mapping[str, Any]) -> Any:
 
 
 def _flatten(
-  model: _Model,
+  state: TrainState, predict: Callable[[TrainState, Mapping[str, Any]], Any]
 ) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
-  """Returns the variables by name, and the prediction as a function of them."""
-  state = model.state
+  """Returns the variables by name, and the prediction as a function of them.
+
+  Args:
+    state: The train state.
+    predict: `predict(state, batch)` returns the outputs.
+  """
   # The factors of LoRA are merged into the parameters of the model.
   tree = lora.merge_lora(state.replace(params=state.eval_params))
   bare_state = TrainState.create(
     apply_fn=lora.model_apply(state.apply_fn), tx=optax.identity(), **tree
   )
   paths, structure = jax.tree_util.tree_flatten_with_path(tree)
-  names = [trees.path_string(path) for path, _ in paths]
-  if len(set(names)) < len(names):
-    twice = next(n for n in names if names.count(n) > 1)
-    raise ValueError(
-      f"two parameters have the path {twice}, so a file cannot hold both."
-    )
+  arrays = {trees.path_string(path): x for path, x in paths}
+  if len(arrays) < len(paths):
+    raise ValueError("two parameters have the same path: a file holds one.")
   # A file cannot hold PRNG keys, as those of NNX modules, but their data.
   key_impls = {
     name: jax.random.key_impl(x)
-    for name, (_, x) in zip(names, paths, strict=True)
+    for name, x in arrays.items()
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
   }
 
-  def predict(variables: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
+  def call(variables: Mapping[str, Any], batch: Mapping[str, Any]) -> Any:
     leaves = [
       jax.random.wrap_key_data(variables[name], impl=key_impls[name])
       if name in key_impls
       else variables[name]
-      for name in names
+      for name in arrays
     ]
     given = jax.tree.unflatten(structure, leaves)
-    return _to_plain(model.predict(bare_state.replace(**given), batch))
+    return _to_plain(predict(bare_state.replace(**given), batch))
 
   variables = {}
-  for name, (_, x) in zip(names, paths, strict=True):
+  for name, x in arrays.items():
     x = jax.random.key_data(x) if name in key_impls else x
     variables[name] = np.ascontiguousarray(jax.device_get(x)).reshape(x.shape)
-  return variables, predict
+  return variables, call
 
 
 def _to_plain(outputs: Any) -> Any:
@@ -243,24 +225,27 @@ def _to_plain(outputs: Any) -> Any:
 
 
 def _export(
-  predict: Callable[..., Any],
-  variables: Mapping[str, jax.ShapeDtypeStruct],
-  example: Mapping[str, jax.ShapeDtypeStruct],
+  call: Callable[..., Any],
+  variables: Mapping[str, np.ndarray],
+  example: Mapping[str, Any],
   platforms: tuple[str, ...],
   batch_size: int | None,
 ) -> jax_export.Exported:
   """Returns the exported prediction, with the inputs that it reads.
 
   Args:
-    predict: The prediction, a function of the variables and a batch.
-    variables: Shapes of the variables by name.
-    example: Shapes of an example, without the batch dimension.
+    call: The prediction, a function of the variables and a batch.
+    variables: The variables by name.
+    example: Arrays of an example or their shapes, without the batch dimension.
     platforms: Where it can run.
     batch_size: Examples in a batch; None: any number.
   """
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(variables)
+  )
 
   def export_with(
-    size: Any, keys: Sequence[str], platforms: tuple[str, ...] = platforms
+    size: Any, keys: Sequence[str], platforms: tuple[str, ...]
   ) -> jax_export.Exported:
     batch = {
       key: jax.ShapeDtypeStruct(
@@ -269,13 +254,18 @@ def _export(
       )
       for key in keys
     }
-    jitted = jax.jit(predict)
-    return jax_export.export(jitted, platforms=platforms)(variables, batch)
+    jitted = jax.jit(call)
+    return jax_export.export(jitted, platforms=platforms)(shapes, batch)
 
   keys = sorted(example)
   size: Any = batch_size
+  hint = ""
   if size is None:
     (size,) = jax_export.symbolic_shape("batch")
+    hint = (
+      " for any number of examples. In the code of the model, x.shape[0] may "
+      "be any number, and len(x) may not. Or give the number: batch_size=1"
+    )
   try:
     # Only a function for a fixed size drops the arguments that it does not use.
     fixed = export_with(batch_size or 2, keys, platforms[:1])
@@ -285,34 +275,12 @@ def _export(
       for i, key in enumerate(keys, start=len(variables))
       if i in fixed.module_kept_var_idx
     ]
-    exported = export_with(size, used)
+    return export_with(size, used, platforms)
   except Exception as e:  # a model may raise any error for a symbolic size
-    if batch_size is None:
-      _explain(e, lambda: export_with(2, keys))
     raise ValueError(
-      f"the prediction cannot be exported for platforms={platforms}: {e}"
+      f"the prediction cannot be exported for platforms={platforms}{hint}: "
+      f"{type(e).__name__}: {e}"
     ) from e
-  if exported.nr_devices != 1:
-    raise ValueError(
-      "the prediction cannot be exported: the model splits arrays over "
-      f"{exported.nr_devices} devices by itself. Load it on one device, with "
-      "rules=()."
-    )
-  return exported
-
-
-def _explain(error: Exception, export_fixed: Callable[[], Any]) -> None:
-  """Raises if only a fixed batch size can be exported."""
-  try:
-    export_fixed()
-  except Exception:
-    return  # the symbolic size is not the cause
-  reason = (str(error).splitlines() or [""])[0]
-  raise ValueError(
-    "the model cannot be exported for any number of examples "
-    f"({type(error).__name__}: {reason}). In its code, x.shape[0] may be any "
-    "number, and len(x) may not. Or give the number: batch_size=1."
-  ) from error
 
 
 def _describe(
@@ -334,21 +302,6 @@ def _describe_array(x: Any) -> dict[str, Any]:
   # A symbolic dimension is a name or an expression.
   shape = [n if isinstance(n, int) else str(n) for n in x.shape]
   return {"shape": shape, "dtype": str(x.dtype)}
-
-
-def _check_path(path: str, overwrite: bool) -> None:
-  files.check_writable("path", path, create=False)
-  if not epath.Path(path).exists():
-    return
-  if not epath.Path(path).is_dir():
-    raise ValueError(f"path={path!r} must be a folder, and is a file.")
-  names = (FUNCTION_FILE, VARIABLES_FILE, DESCRIPTION_FILE)
-  found = [n for n in names if epath.Path(os.path.join(path, n)).exists()]
-  if found and not overwrite:
-    raise ValueError(
-      f"path={path!r} has {', '.join(found)} already: use another folder, or "
-      "overwrite=True."
-    )
 
 
 def _write(

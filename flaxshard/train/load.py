@@ -15,6 +15,7 @@ from etils import epath
 import jax
 import ml_collections
 
+from flaxshard import data
 from flaxshard import tasks
 from flaxshard.checkpoint import choose
 from flaxshard.checkpoint import keep
@@ -155,17 +156,23 @@ def load(
   workdir = files.absolute(checks.path("workdir", workdir))
   if task is not None:
     task = tasks.adapt(task)
-  config = _read_config(workdir)
-  with _name_config_file(workdir):
-    loaded = _load_task(config, workdir, task)
-  if strategy is None:
-    strategy, fits = devices.strategy_for_state(config)
-    if rules is None and not fits:
-      rules = ()
-  program_config = _with_rules(config, rules)
-  with _name_config_file(workdir):
-    tx, _ = optimizer.create(program_config)
-    creation = creation_lib.plan_creation(program_config, strategy, loaded, tx)
+  values = _read_json(workdir, "config.json")
+  shapes = _read_shapes(workdir)
+  with _errors_begin_with(os.path.join(workdir, "config.json")):
+    # JSON has lists for the tuples of the config.
+    config = config_lib.check(registry.to_plain(values))
+    loaded = tasks_load.load(config, task, known=shapes)
+    if strategy is None:
+      strategy, fits = devices.strategy_for_state(config)
+      if rules is None and not fits:
+        rules = ()
+    placed_config = config
+    if rules is not None:
+      placed = config.to_dict()
+      placed["mesh"]["rules"] = rules
+      placed_config = config_lib.check(placed)
+    tx, _ = optimizer.create(placed_config)
+    creation = creation_lib.plan_creation(placed_config, strategy, loaded, tx)
   directory = steps.directory_of_steps(workdir)
   chosen = _choose_step(config, workdir, step)
   restore = lambda: restoring.restore_newest(
@@ -190,53 +197,46 @@ def load(
   )
 
 
-def _read_config(workdir: str) -> ml_collections.ConfigDict:
-  """Returns the checked config of a run.
+def _read_json(workdir: str, name: str) -> dict[str, Any]:
+  """Returns the content of a JSON file of a workdir.
 
   Raises:
-    ValueError: The folder is missing or is not a workdir, or its `config.json`
-      is broken or is not that of this version.
+    ValueError: The folder is missing or is not a workdir, or the file is
+      broken.
   """
-  path = os.path.join(workdir, "config.json")
-  if not epath.Path(path).exists():
+  path = epath.Path(os.path.join(workdir, name))
+  if not path.exists():
     hint = steps.describe_missing(workdir)
     if epath.Path(workdir).is_dir():
-      hint = "it has no config.json."
+      hint = f"it has no {name}."
       parent = os.path.dirname(workdir)
-      if epath.Path(os.path.join(parent, "config.json")).exists():
+      if epath.Path(os.path.join(parent, name)).exists():
         hint += f" Did you mean {parent!r}?"
     raise ValueError(f"workdir={workdir!r} is not the workdir of a run: {hint}")
-  values = _read_json(path)
-  with _name_config_file(workdir):
-    # JSON has lists for the tuples of the config.
-    return config_lib.check(registry.to_plain(values))
-
-
-def _read_json(path: str) -> dict[str, Any]:
   try:
-    return dict(json.loads(epath.Path(path).read_bytes()))
+    return dict(json.loads(path.read_bytes()))
   except (ValueError, TypeError) as e:
     raise ValueError(f"{path} is broken: {e}") from e
 
 
+def _read_shapes(workdir: str) -> data.Shapes:
+  """Returns the shapes of the data of a run."""
+  content = _read_json(workdir, "data.json")
+  try:
+    return resume.shapes_from_json(content)
+  except (KeyError, TypeError, AttributeError) as e:
+    path = os.path.join(workdir, "data.json")
+    raise ValueError(f"{path} is broken: {e!r}") from e
+
+
 @contextlib.contextmanager
-def _name_config_file(workdir: str) -> Iterator[None]:
-  """Prepends the path of `config.json` to errors about its fields."""
+def _errors_begin_with(path: str) -> Iterator[None]:
+  """Prepends a path to errors about the fields of the config."""
   try:
     yield
   except (TypeError, ValueError) as e:
     kind = TypeError if isinstance(e, TypeError) else ValueError
-    raise kind(f"{os.path.join(workdir, 'config.json')}: {e}") from e
-
-
-def _load_task(config: Any, workdir: str, task: Any) -> tasks_load.LoadedTask:
-  """Returns the task of a run and the shapes of its data."""
-  path = resume.data_path(workdir)
-  try:
-    shapes = resume.shapes_from_json(_read_json(path))
-  except (KeyError, TypeError, AttributeError) as e:
-    raise ValueError(f"{path} is broken: {e!r}") from e
-  return tasks_load.load(config, task, known=shapes)
+    raise kind(f"{path}: {e}") from e
 
 
 def _find_final_center(
@@ -262,15 +262,6 @@ def _find_final_center(
       _log.warning("step %d is older than the final center in %s", number, url)
       return found
   return None
-
-
-def _with_rules(config: Any, rules: Any) -> Any:
-  """Returns a config with other `config.mesh.rules`, unless they are None."""
-  if rules is None:
-    return config
-  values = config.to_dict()
-  values["mesh"]["rules"] = rules
-  return config_lib.check(values)
 
 
 def _choose_step(config: Any, workdir: str, step: Any) -> int | None:
