@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 from flaxshard.core import checks
-from flaxshard.data import Splits
+from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks import apply
 from flaxshard.tasks import task as task_lib
-from flaxshard.tasks.adapted import AdaptedTask
+from flaxshard.train import devices
+from flaxshard.train import setup as setup_lib
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,22 +27,16 @@ class Evaluation:
   """An evaluation of a state; see `flaxshard.tasks.Evaluation`.
 
   Attributes:
+    setup: The setup of the config.
     state: The train state. Of replicas that differ, it is the first one.
     step: The step that was just taken.
     rng: A PRNG key, the same at every evaluation of a run.
-    task: The task.
-    read_batches: Returns the evaluation batches, on the devices.
-    eval_step: The jitted `steps.eval_step` of the task.
-    replicate: Returns a tree of arrays, whole on every device.
   """
 
+  setup: setup_lib.Setup
   state: TrainState
   step: int
   rng: jax.Array
-  task: AdaptedTask
-  read_batches: Callable[[], Iterable[Any]]
-  eval_step: Callable[..., Any]
-  replicate: Callable[[Any], Any]
 
   @property
   def apply_fn(self) -> task_lib.Apply:
@@ -55,7 +50,7 @@ class Evaluation:
       ValueError: There is no evaluation data.
     """
     # Closes the thread that reads ahead.
-    with iter(self.read_batches()) as iterator:  # type: ignore[attr-defined]
+    with iter(self.setup.eval_batches()) as iterator:
       yield from iterator
 
   def means(
@@ -69,13 +64,14 @@ class Evaluation:
     Raises:
       ValueError: There is no evaluation data, or a metric is no number.
     """
-    cls = self.task.metrics if metrics is None else metrics
-    total = self.replicate(cls.empty())
+    setup = self.setup
+    cls = setup.task.metrics if metrics is None else metrics
+    total = devices.replicate(setup.strategy, cls.empty())
     for i, batch in enumerate(self.batches()):
-      total = self.eval_step(self.state, total, batch, self.rng, np.int32(i))
+      total = setup.eval_step(self.state, total, batch, self.rng, np.int32(i))
     # Read first: on the devices, each division would be a program of its own.
     values = jax.device_get(total).compute()
-    return check_numbers(f"{self.task.name}.metrics", values)
+    return check_numbers(f"{setup.task.name}.metrics", values)
 
   def collect(self, function: Callable[..., Any]) -> Any:
     """Returns what a function returns for all evaluation examples.
@@ -115,59 +111,68 @@ def _jit_with_mask(
 
 
 def evaluate(
-  evaluation: Evaluation, has_data: bool, best_metric: str = "none"
+  setup: setup_lib.Setup, state: TrainState, step: int = 0
 ) -> dict[str, float]:
-  """Returns the metrics of an evaluation, as `eval_<name>`.
+  """Returns the metrics of the task's evaluation, as `eval_<name>`.
 
   Args:
-    evaluation: The evaluation.
-    has_data: Whether there is evaluation data.
-    best_metric: A metric that it must have, or `"none"`.
+    setup: The setup of the config.
+    state: The train state.
+    step: The step just taken.
 
   Raises:
     ValueError, TypeError: The task does not return numbers by name, or not the
-      metric `best_metric`.
+      metric `config.best_metric`.
   """
-  task = evaluation.task
+  config, task = setup.config, setup.task
+  rng = jax.random.fold_in(jax.random.key(config.seed), 2**31 - 1)
+  evaluation = Evaluation(
+    setup=setup,
+    # A checkpoint saves replica 0 as well, if groups of replicas differ.
+    state=replica_groups.of_first_replica(
+      state.replace(params=state.eval_params)
+    ),
+    step=step,
+    rng=devices.replicate(setup.strategy, rng),
+  )
   if task.evaluate is not None:
     values = check_numbers(f"{task.name}.evaluate", task.evaluate(evaluation))
   else:
-    values = evaluation.means() if has_data else {}
+    values = evaluation.means() if setup.has_eval_data else {}
   metrics = {f"eval_{name}": value for name, value in values.items()}
-  if best_metric != "none" and best_metric not in metrics:
-    raise no_metric("config.best_metric", best_metric, metrics)
+  if config.best_metric not in ("none", *metrics):
+    raise no_metric("config.best_metric", config.best_metric, metrics)
   return metrics
 
 
-def check_metric(
-  field: str,
-  metric: str,
-  task: AdaptedTask,
-  splits: Splits | None,
-) -> None:
-  """Raises if the evaluation will not have a metric that a config names.
+def check_metrics(setup: setup_lib.Setup) -> None:
+  """Raises if the evaluation will not have the metrics that a config names.
+
+  Those of a task with an `evaluate` of its own are not known yet.
 
   Args:
-    field: The field of the config, such as `"config.best_metric"`.
-    metric: The metric, or `"none"`.
-    task: The task. Metrics of its own `evaluate` are not known yet.
-    splits: The data, or None.
+    setup: The setup of the config.
 
   Raises:
     ValueError: There is no such metric.
   """
-  if metric == "none" or task.evaluate is not None:
-    return
-  if splits is None or splits.eval is None:
-    raise ValueError(
-      f"{field}={metric!r} needs an evaluation: there is no evaluation data, "
-      f"and task {task.name} has no evaluate."
-    )
-  # A collection may compute other numbers than those of its fields.
-  if task.metrics.compute is clu_metrics.Collection.compute:
-    names = [f"eval_{name}" for name in task.metric_names]
-    if metric not in names:
-      raise no_metric(field, metric, names)
+  config, task = setup.config, setup.task
+  for field, metric in (
+    ("config.best_metric", config.best_metric),
+    ("config.early_stopping.metric", config.early_stopping.metric),
+  ):
+    if metric == "none" or task.evaluate is not None:
+      continue
+    if not setup.has_eval_data:
+      raise ValueError(
+        f"{field}={metric!r} needs an evaluation: there is no evaluation data, "
+        f"and task {task.name} has no evaluate."
+      )
+    # A collection may compute other numbers than those of its fields.
+    if task.metrics.compute is clu_metrics.Collection.compute:
+      names = [f"eval_{name}" for name in task.metric_names]
+      if metric not in names:
+        raise no_metric(field, metric, names)
 
 
 def no_metric(field: str, metric: str, names: Iterable[str]) -> ValueError:

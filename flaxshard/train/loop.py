@@ -156,6 +156,7 @@ def _run(
   # Traces the train step, so that an invalid config is found before anything
   # is written or compiled.
   setup = setup_lib.create_setup(config, strategy, task, rank)
+  evaluation_lib.check_metrics(setup)
   same_run.check_setup(setup.splits, setup.lowered_train_step)
 
   # The inner block tells the other processes of an error before the run is
@@ -308,7 +309,7 @@ def _train(
         watch.check_steps(step, state, seen)
         evaluation: dict[str, float] = {}
         if evaluate:
-          evaluation = setup.evaluate(state, step)
+          evaluation = evaluation_lib.evaluate(setup, state, step)
           stopping.update(step, evaluation)
           if stopping.stopped_step is not None:
             # Like the last step of a run, it is logged and saved.

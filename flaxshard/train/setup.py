@@ -35,7 +35,6 @@ from flaxshard.tasks import load
 from flaxshard.tasks.adapted import AdaptedTask
 from flaxshard.train import creation as creation_lib
 from flaxshard.train import devices
-from flaxshard.train import evaluation as evaluation_lib
 from flaxshard.train import rollouts
 from flaxshard.train import steps
 from flaxshard.train.ranks import Rank
@@ -138,7 +137,7 @@ class Setup:
 
   def warn_of_scalar_metrics(self) -> None:
     """Warns of means over a batch that count the padding of the last one."""
-    if not self._has_eval_data or self.task.evaluate is not None:
+    if not self.has_eval_data or self.task.evaluate is not None:
       return
     count = len(self.splits.eval)  # type: ignore[union-attr, arg-type]
     if not count % self.batch_size:
@@ -247,7 +246,8 @@ class Setup:
     return next(batches)
 
   @property
-  def _has_eval_data(self) -> bool:
+  def has_eval_data(self) -> bool:
+    """Whether there is evaluation data."""
     return self.splits is not None and self.splits.eval is not None
 
   def eval_batches(self) -> distribute.DistributedDataset:
@@ -256,7 +256,7 @@ class Setup:
     Raises:
       ValueError: There is no evaluation data.
     """
-    if not self._has_eval_data:
+    if not self.has_eval_data:
       raise ValueError(
         f"{self.task.name}.evaluate: there is no evaluation data."
       )
@@ -274,31 +274,6 @@ class Setup:
   def _rows(self) -> Sequence[int]:
     """Returns the rows of a batch that this process reads."""
     return sharding.pipeline_rows(self.strategy.mesh, self.batch_size)
-
-  def evaluate(self, state: TrainState, step: int = 0) -> dict[str, float]:
-    """Returns the metrics of the task's evaluation, as `eval_<name>`.
-
-    Args:
-      state: The train state.
-      step: The step just taken.
-    """
-    rng = jax.random.fold_in(jax.random.key(self.config.seed), 2**31 - 1)
-    replicate = functools.partial(devices.replicate, self.strategy)
-    evaluation = evaluation_lib.Evaluation(
-      # A checkpoint saves replica 0 as well, if groups of replicas differ.
-      state=replica_groups.of_first_replica(
-        state.replace(params=state.eval_params)
-      ),
-      step=step,
-      rng=replicate(rng),
-      task=self.task,
-      read_batches=self.eval_batches,
-      eval_step=self.eval_step,
-      replicate=replicate,
-    )
-    return evaluation_lib.evaluate(
-      evaluation, self._has_eval_data, self.config.best_metric
-    )
 
 
 def create_setup(
@@ -323,11 +298,6 @@ def create_setup(
       "config.batch_size", config.batch_size, loaded.splits
     )
   setup = plan_setup(config, strategy, loaded, rank)
-  for field, metric in (
-    ("config.best_metric", config.best_metric),
-    ("config.early_stopping.metric", config.early_stopping.metric),
-  ):
-    evaluation_lib.check_metric(field, metric, loaded.task, loaded.splits)
   # Traced now, so that its errors come before anything is written.
   setup.lowered_train_step  # noqa: B018
   setup.warn_of_scalar_metrics()

@@ -17,6 +17,7 @@ from flaxshard import train
 from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
+from flaxshard.train import evaluation
 from flaxshard.train import setup as setup_lib
 
 _THIS = "mistaken_tasks"
@@ -56,7 +57,10 @@ class Task:
 
 def create_setup(task=None, /, **fields):
   checked = config_lib.check(load.record(config(**fields), task))
-  return setup_lib.create_setup(checked, devices.create_strategy(checked), task)
+  strategy = devices.create_strategy(checked)
+  setup = setup_lib.create_setup(checked, strategy, task)
+  evaluation.check_metrics(setup)
+  return setup
 
 
 def with_result(change):

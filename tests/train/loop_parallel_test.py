@@ -110,11 +110,11 @@ def image_run(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def split_text_run(tmp_path_factory):
-  """A transformer split over eight devices: its workdir and final state."""
+def text_run(tmp_path_factory):
+  """A transformer on one device: its workdir and final state."""
   workdir = str(tmp_path_factory.mktemp("text"))
-  mesh = {**TENSOR_PARALLEL_AND_FSDP, "per_replica": True}
-  return workdir, train.train_and_evaluate(text_config(mesh), workdir)
+  config = text_config({"replica": 1})
+  return workdir, train.train_and_evaluate(config, workdir)
 
 
 def copy_at_step_2(workdir, copy) -> str:
@@ -179,17 +179,32 @@ def test_replicas_with_cross_shard_train_like_one_device(image_run, tmp_path):
 
 
 @pytest.mark.slow
-def test_tensor_parallel_continues_a_run_with_split_params(
-  split_text_run, tmp_path
+@pytest.mark.parametrize(
+  ("mesh", "specs"),
+  [
+    (TENSOR_PARALLEL, [P(None, "model"), P("model"), P("model")]),
+    (
+      TENSOR_PARALLEL_AND_FSDP,
+      [P("replica", "model"), P("model"), P("model", "replica")],
+    ),
+    (
+      {**TENSOR_PARALLEL_AND_FSDP, "per_replica": True},
+      [P("replica", "model"), P("model"), P("model", "replica")],
+    ),
+  ],
+)
+def test_split_parameters_continue_a_run_of_one_device(
+  text_run, tmp_path, mesh, specs
 ):
-  split_workdir, wanted = split_text_run
-  workdir = copy_at_step_2(split_workdir, tmp_path / "run")
-  state = train.train_and_evaluate(text_config(TENSOR_PARALLEL), workdir)
-  assert_same_rows(workdir, split_workdir)
+  one_device, wanted = text_run
+  workdir = copy_at_step_2(one_device, tmp_path / "run")
+  state = train.train_and_evaluate(text_config(mesh), workdir)
+  assert_same_rows(workdir, one_device)
   assert_close(state.params, wanted.params)
-  mlp = state.params["block0"]["mlp_in"]
-  assert mlp["kernel"].sharding.spec == P(None, "model")
-  assert mlp["bias"].sharding.spec == P("model")
+  block = state.params["block0"]
+  found = [block["mlp_in"]["kernel"], block["mlp_in"]["bias"]]
+  found.append(block["mlp_out"]["kernel"])
+  assert [x.sharding.spec for x in found] == specs
   # The slots of the optimizer are sharded like their parameters.
   for x, like in zip(
     jax.tree.leaves(optax.tree.get(state.opt_state, "trace")),

@@ -13,6 +13,7 @@ import tiny
 from flaxshard import data
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
+from flaxshard.train import evaluation
 from flaxshard.train import setup as setup_lib
 
 _THIS = "setup_test_factories"
@@ -85,7 +86,7 @@ def test_model_that_returns_probabilities_warns(precision):
   model = {"name": f"{_THIS}:Probabilities"}
   setup = create_setup(model=model, precision=precision)
   with pytest.warns(UserWarning, match=r"config\.model .*logits"):
-    row = setup.evaluate(setup.create_state())
+    row = evaluation.evaluate(setup, setup.create_state())
   assert row.keys() == {"eval_loss", "eval_accuracy"}
 
 

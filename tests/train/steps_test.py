@@ -2,7 +2,6 @@
 
 import functools
 
-from flax import nnx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -50,17 +49,6 @@ class Dropped(nn.Module):
     x = nn.Dense(32)(x)
     x = nn.Dropout(0.5, deterministic=not train)(x)
     return nn.Dense(3)(x)
-
-
-class NnxNormed(nnx.Module):
-  def __init__(self, rngs, rate=0.0):
-    self.norm = nnx.BatchNorm(2, momentum=0.5, rngs=rngs)
-    self.hidden = nnx.Linear(2, 32, rngs=rngs)
-    self.dropout = nnx.Dropout(rate, rngs=rngs)
-    self.out = nnx.Linear(32, 3, rngs=rngs)
-
-  def __call__(self, x):
-    return self.out(self.dropout(self.hidden(self.norm(x))))
 
 
 SGD = optax.sgd(0.5)
@@ -280,41 +268,6 @@ def test_evaluation_uses_running_statistics_and_no_dropout():
   metrics = eval_step(state, Metrics.empty(), batch)
   logits = state.apply_fn({"params": state.params}, X, train=False)
   assert_metrics(metrics, mean_metrics([(np.asarray(logits), LABELS)]))
-
-
-# NNX.
-
-
-@functools.cache
-def create_nnx(rate=0.0, wrappers=()):
-  return fs.create_train_state(
-    NnxNormed(nnx.Rngs(0), rate), None, None, SGD, wrappers=wrappers
-  )
-
-
-def nnx_logits(state, mean, var):
-  params = jax.device_get(state.params)
-  x = (X - mean) / np.sqrt(var + 1e-5)
-  x = x * params["norm"]["scale"] + params["norm"]["bias"]
-  x = x @ params["hidden"]["kernel"] + params["hidden"]["bias"]
-  return x @ params["out"]["kernel"] + params["out"]["bias"]
-
-
-def test_an_nnx_model_trains_and_evaluates():
-  state = create_nnx()
-  new_state, progress = run(state, [BATCH])
-  # Training uses the statistics of the batch, evaluation the averages.
-  wanted = nnx_logits(state, X.mean(0), X.var(0))
-  assert_metrics(progress.metrics, mean_metrics([(wanted, LABELS)]), rtol=1e-4)
-  stats = new_state.batch_stats["norm"]
-  np.testing.assert_allclose(stats["mean"], 0.5 * X.mean(0), rtol=1e-6)
-  np.testing.assert_allclose(stats["var"], 0.5 + 0.5 * X.var(0), rtol=1e-6)
-  assert int(new_state.step) == 1
-  metrics = eval_step(
-    new_state, Metrics.empty(), {**BATCH, "mask": np.ones(4, bool)}
-  )
-  wanted = nnx_logits(new_state, stats["mean"], stats["var"])
-  assert_metrics(metrics, mean_metrics([(wanted, LABELS)]), rtol=1e-4)
 
 
 # Replicas.
