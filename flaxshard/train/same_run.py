@@ -179,8 +179,9 @@ def check_workdir(workdir: str) -> None:
       if not _wait_for(path):
         raise ValueError(
           f"workdir={workdir!r} is not the same directory for all processes: "
-          "a file that process 0 has written is not there after "
-          f"{_VISIBLE_SECONDS:g} s. Use a directory that all hosts share."
+          f"process {multihost.process_index()} does not see a file that "
+          f"process 0 has written, for {_VISIBLE_SECONDS:g} s. Use a directory "
+          "that all hosts share."
         )
   finally:
     if is_writer:
