@@ -100,25 +100,6 @@ def test_batches_are_split_into_pieces(mesh, pieces, spec):
   specs = devices.batch_specs(split, 16, strategy, EXAMPLE)
   assert specs == {"inputs": spec, "labels": P("replica")}
 
-  images = np.arange(16 * 64, dtype=np.float32).reshape(16, 8, 8, 1)
-  placed = strategy.shard_batch({"inputs": images}, {"inputs": spec})
-  replicas, pieces = strategy.num_replicas_in_sync, pieces or (1, 1, 1, 1)
-  shape = (16 // replicas // pieces[0], *np.floor_divide((8, 8, 1), pieces[1:]))
-  mesh_devices = strategy.mesh.devices.reshape(replicas, -1)
-  for shard in placed["inputs"].addressable_shards:
-    assert shard.data.shape == shape
-    np.testing.assert_array_equal(shard.data, images[shard.index])
-    replica, logical = np.argwhere(mesh_devices == shard.device)[0]
-    starts = [
-      s.indices(n)[0] for s, n in zip(shard.index, images.shape, strict=True)
-    ]
-    assert starts[0] // (16 // replicas) == replica
-    if "axes" not in mesh and split:
-      # Logical devices hold the pieces in row-major order.
-      piece = np.unravel_index(logical, pieces)
-      first = replica * (16 // replicas), 0, 0, 0
-      assert starts == list(first + np.multiply(piece, shape))
-
 
 @pytest.mark.parametrize(
   ("mesh", "key", "pieces", "fact"),

@@ -220,34 +220,21 @@ class TinyNNX(nnx.Module):
     return self.out(self.dropout(nnx.relu(self.norm(self.hidden(x)))))
 
 
-@pytest.fixture(scope="module")
-def nnx_run(tmp_path_factory):
-  """An NNX run of four steps that gets SIGTERM in the last one."""
-  workdir = tmp_path_factory.mktemp("nnx")
+@pytest.mark.slow
+def test_an_nnx_model_trains_and_resumes(tmp_path, monkeypatch):
   config = tiny.config(
     model={"name": f"{_THIS}:TinyNNX", "width": 16},
     num_train_steps=4,
     eval_every_steps=100,
     checkpoint_every_steps=2,
   )
-  with pytest.MonkeyPatch.context() as patch:
-    tiny.stop_at(patch, 4, signal.SIGTERM)
-    state = train.train_and_evaluate(config, str(workdir))
-  return workdir, config, state
-
-
-@pytest.mark.slow
-def test_an_nnx_model_trains_and_resumes(nnx_run, tmp_path, monkeypatch):
-  workdir, config, state = nnx_run
+  state = train.train_and_evaluate(config, str(tmp_path))
   assert int(state.rngs["dropout"]["rngs"]["count"]) == 4
   assert np.abs(state.batch_stats["norm"]["mean"]).max() > 0
-  copy = tmp_path / "copy"
-  shutil.copytree(workdir, copy)
-  shutil.rmtree(copy / "checkpoints" / "4")
-  kernel_shape = (64, 16)
-  before = count_live_arrays(kernel_shape)
-  counts = count_at_restore(monkeypatch, kernel_shape)
-  resumed = train.train_and_evaluate(config, str(copy))
+  shutil.rmtree(tmp_path / "checkpoints" / "4")
+  before = count_live_arrays((64, 16))
+  counts = count_at_restore(monkeypatch, (64, 16))
+  resumed = train.train_and_evaluate(config, str(tmp_path))
   # An NNX module initializes its parameters; they are gone by then.
   assert counts == [before]
   assert_same(resumed.params, state.params)

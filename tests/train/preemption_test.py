@@ -1,17 +1,11 @@
-"""Signals and JAX's notice of preemption."""
+"""Signals. resume_processes_test.py has JAX's notice of preemption."""
 
 import os
-import pathlib
 import signal
-import socket
-import subprocess
-import sys
 
 import pytest
 
 from flaxshard.train import preemption
-
-_TESTS = pathlib.Path(__file__).parents[1]
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
@@ -99,59 +93,3 @@ def test_only_a_third_signal_interrupts_and_never_a_save(signum, error, caplog):
   clock.now = 10
   with pytest.raises(error):
     request.receive(signum)
-
-
-# Step 3 sends SIGTERM; JAX looks for signals once a second.
-_RUN = """
-import os, signal, sys, time
-sys.path[:0] = sys.argv[3:]
-import jax
-jax.config.update("jax_platforms", "cpu")
-jax.distributed.initialize(sys.argv[2], num_processes=1, process_id=0)
-import tiny
-from flaxshard.train import preemption
-from flaxshard import train
-
-asked = []
-original = preemption.agree_on_signal
-
-def agreed(step, request):
-  if step == 3:
-    os.kill(os.getpid(), signal.SIGTERM)
-  if step > 3:
-    time.sleep(0.1)
-  asked.append(step)
-  return original(step, request)
-
-preemption.agree_on_signal = agreed
-config = tiny.config(
-  num_train_steps=200, eval_every_steps=1000, checkpoint_every_steps=1000,
-  log_every_steps=1000,
-)
-try:
-  train.train_and_evaluate(config, sys.argv[1])
-except SystemExit as e:
-  print(e.code, asked[-1], os.listdir(os.path.join(sys.argv[1], "checkpoints")))
-"""
-
-
-@pytest.mark.slow
-def test_the_loop_saves_and_exits_on_jax_s_notice(tmp_path):
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    port = free.getsockname()[1]
-  done = subprocess.run(
-    [
-      *(sys.executable, "-c", _RUN, str(tmp_path), f"localhost:{port}"),
-      *(str(_TESTS.parent), str(_TESTS)),
-    ],
-    capture_output=True,
-    text=True,
-    timeout=100,
-  )
-  assert done.returncode == 0, done.stderr
-  code, step, *names = done.stdout.splitlines()[-1].split()
-  assert code == "143"
-  # Within three seconds; JAX agrees on a later step than the one of the signal.
-  assert 3 < int(step) < 40
-  assert names == [f"['{step}']"]
