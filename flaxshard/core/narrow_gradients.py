@@ -57,9 +57,14 @@ def value_and_grad(
   grads: dict[int, Any] = {}
 
   def trace(cotangent: jax.Array) -> dict[int, Any]:
-    grads.update(enumerate(jax.tree.leaves(pullback(cotangent))))
-    # A gradient of `float0` is a constant, which is no output of a program.
-    return {i: g for i, g in grads.items() if isinstance(g, jax.core.Tracer)}
+    computed = dict(enumerate(jax.tree.leaves(pullback(cotangent))))
+    # A gradient of `float0` is a constant, which is no output of a program. No
+    # tracer may leave this function but as an output.
+    constants = {
+      i: g for i, g in computed.items() if not isinstance(g, jax.core.Tracer)
+    }
+    grads.update(constants)
+    return {i: g for i, g in computed.items() if i not in constants}
 
   one = jnp.ones_like(value)
   program, computed = jax.make_jaxpr(trace, return_shape=True)(one)

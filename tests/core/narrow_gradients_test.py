@@ -80,3 +80,11 @@ def test_aux_may_hold_anything_and_the_function_is_called_once():
   assert float(loss) == 1 and grad.tolist() == [0, 2]
   assert same.tolist() == [0, 1] and twice.tolist() == [0, 2]
   assert len(calls) == 1
+
+
+def test_no_tracer_is_left_behind():
+  fn = lambda params: (half(params["w"]), None)
+  step = lambda params: narrow_gradients.value_and_grad(fn, params)[1]["w"]
+  with jax.checking_leaks():
+    grad = jax.jit(step)({"w": jnp.ones(2), "i": jnp.ones(2, int)})
+  assert grad.dtype == F16
