@@ -299,38 +299,40 @@ def reduce_over_replicas(
   Returns:
     A tree of arrays of the same shapes and dtypes.
   """
-  leaves = jax.tree.leaves(tree, is_leaf=is_indexed_slices)
-  treedef: Any = jax.tree.structure(tree, is_leaf=is_indexed_slices)
+  leaves, treedef = jax.tree.flatten(tree, is_leaf=is_indexed_slices)
   if num_replicas() == 1:
     # XLA fails to reduce over an axis of one device if the array is sharded
     # over other axes.
-    return treedef.unflatten(x / 1 for x in leaves) if op == "mean" else tree
+    return jax.tree.map(lambda x: x / 1, tree) if op == "mean" else tree
   count = len(groups[0]) if groups else num_replicas()
-  reduced = {
-    i: rows.reduce(op, x, count, groups) if is_indexed_slices(x) else x
-    for i, x in enumerate(leaves)
-  }
-  arrays = {i: x for i, x in reduced.items() if not is_indexed_slices(x)}
-  if arrays:
-    reduced |= _reduce_arrays(op, arrays, groups)
-  return treedef.unflatten(reduced.values())
+  arrays = [x for x in leaves if not is_indexed_slices(x)]
+  reduced = iter(_reduce_arrays(op, arrays, groups) if arrays else ())
+  return jax.tree.unflatten(
+    treedef,
+    [
+      rows.reduce(op, x, count, groups)
+      if is_indexed_slices(x)
+      else next(reduced)
+      for x in leaves
+    ],
+  )
 
 
-def _reduce_arrays(op: str, tree: PyTree, groups: Groups) -> PyTree:
-  """Reduces a tree of arrays over several replicas, in one collective."""
+def _reduce_arrays(
+  op: str, arrays: list[jax.Array], groups: Groups
+) -> list[jax.Array]:
+  """Reduces arrays over several replicas, in one collective."""
   collectives: dict[str, Any] = {
     "sum": jax.lax.psum,
     "mean": jax.lax.pmean,
     "max": jax.lax.pmax,
   }
-  wide = jax.tree.map(_widen, tree)
+  wide = list(map(_widen, arrays))
   new = collectives[op](wide, mesh_lib.REPLICA, axis_index_groups=groups)
-  return jax.tree.map(
-    lambda x, sent, given: x if sent is given else x.astype(given.dtype),
-    new,
-    wide,
-    tree,
-  )
+  return [
+    x if sent is given else x.astype(given.dtype)
+    for x, sent, given in zip(new, wide, arrays, strict=True)
+  ]
 
 
 def _widen(x: Any) -> Any:
@@ -381,8 +383,9 @@ def reduce_gradients(op: str, grads: PyTree, groups: Groups = None) -> PyTree:
     grads,
     is_leaf=is_indexed_slices,
   )
-  leaves = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_indexed_slices)
-  treedef: Any = jax.tree.structure(grads, is_leaf=is_indexed_slices)
+  leaves, treedef = jax.tree_util.tree_flatten_with_path(
+    grads, is_leaf=is_indexed_slices
+  )
   statistics = [gradients.is_statistic(path) for path, _ in leaves]
   values = {i: g for i, (_, g) in enumerate(leaves)}
   # One collective for all gradients, and one for all statistics.
@@ -390,7 +393,7 @@ def reduce_gradients(op: str, grads: PyTree, groups: Groups = None) -> PyTree:
     part = {i: g for i, g in values.items() if statistics[i] is kind}
     if part:
       values |= reduce_over_replicas(kind_op, part, groups)
-  return treedef.unflatten(values.values())
+  return jax.tree.unflatten(treedef, list(values.values()))
 
 
 def mean_collection(tree: PyTree, groups: Groups = None) -> PyTree:
@@ -442,29 +445,21 @@ def mean_extra_args(extra: Mapping[str, Any]) -> dict[str, Any]:
 def _mean_of(value_fn: Callable[..., Any]) -> Callable[..., jax.Array]:
   """Returns a function whose value and gradient are means over the replicas."""
 
+  # JAX differentiates a mean over replicas as if each had its own parameters.
+  @jax.custom_vjp
+  def share(params: PyTree) -> PyTree:
+    return params
+
+  share.defvjp(
+    lambda params: (params, None),
+    lambda _, grads: (reduce_over_replicas("mean", grads),),
+  )
+
   # optax looks at the signature for further arguments.
   @functools.wraps(value_fn)
   def mean_value(params: PyTree, *args: Any, **kwargs: Any) -> jax.Array:
-    def local(params: PyTree) -> jax.Array:
-      return jnp.asarray(value_fn(params, *args, **kwargs))
-
-    # JAX differentiates a mean over replicas as if each had its own parameters.
-    @jax.custom_vjp
-    def mean(params: PyTree) -> jax.Array:
-      return mean_collection(local(params))
-
-    def forward(params: PyTree) -> tuple[jax.Array, PyTree]:
-      value, grads = jax.value_and_grad(local)(params)
-      return (
-        mean_collection(value),
-        reduce_over_replicas("mean", grads),
-      )
-
-    def backward(grads: PyTree, cotangent: jax.Array) -> tuple[PyTree]:
-      return (jax.tree.map(lambda g: g * cotangent.astype(g.dtype), grads),)
-
-    mean.defvjp(forward, backward)
-    return mean(params)
+    value = value_fn(share(params), *args, **kwargs)
+    return mean_collection(jnp.asarray(value))
 
   return mean_value
 

@@ -16,9 +16,9 @@ from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
+from flaxshard.replicas.values import has_replica_axis
 from flaxshard.replicas.values import is_per_replica
 from flaxshard.replicas.values import PerReplica
-from flaxshard.replicas.values import take_row
 
 PyTree = Any
 
@@ -46,7 +46,6 @@ def reduce(
 ) -> PyTree:
   """Reduces per-replica values to one value; see `Strategy.reduce`."""
   replica_context.check_reduce_op(reduce_op)
-  compile_only.check_can_run("reduce", mesh)
   slices = jax.tree.leaves(value, is_leaf=is_indexed_slices)
   if any(map(is_indexed_slices, slices)):
     raise ValueError(
@@ -54,41 +53,33 @@ def reduce(
       "run use get_replica_context().all_reduce, or return slices.to_dense()."
     )
 
-  def reduce_array(v: Any) -> jax.Array:
-    axes = () if axis is None else (_axis_after_replicas("reduce", axis, v),)
-    return _reducer(mesh, reduce_op, (0, *axes))(_on_mesh(mesh, v))
+  def reduce_rows(x: Any) -> jax.Array:
+    axes = () if axis is None else (_axis_after_replicas("reduce", axis, x),)
+    return _reduce(mesh, reduce_op, (0, *axes), _on_mesh(mesh, x))
 
-  def reduce_leaf(path: Any, x: Any) -> Any:
-    if is_per_replica(x):
-      return jax.tree.map(reduce_array, _check_rows(mesh, "reduce", path, x))
+  def reduce_shared(name: str, x: Any) -> Any:
     if reduce_op == "sum":
       # TensorFlow refuses it too: it could mean x or x times the replicas.
       raise ValueError(
-        f"reduce: value[{trees.path_string(path)}] must be a PerReplica, got "
-        f"{x!r}: the sum of a replicated value is ambiguous."
+        f"{name} must be a PerReplica, got {x!r}: the sum of a replicated "
+        "value is ambiguous."
       )
     return x if axis is None else jnp.mean(jnp.asarray(x), axis)
 
-  return _map_leaves(reduce_leaf, value)
+  return _map_rows("reduce", mesh, reduce_rows, reduce_shared, value)
 
 
 def gather(mesh: jax.sharding.Mesh, value: PyTree, axis: int) -> PyTree:
   """Concatenates per-replica values; see `Strategy.gather`."""
-  compile_only.check_can_run("gather", mesh)
 
-  def gather_array(v: Any) -> jax.Array:
-    gatherer = _gatherer(mesh, _axis_after_replicas("gather", axis, v))
-    return gatherer(_on_mesh(mesh, v))
+  def gather_rows(x: Any) -> jax.Array:
+    after = _axis_after_replicas("gather", axis, x)
+    return _concatenate(mesh, after - 1, _on_mesh(mesh, x))
 
-  def gather_leaf(path: Any, x: Any) -> Any:
-    if not is_per_replica(x):
-      raise ValueError(
-        f"gather: value[{trees.path_string(path)}] must be a PerReplica, got "
-        f"{x!r}."
-      )
-    return jax.tree.map(gather_array, _check_rows(mesh, "gather", path, x))
+  def refuse(name: str, x: Any) -> Any:
+    raise ValueError(f"{name} must be a PerReplica, got {x!r}.")
 
-  return _map_leaves(gather_leaf, value)
+  return _map_rows("gather", mesh, gather_rows, refuse, value)
 
 
 def local_replicas(mesh: jax.sharding.Mesh) -> list[int]:
@@ -103,18 +94,14 @@ def local_replicas(mesh: jax.sharding.Mesh) -> list[int]:
 
 def local_results(mesh: jax.sharding.Mesh, value: PyTree) -> tuple[PyTree, ...]:
   """Returns the values of local replicas; see `Strategy.local_results`."""
-  compile_only.check_can_run("local_results", mesh)
-
-  def take_leaf(index: int, path: Any, x: Any) -> Any:
-    if not is_per_replica(x):
-      return x
-    return jax.tree.map(
-      lambda v: _local_row(mesh, index, v),
-      _check_rows(mesh, "local_results", path, x),
-    )
-
   return tuple(
-    _map_leaves(functools.partial(take_leaf, i), value)
+    _map_rows(
+      "local_results",
+      mesh,
+      functools.partial(_local_row, mesh, i),
+      lambda name, x: x,
+      value,
+    )
     for i in local_replicas(mesh)
   )
 
@@ -153,24 +140,41 @@ def from_function(
   return jax.tree.map(stack_rows, *values)
 
 
-def _map_leaves(fn: Callable[[Any, Any], Any], value: PyTree) -> PyTree:
-  """Maps `fn(path, leaf)` over a tree in which a `PerReplica` is a leaf."""
-  return jax.tree_util.tree_map_with_path(fn, value, is_leaf=is_per_replica)
-
-
-def _check_rows(
-  mesh: jax.sharding.Mesh, where: str, path: Any, x: PerReplica
+def _map_rows(
+  where: str,
+  mesh: jax.sharding.Mesh,
+  of_rows: Callable[[Any], Any],
+  of_shared: Callable[[str, Any], Any],
+  value: PyTree,
 ) -> PyTree:
-  """Returns the value of a `PerReplica`, or raises if it is not valid."""
+  """Maps functions over a tree in which a `PerReplica` is a leaf.
+
+  Args:
+    where: The caller, for error messages.
+    mesh: The mesh.
+    of_rows: Takes an array `[replicas, ...]` of a `PerReplica`.
+    of_shared: Takes the name and the value of any other leaf.
+    value: The tree.
+  """
+  compile_only.check_can_run(where, mesh)
   replicas = mesh.shape[mesh_lib.REPLICA]
-  for leaf in jax.tree.leaves(x.value):
-    if np.shape(leaf)[:1] != (replicas,):
-      raise ValueError(
-        f"{where}: value[{trees.path_string(path)}], a PerReplica, must have "
-        f"{replicas} rows, one for each replica, got shape {np.shape(leaf)}."
-      )
-    trees.check_integers(f"{where}: value[{trees.path_string(path)}]", leaf)
-  return x.value
+
+  def convert(path: Any, x: Any) -> Any:
+    name = f"{where}: value[{trees.path_string(path)}]"
+    if not is_per_replica(x):
+      return of_shared(name, x)
+    for rows in jax.tree.leaves(x.value):
+      if np.shape(rows)[:1] != (replicas,):
+        raise ValueError(
+          f"{name}, a PerReplica, must have {replicas} rows, one for each "
+          f"replica, got shape {np.shape(rows)}."
+        )
+      trees.check_integers(name, rows)
+    return jax.tree.map(of_rows, x.value)
+
+  return jax.tree_util.tree_map_with_path(
+    convert, value, is_leaf=is_per_replica
+  )
 
 
 def _axis_after_replicas(where: str, axis: int, x: Any) -> int:
@@ -180,21 +184,17 @@ def _axis_after_replicas(where: str, axis: int, x: Any) -> int:
   return axis % len(shape) + 1
 
 
-@functools.lru_cache
-def _reducer(
-  mesh: jax.sharding.Mesh, reduce_op: str, axes: tuple[int, ...]
-) -> Callable[[Any], jax.Array]:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _reduce(mesh: Any, reduce_op: str, axes: Any, x: jax.Array) -> jax.Array:
   fn = jnp.sum if reduce_op == "sum" else jnp.mean
-  return jax.jit(lambda x: fn(x, axis=axes), out_shardings=_whole(mesh))
+  return mesh_lib.constrain(fn(x, axis=axes), _whole(mesh))
 
 
-@functools.lru_cache
-def _gatherer(mesh: jax.sharding.Mesh, axis: int) -> Callable[[Any], jax.Array]:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _concatenate(mesh: Any, axis: int, x: jax.Array) -> jax.Array:
   # With Explicit axes JAX refuses to iterate over a sharded axis.
-  fn = lambda x: list(mesh_lib.constrain(x, _whole(mesh)))
-  return jax.jit(
-    lambda x: jnp.concatenate(fn(x), axis=axis - 1), out_shardings=_whole(mesh)
-  )
+  rows = list(mesh_lib.constrain(x, _whole(mesh)))
+  return mesh_lib.constrain(jnp.concatenate(rows, axis), _whole(mesh))
 
 
 def _whole(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
@@ -215,16 +215,14 @@ def _on_mesh(mesh: jax.sharding.Mesh, x: Any) -> Any:
 
 def _local_row(mesh: jax.sharding.Mesh, index: int, x: Any) -> jax.Array:
   """Returns `x[index]` on the devices of its replica, without communication."""
-  devices = mesh_lib.replica_mesh(mesh, index)
-  if (
-    not _is_on(mesh, x) or mesh_lib.REPLICA not in (*x.sharding.spec, None)[:1]
-  ):
-    return jax.device_put(take_row(jnp.asarray(x), index), _whole(devices))
-  # A shard without a start holds all rows: the mesh has one replica.
+  if not _is_on(mesh, x) or not has_replica_axis(x.sharding.spec):
+    x = mesh_lib.put(x, _whole(mesh), compare=False)
+  replica = mesh_lib.replica_mesh(mesh, index)
   parts = [
-    shard.data[0]
+    # A shard without a start holds all rows.
+    shard.data[index - (shard.index[0].start or 0)]
     for shard in x.addressable_shards
-    if shard.index[0].start in (index, None)
+    if shard.device in replica.devices
   ]
-  rest = jax.sharding.NamedSharding(devices, P(*x.sharding.spec[1:]))
+  rest = jax.sharding.NamedSharding(replica, P(*x.sharding.spec[1:]))
   return jax.make_array_from_single_device_arrays(x.shape[1:], rest, parts)

@@ -94,7 +94,8 @@ class ReplicaProgram:
       kinds = arguments.leaves_of(out)
       returned[:] = jax.tree.structure(out), kinds
       # Results that all replicas share have one spec, the others another.
-      shared, own = [], []
+      shared: list[Any] = []
+      own: list[Any] = []
       for x, leaf in zip(jax.tree.leaves(out), kinds, strict=True):
         (own if leaf.kind == arguments.OWN else shared).append(x)
       return shared, own
