@@ -6,11 +6,9 @@ from collections.abc import Iterator
 import contextlib
 import functools
 import importlib.util
-import math
 import os
 import re
-import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -26,37 +24,6 @@ _ENVIRONMENT = {
   "TPU_WORKER_HOSTNAMES": "localhost",
 }
 _NAME = re.compile(r"(?:(\d+)\*)?(\w+):(\d+(?:x\d+)+)", re.ASCII)
-_lock = threading.Lock()
-
-
-class _Generation(NamedTuple):
-  """A generation of TPUs.
-
-  Attributes:
-    device_kind: JAX's name of its devices.
-    rank: The number of dimensions of its network: 2 or 3.
-    devices_per_chip: Number of JAX devices on a chip.
-    chip_config: The compiler's name for this way of using a chip's cores; None
-      is its default.
-  """
-
-  device_kind: str
-  rank: int
-  devices_per_chip: int = 1
-  chip_config: str | None = None
-
-
-# As libtpu 0.0.42 describes them.
-_GENERATIONS = {
-  "v2": _Generation("TPU v2", 2, 2),
-  "v3": _Generation("TPU v3", 2, 2),
-  # On Cloud TPU, JAX shows the two cores of a v4 chip as one device.
-  "v4": _Generation("TPU v4", 3, chip_config="megacore"),
-  "v5e": _Generation("TPU v5 lite", 2),
-  "v5p": _Generation("TPU v5", 3),
-  "v6e": _Generation("TPU v6 lite", 2),
-  "tpu7x": _Generation("TPU7x", 3, 2),
-}
 
 
 def is_compile_only(devices: Any) -> bool:
@@ -144,11 +111,11 @@ def named_devices(name: Any, num_slices: int | None = None) -> tuple[Any, ...]:
   """
   text = re.sub(r"\s", "", checks.string("topology", name)).lower()
   match = _NAME.fullmatch(text)
-  if match is None or match[2] not in _GENERATIONS:
+  if match is None:
     raise ValueError(
       f"topology={name!r} must be a generation of TPUs and the chips of a "
       "slice along each axis, such as 'v5e:2x4', 'v5p:4x4x8', or '2*v5e:2x4' "
-      f"for two slices; the generations are {', '.join(_GENERATIONS)}."
+      "for two slices."
     )
   if not has_libtpu():
     raise ValueError(
@@ -162,12 +129,10 @@ def named_devices(name: Any, num_slices: int | None = None) -> tuple[Any, ...]:
         f"name, topology={name!r}."
       )
     slices = checks.integer("num_slices", num_slices, minimum=1)
-  # Without the lock two threads could get two sets of devices for a name.
-  with _lock:
-    try:
-      return _compiler_devices(match[2], match[3], slices)
-    except jax.errors.JaxRuntimeError as e:
-      raise ValueError(f"topology={name!r}: {e}") from e
+  try:
+    return _compiler_devices(match[2], match[3], slices)
+  except jax.errors.JaxRuntimeError as e:
+    raise ValueError(f"topology={name!r}: {e}") from e
 
 
 @functools.cache
@@ -180,47 +145,14 @@ def _compiler_devices(
     options["chips_per_host_bounds"] = [1, 1, 1]
   if num_slices > 1:
     options["num_slices"] = num_slices
-  if _GENERATIONS[generation].chip_config is not None:
-    options["chip_config_name"] = _GENERATIONS[generation].chip_config
+  if generation == "v4":
+    # On Cloud TPU, JAX shows the two cores of a v4 chip as one device.
+    options["chip_config_name"] = "megacore"
   with quiet_libtpu():
     description = topologies.get_topology_desc(
       f"{generation}:{sides}", platform="tpu", **options
     )
   return tuple(description.devices)
-
-
-def topology_name(
-  device_kind: str,
-  shape: tuple[int, int, int],
-  num_slices: int,
-  num_devices: int,
-) -> str | None:
-  """Returns the name of a topology, or None if it has none.
-
-  Args:
-    device_kind: JAX's name of its devices.
-    shape: The chips of a slice along x, y and z.
-    num_slices: Number of slices.
-    num_devices: Number of devices of all slices.
-
-  Example:
-    >>> topology_name("TPU v5 lite", (2, 4, 1), 1, 8)
-    'v5e:2x4'
-  """
-  chips = math.prod(shape)
-  # Processes of 2 x 2 chips fill a slice.
-  if chips > 1 and (shape[0] % 2 or shape[1] % 2):
-    return None
-  for name, generation in _GENERATIONS.items():
-    devices = num_slices * chips * generation.devices_per_chip
-    if generation.device_kind == device_kind and devices == num_devices:
-      sides = "x".join(map(str, shape[: generation.rank]))
-      return (
-        f"{num_slices}*{name}:{sides}"
-        if num_slices > 1
-        else (f"{name}:{sides}")
-      )
-  return None
 
 
 def all_devices() -> list[jax.Device]:

@@ -139,7 +139,8 @@ def lookup_table(
   return table
 
 
-def make_read_only(array: np.ndarray) -> np.ndarray:
-  """Forbids writing to an array, and returns it."""
+def read_only(value: Any, dtype: Any) -> np.ndarray:
+  """Returns a copy of an array that cannot be written to."""
+  array = np.array(value, dtype)
   array.flags.writeable = False
   return array

@@ -66,11 +66,10 @@ Topology(mesh_shape=(2, 2, 1, 2), num_tasks=1, num_tpus_per_task=8))
     )
     # Raises for coordinates that are given twice.
     coordinates_lib.lookup_table(argument, coordinates, topology.mesh_shape)
-    cores = coordinates_lib.make_read_only(coordinates.astype(np.int32))
     # A frozen dataclass rejects plain assignment.
     vars(self).update(
       topology=topology,
-      core_assignment=cores,
+      core_assignment=coordinates_lib.read_only(coordinates, np.int32),
       _device_numbers=topology.device_numbers(coordinates, argument),
     )
 

@@ -98,27 +98,18 @@ def _keep_replica_split(
 
   A dimension that `spec` splits is not split over the replicas any more.
   """
-  current = _replica_spec(mesh, x)
-  spec = P(*(new or old for new, old in zip(spec, current, strict=True)))
-  return jax.sharding.NamedSharding(mesh, spec)
-
-
-def _replica_spec(mesh: Any, x: Any) -> P:
-  """Returns, for each dimension, "replica" if it is split over the replicas.
-
-  That is known of arrays, and of traced arrays if the axes are Explicit.
-  """
   x = _primal_value(x)
   is_traced = isinstance(x, jax.core.Tracer)
+  # Of traced arrays it is known if the axes are Explicit.
   sharding = getattr(jax.typeof(x) if is_traced else x, "sharding", None)
-  spec, num_replicas = P(), mesh.shape[mesh_lib.REPLICA]
   # The mesh may be another one, as long as it has the same replicas.
   if isinstance(sharding, jax.sharding.NamedSharding) and (
-    sharding.mesh.shape.get(mesh_lib.REPLICA) == num_replicas
+    sharding.mesh.shape.get(mesh_lib.REPLICA) == mesh.shape[mesh_lib.REPLICA]
   ):
-    spec = sharding.spec
-  dims = specs_lib.dims_of(spec, x.ndim)
-  return P(*(mesh_lib.REPLICA if mesh_lib.REPLICA in d else None for d in dims))
+    old = specs_lib.replica_part(sharding.spec)
+    pairs = itertools.zip_longest(spec, old)
+    spec = P(*(entry or replica for entry, replica in pairs))
+  return jax.sharding.NamedSharding(mesh, spec)
 
 
 # -- One device of a replica.
@@ -162,13 +153,9 @@ def _run_in_branch(
   if jax.sharding.AxisType.Explicit in mesh.axis_types:
     replicated = jax.sharding.NamedSharding(mesh, P())
     args = jax.tree.map(lambda x: mesh_lib.constrain(x, replicated), args)
-  dtypes: PyTree = None
 
   def call_fn(*args: PyTree) -> PyTree:
-    nonlocal dtypes
-    out = _as_arrays("the result of fn", fn(*args))
-    dtypes = jax.tree.map(_dtype_or_key_impl, out)
-    return jax.tree.map(_to_summable, out)
+    return _as_arrays("the result of fn", fn(*args))
 
   # Trace ahead, for the shapes of the other branch and for the values that `fn`
   # closes over.
@@ -185,7 +172,9 @@ def _run_in_branch(
     out = jax.lax.cond(
       jax.lax.axis_index(axes) == index,
       call_fn,
-      lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+      lambda *_: jax.tree.map(
+        lambda x: jax.lax.full(x.shape, 0, x.dtype), shapes
+      ),
       *args,
     )
     return jax.tree.map(lambda x: x[None], out)
@@ -204,38 +193,27 @@ def _run_in_branch(
   )
   # jit: an eager `jax.vmap` or `jax.checkpoint` calls this outside of
   # `jax.jit`, and an eager shard_map must be manual over all axes.
-  return jax.tree.map(_sum_results, jax.jit(sharded)(*args), dtypes)
+  return jax.tree.map(_sum_results, jax.jit(sharded)(*args))
 
 
 def _move(device: jax.sharding.Mesh, tree: PyTree) -> PyTree:
   """Moves arrays to a logical device, which has one device of each replica."""
 
   def move_array(x: Any) -> jax.Array:
-    sharding = jax.sharding.NamedSharding(device, _replica_spec(device, x))
-    return jax.device_put(x, sharding)
+    return jax.device_put(x, _keep_replica_split(device, P(), x))
 
   return jax.tree.map(move_array, tree)
 
 
-def _dtype_or_key_impl(x: Any) -> Any:
-  """Returns the dtype of an array, or the name of the PRNG of a key."""
-  return str(jax.random.key_impl(x)) if trees.is_prng_key(x) else x.dtype
-
-
-def _to_summable(x: Any) -> jax.Array:
-  """Converts to a dtype with zeros: keys to their data, booleans to int8."""
-  if trees.is_prng_key(x):
-    return jax.random.key_data(x)
-  return x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
-
-
-def _sum_results(results: jax.Array, dtype: Any) -> jax.Array:
-  """Sums the results of the logical devices; undoes `_to_summable`."""
+def _sum_results(results: jax.Array) -> jax.Array:
+  """Sums the results of the logical devices, all but one of which are zeros."""
+  if trees.is_prng_key(results):
+    data = _sum_results(jax.random.key_data(results))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(results))
+  if results.dtype == jnp.bool_:
+    return _sum_results(results.astype(jnp.int8)).astype(jnp.bool_)
   # Without the dtype, small integers would be summed as int32.
-  x = jnp.sum(results, axis=0, dtype=results.dtype)
-  if isinstance(dtype, str):
-    return jax.random.wrap_key_data(x, impl=dtype)
-  return x.astype(dtype)
+  return jnp.sum(results, axis=0, dtype=results.dtype)
 
 
 # -- Traces.

@@ -89,12 +89,19 @@ class Topology:
         argument, device_coordinates, None, None, 4
       )
     numbers = coordinates_lib.lookup_table(argument, coordinates, shape)
-    cores = coordinates_lib.make_read_only(coordinates.astype(np.int32))
+    if devices is not None:
+      devices = coordinates_lib.read_only(devices, object)
+      if devices.shape != coordinates.shape[:2]:
+        raise ValueError(
+          "Topology: devices must have the shape of device_coordinates without "
+          f"its last dimension, {list(coordinates.shape[:2])}, got "
+          f"{list(devices.shape)}."
+        )
     # A frozen dataclass rejects plain assignment.
     vars(self).update(
       mesh_shape=shape,
-      device_coordinates=cores,
-      devices=_device_array(devices, coordinates.shape[:2]),
+      device_coordinates=coordinates_lib.read_only(coordinates, np.int32),
+      devices=devices,
       num_slices=num_slices,
       _device_numbers=numbers,
     )
@@ -160,23 +167,6 @@ class Topology:
     """
     return cls.from_devices(compile_only.named_devices(name, num_slices))
 
-  @functools.cached_property
-  def name(self) -> str | None:
-    """The name of the topology.
-
-    It is a string such as `"2*v5e:4x4"`. None for devices that are not TPUs or
-    do not fill whole slices, and for a topology without devices.
-    """
-    if self.devices is None or not is_tpu(self.devices.flat[0]):
-      return None
-    x, y, z, _ = self.slice_shape
-    return compile_only.topology_name(
-      getattr(self.devices.flat[0], "device_kind", ""),
-      (x, y, z),
-      self.num_slices,
-      self.devices.size,
-    )
-
   # -- Sizes.
 
   @property
@@ -204,7 +194,7 @@ class Topology:
   def missing_devices(self) -> np.ndarray:
     """The places without a device: int64 [missing, 4], read-only."""
     missing = np.argwhere(self._device_numbers < 0)
-    return coordinates_lib.make_read_only(missing)
+    return coordinates_lib.read_only(missing, np.int64)
 
   # -- Lookups.
 
@@ -324,19 +314,6 @@ class Topology:
 
 def _job_prefix(job: str | None) -> str:
   return "" if job is None else f"/job:{job}"
-
-
-def _device_array(devices: Any, shape: tuple[int, ...]) -> np.ndarray | None:
-  """Returns the argument `devices` as a read-only array of the given shape."""
-  if devices is None:
-    return None
-  array = np.array(devices, dtype=object)
-  if array.shape != shape:
-    raise ValueError(
-      "Topology: devices must have the shape of device_coordinates without its "
-      f"last dimension, {list(shape)}, got {list(array.shape)}."
-    )
-  return coordinates_lib.make_read_only(array)
 
 
 def slice_index(device: Any) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from flaxshard.core import checks
-from flaxshard.partitioning.topology import Topology
 from flaxshard.plans import memory as memory_lib
 from flaxshard.plans import step as step_lib
 from flaxshard.plans.findings import Findings
@@ -31,7 +30,7 @@ class Plan:
   `str()` is a table.
 
   Attributes:
-    topology: The devices, such as `"v5e:2x4"`.
+    topology: The devices, such as `"v5e:2x4"` or `"8 devices"`.
     device_kind: JAX's name of the devices.
     mesh: Sizes of the mesh axes by name; empty for one device without a mesh.
     compiler: Versions of JAX and the compiler.
@@ -198,13 +197,13 @@ def plan_step(step: step_lib.Step, topology: str | None = None) -> Plan:
 
   Args:
     step: The step.
-    topology: Name of the devices; None: it is made from the devices.
+    topology: Name of the devices; None: their number.
   """
   device, mesh = step.device, step.mesh
   compiler = "libtpu" if device.platform == "tpu" else "jaxlib"
   versions = f"jax {jax.__version__}, {compiler} {_version(compiler)}"
   return Plan(
-    topology=topology or _name_devices(device, mesh),
+    topology=topology or f"{1 if mesh is None else mesh.size} devices",
     device_kind=device.device_kind,
     mesh={} if mesh is None else dict(mesh.shape),
     compiler=versions,
@@ -214,16 +213,6 @@ def plan_step(step: step_lib.Step, topology: str | None = None) -> Plan:
     period=_commit_period(step.state),
     notes=tuple(_notes(step, versions)),
   )
-
-
-def _name_devices(device: jax.Device, mesh: jax.sharding.Mesh | None) -> str:
-  """Returns "v5e:2x4" for whole slices of TPUs, else "8 of cpu"."""
-  devices = [device] if mesh is None else list(mesh.devices.flat)
-  try:
-    name = Topology.from_devices(devices).name
-  except ValueError:  # they do not fill a box of chips
-    name = None
-  return name or f"{len(devices)} of {device.device_kind}"
 
 
 def _with_paths(step: step_lib.Step) -> tuple[Collective, ...]:
