@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 
 import jax
 import numpy as np
@@ -13,6 +12,7 @@ from flaxshard.partitioning import mesh as mesh_lib
 
 AUTO = jax.sharding.AxisType.Auto
 EXPLICIT = jax.sharding.AxisType.Explicit
+MESH_SHAPE = (2, 2, 1, 2)  # four chips of two cores, as on a TPU v3-8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,93 +28,141 @@ class Device:
   core_on_chip: int = 0
 
 
-def device_grid(*shape):
-  return np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
-
-
 def ids(grid):
   return [[d.id for d in row] for row in grid]
 
 
-# from_grid
-
-
-def test_from_grid_keeps_the_order_of_devices():
-  grid = device_grid(8)[::-1].reshape(2, 4)
-  mesh = mesh_lib.from_grid(grid)
-  assert dict(mesh.shape) == {"replica": 2, "m0": 2, "m1": 2}
-  assert mesh.axis_types == (AUTO,) * 3
-  np.testing.assert_array_equal(mesh.devices.reshape(2, 4), grid)
-
-
-@pytest.mark.parametrize("replicas, logical", [(8, 1), (2, 3)])
-def test_parts_of_a_mesh(replicas, logical):
-  grid = device_grid(replicas, logical)
-  mesh = mesh_lib.from_grid(grid, axis_type=EXPLICIT)
-  assert mesh_lib.num_logical_devices(mesh) == logical
-  assert mesh_lib.logical_axes(mesh) == tuple(mesh_lib.prime_axes(logical))
-  for i in range(logical):
-    part = mesh_lib.logical_device_mesh(mesh, i)
-    assert part.axis_names == ("replica",) and part.axis_types == (AUTO,)
-    assert part.devices.tolist() == grid[:, i].tolist()
-  for i in range(replicas):
-    part = mesh_lib.replica_mesh(mesh, i)
-    assert part.axis_names == mesh.axis_names
-    assert part.devices.ravel().tolist() == grid[i].tolist()
-
-
-# axis_sizes
+def by_hand(num_tasks=1):
+  """Two replicas of two cores each, crosswise over a mesh of eight."""
+  places = np.array(list(itertools.product(range(2), range(2), [0], range(2))))
+  topology = fs.Topology(MESH_SHAPE, places.reshape(num_tasks, -1, 4))
+  cores = [[[0, 0, 0, 1], [1, 1, 0, 0]], [[0, 1, 0, 1], [1, 0, 0, 0]]]
+  return fs.DeviceAssignment(topology, cores)
 
 
 @pytest.mark.parametrize(
-  "mesh_shape, sizes",
+  "shape, replicas, axes, mode",
   [
-    ({"model": 2, "replica": -1}, {"replica": 4, "model": 2}),
-    ({"model": -1, "replica": 1}, {"replica": 1, "model": 8}),
-    ({"replica": np.int64(8), "m": np.int8(-1)}, {"replica": 8, "m": 1}),
+    ((1, 1, 1, 2), 3, {"m0": 2}, "auto"),
+    ((1, 2, 1, 2), 2, {"m0": 2, "m1": 2}, "mesh"),
+    ((2, 2, 1, 2), 1, {"m0": 2, "m1": 2, "m2": 2}, "ring"),
   ],
 )
-def test_axis_sizes(mesh_shape, sizes):
-  found = mesh_lib.axis_sizes(mesh_shape, 8)
-  assert list(found.items()) == list(sizes.items())
-  assert {type(size) for size in found.values()} == {int}
+def test_mesh_has_the_order_of_the_assignment(shape, replicas, axes, mode):
+  assignment = fs.DeviceAssignment.build(
+    fs.Topology.from_devices(mesh_shape=MESH_SHAPE),
+    shape,
+    num_replicas=replicas,
+    device_order_mode=mode,
+  )
+  s = fs.Strategy(assignment)
+  assert s.device_assignment is assignment
+  assert list(s.mesh.shape.items()) == [("replica", replicas), *axes.items()]
+  assert set(s.mesh.axis_types) == {AUTO}
+  assert s.num_replicas_in_sync == replicas
+  assert s.num_logical_devices == assignment.num_cores_per_replica
+  assert (s.num_hosts, s.num_replicas_per_host) == (1, replicas)
+  laid = s.mesh.devices.reshape(replicas, -1)
+  for (replica, core), device in np.ndenumerate(laid):
+    at = assignment.coordinates(replica, core)
+    assert device is assignment.topology.device_at(at)
 
 
 @pytest.mark.parametrize(
-  "mesh_shape, error, facts",
+  ("options", "shape", "order"),
   [
-    ({"replica": 3}, ValueError, ("{'replica': 3}", "8 devices")),
-    ({"replica": -1, "m": -1}, ValueError, ("'m': -1", "one unknown")),
-    ({"replica": 0}, ValueError, ("{'replica': 0}", "8 devices")),
-    ({"replica": -2}, ValueError, ("['replica']", "at least -1", "got -2")),
-    ([("replica", 8)], TypeError, ("[('replica', 8)]", "dict of axis sizes")),
+    ({"device_assignment": by_hand()}, {"m0": 2}, [1, 6, 3, 4]),
+    (
+      {"device_assignment": by_hand(), "devices": jax.devices()[::-1]},
+      {"m0": 2},
+      [6, 1, 4, 3],
+    ),
+    (
+      {
+        "device_assignment": by_hand(),
+        "mesh_shape": {"model": -1, "replica": 2},
+      },
+      {"model": 2},
+      [1, 6, 3, 4],
+    ),
+    ({"devices": [jax.devices()[i] for i in (5, 0, 3)]}, {}, [5, 0, 3]),
+    (
+      {
+        "devices": jax.devices()[6:0:-1],
+        "mesh_shape": {"m": np.int64(3), "n": -1, "replica": 1},
+      },
+      {"m": 3, "n": 2},
+      [6, 5, 4, 3, 2, 1],
+    ),
+    ({"mesh_shape": {"one": 1, "replica": -1}}, {"one": 1}, list(range(8))),
   ],
 )
-def test_invalid_mesh_shape_raises(mesh_shape, error, facts):
+def test_devices_keep_their_order(options, shape, order):
+  s = fs.Strategy(**options, axis_type=EXPLICIT)
+  assert [d.id for d in s.mesh.devices.flat] == order
+  names, sizes = list(s.mesh.shape), list(s.mesh.shape.values())
+  assert (names[0], dict(zip(names[1:], sizes[1:], strict=True))) == (
+    "replica",
+    shape,
+  )
+  assert set(s.mesh.axis_types) == {EXPLICIT}
+
+
+def test_mesh_shape_without_replicas_warns():
+  with pytest.warns(UserWarning, match="no axis 'replica'.*one replica"):
+    s = fs.Strategy(mesh_shape={"m": 4, "n": -1})
+  assert repr(s) == "Strategy(replica=1, m=4, n=2)"
+
+
+@pytest.mark.parametrize(
+  "options, error, facts",
+  [
+    ({"devices": []}, ValueError, ["devices"]),
+    ({"device_assignment": [0]}, TypeError, ["device_assignment", "devices="]),
+    ({"mesh_shape": [8]}, TypeError, ["mesh_shape=[8]", "dict of axis sizes"]),
+    ({"mesh_shape": {"replica": 3}}, ValueError, ["{'replica': 3}", "8 dev"]),
+    ({"mesh_shape": {"replica": 0}}, ValueError, ["{'replica': 0}", "8 dev"]),
+    ({"mesh_shape": {"replica": -1, "m": -1}}, ValueError, ["'m': -1"]),
+    (
+      {"mesh_shape": {"replica": -2}},
+      ValueError,
+      ["['replica']", "at least -1", "got -2"],
+    ),
+    ({"mesh_shape": {"data": 8}}, ValueError, ["'replica' instead of 'data'"]),
+    ({"mesh_shape": {"fsdp": -1, "model": 2}}, ValueError, ["8 devices"]),
+    (
+      {"device_assignment": by_hand(), "devices": jax.devices()[:4]},
+      ValueError,
+      ["device 6 of Topology", "4 devices in 1 processes"],
+    ),
+    (
+      {"device_assignment": by_hand(), "mesh_shape": {"replica": 4}},
+      ValueError,
+      ["'replica': 4", "device_assignment, which has 2"],
+    ),
+  ],
+)
+def test_mistakes(options, error, facts):
   with pytest.raises(error) as e:
-    mesh_lib.axis_sizes(mesh_shape, 8)
-  for fact in ("mesh_shape", *facts):
+    fs.Strategy(**options)
+  for fact in facts:
     assert fact in str(e.value)
 
 
-# order_devices
+# -- The order of devices that are not here.
 
 
 def test_devices_keep_their_order_within_slices():
   order = [4, 0, 5, 1]
   devices = [Device(i, slice_index=i // 4) for i in order]
-  by_slice = sorted(order, key=lambda i: i // 4)
-  pairs = np.array(by_slice).reshape(-1, 2).tolist()
-  assert ids(mesh_lib.order_devices(devices, 2)) == pairs
+  assert ids(mesh_lib.order_devices(devices, 2)) == [[0, 1], [4, 5]]
 
 
 def test_replica_on_several_slices_raises():
-  logical = 8
   devices = [Device(i, slice_index=i // 4) for i in range(8)]
-  with pytest.raises(ValueError, match=r"\[4, 4\]") as e:
-    mesh_lib.order_devices(devices, logical)
-  assert f"{logical} logical devices" in str(e.value)
-  assert "device_assignment" in str(e.value)
+  with pytest.raises(ValueError, match=r"\[4, 4\].*device_assignment") as e:
+    mesh_lib.order_devices(devices, 8)
+  assert "8 logical devices" in str(e.value)
 
 
 def test_tpu_replica_is_a_box_in_one_slice():
@@ -127,10 +175,9 @@ def test_tpu_replica_is_a_box_in_one_slice():
       device_kind="TPU v4",
       coords=(i % 2, i // 2 % 4, 0),
     )
-    for i in range(16)
+    for i in np.random.default_rng(0).permutation(16)
   ]
-  shuffled = [devices[i] for i in np.random.default_rng(0).permutation(16)]
-  grid = mesh_lib.order_devices(shuffled, logical)
+  grid = mesh_lib.order_devices(devices, logical)
   assert grid.shape == (16 // logical, logical)
   assert sorted(d.id for d in grid.flat) == list(range(16))
   slices = [[d.slice_index for d in row] for row in grid]
@@ -140,33 +187,12 @@ def test_tpu_replica_is_a_box_in_one_slice():
     assert np.prod(np.ptp(xy, axis=0) + 1) == logical
 
 
-# assigned_devices
-
-
-def assignment_by_hand(num_tasks=1):
-  """Two replicas of two cores each, crosswise over a mesh of eight."""
-  places = np.array(list(itertools.product(range(2), range(2), [0], range(2))))
-  topology = fs.Topology((2, 2, 1, 2), places.reshape(num_tasks, -1, 4))
-  cores = [[[0, 0, 0, 1], [1, 1, 0, 0]], [[0, 1, 0, 1], [1, 0, 0, 0]]]
-  return fs.DeviceAssignment(topology, cores)
-
-
-def test_devices_of_one_process_are_given_to_the_tasks_in_order():
+def test_task_has_the_devices_of_its_process():
+  # In one process, devices are given to the tasks in order.
   devices = [Device(10 + i) for i in range(8)]
   for num_tasks in (1, 4):
-    grid = mesh_lib.assigned_devices(assignment_by_hand(num_tasks), devices)
+    grid = mesh_lib.assigned_devices(by_hand(num_tasks), devices)
     assert ids(grid) == [[11, 16], [13, 14]]
-
-
-def test_task_has_the_devices_of_its_process():
   devices = [Device(i, process_index=i % 2) for i in range(8)]
-  grid = mesh_lib.assigned_devices(assignment_by_hand(num_tasks=2), devices)
+  grid = mesh_lib.assigned_devices(by_hand(num_tasks=2), devices)
   assert ids(grid) == [[2, 5], [6, 1]]
-
-
-def test_too_few_devices_for_an_assignment_raises():
-  with pytest.raises(ValueError, match="device 6 of Topology") as e:
-    mesh_lib.assigned_devices(
-      assignment_by_hand(), [Device(i) for i in range(6)]
-    )
-  assert "6 devices in 1 processes" in str(e.value)

@@ -1,27 +1,30 @@
-"""Strategies whose replicas have several logical devices."""
+"""Replicas of several logical devices: annotations, eagerly, in jit and run."""
 
 import collections
 import functools
+import math
 import re
 
+from factors import factorizations
 from flax import linen as nn
+from flax import nnx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import flaxshard as fs
+from flaxshard.partitioning import logical_devices
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import specs as specs_lib
 
 P = jax.sharding.PartitionSpec
 NamedSharding = jax.sharding.NamedSharding
-EXPLICIT = jax.sharding.AxisType.Explicit
-MESH_SHAPE = (2, 2, 1, 2)  # four chips of two cores, as on a TPU v3-8
+AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 
 
-def topology():
-  return fs.Topology.from_devices(mesh_shape=MESH_SHAPE)
-
-
+@functools.cache
 def strategy(replicas, logical, **options):
   """Returns a strategy whose logical axes are m0, m1, ..."""
   devices = jax.devices()[: replicas * logical]
@@ -36,140 +39,387 @@ def strategy(replicas, logical, **options):
   )
 
 
-def assert_close(got, want, rtol=1e-4, atol=1e-6):
+S = strategy(2, 4)  # over the axes m0 and m1
+MESH = S.mesh
+X = np.arange(32, dtype=np.float32).reshape(8, 4)
+
+
+def put_batch(mesh=MESH, x=X, spec=None):
+  """Puts an array on the mesh, split over the replicas."""
+  spec = P("replica") if spec is None else spec
+  return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def shard_shapes(array):
+  return {shard.data.shape for shard in array.addressable_shards}
+
+
+def device_ids(array):
+  return sorted(d.id for d in array.sharding.device_set)
+
+
+def assert_equal(actual, expected):
+  assert actual.dtype == expected.dtype
+  if jnp.issubdtype(expected.dtype, jax.dtypes.prng_key):
+    assert jax.random.key_impl(actual) == jax.random.key_impl(expected)
+    actual, expected = map(jax.random.key_data, (actual, expected))
+  np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
+
+
+def assert_close(actual, expected, rtol=1e-5, atol=1e-6):
   jax.tree.map(
-    lambda g, w: np.testing.assert_allclose(g, w, rtol=rtol, atol=atol),
-    got,
-    want,
+    lambda a, e: np.testing.assert_allclose(a, e, rtol=rtol, atol=atol),
+    actual,
+    expected,
   )
 
 
-# Construction
+# -- Specs of partitions.
+
+
+@pytest.mark.parametrize("count", [1, 12, 64])
+def test_every_partition_has_a_spec_on_prime_axes(count):
+  axes = mesh_lib.prime_axes(count)
+  mesh = jax.sharding.AbstractMesh((2, *axes.values()), ("replica", *axes))
+  for rank in range(1, 6):
+    for pieces in factorizations(count, rank):
+      spec = logical_devices.partition_spec(mesh, pieces, pieces)
+      used = [specs_lib.axes_of(entry) for entry in spec]
+      products = tuple(math.prod(axes[a] for a in names) for names in used)
+      assert products == pieces
+      names = [name for dim in used for name in dim]
+      assert sorted(names) == sorted(axes)
+      if len(set(axes.values())) <= 1:
+        assert names == list(axes)  # row-major
 
 
 @pytest.mark.parametrize(
-  "shape, replicas, axes, mode",
+  ("axes", "pieces", "spec"),
   [
-    ((1, 1, 1, 2), 3, {"m0": 2}, "auto"),
-    ((1, 2, 1, 2), 2, {"m0": 2, "m1": 2}, "mesh"),
-    ((2, 2, 1, 2), 1, {"m0": 2, "m1": 2, "m2": 2}, "ring"),
+    ({"m0": 2, "m1": 2, "m2": 2}, (1, 2, 4), P(None, "m0", ("m1", "m2"))),
+    ({"model": 2, "data": 4, "one": 1}, (1, 2, 4), P(None, "model", "data")),
+    ({"model": 2, "data": 4, "one": 1}, (8, 1), P(("model", "data"), None)),
+    ({"model": 8}, (1, 2, 4), None),
+    ({f"a{i}": 4 for i in range(8)}, (2, 2**15), None),
   ],
 )
-def test_mesh_has_the_order_of_the_assignment(shape, replicas, axes, mode):
-  assignment = fs.DeviceAssignment.build(
-    topology(), shape, num_replicas=replicas, device_order_mode=mode
-  )
-  s = fs.Strategy(assignment)
-  assert s.device_assignment is assignment
-  assert list(s.mesh.shape.items()) == [("replica", replicas), *axes.items()]
-  assert s.num_replicas_in_sync == replicas
-  assert s.num_logical_devices == assignment.num_cores_per_replica
-  assert (s.num_hosts, s.num_replicas_per_host) == (1, replicas)
-  laid = s.mesh.devices.reshape(replicas, -1)
-  for (replica, core), device in np.ndenumerate(laid):
-    at = assignment.coordinates(replica, core)
-    assert device is assignment.topology.device_at(at)
+def test_partition_on_given_axes(axes, pieces, spec):
+  mesh = jax.sharding.AbstractMesh((2, *axes.values()), ("replica", *axes))
+  if spec is not None:
+    assert logical_devices.partition_spec(mesh, pieces, pieces) == spec
+    return
+  with pytest.raises(ValueError, match="partition_dimensions") as e:
+    logical_devices.partition_spec(mesh, pieces, pieces)
+  assert str(pieces) in str(e.value) and str(axes) in str(e.value)
 
 
-def by_hand():
-  cores = [[[0, 0, 0, 1], [1, 1, 0, 0]], [[0, 1, 0, 1], [1, 0, 0, 0]]]
-  return fs.DeviceAssignment(fs.Topology(MESH_SHAPE), cores)
+# -- split and replicate.
 
 
-def test_handwritten_assignment_uses_the_devices_in_order():
-  for options, ids in (
-    ({}, [1, 6, 5, 2]),
-    ({"devices": jax.devices()[::-1]}, [6, 1, 2, 5]),
-    ({"mesh_shape": {"model": -1, "replica": 2}}, [1, 6, 5, 2]),
+def assert_split(mesh, array, value, pieces):
+  """The pieces are on the logical devices; every replica has all of them."""
+  positions = {device: at for at, device in np.ndenumerate(mesh.devices)}
+  sizes = mesh.devices.shape[1:]
+  tiles = {}
+  for shard in array.addressable_shards:
+    replica, *place = positions[shard.device]
+    np.testing.assert_array_equal(shard.data, value[shard.index])
+    logical = int(np.ravel_multi_index(place, sizes)) if place else 0
+    tiles[replica, logical] = tuple(
+      s.indices(n)[0] for s, n in zip(shard.index, value.shape, strict=True)
+    )
+  row_major = [
+    tuple(
+      at * n // count
+      for at, n, count in zip(tile, value.shape, pieces, strict=True)
+    )
+    for tile in np.ndindex(*pieces)
+  ]
+  for replica in range(len(mesh.devices)):
+    found = [tiles[replica, i] for i in range(len(row_major))]
+    assert sorted(found) == sorted(row_major), pieces
+    if len(set(sizes)) <= 1:
+      assert found == row_major, pieces
+
+
+@pytest.mark.parametrize("replicas, logical", [(1, 8), (1, 6), (2, 4)])
+def test_every_partition_splits_as_asked(replicas, logical):
+  s = strategy(replicas, logical)
+  partitions = [p for rank in (1, 2, 4) for p in factorizations(logical, rank)]
+  # Two elements for each piece along each dimension.
+  tensors = [
+    np.arange(math.prod(p) * 2 ** len(p)).reshape([2 * n for n in p])
+    for p in partitions
+  ]
+  split = lambda tensors: [
+    s.split_to_logical_devices(x, p)
+    for p, x in zip(partitions, tensors, strict=True)
+  ]
+  plus_one = jax.jit(lambda tensors: [x + 1 for x in split(tensors)])
+  for p, x, eager, traced in zip(
+    partitions, tensors, split(tensors), plus_one(tensors), strict=True
   ):
-    s = fs.Strategy(by_hand(), **options)
-    assert [d.id for d in s.mesh.devices.flat] == ids
-  assert list(s.mesh.shape.items()) == [("replica", 2), ("model", 2)]
+    assert_split(s.mesh, eager, x, p)
+    assert_split(s.mesh, traced, x + 1, p)
 
 
-def test_devices_keep_their_order():
-  few = [jax.devices()[i] for i in (5, 0, 3)]
-  assert fs.Strategy(devices=few).mesh.devices.tolist() == few
-  with pytest.warns(UserWarning, match="no axis 'replica'.*one replica"):
-    s = fs.Strategy(devices=jax.devices()[6:0:-1], mesh_shape={"m": 3, "n": -1})
-  assert list(s.mesh.shape.items()) == [("replica", 1), ("m", 3), ("n", 2)]
-  assert [d.id for d in s.mesh.devices.flat] == [6, 5, 4, 3, 2, 1]
-  assert repr(s) == "Strategy(replica=1, m=3, n=2)"
-
-
-@pytest.mark.parametrize(
-  "options, error, message",
-  [
-    ({"devices": []}, ValueError, "devices"),
-    ({"mesh_shape": {"replica": 3}}, ValueError, "mesh_shape.*8"),
-    ({"device_assignment": [0]}, TypeError, "device_assignment.*devices="),
-    ({"mesh_shape": [8]}, TypeError, "mesh_shape"),
-    ({"mesh_shape": {"data": 8}}, ValueError, "'replica' instead of 'data'"),
-    ({"mesh_shape": {"fsdp": -1, "model": 2}}, ValueError, "8 devices"),
-    (
-      {"device_assignment": by_hand(), "devices": jax.devices()[:4]},
-      ValueError,
-      "device 6",
-    ),
-    (
-      {"device_assignment": by_hand(), "mesh_shape": {"replica": 4}},
-      ValueError,
-      "4.*device_assignment.*2",
-    ),
-  ],
-)
-def test_invalid_strategy_raises(options, error, message):
-  with pytest.raises(error, match=message):
-    fs.Strategy(**options)
-
-
-# Annotations, in run
-
-
-PARTITIONS = [
-  (4,),
-  (2, 2),
-  (4, 1),
-  (1, 2, 2),
-  (2, 1, 1, 1, 2),
-]
-
-
-@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, EXPLICIT])
-def test_each_replica_splits_its_tensor(axis_type):
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
+def test_each_replica_splits_its_tensor_in_run(axis_type):
+  partitions = [(4,), (2, 2), (4, 1), (1, 2, 2), (2, 1, 1, 1, 2)]
   s = strategy(2, 4, axis_type=axis_type)
   xs = [
     np.arange(2 * np.prod(p) * 2 ** len(p)).reshape(2, *(2 * n for n in p))
-    for p in PARTITIONS
+    for p in partitions
   ]
-  batch = [jax.device_put(x, NamedSharding(s.mesh, P("replica"))) for x in xs]
 
   @s.jit
   def split_and_undo(xs):
     split = [
       s.split_to_logical_devices(x[0] * 3, p)
-      for x, p in zip(xs, PARTITIONS, strict=True)
+      for x, p in zip(xs, partitions, strict=True)
     ]
     return split, [s.replicate_to_logical_devices(x) / 3 for x in split]
 
-  split, undone = split_and_undo(batch)
-  for x, p, y, z in zip(xs, PARTITIONS, split, undone, strict=True):
-    np.testing.assert_array_equal(y, 3 * x)
+  split, undone = split_and_undo([put_batch(s.mesh, x) for x in xs])
+  for x, p, y, z in zip(xs, partitions, split, undone, strict=True):
     np.testing.assert_array_equal(z, x)
-    assert {i.data.shape for i in y.value.addressable_shards} == {
-      (1, *(2 for _ in p))
-    }
+    assert shard_shapes(y.value) == {(1, *(2 for _ in p))}
     for shard in y.value.addressable_shards:
       replica, *core = np.argwhere(s.mesh.devices == shard.device)[0]
       tile = np.unravel_index(2 * core[0] + core[1], p)
       at = (replica, *(slice(2 * i, 2 * i + 2) for i in tile))
       np.testing.assert_array_equal(shard.data[0], 3 * x[at])
-    whole = {i.data.shape for i in z.value.addressable_shards}
-    assert whole == {(1, *x.shape[1:])}
+    assert shard_shapes(z.value) == {(1, *x.shape[1:])}
+
+
+def test_split_keeps_the_split_of_other_dimensions_over_replicas():
+  x = np.arange(128, dtype=np.float32).reshape(2, 4, 4, 4)
+  split = lambda x: S.split_to_logical_devices(x, [1, 2, 2, 1])
+  for array in (split(put_batch(x=x)), jax.jit(split)(put_batch(x=x))):
+    assert_equal(array, x)
+    assert array.sharding.spec[:3] == ("replica", "m0", "m1")
+  # A dimension that is split into pieces is no longer split over replicas.
+  rows = lambda x: S.split_to_logical_devices(x, [4, 1])
+  for array in (rows(put_batch()), jax.jit(rows)(put_batch())):
+    assert_split(MESH, array, X, (4, 1))
+
+
+def test_split_moves_arrays_from_other_devices():
+  other = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+  for x in (
+    jax.device_put(X, jax.devices()[3]),
+    put_batch(other, spec=P("data")),
+    put_batch(spec=P("m0", ("replica", "m1"))),
+    nnx.Param(jnp.asarray(X)),
+  ):
+    array = S.split_to_logical_devices(x, (2, 2))
+    assert shard_shapes(array) <= {(4, 2), (4, 1)}
+    assert_equal(array, X)
+
+
+def test_replicate_gathers_only_within_a_replica():
+  spread = put_batch(spec=P("replica", ("m0", "m1")))
+
+  def split_and_replicate(x):
+    x = S.split_to_logical_devices(x, [1, 4]) * 2
+    return S.replicate_to_logical_devices(x) / 2
+
+  for array in (
+    S.replicate_to_logical_devices(spread),
+    jax.jit(split_and_replicate)(spread),
+    jax.vmap(S.replicate_to_logical_devices)(spread),
+  ):
+    assert_equal(array, X)
+    assert array.sharding.spec[0] == "replica"
+    assert shard_shapes(array) == {(4, 4)}
+  text = jax.jit(split_and_replicate).lower(spread).compile().as_text()
+  # It gathers the quarters of a replica, not the half of the other replica.
+  assert "all-gather" in text and "f32[8," not in text.split("ENTRY")[1]
+  whole = jax.jit(lambda x: S.replicate_to_logical_devices(x) + 0)(X)
+  assert shard_shapes(whole) == {(8, 4)}
+
+
+# -- assign and on_logical_device.
+
+
+@pytest.mark.parametrize("replicas, logical", [(2, 3), (4, 1)])
+def test_assign_moves_arrays_to_one_logical_device(replicas, logical):
+  s = strategy(replicas, logical)
+  for i in range(logical):
+    ids = [replica * logical + i for replica in range(replicas)]
+    for x, shape in ((X, (8, 4)), (put_batch(s.mesh), (8 // replicas, 4))):
+      array = s.assign_to_logical_device(x, i)
+      assert_equal(array, X)
+      assert device_ids(array) == ids
+      assert shard_shapes(array) == {shape}
+  # JAX computes where the data is.
+  later = jnp.tanh(array) @ X.T
+  assert device_ids(later) == ids
+  assert device_ids(s.assign_to_logical_device(later, 0))[0] == 0
+
+
+def test_results_of_an_eager_call_are_on_the_device():
+  out = S.on_logical_device(
+    2, lambda x, k: {"y": x * k, "z": (jnp.ones(3), True, None)}, X, 2.0
+  )
+  assert {tuple(device_ids(x)) for x in jax.tree.leaves(out)} == {(2, 6)}
+  np.testing.assert_array_equal(out["y"], 2 * X)
+  assert out["z"][2] is None
+  created = []
+  S.on_logical_device(3, lambda: created.append(jnp.zeros(2)))
+  assert device_ids(created[0]) == [3]  # that of the first replica
+
+
+def test_single_logical_device_has_the_whole_tensor():
+  s = strategy(8, 1)
+  for call in (
+    lambda x: s.split_to_logical_devices(x, [1, 1]),
+    s.replicate_to_logical_devices,
+    lambda x: s.assign_to_logical_device(x, 0),
+    lambda x: s.on_logical_device(0, lambda: x * 1),
+  ):
+    for array in (call(put_batch(s.mesh)), jax.jit(call)(put_batch(s.mesh))):
+      assert_equal(array, X)
+      assert array.sharding.spec[0] == "replica"
+
+
+def split_keys(impl):
+  return jax.random.split(jax.random.key(0, impl=impl), 4)
+
+
+VALUES = {
+  "float32": X,
+  "nonfinite": np.array([np.nan, np.inf, -np.inf, 0.0], np.float32),
+  "float16": X.astype(np.float16),
+  "bfloat16": jnp.asarray(X, jnp.bfloat16),
+  "float8_e4m3fn": jnp.asarray(X, jnp.float8_e4m3fn),
+  "complex64": X * np.complex64(1 - 2j),
+  "bool": X > 9,
+  "int8": np.array([-128, 127, 3], np.int8),
+  "uint8": np.array([255, 0], np.uint8),
+  "int32": np.array([2**31 - 1, -(2**31)], np.int32),
+  "uint32": np.array([2**32 - 1], np.uint32),
+  "int4": jnp.array([-8, 7], jnp.int4),
+  "empty": np.zeros((0, 3), np.float32),
+  "scalar": np.float32(3),
+  "threefry": split_keys("threefry2x32"),
+  "rbg": split_keys("rbg"),
+}
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_every_dtype_keeps_its_values(traced):
+  def move_twice(values):
+    moved = {k: S.assign_to_logical_device(v, 1) for k, v in values.items()}
+    return S.on_logical_device(2, lambda v: [v, {"v": v}], moved)
+
+  values = {k: jnp.asarray(v) for k, v in VALUES.items()}
+  first, second = (jax.jit(move_twice) if traced else move_twice)(values)
+  for name, value in values.items():
+    assert_equal(first[name], value)
+    assert_equal(second["v"][name], value)
+    assert device_ids(first[name]) == (list(range(8)) if traced else [2, 6])
+
+
+W = [
+  np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3),
+  np.linspace(1, 2, 3, dtype=np.float32),
+]
+
+
+def two_stages(params, x):
+  h = S.on_logical_device(1, lambda w, x: jnp.tanh(x @ w), params[0], x)
+  h = S.assign_to_logical_device(h, 2)
+  return S.on_logical_device(3, lambda w, h: (h @ w) ** 2, params[1], h)
+
+
+def one_stage(params, x):
+  return (jnp.tanh(x @ params[0]) @ params[1]) ** 2
+
+
+def grad_of_grad(f):
+  def norm(params, x):
+    grads = jax.grad(lambda p: f(p, x).sum())(params)
+    return sum((g**2).sum() for g in grads)
+
+  return jax.grad(norm)
+
+
+TRANSFORMS = {
+  "grad of grad": grad_of_grad,
+  "jvp": lambda f: lambda p, x: jax.jvp(f, (p, x), (p, x)),
+  "checkpoint": lambda f: jax.grad(jax.checkpoint(lambda p, x: f(p, x).sum())),
+  "vmap of grad": lambda f: jax.vmap(jax.grad(f), (None, 0)),
+  "scan": lambda f: (
+    lambda p, x: jax.lax.scan(
+      lambda c, row: (c + f(p, row), c), jnp.float32(0), x
+    )
+  ),
+  "cond": lambda f: (
+    lambda p, x: jax.lax.cond(jnp.sum(x) > 0, f, lambda p, x: x[:, 0], p, x)
+  ),
+}
+
+
+@pytest.mark.slow
+def test_traced_stages_under_transformations():
+  staged, wanted = (
+    jax.jit(lambda p, x, f=f: {k: t(f)(p, x) for k, t in TRANSFORMS.items()})
+    for f in (two_stages, one_stage)
+  )
+  assert_close(staged(W, put_batch(x=X / 32)), wanted(W, X / 32))
+
+
+@pytest.mark.slow
+def test_eager_gradients_are_on_the_devices_of_the_parameters():
+  params = [S.assign_to_logical_device(w, 1 + 2 * i) for i, w in enumerate(W)]
+  batch = S.assign_to_logical_device(put_batch(), 1)
+  grads, batch_grad = jax.grad(lambda p, x: two_stages(p, x).sum(), (0, 1))(
+    params, batch
+  )
+  ids = [device_ids(g) for g in (*grads, batch_grad)]
+  assert ids == [[1, 5], [3, 7], [1, 5]]
+  assert_close(grads, jax.grad(lambda p: one_stage(p, X).sum())(W))
+
+
+def text_outside_conditionals(text):
+  """Returns the part of compiled text that every device runs."""
+  bodies, name = {}, None
+  for line in text.splitlines():
+    head = re.match(r"(ENTRY )?%?([\w.-]+) .*\{$", line)
+    if head:
+      name = "ENTRY" if head[1] else head[2]
+    if name:
+      bodies[name] = bodies.get(name, "") + "\n" * bool(head) + line + "\n"
+  seen, todo = set(), ["ENTRY"]
+  while todo:
+    name = todo.pop()
+    if name not in seen:
+      seen.add(name)
+      body = re.sub(r"branch_computations=\{.*?\}", "", bodies[name])
+      todo += [n for n in re.findall(r"%([\w.-]+)", body) if n in bodies]
+  return "\n".join(bodies[name] for name in seen)
+
+
+def test_traced_work_is_in_one_branch_and_its_result_is_reduced():
+  product = lambda w, x: S.on_logical_device(
+    2, lambda w, x: jnp.tanh(x @ w), w, x
+  )
+  grads = lambda w, x: jax.grad(lambda w: product(w, x).sum())(w)
+  w = np.ones((4, 16), np.float32)
+  for fn, dots in ((product, 1), (grads, 2)):
+    text = jax.jit(fn).lower(w, put_batch()).compile().as_text()
+    assert text.count(" dot(") == dots
+    everywhere = text_outside_conditionals(text)
+    assert " dot(" not in everywhere
+    assert everywhere.count(" conditional(") == dots
+    assert " all-reduce(" in everywhere
+  # The parser does find a product that is outside of a conditional.
+  text = jax.jit(lambda w, x: x @ w).lower(w, X).compile().as_text()
+  assert " dot(" in text_outside_conditionals(text)
 
 
 def test_function_runs_on_one_logical_device_of_each_replica():
-  s = strategy(2, 4)
   calls = collections.Counter()
 
   def host(replica, x):
@@ -184,13 +434,113 @@ def test_function_runs_on_one_logical_device_of_each_replica():
     return twice, context.all_reduce("sum", x + replica)
 
   x = np.arange(3, dtype=np.float32)
-  twice, total = s.run(lambda x: s.on_logical_device(2, fn, x), (x,))
+  twice, total = S.run(lambda x: S.on_logical_device(2, fn, x), (x,))
   np.testing.assert_array_equal(twice, [2 * x] * 2)
   np.testing.assert_array_equal(total, [2 * x + 1] * 2)
   assert calls == {0: 1, 1: 1}
 
 
-# Training
+# -- Mistakes.
+
+
+ANNOTATIONS = {
+  "split_to_logical_devices": lambda x: S.split_to_logical_devices(x, [2, 2]),
+  "replicate_to_logical_devices": S.replicate_to_logical_devices,
+  "assign_to_logical_device": lambda x: S.assign_to_logical_device(x, 1),
+  "on_logical_device": lambda x: S.on_logical_device(1, jnp.sin, x),
+}
+
+
+@pytest.mark.parametrize(
+  ("call", "error", "facts"),
+  [
+    (
+      lambda x: S.split_to_logical_devices(x, [4]),
+      ValueError,
+      ("partition_dimensions", "(8, 4)", "got 1"),
+    ),
+    (
+      lambda x: S.split_to_logical_devices(x, [3, 1]),
+      ValueError,
+      ("logical devices, 4", "got 3"),
+    ),
+    (
+      lambda x: S.split_to_logical_devices(x, [4, 2.0]),
+      TypeError,
+      ("partition_dimensions[1]", "integer", "got 2.0"),
+    ),
+    (
+      lambda x: S.split_to_logical_devices(x[:6], [4, 1]),
+      ValueError,
+      ("partition_dimensions=[4, 1]", "dimension 0", "(6, 4)", "by 4"),
+    ),
+    (
+      lambda x: S.assign_to_logical_device(x, 4),
+      ValueError,
+      ("logical_device_id", "got 4"),
+    ),
+    (
+      lambda x: S.assign_to_logical_device(x, -1),
+      ValueError,
+      ("logical_device_id", "got -1"),
+    ),
+    (
+      lambda x: S.on_logical_device(1.0, jnp.sin, x),
+      TypeError,
+      ("logical_device_id", "got 1.0"),
+    ),
+  ],
+)
+def test_mistakes(call, error, facts):
+  for fn in (call, jax.jit(call)):
+    with pytest.raises(error) as e:
+      fn(X)
+    for fact in facts:
+      assert fact in str(e.value)
+
+
+def test_integers_that_do_not_fit_raise():
+  for name, annotate in ANNOTATIONS.items():
+    with pytest.raises(ValueError, match="do not fit int32"):
+      annotate(np.full((4, 4), 2**31)), name
+
+
+def test_annotation_within_a_traced_branch_raises():
+  for name, annotate in ANNOTATIONS.items():
+    nested = jax.jit(lambda x, fn=annotate: S.on_logical_device(1, fn, x))
+    with pytest.raises(ValueError, match=f"^{name}: .* alone"):
+      nested(X)
+  # Eagerly it is one move after the other, and the result returns.
+  array = S.on_logical_device(2, ANNOTATIONS["on_logical_device"], X)
+  assert device_ids(array) == [2, 6]
+
+
+def test_trace_on_another_mesh_raises():
+  other_axes = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+  for name, annotate in ANNOTATIONS.items():
+    for mesh in (other_axes, strategy(4, 2).mesh):
+      with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=f"^{name} is traced on the mesh") as e,
+      ):
+        jax.jit(annotate)(X)
+      assert str(dict(MESH.shape)) in str(e.value)
+    with jax.set_mesh(MESH):
+      array = jax.jit(annotate)(X)
+    np.testing.assert_allclose(array, annotate(X), rtol=1e-6)
+
+
+def test_closing_over_a_traced_array_on_the_mesh_raises():
+  @jax.jit
+  def closes(x):
+    y = S.assign_to_logical_device(x, 1)
+    return S.on_logical_device(2, lambda x: x + y, x)
+
+  with pytest.raises(ValueError, match=r"closes over a traced float32\[8,4\]"):
+    closes(X)
+
+
+# -- Training.
 
 
 class Net(nn.Module):
@@ -202,52 +552,40 @@ class Net(nn.Module):
     return nn.Dense(3)(x.max((1, 2)))
 
 
-@functools.cache
-def images():
-  rng = np.random.default_rng(0)
-  return {
-    "image": rng.normal(size=(4, 16, 16, 2)).astype(np.float32),
-    "label": rng.integers(0, 3, 4),
-  }
-
-
-def cross_entropy(logits, labels):
-  losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-  return losses.mean()
+RNG = np.random.default_rng(0)
+IMAGES = {
+  "image": RNG.normal(size=(4, 16, 16, 2)).astype(np.float32),
+  "label": RNG.integers(0, 3, 4),
+}
 
 
 def image_step(s, pieces=None, device=None):
   def step(state, batch):
-    image, label = batch["image"], batch["label"]
     apply = lambda params, x: state.apply_fn({"params": params}, x)
 
     def loss_fn(params):
+      image, label = batch["image"], batch["label"]
       if pieces is not None:
         split = s.split_to_logical_devices(image, pieces)
         logits = s.replicate_to_logical_devices(apply(params, split))
-        return cross_entropy(logits, s.replicate_to_logical_devices(label))
-      if device is not None:
+        label = s.replicate_to_logical_devices(label)
+      elif device is not None:
         apply_again = jax.checkpoint(apply)
         logits = s.on_logical_device(device, apply_again, params, image)
-        return cross_entropy(logits, label)
-      return cross_entropy(apply(params, image), label)
+      else:
+        logits = apply(params, image)
+      losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+      return losses.mean()
 
     return state.minimize(loss_fn)
 
   return step
 
 
-@functools.cache
-def image_params():
-  return jax.jit(Net().init)(jax.random.key(0), images()["image"])["params"]
-
-
 def image_state(s):
+  params = jax.jit(Net().init)(jax.random.key(0), IMAGES["image"])["params"]
   return fs.TrainState.create(
-    apply_fn=Net().apply,
-    params=image_params(),
-    tx=optax.adam(1e-2),
-    strategy=s,
+    apply_fn=Net().apply, params=params, tx=optax.adam(1e-2), strategy=s
   )
 
 
@@ -255,8 +593,7 @@ def image_state(s):
 def trained():
   """Three steps on one device."""
   s = strategy(1, 1)
-  state = image_state(s)
-  return s.run_steps(image_step(s), state, [images()] * 3, reduce="mean")
+  return s.run_steps(image_step(s), image_state(s), [IMAGES] * 3, reduce="mean")
 
 
 def assert_trained(state, loss):
@@ -270,24 +607,22 @@ def assert_trained(state, loss):
   [([1, 2, 2, 1], None), pytest.param(None, 3, marks=pytest.mark.slow)],
 )
 def test_split_training_equals_one_device(pieces, device):
-  s = strategy(2, 4)
-  batches = s.shard_batch(
-    jax.tree.map(lambda x: np.stack([x] * 3), images()), P(None, "replica")
-  )
-  step = image_step(s, pieces, device)
-  assert_trained(*s.run_steps(step, image_state(s), batches, reduce="mean"))
+  stacked = jax.tree.map(lambda x: np.stack([x] * 3), IMAGES)
+  batches = S.shard_batch(stacked, P(None, "replica"))
+  step = image_step(S, pieces, device)
+  assert_trained(*S.run_steps(step, image_state(S), batches, reduce="mean"))
 
 
 def test_split_convolution_exchanges_borders_only():
   s = strategy(1, 8)
   step = s.jit(image_step(s, [1, 2, 4, 1]))
   state = image_state(s)
-  text = step.lower(state, images()).compile().as_text()
+  text = step.lower(state, IMAGES).compile().as_text()
   assert "collective-permute" in text
   assert "all-gather" not in text and "all-to-all" not in text
   # Of 16 by 16 the first convolution sees 8 by 4.
   shapes = re.findall(r"= f32\[4,(\d+),(\d+),4\]\S* convolution\(", text)
   assert ("8", "4") in shapes and ("16", "16") not in shapes
   for _ in range(3):
-    state, loss = step(state, images())
+    state, loss = step(state, IMAGES)
   assert_trained(state, loss[0])
