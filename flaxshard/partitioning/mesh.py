@@ -60,61 +60,40 @@ def create(
         "DeviceAssignment of it."
       )
     devices, is_ordered = device_assignment.devices.ravel().tolist(), False
-  elif device_assignment is not None:
-    if not isinstance(device_assignment, DeviceAssignment):
-      raise TypeError(
-        "device_assignment must be a DeviceAssignment, a Topology or its name, "
-        f"got {type(device_assignment).__name__}; devices go to devices=."
-      )
+  elif not isinstance(device_assignment, DeviceAssignment | None):
+    raise TypeError(
+      "device_assignment must be a DeviceAssignment, a Topology or its name, "
+      f"got {type(device_assignment).__name__}; devices go to devices=."
+    )
+  if isinstance(device_assignment, DeviceAssignment):
     grid = assigned_devices(device_assignment, devices)
-    logical = None if mesh_shape is None else axis_sizes(mesh_shape, grid.size)
-    if logical is not None and logical.pop(REPLICA) != len(grid):
+    axes = {REPLICA: len(grid), **prime_axes(grid.shape[1])}
+    if mesh_shape is not None:
+      axes = axis_sizes(mesh_shape, grid.size)
+    if axes[REPLICA] != len(grid):
       raise ValueError(
         f"mesh_shape={mesh_shape!r} has another number of replicas than "
         f"device_assignment, which has {len(grid)}."
       )
-    return from_grid(grid, logical, axis_type)
-  # An array of devices may have several dimensions.
-  flat = np.array(
-    compile_only.all_devices() if devices is None else devices, object
-  ).ravel()
-  if not flat.size:
-    raise ValueError("devices must have at least one device, got none.")
-  if mesh_shape is None:
-    mesh_shape = {REPLICA: -1}  # one replica per device
-  logical = axis_sizes(mesh_shape, flat.size)
-  num_replicas = logical.pop(REPLICA)
-  grid = flat.reshape(num_replicas, -1)
-  if not is_ordered:
-    grid = order_devices(flat.tolist(), grid.shape[1])
-  return from_grid(grid, logical, axis_type)
-
-
-def from_grid(
-  devices: np.ndarray,
-  logical_axes: Mapping[str, int] | None = None,
-  axis_type: jax.sharding.AxisType = jax.sharding.AxisType.Auto,
-) -> jax.sharding.Mesh:
-  """Returns the mesh over a grid of devices, in the grid's order.
-
-  Args:
-    devices: JAX devices, an object array [replicas, logical devices].
-    logical_axes: Names and sizes of the axes of the logical devices; the first
-      varies slowest. None means the prime factors in ascending order.
-    axis_type: The type of every axis.
-
-  Example:
-    >>> devices = np.array(jax.devices() * 6)[:6].reshape(1, 6)
-    >>> dict(from_grid(devices).shape)
-    {'replica': 1, 'm0': 2, 'm1': 3}
-  """
-  if logical_axes is None:
-    logical_axes = prime_axes(devices.shape[1])
-  shape = (devices.shape[0], *logical_axes.values())
-  names = (REPLICA, *logical_axes)
+  else:
+    # An array of devices may have several dimensions.
+    flat = np.array(
+      compile_only.all_devices() if devices is None else devices, object
+    ).ravel()
+    if not flat.size:
+      raise ValueError("devices must have at least one device, got none.")
+    # One replica per device.
+    axes = axis_sizes(
+      {REPLICA: -1} if mesh_shape is None else mesh_shape, flat.size
+    )
+    grid = flat.reshape(axes[REPLICA], -1)
+    if not is_ordered:
+      grid = order_devices(flat.tolist(), grid.shape[1])
   # jax.make_mesh would reorder the devices, and its axes are Explicit.
   return jax.sharding.Mesh(
-    devices.reshape(shape), names, axis_types=(axis_type,) * len(names)
+    grid.reshape(tuple(axes.values())),
+    tuple(axes),
+    axis_types=(axis_type,) * len(axes),
   )
 
 
@@ -324,6 +303,7 @@ def order_devices(
         "Pass a device_assignment for replicas that lie on several slices."
       )
     shape = (len(in_slice) // num_logical_devices, num_logical_devices)
+    grid = None
     if topology_lib.is_tpu(in_slice[0]):
       # JAX knows the torus of each TPU version. Without splitting physical axes
       # it would refuse a replica that takes only a part of one.
@@ -335,8 +315,7 @@ def order_devices(
         # For some large tori, such as 16 x 20 x 28, JAX finds no assignment of
         # the axes (JAX 0.10.2). Neighbors along x are then next to each other.
         in_slice.sort(key=lambda d: (*d.coords[::-1], d.core_on_chip))
-        grid = np.array(in_slice, object).reshape(shape)
-    else:
+    if grid is None:
       grid = np.array(in_slice, object).reshape(shape)
     grids.append(grid)
   return np.concatenate(grids)

@@ -138,7 +138,7 @@ def resolve(
     {'mlp_in': {'kernel': P('replica', 'model')}, 'norm': {'scale': P()}}
   """
   parsed = _parse(rules, "rules", mesh)
-  regexes = [rule.pattern for rule in parsed.regexes]
+  regexes = [pattern for _, pattern, _ in parsed.regexes]
   leaves: list[_Leaf] = []
   has_logical_names = False
   for path, value, box in specs.iterate_leaves(params):
@@ -151,8 +151,8 @@ def resolve(
       )
       dims = specs.check(f"{source}: {where}", spec, shape, mesh)
     else:
-      what, _, spec = parsed.regexes[i]
-      dims = specs.check(f"{what}: {where}", spec, shape, mesh, RuleError)
+      source, _, spec = parsed.regexes[i]
+      dims = specs.check(f"{source}: {where}", spec, shape, mesh, RuleError)
     # The spec P() of a regex excludes a parameter from FSDP.
     leaves.append(_Leaf(path, shape, dims, i is not None and not tuple(spec)))
   paths = [leaf.path for leaf in leaves]
@@ -199,7 +199,7 @@ def from_config(value: Any, *, argument: str = "rules") -> Rules:
     >>> from_config((("mlp_in/kernel", (None, "model")), "fsdp"))
     (('mlp_in/kernel', P(None, 'model')), 'fsdp')
   """
-  rules: Rules
+  rules: Rules = value
   if registry.is_dict(value):
     rules = registry.call(argument, value, {"fsdp": FSDP})
   elif isinstance(value, (tuple, list)):
@@ -207,30 +207,21 @@ def from_config(value: Any, *, argument: str = "rules") -> Rules:
       _entry_from_config(f"{argument}[{i}]", entry)
       for i, entry in enumerate(registry.to_plain(value))
     )
-  elif value is None or isinstance(value, str):
-    rules = value
-  else:
-    raise TypeError(
-      f"{argument} must be None, 'fsdp', a dict with the name 'fsdp', or a "
-      f"sequence of pairs, got {value!r}."
-    )
   # Parse now, so that an error names the field of the config.
   _parse(rules, argument)
   return rules
 
 
-class _Regex(NamedTuple):
-  """A rule for the parameters in whose paths a regex is found."""
-
-  description: str
-  pattern: str
-  spec: P
-
-
 class _Rules(NamedTuple):
-  """Rules by their forms."""
+  """Rules by their forms.
 
-  regexes: list[_Regex]
+  Attributes:
+    regexes: The description, the pattern and the spec of each regex.
+    logical: Pairs of a logical name and its mesh axes.
+    fsdp: The last entry, if it is one.
+  """
+
+  regexes: list[tuple[str, str, P]]
   logical: list[tuple[str, Any]]
   fsdp: FSDP | None
 
@@ -254,7 +245,7 @@ def _parse(rules: Rules, argument: str, mesh: Mesh | None = None) -> _Rules:
       f"{argument} must be None, 'fsdp', an FSDP or a sequence, got {rules!r}; "
       f"{_ALLOWED}."
     )
-  regexes: list[_Regex] = []
+  regexes: list[tuple[str, str, P]] = []
   logical: list[tuple[str, Any]] = []
   fsdp = None
   for i, rule in enumerate(rules):
@@ -277,7 +268,7 @@ def _parse(rules: Rules, argument: str, mesh: Mesh | None = None) -> _Rules:
           re.compile(pattern)
         except re.error as e:
           raise RuleError(f"{name}: {pattern!r} is not a regex: {e}.") from e
-        regexes.append(_Regex(where, pattern, spec))
+        regexes.append((where, pattern, spec))
       case (str(pattern), axes):
         # Flax's logical_to_mesh_axes takes tuples, not lists.
         axes = tuple(axes) if isinstance(axes, list) else axes
@@ -322,19 +313,19 @@ def _split_leaves(
   is_split = axis_size == 1  # as on a single device: no mistake in the rules
   for leaf in leaves:
     dims = list(leaf.dims)
-    free = [i for i, size in enumerate(leaf.shape) if size % axis_size == 0]
-    free = [i for i in free if not dims[i]]
+    free = [
+      i for i, n in enumerate(leaf.shape) if not dims[i] and n % axis_size == 0
+    ]
     # A mesh axis can split an array only once.
     if any(axis in axes for dim in dims for axis in dim):
       is_split = True
-    elif math.prod(leaf.shape) < fsdp.min_size or leaf.keep_whole:
-      pass
-    elif free:
-      is_split = True
-      # Of equal dimensions `max` returns the first.
-      dims[max(free, key=lambda i: leaf.shape[i])] = axes
-    else:
-      indivisible.append(leaf.path)
+    elif math.prod(leaf.shape) >= fsdp.min_size and not leaf.keep_whole:
+      if free:
+        is_split = True
+        # Of equal dimensions `max` returns the first.
+        dims[max(free, key=lambda i: leaf.shape[i])] = axes
+      else:
+        indivisible.append(leaf.path)
     new_leaves.append(leaf._replace(dims=tuple(dims)))
   whole = ", ".join([*indivisible[:3], *["…"] * (len(indivisible) > 3)])
   if not is_split:

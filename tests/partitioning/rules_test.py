@@ -14,10 +14,15 @@ from flaxshard.partitioning.rules import RuleError
 
 P = jax.sharding.PartitionSpec
 MESH = jax.sharding.AbstractMesh((4, 2), ("replica", "model"))
+ONE_REPLICA = jax.sharding.AbstractMesh((1, 8), ("replica", "model"))
 
 
 def array(*shape):
   return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def logical(names, *, shape=(8, 32), rules=None):
+  return nn.LogicallyPartitioned(array(*shape), names, rules=rules)
 
 
 PARAMS = {
@@ -28,6 +33,12 @@ PARAMS = {
   "embed": {"embedding": array(64, 8)},
   "scale": array(),
 }
+WITH_AXES = {
+  "kernel": nn.Partitioned(array(8, 32), (None, "model")),
+  "stack": nn.Partitioned(array(2, 8, 8), ("model", ("replica",))),
+  "bias": array(32),
+}
+LOGICAL = (("mlp", "model"), ("embed", None), ("batch", "replica"))
 
 
 def split_leaves(specs):
@@ -47,106 +58,111 @@ def assert_raises(error, facts, function, *args, **kwargs):
     assert fact in str(e.value)
 
 
-# Regexes.
-
-
-def test_without_rules_and_metadata_all_is_replicated():
-  specs = resolve(None, MESH, PARAMS)
-  assert jax.tree.structure(specs) == jax.tree.structure(PARAMS)
-  assert split_leaves(specs) == {}
-
-
-def test_first_matching_regex_sets_the_spec():
-  rules = (
-    (r"mlp_in/kernel", P(None, "model")),
-    (r"kernel", P("model")),
-    (r"^embed/", P(("replica", "model"))),
-    (r"in/bias$", P("model")),
-  )
-  assert split_leaves(resolve(rules, MESH, PARAMS)) == {
-    "block/mlp_in/kernel": P(None, "model"),
-    "block/mlp_in/bias": P("model"),
-    "block/mlp_out/kernel": P("model"),
-    "embed/embedding": P(("replica", "model")),
-  }
-
-
-def test_specs_are_in_their_shortest_form():
-  for spec, shortest in (
-    (P((), "model"), P(None, "model")),
-    (P(("model", "replica")), P(("model", "replica"))),
-  ):
-    specs = resolve((("embed", spec),), MESH, PARAMS)
-    assert specs["embed"]["embedding"] == shortest
+@pytest.mark.parametrize(
+  ("rules", "params", "wanted"),
+  [
+    (None, PARAMS, {}),
+    # The first regex that is found sets the spec.
+    (
+      (
+        (r"mlp_in/kernel", P(None, "model")),
+        (r"kernel", P("model")),
+        (r"^embed/", P(("replica", "model"))),
+        (r"in/bias$", P("model")),
+      ),
+      PARAMS,
+      {
+        "block/mlp_in/kernel": P(None, "model"),
+        "block/mlp_in/bias": P("model"),
+        "block/mlp_out/kernel": P("model"),
+        "embed/embedding": P(("replica", "model")),
+      },
+    ),
+    # Specs are in their shortest form.
+    (
+      (("embed", P((), "model")),),
+      PARAMS,
+      {"embed/embedding": P(None, "model")},
+    ),
+    (
+      (("embed", P(("model", "replica"))),),
+      PARAMS,
+      {"embed/embedding": P(("model", "replica"))},
+    ),
+    # FSDP: of equal dimensions the first; 30 cannot be divided by 4.
+    (FSDP(min_size=16), {"w": array(16, 16)}, {"w": P("replica")}),
+    (
+      FSDP(min_size=16),
+      {"w": array(3, 30, 16, 4), "small": array(12)},
+      {"w": P(None, None, "replica")},
+    ),
+    ("fsdp", {"w": array(128, 128), "s": array(127, 128)}, {"w": P("replica")}),
+    ((FSDP(),), {"w": array(128, 128)}, {"w": P("replica")}),
+    # It splits what other rules leave, but for what they exclude.
+    (
+      (
+        ("mlp_in/kernel", P(None, "model")),
+        ("mlp_out/kernel", P("model")),
+        ("mlp_in/bias", P("replica")),
+        ("embed", P()),
+        FSDP(min_size=8),
+      ),
+      PARAMS,
+      {
+        "block/mlp_in/kernel": P("replica", "model"),
+        "block/mlp_out/kernel": P("model", "replica"),
+        "block/mlp_in/bias": P("replica"),
+        "block/mlp_out/bias": P("replica"),
+      },
+    ),
+    # Metadata with mesh axes, which a regex overrides.
+    (
+      None,
+      WITH_AXES,
+      {"kernel": P(None, "model"), "stack": P("model", "replica")},
+    ),
+    (
+      (("kernel", P("replica")),),
+      WITH_AXES,
+      {"kernel": P("replica"), "stack": P("model", "replica")},
+    ),
+    (
+      (("bias", P("model")), FSDP(min_size=64)),
+      WITH_AXES,
+      {
+        "kernel": P("replica", "model"),
+        "stack": P("model", "replica"),
+        "bias": P("model"),
+      },
+    ),
+    # A logical name without a rule may be a mesh axis.
+    (None, {"w": logical((None, "model"))}, {"w": P(None, "model")}),
+    ((("model", None),), {"w": logical((None, "model"))}, {}),
+    (
+      (("^w", P("model")), *LOGICAL, FSDP(min_size=64)),
+      {
+        "w": logical(("embed", "mlp")),
+        "v": logical(("embed", "mlp")),
+        "bias": array(32),
+      },
+      {"w": P("model", "replica"), "v": P("replica", "model")},
+    ),
+  ],
+)
+def test_rules(rules, params, wanted):
+  specs = resolve(rules, MESH, params)
+  assert split_leaves(specs) == wanted
+  unboxed = jax.tree.map(lambda x: 0, params, is_leaf=nn.meta.is_axis_metadata)
+  assert jax.tree.structure(specs) == jax.tree.structure(unboxed)
 
 
 def test_mesh_axes_of_size_one_are_left_out():
-  mesh = jax.sharding.AbstractMesh((1, 8), ("replica", "model"))
   rules = (("embed", P("replica", "model")), ("mlp_in/k", P(None, "replica")))
-  assert split_leaves(resolve(rules, mesh, PARAMS)) == {
+  assert split_leaves(resolve(rules, ONE_REPLICA, PARAMS)) == {
     "embed/embedding": P(None, "model")
   }
-
-
-@pytest.mark.parametrize(
-  ("rules", "facts"),
-  [
-    (P("model"), ("rules", "got P(")),
-    (((3, P()),), ("rules[0]", "got (3, P())")),
-  ],
-)
-def test_rule_of_unknown_form_raises_type_error(rules, facts):
-  assert_raises(TypeError, facts, resolve, rules, MESH, PARAMS)
-
-
-SIZES = "{'replica': 4, 'model': 2}"
-
-
-@pytest.mark.parametrize(
-  ("rules", "facts"),
-  [
-    ((("(", P()),), ("rules[0]", "'('", "regex")),
-    (("fsdp", ("embed", P("model"))), ("rules[0]='fsdp'", "last")),
-    (FSDP("data"), ("rules[0]=FSDP(axis='data'", "no axis 'data'", SIZES)),
-    (
-      (("embed", P("modle")),),
-      (
-        "rules[0]=('embed', P('modle'",
-        "params[embed/embedding]",
-        "no axis 'modle'",
-        "(64, 8)",
-        SIZES,
-        "Did you mean 'model'?",
-      ),
-    ),
-    (
-      (("embed", P(("model", "replica"), "model")),),
-      ("params[embed/embedding]", "'model' must not be used twice"),
-    ),
-    (
-      (("bias", P(None, "model")),),
-      ("params[block/mlp_in/bias]", "P(None, 'model')", "(32,)"),
-    ),
-    (
-      (("mlp_inn", P("model")),),
-      ("rules[0]='mlp_inn'", "block/mlp_in/kernel, ", "embed/embedding"),
-    ),
-    (
-      (("kernel", P("model")), ("mlp_in/kernel", P(None, "model"))),
-      ("rules[1]='mlp_in/kernel'", "rules[0]"),
-    ),
-    ((("kernle", P()),), ("rules[0]='kernle'", "Did you mean 'kernel'?")),
-    ("fdsp", ("rules[0]", "Did you mean 'fsdp'?")),
-    (("embed", P()), ("rules[0]", "'embed'", "comma: (('embed', P()),)")),
-    ((("mlp", "model"),), ("rules", "('mlp', 'model')", "params")),
-    # Not a catch-all: it is not found in every path.
-    ((("", P()), ("embed", P("model"))), ("rules[1]='embed'", "rules[0]")),
-    # Not the last regex.
-    ((("", P()), (".*", P()), ("", P())), ("rules[1]='.*'", "rules[0]")),
-  ],
-)
-def test_rule_that_cannot_be_followed_raises_rule_error(rules, facts):
-  assert_raises(RuleError, facts, resolve, rules, MESH, PARAMS)
+  # One replica: there is nothing to split over.
+  assert split_leaves(resolve("fsdp", ONE_REPLICA, PARAMS)) == {}
 
 
 @pytest.mark.parametrize("pattern", [".*", "", "^.+$"])
@@ -160,105 +176,13 @@ def test_catch_all_rule_with_no_parameters_left_is_allowed(pattern):
   assert split_leaves(resolve(rules, MESH, PARAMS)) == split
 
 
-def test_indivisible_dimension_raises():
-  facts = (
-    "rules[0]=('w'",
-    "params[w]: dimension 1, of size 12",
-    "divided by 8, the size of ('replica', 'model')",
-    "(4, 12)",
-  )
-  rules = (("w", P(None, ("replica", "model"))),)
-  params = {"w": array(4, 12)}
-  assert_raises(RuleError, facts, resolve, rules, MESH, params)
-
-
-# FSDP.
-
-
-@pytest.mark.parametrize(
-  ("shape", "spec"),
-  [
-    ((16, 16), P("replica")),  # the first of equal dimensions
-    ((3, 30, 16, 4), P(None, None, "replica")),  # 30 cannot be divided by 4
-    ((12,), P()),  # smaller than min_size
-  ],
-)
-def test_fsdp_splits_the_largest_divisible_dimension(shape, spec):
-  params = {"w": array(*shape), "other": array(64, 64)}
-  assert resolve(FSDP(min_size=16), MESH, params)["w"] == spec
-
-
-def test_fsdp_by_name_has_the_default_fields():
-  params = {"w": array(128, 128), "small": array(127, 128)}
-  for rules in ("fsdp", (FSDP(),)):
-    assert split_leaves(resolve(rules, MESH, params)) == {"w": P("replica")}
-
-
-def test_fsdp_splits_dimensions_that_other_rules_leave():
-  rules = (
-    ("mlp_in/kernel", P(None, "model")),
-    ("mlp_out/kernel", P("model")),
-    ("mlp_in/bias", P("replica")),
-    ("embed", P()),  # excluded from FSDP
-    FSDP(min_size=8),
-  )
-  assert split_leaves(resolve(rules, MESH, PARAMS)) == {
-    "block/mlp_in/kernel": P("replica", "model"),
-    "block/mlp_out/kernel": P("model", "replica"),
-    "block/mlp_in/bias": P("replica"),
-    "block/mlp_out/bias": P("replica"),
-  }
-
-
 def test_fsdp_logs_the_large_parameters_that_stay_whole(caplog):
   params = {f"b{i}": array(4) for i in range(5)}
   params |= {"w": array(8, 8), "odd": array(9, 9)}
   resolve(FSDP(min_size=64), MESH, params)
-  (indivisible,) = caplog.records
-  assert indivisible.levelname == "WARNING"
-  assert "'replica', of size 4" in indivisible.getMessage()
-  assert indivisible.getMessage().endswith(": odd")
-
-
-def test_fsdp_that_splits_no_parameter_raises():
-  facts = ("min_size=16384", "6 parameters", "of size 4", "none")
-  assert_raises(RuleError, facts, resolve, "fsdp", MESH, PARAMS)
-  params = {"w": array(9, 9)}
-  facts = ("of size 4", "but for w,")
-  assert_raises(ValueError, facts, resolve, FSDP(min_size=1), MESH, params)
-  # One replica: there is nothing to split over.
-  mesh = jax.sharding.AbstractMesh((1, 8), ("replica", "model"))
-  assert split_leaves(resolve("fsdp", mesh, PARAMS)) == {}
-
-
-# Metadata.
-
-
-def logical(names, *, shape=(8, 32), rules=None):
-  return nn.LogicallyPartitioned(array(*shape), names, rules=rules)
-
-
-def test_metadata_with_mesh_axes():
-  params = {
-    "kernel": nn.Partitioned(array(8, 32), (None, "model")),
-    "stack": nn.Partitioned(array(2, 8, 8), ("model", ("replica",))),
-    "bias": array(32),
-  }
-  assert resolve(None, MESH, params) == {
-    "kernel": P(None, "model"),
-    "stack": P("model", "replica"),
-    "bias": P(),
-  }
-  # A regex overrides the metadata of the parameters that it matches.
-  specs = resolve((("kernel", P("replica")),), MESH, params)
-  assert specs["kernel"] == P("replica")
-  assert specs["stack"] == P("model", "replica")
-  specs = resolve((("bias", P("model")), FSDP(min_size=64)), MESH, params)
-  assert specs["kernel"] == P("replica", "model")
-  assert specs["bias"] == P("model")
-
-
-LOGICAL = (("mlp", "model"), ("embed", None), ("batch", "replica"))
+  (record,) = caplog.records
+  assert "'replica', of size 4" in record.getMessage()
+  assert record.getMessage().endswith(": odd")
 
 
 def test_logical_names_follow_given_contextual_and_boxed_rules():
@@ -266,6 +190,10 @@ def test_logical_names_follow_given_contextual_and_boxed_rules():
   specs = {"w": P(None, "model"), "v": P("model")}
   with nn.logical_axis_rules(LOGICAL):
     assert resolve(None, MESH, params) == specs
+    # Given rules precede those of the context.
+    given = resolve((("mlp", ["replica", "model"]),), MESH, params)
+    assert given["w"] == P(None, ("replica", "model"))
+    assert resolve((("mlp", None),), MESH, params)["w"] == P()
   assert resolve(LOGICAL, MESH, params) == specs
   assert resolve([list(pair) for pair in LOGICAL], MESH, params) == specs
   boxed_rules = jax.tree.map(
@@ -276,70 +204,12 @@ def test_logical_names_follow_given_contextual_and_boxed_rules():
   assert resolve(None, MESH, boxed_rules) == specs
 
 
-def test_given_rules_precede_contextual_rules():
-  params = {"w": logical(("embed", "mlp"))}
-  with nn.logical_axis_rules(LOGICAL):
-    specs = resolve((("mlp", ["replica", "model"]),), MESH, params)
-    assert specs == {"w": P(None, ("replica", "model"))}
-    assert resolve((("mlp", None),), MESH, params) == {"w": P()}
-
-
-def test_logical_name_without_rule_may_be_a_mesh_axis():
-  params = {"w": logical((None, "model"))}
-  assert resolve(None, MESH, params) == {"w": P(None, "model")}
-  assert resolve((("model", None),), MESH, params) == {"w": P()}
-
-
 def test_logical_names_without_rule_are_unsplit_if_not_strict():
   params = {"w": logical(("mlp", "unknown")), "v": logical(("model", "other"))}
   specs = resolve(LOGICAL, MESH, params, strict=False)
   # As flax.linen.logical_to_mesh_sharding, but for the name of a mesh axis.
   assert specs == {"w": P("model"), "v": P("model")}
   assert_raises(ValueError, ("strict=False",), resolve, LOGICAL, MESH, params)
-
-
-def test_logical_names_with_regex_and_fsdp():
-  params = {
-    "w": logical(("embed", "mlp")),
-    "v": logical(("embed", "mlp")),
-    "bias": array(32),
-  }
-  rules = (("^w", P("model")), *LOGICAL, FSDP(min_size=64))
-  assert resolve(rules, MESH, params) == {
-    "w": P("model", "replica"),
-    "v": P("replica", "model"),
-    "bias": P(),
-  }
-
-
-@pytest.mark.parametrize(
-  ("rules", "names", "facts"),
-  [
-    (
-      None,
-      ("embed", "mlp"),
-      ("params[w]", "('embed', 'mlp')", "'embed'", "['model', 'replica']"),
-    ),
-    (LOGICAL, ("embd", "mlp"), ("'embd'", "Did you mean 'embed'")),
-    (LOGICAL, ("mlp", "mlp"), ("params[w]", "more than once")),
-    (
-      (("mlp", ("model", "modle")),),
-      ("mlp", None),
-      ("rules[0]=('mlp'", "no axis 'modle'", "'model'?"),
-    ),
-    (
-      (("mlp", ("model", "replica")),),
-      (None, None, "mlp"),
-      ("logical names (None, None, 'mlp'): params[w]", "more entries"),
-    ),
-  ],
-)
-def test_invalid_logical_names_raise(rules, names, facts):
-  params = {"w": logical(names, shape=(8, 12))}
-  assert_raises(ValueError, facts, resolve, rules, MESH, params)
-
-
-# Arrays with a sharding.
 
 
 def test_arrays_on_the_mesh_keep_their_sharding():
@@ -371,7 +241,118 @@ def test_arrays_on_the_mesh_keep_their_sharding():
   assert_raises(ValueError, facts, resolve, None, mesh, batch, argument="batch")
 
 
-# Configs.
+# -- Mistakes.
+
+
+SIZES = "{'replica': 4, 'model': 2}"
+MISSPELT = (
+  "rules[0]=('embed', P('modle'",
+  "params[embed/embedding]",
+  "no axis 'modle'",
+  "(64, 8)",
+  SIZES,
+  "Did you mean 'model'?",
+)
+INDIVISIBLE = (
+  "rules[0]=('embed'",
+  "params[embed/embedding]: dimension 1, of size 12",
+  "divided by 8, the size of ('replica', 'model')",
+  "(4, 12)",
+)
+
+
+@pytest.mark.parametrize(
+  ("rules", "facts"),
+  [
+    ((("(", P()),), ("rules[0]", "'('", "regex")),
+    (("fsdp", ("embed", P("model"))), ("rules[0]='fsdp'", "last")),
+    (FSDP("data"), ("rules[0]=FSDP(axis='data'", "no axis 'data'", SIZES)),
+    ((("embed", P("modle")),), MISSPELT),
+    (
+      (("embed", P(("model", "replica"), "model")),),
+      ("params[embed/embedding]", "'model' must not be used twice"),
+    ),
+    (
+      (("bias", P(None, "model")),),
+      ("params[block/mlp_in/bias]", "P(None, 'model')", "(32,)"),
+    ),
+    (
+      (("mlp_inn", P("model")),),
+      ("rules[0]='mlp_inn'", "block/mlp_in/kernel, ", "embed/embedding"),
+    ),
+    (
+      (("kernel", P("model")), ("mlp_in/kernel", P(None, "model"))),
+      ("rules[1]='mlp_in/kernel'", "rules[0]"),
+    ),
+    ((("kernle", P()),), ("rules[0]='kernle'", "Did you mean 'kernel'?")),
+    ("fdsp", ("rules[0]", "Did you mean 'fsdp'?")),
+    (("embed", P()), ("rules[0]", "'embed'", "comma: (('embed', P()),)")),
+    ((("mlp", "model"),), ("rules", "('mlp', 'model')", "params")),
+    # Not a catch-all: it is not found in every path.
+    ((("", P()), ("embed", P("model"))), ("rules[1]='embed'", "rules[0]")),
+    # Not the last regex.
+    ((("", P()), (".*", P()), ("", P())), ("rules[1]='.*'", "rules[0]")),
+    ("fsdp", ("min_size=16384", "6 parameters", "of size 4", "none")),
+  ],
+)
+def test_rule_that_cannot_be_followed_raises(rules, facts):
+  assert_raises(RuleError, facts, resolve, rules, MESH, PARAMS)
+
+
+@pytest.mark.parametrize(
+  ("rules", "params", "error", "facts"),
+  [
+    (P("model"), PARAMS, TypeError, ("rules", "got P(")),
+    (((3, P()),), PARAMS, TypeError, ("rules[0]", "got (3, P())")),
+    (
+      (("embed", P(None, ("replica", "model"))),),
+      {"embed": {"embedding": array(4, 12)}},
+      RuleError,
+      INDIVISIBLE,
+    ),
+    (
+      FSDP(min_size=1),
+      {"w": array(9, 9)},
+      RuleError,
+      ("of size 4", "but for w,"),
+    ),
+    (
+      None,
+      {"w": logical(("embed", "mlp"))},
+      ValueError,
+      ("params[w]", "('embed', 'mlp')", "'embed'", "['model', 'replica']"),
+    ),
+    (
+      LOGICAL,
+      {"w": logical(("embd", "mlp"))},
+      ValueError,
+      ("'embd'", "Did you mean 'embed'"),
+    ),
+    (
+      LOGICAL,
+      {"w": logical(("mlp", "mlp"))},
+      ValueError,
+      ("params[w]", "more than once"),
+    ),
+    (
+      (("mlp", ("model", "modle")),),
+      {"w": logical(("mlp", None))},
+      ValueError,
+      ("rules[0]=('mlp'", "no axis 'modle'", "'model'?"),
+    ),
+    (
+      (("mlp", ("model", "replica")),),
+      {"w": logical((None, None, "mlp"))},
+      ValueError,
+      ("logical names (None, None, 'mlp'): params[w]", "more entries"),
+    ),
+  ],
+)
+def test_mistakes(rules, params, error, facts):
+  assert_raises(error, facts, resolve, rules, MESH, params)
+
+
+# -- Configs.
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""PerReplica: rows, arithmetic, and one value for all replicas instead."""
+"""PerReplica, and operations on per-replica values outside of run."""
 
+import compilations
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +9,25 @@ import pytest
 import flaxshard as fs
 from flaxshard.replicas import values
 
+P = jax.sharding.PartitionSpec
+NamedSharding = jax.sharding.NamedSharding
+
 EIGHT = fs.Strategy()
+SPLIT = fs.Strategy(mesh_shape={"replica": 2, "model": 4})
+EXPLICIT = fs.Strategy(axis_type=jax.sharding.AxisType.Explicit)
+STRATEGIES = [SPLIT, EXPLICIT]
 
 
-def test_per_replica_is_a_sequence():
+def rows(context):
+  """Returns a `[2, 3]` array that differs per replica."""
+  first = 6 * context.replica_id_in_sync_group
+  return np.arange(first, first + 6, dtype=np.float32).reshape(2, 3)
+
+
+# -- PerReplica.
+
+
+def test_per_replica_is_a_sequence_and_a_pytree():
   losses = fs.PerReplica(jnp.array([1.0, 3.0]))
   assert [float(x) for x in losses] == [1.0, 3.0]
   assert len(losses) == 2 and float(losses[-1]) == 3.0
@@ -21,31 +37,18 @@ def test_per_replica_is_a_sequence():
   assert len(tree) == 2 and tree[1]["b"].shape == (3,)
   with pytest.raises(IndexError, match="got 2"):
     losses[2]
+  for convert in (float, bool):
+    with pytest.raises(TypeError, match=r"2 replicas.* x\.mean\(\) .*x\[0\]"):
+      convert(losses)
+  doubled = jax.tree.map(lambda x: 2 * x, losses)
+  assert isinstance(doubled, fs.PerReplica)
+  assert np.asarray(doubled).tolist() == [2.0, 6.0]
 
 
 def test_mean_of_a_per_replica():
   x = fs.PerReplica(jnp.array([[1.0, 2.0], [3.0, 6.0]]))
   assert float(x.mean()) == float(np.mean(x)) == 3.0
   assert x.mean(axis=0).tolist() == [2.0, 4.0]
-  losses = EIGHT.run(lambda: jnp.float16(60_000))
-  assert float(losses.mean()) == 60_000
-
-
-@pytest.mark.parametrize(
-  "convert",
-  [float, bool],
-)
-def test_one_number_of_a_per_replica_loss_raises(convert):
-  losses = fs.PerReplica(jnp.ones(8))
-  with pytest.raises(TypeError, match=r"8 replicas.* x\.mean\(\) .*x\[0\]"):
-    convert(losses)
-
-
-def test_per_replica_is_a_pytree():
-  doubled = jax.tree.map(lambda x: 2 * x, fs.PerReplica(jnp.arange(3)))
-  assert isinstance(doubled, fs.PerReplica)
-  assert np.asarray(doubled).tolist() == [0, 2, 4]
-  assert values.is_per_replica(doubled) and not values.is_per_replica([doubled])
 
 
 def test_mean_over_replicas_and_broadcast_to_replicas():
@@ -61,11 +64,8 @@ def test_mean_over_replicas_and_broadcast_to_replicas():
   merged = values.mean_over_replicas(tree)
   np.testing.assert_array_equal(merged["mean"], np.full((2, 3), 3.5))
   assert int(merged["count"]) == 0
-  assert (
-    jax.random.key_data(merged["key"]) == jax.random.key_data(keys[0])
-  ).all()
+  assert merged["key"] == keys[0]
   assert merged["shared"] is tree["shared"]
-
   spread = values.broadcast_to_replicas(merged, tree)
   assert jax.tree.structure(spread) == jax.tree.structure(tree)
   for i in (0, 7):
@@ -73,3 +73,156 @@ def test_mean_over_replicas_and_broadcast_to_replicas():
     assert spread["key"][i] == merged["key"]
   where = spread["mean"].value.sharding
   assert where == tree["mean"].value.sharding
+
+
+# -- distribute_values_from_function.
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_from_function(strategy):
+  n = strategy.num_replicas_in_sync
+  made = strategy.distribute_values_from_function(
+    lambda context: {
+      "rows": rows(context),
+      "id": context.replica_id_in_sync_group,
+      "of": context.num_replicas_in_sync,
+      "key": jax.random.key(context.replica_id_in_sync_group),
+      "none": None,
+    }
+  )
+  wanted = np.arange(6.0 * n).reshape(n, 2, 3)
+  np.testing.assert_array_equal(np.asarray(made["rows"]), wanted)
+  assert np.asarray(made["id"]).tolist() == list(range(n))
+  assert np.asarray(made["of"]).tolist() == [n] * n
+  assert made["none"] is None
+  assert made["key"][n - 1] == jax.random.key(n - 1)
+  split = NamedSharding(strategy.mesh, P("replica"))
+  assert made["rows"].value.sharding.is_equivalent_to(split, 3)
+  assert made["rows"].value.dtype == jnp.float32
+  # In run each replica sees its own row.
+  sums = strategy.run(lambda x: x.sum(), args=(made["rows"],))
+  np.testing.assert_array_equal(np.asarray(sums), wanted.sum((1, 2)))
+
+
+# -- reduce, gather, local_results.
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_reduce_and_gather(strategy):
+  n = strategy.num_replicas_in_sync
+  value = strategy.distribute_values_from_function(rows)
+  array = np.arange(6.0 * n, dtype=np.float32).reshape(n, 2, 3)
+  for op, fn in ("sum", np.sum), ("mean", np.mean):
+    got = strategy.reduce(op, {"a": value})["a"]
+    np.testing.assert_allclose(got, fn(array, axis=0), rtol=1e-6)
+    for axis in (0, 1, -1):
+      got = strategy.reduce(op, value, axis=axis)
+      wanted = fn(array, axis=(0, axis + 1 if axis >= 0 else axis))
+      np.testing.assert_allclose(got, wanted, rtol=1e-6)
+  for axis in (0, 1, -1):
+    got = strategy.gather([value], axis)[0]
+    np.testing.assert_array_equal(got, np.concatenate(array, axis))
+
+
+def test_reduce_of_integers_booleans_and_shared_values():
+  ids = EIGHT.distribute_values_from_function(
+    lambda context: np.int32(context.replica_id_in_sync_group)
+  )
+  total, mean = EIGHT.reduce("sum", ids), EIGHT.reduce("mean", ids)
+  assert (int(total), total.dtype) == (28, jnp.int32)
+  assert (float(mean), mean.dtype) == (3.5, jnp.float32)
+  odd = jax.tree.map(lambda x: x % 2 == 1, ids)
+  assert int(EIGHT.reduce("sum", odd)) == 4
+  tree = {"a": np.arange(3.0), "b": 2.0}
+  same = EIGHT.reduce("mean", tree)
+  assert same["a"] is tree["a"] and same["b"] == 2.0
+  assert float(EIGHT.reduce("mean", np.arange(3.0), axis=0)) == 1.0
+
+
+def test_local_results_are_on_the_devices_of_their_replica():
+  value = SPLIT.distribute_values_from_function(rows)
+  results = SPLIT.local_results({"a": value, "b": 2.0})
+  for i, result in enumerate(results):
+    assert result["b"] == 2.0
+    wanted = np.arange(6.0 * i, 6.0 * i + 6).reshape(2, 3)
+    np.testing.assert_array_equal(result["a"], wanted)
+    assert result["a"].devices() == set(SPLIT.mesh.devices[i])
+    for shard in result["a"].addressable_shards:
+      assert shard.data.shape == (2, 3)
+
+
+def test_local_results_stay_sharded_over_logical_devices():
+  fn = lambda x: SPLIT.split_to_logical_devices(x + replica_id(), [1, 4])
+  replica_id = lambda: fs.get_replica_context().replica_id_in_sync_group
+  x = np.arange(16.0).reshape(2, 8)
+  results = SPLIT.local_results(SPLIT.run(fn, args=(x,)))
+  for i, result in enumerate(results):
+    np.testing.assert_array_equal(result, x + i)
+    assert result.devices() == set(SPLIT.mesh.devices[i])
+    assert {s.data.shape for s in result.addressable_shards} == {(2, 2)}
+
+
+@pytest.mark.parametrize("made_by", ["numpy", "another order", "whole"])
+def test_values_on_other_devices(made_by):
+  value = np.arange(16.0, dtype=np.float32).reshape(8, 2)
+  if made_by == "another order":
+    reverse = fs.Strategy(devices=jax.devices()[::-1])
+    value = jax.device_put(value, NamedSharding(reverse.mesh, P("replica")))
+  elif made_by == "whole":
+    value = jax.device_put(value, NamedSharding(EIGHT.mesh, P()))
+  value = fs.PerReplica(value)
+  np.testing.assert_array_equal(EIGHT.reduce("sum", value), [56.0, 64.0])
+  np.testing.assert_array_equal(EIGHT.gather(value, 0), np.arange(16.0))
+  for i, result in enumerate(EIGHT.local_results(value)):
+    assert result.tolist() == [2 * i, 2 * i + 1]
+    assert result.devices() == {jax.devices()[i]}
+
+
+def test_reduce_and_gather_compile_once():
+  value = EIGHT.distribute_values_from_function(rows)
+
+  def combine():
+    EIGHT.reduce("mean", value)
+    EIGHT.gather(value, 0)
+    EIGHT.local_results(value)
+
+  combine()
+  with compilations.count() as compiled:
+    combine()
+  assert compiled.total == 0
+
+
+VALUE = fs.PerReplica(np.ones((8, 2, 3), np.float32))
+LARGE = fs.PerReplica({"n": np.full((8, 1), -(2**40))})
+MADE = EIGHT.distribute_values_from_function
+
+
+@pytest.mark.parametrize(
+  ("call", "fact"),
+  [
+    (lambda: EIGHT.reduce("max", VALUE), "'max'"),
+    (lambda: EIGHT.reduce("sum", VALUE, axis=2), "axis=2"),
+    (lambda: EIGHT.reduce("sum", {"a": 1.0}), r"value\[a\] must be a PerRepl"),
+    (lambda: EIGHT.gather({"a": 1.0}, 0), r"value\[a\] must be"),
+    (lambda: SPLIT.reduce("sum", VALUE), "2 rows"),
+    (lambda: SPLIT.local_results({"a": VALUE}), r"value\[a\].* 2 rows"),
+    (lambda: EIGHT.reduce("mean", LARGE), r"-1099511627776.* not fit int32"),
+    (lambda: EIGHT.gather(LARGE, 0), "not fit int32"),
+    (lambda: EIGHT.local_results(LARGE), "not fit int32"),
+    (
+      lambda: MADE(lambda c: {"a": np.ones(c.replica_id_in_sync_group)}),
+      r"replica 1 differs from replica 0 at a: shape \(1,\)",
+    ),
+    (
+      lambda: MADE(lambda c: {str(c.replica_id_in_sync_group): 1}),
+      "at 0: missing",
+    ),
+    (
+      lambda: MADE(lambda c: {"n": 2**31}),
+      r"value\[n\] is int64.* 2147483648",
+    ),
+  ],
+)
+def test_mistakes(call, fact):
+  with pytest.raises(ValueError, match=fact):
+    call()

@@ -3,7 +3,6 @@
 To lower a step traces it, which is all that a warning needs.
 """
 
-import contextlib
 import warnings
 
 from flax import linen as nn
@@ -24,13 +23,6 @@ P = jax.sharding.PartitionSpec
 
 EIGHT = fs.Strategy()
 KEY = jax.random.key(0)
-
-
-@contextlib.contextmanager
-def no_warning():
-  with warnings.catch_warnings():
-    warnings.simplefilter("error")
-    yield
 
 
 def new_step(step=train_step):
@@ -85,48 +77,6 @@ def test_batch_that_is_not_split_warns_in_spite_of_dropout_keys(state):
   assert len(caught) == 1
 
 
-def test_batch_that_is_replicated_on_purpose_does_not_warn(state):
-  whole = EIGHT.shard_batch(batch(0), spec=P())
-  with no_warning():
-    EIGHT.jit(new_step()).lower(state, whole)
-    EIGHT.run_steps(new_step(), state, [whole], reduce="mean")
-
-
-def test_small_arrays_numbers_and_keys_do_not_warn(state):
-  step = lambda state, *args: state.minimize(lambda p: p["w2"].sum())
-  keys = jax.random.split(KEY, 16), jax.random.PRNGKey(0)
-  with no_warning():
-    EIGHT.jit(step).lower(state, np.ones(3), 0.1, *keys)
-    EIGHT.run_steps(new_step(step), state, np.ones(16))
-
-
-def test_replica_that_takes_its_part_by_itself_does_not_warn(state):
-  def step(state, batch):
-    number = fs.get_replica_context().replica_id_in_sync_group
-    part = lambda x: jax.lax.dynamic_slice_in_dim(x, 2 * number, 2)
-    return train_step(state, jax.tree.map(part, batch))
-
-  with no_warning():
-    EIGHT.jit(step).lower(state, batch(0))
-
-
-def test_replica_that_samples_from_all_data_does_not_warn(state):
-  def gather(state, batch, key):
-    key = fs.get_replica_context().fold_in(key)
-    rows = jax.random.randint(key, (2,), 0, 16)
-    return train_step(state, jax.tree.map(lambda x: x[rows], batch))
-
-  def slice_window(state, batch, key):
-    key = fs.get_replica_context().fold_in(key)
-    start = jax.random.randint(key, (), 0, 14)
-    window = lambda x: jax.lax.dynamic_slice_in_dim(x, start, 2)
-    return train_step(state, jax.tree.map(window, batch))
-
-  with no_warning():
-    for step in (gather, slice_window):
-      EIGHT.jit(step).lower(state, batch(0), KEY)
-
-
 # -- Gradients that are reduced by hand (mistake 27).
 
 
@@ -158,10 +108,66 @@ def test_gradients_reduced_by_hand_warn_once(state, name):
   assert warning.filename == __file__
 
 
-def test_gradients_reduced_by_hand_and_said_so_do_not_warn(state):
-  step = reduced_step(SUMS["pmean"], skip_gradients_aggregation=True)
-  with no_warning():
-    EIGHT.jit(step).lower(state, sharded(EIGHT, 0))
+# -- Steps without a mistake.
+
+
+def take_part(state, batch):
+  number = fs.get_replica_context().replica_id_in_sync_group
+  part = lambda x: jax.lax.dynamic_slice_in_dim(x, 2 * number, 2)
+  return train_step(state, jax.tree.map(part, batch))
+
+
+def sample_rows(state, batch):
+  key = fs.get_replica_context().fold_in(KEY)
+  rows = jax.random.randint(key, (2,), 0, 16)
+  return train_step(state, jax.tree.map(lambda x: x[rows], batch))
+
+
+def sample_window(state, batch):
+  key = fs.get_replica_context().fold_in(KEY)
+  start = jax.random.randint(key, (), 0, 14)
+  window = lambda x: jax.lax.dynamic_slice_in_dim(x, start, 2)
+  return train_step(state, jax.tree.map(window, batch))
+
+
+def small_arguments(state, *args):
+  return state.minimize(lambda p: p["w2"].sum())
+
+
+def apply_zeros(state, batch):
+  grads = jax.tree.map(jnp.zeros_like, state.params)
+  return state.apply_gradients(grads=grads), loss_fn(state.params, batch)
+
+
+@pytest.mark.parametrize(
+  ("step", "args"),
+  [
+    # The whole batch on every replica, on purpose.
+    (train_step, [EIGHT.shard_batch(batch(0), spec=P())]),
+    (take_part, [batch(0)]),
+    (sample_rows, [batch(0)]),
+    (sample_window, [batch(0)]),
+    (
+      small_arguments,
+      [np.ones(3), 0.1, jax.random.split(KEY, 16), jax.random.PRNGKey(0)],
+    ),
+    (
+      reduced_step(SUMS["pmean"], skip_gradients_aggregation=True),
+      [sharded(EIGHT, 0)],
+    ),
+    (apply_zeros, [sharded(EIGHT, 0)]),
+    # Of the gradients, only some depend on the batch.
+    (
+      reduced_step(lambda g: {"w1": jnp.zeros_like(g["w1"]), "w2": None}),
+      [sharded(EIGHT, 0)],
+    ),
+    (reduced_step(lambda g: {**g, "w2": g["w2"] * 0}), [sharded(EIGHT, 0)]),
+  ],
+)
+def test_right_steps_do_not_warn(state, step, args):
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    EIGHT.jit(step).lower(state, *args)
 
 
 @pytest.mark.parametrize(
@@ -174,28 +180,7 @@ def test_gradients_reduced_by_hand_and_said_so_do_not_warn(state):
 )
 def test_gradients_that_a_wrapper_reduces_do_not_warn(wrappers):
   state = create(EIGHT, wrappers)
-  with no_warning():
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
     EIGHT.jit(new_step()).lower(state, sharded(EIGHT, 0))
     EIGHT.run_steps(new_step(), state, [sharded(EIGHT, 0)] * 2)
-
-
-def test_constant_gradients_do_not_warn(state):
-  def constant(state, batch):
-    loss, grads = state.value_and_grad(loss_fn, batch)
-    grads = {**grads, "w1": jnp.zeros_like(grads["w1"]), "w2": None}
-    return state.apply_gradients(grads=grads), loss
-
-  def zero(state, batch):
-    grads = jax.tree.map(jnp.zeros_like, state.params)
-    return state.apply_gradients(grads=grads), loss_fn(state.params, batch)
-
-  def decayed(state, batch):
-    loss, grads = state.value_and_grad(loss_fn, batch)
-    # Only the first depends on the batch.
-    return state.apply_gradients(
-      grads={**grads, "w2": state.params["w2"]}
-    ), loss
-
-  with no_warning():
-    for step in (constant, zero, decayed):
-      EIGHT.jit(step).lower(state, sharded(EIGHT, 0))

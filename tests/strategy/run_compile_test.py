@@ -4,8 +4,6 @@ import warnings
 
 import compilations
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from regression import create
 from regression import loss_fn
@@ -62,26 +60,6 @@ def test_steps_compile_once(strategy, spec, donate):
         assert before.params["w1"].is_deleted() == (donate == 0)
   assert compiled.total == 0
   assert step.traces == 1 and int(state.step) == 3
-
-
-def test_other_values_do_not_compile_again():
-  traces = []
-
-  def fn(*args):
-    traces.append(args)
-    return args
-
-  run = EIGHT.jit(fn)
-  own = EIGHT.run(lambda: jnp.ones(3) * replica_id())
-  run(own, 1.0, np.ones(2), {"a": 3})
-  with compilations.count() as compiled:
-    for i in range(3):
-      own, *_ = run(own, 2.0 + i, np.zeros(2), {"a": i})
-  assert compiled.total == 0
-  assert len(traces) == 1
-  np.testing.assert_array_equal(np.asarray(own)[:, 0], np.arange(8.0))
-  run(own, 2.0, np.zeros(3), {"a": 0})
-  assert len(traces) == 2
 
 
 def test_a_decision_by_an_argument_gets_a_note():

@@ -1,6 +1,5 @@
 """Strategy.run_steps: the same results as a Python loop over run."""
 
-import compilations
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +14,6 @@ from regression import X
 from regression import Y
 
 import flaxshard as fs
-from flaxshard.strategy import steps_loop
 
 P = jax.sharding.PartitionSpec
 
@@ -123,21 +121,6 @@ def test_step_in_the_middle_is_skipped():
   assert float(scale.scale) == 2.0**14
 
 
-def test_per_replica_collections_stay_per_replica(batches):
-  state = create(STRATEGY, seen={"sum": jnp.zeros(())})
-  own = STRATEGY.distribute_values_from_function(lambda _: state.seen)
-  state = state.replace(seen=own)
-
-  def step(state, batch):
-    loss, grads = state.value_and_grad(loss_fn, batch)
-    seen = {"sum": state.seen["sum"] + batch["y"].sum()}
-    return state.apply_gradients(grads=grads, seen=seen), loss
-
-  state, _ = STRATEGY.run_steps(step, state, batches, reduce="mean")
-  wanted = Y.reshape(3, 8, 2).sum((0, 2))
-  np.testing.assert_allclose(np.asarray(state.seen["sum"]), wanted, rtol=1e-5)
-
-
 def test_donated_state_is_deleted(batches):
   state = create(STRATEGY)
   kept, _ = STRATEGY.run_steps(train_step, state, batches)
@@ -147,23 +130,6 @@ def test_donated_state_is_deleted(batches):
   assert all(x.is_deleted() for x in jax.tree.leaves(state))
   with pytest.raises(ValueError, match="argument 0/step"):
     STRATEGY.run_steps(train_step, state, batches, donate_state=True)
-
-
-def test_steps_are_one_compiled_program(batches):
-  step = lambda state, batch: state.minimize(loss_fn, batch)
-  state = create(STRATEGY)
-  stacked = steps_loop.stack(batches)
-  with compilations.count() as compiled:
-    STRATEGY.run_steps(step, state, stacked, reduce="mean")
-  assert compiled.total == 1
-
-
-def test_stacked_batches_may_be_split_over_the_replicas(batches):
-  stacked = {"x": X, "y": Y}
-  split = STRATEGY.shard_batch(stacked, spec=P(None, "replica"))
-  state, _ = STRATEGY.run_steps(train_step, create(STRATEGY), split)
-  wanted, _ = STRATEGY.run_steps(train_step, create(STRATEGY), batches)
-  assert_close(state, wanted, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -123,18 +123,6 @@ def test_global_view_equals_one_device(wanted):
   assert_trained(state, wanted[0])
 
 
-def test_run_steps_equals_one_device(wanted):
-  strategy = STRATEGIES["explicit"]
-  state, loss = strategy.run_steps(
-    train_step,
-    create(strategy, DYNAMIC),
-    [sharded(strategy, i) for i in range(3)],
-    reduce="mean",
-  )
-  assert_trained(state, wanted[0])
-  np.testing.assert_allclose(float(loss), wanted[1][-1], rtol=1e-5)
-
-
 @pytest.mark.parametrize(
   ("name", "spec"),
   [
