@@ -232,14 +232,14 @@ class SameStateCheck(jaxprs.Forward[Replication]):
         unknown.append(f"{where} ({', '.join(sorted(found.causes))})")
       else:
         own_data.append(where)
-    problems = []
-    if own_data:
-      listed = abbreviate(own_data)
-      problems.append(f"follow from a replica's own data: {listed}")
-    if unknown:
-      problems.append(
-        f"may differ after these primitives: {abbreviate(unknown)}"
+    problems = [
+      f"{problem}: {abbreviate(paths)}"
+      for problem, paths in (
+        ("follow from a replica's own data", own_data),
+        ("may differ after these primitives", unknown),
       )
+      if paths
+    ]
     if problems:
       raise ValueError(
         "run: a TrainState must come back the same from every replica, but "

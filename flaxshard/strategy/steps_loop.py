@@ -37,29 +37,24 @@ def stack(batches: PyTree) -> PyTree:
       steps, or a single batch is given, which has its examples where the steps
       should be.
   """
-  # In a PerReplica the steps come after the replicas.
-  dims = jax.tree.map(
-    lambda x: jax.tree.map(lambda _: int(values.is_per_replica(x)), x),
-    batches[0] if isinstance(batches, list) and batches else batches,
-    is_leaf=values.is_per_replica,
-  )
   if isinstance(batches, list) and batches:
-    batches = jax.tree.map(_stack, dims, *batches)
+    batches = jax.tree.map(_stack, *batches, is_leaf=values.is_per_replica)
   counts = set()
-  leaves = jax.tree_util.tree_leaves_with_path(batches)
-  for (path, x), dim in zip(leaves, jax.tree.leaves(dims), strict=True):
-    counts.add(np.shape(x)[dim:][:1])
-    sharding = getattr(x, "sharding", None)
-    if (
-      dim == 0
-      and isinstance(sharding, NamedSharding)
-      and values.has_replica_axis(sharding.spec)
+  for path, node in jax.tree_util.tree_leaves_with_path(
+    batches, is_leaf=values.is_per_replica
+  ):
+    # In a PerReplica the steps come after the replicas.
+    dim = int(values.is_per_replica(node))
+    counts |= {np.shape(x)[dim:][:1] for x in jax.tree.leaves(node)}
+    sharding = getattr(node, "sharding", None)
+    if isinstance(sharding, NamedSharding) and values.has_replica_axis(
+      sharding.spec
     ):
       raise ValueError(
-        f"run_steps: batches[{trees.path_string(path)}] of shape {x.shape} is "
-        "split over the replicas along its first dimension, which is that of "
-        "the steps. Pass a list of batches, [batch], or arrays [steps, batch, "
-        "...] with the sharding PartitionSpec(None, 'replica')."
+        f"run_steps: batches[{trees.path_string(path)}] of shape {node.shape} "
+        "is split over the replicas along its first dimension, which is that "
+        "of the steps. Pass a list of batches, [batch], or arrays [steps, "
+        "batch, ...] with the sharding PartitionSpec(None, 'replica')."
       )
   if len(counts) != 1 or counts & {(), (0,)}:
     raise ValueError(
@@ -69,9 +64,11 @@ def stack(batches: PyTree) -> PyTree:
   return batches
 
 
-def _stack(dim: int, *parts: Any) -> Any:
-  """Returns arrays as one, with a new dimension."""
+def _stack(*parts: Any, dim: int = 0) -> Any:
+  """Returns arrays, or `PerReplica`s, as one with a new dimension."""
   first, sharding = parts[0], getattr(parts[0], "sharding", None)
+  if values.is_per_replica(first):
+    return jax.tree.map(functools.partial(_stack, dim=1), *parts)
   if isinstance(sharding, NamedSharding):
     # Each device stacks its parts: the new dimension is not split.
     spec = [*sharding.spec, *(None,) * dim]

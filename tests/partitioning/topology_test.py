@@ -208,10 +208,3 @@ def test_cpu_devices_take_a_given_mesh_shape():
     fs.Topology.from_devices(mesh_shape=(2, 2, 1, 1))
   with pytest.raises(TypeError, match="from_devices: mesh_shape must be int"):
     fs.Topology.from_devices(mesh_shape=(8.0, 1, 1, 1))
-
-
-def test_given_mesh_shape_is_filled_process_by_process():
-  devices = [gpu(process) for _ in range(4) for process in (1, 0)]
-  topology = fs.Topology.from_devices(devices, mesh_shape=(2, 2, 1, 2))
-  np.testing.assert_array_equal(topology.device_coordinates, TWO_HOSTS)
-  assert topology.devices[0].tolist() == devices[1::2]

@@ -144,7 +144,6 @@ def write_to_ref_in_loop(x, value):
 REPLICATED = {
   "shared": lambda x, y: jnp.sort(x) * 2 + jnp.arange(4),
   "pmean": lambda x, y: x + mean(y),
-  "pmax": lambda x, y: jax.lax.pmax(y, "replica"),
   "all_gather": lambda x, y: jax.lax.all_gather(y, "replica").sum(0),
   "scan": lambda x, y: jax.lax.scan(
     lambda c, row: (c + mean(row * y).sum(), None), 0.0, x
@@ -156,16 +155,11 @@ REPLICATED = {
   "remat": lambda x, y: mean(
     jax.grad(jax.checkpoint(lambda x: jnp.sin(x * y).sum()))(x)
   ),
-  "jit": lambda x, y: jax.jit(lambda y: mean(jax.jit(jnp.sin)(y)))(y),
   "custom_vjp": lambda x, y: custom_vjp(mean(custom_jvp(y))),
   "linalg": lambda x, y: jnp.linalg.solve(
     jnp.eye(4) + jnp.outer(x, x), mean(y)
   ),
-  "svd": lambda x, y: jnp.linalg.svd(jnp.outer(mean(y), x)),
   "barrier": lambda x, y: jax.lax.optimization_barrier((x, mean(y))),
-  "platform": lambda x, y: jax.lax.platform_dependent(
-    mean(y), cpu=jnp.sin, default=jnp.cos
-  ),
   "logical device": lambda x, y: mean(
     STRATEGY.on_logical_device(1, jnp.sin, y)
   ),
@@ -225,14 +219,10 @@ OWN_DATA = {
   "as often as own": lambda x, y: counted(y, lambda c: c[0] < c[1].sum()),
   "cond": lambda x, y: jax.lax.cond(x[0] > 0, lambda: x, lambda: y),
   "cond on own": lambda x, y: jax.lax.cond(y[0] > 0, lambda: x, lambda: -x),
-  "remat": lambda x, y: jax.grad(
-    jax.checkpoint(lambda x: jnp.sin(x * y).sum())
-  )(x),
   # What is averaged in the loss is not averaged in its gradient.
   "gradient of a mean": lambda x, y: jax.grad(
     lambda x: mean(jnp.sin(x * y).sum())
   )(x),
-  "jit": lambda x, y: jax.jit(lambda y: jax.jit(jnp.sin)(y))(y),
   "custom_vjp": lambda x, y: custom_vjp(custom_jvp(y)),
   "logical device": lambda x, y: STRATEGY.on_logical_device(1, jnp.sin, y),
 }
@@ -245,12 +235,6 @@ UNKNOWN = {
   "ppermute, scan": lambda x, y: jax.lax.scan(
     lambda c, _: (jax.lax.ppermute(c, "replica", RING), None), y, length=3
   )[0],
-  "ppermute, while": lambda x, y: jax.lax.fori_loop(
-    0, 3, lambda i, c: jax.lax.ppermute(c, "replica", RING), y
-  ),
-  "ppermute, cond": lambda x, y: jax.lax.cond(
-    x[0] > 0, lambda: x, lambda: jax.lax.ppermute(y, "replica", RING)
-  ),
   "ppermute, vjp": lambda x, y: jax.grad(
     lambda x: (jax.lax.ppermute(x * y, "replica", RING) ** 2).sum()
   )(x),

@@ -169,18 +169,6 @@ def test_batch_norm_over_the_axis_of_the_replicas():
   np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_callbacks_run_on_each_replica(capfd):
-  def fn(x):
-    jax.debug.print("replica {}", replica_id())
-    return jax.pure_callback(np.negative, x, x)
-
-  out = EIGHT.run(fn, args=(np.float32(2.0),))
-  jax.effects_barrier()
-  assert np.asarray(out).tolist() == [-2.0] * 8
-  printed = capfd.readouterr().out.split("\n")
-  assert sorted(filter(None, printed)) == [f"replica {i}" for i in range(8)]
-
-
 echo = lambda x: EIGHT.run(lambda x: x, args=(x,))
 SPLIT_OTHERWISE = jax.device_put(X[0], NamedSharding(SPLIT.mesh, P("model")))
 

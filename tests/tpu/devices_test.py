@@ -4,7 +4,6 @@ from collections.abc import Callable
 import os
 from typing import Any
 
-from flax import nnx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -145,18 +144,6 @@ def test_abstract_state_is_like_that_on_devices(wrappers: list) -> None:
   assert facts(state) == facts(expected)
 
 
-@pytest.mark.parametrize("kind", ["module", "function", "abstract"])
-def test_nnx_models(kind: str) -> None:
-  create = lambda rngs: nnx.Linear(16, 8, rngs=rngs)
-  model = {
-    "module": lambda: create(nnx.Rngs(0)),
-    "function": lambda: create,
-    "abstract": lambda: nnx.eval_shape(lambda: create(nnx.Rngs(0))),
-  }[kind]()
-  state = _state(_strategy(), model=model, rules=_RULES)
-  assert _is_abstract(state) and state.params["kernel"].shape == (16, 8)
-
-
 @pytest.mark.parametrize("w", [np.ones(3), 2.0, Shape((2,), jnp.float32)])
 def test_train_state_create(w: Any) -> None:
   state = fs.TrainState.create(
@@ -207,12 +194,6 @@ def test_one_input_pipeline_stands_for_all() -> None:
   dataset = strategy.distribute_datasets_from_function(create_dataset)
   assert next(iter(dataset))["x"].shape == (8, 2)
   assert contexts == [(1, 0)]
-
-
-def test_lower_with_arrays_and_numbers() -> None:
-  strategy = _strategy()
-  lowered = strategy.jit(lambda x, y: x * y).lower(np.ones((8, 2)), 2.0)
-  assert lowered.out_info.value.shape == (4, 8, 2)
 
 
 def _step(state: fs.TrainState, batch: Any) -> tuple[fs.TrainState, Any]:
