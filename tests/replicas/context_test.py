@@ -1,19 +1,9 @@
 """The replica context, and what it reduces."""
 
-import dataclasses
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from regression import assert_close
-from regression import batch
-from regression import create
-from regression import loss_fn
-from regression import sharded
-from regression import train_step
 
 import flaxshard as fs
 from flaxshard.replicas import context as replica_context
@@ -165,56 +155,3 @@ def test_mean_collection_averages_floats_and_keeps_others():
     for name, value in wanted.items():
       assert out[name][i].dtype == value.dtype, name
       assert out[name][i] == value, name
-
-
-@dataclasses.dataclass(frozen=True)
-class Local(fs.wrappers.Base):
-  """Updates a per-replica copy of the parameters."""
-
-  reduces: ClassVar[str] = "self"
-
-  def init(self, params, tx):
-    return {"params": params, "steps": jnp.zeros(())}
-
-  def params(self, state, params, mode):
-    return state["params"]
-
-  def apply(self, state, target, grads, next):
-    local = jax.tree.map(lambda p, g: p - g, state["params"], grads)
-    with replica_context.gradients_already_reduced():
-      target = next(target, replica_context.reduce_gradients("mean", grads))
-    return target, {"params": local, "steps": state["steps"] + 1}
-
-  def specs(self, state):
-    split = jax.tree.map(lambda _: P("replica"), state["params"])
-    return {"params": split, "steps": P()}
-
-
-@pytest.mark.parametrize("strategy", [SPATIAL, ONE])
-def test_custom_wrapper_keeps_gradients_and_state_local(strategy):
-  n = strategy.num_replicas_in_sync
-  state = create(
-    strategy, [fs.LossScale("dynamic"), Local()], tx=optax.sgd(1.0)
-  )
-  new, _ = strategy.run(train_step, args=(state, sharded(strategy, 0)))
-  local = new.wrapper_states["local"]["params"]
-  split = jax.sharding.NamedSharding(strategy.mesh, P("replica"))
-  assert local["w1"].sharding.is_equivalent_to(split, 3)
-  assert int(new.step) == int(new.wrapper_states["local"]["steps"]) == 1
-  parts = jax.tree.map(lambda x: x.reshape(n, 16 // n, *x.shape[1:]), batch(0))
-  for i in range(n):
-    part = jax.tree.map(lambda x, i=i: x[i], parts)
-    grads = jax.jit(jax.grad(loss_fn))(state.params, part)
-    wanted = jax.tree.map(lambda p, g: p - g, state.params, grads)
-    mine = jax.tree.map(lambda x, i=i: x[i], jax.device_get(local))
-    assert_close(mine, wanted, 1e-4, 1e-5)
-  center = jax.tree.map(lambda x: x.mean(0), local)
-  assert_close(new.params, center, 1e-4, 1e-5)
-
-  # The gradients are not reduced, so LossScale reduces its finite flag itself:
-  # no replica takes the step.
-  bad = sharded(strategy, 0, bad=0)
-  skipped, _ = strategy.run(train_step, args=(new, bad))
-  assert_close(skipped.wrapper_states["local"], new.wrapper_states["local"])
-  assert int(skipped.step) == 1
-  assert int(skipped.wrapper_states["loss_scale"].skipped_steps) == 1

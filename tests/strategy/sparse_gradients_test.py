@@ -150,17 +150,6 @@ def test_overflow_in_rows_of_one_replica_skips_the_step_on_all(
     assert all(np.isfinite(s.data).all() for s in x.addressable_shards)
 
 
-def test_rows_of_one_replica_are_no_gradient_of_all():
-  def step(state, batch):
-    _, grads = state.value_and_grad(sparse_states.loss_fn, batch)
-    return state.apply_gradients(grads=grads, skip_gradients_aggregation=True)
-
-  state = sparse_states.create(EIGHT, optax.sgd(0.1))
-  batch = EIGHT.shard_batch(sparse_states.batch(0))
-  with pytest.raises(ValueError, match=r"own data: .*params/table"):
-    EIGHT.run(step, args=(state, batch))
-
-
 def step_reduced_by_hand(skip, state, batch):
   loss, grads = state.value_and_grad(sparse_states.loss_fn, batch)
   grads = fs.get_replica_context().all_reduce("mean", grads)
