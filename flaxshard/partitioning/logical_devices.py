@@ -200,7 +200,8 @@ def _move(device: jax.sharding.Mesh, tree: PyTree) -> PyTree:
   """Moves arrays to a logical device, which has one device of each replica."""
 
   def move_array(x: Any) -> jax.Array:
-    return jax.device_put(x, _keep_replica_split(device, P(), x))
+    spec = P(*[None] * x.ndim)
+    return jax.device_put(x, _keep_replica_split(device, spec, x))
 
   return jax.tree.map(move_array, tree)
 
