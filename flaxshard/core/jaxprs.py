@@ -49,14 +49,9 @@ def equations(program: Any) -> Iterator[Any]:
       yield from equations(inner)
 
 
-def called_key(eqn: Any) -> str:
-  """Returns the parameter that holds the program of an equation of `CALLS`."""
-  return "call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"
-
-
 def called(eqn: Any) -> Any:
-  """Returns the program that an equation of `CALLS` runs."""
-  return eqn.params[called_key(eqn)]
+  """Returns the program that an equation of `CALLS` or a `scan` runs."""
+  return eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
 
 
 def split_scan(

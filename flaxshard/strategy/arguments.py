@@ -9,7 +9,7 @@ its own wrapper states and collections.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -119,35 +119,35 @@ def refuse_modules(args: PyTree) -> None:
       )
 
 
-def check_states(args: PyTree, mesh: Mesh) -> None:
+def check_wrappers(
+  mesh: Mesh, leaves: Sequence[Leaf], shardings: Sequence[NamedSharding]
+) -> None:
   """Raises if the wrappers of TrainStates cannot run on a mesh.
 
   Args:
-    args: The arguments, with their shardings for leaves.
     mesh: The strategy's mesh.
+    leaves: What the leaves of the arguments are.
+    shardings: Their shardings on the mesh.
 
   Raises:
     ValueError: A wrapper does not fit the number of replicas, or a leaf is
       split over replicas though the wrappers let replicas differ in it.
   """
-  for state in states_of(args):
-    wrappers = wrappers_of(state)
+  for wrappers in dict.fromkeys(x.wrappers for x in leaves if x.wrappers):
     stack.check_replicas(wrappers, mesh.shape[mesh_lib.REPLICA])
     note = stack.divergence(wrappers) or ""
     if not note and not stack.has_local_updates(wrappers):
       continue
-    # Per-replica leaves are split over the replicas on purpose.
-    others = jax.tree.map(
-      lambda x: () if is_per_replica(x) else x,
-      state.replace(wrapper_states=()),
-      is_leaf=is_per_replica,
-    )
-    for path, sharding in jax.tree_util.tree_leaves_with_path(others):
-      if mesh_lib.REPLICA in specs_lib.axes_in(sharding.spec):
+    for leaf, sharding in zip(leaves, shardings, strict=True):
+      if (
+        leaf.wrappers == wrappers
+        and leaf.kind == SHARED
+        and mesh_lib.REPLICA in specs_lib.axes_in(sharding.spec)
+      ):
         raise ValueError(
-          f"run: state[{trees.path_string(path)}] is split over 'replica', "
-          f"{sharding.spec}, though its wrappers let replicas step alone: "
-          f"split it over logical axes. {note}"
+          f"run: argument {trees.path_string(leaf.path[1:])} is split over "
+          f"'replica', {sharding.spec}, though its wrappers let replicas step "
+          f"alone: split it over logical axes. {note}"
         )
 
 

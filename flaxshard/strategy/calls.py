@@ -160,7 +160,7 @@ class Program:
     shardings = tuple(x.sharding for x in placed)
     key = treedef, shardings
     if key not in self._compiled:
-      arguments.check_states(jax.tree.unflatten(treedef, shardings), self._mesh)
+      arguments.check_wrappers(self._mesh, leaves, shardings)
       program = ReplicaProgram(
         self._mesh,
         treedef,
