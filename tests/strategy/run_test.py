@@ -187,6 +187,15 @@ SPLIT_OTHERWISE = jax.device_put(X[0], NamedSharding(SPLIT.mesh, P("model")))
     (lambda: echo({"a": fs.PerReplica(np.ones((4, 2)))}), ValueError, "0/a"),
     (lambda: echo(fs.PerReplica(np.ones(16))), ValueError, r"shape \(16,\)"),
     (lambda: echo(SPLIT_OTHERWISE), ValueError, "argument 0"),
+    # Replicas that step alone need whole parameters.
+    (
+      lambda: EIGHT.run(
+        lambda s: s,
+        [split(create(EIGHT, [fs.AGN(9)]), EIGHT.mesh, P("replica"))],
+      ),
+      ValueError,
+      "0/params/w1 is split over 'replica'",
+    ),
     (lambda: EIGHT.run(lambda: {"a": "x"}), TypeError, r"\[a\]"),
     (lambda: EIGHT.run(lambda: fs.PerReplica(X)), TypeError, "PerReplica"),
     (lambda: jax.jit(lambda x: echo(X))(1.0), TypeError, "argument 0"),
