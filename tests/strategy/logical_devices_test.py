@@ -5,7 +5,6 @@ import functools
 import math
 import re
 
-from factors import factorizations
 from flax import linen as nn
 from flax import nnx
 import jax
@@ -75,6 +74,18 @@ def assert_close(actual, expected, rtol=1e-5, atol=1e-6):
 
 
 # -- Specs of partitions.
+
+
+def factorizations(count, rank):
+  """Returns all tuples of `rank` positive integers with the product `count`."""
+  if rank == 1:
+    return [(count,)]
+  return [
+    (first, *rest)
+    for first in range(1, count + 1)
+    if count % first == 0
+    for rest in factorizations(count // first, rank - 1)
+  ]
 
 
 @pytest.mark.parametrize("count", [1, 12, 64])
