@@ -303,7 +303,9 @@ def reduce_over_replicas(
   if num_replicas() == 1:
     # XLA fails to reduce over an axis of one device if the array is sharded
     # over other axes.
-    return jax.tree.map(lambda x: x / 1, tree) if op == "mean" else tree
+    if op != "mean":
+      return tree
+    return jax.tree.unflatten(treedef, [x / 1 for x in leaves])
   count = len(groups[0]) if groups else num_replicas()
   arrays = [x for x in leaves if not is_indexed_slices(x)]
   reduced = iter(_reduce_arrays(op, arrays, groups) if arrays else ())

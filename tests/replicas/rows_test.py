@@ -14,6 +14,7 @@ from flaxshard.replicas import rows
 P = jax.sharding.PartitionSpec
 
 EIGHT = fs.Strategy()
+ONE = fs.Strategy(devices=jax.devices()[:1])
 # Rows of the table: with 3 ids on each of 8 replicas it takes fewer bytes to
 # gather rows of the larger one, and to sum the smaller one as an array.
 LARGE, SMALL = 40, 8
@@ -95,6 +96,13 @@ def test_float16_is_summed_in_float32(size):
   ones[0, 0] = 2048
   total = reduce_all(EIGHT, "sum", ids, ones, size)
   assert (np.asarray(total.values.value)[:, 0] == 2048 + 22 + 1).all()
+
+
+def test_one_replica_keeps_its_rows():
+  ids, values = make_slices(1, LARGE)
+  out = reduce_all(ONE, "mean", ids, values, LARGE)
+  np.testing.assert_array_equal(out.indices.value, ids)
+  np.testing.assert_array_equal(out.values.value, values)
 
 
 def collectives(strategy, size):
