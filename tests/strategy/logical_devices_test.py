@@ -15,8 +15,6 @@ import pytest
 
 import flaxshard as fs
 from flaxshard.partitioning import logical_devices
-from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import specs as specs_lib
 
 P = jax.sharding.PartitionSpec
 NamedSharding = jax.sharding.NamedSharding
@@ -86,22 +84,6 @@ def factorizations(count, rank):
     if count % first == 0
     for rest in factorizations(count // first, rank - 1)
   ]
-
-
-@pytest.mark.parametrize("count", [1, 12, 64])
-def test_every_partition_has_a_spec_on_prime_axes(count):
-  axes = mesh_lib.prime_axes(count)
-  mesh = jax.sharding.AbstractMesh((2, *axes.values()), ("replica", *axes))
-  for rank in range(1, 6):
-    for pieces in factorizations(count, rank):
-      spec = logical_devices.partition_spec(mesh, pieces, pieces)
-      used = [specs_lib.axes_of(entry) for entry in spec]
-      products = tuple(math.prod(axes[a] for a in names) for names in used)
-      assert products == pieces
-      names = [name for dim in used for name in dim]
-      assert sorted(names) == sorted(axes)
-      if len(set(axes.values())) <= 1:
-        assert names == list(axes)  # row-major
 
 
 @pytest.mark.parametrize(
