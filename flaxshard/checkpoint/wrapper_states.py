@@ -114,8 +114,9 @@ class NewState:
       saved: The arrays of `saved`.
     """
     text = (
-      f"another state of wrapper {base.name_of(self.wrapper)!r}: "
-      f"{self.difference}. It begins at the restored parameters. Dropped are "
+      f"another state of wrapper {base.name_of(self.wrapper)!r}, as for other "
+      f"replicas: {self.difference}. So it begins at the restored parameters. "
+      "Dropped are "
     )
     dropped = {path[2]: None for path in self.missing if path not in saved}
     text += f"{', '.join(dropped)}."

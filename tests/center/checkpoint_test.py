@@ -155,7 +155,7 @@ def test_compiled_commits_of_replicas_continue_in_a_store(tmp_path, caplog):
   )
   assert not own.received.any()
   [message] = warnings_of(caplog)
-  assert "for 4 replicas, now it is one for all replicas" in message
+  assert "another state of wrapper 'agn'" in message
   assert "local_step goes back from 5 to 3 (accumulated" in message
   with fs.Worker(center_workers.new_directory(), 0, 1) as worker:
     state = worker.start(restored)
@@ -176,5 +176,5 @@ def test_commits_in_a_store_continue_compiled(tmp_path, caplog, replicas):
   assert own.local_opt_state[0].count.tolist() == [5] * len(rows)
   assert (int(own.local_step), int(own.commits)) == (3, 1)
   [message] = warnings_of(caplog)
-  assert "for all replicas of a process together, now there are" in message
+  assert "another state of wrapper 'agn'" in message
   trained_compiled(restored, 1, replicas)
