@@ -388,11 +388,12 @@ def reduce_collections(
     structures: The tree structures outside of `run` of those that have
       per-replica leaves: inside nothing else shows them.
   """
+  if stack.has_local_updates(wrappers):
+    return dict(collections)  # commits reduce them
   groups = stack.groups_of(wrappers)
 
   def reduce_leaf(x: Any) -> Any:
-    # Commits reduce those of replicas with local updates.
-    is_own = values.is_per_replica(x) or stack.has_local_updates(wrappers)
+    is_own = values.is_per_replica(x)
     return x if is_own else replica_context.mean_collection(x, groups)
 
   reduced = {}
