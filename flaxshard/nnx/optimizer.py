@@ -15,7 +15,6 @@ import optax
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.core.indexed_slices import is_indexed_slices
-from flaxshard.nnx import placement
 from flaxshard.nnx import variables as variables_lib
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.replicas import context as replica_context
@@ -130,7 +129,7 @@ class Optimizer(nnx.Optimizer[M]):
     _check_wrappers(wrappers, num_replicas)
     param_specs = None
     if mesh is not None:
-      param_specs = placement.place_module(model, mesh, wrt, rules)
+      param_specs = variables_lib.place_module(model, mesh, wrt, rules)
     wrappers = stack.with_policy(wrappers, initialization.policy_of(model))
 
     init = functools.partial(opt_state_lib.init, tx) if wrappers else tx.init
@@ -149,7 +148,7 @@ class Optimizer(nnx.Optimizer[M]):
     )
     self.before: nnx.State = nnx.data(nnx.State({}))
     if mesh is not None:
-      placement.place_optimizer(self, params, param_specs, mesh)
+      variables_lib.place_optimizer(self, params, param_specs, mesh)
 
   # -- A train step.
 
@@ -470,9 +469,11 @@ class Optimizer(nnx.Optimizer[M]):
   def _assign(
     self, step: Any, opt_state: PyTree, wrapper_states: PyTree
   ) -> None:
-    self.step[...] = jnp.asarray(step, self.step[...].dtype)
-    variables_lib.assign(self.opt_state, opt_state)
-    variables_lib.assign(self.wrapper_states, wrapper_states)
+    step = jnp.asarray(step, self.step[...].dtype)
+    variables_lib.assign(
+      (self.step, self.opt_state, self.wrapper_states),
+      (step, opt_state, wrapper_states),
+    )
 
   def _split(self, model: Any) -> tuple[PyTree, PyTree]:
     """Returns the parameters and the other arrays of a module."""

@@ -1,4 +1,4 @@
-"""Sets the variables of NNX objects to the arrays of other trees."""
+"""Variables of NNX objects: their places in a TrainState and on a mesh."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from flax import traverse_util
 import jax
 import jax.numpy as jnp
 
+from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
+from flaxshard.partitioning import mesh as mesh_lib
+from flaxshard.partitioning import rules as rules_lib
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import nnx_adapter
+from flaxshard.state import sharding as sharding_lib
 from flaxshard.state.train_state import TrainState
 
 PyTree = Any
@@ -103,3 +107,80 @@ def assign(variables: PyTree, arrays: PyTree) -> None:
     variable.set_value(
       treedef.unflatten([next(values) for _ in range(treedef.num_leaves)])
     )
+
+
+# -- On the mesh of a strategy.
+
+
+def place_module(
+  model: Any, mesh: jax.sharding.Mesh, wrt: Any, rules: rules_lib.Rules
+) -> PyTree:
+  """Puts the arrays of a module on a mesh.
+
+  Args:
+    model: The module; its variables are set.
+    mesh: The mesh.
+    wrt: The filter of the trained parameters.
+    rules: How all parameters are split, those that are not trained too.
+
+  Returns:
+    The PartitionSpecs of the trained parameters, a tree like them.
+  """
+
+  def place(state: nnx.State, rules: rules_lib.Rules, name: str) -> nnx.State:
+    boxed = {
+      place[1:]: nnx_adapter.box(variable, value)
+      for place, variable, value in nnx_adapter.leaves_of(state)
+    }
+    specs = rules_lib.resolve(
+      rules, mesh, traverse_util.unflatten_dict(boxed), argument=name
+    )
+    by_path = traverse_util.flatten_dict(specs)
+    treedef: Any = jax.tree.structure(state)
+    ordered: nnx.State = treedef.unflatten([by_path[path] for path in boxed])
+    nnx.update(model, _place(state, ordered, mesh))
+    return ordered
+
+  # LoRA trains few of the parameters, and the others are the large ones.
+  params, others = nnx.state(model, nnx.Any(wrt, nnx.Param), ...)
+  specs = place(params, rules, "params")
+  place(others, None, "variables")
+  return nnx.as_pure(nnx.filter_state(specs, wrt))
+
+
+def place_optimizer(
+  optimizer: Any, params: PyTree, param_specs: PyTree, mesh: jax.sharding.Mesh
+) -> None:
+  """Puts the arrays of an optimizer on a mesh, slots like their parameters.
+
+  Args:
+    optimizer: The optimizer; its variables are set.
+    params: The parameters.
+    param_specs: Their PartitionSpecs.
+    mesh: The mesh.
+  """
+  variables = (optimizer.step, optimizer.opt_state, optimizer.wrapper_states)
+  arrays = nnx.as_pure(variables)
+  _, opt_state, states = arrays
+  specs = (
+    jax.P(),
+    opt_state_lib.specs(opt_state, params, param_specs),
+    sharding_lib.wrapper_specs(
+      optimizer.wrappers, states, params, param_specs, mesh
+    ),
+  )
+  assign(variables, _place(arrays, specs, mesh))
+
+
+def _place(tree: PyTree, specs: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
+  """Returns a tree of arrays on a mesh."""
+
+  def place(x: Any, spec: jax.P) -> jax.Array:
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    if isinstance(x, jax.core.Tracer):
+      return mesh_lib.constrain(x, sharding)
+    return mesh_lib.put(jnp.asarray(x), sharding)
+
+  leaves, treedef = jax.tree.flatten(tree)
+  placed = map(place, leaves, jax.tree.leaves(specs))
+  return jax.tree.unflatten(treedef, placed)

@@ -242,9 +242,9 @@ def plan_creation(
   apply_fn, split = init.apply_fn, None
   if lora is not None:
     if lora_lib.FROZEN in init.variables:
-      raise lora_lib.LoRAError(
-        f"the model has a collection {lora_lib.FROZEN!r} already, in which the "
-        "frozen parameters would be."
+      raise ValueError(
+        f"lora: the model has a collection {lora_lib.FROZEN!r} already, in "
+        "which the frozen parameters would be."
       )
     split = lora_lib.plan_split(lora, specs_lib.unbox(init.variables["params"]))
     if specs:

@@ -211,10 +211,6 @@ def merge_lora(state: TrainState) -> dict[str, PyTree]:
   return variables
 
 
-class LoRAError(ValueError):
-  """A `LoRA` does not fit the parameters of a model."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Split:
   """Division of a model's parameters into trained and frozen ones.
@@ -293,34 +289,34 @@ def plan_split(lora: LoRA, params: PyTree) -> Split:
     params: Shapes of the model's parameters.
 
   Raises:
-    LoRAError: A pattern matches no parameter, or a parameter cannot have
+    PatternError: A pattern matches no parameter, or a parameter cannot have
       factors.
   """
   if OVERWRITE_WITH_GRADIENT in params:
-    raise LoRAError(
-      "the model has fp8 layers, whose scales are updated with gradients "
+    raise patterns_lib.PatternError(
+      "lora: the model has fp8 layers, whose scales are updated with gradients "
       "of the kernels. Use layers without fp8."
     )
   by_path = trees.leaves_by_path(params)
-  names = {"/".join(path): path for path in by_path}
-  trained = _find("train", lora.train, names)
-  with_factors = _find("patterns", lora.patterns, names)
+  leaves = {"/".join(path): path for path in by_path}
+  trained = _find("train", lora.train, leaves)
+  with_factors = _find("patterns", lora.patterns, leaves)
   batch_patterns = [pattern for pattern, _ in lora.batch_dims]
   _find("batch_dims", batch_patterns, with_factors)
   factorized: dict[_Path, tuple[int, int]] = {}
   for name in with_factors:
     if name in trained:
-      raise LoRAError(
-        f"{name} is found by patterns={lora.patterns!r} and by "
+      raise patterns_lib.PatternError(
+        f"lora: {name} is found by patterns={lora.patterns!r} and by "
         f"train={lora.train!r}: a parameter is trained as it is or has factors."
       )
-    x = by_path[names[name]]
+    x = by_path[leaves[name]]
     i = patterns_lib.first_match(batch_patterns, name)
     num_batch = 0 if i is None else lora.batch_dims[i][1]
     shape = x.shape[num_batch:]
     if len(shape) < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
-      raise LoRAError(
-        f"patterns={lora.patterns!r} finds {name}, a {x.dtype} of shape "
+      raise patterns_lib.PatternError(
+        f"lora: patterns={lora.patterns!r} finds {name}, {x.dtype} "
         f"{tuple(x.shape)}; factors are for floating-point parameters with two "
         f"dimensions or more beside {num_batch} batch dimensions. train=... "
         "trains it as it is."
@@ -331,8 +327,8 @@ def plan_split(lora: LoRA, params: PyTree) -> Split:
       range(len(shape) - 1, 0, -1),
       key=lambda i: math.prod(shape[:i]) + math.prod(shape[i:]),
     )
-    factorized[names[name]] = num_batch, num_batch + num_inputs
-  return Split(factorized, frozenset(names[n] for n in trained), lora.rank)
+    factorized[leaves[name]] = num_batch, num_batch + num_inputs
+  return Split(factorized, frozenset(leaves[n] for n in trained), lora.rank)
 
 
 def factor_key(rng: Any) -> Any:
@@ -347,10 +343,7 @@ def _find(
 ) -> list[str]:
   """Returns the names in which a pattern is found, in their order."""
   names = list(names)
-  try:
-    for i, pattern in enumerate(patterns):
-      where = f"{field}[{i}]={pattern!r}"
-      patterns_lib.find(where, pattern, "params", names)
-  except patterns_lib.PatternError as e:
-    raise LoRAError(str(e)) from e
+  for i, pattern in enumerate(patterns):
+    where = f"lora: {field}[{i}]={pattern!r}"
+    patterns_lib.find(where, pattern, "params", names)
   return [n for n in names if patterns_lib.first_match(patterns, n) is not None]

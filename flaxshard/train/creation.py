@@ -20,7 +20,6 @@ from flaxshard.sparse import optimizer as sparse_optimizer
 from flaxshard.state import create as create_lib
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import lora
-from flaxshard.state.lora import LoRAError
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import apply
@@ -138,18 +137,16 @@ def errors_name_field(context: str) -> Iterator[None]:
 
   Args:
     context: What went wrong, such as `"config.model ('cnn') cannot be
-      initialized"`. Errors of rules and of LoRA name their own fields.
+      initialized"`. Errors of rules and of patterns name their own fields.
   """
   try:
     yield
   except patterns.PatternError:
-    # It names config.freeze, config.learning_rates or config.sparse.
+    # It names config.freeze, config.learning_rates, config.sparse or lora.
     raise
   except rules_lib.RuleError as e:
     # The message of a RuleError begins with "rules", a field of config.mesh.
     raise ValueError(f"config.mesh.{e}") from e
-  except LoRAError as e:
-    raise ValueError(f"config.lora: {e}") from e
   except (TypeError, ValueError, ArithmeticError, LookupError) as e:
     kind = TypeError if isinstance(e, TypeError) else ValueError
     raise kind(f"{context}: {e}") from e

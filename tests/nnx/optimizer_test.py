@@ -540,22 +540,6 @@ def test_cross_shard_without_a_strategy_reduces_nothing():
   assert_same(arrays(model), arrays(plain_model), 1e-5)
 
 
-def test_collections_that_a_call_makes_are_returned():
-  class Late(nnx.Module):
-    def __init__(self, rngs):
-      self.dense = nnx.Linear(4, 1, rngs=rngs)
-
-    def __call__(self, x):
-      self.total = nnx.Variable(x.sum())
-      return self.dense(x)
-
-  state = fs.create_train_state(Late(nnx.Rngs(0)), None, None, optax.sgd(0.1))
-  variables, x = {"params": state.params}, np.ones((2, 4), "f")
-  for mutable in (True, ["Variable"]):
-    _, new = state.apply_fn(variables, x, mutable=mutable)
-    assert float(new["Variable"]["total"]) == 8.0
-
-
 def test_slots_and_gated_gradients():
   model, optimizer = create()
   batch = batches(1)[0]
@@ -569,10 +553,9 @@ def test_slots_and_gated_gradients():
     return grads
 
   grads = step(model, optimizer, batch)
-  state = optimizer.train_state(model)
-  assert state.get_slot_names() == ["m", "v"]
+  assert optimizer.get_slot_names(model) == ["m", "v"]
   np.testing.assert_allclose(
-    state.get_slot("layers/0/kernel", "m"),
+    optimizer.get_slot(model, "layers/0/kernel", "m"),
     0.1 * grads["layers"][0]["kernel"][...],
     rtol=1e-5,
   )
@@ -590,13 +573,3 @@ def test_the_call_that_nnx_has_is_a_step_too():
   assert got.keys() == want.keys()
   for path, x in got.items():
     np.testing.assert_allclose(x, want[path], rtol=1e-4, atol=1e-5)
-
-
-def test_slots_by_the_path_of_a_parameter():
-  model, optimizer = create()
-  our_step(model, optimizer, batches()[0])
-  assert optimizer.get_slot_names(model) == ["m", "v"]
-  np.testing.assert_array_equal(
-    optimizer.get_slot(model, "layers/0/kernel", "m"),
-    optimizer.opt_state[0].mu["layers"][0]["kernel"][...],
-  )

@@ -1,6 +1,5 @@
 """The table of arrays and shardings, and `repr` of a state."""
 
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,19 +78,6 @@ def test_groups_of_a_train_state():
   assert paths["step"] == "P()"
   assert paths["w"] == paths["0/mu/w"] == "P(None, 'model')"
   assert paths["loss_scale/scale"] == "P()"
-
-
-def test_abstract_state_has_the_description_of_the_state():
-  strategy = fs.Strategy(mesh_shape={"replica": 4, "model": 2})
-  args = nn.Dense(64), jax.random.key(0), np.ones((1, 32)), optax.adam(0.1)
-  kwargs = dict(
-    wrappers=[fs.AGN(communication_period=9)],
-    strategy=strategy,
-    rules=(("kernel", P(None, "model")),),
-  )
-  abstract_state = fs.create_train_state(*args, abstract=True, **kwargs)
-  state = fs.create_train_state(*args, **kwargs)
-  assert str(describe(abstract_state)) == str(describe(state))
 
 
 def test_bytes_per_device_are_of_the_fullest_device():

@@ -1,10 +1,12 @@
 """TrainState: equal to Flax's without wrappers; losses, gradients, updates."""
 
+import collections
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import compilations
 import flax
+from flax import core
 from flax import linen as nn
 from flax.training import train_state as flax_train_state
 import jax
@@ -142,19 +144,6 @@ def test_second_step_does_not_recompile(wrappers, param):
   assert int(state.step) == 3
 
 
-def test_states_of_equal_wrappers_share_a_compiled_step():
-  tx = optax.sgd(0.5)
-  step = jax.jit(lambda s: s.minimize(quadratic)[0])
-  states = [
-    create([fs.LossScale("dynamic")], tx=tx, **collections)
-    for collections in ({}, {"batch_stats": {"m": 1.0}}) * 2
-  ]
-  with compilations.count() as compiled:
-    for state in states:
-      step(state)
-  assert compiled.total == 2
-
-
 # Loss and gradients.
 
 
@@ -189,29 +178,7 @@ def test_scaling_by_hand_equals_value_and_grad():
   assert_trees_equal(by_hand(state), state.value_and_grad(quadratic)[1])
 
 
-@pytest.mark.parametrize("wrappers", [(), (fs.LossScale("dynamic"),)])
-def test_minimize(wrappers):
-  state = create(wrappers)
-  new, loss = state.minimize(quadratic)
-  assert float(loss) == 5.5  # that of before the update
-  np.testing.assert_array_equal(new.params["w"], [0.0, 0.0])
-  assert float(new.params["b"]["c"]) == 0.0
-  assert int(new.step) == 1
-  assert int(state.step) == 0
-  aux_fn = lambda p, k: (quadratic(p), k)
-  new, (loss, aux) = state.minimize(aux_fn, 7, has_aux=True)
-  assert (float(loss), int(aux)) == (5.5, 7)
-  np.testing.assert_array_equal(new.params["w"], [0.0, 0.0])
-
-
 # Applying gradients.
-
-
-def test_metrics_of_the_wrappers():
-  state = create([fs.LossScale(8), fs.AGN(2)])
-  got = {name: float(x) for name, x in state.metrics().items()}
-  assert got == {"loss_scale": 8.0, "skipped_steps": 0.0, "commits": 0.0}
-  assert create().metrics() == {}
 
 
 def test_float16_parameters_keep_their_dtypes():
@@ -269,3 +236,108 @@ def test_a_program_may_put_our_class_in_the_place_of_flax_s(monkeypatch):
   state = create(params={"w": jnp.ones(2)}, tx=optax.sgd(0.5))
   state = state.apply_gradients(grads={"w": jnp.ones(2)})
   assert state.params["w"].tolist() == [0.5, 0.5]
+
+
+class Pair(NamedTuple):
+  w: Any
+  b: Any
+
+
+# Gradients in other containers.
+
+W, B = np.array([1.0, -2.0], np.float32), np.array([4.0], np.float32)
+
+
+@pytest.mark.parametrize(
+  ("params", "grads"),
+  [
+    # core/trees_test.py compares the other pairs of containers.
+    (Pair(W, B), {"w": W, "b": B}),
+    (
+      collections.OrderedDict(w=W, b=B),
+      collections.OrderedDict(b=B, w=W),
+    ),
+    ({"o": {"w": W}, "l": [B]}, core.freeze({"l": (B,), "o": {"w": W}})),
+  ],
+)
+def test_gradients_in_other_containers(params, grads):
+  state = create((fs.LossScale("dynamic"),), tx=optax.adam(0.5), params=params)
+  step = jax.jit(lambda s, g: s.apply_gradients(grads=g))
+  # Of this loss the gradients equal the parameters.
+  wanted = step(state, state.params)
+  got = step(state, grads)
+  assert jax.tree.structure(got) == jax.tree.structure(state)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+    assert a.dtype == b.dtype
+    np.testing.assert_array_equal(a, b)
+  for new, old in zip(
+    jax.tree.leaves(got.params), jax.tree.leaves(state.params), strict=True
+  ):
+    # The first step of Adam goes against the sign of each gradient.
+    np.testing.assert_allclose(new, old - 0.5 * np.sign(old), rtol=1e-4)
+
+
+def test_different_paths_with_the_same_string():
+  params = {"a/b": jnp.zeros(1), "a": {"b": jnp.zeros(1)}}
+  state = create([fs.LossScale("dynamic")], params=params)
+  grads = {"a": {"b": jnp.ones(1)}, "a/b": jnp.full(1, 2.0)}
+  new = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
+  assert float(new.params["a"]["b"][0]) == -0.5
+  assert float(new.params["a/b"][0]) == -1.0
+  for short in ({"a": {"b": jnp.ones(1)}}, {"a/b": jnp.ones(1)}):
+    with pytest.raises(ValueError, match="a/b"):
+      state.apply_gradients(grads=short)
+  # One of them without a gradient is that one alone.
+  new = state.apply_gradients(grads={"a": {"b": None}, "a/b": jnp.ones(1)})
+  assert float(new.params["a"]["b"][0]) == 0.0
+  assert float(new.params["a/b"][0]) == -0.5
+
+
+# Collections in other containers.
+
+
+def test_collections_in_other_containers_under_a_dynamic_scale():
+  stats = core.freeze({"m": {"mean": jnp.zeros(2)}})
+  state = create([fs.LossScale("dynamic")], params={"w": W}, batch_stats=stats)
+  step = jax.jit(
+    lambda s, g: s.apply_gradients(
+      grads={"w": g}, batch_stats={"m": {"mean": jnp.full(2, 7.0)}}
+    )
+  )
+  good = step(state, jnp.ones(2))
+  bad = step(good.replace(batch_stats=stats), jnp.array([jnp.nan, 0.0]))
+  for new, mean in ((good, 7.0), (bad, 0.0)):
+    assert isinstance(new.batch_stats, core.FrozenDict)
+    np.testing.assert_array_equal(new.batch_stats["m"]["mean"], [mean] * 2)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+  assert int(bad.step) == 1
+
+
+def test_weakly_typed_collections_do_not_recompile():
+  state = create(
+    [fs.LossScale("dynamic")],
+    tx=optax.adam(0.5),
+    params={"w": W},
+    ema=jnp.zeros(()),
+  )
+  weak = jnp.asarray(2.0)
+  assert weak.weak_type
+
+  @jax.jit
+  def step(state):
+    return state.apply_gradients(
+      grads={"w": jnp.ones(2)}, ema=jnp.asarray(2.0) * 1.5
+    )
+
+  # Outside of jit, and a Python number.
+  states = [
+    state.apply_gradients(grads={"w": jnp.ones(2)}, ema=value)
+    for value in (weak, 2.0)
+  ]
+  state = step(state)
+  assert float(state.ema) == 3.0
+  with compilations.count() as compiled:
+    for new in (state, *states):
+      assert not any(x.weak_type for x in jax.tree.leaves(new))
+      step(new)
+  assert compiled.total == 0
