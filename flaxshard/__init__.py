@@ -106,42 +106,35 @@ __all__ = [
 ]
 
 # Imported when asked for: Orbax, Grain and what the loop needs take a second.
-_LAZY = (
-  "checkpoint",
-  "data",
-  "models",
-  "nnx",
-  "plans",
-  "ray",
-  "tasks",
-  "testing",
-  "train",
-  "center",
-)
-
-_LAZY_NAMES = {
+_MODULES = {
+  "center": "flaxshard.center",
+  "checkpoint": "flaxshard.checkpoint",
+  "config": "flaxshard.train.config",
+  "data": "flaxshard.data",
+  "models": "flaxshard.models",
+  "nnx": "flaxshard.nnx",
+  "optimizers": "flaxshard.core.tf_optimizers",
+  "plans": "flaxshard.plans",
+  "ray": "flaxshard.ray",
+  "tasks": "flaxshard.tasks",
+  "testing": "flaxshard.testing",
+  "train": "flaxshard.train",
+}
+_NAMES = {
   "Checkpointer": "flaxshard.checkpoint",
+  "Worker": "flaxshard.center",
   "check": "flaxshard.plans.check",
   "export": "flaxshard.train.export",
   "load": "flaxshard.train.load",
   "plan": "flaxshard.plans.plan",
-  "Worker": "flaxshard.center",
-}
-
-# Modules with another name.
-_ALIASES = {
-  "config": "flaxshard.train.config",
-  "optimizers": "flaxshard.core.tf_optimizers",
 }
 
 
 def __getattr__(name: str) -> Any:
-  if name in _LAZY_NAMES:
-    return getattr(importlib.import_module(_LAZY_NAMES[name]), name)
-  if name in _ALIASES:
-    return importlib.import_module(_ALIASES[name])
-  if name in _LAZY:
-    return importlib.import_module(f"flaxshard.{name}")
+  if name in _MODULES:
+    return importlib.import_module(_MODULES[name])
+  if name in _NAMES:
+    return getattr(importlib.import_module(_NAMES[name]), name)
   raise AttributeError(f"module 'flaxshard' has no attribute {name!r}")
 
 

@@ -32,34 +32,13 @@ class Traffic:
       all-gather, times the executions.
     in_conditional: Whether they stand in a branch that need not run; None means
       either.
-
-  Raises:
-    ValueError: `nbytes` is negative.
-    TypeError: A value has the wrong type.
   """
 
   axes: str | Sequence[str]
   nbytes: int | None = None
   in_conditional: bool | None = None
 
-  def __post_init__(self) -> None:
-    """Checks the fields."""
-    is_text = isinstance(self.axes, str)
-    if not is_text and not (
-      isinstance(self.axes, Sequence)
-      and all(isinstance(axis, str) for axis in self.axes)
-    ):
-      raise checks.ArgumentTypeError(
-        "Traffic: axes must be the name of a mesh axis or a sequence of names,"
-        f" got {self.axes!r}."
-      )
-    if self.nbytes is not None:
-      checks.integer(
-        "Traffic: nbytes", self.nbytes, minimum=0, maximum=_MAX_BYTES
-      )
 
-
-_MAX_BYTES = 2**63 - 1
 _Expected = str | Sequence[str] | Traffic | Sequence[Traffic]
 
 
@@ -94,9 +73,8 @@ def assert_traffic(
     AssertionError: A collective is not expected, an expected one does not
       occur, or the bytes differ. The message names kind, axes, bytes and source
       line of each.
-    ValueError: A kind, axis or number is invalid, or `mesh` has another number
+    ValueError: A kind or an axis does not exist, or `mesh` has another number
       of devices than the program.
-    TypeError: A value has the wrong type.
 
   Example:
     >>> import numpy as np
@@ -107,17 +85,7 @@ def assert_traffic(
     >>> compiled = jax.jit(lambda x: 2 * x).lower(x).compile()
     >>> assert_traffic(compiled, mesh, {})
   """
-  if not isinstance(mesh, jax.sharding.Mesh):
-    raise checks.ArgumentTypeError(
-      f"mesh must be a jax.sharding.Mesh, got {mesh!r}."
-    )
   entries = _entries(expected, mesh)
-  tolerance = checks.number("tolerance", tolerance, minimum=0)
-  ignore_below = checks.integer(
-    "ignore_below", ignore_below, minimum=0, maximum=_MAX_BYTES
-  )
-  if max_bytes is not None:
-    checks.integer("max_bytes", max_bytes, minimum=0, maximum=_MAX_BYTES)
   if isinstance(compiled, jax.stages.Lowered):
     compiled = compiled.compile()
   found = [
@@ -156,11 +124,6 @@ def _entries(
   expected: Mapping[str, _Expected], mesh: jax.sharding.Mesh
 ) -> list[_Entry]:
   """Returns pairs of a kind and what is expected of it."""
-  if not isinstance(expected, Mapping):
-    raise checks.ArgumentTypeError(
-      "expected must map kinds of collectives to mesh axes, such as"
-      f" {{'all-reduce': 'data'}}, got {expected!r}."
-    )
   entries = []
   for kind, given in expected.items():
     checks.one_of("expected: a kind of collective", kind, KINDS)
@@ -176,18 +139,13 @@ def _entries(
   return entries
 
 
-def _traffic(given: _Expected) -> list[Traffic]:
+def _traffic(given: _Expected) -> Sequence[Traffic]:
   """Returns axes, a `Traffic` or a list of them as a list of `Traffic`."""
   if isinstance(given, Traffic):
     return [given]
-  if isinstance(given, Sequence) and not isinstance(given, str):
-    traffic = [item for item in given if isinstance(item, Traffic)]
-    if len(traffic) == len(given) > 0:
-      return traffic
-    if traffic:
-      raise checks.ArgumentTypeError(
-        f"expected: a list must have axes or Traffic, not both, got {given!r}."
-      )
+  traffic = [x for x in given if isinstance(x, Traffic)]
+  if traffic and len(traffic) == len(given):
+    return traffic
   return [Traffic(given)]  # type: ignore[arg-type]
 
 

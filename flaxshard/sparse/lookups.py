@@ -223,11 +223,22 @@ class _Evaluation:
     contributing = _ancestors(program, [program.outvars[i] for i in wanted])
 
     def read(atom: Any) -> Any:
-      is_literal = isinstance(atom, jax_core.Literal)
-      return atom.val if is_literal else values[atom]
+      return atom.val if _is_literal(atom) else values[atom]
+
+    used = {x for eqn in program.eqns for x in _variables(eqn)}
+    used.update(x for x in program.outvars if not _is_literal(x))
 
     def run_plain(eqns: list[Any]) -> None:
-      piece = _piece(program, eqns)
+      made = {x: None for eqn in eqns for x in eqn.outvars}
+      needed = {x: None for eqn in eqns for x in _variables(eqn)}
+      piece = jax_core.Jaxpr(
+        (),
+        [x for x in needed if x not in made],
+        [x for x in made if x in used],
+        eqns,
+        program.effects,
+        program.debug_info,
+      )
       args = [_whole(read(x)) for x in piece.invars]
       run = jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(piece, ()))
       values.update(zip(piece.outvars, run(*args), strict=True))
@@ -266,12 +277,16 @@ class _Evaluation:
 
 def _variables(eqn: Any) -> list[Any]:
   """Returns the variables that an equation reads."""
-  return [x for x in eqn.invars if not isinstance(x, jax_core.Literal)]
+  return [x for x in eqn.invars if not _is_literal(x)]
+
+
+def _is_literal(atom: Any) -> bool:
+  return isinstance(atom, jax_core.Literal)
 
 
 def _ancestors(program: Any, outputs: Iterable[Any]) -> set[Any]:
   """Returns the variables on which outputs of a program depend."""
-  found = {x for x in outputs if not isinstance(x, jax_core.Literal)}
+  found = {x for x in outputs if not _is_literal(x)}
   for eqn in reversed(program.eqns):
     if not found.isdisjoint(eqn.outvars):
       found.update(_variables(eqn))
@@ -281,15 +296,6 @@ def _ancestors(program: Any, outputs: Iterable[Any]) -> set[Any]:
 def _has_derivative(eqn: Any) -> bool:
   return eqn.primitive.name != "stop_gradient" and any(
     jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in eqn.outvars
-  )
-
-
-def _piece(program: Any, eqns: list[Any]) -> Any:
-  """Returns a program of some equations of another one, with all they make."""
-  made = {x: None for eqn in eqns for x in eqn.outvars}
-  read = {x: None for eqn in eqns for x in _variables(eqn) if x not in made}
-  return jax_core.Jaxpr(
-    (), list(read), list(made), eqns, program.effects, program.debug_info
   )
 
 

@@ -20,7 +20,6 @@ from flaxshard.core import tf_optimizers
 from flaxshard.core import trees
 from flaxshard.core.parameter_groups import SparseRows
 from flaxshard.sparse import row_update
-from flaxshard.sparse import table_parts
 
 PyTree = Any
 
@@ -141,7 +140,7 @@ def _create(
   patterns: tuple[str, ...],
   semantics: str,
   argument: str,
-  parts: table_parts.Parts,
+  parts: row_update.Parts,
 ) -> SparseRows:
   """Returns the optimizer of `sparse_rows`.
 
@@ -177,8 +176,7 @@ def _create(
       raise ValueError("sparse_rows: update needs params, got None.")
     whole, _ = _find_whole(tx, state, params, tables, semantics)
     updates = indexed_slices.to_dense(updates, keep=tables.keys() - whole)
-    updates = table_parts.split(updates, params, parts)
-    return row_update.update(inner, updates, state, params, extra)
+    return row_update.update(inner, updates, state, params, extra, parts)
 
   return SparseRows(
     init,
@@ -321,7 +319,7 @@ def with_parts(tx: Any, params: PyTree) -> Any:
   """
   if not isinstance(tx, SparseRows):
     return tx
-  parts = table_parts.from_shardings(params)
+  parts = row_update.parts_of(params)
   if parts == tx.parts:
     return tx
   # A new object: JAX compares optimizers by their functions.

@@ -487,6 +487,18 @@ def test_strategy_shards_parameters_and_slots():
       ValueError,
       ["grads", "kernel"],
     ),
+    # In the place of the module.
+    (
+      lambda: apply(lambda grads: Net(nnx.Rngs(0))),
+      TypeError,
+      ["grads", "Net", "update(model, grads)"],
+    ),
+    # optax.chain alone takes any name, and does nothing with it.
+    (
+      lambda: apply(lambda grads: grads, valeu=1.0),
+      TypeError,
+      ["'valeu'", "Did you mean 'value'"],
+    ),
   ],
 )
 def test_mistakes(call, error, facts):
@@ -495,27 +507,14 @@ def test_mistakes(call, error, facts):
   assert all(fact in str(e.value) for fact in facts), str(e.value)
 
 
-def test_swapped_arguments():
-  model, optimizer = create()
-  with pytest.raises(TypeError, match=r"grads .*Net.*update\(model, grads\)"):
-    optimizer.update(nnx.state(model, nnx.Param), model)
-
-
-def test_unknown_argument_of_the_optimizer():
-  # optax.chain alone takes any name, and does nothing with it.
-  model, optimizer, (loss, grads) = gradients(loss_fn)
-  with pytest.raises(TypeError, match=r"'valeu' .* Did you mean 'value'"):
-    optimizer.update(model, grads, valeu=loss)
-
-
 def gradients(loss):
   model, optimizer = create()
   return model, optimizer, optimizer.value_and_grad(loss, model, batches()[0])
 
 
-def apply(change):
+def apply(change, **extra):
   model, optimizer, (_, grads) = gradients(loss_fn)
-  optimizer.update(model, change(grads))
+  optimizer.update(model, change(grads), **extra)
 
 
 def test_strategy_run_refuses_an_optimizer():
@@ -528,16 +527,6 @@ def test_strategy_run_refuses_an_optimizer():
   for wrapper in (fs.CrossShard("sum"), fs.AGN(100), per_replica):
     with pytest.raises(ValueError, match=type(wrapper).__name__):
       create([wrapper], model, strategy=strategy)
-
-
-@pytest.mark.slow
-def test_cross_shard_without_a_strategy_reduces_nothing():
-  model, optimizer = create([fs.CrossShard()])
-  with pytest.warns(UserWarning, match=r"CrossShard: .*not reduced"):
-    our_step(model, optimizer, batches()[0])
-  plain_model, plain = create(())
-  our_step(plain_model, plain, batches()[0])
-  assert_same(arrays(model), arrays(plain_model), 1e-5)
 
 
 def test_slots_and_gated_gradients():
@@ -573,3 +562,44 @@ def test_the_call_that_nnx_has_is_a_step_too():
   assert got.keys() == want.keys()
   for path, x in got.items():
     np.testing.assert_allclose(x, want[path], rtol=1e-4, atol=1e-5)
+
+
+# Averages, accumulation and frozen parameters.
+
+
+def bias_of(model):
+  return np.asarray(model.layers[1].bias[...])
+
+
+@pytest.mark.slow
+def test_average_of_the_updates():
+  wrappers = [fs.LossScale("dynamic"), fs.Accumulate(2), fs.EMA(0.5)]
+  model, optimizer = create(wrappers)
+  biases = []
+  # One batch is left out, so updates end with the third and the last batch.
+  for batch in batches(5, overflow=1):
+    our_step(model, optimizer, batch)
+    biases.append(bias_of(model))
+  assert int(optimizer.step[...]) == 2
+  average = nnx.clone(model)
+  nnx.update(average, optimizer.eval_params(model))
+  np.testing.assert_allclose(
+    bias_of(average), (biases[2] + 2 * biases[4]) / 3, rtol=1e-5
+  )
+  np.testing.assert_array_equal(bias_of(model), biases[4])
+
+
+@pytest.mark.parametrize("wrappers", [(), DYNAMIC])
+def test_frozen_layer_does_not_change(wrappers):
+  model = Net(nnx.Rngs(0))
+  tx = fs.freeze(optax.adamw(0.1), ["^layers/0/"])
+  optimizer = fs.nnx.Optimizer(model, tx, wrt=nnx.Param, wrappers=wrappers)
+  before = arrays(model.layers)
+  for batch in batches(2):
+    our_step(model, optimizer, batch)
+  after = arrays(model.layers)
+  changed = [path for path in after if (after[path] != before[path]).any()]
+  assert len(changed) == 2 and all("[1]" in path for path in changed)
+  # Without EMA these are the parameters of the module.
+  params = optimizer.eval_params(model)
+  np.testing.assert_array_equal(params["layers"][1]["bias"], bias_of(model))

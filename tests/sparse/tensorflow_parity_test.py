@@ -205,23 +205,6 @@ def assert_steps(
       )
 
 
-# Keras 2 has the formulas of Keras 3 and of tf.train.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ("api", "name"),
-  [case for case in CASES if case[0] != "tf.keras.optimizers.legacy"],
-)
-def test_dense_gradients(api, name):
-  grads = [gradient(step).to_dense() for step in range(len(RATES))]
-  figures = FIGURES[api][name]["dense"]
-  # Keras 3 has rounded: it is 1.8e-6 from the result in float64, this 3e-7.
-  rtol = 4e-6 if (api, name) == ("keras.optimizers", "Adam") else 1e-6
-  state = create(api, name)
-  assert_steps(figures, name, state, grads, rtol=rtol)
-  if api == "tf.compat.v1.train":
-    assert {"table", *state.get_slot_names()} == set(figures)
-
-
 @pytest.mark.parametrize(
   ("api", "name"),
   [

@@ -136,21 +136,3 @@ def test_loss_that_is_scaled_twice():
   # By hand it is the one scale there is.
   grads = jax.grad(twice)(state.params)
   np.testing.assert_array_equal(grads["w"][0], 2 * 2.0**15)
-
-
-def test_nnx_module_itself_is_not_trained():
-  # Documented: the state has the trained parameters.
-  module, x = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), jnp.ones((1, 3))
-  first = module(x)
-  state = fs.create_train_state(module, None, None, optax.sgd(0.1))
-  loss_fn = lambda params: state.apply_fn({"params": params}, x).sum()
-  state, _ = state.minimize(loss_fn)
-  assert (module(x) == first).all()
-  assert (state.apply_fn({"params": state.params}, x) != first).all()
-
-
-def test_batch_stats_that_are_not_handed_on_stay():
-  # As in Flax, and documented: nothing shows that a step has dropped them.
-  state = create(DYNAMIC, batch_stats=STATS)
-  new, _ = state.minimize(quadratic)
-  assert new.batch_stats["mean"].tolist() == STATS["mean"].tolist()
