@@ -1,9 +1,8 @@
 """Restoring on other meshes than the one that was saved on."""
 
+import checkpoint_states as states
 import jax
 import jax.numpy as jnp
-from normed_states import restore
-from normed_states import save
 import numpy as np
 import optax
 import pytest
@@ -118,7 +117,7 @@ def saved(tmp_path_factory):
   # The compiled step may choose other shardings.
   state = jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), taken, state)
   path = tmp_path_factory.mktemp("anywhere") / "checkpoints"
-  save(path, state)
+  states.write_ours(path, state)
   return path, state
 
 
@@ -126,7 +125,7 @@ def saved(tmp_path_factory):
 def test_restores_on_another_mesh_and_back(saved, shape, tmp_path):
   path, state = saved
   fresh = create(shape, zeros=True)
-  restored = restore(path, fresh)
+  restored = fs.checkpoint.restore(path, fresh)
   assert_trees_equal(
     restored, state.replace(wrapper_states=restored.wrapper_states)
   )
@@ -144,7 +143,7 @@ def test_restores_on_another_mesh_and_back(saved, shape, tmp_path):
       "both": (8 // replicas, 8 // model),
     }
   # Back on the first mesh.
-  save(tmp_path / "back", restored)
-  again = restore(tmp_path / "back", create((4, 2), zeros=True))
+  states.write_ours(tmp_path / "back", restored)
+  again = fs.checkpoint.restore(tmp_path / "back", create((4, 2), zeros=True))
   assert_trees_equal(again, state)
   assert_lies_like(again, state)

@@ -6,7 +6,6 @@ import types
 from flax import linen as nn
 from flax import nnx
 from flax import serialization
-from flax.training import checkpoints
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,23 +93,6 @@ def save_manager(path, state):
   return path
 
 
-def save_standard(path, state):
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(path / "x", variables_of(state))
-  return path / "x"
-
-
-def save_flax(path, state):
-  checkpoints.save_checkpoint(path, plain(state), 7)
-  return path
-
-
-def save_flax_msgpack(path, state):
-  file = path / "checkpoint_7"
-  file.write_bytes(serialization.to_bytes(plain(state)))
-  return path
-
-
 def save_bytes(path, state):
   file = path / "model.msgpack"
   file.write_bytes(serialization.to_bytes(variables_of(state)))
@@ -144,9 +126,6 @@ SAVES = [
     for save in (
       save_ours,
       save_manager,
-      save_standard,
-      save_flax,
-      save_flax_msgpack,
       save_safetensors,
     )
   ),
@@ -171,7 +150,7 @@ def test_formats(save, tmp_path, pretrained):
   assert new.params["body"]["kernel"].sharding.spec == P(None, "model")
   assert len(report.loaded) == 8 and not report.kept
   groups = {path.partition("/")[0] for path in report.unused}
-  has_state = save in (save_ours, save_manager, save_flax, save_flax_msgpack)
+  has_state = save in (save_ours, save_manager)
   assert groups == ({"step", "opt_state"} if has_state else set())
 
 
