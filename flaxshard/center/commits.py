@@ -1,14 +1,13 @@
 """Commits as they lie in the store, and the update that they make together.
 
 A commit has `steps` and `examples`, the local step `step`, the `version` of the
-center that it started from, and `arrays` by path: encoded gradients, and with
-those of the last fragment the values of `CenterUpdate.others`.
+center that it started from, and `arrays` by path, see `CenterUpdate.layout`:
+encoded gradients, and with those of the last fragment the values of others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,23 +72,20 @@ def decode(
     DamagedError: It is damaged, or is no commit of this run.
   """
   commit = store.unpack(key, content)
+  layout = update.layout_of(fragment)
   try:
     numbers = {name: float(commit[name]) for name in _NUMBERS}
     arrays = {
-      path: encoding.decode(x).astype(update.layout[path][1])
+      path: encoding.decode(x).astype(layout[path].dtype)
       for path, x in commit["arrays"].items()
     }
     is_valid = (
-      all(map(math.isfinite, numbers.values()))
+      np.isfinite([*numbers.values()]).all()
       and min(numbers["steps"], numbers["examples"]) > 0
-      and {update.fragment_of[path] for path in arrays} <= {fragment}
+      and layout.keys() - update.accumulators <= arrays.keys()
       and all(
-        x.shape == update.layout[path][0] and np.isfinite(x).all()
+        x.shape == layout[path].shape and np.isfinite(x).all()
         for path, x in arrays.items()
-      )
-      and all(
-        path in arrays or update.fragment_of[path] != fragment
-        for path in update.others
       )
     )
   # Whatever it is: nobody else's training ends by it.
@@ -169,4 +165,5 @@ def _combine(
       else:
         part = x.astype(np.float32) * np.float32(weight)
       combined[path] = join(combined[path], part) if path in combined else part
-  yield {path: x.astype(update.layout[path][1]) for path, x in combined.items()}
+  layout = update.layout
+  yield {path: x.astype(layout[path].dtype) for path, x in combined.items()}

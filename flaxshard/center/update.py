@@ -54,10 +54,10 @@ class CenterUpdate:
     agn: Its AGN.
     fragment_of: The fragment of each array of the center that changes, by path.
     accumulators: Paths of the parameters whose gradients are committed.
-    others: Paths of what commits have the new values of: the statistics of
-      Flax's fp8 layers, and floating-point arrays of other collections. They
-      belong to the last fragment.
-    layout: Shape and dtype of the arrays of commits, by path.
+    layout: Shapes and dtypes of the arrays of commits, by path. Beside the
+      accumulators these are the statistics of Flax's fp8 layers, and
+      floating-point arrays of other collections: commits have their new values.
+      They belong to the last fragment.
   """
 
   def __init__(self, state: TrainState):
@@ -70,8 +70,8 @@ class CenterUpdate:
     self._tx = self.agn.outer_tx or state.tx
     accumulators, local = by_path(shapes["sum"]), by_path(shapes["local"])
     self.accumulators = set(accumulators)
-    self.others = [
-      path
+    others = {
+      path: x
       for path, x in local.items()
       if is_statistic(path)
       # The parameters that LoRA freezes are the same everywhere.
@@ -79,12 +79,11 @@ class CenterUpdate:
         path.partition("/")[0] not in ("params", lora.FROZEN)
         and jnp.issubdtype(x.dtype, jnp.floating)
       )
-    ]
+    }
+    self.layout = accumulators | others
     fragments = self.agn.transport.fragments
     self.fragment_of = agn_store.divide(shapes["sum"], fragments)
-    self.fragment_of |= dict.fromkeys(self.others, fragments - 1)
-    arrays = accumulators | {path: local[path] for path in self.others}
-    self.layout = {k: (x.shape, np.dtype(x.dtype)) for k, x in arrays.items()}
+    self.fragment_of |= dict.fromkeys(others, fragments - 1)
     optimized = opt_state_lib.optimized_params(self._params)
     # Beside the statistics of fp8 layers, parameters have paths of their own.
     prefix = "params/" if optimized is self._params else "params/params/"
@@ -95,6 +94,14 @@ class CenterUpdate:
       if owner is None
       else self.fragment_of.get(prefix + trees.path_string(owner), 0)
       for name, owner in zip(by_path(self._slots), owners, strict=True)
+    }
+
+  def layout_of(self, fragment: int) -> Arrays:
+    """Returns shapes and dtypes of the arrays of a fragment's commits."""
+    return {
+      path: x
+      for path, x in self.layout.items()
+      if self.fragment_of[path] == fragment
     }
 
   def center_of(
@@ -108,10 +115,10 @@ class CenterUpdate:
       slots: Whether with its slots.
     """
     given = train_states.parts(state)
+    arrays = by_path(given["center"])
     center = {
-      path: train_states.to_host(x)
-      for path, x in by_path(given["center"]).items()
-      if self.fragment_of.get(path) == fragment
+      path: train_states.to_host(arrays[path])
+      for path in self.layout_of(fragment)
     }
     own_slots = {
       name: train_states.to_host(x)
@@ -153,9 +160,8 @@ class CenterUpdate:
         # No copy: these arrays are in no state any more.
         sent[path] = encoding.encode(total, self.agn.transport.commit_dtype)
         remainders[path] = total - encoding.decode(sent[path])
-    for path in self.others:
-      if self.fragment_of[path] == fragment:
-        sent[path] = np.array(local[path])
+    for path in self.layout_of(fragment).keys() - self.accumulators:
+      sent[path] = np.array(local[path])
     commit = {
       "steps": step - int(old["sent"][fragment]),
       "step": step,
