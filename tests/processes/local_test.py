@@ -61,20 +61,25 @@ print(sys.argv[1:-1], os.environ.get("JAX_LOCAL_DEVICE_IDS"), file=sys.stderr)
 
 
 @pytest.mark.parametrize(
-  "script, code, words",
+  ("script", "connected", "code", "words"),
   [
-    ("sys.exit(index * 3)", 3, "process 1 ended with exit code 3"),
+    ("sys.exit(index * 3)", True, 3, "process 1 ended with exit code 3"),
+    ("index and os.kill(os.getpid(), 9)", True, 137, "1 was killed by SIGKILL"),
     (
-      "index and os.kill(os.getpid(), 9)",
-      137,
-      "process 1 was killed by SIGKILL",
+      "assert not any('coordinator' in flag for flag in sys.argv)\n"
+      "index and sys.exit(3)\n"
+      "time.sleep(0.5)\n"
+      "print('went on', file=sys.stderr)",
+      False,
+      3,
+      "worker 1 ended with exit code 3; the others go on\n[0] went on",
     ),
   ],
 )
 def test_exit_code_is_that_of_the_first_failure(
-  tmp_path, capfd, script, code, words
+  tmp_path, capfd, script, connected, code, words
 ):
-  assert run(tmp_path, script) == code
+  assert run(tmp_path, script, connected=connected) == code
   assert words in capfd.readouterr().err
 
 
@@ -102,20 +107,6 @@ time.sleep(99)
   assert "SIGTERM to the processes that have not ended: 1, 2" in err
   assert "SIGKILL to the processes that have not ended: 1\n" in err
   assert wait_until_gone([int((tmp_path / "child").read_text())], 10)
-
-
-def test_workers_go_on_without_one_that_fails(tmp_path, capfd):
-  code = """
-if index:
-  assert not any("coordinator" in flag for flag in sys.argv)
-  sys.exit(3)
-time.sleep(0.5)
-open(sys.argv[0] + ".done", "w").close()
-"""
-  assert run(tmp_path, code, connected=False) == 3
-  assert (tmp_path / "script.py.done").exists()
-  err = capfd.readouterr().err
-  assert "worker 1 ended with exit code 3; the others go on" in err
 
 
 @pytest.mark.parametrize(

@@ -102,10 +102,10 @@ def _load(place: str) -> dict[str, Any]:
   path = pathlib.Path(place).expanduser()
   is_path = path.suffix == ".py" or len(path.parts) > 1
   # A name comes first: a folder "digits" may be the workdir of an earlier run.
-  if not is_path and place in (paths := _paths()):
-    return runpy.run_path(str(paths[place]), run_name=place)
+  if not is_path:
+    path = _paths().get(place, path)
   if path.is_file():
-    return runpy.run_path(str(path), run_name=path.stem)
+    return runpy.run_path(str(path), run_name=f"config_{path.stem}")
   if path.is_dir():
     raise ConfigFileError(f"{path} is a folder, not a config file.")
   if not is_path and "." in place:
@@ -114,12 +114,8 @@ def _load(place: str) -> dict[str, Any]:
   hint = checks.did_you_mean(
     str(path), [*map(str, path.parent.glob("*.py")), *_paths()]
   ) or checks.did_you_mean(path.stem, _paths())
-  what = (
-    f"{path}: there is no such file in {path.parent.resolve()}."
-    if is_path
-    else f"{place}: there is no config of this name."
-  )
   raise ConfigFileError(
-    f"{what}{hint} --list prints the names; other configs are files, given by "
-    "their path."
+    f"{place}: there is no config of this name, and no such file in "
+    f"{path.parent.resolve()}.{hint} --list prints the names; other configs "
+    "are files, given by their path."
   )
