@@ -107,7 +107,7 @@ def test_disk_fills_up_during_a_save(tmp_path):
     },
     capture_output=True,
     text=True,
-    timeout=60,
+    timeout=180,
   )
   # It does not hang at its end.
   assert done.returncode == 0, done.stderr[-4000:]

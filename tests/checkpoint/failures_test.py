@@ -5,6 +5,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -15,6 +16,7 @@ import pytest
 import flaxshard as fs
 from flaxshard import checkpoint
 from flaxshard.checkpoint import digests
+from flaxshard.checkpoint import saving
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -129,10 +131,36 @@ def test_program_that_ends_without_waiting_says_what_is_lost(path):
     cwd=_ROOT,
     stderr=subprocess.PIPE,
     text=True,
-    timeout=60,
+    timeout=180,
   )
   assert done.returncode == 1
   assert "KeyError: 'later'" in done.stderr
   assert f"step 8, the last checkpoint in {path} is lost" in done.stderr
   assert os.listdir(path) == ["7"]
   assert_holds(path, 2.0, size=1_000_000)
+
+
+def test_barrier_waits_for_threads_that_still_write():
+  barrier = saving.SaveBarrier()
+  barrier.start_save()
+  release = threading.Event()
+  written, seen = [], []
+
+  def write():
+    release.wait()
+    written.append(True)
+
+  def fail():
+    try:
+      raise OSError
+    except OSError:
+      barrier(key="", timeout_ms=1000)
+      seen.extend(written)
+
+  threads = [threading.Thread(target=f) for f in (write, fail)]
+  for thread in threads:
+    thread.start()
+  release.set()
+  for thread in threads:
+    thread.join()
+  assert seen == [True]
