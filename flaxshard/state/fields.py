@@ -70,23 +70,17 @@ def computed(
     given: `params` and the collections, by field name.
     num_replicas: Length of the replica axis of the per-replica leaves.
   """
-  params = given["params"]
+  params, step = given["params"], jnp.zeros((), jnp.int32)
   optimized = opt_state_lib.optimized_params(params)
-  fields: dict[str, Any] = {"step": jnp.zeros((), jnp.int32)}
   if not wrappers:
     # Without wrappers the state is that of Flax in every case.
-    return {**fields, "opt_state": tx.init(optimized)}
-  return {
-    **fields,
-    "opt_state": opt_state_lib.init(tx, optimized),
-    "wrapper_states": stack.init(
-      wrappers,
-      params,
-      tx,
-      {name: tree for name, tree in given.items() if name != "params"},
-      num_replicas,
-    ),
-  }
+    return dict(step=step, opt_state=tx.init(optimized))
+  others = {name: x for name, x in given.items() if name != "params"}
+  return dict(
+    step=step,
+    opt_state=opt_state_lib.init(tx, optimized),
+    wrapper_states=stack.init(wrappers, params, tx, others, num_replicas),
+  )
 
 
 def extend(cls: Any, names: Iterable[str]) -> Any:

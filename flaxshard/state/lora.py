@@ -202,12 +202,9 @@ def merge_lora(state: TrainState) -> dict[str, PyTree]:
     return variables
   params, frozen = variables["params"], variables.pop(FROZEN)
   shardings = {p: x.sharding for p, x in model_leaves(params, frozen).items()}
-  merge_jitted = jax.jit(
-    merge,
-    static_argnums=2,
-    out_shardings=traverse_util.unflatten_dict(shardings),
-  )
-  variables["params"] = merge_jitted(params, frozen, apply_fn.scale)
+  out_shardings = traverse_util.unflatten_dict(shardings)
+  merged = jax.jit(merge, static_argnums=2, out_shardings=out_shardings)
+  variables["params"] = merged(params, frozen, apply_fn.scale)
   return variables
 
 
