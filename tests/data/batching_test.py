@@ -138,6 +138,29 @@ def test_augmentation_is_seeded_per_example_and_epoch():
   assert len(np.unique(first)) == first.size
 
 
+def test_collate_makes_batches_of_any_examples():
+  examples = [[float(i)] * (i % 3 + 1) for i in range(12)]
+
+  def collate(examples):
+    inputs = np.zeros((len(examples), 3), np.float32)
+    for row, example in zip(inputs, examples, strict=True):
+      row[: len(example)] = example
+    return {"inputs": inputs}
+
+  splits = data.Splits(examples, examples)
+  (epoch,) = take(
+    data.train_iterator(splits, batch_size=12, seed=0, collate=collate), 1
+  )
+  assert sorted(epoch["inputs"][:, 0]) == list(range(12))
+  batches = list(data.eval_batches(splits, batch_size=8, collate=collate))
+  assert batches[0]["inputs"][2].tolist() == [2, 2, 2]
+  assert batches[1]["mask"].tolist() == [True] * 4 + [False] * 4
+  with pytest.raises(ValueError, match=r"shapes .*\(3,\).* \(1,\)"):
+    short = data.Splits([[1.0, 2.0, 3.0]] * 7 + [[1.0]])
+    stack = lambda examples: {"inputs": np.array(examples)}
+    take(data.train_iterator(short, batch_size=1, seed=0, collate=stack), 8)
+
+
 # Evaluation.
 
 

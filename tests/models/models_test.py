@@ -1,8 +1,6 @@
 """The built-in models, and models from configs."""
 
 import functools
-import sys
-import types
 
 from flax import linen as nn
 from flax import nnx
@@ -38,12 +36,6 @@ SMALL = {
     (2, 12, 50),
   ),
 }
-
-
-class CustomModel(nn.Module):
-  num_classes: int
-  policy: Policy
-  widths: tuple = ()
 
 
 class ModelWithoutPolicy(nn.Module):
@@ -285,18 +277,6 @@ def test_create_accepts_config_dicts():
     model = models.create(form, num_classes=7, policy=policy)
     assert model == expected
     hash(model)  # jax.jit needs it for static arguments
-
-
-def test_create_imports_custom_models(monkeypatch):
-  module = types.ModuleType("custom_models")
-  module.CustomModel = CustomModel
-  monkeypatch.setitem(sys.modules, "custom_models", module)
-  model = models.create(
-    {"name": "custom_models:CustomModel", "widths": [[1, 2], [3]]},
-    num_classes=3,
-    policy=Policy(),
-  )
-  assert model == CustomModel(3, Policy(), widths=((1, 2), (3,)))
 
 
 @pytest.mark.parametrize(

@@ -127,15 +127,8 @@ def _assert_found(name: str, compiler: str, wrong: bool) -> None:
     assert not found.findings, str(found)
 
 
-# AGN's replicas; images split over devices; FSDP; tensor parallelism.
-_CONFIGS = (
-  "digits",
-  "digits_agn",
-  "digits_diloco",
-  "digits_spatial",
-  "lm_text_fsdp",
-  "lm_text_tensor_parallel",
-)
+# FSDP; tensor parallelism. config_test.py has others, with the TPU compiler.
+_CONFIGS = ("digits_diloco", "lm_text_fsdp", "lm_text_tensor_parallel")
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
 """The reader of HLO text: programs, groups of devices, loops, branches."""
 
 # ruff: noqa: E501
-import gc
-import weakref
 
 import jax
 import numpy as np
@@ -394,12 +392,3 @@ def test_axes_of_equal_size():
   ):
     (found,) = _read(MIXED.replace("GROUPS", f"replica_groups={text}"), mesh)
     assert found.axes == axes
-
-
-def test_a_program_is_freed_after_use():
-  program = hlo.parse(HEAD + BRANCHES)
-  plans.collectives(program, MESH)
-  freed = weakref.ref(program)
-  del program
-  gc.collect()
-  assert freed() is None

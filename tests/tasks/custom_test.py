@@ -172,31 +172,6 @@ def test_a_task_trains_once_per_replica_with_different_streams(tmp_path):
   assert int(state.step) == 40
 
 
-class Padded(Regression):
-  """Examples of different lengths, which `collate` pads."""
-
-  def load_data(self):
-    examples = [
-      {"values": [float(i)] * (i % 3 + 1), "name": f"example {i}"}
-      for i in range(12)
-    ]
-    return data.Splits(examples, examples)
-
-  def collate(self, examples):
-    x = np.zeros((len(examples), 3), np.float32)
-    for row, example in zip(x, examples, strict=True):
-      row[: len(example["values"])] = example["values"]
-    one = np.ones((len(examples), 1), np.float32)
-    return {"x": x, "scale": one, "target": x[:, :2]}
-
-
-@pytest.mark.slow
-def test_collate_makes_batches_of_any_examples(tmp_path):
-  fields = dict(num_train_steps=4, log_every_steps=2)
-  train.train_and_evaluate(config(**fields), str(tmp_path), Padded())
-  assert np.isfinite(tiny.rows(tmp_path)[-1]["eval_loss"])
-
-
 @pytest.mark.tpu
 def test_a_custom_task_is_planned():
   plan = config_plans.plan_config(config(task=f"{_THIS}:Regression"), "v5e:2x2")

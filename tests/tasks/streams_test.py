@@ -11,8 +11,6 @@ import tree_equality
 
 from flaxshard import data
 from flaxshard import train
-from flaxshard.state import replica_groups
-from flaxshard.train import rollouts
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -119,28 +117,6 @@ def test_rollouts_of_the_newest_state_resume_to_the_same_result(tmp_path):
   assert float(np.abs(jax.device_get(whole.params)["Dense_0"]["kernel"]).sum())
   rows = tiny.rows(tmp_path / "whole")
   assert rows[-1]["train_loss"] < rows[0]["train_loss"] or len(rows) == 1
-
-
-def test_replicas_are_copied_once_for_a_batch_that_needs_the_state(monkeypatch):
-  copied = []
-  copy = lambda state: copied.append(state) or f"copy of {state}"
-  monkeypatch.setattr(replica_groups, "of_first_replica", copy)
-
-  class Task:
-    name = "Task"
-
-    def train_batches(self, stream):
-      while True:
-        if stream.step == 1:
-          assert stream.state() == stream.state() == "copy of 1"
-        yield {"inputs": np.zeros(8)}
-
-  sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  inputs = jax.ShapeDtypeStruct((8,), np.float32, sharding=sharding)
-  iterator = rollouts.RolloutIterator(Task(), 0, {"inputs": inputs})
-  for state in ("0", "1", "2"):
-    iterator.next_batch(state)
-  assert copied == ["1"]
 
 
 @pytest.mark.parametrize(
