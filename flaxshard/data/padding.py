@@ -101,6 +101,7 @@ class _Layout:
 
   Attributes:
     tree: The tree structure.
+    varying: The dimensions that vary, by path.
     leaves: The leaves by path.
     shardings: Their shardings by path, and that of the mask.
     rows: Number of rows in a full batch of this process.
@@ -110,6 +111,7 @@ class _Layout:
   """
 
   tree: Any
+  varying: dict[str, Any]
   leaves: dict[str, _Leaf]
   shardings: dict[str, jax.sharding.NamedSharding]
   rows: int
@@ -215,12 +217,7 @@ def _create_layout(
     )
   varying = config.varying_dims()
   sharding.check_paths("bucket_dims", varying, first.arrays)
-  leaves = {}
-  for path, x in first.arrays.items():
-    # A tuple for all leaves also names dimensions that some do not have.
-    dims = sharding.lookup(varying, path, ())
-    sizes = [_VARYING if i in dims else n for i, n in enumerate(x.shape)]
-    leaves[path] = _Leaf((_BATCH, *sizes[1:]), host_batch.dtype_of(x))
+  leaves = _describe(first, varying)
   shapes = {path: leaf.shape for path, leaf in leaves.items()}
   specs = sharding.check_specs(mesh, config.spec)
   chosen = sharding.specs_by_path(mesh, specs, shapes)
@@ -248,6 +245,7 @@ def _create_layout(
     chosen[mask] = P(*chosen[max(row_parts, key=row_parts.__getitem__)][:1])
   return _Layout(
     tree=first.tree,
+    varying=varying,
     leaves=leaves,
     shardings={
       path: jax.sharding.NamedSharding(mesh, spec)
@@ -259,6 +257,24 @@ def _create_layout(
   )
 
 
+def _describe(
+  batch: host_batch.HostBatch, varying: Mapping[str, Any]
+) -> dict[str, _Leaf]:
+  """Returns what all batches must share, by path.
+
+  Args:
+    batch: A batch.
+    varying: The dimensions that vary, by path.
+  """
+  leaves = {}
+  for path, x in batch.arrays.items():
+    # A tuple for all leaves also names dimensions that some do not have.
+    dims = sharding.lookup(varying, path, ())
+    sizes = [_VARYING if i in dims else n for i, n in enumerate(x.shape)]
+    leaves[path] = _Leaf((_BATCH, *sizes[1:]), host_batch.dtype_of(x))
+  return leaves
+
+
 def _check_batch(
   layout: _Layout, batch: host_batch.HostBatch
 ) -> dict[int, int]:
@@ -268,24 +284,7 @@ def _check_batch(
     ValueError: The batch differs from the first one, or two leaves have
       different sizes in a dimension that varies.
   """
-  given = {}
-  sizes: dict[int, tuple[int, str]] = {}
-  for path, x in batch.arrays.items():
-    pattern = layout.leaves[path].shape if path in layout.leaves else ()
-    # The same name on both sides compares as equal below.
-    shape = [*pattern[: x.ndim], *x.shape[len(pattern) :]]
-    for dim, (name, size) in enumerate(zip(shape, x.shape, strict=True)):
-      if not isinstance(name, str):
-        shape[dim] = size
-      elif name == _VARYING:
-        other_size, other = sizes.setdefault(dim, (size, path))
-        if size != other_size:
-          raise ValueError(
-            f"batch[{path}] has size {size} in dimension {dim}, "
-            f"batch[{other}] has {other_size}, but there is one mask for both; "
-            "bucket_dims as a dict by path names the leaves that vary."
-          )
-    given[path] = _Leaf(tuple(shape), host_batch.dtype_of(x))
+  given = _describe(batch, layout.varying)
   if given != layout.leaves:
     difference = trees.difference_by_path(
       {(path,): leaf for path, leaf in given.items()},
@@ -295,7 +294,20 @@ def _check_batch(
       f"a batch differs from the first one in {difference}. Dimensions vary "
       "with bucket='power_of_two' and bucket_dims."
     )
-  return {dim: sizes[dim][0] for dim in sorted(sizes)}
+  sizes = {}
+  for dim in sorted(layout.multiples.keys() - {0}):
+    by_path = {
+      f"batch[{path}]": batch.arrays[path].shape[dim]
+      for path, leaf in layout.leaves.items()
+      if leaf.shape[dim : dim + 1] == (_VARYING,)
+    }
+    if len(set(by_path.values())) > 1:
+      raise ValueError(
+        f"the sizes in dimension {dim} differ, but there is one mask for all: "
+        f"{by_path}; bucket_dims as a dict by path names the leaves that vary."
+      )
+    sizes[dim] = next(iter(by_path.values()))
+  return sizes
 
 
 def _padded_rows(layout: _Layout, rows: int, bucket: str | None) -> int:
