@@ -141,7 +141,7 @@ def _run(
   hooks: Sequence[hooks_lib.Hook],
 ) -> tuple[TrainState, int | None]:
   """Returns the last state, and the signal that stopped the run, if any."""
-  workdir = rank.workdir(root)
+  workdir = ranks.folder_of_worker(root, rank.worker_id)
   with multihost.raise_on_all_processes(ValueError):
     files.check_writable("workdir", workdir)
   same_run.check_workdir(workdir)

@@ -7,7 +7,7 @@ worker, which may have many processes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
 import logging
 import os
@@ -22,9 +22,6 @@ from flaxshard.train import config as config_lib
 from flaxshard.wrappers.agn import AGN
 
 _log = logging.getLogger(__name__)
-
-# The folder of a workdir with those of the workers but worker 0.
-WORKERS = "workers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,31 +63,6 @@ class Rank:
       )
     return total // self.num_workers
 
-  def rows(self, rows: Sequence[int], batch_size: int) -> Sequence[int]:
-    """Returns the rows of a batch of all workers that this worker reads.
-
-    Args:
-      rows: Rows of this worker's own batch.
-      batch_size: Number of rows of this worker's own batch.
-
-    Example:
-      >>> Rank(1, 2).rows([0, 1], batch_size=2)
-      [2, 3]
-    """
-    return [self.worker_id * batch_size + row for row in rows]
-
-  def workdir(self, workdir: str) -> str:
-    """Returns the folder that this worker writes its files to.
-
-    Args:
-      workdir: The folder of the run, which is that of worker 0.
-
-    Example:
-      >>> Rank(2, 4).workdir("run")
-      'run/workers/2'
-    """
-    return folder_of_worker(workdir, self.worker_id)
-
 
 def folder_of_worker(workdir: str, worker_id: int) -> str:
   """Returns the folder of a worker's checkpoints and metrics.
@@ -98,10 +70,14 @@ def folder_of_worker(workdir: str, worker_id: int) -> str:
   Args:
     workdir: The folder of the run, which is that of worker 0.
     worker_id: Index of the worker.
+
+  Example:
+    >>> folder_of_worker("run", 2)
+    'run/workers/2'
   """
   if not worker_id:
     return workdir
-  return os.path.join(workdir, WORKERS, str(worker_id))
+  return os.path.join(workdir, "workers", str(worker_id))
 
 
 def store_agn(config: Any) -> AGN | None:

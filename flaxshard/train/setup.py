@@ -219,13 +219,14 @@ class Setup:
         worker_id=self.rank.worker_id,
       )
     assert self.splits is not None
+    first_row = self.rank.worker_id * self.batch_size
     batches = data.train_iterator(
       self.splits,
       seed=self.config.seed,
       collate=self.task.collate,
       # Rows of the batch of all workers.
       batch_size=self.config.batch_size,
-      rows=self.rank.rows(self._rows(), self.batch_size),
+      rows=[first_row + row for row in self._rows()],
     )
     # Training batches are never padded: the data repeats.
     return iter(
