@@ -133,9 +133,9 @@ def _mesh_shape(
     ValueError: There are too few devices.
   """
   mesh = config.mesh
-  # With prime factors as axes, every split has a PartitionSpec.
-  axes = dict(mesh.axes) or mesh_lib.prime_axes(mesh.logical_devices)
-  logical_count = math.prod(axes.values())
+  logical_count: int = mesh.logical_devices
+  if mesh.axes:
+    logical_count = math.prod(dict(mesh.axes).values())
   replicas: int = mesh.replica
   if replicas == -1:
     # 0 if the logical devices of one replica do not fit.
@@ -151,6 +151,8 @@ def _mesh_shape(
       f"needs {max(replicas, 1) * logical_count} devices; there are "
       f"{num_devices}."
     )
+  # With prime factors as axes, every split has a PartitionSpec.
+  axes = dict(mesh.axes) or mesh_lib.prime_axes(logical_count)
   return {mesh_lib.REPLICA: replicas, **axes}
 
 
