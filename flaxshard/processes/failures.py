@@ -16,6 +16,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import threading
@@ -112,7 +113,7 @@ class _Watcher:
         # The key exists: another process has failed before.
         first = self._receive(self._raised, timeout_ms=1000)
         # `raise_on_all_processes` puts the process before the message.
-        if not message.endswith(first["error"]):
+        if re.sub(r"^process \d+: ", "", message) != first["error"]:
           _log.error("before the error of this process, %s", first["text"])
     with self._has_raised:
       self._number = self._raised
