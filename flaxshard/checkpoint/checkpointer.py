@@ -96,6 +96,7 @@ class Checkpointer:
     digests: bool = True,
   ):
     path = files_lib.absolute(checks.path("directory", directory))
+    items_lib.check_plain_item(plain_item)
     self._plain_item = plain_item
     self._keep = keep.Keep(
       max_to_keep, keep_every, best_metric, best_mode, keep_best
@@ -115,16 +116,19 @@ class Checkpointer:
     self._saver = saving.Saver(
       self.directory,
       self._keep,
-      # A fresh process can only restore items whose handlers are named here.
-      {
-        **items_lib.item_handlers(plain_item=plain_item),
-        steps.POSITION: ocp.JsonCheckpointHandler(),
-        steps.FLAXSHARD: ocp.JsonCheckpointHandler(),
-      },
+      self._item_handlers,
       digests and not files_lib.is_bucket(self.directory),
     )
     self._restored_step: int | None = None
     self._closed = False
+
+  def _item_handlers(self) -> dict[str, ocp.CheckpointHandler]:
+    # A fresh process can only restore items whose handlers are named here.
+    return {
+      **items_lib.item_handlers(plain_item=self._plain_item),
+      steps.POSITION: ocp.JsonCheckpointHandler(),
+      steps.FLAXSHARD: ocp.JsonCheckpointHandler(),
+    }
 
   def __enter__(self) -> Checkpointer:
     """Returns itself."""

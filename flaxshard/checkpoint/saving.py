@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import contextlib
 import itertools
 import logging
@@ -45,7 +45,7 @@ class Saver:
   Args:
     directory: Path of the directory of the steps; the first save creates it.
     policy: Chooses the steps to keep.
-    item_handlers: Orbax's handlers, by item.
+    item_handlers: Makes Orbax's handlers, by item.
     take_digests: Whether to take the crc32 of all files.
 
   Attributes:
@@ -57,12 +57,12 @@ class Saver:
     self,
     directory: str,
     policy: checkpoint_managers.PreservationPolicy,
-    item_handlers: Mapping[str, ocp.CheckpointHandler],
+    item_handlers: Callable[[], Mapping[str, ocp.CheckpointHandler]],
     take_digests: bool,
   ):
     self._directory = directory
     self._policy = policy
-    self._item_handlers = dict(item_handlers)
+    self._item_handlers = item_handlers
     self._digests = take_digests
     self._barrier = SaveBarrier()
     self._step: int | None = None  # of the save that may still run
@@ -193,7 +193,8 @@ class Saver:
           create_directories_asynchronously=False,
         ),
       ),
-      item_handlers=self._item_handlers,
+      # New ones: a failed save leaves records in them.
+      item_handlers=dict(self._item_handlers()),
     )
 
   def _write_files(self) -> None:
