@@ -14,7 +14,7 @@ from flaxshard.models.cnn import CNN
 from flaxshard.models.resnet import ResNet
 from flaxshard.models.transformer import Transformer
 
-__all__ = ["CNN", "MODELS", "ResNet", "Transformer", "accepted", "create"]
+__all__ = ["CNN", "MODELS", "ResNet", "Transformer", "create"]
 
 MODELS: Mapping[str, type[nn.Module]] = {
   "cnn": CNN,
