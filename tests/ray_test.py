@@ -126,7 +126,7 @@ def test_run_with_an_error_and_a_retry_equals_one_process(cluster, tmp_path):
 
   [snippet] = re.findall(
     r"```python\n(import flaxshard as fs\nfrom ray.*?)```",
-    (_TESTS.parent / "docs" / "guides" / "clusters.md").read_text(),
+    (_TESTS.parent / "docs" / "guides" / "processes.md").read_text(),
     re.S,
   )
   workdir = tmp_path / "ray"
@@ -143,7 +143,7 @@ def test_run_with_an_error_and_a_retry_equals_one_process(cluster, tmp_path):
     ),
     "callbacks": [WriteErrors()],
   }
-  exec(compile(snippet, "docs/guides/clusters.md", "exec"), names)
+  exec(compile(snippet, "docs/guides/processes.md", "exec"), names)
   result = names["result"]
 
   # Ray got the error itself, although it ends all processes.
