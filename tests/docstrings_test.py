@@ -5,6 +5,9 @@ import importlib
 import inspect
 import pkgutil
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import flaxshard
@@ -27,6 +30,9 @@ def modules():
 
 
 MODULES = modules()
+
+# What a reader of an example has imported.
+_NAMES = {"fs": flaxshard, "jax": jax, "jnp": jnp, "optax": optax}
 
 # Examples that train or compile for more than a second.
 _SLOW = {
@@ -51,7 +57,8 @@ def test_there_are_examples():
   ],
 )
 def test_examples(name):
-  results = doctest.testmod(importlib.import_module(name))
+  module = importlib.import_module(name)
+  results = doctest.testmod(module, extraglobs=_NAMES)
   assert results.failed == 0
   # doctest overlooks some docstrings, so the number of examples is compared.
   # From Python 3.13 on, `attempted` includes the skipped examples.
