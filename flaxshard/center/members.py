@@ -27,7 +27,7 @@ _BEAT_SECONDS = (0.2, 5.0)
 
 
 class _Seen(NamedTuple):
-  """What was seen of a worker last, and when it was new.
+  """The last sign of life of a worker, and when it was new.
 
   `phase`: "training", "done", "away" once it has left, or "absent" before it
   comes.

@@ -1,4 +1,4 @@
-"""What a train state is saved as: the items of a step, for Orbax's managers."""
+"""The items of a step as which Orbax's managers save a train state."""
 
 from __future__ import annotations
 

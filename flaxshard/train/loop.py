@@ -215,7 +215,7 @@ def _run(
 
 
 class _Run(NamedTuple):
-  """What a run holds from its start to its end.
+  """The objects of a run, from its start to its end.
 
   Attributes:
     setup: The setup of the config.

@@ -136,7 +136,7 @@ class Wrapped:
 def wrap(tx: Any, wrappers: Sequence[base.Base] = ()) -> Wrapped:
   """Returns an optimizer with wrappers around it, as pure functions.
 
-  They are for a loop of one's own, with Equinox, Haiku or plain JAX: without a
+  They are for your own loop, with Equinox, Haiku or plain JAX: without a
   TrainState. State and parameters are pytrees, which go through `jax.jit` and
   plain Orbax.
 
