@@ -58,6 +58,9 @@ the TPU compiler: pip install 'flaxshard[tpu]'. --plan=v5e:4x4,v5e:8x8 plans two
 topologies, and --plan='2*v5e:8x8' has two slices. --workdir is optional then,
 for plan.json. With AGN(transport="store"), --num_processes=4 plans the step of
 one of four workers.
+
+On the web: https://flaxshard.github.io/flaxshard/guides/training.html, and
+https://flaxshard.github.io/flaxshard/troubleshooting.html for messages.
 """
 
 # Flags only: the training loop is in flaxshard/train/loop.py.

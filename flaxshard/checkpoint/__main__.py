@@ -8,7 +8,8 @@ arrays. Changes nothing, reads no arrays, and uses only the CPU. A step is
 damaged if a file is missing or has another size, or if it was copied or renamed
 from another step. `--verify` also reads and compares all files, except in a
 bucket. Another program may save in the directory at the same time. The exit
-status is 1 if a step is damaged, and 2 if there is nothing to show.
+status is 1 if a step is damaged, and 2 if there is nothing to show. See
+https://flaxshard.github.io/flaxshard/guides/checkpoints.html.
 """
 
 from __future__ import annotations

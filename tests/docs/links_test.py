@@ -11,6 +11,7 @@ import pytest
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _REPOSITORY = "https://github.com/flaxshard/flaxshard/"
+_SITE = "https://flaxshard.github.io/flaxshard/"
 _LEFT_OUT = {"_build", "build", "dist"}
 
 
@@ -108,3 +109,17 @@ def test_addresses_of_the_repository_lead_to_its_files(suffix: str) -> None:
     if not (_ROOT / name).exists()
   ]
   assert not missing
+
+
+def test_addresses_of_the_site_lead_to_its_pages() -> None:
+  links = [
+    (path.relative_to(_ROOT).as_posix(), name)
+    for path in _files(".py")
+    for name in re.findall(
+      re.escape(_SITE) + r"([\w/]+)\.html", path.read_text()
+    )
+  ]
+  missing = [x for x in links if not (_ROOT / f"docs/{x[1]}.md").exists()]
+  assert not missing
+  # The help of an installed wheel names pages that its reader can open.
+  assert ("flaxshard/__main__.py", "guides/training") in links

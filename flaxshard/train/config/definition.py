@@ -133,7 +133,8 @@ class Work:
   Attributes:
     task: The loss, the metrics and the evaluation: `"classification"`,
       `"language_modeling"` or `"package.module:Class"`; with arguments
-      `{"name": ..., **arguments}`. See docs/guides/tasks.md.
+      `{"name": ..., **arguments}`. See
+      https://flaxshard.github.io/flaxshard/guides/tasks.html.
     model: The model and its arguments; see `flaxshard.models.create`. A task
       that creates its own model gets them, and needs no name.
     data: The data and its arguments; see `flaxshard.data.load`. Only a task

@@ -15,7 +15,8 @@ def help_text() -> str:
   """Returns all fields as text for a terminal."""
   lines = [
     "The fields of a config. A config file has what differs from the defaults;",
-    "--config.FIELD=VALUE sets a field on the command line.",
+    "--config.FIELD=VALUE sets a field on the command line. As a page:",
+    "https://flaxshard.github.io/flaxshard/config.html",
   ]
   for title, fields in definition.SECTIONS:
     lines += ["", f"{title}:"]
