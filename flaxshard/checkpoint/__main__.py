@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-import contextlib
 import itertools
 import json
-import math
 import sys
 import time
 from typing import Any
@@ -28,9 +26,7 @@ import jax
 
 from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import reader
-from flaxshard.checkpoint import steps as steps_lib
-from flaxshard.core import checks
-from flaxshard.core import files
+from flaxshard.checkpoint import steps
 from flaxshard.core import multihost
 
 # The program that saves may be deleting a step while it is read: it is gone
@@ -41,47 +37,32 @@ _DELETION_SECONDS = 0.5
 _SHOWN = 200
 
 
-def status(step_dir: Any, contents: bool) -> tuple[str, bool]:
-  """Returns a description of a step's condition, and whether it is unusable.
+def condition(step_dir: Any, contents: bool) -> tuple[str, bool] | None:
+  """Returns whether a step is complete, in words and as a bool.
 
   Args:
     step_dir: Path of the directory of the step.
     contents: Whether to read all files; otherwise only sizes are compared.
+
+  Returns:
+    None if another program has deleted the step meanwhile.
   """
   try:
     if digests.verify(step_dir, contents=contents):
-      return ("complete, verified" if contents else "complete"), False
+      return ("complete, verified" if contents else "complete"), True
     # Without digests, only check that there is a train state.
     reader.open_unverified(step_dir)
-    return "complete, without digests", False
-  except digests.Damaged as e:
-    return f"damaged: {e}", True
+    return "complete, without digests", True
   except Exception as e:  # of Orbax
-    return f"cannot be restored: {e}", True
+    if _is_gone(step_dir):
+      return None
+    kind = "damaged" if isinstance(e, digests.Damaged) else "not restorable"
+    return f"{kind}: {e}", False
 
 
-def overview(directory: Any, contents: bool) -> tuple[str, dict[int, Any]]:
-  """Returns a text about the steps, and their paths; None for a damaged one.
-
-  Args:
-    directory: Path of the directory of the checkpoints.
-    contents: Whether to read all files; otherwise only sizes are compared.
-  """
-  lines, steps, shown = [str(directory)], {}, set()
-  for step, path in steps_lib.find(directory).items():
-    condition, is_damaged = status(path, contents)
-    size = checks.format_bytes(_bytes_in(path))
-    if is_damaged:
-      time.sleep(_DELETION_SECONDS)
-    if path.exists():
-      lines.append(f"  {step:>8}  {size:>9}  {condition}")
-      steps[step] = None if is_damaged else path
-      shown.add(path.name)
-  for path in sorted(directory.iterdir()) if steps else ():
-    if path.is_dir() and path.name not in shown:
-      # Such as `20.damaged`, or a save that has not finished.
-      lines.append(f"  not counted: {path.name}")
-  return "\n".join(lines), steps
+def _is_gone(step_dir: Any) -> bool:
+  time.sleep(_DELETION_SECONDS)
+  return not step_dir.exists()
 
 
 def describe(step_dir: Any) -> str:
@@ -98,19 +79,15 @@ def describe(step_dir: Any) -> str:
   if metadata is None:
     lines.append("  not written by flaxshard")
   for key, value in (metadata or {}).items():
-    if isinstance(value, dict):
-      lines += [f"  {key}.{k}: {json.dumps(x)}" for k, x in value.items()]
-    elif value is not None:
-      lines.append(f"  {key}: {json.dumps(value)}")
-  position = step_dir / steps_lib.POSITION
+    lines.append(f"  {key}: {json.dumps(value)}")
+  position = step_dir / steps.POSITION
   for file in sorted(position.iterdir()) if position.is_dir() else ():
     text = " ".join(file.read_bytes().decode(errors="replace").split())
     lines.append(f"  {position.name}/{file.name}: {text[:_SHOWN]}")
   leaves = reader.open_unverified(step_dir).values()
   for item, group in itertools.groupby(leaves, lambda leaf: leaf.tree):
-    tree = {"/".join(x.key) or "<root>": x for x in group}
-    size = checks.format_bytes(sum(map(_bytes_of, tree.values())))
-    lines.append(f"{item}: {len(tree)} arrays, {size}")
+    tree = {"/".join(x.key): x for x in group}
+    lines.append(f"{item}: {len(tree)} arrays")
     width = max(map(len, tree))
     for name, leaf in sorted(tree.items()):
       shape = ",".join(map(str, leaf.shape))
@@ -155,45 +132,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(directory: str, step: int | None, verify: bool) -> int:
-  where = steps_lib.as_path(directory)
-  if step is None and (step := steps_lib.number_of(where)) is not None:
+  where = steps.as_path(directory)
+  if step is None and (step := steps.number_of(where)) is not None:
     where = where.parent
-  where = steps_lib.directory_of_steps(where)
-  text, steps = overview(where, verify)
-  while not steps and steps_lib.find(where):
-    # The program that saves has deleted all of them, and saved others.
-    text, steps = overview(where, verify)
-  if not steps:
-    raise ValueError(
-      f"no checkpoint in {where}: {steps_lib.describe_missing(where)}"
-    )
-  if step is not None and step not in steps:
-    raise ValueError(f"{where} has no step {step}, only {list(steps)}.")
-  print(text)
-  usable = [n for n, path in steps.items() if path is not None]
+  where = steps.directory_of_steps(where)
+  found: dict[int, tuple[str, bool]] = {}
+  # The program that saves may delete all of them, and save others.
+  while not found and (paths := steps.find(where)):
+    conditions = {n: condition(path, verify) for n, path in paths.items()}
+    found = {n: c for n, c in conditions.items() if c is not None}
+  if not found:
+    missing = steps.describe_missing(where)
+    raise ValueError(f"no checkpoint in {where}: {missing}")
+  if step is not None and step not in found:
+    raise ValueError(f"{where} has no step {step}, only {list(found)}.")
+  print(where)
+  for number, (text, _) in found.items():
+    print(f"  {number:>8}  {text}")
+  for path in sorted({*where.iterdir()} - {*paths.values()}):
+    if path.is_dir():
+      # Such as `20.damaged`, or a save that has not finished.
+      print(f"  not counted: {path.name}")
+  usable = [n for n, (_, is_usable) in found.items() if is_usable]
   for number in reversed(usable) if step is None else {step} & {*usable}:
     try:
-      print(f"\n{describe(steps[number])}")
+      print(f"\n{describe(paths[number])}")
       break
     except Exception as e:
-      time.sleep(_DELETION_SECONDS)
-      if steps[number].exists():
-        message = f"{steps[number]} cannot be read: "
+      if not _is_gone(paths[number]):
+        message = f"{paths[number]} cannot be read: "
         raise digests.Damaged(message + multihost.summarize_error(e)) from e
-  return 1 if len(usable) < len(steps) else 0
-
-
-def _bytes_in(path: Any) -> int:
-  # A file may just have been deleted.
-  with contextlib.suppress(OSError):
-    found = [path] if path.is_file() else files.files_in(path)
-    return sum(file.stat().length for file in found)
-  return 0
-
-
-def _bytes_of(leaf: Any) -> int:
-  dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-  return math.prod(leaf.shape) * dtype.itemsize
+  return 1 if len(usable) < len(found) else 0
 
 
 if __name__ == "__main__":

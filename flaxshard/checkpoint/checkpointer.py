@@ -16,12 +16,11 @@ import orbax.checkpoint as ocp
 from flaxshard.checkpoint import choose
 from flaxshard.checkpoint import digests as digests_lib
 from flaxshard.checkpoint import items as items_lib
-from flaxshard.checkpoint import keep
+from flaxshard.checkpoint import positions
 from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import restoring
 from flaxshard.checkpoint import saving
 from flaxshard.checkpoint import steps
-from flaxshard.checkpoint.positions import Position
 from flaxshard.checkpoint.positions import Positioned
 from flaxshard.checkpoint.restoring import S
 from flaxshard.checkpoint.saving import SaveError
@@ -45,8 +44,7 @@ class Checkpointer:
     directory: Path of the directory of the checkpoints, or of a workdir with
       such a directory `checkpoints`, on a file system or in a bucket,
       `gs://bucket/run`, which is not locked. If it is missing, the first save
-      creates it. If it is the path of one step, only that step can be restored,
-      and none can be saved.
+      creates it.
     max_to_keep: Number of newest checkpoints to keep; None keeps all. Those
       with a non-finite metric do not count, so a run that diverges has up to
       twice as many. The newest one whose metrics are finite is kept besides.
@@ -98,7 +96,7 @@ class Checkpointer:
     path = files_lib.absolute(checks.path("directory", directory))
     items_lib.check_plain_item(plain_item)
     self._plain_item = plain_item
-    self._keep = keep.Keep(
+    self._keep = choose.Keep(
       max_to_keep, keep_every, best_metric, best_mode, keep_best
     )
     try:
@@ -107,11 +105,12 @@ class Checkpointer:
       raise TypeError(f"config must have values JSON can hold: {e}.") from e
     self._config = config
     files_lib.check_writable("directory", path, create=False)
-    # The number of the only step, if the path is that of one step.
-    self._only_step = steps.number_of(path)
-    self.directory = os.path.dirname(path)
-    if self._only_step is None:
-      self.directory = os.fspath(steps.directory_of_steps(path))
+    if steps.number_of(path) is not None:
+      raise ValueError(
+        f"directory={path!r} is one checkpoint: flaxshard.checkpoint.restore "
+        "reads it."
+      )
+    self.directory = os.fspath(steps.directory_of_steps(path))
     checks.boolean("digests", digests)
     self._saver = saving.Saver(
       self.directory,
@@ -168,13 +167,8 @@ class Checkpointer:
     deleted. Known damaged steps are not: empty directories, and steps that
     `restore` could not read.
     """
-    found = self._paths()
+    found = self._saver.paths()  # first: it notes damaged steps
     return sorted(found.keys() - self._saver.damaged)
-
-  def _paths(self) -> dict[int, Any]:
-    """Returns the path of each step, the damaged ones included."""
-    paths, only = self._saver.paths(), self._only_step
-    return {n: p for n, p in paths.items() if only is None or n == only}
 
   @property
   def restored_step(self) -> int | None:
@@ -242,7 +236,7 @@ class Checkpointer:
 
     Raises:
       TypeError: A leaf of the state is not an array, `step` is not an integer,
-        `data` has no position, or a metric is not a number.
+        or a position or a metric has another type than is allowed.
       ValueError: A leaf of the state has no elements, a later step exists,
         the step was saved from a state with another tree or another
         `state.step`, the metrics lack `best_metric`, another program saves in
@@ -253,11 +247,6 @@ class Checkpointer:
     """
     if self._closed:
       raise ValueError(f"the Checkpointer of {self.directory} is closed.")
-    if self._only_step is not None:
-      raise ValueError(
-        f"directory='{self.directory}/{self._only_step}' is one checkpoint: to "
-        f"save, open {self.directory!r}."
-      )
     if isinstance(step, (np.ndarray, jax.Array)) and step.shape == ():
       step = step.item()  # such as `state.step`
     step = checks.integer("step", step, minimum=0)
@@ -279,16 +268,13 @@ class Checkpointer:
       _log.info("step %d has been saved in %s already", step, self.directory)
       return False
     items: dict[str, Any] = dict(composite.items())
-    position = None
-    with multihost.raise_on_all_processes(TypeError, ValueError):
-      if data is not None:
-        position = Position(data)
-      if metrics is not None:
+    if metrics is not None:
+      with multihost.raise_on_all_processes(TypeError, ValueError):
         metrics = self._keep.check(metrics)
-        items[steps.METRICS] = ocp.args.JsonSave(metrics)
+      items[steps.METRICS] = ocp.args.JsonSave(metrics)
     files: dict[str, bytes] = {}
-    if position is not None:
-      files = position.files()
+    if data is not None:
+      files = positions.files(data)
       # With an item, programs without Grain know what the files are.
       items[steps.POSITION] = ocp.args.JsonSave({"processes": len(files)})
     metadata = items_lib.metadata(state, step, tuple(items), self._config)
@@ -343,7 +329,7 @@ class Checkpointer:
         raise
 
     self._restored_step, restored = choose.read_newest(
-      self.directory, self._paths, step, restore_step
+      self.directory, self._saver.paths, step, restore_step
     )
     return restored
 
@@ -352,14 +338,11 @@ class Checkpointer:
     leaves = reader.open_step(where)
     position = None
     if data is not None:
-      with multihost.raise_on_all_processes(
-        digests_lib.Damaged, TypeError, ValueError
-      ):
-        position = Position(data)
-        position.read(where)
+      with multihost.raise_on_all_processes(digests_lib.Damaged, ValueError):
+        position = positions.read(data, where)
     restored = restoring.restore_leaves(where, leaves, state)
-    if position is not None:
+    if data is not None:
       # Not before: a damaged step must leave the data where it is.
       with multihost.raise_on_all_processes(TypeError, ValueError):
-        position.apply()
+        positions.apply(data, position)
     return restored

@@ -1,18 +1,19 @@
-"""Chooses the step to restore: the newest or the best that is not damaged."""
+"""Chooses the steps to keep, the best one, and the one to restore."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 import contextlib
+import dataclasses
 import logging
 import math
 import re
 from typing import Any, TypeVar
 
 import jax
+from orbax.checkpoint import checkpoint_managers
 
 from flaxshard.checkpoint import digests
-from flaxshard.checkpoint import keep as keep_lib
 from flaxshard.checkpoint import steps
 from flaxshard.core import checks
 from flaxshard.core import multihost
@@ -20,6 +21,115 @@ from flaxshard.core import multihost
 _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep(checkpoint_managers.PreservationPolicy):
+  """Keeps the newest checkpoints, the best ones and some more.
+
+  So that a run that diverges does not replace its good checkpoints, those with
+  a non-finite metric do not count as new: as many of the newest others are
+  kept, and the newest one whose metrics are finite.
+
+  Attributes:
+    max_to_keep: Number of newest checkpoints to keep; None keeps all.
+    keep_every: Keep the checkpoints whose step is a multiple of this.
+    best_metric: Name of the metric that ranks the checkpoints.
+    best_mode: `"max"` if higher values of the metric are better, or `"min"`.
+    keep_best: Number of best checkpoints to keep.
+
+  Raises:
+    ValueError: An argument has a wrong type or a value that is not allowed.
+  """
+
+  max_to_keep: int | None = None
+  keep_every: int | None = None
+  best_metric: str | None = None
+  best_mode: str = "max"
+  keep_best: int = 1
+
+  def __post_init__(self) -> None:
+    for name in ("max_to_keep", "keep_every", "keep_best"):
+      if getattr(self, name) is not None:
+        checks.integer(name, getattr(self, name), minimum=1)
+    checks.one_of("best_mode", self.best_mode, ("max", "min"))
+    if self.best_metric is None and (self.keep_best, self.best_mode) != (
+      (1, "max")
+    ):
+      raise ValueError("keep_best and best_mode need best_metric.")
+    if self.max_to_keep is None and self.keep_every is not None:
+      raise ValueError("keep_every needs max_to_keep: without it all are kept.")
+
+  def should_preserve(
+    self, checkpoints: Sequence[Any], *, context: Any
+  ) -> list[bool]:
+    """Returns for each checkpoint, in ascending order, whether it is kept."""
+    del context
+    if self.max_to_keep is None:
+      return [True] * len(checkpoints)
+    metrics = {info.step: info.metrics or {} for info in checkpoints}
+    finite = [s for s in metrics if all(map(_is_finite, metrics[s].values()))]
+    # Checkpoints saved between evaluations are kept only while new.
+    evaluated = [step for step in finite if metrics[step]]
+    best = [s for s in metrics if self.rank(metrics[s]) > -math.inf]
+    best.sort(key=lambda step: self.rank(metrics[step]))
+    kept = {
+      *list(metrics)[-self.max_to_keep :],
+      *finite[-self.max_to_keep :],
+      *evaluated[-1:],
+      *best[-self.keep_best :],
+    }
+    every = self.keep_every
+    return [s in kept or bool(every and s % every == 0) for s in metrics]
+
+  def rank(self, metrics: Mapping[str, Any]) -> float:
+    """Returns a number that is higher for better metrics.
+
+    A missing, None or non-finite value ranks below any number.
+
+    Example:
+      >>> keep = Keep(best_metric="loss", best_mode="min")
+      >>> keep.rank({"loss": 0.5}) > keep.rank({"loss": 0.7})
+      True
+      >>> keep.rank({"loss": float("nan")})
+      -inf
+    """
+    value = metrics.get(self.best_metric or "")
+    if not _is_finite(value):
+      return -math.inf
+    return float(value) if self.best_mode == "max" else -float(value)
+
+  def check(self, metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """Returns metrics with values that JSON can hold: None if not finite.
+
+    Args:
+      metrics: Numbers by name: Python numbers, or arrays without dimensions.
+
+    Raises:
+      TypeError: A metric is not a number.
+      ValueError: There are metrics, but not the one that ranks checkpoints.
+    """
+    numbers: dict[str, float | None] = {}
+    for name, value in metrics.items():
+      try:
+        number = math.nan if value is None else float(value)
+      except (TypeError, ValueError) as e:
+        message = f"metrics[{name!r}] must be a number, got {value!r}."
+        raise TypeError(message) from e
+      numbers[name] = number if math.isfinite(number) else None
+    # Without any, as between evaluations, a checkpoint is not ranked.
+    if numbers and self.best_metric and self.best_metric not in numbers:
+      raise ValueError(
+        f"metrics has no {self.best_metric!r}, the best_metric of the "
+        f"checkpointer, only {', '.join(map(repr, numbers))}. A step without "
+        "an evaluation is saved without metrics."
+      )
+    return numbers
+
+
+def _is_finite(value: Any) -> bool:
+  # `Keep.check` replaces values that are not finite by None.
+  return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def look(
@@ -48,7 +158,7 @@ def look(
 
 
 def best_step(
-  directory: Any, keep: keep_lib.Keep, damaged: Collection[int] = ()
+  directory: Any, keep: Keep, damaged: Collection[int] = ()
 ) -> int | None:
   """Returns the step with the best metric, the latest of equal ones.
 
@@ -64,12 +174,12 @@ def best_step(
   """
   found, unreadable = look(steps.directory_of_steps(directory), steps.OURS)
   ranks: dict[float, int] = {}
-  for step, path in found.items():
-    file = path / steps.METRICS / steps.METRICS
-    # It may just have been deleted.
+  for step in found.keys() - unreadable - {*damaged}:
+    # Without metrics, or just deleted.
     with contextlib.suppress(digests.Damaged):
-      if step not in {*damaged, *unreadable} and file.exists():
-        ranks[keep.rank(digests.read_json(file))] = step
+      metrics = digests.read_json(found[step] / steps.METRICS / steps.METRICS)
+      rank = keep.rank(metrics)
+      ranks[rank] = max(step, ranks.get(rank, step))
   ranks.pop(-math.inf, None)
   return ranks[max(ranks)] if ranks else None
 
@@ -98,14 +208,14 @@ def read_newest(
     ValueError: There is no such step, or it is damaged, or all are, or the
       processes find different steps.
   """
-  if step is not None:
-    step = checks.integer("step", step, minimum=0)
   found = list_steps()
-  _check_same_steps(directory, found)
+  multihost.check_agreement(
+    {f"the steps in {directory}": sorted(found)},
+    "All processes must read the same directory.",
+  )
   if not found:
-    which = "" if step is None else f" of step {step}"
     missing = steps.describe_missing(directory)
-    raise ValueError(f"no checkpoint{which} in {directory}: {missing}")
+    raise ValueError(f"no checkpoint in {directory}: {missing}")
   if step is not None and step not in found:
     raise ValueError(
       f"no checkpoint of step {step} in {directory}; there are {sorted(found)}."
@@ -132,18 +242,6 @@ def read_newest(
   )
 
 
-def _check_same_steps(directory: Any, found: Mapping[int, Any]) -> None:
-  """Raises a ValueError unless all processes find the same steps."""
-  texts = multihost.exchange(", ".join(map(str, sorted(found))) or "none")
-  for process, text in enumerate(texts):
-    if text != texts[0]:
-      raise ValueError(
-        f"the processes find different steps in {directory}: process 0 finds "
-        f"{texts[0]}, process {process} finds {text}. All processes must read "
-        "the same directory."
-      )
-
-
 def _find_damage(where: Any, error: Exception) -> digests.Damaged | None:
   """Returns the damage of a step that caused an error, if there is any.
 
@@ -152,12 +250,12 @@ def _find_damage(where: Any, error: Exception) -> digests.Damaged | None:
   """
   if isinstance(error, digests.Damaged):
     return error
-  # The processes of one program may see different moments of it.
+  # The processes of one program may see different moments of it. If this
+  # process cannot read the files, the first error says why.
   if jax.process_count() == 1:
-    try:
-      digests.verify(where, contents=False)
-    except digests.Damaged as e:
-      return e
-    except (OSError, ValueError):
-      pass  # this process cannot read the files: the first error says why
+    with contextlib.suppress(OSError):
+      try:
+        digests.verify(where, contents=False)
+      except digests.Damaged as e:
+        return e
   return None

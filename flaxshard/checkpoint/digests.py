@@ -12,7 +12,6 @@ train state. Without flaxshard, `ocp.args.JsonRestore` reads `metadata`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from concurrent import futures
 import json
 import logging
@@ -21,11 +20,9 @@ from typing import Any
 import zlib
 
 from etils import epath
-import jax
 
 from flaxshard.checkpoint import steps
 from flaxshard.core import files as files_lib
-from flaxshard.core import multihost
 
 _log = logging.getLogger(__name__)
 
@@ -94,32 +91,26 @@ def write(step_dir: Any, *, contents: bool) -> None:
     contents: Whether to read all files for their crc32. Otherwise only the
       small ones are read that may have one size in two steps.
   """
-  paths = {}
-  for path in map(os.fspath, files_lib.files_in(step_dir)):
-    name = os.path.relpath(path, step_dir)
-    # Orbax writes its own metadata and the marks once more.
-    if name != _STEP_METADATA and not name.endswith(_UNCOMPARED):
-      paths[name] = path
   small = (f"{steps.FLAXSHARD}/", f"{steps.POSITION}/")
-  digests = take(paths, {n for n in paths if contents or n.startswith(small)})
-  content: dict[str, Any] = {"files": digests}
-  content["crc32"] = _crc_of(content)
+
+  def digest(name: str) -> Digest:
+    path = os.path.join(step_dir, name)
+    return _digest(path, contents or name.startswith(small))
+
+  names = [os.path.relpath(p, step_dir) for p in files_lib.files_in(step_dir)]
+  # Orbax writes its own metadata and the marks once more.
+  names = [
+    n for n in names if n != _STEP_METADATA and not n.endswith(_UNCOMPARED)
+  ]
+  # crc32 releases the GIL, so threads speed it up.
+  with futures.ThreadPoolExecutor(_THREADS) as pool:
+    digests = dict(zip(names, pool.map(digest, names), strict=True))
+  content = {"files": digests, "crc32": _crc_of(digests)}
   text = json.dumps(content, indent=1)
   (epath.Path(step_dir) / steps.FLAXSHARD / _DIGESTS).write_text(text)
 
 
-def take(paths: Mapping[str, str], read: Collection[str]) -> dict[str, Digest]:
-  """Returns the size of files, and the crc32 of those to read, by name."""
-
-  def digest(name: str) -> Digest:
-    return digest_file(paths[name], contents=name in read)
-
-  # crc32 releases the GIL, so threads speed it up.
-  with futures.ThreadPoolExecutor(_THREADS) as pool:
-    return dict(zip(paths, pool.map(digest, paths), strict=True))
-
-
-def digest_file(path: Any, *, contents: bool) -> Digest:
+def _digest(path: Any, contents: bool) -> Digest:
   """Returns the size and, if it is to be read, the crc32 of a file."""
   if not contents:
     return [epath.Path(path).stat().length, None]
@@ -131,10 +122,10 @@ def digest_file(path: Any, *, contents: bool) -> Digest:
   return [size, crc]
 
 
-def _crc_of(digests: Mapping[str, Any]) -> int:
-  """Returns the crc32 of the content of `digests.json`, without its own."""
-  rest = {key: value for key, value in digests.items() if key != "crc32"}
-  return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+def _crc_of(digests: Any) -> int:
+  """Returns the crc32 of the digests of all files."""
+  text = json.dumps({"files": digests}, sort_keys=True)
+  return zlib.crc32(text.encode())
 
 
 # -- Comparing.
@@ -220,41 +211,29 @@ def verify(
   if not path.parent.is_dir():
     _log.info("%s has no digests: it is read without a check", where)
     return False
-  digests = read_json(path)
-  if digests.get("crc32") != _crc_of(digests):
+  content = read_json(path)
+  digests = content.get("files")
+  if content.get("crc32") != _crc_of(digests):
     raise Damaged(f"{path} is not what was written: its own crc32 differs.")
 
-  def find_damage(name: str) -> str | None:
-    return _find_damage(where / name, digests["files"][name], contents)
+  def compare(name: str) -> None:
+    _compare(where / name, digests[name], contents)
 
   with futures.ThreadPoolExecutor(_THREADS) as pool:
-    names = [n for n in digests["files"] if not n.endswith(_UNCOMPARED)]
-    damages = [
-      d for d in pool.map(find_damage, sorted(names)[part::parts]) if d
-    ]
-  if damages:
-    more = f" and {len(damages) - 1} more files" if len(damages) > 1 else ""
-    raise Damaged(f"{damages[0]}{more}.")
+    names = [n for n in digests if not n.endswith(_UNCOMPARED)]
+    list(pool.map(compare, sorted(names)[part::parts]))
   # All processes must agree, so this does not depend on the part.
-  return all(crc is not None for _, crc in digests["files"].values())
+  return all(crc is not None for _, crc in digests.values())
 
 
-def _find_damage(path: Any, digest: Digest, contents: bool) -> str | None:
-  """Returns how a file differs from its digest; None if it does not."""
+def _compare(path: Any, digest: Digest, contents: bool) -> None:
+  """Raises an error if a file differs from its digest."""
   size, crc = digest
   try:
-    found = digest_file(path, contents=contents and crc is not None)
-  except _MISSING:
-    return f"{path} is missing"
+    found = _digest(path, contents and crc is not None)
+  except _MISSING as e:
+    raise Damaged(f"{path} is missing.") from e
   if found[0] != size:
-    return f"{path} has {found[0]:,} bytes, {size:,} were written"
+    raise Damaged(f"{path} has {found[0]:,} bytes, {size:,} were written.")
   if found[1] not in (None, crc):
-    return f"{path} has crc32 {found[1]:08x}, {crc:08x} was written"
-  return None
-
-
-def verify_together(step_dir: Any) -> bool:
-  """Verifies a step, each process a part of it, with one result for all."""
-  with multihost.raise_on_all_processes(Damaged, OSError, ValueError):
-    verified = verify(step_dir, jax.process_index(), jax.process_count())
-  return verified
+    raise Damaged(f"{path} has crc32 {found[1]:08x}, {crc:08x} was written.")

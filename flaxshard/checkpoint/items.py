@@ -7,7 +7,6 @@ import json
 import logging
 from typing import Any
 
-from flax.training import train_state
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,8 +54,7 @@ def save_args(
 
   Raises:
     TypeError: `state` is not a `TrainState`, or a leaf of it is not an array.
-    ValueError: A leaf has no elements or was deleted, or `plain_item` has
-      another value.
+    ValueError: A leaf has no elements, or `plain_item` has another value.
 
   Example:
     >>> import flaxshard as fs, jax.numpy as jnp, optax, tempfile
@@ -200,16 +198,10 @@ def check_state(state: Any) -> None:
     for s in state.values():
       check_state(s)
   elif not isinstance(state, TrainState):
-    remedy = "make one with flaxshard.create_train_state."
-    if isinstance(state, train_state.TrainState):
-      remedy = (
-        "use flaxshard.TrainState.create in place of Flax's, with the same "
-        "arguments. flaxshard.checkpoint.restore reads what Flax's own state "
-        "was saved as."
-      )
     raise TypeError(
-      f"state must be a flaxshard TrainState, got {checks.describe(state)} of "
-      f"{type(state)}: {remedy}"
+      "state must be a flaxshard TrainState, as flaxshard.TrainState.create "
+      f"returns with the arguments of Flax's, got {checks.describe(state)} of "
+      f"{type(state)}."
     )
 
 
@@ -227,8 +219,7 @@ def _check_savable(state: States) -> None:
   Raises:
     TypeError: A leaf is not an array of numbers, booleans or random keys, or
       JAX would change its dtype.
-    ValueError: An array has no elements or was deleted, for example by
-      donating it.
+    ValueError: An array has no elements.
   """
   for path, x in jax.tree_util.tree_leaves_with_path(state):
     name = f"state[{trees.path_string(path)}]"
@@ -242,11 +233,6 @@ def _check_savable(state: States) -> None:
       raise TypeError(
         f"{name} must be an array of numbers, booleans or random keys, without "
         f"jax_enable_x64 of 32 bits or less, got {checks.describe(x)}."
-      )
-    if isinstance(x, jax.Array) and x.is_deleted():
-      raise ValueError(
-        f"{name} was deleted: save the state before you donate it, or save the "
-        "result of the step that it was donated to."
       )
     if 0 in np.shape(x):
       raise ValueError(

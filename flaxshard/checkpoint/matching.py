@@ -8,7 +8,7 @@ import math
 import re
 from typing import Any
 
-import jax.numpy as jnp
+import numpy as np
 
 from flaxshard.core import checks
 from flaxshard.core import patterns as patterns_lib
@@ -46,21 +46,8 @@ class Patterns:
   def __post_init__(self) -> None:
     for name in ("keep", "ignore", "reshape"):
       patterns_lib.check(name, getattr(self, name))
-    pairs = patterns_lib.check_pairs("rename", self.rename)
-    for i, (pattern, text) in enumerate(pairs):
-      try:
-        re.sub(pattern, text, "")
-      except (re.error, IndexError, TypeError) as e:
-        raise ValueError(f"rename[{i}]={(pattern, text)!r}: {e}.") from e
-    pairs = patterns_lib.check_pairs("transpose", self.transpose)
-    for i, (_, axes) in enumerate(pairs):
-      if not isinstance(axes, (tuple, list)) or not all(
-        axes.count(axis) == 1 for axis in range(len(axes))
-      ):
-        raise ValueError(
-          f"transpose[{i}] must have the axes in another order, such as "
-          f"(1, 0), got {axes!r}."
-        )
+    for name in ("rename", "transpose"):
+      patterns_lib.check_pairs(name, getattr(self, name))
     checks.boolean("cast", self.cast)
 
 
@@ -104,7 +91,7 @@ def match(
   Raises:
     ValueError: A leaf has no counterpart, in the file or in the model, and no
       pattern that says so; shapes or dtypes differ; or a pattern matches
-      nothing. The message lists the paths, with those that are near.
+      nothing. The message lists the paths.
   """
   by_name = _names_of(saved)
   has_collections = any(path.startswith("params/") for path in saved)
@@ -126,7 +113,11 @@ def match(
     elif path not in kept and path not in optional:
       missing[path] = wanted[path]
   if missing or unmatched:
-    raise ValueError(_describe_unmatched(missing, unmatched))
+    raise ValueError(
+      f"the file lacks {_list(missing)} of the model, and the model lacks "
+      f"{_list(unmatched)} of the file. `rename` and `ignore` are patterns for "
+      "the paths of the file, `keep` for those of the model."
+    )
   if not sources:
     raise ValueError("keep matches all parameters of the model: none is read.")
   # The first pattern counts.
@@ -134,9 +125,10 @@ def match(
     field = f"transpose[{i}]={(pattern, axes)!r}"
     for path in patterns_lib.find(field, pattern, "the model", list(sources)):
       shape = tuple(saved[sources[path].path].shape)
-      if len(shape) != len(axes):
+      if len(axes) != len(shape) or {*axes} != {*range(len(shape))}:
         raise ValueError(
-          f"{field} matches {path}, which has the shape {shape} in the file."
+          f"{field} must have the {len(shape)} axes of {path}, which has the "
+          f"shape {shape} in the file, in another order."
         )
       sources[path] = Source(sources[path].path, tuple(axes))
   for path in _select("reshape", patterns.reshape, sources, "the model"):
@@ -201,57 +193,23 @@ def _check(path: str, source: Source, have: Any, want: Any, cast: bool) -> None:
   if shape != tuple(want.shape) and not (source.reshape and can_reshape):
     raise ValueError(
       f"{path} has the shape {shape} in the file, and {tuple(want.shape)} in "
-      f"the model. keep=({_pattern(path)!r},) keeps its initial value; "
-      "transpose=((pattern, axes),) and reshape=(pattern,) change the array."
+      "the model. `keep` keeps its initial value; `transpose` and `reshape` "
+      "change the array."
     )
-  if not (cast or _holds(want.dtype, have.dtype)):
+  if not (cast or np.can_cast(have.dtype, want.dtype)):
     raise ValueError(
       f"{path} is {have.dtype} in the file, and {want.dtype} in the model, "
       "which cannot hold all its values; cast=True rounds them."
     )
 
 
-def _holds(dtype: Any, other: Any) -> bool:
-  """Returns whether a dtype can hold all values of another one."""
-  if all(jnp.issubdtype(d, jnp.floating) for d in (dtype, other)):
-    # `promote_types` rejects floats of 8 bits.
-    wide, narrow = jnp.finfo(dtype), jnp.finfo(other)
-    return bool(
-      wide.nmant >= narrow.nmant
-      and wide.maxexp >= narrow.maxexp
-      and wide.minexp <= narrow.minexp
-    )
-  return bool(jnp.promote_types(other, dtype) == dtype)
-
-
-def _describe_unmatched(
-  missing: Mapping[str, Any], unmatched: Mapping[str, Any]
-) -> str:
-  """Returns a message about the leaves without a counterpart, by path."""
-  text = ""
-  if missing:
-    text = (
-      f"the file lacks {len(missing)} arrays of the model: {_list(missing)}. "
-      "rename=((pattern, replacement),) renames those of the file; "
-      f"keep=({_pattern(next(iter(missing)))!r},) keeps initial values. "
-    )
-  if unmatched:
-    text += (
-      f"The model lacks {len(unmatched)} arrays of the file: "
-      f"{_list(unmatched)}. ignore=({_pattern(next(iter(unmatched)))!r},) "
-      "leaves them out."
-    )
-  return text
+def listed(texts: Sequence[str]) -> str:
+  """Returns the first texts, separated by commas."""
+  more = [f"and {len(texts) - _LISTED} more"] if len(texts) > _LISTED else []
+  return ", ".join([*texts[:_LISTED], *more])
 
 
 def _list(leaves: Mapping[str, Any]) -> str:
-  """Returns the first paths with their shapes."""
+  """Returns a number of arrays, and the first of them with their shapes."""
   texts = [f"{path} {tuple(leaf.shape)}" for path, leaf in leaves.items()]
-  more = f" and {len(texts) - _LISTED} more" if len(texts) > _LISTED else ""
-  return f"{', '.join(texts[:_LISTED])}{more}"
-
-
-def _pattern(path: str) -> str:
-  """Returns a pattern for the module of a path, for a message."""
-  module = path.rpartition("/")[0]
-  return f"^{module}/" if module else f"^{path}$"
+  return f"{len(texts)} arrays ({listed(texts)})" if texts else "no arrays"

@@ -22,7 +22,6 @@ import jax
 
 from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import steps
-from flaxshard.core import checks
 from flaxshard.core import multihost
 
 _FILE = re.compile(r"process_(\d+)-of-(\d+)\.json")
@@ -48,125 +47,90 @@ class Positioned(Protocol):
     ...
 
 
-class Position:
-  """The position of an iterator, read when this is created, and when restored.
+def files(data: Positioned) -> dict[str, bytes]:
+  """Returns the files to save, by their name in a step.
 
-  Args:
-    data: The iterator. Its position is read at once: an error in the middle of
-      a save would make Orbax hang when the process exits.
+  All processes must call it, and get the same.
 
   Raises:
-    TypeError: `data` has no `get_state` or no `set_state`, its position is
-      neither bytes nor a value for JSON, or its `position_is_global` is not a
-      boolean.
+    TypeError: The position is neither bytes nor a value for JSON.
+    ValueError: The position is said to be global, and processes differ.
   """
-
-  def __init__(self, data: Positioned):
-    for method in ("get_state", "set_state"):
-      if not callable(getattr(data, method, None)):
-        raise TypeError(
-          f"data must be an iterator with a position, got {data!r}, which has "
-          f"no {method}. The iterators of Grain's datasets have it."
-        )
-    self._data = data
-    self._is_global = checks.boolean(
-      "data.position_is_global", getattr(data, "position_is_global", False)
-    )
+  # An error in the middle of a save would make Orbax hang at the exit.
+  with multihost.raise_on_all_processes(TypeError, ValueError):
     state = data.get_state()
-    self._is_bytes = isinstance(state, bytes)
-    try:
-      self._text = state if self._is_bytes else _to_json(state)
-    except (TypeError, ValueError) as e:
-      raise TypeError(
-        f"data.get_state() must return bytes or a value for JSON: {e}."
-      ) from e
-
-  def files(self) -> dict[str, bytes]:
-    """Returns the files to save, by their name in a step.
-
-    All processes must call it, and get the same.
-
-    Raises:
-      ValueError: The position is said to be global, and processes differ.
-    """
-    texts = multihost.exchange(self._text.decode("latin-1"))
-    if self._is_global:
-      for process, text in enumerate(texts):
-        if text != texts[0]:
-          shown = ["".join(t.split())[:200] for t in (texts[0], text)]
-          raise ValueError(
-            "data.position_is_global is True, but the positions differ: "
-            f"process 0 is at {shown[0]}, process {process} is at {shown[1]}."
-          )
-      texts = texts[:1]
-    return {
-      f"{steps.POSITION}/{_file_name(i, len(texts))}": text.encode("latin-1")
-      for i, text in enumerate(texts)
-    }
-
-  def read(self, step_dir: Any) -> None:
-    """Reads the position in a step; `apply` sets the iterator to it.
-
-    Args:
-      step_dir: Path of the directory of the step.
-
-    Raises:
-      Damaged: A file is missing, or is not JSON, and the position of this
-        iterator is.
-      ValueError: The step has no position, or that of another number of
-        processes, or a file cannot be read by this process.
-    """
-    text = self._read_text(steps.as_path(step_dir) / steps.POSITION)
-    try:
-      self._read = text if self._is_bytes else json.loads(text)
-    except ValueError as e:
-      raise digests.Damaged(
-        f"{step_dir}/{steps.POSITION}/ has a position that is not JSON: {e}."
-      ) from e
-
-  def _read_text(self, item_dir: Any) -> bytes:
-    if not item_dir.is_dir():
-      raise ValueError(
-        f"{item_dir.parent} has no {steps.POSITION}: the position of the data."
-      )
-    matches = [_FILE.fullmatch(path.name) for path in item_dir.iterdir()]
-    # Without any file, that of a single process is missing.
-    saved = max((int(match[2]) for match in matches if match), default=1)
-    count, name = jax.process_count(), type(self._data).__name__
-    if self._is_global:
-      read = range(saved)
-    elif saved == count:
-      read = range(jax.process_index(), jax.process_index() + 1)
-    else:
-      raise ValueError(
-        f"{item_dir} has the positions of {_processes(saved)}, and this "
-        f"program has {_processes(count)}: each position of a {name} belongs "
-        f"to one process. Restore it with {_processes(saved)}, or use an "
-        "iterator with position_is_global = True."
-      )
-    texts = {digests.read_bytes(item_dir / _file_name(i, saved)) for i in read}
-    if len(texts) > 1:
-      raise ValueError(
-        f"{item_dir} has different positions of {_processes(saved)}, and a "
-        f"{name} with position_is_global = True has one for all."
-      )
-    return texts.pop()
-
-  def apply(self) -> None:
-    """Sets the iterator to the position that was read."""
-    self._data.set_state(self._read)
-    start_prefetch = getattr(self._data, "start_prefetch", None)
-    if start_prefetch is not None:
-      start_prefetch()
+    is_bytes = isinstance(state, bytes)
+    # Indented as by Grain.
+    text = state if is_bytes else json.dumps(state, indent=4).encode()
+  texts = multihost.exchange(text.decode("latin-1"))
+  if _is_global(data):
+    for process, other in enumerate(texts):
+      if other != texts[0]:
+        shown = ["".join(t.split())[:200] for t in (texts[0], other)]
+        raise ValueError(
+          "data.position_is_global is True, but the positions differ: "
+          f"process 0 is at {shown[0]}, process {process} is at {shown[1]}."
+        )
+    texts = texts[:1]
+  return {
+    f"{steps.POSITION}/{_file_name(i, len(texts))}": text.encode("latin-1")
+    for i, text in enumerate(texts)
+  }
 
 
-def _to_json(state: Any) -> bytes:
-  return json.dumps(state, indent=4).encode()  # as Grain
+def read(data: Positioned, step_dir: Any) -> Any:
+  """Returns the position in a step, for `apply`.
+
+  Args:
+    data: The iterator; it is not changed.
+    step_dir: Path of the directory of the step.
+
+  Raises:
+    Damaged: A file is missing, or is not JSON, and the position of this
+      iterator is.
+    ValueError: The step has no position, or that of another number of
+      processes, or a file cannot be read by this process.
+  """
+  item_dir = steps.as_path(step_dir) / steps.POSITION
+  if not item_dir.is_dir():
+    raise ValueError(
+      f"{step_dir} has no {steps.POSITION}: the position of the data."
+    )
+  matches = [_FILE.fullmatch(path.name) for path in item_dir.iterdir()]
+  # Without any file, that of a single process is missing.
+  saved = max((int(match[2]) for match in matches if match), default=1)
+  parts = range(saved) if _is_global(data) else [jax.process_index()]
+  if saved != jax.process_count() and not _is_global(data):
+    raise ValueError(
+      f"{item_dir} has the positions of {saved} processes, and this program "
+      f"has {jax.process_count()}: only an iterator with position_is_global = "
+      "True can restore them."
+    )
+  texts = {digests.read_bytes(item_dir / _file_name(i, saved)) for i in parts}
+  if len(texts) > 1:
+    raise ValueError(
+      f"{item_dir} has different positions of {saved} processes, and an "
+      "iterator with position_is_global = True has one for all."
+    )
+  text = texts.pop()
+  try:
+    return text if isinstance(data.get_state(), bytes) else json.loads(text)
+  except ValueError as e:
+    raise digests.Damaged(
+      f"{item_dir}/ has a position that is not JSON: {e}."
+    ) from e
+
+
+def apply(data: Positioned, position: Any) -> None:
+  """Sets an iterator to a position that was read."""
+  data.set_state(position)
+  if hasattr(data, "start_prefetch"):
+    data.start_prefetch()
+
+
+def _is_global(data: Positioned) -> bool:
+  return bool(getattr(data, "position_is_global", False))
 
 
 def _file_name(process: int, count: int) -> str:
   return f"process_{process}-of-{count}.json"
-
-
-def _processes(count: int) -> str:
-  return f"{count} process" if count == 1 else f"{count} processes"

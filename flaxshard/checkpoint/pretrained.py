@@ -59,12 +59,7 @@ class InitReport:
       lines.append(f"  keep their initial values: {', '.join(self.kept)}")
     if self.unused:
       # The optimizer's state has as many arrays as the model, or more.
-      names = {
-        f"{group}/..." if group in matching.TRAINING_STATE else path: 0
-        for path in self.unused
-        for group in [path.partition("/")[0]]
-      }
-      lines.append(f"  not used of the file: {', '.join(names)}")
+      lines.append(f"  not used of the file: {matching.listed(self.unused)}")
     return "\n".join(lines)
 
 

@@ -53,7 +53,6 @@ class SavedLeaf:
     dtype: Its dtype; the widest of its kind for a Python number, which has no
       dtype of its own.
     is_number: Whether it is a Python number.
-    is_step: Whether it is the step, which other programs save with 64 bits.
     tree: The name of its item, or of its file.
     key: Its path there.
     read: Reads leaves of this tree, given the shape, dtype and sharding to
@@ -63,7 +62,6 @@ class SavedLeaf:
   shape: tuple[int, ...]
   dtype: Any
   is_number: bool
-  is_step: bool
   tree: str
   key: Path
   read: Callable[[Mapping[Path, Asked]], dict[Path, jax.Array]]
@@ -72,7 +70,9 @@ class SavedLeaf:
     """Returns `wanted` if the leaf may become it with a cast, else itself."""
     fits = (
       wanted is not None
-      and (self.is_number or self.is_step)
+      # Other programs save the step with 64 bits.
+      and (self.is_number or self.key == ("step",))
+      and self.shape == ()
       and wanted.shape == ()
       and any(
         jnp.issubdtype(self.dtype, kind) and jnp.issubdtype(wanted.dtype, kind)
@@ -119,7 +119,9 @@ def open_step(
   """
   where = steps.as_path(step_dir)
   # Before Orbax reads anything: it returns wrong values for flipped bits.
-  digests.verify_together(where)
+  # Each process compares a part, with one result for all.
+  with multihost.raise_on_all_processes(digests.Damaged, OSError, ValueError):
+    digests.verify(where, jax.process_index(), jax.process_count())
   with multihost.raise_on_all_processes(digests.Damaged, ValueError):
     return open_unverified(where, plain_item)
 
@@ -184,7 +186,7 @@ def _orbax_leaves(directory: Any) -> dict[Path, SavedLeaf]:
       # In the saved dtype, so that `_place` notices a cast that changes it.
       if _is_number(x):
         return x.dtype.type(0).item()
-      is_cast = _is_step(key, x) and x.dtype != asked.dtype
+      is_cast = key == ("step",) and x.dtype != asked.dtype
       return np.zeros((), x.dtype) if is_cast else asked
 
     tree = jax.tree_util.tree_map_with_path(request, saved)
@@ -198,13 +200,7 @@ def _orbax_leaves(directory: Any) -> dict[Path, SavedLeaf]:
 
   return {
     key: SavedLeaf(
-      tuple(x.shape),
-      x.dtype,
-      _is_number(x),
-      _is_step(key, x),
-      directory.name,
-      key,
-      read_leaves,
+      tuple(x.shape), x.dtype, _is_number(x), directory.name, key, read_leaves
     )
     for key, x in metadata.items()
   }
@@ -252,13 +248,6 @@ def _is_number(x: Any) -> bool:
   return isinstance(x, ocp.metadata.value.ScalarMetadata)
 
 
-def _is_step(key: Path, x: Any) -> bool:
-  """Returns whether a leaf is the step, as an array."""
-  return (
-    key == ("step",) and x.shape == () and jnp.issubdtype(x.dtype, jnp.integer)
-  )
-
-
 def _msgpack_leaves(file: Any) -> dict[Path, SavedLeaf]:
   """Returns the leaves in a msgpack file of Flax."""
   content = file.read_bytes()
@@ -281,9 +270,8 @@ def _msgpack_leaves(file: Any) -> dict[Path, SavedLeaf]:
         "Flax wrote from several processes cannot be read."
       )
     x = np.asarray(x)
-    is_step = not is_number and _is_step(key, x)
     leaves[key] = SavedLeaf(
-      x.shape, x.dtype, is_number, is_step, file.name, key, read_leaves
+      x.shape, x.dtype, is_number, file.name, key, read_leaves
     )
   return leaves
 

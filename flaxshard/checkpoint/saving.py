@@ -164,8 +164,6 @@ class Saver:
     """Locks the directory, renames damaged steps, returns the manager."""
     with multihost.raise_on_all_processes(ValueError, SaveError):
       self.wait()
-      if self._manager is not None and not self._is_there():
-        self._fail(step, FileNotFoundError())
       self._lock(step)
     # All processes are here: none reads a step that process 0 renames.
     with multihost.raise_on_all_processes(SaveError):
@@ -226,22 +224,10 @@ class Saver:
         self._fail(new_step, e)
       _log.warning("%s is damaged: renamed to %s", path, new_path)
 
-  def _is_there(self) -> bool:
-    return files_lib.is_bucket(self._directory) or (
-      epath.Path(self._directory).is_dir()
-    )
-
   def _fail(self, step: int, error: Exception) -> NoReturn:
     """Removes what was written of a step, and raises a SaveError."""
     self._close_manager()
     remove_unfinished(self._directory, step)
-    if isinstance(error, FileNotFoundError) and not self._is_there():
-      # What Orbax says of it is a hundred lines long.
-      raise SaveError(
-        f"step {step} could not be saved: {self._directory} is gone. It was "
-        "deleted or moved while the program ran. The state in memory is "
-        "unchanged."
-      ) from None
     # TensorStore appends its whole configuration to the first line.
     reason, _, _ = multihost.summarize_error(error).partition(" [tensorstore_")
     raise SaveError(

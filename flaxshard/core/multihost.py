@@ -7,10 +7,12 @@ collective operation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import contextlib
 import itertools
 import json
+import os
+import socket
 from typing import Any
 
 import jax
@@ -179,6 +181,46 @@ def any_process(flag: bool) -> bool:
     True
   """
   return "1" in exchange("1" if flag else "0")
+
+
+def check_agreement(facts: Mapping[str, Any], hint: str = "") -> None:
+  """Raises in all processes if the facts of any two processes differ.
+
+  All processes must call it. With one process it does nothing.
+
+  Args:
+    facts: A few facts by name, which must be equal in all processes. The values
+      are made of dicts, lists, strings, numbers, bools and None.
+    hint: A sentence for the message that says what to do.
+
+  Raises:
+    ValueError: Two processes disagree. The message has the first difference,
+      with both values and processes.
+
+  Example:
+    >>> check_agreement({"seed": 0})
+  """
+  name = f"process {process_index()} (host {socket.gethostname()}, "
+  texts = exchange(json.dumps([f"{name}pid {os.getpid()})", facts]))
+  # As JSON, which has lists for tuples.
+  (name_0, facts_0), *others = map(json.loads, texts)
+  for name_1, facts_1 in others:
+    if facts_1 != facts_0:
+      field, value_0, value_1 = _first_difference("", facts_0, facts_1)
+      raise ValueError(
+        f"the processes disagree on {field}: {value_0!r:.300} in {name_0}, "
+        f"{value_1!r:.300} in {name_1}. {hint}".rstrip()
+      )
+
+
+def _first_difference(field: str, a: Any, b: Any) -> tuple[str, Any, Any]:
+  """Returns the dotted path of the first difference, and its two values."""
+  if isinstance(a, dict) and isinstance(b, dict):
+    for key in {**a, **b}:
+      x, y = a.get(key, "(missing)"), b.get(key, "(missing)")
+      if x != y:
+        return _first_difference(f"{field}.{key}" if field else key, x, y)
+  return field, a, b
 
 
 def summarize_error(error: BaseException) -> str:

@@ -18,7 +18,6 @@ import ml_collections
 from flaxshard import data
 from flaxshard import tasks
 from flaxshard.checkpoint import choose
-from flaxshard.checkpoint import keep
 from flaxshard.checkpoint import restoring
 from flaxshard.checkpoint import steps
 from flaxshard.core import checks
@@ -279,7 +278,7 @@ def _choose_step(config: Any, workdir: str, step: Any) -> int | None:
     )
   with multihost.raise_on_all_processes(ValueError):
     mode = config_lib.resolve_mode(metric, config.best_mode)
-    ranking = keep.Keep(best_metric=metric, best_mode=mode)
+    ranking = choose.Keep(best_metric=metric, best_mode=mode)
     number = choose.best_step(workdir, ranking)
   if number is None:
     raise ValueError(

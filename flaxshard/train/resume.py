@@ -21,7 +21,6 @@ from flaxshard import checkpoint
 from flaxshard import data
 from flaxshard.core import files
 from flaxshard.core import multihost
-from flaxshard.processes import agreement
 from flaxshard.state.train_state import TrainState
 from flaxshard.train import config as config_lib
 from flaxshard.train import early_stopping
@@ -92,7 +91,7 @@ def restore_or_create(
   """
   config = setup.config
   latest_step = checkpointer.latest_step()
-  agreement.check_agreement(
+  multihost.check_agreement(
     {"the latest checkpoint": latest_step},
     "All processes must read the same checkpoints.",
   )

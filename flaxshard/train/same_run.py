@@ -23,7 +23,6 @@ from flaxshard import data
 from flaxshard.core import multihost
 from flaxshard.core import trees
 from flaxshard.data import sources
-from flaxshard.processes import agreement
 from flaxshard.train import resume
 
 # The packages that decide what a step computes and how it is saved.
@@ -57,7 +56,7 @@ def check_config(config: Any) -> None:
   Raises:
     ValueError: Two processes disagree.
   """
-  agreement.check_agreement(_code_facts(config), _SAME_COMMAND)
+  multihost.check_agreement(_code_facts(config), _SAME_COMMAND)
 
 
 def worker_facts(config: Any, splits: data.Splits | None) -> dict[str, Any]:
@@ -119,7 +118,7 @@ def check_setup(
   }
   if splits is not None:
     facts["the data"] = _data_facts(splits)
-  agreement.check_agreement(facts, _SAME_COMMAND)
+  multihost.check_agreement(facts, _SAME_COMMAND)
 
 
 def _data_facts(splits: data.Splits) -> dict[str, Any]:

@@ -1,16 +1,13 @@
 """Checkpointer: saves states, restores them, and refuses wrong ones."""
 
 import functools
-import hashlib
 import json
 import logging
 import os
-import pathlib
 from typing import Any
 
 import flax.linen as nn
 from flax.training import train_state as flax_train_state
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,14 +83,6 @@ def restore(path, state, step=None, **kwargs):
     return checkpointer.restore(state, step, **kwargs)
 
 
-def hashes(path):
-  return {
-    str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest()
-    for file in sorted(pathlib.Path(path).rglob("*"))
-    if file.is_file()
-  }
-
-
 class FlaxState(flax_train_state.TrainState):
   """A state with batch statistics, as in Flax's ImageNet example."""
 
@@ -148,26 +137,6 @@ def test_state_is_restored_bit_for_bit(path):
   assert_plain_equal(trained(restored, 1), trained(state, 1))
 
 
-def test_all_dtypes_are_restored(path):
-  params = {
-    "half": jnp.array([1.0, 2.0**-24], jnp.float16),
-    "brain": jnp.array([3.0, 1e30], jnp.bfloat16),
-    "tiny": jnp.array([0.5, -448.0], jnp.float8_e4m3fn),
-    "count": jnp.array([1, -(2**31)], jnp.int32),
-    "flag": jnp.array([True, False]),
-    "complex": jnp.array(1 + 2j, jnp.complex64),
-    "numpy": np.float32(2),
-    "none": None,
-  }
-  create_from = lambda p: fs.TrainState.create(
-    apply_fn=None, params=p, tx=optax.set_to_zero(), wrappers=dynamic()
-  )
-  save(path, create_from(params))
-  zeros = jax.tree.map(jnp.zeros_like, params)
-  restored = restore(path, create_from(zeros))
-  assert_trees_equal(restored.params, params)
-
-
 def test_state_can_be_donated_once_save_returns(path):
   state = create(wrappers=dynamic())
   wanted = jax.device_get((state.params, state.batch_stats))
@@ -188,21 +157,6 @@ def test_leaving_the_context_with_an_error_waits_for_the_save(path):
   assert_plain_equal(restore(path, create(seed=1)), create())
 
 
-def test_max_to_keep_deletes_older_steps(path):
-  with checkpoint.Checkpointer(path, max_to_keep=2) as checkpointer:
-    assert checkpointer.latest_step() is None
-    assert list(checkpointer.all_steps()) == []
-    for step in (1, 2, 10):
-      checkpointer.save(step, trained(create(), step))
-    checkpointer.wait()
-    assert checkpointer.latest_step() == 10
-    assert list(checkpointer.all_steps()) == [2, 10]
-  assert sorted(p.name for p in path.iterdir()) == ["10", "2"]
-  for step in (2, 10):
-    assert_plain_equal(restore(path, create(), step), trained(create(), step))
-  assert int(restore(path, create()).step) == 10
-
-
 # Saving a step that exists.
 
 
@@ -214,38 +168,12 @@ def test_saving_a_step_again_returns_false_and_logs(path, caplog):
     with caplog.at_level(logging.INFO, "flaxshard"):
       assert checkpointer.save(1, state) is False
     assert f"step 1 has been saved in {path} already" in caplog.text
-  before = hashes(path)
-  with checkpoint.Checkpointer(path) as checkpointer:
-    checkpointer.save(2, state)
+    assert checkpointer.save(2, state)
     # An earlier step, too.
     assert checkpointer.save(1, state) is False
-  assert hashes(path / "1") == {
-    name.removeprefix("1/"): digest for name, digest in before.items()
-  }
 
 
 # Files on disk.
-
-
-def test_items_of_a_step(path):
-  state = create(wrappers=dynamic())
-  iterator = iter(grain.MapDataset.range(12).to_iter_dataset())
-  with checkpoint.Checkpointer(path) as checkpointer:
-    checkpointer.save(1, state)
-    checkpointer.save(2, create())
-    # With float32 parameters "auto" scales nothing and has no state.
-    checkpointer.save(3, create(wrappers=[fs.LossScale("auto")]))
-    checkpointer.save(4, state, data=iterator)
-  items = {
-    step: sorted(p.name for p in (path / step).iterdir() if p.is_dir())
-    for step in ("1", "2", "3", "4")
-  }
-  assert items == {
-    "1": ["default", "flaxshard", "wrappers"],
-    "2": ["default", "flaxshard"],
-    "3": ["default", "flaxshard"],
-    "4": ["default", "flaxshard", "input_iterator", "wrappers"],
-  }
 
 
 def metadata(path, item="default"):
@@ -290,8 +218,7 @@ def test_unplaced_leaves_are_restored_on_the_mesh_of_the_others(path):
 # Paths that a user gives: of steps, of a workdir, of one step.
 
 
-@pytest.mark.parametrize("restore", [restore, fs.checkpoint.restore])
-def test_workdir_directory_of_steps_and_step_are_restored(restore, tmp_path):
+def test_workdir_directory_of_steps_and_step_are_restored(tmp_path):
   steps = tmp_path / "checkpoints"
   # Saved in the workdir, which has its steps in `checkpoints` already.
   save(steps, trained(create(), 3), 3)
@@ -305,5 +232,6 @@ def test_workdir_directory_of_steps_and_step_are_restored(restore, tmp_path):
     (steps / "3", None, 3),
     (os.path.relpath(steps / "3"), 3, 3),
   ):
-    restored = restore(path, create(), step)
+    restored = fs.checkpoint.restore(path, create(), step)
     assert_plain_equal(restored, trained(create(), wanted))
+  assert int(restore(tmp_path, create()).step) == 4

@@ -52,10 +52,10 @@ def test_newest_step_is_shown(path, capsys):
     f'  jax: "{jax.__version__}"',
     "  step: 20",
     '  wrappers: [["loss_scale", {"scale": 128.0}]]',
-    "  config.seed: 5",
-    "default: 3 arrays, 40 B",
+    '  config: {"seed": 5}',
+    "default: 3 arrays",
     "  params/kernel  float32[2,3]",
-    "wrappers: 4 arrays, 16 B",
+    "wrappers: 4 arrays",
     "  loss_scale/scale          float32[]",
   ):
     assert line in lines[3:]
@@ -95,11 +95,10 @@ def test_msgpack_checkpoints_are_shown(state, tmp_path, capsys):
   code, out, _ = run(capsys, tmp_path, "--verify")
   assert code == 1
   lines = out.splitlines()
-  size = f"{len(content)} B"
-  assert lines[1] == f"  {2:>8}  {size:>9}  complete, without digests"
+  assert lines[1] == f"  {2:>8}  complete, without digests"
   assert "checkpoint_10 is no checkpoint of Flax" in lines[2]
   assert "  not written by flaxshard" in lines
-  assert "checkpoint_2: 3 arrays, 40 B" in lines
+  assert "checkpoint_2: 3 arrays" in lines
   assert "  params/kernel  float32[2,3]" in lines
   assert not any("not counted" in line for line in lines)
 

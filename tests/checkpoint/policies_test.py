@@ -12,7 +12,7 @@ import tiny
 import flaxshard as fs
 from flaxshard import checkpoint
 from flaxshard import train
-from flaxshard.checkpoint import keep
+from flaxshard.checkpoint import choose
 
 
 def create(value=1.0):
@@ -67,7 +67,7 @@ def preserved(kwargs, metrics):
   infos = [
     types.SimpleNamespace(step=step, metrics=m) for step, m in metrics.items()
   ]
-  kept = keep.Keep(**kwargs).should_preserve(infos, context=None)
+  kept = choose.Keep(**kwargs).should_preserve(infos, context=None)
   return [i.step for i, k in zip(infos, kept, strict=True) if k]
 
 
