@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import json
 import logging
+import operator
 import os
 import types
 from typing import Any
 
-import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
 from flaxshard.checkpoint import choose
@@ -247,9 +246,8 @@ class Checkpointer:
     """
     if self._closed:
       raise ValueError(f"the Checkpointer of {self.directory} is closed.")
-    if isinstance(step, (np.ndarray, jax.Array)) and step.shape == ():
-      step = step.item()  # such as `state.step`
-    step = checks.integer("step", step, minimum=0)
+    # An array too, such as `state.step`.
+    step = checks.integer("step", operator.index(step), minimum=0)
     path = os.path.join(self.directory, str(step))
     if steps.is_complete(path):
       self._saver.reload()  # another checkpointer may have saved it

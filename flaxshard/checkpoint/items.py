@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-import json
 import logging
 from typing import Any
 
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from flaxshard import wrappers as wrappers_lib
 from flaxshard.checkpoint import digests
 from flaxshard.checkpoint import reader
 from flaxshard.checkpoint import steps
@@ -150,7 +148,7 @@ def metadata(
     "step": step,
     "state_step": _step_of(state),
     "items": sorted(items),
-    "wrappers": [_wrapper_config(w) for w in wrappers],
+    "wrappers": [repr(w) for w in wrappers],
     "processes": jax.process_count(),
     "devices": None if mesh is None else mesh.size,
     "mesh": None if mesh is None else dict(mesh.shape),
@@ -163,15 +161,6 @@ def _step_of(state: States) -> Any:
   if isinstance(state, Mapping):
     return {name: int(s.step) for name, s in state.items()}
   return int(state.step)
-
-
-def _wrapper_config(wrapper: Any) -> Any:
-  try:
-    config = wrappers_lib.to_config([wrapper])[0]
-    json.dumps(config)
-  except (TypeError, ValueError):
-    return repr(wrapper)  # an unregistered wrapper, or a function in it
-  return config
 
 
 def mesh_of(tree: PyTree) -> Any:

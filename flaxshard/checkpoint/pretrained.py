@@ -209,11 +209,6 @@ def _fields_of(state: Any) -> _Fields:
     is_params = field == "params" or (has_lora and field == lora.FROZEN)
     for path, leaf in trees.leaves_by_path(tree).items():
       name = "/".join(path if is_params else (field, *path))
-      if not isinstance(leaf, jax.Array):
-        raise TypeError(
-          f"state must hold JAX arrays, got {checks.describe(leaf)} at "
-          f"{name}. Give the state of create_train_state without abstract."
-        )
       leaves[name] = leaf
       if has_lora and field == "params" and path not in of_model:
         factors.add(name)
@@ -237,11 +232,6 @@ def _open(path: Any, step: int | None, item: str | None) -> tuple[Any, _Leaves]:
   with multihost.raise_on_all_processes(ValueError, ImportError):
     file = safetensors_files.find(path)
     if file is not None:
-      if step is not None or item is not None:
-        raise ValueError(
-          f"step={step!r} and item={item!r} must be None for the safetensors "
-          f"file {file}."
-        )
       # There are no digests; the package checks the sizes.
       return file, safetensors_files.open_leaves(file)
   if steps.is_step(path) and step in (None, steps.number_of(path)):

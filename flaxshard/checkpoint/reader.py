@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from flax import serialization
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -37,11 +36,6 @@ WRAPPER_STATES = "wrapper_states"
 # Least number of bytes that are read at once, so that many small leaves are
 # read together.
 _BYTES_AT_ONCE = 16 << 20
-_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
-
-
-class NotRestorableError(ValueError):
-  """A step is not damaged, but cannot be restored as it was asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +68,7 @@ class SavedLeaf:
       and (self.is_number or self.key == ("step",))
       and self.shape == ()
       and wanted.shape == ()
-      and any(
-        jnp.issubdtype(self.dtype, kind) and jnp.issubdtype(wanted.dtype, kind)
-        for kind in _KINDS
-      )
+      and np.can_cast(self.dtype, wanted.dtype, "same_kind")
     )
     return wanted if fits else self
 
@@ -114,8 +105,7 @@ def open_step(
   Raises:
     Damaged: The files differ from those that were saved, or hold no train
       state.
-    NotRestorableError: The step only has items of other names.
-    ValueError: Flax wrote the file from several processes.
+    ValueError: The step only has items of other names: it is not damaged.
   """
   where = steps.as_path(step_dir)
   # Before Orbax reads anything: it returns wrong values for flipped bits.
@@ -154,7 +144,7 @@ def _raise_missing(where: Any, names: Iterable[str], others: list[str]) -> None:
   message = f"{where} has no train state in an item {wanted}"
   # Another program names its items as it likes: nothing is lost.
   if others:
-    raise NotRestorableError(
+    raise ValueError(
       f"{message}, only {', '.join(map(repr, others))}: plain_item is the name "
       "of the item to restore."
     )
@@ -264,11 +254,6 @@ def _msgpack_leaves(file: Any) -> dict[Path, SavedLeaf]:
   leaves = {}
   for key, x in found.items():
     is_number = isinstance(x, (bool, int, float, complex))
-    if not is_number and not isinstance(x, (np.ndarray, np.generic)):
-      raise ValueError(
-        f"{file}: {'/'.join(key)} must be an array, got {x!r}. Files that "
-        "Flax wrote from several processes cannot be read."
-      )
     x = np.asarray(x)
     leaves[key] = SavedLeaf(
       x.shape, x.dtype, is_number, file.name, key, read_leaves
@@ -284,7 +269,7 @@ def _place(where: Any, key: Path, x: Any, asked: Asked) -> jax.Array:
     # astype wraps numbers around without an error.
     number = np.asarray(x).astype(asked.dtype)
     if number.item() != x:
-      raise NotRestorableError(
+      raise ValueError(
         f"{where}: {'/'.join(key)}: {x} is not exact in {asked.dtype}."
       )
     x = number

@@ -99,14 +99,10 @@ def restore(
     if steps.is_step(directory) and step in (None, steps.number_of(directory)):
       return restore_step(directory, state, plain_item)
     directory = steps.directory_of_steps(directory)
-  elif hasattr(manager, "directory"):  # Orbax's managers have no common class
+  else:  # Orbax's managers have no common class
     directory = manager.directory
     if isinstance(manager, ocp.CheckpointManager):
       manager.wait_until_finished()  # the newest step may not be complete yet
-  else:
-    raise TypeError(
-      f"manager must be an Orbax CheckpointManager or a path, got {manager!r}."
-    )
   return restore_newest(directory, state, step, plain_item)[1]
 
 
@@ -294,8 +290,15 @@ class _Plan:
       saved = self._read(new.saved, new.asked())
       made = new.make(self._state.tx, target, saved)
       if new.difference:
-        loss = new.describe_loss(made, saved)
-        _log.warning("%s has %s", self._where, loss)
+        dropped = {path[2]: None for path in made if path not in saved}
+        _log.warning(
+          "%s has another state of wrapper %r, as for other replicas: %s. It "
+          "begins at the restored parameters. Dropped are %s.",
+          self._where,
+          base.name_of(new.wrapper),
+          new.difference,
+          ", ".join(dropped),
+        )
       leaves |= made
     fields = {name: self._unflatten(name, leaves) for name in self._template}
     # Every replica gets the one value of a per-replica collection.

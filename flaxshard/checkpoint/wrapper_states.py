@@ -13,7 +13,6 @@ import itertools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from flaxshard.checkpoint.reader import Asked
 from flaxshard.checkpoint.reader import Path
@@ -103,32 +102,6 @@ class NewState:
     shardings = [leaves[path].sharding for path in self.missing]
     made = jax.jit(make, out_shardings=shardings)(target, dict(saved))
     return dict(zip(self.missing, made, strict=True))
-
-  def describe_loss(
-    self, made: Mapping[Path, jax.Array], saved: Mapping[Path, jax.Array]
-  ) -> str:
-    """Returns what a restart loses.
-
-    Args:
-      made: The new leaves.
-      saved: The arrays of `saved`.
-    """
-    text = (
-      f"another state of wrapper {base.name_of(self.wrapper)!r}, as for other "
-      f"replicas: {self.difference}. So it begins at the restored parameters. "
-      "Dropped are "
-    )
-    dropped = {path[2]: None for path in self.missing if path not in saved}
-    text += f"{', '.join(dropped)}."
-    for path, before in saved.items():
-      now = made[path]
-      is_counter = not now.shape and jnp.issubdtype(now.dtype, jnp.integer)
-      if is_counter and not before.shape and int(now) < int(before):
-        text += (
-          f" {'/'.join(path[2:])} goes back from {int(before)} to {int(now)} "
-          f"(accumulated steps lost: {int(before) - int(now)})."
-        )
-    return text
 
 
 def by_path(wrapper: base.Base, state: PyTree) -> dict[Path, Any]:

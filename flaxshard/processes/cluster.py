@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
-import re
 from typing import Any, NamedTuple
 
 import jax
@@ -83,7 +82,6 @@ _VARIABLES = {
 }
 _POD_INDEX = "JOB_COMPLETION_INDEX"
 _DEVICE_IDS = "JAX_LOCAL_DEVICE_IDS"
-_ADDRESS = re.compile(r"(\[[^][/\s]+\]|[^][/\s:]+):([0-9]{1,5})")
 
 
 def find(
@@ -198,11 +196,11 @@ def find(
       f"process_id={index} must be less than num_processes={count} ({source})."
     )
   if address is not None:
-    match = _ADDRESS.fullmatch(checks.string("coordinator_address", address))
-    if match is None or not 0 < int(match[2]) < 2**16:
+    port = checks.string("coordinator_address", address).rpartition(":")[2]
+    if not (port.isascii() and port.isdigit()):
       raise ValueError(
         "coordinator_address must be 'host:port' such as 'node1:1234' or "
-        f"'[::1]:1234', with a port from 1 to 65535, got {address!r}."
+        f"'[::1]:1234', got {address!r}."
       )
   gpus = _local_device_ids(environ, launcher)
   return Cluster(address, count, index, gpus, source, method)
@@ -285,16 +283,8 @@ def _local_device_ids(
     return None
   for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
     if name in environ:
-      gpus = len(environ[name].split(","))
-      if gpus < local_count:
-        return None  # The launcher has given each process its own.
-      if gpus % local_count:
-        raise ValueError(
-          f"{name}={environ[name]!r} has {gpus} GPUs, which {local_count} "
-          "processes of this machine cannot share equally; set "
-          f"{_DEVICE_IDS} in each process."
-        )
-      share = gpus // local_count
-      return tuple(range(local_id * share, (local_id + 1) * share))
+      share = len(environ[name].split(",")) // local_count
+      # With fewer GPUs, the launcher has given each process its own.
+      return tuple(range(local_id * share, (local_id + 1) * share)) or None
   # One GPU for each process, as JAX does it. Without GPUs it has no effect.
   return (local_id,)

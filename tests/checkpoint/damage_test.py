@@ -151,7 +151,7 @@ def test_every_file_has_its_size_and_crc32(saved):
     "step": 3,
     "state_step": 3,
     "items": items,
-    "wrappers": [["loss_scale", {"scale": "dynamic"}]],
+    "wrappers": [repr(fs.LossScale("dynamic"))],
     "processes": 1,
     "devices": None,
     "mesh": None,

@@ -51,7 +51,7 @@ def test_newest_step_is_shown(path, capsys):
     str(path / "20"),
     f'  jax: "{jax.__version__}"',
     "  step: 20",
-    '  wrappers: [["loss_scale", {"scale": 128.0}]]',
+    f'  wrappers: ["{fs.LossScale(128.0)!r}"]',
     '  config: {"seed": 5}',
     "default: 3 arrays",
     "  params/kernel  float32[2,3]",

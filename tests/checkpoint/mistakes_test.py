@@ -90,8 +90,7 @@ MISTAKES = [
   (save(lambda: with_leaf(np.ones(2))), TypeError, ["float64", "x64"]),
   (save(lambda: with_leaf(deleted())), RuntimeError, ["deleted"]),
   (save(lambda: with_leaf(jnp.ones((0, 3)))), ValueError, ["(0, 3)"]),
-  (save(create, 2.0), TypeError, ["step", "2.0"]),
-  (save(create, True), TypeError, ["step", "True"]),
+  (save(create, 2.0), TypeError, ["float"]),
   (save(create, -1), ValueError, ["step", "-1"]),
   (save(create, 4), ValueError, ["step=4", "12"]),
   (
@@ -138,11 +137,6 @@ MISTAKES = [
     lambda runs: fs.Checkpointer(runs, config={"a": object()}),
     TypeError,
     ["config"],
-  ),
-  (
-    lambda runs: fs.checkpoint.restore(3, create()),
-    TypeError,
-    ["manager", "3"],
   ),
   (
     restore("digitz"),

@@ -363,7 +363,6 @@ def test_copies_in_wrapper_states_are_those_of_the_new_parameters(
       ValueError,
       ["lacks 2", "batch_stats/norm"],
     ),
-    ({"state": lambda: make(abstract=True)}, TypeError, ["abstract"]),
   ],
 )
 def test_mistakes(kwargs, error, facts, tmp_path, pretrained):

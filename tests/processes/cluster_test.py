@@ -134,16 +134,10 @@ def test_one_process_is_found(environ, source):
     ({}, ("a:1", 2, 2), ("process_id=2", "num_processes=2")),
     ({}, ("a:1", "2", 0), ("num_processes", "'2'")),
     ({}, ("a", 2, 0), ("coordinator_address", "'a'")),
-    ({}, ("a:0", 2, 0), ("65535", "'a:0'")),
     ({}, (1234, 2, 0), ("coordinator_address", "1234")),
     (TORCHRUN | {"RANK": "x"}, (), ("RANK='x'",)),
     (TORCHRUN | {"RANK": "4"}, (), ("process_id=4",)),
     (JAX | {"JAX_LOCAL_DEVICE_IDS": "0;1"}, (), ("JAX_LOCAL_DEVICE_IDS",)),
-    (
-      TORCHRUN | GPUS | {"LOCAL_WORLD_SIZE": "3"},
-      (),
-      ("CUDA_VISIBLE_DEVICES", "4 GPUs", "3 processes"),
-    ),
   ],
 )
 def test_mistakes(environ, arguments, facts):
