@@ -9,14 +9,12 @@ from flaxshard.plans.memory import Memory
 from flaxshard.plans.plan import Plan
 from flaxshard.plans.traffic import Collective
 from flaxshard.plans.traffic import collectives
-from flaxshard.plans.traffic import Operand
 
 __all__ = [
   "Collective",
   "Finding",
   "Findings",
   "Memory",
-  "Operand",
   "Plan",
   "collectives",
 ]

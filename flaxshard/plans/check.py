@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from flaxshard.core import checks
+from flaxshard.core import jaxprs
 from flaxshard.core import source_lines
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.plans import findings
@@ -265,15 +266,36 @@ def _over_batch(step: Step) -> list[Collective]:
   ]
 
 
+def _lengths(shape: Sequence[int]) -> tuple[int, ...]:
+  """Returns the lengths of an array, however its dimensions are ordered."""
+  return tuple(sorted(n for n in shape if n != 1))
+
+
+def _gathers_state(step: Step) -> Callable[[Collective], bool]:
+  """Returns whether a collective has an array as large as one of the state."""
+  # Split parameters are gathered where the model uses them. Also of layers that
+  # nn.scan stacks along the first dimension.
+  sizes = {
+    size // length
+    for leaf in step.state_leaves
+    for size in (leaf.size, leaf.local_size)
+    for length in (1, *leaf.shape[:1])
+    if length
+  }
+  return lambda one: any(array.size in sizes for array in one.results)
+
+
 def _moved_batch(step: Step) -> list[Finding]:
-  batch = {leaf.parameter for leaf in step.batch_leaves} - {None}
+  # As the batch, perhaps transposed: a program does not say what it moves.
+  batch = {_lengths(leaf.local_shape) for leaf in step.batch_leaves}
+  of_state = _gathers_state(step)
   return findings.of_lines(
     "batch",
     [
       one
       for one in _over_batch(step)
-      if one.kind in _MOVING
-      if any(operand.argument in batch for operand in one.operands)
+      if one.kind in _MOVING and not of_state(one)
+      if any(_lengths(array.dims) in batch for array in one.operands)
     ],
     "{kinds} of the batch over {axes} ({size} on each device), so devices "
     "exchange examples. Split it along its first dimension alone, and do not "
@@ -282,26 +304,14 @@ def _moved_batch(step: Step) -> list[Finding]:
 
 
 def _gathered_activations(step: Step) -> list[Finding]:
-  # Also of layers that nn.scan stacks along the first dimension.
-  sizes = {
-    size // length
-    for leaf in step.state_leaves
-    for size in (leaf.size, leaf.local_size)
-    for length in (1, *leaf.shape[:1])
-    if length
-  }
+  of_state = _gathers_state(step)
   return findings.of_lines(
     "activations",
     [
       one
       for one in _over_batch(step)
       if one.kind == "all-gather" and "jvp(" in one.op_name
-      if not any(
-        # Split parameters are gathered where the model uses them.
-        operand.argument is not None
-        for operand in one.operands
-      )
-      if not any(array.size in sizes for array in one.results)
+      if not of_state(one)
     ],
     "{kinds} of activations over {axes} ({size} on each device), so devices "
     "exchange examples. Constrain activations to the sharding of the batch "
@@ -315,9 +325,7 @@ def _float32_gradients(step: Step) -> list[Finding]:
   return findings.of_lines(
     "float32 gradients",
     [
-      dataclasses.replace(
-        one, results=tuple(x.array for x in one.operands if x.is_widened)
-      )
+      dataclasses.replace(one, results=one.widened)
       for one in step.collectives
       if one.kind in _REDUCING and one.group_size > 1
     ],
@@ -328,7 +336,7 @@ def _float32_gradients(step: Step) -> list[Finding]:
 
 def _large_constants(step: Step) -> Iterator[Finding]:
   seen = set()
-  for jaxpr in step_lib.iterate_programs(step.traced.jaxpr):
+  for jaxpr in _programs(step.traced.jaxpr):
     if not hasattr(jaxpr, "consts"):
       continue  # an open one, whose constants are arguments
     for x, var in zip(jaxpr.consts, jaxpr.jaxpr.constvars, strict=True):
@@ -348,11 +356,21 @@ def _large_constants(step: Step) -> Iterator[Finding]:
       )
 
 
+def _programs(jaxpr: Any) -> Iterator[Any]:
+  """Yields a jaxpr and those in its equations, closed where JAX has them so."""
+  yield jaxpr
+  for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for value in jax.tree.leaves(
+      list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+    ):
+      if hasattr(value, "eqns"):
+        yield from _programs(value)
+
+
 def _callbacks(step: Step) -> Iterator[Finding]:
   lines = {
     (source_lines.equation_line(eqn), eqn.primitive.name)
-    for jaxpr in step_lib.iterate_programs(step.traced.jaxpr)
-    for eqn in jaxpr.eqns
+    for eqn in jaxprs.equations(step.traced.jaxpr)
     if eqn.primitive.name in _CALLBACKS
   }
   for line, name in sorted(lines):

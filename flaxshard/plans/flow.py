@@ -1,8 +1,8 @@
-"""Reads the trip counts of loops, and the sources of the values in them."""
+"""Reads the trip counts of loops, and which values were cast."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import json
 import re
 
@@ -10,18 +10,10 @@ from flaxshard.plans import hlo
 
 # Their result is the operand, in another shape, layout, type or place.
 _MOVES = frozenset(
-  "add-dependency all-gather all-to-all bitcast collective-broadcast "
-  "collective-permute convert copy domain dynamic-slice opt-barrier "
-  "optimization-barrier pad reduce-precision reshape reverse slice "
-  "transpose".split()
+  "bitcast convert copy dynamic-slice opt-barrier optimization-barrier pad "
+  "reduce-precision reshape reverse slice transpose".split()
 )
 _CALLS = frozenset("async call custom-call fusion".split())
-# Custom calls of the TPU compiler that move values.
-_MOVING_CALLS = re.compile(
-  '"(AsyncCollectiveDone|ConcatBitcast|Sharding|ZeroCrop)"'
-)
-
-Callers = tuple[hlo.Instruction, ...]
 
 
 def is_call(instruction: hlo.Instruction) -> bool:
@@ -30,79 +22,43 @@ def is_call(instruction: hlo.Instruction) -> bool:
   return instruction.opcode.removesuffix("-start") in _CALLS
 
 
-def origin(
-  program: hlo.Program, value: hlo.Instruction, callers: Callers
-) -> Iterator[hlo.Instruction]:
-  """Follows a value back as long as it is only moved or cast.
+def is_widened(
+  program: hlo.Program, value: hlo.Instruction, caller: hlo.Instruction | None
+) -> bool:
+  """Returns whether a value is float32 that was cast from bfloat16.
 
   Args:
     program: The program.
-    value: The instruction that makes it.
-    callers: The instructions that call the value's computation, outermost
-      first.
-
-  Yields:
-    The value, what it is a copy of, and so on. The last one is a parameter of
-    the program, or computes the value.
+    value: The instruction that makes it. After the cast it may be moved.
+    caller: The instruction that calls the value's computation.
   """
-  around = list(callers)
+  if [array.dtype for array in value.arrays] != ["f32"]:
+    return False
+  callers = [caller] if caller and is_call(caller) else []
   elements: list[int] = []  # the elements of tuples that are followed
   for _ in range(1000):  # a bound, should a text be odd
-    yield value
-    opcode = value.opcode
+    if [array.dtype for array in value.arrays] == ["bf16"]:
+      return True
     operands = value.operand_instructions
     following: hlo.Instruction | None = None
-    if opcode == "parameter" and around:
-      following = _given(value, around.pop())
-    elif opcode == "tuple" and elements:
+    if value.opcode == "parameter" and callers:
+      given = callers.pop().operand_instructions
+      number = int(value.literal)
+      following = given[number] if number < len(given) else None
+    elif value.opcode == "tuple" and elements:
       following = operands[elements.pop()]
-    elif opcode == "get-tuple-element":
+    elif value.opcode == "get-tuple-element":
       elements.append(int(value.attribute(r"index=(\d+)")))
       following = operands[0]
-    elif opcode == "while" and elements:
-      if _keeps(program, value, elements[-1]):
-        following = operands[0]
-    elif opcode in _MOVES or _MOVING_CALLS.search(value.attributes):
+    elif value.opcode in _MOVES:
       following = operands[0]
-    elif opcode.endswith(("-start", "-done", "-update")) and operands:
-      # A start has the operands and the results in one tuple.
-      elements = []
-      following = operands[0]
-      called = program.computations.get("".join(value.called[:1]))
-      if opcode.endswith("-start") and called and called.root:
-        following = called.root
-        around.append(value)
     elif is_call(value) and value.called:
-      around.append(value)
+      callers.append(value)
       following = program.computations[value.called[0]].root
     if following is None:
-      return
+      return False
     value = following
-
-
-def _given(
-  parameter: hlo.Instruction, caller: hlo.Instruction
-) -> hlo.Instruction | None:
-  """Returns what a caller gives as a parameter of a computation."""
-  number = int(parameter.literal)
-  if caller.opcode == "conditional":
-    # The first operand is the condition; each branch has one of the others.
-    number = 1 + caller.called.index(parameter.computation.name)
-  given = caller.call_operands
-  return given[number] if number < len(given) else None
-
-
-def _keeps(program: hlo.Program, loop: hlo.Instruction, element: int) -> bool:
-  """Returns whether each turn of a loop hands on an element unchanged."""
-  root = program.computations[loop.called_as("body")].root
-  if root is None or root.opcode != "tuple":
-    return False
-  value = _uncopied(root.operand_instructions[element])
-  return (
-    value.opcode == "get-tuple-element"
-    and int(value.attribute(r"index=(\d+)")) == element
-    and value.operand_instructions[0].opcode == "parameter"
-  )
+  return False
 
 
 def trip_count(program: hlo.Program, loop: hlo.Instruction) -> int | None:

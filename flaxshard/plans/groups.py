@@ -92,27 +92,21 @@ def _groups_of_mesh(
   ids: np.ndarray, sizes: dict[str, int], names: str
 ) -> Groups:
   """Returns groups along named axes, each whole or a part of it."""
-  parts: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}
-  order: list[tuple[str, int]] = []
-  for name, before, size in _MESH_AXIS.findall(names):
-    part = (int(before), int(size)) if before else (1, sizes[name])
-    parts[name].append(part)
-    order.append((name, part[0]))
-  # Split each axis: (before, the part, after).
-  shape: list[int] = []
-  dims: dict[tuple[str, int], int] = {}
-  for name, length in sizes.items():
-    done = 1
-    for before, size in sorted(parts[name]):
-      shape.append(before // done)
-      dims[name, before] = len(shape)
-      shape.append(size)
-      done = before * size
-    shape.append(length // done)
-  chosen = [dims[key] for key in order]
-  rest = [d for d in range(len(shape)) if d not in chosen]
-  split = ids.reshape(shape).transpose(rest + chosen)
-  return _rows(split.reshape(-1, math.prod(shape[d] for d in chosen)))
+  places = np.unravel_index(np.arange(ids.size), tuple(sizes.values()))
+  others = dict(zip(sizes, places, strict=True))
+  along = []
+  count = 1
+  for name, before, part in _MESH_AXIS.findall(names):
+    size = int(part or sizes[name])
+    # An axis counts its parts from the left, as the digits of a number.
+    step = sizes[name] // (int(before or 1) * size)
+    digit = places[list(sizes).index(name)] // step % size
+    others[name] = others[name] - digit * step
+    along.append(digit)
+    count *= size
+  # By the group, and in it in the order of the names; the last key is first.
+  order = np.lexsort([*along[::-1], *reversed(others.values())])
+  return _rows(ids.ravel()[order].reshape(-1, count))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -153,17 +153,6 @@ class Instruction:
     return [by_name[name] for name in self.operands if name in by_name]
 
   @property
-  def call_operands(self) -> list[Instruction]:
-    """The instructions that a called computation has as its parameters."""
-    given = self.operand_instructions
-    if given or not self.opcode.endswith("-start"):
-      return given
-    # The compiler of TPU7x gives operands to calls on SparseCores later.
-    updates = (i for i in self.users if i.opcode.endswith("-update"))
-    update = next(updates, None)
-    return [] if update is None else update.operand_instructions[1:]
-
-  @property
   def users(self) -> list[Instruction]:
     """The instructions that read its result."""
     return self.computation.users.get(self.name, [])
@@ -185,12 +174,6 @@ class Computation:
       for name in dict.fromkeys(other.operands):
         found.setdefault(name, []).append(other)
     return found
-
-  @property
-  def parameters(self) -> list[Instruction]:
-    """Its parameters, by number."""
-    found = [i for i in self.instructions.values() if i.opcode == "parameter"]
-    return sorted(found, key=lambda i: int(i.literal))
 
 
 @dataclasses.dataclass(eq=False)

@@ -108,7 +108,7 @@ def read_memory(step: step_lib.Step) -> Memory:
     return Memory(
       state, batch, further, peak=needed, hbm=available, refused=True
     )
-  unused = sum(leaf.nbytes for leaf in step.leaves if leaf.parameter is None)
+  unused = sum(leaf.nbytes for leaf in step.leaves if not leaf.is_read)
   stats = step.compiled.memory_analysis()
   outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
   return Memory(

@@ -124,13 +124,10 @@ class Plan:
     pairs = list(zip(counts, group, strict=True))
     sent = sum(n * c.link_bytes for n, c in pairs)
     first = group[0]
-    origins = {
-      origin: None for c in group for origin in (*c.arguments, c.source)
-    }
-    origins.pop("", None)
-    shown = next(iter(origins), "")
-    if len(origins) > 1:
-      shown += f" and {len(origins) - 1} more"
+    lines = list(dict.fromkeys(c.source for c in group if c.source))
+    shown = "".join(lines[:1])
+    if len(lines) > 1:
+      shown += f" and {len(lines) - 1} more"
     return sent, (
       first.kind,
       ", ".join(first.axes) or "other groups",
@@ -209,33 +206,10 @@ def plan_step(step: step_lib.Step, topology: str | None = None) -> Plan:
     compiler=versions,
     seconds=step.seconds,
     memory=memory_lib.read_memory(step),
-    traffic=_with_paths(step),
+    traffic=step.collectives,
     period=_commit_period(step.state),
     notes=tuple(_notes(step, versions)),
   )
-
-
-def _with_paths(step: step_lib.Step) -> tuple[Collective, ...]:
-  """Returns the collectives with the paths of the arguments that they move.
-
-  JAX names the arguments of a program of `Strategy.jit` `leaves[0]`, ....
-  """
-  names = {0: "state", step.batch_argnum: "batch"}
-  paths = {
-    leaf.parameter: f"{names.get(leaf.argnum, 'args')}/{leaf.path}".rstrip("/")
-    for leaf in step.leaves
-  }
-
-  def rename(one: Collective) -> Collective:
-    operands = tuple(
-      dataclasses.replace(x, name=paths.get(x.argument, x.name))
-      if x.argument is not None
-      else x
-      for x in one.operands
-    )
-    return dataclasses.replace(one, operands=operands)
-
-  return tuple(map(rename, step.collectives))
 
 
 def _commit_period(state: PyTree) -> int:

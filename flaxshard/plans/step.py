@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import math
@@ -13,7 +13,6 @@ import jax
 
 from flaxshard.core import trees
 from flaxshard.partitioning import compile_only
-from flaxshard.plans import hlo
 from flaxshard.plans import traffic
 
 PyTree = Any
@@ -32,8 +31,7 @@ class Leaf:
     sharding: Its sharding in the program; None if a device has all of it.
     is_weak: Whether its dtype is weak, as that of a Python number is.
     donated: Whether the step may overwrite it.
-    parameter: The number of the program's parameter that it is; None if the
-      program does not read it.
+    is_read: Whether the program reads it.
   """
 
   path: str
@@ -43,7 +41,7 @@ class Leaf:
   sharding: jax.sharding.Sharding | None
   is_weak: bool = False
   donated: bool = False
-  parameter: int | None = None
+  is_read: bool = True
 
   @property
   def size(self) -> int:
@@ -51,11 +49,16 @@ class Leaf:
     return math.prod(self.shape)
 
   @property
+  def local_shape(self) -> tuple[int, ...]:
+    """Its shape on each device."""
+    if self.sharding is None:
+      return self.shape
+    return self.sharding.shard_shape(self.shape)
+
+  @property
   def local_size(self) -> int:
     """Number of elements on each device."""
-    if self.sharding is None:
-      return self.size
-    return math.prod(self.sharding.shard_shape(self.shape))
+    return math.prod(self.local_shape)
 
   @property
   def nbytes(self) -> int:
@@ -107,16 +110,11 @@ class Step:
     return self.arguments[0]
 
   @functools.cached_property
-  def program(self) -> hlo.Program:
-    """The parsed text of `compiled`, which may be 20 MB long."""
-    return hlo.parse(self.compiled)
-
-  @functools.cached_property
   def collectives(self) -> tuple[traffic.Collective, ...]:
     """The collectives; one device alone has none, nor has what is refused."""
     if self.compiled is None or self.mesh is None:
       return ()
-    return traffic.collectives(self.program, self.mesh)
+    return traffic.collectives(self.compiled, self.mesh)
 
   @functools.cached_property
   def leaves(self) -> tuple[Leaf, ...]:
@@ -126,22 +124,17 @@ class Step:
     shapes = jax.tree.leaves(jax.eval_shape(lambda *x: x, *self.arguments))
     shardings = [getattr(leaf, "sharding", None) for _, leaf in flat]
     donated = [False] * len(flat)
-    parameters: list[int | None] = [None] * len(flat)
+    is_read = [True] * len(flat)
     if self.compiled is not None:
-      # The program may split arguments itself. What it does not read has no
-      # sharding.
-      inputs = _leaves_or_none(self.compiled.input_shardings)
       infos = jax.tree.leaves(self.compiled.args_info)
       donated = [info.donated for info in infos]
-      # Constants and tokens of effects come before the arguments.
-      number = len(self.program.entry.parameters) - sum(
-        x is not None for x in inputs
+      # The program may split arguments itself. What it does not read has no
+      # sharding.
+      inputs = jax.tree.leaves(
+        self.compiled.input_shardings, is_leaf=lambda x: x is None
       )
-      for i, sharding in enumerate(inputs):
-        if sharding is not None:
-          shardings[i] = sharding
-          parameters[i] = number
-          number += 1
+      is_read = [x is not None for x in inputs]
+      shardings = [x or y for x, y in zip(inputs, shardings, strict=True)]
     return tuple(
       Leaf(
         trees.path_string(path[1:]),
@@ -150,11 +143,10 @@ class Step:
         x.dtype,
         sharding,
         x.weak_type,
-        is_donated,
-        parameter,
+        *others,
       )
-      for (path, _), x, sharding, is_donated, parameter in zip(
-        flat, shapes, shardings, donated, parameters, strict=True
+      for (path, _), x, sharding, *others in zip(
+        flat, shapes, shardings, donated, is_read, strict=True
       )
     )
 
@@ -217,10 +209,6 @@ class Step:
     return None
 
 
-def _leaves_or_none(tree: PyTree) -> list[Any]:
-  return jax.tree.leaves(tree, is_leaf=lambda x: x is None)
-
-
 def compile_call(
   step: Callable[..., Any],
   state: PyTree,
@@ -281,14 +269,3 @@ def compile_step(
       raise
   seconds = time.perf_counter() - start
   return Step(arguments, batch_argnum, traced, compiled, error, seconds)
-
-
-def iterate_programs(jaxpr: Any) -> Iterator[Any]:
-  """Yields a jaxpr and those in its equations, closed where JAX has them so."""
-  yield jaxpr
-  for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-    for value in jax.tree.leaves(
-      list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-    ):
-      if hasattr(value, "eqns"):
-        yield from iterate_programs(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import dataclasses
 from typing import Any
 
@@ -33,33 +33,16 @@ _NEIGHBORS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Operand:
-  """An array that a collective moves, without padding.
-
-  Attributes:
-    array: Its shape on one device.
-    argument: The number of the program's parameter that it is, as a whole or
-      a part, in another layout or precision; None if it is computed.
-    name: JAX's name of that argument, such as `state.params['w']`, or "".
-    is_widened: Whether it is float32 and was cast from bfloat16.
-  """
-
-  array: hlo.Array
-  argument: int | None = None
-  name: str = ""
-  is_widened: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
 class Collective:
   """One collective of a program; bytes are those of one device.
 
   Attributes:
     kind: Such as `all-reduce`. An all-reduce whose result each device cuts to
       its part in the same fusion is a `reduce-scatter`.
-    operands: The arrays that a device gives.
+    operands: The arrays that a device gives, without padding.
     results: The arrays that it gets.
     devices: Among which devices data moves.
+    widened: Those of the operands that are float32 and were cast from bfloat16.
     executions: Executions in one call of the program: the product of the trip
       counts of the loops around it.
     trip_count_known: False if a loop around it has a trip count that the
@@ -72,9 +55,10 @@ class Collective:
   """
 
   kind: str
-  operands: tuple[Operand, ...]
+  operands: tuple[hlo.Array, ...]
   results: tuple[hlo.Array, ...]
   devices: groups.Spanned
+  widened: tuple[hlo.Array, ...] = ()
   executions: float = 1
   trip_count_known: bool = True
   in_conditional: bool = False
@@ -85,8 +69,9 @@ class Collective:
   @property
   def dtype(self) -> str:
     """Type of the largest operand, such as `bf16`."""
-    arrays = [operand.array for operand in self.operands]
-    return max(arrays, key=lambda x: x.nbytes).dtype if arrays else ""
+    if not self.operands:
+      return ""
+    return max(self.operands, key=lambda x: x.nbytes).dtype
 
   @property
   def axes(self) -> tuple[str, ...]:
@@ -106,7 +91,7 @@ class Collective:
   @property
   def operand_bytes(self) -> int:
     """Bytes of the operands of one execution."""
-    return sum(operand.array.nbytes for operand in self.operands)
+    return sum(array.nbytes for array in self.operands)
 
   @property
   def result_bytes(self) -> int:
@@ -133,11 +118,6 @@ class Collective:
       return share * self.operand_bytes
     return float(self.operand_bytes) if n > 1 else 0.0
 
-  @property
-  def arguments(self) -> tuple[str, ...]:
-    """Names of the arguments that it moves, such as `state.params['w']`."""
-    return tuple(dict.fromkeys(x.name for x in self.operands if x.name))
-
   def executions_per_step(self, period: float) -> float:
     """Returns how often it runs in a step, on average.
 
@@ -156,7 +136,6 @@ class Collective:
       parts.append("in a loop whose number of turns is unknown")
     if self.in_conditional:
       parts.append("in a conditional")
-    parts += self.arguments[:1]
     if self.source:
       parts.append(self.source)
     op_name = f" [{self.op_name}]" if self.op_name else ""
@@ -204,12 +183,12 @@ class _Place:
   Attributes:
     executions: Runs per call of the program.
     known: Whether the program states the turns of all loops around it.
-    callers: Instructions that call it, outermost first.
+    caller: The instruction that calls it; None of the program itself.
   """
 
   executions: float = 1
   known: bool = True
-  callers: flow.Callers = ()
+  caller: hlo.Instruction | None = None
 
 
 class _Reader:
@@ -261,21 +240,17 @@ class _Reader:
     computation = self._program.computations.get(name)
     if computation is None:
       return []
-    callers = (*place.callers, caller)
-    return self.read(computation, dataclasses.replace(place, callers=callers))
+    return self.read(computation, dataclasses.replace(place, caller=caller))
 
   def _collective(self, one: hlo.Instruction, place: _Place) -> Collective:
     kind = one.opcode.removesuffix("-start")
-    given = [
-      (value, array)
-      for value in one.operand_instructions
-      for array in value.arrays
-    ]
+    given = one.operand_instructions
     results = one.arrays
     if kind != one.opcode and kind != "all-reduce":
       # The shape is a tuple of operands, results, and the compiler's flags.
-      results = results[len(given) : 2 * len(given)]
-    caller = place.callers[-1] if place.callers else None
+      count = len(_arrays(given))
+      results = results[count : 2 * count]
+    caller = place.caller
     if kind == "all-reduce" and caller and caller.opcode == "fusion":
       # Each device cuts out its part in the same fusion.
       if any(name.startswith("all-reduce-scatter") for name in caller.called):
@@ -301,7 +276,7 @@ class _Reader:
       self._describe(
         kind if kind in KINDS else "collective-permute",
         send,
-        [(value, array) for array in value.arrays],
+        [value],
         received[0] if received else value.arrays,
         place,
       )
@@ -311,33 +286,25 @@ class _Reader:
     self,
     kind: str,
     one: hlo.Instruction,
-    given: Sequence[tuple[hlo.Instruction, hlo.Array]],
+    given: Sequence[hlo.Instruction],
     results: tuple[hlo.Array, ...],
     place: _Place,
   ) -> Collective:
-    named = _nearest_named([one, *place.callers[-1:]])
+    callers = [place.caller] if place.caller else []
+    named = _nearest_named([one, *callers])
     return Collective(
       kind,
-      tuple(self._operand(value, array, place) for value, array in given),
+      _arrays(given),
       results,
       self._devices.spanned(one),
+      _arrays(
+        x for x in given if flow.is_widened(self._program, x, place.caller)
+      ),
       place.executions,
       place.known,
       op_name=named.op_name if named else "",
       source=self._program.source_line(named) if named else "",
     )
-
-  def _operand(
-    self, value: hlo.Instruction, array: hlo.Array, place: _Place
-  ) -> Operand:
-    path = list(flow.origin(self._program, value, place.callers))
-    last = path[-1]
-    is_widened = array.dtype == "f32" and any(
-      [a.dtype for a in one.arrays] == ["bf16"] for one in path
-    )
-    if last.opcode == "parameter" and last.computation is self._program.entry:
-      return Operand(array, int(last.literal), last.op_name, is_widened)
-    return Operand(array, is_widened=is_widened)
 
   def _is_continuation(self, one: hlo.Instruction) -> bool:
     """Whether another fusion starts the collective that this one goes on."""
@@ -346,6 +313,10 @@ class _Reader:
       and "async_collective_fusion_config" in one.attributes
       and not any(_STARTS in user.attributes for user in one.users)
     )
+
+
+def _arrays(given: Iterable[hlo.Instruction]) -> tuple[hlo.Array, ...]:
+  return tuple(array for value in given for array in value.arrays)
 
 
 def _channel(instruction: hlo.Instruction) -> str:
