@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import functools
 import itertools
 from typing import Any, TYPE_CHECKING
 
@@ -63,7 +64,7 @@ def train_iterator(
   rows = _check_rows(rows, batch_size)
   checks.integer("seed", seed, minimum=0)
   sources.check_batch_size("batch_size", batch_size, splits)
-  make_batch = _batch_maker(splits, "train", collate)
+  make_batch = functools.partial(_make_batch, collate)
   if sources.is_stream(splits.train):
     return streams.StreamIterator(
       splits, batch_size=batch_size, rows=rows, seed=seed, make_batch=make_batch
@@ -122,7 +123,6 @@ def eval_batches(
   rows = _check_rows(rows, batch_size)
   if splits.eval is None:
     raise ValueError("splits.eval is None: there are no evaluation examples.")
-  make_batch = _batch_maker(splits, "eval", collate)
   import grain
 
   num_examples = len(splits.eval)
@@ -131,7 +131,7 @@ def eval_batches(
   def read(number: int) -> Example:
     positions = number * batch_size + np.asarray(rows)
     # After the last example, Grain begins again with the first one.
-    batch = make_batch([examples[i] for i in positions.tolist()])
+    batch = _make_batch(collate, [examples[i] for i in positions.tolist()])
     return {**batch, "mask": positions < num_examples}
 
   # All processes evaluate in lockstep: they need equally many batches.
@@ -152,23 +152,11 @@ def _check_rows(rows: Sequence[int] | None, batch_size: int) -> Sequence[int]:
   return rows
 
 
-def _batch_maker(
-  splits: Splits, split: str, collate: examples_lib.Collate | None
-) -> Callable[[Sequence[Any]], Example]:
-  """Returns a function that makes a batch of examples, all of one shape.
-
-  The train step is compiled for the shapes of the first example.
-  """
-  where = "config.data"
-  shapes = examples_lib.example_shapes(where, splits, split, collate)
-
-  def make_batch(examples: Sequence[Any]) -> Example:
-    batch = (collate or examples_lib.stack)(examples)
-    return examples_lib.check_batch(
-      f"{where}: a batch", batch, len(examples), shapes
-    )
-
-  return make_batch
+def _make_batch(
+  collate: examples_lib.Collate | None, examples: Sequence[Any]
+) -> Example:
+  batch = (collate or examples_lib.stack)(examples)
+  return examples_lib.check_batch("config.data: a batch", batch, len(examples))
 
 
 def _read_batches(

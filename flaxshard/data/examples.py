@@ -39,24 +39,24 @@ def stack(examples: Sequence[Mapping[str, Any]]) -> Example:
     {key: np.shape(x) for key, x in example.items()} for example in examples
   )
   for shapes in others:
-    _check_shapes(shapes, first)
+    if shapes != first:
+      raise ValueError(
+        f"config.data: every example must have the shapes {first}, got "
+        f"{shapes}. A task with `collate` can pad them."
+      )
   return {key: np.stack([x[key] for x in examples]) for key in first}
 
 
-def check_batch(
-  where: str, batch: Any, rows: int, shapes: ExampleShapes | None = None
-) -> Example:
+def check_batch(where: str, batch: Any, rows: int) -> Example:
   """Returns a batch as NumPy arrays, or raises if it cannot be one.
 
   Args:
     where: Name of the data, for error messages.
     batch: What `collate` has returned.
     rows: Number of examples.
-    shapes: The shapes that all examples must have.
 
   Raises:
-    ValueError: It is no dict of numeric arrays `[rows, ...]`, has a mask, or
-      has other shapes.
+    ValueError: It is no dict of numeric arrays `[rows, ...]`, or has a mask.
   """
   if not isinstance(batch, Mapping) or not batch:
     raise ValueError(
@@ -79,11 +79,6 @@ def check_batch(
         f"{where}: collate must return arrays with a row for each of the "
         f"{rows} examples; {key} has the shape {value.shape}."
       )
-  if shapes is not None:
-    _check_shapes(
-      {key: x.shape[1:] for key, x in arrays.items()},
-      {key: x.shape for key, x in shapes.items()},
-    )
   return arrays
 
 
@@ -109,9 +104,9 @@ def check_splits(
   """
   if splits.num_classes is not None:
     checks.integer(f"{where}: num_classes", splits.num_classes, minimum=1)
-  train = example_shapes(where, splits, "train", collate)
+  train = _example_shapes(where, splits, "train", collate)
   if splits.eval is not None:
-    evaluation = example_shapes(where, splits, "eval", collate)
+    evaluation = _example_shapes(where, splits, "eval", collate)
     if difference := trees.first_difference(evaluation, train):
       raise ValueError(
         f"{where}: examples of eval must have the keys, shapes and dtypes of "
@@ -120,23 +115,10 @@ def check_splits(
   return train
 
 
-def example_shapes(
-  where: str,
-  splits: sources.Splits,
-  split: str,
-  collate: Collate | None = None,
+def _example_shapes(
+  where: str, splits: sources.Splits, split: str, collate: Collate | None
 ) -> ExampleShapes:
-  """Returns the shapes of the first example of a split after `collate`.
-
-  Args:
-    where: Name of the data, for error messages.
-    splits: The splits.
-    split: `"train"` or `"eval"`.
-    collate: Makes a batch of examples; None stacks their arrays.
-
-  Raises:
-    ValueError, TypeError: As `check_splits`.
-  """
+  """Returns the shapes of the first example of a split after `collate`."""
   source = getattr(splits, split)
   if sources.is_stream(source):
     _check_stream(f"{where}: {split}", source, split == "train")
@@ -177,16 +159,6 @@ def _check_stream(where: str, source: Any, allowed: bool) -> None:
       f"{where} can be iterated over only once, {got}. Pass an object whose "
       "`__iter__` starts again, such as a Grain dataset: a resumed run reads "
       "it from its start."
-    )
-
-
-def _check_shapes(
-  given: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
-) -> None:
-  if given != wanted:
-    raise ValueError(
-      f"config.data: every example must have the shapes {dict(wanted)}, got "
-      f"{dict(given)}. A task with `collate` can pad them."
     )
 
 

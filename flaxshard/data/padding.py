@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -72,7 +72,6 @@ class Padding:
         # Dimension 0 is the batch.
         where = f"bucket_dims={dims!r} for {path}: a dimension"
         checks.integer(where, dim, minimum=1)
-    sharding.check_specs(mesh, self.spec)
 
   def varying_dims(self) -> dict[str, Any]:
     """Returns the dimensions that may vary, by path."""
@@ -82,41 +81,11 @@ class Padding:
     return sharding.by_path(dims)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-  """The properties of a leaf that all batches share.
-
-  Attributes:
-    shape: Its shape on the host; dimensions that are padded have a name.
-    dtype: Its dtype on the device.
-  """
+class _Leaf(NamedTuple):
+  """What a leaf of all batches has; padded dimensions have a name as size."""
 
   shape: tuple[int | str, ...]
   dtype: np.dtype
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-  """The properties that all batches share, taken from the first one.
-
-  Attributes:
-    tree: The tree structure.
-    varying: The dimensions that vary, by path.
-    leaves: The leaves by path.
-    shardings: Their shardings by path, and that of the mask.
-    rows: Number of rows in a full batch of this process.
-    multiples: By dimension, the number that its padded size is a multiple of.
-      Has the batch dimension, 0, and the dimensions that vary.
-    mask: The key of the mask; None for no mask.
-  """
-
-  tree: Any
-  varying: dict[str, Any]
-  leaves: dict[str, _Leaf]
-  shardings: dict[str, jax.sharding.NamedSharding]
-  rows: int
-  multiples: dict[int, int]
-  mask: str | None
 
 
 class Padder:
@@ -130,10 +99,21 @@ class Padder:
     config: How to pad.
   """
 
+  # Those of the first batch: shapes and shardings by path, the rows of a full
+  # batch of this process, and by dimension that is padded the number that its
+  # size is a multiple of.
+  _leaves: dict[str, _Leaf]
+  _shardings: dict[str, jax.sharding.NamedSharding]
+  _rows: int
+  _multiples: dict[int, int]
+  _mask: str | None
+
   def __init__(self, mesh: jax.sharding.Mesh, config: Padding):
     self._mesh = mesh
     self._config = config
-    self._layout: _Layout | None = None
+    self._varying = config.varying_dims()
+    self._count = len(sharding.pipelines(mesh))
+    self._is_first = True
 
   def __call__(self, batches: Sequence[PyTree]) -> PyTree | None:
     """Joins host batches into one, pads it, and puts it on the mesh.
@@ -151,185 +131,153 @@ class Padder:
     """
     parts = [host_batch.flatten(batch) for batch in batches]
     rows = sum(part.rows for part in parts)
-    if self._layout is None:
-      is_dict = isinstance(batches[0], Mapping)
-      self._layout = _create_layout(
-        self._mesh, self._config, parts[0], rows, is_dict
-      )
-    layout = self._layout
-    lengths = [_check_batch(layout, part) for part in parts]
-    if self._config.drop_remainder and rows < layout.rows:
+    if self._is_first:
+      self._start(parts[0], rows, isinstance(batches[0], Mapping))
+    lengths = [self._check_part(part) for part in parts]
+    if self._config.drop_remainder and rows < self._rows:
       return None
-    if not rows and len(sharding.pipelines(self._mesh)) == 1:
+    if not rows and self._count == 1:
       # Of several processes, one without further examples passes such batches.
       parts[0].check_not_empty("; drop_remainder=True would leave it out")
-    padded = {0: _padded_rows(layout, rows, self._config.bucket)}
+    padded = {0: self._padded_rows(rows)}
     # All parts have the same dimensions that vary, in different sizes.
     for dim in lengths[0]:
       longest = max(part[dim] for part in lengths)
-      padded[dim] = _round_to_bucket(longest, layout.multiples[dim])
+      padded[dim] = _round_to_bucket(longest, self._multiples[dim])
     arrays = {}
-    for path, leaf in layout.leaves.items():
+    for path, (sizes, _) in self._leaves.items():
       shape = tuple(
         padded[dim] if isinstance(size, str) else size
-        for dim, size in enumerate(leaf.shape)
+        for dim, size in enumerate(sizes)
       )
       leaves = [part.arrays[path] for part in parts]
       arrays[path] = host_batch.join(path, leaves, shape)
+    key = self._mask
     # Also without padding: another structure would compile the step again.
-    if layout.mask is not None:
+    if key is not None:
       mask = _create_mask([part.rows for part in parts], lengths, padded)
-      if layout.mask in arrays:
-        mask = _combine_masks(
-          layout.mask, np.asarray(arrays[layout.mask]), mask
-        )
-      arrays[layout.mask] = mask
-    out = sharding.put(self._mesh, arrays, layout.shardings)
-    batch = jax.tree.unflatten(layout.tree, [out[p] for p in layout.leaves])
-    if layout.mask is None or layout.mask in layout.leaves:
+      if key in arrays:
+        mask = _combine_masks(key, np.asarray(arrays[key]), mask)
+      arrays[key] = mask
+    out = sharding.put(self._mesh, arrays, self._shardings)
+    batch = jax.tree.unflatten(parts[0].tree, [out[p] for p in self._leaves])
+    if key is None or key in self._leaves:
       return batch
-    return {**batch, layout.mask: out[layout.mask]}
+    return {**batch, key: out[key]}
 
+  def _start(
+    self, first: host_batch.HostBatch, rows: int, is_dict: bool
+  ) -> None:
+    """Takes what all batches share from the first one.
 
-def _create_layout(
-  mesh: jax.sharding.Mesh,
-  config: Padding,
-  first: host_batch.HostBatch,
-  rows: int,
-  is_dict: bool,
-) -> _Layout:
-  """Returns the layout that all batches of an iterator share.
-
-  Args:
-    mesh: The mesh.
-    config: How to pad.
-    first: The first host batch.
-    rows: Number of rows of the first batch.
-    is_dict: Whether a batch is a dict, which can have a mask.
-
-  Raises:
-    ValueError: `config` does not fit the first batch.
-  """
-  if config.bucket is not None and not is_dict:
-    raise ValueError(
-      f"bucket={config.bucket!r} adds a mask, so batches must be dicts, got "
-      f"{first.tree}."
-    )
-  varying = config.varying_dims()
-  sharding.check_paths("bucket_dims", varying, first.arrays)
-  leaves = _describe(first, varying)
-  shapes = {path: leaf.shape for path, leaf in leaves.items()}
-  specs = sharding.check_specs(mesh, config.spec)
-  chosen = sharding.specs_by_path(mesh, specs, shapes)
-  multiples = {0: 1}
-  row_parts = {}
-  for path, spec in chosen.items():
-    axes = specs_lib.dims_of(spec, len(shapes[path]))
-    parts = specs_lib.parts(axes, mesh.shape)
-    row_parts[path] = parts[0]
-    for dim, size in enumerate(shapes[path]):
-      if isinstance(size, str):
-        # One padded size for all leaves: every sharding has to divide it.
-        multiples[dim] = math.lcm(multiples.get(dim, 1), parts[dim])
-  count = len(sharding.pipelines(mesh))
-  # Each process pads its rows to its share of the multiple: together the rows
-  # of all pipelines reach the multiple.
-  multiples[0] //= math.gcd(multiples[0], count)
-  if config.batch_size is not None:
-    rows = int(config.batch_size) // count
-  if not rows:
-    raise ValueError("the first batch has no examples: give the batch_size.")
-  mask = config.mask if is_dict else None
-  if mask is not None and mask not in chosen:
-    # Its rows are split as those of the leaf with the most parts.
-    chosen[mask] = P(*chosen[max(row_parts, key=row_parts.__getitem__)][:1])
-  return _Layout(
-    tree=first.tree,
-    varying=varying,
-    leaves=leaves,
-    shardings={
-      path: jax.sharding.NamedSharding(mesh, spec)
-      for path, spec in chosen.items()
-    },
-    rows=rows,
-    multiples=multiples,
-    mask=mask,
-  )
-
-
-def _describe(
-  batch: host_batch.HostBatch, varying: Mapping[str, Any]
-) -> dict[str, _Leaf]:
-  """Returns what all batches must share, by path.
-
-  Args:
-    batch: A batch.
-    varying: The dimensions that vary, by path.
-  """
-  leaves = {}
-  for path, x in batch.arrays.items():
-    # A tuple for all leaves also names dimensions that some do not have.
-    dims = sharding.lookup(varying, path, ())
-    sizes = [_VARYING if i in dims else n for i, n in enumerate(x.shape)]
-    leaves[path] = _Leaf((_BATCH, *sizes[1:]), host_batch.dtype_of(x))
-  return leaves
-
-
-def _check_batch(
-  layout: _Layout, batch: host_batch.HostBatch
-) -> dict[int, int]:
-  """Returns the sizes of the dimensions that vary, by dimension.
-
-  Raises:
-    ValueError: The batch differs from the first one, or two leaves have
-      different sizes in a dimension that varies.
-  """
-  given = _describe(batch, layout.varying)
-  if given != layout.leaves:
-    difference = trees.difference_by_path(
-      {(path,): leaf for path, leaf in given.items()},
-      {(path,): leaf for path, leaf in layout.leaves.items()},
-    )
-    raise ValueError(
-      f"a batch differs from the first one in {difference}. Dimensions vary "
-      "with bucket='power_of_two' and bucket_dims."
-    )
-  sizes = {}
-  for dim in sorted(layout.multiples.keys() - {0}):
-    by_path = {
-      f"batch[{path}]": batch.arrays[path].shape[dim]
-      for path, leaf in layout.leaves.items()
-      if leaf.shape[dim : dim + 1] == (_VARYING,)
+    Raises:
+      ValueError: The configuration does not fit the batch.
+    """
+    config = self._config
+    if config.bucket is not None and not is_dict:
+      raise ValueError(
+        f"bucket={config.bucket!r} adds a mask, so batches must be dicts, got "
+        f"{first.tree}."
+      )
+    sharding.check_paths("bucket_dims", self._varying, first.arrays)
+    self._leaves = self._describe(first)
+    shapes = {path: shape for path, (shape, _) in self._leaves.items()}
+    specs = sharding.specs_by_path(self._mesh, config.spec, shapes)
+    self._multiples = {0: 1}
+    row_parts = {}
+    for path, spec in specs.items():
+      axes = specs_lib.dims_of(spec, len(shapes[path]))
+      parts = specs_lib.parts(axes, self._mesh.shape)
+      row_parts[path] = parts[0]
+      for dim, size in enumerate(shapes[path]):
+        if isinstance(size, str):
+          # One padded size for all leaves: every sharding has to divide it.
+          self._multiples[dim] = math.lcm(
+            self._multiples.get(dim, 1), parts[dim]
+          )
+    # Each process pads its rows to its share of the multiple: together the rows
+    # of all pipelines reach the multiple.
+    self._multiples[0] //= math.gcd(self._multiples[0], self._count)
+    self._rows = rows
+    if config.batch_size is not None:
+      self._rows = int(config.batch_size) // self._count
+    if not self._rows:
+      raise ValueError("the first batch has no examples: give the batch_size.")
+    self._mask = config.mask if is_dict else None
+    if self._mask is not None and self._mask not in specs:
+      # Its rows are split as those of the leaf with the most parts.
+      specs[self._mask] = P(
+        *specs[max(row_parts, key=row_parts.__getitem__)][:1]
+      )
+    self._shardings = {
+      path: jax.sharding.NamedSharding(self._mesh, spec)
+      for path, spec in specs.items()
     }
-    if len(set(by_path.values())) > 1:
-      raise ValueError(
-        f"the sizes in dimension {dim} differ, but there is one mask for all: "
-        f"{by_path}; bucket_dims as a dict by path names the leaves that vary."
-      )
-    sizes[dim] = next(iter(by_path.values()))
-  return sizes
+    self._is_first = False
 
+  def _describe(self, batch: host_batch.HostBatch) -> dict[str, _Leaf]:
+    """Returns what all batches must share, by path."""
+    leaves = {}
+    for path, x in batch.arrays.items():
+      # A tuple for all leaves also names dimensions that some do not have.
+      dims = sharding.lookup(self._varying, path, ())
+      sizes = [_VARYING if i in dims else n for i, n in enumerate(x.shape)]
+      leaves[path] = _Leaf((_BATCH, *sizes[1:]), host_batch.dtype_of(x))
+    return leaves
 
-def _padded_rows(layout: _Layout, rows: int, bucket: str | None) -> int:
-  """Returns the number of rows that a batch of this process is padded to."""
-  multiple = layout.multiples[0]
-  padded = -(-layout.rows // multiple) * multiple
-  if rows > padded:
-    if bucket is None:
-      raise ValueError(
-        f"a batch has {rows} examples, but the first one or batch_size has "
-        f"{layout.rows}: give the largest number as batch_size, or "
-        "bucket='power_of_two'."
+  def _check_part(self, batch: host_batch.HostBatch) -> dict[int, int]:
+    """Returns the sizes of the dimensions that vary, by dimension.
+
+    Raises:
+      ValueError: The batch differs from the first one, or two leaves have
+        different sizes in a dimension that varies.
+    """
+    given = self._describe(batch)
+    if given != self._leaves:
+      difference = trees.difference_by_path(
+        {(path,): leaf for path, leaf in given.items()},
+        {(path,): leaf for path, leaf in self._leaves.items()},
       )
-    padded = _round_to_bucket(rows, multiple)
-  if rows != padded and layout.mask is None:
-    raise ValueError(
-      f"a batch has {rows} examples and would be padded to {padded}, but has "
-      "no mask to mark the padding: use dicts and a mask; or batches of equal "
-      f"size, a multiple of {multiple}, with drop_remainder=True for a short "
-      "last one."
-    )
-  return padded
+      raise ValueError(
+        f"a batch differs from the first one in {difference}. Dimensions vary "
+        "with bucket='power_of_two' and bucket_dims."
+      )
+    sizes = {}
+    for dim in sorted(self._multiples.keys() - {0}):
+      by_path = {
+        f"batch[{path}]": batch.arrays[path].shape[dim]
+        for path, (shape, _) in self._leaves.items()
+        if shape[dim : dim + 1] == (_VARYING,)
+      }
+      if len(set(by_path.values())) > 1:
+        raise ValueError(
+          f"the sizes in dimension {dim} differ, but there is one mask for "
+          f"all: {by_path}; bucket_dims as a dict by path names the leaves "
+          "that vary."
+        )
+      sizes[dim] = next(iter(by_path.values()))
+    return sizes
+
+  def _padded_rows(self, rows: int) -> int:
+    """Returns the number of rows that a batch of this process is padded to."""
+    multiple = self._multiples[0]
+    padded = -(-self._rows // multiple) * multiple
+    if rows > padded:
+      if self._config.bucket is None:
+        raise ValueError(
+          f"a batch has {rows} examples, but the first one or batch_size has "
+          f"{self._rows}: give the largest number as batch_size, or "
+          "bucket='power_of_two'."
+        )
+      padded = _round_to_bucket(rows, multiple)
+    if rows != padded and self._mask is None:
+      raise ValueError(
+        f"a batch has {rows} examples and would be padded to {padded}, but has "
+        "no mask to mark the padding: use dicts and a mask; or batches of "
+        f"equal size, a multiple of {multiple}, with drop_remainder=True for a "
+        "short last one."
+      )
+    return padded
 
 
 def _round_to_bucket(size: int, multiple: int) -> int:

@@ -56,7 +56,7 @@ def shard_batch(
   flat.check_not_empty(" for each replica")
   arrays = flat.arrays
   shapes = {path: global_shape(mesh, x.shape) for path, x in arrays.items()}
-  specs = specs_by_path(mesh, check_specs(mesh, spec), shapes)
+  specs = specs_by_path(mesh, spec, shapes)
   out = put(
     mesh,
     {path: host_batch.join(path, [x], x.shape) for path, x in arrays.items()},
@@ -148,49 +148,32 @@ def pipeline_rows(mesh: jax.sharding.Mesh, batch_size: int) -> Sequence[int]:
   return [r * size + row for r in replicas for row in range(size)]
 
 
-def check_specs(mesh: jax.sharding.Mesh, spec: PyTree) -> dict[str, P]:
-  """Returns partition specs by path, checked against the mesh.
-
-  Args:
-    mesh: The mesh.
-    spec: A `PartitionSpec`, or a nested dict of them.
-
-  Raises:
-    TypeError: An entry is not a `PartitionSpec`.
-    ValueError: An axis is not of the mesh, or is named twice.
-  """
-  table = by_path(spec)
-  for path, entry in table.items():
-    # The batch is not known yet: check for an array of matching rank.
-    shape = ("any",) * len(entry) if isinstance(entry, P) else ()
-    specs_lib.check(f"spec for {path}", entry, shape, mesh)
-  return table
-
-
 def specs_by_path(
   mesh: jax.sharding.Mesh,
-  specs: Mapping[str, P],
+  spec: PyTree,
   shapes: Mapping[str, tuple[int | str, ...]],
 ) -> dict[str, P]:
   """Returns the partition spec of each leaf of a batch.
 
   Args:
     mesh: The mesh.
-    specs: Partition specs by path, for leaves or trees of them.
+    spec: A `PartitionSpec`, or a nested dict of them.
     shapes: Shapes of the global arrays by path. A dimension that is padded
       later has a name for its size.
 
   Raises:
-    ValueError: A spec does not fit the batch.
+    TypeError: An entry is not a `PartitionSpec`.
+    ValueError: A spec does not fit the mesh or the batch.
   """
+  specs = by_path(spec)
   check_paths("spec", specs, shapes)
   chosen = {path: lookup(specs, path, OVER_REPLICAS) for path in shapes}
-  for path, spec in chosen.items():
+  for path, entry in chosen.items():
     where = f"spec for batch[{path}]"
-    axes = specs_lib.check(where, spec, shapes[path], mesh)
+    axes = specs_lib.check(where, entry, shapes[path], mesh)
     if len(pipelines(mesh)) > 1 and mesh_lib.REPLICA not in axes[0]:
       raise ValueError(
-        f"{where}: {spec} must split its leading dimension over 'replica': "
+        f"{where}: {entry} must split its leading dimension over 'replica': "
         "each process has some of the rows."
       )
   return chosen

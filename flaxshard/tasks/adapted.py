@@ -252,8 +252,7 @@ def adapt(task: Any, where: str = "task") -> AdaptedTask:
 
   Raises:
     TypeError: It is a class, or its metrics have a wrong type.
-    ValueError: `loss` or `metrics` is missing, or a method has a name like that
-      of an optional one.
+    ValueError: `loss` or `metrics` is missing.
 
   Example:
     >>> from flaxshard import tasks
@@ -275,15 +274,6 @@ def adapt(task: Any, where: str = "task") -> AdaptedTask:
         f"{where}: {name} has no {required!r}. A task has `metrics`, a "
         "clu.metrics.Collection class, and `loss(apply_fn, params, batch, "
         f"rngs, train)`.{checks.did_you_mean(required, public)}"
-      )
-  missing = [n for n in _OPTIONAL if n not in public]
-  for method in public:
-    # A misspelt optional method would not be called.
-    near = checks.did_you_mean(method, missing, cutoff=0.85)
-    if near and method not in _OPTIONAL and callable(getattr(task, method)):
-      raise ValueError(
-        f"{where}: {name} has a method {method!r}, which is not called.{near} "
-        "Begin the name of a method of your own with an underscore."
       )
   _check_metrics(name, task.metrics)
   return AdaptedTask(task)

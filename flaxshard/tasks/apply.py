@@ -31,7 +31,7 @@ _MODE_ARGUMENTS = {
 }
 
 
-@jax.tree_util.register_pytree_node_class
+@flax.struct.dataclass(eq=False)
 class Rngs(Mapping[str, jax.Array]):
   """PRNG keys by stream name: one for every name that is asked for.
 
@@ -42,28 +42,18 @@ class Rngs(Mapping[str, jax.Array]):
   As a dict it has "dropout" and "params". Linen's `make_rng` draws streams that
   it is not given from "params".
 
-  Args:
+  Attributes:
     key: The key of the stream "dropout".
   """
 
-  def __init__(self, key: jax.Array):
-    self._key = key
+  key: jax.Array
 
   def __getitem__(self, name: str) -> jax.Array:
     """Returns the key of a stream."""
     if name == "dropout":
-      return self._key
+      return self.key
     # CRC-32: Python's hashes of strings differ between processes.
-    return jax.random.fold_in(self._key, zlib.crc32(name.encode()))
-
-  def tree_flatten(self) -> tuple[tuple[jax.Array], None]:
-    """Returns the key, and no static data: it is a pytree."""
-    return (self._key,), None
-
-  @classmethod
-  def tree_unflatten(cls, _: None, keys: Sequence[jax.Array]) -> Rngs:
-    """Returns the streams of a key."""
-    return cls(*keys)
+    return jax.random.fold_in(self.key, zlib.crc32(name.encode()))
 
   def __contains__(self, name: object) -> bool:
     """Returns True for every name."""

@@ -155,10 +155,6 @@ def test_collate_makes_batches_of_any_examples():
   batches = list(data.eval_batches(splits, batch_size=8, collate=collate))
   assert batches[0]["inputs"][2].tolist() == [2, 2, 2]
   assert batches[1]["mask"].tolist() == [True] * 4 + [False] * 4
-  with pytest.raises(ValueError, match=r"shapes .*\(3,\).* \(1,\)"):
-    short = data.Splits([[1.0, 2.0, 3.0]] * 7 + [[1.0]])
-    stack = lambda examples: {"inputs": np.array(examples)}
-    take(data.train_iterator(short, batch_size=1, seed=0, collate=stack), 8)
 
 
 # Evaluation.

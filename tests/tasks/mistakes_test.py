@@ -100,11 +100,6 @@ class Strings(clu_metrics.Collection):
   [
     (Task, TypeError, ["class", "task=Task()"]),
     (NoMetrics(), ValueError, ["NoMetrics", "'metrics'", "'matrics'"]),
-    (
-      with_attributes(evalute=lambda self, evaluation: {}),
-      ValueError,
-      ["'evalute'", "'evaluate'"],
-    ),
     (with_attributes(metrics=Collected), TypeError, ["Collected", "merged"]),
     (with_attributes(metrics=Strings), TypeError, ["Strings", "strings"]),
     (with_attributes(metrics=dict), TypeError, ["metrics", "builtins.dict"]),
