@@ -218,17 +218,11 @@ def test_ray_restarts_a_worker_of_agn_alone(cluster, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ("faulty", "fault", "message"),
-  [(1, "disk", "the disk is broken"), (0, "killed", "actor died")],
-)
-def test_others_end_the_run_if_a_worker_fails_for_good(
-  cluster, tmp_path, faulty, fault, message
-):
-  result, attempts = _fit_workers(tmp_path, faulty, (fault,), max_failures=0)
-  assert len(attempts[faulty]) == 1
-  assert [*result.worker_failures] == [faulty]
-  assert message in str(result.worker_failures[faulty])
+def test_others_end_the_run_if_a_worker_fails_for_good(cluster, tmp_path):
+  result, attempts = _fit_workers(tmp_path, 0, ("killed",), max_failures=0)
+  assert len(attempts[0]) == 1
+  assert [*result.worker_failures] == [0]
+  assert "actor died" in str(result.worker_failures[0])
 
 
 @pytest.mark.slow

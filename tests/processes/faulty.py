@@ -5,8 +5,7 @@ FAULT is a JSON object:
   process  the index of the process that fails
   place    "training" (after a row of metrics), "save" (while a checkpoint is
            written) or "data"
-  kind     "kill", "terminate", "interrupt", "interrupt thrice", "exception" or
-           "exit"
+  kind     "kill", "interrupt", "interrupt thrice" or "exception"
   workdir  the folder of the run
 
 The fault writes a line `FAULT at <seconds since the epoch>` to standard error.
@@ -27,11 +26,7 @@ from flaxshard import data
 from flaxshard.core import multihost
 
 _FAULT = json.loads(os.environ.get("FAULT", "{}"))
-_SIGNALS = {
-  "kill": signal.SIGKILL,
-  "terminate": signal.SIGTERM,
-  "interrupt": signal.SIGINT,
-}
+_SIGNALS = {"kill": signal.SIGKILL, "interrupt": signal.SIGINT}
 _rows = []
 
 
@@ -103,8 +98,6 @@ def _fail_in(place):
       os.kill(os.getpid(), signal.SIGINT)
       # Signals within a second are one request.
       time.sleep(1.2)
-  elif kind == "exit":
-    sys.exit(0)
   elif kind == "exception":
     raise KeyError("an injected error")
   else:
