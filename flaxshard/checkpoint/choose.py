@@ -94,7 +94,7 @@ class Keep(checkpoint_managers.PreservationPolicy):
       >>> keep.rank({"loss": float("nan")})
       -inf
     """
-    value = metrics.get(self.best_metric or "")
+    value: Any = metrics.get(self.best_metric or "")
     if not _is_finite(value):
       return -math.inf
     return float(value) if self.best_mode == "max" else -float(value)

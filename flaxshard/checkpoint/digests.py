@@ -212,7 +212,7 @@ def verify(
     _log.info("%s has no digests: it is read without a check", where)
     return False
   content = read_json(path)
-  digests = content.get("files")
+  digests = content.get("files", {})
   if content.get("crc32") != _crc_of(digests):
     raise Damaged(f"{path} is not what was written: its own crc32 differs.")
 

@@ -45,6 +45,8 @@ def arrays():
       "seen": np.int32(2**31 - 1),
       "small": np.asarray([-128, 127], np.int8),
       "mask": np.array([True, False]),
+      "tiny": np.asarray([0.5, -448.0], jnp.float8_e4m3fn),
+      "complex": np.complex64(1 + 2j),
       "none": {},
     },
   )

@@ -201,18 +201,11 @@ def test_unplaced_leaves_are_restored_on_the_mesh_of_the_others(path):
   fresh = make(jax.tree.map(jnp.zeros_like, params))
   restored = restore(path, fresh)
   assert restored.params["w"].sharding == split
-  assert (
-    restored.opt_state[0]
-    .mu["w"]
-    .sharding.is_equivalent_to(fresh.opt_state[0].mu["w"].sharding, 1)
-  )
   for leaf in jax.tree.leaves(restored):
     assert len(leaf.devices()) == 8
   new_state = jax.jit(lambda s: s.apply_gradients(grads=s.params))(restored)
   wanted = state.apply_gradients(grads=state.params)
   np.testing.assert_allclose(new_state.params["w"], wanted.params["w"])
-  assert int(new_state.opt_state[0].count) == 2
-  assert int(new_state.wrapper_states["loss_scale"].good_steps) == 2
 
 
 # Paths that a user gives: of steps, of a workdir, of one step.

@@ -9,7 +9,6 @@ import checkpoint_states as states
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 import flaxshard as fs
@@ -60,14 +59,7 @@ def test_flaxshard_restores_what_any_writer_wrote(
   path, state = written(writer)
   fresh = states.our_state(stack)
   with caplog.at_level(logging.INFO, "flaxshard"):
-    if writer in ("v0", "state_item", *states.STACKS):
-      with fs.Checkpointer(path) as checkpointer:
-        restored = checkpointer.restore(fresh)
-    elif writer == "own_manager":
-      with ocp.CheckpointManager(path) as manager:
-        restored = fs.checkpoint.restore(manager, fresh)
-    else:
-      restored = fs.checkpoint.restore(path, fresh)
+    restored = fs.checkpoint.restore(path, fresh)
   assert type(restored) is type(fresh)
   assert jax.tree.structure(restored) == jax.tree.structure(fresh)
   states.assert_same(states.plain_fields(restored), states.plain_fields(state))

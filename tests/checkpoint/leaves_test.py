@@ -99,16 +99,6 @@ def test_restores_nnx_states(pure, tmp_path):
       jax.tree.map(states.as_numpy, given),
       jax.tree.map(states.as_numpy, wanted),
     )
-  if pure:
-    states.write_ours(tmp_path / "ours", states.change_leaves(ours))
-    restored = plain_read(tmp_path / "ours", plain)
-    for field in names:
-      states.assert_same(
-        jax.tree.map(states.as_numpy, getattr(restored, field)),
-        jax.tree.map(
-          states.as_numpy, getattr(states.change_leaves(ours), field)
-        ),
-      )
 
 
 def test_restores_boxed_linen_parameters(tmp_path):

@@ -241,22 +241,6 @@ def write_flax(directory, step):
   )
 
 
-def test_restores_the_given_flax_file(tmp_path):
-  for step in (2, 10):
-    write_flax(tmp_path, step)
-  for given, step, wanted in (
-    (tmp_path, None, 10),
-    (tmp_path, 2, 2),
-    (tmp_path / "checkpoint_2", None, 2),
-    (str(tmp_path / "checkpoint_2"), None, 2),
-  ):
-    assert int(fs.checkpoint.restore(given, create(), step).step) == wanted
-  # Of two with the same number, that of a manager.
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(tmp_path / "2", flax_state(step=22))
-  assert int(fs.checkpoint.restore(tmp_path, create(), 2).step) == 22
-
-
 def test_checkpointer_continues_from_flax_files(tmp_path, caplog):
   for step in (2, 10, 11):
     write_flax(tmp_path, step)
@@ -268,6 +252,9 @@ def test_checkpointer_continues_from_flax_files(tmp_path, caplog):
     assert int(state.step) == checkpointer.restored_step == 10
     assert f"step 11 is damaged, passed over: {cut}" in caplog.text
     assert int(checkpointer.restore(create(), 2).step) == 2
+    assert (
+      int(fs.checkpoint.restore(tmp_path / "checkpoint_2", state).step) == 2
+    )
     with pytest.raises(ValueError, match=r"step=3 .* which has step 10"):
       checkpointer.save(3, state)
     checkpointer.save(10, state)  # is there

@@ -109,15 +109,6 @@ def test_nonfinite_metrics_delete_no_finite_ones():
     assert preserved(kwargs, never) == [2, 3, 4]
 
 
-def test_run_that_diverges_keeps_its_good_checkpoints(path):
-  nan = float("nan")
-  save_all(path, {1: 0.5, 2: 0.6, 3: nan, 4: nan, 5: nan}, max_to_keep=2)
-  save_all(path, {6: nan, 7: "none given", 8: "none given"}, max_to_keep=2)
-  assert steps_on_disk(path) == [2, 7, 8]
-  restored = fs.checkpoint.restore(path, create(), 2)
-  np.testing.assert_array_equal(restored.params["w"], np.full(3, 2.0))
-
-
 # Steps that cannot be deleted.
 
 
@@ -139,36 +130,29 @@ def test_nonfinite_metrics_are_null_on_disk(path):
     assert checkpointer.best_step() is None
 
 
-@pytest.mark.parametrize("broken", [b"{\xff", b"[1]"])
-def test_step_with_damaged_metrics_is_passed_over(path, broken):
-  # Orbax's own manager cannot be created then.
+@pytest.mark.parametrize(
+  ("name", "content"),
+  [
+    ("metrics/metrics", "{"),
+    ("metrics/metrics", "[1]"),
+    ("_CHECKPOINT_METADATA", '{"item_handlers": 5}'),
+    ("_CHECKPOINT_METADATA", ""),
+  ],
+)
+def test_step_with_damaged_metadata_is_passed_over(path, name, content):
+  # Orbax's own manager cannot be created then, and does not name the file.
   kwargs = dict(max_to_keep=2, best_metric="accuracy")
   save_all(path, {1: 0.5, 2: 0.9}, **kwargs)
-  file = path / "2" / "metrics" / "metrics"
-  file.write_bytes(broken)
+  (path / "2" / name).write_text(content)
   with checkpoint.Checkpointer(path, **kwargs) as checkpointer:
-    assert list(checkpointer.all_steps()) == [1]
-    assert checkpointer.best_step() == 1
-    restored = checkpointer.restore(create())
-    np.testing.assert_array_equal(restored.params["w"], np.full(3, 1))
-    with pytest.raises(ValueError, match=f"{file} is"):
-      checkpointer.restore(create(), 2)
-    checkpointer.save(2, create(2), metrics={"accuracy": 0.7})
-    assert checkpointer.best_step() == 2
-  assert (path / "2.damaged" / "metrics" / "metrics").read_bytes() == broken
-
-
-@pytest.mark.parametrize("metadata", ['{"item_handlers": 5}', ""])
-def test_step_with_damaged_metadata_is_passed_over(path, metadata):
-  # Orbax's own manager cannot be created then, and does not name the file.
-  save_all(path, {1: 0.5, 2: 0.9}, best_metric="accuracy")
-  (path / "2" / "_CHECKPOINT_METADATA").write_text(metadata)
-  with checkpoint.Checkpointer(path, best_metric="accuracy") as checkpointer:
     restored = checkpointer.restore(create())
     np.testing.assert_array_equal(restored.params["w"], np.full(3, 1))
     assert checkpointer.restored_step == checkpointer.best_step() == 1
-    with pytest.raises(ValueError, match=f"{path}/2/_CHECKPOINT_METADATA"):
+    with pytest.raises(ValueError, match=f"{path}/2/{name}"):
       checkpointer.restore(create(), 2)
+    checkpointer.save(2, create(2), metrics={"accuracy": 0.7})
+    assert checkpointer.best_step() == 2
+  assert (path / "2.damaged" / name).read_text() == content
 
 
 @pytest.mark.slow

@@ -159,126 +159,73 @@ def test_step_of_a_directory(tmp_path, pretrained):
   new, report = fs.checkpoint.init_from(make(seed=2), path, step=3)
   assert_equal(new.params, make().params)
   assert report.path.endswith("checkpoints/3")
-  new, report = fs.checkpoint.init_from(make(seed=2), path)
-  assert_equal(variables_of(new), variables_of(pretrained))
-  assert {"step", "opt_state/0/count"} <= set(report.unused)
   with pytest.raises(ValueError, match=r"\[3, 7\]"):
     fs.checkpoint.init_from(make(), path, step=4)
 
 
-def test_partial_and_renamed(tmp_path, pretrained):
-  path = save_bytes(tmp_path, pretrained)
-  state = make(model=Net(classes=9, head="classifier"))
+def save_tree(path, tree):
+  (path / "tree").write_bytes(serialization.to_bytes(tree))
+  return path / "tree"
+
+
+def numbers(*shape, dtype=np.float32):
+  return np.arange(1, np.prod(shape) + 1, dtype=dtype).reshape(shape)
+
+
+W, V = numbers(8, 16), numbers(4, 4, 8)
+
+
+@pytest.mark.parametrize(
+  ("saved", "kwargs", "wanted", "unused"),
+  [
+    ({"a": W}, {"rename": [("a", "b"), ("b$", "x")]}, {"x": W}, ()),
+    ({"a": W, "b": V}, {"ignore": ["b"]}, {"a": W}, ("b",)),
+    # The kept path exists in the file too: it needs no `ignore`.
+    ({"a": W, "b": V}, {"keep": ["b"]}, {"a": W, "b": 0 * W}, ("b",)),
+    ({"a": {"b": {"c": W}}, "d": V}, {"subtree": "a/b"}, {"c": W}, ()),
+    ({"a": W}, {"transpose": [("a", (1, 0))]}, {"a": W.T}, ()),
+    # The first pattern counts.
+    (
+      {"a": W, "b": W},
+      {"transpose": [("a", (0, 1)), (".", (1, 0))]},
+      {"a": W, "b": W.T},
+      (),
+    ),
+    ({"a": W}, {"reshape": ["a"]}, {"a": W.reshape(8, 4, 4)}, ()),
+    (
+      {"a": V},
+      {"transpose": [("a", (1, 2, 0))], "reshape": ["a"]},
+      {"a": V.transpose(1, 2, 0).reshape(32, 4)},
+      (),
+    ),
+    ({"a": W.astype(np.float16)}, {}, {"a": W}, ()),
+    (
+      {"a": W + 1 / 256},
+      {"cast": True},
+      {"a": (W + 1 / 256).astype(jnp.bfloat16)},
+      (),
+    ),
+  ],
+)
+def test_parameters_are_renamed_and_changed(
+  saved, kwargs, wanted, unused, tmp_path
+):
+  axes = ("model", "replica")
+
+  def zeros(x):
+    spec = P(*axes[: x.ndim])
+    return jax.device_put(0 * x, jax.sharding.NamedSharding(MESH, spec))
+
+  params = jax.tree.map(zeros, wanted)
   new, report = fs.checkpoint.init_from(
-    state,
-    path,
-    rename=[("^body/", "body/")],
-    keep=["^classifier/"],
-    ignore=["^head/"],
+    params, save_tree(tmp_path, saved), **kwargs
   )
-  assert_equal(new.params["body"], pretrained.params["body"])
-  assert_equal(new.params["classifier"], state.params["classifier"])
-  assert report.kept == ("classifier/bias", "classifier/kernel")
-  assert report.unused == ("params/head/bias", "params/head/kernel")
-  assert "classifier/bias" in str(report) and "head/kernel" in str(report)
-  # The kept paths exist in the file too: they need no `ignore`.
-  new, report = fs.checkpoint.init_from(
-    make(model=Net(classes=9)), path, keep=["^head/"]
-  )
-  assert report.kept == ("head/bias", "head/kernel")
-  # A part of a file.
-  part = tmp_path / "part.msgpack"
-  part.write_bytes(
-    serialization.to_bytes({"a": {"b": variables_of(pretrained)}})
-  )
-  new, _ = fs.checkpoint.init_from(make(), part, subtree="a/b")
-  assert_equal(variables_of(new), variables_of(pretrained))
-  with pytest.raises(ValueError, match=r"subtree='a/c' .* has a"):
-    fs.checkpoint.init_from(make(), part, subtree="a/c")
-  # The head under its new name.
-  new, report = fs.checkpoint.init_from(
-    make(model=Net(head="classifier")), path, rename=[("^head", "classifier")]
-  )
-  assert report.loaded["classifier/bias"] == "params/head/bias"
-  assert_equal(new.params["classifier"], pretrained.params["head"])
-
-
-def test_other_dtypes_and_dimensions(tmp_path):
-  file = tmp_path / "torch.safetensors"
-  weight = np.arange(128, dtype=np.float32).reshape(16, 8)
-  tensors = {
-    "body.weight": weight.astype(jnp.bfloat16),
-    "body.bias": np.ones(16, np.float16),
-  }
-  safetensors_numpy.save_file(tensors, file)
-  state = make(
-    model=nn.Sequential([nn.Dense(16)]),
-    strategy=STRATEGY,
-    rules=(("kernel", P("model", "replica")),),
-  )
-  rename = [("body", "layers_0"), ("weight", "kernel")]
-  new, _ = fs.checkpoint.init_from(
-    state, file, rename=rename, transpose=[("kernel$", (1, 0))]
-  )
-  kernel = new.params["layers_0"]["kernel"]
-  np.testing.assert_array_equal(kernel, weight.T)
-  assert kernel.dtype == jnp.float32
-  assert kernel.sharding == state.params["layers_0"]["kernel"].sharding
-  with pytest.raises(ValueError, match=r"\(16, 8\).*\(8, 16\).*transpose"):
-    fs.checkpoint.init_from(state, file, rename=rename)
-
-  half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), new.params)
-  tree = {
-    "layers_0": {
-      "kernel": weight.T + 1 / 256,
-      "bias": np.ones(16, jnp.bfloat16),
-    }
-  }
-  narrow = tmp_path / "model.msgpack"
-  narrow.write_bytes(serialization.to_bytes(tree))
-  with pytest.raises(ValueError, match=r"bfloat16.*cast=True"):
-    fs.checkpoint.init_from(half, narrow)
-  cast, _ = fs.checkpoint.init_from(half, narrow, cast=True)
-  assert cast["layers_0"]["kernel"].dtype == jnp.bfloat16
-
-
-def test_other_numbers_of_dimensions(tmp_path):
-  weight = np.arange(64, dtype=np.float32).reshape(8, 8)
-  file = tmp_path / "torch.safetensors"
-  names = ("query", "out", "convolution")
-  tensors = {f"encoder.layer.0.self.{name}.weight": weight for name in names}
-  tensors["encoder.layer.0.self.convolution.weight"] = weight.reshape(8, 2, 4)
-  safetensors_numpy.save_file(tensors, file)
-  shapes = {"query": (8, 4, 2), "out": (4, 2, 8), "convolution": (8, 8)}
-  specs = {
-    "query": P("model", "replica"),
-    "out": P("replica", "model"),
-    "convolution": P(("replica", "model")),
-  }
-  params = {
-    "block0": {
-      name: jax.device_put(
-        np.zeros(shapes[name], np.float32),
-        jax.sharding.NamedSharding(MESH, specs[name]),
-      )
-      for name in names
-    }
-  }
-  kwargs = dict(
-    rename=[(r"^encoder/layer/(\d+)/self/(\w+)/weight", r"block\1/\2")],
-    transpose=[("query|out", (1, 0)), ("convolution", (1, 2, 0))],
-  )
-  new, _ = fs.checkpoint.init_from(params, file, reshape=["block"], **kwargs)
-  for name in names:
-    wanted = weight.reshape(8, -1).T.reshape(shapes[name])
-    np.testing.assert_array_equal(new["block0"][name], wanted)
-    assert new["block0"][name].sharding == params["block0"][name].sharding
-  with pytest.raises(ValueError, match=r"\(2, 4, 8\).*\(8, 8\).*reshape"):
-    fs.checkpoint.init_from(params, file, **kwargs)
-  # As many dimensions in another order are a forgotten transposition.
-  with pytest.raises(ValueError, match=r"\(2, 32\).*\(32, 2\).*transpose"):
-    safetensors_numpy.save_file({"x": np.ones((2, 32))}, file)
-    fs.checkpoint.init_from({"x": jnp.ones((32, 2))}, file, reshape=["x"])
+  assert_equal(new, wanted)
+  for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(params), strict=True):
+    assert (x.dtype, x.sharding) == (y.dtype, y.sharding)
+  assert report.unused == unused
+  assert report.kept == (("b",) if "keep" in kwargs else ())
+  assert all(path in str(report) for path in (*report.kept, *unused))
 
 
 def test_nnx_checkpoint(tmp_path):
@@ -328,6 +275,9 @@ def test_copies_in_wrapper_states_are_those_of_the_new_parameters(
   assert_equal(new.wrapper_states, wanted.wrapper_states)
 
 
+FILE = {"body": {"kernel": W}, "head": {"kernel": numbers(16, 4)}}
+
+
 @pytest.mark.parametrize(
   ("kwargs", "error", "facts"),
   [
@@ -337,43 +287,51 @@ def test_copies_in_wrapper_states_are_those_of_the_new_parameters(
     (
       {"rename": [("^body/", "stem/")]},
       ValueError,
-      ["lacks 2", "body/kernel (8, 16)", "stem/kernel", "ignore"],
+      ["lacks 1", "body/kernel (8, 16)", "stem/kernel"],
     ),
     ({"rename": [("body", "head")]}, ValueError, ["same path"]),
-    ({"ignore": ["^head/"]}, ValueError, ["head/kernel (16, 4)", "keep"]),
+    ({"ignore": ["^head/"]}, ValueError, ["head/kernel (16, 4)"]),
     ({"keep": [".*"]}, ValueError, ["all parameters"]),
     ({"transpose": [("kernel", (0, 1, 2))]}, ValueError, ["(8, 16)"]),
     ({"transpose": [("kernel", (0, 2))]}, ValueError, ["transpose[0]"]),
     ({"transpose": [("kernel", ("a", 1))]}, ValueError, ["transpose[0]"]),
+    ({"transpose": [("body", (1, 0))]}, ValueError, ["(16, 8)", "(8, 16)"]),
     ({"reshape": ["kernal"]}, ValueError, ["reshape[0]", "'kernel'"]),
     ({"keep": "head"}, TypeError, ["keep", "'head'"]),
     ({"keep": ["("]}, ValueError, ["keep[0]", "'('"]),
     ({"rename": ["a"]}, TypeError, ["rename", "pairs"]),
     ({"cast": 1}, TypeError, ["cast"]),
+    ({"subtree": "a/c"}, ValueError, ["subtree='a/c'", "body, head"]),
     ({"path": "/tmp/no/such/path"}, ValueError, ["no such path"]),
     ({"path": None}, TypeError, ["path"]),
+    # As many dimensions in another order are a forgotten transposition.
     (
-      {"state": lambda: make(model=Net(classes=5))},
+      {"state": {"body": {"kernel": W.T}}, "ignore": ["head"]}
+      | {"reshape": ["body"]},
       ValueError,
-      ["head/bias ", "(4,)", "(5,)", "keep"],
+      ["body/kernel ", "(8, 16)", "(16, 8)"],
     ),
     # Statistics that the model does not have are not dropped silently.
     (
-      {"state": lambda: make().params},
+      {"path": lambda path: save_bytes(path, make()), "state": make().params},
       ValueError,
       ["lacks 2", "batch_stats/norm"],
     ),
+    (
+      {"state": {"body": {"kernel": W.astype(jnp.bfloat16)}}}
+      | {"ignore": ["head"]},
+      ValueError,
+      ["bfloat16", "float32", "cast=True"],
+    ),
   ],
 )
-def test_mistakes(kwargs, error, facts, tmp_path, pretrained):
-  kwargs = {
-    "state": make,
-    "path": save_bytes(tmp_path, pretrained),
-    **kwargs,
-  }
-  state = kwargs.pop("state")()
+def test_mistakes(kwargs, error, facts, tmp_path):
+  kwargs = {"state": FILE, "path": lambda path: save_tree(path, FILE), **kwargs}
+  state = jax.tree.map(jnp.asarray, kwargs.pop("state"))
+  path = kwargs.pop("path")
   with pytest.raises(error) as e:
-    fs.checkpoint.init_from(state, **kwargs)
+    path = path(tmp_path) if callable(path) else path
+    fs.checkpoint.init_from(state, path, **kwargs)
   for fact in facts:
     assert fact in str(e.value)
 
