@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import logging
 import sys
-import textwrap
 from typing import Any, TextIO
 import warnings
 
 import jax
-
-_log = logging.getLogger(__name__)
-
-Warn = Callable[[str, str], None]
 
 
 @contextlib.contextmanager
@@ -110,32 +104,6 @@ def show_warnings_once() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def count_warnings() -> Iterator[Warn]:
-  """Logs each kind of warning once, and at the end how often it was seen.
-
-  Yields:
-    A function `warn(kind, message)`. The messages of a kind may differ, in the
-    step for example: the first one is logged.
-  """
-  counts: dict[str, int] = collections.Counter()
-  first: dict[str, str] = {}
-
-  def warn(kind: str, message: str) -> None:
-    counts[kind] += 1
-    if kind not in first:
-      first[kind] = message
-      _log.warning("%s", message)
-
-  try:
-    yield warn
-  finally:
-    for kind, count in counts.items():
-      if count > 1:
-        start = textwrap.shorten(first[kind], 60, placeholder=" ...")
-        _log.warning("seen %d times, first: %s", count, start)
-
-
-@contextlib.contextmanager
 def progress_bar(
   first_step: int, num_train_steps: int
 ) -> Iterator[Callable[[int, Mapping[str, float | int | None]], None]]:
@@ -151,10 +119,7 @@ def progress_bar(
   if not (sys.stderr.isatty() or in_notebook()):
     yield lambda step, row: None
     return
-  with warnings.catch_warnings():
-    # Without ipywidgets, the bar of a notebook is text.
-    warnings.filterwarnings("ignore", "IProgress not found")
-    from tqdm import auto
+  from tqdm import auto
   from tqdm.contrib import logging as tqdm_logging
 
   # Log lines are printed above the bar, not through it. tqdm replaces the

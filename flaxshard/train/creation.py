@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 import contextlib
 from typing import Any
-import warnings
 
 from flax import linen as nn
 from flax.core.scope import DenyList
@@ -25,7 +24,7 @@ from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import apply
 from flaxshard.tasks import load
 from flaxshard.tasks.adapted import AdaptedTask
-from flaxshard.train import fine_tuning
+from flaxshard.train.config import checking
 from flaxshard.wrappers import config as wrappers_config
 from flaxshard.wrappers import stack
 
@@ -83,7 +82,7 @@ def plan_creation(
       wrappers=wrappers,
       mesh=strategy.mesh,
       rules=rules_lib.from_config(config.mesh.rules),
-      lora=fine_tuning.create_lora(config.lora),
+      lora=checking.create_lora(config.lora),
       init_kwargs={**mode, **kwargs, **init_kwargs},
     )
 
@@ -99,13 +98,10 @@ def plan_creation(
 
 def _check_replicas(wrappers: Sequence[Any], num_replicas: int) -> None:
   """Raises a ValueError if the wrappers do not fit the replicas."""
-  with warnings.catch_warnings():
-    # Planning the creation gives the same warnings again.
-    warnings.simplefilter("ignore")
-    try:
-      stack.check_replicas(tuple(wrappers), num_replicas)
-    except ValueError as e:
-      raise ValueError(f"config.wrappers: {e}") from e
+  try:
+    stack.check_replicas(tuple(wrappers), num_replicas)
+  except ValueError as e:
+    raise ValueError(f"config.wrappers: {e}") from e
 
 
 def _sown_collections(state: TrainState) -> list[str]:

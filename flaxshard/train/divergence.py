@@ -12,7 +12,6 @@ import numpy as np
 
 from flaxshard.core import gradients
 from flaxshard.state.train_state import TrainState
-from flaxshard.train import console
 from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import steps
 from flaxshard.wrappers import stack
@@ -40,7 +39,6 @@ class Watch:
   Args:
     config: A checked config.
     state: The state that training starts from.
-    warn: Logs the first warning of each kind; see `console.count_warnings`.
 
   Attributes:
     is_stalled: Whether the last step was skipped, with the loss scale at its
@@ -49,18 +47,18 @@ class Watch:
       saved.
   """
 
-  def __init__(self, config: Any, state: TrainState, warn: console.Warn):
+  def __init__(self, config: Any, state: TrainState):
     self.is_stalled = False
     self._config = config
-    self._warn = warn
+    self._warned: set[str] = set()
     rules = [w.rule for w in state.wrappers if isinstance(w, LossScale)]
     self._rule = next(
       (rule for rule in rules if isinstance(rule, DynamicLossScale)), None
     )
-    self._last_row: Mapping[str, Any] = metrics_lib.to_numbers(
+    row = metrics_lib.to_numbers(
       stack.metrics(state.wrappers, state.wrapper_states)
     )
-    self._has_pending = False
+    self._skipped_steps = row.get("skipped_steps", 0)
 
   def check_steps(
     self, step: int, state: TrainState, progress: steps.Progress
@@ -146,6 +144,12 @@ class Watch:
       f"{', '.join(paths)}. A lower config.learning_rate may help.",
     )
 
+  def _warn(self, kind: str, message: str) -> None:
+    """Logs the first warning of each kind."""
+    if kind not in self._warned:
+      self._warned.add(kind)
+      _log.warning("%s", message)
+
   def _report(self, kind: str, message: str) -> None:
     if self._config.on_nonfinite == "continue":
       self._warn(kind, message)
@@ -162,14 +166,17 @@ class Watch:
       step: The step just taken.
       row: Its row of metrics.
     """
-    before, self._last_row = self._last_row, dict(row)
+    before = self._skipped_steps
+    self._skipped_steps = row.get("skipped_steps", 0)
     scale = row.get("loss_scale", math.inf)
-    if self._rule and scale <= self._rule.min_scale:
-      skipped = row["skipped_steps"] - before["skipped_steps"]
-      # The skipped steps that lowered the scale to its floor are no failure.
-      if skipped > self._rule.steps_to_floor(before["loss_scale"]):
-        message = _describe_floor(scale, row["skipped_steps"])
-        self._warn(LossScale.name, f"step {step}: {message}")
+    # The skipped step that lowered the scale to its floor counts, too.
+    if (
+      self._rule
+      and scale <= self._rule.min_scale
+      and self._skipped_steps > before
+    ):
+      message = _describe_floor(scale, self._skipped_steps)
+      self._warn(LossScale.name, f"step {step}: {message}")
 
   def warn_of_pending(self, step: int, state: TrainState, ends: bool) -> None:
     """Warns of gradients that are not in the parameters of an evaluation.
@@ -181,12 +188,9 @@ class Watch:
       state: The state after it.
       ends: Whether the step is the last one.
     """
-    notes = stack.pending(state.wrappers, state.wrapper_states)
-    if ends or not self._has_pending:
-      when = "ends the run" if ends else "is evaluated"
-      for note in notes:
-        _log.warning("step %d %s with updates pending. %s", step, when, note)
-    self._has_pending = self._has_pending or bool(notes)
+    when = "ends the run" if ends else "is evaluated"
+    for note in stack.pending(state.wrappers, state.wrapper_states):
+      self._warn(when, f"step {step} {when} with updates pending. {note}")
 
 
 def _describe_floor(scale: float, skipped_steps: float) -> str:

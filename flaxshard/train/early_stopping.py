@@ -7,21 +7,17 @@ run stops at the same step as one without an interruption.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import json
-import logging
 import math
 from typing import Any
 
 from flax.training import early_stopping as flax_early_stopping
-import jax
 
 from flaxshard.core import multihost
 from flaxshard.train import config as config_lib
 from flaxshard.train import evaluation as evaluation_lib
 from flaxshard.train import metrics as metrics_lib
-
-_log = logging.getLogger(__name__)
 
 
 class EarlyStopping:
@@ -111,30 +107,16 @@ def resume(
 ) -> EarlyStopping:
   """Returns the state of a run that continues from a step.
 
-  Process 0 reads `metrics.jsonl`; all processes must call it.
+  All processes must call it.
 
   Args:
     config: `config.early_stopping`, checked.
     workdir: The workdir of the run.
     first_step: The step that the run continues from, 0 for a new one.
   """
-  stopping = EarlyStopping(config)
-  if config["metric"] == "none" or not first_step:
-    return stopping
-  values: list[tuple[int, float | None]] = []
-  with multihost.raise_on_all_processes(OSError, ValueError):
-    if jax.process_index() == 0:
-      values = _read_values(config, workdir, first_step)
-      if not values:
-        _log.warning(
-          "%s has no %s up to step %d: config.early_stopping counts from there",
-          metrics_lib.metrics_path(workdir),
-          config["metric"],
-          first_step,
-        )
-  for step, value in json.loads(multihost.exchange(json.dumps(values))[0]):
-    stopping.add(step, value)
-  return stopping
+  # Every process reads, and what process 0 has read counts.
+  values = json.dumps(_read_values(config, workdir, first_step))
+  return _replay(config, json.loads(multihost.exchange(values)[0]))
 
 
 def has_ended(config: Mapping[str, Any], workdir: str, last_step: int) -> bool:
@@ -147,10 +129,17 @@ def has_ended(config: Mapping[str, Any], workdir: str, last_step: int) -> bool:
     workdir: The workdir of the run.
     last_step: The step.
   """
+  values = _read_values(config, workdir, last_step)
+  return _replay(config, values).stopped_step is not None
+
+
+def _replay(
+  config: Mapping[str, Any], values: Iterable[tuple[int, float | None]]
+) -> EarlyStopping:
   stopping = EarlyStopping(config)
-  for step, value in _read_values(config, workdir, last_step):
+  for step, value in values:
     stopping.add(step, value)
-  return stopping.stopped_step is not None
+  return stopping
 
 
 def _read_values(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 import contextlib
 import logging
+import math
 import os
 import signal
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from clu import parameter_overview
 import jax
@@ -16,12 +17,13 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 
-from flaxshard import checkpoint
 from flaxshard.core import checks
 from flaxshard.core import files
 from flaxshard.core import multihost
+from flaxshard.core import parameter_groups
 from flaxshard.processes import failures
 from flaxshard.state import describe
+from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import load
@@ -32,7 +34,6 @@ from flaxshard.train import devices
 from flaxshard.train import divergence
 from flaxshard.train import early_stopping
 from flaxshard.train import evaluation as evaluation_lib
-from flaxshard.train import fine_tuning
 from flaxshard.train import hooks as hooks_lib
 from flaxshard.train import metrics as metrics_lib
 from flaxshard.train import preemption
@@ -175,98 +176,38 @@ def _run(
     commits = stack.enter_context(
       commits_lib.open_commits(setup, root, stop_request, batches)
     )
-    state, step = resume.restore_or_create(
+    state, first_step = resume.restore_or_create(
       setup, workdir, checkpointer, batches
     )
-    stopping = early_stopping.resume(config.early_stopping, workdir, step)
-    signum = None
-    if stopping.stopped_step is not None:
-      _log.warning(
-        "nothing to train: the run in %s stopped early at step %d: %s",
-        workdir,
-        stopping.stopped_step,
-        stopping.reason,
-      )
-      report.draw(config, workdir)
-    elif step >= config.num_train_steps:
+    stopping = early_stopping.resume(config.early_stopping, workdir, first_step)
+    if stopping.stopped_step or first_step >= config.num_train_steps:
       _log.warning(
         "nothing to train: step %d of config.num_train_steps=%d is done in %s",
-        step,
+        first_step,
         config.num_train_steps,
         workdir,
       )
+      _log_early_stop(stopping)
       report.draw(config, workdir)
-    else:
-      run = _Run(
-        setup=setup,
-        root=root,
-        workdir=workdir,
-        stop_request=stop_request,
-        batches=batches,
-        checkpointer=checkpointer,
-        commits=commits,
-        call_hooks=call_hooks,
-        stopping=stopping,
-      )
-      state, signum = _train(run, state, step)
-  if signum is None:
-    report.log_result(workdir)
-  return state, signum
+      report.log_result(workdir)
+      return state, None
 
-
-class _Run(NamedTuple):
-  """The objects of a run, from its start to its end.
-
-  Attributes:
-    setup: The setup of the config.
-    root: The workdir of all workers, which is that of worker 0.
-    workdir: The workdir of this worker, locked: no other run can use it.
-    stop_request: The signal that this process received, if any.
-    batches: The training batches; checkpoints hold their position.
-    checkpointer: The checkpointer of `workdir/checkpoints`.
-    commits: The commits of AGN to a center in a store, if it has one.
-    call_hooks: Calls the hooks with a step, the state and a row of metrics.
-    stopping: The evaluations so far, and whether they end the run.
-  """
-
-  setup: setup_lib.Setup
-  root: str
-  workdir: str
-  stop_request: preemption.StopRequest
-  batches: Any
-  checkpointer: checkpoint.Checkpointer
-  commits: commits_lib.Commits
-  call_hooks: Any
-  stopping: early_stopping.EarlyStopping
-
-
-def _train(
-  run: _Run, state: TrainState, first_step: int
-) -> tuple[TrainState, int | None]:
-  """Trains from `first_step` to the last step, or until a signal.
-
-  Returns:
-    The last state, which is saved, and the signal that stopped the run before
-    the last step, or None.
-  """
-  setup, config, stopping = run.setup, run.setup.config, run.stopping
-  _log_state(state, first_step)
-  _compile(setup.lowered_train_step)
-  try:
-    state, step = run.commits.start(state, first_step)
-  except InterruptedError:
-    # Stopped while it waited for the other workers: nothing to save.
-    return state, run.stop_request.signum
-  # Only now: workers with another config are refused.
-  resume.write(setup, run.workdir)
-  with (
-    report.open_report(config, run.workdir, first_step) as write_row,
-    timer_lib.profile_steps(
-      config.profile_steps, run.workdir
-    ) as profile_before_step,
-    console.count_warnings() as warn,
-  ):
-    watch = divergence.Watch(config, state, warn)
+    _log_state(state, first_step)
+    _compile(setup.lowered_train_step)
+    try:
+      state, step = commits.start(state, first_step)
+    except InterruptedError:
+      # Stopped while it waited for the other workers: nothing to save.
+      return state, stop_request.signum
+    # Only now: workers with another config are refused.
+    resume.write(setup, workdir)
+    write_row = stack.enter_context(
+      report.open_report(config, workdir, first_step)
+    )
+    profile_before_step = stack.enter_context(
+      timer_lib.profile_steps(config.profile_steps, workdir)
+    )
+    watch = divergence.Watch(config, state)
     rng = setup.train_rng()
     progress = setup.init_progress(step)
     timer = timer_lib.Timer(step)
@@ -275,27 +216,23 @@ def _train(
     while not ends and signum is None:
       step += 1
       profile_before_step(step, state)
-      batch = setup.next_batch(run.batches, state)
+      batch = setup.next_batch(batches, state)
       state, progress = setup.train_step(state, progress, batch, rng)
-      state, committed_step = run.commits.commit(state, step)
+      state, committed_step = commits.commit(state, step)
       if committed_step != step:
         step = committed_step
         progress = progress._replace(step=setup.init_progress(step).step)
 
-      signum = preemption.agree_on_signal(step, run.stop_request)
+      signum = preemption.agree_on_signal(step, stop_request)
       ends = step == config.num_train_steps
       if ends:
         # The last center is evaluated and saved.
         try:
-          state = run.commits.finish(state)
+          state = commits.finish(state)
         except InterruptedError:
-          _log.warning(
-            "stopped at the last step, before the other workers; the same "
-            "command or call continues from the last checkpoint"
-          )
-          return state, run.stop_request.signum
+          return state, stop_request.signum
       # An exchange at every step would cost time.
-      run.checkpointer.check(local=True)
+      checkpointer.check(local=True)
       log, evaluate, save = _find_due(
         config, step, signum is not None, save_time
       )
@@ -318,7 +255,7 @@ def _train(
         row: dict[str, float | int | None] = {}
         if log:
           row |= _train_row(setup, state, seen)
-          row |= run.commits.row()
+          row |= commits.row()
           row["steps_per_second"] = steps_per_second
           watch.warn_at_floor(step, row)
           progress = setup.init_progress(step)
@@ -329,39 +266,34 @@ def _train(
         watch.check_evaluation(step, evaluation)
         if save and (ends or signum is not None or not watch.is_stalled):
           # A commit that is under way is in no state.
-          state = run.commits.settle(state)
+          state = commits.settle(state)
           watch.check_params(step, state)
-          with run.stop_request.saving():
-            run.checkpointer.save(
-              step,
-              state,
-              data=run.batches,
-              # Also without `config.best_metric`: the last checkpoint with a
-              # finite evaluation is not deleted for one without.
-              metrics=evaluation,
-            )
+          with stop_request.saving():
+            # The evaluation also without `config.best_metric`: the last
+            # checkpoint with a finite one is not deleted for one without.
+            checkpointer.save(step, state, data=batches, metrics=evaluation)
           save_time = time.monotonic()
         if row:
           # After the save: what a hook raises does not lose this step.
-          run.call_hooks(step, state, row)
+          call_hooks(step, state, row)
 
-    with run.stop_request.saving():
-      run.checkpointer.wait()
-    if ends and run.commits.must_publish:
-      _publish(run, step, state, row)
+    with stop_request.saving():
+      checkpointer.wait()
+    if ends:
+      commits.publish(step, state, row)
     if stopping.stopped_step is not None:
       # Saved as it was evaluated; the others may go on from another center.
       with contextlib.suppress(InterruptedError):
-        run.commits.finish(state)
-  if stopping.stopped_step is not None:
-    _log.info("stopped early at step %d: %s", step, stopping.reason)
+        commits.finish(state)
+  _log_early_stop(stopping)
   if ends or signum is None:
+    report.log_result(workdir)
     return state, None
   _log.warning(
     "%s: saved step %d in %s; the same command or call continues from there",
     signal.Signals(signum).name,
     step,
-    run.workdir,
+    workdir,
   )
   return state, signum
 
@@ -395,8 +327,14 @@ def _log_state(state: TrainState, first_step: int) -> None:
   description = describe.describe(state)
   if description.note:
     _log.warning("%s", description.note)
-  if frozen := fine_tuning.describe_frozen(state):
-    _log.info("%s", frozen)
+  trained = _size(parameter_groups.drop_frozen(state.tx, state.params))
+  frozen = _size(state.params) - trained
+  if isinstance(state.apply_fn, lora.Apply):
+    frozen += _size(state.frozen)
+  if frozen:
+    _log.info(
+      "trains %s parameters; %s are frozen", f"{trained:,}", f"{frozen:,}"
+    )
   if first_step:
     return
   if description.num_devices > 1:
@@ -408,6 +346,17 @@ def _log_state(state: TrainState, first_step: int) -> None:
     state.params, include_stats=False
   )
   _log.info("parameters:\n%s", overview)
+
+
+def _size(tree: Any) -> int:
+  return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
+def _log_early_stop(stopping: early_stopping.EarlyStopping) -> None:
+  if stopping.stopped_step is not None:
+    _log.info(
+      "stopped early at step %d: %s", stopping.stopped_step, stopping.reason
+    )
 
 
 def _compile(lowered: jax.stages.Lowered) -> None:
@@ -436,44 +385,3 @@ def _train_row(
   # Not `state.metrics()`, which a collection of that name would hide.
   row |= stack.metrics(state.wrappers, state.wrapper_states)
   return metrics_lib.to_numbers(row)
-
-
-def _publish(
-  run: _Run, step: int, state: TrainState, row: metrics_lib.Row
-) -> None:
-  """Saves the final center in the workdir of worker 0, which is gone.
-
-  If that is locked, `fs.load` finds the final center in the store.
-
-  Args:
-    run: The run of another worker.
-    step: The last step.
-    state: The state with the final center.
-    row: The last row of metrics, with the evaluation.
-  """
-  config, root = run.setup.config, run.root
-  try:
-    unlock = files.lock("workdir", root)
-  except ValueError as e:
-    _log.warning("the final center is in the store only: %s", e)
-    return
-  with contextlib.ExitStack() as stack:
-    stack.callback(unlock)
-    saver = stack.enter_context(resume.open_checkpointer(config, root))
-    latest = saver.latest_step()
-    if latest is not None and latest >= step:
-      return
-    _log.warning(
-      "worker 0 is gone: worker %d saves the final center in %s",
-      run.setup.rank.worker_id,
-      root,
-    )
-    resume.write(run.setup, root)
-    evaluation = {k: x for k, x in row.items() if k.startswith("eval_")}
-    saver.save(step, state, data=run.batches, metrics=evaluation)
-    # Rows of this step may be those of a worker 0 that could not save it.
-    file = metrics_lib.MetricsFile(metrics_lib.metrics_path(root), step - 1)
-    with contextlib.closing(file):
-      file.write(step, row, flush=True)
-  report.draw(config, root)
-  report.log_result(root, logging.WARNING)

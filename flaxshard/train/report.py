@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 import contextlib
 import importlib.util
-import json
 import logging
 import os
 import time
@@ -27,13 +26,11 @@ def require_packages(writer: str) -> None:
   Args:
     writer: `config.writer`.
   """
-  packages = {"training.png": "matplotlib", "the progress bar": "tqdm"}
-  if writer == "tensorboard":
-    packages["config.writer='tensorboard'"] = "tensorboardX"
-  for feature, package in packages.items():
-    if importlib.util.find_spec(package) is None:
+  for package in ("matplotlib", "tqdm", "tensorboardX"):
+    is_used = package != "tensorboardX" or writer == "tensorboard"
+    if is_used and importlib.util.find_spec(package) is None:
       raise ImportError(
-        f"{feature} needs {package}, not installed: "
+        f"training from a config needs {package}, not installed: "
         "pip install 'flaxshard[train]'"
       )
 
@@ -64,22 +61,18 @@ def open_report(
   with contextlib.ExitStack() as stack:
     stack.callback(draw, config, workdir)
     path = metrics_lib.metrics_path(workdir)
-    rows = stack.enter_context(
-      contextlib.closing(metrics_lib.MetricsFile(path, first_step))
-    )
-    events = None
+    writers: list[Any] = [metrics_lib.MetricsFile(path, first_step)]
     if config.writer == "tensorboard":
-      events = stack.enter_context(
-        contextlib.closing(_Events(config, workdir, first_step))
-      )
+      writers.append(_Events(workdir, first_step))
+    for writer in writers:
+      stack.enter_context(contextlib.closing(writer))
     update_bar = stack.enter_context(
       console.progress_bar(first_step, config.num_train_steps)
     )
 
     def write_row(step: int, row: metrics_lib.Row, flush: bool = False) -> None:
-      rows.write(step, row, flush)
-      if events:
-        events.write(step, row, flush)
+      for writer in writers:
+        writer.write(step, row, flush)
       for line in metrics_lib.format_row(step, row):
         _log.info("%s", line)
       update_bar(step, row)
@@ -91,19 +84,16 @@ class _Events:
   """A file of TensorBoard events, written by tensorboardX.
 
   The metrics of training and evaluation are side by side: their tags are
-  `loss/train` and `loss/eval`. The config is the text `config`, and its fields
-  are the hyperparameters of the run.
+  `loss/train` and `loss/eval`.
 
   Args:
-    config: The checked config.
     workdir: The folder of the file.
     first_step: The step that the run continues from. TensorBoard drops the
       events of later steps that an earlier run wrote.
   """
 
-  def __init__(self, config: Any, workdir: str, first_step: int):
+  def __init__(self, workdir: str, first_step: int):
     from tensorboardX import event_file_writer
-    from tensorboardX import summary
     from tensorboardX.proto import event_pb2
 
     # EventsWriter has no thread, unlike SummaryWriter. On a full disk that
@@ -117,14 +107,6 @@ class _Events:
       # TensorBoard drops events at or after the step of a START event.
       start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
       self._write(first_step + 1, session_log=start)
-    values = json.loads(config.to_json())
-    text = json.dumps(values, indent=2, sort_keys=True)
-    # In Markdown, lines indented by four spaces are shown as they are.
-    lines = "\n".join(f"    {line}" for line in text.splitlines())
-    # The third summary says that the session has ended.
-    hparams = summary.hparams(_flatten(values), {"loss/eval": 0})[:2]
-    for content in (summary.text("config", lines), *hparams):
-      self._write(first_step, summary=content)
 
   def _write(self, step: int, **content: Any) -> None:
     from tensorboardX.proto import event_pb2
@@ -136,11 +118,14 @@ class _Events:
     """Writes a row of metrics."""
     from tensorboardX.proto import summary_pb2
 
-    values = [
-      summary_pb2.Summary.Value(tag=_tag(name), simple_value=value)
-      for name, value in row.items()
-      if value is not None
-    ]
+    values = []
+    for name, value in row.items():
+      if value is not None:
+        # TensorBoard groups by the prefix.
+        split, _, metric = name.partition("_")
+        tag = f"{metric}/{split}" if split in ("train", "eval") else name
+        value = summary_pb2.Summary.Value(tag=tag, simple_value=value)
+        values.append(value)
     self._write(step, summary=summary_pb2.Summary(value=values))
     if flush or not self._is_in_bucket:
       self._events.flush()
@@ -150,39 +135,14 @@ class _Events:
     self._events.close()
 
 
-def _tag(name: str) -> str:
-  """Returns `loss/train` for `train_loss`: TensorBoard groups by the prefix."""
-  split, _, metric = name.partition("_")
-  return f"{metric}/{split}" if split in ("train", "eval") else name
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Returns the fields of a config as `model.name`, lists as text."""
-  flat: dict[str, Any] = {}
-  for key, value in tree.items():
-    if isinstance(value, Mapping):
-      flat |= _flatten(value, f"{prefix}{key}.")
-    elif isinstance(value, (bool, int, float, str)):
-      flat[prefix + key] = value
-    else:
-      flat[prefix + key] = json.dumps(value)
-  return flat
-
-
 def draw(config: Any, workdir: str) -> None:
   """Draws `training.png` from `metrics.jsonl`, in process 0."""
   if jax.process_index():
     return
   rows = metrics_lib.read_rows(metrics_lib.metrics_path(workdir))
-  what = config.model.get("name")
-  if what is None:
-    what = config.task if isinstance(config.task, str) else config.task.name
-  title = f"{os.path.basename(workdir)}: {what}"
-  if config.data:
-    title += f" on {config.data.name}"
-  last_step = rows[-1]["step"] if rows else 0
-  if last_step < config.num_train_steps:
-    title += f", step {last_step} of {config.num_train_steps}"
+  step = rows[-1]["step"] if rows else 0
+  name, last_step = os.path.basename(workdir), config.num_train_steps
+  title = f"{name}: step {step} of {last_step}"
   charts.plot(rows, os.path.join(workdir, "training.png"), title)
 
 

@@ -24,8 +24,8 @@ from flaxshard.core import multihost
 from flaxshard.state.train_state import TrainState
 from flaxshard.train import config as config_lib
 from flaxshard.train import early_stopping
-from flaxshard.train import fine_tuning
 from flaxshard.train import setup as setup_lib
+from flaxshard.train.config import checking
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def restore_or_create(
     "All processes must read the same checkpoints.",
   )
   if latest_step is None:
-    return fine_tuning.initialize(config, setup.create_state()), 0
+    return _initialize(config, setup.create_state()), 0
   with multihost.raise_on_all_processes(ValueError):
     if jax.process_index() == 0:
       check(config, workdir, setup.num_train_examples, latest_step)
@@ -107,6 +107,33 @@ def restore_or_create(
   if first_step < config.num_train_steps:
     _log.info("resuming from step %d in %s", first_step, workdir)
   return state, first_step
+
+
+def _initialize(config: Any, state: TrainState) -> TrainState:
+  """Returns a new state with the parameters of `config.init_from`, if any.
+
+  Args:
+    config: A checked config.
+    state: The state at the start of a run.
+
+  Raises:
+    ValueError: The checkpoint cannot be read, or does not fit the model.
+  """
+  fields = config.init_from
+  if not fields.path:
+    return state
+  try:
+    new, _ = checkpoint.init_from(
+      state,
+      fields.path,
+      step=None if fields.step < 0 else fields.step,
+      item=fields.item or None,
+      subtree=fields.subtree,
+      **{name: fields[name] for name in checking.PATTERNS},
+    )
+  except ValueError as e:
+    raise ValueError(f"config.init_from: {e}") from e
+  return new
 
 
 def check(
@@ -161,30 +188,21 @@ def check(
   fields = ", ".join(text for texts in changed.values() for text in texts)
   if not fields:
     return
-  if latest_step >= config.num_train_steps:
-    raise ValueError(
-      f"{workdir} has trained {latest_step} steps already, with another "
-      f"config: {fields}. Use another workdir, or a config.num_train_steps "
-      f"above {latest_step} with config.resume='extend'."
+
+  def is_finished(values: Mapping[str, Any]) -> bool:
+    return latest_step >= values.get("num_train_steps", math.inf) or (
+      early_stopping.has_ended(
+        values.get("early_stopping", {}), workdir, latest_step
+      )
     )
-  if early_stopping.has_ended(config.early_stopping, workdir, latest_step):
-    raise ValueError(
-      f"config.early_stopping ends the run in {workdir} at step {latest_step} "
-      f"already, and the config has changed: {fields}. Use another workdir, or "
-      "a larger config.early_stopping.patience or "
-      "config.early_stopping.metric='none' with config.resume='extend'."
-    )
-  is_finished = latest_step >= before.get("num_train_steps", math.inf)
-  if config.resume != "extend" and (
-    is_finished
-    or early_stopping.has_ended(
-      before.get("early_stopping", {}), workdir, latest_step
-    )
-  ):
+
+  if is_finished(now) or (config.resume != "extend" and is_finished(before)):
     raise ValueError(
       f"{workdir} has a finished run of {latest_step} steps, and the config "
-      f"has changed: {fields}. Use another workdir, or config.resume='extend' "
-      f"(--config.resume=extend) to train on from step {latest_step}."
+      f"has changed: {fields}. Use another workdir, or train on with "
+      "config.resume='extend' (--config.resume=extend) and a "
+      f"config.num_train_steps above {latest_step}; after early stopping, "
+      "with a larger config.early_stopping.patience, too."
     )
   _log.warning(
     "the config has changed; training goes on from step %d with %s",

@@ -6,7 +6,6 @@ parameters that differ. With one process nothing is checked.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -21,7 +20,6 @@ import numpy as np
 
 from flaxshard import data
 from flaxshard.core import multihost
-from flaxshard.core import trees
 from flaxshard.data import sources
 from flaxshard.train import resume
 
@@ -138,23 +136,15 @@ def _data_facts(splits: data.Splits) -> dict[str, Any]:
 
 def _digest(source: Any) -> str:
   """Returns a digest of the first example of a data source."""
-  first, again = (
-    _digest_example(
-      next(iter(source)) if sources.is_stream(source) else source[0]
-    )
-    for _ in range(2)
-  )
+
+  def digest() -> str:
+    example = next(iter(source)) if sources.is_stream(source) else source[0]
+    leaves = [np.asarray(x).tobytes() for x in jax.tree.leaves(example)]
+    return hashlib.sha256(b"".join(leaves)).hexdigest()[:16]
+
+  first = digest()
   # A source may augment its examples at random.
-  return first if first == again else "random"
-
-
-def _digest_example(example: Any) -> str:
-  digest = hashlib.sha256()
-  for path, leaf in jax.tree_util.tree_leaves_with_path(example):
-    array = np.asarray(leaf)
-    header = f"{trees.path_string(path)} {array.dtype} {array.shape} "
-    digest.update(header.encode() + array.tobytes())
-  return digest.hexdigest()[:16]
+  return first if first == digest() else "random"
 
 
 def check_workdir(workdir: str) -> None:
@@ -170,28 +160,20 @@ def check_workdir(workdir: str) -> None:
     return
   name = multihost.exchange(f".same_workdir_{uuid.uuid4().hex}")[0]
   path = epath.Path(os.path.join(workdir, name))
-  is_writer = multihost.process_index() == 0
-  if is_writer:
+  index = multihost.process_index()
+  if index == 0:
     path.write_bytes(b"")
+  deadline = time.monotonic() + _VISIBLE_SECONDS
   try:
     with multihost.raise_on_all_processes(ValueError):
-      if not _wait_for(path):
-        raise ValueError(
-          f"workdir={workdir!r} is not the same directory for all processes: "
-          f"process {multihost.process_index()} does not see a file that "
-          f"process 0 has written, for {_VISIBLE_SECONDS:g} s. Use a directory "
-          "that all hosts share."
-        )
+      while not path.exists():
+        if time.monotonic() > deadline:
+          raise ValueError(
+            f"workdir={workdir!r} is not the same directory for all processes: "
+            f"process {index} does not see a file that process 0 has written, "
+            f"for {_VISIBLE_SECONDS:g} s. Use a directory that all hosts share."
+          )
+        time.sleep(0.1)
   finally:
-    if is_writer:
-      with contextlib.suppress(OSError):
-        path.unlink()
-
-
-def _wait_for(path: epath.Path) -> bool:
-  deadline = time.monotonic() + _VISIBLE_SECONDS
-  while not path.exists():
-    if time.monotonic() > deadline:
-      return False
-    time.sleep(0.1)
-  return True
+    if index == 0:
+      path.unlink()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
-import math
 from typing import Any, ClassVar, NamedTuple
 import weakref
 
@@ -147,17 +146,6 @@ class DynamicLossScale:
         f"{name}initial_scale must be between min_scale={self.min_scale!r} and "
         f"max_scale={self.max_scale!r}, got {self.initial_scale!r}."
       )
-
-  def steps_to_floor(self, scale: float) -> int:
-    """Returns how many skipped steps in a row take a scale to `min_scale`."""
-    if scale <= self.min_scale:
-      return 0
-    factor = 1 / self.growth_factor
-    if self.backoff_factor is not None:
-      factor = self.backoff_factor
-    backoffs = math.log(self.min_scale / scale) / math.log(factor)
-    # The first `hysteresis - 1` skipped steps leave the scale as it is.
-    return math.ceil(backoffs) + self.hysteresis - 1
 
   def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
     """Returns the state after a step.

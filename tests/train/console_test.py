@@ -84,23 +84,6 @@ def test_a_python_warning_is_shown_once_although_filters_change():
   assert [str(w.message) for w in shown] == ["a", "b", "a"]
 
 
-def test_a_recurring_warning_is_logged_once_and_counted_at_the_end(caplog):
-  with pytest.raises(KeyboardInterrupt), console.count_warnings() as warn:
-    for step in range(37):
-      warn("floor", f"step {step}: the scale is at its floor")
-    warn("loss", "step 5: the loss is not finite")
-    assert len(caplog.records) == 2
-    raise KeyboardInterrupt
-  messages = [record.getMessage() for record in caplog.records]
-  assert messages[:2] == [
-    "step 0: the scale is at its floor",
-    "step 5: the loss is not finite",
-  ]
-  (count,) = messages[2:]
-  assert "37 times" in count
-  assert "step 0: the scale is at its floor" in count
-
-
 ROW = {"train_loss": 0.123456, "train_accuracy": 0.98765}
 
 

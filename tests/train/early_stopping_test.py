@@ -129,6 +129,7 @@ def test_a_hook_that_raises_ends_the_run_with_its_name_and_step(stopped):
 
 @pytest.mark.slow
 def test_a_run_that_ended_early_counts_as_finished(stopped, tmp_path, caplog):
+  caplog.set_level(logging.INFO, "flaxshard")
   copy = str(tmp_path / "copy")
   shutil.copytree(stopped.workdir, copy)
   again = train.train_and_evaluate(make_config(), copy)
@@ -138,7 +139,6 @@ def test_a_run_that_ended_early_counts_as_finished(stopped, tmp_path, caplog):
   for fact in ("nothing to train", "step 6", "eval_loss"):
     assert fact in caplog.text
 
-  caplog.set_level(logging.INFO, "flaxshard")
   rule = {"metric": "eval_loss", "patience": 2, "min_delta": 100.0}
   config = make_config(early_stopping=rule, resume="extend")
   assert int(train.train_and_evaluate(config, copy).step) == 8
