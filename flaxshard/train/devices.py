@@ -89,11 +89,10 @@ def _create_strategy(
   shape = _mesh_shape(config, len(devices), rank)
   replicas = shape[mesh_lib.REPLICA]
   if rank.share("batch_size", config.batch_size) % replicas:
-    workers = f" in each of {rank.num_workers} workers" * (rank.num_workers > 1)
     raise ValueError(
       f"config.batch_size={config.batch_size} must be a multiple of the "
-      f"{replicas} replicas of config.mesh.replica={config.mesh.replica}"
-      f"{workers}."
+      f"{replicas} replicas of config.mesh.replica={config.mesh.replica} in "
+      f"each of {rank.num_workers} workers."
     )
   return _strategy_of(shape, devices, topology)
 
@@ -133,8 +132,9 @@ def _mesh_shape(
     ValueError: There are too few devices.
   """
   mesh = config.mesh
-  logical_count: int = mesh.logical_devices
+  logical_field, logical_count = "logical_devices", mesh.logical_devices
   if mesh.axes:
+    logical_field = "axes"
     logical_count = math.prod(dict(mesh.axes).values())
   replicas: int = mesh.replica
   if replicas == -1:
@@ -143,13 +143,10 @@ def _mesh_shape(
   else:
     replicas = rank.share("mesh.replica", replicas)
   if not 0 < replicas * logical_count <= num_devices:
-    logical_field = f"logical_devices={mesh.logical_devices}"
-    if mesh.axes:
-      logical_field = f"axes={mesh.axes!r}"
     raise ValueError(
-      f"config.mesh.replica={mesh.replica} with config.mesh.{logical_field} "
-      f"needs {max(replicas, 1) * logical_count} devices; there are "
-      f"{num_devices}."
+      f"config.mesh.replica={mesh.replica} with config.mesh.{logical_field}="
+      f"{mesh[logical_field]!r} needs {max(replicas, 1) * logical_count} "
+      f"devices; there are {num_devices}."
     )
   # With prime factors as axes, every split has a PartitionSpec.
   axes = dict(mesh.axes) or mesh_lib.prime_axes(logical_count)

@@ -157,6 +157,9 @@ def check_metrics(setup: setup_lib.Setup) -> None:
     ValueError: There is no such metric.
   """
   config, task = setup.config, setup.task
+  # A collection may compute other numbers than those of its fields.
+  is_known = task.metrics.compute is clu_metrics.Collection.compute
+  names = [f"eval_{name}" for name in task.metric_names]
   for field, metric in (
     ("config.best_metric", config.best_metric),
     ("config.early_stopping.metric", config.early_stopping.metric),
@@ -164,15 +167,9 @@ def check_metrics(setup: setup_lib.Setup) -> None:
     if metric == "none" or task.evaluate is not None:
       continue
     if not setup.has_eval_data:
-      raise ValueError(
-        f"{field}={metric!r} needs an evaluation: there is no evaluation data, "
-        f"and task {task.name} has no evaluate."
-      )
-    # A collection may compute other numbers than those of its fields.
-    if task.metrics.compute is clu_metrics.Collection.compute:
-      names = [f"eval_{name}" for name in task.metric_names]
-      if metric not in names:
-        raise no_metric(field, metric, names)
+      raise no_metric(field, metric, ())
+    if is_known and metric not in names:
+      raise no_metric(field, metric, names)
 
 
 def no_metric(field: str, metric: str, names: Iterable[str]) -> ValueError:
@@ -185,7 +182,8 @@ def no_metric(field: str, metric: str, names: Iterable[str]) -> ValueError:
   """
   return ValueError(
     f"{field}={metric!r} is not a metric of the evaluation, which has "
-    f"{', '.join(names) or 'none'}.{checks.did_you_mean(metric, names)}"
+    f"{', '.join(names) or 'no data and no metric'}."
+    f"{checks.did_you_mean(metric, names)}"
   )
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 import functools
+import importlib.util
 import json
 import os
 from typing import Any
@@ -35,7 +36,6 @@ import optax
 from flaxshard import tasks
 from flaxshard.core import checks
 from flaxshard.core import files
-from flaxshard.core import multihost
 from flaxshard.core import trees
 from flaxshard.core.version import VERSION
 from flaxshard.state import lora
@@ -47,7 +47,6 @@ VARIABLES_FILE = "model.safetensors"
 DESCRIPTION_FILE = "model.json"
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-_ALLOWED_PLATFORMS = (*PLATFORMS, "rocm")
 
 
 def export(
@@ -65,7 +64,8 @@ def export(
 
   The exported function takes the arrays of `model.safetensors` by name and the
   arrays of a batch by name, those that the task's `predict` reads. It returns
-  what `predict` returns. The model is in evaluation mode. With the wrapper
+  what `predict` returns: arrays in dicts, lists and tuples. The model is in
+  evaluation mode. With the wrapper
   `EMA` the parameters are the averages; factors of `LoRA` are merged into them.
 
   Args:
@@ -87,8 +87,7 @@ def export(
 
   Raises:
     ValueError: The workdir cannot be loaded, `path` holds files already, the
-      model cannot be exported for any batch size or one of the platforms, or
-      several processes call it.
+      model cannot be exported for any batch size or one of the platforms.
     ImportError: `safetensors` or `flatbuffers` is not installed.
 
   Example:
@@ -101,21 +100,14 @@ def export(
     https://docs.jax.dev/en/latest/export/export.html
     https://huggingface.co/docs/safetensors
   """
-  # Imported before the export, which takes a while.
-  try:
-    import flatbuffers  # noqa: F401
-    import safetensors  # noqa: F401
-  except ImportError as e:
-    raise ImportError(
-      f"fs.export needs {e.name}: pip install 'flaxshard[export]'"
-    ) from e
-  if multihost.process_count() > 1:
-    raise ValueError(
-      "export runs in one process; this program has "
-      f"{multihost.process_count()}. Call it after the run, with its workdir."
-    )
+  # Found before the export, which takes a while.
+  for package in ("flatbuffers", "safetensors"):
+    if importlib.util.find_spec(package) is None:
+      raise ImportError(
+        f"fs.export needs {package}: pip install 'flaxshard[export]'"
+      )
   for platform in platforms:
-    checks.one_of("platforms", platform, _ALLOWED_PLATFORMS)
+    checks.one_of("platforms", platform, (*PLATFORMS, "rocm"))
   path = files.absolute(checks.path("path", path))
   files.check_writable("path", path, create=False)
   names = (FUNCTION_FILE, VARIABLES_FILE, DESCRIPTION_FILE)
@@ -200,28 +192,13 @@ def _flatten(
       for name in arrays
     ]
     given = jax.tree.unflatten(structure, leaves)
-    return _to_plain(predict(bare_state.replace(**given), batch))
+    return predict(bare_state.replace(**given), batch)
 
   variables = {}
   for name, x in arrays.items():
     x = jax.random.key_data(x) if name in key_impls else x
     variables[name] = np.ascontiguousarray(jax.device_get(x)).reshape(x.shape)
   return variables, call
-
-
-def _to_plain(outputs: Any) -> Any:
-  """Returns outputs in dicts, lists and tuples.
-
-  A program without flaxshard may not have the classes of other containers.
-  """
-  if outputs is None or jax.tree_util.all_leaves([outputs]):
-    return outputs
-  if type(outputs) in (list, tuple):
-    return type(outputs)(map(_to_plain, outputs))
-  children, _ = jax.tree_util.tree_flatten_with_path(
-    outputs, is_leaf=lambda x: x is not outputs
-  )
-  return {trees.path_string(path): _to_plain(x) for path, x in children}
 
 
 def _export(
@@ -316,12 +293,9 @@ def _write(
   description_path = os.path.join(path, DESCRIPTION_FILE)
   # First that of an earlier export: where it is, the others are complete.
   epath.Path(description_path).unlink(missing_ok=True)
-  where = os.path.join(path, VARIABLES_FILE)
-  if files.is_bucket(path):
-    epath.Path(where).write_bytes(safetensors_numpy.save(variables))
-  else:
-    safetensors_numpy.save_file(variables, where)
-  epath.Path(os.path.join(path, FUNCTION_FILE)).write_bytes(
-    bytes(exported.serialize())
-  )
+  for name, content in (
+    (VARIABLES_FILE, safetensors_numpy.save(variables)),
+    (FUNCTION_FILE, bytes(exported.serialize())),
+  ):
+    epath.Path(os.path.join(path, name)).write_bytes(content)
   files.write_text(description_path, json.dumps(description, indent=2))

@@ -68,8 +68,8 @@ def create(
 
   Returns:
     A function `call(step, state, row)`. Each hook gets a copy of the row,
-    without the values that are None. If one raises an exception or returns a
-    state, `call` raises a HookError.
+    without the values that are None. If one raises an exception, `call` raises
+    a HookError.
 
   Raises:
     TypeError: A hook cannot be called with a step, a state and metrics.
@@ -91,11 +91,7 @@ def create(
     for name, hook in found:
       metrics = {k: float(v) for k, v in row.items() if v is not None}
       try:
-        if isinstance(hook(step, state, metrics), TrainState):
-          raise TypeError(
-            "it returned a state, which is not used: a hook cannot change the "
-            "state of the run."
-          )
+        hook(step, state, metrics)
       except Exception as e:
         raise HookError(
           f"hook {name} raised {type(e).__name__} at step {step}: {e}"
@@ -138,7 +134,5 @@ def _check_callable(where: str, hook: Any) -> None:
 
 def _name_of(hook: Any) -> str:
   """Returns `module:name` of a function, or of the class of an object."""
-  if isinstance(hook, functools.partial):
-    return _name_of(hook.func)
   named = hook if hasattr(hook, "__qualname__") else type(hook)
   return f"{named.__module__}:{named.__qualname__}"

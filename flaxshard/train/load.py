@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import contextlib
 import dataclasses
 import functools
-import json
 import logging
 import os
 from typing import Any
@@ -15,7 +14,6 @@ from etils import epath
 import jax
 import ml_collections
 
-from flaxshard import data
 from flaxshard import tasks
 from flaxshard.checkpoint import choose
 from flaxshard.checkpoint import restoring
@@ -155,32 +153,30 @@ def load(
   workdir = files.absolute(checks.path("workdir", workdir))
   if task is not None:
     task = tasks.adapt(task)
-  values = _read_json(workdir, "config.json")
-  shapes = _read_shapes(workdir)
-  with _errors_begin_with(os.path.join(workdir, "config.json")):
-    # JSON has lists for the tuples of the config.
-    config = config_lib.check(registry.to_plain(values))
-    loaded = tasks_load.load(config, task, known=shapes)
-    if strategy is None:
-      strategy, fits = devices.strategy_for_state(config)
-      if rules is None and not fits:
-        rules = ()
-    placed_config = config
-    if rules is not None:
-      placed = config.to_dict()
-      placed["mesh"]["rules"] = rules
-      placed_config = config_lib.check(placed)
-    tx, _ = optimizer.create(placed_config)
-    creation = creation_lib.plan_creation(placed_config, strategy, loaded, tx)
+  # JSON has lists for the tuples of the config.
+  values = registry.to_plain(_read_json(workdir, "config.json"))
+  config = config_lib.check(values)
+  shapes = resume.shapes_from_json(_read_json(workdir, "data.json"))
+  loaded = tasks_load.load(config, task, known=shapes)
+  if strategy is None:
+    strategy, fits = devices.strategy_for_state(config)
+    if rules is None and not fits:
+      rules = ()
+  placed_config = config
+  if rules is not None:
+    mesh = {**values["mesh"], "rules": rules}
+    placed_config = config_lib.check({**values, "mesh": mesh})
+  tx, _ = optimizer.create(placed_config)
+  creation = creation_lib.plan_creation(placed_config, strategy, loaded, tx)
   directory = steps.directory_of_steps(workdir)
   chosen = _choose_step(config, workdir, step)
   restore = lambda: restoring.restore_newest(
     directory, creation.abstract_state(), chosen
   )
-  has_steps = bool(steps.find(directory))
   if chosen is not None or ranks.store_agn(config) is None:
     number, state = restore()
   else:
+    has_steps = bool(steps.find(directory))
     newest = restore() if has_steps else (0, creation.create_state())
     found = _find_final_center(workdir, *newest)
     # Without a step, restoring says what is missing.
@@ -203,39 +199,13 @@ def _read_json(workdir: str, name: str) -> dict[str, Any]:
     ValueError: The folder is missing or is not a workdir, or the file is
       broken.
   """
-  path = epath.Path(os.path.join(workdir, name))
-  if not path.exists():
-    hint = steps.describe_missing(workdir)
-    if epath.Path(workdir).is_dir():
-      hint = f"it has no {name}."
-      parent = os.path.dirname(workdir)
-      if epath.Path(os.path.join(parent, name)).exists():
-        hint += f" Did you mean {parent!r}?"
+  path = os.path.join(workdir, name)
+  if not epath.Path(path).exists():
+    hint = f"it has no {name}."
+    if not epath.Path(workdir).is_dir():
+      hint = steps.describe_missing(workdir)
     raise ValueError(f"workdir={workdir!r} is not the workdir of a run: {hint}")
-  try:
-    return dict(json.loads(path.read_bytes()))
-  except (ValueError, TypeError) as e:
-    raise ValueError(f"{path} is broken: {e}") from e
-
-
-def _read_shapes(workdir: str) -> data.Shapes:
-  """Returns the shapes of the data of a run."""
-  content = _read_json(workdir, "data.json")
-  try:
-    return resume.shapes_from_json(content)
-  except (KeyError, TypeError, AttributeError) as e:
-    path = os.path.join(workdir, "data.json")
-    raise ValueError(f"{path} is broken: {e!r}") from e
-
-
-@contextlib.contextmanager
-def _errors_begin_with(path: str) -> Iterator[None]:
-  """Prepends a path to errors about the fields of the config."""
-  try:
-    yield
-  except (TypeError, ValueError) as e:
-    kind = TypeError if isinstance(e, TypeError) else ValueError
-    raise kind(f"{path}: {e}") from e
+  return resume.read_json(path)
 
 
 def _find_final_center(

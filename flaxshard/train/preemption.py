@@ -65,16 +65,10 @@ class StopRequest:
     if self._count == 1:
       self.signum = signum
       _log.warning("%s: stopping after this step, with a checkpoint", name)
-    elif self._is_saving:
+    elif self._count == 2 or self._is_saving:
       _log.warning(
-        "%s again: a checkpoint is being written; the run ends once it is "
-        "complete",
-        name,
-      )
-    elif self._count == 2:
-      _log.warning(
-        "%s again: still stopping after this step, with a checkpoint; once "
-        "more ends the run without one",
+        "%s again: stopping with a checkpoint; a third signal ends the run "
+        "without one, but none interrupts a save",
         name,
       )
     elif signum == signal.SIGINT:
@@ -101,7 +95,6 @@ def catch_signals() -> Iterator[StopRequest]:
     The request to stop, with the number of the first signal.
   """
   request = StopRequest()
-  previous_handlers: dict[int, Any] = {}
 
   def on_signal(signum: int, frame: Any) -> None:
     del frame
@@ -110,17 +103,15 @@ def catch_signals() -> Iterator[StopRequest]:
     if is_first and _uses_preemption_service():
       os.kill(os.getpid(), signal.SIGTERM)
 
-  if threading.current_thread() is threading.main_thread():
-    signums: list[int] = [signal.SIGINT]
-    if not _uses_preemption_service():
-      signums.append(signal.SIGTERM)
-    for signum in signums:
-      previous_handlers[signum] = signal.signal(signum, on_signal)
-  try:
+  with contextlib.ExitStack() as stack:
+    if threading.current_thread() is threading.main_thread():
+      signums = {signal.SIGINT, signal.SIGTERM}
+      if _uses_preemption_service():
+        signums.remove(signal.SIGTERM)
+      for signum in signums:
+        before = signal.signal(signum, on_signal)
+        stack.callback(signal.signal, signum, before)
     yield request
-  finally:
-    for signum, handler in previous_handlers.items():
-      signal.signal(signum, handler)
 
 
 def agree_on_signal(step: int, request: StopRequest) -> int | None:

@@ -160,14 +160,8 @@ def find(
     "start_timeout", start_timeout, above=0, below=1e6
   )
   rank = Rank(found.process_id, found.num_processes, start_timeout)
-  if rank.num_workers == 1:
-    _log.warning(
-      "one worker: %s. Commits of AGN go to this process alone. Of N workers, "
-      "each is started with --num_processes=N and --process_id",
-      found.source,
-    )
-  else:
-    _log.info(
-      "worker %d of %d: %s", rank.worker_id, rank.num_workers, found.source
-    )
+  # One worker may be a mistake: each of N is started with --num_processes=N.
+  level = logging.WARNING if rank.num_workers == 1 else logging.INFO
+  message = "worker %d of %d: %s"
+  _log.log(level, message, rank.worker_id, rank.num_workers, found.source)
   return rank

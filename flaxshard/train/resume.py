@@ -156,9 +156,11 @@ def check(
       has changed, and `config.resume` is not "extend", or there is no step to
       add; or a file of the last run is broken.
   """
-  before = _read(os.path.join(workdir, "config.json"))
-  if before is None:
+  config_path = os.path.join(workdir, "config.json")
+  if not epath.Path(config_path).exists():
+    _log.warning("%s is missing: not checked whether the config fits", workdir)
     return
+  before = read_json(config_path)
   now = _to_json(config)
   for field in _DATA_FIELDS:
     if before.get(field) != now[field]:
@@ -167,7 +169,7 @@ def check(
         f"{before.get(field)!r}, so its data cannot be continued. Use that "
         "value or another workdir."
       )
-  examples = (_read(data_path(workdir)) or {}).get("num_train_examples")
+  examples = read_json(data_path(workdir)).get("num_train_examples")
   if None not in (examples, num_train_examples) and (
     examples != num_train_examples
   ):
@@ -262,16 +264,18 @@ def shapes_from_json(content: Mapping[str, Any]) -> data.Shapes:
   return data.Shapes(example, content["num_classes"])
 
 
-def _read(path: str) -> dict[str, Any] | None:
-  """Returns the content of a JSON file, or None if it is missing."""
-  if not epath.Path(path).exists():
-    _log.warning("%s is missing: cannot check that the config fits", path)
-    return None
+def read_json(path: str) -> dict[str, Any]:
+  """Returns the content of a JSON file of a workdir.
+
+  Raises:
+    ValueError: The file is broken.
+  """
   try:
     return dict(json.loads(epath.Path(path).read_bytes()))
   except (ValueError, TypeError) as e:
     raise ValueError(
-      f"{path} is broken ({e}). Remove it to continue without this check."
+      f"{path} is broken ({e}). A run continues without this file, and without "
+      "a check that the config fits."
     ) from e
 
 

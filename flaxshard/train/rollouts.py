@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import checks
+from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
 from flaxshard.tasks.adapted import AdaptedTask
@@ -48,11 +49,7 @@ class Stream:
 
   def state(self) -> TrainState:
     """Returns the newest train state; see `flaxshard.tasks.Stream`."""
-    if self._state is None:
-      raise ValueError(
-        "stream.state() can be called only while a batch is made, in the body "
-        "of train_batches."
-      )
+    assert self._state is not None, "only while a batch is made"
     if self._first_replica is None:
       # Once for a batch, and only if it is asked for: this is a collective.
       self._first_replica = replica_groups.of_first_replica(self._state)
@@ -95,22 +92,15 @@ class RolloutIterator:
       state: The newest train state.
 
     Raises:
-      ValueError, TypeError: The task made no batch, or one of other shapes than
+      ValueError: The task made no batch, or one of other shapes than
         those of its examples.
     """
-    where = f"{self._task.name}.train_batches"
     stream = self._stream
     stream.set_state(state)
     try:
       if self._batches is None:
         self._batches = iter(self._task.train_batches(stream))
-      batch = next(self._batches, None)
-      if batch is None:
-        raise ValueError(
-          f"{where} ended after {stream.step} steps: it must go on for "
-          "config.num_train_steps."
-        )
-      arrays = self._put(where, batch)
+      arrays = self._put(next(self._batches, None))
     finally:
       # The train step donates the state.
       stream.set_state(None)
@@ -140,42 +130,33 @@ class RolloutIterator:
     if close is not None:
       close()
 
-  def _put(self, where: str, batch: Any) -> dict[str, jax.Array]:
+  def _put(self, batch: Any) -> dict[str, jax.Array]:
     """Returns a batch as global arrays."""
+    where = f"{self._task.name}.train_batches"
     if not isinstance(batch, Mapping) or set(batch) != set(self._batch):
       raise ValueError(
         f"{where} must make dicts with the keys of the examples, "
-        f"{', '.join(self._batch)}; got {checks.describe(batch)}."
+        f"{', '.join(self._batch)}, at each of config.num_train_steps steps; "
+        f"after {self._stream.step} steps it made {checks.describe(batch)}."
       )
     arrays = {}
     for key, wanted in self._batch.items():
       value = batch[key]
       if not isinstance(value, jax.Array):
         value = np.asarray(value)
-      if value.shape != wanted.shape:
+      is_rounded = _is_inexact(value) and not _is_inexact(wanted)
+      if value.shape != wanted.shape or is_rounded:
         raise ValueError(
-          f"{where}: {key} must have the shape {wanted.shape}, that of "
-          f"config.batch_size examples; got {value.shape}."
+          f"{where}: {key} must be {wanted.dtype} {wanted.shape}, an array of "
+          "config.batch_size examples; got "
+          f"{value.dtype} {value.shape}."
         )
-      if _is_inexact(value) and not _is_inexact(wanted):
-        raise TypeError(
-          f"{where}: {key} must be {wanted.dtype}, got {value.dtype}."
-        )
-      arrays[key] = _put_array(value, wanted)
+      # All processes have made the same batch.
+      arrays[key] = mesh_lib.put(
+        value.astype(wanted.dtype), wanted.sharding, compare=False
+      )
     return arrays
 
 
 def _is_inexact(x: Any) -> bool:
   return bool(jnp.issubdtype(x.dtype, jnp.inexact))
-
-
-def _put_array(value: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-  if isinstance(value, jax.Array) and (
-    jax.process_count() == 1 or not value.is_fully_addressable
-  ):
-    return jax.device_put(value.astype(wanted.dtype), wanted.sharding)
-  array = np.asarray(value).astype(wanted.dtype)
-  # Each process puts its own part; all have made the same batch.
-  return jax.make_array_from_callback(
-    wanted.shape, wanted.sharding, lambda index: array[index]
-  )

@@ -20,12 +20,12 @@ import numpy as np
 
 from flaxshard import data
 from flaxshard.core import multihost
+from flaxshard.core.version import VERSION
 from flaxshard.data import sources
 from flaxshard.train import resume
 
 # The packages that decide what a step computes and how it is saved.
 _PACKAGES = (
-  "flaxshard",
   "jax",
   "jaxlib",
   "flax",
@@ -78,38 +78,29 @@ def _code_facts(config: Any) -> dict[str, Any]:
   """Returns facts about the config and the code."""
   return {
     "config": json.loads(config.to_json()),
-    "the version of": {name: _version(name) for name in _PACKAGES},
+    "the version of": {
+      "flaxshard": VERSION,
+      **{name: importlib.metadata.version(name) for name in _PACKAGES},
+    },
   }
-
-
-def _version(package: str) -> str:
-  try:
-    return importlib.metadata.version(package)
-  except importlib.metadata.PackageNotFoundError:
-    return "not installed"
 
 
 def check_setup(
   splits: data.Splits | None, lowered: jax.stages.Lowered
 ) -> None:
-  """Raises if processes have other devices, data or train steps.
+  """Raises if processes have other data or train steps.
 
   Args:
     splits: The loaded data; None if the task makes its own batches.
-    lowered: The traced train step, which shows the code of the model, the
-      optimizer and the wrappers.
+    lowered: The traced train step, which shows the devices, and the code
+      of the model, the optimizer and the wrappers.
 
   Raises:
     ValueError: Two processes disagree.
   """
   if multihost.process_count() == 1:
     return
-  devices = jax.local_devices()
   facts: dict[str, Any] = {
-    "the devices of a process": {
-      "number": len(devices),
-      "kind": devices[0].device_kind,
-    },
     "the traced train step (SHA-256)": hashlib.sha256(
       lowered.as_text().encode()
     ).hexdigest(),

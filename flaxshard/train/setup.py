@@ -27,7 +27,6 @@ from flaxshard.data import sources
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas.values import PerReplica
-from flaxshard.state import replica_groups
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import apply
@@ -411,17 +410,6 @@ def _jit_train_step(
       return steps.train_step(task, state, progress, batch, rng)
 
   if config.mesh.per_replica:
-    # Rules split parameters; the slots of the optimizer follow them.
-    if any(
-      map(
-        replica_groups.is_split_over_replicas,
-        jax.tree.leaves(arguments[STATE].params),
-      )
-    ):
-      _log.warning(
-        "config.mesh.per_replica: each replica sees the whole state. What "
-        "config.mesh.rules split over 'replica' is gathered for every step."
-      )
     return strategy.jit(train_step, donate_argnums=(STATE, PROGRESS))
   return jax.jit(
     train_step,

@@ -71,8 +71,8 @@ def _abstract_state(facts: Mapping[str, Any]) -> TrainState:
   # JSON has lists for the tuples of the config.
   config = config_lib.check(registry.to_plain(facts["config"]))
   shapes = resume.shapes_from_json(facts["example"])
-  loaded = tasks_load.load(config, None, known=shapes)
   strategy, _ = devices.strategy_for_state(config)
+  loaded = tasks_load.load(config, None, known=shapes)
   tx, _ = optimizer.create(config)
   creation = creation_lib.plan_creation(config, strategy, loaded, tx)
   return creation.abstract_state()

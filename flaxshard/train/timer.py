@@ -70,7 +70,7 @@ def profile_steps(
   Args:
     steps: The first and the last step to trace, or () for none.
     workdir: The trace is written to its subdirectory `profile/`, that of a
-      workdir in a bucket to a folder on this machine. The log says where.
+      workdir in a bucket to a new folder on this machine.
 
   Yields:
     A function `before_step(step, state)`, to be called before each step with
@@ -82,27 +82,16 @@ def profile_steps(
   if first and files.is_bucket(workdir):
     # The profiler writes to file systems only.
     path = tempfile.mkdtemp(prefix="profile_")
-  is_tracing = False
+  with contextlib.ExitStack() as trace:
 
-  def trace(wanted: bool) -> None:
-    nonlocal is_tracing
-    if wanted:
-      jax.profiler.start_trace(path)
-    else:
-      jax.profiler.stop_trace()
-      _log.info("profiled from step %d: %s", first, path)
-    is_tracing = wanted
+    def before_step(step: int, state: TrainState) -> None:
+      if first and step in (first, last + 1):
+        # Steps are dispatched ahead: let those outside of the range finish.
+        jax.block_until_ready(state)
+        trace.close()
+      if first and step == first:
+        trace.callback(_log.info, "profiled from step %d: %s", first, path)
+        trace.enter_context(jax.profiler.trace(path))
 
-  def before_step(step: int, state: TrainState) -> None:
-    wanted = first <= step <= last
-    if is_tracing != wanted:
-      # Steps are dispatched ahead: let those outside of the range finish.
-      jax.block_until_ready(state)
-      trace(wanted)
-
-  try:
-    yield before_step
-  finally:
     # Training may end within the range.
-    if is_tracing:
-      trace(False)
+    yield before_step

@@ -128,10 +128,10 @@ def test_rollouts_of_the_newest_state_resume_to_the_same_result(tmp_path):
       ValueError,
       ["inputs", "(8, 2)", "(4, 2)"],
     ),
-    ([], ValueError, ["ended after 0 steps"]),
+    ([], ValueError, ["after 0 steps", "None"]),
     (
       [{"inputs": np.zeros((8, 2)), "target": np.full(8, 0.5)}],
-      TypeError,
+      ValueError,
       ["target", "int32", "float64"],
     ),
   ],

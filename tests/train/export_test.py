@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from typing import NamedTuple
 
 from flax import linen as nn
 from flax import nnx
@@ -146,34 +145,6 @@ def test_a_model_that_needs_a_fixed_batch_size_says_so(tmp_path):
   assert description["outputs"]["shape"] == [4, 10]
 
 
-class Prediction(NamedTuple):
-  best: jax.Array
-  logits: dict[str, jax.Array]
-
-
-class Named(fs.tasks.Classification):
-  """Returns a container that a program without this file does not have."""
-
-  def predict(self, apply_fn, params, batch):
-    logits, _ = apply_fn(params, batch["inputs"])
-    return [Prediction(logits.argmax(-1), {"all": logits}), None]
-
-
-def test_outputs_in_other_containers_become_dicts(workdir, tmp_path):
-  loaded = fs.load(workdir, task=Named(num_classes=10))
-  description = fs.export(loaded, tmp_path)
-  assert description["outputs"] == [
-    {
-      "best": {"shape": ["batch"], "dtype": "int32"},
-      "logits": {"all": {"shape": ["batch", 10], "dtype": "float32"}},
-    },
-    None,
-  ]
-  function, variables = read(tmp_path)
-  (outputs, nothing) = function.call(variables, {"inputs": images(2)})
-  assert outputs["best"].shape == (2,) and nothing is None
-
-
 def test_averages_and_factors_of_lora_are_merged(tmp_path):
   model = nn.Dense(2)
   state = fs.create_train_state(
@@ -239,7 +210,7 @@ def test_an_earlier_export_is_replaced_only_if_asked(
     raise OSError("no space left")
 
   # Files of two exports are not described as one.
-  monkeypatch.setattr(safetensors_numpy, "save_file", fail)
+  monkeypatch.setattr(safetensors_numpy, "save", fail)
   with pytest.raises(OSError, match="no space left"):
     fs.export(workdir, path, overwrite=True)
   assert "model.json" not in os.listdir(path)

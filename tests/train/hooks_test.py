@@ -2,12 +2,9 @@
 
 import os
 
-import jax.numpy as jnp
-import optax
 import pytest
 import tiny
 
-import flaxshard as fs
 from flaxshard.train import config as config_lib
 from flaxshard.train import hooks as hooks_lib
 
@@ -84,12 +81,3 @@ def test_a_hook_that_cannot_be_called_raises(named, hooks, facts):
     create(named, hooks)
   for fact in facts:
     assert fact in str(e.value), str(e.value)
-
-
-def test_a_hook_that_returns_a_state_raises():
-  hooks = create((), [lambda step, state, metrics: state])
-  state = fs.TrainState.create(
-    apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1)
-  )
-  with pytest.raises(hooks_lib.HookError, match=r"step 3: it returned a state"):
-    hooks(3, state, {})

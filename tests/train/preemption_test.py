@@ -89,7 +89,7 @@ def test_only_a_third_signal_interrupts_and_never_a_save(signum, error, caplog):
     for clock.now in (4, 6, 8):
       request.receive(signum)
   messages = [r.getMessage() for r in caplog.records]
-  assert len(messages) == 3 and "being written" in messages[0]
+  assert len(messages) == 3 and "interrupts a save" in messages[0]
   clock.now = 10
   with pytest.raises(error):
     request.receive(signum)

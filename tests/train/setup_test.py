@@ -74,13 +74,6 @@ def test_the_state_is_abstract_and_sharded():
   assert kernel.sharding.spec == jax.P("replica")
 
 
-def test_params_split_over_replicas_that_see_the_whole_state_warn(caplog):
-  create_setup(mesh={**FSDP, "per_replica": True})
-  (record,) = [r for r in caplog.records if r.levelname == "WARNING"]
-  assert "config.mesh.per_replica" in record.getMessage()
-  assert "config.mesh.rules" in record.getMessage()
-
-
 @pytest.mark.parametrize("precision", ["mixed_float16", "mixed_bfloat16"])
 def test_model_that_returns_probabilities_warns(precision):
   model = {"name": f"{_THIS}:Probabilities"}

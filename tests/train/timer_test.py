@@ -1,5 +1,6 @@
 """Steps per second on a fake clock, and profiler traces."""
 
+import contextlib
 import types
 
 import jax
@@ -34,19 +35,17 @@ def test_paused_time_does_not_count(monkeypatch):
 
 def test_profile_traces_the_given_steps(tmp_path, monkeypatch):
   events = []
-  step = 0
-  monkeypatch.setattr(
-    jax.profiler,
-    "start_trace",
-    lambda path: events.append((f"start before {step}", path)),
-  )
-  monkeypatch.setattr(
-    jax.profiler, "stop_trace", lambda: events.append(f"stop before {step}")
-  )
-  with timer_lib.profile_steps((2, 3), str(tmp_path)) as before_step:
-    for step in range(1, 6):
-      before_step(step, jnp.zeros(()))
-  assert events == [
-    ("start before 2", str(tmp_path / "profile")),
-    "stop before 4",
-  ]
+
+  @contextlib.contextmanager
+  def trace(path):
+    events.append((f"start before {step}", path))
+    yield
+    events.append(f"stop before {step}")
+
+  monkeypatch.setattr(jax.profiler, "trace", trace)
+  for steps in ((2, 3), ()):
+    with timer_lib.profile_steps(steps, str(tmp_path)) as before_step:
+      for step in range(1, 6):
+        before_step(step, jnp.zeros(()))
+  path = str(tmp_path / "profile")
+  assert events == [("start before 2", path), "stop before 4"]
