@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import dataclasses
-import logging
 import math
 import re
 from typing import Any, NamedTuple
@@ -47,8 +46,6 @@ from flaxshard.partitioning.specs import Mesh
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
-
-_log = logging.getLogger(__name__)
 
 _ALLOWED = (
   "allowed: a pair (regex, PartitionSpec), a pair (logical name, mesh axis or "
@@ -70,7 +67,7 @@ class FSDP:
   For each parameter it splits the largest dimension that no other rule splits
   and that the size of the axis divides; of equal dimensions the first one. It
   leaves a parameter as it is if another rule already splits it over the axis.
-  The log names large parameters that stay whole.
+  `Strategy.describe` marks large parameters that stay whole.
 
   Source: stage 3 of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054). The
   choice of the dimension and the smallest size follow big_vision's `fsdp`.
@@ -309,7 +306,7 @@ def _split_leaves(
   """Splits one more dimension of each large leaf over the axis of `fsdp`."""
   axes = specs.axes_of(fsdp.axis)
   (axis_size,) = specs.parts((axes,), mesh.shape)
-  new_leaves, indivisible = [], []
+  new_leaves = []
   is_split = axis_size == 1  # as on a single device: no mistake in the rules
   for leaf in leaves:
     dims = list(leaf.dims)
@@ -319,27 +316,18 @@ def _split_leaves(
     # A mesh axis can split an array only once.
     if any(axis in axes for dim in dims for axis in dim):
       is_split = True
-    elif math.prod(leaf.shape) >= fsdp.min_size and not leaf.keep_whole:
-      if free:
-        is_split = True
-        # Of equal dimensions `max` returns the first.
-        dims[max(free, key=lambda i: leaf.shape[i])] = axes
-      else:
-        indivisible.append(leaf.path)
+    elif (
+      free and math.prod(leaf.shape) >= fsdp.min_size and not leaf.keep_whole
+    ):
+      is_split = True
+      # Of equal dimensions `max` returns the first.
+      dims[max(free, key=lambda i: leaf.shape[i])] = axes
     new_leaves.append(leaf._replace(dims=tuple(dims)))
-  whole = ", ".join([*indivisible[:3], *["…"] * (len(indivisible) > 3)])
   if not is_split:
     raise RuleError(
-      f"rules: {fsdp!r} splits no parameter: {len(leaves)} parameters are "
-      f"smaller than min_size, but for {whole or 'none'}, which have no "
-      f"unsplit dimension that the axis, of size {axis_size}, divides; "
-      "allowed: a smaller min_size, another axis, or other rules."
-    )
-  # A large parameter that stays whole takes its memory on every device.
-  if indivisible:
-    _log.warning(
-      "FSDP: %d large parameters are not split, because %r, of size %d, "
-      "divides no dimension that is still unsplit: %s",
-      *(len(indivisible), fsdp.axis, axis_size, whole),
+      f"rules: {fsdp!r} splits none of {len(leaves)} parameters: they are "
+      "smaller than min_size, or have no unsplit dimension that the axis, of "
+      f"size {axis_size}, divides; allowed: a smaller min_size, another axis, "
+      "or other rules."
     )
   return new_leaves

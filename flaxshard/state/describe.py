@@ -82,12 +82,6 @@ class Description:
   note: str | None = None
 
   @property
-  def groups(self) -> dict[str, Description]:
-    """The arrays of each field of the state, by its name."""
-    groups = itertools.groupby(self.rows, lambda row: row.group)
-    return {name: Description(tuple(rows)) for name, rows in groups}
-
-  @property
   def num_devices(self) -> int:
     """Number of devices that hold an array."""
     return len(self._bytes_by_device())
@@ -123,8 +117,9 @@ class Description:
 
   def __str__(self) -> str:
     table: list[tuple[str, ...]] = []
-    for name, group in self.groups.items():
+    for name, rows in itertools.groupby(self.rows, lambda row: row.group):
       table.append((name, "shape", "dtype", "spec", "per device", "whole"))
+      group = Description(tuple(rows))
       for r in group.rows:
         sizes = r.mark + _size(r.bytes_per_device), _size(r.nbytes)
         table.append((f"  {r.path}", str(r.shape), r.dtype, r.spec, *sizes))
@@ -177,13 +172,16 @@ def describe(state: PyTree) -> Description:
   if isinstance(state, train_state.TrainState):
     fields = fields_lib.array_fields(state)
     note = stack.divergence(getattr(state, "wrappers", ()))
-  rows = [
+  rows = [row for name, tree in fields.items() for row in _rows(name, tree)]
+  return Description(tuple(rows), note)
+
+
+def _rows(group: str, tree: PyTree) -> list[Row]:
+  return [
     # A field that is one array, such as `step`, has an empty path.
-    _row(name, trees.path_string(path) if path else name, leaf)
-    for name, tree in fields.items()
+    _row(group, trees.path_string(path) if path else group, leaf)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
   ]
-  return Description(tuple(rows), note)
 
 
 def _row(group: str, path: str, leaf: Any) -> Row:
@@ -212,9 +210,10 @@ def summarize(state: Any) -> str:
     ...   wrappers=[fs.LossScale(1024.0)])
     >>> print(summarize(state))  # doctest: +ELLIPSIS
     TrainState(
-      step=int32[] 0,
+      step: 1 array, 4 B
+        step  int32[] 0
       apply_fn=None,
-      params: 1 array of float32, 8 elements, 32 B
+      params: 1 array, 32 B
         w  float32[4,2]
       tx=...
       opt_state=(EmptyState(), EmptyState()),
@@ -226,32 +225,18 @@ def summarize(state: Any) -> str:
     name, value = field.name, getattr(state, field.name)
     leaves = jax.tree.leaves(value)
     is_tree = bool(leaves) and fields_lib.is_array_field(field)
-    if name == "wrappers" and value:
-      lines += ["wrappers=(", *(f"  {_shorten(w)}," for w in value), "),"]
-    elif is_tree and all(map(trees.is_array, leaves)):
-      lines += _tree_lines(name, value)
+    if is_tree and all(map(trees.is_array, leaves)):
+      rows = _rows(name, value)
+      size = _size(sum(row.nbytes for row in rows))
+      plural = "s" if rows[1:] else ""
+      lines.append(f"  {name}: {len(rows)} array{plural}, {size}")
+      for row, x in zip(rows[:_MAX_LINES], leaves, strict=False):
+        lines.append(f"    {row.path}  {_describe_array(x)}")
+      if rows[_MAX_LINES:]:
+        lines.append(f"    ... and {len(rows) - _MAX_LINES} more")
     elif field.repr:
-      lines.append(f"{name}={_shorten(value)},")
-  body = textwrap.indent("\n".join(lines), "  ")
-  return f"{type(state).__name__}(\n{body}\n)"
-
-
-def _tree_lines(name: str, tree: PyTree) -> list[str]:
-  if jax.tree_util.all_leaves([tree]):
-    return [f"{name}={_describe_array(tree)},"]
-  table, leaves = describe(tree), jax.tree.leaves(tree)
-  elements = sum(math.prod(row.shape) for row in table.rows)
-  dtypes = ", ".join(sorted({row.dtype for row in table.rows}))
-  width = max(len(row.path) for row in table.rows[:_MAX_LINES])
-  lines = [
-    f"{name}: {len(leaves)} array{'s' if leaves[1:] else ''} of {dtypes}, "
-    f"{elements:,} elements, {_size(table.nbytes)}"
-  ]
-  for row, x in zip(table.rows[:_MAX_LINES], leaves, strict=False):
-    lines.append(f"  {row.path.ljust(width)}  {_describe_array(x)}")
-  if len(leaves) > _MAX_LINES:
-    lines.append(f"  ... and {len(leaves) - _MAX_LINES} more")
-  return lines
+      lines.append(f"  {name}={_shorten(value)},")
+  return "\n".join([f"{type(state).__name__}(", *lines, ")"])
 
 
 def _describe_array(x: Any) -> str:

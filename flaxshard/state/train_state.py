@@ -300,8 +300,7 @@ class TrainState(flax_train_state.TrainState):
     *args: Any,
     has_aux: bool = False,
     var_list: Sequence[Any] | None = None,
-    grad_loss: Any = None,
-    gate_gradients: str = "none",
+    **options: Any,
   ) -> Any:
     """Returns the gradients as a list of (gradient, path) pairs.
 
@@ -326,12 +325,7 @@ class TrainState(flax_train_state.TrainState):
       {'a': 2.0, 'b': 1.0}
     """
     value, grads = self.value_and_grad(
-      loss_fn,
-      *args,
-      has_aux=has_aux,
-      var_list=var_list,
-      grad_loss=grad_loss,
-      gate_gradients=gate_gradients,
+      loss_fn, *args, has_aux=has_aux, var_list=var_list, **options
     )
     selected = tf_surface.select(var_list, self.params)
     pairs = tf_surface.pairs_of(grads, selected)
@@ -398,7 +392,15 @@ class TrainState(flax_train_state.TrainState):
     """
     grads = tf_surface.gradients_argument(positional, grads, self.params)
     grads = step_lib.check_gradients(self.tx, self.params, grads)
-    collections, static, extra = self._split_names(replaced)
+    # Names that are no fields are extra arguments of the optimizer.
+    fields = set(fields_lib.fields_by_name(type(self))) - _RESERVED
+    arrays = fields & set(fields_lib.array_field_names(self))
+    collections = {k: v for k, v in replaced.items() if k in arrays}
+    static = {k: v for k, v in replaced.items() if k in fields - arrays}
+    extra = {k: v for k, v in replaced.items() if k not in fields}
+    step_lib.check_extra(
+      self.tx, extra, replaceable=fields - _STATIC, reserved=_RESERVED
+    )
     reduction = tf_surface.check_aggregation(
       aggregation, skip_gradients_aggregation, self.wrappers, extra
     )
@@ -434,28 +436,6 @@ class TrainState(flax_train_state.TrainState):
       opt_state=new.opt_state,
       **new.collections,
       **static,
-    )
-
-  def _split_names(
-    self, given: Mapping[str, Any]
-  ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Returns the array fields, the static fields and the others by name."""
-    fields = set(fields_lib.fields_by_name(type(self))) - _RESERVED
-    arrays = fields & set(fields_lib.array_field_names(self))
-    extra = {k: v for k, v in given.items() if k not in fields}
-    names = optimizer_update.accepted_arguments(self.tx) if extra else None
-    for name in extra:
-      if name in _RESERVED or (names is not None and name not in names):
-        allowed = sorted((fields - _STATIC) | (names or set()))
-        hint = checks.did_you_mean(name, allowed)
-        raise TypeError(
-          f"apply_gradients: {name!r} cannot be replaced, and is no argument "
-          f"of the optimizer; allowed: grads, {', '.join(allowed)}.{hint}"
-        )
-    return (
-      {k: v for k, v in given.items() if k in arrays},
-      {k: v for k, v in given.items() if k in fields - arrays},
-      extra,
     )
 
   def minimize(

@@ -7,7 +7,7 @@ are, and know no train state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 import contextlib
 import contextvars
 import functools
@@ -358,19 +358,29 @@ def check_gradients(tx: Any, params: PyTree, grads: PyTree) -> PyTree:
   return grads
 
 
-def check_extra(tx: Any, names: Iterable[str]) -> None:
+def check_extra(
+  tx: Any,
+  names: Iterable[str],
+  replaceable: Iterable[str] = (),
+  reserved: Collection[str] = (),
+) -> None:
   """Raises a TypeError if a name is no argument of an optimizer's update.
 
   `optax.chain` takes any name, and leaves out those that nothing uses.
+
+  Args:
+    tx: The optax optimizer.
+    names: The names that are given.
+    replaceable: Fields of the state that may be given too, for the message.
+    reserved: Fields that may not.
   """
-  allowed = optimizer_update.accepted_arguments(tx) if names else None
-  if allowed is None:
-    return
+  accepted = optimizer_update.accepted_arguments(tx) if names else None
   for name in names:
-    if name not in allowed:
+    if name in reserved or (accepted is not None and name not in accepted):
+      allowed = sorted({*replaceable, *(accepted or ())})
       raise TypeError(
-        f"update: {name!r} is no argument of the optimizer; allowed: "
-        f"{', '.join(sorted(allowed)) or 'none'}."
+        f"{name!r} cannot be replaced, and is no argument of the optimizer; "
+        f"allowed: {', '.join(allowed) or 'none'}."
         f"{checks.did_you_mean(name, allowed)}"
       )
 

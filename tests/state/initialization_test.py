@@ -33,13 +33,6 @@ def assert_close(a, b):
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), a, b)
 
 
-def test_typed_and_raw_keys():
-  typed, raw = jax.random.key(1), jax.random.PRNGKey(1)
-  wanted = nn.Dense(2).init(typed, X)["params"]
-  for rng in (typed, raw, {"params": raw}):
-    assert_close(create(nn.Dense(2), rng).params, wanted)
-
-
 class Batch(NamedTuple):
   image: Any
   weight: Any
@@ -73,10 +66,6 @@ class Net(nn.Module):
       x = x * self.param("gain", lambda key: scale * 2)
     return nn.Dense(4)(x) if extra else x
 
-  @nn.compact
-  def encode(self, x):
-    return nn.Dense(3)(x)
-
 
 def test_flag_in_the_sample_input_is_not_traced():
   abstract = jax.ShapeDtypeStruct(X.shape, X.dtype)
@@ -102,27 +91,6 @@ def test_flags_and_arrays_by_name(kwargs):
   # The values are those of Linen's own `init`.
   own = Net().init(KEY, X, train=False, extra=True, scale=scale)["params"]
   np.testing.assert_allclose(kernel, own["Dense_0"]["kernel"], rtol=1e-6)
-  abstract = create(
-    Net(),
-    x=jax.ShapeDtypeStruct(X.shape, X.dtype),
-    train=False,
-    extra=True,
-    scale=jax.ShapeDtypeStruct((16,), jnp.float32),
-    abstract=True,
-    **kwargs,
-  )
-  for x, y in zip(
-    jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True
-  ):
-    assert isinstance(x, jax.ShapeDtypeStruct)
-    assert (x.shape, x.dtype) == (y.shape, y.dtype)
-
-
-def test_method():
-  state = create(Net(), method="encode")
-  assert jax.tree.map(jnp.shape, state.params) == {
-    "Dense_0": {"bias": (3,), "kernel": (8, 3)}
-  }
 
 
 # The precision in which a model computes, and the scale of its loss.

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 
@@ -133,16 +132,6 @@ def test_line_search_over_replicas_is_that_of_the_whole_batch():
   state = create(tx, WRAPPERS["scale"], strategy=strategy)
   state = strategy.run(step, args=(state, strategy.shard_batch(scales)))
   assert_trees_close(state.params, optax_steps(tx, PARAMS, 1))
-
-
-def test_custom_extra_argument():
-  def update(updates, state, params=None, *, factor, **extra_args):
-    return jax.tree.map(lambda u: u * factor, updates), state
-
-  custom = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
-  state = create(optax.chain(custom, optax.sgd(0.5)))
-  new = state.apply_gradients(grads=PARAMS, factor=2.0)
-  assert_trees_equal(new.params, jax.tree.map(jnp.zeros_like, PARAMS))
 
 
 def test_lookahead_is_that_of_flax():

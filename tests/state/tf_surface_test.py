@@ -58,14 +58,6 @@ def test_aux_and_var_list():
   np.testing.assert_array_equal(gradient, 2 * W)
 
 
-def test_zip_in_a_compiled_step():
-  paths = ["b/c", "w"]
-  step = jax.jit(lambda s, g: s.apply_gradients(zip(g, paths, strict=True)))
-  new = step(create(tx=optax.sgd(1.0)), [1.0, jnp.array([1.0, -2.0])])
-  assert float(new.params["b"]["c"]) == -0.5
-  np.testing.assert_array_equal(new.params["w"], [0, 0])
-
-
 def test_list_of_layers_is_a_tree():
   params = [(jnp.ones(2), jnp.ones(())), (jnp.ones(2), jnp.ones(()))]
   state = create(params=params, tx=optax.sgd(1.0))
@@ -73,28 +65,6 @@ def test_list_of_layers_is_a_tree():
   assert float(sum(p.sum() for p in jax.tree.leaves(new.params))) == 0
   new = state.apply_gradients([(jnp.ones(2), "1/0")])
   assert [float(p.sum()) for p in jax.tree.leaves(new.params)] == [2, 1, 0, 1]
-
-
-def test_computed_rows():
-  params = {"table": jnp.ones((4, 2)), "w": jnp.ones(2)}
-  state = create(
-    params=params, tx=fs.sparse_rows(optax.sgd(1.0, momentum=0.5), ["table"])
-  )
-  loss_fn = lambda p, ids: (p["table"][ids] * p["w"]).sum()
-
-  @jax.jit
-  def step(state, ids):
-    [(slices, path)] = pairs = state.compute_gradients(
-      loss_fn, ids, var_list=["table"], gate_gradients="graph"
-    )
-    assert fs.is_indexed_slices(slices) and path == "table"
-    return state.apply_gradients(pairs)
-
-  new = step(state, jnp.array([1, 3, 3]))
-  np.testing.assert_array_equal(new.params["table"][:, 0], [1, 0, 1, -1])
-  np.testing.assert_array_equal(new.params["w"], [1, 1])
-  slot = new.get_slot("table", "momentum")
-  np.testing.assert_array_equal(slot[:, 0], [0, 1, 0, 2])
 
 
 # var_list, grad_loss and aggregation.
@@ -143,17 +113,6 @@ def test_cotangent_of_an_array(wrappers, dtype):
   new, loss = state.minimize(loss_fn, grad_loss=cotangent)
   assert loss.shape == (2,)
   np.testing.assert_allclose(new.params["w"], [0, -8])
-
-
-def test_line_search_minimizes_the_weighted_sum():
-  state = create(tx=optax.lbfgs())
-  weights = jnp.array([0.5, 2.0])
-  loss_fn = lambda p: (p["w"] - 3) ** 2
-  step = jax.jit(lambda s: s.minimize(loss_fn, grad_loss=weights))
-  for _ in range(5):
-    state, loss = step(state)
-  np.testing.assert_allclose(state.params["w"], [3, 3], atol=1e-3)
-  assert loss.shape == (2,)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +260,6 @@ def test_fp8_statistics_have_no_slots():
   }
   state = create(tx=optax.adam(RATE), params=params, wrappers=[fs.AGN(2)])
   assert state.get_slot("params/w", "m").shape == (2,)
-  assert state.get_slot("params/w", "agn/local_params").shape == (1, 2)
   assert state.get_slot(f"{OVERWRITE_WITH_GRADIENT}/scale", "m") is None
 
 

@@ -1,13 +1,15 @@
 """TrainState: equal to Flax's without wrappers; losses, gradients, updates."""
 
-import collections
+import copy
+import pickle
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import compilations
 import flax
 from flax import core
 from flax import linen as nn
+from flax import struct
 from flax.training import train_state as flax_train_state
 import jax
 import jax.numpy as jnp
@@ -107,19 +109,6 @@ def test_leaves_without_wrappers_are_those_of_flax():
   assert to_keys(ours) == to_keys(flax_state)
 
 
-def test_serialization_round_trips():
-  make = lambda tx, m: create(
-    [fs.LossScale("dynamic")], tx=tx, batch_stats={"m": jnp.full(2, m)}
-  )
-  tx = optax.adam(0.1)
-  state, blank = make(tx, 1.0), make(tx, 0.0)
-  state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
-  restored = flax.serialization.from_bytes(
-    blank, flax.serialization.to_bytes(state)
-  )
-  assert_trees_equal(restored, state)
-
-
 # The second step does not recompile.
 
 
@@ -181,25 +170,18 @@ def test_scaling_by_hand_equals_value_and_grad():
 # Applying gradients.
 
 
-def test_float16_parameters_keep_their_dtypes():
-  params = {"w": jnp.array([1.0, -2.0], jnp.float16)}
-  wrappers = [fs.LossScale(fs.DynamicLossScale(16))]
-  state = create(wrappers, tx=optax.adam(0.5), params=params)
-  dtypes = jax.tree.map(lambda x: x.dtype, state)
-  step = jax.jit(lambda s: s.minimize(lambda p: (p["w"] ** 2).sum())[0])
-  # Equal dtypes: the step does not recompile.
-  for _ in range(3):
-    state = step(state)
-    assert jax.tree.map(lambda x: x.dtype, state) == dtypes
-  assert state.opt_state[0].mu["w"].dtype == jnp.float16
-  # Adam's steps are as long as the learning rate while the gradients agree.
-  assert float(state.params["w"][1]) == pytest.approx(-0.5, abs=0.1)
-
-
 def test_shared_buffers_are_donated_safely():
   x = jnp.ones(3)
+
+  # As with Lookahead and averages, whose slots are the parameters at first.
+  def update(updates, anchor, params):
+    return jax.tree.map(lambda u, a, p: a - p - u, updates, anchor, params), (
+      anchor
+    )
+
   state = create(
     [fs.LossScale("dynamic")],
+    tx=optax.GradientTransformation(lambda params: params, update),
     params={"a": x, "b": x},
     batch_stats={"m": x},
   )
@@ -208,136 +190,186 @@ def test_shared_buffers_are_donated_safely():
     donate_argnums=0,
   )
   state = step(step(state))
-  np.testing.assert_array_equal(state.params["a"], np.full(3, -1.0))
+  ones = np.ones(3)
+  np.testing.assert_array_equal(state.params["a"], -ones)
   np.testing.assert_array_equal(state.params["b"], np.zeros(3))
-  np.testing.assert_array_equal(state.batch_stats["m"], np.ones(3))
+  np.testing.assert_array_equal(state.opt_state["a"], ones)
+  np.testing.assert_array_equal(state.batch_stats["m"], ones)
 
 
-def test_slots_that_are_the_parameters_are_donated_safely():
-  # As with Lookahead and averages, whose slots are the parameters at first.
-  def update(updates, anchor, params):
-    return jax.tree.map(lambda u, a, p: a - p - u, updates, anchor, params), (
-      anchor
-    )
-
-  tx = optax.GradientTransformation(lambda params: params, update)
-  params = {"w": jnp.full(2, 3.0)}
-  state = create([fs.LossScale("dynamic")], tx=tx, params=params)
-  step = jax.jit(
-    lambda s: s.apply_gradients(grads={"w": jnp.ones(2)}), donate_argnums=0
+def test_collections_keep_containers_and_types_or_are_held_back():
+  stats = core.freeze({"m": {"mean": jnp.zeros(2)}})
+  state = create(
+    [fs.LossScale("dynamic")], batch_stats=stats, ema=jnp.zeros(())
   )
-  state = step(step(state))
-  np.testing.assert_array_equal(state.params["w"], [2.0, 2.0])
-  np.testing.assert_array_equal(state.opt_state["w"], [3.0, 3.0])
+  step = jax.jit(
+    lambda s, g: s.apply_gradients(
+      grads=g,
+      batch_stats={"m": {"mean": jnp.full(2, 7.0)}},
+      ema=2.0,  # a weak type
+    )
+  )
+  good = step(state, state.params)
+  bad = step(
+    good.replace(batch_stats=stats),
+    jax.tree.map(lambda p: p * jnp.nan, state.params),
+  )
+  for new, mean in ((good, 7.0), (bad, 0.0)):
+    assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
+    np.testing.assert_array_equal(new.batch_stats["m"]["mean"], [mean] * 2)
+  assert int(bad.step) == 1
+  # A path is no string: "a/b" is not the path of a and b.
+  params = {"a/b": jnp.zeros(1), "a": {"b": jnp.zeros(1)}}
+  new = create([fs.LossScale("dynamic")], params=params).apply_gradients(
+    grads={"a": {"b": None}, "a/b": jnp.ones(1)}
+  )
+  assert (new.params["a"]["b"][0], new.params["a/b"][0]) == (0.0, -0.5)
 
 
-def test_a_program_may_put_our_class_in_the_place_of_flax_s(monkeypatch):
-  monkeypatch.setattr(flax_train_state, "TrainState", fs.TrainState)
-  state = create(params={"w": jnp.ones(2)}, tx=optax.sgd(0.5))
-  state = state.apply_gradients(grads={"w": jnp.ones(2)})
-  assert state.params["w"].tolist() == [0.5, 0.5]
+# Subclasses, copies and fp8.
 
 
-class Pair(NamedTuple):
-  w: Any
-  b: Any
+class EmaState(fs.TrainState):
+  """A subclass as users write it, with a default and a static field."""
+
+  ema: Any = None
+  note: str = struct.field(pytree_node=False, default="none")
+
+  def averaged(self):
+    return jax.tree.map(lambda e: e * 2, self.ema)
 
 
-# Gradients in other containers.
+def test_subclass_with_fields():
+  state = EmaState.create(
+    apply_fn=None,
+    params=make_params(),
+    tx=optax.sgd(0.5),
+    wrappers=[fs.LossScale("dynamic")],
+    ema={"w": jnp.zeros(2)},
+    note="first",
+    batch_stats={"m": jnp.ones(1)},
+  )
+  assert isinstance(state, EmaState)
+  assert state.note == "first"
+  step = jax.jit(
+    lambda s, g: s.apply_gradients(
+      grads=g, ema={"w": s.ema["w"] + 1.0}, note="later"
+    )
+  )
+  good = jax.tree.map(jnp.ones_like, state.params)
+  new = step(state, good)
+  np.testing.assert_array_equal(new.averaged()["w"], [2.0, 2.0])
+  np.testing.assert_array_equal(new.params["w"], [0.5, -2.5])
+  assert new.note == "later"
+  assert float(new.batch_stats["m"][0]) == 1.0
+  bad = {"w": jnp.array([jnp.inf, 0.0]), "b": {"c": jnp.array(1.0)}}
+  skipped = step(new, bad)
+  np.testing.assert_array_equal(skipped.ema["w"], [1.0, 1.0])
+  assert int(skipped.step) == 1
 
-W, B = np.array([1.0, -2.0], np.float32), np.array([4.0], np.float32)
+
+class MetricsState(fs.TrainState):
+  # As in Flax's examples. It hides the method `metrics`.
+  metrics: Any
+  key: Any
+
+
+def test_subclass_with_a_field_named_metrics():
+  kwargs = dict(apply_fn=None, params=make_params(), tx=optax.sgd(0.5))
+  state = MetricsState.create(
+    **kwargs,
+    metrics={"loss": 1.0},
+    key=jnp.zeros(2),
+    wrappers=[fs.LossScale(8)],
+  )
+  new, _ = state.minimize(quadratic)
+  assert float(new.metrics["loss"]) == 1.0
+  with pytest.raises(TypeError, match="metrics"):
+    MetricsState.create(**kwargs, key=jnp.zeros(2))
+
+
+def _init(params):
+  return {"trace": jax.tree.map(jnp.zeros_like, params)}
+
+
+def _update(updates, state, params=None):
+  del params
+  trace = jax.tree.map(lambda t, u: 0.5 * t + u, state["trace"], updates)
+  return jax.tree.map(lambda t: -t, trace), {"trace": trace}
+
+
+# Pickle finds these functions by name; those inside optax have none.
+TX = optax.GradientTransformation(_init, _update)
+
+
+def apply_fn(variables, x):
+  return variables["params"]["w"] * x
+
+
+# create_train_state, for Linen.
+
+
+def test_fp8_module_trains_and_updates_its_statistics():
+  dense = nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+  state = fs.create_train_state(
+    dense,
+    jax.random.key(0),
+    jnp.ones((4, 16)),
+    optax.sgd(0.1),
+    wrappers=[fs.LossScale(1024.0)],
+  )
+  x = jnp.full((4, 16), 3.0)
+
+  def loss_fn(variables):
+    return (state.apply_fn(variables, x) ** 2).mean()
+
+  new, _ = jax.jit(lambda s: s.minimize(loss_fn))(state)
+  histories = lambda s: {
+    jax.tree_util.keystr(p): np.asarray(a)
+    for p, a in jax.tree_util.tree_leaves_with_path(
+      s.params["_overwrite_with_gradient"]
+    )
+    if "input_amax_history" in jax.tree_util.keystr(p)
+  }
+  (before,), (after,) = histories(state).values(), histories(new).values()
+  assert (before == 0).all()
+  # The largest input, neither scaled nor taken off with a learning rate.
+  assert after.max() == 3.0
+  kernel = lambda s: np.asarray(s.params["params"]["kernel"])
+  assert (kernel(new) != kernel(state)).any()
 
 
 @pytest.mark.parametrize(
-  ("params", "grads"),
-  [
-    # core/trees_test.py compares the other pairs of containers.
-    (Pair(W, B), {"w": W, "b": B}),
-    (
-      collections.OrderedDict(w=W, b=B),
-      collections.OrderedDict(b=B, w=W),
-    ),
-    ({"o": {"w": W}, "l": [B]}, core.freeze({"l": (B,), "o": {"w": W}})),
-  ],
+  "copied",
+  [lambda state: pickle.loads(pickle.dumps(state)), copy.deepcopy],
+  ids=["pickle", "deepcopy"],
 )
-def test_gradients_in_other_containers(params, grads):
-  state = create((fs.LossScale("dynamic"),), tx=optax.adam(0.5), params=params)
-  step = jax.jit(lambda s, g: s.apply_gradients(grads=g))
-  # Of this loss the gradients equal the parameters.
-  wanted = step(state, state.params)
-  got = step(state, grads)
-  assert jax.tree.structure(got) == jax.tree.structure(state)
-  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-    assert a.dtype == b.dtype
-    np.testing.assert_array_equal(a, b)
-  for new, old in zip(
-    jax.tree.leaves(got.params), jax.tree.leaves(state.params), strict=True
-  ):
-    # The first step of Adam goes against the sign of each gradient.
-    np.testing.assert_allclose(new, old - 0.5 * np.sign(old), rtol=1e-4)
-
-
-def test_different_paths_with_the_same_string():
-  params = {"a/b": jnp.zeros(1), "a": {"b": jnp.zeros(1)}}
-  state = create([fs.LossScale("dynamic")], params=params)
-  grads = {"a": {"b": jnp.ones(1)}, "a/b": jnp.full(1, 2.0)}
-  new = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
-  assert float(new.params["a"]["b"][0]) == -0.5
-  assert float(new.params["a/b"][0]) == -1.0
-  for short in ({"a": {"b": jnp.ones(1)}}, {"a/b": jnp.ones(1)}):
-    with pytest.raises(ValueError, match="a/b"):
-      state.apply_gradients(grads=short)
-  # One of them without a gradient is that one alone.
-  new = state.apply_gradients(grads={"a": {"b": None}, "a/b": jnp.ones(1)})
-  assert float(new.params["a"]["b"][0]) == 0.0
-  assert float(new.params["a/b"][0]) == -0.5
-
-
-# Collections in other containers.
-
-
-def test_collections_in_other_containers_under_a_dynamic_scale():
-  stats = core.freeze({"m": {"mean": jnp.zeros(2)}})
-  state = create([fs.LossScale("dynamic")], params={"w": W}, batch_stats=stats)
-  step = jax.jit(
-    lambda s, g: s.apply_gradients(
-      grads={"w": g}, batch_stats={"m": {"mean": jnp.full(2, 7.0)}}
-    )
+def test_pickled_and_copied_states_are_equal(copied):
+  state = EmaState.create(
+    apply_fn=apply_fn,
+    params={"w": jnp.array([1.0, -2.0])},
+    tx=TX,
+    wrappers=[fs.LossScale("dynamic")],
+    ema={"w": np.zeros(2, np.float32)},
+    note="first",
+    batch_stats={"m": np.full(2, 3.0, np.float32)},
   )
-  good = step(state, jnp.ones(2))
-  bad = step(good.replace(batch_stats=stats), jnp.array([jnp.nan, 0.0]))
-  for new, mean in ((good, 7.0), (bad, 0.0)):
-    assert isinstance(new.batch_stats, core.FrozenDict)
-    np.testing.assert_array_equal(new.batch_stats["m"]["mean"], [mean] * 2)
-    assert jax.tree.structure(new) == jax.tree.structure(state)
-  assert int(bad.step) == 1
-
-
-def test_weakly_typed_collections_do_not_recompile():
-  state = create(
-    [fs.LossScale("dynamic")],
-    tx=optax.adam(0.5),
-    params={"w": W},
-    ema=jnp.zeros(()),
-  )
-  weak = jnp.asarray(2.0)
-  assert weak.weak_type
-
-  @jax.jit
-  def step(state):
-    return state.apply_gradients(
-      grads={"w": jnp.ones(2)}, ema=jnp.asarray(2.0) * 1.5
-    )
-
-  # Outside of jit, and a Python number.
-  states = [
-    state.apply_gradients(grads={"w": jnp.ones(2)}, ema=value)
-    for value in (weak, 2.0)
-  ]
+  step = jax.jit(lambda s: s.minimize(lambda p: (p["w"] ** 2).sum())[0])
   state = step(state)
-  assert float(state.ema) == 3.0
+  same = copied(state)
+  assert type(same) is type(state) and isinstance(same, EmaState)
+  # The structure has the static fields, such as `note`.
+  assert jax.tree.structure(same) == jax.tree.structure(state)
+  assert_trees_equal(same, state)
+  # The copy trains like the original.
+  wanted = step(state)
   with compilations.count() as compiled:
-    for new in (state, *states):
-      assert not any(x.weak_type for x in jax.tree.leaves(new))
-      step(new)
+    new = step(same)
   assert compiled.total == 0
+  assert_trees_equal(new, wanted)
+  # Without wrappers it is a state that was created without.
+  bare, plain = (
+    s.without_wrappers() for s in (copied(same.without_wrappers()), state)
+  )
+  assert bare.wrappers == () and len(jax.tree.leaves(bare)) == 5
+  assert jax.tree.structure(bare) == jax.tree.structure(plain)
