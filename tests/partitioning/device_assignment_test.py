@@ -223,22 +223,6 @@ def test_invalid_argument_of_build_raises(arguments, error, facts):
     assert fact in str(e.value)
 
 
-@pytest.mark.parametrize(
-  ("shape", "num_replicas", "mode"),
-  [((2, 2, 2, 1), 1120, "ring"), ((16, 20, 28, 1), 1, "ring")],
-)
-def test_assignment_of_a_full_slice_has_every_chip_once(
-  shape, num_replicas, mode
-):
-  topology = fs.Topology((16, 20, 28, 1))
-  assignment = fs.DeviceAssignment.build(
-    topology, shape, num_replicas=num_replicas, device_order_mode=mode
-  )
-  assert assignment.core_assignment.shape[:2] == (num_replicas, np.prod(shape))
-  chips = assignment.core_assignment.reshape(-1, 4)
-  assert len(np.unique(chips, axis=0)) == num_replicas * np.prod(shape)
-
-
 # -- On several slices, which a slower network connects.
 
 

@@ -152,12 +152,6 @@ def test_mistakes(options, error, facts):
 # -- The order of devices that are not here.
 
 
-def test_devices_keep_their_order_within_slices():
-  order = [4, 0, 5, 1]
-  devices = [Device(i, slice_index=i // 4) for i in order]
-  assert ids(mesh_lib.order_devices(devices, 2)) == [[0, 1], [4, 5]]
-
-
 def test_replica_on_several_slices_raises():
   devices = [Device(i, slice_index=i // 4) for i in range(8)]
   with pytest.raises(ValueError, match=r"\[4, 4\].*device_assignment") as e:

@@ -94,11 +94,6 @@ def test_invalid_arguments_raise(arguments, error, facts):
     assert fact in str(e.value)
 
 
-def test_lookup_of_a_device_without_devices_raises():
-  with pytest.raises(ValueError, match=r"Topology\.from_devices"):
-    fs.Topology((2, 2, 1, 2)).device_at(ZEROS)
-
-
 # -- From devices.
 
 

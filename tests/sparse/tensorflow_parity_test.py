@@ -97,20 +97,9 @@ LEGACY = {
   "Adam": lambda: adam(1e-7),
   "Adamax": lambda: optax.adamax(rate, eps=1e-7),
 }
-KERAS = {
-  "SGD": lambda: optax.sgd(rate),
-  "SGD momentum": lambda: keras_momentum(),
-  "Adagrad": lambda: optax.adagrad(rate, eps=1e-7),
-  "Adadelta": lambda: optax.adadelta(rate, rho=0.95, eps=1e-7),
-  "RMSprop": lambda: optax.rmsprop(rate, 0.9, 1e-7),
-  "Ftrl": lambda: fs.optimizers.ftrl(rate, beta=0.4),
-  "Adam": lambda: adam(1e-7),
-  "Adamax": lambda: optax.adamax(rate, eps=1e-7),
-}
 COUNTERPARTS = {
   "tf.compat.v1.train": TRAIN,
   "tf.keras.optimizers.legacy": LEGACY,
-  "keras.optimizers": KERAS,
 }
 # Slots that have other names in Keras than in tf.train.
 KERAS_SLOTS = {
@@ -151,7 +140,6 @@ REPEATED = {
     "Adam",
   },
 }
-CASES = [(api, name) for api, cases in COUNTERPARTS.items() for name in cases]
 
 
 def create(api, name, **arguments):
@@ -259,14 +247,6 @@ def test_lazy_is_lazy_adam():
       [state.params["table"], *slots], (w, m, v), strict=True
     ):
       np.testing.assert_allclose(given, want, rtol=1e-6, atol=1e-6)
-
-
-def test_indexed_slices_to_dense():
-  facts = FIGURES["indexed_slices"]
-  slices = fs.IndexedSlices(facts["ids"], facts["values"], TABLE.shape)
-  np.testing.assert_array_equal(
-    slices.to_dense(), np.array(facts["dense"], np.float32)
-  )
 
 
 def test_clip_by_global_norm_takes_the_norm_of_summed_rows():

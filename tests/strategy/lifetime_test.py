@@ -129,18 +129,6 @@ def test_second_run_does_not_compile(get_fn):
   assert np.asarray(again).tolist() == [[3.0, 3.0]] * 2
 
 
-def test_equal_function_is_called_after_the_first_one_died():
-  first, second = Scale(4.0), Scale(4.0)
-  run = STRATEGY.jit(first)
-  other = STRATEGY.jit(second)
-  run(ONES)
-  del first, run
-  gc.collect()
-  # A new shape is traced again, with a function that is alive.
-  out = other(np.ones(3, np.float32))
-  assert np.asarray(out).tolist() == [[4.0] * 3] * 2
-
-
 def test_methods_of_two_objects_are_two_functions():
   outs = [STRATEGY.run(Model(x).scale, args=(ONES,)) for x in (2.0, 5.0)]
   assert [float(out[0][0]) for out in outs] == [2.0, 5.0]

@@ -194,17 +194,3 @@ def test_only_the_constraints_of_the_program_are_lowered():
   ]
   assert len(values) == 2
   assert all('[{}, {"model"}]' in line for line in values)
-
-
-def test_a_jitted_function_that_is_called_twice_is_lowered_once():
-  strategy = split_strategy()
-
-  @jax.jit
-  def layer(x):
-    return jnp.tanh(x @ x)
-
-  batch = strategy.shard_batch(np.ones((8, 4, 4), np.float32))
-  lowered = strategy.jit(lambda x: layer(layer(x))).lower(batch)
-  text = lowered.as_text()
-  assert text.count("func.func private @layer") == 1
-  assert text.count("call @layer") == 2

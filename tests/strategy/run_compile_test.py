@@ -20,10 +20,6 @@ SPLIT = fs.Strategy(mesh_shape={"replica": 2, "model": 4})
 ONE = fs.Strategy(devices=jax.devices()[:1])
 
 
-def replica_id():
-  return fs.get_replica_context().replica_id_in_sync_group
-
-
 def counting_step():
   """Returns a train step that counts how often it is traced."""
 
