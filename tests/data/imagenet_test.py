@@ -88,19 +88,6 @@ def test_examples_are_decoded_cropped_and_normalized(fake_tfds):
     assert example["labels"] == i
 
 
-def test_batches_are_reproducible_and_padded(fake_tfds):
-  splits = _load(image_size=8)
-  batches = [
-    next(data.train_iterator(splits, batch_size=4, seed=1)) for _ in range(2)
-  ]
-  np.testing.assert_array_equal(batches[0]["inputs"], batches[1]["inputs"])
-  assert batches[0]["inputs"].shape == (4, 8, 8, 3)
-  assert sorted(batches[0]["labels"]) == [0, 1, 2, 3]
-  (batch,) = data.eval_batches(splits, batch_size=4)
-  assert batch["inputs"].shape == (4, 8, 8, 3)
-  assert batch["mask"].tolist() == [True, True, True, False]
-
-
 @pytest.mark.parametrize(
   ("fields", "facts"),
   [

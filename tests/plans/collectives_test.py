@@ -226,6 +226,9 @@ custom_call_target="__cublas$gemm"
   %scatter = ((f32[64]{0}), f32[8]{0}) async-start(%grad), \
 calls=%async_computation
   %scattered = f32[8]{0} async-done(%scatter)
+  %fused = ((f32[64]{0}), f32[8]{0}, s32[]) fusion-start(%x), kind=kCustom, \
+calls=%async_computation
+  %unfused = f32[8]{0} fusion-done(%fused)
   %new = f32[8]{0} subtract(%w, %scattered)
   %zero = f32[] constant(0)
   %loss = f32[] reduce(%permuted, %zero), dimensions={0}, to_apply=%add
@@ -238,18 +241,15 @@ replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
 
 
 def test_starts_and_ends_on_gpus_count_once():
-  all_found = collectives(GPU, _mesh((2, 4), ("node", "gpu")))
-  found = {c.kind: c for c in all_found}
-  assert len(found) == len(all_found) == 4
-  facts = {
-    kind: (c.operand_bytes, c.result_bytes, c.axes) for kind, c in found.items()
-  }
-  assert facts == {
-    "all-gather": (32, 256, ("node", "gpu")),
-    "collective-permute": (256, 256, ("node",)),
-    "reduce-scatter": (256, 32, ("node", "gpu")),
-    "all-reduce": (4, 4, ("gpu",)),
-  }
-  scatter = found["reduce-scatter"]
-  assert scatter.source == "train.py:5"
-  assert [kind for kind, c in found.items() if c.widened] == ["reduce-scatter"]
+  found = collectives(GPU, _mesh((2, 4), ("node", "gpu")))
+  both = ("node", "gpu")
+  rows = [(c.kind, c.operand_bytes, c.result_bytes, c.axes) for c in found]
+  assert sorted(rows) == [
+    ("all-gather", 32, 256, both),
+    ("all-reduce", 4, 4, ("gpu",)),
+    ("collective-permute", 256, 256, ("node",)),
+    ("reduce-scatter", 256, 32, both),
+    ("reduce-scatter", 256, 32, both),
+  ]
+  (widened,) = (c for c in found if c.widened)
+  assert (widened.kind, widened.source) == ("reduce-scatter", "train.py:5")

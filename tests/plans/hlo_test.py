@@ -168,12 +168,6 @@ def _read(text, mesh=MESH):
   return plans.collectives(HEAD + text, mesh)
 
 
-def _rows(found):
-  return sorted(
-    (c.kind, c.axes, c.operand_bytes, c.result_bytes) for c in found
-  )
-
-
 # Named scopes are in the conditional's own metadata: they are no branches.
 BRANCHES = f"""\
 %f (p: f32[64]) -> f32[64] {{
@@ -247,100 +241,6 @@ def test_turns_of_a_loop(text, turns):
   found = _read(text)
   assert {c.trip_count_known for c in found} == {turns is not None}
   assert ("is unknown" in str(found[0])) == (turns is None)
-
-
-# SparseCores gather parameters: their calls get the operands in an update.
-LATE = f"""\
-%gather (p: f32[64]) -> f32[256] {{
-  %p = f32[64]{{0}} parameter(0)
-  ROOT %all-gather = f32[256]{{0}} all-gather(%p), {B}, dimensions={{0}}
-}}, execution_thread="sparsecore"
-
-%reduce (q: f32[256]) -> f32[64] {{
-  %q = f32[256]{{0}} parameter(0)
-  ROOT %reduce-scatter = f32[64]{{0}} reduce-scatter(%q), {B}, dimensions={{0}}, \
-to_apply=%add
-}}, execution_thread="sparsecore"
-
-ENTRY %main (w: f32[64], x: f32[256]) -> (f32[64]) {{
-  %w = f32[64]{{0}} parameter(0), metadata={{op_name="state.params[\\'w\\']"}}
-  %x = f32[256]{{0}} parameter(1), metadata={{op_name="batch"}}
-  %s.0 = ((), (), (s32[1])) call-start(), async_execution_thread="sparsecore", to_apply=%gather
-  %cast = f32[64]{{0}} copy(%w)
-  %u.0 = ((f32[64]{{0}}), f32[256]{{0}}) call-update(%s.0, %cast)
-  %square = f32[256]{{0}} multiply(%x, %x)
-  %d.0 = f32[256]{{0}} call-done(%u.0)
-  %dot = f32[256]{{0}} multiply(%d.0, %square)
-  %s.1 = ((), (), (s32[1])) call-start(), async_execution_thread="sparsecore", to_apply=%reduce
-  %u.1 = ((f32[256]{{0}}), f32[64]{{0}}) call-update(%s.1, %dot)
-  %d.1 = f32[64]{{0}} call-done(%u.1)
-  %new = f32[64]{{0}} subtract(%w, %d.1)
-  ROOT %out = (f32[64]{{0}}) tuple(%new)
-}}
-"""
-
-
-def test_asynchronous_calls_that_get_their_operands_late():
-  found = _read(LATE)
-  assert _rows(found) == [
-    ("all-gather", ("b",), 256, 1024),
-    ("reduce-scatter", ("b",), 1024, 256),
-  ]
-
-
-# A gather that one turn starts and the next one ends, and scatters in the short
-# form of asynchronous computations.
-ASYNC = f"""\
-%inner (p: f32[64]) -> f32[16] {{
-  %p = f32[64]{{0}} parameter(0)
-  ROOT %scatter.0 = f32[16]{{0}} reduce-scatter(%p), {B}, dimensions={{0}}, \
-to_apply=%add
-}}
-
-%body (l: ((f32[64], f32[128]), f32[64])) -> ((f32[64], f32[128]), f32[64]) {{
-  %l = ((f32[64]{{0}}, f32[128]{{0}}), f32[64]{{0}}) parameter(0)
-  %v = (f32[64]{{0}}, f32[128]{{0}}) get-tuple-element(%l), index=0
-  %u = f32[64]{{0}} get-tuple-element(%l), index=1
-  %d = f32[128]{{0}} all-gather-done(%v)
-  %s = (f32[64]{{0}}, f32[128]{{0}}) all-gather-start(%u), {A}, dimensions={{0}}
-  %cut = f32[64]{{0}} slice(%d), slice={{[0:64]}}
-  ROOT %m = ((f32[64]{{0}}, f32[128]{{0}}), f32[64]{{0}}) tuple(%s, %cut)
-}}
-
-%condition (k: ((f32[64], f32[128]), f32[64])) -> pred[] {{
-  %k = ((f32[64]{{0}}, f32[128]{{0}}), f32[64]{{0}}) parameter(0)
-  ROOT %go = pred[] constant(true)
-}}
-
-ENTRY %main (w: f32[64], t: token[]) -> (f32[16], f32[16], token[]) {{
-  %w = f32[64]{{0}} parameter(0)
-  %t = token[] parameter(1)
-  %first = (f32[64]{{0}}, f32[128]{{0}}) custom-call(), \
-custom_call_target="AllocateBuffer"
-  %t0 = ((f32[64]{{0}}, f32[128]{{0}}), f32[64]{{0}}) tuple(%first, %w)
-  %loop = ((f32[64]{{0}}, f32[128]{{0}}), f32[64]{{0}}) while(%t0), \
-condition=%condition, body=%body, \
-backend_config={{"known_trip_count":{{"n":"6"}}}}
-  %x = f32[64]{{0}} get-tuple-element(%loop), index=1
-  %s.1 = ((f32[64]{{0}}), f32[16]{{0}}, s32[]) fusion-start(%x), kind=kCustom, \
-calls=%inner
-  %d.1 = f32[16]{{0}} fusion-done(%s.1)
-  %s.2 = ((f32[64]{{0}}), f32[16]{{0}}, s32[]) reduce-scatter-start(%x), {B}, \
-dimensions={{0}}, to_apply=%add
-  %d.2 = f32[16]{{0}} reduce-scatter-done(%s.2)
-  ROOT %out = (f32[16]{{0}}, f32[16]{{0}}, token[]) tuple(%d.1, %d.2, %t)
-}}
-"""
-
-
-def test_asynchronous_forms():
-  found = _read(ASYNC)
-  assert _rows(found) == [
-    ("all-gather", ("a",), 256, 512),
-    ("reduce-scatter", ("b",), 256, 64),
-    ("reduce-scatter", ("b",), 256, 64),
-  ]
-  assert sorted(c.executions for c in found) == [1, 1, 6]
 
 
 MIXED = """\

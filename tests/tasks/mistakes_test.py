@@ -13,7 +13,6 @@ import tiny
 
 from flaxshard import data
 from flaxshard import tasks
-from flaxshard import train
 from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
@@ -235,26 +234,6 @@ def test_the_mode_may_be_passed_by_position(model):
       return super().loss(call, params, batch, rngs, train)
 
   create_setup(ByPosition())
-
-
-@flax.struct.dataclass
-class PerClass(clu_metrics.Average):
-  def compute(self):
-    return super().compute() * np.ones(3)
-
-
-@flax.struct.dataclass
-class PerClassMetrics(clu_metrics.Collection):
-  loss: PerClass.from_output("loss")
-
-
-@pytest.mark.slow
-def test_a_metric_that_is_no_number_raises(tmp_path):
-  task = with_attributes(metrics=PerClassMetrics)
-  with pytest.raises(
-    ValueError, match=r"Changed\.metrics: loss .*float64\[3\]"
-  ):
-    train.train_and_evaluate(config(num_train_steps=1), str(tmp_path), task)
 
 
 def images(labels):
