@@ -42,7 +42,7 @@ ELSEWHERE = (
   (
     "bash",
     r"--config=imagenet|tensorflow_datasets as tfds",
-    "tests/data/imagenet_test.py",
+    "tests/examples/imagenet_test.py",
   ),
   ("bash", r"gs://", "tests/train/bucket_test.py"),
   (

@@ -30,7 +30,7 @@ _SHAPES = "flaxshard_shapes"
 FACTORIES = {
   "digits": "flaxshard.data.builtin:digits",
   "text": "flaxshard.data.builtin:text",
-  "imagenet": "flaxshard.data.imagenet:imagenet",
+  "imagenet": "flaxshard.examples.imagenet:imagenet",
 }
 
 

@@ -15,11 +15,7 @@ import grain
 import jax
 import numpy as np
 
-from flaxshard.core import checks
-from flaxshard.data.factories import shapes_from
-from flaxshard.data.sources import Example
-from flaxshard.data.sources import Shapes
-from flaxshard.data.sources import Splits
+from flaxshard import data
 
 # Left, upper, right and lower edge in pixels, as in Pillow.
 Box = tuple[float, float, float, float]
@@ -35,9 +31,8 @@ _NUM_CLASSES = {"imagenet2012": 1000}
 
 def _imagenet_shapes(
   image_size: int, dataset: str, data_dir: str | None, **others: Any
-) -> Shapes:
+) -> data.Shapes:
   del others  # which splits are read
-  image_size = checks.integer("image_size", image_size, minimum=1)
   num_classes = _NUM_CLASSES.get(dataset)
   if num_classes is None:
     # The classes of a dataset are known before it is prepared.
@@ -47,10 +42,10 @@ def _imagenet_shapes(
     "inputs": jax.ShapeDtypeStruct((image_size, image_size, 3), np.float32),
     "labels": jax.ShapeDtypeStruct((), np.int32),
   }
-  return Shapes(example, num_classes)
+  return data.Shapes(example, num_classes)
 
 
-@shapes_from(_imagenet_shapes)
+@data.shapes_from(_imagenet_shapes)
 def imagenet(
   *,
   data_dir: str | None = None,
@@ -58,7 +53,7 @@ def imagenet(
   dataset: str = "imagenet2012",
   train_split: str = "train",
   eval_split: str = "validation",
-) -> Splits:
+) -> data.Splits:
   """Loads ImageNet: 1,281,167 training and 50,000 validation images.
 
   Inputs are float32 `[image_size, image_size, 3]`, normalized by channel.
@@ -84,14 +79,13 @@ def imagenet(
   Raises:
     ImportError: TensorFlow Datasets or Pillow is not installed.
     ValueError: The dataset is not prepared in `data_dir` as ArrayRecord files,
-      has no such split, or has other features; or `image_size` is not positive.
+      has no such split, or has other features.
 
   Example:
     >>> splits = imagenet(data_dir="/data/tfds")  # doctest: +SKIP
     >>> splits.eval[0]["inputs"].shape  # doctest: +SKIP
     (224, 224, 3)
   """
-  image_size = checks.integer("image_size", image_size, minimum=1)
   tfds, builder = _builder(dataset, data_dir)
   if not builder.info.splits:
     raise ValueError(_not_prepared(builder, dataset, data_dir))
@@ -110,7 +104,7 @@ def imagenet(
       raise ValueError(f"{argument}={split!r}: {e}") from e
     sources[argument] = grain.MapDataset.source(source).map(_decode_example)
   crop_center = functools.partial(_crop_center, image_size)
-  return Splits(
+  return data.Splits(
     train=sources["train_split"],
     eval=sources["eval_split"].map(crop_center),
     num_classes=builder.info.features["label"].num_classes,
@@ -136,7 +130,7 @@ def _builder(dataset: str, data_dir: str | None) -> tuple[Any, Any]:
     raise ValueError(f"dataset={dataset!r}: {reason}") from e
 
 
-def _decode_example(example: Example) -> Example:
+def _decode_example(example: data.Example) -> data.Example:
   """Returns inputs uint8 `[h, w, 3]` and labels int32 `[]`."""
   return {
     "inputs": decode(example["image"]),
@@ -144,7 +138,7 @@ def _decode_example(example: Example) -> Example:
   }
 
 
-def _crop_center(size: int, example: Example) -> Example:
+def _crop_center(size: int, example: data.Example) -> data.Example:
   """Returns an example with the center of the image, normalized."""
   image = example["inputs"]
   height, width, _ = image.shape
@@ -153,8 +147,8 @@ def _crop_center(size: int, example: Example) -> Example:
 
 
 def _crop_and_flip(
-  size: int, example: Example, rng: np.random.Generator
-) -> Example:
+  size: int, example: data.Example, rng: np.random.Generator
+) -> data.Example:
   """Returns an example with a random part of the image, normalized."""
   image = example["inputs"]
   height, width, _ = image.shape
@@ -164,12 +158,12 @@ def _crop_and_flip(
   return {**example, "inputs": normalize(image)}
 
 
-def decode(data: bytes) -> np.ndarray:
+def decode(content: bytes) -> np.ndarray:
   """Decodes the contents of an image file to uint8 `[h, w, 3]`."""
   # Imported here, so that this module can be imported without Pillow.
   from PIL import Image
 
-  with Image.open(io.BytesIO(data)) as image:
+  with Image.open(io.BytesIO(content)) as image:
     # ImageNet has a few gray and CMYK images.
     return np.asarray(image.convert("RGB"))
 
