@@ -211,28 +211,6 @@ def slots_stay_replicated(devices: Any, wrong: bool) -> Program:
   return Program(_jit_like(state), state, _abstract_batch(strategy, (4096, 64)))
 
 
-class _EmaState(flax_train_state.TrainState):
-  ema_params: Any = None
-
-
-@_mistake("replicated state", parameter="Dense_0/kernel")
-def average_of_parameters_is_replicated(devices: Any, wrong: bool) -> Program:
-  strategy = fs.Strategy(devices=devices)
-  base = _flax_state(strategy, _split_first)
-  fields = {k: getattr(base, k) for k in base.__dataclass_fields__}
-  spec: Any = P() if wrong else _split_first
-  state = _EmaState(**fields, ema_params=_placed(strategy, base.params, spec))
-
-  def step(state: Any, x: jax.Array) -> Any:
-    new, loss = _train_step(state, x)
-    ema = optax.incremental_update(new.params, state.ema_params, 0.01)
-    return new.replace(ema_params=ema), loss
-
-  return Program(
-    _jit_like(state, step), state, _abstract_batch(strategy, (4096, 64))
-  )
-
-
 # What the step does to the state.
 
 
@@ -289,24 +267,6 @@ def state_is_not_donated(devices: Any, wrong: bool) -> Program:
   return Program(step, state, _abstract_batch(strategy))
 
 
-@_mistake("changed state", parameter="Dense_1/kernel")
-def slots_come_back_in_bfloat16(devices: Any, wrong: bool) -> Program:
-  strategy = fs.Strategy(devices=devices)
-  state = _abstract_state(strategy, Mlp())
-
-  def step(state: Any, x: jax.Array) -> Any:
-    new, loss = _train_step(state, x)
-    if wrong:
-      # To save memory, but the state that comes in is float32.
-      slots = optax.tree.cast(new.opt_state, jnp.bfloat16)
-      new = new.replace(opt_state=slots)
-    return new, loss
-
-  return Program(
-    jax.jit(step, donate_argnums=0), state, _abstract_batch(strategy)
-  )
-
-
 # Data parallelism.
 
 
@@ -333,24 +293,6 @@ def batch_is_split_along_the_features(devices: Any, wrong: bool) -> Program:
   return Program(
     _jit_like(state), state, _abstract_batch(strategy, (512, 64), spec)
   )
-
-
-@_mistake("activations", here=True)
-def layer_forces_replication(devices: Any, wrong: bool) -> Program:
-  strategy = fs.Strategy(devices=devices)
-  whole = jax.sharding.NamedSharding(strategy.mesh, P())
-
-  class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-      # here: layer_forces_replication
-      x = nn.relu(nn.Dense(64)(x))
-      if wrong:
-        x = jax.lax.with_sharding_constraint(x, whole)
-      return nn.Dense(64)(x)
-
-  state = _abstract_state(strategy, Model())
-  return Program(_jit_like(state), state, _abstract_batch(strategy, (512, 64)))
 
 
 @_mistake("activations", here=True)
@@ -412,24 +354,6 @@ def mixup_permutes_the_global_batch(devices: Any, wrong: bool) -> Program:
 
   return Program(
     _jit_like(state, step), state, _abstract_batch(strategy, (512, 64))
-  )
-
-
-@_mistake("batch", here=True)
-def time_major_rows_are_flattened(devices: Any, wrong: bool) -> Program:
-  class Model(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:  # [batch, time, features]
-      if wrong:
-        x = x.swapaxes(0, 1)
-      # here: time_major_rows_are_flattened
-      x = x.reshape(-1, 64)
-      return Mlp()(x)
-
-  strategy = fs.Strategy(devices=devices)
-  state = _abstract_state(strategy, Model(), (1, 16, 64))
-  return Program(
-    _jit_like(state), state, _abstract_batch(strategy, (64, 16, 64))
   )
 
 
