@@ -90,16 +90,17 @@ def test_bytes_of_a_shape(text, nbytes):
 
 
 @pytest.mark.parametrize(
-  ("given", "error", "fact"),
+  ("given", "mesh", "error", "fact"),
   [
-    ("module @jit_f {}", ValueError, "module @jit_f"),
-    (jax.jit(lambda x: x + 1).lower(1.0), ValueError, "HloModule"),
-    (3, TypeError, "got 3"),
+    ("module @jit_f {}", MESH, ValueError, "module @jit_f"),
+    (3, MESH, TypeError, "got 3"),
+    (PROGRAM, MESH, ValueError, r"8 devices.*4 devices"),
+    (PROGRAM, "data", TypeError, "mesh must be"),
   ],
 )
-def test_inputs_that_are_no_program_raise(given, error, fact):
+def test_what_cannot_be_read_raises(given, mesh, error, fact):
   with pytest.raises(error, match=fact):
-    plans.collectives(given, MESH)
+    plans.collectives(given, mesh)
 
 
 SITE = "/venv/lib/python3.12/site-packages"
@@ -244,42 +245,34 @@ def test_turns_of_a_loop(text, turns):
 
 
 MIXED = """\
-ENTRY %main (a: s4[33], b: f8e4m3fn[7], c: f32[<=8,2], d: bf16[64]) -> (s4[33], f8e4m3fn[7], f32[<=8,2], bf16[64]) {
+ENTRY %main (a: s4[33], b: f32[<=8,2], c: bf16[64]) -> (s4[33], f32[<=8,2], bf16[64]) {
   %a = s4[33]{0:E(4)} parameter(0)
-  %b = f8e4m3fn[7]{0} parameter(1)
-  %c = f32[<=8,2]{1,0} parameter(2)
-  %d = bf16[64]{0} parameter(3)
-  ROOT %all = (s4[33]{0:E(4)}, f8e4m3fn[7]{0}, f32[<=8,2]{1,0}, /*index=3*/bf16[64]{0}) all-reduce(%a, %b, %c, /*index=3*/%d), GROUPS, to_apply=%add
+  %b = f32[<=8,2]{1,0} parameter(1)
+  %c = bf16[64]{0} parameter(2)
+  ROOT %all = (s4[33]{0:E(4)}, f32[<=8,2]{1,0}, /*index=2*/bf16[64]{0}) all-reduce(%a, %b, /*index=2*/%c), replica_groups=GROUPS, to_apply=%add
 }
 """
+# Its axes have equal sizes.
+CUBE = jax.sharding.Mesh(
+  np.array(jax.devices()[:8]).reshape(2, 2, 2).transpose(2, 0, 1),
+  ("x", "y", "z"),
+)
 
 
 @pytest.mark.parametrize(
-  ("groups", "axes"),
+  ("mesh", "groups", "axes"),
   [
-    ("{{0,4},{1,5},{2,6},{3,7}}", ("a",)),
-    ("{{7,3},{6,2},{5,1},{4,0}}", ("a",)),
-    ("{{0,1,2,3},{4,5,6,7}}", ("b",)),
-    ("{}", ("a", "b")),
-    ("{{0,1},{2,3},{4,5},{6,7}}", ()),
+    (MESH, "{{7,3},{6,2},{5,1},{4,0}}", ("a",)),
+    (MESH, "{{0,1,2,3},{4,5,6,7}}", ("b",)),
+    (MESH, "{}", ("a", "b")),
+    (MESH, "{{0,1},{2,3},{4,5},{6,7}}", ()),  # a part of b
+    (CUBE, "[4,2]<=[2,4]T(1,0)", ("x",)),
+    (CUBE, "[4,2]<=[2,2,2]T(0,2,1)", ("y",)),
+    (CUBE, "[2,4]<=[2,2,2]T(1,0,2)", ("x", "z")),
   ],
 )
-def test_several_operands_of_rare_types(groups, axes):
-  (found,) = _read(MIXED.replace("GROUPS", f"replica_groups={groups}"))
-  nbytes = 17 + 7 + 64 + 128
+def test_axes_of_groups(mesh, groups, axes):
+  (found,) = _read(MIXED.replace("GROUPS", groups), mesh)
+  nbytes = 17 + 64 + 128
   assert (found.operand_bytes, found.result_bytes) == (nbytes, nbytes)
   assert (found.dtype, found.axes) == ("bf16", axes)
-
-
-def test_axes_of_equal_size():
-  # Groups tell axes of equal size apart, in any order of the devices.
-  devices = np.array(jax.devices()[:8]).reshape(2, 2, 2).transpose(2, 0, 1)
-  mesh = jax.sharding.Mesh(devices, ("x", "y", "z"))
-  for text, axes in (
-    ("[4,2]<=[2,4]T(1,0)", ("x",)),
-    ("[4,2]<=[2,2,2]T(0,2,1)", ("y",)),
-    ("[4,2]<=[8]", ("z",)),
-    ("[2,4]<=[2,2,2]T(1,0,2)", ("x", "z")),
-  ):
-    (found,) = _read(MIXED.replace("GROUPS", f"replica_groups={text}"), mesh)
-    assert found.axes == axes

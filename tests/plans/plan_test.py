@@ -100,6 +100,13 @@ def test_rows_of_memory_add_up_to_the_peak(planned):
 def test_a_commit_counts_once_in_a_period(planned):
   plan = planned[2]
   assert plan.period == 4
+  # LossScale's conditional, around AGN's, is entered in every step, and whether
+  # all gradients are finite is reduced in every step.
+  assert {(c.in_commit, c.executions_per_step(4)) for c in plan.traffic} == {
+    (True, 0.25),
+    (False, 1),
+  }
+  assert {c.in_conditional for c in plan.traffic if c.in_commit} == {True}
   # The mean of the gradients, in float32, is one all-reduce or several.
   sent = sum(
     c.payload_bytes * c.executions_per_step(plan.period)
