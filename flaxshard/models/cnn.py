@@ -50,13 +50,10 @@ class CNN(nn.Module):
       Logits, float32 [batch, num_classes].
 
     Raises:
-      TypeError: A field has a wrong type.
-      ValueError: A field is out of range, the inputs do not have four
+      TypeError: `dropout` is no number.
+      ValueError: `dropout` is out of range, the inputs do not have four
         dimensions, or are too small for the pooling.
     """
-    for i, features in enumerate(self.features):
-      checks.integer(f"features[{i}]", features, minimum=1)
-    checks.integer("dense", self.dense, minimum=1)
     # Flax's Dropout accepts any number, and turns 1.5 into wrong values.
     checks.number("dropout", self.dropout, minimum=0, below=1)
     # Flax's Conv treats an input of three dimensions as one unbatched image.

@@ -15,7 +15,6 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
-from flaxshard.core import checks
 from flaxshard.core.policy import Policy
 from flaxshard.models import pooling
 
@@ -101,13 +100,8 @@ class ResNet(nn.Module):
       Logits, float32 [batch, num_classes].
 
     Raises:
-      TypeError: A field has a wrong type.
-      ValueError: A field is out of range, or the inputs do not have four
-        dimensions.
+      ValueError: The inputs do not have four dimensions.
     """
-    for i, blocks in enumerate(self.stage_sizes):
-      checks.integer(f"stage_sizes[{i}]", blocks, minimum=1)
-    checks.integer("width", self.width, minimum=1)
     # Flax's Conv treats an input of three dimensions as one unbatched image.
     if inputs.ndim != 4:
       raise ValueError(

@@ -110,13 +110,12 @@ class Transformer(nn.Module):
       depend on the tokens up to and including t.
 
     Raises:
-      TypeError: The tokens are not integers, or a field has a wrong type.
-      ValueError: A field is out of range, the inputs do not have two
+      TypeError: The tokens are not integers, or `dropout` is no number.
+      ValueError: `dropout` is out of range, the inputs do not have two
         dimensions or are longer than `max_length`, or `num_heads` does not
         divide `embed_dim`.
     """
-    self._check_fields()
-    self._check_inputs(inputs)
+    self._check(inputs)
     length = inputs.shape[1]
     dtypes: dict[str, Any] = dict(
       dtype=self.policy.compute_dtype, param_dtype=self.policy.param_dtype
@@ -147,13 +146,7 @@ class Transformer(nn.Module):
     head = nn.Dense(self.num_classes, use_bias=False, name="head", **dtypes)
     return head(x).astype(self.policy.output_dtype)
 
-  def _check_fields(self) -> None:
-    checks.integer("num_layers", self.num_layers, minimum=1)
-    checks.integer("num_heads", self.num_heads, minimum=1)
-    checks.integer("embed_dim", self.embed_dim, minimum=1)
-    checks.integer("mlp_dim", self.mlp_dim, minimum=1)
-    checks.integer("max_length", self.max_length, minimum=1)
-    checks.boolean("remat", self.remat)
+  def _check(self, inputs: jax.Array) -> None:
     # Flax's Dropout accepts any number, and turns 1.5 into wrong values.
     checks.number("dropout", self.dropout, minimum=0, below=1)
     # JAX's error would be about a reshape.
@@ -161,8 +154,6 @@ class Transformer(nn.Module):
       raise ValueError(
         f"num_heads={self.num_heads} must divide embed_dim={self.embed_dim}."
       )
-
-  def _check_inputs(self, inputs: jax.Array) -> None:
     if inputs.ndim != 2:
       raise ValueError(
         f"inputs must have shape [batch, length], got {inputs.shape}."

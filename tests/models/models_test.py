@@ -239,10 +239,8 @@ def test_dropout_in_training_only(name):
       ValueError,
       ["num_heads=3", "embed_dim=16"],
     ),
-    ("cnn", IMAGES, {"features": (4, 0)}, ValueError, ["features[1]", "0"]),
-    ("cnn", IMAGES, {"dense": "8"}, TypeError, ["dense", "'8'"]),
-    ("resnet", IMAGES, {"width": 0}, ValueError, ["width"]),
-    ("transformer", TOKENS, {"num_layers": 0}, ValueError, ["num_layers"]),
+    ("cnn", IMAGES, {"dense": "8"}, TypeError, ["'8'"]),
+    ("resnet", IMAGES[0], {}, ValueError, ["inputs"]),
     ("transformer", TOKENS, {"dropout": "x"}, TypeError, ["dropout"]),
   ],
 )
