@@ -253,7 +253,7 @@ class CenterUpdate:
       lambda p: jnp.full(p.shape, 0.5, gradients.accumulator_dtype(p.dtype)),
       self._params,
     )
-    slots = opt_state_lib.init(tx, opt_state_lib.optimized_params(old))
+    slots = opt_state_lib.init(tx, old)
     new = agn_lib.ModelState(old, slots)
     for count, size in _PROBES:
       counts = dict.fromkeys(opt_state_lib.counts(slots), jnp.int32(count))

@@ -33,35 +33,23 @@ def optimized_params(params: PyTree) -> PyTree:
   return params
 
 
-def trained_params(params: PyTree) -> PyTree:
-  """Returns the parameters that have gradients and slots.
-
-  These are all of them, or the fast ones of a pair for `optax.lookahead`.
-  """
-  return params.fast if isinstance(params, optax.LookaheadParams) else params
-
-
 def init(tx: Any, params: PyTree) -> PyTree:
-  """Returns the first state of an optimizer, in the structure of later ones.
-
-  `optax.transforms.monitor` adds its measurements in the first update. They are
-  zero here: a step that may be skipped must return the same structure.
+  """Returns the first state of an optimizer.
 
   Args:
     tx: The optax optimizer.
-    params: The parameters, see `optimized_params`.
+    params: The parameters; the optimizer gets its `optimized_params`.
+
+  Raises:
+    TypeError: The parameters are a pair for `optax.lookahead`.
   """
-  state = tx.init(params)
-  is_monitor = lambda x: isinstance(x, optax.transforms.MonitorState)
-  if not any(map(is_monitor, jax.tree.leaves(state, is_leaf=is_monitor))):
-    return state
-  _, later = jax.eval_shape(tx.update, trained_params(params), state, params)
-  first = trees.leaves_by_path(state)
-  leaves = [
-    first.get(path, jnp.zeros(x.shape, x.dtype))
-    for path, x in trees.leaves_by_path(later).items()
-  ]
-  return jax.tree.unflatten(jax.tree.structure(later), leaves)
+  if isinstance(params, optax.LookaheadParams):
+    # Its gradients are not a tree like the parameters.
+    raise TypeError(
+      "params must not be a pair for optax.lookahead. Give params.fast, and "
+      "EMA or AGN(outer_tx=...) as a wrapper, which keep slow parameters."
+    )
+  return tx.init(optimized_params(params))
 
 
 def check_tx(tx: Any, argument: str = "tx") -> None:
@@ -132,12 +120,12 @@ def specs(opt_state: PyTree, params: PyTree, param_specs: PyTree) -> PyTree:
     >>> specs(state, params, {"w": P("replica")})[0].trace
     {'w': P('replica',)}
   """
-  optimized = trained_params(optimized_params(params))
+  optimized = optimized_params(params)
   by_path = {
     path: (tuple(p.shape), spec)
     for (path, p), spec in zip(
       jax.tree_util.tree_leaves_with_path(optimized),
-      jax.tree.leaves(trained_params(optimized_params(param_specs))),
+      jax.tree.leaves(optimized_params(param_specs)),
       strict=True,
     )
   }

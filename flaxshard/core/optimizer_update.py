@@ -51,31 +51,29 @@ def update(
     tx: The optax optimizer.
     params: The parameters.
     opt_state: Its state.
-    grads: A tree like `trained_params(params)`; None where a leaf has no
-      gradient.
+    grads: A tree like `params`; None where a leaf has no gradient.
     extra: Extra arguments of the optimizer's update.
 
   Returns:
     The new parameters and the new state.
   """
   grads = _to_dense_elsewhere(tx, grads)
-  trained = opt_state_lib.trained_params(params)
   # A tree of booleans. Statistics are not frozen: their gradients replace them.
   frozen = jax.tree_util.tree_map_with_path(
     lambda path, _, g: g is None and not gradients.is_statistic(path),
-    trained,
+    params,
     grads,
   )
   if not any(jax.tree.leaves(frozen)):
     return _update(tx, params, opt_state, grads, extra)
   # The optimizer needs an array for every parameter. With a zero gradient it
   # may still change parameter and slots, by weight decay or momentum: undo it.
-  is_table = parameter_groups.sparse_mask(tx, trained)
+  is_table = parameter_groups.sparse_mask(tx, params)
   filled = jax.tree.map(
     lambda is_frozen, table, p, g: _zero_gradient(p, table) if is_frozen else g,
     frozen,
-    is_table or jax.tree.map(lambda _: False, trained),
-    trained,
+    is_table or jax.tree.map(lambda _: False, params),
+    params,
     grads,
   )
   new = _update(tx, params, opt_state, filled, extra)
@@ -88,8 +86,8 @@ def keep(
   """Returns an update without its effect on some leaves and their slots.
 
   Args:
-    is_kept: For each of the trained parameters whether it is kept: a bool, or
-      a bool scalar of a traced program.
+    is_kept: For each of the parameters whether it is kept: a bool, or a bool
+      scalar of a traced program.
     old: Parameters and optimizer state before the update.
     new: Those after it.
   """
@@ -100,18 +98,11 @@ def keep(
     return o if is_kept else n
 
   (old_params, old_state), (new_params, new_state) = old, new
-  trained = opt_state_lib.trained_params(old_params)
-  is_pair = isinstance(old_params, optax.LookaheadParams)
-  params = jax.tree.map(
-    choose,
-    optax.LookaheadParams(is_kept, is_kept) if is_pair else is_kept,
-    old_params,
-    new_params,
-  )
+  params = jax.tree.map(choose, is_kept, old_params, new_params)
   optimized = opt_state_lib.optimized_params
   kept = dict(jax.tree_util.tree_leaves_with_path(optimized(is_kept)))
   # None: leaves such as step counts belong to no parameter.
-  parameters = opt_state_lib.parameters_of(old_state, optimized(trained))
+  parameters = opt_state_lib.parameters_of(old_state, optimized(old_params))
   slots = [
     n if parameter is None else choose(kept[parameter], o, n)
     for parameter, o, n in zip(
@@ -202,25 +193,22 @@ def accepted_arguments(tx: Any) -> frozenset[str] | None:
 
   None if any name is accepted: that of a custom optimizer with `**kwargs`.
   """
-  if any(
-    _takes_any(parameters) and not _is_optax(function)
-    for function, parameters in _functions(tx)
-  ):
-    return None
-  takes_any = _takes_any(inspect.signature(tx.update).parameters)
-  return _used_arguments(tx) | (_OBJECTIVE if takes_any else frozenset())
+  accepted = _used_arguments(tx)
+  for function, parameters in _functions(tx):
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+      package, *_ = (function.__module__ or "").split(".")
+      # This package's optimizers are those of optax.
+      if package not in ("optax", "flaxshard"):
+        return None
+      accepted |= _OBJECTIVE
+  return accepted
 
 
 def _used_arguments(tx: Any) -> frozenset[str]:
-  """Returns the names of the extra arguments that an optimizer uses.
-
-  Keyword arguments of functions inside the optimizer may be among them.
-  """
+  """Returns the names of keyword arguments inside an optimizer."""
   return frozenset(
     p.name
-    for function, parameters in _functions(tx)
-    # In optax an update has a `state`, its other functions have none.
-    if "state" in parameters or not _is_optax(function)
+    for _, parameters in _functions(tx)
     for p in parameters.values()
     if p.kind is p.KEYWORD_ONLY
   )
@@ -252,13 +240,3 @@ def _functions(tx: Any) -> Iterator[tuple[Any, Parameters]]:
       for cell in x.__closure__ or ():
         with contextlib.suppress(ValueError):
           pending.append(cell.cell_contents)
-
-
-def _takes_any(parameters: Parameters) -> bool:
-  return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _is_optax(function: Any) -> bool:
-  package = (function.__module__ or "").partition(".")[0]
-  # This package's optimizers are those of optax.
-  return package in ("optax", __name__.partition(".")[0])

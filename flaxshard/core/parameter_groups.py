@@ -334,11 +334,5 @@ def check_used(
   argument: str, patterns: tuple[str, ...], params: PyTree
 ) -> None:
   """Raises unless each pattern is the first that matches some parameter."""
-  if isinstance(params, optax.LookaheadParams):
-    # The fast and the slow parameters would be two groups.
-    raise ValueError(
-      f"{argument}={patterns!r}: parameters are pairs for optax.lookahead; "
-      "give it to optax.lookahead as the fast optimizer."
-    )
   paths = [trees.path_string(path) for path in trees.paths(params)]
   patterns_lib.check_used(argument, patterns, paths)

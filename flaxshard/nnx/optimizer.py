@@ -132,11 +132,7 @@ class Optimizer(nnx.Optimizer[M]):
       param_specs = variables_lib.place_module(model, mesh, wrt, rules)
     wrappers = stack.with_policy(wrappers, initialization.policy_of(model))
 
-    init = functools.partial(opt_state_lib.init, tx) if wrappers else tx.init
-    # Only for its `init`: a skipped step needs the structure of later states.
-    completed = optax.GradientTransformation(init, tx.update)
-    super().__init__(model, completed, wrt=wrt, graph=graph)
-    self.tx = tx
+    super().__init__(model, tx, wrt=wrt, graph=graph)
     self.wrappers = nnx.static(wrappers)
     params, others = self._split(model)
     states = stack.init(

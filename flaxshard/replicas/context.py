@@ -7,11 +7,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import contextvars
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -427,11 +426,15 @@ def mean_collection(tree: PyTree, groups: Groups = None) -> PyTree:
 
 
 def mean_extra_args(extra: Mapping[str, Any]) -> dict[str, Any]:
-  """Averages the loss, its gradients and its function over the replicas.
+  """Averages the loss and its gradients over the replicas.
 
   Args:
-    extra: Extra arguments by name: `value`, `grad`, `value_fn`, and others,
-      which stay as they are.
+    extra: Extra arguments by name: `value`, `grad`, and others, which stay as
+      they are.
+
+  Raises:
+    ValueError: There is a `value_fn`, and several replicas: it has the loss of
+      one of them, whose line search would take another step.
   """
   reduced = dict(extra)
   if "value" in extra:
@@ -439,31 +442,12 @@ def mean_extra_args(extra: Mapping[str, Any]) -> dict[str, Any]:
     reduced["value"] = mean_collection(value)
   if "grad" in extra:
     reduced["grad"] = reduce_gradients("mean", extra["grad"])
-  if "value_fn" in extra:
-    reduced["value_fn"] = _mean_of(extra["value_fn"])
+  if "value_fn" in extra and num_replicas() > 1:
+    raise ValueError(
+      "value_fn: a line search needs the loss of the whole batch, which no "
+      "replica has. Call the step under jax.jit, without Strategy.run."
+    )
   return reduced
-
-
-def _mean_of(value_fn: Callable[..., Any]) -> Callable[..., jax.Array]:
-  """Returns a function whose value and gradient are means over the replicas."""
-
-  # JAX differentiates a mean over replicas as if each had its own parameters.
-  @jax.custom_vjp
-  def share(params: PyTree) -> PyTree:
-    return params
-
-  share.defvjp(
-    lambda params: (params, None),
-    lambda _, grads: (reduce_over_replicas("mean", grads),),
-  )
-
-  # optax looks at the signature for further arguments.
-  @functools.wraps(value_fn)
-  def mean_value(params: PyTree, *args: Any, **kwargs: Any) -> jax.Array:
-    value = value_fn(share(params), *args, **kwargs)
-    return mean_collection(jnp.asarray(value))
-
-  return mean_value
 
 
 def _fold_in(key: jax.Array, number: jax.Array) -> jax.Array:

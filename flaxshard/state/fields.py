@@ -71,14 +71,13 @@ def computed(
     num_replicas: Length of the replica axis of the per-replica leaves.
   """
   params, step = given["params"], jnp.zeros((), jnp.int32)
-  optimized = opt_state_lib.optimized_params(params)
+  opt_state = opt_state_lib.init(tx, params)
   if not wrappers:
-    # Without wrappers the state is that of Flax in every case.
-    return dict(step=step, opt_state=tx.init(optimized))
+    return dict(step=step, opt_state=opt_state)
   others = {name: x for name, x in given.items() if name != "params"}
   return dict(
     step=step,
-    opt_state=opt_state_lib.init(tx, optimized),
+    opt_state=opt_state,
     wrapper_states=stack.init(wrappers, params, tx, others, num_replicas),
   )
 

@@ -45,15 +45,13 @@ def parameter_paths(params: PyTree) -> list[str]:
   """Returns the paths of the parameters that have gradients.
 
   Args:
-    params: The parameters of a state. Of a pair for `optax.lookahead`, those of
-      the fast ones are returned.
+    params: The parameters of a state.
 
   Example:
     >>> parameter_paths({"Dense_0": {"kernel": 1.0}})
     ['Dense_0/kernel']
   """
-  trained = opt_state_lib.trained_params(params)
-  return [trees.path_string(path) for path in trees.paths(trained)]
+  return [trees.path_string(path) for path in trees.paths(params)]
 
 
 def check_path(argument: str, path: Any, params: PyTree) -> str:
@@ -182,7 +180,7 @@ def _tree_of(pairs: Iterable[Pair], params: PyTree) -> PyTree:
     by_path[path] = g
   return jax.tree_util.tree_map_with_path(
     lambda path, _: by_path.get(trees.path_string(path)),
-    opt_state_lib.trained_params(params),
+    params,
   )
 
 
@@ -274,7 +272,7 @@ def _names(slots: list[Slot]) -> list[str]:
 
 def _find_slots(state: Any) -> list[Slot]:
   """Returns the slots of a train state, in the order of its states."""
-  known = trained = opt_state_lib.trained_params(state.params)
+  known = trained = state.params
   parameters = {path: trees.path_string(path) for path in trees.paths(trained)}
   optimized = opt_state_lib.optimized_params(trained)
   if optimized is not trained:

@@ -193,8 +193,7 @@ class TrainState(flax_train_state.TrainState):
     """Differentiates `loss_fn(params, *args)` through the wrappers.
 
     Use it in place of `jax.value_and_grad`, which knows nothing of loss scaling
-    or of a replica's local parameters. With `optax.lookahead`, whose parameters
-    are pairs, `loss_fn` gets the fast ones, and `grads` is a tree like those.
+    or of a replica's local parameters.
 
     Return what `loss_fn` computes as `aux`, rather than storing it: JAX raises
     an `UnexpectedTracerError` when a stored value is used later, if it depends

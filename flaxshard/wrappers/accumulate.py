@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
-import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from flaxshard.core import checks
-from flaxshard.core import gradients
-from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import parameter_groups
-from flaxshard.core.indexed_slices import IndexedSlices
-from flaxshard.core.indexed_slices import is_indexed_slices
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.wrappers import base
 
@@ -61,10 +56,7 @@ class Accumulate(base.Base):
   Extra arguments of the optimizer, such as `value`, are those of the batch that
   completes an update.
 
-  Of a table of `sparse_rows`, a batch adds its rows in place, and the update
-  has the rows whose sum is not zero: at most `steps` times as many as the batch
-  that completes it has. Rows beyond that, from larger batches, stay in the sum
-  for the next update.
+  Gradients of tables of `sparse_rows` become whole arrays, with a warning.
 
   Args:
     steps: Number of batches in an update.
@@ -89,7 +81,6 @@ class Accumulate(base.Base):
   """
 
   name: ClassVar[str] = "accumulate"
-  takes_indexed_slices: ClassVar[bool] = True
 
   steps: int = 1
   per_replica: bool = False
@@ -112,10 +103,8 @@ class Accumulate(base.Base):
       params: The parameters.
       tx: The optax optimizer.
     """
-    # With optax.lookahead only the fast parameters have gradients.
-    trained = opt_state_lib.trained_params(params)
     return AccumulateState(
-      grads=parameter_groups.zero_accumulators(tx, trained),
+      grads=parameter_groups.zero_accumulators(tx, params),
       num_batches=jnp.zeros((), jnp.int32),
     )
 
@@ -153,18 +142,21 @@ class Accumulate(base.Base):
     next: base.Next,
   ) -> tuple[base.Target, AccumulateState]:
     """Adds the gradients to the sum; calls `next` when it is complete."""
-    grads = gradients.deduplicate(grads)
-    total = _map(_add, state.grads, grads)
     count = state.num_batches + 1
+    total = _map(
+      lambda x, g: (x + g).astype(x.dtype), lambda x, g: x, state.grads, grads
+    )
 
     def update(target: base.Target, total: PyTree) -> tuple[Any, PyTree]:
-      taken = _map(functools.partial(_take, self.steps), total, grads)
       # Statistics of Flax's fp8 layers have no sum: the last batch's replace
       # them. By the count and not by `steps`: a restored state may have more.
       mean = _map(
-        lambda x, g: g if x is None else x / count.astype(x.dtype), taken, grads
+        lambda x, g: x / count.astype(x.dtype), lambda x, g: g, total, grads
       )
-      return next(target, mean), _map(_clear, total, taken)
+      cleared = _map(
+        lambda x, g: jnp.zeros_like(x), lambda x, g: x, total, grads
+      )
+      return next(target, mean), cleared
 
     # Also a batch without an update changes them.
     target = target._replace(
@@ -179,54 +171,12 @@ class Accumulate(base.Base):
     return target, AccumulateState(total, jnp.where(is_update, 0, count))
 
 
-def _map(fn: Callable[..., Any], tree: PyTree, other: PyTree) -> PyTree:
-  """Maps `fn` over the leaves of two trees, of which None and rows are some."""
+def _map(
+  fn: Callable[..., Any], otherwise: Callable[..., Any], *trees: PyTree
+) -> PyTree:
+  """Maps `fn` over pairs of leaves, `otherwise` where one of them is None."""
   return jax.tree.map(
-    fn, tree, other, is_leaf=lambda x: x is None or is_indexed_slices(x)
+    lambda x, g: otherwise(x, g) if x is None or g is None else fn(x, g),
+    *trees,
+    is_leaf=lambda x: x is None,
   )
-
-
-def _add(total: Any, g: Any) -> Any:
-  """Returns a sum with a gradient added."""
-  if total is None or g is None:
-    return total
-  return (total + g).astype(total.dtype)
-
-
-def _take(steps: int, total: Any, g: Any) -> Any:
-  """Returns what an update gets of a sum; None if it stays.
-
-  Args:
-    steps: The number of batches in an update.
-    total: The sum of a parameter; None if it has none.
-    g: The gradient of the last batch; None if it has none.
-  """
-  if total is None or g is None:
-    return None
-  if not is_indexed_slices(g):
-    return total
-  is_used = jnp.any(total != 0, axis=tuple(range(1, total.ndim)))
-  # The number of rows must be static: that of `steps` such batches at most.
-  size = min(total.shape[0], steps * g.indices.size)
-  # The number of the k-th of them, by binary search; beyond the last one the
-  # number of rows, which is padding.
-  indices = jnp.searchsorted(
-    jnp.cumsum(is_used.astype(jnp.int32)), jnp.arange(1, size + 1)
-  ).astype(jnp.int32)
-  rows = total.at[indices].get(
-    mode="fill", fill_value=0, indices_are_sorted=True
-  )
-  return IndexedSlices(indices, rows, total.shape, is_unique=True)
-
-
-def _clear(total: Any, taken: Any) -> Any:
-  """Returns a sum without what was taken."""
-  if total is None or taken is None:
-    return total
-  if not is_indexed_slices(taken):
-    return jnp.zeros_like(total)
-  # Zeros that depend on the rows: XLA then reads the rows before it clears
-  # them. In the other order it would have to copy the whole sum.
-  zeros = jnp.where(jnp.isfinite(taken.values), jnp.abs(taken.values) * 0, 0)
-  # Not `unique_indices`: the padding occurs several times.
-  return total.at[taken.indices].set(zeros, mode="drop")

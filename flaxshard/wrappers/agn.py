@@ -8,7 +8,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from flaxshard.core import checks
 from flaxshard.core import gradients
@@ -188,20 +187,13 @@ class AGN(base.Base):
       params: The parameters.
       tx: The optax optimizer.
     """
-    if isinstance(params, optax.LookaheadParams):
-      raise TypeError(
-        "AGN: params must not be optax.LookaheadParams: center and local "
-        "parameters are such a pair already. Pass params.fast, and the fast "
-        "optimizer as tx; AGN(outer_tx=...) updates the center."
-      )
     if self.commits_to_store:
       agn_store.check_optimizer(self, tx)
-    optimized = opt_state_lib.optimized_params(params)
     accum = parameter_groups.zero_accumulators(tx, params)
-    local_opt_state = opt_state_lib.init(tx, optimized)
+    local_opt_state = opt_state_lib.init(tx, params)
     outer_opt_state = ()
     if self.outer_tx is not None:
-      outer_opt_state = opt_state_lib.init(self.outer_tx, optimized)
+      outer_opt_state = opt_state_lib.init(self.outer_tx, params)
     return AGNState(
       local_params=params,
       local_opt_state=local_opt_state,

@@ -21,7 +21,6 @@ from flaxshard.core import checks
 from flaxshard.core import gradients
 from flaxshard.core import indexed_slices
 from flaxshard.core import narrow_gradients
-from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import optimizer_update
 from flaxshard.core import parameter_groups
 from flaxshard.core import trees
@@ -80,9 +79,7 @@ def value_and_grad(
   if gate_gradients != "none":
     checks.one_of("gate_gradients", gate_gradients, ("none", "op", "graph"))
   local = stack.local_states(wrappers, states)
-  params = opt_state_lib.trained_params(
-    stack.params(wrappers, local, params, "train")
-  )
+  params = stack.params(wrappers, local, params, "train")
   # Only what is trained is differentiated: a frozen parameter has no gradient
   # that the compiler would have to remove.
   trained = parameter_groups.drop_frozen(tx, params)
@@ -345,13 +342,10 @@ def check_gradients(tx: Any, params: PyTree, grads: PyTree) -> PyTree:
   Raises:
     ValueError: They do not match the parameters, or none is there.
   """
-  trained = opt_state_lib.trained_params(params)
-  grads = trees.conform(
-    "grads", grads, trained, dtypes=False, of_gradients=True
-  )
+  grads = trees.conform("grads", grads, params, dtypes=False, of_gradients=True)
   grads = parameter_groups.drop_frozen(tx, gradients.normalize(grads))
   if not jax.tree.leaves(grads):
-    paths = map(trees.path_string, trees.paths(trained))
+    paths = map(trees.path_string, trees.paths(params))
     raise ValueError(
       f"No gradients provided for any parameter: {', '.join(paths)}."
     )

@@ -50,10 +50,9 @@ class Wrapped:
     Args:
       params: A tree of arrays.
     """
-    optimized = opt_state_lib.optimized_params(params)
     state = WrappedState(
       jnp.zeros((), jnp.int32),
-      opt_state_lib.init(self.tx, optimized),
+      opt_state_lib.init(self.tx, params),
       stack.init(self.wrappers, params, self.tx),
     )
     # A step that donates both must not get a buffer twice.

@@ -140,28 +140,6 @@ def test_extra_arguments_reach_the_inner_optimizer():
   )
 
 
-def test_freeze_and_rates_are_inside_of_lookahead():
-  tx = fs.freeze(
-    fs.scale_learning_rates(optax.sgd(0.5), [("head", 2.0)]), ["encoder"]
-  )
-  params = optax.LookaheadParams.init_synced(PARAMS)
-  state = fs.TrainState.create(
-    apply_fn=None, params=params, tx=optax.lookahead(tx, 1, 1.0)
-  )
-  state = apply(state, jax.tree.map(np.ones_like, PARAMS))
-  tree_equality.assert_trees_equal(
-    state.params.slow["encoder"], PARAMS["encoder"]
-  )
-  assert np.asarray(state.params.slow["head"]["bias"]).tolist() == [0.0, 0.0]
-  scaled = fs.scale_learning_rates(
-    optax.lookahead(optax.sgd(0.5), 1, 1.0), [("head", 2.0)]
-  )
-  frozen = fs.freeze(optax.lookahead(optax.sgd(0.5), 1, 1.0), ["head"])
-  for around in (scaled, frozen):
-    with pytest.raises(ValueError, match="the fast optimizer"):
-      fs.TrainState.create(apply_fn=None, params=params, tx=around)
-
-
 # -- Learning rates by pattern.
 
 

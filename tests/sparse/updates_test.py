@@ -276,13 +276,6 @@ def test_checkpoint_is_that_of_a_dense_run(tmp_path, saved, wanted):
       {"tx": fs.sparse_rows(optax.sgd(1.0), ["t"]), "sparse": ["table"]},
       "sparse_rows",
     ),
-    (
-      {
-        "tx": optax.lookahead(optax.sgd(1.0), 2, 0.5),
-        "params": optax.LookaheadParams.init_synced({"table": jnp.ones(SHAPE)}),
-      },
-      "optax.lookahead",
-    ),
   ],
 )
 def test_invalid_tables_raise(kwargs, facts):

@@ -2,7 +2,6 @@
 
 import functools
 
-from flax.training import train_state as flax_train_state
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -121,32 +120,9 @@ def test_value_is_averaged_over_replicas(wrappers):
     assert 0 < float(best(state.opt_state)) < first
 
 
-def test_line_search_over_replicas_is_that_of_the_whole_batch():
-  tx, strategy = EXTRA["lbfgs"], fs.Strategy()
-  # The mean is 1, the scale of `optax_steps`.
-  scales = jnp.linspace(0.25, 1.75, strategy.num_replicas_in_sync)
-
-  def step(state, scale):
-    return state.minimize(quadratic, scale.mean())[0]
-
-  state = create(tx, WRAPPERS["scale"], strategy=strategy)
-  state = strategy.run(step, args=(state, strategy.shard_batch(scales)))
-  assert_trees_close(state.params, optax_steps(tx, PARAMS, 1))
-
-
-def test_lookahead_is_that_of_flax():
-  tx = optax.lookahead(optax.adam(0.1), sync_period=2, slow_step_size=0.5)
-  pairs = optax.LookaheadParams.init_synced(PARAMS)
-  plain = flax_train_state.TrainState.create(apply_fn=None, params=pairs, tx=tx)
-  states = [create(tx, w, pairs) for w in ((), (fs.LossScale("dynamic"),))]
-
-  @jax.jit
-  def flax_step(state):
-    return state.apply_gradients(grads=jax.grad(quadratic)(state.params.fast))
-
-  for _ in range(3):
-    plain = flax_step(plain)
-    states = [minimize(state) for state in states]
-  for state in states:
-    assert_trees_close(state.params, plain.params)
-    assert_trees_close(state.opt_state, plain.opt_state)
+def test_line_search_in_a_replica_raises():
+  strategy = fs.Strategy()
+  step = lambda state: state.minimize(quadratic)[0]
+  state = create(EXTRA["lbfgs"], WRAPPERS["scale"], strategy=strategy)
+  with pytest.raises(ValueError, match="value_fn"):
+    strategy.run(step, args=(state,))

@@ -149,22 +149,6 @@ def test_leaf_without_a_gradient_keeps_its_sum():
   assert float(state.wrapper_states["accumulate"].grads["w2"][0]) == 1.0
 
 
-def test_lookahead_takes_the_mean_of_the_batches():
-  tx = optax.lookahead(optax.sgd(0.125), sync_period=1, slow_step_size=0.5)
-  params = optax.LookaheadParams.init_synced(jax.tree.map(jnp.array, PARAMS))
-  state = fs.TrainState.create(
-    apply_fn=None, params=params, tx=tx, wrappers=[fs.Accumulate(2)]
-  )
-  ones = jax.tree.map(jnp.ones_like, state.params.fast)
-  step = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
-  state = step(state, ones)
-  state = step(state, jax.tree.map(lambda g: 3 * g, ones))
-  # Half of a step with the mean gradient 2.
-  np.testing.assert_allclose(
-    state.params.slow["w2"], PARAMS["w2"] - 0.125, rtol=1e-6
-  )
-
-
 # -- Replicas.
 
 

@@ -84,23 +84,6 @@ def test_a_step_may_donate_and_orbax_saves_the_state(tmp_path):
   assert_trees_equal(restored, (given, state))
 
 
-@pytest.mark.parametrize(
-  "wrappers", [[fs.LossScale("dynamic")], [fs.AGN(1)], [fs.Accumulate(1)]]
-)
-def test_monitor_measures_in_a_wrapped_optimizer(wrappers):
-  # Its state has the measurements from the first update on.
-  measure = lambda updates: jnp.linalg.norm(updates["w"])
-  monitor = optax.transforms.monitor({"norm": measure})
-  opt = fs.wrap(optax.chain(monitor, optax.sgd(0.1)), wrappers)
-  given = {"w": jnp.ones(4)}
-  state = opt.init(given)
-  loss_fn = lambda params: params["w"].sum()
-  for _ in range(2):
-    _, grads = opt.value_and_grad(loss_fn, given, state)
-    given, state = opt.update(grads, state, given)
-    assert float(state.opt_state[0].measurements["norm"]) == 2.0
-
-
 def test_update_takes_extra_arguments_and_checks_gradients():
   opt = fs.wrap(optax.contrib.reduce_on_plateau(patience=1))
   given = params()
