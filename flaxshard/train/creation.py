@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 import contextlib
 from typing import Any
 
@@ -56,7 +56,10 @@ def plan_creation(
     config.accumulate_steps,
     per_replica=config.mesh.per_replica,
   )
-  _check_replicas(wrappers, strategy.num_replicas_in_sync)
+  try:
+    stack.check_replicas(tuple(wrappers), strategy.num_replicas_in_sync)
+  except ValueError as e:
+    raise ValueError(f"config.wrappers: {e}") from e
   model = task.make_model(
     config.model,
     example=example,
@@ -94,14 +97,6 @@ def plan_creation(
       # Otherwise `init` puts the values that it sows in the state.
       creation = plan(mutable=DenyList(("intermediates", *sown)))
   return creation
-
-
-def _check_replicas(wrappers: Sequence[Any], num_replicas: int) -> None:
-  """Raises a ValueError if the wrappers do not fit the replicas."""
-  try:
-    stack.check_replicas(tuple(wrappers), num_replicas)
-  except ValueError as e:
-    raise ValueError(f"config.wrappers: {e}") from e
 
 
 def _sown_collections(state: TrainState) -> list[str]:

@@ -20,7 +20,6 @@ A program needs JAX, flatbuffers and safetensors to run them::
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-import functools
 import importlib.util
 import json
 import os
@@ -40,6 +39,7 @@ from flaxshard.core import trees
 from flaxshard.core.version import VERSION
 from flaxshard.state import lora
 from flaxshard.state.train_state import TrainState
+from flaxshard.tasks.adapted import AdaptedTask
 from flaxshard.train import load as load_lib
 
 FUNCTION_FILE = "model.stablehlo"
@@ -123,9 +123,8 @@ def export(
         "a TrainState is exported with example={'inputs': ...}: one example, "
         f"without the batch dimension; got example={example!r}."
       )
-    state, predict = source, _predict_inputs
-    if task is not None:
-      predict = functools.partial(load_lib.predict, tasks.adapt(task))
+    state = source
+    task = None if task is None else tasks.adapt(task)
     facts: dict[str, Any] = {"step": int(source.step)}
   else:
     if not isinstance(source, load_lib.Loaded):
@@ -135,14 +134,13 @@ def export(
         f"step={step!r} and task={task!r} are for a workdir; source is loaded "
         "already."
       )
-    state, example = source.state, source.example
-    predict = functools.partial(load_lib.predict, source.task)
+    state, example, task = source.state, source.example, source.task
     facts = {
       "step": source.step,
       "task": source.task.name,
       "config": json.loads(source.config.to_json()),
     }
-  variables, call = _flatten(state, predict)
+  variables, call = _flatten(state, task)
   exported = _export(call, variables, example, tuple(platforms), batch_size)
   description = {
     "flaxshard": VERSION,
@@ -154,19 +152,14 @@ def export(
   return description
 
 
-def _predict_inputs(state: TrainState, batch: Mapping[str, Any]) -> Any:
-  apply_fn = load_lib.apply_in_evaluation(state)
-  return apply_fn(state.params, batch["inputs"])[0]
-
-
 def _flatten(
-  state: TrainState, predict: Callable[[TrainState, Mapping[str, Any]], Any]
+  state: TrainState, task: AdaptedTask | None
 ) -> tuple[dict[str, np.ndarray], Callable[..., Any]]:
   """Returns the variables by name, and the prediction as a function of them.
 
   Args:
     state: The train state.
-    predict: `predict(state, batch)` returns the outputs.
+    task: The task; None: the model is called with the inputs.
   """
   # The factors of LoRA are merged into the parameters of the model.
   tree = lora.merge_lora(state.replace(params=state.eval_params))
@@ -192,7 +185,7 @@ def _flatten(
       for name in arrays
     ]
     given = jax.tree.unflatten(structure, leaves)
-    return predict(bare_state.replace(**given), batch)
+    return load_lib.predict(task, bare_state.replace(**given), batch)
 
   variables = {}
   for name, x in arrays.items():

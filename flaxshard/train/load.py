@@ -28,7 +28,6 @@ from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import apply as apply_lib
 from flaxshard.tasks import load as tasks_load
 from flaxshard.tasks.adapted import AdaptedTask
-from flaxshard.tasks.task import Apply
 from flaxshard.train import config as config_lib
 from flaxshard.train import creation as creation_lib
 from flaxshard.train import devices
@@ -91,26 +90,22 @@ class Loaded:
     return devices.block_if_virtual_cpu(self.strategy, jitted)
 
 
-def predict(task: AdaptedTask, state: TrainState, batch: Any) -> Any:
+def predict(
+  task: AdaptedTask | None, state: TrainState, batch: Mapping[str, Any]
+) -> Any:
   """Returns a task's prediction for a batch, in evaluation mode.
 
   Args:
-    task: The task.
+    task: The task; None calls the model with `batch["inputs"]`.
     state: The state.
     batch: Arrays `[batch, ...]` by name.
   """
-  return task.predict(apply_in_evaluation(state), state.eval_params, batch)
-
-
-def apply_in_evaluation(state: TrainState) -> Apply:
-  """Returns the function that applies the model in evaluation mode.
-
-  Args:
-    state: The state, for the model and its collections.
-  """
   # The same random streams at each call, as in evaluations.
   rngs = apply_lib.Rngs(jax.random.key(0))
-  return apply_lib.apply_in(state, train=False, rngs=rngs)
+  apply_fn = apply_lib.apply_in(state, train=False, rngs=rngs)
+  if task is None:
+    return apply_fn(state.eval_params, batch["inputs"])[0]
+  return task.predict(apply_fn, state.eval_params, batch)
 
 
 def load(

@@ -109,20 +109,15 @@ MISTAKES = [
   (dict(batch_size=None), ("config.batch_size is missing", "at least 1")),
   (dict(bach_size=16), ("config.bach_size", "'batch_size'", "num_train")),
   (dict(mesh={"replicas": 8}), ("config.mesh.replicas", "'replica'")),
-  (dict(rules="fsdp"), ("config.rules", "config.mesh.rules?")),
   (dict(optimizer={"name": "adam", "b3": 0}), ("config.optimizer", "'b3'")),
   (dict(optimizer="adamm"), ("config.optimizer", "'adamm'", "'adam'")),
-  (dict(schedule="cosin"), ("config.schedule", "'cosin'", "'cosine'")),
   (dict(model={"name": "cn"}), ("config.model", "'cn'", "'cnn'")),
-  (dict(data="digit"), ("config.data", "'digit'", "'digits'")),
   (dict(task="classificatio"), ("config.task", "'classification'")),
   # Numbers.
   (dict(batch_size=0), ("config.batch_size", "0", "at least 1")),
   (dict(learning_rate=1e39), ("config.learning_rate", "1e+39", "above 0")),
-  (dict(checkpoint_every_minutes=-1), ("config.checkpoint_every_minutes",)),
   # Choices.
   (dict(on_nonfinite="stopp"), ("config.on_nonfinite", "'stop', 'continue'")),
-  (dict(precision=["float32"]), ("config.precision", "'mixed_float16'")),
   (dict(best_metric="accuracy"), ("config.best_metric", "eval_accuracy")),
   # Names with arguments, patterns and ranges.
   (dict(data=3), ("config.data", "3", '"name"')),
@@ -130,11 +125,9 @@ MISTAKES = [
   (dict(freeze="head"), ("config.freeze", "'head'", "('^encoder/',)")),
   (dict(profile_steps=(0, 2)), ("config.profile_steps", "(0, 2)", "last")),
   # The mesh.
-  (dict(mesh=3), ("config.mesh", "3", "replica, logical_devices")),
   (dict(mesh={"replica": 0}), ("config.mesh.replica", "0", "-1")),
   (dict(mesh={"per_replica": 1}), ("config.mesh.per_replica", "1", "True")),
   (dict(mesh={"axes": ("model", 2)}), ("config.mesh.axes", "('model', 2)")),
-  (dict(mesh={"axes": (("replica", 2),)}), ("config.mesh.axes", "replica")),
   (dict(mesh={"axes": (("a", 2), ("a", 2))}), ("config.mesh.axes", "'a'")),
   (dict(mesh={"split": {"inputs": 8}}), ("config.mesh.split", "(1, 2, 4, 1)")),
   (dict(mesh={"rules": {"name": "fsdb"}}), ("config.mesh.rules", "'fsdb'")),
@@ -156,13 +149,7 @@ MISTAKES = [
   (dict(init_from={"path": "a", "keep": ("(",)}), ("keep[0]", "'('")),
   (dict(init_from={"path": "a", "rename": ("b",)}), ("rename", "pairs")),
   (dict(lora={"alpha": 8}), ("lora.alpha", "lora.rank")),
-  (dict(lora={"rank": 2, "train": ("(",)}), ("config.lora.train[0]", "'('")),
   # Early stopping.
-  (
-    dict(early_stopping={"patience": 1}),
-    ("early_stopping.patience=1", "early_stopping.metric"),
-  ),
-  (dict(early_stopping={"metric": "train_loss"}), ("'train_loss'", "eval")),
   (
     dict(early_stopping={"metric": "eval_bleu"}),
     ("config.early_stopping.mode", "'eval_bleu'", "'max'"),
@@ -173,7 +160,6 @@ MISTAKES = [
     ("config.keep_every_steps=6", "config.checkpoint_every_steps=1000"),
   ),
   (dict(keep_best=2), ("config.keep_best=2", "config.best_metric")),
-  (dict(best_metric="eval_bleu"), ("config.best_mode", "'eval_bleu'")),
   (
     dict(best_metric="eval_loss", eval_every_steps=3),
     (
@@ -266,7 +252,6 @@ def test_references_between_fields_are_kept(tmp_path):
     ("def get_config():\n  return 1 / 0", ("ZeroDivisionError",)),
     ("def get_config(x):\n  return {}", ("get_config()", "'x'")),
     ("def get_confg(): pass", ("no function get_config", "'get_confg'")),
-    ("def get_config(): pass", ("returns None",)),
     (
       "def get_config():\n  return {'bach_size': 3}",
       ("config.bach_size is not a field. Did you mean 'batch_size'",),
@@ -289,10 +274,8 @@ def test_a_broken_file_is_named(tmp_path, text, facts):
     ("digitz", ("digitz: there is no config", "'digits'")),
     ("mine", ("Did you mean 'mine.py'",)),
     ("digits.py", ("no such file in", "'digits'")),
-    ("mini.py", ("no such file in", "'mine.py'")),
     ("config/digit.py", ("no such file in", "'digits'")),
     (".", ("is a folder",)),
-    ("./digits/", ("is a folder",)),
     ("no_such_package.configs", ("No module named 'no_such_package'",)),
   ],
 )

@@ -7,7 +7,6 @@ mesh at step 2, so they also show that a checkpoint fits any mesh.
 import os
 import re
 import shutil
-import threading
 
 import jax
 import numpy as np
@@ -61,13 +60,6 @@ def infinite_example() -> data.Splits:
   inputs = np.array(IMAGES.train.inputs[:64])
   inputs[3] = np.inf
   return digits(inputs=inputs, labels=IMAGES.train.labels[:64])
-
-
-def invalid_label() -> data.Splits:
-  """Returns digits of which training example 900 has the label 10."""
-  labels = np.array(IMAGES.train.labels)
-  labels[900] = 10
-  return digits(labels=labels)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -255,23 +247,3 @@ def test_a_nonfinite_loss_of_one_replica_stops_all(tmp_path):
   assert "conv0/kernel" in str(e.value)
   # No checkpoint holds the spoiled parameters.
   assert str(match[1]) not in os.listdir(tmp_path / "checkpoints")
-
-
-@pytest.mark.slow
-def test_an_invalid_label_ends_the_run_and_keeps_checkpoints(tmp_path):
-  config = image_config(
-    {"replica": 2},
-    data={"name": f"{_THIS}:invalid_label"},
-    num_train_steps=99,
-    log_every_steps=99,
-    eval_every_steps=99,
-    checkpoint_every_steps=10,
-  )
-  with pytest.raises(ValueError, match="labels") as e:
-    train.train_and_evaluate(config, str(tmp_path))
-  assert "10" in str(e.value)
-  # Training had taken the batches before that one, of the first epoch.
-  saved = [int(step) for step in os.listdir(tmp_path / "checkpoints")]
-  assert 10 <= max(saved) <= 1437 // 16
-  names = [thread.name for thread in threading.enumerate()]
-  assert "flaxshard-prefetch" not in names

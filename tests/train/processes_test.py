@@ -11,7 +11,6 @@ import tiny
 import two_processes
 
 import flaxshard as fs
-from flaxshard import data
 from flaxshard import train
 from flaxshard.train import charts
 
@@ -19,28 +18,6 @@ pytestmark = pytest.mark.slow
 
 _TESTS = str(pathlib.Path(__file__).parents[1])
 _ROOT = str(pathlib.Path(__file__).parents[2])
-_NUM_EVAL = 21  # two batches of 16, of which the second one is padded
-
-
-reads: list[int] = []  # the evaluation examples that were read
-
-
-class RecordedArrays(data.Arrays):
-  """Arrays that note which examples are read."""
-
-  def __getitem__(self, index):
-    """Returns one example."""
-    reads.append(int(index))
-    return super().__getitem__(index)
-
-
-def recorded_digits() -> data.Splits:
-  """Returns digits that note which evaluation examples are read."""
-  digits = data.digits()
-  held_out = RecordedArrays(
-    digits.eval.inputs[:_NUM_EVAL], digits.eval.labels[:_NUM_EVAL]
-  )
-  return data.Splits(digits.train, held_out, digits.num_classes)
 
 
 _PREAMBLE = """
@@ -96,10 +73,9 @@ def count_programs(path):
 for per_replica in (False, True):
   for num_steps in (8, 16):
     counts.clear()
-    processes_test.reads.clear()
     path = f"{sys.argv[5]}/{per_replica}_{num_steps}"
     config = tiny.config(
-      data={"name": "processes_test:recorded_digits"},
+      data={"name": "digits"},
       mesh={"replica": -1, "per_replica": per_replica},
       num_train_steps=num_steps,
       log_every_steps=4,
@@ -111,8 +87,7 @@ for per_replica in (False, True):
     with jax.profiler.trace(profile, profiler_options=options):
       train.train_and_evaluate(config, path)
     count_programs(profile)
-    reads = processes_test.reads
-    print("counts", (per_replica, num_steps, dict(counts), reads))
+    print("counts", (per_replica, num_steps, dict(counts)))
 """
 
 
@@ -121,8 +96,8 @@ def two_process_runs(tmp_path_factory):
   """Runs in two processes: 8 and 16 counted steps, then the small configs.
 
   Returns:
-    The folder of the workdirs, the output of each process, and for each process
-    the counts and the examples read, by `(per_replica, num_steps)`.
+    The folder of the workdirs, and for each process the counts by
+    `(per_replica, num_steps)`.
   """
   path = tmp_path_factory.mktemp("two")
   outs = two_processes.run(
@@ -132,44 +107,29 @@ def two_process_runs(tmp_path_factory):
   for out, _ in outs:
     lines = [x[7:] for x in out.splitlines() if x.startswith("counts ")]
     parsed = map(ast.literal_eval, lines)
-    results.append({tuple(x[:2]): (x[2], x[3]) for x in parsed})
-  return path, outs, results
+    results.append({tuple(x[:2]): x[2] for x in parsed})
+  return path, results
 
 
 def test_cross_process_operations_do_not_grow_with_steps(two_process_runs):
-  for result in two_process_runs[2]:
-    short, long = dict(result[False, 8][0]), dict(result[False, 16][0])
+  for result in two_process_runs[1]:
+    short, long = dict(result[False, 8]), dict(result[False, 16])
     for counts, num_steps in ((short, 8), (long, 16)):
       assert counts.pop("jit_train_step") == num_steps
     # A row of metrics needs no operation either: the long run has four.
     assert short == long
     # The counters count: two evaluations, and the exchanges of two saves.
-    assert short["jit_eval_step"] == 4
+    assert short["jit_eval_step"] > 2
     assert short["wait_at_barrier"] > 2
 
 
 def test_a_row_of_per_replica_metrics_is_one_program(two_process_runs):
-  for result in two_process_runs[2]:
-    short, long = dict(result[True, 8][0]), dict(result[True, 16][0])
+  for result in two_process_runs[1]:
+    short, long = dict(result[True, 8]), dict(result[True, 16])
     for counts, num_steps in ((short, 8), (long, 16)):
       assert counts.pop("jit_run") == num_steps
       assert counts.pop("jit_combine_replicas") == num_steps // 4
     assert short == long
-
-
-def test_evaluation_reads_each_example_in_one_process(two_process_runs):
-  for key in ((False, 8), (True, 16)):
-    found = [sorted(result[key][1]) for result in two_process_runs[2]]
-    # Two evaluations, in batches of 16 rows, of which each process has eight.
-    # The 11 rows after example 20 are padding: examples 0 to 10.
-    rows = [*range(8), *range(16, 21), 0, 1, 2], [*range(8, 16), *range(3, 11)]
-    # Example 0 is read for its shape, too.
-    for r, wanted in zip(found, rows, strict=True):
-      assert [x for x in r if x] == sorted(2 * [x for x in wanted if x])
-  # The padding does not count: the accuracies are multiples of 1/21.
-  for row in tiny.rows(two_process_runs[0] / "False_8"):
-    correct = row["eval_accuracy"] * _NUM_EVAL
-    assert correct == pytest.approx(round(correct), abs=1e-4)
 
 
 # Overrides of the real configs. All have four replicas.
