@@ -23,6 +23,7 @@ from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.core import optimizer
 from flaxshard.core import registry
+from flaxshard.state import create
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import apply as apply_lib
@@ -151,18 +152,8 @@ def load(
   # JSON has lists for the tuples of the config.
   values = registry.to_plain(_read_json(workdir, "config.json"))
   config = config_lib.check(values)
-  shapes = resume.shapes_from_json(_read_json(workdir, "data.json"))
-  loaded = tasks_load.load(config, task, known=shapes)
-  if strategy is None:
-    strategy, fits = devices.strategy_for_state(config)
-    if rules is None and not fits:
-      rules = ()
-  placed_config = config
-  if rules is not None:
-    mesh = {**values["mesh"], "rules": rules}
-    placed_config = config_lib.check({**values, "mesh": mesh})
-  tx, _ = optimizer.create(placed_config)
-  creation = creation_lib.plan_creation(placed_config, strategy, loaded, tx)
+  shapes = _read_json(workdir, "data.json")
+  loaded, strategy, creation = plan(config, shapes, task, strategy, rules)
   directory = steps.directory_of_steps(workdir)
   chosen = _choose_step(config, workdir, step)
   restore = lambda: restoring.restore_newest(
@@ -185,6 +176,40 @@ def load(
     example=loaded.example,
     workdir=workdir,
   )
+
+
+def plan(
+  config: Any,
+  shapes: Mapping[str, Any],
+  task: Any = None,
+  strategy: Strategy | None = None,
+  rules: Any = None,
+) -> tuple[tasks_load.LoadedTask, Strategy, create.CreationPlan]:
+  """Traces the creation of the state of a run, without its data.
+
+  Args:
+    config: The checked config of the run.
+    shapes: What `data.json` has: the shapes of an example.
+    task: As for `load`.
+    strategy: As for `load`.
+    rules: As for `load`.
+
+  Returns:
+    The task, the devices, and the plan of the state on them.
+  """
+  known = resume.shapes_from_json(shapes)
+  loaded = tasks_load.load(config, task, known=known)
+  if strategy is None:
+    strategy, fits = devices.strategy_for_state(config)
+    if rules is None and not fits:
+      rules = ()
+  if rules is not None:
+    values = config.to_dict()
+    values["mesh"]["rules"] = rules
+    config = config_lib.check(values)
+  tx, _ = optimizer.create(config)
+  creation = creation_lib.plan_creation(config, strategy, loaded, tx)
+  return loaded, strategy, creation
 
 
 def _read_json(workdir: str, name: str) -> dict[str, Any]:

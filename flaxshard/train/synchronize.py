@@ -12,15 +12,11 @@ from flaxshard.center import facts as facts_lib
 from flaxshard.center import merge
 from flaxshard.center import store
 from flaxshard.core import files
-from flaxshard.core import optimizer
 from flaxshard.core import registry
 from flaxshard.state.train_state import TrainState
-from flaxshard.tasks import load as tasks_load
 from flaxshard.train import config as config_lib
 from flaxshard.train import console
-from flaxshard.train import creation as creation_lib
-from flaxshard.train import devices
-from flaxshard.train import resume
+from flaxshard.train import load
 
 _log = logging.getLogger("flaxshard")
 
@@ -70,9 +66,5 @@ def _abstract_state(facts: Mapping[str, Any]) -> TrainState:
     )
   # JSON has lists for the tuples of the config.
   config = config_lib.check(registry.to_plain(facts["config"]))
-  shapes = resume.shapes_from_json(facts["example"])
-  strategy, _ = devices.strategy_for_state(config)
-  loaded = tasks_load.load(config, None, known=shapes)
-  tx, _ = optimizer.create(config)
-  creation = creation_lib.plan_creation(config, strategy, loaded, tx)
+  _, _, creation = load.plan(config, facts["example"])
   return creation.abstract_state()
