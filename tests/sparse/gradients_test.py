@@ -1,6 +1,5 @@
 """Gradients of tables are rows, and equal to those of `jax.grad`."""
 
-import random
 import re
 from typing import Any
 import warnings
@@ -185,25 +184,6 @@ def test_dense_use_gives_a_whole_array_and_a_warning(name, compiled):
   assert "gradients_test.py:" in message
 
 
-@pytest.mark.slow
-def test_vmap_of_a_step_gives_rows_of_each_example():
-  def fn(t, ids):
-    loss = lambda p: total(p["t"][ids], 1.0)
-    return create({"t": t}, ["t"]).value_and_grad(loss)[1]["t"]
-
-  ids = jnp.array([[0, 1], [3, 3]])
-  grad = jax.grad(lambda t, i: total(t[i], 1.0))
-  rows, want = jax.device_get(
-    jax.jit(jax.vmap(lambda t, i: (fn(t, i), grad(t, i)), (None, 0)))(
-      TABLE, ids
-    )
-  )
-  assert rows.indices.tolist() == ids.tolist()
-  for i in range(2):
-    one = jax.tree.map(lambda x, i=i: x[i], rows)
-    np.testing.assert_array_equal(dense(one), want[i])
-
-
 def test_compiled_gradient_has_no_array_of_the_size_of_the_table():
   rows, columns, ids = 1_000_000, 16, 512
 
@@ -222,58 +202,6 @@ def test_compiled_gradient_has_no_array_of_the_size_of_the_table():
     .memory_analysis()
   )
   assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 2**20
-
-
-LOOKUPS = (
-  lambda t, i: t[i],
-  lambda t, i: jnp.take(t, -i, axis=0),
-  lambda t, i: t.at[3 * i].get(mode="clip"),
-  lambda t, i: t.at[3 * i].get(mode="fill", fill_value=0),
-  lambda t, i: jax.vmap(lambda j: t[j])(i),
-  lambda t, i: jax.lax.dynamic_slice_in_dim(t, i[0], 2),
-  lambda t, i: (0.5 * t)[i],
-  lambda t, i: t.at[0].set(0.0)[i],
-  lambda t, i: t[2:4],
-)
-
-
-def program(rng, depth):
-  """Returns a random function of a table and ids."""
-  if not depth:
-    lookup, act = rng.choice(LOOKUPS), rng.choice([jnp.sin, jnp.square])
-    return lambda t, i: act(lookup(t, i)).sum()
-  f, g = program(rng, depth - 1), program(rng, depth - 1)
-  return rng.choice(
-    [
-      lambda t, i: f(t, i) + g(t, i),
-      lambda t, i: jnp.tanh(f(t, i)) * g(t, i),
-      jax.jit(f),
-      lambda t, i: jax.vmap(lambda s: g(t, i + s))(jnp.arange(2)).sum(),
-    ]
-  )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_gradient_of_a_random_program_equals_that_of_jax(seed):
-  loss = program(random.Random(seed), 3)
-  ids = jnp.array([4, 1, 4, 0])
-
-  @jax.jit
-  def run(t):
-    fn = lambda p: loss(p["t"], ids)
-    return (
-      create({"t": t}, ["t"]).value_and_grad(fn),
-      jax.value_and_grad(fn)({"t": t}),
-    )
-
-  (value, grads), (want_value, want) = run(TABLE)
-  assert fs.is_indexed_slices(grads["t"])
-  np.testing.assert_array_equal(value, want_value)
-  scale = max(1, float(jnp.abs(want["t"]).max()))
-  np.testing.assert_allclose(
-    grads["t"].to_dense(), want["t"], atol=1e-5 * scale
-  )
 
 
 # -- Models.

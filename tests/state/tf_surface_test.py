@@ -1,6 +1,5 @@
 """The surface of `tf.train.Optimizer`: minimize, pairs, slots, gating."""
 
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,15 +55,6 @@ def test_aux_and_var_list():
   [(gradient, path)] = pairs
   assert (aux, path) == (7, "w")
   np.testing.assert_array_equal(gradient, 2 * W)
-
-
-def test_list_of_layers_is_a_tree():
-  params = [(jnp.ones(2), jnp.ones(())), (jnp.ones(2), jnp.ones(()))]
-  state = create(params=params, tx=optax.sgd(1.0))
-  new = state.apply_gradients(grads=params)
-  assert float(sum(p.sum() for p in jax.tree.leaves(new.params))) == 0
-  new = state.apply_gradients([(jnp.ones(2), "1/0")])
-  assert [float(p.sum()) for p in jax.tree.leaves(new.params)] == [2, 1, 0, 1]
 
 
 # var_list, grad_loss and aggregation.
@@ -251,16 +241,6 @@ def test_slots_of_wrappers():
   assert "wrapper_states/loss_scale/scale" in variables
   leaves = jax.tree.leaves((state.opt_state, dict(state.wrapper_states)))
   assert len(variables) == len(leaves)
-
-
-def test_fp8_statistics_have_no_slots():
-  params = {
-    "params": {"w": jnp.ones(2)},
-    OVERWRITE_WITH_GRADIENT: {"scale": jnp.ones(1)},
-  }
-  state = create(tx=optax.adam(RATE), params=params, wrappers=[fs.AGN(2)])
-  assert state.get_slot("params/w", "m").shape == (2,)
-  assert state.get_slot(f"{OVERWRITE_WITH_GRADIENT}/scale", "m") is None
 
 
 # `gate_gradients`: optimization barriers behind the gradients.
