@@ -180,9 +180,8 @@ def from_config(value: Any, *, argument: str = "rules") -> Rules:
       or a sequence of pairs that may end with one of those two. The type of the
       second element decides what a pair is. A tuple is the PartitionSpec of a
       regex, as in `("mlp_in/kernel", (None, "model"))`. A string or None is the
-      mesh axis of a logical name, as in `("mlp", "model")`. A dict gives a
-      logical name several axes, as in `("mlp", {"axes": ("m0", "m1")})`. Lists
-      are read as tuples.
+      mesh axis of a logical name, as in `("mlp", "model")`. Lists are read as
+      tuples.
     argument: Name of the value, for error messages.
 
   Returns:
@@ -290,13 +289,6 @@ def _entry_from_config(name: str, entry: Any) -> Any:
   if not isinstance(entry, tuple) or len(entry) != 2:
     return entry
   pattern, value = entry
-  if registry.is_dict(value):
-    if set(value) != {"axes"}:
-      raise ValueError(
-        f"{name}: a dict in a pair must have the key 'axes', the mesh axes of "
-        f"a logical name, and no other key; got {entry!r}."
-      )
-    return pattern, value["axes"]
   return pattern, P(*value) if isinstance(value, tuple) else value
 
 

@@ -4,7 +4,6 @@ import itertools
 import json
 import pathlib
 
-import jax
 import numpy as np
 import pytest
 
@@ -142,18 +141,6 @@ def test_lookups():
   assert assignment.host_device(job="w") == "/job:w/task:0/device:CPU:0"
   assert assignment.lookup_replicas(0, 1) == [0, 1, 2, 3]
   assert assignment.lookup_replicas(1, 0) == [4, 5]
-
-
-def test_devices_are_in_the_order_of_the_assignment():
-  devices = jax.devices()
-  topology = fs.Topology.from_devices(mesh_shape=(2, 2, 1, 2))
-  assignment = fs.DeviceAssignment.build(topology, (2, 1, 1, 2), num_replicas=2)
-  assert assignment.devices.tolist() == [devices[:4], devices[4:]]
-  swapped = fs.DeviceAssignment(topology, assignment.core_assignment[:, ::-1])
-  assert swapped.devices.tolist() == [devices[3::-1], devices[:3:-1]]
-  without = fs.DeviceAssignment.build(fs.Topology((2, 2, 1, 2)))
-  with pytest.raises(ValueError, match=r"Topology\.from_devices"):
-    without.devices  # noqa: B018
 
 
 @pytest.mark.parametrize(

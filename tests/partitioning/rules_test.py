@@ -221,20 +221,8 @@ def test_arrays_on_the_mesh_keep_their_sharding():
 
 
 SIZES = "{'replica': 4, 'model': 2}"
-MISSPELT = (
-  "rules[0]=('embed', P('modle'",
-  "params[embed/embedding]",
-  "no axis 'modle'",
-  "(64, 8)",
-  SIZES,
-  "Did you mean 'model'?",
-)
-INDIVISIBLE = (
-  "rules[0]=('embed'",
-  "params[embed/embedding]: dimension 1, of size 12",
-  "divided by 8, the size of ('replica', 'model')",
-  "(4, 12)",
-)
+MISSPELT = ("rules[0]", "[embed/embedding]", "'modle'", SIZES, "'model'?")
+INDIVISIBLE = ("rules[0]", "[embed/embedding]: dimension 1", "12", "by 8")
 
 
 @pytest.mark.parametrize(
@@ -320,7 +308,6 @@ def test_mistakes(rules, params, error, facts):
     ({"name": "fsdp", "axis": ["a", "b"]}, FSDP(("a", "b"))),
     ([["k", [None, ["a", "b"]]]], (("k", P(None, ("a", "b"))),)),
     ((("mlp", "model"), ("embed", None)), (("mlp", "model"), ("embed", None))),
-    ((("mlp", {"axes": ["m0", "m1"]}),), (("mlp", ("m0", "m1")),)),
     (
       (("k", ("model",)), {"name": "fsdp", "axis": "replica"}),
       (("k", P("model")), FSDP()),
@@ -340,7 +327,6 @@ def test_rules_from_config(value, rules):
     (3, TypeError, ("mesh.rules", "got 3")),
     ({"name": "fdsp"}, ValueError, ("mesh.rules.name", "'fdsp'", "'fsdp'")),
     (({"name": "fsdp", "size": 3},), ValueError, ("mesh.rules[0]", "'size'")),
-    ((("mlp", {"axis": "m0"}),), ValueError, ("mesh.rules[0]", "'axes'")),
     ("zero", ValueError, ("mesh.rules[0]", "'zero'")),
     ((("a", 3),), TypeError, ("mesh.rules[0]", "('a', 3)")),
   ],

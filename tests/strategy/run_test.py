@@ -67,20 +67,6 @@ def test_array_sharded_over_both_axes_stays_sharded_over_logical_devices():
   np.testing.assert_array_equal(columns, wanted)
 
 
-def test_captured_arrays_are_replicated():
-  constant, key = jnp.arange(3.0), jax.random.key(0)
-  state = create(EIGHT)
-
-  def fn(x):
-    noise = jax.random.normal(key, (3,))
-    return state.replace(step=state.step + 1), x * constant + noise
-
-  new, out = EIGHT.run(fn, args=(2.0,))
-  assert int(new.step) == 1
-  wanted = 2 * np.arange(3.0) + jax.random.normal(key, (3,))
-  np.testing.assert_allclose(np.asarray(out), [wanted] * 8, rtol=1e-6)
-
-
 # Results.
 
 

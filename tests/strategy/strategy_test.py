@@ -147,12 +147,6 @@ def test_gradients_are_one_all_reduce_and_the_finite_flag_is_none():
   assert sorted(re.findall(r"\w+\[[\d,]*\]", found)) == ["f32[8,8]", "f32[8]"]
 
 
-def test_finite_flag_is_reduced_without_aggregation():
-  args = create(EIGHT, DYNAMIC), sharded(EIGHT, 0)
-  found = all_reduces(EIGHT, step_without_aggregation, *args)
-  assert sum(x.startswith("s32[]") for x in found) == 1
-
-
 def test_reversed_devices():
   reverse = fs.Strategy(devices=jax.devices()[::-1])
   assert reverse.mesh.devices.tolist() == jax.devices()[::-1]
