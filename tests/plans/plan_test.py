@@ -1,5 +1,6 @@
 """Plans of a step: its memory, its traffic, and mistakes."""
 
+import collections
 import json
 import re
 
@@ -68,8 +69,9 @@ def test_state_bytes_are_those_of_describe(planned, capsys):
   described = strategy.describe(state)
   capsys.readouterr()
   fields = plan.memory.state
-  groups = described.groups
-  by_group = {name: groups[name].bytes_per_device for name in groups}
+  by_group = collections.Counter()
+  for row in described.rows:
+    by_group[row.group] += row.bytes_per_device
   wrappers = fields["loss_scale"] + fields["agn"]
   assert wrappers == by_group.pop("wrapper_states")
   assert by_group == {k: v for k, v in fields.items() if k in by_group}
