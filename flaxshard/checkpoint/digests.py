@@ -154,8 +154,6 @@ def check(step_dir: Any) -> None:
   if metadata is not None or path.exists():
     # The handlers by item, or the only one; None in a step of an older Orbax.
     items = read_json(path).get("item_handlers")
-    if not isinstance(items, (dict, str, type(None))):
-      raise Damaged(f"{path} has no items.")
     for item in sorted(items) if isinstance(items, dict) else ():
       if not (where / item).is_dir():
         raise Damaged(f"{where / item} is missing; {_STEP_METADATA} has it.")

@@ -99,7 +99,7 @@ def match(
   by_name = {n: path for n, path in by_name.items() if n not in ignored}
   by_name = _rename(by_name, patterns.rename)
   kept = _select("keep", patterns.keep, wanted, "the model")
-  sources: dict[str, Source] = {}
+  sources: dict[str, str] = {}
   missing, unmatched = {}, {n: saved[path] for n, path in by_name.items()}
   for path in wanted:
     name = path.removesuffix(_BOX)
@@ -109,7 +109,7 @@ def match(
       name = name if name in by_name else rest
     unmatched.pop(name, None)
     if path not in kept and name in by_name:
-      sources[path] = Source(by_name[name])
+      sources[path] = by_name[name]
     elif path not in kept and path not in optional:
       missing[path] = wanted[path]
   if missing or unmatched:
@@ -120,22 +120,13 @@ def match(
     )
   if not sources:
     raise ValueError("keep matches all parameters of the model: none is read.")
-  # The first pattern counts.
-  for i, (pattern, axes) in reversed(list(enumerate(patterns.transpose))):
-    field = f"transpose[{i}]={(pattern, axes)!r}"
-    for path in patterns_lib.find(field, pattern, "the model", list(sources)):
-      shape = tuple(saved[sources[path].path].shape)
-      if len(axes) != len(shape) or {*axes} != {*range(len(shape))}:
-        raise ValueError(
-          f"{field} must have the {len(shape)} axes of {path}, which has the "
-          f"shape {shape} in the file, in another order."
-        )
-      sources[path] = Source(sources[path].path, tuple(axes))
-  for path in _select("reshape", patterns.reshape, sources, "the model"):
-    sources[path] = dataclasses.replace(sources[path], reshape=True)
-  for path, source in sources.items():
-    _check(path, source, saved[source.path], wanted[path], patterns.cast)
-  return sources
+  _select("reshape", patterns.reshape, sources, "the model")
+  by_axes = [pattern for pattern, _ in patterns.transpose]
+  _select("transpose", by_axes, sources, "the model")
+  return {
+    path: _source(path, source, saved[source], wanted[path], patterns)
+    for path, source in sources.items()
+  }
 
 
 def _names_of(saved: Mapping[str, Any]) -> dict[str, str]:
@@ -181,26 +172,43 @@ def _rename(
   return {new: paths[name] for new, name in first.items()}
 
 
-def _check(path: str, source: Source, have: Any, want: Any, cast: bool) -> None:
-  """Raises a ValueError if the shape or the dtype does not fit."""
-  shape = tuple(have.shape)
-  if source.axes is not None:
-    shape = tuple(shape[axis] for axis in source.axes)
-  # With as many dimensions, they would be in another order.
-  can_reshape = len(shape) != len(want.shape) and (
-    math.prod(shape) == math.prod(want.shape)
+def _source(
+  path: str, source: str, have: Any, want: Any, patterns: Patterns
+) -> Source:
+  """Returns how a leaf becomes that of the model.
+
+  Raises:
+    ValueError: The shape or the dtype does not fit.
+  """
+  shape, axes = tuple(have.shape), None
+  # The first pattern counts.
+  first = patterns_lib.first_match([p for p, _ in patterns.transpose], path)
+  if first is not None:
+    axes = tuple(patterns.transpose[first][1])
+    if len(axes) != len(shape) or {*axes} != {*range(len(shape))}:
+      raise ValueError(
+        f"transpose[{first}]={patterns.transpose[first]!r} must have the axes "
+        f"of {path}, which has the shape {shape} in the file."
+      )
+    shape = tuple(shape[axis] for axis in axes)
+  reshape = (
+    patterns_lib.first_match(patterns.reshape, path) is not None
+    # With as many dimensions, they would be in another order.
+    and len(shape) != len(want.shape)
+    and math.prod(shape) == math.prod(want.shape)
   )
-  if shape != tuple(want.shape) and not (source.reshape and can_reshape):
+  if shape != tuple(want.shape) and not reshape:
     raise ValueError(
       f"{path} has the shape {shape} in the file, and {tuple(want.shape)} in "
       "the model. `keep` keeps its initial value; `transpose` and `reshape` "
       "change the array."
     )
-  if not (cast or np.can_cast(have.dtype, want.dtype)):
+  if not (patterns.cast or np.can_cast(have.dtype, want.dtype)):
     raise ValueError(
       f"{path} is {have.dtype} in the file, and {want.dtype} in the model, "
       "which cannot hold all its values; cast=True rounds them."
     )
+  return Source(source, axes, reshape)
 
 
 def listed(texts: Sequence[str]) -> str:

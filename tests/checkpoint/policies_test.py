@@ -135,7 +135,6 @@ def test_nonfinite_metrics_are_null_on_disk(path):
   [
     ("metrics/metrics", "{"),
     ("metrics/metrics", "[1]"),
-    ("_CHECKPOINT_METADATA", '{"item_handlers": 5}'),
     ("_CHECKPOINT_METADATA", ""),
   ],
 )
