@@ -1,18 +1,14 @@
 """Checkpointer: saves states, restores them, and refuses wrong ones."""
 
 import functools
-import json
 import logging
 import os
-from typing import Any
 
 import flax.linen as nn
-from flax.training import train_state as flax_train_state
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from tree_equality import assert_trees_equal
 
@@ -83,29 +79,6 @@ def restore(path, state, step=None, **kwargs):
     return checkpointer.restore(state, step, **kwargs)
 
 
-class FlaxState(flax_train_state.TrainState):
-  """A state with batch statistics, as in Flax's ImageNet example."""
-
-  batch_stats: Any
-
-
-def create_flax(seed=0):
-  variables = MODEL.init(jax.random.key(seed), X)
-  return FlaxState.create(
-    apply_fn=MODEL.apply,
-    params=variables["params"],
-    tx=TX,
-    batch_stats=variables["batch_stats"],
-  ).replace(step=jnp.zeros((), jnp.int32))
-
-
-def save_flax(path, state, step=3):
-  """Saves as a plain Flax program does."""
-  with ocp.CheckpointManager(path) as manager:
-    manager.save(step, args=ocp.args.StandardSave(state))
-    manager.wait_until_finished()
-
-
 @pytest.fixture
 def path(tmp_path):
   return tmp_path / "checkpoints"
@@ -174,16 +147,6 @@ def test_saving_a_step_again_returns_false_and_logs(path, caplog):
 
 
 # Files on disk.
-
-
-def metadata(path, item="default"):
-  return json.loads((path / "3" / item / "_METADATA").read_text())
-
-
-def test_plain_item_equals_that_of_a_plain_program(tmp_path):
-  save(tmp_path / "ours", trained(create(wrappers=dynamic())))
-  save_flax(tmp_path / "plain", trained(create_flax()))
-  assert metadata(tmp_path / "ours") == metadata(tmp_path / "plain")
 
 
 @pytest.mark.slow
