@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 import json
 import math
 from typing import Any
@@ -67,12 +67,14 @@ def agree(objects: Objects, own: dict[str, Any]) -> None:
   content, generation = objects.read(_KEY)
   if content is None and objects.write(_KEY, pack(own), generation) is not None:
     return
-  for path, there, here in _differences("", read(objects), own):
-    raise ValueError(
-      f"Worker: {path} is {here!r} here, and {there!r} in the run in "
-      f"{objects.url}. All workers need the same. For another run use another "
-      "directory."
-    )
+  here, there = _flat(own), _flat(read(objects))
+  for path in {**here, **there}:
+    if not _are_equal(here.get(path), there.get(path)):
+      raise ValueError(
+        f"Worker: {path} is {here.get(path)!r} here, and {there.get(path)!r} "
+        f"in the run in {objects.url}. All workers need the same. For another "
+        "run use another directory."
+      )
 
 
 def read(objects: Objects) -> dict[str, Any] | None:
@@ -81,16 +83,17 @@ def read(objects: Objects) -> dict[str, Any] | None:
   return None if content is None else unpack(_KEY, content)
 
 
-def _differences(
-  path: str, there: Any, here: Any
-) -> Iterator[tuple[str, Any, Any]]:
-  """Yields where values of JSON differ, and both values."""
-  if isinstance(there, dict) and isinstance(here, dict):
-    for key in {**here, **there}:
-      name = f"{path}.{key}" if path else key
-      yield from _differences(name, there.get(key), here.get(key))
-  elif isinstance(there, float) and isinstance(here, float):
-    if not math.isclose(there, here, rel_tol=_TOLERANCE, abs_tol=1e-12):
-      yield path, there, here
-  elif there != here:
-    yield path, there, here
+def _flat(facts: Any, path: str = "") -> dict[str, Any]:
+  """Returns the values of nested dicts by their paths."""
+  if not isinstance(facts, dict):
+    return {path: facts}
+  found: dict[str, Any] = {}
+  for key, value in facts.items():
+    found |= _flat(value, f"{path}.{key}" if path else key)
+  return found
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+  if isinstance(a, float) and isinstance(b, float):
+    return math.isclose(a, b, rel_tol=_TOLERANCE, abs_tol=1e-12)
+  return a == b

@@ -80,13 +80,7 @@ def read(objects: store.Objects, fragment: int) -> tuple[Head | None, bytes]:
   content, generation = objects.read(key)
   if content is None:
     return None, generation
-  try:
-    return Head(**store.unpack(key, content)), generation
-  except (store.DamagedError, TypeError) as e:
-    raise store.DamagedError(
-      f"{e} If {objects.url} is removed, the same command goes on from the "
-      "checkpoints."
-    ) from e
+  return Head(**store.unpack(key, content)), generation
 
 
 def read_every(objects: store.Objects, fragments: int) -> list[Head]:

@@ -41,9 +41,8 @@ class _Seen(NamedTuple):
 def _parse(key: str, content: bytes | None) -> dict[str, Any]:
   """Returns the object of a worker; `{}` if it is missing or damaged."""
   try:
-    found = store.unpack(key, content or b"")
-    return found if {"start", "phase"} <= found.keys() else {}
-  except (store.DamagedError, AttributeError):
+    return store.unpack(key, content or b"")
+  except store.DamagedError:
     return {}
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import contextlib
 import dataclasses
 import logging
+import math
 import threading
 import time
 from typing import Any
@@ -38,8 +39,9 @@ _PAUSE_LOOKS = 4.0
 # The pause between two looks of the synchronizer whether the run has ended.
 _SYNCHRONIZER_SECONDS = 0.2
 
-# Seconds that an older version stays in the store.
-_KEPT_SECONDS = 2.0
+# Seconds between two deletions of older versions: somebody may be about to read
+# one from far away.
+_SWEEP_SECONDS = 2.0
 
 
 class Merger:
@@ -73,8 +75,6 @@ class Merger:
     self.ends = threading.Event()
     # By fragment: since when commits wait for the others, and in which version.
     self._waits: dict[int, tuple[int, float]] = {}
-    # Keys of older versions that this process has replaced, and when.
-    self._old: list[tuple[float, str]] = []
     self._closed = threading.Event()
     self._error: BaseException | None = None
     self._thread = threading.Thread(target=self._run, daemon=True)
@@ -99,17 +99,23 @@ class Merger:
     self.members.leave()
 
   def _run(self) -> None:
+    swept = -math.inf
     try:
-      with contextlib.suppress(store.StoreError):  # the store has warned
-        for fragment in range(self._options.fragments):
-          self._sweep(fragment)
       while not self._closed.is_set():
         start, changed = time.monotonic(), False
         last = self.ends.is_set() or self.members.have_ended
-        with contextlib.suppress(store.StoreError):
-          for fragment in range(self._options.fragments):
-            if last or self.members.merges(fragment):
-              changed |= self._merge(fragment, last)
+        fragments = [
+          fragment
+          for fragment in range(self._options.fragments)
+          if last or self.members.merges(fragment)
+        ]
+        with contextlib.suppress(store.StoreError):  # the store has warned
+          for fragment in fragments:
+            changed |= self._merge(fragment, last)
+          if changed and (last or start - swept > _SWEEP_SECONDS):
+            swept = start
+            for fragment in fragments:
+              self._sweep(fragment)
         pause = 0.0 if changed else store.pause_after(start, _PAUSE_LOOKS)
         if self.wake.wait(pause):
           self.wake.clear()
@@ -142,9 +148,7 @@ class Merger:
     self._objects.delete(c.key for c in found if c not in new)
     if last and not new:
       final = dataclasses.replace(head, finished=True)
-      changed = heads.swap(self._objects, fragment, final, generation)
-      self._sweep(fragment)
-      return changed
+      return heads.swap(self._objects, fragment, final, generation)
     if self._update.agn.commit != "sequential":
       new = self._choose(fragment, head, new, last)
     return bool(new) and self._apply(fragment, head, generation, new)
@@ -200,26 +204,20 @@ class Merger:
     # The oldest first.
     good.sort(key=lambda commit: commit["version"])
     new_center, change = commits_lib.merge(self._update, center, good)
-    if not heads.publish(
+    is_new = heads.publish(
       self._objects,
       new_center,
       generation,
       change,
       taken=taken,
       workers=len(good),
-    ):
-      return False
-    # Somebody far away may be about to read the one before.
-    now = time.monotonic()
-    old = head.keys(fragment)[: 3 if change else 2]
-    self._old += [(now, key) for key in old]
-    swept = [key for since, key in self._old if now - since > _KEPT_SECONDS]
-    self._old = [x for x in self._old if x[1] not in swept]
-    self._objects.delete([*swept, *keys])
-    return True
+    )
+    if is_new:
+      self._objects.delete(keys)
+    return is_new
 
   def _sweep(self, fragment: int) -> None:
-    """Deletes what mergers have left behind that ended before their swap."""
+    """Deletes older versions, also of mergers that ended before their swap."""
     head, _ = heads.read(self._objects, fragment)
     if head is None:
       return

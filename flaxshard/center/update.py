@@ -39,11 +39,6 @@ by_path = train_states.by_path
 _PROBES = ((0, 1e-6), (10, -3.0), (1_000, 1e-4), (100_000, 0.1))
 
 
-def is_statistic(path: str) -> bool:
-  """Returns whether the array of a path is a statistic of an fp8 layer."""
-  return path.startswith(f"params/{gradients.OVERWRITE_WITH_GRADIENT}/")
-
-
 class CenterUpdate:
   """The center of a train state, divided into fragments.
 
@@ -55,9 +50,11 @@ class CenterUpdate:
     fragment_of: The fragment of each array of the center that changes, by path.
     accumulators: Paths of the parameters whose gradients are committed.
     layout: Shapes and dtypes of the arrays of commits, by path. Beside the
-      accumulators these are the statistics of Flax's fp8 layers, and
-      floating-point arrays of other collections: commits have their new values.
-      They belong to the last fragment.
+      accumulators these are floating-point arrays of other collections: commits
+      have their new values. They belong to the last fragment.
+
+  Raises:
+    ValueError: The model has layers of Flax in fp8.
   """
 
   def __init__(self, state: TrainState):
@@ -65,6 +62,11 @@ class CenterUpdate:
     # No arrays: they would stay in memory.
     shapes = jax.eval_shape(train_states.parts, state)
     self._params = shapes["center"]["params"]
+    if opt_state_lib.optimized_params(self._params) is not self._params:
+      raise ValueError(
+        "AGN: layers in fp8, whose statistics are no gradients, need "
+        "transport='compiled'."
+      )
     self._slots = shapes["slots"]
     self._local_tx = state.tx
     self._tx = self.agn.outer_tx or state.tx
@@ -73,26 +75,20 @@ class CenterUpdate:
     others = {
       path: x
       for path, x in local.items()
-      if is_statistic(path)
       # The parameters that LoRA freezes are the same everywhere.
-      or (
-        path.partition("/")[0] not in ("params", lora.FROZEN)
-        and jnp.issubdtype(x.dtype, jnp.floating)
-      )
+      if path.partition("/")[0] not in ("params", lora.FROZEN)
+      and jnp.issubdtype(x.dtype, jnp.floating)
     }
     self.layout = accumulators | others
     fragments = self.agn.transport.fragments
     self.fragment_of = agn_store.divide(shapes["sum"], fragments)
     self.fragment_of |= dict.fromkeys(others, fragments - 1)
-    optimized = opt_state_lib.optimized_params(self._params)
-    # Beside the statistics of fp8 layers, parameters have paths of their own.
-    prefix = "params/" if optimized is self._params else "params/params/"
-    owners = opt_state_lib.parameters_of(self._slots, optimized)
+    owners = opt_state_lib.parameters_of(self._slots, self._params)
     # None: slots that all fragments have, such as step counts.
     self._slot_fragments = {
       name: None
       if owner is None
-      else self.fragment_of.get(prefix + trees.path_string(owner), 0)
+      else self.fragment_of.get(f"params/{trees.path_string(owner)}", 0)
       for name, owner in zip(by_path(self._slots), owners, strict=True)
     }
 
@@ -295,9 +291,6 @@ def _gradients(params: PyTree, given: Mapping[str, Any]) -> PyTree:
 
   def gradient_of(path: trees.Path, p: Any) -> Any:
     name = trees.path_string(path)
-    if is_statistic(name):
-      # Flax takes the gradient of a statistic as its new value.
-      return jnp.asarray(given.get(name, p), p.dtype)
     return jnp.broadcast_to(given[name], p.shape) if name in given else None
 
   return jax.tree_util.tree_map_with_path(gradient_of, {"params": params})[

@@ -20,7 +20,7 @@ from flaxshard.center import facts as facts_lib
 from flaxshard.center import heads
 from flaxshard.center import store
 from flaxshard.center import train_states
-from flaxshard.center.exchange import Exchange
+from flaxshard.center.commits import Exchange
 from flaxshard.center.heads import Head
 from flaxshard.center.merge import Merger
 from flaxshard.center.update import CenterUpdate

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import flaxshard as fs
-from flaxshard.center import exchange
+from flaxshard.center import commits
 from flaxshard.center import merge
 from flaxshard.center import store
 from flaxshard.center import worker as worker_lib
@@ -383,7 +383,7 @@ def test_a_synchronizer_merges_while_it_lives(directory):
 @pytest.fixture
 def cable(monkeypatch):
   """An event: while it is clear, no store can be read or written."""
-  monkeypatch.setattr(exchange, "_LONGEST_PAUSE", 0.1)
+  monkeypatch.setattr(commits, "_LONGEST_PAUSE", 0.1)
   monkeypatch.setattr(worker_lib, "_LAST_WRITE_SECONDS", 0.2)
   plugged = threading.Event()
   plugged.set()
