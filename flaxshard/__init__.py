@@ -107,18 +107,8 @@ __all__ = [
 
 # Imported when asked for: Orbax, Grain and what the loop needs take a second.
 _MODULES = {
-  "center": "flaxshard.center",
-  "checkpoint": "flaxshard.checkpoint",
   "config": "flaxshard.train.config",
-  "data": "flaxshard.data",
-  "models": "flaxshard.models",
-  "nnx": "flaxshard.nnx",
   "optimizers": "flaxshard.core.tf_optimizers",
-  "plans": "flaxshard.plans",
-  "ray": "flaxshard.ray",
-  "tasks": "flaxshard.tasks",
-  "testing": "flaxshard.testing",
-  "train": "flaxshard.train",
 }
 _NAMES = {
   "Checkpointer": "flaxshard.checkpoint",
@@ -131,10 +121,10 @@ _NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-  if name in _MODULES:
-    return importlib.import_module(_MODULES[name])
   if name in _NAMES:
     return getattr(importlib.import_module(_NAMES[name]), name)
+  if name in __all__:
+    return importlib.import_module(_MODULES.get(name, f"flaxshard.{name}"))
   raise AttributeError(f"module 'flaxshard' has no attribute {name!r}")
 
 

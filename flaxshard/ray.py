@@ -104,7 +104,6 @@ def fit(
 
   Raises:
     ValueError, TypeError: An argument is invalid. Nothing has been started.
-    ImportError: Ray is not installed.
     ray.train.TrainingFailedError: A worker, or all workers of AGN, failed more
       often than `run_config` allows. The message has the workers' errors, and
       `worker_failures` the exceptions by the index of the worker.
@@ -115,7 +114,9 @@ def fit(
     ...   config, "/shared/digits", scaling_config=ScalingConfig(num_workers=2)
     ... )
   """
-  ray_train, jax_trainer = _import_ray()
+  from ray import train as ray_train
+  from ray.train.v2 import jax as jax_trainer
+
   config = config_lib.check(config)
   workdir = checks.path("workdir", workdir)
   if not files.is_bucket(workdir) and not os.path.isabs(workdir):
@@ -123,21 +124,17 @@ def fit(
       f"workdir must be an absolute path or a bucket's URL, got {workdir!r}: "
       "workers have other working directories."
     )
-  _check_type("scaling_config", scaling_config, ray_train.ScalingConfig)
   if scaling_config.min_workers < 1:
     raise ValueError(
       "scaling_config.num_workers must be at least 1, got "
       f"{scaling_config.num_workers!r}. Without Ray's workers, call "
       "flaxshard.train.train_and_evaluate."
     )
-  if run_config is not None:
-    _check_type("run_config", run_config, ray_train.RunConfig)
-  checks.number("heartbeat_timeout", heartbeat_timeout, above=0, below=1e6)
   if ranks.store_agn(config) is not None:
     return _fit_actors(
       config, workdir, scaling_config, run_config or ray_train.RunConfig()
     )
-  trainer = jax_trainer.JaxTrainer(
+  trainer: Any = jax_trainer.JaxTrainer(
     _train,
     train_loop_config={
       "config": config,
@@ -151,26 +148,6 @@ def fit(
     run_config=run_config,
   )
   return FitResult(trainer.fit().return_value, workdir)
-
-
-def _import_ray() -> tuple[Any, Any]:
-  """Returns the modules `ray.train` and `ray.train.v2.jax`."""
-  try:
-    from ray import train as ray_train
-    from ray.train.v2 import jax as jax_trainer
-  except ImportError as e:
-    raise ImportError(
-      "flaxshard.ray needs Ray Train 2.60 or later: "
-      "pip install 'flaxshard[ray]'"
-    ) from e
-  return ray_train, jax_trainer
-
-
-def _check_type(argument: str, value: Any, expected: type) -> None:
-  if not isinstance(value, expected):
-    raise TypeError(
-      f"{argument} must be a ray.train.{expected.__name__}, got {type(value)}."
-    )
 
 
 def _fit_actors(

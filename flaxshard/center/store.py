@@ -97,7 +97,7 @@ def unpack(key: str, content: bytes) -> Any:
   Raises:
     DamagedError: The checksum is another one.
   """
-  body = memoryview(content)[4:]
+  body = content[4:]
   if zlib.crc32(body).to_bytes(4, "little") != content[:4]:
     raise DamagedError(f"{key} is damaged: its checksum is wrong.")
   try:

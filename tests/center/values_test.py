@@ -8,7 +8,6 @@ import center_workers
 import flax.linen as nn
 from flax.linen import fp8_ops
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -411,31 +410,15 @@ def test_complex_parameters():
   np.testing.assert_allclose(found.params["z"], state.params["z"], rtol=1e-6)
 
 
-def test_statistics_of_fp8_layers_are_replaced_by_the_largest():
-  owg = fp8_ops.OVERWRITE_WITH_GRADIENT
-  params = {"params": {"w": ONES}, owg: {"scale": np.ones(1, np.float32)}}
-
-  @jax.jit
-  def step(state, x):
-    grads = {"params": {"w": jnp.ones(2)}, owg: {"scale": jnp.full(1, x)}}
-    return state.apply_gradients(grads=grads)
-
-  state = create(store(2, "sum"), params=params)
-  with center_workers.Workers([state] * 2, step) as group:
-    for x in (2.0, 3.0):
-      group.step([np.float32(x), np.float32(4 * x)])
-    for state in group.states:
-      assert float(state.params[owg]["scale"][0]) == 12.0
-      assert float(agn(state).local_params[owg]["scale"][0]) == 12.0
-      np.testing.assert_array_equal(state.params["params"]["w"], 0.5)
-
-
 def test_arguments_that_cannot_work():
   with pytest.raises(ValueError, match=r"tx needs value in every update"):
     create(store(2), tx=optax.polyak_sgd())
   create(store(2, "mean", True, MOMENTUM), tx=optax.polyak_sgd())
   with pytest.raises(ValueError, match=r"fragments=3 must be at most .* 2"):
     create(store(8, fragments=3))
+  fp8 = {"params": PARAMS, fp8_ops.OVERWRITE_WITH_GRADIENT: {"scale": ONES}}
+  with pytest.raises(ValueError, match="fp8"):
+    center_workers.Workers([create(store(2), params=fp8)], STEP)
 
 
 def test_steps_that_are_not_committed():

@@ -149,3 +149,45 @@ def test_notebook_runs(
   notebook = make_notebooks.read(source)
   make_notebooks.execute(notebook, tmp_path, timeout=300)
   _check(notebook, source.stem)
+
+
+# A session with one chip and eight virtual devices of the CPU: the chip is
+# another CPU client, of which JAX thinks first. An array on the chip cannot
+# be used beside one on the CPU, as on a TPU or a GPU.
+_ONE_CHIP = """
+import glob
+import os
+
+os.environ["JAX_PLATFORMS"] = "one_chip,cpu"
+find = glob.glob
+glob.glob = lambda path, **options: (
+  ["/dev/accel0"] if path == "/dev/accel*" else find(path, **options)
+)
+
+import jax
+from jax.extend import backend
+import jaxlib.xla_client
+
+backend.register_backend_factory(
+  "one_chip",
+  lambda: jaxlib.xla_client.make_cpu_client(num_devices=1),
+  priority=1000,
+)
+jax.default_backend = lambda: "tpu"
+"""
+
+
+@pytest.mark.slow
+def test_notebook_runs_with_one_chip(
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setenv("PYTHONPATH", str(make_notebooks.FOLDER.parent))
+  for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
+    monkeypatch.delenv(name, raising=False)
+  source = make_notebooks.FOLDER / "replicas_and_shardings.py"
+  notebook = make_notebooks.read(source)
+  notebook.cells.insert(0, nbformat.v4.new_code_cell(_ONE_CHIP))
+  make_notebooks.execute(notebook, tmp_path, timeout=300)
+  _, first, second, *_ = notebook_outputs.code_cells(notebook)
+  assert notebook_outputs.stdout(first).startswith("1 x cpu\n")
+  assert notebook_outputs.stdout(second) == "8 devices: cpu\n"

@@ -22,15 +22,8 @@ def run(tmp_path, text, kinds=("python", "bash")):
   [
     ("print('a b')\nprint('c')", "a b\nc"),
     ("print('a b')\nprint('c')", "a ... c"),
-    ("print('a b')\nprint('c')", "a\n..."),
     ("int('a')", "ValueError: invalid literal for int() ...: 'a'"),
-    ("print(1)\nint('a')", "1\nValueError: invalid literal ..."),
-    ("raise ValueError('one\\ntwo')", "ValueError: one\ntwo"),
     ("raise ValueError('one\\ntwo')", "two"),
-    (
-      "import configparser\nraise configparser.NoSectionError('x')",
-      "NoSectionError: No section: 'x'",
-    ),
     ("import warnings\nwarnings.warn('a b')", "UserWarning: a\nb"),
     ("raise SystemExit('end')", "SystemExit: end"),
   ],
@@ -47,11 +40,8 @@ def test_text_after_python_is_what_it_gives(tmp_path, code, text):
   ("code", "text"),
   [
     ("print('a')", "b"),
-    ("print('a')", "a b"),
-    ("a = 1", "a"),
     ("print('a')", "ValueError: a"),
     ("raise ValueError('a')", "ValueError: b"),
-    ("raise ValueError('a')", "TypeError: a"),
     ("import warnings\nwarnings.warn('a')", "UserWarning: b"),
   ],
 )
@@ -66,43 +56,13 @@ def test_other_text_is_named_with_page_and_line(tmp_path, code, text):
   ("page", "message"),
   [
     ("```\na\n```\n", r"page\.md:2: no test checks blocks of the kind ''"),
-    ("```yaml\na\n```\n", "kind 'yaml'"),
     ("```{code-block} python\na\n```\n", "kind '{code-block}'"),
     ("````{note}\n\n```json\n{}\n```\n````\n", r"page\.md:4: .* kind 'json'"),
     ("```text\na\n```\n", "follows no code block"),
     ("```python\n```\n```text\n```\n```text\n```\n", r":6: .* follows no code"),
     ("```bash\nkubectl a\n```\n", "no rule for 'kubectl a'"),
-    ("```bash\npip install a\nls\n```\n", "no rule for 'ls'"),
   ],
 )
 def test_a_block_that_nothing_checks_is_named(tmp_path, page, message):
   with pytest.raises(page_runner.PageError, match=message):
     page_runner.check_kinds(read(tmp_path, page))
-
-
-@pytest.mark.slow
-def test_commands_train_in_the_folder_and_with_a_config_of_the_page(tmp_path):
-  page = """
-```python
-import flaxshard as fs
-
-def get_config():
-  config = fs.config.read("digits")
-  config.batch_size = 8
-  return config
-```
-```bash
-flaxshard --config=mine.py --workdir=/tmp/mine
-flaxshard --config=mine.py --workdir=/tmp/mine \\
-  --config.num_train_steps=9 --config.resume=extend
-python -m flaxshard.checkpoint /tmp/mine
-```
-```text
-...done: step 2...done: step 4...
-```
-```python
-step = int(fs.load("/tmp/mine").step)
-```
-"""
-  assert run(tmp_path, page)["step"] == 4
-  assert (tmp_path / "folder" / "tmp" / "mine" / "metrics.jsonl").exists()
