@@ -279,20 +279,13 @@ def batch_is_on_every_device(devices: Any, wrong: bool) -> Program:
 
 
 @_mistake("activations", here=True)
-<<<<<<< HEAD
 def fsdp_has_no_constraints(devices: Any, wrong: bool) -> Program:
   strategy = fs.Strategy(devices=devices)
   batch_sharding = jax.sharding.NamedSharding(strategy.mesh, _SPLIT)
-=======
-def layer_forces_replication(devices: Any, wrong: bool) -> Program:
-  strategy = fs.Strategy(devices=devices)
-  whole = jax.sharding.NamedSharding(strategy.mesh, P())
->>>>>>> d117ab4 (center, ray, docs: fp8 in a store is one error; fewer tests of tools)
 
   class Model(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-<<<<<<< HEAD
       for _ in range(3):
         # here: fsdp_has_no_constraints
         x = nn.relu(nn.Dense(256, use_bias=False)(x))
@@ -302,16 +295,6 @@ def layer_forces_replication(devices: Any, wrong: bool) -> Program:
 
   state = _abstract_state(strategy, Model(), (1, 128), rules="fsdp")
   return Program(_jit_like(state), state, _abstract_batch(strategy, (64, 128)))
-=======
-      # here: layer_forces_replication
-      x = nn.relu(nn.Dense(64)(x))
-      if wrong:
-        x = jax.lax.with_sharding_constraint(x, whole)
-      return nn.Dense(64)(x)
-
-  state = _abstract_state(strategy, Model())
-  return Program(_jit_like(state), state, _abstract_batch(strategy, (512, 64)))
->>>>>>> d117ab4 (center, ray, docs: fp8 in a store is one error; fewer tests of tools)
 
 
 @_mistake("batch", here=True)
@@ -336,30 +319,6 @@ def microbatches_by_a_plain_reshape(devices: Any, wrong: bool) -> Program:
   return Program(_jit_like(state, step), state, _abstract_batch(strategy))
 
 
-<<<<<<< HEAD
-@_mistake("batch", here=True)
-def mixup_permutes_the_global_batch(devices: Any, wrong: bool) -> Program:
-  strategy = fs.Strategy(devices=devices)
-  state = _abstract_state(strategy, Mlp())
-
-  def step(state: Any, x: jax.Array) -> Any:
-    if wrong:
-      key = jax.random.fold_in(jax.random.key(0), state.step)
-      order = jax.random.permutation(key, x.shape[0])
-      # here: mixup_permutes_the_global_batch
-      x = 0.7 * x + 0.3 * x[order]
-    else:  # neighbours on the same device
-      pairs = x.reshape(-1, 2, 64)
-      x = (0.7 * pairs + 0.3 * pairs[:, ::-1]).reshape(-1, 64)
-    return _train_step(state, x)
-
-  return Program(
-    _jit_like(state, step), state, _abstract_batch(strategy, (512, 64))
-  )
-
-
-=======
->>>>>>> d117ab4 (center, ray, docs: fp8 in a store is one error; fewer tests of tools)
 @_mistake("activations", here=True)
 def max_pool_gathers_the_batch(devices: Any, wrong: bool) -> Program:
   class Model(nn.Module):
