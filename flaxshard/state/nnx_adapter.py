@@ -16,7 +16,6 @@ from flax import linen as nn
 from flax import nnx
 from flax import traverse_util
 import jax
-from jax.experimental import layout
 import jax.numpy as jnp
 
 from flaxshard.core import checks
@@ -192,10 +191,8 @@ def box(variable: Any, value: Any) -> Any:
   metadata = variable.get_metadata()
   # NNX accepts names, a PartitionSpec, a NamedSharding or a Format here.
   names: Any = metadata.get("out_sharding")
-  if isinstance(names, layout.Format):
-    names = names.sharding
-  if isinstance(names, jax.sharding.NamedSharding):
-    names = names.spec
+  names = getattr(names, "sharding", names)
+  names = getattr(names, "spec", names)
   if not names:
     return value
   rules = metadata.get("sharding_rules") or ()

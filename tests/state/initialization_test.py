@@ -115,7 +115,6 @@ class AnyPolicy(nn.Module):
     (AnyPolicy(dtype=jnp.bfloat16), False),
     # The names mean something else.
     (AnyPolicy(policy="mixed_float16", dtype="auto"), False),
-    (AnyPolicy(policy=jnp.tanh, dtype=max), False),
   ],
 )
 def test_auto_loss_scale_follows_policy_and_dtype(model, scales):

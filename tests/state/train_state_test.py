@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import re
 from typing import Any
 
 import compilations
@@ -39,27 +38,12 @@ class Mlp(nn.Module):
 # Without wrappers it is Flax's class.
 
 
-def normalized_hlo(compiled):
-  """Returns the optimized HLO without names and source locations."""
-  text = compiled.as_text()
-  # Tables of files and frames stand between the header and the computations.
-  header, _, body = text.partition("\n")
-  layout = re.search(r"entry_computation_layout=\S+", header).group()
-  start = re.search(r"^(%|ENTRY)", body, re.MULTILINE).start()
-  body = re.sub(r', metadata=\{(?:"[^"]*"|[^}"])*\}', "", body[start:])
-  body = re.sub(r"\(([^()]*: [^()]*)\) ->", "() ->", body)
-  names: dict[str, str] = {}
-  body = re.sub(
-    r"%[\w.\-]+", lambda m: names.setdefault(m[0], f"%{len(names)}"), body
-  )
-  return layout + "\n" + body
-
-
 def mlp_loss(params, x, y):
   return ((Mlp().apply({"params": params}, x) - y) ** 2).mean()
 
 
-def compiled_step(state_class, donate, **kwargs):
+def program(state_class, **kwargs):
+  """Returns the text of a lowered step, which is what XLA compiles."""
   params = Mlp().init(jax.random.key(0), X)["params"]
   state = state_class.create(
     apply_fn=Mlp().apply, params=params, tx=optax.adamw(0.1), **kwargs
@@ -74,21 +58,16 @@ def compiled_step(state_class, donate, **kwargs):
       loss, grads = jax.value_and_grad(mlp_loss)(state.params, x, y)
     return state.apply_gradients(grads=grads), loss
 
-  step = jax.jit(step, donate_argnums=(0,) if donate else ())
-  return step.lower(state, X, Y).compile()
+  return jax.jit(step, donate_argnums=0).lower(state, X, Y).as_text()
 
 
-@pytest.mark.parametrize("donate", [False, True])
-def test_step_without_wrappers_compiles_to_the_program_of_flax(donate):
-  bare = normalized_hlo(compiled_step(flax_train_state.TrainState, donate))
-  assert "fusion" in bare
-  assert normalized_hlo(compiled_step(fs.TrainState, donate)) == bare
+def test_step_without_wrappers_is_the_program_of_flax():
+  bare = program(flax_train_state.TrainState)
+  assert "tf.aliasing_output" in bare
+  assert program(fs.TrainState) == bare
   # "auto" finds nothing to scale in float32: it is compiled away.
-  off = compiled_step(fs.TrainState, donate, wrappers=[fs.LossScale("auto")])
-  assert normalized_hlo(off) == bare
-  if not donate:
-    on = compiled_step(fs.TrainState, donate, wrappers=[fs.LossScale(8)])
-    assert normalized_hlo(on) != bare
+  assert program(fs.TrainState, wrappers=[fs.LossScale("auto")]) == bare
+  assert program(fs.TrainState, wrappers=[fs.LossScale(8)]) != bare
 
 
 def test_leaves_without_wrappers_are_those_of_flax():
