@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import types
-from typing import Any
 import warnings
 
 import compilations
@@ -62,14 +61,10 @@ def assert_same(a, b):
 class Local(fs.wrappers.Base):
   """A wrapper with a per-replica copy of the parameters."""
 
-  given: Any = None
-
   def init(self, params, tx):
     return {"local": params, "count": 0}
 
   def specs(self, state):
-    if self.given is not None:
-      return self.given
     local = jax.tree.map(lambda _: P("replica"), state["local"])
     return {"local": local, "count": P()}
 

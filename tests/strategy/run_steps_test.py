@@ -15,8 +15,6 @@ from regression import Y
 
 import flaxshard as fs
 
-P = jax.sharding.PartitionSpec
-
 STRATEGY = fs.Strategy()
 DYNAMIC = (fs.LossScale("dynamic"),)
 

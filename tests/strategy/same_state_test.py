@@ -116,6 +116,7 @@ def write_to_ref_in_loop(x, value):
 REPLICATED = {
   "shared": lambda x, y: jnp.sort(x) * 2 + jnp.arange(4),
   "pmean": lambda x, y: x + mean(y),
+  "all_gather": lambda x, y: jax.lax.all_gather(y, "replica").sum(0),
   "scan": lambda x, y: jax.lax.scan(
     lambda c, row: (c + mean(row * y).sum(), None), 0.0, x
   )[0],
