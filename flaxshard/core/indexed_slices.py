@@ -151,17 +151,13 @@ class IndexedSlices:
       self.values, mode="drop", indices_are_sorted=self.is_unique
     )
 
-  def deduplicated(self, size: int | None = None) -> IndexedSlices:
+  def deduplicated(self) -> IndexedSlices:
     """Sums the rows of equal numbers.
-
-    Args:
-      size: Number of rows of the result. None takes as many as there are now,
-        but not more than the whole array has. It must be at least the number of
-        distinct row numbers: further ones would be dropped.
 
     Returns:
       Sorted, distinct row numbers, then padding: the number `dense_shape[0]`
-      with rows of zeros.
+      with rows of zeros. There are as many rows as before, but not more than
+      the whole array has.
 
     Example:
       >>> slices = IndexedSlices([2, 0, 2], jnp.ones((3, 1)), (4, 1))
@@ -169,10 +165,9 @@ class IndexedSlices:
       [0, 2, 4]
     """
     rows = self.dense_shape[0]
-    if self.is_unique and size in (None, self.indices.size):
+    if self.is_unique:
       return self
-    if size is None:
-      size = min(self.indices.size, rows)
+    size = min(self.indices.size, rows)
     indices = self._in_range()
     # A stable sort: rows of one number are added in the order that they have.
     order = jnp.argsort(indices, stable=True)

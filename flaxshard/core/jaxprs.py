@@ -165,12 +165,6 @@ class Forward(Generic[Fact]):
       return self._while(params, given)
     if name == "scan":
       return self._scan(params, given)
-    if name == "custom_linear_solve":
-      # The inputs are the constants of four functions, then the right side.
-      sizes = params["const_lengths"]
-      start = sizes.matvec + sizes.vecmat
-      consts = given[start : start + sizes.solve]
-      return self.run(params["jaxprs"].solve, consts + given[sum(sizes) :])
     if name in CALLS or name in CUSTOM_CALLS or name == "shard_map":
       (body,) = core.jaxprs_in_params(params)
       return self.run(body, given)

@@ -69,26 +69,14 @@ def value_and_grad(
   one = jnp.ones_like(value)
   program, computed = jax.make_jaxpr(trace, return_shape=True)(one)
   outputs = jax_core.jaxpr_as_fun(program)(one)
-  dtypes = dtypes_before_casts(program)
-  for i, x, dtype in zip(computed, outputs, dtypes, strict=True):
+  sources: Sources = {}
+  variables = program.jaxpr.outvars
+  for i, x, variable in zip(computed, outputs, variables, strict=True):
+    dtype = dtype_before_cast(program.jaxpr, variable, sources)
     grads[i] = x if dtype is None else x.astype(dtype)
   treedef: Any = jax.tree.structure(params)
   leaves = [grads[i] for i in range(treedef.num_leaves)]
   return (value, aux), treedef.unflatten(leaves)
-
-
-def dtypes_before_casts(program: Any) -> list[Any]:
-  """Returns the 16-bit dtypes that a program casts its outputs from.
-
-  Args:
-    program: A `jax.extend.core.ClosedJaxpr`.
-
-  Returns:
-    For each output the dtype, or None if the last operation is no exact cast.
-  """
-  sources: Sources = {}
-  program = program.jaxpr
-  return [dtype_before_cast(program, x, sources) for x in program.outvars]
 
 
 def dtype_before_cast(

@@ -23,7 +23,6 @@ from flaxshard.core import indexed_slices
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import parameter_groups
 from flaxshard.core import trees
-from flaxshard.core.indexed_slices import IndexedSlices
 
 PyTree = Any
 Parameters = Mapping[str, inspect.Parameter]
@@ -68,11 +67,9 @@ def update(
     return _update(tx, params, opt_state, grads, extra)
   # The optimizer needs an array for every parameter. With a zero gradient it
   # may still change parameter and slots, by weight decay or momentum: undo it.
-  is_table = parameter_groups.sparse_mask(tx, params)
   filled = jax.tree.map(
-    lambda is_frozen, table, p, g: _zero_gradient(p, table) if is_frozen else g,
+    lambda is_frozen, p, g: _zero_gradient(p) if is_frozen else g,
     frozen,
-    is_table or jax.tree.map(lambda _: False, params),
     params,
     grads,
   )
@@ -163,11 +160,7 @@ def _to_dense_elsewhere(tx: Any, grads: PyTree) -> PyTree:
   return indexed_slices.to_dense(grads, keep=tables)
 
 
-def _zero_gradient(p: jax.Array, is_table: bool) -> Any:
-  if is_table:
-    return IndexedSlices(
-      jnp.zeros(0, jnp.int32), jnp.zeros((0, *p.shape[1:]), p.dtype), p.shape
-    )
+def _zero_gradient(p: jax.Array) -> jax.Array:
   # Optimizers divide and take roots, which integer arrays do not support.
   inexact = jnp.issubdtype(p.dtype, jnp.inexact)
   return jnp.zeros(p.shape, p.dtype if inexact else jnp.float32)

@@ -265,7 +265,7 @@ class AGN(base.Base):
   def pending(self, state: AGNState) -> str | None:
     """Returns how many local steps the center lacks, if any."""
     step, period = int(state.local_step), self.communication_period
-    missing, who = [step % period], "each replica"
+    missing, who = step % period, "each replica"
     if self.commits_to_store:
       if step >= period and not jnp.any(state.sent):
         return (
@@ -273,15 +273,12 @@ class AGN(base.Base):
           "With transport='store' they are committed by flaxshard.Worker: call "
           "state = worker.commit(state) after each step."
         )
-      missing, who = [step - int(sent) for sent in state.sent], "this process"
-    if not any(missing):
+      missing, who = step - int(min(state.sent)), "this process"
+    if not missing:
       return None
-    which = f"the last {', '.join(map(str, missing))} local steps"
-    if len(missing) > 1:
-      which = f"of fragments 0 to {len(missing) - 1} {which}"
     return (
-      f"AGN: {which} of {who} are not in params. They are committed after "
-      f"communication_period={period} applied steps."
+      f"AGN: the last {missing} local steps of {who} are not in params. They "
+      f"are committed after communication_period={period} applied steps."
     )
 
   # -- A step.

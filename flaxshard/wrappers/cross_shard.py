@@ -94,17 +94,13 @@ class CrossShard(base.Base):
       num_replicas: The number of replicas.
 
     Raises:
-      ValueError: A replica is in no group, or a group has an unknown number.
+      ValueError: The groups are those of another number of replicas.
     """
-    if self.group_assignment is None:
-      return
-    named = {i for group in self.group_assignment for i in group}
-    wanted = set(range(num_replicas))
-    if named != wanted:
+    groups = self.group_assignment
+    if groups is not None and sum(map(len, groups)) != num_replicas:
       raise ValueError(
-        f"CrossShard: group_assignment={self.group_assignment!r} must contain "
-        f"each of the {num_replicas} replicas, 0 to {num_replicas - 1}, once; "
-        f"missing: {sorted(wanted - named)}, unknown: {sorted(named - wanted)}."
+        f"CrossShard: group_assignment={groups!r} must contain each of the "
+        f"{num_replicas} replicas, 0 to {num_replicas - 1}, once."
       )
 
   def apply(
@@ -147,10 +143,9 @@ def _check_groups(value: Any) -> Groups:
       f"{where} must have groups of one size, and none that is empty; the "
       f"sizes are {sizes}."
     )
-  numbers = [number for group in groups for number in group]
-  twice = sorted({i for i in numbers if numbers.count(i) > 1})
-  if twice:
+  numbers = sorted(number for group in groups for number in group)
+  if numbers != list(range(len(numbers))):
     raise ValueError(
-      f"{where} must contain each replica once; given twice: {twice}."
+      f"{where} must contain each replica, 0 to {len(numbers) - 1}, once."
     )
   return groups

@@ -248,12 +248,12 @@ def map_per_replica(
   for w in wrappers:
     name = base.name_of(w)
     if base.overrides(w, "specs"):
-      leaves = jax.tree.leaves(states[name])
-      treedef: Any = jax.tree.structure(states[name])
-      mask = base.per_replica_mask(w, states[name])
-      mapped[name] = treedef.unflatten(
-        fn(name, x) if is_per_replica else x
-        for x, is_per_replica in zip(leaves, mask, strict=True)
+      mapped[name] = jax.tree.map(
+        lambda x, spec, name=name: (
+          fn(name, x) if values.has_replica_axis(spec) else x
+        ),
+        states[name],
+        w.specs(states[name]),
       )
   return mapped
 

@@ -429,7 +429,7 @@ def test_steps_that_are_not_committed():
     plain = state.without_wrappers()
   assert_trees_equal(plain.params, PARAMS)
   state = train_alone(create(store(4, "mean", fragments=2)), STEP, 5, XS)
-  with pytest.warns(UserWarning, match=r"of fragments 0 to 1 the last 3, 1 "):
+  with pytest.warns(UserWarning, match=r"the last 3 local steps of this "):
     state.without_wrappers()
 
 

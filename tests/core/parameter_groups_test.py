@@ -78,16 +78,6 @@ def test_only_parameters_that_are_not_frozen_change(wrappers):
       assert not jax.tree.leaves(tree["encoder"])
 
 
-def test_value_and_grad_returns_none_for_a_frozen_parameter():
-  state = create(fs.freeze(optax.sgd(0.1), ["bias"]), [fs.LossScale(8.0)])
-  grads = jax.jit(lambda state: state.value_and_grad(loss_fn)[1])(state)
-  assert grads["encoder"]["bias"] is None and grads["head"]["bias"] is None
-  expected = jax.jit(jax.grad(loss_fn))(PARAMS)
-  np.testing.assert_allclose(
-    grads["head"]["kernel"], expected["head"]["kernel"], rtol=1e-6
-  )
-
-
 def test_scaling_factors_of_fp8_layers_are_not_frozen():
   layer = {"encoder": {"scale": jnp.ones(())}, "head": {"scale": jnp.ones(())}}
   params = {"params": layer, "_overwrite_with_gradient": layer}

@@ -53,23 +53,6 @@ def test_dtypes_are_those_of_the_parameters(optimizer):
   assert {x.dtype for x in floats} <= {jnp.dtype(jnp.bfloat16)}
 
 
-def test_inject_hyperparams():
-  def steps(params, transform):
-    return [
-      step(transform(optimizer)(0.1, l1_regularization_strength=0.25), params)
-      for optimizer in ALL
-    ]
-
-  @jax.jit
-  def injected_and_plain(params):
-    injected = steps(params, optax.inject_hyperparams)
-    return injected, steps(params, lambda optimizer: optimizer)
-
-  for (got, _), (want, _) in zip(*injected_and_plain(PARAMS), strict=True):
-    for name in want:
-      np.testing.assert_allclose(got[name], want[name], rtol=1e-6)
-
-
 @pytest.mark.parametrize("optimizer", ALL)
 def test_integers_stay(optimizer):
   params = {"count": jnp.array([3])}

@@ -253,33 +253,6 @@ def test_a_step_of_two_programs():
   assert jax.tree.structure(nnx.split((model, optimizer))) == shape
 
 
-def test_accumulation_in_a_scan():
-  model, optimizer = create()
-  before = arrays(model)
-
-  @nnx.jit
-  def step(model, optimizer, first, others):
-    # Outside of the scan: it begins the step, whose state the scan carries.
-    _, grads = optimizer.value_and_grad(loss_fn, model, first)
-
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    def add(carry, batch):
-      model, optimizer, grads = carry
-      _, more = optimizer.value_and_grad(loss_fn, model, batch)
-      return model, optimizer, jax.tree.map(jnp.add, grads, more)
-
-    optimizer.update(model, add((model, optimizer, grads), others)[2])
-
-  stacked = lambda made: jax.tree.map(lambda *x: jnp.stack(x), *made)
-  for overflow in (0, 2):
-    first, *others = batches(overflow=overflow)
-    step(model, optimizer, first, stacked(others))
-    assert_same(arrays(model), before)
-  first, *others = batches()
-  step(model, optimizer, first, stacked(others))
-  assert int(model.drop.rngs.count[...]) == 4
-
-
 def test_wrt_trains_what_it_selects():
   model = nnx.LoRALinear(4, 1, lora_rank=2, rngs=nnx.Rngs(0))
   before = arrays(model)
@@ -421,19 +394,6 @@ def test_auto_finds_float16_in_inner_modules():
   assert float(optimizer.metrics()["loss_scale"]) == 2.0**15
 
 
-@pytest.mark.slow
-def test_agn_and_a_custom_wrapper():
-  class Halve(fs.wrappers.Base):
-    def apply(self, state, target, grads, next):
-      return next(target, jax.tree.map(lambda g: g / 2, grads)), state
-
-  model, optimizer = create([*DYNAMIC, Halve(), fs.AGN(2)])
-  for batch in batches(overflow=1):
-    our_step(model, optimizer, batch)
-  assert int(optimizer.metrics()["commits"]) == 1
-  assert all(np.isfinite(x).all() for x in arrays(model).values())
-
-
 def test_strategy_shards_parameters_and_slots():
   strategy = fs.Strategy()
   n = strategy.num_replicas_in_sync
@@ -552,16 +512,11 @@ def test_slots_and_gated_gradients():
 
 def test_the_call_that_nnx_has_is_a_step_too():
   (model, optimizer), (other, same) = create(), create()
-  for batch in batches():
-    loss = our_step(model, optimizer, batch)
-    want, grads = same.value_and_grad(loss_fn)(other, batch)
-    same.update(other, grads)
-    np.testing.assert_allclose(loss, want, rtol=1e-6)
-  assert int(same.step[...]) == 4
-  got, want = arrays(model), arrays(other)
-  assert got.keys() == want.keys()
-  for path, x in got.items():
-    np.testing.assert_allclose(x, want[path], rtol=1e-4, atol=1e-5)
+  batch = batches(1)[0]
+  loss, grads = optimizer.value_and_grad(loss_fn, model, batch)
+  want, same_grads = same.value_and_grad(loss_fn)(other, batch)
+  np.testing.assert_array_equal(loss, want)
+  assert_same(arrays(grads), arrays(same_grads))
 
 
 # Averages, accumulation and frozen parameters.
@@ -569,24 +524,6 @@ def test_the_call_that_nnx_has_is_a_step_too():
 
 def bias_of(model):
   return np.asarray(model.layers[1].bias[...])
-
-
-@pytest.mark.slow
-def test_average_of_the_updates():
-  wrappers = [fs.LossScale("dynamic"), fs.Accumulate(2), fs.EMA(0.5)]
-  model, optimizer = create(wrappers)
-  biases = []
-  # One batch is left out, so updates end with the third and the last batch.
-  for batch in batches(5, overflow=1):
-    our_step(model, optimizer, batch)
-    biases.append(bias_of(model))
-  assert int(optimizer.step[...]) == 2
-  average = nnx.clone(model)
-  nnx.update(average, optimizer.eval_params(model))
-  np.testing.assert_allclose(
-    bias_of(average), (biases[2] + 2 * biases[4]) / 3, rtol=1e-5
-  )
-  np.testing.assert_array_equal(bias_of(model), biases[4])
 
 
 @pytest.mark.parametrize("wrappers", [(), DYNAMIC])

@@ -45,12 +45,6 @@ def test_per_replica_is_a_sequence_and_a_pytree():
   assert np.asarray(doubled).tolist() == [2.0, 6.0]
 
 
-def test_mean_of_a_per_replica():
-  x = fs.PerReplica(jnp.array([[1.0, 2.0], [3.0, 6.0]]))
-  assert float(x.mean()) == float(np.mean(x)) == 3.0
-  assert x.mean(axis=0).tolist() == [2.0, 4.0]
-
-
 def test_mean_over_replicas_and_broadcast_to_replicas():
   keys = jax.random.split(jax.random.key(0), 8)
   tree = {
@@ -149,17 +143,6 @@ def test_local_results_are_on_the_devices_of_their_replica():
     assert result["a"].devices() == set(SPLIT.mesh.devices[i])
     for shard in result["a"].addressable_shards:
       assert shard.data.shape == (2, 3)
-
-
-def test_local_results_stay_sharded_over_logical_devices():
-  fn = lambda x: SPLIT.split_to_logical_devices(x + replica_id(), [1, 4])
-  replica_id = lambda: fs.get_replica_context().replica_id_in_sync_group
-  x = np.arange(16.0).reshape(2, 8)
-  results = SPLIT.local_results(SPLIT.run(fn, args=(x,)))
-  for i, result in enumerate(results):
-    np.testing.assert_array_equal(result, x + i)
-    assert result.devices() == set(SPLIT.mesh.devices[i])
-    assert {s.data.shape for s in result.addressable_shards} == {(2, 2)}
 
 
 @pytest.mark.parametrize("made_by", ["numpy", "another order", "whole"])

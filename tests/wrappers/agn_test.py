@@ -33,48 +33,54 @@ def test_every_step_equals_the_reference_on_few_replicas(replicas):
   )
 
 
-def test_local_sgd_averages_the_local_parameters():
-  wrapper = fs.AGN(3, commit="mean", commit_delta=True, outer_tx=optax.sgd(1.0))
+MOMENTUM = dict(momentum=0.9, nesterov=True)
+
+
+@pytest.mark.parametrize(
+  ("wrapper", "name", "outer", "sizes"),
+  [
+    # Local SGD: the center is the mean of the local parameters.
+    (
+      fs.AGN(3, "mean", commit_delta=True, outer_tx=optax.sgd(1.0)),
+      "adam",
+      agn_reference.SGD(1.0),
+      dict(steps=6),
+    ),
+    # DiLoCo.
+    (
+      fs.AGN(4, "mean", commit_delta=True, outer_tx=optax.sgd(0.7, **MOMENTUM)),
+      "adam",
+      agn_reference.SGD(0.7, 0.9, True),
+      dict(replicas=3, steps=9),
+    ),
+    (
+      fs.AGN(3, outer_tx=optax.adam(0.02)),
+      "momentum",
+      agn_reference.Adam(0.02),
+      dict(replicas=3),
+    ),
+    (
+      fs.AGN(3, commit_delta=True, outer_tx=optax.adam(0.02)),
+      "momentum",
+      agn_reference.Adam(0.02),
+      dict(replicas=3),
+    ),
+    # Deltas with the inner optimizer.
+    (
+      fs.AGN(3, "sum", commit_delta=True),
+      "sgd",
+      None,
+      dict(replicas=2, steps=4),
+    ),
+  ],
+)
+def test_deltas_and_outer_optimizers(wrapper, name, outer, sizes):
   state = agn_problem.compare(
-    wrapper,
-    *agn_problem.OPTIMIZERS["adam"],
-    outer=agn_reference.SGD(1.0),
-    steps=6,
+    wrapper, *agn_problem.OPTIMIZERS[name], outer=outer, **sizes
   )
-  # The state of `tx` for the center is not used.
-  assert int(state.opt_state[0].count) == 0
-
-
-def test_diloco_uses_an_outer_optimizer_with_momentum():
-  wrapper = fs.AGN(
-    4,
-    commit="mean",
-    commit_delta=True,
-    outer_tx=optax.sgd(0.7, momentum=0.9, nesterov=True),
-  )
-  outer = agn_reference.SGD(0.7, 0.9, True)
-  state = agn_problem.compare(
-    wrapper, *agn_problem.OPTIMIZERS["adam"], outer=outer, replicas=3, steps=9
-  )
-  trace = state.wrapper_states["agn"].outer_opt_state[0].trace
-  assert jax.tree.structure(trace) == jax.tree.structure(agn_problem.PARAMS)
-  assert trace["w"].sharding.is_fully_replicated
-
-
-@pytest.mark.parametrize("delta", [False, True])
-def test_an_outer_optimizer_with_sequential_commits(delta):
-  wrapper = fs.AGN(3, commit_delta=delta, outer_tx=optax.adam(0.02))
-  outer = agn_reference.Adam(0.02)
-  agn_problem.compare(
-    wrapper, *agn_problem.OPTIMIZERS["momentum"], outer=outer, replicas=3
-  )
-
-
-def test_deltas_with_the_inner_optimizer():
-  wrapper = fs.AGN(3, commit="sum", commit_delta=True)
-  agn_problem.compare(
-    wrapper, *agn_problem.OPTIMIZERS["sgd"], replicas=2, steps=4
-  )
+  if name == "adam":
+    # The state of `tx` for the center is not used.
+    assert int(state.opt_state[0].count) == 0
 
 
 def test_schedules_count_local_steps_and_commits():

@@ -37,7 +37,6 @@ def mine(monkeypatch):
 
 WRAPPERS = [
   fs.LossScale("auto", policy="mixed_float16"),
-  fs.LossScale(0.1),
   fs.LossScale(fs.FixedLossScale(3)),
   fs.LossScale(
     fs.DynamicLossScale(
@@ -71,26 +70,6 @@ def test_every_built_in_wrapper_has_a_name():
       if cls is not fs.wrappers.Base:
         # Others have "package.module:Class".
         assert ":" not in to_config([cls()])[0][0], cls
-
-
-def test_to_config_writes_plain_values():
-  assert to_config([fs.LossScale(128)]) == (("loss_scale", {"scale": 128.0}),)
-  assert to_config([fs.LossScale(fs.DynamicLossScale(8, hysteresis=2))]) == (
-    (
-      "loss_scale",
-      {
-        "scale": {"type": "dynamic", "initial_scale": 8.0, "hysteresis": 2},
-      },
-    ),
-  )
-  assert to_config([fs.LossScale("auto", policy="mixed_float16")]) == (
-    (
-      "loss_scale",
-      {"scale": "auto", "policy": {"type": "policy", "name": "mixed_float16"}},
-    ),
-  )
-  assert to_config([]) == ()
-  assert from_config(("loss_scale",)) == (fs.LossScale(),)
 
 
 def test_custom_wrapper_round_trips(mine):

@@ -137,23 +137,18 @@ def test_steps_equal_those_with_float32_gradients(monkeypatch, step, dtype):
 
 
 @pytest.mark.parametrize(
-  ("step", "dtype"), [(train_step, "float16"), (minimize, "bfloat16")]
+  ("step", "dtype", "entered"),
+  [
+    # `twice` has a sum of two gradients, in float32; `scale` has no 16 bits.
+    (train_step, "float16", ["float16", "float32", "float32"]),
+    (minimize, "bfloat16", ["bfloat16", "float32", "float32"]),
+    (clipped, "float16", ["float32"] * 3),
+    # Gradients of 16-bit parameters.
+    (by_hand, "float32", ["float16"] * 3),
+  ],
 )
-def test_gradients_enter_the_branch_in_16_bits(step, dtype):
-  # `twice` has a sum of two gradients, in float32; `scale` has no 16 bits.
-  assert gradients_in_branch(step, create(dtype)) == [
-    dtype,
-    "float32",
-    "float32",
-  ]
-
-
-def test_gradients_that_were_clipped_enter_the_branch_in_float32():
-  assert gradients_in_branch(clipped, create("float16")) == ["float32"] * 3
-
-
-def test_gradients_of_16_bit_parameters_enter_the_branch_in_16_bits():
-  assert gradients_in_branch(by_hand, create("float32")) == ["float16"] * 3
+def test_gradients_enter_the_branch_in_16_bits(step, dtype, entered):
+  assert gradients_in_branch(step, create(dtype)) == entered
 
 
 def test_another_wrapper_that_unscales_gets_float32_gradients():

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import sparse_states
 import tree_equality
 
 import flaxshard as fs
@@ -53,7 +52,7 @@ def step(state, batch):
 def create(tx, wrappers, strategy=None, params=PARAMS, sparse=("table",)):
   return fs.TrainState.create(
     apply_fn=None,
-    params=jax.tree.map(jnp.array, params),
+    params=jax.tree.map(jnp.asarray, params),
     tx=tx,
     wrappers=wrappers,
     strategy=strategy,
@@ -104,32 +103,20 @@ def test_tables_are_dense_with_one_warning(wrapper):
   assert_close(state, dense)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:CrossShard")
-@pytest.mark.parametrize(("rows", "reduction"), [(40, "sum"), (3, "mean")])
-def test_groups_reduce_rows_as_they_reduce_arrays(rows, reduction):
-  """For 4 replicas with two ids each, 3 rows are summed as an array."""
-
-  def step(state, batch):
-    batch = {**batch, "ids": batch["ids"] % 3}
-    return state.minimize(sparse_states.loss_fn, batch)
-
-  strategy = strategy_of(8)
-  wrappers = [fs.CrossShard(reduction, ((0, 2, 4, 6), (1, 3, 5, 7)))]
-  tables = []
-  for sparse in ([], ["table"]):
-    params = sparse_states.params(rows=rows)
-    state = create(optax.adagrad(0.1), wrappers, strategy, params, sparse)
-    jitted = strategy.jit(step)
-    for i in range(2):
-      state, _ = jitted(state, strategy.shard_batch(sparse_states.batch(i)))
-    tables.append(
-      [np.asarray(s.data) for s in state.params["table"].addressable_shards]
-    )
-  dense, new = tables
-  np.testing.assert_allclose(new, dense, rtol=1e-6, atol=1e-6)
-  assert not np.allclose(new[0], new[1])
-  np.testing.assert_array_equal(new[0], new[2])
+@pytest.mark.parametrize("way", ["run", "jit"])
+def test_a_table_whose_rows_are_split_has_the_values_of_a_whole_one(way):
+  strategy = fs.Strategy(mesh_shape={"replica": 2, "model": 4})
+  sharding = jax.NamedSharding(strategy.mesh, jax.P("model"))
+  split = {**PARAMS, "table": jax.device_put(PARAMS["table"], sharding)}
+  state, wanted = create(ADAM, [], strategy, split), create(ADAM, [])
+  jitted = strategy.jit(step) if way == "run" else jax.jit(step)
+  for batch in make_batches(2, 3):
+    state, _ = jitted(state, strategy.shard_batch(batch))
+    wanted, _ = step(wanted, batch)
+  assert state.params["table"].sharding.is_equivalent_to(sharding, 2)
+  assert_close(
+    (state.params, state.opt_state), (wanted.params, wanted.opt_state)
+  )
 
 
 def test_small_gradients_of_rows_in_float16():
