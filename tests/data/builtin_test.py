@@ -59,16 +59,14 @@ def test_text_windows_with_labels_one_byte_later(folder):
 @pytest.mark.parametrize(
   ("arguments", "facts"),
   [
-    ({"path": "missing"}, ["path", "missing"]),
-    ({"length": 12, "eval_every": 2}, ["4 files", "'.txt'", "train", "13"]),
-    ({"length": 2, "eval_every": 5}, ["eval", "0 bytes"]),
-    ({"length": 0}, ["length", "1", "got 0"]),
-    ({"eval_every": "2"}, ["eval_every", "2", "got '2'"]),
+    ({"path": "missing"}, "path.*missing"),
+    ({"length": 12, "eval_every": 2}, "4 files.*'.txt'.*train.*13"),
+    ({"length": 2, "eval_every": 5}, "eval.*0 bytes"),
+    ({"length": 0}, "length.*1.*got 0"),
+    ({"eval_every": "2"}, "eval_every.*got '2'"),
   ],
 )
 def test_invalid_text_arguments_raise(folder, arguments, facts):
   path = folder / arguments.pop("path", "")
-  with pytest.raises(ValueError) as e:
+  with pytest.raises(ValueError, match=facts):
     data.text(str(path), **{"suffix": ".txt", **arguments})
-  for fact in facts:
-    assert fact in str(e.value)

@@ -227,30 +227,26 @@ def test_joined_batches_may_have_different_lengths():
 # Arguments.
 
 
+BUCKET = {"bucket": "power_of_two"}
+
+
 @pytest.mark.parametrize(
   ("options", "facts"),
   [
-    ({"bucket": "linear"}, ["bucket", "'power_of_two'", "'linear'"]),
-    ({"bucket": "power_of_two", "mask": None}, ["bucket", "mask=None"]),
-    ({"bucket_dims": (1,)}, ["bucket_dims=(1,)", "bucket='power_of_two'"]),
-    (
-      {"bucket": "power_of_two", "bucket_dims": {"x": (-1,)}},
-      ["bucket_dims", "(-1,)", "x"],
-    ),
+    ({"bucket": "linear"}, "bucket.*'power_of_two'.*'linear'"),
+    ({**BUCKET, "mask": None}, "bucket.*mask=None"),
+    ({"bucket_dims": (1,)}, r"bucket_dims=\(1,\).*bucket='power_of_two'"),
+    ({**BUCKET, "bucket_dims": {"x": (-1,)}}, r"bucket_dims.*\(-1,\).*x"),
   ],
 )
 def test_invalid_options_raise_before_a_batch_is_read(options, facts):
-  with pytest.raises(ValueError) as e:
+  with pytest.raises(ValueError, match=facts):
     distributed([], **options)
-  for fact in facts:
-    assert fact in str(e.value)
 
 
 def test_options_that_do_not_fit_the_batches_raise():
+  dims = {"y": (1,)}
   check_raises(
-    ["bucket_dims", "'y'", "x"],
-    [rows(4)],
-    bucket="power_of_two",
-    bucket_dims={"y": (1,)},
+    ["bucket_dims", "'y'", "x"], [rows(4)], bucket_dims=dims, **BUCKET
   )
-  check_raises(["bucket", "dict"], [(np.ones(4),)], bucket="power_of_two")
+  check_raises(["bucket", "dict"], [(np.ones(4),)], **BUCKET)

@@ -82,52 +82,46 @@ def nested(leaf):
 @pytest.mark.parametrize(
   ("batch", "error", "facts"),
   [
-    (nested(OBJECTS), ValueError, ["[a/b]", "object", "(2,)"]),
-    (nested(np.array(["x", "y"])), TypeError, ["[a/b]", "<U1"]),
-    (nested(np.ma.masked_array(X, [0, 1])), TypeError, ["[a/b]", "masked"]),
-    (nested(KEYS), TypeError, ["[a/b]", "key"]),
-    (nested(np.float32(3)), ValueError, ["[a/b]", "scalar"]),
-    (nested([X, np.ones(3)]), ValueError, ["[a/b/1] has 3", "[a/b/0] has 2"]),
-    (nested(np.array([1, 2**31])), ValueError, ["[a/b]", "int64", f"{2**31}"]),
-    (nested(np.array([1.0, 1e300])), ValueError, ["[a/b]", "float32"]),
-    ({}, ValueError, ["arrays", "{}"]),
-    ({"a": None}, ValueError, ["arrays"]),
-    ({"x": np.ones(3)}, ValueError, ["batch[x]", "3", "2"]),
-    ({"x": np.ones((0, 4))}, ValueError, ["batch[x]", "(0, 4)"]),
+    (nested(OBJECTS), ValueError, r"\[a/b\].*object.*\(2,\)"),
+    (nested(np.array(["x", "y"])), TypeError, r"\[a/b\].*<U1"),
+    (nested(np.ma.masked_array(X, [0, 1])), TypeError, r"\[a/b\].*masked"),
+    (nested(KEYS), TypeError, r"\[a/b\].*key"),
+    (nested(np.float32(3)), ValueError, r"\[a/b\].*scalar"),
+    (nested([X, np.ones(3)]), ValueError, r"\[a/b/1\] has 3.*b/0\] has 2"),
+    (nested(np.array([1, 2**31])), ValueError, rf"\[a/b\].*int64.*{2**31}"),
+    (nested(np.array([1.0, 1e300])), ValueError, r"\[a/b\].*float32"),
+    ({}, ValueError, "arrays.*{}"),
+    ({"a": None}, ValueError, "arrays"),
+    ({"x": np.ones(3)}, ValueError, r"batch\[x\].*3.*2"),
+    ({"x": np.ones((0, 4))}, ValueError, r"batch\[x\].*\(0, 4\)"),
   ],
 )
 def test_an_invalid_batch_raises(batch, error, facts):
-  with pytest.raises(error) as e:
+  with pytest.raises(error, match=facts):
     distribute.shard_batch(MESH, batch)
-  for fact in facts:
-    assert fact in str(e.value)
+
+
+TWICE = P("replica", ("m0", "m0"))
+UNEVEN = {"image": P("replica", None, ("m0", "m1"))}
 
 
 @pytest.mark.parametrize(
   ("spec", "error", "facts"),
   [
-    ("replica", TypeError, ["PartitionSpec", "'replica'"]),
-    (P("model"), ValueError, ["axes", "'model'"]),
-    (P("replica", ("m0", "m0")), ValueError, ["twice", "'m0'"]),
-    ({"label": P("replica", "m0")}, ValueError, ["batch[label]", "ndim=1"]),
-    ({"imgae": P("replica")}, ValueError, ["'imgae'", "image, label"]),
-    (
-      {"image": P("replica", None, ("m0", "m1"))},
-      ValueError,
-      ["batch[image]", "dimension 2", "size 2", "4"],
-    ),
+    ("replica", TypeError, "PartitionSpec.*'replica'"),
+    (P("model"), ValueError, "axis 'model'"),
+    (TWICE, ValueError, "'m0'.*twice"),
+    ({"label": P("replica", "m0")}, ValueError, r"batch\[label\].*ndim=1"),
+    ({"imgae": P("replica")}, ValueError, "'imgae'.*image, label"),
+    (UNEVEN, ValueError, r"batch\[image\].*dimension 2, of size 2.*4"),
   ],
 )
 def test_an_invalid_spec_raises(spec, error, facts):
   batch = {"image": images(), "label": np.arange(4)}
-  for call in (
-    lambda: distribute.shard_batch(MESH, batch, spec),
-    lambda: list(distribute.distribute_dataset(MESH, [batch], spec=spec)),
-  ):
-    with pytest.raises(error) as e:
-      call()
-    for fact in facts:
-      assert fact in str(e.value)
+  with pytest.raises(error, match=facts):
+    distribute.shard_batch(MESH, batch, spec)
+  with pytest.raises(error, match=facts):
+    list(distribute.distribute_dataset(MESH, [batch], spec=spec))
 
 
 @pytest.mark.parametrize(

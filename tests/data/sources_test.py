@@ -66,40 +66,37 @@ def test_load_calls_a_custom_factory(factories):
   ("config", "kind", "facts"),
   [
     # core/registry_test.py has the other mistakes.
-    ({"name": "digit"}, ValueError, ["config.data.name", "'digits'"]),
-    ({"name": "my_factories:fixed"}, TypeError, ["config.data", "'size'"]),
-    ({"name": "my_factories:a_list"}, TypeError, ["Splits", "list"]),
+    ({"name": "digit"}, ValueError, "config.data.name.*'digits'"),
+    ({"name": "my_factories:fixed"}, TypeError, "config.data.*'size'"),
+    ({"name": "my_factories:a_list"}, TypeError, "Splits.*list"),
   ],
 )
 def test_load_with_an_invalid_config_raises(factories, config, kind, facts):
-  with pytest.raises(kind) as e:
+  with pytest.raises(kind, match=facts):
     data.load(config)
-  for fact in facts:
-    assert fact in str(e.value)
+
+
+def two_numbers(example, rng):
+  return {**example, "inputs": rng.random(2)}
 
 
 @pytest.mark.parametrize(
   ("made", "facts"),
   [
-    (splits(evaluation=[]), ["eval"]),
-    (splits(num_classes=0), ["num_classes", "got 0"]),
-    (splits(train=[3]), ["train[0]", "3"]),
-    (splits(train=source(3, mask=True)), ["train[0]", "'mask'"]),
-    (splits(train=source(3, extra="word")), ["train[0]", "extra", "<U4"]),
-    (splits(source(3, np.float64)), ["float32", "float64"]),
+    (splits(evaluation=[]), "eval"),
+    (splits(num_classes=0), "num_classes.*got 0"),
+    (splits(train=[3]), r"train\[0\].*3"),
+    (splits(train=source(3, mask=True)), r"train\[0\].*'mask'"),
+    (splits(train=source(3, extra="word")), r"train\[0\].*extra.*<U4"),
+    (splits(source(3, np.float64)), "float32.*float64"),
     # The augmented example is what has to match.
-    (
-      splits(augment=lambda example, rng: {**example, "inputs": rng.random(2)}),
-      ["(2,)", "()"],
-    ),
+    (splits(augment=two_numbers), r"\(\).*\(2,\)"),
   ],
 )
 def test_load_with_invalid_examples_raises(factories, made, facts):
   factories.made = lambda: made
-  with pytest.raises(ValueError) as e:
+  with pytest.raises(ValueError, match=f"my_factories:made.*{facts}"):
     data.load({"name": "my_factories:made"})
-  for fact in ["my_factories:made", *facts]:
-    assert fact in str(e.value)
 
 
 def test_arrays_of_any_names():

@@ -228,28 +228,20 @@ def test_dropout_in_training_only(name):
 @pytest.mark.parametrize(
   ("name", "inputs", "fields", "error", "facts"),
   [
-    ("cnn", IMAGES[0], {}, ValueError, ["inputs", "(16, 16, 3)"]),
-    ("cnn", IMAGES[:, :, :3], {}, ValueError, ["4x4", "(2, 16, 3, 3)"]),
-    ("transformer", TOKENS[0], {}, ValueError, ["inputs", "(12,)"]),
-    ("transformer", TOKENS, {"max_length": 11}, ValueError, ["11", "got 12"]),
-    (
-      "transformer",
-      TOKENS,
-      {"num_heads": 3},
-      ValueError,
-      ["num_heads=3", "embed_dim=16"],
-    ),
-    ("cnn", IMAGES, {"dense": "8"}, TypeError, ["'8'"]),
-    ("resnet", IMAGES[0], {}, ValueError, ["inputs"]),
-    ("transformer", TOKENS, {"dropout": "x"}, TypeError, ["dropout"]),
+    ("cnn", IMAGES[0], {}, ValueError, r"inputs.*\(16, 16, 3\)"),
+    ("cnn", IMAGES[:, :, :3], {}, ValueError, r"4x4.*\(2, 16, 3, 3\)"),
+    ("cnn", IMAGES, {"dense": "8"}, TypeError, "'8'"),
+    ("resnet", IMAGES[0], {}, ValueError, "inputs"),
+    ("transformer", TOKENS[0], {}, ValueError, r"inputs.*\(12,\)"),
+    ("transformer", TOKENS, {"max_length": 11}, ValueError, "11.*got 12"),
+    ("transformer", TOKENS, {"num_heads": 3}, ValueError, "=3.*embed_dim=16"),
+    ("transformer", TOKENS, {"dropout": "x"}, TypeError, "dropout"),
   ],
 )
 def test_invalid_field_or_input_raises(name, inputs, fields, error, facts):
   model, _, _ = _create(name, **fields)
-  with pytest.raises(error) as e:
+  with pytest.raises(error, match=facts):
     jax.eval_shape(model.init, jax.random.key(0), inputs)
-  for fact in facts:
-    assert fact in str(e.value)
 
 
 def test_create_accepts_config_dicts():
@@ -268,22 +260,16 @@ def test_create_accepts_config_dicts():
   ("config", "error", "facts"),
   [
     # core/registry_test.py has the other mistakes.
-    ({"name": "resnt"}, ValueError, ["config.model.name", "'resnet'"]),
-    ({"name": "math:sqrt"}, TypeError, ["config.model", "'math:sqrt'"]),
+    ({"name": "resnt"}, ValueError, "config.model.name.*'resnet'"),
+    ({"name": "math:sqrt"}, TypeError, "config.model.*'math:sqrt'"),
     # Flax's own fields and those that `create` sets are not listed.
-    (
-      {"name": "cnn", "densee": 1},
-      ValueError,
-      ["'densee'", "features, dense, dropout.", "'dense'"],
-    ),
-    ({"name": "cnn", "num_classes": 3}, ValueError, ["'num_classes'"]),
+    ({"name": "cnn", "densee": 1}, ValueError, "features, dense, dropout. "),
+    ({"name": "cnn", "num_classes": 3}, ValueError, "'num_classes'"),
   ],
 )
 def test_create_with_invalid_config_raises(config, error, facts):
-  with pytest.raises(error) as e:
+  with pytest.raises(error, match=facts):
     models.create(config, num_classes=10, policy=Policy())
-  for fact in facts:
-    assert fact in str(e.value)
 
 
 def dtype_of(rngs, dtype, width=3):

@@ -62,24 +62,21 @@ def test_all_topologies_are_checked_before_the_first_is_planned(caplog):
   assert "planned" not in caplog.text
 
 
+THREE = {"mesh": {"axes": (("model", 3),), "replica": 4}}
+
+
 @pytest.mark.tpu
 @pytest.mark.parametrize(
   ("fields", "topology", "facts"),
   [
-    ({}, "v5x:2x2", ("v5x",)),
-    ({"batch_size": 12}, "v5e:2x4", ("config.batch_size=12", "8 replicas")),
-    (
-      {"mesh": {"axes": (("model", 3),), "replica": 4}},
-      "v5e:2x4",
-      ("config.mesh", "12 devices", "there are 8"),
-    ),
+    ({}, "v5x:2x2", "v5x"),
+    ({"batch_size": 12}, "v5e:2x4", "config.batch_size=12.*8 replicas"),
+    (THREE, "v5e:2x4", "config.mesh.*12 devices.*there are 8"),
   ],
 )
 def test_configs_that_do_not_fit_the_devices_raise(fields, topology, facts):
-  with pytest.raises(ValueError) as e:
+  with pytest.raises(ValueError, match=facts):
     config_plans.plan_config(tiny.config(**fields), topology)
-  for fact in facts:
-    assert fact in str(e.value)
 
 
 @pytest.mark.tpu

@@ -94,82 +94,60 @@ class Strings(clu_metrics.Collection):
   loss: "clu_metrics.Average"
 
 
+NO_CLASS = with_attributes(create_model=lambda self, width: Model())
+NO_TUPLE = with_attributes(init_inputs=lambda self, batch: batch["inputs"])
+NO_ROWS = with_attributes(collate=lambda self, xs: {"inputs": np.ones(2)})
+NO_AUX = with_result(lambda loss, aux: loss)
+NO_SCALAR = with_result(lambda loss, aux: (aux.metrics["loss"], aux))
+
+
 @pytest.mark.parametrize(
   ("task", "kind", "facts"),
   [
-    (Task, TypeError, ["class", "task=Task()"]),
-    (NoMetrics(), ValueError, ["NoMetrics", "'metrics'", "'matrics'"]),
-    (with_attributes(metrics=Collected), TypeError, ["Collected", "merged"]),
-    (with_attributes(metrics=Strings), TypeError, ["Strings", "strings"]),
-    (with_attributes(metrics=dict), TypeError, ["metrics", "builtins.dict"]),
-    (
-      with_attributes(create_model=lambda self, width: Model()),
-      TypeError,
-      ["Changed.create_model", "'width'"],
-    ),
-    (
-      with_attributes(init_inputs=lambda self, batch: batch["inputs"]),
-      TypeError,
-      ["Changed.init_inputs", "tuple", "float32[1,2]"],
-    ),
-    (
-      with_attributes(collate=lambda self, examples: {"inputs": np.ones(2)}),
-      ValueError,
-      ["Changed.load_data", "collate", "(2,)"],
-    ),
-    (with_result(lambda loss, aux: loss), TypeError, ["loss", "Aux"]),
-    (
-      with_result(lambda loss, aux: (aux.metrics["loss"], aux)),
-      ValueError,
-      ["scalar", "(8,)"],
-    ),
-    (with_attributes(load_data=None), ValueError, ["config.data is missing"]),
+    (Task, TypeError, "class .*task=Task()"),
+    (NoMetrics(), ValueError, "NoMetrics .*'metrics'.*'matrics'"),
+    (with_attributes(metrics=Collected), TypeError, "Collected .*merged"),
+    (with_attributes(metrics=Strings), TypeError, "Strings .*strings"),
+    (with_attributes(metrics=dict), TypeError, "metrics .*builtins.dict"),
+    (NO_CLASS, TypeError, "Changed.create_model.*'width'"),
+    (NO_TUPLE, TypeError, r"Changed.init_inputs .*tuple.*float32\[1,2\]"),
+    (NO_ROWS, ValueError, r"Changed.load_data.* collate .*\(2,\)"),
+    (NO_AUX, TypeError, "loss .*Aux"),
+    (NO_SCALAR, ValueError, r"scalar.*\(8,\)"),
+    (with_attributes(load_data=None), ValueError, "config.data is missing"),
   ],
 )
 def test_a_mistaken_task_raises(task, kind, facts):
-  with pytest.raises(kind) as e:
+  with pytest.raises(kind, match=facts):
     create_setup(task)
-  for fact in facts:
-    assert fact in str(e.value), str(e.value)
+
+
+_TASK = f"{_THIS}:Task"
+_STOP = {"metric": "eval_los", "mode": "min"}
 
 
 @pytest.mark.parametrize(
-  ("fields", "kind", "facts"),
+  ("fields", "facts"),
   [
+    ({"task": {"name": _TASK, "widht": 3}}, rf"task \('{_TASK}'\).*'widht'"),
+    ({"task": f"{_THIS}:Tusk"}, "config.task.*'Task'"),
+    ({"task": "clasification"}, "'classification'"),
+    ({"task": _TASK, "data": "digits"}, "config.data"),
+    ({"task": _TASK, "model": {"name": "cnn"}}, "model.*Task.create_model"),
     (
-      dict(task={"name": f"{_THIS}:Task", "widht": 3}),
-      ValueError,
-      [f"config.task ('{_THIS}:Task')", "'widht'"],
-    ),
-    (dict(task=f"{_THIS}:Tusk"), ValueError, ["config.task", "'Task'"]),
-    (dict(task="clasification"), ValueError, ["'classification'"]),
-    (dict(task=f"{_THIS}:Task", data="digits"), ValueError, ["config.data"]),
-    (
-      dict(task=f"{_THIS}:Task", model={"name": "cnn"}),
-      ValueError,
-      ["config.model", "Task.create_model"],
+      {"task": _TASK, "best_metric": "eval_los", "best_mode": "min"},
+      "config.best_metric='eval_los'.*'eval_loss'",
     ),
     (
-      dict(task=f"{_THIS}:Task", best_metric="eval_los", best_mode="min"),
-      ValueError,
-      ["config.best_metric='eval_los'", "'eval_loss'"],
+      {"task": _TASK, "early_stopping": _STOP},
+      "config.early_stopping.metric='eval_los'.*'eval_loss'",
     ),
-    (
-      dict(
-        task=f"{_THIS}:Task",
-        early_stopping={"metric": "eval_los", "mode": "min"},
-      ),
-      ValueError,
-      ["config.early_stopping.metric='eval_los'", "'eval_loss'"],
-    ),
-    (dict(task="<a.B>"), ValueError, ["config.task='<a.B>'", "argument task"]),
+    ({"task": "<a.B>"}, "config.task='<a.B>'.*argument task"),
   ],
 )
-def test_a_mistaken_config_raises(fields, kind, facts):
-  with pytest.raises(kind) as e:
+def test_a_mistaken_config_raises(fields, facts):
+  with pytest.raises(ValueError, match=facts):
     create_setup(**fields)
-  for fact in facts:
-    assert fact in str(e.value), str(e.value)
 
 
 def test_a_task_is_given_once():
@@ -249,20 +227,18 @@ def bad_labels(label=7, dtype="int32"):
 @pytest.mark.parametrize(
   ("arguments", "facts"),
   [
-    ({"label": 7}, ["[0, 3)", "7"]),
-    ({"label": -1}, ["[0, 3)", "-1"]),
-    ({"dtype": "float32"}, ["integers", "float32"]),
+    ({"label": 7}, r"\[0, 3\).* 7"),
+    ({"label": -1}, r"\[0, 3\).* -1"),
+    ({"dtype": "float32"}, "integers.*float32"),
   ],
 )
 def test_labels_are_checked_by_the_built_in_tasks(name, arguments, facts):
-  with pytest.raises(ValueError, match=r"^config\.data .*eval\[0\]") as e:
+  with pytest.raises(ValueError, match=rf"^config\.data .*eval\[0\].*{facts}"):
     create_setup(
       task=name,
       model={"name": "cnn"},
       data={"name": f"{_THIS}:bad_labels", **arguments},
     )
-  for fact in facts:
-    assert fact in str(e.value)
 
 
 @pytest.mark.slow
