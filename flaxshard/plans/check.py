@@ -224,7 +224,7 @@ def _batch_on_every_device(step: Step) -> Iterator[Finding]:
     return
   used = {axis for leaf in step.leaves for axis in leaf.axes}
   # A step may split its batch inside.
-  used.update(axis for one in step.collectives for axis in one.devices.along)
+  used.update(axis for one in step.collectives for axis in one.along)
   idle = [n for n, k in step.mesh.shape.items() if k > 1 and n not in used]
   if idle:
     number = math.prod(step.mesh.shape[name] for name in idle)
@@ -261,7 +261,7 @@ def _over_batch(step: Step) -> list[Collective]:
     for one in step.collectives
     # In jax.shard_map the user writes the collectives. What stands in a
     # conditional is rare, such as a commit of AGN.
-    if one.devices.along and axes.issuperset(one.devices.along)
+    if one.along and axes.issuperset(one.along)
     if not one.in_conditional and "shard_map" not in one.op_name
   ]
 

@@ -103,7 +103,7 @@ def of_lines(
   found = []
   for source, group in lines.items():
     nbytes = int(sum(x.executions * x.result_bytes for x in group))
-    axes = sorted({axis for one in group for axis in one.devices.along})
+    axes = sorted({axis for one in group for axis in one.along})
     text = message.format(
       kinds=" and ".join(sorted({one.kind for one in group})),
       axes=", ".join(map(repr, axes)),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-import dataclasses
 import math
 import re
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -109,8 +109,7 @@ def _groups_of_mesh(
   return _rows(ids.ravel()[order].reshape(-1, count))
 
 
-@dataclasses.dataclass(frozen=True)
-class Spanned:
+class Spanned(NamedTuple):
   """The devices among which a collective exchanges data.
 
   Attributes:

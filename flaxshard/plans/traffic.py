@@ -41,7 +41,11 @@ class Collective:
       its part in the same fusion is a `reduce-scatter`.
     operands: The arrays that a device gives, without padding.
     results: The arrays that it gets.
-    devices: Among which devices data moves.
+    group_size: Number of devices that exchange data with each other.
+    axes: Mesh axes along which it moves data; empty if its groups are those of
+      no set of axes.
+    along: Mesh axes along which the devices of a group differ.
+    network: The slowest network that it uses: "dcn", "ici" or "none".
     widened: Those of the operands that are float32 and were cast from bfloat16.
     executions: Executions in one call of the program: the product of the trip
       counts of the loops around it.
@@ -57,7 +61,10 @@ class Collective:
   kind: str
   operands: tuple[hlo.Array, ...]
   results: tuple[hlo.Array, ...]
-  devices: groups.Spanned
+  group_size: int
+  axes: tuple[str, ...]
+  along: tuple[str, ...]
+  network: str
   widened: tuple[hlo.Array, ...] = ()
   executions: float = 1
   trip_count_known: bool = True
@@ -72,21 +79,6 @@ class Collective:
     if not self.operands:
       return ""
     return max(self.operands, key=lambda x: x.nbytes).dtype
-
-  @property
-  def axes(self) -> tuple[str, ...]:
-    """Mesh axes along which it moves data."""
-    return self.devices.axes
-
-  @property
-  def group_size(self) -> int:
-    """Number of devices that exchange data with each other."""
-    return self.devices.group_size
-
-  @property
-  def network(self) -> str:
-    """The slowest network that it uses: "dcn", "ici" or "none"."""
-    return self.devices.network
 
   @property
   def operand_bytes(self) -> int:
@@ -296,7 +288,7 @@ class _Reader:
       kind,
       _arrays(given),
       results,
-      self._devices.spanned(one),
+      *self._devices.spanned(one),
       _arrays(
         x for x in given if flow.is_widened(self._program, x, place.caller)
       ),
@@ -372,7 +364,9 @@ def _signature(one: Collective) -> tuple[object, ...]:
     one.kind,
     one.dtype,
     one.operand_bytes,
-    one.devices,
+    one.axes,
+    one.along,
+    one.group_size,
     one.executions,
     one.in_conditional,
   )

@@ -221,9 +221,8 @@ def test_collectives_are_grouped():
   arrays = [plans.hlo.Array("f32", (n,)) for n in (10, 40)]
 
   def collective(kind="all-gather", network="ici", axes=("replica",), **fields):
-    devices = plans.groups.Spanned(4, axes, axes, network)
-    operands = (arrays[0],)
-    return plans.Collective(kind, operands, (arrays[1],), devices, **fields)
+    moved = (arrays[0],), (arrays[1],)
+    return plans.Collective(kind, *moved, 4, axes, axes, network, **fields)
 
   plan = plans.Plan(
     "v5e:2x2",
