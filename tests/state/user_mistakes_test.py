@@ -17,6 +17,8 @@ DYNAMIC = (fs.LossScale("dynamic"),)
 STATS = {"mean": jnp.zeros(2)}
 GRADS = make_params()
 FLOAT0 = np.zeros(2, jax.dtypes.float0)
+PAIR = (1.0, "b/c")
+ADAM, LBFGS = optax.adam(0.1), optax.lbfgs()
 POLYAK = optax.chain(optax.clip(1.0), optax.polyak_sgd())
 
 
@@ -27,6 +29,14 @@ def apply(state=None, **kwargs):
 
 def differentiate(loss_fn, **kwargs):
   return create(DYNAMIC).value_and_grad(loss_fn, **kwargs)
+
+
+def minimize(tx=None, wrappers=(), **kwargs):
+  return create(wrappers, tx=tx).minimize(quadratic, **kwargs)
+
+
+def apply_plain(*args, **kwargs):
+  return create().apply_gradients(*args, **kwargs)
 
 
 def make(model, **kwargs):
@@ -111,6 +121,34 @@ MISTAKES = [
     ["batch_stats", "float16", "float32"],
   ),
   (lambda: apply(create(tx=POLYAK)), TypeError, ["value"]),
+  # TensorFlow's surface: pairs, var_list, grad_loss and slots.
+  (lambda: apply_plain(grads=[]), ValueError, ["No gradients", "b/c, w"]),
+  (lambda: apply_plain([(None, "w")]), ValueError, ["No gradients"]),
+  (lambda: apply_plain([PAIR, PAIR]), ValueError, ["pair 1", "twice"]),
+  (lambda: apply_plain([(1.0, "b/d")]), ValueError, ["pair 0", "'b/d'", "b/c"]),
+  (lambda: apply_plain([(1.0, "w")]), ValueError, ["w", "shape ()", "(2,)"]),
+  (lambda: apply_plain([(1.0, GRADS["w"])]), TypeError, ["grads=grads"]),
+  (lambda: apply_plain(make_params()), TypeError, ["grads=grads"]),
+  (lambda: apply_plain([PAIR], 0), TypeError, ["grads=grads"]),
+  (lambda: apply_plain([PAIR], global_step=0), TypeError, ["global_step"]),
+  (lambda: minimize(var_list=[]), ValueError, ["at least one"]),
+  (lambda: minimize(var_list="kernel"), TypeError, ["sequence", "kernel"]),
+  (lambda: minimize(var_list=[1]), TypeError, ["var_list[0]", "1"]),
+  (lambda: minimize(var_list=["w", "b/d"]), ValueError, ["'b/d'", "b/c"]),
+  (lambda: minimize(LBFGS, var_list=["w"]), ValueError, ["value_fn"]),
+  (lambda: minimize(grad_loss=jnp.ones(3)), ValueError, ["()", "(3,)"]),
+  (lambda: minimize(aggregation="avg"), ValueError, ["aggregation", "avg"]),
+  (lambda: minimize(LBFGS, aggregation="sum"), ValueError, ["value_fn"]),
+  (
+    lambda: minimize(wrappers=[fs.CrossShard("sum")], aggregation="sum"),
+    ValueError,
+    ["cross_shard", "sum"],
+  ),
+  (lambda: minimize(gate_gradients="grpah"), ValueError, ["'graph'"]),
+  (lambda: minimize(gate_gradients=2), TypeError, ["'graph'"]),
+  (lambda: create(tx=ADAM).get_slot("W", "m"), ValueError, ["'W'", "b/c, w"]),
+  (lambda: create(tx=ADAM).get_slot(jnp.ones(2), "m"), ValueError, ["b/c"]),
+  (lambda: create(tx=ADAM).get_slot("w", "mv"), ValueError, ["'m', 'v'"]),
 ]
 
 
