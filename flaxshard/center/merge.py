@@ -110,12 +110,12 @@ class Merger:
           if last or self.members.merges(fragment)
         ]
         with contextlib.suppress(store.StoreError):  # the store has warned
-          for fragment in fragments:
-            changed |= self._merge(fragment, last)
-          if changed and (last or start - swept > _SWEEP_SECONDS):
+          if start - swept > _SWEEP_SECONDS:
             swept = start
             for fragment in fragments:
               self._sweep(fragment)
+          for fragment in fragments:
+            changed |= self._merge(fragment, last)
         pause = 0.0 if changed else store.pause_after(start, _PAUSE_LOOKS)
         if self.wake.wait(pause):
           self.wake.clear()
@@ -148,7 +148,9 @@ class Merger:
     self._objects.delete(c.key for c in found if c not in new)
     if last and not new:
       final = dataclasses.replace(head, finished=True)
-      return heads.swap(self._objects, fragment, final, generation)
+      changed = heads.swap(self._objects, fragment, final, generation)
+      self._sweep(fragment)
+      return changed
     if self._update.agn.commit != "sequential":
       new = self._choose(fragment, head, new, last)
     return bool(new) and self._apply(fragment, head, generation, new)

@@ -117,14 +117,6 @@ def test_resuming_in_mid_period_is_exact(tmp_path, caplog, wrapper):
   assert warnings_of(caplog) == []
 
 
-def test_a_restored_worker_in_another_store_begins_it(tmp_path):
-  directory = center_workers.new_directory()
-  state = trained(create(STORE), 0, 6, directory)
-  restored = restore(tmp_path, state, create(STORE))
-  found = trained(restored, 6, 12)
-  tree_equality.assert_trees_equal(found, trained(create(STORE), 0, 12))
-
-
 def test_one_that_was_left_behind_takes_the_newest_center(tmp_path, caplog):
   directory = center_workers.new_directory()
   state = trained(create(STORE), 0, 4, directory)

@@ -291,12 +291,6 @@ def test_replicas_that_differ_are_not_committed():
     center_workers.Workers([state], STEP)
 
 
-def test_cross_shard_outside():
-  state = create(fs.CrossShard("sum"), store(2, "mean"), strategy=FOUR)
-  state = FOUR.jit(train_step)(state, FOUR.shard_batch(XS))
-  assert float(agn(state).grad_accum["b"]) == 7.5
-
-
 # Collections.
 
 
