@@ -1,8 +1,9 @@
 """A training config that runs in a second, and helpers for its runs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import os
+import signal
 import sys
 
 import ml_collections
@@ -66,30 +67,31 @@ def untimed_rows(workdir) -> list[dict]:
   ]
 
 
-def stop_at(monkeypatch, stop_step: int, signum: int) -> None:
-  """Makes the next run receive a signal in a step, without sending one.
+@contextlib.contextmanager
+def stopped_while(
+  condition: Callable[[], bool], signum: int = signal.SIGTERM
+) -> Iterator[None]:
+  """Makes runs in the block receive a signal, without sending one.
 
   Args:
-    monkeypatch: Pytest's fixture.
-    stop_step: The step of that run, from 1; a resumed run counts from 1 too.
+    condition: Called once per step, or more often: whether it has come.
     signum: The number of the signal.
   """
 
-  class CountingRequest(preemption.StopRequest):
+  class Request(preemption.StopRequest):
     def __init__(self):
-      self.calls = 0
+      pass
 
     @property
     def signum(self):
-      self.calls += 1  # the loop asks once per step
-      return signum if self.calls >= stop_step else None
+      return signum if condition() else None
 
     @contextlib.contextmanager
     def saving(self):
       yield
 
-  monkeypatch.setattr(
-    preemption,
-    "catch_signals",
-    lambda: contextlib.nullcontext(CountingRequest()),
-  )
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(
+      preemption, "catch_signals", lambda: contextlib.nullcontext(Request())
+    )
+    yield

@@ -14,7 +14,6 @@ import flaxshard as fs
 from flaxshard import train
 from flaxshard.center import heads
 from flaxshard.center.store import Objects
-from flaxshard.train import preemption
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,18 +69,16 @@ def undisturbed(tmp_path_factory):
 # In the middle of a period, at a commit, and at the last step.
 @pytest.mark.parametrize("step", [2, 3, 7, 8])
 def test_a_lone_worker_that_was_stopped_ends_with_equal_bits(
-  tmp_path, monkeypatch, undisturbed, step
+  tmp_path, undisturbed, step
 ):
-  stop_while(monkeypatch, lambda: tiny_step(tmp_path) >= step - 1)
   # Nobody is waited for at the last step, so that it is the end.
   is_last = step == 8
   expected = contextlib.nullcontext() if is_last else pytest.raises(SystemExit)
-  with expected as error:
+  is_there = lambda: tiny_step(tmp_path) >= step - 1
+  with tiny.stopped_while(is_there), expected as error:
     run(tmp_path, log_every_steps=1)
   assert is_last or error.value.code == 128 + signal.SIGTERM
-  monkeypatch.undo()
-  with tiny.importable("commits_test", __name__):
-    state = run(tmp_path)
+  state = run(tmp_path)
   assert_equal([state, undisturbed[0]])
   assert (
     tiny.untimed_rows(tmp_path)[-1]["eval_loss"]
@@ -95,32 +92,10 @@ def tiny_step(workdir):
   return rows[-1]["step"] if rows else 0
 
 
-def stop_while(monkeypatch, condition):
-  """Makes runs receive a signal while a condition holds."""
-
-  class Request(preemption.StopRequest):
-    def __init__(self):
-      pass
-
-    @property
-    def signum(self):
-      return signal.SIGTERM if condition() else None
-
-    @contextlib.contextmanager
-    def saving(self):
-      yield
-
-  monkeypatch.setattr(
-    preemption, "catch_signals", lambda: contextlib.nullcontext(Request())
-  )
-
-
-def test_a_stop_while_others_are_waited_for_is_no_end(
-  tmp_path, monkeypatch, caplog
-):
+def test_a_stop_while_others_are_waited_for_is_no_end(tmp_path, caplog):
   # Worker 1 of 2 never comes. The last row is written before the wait.
-  stop_while(monkeypatch, lambda: worker_phase(tmp_path) == "done")
-  with pytest.raises(SystemExit) as error:
+  is_done = lambda: worker_phase(tmp_path) == "done"
+  with tiny.stopped_while(is_done), pytest.raises(SystemExit) as error:
     run(tmp_path, num_workers=2, checkpoint_every_steps=4)
   assert error.value.code == 128 + signal.SIGTERM
   assert "stopped at the last step" in caplog.text
@@ -128,9 +103,7 @@ def test_a_stop_while_others_are_waited_for_is_no_end(
   assert not head(tmp_path).finished
   with pytest.raises(ValueError, match="no checkpoint of step 8"):
     fs.load(tmp_path, 8)
-  monkeypatch.undo()
-  with tiny.importable("commits_test", __name__):
-    state = run(tmp_path)
+  state = run(tmp_path)
   assert head(tmp_path).finished
   assert tiny.rows(tmp_path)[-1]["step"] == 8
   assert_equal([state.params, fs.load(tmp_path).params])
@@ -196,24 +169,18 @@ def test_load_finds_the_final_center_that_no_step_has(tmp_path, caplog):
     fs.load(tmp_path)
 
 
-def test_a_stopped_run_goes_on_with_another_number_of_workers(
-  tmp_path, monkeypatch, caplog
-):
-  stop_while(monkeypatch, lambda: tiny_step(tmp_path) >= 4)
-  with pytest.raises(SystemExit):
+def test_a_stopped_run_goes_on_with_another_number_of_workers(tmp_path, caplog):
+  stopped = tiny.stopped_while(lambda: tiny_step(tmp_path) >= 4)
+  with stopped, pytest.raises(SystemExit):
     run(tmp_path, commit="sequential", log_every_steps=1)
-  monkeypatch.undo()
   assert [head(tmp_path).version, head(tmp_path).step] == [1, 3]
-  with tiny.importable("commits_test", __name__):
-    # Worker 1 joins, and is stopped; worker 0 goes on; both are of two.
-    late = {"commit": "sequential", "num_workers": 2}
-    stop_while(monkeypatch, lambda: tiny_step(tmp_path / "workers/1") >= 6)
-    with pytest.raises(SystemExit):
-      run(tmp_path, 1, **late, log_every_steps=1)
-    assert "goes on from local step 3" in caplog.text
-    monkeypatch.undo()
-  with tiny.importable("commits_test", __name__):
-    run(tmp_path, **late)
+  # Worker 1 joins, and is stopped; worker 0 goes on; both are of two.
+  late = {"commit": "sequential", "num_workers": 2}
+  stopped = tiny.stopped_while(lambda: tiny_step(tmp_path / "workers/1") >= 6)
+  with stopped, pytest.raises(SystemExit):
+    run(tmp_path, 1, **late, log_every_steps=1)
+  assert "goes on from local step 3" in caplog.text
+  run(tmp_path, **late)
   found = head(tmp_path)
   # One update for each commit, those of steps 3 and 6.
   assert found.finished and found.version == 2

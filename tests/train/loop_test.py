@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -74,6 +75,12 @@ def test_a_run_writes_rows_events_plot_config_and_checkpoints(whole_run):
     assert json.load(f)["model"]["name"] == "cnn"
 
 
+def at_step_3(signum):
+  """Makes runs receive a signal in their third step."""
+  steps = itertools.count(1)  # the loop asks once per step
+  return tiny.stopped_while(lambda: next(steps) >= 3, signum)
+
+
 def test_interrupted_runs_end_like_an_uninterrupted_one(
   whole_run, tmp_path, monkeypatch, caplog
 ):
@@ -81,10 +88,8 @@ def test_interrupted_runs_end_like_an_uninterrupted_one(
   whole_workdir, state = whole_run
   workdir = str(tmp_path)
   caplog.set_level(logging.INFO, "flaxshard")
-  with monkeypatch.context() as patch:
-    tiny.stop_at(patch, 3, signal.SIGTERM)
-    with pytest.raises(SystemExit) as stopped:
-      train.train_and_evaluate(tiny.config(), workdir)
+  with at_step_3(signal.SIGTERM), pytest.raises(SystemExit) as stopped:
+    train.train_and_evaluate(tiny.config(), workdir)
   assert stopped.value.code == 128 + signal.SIGTERM
   assert "SIGTERM: saved step 3" in caplog.text
   assert [r["step"] for r in tiny.rows(workdir)] == [2, 3]
@@ -117,9 +122,8 @@ def test_interrupted_runs_end_like_an_uninterrupted_one(
 def test_stop_in_a_notebook_returns_the_saved_state(
   tmp_path, monkeypatch, caplog
 ):
-  with monkeypatch.context() as patch:
-    fake_ipython.Shell(patch, notebook=False)
-    tiny.stop_at(patch, 3, signal.SIGINT)
+  fake_ipython.Shell(monkeypatch, notebook=False)
+  with at_step_3(signal.SIGINT):
     state = train.train_and_evaluate(tiny.config(), str(tmp_path))
   assert int(state.step) == 3
   assert os.listdir(tmp_path / "checkpoints") == ["3"]

@@ -1,13 +1,9 @@
 """A workdir of another config, or of other data."""
 
-import logging
-
-import jax
 import pytest
 import tiny
 
 from flaxshard import data
-from flaxshard import train
 from flaxshard.train import config as config_lib
 from flaxshard.train import resume
 
@@ -89,30 +85,3 @@ def test_a_config_changed_before_the_end_warns_with_old_and_new(
   ):
     assert fact in message
   assert "writer" not in message
-
-
-@pytest.mark.slow
-def test_a_finished_workdir_trains_again_only_to_extend_it(
-  tmp_path, caplog, monkeypatch
-):
-  workdir = str(tmp_path)
-  train.train_and_evaluate(make_config(), workdir)
-  config = make_config(num_train_steps=6)
-
-  def fail(lowered):
-    raise AssertionError("compiled")
-
-  with monkeypatch.context() as patch:
-    patch.setattr(jax.stages.Lowered, "compile", fail)
-    with pytest.raises(ValueError, match="num_train_steps: 4 -> 6"):
-      train.train_and_evaluate(config, workdir)
-    # Other rows, files and checkpoints would not change the state.
-    same = make_config(log_every_steps=1, max_to_keep=2, on_nonfinite="stop")
-    caplog.clear()
-    assert int(train.train_and_evaluate(same, workdir).step) == 4
-  (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
-  assert record.getMessage().startswith("nothing to train: step 4")
-
-  config.resume = "extend"
-  assert int(train.train_and_evaluate(config, workdir).step) == 6
-  assert "config.num_train_steps: 4 -> 6" in caplog.text
