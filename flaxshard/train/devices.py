@@ -74,9 +74,8 @@ def create_compile_only_strategy(config: Any, topology: str) -> Strategy:
       `create_strategy`.
   """
   named = Topology.named(topology)
-  if named.devices is None:
-    raise ValueError(f"topology={topology!r} has no devices.")
-  return _create_strategy(config, named.devices.ravel().tolist(), named)
+  devices: Any = named.devices
+  return _create_strategy(config, devices.ravel().tolist(), named)
 
 
 def _create_strategy(

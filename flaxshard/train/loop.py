@@ -11,7 +11,6 @@ import signal
 import time
 from typing import Any
 
-from clu import parameter_overview
 import jax
 from jax.experimental import multihost_utils
 import jax.numpy as jnp
@@ -331,21 +330,15 @@ def _log_state(state: TrainState, first_step: int) -> None:
   frozen = _size(state.params) - trained
   if isinstance(state.apply_fn, lora.Apply):
     frozen += _size(state.frozen)
-  if frozen:
-    _log.info(
-      "trains %s parameters; %s are frozen", f"{trained:,}", f"{frozen:,}"
-    )
-  if first_step:
-    return
-  if description.num_devices > 1:
+  if not first_step:
     _log.info("parameters:\n%s", describe.describe(state.params))
-    # The slots of the optimizer are split like their parameters.
-    _log.info("the whole state: %s", description.summary)
-    return
-  overview = parameter_overview.get_parameter_overview(
-    state.params, include_stats=False
+  # The slots of the optimizer are split like their parameters.
+  _log.info(
+    "%s parameters are trained, %s are frozen; the whole state: %s",
+    f"{trained:,}",
+    f"{frozen:,}",
+    description.summary,
   )
-  _log.info("parameters:\n%s", overview)
 
 
 def _size(tree: Any) -> int:
