@@ -75,7 +75,7 @@ def fails(call, *words):
 
 lowered = jax.jit(lambda x: x).lower(1.0)
 agreement_test.rank_load = lambda: agreement_test.load(rank)
-check(["the data.eval.first example"],
+check(["the data.train.first example"],
       data={"name": "processes.agreement_test:rank_load"})
 
 stream = data.Splits(small_tasks.Forever([{"x": float(rank)}]))
