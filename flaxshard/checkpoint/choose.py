@@ -210,8 +210,8 @@ def read_newest(
   """
   found = list_steps()
   multihost.check_agreement(
-    {f"the steps in {directory}": sorted(found)},
-    "All processes must read the same directory.",
+    {"the steps that they find": sorted(found)},
+    f"All processes must read the same directory; this one reads {directory}.",
   )
   if not found:
     missing = steps.describe_missing(directory)
