@@ -34,6 +34,9 @@ class IndexedSlices:
     dense_shape: The shape of the whole array.
     is_unique: Whether `indices` are sorted and no row number but the padding
       `dense_shape[0]` occurs twice, as `deduplicated` returns them.
+    parts: Number of blocks of equal size that `indices` consist of; 1 unless
+      `split` has made them. The i-th block has rows of the i-th part of the
+      array alone, and padding. Only each block is then without equal numbers.
 
   Example:
     >>> slices = IndexedSlices([2, 0, 2], jnp.ones((3, 1)), (4, 1))
@@ -51,6 +54,7 @@ class IndexedSlices:
   values: jax.Array
   dense_shape: tuple[int, ...]
   is_unique: bool
+  parts: int
 
   def __init__(
     self,
@@ -59,6 +63,7 @@ class IndexedSlices:
     dense_shape: Sequence[int],
     *,
     is_unique: bool = False,
+    parts: int = 1,
   ):
     """Checks shapes and dtypes.
 
@@ -68,6 +73,7 @@ class IndexedSlices:
       dense_shape: The shape of the whole array, of at least one dimension.
       is_unique: Whether the row numbers are sorted and distinct. It is not
         checked.
+      parts: Number of blocks that the row numbers consist of, see `split`.
 
     Raises:
       TypeError: The row numbers are not integers.
@@ -77,6 +83,7 @@ class IndexedSlices:
     self.values = jnp.asarray(values)
     self.dense_shape = tuple(operator.index(size) for size in dense_shape)
     self.is_unique = is_unique
+    self.parts = parts
     self.check()
 
   def check(self) -> None:
@@ -104,14 +111,14 @@ class IndexedSlices:
     """Returns row numbers and rows, and what is static."""
     key = jax.tree_util.GetAttrKey
     children = (key("indices"), self.indices), (key("values"), self.values)
-    return children, (self.dense_shape, self.is_unique)
+    return children, (self.dense_shape, self.is_unique, self.parts)
 
   @classmethod
   def tree_unflatten(cls, static: Any, children: Any) -> IndexedSlices:
     """Returns the object; JAX also puts other things than arrays in it."""
     new = object.__new__(cls)
     new.indices, new.values = children
-    new.dense_shape, new.is_unique = static
+    new.dense_shape, new.is_unique, new.parts = static
     return new
 
   def __repr__(self) -> str:
@@ -148,7 +155,9 @@ class IndexedSlices:
     """Returns the whole array, with zeros in the rows that are not given."""
     zeros = jnp.zeros(self.dense_shape, self.dtype)
     return zeros.at[self._in_range()].add(
-      self.values, mode="drop", indices_are_sorted=self.is_unique
+      self.values,
+      mode="drop",
+      indices_are_sorted=self.is_unique and self.parts == 1,
     )
 
   def deduplicated(self) -> IndexedSlices:
@@ -189,15 +198,50 @@ class IndexedSlices:
       is_unique=True,
     )
 
+  def split(self, parts: int) -> IndexedSlices:
+    """Sorts distinct rows into blocks, one for each part of the array.
+
+    For an array whose rows are split over devices: each device then reads and
+    writes the rows of its own part alone. A block has a place for every row, so
+    that `parts` devices together store each row `parts` times, and one device
+    once.
+
+    Args:
+      parts: Number of parts of equal size. The rows stay as `deduplicated`
+        returns them if it is 1, or does not divide the rows of the array.
+
+    Example:
+      >>> slices = IndexedSlices([3, 0], jnp.ones((2, 1)), (4, 1)).split(2)
+      >>> slices.indices.tolist()
+      [0, 4, 4, 3]
+    """
+    rows = self.deduplicated()
+    num_rows = self.dense_shape[0]
+    if parts == 1 or num_rows % parts or rows.parts == parts:
+      return rows
+    part = jnp.arange(parts, dtype=rows.indices.dtype)[:, None]
+    # Padding is in no part.
+    is_own = rows.indices // (num_rows // parts) == part
+    indices = jnp.where(is_own, rows.indices, num_rows)
+    is_own = is_own.reshape(*is_own.shape, *[1] * (self.ndim - 1))
+    values = jnp.where(is_own, rows.values, 0)
+    return IndexedSlices(
+      indices.reshape(-1),
+      values.reshape(-1, *self.dense_shape[1:]),
+      self.dense_shape,
+      is_unique=True,
+      parts=parts,
+    )
+
   def take_rows(self, x: jax.Array) -> jax.Array:
     """Returns the rows of another array at these row numbers, `[n, ...]`.
 
     Args:
       x: An array with as many rows as `dense_shape[0]`. Padding takes the last
-        row.
+        row of it, or of a part of it.
     """
     # Padding takes values that occur: zeros could give NaNs.
-    return x.at[self._in_range()].get(mode="clip")
+    return self._by_part(lambda x, indices: x.at[indices].get(mode="clip"), x)
 
   def put_rows(self, x: jax.Array, rows: jax.Array) -> jax.Array:
     """Returns another array with new rows, in place if XLA may.
@@ -207,12 +251,17 @@ class IndexedSlices:
       rows: The new rows, `[n, ...]`. The row numbers of this object must be
         distinct: see `deduplicated`. Rows of padding are dropped.
     """
-    return x.at[self._in_range()].set(
-      rows.astype(x.dtype),
-      mode="drop",
-      indices_are_sorted=True,
-      unique_indices=True,
-    )
+
+    def put(x: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+      return x.at[indices].set(
+        rows.astype(x.dtype),
+        mode="drop",
+        # A block has padding before its rows too.
+        indices_are_sorted=self.parts == 1,
+        unique_indices=True,
+      )
+
+    return self._by_part(put, x, rows)
 
   def map_values(self, fn: Callable[[jax.Array], jax.Array]) -> IndexedSlices:
     """Applies a function to the rows.
@@ -227,6 +276,7 @@ class IndexedSlices:
       fn(self.values),
       self.dense_shape,
       is_unique=self.is_unique,
+      parts=self.parts,
     )
 
   # -- Arithmetic.
@@ -271,6 +321,25 @@ class IndexedSlices:
     if np.ndim(factor) or isinstance(factor, IndexedSlices):
       return NotImplemented
     return self.map_values(lambda values: operation(values, factor))
+
+  def _by_part(self, fn: Any, x: jax.Array, *rows: jax.Array) -> jax.Array:
+    """Calls `fn(part, row numbers in it, *rows)` for each part of an array.
+
+    A compiler that sees `x[indices]` for an array whose rows are split over
+    devices does not know which device has which row: it sums over the devices
+    what each of them finds. With a block of row numbers for each part, each
+    device reads and writes its own part, without communication.
+    """
+    indices, num_rows = self._in_range(), x.shape[0]
+    if self.parts == 1:
+      return fn(x, indices, *rows)
+    size = num_rows // self.parts
+    split = lambda x: x.reshape(self.parts, -1, *x.shape[1:])
+    part = jnp.arange(self.parts, dtype=indices.dtype)[:, None]
+    blocks = split(indices)
+    local = jnp.where(blocks < num_rows, blocks - part * size, size)
+    new = jax.vmap(fn)(split(x), local, *map(split, rows))
+    return new.reshape(-1, *x.shape[1:])
 
   def _in_range(self) -> jax.Array:
     """Returns the row numbers, with padding beyond the last row."""

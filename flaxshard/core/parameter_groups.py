@@ -6,7 +6,7 @@ regular expressions, searched in paths such as `encoder/layer0/kernel`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -212,6 +212,8 @@ class SparseRows(_WithAttributes):
     patterns: The patterns of the tables.
     semantics: `"lazy"` or `"tf"`.
     argument: The name of the patterns, for errors.
+    parts: The number of parts into which devices split the rows of a parameter,
+      by path. Others are not split.
   """
 
   function = "sparse_rows"
@@ -219,6 +221,7 @@ class SparseRows(_WithAttributes):
   patterns: tuple[str, ...]
   semantics: str
   argument: str
+  parts: Mapping[trees.Path, int]
 
 
 def _check_order(function: str, tx: Any, *outer: type[_WithAttributes]) -> None:

@@ -132,6 +132,25 @@ def sparse_rows(
   if not patterns:
     raise ValueError(f"{argument} must have at least one pattern.")
   semantics = checks.one_of("semantics", semantics, SEMANTICS)
+  return _create(tx, patterns, semantics, argument, {})
+
+
+def _create(
+  tx: Any,
+  patterns: tuple[str, ...],
+  semantics: str,
+  argument: str,
+  parts: row_update.Parts,
+) -> SparseRows:
+  """Returns the optimizer of `sparse_rows`.
+
+  Args:
+    tx: The optax optimizer.
+    patterns: The checked patterns.
+    semantics: What happens to the rows that a step did not use.
+    argument: Name of `patterns` for errors.
+    parts: See `SparseRows`.
+  """
   inner = optax.with_extra_args_support(tx)
 
   def init(params: PyTree) -> PyTree:
@@ -157,7 +176,7 @@ def sparse_rows(
       raise ValueError("sparse_rows: update needs params, got None.")
     whole, _ = _find_whole(tx, state, params, tables, semantics)
     updates = indexed_slices.to_dense(updates, keep=tables.keys() - whole)
-    return row_update.update(inner, updates, state, params, extra)
+    return row_update.update(inner, updates, state, params, extra, parts)
 
   return SparseRows(
     init,
@@ -166,6 +185,7 @@ def sparse_rows(
     patterns=patterns,
     semantics=semantics,
     argument=argument,
+    parts=parts,
   )
 
 
@@ -288,6 +308,22 @@ def _try_rows(
   if all(map(same, less, more)):
     return ""
   return "the optimizer's update of a row depends on other rows"
+
+
+def with_parts(tx: Any, params: PyTree) -> Any:
+  """Returns an optimizer that knows how the rows of its tables are split.
+
+  Args:
+    tx: An optimizer; others than those of `sparse_rows` are returned.
+    params: The parameters of a train state with their shardings.
+  """
+  if not isinstance(tx, SparseRows):
+    return tx
+  parts = row_update.parts_of(params)
+  if parts == tx.parts:
+    return tx
+  # A new object: JAX compares optimizers by their functions.
+  return _create(tx.inner, tx.patterns, tx.semantics, tx.argument, parts)
 
 
 def wrap(tx: Any, sparse: Any, semantics: Any, *, prefix: str = "") -> Any:

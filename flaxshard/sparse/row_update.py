@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -14,9 +14,14 @@ from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
 from flaxshard.core.indexed_slices import IndexedSlices
 from flaxshard.core.indexed_slices import is_indexed_slices
+from flaxshard.partitioning import specs as specs_lib
+from flaxshard.replicas import context as replica_context
+from flaxshard.replicas import logical_shards
 
 PyTree = Any
 Path = trees.Path
+# Into how many parts a mesh splits the rows of a table: numbers above 1.
+Parts = Mapping[Path, int]
 Tables = Mapping[Path, IndexedSlices]
 
 
@@ -26,6 +31,7 @@ def update(
   opt_state: PyTree,
   params: PyTree,
   extra: Mapping[str, Any],
+  created: Parts,
 ) -> tuple[PyTree, PyTree]:
   """Returns the updates and the next state of an optimizer, row by row.
 
@@ -35,13 +41,18 @@ def update(
     opt_state: The state of `tx`.
     params: The parameters.
     extra: Extra arguments of the update.
+    created: The parts of the parameters when the state was created.
 
   Returns:
     `(updates, opt_state)`, with rows in `updates` where the gradients have
     rows.
   """
+  parts = _current_parts(params, created)
   updates = gradients.deduplicate(updates)
-  tables = indexed_slices.find(updates)
+  tables = {
+    path: x.split(parts.get(path, 1))
+    for path, x in indexed_slices.find(updates).items()
+  }
   if extra.get("grad") is not None:
     # The gradient may have other rows than the updates.
     grad = indexed_slices.to_dense(extra["grad"])
@@ -119,3 +130,44 @@ def _put_rows(
     )
   ]
   return jax.tree.unflatten(treedef, new)
+
+
+# -- Tables whose rows a mesh splits.
+
+
+def parts_of(params: PyTree) -> Parts:
+  """Returns into how many parts the rows of parameters are split.
+
+  Args:
+    params: The parameters of a train state: arrays or `jax.ShapeDtypeStruct`s
+      with their shardings. The paths are those that the optimizer knows.
+  """
+  optimized = opt_state_lib.optimized_params(params)
+  return _parts(
+    (path, x.sharding.spec, x.sharding.mesh.shape)
+    for path, x in jax.tree_util.tree_leaves_with_path(optimized)
+    if isinstance(x.sharding, jax.sharding.NamedSharding)
+  )
+
+
+def _current_parts(params: PyTree, created: Parts) -> Parts:
+  """Returns the parts of the parameters that are being updated."""
+  # In a trace of the whole batch JAX knows the mesh, but not how its axes of
+  # type Auto split an array.
+  if replica_context.get_replica_context() is None:
+    return created
+  # Inside of `run` parameters that are split over replicas are whole.
+  specs = logical_shards.specs_within(params)
+  sizes = jax.sharding.get_abstract_mesh().shape
+  return _parts(
+    (path, spec, sizes)
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs)
+  )
+
+
+def _parts(found: Iterable[tuple[Path, Any, Mapping[str, int]]]) -> Parts:
+  parts = {
+    path: specs_lib.parts(specs_lib.dims_of(spec, 1), sizes)[0]
+    for path, spec, sizes in found
+  }
+  return {path: count for path, count in parts.items() if count > 1}

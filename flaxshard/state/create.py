@@ -285,7 +285,7 @@ def plan_creation(
     None if mesh is None else sharding_lib.shardings_of(arg_specs, mesh),
     dict(
       apply_fn=apply_fn,
-      tx=tx,
+      tx=sparse_optimizer.with_parts(tx, abstract_fields["params"]),
       wrappers=wrappers,
     ),
     abstract_fields,

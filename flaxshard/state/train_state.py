@@ -174,6 +174,7 @@ class TrainState(flax_train_state.TrainState):
       arrays = trees.unshare_buffers({**given, **computed})
     else:
       arrays = sharding_lib.complete_fields(tx, wrappers, given, mesh)
+      tx = sparse_optimizer.with_parts(tx, arrays["params"])
     return fields_lib.extend(cls, arrays)(
       apply_fn=apply_fn, tx=tx, wrappers=wrappers, **static, **arrays
     )

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import parameter_groups
 from flaxshard.partitioning import mesh as mesh_lib
-from flaxshard.partitioning import specs as specs_lib
 from flaxshard.replicas import context as replica_context
+from flaxshard.replicas import logical_shards
 from flaxshard.wrappers import elementwise
 
 PyTree = Any
@@ -74,14 +74,14 @@ def commit_sequentially(
     center = update(center, grads, shared)
     return center, center.params
   # Over the logical devices of a replica.
-  param_specs = _specs_within(center.params)
+  param_specs = logical_shards.specs_within(center.params)
   grad_specs = jax.tree.map(
     lambda spec, g: None if g is None else spec, param_specs, grads
   )
   slot_specs = opt_state_lib.specs(center.opt_state, center.params, param_specs)
   specs = ModelState(param_specs, slot_specs), grad_specs
   # Decided for the shapes on one logical device: an update may depend on them.
-  own = jax.tree.map(_logical_part, (center, grads), specs)
+  own = jax.tree.map(logical_shards.part_of, (center, grads), specs)
   dims = jax.tree.map(_choose_dim, own)
   parts = jax.tree.map(_part_of, own, dims)
   is_elementwise = elementwise.is_elementwise(
@@ -93,7 +93,9 @@ def commit_sequentially(
   if is_elementwise and any(jax.tree.leaves(specs)):
     # So that a device exchanges its shard with the same device of the other
     # replicas.
-    commit = _on_logical_devices(commit, (*specs, P()), (specs[0], param_specs))
+    commit = logical_shards.on_logical_devices(
+      commit, (*specs, P()), (specs[0], param_specs)
+    )
   return commit(center, grads, shared)
 
 
@@ -153,64 +155,6 @@ def _apply_commits(
   local = jax.tree.map(_send_back, received, old, grad_dims)
   merge = functools.partial(parameter_groups.merge, center.params)
   return ModelState(merge(new), slots), merge(local)
-
-
-# -- The logical devices of a replica.
-
-
-def _specs_within(params: PyTree) -> PyTree:
-  """Returns the PartitionSpecs of parameters over logical devices.
-
-  Args:
-    params: The parameters of a TrainState that `Strategy.run` received.
-
-  Returns:
-    A tree of PartitionSpecs. They are empty if two TrainStates have parameters
-    of the same shapes but other PartitionSpecs.
-  """
-  context = replica_context.get_replica_context()
-  structure: Any = jax.tree.structure(params)
-  shapes = [x.shape for x in jax.tree.leaves(params)]
-  found = set()
-  for arrived in () if context is None else context.params:
-    leaves: list[Any] = jax.tree.leaves(arrived)
-    if jax.tree.structure(arrived) == structure and shapes == [
-      x.shape for x in leaves
-    ]:
-      found.add(tuple(specs_lib.logical_part(x.sharding.spec) for x in leaves))
-  specs = found.pop() if len(found) == 1 else [P()] * len(shapes)
-  return structure.unflatten(specs)
-
-
-def _logical_part(x: Any, spec: P) -> jax.ShapeDtypeStruct:
-  """Returns shape and dtype of the part of an array on one logical device."""
-  sizes = jax.sharding.get_abstract_mesh().shape
-  parts = specs_lib.parts(specs_lib.dims_of(spec, x.ndim), sizes)
-  shape = tuple(n // count for n, count in zip(x.shape, parts, strict=True))
-  return jax.ShapeDtypeStruct(shape, x.dtype)
-
-
-def _on_logical_devices(
-  fn: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
-) -> Callable[..., PyTree]:
-  """Returns a function that calls `fn` on each logical device with its part.
-
-  Args:
-    fn: A function of arrays.
-    in_specs: PartitionSpecs of its arguments over the logical axes.
-    out_specs: PartitionSpecs of its results.
-  """
-  mesh = jax.sharding.get_abstract_mesh()
-  types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-  manual = jax.sharding.AxisType.Manual
-  return jax.shard_map(
-    fn,
-    mesh=mesh,
-    in_specs=in_specs,
-    out_specs=out_specs,
-    axis_names={name for name, kind in types if kind != manual},
-    check_vma=False,
-  )
 
 
 # -- One leaf, which is split in the dimension `dim`, or `WHOLE`.
