@@ -1,5 +1,6 @@
 """Gradients of tables are rows, and equal to those of `jax.grad`."""
 
+import random
 import re
 from typing import Any
 import warnings
@@ -50,10 +51,15 @@ clip_gradient.defvjp(
 # lookup alone: bit for bit.
 ONE_LOOKUP = {
   "indexing": (lambda t, b: total(t[IDS], b), 5),
+  "scalar id": (lambda t, b: total(t[IDS[0]], b), 1),
   "strided slice": (lambda t, b: total(t[::3], b), 3),
   "take": (lambda t, b: total(jnp.take(t, IDS, axis=0), b), 5),
   "mode clip": (lambda t, b: total(t.at[IDS].get(mode="clip"), b), 5),
   "mode fill": (lambda t, b: total(t.at[IDS].get(mode="fill"), b), 5),
+  "uint32 ids": (
+    lambda t, b: total(t.at[IDS.astype(jnp.uint32)].get(mode="clip"), b),
+    5,
+  ),
   "no ids": (lambda t, b: total(t[IDS[:0]], b), 0),
   "unused": (lambda t, b: b.sum(), 0),
   "dynamic_slice": (
@@ -62,12 +68,14 @@ ONE_LOOKUP = {
   ),
   "vmap": (lambda t, b: total(jax.vmap(lambda i: t[i])(IDS), b), 5),
   "jit": (lambda t, b: total(jax.jit(lambda t: t[IDS])(t), b), 5),
+  "scaled table": (lambda t, b: total((-2 * t)[IDS], b), 5),
   "masked table": (
     lambda t, b: total(jnp.where(jnp.arange(7)[:, None] == 2, 0, t)[IDS], b),
     5,
   ),
   "padding row": (lambda t, b: total(t.at[0].set(0)[IDS], b), 5),
   "reshape": (lambda t, b: total(t.reshape(7, 1, 3)[IDS], b), 5),
+  "function of elements": (lambda t, b: total(jnp.tanh(t / 2)[IDS], b), 5),
   "uses without a gradient": (
     lambda t, b: total(t[IDS] * (t > 0).sum(), jax.lax.stop_gradient(t).sum()),
     5,
@@ -184,6 +192,30 @@ def test_dense_use_gives_a_whole_array_and_a_warning(name, compiled):
   assert "gradients_test.py:" in message
 
 
+@pytest.mark.slow
+def test_gradient_is_the_same_outside_of_jit():
+  check(*jax.device_get(differentiate("padding row", TABLE, BIAS)), exact=False)
+
+
+@pytest.mark.slow
+def test_vmap_of_a_step_gives_rows_of_each_example():
+  def fn(t, ids):
+    loss = lambda p: total(p["t"][ids], 1.0)
+    return create({"t": t}, ["t"]).value_and_grad(loss)[1]["t"]
+
+  ids = jnp.array([[0, 1], [3, 3]])
+  grad = jax.grad(lambda t, i: total(t[i], 1.0))
+  rows, want = jax.device_get(
+    jax.jit(jax.vmap(lambda t, i: (fn(t, i), grad(t, i)), (None, 0)))(
+      TABLE, ids
+    )
+  )
+  assert rows.indices.tolist() == ids.tolist()
+  for i in range(2):
+    one = jax.tree.map(lambda x, i=i: x[i], rows)
+    np.testing.assert_array_equal(dense(one), want[i])
+
+
 def test_compiled_gradient_has_no_array_of_the_size_of_the_table():
   rows, columns, ids = 1_000_000, 16, 512
 
@@ -204,6 +236,58 @@ def test_compiled_gradient_has_no_array_of_the_size_of_the_table():
   assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 2**20
 
 
+LOOKUPS = (
+  lambda t, i: t[i],
+  lambda t, i: jnp.take(t, -i, axis=0),
+  lambda t, i: t.at[3 * i].get(mode="clip"),
+  lambda t, i: t.at[3 * i].get(mode="fill", fill_value=0),
+  lambda t, i: jax.vmap(lambda j: t[j])(i),
+  lambda t, i: jax.lax.dynamic_slice_in_dim(t, i[0], 2),
+  lambda t, i: (0.5 * t)[i],
+  lambda t, i: t.at[0].set(0.0)[i],
+  lambda t, i: t[2:4],
+)
+
+
+def program(rng, depth):
+  """Returns a random function of a table and ids."""
+  if not depth:
+    lookup, act = rng.choice(LOOKUPS), rng.choice([jnp.sin, jnp.square])
+    return lambda t, i: act(lookup(t, i)).sum()
+  f, g = program(rng, depth - 1), program(rng, depth - 1)
+  return rng.choice(
+    [
+      lambda t, i: f(t, i) + g(t, i),
+      lambda t, i: jnp.tanh(f(t, i)) * g(t, i),
+      jax.jit(f),
+      lambda t, i: jax.vmap(lambda s: g(t, i + s))(jnp.arange(2)).sum(),
+    ]
+  )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_gradient_of_a_random_program_equals_that_of_jax(seed):
+  loss = program(random.Random(seed), 3)
+  ids = jnp.array([4, 1, 4, 0])
+
+  @jax.jit
+  def run(t):
+    fn = lambda p: loss(p["t"], ids)
+    return (
+      create({"t": t}, ["t"]).value_and_grad(fn),
+      jax.value_and_grad(fn)({"t": t}),
+    )
+
+  (value, grads), (want_value, want) = run(TABLE)
+  assert fs.is_indexed_slices(grads["t"])
+  np.testing.assert_array_equal(value, want_value)
+  scale = max(1, float(jnp.abs(want["t"]).max()))
+  np.testing.assert_allclose(
+    grads["t"].to_dense(), want["t"], atol=1e-5 * scale
+  )
+
+
 # -- Models.
 
 MODEL_IDS = jnp.array([[1, 2, 1], [5, 0, 2]])
@@ -218,6 +302,17 @@ class Embedded(nn.Module):
   def __call__(self, ids):
     x = nn.Embed(7, 3, dtype=self.dtype, name="embed")(ids)
     return nn.Dense(2, dtype=self.dtype)(x)
+
+
+class Tied(nn.Module):
+  """An output layer with the weights of the embedding."""
+
+  dtype: Any = None
+
+  @nn.compact
+  def __call__(self, ids):
+    embed = nn.Embed(7, 3, dtype=self.dtype, name="embed")
+    return embed.attend(embed(ids))
 
 
 def create_state(model, patterns=("embed",), wrappers=()):
@@ -270,6 +365,41 @@ def test_rows_are_cast_rather_than_the_table():
 
   visit(jax.make_jaxpr(lambda s: gradients(s)[1])(state).jaxpr)
   assert found == {(7, "float32")}
+
+
+@pytest.mark.slow
+def test_tied_output_layer_is_dense_with_one_warning():
+  model = Tied(jnp.bfloat16)
+  with pytest.warns(UserWarning, match="embed/embedding") as caught:
+    (_, grads), (_, want) = jax.jit(lambda a, b: (gradients(a), gradients(b)))(
+      create_state(model), create_state(model, ())
+    )
+  (message,) = [str(w.message) for w in caught]
+  assert "transpose" in message and "gradients_test.py" in message
+  # The gradient sums equal rows in bfloat16, as without patterns.
+  np.testing.assert_array_equal(
+    grads["embed"]["embedding"], want["embed"]["embedding"]
+  )
+
+
+@pytest.mark.slow
+def test_frozen_and_integer_parameters_have_no_gradient():
+  params = {
+    "table": jnp.ones((7, 3)),
+    "frozen": jnp.ones((7, 3)),
+    "count": jnp.int32(2),
+  }
+  tx = fs.sparse_rows(fs.freeze(optax.sgd(0.1), ["frozen"]), ["table"])
+  state = fs.TrainState.create(apply_fn=None, params=params, tx=tx)
+  (_, aux), grads = state.value_and_grad(
+    lambda p: (
+      (p["table"][MODEL_IDS] * p["frozen"][MODEL_IDS]).sum() * p["count"],
+      p["count"],
+    ),
+    has_aux=True,
+  )
+  assert grads["frozen"] is None and grads["count"] is None
+  assert fs.is_indexed_slices(grads["table"]) and int(aux) == 2
 
 
 class Model(nnx.Module):

@@ -51,13 +51,18 @@ def keras_momentum(nesterov=False, learning_rate=rate):
 # The name in the figures, and the optax optimizer that equals it.
 TRAIN = {
   "GradientDescent": lambda: optax.sgd(rate),
+  "Momentum": lambda: optax.sgd(rate, 0.9),
   "Momentum nesterov": lambda: optax.sgd(rate, 0.9, nesterov=True),
   "Adagrad": lambda: optax.adagrad(rate, eps=0),
+  "AdagradDA": lambda: fs.optimizers.adagrad_da(rate),
   "AdagradDA l1 l2": lambda: fs.optimizers.adagrad_da(rate, 0.2, 0.05, 0.03),
   "Adadelta": lambda: optax.adadelta(rate, rho=0.95, eps=1e-8),
+  "RMSProp": lambda: optax.rmsprop(rate, 0.9, 1e-10, 1.0, momentum=0.0),
+  "RMSProp momentum": lambda: optax.rmsprop(rate, 0.9, 0.01, 1.0, momentum=0.8),
   "RMSProp centered": lambda: optax.rmsprop(
     rate, 0.9, 1e-10, 1.0, centered=True, momentum=0.8
   ),
+  "Ftrl": lambda: fs.optimizers.ftrl(rate),
   "Ftrl l1 l2": lambda: l1_l2(
     fs.optimizers.ftrl, initial_accumulator_value=0.5
   ),
@@ -71,17 +76,71 @@ TRAIN = {
   "ProximalGradientDescent": lambda: l1_l2(
     fs.optimizers.proximal_gradient_descent
   ),
+  "ProximalAdagrad": lambda: fs.optimizers.proximal_adagrad(rate),
   "ProximalAdagrad l1 l2": lambda: l1_l2(fs.optimizers.proximal_adagrad),
   "Adam": lambda: adam(1e-8),
+  "Adam large epsilon": lambda: adam(0.05),
 }
 LEGACY = {
+  "SGD momentum": lambda: keras_momentum(),
   "SGD nesterov": lambda: keras_momentum(nesterov=True),
+  "Adagrad": lambda: optax.adagrad(rate, eps=1e-7),
+  "Adadelta": lambda: optax.adadelta(rate, rho=0.95, eps=1e-7),
+  "RMSprop": lambda: optax.rmsprop(rate, 0.9, 1e-7, eps_in_sqrt=False),
+  "RMSprop momentum": lambda: optax.rmsprop(rate, 0.9, 1e-7, momentum=0.8),
+  "RMSprop centered": lambda: optax.rmsprop(
+    rate, 0.9, 1e-7, centered=True, momentum=0.8
+  ),
+  "Ftrl": lambda: fs.optimizers.ftrl(
+    rate, l1_regularization_strength=0.1, beta=0.4
+  ),
+  "Adam": lambda: adam(1e-7),
   "Adamax": lambda: optax.adamax(rate, eps=1e-7),
 }
 COUNTERPARTS = {
   "tf.compat.v1.train": TRAIN,
   "tf.keras.optimizers.legacy": LEGACY,
 }
+# Slots that have other names in Keras than in tf.train.
+KERAS_SLOTS = {
+  "Adadelta": {
+    "accum_grad": "accum",
+    "accum_var": "accum_update",
+    "accumulated_grad": "accum",
+    "accumulated_delta_var": "accum_update",
+  },
+  "RMSprop": {"velocity": "rms"},
+  "Ftrl": {"accumulator": "accum"},
+  "Adam": {"momentum": "m", "velocity": "v"},
+  "Adamax": {"momentum": "m", "norm": "v"},
+}
+# What Keras 2 does where it is not "tf": its RMSprop decays all rows, but moves
+# those of the gradient alone. Keras 3 updates all rows.
+SEMANTICS = {("tf.keras.optimizers.legacy", "Adamax"): "lazy"}
+NO_ROWS = {("tf.keras.optimizers.legacy", "RMSprop")}
+# Cases that differ from another one in constants alone.
+REPEATED = {
+  "tf.compat.v1.train": {
+    "Momentum",
+    "AdagradDA",
+    "RMSProp",
+    "RMSProp momentum",
+    "Ftrl",
+    "Ftrl power beta shrinkage",
+    "ProximalAdagrad",
+    "Adam large epsilon",
+  },
+  "tf.keras.optimizers.legacy": {
+    "SGD momentum",
+    "Adagrad",
+    "Adadelta",
+    "RMSprop momentum",
+    "RMSprop centered",
+    "Ftrl",
+    "Adam",
+  },
+}
+CASES = [(api, name) for api, cases in COUNTERPARTS.items() for name in cases]
 
 
 def create(api, name, **arguments):
@@ -103,7 +162,8 @@ def gradient(step):
 
 def slot(state, optimizer, name):
   """Returns a slot by TensorFlow's name, with TensorFlow's sign."""
-  value = state.get_slot("table", name)
+  renamed = KERAS_SLOTS.get(optimizer.split()[0], {}).get(name, name)
+  value = state.get_slot("table", renamed)
   # optax scales by the negative learning rate before the momentum.
   is_negative = optimizer.startswith("RMS") and name == "momentum"
   return -value if is_negative else value
@@ -136,11 +196,17 @@ def assert_steps(
 
 @pytest.mark.parametrize(
   ("api", "name"),
-  [(api, name) for api, c in COUNTERPARTS.items() for name in c],
+  [
+    pytest.param(
+      api, name, marks=[pytest.mark.slow] if name in repeated else []
+    )
+    for api, repeated in REPEATED.items()
+    for name in COUNTERPARTS[api]
+    if (api, name) not in NO_ROWS
+  ],
 )
 def test_rows(api, name):
-  # The kernel of Keras 2 for Adamax leaves the slots of other rows.
-  semantics = "lazy" if name == "Adamax" else "tf"
+  semantics = SEMANTICS.get((api, name), "tf")
   grads = [gradient(step) for step in range(len(RATES))]
   state = create(api, name, sparse=["table"], sparse_semantics=semantics)
   assert_steps(FIGURES[api][name]["sparse"], name, state, grads)
@@ -182,6 +248,14 @@ def test_lazy_is_lazy_adam():
       [state.params["table"], *slots], (w, m, v), strict=True
     ):
       np.testing.assert_allclose(given, want, rtol=1e-6, atol=1e-6)
+
+
+def test_indexed_slices_to_dense():
+  facts = FIGURES["indexed_slices"]
+  slices = fs.IndexedSlices(facts["ids"], facts["values"], TABLE.shape)
+  np.testing.assert_array_equal(
+    slices.to_dense(), np.array(facts["dense"], np.float32)
+  )
 
 
 def test_clip_by_global_norm_takes_the_norm_of_summed_rows():

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from optax import contrib
 import pytest
 
 import flaxshard as fs
@@ -91,10 +92,20 @@ def chain_with(transform):
 OPTIMIZERS = {
   "momentum": (optax.sgd(0.1, 0.9), "rows"),
   "adam": (optax.adam(0.1), "whole"),
+  "adam_bfloat16": (optax.adam(0.1, mu_dtype="bfloat16"), "whole"),
   "adamw_schedule": (optax.adamw(DECAY, weight_decay=0.5), "whole"),
+  "nadam": (optax.nadam(0.1), "whole"),
+  "radam": (optax.radam(0.1), "whole"),
+  "adamax": (optax.adamax(0.1), "whole"),
   "rmsprop": (optax.rmsprop(0.1, centered=True, momentum=0.9), "rows"),
   "adagrad": (optax.adagrad(0.1), "rows"),
   "adadelta": (optax.adadelta(0.1), "rows"),
+  "norm": (
+    optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
+    "rows",
+  ),
+  "clip_by_global_norm": (chain_with(optax.clip_by_global_norm(0.1)), "whole"),
+  "zero_nans": (chain_with(optax.zero_nans()), "whole"),
   "clip_and_decay": (
     optax.chain(
       optax.clip_by_global_norm(0.5),
@@ -110,10 +121,19 @@ OPTIMIZERS = {
     "rows",
   ),
   "freeze": (fs.freeze(optax.adam(0.1), ["bias"]), "whole"),
+  "scaled": (fs.scale_learning_rates(optax.adagrad(0.1), [("t", 2)]), "rows"),
+  "inject_hyperparams": (
+    optax.inject_hyperparams(optax.adam)(learning_rate=DECAY),
+    "whole",
+  ),
   "apply_if_finite": (optax.apply_if_finite(optax.adagrad(0.1), 3), "rows"),
   "ftrl": (fs.optimizers.ftrl(0.1), "rows"),
   "lion": (optax.lion(0.1), "ScaleByLionState"),
+  "rprop": (optax.rprop(0.1), "ScaleByRpropState"),
   "amsgrad": (optax.amsgrad(0.1), "ScaleByAmsgradState"),
+  "adabelief": (optax.adabelief(0.1), "ScaleByBeliefState"),
+  "adan": (optax.adan(0.1), "ScaleByAdanState"),
+  "ema": (optax.chain(optax.sgd(0.1), optax.ema(0.9)), "EmaState"),
 }
 NAMES = [
   pytest.param(name, marks=[] if name in ("adam", "lion") else pytest.mark.slow)
@@ -125,7 +145,11 @@ WARMUP = optax.linear_schedule(0.0, 0.1, 10)
 MIX = "depends on other rows"
 WHOLE = {
   "FactoredState": optax.adafactor(0.1),
+  "AddNoiseState": optax.noisy_sgd(0.1, key=0),
   "MultiStepsState": optax.MultiSteps(optax.adam(0.1), 2),
+  "ScaleByNovogradState": optax.novograd(0.1),
+  "ScheduleFreeState": contrib.schedule_free_adamw(0.1),
+  "MuonState": contrib.muon(0.1),
   f"lamb {MIX}": optax.lamb(WARMUP),
   f"lars {MIX}": optax.lars(0.1),
   f"adaptive_grad_clip {MIX}": chain_with(optax.adaptive_grad_clip(0.01)),
@@ -174,6 +198,14 @@ def test_other_optimizers_get_whole_gradients_and_a_warning(name):
   assert_close(new[0], want[0])
 
 
+@pytest.mark.slow
+def test_tf_equals_whole_gradients_with_adam_bit_for_bit():
+  tx = optax.adam(DECAY)
+  new = apply(create(tx, "tf"))
+  want = apply(create(tx, sparse=()), map(fs.sparse.to_dense, BATCHES))
+  assert_close(new, want, rtol=0)
+
+
 def test_extra_argument_grad_has_the_rows_of_the_updates():
   def update(updates, state, params=None, *, grad, **extra):
     return jax.tree.map(lambda u, g: u + 2 * g, updates, grad), state
@@ -187,6 +219,16 @@ def test_extra_argument_grad_has_the_rows_of_the_updates():
   change = np.array(state.params["table"] - new.params["table"])
   np.testing.assert_allclose(change[1], 6, rtol=1e-6)
   assert not change[[0, *range(2, ROWS)]].any()
+
+
+def test_value_of_the_loss_reaches_an_optimizer_of_rows():
+  tx = optax.chain(optax.adam(0.1), contrib.reduce_on_plateau())
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    state = create(tx)
+  new, _ = state.minimize(lambda p: p["table"][jnp.array([1])].sum())
+  change = np.array(new.params["table"] != state.params["table"])
+  assert np.flatnonzero(change.any(1)).tolist() == [1]
 
 
 def test_create_train_state_with_an_embedding():
@@ -221,6 +263,13 @@ def test_whole_gradient_of_a_table_is_an_ordinary_update():
   new = create(tx).apply_gradients(grads=grads)
   dense = create(tx, sparse=()).apply_gradients(grads=grads)
   assert_close(new.params, dense.params, rtol=0)
+
+
+def test_table_without_gradient_stays():
+  state = create(optax.adamw(0.1, weight_decay=0.5))
+  new = state.apply_gradients(grads={"table": None, "bias": jnp.ones(COLUMNS)})
+  assert_close(new.params["table"], state.params["table"], rtol=0)
+  assert not np.array_equal(new.params["bias"], state.params["bias"])
 
 
 def test_rows_for_an_optimizer_of_whole_arrays_become_dense():
@@ -284,11 +333,17 @@ def test_invalid_tables_raise(kwargs, facts):
     create(**{"tx": optax.adam(0.1)} | given | kwargs)
 
 
-def test_mistakes_in_the_call():
+def test_semantics_without_tables_raise():
   with pytest.raises(ValueError, match="sparse_semantics='tf' needs sparse"):
     create(optax.adam(0.1), sparse=(), sparse_semantics="tf")
+
+
+@pytest.mark.parametrize("wrap", [fs.freeze, fs.scale_learning_rates])
+def test_sparse_rows_goes_around_other_groups(wrap):
+  tx = fs.sparse_rows(optax.sgd(1.0), ["table"])
+  arguments = ["bias"] if wrap is fs.freeze else [("bias", 2.0)]
   with pytest.raises(ValueError, match="sparse_rows last"):
-    fs.freeze(fs.sparse_rows(optax.sgd(1.0), ["table"]), ["bias"])
+    wrap(tx, arguments)
 
 
 def test_update_has_no_temporary_array_of_the_size_of_a_table():
