@@ -148,6 +148,26 @@ def test_collections_of_the_model_and_the_mode(state):
     assert set(new) == {"batch_stats"}
 
 
+@pytest.mark.slow
+def test_rules_split_kernels_and_their_factors():
+  rules = (("body/kernel", P("replica", "model")), ("head/kernel", P("model")))
+  state = make(strategy=STRATEGY, rules=rules)
+  specs = jax.tree.map(lambda x: x.sharding.spec, state.params)
+  body, head = specs["body"]["kernel"], specs["head"]["kernel"]
+  assert body == {"lora_a": P("replica"), "lora_b": P(None, "model")}
+  assert head == {"lora_a": P("model"), "lora_b": P()}
+  frozen = state.frozen["body"]["kernel"]
+  assert frozen.sharding.spec == P("replica", "model")
+  assert state.opt_state[0].mu["body"]["kernel"]["lora_b"].sharding.spec == P(
+    None, "model"
+  )
+  abstract = make(strategy=STRATEGY, rules=rules, abstract=True)
+  same = lambda a, b: (a.shape, a.sharding) == (b.shape, b.sharding)
+  assert all(map(same, jax.tree.leaves(abstract), jax.tree.leaves(state)))
+  merged = fs.merge_lora(state)["params"]["body"]["kernel"]
+  assert merged.sharding == frozen.sharding
+
+
 class Stack(nn.Module):
   """Three layers, whose kernels are `[layers, inputs, outputs]`."""
 

@@ -286,3 +286,64 @@ def test_gated_gradients_have_the_same_values_and_pass_in_16_bits(wrappers):
   # Of "op" and of "graph"; sorted by path, the head computes in float32.
   found = barriers(steps, state, X)
   assert found.count(["float32", *["bfloat16"] * 4]) == 2
+
+
+def test_zip_in_a_compiled_step():
+  paths = ["b/c", "w"]
+  step = jax.jit(lambda s, g: s.apply_gradients(zip(g, paths, strict=True)))
+  new = step(create(tx=optax.sgd(1.0)), [1.0, jnp.array([1.0, -2.0])])
+  assert float(new.params["b"]["c"]) == -0.5
+  np.testing.assert_array_equal(new.params["w"], [0, 0])
+
+
+def test_list_of_layers_is_a_tree():
+  params = [(jnp.ones(2), jnp.ones(())), (jnp.ones(2), jnp.ones(()))]
+  state = create(params=params, tx=optax.sgd(1.0))
+  new = state.apply_gradients(grads=params)
+  assert float(sum(p.sum() for p in jax.tree.leaves(new.params))) == 0
+  new = state.apply_gradients([(jnp.ones(2), "1/0")])
+  assert [float(p.sum()) for p in jax.tree.leaves(new.params)] == [2, 1, 0, 1]
+
+
+def test_computed_rows():
+  params = {"table": jnp.ones((4, 2)), "w": jnp.ones(2)}
+  state = create(
+    params=params, tx=fs.sparse_rows(optax.sgd(1.0, momentum=0.5), ["table"])
+  )
+  loss_fn = lambda p, ids: (p["table"][ids] * p["w"]).sum()
+
+  @jax.jit
+  def step(state, ids):
+    [(slices, path)] = pairs = state.compute_gradients(
+      loss_fn, ids, var_list=["table"], gate_gradients="graph"
+    )
+    assert fs.is_indexed_slices(slices) and path == "table"
+    return state.apply_gradients(pairs)
+
+  new = step(state, jnp.array([1, 3, 3]))
+  np.testing.assert_array_equal(new.params["table"][:, 0], [1, 0, 1, -1])
+  np.testing.assert_array_equal(new.params["w"], [1, 1])
+  slot = new.get_slot("table", "momentum")
+  np.testing.assert_array_equal(slot[:, 0], [0, 1, 0, 2])
+
+
+def test_line_search_minimizes_the_weighted_sum():
+  state = create(tx=optax.lbfgs())
+  weights = jnp.array([0.5, 2.0])
+  loss_fn = lambda p: (p["w"] - 3) ** 2
+  step = jax.jit(lambda s: s.minimize(loss_fn, grad_loss=weights))
+  for _ in range(5):
+    state, loss = step(state)
+  np.testing.assert_allclose(state.params["w"], [3, 3], atol=1e-3)
+  assert loss.shape == (2,)
+
+
+@pytest.mark.parametrize(
+  ("mode", "sizes"), [("none", []), ("op", [5]), ("graph", [5])]
+)
+def test_barriers_of_each_mode(mode, sizes):
+  state = create(params=LAYERS, tx=optax.adam(0.1))
+  step = lambda state, x: state.minimize(layers_loss, x, gate_gradients=mode)
+  assert sorted(map(len, barriers(step, state, X))) == sizes
+  text = jax.jit(step).lower(state, X).as_text()
+  assert text.count("stablehlo.optimization_barrier") == len(sizes)
