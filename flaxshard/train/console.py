@@ -119,7 +119,10 @@ def progress_bar(
   if not (sys.stderr.isatty() or in_notebook()):
     yield lambda step, row: None
     return
-  from tqdm import auto
+  with warnings.catch_warnings():
+    # Without ipywidgets, the bar of a notebook is text.
+    warnings.filterwarnings("ignore", "IProgress not found")
+    from tqdm import auto
   from tqdm.contrib import logging as tqdm_logging
 
   # Log lines are printed above the bar, not through it. tqdm replaces the
