@@ -197,3 +197,13 @@ SGD = optax.sgd(0.1)
 def test_patterns_that_do_not_fit_raise(wrap, given, facts):
   with pytest.raises(ValueError, match=facts):
     create(wrap(SGD, given))
+
+
+def test_value_and_grad_returns_none_for_a_frozen_parameter():
+  state = create(fs.freeze(optax.sgd(0.1), ["bias"]), [fs.LossScale(8.0)])
+  grads = jax.jit(lambda state: state.value_and_grad(loss_fn)[1])(state)
+  assert grads["encoder"]["bias"] is None and grads["head"]["bias"] is None
+  expected = jax.jit(jax.grad(loss_fn))(PARAMS)
+  np.testing.assert_allclose(
+    grads["head"]["kernel"], expected["head"]["kernel"], rtol=1e-6
+  )

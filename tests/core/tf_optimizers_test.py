@@ -94,3 +94,20 @@ def test_mistakes(optimizer, name, value, error):
   function = getattr(tf_optimizers, optimizer)
   with pytest.raises(error, match=name):
     function(**{"learning_rate": 0.1, name: value})
+
+
+def test_inject_hyperparams():
+  def steps(params, transform):
+    return [
+      step(transform(optimizer)(0.1, l1_regularization_strength=0.25), params)
+      for optimizer in ALL
+    ]
+
+  @jax.jit
+  def injected_and_plain(params):
+    injected = steps(params, optax.inject_hyperparams)
+    return injected, steps(params, lambda optimizer: optimizer)
+
+  for (got, _), (want, _) in zip(*injected_and_plain(PARAMS), strict=True):
+    for name in want:
+      np.testing.assert_allclose(got[name], want[name], rtol=1e-6)

@@ -376,3 +376,17 @@ def test_skipped_batches_are_not_returned(is_stream):
       state = iterator.get_state()
   assert returned[1][:2] == returned[0][3:]
   assert state["examples"] == 64 if is_stream else state == {"next_index": 8}
+
+
+def test_a_masked_loss_has_the_gradient_of_the_real_examples():
+  w = jnp.float32(2.0)
+  xs = np.array([1.0, -3.0, 0.5], np.float32)
+
+  @jax.jit
+  def gradient(w, batch):
+    # Padding with zeros would give NaN.
+    loss = lambda w: jnp.sum(jnp.log(w * batch["x"] ** 2) * batch["mask"])
+    return jax.grad(loss)(w) / batch["mask"].sum()
+
+  (batch,) = distributed([{"x": xs}])
+  np.testing.assert_allclose(gradient(w, batch), 1 / w)

@@ -540,3 +540,61 @@ def test_frozen_layer_does_not_change(wrappers):
   # Without EMA these are the parameters of the module.
   params = optimizer.eval_params(model)
   np.testing.assert_array_equal(params["layers"][1]["bias"], bias_of(model))
+
+
+def test_accumulation_in_a_scan():
+  model, optimizer = create()
+  before = arrays(model)
+
+  @nnx.jit
+  def step(model, optimizer, first, others):
+    # Outside of the scan: it begins the step, whose state the scan carries.
+    _, grads = optimizer.value_and_grad(loss_fn, model, first)
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def add(carry, batch):
+      model, optimizer, grads = carry
+      _, more = optimizer.value_and_grad(loss_fn, model, batch)
+      return model, optimizer, jax.tree.map(jnp.add, grads, more)
+
+    optimizer.update(model, add((model, optimizer, grads), others)[2])
+
+  stacked = lambda made: jax.tree.map(lambda *x: jnp.stack(x), *made)
+  for overflow in (0, 2):
+    first, *others = batches(overflow=overflow)
+    step(model, optimizer, first, stacked(others))
+    assert_same(arrays(model), before)
+  first, *others = batches()
+  step(model, optimizer, first, stacked(others))
+  assert int(model.drop.rngs.count[...]) == 4
+
+
+@pytest.mark.slow
+def test_average_of_the_updates():
+  wrappers = [fs.LossScale("dynamic"), fs.Accumulate(2), fs.EMA(0.5)]
+  model, optimizer = create(wrappers)
+  biases = []
+  # One batch is left out, so updates end with the third and the last batch.
+  for batch in batches(5, overflow=1):
+    our_step(model, optimizer, batch)
+    biases.append(bias_of(model))
+  assert int(optimizer.step[...]) == 2
+  average = nnx.clone(model)
+  nnx.update(average, optimizer.eval_params(model))
+  np.testing.assert_allclose(
+    bias_of(average), (biases[2] + 2 * biases[4]) / 3, rtol=1e-5
+  )
+  np.testing.assert_array_equal(bias_of(model), biases[4])
+
+
+@pytest.mark.slow
+def test_agn_and_a_custom_wrapper():
+  class Halve(fs.wrappers.Base):
+    def apply(self, state, target, grads, next):
+      return next(target, jax.tree.map(lambda g: g / 2, grads)), state
+
+  model, optimizer = create([*DYNAMIC, Halve(), fs.AGN(2)])
+  for batch in batches(overflow=1):
+    our_step(model, optimizer, batch)
+  assert int(optimizer.metrics()["commits"]) == 1
+  assert all(np.isfinite(x).all() for x in arrays(model).values())

@@ -94,3 +94,21 @@ def test_float16_sum_that_overflows_on_the_way_is_exact():
   reduce = lambda x: fs.get_replica_context().all_reduce("sum", x[0])
   sums = EIGHT.run(reduce, args=(EIGHT.shard_batch(ends),))
   assert np.asarray(sums).tolist() == wanted
+
+
+PAIRS = ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+@pytest.mark.filterwarnings("ignore:CrossShard. gradients are reduced in")
+def test_float16_gradients_of_groups_do_not_overflow():
+  state = EIGHT.run(
+    take_step,
+    args=(
+      create([fs.CrossShard("mean", PAIRS)]),
+      EIGHT.shard_batch(DRAWN),
+    ),
+  )
+  pair = DRAWN[[0, 4]].astype(np.float64).mean(0).astype(np.float16)
+  # Replica 0's copy: the groups differ.
+  assert_within_one_ulp(state.params["w"].addressable_data(0), pair)
+  assert_within_one_ulp(state.batch_stats["mean"].addressable_data(0), pair)

@@ -364,3 +364,24 @@ def test_abstract_nnx_state_equals_the_concrete_state():
   from_abstract = make(module, x=None, abstract=True)
   shapes = lambda state: jax.tree.map(lambda x: x.shape, state.params)
   assert shapes(from_abstract) == shapes(state)
+
+
+@pytest.mark.slow
+def test_nnx_module_and_function_create_the_same_state():
+  function = lambda rngs: Net(rngs)
+  kwargs = dict(wrappers=[fs.LossScale("auto")], strategy=STRATEGY)
+  rules = (("dense/kernel", P("replica", "model")),)
+  plain = make(function, x=None, wrappers=[fs.LossScale("auto")])
+  wanted_output = call(plain)
+  for model in (Net(nnx.Rngs(KEY)), function):
+    state = make(model, x=None, rules=rules, **kwargs)
+    assert specs(state) == {
+      "params/dense/kernel": P("replica", "model"),
+      "opt_state/0/mu/dense/kernel": P("replica", "model"),
+      "opt_state/0/nu/dense/kernel": P("replica", "model"),
+    }
+    for name in ("params", "batch_stats", "rngs", "arrays", "opt_state"):
+      assert_same(getattr(state, name), getattr(plain, name))
+    # The scale follows the policy of the module, mixed_float16.
+    assert float(state.wrapper_states["loss_scale"].scale) == 2.0**15
+  np.testing.assert_allclose(call(state), wanted_output, rtol=1e-5, atol=1e-6)

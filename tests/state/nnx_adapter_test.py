@@ -29,6 +29,9 @@ class Net(nnx.Module):
   def scaled(self, x, factor=2.0):
     return self.dense(x) * factor
 
+  def twice(self, x, factor=2.0):
+    return self.dense(x) * factor
+
 
 def make(seed=0):
   return Net(nnx.Rngs(seed))
@@ -247,3 +250,74 @@ def test_states_of_one_class_share_a_compiled_step():
     step(two)
     step(new)
   assert compiled.total == 0
+
+
+def test_method():
+  module = make()
+  apply_fn, variables = nnx_adapter.split(module)
+  wanted = module.dense(X)
+  np.testing.assert_allclose(
+    apply_fn(variables, X, method="twice"), wanted * 2, rtol=1e-5
+  )
+  np.testing.assert_allclose(
+    apply_fn(variables, X, method="twice", factor=3.0), wanted * 3, rtol=1e-5
+  )
+  np.testing.assert_allclose(
+    apply_fn(variables, X, 4.0, method=Net.twice), wanted * 4, rtol=1e-5
+  )
+  np.testing.assert_allclose(
+    apply_fn(variables, X, method=lambda m, x: m.dense(x) + 1),
+    wanted + 1,
+    rtol=1e-5,
+  )
+
+
+def assert_close(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), a, b
+  )
+
+
+class RematNorm(nnx.Module):
+  def __init__(self, rngs):
+    self.block = nnx.Linear(3, 3, rngs=rngs)
+    self.norm = nnx.BatchNorm(3, momentum=0.5, rngs=rngs)
+
+  def __call__(self, x):
+    block = nnx.remat(lambda module, x: jnp.tanh(module(x)))
+    return self.norm(block(self.block, x))
+
+
+class RematInside(nnx.Module):
+  """Rematerializes the layer that has running averages."""
+
+  def __init__(self, rngs):
+    self.norm = nnx.BatchNorm(3, momentum=0.5, rngs=rngs)
+
+  def __call__(self, x):
+    return nnx.remat(lambda module, x: module(x))(self.norm, x)
+
+
+@pytest.mark.parametrize("kind", [RematNorm, RematInside])
+def test_remat_with_batch_norm(kind):
+  module = kind(nnx.Rngs(0))
+  apply_fn, variables = nnx_adapter.split(module)
+  assert set(variables) == {"params", "batch_stats"}
+  # In the mode "eval" the batch statistics are constant.
+  out = apply_fn(variables, X[:2], mode="eval")
+  both, new = apply_fn(variables, X[:2], mode="eval", mutable=True)
+  np.testing.assert_array_equal(out, both)
+  assert_close(new["batch_stats"], variables["batch_stats"])
+  # In training they are equal to those of a call of the module.
+  trained, new = apply_fn(variables, X[:2], mutable=["batch_stats"])
+  np.testing.assert_allclose(trained, module(X[:2]), rtol=1e-5, atol=1e-6)
+  wanted = nnx_adapter.split(module)[1]["batch_stats"]
+  assert_close(new["batch_stats"], wanted)
+  assert not np.allclose(
+    new["batch_stats"]["norm"]["mean"], variables["batch_stats"]["norm"]["mean"]
+  )
+  module.eval()
+  np.testing.assert_allclose(
+    apply_fn({**variables, **new}, X[:2], mode="eval"), module(X[:2]), rtol=1e-5
+  )

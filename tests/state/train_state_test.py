@@ -352,3 +352,101 @@ def test_pickled_and_copied_states_are_equal(copied):
   )
   assert bare.wrappers == () and len(jax.tree.leaves(bare)) == 5
   assert jax.tree.structure(bare) == jax.tree.structure(plain)
+
+
+def test_serialization_round_trips():
+  make = lambda tx, m: create(
+    [fs.LossScale("dynamic")], tx=tx, batch_stats={"m": jnp.full(2, m)}
+  )
+  tx = optax.adam(0.1)
+  state, blank = make(tx, 1.0), make(tx, 0.0)
+  state = state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params))
+  restored = flax.serialization.from_bytes(
+    blank, flax.serialization.to_bytes(state)
+  )
+  assert_trees_equal(restored, state)
+
+
+def test_float16_parameters_keep_their_dtypes():
+  params = {"w": jnp.array([1.0, -2.0], jnp.float16)}
+  wrappers = [fs.LossScale(fs.DynamicLossScale(16))]
+  state = create(wrappers, tx=optax.adam(0.5), params=params)
+  dtypes = jax.tree.map(lambda x: x.dtype, state)
+  step = jax.jit(lambda s: s.minimize(lambda p: (p["w"] ** 2).sum())[0])
+  # Equal dtypes: the step does not recompile.
+  for _ in range(3):
+    state = step(state)
+    assert jax.tree.map(lambda x: x.dtype, state) == dtypes
+  assert state.opt_state[0].mu["w"].dtype == jnp.float16
+  # Adam's steps are as long as the learning rate while the gradients agree.
+  assert float(state.params["w"][1]) == pytest.approx(-0.5, abs=0.1)
+
+
+def test_slots_that_are_the_parameters_are_donated_safely():
+  # As with Lookahead and averages, whose slots are the parameters at first.
+  def update(updates, anchor, params):
+    return jax.tree.map(lambda u, a, p: a - p - u, updates, anchor, params), (
+      anchor
+    )
+
+  tx = optax.GradientTransformation(lambda params: params, update)
+  params = {"w": jnp.full(2, 3.0)}
+  state = create([fs.LossScale("dynamic")], tx=tx, params=params)
+  step = jax.jit(
+    lambda s: s.apply_gradients(grads={"w": jnp.ones(2)}), donate_argnums=0
+  )
+  state = step(step(state))
+  np.testing.assert_array_equal(state.params["w"], [2.0, 2.0])
+  np.testing.assert_array_equal(state.opt_state["w"], [3.0, 3.0])
+
+
+W, B = np.array([1.0, -2.0], np.float32), np.array([4.0], np.float32)
+
+
+W, B = np.array([1.0, -2.0], np.float32), np.array([4.0], np.float32)
+
+
+def test_weakly_typed_collections_do_not_recompile():
+  state = create(
+    [fs.LossScale("dynamic")],
+    tx=optax.adam(0.5),
+    params={"w": W},
+    ema=jnp.zeros(()),
+  )
+  weak = jnp.asarray(2.0)
+  assert weak.weak_type
+
+  @jax.jit
+  def step(state):
+    return state.apply_gradients(
+      grads={"w": jnp.ones(2)}, ema=jnp.asarray(2.0) * 1.5
+    )
+
+  # Outside of jit, and a Python number.
+  states = [
+    state.apply_gradients(grads={"w": jnp.ones(2)}, ema=value)
+    for value in (weak, 2.0)
+  ]
+  state = step(state)
+  assert float(state.ema) == 3.0
+  with compilations.count() as compiled:
+    for new in (state, *states):
+      assert not any(x.weak_type for x in jax.tree.leaves(new))
+      step(new)
+  assert compiled.total == 0
+
+
+def test_different_paths_with_the_same_string():
+  params = {"a/b": jnp.zeros(1), "a": {"b": jnp.zeros(1)}}
+  state = create([fs.LossScale("dynamic")], params=params)
+  grads = {"a": {"b": jnp.ones(1)}, "a/b": jnp.full(1, 2.0)}
+  new = jax.jit(lambda s, g: s.apply_gradients(grads=g))(state, grads)
+  assert float(new.params["a"]["b"][0]) == -0.5
+  assert float(new.params["a/b"][0]) == -1.0
+  for short in ({"a": {"b": jnp.ones(1)}}, {"a/b": jnp.ones(1)}):
+    with pytest.raises(ValueError, match="a/b"):
+      state.apply_gradients(grads=short)
+  # One of them without a gradient is that one alone.
+  new = state.apply_gradients(grads={"a": {"b": None}, "a/b": jnp.ones(1)})
+  assert float(new.params["a"]["b"][0]) == 0.0
+  assert float(new.params["a/b"][0]) == -0.5

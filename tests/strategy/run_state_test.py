@@ -122,3 +122,19 @@ def test_parameters_with_per_replica_moments_must_be_per_replica():
   np.testing.assert_allclose(
     new.params["w1"][3], wanted.params["w1"], atol=1e-6
   )
+
+
+def test_one_leaf_of_a_collection_may_be_per_replica():
+  statistics = dict(batch_norm_state().batch_stats["BatchNorm_0"])
+  mean = statistics["mean"]
+  statistics["mean"] = EIGHT.distribute_values_from_function(lambda _: mean)
+  state = batch_norm_state().replace(batch_stats={"BatchNorm_0": statistics})
+  new, _ = EIGHT.run(batch_norm_step, args=(state, sharded(EIGHT, 0)))
+  assert jax.tree.structure(new) == jax.tree.structure(state)
+  got = new.batch_stats["BatchNorm_0"]
+  parts = X[0].reshape(8, 2, 8)
+  np.testing.assert_allclose(
+    np.asarray(got["mean"]), 0.5 * parts.mean(1), rtol=1e-4, atol=1e-6
+  )
+  wanted = 0.5 + 0.5 * parts.var(1).mean(0)
+  np.testing.assert_allclose(got["var"], wanted, rtol=1e-4, atol=1e-6)

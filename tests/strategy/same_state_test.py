@@ -320,3 +320,25 @@ def test_every_shape_is_checked():
   run(state, STRATEGY.shard_batch(np.ones(4)))
   with pytest.raises(ValueError, match="own data: step"):
     run(state, STRATEGY.shard_batch(np.ones(8)))
+
+
+def test_skipping_the_reduction_of_local_gradients_raises(args):
+  def step(state, batch):
+    _, grads = state.value_and_grad(loss_fn, batch)
+    return state.apply_gradients(grads=grads, skip_gradients_aggregation=True)
+
+  with pytest.raises(ValueError, match=r"params/w1, .*opt_state/0/nu/w2\. "):
+    STRATEGY.run(step, args=args)
+
+
+@pytest.mark.filterwarnings("ignore:CrossShard")
+def test_state_computed_from_a_state_of_groups_raises(args):
+  groups = fs.CrossShard(group_assignment=GROUPS)
+  student, teacher = create(STRATEGY, [groups]), create(STRATEGY)
+  copy = lambda student, teacher: teacher.replace(params=student.params)
+  with pytest.raises(ValueError, match=r"own data: params/w1, params/w2"):
+    STRATEGY.run(copy, args=(student, teacher))
+  average = lambda student, teacher: copy(
+    student.replace(params=mean(student.params)), teacher
+  )
+  STRATEGY.run(average, args=(student, teacher))

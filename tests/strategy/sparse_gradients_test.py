@@ -135,3 +135,42 @@ def test_overflow_in_rows_of_one_replica_skips_the_step_on_all(
   # On every device.
   for x in jax.tree.leaves(state.params):
     assert all(np.isfinite(s.data).all() for s in x.addressable_shards)
+
+
+@pytest.mark.slow
+def test_replicas_equal_one_replica_with_tf_semantics():
+  eight, one = (
+    run(
+      strategy,
+      sparse_states.create(strategy, optax.adam(0.1), sparse_semantics="tf"),
+      "run",
+    )
+    for strategy in (EIGHT, ONE)
+  )
+  assert_close((eight.params, eight.opt_state), (one.params, one.opt_state))
+
+
+def step_reduced_by_hand(skip, state, batch):
+  loss, grads = state.value_and_grad(sparse_states.loss_fn, batch)
+  grads = fs.get_replica_context().all_reduce("mean", grads)
+  new = state.apply_gradients(grads=grads, skip_gradients_aggregation=skip)
+  return new, loss
+
+
+@pytest.mark.slow
+def test_rows_reduced_by_hand():
+  state = sparse_states.create(EIGHT, sparse_states.ADAGRAD, [SHARDED])
+  step = EIGHT.jit(functools.partial(step_reduced_by_hand, True))
+  for i in range(3):
+    state, _ = step(state, EIGHT.shard_batch(sparse_states.batch(i)))
+  assert_close(state.params, reference())
+
+
+@pytest.mark.filterwarnings("default")
+def test_rows_reduced_twice_warn():
+  state = sparse_states.create(EIGHT, sparse_states.ADAGRAD)
+  batch = EIGHT.shard_batch(sparse_states.batch(0))
+  with pytest.warns(UserWarning, match="already reduced over the replicas"):
+    EIGHT.jit(functools.partial(step_reduced_by_hand, False)).trace(
+      state, batch
+    )

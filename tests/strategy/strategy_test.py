@@ -158,3 +158,9 @@ def test_reversed_devices():
   assert int(state.step) == 1
   with pytest.raises(ValueError, match="argument 1/x"):
     reverse.run(train_step, args=(state, sharded(EIGHT, 0)))
+
+
+def test_finite_flag_is_reduced_without_aggregation():
+  args = create(EIGHT, DYNAMIC), sharded(EIGHT, 0)
+  found = all_reduces(EIGHT, step_without_aggregation, *args)
+  assert sum(x.startswith("s32[]") for x in found) == 1

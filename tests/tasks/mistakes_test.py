@@ -13,6 +13,7 @@ import tiny
 
 from flaxshard import data
 from flaxshard import tasks
+from flaxshard import train
 from flaxshard.tasks import load
 from flaxshard.train import config as config_lib
 from flaxshard.train import devices
@@ -264,3 +265,23 @@ def test_language_modeling_weights_tokens():
   assert int(metrics.loss.count) == 2
   assert metrics.compute()["loss"] == pytest.approx(mean)
   assert metrics.compute()["accuracy"] == 0.5
+
+
+@flax.struct.dataclass
+class PerClass(clu_metrics.Average):
+  def compute(self):
+    return super().compute() * np.ones(3)
+
+
+@flax.struct.dataclass
+class PerClassMetrics(clu_metrics.Collection):
+  loss: PerClass.from_output("loss")
+
+
+@pytest.mark.slow
+def test_a_metric_that_is_no_number_raises(tmp_path):
+  task = with_attributes(metrics=PerClassMetrics)
+  with pytest.raises(
+    ValueError, match=r"Changed\.metrics: loss .*float64\[3\]"
+  ):
+    train.train_and_evaluate(config(num_train_steps=1), str(tmp_path), task)

@@ -2,6 +2,7 @@
 
 import grouped
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -115,3 +116,33 @@ def test_collections_are_averaged_within_groups(strategy) -> None:
     7,
     8,
   ] * 4
+
+
+def test_parameters_without_a_gradient_and_statistics(strategy) -> None:
+  fp8 = "_overwrite_with_gradient"
+  params = {
+    "params": {"w": np.ones(2, np.float32), "frozen": np.ones(2, np.float32)},
+    fp8: {"scale": np.zeros((), np.float32)},
+  }
+  state = grouped.create(
+    strategy, fs.CrossShard("sum", grouped.HALVES), params=params
+  )
+
+  def step(state, x):
+    i = fs.get_replica_context().replica_id_in_sync_group
+    return state.apply_gradients(
+      grads={
+        "params": {"w": x[0, :2], "frozen": None},
+        fp8: {"scale": i.astype(jnp.float32)},
+      }
+    )
+
+  new = strategy.run(step, args=(state, strategy.shard_batch(grouped.X)))
+  for i in range(8):
+    wanted = 1 - grouped.X[::2, :2][grouped.group_of(i, grouped.HALVES)].sum(0)
+    w = grouped.on_each(new.params["params"]["w"])[i]
+    np.testing.assert_allclose(w, wanted, rtol=1e-5, atol=1e-6)
+    assert grouped.on_each(new.params["params"]["frozen"])[i].tolist() == [1, 1]
+    assert (
+      grouped.on_each(new.params[fp8]["scale"])[i] == 6 + i % 2
+    )  # the largest

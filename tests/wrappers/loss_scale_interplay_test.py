@@ -123,3 +123,29 @@ def test_members_of_a_vmapped_ensemble_skip_separately():
   np.testing.assert_array_equal(states.params["w"][1], state.params["w"])
   assert states.step.tolist() == [1, 0]
   assert states.wrapper_states["loss_scale"].scale.tolist() == [1024, 512]
+
+
+def test_clip_by_global_norm_clips_unscaled_gradients():
+  # The norm is 5; times the scale it would be 5120, and the result the same,
+  # but for a threshold between the two.
+  tx = optax.chain(optax.clip_by_global_norm(10.0), optax.sgd(1.0))
+  state = fs.TrainState.create(
+    apply_fn=None,
+    params={"w": jnp.zeros(2)},
+    tx=tx,
+    wrappers=[fs.LossScale(1024.0)],
+  )
+  loss_fn = lambda p: 3 * p["w"][0] + 4 * p["w"][1]
+  state, _ = state.minimize(loss_fn)
+  np.testing.assert_array_equal(state.params["w"], [-3.0, -4.0])
+  state, _ = state.minimize(lambda p: 10 * loss_fn(p))
+  np.testing.assert_allclose(state.params["w"], [-9.0, -12.0], rtol=1e-6)
+
+
+def test_gradients_of_frozen_parameters_are_checked():
+  # A NaN in a frozen branch comes from an overflow of the whole as well.
+  state = create(OPTIMIZERS["frozen"]())
+  grads = {"w": jnp.ones(2), "b": jnp.array(jnp.nan)}
+  skipped = state.apply_gradients(grads=grads)
+  assert int(skipped.step) == 0
+  np.testing.assert_array_equal(skipped.params["w"], [0.5, -0.25])

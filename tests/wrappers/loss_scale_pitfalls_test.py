@@ -10,6 +10,7 @@ import pytest
 from scaled_states import apply_step
 from scaled_states import create
 from scaled_states import scale_state
+from tree_equality import assert_trees_equal
 
 import flaxshard as fs
 
@@ -158,3 +159,39 @@ def test_one_nonfinite_shard_skips_the_step_on_every_shard(spec, shape):
     ):
       np.testing.assert_array_equal(a.data, b.data)
   assert float(scale_state(skipped).scale) == 2.0**14
+
+
+def test_skipped_step_changes_only_the_scale():
+  tx = optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.adam(optax.linear_schedule(1.0, 0.0, 4)),
+  )
+  state = fs.TrainState.create(
+    apply_fn=None,
+    params={"a": jnp.ones(2), "b": jnp.ones(3)},
+    tx=tx,
+    wrappers=[fs.LossScale("dynamic")],
+    batch_stats={"mean": jnp.zeros(2)},
+  )
+  step = jax.jit(
+    lambda s, g, stats: s.apply_gradients(grads=g, batch_stats=stats)
+  )
+  good = {"a": jnp.ones(2), "b": jnp.ones(3)}
+  state = step(state, good, {"mean": jnp.full(2, 5.0)})
+  assert int(state.step) == 1
+  assert int(optax.tree.get(state.opt_state[1][1], "count")) == 1
+  bad = {"a": jnp.ones(2), "b": jnp.array([1.0, jnp.inf, 1.0])}
+  skipped = step(state, bad, {"mean": jnp.full(2, jnp.nan)})
+  assert int(skipped.step) == 1
+  assert int(optax.tree.get(skipped.opt_state[1][1], "count")) == 1
+  np.testing.assert_array_equal(skipped.batch_stats["mean"], [5.0, 5.0])
+  assert_trees_equal(skipped.params, state.params)
+  assert_trees_equal(skipped.opt_state, state.opt_state)
+  assert float(scale_state(skipped).scale) == 2.0**14
+  assert int(scale_state(skipped).skipped_steps) == 1
+
+
+def test_complex_gradients_are_unscaled():
+  state = create({"w": jnp.ones(1, jnp.complex64)}, optax.sgd(1.0), 4.0)
+  grads = state.unscale_gradients({"w": jnp.array([4.0 + 8.0j], jnp.complex64)})
+  assert complex(grads["w"][0]) == 1 + 2j

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import sparse_states
 import tree_equality
 
 import flaxshard as fs
@@ -202,3 +203,31 @@ def test_a_custom_wrapper_that_takes_rows_gets_rows(wrapper):
   np.testing.assert_array_equal(
     new.params["table"][unused, :], PARAMS["table"][unused, :]
   )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:CrossShard")
+@pytest.mark.parametrize(("rows", "reduction"), [(40, "sum"), (3, "mean")])
+def test_groups_reduce_rows_as_they_reduce_arrays(rows, reduction):
+  """For 4 replicas with two ids each, 3 rows are summed as an array."""
+
+  def step(state, batch):
+    batch = {**batch, "ids": batch["ids"] % 3}
+    return state.minimize(sparse_states.loss_fn, batch)
+
+  strategy = strategy_of(8)
+  wrappers = [fs.CrossShard(reduction, ((0, 2, 4, 6), (1, 3, 5, 7)))]
+  tables = []
+  for sparse in ([], ["table"]):
+    params = sparse_states.params(rows=rows)
+    state = create(optax.adagrad(0.1), wrappers, strategy, params, sparse)
+    jitted = strategy.jit(step)
+    for i in range(2):
+      state, _ = jitted(state, strategy.shard_batch(sparse_states.batch(i)))
+    tables.append(
+      [np.asarray(s.data) for s in state.params["table"].addressable_shards]
+    )
+  dense, new = tables
+  np.testing.assert_allclose(new, dense, rtol=1e-6, atol=1e-6)
+  assert not np.allclose(new[0], new[1])
+  np.testing.assert_array_equal(new[0], new[2])
