@@ -88,7 +88,8 @@ check(["the traced train step"], precision="float32",
 
 # A file of process 0 is not visible within ten seconds.
 check(["is not the same directory for all", "process 1 does"], f"run_{rank}")
-assert not any(path.glob("run_*/.same*")), list(path.glob("run_*/.same*"))
+# Process 0 deletes its file before it raises; the other one may be sooner.
+assert rank or not any(path.glob("run_*/.same*"))
 check(["no error"])
 print("checked")
 """
