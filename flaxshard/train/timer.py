@@ -82,15 +82,21 @@ def profile_steps(
   if first and files.is_bucket(workdir):
     # The profiler writes to file systems only.
     path = tempfile.mkdtemp(prefix="profile_")
+  is_tracing = False
   with contextlib.ExitStack() as trace:
 
     def before_step(step: int, state: TrainState) -> None:
-      if first and step in (first, last + 1):
-        # Steps are dispatched ahead: let those outside of the range finish.
-        jax.block_until_ready(state)
-        trace.close()
-      if first and step == first:
-        trace.callback(_log.info, "profiled from step %d: %s", first, path)
+      nonlocal is_tracing
+      # A run may resume within the range, and a worker may jump over its ends.
+      wanted = first <= step <= last
+      if wanted == is_tracing:
+        return
+      is_tracing = wanted
+      # Steps are dispatched ahead: let those outside of the range finish.
+      jax.block_until_ready(state)
+      trace.close()
+      if wanted:
+        trace.callback(_log.info, "profiled from step %d: %s", step, path)
         trace.enter_context(jax.profiler.trace(path))
 
     # Training may end within the range.

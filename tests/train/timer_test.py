@@ -33,7 +33,18 @@ def test_paused_time_does_not_count(monkeypatch):
   assert timer.lap(20) == 4.0
 
 
-def test_profile_traces_the_given_steps(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+  ("taken", "start", "stop"),
+  [
+    (range(1, 6), 2, 4),
+    # A run that is resumed within the range; a worker that jumps over its ends.
+    (range(3, 6), 3, 4),
+    ((1, 3, 5), 3, 5),
+  ],
+)
+def test_profile_traces_the_given_steps(
+  tmp_path, monkeypatch, taken, start, stop
+):
   events = []
 
   @contextlib.contextmanager
@@ -45,7 +56,7 @@ def test_profile_traces_the_given_steps(tmp_path, monkeypatch):
   monkeypatch.setattr(jax.profiler, "trace", trace)
   for steps in ((2, 3), ()):
     with timer_lib.profile_steps(steps, str(tmp_path)) as before_step:
-      for step in range(1, 6):
+      for step in taken:
         before_step(step, jnp.zeros(()))
   path = str(tmp_path / "profile")
-  assert events == [("start before 2", path), "stop before 4"]
+  assert events == [(f"start before {start}", path), f"stop before {stop}"]
