@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 from flax.training import early_stopping as flax_early_stopping
+import jax
 
 from flaxshard.core import multihost
 from flaxshard.train import config as config_lib
@@ -107,16 +108,20 @@ def resume(
 ) -> EarlyStopping:
   """Returns the state of a run that continues from a step.
 
-  All processes must call it.
+  Process 0 reads `metrics.jsonl`; all processes must call it.
 
   Args:
     config: `config.early_stopping`, checked.
     workdir: The workdir of the run.
     first_step: The step that the run continues from, 0 for a new one.
   """
-  # Every process reads, and what process 0 has read counts.
-  values = json.dumps(_read_values(config, workdir, first_step))
-  return _replay(config, json.loads(multihost.exchange(values)[0]))
+  values: list[tuple[int, float | None]] = []
+  if config["metric"] != "none" and first_step:
+    with multihost.raise_on_all_processes(OSError, ValueError):
+      if jax.process_index() == 0:
+        values = _read_values(config, workdir, first_step)
+    values = json.loads(multihost.exchange(json.dumps(values))[0])
+  return _replay(config, values)
 
 
 def has_ended(config: Mapping[str, Any], workdir: str, last_step: int) -> bool:
@@ -151,6 +156,8 @@ def _read_values(
   them again.
   """
   metric = config.get("metric", "none")
+  if metric == "none":
+    return []
   rows = metrics_lib.read_rows(metrics_lib.metrics_path(workdir))
   return [
     (row["step"], row[metric])

@@ -158,7 +158,7 @@ def check(
   """
   config_path = os.path.join(workdir, "config.json")
   if not epath.Path(config_path).exists():
-    _log.warning("%s is missing: not checked whether the config fits", workdir)
+    _log.warning("%s is missing: not checked if the config fits", config_path)
     return
   before = read_json(config_path)
   now = _to_json(config)
@@ -169,7 +169,9 @@ def check(
         f"{before.get(field)!r}, so its data cannot be continued. Use that "
         "value or another workdir."
       )
-  examples = read_json(data_path(workdir)).get("num_train_examples")
+  examples, path = None, data_path(workdir)
+  if epath.Path(path).exists():
+    examples = read_json(path).get("num_train_examples")
   if None not in (examples, num_train_examples) and (
     examples != num_train_examples
   ):

@@ -1,5 +1,7 @@
 """A workdir of another config, or of other data."""
 
+import pathlib
+
 import pytest
 import tiny
 
@@ -69,6 +71,15 @@ def test_a_finished_workdir_with_a_change_raises(workdir, arguments, facts):
     check(workdir, 4, **arguments)
   for fact in (workdir, "another workdir", *facts):
     assert fact in str(e.value), str(e.value)
+
+
+def test_a_run_continues_without_the_files_that_are_compared(workdir, caplog):
+  pathlib.Path(workdir, "data.json").unlink()
+  check(workdir, 2, num_examples=96)
+  assert not caplog.records
+  pathlib.Path(workdir, "config.json").unlink()
+  check(workdir, 2, seed=1)
+  assert "config.json is missing" in caplog.text
 
 
 def test_a_config_changed_before_the_end_warns_with_old_and_new(
