@@ -88,10 +88,11 @@ def _create_strategy(
   shape = _mesh_shape(config, len(devices), rank)
   replicas = shape[mesh_lib.REPLICA]
   if rank.share("batch_size", config.batch_size) % replicas:
+    workers = f" in each of {rank.num_workers} workers" * (rank.num_workers > 1)
     raise ValueError(
       f"config.batch_size={config.batch_size} must be a multiple of the "
-      f"{replicas} replicas of config.mesh.replica={config.mesh.replica} in "
-      f"each of {rank.num_workers} workers."
+      f"{replicas} replicas of config.mesh.replica={config.mesh.replica}"
+      f"{workers}."
     )
   return _strategy_of(shape, devices, topology)
 

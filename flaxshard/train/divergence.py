@@ -189,8 +189,9 @@ class Watch:
       ends: Whether the step is the last one.
     """
     when = "ends the run" if ends else "is evaluated"
-    for note in stack.pending(state.wrappers, state.wrapper_states):
-      self._warn(when, f"step {step} {when} with updates pending. {note}")
+    notes = " ".join(stack.pending(state.wrappers, state.wrapper_states))
+    if notes:
+      self._warn(when, f"step {step} {when} with updates pending. {notes}")
 
 
 def _describe_floor(scale: float, skipped_steps: float) -> str:

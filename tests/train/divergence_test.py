@@ -102,6 +102,24 @@ def test_a_nonfinite_evaluation_stops_before_it_is_saved(tmp_path):
   assert [r["train_loss"] for r in rows[2:]] == [None] * 8
 
 
+def test_what_each_wrapper_has_pending_is_told_once(caplog):
+  state = fs.TrainState.create(
+    apply_fn=None,
+    params={"w": jnp.ones(2)},
+    tx=optax.sgd(0.1),
+    wrappers=[fs.Accumulate(2, per_replica=True), fs.AGN(4)],
+  )
+  for _ in range(3):
+    state = state.apply_gradients(grads={"w": jnp.ones(2)})
+  watch = divergence.Watch(None, state)
+  for step, ends in ((3, False), (4, False), (5, True)):
+    watch.warn_of_pending(step, state, ends)
+  evaluated, ended = caplog.messages
+  for message, when in ((evaluated, "step 3 is"), (ended, "step 5 ends")):
+    assert when in message
+    assert "Accumulate" in message and "AGN" in message
+
+
 @pytest.mark.parametrize(
   ("scale", "skipped", "warns"),
   [(1.0, 6, True), (2.0, 6, False), (1.0, 0, False)],
