@@ -359,12 +359,10 @@ def _large_constants(step: Step) -> Iterator[Finding]:
 def _programs(jaxpr: Any) -> Iterator[Any]:
   """Yields a jaxpr and those in its equations, closed where JAX has them so."""
   yield jaxpr
-  for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-    for value in jax.tree.leaves(
-      list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-    ):
-      if hasattr(value, "eqns"):
-        yield from _programs(value)
+  is_program = lambda x: hasattr(x, "eqns")
+  for eqn in jaxprs.equations(jaxpr):
+    params = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program)
+    yield from filter(is_program, params)
 
 
 def _callbacks(step: Step) -> Iterator[Finding]:

@@ -272,12 +272,12 @@ def _names(slots: list[Slot]) -> list[str]:
 
 def _find_slots(state: Any) -> list[Slot]:
   """Returns the slots of a train state, in the order of its states."""
-  known = trained = state.params
-  parameters = {path: trees.path_string(path) for path in trees.paths(trained)}
-  optimized = opt_state_lib.optimized_params(trained)
-  if optimized is not trained:
+  known = state.params
+  parameters = {path: trees.path_string(path) for path in trees.paths(known)}
+  optimized = opt_state_lib.optimized_params(known)
+  if optimized is not known:
     # Beside the statistics of fp8 layers, optimizers see the parameters alone.
-    known = {**trained, **optimized}
+    known = {**known, **optimized}
     for path in trees.paths(optimized):
       parameters[path] = f"params/{trees.path_string(path)}"
   slots: list[Slot] = []
