@@ -82,7 +82,7 @@ class Padding:
 
 
 class _Leaf(NamedTuple):
-  """What a leaf of all batches has; padded dimensions have a name as size."""
+  """Shape and dtype of a leaf; padded dimensions have a name as their size."""
 
   shape: tuple[int | str, ...]
   dtype: np.dtype

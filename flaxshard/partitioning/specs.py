@@ -1,6 +1,6 @@
-"""How an array is split: for each dimension, the mesh axes that split it.
+"""Mesh axes that split each dimension of an array.
 
-Rules, Flax's metadata, arrays on a mesh and wrappers all say it as a
+Rules, Flax's metadata, arrays on a mesh and wrappers say them as a
 PartitionSpec, in several forms. `check` reads each of them once, as `Dims`, and
 `shortest` writes it in the one form that a state has.
 """

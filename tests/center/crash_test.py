@@ -49,7 +49,7 @@ class Killed(BaseException):
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-  """What happens at the `count`-th operation of a kind.
+  """A failure at the `count`-th operation of a kind.
 
   `how`: "error": it fails; "lost": it is done, and its answer is lost; "kill":
   the worker has ended before it.

@@ -1,4 +1,4 @@
-"""What other programs saved with their own calls: layouts, whole states."""
+"""Checkpoints of other programs: layouts, whole states."""
 
 import logging
 from typing import Any

@@ -1,4 +1,4 @@
-"""What `Strategy.run` rewrites in a traced program, and that values stay."""
+"""Programs that `Strategy.run` rewrites have the same values."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What LossScale costs on TPU, over the same step without it."""
+"""Costs of LossScale on TPU, over the same step without it."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What a person sees: log lines, warnings told once, a progress bar."""
+"""Log lines, warnings told once, and the progress bar."""
 
 import contextlib
 import io

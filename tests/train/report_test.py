@@ -1,4 +1,4 @@
-"""What a row of metrics is written to: files, TensorBoard, the picture."""
+"""Rows of metrics in files, TensorBoard and the picture."""
 
 import pathlib
 import struct
