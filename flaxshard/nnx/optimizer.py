@@ -125,10 +125,11 @@ class Optimizer(nnx.Optimizer[M]):
         f"wrt={wrt!r} selects no variable of {type(model).__name__}."
       )
     mesh = sharding_lib.mesh_of(strategy, rules)
-    num_replicas = sharding_lib.count_replicas(mesh, wrappers)
+    num_replicas = sharding_lib.num_replicas(mesh)
     _check_wrappers(wrappers, num_replicas)
     param_specs = None
     if mesh is not None:
+      stack.check_replicas(wrappers, num_replicas)
       param_specs = variables_lib.place_module(model, mesh, wrt, rules)
     wrappers = stack.with_policy(wrappers, initialization.policy_of(model))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any
 
@@ -14,7 +14,6 @@ import optax
 from flaxshard.core import checks
 from flaxshard.core import opt_state as opt_state_lib
 from flaxshard.core import trees
-from flaxshard.core.policy import Policy
 from flaxshard.partitioning import compile_only
 from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.partitioning import rules as rules_lib
@@ -24,14 +23,12 @@ from flaxshard.state import fields as fields_lib
 from flaxshard.state import initialization
 from flaxshard.state import lora as lora_lib
 from flaxshard.state import sharding as sharding_lib
-from flaxshard.state.train_state import check_collections
 from flaxshard.state.train_state import TrainState
 from flaxshard.wrappers import base
 from flaxshard.wrappers import stack
 from flaxshard.wrappers.loss_scale import LossScale
 
 PyTree = Any
-P = jax.sharding.PartitionSpec
 
 
 def create_train_state(
@@ -128,182 +125,98 @@ def create_train_state(
   if mesh is None and not abstract and not isinstance(model, nn.Module):
     # Not traced, so that a function of `nnx.Rngs` may use concrete values.
     model = initialization.construct_nnx(model, rng)
-  plan = plan_creation(
-    model,
-    rng,
-    sample_input,
-    tx,
-    wrappers=wrappers,
-    mesh=mesh,
-    rules=rules,
-    strict=strict,
-    lora=lora,
-    init_kwargs=init_kwargs,
+  init = initialization.trace(model, rng, sample_input, init_kwargs)
+  init = _without_boxes(init, mesh, rules, strict)
+  if lora is not None:
+    init = lora_lib.add_factors(init, lora, rng)
+  # Errors are raised here, before anything is compiled.
+  state = TrainState.create(
+    apply_fn=init.apply_fn,
+    tx=tx,
+    wrappers=stack.with_policy(wrappers, init.policy),
+    strategy=strategy,
+    **init.variables,
   )
-  if not abstract:
-    for message in plan.notes:
-      checks.warn(message)
-  # Without the notes: the state may be restored to be evaluated alone.
-  if abstract or (mesh is not None and compile_only.is_compile_only(mesh)):
-    return plan.abstract_state()
-  return plan.create_state()
+  if abstract:
+    return state
+  if (
+    init.policy is not None
+    and init.policy.compute_dtype == jnp.float16
+    and not any(isinstance(w, LossScale) for w in wrappers)
+  ):
+    # Not for an abstract state, which may be restored to be evaluated alone.
+    checks.warn(
+      "model: it computes in float16, where small gradients become zero, and "
+      "the loss is not scaled. Use wrappers=[LossScale('dynamic')], or "
+      "bfloat16."
+    )
+  if mesh is not None and compile_only.is_compile_only(mesh):
+    return state
+
+  def create_fields(*args: Any) -> dict[str, PyTree]:
+    given = init.initialize(*args)
+    computed = fields_lib.computed(
+      state.tx, state.wrappers, given, sharding_lib.num_replicas(mesh)
+    )
+    # The train step donates the state, so no two outputs may share a buffer.
+    return trees.unshare_buffers({**given, **computed})
+
+  # Without a strategy the arrays are not committed to a device.
+  args, shardings = init.args, None
+  if mesh is not None:
+    # jit refuses arguments that are committed to other devices.
+    places = sharding_lib.shardings_of(init.arg_specs, mesh)
+    args = jax.tree.map(mesh_lib.put, args, places)
+    # Each device computes its own part of the initial values only.
+    shardings = sharding_lib.shardings_like(fields_lib.array_fields(state))
+  return state.replace(**jax.jit(create_fields, out_shardings=shardings)(*args))
 
 
-@dataclasses.dataclass(frozen=True)
-class CreationPlan:
-  """A traced creation of a train state; nothing is allocated or compiled yet.
-
-  Attributes:
-    create_fields: Takes `args` and returns the array fields of the state.
-    args: Arrays, or `jax.ShapeDtypeStruct`s of them.
-    arg_shardings: Shardings of `args`; None leaves them where they are.
-    static_fields: The other fields of the state.
-    abstract_fields: Shape, dtype and sharding of what `create_fields` returns.
-    notes: What `create_train_state` warns of.
-  """
-
-  create_fields: Callable[..., dict[str, PyTree]]
-  args: tuple[Any, ...]
-  arg_shardings: PyTree
-  static_fields: Mapping[str, Any]
-  abstract_fields: Mapping[str, PyTree]
-  notes: Sequence[str] = ()
-
-  def abstract_state(self) -> TrainState:
-    """Returns the state with a `jax.ShapeDtypeStruct` for every array."""
-    return self._assemble(self.abstract_fields)
-
-  def create_state(self) -> TrainState:
-    """Compiles and runs `create_fields`; returns the state."""
-    jitted, args = self.jit()
-    return self._assemble(jitted(*args))
-
-  def jit(self) -> tuple[Any, tuple[Any, ...]]:
-    """Returns `create_fields` under `jax.jit`, and its arguments placed."""
-    args = self.args
-    # Without a strategy the arrays are not committed to a device.
-    shardings = None
-    if self.arg_shardings is not None:
-      # jit refuses arguments that are committed to other devices.
-      args = jax.tree.map(mesh_lib.put, args, self.arg_shardings)
-      # Each device computes its own part of the initial values only.
-      shardings = sharding_lib.shardings_like(self.abstract_fields)
-    return jax.jit(self.create_fields, out_shardings=shardings), args
-
-  def _assemble(self, fields: Mapping[str, PyTree]) -> TrainState:
-    cls = fields_lib.extend(TrainState, fields)
-    return cls(**self.static_fields, **fields)
-
-
-def plan_creation(
-  model: Any,
-  rng: Any,
-  sample_input: Any,
-  tx: optax.GradientTransformation,
-  *,
-  wrappers: tuple[base.Base, ...] = (),
-  mesh: jax.sharding.Mesh | None = None,
-  rules: rules_lib.Rules = None,
-  strict: bool = True,
-  lora: lora_lib.LoRA | None = None,
-  init_kwargs: Mapping[str, Any] = {},
-) -> CreationPlan:
-  """Traces the creation of a train state.
+def _without_boxes(
+  init: initialization.Initializer,
+  mesh: jax.sharding.Mesh | None,
+  rules: rules_lib.Rules,
+  strict: bool,
+) -> initialization.Initializer:
+  """Returns an initializer of arrays without boxes, which has specs on a mesh.
 
   Args:
-    model: As in `create_train_state`, like the following four.
-    rng: See there.
-    sample_input: See there.
-    tx: See there.
-    wrappers: See there.
+    init: The initializer of the model.
     mesh: The mesh of the strategy; None is the default device.
     rules: How the parameters are split over the mesh.
     strict: Whether a logical name that has no rule is an error.
-    lora: The factors that are trained in place of the parameters, if any.
-    init_kwargs: Keyword arguments of the model's call and `init`.
   """
-  init = initialization.trace(model, rng, sample_input, init_kwargs)
-  # Errors in the rules are raised here, before anything is compiled.
-  specs: dict[str, PyTree] = {}
-  args = init.args
-  arg_specs: PyTree = None
-  if mesh is not None:
-    for name, tree in init.variables.items():
+  if mesh is None:
+    # A constraint of a mesh in the context counts where there is no strategy.
+    initialize = lambda *args: nn.meta.unbox(init.initialize(*args))
+    shapes = jax.eval_shape(initialize, *init.args)
+    return dataclasses.replace(init, initialize=initialize, variables=shapes)
+  specs = {
+    name: rules_lib.resolve(
       # The rules are about the parameters alone.
-      tree_rules = rules if name == "params" else None
-      specs[name] = rules_lib.resolve(
-        tree_rules, mesh, tree, argument=name, strict=strict
-      )
-    arg_specs = ({**specs},)
-    if not init.args_are_variables:
-      arg_specs = rules_lib.resolve(
-        None, mesh, init.args, argument="(rng, sample_input)", strict=strict
-      )
-  apply_fn, split = init.apply_fn, None
-  if lora is not None:
-    if lora_lib.FROZEN in init.variables:
-      raise ValueError(
-        f"lora: the model has a collection {lora_lib.FROZEN!r} already, in "
-        "which the frozen parameters would be."
-      )
-    split = lora_lib.plan_split(lora, specs_lib.unbox(init.variables["params"]))
-    if specs:
-      specs["params"], specs[lora_lib.FROZEN] = split.split_specs(
-        specs["params"]
-      )
-    apply_fn = lora_lib.Apply(apply_fn, lora.alpha / lora.rank)
-    args = (*args, lora_lib.factor_key(rng))
-    if arg_specs is not None:
-      arg_specs = (*arg_specs, P())
-  check_collections(
-    TrainState, {k: v for k, v in init.variables.items() if k != "params"}
-  )
-  wrappers = stack.with_policy(wrappers, init.policy)
-  num_replicas = sharding_lib.count_replicas(mesh, wrappers)
-  # A constraint of a mesh in the context counts where there is no strategy.
-  unbox = nn.meta.unbox if mesh is None else specs_lib.unbox
-
-  def create_fields(*args: Any) -> dict[str, PyTree]:
-    if split is None:
-      arrays = unbox(init.initialize(*args))
-    else:
-      *init_args, key = args
-      arrays = unbox(init.initialize(*init_args))
-      arrays["params"], arrays[lora_lib.FROZEN] = split.split_arrays(
-        arrays["params"], key
-      )
-    computed = fields_lib.computed(tx, wrappers, arrays, num_replicas)
-    # The train step donates the state, so no two outputs may share a buffer.
-    return trees.unshare_buffers({**arrays, **computed})
-
-  abstract_fields = sharding_lib.abstract_fields(
-    jax.eval_shape(create_fields, *args), specs, wrappers, mesh
-  )
-  return CreationPlan(
-    create_fields,
-    args,
-    None if mesh is None else sharding_lib.shardings_of(arg_specs, mesh),
-    dict(
-      apply_fn=apply_fn,
-      tx=sparse_optimizer.with_parts(tx, abstract_fields["params"]),
-      wrappers=wrappers,
+      rules if name == "params" else None,
+      mesh,
+      tree,
+      argument=name,
+      strict=strict,
+    )
+    for name, tree in init.variables.items()
+  }
+  arg_specs: PyTree = (specs,)
+  if not init.args_are_variables:
+    arg_specs = rules_lib.resolve(
+      None, mesh, init.args, argument="(rng, sample_input)", strict=strict
+    )
+  return dataclasses.replace(
+    init,
+    initialize=lambda *args: specs_lib.unbox(init.initialize(*args)),
+    variables=jax.tree.map(
+      compile_only.abstract_array,
+      specs_lib.unbox(init.variables),
+      sharding_lib.shardings_of(specs, mesh),
     ),
-    abstract_fields,
-    _precision_notes(init.policy, wrappers),
+    arg_specs=arg_specs,
   )
-
-
-def _precision_notes(
-  policy: Policy | None, wrappers: Sequence[base.Base]
-) -> list[str]:
-  """Returns a warning about a float16 model whose loss is not scaled."""
-  scaled = any(isinstance(w, LossScale) for w in wrappers)
-  if policy is None or policy.compute_dtype != jnp.float16 or scaled:
-    return []
-  return [
-    "model: it computes in float16, where small gradients become zero, and the "
-    "loss is not scaled. Use wrappers=[LossScale('dynamic')], or bfloat16."
-  ]
 
 
 def reinitialize(
@@ -318,21 +231,12 @@ def reinitialize(
     state: A state of arrays, whose shardings the result has.
     replaced: The new values of `params` and of collections, by field.
   """
-  given = fields_lib.variables(state) | dict(replaced)
-  old = {
-    name: tree
-    for name, tree in fields_lib.array_fields(state).items()
-    if name not in given
-  }
-
-  def create_fields(given: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    new = fields_lib.computed(state.tx, state.wrappers, given)
-    # Of one replica: each per-replica leaf has one row.
-    new = jax.tree.map(lambda x, old: jnp.broadcast_to(x, old.shape), new, old)
-    # The train step donates the state, so no two outputs may share a buffer.
-    return trees.unshare_buffers(new)
-
-  jitted = jax.jit(
-    create_fields, out_shardings=sharding_lib.shardings_like(old)
+  sharding: Any = jax.tree.leaves(state.params)[0].sharding
+  is_on_mesh = isinstance(sharding, jax.sharding.NamedSharding)
+  fields = sharding_lib.complete_fields(
+    state.tx,
+    state.wrappers,
+    {**fields_lib.variables(state), **replaced},
+    sharding.mesh if is_on_mesh else None,
   )
-  return state.replace(**replaced, **jitted(given))
+  return state.replace(**fields)

@@ -32,12 +32,13 @@ class Initializer:
     initialize: Takes `args` and returns the variables, in the boxes of their
       partitioning metadata where they have any.
     args: Arrays, or `jax.ShapeDtypeStruct`s of them.
-    variables: Shapes and dtypes of the variables, in the same boxes. The
-      variables of an existing NNX module have a sharding too.
+    variables: Shapes and dtypes of the variables, in the same boxes. On a mesh,
+      and if they are those of an existing NNX module, they have a sharding too.
     apply_fn: Applies the model: `apply_fn(variables, *args)`.
     policy: The precision policy that the model declares, or "mixed_float16" if
       it computes in float16; None if neither.
     args_are_variables: Whether `args` is `(variables,)` without boxes.
+    arg_specs: PartitionSpecs of `args`; None without a mesh.
   """
 
   initialize: Callable[..., dict[str, PyTree]]
@@ -46,6 +47,7 @@ class Initializer:
   apply_fn: Callable[..., Any]
   policy: Policy | None
   args_are_variables: bool = False
+  arg_specs: PyTree = None
 
 
 def trace(

@@ -38,6 +38,7 @@ from flaxshard.partitioning import specs as specs_lib
 from flaxshard.state import fields as fields_lib
 
 if TYPE_CHECKING:
+  from flaxshard.state.initialization import Initializer
   from flaxshard.state.train_state import TrainState
 
 PyTree = Any
@@ -208,86 +209,119 @@ def merge_lora(state: TrainState) -> dict[str, PyTree]:
   return variables
 
 
-@dataclasses.dataclass(frozen=True)
-class Split:
-  """Division of a model's parameters into trained and frozen ones.
+def add_factors(init: Initializer, lora: LoRA, rng: Any) -> Initializer:
+  """Returns an initializer that divides the parameters of another one.
 
-  Attributes:
-    factorized: The kernels that get factors, each with the positions at which
-      its input and its output dimensions begin.
-    trained: The parameters that are trained as they are.
-    rank: The rank of the factors.
+  Its `params` are the trained parameters, with factors in place of kernels, and
+  its collection `frozen` has all others. On a mesh the factors are split as
+  those dimensions of their kernel that they have.
+
+  Args:
+    init: The initializer of the model, of arrays without boxes.
+    lora: The configuration.
+    rng: The `rng` of the creation.
+
+  Raises:
+    PatternError: A pattern matches no parameter, or a parameter cannot have
+      factors.
+    ValueError: The model has a collection `frozen`.
   """
+  if FROZEN in init.variables:
+    raise ValueError(
+      f"lora: the model has a collection {FROZEN!r} already, in which the "
+      "frozen parameters would be."
+    )
+  factorized, trained = _choose(lora, init.variables["params"])
 
-  factorized: Mapping[_Path, tuple[int, int]]
-  trained: frozenset[_Path]
-  rank: int
+  def divide(
+    variables: Mapping[str, PyTree], create_factors: Callable[..., list[Any]]
+  ) -> dict[str, PyTree]:
+    """Sorts the parameters, and adds factors to those that are trained."""
+    params: dict[_Path, Any] = {}
+    frozen: dict[_Path, Any] = {}
+    for path, x in trees.leaves_by_path(variables["params"]).items():
+      (params if path in trained else frozen)[path] = x
+      if path in factorized:
+        factors = create_factors(path, x, *factorized[path])
+        for name, factor in zip(FACTORS, factors, strict=True):
+          params[*path, name] = factor
+    return {
+      **variables,
+      "params": traverse_util.unflatten_dict(params),
+      FROZEN: traverse_util.unflatten_dict(frozen),
+    }
 
-  def split_arrays(
-    self, params: PyTree, key: jax.Array
-  ) -> tuple[PyTree, PyTree]:
-    """Returns the trained and the frozen parameters, with new factors.
+  def shapes(path: _Path, x: Any, first: int, last: int) -> list[Any]:
+    del path
+    factors = [
+      jax.ShapeDtypeStruct(shape, x.dtype)
+      for shape in _of_factors(x.shape, lora.rank, first, last)
+    ]
+    if init.arg_specs is None:
+      return factors
+    dims = specs_lib.dims_of(x.sharding.spec, x.ndim)
+    return [
+      factor.update(
+        sharding=jax.sharding.NamedSharding(
+          x.sharding.mesh, specs_lib.spec_of(dims_of_factor)
+        )
+      )
+      for factor, dims_of_factor in zip(
+        factors, _of_factors(dims, (), first, last), strict=True
+      )
+    ]
 
-    Args:
-      params: The parameters of the model.
-      key: The PRNG key of the factors.
-    """
+  def initialize(*args: Any) -> dict[str, PyTree]:
+    *init_args, key = args
 
-    def create(path: _Path, x: Any, first: int, last: int) -> tuple[Any, Any]:
+    def create(path: _Path, x: Any, first: int, last: int) -> list[Any]:
+      a, b = _of_factors(x.shape, lora.rank, first, last)
       # By path: further patterns do not change the other factors.
       path_key = jax.random.fold_in(key, zlib.crc32("/".join(path).encode()))
-      a = jax.random.normal(path_key, (*x.shape[:last], self.rank), x.dtype)
-      b = jnp.zeros((*x.shape[:first], self.rank, *x.shape[last:]), x.dtype)
-      return a / math.sqrt(math.prod(x.shape[first:last])), b
+      num_inputs = math.prod(x.shape[first:last])
+      a = jax.random.normal(path_key, a, x.dtype) / math.sqrt(num_inputs)
+      return [a, jnp.zeros(b, x.dtype)]
 
-    return self._split(params, create)
+    return divide(init.initialize(*init_args), create)
 
-  def split_specs(self, specs: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the PartitionSpecs of the trained and the frozen parameters.
-
-    The factors are split as those dimensions of their kernel that they have.
-
-    Args:
-      specs: The PartitionSpecs of the model's parameters.
-    """
-
-    def create(_: _Path, spec: Any, first: int, last: int) -> tuple[P, P]:
-      dims = specs_lib.dims_of(spec, max(len(spec), last))
-      return (
-        specs_lib.spec_of(dims[:last]),
-        specs_lib.spec_of((*dims[:first], (), *dims[last:])),
-      )
-
-    return self._split(specs, create)
-
-  def _split(
-    self, tree: PyTree, create_factors: Callable[..., tuple[Any, Any]]
-  ) -> tuple[PyTree, PyTree]:
-    """Sorts the leaves, and adds factors to those that are trained."""
-    trained: dict[_Path, Any] = {}
-    frozen: dict[_Path, Any] = {}
-    for path, x in trees.leaves_by_path(tree).items():
-      (trained if path in self.trained else frozen)[path] = x
-      if path in self.factorized:
-        factors = create_factors(path, x, *self.factorized[path])
-        for name, factor in zip(FACTORS, factors, strict=True):
-          trained[*path, name] = factor
-    return (
-      traverse_util.unflatten_dict(trained),
-      traverse_util.unflatten_dict(frozen),
-    )
+  key = rng
+  if isinstance(rng, Mapping) and rng:
+    key = rng["params"] if "params" in rng else next(iter(rng.values()))
+  return dataclasses.replace(
+    init,
+    initialize=initialize,
+    args=(*init.args, key),
+    variables=divide(init.variables, shapes),
+    apply_fn=Apply(init.apply_fn, lora.alpha / lora.rank),
+    arg_specs=init.arg_specs and (*init.arg_specs, P()),
+  )
 
 
-def plan_split(lora: LoRA, params: PyTree) -> Split:
+def _of_factors(dims: Sequence[Any], rank: Any, first: int, last: int) -> Any:
+  """Returns what describes the dimensions of both factors of a kernel.
+
+  Args:
+    dims: What describes each dimension of the kernel: its size or its axes.
+    rank: What describes the dimension that the factors have in common.
+    first: Position at which the input dimensions begin.
+    last: Position at which the output dimensions begin.
+  """
+  return (*dims[:last], rank), (*dims[:first], rank, *dims[last:])
+
+
+def _choose(
+  lora: LoRA, params: PyTree
+) -> tuple[dict[_Path, tuple[int, int]], set[_Path]]:
   """Decides which parameters of a model are trained.
 
   Args:
     lora: The configuration.
     params: Shapes of the model's parameters.
 
-  Raises:
-    PatternError: A pattern matches no parameter, or a parameter cannot have
-      factors.
+  Returns:
+    The kernels that get factors, each with the positions at which its input and
+    its output dimensions begin; and the parameters that are trained as they
+    are.
   """
   if OVERWRITE_WITH_GRADIENT in params:
     raise patterns_lib.PatternError(
@@ -325,14 +359,7 @@ def plan_split(lora: LoRA, params: PyTree) -> Split:
       key=lambda i: math.prod(shape[:i]) + math.prod(shape[i:]),
     )
     factorized[leaves[name]] = num_batch, num_batch + num_inputs
-  return Split(factorized, frozenset(leaves[n] for n in trained), lora.rank)
-
-
-def factor_key(rng: Any) -> Any:
-  """Returns the PRNG key of the factors, from the `rng` of a creation."""
-  if isinstance(rng, Mapping) and rng:
-    return rng["params"] if "params" in rng else next(iter(rng.values()))
-  return rng
+  return factorized, {leaves[name] for name in trained}
 
 
 def _find(

@@ -7,7 +7,7 @@ Everything else is replicated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -20,7 +20,6 @@ from flaxshard.partitioning import rules as rules_lib
 from flaxshard.partitioning import specs as specs_lib
 from flaxshard.state import fields as fields_lib
 from flaxshard.wrappers import base
-from flaxshard.wrappers import stack
 
 PyTree = Any
 P = jax.sharding.PartitionSpec
@@ -61,20 +60,9 @@ def mesh_of(
   raise TypeError(f"strategy must be a Strategy or None, got {strategy!r}.")
 
 
-def count_replicas(
-  mesh: jax.sharding.Mesh | None, wrappers: tuple[base.Base, ...]
-) -> int:
-  """Returns the number of replicas of a mesh; 1 without a mesh.
-
-  Raises:
-    ValueError: A wrapper does not support that number.
-  """
-  if mesh is None:
-    # No check: without a strategy the state may be used on any mesh.
-    return 1
-  num_replicas = mesh.shape[mesh_lib.REPLICA]
-  stack.check_replicas(wrappers, num_replicas)
-  return num_replicas
+def num_replicas(mesh: jax.sharding.Mesh | None) -> int:
+  """Returns the number of replicas of a mesh; 1 without a mesh."""
+  return 1 if mesh is None else mesh.shape[mesh_lib.REPLICA]
 
 
 def shardings_of(specs: PyTree, mesh: jax.sharding.Mesh) -> PyTree:
@@ -86,7 +74,7 @@ def complete_fields(
   tx: Any,
   wrappers: tuple[base.Base, ...],
   given: Mapping[str, PyTree],
-  mesh: jax.sharding.Mesh,
+  mesh: jax.sharding.Mesh | None,
 ) -> dict[str, PyTree]:
   """Places the given fields of a state and creates its other fields.
 
@@ -95,39 +83,42 @@ def complete_fields(
     wrappers: The wrappers of the state.
     given: The parameters and collections, by name. Arrays that are split over
       the mesh keep their sharding; all others are replicated.
-    mesh: The mesh.
+    mesh: The mesh; None puts everything on the default device.
 
   Returns:
-    All fields by name. On a mesh of devices for compiling alone they have a
-    `jax.ShapeDtypeStruct` for every array.
+    All fields by name. They have a `jax.ShapeDtypeStruct` for every array if
+    `given` has, or if the devices of the mesh are for compiling alone.
   """
-  is_abstract = compile_only.is_compile_only(mesh)
-  place: Any = mesh_lib.put
-  if is_abstract:
-    place = compile_only.abstract_array
-    given = jax.tree.map(trees.to_strong_shape, dict(given))
-  else:
-    given = trees.unshare_buffers(dict(given))
-  num_replicas = count_replicas(mesh, wrappers)
-  specs = {
-    name: rules_lib.resolve(None, mesh, tree, argument=name)
-    for name, tree in given.items()
-  }
-  given = jax.tree.map(place, given, shardings_of(specs, mesh))
+  given = dict(given)
 
   def create_fields(given: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    return trees.unshare_buffers(
-      fields_lib.computed(tx, wrappers, given, num_replicas)
-    )
+    return fields_lib.computed(tx, wrappers, given, num_replicas(mesh))
 
-  # The shardings of slots and wrapper states depend on their shapes.
-  created = jax.eval_shape(create_fields, given)
-  abstract = abstract_fields({**given, **created}, specs, wrappers, mesh)
+  is_abstract = any(
+    isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(given)
+  )
+  if mesh is None and not is_abstract:
+    return trees.unshare_buffers({**given, **create_fields(given)})
+  is_abstract |= mesh is not None and compile_only.is_compile_only(mesh)
   if is_abstract:
-    return abstract
+    given = jax.tree.map(trees.to_strong_shape, given)
+  else:
+    given = trees.unshare_buffers(given)
+  # The shardings of slots and wrapper states depend on their shapes.
+  fields = {**given, **jax.eval_shape(create_fields, given)}
+  shardings = _shardings_of_fields(fields, given.keys(), wrappers, mesh)
+  if is_abstract:
+    return jax.tree.map(compile_only.abstract_array, fields, shardings)
+  placed = {
+    name: jax.tree.map(mesh_lib.put, tree, shardings.pop(name))
+    for name, tree in given.items()
+  }
   # Sharded outputs: no device ever holds a whole slot of a split parameter.
-  shardings = {name: shardings_like(abstract[name]) for name in created}
-  return {**given, **jax.jit(create_fields, out_shardings=shardings)(given)}
+  jitted = jax.jit(
+    lambda given: trees.unshare_buffers(create_fields(given)),
+    out_shardings=shardings,
+  )
+  return {**placed, **jitted(placed)}
 
 
 def shardings_like(tree: PyTree) -> PyTree:
@@ -135,45 +126,35 @@ def shardings_like(tree: PyTree) -> PyTree:
   return jax.tree.map(lambda x: x.sharding, tree)
 
 
-def abstract_fields(
-  fields: Mapping[str, PyTree],
-  specs: Mapping[str, PyTree],
+def _shardings_of_fields(
+  fields: dict[str, PyTree],
+  given: Collection[str],
   wrappers: tuple[base.Base, ...],
   mesh: jax.sharding.Mesh | None,
 ) -> dict[str, PyTree]:
-  """Returns shapes, dtypes and shardings of the fields of a state.
+  """Returns the shardings of the fields of a state.
 
   Args:
     fields: All array fields by name: arrays, or shapes and dtypes of them.
-    specs: PartitionSpecs of the parameters and of the other collections, by
-      name. Optimizer slots follow their parameters, wrapper states follow
-      `specs`, and everything else is replicated.
+    given: The names of the parameters and the collections.
     wrappers: The wrappers of the state.
     mesh: The mesh; None puts everything on the default device.
   """
   if mesh is None:
     default = jax.sharding.SingleDeviceSharding(_default_device())
-    shardings = jax.tree.map(lambda _: default, dict(fields))
-  else:
-    params, param_specs = fields["params"], specs["params"]
-    specs = {
-      # The step, and arrays that a user's subclass adds.
-      **jax.tree.map(lambda _: P(), dict(fields)),
-      "opt_state": opt_state_lib.specs(
-        fields["opt_state"], params, param_specs
-      ),
-      **specs,
-    }
-    if wrappers:
-      specs["wrapper_states"] = wrapper_specs(
-        wrappers, fields["wrapper_states"], params, param_specs, mesh
-      )
-    shardings = shardings_of(specs, mesh)
-  return jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-    dict(fields),
-    shardings,
-  )
+    return jax.tree.map(lambda _: default, fields)
+  specs = {
+    name: rules_lib.resolve(None, mesh, fields[name], argument=name)
+    for name in given
+  }
+  of_params = fields["params"], specs["params"]
+  specs["step"] = P()
+  specs["opt_state"] = opt_state_lib.specs(fields["opt_state"], *of_params)
+  if wrappers:
+    specs["wrapper_states"] = wrapper_specs(
+      wrappers, fields["wrapper_states"], *of_params, mesh
+    )
+  return shardings_of(specs, mesh)
 
 
 def _default_device() -> jax.Device:

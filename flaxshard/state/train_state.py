@@ -123,7 +123,8 @@ class TrainState(flax_train_state.TrainState):
 
     Args:
       apply_fn: Usually `model.apply`.
-      params: A tree of arrays.
+      params: A tree of arrays. With `jax.ShapeDtypeStruct`s nothing is
+        allocated: the state has one for every array.
       tx: The optax optimizer.
       wrappers: Wrappers such as `LossScale("dynamic")`, outermost first.
       strategy: A `Strategy`, to put the state on its mesh. Parameters and
@@ -169,11 +170,10 @@ class TrainState(flax_train_state.TrainState):
     }
     given = {k: v for k, v in collections.items() if k not in static}
     given["params"] = params
-    if mesh is None:
-      computed = fields_lib.computed(tx, wrappers, given)
-      arrays = trees.unshare_buffers({**given, **computed})
-    else:
-      arrays = sharding_lib.complete_fields(tx, wrappers, given, mesh)
+    if mesh is not None:
+      stack.check_replicas(wrappers, sharding_lib.num_replicas(mesh))
+    arrays = sharding_lib.complete_fields(tx, wrappers, given, mesh)
+    if mesh is not None:
       tx = sparse_optimizer.with_parts(tx, arrays["params"])
     return fields_lib.extend(cls, arrays)(
       apply_fn=apply_fn, tx=tx, wrappers=wrappers, **static, **arrays

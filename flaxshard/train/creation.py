@@ -1,9 +1,10 @@
-"""Traces the creation of the train state of a config."""
+"""Creates the train state of a config."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 import contextlib
+import functools
 from typing import Any
 
 from flax import linen as nn
@@ -16,9 +17,9 @@ from flaxshard.core import patterns
 from flaxshard.core.policy import Policy
 from flaxshard.partitioning import rules as rules_lib
 from flaxshard.sparse import optimizer as sparse_optimizer
-from flaxshard.state import create as create_lib
 from flaxshard.state import fields as fields_lib
 from flaxshard.state import lora
+from flaxshard.state.create import create_train_state
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import apply
@@ -29,19 +30,22 @@ from flaxshard.wrappers import config as wrappers_config
 from flaxshard.wrappers import stack
 
 
-def plan_creation(
+def create_state(
   config: Any,
   strategy: Strategy,
   loaded: load.LoadedTask,
   tx: optax.GradientTransformation,
-) -> create_lib.CreationPlan:
-  """Traces the creation of the state of a config.
+  *,
+  abstract: bool = False,
+) -> TrainState:
+  """Creates the state of a config.
 
   Args:
     config: A checked config.
     strategy: The devices.
     loaded: The task, and the shapes of its data.
     tx: The optimizer of the config, without `config.sparse`.
+    abstract: Whether to return shapes, dtypes and shardings for the arrays.
 
   Raises:
     ValueError, TypeError: The model, the rules and the wrappers do not fit each
@@ -76,27 +80,29 @@ def plan_creation(
   # Models without a default mode are initialized as in evaluation.
   mode = apply.mode_arguments(model.__call__, False, args, required=True)
 
-  def plan(**init_kwargs: Any) -> create_lib.CreationPlan:
-    return create_lib.plan_creation(
-      model,
-      jax.random.key(config.seed),
-      args,
-      tx,
-      wrappers=wrappers,
-      mesh=strategy.mesh,
-      rules=rules_lib.from_config(config.mesh.rules),
-      lora=checking.create_lora(config.lora),
-      init_kwargs={**mode, **kwargs, **init_kwargs},
-    )
-
+  create = functools.partial(
+    create_train_state,
+    model,
+    jax.random.key(config.seed),
+    args,
+    tx,
+    wrappers=wrappers,
+    strategy=strategy,
+    rules=rules_lib.from_config(config.mesh.rules),
+    lora=checking.create_lora(config.lora),
+    **{**mode, **kwargs},
+  )
   with errors_name_field(
     f"{describe_model(config, task)} cannot be initialized"
   ):
-    creation = plan()
-    if sown := _sown_collections(creation.abstract_state()):
+    state = create(abstract=True)
+    if sown := _sown_collections(state):
       # Otherwise `init` puts the values that it sows in the state.
-      creation = plan(mutable=DenyList(("intermediates", *sown)))
-  return creation
+      create = functools.partial(
+        create, mutable=DenyList(("intermediates", *sown))
+      )
+      state = create(abstract=True)
+  return state if abstract else create()
 
 
 def _sown_collections(state: TrainState) -> list[str]:

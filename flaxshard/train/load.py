@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import contextlib
 import dataclasses
 import functools
@@ -23,7 +23,6 @@ from flaxshard.core import files
 from flaxshard.core import multihost
 from flaxshard.core import optimizer
 from flaxshard.core import registry
-from flaxshard.state import create
 from flaxshard.state.train_state import TrainState
 from flaxshard.strategy.strategy import Strategy
 from flaxshard.tasks import apply as apply_lib
@@ -153,17 +152,17 @@ def load(
   values = registry.to_plain(_read_json(workdir, "config.json"))
   config = config_lib.check(values)
   shapes = _read_json(workdir, "data.json")
-  loaded, strategy, creation = plan(config, shapes, task, strategy, rules)
+  loaded, strategy, create = plan(config, shapes, task, strategy, rules)
   directory = steps.directory_of_steps(workdir)
   chosen = _choose_step(config, workdir, step)
   restore = lambda: restoring.restore_newest(
-    directory, creation.abstract_state(), chosen
+    directory, create(abstract=True), chosen
   )
   if chosen is not None or ranks.store_agn(config) is None:
     number, state = restore()
   else:
     has_steps = bool(steps.find(directory))
-    newest = restore() if has_steps else (0, creation.create_state())
+    newest = restore() if has_steps else (0, create())
     found = _find_final_center(workdir, *newest)
     # Without a step, restoring says what is missing.
     number, state = found or (newest if has_steps else restore())
@@ -184,8 +183,8 @@ def plan(
   task: Any = None,
   strategy: Strategy | None = None,
   rules: Any = None,
-) -> tuple[tasks_load.LoadedTask, Strategy, create.CreationPlan]:
-  """Traces the creation of the state of a run, without its data.
+) -> tuple[tasks_load.LoadedTask, Strategy, Callable[..., TrainState]]:
+  """Prepares the creation of the state of a run, without its data.
 
   Args:
     config: The checked config of the run.
@@ -195,7 +194,8 @@ def plan(
     rules: As for `load`.
 
   Returns:
-    The task, the devices, and the plan of the state on them.
+    The task, the devices, and a function that creates the state on them, with
+    `abstract=True` its shapes.
   """
   known = resume.shapes_from_json(shapes)
   loaded = tasks_load.load(config, task, known=known)
@@ -208,8 +208,10 @@ def plan(
     values["mesh"]["rules"] = rules
     config = config_lib.check(values)
   tx, _ = optimizer.create(config)
-  creation = creation_lib.plan_creation(config, strategy, loaded, tx)
-  return loaded, strategy, creation
+  create = functools.partial(
+    creation_lib.create_state, config, strategy, loaded, tx
+  )
+  return loaded, strategy, create
 
 
 def _read_json(workdir: str, name: str) -> dict[str, Any]:

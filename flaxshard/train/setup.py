@@ -62,12 +62,11 @@ class Setup:
     batch_size: Examples in a batch, of this worker alone if there are several.
     batch_specs: How each array of a batch is split.
     schedule: The learning rate, as a function of the applied updates.
-    create_state: Returns a new state.
+    create_state: Returns a new state, and warns of a precision without a scale.
     jitted_train_step: `jitted_train_step(state, progress, batch, rng)` under
       `jax.jit`. It donates the state and the progress.
     arguments: The arguments of the train step, with a `jax.ShapeDtypeStruct`
       for every array.
-    notes: Warnings about the precision, which `create_state` gives.
   """
 
   config: Any
@@ -82,7 +81,6 @@ class Setup:
   create_state: Callable[[], TrainState]
   jitted_train_step: Any
   arguments: tuple[Any, ...]
-  notes: tuple[str, ...]
 
   @property
   def abstract_state(self) -> TrainState:
@@ -329,17 +327,15 @@ def plan_setup(
   specs = devices.batch_specs(config.mesh.split, batch_size, strategy, example)
   tx, schedule = optimizer.create(config)
 
-  creation = creation_lib.plan_creation(config, strategy, loaded, tx)
-  state, notes = creation.abstract_state(), tuple(creation.notes)
-  # That of an NNX module holds the arrays of the module, which would stay in
-  # memory during a restore and the whole run.
-  del creation
+  # Created anew when it is needed: the arrays of an NNX module would otherwise
+  # stay in memory during a restore and the whole run.
+  create = functools.partial(
+    creation_lib.create_state, config, strategy, loaded, tx
+  )
+  state = create(abstract=True)
 
   def create_state() -> TrainState:
-    for note in notes:
-      checks.warn(note)
-    creation = creation_lib.plan_creation(config, strategy, loaded, tx)
-    leaves = jax.tree.leaves(creation.create_state())
+    leaves = jax.tree.leaves(create())
     # The static fields of the traced state, or the step would compile again.
     return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
@@ -374,7 +370,6 @@ def plan_setup(
     create_state=create_state,
     jitted_train_step=_jit_train_step(config, strategy, task, arguments, rank),
     arguments=arguments,
-    notes=notes,
   )
 
 

@@ -16,7 +16,6 @@ import pytest
 
 import flaxshard as fs
 from flaxshard.partitioning import FSDP
-from flaxshard.state import create
 
 P = jax.sharding.PartitionSpec
 MESH = jax.sharding.Mesh(
@@ -158,22 +157,15 @@ class Large(nn.Module):
 
 
 def test_no_device_holds_the_whole_state():
-  mesh = jax.sharding.Mesh(np.array(jax.devices()), ("replica",))
-  plan = create.plan_creation(
-    Large(),
-    KEY,
-    np.ones((1, 512), np.float32),
-    optax.adam(0.1),
-    wrappers=(fs.LossScale("dynamic"),),
-    mesh=mesh,
-    rules="fsdp",
-  )
+  x = np.ones((1, 512), np.float32)
+  wrappers = [fs.LossScale("dynamic")]
+  kwargs = dict(wrappers=wrappers, strategy=fs.Strategy(), rules="fsdp")
+  create = lambda key: make(Large(), key, x, **kwargs)
   nbytes = sum(
     math.prod(x.shape) * x.dtype.itemsize
-    for x in jax.tree.leaves(plan.abstract_fields)
+    for x in jax.tree.leaves(make(Large(), KEY, x, abstract=True, **kwargs))
   )
-  jitted, args = plan.jit()
-  memory = jitted.lower(*args).compile().memory_analysis()
+  memory = jax.jit(create).lower(KEY).compile().memory_analysis()
   assert nbytes > 12e6
   # One eighth on each device, and the biases, which are not split.
   assert memory.output_size_in_bytes < 0.13 * nbytes
