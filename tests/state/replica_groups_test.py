@@ -108,4 +108,3 @@ def test_states_that_do_not_diverge():
   assert replica_groups.describe_divergence(state) is None
   assert replica_groups.describe_divergence({"w": 1}) is None
   assert replica_groups.of_first_replica(state) is state
-  assert replica_groups.of_first_replica(state) is state

@@ -288,14 +288,6 @@ def test_gated_gradients_have_the_same_values_and_pass_in_16_bits(wrappers):
   assert found.count(["float32", *["bfloat16"] * 4]) == 2
 
 
-def test_zip_in_a_compiled_step():
-  paths = ["b/c", "w"]
-  step = jax.jit(lambda s, g: s.apply_gradients(zip(g, paths, strict=True)))
-  new = step(create(tx=optax.sgd(1.0)), [1.0, jnp.array([1.0, -2.0])])
-  assert float(new.params["b"]["c"]) == -0.5
-  np.testing.assert_array_equal(new.params["w"], [0, 0])
-
-
 def test_list_of_layers_is_a_tree():
   params = [(jnp.ones(2), jnp.ones(())), (jnp.ones(2), jnp.ones(()))]
   state = create(params=params, tx=optax.sgd(1.0))
@@ -336,14 +328,3 @@ def test_line_search_minimizes_the_weighted_sum():
     state, loss = step(state)
   np.testing.assert_allclose(state.params["w"], [3, 3], atol=1e-3)
   assert loss.shape == (2,)
-
-
-@pytest.mark.parametrize(
-  ("mode", "sizes"), [("none", []), ("op", [5]), ("graph", [5])]
-)
-def test_barriers_of_each_mode(mode, sizes):
-  state = create(params=LAYERS, tx=optax.adam(0.1))
-  step = lambda state, x: state.minimize(layers_loss, x, gate_gradients=mode)
-  assert sorted(map(len, barriers(step, state, X))) == sizes
-  text = jax.jit(step).lower(state, X).as_text()
-  assert text.count("stablehlo.optimization_barrier") == len(sizes)

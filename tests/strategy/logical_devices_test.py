@@ -395,9 +395,6 @@ def test_trace_on_another_mesh_raises():
     assert_equal(jax.jit(replicate)(X), X)
 
 
-# -- Mistakes.
-
-
 # -- Training.
 
 
