@@ -126,6 +126,11 @@ def create_train_state(
     # Not traced, so that a function of `nnx.Rngs` may use concrete values.
     model = initialization.construct_nnx(model, rng)
   init = initialization.trace(model, rng, sample_input, init_kwargs)
+  if not jax.tree.leaves(init.variables.get("params", {})):
+    raise ValueError(
+      f"model={type(model).__name__} has no parameters: its collections are "
+      f"{sorted(init.variables)}, 'params' must be one with arrays in it."
+    )
   init = _without_boxes(init, mesh, rules, strict)
   if lora is not None:
     init = lora_lib.add_factors(init, lora, rng)

@@ -30,16 +30,13 @@ def is_array_field(field: dataclasses.Field[Any]) -> bool:
   return field.metadata.get("pytree_node", True)
 
 
-def array_field_names(state: Any) -> list[str]:
-  """Returns the names of the fields that hold pytrees of arrays."""
-  return [
-    field.name for field in dataclasses.fields(state) if is_array_field(field)
-  ]
-
-
 def array_fields(state: Any) -> dict[str, Any]:
   """Returns the pytrees of arrays of a state, by field name."""
-  return {name: getattr(state, name) for name in array_field_names(state)}
+  return {
+    field.name: getattr(state, field.name)
+    for field in dataclasses.fields(state)
+    if is_array_field(field)
+  }
 
 
 def variables(state: Any) -> dict[str, Any]:

@@ -61,18 +61,6 @@ def trace(
     sample_input: See there.
     init_kwargs: See there.
   """
-  init = _trace(model, rng, sample_input, init_kwargs)
-  if not jax.tree.leaves(init.variables.get("params", {})):
-    raise ValueError(
-      f"model={type(model).__name__} has no parameters: its collections are "
-      f"{sorted(init.variables)}, 'params' must be one with arrays in it."
-    )
-  return init
-
-
-def _trace(
-  model: Any, rng: Any, sample_input: Any, init_kwargs: Mapping[str, Any]
-) -> Initializer:
   if isinstance(model, nn.Module):
     initialize, args = _linen_initializer(model, rng, sample_input, init_kwargs)
     # Under jit, so that `initialize` is traced once.

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
   from flaxshard.state.train_state import TrainState
 
 PyTree = Any
+NamedSharding = jax.sharding.NamedSharding
 P = jax.sharding.PartitionSpec
 
 # The collection of the parameters that are not trained.
@@ -251,25 +252,19 @@ def add_factors(init: Initializer, lora: LoRA, rng: Any) -> Initializer:
       FROZEN: traverse_util.unflatten_dict(frozen),
     }
 
-  def shapes(path: _Path, x: Any, first: int, last: int) -> list[Any]:
-    del path
-    factors = [
-      jax.ShapeDtypeStruct(shape, x.dtype)
-      for shape in _of_factors(x.shape, lora.rank, first, last)
-    ]
-    if init.arg_specs is None:
-      return factors
-    dims = specs_lib.dims_of(x.sharding.spec, x.ndim)
-    return [
-      factor.update(
-        sharding=jax.sharding.NamedSharding(
-          x.sharding.mesh, specs_lib.spec_of(dims_of_factor)
-        )
-      )
-      for factor, dims_of_factor in zip(
-        factors, _of_factors(dims, (), first, last), strict=True
-      )
-    ]
+  on_mesh = init.arg_specs is not None
+
+  def describe(_: _Path, x: Any, first: int, last: int) -> list[Any]:
+    spec = x.sharding.spec if on_mesh else P()
+    dims = list(zip(x.shape, specs_lib.dims_of(spec, x.ndim), strict=True))
+    factors = []
+    for dims_of_factor in _of_factors(dims, (lora.rank, ()), first, last):
+      shape, axes = zip(*dims_of_factor, strict=True)
+      sharding = None
+      if on_mesh:
+        sharding = NamedSharding(x.sharding.mesh, specs_lib.spec_of(axes))
+      factors.append(jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding))
+    return factors
 
   def initialize(*args: Any) -> dict[str, PyTree]:
     *init_args, key = args
@@ -291,9 +286,9 @@ def add_factors(init: Initializer, lora: LoRA, rng: Any) -> Initializer:
     init,
     initialize=initialize,
     args=(*init.args, key),
-    variables=divide(init.variables, shapes),
+    variables=divide(init.variables, describe),
     apply_fn=Apply(init.apply_fn, lora.alpha / lora.rank),
-    arg_specs=init.arg_specs and (*init.arg_specs, P()),
+    arg_specs=(*init.arg_specs, P()) if on_mesh else None,
   )
 
 
@@ -301,7 +296,7 @@ def _of_factors(dims: Sequence[Any], rank: Any, first: int, last: int) -> Any:
   """Returns what describes the dimensions of both factors of a kernel.
 
   Args:
-    dims: What describes each dimension of the kernel: its size or its axes.
+    dims: What describes each dimension of the kernel, such as its size.
     rank: What describes the dimension that the factors have in common.
     first: Position at which the input dimensions begin.
     last: Position at which the output dimensions begin.

@@ -393,7 +393,7 @@ class TrainState(flax_train_state.TrainState):
     grads = step_lib.check_gradients(self.tx, self.params, grads)
     # Names that are no fields are extra arguments of the optimizer.
     fields = set(fields_lib.fields_by_name(type(self))) - _RESERVED
-    arrays = fields & set(fields_lib.array_field_names(self))
+    arrays = fields & fields_lib.array_fields(self).keys()
     collections = {k: v for k, v in replaced.items() if k in arrays}
     static = {k: v for k, v in replaced.items() if k in fields - arrays}
     extra = {k: v for k, v in replaced.items() if k not in fields}

@@ -85,37 +85,34 @@ class ReplicaProgram:
     )
     returned: list[Any] = []
 
-    def body(*arrays: jax.Array) -> tuple[list[Any], list[Any]]:
+    def body(*arrays: jax.Array) -> dict[bool, dict[int, Any]]:
       args, kwargs = arguments.to_local(self.treedef.unflatten(arrays))
       with replica_context.activate(context):
         out = _call(self.get_function(), args, kwargs)
       trees.check_arrays("run: what fn returned", out)
-      out = arguments.to_global(out)
+      leaves, treedef = jax.tree.flatten(out := arguments.to_global(out))
       kinds = arguments.leaves_of(out)
-      returned[:] = jax.tree.structure(out), kinds
-      # Results that all replicas share have one spec, the others another.
-      shared: list[Any] = []
-      own: list[Any] = []
-      for x, leaf in zip(jax.tree.leaves(out), kinds, strict=True):
-        (own if leaf.kind == arguments.OWN else shared).append(x)
-      return shared, own
+      returned[:] = treedef, kinds
+      # By whether each replica has its own: such results have another spec.
+      by_spec: dict[bool, dict[int, Any]] = {False: {}, True: {}}
+      for i, (x, leaf) in enumerate(zip(leaves, kinds, strict=True)):
+        by_spec[leaf.kind == arguments.OWN][i] = x
+      return by_spec
 
     mapped = jax.shard_map(
       body,
       mesh=self.mesh,
       in_specs=tuple(in_specs),
-      out_specs=(P(), P(mesh_lib.REPLICA)),
+      out_specs={False: P(), True: P(mesh_lib.REPLICA)},
       axis_names={mesh_lib.REPLICA},
       # With check_vma=True, jax.grad would sum the gradients of replicated
       # parameters over the replicas, and groups could not be reduced.
       check_vma=False,
     )
     # Traced once, for the check and for the call.
-    program = jax.jit(mapped, inline=True).trace(*parts).jaxpr
-    treedef, kinds = returned
-    order = sorted(
-      range(len(kinds)), key=lambda i: kinds[i].kind == arguments.OWN
-    )
+    traced = jax.jit(mapped, inline=True).trace(*parts)
+    program, (treedef, kinds) = traced.jaxpr, returned
+    order = [path[1].key for path in trees.paths(traced.out_info)]
     self._check(program, in_specs, [kinds[i] for i in order])
     # On CPU bfloat16 is summed in float32.
     if self.mesh.devices.flat[0].platform != "cpu":
