@@ -425,6 +425,9 @@ def test_strategy_shards_parameters_and_slots():
     assert moment.get_raw_value().addressable_shards[0].data.shape == (4, 2)
 
 
+without_parameters = lambda grads: nnx.filter_state(grads, nnx.BatchStat)
+
+
 @pytest.mark.parametrize(
   ("call", "error", "facts"),
   [
@@ -442,11 +445,7 @@ def test_strategy_shards_parameters_and_slots():
       ["scalar", "(8, 1)"],
     ),
     (lambda: apply(lambda grads: (1.0, grads)), ValueError, ["grads"]),
-    (
-      lambda: apply(lambda grads: nnx.filter_state(grads, nnx.BatchStat)),
-      ValueError,
-      ["grads", "kernel"],
-    ),
+    (lambda: apply(without_parameters), ValueError, ["grads", "kernel"]),
     # In the place of the module.
     (
       lambda: apply(lambda grads: Net(nnx.Rngs(0))),

@@ -226,26 +226,17 @@ def test_loss_without_the_frozen_parameters_raises(state):
 
 
 @pytest.mark.parametrize(
-  ("arguments", "error", "facts"),
+  ("arguments", "facts"),
   [
-    ({"rank": 0}, ValueError, ["rank"]),
-    ({"rank": 4, "patterns": ("kernal",)}, ValueError, ["'kernel'"]),
-    ({"rank": 4, "patterns": ("norm",)}, ValueError, ["norm/bias", "(16,)"]),
-    ({"rank": 4, "train": ("head",)}, ValueError, ["head/kernel", "train="]),
-    (
-      {"rank": 4, "batch_dims": (("bias", 1),)},
-      ValueError,
-      ["batch_dims[0]='bias'", "head/kernel"],
-    ),
-    (
-      {"rank": 4, "batch_dims": (("body", 2),)},
-      ValueError,
-      ["body/kernel", "2 batch dimensions"],
-    ),
+    ({"rank": 0}, ["rank"]),
+    ({"patterns": ("kernal",)}, ["'kernel'"]),
+    ({"patterns": ("norm",)}, ["norm/bias", "(16,)"]),
+    ({"train": ("head",)}, ["head/kernel", "train="]),
+    ({"batch_dims": (("bias", 1),)}, ["batch_dims[0]='bias'", "head/kernel"]),
+    ({"batch_dims": (("body", 2),)}, ["body/kernel", "2 batch dimensions"]),
   ],
 )
-def test_mistakes(arguments, error, facts):
-  with pytest.raises(error) as e:
-    make(lora=fs.LoRA(**arguments))
-  for fact in facts:
-    assert fact in str(e.value)
+def test_mistakes(arguments, facts):
+  with pytest.raises(ValueError) as e:
+    make(lora=fs.LoRA(**{"rank": 4, **arguments}))
+  assert all(fact in str(e.value) for fact in facts)

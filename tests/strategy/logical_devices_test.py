@@ -324,59 +324,41 @@ def closes(x):
   return S.on_logical_device(2, lambda x: x + y, x)
 
 
+split = S.split_to_logical_devices
+assign = S.assign_to_logical_device
+on_device = S.on_logical_device
+ALONE = " .* alone"
+
+
 @pytest.mark.parametrize(
   ("call", "error", "facts"),
   [
+    (lambda x: split(x, [4]), ValueError, r"partition.*\(8, 4\).*got 1"),
+    (lambda x: split(x, [3, 1]), ValueError, "logical devices, 4, got 3"),
+    (lambda x: split(x, [4, 2.0]), TypeError, r"dimensions\[1\].*got 2\.0"),
     (
-      lambda x: S.split_to_logical_devices(x, [4]),
-      ValueError,
-      r"partition_dimensions.*\(8, 4\).*got 1",
-    ),
-    (
-      lambda x: S.split_to_logical_devices(x, [3, 1]),
-      ValueError,
-      "logical devices, 4, got 3",
-    ),
-    (
-      lambda x: S.split_to_logical_devices(x, [4, 2.0]),
-      TypeError,
-      r"partition_dimensions\[1\].*got 2\.0",
-    ),
-    (
-      lambda x: S.split_to_logical_devices(x[:6], [4, 1]),
+      lambda x: split(x[:6], [4, 1]),
       ValueError,
       r"=\[4, 1\].*dimension 0.*by 4.*\(6, 4\)",
     ),
     (
-      lambda x: S.split_to_logical_devices(np.full((4, 4), 2**31), [2, 2]),
+      lambda x: split(np.full((4, 4), 2**31), [2, 2]),
       ValueError,
       "do not fit int32",
     ),
-    (
-      lambda x: S.assign_to_logical_device(x, 4),
-      ValueError,
-      "logical_device_id.*got 4",
-    ),
-    (
-      lambda x: S.assign_to_logical_device(x, -1),
-      ValueError,
-      "logical_device_id.*got -1",
-    ),
-    (
-      lambda x: S.on_logical_device(1.0, jnp.sin, x),
-      TypeError,
-      r"logical_device_id.*got 1\.0",
-    ),
+    (lambda x: assign(x, 4), ValueError, "logical_device_id.*got 4"),
+    (lambda x: assign(x, -1), ValueError, "logical_device_id.*got -1"),
+    (lambda x: on_device(1.0, jnp.sin, x), TypeError, r"_id.*got 1\.0"),
     # In a trace alone: there one program runs on all devices.
     (
-      jax.jit(on_device_with(lambda x: S.split_to_logical_devices(x, [2, 2]))),
+      jax.jit(on_device_with(lambda x: split(x, [2, 2]))),
       ValueError,
-      "^split_to_logical_devices: .* alone",
+      f"^split_to_logical_devices:{ALONE}",
     ),
     (
       jax.jit(on_device_with(on_device_with(jnp.sin))),
       ValueError,
-      "^on_logical_device: .* alone",
+      f"^on_logical_device:{ALONE}",
     ),
     (jax.jit(closes), ValueError, r"closes over a traced float32\[8,4\]"),
   ],

@@ -120,6 +120,13 @@ def test_donated_state_is_deleted(batches):
     STRATEGY.run_steps(train_step, state, batches, donate_state=True)
 
 
+def changes_a_shape(state, batch):
+  return state.replace(params={**state.params, "w1": state.params["w2"]})
+
+
+SHORTER = {**batch(1), "y": Y[1][:8]}
+
+
 @pytest.mark.parametrize(
   ("arguments", "error", "facts"),
   [
@@ -127,11 +134,7 @@ def test_donated_state_is_deleted(batches):
     ({"batches": {"x": X[:0]}}, ValueError, "batches"),
     ({"batches": ["a"]}, TypeError, "argument 1 must be an array"),
     ({"batches": {"x": X, "y": Y[:2]}}, ValueError, r"\[\(2,\), \(3,\)\]"),
-    (
-      {"batches": [batch(0), {**batch(1), "y": Y[1][:8]}]},
-      ValueError,
-      "same shape",
-    ),
+    ({"batches": [batch(0), SHORTER]}, ValueError, "same shape"),
     # One batch in place of several: its examples are no steps.
     (
       {"batches": sharded(STRATEGY, 0)},
@@ -142,11 +145,7 @@ def test_donated_state_is_deleted(batches):
     ({"reduce": {"a": "sum"}}, ValueError, "Expected dict"),
     ({"step": lambda s, b: None}, TypeError, "carry input and carry output"),
     (
-      {
-        "step": lambda s, b: s.replace(
-          params={**s.params, "w1": s.params["w2"]}
-        )
-      },
+      {"step": changes_a_shape},
       TypeError,
       r"carry.*params\['w1'\].* has type float32\[8,8\]",
     ),

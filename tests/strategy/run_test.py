@@ -145,35 +145,35 @@ echo = lambda x: EIGHT.run(lambda x: x, args=(x,))
 SPLIT_OTHERWISE = jax.device_put(X[0], NamedSharding(SPLIT.mesh, P("model")))
 
 
+NORM_OF_ANOTHER_AXIS = lambda: NORM.apply(
+  NORM_VARIABLES, jnp.ones((2, 3)), mutable=True
+)[0]
+
+
+def run_split_agn():
+  """Replicas that step alone need whole parameters."""
+  state = create(EIGHT, [fs.AGN(9)])
+  EIGHT.run(lambda s: s, [split(state, EIGHT.mesh, P("replica"))])
+
+
+def donate(argnums):
+  return EIGHT.jit(jnp.sum, donate_argnums=argnums)(1.0)
+
+
 @pytest.mark.parametrize(
   ("call", "error", "facts"),
   [
-    (
-      lambda: EIGHT.run(jnp.sum, 3.0),
-      TypeError,
-      r"args=\(state, batch\), got ",
-    ),
+    (lambda: EIGHT.run(jnp.sum, 3.0), TypeError, r"args=\(state, batch\), got"),
     (lambda: EIGHT.run(loss_fn, create(), batch(0)), TypeError, "TrainState"),
     (lambda: echo("a"), TypeError, "argument 0.*'a'"),
     (lambda: echo({"n": 2**31}), ValueError, rf"argument 0/n .*{2**31}.*int32"),
     (lambda: echo({"a": fs.PerReplica(np.ones((4, 2)))}), ValueError, "0/a"),
     (lambda: echo(fs.PerReplica(np.ones(16))), ValueError, r"shape \(16,\)"),
     (lambda: echo(SPLIT_OTHERWISE), ValueError, "argument 0"),
-    # Replicas that step alone need whole parameters.
-    (
-      lambda: EIGHT.run(
-        lambda s: s,
-        [split(create(EIGHT, [fs.AGN(9)]), EIGHT.mesh, P("replica"))],
-      ),
-      ValueError,
-      "0/params/w1 is split over 'replica'",
-    ),
+    (run_split_agn, ValueError, "0/params/w1 is split over 'replica'"),
     (lambda: EIGHT.run(lambda: {"a": "x"}), TypeError, r"\[a\]"),
-    # Another axis than that of the replicas.
     (
-      lambda: EIGHT.run(
-        lambda: NORM.apply(NORM_VARIABLES, jnp.ones((2, 3)), mutable=True)[0]
-      ),
+      lambda: EIGHT.run(NORM_OF_ANOTHER_AXIS),
       ValueError,
       "batch.* axis_name='replica'",
     ),
@@ -186,16 +186,8 @@ SPLIT_OTHERWISE = jax.device_put(X[0], NamedSharding(SPLIT.mesh, P("model")))
     ),
     (lambda: echo(nnx.Rngs(0)), TypeError, "argument 0 is a Rngs"),
     (lambda: EIGHT.run(lambda: echo(1.0)), TypeError, "run"),
-    (
-      lambda: EIGHT.jit(jnp.sum, donate_argnums=-1)(1.0),
-      ValueError,
-      "donate_argnums.*-1",
-    ),
-    (
-      lambda: EIGHT.jit(jnp.sum, donate_argnums=1)(1.0),
-      ValueError,
-      "donate_argnums",
-    ),
+    (lambda: donate(-1), ValueError, "donate_argnums.*-1"),
+    (lambda: donate(1), ValueError, "donate_argnums"),
   ],
 )
 def test_mistakes(call, error, facts):
