@@ -20,7 +20,6 @@ from flaxshard.core import checks
 from flaxshard.partitioning import compile_only
 from flaxshard.strategy import arguments
 from flaxshard.strategy import mistakes
-from flaxshard.strategy import steps_loop
 from flaxshard.strategy.arguments import Leaf
 from flaxshard.strategy.program import ReplicaProgram
 
@@ -48,7 +47,7 @@ class _LastCall(NamedTuple):
   move: list[Leaf | None]
 
 
-class Program:
+class CompiledForms:
   """The compiled forms of one function, by structure of its arguments.
 
   Args:
@@ -161,16 +160,16 @@ class Program:
     key = treedef, shardings
     if key not in self._compiled:
       arguments.check_wrappers(self._mesh, leaves, shardings)
+      # The batches of a loop, with the steps as their first dimension.
+      is_loop = self._transform is not None
+      is_stacked = is_loop and not isinstance(args[1], list)
       program = ReplicaProgram(
         self._mesh,
         treedef,
         leaves,
         shardings,
         self._function,
-        # A loop over batches puts the steps first.
-        mistakes.whole_batches(
-          values, leaves, shardings, 0 if self._transform is None else 1
-        ),
+        mistakes.whole_batches(values, leaves, shardings, int(is_stacked)),
       )
       # JAX sees the leaves as arguments, not the trees.
       donated = [
@@ -201,12 +200,12 @@ class FunctionCache:
 
   def __init__(self) -> None:
     self._by_function: weakref.WeakKeyDictionary[
-      Any, dict[Hashable, Program]
+      Any, dict[Hashable, CompiledForms]
     ] = weakref.WeakKeyDictionary()
-    self._by_method: dict[tuple[int, Any], dict[Hashable, Program]] = {}
+    self._by_method: dict[tuple[int, Any], dict[Hashable, CompiledForms]] = {}
 
-  def get(self, fn: Function, *options: Hashable) -> Program:
-    """Returns the programs of a function, for arguments of `Program`."""
+  def get(self, fn: Function, *options: Hashable) -> CompiledForms:
+    """Returns the programs of a function, for arguments of `CompiledForms`."""
     if isinstance(fn, types.MethodType):
       # By identity, as bound methods compare: the object may not be hashable.
       key = id(fn.__self__), fn.__func__
@@ -218,7 +217,7 @@ class FunctionCache:
     else:
       programs = self._by_function.setdefault(fn, {})
     if options not in programs:
-      programs[options] = Program(*options)  # type: ignore[arg-type]
+      programs[options] = CompiledForms(*options)  # type: ignore[arg-type]
     return programs[options]
 
 
@@ -228,14 +227,19 @@ class CompiledFunction:
   Args:
     fn: The function.
     program: Its compiled forms.
-    steps: Whether it is a step, which is called with a state and batches.
+    get_arguments: Returns the arguments of a call, by position and by name.
   """
 
-  def __init__(self, fn: Function, program: Program, steps: bool = False):
+  def __init__(
+    self,
+    fn: Function,
+    program: CompiledForms,
+    get_arguments: Callable[..., tuple[Any, Any]] = lambda *a, **k: (a, k),
+  ):
     functools.update_wrapper(self, fn)
     self._fn = fn
     self._program = program
-    self._arguments = _stack_batches if steps else _as_given
+    self._arguments = get_arguments
 
   def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
     """Runs the function on each replica."""
@@ -248,11 +252,3 @@ class CompiledFunction:
   def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
     """Traces the program, as `jax.jit(...).trace` does."""
     return self._program.trace(self._fn, *self._arguments(*args, **kwargs))
-
-
-def _as_given(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-  return args, kwargs
-
-
-def _stack_batches(state: PyTree, batches: PyTree) -> tuple[Any, Any]:
-  return (state, steps_loop.stack(batches)), {}

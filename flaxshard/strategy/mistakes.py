@@ -77,7 +77,7 @@ def whole_batches(
     values: The leaves of the arguments, as they are passed to `run`.
     leaves: What they are.
     shardings: Their shardings on the mesh.
-    batch_dim: The dimension of a batch with the examples: 1 in `run_steps`.
+    batch_dim: The dimension of a batch with the examples: 1 behind the steps.
   """
   found = []
   for x, leaf, sharding in zip(values, leaves, shardings, strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -12,25 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from flaxshard.core import trees
-from flaxshard.partitioning import mesh as mesh_lib
 from flaxshard.replicas import context as replica_context
 from flaxshard.replicas import values
 
 PyTree = Any
 
-NamedSharding = jax.sharding.NamedSharding
-P = jax.sharding.PartitionSpec
 
-
-def stack(batches: PyTree) -> PyTree:
-  """Returns batches as one tree of arrays `[steps, ...]`.
+def arguments(
+  state: PyTree, batches: PyTree
+) -> tuple[tuple[PyTree, PyTree], dict[str, Any]]:
+  """Returns the arguments of a loop: `(state, batches)`, and none by name.
 
   Args:
-    batches: A list of batches, which may be sharded over replicas, or one tree
-      of stacked batches already.
-
-  Returns:
-    The stacked batches; a `PerReplica` is `[replicas, steps, ...]`.
+    state: The train state.
+    batches: A list of batches, which the loop stacks, or one tree of arrays
+      `[steps, ...]`; a `PerReplica` is `[replicas, steps, ...]`.
 
   Raises:
     ValueError: There are no batches, the leaves have different numbers of
@@ -38,7 +33,7 @@ def stack(batches: PyTree) -> PyTree:
       should be.
   """
   if isinstance(batches, list) and batches:
-    batches = jax.tree.map(_stack, *batches, is_leaf=values.is_per_replica)
+    return (state, batches), {}
   counts = set()
   for path, node in jax.tree_util.tree_leaves_with_path(
     batches, is_leaf=values.is_per_replica
@@ -47,9 +42,9 @@ def stack(batches: PyTree) -> PyTree:
     dim = int(values.is_per_replica(node))
     counts |= {np.shape(x)[dim:][:1] for x in jax.tree.leaves(node)}
     sharding = getattr(node, "sharding", None)
-    if isinstance(sharding, NamedSharding) and values.has_replica_axis(
-      sharding.spec
-    ):
+    if isinstance(
+      sharding, jax.sharding.NamedSharding
+    ) and values.has_replica_axis(sharding.spec):
       raise ValueError(
         f"run_steps: batches[{trees.path_string(path)}] of shape {node.shape} "
         "is split over the replicas along its first dimension, which is that "
@@ -61,33 +56,7 @@ def stack(batches: PyTree) -> PyTree:
       "run_steps: all leaves of batches must have the same number of steps, "
       f"at least one, as their first dimension, got {sorted(counts)}."
     )
-  return batches
-
-
-def _stack(*parts: Any, dim: int = 0) -> Any:
-  """Returns arrays, or `PerReplica`s, as one with a new dimension."""
-  first, sharding = parts[0], getattr(parts[0], "sharding", None)
-  if values.is_per_replica(first):
-    return jax.tree.map(functools.partial(_stack, dim=1), *parts)
-  if isinstance(sharding, NamedSharding):
-    # Each device stacks its parts: the new dimension is not split.
-    spec = [*sharding.spec, *(None,) * dim]
-    spec.insert(dim, None)
-    sharding = NamedSharding(sharding.mesh, P(*spec))
-  if isinstance(first, jax.ShapeDtypeStruct):
-    shape = (*first.shape[:dim], len(parts), *first.shape[dim:])
-    return jax.ShapeDtypeStruct(shape, first.dtype, sharding=sharding)
-  if isinstance(sharding, NamedSharding):
-    return _stack_on_mesh(dim, sharding, *parts)
-  # NumPy batches stay on the host: `run` moves the whole stack at once.
-  return (jnp if isinstance(first, jax.Array) else np).stack(parts, dim)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _stack_on_mesh(
-  dim: int, sharding: NamedSharding, *parts: jax.Array
-) -> jax.Array:
-  return mesh_lib.constrain(jnp.stack(parts, dim), sharding)
+  return (state, batches), {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +95,8 @@ class Loop:
       return out if type(out) is tuple and len(out) == 2 else (out, None)
 
     def loop(state: PyTree, batches: PyTree) -> tuple[PyTree, PyTree]:
+      if isinstance(batches, list):
+        batches = jax.tree.map(lambda *x: jnp.stack(x), *batches)
       # jax.lax.scan needs an initial carry of the outputs' shapes.
       _, outputs = jax.eval_shape(
         lambda batches: step(state, jax.tree.map(lambda x: x[0], batches)),

@@ -281,7 +281,7 @@ class Strategy:
     """
     loop = steps_loop.Loop.create(reduce)
     program = self._program(step_fn, (0,) if donate_state else (), loop)
-    return calls.CompiledFunction(step_fn, program, steps=True)
+    return calls.CompiledFunction(step_fn, program, steps_loop.arguments)
 
   def reduce(
     self, reduce_op: str, value: PyTree, axis: int | None = None
@@ -564,7 +564,7 @@ class Strategy:
     fn: Callable[..., PyTree],
     donate_argnums: tuple[int, ...] = (),
     transform: steps_loop.Loop | None = None,
-  ) -> calls.Program:
+  ) -> calls.CompiledForms:
     """Returns the compiled programs of a function."""
     return _programs.get(fn, self.mesh, donate_argnums, self.waits, transform)
 

@@ -132,7 +132,7 @@ SHORTER = {**batch(1), "y": Y[1][:8]}
   [
     ({"batches": []}, ValueError, r"batches.*\[\]"),
     ({"batches": {"x": X[:0]}}, ValueError, "batches"),
-    ({"batches": ["a"]}, TypeError, "argument 1 must be an array"),
+    ({"batches": ["a"]}, TypeError, "argument 1/0 must be an array"),
     ({"batches": {"x": X, "y": Y[:2]}}, ValueError, r"\[\(2,\), \(3,\)\]"),
     ({"batches": [batch(0), SHORTER]}, ValueError, "same shape"),
     # One batch in place of several: its examples are no steps.
